@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Package metadata. Tool settings live in pyproject.toml."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+
+
+def version() -> str:
+    # Read as text: importing the package would need MindSpore before it is installed.
+    text = (ROOT / "ms_dtensor" / "_version.py").read_text(encoding="utf-8")
+    return re.search(r'^__version__ = "([^"]+)"', text, re.MULTILINE).group(1)
+
+
+setup(
+    name="ms_dtensor",
+    version=version(),
+    description="DTensor for MindSpore: write a model for one device, run it on many, with the same numbers.",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    packages=find_packages(include=["ms_dtensor", "ms_dtensor.*"]),
+    # MindSpore's wheels start at 3.9; dataclass(slots=True) needs 3.10.
+    python_requires=">=3.10,<3.13",
+    install_requires=[
+        "mindspore>=2.10,<2.11",
+        "numpy>=1.26,<2",
+        "ml_dtypes",
+        "safetensors",
+        "PyYAML",
+    ],
+    extras_require={
+        "dev": ["pytest>=8", "pytest-timeout", "hypothesis", "ruff", "mypy", "types-PyYAML"],
+        "llama": ["tokenizers"],  # only for text that is not byte-level
+        "viz": ["rich", "matplotlib"],
+        "tracking": ["tensorboard"],
+        "docs": ["mkdocs", "mkdocs-material"],
+        "bench": ["torch==2.13.0"],
+        # Empty on purpose: the release on PyPI (0.1.0, 2023) fails to import under MindSpore 2.10 (seen 2026-11).
+        "msadapter": [],
+    },
+)
