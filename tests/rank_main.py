@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every rank of a `tests/cases.py` launch runs: `python -m tests.rank_main module:case:limit ...`
+
+After each case the ranks agree whether to go on. They do so through a file, not through the communication under test:
+a rank that fails before a collective leaves its peers waiting inside it, and only an outside channel still works then.
+When a rank failed and its peers come through, one object gather shows whether messages still arrive in step.
+A launch that lost step ends with exit code 3; going on would let the next case read stale bytes and blame it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from tests.cases import SYNC_FILE
+from tests.msrun import REPORTS, report
+
+GRACE = 15.0  # seconds a peer of a failed rank may take to finish the case too
+LOST_STEP = 3  # exit code
+OK, BAD, PENDING = b"o", b"x", b"\0"
+
+
+def main(arguments: list[str]) -> int:
+    from ms_dtensor import comm
+
+    faulthandler.enable()  # a crash in native code leaves its Python stack in the log
+    world = comm.start("cpu")
+    sync = os.open(Path(os.environ[REPORTS]) / SYNC_FILE, os.O_RDWR)
+    cases = [argument.split(":") for argument in arguments]
+    modules = {module: importlib.import_module(module) for module, _, _ in cases}
+    for index, (module, name, limit) in enumerate(cases):
+        # A case that hangs: every thread's stack goes to the log, the process ends, and msrun ends the others.
+        faulthandler.dump_traceback_later(float(limit), exit=True)
+        ok = run_case(getattr(modules[module], name), world, name)
+        faulthandler.cancel_dump_traceback_later()  # who waits for a hanging peer leaves the last word to it
+        row = agree(sync, index, world.rank, world.size, OK if ok else BAD)
+        if PENDING in row or (BAD in row and not in_step(comm, world, index)):
+            print(f"stopped after {module}:{name}: the ranks lost step", flush=True)
+            return LOST_STEP
+    return 0
+
+
+def run_case(fn: Callable, world: Any, name: str) -> bool:
+    start, trace = time.time(), None
+    try:
+        fn(world)
+    except BaseException:  # SystemExit too: a case must not end its rank
+        trace = traceback.format_exc()
+    end = time.time()
+    report({"name": name, "ok": trace is None, "traceback": trace, "seconds": end - start, "ended": end})
+    return trace is None
+
+
+def agree(sync: int, index: int, rank: int, size: int, mine: bytes) -> bytes:
+    """Writes this rank's byte for the case and waits for the others'; gives up GRACE seconds after one failed."""
+    os.pwrite(sync, mine, index * size + rank)
+    give_up = None
+    while True:
+        row = os.pread(sync, size, index * size)
+        now = time.monotonic()
+        if BAD in row:
+            give_up = give_up or now + GRACE
+        if PENDING not in row or (give_up and now > give_up):
+            return row
+        time.sleep(0.003)
+
+
+def in_step(comm: ModuleType, world: Any, index: int) -> bool:
+    """Whether messages of this very moment arrive, from everyone; a wait of GRACE seconds counts as no."""
+    faulthandler.dump_traceback_later(GRACE, exit=True)
+    try:
+        heard = comm.group(tuple(range(world.size))).all_gather_object(f"{index}/{world.rank}")
+    except Exception:
+        traceback.print_exc()
+        return False
+    faulthandler.cancel_dump_traceback_later()
+    return list(heard) == [f"{index}/{rank}" for rank in range(world.size)]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shape of the repository: what imports without MindSpore, what every file carries, how long it may be."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("ms_dtensor", "model_zoo", "scripts", "docs", "tests")
+PURE = (
+    "ms_dtensor.layout",
+    "ms_dtensor.placements",
+    "ms_dtensor.mesh",
+    "ms_dtensor.errors",
+    "ms_dtensor.redistribute.plan",
+    "ms_dtensor.redistribute.cost",
+    "ms_dtensor.rules",
+)
+SPDX = "# SPDX-License-Identifier: Apache-2.0"
+MAX_LINES = 500
+
+
+def python_files() -> list[Path]:
+    inside = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    return sorted([*ROOT.glob("*.py"), *inside])
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("module", PURE)
+def test_pure_module_imports_where_mindspore_cannot(module: str) -> None:
+    done = run_python(f"import sys; sys.modules['mindspore'] = None; import {module}")
+    assert done.returncode == 0, done.stderr
+
+
+def test_version_is_the_same_for_setup_and_package() -> None:
+    in_package = run_python("import sys; sys.modules['mindspore'] = None; import ms_dtensor as m; print(m.__version__)")
+    in_setup = subprocess.run(
+        [sys.executable, "setup.py", "--version"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    version = in_package.stdout.strip()
+    assert re.fullmatch(r"\d+\.\d+\.\d+", version), in_package.stderr
+    assert in_setup.stdout.strip().splitlines()[-1] == version, in_setup.stderr
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_top_level_folder_is_there(folder: str) -> None:
+    assert (ROOT / folder).is_dir()
+
+
+def test_setup_finds_every_package_folder() -> None:
+    missing = {path.parent for path in (ROOT / "ms_dtensor").rglob("*.py")} - {
+        path.parent for path in (ROOT / "ms_dtensor").rglob("__init__.py")
+    }
+    assert not missing, f"folders with Python files but no __init__.py are left out of the package: {missing}"
+
+
+def test_every_python_file_names_its_licence_first() -> None:
+    bare = [str(path.relative_to(ROOT)) for path in python_files() if not path.read_text("utf-8").startswith(SPDX)]
+    assert not bare, f"the first line of these is not '{SPDX}': {bare}"
+
+
+def test_no_python_file_outgrows_one_idea() -> None:
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text("utf-8").splitlines()) for path in python_files()}
+    long = {name: count for name, count in lengths.items() if count > MAX_LINES}
+    assert not long, f"over {MAX_LINES} lines, split along the idea: {long}"
+
+
+@pytest.mark.parametrize("script", ["scripts/quickstart.sh", "scripts/test.sh", "scripts/_env.sh", ".ci/run"])
+def test_shell_script_parses(script: str) -> None:
+    done = subprocess.run(["bash", "-n", script], cwd=ROOT, capture_output=True, text=True, timeout=20)
+    assert done.returncode == 0, done.stderr
