@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an optimizer touches: the local storage of a Tensor, Parameter or DTensor, without dispatch.
+
+The invariant: nothing here communicates. On CPU, MindSpore's in-place arithmetic silently changes nothing, but
+`asnumpy` of a contiguous tensor is a writable view of its storage, so in-place NumPy is both correct and fast there.
+"""
+from __future__ import annotations
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor
+from mindspore._c_expression import NoFallbackGuard
+
+CHUNK = 1 << 15  # elements worked on at a time, so that an update's passes stay in the second-level cache
+
+
+def on_host() -> bool:
+    """Whether storage is host memory, where NumPy can write it."""
+    return ms.get_context("device_target") == "CPU"
+
+
+def local_view(x: Tensor) -> np.ndarray | None:
+    """The local storage of `x` as a flat writable array, or None where `asnumpy` would be a copy."""
+    with NoFallbackGuard():
+        if not Tensor.is_contiguous(x):
+            return None
+        flat = Tensor.asnumpy(x).reshape(-1)
+    return flat if flat.flags.writeable else None
+
+
+def local_array(x: Tensor) -> np.ndarray:
+    """The local values of `x` as a flat array that must not be written."""
+    with NoFallbackGuard():
+        return np.ascontiguousarray(Tensor.asnumpy(x)).reshape(-1)
+
+
+def layout_of(x):
+    """The layout of a DTensor, None for a plain tensor."""
+    return getattr(x, "layout", None)

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AdamW on local shards: PyTorch's formula, no dispatch, no communication.
+
+Not a `mindspore.nn.Optimizer`: those differ in the formula (`nn.AdamWeightDecay` has no bias correction). The one
+invariant: after a step every rank holds exactly the shard of what one device would hold, since the update is
+elementwise and a gradient has its parameter's own layout.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, ops
+from mindspore._c_expression import NoFallbackGuard
+
+from ms_dtensor.errors import LayoutError
+
+from ._storage import CHUNK, layout_of, local_array, local_view, on_host
+
+
+class AdamW:
+    """Adam with bias correction and decoupled weight decay, as `torch.optim.AdamW`.
+
+    Args:
+        params: parameters, plain or DTensor, of any mix of layouts and meshes.
+        lr: learning rate; assign `optimizer.lr` between steps for a schedule.
+        betas: decay of the first and second moment.
+        eps: added to the root of the corrected second moment.
+        weight_decay: each step multiplies parameters by 1 - lr * weight_decay.
+
+    Moments are float32 (float64 for float64 parameters) and have the local shape of their parameter.
+
+    Example:
+        >>> optimizer = AdamW(model.trainable_params(), lr=1e-3)
+        >>> loss, grads = value_and_grad(forward, None, optimizer.params)(x)
+        >>> optimizer(grads)
+    """
+
+    def __init__(self, params: Iterable[Parameter], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
+                 eps: float = 1e-8, weight_decay: float = 1e-2):
+        self.params = tuple(params)
+        if not self.params:
+            raise ValueError("For 'AdamW', 'params' is empty.")
+        for name, value, high in (("lr", lr, None), ("eps", eps, None), ("weight_decay", weight_decay, None),
+                                  ("betas[0]", betas[0], 1.0), ("betas[1]", betas[1], 1.0)):
+            if value < 0 or (high is not None and value >= high):
+                raise ValueError(f"For 'AdamW', '{name}' = {value} is out of range: at least 0"
+                                 + (" and below 1." if high else "."))
+        self.lr, self.betas, self.eps, self.weight_decay = lr, (float(betas[0]), float(betas[1])), eps, weight_decay
+        self.step = 0
+        self._host = on_host()
+        self._moments = [self._new_moments(p) for p in self.params]
+        self._scratch: dict[np.dtype, tuple[np.ndarray, np.ndarray]] = {}
+
+    def __call__(self, grads: Sequence[Tensor | None]) -> None:
+        """One step with `grads` in the order of `params`; a None leaves its parameter alone.
+
+        A gradient is the local tensor in its parameter's layout (as `mindspore.value_and_grad` returns it) or a
+        DTensor of that layout.
+        """
+        if len(grads) != len(self.params):
+            raise ValueError(f"For 'AdamW', there are {len(self.params)} parameters but {len(grads)} gradients.")
+        for param, grad in zip(self.params, grads, strict=True):
+            if grad is not None:
+                _check(param, grad)
+        self.step += 1
+        for param, grad, (m, v) in zip(self.params, grads, self._moments, strict=True):
+            if grad is None:
+                continue
+            if self._host:
+                self._step_host(param, grad, m, v)
+            else:
+                self._step_device(param, grad, m, v)
+
+    def state_dict(self) -> dict:
+        """Step count and moments by parameter name; moments are local shards in the parameter's layout."""
+        return {"step": self.step, "moments": {p.name: mv for p, mv in zip(self.params, self._moments, strict=True)}}
+
+    def _new_moments(self, param):
+        if self._host:
+            size = local_array(param)
+            kind = np.float64 if size.dtype == np.float64 else np.float32
+            return np.zeros(size.size, kind), np.zeros(size.size, kind)
+        with NoFallbackGuard():
+            kind = ms.float64 if param.dtype == ms.float64 else ms.float32
+            return tuple(Parameter(ops.zeros(Tensor.asnumpy(param).shape, kind), requires_grad=False) for _ in "mv")
+
+    def _factors(self) -> tuple[float, float, float]:
+        """decay, step size over the first correction, 1 / root of the second correction"""
+        b1, b2 = self.betas
+        return (1.0 - self.lr * self.weight_decay, self.lr / (1.0 - b1 ** self.step),
+                (1.0 - b2 ** self.step) ** -0.5)
+
+    def _step_host(self, param, grad, m, v) -> None:
+        (b1, b2), (decay, size, root) = self.betas, self._factors()
+        value, g = local_view(param), local_array(grad)
+        if value is None:
+            raise LayoutError(f"For 'AdamW', the storage of parameter '{param.name}' is not contiguous.", "",
+                              "A step writes a parameter's storage in place.", "make it from a fresh Tensor")
+        buf = self._scratch.setdefault(m.dtype, (np.empty(CHUNK, m.dtype), np.empty(CHUNK, m.dtype)))
+        for lo in range(0, value.size, CHUNK):
+            part = slice(lo, lo + CHUNK)
+            p, mm, vv = value[part], m[part], v[part]
+            a, b = buf[0][:p.size], buf[1][:p.size]
+            np.copyto(b, g[part], casting="unsafe")
+            mm *= b1
+            np.multiply(b, 1.0 - b1, out=a)
+            mm += a
+            np.multiply(b, b, out=b)
+            b *= 1.0 - b2
+            vv *= b2
+            vv += b
+            np.sqrt(vv, out=b)
+            b *= root
+            b += self.eps
+            np.divide(mm, b, out=b)
+            b *= size
+            if p.dtype == m.dtype:
+                p *= decay
+                p -= b
+            else:  # a low-precision parameter: one rounding, at the end
+                np.copyto(a, p, casting="unsafe")
+                a *= decay
+                a -= b
+                np.copyto(p, a, casting="unsafe")
+
+    def _step_device(self, param, grad, m, v) -> None:
+        (b1, b2), (decay, size, root) = self.betas, self._factors()
+        with NoFallbackGuard():
+            g = grad.astype(m.dtype)
+            ops.assign(m, m * b1 + g * (1.0 - b1))
+            ops.assign(v, v * b2 + g * g * (1.0 - b2))
+            new = param.astype(m.dtype) * decay - m / (ops.sqrt(v) * root + self.eps) * size
+            ops.assign(param, new.astype(param.dtype))
+
+
+def _check(param, grad) -> None:
+    """A gradient belongs to its parameter: same layout, same number of local elements."""
+    mine, its = layout_of(param), layout_of(grad)
+    if its is not None and mine is not None and mine is not its and mine.placements != its.placements:
+        raise LayoutError(f"For 'AdamW', the gradient of '{param.name}' is laid out differently from the parameter.",
+                          f"parameter {mine}, gradient {its}", "A step is local: shard by shard.",
+                          "grad.redistribute(placements=param.placements)")
+    with NoFallbackGuard():
+        want, got = Tensor.numel(param), Tensor.numel(grad)
+    if want != got:
+        raise LayoutError(f"For 'AdamW', the gradient of '{param.name}' has {got} local elements, the parameter {want}.",
+                          f"parameter {mine or tuple(param.shape)}", "A gradient has its parameter's own layout.")

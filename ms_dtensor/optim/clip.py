@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The norm of all gradients together, as one device would compute it, and clipping by it.
+
+The one invariant: every element of every global gradient counts once. Local sums are reduced over exactly the axes
+that shard a gradient; over the axes that replicate it the ranks hold the same numbers and nothing is summed. All
+gradients sharded by the same axes travel in one number, all numbers of one axis in one all-reduce.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, ops
+from mindspore._c_expression import NoFallbackGuard
+
+from ms_dtensor.errors import LayoutError
+
+from ._storage import CHUNK, layout_of, local_array, local_view, on_host
+
+
+def clip_grad_norm_(parameters_or_grads: Iterable, max_norm: float, norm_type: float = 2.0) -> float:
+    """Scales gradients in place so that their joint norm is at most `max_norm`; returns the norm from before.
+
+    Args:
+        parameters_or_grads: gradients (DTensors of any mix of layouts and meshes, or plain tensors of which every
+            rank has the whole), or pairs `(parameter, gradient)` whose gradient may be the local tensor that
+            `mindspore.value_and_grad` returns: its layout is the parameter's. None gradients are skipped.
+        max_norm: the bound; `math.inf` only measures.
+        norm_type: p of the p-norm, or `math.inf`.
+
+    The same number on every rank. Communicates: one all-reduce of a few numbers per mesh axis that shards a gradient.
+    """
+    grads = [_with_layout(entry) for entry in parameters_or_grads]
+    grads = [(grad, layout) for grad, layout in grads if grad is not None]
+    parts: dict[tuple, float] = {}  # (mesh, axes that shard) -> sum over this rank's elements
+    for grad, layout in grads:
+        key = (None, ())
+        if layout is not None:
+            if any(p.is_partial() for p in layout.placements):
+                grad = _reduced(grad)
+                layout = layout_of(grad)
+            names = layout.mesh.mesh_dim_names
+            key = (layout.mesh, tuple(names[i] for i, p in enumerate(layout.placements)
+                                      if p.is_shard() and layout.mesh.shape[i] > 1))
+        parts[key] = _join(norm_type, [parts.get(key, 0.0), _measure(grad, norm_type)])
+    total = _join(norm_type, _over_ranks(parts, norm_type))
+    norm = total if norm_type == math.inf else total ** (1.0 / norm_type)
+    factor = max_norm / (norm + 1e-6)
+    if factor < 1.0:
+        _scale([grad for grad, _ in grads], factor)
+    return norm
+
+
+def _with_layout(entry):
+    if isinstance(entry, (tuple, list)):
+        param, grad = entry
+        own = layout_of(grad)
+        return grad, own if own is not None else layout_of(param)
+    return entry, layout_of(entry)
+
+
+def _reduced(grad):
+    if layout_of(grad) is None:
+        raise LayoutError("For 'clip_grad_norm_', a parameter's layout is Partial but its gradient is a local tensor.",
+                          "", "A local tensor cannot be reduced without its layout.", "pass the gradient as a DTensor")
+    return grad.reduce_partial()
+
+
+def _join(norm_type: float, values: list[float]) -> float:
+    return max(values) if norm_type == math.inf else math.fsum(values)
+
+
+def _measure(grad, p: float) -> float:
+    """Sum of |g|^p, or the largest |g|, over this rank's elements, in double precision between chunks."""
+    if not on_host():
+        with NoFallbackGuard():
+            g = ops.abs(grad.astype(ms.float32))
+            if g.numel() == 0:
+                return 0.0
+            return float((g.max() if p == math.inf else (g * g if p == 2.0 else g ** p).sum()).asnumpy())
+    flat, out = local_array(grad), 0.0
+    for lo in range(0, flat.size, CHUNK):
+        part = flat[lo:lo + CHUNK]
+        if part.dtype not in (np.float32, np.float64):
+            part = part.astype(np.float32)
+        if p == math.inf:
+            out = max(out, float(np.abs(part).max()))
+        else:
+            out += float(np.dot(part, part)) if p == 2.0 else float((np.abs(part).astype(np.float64) ** p).sum())
+    return out
+
+
+def _over_ranks(parts: dict, norm_type: float) -> list[float]:
+    """The sums over all ranks; per mesh axis one all-reduce of the sums that the axis shards."""
+    op = "max" if norm_type == math.inf else "sum"
+    meshes = list(dict.fromkeys(mesh for mesh, _ in parts))
+    for mesh in meshes:
+        for axis in mesh.mesh_dim_names if mesh is not None else ():
+            keys = [k for k in parts if k[0] == mesh and axis in k[1]]
+            if not keys:
+                continue
+            numbers = Tensor(np.array([parts[k] for k in keys], np.float32))
+            result = mesh.get_group(axis).all_reduce(numbers, op)
+            for key, value in zip(keys, (numbers if result is None else result).asnumpy().tolist(), strict=True):
+                parts[key] = value
+    return list(parts.values())
+
+
+def _scale(grads: list, factor: float) -> None:
+    seen = set()  # gradients of two parameters may be one tensor
+    for grad in grads:
+        with NoFallbackGuard():
+            where = Tensor.data_ptr(grad)
+            empty = Tensor.numel(grad) == 0
+        if empty or where in seen:
+            continue
+        seen.add(where)
+        view = local_view(grad) if on_host() else None
+        if view is not None:
+            np.multiply(view, factor, out=view, casting="unsafe")
+        else:
+            with NoFallbackGuard():
+                Tensor.copy_(grad, grad * factor)
