@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The launcher and the case runner tell the truth about ranks that pass, fail, crash, hang or wait for each other."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from tests.cases import Case, verdicts
+from tests.msrun import MARK, Outcome, end_marked, launch, marked, run_ranks
+
+# msrun runs the script as its scheduler too; without MindSpore's cluster that one has nothing to do.
+HEAD = "import os, sys, time\nif os.environ['MS_ROLE'] == 'MS_SCHED': sys.exit(0)\nrank = int(os.environ['RANK_ID'])\n"
+
+
+def script(folder: Path, body: str) -> Path:
+    path = folder / "script.py"
+    path.write_text(HEAD + body)
+    return path
+
+
+@pytest.mark.dist
+def test_run_ranks_returns_what_each_rank_reported(tmp_path: Path) -> None:
+    body = "from tests.msrun import report\nreport(sys.argv[1] * rank)\nreport(rank)\n"
+    assert run_ranks(script(tmp_path, body), 3, ["a"], log_dir=tmp_path / "log") == [["", 0], ["a", 1], ["aa", 2]]
+
+
+@pytest.mark.dist
+def test_run_ranks_raises_the_first_failing_ranks_traceback(tmp_path: Path) -> None:
+    body = "if rank == 1: raise ValueError('from rank 1')\ntime.sleep(60)\n"
+    start = time.monotonic()
+    with pytest.raises(AssertionError, match=r"rank 1 failed first:\nTraceback(.|\n)*ValueError: from rank 1"):
+        run_ranks(script(tmp_path, body), 2, log_dir=tmp_path / "log")
+    assert time.monotonic() - start < 30
+
+
+@pytest.mark.dist
+def test_launch_that_takes_too_long_leaves_no_process(tmp_path: Path) -> None:
+    body = "from tests.msrun import MARK, report\nreport(os.environ[MARK])\ntime.sleep(600)\n"
+    outcome = launch(script(tmp_path, body), 2, timeout=6, log_dir=tmp_path / "log")
+    assert outcome.failure is not None and "not done after 6 s" in outcome.failure
+    ((mark,), (same,)) = outcome.reports
+    assert mark == same and marked(mark) == []
+
+
+def test_end_marked_ends_only_what_carries_the_mark() -> None:
+    marks = uuid.uuid4().hex, uuid.uuid4().hex
+    mine, other = (
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env={**os.environ, MARK: mark})
+        for mark in marks
+    )
+    try:
+        end_marked(marks[0])
+        assert mine.wait(10) != 0
+        assert other.poll() is None
+    finally:
+        end_marked(marks[1])
+        other.wait(10)
+
+
+def case_named(name: str) -> Case:
+    return Case("m", name, 2, "m", 60)
+
+
+def record(ok: bool, ended: float) -> dict:
+    return {"ok": ok, "traceback": None if ok else f"Traceback\nValueError: at {ended}", "ended": ended}
+
+
+A, B, C = map(case_named, "abc")
+
+
+def test_failure_on_one_rank_fails_only_its_case_when_the_launch_went_on() -> None:
+    reports = [[record(True, 1), record(True, 2)], [record(False, 1), record(True, 2)]]
+    got = verdicts([A, B], Outcome(reports, None))
+    assert "rank 1 failed first" in got[A] and "ValueError: at 1" in got[A]
+    assert got[B] is None
+
+
+def test_the_rank_that_failed_earliest_is_blamed() -> None:
+    got = verdicts([A], Outcome([[record(False, 7)], [record(False, 6)]], None))
+    assert "rank 1 failed first" in got[A] and "rank 0 after it: ValueError: at 7" in got[A]
+
+
+def test_cases_after_lost_step_are_not_run() -> None:
+    reports = [[record(True, 1)], [record(True, 1), record(False, 2)]]
+    got = verdicts([A, B, C], Outcome(reports, "msrun exited with 1"))
+    assert got[A] is None
+    assert "rank 1 failed first" in got[B] and "ranks [0] did not finish" in got[B]
+    assert got[C] == "not run: the launch ended in m:b"
+
+
+def test_lost_step_after_a_case_that_every_rank_finished_is_its_fault() -> None:
+    got = verdicts([A, B], Outcome([[record(False, 1)], [record(True, 1)]], "msrun exited with 1"))
+    assert "rank 0 failed first" in got[A] and got[B] == "not run: the launch ended in m:a"
+
+
+def test_crash_without_a_record_shows_the_launchs_own_words() -> None:
+    got = verdicts([A, B], Outcome([[record(True, 1)], []], "rank 1 failed first:\nFatal Python error"))
+    assert "ranks [1] did not finish" in got[A] and "Fatal Python error" in got[A]
+    assert got[B] == "not run: the launch ended in m:a"
+
+
+def test_a_launch_that_fails_after_its_last_case_does_not_pass() -> None:
+    got = verdicts([A, B], Outcome([[record(True, 1)] * 2] * 2, "msrun exited with 1"))
+    assert got[A] is None and "the launch failed: msrun exited with 1" in got[B]
