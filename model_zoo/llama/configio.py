@@ -98,7 +98,7 @@ def _value(hint, value, key: str):
             return float(value)
     elif isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
         return value
-    raise ConfigError(f"For the configuration, {key} = {value!r} has the wrong type.", f"got {type(value).__name__}",
+    raise ConfigError(f"For the configuration, {key} cannot be {value!r}.", f"got {type(value).__name__} {value!r}",
                       f"{key} is {_describe(hint)}.")
 
 

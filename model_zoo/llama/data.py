@@ -6,7 +6,9 @@ same *global* batch with NumPy and takes its own rows; nothing is communicated a
 """
 from __future__ import annotations
 
+import os
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,13 +71,19 @@ def load_text(cfg: DataConfig, vocab_size: int, seq: int) -> Text:
     return text
 
 
+def _sources(root: Path) -> Iterator[Path]:
+    for folder, names, files in os.walk(root):
+        names[:] = [name for name in names if name not in SKIPPED]
+        yield from (Path(folder, name) for name in files if name.endswith(".py"))
+
+
 def _files(path: str | None) -> tuple[list[Path], Path]:
     """Files in a fixed order. Inside the default folder tests and installed packages are left out."""
     root = Path(path) if path is not None else Path(sysconfig.get_paths()["stdlib"])
     if root.is_file():
         return [root], root
     if path is None:
-        files = sorted(f for f in root.rglob("*.py") if not SKIPPED & set(f.relative_to(root).parts))
+        files = sorted(_sources(root))
     else:
         files = sorted(f for f in root.rglob("*") if f.is_file()) if root.is_dir() else []
     if not files:

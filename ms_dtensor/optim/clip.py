@@ -41,9 +41,8 @@ def clip_grad_norm_(parameters_or_grads: Iterable, max_norm: float, norm_type: f
             if any(p.is_partial() for p in layout.placements):
                 grad = _reduced(grad)
                 layout = layout_of(grad)
-            names = layout.mesh.mesh_dim_names
-            key = (layout.mesh, tuple(names[i] for i, p in enumerate(layout.placements)
-                                      if p.is_shard() and layout.mesh.shape[i] > 1))
+            key = (layout.mesh, tuple(axis for axis, p in enumerate(layout.placements)
+                                      if p.is_shard() and layout.mesh.shape[axis] > 1))
         parts[key] = _join(norm_type, [parts.get(key, 0.0), _measure(grad, norm_type)])
     total = _join(norm_type, _over_ranks(parts, norm_type))
     norm = total if norm_type == math.inf else total ** (1.0 / norm_type)
@@ -97,7 +96,7 @@ def _over_ranks(parts: dict, norm_type: float) -> list[float]:
     op = "max" if norm_type == math.inf else "sum"
     meshes = list(dict.fromkeys(mesh for mesh, _ in parts))
     for mesh in meshes:
-        for axis in mesh.mesh_dim_names if mesh is not None else ():
+        for axis in range(mesh.ndim) if mesh is not None else ():
             keys = [k for k in parts if k[0] == mesh and axis in k[1]]
             if not keys:
                 continue

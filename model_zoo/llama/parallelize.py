@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lays the Llama of `model.py` out over a mesh with axes ("dp", "tp"): Megatron's cuts, as a plan of styles.
+
+Not here: any arithmetic. Every style keeps activations DTensors (`use_local_output=False`), because `model.py` speaks of
+global sizes. Inputs are DTensors on the whole mesh, `Shard(0)` on dp and `Replicate` on tp.
+
+Communication of one block over tp, forward (the backward mirrors it):
+  without sequence parallelism  2 all-reduces: after wo and after w2;
+  with it                       2 all-gathers (into attention, into feed_forward) and 2 reduce-scatters (after wo, w2).
+"""
+from __future__ import annotations
+
+from mindspore import nn
+
+from ms_dtensor import DeviceMesh, Replicate, Shard
+from ms_dtensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+    replicate,
+)
+
+from .config import ParallelConfig
+
+
+def tensor_plan(cfg: ParallelConfig) -> dict[str, ParallelStyle]:
+    """The plan over tp, by cell path. Between blocks activations are `Shard(1)` (the sequence) or `Replicate`."""
+    between = Shard(1) if cfg.sequence_parallel else Replicate()
+    columns = {"use_local_output": False}
+    rows = {"output_layouts": between, "use_local_output": False}
+    logits = Shard(-1) if cfg.loss_parallel else Replicate()
+    plan: dict[str, ParallelStyle] = {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), **rows),
+        "layers.*.attention.w[qkv]": ColwiseParallel(**columns),
+        "layers.*.attention.wo": RowwiseParallel(**rows),
+        "layers.*.feed_forward.w[13]": ColwiseParallel(**columns),
+        "layers.*.feed_forward.w2": RowwiseParallel(**rows),
+        "output": ColwiseParallel(input_layouts=between, output_layouts=logits, **columns),
+    }
+    if cfg.sequence_parallel:
+        # one all-gather at the door of each half of a block, shared by q, k, v and by w1, w3
+        whole, constants = (Replicate(),), (None, None)
+        plan |= {
+            "layers.*.attention_norm": SequenceParallel(),
+            "layers.*.attention": PrepareModuleInput(input_layouts=(between, *constants),
+                                                     desired_input_layouts=(*whole, *constants)),
+            "layers.*.ffn_norm": SequenceParallel(),
+            "layers.*.feed_forward": PrepareModuleInput(input_layouts=(between,), desired_input_layouts=whole),
+            "norm": SequenceParallel(),
+        }
+    return plan
+
+
+def parallelize(model: nn.Cell, mesh: DeviceMesh, cfg: ParallelConfig) -> nn.Cell:
+    """Applies the plan over mesh["tp"], then data parallelism over mesh["dp"]; returns `model`.
+
+    Initial weights are those of rank 0 of each axis. Afterwards every parameter and buffer is a DTensor on `mesh`.
+    """
+    parallelize_module(model, mesh["tp"], tensor_plan(cfg))
+    return replicate(model, mesh=mesh["dp"])

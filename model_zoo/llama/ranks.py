@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a script needs to know before MindSpore starts: how many ranks there are, and how a rank says that it failed.
+
+No import of MindSpore or of anything that communicates.
+"""
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+
+from ms_dtensor.errors import ConfigError
+
+FAILED = "ms_dtensor: failed"  # launch.py finds the rank that failed first by this line
+DEVICES = {"Ascend": "npu", "GPU": "gpu", "CPU": "cpu"}
+
+
+def world_size() -> int:
+    """Number of ranks, as msrun told this process."""
+    return int(os.environ.get("MS_WORKER_NUM", "1"))
+
+
+def rank() -> int:
+    """This process's rank, as msrun told it."""
+    return int(os.environ.get("RANK_ID", "0"))
+
+
+def guarded(run: Callable[[], None]) -> int:
+    """Exit code of `run()`: 0, or 2 (bad configuration) or 1 (anything else) after saying why on stderr."""
+    try:
+        run()
+    except Exception as error:
+        who = "scheduler" if os.environ.get("MS_ROLE") == "MS_SCHED" else rank()
+        if isinstance(error, ConfigError):  # the user's mistake: the text says it all
+            why, code = f"ConfigError: {error}", 2
+        else:
+            why, code = traceback.format_exc(), 1
+        print(f"{FAILED} rank={who} time={time.time():.3f}\n{why}", file=sys.stderr, flush=True)
+        return code
+    return 0
+
+
+def start_device() -> str:
+    """The device type of this machine for `init_device_mesh`, ready to compute."""
+    import mindspore as ms
+
+    device = DEVICES[ms.get_context("device_target")]
+    if device == "cpu":
+        ms.runtime.launch_blocking()  # the asynchronous pipeline is far slower on CPU
+    return device

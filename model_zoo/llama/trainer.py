@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Model, data, optimizer and mesh together: one training step, on one device or on many.
+
+Not here: printing, files, command line (`train.py`). The one invariant: for given `Config` sections model, data, optim
+and train, `step(i)` computes the same numbers on every mesh, up to the rounding of sums taken in another order.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor
+
+from ms_dtensor import DeviceMesh, DTensor, Replicate, Shard, loss_parallel, value_and_grad
+from ms_dtensor.optim import AdamW, clip_grad_norm_
+
+from .config import Config
+from .data import Text
+from .model import Llama, cross_entropy, init_weights
+from .parallelize import parallelize
+from .schedule import learning_rate
+
+
+class StepResult(NamedTuple):
+    loss: float
+    """global mean, before this step's update"""
+    grad_norm: float
+    """norm of the whole gradient, before clipping"""
+    lr: float
+
+
+class Trainer:
+    """A model in training.
+
+    Args:
+        cfg: a checked configuration.
+        text: tokens; every rank holds all of them and draws the same global batches.
+        mesh: axes ("dp", "tp"), or None for plain tensors on one device.
+        initialize: fills the model's weights before it is laid out; by default `init_weights` with train.seed.
+    """
+
+    def __init__(self, cfg: Config, text: Text | None, mesh: DeviceMesh | None,
+                 initialize: Callable[[Llama], None] | None = None):
+        self.cfg, self.text, self.mesh = cfg, text, mesh
+        self.model = Llama(cfg.model, cfg.train.seq)
+        if initialize is None:
+            init_weights(self.model, cfg.train.seed)
+        else:
+            initialize(self.model)
+        if mesh is not None:
+            parallelize(self.model, mesh, cfg.parallel)
+        self.params = tuple(self.model.trainable_params())
+        o = cfg.optim
+        self.optimizer = AdamW(self.params, o.lr, o.betas, o.eps, o.weight_decay)
+        make = ms.value_and_grad if mesh is None else value_and_grad
+        self.value_and_grad = make(self.loss, None, self.params)
+
+    def loss(self, ids: Tensor, labels: Tensor) -> Tensor:
+        """Mean over the global batch."""
+        logits = self.model(ids)
+        if self.mesh is not None and self.cfg.parallel.loss_parallel and self.cfg.parallel.tp > 1:
+            return loss_parallel(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1))
+        return cross_entropy(logits, labels)
+
+    def share(self, rows: np.ndarray) -> Tensor:
+        """This rank's part of a global batch: rows cut over dp, the same over tp."""
+        if self.mesh is None:
+            return Tensor(rows)
+        each = len(rows) // self.cfg.parallel.dp
+        first = self.mesh.get_local_rank("dp") * each
+        return DTensor.from_local(Tensor(rows[first:first + each]), self.mesh, (Shard(0), Replicate()))
+
+    def gradients(self, ids: np.ndarray, labels: np.ndarray) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Loss and gradients (in the order of `params`) of a global batch."""
+        return self.value_and_grad(self.share(ids), self.share(labels))
+
+    def update(self, grads: tuple[Tensor, ...], step: int) -> tuple[float, float]:
+        """Clips, steps the optimizer; the gradient norm and the learning rate used."""
+        o = self.cfg.optim
+        norm = clip_grad_norm_(zip(self.params, grads, strict=True), o.clip_norm or float("inf"))
+        self.optimizer.lr = learning_rate(o, step, self.cfg.train.steps)
+        self.optimizer(grads)
+        return norm, self.optimizer.lr
+
+    def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs and labels of the global batch of a step."""
+        t = self.cfg.train
+        return self.text.batch(t.seed, step, t.batch, t.seq)
+
+    def step(self, step: int) -> StepResult:
+        """Forward, backward and update number `step` (from 0)."""
+        loss, grads = self.gradients(*self.batch(step))
+        return StepResult(float(loss), *self.update(grads, step))
+
+    def held_out_loss(self) -> float:
+        """Mean loss on fixed held-out batches."""
+        t = self.cfg.train
+        batches = (self.text.held_out_batch(i, t.eval_batches, t.batch, t.seq) for i in range(t.eval_batches))
+        return sum(float(self.loss(self.share(ids), self.share(labels))) for ids, labels in batches) / t.eval_batches
