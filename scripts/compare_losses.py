@@ -126,20 +126,26 @@ def table(rows: list[dict]) -> str:
 
     cfg = CASES[0].config()
     m, t = cfg.model, cfg.train
-    lines = ["# Parity with one device", "",
-             "Written by `python scripts/compare_losses.py`. One small Llama is trained on one device with plain MindSpore",
-             f"tensors and on each mesh below: {t.steps} steps of {t.batch} x {t.seq} tokens, dim {m.dim}, {m.n_layers} layers, "
-             f"{m.n_heads} query and {m.n_kv_heads} key heads,", "float32, AdamW with warm-up, cosine decay and clipping. "
-             "A vocabulary of 259 is divisible by no tp degree.", "",
-             f"Bounds: loss within {LOSS_TOLERANCE:g} relative at each step; each parameter's gradient at the first step within "
-             f"{GRAD_TOLERANCE:g}", f"of the one-device gradient, in relative norm. MindSpore {ms.__version__}, CPU.", "",
-             "| ranks | mesh | vocabulary | first loss | last loss | max loss difference | max gradient difference | of "
-             "| within bounds |", "|--:|---|--:|--:|--:|--:|--:|---|---|"]
+    head = f"""# Parity with one device
+
+Written by `python scripts/compare_losses.py`. One small Llama is trained on one device with plain MindSpore tensors,
+and on each mesh below: {t.steps} steps of {t.batch} x {t.seq} tokens, dim {m.dim}, {m.n_layers} layers, {m.n_heads} \
+query and {m.n_kv_heads} key heads, float32, AdamW with
+warm-up, cosine decay and clipping. A vocabulary of 259 is divisible by no tp degree.
+
+Bounds: loss within {LOSS_TOLERANCE:g} relative at each step; each parameter's gradient at the first step within \
+{GRAD_TOLERANCE:g} of
+the one-device gradient, in relative norm. MindSpore {ms.__version__}, CPU.
+
+| ranks | mesh | vocabulary | first loss | last loss | max loss difference | max gradient difference | of | within bounds |
+|--:|---|--:|--:|--:|--:|--:|---|---|
+"""
+    lines = []
     for row in rows:
         case = row["case"]
         lines.append(f"| {case.dp * case.tp} | {case.name} | {case.vocab} | {row['first']:.6f} | {row['last']:.6f} | "
                      f"{row['loss']:.1e} | {row['grad']:.1e} | `{row['worst']}` | {'yes' if row['ok'] else '**no**'} |")
-    return "\n".join(lines) + "\n"
+    return head + "\n".join(lines) + "\n"
 
 
 def main() -> int:

@@ -60,7 +60,8 @@ def weights() -> Iterator[tuple[str, np.ndarray]]:
     """Name and value of every matrix; norms keep their ones."""
     yield "tok_embeddings.weight", matrix(1, VOCAB, DIM)
     yield "output.weight", matrix(2, VOCAB, DIM)
-    inside = (("attention.wq", DIM, DIM), ("attention.wk", DIM, DIM), ("attention.wv", DIM, DIM), ("attention.wo", DIM, DIM),
+    inside = (("attention.wq", DIM, DIM), ("attention.wk", DIM, DIM), ("attention.wv", DIM, DIM),
+              ("attention.wo", DIM, DIM),
               ("feed_forward.w1", FFN, DIM), ("feed_forward.w3", FFN, DIM), ("feed_forward.w2", DIM, FFN))
     for layer in range(LAYERS):
         for number, (name, rows, columns) in enumerate(inside, 1):

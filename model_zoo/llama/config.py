@@ -115,15 +115,16 @@ def check(cfg: Config, world: int) -> None:
     _check_degrees(cfg, world)
     if cfg.train.batch % cfg.parallel.dp:
         raise ConfigError(f"For the configuration, train.batch = {cfg.train.batch} cannot be shared out over "
-                          f"dp = {cfg.parallel.dp}.", f"train.batch = {cfg.train.batch}, parallel.dp = {cfg.parallel.dp}",
+                          f"dp = {cfg.parallel.dp}.",
+                          f"train.batch = {cfg.train.batch}, parallel.dp = {cfg.parallel.dp}",
                           "Every data-parallel rank takes the same number of sequences.",
                           f"--train.batch {-(-cfg.train.batch // cfg.parallel.dp) * cfg.parallel.dp}")
 
 
 def _check_ranges(cfg: Config) -> None:
     least_one = ("model.dim", "model.n_layers", "model.n_heads", "model.n_kv_heads", "model.ffn_dim",
-                 "model.vocab_size", "data.max_bytes", "data.held_out_every", "parallel.dp", "parallel.tp", "train.batch",
-                 "train.seq", "train.eval_batches")
+                 "model.vocab_size", "data.max_bytes", "data.held_out_every", "parallel.dp", "parallel.tp",
+                 "train.batch", "train.seq", "train.eval_batches")
     for key in least_one:
         section, name = key.split(".")
         value = getattr(getattr(cfg, section), name)
@@ -138,7 +139,8 @@ def _check_ranges(cfg: Config) -> None:
 
 def _check_model(m: ModelConfig) -> None:
     if m.dim % m.n_heads or m.head_dim % 2:
-        raise ConfigError(f"For the configuration, model.dim = {m.dim} does not make model.n_heads = {m.n_heads} heads.",
+        raise ConfigError(f"For the configuration, model.dim = {m.dim} does not make model.n_heads = {m.n_heads} "
+                          "heads.",
                           f"model.dim / model.n_heads = {m.dim / m.n_heads:g}",
                           "The head width is a whole, even number (rotary embeddings turn pairs).",
                           f"--model.n_heads with one of {[h for h in divisors(m.dim) if m.dim // h % 2 == 0]}")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lays the Llama of `model.py` out over a mesh with axes ("dp", "tp"): Megatron's cuts, as a plan of styles.
 
-Not here: any arithmetic. Every style keeps activations DTensors (`use_local_output=False`), because `model.py` speaks of
-global sizes. Inputs are DTensors on the whole mesh, `Shard(0)` on dp and `Replicate` on tp.
+Not here: any arithmetic. Every style keeps activations DTensors (`use_local_output=False`), because `model.py` speaks
+of global sizes. Inputs are DTensors on the whole mesh, `Shard(0)` on dp and `Replicate` on tp.
 
 Communication of one block over tp, forward (the backward mirrors it):
   without sequence parallelism  2 all-reduces: after wo and after w2;
@@ -11,8 +11,6 @@ Communication of one block over tp, forward (the backward mirrors it):
 from __future__ import annotations
 
 from mindspore import nn
-
-from ms_dtensor import DeviceMesh, Replicate, Shard
 from ms_dtensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -22,6 +20,8 @@ from ms_dtensor.parallel import (
     parallelize_module,
     replicate,
 )
+
+from ms_dtensor import DeviceMesh, Replicate, Shard
 
 from .config import ParallelConfig
 

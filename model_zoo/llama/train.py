@@ -6,7 +6,7 @@
         --config model_zoo/llama/configs/quickstart.yaml --train.steps 20
 
 `launch.py` beside it wraps the second form. Rank 0 prints one line a step and writes `metrics.jsonl` and the resolved
-`config.yaml` to `train.log_dir`. A bad configuration is refused before MindSpore starts, by the same text on every rank.
+`config.yaml` to `train.log_dir`. A bad configuration is refused before MindSpore starts, alike on every rank.
 """
 from __future__ import annotations
 

@@ -145,5 +145,5 @@ def _check(param, grad) -> None:
     with NoFallbackGuard():
         want, got = Tensor.numel(param), Tensor.numel(grad)
     if want != got:
-        raise LayoutError(f"For 'AdamW', the gradient of '{param.name}' has {got} local elements, the parameter {want}.",
-                          f"parameter {mine or tuple(param.shape)}", "A gradient has its parameter's own layout.")
+        raise LayoutError(f"For 'AdamW', the gradient of '{param.name}' has {got} local elements, the parameter has "
+                          f"{want}.", f"parameter {mine or tuple(param.shape)}", "A gradient has its parameter's own layout.")

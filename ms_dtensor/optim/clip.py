@@ -120,5 +120,5 @@ def _scale(grads: list, factor: float) -> None:
         if view is not None:
             np.multiply(view, factor, out=view, casting="unsafe")
         else:
-            with NoFallbackGuard():
-                Tensor.copy_(grad, grad * factor)
+            with NoFallbackGuard():  # copy_ into a non-contiguous tensor silently changes nothing on CPU
+                Tensor.assign_value(grad, (grad * factor).contiguous())

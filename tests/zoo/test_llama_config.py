@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configuration tree: what it accepts, and what it says when it refuses. Pure: MindSpore is not imported."""
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from model_zoo.llama.config import Config, OptimConfig
+from model_zoo.llama.configio import dump, load
+from model_zoo.llama.data import load_text
+from model_zoo.llama.schedule import learning_rate
+from ms_dtensor.errors import ConfigError
+
+CONFIGS = Path(__file__).resolve().parents[2] / "model_zoo/llama/configs"
+WORLD = {"llama3_8b": 8, "llama3_1b": 8, "quickstart": 8, "tiny": 1}
+
+
+def refusal(args: str, world: int = 1) -> str:
+    with pytest.raises(ConfigError) as error:
+        load(args.split(), world)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda f: f.stem)
+def test_shipped_configurations_load(file):
+    cfg, _ = load(["--config", str(file)], WORLD[file.stem])
+    assert isinstance(cfg, Config)
+
+
+def test_defaults_then_file_then_command_line(tmp_path):
+    file = tmp_path / "a.yaml"
+    file.write_text("model: {dim: 64}\noptim: {lr: 1e-4}\n")
+    cfg, show = load(["--config", str(file), "--model.n_heads", "4", "--model.n_kv_heads=2", "--optim.eps", "1e-6",
+                      "--optim.betas", "[0.8, 0.9]", "--train.steps=3", "--print-config"], 1)
+    assert (cfg.model.dim, cfg.model.n_heads, cfg.model.n_kv_heads, cfg.model.n_layers) == (64, 4, 2, 4)
+    assert (cfg.optim.lr, cfg.optim.eps, cfg.optim.betas, cfg.train.steps, show) == (1e-4, 1e-6, (0.8, 0.9), 3, True)
+    assert load(["--train.steps=5", "--config", str(file)], 1)[0].train.steps == 5, "the command line wins in any order"
+
+
+def test_printed_configuration_reads_back(tmp_path):
+    cfg, _ = load(["--model.rope_scaling.factor", "32", "--data.path", "a b"], 1)
+    file = tmp_path / "resolved.yaml"
+    file.write_text(dump(cfg))
+    assert load(["--config", str(file)], 1)[0] == cfg
+    assert yaml.safe_load(dump(cfg))["model"]["rope_scaling"]["factor"] == 32.0
+
+
+@pytest.mark.parametrize(("args", "needed"), [
+    ("--model.n_layer 2", ["'model.n_layer' is not a key", "'model.n_layers' is the closest match"]),
+    ("--modle.dim 64", ["'modle'", "'model' is the closest match"]),
+    ("--train.lr 0.1", ["'train.lr'", "'optim.lr' exists"]),
+    ("--model.dim big", ["model.dim cannot be 'big'", "a whole number"]),
+    ("--model.dim 64.0", ["model.dim cannot be 64.0"]),
+    ("--model.tied_head 1", ["true or false"]),
+    ("--optim.schedule linear", ["'cosine', 'constant'"]),
+    ("--optim.betas [0.9]", ["a list of 2"]),
+    ("--model 3", ["a section with keys dim"]),
+    ("--config nowhere.yaml", ["no file 'nowhere.yaml'"]),
+    ("train.steps 3", ["'train.steps' is not an option"]),
+    ("--train.steps", ["no value"]),
+    ("--train.batch 0", ["train.batch = 0 is too small"]),
+    ("--model.n_heads 7 --model.n_kv_heads 7", ["does not make model.n_heads = 7 heads"]),
+    ("--model.n_heads 8 --model.n_kv_heads 3", ["model.n_kv_heads = 3 does not divide", "[1, 2, 4, 8]"]),
+])
+def test_a_wrong_key_or_value_is_explained(args, needed):
+    message = refusal(args)
+    assert all(words in message for words in needed), message
+
+
+def test_an_unknown_key_in_a_file_names_the_closest_match(tmp_path):
+    file = tmp_path / "a.yaml"
+    file.write_text("train: {stesp: 3}\n")
+    message = refusal(f"--config {file}")
+    assert "'train.stesp'" in message and "'train.steps' is the closest match" in message
+
+
+def test_degrees_multiply_to_the_world_size():
+    message = refusal("--parallel.dp 2 --parallel.tp 2", world=8)
+    assert "parallel.dp = 2 x parallel.tp = 2 = 4, world size = 8" in message
+    assert "dp=8 tp=1, dp=4 tp=2, dp=2 tp=4, dp=1 tp=8" in message and "--worker_num=4" in message
+
+
+def test_heads_divide_by_tp_and_the_message_says_which_would():
+    message = refusal("--parallel.tp 8 --model.n_kv_heads 4", world=8)
+    assert "model.n_kv_heads = 4 cannot be divided over parallel.tp = 8" in message
+    assert "one of [1, 2, 4]" in message and "dp=2 tp=4" in message
+
+
+def test_a_batch_divides_by_dp():
+    assert "--train.batch 16" in refusal("--parallel.dp 8 --train.batch 12", world=8)
+
+
+def test_a_missing_data_path_and_a_small_vocabulary_are_refused(tmp_path):
+    cfg, _ = load(["--data.path", str(tmp_path / "none")], 1)
+    with pytest.raises(ConfigError, match="holds no text"):
+        load_text(cfg.data, 256, 8)
+    with pytest.raises(ConfigError, match="Tokens are bytes"):
+        load_text(cfg.data, 128, 8)
+
+
+def test_learning_rate_warms_up_and_decays():
+    cfg = OptimConfig(lr=1.0, warmup=4, min_lr_ratio=0.1)
+    rates = [learning_rate(cfg, step, 20) for step in range(20)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0] and rates[4] == 1.0
+    assert all(a > b for a, b in zip(rates[4:], rates[5:])) and 0.1 < rates[-1] < 0.12
+    constant = OptimConfig(lr=1.0, warmup=0, schedule="constant")
+    assert {learning_rate(constant, step, 20) for step in range(20)} == {1.0}

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Llama of the model zoo on one device: against a NumPy reference, and against itself where a property says so."""
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from model_zoo.llama.config import ModelConfig, RopeScaling
+from tests.zoo import reference_llama
+
+pytestmark = pytest.mark.usefixtures("cpu")
+F32 = 2e-5  # float32 against float64 through two layers, values of order 1
+
+SIZES = {"dim": 32, "n_layers": 2, "ffn_dim": 40, "vocab_size": 37}
+MODELS = {
+    "multi-head": ModelConfig(n_heads=4, n_kv_heads=4, **SIZES),
+    "grouped-query": ModelConfig(n_heads=4, n_kv_heads=2, **SIZES),
+    "multi-query, tied head": ModelConfig(n_heads=4, n_kv_heads=1, tied_head=True, **SIZES),
+    "scaled rotary": ModelConfig(n_heads=4, n_kv_heads=2, rope_theta=100.0,
+                                 rope_scaling=RopeScaling(original_max_seq_len=16), **SIZES),
+}
+
+
+def build(cfg: ModelConfig, seq: int, seed: int = 3):
+    from model_zoo.llama.model import Llama, init_weights
+
+    model = Llama(cfg, seq)
+    init_weights(model, seed, std=0.3)  # large, so that attention is far from uniform
+    return model
+
+
+def ids_of(cfg: ModelConfig, batch: int, seq: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, cfg.vocab_size, (batch, seq)).astype(np.int32)
+
+
+def weights_of(model) -> dict[str, np.ndarray]:
+    return {name: param.asnumpy().astype(np.float64) for name, param in model.parameters_and_names()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_forward_equals_the_reference(name):
+    from mindspore import Tensor
+
+    from model_zoo.llama.model import rope_frequencies
+
+    cfg = MODELS[name]
+    model, ids = build(cfg, 12), ids_of(cfg, 2, 12)
+    frequencies = rope_frequencies(cfg.head_dim, cfg.rope_theta, cfg.rope_scaling)
+    want = np.stack([reference_llama.logits(row, weights_of(model), cfg, frequencies) for row in ids])
+    got = model(Tensor(ids)).asnumpy()
+    assert got.shape == (2, 12, cfg.vocab_size)
+    assert np.abs(got - want).max() <= F32 * np.abs(want).max()
+
+
+def test_a_short_input_uses_the_head_of_the_tables():
+    from mindspore import Tensor
+
+    cfg = MODELS["grouped-query"]
+    ids = ids_of(cfg, 1, 12)
+    model = build(cfg, 12)
+    whole, short = model(Tensor(ids)).asnumpy(), model(Tensor(ids[:, :5])).asnumpy()
+    assert np.abs(whole[:, :5] - short).max() <= F32 * np.abs(whole).max()
+
+
+def test_parameter_names_are_metas():
+    names = [name for name, _ in build(MODELS["grouped-query"], 4).parameters_and_names()]
+    layer = ["attention.wq", "attention.wk", "attention.wv", "attention.wo", "feed_forward.w1", "feed_forward.w2",
+             "feed_forward.w3", "attention_norm", "ffn_norm"]
+    want = {"tok_embeddings.weight", "norm.weight", "output.weight"}
+    want |= {f"layers.{i}.{cell}.weight" for i in range(2) for cell in layer}
+    assert set(names) == want and len(names) == len(want)
+    assert {p.name for p in build(MODELS["grouped-query"], 4).trainable_params()} == want
+
+
+def test_tied_head_is_one_parameter_with_both_gradients():
+    import mindspore as ms
+    from mindspore import Tensor
+
+    from model_zoo.llama.model import cross_entropy
+
+    cfg = MODELS["multi-query, tied head"]
+    model, ids = build(cfg, 6), Tensor(ids_of(cfg, 2, 6))
+    assert model.output.weight is model.tok_embeddings.weight
+    names = [p.name for p in model.trainable_params()]
+    assert names.count("tok_embeddings.weight") == 1 and "output.weight" not in names
+    weight = model.tok_embeddings.weight
+    run = ms.value_and_grad(lambda: cross_entropy(model(ids), ids), None, [weight])
+    loss, (grad,) = run()
+    step, value = 1e-2, weight.asnumpy().copy()
+    direction = np.random.default_rng(1).standard_normal(value.shape).astype(np.float32)
+    direction /= np.linalg.norm(direction)
+    ends = []
+    for sign in (1, -1):
+        weight.set_data(Tensor(value + sign * step * direction))
+        ends.append(float(cross_entropy(model(ids), ids)))
+    slope = (ends[0] - ends[1]) / (2 * step)
+    assert slope == pytest.approx(float((grad.asnumpy() * direction).sum()), rel=2e-2, abs=1e-3)
+
+
+def test_initial_weights_depend_on_seed_and_name_only():
+    cfg = MODELS["grouped-query"]
+    first, again, other = build(cfg, 4), build(cfg, 9), build(cfg, 4, seed=4)
+    a, b, c = weights_of(first), weights_of(again), weights_of(other)
+    assert all(np.array_equal(a[name], b[name]) for name in a)
+    assert not np.array_equal(a["layers.0.attention.wq.weight"], c["layers.0.attention.wq.weight"])
+    assert not np.array_equal(a["layers.0.attention.wq.weight"], a["layers.1.attention.wq.weight"])
+
+
+def test_rope_scaling_is_llama3s():
+    """Against the three published branches, written out; all three occur."""
+    from model_zoo.llama.model import rope_frequencies
+
+    scaling = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=8192)
+    plain = rope_frequencies(128, 500000.0, None)
+    assert np.allclose(plain, 1.0 / 500000.0 ** (np.arange(0, 128, 2) / 128), rtol=1e-12)
+    want, branches = [], set()
+    for freq in plain:
+        wave = 2 * np.pi / freq
+        if wave < 8192 / 4.0:
+            want.append(freq)
+            branches.add("kept")
+        elif wave > 8192 / 1.0:
+            want.append(freq / 8.0)
+            branches.add("stretched")
+        else:
+            smooth = (8192 / wave - 1.0) / (4.0 - 1.0)
+            want.append((1 - smooth) * freq / 8.0 + smooth * freq)
+            branches.add("between")
+    assert branches == {"kept", "stretched", "between"}
+    assert np.allclose(rope_frequencies(128, 500000.0, scaling), want, rtol=1e-12)
+
+
+@pytest.mark.parametrize("ignored", [0, 3])
+def test_cross_entropy_equals_numpy(ignored):
+    from mindspore import Tensor
+
+    from model_zoo.llama.model import cross_entropy
+
+    draw = np.random.default_rng(5)
+    logits = draw.standard_normal((2, 4, 11)).astype(np.float32) * 3
+    labels = draw.integers(0, 11, (2, 4)).astype(np.int32)
+    labels.reshape(-1)[:ignored] = -100
+    flat, keep = logits.reshape(-1, 11).astype(np.float64), labels.reshape(-1) != -100
+    log_prob = np.log(reference_llama.softmax(flat))
+    want = -log_prob[np.arange(8)[keep], labels.reshape(-1)[keep]].mean()
+    assert float(cross_entropy(Tensor(logits), Tensor(labels))) == pytest.approx(want, rel=1e-6)

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AdamW against float64 NumPy, and the gradient norm, on plain tensors. Layouts are tested where ranks are."""
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.usefixtures("cpu")
+SHAPES = ((3, 5), (7,), (200, 300), (0, 4))
+
+
+def numpy_adamw(values, grads_of_steps, lr, betas, eps, decay):
+    values = [v.astype(np.float64) for v in values]
+    m, v2 = [np.zeros_like(v) for v in values], [np.zeros_like(v) for v in values]
+    for t, grads in enumerate(grads_of_steps, 1):
+        for i, g in enumerate(np.asarray(g, np.float64) for g in grads):
+            m[i] = betas[0] * m[i] + (1 - betas[0]) * g
+            v2[i] = betas[1] * v2[i] + (1 - betas[1]) * g * g
+            m_hat, v_hat = m[i] / (1 - betas[0] ** t), v2[i] / (1 - betas[1] ** t)
+            values[i] = values[i] * (1 - lr * decay) - lr * m_hat / (np.sqrt(v_hat) + eps)
+    return values
+
+
+def arrays(seed, shapes=SHAPES):
+    draw = np.random.default_rng(seed)
+    return [draw.standard_normal(s).astype(np.float32) for s in shapes]
+
+
+@pytest.mark.parametrize("host", [True, False], ids=["numpy", "device ops"])
+def test_adamw_equals_numpy(host):
+    from mindspore import Parameter, Tensor
+
+    from ms_dtensor.optim import AdamW
+
+    shapes = SHAPES if host else SHAPES[:3]
+    start, steps = arrays(0, shapes), [arrays(s, shapes) for s in range(1, 6)]
+    params = [Parameter(Tensor(v), name=f"p{i}") for i, v in enumerate(start)]
+    optimizer = AdamW(params, 1e-2, (0.9, 0.95), 1e-8, 0.1)
+    if not host:
+        optimizer._host = False
+        optimizer._moments = [optimizer._new_moments(p) for p in params]
+    for grads in steps:
+        optimizer([Tensor(g) for g in grads])
+    for param, want in zip(params, numpy_adamw(start, steps, 1e-2, (0.9, 0.95), 1e-8, 0.1)):
+        assert np.allclose(param.asnumpy(), want, rtol=2e-6, atol=2e-6)
+
+
+def test_the_update_is_seen_by_the_next_forward():
+    import mindspore as ms
+    from mindspore import Parameter, Tensor, mint
+
+    from ms_dtensor.optim import AdamW
+
+    weight = Parameter(Tensor(np.ones((4, 4), np.float32)), name="w")
+    optimizer = AdamW([weight], lr=0.5, weight_decay=0.0)
+    run = ms.value_and_grad(lambda x: mint.matmul(x, weight).sum(), None, optimizer.params)
+    x = Tensor(np.ones((1, 4), np.float32))
+    losses = []
+    for _ in range(3):
+        loss, grads = run(x)
+        optimizer(grads)
+        losses.append(float(loss))
+    assert losses == pytest.approx([16.0, 8.0, 0.0], abs=1e-4)
+
+
+def test_low_precision_parameters_keep_float32_moments():
+    from mindspore import Parameter, Tensor
+
+    from ms_dtensor.optim import AdamW
+
+    value = np.linspace(-1, 1, 9).astype(np.float16)
+    param = Parameter(Tensor(value), name="w")
+    AdamW([param], 1e-2, (0.9, 0.95), 1e-8, 0.1)([Tensor(value)])
+    want = numpy_adamw([value], [[value]], 1e-2, (0.9, 0.95), 1e-8, 0.1)[0]
+    assert param.asnumpy().dtype == np.float16 and np.allclose(param.asnumpy(), want, atol=6e-4)
+
+
+def test_a_missing_gradient_leaves_its_parameter_and_a_wrong_one_is_refused():
+    from mindspore import Parameter, Tensor
+
+    from ms_dtensor.errors import LayoutError
+    from ms_dtensor.optim import AdamW
+
+    params = [Parameter(Tensor(np.ones(3, np.float32)), name=n) for n in "ab"]
+    optimizer = AdamW(params)
+    optimizer([None, params[1]])
+    assert (params[0].asnumpy() == 1).all() and (params[1].asnumpy() != 1).all()
+    with pytest.raises(ValueError, match="2 parameters but 1 gradients"):
+        optimizer([None])
+    with pytest.raises(LayoutError, match="4 local elements"):
+        optimizer([Tensor(np.ones(4, np.float32)), None])
+    for bad in ({"lr": -1.0}, {"betas": (0.9, 1.0)}, {"eps": -1e-8}, {"params": []}):
+        with pytest.raises(ValueError):
+            AdamW(**{"params": params, **bad})
+
+
+@pytest.mark.parametrize("p", [2.0, 1.0, 3.0, math.inf])
+@pytest.mark.parametrize("factor", [0.5, 2.0], ids=["clips", "leaves"])
+def test_clip_equals_numpy(p, factor):
+    from mindspore import Tensor
+
+    from ms_dtensor.optim import clip_grad_norm_
+
+    grads = [Tensor(g) for g in arrays(1)]
+    flat = np.concatenate([g.asnumpy().reshape(-1).astype(np.float64) for g in grads])
+    want = np.linalg.norm(flat, p)
+    norm = clip_grad_norm_(grads, want * factor, p)
+    assert norm == pytest.approx(want, rel=1e-6)
+    got = np.concatenate([g.asnumpy().reshape(-1) for g in grads])
+    assert np.allclose(got, flat * min(1.0, factor), rtol=1e-5, atol=1e-7)
+
+
+def test_clip_takes_pairs_skips_none_and_scales_a_shared_gradient_once():
+    from mindspore import Parameter, Tensor
+
+    from ms_dtensor.optim import clip_grad_norm_
+
+    grad = Tensor(np.full(4, 3.0, np.float32))
+    params = [Parameter(Tensor(np.ones(4, np.float32)), name=n) for n in "abc"]
+    norm = clip_grad_norm_(zip(params, [grad, None, grad], strict=True), 1.0)
+    assert norm == pytest.approx(math.sqrt(72))
+    assert np.allclose(grad.asnumpy(), 3.0 / math.sqrt(72), rtol=1e-5)
+
+
+def test_clip_scales_a_gradient_that_is_a_view():
+    import mindspore as ms
+    from mindspore import Parameter, Tensor
+
+    from ms_dtensor.optim import clip_grad_norm_
+
+    a = Parameter(Tensor(np.ones((3, 4), np.float32)), name="a")
+    x = Tensor(np.arange(12, dtype=np.float32).reshape(4, 3))
+    _, (grad,) = ms.value_and_grad(lambda x: (a.T * x).sum(), None, [a])(x)
+    want = grad.asnumpy().copy()
+    norm = clip_grad_norm_([grad], 1.0)
+    assert np.allclose(grad.asnumpy(), want / norm, rtol=1e-5)
