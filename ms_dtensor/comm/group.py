@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A group of ranks with a backend: the only thing the layers above use to communicate.
+
+Adds to a `Backend` what every call needs: arguments are checked before anything is sent, one event is recorded, and a
+group of one costs nothing. It holds no communicator; making one is free. The invariant: a call that returns has either
+communicated exactly once and recorded it, or had no other rank to communicate with.
+"""
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..errors import CommError
+from .protocol import REDUCE_OPS, Backend, Work
+from .record import CommEvent, active, note, user_site
+
+if TYPE_CHECKING:
+    from mindspore import Tensor
+
+
+class Group:
+    """Some ranks, in order, and the mesh axes they stand for.
+
+    Args:
+        backend: what moves the data.
+        ranks: global ranks in group order; the calling rank must be one of them to communicate.
+        axes: names of the mesh axes the group spans, for the record.
+    """
+
+    __slots__ = ("axes", "backend", "rank_index", "ranks", "size")
+
+    def __init__(self, backend: Backend, ranks: Sequence[int], axes: Sequence[str] = ()):
+        self.backend, self.ranks, self.axes = backend, tuple(ranks), tuple(axes)
+        self.size = len(self.ranks)
+        if not self.ranks or len(set(self.ranks)) != self.size or min(self.ranks) < 0 or max(self.ranks) >= backend.size:
+            raise CommError(f"For 'group', {self.ranks} is not a list of ranks.", f"world of {backend.size}",
+                            "A group has each of its ranks once, and all of them in the world.",
+                            "pass distinct ranks from 0 to the world size - 1")
+        self.rank_index = self.ranks.index(backend.rank) if backend.rank in self.ranks else -1
+
+    def __repr__(self) -> str:
+        return f"Group({self.backend.name}, {self.ranks}, axes={self.axes})"
+
+    # -- checks and record -----------------------------------------------------------------------------------------
+
+    def _refuse(self, op: str, x: Any, rule: str, fix: str | Sequence[str] = ()) -> CommError:
+        on = f"{x.dtype}{list(x.shape)} over ranks {self.ranks}" if x is not None else f"ranks {self.ranks}"
+        return CommError(f"For '{op}', the arguments do not fit.", on, rule, fix)
+
+    def _check(self, op: str, x: Tensor | None = None, reduce: str | None = None,
+               dims: Sequence[tuple[int, Sequence[int], int]] = ()) -> None:
+        """`dims`: (dim, sizes, size that `x` must have there)."""
+        if self.rank_index < 0:
+            raise self._refuse(op, x, f"Rank {self.backend.rank} is not a member of the group.",
+                               "call it on the group's members only")
+        if reduce is not None:
+            kind = str(x.dtype)
+            if reduce not in REDUCE_OPS:
+                raise self._refuse(op, x, f"'{reduce}' is not a reduction.", f"use one of {', '.join(REDUCE_OPS)}")
+            if reduce == "avg" and not kind.startswith(("Float", "BFloat", "Complex")):
+                raise self._refuse(op, x, "The average of integers is not an integer.",
+                                   ("reduce with 'sum' and divide", "cast to a float dtype"))
+            if kind == "Bool" and reduce == "sum":
+                raise self._refuse(op, x, "A sum of booleans is not a boolean.",
+                                   ("use 'max' for any, 'min' for all", "cast to int32 to count"))
+            if kind.startswith("Complex") and reduce in ("max", "min"):
+                raise self._refuse(op, x, "Complex numbers have no order.", "reduce real and imaginary part apart")
+        for dim, sizes, have in dims:
+            if not 0 <= dim < x.ndim:
+                raise self._refuse(op, x, f"Dim {dim} is out of range.", "0 <= dim < ndim")
+            if len(sizes) != self.size or (sizes and min(sizes) < 0):
+                raise self._refuse(op, x, f"{list(sizes)} is not one size per member.", f"pass {self.size} sizes")
+            if x.shape[dim] != have:
+                raise self._refuse(op, x, f"Dim {dim} has size {x.shape[dim]}, the sizes {list(sizes)} ask for {have}.",
+                                   "pass the size every member has on this dim")
+
+    def _done(self, op: str, x: Any, fraction: float, call: Callable[[], Any]) -> Any:
+        """Runs the call; records it if somebody listens. `fraction` of the payload leaves this rank."""
+        listeners = active()
+        if not listeners:
+            return call()
+        started = time.perf_counter()
+        result = call()
+        seconds = time.perf_counter() - started
+        n = note()
+        size = math.prod(x.shape) * x.itemsize if x is not None else 0
+        event = CommEvent(op, self.axes if n.axes is None else n.axes, self.ranks, tuple(x.shape) if x is not None else (),
+                          str(x.dtype) if x is not None else "", round(size * fraction), user_site(), n.phase,
+                          n.implicit, n.src, n.dst, seconds)
+        for events in listeners:
+            events.append(event)
+        return result
+
+    def _alone(self, x: Tensor, async_op: bool) -> Tensor | Work[Tensor]:
+        """A group of one: a copy, so that results own their memory here too."""
+        from .local import copy
+        return Work(copy(x)) if async_op else copy(x)
+
+    # -- tensors ---------------------------------------------------------------------------------------------------
+
+    def all_reduce(self, x: Tensor, op: str = "sum", *, async_op: bool = False) -> Tensor | Work[Tensor]:
+        """The reduction of all members' `x`; bit-identical on every member."""
+        self._check("all_reduce", x, op)
+        if self.size == 1:
+            return self._alone(x, async_op)
+        return self._done("all_reduce", x, 2 * (self.size - 1) / self.size,
+                          lambda: self.backend.all_reduce(x, op, self.ranks, async_op))
+
+    def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int], *, async_op: bool = False) -> Tensor | Work[Tensor]:
+        """The members' tensors joined on `dim`, where member i has `sizes[i]` (uneven and zero are fine)."""
+        self._check("all_gather", x, None, [(dim, sizes, sizes[self.rank_index] if len(sizes) == self.size else -1)])
+        if self.size == 1:
+            return self._alone(x, async_op)
+        return self._done("all_gather", x, self.size - 1,
+                          lambda: self.backend.all_gather(x, dim, sizes, self.ranks, async_op))
+
+    def reduce_scatter(self, x: Tensor, op: str, dim: int, sizes: Sequence[int], *,
+                       async_op: bool = False) -> Tensor | Work[Tensor]:
+        """This member's slice, `sizes[rank_index]` on `dim`, of the reduction of all members' `x`."""
+        self._check("reduce_scatter", x, op, [(dim, sizes, sum(sizes))])
+        if self.size == 1:
+            return self._alone(x, async_op)
+        return self._done("reduce_scatter", x, (self.size - 1) / self.size,
+                          lambda: self.backend.reduce_scatter(x, op, dim, sizes, self.ranks, async_op))
+
+    def all_to_all(self, x: Tensor, split_dim: int, split_sizes: Sequence[int], concat_dim: int,
+                   concat_sizes: Sequence[int], *, async_op: bool = False) -> Tensor | Work[Tensor]:
+        """Piece i of `split_dim` goes to member i; pieces received are joined on `concat_dim` in group order.
+
+        `split_sizes[i]` is what member i gets of `split_dim`, `concat_sizes[i]` what member i brings on `concat_dim`.
+        """
+        if split_dim == concat_dim:
+            raise self._refuse("all_to_all", x, "Split dim and concat dim are one dim: its pieces would only change rank.",
+                               "use 'exchange' to move pieces of one dim between ranks")
+        mine = concat_sizes[self.rank_index] if len(concat_sizes) == self.size else -1
+        self._check("all_to_all", x, None, [(split_dim, split_sizes, sum(split_sizes)), (concat_dim, concat_sizes, mine)])
+        if self.size == 1:
+            return self._alone(x, async_op)
+        return self._done("all_to_all", x, 1 - split_sizes[self.rank_index] / max(sum(split_sizes), 1),
+                          lambda: self.backend.all_to_all(x, split_dim, split_sizes, concat_dim, concat_sizes, self.ranks,
+                                                          async_op))
+
+    def broadcast(self, x: Tensor, src: int, *, async_op: bool = False) -> Tensor | Work[Tensor]:
+        """Global rank `src`'s tensor; the others pass one of the same shape and dtype, whose values are not read."""
+        self._check("broadcast", x)
+        self._check_src("broadcast", x, src)
+        if self.size == 1:
+            return self._alone(x, async_op)
+        return self._done("broadcast", x, float(src == self.backend.rank),
+                          lambda: self.backend.broadcast(x, src, self.ranks, async_op))
+
+    def scatter(self, x: Tensor | None, dim: int, sizes: Sequence[int], src: int, *, shape: Sequence[int] | None = None,
+                dtype: Any = None, async_op: bool = False) -> Tensor | Work[Tensor]:
+        """This member's slice of global rank `src`'s tensor.
+
+        Args:
+            x: the tensor on `src`; elsewhere None, or a tensor that only shows shape and dtype.
+            dim: the dim to cut.
+            sizes: what each member gets.
+            src: global rank that has the data.
+            shape: global shape; needed where `x` is None.
+            dtype: needed where `x` is None.
+            async_op: return a `Work`.
+        """
+        self._check("scatter", x)
+        self._check_src("scatter", x, src)
+        if x is None and (shape is None or dtype is None or src == self.backend.rank):
+            raise self._refuse("scatter", x, "The source passes the tensor; the others say its shape and dtype.",
+                               "pass shape= and dtype= where x is None")
+        shape, dtype = tuple(x.shape if shape is None else shape), x.dtype if dtype is None else dtype
+        if not 0 <= dim < len(shape) or len(sizes) != self.size or sum(sizes) != shape[dim] \
+                or (x is not None and (tuple(x.shape) != shape or x.dtype != dtype)):
+            raise self._refuse("scatter", x, f"Sizes {list(sizes)} on dim {dim} do not cut {dtype}{list(shape)}.",
+                               "the sizes sum up to the dim, one per member")
+        if self.size == 1:
+            return self._alone(x, async_op)
+        kept = sizes[self.rank_index] / max(sum(sizes), 1)
+        return self._done("scatter", x, float(src == self.backend.rank) * (1 - kept),
+                          lambda: self.backend.scatter(x, dim, sizes, src, self.ranks, shape=shape, dtype=dtype,
+                                                       async_op=async_op))
+
+    def _check_src(self, op: str, x: Any, src: int) -> None:
+        if src not in self.ranks:
+            raise self._refuse(op, x, f"Source rank {src} is not a member of the group.", "pass a member's global rank")
+
+    # -- point to point --------------------------------------------------------------------------------------------
+
+    def exchange(self, sends: Sequence[tuple[int, Tensor]],
+                 recvs: Sequence[tuple[int, Sequence[int], Any]]) -> list[Tensor]:
+        """Batched point-to-point between members, by global rank; deadlock free in any order.
+
+        Args:
+            sends: `(destination rank, tensor)`; sending to oneself is allowed.
+            recvs: `(source rank, shape, dtype)`; messages of one pair match in order.
+        """
+        self._check("exchange")
+        strangers = sorted({r for r, *_ in (*sends, *recvs)} - set(self.ranks))
+        if strangers:
+            raise self._refuse("exchange", None, f"Rank(s) {strangers} are not members of the group.", "pass global ranks")
+        if not sends and not recvs:
+            return []
+        if self.size == 1:
+            return [self._alone(x, False) for _, x in sends]
+        listeners = active()
+        x = sends[0][1] if sends else None
+        away = sum(math.prod(t.shape) * t.itemsize for dst, t in sends if dst != self.backend.rank) if listeners else 0
+        whole = max(math.prod(x.shape) * x.itemsize, 1) if x is not None else 1
+        return self._done("exchange", x, away / whole, lambda: self.backend.exchange(sends, recvs))
+
+    def send(self, x: Tensor, dst: int) -> None:
+        """Sends one tensor to global rank `dst`."""
+        self.exchange([(dst, x)], [])
+
+    def recv(self, shape: Sequence[int], dtype: Any, src: int) -> Tensor:
+        """Receives one tensor from global rank `src`."""
+        return self.exchange([], [(src, shape, dtype)])[0]
+
+    # -- objects ---------------------------------------------------------------------------------------------------
+
+    def barrier(self) -> None:
+        """Returns when every member has called it."""
+        self._check("barrier")
+        if self.size > 1:
+            self._done("barrier", None, 0, lambda: self.backend.barrier(self.ranks))
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """Every member's picklable object, in group order."""
+        self._check("all_gather_object")
+        if self.size == 1:
+            return [obj]
+        return self._done("all_gather_object", None, 0, lambda: self.backend.all_gather_object(obj, self.ranks))
+
+    def broadcast_object(self, obj: Any, src: int) -> Any:
+        """Global rank `src`'s picklable object."""
+        self._check("broadcast_object")
+        self._check_src("broadcast_object", None, src)
+        if self.size == 1:
+            return obj
+        return self._done("broadcast_object", None, 0, lambda: self.backend.broadcast_object(obj, src, self.ranks))

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one contract every communication backend keeps, stated once.
+
+A `Backend` moves plain local tensors between ranks. It knows nothing of meshes, placements or gradients, and callers
+never pad: sizes may be uneven and may be zero, dims may be any dim, tensors may be 0-d. The invariant: every method is
+called by *all* members of its `group`, in the same order on each of them, and returns fresh memory.
+Read next: `group.py` (what the upper layers use), then `shm/engine.py` (the reference implementation).
+"""
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from mindspore import Tensor
+
+T = TypeVar("T")
+Ranks = tuple[int, ...]
+
+REDUCE_OPS = ("sum", "max", "min", "prod", "avg")
+
+
+class Work(Generic[T]):
+    """The handle of a collective that may still be running.
+
+    Args:
+        result: the value, when it is there already.
+        finish: called once by the first `wait`; returns the value. Takes precedence over `result`.
+    """
+
+    __slots__ = ("_finish", "_result")
+
+    def __init__(self, result: T | None = None, finish: Callable[[], T] | None = None):
+        self._result, self._finish = result, finish
+
+    def wait(self) -> T:
+        """Blocks (on a device: orders the stream) until the result may be used, and returns it."""
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            self._result = finish()
+        return self._result  # type: ignore[return-value]
+
+    def then(self, step: Callable[[T], T]) -> Work[T]:
+        """A handle whose `wait` also applies `step`."""
+        return Work(finish=lambda: step(self.wait()))
+
+
+class Backend(ABC):
+    """Collectives over plain local `mindspore.Tensor`s.
+
+    `group` is a tuple of global ranks; the caller is one of them and its index is its position in the tuple.
+    With `async_op=True` a tensor collective returns a `Work`; a backend may complete it at once.
+    Arguments are checked by `Group`, not here.
+    """
+
+    name: str = "?"
+    rank: int = 0
+    size: int = 1
+
+    @abstractmethod
+    def all_reduce(self, x: Tensor, op: str, group: Ranks, async_op: bool = False) -> Tensor | Work[Tensor]:
+        """The reduction of every member's `x`, in a new tensor; bit-identical on every member."""
+
+    @abstractmethod
+    def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int], group: Ranks,
+                   async_op: bool = False) -> Tensor | Work[Tensor]:
+        """The members' tensors joined on `dim`; member i contributes `sizes[i]` there."""
+
+    @abstractmethod
+    def reduce_scatter(self, x: Tensor, op: str, dim: int, sizes: Sequence[int], group: Ranks,
+                       async_op: bool = False) -> Tensor | Work[Tensor]:
+        """The caller's slice (`sizes[index]` on `dim`) of the reduction; `x.shape[dim] == sum(sizes)`."""
+
+    @abstractmethod
+    def all_to_all(self, x: Tensor, split_dim: int, split_sizes: Sequence[int], concat_dim: int,
+                   concat_sizes: Sequence[int], group: Ranks, async_op: bool = False) -> Tensor | Work[Tensor]:
+        """Piece i of `split_dim` goes to member i; the pieces received are joined on `concat_dim` in group order."""
+
+    @abstractmethod
+    def exchange(self, sends: Sequence[tuple[int, Tensor]],
+                 recvs: Sequence[tuple[int, Sequence[int], Any]]) -> list[Tensor]:
+        """Batched point-to-point between global ranks; deadlock free whatever the order.
+
+        Args:
+            sends: `(destination rank, tensor)`.
+            recvs: `(source rank, shape, dtype)`; messages of one pair of ranks match in order.
+        """
+
+    @abstractmethod
+    def broadcast(self, x: Tensor, src: int, group: Ranks, async_op: bool = False) -> Tensor | Work[Tensor]:
+        """Rank `src`'s tensor. Other members pass a tensor of its shape and dtype; its values are not read."""
+
+    @abstractmethod
+    def scatter(self, x: Tensor | None, dim: int, sizes: Sequence[int], src: int, group: Ranks, *,
+                shape: Sequence[int], dtype: Any, async_op: bool = False) -> Tensor | Work[Tensor]:
+        """The caller's slice of `src`'s tensor, whose global `shape` and `dtype` every member states.
+
+        `x` is read on `src` only; other members may pass None.
+        """
+
+    @abstractmethod
+    def barrier(self, group: Ranks) -> None:
+        """Returns when every member has called it."""
+
+    @abstractmethod
+    def all_gather_object(self, obj: Any, group: Ranks) -> list[Any]:
+        """Every member's picklable object, in group order."""
+
+    @abstractmethod
+    def broadcast_object(self, obj: Any, src: int, group: Ranks) -> Any:
+        """Rank `src`'s picklable object."""
+
+    def send(self, x: Tensor, dst: int) -> None:
+        """Sends one tensor; pairs with `recv` (or an `exchange`) on rank `dst`."""
+        self.exchange([(dst, x)], [])
+
+    def recv(self, shape: Sequence[int], dtype: Any, src: int) -> Tensor:
+        """Receives one tensor from rank `src`."""
+        return self.exchange([], [(src, shape, dtype)])[0]
+
+    def close(self) -> None:
+        """Leaves the job. Members still at work fail only if they wait for this rank."""
+
+
+def offsets(sizes: Sequence[int]) -> list[int]:
+    """Where each piece starts: `offsets((3, 2, 2)) == [0, 3, 5, 7]` (the last entry is the total)."""
+    out = [0]
+    for s in sizes:
+        out.append(out[-1] + s)
+    return out
+
+
+def cut(dim: int, start: int, stop: int) -> tuple[slice, ...]:
+    """The index that takes `[start, stop)` of `dim` and all of every other dim."""
+    return (slice(None),) * dim + (slice(start, stop),)
+
+
+def with_dim(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
+    """`shape` with `size` on `dim`."""
+    return (*shape[:dim], size, *shape[dim + 1:])

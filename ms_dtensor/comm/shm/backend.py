@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shared-memory engine as a `Backend`: tensors in, tensors out. The default on CPU.
+
+On CPU `asnumpy` of a contiguous tensor is a view and `Tensor.from_numpy` shares memory, so this layer copies nothing.
+The invariant is the engine's: a result never aliases an input or a segment.
+"""
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from mindspore import Tensor
+from mindspore.common import dtype as mstype
+
+from ..protocol import Backend, Ranks, Work
+from ..record import user_site
+from .engine import Engine
+from .rendezvous import job_name
+
+
+def numpy_dtype(dtype: Any) -> np.dtype:
+    """The NumPy dtype whose arrays `Tensor.from_numpy` turns into `dtype`."""
+    if dtype == mstype.bfloat16:
+        return Tensor([0.0], mstype.bfloat16).asnumpy().dtype
+    return np.dtype(mstype.dtype_to_nptype(dtype))
+
+
+def _give(result: np.ndarray, async_op: bool) -> Tensor | Work[Tensor]:
+    tensor = Tensor.from_numpy(result)
+    return Work(tensor) if async_op else tensor
+
+
+class ShmBackend(Backend):
+    """Shared memory between the processes of this host.
+
+    Args:
+        rank: this rank.
+        size: number of ranks.
+        port: msrun's port, which names the job.
+        timeout: seconds after which a wait for other ranks gives up (`MS_DTENSOR_TIMEOUT`, default 300).
+    """
+
+    name = "shm"
+
+    def __init__(self, rank: int, size: int, port: str, timeout: float | None = None):
+        timeout = float(os.environ.get("MS_DTENSOR_TIMEOUT", "300")) if timeout is None else timeout
+        self.rank, self.size = rank, size
+        self._engine = Engine(rank, size, job_name(port), timeout=timeout, site=user_site)
+
+    def all_reduce(self, x: Tensor, op: str, group: Ranks, async_op: bool = False) -> Tensor | Work[Tensor]:
+        return _give(self._engine.all_reduce(x.asnumpy(), op, group), async_op)
+
+    def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int], group: Ranks,
+                   async_op: bool = False) -> Tensor | Work[Tensor]:
+        return _give(self._engine.all_gather(x.asnumpy(), dim, sizes, group), async_op)
+
+    def reduce_scatter(self, x: Tensor, op: str, dim: int, sizes: Sequence[int], group: Ranks,
+                       async_op: bool = False) -> Tensor | Work[Tensor]:
+        return _give(self._engine.reduce_scatter(x.asnumpy(), op, dim, sizes, group), async_op)
+
+    def all_to_all(self, x: Tensor, split_dim: int, split_sizes: Sequence[int], concat_dim: int,
+                   concat_sizes: Sequence[int], group: Ranks, async_op: bool = False) -> Tensor | Work[Tensor]:
+        result = self._engine.all_to_all(x.asnumpy(), split_dim, split_sizes, concat_dim, concat_sizes, group)
+        return _give(result, async_op)
+
+    def exchange(self, sends: Sequence[tuple[int, Tensor]],
+                 recvs: Sequence[tuple[int, Sequence[int], Any]]) -> list[Tensor]:
+        got = self._engine.exchange([(dst, x.asnumpy()) for dst, x in sends],
+                                    [(src, tuple(shape), numpy_dtype(dtype)) for src, shape, dtype in recvs])
+        return [Tensor.from_numpy(a) for a in got]
+
+    def broadcast(self, x: Tensor, src: int, group: Ranks, async_op: bool = False) -> Tensor | Work[Tensor]:
+        return _give(self._engine.broadcast(x.asnumpy(), src, group), async_op)
+
+    def scatter(self, x: Tensor | None, dim: int, sizes: Sequence[int], src: int, group: Ranks, *,
+                shape: Sequence[int], dtype: Any, async_op: bool = False) -> Tensor | Work[Tensor]:
+        array = x.asnumpy() if self.rank == src else None
+        result = self._engine.scatter(array, dim, sizes, src, group, shape=tuple(shape), dtype=numpy_dtype(dtype))
+        return _give(result, async_op)
+
+    def barrier(self, group: Ranks) -> None:
+        self._engine.barrier(group)
+
+    def all_gather_object(self, obj: Any, group: Ranks) -> list[Any]:
+        return self._engine.all_gather_object(obj, group)
+
+    def broadcast_object(self, obj: Any, src: int, group: Ranks) -> Any:
+        return self._engine.broadcast_object(obj, src, group)
+
+    def close(self, reason: str = "") -> None:
+        self._engine.close(reason)

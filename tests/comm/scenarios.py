@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the forked ranks of `worker.py` do: the contract, and the ways a job can go wrong."""
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import contract
+import numpy as np
+
+
+class Arrays:
+    """The engine as the contract sees it."""
+
+    exact = True
+
+    def __init__(self, engine):
+        self._e = engine
+
+    def __getattr__(self, name):
+        return getattr(self._e, name)
+
+    def scatter(self, x, dim, sizes, src, ranks, shape, dtype):
+        return self._e.scatter(x, dim, sizes, src, ranks, shape=shape, dtype=dtype)
+
+    def send(self, x, dst):
+        self._e.exchange([(dst, x)], [])
+
+    def recv(self, shape, dtype, src):
+        return self._e.exchange([], [(src, shape, dtype)])[0]
+
+
+def suite(e, rank, size):
+    return contract.run_all(Arrays(e), rank, size)
+
+
+def large(e, rank, size):
+    """Messages of several chunks, uneven, on every collective; and the area is shared by several groups."""
+    world = tuple(range(size))
+    n = size
+    elements = (5 << 20) // 4 + 13
+    xs = contract.inputs(0, n, (elements,), "float32")
+    contract.same(e.all_reduce(xs[rank], "sum", world), contract.reduced(xs, "sum"))
+    sizes = [elements + 7 * i for i in range(n)]
+    ys = contract.inputs(1, n, [(s,) for s in sizes], "float32")
+    contract.same(e.all_gather(ys[rank], 0, sizes, world), np.concatenate(ys))
+    rows = contract.inputs(2, n, [(3, 500_000 + i) for i in range(n)], "float32")
+    contract.same(e.all_gather(rows[rank], 1, [500_000 + i for i in range(n)], world), np.concatenate(rows, 1))
+    cuts = [900_000 // n + 11 * i for i in range(n)]
+    zs = contract.inputs(3, n, (2, sum(cuts)), "float32")
+    contract.same(e.reduce_scatter(zs[rank], "sum", 1, cuts, world),
+                  np.ascontiguousarray(contract.slices(contract.reduced(zs, "sum"), 1, cuts)[rank]))
+    joins = [3 + i for i in range(n)]
+    ws = contract.inputs(4, n, [(j, sum(cuts)) for j in joins], "float32")
+    want = np.concatenate([contract.slices(w, 1, cuts)[rank] for w in ws], 0)
+    contract.same(e.all_to_all(ws[rank], 1, cuts, 0, joins, world), want)
+    contract.same(e.broadcast(xs[0] if rank == 0 else xs[0] * 0, 0, world), xs[0])
+    got = e.exchange([((rank + 1) % n, xs[rank])], [((rank - 1) % n, (elements,), np.dtype("float32"))])
+    contract.same(got[0], xs[rank - 1])
+    pair = tuple(sorted((rank, rank ^ 1)))
+    if max(pair) < n:
+        for k in range(20):  # a small group and the world take turns; a fast member must not overtake a slow reader
+            a = e.all_reduce(np.full(9000, rank + k, np.int64), "sum", pair)
+            assert (a == sum(pair) + 2 * k).all()
+            if k % 3 == 0 and n % 2 == 0:
+                b = e.all_reduce(np.full(700_000, rank + k, np.int64), "max", world)
+                assert (b == n - 1 + k).all()
+    return True
+
+
+def bfloat16(e, rank, size):
+    import ml_dtypes
+    bf = ml_dtypes.bfloat16
+    world = tuple(range(size))
+    xs = [np.random.default_rng(i).normal(size=5000).astype(bf) for i in range(size)]
+    xs[0][:4] = [np.inf, -np.inf, np.nan, 3.3e38]
+    want = xs[0].astype(np.float32)
+    for x in xs[1:]:
+        want = want + x.astype(np.float32)
+    got = e.all_reduce(xs[rank], "sum", world)
+    assert got.dtype == bf
+    np.testing.assert_array_equal(got.astype(np.float32), want.astype(bf).astype(np.float32))
+    wide = e.all_gather(xs[rank].reshape(50, 100), 1, [100] * size, world)
+    np.testing.assert_array_equal(wide.astype(np.float32),
+                                  np.concatenate([x.reshape(50, 100) for x in xs], 1).astype(np.float32))
+    return True
+
+
+def overtaking(e, rank, size):
+    """Ranks sleep at random: every result must still be the right one, in groups that interleave."""
+    rng = np.random.default_rng(rank)
+    world, pair = tuple(range(size)), tuple(sorted((rank, rank ^ 1)))
+    for k in range(60):
+        if rng.random() < 0.2:
+            time.sleep(0.002)
+        if k % 3 and max(pair) == size:
+            continue
+        g = pair if k % 3 else world
+        n = (8, 3000, 12000)[k % 3]
+        assert (e.all_reduce(np.full(n, k + rank, np.int64), "max", g) == k + max(g)).all()
+    return True
+
+
+def killed(e, rank, size):
+    """One rank is killed while the others wait for it or work with each other."""
+    world = tuple(range(size))
+    e.barrier(world)
+    victim = size - 1
+    pids = e.all_gather_object(os.getpid(), world)
+    if rank == victim:
+        os.write(1, f'{{"victim": {os.getpid()}, "at": {time.monotonic()}}}\n'.encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    try:
+        while True:
+            e.all_reduce(np.ones(4), "sum", world)
+    except Exception as error:
+        took = time.monotonic() - start
+        assert type(error).__name__ == "PeerLost", error
+        assert f"rank {victim} (pid {pids[victim]}) died" in str(error), error
+        try:
+            e.barrier(world)
+        except Exception as again:
+            assert "has ended" in str(again)
+        else:
+            raise AssertionError("a broken engine went on")
+        return took
+
+
+def killed_elsewhere(e, rank, size):
+    """Ranks 0 and 1 wait for each other only; rank 2 dies: both notice, though neither waits for it."""
+    e.barrier(tuple(range(size)))
+    if rank == 2:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        e.exchange([], [(0, (1,), np.dtype("float32"))])
+    e.exchange([], [(1, (1,), np.dtype("float32"))])
+
+
+def mismatch(e, rank, size, kind):
+    world = tuple(range(size))
+    odd = size - 1
+    e.all_reduce(np.ones(3), "sum", world)
+    if kind == "shape":
+        e.all_reduce(np.ones(3 if rank != odd else 4), "sum", world)
+    elif kind == "op":
+        if rank == odd:
+            e.all_gather(np.ones(3), 0, [3] * size, world)
+        else:
+            e.all_reduce(np.ones(3), "sum", world)
+    elif kind == "dtype":
+        e.all_reduce(np.ones(3, np.float64 if rank != odd else np.float32), "max", world)
+    elif kind == "root":
+        e.broadcast(np.ones(3), 0 if rank != odd else 1, world)
+    elif kind == "first":  # the first call of a group
+        e.all_reduce(np.ones(3 if rank != odd else 4), "sum", world[::-1])
+    elif kind == "group":
+        e.barrier(world if rank != odd else (0, odd))
+    elif kind == "message":
+        if rank == odd:
+            e.barrier(world)
+        else:
+            e.exchange([], [(odd, (1,), np.dtype("float32"))])
+
+
+def mismatch_and_on(e, rank, size):
+    """After a mismatch at one and the same point the caller may catch it and go on."""
+    world = tuple(range(size))
+    for k in range(4):
+        try:
+            e.all_reduce(np.ones(3 + 10_000 * (rank == k % size)), "sum", world)
+        except Exception as error:
+            assert type(error).__name__ == "CollectiveMismatch" and f"rank(s) {k % size} made" in str(error), error
+        else:
+            raise AssertionError("unnoticed")
+        contract.same(e.all_reduce(np.full(2000, float(rank)), "sum", world), np.full(2000, float(sum(world))))
+    return True
+
+
+def leaves_early(e, rank, size):
+    """A rank that ends normally while the others go on without it harms nobody."""
+    world = tuple(range(size))
+    e.all_reduce(np.ones(4), "sum", world)
+    if rank == size - 1:
+        return True
+    time.sleep(0.1)
+    rest = world[:-1]
+    for _ in range(5):
+        e.all_reduce(np.ones(100_000), "sum", rest)
+    return True
+
+
+def leaves_and_is_missed(e, rank, size):
+    world = tuple(range(size))
+    e.barrier(world)
+    if rank == size - 1:
+        return True
+    e.barrier(world)
+
+
+def late(e, rank, size):
+    if rank == size - 1:
+        time.sleep(1.2)
+        return True
+    e.barrier(tuple(range(size)))
+
+
+def bench(e, rank, size):
+    world = tuple(range(size))
+    out = {}
+    for nb, k in ((64, 300), (1024, 300), (16384, 200), (65536, 200), (1 << 20, 30), (4 << 20, 20), (32 << 20, 5)):
+        x = np.random.rand(nb // 4).astype(np.float32)
+        e.all_reduce(x, "sum", world)
+        ts = []
+        for _ in range(k):
+            t = time.perf_counter()
+            e.all_reduce(x, "sum", world)
+            ts.append(time.perf_counter() - t)
+        out[nb] = round(sorted(ts)[k // 2] * 1e3, 3)
+    return out if rank == 0 else None

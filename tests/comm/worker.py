@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a named scenario of `scenarios.py` in N forked processes on the shared-memory engine, without MindSpore.
+
+`python worker.py SCENARIO N [args...]` prints one JSON line per rank: {"rank", "pid", "ok" or "error", ...}.
+"""
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pathlib
+import sys
+import traceback
+import types
+
+HERE = pathlib.Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+
+if "ms_dtensor" not in sys.modules:  # the engine alone: the package's own __init__ may import MindSpore
+    package = types.ModuleType("ms_dtensor")
+    package.__path__ = [str(ROOT / "ms_dtensor")]
+    sys.modules["ms_dtensor"] = package
+sys.path.insert(0, str(HERE))
+
+
+def main() -> int:
+    scenario, size, *args = sys.argv[1:]
+    size = int(size)
+    scenarios = importlib.import_module("scenarios")
+    engine = importlib.import_module("ms_dtensor.comm.shm.engine")
+    name = f"ms_dtensor-test-{os.getpid()}"
+    pids = []
+    for rank in range(size):
+        pid = os.fork()
+        if pid == 0:
+            line = {"rank": rank, "pid": os.getpid()}
+            code = 1
+            try:
+                e = engine.Engine(rank, size, name, timeout=float(os.environ.get("TEST_TIMEOUT", "20")), start_timeout=20)
+                result = getattr(scenarios, scenario)(e, rank, size, *args)
+                line["ok"] = result
+                e.close()
+                code = 0
+            except BaseException as error:
+                line["error"] = type(error).__name__
+                line["text"] = str(error)
+                line["trace"] = traceback.format_exc()
+            os.write(1, (json.dumps(line) + "\n").encode())
+            os._exit(code)
+        pids.append(pid)
+    for pid in pids:
+        os.waitpid(pid, 0)
+    return 0
+
+
+if __name__ == "__main__":
+    assert "mindspore" not in sys.modules
+    sys.exit(main())
