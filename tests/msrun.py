@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "MS_DTENSOR_RUN"
 REPORTS = "MS_DTENSOR_REPORTS"
+SCHEDULER_GRACE = 3.0  # seconds msrun's scheduler gets to leave by itself after a rank failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,7 @@ def launch(
             start_new_session=True,
         )
         try:
-            code = process.wait(timeout)
+            code = _wait(process, timeout, log_dir / "msrun.log")
             if code != 0:
                 failure = f"msrun exited with {code}; {_first_failure(log_dir)}"
         except subprocess.TimeoutExpired:
@@ -114,6 +116,22 @@ def launch(
             process.wait()
     reports = [_read_report(log_dir / f"rank_{rank}.jsonl") for rank in range(world_size)]
     return Outcome(reports, failure and f"{world_size} ranks of {script}: {failure}\nlogs: {log_dir}")
+
+
+def _wait(process: subprocess.Popen, timeout: float, log: Path) -> int:
+    """msrun's exit code. After a failure it ends the other ranks, then waits half a minute for its scheduler."""
+    limit, failed = time.monotonic() + timeout, False
+    while True:
+        try:
+            return process.wait(0.2)
+        except subprocess.TimeoutExpired:
+            now = time.monotonic()
+            if not failed and b"exit with exception" in log.read_bytes():
+                failed, limit = True, min(limit, now + SCHEDULER_GRACE)
+            if now > limit and failed:
+                return 1
+            if now > limit:
+                raise
 
 
 def report(obj: Any) -> None:

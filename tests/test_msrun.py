@@ -41,6 +41,15 @@ def test_run_ranks_raises_the_first_failing_ranks_traceback(tmp_path: Path) -> N
 
 
 @pytest.mark.dist
+def test_failed_launch_does_not_wait_for_a_scheduler_that_stays(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text("import os, sys, time\nif os.environ['MS_ROLE'] == 'MS_SCHED': time.sleep(60)\nsys.exit(3)\n")
+    start = time.monotonic()
+    outcome = launch(path, 2, log_dir=tmp_path / "log")
+    assert outcome.failure is not None and time.monotonic() - start < 30
+
+
+@pytest.mark.dist
 def test_launch_that_takes_too_long_leaves_no_process(tmp_path: Path) -> None:
     body = "from tests.msrun import MARK, report\nreport(os.environ[MARK])\ntime.sleep(600)\n"
     outcome = launch(script(tmp_path, body), 2, timeout=6, log_dir=tmp_path / "log")
