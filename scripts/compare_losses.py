@@ -137,7 +137,7 @@ Bounds: loss within {LOSS_TOLERANCE:g} relative at each step; each parameter's g
 {GRAD_TOLERANCE:g} of
 the one-device gradient, in relative norm. MindSpore {ms.__version__}, CPU.
 
-| ranks | mesh | vocabulary | first loss | last loss | max loss difference | max gradient difference | of | within bounds |
+| ranks | mesh | vocabulary | first loss | last loss | max loss difference | max gradient difference | of | within |
 |--:|---|--:|--:|--:|--:|--:|---|---|
 """
     lines = []

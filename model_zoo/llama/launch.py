@@ -23,8 +23,13 @@ from pathlib import Path
 
 import psutil
 
+if __package__ in (None, ""):  # run as a script: make the repository root importable, and not this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from model_zoo.llama.ranks import FAILED
+
 HERE = Path(__file__).resolve().parent
-FAILED = re.compile(r"^ms_dtensor: failed rank=(\S+) time=([\d.]+)\n", re.M)
+REASON = re.compile(rf"^{FAILED} rank=(\S+) time=([\d.]+)\n", re.M)
 GRACE = 5.0  # seconds the scheduler gets to leave by itself once no worker is left
 
 
@@ -113,15 +118,16 @@ class Run:
                 file.seek(self.shown)
                 new = file.read()
             self.shown += len(new)
-            sys.stdout.write(new.decode(errors="replace"))
-            sys.stdout.flush()
+            output, failed, _ = new.decode(errors="replace").partition(FAILED)
+            self.show = not failed  # what follows is said once, by `first_failure`
+            print(output, end="", flush=True)
 
 
 def failures(log_dir: Path) -> Iterator[tuple[float, str, str]]:
     """(time, rank, text) of each rank that said why it failed."""
     for log in log_dir.glob("worker_*.log"):
         text = log.read_text(errors="replace")
-        for found in FAILED.finditer(text):
+        for found in REASON.finditer(text):
             yield float(found[2]), found[1], text[found.end():]
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from ms_dtensor.errors import ConfigError
 
 FAILED = "ms_dtensor: failed"  # launch.py finds the rank that failed first by this line
+LINGER = 3.0  # seconds; msrun kills all ranks when the first one leaves, and each is to say its reason before
 DEVICES = {"Ascend": "npu", "GPU": "gpu", "CPU": "cpu"}
 
 
@@ -38,6 +39,8 @@ def guarded(run: Callable[[], None]) -> int:
         else:
             why, code = traceback.format_exc(), 1
         print(f"{FAILED} rank={who} time={time.time():.3f}\n{why}", file=sys.stderr, flush=True)
+        if world_size() > 1:
+            time.sleep(LINGER)
         return code
     return 0
 

@@ -146,4 +146,5 @@ def _check(param, grad) -> None:
         want, got = Tensor.numel(param), Tensor.numel(grad)
     if want != got:
         raise LayoutError(f"For 'AdamW', the gradient of '{param.name}' has {got} local elements, the parameter has "
-                          f"{want}.", f"parameter {mine or tuple(param.shape)}", "A gradient has its parameter's own layout.")
+                          f"{want}.", f"parameter {mine or tuple(param.shape)}",
+                          "A gradient has its parameter's own layout.")
