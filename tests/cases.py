@@ -25,7 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tests.msrun import Outcome, launch
+from tests.msrun import Outcome, headline, launch
 
 START_LIMIT = 180.0  # seconds for MindSpore to start on all ranks: 8 of them on 2 loaded cores
 TEST_LIMIT = 1200  # pytest's own limit: the first test of a group waits for the whole launch
@@ -116,9 +116,7 @@ def verdicts(cases: list[Case], outcome: Outcome) -> dict[Case, str | None]:
         elif bad:
             first = bad[0][1]
             lines.append(f"{one.address}: rank {first} failed first:\n{done[first]['traceback']}")
-            lines += [
-                f"rank {rank} after it: {done[rank]['traceback'].strip().splitlines()[-1]}" for _, rank in bad[1:]
-            ]
+            lines += [f"rank {rank} after it: {headline(done[rank]['traceback'])}" for _, rank in bad[1:]]
             if missing:
                 lines.append(f"ranks {missing} did not finish: they waited, most likely for rank {first}.")
         elif missing:

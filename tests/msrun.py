@@ -176,6 +176,13 @@ def end_marked(mark: str) -> None:
                 continue
 
 
+def headline(trace: str) -> str:
+    """The line of a traceback that names the error; lines after it belong to a long message and are indented."""
+    lines = trace.strip().splitlines()
+    found = [line for before, line in zip(lines, lines[1:]) if before.startswith(" ") and line[:1].strip()]
+    return found[-1] if found else lines[-1]
+
+
 def _read_report(path: Path) -> list[Any]:
     if not path.exists():
         return []
@@ -195,10 +202,11 @@ def _first_failure(log_dir: Path) -> str:
     for name, text in texts.items():
         starts = [at for at in map(text.find, _OPENINGS) if at >= 0]
         if starts and name.startswith("worker_"):
-            traces.append((name.removeprefix("worker_"), text[min(starts) :]))
+            trace = text[min(starts) :].split("\n\nExtension modules:")[0]  # faulthandler's list of them is long
+            traces.append((name.removeprefix("worker_"), trace))
     if not traces:
         tails = [f"--- end of {name}.log\n" + "\n".join(text.splitlines()[-8:]) for name, text in texts.items() if text]
         return "\n".join(["no rank left a traceback.", *tails])
     rank, trace = traces[0]
-    others = [f"rank {other} after it: {text.splitlines()[-1]}" for other, text in traces[1:]]
+    others = [f"rank {other} after it: {headline(text)}" for other, text in traces[1:]]
     return "\n".join([f"rank {rank} failed first:", trace[-8000:], *others])

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.cases import Case, verdicts
-from tests.msrun import MARK, Outcome, end_marked, launch, marked, run_ranks
+from tests.msrun import MARK, Outcome, end_marked, headline, launch, marked, run_ranks
 
 # msrun runs the script as its scheduler too; without MindSpore's cluster that one has nothing to do.
 HEAD = "import os, sys, time\nif os.environ['MS_ROLE'] == 'MS_SCHED': sys.exit(0)\nrank = int(os.environ['RANK_ID'])\n"
@@ -71,6 +71,15 @@ def test_end_marked_ends_only_what_carries_the_mark() -> None:
     finally:
         end_marked(marks[1])
         other.wait(10)
+
+
+def test_headline_is_the_error_and_not_the_end_of_its_message() -> None:
+    frames = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    g()\n    ^^^\n'
+    assert headline(frames + "ValueError: one line") == "ValueError: one line"
+    assert (
+        headline(frames + "errors.PeerLost: rank 1 is gone.\n  rule: r\n  fix:  look")
+        == "errors.PeerLost: rank 1 is gone."
+    )
 
 
 def case_named(name: str) -> Case:
