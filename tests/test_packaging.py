@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.msrun import run_ranks
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("ms_dtensor", "model_zoo", "scripts", "docs", "tests")
 PURE = (
@@ -77,3 +79,13 @@ def test_no_python_file_outgrows_one_idea() -> None:
 def test_shell_script_parses(script: str) -> None:
     done = subprocess.run(["bash", "-n", script], cwd=ROOT, capture_output=True, text=True, timeout=20)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.dist
+def test_readme_example_runs_on_four_ranks(tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
+    (tmp_path / "demo.py").write_text(code, "utf-8")
+    run_ranks(tmp_path / "demo.py", 4, log_dir=tmp_path / "log")
+    printed = (tmp_path / "log" / "worker_0.log").read_text("utf-8")
+    assert "DTensor(f32[8@dp, 64], mesh=(dp=2, tp=2)" in printed
+    assert "f32[8, 64@tp]" in printed
