@@ -95,7 +95,7 @@ class Group:
 
     def _alone(self, x: Tensor, async_op: bool) -> Tensor | Work[Tensor]:
         """A group of one: a copy, so that results own their memory here too."""
-        from .local import copy
+        from .packing import copy
         return Work(copy(x)) if async_op else copy(x)
 
     # -- tensors ---------------------------------------------------------------------------------------------------

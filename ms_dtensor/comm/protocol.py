@@ -119,8 +119,8 @@ class Backend(ABC):
         """Receives one tensor from rank `src`."""
         return self.exchange([], [(src, shape, dtype)])[0]
 
-    def close(self) -> None:
-        """Leaves the job. Members still at work fail only if they wait for this rank."""
+    def close(self, reason: str = "") -> None:
+        """Leaves the job (`reason`: the error that ends this rank). Others fail only if they wait for this rank."""
 
 
 def offsets(sizes: Sequence[int]) -> list[int]:

@@ -14,6 +14,7 @@ import numpy as np
 FLOATS = ("float16", "float32", "float64")
 INTS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 OTHERS = ("bool", "complex64", "complex128")
+ALL = FLOATS + INTS + OTHERS
 
 
 def data(rng, shape, dtype):
@@ -70,7 +71,7 @@ def case_all_reduce(comm, rank, ranks):
         mine = xs[me].copy()
         same(comm.all_reduce(mine, op, ranks), reduced(xs, op), comm.exact)
         np.testing.assert_array_equal(mine, xs[me])
-    for dtype in FLOATS + INTS + OTHERS:
+    for dtype in comm.dtypes:
         ops = {"bool": ("max", "min", "prod")}.get(dtype, ("sum", "prod") if dtype.startswith("complex") else
                                                    ("sum", "max", "min", "prod"))
         for op in ops:
@@ -97,7 +98,7 @@ def case_all_gather(comm, rank, ranks):
             shapes = [tuple(sizes[i] if d == dim else s for d, s in enumerate((2, 3, 4))) for i in range(n)]
             xs = inputs(4, n, shapes, "float32")
             same(comm.all_gather(xs[me], dim, sizes, ranks), np.concatenate(xs, dim))
-    for dtype in FLOATS + INTS + OTHERS:
+    for dtype in comm.dtypes:
         xs = inputs(5, n, [(2, i + 1) for i in range(n)], dtype)
         same(comm.all_gather(xs[me], 1, [i + 1 for i in range(n)], ranks), np.concatenate(xs, 1))
 

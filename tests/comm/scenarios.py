@@ -14,6 +14,7 @@ class Arrays:
     """The engine as the contract sees it."""
 
     exact = True
+    dtypes = contract.ALL
 
     def __init__(self, engine):
         self._e = engine

@@ -12,19 +12,12 @@ from typing import Any
 
 import numpy as np
 from mindspore import Tensor
-from mindspore.common import dtype as mstype
 
+from ..packing import numpy_dtype
 from ..protocol import Backend, Ranks, Work
 from ..record import user_site
 from .engine import Engine
 from .rendezvous import job_name
-
-
-def numpy_dtype(dtype: Any) -> np.dtype:
-    """The NumPy dtype whose arrays `Tensor.from_numpy` turns into `dtype`."""
-    if dtype == mstype.bfloat16:
-        return Tensor([0.0], mstype.bfloat16).asnumpy().dtype
-    return np.dtype(mstype.dtype_to_nptype(dtype))
 
 
 def _give(result: np.ndarray, async_op: bool) -> Tensor | Work[Tensor]:

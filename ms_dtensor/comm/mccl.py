@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CPU over several hosts: MindSpore's own CPU backend, with what it lacks emulated.
+
+MCCL has in-place all-reduce, list all-gather, broadcast and send/receive; it has no reduce-scatter and no all-to-all,
+and it cannot reduce several dtypes. After one failed collective its stream returns stale bytes, so any error here ends
+communication for good. The invariant: only calls known to work on every group size and dtype are made.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+from mindspore import Tensor
+from mindspore.common import dtype as mstype
+
+from ..errors import CommError
+from .device import DeviceBackend, Handle
+from .packing import HostOps
+from .protocol import Ranks
+
+_NUMBERS = ("Float32", "Int8", "Int32", "Int64")
+_HALF = ("Float16", "BFloat16")
+
+
+class McclBackend(DeviceBackend):
+    """Collectives of `mint.distributed` that run on CPU.
+
+    Args:
+        rank: this rank.
+        size: number of ranks.
+        world: name of the world communicator.
+        create_group: `mindspore.communication.create_group`.
+        dist: the module `mindspore.mint.distributed`.
+    """
+
+    name = "mccl"
+    ops = HostOps
+    # Half-precision sums run in float32 (see `_flat_reduce`); avg runs as sum and one division.
+    reducible = frozenset({f"{op} {t}" for op in ("sum", "max", "min", "prod") for t in _NUMBERS}
+                          | {f"{op} {t}" for op in ("sum", "max", "min", "prod", "avg") for t in (*_HALF, "Float32")})
+
+    def __init__(self, rank: int, size: int, world: str, create_group: Any, dist: Any):
+        super().__init__(rank, size, world, create_group)
+        self._dist = dist
+        self._broken: Exception | None = None
+
+    @classmethod
+    def start(cls) -> McclBackend:
+        """Initialises MindSpore's communication from msrun's environment."""
+        import mindspore.mint.distributed.distributed as module
+        from mindspore import communication
+        from mindspore.communication import GlobalComm
+        if not GlobalComm.INITED:
+            communication.init("mccl")
+        world = GlobalComm.WORLD_COMM_GROUP
+        # These defaults are frozen at import to Ascend's world group, which send, recv and broadcast then ask for.
+        # Remove when a MindSpore release reads the default at the call.
+        module.get_cache_group_rank.__defaults__ = (world,)
+        module.get_cache_group_size.__defaults__ = (world,)
+        return cls(communication.get_rank(), communication.get_group_size(), world, communication.create_group, module)
+
+    def _call(self, what: str, *args: Any, **kwargs: Any) -> Any:
+        if self._broken is not None:
+            raise CommError(f"For '{what}', the communication of this process has ended.", f"after: {self._broken}",
+                            "After a failed collective MCCL returns stale data.", "end the process")
+        try:
+            return getattr(self._dist, what)(*args, **kwargs)
+        except Exception as e:
+            self._broken = e
+            raise CommError(f"For '{what}', MindSpore's CPU backend failed.", str(e).strip().split("\n")[0],
+                            "A peer died, or the ranks called different collectives.",
+                            ("look at the other ranks' logs", 'on one host, set_cpu_backend("shm") says which rank')) from e
+
+    def _wire(self, x: Tensor) -> tuple[Tensor, Any]:
+        if x.dtype in (mstype.complex64, mstype.complex128, mstype.uint16, mstype.uint32, mstype.uint64, mstype.int16):
+            # Moved as bytes: MCCL has no kernel for them. Reductions gather, and reduce locally on the way back.
+            return x, lambda y: y
+        return super()._wire(x)
+
+    def _flat_reduce(self, flat: Tensor, op: str, comm: str, size: int, async_op: bool) -> tuple[Tensor, Handle]:
+        dtype, half = flat.dtype, str(flat.dtype) in _HALF
+        out = self.ops.cast(flat, mstype.float32) if half else self.ops.copy(flat)
+        self._call("all_reduce", out, op="sum" if op == "avg" else op, group=comm)
+        if op == "avg":
+            a = out.asnumpy()
+            a /= size
+        return self.ops.cast(out, dtype) if half else out, None
+
+    def _flat_gather(self, flat: Tensor, comm: str, size: int, async_op: bool) -> tuple[Tensor, Handle]:
+        data = flat.asnumpy().view("uint8")  # bytes: one kernel for every dtype
+        parts = [Tensor.from_numpy(data * 0) for _ in range(size)]
+        self._call("all_gather", parts, Tensor.from_numpy(data), group=comm)
+        joined = self.ops.join(parts, 0).asnumpy()
+        return Tensor.from_numpy(joined.view(flat.asnumpy().dtype)), None
+
+    def _flat_scatter(self, flat: Tensor, op: str, comm: str, size: int, position: int,
+                      async_op: bool) -> tuple[Tensor, Handle]:
+        out, _ = self._flat_reduce(flat, op, comm, size, False)
+        block = flat.shape[0] // size
+        return self.ops.take(out, 0, position * block, (position + 1) * block), None
+
+    def _flat_swap(self, flat: Tensor, block: int, comm: str, size: int, position: int,
+                   async_op: bool) -> tuple[Tensor, Handle]:
+        everything = self._flat_gather(flat, comm, size, False)[0].asnumpy().reshape(size, size, block)
+        return Tensor.from_numpy(everything[:, position].reshape(-1).copy()), None
+
+    def _flat_broadcast(self, flat: Tensor, src: int, comm: str, async_op: bool) -> tuple[Tensor, Handle]:
+        self._call("broadcast", Tensor.from_numpy(flat.asnumpy().view("uint8")), src, group=comm)
+        return flat, None
+
+    def _flat_exchange(self, sends: list[tuple[int, Tensor]], recvs: list[tuple[int, Tensor]]) -> None:
+        # One global order of the pairs, the lower rank sending first, does not lean on MCCL's buffering.
+        world = self._names[tuple(range(self.size))]
+        for peer in sorted({p for p, _ in (*sends, *recvs)}, key=lambda p: (min(p, self.rank), max(p, self.rank))):
+            steps = [("send", x) for p, x in sends if p == peer], [("recv", x) for p, x in recvs if p == peer]
+            for what, x in sum(steps if self.rank < peer else steps[::-1], []):
+                self._call(what, Tensor.from_numpy(x.asnumpy().view("uint8")), peer, group=world)
+
+    def barrier(self, group: Ranks) -> None:
+        self._call("barrier", group=self._comm(group)[0])
+
+    def close(self, reason: str = "") -> None:
+        if not reason and self._broken is None:  # a rank that exits while a peer still sends makes the peer fail
+            self.barrier(tuple(range(self.size)))

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The world: all ranks of the job, started once; or a pretended one.
+
+Importing this does nothing. `start` reads msrun's environment, chooses a backend and connects; without msrun the
+process is a world of one. The invariant: at most one real world per process, and inside `fake_world` only the fake one
+is seen.
+"""
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..errors import CommError, ConfigError
+from ..mesh import bind_world
+
+if TYPE_CHECKING:
+    from .group import Group
+    from .protocol import Backend
+
+_DEVICES = {"cpu": "CPU", "npu": "Ascend", "ascend": "Ascend", "gpu": "GPU", "cuda": "GPU"}
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """All ranks of the job.
+
+    Attributes:
+        rank: this process.
+        size: number of ranks.
+        backend: what moves data between them.
+        device_type: MindSpore's name of the device ("CPU", "Ascend", "GPU").
+    """
+
+    rank: int
+    size: int
+    backend: Backend
+    device_type: str
+
+
+_started: World | None = None
+_cpu_backend: Literal["shm", "mccl"] = "shm"
+_fake: ContextVar[World | None] = ContextVar("ms_dtensor_fake_world", default=None)
+
+
+def set_cpu_backend(name: Literal["shm", "mccl"]) -> None:
+    """Chooses the CPU backend before the world starts: "shm" (one host, the default) or "mccl" (MindSpore's own)."""
+    global _cpu_backend
+    if name not in ("shm", "mccl"):
+        raise ConfigError(f"For 'set_cpu_backend', '{name}' is not a backend.", "", "CPU has two backends.",
+                          ('use "shm" on one host', 'use "mccl" over several hosts'))
+    if _started is not None and _started.size > 1 and _started.backend.name != name:
+        raise ConfigError("For 'set_cpu_backend', the world has started.", f"backend '{_started.backend.name}'",
+                          "A world keeps its backend.", "call it before the first mesh is made")
+    _cpu_backend = name
+
+
+def start(device_type: str = "cpu") -> World:
+    """Starts the world, or returns the one that runs (the fake one inside `fake_world`).
+
+    Args:
+        device_type: "cpu", "npu" (or "Ascend"), "gpu".
+
+    Raises:
+        ConfigError: unknown device, a world on another device, or an environment that does not fit.
+        PeerLost: ranks that did not come in time.
+    """
+    global _started
+    device = _DEVICES.get(device_type.lower())
+    if device is None:
+        raise ConfigError(f"For 'start', '{device_type}' is not a device type.", "",
+                          "A world runs on one kind of device.", 'use "cpu", "npu" or "gpu"')
+    fake = _fake.get()
+    if fake is not None:
+        return fake
+    if _started is None:
+        _started = _start(device)
+        atexit.register(_at_exit)
+    elif _started.device_type != device:
+        raise ConfigError(f"For 'start', the world runs on {_started.device_type}.", f"asked for {device}",
+                          "A process has one world on one kind of device.", "use one device type")
+    return _started
+
+
+def _start(device: str) -> World:
+    import mindspore
+    role, rank, size = _environment(device)
+    if device == "CPU":
+        if role == "MS_SCHED" and _cpu_backend == "shm":
+            raise SystemExit(0)  # msrun runs the script once more as scheduler; shared memory needs none
+        mindspore.set_device("CPU")
+        # The asynchronous pipeline costs tens of times more than the ops themselves where cores are few.
+        mindspore.runtime.launch_blocking()
+    if size == 1 and role != "MS_SCHED":
+        from .fake import FakeBackend
+        return World(0, 1, FakeBackend(1, 0, "local"), device)
+    if device == "CPU" and _cpu_backend == "shm":
+        from .shm.backend import ShmBackend
+        backend: Backend = ShmBackend(rank, size, os.environ.get("MS_SCHED_PORT", "8118"))
+    elif device == "CPU":
+        from .mccl import McclBackend
+        backend = McclBackend.start()
+    elif device == "Ascend":
+        from .hccl import HcclBackend
+        backend = HcclBackend.start()
+    else:
+        from .nccl import NcclBackend
+        backend = NcclBackend.start()
+    return World(backend.rank, backend.size, backend, device)
+
+
+def _environment(device: str) -> tuple[str, int, int]:
+    """msrun's role, rank and world size; without msrun a world of one."""
+    env = os.environ
+    role = env.get("MS_ROLE", "")
+    if not role:
+        return "", 0, 1
+    words = {k: env.get(k, "") for k in ("MS_WORKER_NUM", "MS_NODE_ID", "RANK_ID")}
+    try:
+        size = int(words["MS_WORKER_NUM"])
+        rank = int(words["MS_NODE_ID"] or words["RANK_ID"] or 0) if role != "MS_SCHED" else 0
+    except ValueError:
+        rank = size = -1
+    if not 0 <= rank < size:
+        raise ConfigError("For 'start', the launcher's environment does not fit together.", f"MS_ROLE={role} {words}",
+                          "A worker has a rank below MS_WORKER_NUM.", "launch with msrun --worker_num=N script.py")
+    return role, rank, size
+
+
+def current_world() -> World | None:
+    """The fake world if one is active, else the started one, else None. Starts nothing."""
+    return _fake.get() or _started
+
+
+def fake_token() -> tuple[int, int] | None:
+    """What tells one fake world's cached plans from another's and from the real world's; None in the real one."""
+    world = _fake.get()
+    return None if world is None else (world.rank, world.size)
+
+
+def get_backend(mesh: Any = None) -> Backend:
+    """The backend a mesh communicates with; of the current world if `mesh` is None."""
+    backend = getattr(mesh, "backend", None)
+    if backend is not None and hasattr(backend, "all_reduce"):
+        return backend
+    world = current_world()
+    if world is None:
+        raise CommError("For 'get_backend', there is no world.", "", "Communication needs ranks.",
+                        ("make a DeviceMesh first", "call ms_dtensor.comm.start()"))
+    return world.backend
+
+
+def group(ranks: Sequence[int], axes: Sequence[str] = ()) -> Group:
+    """A group of ranks of the current world. Free: nothing is communicated or allocated."""
+    from .group import Group
+    return Group(get_backend(), ranks, axes)
+
+
+@contextmanager
+def fake_world(world_size: int, rank: int = 0, device_type: str = "cpu") -> Iterator[World]:
+    """Pretends to be one rank of a world of any size; nothing is sent. Re-entrant, and of this thread only.
+
+    Args:
+        world_size: number of ranks.
+        rank: the one to be.
+        device_type: what the world pretends to run on.
+
+    Example:
+        >>> with fake_world(65536, rank=7) as world:
+        ...     world.size, world.rank
+        (65536, 7)
+    """
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"For 'fake_world', rank {rank} is not in a world of {world_size}.", "", "0 <= rank < size",
+                          "pass a rank of the world")
+    from .fake import FakeBackend
+    token = _fake.set(World(rank, world_size, FakeBackend(world_size, rank), _DEVICES.get(device_type.lower(), "CPU")))
+    try:
+        yield _fake.get()  # type: ignore[misc]
+    finally:
+        _fake.reset(token)
+
+
+def shutdown() -> None:
+    """Leaves the world. Ranks still at work fail only if they wait for this one."""
+    _leave("")
+
+
+def _leave(reason: str) -> None:
+    global _started
+    world, _started = _started, None
+    if world is not None:
+        atexit.unregister(_at_exit)
+        try:
+            world.backend.close(reason)
+        except CommError:
+            if not reason:
+                raise
+
+
+def _at_exit() -> None:
+    """Says farewell with the reason, so that the others report our error and not merely our absence."""
+    kind = getattr(sys, "last_type", None)
+    if kind is None:
+        _leave("")
+        return
+    first = str(getattr(sys, "last_value", "")).strip().split("\n")[0]
+    _leave(f"{kind.__name__}: {first}"[:400])
+
+
+bind_world(current_world, group)  # the mesh module must not import upwards, so it is told

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run by msrun: the contract on tensors, through `Group`, on a real backend; then HCCL's and NCCL's code on doubles.
+
+`tensor_suite.py BACKEND` prints "SUITE OK <count>" on each rank.
+"""
+from __future__ import annotations
+
+import sys
+import time
+
+import mindspore as ms
+import numpy as np
+from contract import ALL, run_all
+from doubles import doubled
+from mindspore import Tensor
+
+from ms_dtensor import comm
+from ms_dtensor.comm.packing import numpy_dtype
+
+
+DEVICE = ("float16", "float32", "float64", "int8", "int32", "int64", "uint8", "bool")
+
+
+class Tensors:
+    """A backend as the contract sees it: arrays become tensors and back."""
+
+    def __init__(self, backend, exact=True, dtypes=ALL):
+        self._backend, self.exact, self.dtypes = backend, exact, dtypes
+
+    def _group(self, ranks):
+        return comm.Group(self._backend, ranks)
+
+    def _in(self, x):
+        return Tensor.from_numpy(np.array(x, order="C"))
+
+    def _out(self, t):
+        assert type(t) is Tensor, type(t)
+        return t.asnumpy()
+
+    def _tensor(self, method, x, ranks, *args):
+        t = self._in(x)
+        work = getattr(self._group(ranks), method)(t, *args, async_op=True)
+        first = work.wait()
+        again = getattr(self._group(ranks), method)(t, *args)
+        np.testing.assert_array_equal(self._out(first), self._out(again))  # async or not, and twice: the same bits
+        np.testing.assert_array_equal(t.asnumpy(), x)
+        if again.size and t.size:
+            before = again.asnumpy().copy()
+            t.asnumpy()[...] = 0  # a result must not alias the input
+            np.testing.assert_array_equal(again.asnumpy(), before)
+        return self._out(again)
+
+    def all_reduce(self, x, op, ranks):
+        return self._tensor("all_reduce", x, ranks, op)
+
+    def all_gather(self, x, dim, sizes, ranks):
+        return self._tensor("all_gather", x, ranks, dim, sizes)
+
+    def reduce_scatter(self, x, op, dim, sizes, ranks):
+        return self._tensor("reduce_scatter", x, ranks, op, dim, sizes)
+
+    def all_to_all(self, x, sd, ss, cd, cs, ranks):
+        return self._tensor("all_to_all", x, ranks, sd, ss, cd, cs)
+
+    def broadcast(self, x, src, ranks):
+        return self._tensor("broadcast", x, ranks, src)
+
+    def scatter(self, x, dim, sizes, src, ranks, shape, dtype):
+        dtype = ms.Tensor(np.zeros(1, dtype)).dtype
+        return self._out(self._group(ranks).scatter(None if x is None else self._in(x), dim, sizes, src,
+                                                    shape=shape, dtype=dtype))
+
+    def exchange(self, sends, recvs):
+        world = tuple(range(self._backend.size))
+        dtypes = {np.dtype(d): Tensor(np.zeros(1, d)).dtype for _, _, d in recvs}
+        got = self._group(world).exchange([(r, self._in(x)) for r, x in sends],
+                                          [(r, s, dtypes[np.dtype(d)]) for r, s, d in recvs])
+        return [self._out(t) for t in got]
+
+    def send(self, x, dst):
+        self._group(tuple(range(self._backend.size))).send(self._in(x), dst)
+
+    def recv(self, shape, dtype, src):
+        return self._out(self._group(tuple(range(self._backend.size))).recv(shape, Tensor(np.zeros(1, dtype)).dtype, src))
+
+    def barrier(self, ranks):
+        self._group(ranks).barrier()
+
+    def all_gather_object(self, obj, ranks):
+        return self._group(ranks).all_gather_object(obj)
+
+    def broadcast_object(self, obj, src, ranks):
+        return self._group(ranks).broadcast_object(obj, src)
+
+
+def bfloat16(backend, exact):
+    """MindSpore's own bfloat16, which NumPy does not know."""
+    n, me = backend.size, backend.rank
+    world = comm.Group(backend, range(n))
+    xs = [np.random.default_rng(i).normal(size=(n, 4)).astype(np.float32) for i in range(n)]
+    mine = Tensor(xs[me], ms.bfloat16)
+    rounded = [Tensor(x, ms.bfloat16).asnumpy().astype(np.float32) for x in xs]
+    total = rounded[0]
+    for x in rounded[1:]:
+        total = total + x
+    want = Tensor(total, ms.bfloat16).asnumpy().astype(np.float32)
+    got = world.all_reduce(mine, "sum")
+    assert got.dtype == ms.bfloat16
+    np.testing.assert_allclose(got.asnumpy().astype(np.float32), want, rtol=0 if exact else 2**-6, atol=0 if exact else .05)
+    part = world.reduce_scatter(mine, "sum", 0, [1] * n).asnumpy().astype(np.float32)
+    np.testing.assert_allclose(part, want[me:me + 1], rtol=0 if exact else 2**-6, atol=0 if exact else .05)
+    wide = world.all_gather(mine, 1, [4] * n)
+    assert wide.dtype == ms.bfloat16
+    np.testing.assert_array_equal(wide.asnumpy().astype(np.float32), np.concatenate(rounded, 1))
+    template = mine if me == 0 else Tensor(np.zeros((n, 4)), ms.bfloat16)
+    np.testing.assert_array_equal(world.broadcast(template, 0).asnumpy().astype(np.float32), rounded[0])
+    got = world.exchange([((me + 1) % n, mine)], [((me - 1) % n, (n, 4), ms.bfloat16)])[0]
+    np.testing.assert_array_equal(got.asnumpy().astype(np.float32), rounded[me - 1])
+
+
+def recorded():
+    """A real collective is recorded with this file and line."""
+    world = comm.current_world()
+    g = comm.group(range(world.size), ("tp",))
+    with comm.record() as events:
+        with comm.annotate(phase="backward", implicit=True, src="a", dst="b"):
+            g.all_reduce(Tensor(np.ones((2, 3), np.float32)))
+        g.barrier()
+    first, second = events
+    assert (first.op, first.axes, first.shape, first.bytes) == ("all_reduce", ("tp",), (2, 3), 2 * 24 * 3 // 4), first
+    assert (first.phase, first.implicit, first.src, first.dst) == ("backward", True, "a", "b")
+    assert first.site.startswith(__file__ + ":"), first.site
+    assert second.phase == "forward" and second.op == "barrier"
+
+
+def main():
+    name = sys.argv[1]
+    t0 = time.time()
+    comm.set_cpu_backend(name)
+    world = comm.start("cpu")
+    assert comm.start("CPU") is world and world.backend.name == name
+    t1 = time.time()
+    count = run_all(Tensors(world.backend, exact=name == "shm"), world.rank, world.size)
+    bfloat16(world.backend, exact=name == "shm")
+    recorded()
+    t2 = time.time()
+    if name == "shm":
+        for kind in ("hccl", "nccl"):
+            backend = doubled(kind, world.backend)
+            count += run_all(Tensors(backend, exact=False, dtypes=DEVICE), world.rank, world.size)
+            bfloat16(backend, exact=False)
+    assert numpy_dtype(ms.bfloat16).itemsize == 2
+    print(f"SUITE OK {count} start {t1 - t0:.1f} suite {t2 - t1:.1f} doubles {time.time() - t2:.1f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
