@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`value_and_grad` and `grad`: MindSpore's own, with the gradients of DTensors handed back as DTensors.
+
+MindSpore's functions work unmodified and give local tensors in the layout of each parameter; these wrap the result.
+"""
+from __future__ import annotations
+
+import mindspore as ms
+from mindspore import Tensor
+
+from .dispatch import wrap
+from .dtensor import DTensor
+
+
+def value_and_grad(fn, grad_position=None, weights=None, has_aux=False):
+    """As `mindspore.value_and_grad`; the gradient of a DTensor is a DTensor in its gradient layout.
+
+    Args:
+        fn: function or Cell; returns the loss (a DTensor or plain), with `has_aux` also other outputs.
+        grad_position: index or indices of the inputs to differentiate, or None.
+        weights: parameters to differentiate, or None.
+        has_aux: whether `fn` returns outputs beyond the loss that take no part.
+
+    Example:
+        >>> import mindspore as ms, ms_dtensor as md
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> x = md.distribute_tensor(ms.Tensor([[1.0, 2.0]]), mesh, [md.Shard(0)])
+        >>> value, gradient = md.value_and_grad(lambda t: (t * t).sum(), 0)(x)
+        >>> value.item(), gradient
+        (5.0, DTensor(f32[1@tp, 2], mesh=(tp=1), rank 0 holds [1, 2]))
+    """
+    inner = ms.value_and_grad(fn, grad_position, weights, has_aux)
+
+    def wrapped(*args, **kwargs):
+        value, gradients = inner(*args, **kwargs)
+        return value, _wrap_gradients(gradients, args, grad_position, weights)
+    return wrapped
+
+
+def grad(fn, grad_position=0, weights=None, has_aux=False):
+    """As `mindspore.grad`; see `value_and_grad`."""
+    inner = ms.grad(fn, grad_position, weights, has_aux)
+
+    def wrapped(*args, **kwargs):
+        out = inner(*args, **kwargs)
+        if has_aux:
+            return _wrap_gradients(out[0], args, grad_position, weights), *out[1:]
+        return _wrap_gradients(out, args, grad_position, weights)
+    return wrapped
+
+
+def _wrap_gradients(gradients, args, grad_position, weights):
+    of_args = None
+    if grad_position is not None:
+        of_args = [args[i] for i in grad_position] if isinstance(grad_position, tuple | list) else args[grad_position]
+    if weights is not None and not isinstance(weights, Tensor):
+        weights = list(weights)
+    if of_args is not None and weights is not None:
+        return _like(gradients[0], of_args), _like(gradients[1], weights)
+    return _like(gradients, of_args if weights is None else weights)
+
+
+def _like(gradients, originals):
+    if isinstance(gradients, Tensor):
+        original = originals[0] if isinstance(originals, list) else originals
+        if isinstance(original, DTensor) and not isinstance(gradients, DTensor):
+            return wrap(gradients, original.layout.gradient())
+        return gradients
+    if isinstance(originals, Tensor):
+        originals = [originals]
+    return tuple(_like(g, o) for g, o in zip(gradients, originals))

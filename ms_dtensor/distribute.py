@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Making meshes, distributing tensors and modules: the door from one-device programs to distributed ones.
+
+`distribute_tensor` decides whose data is the truth (coordinate 0 of each axis, or every rank's own); everything after
+it only moves data. Read next: `dtensor.py`; styles that distribute whole models are in `parallel/`.
+"""
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from mindspore import Parameter, Tensor, nn
+from mindspore._c_expression import NoFallbackGuard
+
+from . import comm, patch
+from .dispatch import dtype_name, local_alias, wrap
+from .dtensor import DTensor
+from .errors import LayoutError, MeshError
+from .layout import Layout
+from .mesh import _DEVICE_TYPES, DeviceMesh, resolve_mesh
+from .redistribute.boxes import relative
+from .redistribute.execute import slice_local
+
+
+def init_device_mesh(device_type: str, mesh_shape: Sequence[int], *, mesh_dim_names: Sequence[str] | None = None,
+                     rank_list: Sequence[int] | None = None) -> DeviceMesh:
+    """A mesh over all ranks; starts the process group if needed.
+
+    Args:
+        device_type: "npu", "gpu" or "cpu" (also "Ascend", "GPU", "CPU"): HCCL, NCCL or the CPU backend. In one plain
+            process (no msrun) the world has one rank.
+        mesh_shape: ranks along each axis; their product is the number of ranks used.
+        mesh_dim_names: one name per axis.
+        rank_list: the ranks, row-major; default: the block of that many ranks that contains this one.
+
+    Raises:
+        MeshError: the shape does not fit the world.
+
+    Example:
+        >>> from ms_dtensor import init_device_mesh
+        >>> init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+        DeviceMesh(cpu, dp=1, tp=1)
+    """
+    shape = tuple(int(n) for n in mesh_shape)
+    kind = _DEVICE_TYPES.get(str(device_type).lower())
+    if kind is None:
+        raise MeshError(f"For 'init_device_mesh', 'device_type' must be npu, gpu or cpu, but got {device_type!r}.")
+    world = comm.start(kind)
+    need = int(np.prod(shape)) if shape else 0
+    if rank_list is None:
+        if not shape or need < 1 or world.size % need:
+            names = tuple(mesh_dim_names or ())
+            product = " x ".join(f"{n}={s}" for n, s in zip(names, shape)) if len(names) == len(shape) else \
+                " x ".join(map(str, shape))
+            raise MeshError(f"For 'init_device_mesh', the mesh {product} needs {need} ranks, the world has {world.size}.",
+                            "", "The axes' sizes multiply to the number of ranks.",
+                            (f"launch with msrun --worker_num={need}", "change one of the degrees"))
+        start = world.rank // need * need
+        rank_list = range(start, start + need)
+    ranks = list(rank_list)
+    if len(ranks) != need or not set(ranks) <= set(range(world.size)):
+        raise MeshError(f"For 'init_device_mesh', 'rank_list' must be {need} of the ranks 0 to {world.size - 1}, "
+                        f"but got {ranks}.")
+    return DeviceMesh(device_type, np.array(ranks).reshape(shape), mesh_dim_names=mesh_dim_names)
+
+
+def distribute_tensor(tensor, device_mesh: DeviceMesh | None = None, placements=None, *,
+                      src_data_rank: int | None = 0) -> DTensor:
+    """A global tensor, laid out.
+
+    Args:
+        tensor: the global tensor; every rank passes one of the same shape and dtype.
+        device_mesh: default the current one.
+        placements: any form `Layout` accepts; default all Replicate. Partial is refused.
+        src_data_rank: 0: the values of coordinate 0 are the truth and are broadcast. None: every rank cuts its own
+            copy, without communication; the caller vouches that all copies are equal.
+
+    Raises:
+        LayoutError: Partial placements, or a DTensor of another layout.
+    """
+    mesh = resolve_mesh(device_mesh, "distribute_tensor")
+    if isinstance(tensor, DTensor):
+        wanted = Layout(mesh, placements, tensor.shape, dtype_name(tensor.dtype))
+        if wanted is not tensor.layout:
+            raise LayoutError("For 'distribute_tensor', the tensor is a DTensor already, in another layout.",
+                              f"{tensor.layout.describe()} -> {wanted}", "", "use .redistribute()")
+        return tensor
+    if not isinstance(tensor, Tensor):
+        raise LayoutError(f"For 'distribute_tensor', 'tensor' must be a Tensor, but got {type(tensor).__name__}.")
+    layout = Layout(mesh, placements, tuple(tensor._shape), dtype_name(tensor.dtype))
+    if layout.has_partial():
+        raise LayoutError("For 'distribute_tensor', Partial is no way to lay out a whole tensor.", layout.describe(),
+                          "Summands cannot be made from their sum.", "DTensor.from_local(summand, mesh, [Partial()])")
+    patch.install()
+    with NoFallbackGuard():
+        local = _cut(_truth(tensor, mesh, src_data_rank), layout)
+    out = wrap(local, layout)
+    if isinstance(tensor, Parameter):
+        return Parameter(out, name=tensor.name, requires_grad=tensor.requires_grad)
+    return out
+
+
+def _truth(tensor, mesh: DeviceMesh, src_data_rank: int | None):
+    # One broadcast of the whole tensor: a scatter would send less, but needs one round per axis; see the planner issue.
+    if src_data_rank is None or mesh.size() == 1 or mesh.get_coordinate() is None:
+        return tensor
+    group = mesh.get_group()
+    return group.broadcast(local_alias(tensor).contiguous(), group.ranks[src_data_rank])
+
+
+def _cut(tensor, layout: Layout):
+    whole = tuple((0, n) for n in layout.shape)
+    local = slice_local(local_alias(tensor), relative(layout.local_box(), whole))
+    return Tensor(local.asnumpy().copy()) if local.data_ptr() == tensor.data_ptr() and local.size else local
+
+
+def replicate_constant(tensor, mesh: DeviceMesh) -> DTensor:
+    """A constant that every rank computed alike (an index list, a mask) as a replicated DTensor."""
+    return wrap(tensor, Layout(mesh, None, tuple(tensor._shape), dtype_name(tensor.dtype)))
+
+
+def distribute_module(module: nn.Cell, device_mesh: DeviceMesh | None = None, partition_fn: Callable | None = None,
+                      input_fn: Callable | None = None, output_fn: Callable | None = None) -> nn.Cell:
+    """Every parameter and buffer of a Cell becomes a DTensor, in place; hooks convert inputs and outputs.
+
+    Args:
+        module: the cell.
+        device_mesh: default the current one.
+        partition_fn: `(name, cell, mesh) -> None`, called for every sub-cell; distributes parameters it wants sharded
+            (`cell._params[...]`). What it leaves is replicated from coordinate 0.
+        input_fn: `(cell, inputs, mesh) -> inputs`, run before the cell.
+        output_fn: `(cell, outputs, mesh) -> outputs`, run after it.
+
+    Returns:
+        The same cell. Names, `requires_grad` and ties of parameters are kept.
+    """
+    mesh = resolve_mesh(device_mesh, "distribute_module")
+    for name, cell in module.cells_and_names():
+        if partition_fn is not None:
+            partition_fn(name, cell, mesh)
+    replaced: dict[int, Parameter] = {}
+    for _, cell in module.cells_and_names():
+        for key, param in list(cell._params.items()):
+            if param is not None and not isinstance(param, DTensor):
+                if id(param) not in replaced:
+                    replaced[id(param)] = (distribute_parameter(param, mesh, None), param)
+                set_parameter(cell, key, replaced[id(param)][0])
+        for key, buffer in list(getattr(cell, "_buffers", {}).items()):
+            if isinstance(buffer, Tensor) and not isinstance(buffer, DTensor):
+                cell._buffers[key] = distribute_tensor(buffer, mesh, None)
+    if input_fn is not None:
+        hook = _three_arguments(input_fn, "input_fn", module, mesh)
+        module.register_forward_pre_hook(lambda cell, inputs: hook(cell, inputs))
+    if output_fn is not None:
+        after = _three_arguments(output_fn, "output_fn", module, mesh)
+        module.register_forward_hook(lambda cell, inputs, outputs: after(cell, outputs))
+    return module
+
+
+def distribute_parameter(param: Parameter, mesh: DeviceMesh, placements, *, src_data_rank: int | None = 0) -> Parameter:
+    """A Parameter as a DTensor Parameter with the same name and `requires_grad`."""
+    if getattr(param, "has_init", False):
+        param.init_data()
+    return distribute_tensor(param, mesh, placements, src_data_rank=src_data_rank)
+
+
+def set_parameter(cell: nn.Cell, key: str, param: Parameter) -> None:
+    """Puts a parameter into a cell's slot without MindSpore's copying setattr."""
+    cell._params[key] = param
+    if key in cell.__dict__:
+        cell.__dict__[key] = param
+
+
+def _three_arguments(fn, what: str, module, mesh):
+    count = len(inspect.signature(fn).parameters)
+    if count == 3:
+        return lambda cell, values: fn(cell, values, mesh)
+    if count == 2:
+        warnings.warn(f"distribute_module: '{what}' takes (values, mesh); (cell, values, mesh) is the current form",
+                      FutureWarning, stacklevel=3)
+        return lambda cell, values: fn(values, mesh)
+    raise LayoutError(f"For 'distribute_module', '{what}' must take 3 arguments (cell, values, mesh), but takes {count}.",
+                      type(module).__name__)

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The error hierarchy: every refusal says what was attempted, on what, which rule refused, and the ways out.
+
+Not a logging layer: errors are raised before anything is communicated and read the same on every rank, so the
+text never contains a rank's own coordinate or local data. One exception to that invariant is `CommError`, which
+reports something that happened to a particular peer.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class DTensorError(Exception):
+    """Base of all errors of this library.
+
+    Args:
+        attempt: what was attempted, opening like MindSpore's own messages ("For 'redistribute', ...").
+        operands: on what: op, dtype, global shape and layout by axis name.
+        rule: which rule refused, and why.
+        fix: the cheapest ways out, best first.
+
+    Example:
+        >>> from ms_dtensor.errors import LayoutError
+        >>> print(LayoutError("For 'redistribute', 'placements' has 2 entries.", "f32[8@tp, 4] on mesh(tp=2)",
+        ...                   "There is one placement per mesh axis.", "pass 1 placement"))
+        For 'redistribute', 'placements' has 2 entries.
+          on:   f32[8@tp, 4] on mesh(tp=2)
+          rule: There is one placement per mesh axis.
+          fix:  pass 1 placement
+    """
+
+    def __init__(self, attempt: str, operands: str = "", rule: str = "", fix: str | Sequence[str] = ()):
+        self.attempt, self.operands, self.rule = attempt, operands, rule
+        self.fix = (fix,) if isinstance(fix, str) else tuple(fix)
+        lines = [attempt]
+        if operands:
+            lines.append("  on:   " + operands.replace("\n", "\n        "))
+        if rule:
+            lines.append("  rule: " + rule)
+        for i, way in enumerate(self.fix):
+            lines.append(("  fix:  " if i == 0 else "  or:   ") + way)
+        super().__init__("\n".join(lines))
+
+    def __reduce__(self):
+        return type(self), (self.attempt, self.operands, self.rule, self.fix)
+
+
+class MeshError(DTensorError, ValueError):
+    """A device mesh that cannot be, or an axis that is not there."""
+
+
+class LayoutError(DTensorError, ValueError):
+    """Placements that do not fit the mesh or the tensor."""
+
+
+class RedistributeError(LayoutError):
+    """A layout that cannot be reached from another."""
+
+
+class OpRuleError(DTensorError, RuntimeError):
+    """An op without a rule, or a rule that refuses its operands."""
+
+
+class MixedOperandError(OpRuleError, TypeError):
+    """A plain tensor met a DTensor in one op."""
+
+
+class ImplicitCommError(OpRuleError):
+    """Under `redistribution_policy("explicit")` an op would have moved data by itself."""
+
+
+class ConfigError(DTensorError, ValueError):
+    """A configuration, plan or launch that does not fit together."""
+
+
+class CommError(DTensorError, RuntimeError):
+    """Something went wrong between ranks."""
+
+
+class PeerLost(CommError):
+    """A peer died, or did not arrive in time."""
+
+
+class CollectiveMismatch(CommError):
+    """The ranks of a group called different collectives."""

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Local forms of views, lookups, means and biases. Ordinary differentiable functions of plain local tensors.
+
+Rules name these by string, so that rules need no MindSpore. An unused bias stays connected, or its gradient's
+collective would run on some ranks only.
+"""
+from __future__ import annotations
+
+import mindspore as ms
+from mindspore import mint, ops
+
+
+def reshape(x, shape):
+    """To the local shape."""
+    return mint.reshape(x, shape)
+
+
+def broadcast_to(x, shape):
+    """To the local shape."""
+    return mint.broadcast_to(x, shape)
+
+
+def slice_(x, bounds, drop):
+    """Basic indexing by (start, stop, step) per dim; `drop` are dims indexed by an integer."""
+    for d, (lo, hi, step) in enumerate(bounds):
+        n = x._shape[d]
+        if step == 1:
+            if (lo, hi) != (0, n):
+                x = mint.narrow(x, d, lo, max(hi - lo, 0))
+        else:
+            x = ops.gather(x, ms.Tensor(list(range(lo, hi, step)), ms.int32), d)
+    if drop:
+        x = mint.reshape(x, tuple(n for d, n in enumerate(x._shape) if d not in drop))
+    return x
+
+
+def gather(x, ids, dim):
+    """Rows of `x` along `dim`."""
+    return ops.gather(x, ids, dim)
+
+
+def _own_rows(ids, lo, rows):
+    """Local row numbers clamped into the shard, and which of them are the shard's own."""
+    local = ids - lo
+    mine = mint.logical_and(local >= 0, local < rows)
+    return local * mine.astype(local.dtype), mine
+
+
+def gather_shard(x, ids, dim, lo):
+    """Rows of the global table that this shard (rows `lo`...) owns, zeros for the others."""
+    local, mine = _own_rows(ids, lo, x._shape[dim])
+    out = ops.gather(x, local, dim)
+    mask = mint.reshape(mine, (*(1,) * dim, *ids._shape, *(1,) * (len(x._shape) - dim - 1)))
+    return out * mask.astype(out.dtype)
+
+
+def take_along_shard(x, ids, dim, lo):
+    """`gather_elements` of the elements this shard owns, zeros for the others."""
+    local, mine = _own_rows(ids, lo, x._shape[dim])
+    return ops.gather_elements(x, dim, local) * mine.astype(x.dtype)
+
+
+def mean_of_shard(x, dims, keepdim, count, dtype):
+    """This shard's summand of a global mean over `count` elements."""
+    if dtype is not None:
+        x = x.astype(dtype)
+    return x.sum(dims, keepdim=keepdim) * (1.0 / count if count else float("nan"))
+
+
+def linear_bias_once(x, w, b, share):
+    """Linear with a bias that counts only where `share` is 1: the summands of a contraction over shards."""
+    return mint.nn.functional.linear(x, w) + b * share
+
+
+def bias_once(x, b, share):
+    """Bias along dim 1, counted only where `share` is 1."""
+    return ops.bias_add(x, b * share)
+
+
+def tril(x, diagonal):
+    """Lower triangle, with the diagonal shifted by the shard's offset."""
+    return ops.tril(x, diagonal)
+
+
+def triu(x, diagonal):
+    """Upper triangle, with the diagonal shifted by the shard's offset."""
+    return mint.triu(x, diagonal)
+
+
+def clone(x):
+    """A copy; MindSpore has no Clone kernel on CPU."""
+    if x.dtype == ms.bool_:
+        return mint.logical_not(mint.logical_not(x))
+    return x * 1
+
+
+TABLE = {
+    "reshape": reshape, "broadcast_to": broadcast_to, "slice": slice_, "gather": gather, "gather_shard": gather_shard,
+    "take_along_shard": take_along_shard, "mean_of_shard": mean_of_shard,
+    "linear_bias_once": linear_bias_once, "bias_once": bias_once, "tril": tril, "triu": triu, "clone": clone,
+}

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs plans on local tensors, and makes them differentiable: the backward of a move is the plan of its cotangent.
+
+`run` is the plain interpreter; `Moved` is one autograd node that runs a plan forward and, backward, the plan from the
+cotangent's layout to the layout the source's producer expects. Invariant: a forward that already has its data passes
+it in, so asking for another gradient face of a value never communicates twice.
+"""
+from __future__ import annotations
+
+import contextvars
+
+import mindspore as ms
+from mindspore import Tensor
+from mindspore._c_expression import NoFallbackGuard
+from mindspore.common._grad_function import _Function
+
+from .. import comm
+from ..errors import RedistributeError
+from ..layout import Layout
+from .boxes import relative, sizes_along, transfers
+from .plan import Move, plan
+
+
+def run(moves: tuple[Move, ...], x):
+    """Executes moves on the local tensor `x` of the first move's source layout; returns the last one's local."""
+    with NoFallbackGuard():
+        for move in moves:
+            x = _EXECUTORS[move.kind](move, x)
+    return x
+
+
+def _group(move: Move):
+    return move.src.mesh.get_group(move.axes)
+
+
+def _here(layout: Layout):
+    return layout.mesh.get_coordinate()
+
+
+def _all_gather(move: Move, x):
+    d = move.src_dim
+    return _group(move).all_gather(x, d, sizes_along(move.src, move.axes, d, _here(move.src)))
+
+
+def _all_reduce(move: Move, x):
+    return _group(move).all_reduce(x, move.reduce_op)
+
+
+def _reduce_scatter(move: Move, x):
+    d = move.dst_dim
+    return _group(move).reduce_scatter(x, move.reduce_op, d, sizes_along(move.dst, move.axes, d, _here(move.src)))
+
+
+def _all_to_all(move: Move, x):
+    here, a, b = _here(move.src), move.src_dim, move.dst_dim
+    return _group(move).all_to_all(x, b, sizes_along(move.dst, move.axes, b, here),
+                                   a, sizes_along(move.src, move.axes, a, here))
+
+
+def _cut(move: Move, x):
+    return slice_local(x, relative(move.dst.local_box(), move.src.local_box()))
+
+
+def _exchange(move: Move, x):
+    src, dst = move.src, move.dst
+    me = src.mesh.get_rank()
+    table = transfers(src, dst)
+    held, need = src.local_box(), dst.local_box()
+    sends = [(to, slice_local(x, relative(box, held))) for frm, to, box in table if frm == me != to]
+    wanted = [(frm, box) for frm, to, box in table if to == me != frm]
+    ranks = tuple(sorted({*src.mesh.rank_list, *dst.mesh.rank_list}))
+    names = src.mesh.mesh_dim_names if src.mesh == dst.mesh else (*src.mesh.mesh_dim_names, "->", *dst.mesh.mesh_dim_names)
+    got = comm.group(ranks, names).exchange(
+        sends, [(frm, tuple(hi - lo for lo, hi in box), x.dtype) for frm, box in wanted])
+    out = ms.ops.zeros(tuple(hi - lo for lo, hi in need), x.dtype)
+    if me in dst.mesh.rank_list:
+        mine = [(box, slice_local(x, relative(box, held))) for frm, to, box in table if frm == me == to]
+        for box, piece in [*mine, *((box, t) for (_, box), t in zip(wanted, got))]:
+            _place(out, relative(box, need), piece, dst.mesh.device_type)
+    return out
+
+
+def _place(out, slices, piece, device_type: str) -> None:
+    if device_type == "cpu":  # MindSpore's setitem has no kernel for every dtype there; its arrays are views
+        out.asnumpy()[slices] = piece.asnumpy()
+    else:
+        out[slices] = piece
+
+
+_EXECUTORS = {"all_gather": _all_gather, "all_reduce": _all_reduce, "reduce_scatter": _reduce_scatter,
+              "all_to_all": _all_to_all, "cut": _cut, "exchange": _exchange}
+
+
+def slice_local(x, slices):
+    """`x[slices]` as contiguous memory of its own; slicing one dim at a time works for every dtype on CPU."""
+    for d, s in enumerate(slices):
+        if s.start != 0 or s.stop != x.shape[d]:
+            x = ms.mint.narrow(x, d, s.start, s.stop - s.start)
+    return x.contiguous()
+
+
+class _Held:
+    """Hides a tensor from autograd: a second tensor input would send a zero cotangent through its own history."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+class Moved(_Function):
+    """The source's shard as another layout's; see `moved`."""
+
+    @staticmethod
+    def forward(ctx, x, src, dst, cotangent, held, context):
+        ctx.back = cotangent, src.gradient(), _average(src, dst), context
+        if held is not None:
+            return _view(held.tensor)
+        local = Tensor._make_subclass(Tensor, x)
+        out = run(plan(src, dst), local)
+        winners = [a for a in src.partial_axes if src.placements[a].reduce_op in ("max", "min", "prod")
+                   and not dst.placements[a].is_partial()]
+        if winners:
+            ctx.back = (*ctx.back[:3], context, _winner_weight(src, dst, local, out))
+        return _view(out)
+
+    @staticmethod
+    def backward(ctx, grad):
+        cotangent, wanted, scale, context, *weight = ctx.back
+        moves = plan(cotangent, wanted)
+        with NoFallbackGuard():
+            # Backends that run asynchronously call this on a thread of their own, without the user's contextvars.
+            grad = context.copy().run(_backward, moves, grad) if moves else grad
+            if scale != 1:
+                grad = grad * scale
+            if weight:
+                grad = grad * weight[0]
+        return grad, None, None, None, None, None
+
+
+def _view(x):
+    # A new tensor on the same storage: an alias would share the leaf's autograd identity and skip this node silently.
+    return x.view(x._shape)
+
+
+def _average(src: Layout, dst: Layout) -> float:
+    """The derivative of an average with respect to one rank's summand."""
+    scale = 1.0
+    for a in src.partial_axes:
+        if src.placements[a].is_partial("avg") and not (src.mesh == dst.mesh and dst.placements[a].is_partial()):
+            scale /= src.mesh.shape[a]
+    return scale
+
+
+def _winner_weight(src: Layout, dst: Layout, local, out):
+    """d(reduced)/d(local): ties of a maximum share the cotangent rank by rank; a product has the other factors."""
+    if any(src.placements[a].is_partial("prod") for a in src.partial_axes) or not dst.is_replicated():
+        raise RedistributeError("For 'redistribute', this reduction has no gradient here.", f"{src.describe()} -> {dst}",
+                                "Partial products, and maxima reduced straight into shards, are not differentiated.",
+                                "redistribute to Replicate() first")
+    won = (local == out).astype(local.dtype)
+    total = won
+    for a in src.partial_axes:
+        total = src.mesh.get_group(a).all_reduce(total, "sum")
+    return won / total
+
+
+def _backward(moves, grad):
+    with comm.annotate(phase="backward", src=repr(moves[0].src), dst=repr(moves[-1].dst)):
+        return run(moves, grad.contiguous())
+
+
+def moved(x, src: Layout, dst: Layout, cotangent: Layout, data=None):
+    """Differentiable `plan(src, dst)` on the tensor `x` whose storage is a shard of `src`; returns a plain tensor.
+
+    Args:
+        x: the DTensor (or local tensor) that autograd knows; never an alias of a Parameter.
+        src: layout of `x`.
+        dst: layout of the result.
+        cotangent: layout in which the result's gradient will arrive.
+        data: the result's local tensor, where a forward has produced it already.
+    """
+    held = None if data is None else _Held(data)
+    with NoFallbackGuard():
+        return Moved.apply(x, src, dst, cotangent, held, contextvars.copy_context())

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one table from the names MindSpore 2.10 dispatches by to our canonical ops and argument names.
+
+`__fallback__` receives C++ primitive names (`AddExt`, `Muls`, `SumExt`); they differ by version and by call form, and
+nothing else in the library knows them. A parameter written `*name` takes all remaining positional arguments. Where a
+call form names an argument differently, `ALIASES` maps it. A test fails when a MindSpore release renames one.
+"""
+from __future__ import annotations
+
+ALIASES = {"axis": "dim", "keepdims": "keepdim", "keep_dims": "keepdim", "self": "input", "x": "input"}
+
+_UNARY = """
+abs:Abs neg:Neg exp:Exp expm1:Expm1 log:Log log1p:Log1p log2:Log2 log10:Log10 sqrt:Sqrt rsqrt:Rsqrt square:Square
+reciprocal:Reciprocal sin:Sin cos:Cos tan:Tan sinh:Sinh cosh:Cosh tanh:Tanh asin:Asin,AsinExt acos:Acos,AcosExt
+atan:Atan,AtanExt asinh:Asinh,AsinhExt acosh:Acosh,AcoshExt atanh:Atanh erf:Erf erfc:Erfc erfinv:Erfinv sign:Sign
+floor:Floor ceil:Ceil trunc:Trunc rint:Rint sigmoid:Sigmoid relu:ReLU relu6:ReLU6 silu:SiLU mish:Mish,MishExt
+hardsigmoid:HSigmoid hardswish:HSwish selu:SeLU,SeLUExt logsigmoid:LogSigmoid softsign:Softsign gelu_tanh:GeLU
+fast_gelu:FastGeLU isfinite:IsFinite isinf:IsInf isnan:IsNan logical_not:LogicalNot bitwise_not:BitwiseNot
+identity:Identity,StopGradient,Contiguous clone:Clone sinc:Sinc exp2:Exp2
+"""
+
+_BINARY = """
+add:Add,AddScalar sub:Sub,SubScalar mul:Mul,Muls div:Div,Divs,RealDiv floor_divide:FloorDiv,FloorDivScalar
+remainder:RemainderTensorTensor,RemainderTensorScalar,RemainderScalarTensor,Mod,FloorMod fmod:FmodTensor,FmodScalar
+pow:Pow,PowTensorScalar,PowScalarTensor maximum:Maximum minimum:Minimum atan2:Atan2,Atan2Ext xlogy:Xlogy
+eq:Equal,EqualScalar ne:NotEqual,NeScalar lt:Less,LessScalar le:LessEqual,LessEqualScalar gt:Greater,GreaterScalar
+ge:GreaterEqual,GreaterEqualScalar
+logical_and:LogicalAnd logical_or:LogicalOr logical_xor:LogicalXor bitwise_and:BitwiseAndTensor,BitwiseAndScalar,BitwiseAnd
+bitwise_or:BitwiseOrTensor,BitwiseOrScalar,BitwiseOr bitwise_xor:BitwiseXorTensor,BitwiseXorScalar,BitwiseXor
+"""
+
+_OTHER = """
+add:AddExt:input other alpha
+sub:SubExt:input other alpha
+cast:Cast,ToDtype:input dtype
+where:Select:condition input other
+where:SelectMethod:input condition other
+masked_fill:MaskedFill,MaskedFillScalar:input mask value
+clamp:ClampScalar,ClampTensor:input min max
+lerp:Lerp,LerpScalar:input end weight
+leaky_relu:LeakyReLU,LeakyReLUExt:input slope
+elu:Elu,EluExt:input alpha
+gelu:GeluExt:input approximate
+zeros_like:ZerosLike,ZerosLikeExt:input dtype
+ones_like:OnesLike,OnesLikeExt:input dtype
+matmul:MatMulExt,BatchMatMulExt,Mm,Mv,Dot:input other
+matmul:MatMul,BatchMatMul:input other transpose_a transpose_b
+outer:Outer:input other
+linear:Dense:input weight bias
+bias_add:BiasAdd:input bias format
+sum:SumExt:input dim keepdim dtype
+sum:ReduceSum:input dim keepdim skip_mode
+sum:DeprecatedSum:input dim dtype keepdim initial
+mean:MeanExt:input dim keepdim dtype
+mean:ReduceMean,DeprecatedMean:input dim keepdim
+max:Max:input
+min:Min:input
+max:ReduceMax:input dim keepdim
+min:ReduceMin:input dim keepdim
+prod:ProdExt:input dim keepdim dtype
+prod:ReduceProd:input dim keepdim
+all:ReduceAll,All:input dim keepdim
+any:ReduceAny,Any:input dim keepdim
+max_dim:MaxDim,ArgMaxWithValue:input dim keepdim
+min_dim:MinDim,ArgMinWithValue:input dim keepdim
+softmax:Softmax:input dim
+log_softmax:LogSoftmax:input dim
+log_softmax:LogSoftmaxExt:input dim dtype
+reshape:Reshape:input *shape
+view_as:ViewAs:input other
+flatten:FlattenExt:input start_dim end_dim
+flatten_primitive:Flatten:input
+permute:Transpose,TransposeView,DeprecatedTranspose:input *dims
+swap:TransposeExtView:input dim0 dim1
+matrix_transpose:TExt:input
+unsqueeze:ExpandDims,ExpandDimsView:input dim
+squeeze:Squeeze:input dim
+expand:BroadcastTo,BroadcastToView:input *shape
+tile:Tile,Repeat:input *repeats
+split:SplitTensor,SplitTensorView,SplitWithSize,SplitWithSizeView:input sizes dim
+chunk:Chunk,ChunkView:input chunks dim
+split_equal:Split:input dim chunks
+unbind:UnstackExtView:input dim
+cat:Concat:tensors dim
+stack:StackExt:tensors dim
+strided_slice:StridedSlice:input begin end strides begin_mask end_mask ellipsis_mask new_axis_mask shrink_axis_mask
+narrow:Narrow,NarrowView:input dim start length
+select:SelectExtView:input dim index
+gather:Gather:input index dim batch_dims
+take_along:GatherD:input dim index
+embedding:Embedding:index input padding_idx max_norm norm_type scale_grad_by_freq
+tril:Tril,TrilExt:input diagonal
+triu:Triu:input diagonal
+"""
+
+
+def parse(text: str) -> dict[str, tuple[str, tuple[str, ...]]]:
+    """Lines `op:Primitive,Primitive:param param *rest` as primitive -> (op, params)."""
+    table = {}
+    for line in text.strip().splitlines():
+        op, names, params = line.split(":")
+        for name in filter(None, names.split(",")):
+            table[name] = (op, tuple(params.split()))
+    return table
+
+
+def _build() -> dict[str, tuple[str, tuple[str, ...]]]:
+    table = {}
+    for text, params in ((_UNARY, "input"), (_BINARY, "input other")):
+        for entry in text.split():
+            op, names = entry.split(":")
+            for name in names.split(","):
+                table[name] = (op, tuple(params.split()))
+    return {**table, **parse(_OTHER)}
+
+
+PRIMITIVES = _build()
+POINTWISE = tuple(dict.fromkeys(e.split(":")[0] for e in (_UNARY + _BINARY).split()))

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a public call turns into: the primitive calls that reach `__fallback__`, with their tensors.
+
+A probe is a Tensor subclass that records every call and computes it plainly. It works for any public form (function,
+method, operator, Cell), so the verifier checks what users write and not what we believe it becomes.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mindspore import Tensor, ops
+from mindspore._c_expression import NoFallbackGuard
+
+from .. import patch
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """One primitive call: `func(*head, args)` or `func(*args, **kwargs)` with concrete plain tensors."""
+
+    name: str
+    func: Any
+    head: tuple | None
+    args: tuple
+    kwargs: dict
+    result: Any
+
+
+class Probe(Tensor):
+    """A tensor that notes the calls it takes part in."""
+
+    _log: list | None = None
+    __array_ufunc__ = None
+
+    def __new__(cls, tensor, log=None):
+        out = Tensor._make_subclass(cls, tensor)
+        out._log = log
+        return out
+
+    def __fallback__(self, func, args=(), kwargs=None):
+        head = None
+        real = args
+        if len(args) == 3 and isinstance(args[1], str) and isinstance(args[0], ops.Primitive):
+            head, real = args[:2], args[2]
+        with NoFallbackGuard():
+            result = func(*args, **(kwargs or {}))
+        if head is None or head[1] != "typeof":
+            self._log.append(Captured(func.name, func, head, _plain(tuple(real)), _plain(kwargs or {}), _plain(result)))
+        return _probe(result, self._log)
+
+
+def _plain(value):
+    if isinstance(value, Tensor):
+        return Tensor._make_subclass(Tensor, value)
+    if isinstance(value, tuple | list):
+        return type(value)(_plain(v) for v in value)
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    return value
+
+
+def _probe(value, log):
+    if isinstance(value, Tensor):
+        return Probe(value, log)
+    if isinstance(value, tuple | list):
+        return type(value)(_probe(v, log) for v in value)
+    return value
+
+
+def capture(fn, *args, **kwargs) -> list[Captured]:
+    """The primitive calls made by `fn(*args, **kwargs)`, its tensors replaced by probes."""
+    patch.install()
+    log: list[Captured] = []
+    fn(*_probe(args, log), **{k: _probe(v, log) for k, v in kwargs.items()})
+    return log

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The executable definition of a correct rule: every case, on shards, forward and backward, against the full op.
+
+In one process and without a process group: the operands are cut by definition (`oracle.py`), the op runs once per
+rank with exactly the local form that dispatch would use, the results and gradients are put together by the gradient
+table of the design (own face: sum; same face: equal on every rank) and compared with the one-device answer.
+"""
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor
+from mindspore._c_expression import NoFallbackGuard
+
+from ..dispatch import _as_operands, _bind, _original, dtype_name, empty_with_dtypes
+from ..layout import Layout
+from ..local_ops import TABLE, Nothing, run_local
+from ..mesh import DeviceMesh, coordinates
+from ..placements import PARTIAL, REPLICATE
+from ..rules import RULES, Call, Case, Local, Operand, OpSpec
+from ..rules.names import PRIMITIVES
+from .capture import Captured, capture
+from .oracle import assemble, box_slices, same, split
+
+
+@dataclass
+class Report:
+    """What was compared, and what was wrong."""
+
+    compared: int = 0
+    calls: int = 0
+    wrong: list[str] = field(default_factory=list)
+    ops: set[str] = field(default_factory=set)
+
+    def __bool__(self):
+        return not self.wrong
+
+
+def check_rule(op, *args, axes: Sequence[Sequence[int]] = ((2,), (3,), (2, 2)), seed: int = 0, report: Report | None = None,
+               **kwargs) -> Report:
+    """Checks the rules behind one public call with sample arguments.
+
+    Args:
+        op: a public op, method, or any function of tensors.
+        *args: sample arguments; tensors may be NumPy arrays.
+        axes: mesh shapes to try; on meshes of two axes all products of cases run.
+        seed: of the splits and cotangents.
+        report: to add to.
+
+    Returns:
+        The report; truthy if nothing is wrong.
+
+    Example:
+        >>> import numpy as np
+        >>> from mindspore import mint
+        >>> from ms_dtensor.verify import check_rule
+        >>> report = check_rule(mint.matmul, np.random.rand(4, 6).astype("f"), np.random.rand(6, 2).astype("f"))
+        >>> bool(report), report.compared > 10
+        (True, True)
+    """
+    report = Report() if report is None else report
+    report.calls += 1
+    args = tuple(Tensor(a) if isinstance(a, np.ndarray) else
+                 type(a)(Tensor(x) if isinstance(x, np.ndarray) else x for x in a) if isinstance(a, tuple | list) else a
+                 for a in args)
+    for captured in capture(op, *args, **kwargs):
+        check_captured(captured, axes, np.random.default_rng(seed), report)
+    return report
+
+
+def check_captured(c: Captured, axes, rng, report: Report) -> None:
+    """Checks every case of the rule of one primitive call."""
+    entry = PRIMITIVES.get(c.name)
+    if entry is None or entry[0] not in RULES:
+        report.wrong.append(f"{c.name}: no rule")
+        return
+    op, params = entry
+    report.ops.add(op)
+    tensors = _tensors((c.args, c.kwargs))
+    operands = tuple(Operand(i, tuple(t.shape), dtype_name(t.dtype)) for i, t in enumerate(tensors))
+    it = iter(operands)
+    bound = _bind(c.name, params, c.args, c.kwargs)
+    call = Call(op, {k: _as_operands(v, it) for k, v in bound.items()}, operands)
+    spec = RULES[op](call)
+    trial = _Trial(c, call, spec, tensors, rng, report)
+    whole = Case((REPLICATE,) * len(operands), (REPLICATE,) * len(spec.shapes))
+    cases = (*spec.cases, *(() if whole in spec.cases else (whole,)))
+    for shape in axes:
+        mesh = DeviceMesh("cpu", np.arange(int(np.prod(shape))).reshape(shape))
+        for combo in itertools.product(cases, repeat=len(shape)):
+            if trial.fits(combo, mesh):
+                trial.run(combo, mesh)
+
+
+def _tensors(tree) -> list:
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    return [t for v in tree for t in _tensors(v)] if isinstance(tree, tuple | list | type({}.values())) else []
+
+
+class _Trial:
+    """One captured call, its full answer, and the comparison of any combination of cases with it."""
+
+    def __init__(self, c: Captured, call: Call, spec: OpSpec, tensors, rng, report: Report):
+        self.c, self.call, self.spec, self.rng, self.report = c, call, spec, rng, report
+        self.arrays = [t.asnumpy() for t in tensors]
+        results = c.result if isinstance(c.result, tuple | list) else (c.result,)
+        self.results = [r.asnumpy() for r in results]
+        if [r.shape for r in self.results] != [tuple(s) for s in spec.shapes]:
+            report.wrong.append(f"{call.op}: the rule promises shapes {spec.shapes}, MindSpore gives "
+                                f"{[r.shape for r in self.results]}")
+        self.cotangents = [rng.normal(size=r.shape).astype(r.dtype) if _floating(r) else None for r in self.results]
+        self.wrt = tuple(i for i, a in enumerate(self.arrays) if _floating(a))
+        self.grads = None
+        if self.wrt and any(g is not None for g in self.cotangents):
+            try:
+                self.grads = self._grads(self.arrays, self.cotangents, self._original)
+            except RuntimeError:  # an op without a backward kernel here is checked forward only
+                self.grads = None
+
+    def fits(self, combo, mesh) -> bool:
+        split: dict[tuple[int, int], int] = {}
+        for axis, case in enumerate(combo):
+            n = mesh.shape[axis]
+            if any(extent % (split.get((o, d), 1) * n) for o, d, extent in case.even):
+                return False
+            for o, p in enumerate(case.ins):
+                if p.is_partial("prod") and not _floating(self.arrays[o]):
+                    return False
+                if p.is_shard():
+                    split[o, p.dim] = split.get((o, p.dim), 1) * n
+        # unlike reductions on different axes do not commute: no layout arises with both
+        kinds = [{c.ins[o].reduce_op for c in combo if c.ins[o].is_partial()} for o in range(len(self.arrays))]
+        return all(len(k - {"avg"} if "sum" in k else k) <= 1 for k in kinds)
+
+    def run(self, combo, mesh) -> None:
+        ins = tuple(Layout(mesh, [c.ins[o] for c in combo], a.shape, str(a.dtype)) for o, a in enumerate(self.arrays))
+        outs = tuple(Layout(mesh, [c.outs[j] for c in combo], r.shape, str(r.dtype)) for j, r in enumerate(self.results))
+        parts = [split(a, layout, self.rng) for a, layout in zip(self.arrays, ins)]
+        label = f"{self.call.op} {[list(a.shape) for a in self.arrays]} {ins} -> {outs} on {mesh.shape}"
+        got = [{} for _ in outs]
+        for at in coordinates(mesh):
+            local = [p[at] for p in parts]
+            try:
+                for j, r in enumerate(self._forward(local, Local(ins, outs, at))):
+                    got[j][at] = r.asnumpy()
+            except Exception as e:  # noqa: BLE001  whatever MindSpore raises is a finding
+                self.report.wrong.append(f"{label}: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}")
+                return
+        self.report.compared += 1
+        for j, layout in enumerate(outs):
+            odd = {at: (v.shape, str(v.dtype)) for at, v in got[j].items()
+                   if v.shape != layout.local_shape(at) or v.dtype != self.results[j].dtype}
+            if odd:
+                self.report.wrong.append(f"{label}: result {j} has local shapes and dtypes {odd}")
+                return
+            value, unequal = assemble(got[j], layout)
+            if unequal or not same(self.results[j], value):
+                self.report.wrong.append(f"{label}: value of result {j}" + (f", replicas differ at {unequal}" if unequal else ""))
+                return
+        if self.grads is not None and not any(p.is_partial() and not p.is_partial("sum") and not p.is_partial("avg")
+                                              for layout in (*ins, *outs) for p in layout.placements):
+            self._check_gradients(combo, mesh, ins, outs, parts, label)
+
+    def _check_gradients(self, combo, mesh, ins, outs, parts, label) -> None:
+        found = [{} for _ in self.wrt]
+        for at in coordinates(mesh):
+            cotangents = []
+            for g, layout in zip(self.cotangents, outs):
+                scale = np.prod([1 / mesh.shape[a] for a in layout.partial_axes if layout.placements[a].is_partial("avg")])
+                cotangents.append(None if g is None else
+                                  (g[box_slices(layout, at)] * scale).astype(g.dtype))
+            local = Local(ins, outs, at)
+            grads = self._grads([p[at] for p in parts], cotangents, lambda xs, m=local: self._forward(xs, m))
+            for k, g in enumerate(grads):
+                found[k][at] = g
+        self.report.compared += 1
+        for k, o in enumerate(self.wrt):
+            layout = ins[o].gradient()
+            placements = list(layout.placements)
+            expected = self.grads[k]
+            for a, case in enumerate(combo):
+                if case.ins[o].is_replicate() and any(not p.is_replicate() for p in case.ins):
+                    placements[a] = PARTIAL
+                elif case.ins[o].is_partial("avg"):
+                    expected = expected / mesh.shape[a]
+            value, unequal = assemble(found[k], layout.with_placements(placements, layout.order))
+            if unequal or not same(expected, value):
+                self.report.wrong.append(f"{label}: gradient of operand {o}"
+                                         + (f", replicas differ at {unequal}" if unequal else ""))
+                return
+
+    def _forward(self, local_arrays, local: Local):
+        tensors = [x if isinstance(x, Tensor) else Tensor(x) for x in local_arrays]
+        form = self.spec.local(local) if self.spec.local is not None else None
+        form = None if form is None else (TABLE[form.name], form.args, form.kwargs)
+        with NoFallbackGuard():
+            result = run_local(self._original, form, empty_with_dtypes(local, self.spec, self.call), tensors)
+        return list(result) if isinstance(result, tuple | list) else [result]
+
+    def _original(self, tensors):
+        with NoFallbackGuard():
+            return _original(self.c.func, self.c.head, self.c.args, self.c.kwargs, tensors)
+
+    def _grads(self, arrays, cotangents, forward):
+        tensors = [Tensor(np.array(a, order="C")) for a in arrays]
+
+        def weighted(*active):
+            xs = list(tensors)
+            for i, x in zip(self.wrt, active):
+                xs[i] = x
+            total = 0
+            results = forward(xs)
+            for r, g in zip(results if isinstance(results, tuple | list) else [results], cotangents):
+                if g is not None:
+                    if g.size:
+                        total = total + (r * Tensor(np.array(g, order="C"))).sum()
+                    else:  # an empty sum is uninitialised memory in MindSpore 2.10 on CPU
+                        total = total + Nothing.apply((((), 0, "float32"),), r)
+            return total
+        with NoFallbackGuard():
+            out = ms.grad(weighted, tuple(range(len(self.wrt))))(*(tensors[i] for i in self.wrt))
+        return [g.asnumpy() for g in (out if isinstance(out, tuple | list) else (out,))]
+
+
+def _floating(array: np.ndarray) -> bool:
+    return array.dtype in (np.float32, np.float64)
