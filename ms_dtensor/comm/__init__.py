@@ -7,6 +7,7 @@ Read next: `protocol.py`, `group.py`, `shm/engine.py`.
 """
 from __future__ import annotations
 
+from ..mesh import bind_world
 from .group import Group
 from .protocol import REDUCE_OPS, Backend, Work
 from .record import CommEvent, annotate, record, user_site

@@ -221,3 +221,24 @@ def bench(e, rank, size):
             ts.append(time.perf_counter() - t)
         out[nb] = round(sorted(ts)[k // 2] * 1e3, 3)
     return out if rank == 0 else None
+
+
+def raises(e, rank, size):
+    world = tuple(range(size))
+    e.barrier(world)
+    if rank == size - 1:
+        raise ValueError("boom")
+    e.all_reduce(np.ones(3), "sum", world)
+
+
+def bounded(e, rank, size):
+    """Shared pages touched by all ranks together after 64 MiB collectives."""
+    world = tuple(range(size))
+    x = np.ones(16 << 20, np.float32)
+    e.all_reduce(x, "sum", world)
+    e.all_gather(x, 0, [x.size] * size, world)
+    e.exchange([((rank + 1) % size, x)], [((rank - 1) % size, x.shape, x.dtype)])
+    e.barrier(world)
+    with open("/proc/self/status") as f:
+        shared = next(line for line in f if line.startswith("RssShmem"))
+    return int(shared.split()[1]) << 10

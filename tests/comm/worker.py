@@ -35,6 +35,7 @@ def main() -> int:
         if pid == 0:
             line = {"rank": rank, "pid": os.getpid()}
             code = 1
+            e = None
             try:
                 e = engine.Engine(rank, size, name, timeout=float(os.environ.get("TEST_TIMEOUT", "20")), start_timeout=20)
                 result = getattr(scenarios, scenario)(e, rank, size, *args)
@@ -45,6 +46,8 @@ def main() -> int:
                 line["error"] = type(error).__name__
                 line["text"] = str(error)
                 line["trace"] = traceback.format_exc()
+                if e is not None and isinstance(error, ValueError):  # as `world` does at exit
+                    e.close(f"ValueError: {error}")
             os.write(1, (json.dumps(line) + "\n").encode())
             os._exit(code)
         pids.append(pid)
