@@ -2,7 +2,8 @@
 """What an optimizer touches: the local storage of a Tensor, Parameter or DTensor, without dispatch.
 
 The invariant: nothing here communicates. On CPU, MindSpore's in-place arithmetic silently changes nothing, but
-`asnumpy` of a contiguous tensor is a writable view of its storage, so in-place NumPy is both correct and fast there.
+`asnumpy` of a tensor that owns its storage is a writable view of it, so in-place NumPy is both correct and fast there.
+Of a slice, `view` or transpose it is a *copy*, contiguous or not: addresses are compared before anything is written.
 """
 from __future__ import annotations
 
@@ -20,12 +21,11 @@ def on_host() -> bool:
 
 
 def local_view(x: Tensor) -> np.ndarray | None:
-    """The local storage of `x` as a flat writable array, or None where `asnumpy` would be a copy."""
+    """The local storage of `x` as a flat writable array, or None where `asnumpy` gives a copy."""
     with NoFallbackGuard():
-        if not Tensor.is_contiguous(x):
-            return None
-        flat = Tensor.asnumpy(x).reshape(-1)
-    return flat if flat.flags.writeable else None
+        array = Tensor.asnumpy(x)
+        shared = Tensor.is_contiguous(x) and array.flags.writeable and array.ctypes.data == Tensor.data_ptr(x)
+    return array.reshape(-1) if shared else None
 
 
 def local_array(x: Tensor) -> np.ndarray:

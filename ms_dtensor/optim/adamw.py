@@ -94,10 +94,8 @@ class AdamW:
 
     def _step_host(self, param, grad, m, v) -> None:
         (b1, b2), (decay, size, root) = self.betas, self._factors()
-        value, g = local_view(param), local_array(grad)
-        if value is None:
-            raise LayoutError(f"For 'AdamW', the storage of parameter '{param.name}' is not contiguous.", "",
-                              "A step writes a parameter's storage in place.", "make it from a fresh Tensor")
+        shared, g = local_view(param), local_array(grad)
+        value = local_array(param).copy() if shared is None else shared
         buf = self._scratch.setdefault(m.dtype, (np.empty(CHUNK, m.dtype), np.empty(CHUNK, m.dtype)))
         for lo in range(0, value.size, CHUNK):
             part = slice(lo, lo + CHUNK)
@@ -124,6 +122,9 @@ class AdamW:
                 a *= decay
                 a -= b
                 np.copyto(p, a, casting="unsafe")
+        if shared is None:
+            with NoFallbackGuard():
+                ops.assign(param, Tensor(value.reshape(param._shape)))
 
     def _step_device(self, param, grad, m, v) -> None:
         (b1, b2), (decay, size, root) = self.betas, self._factors()

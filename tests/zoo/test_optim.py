@@ -124,6 +124,35 @@ def test_clip_takes_pairs_skips_none_and_scales_a_shared_gradient_once():
     assert np.allclose(grad.asnumpy(), 3.0 / math.sqrt(72), rtol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["transpose", "slice", "view", "whole"])
+def test_clip_scales_views_and_only_them(kind):
+    from mindspore import Tensor
+
+    from ms_dtensor.optim import clip_grad_norm_
+
+    base = Tensor(np.arange(12, dtype=np.float32).reshape(4, 3)) * 1
+    kinds = {"transpose": lambda: base.T, "slice": lambda: base[1:3], "view": lambda: base.view(3, 4)}
+    grad = kinds.get(kind, lambda: base)()
+    want = grad.asnumpy().copy()
+    norm = clip_grad_norm_([grad], 1.0)
+    assert np.allclose(grad.asnumpy(), want / norm, rtol=1e-5)
+    assert np.allclose((grad * 1).asnumpy(), want / norm, rtol=1e-5), "what ops read is scaled too"
+
+
+def test_adamw_writes_through_whatever_holds_the_parameter(monkeypatch):
+    from mindspore import Parameter, Tensor
+
+    from ms_dtensor.optim import AdamW, adamw
+
+    value = arrays(3, ((6, 5),))[0]
+    params = [Parameter(Tensor(value), name=n) for n in "ab"]
+    AdamW(params[:1])([Tensor(value)])
+    monkeypatch.setattr(adamw, "local_view", lambda x: None)
+    AdamW(params[1:])([Tensor(value)])
+    assert np.array_equal((params[0] * 1).asnumpy(), (params[1] * 1).asnumpy())
+    assert not np.array_equal(params[1].asnumpy(), value)
+
+
 def test_clip_scales_a_gradient_that_is_a_view():
     import mindspore as ms
     from mindspore import Parameter, Tensor
