@@ -26,6 +26,15 @@ from .redistribute.execute import moved, run
 from .redistribute.plan import check_reachable, plan
 
 
+class _Size(int):
+    """MindSpore's `size` is a number, PyTorch's a method; this is both."""
+
+    shape: tuple[int, ...]
+
+    def __call__(self, dim: int | None = None):
+        return self.shape if dim is None else self.shape[dim]
+
+
 class DTensor(Tensor):
     """A distributed tensor; meanings follow `torch.distributed.tensor.DTensor`.
 
@@ -102,9 +111,12 @@ class DTensor(Tensor):
         """Number of dims."""
         return len(self.shape)
 
-    def size(self, dim: int | None = None):
-        """The global shape, or its extent in one dim."""
-        return self.shape if dim is None else self.shape[dim]
+    @property
+    def size(self) -> _Size:
+        """`x.size(dim)` as in PyTorch, the global shape or one extent; as a number, MindSpore's element count."""
+        out = _Size(math.prod(self.shape))
+        out.shape = self.shape
+        return out
 
     def numel(self) -> int:
         """Number of elements of the global tensor."""

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data parallelism: parameters whole on every rank of an axis, the batch cut over it.
+
+Nothing but layouts: a replicated parameter that meets a batch-sharded activation shows its own face, so the gradient
+table of the library reduces its gradient over the axis, together with any other axis it is summed over, in one
+all-reduce. The loss, computed on DTensors, is the mean over the global batch; nothing is scaled by a world size.
+"""
+from __future__ import annotations
+
+from mindspore import Parameter, Tensor, nn
+
+from ..dispatch import local_alias, wrap
+from ..distribute import distribute_parameter, distribute_tensor, set_parameter
+from ..dtensor import DTensor
+from ..mesh import DeviceMesh
+from ..placements import REPLICATE, Shard
+from .layouts import OUTER, enter, lift, union_mesh
+
+
+def replicate(module: nn.Cell, *, mesh: DeviceMesh) -> nn.Cell:
+    """Makes a cell data parallel over an axis, in place; before or after tensor-parallel styles.
+
+    Args:
+        module: the model. Parameters and buffers that are DTensors (on `mesh["tp"]`, say) move to the common mesh of
+            both, replicated over the new axis; values are those of its coordinate 0.
+        mesh: one axis of a mesh, e.g. `mesh["dp"]`.
+
+    Returns:
+        The same cell. Plain inputs are taken as this rank's rows of the global batch (`Shard(0)`); outputs are
+        DTensors, so compute the loss on them: its value and gradients are those of the global batch.
+    """
+    outer = dict.fromkeys(mesh.mesh_dim_names, Shard(0))
+    whole = mesh
+    for _, param in module.parameters_and_names():
+        if isinstance(param, DTensor):
+            whole = union_mesh(param.device_mesh, mesh)
+            break
+    done: dict[int, Parameter] = {}
+    for _, cell in module.cells_and_names():
+        for key, param in list(cell._params.items()):
+            if param is not None:
+                if id(param) not in done:
+                    done[id(param)] = _replicated(param, mesh, whole)
+                set_parameter(cell, key, done[id(param)])
+        for key, buffer in list(getattr(cell, "_buffers", {}).items()):
+            if isinstance(buffer, Tensor):
+                cell._buffers[key] = _replicated(buffer, mesh, whole)
+        cell.__dict__[OUTER] = (whole, outer)
+
+    def before(cell, inputs, kwargs):
+        def place(x):
+            return enter(x, cell, mesh, {a: Shard(0) for a in mesh.mesh_dim_names}, "replicate") \
+                if isinstance(x, Tensor) and x.ndim else x
+        return tuple(place(x) for x in inputs), {k: place(x) for k, x in kwargs.items()}
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    return module
+
+
+def _replicated(x, mesh: DeviceMesh, whole: DeviceMesh):
+    if not isinstance(x, DTensor):
+        if isinstance(x, Parameter):
+            return distribute_parameter(x, whole, [REPLICATE] * whole.ndim)
+        return distribute_tensor(x, whole, [REPLICATE] * whole.ndim)
+    group = mesh.get_group()
+    local = local_alias(x)
+    if group.size > 1:
+        local = group.broadcast(local, group.ranks[0])
+    out = wrap(local, lift(x, whole))
+    return Parameter(out, name=x.name, requires_grad=x.requires_grad) if isinstance(x, Parameter) else out

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a style, which speaks of its own axes only, places tensors that live on a larger mesh.
+
+A style given `mesh["tp"]` says nothing about "dp": the other axes of a DTensor's mesh stay as they are. A plain tensor
+becomes a DTensor on the mesh of the cell's parameters; on axes the style does not name it is laid out as `replicate`
+noted for that cell (the batch), else Replicate.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mindspore import nn
+
+from ..distribute import distribute_parameter, set_parameter
+from ..dtensor import DTensor
+from ..errors import LayoutError
+from ..layout import Layout
+from ..mesh import DeviceMesh
+from ..placements import REPLICATE, Placement
+
+OUTER = "_ms_dtensor_outer"  # cell attribute: (whole mesh, {axis: placement of plain inputs}), set by replicate
+
+
+def by_axis(placement, mesh: DeviceMesh, who: str) -> dict[str, Placement]:
+    """A style's placement argument as {axis: placement}.
+
+    Raises:
+        LayoutError: a single placement on a mesh of several axes.
+    """
+    if isinstance(placement, Mapping):
+        return {mesh.mesh_dim_names[mesh.axis_index(a)]: p for a, p in placement.items()}
+    if isinstance(placement, tuple | list) and len(placement) == mesh.ndim:
+        return dict(zip(mesh.mesh_dim_names, placement))
+    if isinstance(placement, Placement) and mesh.ndim == 1:
+        return {mesh.mesh_dim_names[0]: placement}
+    raise LayoutError(f"For '{who}', the placement {placement!r} does not say which axis it is for.",
+                      f"mesh({mesh.describe()})", "A style speaks of its own axes, one placement each.",
+                      (f"apply the style on one axis: mesh[{mesh.mesh_dim_names[-1]!r}]",
+                       "name the axis: {%r: %r}" % (mesh.mesh_dim_names[-1], placement)))
+
+
+def place(x: DTensor, mesh: DeviceMesh, placement, who: str) -> DTensor:
+    """`x` redistributed on the axes of `mesh`; the other axes of its own mesh stay."""
+    wanted = by_axis(placement, mesh, who)
+    placed = list(x.placements)
+    missing = [a for a in wanted if a not in x.device_mesh.mesh_dim_names]
+    if missing:
+        raise LayoutError(f"For '{who}', the input's mesh has no axis {missing[0]!r}.", x.layout.describe(), "",
+                          f"lay the input out on a mesh that has the axes {mesh.mesh_dim_names}")
+    for axis, p in wanted.items():
+        placed[x.device_mesh.axis_index(axis)] = p
+    target = x.layout.with_placements(placed, x.layout.order)
+    return x if target is x.layout else x.redistribute(placements=dict(zip(x.device_mesh.mesh_dim_names, placed)))
+
+
+def enter(x, cell: nn.Cell, mesh: DeviceMesh, placement, who: str) -> DTensor:
+    """A DTensor as it is; a plain tensor, said to be laid out by `placement`, as a DTensor on the cell's mesh."""
+    if isinstance(x, DTensor):
+        return x
+    whole, outer = getattr(cell, OUTER, (mesh, {}))
+    return DTensor.from_local(x, whole, {**outer, **by_axis(placement, mesh, who)})
+
+
+def matches(x: DTensor, mesh: DeviceMesh, placement, who: str) -> bool:
+    """True if `x` is laid out like this on the axes of `mesh`."""
+    wanted = by_axis(placement, mesh, who)
+    return all(x.placements[x.device_mesh.axis_index(a)] == Layout(
+        x.device_mesh, {a: p}, x.shape).placements[x.device_mesh.axis_index(a)] for a, p in wanted.items())
+
+
+def shard_parameter(cell: nn.Cell, key: str, mesh: DeviceMesh, placement, src_data_rank: int | None) -> None:
+    """Makes one parameter of a cell a DTensor on `mesh`, keeping ties: a parameter that is one already stays."""
+    param = cell._params[key]
+    if isinstance(param, DTensor):
+        wanted = Layout(mesh, placement, param.shape, param.layout.dtype)
+        names = mesh.mesh_dim_names
+        have = {a: p for a, p in zip(param.device_mesh.mesh_dim_names, param.placements) if a in names}
+        if have != dict(zip(names, wanted.placements)):
+            raise LayoutError(f"For 'parallelize_module', parameter '{param.name}' is laid out already, differently.",
+                              f"{param.layout.describe()} -> {wanted}", "A tied parameter has one layout.",
+                              "give both cells styles that agree on the parameter they share")
+        return
+    set_parameter(cell, key, distribute_parameter(param, mesh, placement, src_data_rank=src_data_rank))
+
+
+def union_mesh(a: DeviceMesh, b: DeviceMesh) -> DeviceMesh:
+    """The smallest sub-mesh of a common root that has the axes of both.
+
+    Raises:
+        LayoutError: there is none.
+    """
+    if set(a.mesh_dim_names) <= set(b.mesh_dim_names):
+        return b
+    for root in (b.root, a.root):
+        names = set(a.mesh_dim_names) | set(b.mesh_dim_names)
+        if names <= set(root.mesh_dim_names) and root[a.mesh_dim_names] == a and root[b.mesh_dim_names] == b:
+            return root[tuple(n for n in root.mesh_dim_names if n in names)]
+    raise LayoutError("For 'replicate', the meshes have no common root.", f"mesh({a.describe()}), mesh({b.describe()})",
+                      "Both must be sub-meshes of one mesh.", 'slice them from one: mesh["dp"], mesh["tp"]')
+
+
+def lift(x: DTensor, whole: DeviceMesh) -> Layout:
+    """The layout of `x` on a mesh that has its axes and more: Replicate on the new ones."""
+    layout = x.layout
+    placed = {a: p for a, p in zip(layout.mesh.mesh_dim_names, layout.placements)}
+    order = [layout.mesh.mesh_dim_names[a] for a in layout.order]
+    return Layout(whole, {a: placed.get(a, REPLICATE) for a in whole.mesh_dim_names}, layout.shape, layout.dtype, order)

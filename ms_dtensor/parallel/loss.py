@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cross entropy on logits whose classes are sharded: three small reductions instead of gathering the logits.
+
+With classes cut over an axis, log-sum-exp needs the maximum and the sum over shards, and the label's logit is on one
+shard; all three are per-row numbers. Written in DTensor ops, so layouts, gradients and any further axes follow from
+the rules.
+"""
+from __future__ import annotations
+
+from mindspore import mint, ops
+
+from ..dtensor import DTensor
+from ..errors import LayoutError
+from ..layout import Layout
+from ..dispatch import dtype_name, wrap
+
+
+def loss_parallel(logits: DTensor, labels, *, ignore_index: int = -100, reduction: str = "mean",
+                  label_smoothing: float = 0.0):
+    """Cross entropy of logits `f32[..., classes@tp]` and labels `i32[...]`; the logits are never gathered.
+
+    Args:
+        logits: DTensor, classes last, sharded or not.
+        labels: class indices; a plain tensor counts as the same on every rank.
+        ignore_index: label of rows that do not count.
+        reduction: "mean" (over rows that count), "sum" or "none".
+        label_smoothing: share of the target spread evenly over all classes.
+
+    Returns:
+        The loss as a DTensor, equal to the one-device loss; its gradient is too.
+
+    Raises:
+        LayoutError: `logits` is not a DTensor, shapes do not fit, or `reduction` is unknown.
+
+    Source: Shoeybi et al. 2019, section 3 (vocabulary-parallel cross entropy); meaning of the arguments as
+    `torch.nn.functional.cross_entropy`.
+    """
+    if not isinstance(logits, DTensor):
+        raise LayoutError(f"For 'loss_parallel', 'logits' must be a DTensor, but got {type(logits).__name__}.")
+    if reduction not in ("mean", "sum", "none"):
+        raise LayoutError(f"For 'loss_parallel', 'reduction' must be mean, sum or none, but got {reduction!r}.")
+    if tuple(labels.shape) != logits.shape[:-1]:
+        raise LayoutError(f"For 'loss_parallel', 'labels' has shape {list(labels.shape)}.", logits.layout.describe(),
+                          f"One label per row: {list(logits.shape[:-1])}.")
+    if not isinstance(labels, DTensor):
+        labels = wrap(labels, Layout(logits.device_mesh, None, tuple(labels.shape), dtype_name(labels.dtype)))
+    keep = labels != ignore_index
+    target = mint.unsqueeze(labels * keep.astype(labels.dtype), -1)
+    keep = keep.astype(logits.dtype)
+    top = ops.stop_gradient(ops.amax(logits, -1, True)).reduce_partial()
+    shifted = logits - top
+    log_total = mint.log(mint.exp(shifted).sum(-1).reduce_partial())
+    picked = mint.gather(shifted, logits.ndim - 1, target).reduce_partial().squeeze(-1)
+    loss = log_total - picked
+    if label_smoothing:
+        average = shifted.mean(-1).reduce_partial()
+        loss = (1 - label_smoothing) * loss + label_smoothing * (log_total - average)
+    loss = loss * keep
+    if reduction == "none":
+        return loss
+    total = loss.sum()
+    return total if reduction == "sum" else total / keep.sum()

@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The styles: what happens to one cell's parameters, inputs and outputs on one mesh axis (usually "tp").
+
+Arguments, defaults and meanings are those of `torch.distributed.tensor.parallel`. A placement argument is one
+`Placement` for a mesh of one axis, or `{"axis": Placement}`. `use_local_output=True` hands out plain local tensors,
+whose widths are a rank's own; `False` keeps DTensors with global shapes.
+"""
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from mindspore import Tensor, mint, nn
+
+from ..dtensor import DTensor
+from ..errors import ConfigError, LayoutError
+from ..mesh import DeviceMesh
+from ..placements import Replicate, Shard
+from .layouts import enter, place, shard_parameter
+
+
+class ParallelStyle(ABC):
+    """One way to parallelise a cell.
+
+    Attributes:
+        src_data_rank: coordinate whose parameter values are the truth; None: every rank's own.
+    """
+
+    src_data_rank: int | None = 0
+
+    @abstractmethod
+    def apply(self, module: nn.Cell, device_mesh: DeviceMesh) -> nn.Cell:
+        """Rewrites the cell's parameters and registers hooks; returns the cell."""
+
+
+def _is_embedding(cell) -> bool:
+    return isinstance(cell, nn.Embedding | mint.nn.Embedding)
+
+
+def _is_linear(cell) -> bool:
+    return isinstance(cell, nn.Dense | mint.nn.Linear)
+
+
+def _refuse(style, cell) -> ConfigError:
+    name = type(style).__name__
+    return ConfigError(f"For '{name}', the cell is a {type(cell).__name__}.", "",
+                       f"{name} knows how to cut Linear (nn.Dense, mint.nn.Linear) and Embedding.",
+                       ("write a ParallelStyle of your own", "distribute_module(cell, mesh, partition_fn)"))
+
+
+class _Sharded(ParallelStyle):
+    """What ColwiseParallel and RowwiseParallel share: cut parameters, then place input and output."""
+
+    _input_default: object
+    _output_default: object
+
+    def __init__(self, *, input_layouts=None, output_layouts=None, use_local_output: bool = True):
+        self.input_layouts = self._input_default if input_layouts is None else input_layouts
+        self.output_layouts = self._output_default if output_layouts is None else output_layouts
+        self.use_local_output = use_local_output
+
+    def _placements(self, cell) -> tuple[dict[str, object], object]:
+        """Placement of each parameter by its number of dims, and of the input."""
+        raise NotImplementedError
+
+    def apply(self, module: nn.Cell, device_mesh: DeviceMesh) -> nn.Cell:
+        who = type(self).__name__
+        params, wanted = self._placements(module)
+        for key, param in module._params.items():
+            if param is not None:
+                shard_parameter(module, key, device_mesh, [params[min(param.ndim, 2)]] * device_mesh.ndim
+                                if device_mesh.ndim == 1 else _one_axis(device_mesh, who), self.src_data_rank)
+
+        def before(cell, inputs):
+            x = enter(inputs[0], cell, device_mesh, self.input_layouts, who)
+            return (place(x, device_mesh, wanted, who), *inputs[1:])
+
+        def after(cell, inputs, output):
+            return _leave(output, device_mesh, self.output_layouts, self.use_local_output, who)
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after)
+        return module
+
+    def __repr__(self):
+        return (f"{type(self).__name__}(input_layouts={self.input_layouts}, output_layouts={self.output_layouts}, "
+                f"use_local_output={self.use_local_output})")
+
+
+def _one_axis(mesh: DeviceMesh, who: str):
+    raise LayoutError(f"For '{who}', the mesh has {mesh.ndim} axes.", f"mesh({mesh.describe()})",
+                      "The style cuts a weight over one axis.", f"apply it on mesh[{mesh.mesh_dim_names[-1]!r}]")
+
+
+def _leave(x, mesh, placement, local: bool, who: str):
+    x = place(x, mesh, placement, who)
+    return x.to_local() if local else x
+
+
+class ColwiseParallel(_Sharded):
+    """Output features cut over the axis: Linear weight `f32[out@tp, in]`, Embedding weight `f32[vocab, dim@tp]`.
+
+    Args:
+        input_layouts: how a plain input is laid out; default `Replicate()`. The input is brought to Replicate.
+        output_layouts: layout of the output; default `Shard(-1)`.
+        use_local_output: hand out the local tensor.
+
+    Source: Shoeybi et al. 2019, "Megatron-LM"; API as `torch.distributed.tensor.parallel.ColwiseParallel`.
+
+    Example:
+        >>> from ms_dtensor import ColwiseParallel
+        >>> ColwiseParallel(use_local_output=False)
+        ColwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-1), use_local_output=False)
+    """
+
+    _input_default, _output_default = Replicate(), Shard(-1)
+
+    def _placements(self, cell):
+        if _is_linear(cell):
+            return {1: Shard(0), 2: Shard(0)}, Replicate()
+        if _is_embedding(cell):
+            return {2: Shard(1)}, Replicate()
+        raise _refuse(self, cell)
+
+
+class RowwiseParallel(_Sharded):
+    """Input features cut over the axis: Linear weight `f32[out, in@tp]`; Embedding weight `f32[vocab@tp, dim]`.
+
+    The output is a sum over the axis, brought to `output_layouts` by one all-reduce or reduce-scatter. The bias is
+    added once. An Embedding looks up only its own rows: ids are shifted and masked.
+
+    Args:
+        input_layouts: how a plain input is laid out; default `Shard(-1)`. A Linear's input is brought to Shard(-1), an
+            Embedding's to Replicate.
+        output_layouts: layout of the output; default `Replicate()`.
+        use_local_output: hand out the local tensor.
+
+    Source: as `ColwiseParallel`.
+
+    Example:
+        >>> from ms_dtensor import RowwiseParallel, Shard
+        >>> RowwiseParallel(output_layouts=Shard(1))
+        RowwiseParallel(input_layouts=Shard(-1), output_layouts=Shard(1), use_local_output=True)
+    """
+
+    _input_default, _output_default = Shard(-1), Replicate()
+
+    def _placements(self, cell):
+        if _is_linear(cell):
+            return {1: Replicate(), 2: Shard(1)}, Shard(-1)
+        if _is_embedding(cell):
+            return {2: Shard(0)}, Replicate()
+        raise _refuse(self, cell)
+
+
+class SequenceParallel(ParallelStyle):
+    """Parameters replicated, activations cut along the sequence: norms and dropout between tensor-parallel blocks.
+
+    Args:
+        sequence_dim: dim of the input that is cut; default 1, for `[batch, sequence, hidden]`.
+        use_local_output: hand out the local tensor.
+
+    Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models".
+    """
+
+    def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False):
+        self.sequence_dim, self.use_local_output = sequence_dim, use_local_output
+
+    def apply(self, module: nn.Cell, device_mesh: DeviceMesh) -> nn.Cell:
+        wanted = Shard(self.sequence_dim)
+        for _, cell in module.cells_and_names():
+            for key, param in cell._params.items():
+                if param is not None:
+                    shard_parameter(cell, key, device_mesh, [Replicate()] * device_mesh.ndim, self.src_data_rank)
+
+        def before(cell, inputs):
+            if not isinstance(inputs[0], Tensor):
+                raise LayoutError(f"For 'SequenceParallel', the input of {type(cell).__name__} must be a tensor, but got "
+                                  f"{type(inputs[0]).__name__}.")
+            x = enter(inputs[0], cell, device_mesh, wanted, "SequenceParallel")
+            return (place(x, device_mesh, wanted, "SequenceParallel"), *inputs[1:])
+        module.register_forward_pre_hook(before)
+        if self.use_local_output:
+            module.register_forward_hook(lambda cell, inputs, output: output.to_local())
+        return module
+
+    def __repr__(self):
+        return f"SequenceParallel(sequence_dim={self.sequence_dim}, use_local_output={self.use_local_output})"
+
+
+def _tuple(value):
+    return value if isinstance(value, tuple) else (value,) if value is not None else ()
+
+
+class PrepareModuleInput(ParallelStyle):
+    """Brings a cell's inputs from their layouts to the desired ones, before it runs.
+
+    Args:
+        input_layouts: per positional input: how a plain tensor is laid out; None leaves an input alone.
+        desired_input_layouts: per positional input: what the cell gets.
+        input_kwarg_layouts: the same by keyword.
+        desired_input_kwarg_layouts: the same by keyword.
+        use_local_output: hand the cell local tensors.
+
+    Raises:
+        ConfigError: the two sides do not pair.
+    """
+
+    def __init__(self, *, input_layouts=None, desired_input_layouts=None, input_kwarg_layouts=None,
+                 desired_input_kwarg_layouts=None, use_local_output: bool = False):
+        self.input_layouts, self.desired_input_layouts = _tuple(input_layouts), _tuple(desired_input_layouts)
+        self.input_kwarg_layouts = dict(input_kwarg_layouts or {})
+        self.desired_input_kwarg_layouts = dict(desired_input_kwarg_layouts or {})
+        self.use_local_output = use_local_output
+        if len(self.input_layouts) != len(self.desired_input_layouts):
+            raise ConfigError("For 'PrepareModuleInput', 'input_layouts' and 'desired_input_layouts' must pair, but have "
+                              f"{len(self.input_layouts)} and {len(self.desired_input_layouts)} entries.")
+        if self.input_kwarg_layouts.keys() != self.desired_input_kwarg_layouts.keys():
+            raise ConfigError("For 'PrepareModuleInput', 'input_kwarg_layouts' and 'desired_input_kwarg_layouts' must "
+                              f"name the same arguments, but name {sorted(self.input_kwarg_layouts)} and "
+                              f"{sorted(self.desired_input_kwarg_layouts)}.")
+
+    def apply(self, module: nn.Cell, device_mesh: DeviceMesh) -> nn.Cell:
+        who = "PrepareModuleInput"
+
+        def prepare(cell, x, given, wanted):
+            if given is None and not isinstance(x, DTensor) or wanted is None or not isinstance(x, Tensor):
+                return x
+            return _leave(enter(x, cell, device_mesh, given, who), device_mesh, wanted, self.use_local_output, who)
+
+        def before(cell, inputs, kwargs):
+            if self.input_layouts:
+                if len(inputs) != len(self.input_layouts):
+                    raise ConfigError(f"For '{who}', {type(cell).__name__} got {len(inputs)} positional inputs, but "
+                                      f"'input_layouts' has {len(self.input_layouts)} entries.", "",
+                                      "There is one entry per positional input.", "write None for inputs left alone")
+                inputs = tuple(prepare(cell, x, g, w) for x, g, w in
+                               zip(inputs, self.input_layouts, self.desired_input_layouts))
+            kwargs = {k: prepare(cell, x, self.input_kwarg_layouts.get(k), self.desired_input_kwarg_layouts.get(k))
+                      for k, x in kwargs.items()}
+            return inputs, kwargs
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        return module
+
+    def __repr__(self):
+        return (f"PrepareModuleInput(input_layouts={self.input_layouts}, "
+                f"desired_input_layouts={self.desired_input_layouts}, "
+                f"input_kwarg_layouts={self.input_kwarg_layouts}, "
+                f"desired_input_kwarg_layouts={self.desired_input_kwarg_layouts}, "
+                f"use_local_output={self.use_local_output})")
+
+
+class PrepareModuleOutput(ParallelStyle):
+    """Brings a cell's outputs from their layouts to the desired ones, after it ran.
+
+    Args:
+        output_layouts: per output: how a plain tensor is laid out; None leaves an output alone.
+        desired_output_layouts: per output: what the caller gets.
+        use_local_output: hand out local tensors.
+
+    Raises:
+        ConfigError: the two sides do not pair.
+    """
+
+    def __init__(self, *, output_layouts, desired_output_layouts, use_local_output: bool = True):
+        self.output_layouts, self.desired_output_layouts = _tuple(output_layouts), _tuple(desired_output_layouts)
+        self.use_local_output = use_local_output
+        if len(self.output_layouts) != len(self.desired_output_layouts):
+            raise ConfigError("For 'PrepareModuleOutput', 'output_layouts' and 'desired_output_layouts' must pair, but "
+                              f"have {len(self.output_layouts)} and {len(self.desired_output_layouts)} entries.")
+
+    def apply(self, module: nn.Cell, device_mesh: DeviceMesh) -> nn.Cell:
+        who = "PrepareModuleOutput"
+
+        def after(cell, inputs, outputs):
+            values = outputs if isinstance(outputs, tuple | list) else (outputs,)
+            if len(values) != len(self.output_layouts):
+                raise ConfigError(f"For '{who}', {type(cell).__name__} gave {len(values)} outputs, but 'output_layouts' "
+                                  f"has {len(self.output_layouts)} entries.", "", "There is one entry per output.",
+                                  "write None for outputs left alone")
+            done = tuple(
+                x if w is None or (g is None and not isinstance(x, DTensor)) else
+                _leave(enter(x, cell, device_mesh, g, who), device_mesh, w, self.use_local_output, who)
+                for x, g, w in zip(values, self.output_layouts, self.desired_output_layouts))
+            return type(outputs)(done) if isinstance(outputs, tuple | list) else done[0]
+        module.register_forward_hook(after)
+        return module
+
+    def __repr__(self):
+        return (f"PrepareModuleOutput(output_layouts={self.output_layouts}, "
+                f"desired_output_layouts={self.desired_output_layouts}, use_local_output={self.use_local_output})")
+
+
+class PrepareModuleInputOutput(ParallelStyle):
+    """`PrepareModuleInput` and `PrepareModuleOutput` in one; see there for the arguments."""
+
+    def __init__(self, *, input_layouts=None, desired_input_layouts=None, input_kwarg_layouts=None,
+                 desired_input_kwarg_layouts=None, use_local_input: bool = False, output_layouts,
+                 desired_output_layouts, use_local_output: bool = True):
+        self.prepare_input = PrepareModuleInput(
+            input_layouts=input_layouts, desired_input_layouts=desired_input_layouts,
+            input_kwarg_layouts=input_kwarg_layouts, desired_input_kwarg_layouts=desired_input_kwarg_layouts,
+            use_local_output=use_local_input)
+        self.prepare_output = PrepareModuleOutput(
+            output_layouts=output_layouts, desired_output_layouts=desired_output_layouts,
+            use_local_output=use_local_output)
+
+    def apply(self, module: nn.Cell, device_mesh: DeviceMesh) -> nn.Cell:
+        self.prepare_input.apply(module, device_mesh)
+        return self.prepare_output.apply(module, device_mesh)
+
+    def __repr__(self):
+        return f"PrepareModuleInputOutput({self.prepare_input!r}, {self.prepare_output!r})"
