@@ -154,7 +154,8 @@ def _average(src: Layout, dst: Layout) -> float:
 
 def _winner_weight(src: Layout, dst: Layout, local, out):
     """d(reduced)/d(local): ties of a maximum share the cotangent rank by rank; a product has the other factors."""
-    if any(src.placements[a].is_partial("prod") for a in src.partial_axes) or not dst.is_replicated():
+    kept = all(q.is_replicate() if p.is_partial() else p == q for p, q in zip(src.placements, dst.placements))
+    if any(src.placements[a].is_partial("prod") for a in src.partial_axes) or not kept:
         raise RedistributeError("For 'redistribute', this reduction has no gradient here.", f"{src.describe()} -> {dst}",
                                 "Partial products, and maxima reduced straight into shards, are not differentiated.",
                                 "redistribute to Replicate() first")
