@@ -19,6 +19,7 @@ from ..mesh import DeviceMesh
 from ..placements import REPLICATE, Placement
 
 OUTER = "_ms_dtensor_outer"  # cell attribute: (whole mesh, {axis: placement of plain inputs}), set by replicate
+_BECAME = "_ms_dtensor_became"  # parameter attribute: the DTensor Parameter that took its place
 
 
 def by_axis(placement, mesh: DeviceMesh, who: str) -> dict[str, Placement]:
@@ -71,6 +72,9 @@ def matches(x: DTensor, mesh: DeviceMesh, placement, who: str) -> bool:
 def shard_parameter(cell: nn.Cell, key: str, mesh: DeviceMesh, placement, src_data_rank: int | None) -> None:
     """Makes one parameter of a cell a DTensor on `mesh`, keeping ties: a parameter that is one already stays."""
     param = cell._params[key]
+    if _BECAME in param.__dict__:  # tied to a cell that another style has dealt with
+        param = param.__dict__[_BECAME]
+        set_parameter(cell, key, param)
     if isinstance(param, DTensor):
         wanted = Layout(mesh, placement, param.shape, param.layout.dtype)
         names = mesh.mesh_dim_names
@@ -80,7 +84,8 @@ def shard_parameter(cell: nn.Cell, key: str, mesh: DeviceMesh, placement, src_da
                               f"{param.layout.describe()} -> {wanted}", "A tied parameter has one layout.",
                               "give both cells styles that agree on the parameter they share")
         return
-    set_parameter(cell, key, distribute_parameter(param, mesh, placement, src_data_rank=src_data_rank))
+    param.__dict__[_BECAME] = distribute_parameter(param, mesh, placement, src_data_rank=src_data_rank)
+    set_parameter(cell, key, param.__dict__[_BECAME])
 
 
 def union_mesh(a: DeviceMesh, b: DeviceMesh) -> DeviceMesh:
