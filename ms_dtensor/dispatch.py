@@ -18,7 +18,7 @@ from mindspore.common.api import _pynative_executor
 from . import comm, modes
 from .errors import ImplicitCommError, MixedOperandError, OpRuleError
 from .layout import Layout, short_dtype
-from .local_ops import CPU, TABLE, run_local
+from .local_ops import CPU, TABLE, run_local, widen, widening
 from .placements import REPLICATE, Partial
 from .redistribute.execute import moved, run
 from .redistribute.plan import plan as plan_moves
@@ -45,10 +45,11 @@ def dispatch(func, args, kwargs):
             args, kwargs = _plain_tree(args), _plain_tree(kwargs or {})
             return func(*args, **kwargs) if head is None else func(*head, args)
     tensors: list = []
-    key = (func.name, _walk(args, tensors), _walk(tuple(kwargs.items()), tensors) if kwargs else None, comm.fake_token())
+    key = (func.name, _walk(args, tensors), _walk(tuple(kwargs.items()), tensors) if kwargs else None,
+           _walk(head[0].attrs.values(), tensors) if head is not None else None, comm.fake_token())
     plan = _cache.get(key)
     if plan is None:
-        plan = _remember(key, _build(func.name, args, kwargs or {}, tensors, mode))
+        plan = _remember(key, _build(func.name, args, kwargs or {}, tensors, mode, head))
     return plan.run(func, head, args, kwargs, tensors, mode)
 
 
@@ -113,11 +114,11 @@ def _kept(name: str, no_skip) -> bool:
 class Plan:
     """What to do for one key."""
 
-    __slots__ = ("op", "steps", "invoke", "empty", "outs", "implicit", "substitute")
+    __slots__ = ("op", "steps", "invoke", "empty", "outs", "implicit", "substitute", "widened")
 
     def __init__(self, op, steps, invoke, empty, outs):
         self.op, self.steps, self.invoke, self.empty, self.outs = op, steps, invoke, empty, outs
-        self.substitute = None
+        self.substitute, self.widened = None, None
         self.implicit = any(t is not None for t, _ in steps)
 
     def run(self, func, head, args, kwargs, tensors, mode):
@@ -126,6 +127,8 @@ class Plan:
             _check_policy(self, tensors, mode)
         if self.substitute is not None:
             func, head = self.substitute, None
+        if self.widened is not None:
+            func, head = widening(func, head, *self.widened), None
         changed = False
         for i, (target, cotangent) in enumerate(self.steps):
             x = tensors[i]
@@ -286,7 +289,7 @@ def _check_policy(plan: Plan, tensors, mode):
 # -- planning -----------------------------------------------------------------------------------------------------
 
 
-def _build(name, args, kwargs, tensors, mode) -> Plan:
+def _build(name, args, kwargs, tensors, mode, head=None) -> Plan:
     entry = PRIMITIVES.get(name)
     if entry is None or entry[0] not in RULES:
         near = difflib.get_close_matches(name, PRIMITIVES, 1)
@@ -297,13 +300,16 @@ def _build(name, args, kwargs, tensors, mode) -> Plan:
                            "run it on shards explicitly with local_map(fn, out_placements)",
                            f"teach the op with register_rule({name!r}, cases)"))
     op, params = entry
-    plan = _plan_for(op, _bind(name, params, args, kwargs), tensors, mode)
-    if name in CPU and plan.outs[0][0].device_type == "cpu":
-        plan.substitute = CPU[name]
+    plan = _plan_for(op, _bind(name, params, args, kwargs, head), tensors, mode)
+    if plan.outs[0][0].device_type == "cpu":
+        plan.substitute = CPU.get(name)
+        if any(dtype_name(x.dtype) == "bfloat16" for x in tensors):
+            widen(plan, op, tensors)
     return plan
 
 
-def _bind(name, params, args, kwargs) -> dict:
+def _bind(name, params, args, kwargs, head=None) -> dict:
+    """Arguments by name; a classic primitive's attributes (a stride, ...) come as the argument "attrs"."""
     bound: dict = {}
     i = 0
     for p in params:
@@ -323,6 +329,8 @@ def _bind(name, params, args, kwargs) -> dict:
             raise OpRuleError(f"For '{name}', the rule does not know the argument {k!r}.", "", f"It knows {params}.",
                               "pass it positionally, or use local_map")
         bound[k] = v
+    if head is not None and head[0].attrs:
+        bound["attrs"] = head[0].attrs
     return bound
 
 

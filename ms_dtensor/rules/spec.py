@@ -118,6 +118,10 @@ _BOOL_OPS = frozenset(("eq ne lt le gt ge logical_and logical_or logical_xor log
                        "isneginf isposinf isclose signbit").split())
 _WIDTH = ("bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 bfloat16 float16 float32 float64 complex64 "
           "complex128").split()
+# MindSpore passes a dtype as its number in some calls
+_TYPE_IDS = {30: "bool", 32: "int8", 33: "int16", 34: "int32", 35: "int64", 37: "uint8", 38: "uint16", 39: "uint32",
+             40: "uint64", 42: "float16", 43: "float32", 44: "float64", 45: "bfloat16", 51: "complex64",
+             52: "complex128"}
 
 
 def result_dtype(call: Call) -> str:
@@ -125,6 +129,8 @@ def result_dtype(call: Call) -> str:
     if call.op in _BOOL_OPS:
         return "bool"
     wanted = call.args.get("dtype")
+    if isinstance(wanted, int):
+        return _TYPE_IDS[wanted]
     if wanted is not None:
         return str(wanted).lower().rsplit(".", 1)[-1]
     kinds = [o.dtype for o in call.operands if o.dtype in _WIDTH]

@@ -2,22 +2,28 @@
 """What a public call turns into: the primitive calls that reach `__fallback__`, with their tensors.
 
 A probe is a Tensor subclass that records every call and computes it plainly. It works for any public form (function,
-method, operator, Cell), so the verifier checks what users write and not what we believe it becomes.
+method, operator, Cell), so the verifier checks what users write and not what we believe it becomes. On CPU a primitive
+without a kernel is computed by its decomposition, as dispatch would.
 """
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
+import mindspore as ms
 from mindspore import Tensor, ops
 from mindspore._c_expression import NoFallbackGuard
 
 from .. import patch
+from ..local_ops import CPU
 
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """One primitive call: `func(*head, args)` or `func(*args, **kwargs)` with concrete plain tensors."""
+    """One primitive call: `func(*head, args)` or `func(*args, **kwargs)` with concrete plain tensors.
+
+    `primitive` is the head as MindSpore sent it, also where a decomposition takes the call and `head` is None.
+    """
 
     name: str
     func: Any
@@ -25,6 +31,7 @@ class Captured:
     args: tuple
     kwargs: dict
     result: Any
+    primitive: tuple | None = None
 
 
 class Probe(Tensor):
@@ -43,10 +50,14 @@ class Probe(Tensor):
         real = args
         if len(args) == 3 and isinstance(args[1], str) and isinstance(args[0], ops.Primitive):
             head, real = args[:2], args[2]
+        name, primitive = func.name, head
+        real, kwargs = _plain(tuple(real)), _plain(kwargs or {})
+        if name in CPU and ms.get_context("device_target") == "CPU":  # there is no kernel; dispatch does the same
+            func, head = CPU[name], None
         with NoFallbackGuard():
-            result = func(*args, **(kwargs or {}))
-        if head is None or head[1] != "typeof":
-            self._log.append(Captured(func.name, func, head, _plain(tuple(real)), _plain(kwargs or {}), _plain(result)))
+            result = func(*real, **kwargs) if head is None else func(*head, real)
+        if name != "typeof":
+            self._log.append(Captured(name, func, head, real, kwargs, _plain(result), primitive))
         return _probe(result, self._log)
 
 

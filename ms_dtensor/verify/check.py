@@ -83,7 +83,7 @@ def check_captured(c: Captured, axes, rng, report: Report) -> None:
     tensors = _tensors((c.args, c.kwargs))
     operands = tuple(Operand(i, tuple(t.shape), dtype_name(t.dtype)) for i, t in enumerate(tensors))
     it = iter(operands)
-    bound = _bind(c.name, params, c.args, c.kwargs)
+    bound = _bind(c.name, params, c.args, c.kwargs, c.primitive)
     call = Call(op, {k: _as_operands(v, it) for k, v in bound.items()}, operands)
     spec = RULES[op](call)
     trial = _Trial(c, call, spec, tensors, rng, report)

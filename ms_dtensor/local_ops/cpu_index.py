@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decompositions for CPU: joining, repeating, looking up, masking and filling."""
+from __future__ import annotations
+
+import mindspore as ms
+from mindspore import Tensor, mint, ops
+
+from ..errors import OpRuleError
+from .dtypes import as_dtype
+
+
+def stack(tensors, dim=0):
+    """`StackExt`."""
+    return ops.stack(list(tensors), dim)
+
+
+def tril(input, diagonal=0):
+    """`TrilExt`."""
+    return ops.tril(input, diagonal)
+
+
+def index_select(input, dim, index):
+    """`IndexSelect`."""
+    return ops.gather(input, mint.reshape(index, (-1,)), dim)
+
+
+def embedding(input, weight, padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False):
+    """`Embedding`; the row `padding_idx` gets no gradient."""
+    if max_norm is not None or scale_grad_by_freq:
+        raise OpRuleError("For 'embedding', 'max_norm' and 'scale_grad_by_freq' are not supported on CPU.", "",
+                          "They rewrite the table, or weigh gradients by counts over all ranks.", "leave them out")
+    out = ops.gather(weight, input, 0)
+    if padding_idx is not None:
+        pad = mint.reshape(input == padding_idx % weight._shape[0], (*input._shape, 1))
+        out = mint.where(pad, ops.stop_gradient(out), out)
+    return out
+
+
+def repeat_interleave(input, repeats, dim=None, output_size=None):
+    """`RepeatInterleaveInt`."""
+    if dim is None:
+        input, dim = mint.reshape(input, (-1,)), 0
+    dim %= len(input._shape)
+    shape = input._shape
+    wide = mint.broadcast_to(mint.unsqueeze(input, dim + 1), (*shape[:dim + 1], repeats, *shape[dim + 1:]))
+    return mint.reshape(wide, (*shape[:dim], shape[dim] * repeats, *shape[dim + 1:]))
+
+
+def repeat(input, *repeats):
+    """`Repeat`."""
+    repeats = repeats[0] if len(repeats) == 1 and isinstance(repeats[0], tuple | list) else repeats
+    return mint.tile(input, tuple(repeats))
+
+
+def roll(input, shifts, dims=None):
+    """`Roll`."""
+    if dims is None or dims == () or dims == []:
+        return mint.reshape(roll(mint.reshape(input, (-1,)), shifts, 0), input._shape)
+    shifts = (shifts,) if isinstance(shifts, int) else shifts
+    dims = (dims,) if isinstance(dims, int) else dims
+    for shift, dim in zip(shifts, dims):
+        n = input._shape[dim]
+        shift = shift % n if n else 0
+        if shift:
+            input = mint.cat((mint.narrow(input, dim, n - shift, shift), mint.narrow(input, dim, 0, n - shift)), dim)
+    return input * 1 if input.dtype != ms.bool_ else input
+
+
+def masked_fill(input, mask, value):
+    """`MaskedFill`, `MaskedFillScalar` for dtypes without the kernel."""
+    return ops.masked_fill(input, mask, value)
+
+
+def scatter_add(input, dim, index, src):
+    """`ScatterAddExt`."""
+    if tuple(src._shape) != tuple(index._shape):
+        for d, n in enumerate(index._shape):
+            src = mint.narrow(src, d, 0, n)
+    return ops.tensor_scatter_elements(input, index, src, dim, "add")
+
+
+def pad(input, padding, value=0.0):
+    """`ConstantPadND`: pairs (before, after) from the last dim on; a negative one cuts."""
+    for i in range(0, len(padding), 2):
+        dim = len(input._shape) - 1 - i // 2
+        for amount, front in ((padding[i], True), (padding[i + 1], False)):
+            n = input._shape[dim]
+            if amount < 0:
+                input = mint.narrow(input, dim, -amount if front else 0, n + amount)
+            elif amount > 0:
+                edge = _filled((*input._shape[:dim], amount, *input._shape[dim + 1:]), value, input.dtype)
+                input = mint.cat((edge, input) if front else (input, edge), dim)
+    return input
+
+
+def one_hot(tensor, num_classes, on_value, off_value, axis=-1):
+    """`OneHotExt`."""
+    return ops.one_hot(tensor, num_classes, on_value, off_value, axis)
+
+
+def _filled(shape, value, dtype):
+    if isinstance(value, Tensor):
+        return mint.broadcast_to(value.astype(dtype), tuple(shape))
+    if dtype == ms.bool_ or dtype == ms.bfloat16:
+        return ops.full(tuple(shape), float(value), dtype=ms.float32).astype(dtype)
+    return ops.full(tuple(shape), value, dtype=dtype)
+
+
+def full_like(input, fill_value, dtype=None, **_):
+    """`FullLike`; also the local form of a creation op: every shard is filled alike."""
+    return _filled(input._shape, fill_value, as_dtype(dtype) or input.dtype)
+
+
+def zeros_like(input, dtype=None, **_):
+    """`ZerosLikeExt`."""
+    return ops.zeros(tuple(input._shape), as_dtype(dtype) or input.dtype)
+
+
+def ones_like(input, dtype=None, **_):
+    """`OnesLikeExt`."""
+    return ops.ones(tuple(input._shape), as_dtype(dtype) or input.dtype)
+
+
+TABLE = {
+    "StackExt": stack, "TrilExt": tril, "IndexSelect": index_select, "Embedding": embedding,
+    "RepeatInterleaveInt": repeat_interleave, "Repeat": repeat, "Roll": roll, "ScatterAddExt": scatter_add,
+    "ConstantPadND": pad, "OneHotExt": one_hot,
+    "FullLike": full_like, "ZerosLikeExt": zeros_like, "OnesLikeExt": ones_like,
+}

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decompositions for CPU: arithmetic, reductions, cumulative sums and sorting that only the `mint` primitives name.
+
+Same arguments as the primitive; differentiable by their parts. Invariant: an index is int64, as the primitive's is.
+"""
+from __future__ import annotations
+
+import math
+
+import mindspore as ms
+from mindspore import mint, ops
+
+from ..rules.spec import dims_of
+from .dtypes import as_dtype
+
+
+def _dims(dim, ndim: int) -> tuple[int, ...]:
+    return dims_of(dim, ndim) if ndim else ()
+
+
+def total(x, dims, keepdim=False):
+    """Sum over dims; over none of them it is the value itself (MindSpore would sum over all)."""
+    return mint.sum(x, dims, keepdim=keepdim) if dims else x
+
+
+def mean(x, dims, keepdim=False):
+    """Mean over dims."""
+    return total(x, dims, keepdim) / math.prod(x._shape[d] for d in dims)
+
+
+def clone(input):
+    """`Clone`."""
+    return ops.logical_not(ops.logical_not(input)) if input.dtype == ms.bool_ else input * 1
+
+
+def variance(input, dim=None, correction=1, keepdim=False):
+    """`Var`."""
+    dims = _dims(dim, len(input._shape))
+    off = input - mean(input, dims, True)
+    return total(off * off, dims, keepdim) / float(max(math.prod(input._shape[d] for d in dims) - correction, 0))
+
+
+def std(input, dim=None, correction=1, keepdim=False):
+    """`Std`."""
+    return mint.sqrt(variance(input, dim, correction, keepdim))
+
+
+def var_mean(input, dim=None, correction=1, keepdim=False):
+    """`VarMean`."""
+    return variance(input, dim, correction, keepdim), mean(input, _dims(dim, len(input._shape)), keepdim)
+
+
+def std_mean(input, dim=None, correction=1, keepdim=False):
+    """`StdMean`."""
+    return std(input, dim, correction, keepdim), mean(input, _dims(dim, len(input._shape)), keepdim)
+
+
+def logsumexp(input, dim, keepdim=False):
+    """`LogSumExp`, shifted by the maximum; a maximum of infinity is not subtracted from itself."""
+    dims = _dims(dim, len(input._shape))
+    if not dims:
+        return input * 1
+    x = input if input.is_floating_point() else input.astype(ms.float32)
+    top = ops.stop_gradient(mint.amax(x, dims, keepdim=True))
+    top = mint.where(ops.isfinite(top), top, ops.zeros_like(top))
+    out = mint.log(total(mint.exp(x - top), dims, True)) + top
+    return out if keepdim else mint.reshape(out, tuple(n for d, n in enumerate(x._shape) if d not in dims))
+
+
+def vector_norm(x, ord=2, dim=None, keepdim=False, dtype=None):
+    """`LinalgVectorNorm`."""
+    x = x if dtype is None else x.astype(as_dtype(dtype))
+    dims, size = _dims(dim, len(x._shape)), mint.abs(x)
+    if ord == 2:
+        return mint.sqrt(total(x * x, dims, keepdim))
+    if ord == 1:
+        return total(size, dims, keepdim)
+    if ord == 0:
+        return total((size != 0).astype(x.dtype), dims, keepdim)
+    if math.isinf(ord):
+        return (mint.amax if ord > 0 else mint.amin)(size, dims, keepdim=keepdim) if dims else size
+    return total(size ** ord, dims, keepdim) ** (1.0 / ord)
+
+
+def norm(input, p=2.0, dim=None, keepdim=False, dtype=None):
+    """`Norm`."""
+    return vector_norm(input, p, dim, keepdim, dtype)
+
+
+def count_nonzero(input, dim=None):
+    """`CountNonZero`."""
+    return total((input != 0).astype(ms.int64), _dims(dim, len(input._shape)))
+
+
+def trace(input):
+    """`TraceExt`."""
+    rows, cols = input._shape
+    return (input * ops.eye(rows, cols, input.dtype)).sum()
+
+
+def cumsum(input, dim, dtype=None):
+    """`CumsumExt`; integers add up as int64."""
+    dtype = as_dtype(dtype) or (input.dtype if input.is_floating_point() else ms.int64)
+    return ops.cumsum(input.astype(dtype), dim) if input._shape else input.astype(dtype) * 1
+
+
+def topk(input, k, dim=-1, largest=True, sorted=True):
+    """`TopkExt`."""
+    values, at = ops.topk(input, k, -1 if dim is None else dim, largest, sorted)
+    return values, at.astype(ms.int64)
+
+
+def sort(input, dim=-1, descending=False, stable=False):
+    """`SortExt`."""
+    values, at = ops.sort(input, dim, descending)
+    return values, at.astype(ms.int64)
+
+
+def argsort(input, dim=-1, descending=False, stable=False):
+    """`ArgSort`."""
+    return sort(input, dim, descending)[1]
+
+
+def argmax(input, dim=None, keepdim=False):
+    """`ArgMaxExt`: the first of equals."""
+    if dim is None:
+        out = ops.argmax(mint.reshape(input, (-1,)), 0)
+        return mint.reshape(out, (1,) * len(input._shape)) if keepdim else out
+    return ops.argmax(input, dim, keepdim).astype(ms.int64)
+
+
+def argmin(input, dim=None, keepdim=False):
+    """`ArgMinExt`: the first of equals."""
+    flipped = mint.neg(input if input.is_floating_point() else input.astype(ms.int64))
+    return argmax(flipped, dim, keepdim)
+
+
+def addcmul(input, tensor1, tensor2, value=1):
+    """`AddcmulExt`."""
+    return input + tensor1 * tensor2 * value
+
+
+def addcdiv(input, tensor1, tensor2, value=1):
+    """`AddcdivExt`."""
+    return input + tensor1 / tensor2 * value
+
+
+def atan2(input, other):
+    """`Atan2Ext`."""
+    return ops.atan2(input, other)
+
+
+def log2(input):
+    """`Log2`."""
+    return mint.log(input) * (1 / math.log(2))
+
+
+TABLE = {
+    "Clone": clone, "Var": variance, "Std": std, "VarMean": var_mean, "StdMean": std_mean, "LogSumExp": logsumexp,
+    "LinalgVectorNorm": vector_norm, "Norm": norm, "CountNonZero": count_nonzero, "TraceExt": trace,
+    "CumsumExt": cumsum, "TopkExt": topk, "SortExt": sort, "ArgSort": argsort, "ArgMaxExt": argmax, "ArgMinExt": argmin,
+    "AddcmulExt": addcmul, "AddcdivExt": addcdiv, "Atan2Ext": atan2, "Log2": log2,
+}

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decompositions for CPU: activations, normalisations and losses that only the `mint` primitives name.
+
+Losses take `reduction` as MindSpore passes it: 0 none, 1 mean, 2 sum, or the word.
+"""
+from __future__ import annotations
+
+import math
+
+import mindspore as ms
+from mindspore import mint, ops
+
+from .cpu_math import mean
+from .dtypes import as_dtype
+
+_REDUCTION = {0: "none", 1: "mean", 2: "sum"}
+
+
+def reduced(loss, reduction):
+    """A loss per element, reduced as `reduction` says."""
+    reduction = _REDUCTION.get(reduction, reduction)
+    return loss.sum() if reduction == "sum" else loss.mean() if reduction == "mean" else loss
+
+
+def gelu(input, approximate="none"):
+    """`GeluExt`."""
+    if approximate == "tanh":
+        return 0.5 * input * (1 + mint.tanh(math.sqrt(2 / math.pi) * (input + 0.044715 * input * input * input)))
+    return 0.5 * input * (1 + mint.erf(input * math.sqrt(0.5)))
+
+
+def silu(input):
+    """`SiLU` where there is no kernel."""
+    return input * mint.sigmoid(input)
+
+
+def swiglu(input, dim=-1):
+    """`Swiglu`: silu of the first half times the second."""
+    half = input._shape[dim] // 2
+    return silu(mint.narrow(input, dim, 0, half)) * mint.narrow(input, dim, half, half)
+
+
+def elu(input, alpha=1.0):
+    """`EluExt`; the branch that is not taken sees 0, so that its gradient stays finite."""
+    return mint.where(input > 0, input, alpha * (mint.exp(_below(input, 0)) - 1))
+
+
+def _below(x, bound):
+    return mint.where(x > bound, ops.zeros_like(x), x)
+
+
+def leaky_relu(input, negative_slope=0.01):
+    """`LeakyReLUExt`."""
+    return mint.where(input > 0, input, input * negative_slope)
+
+
+def softplus(input, beta=1, threshold=20):
+    """`SoftplusExt`: linear above the threshold."""
+    scaled = input * beta
+    bounded = _below(scaled, threshold)
+    soft = mint.nn.functional.relu(bounded) + mint.log1p(mint.exp(-mint.abs(bounded)))
+    return mint.where(scaled > threshold, input, soft / beta)
+
+
+def mish(input):
+    """`MishExt`."""
+    return input * mint.tanh(softplus(input))
+
+
+def log_sigmoid(input):
+    """`LogSigmoid`; the kernel's second result is a buffer nobody reads."""
+    return -(mint.nn.functional.relu(-input) + mint.log1p(mint.exp(-mint.abs(input))))
+
+
+def log_softmax(input, dim=None, dtype=None):
+    """`LogSoftmaxExt`."""
+    x = input if dtype is None else input.astype(as_dtype(dtype))
+    if not x._shape:
+        return x * 0
+    if dim is None:
+        dim = 0 if len(x._shape) in (0, 1, 3) else 1
+    return ops.log_softmax(x, dim)
+
+
+def rms_norm(x, gamma, epsilon=1e-6):
+    """`RmsNorm`: (y, 1 / rms), over the trailing dims that gamma has; in float32, rounded once."""
+    wide = x.astype(ms.float32) if x.dtype in (ms.float16, ms.bfloat16) else x
+    dims = tuple(range(len(x._shape) - len(gamma._shape), len(x._shape)))
+    scale = mint.rsqrt(mean(wide * wide, dims, True) + epsilon)
+    return (wide * scale * gamma).astype(x.dtype), scale
+
+
+def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5):
+    """`LayerNormExt`: (y, mean, 1 / std), in float32, rounded once."""
+    wide = input.astype(ms.float32) if input.dtype in (ms.float16, ms.bfloat16) else input
+    count = 1 if isinstance(normalized_shape, int) else len(normalized_shape)
+    dims = tuple(range(len(input._shape) - count, len(input._shape)))
+    middle = mean(wide, dims, True)
+    off = wide - middle
+    scale = mint.rsqrt(mean(off * off, dims, True) + eps)
+    out = off * scale
+    if weight is not None:
+        out = out * weight
+    if bias is not None:
+        out = out + bias
+    return out.astype(input.dtype), middle, scale
+
+
+def mse_loss(input, target, reduction=1):
+    """`MSELossExt`."""
+    return reduced((input - target) * (input - target), reduction)
+
+
+def l1_loss(input, target, reduction=1):
+    """`L1LossExt`."""
+    return reduced(mint.abs(input - target), reduction)
+
+
+def kl_div(input, target, reduction=1, log_target=False):
+    """`KLDiv`; 0 log 0 is 0."""
+    if log_target:
+        return reduced(mint.exp(target) * (target - input), reduction)
+    positive = target > 0
+    log = mint.log(mint.where(positive, target, ops.ones_like(target)))
+    return reduced(mint.where(positive, target * log, ops.zeros_like(target)) - target * input, reduction)
+
+
+TABLE = {
+    "GeluExt": gelu, "Swiglu": swiglu, "EluExt": elu, "LeakyReLUExt": leaky_relu, "SoftplusExt": softplus,
+    "MishExt": mish, "LogSigmoid": log_sigmoid, "LogSoftmaxExt": log_softmax, "RmsNorm": rms_norm,
+    "LayerNormExt": layer_norm, "MSELossExt": mse_loss, "L1LossExt": l1_loss, "KLDiv": kl_div,
+}
