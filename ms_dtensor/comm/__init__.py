@@ -7,11 +7,10 @@ Read next: `protocol.py`, `group.py`, `shm/engine.py`.
 """
 from __future__ import annotations
 
-from ..mesh import bind_world
 from .group import Group
 from .protocol import REDUCE_OPS, Backend, Work
 from .record import CommEvent, annotate, record, user_site
-from .world import (World, current_world, fake_token, fake_world, get_backend, group, set_cpu_backend, shutdown, start)
+from .world import World, current_world, fake_token, fake_world, get_backend, group, set_cpu_backend, shutdown, start
 
-__all__ = ["REDUCE_OPS", "Backend", "CommEvent", "Group", "Work", "World", "annotate", "current_world", "fake_token", "fake_world",
-           "get_backend", "group", "record", "set_cpu_backend", "shutdown", "start", "user_site"]
+__all__ = ["REDUCE_OPS", "Backend", "CommEvent", "Group", "Work", "World", "annotate", "current_world", "fake_token",
+           "fake_world", "get_backend", "group", "record", "set_cpu_backend", "shutdown", "start", "user_site"]

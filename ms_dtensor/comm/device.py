@@ -26,7 +26,7 @@ Handle = Any  # MindSpore's CommHandle, or None when the call was synchronous
 
 
 def communicator_name(ranks: Ranks) -> str:
-    """A name for a set of ranks: short whatever the number of ranks (HCCL allows 128 characters), equal on all of them."""
+    """A name for a set of ranks, equal on all of them, short however many they are (HCCL allows 128 characters)."""
     return f"msdt_{len(ranks)}_{hashlib.sha1(repr(ranks).encode()).hexdigest()[:24]}"
 
 
@@ -105,7 +105,8 @@ class DeviceBackend(Backend):
         return x, lambda y: y
 
     @staticmethod
-    def _finish(result: Tensor, handle: Handle, step: Callable[[Tensor], Tensor], async_op: bool) -> Tensor | Work[Tensor]:
+    def _finish(result: Tensor, handle: Handle, step: Callable[[Tensor], Tensor],
+                async_op: bool) -> Tensor | Work[Tensor]:
         if not async_op:
             return step(result)
 
@@ -181,7 +182,8 @@ class DeviceBackend(Backend):
         def piece(i: int, j: int) -> tuple[int, ...]:
             """Shape of what member i gives to member j."""
             return with_dim(with_dim(tuple(x.shape), split_dim, split_sizes[j]), concat_dim, concat_sizes[i])
-        block = math.prod(with_dim(with_dim(tuple(x.shape), split_dim, max(split_sizes)), concat_dim, max(concat_sizes)))
+        largest = with_dim(with_dim(tuple(x.shape), split_dim, max(split_sizes)), concat_dim, max(concat_sizes))
+        block = math.prod(largest)
         if not block:
             return self._give(self._nothing(with_dim(piece(me, me), concat_dim, sum(concat_sizes)), x.dtype), async_op)
         wire, back = self._wire(x)
@@ -231,7 +233,8 @@ class DeviceBackend(Backend):
             arriving.append((src, buffer))
             finish.append((len(out), buffer, shape, dtype))
             out.append(buffer)
-        leaving = [(dst, self.ops.flat(self._wire(x)[0])) for dst, x in sends if dst != self.rank and math.prod(x.shape)]
+        leaving = [(dst, self.ops.flat(self._wire(x)[0])) for dst, x in sends
+                   if dst != self.rank and math.prod(x.shape)]
         if leaving or arriving:
             self._flat_exchange(leaving, arriving)
         for i, buffer, shape, dtype in finish:

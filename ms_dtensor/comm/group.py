@@ -34,7 +34,8 @@ class Group:
     def __init__(self, backend: Backend, ranks: Sequence[int], axes: Sequence[str] = ()):
         self.backend, self.ranks, self.axes = backend, tuple(ranks), tuple(axes)
         self.size = len(self.ranks)
-        if not self.ranks or len(set(self.ranks)) != self.size or min(self.ranks) < 0 or max(self.ranks) >= backend.size:
+        distinct = len(set(self.ranks)) == self.size > 0
+        if not distinct or min(self.ranks) < 0 or max(self.ranks) >= backend.size:
             raise CommError(f"For 'group', {self.ranks} is not a list of ranks.", f"world of {backend.size}",
                             "A group has each of its ranks once, and all of them in the world.",
                             "pass distinct ranks from 0 to the world size - 1")
@@ -85,10 +86,11 @@ class Group:
         result = call()
         seconds = time.perf_counter() - started
         n = note()
-        size = math.prod(x.shape) * x.itemsize if x is not None else 0
-        event = CommEvent(op, self.axes if n.axes is None else n.axes, self.ranks, tuple(x.shape) if x is not None else (),
-                          str(x.dtype) if x is not None else "", round(size * fraction), user_site(), n.phase,
-                          n.implicit, n.src, n.dst, seconds)
+        shape, dtype, size = (), "", 0
+        if x is not None:
+            shape, dtype, size = tuple(x.shape), str(x.dtype), math.prod(x.shape) * x.itemsize
+        event = CommEvent(op, self.axes if n.axes is None else n.axes, self.ranks, shape, dtype, round(size * fraction),
+                          user_site(), n.phase, n.implicit, n.src, n.dst, seconds)
         for events in listeners:
             events.append(event)
         return result
@@ -132,15 +134,16 @@ class Group:
         `split_sizes[i]` is what member i gets of `split_dim`, `concat_sizes[i]` what member i brings on `concat_dim`.
         """
         if split_dim == concat_dim:
-            raise self._refuse("all_to_all", x, "Split dim and concat dim are one dim: its pieces would only change rank.",
+            raise self._refuse("all_to_all", x, "Split and concat dim are one dim: pieces would only change rank.",
                                "use 'exchange' to move pieces of one dim between ranks")
         mine = concat_sizes[self.rank_index] if len(concat_sizes) == self.size else -1
-        self._check("all_to_all", x, None, [(split_dim, split_sizes, sum(split_sizes)), (concat_dim, concat_sizes, mine)])
+        self._check("all_to_all", x, None,
+                    [(split_dim, split_sizes, sum(split_sizes)), (concat_dim, concat_sizes, mine)])
         if self.size == 1:
             return self._alone(x, async_op)
         return self._done("all_to_all", x, 1 - split_sizes[self.rank_index] / max(sum(split_sizes), 1),
-                          lambda: self.backend.all_to_all(x, split_dim, split_sizes, concat_dim, concat_sizes, self.ranks,
-                                                          async_op))
+                          lambda: self.backend.all_to_all(x, split_dim, split_sizes, concat_dim, concat_sizes,
+                                                          self.ranks, async_op))
 
     def broadcast(self, x: Tensor, src: int, *, async_op: bool = False) -> Tensor | Work[Tensor]:
         """Global rank `src`'s tensor; the others pass one of the same shape and dtype, whose values are not read."""
@@ -198,7 +201,8 @@ class Group:
         self._check("exchange")
         strangers = sorted({r for r, *_ in (*sends, *recvs)} - set(self.ranks))
         if strangers:
-            raise self._refuse("exchange", None, f"Rank(s) {strangers} are not members of the group.", "pass global ranks")
+            raise self._refuse("exchange", None, f"Rank(s) {strangers} are not members of the group.",
+                               "pass global ranks of members")
         if not sends and not recvs:
             return []
         if self.size == 1:

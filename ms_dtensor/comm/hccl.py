@@ -2,7 +2,8 @@
 """Ascend: MindSpore's `mint.distributed` over HCCL.
 
 Written against the documented API of MindSpore 2.10 and tested call by call with a double; it has not run on a device.
-Half-precision sums are the device's own: HCCL reduces float16 and bfloat16 as they are. The invariant is `DeviceBackend`'s.
+Half-precision sums are the device's own: HCCL reduces float16 and bfloat16 as they are.
+The invariant is `DeviceBackend`'s.
 """
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ class HcclBackend(DeviceBackend):
         from mindspore.mint import distributed as dist
         if not dist.is_initialized():
             dist.init_process_group(backend="hccl")
-        return cls(dist.get_rank(), dist.get_world_size(), GlobalComm.WORLD_COMM_GROUP, communication.create_group, dist)
+        return cls(dist.get_rank(), dist.get_world_size(), GlobalComm.WORLD_COMM_GROUP, communication.create_group,
+                   dist)
 
     def _flat_reduce(self, flat: Tensor, op: str, comm: str, size: int, async_op: bool) -> tuple[Tensor, Handle]:
         out = self.ops.copy(flat)  # in place, and `flat` may be the caller's memory

@@ -68,7 +68,8 @@ class McclBackend(DeviceBackend):
             self._broken = e
             raise CommError(f"For '{what}', MindSpore's CPU backend failed.", str(e).strip().split("\n")[0],
                             "A peer died, or the ranks called different collectives.",
-                            ("look at the other ranks' logs", 'on one host, set_cpu_backend("shm") says which rank')) from e
+                            ("look at the other ranks' logs",
+                             'on one host, set_cpu_backend("shm") says which rank')) from e
 
     def _wire(self, x: Tensor) -> tuple[Tensor, Any]:
         if x.dtype in (mstype.complex64, mstype.complex128, mstype.uint16, mstype.uint32, mstype.uint64, mstype.int16):

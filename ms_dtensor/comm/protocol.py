@@ -119,7 +119,7 @@ class Backend(ABC):
         """Receives one tensor from rank `src`."""
         return self.exchange([], [(src, shape, dtype)])[0]
 
-    def close(self, reason: str = "") -> None:
+    def close(self, reason: str = "") -> None:  # noqa: B027  most backends have nothing to do
         """Leaves the job (`reason`: the error that ends this rank). Others fail only if they wait for this rank."""
 
 

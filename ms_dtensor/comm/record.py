@@ -63,7 +63,7 @@ class Note(NamedTuple):
 
 
 _recorders: ContextVar[tuple[list[CommEvent], ...]] = ContextVar("ms_dtensor_recorders", default=())
-_note: ContextVar[Note] = ContextVar("ms_dtensor_comm_note", default=Note())
+_note: ContextVar[Note] = ContextVar("ms_dtensor_comm_note", default=Note())  # noqa: B039  immutable
 
 
 def active() -> tuple[list[CommEvent], ...]:

@@ -143,12 +143,6 @@ def fake_token() -> tuple[int, int] | None:
     return None if world is None else (world.rank, world.size)
 
 
-def fake_token() -> tuple[int, int] | None:
-    """What a cache keyed on calls must add to its keys: None in the real world, else the fake world's size and rank."""
-    world = _fake.get()
-    return None if world is None else (world.size, world.rank)
-
-
 def get_backend(mesh: Any = None) -> Backend:
     """The backend a mesh communicates with; of the current world if `mesh` is None."""
     backend = getattr(mesh, "backend", None)

@@ -109,7 +109,8 @@ def case_reduce_scatter(comm, rank, ranks):
         for sizes in (uneven(2 * n + 1, n, dim), [2] * n):
             shape = tuple(sum(sizes) if d == dim else s for d, s in enumerate((2, 3, 4)))
             xs = inputs(6, n, shape, "float32")
-            same(comm.reduce_scatter(xs[me], op, dim, sizes, ranks), slices(reduced(xs, op), dim, sizes)[me], comm.exact)
+            want = slices(reduced(xs, op), dim, sizes)[me]
+            same(comm.reduce_scatter(xs[me], op, dim, sizes, ranks), want, comm.exact)
     for dtype in ("float16", "float64", "int32", "uint8"):
         xs = inputs(7, n, (n, 3), dtype)
         same(comm.reduce_scatter(xs[me], "sum", 0, [1] * n, ranks), reduced(xs, "sum")[me:me + 1], comm.exact)
@@ -119,7 +120,7 @@ def case_all_to_all(comm, rank, ranks):
     n, me = len(ranks), ranks.index(rank)
     for split, concat in itertools.permutations((0, 1, 2), 2):
         for ss, cs in ((uneven(2 * n + 1, n, split), uneven(n + 2, n, concat)), ([2] * n, [1] * n)):
-            def shape(i):
+            def shape(i, split=split, concat=concat, ss=ss, cs=cs):
                 s = [2, 3, 4]
                 s[split], s[concat] = sum(ss), cs[i]
                 return tuple(s)

@@ -73,7 +73,8 @@ class MintDistributed(Double):
         got = self.under.reduce_scatter(input, op, 0, [output.shape[0]] * len(ranks), ranks)
         return self._finish(output, got, async_op)
 
-    def all_to_all_single(self, output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False):
+    def all_to_all_single(self, output, input, output_split_sizes=None, input_split_sizes=None, group=None,
+                          async_op=False):
         ranks = self.note("all_to_all_single", group, output, input)
         return self._finish(output, swap(self.under, input, ranks), async_op)
 
@@ -158,6 +159,7 @@ class Primitives(Double):
 def doubled(kind, under):
     """The backend of a device, on a double that moves its data over `under`."""
     double = (MintDistributed if kind == "hccl" else Primitives)(under)
-    backend = (HcclBackend if kind == "hccl" else NcclBackend)(under.rank, under.size, "world", double.create_group, double)
+    make = HcclBackend if kind == "hccl" else NcclBackend
+    backend = make(under.rank, under.size, "world", double.create_group, double)
     backend.double = double
     return backend

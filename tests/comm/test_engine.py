@@ -140,13 +140,13 @@ def test_worlds_of_different_size_do_not_connect():
 
     def other():
         try:
-            rendezvous.connect(0, 2, name, 3)
+            rendezvous.connect(0, 2, name, 1)
         except Exception as e:
             caught.append(e)
     thread = threading.Thread(target=other)
     thread.start()
     with pytest.raises((ConfigError, PeerLost)):
-        rendezvous.connect(1, 3, name, 3)
+        rendezvous.connect(1, 3, name, 1)
     thread.join()
     assert isinstance(caught[0], ConfigError) and "another job" in str(caught[0])
 

@@ -37,7 +37,8 @@ def main() -> int:
             code = 1
             e = None
             try:
-                e = engine.Engine(rank, size, name, timeout=float(os.environ.get("TEST_TIMEOUT", "20")), start_timeout=20)
+                timeout = float(os.environ.get("TEST_TIMEOUT", "20"))
+                e = engine.Engine(rank, size, name, timeout=timeout, start_timeout=20)
                 result = getattr(scenarios, scenario)(e, rank, size, *args)
                 line["ok"] = result
                 e.close()

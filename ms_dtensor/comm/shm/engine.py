@@ -22,12 +22,23 @@ from .segment import CHUNK, SLOT, Segment
 from .signals import INLINE, GroupState, Signals
 
 Ranks = tuple[int, ...]
-_EVERYBODY = 8 << 10  # up to here each rank reduces everything: computing n times is cheaper than a second sync
+_EVERYBODY = 64 << 10  # read by a rank in all: up to here each reduces everything, which is cheaper than a second sync
 _ALIGN = 64
 
 
 def _up(count: int) -> int:
     return (count + _ALIGN - 1) // _ALIGN * _ALIGN
+
+
+_names: dict[np.dtype, str] = {}
+
+
+def _name(dtype: np.dtype) -> str:
+    """`dtype.name`, which NumPy computes anew each time."""
+    name = _names.get(dtype)
+    if name is None:
+        name = _names[dtype] = dtype.name
+    return name
 
 
 def _dots(shape: Sequence[int], *dims: int) -> str:
@@ -54,6 +65,7 @@ class Engine:
         self._memory = Segment(fd, writable=True)
         self._signals = Signals(rank, self._memory, links, timeout)
         self._groups: dict[Ranks, GroupState] = {}
+        self._abouts: dict[tuple[Any, ...], str] = {}      # the most frequent call, described once per shape
         self._site = site
         self._broken: BaseException | None = None
         self._closed = False
@@ -94,8 +106,8 @@ class Engine:
 
     # -- transport of pieces ---------------------------------------------------------------------------------------
 
-    def _pieces(self, g: GroupState, what: str, head: bytes, pieces: Sequence[np.ndarray | None], lengths: Sequence[int],
-                dtype: np.dtype, biggest: int) -> Iterator[tuple[int, list[np.ndarray]]]:
+    def _pieces(self, g: GroupState, what: str, head: bytes, pieces: Sequence[np.ndarray | None],
+                lengths: Sequence[int], dtype: np.dtype, biggest: int) -> Iterator[tuple[int, list[np.ndarray]]]:
         """Gives piece i to member i (or the only piece to all); yields what came, chunk by chunk.
 
         Args:
@@ -157,14 +169,17 @@ class Engine:
 
     def all_reduce(self, x: np.ndarray, op: str, ranks: Ranks) -> np.ndarray:
         """See `Backend.all_reduce`."""
-        return self._run("all_reduce", f"{op} {x.dtype.name}{_dots(x.shape)}", ranks,
-                         lambda g, head: self._all_reduce(g, head, x, op))
+        key = (op, x.dtype, x.shape)
+        about = self._abouts.get(key)
+        if about is None:
+            about = self._abouts[key] = f"{op} {_name(x.dtype)}{_dots(x.shape)}"
+        return self._run("all_reduce", about, ranks, lambda g, head: self._all_reduce(g, head, x, op))
 
     def _all_reduce(self, g: GroupState, head: bytes, x: np.ndarray, op: str) -> np.ndarray:
         dtype, out = x.dtype, np.empty(x.shape, x.dtype)
         flat, result = np.ascontiguousarray(x).reshape(-1), out.reshape(-1)
         sync, own = self._signals.sync, self._memory
-        if flat.nbytes <= _EVERYBODY:
+        if flat.nbytes * g.size <= _EVERYBODY:
             bases = [o + g.turn * SLOT for o in g.offsets]
             own.view(bases[g.index], flat.size, dtype)[...] = flat
             sync(g, "all_reduce", head)
@@ -197,7 +212,8 @@ class Engine:
             places = [out[cut(dim, at[i], at[i + 1])] for i in range(g.size)]
             self._collect(g, "all_gather", head, [x], places, x.dtype, max(p.size for p in places))
             return out
-        return self._run("all_gather", f"{x.dtype.name}{_dots(x.shape, dim)} dim={dim} sizes={tuple(sizes)}", ranks, body)
+        about = f"{_name(x.dtype)}{_dots(x.shape, dim)} dim={dim} sizes={tuple(sizes)}"
+        return self._run("all_gather", about, ranks, body)
 
     def reduce_scatter(self, x: np.ndarray, op: str, dim: int, sizes: Sequence[int], ranks: Ranks) -> np.ndarray:
         """See `Backend.reduce_scatter`."""
@@ -213,8 +229,8 @@ class Engine:
                 if views[0].size:
                     reduce_into(flat[start:start + views[0].size], op, views)
             return out
-        return self._run("reduce_scatter", f"{op} {x.dtype.name}{_dots(x.shape)} dim={dim} sizes={tuple(sizes)}", ranks,
-                         body)
+        about = f"{op} {_name(x.dtype)}{_dots(x.shape)} dim={dim} sizes={tuple(sizes)}"
+        return self._run("reduce_scatter", about, ranks, body)
 
     def all_to_all(self, x: np.ndarray, split_dim: int, split_sizes: Sequence[int], concat_dim: int,
                    concat_sizes: Sequence[int], ranks: Ranks) -> np.ndarray:
@@ -228,7 +244,7 @@ class Engine:
             rest = int(np.prod([s for d, s in enumerate(x.shape) if d not in (split_dim, concat_dim)], dtype=np.int64))
             self._collect(g, "all_to_all", head, pieces, places, x.dtype, rest * max(split_sizes) * max(concat_sizes))
             return out
-        return self._run("all_to_all", f"{x.dtype.name}{_dots(x.shape, concat_dim)} split {split_dim}:"
+        return self._run("all_to_all", f"{_name(x.dtype)}{_dots(x.shape, concat_dim)} split {split_dim}:"
                          f"{tuple(split_sizes)} concat {concat_dim}:{tuple(concat_sizes)}", ranks, body)
 
     def broadcast(self, x: np.ndarray, src: int, ranks: Ranks) -> np.ndarray:
@@ -241,7 +257,7 @@ class Engine:
             places = [out if r == src else None for r in ranks]
             self._collect(g, "broadcast", head, [None], places, x.dtype, x.size)
             return out
-        return self._run("broadcast", f"{x.dtype.name}{_dots(x.shape)} from {src}", ranks, body)
+        return self._run("broadcast", f"{_name(x.dtype)}{_dots(x.shape)} from {src}", ranks, body)
 
     def scatter(self, x: np.ndarray | None, dim: int, sizes: Sequence[int], src: int, ranks: Ranks, *,
                 shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
@@ -254,7 +270,7 @@ class Engine:
             places = [out if r == src else None for r in ranks]
             self._collect(g, "scatter", head, give, places, out.dtype, rest * max(sizes))
             return out
-        return self._run("scatter", f"{np.dtype(dtype).name}{_dots(shape)} dim={dim} sizes={tuple(sizes)} from {src}",
+        return self._run("scatter", f"{_name(np.dtype(dtype))}{_dots(shape)} dim={dim} sizes={tuple(sizes)} from {src}",
                          ranks, body)
 
     def barrier(self, ranks: Ranks) -> None:
@@ -300,7 +316,7 @@ class Engine:
         return out
 
     def _post(self, dst: int, x: np.ndarray) -> None:
-        about = f"{x.dtype.name}{_dots(x.shape)}".encode()
+        about = f"{_name(x.dtype)}{_dots(x.shape)}".encode()
         data = np.ascontiguousarray(x).reshape(-1).view(np.uint8).data
         if len(data) <= INLINE:
             self._signals.post(dst, about, data)
@@ -316,12 +332,13 @@ class Engine:
 
     def _take(self, src: int, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
         about, payload, fd = self._signals.take(src, "recv")
-        wanted = f"{dtype.name}{_dots(shape)}"
+        wanted = f"{_name(dtype)}{_dots(shape)}"
         try:
             if about.decode() != wanted:
-                raise self._signals.mismatch([(src, f"send {about.decode()}", self._signals.peers[src].memory.call()[1]),
-                                              (self.rank, f"recv {wanted}", self._memory.call()[1])],
-                                             [self._signals.peers[src]], "exchange")
+                peer = self._signals.peers[src]
+                calls = [(src, f"send {about.decode()}", peer.memory.call()[1]),
+                         (self.rank, f"recv {wanted}", self._memory.call()[1])]
+                raise self._signals.mismatch(calls, [peer], "exchange")
             out = np.empty(tuple(shape), dtype)
             data = out.reshape(-1).view(np.uint8)
             if fd < 0:

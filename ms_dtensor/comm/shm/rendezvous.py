@@ -77,6 +77,19 @@ def connect(rank: int, size: int, name: str, timeout: float = 120.0) -> tuple[in
     memory = segment.create()
     hello = {"protocol": PROTOCOL, "size": size, "rank": rank, "pid": os.getpid(), "name": name}
     links: dict[int, Link] = {}
+    try:
+        _meet(hello, memory, links, deadline, timeout)
+    except BaseException:  # a caller may catch it: nothing stays open, so the peers notice at once
+        os.close(memory)
+        for link in links.values():
+            link.sock.close()
+            os.close(link.fd)
+        raise
+    return memory, [links[r] for r in sorted(links)]
+
+
+def _meet(hello: dict, memory: int, links: dict[int, Link], deadline: float, timeout: float) -> None:
+    rank, size, name = hello["rank"], hello["size"], hello["name"]
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         try:
             listener.bind(f"\0{name}-{rank}")
@@ -96,7 +109,6 @@ def connect(rank: int, size: int, name: str, timeout: float = 120.0) -> tuple[in
                 missing = [r for r in range(size) if r != rank and r not in links]
                 raise _late(rank, missing, size, timeout)
             links[link.rank] = link
-    return memory, [links[r] for r in sorted(links)]
 
 
 def _call(address: str, peer: int, hello: dict, memory: int, deadline: float, timeout: float) -> Link:
@@ -107,6 +119,9 @@ def _call(address: str, peer: int, hello: dict, memory: int, deadline: float, ti
             sock.connect(address)
             socket.send_fds(sock, [json.dumps(hello).encode()], [memory])
             return _greet(sock, hello, peer)
+        except ConfigError:
+            sock.close()
+            raise
         except (ConnectionRefusedError, FileNotFoundError, BlockingIOError):  # not there yet, or its queue is full
             sock.close()
             time.sleep(_RETRY)
@@ -127,9 +142,12 @@ def _answer(listener: socket.socket, hello: dict, memory: int, deadline: float) 
     try:
         link = _greet(sock, hello, None)
         socket.send_fds(sock, [json.dumps(hello).encode()], [memory])
-    except (TimeoutError, ConnectionError):
+    except (TimeoutError, ConnectionError):  # it came and went: perhaps it comes again
         sock.close()
-        return None
+        return _answer(listener, hello, memory, deadline)
+    except ConfigError:
+        sock.close()
+        raise
     return link
 
 
@@ -142,6 +160,8 @@ def _greet(sock: socket.socket, hello: dict, expected: int | None) -> Link:
     same = all(other.get(k) == hello[k] for k in ("protocol", "size", "name")) and uid == os.getuid() and len(fds) == 1
     rank = other.get("rank", -1)
     if not same or rank == hello["rank"] or (expected is not None and rank != expected):
+        for fd in fds:
+            os.close(fd)
         raise ConfigError(f"For 'start', rank {hello['rank']} met a process of another job (pid {pid}).",
                           f"ours {hello}, theirs {other}", "Ranks connect only within one job.",
                           "pass another --master_port to msrun")

@@ -44,6 +44,7 @@ class Segment:
         self.map = mmap.mmap(fd, TOTAL, mmap.MAP_SHARED, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
         os.close(fd)
         self._next = _SLOTS
+        self._shown = (b"", b"")
 
     def view(self, offset: int, count: int, dtype: np.dtype) -> np.ndarray:
         """`count` elements at `offset`, flat."""
@@ -59,8 +60,11 @@ class Segment:
         head = _LEN.pack(len(text)) + text
         site = site[-_SITE_MAX:]
         m = self.map
-        m[_TEXT - 4:_TEXT - 4 + len(head)] = head
-        m[_SITE - 4:_SITE + len(site)] = _LEN.pack(len(site)) + site
+        if head != self._shown[0]:  # loops repeat themselves
+            m[_TEXT - 4:_TEXT - 4 + len(head)] = head
+        if site != self._shown[1]:
+            m[_SITE - 4:_SITE + len(site)] = _LEN.pack(len(site)) + site
+        self._shown = head, site
         m[_STATE] = 1
         return head
 
@@ -85,8 +89,9 @@ class Segment:
         """A double slot for a new group, published for the peers to read; returns its offset."""
         offset = self._next
         if offset + 2 * SLOT > TOTAL:
-            raise CommError("For 'group', this rank is a member of too many groups.", f"{(TOTAL - _SLOTS) // (2 * SLOT)}",
-                            "Each group of ranks has a slot in shared memory.", "use fewer distinct groups of ranks")
+            raise CommError("For 'group', this rank is a member of too many groups.",
+                            f"{(TOTAL - _SLOTS) // (2 * SLOT)} groups", "Each group has a slot in shared memory.",
+                            "use fewer distinct groups of ranks")
         self._next += 2 * SLOT
         self.map[_OFFSET:_OFFSET + 8] = struct.pack("<Q", offset)
         return offset

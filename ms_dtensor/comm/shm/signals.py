@@ -7,6 +7,7 @@ The invariant: `sync` returns on a member only after every member of the group h
 """
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
@@ -83,17 +84,31 @@ class Signals:
         self._poll = select.poll()
         for fd in self._by_fd:
             self._poll.register(fd, _IN)
+        self._narrow: dict[int, select.poll] = {}            # per peer: wakes for its packets, and for anybody's end
         self._told: Exception | None = None                  # what a peer told us went wrong
+        self._alarm = False                                  # somebody ended or told us of an error
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    def _pump(self, milliseconds: float) -> bool:
-        """Reads what has come; blocks up to the given time if nothing has."""
-        events = self._poll.poll(milliseconds)
+    def _pump(self, milliseconds: float, first: Peer | None = None) -> bool:
+        """Reads what has come; blocks up to the given time if nothing has.
+
+        With `first`, packets of other peers stay where they are: a rank that needs several arrivals sleeps through
+        all but the last instead of being woken for each.
+        """
+        poll = self._poll if first is None else self._narrow.get(first.rank) or self._make_narrow(first)
+        events = poll.poll(milliseconds)
         for fd, event in events:
             if event != select.POLLOUT:
                 self._read(self._by_fd[fd])
         return bool(events)
+
+    def _make_narrow(self, first: Peer) -> select.poll:
+        poll = self._narrow[first.rank] = select.poll()
+        for peer in self.peers.values():
+            if peer.end is None:
+                poll.register(peer.sock.fileno(), _IN if peer is first else 0)  # hang-up is reported in any case
+        return poll
 
     def _read(self, peer: Peer) -> None:
         try:
@@ -112,6 +127,7 @@ class Signals:
             attempt, operands, rule, *fixes = data[9:].decode(errors="replace").split("\0")
             self._told = _ERRORS[data[8:9]](attempt, operands, rule, fixes)
             self._told.in_step = bool(seq)
+            self._alarm = True
         elif kind == _BYE:
             self._drop(peer, data[8:].decode(errors="replace"))
         else:
@@ -120,8 +136,10 @@ class Signals:
 
     def _drop(self, peer: Peer, end: str) -> None:
         if peer.end is None:
-            peer.end = end
-            self._poll.unregister(peer.sock.fileno())
+            peer.end, self._alarm = end, True
+            for poll in (self._poll, *self._narrow.values()):
+                with contextlib.suppress(KeyError):
+                    poll.unregister(peer.sock.fileno())
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
@@ -148,26 +166,35 @@ class Signals:
     def _wait(self, waiting: list[Peer], what: str, deadline: float, g: GroupState | None = None) -> None:
         """One blocking step of a wait for `waiting` (in group `g`; or for a message); raises if it cannot end well."""
         ready = _has_token if g is not None else _has_message
-        self._check(waiting, what, ready)
-        if not self._pump(max(deadline - time.monotonic(), 0) * 1000):
+        if self._alarm:
+            self._check(waiting, what, ready)
+        left = deadline - time.monotonic()
+        if g is None:
+            woken = self._pump(max(left, 0) * 1000)
+        else:  # now and then also read the others: one of them may report an error
+            woken = self._pump(max(min(left, 1.0), 0) * 1000, waiting[0]) or self._pump(0) or left > 1.0
+        if not woken:
             if g is not None and g.index:  # the first member waits too: say who it waits for
                 mine = self.memory.call()[0]
                 waiting = [p for p in g.peers if p and p.memory.call()[::2] != (mine, True)] or waiting
             raise self._timed_out(waiting, what)
-        self._check(waiting, what, ready)
+        if self._alarm:
+            self._check(waiting, what, ready)
 
     def _check(self, waiting: list[Peer], what: str, ready: Callable[[Peer], object]) -> None:
         if self._told is None and all(not p.end for p in self.peers.values()) \
                 and all(p.end is None or ready(p) for p in waiting):
+            self._alarm = any(p.end is not None for p in self.peers.values())
             return
         while self._pump(0):  # several ends may have come at once: report the first cause, not its consequence
             pass
         if all(ready(p) for p in waiting):
             return  # complete after all; the end of a peer matters to the next wait
-        ended = sorted((p for p in self.peers.values() if p.end), key=lambda p: (p.end.startswith(_CONSEQUENCES), p.end != "died"))
-        if self._told is not None and not (ended and ended[0].end == "died"):
+        if self._told is not None:  # the teller knows the cause, and may have ended since
             told, self._told = self._told, None
             raise told
+        ended = sorted((p for p in self.peers.values() if p.end),
+                       key=lambda p: (p.end.startswith(_CONSEQUENCES), p.end != "died"))
         if ended:
             raise self._lost(ended[0], what)
         gone = [p for p in waiting if p.end is not None and not ready(p)]
@@ -230,7 +257,7 @@ class Signals:
             self._send(p, go)
 
     def post(self, dst: int, about: bytes, payload: bytes | memoryview, fd: int = -1) -> None:
-        """Sends a message without waiting for its receiver: small ones inside the socket, large ones as a memory file."""
+        """Sends a message, not waiting for its receiver: small ones inside the socket, large ones as a memory file."""
         peer = self.peers[dst]
         packet = _TOKEN.pack(_DATA_FD if fd >= 0 else _DATA, 0, len(about)) + about + bytes(payload)
         if not self._send(peer, packet, (fd,) if fd >= 0 else ()):

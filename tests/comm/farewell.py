@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two ranks of the shared-memory world, started without msrun; how one ends is told to the other. See test_ranks.py."""
+from __future__ import annotations
+
+import os
+import sys
+
+from ms_dtensor import comm
+
+KIND = sys.argv[1]
+world = comm.start("cpu")
+g = comm.group(range(world.size), ("dp",))
+g.barrier()
+if world.rank == 1:
+    if KIND == "raises":
+        raise ValueError("boom")
+    if KIND == "exits":
+        os._exit(0)
+    sys.exit(0)
+if KIND == "leaves":
+    import time
+    time.sleep(0.2)
+    comm.shutdown()
+    print("fine", comm.current_world())
+    sys.exit(0)
+g.barrier()

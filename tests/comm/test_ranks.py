@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors between real ranks: the contract on every backend that runs on CPU, and the ends of a process."""
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from ms_dtensor.comm import world
+from tests.msrun import free_port, run_ranks
+
+HERE = pathlib.Path(__file__).parent
+
+
+@pytest.mark.dist
+def test_contract_on_shm_mccl_and_the_doubles_of_hccl_and_nccl(tmp_path):
+    before = sorted(os.listdir("/dev/shm"))
+    reports = run_ranks(HERE / "tensor_suite.py", 4, timeout=120, log_dir=tmp_path)
+    for r in reports:
+        assert r[0]["cases"] == 7 * 9, r
+        assert [n for n in r[0]["shm"] if "ms_dtensor" in n] == []
+    assert sorted(os.listdir("/dev/shm")) == before
+
+
+def two_ranks(kind):
+    """stdout, stderr and exit code of both."""
+    env = dict(os.environ, MS_ROLE="MS_WORKER", MS_WORKER_NUM="2", MS_SCHED_PORT=str(free_port()), GLOG_v="3",
+               PYTHONPATH=str(HERE.parent.parent))
+    running = [subprocess.Popen([sys.executable, str(HERE / "farewell.py"), kind], env=dict(env, MS_NODE_ID=str(r)),
+                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for r in range(2)]
+    try:
+        return [(*p.communicate(timeout=60), p.returncode) for p in running]
+    finally:
+        for p in running:
+            p.kill()
+
+
+@pytest.mark.dist
+def test_how_a_rank_ended_is_told_to_the_others():
+    (_, err, code), (_, other, other_code) = two_ranks("raises")
+    assert code == 1 and "PeerLost: For 'barrier', rank 1 (pid" in err and "ended with ValueError: boom" in err, err
+    assert "farewell.py:13" in err  # where the lost rank's last call was
+    assert other_code == 1 and "ValueError: boom" in other
+
+
+@pytest.mark.dist
+def test_a_rank_may_leave_when_nobody_waits_for_it():
+    (out, err, code), (_, _, other_code) = two_ranks("leaves")
+    assert (code, other_code) == (0, 0) and "fine None" in out, err
+
+
+def test_the_scheduler_of_msrun_has_nothing_to_do_with_shared_memory(monkeypatch):
+    monkeypatch.setenv("MS_ROLE", "MS_SCHED")
+    monkeypatch.setenv("MS_WORKER_NUM", "4")
+    with pytest.raises(SystemExit) as end:
+        world._start("CPU")
+    assert end.value.code == 0
