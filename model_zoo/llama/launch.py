@@ -79,9 +79,9 @@ class Run:
             while self.msrun.poll() is None:
                 self._look()
                 self._print_new()
-                living = [p for p in self.known.values() if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-                if len(self.known) > self.workers and len(living) <= 1:
-                    # only msrun's scheduler is left; after a failure it would take half a minute to notice
+                living = [p for p in self.known.values() if _alive(p)]
+                if len(self.known) > self.workers and all(_is_scheduler(p) for p in living):
+                    # no rank is left; after a failure msrun's scheduler would take half a minute to notice
                     alone_since = alone_since or time.monotonic()
                     if time.monotonic() - alone_since > GRACE:
                         self.end()
@@ -121,6 +121,20 @@ class Run:
             output, failed, _ = new.decode(errors="replace").partition(FAILED)
             self.show = not failed  # what follows is said once, by `first_failure`
             print(output, end="", flush=True)
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _is_scheduler(process: psutil.Process) -> bool:
+    try:
+        return process.environ().get("MS_ROLE") == "MS_SCHED"
+    except psutil.Error:
+        return False
 
 
 def failures(log_dir: Path) -> Iterator[tuple[float, str, str]]:
