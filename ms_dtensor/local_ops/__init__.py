@@ -14,11 +14,11 @@ from mindspore import ops
 from mindspore.common._grad_function import _Function
 
 from ..rules.spec import Operand
-from . import basic, cpu
+from . import arrange, basic, cpu, lookup, random
 from .dtypes import widen, widening
 
-TABLE = {**basic.TABLE}
-CPU = {**cpu.TABLE}
+TABLE = {**basic.TABLE, **lookup.TABLE, **arrange.TABLE, **random.TABLE}
+CPU = {**cpu.TABLE, **lookup.CPU, **arrange.CPU, **random.CPU}
 
 
 class Nothing(_Function):

@@ -39,27 +39,6 @@ def gather(x, ids, dim):
     return ops.gather(x, ids, dim)
 
 
-def _own_rows(ids, lo, rows):
-    """Local row numbers clamped into the shard, and which of them are the shard's own."""
-    local = ids - lo
-    mine = mint.logical_and(local >= 0, local < rows)
-    return local * mine.astype(local.dtype), mine
-
-
-def gather_shard(x, ids, dim, lo):
-    """Rows of the global table that this shard (rows `lo`...) owns, zeros for the others."""
-    local, mine = _own_rows(ids, lo, x._shape[dim])
-    out = ops.gather(x, local, dim)
-    mask = mint.reshape(mine, (*(1,) * dim, *ids._shape, *(1,) * (len(x._shape) - dim - 1)))
-    return out * mask.astype(out.dtype)
-
-
-def take_along_shard(x, ids, dim, lo):
-    """`gather_elements` of the elements this shard owns, zeros for the others."""
-    local, mine = _own_rows(ids, lo, x._shape[dim])
-    return ops.gather_elements(x, dim, local) * mine.astype(x.dtype)
-
-
 def mean_of_shard(x, dims, keepdim, count, dtype):
     """This shard's summand of a global mean over `count` elements."""
     if dtype is not None:
@@ -95,7 +74,7 @@ def clone(x):
 
 
 TABLE = {
-    "reshape": reshape, "broadcast_to": broadcast_to, "slice": slice_, "gather": gather, "gather_shard": gather_shard,
-    "take_along_shard": take_along_shard, "mean_of_shard": mean_of_shard,
+    "reshape": reshape, "broadcast_to": broadcast_to, "slice": slice_, "gather": gather,
+    "mean_of_shard": mean_of_shard,
     "linear_bias_once": linear_bias_once, "bias_once": bias_once, "tril": tril, "triu": triu, "clone": clone,
 }

@@ -7,7 +7,16 @@ those that are its own, and gives zeros for the others: Partial(sum). No rank ev
 from __future__ import annotations
 
 from ..placements import REDUCE_OPS, Partial
-from .spec import Call, Case, Invoke, Local, OpSpec, P, R, S
+from .spec import Call, Case, Invoke, Local, OpSpec, P, R, S, broadcast_shapes
+
+NAMES = """
+gather:DeprecatedGather:input index dim batch_dims
+index_select:IndexSelect:input dim index
+take:DeprecatedTake:input index dim mode
+index_select:Take:input index
+gather_nd:GatherNd:input index
+embedding_lookup:EmbeddingLookup:input index offset
+"""
 
 _PARTIALS = tuple(Partial(op) for op in REDUCE_OPS)
 
@@ -64,56 +73,139 @@ def select(call: Call) -> OpSpec:
 def gather(call: Call) -> OpSpec:
     """Rows of `input` along `dim` by an index tensor of any shape (`ops.gather`, embedding, `x[i]`)."""
     table, ids = call.args["input"], call.args["index"]
-    d = int(call.get("dim", 0)) % table.ndim
-    lead = len(table.shape[:d])
-    shape = (*table.shape[:d], *ids.shape, *table.shape[d + 1:])
+    d = int(call.get("dim", 0)) % max(table.ndim, 1)
+    batch = int(call.get("batch_dims", 0))
+    shape = (*table.shape[:d], *ids.shape[batch:], *table.shape[d + 1:])
 
     def case(t, i, out):
         return Case(tuple(t if o is table else i for o in call.operands), (out,))
-    cases = [case(R, S(j), S(lead + j)) for j in range(ids.ndim)]
+    partials = [case(Partial(op), R, Partial(op)) for op in ("sum", "avg")]
+    if batch:
+        batch %= max(ids.ndim, 1)
+        return OpSpec((shape,), (*(case(S(k), S(k), S(k)) for k in range(batch)), *partials))
+    cases = [case(R, S(j), S(d + j)) for j in range(ids.ndim)]
     cases += [case(S(k), R, S(k if k < d else k - 1 + ids.ndim)) for k in range(table.ndim) if k != d]
-    cases += [case(S(d), R, P)] + [case(Partial(op), R, Partial(op)) for op in ("sum", "avg")]
+    cases += [case(S(d), R, P), *partials]
 
     def local(at: Local) -> Invoke | None:
         if not at.ins[table.index].dim_axes[d]:
             return None
-        return Invoke("gather_shard", (table, ids, d, at.in_offset(table.index)[d]))
-    return OpSpec((shape,), tuple(cases), local)
+        return Invoke("gather_shard", (table, ids, d, at.in_offset(table.index)[d], table.shape[d]))
+    return OpSpec((shape,), tuple(cases), local, (table.dtype,))
+
+
+def index_select(call: Call) -> OpSpec:
+    """`index_select(dim, index)`, `take(index, dim)`: a gather under another name; without dim the table is flat."""
+    x, ids = call.args["input"], call.args["index"]
+    if call.args.get("mode", "clip") not in ("clip", "out_of_bounds") or call.get("dim") is None:
+        cases = [Case(tuple(S(j) if o is ids else R for o in call.operands), (S(j),)) for j in range(ids.ndim)]
+        shape = ids.shape if call.get("dim") is None else gather(call).shapes[0]
+        return OpSpec((shape,), tuple(cases) if call.get("dim") is None else (), None, (x.dtype,))
+    spec = gather(call)
+    d = int(call.args["dim"]) % max(x.ndim, 1)
+    if call.op == "take":  # clips what is out of range, which a masked lookup would not see
+        return OpSpec(spec.shapes, tuple(c for c in spec.cases if c.ins[x.index] != S(d)), None, spec.dtypes)
+    return spec
 
 
 def embedding(call: Call) -> OpSpec:
-    """`embedding(index, weight)`: a gather along dim 0 with the arguments the other way round."""
-    if call.get("max_norm") is not None:
-        return OpSpec(((*call.args["index"].shape, call.args["input"].shape[1]),), ())
-    spec = gather(Call("gather", {**call.args, "dim": 0}, call.operands))
-    table, ids = call.args["input"], call.args["index"]
-    return OpSpec(spec.shapes, spec.cases, lambda at: spec.local(at) or Invoke("gather", (table, ids, 0)))
+    """`embedding(index, weight)`: a gather along dim 0 whose rows at `padding_idx` have no gradient."""
+    weight, ids = call.args["input"], call.args["index"]
+    shape = (*ids.shape, *weight.shape[1:])
+    if call.get("max_norm") is not None:  # renormalises rows of the table itself
+        return OpSpec((shape,), ())
+    if call.get("scale_grad_by_freq"):  # the gradient divides by counts over all indices
+        cases = [Case(tuple(S(1) if o is weight else R for o in call.operands), (S(ids.ndim),))]
+        return OpSpec((shape,), tuple(cases))
+    spec = gather(Call("gather", {"input": weight, "index": ids, "dim": 0}, call.operands))
+    padding = call.get("padding_idx")
+
+    def local(at: Local) -> Invoke | None:
+        if not at.ins[weight.index].dim_axes[0]:
+            return None
+        return Invoke("embedding_shard", (weight, ids, at.in_offset(weight.index)[0], weight.shape[0], padding))
+    return OpSpec(spec.shapes, spec.cases, local, spec.dtypes)
+
+
+def embedding_lookup(call: Call) -> OpSpec:
+    """The classic `EmbeddingLookup(params, indices, offset)`; an offset shifts what is in range, so rows stay whole."""
+    table = call.args["input"]
+    spec = gather(Call("gather", {"input": table, "index": call.args["index"], "dim": 0}, call.operands))
+    return OpSpec(spec.shapes, tuple(c for c in spec.cases if c.ins[table.index] != S(0)), None, spec.dtypes)
+
+
+def gather_nd(call: Call) -> OpSpec:
+    """Elements or slices by index tuples in the index's last dim; trailing dims of the table may be split."""
+    x, ids = call.args["input"], call.args["index"]
+    k = ids.shape[-1]
+    lead = ids.ndim - 1
+    cases = [_pair(call, x, R, S(j), S(j)) for j in range(lead)]
+    cases += [_pair(call, x, S(d), R, S(d - k + lead)) for d in range(k, x.ndim)]
+    cases += [_pair(call, x, Partial(op), R, Partial(op)) for op in ("sum", "avg")]
+    return OpSpec(((*ids.shape[:-1], *x.shape[k:]),), tuple(cases), None, (x.dtype,))
+
+
+def _pair(call: Call, table, t, i, out) -> Case:
+    return Case(tuple(t if o is table else i for o in call.operands), (out,))
+
+
+def advanced(call: Call) -> OpSpec:
+    """Several index tensors at once, in NumPy's meaning: op "index" of our own `__getitem__`.
+
+    `dims` are the indexed dims, `indices` broadcast to one shape, which stands in the result where the first indexed
+    dim stood, or in front if the indexed dims were not neighbours.
+    """
+    x, dims, indices, front = (call.args[k] for k in ("input", "dims", "indices", "front"))
+    wide = broadcast_shapes(*(i.shape for i in indices))
+    rest = [d for d in range(x.ndim) if d not in dims]
+    at = 0 if front else sum(d < dims[0] for d in rest)
+    shape = (*(x.shape[d] for d in rest[:at]), *wide, *(x.shape[d] for d in rest[at:]))
+    cases = []
+    for j, n in enumerate(wide):
+        k = [j - len(wide) + i.ndim for i in indices]
+        split = {i.index: S(q) for i, q in zip(indices, k) if q >= 0 and i.shape[q] == n and n != 1}
+        if split:
+            cases.append(Case(tuple(split.get(o.index, R) for o in call.operands), (S(at + j),)))
+    for pos, d in enumerate(rest):
+        cases.append(_pair(call, x, S(d), R, S(pos if pos < at else pos + len(wide))))
+    cases += [_pair(call, x, S(d), R, P) for d in dims]
+    cases += [_pair(call, x, Partial(op), R, Partial(op)) for op in ("sum", "avg")]
+
+    def local(at_rank: Local) -> Invoke:
+        offsets = at_rank.in_offset(x.index)
+        split = any(at_rank.ins[x.index].dim_axes[d] for d in dims)
+        return Invoke("index", (x, tuple(indices), tuple(dims), at, tuple(offsets[d] for d in dims),
+                                tuple(x.shape[d] for d in dims), split))
+    return OpSpec((shape,), tuple(cases), local, (x.dtype,))
 
 
 def take_along(call: Call) -> OpSpec:
     """`gather(x, dim, index)` element-wise: other dims may be sharded where index and input have the same extent."""
     x, ids = call.args["input"], call.args["index"]
-    d = int(call.args["dim"]) % x.ndim
-
-    def case(a, b, out):
-        return Case(tuple(a if o is x else b for o in call.operands), (out,))
-    cases = [case(S(k), S(k), S(k)) for k in range(x.ndim) if k != d and x.shape[k] == ids.shape[k]]
-    cases += [case(R, S(d), S(d)), case(S(d), R, P)] + [case(Partial(op), R, Partial(op)) for op in ("sum", "avg")]
+    d = int(call.args["dim"]) % max(x.ndim, 1)
+    cases = [_pair(call, x, S(k), S(k), S(k)) for k in range(x.ndim) if k != d and x.shape[k] == ids.shape[k]]
+    if x.ndim:
+        cases += [_pair(call, x, R, S(d), S(d)), _pair(call, x, S(d), R, P)]
+    cases += [_pair(call, x, Partial(op), R, Partial(op)) for op in ("sum", "avg")]
 
     def local(at: Local) -> Invoke | None:
-        if not at.ins[x.index].dim_axes[d]:
+        if not x.ndim or not at.ins[x.index].dim_axes[d]:
             return None
-        return Invoke("take_along_shard", (x, ids, d, at.in_offset(x.index)[d]))
-    return OpSpec((ids.shape,), tuple(cases), local)
+        return Invoke("take_along_shard", (x, ids, d, at.in_offset(x.index)[d], x.shape[d]))
+    return OpSpec((ids.shape,), tuple(cases), local, (x.dtype,))
 
 
 def triangle(call: Call) -> OpSpec:
     """`tril` / `triu`: the diagonal shifts by the offset of the shard."""
     x = call.operands[0]
-    k = int(call.get("diagonal", 0))
+    k = int(call.get("diagonal", call.args.get("attrs", {}).get("diagonal", 0)))
     cases = [Case((S(d),), (S(d),)) for d in range(x.ndim)] + [Case((op,), (op,)) for op in _PARTIALS[:2]]
 
     def local(at: Local) -> Invoke | None:
         row, col = at.in_offset(0)[-2:]
         return Invoke(call.op, (x, k + row - col)) if row or col else None
     return OpSpec((x.shape,), tuple(cases), local)
+
+
+RULES = {"index_select": index_select, "take": index_select, "gather_nd": gather_nd,
+         "embedding_lookup": embedding_lookup, "index": advanced}

@@ -188,15 +188,6 @@ def tile(call: Call) -> OpSpec:
     return rearrange(call, tuple(n * r for n, r in zip(shape, reps)), mapping)
 
 
-def repeat_interleave(call: Call) -> OpSpec:
-    """Each row of `dim` repeated `repeats` (an int) times in place."""
-    x, n = call.operands[0], call.args["repeats"]
-    if call.get("dim") is None:
-        return rearrange(call, (prod(x.shape) * n,), {})
-    d = int(call.args["dim"]) % x.ndim
-    return rearrange(call, (*x.shape[:d], x.shape[d] * n, *x.shape[d + 1:]), {i: i for i in range(x.ndim) if i != d})
-
-
 def split(call: Call) -> OpSpec:
     """`split(size or sizes, dim)`."""
     x = call.operands[0]
@@ -225,9 +216,9 @@ def split_equal(call: Call) -> OpSpec:
 
 
 def unbind(call: Call) -> OpSpec:
-    """`unbind(dim)`: one result per row."""
+    """`unbind(dim)`: one result per row; the classic `Unstack` has `axis` as an attribute."""
     x = call.operands[0]
-    d = int(call.args.get("dim", 0)) % x.ndim
+    d = int(call.get("dim", call.args.get("attrs", {}).get("axis", 0))) % x.ndim
     shape = (*x.shape[:d], *x.shape[d + 1:])
     return _many(call, [shape] * x.shape[d], {i: i - (i > d) for i in range(x.ndim) if i != d})
 

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rearrangements and scatters that MindSpore 2.10 has no CPU kernel for, from ops that have one.
+
+Arguments are the primitives' own, in their order and by their names. Also the local forms of `rules/arrange.py`.
+"""
+from __future__ import annotations
+
+import mindspore as ms
+import numpy as np
+from mindspore import mint, ops
+
+
+def _pairs(pads):
+    return [(int(pads[i]), int(pads[i + 1])) for i in range(0, len(pads), 2)]
+
+
+def _by_rows(x, pads, source):
+    """Pads by repeating rows of the tensor: `source(before, n, after)` numbers them."""
+    for k, (before, after) in enumerate(_pairs(pads)):
+        d = len(x._shape) - 1 - k
+        if before or after:
+            x = ops.gather(x, ms.Tensor(source(before, x._shape[d], after), ms.int32), d)
+    return x
+
+
+def reflection_pad(x, pads):
+    """`ReflectionPad1D/2D/3D`."""
+    return _by_rows(x, pads, lambda a, n, b: [*range(a, 0, -1), *range(n), *range(n - 2, n - 2 - b, -1)])
+
+
+def replication_pad(x, pads):
+    """`ReplicationPad1D/2D/3D`."""
+    return _by_rows(x, pads, lambda a, n, b: [0] * a + [*range(n)] + [n - 1] * b)
+
+
+def unbind(x, dim=0):
+    """`UnstackExtView`, whose backward fails on CPU."""
+    return tuple(select(x, dim, i) for i in range(x._shape[dim]))
+
+
+def select(x, dim, index):
+    """`SelectExtView`, whose backward fails on CPU."""
+    d = dim % len(x._shape)
+    x = mint.narrow(x, d, index % x._shape[d], 1)
+    return mint.reshape(x, (*x._shape[:d], *x._shape[d + 1:]))
+
+
+def diag(x, diagonal=0):
+    """`DiagExt`: a vector to a matrix, a matrix to its diagonal."""
+    if len(x._shape) == 2:
+        return ops.diagonal(x, diagonal)
+    n, k = x._shape[0], abs(diagonal)
+    rows = np.arange(n) + max(-diagonal, 0)
+    cols = np.arange(n) + max(diagonal, 0)
+    return ops.scatter_nd(ms.Tensor(np.stack([rows, cols], 1), ms.int32), x, (n + k, n + k))
+
+
+def trace(x):
+    """`TraceExt`."""
+    return trace_shard(x, 0)
+
+
+def trace_shard(x, diagonal, dtype=None):
+    """Sum of the elements with column - row == `diagonal`; the summand of a trace that a shard holds."""
+    rows, cols = x._shape
+    mask = np.arange(cols)[None, :] - np.arange(rows)[:, None] == diagonal
+    if dtype is not None:
+        x = x.astype(dtype)
+    elif not x.is_floating_point():
+        x = x.astype(ms.int64)
+    return ops.select(ms.Tensor(mask), x, ops.zeros_like(x)).sum()
+
+
+def index_add(x, dim, index, src, alpha=1):
+    """`IndexAddExt`."""
+    d = dim % len(x._shape)
+    order = (d, *(i for i in range(len(x._shape)) if i != d))
+    back = tuple(order.index(i) for i in range(len(order)))
+    if alpha != 1:
+        src = src * alpha
+    rows = mint.reshape(index, (-1, 1))
+    out = ops.tensor_scatter_add(mint.permute(x, order), rows, mint.permute(src, order))
+    return mint.permute(out, back)
+
+
+def index_add_old(x, index, src, dim=None, **named):
+    """`DeprecatedIndexAdd`: index and source first."""
+    return index_add(x, named.get("axis", dim), index, src)
+
+
+TABLE = {"trace_shard": trace_shard}
+CPU = {
+    "UnstackExtView": unbind, "SelectExtView": select, "DiagExt": diag, "TraceExt": trace,
+    **dict.fromkeys(("ReflectionPad1D", "ReflectionPad2D", "ReflectionPad3D"), reflection_pad),
+    **dict.fromkeys(("ReplicationPad1D", "ReplicationPad2D", "ReplicationPad3D"), replication_pad),
+    "IndexAddExt": index_add, "DeprecatedIndexAdd": index_add_old,
+}
