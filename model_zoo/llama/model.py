@@ -7,10 +7,14 @@ width, so the same lines run on plain Tensors and on DTensors (whose `.shape` is
 Constants (rotary tables, causal mask) are buffers of the root cell, not parameters: they carry no gradient, and
 `replicate` / `distribute_module` put them on the mesh with everything else.
 
+Between attentions a batch is one list of n = b*t tokens, f32[n, d]. A linear layer then reads its input as it is, with
+no reshape in between: on a mesh, q, k and v share one gradient reduction because they read the very same tensor, and
+sequence parallelism is a cut of the token list, whose pieces are contiguous in memory.
+
 The matrix products are MindSpore's classic primitives (`nn.Dense`, `ops.BatchMatMul`), because on CPU they are two
 to ten times faster, forward and backward, than their `mint` twins. Read next: `parallelize.py`.
 
-Shapes: b batch, t tokens, d dim, h query heads, k key/value heads, g = h/k query heads per key head, e head dim.
+Shapes: b sequences of t tokens, n = b*t, d dim, h query heads, k key heads, g = h/k heads that share a key, e head dim.
 """
 from __future__ import annotations
 
@@ -108,7 +112,8 @@ class Attention(nn.Cell):
         self.mix = ops.BatchMatMul()
 
     def construct(self, x, rope, mask):
-        b, t, _ = x.shape
+        t = mask.shape[0]
+        b = x.shape[0] // t
         h, k, g, e = self.heads, self.kv_heads, self.group, self.head_dim
         q = rotate(self.wq(x).reshape(b, t, h, e), rope) * e ** -0.5
         key = rotate(self.wk(x).reshape(b, t, k, e), rope)
@@ -123,7 +128,7 @@ class Attention(nn.Cell):
         else:
             prob = mint.softmax(score.reshape(b, k, g, t, t) + mask, -1).reshape(b, k, g * t, t)
             out = self.mix(prob, value).reshape(b, k, g, t, e).permute(0, 3, 1, 2, 4)
-        return self.wo(out.reshape(b, t, h * e))
+        return self.wo(out.reshape(b * t, h * e))
 
 
 class FeedForward(nn.Cell):
@@ -155,7 +160,7 @@ class Block(nn.Cell):
 
 
 class Llama(nn.Cell):
-    """Token ids i32[b, t] -> logits f32[b, t, vocab].
+    """Token ids i32[b, t] -> logits f32[b*t, vocab].
 
     Args:
         cfg: the sizes.
@@ -184,19 +189,23 @@ class Llama(nn.Cell):
         if t != self.max_seq:
             cos, sin, mask = cos[:t], sin[:t], mask[:t, :t]
         rope = (cos, sin, self.rope_turn)
-        x = self.tok_embeddings(ids)
+        x = self.tok_embeddings(ids.reshape(-1))
         for layer in self.layers:
             x = layer(x, rope, mask)
         return self.output(self.norm(x))
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> Tensor:
-    """Mean over the tokens whose label is not `ignore_index` of -log softmax(logits)[label]; NaN if there is none.
+    """Mean of -log softmax(logits)[label] over the tokens whose label is not `ignore_index`; NaN if there is none.
+
+    Args:
+        logits: f32[n, vocab].
+        labels: i32 of n elements, in any shape.
+        ignore_index: label of tokens that do not count.
 
     log_softmax + gather rather than `ops.cross_entropy`: the same number, fifteen times faster on CPU.
     """
-    vocab = logits.shape[-1]
-    logits, labels = logits.reshape(-1, vocab), labels.reshape(-1, 1)
+    labels = labels.reshape(-1, 1)
     keep = labels != ignore_index
     picked = ops.gather_elements(ops.log_softmax(logits, -1), 1, labels * keep.astype(labels.dtype))
     keep = keep.astype(logits.dtype)

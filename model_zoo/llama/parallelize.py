@@ -7,10 +7,13 @@ of global sizes. Inputs are DTensors on the whole mesh, `Shard(0)` on dp and `Re
 Communication of one block over tp, forward (the backward mirrors it):
   without sequence parallelism  2 all-reduces: after wo and after w2;
   with it                       2 all-gathers (into attention, into feed_forward) and 2 reduce-scatters (after wo, w2).
+Sequence parallelism cuts the list of tokens f32[n, d], which dp has cut already: f32[n@dp@tp, d].
 """
 from __future__ import annotations
 
 from mindspore import nn
+
+from ms_dtensor import DeviceMesh, Replicate, Shard
 from ms_dtensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -21,14 +24,12 @@ from ms_dtensor.parallel import (
     replicate,
 )
 
-from ms_dtensor import DeviceMesh, Replicate, Shard
-
 from .config import ParallelConfig
 
 
 def tensor_plan(cfg: ParallelConfig) -> dict[str, ParallelStyle]:
-    """The plan over tp, by cell path. Between blocks activations are `Shard(1)` (the sequence) or `Replicate`."""
-    between = Shard(1) if cfg.sequence_parallel else Replicate()
+    """The plan over tp, by cell path. Between blocks the token list is cut (`Shard(0)`) or whole (`Replicate`)."""
+    between = Shard(0) if cfg.sequence_parallel else Replicate()
     columns = {"use_local_output": False}
     rows = {"output_layouts": between, "use_local_output": False}
     logits = Shard(-1) if cfg.loss_parallel else Replicate()
@@ -44,12 +45,12 @@ def tensor_plan(cfg: ParallelConfig) -> dict[str, ParallelStyle]:
         # one all-gather at the door of each half of a block, shared by q, k, v and by w1, w3
         whole, constants = (Replicate(),), (None, None)
         plan |= {
-            "layers.*.attention_norm": SequenceParallel(),
+            "layers.*.attention_norm": SequenceParallel(sequence_dim=0),
             "layers.*.attention": PrepareModuleInput(input_layouts=(between, *constants),
                                                      desired_input_layouts=(*whole, *constants)),
-            "layers.*.ffn_norm": SequenceParallel(),
+            "layers.*.ffn_norm": SequenceParallel(sequence_dim=0),
             "layers.*.feed_forward": PrepareModuleInput(input_layouts=(between,), desired_input_layouts=whole),
-            "norm": SequenceParallel(),
+            "norm": SequenceParallel(sequence_dim=0),
         }
     return plan
 

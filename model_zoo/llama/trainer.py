@@ -61,7 +61,7 @@ class Trainer:
         """Mean over the global batch."""
         logits = self.model(ids)
         if self.mesh is not None and self.cfg.parallel.loss_parallel and self.cfg.parallel.tp > 1:
-            return loss_parallel(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1))
+            return loss_parallel(logits, labels.reshape(-1))
         return cross_entropy(logits, labels)
 
     def share(self, rows: np.ndarray) -> Tensor:

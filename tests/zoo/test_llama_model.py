@@ -48,8 +48,8 @@ def test_forward_equals_the_reference(name):
     frequencies = rope_frequencies(cfg.head_dim, cfg.rope_theta, cfg.rope_scaling)
     want = np.stack([reference_llama.logits(row, weights_of(model), cfg, frequencies) for row in ids])
     got = model(Tensor(ids)).asnumpy()
-    assert got.shape == (2, 12, cfg.vocab_size)
-    assert np.abs(got - want).max() <= F32 * np.abs(want).max()
+    assert got.shape == (24, cfg.vocab_size)
+    assert np.abs(got - want.reshape(got.shape)).max() <= F32 * np.abs(want).max()
 
 
 def test_a_short_input_uses_the_head_of_the_tables():
@@ -59,7 +59,7 @@ def test_a_short_input_uses_the_head_of_the_tables():
     ids = ids_of(cfg, 1, 12)
     model = build(cfg, 12)
     whole, short = model(Tensor(ids)).asnumpy(), model(Tensor(ids[:, :5])).asnumpy()
-    assert np.abs(whole[:, :5] - short).max() <= F32 * np.abs(whole).max()
+    assert np.abs(whole[:5] - short).max() <= F32 * np.abs(whole).max()
 
 
 def test_parameter_names_are_metas():
@@ -137,10 +137,10 @@ def test_cross_entropy_equals_numpy(ignored):
     from model_zoo.llama.model import cross_entropy
 
     draw = np.random.default_rng(5)
-    logits = draw.standard_normal((2, 4, 11)).astype(np.float32) * 3
+    logits = draw.standard_normal((8, 11)).astype(np.float32) * 3
     labels = draw.integers(0, 11, (2, 4)).astype(np.int32)
     labels.reshape(-1)[:ignored] = -100
-    flat, keep = logits.reshape(-1, 11).astype(np.float64), labels.reshape(-1) != -100
+    flat, keep = logits.astype(np.float64), labels.reshape(-1) != -100
     log_prob = np.log(reference_llama.softmax(flat))
     want = -log_prob[np.arange(8)[keep], labels.reshape(-1)[keep]].mean()
     assert float(cross_entropy(Tensor(logits), Tensor(labels))) == pytest.approx(want, rel=1e-6)
