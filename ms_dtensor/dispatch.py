@@ -18,7 +18,7 @@ from mindspore.common.api import _pynative_executor
 from . import comm, modes
 from .errors import ImplicitCommError, MixedOperandError, OpRuleError
 from .layout import Layout, short_dtype
-from .local_ops import CPU, TABLE, run_local, widen, widening
+from .local_ops import TABLE, decomposition, run_local, widen, widening
 from .placements import REPLICATE, Partial
 from .redistribute.execute import moved, run
 from .redistribute.plan import plan as plan_moves
@@ -29,6 +29,7 @@ from .rules.select import choose
 recording = _pynative_executor.grad_flag
 make = Tensor._make_subclass
 _ATOMS = frozenset((int, float, bool, str, type(None), complex))
+DEFERRED = "deferred_axes"  # attribute of a Parameter: axes on which its gradient stays partial (parallel/buckets.py)
 _cache: dict = {}
 _CACHE_LIMIT = 16384
 
@@ -46,7 +47,7 @@ def dispatch(func, args, kwargs):
             return func(*args, **kwargs) if head is None else func(*head, args)
     tensors: list = []
     key = (func.name, _walk(args, tensors), _walk(tuple(kwargs.items()), tensors) if kwargs else None,
-           _walk(head[0].attrs.values(), tensors) if head is not None else None, comm.fake_token())
+           _walk(attributes(head[0]).values(), []) if head is not None else None, comm.fake_token())
     plan = _cache.get(key)
     if plan is None:
         plan = _remember(key, _build(func.name, args, kwargs or {}, tensors, mode, head))
@@ -94,6 +95,16 @@ def _walk(values, tensors) -> tuple:
     return tuple(parts)
 
 
+_OWN = frozenset(("name", "attrs", "init_attrs", "_update_parameter", "input_names", "output_names"))
+
+
+def attributes(primitive) -> dict:
+    """What a classic primitive was made with (a stride, a probability): in its attributes or merely on the object."""
+    out = {k: v for k, v in primitive.__dict__.items() if k not in _OWN}
+    out.update((k, v) for k, v in primitive.attrs.items() if k not in _OWN)
+    return out
+
+
 def _plain_tree(value):
     if isinstance(value, Tensor):
         return local_alias(value)
@@ -134,8 +145,11 @@ class Plan:
             x = tensors[i]
             if target is not None:
                 x = _moved_implicitly(x, target, grad)
-            if grad and cotangent is not None:
-                x = face(x, cotangent)
+            if grad:
+                if cotangent is not None:
+                    x = face(x, cotangent)
+                elif DEFERRED in getattr(x, "__dict__", ()):
+                    x = face(x, x._layout.gradient())
             if x is not tensors[i]:
                 tensors[i] = x
                 changed = True
@@ -219,6 +233,16 @@ def local_alias(x):
     return make(Tensor, x)
 
 
+def wanted_gradient(x) -> Layout:
+    """The layout in which `x`'s producer expects the cotangent; a bucketed parameter's stays partial on some axes."""
+    gradient = x._layout.gradient()
+    axes = x.__dict__.get(DEFERRED)
+    if not axes:
+        return gradient
+    return gradient.with_placements([Partial() if a in axes and p.is_replicate() else p
+                                     for a, p in enumerate(gradient.placements)], gradient.order)
+
+
 def face(x, cotangent: Layout):
     """`x` as a plain local tensor whose cotangent arrives in the layout `cotangent`.
 
@@ -226,18 +250,19 @@ def face(x, cotangent: Layout):
     outlive a recorded forward and are converted at each use: a stale node would cut their gradient.
     """
     layout = x._layout
-    if cotangent is layout.gradient() and not isinstance(x, Parameter):
+    wanted = wanted_gradient(x)
+    if cotangent is wanted:
         return x
     if x._is_leaf:
-        return moved(x, layout, layout, cotangent, data=x)
+        return moved(x, layout, layout, cotangent, wanted, data=x)
     faces = x.__dict__.setdefault("_faces", {})
     out = faces.get(cotangent)
     if out is None:
         source = x.__dict__.get("_source")
         if source is None:
-            out = moved(x, layout, layout, cotangent, data=x)
+            out = moved(x, layout, layout, cotangent, wanted, data=x)
         else:
-            out = moved(source[0], source[1], layout, cotangent, data=x)
+            out = moved(source[0], source[1], layout, cotangent, source[2], data=x)
         faces[cotangent] = out
     return out
 
@@ -251,8 +276,10 @@ def redistribute(x, dst: Layout, implicit: bool = False):
     with comm.annotate(implicit=implicit, src=repr(src), dst=repr(dst)):
         if not recording():
             return wrap(run(moves, local_alias(x)), dst)
-        out = wrap(moved(x, src, dst, dst.gradient()), dst)
-    out.__dict__["_source"] = (x if x._is_leaf else local_alias(x), src)
+        wanted = wanted_gradient(x)
+        out = wrap(moved(x, src, dst, dst.gradient(), wanted), dst)
+    if all(src.placements[a].is_partial("sum") for a in src.partial_axes):  # others have weights of their own
+        out.__dict__["_source"] = (x if x._is_leaf else local_alias(x), src, wanted)
     return out
 
 
@@ -302,7 +329,7 @@ def _build(name, args, kwargs, tensors, mode, head=None) -> Plan:
     op, params = entry
     plan = _plan_for(op, _bind(name, params, args, kwargs, head), tensors, mode)
     if plan.outs[0][0].device_type == "cpu":
-        plan.substitute = CPU.get(name)
+        plan.substitute = decomposition(name, {} if head is None else attributes(head[0]))
         if any(dtype_name(x.dtype) == "bfloat16" for x in tensors):
             widen(plan, op, tensors)
     return plan
@@ -329,8 +356,8 @@ def _bind(name, params, args, kwargs, head=None) -> dict:
             raise OpRuleError(f"For '{name}', the rule does not know the argument {k!r}.", "", f"It knows {params}.",
                               "pass it positionally, or use local_map")
         bound[k] = v
-    if head is not None and head[0].attrs:
-        bound["attrs"] = head[0].attrs
+    if head is not None:
+        bound["attrs"] = attributes(head[0])
     return bound
 
 

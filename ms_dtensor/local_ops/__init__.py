@@ -8,6 +8,8 @@ collectives come in one order everywhere.
 """
 from __future__ import annotations
 
+import functools
+
 import mindspore as ms
 import numpy as np
 from mindspore import ops
@@ -19,6 +21,12 @@ from .dtypes import widen, widening
 
 TABLE = {**basic.TABLE, **lookup.TABLE, **arrange.TABLE, **random.TABLE}
 CPU = {**cpu.TABLE, **lookup.CPU, **arrange.CPU, **random.CPU}
+
+
+def decomposition(name: str, attrs: dict):
+    """The CPU decomposition of a primitive, or None; what a classic primitive was made with is bound to it."""
+    fn = CPU.get(name)
+    return functools.partial(fn, attrs=attrs) if getattr(fn, "takes_attributes", False) else fn
 
 
 class Nothing(_Function):
@@ -75,4 +83,4 @@ def fill_operands(template, tensors):
             tuple(fill_operands(t, tensors)) if t.__class__ is tuple else t for t in template]
 
 
-__all__ = ["CPU", "TABLE", "Nothing", "fill_operands", "run_local", "widen", "widening"]
+__all__ = ["CPU", "TABLE", "Nothing", "decomposition", "fill_operands", "run_local", "widen", "widening"]

@@ -15,7 +15,8 @@ from mindspore import Tensor, ops
 from mindspore._c_expression import NoFallbackGuard
 
 from .. import patch
-from ..local_ops import CPU
+from ..dispatch import attributes
+from ..local_ops import CPU, decomposition
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class Probe(Tensor):
         name, primitive = func.name, head
         real, kwargs = _plain(tuple(real)), _plain(kwargs or {})
         if name in CPU and ms.get_context("device_target") == "CPU":  # there is no kernel; dispatch does the same
-            func, head = CPU[name], None
+            func, head = decomposition(name, {} if head is None else attributes(head[0])), None
         with NoFallbackGuard():
             result = func(*real, **kwargs) if head is None else func(*head, real)
         if name != "typeof":

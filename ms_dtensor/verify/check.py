@@ -21,6 +21,7 @@ from ..layout import Layout
 from ..local_ops import TABLE, Nothing, run_local
 from ..mesh import DeviceMesh, coordinates
 from ..placements import PARTIAL, REPLICATE
+from ..random import frozen
 from ..rules import RULES, Call, Case, Local, Operand, OpSpec
 from ..rules.names import PRIMITIVES
 from .capture import Captured, capture
@@ -67,8 +68,9 @@ def check_rule(op, *args, axes: Sequence[Sequence[int]] = ((2,), (3,), (2, 2)), 
     args = tuple(Tensor(a) if isinstance(a, np.ndarray) else
                  type(a)(Tensor(x) if isinstance(x, np.ndarray) else x for x in a) if isinstance(a, tuple | list) else a
                  for a in args)
-    for captured in capture(op, *args, **kwargs):
-        check_captured(captured, axes, np.random.default_rng(seed), report)
+    with frozen(seed):
+        for captured in capture(op, *args, **kwargs):
+            check_captured(captured, axes, np.random.default_rng(seed), report)
     return report
 
 
