@@ -130,7 +130,7 @@ class Plan:
     def __init__(self, op, steps, invoke, empty, outs):
         self.op, self.steps, self.invoke, self.empty, self.outs = op, steps, invoke, empty, outs
         self.substitute, self.widened = None, None
-        self.implicit = any(t is not None for t, _ in steps)
+        self.implicit = any(target is not None for _, target, _ in steps)
 
     def run(self, func, head, args, kwargs, tensors, mode):
         grad = recording()
@@ -141,8 +141,10 @@ class Plan:
         if self.widened is not None:
             func, head = widening(func, head, *self.widened), None
         changed = False
-        for i, (target, cotangent) in enumerate(self.steps):
+        for i, (promoted, target, cotangent) in enumerate(self.steps):
             x = tensors[i]
+            if promoted is not None:
+                x = _as_replicated(x, promoted, grad)
             if target is not None:
                 x = _moved_implicitly(x, target, grad)
             if grad:
@@ -283,9 +285,12 @@ def redistribute(x, dst: Layout, implicit: bool = False):
     return out
 
 
+def _as_replicated(x, layout: Layout, grad):
+    """A plain tensor under implicit_replication; a node of its own keeps a Parameter's gradient connected."""
+    return wrap(moved(x, layout, layout, layout.gradient(), layout.gradient(), data=x) if grad else local_alias(x), layout)
+
+
 def _moved_implicitly(x, target: Layout, grad):
-    if x.__dict__.get("_layout") is None:
-        return x
     if not grad or x._is_leaf:
         return redistribute(x, target, implicit=True)
     memo = x.__dict__.setdefault("_moves", {})
@@ -298,7 +303,7 @@ def _moved_implicitly(x, target: Layout, grad):
 def _check_policy(plan: Plan, tensors, mode):
     if mode.policy == "auto":
         return
-    for x, (target, _) in zip(tensors, plan.steps):
+    for x, (_, target, _) in zip(tensors, plan.steps):
         if target is None or getattr(x, "_layout", None) is None:
             continue
         moves = plan_moves(x._layout, target)
@@ -383,8 +388,9 @@ def _plan_for(op, arguments, tensors, mode, own=False) -> Plan:
                 placements[a] = Partial()
             cotangent = cotangent.with_placements(placements, cotangent.order)
         is_dtensor = getattr(tensors[i], "_layout", None) is not None
-        steps.append((None if target is layout or not is_dtensor else target,
-                      cotangent if is_dtensor and own_axes else None))
+        constant = not is_dtensor and not layout.shape
+        steps.append((None if is_dtensor or constant else layout, None if target is layout or constant else target,
+                      cotangent if own_axes and not constant else None))
     outs = [(mesh, o) for o in choice.outs]
     layouts_out = tuple(Layout(mesh, p, shape, layouts[0].dtype, order) for p, order, shape in choice.outs)
     at = Local(choice.targets, layouts_out, mesh.get_coordinate() or (0,) * mesh.ndim)

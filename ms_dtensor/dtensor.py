@@ -16,7 +16,7 @@ from mindspore import Parameter, Tensor
 from mindspore._c_expression import NoFallbackGuard
 
 from . import comm, patch
-from .dispatch import call, dispatch, dtype_name, face, local_alias, make, recording, redistribute, wrap
+from .dispatch import call, dispatch, dtype_name, face, local_alias, make, recording, redistribute, wanted_gradient, wrap
 from .errors import LayoutError, OpRuleError, RedistributeError
 from .indexing import get_item, set_item
 from .layout import Layout
@@ -187,7 +187,8 @@ class DTensor(Tensor):
         if not recording():
             return local_alias(self)
         if grad_placements is None:
-            return moved(self, layout, layout, layout.gradient(), data=self) if self._is_leaf else local_alias(self)
+            return moved(self, layout, layout, layout.gradient(), wanted_gradient(self), data=self) if self._is_leaf \
+                else local_alias(self)
         out = face(self, layout.with_placements(grad_placements))
         return local_alias(out) if out is self else out
 
@@ -363,7 +364,7 @@ def _check_across_ranks(local, layout: Layout, given: bool):
             wrong.append(f"rank {rank} holds {dtype}{list(shape)}, expected {everyone[0][1]}{list(expected)}")
     if wrong:
         raise LayoutError("For 'from_local', the ranks' local tensors do not make one tensor.",
-                          layout.describe() + "\n" + "\n".join(wrong),
+                          f"{list(layout.placements)} on mesh({mesh.describe()})\n" + "\n".join(wrong),
                           "Without 'shape' all shards must be alike; with it each must be its chunk.",
                           "pass shape=, the global shape, for uneven shards")
     for axis, p in enumerate(layout.placements):

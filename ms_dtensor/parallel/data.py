@@ -2,8 +2,8 @@
 """Data parallelism: parameters whole on every rank of an axis, the batch cut over it.
 
 Nothing but layouts: a replicated parameter that meets a batch-sharded activation shows its own face, so the gradient
-table of the library reduces its gradient over the axis, together with any other axis it is summed over, in one
-all-reduce. The loss, computed on DTensors, is the mean over the global batch; nothing is scaled by a world size.
+table of the library knows that its gradient is summed over the axis; `buckets.py` does that for many at once. The loss,
+computed on DTensors, is the mean over the global batch; nothing is scaled by a world size.
 """
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from ..distribute import distribute_parameter, distribute_tensor, set_parameter
 from ..dtensor import DTensor
 from ..mesh import DeviceMesh
 from ..placements import REPLICATE, Shard
+from .buckets import make_buckets
 from .layouts import OUTER, enter, lift, union_mesh
 
 
-def replicate(module: nn.Cell, *, mesh: DeviceMesh) -> nn.Cell:
+def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = 25) -> nn.Cell:
     """Makes a cell data parallel over an axis, in place; before or after tensor-parallel styles.
 
     Args:
         module: the model. Parameters and buffers that are DTensors (on `mesh["tp"]`, say) move to the common mesh of
             both, replicated over the new axis; values are those of its coordinate 0.
         mesh: one axis of a mesh, e.g. `mesh["dp"]`.
+        bucket_mb: gradients are reduced together in buckets of this many MiB; 0 reduces each by itself.
 
     Returns:
         The same cell. Plain inputs are taken as this rank's rows of the global batch (`Shard(0)`); outputs are
@@ -53,6 +55,8 @@ def replicate(module: nn.Cell, *, mesh: DeviceMesh) -> nn.Cell:
                 if isinstance(x, Tensor) and x.ndim else x
         return tuple(place(x) for x in inputs), {k: place(x) for k, x in kwargs.items()}
     module.register_forward_pre_hook(before, with_kwargs=True)
+    if bucket_mb and mesh.size() > 1:
+        make_buckets([p for p in done.values() if p.requires_grad], mesh, bucket_mb)
     return module
 
 

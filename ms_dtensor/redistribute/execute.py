@@ -112,8 +112,8 @@ class Moved(_Function):
     """The source's shard as another layout's; see `moved`."""
 
     @staticmethod
-    def forward(ctx, x, src, dst, cotangent, held, context):
-        ctx.back = cotangent, src.gradient(), _average(src, dst), context
+    def forward(ctx, x, src, dst, cotangent, wanted, held, context):
+        ctx.back = cotangent, wanted, _average(src, dst), context
         if held is not None:
             return _view(held.tensor)
         local = Tensor._make_subclass(Tensor, x)
@@ -127,20 +127,31 @@ class Moved(_Function):
     @staticmethod
     def backward(ctx, grad):
         cotangent, wanted, scale, context, *weight = ctx.back
-        moves = plan(cotangent, wanted)
         with NoFallbackGuard():
+            grad, cotangent = _as_summand(grad, cotangent, wanted)
+            moves = plan(cotangent, wanted)
             # Backends that run asynchronously call this on a thread of their own, without the user's contextvars.
             grad = context.copy().run(_backward, moves, grad) if moves else grad
             if scale != 1:
                 grad = grad * scale
             if weight:
                 grad = grad * weight[0]
-        return grad, None, None, None, None, None
+        return grad, None, None, None, None, None, None
 
 
 def _view(x):
     # A new tensor on the same storage: an alias would share the leaf's autograd identity and skip this node silently.
     return x.view(x._shape)
+
+
+def _as_summand(grad, cotangent: Layout, wanted: Layout):
+    """A whole cotangent where a partial one is wanted: coordinate 0 gives all of it, the others nothing."""
+    axes = [a for a in wanted.partial_axes if cotangent.placements[a].is_replicate()]
+    if not axes:
+        return grad, cotangent
+    here = cotangent.mesh.get_coordinate()
+    placements = [wanted.placements[a] if a in axes else p for a, p in enumerate(cotangent.placements)]
+    return grad * float(all(here[a] == 0 for a in axes)), cotangent.with_placements(placements, cotangent.order)
 
 
 def _average(src: Layout, dst: Layout) -> float:
@@ -171,7 +182,7 @@ def _backward(moves, grad):
         return run(moves, grad.contiguous())
 
 
-def moved(x, src: Layout, dst: Layout, cotangent: Layout, data=None):
+def moved(x, src: Layout, dst: Layout, cotangent: Layout, wanted: Layout, data=None):
     """Differentiable `plan(src, dst)` on the tensor `x` whose storage is a shard of `src`; returns a plain tensor.
 
     Args:
@@ -179,8 +190,9 @@ def moved(x, src: Layout, dst: Layout, cotangent: Layout, data=None):
         src: layout of `x`.
         dst: layout of the result.
         cotangent: layout in which the result's gradient will arrive.
+        wanted: layout in which the producer of `x` expects it.
         data: the result's local tensor, where a forward has produced it already.
     """
     held = None if data is None else _Held(data)
     with NoFallbackGuard():
-        return Moved.apply(x, src, dst, cotangent, held, contextvars.copy_context())
+        return Moved.apply(x, src, dst, cotangent, wanted, held, contextvars.copy_context())

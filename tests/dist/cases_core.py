@@ -1,0 +1,433 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real ranks: layouts move, gradients are decided in the forward, values are global ones or errors."""
+from __future__ import annotations
+
+import itertools
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, mint, nn, ops
+
+import ms_dtensor.dispatch as dispatch_module
+from ms_dtensor import (
+    DTensor,
+    Layout,
+    Partial,
+    Replicate,
+    Shard,
+    comm,
+    distribute_tensor,
+    implicit_replication,
+    redistribution_policy,
+    value_and_grad,
+)
+from ms_dtensor.errors import DTensorError, ImplicitCommError, LayoutError, MixedOperandError, OpRuleError, RedistributeError
+from tests.cases import case
+from tests.dist.support import array, check_against_one_device, counted, data, equal, mesh_1d, mesh_2d, same_on_all_ranks
+
+R, P, S = Replicate(), Partial(), Shard
+
+
+def _layouts(ndim: int):
+    options = [R, *(S(d) for d in range(ndim))]
+    return list(itertools.product(options, repeat=2))
+
+
+@case(world_size=4)
+def redistribute_every_pair_value_and_gradient(world):
+    mesh = mesh_2d()
+    for shape in ((4, 6), (5, 3)):
+        x = data(1, *shape)
+        weight = data(2, *shape)
+        for src, dst in itertools.product(_layouts(2), repeat=2):
+            dx = distribute_tensor(x, mesh, src, src_data_rank=None)
+            dw = distribute_tensor(weight, mesh, dst, src_data_rank=None)
+            value, grad = value_and_grad(lambda t, dst=dst, dw=dw: (t.redistribute(placements=dst) * dw).sum(), 0)(dx)
+            equal(dx.redistribute(placements=dst), x, f"{src}->{dst}")
+            equal(value, (x * weight).sum(), f"{src}->{dst} value")
+            equal(grad, weight, f"{src}->{dst} gradient")
+
+
+@case(world_size=4)
+def partial_sources_reduce_and_their_gradient_is_whole(world):
+    mesh = mesh_2d()
+    for shape in ((4, 6), (5, 3)):
+        summand = data(10 + world.rank, *shape)
+        for axes, dst in itertools.product(((P, R), (R, P), (P, P), (P, S(0)), (S(1), P)), _layouts(2)):
+            layout = Layout(mesh, axes, shape)
+            locals_ = [data(10 + r, *shape).asnumpy() for r in range(4)]
+            whole = np.zeros(shape, np.float32)
+            for at in np.ndindex(2, 2):
+                box = tuple(slice(a, b) for a, b in layout.local_box(at))
+                if all(at[a] == 0 or not p.is_replicate() for a, p in enumerate(axes)):
+                    whole[box] += locals_[at[0] * 2 + at[1]][box]
+            # replicated axes must hold equal data: take the data of coordinate 0 there
+            owner = tuple(0 if axes[a].is_replicate() else c for a, c in enumerate(mesh.get_coordinate()))
+            box = tuple(slice(a, b) for a, b in layout.local_box(owner))
+            mine = Tensor(locals_[owner[0] * 2 + owner[1]][box].copy())
+            x = DTensor.from_local(mine, mesh, axes, shape=shape)
+            w = data(3, *shape)
+            equal(x.redistribute(placements=dst), whole, f"{axes}->{dst}")
+            dw = distribute_tensor(w, mesh, dst, src_data_rank=None)
+            _, grad = value_and_grad(lambda t, dst=dst, dw=dw: (t.redistribute(placements=dst) * dw).sum(), 0)(x)
+            equal(grad, w, f"{axes}->{dst} gradient")
+        assert summand.shape == shape
+
+
+@case(world_size=4)
+def other_meshes_are_ordinary_targets(world):
+    a = mesh_2d()
+    b = mesh_1d(4, "x")
+    from ms_dtensor import DeviceMesh
+    c = DeviceMesh("cpu", [3, 1], mesh_dim_names=("y",))
+    x = data(5, 7, 6)
+    dx = distribute_tensor(x, a, [S(0), S(1)], src_data_rank=None)
+    equal(dx.redistribute(b, [S(0)]), x)
+    on_c = dx.redistribute(c, [S(1)])
+    if world.rank in (1, 3):
+        equal(on_c.to_local(), x.asnumpy()[:, :3] if world.rank == 3 else x.asnumpy()[:, 3:])
+    else:
+        assert on_c.to_local().shape == (0, 0)
+
+
+def _mlp(x, w1, w2, g):
+    h = x * mint.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5) * g
+    h = mint.nn.functional.silu(mint.nn.functional.linear(h, w1))
+    y = x + mint.nn.functional.linear(h, w2)
+    return (y * y).mean()
+
+
+_MLP = [(8, 5, 12), (16, 12), (12, 16), (12,)]
+
+
+@case(world_size=4)
+def gradients_of_an_mlp_equal_one_device_in_every_layout(world):
+    mesh = mesh_2d()
+    tensors = [data(20 + i, *s) for i, s in enumerate(_MLP)]
+    for x, w1, w2 in itertools.product(
+            [(S(0), S(1)), (S(0), R), (R, R), (R, S(2))], [(R, S(0)), (S(1), R), (R, R)], [(R, S(1)), (S(0), S(1))]):
+        check_against_one_device(_mlp, tensors, [x, w1, w2, (R, R)], mesh, f"{x} {w1} {w2}")
+
+
+@case(world_size=4)
+def a_flipped_face_is_seen(world):
+    """The mutation the gradient table must not survive: own face treated as same face."""
+    mesh = mesh_2d()
+    tensors = [data(20 + i, *s) for i, s in enumerate(_MLP)]
+    layouts = [(S(0), R), (R, S(0)), (R, S(1)), (R, R)]
+    real = dispatch_module.choose
+
+    def flipped(call, spec, found):
+        choice = real(call, spec, found)
+        return type(choice)(choice.targets, ((),) * len(choice.own), choice.outs, choice.cases)
+    dispatch_module.clear_cache()
+    dispatch_module.choose = flipped
+    try:
+        check_against_one_device(_mlp, tensors, layouts, mesh)
+    except AssertionError as e:
+        assert "gradient" in str(e), e
+    else:
+        raise AssertionError("own face treated as same face passed unseen")
+    finally:
+        dispatch_module.choose = real
+        dispatch_module.clear_cache()
+
+
+@case(world_size=4)
+def successive_steps_and_idle_forwards_keep_gradients(world):
+    mesh = mesh_2d()
+    tensors = [data(20 + i, *s) for i, s in enumerate(_MLP)]
+    _, wanted = ms.value_and_grad(_mlp, (1, 2, 3))(*tensors)
+    dx = distribute_tensor(tensors[0], mesh, [S(0), S(1)], src_data_rank=None)
+    layouts = [(R, S(0)), (R, S(1)), (R, R)]
+    params = [Parameter(distribute_tensor(t, mesh, p, src_data_rank=None), name=f"p{i}")
+              for i, (t, p) in enumerate(zip(tensors[1:], layouts))]
+
+    def loss(x):
+        return _mlp(x, *params)
+    step = ms.value_and_grad(loss, None, params)  # MindSpore's own, unmodified
+    for round_ in range(3):
+        if round_ == 1:
+            loss(dx)  # a forward that no backward follows
+        _, grads = step(dx)
+        for p, g, w in zip(params, grads, wanted):
+            assert type(g) is Tensor
+            local = DTensor.from_local(g, mesh, p.layout.gradient().placements, shape=p.shape)
+            equal(local, w, f"round {round_} {p.name}")
+
+
+@case(world_size=4)
+def recompute_gives_the_same_gradients(world):
+    mesh = mesh_2d()
+
+    class Block(nn.Cell):
+        def __init__(self, params):
+            super().__init__()
+            self.w1, self.w2, self.g = params
+
+        def construct(self, x):
+            h = x * mint.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5) * self.g
+            return x + mint.nn.functional.linear(mint.nn.functional.silu(mint.nn.functional.linear(h, self.w1)), self.w2)
+    tensors = [data(20 + i, *s) for i, s in enumerate(_MLP)]
+
+    def plain(x, *w):
+        return (Block.construct(type("B", (), dict(zip(("w1", "w2", "g"), w)))(), x * 2) ** 2).mean()
+    _, wanted = ms.value_and_grad(plain, (0, 1, 2, 3))(*tensors)
+    dx = distribute_tensor(tensors[0], mesh, [S(0), S(1)], src_data_rank=None)
+    params = [Parameter(distribute_tensor(t, mesh, p, src_data_rank=None), name=f"p{i}")
+              for i, (t, p) in enumerate(zip(tensors[1:], [(R, S(0)), (R, S(1)), (R, R)]))]
+    block = Block(params)
+    got = value_and_grad(lambda x: (ms.recompute(block, x * 2) ** 2).mean(), 0, params)(dx)[1]
+    equal(got[0], wanted[0], "input")
+    for g, w in zip(got[1], wanted[1:]):
+        equal(g, w, "parameter")
+
+
+@case(world_size=4)
+def readers_of_one_activation_share_one_reduction(world):
+    mesh = mesh_1d()
+    tensors = [data(30, 4, 8), *(data(31 + i, 12, 8) for i in range(3))]
+
+    def qkv(x, *weights):
+        x = x * 2
+        q, k, v = ((mint.nn.functional.linear(x, w) ** 2).sum() for w in weights)
+        return q + k + v
+    count = check_against_one_device(qkv, tensors, [[R], [S(0)], [S(0)], [S(0)]], mesh)
+    assert count == {("all_reduce", "backward"): 1}, count
+
+
+@case(world_size=4)
+def gathered_activations_reduce_scatter_back(world):
+    mesh = mesh_1d()
+    tensors = [data(30, 8, 8), *(data(31 + i, 12, 8) for i in range(3))]
+
+    def qkv(x, *weights):
+        x = (x * 2)
+        x = x.redistribute(placements=[R]) if isinstance(x, DTensor) else x
+        q, k, v = ((mint.nn.functional.linear(x, w) ** 2).sum() for w in weights)
+        return q + k + v
+    count = check_against_one_device(qkv, tensors, [[S(0)], [S(0)], [S(0)], [S(0)]], mesh)
+    assert count == {("all_gather", "forward"): 1, ("reduce_scatter", "backward"): 1}, count
+
+
+@case(world_size=4)
+def a_leaf_used_twice_gets_both_gradients(world):
+    mesh = mesh_2d()
+    tensors = [data(40, 6, 8), data(41, 8, 8)]
+
+    def twice(x, w):
+        return (mint.matmul(mint.nn.functional.silu(mint.matmul(x, w)), w) ** 2).mean()
+    check_against_one_device(twice, tensors, [(S(0), R), (R, R)], mesh)
+
+
+@case(world_size=4)
+def maximum_over_shards_keeps_its_gradient(world):
+    mesh = mesh_2d()
+    x = data(50, 5, 7)
+    check_against_one_device(lambda t: (ops.amax(t, 1, True) * t).sum(), [x], [(S(0), S(1))], mesh)
+    check_against_one_device(lambda t: mint.max(t), [x], [(S(0), S(1))], mesh)
+
+
+@case(world_size=4)
+def losses_of_any_layout_are_seeded_right(world):
+    mesh = mesh_1d()
+    x = data(60, 6, 4)
+    dx = distribute_tensor(x, mesh, [S(0)], src_data_rank=None)
+    for fn in (lambda t: (t * t).sum(), lambda t: (t * t).mean(), lambda t: (t * t).sum(1), lambda t: mint.max(t)):
+        grad = value_and_grad(fn, 0)(dx)[1]
+        equal(grad, ms.grad(fn)(x))
+
+
+@case(world_size=4)
+def scalars_are_global_on_all_ranks(world):
+    mesh = mesh_2d()
+    x = Tensor(np.arange(24, dtype=np.float32).reshape(6, 4))
+    dx = distribute_tensor(x, mesh, [S(0), S(1)], src_data_rank=None)
+    assert dx.sum().item() == 276.0 and float(dx.max()) == 23.0 and dx.mean().item() == 11.5
+    assert bool((dx > 20).any()) and not bool((dx > 23).any()) and not bool((dx > 0).all())
+    assert int(mint.sum(dx)) == 276 and f"{dx.sum():.1f}" == "276.0"
+    one = distribute_tensor(Tensor(np.float32([7])), mesh, [S(0), R], src_data_rank=None)
+    assert one.item() == 7.0
+    for wrong in (lambda: dx.asnumpy(), lambda: dx.tolist(), lambda: np.asarray(dx), lambda: dx.item()):
+        try:
+            wrong()
+        except OpRuleError as e:
+            same_on_all_ranks(world, str(e))
+        else:
+            raise AssertionError("a local value passed for the global one")
+
+
+@case(world_size=4)
+def indexing_is_global(world):
+    mesh = mesh_2d()
+    x = data(70, 6, 5, 4)
+    n = x.asnumpy()
+    for placements in ((S(0), S(1)), (S(2), R), (R, S(0))):
+        dx = distribute_tensor(x, mesh, placements, src_data_rank=None)
+        for index in (0, -1, (slice(1, 4),), (slice(None), 2), (..., 1), (slice(None, None, 2), ..., slice(1, 3)),
+                      (None, 3), (2, slice(None), None), ([0, 4, 1],)):
+            equal(dx[index], n[index], f"{placements} {index}")
+        assert len(dx) == 6 and len(list(dx)) == 6
+        try:
+            dx[6]
+        except IndexError:
+            pass
+        else:
+            raise AssertionError("index 6 of 6 rows")
+
+
+@case(world_size=4)
+def lookups_in_a_sharded_table_are_masked(world):
+    mesh = mesh_2d()
+    ids = Tensor(np.array([[0, 6, 3], [2, 2, 5]], np.int32))
+    table = data(71, 7, 4)
+    d_ids = distribute_tensor(ids, mesh, [S(0), R], src_data_rank=None)
+    for placements in ((R, S(0)), (R, S(1)), (S(0), S(0)), (R, R)):
+        d_table = distribute_tensor(table, mesh, placements, src_data_rank=None)
+        got = value_and_grad(lambda t: (ops.gather(t, d_ids, 0) ** 2).sum(), 0)(d_table)
+        want = ms.value_and_grad(lambda t: (ops.gather(t, ids, 0) ** 2).sum(), 0)(table)
+        equal(got[0], want[0])
+        equal(got[1], want[1], str(placements))
+
+
+@case(world_size=4)
+def whose_data_is_the_truth(world):
+    mesh = mesh_2d()
+    mine = data(80 + world.rank, 5, 4)
+    equal(distribute_tensor(mine, mesh, [S(0), R]), data(80, 5, 4), "coordinate 0's")
+    with counted() as count:
+        own = distribute_tensor(mine, mesh, [S(0), R], src_data_rank=None)
+    assert not count
+    lo, hi = own.layout.local_box()[0]
+    equal(own.to_local(), mine.asnumpy()[lo:hi], "its own")
+
+
+@case(world_size=4)
+def from_local_checks_when_asked(world):
+    mesh = mesh_1d()
+    rows = 3 if world.rank == 0 else 2
+    uneven = data(90 + world.rank, rows, 4)
+    for kwargs in ({}, {"shape": (9, 4)}):
+        good = {"shape": (9, 4)} == kwargs
+        try:
+            x = DTensor.from_local(uneven, mesh, [S(0)], run_check=True, **kwargs)
+        except LayoutError as e:
+            assert not good or world.size != 4 or "expected" in str(e), e
+            same_on_all_ranks(world, str(e))
+        else:
+            raise AssertionError(f"9 rows on 4 ranks are 3, 3, 3, 0, not 3, 2, 2, 2: {x}")
+    same = DTensor.from_local(data(world.rank, 2, 2), mesh, [R], run_check=True)
+    equal(same.to_local(), data(0, 2, 2), "replicas take coordinate 0's values")
+
+
+@case(world_size=4)
+def refusals_read_alike_and_lose_nothing(world):
+    mesh = mesh_2d()
+    x = distribute_tensor(data(100, 4, 4), mesh, [S(0), R], src_data_rank=None)
+    plain = data(101, 4, 4)
+    cases = [
+        (MixedOperandError, lambda: x + plain), (MixedOperandError, lambda: plain + x),
+        (MixedOperandError, lambda: Parameter(plain, name="w") * x), (OpRuleError, lambda: ops.nonzero(x)),
+        (LayoutError, lambda: x.redistribute(placements=[S(0)])), (LayoutError, lambda: x.redistribute(placements=[S(2), R])),
+        (RedistributeError, lambda: x.redistribute(placements=[P, R])), (LayoutError, lambda: distribute_tensor(plain, mesh, [P, R])),
+        (LayoutError, lambda: distribute_tensor(plain, mesh, ("dp", "dp"))), (LayoutError, lambda: DTensor.from_local(x, mesh)),
+        (OpRuleError, lambda: x.reshape(3, 5)),
+    ]
+    with counted() as count:
+        texts = []
+        for kind, wrong in cases:
+            try:
+                wrong()
+            except DTensorError as e:
+                assert isinstance(e, kind), (type(e), e)
+                texts.append(str(e))
+            else:
+                raise AssertionError(f"{kind.__name__} was not raised")
+    assert not count, f"a refused call communicated: {count}"
+    same_on_all_ranks(world, "\n".join(texts))
+    equal(x + x, data(100, 4, 4) * 2, "still usable")
+
+
+@case(world_size=4)
+def plain_tensors_mix_in_only_when_told(world):
+    mesh = mesh_2d()
+    x, w = data(110, 4, 6), data(111, 6)
+    dx = distribute_tensor(x, mesh, [S(0), S(1)], src_data_rank=None)
+    with implicit_replication():
+        equal(dx * w, x * w)
+        equal(w * dx, x * w)
+    equal(dx * Tensor(np.float32(3)), x * 3, "0-d constants are replicated")
+    equal(np.float32(2) * dx, x * 2)
+
+
+@case(world_size=4)
+def implicit_communication_can_be_forbidden(world):
+    mesh = mesh_1d()
+    x = distribute_tensor(data(120, 8, 8), mesh, [S(1)], src_data_rank=None)
+    equal(mint.softmax(x, -1), mint.softmax(data(120, 8, 8), -1))
+    with redistribution_policy("explicit"), counted() as count:
+        try:
+            mint.softmax(x, -1)
+        except ImplicitCommError as e:
+            assert "redistribute(" in str(e)
+            same_on_all_ranks(world, str(e))
+        else:
+            raise AssertionError("softmax over a sharded dim communicated in silence")
+        x.redistribute(placements=[R])
+    assert sum(count.values()) == 1
+
+
+@case(world_size=4)
+def parameters_are_parameters(world):
+    mesh = mesh_2d()
+    p = Parameter(distribute_tensor(data(130, 6, 4), mesh, [R, S(0)], src_data_rank=None), name="w", requires_grad=True)
+    assert isinstance(p, DTensor) and isinstance(p, Parameter) and p.name == "w" and p.shape == (6, 4)
+    assert p.local_shape == (3, 4) and "f32[6@tp, 4]" in repr(p)
+    import copy
+    import pickle
+    for twin in (copy.deepcopy(p), pickle.loads(pickle.dumps(p))):
+        assert isinstance(twin, DTensor) and isinstance(twin, Parameter) and twin.layout is p.layout and twin.name == "w"
+        equal(twin, array(p))
+
+
+@case(world_size=4)
+def to_local_gives_and_takes_in_the_right_layout(world):
+    mesh = mesh_1d()
+    x = data(140, 8, 4)
+
+    def through_local(t):
+        local = t.to_local(grad_placements=[P]) if isinstance(t, DTensor) else t
+        # each rank uses the replicated value for other rows: its cotangent is partial
+        if isinstance(t, DTensor):
+            rows = mint.narrow(local, 0, 2 * mesh.get_rank(), 2)
+            return DTensor.from_local((rows * rows).sum().reshape(1), mesh, [S(0)]).sum()
+        return (local * local).sum()
+    dx = distribute_tensor(x, mesh, [R], src_data_rank=None)
+    value, grad = value_and_grad(lambda t: through_local(t * 1.0), 0)(dx)
+    equal(value, (x * x).sum())
+    equal(grad, x * 2)
+
+
+@case(world_size=4)
+def nothing_outlives_a_step(world):
+    """Memo entries hold no cycle that keeps activations alive."""
+    import gc
+    import weakref
+    mesh = mesh_1d()
+    x = distribute_tensor(data(150, 8, 8), mesh, [R], src_data_rank=None)
+    w = distribute_tensor(data(151, 8, 8), mesh, [S(0)], src_data_rank=None)
+    seen = []
+
+    def loss(t):
+        h = t * 2
+        seen.append(weakref.ref(h))
+        return (mint.nn.functional.linear(h, w) ** 2).sum()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            value_and_grad(loss, 0)(x)
+        assert all(r() is None for r in seen), "an activation is still alive after its step"
+    finally:
+        gc.enable()
+    assert comm.current_world() is not None

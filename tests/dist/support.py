@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the rank-side cases share: seeded data, comparison with one device, counting communication."""
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import contextmanager
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor
+
+from ms_dtensor import DTensor, comm, distribute_tensor, init_device_mesh, value_and_grad
+
+RTOL = 2e-5  # float32: sums of up to a few hundred terms, taken in another order
+
+
+def mesh_2d():
+    """4 ranks as dp=2, tp=2."""
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+def mesh_1d(n: int = 4, name: str = "tp"):
+    """All ranks on one axis."""
+    return init_device_mesh("cpu", (n,), mesh_dim_names=(name,))
+
+
+def data(seed: int, *shape: int) -> Tensor:
+    """The same asymmetric random tensor on every rank."""
+    return Tensor(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
+
+
+def array(x) -> np.ndarray:
+    """Global values of anything."""
+    if isinstance(x, DTensor):
+        return x.full_tensor().asnumpy()
+    return x.asnumpy() if isinstance(x, Tensor) else np.asarray(x)
+
+
+def equal(got, wanted, what: str = "", rtol: float = RTOL) -> None:
+    """Asserts equality relative to the largest element."""
+    a, b = array(got), array(wanted)
+    assert a.shape == b.shape, (what, a.shape, b.shape)
+    scale = max(float(np.abs(b).max(initial=0)), 1e-6)
+    worst = float(np.abs(a.astype(np.float64) - b).max(initial=0)) / scale
+    assert worst <= rtol, f"{what}: off by {worst:.2e} of the largest element"
+
+
+@contextmanager
+def counted():
+    """Counter of (op, phase) over the block, filled when it ends."""
+    count: Counter = Counter()
+    with comm.record() as events:
+        yield count
+    count.update((e.op, e.phase) for e in events)
+
+
+def check_against_one_device(fn, tensors, layouts, mesh, what: str = "") -> Counter:
+    """Value and every gradient of `fn` on DTensors against plain tensors; returns the communication of the step."""
+    wrt = tuple(range(len(tensors)))
+    value, grads = ms.value_and_grad(fn, wrt)(*tensors)
+    inputs = [distribute_tensor(t, mesh, p, src_data_rank=None) for t, p in zip(tensors, layouts)]
+    with counted() as count:
+        got, got_grads = value_and_grad(fn, wrt)(*inputs)
+    equal(got, value, f"{what} value")
+    for i, (g, w) in enumerate(zip(got_grads, grads)):
+        equal(g, w, f"{what} gradient {i}")
+    return count
+
+
+def same_on_all_ranks(world, text: str) -> None:
+    """Asserts that all ranks hold the same text."""
+    texts = comm.group(tuple(range(world.size))).all_gather_object(text)
+    assert len(set(texts)) == 1, texts
