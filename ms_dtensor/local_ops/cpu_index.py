@@ -106,24 +106,42 @@ def _filled(shape, value, dtype):
     return ops.full(tuple(shape), value, dtype=dtype)
 
 
+def filled(x, shape, value, dtype=None):
+    """`value` everywhere; the local form of every creation op."""
+    return _filled(shape, value, as_dtype(dtype) or x.dtype)
+
+
 def full_like(input, fill_value, dtype=None, **_):
-    """`FullLike`; also the local form of a creation op: every shard is filled alike."""
-    return _filled(input._shape, fill_value, as_dtype(dtype) or input.dtype)
+    """`FullLike`."""
+    return filled(input, input._shape, fill_value, dtype)
 
 
-def zeros_like(input, dtype=None, **_):
-    """`ZerosLikeExt`."""
-    return ops.zeros(tuple(input._shape), as_dtype(dtype) or input.dtype)
+def zeros_like(input, dtype=None, *_, **__):
+    """`ZerosLikeExt`, `EmptyLike`."""
+    return filled(input, input._shape, 0, dtype)
 
 
 def ones_like(input, dtype=None, **_):
     """`OnesLikeExt`."""
-    return ops.ones(tuple(input._shape), as_dtype(dtype) or input.dtype)
+    return filled(input, input._shape, 1, dtype)
+
+
+def _new(value):
+    def call(input, size, dtype=None, device=None):
+        return filled(input, (size,) if isinstance(size, int) else tuple(size), value, dtype)
+    return call
+
+
+def new_full(input, size, fill_value, dtype=None):
+    """`NewFull`."""
+    return filled(input, (size,) if isinstance(size, int) else tuple(size), fill_value, dtype)
 
 
 TABLE = {
     "StackExt": stack, "TrilExt": tril, "IndexSelect": index_select, "Embedding": embedding,
     "RepeatInterleaveInt": repeat_interleave, "Repeat": repeat, "Roll": roll, "ScatterAddExt": scatter_add,
     "ConstantPadND": pad, "OneHotExt": one_hot,
-    "FullLike": full_like, "ZerosLikeExt": zeros_like, "OnesLikeExt": ones_like,
+    "FullLike": full_like, "ZerosLikeExt": zeros_like, "OnesLikeExt": ones_like, "EmptyLike": zeros_like,
+    "NewZeros": _new(0), "NewOnes": _new(1), "NewEmpty": _new(0), "NewFull": new_full,
 }
+FORMS = {"filled": filled}

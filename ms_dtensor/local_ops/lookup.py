@@ -91,6 +91,14 @@ def index(x, indices, dims, at, offsets, sizes, split):
     return out
 
 
+def gather(input, index, dim, batch_dims=0):
+    """`Gather`, whose CPU kernel loses the gradient of rows that are looked up by a negative index."""
+    n = input._shape[dim]
+    if index.size and n and (index.asnumpy() < 0).any():
+        index = _checked(index, n)
+    return ops.gather(input, index, dim, batch_dims)
+
+
 def take(x, index):
     """`Take` from the flat tensor."""
     return ops.gather(mint.reshape(x, (-1,)), index, 0)
@@ -98,4 +106,4 @@ def take(x, index):
 
 TABLE = {"gather_shard": gather_shard, "take_along_shard": take_along_shard, "embedding_shard": embedding_shard,
          "index": index}
-CPU = {"Take": take}
+CPU = {"Gather": gather, "DeprecatedGather": gather, "Take": take}

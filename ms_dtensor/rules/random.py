@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from ..errors import OpRuleError
 from ..placements import Partial
+from .create import like_cases
 from .pointwise import shard_cases
 from .spec import Call, Case, Invoke, Local, OpSpec, R, broadcast_shapes
 
@@ -65,8 +66,7 @@ def like(call: Call) -> OpSpec:
     x = call.operands[0]
     dtype = call.args.get("dtype")
     extra = (int(call.args["low"]), int(call.args["high"])) if call.op == "randint_like" else ()
-    return OpSpec((x.shape,), _alike(call, 1, linear=False),
-                  lambda at: Invoke(call.op, (x, *extra, dtype, *_box(at))))
+    return OpSpec((x.shape,), tuple(like_cases(call)), lambda at: Invoke(call.op, (x, *extra, dtype, *_box(at))))
 
 
 def bernoulli(call: Call) -> OpSpec:

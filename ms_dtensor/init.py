@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Initialisers for DTensors, in place: the values of `torch.nn.init`, from the one global random stream.
+
+Each rank writes its own shard, and for a given seed the global tensor is the same on every mesh, bit for bit. Fans are
+those of the *global* shape. Plain tensors are refused: they have no place in the global stream.
+"""
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from mindspore import Tensor
+from mindspore._c_expression import NoFallbackGuard
+
+from . import random
+from .dtensor import DTensor
+from .errors import LayoutError
+from .local_ops.random import kind, tensor
+
+
+def _write(name: str, x, values) -> DTensor:
+    """Writes `values(key, shape, box, dtype)` into the shard of x."""
+    if not isinstance(x, DTensor):
+        raise LayoutError(f"For '{name}', the tensor must be a DTensor, but got {type(x).__name__}.", "",
+                          "Plain tensors have no place in the global stream.", "distribute it first")
+    layout = x.layout
+    if layout.has_partial():
+        raise LayoutError(f"For '{name}', a Partial tensor cannot be initialised.", layout.describe(),
+                          "Which summand would each rank hold?", "use a tensor that is not Partial")
+    array = values(random.next_key(), layout.shape, layout.local_box(), kind(x.dtype))
+    with NoFallbackGuard():
+        Tensor.assign_value(x, tensor(np.asarray(array), x.dtype))
+    return x
+
+
+def uniform_(x, a: float = 0.0, b: float = 1.0) -> DTensor:
+    """Uniform in [a, b)."""
+    return _write("uniform_", x, lambda *at: random.uniform(*at) * at[3](b - a) + at[3](a))
+
+
+def normal_(x, mean: float = 0.0, std: float = 1.0) -> DTensor:
+    """Normal."""
+    return _write("normal_", x, lambda *at: random.normal(*at) * at[3](std) + at[3](mean))
+
+
+def trunc_normal_(x, mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0) -> DTensor:
+    """Normal, redrawn (another eight times at most, then clipped) where it falls outside [a, b]."""
+    def values(key, shape, box, dtype):
+        out = random.normal(key, shape, box, dtype) * dtype(std) + dtype(mean)
+        for again in range(1, 9):
+            outside = (out < a) | (out > b)
+            fresh = random.normal(random.Key(key.seed ^ again << 32, key.call), shape, box, dtype)
+            out = np.where(outside, fresh * dtype(std) + dtype(mean), out)
+        return np.clip(out, a, b)
+    return _write("trunc_normal_", x, values)
+
+
+def constant_(x, value: float) -> DTensor:
+    """`value` everywhere."""
+    return _write("constant_", x, lambda key, shape, box, dtype: np.full([hi - lo for lo, hi in box], value, dtype))
+
+
+def fans(shape: tuple[int, ...]) -> tuple[int, int]:
+    """(fan in, fan out) of a weight [out, in, *kernel]."""
+    if len(shape) < 2:
+        raise LayoutError(f"For 'fans', a weight of shape {list(shape)} has no fan.", "", "It takes two dims or more.")
+    kernel = math.prod(shape[2:])
+    return shape[1] * kernel, shape[0] * kernel
+
+
+def calculate_gain(nonlinearity: str, param: float | None = None) -> float:
+    """The recommended gain of a nonlinearity."""
+    if nonlinearity == "leaky_relu":
+        return math.sqrt(2.0 / (1 + (0.01 if param is None else param) ** 2))
+    gains = {"relu": math.sqrt(2.0), "tanh": 5.0 / 3, "selu": 0.75}
+    if nonlinearity in gains or nonlinearity in ("linear", "sigmoid") or nonlinearity.startswith("conv"):
+        return gains.get(nonlinearity, 1.0)
+    raise LayoutError(f"For 'calculate_gain', {nonlinearity!r} is not known.", "",
+                      f"Known are leaky_relu, linear, sigmoid, {', '.join(gains)}.")
+
+
+def xavier_uniform_(x, gain: float = 1.0) -> DTensor:
+    """Uniform with variance gain² · 2 / (fan in + fan out)."""
+    bound = gain * math.sqrt(6.0 / sum(fans(x.shape)))
+    return uniform_(x, -bound, bound)
+
+
+def xavier_normal_(x, gain: float = 1.0) -> DTensor:
+    """Normal with variance gain² · 2 / (fan in + fan out)."""
+    return normal_(x, 0.0, gain * math.sqrt(2.0 / sum(fans(x.shape))))
+
+
+def _kaiming_std(x, a, mode, nonlinearity) -> float:
+    return calculate_gain(nonlinearity, a) / math.sqrt(fans(x.shape)[("fan_in", "fan_out").index(mode)])
+
+
+def kaiming_uniform_(x, a: float = 0.0, mode: str = "fan_in", nonlinearity: str = "leaky_relu") -> DTensor:
+    """Uniform with variance gain² / fan."""
+    bound = math.sqrt(3.0) * _kaiming_std(x, a, mode, nonlinearity)
+    return uniform_(x, -bound, bound)
+
+
+def kaiming_normal_(x, a: float = 0.0, mode: str = "fan_in", nonlinearity: str = "leaky_relu") -> DTensor:
+    """Normal with variance gain² / fan."""
+    return normal_(x, 0.0, _kaiming_std(x, a, mode, nonlinearity))
+
+
+def zeros_(x) -> DTensor:
+    """Zeros."""
+    return constant_(x, 0.0)
+
+
+def ones_(x) -> DTensor:
+    """Ones."""
+    return constant_(x, 1.0)
