@@ -96,10 +96,7 @@ def distribute_tensor(tensor, device_mesh: DeviceMesh | None = None, placements=
     patch.install()
     with NoFallbackGuard():
         local = _cut(_truth(tensor, mesh, src_data_rank), layout)
-    out = wrap(local, layout)
-    if isinstance(tensor, Parameter):
-        return Parameter(out, name=tensor.name, requires_grad=tensor.requires_grad)
-    return out
+    return wrap(local, layout)
 
 
 def _truth(tensor, mesh: DeviceMesh, src_data_rank: int | None):
@@ -163,7 +160,8 @@ def distribute_parameter(param: Parameter, mesh: DeviceMesh, placements, *, src_
     """A Parameter as a DTensor Parameter with the same name and `requires_grad`."""
     if getattr(param, "has_init", False):
         param.init_data()
-    return distribute_tensor(param, mesh, placements, src_data_rank=src_data_rank)
+    out = distribute_tensor(param, mesh, placements, src_data_rank=src_data_rank)
+    return Parameter(out, name=param.name, requires_grad=param.requires_grad)
 
 
 def set_parameter(cell: nn.Cell, key: str, param: Parameter) -> None:

@@ -2,9 +2,9 @@
 """Gradient buckets: a data-parallel parameter keeps its gradient partial, and many are reduced in one all-reduce.
 
 A parameter marked here asks for its cotangent still summed over nothing on the data-parallel axes (`Parameter` attribute
-`deferred_axes`, honoured by `dispatch.face`). Its hook copies that gradient into a flat buffer and hands back a view of
-it; the buffer is all-reduced when its last gradient arrived, or when the backward ends. So the views hold the reduced
-gradient by the time the caller sees them, and the number of collectives does not grow with the number of parameters.
+`deferred_axes`, honoured by `dispatch.face`). Its hook keeps that gradient; when the last one of a bucket has arrived,
+or the backward ends, all are reduced together and written back in place. So the caller sees reduced gradients, and the
+number of collectives does not grow with the number of parameters.
 """
 from __future__ import annotations
 
@@ -28,42 +28,40 @@ class Bucket:
     """
 
     def __init__(self, params, group):
-        self.group = group
-        self.offsets, total = {}, 0
+        self.group, self.size = group, len(params)
+        self.arrived: list = []
         for p in params:
-            self.offsets[id(p)] = total
-            total += math.prod(p.local_shape)
-        self.total = total
-        self.flat = None
-        self.arrived: set[int] = set()
-        for p in params:
-            p.register_hook(self._hook(p))
+            p.register_hook(self._arrive)
 
-    def _hook(self, param):
-        key, shape = id(param), param.local_shape
-
-        def arrive(grad):
-            with NoFallbackGuard():
-                if not self.arrived:
-                    self.flat = ms.ops.zeros((self.total,), grad.dtype)
-                    _pynative_executor.queue_backward_final_callback(self.flush)
-                self.arrived.add(key)
-                lo = self.offsets[key]
-                view = ms.mint.narrow(self.flat, 0, lo, math.prod(shape))
-                view.copy_(ms.mint.reshape(grad, (-1,)))
-                if len(self.arrived) == len(self.offsets):
-                    self.flush()
-                return ms.mint.reshape(view, shape)
-        return arrive
+    def _arrive(self, grad):
+        with NoFallbackGuard():
+            if not self.arrived:
+                _pynative_executor.queue_backward_final_callback(self.flush)
+            own = grad * 1  # storage of its own: the sum is written into it after the caller has been handed it
+            self.arrived.append(own)
+            if len(self.arrived) == self.size:
+                self.flush()
+            return own
 
     def flush(self) -> None:
         """Reduces what has arrived; a second call does nothing."""
-        if not self.arrived:
+        grads, self.arrived = self.arrived, []
+        if not grads:
             return
-        self.arrived = set()
         with NoFallbackGuard(), comm.annotate(phase="backward", src="gradient bucket", dst="gradient bucket"):
-            self.flat.copy_(self.group.all_reduce(self.flat, "sum"))
-        self.flat = None
+            flat = self.group.all_reduce(ms.mint.cat([ms.mint.reshape(g, (-1,)) for g in grads]), "sum")
+            at = 0
+            for g in grads:
+                n = math.prod(g.shape)
+                _overwrite(g, ms.mint.reshape(ms.mint.narrow(flat, 0, at, n), g.shape), self.group.backend.name)
+                at += n
+
+
+def _overwrite(target, source, backend: str) -> None:
+    if backend in ("shm", "mccl", "fake"):  # MindSpore's copy_ from a view has no CPU kernel; its arrays are views
+        target.asnumpy()[...] = source.asnumpy()
+    else:
+        target.copy_(source)
 
 
 def make_buckets(params, mesh, bucket_mb: float) -> list[Bucket]:

@@ -264,7 +264,7 @@ def a_llama_on_two_axes_equals_one_device(world):
 
         def loss(i, y, m=model, p=parallel_loss):
             logits = m(i)
-            return loss_parallel(logits, y) if p else cross_entropy(logits, y)
+            return loss_parallel(logits, y.reshape(-1)) if p else cross_entropy(logits, y)
         for _ in range(2):
             got = value_and_grad(loss, None, model.trainable_params())(di, dy)
             equal(got[0], want[0], "loss")
