@@ -1,0 +1,118 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Proves the rules behind every public call form of the corpus; prints one JSON object, fails on any wrong case.
+
+    python scripts/verify_rules.py                    everything, two processes
+    python scripts/verify_rules.py pointwise loss     only tests/coverage/forms_pointwise.py and forms_loss.py
+    python scripts/verify_rules.py --form mint.add    only forms whose name contains the text
+    python scripts/verify_rules.py --missed           also report legal single-axis cases that no rule lists
+
+Each form runs with all its sample arguments on meshes (2,) and (3,), the first arguments also on (2, 2): every case
+of every rule it reaches, forward and backward. See `ms_dtensor.verify`.
+"""
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def main() -> int:
+    """Command line; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*", help="names behind forms_; default all")
+    parser.add_argument("--form", help="only forms whose name contains this")
+    parser.add_argument("--missed", action="store_true", help="also look for legal cases that no rule lists")
+    parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1))
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.part:
+        print(json.dumps(run(options, *map(int, options.part.split("/")))))
+        return 0
+    started = time.time()
+    total = merge(spawn(options))
+    total["seconds"] = round(time.time() - started, 1)
+    print(json.dumps(total, indent=1))
+    return 1 if total["wrong"] or not total["forms"] else 0
+
+
+def spawn(options) -> list[dict]:
+    """One process per job, each with every n-th form: MindSpore uses one core in this work."""
+    command = [sys.executable, __file__, *options.families, *(["--form", options.form] if options.form else []),
+               *(["--missed"] if options.missed else [])]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOG_v": "4"}
+    jobs = [subprocess.Popen([*command, "--part", f"{i}/{options.jobs}"], stdout=subprocess.PIPE, text=True, env=env)
+            for i in range(options.jobs)]
+    outputs = [job.communicate()[0] for job in jobs]
+    if any(job.returncode for job in jobs):
+        raise SystemExit("a verifying process failed; see above")
+    return [json.loads(text.splitlines()[-1]) for text in outputs]
+
+
+def merge(parts: list[dict]) -> dict:
+    """The parts' counts added, their lists joined."""
+    total: dict = {}
+    for part in parts:
+        for key, value in part.items():
+            if isinstance(value, int | list):
+                total[key] = total.get(key, type(value)()) + value
+            else:
+                merged = total.setdefault(key, {})
+                for name, item in value.items():
+                    merged[name] = merged.get(name, type(item)()) + item
+    total["ops"] = sorted(set(total.get("ops", ())))
+    return total
+
+
+def corpus(families=(), part: int = 0, parts: int = 1, name: str | None = None) -> list:
+    """(family, form) pairs, every `parts`-th of them starting with `part`."""
+    sys.path.insert(0, str(ROOT))
+    found = []
+    for path in sorted((ROOT / "tests" / "coverage").glob("forms_*.py")):
+        family = path.stem.removeprefix("forms_")
+        if not families or family in families:
+            module = importlib.import_module(f"tests.coverage.{path.stem}")
+            found += [(family, form) for form in module.FORMS if name is None or name in form.name]
+    return found[part::parts]
+
+
+def run(options, part: int, parts: int) -> dict:
+    """Verifies one part of the corpus in this process."""
+    forms = corpus(options.families, part, parts, options.form)
+    import mindspore as ms
+    ms.set_device("CPU")
+    ms.runtime.launch_blocking()
+    from ms_dtensor.verify import Report
+    from tests.coverage.run import refuses, verify_form
+
+    out: dict = {"forms": 0, "refusals": 0, "calls": 0, "compared": 0, "samples": {}, "slowest": {}, "wrong": [],
+                 "missed": [], "ops": []}
+    for _, form in forms:
+        started = time.time()
+        report = Report()
+        if form.raises is None:
+            verify_form(form, report, missed=options.missed)
+            out["forms"] += 1
+        else:
+            out["refusals"] += 1
+            report.wrong += refuses(form)
+        out["calls"] += report.calls
+        out["compared"] += report.compared
+        out["samples"][form.name] = report.compared
+        out["wrong"] += [f"{form.name}: {text}" for text in report.wrong]
+        out["missed"] += sorted({f"{form.name}: {text}" for text in getattr(report, "missed", ())})
+        out["ops"] += sorted(report.ops)
+        if time.time() - started > 3:
+            out["slowest"][form.name] = round(time.time() - started, 1)
+    return out
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs one form of the corpus: verifies its rules, or shows that a DTensor call of it is refused.
+
+Shared by `scripts/verify_rules.py` (everything) and the tests of each family (a slice).
+"""
+from __future__ import annotations
+
+import traceback
+
+import numpy as np
+from mindspore import Tensor
+
+from ms_dtensor import DeviceMesh
+from ms_dtensor.dispatch import wrap
+from ms_dtensor.layout import Layout
+from ms_dtensor.verify import Report, check_rule
+
+from .form import Form
+
+ONE_AXIS = ((2,), (3,))
+TWO_AXES = (*ONE_AXIS, (2, 2))
+
+
+def verify_form(form: Form, report: Report, missed: bool = False, quick: bool = False) -> None:
+    """Checks all variants of a form into `report`; `quick`: the first variant on one small mesh.
+
+    A form that reaches no rule at all (it bypasses dispatch) counts as wrong.
+    """
+    for i, args in enumerate(form.variants()[:1] if quick else form.variants()):
+        before = report.compared, len(report.wrong)
+        try:
+            check_rule(form.fn, *args, axes=((2,),) if quick else ONE_AXIS if i else TWO_AXES, report=report,
+                       **({"missed": True} if missed else {}))
+        except Exception as e:  # noqa: BLE001  whatever MindSpore raises on plain tensors is a finding
+            at = traceback.extract_tb(e.__traceback__)[-1]
+            text = str(e).strip().splitlines()
+            report.wrong.append(f"variant {i}: {type(e).__name__}: {text[0] if text else ''} ({at.filename}:{at.lineno})")
+            continue
+        if before == (report.compared, len(report.wrong)):
+            report.wrong.append(f"variant {i}: no op of this form reached a rule")
+
+
+def refuses(form: Form) -> list[str]:
+    """What is wrong with the refusal of a form that must raise: nothing if it raises on sharded operands."""
+    mesh = DeviceMesh("cpu", np.arange(1), mesh_dim_names=("x",))
+    wrong = []
+    for i, args in enumerate(form.variants()):
+        try:
+            form.fn(*(_sharded(a, mesh) for a in args))
+        except form.raises:
+            continue
+        except Exception as e:  # noqa: BLE001
+            wrong.append(f"variant {i}: raised {type(e).__name__}: {e}, not {form.raises.__name__}")
+        else:
+            wrong.append(f"variant {i}: not refused")
+    return wrong
+
+
+def _sharded(value, mesh):
+    if isinstance(value, np.ndarray):
+        local = Tensor(value)
+        return wrap(local, Layout(mesh, None, value.shape, str(value.dtype)))
+    if isinstance(value, tuple | list):
+        return type(value)(_sharded(v, mesh) for v in value)
+    return value
