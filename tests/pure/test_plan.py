@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans are executed on NumPy shards, move by move, and compared with cutting the full array; costs with brute force."""
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from ms_dtensor.errors import RedistributeError
+from ms_dtensor.layout import Layout
+from ms_dtensor.mesh import DeviceMesh, coordinates
+from ms_dtensor.placements import Partial, Replicate, Shard
+from ms_dtensor.redistribute.boxes import relative, sizes_along, transfers
+from ms_dtensor.redistribute.plan import plan
+from ms_dtensor.verify.oracle import assemble, same, split
+
+R, S = Replicate(), Shard
+RNG = np.random.default_rng(0)
+NAMES = ("a", "b", "c")
+
+
+def mesh_of(shape):
+    return DeviceMesh("cpu", np.arange(int(np.prod(shape))).reshape(shape), mesh_dim_names=NAMES[:len(shape)])
+
+
+def lines(mesh, axes):
+    """Groups of coordinates over `axes`, each in group order."""
+    rest = [a for a in range(mesh.ndim) if a not in axes]
+    for fixed in itertools.product(*(range(mesh.shape[a]) for a in rest)):
+        group = []
+        for sub in itertools.product(*(range(mesh.shape[a]) for a in axes)):
+            at = [0] * mesh.ndim
+            for a, i in zip((*rest, *axes), (*fixed, *sub)):
+                at[a] = i
+            group.append(tuple(at))
+        yield group
+
+
+def pieces(array, dim, sizes):
+    return np.split(array, np.cumsum(sizes)[:-1], axis=dim)
+
+
+def execute(move, values):
+    """One move on {coordinate: local array}, from the meaning of the collective alone."""
+    mesh, out = move.src.mesh, {}
+    if move.kind == "exchange":
+        rank_at = {int(mesh.mesh[at]): at for at in coordinates(mesh)}
+        for at in coordinates(move.dst.mesh):
+            need = move.dst.local_box(at)
+            out[at] = np.zeros([hi - lo for lo, hi in need], next(iter(values.values())).dtype)
+            me = int(move.dst.mesh.mesh[at])
+            for sender, receiver, box in transfers(move.src, move.dst):
+                if receiver == me:
+                    frm = rank_at[sender]
+                    out[at][relative(box, need)] = values[frm][relative(box, move.src.local_box(frm))]
+        return out
+    if move.kind == "cut":
+        return {at: v[relative(move.dst.local_box(at), move.src.local_box(at))] for at, v in values.items()}
+    for group in lines(mesh, move.axes):
+        local = [values[at] for at in group]
+        if move.kind == "all_gather":
+            result = [np.concatenate(local, axis=move.src_dim)] * len(group)
+        elif move.kind == "all_to_all":
+            cut = [pieces(x, move.dst_dim, sizes_along(move.dst, move.axes, move.dst_dim, group[0])) for x in local]
+            result = [np.concatenate([c[i] for c in cut], axis=move.src_dim) for i in range(len(group))]
+        else:
+            total = {"sum": sum, "avg": lambda xs: sum(xs) / len(xs), "max": lambda xs: np.maximum.reduce(xs)}[
+                move.reduce_op](local)
+            result = [total] * len(group) if move.kind == "all_reduce" else pieces(
+                total, move.dst_dim, sizes_along(move.dst, move.axes, move.dst_dim, group[0]))
+        out.update(zip(group, result))
+    return out
+
+
+def layouts(mesh, shape, partial=()):
+    options = [R, *(S(d) for d in range(len(shape))), *(Partial(p) for p in partial)]
+    for placed in itertools.product(options, repeat=mesh.ndim):
+        dims = [p.dim for p in placed if p.is_shard()]
+        orders = [None] if len(set(dims)) == len(dims) else list(itertools.permutations(range(mesh.ndim)))
+        yield from dict.fromkeys(Layout(mesh, placed, shape, "float64", o) for o in orders)
+
+
+@pytest.mark.parametrize("mesh_shape, shape", [((2,), (5,)), ((4,), (3, 2)), ((2, 2), (4, 6)), ((2, 3), (5, 7)),
+                                                ((2, 2), (1, 3)), ((2, 2), (0, 4))])
+def test_every_pair_moves_right(mesh_shape, shape):
+    mesh = mesh_of(mesh_shape)
+    whole = RNG.normal(size=shape)
+    for src in layouts(mesh, shape, ("sum",)):
+        parts = split(whole, src, RNG)
+        for dst in layouts(mesh, shape):
+            values = parts
+            for move in plan(src, dst):
+                values = execute(move, values)
+            for at, v in values.items():
+                assert v.shape == dst.local_shape(at), (src, dst, plan(src, dst))
+            value, unequal = assemble(values, dst)
+            assert same(whole, value) and not unequal, (src, dst, plan(src, dst))
+
+
+def test_three_axes_and_mixed_reductions():
+    mesh, shape = mesh_of((2, 2, 2)), (5, 6)
+    whole = RNG.normal(size=shape)
+    sources = [x for i, x in enumerate(layouts(mesh, shape, ("sum", "max"))) if i % 7 == 0
+               and len({x.placements[a] for a in x.partial_axes}) <= 1]
+    targets = [x for i, x in enumerate(layouts(mesh, shape)) if i % 11 == 0]
+    for src, dst in itertools.product(sources, targets):
+        values = split(whole, src, RNG)
+        for move in plan(src, dst):
+            values = execute(move, values)
+        value, unequal = assemble(values, dst)
+        assert same(whole, value) and not unequal, (src, dst)
+
+
+def test_other_meshes_receive_exactly_their_boxes():
+    shape = (7, 6)
+    whole = RNG.normal(size=shape)
+    a, b = mesh_of((2, 3)), DeviceMesh("cpu", [5, 1, 9], mesh_dim_names=("z",))
+    for src in layouts(a, shape, ("sum",)):
+        for dst in layouts(b, shape):
+            values = split(whole, src, RNG)
+            for move in plan(src, dst):
+                values = execute(move, values)
+            value, unequal = assemble(values, dst)
+            assert same(whole, value) and not unequal
+
+
+def test_single_moves_use_the_collective_made_for_them():
+    mesh = mesh_of((4,))
+
+    def kinds(src, dst, shape=(64, 64)):
+        return [m.kind for m in plan(Layout(mesh, [src], shape), Layout(mesh, [dst], shape))]
+    assert kinds(S(0), R) == ["all_gather"]
+    assert kinds(Partial(), R) == ["all_reduce"]
+    assert kinds(Partial(), S(1)) == ["reduce_scatter"]
+    assert kinds(S(0), S(1)) == ["all_to_all"]
+    assert kinds(R, S(1)) == ["cut"]
+    assert kinds(S(1), S(1)) == []
+
+
+def test_adjacent_axes_move_as_one():
+    mesh = mesh_of((2, 2))
+    both = plan(Layout(mesh, [Partial(), Partial()], (64, 64)), Layout(mesh, [R, R], (64, 64)))
+    assert [(m.kind, m.axes) for m in both] == [("all_reduce", (0, 1))]
+    gathered = plan(Layout(mesh, [S(0), S(0)], (64, 64)), Layout(mesh, [R, R], (64, 64)))
+    assert [(m.kind, m.axes) for m in gathered] == [("all_gather", (0, 1))]
+
+
+def test_partial_targets_are_refused():
+    mesh = mesh_of((2,))
+    with pytest.raises(RedistributeError, match="can be reduced, not un-reduced"):
+        plan(Layout(mesh, [R], (4,)), Layout(mesh, [Partial()], (4,)))
+    with pytest.raises(RedistributeError, match="different tensors"):
+        plan(Layout(mesh, [R], (4,)), Layout(mesh, [R], (5,)))

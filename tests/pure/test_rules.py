@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules as data: cases in single-axis notation, and the choice among them. No tensors."""
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ms_dtensor.errors import OpRuleError
+from ms_dtensor.layout import Layout
+from ms_dtensor.mesh import DeviceMesh
+from ms_dtensor.placements import Partial, Replicate, Shard
+from ms_dtensor.rules import RULES, Call, Operand
+from ms_dtensor.rules.select import choose
+from ms_dtensor.rules.spec import Local, empty_results, result_dtype
+from ms_dtensor.rules.view import groups, infer_shape
+
+R, P, S = Replicate(), Partial(), Shard
+MESH = DeviceMesh("cpu", np.arange(4).reshape(2, 2), mesh_dim_names=("dp", "tp"))
+
+
+def call(op, *shapes, names=("input", "other"), **static):
+    operands = tuple(Operand(i, s, "float32") for i, s in enumerate(shapes))
+    return Call(op, {**dict(zip(names, operands)), **static}, operands)
+
+
+def cases(c):
+    return {repr(case) for case in RULES[c.op](c).cases}
+
+
+def test_matmul_has_exactly_the_cases_of_its_algebra():
+    got = {c for c in cases(call("matmul", (4, 6), (6, 8))) if "avg" not in c}
+    assert got == {"S(0), R -> S(0)", "R, S(1) -> S(1)", "S(1), S(0) -> P(sum)", "P(sum), R -> P(sum)",
+                   "R, P(sum) -> P(sum)"}
+
+
+def test_broadcast_dims_are_never_sharded():
+    assert "S(0), R -> S(0)" in cases(call("add", (4, 6), (1, 6)))
+    assert "S(1), S(1) -> S(1)" in cases(call("add", (4, 6), (1, 6)))
+
+
+def test_only_linear_ops_see_partials():
+    assert "P(sum), P(sum) -> P(sum)" in cases(call("add", (4,), (4,)))
+    assert "P(sum), R -> P(sum)" not in cases(call("add", (4,), (4,)))
+    assert {"P(sum), R -> P(sum)", "R, P(sum) -> P(sum)"} <= cases(call("mul", (4,), (4,)))
+    assert "P(sum), P(sum) -> P(sum)" not in cases(call("mul", (4,), (4,)))
+    assert not any("P" in c for c in cases(call("exp", (4,), names=("input",))))
+    assert not any("P" in c for c in cases(call("add", (4,), names=("input",), other=1.0)))
+
+
+@pytest.mark.parametrize("shape, wanted, expected", [((2, 3, 4), (6, 4), [([0, 1], [0]), ([2], [1])]),
+                                                     ((6, 4), (2, 3, 4), [([0], [0, 1]), ([1], [2])]),
+                                                     ((4, 3), (3, 4), [([0, 1], [0, 1])])])
+def test_reshape_groups(shape, wanted, expected):
+    assert groups(shape, wanted) == expected
+
+
+def test_views_need_even_shards():
+    c = call("reshape", (2, 5, 12), names=("input",), shape=(2, 5, 4, 3))
+    spec = RULES["reshape"](c)
+    x = Layout(MESH, [S(0), S(2)], (2, 5, 12))
+    assert choose(c, spec, (x,)).targets[0] is x
+    odd = call("reshape", (2, 5, 9), names=("input",), shape=(2, 5, 3, 3))
+    x = Layout(MESH, [S(0), S(2)], (2, 5, 9))
+    assert choose(odd, RULES["reshape"](odd), (x,)).targets[0] is Layout(MESH, [S(0), R], (2, 5, 9))
+
+
+def test_a_shape_that_does_not_fit_is_explained():
+    with pytest.raises(OpRuleError, match="It has 6 elements, the new shape 8"):
+        infer_shape((2, 3), (2, 4))
+
+
+def test_faces_are_read_off_the_case():
+    c = call("matmul", (8, 6), (6, 8))
+    x, w = Layout(MESH, [S(0), R], (8, 6)), Layout(MESH, [R, S(1)], (6, 8))
+    choice = choose(c, RULES["matmul"](c), (x, w))
+    assert choice.targets == (x, w)
+    assert choice.own == ((1,), (0,))  # x's rows meet other columns on tp; w's columns meet other rows on dp
+
+
+def test_cheapest_side_moves():
+    c = call("add", (512, 512), (512, 512))
+    big, cut = Layout(MESH, [S(0), R], (512, 512)), Layout(MESH, [R, R], (512, 512))
+    assert choose(c, RULES["add"](c), (big, cut)).targets == (big, big)  # cutting a replica is free
+
+
+def test_orders_of_axes_are_kept():
+    turned = Layout(MESH, (("tp", "dp"), "None"), (8, 6))
+    c = call("exp", (8, 6), names=("input",))
+    placements, order, shape = choose(c, RULES["exp"](c), (turned,)).outs[0]
+    assert Layout(MESH, placements, shape, "float32", order) is turned
+
+
+def test_empty_shards_give_neutral_elements():
+    mesh = DeviceMesh("cpu", np.arange(4))
+    x, out = Layout(mesh, [S(0)], (3, 2)), Layout(mesh, [Partial("max")], (2,))
+    assert empty_results(Local((x,), (out,), (3,))) == (((2,), float("-inf")),)
+    assert empty_results(Local((x,), (out,), (0,))) is None
+
+
+def test_result_dtypes():
+    assert result_dtype(call("eq", (2,), (2,))) == "bool"
+    mixed = Call("add", {}, (Operand(0, (2,), "int32"), Operand(1, (2,), "float16")))
+    assert result_dtype(mixed) == "float16"
