@@ -117,7 +117,7 @@ class DeviceMesh:
         if isinstance(axis, str):
             if axis in self.mesh_dim_names:
                 return self.mesh_dim_names.index(axis)
-            near = difflib.get_close_matches(axis, (*self.mesh_dim_names, *self._flat), 1)
+            near = difflib.get_close_matches(axis, (*self.mesh_dim_names, *self._flat), 1, 0.5)
             raise MeshError(f"For 'DeviceMesh', there is no axis {axis!r}.", f"mesh({self.describe()})",
                             "Axes go by the names given at creation.",
                             f"did you mean {near[0]!r}?" if near else f"use one of {self.mesh_dim_names}")

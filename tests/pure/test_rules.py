@@ -61,7 +61,7 @@ def test_views_need_even_shards():
     assert choose(c, spec, (x,)).targets[0] is x
     odd = call("reshape", (2, 5, 9), names=("input",), shape=(2, 5, 3, 3))
     x = Layout(MESH, [S(0), S(2)], (2, 5, 9))
-    assert choose(odd, RULES["reshape"](odd), (x,)).targets[0] is Layout(MESH, [S(0), R], (2, 5, 9))
+    assert choose(odd, RULES["reshape"](odd), (x,)).targets[0].dim_axes[2] == ()
 
 
 def test_a_shape_that_does_not_fit_is_explained():
