@@ -32,9 +32,14 @@ class AdamW:
     Moments are float32 (float64 for float64 parameters) and have the local shape of their parameter.
 
     Example:
-        >>> optimizer = AdamW(model.trainable_params(), lr=1e-3)
-        >>> loss, grads = value_and_grad(forward, None, optimizer.params)(x)
+        >>> import mindspore as ms
+        >>> from ms_dtensor.optim import AdamW
+        >>> w = ms.Parameter(ms.Tensor([1.0, 2.0]), name="w")
+        >>> optimizer = AdamW([w], lr=0.1, weight_decay=0.0)
+        >>> loss, grads = ms.value_and_grad(lambda: (w * w).sum(), None, optimizer.params)()
         >>> optimizer(grads)
+        >>> [round(v, 3) for v in w.asnumpy().tolist()]
+        [0.9, 1.9]
     """
 
     def __init__(self, params: Iterable[Parameter], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
