@@ -76,6 +76,10 @@ class DTensor(Tensor):
     def __fallback__(self, func, args=(), kwargs=None):
         return dispatch(func, args, kwargs)
 
+    @staticmethod
+    def _run_own_op(op, arguments):
+        return call(op, **arguments)
+
     # -- what it is -----------------------------------------------------------------------------------------------
     @property
     def layout(self) -> Layout:

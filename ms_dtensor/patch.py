@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one place where MindSpore is patched: `plain OP dtensor` must reach us whichever operand comes first.
+"""Where MindSpore is patched: `plain OP dtensor` must reach us whichever operand comes first.
 
 MindSpore 2.10 asks only the *first* operand's class for `__fallback__` in operators such as `parameter + dtensor`, and
 a class without one computes on local storage silently. One class attribute on `mindspore.Tensor` closes that for every
 entry point. It is installed with the first DTensor and `uninstall()` removes it; plain tensors are not slowed, because
-MindSpore asks only subclasses (and Parameters, which pay about 2 us).
+MindSpore asks only subclasses (and Parameters, which pay about 2 us). The functions in `redirect.py` come with it.
 """
 from __future__ import annotations
 
 from mindspore import Tensor
 from mindspore._c_expression import NoFallbackGuard
+
+from . import redirect
 
 _NAME = "__fallback__"
 
@@ -49,9 +51,11 @@ def install() -> None:
     """Installs the patch; does nothing where it is in place."""
     if _NAME not in Tensor.__dict__:
         setattr(Tensor, _NAME, _plain_fallback)
+        redirect.install()
 
 
 def uninstall() -> None:
     """Removes the patch; `plain OP dtensor` then computes on local storage again, as in plain MindSpore."""
     if Tensor.__dict__.get(_NAME) is _plain_fallback:
         delattr(Tensor, _NAME)
+        redirect.uninstall()

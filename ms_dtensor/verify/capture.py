@@ -15,8 +15,11 @@ from mindspore import Tensor, ops
 from mindspore._c_expression import NoFallbackGuard
 
 from .. import patch
-from ..dispatch import attributes
-from ..local_ops import CPU, decomposition
+from ..dispatch import _as_operands, attributes, dtype_name
+from ..layout import Layout
+from ..local_ops import CPU, TABLE, decomposition, fill_operands
+from ..mesh import DeviceMesh
+from ..rules import RULES, Call, Invoke, Local, Operand
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,7 @@ class Captured:
     kwargs: dict
     result: Any
     primitive: tuple | None = None
+    params: tuple[str, ...] | None = None  # argument names of an op of our own, whose name begins with "@"
 
 
 class Probe(Tensor):
@@ -60,6 +64,37 @@ class Probe(Tensor):
         if name != "typeof":
             self._log.append(Captured(name, func, head, real, kwargs, _plain(result), primitive))
         return _probe(result, self._log)
+
+    def _run_own_op(self, op, arguments):
+        args = tuple(_plain(v) for v in arguments.values())
+        whole = _on_one_rank(op, arguments)
+        with NoFallbackGuard():
+            result = whole(*args)
+        self._log.append(Captured("@" + op, whole, None, args, {}, _plain(result), None, tuple(arguments)))
+        return _probe(result, self._log)
+
+
+def _on_one_rank(op: str, arguments: dict):
+    """An op of our own as a function of its arguments: the local form that its rule gives for a mesh of one rank."""
+    tensors = flat(tuple(arguments.values()))
+    operands = tuple(Operand(i, tuple(t._shape), dtype_name(t.dtype)) for i, t in enumerate(tensors))
+    it = iter(operands)
+    call = Call(op, {k: _as_operands(v, it) for k, v in arguments.items()}, operands)
+    spec = RULES[op](call)
+    mesh = DeviceMesh("cpu", [0])
+    ins = tuple(Layout(mesh, None, o.shape, o.dtype) for o in operands)
+    outs = tuple(Layout(mesh, None, shape) for shape in spec.shapes)
+    form = (spec.local(Local(ins, outs, (0,))) if spec.local else None) or Invoke(op, tuple(call.args.values()))
+    return lambda *args: TABLE[form.name](*fill_operands(form.args, flat(args)), **form.kwargs)
+
+
+def flat(tree) -> list:
+    """The tensors of nested arguments, in order of appearance."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tuple(tree.values())
+    return [t for v in tree for t in flat(v)] if isinstance(tree, tuple | list) else []
 
 
 def _plain(value):

@@ -76,7 +76,7 @@ def check_rule(op, *args, axes: Sequence[Sequence[int]] = ((2,), (3,), (2, 2)), 
 
 def check_captured(c: Captured, axes, rng, report: Report) -> None:
     """Checks every case of the rule of one primitive call."""
-    entry = PRIMITIVES.get(c.name)
+    entry = PRIMITIVES.get(c.name) if c.params is None else (c.name[1:], c.params)
     if entry is None or entry[0] not in RULES:
         report.wrong.append(f"{c.name}: no rule")
         return
