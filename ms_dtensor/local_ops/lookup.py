@@ -13,9 +13,9 @@ from mindspore import mint, ops
 
 def _checked(ids, n: int):
     """Indices wrapped into 0..n-1; on CPU, where values are at hand, an index out of range raises."""
-    if ms.get_context("device_target") == "CPU" and ids.size:
-        values = ids.asnumpy()
-        if values.min() < -n or values.max() >= n:
+    if ms.get_context("device_target") == "CPU":
+        values = ms.Tensor._make_subclass(ms.Tensor, ids).asnumpy()  # local forms get the DTensor object itself
+        if values.size and (values.min() < -n or values.max() >= n):
             raise IndexError(f"For 'gather', an index is out of range [{-n}, {n}) of the dim it looks up.")
     return ops.select(ids < 0, ids + n, ids)
 
