@@ -197,7 +197,7 @@ def normalize(mesh: DeviceMesh, placements, ndim: int, order=None):
     if len(placed) != mesh.ndim:
         raise LayoutError(f"For 'placements', {len(placed)} entries were given: {placed}.", where,
                           f"There is one placement per mesh axis, so {mesh.ndim} here.",
-                          (f"pass {mesh.ndim} placements", "name the axis: {'%s': Shard(0)}" % mesh.mesh_dim_names[-1]))
+                          (f"pass {mesh.ndim} placements", f"name the axis: {{{mesh.mesh_dim_names[-1]!r}: Shard(0)}}"))
     for i, p in enumerate(placed):
         if not isinstance(p, Placement):
             raise LayoutError(f"For 'placements', 'placements[{i}]' must be Shard, Replicate or Partial, but got {p!r}.",

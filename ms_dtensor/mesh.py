@@ -20,8 +20,13 @@ from .errors import MeshError
 
 _DEVICE_TYPES = {"npu": "npu", "ascend": "npu", "gpu": "gpu", "cuda": "gpu", "cpu": "cpu"}
 _default_mesh: contextvars.ContextVar = contextvars.ContextVar("ms_dtensor_default_mesh", default=())
-# replaced once, when comm is imported: mesh must not import upwards
-_world_source: Callable = lambda: None
+
+def _no_world() -> None:
+    return None
+
+
+# both are replaced once, when comm is imported: mesh must not import upwards
+_world_source: Callable = _no_world
 _group_source: Callable | None = None
 
 

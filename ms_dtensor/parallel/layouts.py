@@ -37,7 +37,7 @@ def by_axis(placement, mesh: DeviceMesh, who: str) -> dict[str, Placement]:
     raise LayoutError(f"For '{who}', the placement {placement!r} does not say which axis it is for.",
                       f"mesh({mesh.describe()})", "A style speaks of its own axes, one placement each.",
                       (f"apply the style on one axis: mesh[{mesh.mesh_dim_names[-1]!r}]",
-                       "name the axis: {%r: %r}" % (mesh.mesh_dim_names[-1], placement)))
+                       f"name the axis: {{{mesh.mesh_dim_names[-1]!r}: {placement!r}}}"))
 
 
 def place(x: DTensor, mesh: DeviceMesh, placement, who: str) -> DTensor:

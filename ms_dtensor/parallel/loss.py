@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from mindspore import mint, ops
 
+from ..dispatch import dtype_name, wrap
 from ..dtensor import DTensor
 from ..errors import LayoutError
 from ..layout import Layout
-from ..dispatch import dtype_name, wrap
 
 
 def loss_parallel(logits: DTensor, labels, *, ignore_index: int = -100, reduction: str = "mean",
