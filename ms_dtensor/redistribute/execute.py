@@ -117,16 +117,19 @@ class Moved(_Function):
         if held is not None:
             return _view(held.tensor)
         local = Tensor._make_subclass(Tensor, x)
+        contested = any(not p.is_partial("sum") and not p.is_partial("avg") and p != q
+                        for p, q in zip(src.placements, dst.placements) if p.is_partial())
+        if contested:
+            _check_differentiable(src, dst)
         out = run(plan(src, dst), local)
-        winners = [a for a in src.partial_axes if src.placements[a].reduce_op in ("max", "min", "prod")
-                   and not dst.placements[a].is_partial()]
-        if winners:
-            ctx.back = (*ctx.back[:3], context, _winner_weight(src, dst, local, out))
+        if contested:
+            ctx.contest = src, local, out
         return _view(out)
 
     @staticmethod
     def backward(ctx, grad):
-        cotangent, wanted, scale, context, *weight = ctx.back
+        cotangent, wanted, scale, context = ctx.back
+        contest = getattr(ctx, "contest", None)
         with NoFallbackGuard():
             grad, cotangent = _as_summand(grad, cotangent, wanted)
             moves = plan(cotangent, wanted)
@@ -134,8 +137,8 @@ class Moved(_Function):
             grad = context.copy().run(_backward, moves, grad) if moves else grad
             if scale != 1:
                 grad = grad * scale
-            if weight:
-                grad = grad * weight[0]
+            if contest is not None:
+                grad = grad * context.copy().run(_winners_share, *contest)
         return grad, None, None, None, None, None, None
 
 
@@ -163,17 +166,21 @@ def _average(src: Layout, dst: Layout) -> float:
     return scale
 
 
-def _winner_weight(src: Layout, dst: Layout, local, out):
-    """d(reduced)/d(local): ties of a maximum share the cotangent rank by rank; a product has the other factors."""
+def _check_differentiable(src: Layout, dst: Layout) -> None:
     kept = all(q.is_replicate() if p.is_partial() else p == q for p, q in zip(src.placements, dst.placements))
     if any(src.placements[a].is_partial("prod") for a in src.partial_axes) or not kept:
         raise RedistributeError("For 'redistribute', this reduction has no gradient here.", f"{src.describe()} -> {dst}",
                                 "Partial products, and maxima reduced straight into shards, are not differentiated.",
                                 "redistribute to Replicate() first")
+
+
+def _winners_share(src: Layout, local, out):
+    """d(maximum)/d(local): ranks that hold the winner share the cotangent."""
     won = (local == out).astype(local.dtype)
     total = won
-    for a in src.partial_axes:
-        total = src.mesh.get_group(a).all_reduce(total, "sum")
+    with comm.annotate(phase="backward", src=repr(src), dst="ties"):
+        for a in src.partial_axes:
+            total = src.mesh.get_group(a).all_reduce(total, "sum")
     return won / total
 
 
