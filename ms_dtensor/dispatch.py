@@ -15,7 +15,7 @@ from mindspore import Parameter, Tensor, ops
 from mindspore._c_expression import NoFallbackGuard
 from mindspore.common.api import _pynative_executor
 
-from . import comm, modes
+from . import comm, inplace, modes
 from .errors import ImplicitCommError, MixedOperandError, OpRuleError
 from .layout import Layout, short_dtype
 from .local_ops import TABLE, decomposition, run_local, widen, widening
@@ -25,6 +25,8 @@ from .redistribute.plan import plan as plan_moves
 from .rules import RULES, Call, Invoke, Local, Operand, empty_results, result_dtype
 from .rules.names import ALIASES, PRIMITIVES
 from .rules.select import choose
+from .rules.view import VIEWS
+from .rules.write import INPLACE
 
 recording = _pynative_executor.grad_flag
 make = Tensor._make_subclass
@@ -61,7 +63,8 @@ def call(op: str, **arguments):
     mode = modes.mode.get()
     plan = _cache.get(key)
     if plan is None:
-        plan = _remember(key, _plan_for(op, arguments, tensors, mode, own=True))
+        build = _plan_in_place if op[0] == "=" else _plan_for
+        plan = _remember(key, build(op.lstrip("="), arguments, tensors, mode, own=""))
     return plan.run(None, None, (), None, tensors, mode)
 
 
@@ -125,15 +128,22 @@ def _kept(name: str, no_skip) -> bool:
 class Plan:
     """What to do for one key."""
 
-    __slots__ = ("op", "steps", "invoke", "empty", "outs", "implicit", "substitute", "widened")
+    __slots__ = ("op", "steps", "invoke", "empty", "outs", "implicit", "substitute", "widened",
+                 "view", "target")
 
     def __init__(self, op, steps, invoke, empty, outs):
         self.op, self.steps, self.invoke, self.empty, self.outs = op, steps, invoke, empty, outs
         self.substitute, self.widened = None, None
+        self.view, self.target = False, None  # whether one device gives a view; layout of the operand that is written
         self.implicit = any(target is not None for _, target, _ in steps)
 
     def run(self, func, head, args, kwargs, tensors, mode):
         grad = recording()
+        first = tensors[0]
+        if self.target is not None:
+            inplace.check_writable(first, self.op, grad)
+            if grad:
+                tensors[0] = inplace.fresh(first)
         if self.implicit:
             _check_policy(self, tensors, mode)
         if self.substitute is not None:
@@ -166,7 +176,13 @@ class Plan:
                 result = func(*args, **kwargs)
             else:
                 result = func(*args)
-        return self.wrap(result, grad)
+        out = self.wrap(result, grad)
+        if self.view:
+            inplace.link(first, out, self.steps[0][1] is not None, self.invoke is None and self.substitute is None)
+        elif self.target is not None:
+            inplace.store(first, out, grad)
+            return first
+        return out
 
     def wrap(self, result, grad):
         outs = self.outs
@@ -322,6 +338,9 @@ def _check_policy(plan: Plan, tensors, mode):
 
 
 def _build(name, args, kwargs, tensors, mode, head=None) -> Plan:
+    if name in INPLACE:
+        op, params = INPLACE[name]
+        return _plan_in_place(op, _bind(name, params, args, kwargs, head), tensors, mode)
     entry = PRIMITIVES.get(name)
     if entry is None or entry[0] not in RULES:
         near = difflib.get_close_matches(name, PRIMITIVES, 1)
@@ -366,7 +385,15 @@ def _bind(name, params, args, kwargs, head=None) -> dict:
     return bound
 
 
-def _plan_for(op, arguments, tensors, mode, own=False) -> Plan:
+def _plan_in_place(op, arguments, tensors, mode, own=None) -> Plan:
+    """A plan that leaves its first operand where it is and writes the result into it."""
+    inplace.check_writable(tensors[0], op, False)
+    plan = _plan_for(op, {k: v for k, v in arguments.items() if k != "attrs"}, tensors, mode, own="=", keep=True)
+    plan.target = tensors[0]._layout
+    return plan
+
+
+def _plan_for(op, arguments, tensors, mode, own=None, keep=False) -> Plan:
     mesh = _common_mesh(op, tensors)
     layouts, operands = [], []
     for i, x in enumerate(tensors):
@@ -378,7 +405,7 @@ def _plan_for(op, arguments, tensors, mode, own=False) -> Plan:
     it = iter(operands)
     spec_call = Call(op, {k: _as_operands(v, it) for k, v in arguments.items()}, tuple(operands))
     spec = RULES[op](spec_call)
-    choice = choose(spec_call, spec, tuple(layouts))
+    choice = choose(spec_call, spec, tuple(layouts), keep)
     steps = []
     for i, (layout, target, own_axes) in enumerate(zip(layouts, choice.targets, choice.own)):
         cotangent = target.gradient()
@@ -395,10 +422,12 @@ def _plan_for(op, arguments, tensors, mode, own=False) -> Plan:
     layouts_out = tuple(Layout(mesh, p, shape, layouts[0].dtype, order) for p, order, shape in choice.outs)
     at = Local(choice.targets, layouts_out, mesh.get_coordinate() or (0,) * mesh.ndim)
     form = spec.local(at) if spec.local is not None else None
-    if form is None and own:
-        form = Invoke(op, tuple(spec_call.args.values()))
+    if form is None and own is not None:
+        form = Invoke(own + op, tuple(spec_call.args.values()))
     invoke = None if form is None else (TABLE[form.name], form.args, form.kwargs)
-    return Plan(op, steps, invoke, empty_with_dtypes(at, spec, spec_call), outs)
+    plan = Plan(op, steps, invoke, empty_with_dtypes(at, spec, spec_call), outs)
+    plan.view = op in VIEWS
+    return plan
 
 
 def empty_with_dtypes(at: Local, spec, spec_call):

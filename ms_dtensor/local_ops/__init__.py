@@ -16,10 +16,10 @@ from mindspore import ops
 from mindspore.common._grad_function import _Function
 
 from ..rules.spec import Operand
-from . import arrange, basic, cpu, cpu_index, lists, lookup, random
+from . import arrange, basic, cpu, cpu_index, cpu_matmul, lists, lookup, random, write
 from .dtypes import widen, widening
 
-TABLE = {**basic.TABLE, **lookup.TABLE, **arrange.TABLE, **random.TABLE, **cpu_index.FORMS, **lists.TABLE}
+TABLE = {**basic.TABLE, **lookup.TABLE, **arrange.TABLE, **random.TABLE, **cpu_index.FORMS, **cpu_matmul.FORMS, **lists.TABLE, **write.TABLE}
 CPU = {**cpu.TABLE, **lookup.CPU, **arrange.CPU, **random.CPU}
 
 

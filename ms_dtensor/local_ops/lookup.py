@@ -14,10 +14,15 @@ from mindspore import mint, ops
 def _checked(ids, n: int):
     """Indices wrapped into 0..n-1; on CPU, where values are at hand, an index out of range raises."""
     if ms.get_context("device_target") == "CPU":
-        values = ms.Tensor._make_subclass(ms.Tensor, ids).asnumpy()  # local forms get the DTensor object itself
+        values = host_values(ids)
         if values.size and (values.min() < -n or values.max() >= n):
             raise IndexError(f"For 'gather', an index is out of range [{-n}, {n}) of the dim it looks up.")
     return ops.select(ids < 0, ids + n, ids)
+
+
+def host_values(x):
+    """The local values as an array; local forms get the DTensor object itself, whose `asnumpy` means the global one."""
+    return ms.Tensor._make_subclass(ms.Tensor, x).asnumpy()
 
 
 def _own_rows(ids, lo: int, rows: int, n: int):
@@ -94,7 +99,7 @@ def index(x, indices, dims, at, offsets, sizes, split):
 def gather(input, index, dim, batch_dims=0):
     """`Gather`, whose CPU kernel loses the gradient of rows that are looked up by a negative index."""
     n = input._shape[dim]
-    if index.size and n and (index.asnumpy() < 0).any():
+    if n and (host_values(index) < 0).any():
         index = _checked(index, n)
     return ops.gather(input, index, dim, batch_dims)
 

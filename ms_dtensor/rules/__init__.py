@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import arrange, create, index, lists, matmul, names, pointwise, random, reduce, scatter, view
+from . import arrange, create, index, lists, matmul, names, pointwise, random, reduce, scatter, view, write
 from .spec import Call, Case, Invoke, Local, Operand, OpSpec, empty_results, result_dtype
 
 RULES: dict[str, Callable[[Call], OpSpec]] = {op: pointwise.pointwise for op in names.POINTWISE}
@@ -31,7 +31,7 @@ RULES.update(
 RULES.update({op: reduce.reduction for op in ("sum", "mean", "max", "min", "prod", "all", "any")})
 
 # Further families bring their own names and rules: `NAMES` in the notation of `names.parse`, `RULES` by canonical op.
-FAMILIES: tuple = (arrange, index, scatter, random, create, lists)
+FAMILIES: tuple = (arrange, index, scatter, random, create, lists, matmul, write)
 for family in FAMILIES:
     names.PRIMITIVES.update(names.parse(family.NAMES))
     RULES.update(family.RULES)

@@ -27,11 +27,18 @@ class Choice:
     cases: tuple[Case, ...]
 
 
-def choose(call: Call, spec: OpSpec, layouts: tuple[Layout, ...]) -> Choice:
+def choose(call: Call, spec: OpSpec, layouts: tuple[Layout, ...], keep: bool = False) -> Choice:
     """The cheapest legal case per axis.
 
+    Args:
+        call: the call.
+        spec: what its rule says.
+        layouts: of the operands.
+        keep: the first operand is written: it stays where it is, and the result is there too.
+
     Raises:
-        OpRuleError: an operand is Partial with a reduction that cannot be finished (never for the built-in ones).
+        OpRuleError: an operand is Partial with a reduction that cannot be finished (never for the built-in ones), or
+            a written operand cannot stay.
     """
     mesh = layouts[0].mesh
     whole = Case((REPLICATE,) * len(layouts), (REPLICATE,) * len(spec.shapes))
@@ -45,9 +52,16 @@ def choose(call: Call, spec: OpSpec, layouts: tuple[Layout, ...]) -> Choice:
         for i, case in enumerate(cases):
             if any(extent % (split.get((o, d), 1) * n) for o, d, extent in case.even):
                 continue
+            if keep and not case.ins[0] == case.outs[0] == layouts[0].placements[axis]:
+                continue
             cost = _cost(case, layouts, sizes, axis, n)
             if cost is not None and (best_cost is None or (*cost, i) < best_cost):
                 best, best_cost = case, (*cost, i)
+        if best is None and keep:
+            raise OpRuleError(f"For in-place '{call.op}', the target would have to change its placement.",
+                              ", ".join(x.describe() for x in layouts), "An in-place op leaves its target where it is; "
+                              f"on axis {mesh.mesh_dim_names[axis]!r} no case does.",
+                              ("redistribute the target first", "work out of place"))
         if best is None:
             raise OpRuleError(f"For '{call.op}', no case fits on axis {mesh.mesh_dim_names[axis]!r}.",
                               ", ".join(x.describe() for x in layouts))
@@ -55,7 +69,7 @@ def choose(call: Call, spec: OpSpec, layouts: tuple[Layout, ...]) -> Choice:
         for o, p in enumerate(best.ins):
             if p.is_shard():
                 split[o, p.dim] = split.get((o, p.dim), 1) * n
-    order = _order(layouts, chosen)
+    order = layouts[0].order if keep else _order(layouts, chosen)
     targets = tuple(x.with_placements([c.ins[o] for c in chosen], order) for o, x in enumerate(layouts))
     own = tuple(tuple(a for a, c in enumerate(chosen)
                       if c.ins[o].is_replicate() and any(not p.is_replicate() for p in c.ins))

@@ -13,6 +13,11 @@ from ..errors import OpRuleError
 from ..placements import REDUCE_OPS, Partial
 from .spec import Call, Case, Invoke, Local, OpSpec, R, S, dims_of
 
+# Ops whose result is, on one device, a view of the first operand: a write to one of them is seen by the other.
+VIEWS = frozenset("reshape view_as flatten flatten_order flatten_primitive permute swap matrix_transpose unsqueeze squeeze "
+                  "expand expand_as split split_equal chunk unbind slice slice_sizes strided_slice narrow select diagonal "
+                  "identity".split())
+
 _PARTIALS = tuple(Partial(op) for op in REDUCE_OPS)
 
 

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""New values for old places, out of place and differentiable: the local forms of `setitem` and of in-place ops.
+
+A write is a lookup turned round: for each local element of the target, which element of the value lands there, or none.
+That table is NumPy on the host; the values themselves go through one gather and one select, so that gradients reach the
+value and stop at what was overwritten. The caller puts the result into the target's storage (`inplace.py`).
+"""
+from __future__ import annotations
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, mint, ops
+
+from ..rules.write import labels
+from .lookup import host_values
+
+
+def write(x, value, bounds, drop, dims, indices, front, offset, value_offset, value_shape):
+    """`x` with the local part of `x[index] = value` done; see the rule of this name."""
+    local = tuple(x._shape)
+    tensor = isinstance(value, Tensor)
+    strides = _strides(tuple(value._shape)) if tensor else ()
+    wide = np.broadcast_shapes(*(tuple(i._shape) for i in indices)) if dims else ()
+    region = labels(len(local), drop, dims, front, len(wide))
+
+    def step(r):  # how far one step along region dim r moves in the local value
+        v = r - len(region) + len(value_shape)
+        return (0, 0) if v < 0 or value_shape[v] == 1 else (strides[v], value_offset[v])
+    rest = [d for d in range(len(local)) if d not in dims]
+    inside = np.ones((), bool)
+    position = np.zeros((), np.int64)
+    for d in rest:  # one axis after the other: which local rows the slice takes, and where in the value they come from
+        lo, hi, st = bounds[d]
+        k, odd = np.divmod(np.arange(local[d]) + offset[d] - lo, st)
+        count = len(range(lo, hi, st))
+        stride, first = step(region.index(d)) if d in region else (0, 0)
+        inside = inside[..., None] & ((odd == 0) & (k >= 0) & (k < count))
+        position = position[..., None] + (k - first) * stride
+    table = np.where(inside, position, -1)
+    if dims:
+        table = _at_indices(table, wide, region, step, [host_values(i) for i in indices], dims, bounds, offset, local)
+        order = [*dims, *rest]
+        table = table.transpose([order.index(d) for d in range(len(local))])
+    mask = Tensor(np.ascontiguousarray(np.broadcast_to(table >= 0, local)))
+    if tensor:
+        source = Tensor(np.ascontiguousarray(np.maximum(table, 0)).astype(np.int32))
+        new = ops.gather(mint.reshape(value, (-1,)).astype(x.dtype), source, 0)
+    else:
+        new = _filled(x, value)
+    return _select(mask, new, x)
+
+
+def _strides(shape):
+    out, n = [], 1
+    for size in reversed(shape):
+        out.append(n)
+        n *= size
+    return out[::-1]
+
+
+def _at_indices(table, wide, region, step, indices, dims, bounds, offset, local):
+    """The table with index dims in front: rows that some index element addresses take that element's part of the value."""
+    size = int(np.prod(wide, dtype=int))
+    base = np.zeros(wide, np.int64)
+    for j, n in enumerate(wide):
+        stride, first = step(region.index(("index", j)))
+        base = base + ((np.arange(n) - first) * stride).reshape(n, *(1,) * (len(wide) - j - 1))
+    mine = np.ones(size, bool)
+    at = []
+    for ids, d in zip(indices, dims):
+        n = bounds[d][1]
+        if ids.size and (ids.min() < -n or ids.max() >= n):
+            raise IndexError(f"For 'DTensor', an index is out of range for dim {d} of size {n}.")
+        own = np.broadcast_to(np.where(ids < 0, ids + n, ids), wide).reshape(-1) - offset[d]
+        mine &= (own >= 0) & (own < local[d])
+        at.append(own)
+    out = np.full((*(local[d] for d in dims), *table.shape), -1, np.int64)
+    rows = np.where(table >= 0, base.reshape(-1)[mine].reshape(-1, *(1,) * table.ndim) + table, -1)
+    out[tuple(i[mine] for i in at)] = rows
+    return out
+
+
+def _filled(x, value):
+    value = bool(value) if x.dtype == ms.bool_ else value
+    if x.dtype in (ms.bool_, ms.bfloat16):
+        return mint.broadcast_to(Tensor(value, x.dtype), x._shape)
+    return ops.full(x._shape, value, dtype=x.dtype)
+
+
+def _select(mask, new, old):
+    if old.dtype in (ms.bool_, ms.bfloat16):
+        wide = ms.float32 if old.dtype == ms.bfloat16 else ms.int32
+        return ops.select(mask, new.astype(wide), old.astype(wide)).astype(old.dtype)
+    return ops.select(mask, new, old)
+
+
+def fill(x, value):
+    """Every element the same; `value` is a number or a 0-d tensor."""
+    if isinstance(value, Tensor):
+        return mint.broadcast_to(mint.reshape(value, (1,) * len(x._shape)).astype(x.dtype), x._shape)
+    return _filled(x, value)
+
+
+def zero(x):
+    """All zeros."""
+    return ops.zeros(x._shape, x.dtype)
+
+
+def copy(x, src, non_blocking=False):
+    """`src` in the shape and dtype of `x`."""
+    src = src.astype(x.dtype)
+    return mint.broadcast_to(src, x._shape) if tuple(src._shape) != tuple(x._shape) else src
+
+
+def add(x, other, alpha=1):
+    """`x + alpha * other`."""
+    return mint.add(x, other, alpha=1 if alpha is None else alpha)
+
+
+def sub(x, other, alpha=1):
+    """`x - alpha * other`."""
+    return mint.sub(x, other, alpha=1 if alpha is None else alpha)
+
+
+def where(condition, new, old):
+    """`new` where the condition holds; `new` is a number or a tensor."""
+    if not isinstance(new, Tensor):
+        new = _filled(old, new)
+    new = mint.broadcast_to(new.astype(old.dtype), old._shape)
+    return _select(mint.broadcast_to(condition, old._shape), new, old)
+
+
+def divmod_(x, other, rounding_mode=None):
+    """`div` with a rounding mode."""
+    return ops.div(x, other, rounding_mode=rounding_mode)
+
+
+def clamp(x, low=None, high=None):
+    """Between two bounds, numbers or tensors."""
+    return ops.clamp(x, low, high)
+
+
+def masked_fill(x, mask, value):
+    """`value` where the mask holds."""
+    return where(mask, value, x) if not isinstance(value, Tensor) else where(mask, fill(x, value), x)
+
+
+def threshold(x, threshold, value):
+    """`x` above the threshold, else `value`."""
+    return _select(x > threshold, x, _filled(x, value))
+
+
+def scatter(x, dim, index, src):
+    """`scatter` of a tensor or a number."""
+    return mint.scatter(x, dim, index, src)
+
+
+def scatter_add(x, dim, index, src):
+    """`scatter_add`."""
+    from .cpu_index import scatter_add as by_elements
+    return by_elements(x, dim, index, src)
+
+
+def index_add(x, dim, index, src, alpha=1):
+    """`index_add`."""
+    from .arrange import index_add as by_rows
+    return by_rows(x, dim, index, src, alpha)
+
+
+_NEW = {
+    "fill": fill, "zero": zero, "copy": copy, "add": add, "sub": sub, "where": where,
+    "mul": mint.mul, "div": mint.div, "divmod": divmod_, "floor_divide": lambda x, other: x // other, "remainder": lambda x, other: x % other,
+    "clamp": clamp, "masked_fill": masked_fill, "threshold": threshold,
+    "exp": mint.exp, "log": mint.log, "floor": mint.floor, "sigmoid": mint.sigmoid, "tanh": mint.tanh, "relu": ops.relu,
+    "silu": ops.silu, "erfinv": mint.erfinv, "sign": ops.sign,
+    "hardtanh": lambda x, low=-1.0, high=1.0: ops.clamp(x, low, high),
+    "scatter": scatter, "scatter_add": scatter_add, "index_add": index_add,
+}
+
+TABLE = {"write": write, **{"=" + name: fn for name, fn in _NEW.items()}}
