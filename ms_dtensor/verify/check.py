@@ -135,6 +135,10 @@ class _Trial:
             for o, p in enumerate(case.ins):
                 if p.is_partial("prod") and not _floating(self.arrays[o]):
                     return False
+                if self.arrays[o].dtype == bool and p.is_partial() and p.reduce_op not in ("max", "min"):
+                    return False  # there are no sums of truth values
+                if p.is_partial("avg") and not np.issubdtype(self.arrays[o].dtype, np.inexact):
+                    return False
                 if p.is_shard():
                     split[o, p.dim] = split.get((o, p.dim), 1) * n
         # unlike reductions on different axes do not commute: no layout arises with both
