@@ -26,7 +26,7 @@ def _plain_fallback(self, func, args=(), kwargs=None):
 
 def _first_dtensor(values):
     for v in values:
-        if getattr(v, "_layout", None) is not None:
+        if getattr(v, "_layout", None) is not None or getattr(v, "_log", None) is not None:  # or a verifier's probe
             return _Found(v)
         if v.__class__ in (list, tuple):
             found = _first_dtensor(v)

@@ -34,5 +34,12 @@ def addbmm(input, batch1, batch2, beta=1, alpha=1):
     return _add(input, mint.matmul(left, mint.reshape(batch2, (b * k, batch2._shape[2]))), beta, alpha)
 
 
-TABLE = {"Mm": matmul, "Mv": matmul, "Dot": matmul, "Outer": outer, "Addmm": addmm, "Addmv": addmm, "Baddbmm": addmm,
-         "Addbmm": addbmm}
+def add_product_once(kind, input, a, b, beta, alpha, share):
+    """The summand of one rank: `input` counts where `share` is 1. Every rank runs the same ops."""
+    product = (addbmm if kind == "addbmm" else addmm)(input, a, b, 0, alpha)
+    return product if beta == 0 else input * (beta * share) + product
+
+
+FORMS = {"add_product_once": add_product_once}
+TABLE = {**dict.fromkeys(("Mm", "Mv", "Dot", "Vdot"), matmul), "Outer": outer,
+         **dict.fromkeys(("Addmm", "Addmv", "Baddbmm"), addmm), "Addbmm": addbmm}

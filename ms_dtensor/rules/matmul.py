@@ -8,7 +8,7 @@ A bias joins a Partial result on the first rank only, or the reduction would add
 from __future__ import annotations
 
 from ..placements import Partial
-from .spec import Call, Case, Invoke, Local, OpSpec, Operand, P, R, S
+from .spec import Call, Case, Invoke, Local, Operand, OpSpec, P, R, S
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -104,3 +104,51 @@ def bias_add(call: Call) -> OpSpec:
     cases = [Case((S(d), S(0) if d == channel else R), (S(d),)) for d in range(x.ndim)]
     cases.append(Case((P, R), (P,)))
     return OpSpec((x.shape,), tuple(cases), _bias_once("bias_once", x, b))
+
+
+def _filled(ins, operands) -> tuple[tuple[int, int, int], ...]:
+    """No shard may be empty: a rank without a product would leave out its summand of the Partial input, too."""
+    return tuple((o.index, p.dim, o.shape[p.dim]) for p, o in zip(ins, operands) if p.is_shard())
+
+
+_PRODUCT = {"addmm": ("ab", "bc", "ac"), "addmv": ("ab", "b", "a"), "baddbmm": ("dab", "dbc", "dac"),
+            "addbmm": ("dab", "dbc", "ac")}
+
+
+def add_product(call: Call) -> OpSpec:
+    """`beta * input + alpha * product`: addmm, addmv, baddbmm, and addbmm, which also sums over the batch.
+
+    A sharded contraction leaves a Partial; then `input` is either Partial too, or counted on the first rank only.
+    """
+    x, y, z = list(call.args.values())[:3]
+    left, right, out = _PRODUCT[call.op]
+    shape = _out_shape([left, right], out, [y.shape, z.shape])
+    cases = []
+    for c in einsum_cases([left, right], out, [y.shape, z.shape]):
+        result = c.outs[0]
+        if result.is_shard():
+            k = result.dim - len(shape) + x.ndim
+            cases.append(Case((S(k) if k >= 0 and x.shape[k] == shape[result.dim] else R, *c.ins), c.outs))
+        else:
+            cases += [Case((R, *c.ins), c.outs), Case((result, *c.ins), c.outs, _filled(c.ins, (y, z)))]
+
+    def local(at: Local) -> Invoke | None:
+        layout = at.outs[0]
+        once = [a for a in layout.partial_axes
+                if layout.placements[a].is_partial("sum") and at.ins[x.index].placements[a].is_replicate()]
+        if not once:
+            return None
+        return Invoke("add_product_once", (call.op, x, y, z, call.args.get("beta", 1), call.args.get("alpha", 1),
+                                           int(at.is_first(once))))
+    return OpSpec((shape,), tuple(_reorder(call, [x, y, z], cases)), local)
+
+
+NAMES = """
+matmul:Vdot:input other
+outer:Ger:input other
+addmm:Addmm:input mat1 mat2 beta alpha
+addmv:Addmv:input mat vec beta alpha
+baddbmm:Baddbmm:input batch1 batch2 beta alpha
+addbmm:Addbmm:input batch1 batch2 beta alpha
+"""
+RULES = dict.fromkeys(_PRODUCT, add_product)

@@ -15,10 +15,11 @@ from mindspore import Tensor, ops
 from mindspore._c_expression import NoFallbackGuard
 
 from .. import patch
-from ..dispatch import _as_operands, attributes, dtype_name
+from ..faces import dtype_name
 from ..layout import Layout
 from ..local_ops import CPU, TABLE, decomposition, fill_operands
 from ..mesh import DeviceMesh
+from ..planning import as_operands, attributes
 from ..rules import RULES, Call, Invoke, Local, Operand
 
 
@@ -44,6 +45,7 @@ class Probe(Tensor):
 
     _log: list | None = None
     __array_ufunc__ = None
+    inited_param, has_init = None, False  # what a Cell asks its parameters, should a probe stand in for one
 
     def __new__(cls, tensor, log=None):
         out = Tensor._make_subclass(cls, tensor)
@@ -79,7 +81,7 @@ def _on_one_rank(op: str, arguments: dict):
     tensors = flat(tuple(arguments.values()))
     operands = tuple(Operand(i, tuple(t._shape), dtype_name(t.dtype)) for i, t in enumerate(tensors))
     it = iter(operands)
-    call = Call(op, {k: _as_operands(v, it) for k, v in arguments.items()}, operands)
+    call = Call(op, {k: as_operands(v, it) for k, v in arguments.items()}, operands)
     spec = RULES[op](call)
     mesh = DeviceMesh("cpu", [0])
     ins = tuple(Layout(mesh, None, o.shape, o.dtype) for o in operands)
