@@ -8,8 +8,8 @@ from __future__ import annotations
 import mindspore as ms
 from mindspore import Tensor
 
-from .dispatch import wrap
 from .dtensor import DTensor
+from .faces import wrap
 
 
 def value_and_grad(fn, grad_position=None, weights=None, has_aux=False):

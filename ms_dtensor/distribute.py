@@ -15,9 +15,9 @@ from mindspore import Parameter, Tensor, nn
 from mindspore._c_expression import NoFallbackGuard
 
 from . import comm, patch
-from .dispatch import dtype_name, local_alias, wrap
 from .dtensor import DTensor
 from .errors import LayoutError, MeshError
+from .faces import dtype_name, local_alias, wrap
 from .layout import Layout
 from .mesh import _DEVICE_TYPES, DeviceMesh, resolve_mesh
 from .redistribute.boxes import relative

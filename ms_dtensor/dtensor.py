@@ -16,8 +16,9 @@ from mindspore import Parameter, Tensor
 from mindspore._c_expression import NoFallbackGuard
 
 from . import comm, patch
-from .dispatch import call, dispatch, dtype_name, face, local_alias, make, recording, redistribute, wanted_gradient, wrap
+from .dispatch import call, dispatch
 from .errors import LayoutError, OpRuleError, RedistributeError
+from .faces import dtype_name, face, local_alias, make, recording, redistribute, wanted_gradient, wrap
 from .indexing import get_item, set_item
 from .layout import Layout
 from .mesh import DeviceMesh, resolve_mesh

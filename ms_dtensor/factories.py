@@ -10,9 +10,9 @@ import mindspore as ms
 import numpy as np
 
 from . import patch, random
-from .dispatch import dtype_name, wrap
 from .dtensor import DTensor
 from .errors import LayoutError
+from .faces import dtype_name, wrap
 from .layout import Layout
 from .local_ops.cpu_index import filled
 from .local_ops.random import kind, tensor

@@ -21,7 +21,7 @@ from mindspore._c_expression import NoFallbackGuard
 
 from .errors import MixedOperandError, OpRuleError
 
-_MEMOS = ("_faces", "_moves", "_source")
+_MEMOS = ("_faces", "_moves", "_source", "_viewed")
 
 
 # -- views ----------------------------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ def check_writable(x, op: str, recording: bool) -> None:
 
 def fresh(x):
     """A recorded copy of `x` to compute from: what the backward saves must not be overwritten by the write."""
-    from .dispatch import wrap
+    from .faces import wrap
     if not x.is_floating_point():
         return x
     with NoFallbackGuard():

@@ -15,7 +15,7 @@ from mindspore._c_expression import NoFallbackGuard
 from mindspore.common.api import _pynative_executor
 
 from .. import comm
-from ..dispatch import DEFERRED
+from ..faces import DEFERRED
 from ..redistribute.cost import nbytes
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from mindspore import Parameter, Tensor, nn
 
-from ..dispatch import local_alias, wrap
 from ..distribute import distribute_parameter, distribute_tensor, set_parameter
 from ..dtensor import DTensor
+from ..faces import local_alias, wrap
 from ..mesh import DeviceMesh
 from ..placements import REPLICATE, Shard
 from .buckets import make_buckets

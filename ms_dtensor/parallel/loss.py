@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from mindspore import mint, ops
 
-from ..dispatch import dtype_name, wrap
 from ..dtensor import DTensor
 from ..errors import LayoutError
+from ..faces import dtype_name, wrap
 from ..layout import Layout
 
 

@@ -16,11 +16,13 @@ import numpy as np
 from mindspore import Tensor
 from mindspore._c_expression import NoFallbackGuard
 
-from ..dispatch import _as_operands, _bind, _original, dtype_name, empty_with_dtypes
+from ..faces import dtype_name
 from ..layout import Layout
 from ..local_ops import TABLE, Nothing, run_local
 from ..mesh import DeviceMesh, coordinates
 from ..placements import PARTIAL, REPLICATE
+from ..planned import original_call
+from ..planning import as_operands, bind_arguments, empty_with_dtypes
 from ..random import frozen
 from ..rules import RULES, Call, Case, Local, Operand, OpSpec
 from ..rules.names import PRIMITIVES
@@ -85,8 +87,8 @@ def check_captured(c: Captured, axes, rng, report: Report) -> None:
     tensors = _tensors((c.args, c.kwargs))
     operands = tuple(Operand(i, tuple(t.shape), dtype_name(t.dtype)) for i, t in enumerate(tensors))
     it = iter(operands)
-    bound = _bind(c.name, params, c.args, c.kwargs, c.primitive)
-    call = Call(op, {k: _as_operands(v, it) for k, v in bound.items()}, operands)
+    bound = bind_arguments(c.name, params, c.args, c.kwargs, c.primitive)
+    call = Call(op, {k: as_operands(v, it) for k, v in bound.items()}, operands)
     spec = RULES[op](call)
     trial = _Trial(c, call, spec, tensors, rng, report)
     whole = Case((REPLICATE,) * len(operands), (REPLICATE,) * len(spec.shapes))
@@ -212,7 +214,7 @@ class _Trial:
 
     def _original(self, tensors):
         with NoFallbackGuard():
-            return _original(self.c.func, self.c.head, self.c.args, self.c.kwargs, tensors)
+            return original_call(self.c.func, self.c.head, self.c.args, self.c.kwargs, tensors)
 
     def _grads(self, arrays, cotangents, forward):
         tensors = [Tensor(np.array(a, order="C")) for a in arrays]

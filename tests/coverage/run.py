@@ -11,7 +11,7 @@ import numpy as np
 from mindspore import Tensor
 
 from ms_dtensor import DeviceMesh
-from ms_dtensor.dispatch import wrap
+from ms_dtensor.faces import wrap
 from ms_dtensor.layout import Layout
 from ms_dtensor.verify import Report, check_rule
 

@@ -8,7 +8,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, mint, nn, ops
 
-import ms_dtensor.dispatch as dispatch_module
+import ms_dtensor.planning as planning
 from ms_dtensor import (
     DTensor,
     Layout,
@@ -21,6 +21,7 @@ from ms_dtensor import (
     redistribution_policy,
     value_and_grad,
 )
+from ms_dtensor.dispatch import clear_cache
 from ms_dtensor.errors import DTensorError, ImplicitCommError, LayoutError, MixedOperandError, OpRuleError, RedistributeError
 from tests.cases import case
 from tests.dist.support import array, check_against_one_device, counted, data, equal, mesh_1d, mesh_2d, same_on_all_ranks
@@ -115,13 +116,13 @@ def a_flipped_face_is_seen(world):
     mesh = mesh_2d()
     tensors = [data(20 + i, *s) for i, s in enumerate(_MLP)]
     layouts = [(S(0), R), (R, S(0)), (R, S(1)), (R, R)]
-    real = dispatch_module.choose
+    real = planning.choose
 
-    def flipped(call, spec, found):
-        choice = real(call, spec, found)
+    def flipped(*args):
+        choice = real(*args)
         return type(choice)(choice.targets, ((),) * len(choice.own), choice.outs, choice.cases)
-    dispatch_module.clear_cache()
-    dispatch_module.choose = flipped
+    clear_cache()
+    planning.choose = flipped
     try:
         check_against_one_device(_mlp, tensors, layouts, mesh)
     except AssertionError as e:
@@ -129,8 +130,8 @@ def a_flipped_face_is_seen(world):
     else:
         raise AssertionError("own face treated as same face passed unseen")
     finally:
-        dispatch_module.choose = real
-        dispatch_module.clear_cache()
+        planning.choose = real
+        clear_cache()
 
 
 @case(world_size=4)
@@ -207,6 +208,26 @@ def gathered_activations_reduce_scatter_back(world):
         q, k, v = ((mint.nn.functional.linear(x, w) ** 2).sum() for w in weights)
         return q + k + v
     count = check_against_one_device(qkv, tensors, [[S(0)], [S(0)], [S(0)], [S(0)]], mesh)
+    assert count == {("all_gather", "forward"): 1, ("reduce_scatter", "backward"): 1}, count
+
+
+@case(world_size=4)
+def readers_that_reshape_share_it_too(world):
+    mesh = mesh_1d()
+    tensors = [data(30, 2, 4, 8), *(data(31 + i, 12, 8) for i in range(3))]
+
+    def qkv(gathered):
+        def fn(x, *weights):
+            x = x * 2
+            if gathered and isinstance(x, DTensor):
+                x = x.redistribute(placements=[R])
+            flat = [mint.matmul(x.reshape(-1, 8), w.T).reshape(2, 4, 12) for w in weights]  # as nn.Dense does inside
+            q, k, v = ((f ** 2).sum() for f in flat)
+            return q + k + v
+        return fn
+    count = check_against_one_device(qkv(False), tensors, [[R], [S(0)], [S(0)], [S(0)]], mesh)
+    assert count == {("all_reduce", "backward"): 1}, count
+    count = check_against_one_device(qkv(True), tensors, [[S(1)], [S(0)], [S(0)], [S(0)]], mesh)
     assert count == {("all_gather", "forward"): 1, ("reduce_scatter", "backward"): 1}, count
 
 
@@ -328,9 +349,12 @@ def refusals_read_alike_and_lose_nothing(world):
     cases = [
         (MixedOperandError, lambda: x + plain), (MixedOperandError, lambda: plain + x),
         (MixedOperandError, lambda: Parameter(plain, name="w") * x), (OpRuleError, lambda: ops.nonzero(x)),
-        (LayoutError, lambda: x.redistribute(placements=[S(0)])), (LayoutError, lambda: x.redistribute(placements=[S(2), R])),
-        (RedistributeError, lambda: x.redistribute(placements=[P, R])), (LayoutError, lambda: distribute_tensor(plain, mesh, [P, R])),
-        (LayoutError, lambda: distribute_tensor(plain, mesh, ("dp", "dp"))), (LayoutError, lambda: DTensor.from_local(x, mesh)),
+        (LayoutError, lambda: x.redistribute(placements=[S(0)])),
+        (LayoutError, lambda: x.redistribute(placements=[S(2), R])),
+        (RedistributeError, lambda: x.redistribute(placements=[P, R])),
+        (LayoutError, lambda: distribute_tensor(plain, mesh, [P, R])),
+        (LayoutError, lambda: distribute_tensor(plain, mesh, ("dp", "dp"))),
+        (LayoutError, lambda: DTensor.from_local(x, mesh)),
         (OpRuleError, lambda: x.reshape(3, 5)),
     ]
     with counted() as count:

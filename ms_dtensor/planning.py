@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a call's layouts and static arguments to its plan: names are looked up, the rule asked, a case chosen per axis.
+
+Runs once per key. Everything that can be refused is refused here, before anything is communicated.
+"""
+from __future__ import annotations
+
+import difflib
+
+from mindspore import Parameter, Tensor
+
+from . import inplace
+from .errors import MixedOperandError, OpRuleError
+from .faces import dtype_name
+from .layout import Layout, short_dtype
+from .local_ops import TABLE, decomposition, widen
+from .placements import Partial
+from .planned import Plan
+from .rules import RULES, Call, Invoke, Local, Operand, empty_results, result_dtype
+from .rules.names import ALIASES, PRIMITIVES
+from .rules.select import choose
+from .rules.view import VIEWS
+from .rules.write import INPLACE
+
+_OWN = frozenset(("name", "attrs", "init_attrs", "_update_parameter", "input_names", "output_names"))
+
+
+def build_plan(name, args, kwargs, tensors, mode, head=None) -> Plan:
+    if name in INPLACE:
+        op, params = INPLACE[name]
+        return plan_in_place(op, bind_arguments(name, params, args, kwargs, head), tensors, mode)
+    entry = PRIMITIVES.get(name)
+    if entry is None or entry[0] not in RULES:
+        near = difflib.get_close_matches(name, PRIMITIVES, 1)
+        raise OpRuleError(f"For '{name}', there is no rule for DTensors.", describe_operands(tensors),
+                          "An op without a rule is refused; it never runs on local data by itself."
+                          + (f" (Nearest op with a rule: {near[0]}.)" if near else ""),
+                          ("redistribute the operands to Replicate and take to_local()",
+                           "run it on shards explicitly with local_map(fn, out_placements)",
+                           f"teach the op with register_rule({name!r}, cases)"))
+    op, params = entry
+    plan = plan_for(op, bind_arguments(name, params, args, kwargs, head), tensors, mode)
+    if plan.outs[0][0].device_type == "cpu":
+        plan.substitute = decomposition(name, {} if head is None else attributes(head[0]))
+        if any(dtype_name(x.dtype) == "bfloat16" for x in tensors):
+            widen(plan, op, tensors)
+    return plan
+
+
+def bind_arguments(name, params, args, kwargs, head=None) -> dict:
+    """Arguments by name; a classic primitive's attributes (a stride, ...) come as the argument "attrs"."""
+    bound: dict = {}
+    i = 0
+    for p in params:
+        if p[0] == "*":
+            if i < len(args):
+                bound[p[1:]] = tuple(args[i:])
+            i = len(args)
+        elif i < len(args):
+            bound[p] = args[i]
+            i += 1
+    if i < len(args):
+        raise OpRuleError(f"For '{name}', {len(args)} arguments were given, the rule knows {params}.")
+    known = {p.lstrip("*") for p in params}
+    for k, v in kwargs.items():
+        k = k if k in known else ALIASES.get(k, k)
+        if k not in known:
+            raise OpRuleError(f"For '{name}', the rule does not know the argument {k!r}.", "", f"It knows {params}.",
+                              "pass it positionally, or use local_map")
+        bound[k] = v
+    if head is not None:
+        bound["attrs"] = attributes(head[0])
+    return bound
+
+
+def attributes(primitive) -> dict:
+    """What a classic primitive was made with (a stride, a probability): in its attributes or merely on the object."""
+    out = {k: v for k, v in primitive.__dict__.items() if k not in _OWN}
+    out.update((k, v) for k, v in primitive.attrs.items() if k not in _OWN)
+    return out
+
+
+def plan_in_place(op, arguments, tensors, mode, own=None) -> Plan:
+    """A plan that leaves its first operand where it is and writes the result into it."""
+    inplace.check_writable(tensors[0], op, False)
+    plan = plan_for(op, {k: v for k, v in arguments.items() if k != "attrs"}, tensors, mode, own="=", keep=True)
+    plan.target = tensors[0]._layout
+    return plan
+
+
+def plan_for(op, arguments, tensors, mode, own=None, keep=False) -> Plan:
+    mesh = _common_mesh(op, tensors)
+    layouts, operands = [], []
+    for i, x in enumerate(tensors):
+        layout = getattr(x, "_layout", None)
+        if layout is None:
+            layout = _promote(op, x, mesh, tensors, mode)
+        layouts.append(layout)
+        operands.append(Operand(i, layout.shape, layout.dtype))
+    it = iter(operands)
+    spec_call = Call(op, {k: as_operands(v, it) for k, v in arguments.items()}, tuple(operands))
+    spec = RULES[op](spec_call)
+    choice = choose(spec_call, spec, tuple(layouts), keep)
+    steps = []
+    for i, (layout, target, own_axes) in enumerate(zip(layouts, choice.targets, choice.own)):
+        cotangent = target.gradient()
+        if own_axes:
+            placements = list(cotangent.placements)
+            for a in own_axes:
+                placements[a] = Partial()
+            cotangent = cotangent.with_placements(placements, cotangent.order)
+        is_dtensor = getattr(tensors[i], "_layout", None) is not None
+        constant = not is_dtensor and not layout.shape
+        steps.append((None if is_dtensor or constant else layout, None if target is layout or constant else target,
+                      cotangent if own_axes and not constant else None))
+    outs = [(mesh, o) for o in choice.outs]
+    layouts_out = tuple(Layout(mesh, p, shape, layouts[0].dtype, order) for p, order, shape in choice.outs)
+    at = Local(choice.targets, layouts_out, mesh.get_coordinate() or (0,) * mesh.ndim)
+    form = spec.local(at) if spec.local is not None else None
+    if form is None and own is not None:
+        form = Invoke(own + op, tuple(spec_call.args.values()))
+    invoke = None if form is None else (TABLE[form.name], form.args, form.kwargs)
+    plan = Plan(op, steps, invoke, empty_with_dtypes(at, spec, spec_call), outs)
+    plan.view = op in VIEWS
+    return plan
+
+
+def empty_with_dtypes(at: Local, spec, spec_call):
+    """`empty_results` with the dtype of each result."""
+    empty = empty_results(at)
+    if empty is None:
+        return None
+    dtypes = spec.dtypes or (result_dtype(spec_call),) * len(empty)
+    return tuple((shape, value, dtype) for (shape, value), dtype in zip(empty, dtypes))
+
+
+def as_operands(value, operands):
+    if isinstance(value, Tensor):
+        return next(operands)
+    if isinstance(value, tuple | list):
+        return tuple(as_operands(v, operands) for v in value)
+    return value
+
+
+def _common_mesh(op, tensors):
+    meshes = list(dict.fromkeys(x._layout.mesh for x in tensors if getattr(x, "_layout", None) is not None))
+    if len(meshes) > 1:
+        raise OpRuleError(f"For '{op}', the operands live on different meshes.", describe_operands(tensors),
+                          "One op works on one mesh.", f"x.redistribute({meshes[0]}, placements) brings one to the other")
+    return meshes[0]
+
+
+def _promote(op, x, mesh, tensors, mode) -> Layout:
+    """Layout of a plain operand: a 0-d constant, or anything under implicit_replication, counts as Replicate."""
+    if mode.implicit_replication or (x.__class__ is Tensor and x._shape == ()):
+        return Layout(mesh, None, tuple(x._shape), dtype_name(x.dtype))
+    which = f"parameter '{x.name}'" if isinstance(x, Parameter) else "a plain Tensor"
+    raise MixedOperandError(
+        f"For '{op}', {which} of shape {list(x._shape)} meets a DTensor.", describe_operands(tensors),
+        "A plain tensor does not say how it is laid out, so one rank's data could pass for the whole.",
+        ("distribute_tensor(t, device_mesh, placements)" if not isinstance(x, Parameter) else
+         "distribute_module(cell, device_mesh) makes every parameter a DTensor",
+         "x.to_local(), to work on plain tensors", "with implicit_replication(): ..., if all ranks hold the same values"))
+
+
+def describe_operands(tensors) -> str:
+    """Operands as messages print them: layouts by axis name, plain tensors as such."""
+    lines = []
+    for x in tensors:
+        layout = getattr(x, "_layout", None)
+        lines.append(layout.describe() if layout is not None else
+                     f"{short_dtype(dtype_name(x.dtype))}{list(x._shape)} plain {type(x).__name__}")
+    return "\n".join(lines)
