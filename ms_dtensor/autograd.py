@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import mindspore as ms
 from mindspore import Tensor
+from mindspore.common.api import _pynative_executor
 
 from .dtensor import DTensor
-from .faces import wrap
+from .faces import recording, wrap
 
 
 def value_and_grad(fn, grad_position=None, weights=None, has_aux=False):
@@ -29,7 +30,7 @@ def value_and_grad(fn, grad_position=None, weights=None, has_aux=False):
         >>> value.item(), gradient
         (5.0, DTensor(f32[1@tp, 2], mesh=(tp=1), rank 0 holds [1, 2]))
     """
-    inner = ms.value_and_grad(fn, grad_position, weights, has_aux)
+    inner = _tidy(ms.value_and_grad(fn, grad_position, weights, has_aux))
 
     def wrapped(*args, **kwargs):
         value, gradients = inner(*args, **kwargs)
@@ -39,7 +40,7 @@ def value_and_grad(fn, grad_position=None, weights=None, has_aux=False):
 
 def grad(fn, grad_position=0, weights=None, has_aux=False):
     """As `mindspore.grad`; see `value_and_grad`."""
-    inner = ms.grad(fn, grad_position, weights, has_aux)
+    inner = _tidy(ms.grad(fn, grad_position, weights, has_aux))
 
     def wrapped(*args, **kwargs):
         out = inner(*args, **kwargs)
@@ -47,6 +48,19 @@ def grad(fn, grad_position=0, weights=None, has_aux=False):
             return _wrap_gradients(out[0], args, grad_position, weights), *out[1:]
         return _wrap_gradients(out, args, grad_position, weights)
     return wrapped
+
+
+def _tidy(inner):
+    """MindSpore 2.10 keeps on recording after a forward that raised, and the next gradient would be one of a gradient."""
+    def run(*args, **kwargs):
+        outermost = not recording()
+        try:
+            return inner(*args, **kwargs)
+        except BaseException:
+            if outermost:
+                _pynative_executor.clear_res()
+            raise
+    return run
 
 
 def _wrap_gradients(gradients, args, grad_position, weights):
