@@ -16,11 +16,15 @@ from mindspore import ops
 from mindspore.common._grad_function import _Function
 
 from ..rules.spec import Operand
-from . import arrange, basic, cpu, cpu_index, cpu_matmul, lists, lookup, random, write
+from . import arrange, basic, conv, cpu, cpu_index, cpu_matmul, lists, lookup, loss, random, write
 from .dtypes import widen, widening
 
-TABLE = {**basic.TABLE, **lookup.TABLE, **arrange.TABLE, **random.TABLE, **cpu_index.FORMS, **cpu_matmul.FORMS, **lists.TABLE, **write.TABLE}
-CPU = {**cpu.TABLE, **lookup.CPU, **arrange.CPU, **random.CPU}
+FAMILIES = (basic, lookup, arrange, random, lists, write, conv)
+TABLE = {**cpu_index.FORMS, **cpu_matmul.FORMS}
+CPU = {**cpu.TABLE}
+for family in FAMILIES:
+    TABLE.update(family.TABLE)
+    CPU.update(getattr(family, "CPU", {}))
 
 
 def decomposition(name: str, attrs: dict):

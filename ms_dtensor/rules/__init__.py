@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import arrange, create, index, lists, matmul, names, pointwise, random, reduce, scatter, view, write
+from . import (arrange, conv, create, elementwise, index, lists, loss, matmul, names, norm, pointwise, random,
+               reduce, scatter, statistics, view, write)
 from .spec import Call, Case, Invoke, Local, Operand, OpSpec, empty_results, result_dtype
 
 RULES: dict[str, Callable[[Call], OpSpec]] = {op: pointwise.pointwise for op in names.POINTWISE}
@@ -31,7 +32,8 @@ RULES.update(
 RULES.update({op: reduce.reduction for op in ("sum", "mean", "max", "min", "prod", "all", "any")})
 
 # Further families bring their own names and rules: `NAMES` in the notation of `names.parse`, `RULES` by canonical op.
-FAMILIES: tuple = (arrange, index, scatter, random, create, lists, matmul, write)
+FAMILIES: tuple = (arrange, index, scatter, random, create, lists, matmul, write, conv,
+                   elementwise, statistics, norm, loss)
 for family in FAMILIES:
     names.PRIMITIVES.update(names.parse(family.NAMES))
     RULES.update(family.RULES)
