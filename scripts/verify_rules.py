@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """Proves the rules behind every public call form of the corpus; prints one JSON object, fails on any wrong case.
 
