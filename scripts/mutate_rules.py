@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plants faults in op rules and asks the verifier about each: a fault that passes is a hole in the proof.
+
+    python scripts/mutate_rules.py [--only TEXT]
+
+A fault is a legal-looking lie: a case with another placement, one that does not hold, a local form that forgets the
+shard's offset, or one whose value is right and whose gradient is not. Prints JSON; exits non-zero if one survives.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import mindspore as ms  # noqa: E402
+from mindspore import mint, nn, ops  # noqa: E402
+
+from ms_dtensor.local_ops import TABLE  # noqa: E402
+from ms_dtensor.placements import Partial, Replicate, Shard  # noqa: E402
+from ms_dtensor.rules import RULES, Case  # noqa: E402
+from ms_dtensor.verify import Report, check_rule  # noqa: E402
+
+R, P, S = Replicate(), Partial(), Shard
+RNG = np.random.default_rng(7)
+
+
+def f(*shape):
+    return RNG.normal(size=shape).astype(np.float32)
+
+
+def ids(high, *shape):
+    return RNG.integers(0, high, shape).astype(np.int32)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One planted fault: what is lied about, in which op or local form, and the public call that must expose it."""
+
+    family: str
+    lie: str
+    target: str
+    change: Callable
+    call: Callable
+    args: tuple
+
+
+def add(*ins_outs):
+    """The rule claims one more case."""
+    *ins, out = ins_outs
+    outs = out if isinstance(out, tuple) else (out,)
+    return lambda spec: replace(spec, cases=(*spec.cases, Case(tuple(ins), outs)))
+
+
+def outs(old, new):
+    """Results said to be `old` are said to be `new`."""
+    return lambda spec: replace(spec, cases=tuple(
+        Case(c.ins, tuple(new if p == old else p for p in c.outs), c.even) for c in spec.cases))
+
+
+def no_even(spec):
+    """Views forget that shards must divide."""
+    return replace(spec, cases=tuple(Case(c.ins, c.outs) for c in spec.cases))
+
+
+def no_local(spec):
+    """The original call runs where a local form is due."""
+    return replace(spec, local=None)
+
+
+def shape(fn):
+    """The promised global shape is another."""
+    return lambda spec: replace(spec, shapes=tuple(fn(s) for s in spec.shapes))
+
+
+def dead_gradient(form):
+    """A local form with the right value and no gradient."""
+    return lambda *a, **k: ops.stop_gradient(form(*a, **k))
+
+
+def double_gradient(form):
+    """A local form with the right value and twice the gradient."""
+    def wrapped(*a, **k):
+        out = form(*a, **k)
+        return 2 * out - ops.stop_gradient(out)
+    return wrapped
+
+
+def shifted(position):
+    """A local form whose offset argument is off by one."""
+    def change(form):
+        def wrapped(*a, **k):
+            a = list(a)
+            a[position] = a[position] + 1
+            return form(*a, **k)
+        return wrapped
+    return change
+
+
+X, Y, V = f(4, 6), f(4, 6), f(6)
+FAULTS = [
+    Fault("pointwise", "exp of a sum is a sum", "exp", add(P, P), mint.exp, (X,)),
+    Fault("pointwise", "silu of a sum is a sum", "silu", add(P, P), mint.nn.functional.silu, (X,)),
+    Fault("pointwise", "rsqrt of an average is an average", "rsqrt", add(Partial("avg"), Partial("avg")), mint.rsqrt,
+          (abs(X) + 1,)),
+    Fault("pointwise", "product of two sums", "mul", add(P, P, P), mint.mul, (X, Y)),
+    Fault("pointwise", "sum plus whole", "add", add(P, R, P), mint.add, (X, Y)),
+    Fault("pointwise", "sum plus constant", "add", add(P, P), lambda x: x + 1.0, (X,)),
+    Fault("pointwise", "rows said to be columns", "mul", outs(S(0), S(1)), mint.mul, (X, Y)),
+    Fault("pointwise", "shards said to be whole", "sub", outs(S(1), R), mint.sub, (X, Y)),
+    Fault("pointwise", "divisor may be a sum", "div", add(R, P, P), mint.div, (X, abs(Y) + 1)),
+    Fault("pointwise", "broadcast rows sharded", "add", add(S(0), R, S(1)), mint.add, (X, V)),
+    Fault("pointwise", "maximum of sums is a sum", "maximum", add(P, P, P), mint.maximum, (X, Y)),
+    Fault("pointwise", "square of a sum", "square", add(P, P), mint.square, (X,)),
+    Fault("pointwise", "comparison of sums", "gt", add(P, R, Partial("max")), mint.gt, (X, Y)),
+    Fault("pointwise", "masked fill of a sum by 1", "masked_fill", add(P, R, P), lambda x, m: x.masked_fill(m, 1.0),
+          (X, X > 0)),
+    Fault("matmul", "contraction said to be whole", "matmul", outs(P, R), mint.matmul, (X, f(6, 3))),
+    Fault("matmul", "contraction averages", "matmul", outs(P, Partial("avg")), mint.matmul, (X, f(6, 3))),
+    Fault("matmul", "rows of the left are columns", "matmul", outs(S(0), S(1)), mint.matmul, (X, f(6, 4))),
+    Fault("matmul", "both operands partial", "matmul", add(P, P, P), mint.matmul, (X, f(6, 3))),
+    Fault("matmul", "one side of the contraction", "matmul", add(S(1), R, P), mint.matmul, (f(4, 4), f(4, 4))),
+    Fault("matmul", "batch cut as rows", "matmul", outs(S(0), S(1)), mint.bmm, (f(4, 4, 6), f(4, 6, 4))),
+    Fault("matmul", "bias added on every rank", "linear", no_local, mint.nn.functional.linear, (X, f(3, 6), f(3))),
+    Fault("matmul", "bias without gradient", "linear_bias_once",
+          lambda form: lambda x, w, b, share: form(x, w, ops.stop_gradient(b), share),
+          mint.nn.functional.linear, (X, f(3, 6), f(3))),
+    Fault("matmul", "bias_add on every rank", "bias_add", no_local, nn.Dense(6, 3), (X,)),
+    Fault("reduce", "mean of means", "mean", no_local, lambda x: x.mean(0), (f(5, 3),)),
+    Fault("reduce", "mean with dead gradient", "mean_of_shard", dead_gradient, mint.mean, (X,)),
+    Fault("reduce", "sum over shards said to be whole", "sum", outs(P, R), lambda x: x.sum(0), (X,)),
+    Fault("reduce", "sum over shards is a maximum", "sum", outs(P, Partial("max")), lambda x: x.sum(0), (X,)),
+    Fault("reduce", "maximum of summands", "max", add(P, P), lambda x: ops.amax(x, 1), (X,)),
+    Fault("reduce", "maximum over shards is a sum", "max", outs(Partial("max"), P), lambda x: ops.amax(x, 0), (X,)),
+    Fault("reduce", "kept dim shifts", "sum", outs(S(0), S(1)), lambda x: x.sum(1), (f(4, 2, 4),)),
+    Fault("reduce", "softmax over shards", "softmax", add(S(1), S(1)), lambda x: mint.softmax(x, 1), (X,)),
+    Fault("reduce", "log_softmax of a sum", "log_softmax", add(P, P), lambda x: ops.log_softmax(x, -1), (X,)),
+    Fault("view", "uneven split of a dim", "reshape", no_even, lambda x: x.reshape(3, 2, 4), (f(6, 4),)),
+    Fault("view", "uneven merge of dims", "reshape", no_even, lambda x: x.reshape(15, 4), (f(5, 3, 4),)),
+    Fault("view", "inner dim survives a merge", "reshape", add(S(1), S(0)), lambda x: x.reshape(24), (X,)),
+    Fault("view", "transpose keeps the dim", "swap", outs(S(1), S(0)), lambda x: mint.transpose(x, 0, 1), (f(4, 4),)),
+    Fault("view", "permute the other way", "permute", add(S(0), S(2)), lambda x: mint.permute(x, (2, 0, 1)), (f(4, 4, 4),)),
+    Fault("view", "local shape is the global one", "reshape", no_local, lambda x: x.reshape(4, 2, 3), (X,)),
+    Fault("view", "cat along shards", "cat", add(S(0), S(0), S(0)), lambda x, y: mint.cat([x, y], 0), (X, Y)),
+    Fault("view", "tile along shards", "tile", add(S(0), S(0)), lambda x: x.tile((2, 1)), (X,)),
+    Fault("view", "split along shards", "split", add(S(0), (S(0), S(0))), lambda x: mint.split(x, 2, 0), (X,)),
+    Fault("view", "promised shape is transposed", "swap", shape(lambda s: s[::-1]),
+          lambda x: mint.transpose(x, 0, 1), (X,)),
+    Fault("index", "table rows without offset", "gather_shard", shifted(3), lambda t, i: ops.gather(t, i, 0),
+          (f(8, 3), ids(8, 5))),
+    Fault("index", "masked rows said to be whole", "gather", outs(P, R), lambda t, i: ops.gather(t, i, 0),
+          (f(8, 3), ids(8, 5))),
+    Fault("index", "lookup with dead gradient", "gather_shard", dead_gradient, lambda t, i: ops.gather(t, i, 0),
+          (f(8, 3), ids(8, 5))),
+    Fault("index", "lookup with double gradient", "take_along_shard", double_gradient,
+          lambda x, i: mint.gather(x, 1, i), (X, ids(6, 4, 2))),
+    Fault("index", "index dim lands elsewhere", "gather", outs(S(0), S(1)), lambda t, i: ops.gather(t, i, 0),
+          (f(8, 4), ids(8, 4, 4))),
+    Fault("index", "slice of the sharded dim", "strided_slice", add(S(0), S(0)), lambda x: x[1:3], (X,)),
+    Fault("index", "triangle without offset", "triu", no_local, lambda x: mint.triu(x, 1), (f(4, 4),)),
+    Fault("index", "where of unlike operands", "where", add(R, P, R, P), mint.where, (X > 0, X, Y)),
+]
+
+
+def caught(fault: Fault) -> bool:
+    """Whether the verifier objects while the fault is planted; it must not object without it."""
+    clean = check_rule(fault.call, *fault.args, axes=((2,), (3,)))
+    if clean.wrong:
+        raise SystemExit(f"{fault.lie}: wrong before the fault was planted: {clean.wrong[0]}")
+    table, name = (RULES, fault.target) if fault.target in RULES else (TABLE, fault.target)
+    real = table[name]
+    table[name] = fault.change(real) if table is TABLE else lambda call: fault.change(real(call))
+    report = Report()
+    try:
+        check_rule(fault.call, *fault.args, axes=((2,), (3,)), report=report)
+    finally:
+        table[name] = real
+    return bool(report.wrong)
+
+
+def main() -> int:
+    """Command line; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="only faults whose family or lie contains this")
+    options = parser.parse_args()
+    ms.set_device("CPU")
+    ms.runtime.launch_blocking()
+    chosen = [x for x in FAULTS if options.only in x.family or options.only in x.lie]
+    survived = [f"{x.family}: {x.lie}" for x in chosen if not caught(x)]
+    print(json.dumps({"planted": len(chosen), "caught": len(chosen) - len(survived), "survived": survived}, indent=1))
+    return 1 if survived or not chosen else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
