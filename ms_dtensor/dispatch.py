@@ -34,7 +34,8 @@ def dispatch(func, args, kwargs):
             return func(*args, **kwargs) if head is None else func(*head, args)
     tensors: list = []
     key = (func.name, _walk(args, tensors), _walk(tuple(kwargs.items()), tensors) if kwargs else None,
-           _walk(attributes(head[0]).values(), []) if head is not None else None, comm.fake_token())
+           _walk(attributes(head[0]).values(), []) if head is not None else None, comm.fake_token(),
+           mode.implicit_replication)
     plan = _cache.get(key)
     if plan is None:
         plan = _remember(key, build_plan(func.name, args, kwargs or {}, tensors, mode, head))
@@ -44,8 +45,8 @@ def dispatch(func, args, kwargs):
 def call(op: str, **arguments):
     """Runs a canonical op of our own (a rule and an entry in `local_ops`) on DTensors."""
     tensors: list = []
-    key = ("@" + op, _walk(tuple(arguments.items()), tensors), None, comm.fake_token())
     mode = modes.mode.get()
+    key = ("@" + op, _walk(tuple(arguments.items()), tensors), None, comm.fake_token(), mode.implicit_replication)
     plan = _cache.get(key)
     if plan is None:
         build = plan_in_place if op[0] == "=" else plan_for
