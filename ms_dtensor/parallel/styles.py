@@ -92,11 +92,26 @@ def _one_axis(mesh: DeviceMesh, who: str):
 
 def _leave(x, mesh, placement, local: bool, who: str):
     x = place(x, mesh, placement, who)
-    return x.to_local() if local else x
+    return _to_local(x, who) if local else x
+
+
+def _to_local(x: DTensor, who: str) -> Tensor:
+    """The local tensor; refused where ranks would hold unlike pieces, which nothing downstream could put together."""
+    for d, n in enumerate(x.shape):
+        if n % x.layout.divisor(d):
+            raise LayoutError(f"For '{who}', plain local outputs would differ in size: dim {d} of size {n} over "
+                              f"{x.layout.divisor(d)} ranks.", x.layout.describe(),
+                              "A plain tensor does not say which part of the whole it is.",
+                              ("use_local_output=False keeps a DTensor, whose shape is the global one",
+                               "choose a size that the ranks divide"))
+    return x.to_local()
 
 
 class ColwiseParallel(_Sharded):
     """Output features cut over the axis: Linear weight `f32[out@tp, in]`, Embedding weight `f32[vocab, dim@tp]`.
+
+    The cut is contiguous: of a fused qkv weight the first ranks hold q. `split` of the DTensor output is right all the
+    same, by moving data; a local output is the contiguous piece, not a third of q, k and v each.
 
     Args:
         input_layouts: how a plain input is laid out; default `Replicate()`. The input is brought to Replicate.
@@ -179,7 +194,7 @@ class SequenceParallel(ParallelStyle):
             return (place(x, device_mesh, wanted, "SequenceParallel"), *inputs[1:])
         module.register_forward_pre_hook(before)
         if self.use_local_output:
-            module.register_forward_hook(lambda cell, inputs, output: output.to_local())
+            module.register_forward_hook(lambda cell, inputs, output: _to_local(output, "SequenceParallel"))
         return module
 
     def __repr__(self):
