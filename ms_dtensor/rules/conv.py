@@ -106,7 +106,7 @@ def conv(call: Call) -> OpSpec:
     """Every convolution, transposed or not, batched or not."""
     x, w, b = call.args["input"], call.args["weight"], call.get("bias")
     g, as_it_stands = _of_call(call)
-    n, channel = len(g.out), x.ndim - len(g.out) - 1
+    channel = x.ndim - len(g.out) - 1
     made = w.shape[1] * g.groups if g.transposed else w.shape[0]
     shape = (*x.shape[:channel], made, *g.out)
     w_out, w_in = (1, 0) if g.transposed else (0, 1)
