@@ -88,10 +88,19 @@ def index_add_old(x, index, src, dim=None, **named):
     return index_add(x, named.get("axis", dim), index, src)
 
 
+def index_add_primitive(x, index, src, attrs):
+    """`IndexAdd`, which on CPU writes into its input besides returning the result."""
+    return index_add(x, attrs["axis"], index, src)
+
+
+index_add_primitive.takes_attributes = True
+
+
 TABLE = {"trace_shard": trace_shard}
 CPU = {
     "UnstackExtView": unbind, "SelectExtView": select, "DiagExt": diag, "TraceExt": trace,
     **dict.fromkeys(("ReflectionPad1D", "ReflectionPad2D", "ReflectionPad3D"), reflection_pad),
     **dict.fromkeys(("ReplicationPad1D", "ReplicationPad2D", "ReplicationPad3D"), replication_pad),
     "IndexAddExt": index_add, "DeprecatedIndexAdd": index_add_old,
+    "IndexAdd": index_add_primitive,
 }

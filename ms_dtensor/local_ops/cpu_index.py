@@ -7,6 +7,7 @@ from mindspore import Tensor, mint, ops
 
 from ..errors import OpRuleError
 from .dtypes import as_dtype
+from .lookup import gather
 
 
 def stack(tensors, dim=0):
@@ -21,7 +22,7 @@ def tril(input, diagonal=0):
 
 def index_select(input, dim, index):
     """`IndexSelect`."""
-    return ops.gather(input, mint.reshape(index, (-1,)), dim)
+    return gather(input, mint.reshape(index, (-1,)), dim)
 
 
 def embedding(input, weight, padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False):
@@ -29,7 +30,7 @@ def embedding(input, weight, padding_idx=None, max_norm=None, norm_type=2.0, sca
     if max_norm is not None or scale_grad_by_freq:
         raise OpRuleError("For 'embedding', 'max_norm' and 'scale_grad_by_freq' are not supported on CPU.", "",
                           "They rewrite the table, or weigh gradients by counts over all ranks.", "leave them out")
-    out = ops.gather(weight, input, 0)
+    out = gather(weight, input, 0)
     if padding_idx is not None:
         pad = mint.reshape(input == padding_idx % weight._shape[0], (*input._shape, 1))
         out = mint.where(pad, ops.stop_gradient(out), out)

@@ -104,6 +104,14 @@ def gather(input, index, dim, batch_dims=0):
     return ops.gather(input, index, dim, batch_dims)
 
 
+def embedding_lookup(x, index, offset=0):
+    """`EmbeddingLookup`, whose backward fails on CPU: rows `index - offset`, zeros where that is out of range."""
+    local = index - offset
+    mine = mint.logical_and(local >= 0, local < x._shape[0])
+    rows = ops.gather(x, local * mine.astype(local.dtype), 0)
+    return masked(rows, mint.reshape(mine, (*mine._shape, *(1,) * (len(x._shape) - 1))))
+
+
 def take(x, index):
     """`Take` from the flat tensor."""
     return ops.gather(mint.reshape(x, (-1,)), index, 0)
@@ -111,4 +119,4 @@ def take(x, index):
 
 TABLE = {"gather_shard": gather_shard, "take_along_shard": take_along_shard, "embedding_shard": embedding_shard,
          "index": index}
-CPU = {"Gather": gather, "DeprecatedGather": gather, "Take": take}
+CPU = {"Gather": gather, "DeprecatedGather": gather, "Take": take, "EmbeddingLookup": embedding_lookup}
