@@ -1,0 +1,423 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real ranks: what a distributed tensor library gets wrong without a word, one case each.
+
+The first line of each case says how a well-known peer answers. We give the one-device answer on every rank, or raise
+on every rank.
+"""
+from __future__ import annotations
+
+import threading
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, mint, nn, ops
+
+import ms_dtensor as md
+from ms_dtensor import (
+    ColwiseParallel,
+    DeviceMesh,
+    DTensor,
+    Partial,
+    Replicate,
+    RowwiseParallel,
+    Shard,
+    comm,
+    distribute_tensor,
+    implicit_replication,
+    parallelize_module,
+    value_and_grad,
+)
+from ms_dtensor.errors import CollectiveMismatch, DTensorError, LayoutError, MixedOperandError, OpRuleError
+from tests.cases import case
+from tests.dist.support import array, check_against_one_device, counted, data, equal, mesh_1d, mesh_2d, same_on_all_ranks
+
+R, P, S = Replicate(), Partial(), Shard
+
+
+def placed(x, mesh, *placements) -> DTensor:
+    """`x` laid out, from each rank's own equal copy."""
+    return distribute_tensor(x, mesh, list(placements), src_data_rank=None)
+
+
+def counting(*shape: int) -> Tensor:
+    """0, 1, 2, ... in a shape."""
+    return Tensor(np.arange(np.prod(shape), dtype=np.float32).reshape(shape))
+
+
+# -- values ---------------------------------------------------------------------------------------------------------
+
+
+@case(world_size=4)
+def item_float_and_int_of_a_partial(world):
+    """Peer: each rank returns its own contribution (66 and 210 for 276)."""
+    x = placed(counting(24), mesh_1d(), S(0))
+    assert x.sum().placements == (P,), "the case is about partial values"
+    assert x.sum().item() == 276 and float(x.sum()) == 276 and int(x.sum()) == 276
+    assert x.max().item() == 23 and x.min().item() == 0 and x.mean().item() == 11.5
+    equal(float((x * x).sum() ** 0.5), np.linalg.norm(np.arange(24)))
+    equal(x.norm().item(), np.linalg.norm(np.arange(24)))
+
+
+@case(world_size=4)
+def bool_of_a_partial_decides_alike(world):
+    """Peer: `bool((x > 20).any())` is False on one rank and True on another, so control flow diverges."""
+    x = placed(counting(24), mesh_1d(), S(0))
+    for truth, claim in ((True, (x > 20).any()), (True, (x < 1).any()), (False, (x > 0).all()), (True, (x >= 0).all()),
+                         (False, (x > 99).any())):
+        assert bool(claim) is truth
+        same_on_all_ranks(world, "taken" if claim else "not taken")
+
+
+@case(world_size=4)
+def one_element_on_several_ranks(world):
+    """Peer: `.item()` works on the rank that holds the element and raises on the others."""
+    one = placed(Tensor(np.float32([7])), mesh_1d(), S(0))
+    assert one.item() == 7 and float(one) == 7 and bool(one == 7)
+    assert placed(Tensor(np.float32([[7]])), mesh_2d(), S(0), S(1)).item() == 7
+
+
+@case(world_size=4)
+def equality_asks_the_ranks_of_the_mesh(world):
+    """Peer: `equal` all-reduces over the default group, not the mesh's, and waits for ranks that do not take part."""
+    mesh = DeviceMesh("cpu", [0, 2], mesh_dim_names=("x",))
+    if world.rank in mesh.rank_list:
+        a = counting(5, 2)
+        b = a.asnumpy().copy()
+        b[4, 1] = -1  # differs in the last shard only
+        with comm.record() as events:
+            same, other = placed(a, mesh, S(0)), placed(Tensor(b), mesh, S(0))
+            for fn in (lambda x, y: bool((x == y).all()), lambda x, y: bool(mint.equal(x, y))):
+                assert fn(same, same) is True and fn(same, other) is False
+        assert events and {e.group for e in events} == {(0, 2)}, events
+
+
+# -- writes ---------------------------------------------------------------------------------------------------------
+
+
+def _wrote(change, x: Tensor, mesh, placements, what: str) -> None:
+    """`change` on shards: the one-device result, or an error before anything was written."""
+    wanted = x.asnumpy().copy()
+    change(wanted)
+    dx = placed(x, mesh, *placements)
+    try:
+        change(dx)
+    except DTensorError:
+        wanted = x.asnumpy()
+    equal(dx, wanted, f"{what} {placements}")
+
+
+@case(world_size=4)
+def writes_through_a_view_of_a_sharded_dim(world):
+    """Peer: `y = x[1:3]; y.zero_()` writes into a gathered copy; x stays as it was."""
+    mesh = mesh_2d()
+    x = data(1, 6, 5, 4)
+
+    def zero(t):
+        if isinstance(t, np.ndarray):
+            t[...] = 0
+        else:
+            t.zero_()
+
+    def double(t):
+        if isinstance(t, np.ndarray):
+            t *= 2
+        else:
+            t.mul_(2)
+
+    def added(t):
+        t[2:, 1:3] += 1
+
+    changes = {
+        "x[1:3].zero_()": lambda t: zero(t[1:3]), "x[0].mul_(2)": lambda t: double(t[0]),
+        "x[:, 1:4].mul_(2)": lambda t: double(t[:, 1:4]), "x[..., -1].zero_()": lambda t: zero(t[..., -1]),
+        "x.reshape(-1).zero_()": lambda t: zero(t.reshape(-1)),
+        "transposed": lambda t: double(t.transpose(2, 0, 1)),
+        "x[2:, 1:3] += 1": added,
+        "x[2][1].zero_()": lambda t: zero(t[2][1]), "x[None, 1:2].mul_(2)": lambda t: double(t[None, 1:2]),
+    }
+    for placements in ((R, S(0)), (S(0), S(1)), (S(2), R), (S(0), S(0)), (R, R)):
+        for what, change in changes.items():
+            _wrote(change, x, mesh, placements, what)
+
+
+@case(world_size=4)
+def writes_by_index(world):
+    """Peer: `x[1:3] = 0` and `x[:, 0] = 5` raise without a way out."""
+    mesh = mesh_2d()
+    x = data(2, 6, 5)
+
+    def rows(t):
+        t[1:3] = 0
+
+    def column(t):
+        t[:, 0] = 5
+
+    for placements in ((R, S(0)), (S(0), S(1)), (S(0), S(0))):
+        for what, change in (("rows", rows), ("column", column)):
+            wanted = x.asnumpy().copy()
+            change(wanted)
+            dx = placed(x, mesh, *placements)
+            change(dx)
+            equal(dx, wanted, f"{what} {placements}")
+
+
+@case(world_size=4)
+def in_place_on_a_partial(world):
+    """Peer: refused bare; adding 1 to each summand would add it once per rank."""
+    x = placed(counting(8, 3), mesh_1d(), S(0))
+    relu = mint.nn.functional.relu
+    for what, change in (("add_", lambda t: t.add_(1.0)), ("mul_", lambda t: t.mul_(2.0)), ("relu", lambda t: t.copy_(relu(t)))):
+        total = x.sum(0)
+        before = array(total)
+        try:
+            change(total)
+        except DTensorError:
+            equal(total, before, what)
+        else:
+            equal(total, {"add_": before + 1, "mul_": before * 2, "relu": before}[what], what)
+
+
+# -- kernels --------------------------------------------------------------------------------------------------------
+
+
+@case(world_size=4, timeout=120)
+def convolution_cut_on_space_or_channels(world):
+    """Peer: runs on raw shards and claims a Replicate result of the global shape."""
+    mesh = mesh_2d()
+    x, w = data(3, 4, 6, 8, 7), data(4, 4, 6, 3, 3)
+    for pad, stride in ((0, 1), (1, 1), (1, 2)):
+        def conv(a, b, p=pad, s=stride):
+            return (ops.conv2d(a, b, stride=s, pad_mode="pad", padding=p) ** 2).mean()
+        for of_x, of_w in (((S(0), R), (R, R)), ((R, S(2)), (R, R)), ((R, S(3)), (R, R)), ((S(2), S(3)), (R, R)),
+                           ((R, S(1)), (R, S(1))), ((R, R), (R, S(0))), ((S(0), R), (R, S(0))), ((R, S(1)), (R, R)),
+                           ((R, R), (S(2), S(3)))):
+            check_against_one_device(conv, [x, w], [of_x, of_w], mesh, f"padding {pad}, stride {stride}: {of_x} {of_w}")
+
+
+@case(world_size=4, timeout=120)
+def cross_entropy_with_uneven_counts(world):
+    """Peer: the mean of the shards' means, wrong where shards count differently (ignore_index, class weights)."""
+    mesh = mesh_1d()
+    logits = data(5, 8, 5)
+    labels = Tensor(np.array([0, -100, -100, -100, 4, 3, -100, 1], np.int32))
+    few = Tensor(np.array([0, 1, -100, -100, -100, -100, -100, -100], np.int32))  # three of four ranks count nothing
+    weight = Tensor(np.array([0.1, 5, 1, 2, 0.5], np.float32))
+    for y in (labels, few):
+        for use in (False, True):
+            for rows in (8, 7):
+                def loss(t, labels=None, weight=None):
+                    return ops.cross_entropy(t, labels, weight, ignore_index=-100)
+                x, y_ = Tensor(logits.asnumpy()[:rows]), Tensor(y.asnumpy()[:rows])
+                want = ms.value_and_grad(lambda t: loss(t, y_, weight if use else None), 0)(x)
+                dy, dw = placed(y_, mesh, S(0)), placed(weight, mesh, R)
+                got = value_and_grad(lambda t: loss(t, dy, dw if use else None), 0)(placed(x, mesh, S(0)))
+                equal(got[0], want[0], f"weights {use}, {rows} rows")
+                equal(got[1], want[1], f"weights {use}, {rows} rows: gradient")
+
+
+# -- random numbers -------------------------------------------------------------------------------------------------
+
+
+@case(world_size=4)
+def shards_draw_different_numbers_and_replicas_equal_ones(world):
+    """Peer: on CPU every shard draws the same numbers, or replicas differ; never those of one device."""
+    line, grid = mesh_1d(), mesh_2d()
+    ones = Tensor(np.ones((8, 6), np.float32))
+    drawn = {"rand": lambda m, *p: md.rand(8, 6, device_mesh=m, placements=p),
+             "randn": lambda m, *p: md.randn(8, 6, device_mesh=m, placements=p),
+             "dropout": lambda m, *p: ops.dropout(placed(ones, m, *p), 0.5),
+             "nn.Dropout": lambda m, *p: nn.Dropout(p=0.5).set_train()(placed(ones, m, *p)),
+             "rand_like": lambda m, *p: ops.rand_like(placed(ones, m, *p))}
+    for what, draw in drawn.items():
+        values = []
+        for mesh, placements in ((line, (R,)), (line, (S(0),)), (line, (S(1),)), (grid, (S(1), S(0))), (grid, (S(0), S(0)))):
+            md.manual_seed(5)
+            values.append(array(draw(mesh, *placements)))
+        for other in values[1:]:
+            assert np.array_equal(values[0], other), f"{what}: another mesh, another tensor"
+        assert not np.array_equal(values[0][:2], values[0][2:4]), f"{what}: two shards with the same numbers"
+        same_on_all_ranks(world, repr(values[0].tobytes()))
+
+
+# -- entering and leaving -------------------------------------------------------------------------------------------
+
+
+@case(world_size=4)
+def local_tensors_of_uneven_shards(world):
+    """Peer: each rank believes in a global shape of its own."""
+    mesh = mesh_1d()
+    rows = (3, 3, 2, 0)[world.rank]
+    whole = data(6, 8, 4)  # 8 rows on 4 ranks are 2, 2, 2, 2
+    mine = Tensor(whole.asnumpy()[:rows])
+    texts = []
+    for kwargs in ({"run_check": True}, {"run_check": True, "shape": (8, 4)}):
+        try:
+            DTensor.from_local(mine, mesh, [S(0)], **kwargs)
+        except LayoutError as e:
+            texts.append(str(e))
+        else:
+            raise AssertionError(kwargs)
+    same_on_all_ranks(world, "\n".join(texts))
+    nine = data(7, 9, 4)
+    lo, hi = min(3 * world.rank, 9), min(3 * world.rank + 3, 9)
+    good = DTensor.from_local(Tensor(nine.asnumpy()[lo:hi]), mesh, [S(0)], shape=(9, 4), run_check=True)
+    equal(good, nine)
+    unchecked = DTensor.from_local(mine, mesh, [S(0)])
+    for use in (lambda t: t.full_tensor(), lambda t: t.redistribute(placements=[S(1)])):
+        try:
+            use(unchecked)
+        except CollectiveMismatch:
+            pass
+        else:
+            raise AssertionError("shards of unlike shapes were joined")
+
+
+@case(world_size=4)
+def replicas_that_differ(world):
+    """Peer: accepted; `full_tensor()` then differs from rank to rank."""
+    mesh = mesh_2d()
+    checked = DTensor.from_local(data(world.rank, 3, 2), mesh, [R, R], run_check=True)
+    equal(checked.full_tensor(), data(0, 3, 2), "coordinate 0's values")
+    mixed = DTensor.from_local(data(world.rank, 3, 2), mesh, [S(0), R], run_check=True)
+    equal(mixed.full_tensor(), np.concatenate([data(r, 3, 2).asnumpy() for r in (0, 2)]))
+
+
+@case(world_size=4)
+def implicit_replication_is_of_this_thread(world):
+    """Peer: one flag for the whole process."""
+    x, plain = placed(data(8, 4, 4), mesh_1d(), S(0)), data(9, 4, 4)
+    seen = []
+
+    def other_thread():
+        try:
+            seen.append(x + plain)
+        except MixedOperandError as e:
+            seen.append(e)
+    with implicit_replication():
+        thread = threading.Thread(target=other_thread)
+        thread.start()
+        thread.join()
+        equal(x + plain, data(8, 4, 4) + plain)
+    assert isinstance(seen[0], MixedOperandError), seen
+    try:
+        x + plain
+    except MixedOperandError:
+        pass
+    else:
+        raise AssertionError("the flag outlived its block")
+
+
+# -- styles ---------------------------------------------------------------------------------------------------------
+
+
+@case(world_size=4)
+def local_outputs_of_an_uneven_width(world):
+    """Peer: plain local tensors of different widths, without a warning."""
+    mesh, x = mesh_1d(), data(10, 3, 4)
+    for outputs in (6, 2):  # 2, 2, 2, 0 and 1, 1, 0, 0
+        layer = parallelize_module(mint.nn.Linear(4, outputs), mesh, ColwiseParallel())
+        try:
+            layer(x)
+        except LayoutError as e:
+            same_on_all_ranks(world, str(e))
+            assert "use_local_output=False" in str(e), e
+        else:
+            raise AssertionError(outputs)
+        plain = mint.nn.Linear(4, outputs)
+        layer = parallelize_module(plain, mesh, ColwiseParallel(use_local_output=False))
+        weight, bias = layer.weight.full_tensor(), layer.bias.full_tensor()
+        equal(layer(x), mint.nn.functional.linear(x, weight, bias))
+
+
+@case(world_size=4)
+def a_fused_qkv_is_split_globally(world):
+    """Peer: the weight is cut contiguously, so a rank's local output is all of q and half of k, unsaid."""
+    mesh, x = mesh_1d(), data(11, 3, 8)
+    weight, out = data(12, 24, 8), data(13, 8, 8)
+
+    def attention(t, w, o):
+        q, k, v = mint.split(mint.nn.functional.linear(t, w), 8, -1)
+        return (mint.nn.functional.linear(mint.softmax(q * k, -1) * v, o) ** 2).sum()
+    count = check_against_one_device(attention, [x, weight, out], [[R], [S(0)], [S(1)]], mesh, "fused qkv")
+    assert sum(count.values()) > 1, "the split of a contiguous cut has to move data, and says so"
+    assert "contiguous" in ColwiseParallel.__doc__ and "fused" in ColwiseParallel.__doc__
+    layer = mint.nn.Linear(8, 24, bias=False)
+    layer.weight.set_data(weight)
+    local = parallelize_module(layer, mesh, ColwiseParallel())(x)
+    equal(local, ops.matmul(x, weight.T).asnumpy()[:, 6 * world.rank:6 * world.rank + 6], "documented: a contiguous piece")
+
+
+@case(world_size=4)
+def styles_with_local_tensors_equal_one_device(world):
+    """Peer: right only where every width divides; nothing checks."""
+    mesh, x = mesh_1d(), data(14, 3, 4)
+    up, down = mint.nn.Linear(4, 8), mint.nn.Linear(8, 4)
+    for i, p in enumerate((up.weight, up.bias, down.weight, down.bias)):
+        p.set_data(data(20 + i, *p.shape))
+    want = down(mint.nn.functional.silu(up(x)))
+    parallelize_module(up, mesh, ColwiseParallel())
+    parallelize_module(down, mesh, RowwiseParallel())
+    equal(down(mint.nn.functional.silu(up(x))), want)
+
+
+# -- communication and gradients ------------------------------------------------------------------------------------
+
+
+@case(world_size=4)
+def implicit_communication_is_listed(world):
+    """Peer: silent by default; `Partial * Partial` reduces, S(0) + S(1) gathers, and only a private mode shows it."""
+    mesh = mesh_1d()
+    x = placed(data(15, 8, 8), mesh, S(0))
+    with comm.record() as events:
+        product = x.sum(0) * x.sum(0)
+        total = x + placed(data(16, 8, 8), mesh, S(1))
+    equal(product, data(15, 8, 8).asnumpy().sum(0) ** 2)
+    equal(total, data(15, 8, 8) + data(16, 8, 8))
+    assert len(events) >= 2 and all(e.implicit and e.axes == ("tp",) and e.src and e.dst for e in events), events
+    assert all("cases_silent.py:" in e.site for e in events), [e.site for e in events]
+
+
+@case(world_size=4)
+def a_partial_used_three_times_is_reduced_once(world):
+    """Peer: three all-reduces, no memo."""
+    mesh = mesh_1d()
+
+    def three(t):
+        p = (t * 2).sum(0)
+        return (mint.exp(p) + mint.sin(p) * mint.cos(p)).sum()
+    count = check_against_one_device(three, [data(17, 8, 4)], [[S(0)]], mesh)
+    assert sum(n for (_, phase), n in count.items() if phase == "forward") == 1, count
+
+
+@case(world_size=4)
+def gradients_of_replicated_parameters_are_whole(world):
+    """Peer: they come back Partial, and an optimizer step reduces them three times."""
+    mesh = mesh_1d(4, "dp")
+    x = placed(data(18, 8, 4), mesh, S(0))
+    w = Parameter(placed(data(19, 5, 4), mesh, R), name="w")
+    b = Parameter(placed(data(20, 5), mesh, R), name="b")
+    with counted() as count:
+        _, grads = value_and_grad(lambda t: (mint.nn.functional.linear(t, w, b) ** 2).mean(), None, [w, b])(x)
+    assert count == {("all_reduce", "backward"): 2}, count
+    with counted() as count:
+        for p, g in zip((w, b), grads):
+            assert g.placements == (R,), g
+            same_on_all_ranks(world, repr(g.asnumpy().tobytes()))
+            ((g * g).sum() + (p - 0.1 * g).sum()).item()
+    assert not {k for k in count if k[0] != "all_gather_object"}, count
+
+
+@case(world_size=4)
+def a_refused_step_leaves_autograd_as_it_was(world):
+    """MindSpore itself: a forward that raises keeps recording on, and the next gradient is one of a gradient."""
+    mesh = mesh_1d()
+    x = data(21, 8, 4)
+    dx = placed(x, mesh, S(0))
+    try:
+        value_and_grad(lambda t: ops.nonzero(t * 2).sum(), 0)(dx)
+    except OpRuleError:
+        pass
+    else:
+        raise AssertionError("nonzero ran")
+    assert not ms.common.api._pynative_executor.grad_flag()
+    check_against_one_device(lambda t: (mint.softmax(t, 0) ** 2).sum(), [x], [[S(0)]], mesh)
