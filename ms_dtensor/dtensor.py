@@ -127,6 +127,26 @@ class DTensor(Tensor):
         """Number of elements of the global tensor."""
         return math.prod(self.shape)
 
+    def stride(self, dim: int | None = None):
+        """Strides, in elements, of the global tensor; MindSpore's `strides` are the same in bytes."""
+        out = [math.prod(self.shape[d + 1:]) for d in range(self.ndim)]
+        return out if dim is None else out[dim]
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Strides, in bytes, of the global tensor."""
+        return tuple(s * self.itemsize for s in self.stride())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the global tensor."""
+        return math.prod(self.shape) * self.itemsize
+
+    @property
+    def data(self) -> DTensor:
+        """Itself."""
+        return self
+
     def __len__(self):
         if not self.shape:
             raise TypeError("len() of a 0-d tensor")
@@ -274,6 +294,10 @@ class DTensor(Tensor):
         """As `asnumpy`."""
         return self.asnumpy()
 
+    def get_bytes(self) -> bytes:
+        """The bytes of a replicated tensor."""
+        return self.asnumpy().tobytes()
+
     def tolist(self):
         """The global values as nested lists; of a replicated tensor."""
         return self.asnumpy().tolist()
@@ -304,6 +328,10 @@ class DTensor(Tensor):
     def clone(self) -> DTensor:
         """A copy with the same layout; differentiable."""
         return call("clone", input=self)
+
+    def fill(self, value) -> DTensor:
+        """A tensor like this one with every element `value`."""
+        return ms.mint.full_like(self, value)
 
     def contiguous(self) -> DTensor:
         """Itself: shards are contiguous."""

@@ -4,14 +4,15 @@
 MindSpore 2.10 asks only the *first* operand's class for `__fallback__` in operators such as `parameter + dtensor`, and
 a class without one computes on local storage silently. One class attribute on `mindspore.Tensor` closes that for every
 entry point. It is installed with the first DTensor and `uninstall()` removes it; plain tensors are not slowed, because
-MindSpore asks only subclasses (and Parameters, which pay about 2 us). The functions in `redirect.py` come with it.
+MindSpore asks only subclasses (and Parameters, which pay about 2 us). The functions in `redirect.py`
+and `keywords.py` come with it.
 """
 from __future__ import annotations
 
 from mindspore import Tensor
 from mindspore._c_expression import NoFallbackGuard
 
-from . import redirect
+from . import keywords, redirect
 
 _NAME = "__fallback__"
 
@@ -52,10 +53,12 @@ def install() -> None:
     if _NAME not in Tensor.__dict__:
         setattr(Tensor, _NAME, _plain_fallback)
         redirect.install()
+        keywords.install()
 
 
 def uninstall() -> None:
     """Removes the patch; `plain OP dtensor` then computes on local storage again, as in plain MindSpore."""
     if Tensor.__dict__.get(_NAME) is _plain_fallback:
         delattr(Tensor, _NAME)
+        keywords.uninstall()
         redirect.uninstall()
