@@ -23,6 +23,9 @@ _CACHE_LIMIT = 16384
 
 def dispatch(func, args, kwargs):
     """Entry from `DTensor.__fallback__`: MindSpore's op `func` called with at least one DTensor somewhere."""
+    if func.name == "typeof":  # asked by Python code inside MindSpore; it computes nothing
+        with NoFallbackGuard():
+            return func(*args, **(kwargs or {}))
     mode = modes.mode.get()
     if len(args) == 3 and args[1].__class__ is str and isinstance(args[0], ops.Primitive):
         head, args = args[:2], args[2]

@@ -10,6 +10,7 @@ import difflib
 from mindspore import Parameter, Tensor
 
 from . import inplace
+from .composed import COMPOSED
 from .errors import MixedOperandError, OpRuleError
 from .faces import dtype_name
 from .layout import Layout, short_dtype
@@ -25,7 +26,28 @@ from .rules.write import INPLACE
 _OWN = frozenset(("name", "attrs", "init_attrs", "_update_parameter", "input_names", "output_names"))
 
 
-def build_plan(name, args, kwargs, tensors, mode, head=None) -> Plan:
+class Composition:
+    """The plan of a call that is made of other DTensor calls; each of those has its own."""
+
+    __slots__ = ("name", "op", "params")
+
+    def __init__(self, name, op, params):
+        self.name, self.op, self.params = name, op, params
+
+    def run(self, func, head, args, kwargs, tensors, mode):
+        return COMPOSED[self.op].run(self.name, **bind_arguments(self.name, self.params, args, kwargs or {}, head))
+
+
+def _must_compose(op, bound, tensors) -> bool:
+    layouts = tuple(getattr(x, "_layout", None) for x in tensors)
+    if None in layouts:  # a plain operand: `_promote` decides whether it is a constant or a mistake
+        return False
+    operands = tuple(Operand(i, layout.shape, layout.dtype) for i, layout in enumerate(layouts))
+    it = iter(operands)
+    return COMPOSED[op].when(Call(op, {k: as_operands(v, it) for k, v in bound.items()}, operands), layouts)
+
+
+def build_plan(name, args, kwargs, tensors, mode, head=None) -> Plan | Composition:
     if name in INPLACE:
         op, params = INPLACE[name]
         return plan_in_place(op, bind_arguments(name, params, args, kwargs, head), tensors, mode)
@@ -39,7 +61,10 @@ def build_plan(name, args, kwargs, tensors, mode, head=None) -> Plan:
                            "run it on shards explicitly with local_map(fn, out_placements)",
                            f"teach the op with register_rule({name!r}, cases)"))
     op, params = entry
-    plan = plan_for(op, bind_arguments(name, params, args, kwargs, head), tensors, mode)
+    bound = bind_arguments(name, params, args, kwargs, head)
+    if op in COMPOSED and _must_compose(op, bound, tensors):
+        return Composition(name, op, params)
+    plan = plan_for(op, bound, tensors, mode)
     if plan.outs[0][0].device_type == "cpu":
         plan.substitute = decomposition(name, {} if head is None else attributes(head[0]))
         if any(dtype_name(x.dtype) == "bfloat16" for x in tensors):

@@ -3,18 +3,22 @@
 
 MindSpore 2.10 looks for `__fallback__` among an op's direct arguments. A list of tensors (`Stack`, `AddN`, `einsum`)
 hides them, and `ops.rand_like` and its kin read the shape only. Each of these, called with a DTensor, becomes an op of our
-own; with plain tensors it is MindSpore's own, untouched. Recomputation replays MindSpore's random state, and here ours.
+own; with plain tensors it is MindSpore's own, untouched. Recomputation replays MindSpore's random state, and here ours. Where MindSpore fills in a plain tensor of ones for a missing weight, it is made a DTensor.
 Installed and removed together with `patch.py`.
 """
 from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 
 import mindspore as ms
 from mindspore import Tensor
+from mindspore._c_expression import NoFallbackGuard
 
 from . import random
+from .faces import wrap
+from .layout import Layout
 
 
 def _owner(values):
@@ -65,6 +69,10 @@ def _randint_like(input, low, high, seed=None, *, dtype=None):
 _RANDOM = ("mindspore.ops.function.random_func", "mindspore.ops.function", "mindspore.ops.functional", "mindspore.ops")
 _ARRAY = ("mindspore.ops.function.array_func", *_RANDOM[1:])
 
+def _affine(shape):
+    return lambda a: {"weight": (shape(a), 1), "bias": (shape(a), 0)}
+
+
 # (module, or module:class; attribute; what the call means in our terms)
 _FUNCTIONS = (
     ("mindspore.ops.functional_overload", "einsum", _einsum),  # behind mint.einsum
@@ -75,6 +83,13 @@ _FUNCTIONS = (
     *((module, "rand_like", _rand_like) for module in _RANDOM),
     *((module, "randn_like", _randn_like) for module in _RANDOM),
     *((module, "randint_like", _randint_like) for module in _RANDOM),
+)
+# (module, attribute, what MindSpore would fill in as a plain tensor: argument -> (shape, value))
+_NN = ("mindspore.ops.function.nn_func", "mindspore.ops.function", "mindspore.ops", "mindspore.mint.nn.functional")
+_FILLED = (
+    *((module, "layer_norm", _affine(lambda a: a["normalized_shape"])) for module in _NN),
+    *((module, "group_norm", _affine(lambda a: a["input"].shape[1])) for module in _NN),
+    (_NN[0], "_nllloss_nd", lambda a: {"weight": (a["input"].shape[0 if a["input"].ndim == 1 else 1], 1)}),
 )
 _installed: list[tuple[object, str, object]] = []
 
@@ -87,6 +102,27 @@ def _asking(original, meaning):
             return original(*args, **kwargs)
         op, arguments = meaning(*args, **kwargs)
         return run(op, arguments)
+    return call
+
+
+def _filling(original, constants):
+    """`original`, with the constants it would make for missing arguments laid out like its input."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def call(*args, **kwargs):
+        x = args[0] if args else kwargs.get("input")
+        if getattr(x, "_layout", None) is None:
+            return original(*args, **kwargs)
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        for name, (shape, value) in constants(given.arguments).items():
+            if given.arguments[name] is None:
+                shape = (shape,) if isinstance(shape, int) else tuple(shape)
+                with NoFallbackGuard():
+                    whole = ms.ops.full(shape, value, dtype=x.dtype)
+                given.arguments[name] = wrap(whole, Layout(x._layout.mesh, None, shape, x._layout.dtype))
+        return original(*given.args, **given.kwargs)
     return call
 
 
@@ -115,6 +151,11 @@ def install() -> None:
         original = holder.__dict__.get(name, None) or getattr(holder, name, None)
         if original is not None:
             _put(holder, name, _asking(original, meaning))
+    for path, name, constants in _FILLED:
+        holder = _holder(path)
+        original = holder.__dict__.get(name)
+        if original is not None:
+            _put(holder, name, _filling(original, constants))
     recompute = importlib.import_module("mindspore.common.recompute")
     get, put = _pair(recompute.get_rng_state, recompute.set_rng_state)
     _put(recompute, "get_rng_state", get)

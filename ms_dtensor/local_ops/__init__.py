@@ -16,10 +16,10 @@ from mindspore import ops
 from mindspore.common._grad_function import _Function
 
 from ..rules.spec import Operand
-from . import arrange, basic, conv, cpu, cpu_index, cpu_matmul, lists, lookup, loss, random, write
+from . import arrange, attention, basic, conv, cpu, cpu_index, cpu_matmul, lists, lookup, loss, pool, random, write
 from .dtypes import widen, widening
 
-FAMILIES = (basic, lookup, arrange, random, lists, write, conv)
+FAMILIES = (basic, lookup, arrange, random, lists, write, conv, pool, attention)
 TABLE = {**cpu_index.FORMS, **cpu_matmul.FORMS}
 CPU = {**cpu.TABLE}
 for family in FAMILIES:

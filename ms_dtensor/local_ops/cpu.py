@@ -11,7 +11,7 @@ import functools
 import inspect
 
 from ..rules.names import ALIASES
-from . import cpu_index, cpu_math, cpu_matmul, cpu_nn
+from . import cpu_elementwise, cpu_index, cpu_math, cpu_matmul, cpu_nn
 
 
 def by_public_names(fn):
@@ -26,5 +26,5 @@ def by_public_names(fn):
     return call
 
 
-TABLE = {name: by_public_names(fn) for family in (cpu_math, cpu_matmul, cpu_index, cpu_nn)
+TABLE = {name: by_public_names(fn) for family in (cpu_math, cpu_matmul, cpu_index, cpu_nn, cpu_elementwise)
          for name, fn in family.TABLE.items()}

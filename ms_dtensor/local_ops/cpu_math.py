@@ -25,7 +25,7 @@ def total(x, dims, keepdim=False):
 
 def mean(x, dims, keepdim=False):
     """Mean over dims."""
-    return total(x, dims, keepdim) / math.prod(x._shape[d] for d in dims)
+    return total(x, dims, keepdim) / math.prod(x.shape[d] for d in dims)
 
 
 def clone(input):
@@ -35,9 +35,9 @@ def clone(input):
 
 def variance(input, dim=None, correction=1, keepdim=False):
     """`Var`."""
-    dims = _dims(dim, len(input._shape))
+    dims = _dims(dim, len(input.shape))
     off = input - mean(input, dims, True)
-    return total(off * off, dims, keepdim) / float(max(math.prod(input._shape[d] for d in dims) - correction, 0))
+    return total(off * off, dims, keepdim) / float(max(math.prod(input.shape[d] for d in dims) - correction, 0))
 
 
 def std(input, dim=None, correction=1, keepdim=False):
@@ -47,30 +47,30 @@ def std(input, dim=None, correction=1, keepdim=False):
 
 def var_mean(input, dim=None, correction=1, keepdim=False):
     """`VarMean`."""
-    return variance(input, dim, correction, keepdim), mean(input, _dims(dim, len(input._shape)), keepdim)
+    return variance(input, dim, correction, keepdim), mean(input, _dims(dim, len(input.shape)), keepdim)
 
 
 def std_mean(input, dim=None, correction=1, keepdim=False):
     """`StdMean`."""
-    return std(input, dim, correction, keepdim), mean(input, _dims(dim, len(input._shape)), keepdim)
+    return std(input, dim, correction, keepdim), mean(input, _dims(dim, len(input.shape)), keepdim)
 
 
 def logsumexp(input, dim, keepdim=False):
     """`LogSumExp`, shifted by the maximum; a maximum of infinity is not subtracted from itself."""
-    dims = _dims(dim, len(input._shape))
+    dims = _dims(dim, len(input.shape))
     if not dims:
         return input * 1
     x = input if input.is_floating_point() else input.astype(ms.float32)
     top = ops.stop_gradient(mint.amax(x, dims, keepdim=True))
     top = mint.where(ops.isfinite(top), top, ops.zeros_like(top))
     out = mint.log(total(mint.exp(x - top), dims, True)) + top
-    return out if keepdim else mint.reshape(out, tuple(n for d, n in enumerate(x._shape) if d not in dims))
+    return out if keepdim else mint.reshape(out, tuple(n for d, n in enumerate(x.shape) if d not in dims))
 
 
 def vector_norm(x, ord=2, dim=None, keepdim=False, dtype=None):
     """`LinalgVectorNorm`."""
     x = x if dtype is None else x.astype(as_dtype(dtype))
-    dims, size = _dims(dim, len(x._shape)), mint.abs(x)
+    dims, size = _dims(dim, len(x.shape)), mint.abs(x)
     if ord == 2:
         return mint.sqrt(total(x * x, dims, keepdim))
     if ord == 1:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decompositions for CPU: activations, normalisations and losses that only the `mint` primitives name.
 
-Losses take `reduction` as MindSpore passes it: 0 none, 1 mean, 2 sum, or the word.
+Losses take `reduction` as MindSpore passes it: 0 sum, 1 mean, 2 none, or the word.
 """
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mindspore import mint, ops
 from .cpu_math import mean
 from .dtypes import as_dtype
 
-_REDUCTION = {0: "none", 1: "mean", 2: "sum"}
+_REDUCTION = {0: "sum", 1: "mean", 2: "none"}
 
 
 def reduced(loss, reduction):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import (arrange, conv, create, elementwise, index, lists, loss, matmul, names, norm, pointwise, random,
+from . import (arrange, attention, conv, create, elementwise, index, lists, loss, matmul, names, norm, pointwise, pool, random,
                reduce, scatter, statistics, view, write)
 from .spec import Call, Case, Invoke, Local, Operand, OpSpec, empty_results, result_dtype
 
@@ -33,7 +33,7 @@ RULES.update({op: reduce.reduction for op in ("sum", "mean", "max", "min", "prod
 
 # Further families bring their own names and rules: `NAMES` in the notation of `names.parse`, `RULES` by canonical op.
 FAMILIES: tuple = (arrange, index, scatter, random, create, lists, matmul, write, conv,
-                   elementwise, statistics, norm, loss)
+                   elementwise, statistics, norm, loss, pool, attention)
 for family in FAMILIES:
     names.PRIMITIVES.update(names.parse(family.NAMES))
     RULES.update(family.RULES)

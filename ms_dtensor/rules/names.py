@@ -8,7 +8,7 @@ call form names an argument differently, `ALIASES` maps it. A test fails when a 
 from __future__ import annotations
 
 ALIASES = {"axis": "dim", "keepdims": "keepdim", "keep_dims": "keepdim", "self": "input", "x": "input",
-           "mat2": "other", "vec": "other", "vec2": "other", "tensor2": "other"}
+           "ddof": "correction", "mat2": "other", "vec": "other", "vec2": "other", "tensor2": "other"}
 
 _UNARY = """
 abs:Abs neg:Neg exp:Exp expm1:Expm1 log:Log log1p:Log1p log2:Log2 log10:Log10 sqrt:Sqrt rsqrt:Rsqrt square:Square

@@ -16,17 +16,19 @@ import numpy as np
 from mindspore import Tensor
 from mindspore._c_expression import NoFallbackGuard
 
+from ..composed import COMPOSED
 from ..faces import dtype_name
 from ..layout import Layout
 from ..local_ops import TABLE, Nothing, run_local
 from ..mesh import DeviceMesh, coordinates
 from ..placements import PARTIAL, REPLICATE
-from ..planned import original_call
+from ..planned import original_call, refill
 from ..planning import as_operands, bind_arguments, empty_with_dtypes
 from ..random import frozen
 from ..rules import RULES, Call, Case, Local, Operand, OpSpec
 from ..rules.names import PRIMITIVES
 from .capture import Captured, capture
+from .missed import find_missed
 from .oracle import assemble, box_slices, same, split
 
 
@@ -37,14 +39,15 @@ class Report:
     compared: int = 0
     calls: int = 0
     wrong: list[str] = field(default_factory=list)
+    missed: set[str] = field(default_factory=set)
     ops: set[str] = field(default_factory=set)
 
     def __bool__(self):
         return not self.wrong
 
 
-def check_rule(op, *args, axes: Sequence[Sequence[int]] = ((2,), (3,), (2, 2)), seed: int = 0, report: Report | None = None,
-               **kwargs) -> Report:
+def check_rule(op, *args, axes: Sequence[Sequence[int]] = ((2,), (3,), (2, 2)), seed: int = 0,
+               report: Report | None = None, missed: bool = False, **kwargs) -> Report:
     """Checks the rules behind one public call with sample arguments.
 
     Args:
@@ -53,6 +56,7 @@ def check_rule(op, *args, axes: Sequence[Sequence[int]] = ((2,), (3,), (2, 2)), 
         axes: mesh shapes to try; on meshes of two axes all products of cases run.
         seed: of the splits and cotangents.
         report: to add to.
+        missed: also collect, in `report.missed`, legal single-axis cases that the rule does not list (see `missed.py`).
 
     Returns:
         The report; truthy if nothing is wrong.
@@ -72,12 +76,12 @@ def check_rule(op, *args, axes: Sequence[Sequence[int]] = ((2,), (3,), (2, 2)), 
                  for a in args)
     with frozen(seed):
         for captured in capture(op, *args, **kwargs):
-            check_captured(captured, axes, np.random.default_rng(seed), report)
+            check_captured(captured, axes, np.random.default_rng(seed), report, missed)
     return report
 
 
-def check_captured(c: Captured, axes, rng, report: Report) -> None:
-    """Checks every case of the rule of one primitive call."""
+def check_captured(c: Captured, axes, rng, report: Report, missed: bool = False) -> None:
+    """Checks every case of the rule of one primitive call, and what it may be composed of."""
     entry = PRIMITIVES.get(c.name) if c.params is None else (c.name[1:], c.params)
     if entry is None or entry[0] not in RULES:
         report.wrong.append(f"{c.name}: no rule")
@@ -98,6 +102,43 @@ def check_captured(c: Captured, axes, rng, report: Report) -> None:
         for combo in itertools.product(cases, repeat=len(shape)):
             if trial.fits(combo, mesh):
                 trial.run(combo, mesh)
+    if missed:
+        report.missed |= find_missed(trial)
+    if op in COMPOSED and c.params is None:
+        _check_composition(c, op, params, trial, axes, rng, report)
+
+
+def _check_composition(c: Captured, op, params, trial, axes, rng, report: Report) -> None:
+    """A composed op equals the primitive on plain tensors, gradients too, and each of its parts has a right rule."""
+    def composed(args, kwargs):
+        return COMPOSED[op].run(c.name, **bind_arguments(c.name, params, args, kwargs, c.primitive))
+
+    def of_tensors(tensors):
+        it = iter(tensors)
+        args = refill(tuple(c.args), it)
+        with NoFallbackGuard():
+            result = composed(args, refill(c.kwargs, it))
+        return list(result) if isinstance(result, tuple | list) else [result]
+    label = f"composed {c.name} {[list(a.shape) for a in trial.arrays]}"
+    values = of_tensors([Tensor(a.copy()) for a in trial.arrays])
+    report.compared += 1
+    if len(values) != len(trial.results) or not all(same(a, b.asnumpy()) for a, b in zip(trial.results, values)):
+        report.wrong.append(f"{label}: value")
+    if trial.grads is not None:
+        report.compared += 1
+        grads = trial.gradients([a.copy() for a in trial.arrays], trial.cotangents, of_tensors)
+        if not all(same(a, b) for a, b in zip(trial.grads, grads)):
+            report.wrong.append(f"{label}: gradient")
+    for part in capture(lambda *args, **kwargs: composed(args, kwargs), *_copied(c.args), **_copied(c.kwargs)):
+        check_captured(part, axes[:2], rng, report)
+
+
+def _copied(tree):
+    if isinstance(tree, Tensor):
+        return Tensor(tree.asnumpy().copy())
+    if isinstance(tree, dict):
+        return {k: _copied(v) for k, v in tree.items()}
+    return type(tree)(_copied(v) for v in tree) if isinstance(tree, tuple | list) else tree
 
 
 def _tensors(tree) -> list:
@@ -124,7 +165,7 @@ class _Trial:
         self.grads = None
         if self.wrt and any(g is not None for g in self.cotangents):
             try:
-                self.grads = self._grads(self.arrays, self.cotangents, self._original)
+                self.grads = self.gradients(self.arrays, self.cotangents, self.original)
             except RuntimeError:  # an op without a backward kernel here is checked forward only
                 self.grads = None
 
@@ -156,7 +197,7 @@ class _Trial:
         for at in coordinates(mesh):
             local = [p[at] for p in parts]
             try:
-                for j, r in enumerate(self._forward(local, Local(ins, outs, at))):
+                for j, r in enumerate(self.forward(local, Local(ins, outs, at))):
                     got[j][at] = r.asnumpy()
             except Exception as e:  # noqa: BLE001  whatever MindSpore raises is a finding
                 self.report.wrong.append(f"{label}: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}")
@@ -185,7 +226,7 @@ class _Trial:
                 cotangents.append(None if g is None else
                                   (g[box_slices(layout, at)] * scale).astype(g.dtype))
             local = Local(ins, outs, at)
-            grads = self._grads([p[at] for p in parts], cotangents, lambda xs, m=local: self._forward(xs, m))
+            grads = self.gradients([p[at] for p in parts], cotangents, lambda xs, m=local: self.forward(xs, m))
             for k, g in enumerate(grads):
                 found[k][at] = g
         self.report.compared += 1
@@ -204,19 +245,20 @@ class _Trial:
                                          + (f", replicas differ at {unequal}" if unequal else ""))
                 return
 
-    def _forward(self, local_arrays, local: Local):
+    def forward(self, local_arrays, local: Local):
         tensors = [x if isinstance(x, Tensor) else Tensor(x) for x in local_arrays]
         form = self.spec.local(local) if self.spec.local is not None else None
         form = None if form is None else (TABLE[form.name], form.args, form.kwargs)
         with NoFallbackGuard():
-            result = run_local(self._original, form, empty_with_dtypes(local, self.spec, self.call), tensors)
+            result = run_local(self.original, form, empty_with_dtypes(local, self.spec, self.call), tensors)
         return list(result) if isinstance(result, tuple | list) else [result]
 
-    def _original(self, tensors):
+    def original(self, tensors):
         with NoFallbackGuard():
             return original_call(self.c.func, self.c.head, self.c.args, self.c.kwargs, tensors)
 
-    def _grads(self, arrays, cotangents, forward):
+    def gradients(self, arrays, cotangents, forward):
+        """Gradients of the floating operands, as arrays, for given cotangents of the results of `forward`."""
         tensors = [Tensor(np.array(a, order="C")) for a in arrays]
 
         def weighted(*active):

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decompositions for CPU: element-by-element primitives, medians, batch norm and losses that have no kernel there."""
+from __future__ import annotations
+
+import math
+
+import mindspore as ms
+from mindspore import mint, ops
+
+from .cpu_math import mean
+from .cpu_nn import reduced, softplus
+
+
+def _log10(input):
+    return mint.log(input) * (1 / math.log(10))
+
+
+def _frac(input):
+    return input - ops.stop_gradient(mint.trunc(input))
+
+
+def _exp2(input):
+    return mint.exp(input * math.log(2))
+
+
+def _is_neg_inf(input):
+    return input == -math.inf
+
+
+def _bitwise(integers, booleans):
+    def run(input, other):
+        if input.dtype != ms.bool_:
+            other = other if isinstance(other, ms.Tensor) else ops.full(input._shape, other, dtype=input.dtype)
+            return integers(input, other)
+        return booleans(input, other if isinstance(other, ms.Tensor) else ops.full(input._shape, other, dtype=ms.bool_))
+    return run
+
+
+def _not(input):
+    return mint.logical_not(input) if input.dtype == ms.bool_ else ops.invert(input)
+
+
+def _floor_div_scalar(input, other):
+    return ops.floor_div(input, other)
+
+
+def _hardtanh(input, min_val=-1.0, max_val=1.0):
+    # not clamp: at the bounds themselves the gradient is 0
+    inside = mint.logical_and(input > min_val, input < max_val)
+    bounded = ops.stop_gradient(mint.clamp(input, min_val, max_val))
+    return mint.where(inside, input, bounded)
+
+
+def _selu(input):
+    alpha, scale = 1.6732632423543772, 1.0507009873554805
+    below = mint.where(input > 0, ops.zeros_like(input), input)
+    return scale * mint.where(input > 0, input, alpha * (mint.exp(below) - 1))
+
+
+def _log_add_exp(input, other):
+    top = ops.stop_gradient(mint.maximum(input, other))
+    return top + mint.log(mint.exp(input - top) + mint.exp(other - top))
+
+
+def _log_add_exp2(input, other):
+    top = ops.stop_gradient(mint.maximum(input, other))
+    return top + mint.log(_exp2(input - top) + _exp2(other - top)) * (1 / math.log(2))
+
+
+def _threshold(input, threshold, value):
+    return mint.where(input > threshold, input, ops.full(input._shape, value, dtype=input.dtype))
+
+
+def _median_dim(input, dim=-1, keepdim=False):
+    """The lower of the two middle elements, and where it was."""
+    values, at = ops.sort(input, dim)
+    middle = (input._shape[dim] - 1) // 2
+    values, at = (mint.narrow(t, dim, middle, 1) for t in (values, at))
+    if not keepdim:
+        values, at = mint.squeeze(values, dim), mint.squeeze(at, dim)
+    return values, at.astype(ms.int64)
+
+
+def _median(input):
+    return _median_dim(mint.reshape(input, (-1,)), 0)[0]
+
+
+def _cummin(input, dim):
+    return ops.cummin(input, dim)
+
+
+def _soft_margin(input, target, reduction=1):
+    return reduced(softplus(-target * input), reduction)
+
+
+def _nll(input, target, weight=None, reduction=1, ignore_index=-100):
+    from ..composed import nll_loss
+    return nll_loss("NLLLoss2d", input, target, weight, reduction, ignore_index)
+
+
+def _batch_norm(input, weight=None, bias=None, running_mean=None, running_var=None, training=False, momentum=0.1,
+                eps=1e-5):
+    if training:
+        from ..composed import batch_norm
+        return batch_norm("BatchNormExt", input, weight, bias, running_mean, running_var, True, momentum, eps)
+    shape = tuple(n if d == 1 else 1 for d, n in enumerate(input._shape))
+    out = (input - mint.reshape(running_mean, shape)) * mint.rsqrt(mint.reshape(running_var, shape) + eps)
+    out = out if weight is None else out * mint.reshape(weight, shape)
+    out = out if bias is None else out + mint.reshape(bias, shape)
+    nothing = ops.zeros((0,), input.dtype)
+    return out, nothing, nothing
+
+
+_AND = _bitwise(ops.bitwise_and, mint.logical_and)
+_OR = _bitwise(ops.bitwise_or, mint.logical_or)
+_XOR = _bitwise(ops.bitwise_xor, mint.logical_xor)
+
+TABLE = {
+    "Log10": _log10, "AsinExt": lambda input: ops.asin(input), "AcosExt": lambda input: ops.acos(input),
+    "AtanExt": lambda input: ops.atan(input), "AsinhExt": lambda input: ops.asinh(input),
+    "AcoshExt": lambda input: ops.acosh(input), "Frac": _frac, "Exp2": _exp2, "IsNegInf": _is_neg_inf,
+    "BitwiseNot": _not, "BitwiseAndTensor": _AND, "BitwiseAndScalar": _AND, "BitwiseOrTensor": _OR,
+    "BitwiseOrScalar": _OR, "BitwiseXorTensor": _XOR, "BitwiseXorScalar": _XOR, "FloorDivScalar": _floor_div_scalar,
+    "Hardtanh": _hardtanh, "SeLUExt": _selu, "LogAddExp": _log_add_exp, "LogAddExp2": _log_add_exp2,
+    "Threshold": _threshold, "MedianExt": _median, "MedianDim": _median_dim, "CumminExt": _cummin,
+    "SoftMarginLoss": _soft_margin, "NLLLoss2d": _nll, "BatchNormExt": _batch_norm,
+}

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Local forms of norms and losses: one shard's share of a mean over the whole batch, and groups counted per shard."""
+from __future__ import annotations
+
+from mindspore import mint, ops
+
+from .cpu_nn import kl_div, softplus
+
+
+def _mse(x, target):
+    off = x - target
+    return (off * off).sum()
+
+
+_SUM = {
+    "mse_loss": _mse,
+    "l1_loss": lambda x, target: mint.abs(x - target).sum(),
+    "soft_margin_loss": lambda x, target: softplus(-target * x).sum(),
+    "smooth_l1_loss": lambda x, target, beta: ops.smooth_l1_loss(x, target, beta, "sum"),
+    "binary_cross_entropy": lambda x, target, weight: ops.binary_cross_entropy(x, target, weight, "sum"),
+    "bce_with_logits": lambda x, target, weight, pos_weight: ops.binary_cross_entropy_with_logits(
+        x, target, weight, pos_weight, "sum"),
+    "kl_div": lambda x, target, log_target: kl_div(x, target, "sum", log_target),
+}
+
+
+def loss_share(op, count, *arguments):
+    """This shard's summand of a mean loss over `count` elements."""
+    return _SUM[op](*arguments) * (1.0 / count if count else float("nan"))
+
+
+def sparse_cross_entropy_share(logits, labels, rows):
+    """This shard's summand of the mean over `rows` rows."""
+    return ops.SparseSoftmaxCrossEntropyWithLogits()(logits, labels) * (logits._shape[0] / rows)
+
+
+def group_norm(x, groups, weight, bias, eps):
+    """`GroupNorm` over the groups that this shard has: (y, mean, 1/std)."""
+    return ops.auto_generate.group_norm_op(x, groups, weight, bias, eps)
+
+
+TABLE = {"loss_share": loss_share, "sparse_cross_entropy_share": sparse_cross_entropy_share, "group_norm": group_norm}
