@@ -321,6 +321,13 @@ class DTensor(Tensor):
     def __hash__(self):
         return id(self)
 
+    @property
+    def __ms_mutable__(self):
+        # ms.jit asks its arguments for this and for nothing else; it would compute on local storage without a word.
+        raise OpRuleError("For 'ms.jit', an argument is a DTensor.", self._layout.describe(),
+                          "A compiled graph does not dispatch: it would compute on this rank's shard.",
+                          ("call it on local tensors inside local_map", "run this part without ms.jit"))
+
     def detach(self) -> DTensor:
         """The same values, outside autograd; shares storage."""
         return ms.ops.stop_gradient(self)
