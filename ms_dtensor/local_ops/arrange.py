@@ -71,6 +71,16 @@ def trace_shard(x, diagonal, dtype=None):
     return ops.select(ms.Tensor(mask), x, ops.zeros_like(x)).sum()
 
 
+def scatter(input, dim, index, src, reduce=0):
+    """`Scatter` and `ScatterValue`: after one call of another rank of dims, MindSpore 2.10's CPU kernel writes nothing."""
+    if not isinstance(src, ms.Tensor):
+        src = ops.full(index._shape, src, dtype=input.dtype)
+    for d, n in enumerate(index._shape):
+        if src._shape[d] != n:
+            src = mint.narrow(src, d, 0, n)
+    return ops.tensor_scatter_elements(input, index, src, dim, "add" if reduce in (1, "add") else "none")
+
+
 def index_add(x, dim, index, src, alpha=1):
     """`IndexAddExt`."""
     d = dim % len(x._shape)
@@ -102,5 +112,5 @@ CPU = {
     **dict.fromkeys(("ReflectionPad1D", "ReflectionPad2D", "ReflectionPad3D"), reflection_pad),
     **dict.fromkeys(("ReplicationPad1D", "ReplicationPad2D", "ReplicationPad3D"), replication_pad),
     "IndexAddExt": index_add, "DeprecatedIndexAdd": index_add_old,
-    "IndexAdd": index_add_primitive,
+    "IndexAdd": index_add_primitive, "Scatter": scatter, "ScatterValue": scatter,
 }

@@ -34,11 +34,6 @@ def slice_(x, bounds, drop):
     return x
 
 
-def gather(x, ids, dim):
-    """Rows of `x` along `dim`."""
-    return ops.gather(x, ids, dim)
-
-
 def mean_of_shard(x, dims, keepdim, count, dtype):
     """This shard's summand of a global mean over `count` elements."""
     if dtype is not None:
@@ -74,7 +69,7 @@ def clone(x):
 
 
 TABLE = {
-    "reshape": reshape, "broadcast_to": broadcast_to, "slice": slice_, "gather": gather,
+    "reshape": reshape, "broadcast_to": broadcast_to, "slice": slice_,
     "mean_of_shard": mean_of_shard,
     "linear_bias_once": linear_bias_once, "bias_once": bias_once, "tril": tril, "triu": triu, "clone": clone,
 }

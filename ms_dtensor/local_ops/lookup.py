@@ -117,6 +117,6 @@ def take(x, index):
     return ops.gather(mint.reshape(x, (-1,)), index, 0)
 
 
-TABLE = {"gather_shard": gather_shard, "take_along_shard": take_along_shard, "embedding_shard": embedding_shard,
+TABLE = {"gather": gather, "gather_shard": gather_shard, "take_along_shard": take_along_shard, "embedding_shard": embedding_shard,
          "index": index}
 CPU = {"Gather": gather, "DeprecatedGather": gather, "Take": take, "EmbeddingLookup": embedding_lookup}

@@ -152,7 +152,8 @@ def threshold(x, threshold, value):
 
 def scatter(x, dim, index, src):
     """`scatter` of a tensor or a number."""
-    return mint.scatter(x, dim, index, src)
+    from .arrange import scatter as by_elements
+    return by_elements(x, dim, index, src)
 
 
 def scatter_add(x, dim, index, src):
