@@ -48,9 +48,9 @@ def avg_pool(input, kernel_size, stride=None, padding=0, ceil_mode=False, count_
 def _apply(x, matrices):
     """Each matrix [out, in] applied to its dim, the last matrix to the last dim."""
     for i, m in enumerate(reversed(matrices)):
-        d = len(x._shape) - 1 - i
-        m = Tensor(m.astype(np.float32)).astype(x.dtype)
-        x = mint.transpose(mint.matmul(mint.transpose(x, d, -1), mint.transpose(m, 0, 1)), d, -1)
+        d, last = len(x._shape) - 1 - i, len(x._shape) - 1
+        m = Tensor(np.ascontiguousarray(m.T, np.float32)).astype(x.dtype)
+        x = mint.matmul(x, m) if d == last else mint.transpose(mint.matmul(mint.transpose(x, d, last), m), d, last)
     return x
 
 
