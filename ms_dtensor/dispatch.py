@@ -13,7 +13,7 @@ from mindspore._c_expression import NoFallbackGuard
 
 from . import comm, modes
 from .faces import local_alias
-from .planning import attributes, build_plan, plan_for, plan_in_place
+from .planning import attributes, bind_arguments, build_plan, plan_for, plan_in_place
 from .rules.names import PRIMITIVES
 
 _ATOMS = frozenset((int, float, bool, str, type(None), complex))
@@ -55,6 +55,28 @@ def call(op: str, **arguments):
         build = plan_in_place if op[0] == "=" else plan_for
         plan = _remember(key, build(op.lstrip("="), arguments, tensors, mode, own=""))
     return plan.run(None, None, (), None, tensors, mode)
+
+
+def call_by_rule(op: str, func, names: tuple[str, ...], args: tuple, kwargs: dict):
+    """Runs a function of local tensors as the op of a registered rule.
+
+    Args:
+        op: canonical op; its rule is consulted.
+        func: the function; its results are the local results.
+        names: of its parameters, as the rule sees them.
+        args: arguments, at least one DTensor somewhere.
+        kwargs: keyword arguments.
+    """
+    mode = modes.mode.get()
+    if mode.skip and not _kept(op, mode.no_skip):
+        return func(*_plain_tree(args), **_plain_tree(kwargs))
+    tensors: list = []
+    key = ("@rule", op, _walk(args, tensors), _walk(tuple(kwargs.items()), tensors), comm.fake_token())
+    plan = _cache.get(key)
+    if plan is None:
+        known = (*names, *(k for k in kwargs if k not in names))
+        plan = _remember(key, plan_for(op, bind_arguments(op, known, args, kwargs), tensors, mode))
+    return plan.run(func, None, args, kwargs, tensors, mode)
 
 
 def _remember(key, plan):

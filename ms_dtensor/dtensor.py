@@ -18,12 +18,12 @@ from mindspore._c_expression import NoFallbackGuard
 from . import comm, patch
 from .dispatch import call, dispatch
 from .errors import LayoutError, OpRuleError, RedistributeError
-from .faces import dtype_name, face, local_alias, make, recording, redistribute, wanted_gradient, wrap
+from .faces import as_local, dtype_name, local_alias, make, redistribute, wrap
 from .indexing import get_item, set_item
 from .layout import Layout
 from .mesh import DeviceMesh, resolve_mesh
 from .placements import REPLICATE
-from .redistribute.execute import moved, run
+from .redistribute.execute import run
 from .redistribute.plan import check_reachable, plan
 
 
@@ -208,14 +208,7 @@ class DTensor(Tensor):
         Args:
             grad_placements: how the cotangent will be laid out; default: as the value, with Partial as Replicate.
         """
-        layout = self._layout
-        if not recording():
-            return local_alias(self)
-        if grad_placements is None:
-            return moved(self, layout, layout, layout.gradient(), wanted_gradient(self), data=self) if self._is_leaf \
-                else local_alias(self)
-        out = face(self, layout.with_placements(grad_placements))
-        return local_alias(out) if out is self else out
+        return as_local(self, None if grad_placements is None else self._layout.with_placements(grad_placements))
 
     def redistribute(self, device_mesh: DeviceMesh | None = None, placements=None, *, async_op: bool = False) -> DTensor:
         """The same tensor in another layout, by the cheapest plan; differentiable.

@@ -132,6 +132,19 @@ def moved_implicitly(x, target: Layout, grad):
     return out
 
 
+def as_local(x, cotangent: Layout | None = None):
+    """A DTensor as a plain local tensor, still connected; its cotangent arrives in `cotangent` (default: as `x` lies)."""
+    if not recording():
+        return local_alias(x)
+    layout = x._layout
+    cotangent = cotangent or layout.gradient()
+    out = face(x, cotangent)
+    if out is not x:
+        return out
+    # an alias of a leaf would cut its gradient
+    return moved(x, layout, layout, cotangent, cotangent, data=x) if x._is_leaf else local_alias(x)
+
+
 def dtype_name(dtype) -> str:
     """`mindspore.float32` -> "float32"."""
     name = str(dtype).lower()

@@ -139,6 +139,8 @@ def plan_for(op, arguments, tensors, mode, own=None, keep=False) -> Plan:
         steps.append((None if is_dtensor or constant else layout, None if target is layout or constant else target,
                       cotangent if own_axes and not constant else None))
     outs = [(mesh, o) for o in choice.outs]
+    if None in spec.shapes:  # a rule in case notation alone: the first local results tell (see registry.py)
+        return Plan(op, steps, None, None, outs)
     layouts_out = tuple(Layout(mesh, p, shape, layouts[0].dtype, order) for p, order, shape in choice.outs)
     at = Local(choice.targets, layouts_out, mesh.get_coordinate() or (0,) * mesh.ndim)
     form = spec.local(at) if spec.local is not None else None

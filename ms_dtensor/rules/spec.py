@@ -101,14 +101,14 @@ class OpSpec:
     """All a rule says about one call.
 
     Args:
-        shapes: global shape of each tensor result.
+        shapes: global shape of each tensor result; None where only the local result tells (cases must then be even).
         cases: legal single-axis cases; the all-replicated one is always legal and need not be listed.
         local: optional `Local -> Invoke | None`; None: call the original with the same static arguments.
         dtypes: dtype of each result, where it is not what `result_dtype` says. Only a rank whose shards are empty
             needs it: everywhere else the kernel tells.
     """
 
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: tuple[tuple[int, ...] | None, ...]
     cases: tuple[Case, ...]
     local: Callable[[Local], Invoke | None] | None = None
     dtypes: tuple[str, ...] | None = None

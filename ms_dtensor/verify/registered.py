@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks a rule that a user registered, with the user's own function as the whole op.
+
+A decorated local function or a `DFunction` is one call of one op, so it needs no capturing; a public MindSpore function
+is captured as usual, and must reach the registered primitive.
+"""
+from __future__ import annotations
+
+import inspect
+
+import numpy as np
+from mindspore import Tensor
+
+from ..function import DFunction, _argument_names
+from .capture import Captured
+from .check import Report, check_captured, check_rule
+
+AXES = ((2,), (3,), (2, 2))
+
+
+def check_registered(registration, fn, args, kwargs) -> Report:
+    """The report of checking `registration` with sample arguments of `fn`."""
+    report = Report()
+    if inspect.isclass(fn) and issubclass(fn, DFunction):
+        whole, names = fn.apply, _argument_names(fn.forward)
+    elif getattr(fn, "registration", None) is not None:
+        whole, names = fn.__wrapped__, _argument_names(fn, skip=0)
+    else:
+        check_rule(fn, *args, axes=AXES, report=report, **kwargs)
+        if registration.op not in report.ops:
+            report.wrong.append(f"the function does not reach {registration.op!r}, but {sorted(report.ops)}")
+        return report
+    args = tuple(_tensors(a) for a in args)
+    kwargs = {k: _tensors(v) for k, v in kwargs.items()}
+    result = whole(*args, **kwargs)
+    names = (*names, *(k for k in kwargs if k not in names))
+    captured = Captured("@" + registration.op, whole, None, args, kwargs, result, None, names)
+    check_captured(captured, AXES, np.random.default_rng(0), report)
+    return report
+
+
+def _tensors(value):
+    if isinstance(value, np.ndarray):
+        return Tensor(value)
+    return type(value)(_tensors(v) for v in value) if isinstance(value, tuple | list) else value

@@ -1,0 +1,367 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Own ops on real ranks: DFunction, registered rules and local_map give one device's values and gradients."""
+from __future__ import annotations
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, ops
+
+from ms_dtensor import (
+    DFunction,
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    comm,
+    distribute_tensor,
+    local_map,
+    redistribution_policy,
+    register_rule,
+    value_and_grad,
+)
+from ms_dtensor.errors import ConfigError, ImplicitCommError, LayoutError, MixedOperandError, OpRuleError
+from tests.cases import case
+from tests.dist.support import check_against_one_device, counted, data, equal, mesh_1d, mesh_2d, same_on_all_ranks
+
+R, P, S = Replicate(), Partial(), Shard
+
+
+class MyAdd(DFunction):
+    """The worked example our user brought: a sum with a registered rule."""
+
+    _op_name = "MyAdd"
+
+    @staticmethod
+    def forward(ctx, x, y, alpha=1.0):
+        ctx.alpha = alpha
+        return x + y * alpha
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, grad * ctx.alpha, None
+
+
+MY_ADD = """
+    S(0), S(0) -> S(0)
+    S(1), S(1) -> S(1)
+    P,    P    -> P
+"""
+
+
+class Scores(DFunction):
+    """exp(x @ w): its backward needs what it saved; rows of x and columns of w may be split."""
+
+    _op_name = "Scores"
+
+    @staticmethod
+    def forward(ctx, x, w):
+        out = ops.exp(ops.matmul(x, w))
+        ctx.save_for_backward(x, w, out)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w, out = ctx.saved_tensors
+        grad = grad * out
+        return ops.matmul(grad, w.swapaxes(0, 1)), ops.matmul(x.swapaxes(0, 1), grad)
+
+
+class Rows(DFunction):
+    """The same without a rule: rows of x over all ranks."""
+
+    in_placements = ([S(0)], [R])
+    out_placements = [S(0)]
+    forward, backward = staticmethod(Scores.forward), staticmethod(Scores.backward)
+
+
+class Both(DFunction):
+    """Two results, one argument without a gradient, an integer tensor and keywords."""
+
+    in_placements = ([S(0)], [S(0)], None)
+    out_placements = ([S(0)], [S(0)])
+
+    @staticmethod
+    def forward(ctx, x, ids, scale, *, shift=0.0, name=""):
+        assert name == "given" and isinstance(ids, Tensor) and not isinstance(x, DTensor)
+        ctx.scale = scale
+        return x * scale + shift, ids + 1
+
+    @staticmethod
+    def backward(ctx, grad, grad_ids):
+        return grad * ctx.scale, None, None
+
+
+def _layouts(mesh):
+    return [(R, R), (S(0), R), (R, S(1)), (S(0), S(1)), (S(1), S(0)), (S(0), S(0))]
+
+
+@case(world_size=4)
+def dfunction_with_a_rule_equals_one_device_in_every_layout(world):
+    mesh = mesh_2d()
+    for shape in ((4, 6), (5, 3), (1, 2)):
+        x, y, w = data(1, *shape), data(2, *shape), data(3, *shape)
+        for shapes in (None, "m n, m n -> m n"):
+            with register_rule("MyAdd", MY_ADD, shapes=shapes):
+                for lx in _layouts(mesh):
+                    for ly in _layouts(mesh)[::2]:
+                        check_against_one_device(lambda a, b, c: (MyAdd.apply(a, b, 0.5) * c).sum(), [x, y, w],
+                                                 [lx, ly, lx], mesh, f"{shape} {lx} {ly}")
+
+
+@case(world_size=4)
+def dfunction_with_a_rule_moves_nothing_it_need_not(world):
+    mesh = mesh_1d()
+    x, y = data(1, 8, 4), data(2, 8, 4)
+    with register_rule("MyAdd", MY_ADD):
+        for p in (S(0), S(1)):
+            a, b = (distribute_tensor(t, mesh, [p]) for t in (x, y))
+            with counted() as count:
+                out = MyAdd.apply(a, b, alpha=2.0)
+            assert not count and out.placements == (p,), (count, out)
+            equal(out, x + y * 2.0)
+        summand = DTensor.from_local(data(world.rank, 8, 4), mesh, [P])
+        with counted() as count:
+            out = MyAdd.apply(summand, summand)
+        assert not count and out.placements == (P,)
+
+
+@case(world_size=4)
+def dfunction_saves_tensors_and_reduces_the_shared_operands_gradient(world):
+    mesh = mesh_2d()
+    for m, k, n in ((4, 3, 6), (5, 2, 3), (2, 3, 5)):
+        x, w = data(4, m, k) * 0.3, data(5, k, n) * 0.3
+        with register_rule("Scores", "S(0), R -> S(0)\nR, S(1) -> S(1)", shapes="m k, k n -> m n"):
+            for lx in _layouts(mesh):
+                check_against_one_device(lambda a, b: (Scores.apply(a, b) ** 2).mean(), [x, w], [lx, (R, S(1))], mesh,
+                                         f"{lx}")
+    mesh = mesh_1d()
+    for rows in (8, 7, 3):
+        x, w = data(4, rows, 3) * 0.3, data(5, 3, 4) * 0.3
+        for lx, lw in (([S(0)], [R]), ([R], [R]), ([S(1)], [S(0)])):
+            check_against_one_device(lambda a, b: (Rows.apply(a, b) ** 2).mean(), [x, w], [lx, lw], mesh,
+                                     f"rows {rows} {lx} {lw}")
+
+
+@case(world_size=4)
+def dfunction_takes_parameters_and_several_results(world):
+    mesh = mesh_1d()
+    x, ids = data(6, 8, 2), Tensor(np.arange(16).reshape(8, 2).astype(np.int32))
+    dx = distribute_tensor(x, mesh, [S(0)])
+    p = Parameter(distribute_tensor(x, mesh, [S(0)]), name="p")
+    di = distribute_tensor(ids, mesh, [S(0)])
+    out, more = Both.apply(dx, di, 3.0, shift=1.0, name="given")
+    equal(out, x * 3.0 + 1.0)
+    equal(more, ids + 1)
+    for _ in range(2):  # a stale node of a leaf would cut the second gradient
+        value, (grad,) = value_and_grad(lambda: (Both.apply(p, di, 3.0, name="given")[0] * dx).sum(), None, [p])()
+        equal(grad, x * 3.0)
+        equal(value, (x * x * 3.0).sum())
+
+
+@case(world_size=4)
+def dfunction_without_rule_or_placements_refuses_dtensors_on_all_ranks(world):
+    class Nothing(DFunction):
+        forward, backward = staticmethod(MyAdd.forward), staticmethod(MyAdd.backward)
+
+    mesh = mesh_1d()
+    x = distribute_tensor(data(1, 4, 2), mesh, [S(0)])
+    for cls in (Nothing, MyAdd):
+        with counted() as count:
+            try:
+                cls.apply(x, x)
+            except ValueError as e:
+                text = str(e)
+                assert isinstance(e, OpRuleError) and "register_rule" in text
+            else:
+                raise AssertionError("accepted")
+        assert not count
+        same_on_all_ranks(world, text)
+    equal(MyAdd.apply(data(1, 4, 2), data(2, 4, 2)), data(1, 4, 2) + data(2, 4, 2))
+
+
+@case(world_size=4)
+def dfunctions_nest_and_mix_with_plain_operands_only_by_permission(world):
+    class Outer(DFunction):
+        in_placements, out_placements = ([S(0)],), [S(0)]
+
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return Scores.apply(x, Tensor(np.eye(3, dtype=np.float32))) + x
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, = ctx.saved_tensors
+            return MyAdd.apply(grad * ops.exp(x), grad)
+
+    mesh = mesh_1d()
+    x = data(7, 8, 3) * 0.5
+    check_against_one_device(lambda a: (Outer.apply(a) * a).sum(), [x], [[S(0)]], mesh)
+    with register_rule("MyAdd", MY_ADD):
+        try:
+            MyAdd.apply(distribute_tensor(x, mesh, [S(0)]), x)
+        except MixedOperandError as e:
+            same_on_all_ranks(world, str(e))
+        else:
+            raise AssertionError("mixed")
+    with redistribution_policy("explicit"):
+        try:
+            Rows.apply(distribute_tensor(x, mesh, [S(1)]), distribute_tensor(x.swapaxes(0, 1), mesh))
+        except ImplicitCommError as e:
+            same_on_all_ranks(world, str(e))
+        else:
+            raise AssertionError("moved")
+
+
+# -- register_rule -----------------------------------------------------------------------------------------------------
+@case(world_size=4)
+def a_decorated_local_function_is_an_op(world):
+    mesh = mesh_2d()
+    with register_rule("scaled_rows", "S(0), S(0) -> S(0)\nS(-1), R -> S(-1)\nP, R -> P", shapes="m n, m -> m n") as rule:
+        @rule
+        def scaled_rows(x, factors, power=1):
+            assert not isinstance(x, DTensor) and x.shape[0] == factors.shape[0]
+            return x * factors.reshape((-1, 1)) ** power
+
+        for shape in ((4, 6), (5, 3), (3, 1)):
+            x, f, w = data(1, *shape), data(2, shape[0]), data(3, *shape)
+            for lx in _layouts(mesh):
+                for lf in ((R, R), (S(0), R), (S(0), S(0))):
+                    check_against_one_device(lambda a, b, c: (scaled_rows(a, b, power=2) * c).sum(), [x, f, w], [lx, lf, lx],
+                                             mesh, f"{shape} {lx} {lf}")
+        p = Parameter(distribute_tensor(x, mesh, (S(0), R)), name="p")
+        f = distribute_tensor(f, mesh)
+        for _ in range(2):
+            _, (g,) = value_and_grad(lambda: scaled_rows(p, f).sum(), None, [p])()
+            equal(g, np.broadcast_to(f.asnumpy()[:, None], x.shape))
+
+
+@case(world_size=4)
+def uneven_shards_without_shapes_are_gathered_not_guessed(world):
+    mesh = mesh_1d()
+    with register_rule("twice", "S(0) -> S(0)") as rule:
+        twice = rule(lambda x: ops.cat([x, x], 1))
+        for n in (8, 6, 3):
+            x = data(1, n, 2)
+            out = twice(distribute_tensor(x, mesh, [S(0)]))
+            assert out.shape == (n, 4) and out.placements == ((S(0),) if n % 4 == 0 else (R,)), out
+            equal(out, ops.cat([x, x], 1))
+
+
+# -- local_map ---------------------------------------------------------------------------------------------------------
+@case(world_size=4)
+def local_map_values_and_gradients(world):
+    mesh = mesh_2d()
+    x, w = data(1, 6, 8), data(2, 8, 4)
+    column = local_map(lambda a, b: ops.matmul(a, b), [S(0), S(1)], ([S(0), R], [R, S(1)]), redistribute_inputs=True)
+    row = local_map(lambda a, b: ops.matmul(a, b), [S(0), P], ([S(0), S(1)], [R, S(0)]), redistribute_inputs=True)
+    for fn in (column, row):
+        for lx in _layouts(mesh):
+            for lw in _layouts(mesh)[::2]:
+                check_against_one_device(lambda a, b, fn=fn: (fn(a, b) ** 2).mean(), [x, w], [lx, lw], mesh, f"{lx} {lw}")
+
+
+@case(world_size=4)
+def local_map_uneven_results_are_compared_across_ranks(world):
+    mesh = mesh_1d()
+    double = local_map(lambda a: a * 2, [S(0)], ([S(0)],))
+    for n in (8, 7, 5, 2, 0):
+        x = data(1, n, 3)
+        dx = distribute_tensor(x, mesh, [S(0)])
+        with counted() as count:
+            out = double(dx)
+        assert out.shape == (n, 3)
+        equal(out, x * 2)
+        with counted() as count:
+            equal(local_map(lambda a: a * 2, [S(0)], ([S(0)],), out_shapes=lambda s: (s,))(dx).layout.shape, (n, 3))
+        assert not count, count
+    stacked = local_map(lambda a: ops.cat([a, a]), [S(0)], ([S(0)],))
+    equal(stacked(distribute_tensor(data(1, 8, 3), mesh, [S(0)])).shape, (16, 3))
+    try:
+        stacked(distribute_tensor(data(1, 5, 3), mesh, [S(0)]))  # 4, 4, 2, 0 rows are no shards of 10
+    except LayoutError as e:
+        same_on_all_ranks(world, str(e))
+    else:
+        raise AssertionError("a permuted tensor passed")
+
+
+@case(world_size=4)
+def local_map_slices_by_rank_and_sums_cotangents(world):
+    """Replicated inputs, sharded result: ranks do different work, so the cotangents are summands."""
+    mesh = mesh_1d()
+    x, w = data(1, 8, 3), data(2, 8, 3)
+    mine = local_map(lambda a: a.narrow(0, 2 * world.rank, 2), [S(0)], ([R],))
+    check_against_one_device(lambda a, b: ((mine(a) if isinstance(a, DTensor) else a) * b).sum(), [x, w], [[R], [S(0)]],
+                             mesh)
+    gathered = local_map(lambda a: comm_all_gather(mesh, a), [R], ([S(0)],), in_grad_placements=([S(0)],))
+    out = gathered(distribute_tensor(x, mesh, [S(0)]))
+    equal(out, x)
+
+
+def comm_all_gather(mesh, a):
+    """A function that communicates by itself."""
+    return mesh.get_group().all_gather(a, 0, [2] * 4)
+
+
+@case(world_size=4)
+def local_map_refusals_are_the_same_everywhere_and_free(world):
+    mesh, other = mesh_1d(), mesh_1d(4, "other")
+    x = distribute_tensor(data(1, 8, 4), mesh, [S(0)])
+    y = distribute_tensor(data(1, 8, 4), other, [S(0)])
+    one = lambda a: a * 1  # noqa: E731
+    refusals = [
+        (LayoutError, "redistribute_inputs", lambda: local_map(one, [S(0)], ([R],))(x)),
+        (LayoutError, "entries for 1 arguments", lambda: local_map(one, [S(0)], ([R], [R]))(x)),
+        (LayoutError, "None there", lambda: local_map(one, [S(0)], (None,))(x)),
+        (MixedOperandError, "plain tensor", lambda: local_map(lambda a, b: a, [S(0)], ([S(0)], [R]))(x, data(1, 2))),
+        (LayoutError, "cannot become", lambda: local_map(one, [P], ([P],), redistribute_inputs=True)(x)),
+        (LayoutError, "different meshes", lambda: local_map(lambda a, b: a, [S(0)])(x, y)),
+        (LayoutError, "result 0 is a int", lambda: local_map(lambda a: 1, [S(0)])(x)),
+        (LayoutError, "2 entries for one result", lambda: local_map(one, ([S(0)], [S(0)]))(x)),
+        (LayoutError, "is a DTensor already", lambda: local_map(lambda a: x, [S(0)])(x)),
+        (LayoutError, "in_grad_placements", lambda: local_map(one, [S(0)], ([S(0)],), in_grad_placements=([R], [R]))(x)),
+    ]
+    for kind, text, call in refusals:
+        with counted() as count:
+            try:
+                call()
+            except kind as e:
+                assert text in str(e), e
+                same = str(e)
+            else:
+                raise AssertionError(text)
+        assert not count, (text, count)
+        same_on_all_ranks(world, same)
+    equal(local_map(one, [S(0)])(x), data(1, 8, 4))
+
+
+@case(world_size=4)
+def to_local_of_a_leaf_keeps_its_gradient(world):
+    mesh = mesh_1d()
+    p = Parameter(distribute_tensor(data(1, 8, 4), mesh, [S(0)]), name="p")
+    q = Parameter(distribute_tensor(data(1, 8, 4), mesh), name="q")
+    for placements in (None, [S(0)]):
+        g = ms.grad(lambda how=placements: (p.to_local(grad_placements=how) * 3).sum(), None, [p])()[0]
+        equal(g, np.full((2, 4), 3, np.float32), f"{placements}")
+    g = ms.grad(lambda: (q.to_local(grad_placements=[P]) * (world.rank + 1)).sum(), None, [q])()[0]
+    equal(g, np.full((8, 4), 10, np.float32))
+
+
+@case(world_size=4)
+def verified_registration_finds_a_wrong_rule(world):
+    try:
+        register_rule("Scores", "S(1), S(0) -> R", shapes="m k, k n -> m n",
+                      verify=(Scores, np.ones((4, 3), np.float32), np.ones((3, 2), np.float32)))
+    except OpRuleError as e:
+        assert "is wrong" in str(e)
+    else:
+        raise AssertionError("a wrong rule passed")
+    try:
+        Scores.apply(distribute_tensor(data(1, 4, 3), mesh_1d(), [S(0)]), data(2, 3, 2))
+    except ValueError as e:
+        assert "no registered rule" in str(e)
+    try:
+        register_rule("matmul", "R, R -> R")
+    except ConfigError as e:
+        same_on_all_ranks(world, str(e))
+    assert comm.group(tuple(range(4))).size == 4
