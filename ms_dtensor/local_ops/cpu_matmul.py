@@ -2,11 +2,20 @@
 """Decompositions for CPU: the members of the matmul family that only `mint` names."""
 from __future__ import annotations
 
+import math
+
 from mindspore import mint
 
 
 def matmul(input, other):
-    """`Mm`, `Mv`, `Dot`."""
+    """`Mm`, `Mv`, `Dot`, and `MatMulExt` itself, whose backward in MindSpore 2.10 fails, or gives a gradient of another
+    rank, for some operands of unlike rank with leading dims of extent 1; like ranks and plain matrices are safe."""
+    a, b = input._shape, other._shape
+    if len(a) > 2 and len(b) > 2 and len(a) != len(b):
+        n = max(len(a), len(b))
+        input, other = (mint.reshape(x, (*(1,) * (n - len(x._shape)), *x._shape)) for x in (input, other))
+    elif len(a) > 2 and len(b) <= 2 and math.prod(a[:-1]) == 1:
+        return mint.reshape(mint.matmul(mint.reshape(input, (1, a[-1])), other), (*a[:-1], *b[1:]))
     return mint.matmul(input, other)
 
 
@@ -40,6 +49,6 @@ def add_product_once(kind, input, a, b, beta, alpha, share):
     return product if beta == 0 else input * (beta * share) + product
 
 
-FORMS = {"add_product_once": add_product_once}
-TABLE = {**dict.fromkeys(("Mm", "Mv", "Dot", "Vdot"), matmul), "Outer": outer,
+FORMS = {"matmul": matmul, "add_product_once": add_product_once}
+TABLE = {**dict.fromkeys(("Mm", "Mv", "Dot", "Vdot", "MatMulExt"), matmul), "Outer": outer,
          **dict.fromkeys(("Addmm", "Addmv", "Baddbmm"), addmm), "Addbmm": addbmm}

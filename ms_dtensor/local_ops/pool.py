@@ -13,6 +13,7 @@ import numpy as np
 from mindspore import Tensor, mint, ops
 
 from ..rules.conv import per_dim
+from .cpu_matmul import matmul
 
 
 def _batched(fn, spatial: int):
@@ -50,7 +51,7 @@ def _apply(x, matrices):
     for i, m in enumerate(reversed(matrices)):
         d, last = len(x._shape) - 1 - i, len(x._shape) - 1
         m = Tensor(np.ascontiguousarray(m.T, np.float32)).astype(x.dtype)
-        x = mint.matmul(x, m) if d == last else mint.transpose(mint.matmul(mint.transpose(x, d, last), m), d, last)
+        x = matmul(x, m) if d == last else mint.transpose(matmul(mint.transpose(x, d, last), m), d, last)
     return x
 
 

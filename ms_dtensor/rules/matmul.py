@@ -7,6 +7,8 @@ A bias joins a Partial result on the first rank only, or the reduction would add
 """
 from __future__ import annotations
 
+from math import prod
+
 from ..placements import Partial
 from .spec import Call, Case, Invoke, Local, Operand, OpSpec, P, R, S
 
@@ -55,7 +57,13 @@ def matmul(call: Call) -> OpSpec:
     x, y = call.args["input"], call.args["other"]
     left, right, out = _matmul_labels(x.ndim, y.ndim, bool(call.get("transpose_a")), bool(call.get("transpose_b")))
     labels, shapes = [left, right], [x.shape, y.shape]
-    return OpSpec((_out_shape(labels, out, shapes),), tuple(_reorder(call, [x, y], einsum_cases(labels, out, shapes))))
+
+    def local(at: Local) -> Invoke | None:
+        mine = at.in_shape(x.index)
+        unlike = x.ndim > 2 and (y.ndim > 2 and x.ndim != y.ndim or y.ndim <= 2 and prod(mine[:-1]) == 1)
+        return Invoke("matmul", (x, y)) if unlike and "transpose_a" not in call.args else None
+    return OpSpec((_out_shape(labels, out, shapes),), tuple(_reorder(call, [x, y], einsum_cases(labels, out, shapes))),
+                  local)
 
 
 def _reorder(call: Call, operands: list[Operand], cases: list[Case]) -> list[Case]:
