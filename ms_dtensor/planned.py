@@ -71,6 +71,8 @@ class Plan:
                 result = func(*args, **kwargs)
             else:
                 result = func(*args)
+            if grad and result.__class__ is not Tensor:
+                result = _of_its_own(result)
         out = self.wrap(result, grad)
         if self.view:
             if grad and isinstance(out, Tensor) and not first._is_leaf and tensors[0] is first:
@@ -110,6 +112,14 @@ class Plan:
                               "report this call: it is a bug in the rule")
         self.outs[i] = layout
         return layout
+
+
+def _of_its_own(result):
+    """An operand that was handed back (a cast to its own dtype, x[:]) as a node: an alias of a leaf has no gradient."""
+    if isinstance(result, Tensor):
+        return result.view(result._shape)
+    return type(result)(r if r.__class__ is Tensor else r.view(r._shape) for r in result) \
+        if isinstance(result, tuple | list) else result
 
 
 def original_call(func, head, args, kwargs, tensors):
