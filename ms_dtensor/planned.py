@@ -71,7 +71,7 @@ class Plan:
                 result = func(*args, **kwargs)
             else:
                 result = func(*args)
-            if grad and result.__class__ is not Tensor:
+            if grad and (result.__class__ is not Tensor or result._is_leaf and any(map(_is_parameter, tensors))):
                 result = _of_its_own(result)
         out = self.wrap(result, grad)
         if self.view:
@@ -118,8 +118,11 @@ def _of_its_own(result):
     """An operand that was handed back (a cast to its own dtype, x[:]) as a node: an alias of a leaf has no gradient."""
     if isinstance(result, Tensor):
         return result.view(result._shape)
-    return type(result)(r if r.__class__ is Tensor else r.view(r._shape) for r in result) \
-        if isinstance(result, tuple | list) else result
+    return type(result)(r.view(r._shape) if r._is_leaf else r for r in result) if isinstance(result, tuple | list) else result
+
+
+def _is_parameter(x) -> bool:
+    return isinstance(x, Parameter) and x.requires_grad
 
 
 def original_call(func, head, args, kwargs, tensors):
