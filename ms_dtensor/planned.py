@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 
-from mindspore import Tensor
+from mindspore import Parameter, Tensor
 from mindspore._c_expression import NoFallbackGuard
 
 from . import inplace
@@ -71,7 +71,7 @@ class Plan:
                 result = func(*args, **kwargs)
             else:
                 result = func(*args)
-            if grad and (result.__class__ is not Tensor or result._is_leaf and any(map(_is_parameter, tensors))):
+            if grad and (result.__class__ is not Tensor or result._is_leaf) and any(map(_is_parameter, tensors)):
                 result = _of_its_own(result)
         out = self.wrap(result, grad)
         if self.view:
