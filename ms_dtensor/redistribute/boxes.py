@@ -42,17 +42,20 @@ def intersect(a: Box, b: Box) -> Box | None:
 def transfers(src: Layout, dst: Layout) -> tuple[tuple[int, int, Box], ...]:
     """(sender, receiver, box) of every slice of `src` that a rank needs for its shard of `dst`, own slices included.
 
-    A receiver that already holds a slice takes its own copy; other replicas take turns by receiver.
+    A receiver that already holds a slice takes its own copy; other replicas take turns by receiver. On an axis that
+    stays partial each rank holds another summand, so slices stay among ranks that agree on it.
     """
-    owners: dict[Box, list[int]] = {}
+    partial = src.partial_axes if src.mesh == dst.mesh else ()
+    owners: dict[tuple[int, ...], dict[Box, list[int]]] = {}
     for at in coordinates(src.mesh):
         box = src.local_box(at)
         if all(lo < hi for lo, hi in box):
-            owners.setdefault(box, []).append(int(src.mesh.mesh[at]))
+            summand = owners.setdefault(tuple(at[a] for a in partial), {})
+            summand.setdefault(box, []).append(int(src.mesh.mesh[at]))
     out = []
     for i, at in enumerate(coordinates(dst.mesh)):
         receiver, need = int(dst.mesh.mesh[at]), dst.local_box(at)
-        for box, ranks in owners.items():
+        for box, ranks in owners.get(tuple(at[a] for a in partial), {}).items():
             part = intersect(box, need)
             if part is not None:
                 sender = receiver if receiver in ranks else ranks[i % len(ranks)]

@@ -22,10 +22,14 @@ class CostModel:
     gamma: float = 1 / 20e9
 
     def seconds(self, kind: str, ranks: int, before: int, after: int, messages: int = 1) -> float:
-        """Cost of one move of a shard of `before` bytes into one of `after` bytes over `ranks` ranks."""
+        """Cost of one move of a shard of `before` bytes into one of `after` bytes over `ranks` ranks.
+
+        An exchange pays alpha for each of `messages`, a collective once.
+        """
         if kind == "cut":
             return self.gamma * after
-        return self.alpha * messages + self.beta * sent_bytes(kind, ranks, before, after) + self.gamma * after
+        alphas = messages if kind == "exchange" else 1
+        return self.alpha * alphas + self.beta * sent_bytes(kind, ranks, before, after) + self.gamma * after
 
 
 def sent_bytes(kind: str, ranks: int, before: int, after: int) -> float:

@@ -15,6 +15,7 @@ from mindspore._c_expression import NoFallbackGuard
 from mindspore.common._grad_function import _Function
 
 from .. import comm
+from ..comm.record import active
 from ..errors import RedistributeError
 from ..layout import Layout
 from .boxes import relative, sizes_along, transfers
@@ -201,5 +202,10 @@ def moved(x, src: Layout, dst: Layout, cotangent: Layout, wanted: Layout, data=N
         data: the result's local tensor, where a forward has produced it already.
     """
     held = None if data is None else _Held(data)
+    if active():  # the backward's communication is told by the line that caused it
+        with comm.annotate(site=comm.user_site()):
+            context = contextvars.copy_context()
+    else:
+        context = contextvars.copy_context()
     with NoFallbackGuard():
-        return Moved.apply(x, src, dst, cotangent, wanted, held, contextvars.copy_context())
+        return Moved.apply(x, src, dst, cotangent, wanted, held, context)

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A* over the states a tensor passes on its way to another layout. Pure integers and tuples; `plan.py` wraps it.
+
+A state is `(dims, partial)`: the axes that shard each dim, outermost first, and the `(axis, reduction)` pairs still to
+be reduced. `Search.steps` lists the single moves. The estimate of what remains counts what no plan can avoid: one
+collective for each dim or reduction that an axis must leave, and the bytes an average rank must receive. Invariant: it
+never exceeds the true cost under the model, so the first path to reach the goal is a cheapest one.
+"""
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from .cost import CostModel
+
+State = tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, str], ...]]
+_SAFE = 1 - 1e-9  # rounding must not lift the estimate above the truth
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One move, without layouts."""
+
+    kind: str
+    axes: tuple[int, ...]
+    src_dim: int | None = None
+    dst_dim: int | None = None
+    reduce_op: str | None = None
+
+
+class Search:
+    """The cheapest path between two states of one tensor on one mesh.
+
+    Args:
+        mesh_shape: ranks per axis.
+        shape: of the global tensor.
+        itemsize: bytes per element.
+        start: state to leave.
+        goal: state to reach; what is partial there is partial in `start`.
+        model: costs.
+    """
+
+    def __init__(self, mesh_shape: Sequence[int], shape: Sequence[int], itemsize: int, start: State, goal: State,
+                 model: CostModel):
+        self.n, self.shape, self.itemsize, self.model = mesh_shape, shape, itemsize, model
+        self.start, self.goal = start, goal
+        self.kept = frozenset(goal[1])
+        self._lengths: dict = {}
+        self._left: dict = {}
+        self.limit = max(self.bytes(start[0]), self.bytes(goal[0]))
+        self.messages = prod(mesh_shape[a] for a in moved_axes(start, goal))
+        self.goal_bytes = self.bytes(goal[0])
+        split = [a for axes in goal[0] for a in axes]
+        self._mean = prod(shape) * itemsize / prod(mesh_shape[a] for a in split)  # of all ranks' target shards
+        whole = set(range(len(mesh_shape))) - set(split) - {a for a, _ in goal[1]}
+        self._holders = prod(mesh_shape[a] for a in whole)  # of each element, in the end
+
+    def length(self, d: int, axes: tuple[int, ...]) -> int:
+        """The longest shard of dim `d`: nested rounding up is one rounding up."""
+        key = d, axes
+        n = self._lengths.get(key)
+        if n is None:
+            n = self._lengths[key] = -(-self.shape[d] // prod([self.n[a] for a in axes]))
+        return n
+
+    def bytes(self, dims) -> int:
+        """Of the largest shard."""
+        out = self.itemsize
+        for d, axes in enumerate(dims):
+            out *= self.length(d, axes) if axes else self.shape[d]
+        return out
+
+    def run(self) -> list[tuple[Step, State]]:
+        """Steps and the states they lead to; no state on the way needs more memory than the larger end."""
+        best = {self.start: (0.0, 0)}
+        came: dict[State, tuple[State, Step]] = {}
+        done: set[State] = set()
+        queue, tick = [(self.left(self.start), 0, 0, self.start)], itertools.count(1)
+        bound = float("inf")
+        while queue:
+            _, moves, _, state = heapq.heappop(queue)
+            if state == self.goal:
+                return self._path(came)
+            seconds, fewest = best[state]
+            if moves > fewest or (state, seconds) in done:
+                continue
+            done.add((state, seconds))
+            before = self.bytes(state[0])
+            for step, after in self.steps(state):
+                size = self.bytes(after[0])
+                if size > self.limit:
+                    continue
+                ranks = prod([self.n[a] for a in step.axes])
+                total = seconds + self.model.seconds(step.kind, ranks, before, size, self.messages)
+                known = best.get(after)
+                if known is not None and known <= (total, moves + 1):
+                    continue
+                estimate = total + self.left(after)
+                if estimate > bound:
+                    continue
+                if after == self.goal:
+                    bound = total
+                best[after] = total, moves + 1
+                came[after] = state, step
+                heapq.heappush(queue, (estimate, moves + 1, next(tick), after))
+        raise AssertionError(f"no path from {self.start} to {self.goal}")  # reducing, then an exchange, always is one
+
+    def _path(self, came) -> list[tuple[Step, State]]:
+        out, state = [], self.goal
+        while state != self.start:
+            previous, step = came[state]
+            out.append((step, state))
+            state = previous
+        return out[::-1]
+
+    # -- what remains ---------------------------------------------------------------------------------------------
+    def left(self, state: State) -> float:
+        """Seconds that any path from `state` to the goal takes at least."""
+        value = self._left.get(state)
+        if value is None:
+            value = self._left[state] = self._estimate(state) * _SAFE
+        return value
+
+    def _estimate(self, state: State) -> float:
+        if state == self.goal:
+            return 0.0
+        dims, partial = state
+        model = self.model
+        leave = sum(axes != want[:len(axes)] for axes, want in zip(dims, self.goal[0]))
+        pending = [p for p in partial if p not in self.kept]
+        collectives = min(leave, self.messages) + len({op for _, op in pending})
+        if not collectives:
+            return model.gamma * self.goal_bytes
+        if pending:  # each element: all but one of its summands are received once, all but one of its results too
+            parts = prod([self.n[a] for a, _ in pending])
+            receive = self._mean * (parts + self._holders - 2) / self._holders
+        else:
+            common = self.itemsize
+            for d, (axes, want) in enumerate(zip(dims, self.goal[0])):
+                common *= min(self.length(d, axes), self.length(d, want))
+            used = [a for axes in dims for a in axes]
+            have = prod([s for a, s in enumerate(self.n) if a not in used]) / prod([self.n[a] for a, _ in self.kept])
+            receive = max(self._mean - common, self._mean * (1 - have / self._holders), 0)
+        return model.alpha * collectives + model.beta * receive + model.gamma * self.goal_bytes
+
+    # -- moves ----------------------------------------------------------------------------------------------------
+    def steps(self, state: State) -> Iterator[tuple[Step, State]]:
+        """Every single move from `state`; see `plan.py` for what each means."""
+        dims, partial = state
+        for d, axes in enumerate(dims):
+            for k in range(1, len(axes) + 1):
+                moved = axes[-k:]
+                kept = _put(dims, d, axes[:-k])
+                yield Step("all_gather", moved, d), (kept, partial)
+                for e in range(len(dims)):
+                    if e != d:
+                        yield Step("all_to_all", moved, d, e), (_put(kept, e, kept[e] + moved), partial)
+        pending = [p for p in partial if p not in self.kept]
+        for op in sorted({op for _, op in pending}):
+            axes = [a for a, o in pending if o == op]
+            for k in range(1, len(axes) + 1):
+                for moved in itertools.combinations(axes, k):
+                    rest = tuple(p for p in partial if p[0] not in moved)
+                    yield Step("all_reduce", moved, reduce_op=op), (dims, rest)
+                    for ordered in itertools.permutations(moved):
+                        for e in range(len(dims)):
+                            yield (Step("reduce_scatter", ordered, None, e, op),
+                                   (_put(dims, e, dims[e] + ordered), rest))
+        used = {a for axes in dims for a in axes} | {a for a, _ in partial}
+        free = [a for a in range(len(self.n)) if self.n[a] > 1 and a not in used]
+        for k in range(1, len(free) + 1):
+            for moved in itertools.permutations(free, k):
+                for e in range(len(dims)):
+                    yield Step("cut", moved, None, e), (_put(dims, e, dims[e] + moved), partial)
+        if not pending and dims != self.goal[0]:
+            yield Step("exchange", ()), self.goal
+
+
+def moved_axes(start: State, goal: State) -> tuple[int, ...]:
+    """Axes on which two states differ; within a dim, the axes from the first difference inwards.
+
+    Ranks that agree on all other axes hold and need the same slices, so an exchange stays among these.
+    """
+    out = {a for a, _ in set(start[1]) ^ set(goal[1])}
+    for have, want in zip(start[0], goal[0]):
+        same = 0
+        while same < min(len(have), len(want)) and have[same] == want[same]:
+            same += 1
+        out.update(have[same:], want[same:])
+    return tuple(sorted(out))
+
+
+def _put(dims, d, axes):
+    return (*dims[:d], axes, *dims[d + 1:])

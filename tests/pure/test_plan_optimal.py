@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A part of what scripts/check_plans.py runs in full: no gap to brute force, right results, bounded memory, quick."""
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from ms_dtensor import DeviceMesh, Layout, Partial, Replicate, Shard
+from ms_dtensor.redistribute.boxes import transfers
+from ms_dtensor.redistribute.plan import plan
+from ms_dtensor.verify.oracle import assemble, same, split
+from tests.pure.plan_pairs import EXECUTED, MESHES, SHAPES, check_costs, check_results, pairs
+from tests.pure.test_plan import RNG, execute, mesh_of
+
+R, S, P = Replicate(), Shard, Partial()
+_EVERY = {1: 1, 2: 5, 3: 61}  # by number of axes; coprime to the numbers of layouts, so that all kinds turn up
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_no_plan_costs_more_than_brute_force(mesh):
+    for shape in SHAPES[mesh]:
+        every = _EVERY[len(mesh)] * (11 if len(mesh) == len(shape) == 3 else 1)
+        count, worst = check_costs(mesh, shape, every)
+        assert count and worst == 0, shape
+
+
+def test_reductions_of_two_kinds_are_planned_as_well():
+    count, worst = check_costs((2, 3), (64, 96), 3, ("sum", "max"))
+    assert count > 90 and worst == 0
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_every_result_is_the_targets_cut(mesh):
+    for shape in EXECUTED[mesh]:
+        every = _EVERY[len(mesh)] * (37 if len(mesh) == len(shape) == 3 else 1)
+        count, wrong = check_results(mesh, shape, every)
+        assert count and not wrong
+
+
+def test_no_step_holds_more_than_the_larger_end():
+    def held(layout):
+        return np.prod(layout.local_shape((0,) * layout.mesh.ndim))
+    for src, dst in pairs((2, 2, 2), (64, 33), 29):
+        for move in plan(src, dst):
+            assert held(move.dst) <= max(held(src), held(dst)), (src, dst, plan(src, dst))
+
+
+def kinds(mesh, src, dst, shape, order=None):
+    moves = plan(Layout(mesh, src, shape), Layout(mesh, dst, shape, order=order))
+    return [(m.kind, m.axes) for m in moves]
+
+
+def test_replicated_ranks_share_the_work_of_a_large_reduction():
+    mesh = mesh_of((8, 4))
+    assert kinds(mesh, [P, R], [R, R], (4096, 4096)) == [("cut", (1,)), ("all_reduce", (0,)), ("all_gather", (1,))] or \
+        kinds(mesh, [P, R], [R, R], (4096, 4096)) == [("cut", (1,)), ("reduce_scatter", (0,)), ("all_gather", (1, 0))]
+    assert kinds(mesh, [P, R], [R, R], (8, 8)) == [("all_reduce", (0,))]
+
+
+def test_axes_of_one_rank_cost_nothing():
+    mesh = mesh_of((1, 4))
+    assert kinds(mesh, [S(0), S(1)], [R, S(1)], (8, 8)) == [("cut", ())]
+    assert kinds(mesh, [P, S(1)], [S(0), R], (8, 8)) == [("all_gather", (1,))]
+
+
+def test_an_exchange_keeps_summands_apart():
+    mesh, shape = mesh_of((2, 2, 2)), (9, 4)
+    src = Layout(mesh, [S(0), S(0), P], shape)
+    dst = Layout(mesh, [S(0), S(0), P], shape, order=(1, 0, 2))
+    assert all(sender % 2 == receiver % 2 for sender, receiver, _ in transfers(src, dst))
+    whole = RNG.normal(size=shape)
+    values = split(whole, src, RNG)
+    for move in plan(src, dst):
+        values = execute(move, values)
+    value, unequal = assemble(values, dst)
+    assert same(whole, value) and not unequal
+
+
+def test_five_axes_and_65536_ranks_plan_in_milliseconds():
+    mesh = DeviceMesh("cpu", np.arange(65536).reshape(4, 8, 8, 16, 16))
+    src = Layout(mesh, [P, S(0), S(0), R, S(1)], (131072, 16384))
+    dst = Layout(mesh, [S(0), S(1), S(0), S(1), R], (131072, 16384))
+    started = time.process_time()
+    assert plan(src, dst)
+    assert time.process_time() - started < 1  # scripts/check_plans.py --speed measures; this catches an explosion
