@@ -35,6 +35,7 @@ class CommEvent:
         src: layout before, as text.
         dst: layout after, as text.
         seconds: host time of the call (for an async call: until it was handed over).
+        start: when it began, on the monotonic clock that all processes of a host share.
     """
 
     op: str
@@ -49,6 +50,7 @@ class CommEvent:
     src: str = ""
     dst: str = ""
     seconds: float = 0.0
+    start: float = 0.0
 
 
 class Note(NamedTuple):

@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""See what is communicated: `CommDebugMode` counts it, `explain` tells why and what it costs.
+
+Nothing here communicates, and nothing runs unless asked for. Read next: `comm_mode.py`, `explain.py`.
+"""
+from __future__ import annotations
+
+import importlib
+
+_HOME = {"CommDebugMode": "comm_mode", "explain": "explain", "visualize_sharding": "visualize"}
+__all__ = ["CommDebugMode", "explain", "visualize_sharding"]
+
+
+def __getattr__(name: str):
+    if name not in _HOME:
+        raise AttributeError(f"module 'ms_dtensor.debug' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real ranks: what CommDebugMode counts is what was communicated, on every rank, backward included."""
+from __future__ import annotations
+
+import itertools
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from mindspore import Tensor, mint
+
+from ms_dtensor import DTensor, Layout, Partial, Replicate, Shard, comm, distribute_tensor, value_and_grad
+from ms_dtensor.debug import CommDebugMode
+from ms_dtensor.faces import redistribute, wrap
+from ms_dtensor.redistribute.plan import plan
+from tests.cases import case
+from tests.dist.support import data, mesh_1d, mesh_2d, same_on_all_ranks
+
+R, P, S = Replicate(), Partial(), Shard
+
+
+@case(world_size=4)
+def a_step_is_counted_alike_on_all_ranks(world):
+    mesh = mesh_1d()
+    args = [distribute_tensor(t, mesh, [p], src_data_rank=None)
+            for t, p in ((data(1, 4, 8), R), (data(2, 8, 16), S(1)), (data(3, 16, 8), S(0)))]
+
+    def loss(x, up, down):
+        h = mint.matmul(x * 1.0, up)
+        return (mint.matmul(h, down).redistribute(placements=[R]) ** 2).sum()
+    with CommDebugMode() as mode:
+        value_and_grad(loss, (0, 1, 2))(*args)
+    assert mode.get_comm_counts("op", "axes", "phase") == {
+        ("all_reduce", ("tp",), "forward"): 1, ("all_reduce", ("tp",), "backward"): 1}
+    assert mode.get_comm_bytes() == {"all_reduce": 2 * 2 * 3 * 4 * 8}  # twice 2 * 3/4 of 4 * 8 floats
+    assert all(e.site.startswith(__file__) for e in mode.events), [e.site for e in mode.events]
+    same_on_all_ranks(world, mode.table().split("\n", 1)[1])
+    with tempfile.TemporaryDirectory() as folder:
+        mode.export_chrome_trace(Path(folder) / "trace.json")
+        assert (Path(folder) / "trace.json").stat().st_size > 100
+
+
+@case(world_size=4)
+def every_plan_sends_the_collectives_it_promises(world):
+    mesh = mesh_2d()
+    shape = (8, 4)
+    options = [R, S(0), S(1)]
+    for src, dst in itertools.product(itertools.product([*options, P], repeat=2), itertools.product(options, repeat=2)):
+        a, b = Layout(mesh, src, shape), Layout(mesh, dst, shape)
+        x = data(1, *a.local_shape())
+        moves = plan(a, b)
+        with CommDebugMode() as mode:
+            DTensor.from_local(x, mesh, src, shape=shape).redistribute(placements=dst)
+        # a rank without part in an exchange still calls it; cuts send nothing
+        assert [e.op for e in mode.events] == [m.kind for m in moves if m.kind != "cut"], (src, dst, moves)
+        for e, m in zip(mode.events, (m for m in moves if m.kind != "cut")):
+            if m.kind != "exchange":
+                assert e.bytes == m.bytes(), (e, m)
+    assert comm.current_world() is not None
+
+
+@case(world_size=4)
+def axis_orders_and_helpers_arrive(world):
+    """Plans that use replicated axes as helpers, other axis orders and sums that stay partial, on real ranks."""
+    mesh = mesh_2d()
+    shape = (513, 129)  # large enough that bytes decide
+    whole = np.random.default_rng(5).normal(size=shape).astype(np.float32)
+    here = mesh.get_coordinate()
+    def placed(*pairs):
+        return [Layout(mesh, p, shape, order=order) for p, order in pairs]
+    ab, ba = (0, 1), (1, 0)
+    sources = placed(([P, R], ab), ([R, P], ab), ([P, P], ab), ([S(0), S(0)], ab), ([S(0), S(0)], ba), ([S(0), P], ab))
+    targets = placed(([R, R], ab), ([S(0), S(0)], ba), ([S(1), R], ab), ([S(1), S(1)], ab), ([S(1), S(0)], ab),
+                     ([S(1), P], ab))
+    for src, dst in itertools.product(sources, targets):
+        if dst.has_partial() and not src.placements[1].is_partial():
+            continue
+        share = np.prod([0.25 + 0.5 * here[a] for a in src.partial_axes])  # 1/4 and 3/4 of the value
+        box = tuple(slice(lo, hi) for lo, hi in src.local_box())
+        y = redistribute(wrap(Tensor((whole[box] * share).astype(np.float32)), src), dst)
+        kept = np.prod([0.25 + 0.5 * here[a] for a in dst.partial_axes])
+        box = tuple(slice(lo, hi) for lo, hi in dst.local_box())
+        got = y.to_local().asnumpy()
+        assert got.shape == whole[box].shape, (src, dst)
+        assert np.allclose(got, whole[box] * kept, atol=1e-5), (src, dst, plan(src, dst))
