@@ -12,7 +12,7 @@ from mindspore import Tensor, ops
 from mindspore._c_expression import NoFallbackGuard
 
 from . import comm, modes
-from .faces import local_alias
+from .faces import as_local
 from .planning import attributes, bind_arguments, build_plan, plan_for, plan_in_place
 from .rules.names import PRIMITIVES
 
@@ -32,9 +32,8 @@ def dispatch(func, args, kwargs):
     else:
         head = None
     if mode is not modes.DEFAULT and mode.skip and not _kept(func.name, mode.no_skip):
-        with NoFallbackGuard():
-            args, kwargs = _plain_tree(args), _plain_tree(kwargs or {})
-            return func(*args, **kwargs) if head is None else func(*head, args)
+        with NoFallbackGuard():  # the DTensors themselves: an alias of a Parameter would cut its gradient
+            return func(*args, **(kwargs or {})) if head is None else func(*head, args)
     tensors: list = []
     key = (func.name, _walk(args, tensors), _walk(tuple(kwargs.items()), tensors) if kwargs else None,
            _walk(attributes(head[0]).values(), []) if head is not None else None, comm.fake_token(),
@@ -69,7 +68,7 @@ def call_by_rule(op: str, func, names: tuple[str, ...], args: tuple, kwargs: dic
     """
     mode = modes.mode.get()
     if mode.skip and not _kept(op, mode.no_skip):
-        return func(*_plain_tree(args), **_plain_tree(kwargs))
+        return func(*plain_tree(args), **plain_tree(kwargs))
     tensors: list = []
     key = ("@rule", op, _walk(args, tensors), _walk(tuple(kwargs.items()), tensors), comm.fake_token())
     plan = _cache.get(key)
@@ -109,13 +108,14 @@ def _walk(values, tensors) -> tuple:
     return tuple(parts)
 
 
-def _plain_tree(value):
+def plain_tree(value):
+    """Nested arguments with every DTensor as its local tensor."""
     if isinstance(value, Tensor):
-        return local_alias(value)
+        return as_local(value) if getattr(value, "_layout", None) is not None else value
     if isinstance(value, tuple | list):
-        return type(value)(_plain_tree(v) for v in value)
+        return type(value)(plain_tree(v) for v in value)
     if isinstance(value, dict):
-        return {k: _plain_tree(v) for k, v in value.items()}
+        return {k: plain_tree(v) for k, v in value.items()}
     return value
 
 

@@ -15,8 +15,8 @@ import mindspore as ms
 from mindspore import Parameter, Tensor
 from mindspore._c_expression import NoFallbackGuard
 
-from . import comm, patch
-from .dispatch import call, dispatch
+from . import comm, modes, patch
+from .dispatch import call, dispatch, plain_tree
 from .errors import LayoutError, OpRuleError, RedistributeError
 from .faces import as_local, dtype_name, local_alias, make, redistribute, wrap
 from .indexing import get_item, set_item
@@ -301,9 +301,14 @@ class DTensor(Tensor):
 
     # -- Python's own protocols ------------------------------------------------------------------------------------
     def __getitem__(self, index):
+        if modes.mode.get().skip:
+            return as_local(self)[plain_tree(index)]
         return get_item(self, index)
 
     def __setitem__(self, index, value):
+        if modes.mode.get().skip:
+            local_alias(self)[plain_tree(index)] = plain_tree(value)
+            return
         set_item(self, index, value)
 
     def __iter__(self):
@@ -327,7 +332,7 @@ class DTensor(Tensor):
 
     def clone(self) -> DTensor:
         """A copy with the same layout; differentiable."""
-        return call("clone", input=self)
+        return as_local(self).copy() if modes.mode.get().skip else call("clone", input=self)
 
     def fill(self, value) -> DTensor:
         """A tensor like this one with every element `value`."""

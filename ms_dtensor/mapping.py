@@ -15,6 +15,7 @@ from math import prod
 from mindspore import Parameter, Tensor
 
 from . import comm, modes, patch
+from .dispatch import plain_tree
 from .errors import ImplicitCommError, LayoutError, MixedOperandError
 from .faces import as_local, dtype_name, finish, moved_implicitly, recording, wrap
 from .layout import Layout
@@ -83,7 +84,7 @@ class Mapping:
             return fn(*args, **kwargs)
         mode = modes.mode.get()
         if mode.skip:
-            return fn(*(_local(a) for a in args), **{k: _local(v) for k, v in kwargs.items()})
+            return fn(*plain_tree(args), **plain_tree(kwargs))
         mesh = self._common_mesh(found)
         targets = self._targets(args, mesh)
         named = {k: _layout(v) for k, v in kwargs.items()}
@@ -261,10 +262,6 @@ def moved_to(x, target: Layout):
 
 def _layout(x) -> Layout | None:
     return getattr(x, "_layout", None)
-
-
-def _local(x):
-    return x if _layout(x) is None else as_local(x)
 
 
 def _is_placements(entry, mesh) -> bool:

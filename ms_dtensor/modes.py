@@ -1,18 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modes of dispatch, one contextvar: skip dispatch, let plain tensors in, what to do about implicit communication.
+"""Modes of dispatch: skip dispatch, let plain tensors in, what to do about implicit communication.
 
-All are context managers, re-entrant, nestable in any order and per thread, because a mode is an immutable value that
-each block replaces and restores. Not here: what the modes do (`dispatch.py`).
+The mode in force is an immutable value in a contextvar, so it is per thread and per task. It is folded from the blocks
+that are open, oldest first, and a block takes back exactly what it put there: blocks are re-entrant, reusable, safe
+against exceptions, and may be left in any order. Not here: what the modes do (`dispatch.py`).
 """
 from __future__ import annotations
 
-from contextlib import contextmanager
+import difflib
 from contextvars import ContextVar
 from typing import NamedTuple
 
 from .errors import ConfigError
+from .rules.names import PRIMITIVES
 
 POLICIES = ("auto", "warn", "explicit")
+# public names of ops that our tables know by other names only
+_PUBLIC = {"transpose": ("permute", "swap"), "t": ("matrix_transpose",), "concat": ("cat",), "mm": ("matmul",),
+           "bmm": ("matmul",), "mv": ("matmul",), "dot": ("matmul",), "dense": ("linear",), "arange": (),
+           "getitem": ("slice", "index", "gather"), "subtract": ("sub",), "multiply": ("mul",), "divide": ("div",),
+           "true_divide": ("div",), "negative": ("neg",), "greater": ("gt",), "less": ("lt",), "equal": ("eq",),
+           "not_equal": ("ne",), "view": ("reshape",), "broadcast_to": ("expand",), "expand_dims": ("unsqueeze",)}
 
 
 class Mode(NamedTuple):
@@ -26,27 +34,45 @@ class Mode(NamedTuple):
 
 DEFAULT = Mode()
 mode: ContextVar[Mode] = ContextVar("ms_dtensor_mode", default=DEFAULT)
+_open: ContextVar[tuple] = ContextVar("ms_dtensor_open_modes", default=())
 
 
-@contextmanager
-def _replaced(**fields):
-    token = mode.set(mode.get()._replace(**fields))
-    try:
-        yield
-    finally:
-        mode.reset(token)
+def _fold(blocks) -> None:
+    _open.set(blocks)
+    mode.set(DEFAULT._replace(**{k: v for _, fields in blocks for k, v in fields.items()}) if blocks else DEFAULT)
 
 
-def implicit_replication():
+class _Block:
+    """A `with` block that replaces fields of the mode."""
+
+    def __init__(self, **fields):
+        self._fields = fields
+
+    def __enter__(self):
+        _fold((*_open.get(), (self, self._fields)))
+        return self
+
+    def __exit__(self, *exc) -> None:
+        blocks = list(_open.get())
+        for i in reversed(range(len(blocks))):
+            if blocks[i][0] is self:
+                del blocks[i]
+                break
+        _fold(tuple(blocks))
+
+
+class implicit_replication(_Block):  # noqa: N801  PyTorch's name
     """Inside, plain tensors mix with DTensors as if replicated on the DTensor's mesh.
 
     Meaning as `torch.distributed.tensor.experimental.implicit_replication`, but per thread. The caller vouches that
     every rank passes the same values; their gradients are reduced accordingly.
     """
-    return _replaced(implicit_replication=True)
+
+    def __init__(self):
+        super().__init__(implicit_replication=True)
 
 
-def redistribution_policy(policy: str):
+class redistribution_policy(_Block):  # noqa: N801  reads like the function it stands beside
     """What an op does that needs its operands moved: "auto" records, "warn" warns, "explicit" refuses.
 
     Args:
@@ -56,26 +82,39 @@ def redistribution_policy(policy: str):
     Raises:
         ConfigError: another name.
     """
-    if policy not in POLICIES:
-        raise ConfigError(f"For 'redistribution_policy', 'policy' must be one of {POLICIES}, but got {policy!r}.")
-    return _replaced(policy=policy)
+
+    def __init__(self, policy: str):
+        if policy not in POLICIES:
+            raise ConfigError(f"For 'redistribution_policy', 'policy' must be one of {POLICIES}, but got {policy!r}.")
+        super().__init__(policy=policy)
 
 
-class SkipDTensorDispatch:
+class SkipDTensorDispatch(_Block):
     """Inside, ops see the local tensors: results are plain and nothing is communicated.
 
     Args:
-        no_skip: ops (callables or public names) that are still dispatched.
+        no_skip: ops that are still dispatched: callables (`mint.matmul`, a primitive, a DFunction) or names, public
+            ("matmul") or MindSpore's ("MatMulExt").
+
+    Raises:
+        ConfigError: `no_skip` names no op.
     """
 
     def __init__(self, no_skip=None):
-        names = (getattr(op, "__name__", op) for op in no_skip or ())
-        self._no_skip = frozenset(str(n) for n in names)
-        self._tokens: list = []
+        names = [_name_of(op) for op in ((no_skip,) if isinstance(no_skip, str) or callable(no_skip) else no_skip or ())]
+        known = {*PRIMITIVES, *(op for op, _ in PRIMITIVES.values()), *_PUBLIC}
+        squeezed = {p.lower(): p for p in PRIMITIVES}  # mint.transpose calls itself transpose_ext_view
+        names = [name if name in known else squeezed.get(name.replace("_", "").lower(), name) for name in names]
+        for name in names:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                raise ConfigError(f"For 'SkipDTensorDispatch', 'no_skip' names no op: {name!r}.", "", "",
+                                  f"did you mean {near[0]!r}?" if near else "pass the public function or its name")
+        super().__init__(skip=True, no_skip=frozenset(n for name in names for n in (name, *_PUBLIC.get(name, ()))))
 
-    def __enter__(self):
-        self._tokens.append(mode.set(mode.get()._replace(skip=True, no_skip=self._no_skip)))
-        return self
 
-    def __exit__(self, *exc):
-        mode.reset(self._tokens.pop())
+def _name_of(op) -> str:
+    if isinstance(op, str):
+        return op
+    own = getattr(op, "_op_name", None) or getattr(getattr(op, "registration", None), "op", None)
+    return str(own or getattr(op, "__name__", None) or getattr(op, "name", op))

@@ -11,11 +11,14 @@ from mindspore import Parameter, Tensor
 from mindspore._c_expression import NoFallbackGuard
 
 from . import inplace
+from .comm.record import user_site
 from .errors import ImplicitCommError, OpRuleError
 from .faces import DEFERRED, VIEWED, as_replicated, dtype_name, face, finish, moved_implicitly, recording, wrap
 from .layout import Layout
 from .local_ops import run_local, widening
 from .redistribute.plan import plan as plan_moves
+
+_warned: set[tuple[str, str]] = set()  # call sites that have been warned about
 
 
 class Plan:
@@ -157,4 +160,7 @@ def _check_policy(plan: Plan, tensors, mode):
             f"insert .redistribute(placements={list(target.placements)})")
         if mode.policy == "explicit":
             raise error
-        warnings.warn(str(error).replace("is 'explicit'", "is 'warn'"), stacklevel=5)
+        site = user_site()
+        if (site, plan.op) not in _warned:
+            _warned.add((site, plan.op))
+            warnings.warn(f"{site}: " + str(error).replace("is 'explicit'", "is 'warn'"), stacklevel=5)

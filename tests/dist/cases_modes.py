@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modes on real ranks: local results, warnings once per call site, refusals that move nothing."""
+from __future__ import annotations
+
+import warnings
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, mint, ops
+
+from ms_dtensor import (
+    DTensor,
+    Replicate,
+    Shard,
+    SkipDTensorDispatch,
+    distribute_tensor,
+    implicit_replication,
+    redistribution_policy,
+    value_and_grad,
+)
+from ms_dtensor.errors import ImplicitCommError
+from tests.cases import case
+from tests.dist.support import counted, data, equal, mesh_1d, same_on_all_ranks
+
+R, S = Replicate(), Shard
+
+
+@case(world_size=4)
+def skip_shows_shards_and_communicates_nothing(world):
+    mesh = mesh_1d()
+    x = distribute_tensor(data(1, 7, 4), mesh, [S(0)])
+    local = x.to_local()
+    rows = local.shape[0]
+    with counted() as count, SkipDTensorDispatch():
+        for got, wanted in ((x * 2, local * 2), (x.sum(), local.sum()), (x[:1], local[:1]), (ops.stack([x, x]), [local] * 2),
+                            (x @ Tensor(np.eye(4, dtype=np.float32)), local)):
+            assert not isinstance(got, DTensor)
+            equal(got, np.stack([w.asnumpy() for w in wanted]) if isinstance(wanted, list) else wanted)
+        assert ops.zeros_like(x).shape == (rows, 4)
+    assert not count
+    assert x.sum().shape == () and isinstance(x.sum(), DTensor)
+
+
+@case(world_size=4)
+def gradients_pass_through_skip(world):
+    mesh = mesh_1d()
+    p = Parameter(distribute_tensor(data(1, 8, 4), mesh, [S(0)]), name="p")
+
+    def loss():
+        with SkipDTensorDispatch():
+            part = (p * p).sum()
+        return DTensor.from_local(part.reshape((1,)), mesh, [S(0)]).sum()
+    value, (g,) = value_and_grad(loss, None, [p])()
+    equal(value, (data(1, 8, 4) ** 2).sum())
+    equal(g, data(1, 8, 4) * 2)
+    with SkipDTensorDispatch():  # the mode of the backward is not the mode of the forward
+        g, = ms.grad(lambda: (p * 3).sum(), None, [p])()
+    equal(g, np.full((2, 4), 3, np.float32))
+
+
+@case(world_size=4)
+def policies_warn_once_per_site_and_refuse_before_moving(world):
+    mesh = mesh_1d()
+    x = distribute_tensor(data(1, 8, 4), mesh, [S(0)])
+    y = distribute_tensor(data(2, 8, 4), mesh, [S(1)])
+    with warnings.catch_warnings(record=True) as seen, redistribution_policy("warn"):
+        warnings.simplefilter("always")
+        for _ in range(3):
+            x + y
+        x + y
+    assert len(seen) == 2 and all("cases_modes.py" in str(w.message) for w in seen), [str(w.message) for w in seen]
+    with counted() as count, redistribution_policy("explicit"):
+        try:
+            x + y
+        except ImplicitCommError as e:
+            text = str(e)
+        else:
+            raise AssertionError("moved")
+        with redistribution_policy("auto"):
+            pass
+    assert not count and ".redistribute(placements=" in text
+    same_on_all_ranks(world, text)
+    with redistribution_policy("explicit"):
+        equal(x + y.redistribute(placements=[S(0)]), data(1, 8, 4) + data(2, 8, 4))
+        with redistribution_policy("auto"):
+            equal(x + y, data(1, 8, 4) + data(2, 8, 4))
+
+
+@case(world_size=4)
+def implicit_replication_has_one_devices_gradients(world):
+    mesh = mesh_1d()
+    x, w = data(1, 8, 4), data(2, 4)
+    p = Parameter(w, name="w")
+    for place in (S(0), S(1), R):
+        dx = distribute_tensor(x, mesh, [place])
+
+        def loss(dx=dx):
+            with implicit_replication():
+                return (dx * p).sum()
+        value, grads = ms.value_and_grad(loss, None, [p])()
+        equal(value, (x * w).sum())
+        equal(grads[0], x.sum(0), f"{place}")
+        with implicit_replication():
+            equal(mint.matmul(dx, w.reshape((4, 1))), x @ w.reshape((4, 1)))

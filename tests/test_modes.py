@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modes nest in any order, per thread, and leave nothing behind."""
+from __future__ import annotations
+
+import itertools
+import threading
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Parameter, Tensor, mint, ops
+
+from ms_dtensor import (
+    DFunction,
+    DTensor,
+    Shard,
+    SkipDTensorDispatch,
+    distribute_tensor,
+    implicit_replication,
+    init_device_mesh,
+    modes,
+    redistribution_policy,
+)
+from ms_dtensor.errors import ConfigError, MixedOperandError
+
+pytestmark = pytest.mark.usefixtures("cpu")
+A = np.arange(8, dtype=np.float32).reshape(4, 2)
+
+
+@pytest.fixture
+def x():
+    return distribute_tensor(Tensor(A), init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)), [Shard(0)])
+
+
+BLOCKS = {"skip": lambda: SkipDTensorDispatch(), "keep": lambda: SkipDTensorDispatch({mint.matmul}),
+          "implicit": implicit_replication, "warn": lambda: redistribution_policy("warn"),
+          "explicit": lambda: redistribution_policy("explicit")}
+
+
+@pytest.mark.parametrize("names", list(itertools.permutations(BLOCKS, 3)))
+def test_nested_in_any_order_and_left_in_any_order(names):
+    for order in itertools.permutations(range(3)):
+        blocks = [BLOCKS[n]() for n in names]
+        for b in blocks:
+            b.__enter__()
+        now = modes.mode.get()
+        assert now.skip == bool({"skip", "keep"} & set(names))
+        assert now.implicit_replication == ("implicit" in names)
+        last = [n for n in names if n in ("warn", "explicit")]
+        assert now.policy == (last[-1] if last else "auto")
+        for i, k in enumerate(order):
+            blocks[k].__exit__(None, None, None)
+            left = [names[j] for j in sorted(set(range(3)) - set(order[:i + 1]))]
+            assert modes.mode.get().implicit_replication == ("implicit" in left)
+        assert modes.mode.get() is modes.DEFAULT
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_reentrant_reusable_and_exception_safe(name):
+    block = BLOCKS[name]()
+    for _ in range(2):
+        with block:
+            inside = modes.mode.get()
+            with block:
+                assert modes.mode.get() == inside
+            assert modes.mode.get() == inside
+            with pytest.raises(KeyError), block:
+                raise KeyError
+            assert modes.mode.get() == inside
+        assert modes.mode.get() is modes.DEFAULT
+
+
+def test_per_thread_even_for_a_shared_block(x):
+    block, seen, gate = SkipDTensorDispatch(), [], threading.Barrier(2)
+
+    def other():
+        seen.append(modes.mode.get().skip)
+        with block:
+            gate.wait(10)
+            gate.wait(10)
+        seen.append(modes.mode.get().skip)
+    thread = threading.Thread(target=other)
+    thread.start()
+    gate.wait(10)
+    assert isinstance(x + x, DTensor)  # the other thread skips, this one does not
+    with block:
+        assert not isinstance(x + x, DTensor)
+        gate.wait(10)
+        thread.join()
+        assert not isinstance(x + x, DTensor)
+    assert seen == [False, False] and isinstance(x + x, DTensor)
+
+
+def test_inside_skip_everything_is_local(x):
+    with SkipDTensorDispatch():
+        results = [x + x, x + 1, Tensor(A) * x, mint.matmul(x, Tensor(np.ones((2, 2), np.float32))), x[0], x[:, 1],
+                   x[1:3], x.clone(), ops.stack([x, x]), ops.concat([x, Tensor(A)]), ops.full_like(x, 3), x.reshape((2, 4)),
+                   ops.addn([x, x])]
+        for r in results:
+            assert isinstance(r, Tensor) and not isinstance(r, DTensor), r
+    assert isinstance(x + 1, DTensor)
+
+
+def test_setitem_inside_skip_writes_the_shard(x):
+    with SkipDTensorDispatch():
+        x[0] = 9.0
+    np.testing.assert_array_equal(x.to_local().asnumpy()[0], 9.0)
+
+
+def test_a_parameters_gradient_survives_skip(x):
+    p = Parameter(x, name="p")
+
+    def loss():
+        with SkipDTensorDispatch():
+            return (p * p).sum() + p[0].sum() + mint.cat([p, p]).sum()
+    g, = ms.grad(loss, None, [p])()
+    wanted = 2 * A + 2
+    wanted[0] += 1
+    np.testing.assert_allclose(g.asnumpy(), wanted)
+
+
+class Own(DFunction):
+    in_placements, out_placements = ([Shard(0)],), [Shard(0)]
+    forward = staticmethod(lambda ctx, t: t * 2)
+    backward = staticmethod(lambda ctx, grad: grad * 2)
+
+
+@pytest.mark.parametrize("keep", [[mint.matmul], {"matmul"}, ["MatMulExt"], "matmul", mint.matmul])
+def test_no_skip_keeps_ops(x, keep):
+    w = distribute_tensor(Tensor(np.ones((2, 2), np.float32)), x.device_mesh)
+    with SkipDTensorDispatch(no_skip=keep):
+        assert isinstance(mint.matmul(x, w), DTensor)
+        assert not isinstance(x + x, DTensor)
+        assert not isinstance(Own.apply(x), DTensor)
+        with SkipDTensorDispatch():
+            assert not isinstance(mint.matmul(x, w), DTensor)
+
+
+def test_no_skip_understands_public_names(x):
+    for op, run in ((mint.transpose, lambda: mint.transpose(x, 0, 1)), ("concat", lambda: ops.concat([x, x])),
+                    (ops.ReLU(), lambda: ops.relu(x)), (mint.add, lambda: x + x)):
+        with SkipDTensorDispatch([op]):
+            assert isinstance(run(), DTensor), op
+    with pytest.raises(ConfigError, match="did you mean 'matmul'"):
+        SkipDTensorDispatch(["matmull"])
+
+
+def test_implicit_replication_and_policies(x):
+    with pytest.raises(MixedOperandError):
+        x + Tensor(A)
+    with redistribution_policy("explicit"), implicit_replication():
+        assert isinstance(x + Tensor(A), DTensor)
+    with pytest.raises(MixedOperandError):
+        x + Tensor(A)
+    with pytest.raises(ConfigError):
+        redistribution_policy("never")
