@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each CPU decomposition against NumPy: values by the op's definition, gradients by finite differences of it."""
+from __future__ import annotations
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor
+
+from ms_dtensor.local_ops import CPU, conv, cpu_index, cpu_math, cpu_matmul, cpu_nn, pool
+from tests.coverage.references import REFERENCES
+
+ATOL = 2e-5  # float32, of values of size one to ten
+GRAD_ATOL = 5e-4
+
+# No gradient to compare: constants, integers, or (statistics of fused attention) not differentiated by definition.
+CONSTANT = frozenset(("FullLike", "ZerosLikeExt", "OnesLikeExt", "EmptyLike", "NewZeros", "NewOnes", "NewEmpty",
+                      "NewFull", "CountNonZero", "ArgSort", "ArgMaxExt", "ArgMinExt", "OneHotExt"))
+CASES = [pytest.param(name, i, id=f"{name}-{i}") for name, cases in REFERENCES.items() for i in range(len(cases))]
+
+
+def test_every_decomposition_has_a_reference():
+    names = {n for m in (cpu_math, cpu_matmul, cpu_index, cpu_nn) for n in m.TABLE}
+    names |= {n for m in (conv, pool) for n in m.CPU}
+    assert names <= set(REFERENCES)
+
+
+def tensors(value):
+    if isinstance(value, np.ndarray):
+        return Tensor(value)
+    return type(value)(tensors(v) for v in value) if isinstance(value, tuple | list) else value
+
+
+def doubled(value):
+    if isinstance(value, np.ndarray) and value.dtype == np.float32:
+        return value.astype(np.float64)
+    return type(value)(doubled(v) for v in value) if isinstance(value, list) else value
+
+
+def as_tuple(value):
+    return tuple(value) if isinstance(value, tuple | list) else (value,)
+
+
+@pytest.mark.parametrize(("name", "i"), CASES)
+def test_value(name, i):
+    args, reference = REFERENCES[name][i]
+    got, wanted = as_tuple(CPU[name](*tensors(args))), as_tuple(reference(*map(doubled, args)))
+    assert len(got) == len(wanted)
+    for g, w in zip(got, wanted):
+        if w is not None:
+            w = np.asarray(w)
+            assert tuple(g.shape) == w.shape
+            assert np.issubdtype(w.dtype, np.floating) == g.is_floating_point()
+            np.testing.assert_allclose(g.asnumpy(), w, rtol=1e-5, atol=ATOL)
+
+
+@pytest.mark.parametrize(("name", "i"), [p for p in CASES if p.values[0] not in CONSTANT])
+def test_gradient(name, i):
+    args, reference = REFERENCES[name][i]
+    wrt = tuple(k for k, v in enumerate(args) if isinstance(v, np.ndarray) and v.dtype == np.float32
+                and np.isfinite(v).all() and v.size)
+    if not wrt:
+        pytest.skip("nothing to differentiate")
+    rng = np.random.default_rng(i)
+    outs = as_tuple(reference(*map(doubled, args)))
+    weights = [None if w is None or not np.issubdtype(np.asarray(w).dtype, np.floating) else rng.normal(size=np.shape(w))
+               for w in outs]
+
+    def loss(*active):
+        full = list(tensors(args))
+        for k, x in zip(wrt, active):
+            full[k] = x
+        results = zip(as_tuple(CPU[name](*full)), weights)
+        return sum((o * Tensor(np.asarray(w, np.float32))).sum() for o, w in results if w is not None)
+    grads = as_tuple(ms.grad(loss, tuple(range(len(wrt))))(*(Tensor(args[k]) for k in wrt)))
+    for k, g in zip(wrt, grads):
+        assert tuple(g.shape) == args[k].shape
+        for _ in range(3):  # derivatives along random directions
+            direction = rng.normal(size=args[k].shape)
+            ahead, behind = (_at(reference, args, weights, k, direction, step) for step in (1e-5, -1e-5))
+            slope = (ahead - behind) / 2e-5
+            allowed = GRAD_ATOL * max(1.0, np.abs(direction).sum(), abs(slope))
+            assert abs(float((g.asnumpy() * direction).sum()) - slope) < allowed
+
+
+def _at(reference, args, weights, k, direction, step) -> float:
+    moved = list(map(doubled, args))
+    moved[k] = moved[k] + step * direction
+    return sum(float((np.asarray(o) * w).sum()) for o, w in zip(as_tuple(reference(*moved)), weights) if w is not None)
+
+
+def test_padding_row_of_an_embedding_gets_no_gradient():
+    ids, table = Tensor(np.array([0, 2, 2, 1], np.int32)), Tensor(np.ones((3, 2), np.float32))
+    grad = ms.grad(lambda w: CPU["Embedding"](ids, w, 2).sum())(table)
+    assert grad.asnumpy().tolist() == [[1, 1], [1, 1], [0, 0]]
