@@ -2,9 +2,9 @@
 """Functions that take DTensors and never ask `__fallback__`: they are asked here, in their own name.
 
 MindSpore 2.10 looks for `__fallback__` among an op's direct arguments. A list of tensors (`Stack`, `AddN`, `einsum`)
-hides them, and `ops.rand_like` and its kin read the shape only. Each of these, called with a DTensor, becomes an op of our
-own; with plain tensors it is MindSpore's own, untouched. Recomputation replays MindSpore's random state, and here ours. Where MindSpore fills in a plain tensor of ones for a missing weight, it is made a DTensor.
-Installed and removed together with `patch.py`.
+hides them, and `ops.rand_like` and its kin read the shape only. Each of these, called with a DTensor, becomes an op of
+our own; with plain tensors it is MindSpore's own, untouched. Recomputation replays MindSpore's random state, and here
+ours. A name that user code imported from `mindspore.ops` before the first DTensor was made keeps the plain function. and removed together with `patch.py`.
 """
 from __future__ import annotations
 
@@ -67,8 +67,12 @@ def _randint_like(input, low, high, seed=None, *, dtype=None):
     return "randint_like", {"input": input, "low": low, "high": high, "dtype": dtype}
 
 
-_RANDOM = ("mindspore.ops.function.random_func", "mindspore.ops.function", "mindspore.ops.functional", "mindspore.ops")
-_ARRAY = ("mindspore.ops.function.array_func", *_RANDOM[1:])
+def _bernoulli(input, p=0.5, seed=None):
+    return "bernoulli_like", {"input": input, "p": p}
+
+
+_EVERYWHERE = ("mindspore.ops.function", "mindspore.ops.functional", "mindspore.ops")
+_MATH, _RANDOM, _ARRAY = ((f"mindspore.ops.function.{home}_func", *_EVERYWHERE) for home in ("math", "random", "array"))
 
 def _affine(shape):
     return lambda a: {"weight": (shape(a), 1), "bias": (shape(a), 0)}
@@ -81,6 +85,7 @@ _FUNCTIONS = (
     ("mindspore.ops.operations.array_ops:Stack", "__call__", _stack),
     ("mindspore.ops.operations.math_ops:AddN", "__call__", _add_n),
     *((module, "full_like", _full_like) for module in _ARRAY),
+    *((module, "bernoulli", _bernoulli) for module in _MATH),
     *((module, "rand_like", _rand_like) for module in _RANDOM),
     *((module, "randn_like", _randn_like) for module in _RANDOM),
     *((module, "randint_like", _randint_like) for module in _RANDOM),

@@ -52,13 +52,16 @@ def dropout_channels(x, keep, shape, box):
     return x * mask * (1.0 / keep if keep else 0.0), full.astype(ms.bool_)
 
 
-def _evaluating(fn):
-    def call(x, keep, shape, box):
-        return x * 1 if keep is None or keep == 1.0 else fn(x, keep, shape, box)[0]
-    return call
+@drawing
+def func_dropout(x, keep, shape, box):
+    """x with elements zeroed and the others scaled."""
+    return dropout(x, keep, shape, box)[0]
 
 
-func_dropout, func_dropout_channels = _evaluating(dropout), _evaluating(dropout_channels)
+@drawing
+def func_dropout_channels(x, keep, shape, box):
+    """x with channels zeroed and the others scaled."""
+    return dropout_channels(x, keep, shape, box)[0]
 
 
 @drawing
@@ -118,15 +121,19 @@ def _broadcast(mean, std):
     return shape, tuple((0, n) for n in shape)
 
 
-TABLE = {f.__name__: f for f in (dropout, dropout_channels, rand_like, randn_like, randint_like, bernoulli,
-                                 bernoulli_like, normal_of)}
-TABLE.update(func_dropout=func_dropout, func_dropout_channels=func_dropout_channels)
+def _functional(fn):
+    def call(x, p, training, *_):
+        return fn(x, 1.0 - p, *_whole(x)) if training and p else x * 1
+    return call
+
+
+TABLE = {f.__name__: f for f in (dropout, dropout_channels, func_dropout, func_dropout_channels, rand_like, randn_like,
+                                 randint_like, bernoulli, bernoulli_like, normal_of)}
 
 CPU = {
     "Dropout2D": _classic_channels, "Dropout3D": _classic_channels,
     "Dropout": lambda x, keep_prob=0.5, *_: dropout(x, keep_prob, *_whole(x)),
-    "FuncDropoutExt": lambda x, p, training, *_: func_dropout(x, 1.0 - p if training else None, *_whole(x)),
-    "Dropout2dExt": lambda x, p, training, *_: func_dropout_channels(x, 1.0 - p if training else None, *_whole(x)),
+    "FuncDropoutExt": _functional(func_dropout), "Dropout2dExt": _functional(func_dropout_channels),
     "RandLikeExt": lambda x, seed=None, offset=None, dtype=None, device=None: rand_like(x, dtype, *_whole(x)),
     "RandnLike": lambda x, seed=None, offset=None, dtype=None, device=None: randn_like(x, dtype, *_whole(x)),
     "RandIntLike": lambda x, low, high, seed=None, offset=None, dtype=None, device=None:

@@ -56,9 +56,11 @@ def func_dropout(call: Call) -> OpSpec:
     if call.get("inplace"):
         raise OpRuleError(f"For '{call.op}', 'inplace' is not supported on DTensors.", "",
                           "MindSpore 2.10 itself does not write in place on every device.", "leave out inplace=True")
-    keep = 1.0 - float(call.get("p", 0.5)) if call.get("training", False) else None
-    form = "func_dropout" if call.op == "func_dropout" else "func_dropout_channels"
-    return OpSpec((x.shape,), _alike(call, 1, linear=True), lambda at: Invoke(form, (x, keep, *_box(at))), (x.dtype,))
+    p = float(call.get("p", 0.5)) if call.get("training", False) else 0.0
+
+    def local(at: Local) -> Invoke:  # where nothing is dropped nothing is drawn
+        return Invoke(call.op, (x, 1.0 - p, *_box(at))) if p else Invoke("clone", (x,))
+    return OpSpec((x.shape,), _alike(call, 1, linear=True), local, (x.dtype,))
 
 
 def like(call: Call) -> OpSpec:

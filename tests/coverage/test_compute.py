@@ -14,7 +14,7 @@ from tests.coverage.run import refuses, verify_form
 FORMS = [*forms_matmul.FORMS, *forms_conv.FORMS, *forms_attention.FORMS, *forms_random.FORMS]
 
 
-@pytest.mark.parametrize("form", [pytest.param(f, id=f.name) for f in FORMS[::3] if f.raises is None])
+@pytest.mark.parametrize("form", [pytest.param(f, id=f.name) for f in FORMS[::6] if f.raises is None])
 def test_cases_are_right(form):
     report = Report()
     verify_form(form, report, quick=True)
