@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One global stream: the same global tensor on every mesh, bit for bit; replicas agree; state is saved and replayed."""
+from __future__ import annotations
+
+import threading
+
+import mindspore as ms
+import mindspore.mint.nn.functional as F  # noqa: N812
+import numpy as np
+import pytest
+from mindspore import mint, nn, ops
+
+import ms_dtensor as md
+from ms_dtensor import Partial, Replicate, Shard, init, random
+from ms_dtensor.comm import fake_world
+from ms_dtensor.errors import ConfigError, LayoutError
+
+R, S = Replicate(), Shard
+SHAPE = (5, 7)
+MESHES = [((2,), [S(0)]), ((3,), [S(1)]), ((8,), [S(0)]), ((2, 2), [S(0), S(0)]), ((2, 2), [S(1), S(0)]),
+          ((2, 2), [R, S(1)])]
+
+
+def whole(make, mesh_shape, placements, seed=7):
+    """The global array that the ranks of a mesh make, each in its own fake world; replicas must agree."""
+    size, full, seen = int(np.prod(mesh_shape)), None, None
+    for rank in range(size):
+        with fake_world(size, rank):
+            md.manual_seed(seed)
+            mesh = md.init_device_mesh("cpu", mesh_shape, mesh_dim_names=("a", "b")[:len(mesh_shape)])
+            x = make(mesh, placements)
+            local = x.to_local().asnumpy()
+            if full is None:
+                full, seen = np.zeros(x.shape, local.dtype), np.zeros(x.shape, bool)
+            box = tuple(slice(lo, hi) for lo, hi in x.layout.local_box())
+            assert np.array_equal(full[box][seen[box]], local[seen[box]])
+            full[box], seen[box] = local, True
+    assert seen.all()
+    return full.astype(np.float64)
+
+
+def _ones(mesh, placements):
+    return md.ones(SHAPE, mesh, placements)
+
+
+MAKERS = {
+    "rand": lambda m, p: md.rand(*SHAPE, device_mesh=m, placements=p),
+    "randn": lambda m, p: md.randn(SHAPE, m, p),
+    "randn float16": lambda m, p: md.randn(SHAPE, m, p, dtype=ms.float16),
+    "randn bfloat16": lambda m, p: md.randn(SHAPE, m, p, dtype=ms.bfloat16),
+    "rand float64": lambda m, p: md.rand(SHAPE, m, p, dtype=ms.float64),
+    "randint": lambda m, p: md.randint(0, 9, SHAPE, m, p),
+    "randn_like": lambda m, p: md.randn_like(_ones(m, p)),
+    "mint.rand_like, twice": lambda m, p: mint.rand_like(_ones(m, p)) * 2 + mint.rand_like(_ones(m, p)),
+    "ops.randn_like": lambda m, p: ops.randn_like(_ones(m, p)),
+    "F.dropout": lambda m, p: F.dropout(_ones(m, p), 0.5),
+    "nn.Dropout": lambda m, p: nn.Dropout(p=0.5).set_train()(_ones(m, p)),
+    "ops.bernoulli": lambda m, p: ops.bernoulli(_ones(m, p), 0.3),
+    "normal_": lambda m, p: init.normal_(_ones(m, p), 1.0, 3.0),
+    "trunc_normal_": lambda m, p: init.trunc_normal_(_ones(m, p)),
+    "xavier_uniform_": lambda m, p: init.xavier_uniform_(_ones(m, p)),
+    "kaiming_normal_": lambda m, p: init.kaiming_normal_(_ones(m, p), nonlinearity="relu"),
+    "eye": lambda m, p: md.eye(*SHAPE, device_mesh=m, placements=p),
+    "full": lambda m, p: md.full(SHAPE, 2.5, m, p),
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_every_mesh_makes_the_same_global_tensor(name):
+    reference = whole(MAKERS[name], (1,), [R])
+    assert name in ("eye", "full") or len(np.unique(reference)) > 1
+    for mesh_shape, placements in MESHES:
+        assert np.array_equal(whole(MAKERS[name], mesh_shape, placements), reference), (mesh_shape, placements)
+
+
+@pytest.mark.parametrize("box", [((0, 5), (0, 7)), ((2, 5), (3, 4)), ((1, 1), (0, 7)), ((4, 5), (0, 1))])
+@pytest.mark.parametrize("draw", [random.words, random.uniform, random.normal, random.exponential])
+def test_a_box_is_a_cut_of_the_whole(draw, box):
+    key = random.Key(3, 11)
+    assert np.array_equal(draw(key, SHAPE, box), draw(key, SHAPE)[tuple(slice(*b) for b in box)])
+
+
+def test_numbers_are_pinned():
+    """A change of the stream is a change of every seeded run: it must be deliberate."""
+    assert random.words(random.Key(0, 0), (2,)).tolist() == PINNED
+    assert random.uniform(random.Key(1, 2), (2,)).tolist() != random.uniform(random.Key(1, 3), (2,)).tolist()
+
+
+PINNED = [213000021201967259, 4455796210202625458]
+
+
+def test_distributions_have_their_moments():
+    key, n = random.Key(5, 0), (400, 500)
+    x = random.normal(key, n)
+    assert abs(x.mean()) < 0.01 and abs(x.std() - 1) < 0.01 and abs((x**4).mean() - 3) < 0.1
+    assert abs(random.uniform(key, n).mean() - 0.5) < 0.005
+    assert abs(random.exponential(key, n).mean() - 1) < 0.01
+    counts = np.bincount(random.integers(key, n, 0, 7).reshape(-1), minlength=7)
+    assert abs(counts / counts.sum() - 1 / 7).max() < 0.005
+    neighbours = np.corrcoef(x[:, :-1].reshape(-1), x[:, 1:].reshape(-1))[0, 1]
+    assert abs(neighbours) < 0.01
+
+
+def test_state_is_saved_and_replayed():
+    with fake_world(1):
+        mesh = md.init_device_mesh("cpu", (1,))
+        md.manual_seed(3)
+        md.rand(4, device_mesh=mesh)
+        state = md.get_rng_state()
+        first = md.rand(4, device_mesh=mesh).asnumpy()
+        assert not np.array_equal(first, md.rand(4, device_mesh=mesh).asnumpy())
+        md.set_rng_state(state)
+        assert np.array_equal(first, md.rand(4, device_mesh=mesh).asnumpy())
+    for bad in (-1, 1 << 64, 1.5, True, "7"):
+        with pytest.raises(ConfigError):
+            md.manual_seed(bad)
+    with pytest.raises(ConfigError):
+        md.set_rng_state({"seed": 1})
+
+
+def test_each_fake_world_and_thread_has_its_own_state():
+    states = {}
+
+    def rank(r):
+        with fake_world(2, r):
+            md.manual_seed(r)
+            for _ in range(r + 1):
+                random.next_key()
+            states[r] = md.get_rng_state()
+    threads = [threading.Thread(target=rank, args=(r,)) for r in range(2)]
+    with fake_world(1):
+        md.manual_seed(9)
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        assert md.get_rng_state() == {"seed": 9, "call": 0}
+    assert states == {0: {"seed": 0, "call": 1}, 1: {"seed": 1, "call": 2}}
+
+
+def test_a_rank_with_an_empty_shard_draws_in_step():
+    for rank in range(4):
+        with fake_world(4, rank):
+            md.manual_seed(1)
+            mesh = md.init_device_mesh("cpu", (4,))
+            F.dropout(md.ones((2, 3), mesh, [S(0)]), 0.5)
+            assert md.get_rng_state() == {"seed": 1, "call": 1}
+
+
+def test_dropout_uses_the_same_mask_in_the_backward():
+    with fake_world(1):
+        mesh = md.init_device_mesh("cpu", (1,))
+        x = md.ones((20, 10), mesh, [S(0)])
+        kept = []
+
+        def loss(x):
+            y = F.dropout(x, 0.5)
+            kept.append(y.to_local().asnumpy().copy())
+            return y.sum()
+        _, grad = md.value_and_grad(loss, 0)(x)
+        assert np.array_equal(grad.to_local().asnumpy(), kept[0]) and 0 < (kept[0] == 0).sum() < 200
+
+
+def test_recomputation_draws_the_same_mask():
+    class Block(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.dropout = nn.Dropout(p=0.5)
+            self.masks = []
+
+        def construct(self, x):
+            y = self.dropout(x)
+            self.masks.append(y.to_local().asnumpy().copy())
+            return (y * y).sum()
+    with fake_world(1):
+        mesh = md.init_device_mesh("cpu", (1,))
+        block = Block()
+        block.set_train()
+        x = md.ones((20, 10), mesh, [S(0)])
+        _, grad = md.value_and_grad(lambda x: ms.recompute(block, x) + F.dropout(x, 0.5).sum() * 0, 0)(x)
+        assert len(block.masks) == 2 and np.array_equal(*block.masks)
+        assert np.array_equal(grad.to_local().asnumpy(), 4 * block.masks[0])
+        assert md.get_rng_state()["call"] == 2  # the replay does not count
+
+
+def test_factories_parse_and_refuse():
+    with fake_world(2, 1):
+        mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        assert md.zeros((4, 4), mesh, [S(0)]).local_shape == (2, 4)
+        assert md.ones(4, 4, device_mesh=mesh).local_shape == (4, 4)
+        assert md.full((), 3, device_mesh=mesh).dtype == ms.int64
+        assert md.full((2,), True, mesh, ("tp",)).dtype == ms.bool_
+        assert md.arange(2, 13, 3, device_mesh=mesh, placements=[S(0)]).to_local().asnumpy().tolist() == [8, 11]
+        assert np.allclose(md.linspace(0, 1, 5, device_mesh=mesh, placements=[S(0)]).to_local().asnumpy(), [0.75, 1])
+        assert md.empty(0, 3, device_mesh=mesh, placements=[S(0)]).local_shape == (0, 3)
+        with mesh:
+            assert md.zeros(2).device_mesh is mesh
+        for call in (lambda: md.zeros(-1, device_mesh=mesh), lambda: md.zeros((2,), mesh, [S(0)], 1),
+                     lambda: md.rand((2,), mesh, [Partial()]), lambda: md.zeros_like(ms.Tensor([1.0])),
+                     lambda: md.zeros((2.5,), mesh), lambda: init.normal_(ms.Tensor([1.0]))):
+            with pytest.raises(LayoutError):
+                call()
+    two = [S(0), S(0)]
+    with fake_world(4, 1):
+        mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        x = md.DTensor.from_local(ms.ops.ones((2, 1)), mesh, [S(0), S(0)], shape=(8, 1))
+        assert md.ones_like(x).layout is x.layout and list(x.placements) == two
