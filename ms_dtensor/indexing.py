@@ -96,6 +96,8 @@ def _is_int(item) -> bool:
 def _as_index(item, dim: int, n: int, what: str):
     if isinstance(item, Tensor):
         kind = "bool" if item.dtype == ms.bool_ else "int" if "Int" in str(item.dtype) else str(item.dtype)
+        if kind == "int" and ms.get_context("device_target") == "CPU":
+            _check_range(item, dim, n)
     else:
         item = np.asarray(item)
         if item.size == 0:
@@ -104,7 +106,8 @@ def _as_index(item, dim: int, n: int, what: str):
     if kind == "bool":
         raise OpRuleError(f"For '{what}', a boolean mask has no rule.", f"dim {dim} of size {n}",
                           "The shape of what it picks depends on data, which no rank knows whole.",
-                          ("where(mask, x, other) or masked_fill(mask, value)", "x[mask] = value, with one mask and a scalar"))
+                          ("where(mask, x, other) or masked_fill(mask, value)",
+                           "x[mask] = value, with one mask and a scalar"))
     if kind != "int":
         raise IndexError(f"For 'DTensor', an index must be an integer, a slice or integers, but got {kind}.")
     if isinstance(item, np.ndarray):
@@ -112,6 +115,16 @@ def _as_index(item, dim: int, n: int, what: str):
             raise IndexError(f"For 'DTensor', an index is out of range for dim {dim} of size {n}.")
         item = (item % max(n, 1)).astype(np.int32)
     return item
+
+
+def _check_range(item, dim: int, n: int) -> None:
+    """On CPU, where values are at hand: a rank whose shard is empty would not look anything up, and so not notice."""
+    layout = getattr(item, "_layout", None)
+    if layout is not None and not layout.is_replicated():
+        return
+    values = Tensor._make_subclass(Tensor, item).asnumpy()
+    if values.size and (values.min() < -n or values.max() >= n):
+        raise IndexError(f"For 'DTensor', an index is out of range for dim {dim} of size {n}.")
 
 
 def own(x, op: str, **arguments):
@@ -158,6 +171,9 @@ def set_item(x, index, value):
     at = parse(tuple(x.shape), index, "setitem")
     wide = np.broadcast_shapes(*(tuple(i.shape) for i in at.arrays.values())) if at.arrays else ()
     region = labels(len(at.shape), at.drop, list(at.arrays), at.front, len(wide))
+    sizes = [wide[e[1]] if isinstance(e, tuple) else len(range(*at.bounds[e])) for e in region]
+    if 0 in sizes:
+        return
     value = _value(x, value)
     if isinstance(value, Tensor):
         for r in sorted((region.index(d) for d in at.new), reverse=True):  # dims that only `None` made

@@ -27,29 +27,30 @@ _MEMOS = ("_faces", "_moves", "_source", "_viewed")
 # -- views ----------------------------------------------------------------------------------------------------------
 
 
-def link(source, result, moved: bool, native: bool) -> None:
+def link(source, result, shares: bool, native: bool) -> None:
     """Remembers that `result` is on one device a view of `source`.
 
     Args:
         source: the DTensor that was viewed.
         result: the view, or a tuple of views.
-        moved: data was moved first, so the storage is another's.
+        shares: by what was planned, the same on every rank, the storage is the source's.
         native: MindSpore's own op ran, so what is no view here is none on one device either.
     """
     if result.__class__ in (tuple, list):
         for r in result:
-            link(source, r, moved, native)
+            link(source, r, shares, native)
         return
     if result is source or source.__dict__.get("_layout") is None:
         return
-    shared = not moved and _storage(result) == _storage(source)
-    if not shared and not moved and native:
-        return
-    bases = [(source, shared)]
+    if shares and math.prod(result._shape) and _storage(result) != _storage(source):
+        if native:
+            return
+        shares = False
+    bases = [(source, shares)]
     for ref, through in source.__dict__.get("_bases", ()):
         base = ref()
         if base is not None:
-            bases.append((base, through and shared))
+            bases.append((base, through and shares))
     result.__dict__["_bases"] = tuple((weakref.ref(b), s) for b, s in bases)
     for base, through in bases:
         views = base.__dict__.setdefault("_views", [])
@@ -83,7 +84,8 @@ def check_writable(x, op: str, recording: bool) -> None:
     if getattr(x, "_layout", None) is None:
         raise MixedOperandError(f"For in-place '{op}', a plain Tensor cannot take a DTensor's values.",
                                 f"plain {type(x).__name__}{list(x._shape)}", "It would hold this rank's shard only.",
-                                ("distribute_tensor(x, device_mesh, placements) first", "x.copy_(value.to_local()), on purpose"))
+                                ("distribute_tensor(x, device_mesh, placements) first",
+                                 "x.copy_(value.to_local()), on purpose"))
     relatives = list(_relatives(x))
     for other, shared in relatives:
         if not shared:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import warnings
 
 from mindspore import Parameter, Tensor
-from mindspore._c_expression import NoFallbackGuard
+from mindspore._c_expression import NoFallbackGuard, TensorOverloadCall
 
 from . import inplace
 from .comm.record import user_site
 from .errors import ImplicitCommError, OpRuleError
-from .faces import DEFERRED, VIEWED, as_replicated, dtype_name, face, finish, moved_implicitly, recording, wrap
+from .faces import DEFERRED, VIEWED, as_local, as_replicated, dtype_name, face, finish, moved_implicitly, recording, wrap
 from .layout import Layout
 from .local_ops import run_local, widening
 from .redistribute.plan import plan as plan_moves
@@ -25,12 +25,13 @@ class Plan:
     """What to do for one key."""
 
     __slots__ = ("op", "steps", "invoke", "empty", "outs", "implicit", "substitute", "widened",
-                 "view", "target")
+                 "view", "target", "native")
 
     def __init__(self, op, steps, invoke, empty, outs):
         self.op, self.steps, self.invoke, self.empty, self.outs = op, steps, invoke, empty, outs
         self.substitute, self.widened = None, None
-        self.view, self.target = False, None  # whether one device gives a view; layout of the operand that is written
+        self.view, self.target = "", None  # what a view is here (`view_kind`); layout of the operand that is written
+        self.native = True  # False: MindSpore may run Python that asks its operands for their shape
         self.implicit = any(target is not None for _, target, _ in steps)
 
     def run(self, func, head, args, kwargs, tensors, mode):
@@ -46,6 +47,7 @@ class Plan:
             func, head = self.substitute, None
         if self.widened is not None:
             func, head = widening(func, head, *self.widened), None
+        native = self.native or func.__class__ is not TensorOverloadCall
         changed = False
         for i, (promoted, target, cotangent) in enumerate(self.steps):
             x = tensors[i]
@@ -62,12 +64,13 @@ class Plan:
                 tensors[i] = x
                 changed = True
         def again(xs):
-            return run_local(lambda ys: original_call(func, head, args, kwargs, ys), self.invoke, self.empty, xs)
+            return run_local(lambda ys: original_call(func, head, args, kwargs, ys, native),
+                             self.invoke, self.empty, xs)
         with NoFallbackGuard():
             if self.invoke is not None or self.empty is not None:
                 result = again(tensors)
-            elif changed:
-                result = original_call(func, head, args, kwargs, tensors)
+            elif changed or not native:
+                result = original_call(func, head, args, kwargs, tensors, native)
             elif head is not None:
                 result = func(*head, args)
             elif kwargs:
@@ -80,7 +83,8 @@ class Plan:
         if self.view:
             if grad and isinstance(out, Tensor) and not first._is_leaf and tensors[0] is first:
                 out.__dict__[VIEWED] = first, again
-            inplace.link(first, out, self.steps[0][1] is not None, self.invoke is None and self.substitute is None)
+            inplace.link(first, out, self.view == "view" and self.steps[0][1] is None,
+                         self.invoke is None and self.substitute is None)
         elif self.target is not None:
             inplace.store(first, out, grad)
             return first
@@ -128,9 +132,9 @@ def _is_parameter(x) -> bool:
     return isinstance(x, Parameter) and x.requires_grad
 
 
-def original_call(func, head, args, kwargs, tensors):
+def original_call(func, head, args, kwargs, tensors, native=True):
     """MindSpore's own call, with its tensors replaced in order of appearance."""
-    it = iter(tensors)
+    it = iter(tensors if native else [as_local(x) if hasattr(x, "_layout") else x for x in tensors])
     args = refill(args, it)
     if head is not None:
         return func(*head, args)

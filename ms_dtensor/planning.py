@@ -18,9 +18,9 @@ from .local_ops import TABLE, decomposition, widen
 from .placements import Partial
 from .planned import Plan
 from .rules import RULES, Call, Invoke, Local, Operand, empty_results, result_dtype
-from .rules.names import ALIASES, PRIMITIVES
+from .rules.names import ALIASES, NATIVE, PRIMITIVES
 from .rules.select import choose
-from .rules.view import VIEWS
+from .rules.view import view_kind
 from .rules.write import INPLACE
 
 _OWN = frozenset(("name", "attrs", "init_attrs", "_update_parameter", "input_names", "output_names"))
@@ -65,6 +65,7 @@ def build_plan(name, args, kwargs, tensors, mode, head=None) -> Plan | Compositi
     if op in COMPOSED and _must_compose(op, bound, tensors):
         return Composition(name, op, params)
     plan = plan_for(op, bound, tensors, mode)
+    plan.native = name in NATIVE
     if plan.outs[0][0].device_type == "cpu":
         plan.substitute = decomposition(name, {} if head is None else attributes(head[0]))
         if any(dtype_name(x.dtype) == "bfloat16" for x in tensors):
@@ -148,7 +149,7 @@ def plan_for(op, arguments, tensors, mode, own=None, keep=False) -> Plan:
         form = Invoke(own + op, tuple(spec_call.args.values()))
     invoke = None if form is None else (TABLE[form.name], form.args, form.kwargs)
     plan = Plan(op, steps, invoke, empty_with_dtypes(at, spec, spec_call), outs)
-    plan.view = op in VIEWS
+    plan.view = view_kind(spec_call)
     return plan
 
 

@@ -17,6 +17,8 @@ def _checked(ids, n: int):
         values = host_values(ids)
         if values.size and (values.min() < -n or values.max() >= n):
             raise IndexError(f"For 'gather', an index is out of range [{-n}, {n}) of the dim it looks up.")
+        if not values.size or values.min() >= 0:
+            return ids
     return ops.select(ids < 0, ids + n, ids)
 
 
@@ -114,9 +116,9 @@ def embedding_lookup(x, index, offset=0):
 
 def take(x, index):
     """`Take` from the flat tensor."""
-    return ops.gather(mint.reshape(x, (-1,)), index, 0)
+    return gather(mint.reshape(x, (-1,)), index, 0)
 
 
-TABLE = {"gather": gather, "gather_shard": gather_shard, "take_along_shard": take_along_shard, "embedding_shard": embedding_shard,
-         "index": index}
+TABLE = {"gather": gather, "gather_shard": gather_shard, "take_along_shard": take_along_shard,
+         "embedding_shard": embedding_shard, "index": index}
 CPU = {"Gather": gather, "DeprecatedGather": gather, "Take": take, "EmbeddingLookup": embedding_lookup}

@@ -170,7 +170,8 @@ def index_add(x, dim, index, src, alpha=1):
 
 _NEW = {
     "fill": fill, "zero": zero, "copy": copy, "add": add, "sub": sub, "where": where,
-    "mul": mint.mul, "div": mint.div, "divmod": divmod_, "floor_divide": lambda x, other: x // other, "remainder": lambda x, other: x % other,
+    "mul": mint.mul, "div": mint.div, "divmod": divmod_,
+    "floor_divide": lambda x, other: x // other, "remainder": lambda x, other: x % other,
     "clamp": clamp, "masked_fill": masked_fill, "threshold": threshold,
     "exp": mint.exp, "log": mint.log, "floor": mint.floor, "sigmoid": mint.sigmoid, "tanh": mint.tanh, "relu": ops.relu,
     "silu": ops.silu, "erfinv": mint.erfinv, "sign": ops.sign,

@@ -7,6 +7,14 @@ call form names an argument differently, `ALIASES` maps it. A test fails when a 
 """
 from __future__ import annotations
 
+# Tensor methods and operators that are C++ from end to end. Others may run MindSpore's own Python, which asks its operands
+# for their shape, so they are given plain local tensors.
+NATIVE = frozenset("""
+Abs AddExt AddScalar BroadcastTo Cos Div Divs Equal Exp ExpandDims FloorDiv Log MatMulExt Maximum Minimum Mm Mul Muls Neg
+Pow PowTensorScalar Reciprocal Reshape Round Rsqrt Sigmoid Sin Sqrt Square SubExt SubScalar SumExt MeanExt Tanh ToDtype
+Transpose TransposeExtView Softmax
+""".split())
+
 ALIASES = {"axis": "dim", "keepdims": "keepdim", "keep_dims": "keepdim", "self": "input", "x": "input",
            "ddof": "correction", "mat2": "other", "vec": "other", "vec2": "other", "tensor2": "other"}
 

@@ -73,7 +73,7 @@ def whole(call: Call) -> OpSpec:
 
 def scatter_rows(call: Call) -> OpSpec:
     """`tensor_scatter_*`: the last dim of the index addresses leading dims; the trailing ones may be sharded."""
-    x, ids, src = call.args["input"], call.args["index"], call.args["src"]
+    x, ids = call.args["input"], call.args["index"]
     k = ids.shape[-1]
     cases = [_case(call, S(d), input=S(d), src=S(d - k + ids.ndim - 1)) for d in range(k, x.ndim)]
     if call.op == "scatter_rows_linear":
@@ -83,11 +83,7 @@ def scatter_rows(call: Call) -> OpSpec:
 
 def scatter_nd(call: Call) -> OpSpec:
     """Rows added into zeros of a given shape: index and source split alike give summands."""
-    ids, src, shape = call.args["index"], call.args["src"], tuple(call.args["shape"])
-    k = ids.shape[-1]
-    if len(shape) > k:
-        # a trailing dim split would need the local shape in place of `shape`; the summands below are enough
-        pass
+    ids, shape = call.args["index"], tuple(call.args["shape"])
     cases = [_case(call, P, index=S(j), src=S(j)) for j in range(ids.ndim - 1)]
     return OpSpec((shape,), (*cases, *(_case(call, p, src=p) for p in _LINEAR)))
 
@@ -102,7 +98,8 @@ def one_hot(call: Call) -> OpSpec:
     d = int(call.get("dim", -1)) % (ids.ndim + 1)
     cases = [_case(call, S(j + (j >= d)), index=S(j)) for j in range(ids.ndim)]
     on = call.args["on"]
-    return OpSpec(((*ids.shape[:d], depth, *ids.shape[d:]),), tuple(cases), dtypes=(on.dtype,) if hasattr(on, "dtype") else None)
+    return OpSpec(((*ids.shape[:d], depth, *ids.shape[d:]),), tuple(cases),
+                  dtypes=(on.dtype,) if hasattr(on, "dtype") else None)
 
 
 def searchsorted(call: Call) -> OpSpec:
@@ -136,4 +133,5 @@ def refused(call: Call) -> OpSpec:
 RULES = {"scatter": scatter, "scatter_add": scatter, "index_add": index_add, "index_fill": whole,
          "scatter_rows": scatter_rows, "scatter_rows_linear": scatter_rows, "scatter_nd": scatter_nd,
          "masked_scatter": whole, "one_hot": one_hot, "searchsorted": searchsorted,
-         **dict.fromkeys(("masked_select", "nonzero", "unique", "unique_consecutive", "unique_with_pad", "bincount"), refused)}
+         **dict.fromkeys(("masked_select", "nonzero", "unique", "unique_consecutive", "unique_with_pad", "bincount"),
+                         refused)}

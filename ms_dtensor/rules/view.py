@@ -11,14 +11,22 @@ from math import prod
 
 from ..errors import OpRuleError
 from ..placements import REDUCE_OPS, Partial
-from .spec import Call, Case, Invoke, Local, OpSpec, R, S, dims_of
+from .spec import Call, Case, Invoke, OpSpec, R, S, dims_of
 
 # Ops whose result is, on one device, a view of the first operand: a write to one of them is seen by the other.
-VIEWS = frozenset("reshape view_as flatten flatten_order flatten_primitive permute swap matrix_transpose unsqueeze squeeze "
+VIEWS = frozenset("reshape view_as flatten flatten_order permute swap matrix_transpose unsqueeze squeeze "
                   "expand expand_as split split_equal chunk unbind slice slice_sizes strided_slice narrow select diagonal "
                   "identity".split())
 
 _PARTIALS = tuple(Partial(op) for op in REDUCE_OPS)
+
+
+def view_kind(call: Call) -> str:
+    """"" for no view; "view" where the local form shares storage; "copy" where one device has a view and shards do not."""
+    if call.op not in VIEWS:
+        return ""
+    steps = [b[2] for b in call.get("bounds", ())] + list(call.get("strides", ()))
+    return "view" if all(s == 1 for s in steps) else "copy"
 
 
 def rearrange(call: Call, out, mapping: dict[int, int], even=(), local=None, results: int = 1) -> OpSpec:

@@ -67,6 +67,13 @@ class Probe(Tensor):
             self._log.append(Captured(name, func, head, real, kwargs, _plain(result), primitive))
         return _probe(result, self._log)
 
+    def __getitem__(self, index):
+        from ..indexing import get_item
+        return get_item(self, index)
+
+    def __iter__(self):
+        return (self[i] for i in range(self._shape[0]))
+
     def _run_own_op(self, op, arguments):
         args = tuple(_plain(v) for v in arguments.values())
         whole = _on_one_rank(op, arguments)
