@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from ms_dtensor.layout import Layout  # noqa: E402
 from ms_dtensor.mesh import DeviceMesh  # noqa: E402
 from ms_dtensor.placements import Partial, Replicate, Shard  # noqa: E402
+from ms_dtensor.redistribute.graph import graph_of  # noqa: E402
 from ms_dtensor.redistribute.plan import plan  # noqa: E402
 from tests.pure.plan_pairs import EXECUTED, SHAPES, check_costs, check_results  # noqa: E402
 
@@ -64,6 +65,10 @@ def speed(pairs: int, seed: int) -> dict:
     """CPU milliseconds per pair; every pair is planned once, so nothing comes from a cache."""
     mesh = DeviceMesh("cpu", np.arange(65536).reshape(4, 8, 8, 16, 16), mesh_dim_names=("pp", "dp", "ep", "cp", "tp"))
     rng, out = random.Random(seed), {"mesh": mesh.shape, "ranks": mesh.size(), "pairs_each": pairs}
+    for ndim in (2, 3):  # the graph of all states, once in the life of a process, when the first hard pair comes
+        started = time.process_time()
+        graph_of(mesh.ndim, ndim)
+        out[f"once_for_{ndim}d_ms"] = round(1e3 * (time.process_time() - started), 1)
     for name, shapes in {"2d": [(16384, 8192), (131072, 16384), (1001, 770), (4096, 32)],
                          "3d": [(512, 4096, 8192), (64, 1000, 300), (16, 8192, 8192)]}.items():
         times = []

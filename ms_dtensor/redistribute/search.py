@@ -14,10 +14,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
+import numpy as np
+
 from .cost import CostModel
+from .graph import graph_of
 
 State = tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, str], ...]]
 _SAFE = 1 - 1e-9  # rounding must not lift the estimate above the truth
+_PATIENCE = 500  # moves to look at one by one, about 4 ms, before all are looked at in vector operations
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +79,15 @@ class Search:
 
     def run(self) -> list[tuple[Step, State]]:
         """Steps and the states they lead to; no state on the way needs more memory than the larger end."""
+        return self.best_first(_PATIENCE) or self.on_graph() or self.best_first(float("inf"))
+
+    def best_first(self, patience: float) -> list[tuple[Step, State]] | None:
+        """A*; None if that many moves were looked at in vain."""
         best = {self.start: (0.0, 0)}
         came: dict[State, tuple[State, Step]] = {}
         done: set[State] = set()
         queue, tick = [(self.left(self.start), 0, 0, self.start)], itertools.count(1)
-        bound = float("inf")
+        bound, looked = float("inf"), 0
         while queue:
             _, moves, _, state = heapq.heappop(queue)
             if state == self.goal:
@@ -88,8 +96,11 @@ class Search:
             if moves > fewest or (state, seconds) in done:
                 continue
             done.add((state, seconds))
+            if looked > patience:
+                return None
             before = self.bytes(state[0])
             for step, after in self.steps(state):
+                looked += 1
                 size = self.bytes(after[0])
                 if size > self.limit:
                     continue
@@ -115,6 +126,40 @@ class Search:
             out.append((step, state))
             state = previous
         return out[::-1]
+
+    def on_graph(self) -> list[tuple[Step, State]] | None:
+        """The same by `graph.Graph`; None if that would be too large."""
+        axes = [a for a, n in enumerate(self.n) if n > 1]
+        graph = graph_of(len(axes), len(self.shape))
+        if graph is None:
+            return None
+        pending = [p for p in self.start[1] if p not in self.kept]
+        ops = [sum(1 << axes.index(a) for a, o in pending if o == op) for op in sorted({o for _, o in pending})]
+        kind_of = dict(self.start[1])
+
+        def number(state):
+            where = [-1] * len(axes)
+            depth = [0] * len(axes)
+            for d, split in enumerate(state[0]):
+                for i, a in enumerate(split):
+                    where[axes.index(a)], depth[axes.index(a)] = d, i
+            for a, _ in state[1]:
+                where[axes.index(a)] = -2
+            return graph.number(where, depth)
+
+        def state_of(i):
+            where, depth = graph.where[i], graph.depth[i]
+            split = [sorted(np.flatnonzero(where == d), key=depth.__getitem__) for d in range(len(self.shape))]
+            return (tuple(tuple(axes[j] for j in order) for order in split),
+                    tuple((a, kind_of[a]) for j, a in enumerate(axes) if where[j] == -2))
+        path = graph.shortest(number(self.start), number(self.goal), [self.n[a] for a in axes], self.shape, self.itemsize,
+                              self.model, self.messages, ops)
+        out, before = [], self.start
+        for kind, bits, i in path:
+            after = state_of(i)
+            out.append((_step(kind, {a for j, a in enumerate(axes) if bits >> j & 1}, before, after, kind_of), after))
+            before = after
+        return out
 
     # -- what remains ---------------------------------------------------------------------------------------------
     def left(self, state: State) -> float:
@@ -191,6 +236,18 @@ def moved_axes(start: State, goal: State) -> tuple[int, ...]:
             same += 1
         out.update(have[same:], want[same:])
     return tuple(sorted(out))
+
+
+def _step(kind: str, moved: set[int], before: State, after: State, kind_of: dict) -> Step:
+    """The step of this kind that takes one state to the other."""
+    if kind == "exchange":
+        return Step(kind, ())
+    leaves = next((d for d, axes in enumerate(before[0]) if moved & set(axes)), None)
+    enters = next((d for d, axes in enumerate(after[0]) if moved & set(axes)), None)
+    split = before[0][leaves] if leaves is not None else after[0][enters] if enters is not None else sorted(moved)
+    ordered = tuple(a for a in split if a in moved)
+    reduces = kind in ("all_reduce", "reduce_scatter")
+    return Step(kind, ordered, leaves, enters, kind_of[ordered[0]] if reduces else None)
 
 
 def _put(dims, d, axes):

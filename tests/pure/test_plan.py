@@ -17,7 +17,7 @@ from ms_dtensor.verify.oracle import assemble, same, split
 
 R, S = Replicate(), Shard
 RNG = np.random.default_rng(0)
-NAMES = ("a", "b", "c")
+NAMES = ("a", "b", "c", "d")
 
 
 def mesh_of(shape):

@@ -2,6 +2,7 @@
 """A part of what scripts/check_plans.py runs in full: no gap to brute force, right results, bounded memory, quick."""
 from __future__ import annotations
 
+import random
 import time
 
 import numpy as np
@@ -9,7 +10,9 @@ import pytest
 
 from ms_dtensor import DeviceMesh, Layout, Partial, Replicate, Shard
 from ms_dtensor.redistribute.boxes import transfers
-from ms_dtensor.redistribute.plan import plan
+from ms_dtensor.redistribute.cost import DEFAULT
+from ms_dtensor.redistribute.plan import _state, plan
+from ms_dtensor.redistribute.search import Search
 from ms_dtensor.verify.oracle import assemble, same, split
 from tests.pure.plan_pairs import EXECUTED, MESHES, SHAPES, check_costs, check_results, pairs
 from tests.pure.test_plan import RNG, execute, mesh_of
@@ -37,6 +40,36 @@ def test_every_result_is_the_targets_cut(mesh):
         every = _EVERY[len(mesh)] * (37 if len(mesh) == len(shape) == 3 else 1)
         count, wrong = check_results(mesh, shape, every)
         assert count and not wrong
+
+
+@pytest.mark.parametrize("mesh, shapes", [((2, 2), [(8, 6), (4096,), (5, 0, 3)]), ((2, 1, 3), [(8, 6), (512, 4096)]),
+                                          ((2, 3, 4), [(8, 6), (4096, 512), (5, 300, 300)]),
+                                          ((4, 8, 8, 16), [(512, 4096, 8192), (64, 1000, 300)])], ids=str)
+def test_all_states_at_once_give_what_best_first_gives(mesh, shapes):
+    """On up to four axes against A*, whose moves are those the oracle has checked."""
+    rng, grid = random.Random(1), mesh_of(mesh)
+    placed = [R, P, S(0), S(1), S(2)]
+    for i in range(24):
+        shape = shapes[i % len(shapes)]
+        able = placed[:2 + len(shape)]
+        ends = [Layout(grid, [rng.choice(allowed) for _ in mesh], shape, order=rng.sample(range(len(mesh)), len(mesh)))
+                for allowed in (able, [R, *able[2:]])]
+        start, goal = map(_state, ends)
+        if start == goal:
+            continue
+        search = Search(mesh, shape, 4, start, goal, DEFAULT)
+        prices = []
+        for path in (search.best_first(float("inf")), search.on_graph()):
+            before, seconds = start, 0.0
+            for step, after in path:
+                assert step.kind == "exchange" or (step, after) in list(search.steps(before))
+                ranks = int(np.prod([mesh[a] for a in step.axes]))
+                sizes = search.bytes(before[0]), search.bytes(after[0])
+                seconds += DEFAULT.seconds(step.kind, ranks, *sizes, search.messages)
+                before = after
+            assert before == goal
+            prices.append(seconds)
+        assert prices[1] == pytest.approx(prices[0], rel=1e-9), ends
 
 
 def test_no_step_holds_more_than_the_larger_end():
