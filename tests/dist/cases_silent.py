@@ -6,6 +6,7 @@ on every rank.
 """
 from __future__ import annotations
 
+import itertools
 import threading
 
 import mindspore as ms
@@ -166,7 +167,8 @@ def in_place_on_a_partial(world):
     """Peer: refused bare; adding 1 to each summand would add it once per rank."""
     x = placed(counting(8, 3), mesh_1d(), S(0))
     relu = mint.nn.functional.relu
-    for what, change in (("add_", lambda t: t.add_(1.0)), ("mul_", lambda t: t.mul_(2.0)), ("relu", lambda t: t.copy_(relu(t)))):
+    for what, change in (("add_", lambda t: t.add_(1.0)), ("mul_", lambda t: t.mul_(2.0)),
+                         ("relu", lambda t: t.copy_(relu(t)))):
         total = x.sum(0)
         before = array(total)
         try:
@@ -202,17 +204,15 @@ def cross_entropy_with_uneven_counts(world):
     labels = Tensor(np.array([0, -100, -100, -100, 4, 3, -100, 1], np.int32))
     few = Tensor(np.array([0, 1, -100, -100, -100, -100, -100, -100], np.int32))  # three of four ranks count nothing
     weight = Tensor(np.array([0.1, 5, 1, 2, 0.5], np.float32))
-    for y in (labels, few):
-        for use in (False, True):
-            for rows in (8, 7):
-                def loss(t, labels=None, weight=None):
-                    return ops.cross_entropy(t, labels, weight, ignore_index=-100)
-                x, y_ = Tensor(logits.asnumpy()[:rows]), Tensor(y.asnumpy()[:rows])
-                want = ms.value_and_grad(lambda t: loss(t, y_, weight if use else None), 0)(x)
-                dy, dw = placed(y_, mesh, S(0)), placed(weight, mesh, R)
-                got = value_and_grad(lambda t: loss(t, dy, dw if use else None), 0)(placed(x, mesh, S(0)))
-                equal(got[0], want[0], f"weights {use}, {rows} rows")
-                equal(got[1], want[1], f"weights {use}, {rows} rows: gradient")
+    for y, rows, use in itertools.product((labels, few), (8, 7), (False, True)):
+        x, y = Tensor(logits.asnumpy()[:rows]), Tensor(y.asnumpy()[:rows])
+
+        def loss(t, labels, weight, use=use):
+            return ops.cross_entropy(t, labels, weight if use else None, ignore_index=-100)
+        want = ms.value_and_grad(loss, 0)(x, y, weight)
+        got = value_and_grad(loss, 0)(placed(x, mesh, S(0)), placed(y, mesh, S(0)), placed(weight, mesh, R))
+        equal(got[0], want[0], f"weights {use}, {rows} rows")
+        equal(got[1], want[1], f"weights {use}, {rows} rows: gradient")
 
 
 # -- random numbers -------------------------------------------------------------------------------------------------

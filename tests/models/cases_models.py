@@ -44,7 +44,7 @@ def filled(model, seed: int = 1):
     return model
 
 
-def compare(make, inputs, placed, mesh, transform, what: str) -> None:
+def compare(make, inputs, placed, mesh, transform, what: str, steps: int = 1) -> None:
     """Loss and every gradient of a transformed copy against the model on one device.
 
     Args:
@@ -54,6 +54,7 @@ def compare(make, inputs, placed, mesh, transform, what: str) -> None:
         mesh: the mesh.
         transform: model -> None, makes its parameters DTensors.
         what: for messages.
+        steps: how many times; nothing of one step may be left in the next.
     """
     plain, model = filled(make()), filled(make())
     want, want_grads = ms.value_and_grad(lambda *a: plain(*a), None, plain.trainable_params())(*inputs)
@@ -61,7 +62,7 @@ def compare(make, inputs, placed, mesh, transform, what: str) -> None:
     params = model.trainable_params()
     assert [p.name for p in params] == [p.name for p in plain.trainable_params()], what
     d_inputs = [distribute_tensor(t, mesh, placed, src_data_rank=None) for t in inputs]
-    for step in range(2):
+    for step in range(steps):
         got, grads = value_and_grad(lambda *a: model(*a), None, params)(*d_inputs)
         assert abs(got.item() - want.item()) <= RTOL * abs(want.item()), (what, step, got.item(), want.item())
         largest = max(float(np.abs(array(w)).max()) for w in want_grads)
@@ -98,12 +99,13 @@ def second(p):
     return S(1) if p.ndim > 1 else S(0)
 
 
-def everywhere(make, inputs, sharded_inputs=(S(0),)) -> None:
+def everywhere(make, inputs, dims=(0,)) -> None:
     """A model in the layouts that need no thought about the model: batches and weights cut along any axis."""
     line, grid = mesh_1d(4, "dp"), mesh_2d()
-    for cut in sharded_inputs:
-        compare(make, inputs, [cut], line, sharded(line, lambda p: [R]), f"replicated, inputs {cut}")
+    for cut in map(S, dims):
+        compare(make, inputs, [cut], line, sharded(line, lambda p: [R]), f"replicated, inputs {cut}", steps=2)
         compare(make, inputs, [cut, R], grid, sharded(grid, lambda p: [R, S(0)]), f"weights S(0) over tp, inputs {cut}")
+    compare(make, inputs, [R], line, sharded(line, lambda p: [R]), "all replicated")
     compare(make, inputs, [R], line, sharded(line, lambda p: [last(p)]), "weights cut along their last dim, inputs whole")
     compare(make, inputs, [S(0)], line, sharded(line, lambda p: [S(0)]), "weights and batch over the same axis")
     compare(make, inputs, [R, S(0)], grid, sharded(grid, lambda p: [second(p), R]), "weights S(1) over dp, batch over tp")
@@ -127,13 +129,13 @@ def styled(mesh, plan):
 COLUMNS, ROWS = ColwiseParallel(use_local_output=False), RowwiseParallel(use_local_output=False)
 
 
-@case(world_size=4, timeout=180)
+@case(world_size=4, timeout=240)
 def gpt2_in_any_layout(world):
     for batch in (4, 5):
-        everywhere(GPT2, (ids(1, batch, 6), ids(2, batch, 6)), (S(0), S(1)))
+        everywhere(lambda: GPT2(layers=1), (ids(1, batch, 6), ids(2, batch, 6)), (0, 1))
 
 
-@case(world_size=4, timeout=120)
+@case(world_size=4, timeout=240)
 def gpt2_tensor_parallel(world):
     grid = mesh_2d()
     plan = {"wte": RowwiseParallel(input_layouts=R, use_local_output=False), "h.*.attn.c_attn": COLUMNS,
@@ -142,15 +144,15 @@ def gpt2_tensor_parallel(world):
         compare(GPT2, (ids(1, batch, 6), ids(2, batch, 6)), [S(0), R], grid, styled(grid, plan), f"styles, batch {batch}")
 
 
-@case(world_size=4, timeout=180)
+@case(world_size=4, timeout=240)
 def qwen2_in_any_layout(world):
     labels = ids(2, 4, 6).asnumpy()
     labels[0, :5] = labels[2, 3] = -100  # unevenly over the batch
     with implicit_replication():  # its rotary tables and its mask are plain tensors
-        everywhere(Qwen2, (ids(1, 4, 6), Tensor(labels)), (S(0), S(1)))
+        everywhere(lambda: Qwen2(layers=1), (ids(1, 4, 6), Tensor(labels)), (0, 1))
 
 
-@case(world_size=4, timeout=120)
+@case(world_size=4, timeout=240)
 def qwen2_tensor_parallel(world):
     grid = mesh_2d()
     plan = {"embed_tokens": RowwiseParallel(input_layouts=R, use_local_output=False),
@@ -161,13 +163,13 @@ def qwen2_tensor_parallel(world):
         compare(Qwen2, (ids(1, 4, 6), ids(2, 4, 6)), [S(0), R], grid, styled(grid, plan), "styles")
 
 
-@case(world_size=4, timeout=180)
+@case(world_size=4, timeout=240)
 def mixture_of_experts_in_any_layout(world):
     for kind in (Separate, Stacked):
-        everywhere(lambda k=kind: MoE(k), (data(1, 4, 3, 8), data(2, 4, 3, 8)), (S(0), S(1)))
+        everywhere(lambda k=kind: MoE(k, layers=1), (data(1, 4, 3, 8), data(2, 4, 3, 8)), (0, 1))
 
 
-@case(world_size=4, timeout=120)
+@case(world_size=4, timeout=240)
 def experts_over_an_axis(world):
     grid = mesh_2d()
     inputs = data(1, 4, 3, 8), data(2, 4, 3, 8)
@@ -178,34 +180,35 @@ def experts_over_an_axis(world):
     compare(MoE, inputs, [S(0), R], grid, styled(grid, plan), "each expert cut by styles")
 
 
-@case(world_size=4, timeout=180)
+@case(world_size=4, timeout=240)
 def vit_in_any_layout(world):
     for pool, batch in (("cls", 4), ("mean", 5)):
         labels = Tensor(np.arange(batch, dtype=np.int32))
-        everywhere(lambda p=pool: ViT(pool=p), (data(1, batch, 3, 8, 8), labels))
+        everywhere(lambda p=pool: ViT(pool=p, layers=1), (data(1, batch, 3, 8, 8), labels))
 
 
-@case(world_size=4, timeout=120)
+@case(world_size=4, timeout=240)
 def vit_tensor_parallel(world):
     grid = mesh_2d()
     plan = {"blocks.*.attn.qkv": COLUMNS, "blocks.*.attn.proj": ROWS, "blocks.*.mlp.0": COLUMNS, "blocks.*.mlp.2": ROWS}
     compare(ViT, (data(1, 4, 3, 8, 8), Tensor(np.arange(4, dtype=np.int32))), [S(0), R], grid, styled(grid, plan), "styles")
 
 
-@case(world_size=4, timeout=180)
+@case(world_size=4, timeout=240)
 def unet_in_any_layout(world):
     everywhere(UNet, (data(1, 4, 3, 8, 6), data(2, 4, 2, 8, 6)))
 
 
-@case(world_size=4, timeout=180)
+@case(world_size=4, timeout=240)
 def unet_with_batch_norm_in_any_layout(world):
     def make():
         return UNet(norm="batch", down="pool").set_train()
     everywhere(make, (data(1, 5, 3, 8, 6), data(2, 5, 2, 8, 6)))
 
 
-@case(world_size=4, timeout=180)
+@case(world_size=4, timeout=240)
 def unet_with_the_image_or_the_channels_cut(world):
     line = mesh_1d(4)
     for d in (1, 2, 3):
-        compare(UNet, (data(1, 2, 3, 8, 6), data(2, 2, 2, 8, 6)), [S(d)], line, sharded(line, lambda p: [R]), f"inputs S({d})")
+        images = data(1, 2, 3, 8, 6), data(2, 2, 2, 8, 6)
+        compare(UNet, images, [S(d)], line, sharded(line, lambda p: [R]), f"inputs S({d})")

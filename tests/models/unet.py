@@ -2,7 +2,7 @@
 """A small UNet, written as for one device: convolutions, group or batch norm, down, up, skip by concatenation."""
 from __future__ import annotations
 
-from mindspore import nn, ops
+from mindspore import mint, nn, ops
 
 
 class ConvBlock(nn.Cell):
@@ -31,6 +31,6 @@ class UNet(nn.Cell):
     def construct(self, x, target):
         skip = self.enter(x)
         x = self.middle(self.down(skip))
-        x = self.up_conv(ops.interpolate(x, size=skip.shape[2:], mode="nearest"))
+        x = self.up_conv(mint.nn.functional.interpolate(x, size=skip.shape[2:], mode="nearest"))
         x = self.leave(ops.cat((x, skip), axis=1))
         return ops.mse_loss(self.out(x), target)
