@@ -19,7 +19,7 @@ from ..rules.spec import Operand
 from . import arrange, attention, basic, conv, cpu, cpu_index, cpu_matmul, lists, lookup, loss, pool, random, write
 from .dtypes import widen, widening
 
-FAMILIES = (basic, lookup, arrange, random, lists, write, conv, pool, attention)
+FAMILIES = (basic, lookup, arrange, random, lists, write, conv, pool, attention, loss)
 TABLE = {**cpu_index.FORMS, **cpu_matmul.FORMS}
 CPU = {**cpu.TABLE}
 for family in FAMILIES:
