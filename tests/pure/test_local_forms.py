@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every local form that a rule names exists."""
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import ms_dtensor.rules
+from ms_dtensor.local_ops import TABLE
+
+
+def test_every_form_named_by_a_rule_is_in_the_table():
+    named = {name for file in Path(ms_dtensor.rules.__file__).parent.glob("*.py")
+             for name in re.findall(r'Invoke\(\s*"(\w+)"', file.read_text())}
+    assert len(named) > 20 and named <= set(TABLE), named - set(TABLE)
