@@ -56,6 +56,11 @@ MAKERS = {
     "F.dropout": lambda m, p: F.dropout(_ones(m, p), 0.5),
     "nn.Dropout": lambda m, p: nn.Dropout(p=0.5).set_train()(_ones(m, p)),
     "ops.bernoulli": lambda m, p: ops.bernoulli(_ones(m, p), 0.3),
+    "x.normal_": lambda m, p: _ones(m, p).normal_(),
+    "x.uniform_": lambda m, p: _ones(m, p).uniform_(-1, 2),
+    "x.random_": lambda m, p: _ones(m, p).random_(0, 9),
+    "x.bernoulli_": lambda m, p: _ones(m, p).bernoulli_(0.3),
+    "x.exponential_": lambda m, p: _ones(m, p).exponential_(2.0),
     "normal_": lambda m, p: init.normal_(_ones(m, p), 1.0, 3.0),
     "trunc_normal_": lambda m, p: init.trunc_normal_(_ones(m, p)),
     "xavier_uniform_": lambda m, p: init.xavier_uniform_(_ones(m, p)),
@@ -145,6 +150,13 @@ def test_a_rank_with_an_empty_shard_draws_in_step():
             mesh = md.init_device_mesh("cpu", (4,))
             F.dropout(md.ones((2, 3), mesh, [S(0)]), 0.5)
             assert md.get_rng_state() == {"seed": 1, "call": 1}
+
+
+def test_in_place_ops_write():
+    with fake_world(1):
+        x = md.zeros(5, 7, device_mesh=md.init_device_mesh("cpu", (1,)), placements=[S(0)])
+        x.normal_(5.0, 0.1)
+        assert x.to_local().asnumpy().min() > 4
 
 
 def test_dropout_uses_the_same_mask_in_the_backward():

@@ -104,6 +104,31 @@ def normal_of(mean, std, shape, box):
     return Tensor(random.normal(random.next_key(), shape, box)) * std + mean
 
 
+def _into(name, values):
+    """The local form of an in-place op: `values(key, shape, box, NumPy dtype, *parameters)` in the dtype of x."""
+    @drawing
+    def call(x, *args):
+        *parameters, shape, box = args
+        return tensor(np.asarray(values(random.next_key(), shape, box, kind(x.dtype), *parameters)), x.dtype)
+    call.__name__ = name
+    return call
+
+
+@drawing
+def bernoulli_into(x, p, shape, box):
+    """`x.bernoulli_(p)`."""
+    return bernoulli_like(x, p, shape, box)
+
+
+INTO = {f.__name__: f for f in (
+    _into("normal_into", lambda key, shape, box, t, mean, std: random.normal(key, shape, box, t) * t(std) + t(mean)),
+    _into("uniform_into", lambda key, shape, box, t, lo, hi: random.uniform(key, shape, box, t) * t(hi - lo) + t(lo)),
+    _into("random_into", lambda key, shape, box, t, lo, hi: random.integers(
+        key, shape, *((lo, hi) if hi is not None else (0, 1 << 24)), box)),
+    _into("exponential_into", lambda key, shape, box, t, rate: random.exponential(key, shape, box, t) / t(rate)),
+    bernoulli_into)}
+
+
 def _whole(x):
     shape = tuple(x._shape)
     return shape, tuple((0, n) for n in shape)
@@ -129,6 +154,7 @@ def _functional(fn):
 
 TABLE = {f.__name__: f for f in (dropout, dropout_channels, func_dropout, func_dropout_channels, rand_like, randn_like,
                                  randint_like, bernoulli, bernoulli_like, normal_of)}
+TABLE.update(INTO)
 
 CPU = {
     "Dropout2D": _classic_channels, "Dropout3D": _classic_channels,

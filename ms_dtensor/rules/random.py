@@ -95,6 +95,21 @@ def normal_of(call: Call) -> OpSpec:
     return OpSpec((shape,), cases, lambda at: Invoke("normal_of", (mean, std, *_box(at))), ("float32",))
 
 
+def into(call: Call) -> OpSpec:
+    """`x.normal_()` and its kin: new numbers in x's place; a parameter may be a tensor only for `bernoulli_`."""
+    x, p = call.args["input"], call.args.get("p")
+    seeds = tuple(o.index for o in call.operands if o is not x and o is not p)
+    members = [o for o in call.operands if o.index not in seeds]
+    cases = []
+    for c in shard_cases([o.shape for o in members], x.shape):
+        at = {o.index: placed for o, placed in zip(members, c.ins)}
+        cases.append(Case(tuple(at.get(o.index, R) for o in call.operands), c.outs))
+    static = [v for k, v in call.args.items() if k not in ("input", "seed", "offset", "attrs")]
+    if any(hasattr(v, "ndim") for v in static) and call.op != "bernoulli_into":
+        raise OpRuleError(f"For '{call.op}', a distribution's parameters must be numbers.", "", "", "pass floats")
+    return OpSpec((x.shape,), tuple(cases), lambda at: Invoke(call.op, (x, *static, *_box(at))), (x.dtype,))
+
+
 def multinomial(call: Call) -> OpSpec:
     """Refused."""
     raise OpRuleError("For 'multinomial', there is no rule for DTensors.", "",
@@ -105,4 +120,5 @@ def multinomial(call: Call) -> OpSpec:
 
 RULES = {"dropout": dropout, "dropout_channels": dropout, "func_dropout": func_dropout,
          "func_dropout_channels": func_dropout, "rand_like": like, "randn_like": like, "randint_like": like,
-         "bernoulli": bernoulli, "bernoulli_like": bernoulli_like, "normal_of": normal_of, "multinomial": multinomial}
+         "bernoulli": bernoulli, "bernoulli_like": bernoulli_like, "normal_of": normal_of, "multinomial": multinomial,
+         **dict.fromkeys(("normal_into", "uniform_into", "random_into", "exponential_into", "bernoulli_into"), into)}

@@ -43,6 +43,11 @@ hardtanh:InplaceHardtanh:input min_val max_val
 scatter:InplaceScatterSrc,InplaceScatterValue:input dim index src
 scatter_add:InplaceScatterAdd:input dim index src
 index_add:InplaceIndexAddExt:input dim index src alpha
+normal_into:InplaceNormal:input mean std seed offset
+uniform_into:InplaceUniform:input low high seed offset
+random_into:InplaceRandom:input low high seed offset
+exponential_into:InplaceExponential:input rate seed offset
+bernoulli_into:InplaceBernoulliScalar,InplaceBernoulliTensor:input p seed offset
 """
 
 
