@@ -134,6 +134,9 @@ def distribute_module(module: nn.Cell, device_mesh: DeviceMesh | None = None, pa
         The same cell. Names, `requires_grad` and ties of parameters are kept.
     """
     mesh = resolve_mesh(device_mesh, "distribute_module")
+    # all refusals come before anything is communicated
+    before = None if input_fn is None else _three_arguments(input_fn, "input_fn", module, mesh)
+    after = None if output_fn is None else _three_arguments(output_fn, "output_fn", module, mesh)
     for name, cell in module.cells_and_names():
         if partition_fn is not None:
             partition_fn(name, cell, mesh)
@@ -147,11 +150,9 @@ def distribute_module(module: nn.Cell, device_mesh: DeviceMesh | None = None, pa
         for key, buffer in list(getattr(cell, "_buffers", {}).items()):
             if isinstance(buffer, Tensor) and not isinstance(buffer, DTensor):
                 cell._buffers[key] = distribute_tensor(buffer, mesh, None)
-    if input_fn is not None:
-        hook = _three_arguments(input_fn, "input_fn", module, mesh)
-        module.register_forward_pre_hook(lambda cell, inputs: hook(cell, inputs))
-    if output_fn is not None:
-        after = _three_arguments(output_fn, "output_fn", module, mesh)
+    if before is not None:
+        module.register_forward_pre_hook(lambda cell, inputs: before(cell, inputs))
+    if after is not None:
         module.register_forward_hook(lambda cell, inputs, outputs: after(cell, outputs))
     return module
 

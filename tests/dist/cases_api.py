@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What PyTorch's own tests of its api, styles, local_map and register_sharding check, on our ranks and in our words."""
+from __future__ import annotations
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, mint, nn, ops
+
+from ms_dtensor import (
+    ColwiseParallel,
+    DeviceMesh,
+    DTensor,
+    Layout,
+    Partial,
+    PrepareModuleInputOutput,
+    Replicate,
+    RowwiseParallel,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+    full,
+    init_device_mesh,
+    local_map,
+    ones,
+    parallelize_module,
+    randn,
+    register_rule,
+    zeros,
+)
+from ms_dtensor.compat.torch_names import register_sharding
+from ms_dtensor.errors import ConfigError, DTensorError, LayoutError, MeshError, OpRuleError, RedistributeError
+from ms_dtensor.registry import unregister_rule
+from tests.cases import case
+from tests.dist.support import check_against_one_device, counted, data, equal, mesh_1d, mesh_2d, same_on_all_ranks
+
+R, P, S = Replicate(), Partial(), Shard
+
+
+def refused(world, kind, text: str, call) -> None:
+    """The same message everywhere, and nothing communicated before it."""
+    with counted() as count:
+        try:
+            call()
+        except kind as e:
+            message = str(e)
+        else:
+            raise AssertionError(f"not refused: {text}")
+    assert text in message, message
+    assert not count, count
+    same_on_all_ranks(world, message)
+
+
+# -- distribute_tensor, from_local ---------------------------------------------------------------------------------------
+@case(world_size=4)
+def distribute_tensor_cuts_every_layout_of_every_shape(world):
+    mesh = mesh_2d()
+    for shape in ((4, 8), (5, 3), (1, 2), (0, 4)):
+        x = data(1, *shape)
+        for placements in ((R, R), (S(0), R), (R, S(1)), (S(0), S(1)), (S(0), S(0)), (S(-1), S(-2))):
+            for src in (0, None):
+                dx = distribute_tensor(x, mesh, placements, src_data_rank=src)
+                box = tuple(slice(a, b) for a, b in dx.layout.local_box())
+                np.testing.assert_array_equal(dx.to_local().asnumpy(), x.asnumpy()[box])
+                assert dx.shape == shape and all(p.dim >= 0 for p in dx.placements if p.is_shard())
+
+
+@case(world_size=4)
+def distribute_tensor_refusals(world):
+    mesh, x = mesh_2d(), data(1, 4, 4)
+    dx = distribute_tensor(x, mesh, (S(0), R))
+    refused(world, LayoutError, "3 entries were given", lambda: distribute_tensor(x, mesh, [R, R, R]))
+    refused(world, LayoutError, "dims -2 to 1", lambda: distribute_tensor(x, mesh, [S(2), R]))
+    refused(world, LayoutError, "Partial is no way", lambda: distribute_tensor(x, mesh, [P, R]))
+    refused(world, LayoutError, "in another layout", lambda: distribute_tensor(dx, mesh, [R, R]))
+    refused(world, LayoutError, "must be a Tensor", lambda: distribute_tensor([1.0], mesh, [R, R]))
+    refused(world, LayoutError, "must be Shard, Replicate or Partial", lambda: distribute_tensor(x, mesh, [0, 1]))
+    refused(world, MeshError, "no default mesh", lambda: distribute_tensor(x, None, [R, R]))
+    refused(world, MeshError, "no axis 'pp'", lambda: distribute_tensor(x, mesh, {"pp": S(0)}))
+    equal(dx, x)
+
+
+@case(world_size=4)
+def from_local_refusals(world):
+    mesh, x = mesh_1d(), data(1, 4, 4)
+    dx = distribute_tensor(x, mesh, [S(0)])
+    refused(world, LayoutError, "is a DTensor already", lambda: DTensor.from_local(dx, mesh, [R]))
+    refused(world, LayoutError, "must be a Tensor", lambda: DTensor.from_local(3.0, mesh, [R]))
+    refused(world, LayoutError, "2 entries were given", lambda: DTensor.from_local(x, mesh, [R, R]))
+    refused(world, LayoutError, "not this rank's shard", lambda: DTensor.from_local(x, mesh, [S(0)], shape=(4, 4)))
+
+
+@case(world_size=4)
+def from_local_and_to_local_are_differentiable(world):
+    mesh = mesh_1d()
+    x = data(world.rank, 3, 4)
+    for placements, scale in (([S(0)], 1.0), ([P], 1.0), ([R], 1.0)):
+        def loss(t, how=placements):
+            return (DTensor.from_local(t * 2, mesh, how).redistribute(placements=[R]) * 3).sum().to_local()
+        g = ms.grad(loss)(x)
+        equal(g, np.full((3, 4), 6 * scale, np.float32), f"{placements}")
+
+
+@case(world_size=4)
+def negative_dims_and_redistribution_to_oneself(world):
+    mesh = mesh_1d()
+    x = distribute_tensor(data(1, 8, 4), mesh, [S(-1)])
+    with counted() as count:
+        assert x.redistribute(placements=[S(1)]) is x and x.placements == (S(1),)
+        assert x.redistribute(placements=[S(-1)]) is x
+    assert not count
+    refused(world, RedistributeError, "Partial", lambda: x.redistribute(placements=[P]))
+    refused(world, LayoutError, "dims -2 to 1", lambda: x.redistribute(placements=[S(5)]))
+
+
+@case(world_size=4)
+def redistribution_counts_are_those_of_the_move(world):
+    mesh = mesh_1d()
+    for rows in (8, 9, 10, 11):
+        x = data(1, rows, 12)
+        for src, dst, op in ((S(0), R, "all_gather"), (S(0), S(1), "all_to_all"), (R, S(0), None), (R, R, None)):
+            dx = distribute_tensor(x, mesh, [src])
+            with counted() as count:
+                out = dx.redistribute(placements=[dst])
+            assert sum(count.values()) == (op is not None) and all(k[0] == op for k in count), (src, dst, count)
+            equal(out, x)
+        for dst, op in ((R, "all_reduce"), (S(0), "reduce_scatter"), (S(1), "reduce_scatter")):
+            part = DTensor.from_local(x * float(world.rank + 1), mesh, [P])
+            with counted() as count:
+                out = part.redistribute(placements=[dst])
+            assert sum(count.values()) == 1 and all(k[0] == op for k in count), (dst, count)
+            equal(out, x * 10.0)
+
+
+@case(world_size=4)
+def ranks_outside_the_mesh_hold_nothing_and_may_take_part(world):
+    mesh = DeviceMesh("cpu", [0, 2], mesh_dim_names=("tp",))
+    x = data(1, 6, 2)
+    dx = distribute_tensor(x, mesh, [S(0)])
+    inside = world.rank in (0, 2)
+    assert (mesh.get_coordinate() is not None) == inside
+    assert tuple(dx.to_local().shape) == ((3, 2) if inside else (0, 0))
+    assert dx.shape == (6, 2) and "tp" in repr(dx)
+
+
+@case(world_size=4)
+def arrays_are_global_or_refused(world):
+    mesh, x = mesh_1d(), data(1, 4, 4)
+    np.testing.assert_array_equal(distribute_tensor(x, mesh).asnumpy(), x.asnumpy())
+    for dx in (distribute_tensor(x, mesh, [S(0)]), DTensor.from_local(x, mesh, [P])):
+        for read in (lambda t: t.asnumpy(), np.asarray, lambda t: t.tolist(), lambda t: t.numpy()):
+            refused(world, OpRuleError, "full_tensor()", lambda read=read, t=dx: read(t))
+
+
+# -- factories -------------------------------------------------------------------------------------------------------------
+@case(world_size=4)
+def factories_hold_their_shard(world):
+    mesh = mesh_2d()
+    for placements in ((S(0), S(1)), (S(0), S(0)), (R, R), (R, S(1))):
+        for shape in ((4, 8), (5, 3), (1, 1)):
+            layout = Layout(mesh, placements, shape)
+            for make, value in ((ones, 1), (zeros, 0)):
+                out = make(shape, device_mesh=mesh, placements=placements)
+                assert tuple(out.to_local().shape) == layout.local_shape()
+                equal(out, np.full(shape, value, np.float32))
+            equal(full(shape, 7.0, device_mesh=mesh, placements=placements), np.full(shape, 7, np.float32))
+    refused(world, LayoutError, "Partial is no way", lambda: ones(4, device_mesh=mesh, placements=[P, R]))
+    refused(world, LayoutError, "non-negative integers", lambda: ones(-1, device_mesh=mesh))
+
+
+@case(world_size=4)
+def random_factories_do_not_depend_on_the_mesh(world):
+    import ms_dtensor as md
+    values = []
+    for mesh, placements in ((mesh_2d(), (S(0), S(1))), (mesh_1d(), [S(1)]), (mesh_1d(), [R]), (mesh_2d(), (S(0), S(0)))):
+        md.manual_seed(5)
+        values.append(randn(5, 6, device_mesh=mesh, placements=placements).full_tensor().asnumpy())
+    assert all(np.array_equal(values[0], v) for v in values)
+
+
+# -- distribute_module -------------------------------------------------------------------------------------------
+class Net(nn.Cell):
+    """Two layers, the same on every rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Dense(4, 8), nn.Dense(8, 4)
+        for cell in (self.first, self.second):
+            cell.weight.set_data(data(cell.weight.shape[0], *cell.weight.shape))
+            cell.bias.set_data(data(cell.bias.shape[0] + 1, *cell.bias.shape))
+
+    def construct(self, x):
+        return self.second(ops.relu(self.first(x)))
+
+
+@case(world_size=4)
+def distribute_module_hooks_get_the_mesh(world):
+    mesh, x = mesh_1d(), data(3, 8, 4)
+    plain, seen = Net(), []
+
+    def partition(name, cell, on):
+        seen.append(name)
+        if name == "first":
+            cell._params["weight"] = Parameter(distribute_tensor(cell.weight, on, [S(0)]), name=cell.weight.name)
+
+    net = distribute_module(Net(), mesh, partition, lambda cell, inputs, on: distribute_tensor(inputs[0], on, [S(0)]),
+                            lambda cell, outputs, on: outputs.full_tensor())
+    assert seen == ["", "first", "second"]
+    assert net.first.weight.placements == (S(0),) and net.second.weight.placements == (R,)
+    assert [p.name for p in net.trainable_params()] == [p.name for p in plain.trainable_params()]
+    equal(net(x), plain(x))
+    refused(world, LayoutError, "must take 3 arguments", lambda: distribute_module(Net(), mesh, None, lambda a: a))
+
+
+# -- styles ------------------------------------------------------------------------------------------------------
+@case(world_size=4)
+def prepared_inputs_and_outputs_of_one_cell(world):
+    mesh, x = mesh_1d(), data(4, 8, 4)
+
+    class Seen(nn.Cell):
+        def construct(self, x, flag=None):
+            self.seen = x
+            return x * 2
+
+    cell = parallelize_module(Seen(), mesh, PrepareModuleInputOutput(
+        input_layouts=(S(0),), desired_input_layouts=(R,), output_layouts=(R,), desired_output_layouts=(S(1),),
+        use_local_input=False, use_local_output=False))
+    local = distribute_tensor(x, mesh, [S(0)]).to_local()
+    out = cell(local)
+    assert isinstance(cell.seen, DTensor) and cell.seen.placements == (R,)
+    assert isinstance(out, DTensor) and out.placements == (S(1),)
+    equal(out, x * 2)
+
+
+@case(world_size=4)
+def plans_by_pattern(world):
+    mesh, x = mesh_1d(), data(5, 6, 4)
+    plain = Net()
+    net = parallelize_module(Net(), mesh, {"first": ColwiseParallel(), "sec*": RowwiseParallel()})
+    assert net.first.weight.placements == (S(0),) and net.second.weight.placements == (S(1),)
+    with counted() as count:
+        out = net(x)
+    assert count[("all_reduce", "forward")] == 1 and sum(count.values()) == 1, count
+    equal(out, plain(x))
+    refused(world, DTensorError, "third", lambda: parallelize_module(Net(), mesh, {"third": ColwiseParallel()}))
+    refused(world, ConfigError, "", lambda: parallelize_module(Net(), mesh, {"": object()}))
+
+
+# -- local_map, register_sharding ----------------------------------------------------------------------------------
+@case(world_size=4)
+def local_map_results_on_another_mesh_or_plain(world):
+    mesh, other = mesh_1d(), mesh_1d(4, "other")
+    x = distribute_tensor(data(1, 8, 4), mesh, [S(0)])
+    out = local_map(lambda a: a * 2, [S(0)], ([S(0)],), device_mesh=other)(x)
+    assert out.device_mesh == other
+    equal(out, data(1, 8, 4) * 2)
+    result = local_map(lambda a, n: (a * n, n, a.sum()), ([S(0)], None, [P]), ([S(0)], None))(x, 3)
+    assert result[1] == 3 and result[2].placements == (P,)
+    equal(result[2], data(1, 8, 4).sum())
+    assert not isinstance(local_map(lambda a: a.sum(), None)(x), DTensor)
+    assert local_map(lambda a: a + 1, [S(0)])(1) == 2
+
+
+@case(world_size=4)
+def local_map_with_in_place_of_an_op_without_a_rule(world):
+    mesh = mesh_1d()
+    x = data(1, 8, 4)
+    normal = local_map(lambda a: (a - a.mean(-1, keep_dims=True)), [S(0)], ([S(0)],), redistribute_inputs=True)
+    for place in (S(0), S(1), R):
+        check_against_one_device(lambda a: (normal(a) ** 2).mean() if isinstance(a, DTensor) else
+                                 ((a - a.mean(-1, keep_dims=True)) ** 2).mean(), [x], [[place]], mesh, f"{place}")
+
+
+@case(world_size=4)
+def a_registered_sharding_is_used_and_taken_back(world):
+    mesh = mesh_1d()
+    x = data(1, 8, 6)
+
+    class Flip(nn.Cell):
+        def construct(self, t):
+            return ops.flip(t, (1,))
+    from ms_dtensor.rules.names import PRIMITIVES
+    dx = distribute_tensor(x, mesh, [S(0)])
+    if "ReverseV2" not in PRIMITIVES:
+        refused(world, OpRuleError, "register_rule('ReverseV2'", lambda: Flip()(dx))
+
+        @register_sharding("ReverseV2")
+        def flip(t, dims):
+            return [([S(d)], [S(d), None]) for d in range(t.ndim) if d not in dims]
+        with counted() as count:
+            out = Flip()(dx)
+        assert not count and out.placements == (S(0),)
+        equal(out, Flip()(x))
+        equal(Flip()(distribute_tensor(x, mesh, [S(1)])), Flip()(x))
+        unregister_rule("ReverseV2")
+        refused(world, OpRuleError, "no rule", lambda: Flip()(dx))
+    with register_rule("AddExt", "P, P -> P", override=True, params="input other alpha"):
+        out = mint.add(dx, dx)
+        assert out.placements == (R,)
+        equal(out, x + x)
+    assert mint.add(dx, dx).placements == (S(0),)
+
+
+@case(world_size=4)
+def meshes_of_the_wrong_size_are_explained(world):
+    refused(world, MeshError, "needs 3 ranks, the world has 4", lambda: init_device_mesh("cpu", (3,)))
+    refused(world, MeshError, "must be npu, gpu or cpu", lambda: init_device_mesh("tpu", (4,)))
+    refused(world, MeshError, "each rank once", lambda: DeviceMesh("cpu", [0, 0]))
+    refused(world, MeshError, "'mesh_dim_names' must be", lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=("a",)))
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))  # two disjoint meshes in a world of four
+    assert mesh.rank_list == ((0, 1) if world.rank < 2 else (2, 3))
+    equal(distribute_tensor(Tensor(np.ones((4, 2), np.float32)), mesh, [S(0)]).sum(), 8.0)
