@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from ..errors import ConfigError
 from ..layout import Layout
 from ..placements import REPLICATE
-from ..redistribute.cost import DEFAULT, CostModel, nbytes
+from ..redistribute.cost import CostModel, costs, nbytes
 from ..redistribute.plan import Move, cost, exchange_messages, plan
 from .comm_mode import CommDebugMode, columns, human
 
@@ -74,8 +74,9 @@ def _run(fn: Callable, args: Sequence, kwargs: dict):
         print(f"{name}: {mode.table()}")
 
 
-def plan_text(src: Layout, dst: Layout, model: CostModel = DEFAULT) -> str:
+def plan_text(src: Layout, dst: Layout, model: CostModel | None = None) -> str:
     """What `explain(src, dst)` prints."""
+    model = model or costs(src.mesh.device_type)
     head = f"{src} -> {dst} on mesh({src.mesh.describe()})"
     if src.mesh != dst.mesh:
         head += f" -> mesh({dst.mesh.describe()})"

@@ -2,12 +2,18 @@
 """The stated cost of a move: alpha per collective + beta per byte sent by a rank + gamma per byte copied locally.
 
 A model for choosing, not a clock: all ranks must choose alike, so it depends on layouts only, and on shards at
-coordinate zero, which are the largest. Bytes are the textbook lower bounds (ring or direct). Read next: `plan.py`.
+coordinate zero, which are the largest. Bytes are the textbook lower bounds (ring or direct). The figures may be told per
+device type, by `set_costs` or a JSON file named in MS_DTENSOR_COSTS; every rank must be told the same. Read next: `plan.py`.
 """
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import os
+from dataclasses import dataclass, fields
 from math import prod
+from pathlib import Path
+
+from ..errors import ConfigError
 
 ITEMSIZE = {"bool": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16,
             **{f"{u}int{b}": b // 8 for u in ("", "u") for b in (8, 16, 32, 64)}}
@@ -57,3 +63,54 @@ def nbytes(shape, dtype: str) -> int:
 
 
 DEFAULT = CostModel()
+_told: dict[str, CostModel] | None = None  # per device type; None until the environment has been asked
+
+
+def costs(device_type: str) -> CostModel:
+    """The model in force for meshes of this device type."""
+    global _told
+    if _told is None:
+        path = os.environ.get("MS_DTENSOR_COSTS")
+        _told = load_costs(path) if path else {}
+    return _told.get(device_type, DEFAULT)
+
+
+def set_costs(models: dict[str, CostModel] | str | os.PathLike | None) -> None:
+    """Replaces the models in force, for plans made from now on; call it on every rank alike.
+
+    Args:
+        models: per device type ("cpu", "npu", "gpu"); or the path of a JSON file of them; None for the built-in one.
+
+    Example:
+        >>> from ms_dtensor.redistribute.cost import CostModel, costs, set_costs
+        >>> set_costs({"cpu": CostModel(alpha=5e-6)})
+        >>> costs("cpu").alpha, costs("npu").alpha
+        (5e-06, 2e-05)
+        >>> set_costs(None)
+    """
+    global _told
+    _told = {} if models is None else dict(models) if isinstance(models, dict) else load_costs(models)
+
+
+def load_costs(path: str | os.PathLike) -> dict[str, CostModel]:
+    """Reads `{"cpu": {"alpha": 2e-5, "beta": 2e-10, "gamma": 5e-11}}`; figures left out keep their default.
+
+    Raises:
+        ConfigError: the file is no such JSON.
+    """
+    known = [f.name for f in fields(CostModel)]
+    shape = 'write {"cpu": {"alpha": seconds, "beta": seconds per byte, "gamma": seconds per byte}}'
+    try:
+        told = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"For 'MS_DTENSOR_COSTS', {os.fspath(path)!r} cannot be read: {e}.", "", "", shape) from None
+    for device, figures in told.items() if isinstance(told, dict) else [(None, None)]:
+        wrong = not isinstance(figures, dict) or [k for k, v in figures.items() if k not in known or not _positive(v)]
+        if device not in ("cpu", "npu", "gpu") or wrong:
+            raise ConfigError(f"For 'MS_DTENSOR_COSTS', {os.fspath(path)!r} does not state costs.", f"{device}: {figures}",
+                              f"Per device type (cpu, npu, gpu), some of {', '.join(known)}, none negative.", shape)
+    return {device: CostModel(**figures) for device, figures in told.items()}
+
+
+def _positive(value) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0

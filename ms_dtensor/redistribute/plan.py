@@ -23,7 +23,7 @@ from math import prod
 from ..errors import RedistributeError
 from ..layout import Layout
 from ..placements import REPLICATE, Partial, Shard
-from .cost import DEFAULT, CostModel, nbytes, sent_bytes
+from .cost import CostModel, costs, nbytes, sent_bytes
 from .search import Search, State, Step, moved_axes
 
 
@@ -53,8 +53,13 @@ class Move:
         return f"{self.kind}({names}): {self.src} -> {self.dst}"
 
 
-def plan(src: Layout, dst: Layout, model: CostModel = DEFAULT) -> tuple[Move, ...]:
+def plan(src: Layout, dst: Layout, model: CostModel | None = None) -> tuple[Move, ...]:
     """Cheapest moves from `src` to `dst` (empty if they are the same).
+
+    Args:
+        src: layout to leave.
+        dst: layout to reach.
+        model: costs; default those in force for the device type, see `cost.costs`.
 
     Raises:
         RedistributeError: `dst` is another tensor, or Partial where `src` is not.
@@ -68,7 +73,7 @@ def plan(src: Layout, dst: Layout, model: CostModel = DEFAULT) -> tuple[Move, ..
     """
     if src is dst:
         return ()
-    return _plan(src, dst, model)
+    return _plan(src, dst, model or costs(src.mesh.device_type))
 
 
 @lru_cache(maxsize=8192)
@@ -86,10 +91,11 @@ def _plan(src: Layout, dst: Layout, model: CostModel) -> tuple[Move, ...]:
                  for (step, _), a, b in zip(path, layouts, layouts[1:]))
 
 
-def cost(moves: tuple[Move, ...], model: CostModel = DEFAULT) -> float:
+def cost(moves: tuple[Move, ...], model: CostModel | None = None) -> float:
     """Seconds of a plan under the model."""
     if not moves:
         return 0.0
+    model = model or costs(moves[0].src.mesh.device_type)
     messages = exchange_messages(moves[0].src, moves[-1].dst)
     return sum(model.seconds(m.kind, m.ranks, _layout_bytes(m.src), _layout_bytes(m.dst), messages) for m in moves)
 

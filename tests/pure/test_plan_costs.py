@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Costs may be told by a file; plans follow them, and a wrong file is refused before anything is planned."""
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ms_dtensor import Layout, Partial, Replicate
+from ms_dtensor.errors import ConfigError
+from ms_dtensor.redistribute import cost as cost_module
+from ms_dtensor.redistribute.cost import CostModel, costs, load_costs, set_costs
+from ms_dtensor.redistribute.plan import plan
+from tests.pure.test_plan import mesh_of
+
+
+@pytest.fixture(autouse=True)
+def restored():
+    yield
+    set_costs(None)
+
+
+def test_plans_follow_the_costs_in_force(tmp_path):
+    mesh, shape = mesh_of((4, 4)), (256, 64)
+    ends = Layout(mesh, [Partial(), Replicate()], shape), Layout(mesh, [Replicate(), Replicate()], shape)
+    dear, cheap = tmp_path / "dear.json", tmp_path / "cheap.json"
+    dear.write_text(json.dumps({"cpu": {"alpha": 1}}))
+    cheap.write_text(json.dumps({"cpu": {"alpha": 0}, "npu": {"alpha": 1e-5, "beta": 1e-11, "gamma": 1e-12}}))
+    set_costs(dear)
+    assert [m.kind for m in plan(*ends)] == ["all_reduce"]
+    set_costs(str(cheap))
+    assert [m.kind for m in plan(*ends)][-1] == "all_gather"
+    assert costs("npu") == CostModel(1e-5, 1e-11, 1e-12) and costs("gpu") == CostModel()
+
+
+def test_the_environment_is_asked_once(tmp_path, monkeypatch):
+    path = tmp_path / "costs.json"
+    path.write_text('{"gpu": {"beta": 1e-12}}')
+    monkeypatch.setattr(cost_module, "_told", None)
+    monkeypatch.setenv("MS_DTENSOR_COSTS", str(path))
+    assert costs("gpu").beta == 1e-12
+    path.unlink()
+    assert costs("gpu").beta == 1e-12
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"tpu": {}}', '{"cpu": 3}', '{"cpu": {"alpa": 1}}', '{"cpu": {"alpha": -1}}',
+                                  '{"cpu": {"alpha": "1"}}'])
+def test_a_wrong_file_is_refused(tmp_path, text):
+    path = tmp_path / "costs.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="MS_DTENSOR_COSTS"):
+        load_costs(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_costs(tmp_path / "absent.json")
