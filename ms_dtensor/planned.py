@@ -42,7 +42,7 @@ class Plan:
             if grad:
                 tensors[0] = inplace.fresh(first)
         if self.implicit:
-            _check_policy(self, tensors, mode)
+            check_policy(self, tensors, mode)
         if self.substitute is not None:
             func, head = self.substitute, None
         if self.widened is not None:
@@ -149,7 +149,8 @@ def refill(values, tensors):
     return out if values.__class__ is list else tuple(out)
 
 
-def _check_policy(plan: Plan, tensors, mode):
+def check_policy(plan: Plan, tensors, mode):
+    """Raises or warns, as the redistribution policy says, if the plan moves an operand by itself."""
     if mode.policy == "auto":
         return
     for x, (_, target, _) in zip(tensors, plan.steps):
