@@ -16,7 +16,7 @@ from .faces import dtype_name
 from .layout import Layout, short_dtype
 from .local_ops import TABLE, decomposition, widen
 from .placements import Partial
-from .planned import Plan
+from .planned import Plan, check_policy
 from .rules import RULES, Call, Invoke, Local, Operand, empty_results, result_dtype
 from .rules.names import ALIASES, NATIVE, PRIMITIVES
 from .rules.select import choose
@@ -35,7 +35,10 @@ class Composition:
         self.name, self.op, self.params = name, op, params
 
     def run(self, func, head, args, kwargs, tensors, mode):
-        return COMPOSED[self.op].run(self.name, **bind_arguments(self.name, self.params, args, kwargs or {}, head))
+        bound = bind_arguments(self.name, self.params, args, kwargs or {}, head)
+        if mode.policy != "auto":  # what the user can do about it is to make the dim whole, as the op's own rule would
+            check_policy(plan_for(self.op, bound, tensors, mode), tensors, mode)
+        return COMPOSED[self.op].run(self.name, **bound)
 
 
 def _must_compose(op, bound, tensors) -> bool:
