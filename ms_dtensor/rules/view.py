@@ -44,7 +44,7 @@ def infer_shape(shape, wanted) -> tuple[int, ...]:
         rest = prod(n for n in wanted if n != -1)
         wanted = tuple(prod(shape) // rest if n == -1 and rest else (0 if n == -1 else n) for n in wanted)
     if prod(wanted) != prod(shape) or wanted.count(-1):
-        raise OpRuleError(f"For 'reshape', a tensor of shape {tuple(shape)} cannot take the shape {wanted}.", "",
+        raise OpRuleError(f"For 'reshape', a tensor cannot take the shape {list(wanted)}.", f"global shape {list(shape)}",
                           f"It has {prod(shape)} elements, the new shape {prod(wanted)}.", "check the global shape")
     return wanted
 
