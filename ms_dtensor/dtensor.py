@@ -248,7 +248,7 @@ class DTensor(Tensor):
         """The one element, as a Python number: reduced or gathered as the layout needs, the same on all ranks."""
         if self.numel() != 1:
             raise OpRuleError(f"For 'item', a tensor of {self.numel()} elements is no scalar.", self._layout.describe(),
-                              "", "reduce it first, e.g. x.sum().item()")
+                              "A Python number is one element.", "reduce it first, e.g. x.sum().item()")
         layout = self._layout
         whole = local_alias(self)
         if not layout.is_replicated():
