@@ -125,7 +125,9 @@ def _of_its_own(result):
     """An operand that was handed back (a cast to its own dtype, x[:]) as a node: an alias of a leaf has no gradient."""
     if isinstance(result, Tensor):
         return result.view(result._shape)
-    return type(result)(r.view(r._shape) if r._is_leaf else r for r in result) if isinstance(result, tuple | list) else result
+    if not isinstance(result, tuple | list):
+        return result
+    return type(result)(r.view(r._shape) if r._is_leaf else r for r in result)
 
 
 def _is_parameter(x) -> bool:

@@ -7,7 +7,6 @@ import math
 import mindspore as ms
 from mindspore import mint, ops
 
-from .cpu_math import mean
 from .cpu_nn import reduced, softplus
 
 

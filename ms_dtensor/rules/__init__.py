@@ -9,8 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import (arrange, attention, conv, create, elementwise, index, lists, loss, matmul, names, norm, pointwise, pool, random,
-               reduce, scatter, statistics, view, write)
+from . import (
+    arrange,
+    attention,
+    conv,
+    create,
+    elementwise,
+    index,
+    lists,
+    loss,
+    matmul,
+    names,
+    norm,
+    pointwise,
+    pool,
+    random,
+    reduce,
+    scatter,
+    statistics,
+    view,
+    write,
+)
 from .spec import Call, Case, Invoke, Local, Operand, OpSpec, empty_results, result_dtype
 
 RULES: dict[str, Callable[[Call], OpSpec]] = {op: pointwise.pointwise for op in names.POINTWISE}
