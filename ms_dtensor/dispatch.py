@@ -13,7 +13,7 @@ from mindspore._c_expression import NoFallbackGuard
 
 from . import comm, modes
 from .faces import as_local
-from .planning import attributes, bind_arguments, build_plan, plan_for, plan_in_place
+from .planning import attributes, bind_arguments, build_plan, plan_for, plan_own
 from .rules.names import PRIMITIVES
 
 _ATOMS = frozenset((int, float, bool, str, type(None), complex))
@@ -51,8 +51,7 @@ def call(op: str, **arguments):
     key = ("@" + op, _walk(tuple(arguments.items()), tensors), None, comm.fake_token(), mode.implicit_replication)
     plan = _cache.get(key)
     if plan is None:
-        build = plan_in_place if op[0] == "=" else plan_for
-        plan = _remember(key, build(op.lstrip("="), arguments, tensors, mode, own=""))
+        plan = _remember(key, plan_own(op, arguments, tensors, mode))
     return plan.run(None, None, (), None, tensors, mode)
 
 

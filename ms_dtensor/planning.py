@@ -53,7 +53,7 @@ def _must_compose(op, bound, tensors) -> bool:
 def build_plan(name, args, kwargs, tensors, mode, head=None) -> Plan | Composition:
     if name in INPLACE:
         op, params = INPLACE[name]
-        return plan_in_place(op, bind_arguments(name, params, args, kwargs, head), tensors, mode)
+        return widened(plan_in_place(op, bind_arguments(name, params, args, kwargs, head), tensors, mode), op, tensors)
     entry = PRIMITIVES.get(name)
     if entry is None or entry[0] not in RULES:
         near = difflib.get_close_matches(name, PRIMITIVES, 1)
@@ -71,9 +71,20 @@ def build_plan(name, args, kwargs, tensors, mode, head=None) -> Plan | Compositi
     plan.native = name in NATIVE
     if plan.outs[0][0].device_type == "cpu":
         plan.substitute = decomposition(name, {} if head is None else attributes(head[0]))
-        if any(dtype_name(x.dtype) == "bfloat16" for x in tensors):
-            widen(plan, op, tensors)
+    return widened(plan, op, tensors)
+
+
+def widened(plan: Plan, op: str, tensors) -> Plan:
+    """The plan; on CPU one with bfloat16 operands computes in float32 (see `local_ops/dtypes.py`)."""
+    if plan.outs[0][0].device_type == "cpu" and any(dtype_name(x.dtype) == "bfloat16" for x in tensors):
+        widen(plan, op, tensors)
     return plan
+
+
+def plan_own(op, arguments, tensors, mode) -> Plan:
+    """The plan of an op of our own; with "=" before its name it writes its result into its first operand."""
+    build = plan_in_place if op[0] == "=" else plan_for
+    return widened(build(op.lstrip("="), arguments, tensors, mode, own=""), op, tensors)
 
 
 def bind_arguments(name, params, args, kwargs, head=None) -> dict:

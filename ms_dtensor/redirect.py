@@ -75,6 +75,7 @@ def _bernoulli(input, p=0.5, seed=None):
 _EVERYWHERE = ("mindspore.ops.function", "mindspore.ops.functional", "mindspore.ops")
 _MATH, _RANDOM, _ARRAY = ((f"mindspore.ops.function.{home}_func", *_EVERYWHERE) for home in ("math", "random", "array"))
 
+
 def _affine(shape):
     return lambda a: {"weight": (shape(a), 1), "bias": (shape(a), 0)}
 
@@ -131,7 +132,7 @@ def _filling(original, constants):
             if given.arguments[name] is None:
                 shape = (shape,) if isinstance(shape, int) else tuple(shape)
                 with NoFallbackGuard():
-                    whole = ms.ops.full(shape, value, dtype=x.dtype)
+                    whole = ms.ops.full(shape, value, dtype=ms.float32).astype(x.dtype)  # bfloat16 has no kernel
                 given.arguments[name] = wrap(whole, Layout(x._layout.mesh, None, shape, x._layout.dtype))
         return original(*given.args, **given.kwargs)
     return call

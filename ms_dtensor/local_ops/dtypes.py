@@ -25,7 +25,7 @@ def as_dtype(dtype):
 
 def widen(plan, op: str, tensors) -> None:
     """Makes a plan compute in float32 if it has bfloat16 operands and the op has no kernel for them."""
-    if op in _NATIVE or str(op).startswith("inplace"):
+    if op in _NATIVE:
         return
     floating = {str(x.dtype) for x in tensors if x.is_floating_point()}
     narrow = floating == {"BFloat16"}
