@@ -39,6 +39,7 @@ xlogy:XLogYScalarOther,XLogYScalarSelf:input other
 eq:EqScalar:input other
 isclose:IsClose:input other rtol atol equal_nan
 allclose:DeprecatedAllclose:input other rtol atol equal_nan
+equal:EqualExt:input other
 approximate_equal:ApproximateEqual:input other
 nextafter:NextAfter:input other
 logaddexp:LogAddExp,LogAddExp2:input other
@@ -74,6 +75,12 @@ def allclose(call: Call) -> OpSpec:
     spec = pointwise(call)
     cases = tuple(Case(c.ins, (Partial("min"),)) for c in spec.cases)
     return OpSpec(((),), cases, dtypes=("bool",))
+
+
+def equal(call: Call) -> OpSpec:
+    """One boolean, as `allclose`; tensors of different shapes are not equal, which whole operands tell."""
+    x, y = call.operands
+    return allclose(call) if x.shape == y.shape else OpSpec(((),), (), dtypes=("bool",))
 
 
 def gated(call: Call) -> OpSpec:
@@ -113,6 +120,6 @@ _ALIKE = ("acos frac round invert nan_to_num lgamma digamma bessel inv logit cel
 RULES = {
     **dict.fromkeys(_ALIKE, pointwise),
     **dict.fromkeys(("isneginf", "isclose", "approximate_equal"), predicate),
-    "allclose": allclose, "glu": gated, "prelu": prelu, "addcmul": fused, "addcdiv": fused, "to_other": to_other,
+    "allclose": allclose, "equal": equal, "glu": gated, "prelu": prelu, "addcmul": fused, "addcdiv": fused, "to_other": to_other,
     "zeros_like": like, "ones_like": like,
 }
