@@ -110,6 +110,12 @@ def _batch_norm(input, weight=None, bias=None, running_mean=None, running_var=No
     return out, nothing, nothing
 
 
+def _equal(input, other):
+    if input._shape != other._shape:
+        return ops.zeros((), ms.bool_)
+    return (input == other).all()
+
+
 _AND = _bitwise(ops.bitwise_and, mint.logical_and)
 _OR = _bitwise(ops.bitwise_or, mint.logical_or)
 _XOR = _bitwise(ops.bitwise_xor, mint.logical_xor)
@@ -122,5 +128,5 @@ TABLE = {
     "BitwiseOrScalar": _OR, "BitwiseXorTensor": _XOR, "BitwiseXorScalar": _XOR, "FloorDivScalar": _floor_div_scalar,
     "Hardtanh": _hardtanh, "SeLUExt": _selu, "LogAddExp": _log_add_exp, "LogAddExp2": _log_add_exp2,
     "Threshold": _threshold, "MedianExt": _median, "MedianDim": _median_dim, "CumminExt": _cummin,
-    "SoftMarginLoss": _soft_margin, "NLLLoss2d": _nll, "BatchNormExt": _batch_norm,
+    "EqualExt": _equal, "SoftMarginLoss": _soft_margin, "NLLLoss2d": _nll, "BatchNormExt": _batch_norm,
 }
