@@ -106,6 +106,8 @@ def distribute_leaves(module: TorchStyleModule, device_mesh, plan: Mapping[str, 
     Raises:
         ConfigError: `plan` names a leaf that is not there.
     """
+    from mindspore import Parameter
+
     from ..distribute import distribute_parameter, distribute_tensor
     plan = dict(plan or {})
     unknown = sorted(set(plan) - {path for path, *_ in leaves(module)})
@@ -115,7 +117,7 @@ def distribute_leaves(module: TorchStyleModule, device_mesh, plan: Mapping[str, 
 
     def convert(path, leaf):
         tensor = as_mindspore(leaf)
-        make = distribute_parameter if hasattr(tensor, "param_info") else distribute_tensor
+        make = distribute_parameter if isinstance(tensor, Parameter) else distribute_tensor
         return make(tensor, device_mesh, plan.get(path), src_data_rank=src_data_rank)
     return swap_leaves(module, convert)
 
