@@ -120,6 +120,7 @@ _ALIKE = ("acos frac round invert nan_to_num lgamma digamma bessel inv logit cel
 RULES = {
     **dict.fromkeys(_ALIKE, pointwise),
     **dict.fromkeys(("isneginf", "isclose", "approximate_equal"), predicate),
-    "allclose": allclose, "equal": equal, "glu": gated, "prelu": prelu, "addcmul": fused, "addcdiv": fused, "to_other": to_other,
+    "allclose": allclose, "equal": equal, "glu": gated, "prelu": prelu,
+    "addcmul": fused, "addcdiv": fused, "to_other": to_other,
     "zeros_like": like, "ones_like": like,
 }
