@@ -365,6 +365,24 @@ class DTensorParameter(Parameter, DTensor):
     def __init__(self, default_input, *args, **kwargs):
         Parameter.__init__(self, default_input, *args, **kwargs)
 
+    def clone(self, init="same") -> Parameter:
+        """A new Parameter in the same layout; how MindSpore's optimizers make their moments.
+
+        Args:
+            init: "same" for the same values, "zeros", "ones" or a number for constant ones.
+
+        Raises:
+            LayoutError: another initialiser; each shard would draw the same numbers.
+        """
+        value = {"zeros": 0, "ones": 1}.get(init, init) if isinstance(init, str) else init
+        if value != "same" and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise LayoutError(f"For 'clone', 'init' must be 'same', 'zeros', 'ones' or a number, but got {init!r}.",
+                              self._layout.describe(), "Every shard would draw the same numbers.", "use ms_dtensor.init")
+        array = local_alias(self).asnumpy().copy()
+        if value != "same":
+            array.fill(value)
+        return Parameter(wrap(Tensor(array), self._layout), name=self.name, requires_grad=self.requires_grad)
+
     __repr__ = DTensor.__repr__
     __str__ = DTensor.__repr__
     __copy__ = DTensor.__copy__

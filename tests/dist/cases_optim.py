@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real ranks: MindSpore's optimizers step DTensor parameters like one device does, and communicate nothing."""
+from __future__ import annotations
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, mint, nn
+
+import ms_dtensor as md
+from ms_dtensor import Replicate, Shard, distribute_tensor
+from ms_dtensor.distribute import distribute_parameter
+from ms_dtensor.optim import AdamW, clip_grad_norm_
+from tests.cases import case
+from tests.dist.support import array, counted, equal, mesh_2d
+
+R, S = Replicate(), Shard
+SHAPES = ((6, 5), (5,), (5, 3))
+LAYOUTS = ([S(0), R], [R, S(0)], [S(1), S(0)])  # uneven shards among them
+STEPS = 3
+
+OPTIMIZERS = {
+    "nn.Adam": lambda ps: nn.Adam(ps, learning_rate=0.05, weight_decay=0.01),
+    "nn.Adam(amsgrad)": lambda ps: nn.Adam(ps, learning_rate=0.05, use_amsgrad=True),
+    "nn.AdamWeightDecay": lambda ps: nn.AdamWeightDecay(ps, learning_rate=0.05, weight_decay=0.1),
+    "nn.SGD": lambda ps: nn.SGD(ps, learning_rate=0.1, momentum=0.9, weight_decay=0.01),
+    "nn.Momentum": lambda ps: nn.Momentum(ps, learning_rate=0.1, momentum=0.9),
+    "experimental SGD": lambda ps: ms.experimental.optim.SGD(ps, lr=0.1, momentum=0.9),
+    "experimental Adam": lambda ps: ms.experimental.optim.Adam(ps, lr=0.05),
+    "experimental AdamW": lambda ps: ms.experimental.optim.AdamW(ps, lr=0.05, weight_decay=0.1),
+}
+
+
+def _parameters(mesh=None):
+    rng = np.random.default_rng(3)
+    plain = [Parameter(Tensor(rng.normal(size=s).astype(np.float32)), name=f"p{i}") for i, s in enumerate(SHAPES)]
+    if mesh is None:
+        return plain
+    return [distribute_parameter(p, mesh, placed) for p, placed in zip(plain, LAYOUTS)]
+
+
+def _inputs(mesh=None):
+    x = Tensor(np.random.default_rng(4).normal(size=(4, 6)).astype(np.float32))
+    return x if mesh is None else distribute_tensor(x, mesh, [S(0), R])
+
+
+def _train(build, parameters, x, value_and_grad):
+    """Parameters after a few steps, and what the optimizer alone communicated."""
+    optimizer = build(parameters)
+
+    def loss(x):
+        hidden = mint.tanh(mint.matmul(x, parameters[0]) + parameters[1])
+        return (mint.matmul(hidden, parameters[2]) ** 2).sum()
+    step = value_and_grad(loss, None, list(parameters))
+    total = 0
+    for _ in range(STEPS):
+        _, grads = step(x)
+        with counted() as count:
+            optimizer(tuple(grads))
+        total += sum(count.values())
+    return parameters, total
+
+
+def _check(name, build, value_and_grad):
+    mesh = mesh_2d()
+    wanted, _ = _train(build, _parameters(), _inputs(), ms.value_and_grad)
+    got, communicated = _train(build, _parameters(mesh), _inputs(mesh), value_and_grad)
+    assert communicated == 0, (name, communicated)
+    for g, w, layout, start in zip(got, wanted, LAYOUTS, _parameters()):
+        assert isinstance(g, md.DTensor) and list(g.placements) == layout, name
+        equal(g, w, name, rtol=1e-4)  # Adam divides by roots of small squares
+        assert np.abs(array(w) - array(start)).max() > 1e-3, f"{name} did not move"
+
+
+@case(world_size=4, timeout=240)
+def optimizers_step_with_local_gradients(world):
+    for name, build in OPTIMIZERS.items():
+        _check(name, build, ms.value_and_grad)
+
+
+@case(world_size=4, timeout=240)
+def optimizers_step_with_dtensor_gradients(world):
+    for name, build in OPTIMIZERS.items():
+        _check(name, build, md.value_and_grad)
+
+
+@case(world_size=4)
+def our_adamw_steps_and_the_norm_is_the_global_one(world):
+    _check("AdamW", lambda ps: AdamW(ps, lr=0.05, weight_decay=0.1), ms.value_and_grad)
+    mesh = mesh_2d()
+    grads = [distribute_tensor(Tensor(np.full(s, 2.0, np.float32)), mesh, p) for s, p in zip(SHAPES, LAYOUTS)]
+    assert abs(float(clip_grad_norm_(grads, 1e9)) - 2 * np.sqrt(30 + 5 + 15)) < 1e-4
+
+
+@case(world_size=4)
+def random_numbers_agree_on_real_ranks(world):
+    mesh = mesh_2d()
+    md.manual_seed(5)
+    for placements in ([S(0), S(1)], [S(0), S(0)], [R, S(1)]):
+        md.manual_seed(5)
+        x = md.randn((5, 3), mesh, placements)
+        y = mint.nn.functional.dropout(x, 0.5)
+        state = md.get_rng_state()
+        if placements[0] is R:
+            everyone = mesh.get_group(0).all_gather_object(x.to_local().asnumpy().tolist())
+            assert everyone[0] == everyone[1]
+        full = array(x), array(y)
+        md.manual_seed(5)
+        whole = md.randn((5, 3), mesh, [R, R])
+        assert np.array_equal(array(whole), full[0])
+        assert np.array_equal(array(mint.nn.functional.dropout(whole, 0.5)), full[1])
+        assert md.get_rng_state() == state
