@@ -212,7 +212,8 @@ class _Trial:
                 return
             value, unequal = assemble(got[j], layout)
             if unequal or not same(self.results[j], value):
-                self.report.wrong.append(f"{label}: value of result {j}" + (f", replicas differ at {unequal}" if unequal else ""))
+                differ = f", replicas differ at {unequal}" if unequal else ""
+                self.report.wrong.append(f"{label}: value of result {j}{differ}")
                 return
         if self.grads is not None and not any(p.is_partial() and not p.is_partial("sum") and not p.is_partial("avg")
                                               for layout in (*ins, *outs) for p in layout.placements):
