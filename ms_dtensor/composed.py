@@ -32,7 +32,7 @@ def _reduces_sharded(default=None):
     def when(call: Call, layouts) -> bool:
         x = call.args["input"]
         axes = layouts[x.index].dim_axes
-        return bool(x.shape) and any(axes[d] for d in dims_of(call.args.get("dim", default), x.ndim))
+        return 0 not in x.shape and any(axes[d] for d in dims_of(call.args.get("dim", default), x.ndim) if x.shape)
     return when
 
 
@@ -94,7 +94,7 @@ def log_softmax(name, input, dim=-1, dtype=None, **_):
 def _log_softmax_sharded(call: Call, layouts) -> bool:
     x, dim = call.args["input"], call.args.get("dim", -1)
     dim = (0 if x.ndim in (1, 3) else 1) if dim is None else dim
-    return bool(x.shape) and bool(layouts[x.index].dim_axes[dim % x.ndim])
+    return 0 not in x.shape and bool(x.shape) and bool(layouts[x.index].dim_axes[dim % x.ndim])
 
 
 def nll_loss(name, input, target, weight=None, reduction=1, ignore_index=-100, **_):
@@ -114,7 +114,7 @@ def nll_loss(name, input, target, weight=None, reduction=1, ignore_index=-100, *
 
 def _nll_sharded(call: Call, layouts) -> bool:
     x, t = call.args["input"], call.args["target"]
-    if not x.shape:
+    if not x.shape or 0 in x.shape:
         return False
     classes = layouts[x.index].dim_axes[0 if x.ndim == 1 else 1]
     batch = any(a for o in (x, t) for a in layouts[o.index].dim_axes)
@@ -151,9 +151,9 @@ def batch_norm(name, input, weight=None, bias=None, running_mean=None, running_v
 
 def _batch_norm_moves(call: Call, layouts) -> bool:
     """In training, unless every axis shards the channels of all operands, or nothing."""
-    if not call.get("training"):
-        return False
     x = call.args["input"]
+    if not call.get("training") or 0 in x.shape:
+        return False
     for axis in range(layouts[0].mesh.ndim):
         placed = [layouts[o.index].placements[axis] for o in call.operands]
         alike = all(p.is_shard(1 if o.index == x.index else 0) for o, p in zip(call.operands, placed))

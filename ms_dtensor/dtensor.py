@@ -18,7 +18,7 @@ from mindspore._c_expression import NoFallbackGuard
 from . import comm, modes, patch
 from .dispatch import call, dispatch, plain_tree
 from .errors import LayoutError, OpRuleError, RedistributeError
-from .faces import as_local, dtype_name, local_alias, make, redistribute, wrap
+from .faces import as_local, dtype_name, local_alias, make, recording, redistribute, wrap
 from .indexing import get_item, set_item
 from .layout import Layout
 from .mesh import DeviceMesh, resolve_mesh
@@ -371,9 +371,13 @@ class DTensorParameter(Parameter, DTensor):
         Args:
             init: "same" for the same values, "zeros", "ones" or a number for constant ones.
 
+        While gradients are recorded, "same" is `DTensor.clone`: a differentiable copy, not a new leaf.
+
         Raises:
             LayoutError: another initialiser; each shard would draw the same numbers.
         """
+        if init == "same" and recording():
+            return DTensor.clone(self)
         value = {"zeros": 0, "ones": 1}.get(init, init) if isinstance(init, str) else init
         if value != "same" and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise LayoutError(f"For 'clone', 'init' must be 'same', 'zeros', 'ones' or a number, but got {init!r}.",

@@ -68,8 +68,9 @@ def mish(input):
 
 
 def log_sigmoid(input):
-    """`LogSigmoid`; the kernel's second result is a buffer nobody reads."""
-    return -(mint.nn.functional.relu(-input) + mint.log1p(mint.exp(-mint.abs(input))))
+    """`LogSigmoid`: (result, a buffer nobody reads)."""
+    out = -(mint.nn.functional.relu(-input) + mint.log1p(mint.exp(-mint.abs(input))))
+    return out, ops.stop_gradient(out)
 
 
 def log_softmax(input, dim=None, dtype=None):

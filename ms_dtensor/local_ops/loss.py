@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mindspore import mint, ops
 
-from .cpu_nn import kl_div, softplus
+from .cpu_nn import kl_div, log_sigmoid, softplus
 
 
 def _mse(x, target):
@@ -39,4 +39,5 @@ def group_norm(x, groups, weight, bias, eps):
     return ops.auto_generate.group_norm_op(x, groups, weight, bias, eps)
 
 
-TABLE = {"loss_share": loss_share, "sparse_cross_entropy_share": sparse_cross_entropy_share, "group_norm": group_norm}
+TABLE = {"loss_share": loss_share, "sparse_cross_entropy_share": sparse_cross_entropy_share, "group_norm": group_norm,
+         "log_sigmoid_pair": log_sigmoid}

@@ -116,12 +116,18 @@ class OpSpec:
 
 _BOOL_OPS = frozenset(("eq ne lt le gt ge logical_and logical_or logical_xor logical_not isfinite isinf isnan all any "
                        "isneginf isposinf isclose signbit").split())
+_FLOAT_OPS = frozenset(("div mean exp expm1 exp2 log log1p log2 log10 sqrt rsqrt reciprocal sin cos tan sinh cosh tanh "
+                        "asin acos atan asinh acosh atanh erf erfc erfinv sigmoid sinc atan2 xlogy").split())
 _WIDTH = ("bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 bfloat16 float16 float32 float64 complex64 "
           "complex128").split()
 # MindSpore passes a dtype as its number in some calls
 _TYPE_IDS = {30: "bool", 32: "int8", 33: "int16", 34: "int32", 35: "int64", 37: "uint8", 38: "uint16", 39: "uint32",
              40: "uint64", 42: "float16", 43: "float32", 44: "float64", 45: "bfloat16", 51: "complex64",
              52: "complex128"}
+
+
+def _kind(dtype: str) -> int:
+    return 3 if "complex" in dtype else 2 if "float" in dtype else 1 if "int" in dtype else 0
 
 
 def result_dtype(call: Call) -> str:
@@ -133,9 +139,13 @@ def result_dtype(call: Call) -> str:
         return _TYPE_IDS[wanted]
     if wanted is not None:
         return str(wanted).lower().rsplit(".", 1)[-1]
-    kinds = [o.dtype for o in call.operands if o.dtype in _WIDTH]
+    known = [o for o in call.operands if o.dtype in _WIDTH]
+    kinds = [o.dtype for o in known if o.shape]  # a 0-d operand counts as a Python number does
+    if not kinds or max(map(_kind, kinds)) < max((_kind(o.dtype) for o in known), default=0):
+        kinds = [o.dtype for o in known]
     floats = {k for k in kinds if "float" in k}
-    if floats == {"float16", "bfloat16"}:
+    scalars = any(isinstance(v, float) for v in call.args.values())
+    if floats == {"float16", "bfloat16"} or (not floats and kinds and (scalars or call.op in _FLOAT_OPS)):
         return "float32"
     return max(kinds, key=_WIDTH.index, default="float32")
 

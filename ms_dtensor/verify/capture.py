@@ -71,6 +71,10 @@ class Probe(Tensor):
         from ..indexing import get_item
         return get_item(self, index)
 
+    def __setitem__(self, index, value):
+        from ..indexing import set_item
+        set_item(self, index, value)
+
     def __iter__(self):
         return (self[i] for i in range(self._shape[0]))
 

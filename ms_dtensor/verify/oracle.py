@@ -78,13 +78,13 @@ def assemble(parts: dict[tuple[int, ...], np.ndarray], layout: Layout):
     return whole, wrong
 
 
-def same(a: np.ndarray, b: np.ndarray, rtol: float = 2e-4, atol: float = 2e-4) -> bool:
+def same(a: np.ndarray, b: np.ndarray, rtol: float = 2e-4, atol: float = 2e-4, half: bool = False) -> bool:
     """Equal up to float32 rounding of small sums (tolerances: a few hundred ulp of values of size one; of float16, ten)."""
     if a.shape != b.shape:
         return False
     if a.dtype == bool or not np.issubdtype(a.dtype, np.inexact):
         return bool(np.array_equal(a, b))
-    if a.dtype == np.float16:
+    if a.dtype == np.float16 or half:  # `half`: from operands of that width
         rtol, atol = 1e-2, 1e-2
     with np.errstate(invalid="ignore", over="ignore"):
         scale = float(np.max(np.abs(a[np.isfinite(a)]), initial=1.0))

@@ -27,7 +27,7 @@ def verify_form(form: Form, report: Report, missed: bool = False, quick: bool = 
     A form that reaches no rule at all (it bypasses dispatch) counts as wrong.
     """
     for i, args in enumerate(form.variants()[:1] if quick else form.variants()):
-        before = report.compared, len(report.wrong)
+        before = report.samples, len(report.wrong)
         try:
             check_rule(form.fn, *args, axes=((2,),) if quick else ONE_AXIS if i else TWO_AXES, report=report,
                        **({"missed": True} if missed else {}))
@@ -36,7 +36,7 @@ def verify_form(form: Form, report: Report, missed: bool = False, quick: bool = 
             text = str(e).strip().splitlines()
             report.wrong.append(f"variant {i}: {type(e).__name__}: {text[0] if text else ''} ({at.filename}:{at.lineno})")
             continue
-        if before == (report.compared, len(report.wrong)):
+        if before == (report.samples, len(report.wrong)):
             report.wrong.append(f"variant {i}: no op of this form reached a rule")
 
 
