@@ -93,9 +93,13 @@ def _start(device: str) -> World:
     if device == "CPU":
         if role == "MS_SCHED" and _cpu_backend == "shm":
             raise SystemExit(0)  # msrun runs the script once more as scheduler; shared memory needs none
-        mindspore.set_device("CPU")
         # The asynchronous pipeline costs tens of times more than the ops themselves where cores are few.
-        mindspore.runtime.launch_blocking()
+        for choose in (lambda: mindspore.set_device("CPU"), mindspore.runtime.launch_blocking):
+            try:
+                choose()
+            except RuntimeError:  # an op has run already, so the runtime has started as it is
+                if mindspore.get_context("device_target") != "CPU":
+                    raise
     if size == 1 and role != "MS_SCHED":
         from .fake import FakeBackend
         return World(0, 1, FakeBackend(1, 0, "local"), device)
