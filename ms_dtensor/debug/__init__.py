@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """See what is communicated: `CommDebugMode` counts it, `explain` tells why and what it costs.
 
-Nothing here communicates, and nothing runs unless asked for. Read next: `comm_mode.py`, `explain.py`.
+Nothing here communicates, and nothing runs unless asked for. Read next: `comm_mode.py`, `plans.py`.
 """
 from __future__ import annotations
 
 import importlib
 
-_HOME = {"CommDebugMode": "comm_mode", "explain": "explain", "visualize_sharding": "visualize"}
+_HOME = {"CommDebugMode": "comm_mode", "explain": "plans", "visualize_sharding": "visualize"}
 __all__ = ["CommDebugMode", "explain", "visualize_sharding"]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from ms_dtensor import DeviceMesh, Layout, Partial, Replicate, Shard
 from ms_dtensor.debug import explain
-from ms_dtensor.debug.explain import _peak, naive, plan_text
+from ms_dtensor.debug.plans import _peak, naive, plan_text
 from ms_dtensor.errors import ConfigError
 from ms_dtensor.redistribute.plan import cost, plan
 from ms_dtensor.verify.oracle import assemble, same, split
