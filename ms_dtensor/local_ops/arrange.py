@@ -45,6 +45,11 @@ def select(x, dim, index):
     return mint.reshape(x, (*x._shape[:d], *x._shape[d + 1:]))
 
 
+def flip(input, dims):
+    """`ReverseV2`, whose CPU kernel ends the process on a tensor without elements."""
+    return mint.flip(input, dims) if 0 not in input._shape else input.view(input._shape)
+
+
 def diag(x, diagonal=0):
     """`DiagExt`: a vector to a matrix, a matrix to its diagonal."""
     if len(x._shape) == 2:
@@ -108,7 +113,7 @@ index_add_primitive.takes_attributes = True
 
 TABLE = {"trace_shard": trace_shard}
 CPU = {
-    "UnstackExtView": unbind, "SelectExtView": select, "DiagExt": diag, "TraceExt": trace,
+    "ReverseV2": flip, "UnstackExtView": unbind, "SelectExtView": select, "DiagExt": diag, "TraceExt": trace,
     **dict.fromkeys(("ReflectionPad1D", "ReflectionPad2D", "ReflectionPad3D"), reflection_pad),
     **dict.fromkeys(("ReplicationPad1D", "ReplicationPad2D", "ReplicationPad3D"), replication_pad),
     "IndexAddExt": index_add, "DeprecatedIndexAdd": index_add_old,
