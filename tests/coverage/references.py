@@ -241,7 +241,7 @@ REFERENCES: dict = {
     "LeakyReLUExt": [((X, 0.1), lambda x, s: np.where(x > 0, x, 0.1 * x))],
     "SoftplusExt": [((X, 2, 20), lambda x, b, t: np.log1p(np.exp(2 * x)) / 2), ((X * 30,), lambda x: np.logaddexp(0, x))],
     "MishExt": [((X,), lambda x: x * np.tanh(np.log1p(np.exp(x))))],
-    "LogSigmoid": [((X,), lambda x: -np.log1p(np.exp(-x))), ((X * 50,), lambda x: -np.logaddexp(0, -x))],
+    "LogSigmoid": [((X,), lambda x: (-np.logaddexp(0, -x), None)), ((X * 50,), lambda x: (-np.logaddexp(0, -x), None))],
     "LogSoftmaxExt": [((X, 1), lambda x, d: np.log(softmax(x, 1))), ((X, 0), lambda x, d: np.log(softmax(x, 0)))],
     "RmsNorm": [((X, pos(5)), lambda x, g: (x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * g,
                                             1 / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6)))],
