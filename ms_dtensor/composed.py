@@ -146,7 +146,7 @@ def batch_norm(name, input, weight=None, bias=None, running_mean=None, running_v
     if name == "BatchNormExt":
         return out, mint.reshape(middle, flat), mint.reshape(scale, flat)
     middle, var = mint.reshape(middle, flat), mint.reshape(var, flat)
-    return out, middle * 0, middle * 0, middle, var * (count / max(count - 1, 1))
+    return out, middle * 0, middle * 0, middle, var
 
 
 def _batch_norm_moves(call: Call, layouts) -> bool:

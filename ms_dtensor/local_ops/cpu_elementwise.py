@@ -85,11 +85,22 @@ def _median(input):
 
 
 def _cummin(input, dim):
-    return ops.cummin(input, dim)
+    values, at = ops.cummin(input, dim)
+    return values, at.astype(ms.int64)
 
 
 def _soft_margin(input, target, reduction=1):
     return reduced(softplus(-target * input), reduction)
+
+
+def binary_cross_entropy(input, target, weight=None, reduction=1):
+    """`BinaryCrossEntropy` from its unreduced kernel: the reducing one doubles the loss of a single element."""
+    return reduced(ops.binary_cross_entropy(input, target, weight, "none"), reduction)
+
+
+def bce_with_logits(input, target, weight=None, pos_weight=None, reduction=1):
+    """`BCEWithLogitsLoss` from its unreduced kernel: the mean's gradient divides by the size of an earlier call."""
+    return reduced(ops.binary_cross_entropy_with_logits(input, target, weight, pos_weight, "none"), reduction)
 
 
 def _nll(input, target, weight=None, reduction=1, ignore_index=-100):
@@ -98,16 +109,21 @@ def _nll(input, target, weight=None, reduction=1, ignore_index=-100):
 
 
 def _batch_norm(input, weight=None, bias=None, running_mean=None, running_var=None, training=False, momentum=0.1,
-                eps=1e-5):
+                eps=1e-5, name="BatchNormExt"):
     if training:
         from ..composed import batch_norm
-        return batch_norm("BatchNormExt", input, weight, bias, running_mean, running_var, True, momentum, eps)
+        return batch_norm(name, input, weight, bias, running_mean, running_var, True, momentum, eps)
     shape = tuple(n if d == 1 else 1 for d, n in enumerate(input._shape))
     out = (input - mint.reshape(running_mean, shape)) * mint.rsqrt(mint.reshape(running_var, shape) + eps)
     out = out if weight is None else out * mint.reshape(weight, shape)
     out = out if bias is None else out + mint.reshape(bias, shape)
-    nothing = ops.zeros((0,), input.dtype)
-    return out, nothing, nothing
+    unused = (0,) * 2 if name == "BatchNormExt" else (input._shape[1],) * 4
+    return out, *(ops.zeros((n,), input.dtype) for n in unused)
+
+
+def _batch_norm_classic(input, weight, bias, running_mean, running_var, training=False, eps=1e-5, momentum=0.1,
+                        data_format=None):
+    return _batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps, "BatchNorm")
 
 
 def _equal(input, other):
@@ -128,5 +144,7 @@ TABLE = {
     "BitwiseOrScalar": _OR, "BitwiseXorTensor": _XOR, "BitwiseXorScalar": _XOR, "FloorDivScalar": _floor_div_scalar,
     "Hardtanh": _hardtanh, "SeLUExt": _selu, "LogAddExp": _log_add_exp, "LogAddExp2": _log_add_exp2,
     "Threshold": _threshold, "MedianExt": _median, "MedianDim": _median_dim, "CumminExt": _cummin,
-    "EqualExt": _equal, "SoftMarginLoss": _soft_margin, "NLLLoss2d": _nll, "BatchNormExt": _batch_norm,
+    "EqualExt": _equal, "SoftMarginLoss": _soft_margin, "NLLLoss2d": _nll, "NLLLoss": _nll,  # kernel: garbage where ignored
+    "BinaryCrossEntropy": binary_cross_entropy, "BCEWithLogitsLoss": bce_with_logits,
+    "BatchNormExt": _batch_norm, "BatchNorm": _batch_norm_classic,  # kernel: garbage in what it leaves out
 }

@@ -68,8 +68,8 @@ def roll(input, shifts, dims=None):
 
 
 def masked_fill(input, mask, value):
-    """`MaskedFill`, `MaskedFillScalar` for dtypes without the kernel."""
-    return ops.masked_fill(input, mask, value)
+    """`MaskedFill`, whose CPU kernel takes no int for a floating tensor."""
+    return ops.masked_fill(input, mask, float(value) if isinstance(value, int) and input.is_floating_point() else value)
 
 
 def scatter_add(input, dim, index, src):
@@ -139,7 +139,7 @@ def new_full(input, size, fill_value, dtype=None):
 
 
 TABLE = {
-    "StackExt": stack, "TrilExt": tril, "IndexSelect": index_select, "Embedding": embedding,
+    "MaskedFill": masked_fill, "StackExt": stack, "TrilExt": tril, "IndexSelect": index_select, "Embedding": embedding,
     "RepeatInterleaveInt": repeat_interleave, "Repeat": repeat, "Roll": roll, "ScatterAddExt": scatter_add,
     "ConstantPadND": pad, "OneHotExt": one_hot,
     "FullLike": full_like, "ZerosLikeExt": zeros_like, "OnesLikeExt": ones_like, "EmptyLike": zeros_like,

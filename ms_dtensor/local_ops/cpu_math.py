@@ -87,6 +87,11 @@ def norm(input, p=2.0, dim=None, keepdim=False, dtype=None):
     return vector_norm(input, p, dim, keepdim, dtype)
 
 
+def lp_norm_v2(input, p, dim=None, keepdim=False, epsilon=0.0):
+    """`LpNormV2`, which `mint.norm` uses for infinite p; epsilon does not show there."""
+    return vector_norm(input, p, dim, keepdim)
+
+
 def count_nonzero(input, dim=None):
     """`CountNonZero`."""
     return total((input != 0).astype(ms.int64), _dims(dim, len(input._shape)))
@@ -157,7 +162,7 @@ def log2(input):
 
 TABLE = {
     "Clone": clone, "Var": variance, "Std": std, "VarMean": var_mean, "StdMean": std_mean, "LogSumExp": logsumexp,
-    "LinalgVectorNorm": vector_norm, "Norm": norm, "CountNonZero": count_nonzero, "TraceExt": trace,
+    "LinalgVectorNorm": vector_norm, "Norm": norm, "LpNormV2": lp_norm_v2, "CountNonZero": count_nonzero, "TraceExt": trace,
     "CumsumExt": cumsum, "TopkExt": topk, "SortExt": sort, "ArgSort": argsort, "ArgMaxExt": argmax, "ArgMinExt": argmin,
     "AddcmulExt": addcmul, "AddcdivExt": addcdiv, "Atan2Ext": atan2, "Log2": log2,
 }

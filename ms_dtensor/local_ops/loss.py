@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mindspore import mint, ops
 
+from .cpu_elementwise import bce_with_logits, binary_cross_entropy
 from .cpu_nn import kl_div, log_sigmoid, softplus
 
 
@@ -17,9 +18,8 @@ _SUM = {
     "l1_loss": lambda x, target: mint.abs(x - target).sum(),
     "soft_margin_loss": lambda x, target: softplus(-target * x).sum(),
     "smooth_l1_loss": lambda x, target, beta: ops.smooth_l1_loss(x, target, beta, "sum"),
-    "binary_cross_entropy": lambda x, target, weight: ops.binary_cross_entropy(x, target, weight, "sum"),
-    "bce_with_logits": lambda x, target, weight, pos_weight: ops.binary_cross_entropy_with_logits(
-        x, target, weight, pos_weight, "sum"),
+    "binary_cross_entropy": lambda x, target, weight: binary_cross_entropy(x, target, weight, "sum"),
+    "bce_with_logits": lambda x, target, weight, pos_weight: bce_with_logits(x, target, weight, pos_weight, "sum"),
     "kl_div": lambda x, target, log_target: kl_div(x, target, "sum", log_target),
 }
 

@@ -7,8 +7,6 @@ layout goes through `composed.py`, which makes the batch's statistics from sums.
 """
 from __future__ import annotations
 
-from math import prod
-
 from .spec import Call, Case, Invoke, Local, OpSpec, R, S
 
 NAMES = """
@@ -71,7 +69,7 @@ def batch_norm(call: Call) -> OpSpec:
     cases = [Case((S(1), *(S(0),) * rest), (S(1), *(S(0),) * 4))]
     if not training:
         cases += [Case((S(d), *(R,) * rest), (S(d), *(R,) * 4)) for d in range(x.ndim) if d != 1]
-    return OpSpec((x.shape, *((n,),) * 4), tuple(cases))
+    return OpSpec((x.shape, *((n,),) * 4), tuple(cases), writes=_written(call))
 
 
 def batch_norm_ext(call: Call) -> OpSpec:
@@ -82,7 +80,7 @@ def batch_norm_ext(call: Call) -> OpSpec:
     cases = [Case((S(1), *(S(0),) * rest), (S(1), *(S(0),) * 2))]
     if not training:
         cases += [Case((S(d), *(R,) * rest), (S(d), R, R)) for d in range(x.ndim) if d != 1]
-    return OpSpec((x.shape, *stats), tuple(cases))
+    return OpSpec((x.shape, *stats), tuple(cases), writes=_written(call))
 
 
 def lrn(call: Call) -> OpSpec:
@@ -91,15 +89,10 @@ def lrn(call: Call) -> OpSpec:
     return OpSpec((x.shape,), tuple(Case((S(d),), (S(d),)) for d in range(x.ndim) if d != 1))
 
 
-def writes_statistics(call: Call) -> bool:
-    """Whether this call updates running statistics that it was given."""
-    return bool(call.get("training")) and call.args.get("running_mean") is not None
-
-
-def batch_extent(call: Call) -> int:
-    """Number of elements per channel."""
-    x = call.args["input"]
-    return prod(n for d, n in enumerate(x.shape) if d != 1)
+def _written(call: Call) -> tuple[int, ...]:
+    """The running statistics, in training."""
+    held = (call.args.get(k) for k in ("running_mean", "running_var"))
+    return tuple(x.index for x in held if x is not None) if call.get("training") else ()
 
 
 RULES = {"layer_norm": layer_norm, "layer_norm_classic": layer_norm_classic, "rms_norm": rms_norm,

@@ -106,12 +106,14 @@ class OpSpec:
         local: optional `Local -> Invoke | None`; None: call the original with the same static arguments.
         dtypes: dtype of each result, where it is not what `result_dtype` says. Only a rank whose shards are empty
             needs it: everywhere else the kernel tells.
+        writes: operands that the op changes in place besides giving results; no gradient passes through them.
     """
 
     shapes: tuple[tuple[int, ...] | None, ...]
     cases: tuple[Case, ...]
     local: Callable[[Local], Invoke | None] | None = None
     dtypes: tuple[str, ...] | None = None
+    writes: tuple[int, ...] = ()
 
 
 _BOOL_OPS = frozenset(("eq ne lt le gt ge logical_and logical_or logical_xor logical_not isfinite isinf isnan all any "
@@ -139,10 +141,9 @@ def result_dtype(call: Call) -> str:
         return _TYPE_IDS[wanted]
     if wanted is not None:
         return str(wanted).lower().rsplit(".", 1)[-1]
-    known = [o for o in call.operands if o.dtype in _WIDTH]
-    kinds = [o.dtype for o in known if o.shape]  # a 0-d operand counts as a Python number does
-    if not kinds or max(map(_kind, kinds)) < max((_kind(o.dtype) for o in known), default=0):
-        kinds = [o.dtype for o in known]
+    kinds = [o.dtype for o in call.operands if o.dtype in _WIDTH]  # unlike NumPy's, a 0-d operand counts in full
+    if call.op == "sum" and "skip_mode" not in call.args and all(_kind(k) < 2 for k in kinds):
+        return "int64"  # the classic ReduceSum, which is told a skip_mode, keeps small integers
     floats = {k for k in kinds if "float" in k}
     scalars = any(isinstance(v, float) for v in call.args.values())
     if floats == {"float16", "bfloat16"} or (not floats and kinds and (scalars or call.op in _FLOAT_OPS)):

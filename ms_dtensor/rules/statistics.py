@@ -33,13 +33,15 @@ var_mean:VarMean,StdMean:input dim correction keepdim
 reduce_std:ReduceStd:input dim unbiased keepdim
 vector_norm:LinalgVectorNorm:input p dim keepdim dtype
 vector_norm:Norm:input p dim keepdim dtype
+vector_norm:LpNormV2:input p dim keepdim epsilon
 lp_norm:LpNorm:input
 l2_normalize:L2Normalize:input
 logsumexp:LogSumExp:input dim keepdim
 cumsum:CumSum:input dim exclusive reverse
 cumsum:CumsumExt:input dim dtype
 cumprod:CumProd:input dim exclusive reverse
-cum_extreme:Cummax,Cummin,CummaxExt,CumminExt:input dim
+cum_extreme:Cummax,CummaxExt,CumminExt:input dim
+cummin:Cummin:input dim
 sort:SortExt:input dim descending stable
 sort_classic:Sort:input
 argsort:ArgSort:input dim descending stable
@@ -75,7 +77,7 @@ def argmax_classic(call: Call) -> OpSpec:
 
 def extreme_with_index(call: Call) -> OpSpec:
     """(position, value) along one dim."""
-    return _reduced(call, call.get("dim", 0), call.get("keepdim"), ("int32", call.operands[0].dtype))
+    return _reduced(call, call.get("dim", 0), call.get("keepdim"), ("int64", call.operands[0].dtype))
 
 
 def max_dim(call: Call) -> OpSpec:
@@ -155,6 +157,11 @@ def cumprod(call: Call) -> OpSpec:
 
 def cum_extreme(call: Call) -> OpSpec:
     """Running extremes and their positions."""
+    return _along(call, call.args["dim"], (call.operands[0].dtype, "int64"))
+
+
+def cummin(call: Call) -> OpSpec:
+    """The classic `Cummin` counts in int32."""
     return _along(call, call.args["dim"], (call.operands[0].dtype, "int32"))
 
 
@@ -205,7 +212,8 @@ RULES = {
     "argmax_method": argmax, "extreme_with_index": extreme_with_index, "max_dim": max_dim,
     "median": median, "median_classic": median_classic, "var": var, "var_mean": var_mean, "reduce_std": var_mean,
     "vector_norm": vector_norm, "lp_norm": lp_norm, "l2_normalize": l2_normalize, "logsumexp": logsumexp,
-    "cumsum": cumsum, "cumprod": cumprod, "cum_extreme": cum_extreme, "sort": sort, "sort_classic": sort_classic,
+    "cumsum": cumsum, "cumprod": cumprod, "cum_extreme": cum_extreme, "cummin": cummin,
+    "sort": sort, "sort_classic": sort_classic,
     "argsort": argsort, "topk": topk, "topk_classic": topk_classic, "log_softmax": log_softmax,
 }
 

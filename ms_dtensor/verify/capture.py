@@ -19,8 +19,9 @@ from ..faces import dtype_name
 from ..layout import Layout
 from ..local_ops import CPU, TABLE, decomposition, fill_operands
 from ..mesh import DeviceMesh
-from ..planning import as_operands, attributes
+from ..planning import as_operands, attributes, bind_arguments
 from ..rules import RULES, Call, Invoke, Local, Operand
+from ..rules.write import INPLACE
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +59,27 @@ class Probe(Tensor):
         if len(args) == 3 and isinstance(args[1], str) and isinstance(args[0], ops.Primitive):
             head, real = args[:2], args[2]
         name, primitive = func.name, head
+        if name in INPLACE:
+            return self._written(name, real, kwargs or {}, head)
         real, kwargs = _plain(tuple(real)), _plain(kwargs or {})
+        before = copied(real), copied(kwargs)  # the op may write into an operand, and a later one into its result
         if name in CPU and ms.get_context("device_target") == "CPU":  # there is no kernel; dispatch does the same
             func, head = decomposition(name, {} if head is None else attributes(head[0])), None
         with NoFallbackGuard():
             result = func(*real, **kwargs) if head is None else func(*head, real)
         if name != "typeof":
-            self._log.append(Captured(name, func, head, real, kwargs, _plain(result), primitive))
+            self._log.append(Captured(name, func, head, *before, copied(_plain(result)), primitive))
         return _probe(result, self._log)
+
+    def _written(self, name, args, kwargs, head):
+        """An in-place op: what gives the new value is an op of our own, which `inplace.py` then stores."""
+        op, params = INPLACE[name]
+        arguments = bind_arguments(name, params, args, kwargs, head)
+        new = self._run_own_op("=" + op, {k: v for k, v in arguments.items() if k != "attrs"})
+        target = next(v for v in arguments.values() if isinstance(v, Probe))
+        with NoFallbackGuard():
+            Tensor.copy_(_plain(target), _plain(new))
+        return target
 
     def __getitem__(self, index):
         from ..indexing import get_item
@@ -83,7 +97,7 @@ class Probe(Tensor):
         whole = _on_one_rank(op, arguments)
         with NoFallbackGuard():
             result = whole(*args)
-        self._log.append(Captured("@" + op, whole, None, args, {}, _plain(result), None, tuple(arguments)))
+        self._log.append(Captured("@" + op, whole, None, copied(args), {}, copied(_plain(result)), None, tuple(arguments)))
         return _probe(result, self._log)
 
 
@@ -92,8 +106,8 @@ def _on_one_rank(op: str, arguments: dict):
     tensors = flat(tuple(arguments.values()))
     operands = tuple(Operand(i, tuple(t._shape), dtype_name(t.dtype)) for i, t in enumerate(tensors))
     it = iter(operands)
-    call = Call(op, {k: as_operands(v, it) for k, v in arguments.items()}, operands)
-    spec = RULES[op](call)
+    call = Call(op.lstrip("="), {k: as_operands(v, it) for k, v in arguments.items()}, operands)
+    spec = RULES[call.op](call)
     mesh = DeviceMesh("cpu", [0])
     ins = tuple(Layout(mesh, None, o.shape, o.dtype) for o in operands)
     outs = tuple(Layout(mesh, None, shape) for shape in spec.shapes)
@@ -108,6 +122,15 @@ def flat(tree) -> list:
     if isinstance(tree, dict):
         tree = tuple(tree.values())
     return [t for v in tree for t in flat(v)] if isinstance(tree, tuple | list) else []
+
+
+def copied(tree):
+    """`tree` with tensors of their own."""
+    if isinstance(tree, Tensor):
+        return Tensor(tree.asnumpy().copy()) if tree.dtype != ms.bfloat16 else tree
+    if isinstance(tree, dict):
+        return {k: copied(v) for k, v in tree.items()}
+    return type(tree)(copied(v) for v in tree) if isinstance(tree, tuple | list) else tree
 
 
 def _plain(value):

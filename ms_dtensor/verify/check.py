@@ -21,13 +21,13 @@ from ..faces import dtype_name
 from ..layout import Layout
 from ..local_ops import TABLE, Nothing, run_local
 from ..mesh import DeviceMesh, coordinates
-from ..placements import PARTIAL, REPLICATE
+from ..placements import PARTIAL, REPLICATE, Shard
 from ..planned import original_call, refill
 from ..planning import as_operands, attributes, bind_arguments, empty_with_dtypes
 from ..random import frozen
 from ..rules import RULES, Call, Case, Local, Operand, OpSpec
 from ..rules.names import PRIMITIVES
-from .capture import Captured, capture
+from .capture import Captured, capture, copied
 from .missed import find_missed
 from .oracle import assemble, box_slices, same, split
 
@@ -105,7 +105,7 @@ def _identity(c: Captured, axes, missed: bool) -> tuple:
 
 def check_captured(c: Captured, axes, rng, report: Report, missed: bool = False) -> None:
     """Checks every case of the rule of one primitive call, and what it may be composed of."""
-    entry = PRIMITIVES.get(c.name) if c.params is None else (c.name[1:], c.params)
+    entry = PRIMITIVES.get(c.name) if c.params is None else (c.name[1:].lstrip("="), c.params)
     if entry is None or entry[0] not in RULES:
         report.wrong.append(f"{c.name}: no rule")
         return
@@ -127,8 +127,16 @@ def check_captured(c: Captured, axes, rng, report: Report, missed: bool = False)
                 trial.run(combo, mesh)
     if missed:
         report.missed |= find_missed(trial)
-    if op in COMPOSED and c.params is None and all(a.size for a in trial.arrays):
+    if op in COMPOSED and c.params is None and all(a.size for a in trial.arrays) and _may_be_composed(call):
         _check_composition(c, op, params, trial, axes, rng, report)
+
+
+def _may_be_composed(call: Call) -> bool:
+    """Whether sharding any one dim of any one operand has the op composed."""
+    mesh = DeviceMesh("cpu", np.arange(2))
+    whole = [Layout(mesh, None, o.shape, o.dtype) for o in call.operands]
+    return any(COMPOSED[call.op].when(call, (*whole[:i], Layout(mesh, [Shard(d)], o.shape, o.dtype), *whole[i + 1:]))
+               for i, o in enumerate(call.operands) for d in range(o.ndim))
 
 
 def _check_composition(c: Captured, op, params, trial, axes, rng, report: Report) -> None:
@@ -152,16 +160,8 @@ def _check_composition(c: Captured, op, params, trial, axes, rng, report: Report
         grads = trial.gradients([a.copy() for a in trial.arrays], trial.cotangents, of_tensors)
         if not all(same(a, b) for a, b in zip(trial.grads, grads)):
             report.wrong.append(f"{label}: gradient")
-    for part in capture(lambda *args, **kwargs: composed(args, kwargs), *_copied(c.args), **_copied(c.kwargs)):
+    for part in capture(lambda *args, **kwargs: composed(args, kwargs), *copied(c.args), **copied(c.kwargs)):
         check_captured(part, axes[:2], rng, report)
-
-
-def _copied(tree):
-    if isinstance(tree, Tensor):
-        return Tensor(tree.asnumpy().copy())
-    if isinstance(tree, dict):
-        return {k: _copied(v) for k, v in tree.items()}
-    return type(tree)(_copied(v) for v in tree) if isinstance(tree, tuple | list) else tree
 
 
 def _tensors(tree) -> list:
@@ -181,12 +181,16 @@ class _Trial:
         self.half = any(a.dtype == np.float16 for a in self.arrays)
         results = c.result if isinstance(c.result, tuple | list) else (c.result,)
         self.results = [r.asnumpy() for r in results]
+        changed = [Tensor(a.copy()) for a in self.arrays]
+        if spec.writes:
+            self.original(changed)
+        self.written = [changed[i].asnumpy() for i in spec.writes]
         promised = [r.shape if s is None else tuple(s) for r, s in zip(self.results, spec.shapes)]  # None: not told
         if len(self.results) != len(spec.shapes) or [r.shape for r in self.results] != promised:
             report.wrong.append(f"{call.op}: the rule promises shapes {spec.shapes}, MindSpore gives "
                                 f"{[r.shape for r in self.results]}")
         self.cotangents = [rng.normal(size=r.shape).astype(r.dtype) if _floating(r) else None for r in self.results]
-        self.wrt = tuple(i for i, a in enumerate(self.arrays) if _floating(a))
+        self.wrt = tuple(i for i, a in enumerate(self.arrays) if _floating(a) and i not in spec.writes)
         self.grads = None
         # The gradients of results without elements are empty sums: uninitialised memory in MindSpore 2.10 on CPU.
         if self.wrt and any(g is not None and g.size for g in self.cotangents):
@@ -219,24 +223,27 @@ class _Trial:
         outs = tuple(Layout(mesh, [c.outs[j] for c in combo], r.shape, str(r.dtype)) for j, r in enumerate(self.results))
         parts = [split(a, layout, self.rng) for a, layout in zip(self.arrays, ins)]
         label = f"{self.call.op} {[list(a.shape) for a in self.arrays]} {ins} -> {outs} on {mesh.shape}"
-        got = [{} for _ in outs]
+        wanted, layouts = [*self.results, *self.written], (*outs, *(ins[i] for i in self.spec.writes))
+        got = [{} for _ in wanted]
         for at in coordinates(mesh):
             local = [p[at] for p in parts]
             try:
-                for j, r in enumerate(self.forward(local, Local(ins, outs, at))):
+                tensors = [Tensor(x) for x in local]
+                results = self.forward(tensors, Local(ins, outs, at))
+                for j, r in enumerate((*results, *(tensors[i] for i in self.spec.writes))):
                     got[j][at] = r.asnumpy()
             except Exception as e:  # noqa: BLE001  whatever MindSpore raises is a finding
                 self.report.wrong.append(f"{label}: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}")
                 return
         self.report.compared += 1
-        for j, layout in enumerate(outs):
+        for j, layout in enumerate(layouts):
             odd = {at: (v.shape, str(v.dtype)) for at, v in got[j].items()
-                   if v.shape != layout.local_shape(at) or v.dtype != self.results[j].dtype}
+                   if v.shape != layout.local_shape(at) or v.dtype != wanted[j].dtype}
             if odd:
                 self.report.wrong.append(f"{label}: result {j} has local shapes and dtypes {odd}")
                 return
             value, unequal = assemble(got[j], layout)
-            if unequal or not same(self.results[j], value, half=self.half):
+            if unequal or not same(wanted[j], value, half=self.half):
                 differ = f", replicas differ at {unequal}" if unequal else ""
                 self.report.wrong.append(f"{label}: value of result {j}{differ}")
                 return
@@ -272,8 +279,7 @@ class _Trial:
                                          + (f", replicas differ at {unequal}" if unequal else ""))
                 return
 
-    def forward(self, local_arrays, local: Local):
-        tensors = [x if isinstance(x, Tensor) else Tensor(x) for x in local_arrays]
+    def forward(self, tensors, local: Local):
         form = self.spec.local(local) if self.spec.local is not None else None
         form = None if form is None else (TABLE[form.name], form.args, form.kwargs)
         with NoFallbackGuard():
