@@ -103,7 +103,7 @@ def nll_loss(name, input, target, weight=None, reduction=1, ignore_index=-100, *
     ignored = target == ignore_index
     known = target * mint.logical_not(ignored).astype(target.dtype)
     loss = mint.squeeze(mint.gather(input, classes, mint.unsqueeze(known, classes).astype(ms.int64)), classes)
-    w = mint.ones_like(loss) if weight is None else ops.gather(ops.stop_gradient(weight), known, 0)
+    w = ops.ones_like(loss) if weight is None else ops.gather(ops.stop_gradient(weight), known, 0)
     w = w.masked_fill(ignored, 0.0)
     loss = -loss.masked_fill(ignored, 0.0) * w
     kind = reduction_of(Call("nll_loss", {"reduction": reduction}, ()))

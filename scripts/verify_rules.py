@@ -8,7 +8,8 @@
 
 Each form runs with all its sample arguments on meshes (2,) and (3,), the first arguments also on (2, 2): every case
 of every rule it reaches, forward and backward. Forms that reach the same primitive with the same arguments and shapes
-share one check: `compared` counts each once. See `ms_dtensor.verify`.
+share one check: `compared` counts each once. `table` and `rules` are what `make_op_coverage.py` prints. See
+`ms_dtensor.verify`.
 """
 from __future__ import annotations
 
@@ -69,8 +70,12 @@ def merge(parts: list[dict]) -> dict:
                 merged = total.setdefault(key, {})
                 for name, item in value.items():
                     merged[name] = merged.get(name, type(item)()) + item
-    total["ops"] = sorted(set(total.get("ops", ())))
-    return total
+    rules: dict = {}
+    for op, seen in total.pop("rules", ()):
+        into = rules.setdefault(op, {})
+        for key, values in seen.items():
+            into[key] = sorted({*into.get(key, ()), *values})
+    return {**total, "table": sorted(total.get("table", ())), "rules": dict(sorted(rules.items()))}
 
 
 def corpus(families=(), part: int = 0, parts: int = 1, name: str | None = None) -> list:
@@ -95,10 +100,10 @@ def run(options, part: int, parts: int) -> dict:
     from ms_dtensor.verify import Report
     from tests.coverage.run import refuses, verify_form
 
-    out: dict = {"forms": 0, "refusals": 0, "calls": 0, "compared": 0, "samples": {}, "slowest": {}, "wrong": [],
-                 "missed": [], "ops": []}
+    out: dict = {"forms": 0, "refusals": 0, "calls": 0, "compared": 0, "slowest": {}, "wrong": [], "missed": [],
+                 "table": [], "rules": []}
     seen: dict = {}
-    for _, form in forms:
+    for family, form in forms:
         started = time.time()
         report = Report(seen=seen)
         if form.raises is None:
@@ -109,10 +114,10 @@ def run(options, part: int, parts: int) -> dict:
             report.wrong += refuses(form)
         out["calls"] += report.calls
         out["compared"] += report.compared
-        out["samples"][form.name] = out["samples"].get(form.name, 0) + report.samples
+        out["table"].append([family, form.name, sorted(report.ops), report.samples])
         out["wrong"] += [f"{form.name}: {text}" for text in report.wrong]
         out["missed"] += sorted({f"{form.name}: {text}" for text in getattr(report, "missed", ())})
-        out["ops"] += sorted(report.ops)
+        out["rules"] += [(op, {"cases": sorted(s.cases), "how": sorted(s.how)}) for op, s in report.ops.items()]
         if time.time() - started > 3:
             out["slowest"][form.name] = round(time.time() - started, 1)
     return out

@@ -85,8 +85,8 @@ def _median(input):
 
 
 def _cummin(input, dim):
-    values, at = ops.cummin(input, dim)
-    return values, at.astype(ms.int64)
+    at = ops.cummin(ops.stop_gradient(input), dim)[1].astype(ms.int64)
+    return mint.gather(input, dim, at), at  # the kernel's own values have no backward on CPU
 
 
 def _soft_margin(input, target, reduction=1):

@@ -19,7 +19,7 @@ from mindspore._c_expression import NoFallbackGuard
 from ..composed import COMPOSED
 from ..faces import dtype_name
 from ..layout import Layout
-from ..local_ops import TABLE, Nothing, run_local
+from ..local_ops import CPU, TABLE, Nothing, run_local
 from ..mesh import DeviceMesh, coordinates
 from ..placements import PARTIAL, REPLICATE, Shard
 from ..planned import original_call, refill
@@ -36,7 +36,8 @@ from .oracle import assemble, box_slices, same, split
 class Report:
     """What was compared, and what was wrong; a call that was checked before is not run again, only counted.
 
-    `compared` counts comparisons made, `samples` those that stand behind the calls, `seen` remembers them by call.
+    `compared` counts comparisons made, `samples` those that stand behind the calls, `seen` remembers them by call;
+    `ops` lists the ops met, with the cases of their rules and how one device computes them.
     """
 
     compared: int = 0
@@ -45,10 +46,24 @@ class Report:
     wrong: list[str] = field(default_factory=list)
     missed: set[str] = field(default_factory=set)
     seen: dict = field(default_factory=dict)
-    ops: set[str] = field(default_factory=set)
+    ops: dict[str, OpSeen] = field(default_factory=dict)
 
     def __bool__(self):
         return not self.wrong
+
+    def met(self, op: str, spec: OpSpec, how: str) -> None:
+        """Notes a call of `op`."""
+        seen = self.ops.setdefault(op, OpSeen())
+        seen.cases |= {str(c) for c in spec.cases}
+        seen.how.add(how)
+
+
+@dataclass
+class OpSeen:
+    """What the calls of one op showed: cases in their notation; "kernel", "reference" (decomposition) or "own" form."""
+
+    cases: set[str] = field(default_factory=set)
+    how: set[str] = field(default_factory=set)
 
 
 def check_rule(op, *args, axes: Sequence[Sequence[int]] = ((2,), (3,), (2, 2)), seed: int = 0,
@@ -83,10 +98,17 @@ def check_rule(op, *args, axes: Sequence[Sequence[int]] = ((2,), (3,), (2, 2)), 
         for captured in capture(op, *args, **kwargs):
             key = _identity(captured, axes, missed)
             if key not in report.seen:
-                before = report.compared
+                before, outer = report.compared, report.ops
+                report.ops = {}
                 check_captured(captured, axes, np.random.default_rng(seed), report, missed)
-                report.seen[key] = report.compared - before
-            report.samples += report.seen[key]
+                report.seen[key] = report.compared - before, report.ops
+                report.ops = outer
+            samples, ops = report.seen[key]
+            report.samples += samples
+            for op, seen in ops.items():
+                into = report.ops.setdefault(op, OpSeen())
+                into.cases |= seen.cases
+                into.how |= seen.how
     return report
 
 
@@ -110,13 +132,13 @@ def check_captured(c: Captured, axes, rng, report: Report, missed: bool = False)
         report.wrong.append(f"{c.name}: no rule")
         return
     op, params = entry
-    report.ops.add(op)
     tensors = _tensors((c.args, c.kwargs))
     operands = tuple(Operand(i, tuple(t.shape), dtype_name(t.dtype)) for i, t in enumerate(tensors))
     it = iter(operands)
     bound = bind_arguments(c.name, params, c.args, c.kwargs, c.primitive)
     call = Call(op, {k: as_operands(v, it) for k, v in bound.items()}, operands)
     spec = RULES[op](call)
+    report.met(op, spec, "own" if c.params else "reference" if c.name in CPU else "kernel")
     trial = _Trial(c, call, spec, tensors, rng, report)
     whole = Case((REPLICATE,) * len(operands), (REPLICATE,) * len(spec.shapes))
     cases = (*spec.cases, *(() if whole in spec.cases else (whole,)))

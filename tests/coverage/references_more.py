@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NumPy's answer for the element-wise, statistical and index decompositions; goes on where `references.py` ends."""
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from .references import I32, a, pos, reduced, sig
+
+X, Y = a(4, 5), a(4, 5)[::-1].copy()
+SMALL = (a(4, 5) / 3).astype(np.float32)
+IDS = np.array([3, 0, 3], I32)
+WHOLE = (a(4, 5) * 10).astype(I32)
+TRUTH, OTHER = X > 0, Y > 0.4
+ROWS = np.array([[0, 3, 1], [2, 3, 0]], I32)
+ONCE = np.array([[0, 3, 1], [2, 1, 0]], I32)  # what a column writes twice has no gradient that anyone agrees on
+PROB = (pos(4, 3) / 3).astype(np.float32)
+TARGET = (pos(4, 3)[::-1] / 3).astype(np.float32).copy()
+CLASSES = np.array([2, 0, -100, 1], I32)
+MAPS = np.array([[[2, 0], [1, -100]], [[0, 0], [2, 1]]], I32)
+
+
+def nll(x, t, w=None, how=1, ignored=-100):
+    w = np.ones(x.shape[1]) if w is None else w
+    kept = np.array([0.0 if c == ignored else w[c] for c in t.reshape(-1)]).reshape(t.shape)
+    picked = np.take_along_axis(x, np.where(t == ignored, 0, t)[:, None], 1)[:, 0]
+    loss = -picked * kept
+    return {0: loss.sum(), 1: loss.sum() / kept.sum(), 2: loss}[how], None
+
+
+def bce(x, t, w=1.0, how=1):
+    return reduced(-(t * np.log(x) + (1 - t) * np.log(1 - x)) * w, how)
+
+
+def bce_logits(x, t, w=1.0, p=1.0, how=1):
+    return reduced(-(p * t * np.log(sig(x)) + (1 - t) * np.log(1 - sig(x))) * w, how)
+
+
+def batch_norm(x, w, b, mean, var, training=False, momentum=0.1, eps=1e-5):
+    dims, shape = (0, *range(2, x.ndim)), (1, -1, *(1,) * (x.ndim - 2))
+    m, v = (x.mean(dims), x.var(dims)) if training else (mean, var)
+    out = (x - m.reshape(shape)) / np.sqrt(v.reshape(shape) + eps) * w.reshape(shape) + b.reshape(shape)
+    return out, m, v
+
+
+def index_add(x, dim, index, src, alpha=1):
+    out = x.copy()
+    np.add.at(np.moveaxis(out, dim, 0), index, np.moveaxis(alpha * src, dim, 0))
+    return out
+
+
+def scatter(x, dim, index, src, how=0):
+    out = x.copy()
+    for at in np.ndindex(index.shape):
+        to = list(at)
+        to[dim] = index[at]
+        value = src[at] if np.ndim(src) else src
+        out[tuple(to)] = out[tuple(to)] + value if how else value
+    return out
+
+
+def padded(mode, n):
+    return lambda x, p: np.pad(x, [(0, 0)] * (x.ndim - n) + [(p[2 * (n - 1 - d)], p[2 * (n - 1 - d) + 1]) for d in range(n)],
+                               mode=mode)
+
+
+FIVE = (a(3, 2, 4), a(2), a(2), a(2), pos(2))
+NO_GRADIENT = frozenset(("IsNegInf", "EqualExt", "FloorDivScalar", "BatchNorm", "BatchNormExt", "BinaryCrossEntropy",
+                         "BCEWithLogitsLoss", "NLLLoss", "NLLLoss2d"))  # some operands are constants by definition
+
+MORE = {
+    "Log10": [((pos(4, 5),), np.log10)], "AsinExt": [((SMALL,), np.arcsin)], "AcosExt": [((SMALL,), np.arccos)],
+    "AtanExt": [((X,), np.arctan)], "AsinhExt": [((X,), np.arcsinh)],
+    "AcoshExt": [(((pos(4, 5) + 1).astype(np.float32),), np.arccosh)],
+    "Frac": [((X,), lambda x: x - np.trunc(x))], "Exp2": [((X,), np.exp2)],
+    "IsNegInf": [((np.array([-np.inf, 1, np.inf, np.nan], np.float32),), np.isneginf)],
+    "BitwiseNot": [((WHOLE,), np.invert), ((TRUTH,), np.invert)],
+    **{f"Bitwise{name}{kind}": [((WHOLE, WHOLE[::-1].copy() if kind == "Tensor" else 6), fn),
+                                ((TRUTH, OTHER if kind == "Tensor" else True), fn)]
+       for name, fn in (("And", np.bitwise_and), ("Or", np.bitwise_or), ("Xor", np.bitwise_xor))
+       for kind in ("Tensor", "Scalar")},
+    "FloorDivScalar": [((X, 0.7), lambda x, y: np.floor(x / y)), ((WHOLE, 3), lambda x, y: x // y)],
+    "Hardtanh": [((X, -0.5, 0.8), np.clip), ((X,), lambda x: np.clip(x, -1, 1))],
+    "SeLUExt": [((X,), lambda x: 1.0507009873554805 * np.where(x > 0, x, 1.6732632423543772 * (np.exp(x) - 1)))],
+    "LogAddExp": [((X * 30, Y * 30), np.logaddexp)], "LogAddExp2": [((X * 30, Y * 30), np.logaddexp2)],
+    "Threshold": [((X, 0.2, 7.0), lambda x, t, v: np.where(x > t, x, v))],
+    "MedianExt": [((a(3, 5),), np.median), ((a(2, 3),), lambda x: np.sort(x.ravel())[2])],
+    "MedianDim": [((X, 1), lambda x, d: (np.sort(x, 1)[:, 2], np.argsort(x, 1)[:, 2])),
+                  ((X, 0, True), lambda x, d, k: (np.sort(x, 0)[1:2], np.argsort(x, 0)[1:2]))],
+    "CumminExt": [((X, 1), lambda x, d: (np.minimum.accumulate(x, 1), None))],
+    "EqualExt": [((X, X), np.array_equal), ((X, Y), np.array_equal), ((X, a(3)), np.array_equal)],
+    "SoftMarginLoss": [((X, np.sign(Y), r), lambda x, t, r: reduced(np.log1p(np.exp(-t * x)), r)) for r in (0, 1, 2)],
+    "NLLLoss": [((a(4, 3), CLASSES, w, r), nll) for r in (0, 1, 2) for w in (None, pos(3))],
+    "NLLLoss2d": [((a(2, 3, 2, 2), MAPS, pos(3), r), nll) for r in (0, 1, 2)],
+    "BinaryCrossEntropy": [((PROB, TARGET, pos(4, 3), r), bce) for r in (0, 1, 2)]
+                          + [((PROB[:1, :1], TARGET[:1, :1], None, 0), lambda x, t, w, r: bce(x, t, 1.0, r))],
+    "BCEWithLogitsLoss": [((a(s, 3), TARGET[:s], pos(s, 3), pos(3), r), bce_logits) for r in (0, 1, 2) for s in (4, 3)],
+    "BatchNorm": [(FIVE, lambda *v: (batch_norm(*v)[0], None, None, None, None)),
+                  ((*FIVE, True, 1e-3, 0.3), lambda x, w, b, m, v, t, e, g: (
+                      batch_norm(x, w, b, m, v, t, g, e)[0], None, None, *batch_norm(x, w, b, m, v, True)[1:]))],
+    "BatchNormExt": [(FIVE, lambda *v: (batch_norm(*v)[0], None, None)),
+                     ((*FIVE, True, 0.3), lambda *v: (batch_norm(*v)[0], None, None))],
+    "LpNormV2": [((X, math.inf), lambda x, p: np.abs(x).max()), ((X, 2.0, 1), lambda x, p, d: np.sqrt((x * x).sum(1)))],
+    "MaskedFill": [((X, TRUTH, v), lambda x, m, v: np.where(m, v, x)) for v in (2, 2.5)],
+    "Gather": [((X, IDS, 1), lambda x, i, d: x[:, i]), ((X, ROWS, 0), lambda x, i, d: x[i])],
+    "DeprecatedGather": [((X, IDS, 1), lambda x, i, d: x[:, i])],
+    "Take": [((X, ROWS), np.take)],
+    "EmbeddingLookup": [((X, np.array([[1, 4], [2, 9]], I32), 1),
+                         lambda x, i, o: np.where(((i >= 1) & (i < 5))[..., None], x[np.clip(i - 1, 0, 3)], 0))],
+    "ReverseV2": [((X, (0, 1)), np.flip), ((X, (-1,)), np.flip)],
+    "UnstackExtView": [((X, 1), lambda x, d: tuple(np.moveaxis(x, 1, 0)))],
+    "SelectExtView": [((X, 1, -2), lambda x, d, i: x[:, -2])],
+    "DiagExt": [((a(3), 1), np.diag), ((X, -1), np.diag)], "TraceExt": [((X,), np.trace)],
+    **{f"{kind}Pad{n}D": [((a(*shape), (1, 2, 2, 1, 1, 0)[:2 * n]), padded(mode, n))]
+       for kind, mode in (("Reflection", "reflect"), ("Replication", "edge"))
+       for n, shape in ((1, (2, 3, 4)), (2, (2, 2, 3, 4)), (3, (2, 2, 3, 3, 4)))},
+    "IndexAddExt": [((X, 1, IDS, a(4, 3), 2), index_add), ((X, 0, IDS, a(3, 5)), index_add)],
+    "DeprecatedIndexAdd": [((X, IDS, a(3, 5), 0), lambda x, i, s, d: index_add(x, d, i, s))],
+    "IndexAdd": [((X, IDS, a(4, 3), {"axis": 1}), lambda x, i, s, made: index_add(x, 1, i, s))],
+    "Scatter": [((X, 0, ONCE, a(2, 3)), scatter), ((X, 0, ROWS, a(2, 3), 1), scatter)],
+    "ScatterValue": [((X, 0, ROWS, 2.5), scatter)],
+}
