@@ -30,6 +30,7 @@ class Mode(NamedTuple):
     no_skip: frozenset[str] = frozenset()
     implicit_replication: bool = False
     policy: str = "auto"
+    no_gather: bool = False
 
 
 DEFAULT = Mode()
@@ -87,6 +88,13 @@ class redistribution_policy(_Block):  # noqa: N801  reads like the function it s
         if policy not in POLICIES:
             raise ConfigError(f"For 'redistribution_policy', 'policy' must be one of {POLICIES}, but got {policy!r}.")
         super().__init__(policy=policy)
+
+
+class LossParallelBlock(_Block):
+    """What `loss_parallel()` without arguments returns; see there."""
+
+    def __init__(self):
+        super().__init__(implicit_replication=True, no_gather=True)
 
 
 class SkipDTensorDispatch(_Block):

@@ -68,7 +68,8 @@ def roll(input, shifts, dims=None):
 
 
 def masked_fill(input, mask, value):
-    """`MaskedFill`, `MaskedFillScalar` for dtypes without the kernel."""
+    """`MaskedFill`, whose kernel takes a value of the input's own dtype only."""
+    value = value.astype(input.dtype) if isinstance(value, Tensor) else Tensor(value, input.dtype)
     return ops.masked_fill(input, mask, value)
 
 
@@ -141,7 +142,7 @@ def new_full(input, size, fill_value, dtype=None):
 TABLE = {
     "StackExt": stack, "TrilExt": tril, "IndexSelect": index_select, "Embedding": embedding,
     "RepeatInterleaveInt": repeat_interleave, "Repeat": repeat, "Roll": roll, "ScatterAddExt": scatter_add,
-    "ConstantPadND": pad, "OneHotExt": one_hot,
+    "ConstantPadND": pad, "OneHotExt": one_hot, "MaskedFill": masked_fill,
     "FullLike": full_like, "ZerosLikeExt": zeros_like, "OnesLikeExt": ones_like, "EmptyLike": zeros_like,
     "NewZeros": _new(0), "NewOnes": _new(1), "NewEmpty": _new(0), "NewFull": new_full,
 }
