@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 import mindspore as ms
 from mindspore import mint, ops
 
+from .faces import redistribute
 from .layout import Layout
 from .local_ops import cpu_math
+from .placements import REPLICATE
 from .rules.loss import reduction_of
 from .rules.spec import Call, dims_of
 
@@ -34,6 +36,15 @@ def _reduces_sharded(default=None):
         axes = layouts[x.index].dim_axes
         return 0 not in x.shape and any(axes[d] for d in dims_of(call.args.get("dim", default), x.ndim) if x.shape)
     return when
+
+
+def _settled(x):
+    """A row's total as every rank needs it next: one all-reduce, where op by op it would be scattered and gathered."""
+    layout = getattr(x, "_layout", None)
+    if layout is None or not layout.partial_axes:
+        return x
+    placed = [REPLICATE if p.is_partial() else p for p in layout.placements]
+    return redistribute(x, layout.with_placements(placed, layout.order), implicit=True)
 
 
 def _floating(x):
@@ -66,20 +77,25 @@ def _norm_needs_sums(call: Call, layouts) -> bool:
 
 
 def logsumexp(name, input, dim, keepdim=False, **_):
-    """`LogSumExp`."""
-    return cpu_math.logsumexp(input, dim, keepdim)
+    """`LogSumExp`; a maximum of infinity is not subtracted from itself."""
+    dims = dims_of(dim, len(input.shape))
+    x = _floating(input)
+    top = ops.stop_gradient(_settled(mint.amax(x, dims, keepdim=True)))
+    top = mint.where(ops.isfinite(top), top, ops.zeros_like(top))
+    out = mint.log(_settled(mint.sum(mint.exp(x - top), dims, keepdim=True))) + top
+    return out if keepdim else mint.reshape(out, tuple(n for d, n in enumerate(x.shape) if d not in dims))
 
 
 def _shifted(x, dim):
     """`x` minus its maximum along `dim`, which carries no gradient."""
-    return x - ops.stop_gradient(mint.amax(x, dim, keepdim=True))
+    return x - ops.stop_gradient(_settled(mint.amax(x, dim, keepdim=True)))
 
 
 def softmax(name, input, dim=-1, **_):
     """`Softmax` over a sharded dim: only the maxima and the sums travel."""
     dims = dims_of(dim, len(input.shape))
     e = mint.exp(_shifted(input, dims))
-    return e / mint.sum(e, dims, keepdim=True)
+    return e / _settled(mint.sum(e, dims, keepdim=True))
 
 
 def log_softmax(name, input, dim=-1, dtype=None, **_):
@@ -88,7 +104,7 @@ def log_softmax(name, input, dim=-1, dtype=None, **_):
     if dim is None:
         dim = 0 if len(x.shape) in (1, 3) else 1
     off = _shifted(x, (dim,))
-    return off - mint.log(mint.sum(mint.exp(off), (dim,), keepdim=True))
+    return off - mint.log(_settled(mint.sum(mint.exp(off), (dim,), keepdim=True)))
 
 
 def _log_softmax_sharded(call: Call, layouts) -> bool:

@@ -14,14 +14,18 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn
 from mindspore._c_expression import NoFallbackGuard
 
-from . import comm, patch
+from . import comm, deferred, patch
 from .dtensor import DTensor
 from .errors import LayoutError, MeshError
-from .faces import dtype_name, local_alias, wrap
+from .faces import dtype_name, local_alias, recording, wrap
 from .layout import Layout
 from .mesh import _DEVICE_TYPES, DeviceMesh, resolve_mesh
 from .redistribute.boxes import relative
 from .redistribute.execute import slice_local
+
+_DONE = "_ms_dtensor_distributed"  # cell attribute: distribute_module has been here
+# of one tensor, not of the role it plays:
+_OWN_STATE = frozenset(("_layout", "_faces", "_moves", "_source", "_viewed", "_inited_param"))
 
 
 def init_device_mesh(device_type: str, mesh_shape: Sequence[int], *, mesh_dim_names: Sequence[str] | None = None,
@@ -77,10 +81,21 @@ def distribute_tensor(tensor, device_mesh: DeviceMesh | None = None, placements=
         src_data_rank: 0: the values of coordinate 0 are the truth and are broadcast. None: every rank cuts its own
             copy, without communication; the caller vouches that all copies are equal.
 
+        A parameter whose initialisation was deferred (`no_init_parameters`) gets the values that it would have had
+        eagerly, and no rank keeps more than its shard; see `deferred.py`.
+
     Raises:
-        LayoutError: Partial placements, or a DTensor of another layout.
+        LayoutError: Partial placements, a DTensor of another mesh or layout, a result that is being differentiated, or
+            another `src_data_rank`.
+
+    Example:
+        >>> import mindspore as ms, ms_dtensor as md
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> md.distribute_tensor(ms.ops.ones((4, 2)), mesh, [md.Shard(0)])
+        DTensor(f32[4@tp, 2], mesh=(tp=1), rank 0 holds [4, 2])
     """
     mesh = resolve_mesh(device_mesh, "distribute_tensor")
+    check_source(src_data_rank, mesh, "distribute_tensor")
     if isinstance(tensor, DTensor):
         wanted = Layout(mesh, placements, tensor.shape, dtype_name(tensor.dtype))
         if wanted is not tensor.layout:
@@ -93,7 +108,13 @@ def distribute_tensor(tensor, device_mesh: DeviceMesh | None = None, placements=
     if layout.has_partial():
         raise LayoutError("For 'distribute_tensor', Partial is no way to lay out a whole tensor.", layout.describe(),
                           "Summands cannot be made from their sum.", "DTensor.from_local(summand, mesh, [Partial()])")
+    if recording() and not tensor._is_leaf:
+        raise LayoutError("For 'distribute_tensor', the tensor was computed under differentiation.", layout.describe(),
+                          "What this makes is a leaf of its own: the gradient would end here, unnoticed.",
+                          ("DTensor.from_local(t, mesh, placements) keeps the gradient", "distribute it outside"))
     patch.install()
+    if deferred.is_deferred(tensor):
+        return wrap(deferred.materialise(tensor, layout, src_data_rank), layout)
     with NoFallbackGuard():
         local = _cut(_truth(tensor, mesh, src_data_rank), layout)
     return wrap(local, layout)
@@ -111,6 +132,16 @@ def _cut(tensor, layout: Layout):
     whole = tuple((0, n) for n in layout.shape)
     local = slice_local(local_alias(tensor), relative(layout.local_box(), whole))
     return Tensor(local.asnumpy().copy()) if local.data_ptr() == tensor.data_ptr() and local.size else local
+
+
+def check_source(src_data_rank: int | None, mesh: DeviceMesh, who: str) -> None:
+    """Refuses what is no coordinate of the mesh."""
+    if src_data_rank is None:
+        return
+    if isinstance(src_data_rank, bool) or not isinstance(src_data_rank, int) or not 0 <= src_data_rank < mesh.size():
+        raise LayoutError(f"For '{who}', 'src_data_rank' is {src_data_rank!r}.", f"mesh({mesh.describe()})",
+                          "It counts the ranks of the mesh, row-major; 0 is their common truth, None every rank's own.",
+                          f"use one of 0 to {mesh.size() - 1}, or None")
 
 
 def replicate_constant(tensor, mesh: DeviceMesh) -> DTensor:
@@ -135,8 +166,13 @@ def distribute_module(module: nn.Cell, device_mesh: DeviceMesh | None = None, pa
     """
     mesh = resolve_mesh(device_mesh, "distribute_module")
     # all refusals come before anything is communicated
+    if module.__dict__.get(_DONE):
+        raise LayoutError(f"For 'distribute_module', this {type(module).__name__} was distributed already.",
+                          f"mesh({mesh.describe()})", "Its hooks would run twice.",
+                          "p.redistribute(...) of single parameters, or a new cell")
     before = None if input_fn is None else _three_arguments(input_fn, "input_fn", module, mesh)
     after = None if output_fn is None else _three_arguments(output_fn, "output_fn", module, mesh)
+    deferred.remember(module, mesh, 0)
     for name, cell in module.cells_and_names():
         if partition_fn is not None:
             partition_fn(name, cell, mesh)
@@ -154,15 +190,23 @@ def distribute_module(module: nn.Cell, device_mesh: DeviceMesh | None = None, pa
         module.register_forward_pre_hook(lambda cell, inputs: before(cell, inputs))
     if after is not None:
         module.register_forward_hook(lambda cell, inputs, outputs: after(cell, outputs))
+    module.__dict__[_DONE] = True
     return module
 
 
 def distribute_parameter(param: Parameter, mesh: DeviceMesh, placements, *, src_data_rank: int | None = 0) -> Parameter:
-    """A Parameter as a DTensor Parameter with the same name and `requires_grad`."""
-    if getattr(param, "has_init", False):
-        param.init_data()
-    out = distribute_tensor(param, mesh, placements, src_data_rank=src_data_rank)
-    return Parameter(out, name=param.name, requires_grad=param.requires_grad)
+    """A Parameter as a DTensor Parameter; name, `requires_grad`, `param_info` and attributes of the user's are kept."""
+    return like_parameter(distribute_tensor(param, mesh, placements, src_data_rank=src_data_rank), param)
+
+
+def like_parameter(data, param: Parameter) -> Parameter:
+    """`data` as a Parameter that takes the place of `param`."""
+    out = Parameter(data, name=param.name, requires_grad=param.requires_grad)
+    for key, value in param.__dict__.items():
+        if key not in out.__dict__ and key not in _OWN_STATE:
+            out.__dict__[key] = value
+    out.param_info = param.param_info
+    return out
 
 
 def set_parameter(cell: nn.Cell, key: str, param: Parameter) -> None:
@@ -173,7 +217,8 @@ def set_parameter(cell: nn.Cell, key: str, param: Parameter) -> None:
 
 
 def _three_arguments(fn, what: str, module, mesh):
-    count = len(inspect.signature(fn).parameters)
+    taken = inspect.signature(fn).parameters.values()
+    count = 3 if any(p.kind is p.VAR_POSITIONAL for p in taken) else len(taken)
     if count == 3:
         return lambda cell, values: fn(cell, values, mesh)
     if count == 2:

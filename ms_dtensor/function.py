@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from typing import Any
 
 import mindspore as ms
 import numpy as np
@@ -17,11 +18,14 @@ from mindspore import Tensor, nn
 from mindspore._c_expression import NoFallbackGuard
 from mindspore.common._grad_function import _Function
 
+from . import checking, modes
 from .dispatch import call_by_rule
 from .errors import OpRuleError
 from .faces import local_alias, recording
 from .mapping import Mapping
 from .rules import RULES
+
+BY_LAYOUT: dict[str | None, Any] = {}  # ops that tell whole layouts instead of cases (compat/hyper_parallel.py)
 
 
 class Context:
@@ -92,10 +96,17 @@ class DFunction:
         Raises:
             ValueError: a DTensor came, and neither a registered `_op_name` nor placements say how the op may be split.
         """
-        if not any(getattr(t, "_layout", None) is not None for t in _flat((args, kwargs))):
+        mode = modes.mode.get()
+        if mode.check_gradients:
+            checking.gradients_once(cls, args, kwargs)
+        if not (has_dtensor(args) or (kwargs and has_dtensor(kwargs.values()))):
             return _apply_local(cls, *args, **kwargs)
         if cls._op_name is not None and cls._op_name in RULES:
+            if mode.check_rules:
+                checking.rule_once(cls._op_name, cls, args, kwargs)
             return call_by_rule(cls._op_name, _local_function(cls), _argument_names(cls.forward), args, kwargs)
+        if cls._op_name in BY_LAYOUT:
+            return BY_LAYOUT[cls._op_name].run(f"{cls.__name__}.apply", _local_function(cls), args, kwargs)
         if cls.out_placements is None:
             missing = f"_op_name = {cls._op_name!r} has no registered rule" if cls._op_name else "it has no '_op_name'"
             raise OpRuleErrorForValue(
@@ -152,7 +163,9 @@ def _plain_attribute(cls, name):
 
 def _apply_local(cls, *args, **kwargs):
     """One rank's part, or the whole on one device."""
-    tensors = _flat((args, kwargs))
+    tensors = _flat(args)
+    if kwargs:
+        tensors += _flat(kwargs)
     invocation = _Invocation(cls, args, kwargs, len(tensors))
     with NoFallbackGuard():
         if not recording():
@@ -173,8 +186,8 @@ class _Invocation:
         # aliases: a DTensor would show its global shape, a Parameter its name
         plain = [local_alias(t) for t in tensors]
         it = iter(plain)
-        args = tuple(_refill(a, it) for a in self.args)
-        kwargs = {k: _refill(v, it) for k, v in self.kwargs.items()}
+        args = [next(it) if isinstance(a, Tensor) else _refill(a, it) for a in self.args]
+        kwargs = {k: _refill(v, it) for k, v in self.kwargs.items()} if self.kwargs else {}
         result = self.cls.forward(self.ctx, *args, **kwargs)
         results = result if isinstance(result, tuple) else (result,)
         for i, r in enumerate(results):
@@ -189,7 +202,7 @@ class _Invocation:
         out = self.cls.backward(self.ctx, *grads)
         out = list(out) if isinstance(out, tuple | list) else [out]
         arguments = [*self.args, *self.kwargs.values()]
-        short = len(out) < len(arguments) and not any(_flat(a) for a in arguments[len(out):])
+        short = len(out) < len(arguments) and not _flat(arguments[len(out):])
         extra = len(out) > len(arguments) and all(g is None for g in out[len(arguments):])
         if len(out) != len(arguments) and not short and not extra:
             raise OpRuleError(f"For '{self.cls.__name__}.backward', {len(out)} gradients came for {len(arguments)} "
@@ -224,7 +237,7 @@ class _Bprop(nn.Cell):
 
     def bprop(self, invocation, *rest):
         dout = rest[-1]
-        if recording():
+        if recording() and not checking.running:
             name = invocation.cls.__name__
             raise OpRuleError(f"For '{name}', a derivative of its gradient was asked for.", "",
                               "A DFunction is an nn.Cell bprop, which MindSpore differentiates once: saved tensors are "
@@ -275,12 +288,25 @@ def _zeros(x):
     return ms.ops.zeros(tuple(x.shape), x.dtype)
 
 
+def has_dtensor(values) -> bool:
+    """Whether a DTensor is among values, or in lists and tuples of them."""
+    for v in values:
+        if v.__class__ is tuple or v.__class__ is list:
+            if has_dtensor(v):
+                return True
+        elif getattr(v, "_layout", None) is not None:
+            return True
+    return False
+
+
 def _flat(tree) -> list:
-    if isinstance(tree, Tensor):
-        return [tree]
-    if isinstance(tree, dict):
-        tree = tuple(tree.values())
-    return [t for v in tree for t in _flat(v)] if isinstance(tree, tuple | list) else []
+    out: list = []
+    for v in tree.values() if isinstance(tree, dict) else tree:
+        if isinstance(v, Tensor):
+            out.append(v)
+        elif isinstance(v, tuple | list | dict):
+            out += _flat(v)
+    return out
 
 
 def _refill(value, tensors):

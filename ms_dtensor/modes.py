@@ -8,6 +8,7 @@ against exceptions, and may be left in any order. Not here: what the modes do (`
 from __future__ import annotations
 
 import difflib
+import os
 from contextvars import ContextVar
 from typing import NamedTuple
 
@@ -30,9 +31,12 @@ class Mode(NamedTuple):
     no_skip: frozenset[str] = frozenset()
     implicit_replication: bool = False
     policy: str = "auto"
+    no_gather: bool = False
+    check_rules: bool = False
+    check_gradients: bool = False
 
 
-DEFAULT = Mode()
+DEFAULT = Mode(check_rules=os.environ.get("MS_DTENSOR_DEBUG", "0") not in ("", "0"))
 mode: ContextVar[Mode] = ContextVar("ms_dtensor_mode", default=DEFAULT)
 _open: ContextVar[tuple] = ContextVar("ms_dtensor_open_modes", default=())
 
@@ -87,6 +91,29 @@ class redistribution_policy(_Block):  # noqa: N801  reads like the function it s
         if policy not in POLICIES:
             raise ConfigError(f"For 'redistribution_policy', 'policy' must be one of {POLICIES}, but got {policy!r}.")
         super().__init__(policy=policy)
+
+
+class checks(_Block):  # noqa: N801  reads like the function it stands beside
+    """Inside, what users teach the library is verified before it is trusted; for debugging, it is slow.
+
+    Public as `ms_dtensor.debug.checks`. MS_DTENSOR_DEBUG=1 in the environment turns `rules` on for the whole process.
+
+    Args:
+        rules: a rule given to `register_rule` is verified against the whole op, forward and backward: at registration
+            with `verify=`, when a function is decorated if `shapes` is text, else before the first call of each
+            signature. A wrong one raises `OpRuleError`.
+        gradients: before its first call of each signature a `DFunction`'s backward is compared with finite differences.
+    """
+
+    def __init__(self, rules: bool = True, gradients: bool = False):
+        super().__init__(check_rules=rules, check_gradients=gradients)
+
+
+class LossParallelBlock(_Block):
+    """What `loss_parallel()` without arguments returns; see there."""
+
+    def __init__(self):
+        super().__init__(implicit_replication=True, no_gather=True)
 
 
 class SkipDTensorDispatch(_Block):

@@ -153,6 +153,8 @@ def refill(values, tensors):
 
 def check_policy(plan: Plan, tensors, mode):
     """Raises or warns, as the redistribution policy says, if the plan moves an operand by itself."""
+    if mode.no_gather:
+        _check_no_gather(plan, tensors)
     if mode.policy == "auto":
         return
     for x, (_, target, _) in zip(tensors, plan.steps):
@@ -171,3 +173,18 @@ def check_policy(plan: Plan, tensors, mode):
         if (site, plan.op) not in _warned:
             _warned.add((site, plan.op))
             warnings.warn(f"{site}: " + str(error).replace("is 'explicit'", "is 'warn'"), stacklevel=5)
+
+
+def _check_no_gather(plan: Plan, tensors):
+    """Inside `loss_parallel()`: refuses to make whole a sharded dim of logits, which is any but the first of a float."""
+    for x, (_, target, _) in zip(tensors, plan.steps):
+        layout = getattr(x, "_layout", None)
+        if target is None or layout is None or "float" not in layout.dtype:
+            continue
+        if any(n > 1 and set(have) - set(want) for n, have, want in
+               zip(layout.shape[1:], layout.dim_axes[1:], target.dim_axes[1:])):
+            raise ImplicitCommError(
+                f"For '{plan.op}', an operand would be gathered inside loss_parallel().", f"{layout.describe()} -> {target}",
+                "Inside that block logits stay sharded.",
+                ("use a cross entropy, and lay the labels out like the logits' rows",
+                 f".redistribute(placements={list(target.placements)}), if the whole is meant"))

@@ -41,10 +41,11 @@ class Composition:
         return COMPOSED[self.op].run(self.name, **bound)
 
 
-def _must_compose(op, bound, tensors) -> bool:
-    layouts = tuple(getattr(x, "_layout", None) for x in tensors)
-    if None in layouts:  # a plain operand: `_promote` decides whether it is a constant or a mistake
-        return False
+def _must_compose(op, bound, tensors, mode) -> bool:
+    if not mode.implicit_replication and any(getattr(x, "_layout", None) is None for x in tensors):
+        return False  # `_promote` decides whether a plain operand is a constant or a mistake
+    mesh = _common_mesh(op, tensors)
+    layouts = tuple(getattr(x, "_layout", None) or Layout(mesh, None, tuple(x._shape), dtype_name(x.dtype)) for x in tensors)
     operands = tuple(Operand(i, layout.shape, layout.dtype) for i, layout in enumerate(layouts))
     it = iter(operands)
     return COMPOSED[op].when(Call(op, {k: as_operands(v, it) for k, v in bound.items()}, operands), layouts)
@@ -65,7 +66,7 @@ def build_plan(name, args, kwargs, tensors, mode, head=None) -> Plan | Compositi
                            f"teach the op with register_rule({name!r}, cases)"))
     op, params = entry
     bound = bind_arguments(name, params, args, kwargs, head)
-    if op in COMPOSED and _must_compose(op, bound, tensors):
+    if op in COMPOSED and _must_compose(op, bound, tensors, mode):
         return Composition(name, op, params)
     plan = plan_for(op, bound, tensors, mode)
     plan.native = name in NATIVE

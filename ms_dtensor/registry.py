@@ -12,6 +12,7 @@ import functools
 import re
 from collections.abc import Callable, Sequence
 
+from . import modes
 from .dispatch import call_by_rule, clear_cache
 from .errors import ConfigError, OpRuleError
 from .placements import Partial, Placement, Shard
@@ -36,14 +37,16 @@ def register_rule(op: str, cases, *, shapes=None, params: str = "*inputs", verif
         shapes: the results' global shapes: a function `Call -> shapes`, or text such as "m k, k n -> m n".
         params: names of the primitive's arguments, "*rest" for those that follow; what a rule function sees as `call.args`.
         verify: `(function, *sample arguments)`: every case is checked on them, forward and backward, against the whole
-            op, and a wrong rule is refused. See `ms_dtensor.verify`.
+            op, and a wrong rule is refused. See `ms_dtensor.verify`. Inside `debug.checks()` the rule of a primitive needs
+            it; another is checked by itself, at the latest before its first call.
         override: replace a rule that exists.
 
     Returns:
         The registration: `unregister()` or a `with` block ends it; as a decorator it makes a local function an op.
 
     Raises:
-        ConfigError: text that is no case notation, or a name that has a rule.
+        ConfigError: text that is no case notation, a name that has a rule, or nothing to verify the rule of a
+            primitive with inside `debug.checks()`.
         OpRuleError: `verify` found the rule wrong.
 
     Example:
@@ -67,8 +70,13 @@ def register_rule(op: str, cases, *, shapes=None, params: str = "*inputs", verif
     if (op in RULES or op in PRIMITIVES) and not override:
         raise ConfigError(f"For 'register_rule', {op!r} has a rule already.", "", "Two rules for one op would be a guess.",
                           ("pass override=True to replace it", "choose another name"))
+    if verify is None and op in PRIMITIVES and modes.mode.get().check_rules:
+        raise ConfigError(f"For 'register_rule', nothing was given to verify the rule of {op!r} with.", "",
+                          "debug.checks() is on: rules of primitives are verified when they are registered.",
+                          "pass verify=(the public function, *sample arguments)")
     rule = _as_rule(op, cases, shapes)
     registration = Registration(op, rule, tuple(params.split()))
+    registration.shapes = shapes if isinstance(shapes, str) else None
     registration._install()
     if verify is not None:
         try:
@@ -77,6 +85,11 @@ def register_rule(op: str, cases, *, shapes=None, params: str = "*inputs", verif
             registration.unregister()
             raise
     return registration
+
+
+def registered(op: str) -> Registration | None:
+    """The user's rule in force for `op`."""
+    return _registered.get(op)
 
 
 def unregister_rule(op: str) -> None:
@@ -92,6 +105,7 @@ class Registration:
 
     def __init__(self, op: str, rule: Callable[[Call], OpSpec], params: tuple[str, ...]):
         self.op, self.rule, self.params = op, rule, params
+        self.shapes: str | None = None
         self._before = None
 
     def _install(self) -> None:
@@ -121,16 +135,22 @@ class Registration:
 
     def __call__(self, fn: Callable) -> Callable:
         """`fn`, a function of local tensors, as this op: on DTensors its arguments are moved and shown by the rule."""
-        from .function import _argument_names, _flat
+        from .function import _argument_names, has_dtensor
         local = local_function(fn)
         names = _argument_names(fn, skip=0)
 
         @functools.wraps(fn)
         def op(*args, **kwargs):
-            if not any(getattr(t, "_layout", None) is not None for t in _flat((args, kwargs))):
+            if not (has_dtensor(args) or (kwargs and has_dtensor(kwargs.values()))):
                 return fn(*args, **kwargs)
+            if modes.mode.get().check_rules:
+                from .checking import rule_once
+                rule_once(self.op, op, args, kwargs)
             return call_by_rule(self.op, local, names, args, kwargs)
         op.registration = self
+        if modes.mode.get().check_rules and self.shapes is not None:
+            from .checking import by_names
+            by_names(self, op, self.shapes)
         return op
 
     def check(self, fn: Callable, *args, **kwargs):
@@ -159,24 +179,17 @@ class Registration:
 def local_function(fn: Callable) -> Callable:
     """`fn` for operands that may be DTensors showing their local storage: it sees plain tensors, still connected."""
     from .faces import local_alias, recording
-    from .function import _refill
 
-    def plain(x):
-        if getattr(x, "_layout", None) is None:
-            return x
-        return x.view(x._shape) if recording() and x._is_leaf else local_alias(x)
-
-    def tree(value):
-        return _refill(value, map(plain, _flat_of(value)))
+    def plain(v):
+        if v.__class__ is tuple or v.__class__ is list:
+            return type(v)(map(plain, v))
+        if getattr(v, "_layout", None) is None:
+            return v
+        return v.view(v._shape) if v._is_leaf and recording() else local_alias(v)
 
     def local(*args, **kwargs):
-        return fn(*map(tree, args), **{k: tree(v) for k, v in kwargs.items()})
+        return fn(*map(plain, args), **{k: plain(v) for k, v in kwargs.items()}) if kwargs else fn(*map(plain, args))
     return local
-
-
-def _flat_of(value):
-    from .function import _flat
-    return _flat(value)
 
 
 # -- text to rule ------------------------------------------------------------------------------------------------------

@@ -2,11 +2,22 @@
 """Registered rules in one process: the notation, what fits a call, and verification at registration."""
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
-from mindspore import mint, ops
+from mindspore import Tensor, mint, ops
 
-from ms_dtensor import DFunction, Partial, Replicate, Shard, register_rule, unregister_rule
+from ms_dtensor import (
+    DFunction,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+    register_rule,
+    unregister_rule,
+)
 from ms_dtensor.errors import ConfigError, OpRuleError
 from ms_dtensor.registry import parse_cases, signature
 from ms_dtensor.rules import RULES, Call, Case, Operand, OpSpec
@@ -146,3 +157,33 @@ def test_a_function_is_a_rule():
     with register_rule("own", rule) as registration:
         own = registration(lambda x, power=1: x ** power)
         assert registration.check(own, A, power=2)
+
+
+def _python_calls(fn) -> int:
+    """Python functions entered by one call of `fn`, its plan cached."""
+    for _ in range(3):
+        fn()
+    seen = []
+    sys.setprofile(lambda frame, event, arg: seen.append(frame.f_code) if event == "call" else None)
+    try:
+        fn()
+    finally:
+        sys.setprofile(None)
+    return len(seen)
+
+
+def test_a_users_op_takes_the_path_of_a_built_in_one():
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    x = distribute_tensor(Tensor(A), mesh, [Shard(0), Shard(1)])
+    cases = "S(0) -> S(0)\nS(1) -> S(1)"
+
+    class Own(DFunction):
+        _op_name = "own"
+        forward = staticmethod(lambda ctx, x: mint.abs(x))
+    built_in = _python_calls(lambda: mint.abs(x))
+    with register_rule("Abs", cases, shapes="m n -> m n", override=True):
+        assert _python_calls(lambda: mint.abs(x)) == built_in
+    with register_rule("own", cases, shapes="m n -> m n") as rule:
+        own = rule(lambda x: mint.abs(x))
+        assert _python_calls(lambda: own(x)) <= built_in + 8  # the function itself, and what makes its operand plain
+        assert _python_calls(lambda: Own.apply(x)) <= built_in + 16  # and a context

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import importlib
 
-_HOME = {"CommDebugMode": "comm_mode", "explain": "plans", "visualize_sharding": "visualize"}
-__all__ = ["CommDebugMode", "explain", "visualize_sharding"]
+_HOME = {"CommDebugMode": ".comm_mode", "checks": "..modes", "explain": ".plans", "visualize_sharding": ".visualize"}
+__all__ = ["CommDebugMode", "checks", "explain", "visualize_sharding"]
 
 
 def __getattr__(name: str):
     if name not in _HOME:
         raise AttributeError(f"module 'ms_dtensor.debug' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    value = getattr(importlib.import_module(_HOME[name], __name__), name)
     globals()[name] = value
     return value

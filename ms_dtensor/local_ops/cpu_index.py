@@ -68,8 +68,9 @@ def roll(input, shifts, dims=None):
 
 
 def masked_fill(input, mask, value):
-    """`MaskedFill`, whose CPU kernel takes no int for a floating tensor."""
-    return ops.masked_fill(input, mask, float(value) if isinstance(value, int) and input.is_floating_point() else value)
+    """`MaskedFill`, whose kernel takes a value of the input's own dtype only."""
+    value = value.astype(input.dtype) if isinstance(value, Tensor) else Tensor(value, input.dtype)
+    return ops.masked_fill(input, mask, value)
 
 
 def scatter_add(input, dim, index, src):
@@ -139,9 +140,9 @@ def new_full(input, size, fill_value, dtype=None):
 
 
 TABLE = {
-    "MaskedFill": masked_fill, "StackExt": stack, "TrilExt": tril, "IndexSelect": index_select, "Embedding": embedding,
+    "StackExt": stack, "TrilExt": tril, "IndexSelect": index_select, "Embedding": embedding,
     "RepeatInterleaveInt": repeat_interleave, "Repeat": repeat, "Roll": roll, "ScatterAddExt": scatter_add,
-    "ConstantPadND": pad, "OneHotExt": one_hot,
+    "ConstantPadND": pad, "OneHotExt": one_hot, "MaskedFill": masked_fill,
     "FullLike": full_like, "ZerosLikeExt": zeros_like, "OnesLikeExt": ones_like, "EmptyLike": zeros_like,
     "NewZeros": _new(0), "NewOnes": _new(1), "NewEmpty": _new(0), "NewFull": new_full,
 }

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from mindspore import Parameter, Tensor, nn
 
-from ..distribute import distribute_parameter, distribute_tensor, set_parameter
+from .. import deferred
+from ..distribute import distribute_parameter, distribute_tensor, like_parameter, set_parameter
 from ..dtensor import DTensor
 from ..faces import local_alias, wrap
 from ..mesh import DeviceMesh
@@ -37,6 +38,7 @@ def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = 25) -> nn
         if isinstance(param, DTensor):
             whole = union_mesh(param.device_mesh, mesh)
             break
+    deferred.remember(module, whole, 0)
     done: dict[int, Parameter] = {}
     for _, cell in module.cells_and_names():
         for key, param in list(cell._params.items()):
@@ -70,4 +72,4 @@ def _replicated(x, mesh: DeviceMesh, whole: DeviceMesh):
     if group.size > 1:
         local = group.broadcast(local, group.ranks[0])
     out = wrap(local, lift(x, whole))
-    return Parameter(out, name=x.name, requires_grad=x.requires_grad) if isinstance(x, Parameter) else out
+    return like_parameter(out, x) if isinstance(x, Parameter) else out

@@ -62,11 +62,37 @@ def enter(x, cell: nn.Cell, mesh: DeviceMesh, placement, who: str) -> DTensor:
     return DTensor.from_local(x, whole, {**outer, **by_axis(placement, mesh, who)})
 
 
-def matches(x: DTensor, mesh: DeviceMesh, placement, who: str) -> bool:
-    """True if `x` is laid out like this on the axes of `mesh`."""
-    wanted = by_axis(placement, mesh, who)
-    return all(x.placements[x.device_mesh.axis_index(a)] == Layout(
-        x.device_mesh, {a: p}, x.shape).placements[x.device_mesh.axis_index(a)] for a, p in wanted.items())
+def check_agrees(param: DTensor, mesh: DeviceMesh, placement) -> None:
+    """Refuses to lay a parameter out again, in another way."""
+    wanted = Layout(mesh, placement, param.shape, param.layout.dtype)
+    names = mesh.mesh_dim_names
+    have = {a: p for a, p in zip(param.device_mesh.mesh_dim_names, param.placements) if a in names}
+    if have != dict(zip(names, wanted.placements)):
+        raise LayoutError(f"For 'parallelize_module', parameter '{param.name}' is laid out already, differently.",
+                          f"{param.layout.describe()} -> {wanted}", "A parameter has one layout.",
+                          "give cells that share a parameter styles that agree on it")
+
+
+def check_ties(work, mesh: DeviceMesh) -> None:
+    """Refuses styles that would lay one parameter out in two ways.
+
+    Args:
+        work: (cell, {key: placement}) of every cell that a style is about to be applied to.
+        mesh: the styles' mesh.
+    """
+    first: dict[int, Layout] = {}
+    for cell, placements in work:
+        for key, placement in placements.items():
+            param = cell._params[key]
+            param = param.__dict__.get(_BECAME, param)
+            if isinstance(param, DTensor):
+                check_agrees(param, mesh, [placement] * mesh.ndim)
+                continue
+            wanted = Layout(mesh, [placement] * mesh.ndim, tuple(param.shape))
+            if first.setdefault(id(param), wanted) is not wanted:
+                raise LayoutError(f"For 'parallelize_module', parameter '{param.name}' is shared by cells whose styles cut "
+                                  "it in different ways.", f"{first[id(param)].describe()}, {wanted}",
+                                  "A parameter has one layout.", "give both cells styles that agree on it")
 
 
 def shard_parameter(cell: nn.Cell, key: str, mesh: DeviceMesh, placement, src_data_rank: int | None) -> None:
@@ -76,13 +102,7 @@ def shard_parameter(cell: nn.Cell, key: str, mesh: DeviceMesh, placement, src_da
         param = param.__dict__[_BECAME]
         set_parameter(cell, key, param)
     if isinstance(param, DTensor):
-        wanted = Layout(mesh, placement, param.shape, param.layout.dtype)
-        names = mesh.mesh_dim_names
-        have = {a: p for a, p in zip(param.device_mesh.mesh_dim_names, param.placements) if a in names}
-        if have != dict(zip(names, wanted.placements)):
-            raise LayoutError(f"For 'parallelize_module', parameter '{param.name}' is laid out already, differently.",
-                              f"{param.layout.describe()} -> {wanted}", "A tied parameter has one layout.",
-                              "give both cells styles that agree on the parameter they share")
+        check_agrees(param, mesh, placement)
         return
     param.__dict__[_BECAME] = distribute_parameter(param, mesh, placement, src_data_rank=src_data_rank)
     set_parameter(cell, key, param.__dict__[_BECAME])

@@ -3,7 +3,8 @@
 
 With classes cut over an axis, log-sum-exp needs the maximum and the sum over shards, and the label's logit is on one
 shard; all three are per-row numbers. Written in DTensor ops, so layouts, gradients and any further axes follow from
-the rules.
+the rules. One name, two uses: with logits it is the loss; without, PyTorch's context manager, in which MindSpore's own
+cross entropies work the same way (`composed.py`) and an op that would have to gather is refused.
 """
 from __future__ import annotations
 
@@ -13,28 +14,47 @@ from ..dtensor import DTensor
 from ..errors import LayoutError
 from ..faces import dtype_name, wrap
 from ..layout import Layout
+from ..modes import LossParallelBlock
 
 
-def loss_parallel(logits: DTensor, labels, *, ignore_index: int = -100, reduction: str = "mean",
+def loss_parallel(logits: DTensor | None = None, labels=None, *, ignore_index: int = -100, reduction: str = "mean",
                   label_smoothing: float = 0.0):
     """Cross entropy of logits `f32[..., classes@tp]` and labels `i32[...]`; the logits are never gathered.
 
+    `with loss_parallel():` is PyTorch's form. Inside, `ops.cross_entropy`, `mint.nn.functional.cross_entropy` and their
+    cells take logits whose class dim is sharded (and plain labels, the same on every rank), and an op that would gather
+    a sharded operand raises `ImplicitCommError` instead.
+
     Args:
-        logits: DTensor, classes last, sharded or not.
+        logits: DTensor, classes last, sharded or not; None for the context manager.
         labels: class indices; a plain tensor counts as the same on every rank.
         ignore_index: label of rows that do not count.
         reduction: "mean" (over rows that count), "sum" or "none".
         label_smoothing: share of the target spread evenly over all classes.
 
     Returns:
-        The loss as a DTensor, equal to the one-device loss; its gradient is too.
+        The loss as a DTensor, equal to the one-device loss; its gradient is too. Without arguments, the context manager.
 
     Raises:
         LayoutError: `logits` is not a DTensor, shapes do not fit, or `reduction` is unknown.
 
     Source: Shoeybi et al. 2019, section 3 (vocabulary-parallel cross entropy); meaning of the arguments as
     `torch.nn.functional.cross_entropy`.
+
+    Example:
+        >>> import mindspore as ms, ms_dtensor as md
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> logits = md.ones((4, 8), device_mesh=mesh, placements=[md.Shard(1)])
+        >>> labels = ms.Tensor([0, 3, -100, 7])
+        >>> round(md.loss_parallel(logits, labels).item(), 4)
+        2.0794
+        >>> with md.loss_parallel():
+        ...     loss = ms.ops.cross_entropy(logits, labels)
+        >>> round(loss.item(), 4)
+        2.0794
     """
+    if logits is None and labels is None:
+        return LossParallelBlock()
     if not isinstance(logits, DTensor):
         raise LayoutError(f"For 'loss_parallel', 'logits' must be a DTensor, but got {type(logits).__name__}.")
     if reduction not in ("mean", "sum", "none"):

@@ -7,17 +7,18 @@ typo would otherwise leave a layer quietly unparallelised. All patterns are chec
 from __future__ import annotations
 
 import difflib
-import logging
+import warnings
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 from mindspore import nn
 
+from .. import deferred
+from ..distribute import check_source
 from ..errors import ConfigError
 from ..mesh import DeviceMesh, resolve_mesh
+from .layouts import check_ties
 from .styles import ParallelStyle
-
-logger = logging.getLogger("ms_dtensor")
 
 
 def parallelize_module(module: nn.Cell, device_mesh: DeviceMesh | None = None,
@@ -28,23 +29,44 @@ def parallelize_module(module: nn.Cell, device_mesh: DeviceMesh | None = None,
     Args:
         module: the model.
         device_mesh: mesh of one axis, e.g. `mesh["tp"]`; default the current one.
-        parallelize_plan: one style for `module` itself, or {pattern: style}.
+        parallelize_plan: one style for `module` itself, or {pattern: style}; `suggest_plan` computes one. What matched
+            what is printed by the mesh's first rank. Without a plan nothing happens, with a warning.
         src_data_rank: coordinate whose initial parameter values are the truth; None: every rank's own.
 
     Returns:
         The same cell.
 
     Raises:
-        ConfigError: a pattern that matches no cell, or a plan that is neither.
+        ConfigError: a pattern that matches no cell, a plan that is neither, or a style that cannot cut its cell. All of
+            this is found before any parameter is touched.
+
+    Example:
+        >>> import ms_dtensor as md
+        >>> from mindspore import nn
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> net = nn.SequentialCell(nn.Dense(4, 8), nn.ReLU(), nn.Dense(8, 4))
+        >>> net = md.parallelize_module(net, mesh, {"0": md.ColwiseParallel(), "2": md.RowwiseParallel()})
+        parallelize_module over tp=1:
+          0  ColwiseParallel: 0
+          2  RowwiseParallel: 2
+        >>> net[0].weight
+        DTensor(Parameter '0.weight', f32[8@tp, 4], mesh=(tp=1), rank 0 holds [8, 4])
     """
     mesh = resolve_mesh(device_mesh, "parallelize_module")
+    check_source(src_data_rank, mesh, "parallelize_module")
+    if parallelize_plan is None:
+        warnings.warn("parallelize_module: no plan was given, so nothing is parallelised", UserWarning, stacklevel=2)
+        return module
     if isinstance(parallelize_plan, ParallelStyle):
+        check_ties([(module, parallelize_plan.check(module, mesh))], mesh)
+        deferred.remember(module, mesh, src_data_rank)
+        _tell(mesh, [("", parallelize_plan, [type(module).__name__])])
         return _apply(parallelize_plan, module, mesh, src_data_rank)
     if not isinstance(parallelize_plan, Mapping):
         raise ConfigError("For 'parallelize_module', 'parallelize_plan' must be a ParallelStyle or a dict of them, but "
                           f"got {type(parallelize_plan).__name__}.")
     cells = {name: cell for name, cell in module.cells_and_names()}
-    work = []
+    work, wanted = [], []
     for pattern, style in parallelize_plan.items():
         if not isinstance(style, ParallelStyle):
             raise ConfigError(f"For 'parallelize_module', the plan's entry {pattern!r} must be a ParallelStyle, but got "
@@ -55,11 +77,26 @@ def parallelize_module(module: nn.Cell, device_mesh: DeviceMesh | None = None,
             raise ConfigError(f"For 'parallelize_module', the pattern {pattern!r} matches no cell.",
                               f"{type(module).__name__} of {len(cells)} cells", "Every entry of a plan names some cell.",
                               [f"did you mean {n!r}?" for n in near] or "list the paths with cells_and_names()")
-        work += [(style, name) for name in names]
-        logger.info("parallelize_module: %s -> %s", pattern, ", ".join(names))
-    for style, name in work:
-        _apply(style, cells[name], mesh, src_data_rank)
+        wanted += [(cells[name], style.check(cells[name], mesh)) for name in names]
+        work.append((pattern, style, names))
+    check_ties(wanted, mesh)
+    deferred.remember(module, mesh, src_data_rank)
+    _tell(mesh, work)
+    for _, style, names in work:
+        for name in names:
+            _apply(style, cells[name], mesh, src_data_rank)
     return module
+
+
+def _tell(mesh: DeviceMesh, work) -> None:
+    """Prints what matched what, on the mesh's first rank."""
+    if mesh.get_rank() != mesh.rank_list[0]:
+        return
+    wide = max((len(pattern) for pattern, _, _ in work), default=0)
+    print(f"parallelize_module over {mesh.describe()}:", flush=True)
+    for pattern, style, names in work:
+        shown = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)} cells)"
+        print(f"  {pattern:<{wide}}  {type(style).__name__}: {shown}", flush=True)
 
 
 def _apply(style: ParallelStyle, cell: nn.Cell, mesh: DeviceMesh, src_data_rank: int | None) -> nn.Cell:

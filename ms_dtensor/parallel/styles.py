@@ -14,8 +14,8 @@ from mindspore import Tensor, mint, nn
 from ..dtensor import DTensor
 from ..errors import ConfigError, LayoutError
 from ..mesh import DeviceMesh
-from ..placements import Replicate, Shard
-from .layouts import enter, place, shard_parameter
+from ..placements import Placement, Replicate, Shard
+from .layouts import by_axis, enter, place, shard_parameter
 
 
 class ParallelStyle(ABC):
@@ -26,6 +26,14 @@ class ParallelStyle(ABC):
     """
 
     src_data_rank: int | None = 0
+
+    def check(self, module: nn.Cell, device_mesh: DeviceMesh) -> dict[str, Placement]:
+        """Raises if the style cannot be applied to this cell; changes and communicates nothing.
+
+        Returns:
+            How the cell's own parameters will be laid out on the axis, by key, as far as the style says.
+        """
+        return {}
 
     @abstractmethod
     def apply(self, module: nn.Cell, device_mesh: DeviceMesh) -> nn.Cell:
@@ -58,17 +66,26 @@ class _Sharded(ParallelStyle):
         self.output_layouts = self._output_default if output_layouts is None else output_layouts
         self.use_local_output = use_local_output
 
-    def _placements(self, cell) -> tuple[dict[str, object], object]:
+    def _placements(self, cell) -> tuple[dict[int, Placement], Placement]:
         """Placement of each parameter by its number of dims, and of the input."""
         raise NotImplementedError
 
+    def check(self, module: nn.Cell, device_mesh: DeviceMesh) -> dict[str, Placement]:
+        who = type(self).__name__
+        params, _ = self._placements(module)
+        if device_mesh.ndim != 1:
+            raise LayoutError(f"For '{who}', the mesh has {device_mesh.ndim} axes.", f"mesh({device_mesh.describe()})",
+                              "The style cuts a weight over one axis.",
+                              f"apply it on mesh[{device_mesh.mesh_dim_names[-1]!r}]")
+        by_axis(self.input_layouts, device_mesh, who)
+        by_axis(self.output_layouts, device_mesh, who)
+        return {key: params[min(param.ndim, 2)] for key, param in module._params.items() if param is not None}
+
     def apply(self, module: nn.Cell, device_mesh: DeviceMesh) -> nn.Cell:
         who = type(self).__name__
-        params, wanted = self._placements(module)
-        for key, param in module._params.items():
-            if param is not None:
-                shard_parameter(module, key, device_mesh, [params[min(param.ndim, 2)]] * device_mesh.ndim
-                                if device_mesh.ndim == 1 else _one_axis(device_mesh, who), self.src_data_rank)
+        _, wanted = self._placements(module)
+        for key, placement in self.check(module, device_mesh).items():
+            shard_parameter(module, key, device_mesh, [placement], self.src_data_rank)
 
         def before(cell, inputs):
             x = enter(inputs[0], cell, device_mesh, self.input_layouts, who)
@@ -83,11 +100,6 @@ class _Sharded(ParallelStyle):
     def __repr__(self):
         return (f"{type(self).__name__}(input_layouts={self.input_layouts}, output_layouts={self.output_layouts}, "
                 f"use_local_output={self.use_local_output})")
-
-
-def _one_axis(mesh: DeviceMesh, who: str):
-    raise LayoutError(f"For '{who}', the mesh has {mesh.ndim} axes.", f"mesh({mesh.describe()})",
-                      "The style cuts a weight over one axis.", f"apply it on mesh[{mesh.mesh_dim_names[-1]!r}]")
 
 
 def _leave(x, mesh, placement, local: bool, who: str):
@@ -179,7 +191,12 @@ class SequenceParallel(ParallelStyle):
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False):
         self.sequence_dim, self.use_local_output = sequence_dim, use_local_output
 
+    def check(self, module: nn.Cell, device_mesh: DeviceMesh) -> dict[str, Placement]:
+        by_axis(Shard(self.sequence_dim), device_mesh, "SequenceParallel")
+        return {key: Replicate() for key, param in module._params.items() if param is not None}
+
     def apply(self, module: nn.Cell, device_mesh: DeviceMesh) -> nn.Cell:
+        self.check(module, device_mesh)
         wanted = Shard(self.sequence_dim)
         for _, cell in module.cells_and_names():
             for key, param in cell._params.items():
@@ -233,8 +250,16 @@ class PrepareModuleInput(ParallelStyle):
                               f"name the same arguments, but name {sorted(self.input_kwarg_layouts)} and "
                               f"{sorted(self.desired_input_kwarg_layouts)}.")
 
+    def check(self, module: nn.Cell, device_mesh: DeviceMesh) -> dict[str, Placement]:
+        for p in (*self.input_layouts, *self.desired_input_layouts, *self.input_kwarg_layouts.values(),
+                  *self.desired_input_kwarg_layouts.values()):
+            if p is not None:
+                by_axis(p, device_mesh, "PrepareModuleInput")
+        return {}
+
     def apply(self, module: nn.Cell, device_mesh: DeviceMesh) -> nn.Cell:
         who = "PrepareModuleInput"
+        self.check(module, device_mesh)
 
         def prepare(cell, x, given, wanted):
             if given is None and not isinstance(x, DTensor) or wanted is None or not isinstance(x, Tensor):
@@ -282,8 +307,15 @@ class PrepareModuleOutput(ParallelStyle):
             raise ConfigError("For 'PrepareModuleOutput', 'output_layouts' and 'desired_output_layouts' must pair, but "
                               f"have {len(self.output_layouts)} and {len(self.desired_output_layouts)} entries.")
 
+    def check(self, module: nn.Cell, device_mesh: DeviceMesh) -> dict[str, Placement]:
+        for p in (*self.output_layouts, *self.desired_output_layouts):
+            if p is not None:
+                by_axis(p, device_mesh, "PrepareModuleOutput")
+        return {}
+
     def apply(self, module: nn.Cell, device_mesh: DeviceMesh) -> nn.Cell:
         who = "PrepareModuleOutput"
+        self.check(module, device_mesh)
 
         def after(cell, inputs, outputs):
             values = outputs if isinstance(outputs, tuple | list) else (outputs,)
@@ -317,6 +349,9 @@ class PrepareModuleInputOutput(ParallelStyle):
         self.prepare_output = PrepareModuleOutput(
             output_layouts=output_layouts, desired_output_layouts=desired_output_layouts,
             use_local_output=use_local_output)
+
+    def check(self, module: nn.Cell, device_mesh: DeviceMesh) -> dict[str, Placement]:
+        return self.prepare_input.check(module, device_mesh) | self.prepare_output.check(module, device_mesh)
 
     def apply(self, module: nn.Cell, device_mesh: DeviceMesh) -> nn.Cell:
         self.prepare_input.apply(module, device_mesh)

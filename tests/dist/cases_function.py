@@ -365,3 +365,97 @@ def verified_registration_finds_a_wrong_rule(world):
     except ConfigError as e:
         same_on_all_ranks(world, str(e))
     assert comm.group(tuple(range(4))).size == 4
+
+
+# -- hyper_parallel's worked example, but for the line that imports its names --------------------------------------------
+@case(world_size=4)
+def hyper_parallels_worked_example(world):
+    from ms_dtensor.compat.hyper_parallel import (
+        DFunction,
+        DistributedOp,
+        Replicate,
+        Shard,
+        distribute_tensor,
+        init_device_mesh,
+    )
+
+    class MyAddDistOp(DistributedOp):
+        def __init__(self):
+            super().__init__("MyAdd")
+
+        def preprocess(self, args, kwargs):
+            x, y = args[0], args[1]
+            local_args = (x.to_local(), y.to_local())
+            cache_values = [x.layout, y.layout]
+            return local_args, {}, cache_values
+
+        def infer_layout(self, cache_values):
+            return ((cache_values[0],), None)
+
+    MyAddDistOp()
+
+    class MyAdd(DFunction):
+        _op_name = "MyAdd"
+
+        @staticmethod
+        def forward(ctx, x, y):
+            ctx.save_for_backward(x, y)
+            return x + y
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad, grad
+
+    x, y = data(1, 8, 4), data(2, 8, 4)
+    equal(MyAdd.apply(x, y), x + y)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    x_dist = distribute_tensor(x, mesh, (Shard(0), Replicate()))
+    y_dist = distribute_tensor(y, mesh, (Shard(0), Replicate()))
+    with counted() as count:
+        result_dist = MyAdd.apply(x_dist, y_dist)
+    assert result_dist.layout is x_dist.layout and not count
+    equal(result_dist, x + y)
+    for lx in _layouts(mesh):
+        check_against_one_device(lambda a, b: (MyAdd.apply(a, b) * a).sum(), [x, y], [lx, lx], mesh, str(lx))
+
+    class Older(DistributedOp):  # the form of infer_layout before there was preprocess, and a non-tensor argument
+        def __init__(self):
+            super().__init__("Scale")
+
+        def infer_layout(self, layouts, extra_args=None):
+            assert extra_args == [3.0]
+            return layouts[0]
+
+        def get_expand_impl(self, func, infer_result, cache_values):
+            return lambda t, scale: func(t, scale * 2)
+    Older()
+
+    class Scale(DFunction):
+        _op_name = "Scale"
+
+        @staticmethod
+        def forward(ctx, t, scale):
+            ctx.scale = scale
+            return t * scale
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * ctx.scale, None
+    value, grad = value_and_grad(lambda t: (Scale.apply(t, 3.0) * y_dist).sum(), 0)(x_dist)
+    equal(value, (x * y * 6.0).sum())
+    equal(grad, y * 6.0)
+    # a replicated operand with which ranks do different work: its gradient is the sum over them
+    class Rows(DistributedOp):
+        def __init__(self):
+            super().__init__("Rows")
+
+        def infer_layout(self, layouts, extra_args=None):
+            return layouts[0]
+    Rows()
+
+    class Shifted(DFunction):
+        _op_name = "Rows"
+        forward = staticmethod(lambda ctx, t, row: t + row)
+        backward = staticmethod(lambda ctx, grad: (grad, grad.sum(0)))
+    check_against_one_device(lambda a, b: (Shifted.apply(a, b) ** 2).sum(), [x, data(3, 4)],
+                             [(Shard(0), Replicate()), (Replicate(), Replicate())], mesh, "row")

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""hyper_parallel's names: its worked example runs by changing imports, and nothing else.
+
+    from ms_dtensor.compat.hyper_parallel import DFunction, DistributedOp, Shard, distribute_tensor, init_device_mesh
+
+Its `DistributedOp` says what layout a call's results have, given the operands as they lie; our rules say which layouts
+are legal and move operands that lie otherwise, so `register_rule` is the better way for new code. Gradients of operands
+that are replicated where ranks do different work are summed here too; there they are left partial.
+"""
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from ..distribute import distribute_module, distribute_tensor, init_device_mesh
+from ..dtensor import DTensor
+from ..errors import ConfigError, OpRuleError
+from ..factories import empty, full, ones, zeros
+from ..function import BY_LAYOUT, DFunction, has_dtensor
+from ..layout import Layout
+from ..mapping import Mapping
+from ..mesh import DeviceMesh
+from ..modes import SkipDTensorDispatch
+from ..parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from ..placements import Partial, Replicate, Shard
+
+__all__ = ["ColwiseParallel", "DFunction", "DTensor", "DeviceMesh", "DistributedOp", "Layout", "ParallelStyle", "Partial",
+           "PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput", "Replicate", "RowwiseParallel",
+           "SequenceParallel", "Shard", "SkipDTensorDispatch", "distribute_module", "distribute_tensor", "empty", "full",
+           "init_device_mesh", "ones", "parallelize_module", "zeros"]
+
+
+class DistributedOp:
+    """Making an instance of a subclass registers it as the op of that name, for `DFunction._op_name`.
+
+    A subclass defines `infer_layout`, in either of the two forms there have been:
+    `infer_layout(cache_values) -> ((layout, ...), None)`, with `preprocess(args, kwargs) -> (local_args, local_kwargs,
+    cache_values)`, or `infer_layout(layouts, extra_args=None) -> layout`. `get_expand_impl` may replace the local call.
+    """
+
+    def __init__(self, op_name: str):
+        if not isinstance(op_name, str) or not op_name:
+            raise ConfigError(f"For 'DistributedOp', 'op_name' must be a name, but got {op_name!r}.")
+        self.op_name = op_name
+        BY_LAYOUT[op_name] = self
+
+    def preprocess(self, args: tuple, kwargs: dict) -> tuple[tuple, dict, list]:
+        """(local args, local kwargs, what decides the layout of the results)."""
+        def local(v):
+            return v.to_local() if has_dtensor((v,)) else v
+        layouts = [getattr(v, "layout", None) for v in args]
+        return tuple(map(local, args)), {k: local(v) for k, v in kwargs.items()}, layouts
+
+    def infer_layout(self, cache_values, extra_args=None) -> Any:
+        """The layouts of the results."""
+        raise NotImplementedError("a DistributedOp defines infer_layout")
+
+    def get_expand_impl(self, func, infer_result, cache_values):
+        """A function to call on the local arguments instead of `func`, or None."""
+        return None
+
+    def run(self, name: str, func, args: tuple, kwargs: dict):
+        """One call on DTensors: infer, show each operand's face, run `func` on local tensors, wrap."""
+        _, _, known = self.preprocess(args, kwargs)
+        if len(inspect.signature(self.infer_layout).parameters) > 1:
+            inferred = self.infer_layout([v for v in known if isinstance(v, Layout)],
+                                         [v for v in args if not has_dtensor((v,))])
+        else:
+            inferred = self.infer_layout(known)
+        outs = inferred[0] if isinstance(inferred, tuple) and len(inferred) == 2 and inferred[1] is None else inferred
+        outs = tuple(outs) if isinstance(outs, tuple | list) else (outs,)
+        if not all(isinstance(o, Layout) for o in outs):
+            raise OpRuleError(f"For '{name}', infer_layout gave {outs!r}.", "", "It gives one Layout per result.")
+        def local(*shown, **named):
+            plain, plain_named, _ = self.preprocess(tuple(map(_Shown.of, args, shown)),
+                                                    {k: _Shown.of(kwargs[k], v) for k, v in named.items()})
+            return (self.get_expand_impl(func, inferred, known) or func)(*plain, **plain_named)
+        placements = [list(o.placements) for o in outs]
+        mapping = Mapping(name, placements[0] if len(outs) == 1 else tuple(placements), out_shapes=[o.shape for o in outs])
+        return mapping.run(local, args, kwargs)
+
+
+class _Shown:
+    """A DTensor whose `to_local` gives the local tensor that this call was shown: `preprocess` cannot know which."""
+
+    def __init__(self, x: DTensor, local):
+        self._x, self._local = x, local
+
+    @classmethod
+    def of(cls, value, local):
+        return cls(value, local) if isinstance(value, DTensor) else value
+
+    def to_local(self):
+        return self._local
+
+    def __getattr__(self, name):
+        return getattr(self._x, name)

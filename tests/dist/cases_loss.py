@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real ranks: cross entropy on class-sharded logits equals one device and never gathers a logit, in every form."""
+from __future__ import annotations
+
+import itertools
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, mint, nn, ops
+
+from ms_dtensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    implicit_replication,
+    init_device_mesh,
+    loss_parallel,
+    modes,
+    value_and_grad,
+)
+from ms_dtensor.errors import ImplicitCommError
+from tests.cases import case
+from tests.dist.support import counted, data, equal, mesh_1d, mesh_2d, same_on_all_ranks
+
+R, P, S = Replicate(), Partial(), Shard
+LABELS = np.array([0, 10, -100, 4, -100, 7], np.int32)
+WEIGHT = Tensor(np.random.default_rng(3).uniform(0.5, 2, 11).astype(np.float32))
+
+
+def reference(x: np.ndarray, y: np.ndarray, reduction: str, smoothing: float, ignore: int = -100):
+    """(loss, gradient) in float64: the definition, with the mean over the rows that count."""
+    x = x.astype(np.float64)
+    classes = x.shape[-1]
+    log_p = x - x.max(-1, keepdims=True)
+    log_p -= np.log(np.exp(log_p).sum(-1, keepdims=True))
+    keep = (y != ignore).astype(np.float64)
+    target = np.full(x.shape, smoothing / classes)
+    np.put_along_axis(target, np.where(y == ignore, 0, y)[..., None].astype(int), 1 - smoothing + smoothing / classes, -1)
+    rows = -(target * log_p).sum(-1) * keep
+    grad = (np.exp(log_p) - target) * keep[..., None]
+    if reduction == "none":
+        return rows, grad
+    return (rows.sum(), grad) if reduction == "sum" else (rows.sum() / keep.sum(), grad / keep.sum())
+
+
+@case(world_size=4)
+def the_function_equals_the_definition(world):
+    mesh = mesh_2d()
+    x = data(6, 6, 11) * 3
+    for placements, reduction, smoothing in itertools.product(
+            ((R, S(1)), (S(0), S(1)), (S(1), S(0)), (S(1), S(1)), (S(0), R)), ("mean", "sum", "none"), (0.0, 0.1)):
+        want = reference(x.asnumpy(), LABELS, reduction, smoothing)
+        dx = distribute_tensor(x, mesh, placements)
+        dy = distribute_tensor(Tensor(LABELS), mesh, [R if p.is_shard(1) else p for p in placements])
+        with counted() as count:
+            got = value_and_grad(lambda t, y=dy, r=reduction, s=smoothing: loss_parallel(
+                t, y, reduction=r, label_smoothing=s), 0)(dx)
+        what = f"{placements} {reduction} {smoothing}"
+        equal(got[0], want[0].astype(np.float32), what)
+        equal(got[1], want[1].astype(np.float32), what + " gradient")
+        assert {op for op, _ in count} <= {"all_reduce"}, (what, count)  # rows only ever: nothing is gathered
+
+
+@case(world_size=4)
+def three_small_reductions_forward_and_none_backward(world):
+    mesh = mesh_1d()
+    dx = distribute_tensor(data(6, 6, 16), mesh, [S(1)])
+    with counted() as count:
+        value_and_grad(lambda t: loss_parallel(t, Tensor(np.arange(6)), reduction="sum"), 0)(dx)
+    assert count == {("all_reduce", "forward"): 3}, count
+
+
+@case(world_size=4)
+def another_index_may_be_ignored(world):
+    mesh = mesh_1d()
+    x, y = data(7, 6, 11), np.array([3, 0, 3, 1, 2, 10], np.int32)
+    got = value_and_grad(lambda t: loss_parallel(t, Tensor(y), ignore_index=3), 0)(distribute_tensor(x, mesh, [S(1)]))
+    want = reference(x.asnumpy(), y, "mean", 0.0, 3)
+    equal(got[0], want[0].astype(np.float32))
+    equal(got[1], want[1].astype(np.float32))
+
+
+@case(world_size=4)
+def leading_dims_are_rows(world):
+    mesh = mesh_2d()
+    x, y = data(8, 2, 3, 11), np.array([[0, 1, -100], [10, 4, 2]], np.int32)
+    for placements in ((S(0), S(2)), (S(1), S(2)), (R, S(2))):
+        dy = distribute_tensor(Tensor(y), mesh, [R if p.is_shard(2) else p for p in placements])
+        got = value_and_grad(lambda t, dy=dy: loss_parallel(t, dy, label_smoothing=0.2), 0)(
+            distribute_tensor(x, mesh, placements))
+        want = reference(x.asnumpy(), y, "mean", 0.2)
+        equal(got[0], want[0].astype(np.float32), str(placements))
+        equal(got[1], want[1].astype(np.float32), str(placements))
+
+
+@case(world_size=4)
+def mindspores_own_losses_inside_the_block(world):
+    mesh = mesh_2d()
+    x, y = data(6, 6, 11) * 3, Tensor(LABELS)
+    for placements, reduction, weight, smoothing in itertools.product(
+            ((R, S(1)), (S(0), S(1)), (S(1), S(0)), (S(1), S(1))), ("mean", "sum", "none"), (None, WEIGHT), (0.0, 0.1)):
+        options = {"weight": weight, "reduction": reduction, "label_smoothing": smoothing}
+        want = ms.value_and_grad(lambda t, o=options: ops.cross_entropy(t, y, **o), 0)(x)
+        dy = distribute_tensor(y, mesh, [R if p.is_shard(1) else p for p in placements])
+        for fn in (ops.cross_entropy, mint.nn.functional.cross_entropy):
+            if fn is not ops.cross_entropy and weight is not None and smoothing and reduction == "mean":
+                continue  # mint selects the labels that count: a shape that depends on data, which is refused
+            dx = distribute_tensor(x, mesh, placements)
+            with counted() as count, loss_parallel():
+                got = value_and_grad(lambda t, f=fn, dy=dy, o=options: f(t, dy, **o), 0)(dx)
+            what = f"{fn.__name__} {placements} {reduction} {weight is not None} {smoothing}"
+            equal(got[0], want[0], what)
+            equal(got[1], want[1], what + " gradient")
+            if fn is not ops.cross_entropy:
+                assert {op for op, _ in count} <= {"all_reduce"}, (what, count)
+
+
+@case(world_size=4)
+def plain_labels_cells_and_other_shapes_inside_the_block(world):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "cp"))
+    x, y = data(9, 2, 11, 6), Tensor(np.random.default_rng(1).integers(0, 11, (2, 6)).astype(np.int32))
+    want = ms.value_and_grad(lambda t: ops.cross_entropy(t, y), 0)(x)
+    for placements in ((S(1), S(2)), (S(1), R), (S(1), S(0))):
+        with loss_parallel():
+            got = value_and_grad(lambda t: ops.cross_entropy(t, y), 0)(distribute_tensor(x, mesh, placements))
+        equal(got[0], want[0], str(placements))
+        equal(got[1], want[1], str(placements))
+    with loss_parallel():
+        got = nn.CrossEntropyLoss()(distribute_tensor(data(6, 6, 11), mesh, [S(1), R]), Tensor(LABELS))
+    equal(got, nn.CrossEntropyLoss()(data(6, 6, 11), Tensor(LABELS)))
+
+
+@case(world_size=4)
+def the_gradient_of_each_rows_loss_may_be_laid_out_otherwise(world):
+    mesh = mesh_2d()
+    x, w = data(6, 6, 11), data(7, 6)
+    dx = distribute_tensor(x, mesh, [S(0), S(1)])
+    dw = distribute_tensor(w, mesh, [R, R])
+    dy = distribute_tensor(Tensor(LABELS), mesh, [S(0), R])
+    with loss_parallel():
+        got = value_and_grad(lambda t: (loss_parallel(t, dy, reduction="none") * dw).sum(), 0)(dx)
+    rows, grad = reference(x.asnumpy(), LABELS, "none", 0.0)
+    equal(got[0], (rows * w.asnumpy()).sum().astype(np.float32))
+    equal(got[1], (grad * w.asnumpy()[:, None]).astype(np.float32))
+    assert got[1].placements == (S(0), S(1))
+
+
+@case(world_size=4)
+def the_block_refuses_to_gather_logits(world):
+    mesh = mesh_1d()
+    x = distribute_tensor(data(6, 6, 12), mesh, [S(1)])
+    with counted() as count, loss_parallel():
+        try:
+            mint.sort(x, dim=1)
+        except ImplicitCommError as e:
+            text = str(e)
+        else:
+            raise AssertionError("gathered")
+    assert not count and "inside loss_parallel()" in text
+    same_on_all_ranks(world, text)
+    equal(mint.sort(x, dim=1)[0], np.sort(data(6, 6, 12).asnumpy(), 1), "outside it may")
+    assert modes.mode.get() is modes.DEFAULT
+    with implicit_replication(), loss_parallel(), loss_parallel():
+        assert isinstance(x + data(1, 12), DTensor)
+    assert modes.mode.get() is modes.DEFAULT

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real ranks: whole cells become distributed: once, with all that parameters carry, deferred ones with eager values."""
+from __future__ import annotations
+
+import warnings
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, mint, nn, ops
+from mindspore.common import initializer as ms_init
+from mindspore.nn.utils import no_init_parameters
+
+from ms_dtensor import (
+    ColwiseParallel,
+    DTensor,
+    Replicate,
+    RowwiseParallel,
+    SequenceParallel,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+    parallelize_module,
+    replicate,
+    value_and_grad,
+)
+from ms_dtensor.errors import LayoutError
+from tests.cases import case
+from tests.dist.support import array, counted, data, equal, mesh_1d, mesh_2d, same_on_all_ranks
+
+R, S = Replicate(), Shard
+
+
+class Net(nn.Cell):
+    """Layers with every kind of initialiser."""
+
+    def __init__(self):
+        super().__init__()
+        self.own = Parameter(ms_init.initializer(ms_init.TruncatedNormal(0.5), (5, 7)), name="own")
+        self.odd = Parameter(ms_init.initializer(ms_init.Orthogonal(), (6, 6)), name="odd")
+        self.last = Parameter(ms_init.initializer("xavier_uniform", (4, 3), ms.float16), name="last", requires_grad=False)
+        self.table = nn.Embedding(10, 6)
+        self.first, self.second = nn.Dense(6, 9), mint.nn.Linear(9, 6)
+        self.norm = nn.LayerNorm((6,))
+        self.register_buffer("table_of_ones", ops.ones((6,), ms.float32))
+
+    def construct(self, ids):
+        h = self.norm(self.table(ids))
+        return self.second(ops.relu(self.first(h))) + self.table_of_ones
+
+
+def made(deferred: bool) -> Net:
+    ms.set_seed(11)
+    if not deferred:
+        return Net()
+    with no_init_parameters():
+        net = Net()
+    assert all(p.has_init for p in net.get_parameters())
+    return net
+
+
+def _same_values(net, wanted) -> None:
+    for p, w in zip(net.get_parameters(), wanted.get_parameters(), strict=True):
+        assert isinstance(p, DTensor) and p.name == w.name and p.requires_grad == w.requires_grad and not p.has_init
+        assert tuple(p.to_local().shape) == p.layout.local_shape()
+        np.testing.assert_array_equal(array(p), w.asnumpy(), err_msg=f"{p.name} {p.layout}")
+
+
+# -- deferred initialisation ---------------------------------------------------------------------------------------------
+@case(world_size=4)
+def deferred_parameters_equal_the_eager_ones_bit_for_bit(world):
+    eager = made(False)
+    state = np.random.get_state()[1:3]
+    for mesh, cut in ((mesh_1d(), [S(0)]), (mesh_1d(), [S(-1)]), (mesh_2d(), [S(0), S(0)]), (mesh_2d(), [R, S(0)])):
+        net = made(True)
+
+        def partition(name, cell, on, cut=cut):
+            for key, p in list(cell._params.items())[::-1]:  # in whatever order: the values are the eager ones
+                cell._params[key] = Parameter(distribute_tensor(p, on, cut), name=p.name, requires_grad=p.requires_grad)
+        with counted() as count:
+            distribute_module(net, mesh, partition)
+        assert sum(count.values()) == 2, count  # the random state, and the buffer; no weight
+        _same_values(net, eager)
+        now = np.random.get_state()[1:3]
+        assert np.array_equal(now[0], state[0]) and now[1] == state[1]  # NumPy's generator goes on as after the eager model
+
+
+@case(world_size=4)
+def deferred_parameters_under_styles_do_not_depend_on_the_plans_order(world):
+    eager = made(False)
+    for mesh in (mesh_1d(), mesh_2d()["tp"]):
+        plan = {"first": ColwiseParallel(), "second": RowwiseParallel(), "norm": SequenceParallel(), "table": RowwiseParallel()}
+        for names in (list(plan), list(plan)[::-1]):
+            net = parallelize_module(made(True), mesh, {n: plan[n] for n in names})
+            _same_values(distribute_module(net, mesh), eager)
+    net = replicate(parallelize_module(made(True), mesh_2d()["tp"], {"first": ColwiseParallel()}), mesh=mesh_2d()["dp"])
+    _same_values(net, eager)
+    assert net.first.weight.placements == (R, S(0))
+
+
+@case(world_size=4)
+def whose_random_state_is_the_truth(world):
+    np.random.seed(100 + world.rank)
+    with no_init_parameters():
+        net, other = nn.Dense(4, 8), nn.Dense(4, 8)
+    mesh = mesh_1d()
+    parallelize_module(net, mesh, ColwiseParallel())
+    np.random.seed(100)
+    equal(net.weight, nn.Dense(4, 8).weight, "rank 0's")
+    np.random.seed(100 + world.rank)
+    with counted() as count:
+        parallelize_module(other, mesh, ColwiseParallel(), src_data_rank=None)
+    assert not count
+    np.random.seed(100 + world.rank)
+    own = nn.Dense(4, 8).weight.asnumpy()
+    np.testing.assert_array_equal(other.weight.to_local().asnumpy(), own[2 * world.rank:][:2], err_msg="its own")
+
+
+@case(world_size=4)
+def a_deferred_parameter_alone_and_empty_shards(world):
+    ms.set_seed(3)
+    wanted = [Parameter(ms_init.initializer(kind, (2, 3)), name="p") for kind in ("normal", "ones", "he_normal")]
+    ms.set_seed(3)
+    mesh = mesh_1d()
+    for kind, w in zip(("normal", "ones", "he_normal"), wanted):
+        with no_init_parameters():
+            p = Parameter(ms_init.initializer(kind, (2, 3)), name="p")
+        out = distribute_tensor(p, mesh, [S(0)])
+        assert out.local_shape == ((1, 3) if world.rank < 2 else (0, 3))
+        equal(out, w, kind, rtol=0)
+
+
+@case(world_size=4)
+def a_deferred_model_trains_as_the_eager_one(world):
+    mesh = mesh_1d()
+    ms.set_seed(5)
+    plain = nn.SequentialCell(nn.Dense(6, 9), nn.ReLU(), nn.Dense(9, 6))
+    ms.set_seed(5)
+    with no_init_parameters():
+        lazy = nn.SequentialCell(nn.Dense(6, 9), nn.ReLU(), nn.Dense(9, 6))
+    parallelize_module(lazy, mesh, {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()})
+    x = data(1, 5, 6)
+    want = ms.value_and_grad(lambda t: (plain(t) ** 2).mean(), None, plain.trainable_params())(x)
+    got = value_and_grad(lambda t: (lazy(t) ** 2).mean(), None, lazy.trainable_params())(x)
+    equal(got[0], want[0])
+    for p, g, w in zip(lazy.trainable_params(), got[1], want[1], strict=True):
+        equal(g, w, p.name)
+
+
+# -- distribute_module ---------------------------------------------------------------------------------------------------
+@case(world_size=4)
+def distribute_module_is_for_once(world):
+    mesh = mesh_1d()
+    net = distribute_module(made(False), mesh)
+    with counted() as count:
+        try:
+            distribute_module(net, mesh)
+        except LayoutError as e:
+            text = str(e)
+        else:
+            raise AssertionError("twice")
+    assert not count and "distributed already" in text
+    same_on_all_ranks(world, text)
+    equal(net(distribute_tensor(Tensor(np.array([1, 2], np.int32)), mesh)), made(False).to_float(ms.float32)(
+        Tensor(np.array([1, 2], np.int32))))
+    inner = made(False)
+    distribute_module(inner.first, mesh)  # a part first, then the whole
+    distribute_module(inner, mesh)
+    _same_values(inner, made(False))
+
+
+@case(world_size=4)
+def functions_of_two_arguments_are_called_with_a_warning(world):
+    mesh, x = mesh_1d(), data(3, 8, 4)
+    plain = nn.Dense(4, 4)
+    net = nn.Dense(4, 4)
+    for p, w in zip(net.get_parameters(), plain.get_parameters()):
+        p.set_data(w)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        distribute_module(net, mesh, None, lambda inputs, on: distribute_tensor(inputs[0], on, [S(0)]),
+                          lambda outputs, on: outputs.to_local())
+    assert [w.category for w in seen] == [FutureWarning, FutureWarning], seen
+    rank0 = distribute_tensor(plain.weight, mesh), distribute_tensor(plain.bias, mesh)
+    want = ops.dense(x, Tensor(array(rank0[0])), Tensor(array(rank0[1])))
+    out = net(distribute_tensor(x, mesh).to_local())
+    assert type(out) is Tensor
+    equal(out, want.asnumpy()[2 * world.rank:][:2])
+    for wrong in (lambda: 0, lambda a: a, lambda a, b, c, d: a):
+        try:
+            distribute_module(nn.Dense(2, 2), mesh, None, wrong)
+        except LayoutError as e:
+            assert "must take 3 arguments" in str(e)
+        else:
+            raise AssertionError("accepted")
+    distribute_module(nn.Dense(2, 2), mesh, None, lambda *args: args[1])
+
+
+@case(world_size=4)
+def what_a_parameter_carries_stays_with_it(world):
+    mesh = mesh_1d()
+
+    def build():
+        net = nn.SequentialCell(nn.Dense(4, 8), nn.Dense(4, 8), nn.LayerNorm((8,)))
+        net[1].weight = net[0].weight
+        net[0].weight.requires_grad = False
+        net[0].bias.layerwise_parallel = True
+        net[0].bias.parallel_optimizer = False
+        net[0].bias.mine = "kept"
+        net.register_buffer("steps", Tensor(np.array([world.rank, 7], np.int32)))
+        return net
+    for how in (lambda m: distribute_module(m, mesh),
+                lambda m: distribute_module(parallelize_module(m, mesh, {"[01]": ColwiseParallel()}), mesh),
+                lambda m: replicate(parallelize_module(m, mesh_2d()["tp"], {"0": ColwiseParallel(), "1": ColwiseParallel()}),
+                                    mesh=mesh_2d()["dp"])):
+        names = [p.name for p in build().get_parameters()]
+        net = how(build())
+        assert [p.name for p in net.get_parameters()] == names == list(net.parameters_dict())
+        assert net[0].weight is net[1].weight and not net[0].weight.requires_grad and net[0].bias.requires_grad
+        assert net[0].bias.layerwise_parallel is True and net[0].bias.parallel_optimizer is False
+        assert net[0].bias.mine == "kept" and net[0].bias.param_info.obj is net[0].bias
+        assert [p.name for p in net.trainable_params()] == [n for n in names if n != "0.weight"]
+        assert isinstance(net.steps, DTensor) and array(net.steps).tolist() == [0, 7]
+        assert all(isinstance(p, DTensor) for p in net.get_parameters())
+
+
+@case(world_size=4)
+def only_leaves_are_distributed(world):
+    mesh, x = mesh_1d(), data(1, 4, 4)
+    w = Parameter(data(2, 4, 4), name="w")
+    texts = []
+    try:
+        value_and_grad(lambda t: distribute_tensor(t * 2, mesh, [S(0)]).sum(), 0)(x)
+    except LayoutError as e:
+        texts.append(str(e))
+    assert texts and "under differentiation" in texts[0] and "from_local" in texts[0], texts
+    same_on_all_ranks(world, "\n".join(texts))
+    # what is merely used inside is not in the way
+    g = value_and_grad(lambda p: (p * distribute_tensor(x, mesh, [S(0)])).sum(), 0)(distribute_tensor(w, mesh, [S(0)]))[1]
+    equal(g, x)
+    value, grad = value_and_grad(lambda t: (DTensor.from_local(t * 2, mesh, [R]) * 3.0).sum(), 0)(x)
+    equal(grad, np.full((4, 4), 6, np.float32))

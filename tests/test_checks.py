@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""debug.checks: a wrong rule or gradient is found before it is used, a right one costs one check and changes nothing."""
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, mint
+
+from ms_dtensor import DFunction, Shard, checking, distribute_tensor, init_device_mesh, modes, register_rule, value_and_grad
+from ms_dtensor.debug import checks
+from ms_dtensor.errors import ConfigError, OpRuleError
+from ms_dtensor.rules import RULES
+
+pytestmark = pytest.mark.usefixtures("cpu")
+A = np.random.default_rng(0).normal(size=(4, 6)).astype("f")
+RIGHT, WRONG = "S(0), S(0) -> S(0)\nS(1), R -> S(1)", "S(0), R -> S(0)"
+
+
+@pytest.fixture
+def x():
+    return distribute_tensor(Tensor(A), init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)), [Shard(0)])
+
+
+class Rows(DFunction):
+    """x * f per row."""
+
+    _op_name = "rows"
+
+    @staticmethod
+    def forward(ctx, x, f):
+        ctx.save_for_backward(x, f)
+        return x * f.reshape((-1, 1))
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, f = ctx.saved_tensors
+        return grad * f.reshape((-1, 1)), (grad * x).sum(1)
+
+
+class BadRows(Rows):
+    backward = staticmethod(lambda ctx, grad: (grad, (grad * ctx.saved_tensors[0]).sum(1)))
+
+
+def factors(x):
+    return distribute_tensor(Tensor(A[:, 0].copy()), x.device_mesh, [Shard(0)])
+
+
+def test_a_decorated_function_is_verified_at_once():
+    with checks(), register_rule("own", RIGHT, shapes="m n, m -> m n") as rule:
+        assert rule(lambda x, f: x * f.reshape((-1, 1)))
+    with checks(), register_rule("own", WRONG, shapes="m n, m -> m n") as rule:
+        with pytest.raises(OpRuleError, match="is wrong"):
+            rule(lambda x, f: x * f.reshape((-1, 1)))
+    with register_rule("own", WRONG, shapes="m n, m -> m n") as rule:
+        assert rule(lambda x, f: x * f.reshape((-1, 1)))  # off: trusted
+    assert "own" not in RULES
+
+
+def test_a_dfunctions_rule_is_verified_before_its_first_call(x):
+    with checks(), register_rule("rows", WRONG):
+        with pytest.raises(OpRuleError, match="is wrong"):
+            Rows.apply(x, factors(x))
+        with pytest.raises(OpRuleError, match="is wrong"):  # and again, as nothing was proven
+            value_and_grad(lambda t: Rows.apply(t, factors(x)).sum(), 0)(x)
+    with checks(), register_rule("rows", RIGHT):
+        value, grad = value_and_grad(lambda t: Rows.apply(t, factors(x)).sum(), 0)(x)
+        np.testing.assert_allclose(grad.full_tensor().asnumpy(), np.broadcast_to(A[:, :1], A.shape), rtol=1e-6)
+        before = len(checking._done)
+        Rows.apply(x, factors(x))
+        assert len(checking._done) == before
+
+
+def test_a_primitives_rule_needs_something_to_verify_it_with():
+    with checks(), pytest.raises(ConfigError, match="nothing was given to verify"):
+        register_rule("Abs", "S(0) -> S(0)", override=True)
+    with checks():
+        register_rule("Abs", "S(0) -> S(0)\nS(1) -> S(1)", override=True, verify=(mint.abs, A)).unregister()
+
+
+def test_gradients_on_request(x):
+    with register_rule("rows", RIGHT):
+        with checks(gradients=True):
+            value_and_grad(lambda t: Rows.apply(t, factors(x)).sum(), 0)(x)
+            Rows.apply(Tensor(A), Tensor(A[:, 0].copy()))
+            for call in (lambda: BadRows.apply(x, factors(x)),
+                         lambda: ms.grad(lambda t: BadRows.apply(t, Tensor(A[:, 0].copy())).sum())(Tensor(A))):
+                with pytest.raises(OpRuleError, match="gradient of tensor 0 is wrong"):
+                    call()
+        with checks():  # rules only
+            BadRows.apply(Tensor(A), Tensor(A[:, 0].copy()))
+    assert modes.mode.get() is modes.DEFAULT and not checking.running
+
+
+def test_integers_become_legal_indices(x):
+    class Lookup(DFunction):
+        in_placements, out_placements = ([Shard(0)], None), [Shard(0)]
+        forward = staticmethod(lambda ctx, t, ids: t[:, ids] * 2)
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise AssertionError
+    ids = Tensor(np.array([3, 5]))
+    with checks():
+        assert Lookup.apply(x, ids).shape == (4, 2)
+
+
+def test_the_environment_turns_it_on():
+    out = subprocess.run([sys.executable, "-c", "from ms_dtensor import modes; print(modes.mode.get().check_rules)"],
+                         env={**os.environ, "MS_DTENSOR_DEBUG": "1"}, capture_output=True, text=True, check=True)
+    assert out.stdout.strip().endswith("True")
