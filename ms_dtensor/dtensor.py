@@ -15,8 +15,8 @@ import mindspore as ms
 from mindspore import Parameter, Tensor
 from mindspore._c_expression import NoFallbackGuard
 
-from . import comm, modes, patch
-from .dispatch import call, dispatch, plain_tree
+from . import comm, faces, modes, patch, planned
+from .dispatch import call, dispatch, plain_tree, register_class
 from .errors import LayoutError, OpRuleError, RedistributeError
 from .faces import as_local, dtype_name, local_alias, make, recording, redistribute, wrap
 from .indexing import get_item, set_item
@@ -74,8 +74,7 @@ class DTensor(Tensor):
     def __init__(self, *args, **kwargs):
         pass
 
-    def __fallback__(self, func, args=(), kwargs=None):
-        return dispatch(func, args, kwargs)
+    __fallback__ = dispatch
 
     @staticmethod
     def _run_own_op(op, arguments):
@@ -395,6 +394,10 @@ class DTensorParameter(Parameter, DTensor):
     asnumpy = DTensor.asnumpy
 
 
+register_class(DTensor)
+register_class(DTensorParameter)
+faces.bind_class(DTensor)
+planned.bind_class(DTensor)
 # The class MindSpore builds for Parameter(DTensor(...)) would have Tensor before Parameter in its MRO.
 Parameter._base_type["Parameter" + DTensor.__name__] = DTensorParameter
 

@@ -11,6 +11,7 @@ Under autograd the write is a recorded `copy_`, which MindSpore guards with a ve
 """
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
 
@@ -27,6 +28,25 @@ _MEMOS = ("_faces", "_moves", "_source", "_viewed")
 # -- views ----------------------------------------------------------------------------------------------------------
 
 
+class Kin:
+    """A tensor's place among the views of one tensor.
+
+    Attributes:
+        family: weak references to all of them.
+        group: shared by those that, by what was planned, share storage; the same on every rank.
+        native: only MindSpore's own ops led here, so what is no view here is none on one device either.
+        line: this one's number, after those of what it is a view of.
+    """
+
+    __slots__ = ("family", "group", "native", "line")
+
+    def __init__(self, family, group, native, line):
+        self.family, self.group, self.native, self.line = family, group, native, line
+
+
+_numbers = itertools.count()
+
+
 def link(source, result, shares: bool, native: bool) -> None:
     """Remembers that `result` is on one device a view of `source`.
 
@@ -40,23 +60,18 @@ def link(source, result, shares: bool, native: bool) -> None:
         for r in result:
             link(source, r, shares, native)
         return
-    if result is source or source.__dict__.get("_layout") is None:
+    attributes = source.__dict__
+    if result is source or attributes.get("_layout") is None:
         return
-    if shares and math.prod(result._shape) and _storage(result) != _storage(source):
-        if native:
-            return
-        shares = False
-    bases = [(source, shares)]
-    for ref, through in source.__dict__.get("_bases", ()):
-        base = ref()
-        if base is not None:
-            bases.append((base, through and shares))
-    result.__dict__["_bases"] = tuple((weakref.ref(b), s) for b, s in bases)
-    for base, through in bases:
-        views = base.__dict__.setdefault("_views", [])
-        if len(views) > 32:
-            views[:] = [v for v in views if v[0]() is not None]
-        views.append((weakref.ref(result), through))
+    kin = attributes.get("_kin")
+    if kin is None:
+        kin = attributes["_kin"] = Kin([weakref.ref(source)], object(), True, (next(_numbers),))
+    family = kin.family
+    if not len(family) & 31:
+        family[:] = [ref for ref in family if ref() is not None]
+    family.append(weakref.ref(result))
+    result.__dict__["_kin"] = Kin(family, kin.group if shares else object(), native and kin.native,
+                                  (*kin.line, next(_numbers)))
 
 
 def _storage(x) -> int:
@@ -65,10 +80,21 @@ def _storage(x) -> int:
 
 def _relatives(x):
     """(tensor, shares storage) of the living tensors that are views of `x` or that `x` is a view of."""
-    for ref, shared in (*x.__dict__.get("_bases", ()), *x.__dict__.get("_views", ())):
+    kin = x.__dict__.get("_kin")
+    for ref in () if kin is None else kin.family:
         other = ref()
-        if other is not None:
-            yield other, shared
+        if other is None or other is x:
+            continue
+        its = other.__dict__["_kin"]
+        short = min(len(kin.line), len(its.line))
+        if kin.line[:short] != its.line[:short]:
+            continue
+        shared = kin.group is its.group
+        if shared and math.prod(x._shape) and math.prod(other._shape) and _storage(x) != _storage(other):
+            if kin.native and its.native:
+                continue
+            shared = False
+        yield other, shared
 
 
 # -- writing --------------------------------------------------------------------------------------------------------
