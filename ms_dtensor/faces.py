@@ -12,6 +12,7 @@ from mindspore._c_expression import NoFallbackGuard
 from mindspore.common.api import _pynative_executor
 
 from . import comm
+from .comm.record import active
 from .layout import Layout
 from .placements import REPLICATE, Partial
 from .redistribute.execute import moved, run
@@ -105,12 +106,17 @@ def redistribute(x, dst: Layout, implicit: bool = False):
     src = x._layout
     if src is dst:
         return x
-    moves = plan_moves(src, dst)
-    with comm.annotate(implicit=implicit, src=repr(src), dst=repr(dst)):
-        if not recording() or not x._requires_grad:
-            return wrap(run(moves, local_alias(x)), dst)
-        wanted = wanted_gradient(x)
-        out = wrap(moved(x, src, dst, dst.gradient(), wanted), dst)
+    if active():  # the texts are for who listens
+        with comm.annotate(implicit=implicit, src=repr(src), dst=repr(dst)):
+            return _redistributed(x, src, dst)
+    return _redistributed(x, src, dst)
+
+
+def _redistributed(x, src: Layout, dst: Layout):
+    if not recording() or not x._requires_grad:
+        return wrap(run(plan_moves(src, dst), local_alias(x)), dst)
+    wanted = wanted_gradient(x)
+    out = wrap(moved(x, src, dst, dst.gradient(), wanted), dst)
     if all(src.placements[a].is_partial("sum") for a in src.partial_axes):  # others have weights of their own
         out.__dict__["_source"] = (x if x._is_leaf else local_alias(x), src, wanted)
     return out

@@ -28,32 +28,19 @@ _MEMOS = ("_faces", "_moves", "_source", "_viewed")
 # -- views ----------------------------------------------------------------------------------------------------------
 
 
-class Kin:
-    """A tensor's place among the views of one tensor.
-
-    Attributes:
-        family: weak references to all of them.
-        group: shared by those that, by what was planned, share storage; the same on every rank.
-        native: only MindSpore's own ops led here, so what is no view here is none on one device either.
-        line: this one's number, after those of what it is a view of.
-    """
-
-    __slots__ = ("family", "group", "native", "line")
-
-    def __init__(self, family, group, native, line):
-        self.family, self.group, self.native, self.line = family, group, native, line
-
-
 _numbers = itertools.count()
 
 
 def link(source, result, shares: bool, native: bool) -> None:
     """Remembers that `result` is on one device a view of `source`.
 
+    What is kept as `_kin` is (weak references to all views of one tensor; a token of those that share storage by what was
+    planned, the same on every rank; whether only MindSpore's own ops led here; numbers of its ancestors and itself).
+
     Args:
         source: the DTensor that was viewed.
         result: the view, or a tuple of views.
-        shares: by what was planned, the same on every rank, the storage is the source's.
+        shares: by what was planned the storage is the source's.
         native: MindSpore's own op ran, so what is no view here is none on one device either.
     """
     if result.__class__ in (tuple, list):
@@ -61,17 +48,16 @@ def link(source, result, shares: bool, native: bool) -> None:
             link(source, r, shares, native)
         return
     attributes = source.__dict__
-    if result is source or attributes.get("_layout") is None:
-        return
     kin = attributes.get("_kin")
     if kin is None:
-        kin = attributes["_kin"] = Kin([weakref.ref(source)], object(), True, (next(_numbers),))
-    family = kin.family
+        if result is source or attributes.get("_layout") is None:
+            return
+        kin = attributes["_kin"] = [weakref.ref(source)], object(), True, (next(_numbers),)
+    family, group, only_native, line = kin
     if not len(family) & 31:
         family[:] = [ref for ref in family if ref() is not None]
     family.append(weakref.ref(result))
-    result.__dict__["_kin"] = Kin(family, kin.group if shares else object(), native and kin.native,
-                                  (*kin.line, next(_numbers)))
+    result._kin = family, group if shares else object(), native and only_native, (*line, next(_numbers))
 
 
 def _storage(x) -> int:
@@ -80,18 +66,18 @@ def _storage(x) -> int:
 
 def _relatives(x):
     """(tensor, shares storage) of the living tensors that are views of `x` or that `x` is a view of."""
-    kin = x.__dict__.get("_kin")
-    for ref in () if kin is None else kin.family:
+    family, group, native, line = x.__dict__.get("_kin") or ((), None, True, ())
+    for ref in family:
         other = ref()
         if other is None or other is x:
             continue
-        its = other.__dict__["_kin"]
-        short = min(len(kin.line), len(its.line))
-        if kin.line[:short] != its.line[:short]:
+        _, its_group, its_native, its_line = other.__dict__["_kin"]
+        short = min(len(line), len(its_line))
+        if line[:short] != its_line[:short]:  # neither is a view of the other
             continue
-        shared = kin.group is its.group
+        shared = group is its_group
         if shared and math.prod(x._shape) and math.prod(other._shape) and _storage(x) != _storage(other):
-            if kin.native and its.native:
+            if native and its_native:
                 continue
             shared = False
         yield other, shared

@@ -52,7 +52,7 @@ class Plan:
     """
 
     __slots__ = ("op", "steps", "invoke", "empty", "outs", "implicit", "substitute", "widened", "view", "target", "native",
-                 "uses", "short", "faced", "reduces", "places", "filled")
+                 "uses", "short", "faced", "places", "filled")
 
     def __init__(self, op, steps, invoke, empty, outs):
         self.op, self.steps, self.invoke, self.empty, self.outs = op, steps, invoke, empty, outs
@@ -62,8 +62,8 @@ class Plan:
         self.implicit = any(target is not None for _, target, _ in steps)
         self.uses = 0
         self.short = None  # the first result's layout, once `run` may take the short way
-        self.faced = any(cotangent is not None for *_, cotangent in steps)  # shows an own face while recording
-        self.reduces = False  # a result is partial in a way that no gradient fits
+        # while recording: an operand shows its own face, or a result is partial in a way that no gradient fits
+        self.faced = any(cotangent is not None for *_, cotangent in steps)
         self.places, self.filled = None, None  # where the call takes which operand: ((place, operand), ...); the rest of it
 
     def run(self, func, head, args, kwargs, tensors, mode):
@@ -95,7 +95,7 @@ class Plan:
         else:
             out = self.wrap(result, False)
         if self.view:
-            self._link(tensors[0], out, (func, head, args, kwargs), recording())
+            self._link(tensors[0], out, func, head, args, kwargs, recording())
         return out
 
     def _in_full(self, func, head, args, kwargs, tensors, mode):
@@ -128,7 +128,7 @@ class Plan:
                 result = _of_its_own(result)
         out = self.wrap(result, grad)
         if self.view:
-            self._link(first, out, (func, head, args, kwargs), grad and tensors[0] is first)
+            self._link(first, out, func, head, args, kwargs, grad and tensors[0] is first)
         elif self.target is not None:
             inplace.store(first, out, grad)
             return first
@@ -159,8 +159,7 @@ class Plan:
 
     def _learn(self, args, kwargs, tensors) -> None:
         """After a first run: where operands stand in the call, and whether later runs may be short."""
-        self.reduces = any(not o.placements[a].is_partial("sum") for o in self.outs for a in o.partial_axes)
-        self.faced = self.faced or self.reduces
+        self.faced = self.faced or any(not o.placements[a].is_partial("sum") for o in self.outs for a in o.partial_axes)
         call = args if self.invoke is None else self.invoke[1]
         wanted = Tensor if self.invoke is None else Operand
         found = [(k, v) for k, v in enumerate(call) if isinstance(v, wanted)]
@@ -172,9 +171,9 @@ class Plan:
             self.filled = None if self.invoke is None else list(self.invoke[1])
             self.short = self.outs[0]
 
-    def _link(self, first, out, how, recorded) -> None:
+    def _link(self, first, out, func, head, args, kwargs, recorded) -> None:
         if recorded and out.__class__ is _DTENSOR and not first._is_leaf:
-            out.__dict__[VIEWED] = first, self, how
+            out.__dict__[VIEWED] = first, self, (func, head, args, kwargs)
         inplace.link(first, out, self.view == "view" and self.steps[0][1] is None,
                      self.invoke is None and self.substitute is None)
 

@@ -71,7 +71,9 @@ def build_plan(name, args, kwargs, tensors, mode, head=None) -> Plan | Compositi
     plan = plan_for(op, bound, tensors, mode)
     plan.native = name in NATIVE
     if plan.outs[0][0].device_type == "cpu":
-        plan.substitute = decomposition(name, {} if head is None else attributes(head[0]))
+        substitute = decomposition(name, {} if head is None else attributes(head[0]))
+        unneeded = getattr(substitute, "unneeded", None)  # a function of the operands' shapes
+        plan.substitute = None if unneeded is not None and unneeded(*(x.shape for x in tensors)) else substitute
     return widened(plan, op, tensors)
 
 
