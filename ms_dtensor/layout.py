@@ -19,6 +19,7 @@ from .placements import REPLICATE, Placement, Replicate, Shard
 
 _SHORT = {"float": "f", "int": "i", "uint": "u", "complex": "c", "bfloat": "bf"}
 _interned: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
+_KNOWN_LIMIT = 4096
 _known: dict = {}  # see `known_layout`
 _lock = threading.Lock()
 
@@ -169,10 +170,15 @@ def known_layout(mesh, placements, shape, dtype: str, even: bool = False) -> Lay
             layout = Layout(mesh, layout.placements, [n * layout.divisor(d) for d, n in enumerate(shape)], dtype,
                             layout.order)
         if key is not None and all(isinstance(p, Placement) for p in placements or ()):
-            if len(_known) >= 4096:
+            if len(_known) >= _KNOWN_LIMIT:
                 _known.clear()
             _known[key] = layout
     return layout
+
+
+def remembered() -> tuple[int, int]:
+    """How many layouts `known_layout` holds, and may hold."""
+    return len(_known), _KNOWN_LIMIT
 
 
 def _intern(mesh, placements, shape, dtype, dim_axes) -> Layout:
