@@ -64,22 +64,25 @@ def _tidy(inner):
 
 
 def _wrap_gradients(gradients, args, grad_position, weights):
-    of_args = None
-    if grad_position is not None:
-        of_args = [args[i] for i in grad_position] if isinstance(grad_position, tuple | list) else args[grad_position]
-    if weights is not None and not isinstance(weights, Tensor):
-        weights = list(weights)
-    if of_args is not None and weights is not None:
-        return _like(gradients[0], of_args), _like(gradients[1], weights)
-    return _like(gradients, of_args if weights is None else weights)
+    if grad_position.__class__ is int:
+        of_args = args[grad_position]
+    else:
+        of_args = None if grad_position is None else [args[i] for i in grad_position]
+    if weights is None:
+        return _like(gradients, of_args)
+    weights = weights if isinstance(weights, Tensor) else list(weights)
+    if of_args is None:
+        return _like(gradients, weights)
+    return _like(gradients[0], of_args), _like(gradients[1], weights)
 
 
 def _like(gradients, originals):
-    if isinstance(gradients, Tensor):
-        original = originals[0] if isinstance(originals, list) else originals
-        if isinstance(original, DTensor) and not isinstance(gradients, DTensor):
-            return wrap(gradients, original.layout.gradient())
-        return gradients
-    if isinstance(originals, Tensor):
-        originals = [originals]
-    return tuple(_like(g, o) for g, o in zip(gradients, originals))
+    if originals.__class__ is list:
+        if gradients.__class__ is tuple or not isinstance(gradients, Tensor):
+            return tuple(map(_like, gradients, originals))
+        originals = originals[0]
+    elif gradients.__class__ is tuple:
+        return tuple(_like(g, originals) for g in gradients)
+    if gradients.__class__ is Tensor and isinstance(originals, DTensor):
+        return wrap(gradients, originals._layout.gradient())
+    return gradients

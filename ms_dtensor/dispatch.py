@@ -8,38 +8,72 @@ nothing is communicated before every check has passed.
 """
 from __future__ import annotations
 
+from operator import is_
+
 from mindspore import Tensor, ops
 from mindspore._c_expression import NoFallbackGuard
 
-from . import comm, modes
+from . import modes
+from .comm import fake_token
+from .comm.world import pretended
 from .faces import as_local
 from .planning import attributes, bind_arguments, build_plan, plan_for, plan_own
 from .rules.names import PRIMITIVES
 
-_ATOMS = frozenset((int, float, bool, str, type(None), complex))
+_LIMIT = 16384
+_ATOM, _OURS, _LIST = 1, 2, 3
+_kinds: dict[type, int] = {**dict.fromkeys((int, float, bool, str, type(None), complex), _ATOM),
+                           tuple: _LIST, list: _LIST}
 _cache: dict = {}
-_CACHE_LIMIT = 16384
+_primitives: dict = {}  # id -> (primitive, what its attributes were, their part of a key)
+_made = 0  # plans
+_forgotten = 0  # how often plans ran that are no longer in the cache
+_mode, _DEFAULT, _pretended = modes.mode.get, modes.DEFAULT, pretended.get
+_primitive_class = ops.Primitive
 
 
-def dispatch(func, args, kwargs):
-    """Entry from `DTensor.__fallback__`: MindSpore's op `func` called with at least one DTensor somewhere."""
-    if func.name == "typeof":  # asked by Python code inside MindSpore; it computes nothing
-        with NoFallbackGuard():
-            return func(*args, **(kwargs or {}))
-    mode = modes.mode.get()
-    if len(args) == 3 and args[1].__class__ is str and isinstance(args[0], ops.Primitive):
+def register_class(cls: type) -> None:
+    """Tells dispatch that objects of exactly this class are DTensors."""
+    _kinds[cls] = _OURS
+
+
+def dispatch(self, func, args=(), kwargs=None):
+    """`DTensor.__fallback__`: MindSpore's op `func` called with at least one DTensor somewhere."""
+    head = None
+    if len(args) == 3 and args[1].__class__ is str and isinstance(args[0], _primitive_class):
         head, args = args[:2], args[2]
-    else:
-        head = None
-    if mode is not modes.DEFAULT and mode.skip and not _kept(func.name, mode.no_skip):
-        with NoFallbackGuard():  # the DTensors themselves: an alias of a Parameter would cut its gradient
-            return func(*args, **(kwargs or {})) if head is None else func(*head, args)
     tensors: list = []
-    key = (func.name, _walk(args, tensors), _walk(tuple(kwargs.items()), tensors) if kwargs else None,
-           _walk(attributes(head[0]).values(), []) if head is not None else None, comm.fake_token(),
-           mode.implicit_replication)
+    key = [func.name]
+    mode = _mode()
+    if mode is not _DEFAULT:
+        if mode.skip and not _kept(key[0], mode.no_skip):
+            with NoFallbackGuard():  # the DTensors themselves: an alias of a Parameter would cut its gradient
+                return func(*args, **(kwargs or {})) if head is None else func(*head, args)
+        key.append(mode.implicit_replication)
+    for a in args:  # the commonest arguments without a call: this loop is most of what dispatch costs
+        kind = _kinds.get(a.__class__)
+        if kind is _OURS:
+            tensors.append(a)
+            key.append(a._layout)
+        elif kind is _ATOM:
+            key.append(a.__class__)
+            key.append(a)
+        else:
+            _part(a, key, tensors)
+    if kwargs:
+        for name, a in kwargs.items():
+            key.append(name)
+            _part(a, key, tensors)
+    if head is not None:
+        key.append(_attribute_key(head[0]))
+    if _pretended() is not None:
+        key.append(fake_token())
+    key = tuple(key)
     plan = _cache.get(key)
     if plan is None:
+        if func.name == "typeof":  # asked by Python code inside MindSpore; it computes nothing
+            with NoFallbackGuard():
+                return func(*args, **(kwargs or {})) if head is None else func(*head, args)
         plan = _remember(key, build_plan(func.name, args, kwargs or {}, tensors, mode, head))
     return plan.run(func, head, args, kwargs, tensors, mode)
 
@@ -47,8 +81,12 @@ def dispatch(func, args, kwargs):
 def call(op: str, **arguments):
     """Runs a canonical op of our own (a rule and an entry in `local_ops`) on DTensors."""
     tensors: list = []
-    mode = modes.mode.get()
-    key = ("@" + op, _walk(tuple(arguments.items()), tensors), None, comm.fake_token(), mode.implicit_replication)
+    mode = _mode()
+    key = ["@" + op, fake_token(), mode.implicit_replication]
+    for name, a in arguments.items():
+        key.append(name)
+        _part(a, key, tensors)
+    key = tuple(key)
     plan = _cache.get(key)
     if plan is None:
         plan = _remember(key, plan_own(op, arguments, tensors, mode))
@@ -65,11 +103,16 @@ def call_by_rule(op: str, func, names: tuple[str, ...], args: tuple, kwargs: dic
         args: arguments, at least one DTensor somewhere.
         kwargs: keyword arguments.
     """
-    mode = modes.mode.get()
+    mode = _mode()
     if mode.skip and not _kept(op, mode.no_skip):
         return func(*plain_tree(args), **plain_tree(kwargs))
     tensors: list = []
-    key = ("@rule", op, _walk(args, tensors), _walk(tuple(kwargs.items()), tensors), comm.fake_token())
+    key = ["@rule", op, fake_token()]
+    _part(args, key, tensors)
+    for name, a in kwargs.items():
+        key.append(name)
+        _part(a, key, tensors)
+    key = tuple(key)
     plan = _cache.get(key)
     if plan is None:
         known = (*names, *(k for k in kwargs if k not in names))
@@ -78,33 +121,74 @@ def call_by_rule(op: str, func, names: tuple[str, ...], args: tuple, kwargs: dic
 
 
 def _remember(key, plan):
-    if len(_cache) >= _CACHE_LIMIT:
-        _cache.clear()
+    global _made
+    _made += 1
+    if len(_cache) >= _LIMIT:
+        clear_cache()
     _cache[key] = plan
     return plan
 
 
 def clear_cache() -> None:
     """Forgets all plans (they are rebuilt on demand)."""
+    global _forgotten
+    _forgotten += sum(plan.uses for plan in _cache.values())
     _cache.clear()
+    _primitives.clear()
 
 
-def _walk(values, tensors) -> tuple:
-    """The hashable part of a call's arguments; tensors are appended to `tensors` in order of appearance."""
-    parts: list = []
-    for v in values:
-        c = v.__class__
-        if c in _ATOMS:
-            parts.append((c, v))
-        elif c is tuple or c is list:
-            parts.append(_walk(v, tensors))
-        elif isinstance(v, Tensor):
-            tensors.append(v)
-            layout = getattr(v, "_layout", None)
-            parts.append(layout if layout is not None else (tuple(v._shape), str(v.dtype), c is Tensor))
+def cache_info() -> dict[str, int]:
+    """See `ms_dtensor.debug.cache_info`."""
+    uses = _forgotten + sum(plan.uses for plan in _cache.values())
+    return {"hits": max(uses - _made, 0), "misses": _made, "size": len(_cache), "limit": _LIMIT}
+
+
+def _part(a, key, tensors) -> None:
+    """Appends the hashable part of an argument to a key; tensors go to `tensors` in order of appearance."""
+    kind = _kinds.get(a.__class__)
+    if kind is _ATOM:
+        key.append(a.__class__)  # 1, 1.0 and True are equal, and mean different calls
+        key.append(a)
+    elif kind is _LIST:
+        classes = tuple(map(type, a))
+        key.append(classes)
+        if _ATOM_LISTS.get(classes) or _atoms_only(classes):
+            key.append(tuple(a))
         else:
-            parts.append(str(v))
-    return tuple(parts)
+            for v in a:
+                _part(v, key, tensors)
+    elif isinstance(a, Tensor):
+        tensors.append(a)
+        layout = getattr(a, "_layout", None)
+        key.append(layout if layout is not None else (tuple(a._shape), str(a.dtype), a.__class__ is Tensor))
+    else:
+        key.append(str(a))
+
+
+_ATOM_LISTS: dict[tuple, bool] = {}
+
+
+def _atoms_only(classes) -> bool:
+    """Whether a list of these classes is hashable as it is; remembered."""
+    if all(_kinds.get(c) is _ATOM for c in classes):
+        if len(_ATOM_LISTS) < 1024:
+            _ATOM_LISTS[classes] = True
+        return True
+    return False
+
+
+def _attribute_key(primitive):
+    """What a classic primitive was made with, as part of a key; read again only when the object has changed."""
+    now = primitive.__dict__
+    known = _primitives.get(id(primitive))
+    if known is not None and known[0] is primitive and len(known[1]) == len(now) and all(map(is_, now.values(), known[1])):
+        return known[2]
+    key: list = []
+    _part(tuple(attributes(primitive).values()), key, [])
+    if len(_primitives) >= _LIMIT:
+        _primitives.clear()
+    _primitives[id(primitive)] = primitive, tuple(now.values()), tuple(key)
+    return _primitives[id(primitive)][2]
 
 
 def plain_tree(value):

@@ -15,12 +15,12 @@ import mindspore as ms
 from mindspore import Parameter, Tensor
 from mindspore._c_expression import NoFallbackGuard
 
-from . import comm, modes, patch
-from .dispatch import call, dispatch, plain_tree
+from . import comm, faces, modes, patch, planned
+from .dispatch import call, dispatch, plain_tree, register_class
 from .errors import LayoutError, OpRuleError, RedistributeError
 from .faces import as_local, dtype_name, local_alias, make, recording, redistribute, wrap
 from .indexing import get_item, set_item
-from .layout import Layout
+from .layout import Layout, known_layout
 from .mesh import DeviceMesh, resolve_mesh
 from .placements import REPLICATE
 from .redistribute.execute import run
@@ -68,14 +68,13 @@ class DTensor(Tensor):
             with NoFallbackGuard():
                 local = local.view(local._shape)
         out = make(cls, local)
-        out._layout = _even_layout(local, mesh, placements)
+        out._layout = known_layout(mesh, placements, tuple(local._shape), dtype_name(local.dtype), even=True)
         return out
 
     def __init__(self, *args, **kwargs):
         pass
 
-    def __fallback__(self, func, args=(), kwargs=None):
-        return dispatch(func, args, kwargs)
+    __fallback__ = dispatch
 
     @staticmethod
     def _run_own_op(op, arguments):
@@ -180,19 +179,20 @@ class DTensor(Tensor):
         Raises:
             LayoutError: the local shape is not the shard of `shape`, or, with `run_check`, ranks disagree.
         """
-        if isinstance(local, DTensor):
-            raise LayoutError("For 'from_local', 'local' must be a plain tensor, but it is a DTensor already.",
-                              local._layout.describe(), "", "use .redistribute()")
+        if local.__class__ is not Tensor:
+            if isinstance(local, DTensor):
+                raise LayoutError("For 'from_local', 'local' must be a plain tensor, but it is a DTensor already.",
+                                  local._layout.describe(), "", "use .redistribute()")
+            if not isinstance(local, Tensor):
+                raise LayoutError(f"For 'from_local', 'local' must be a Tensor, but got {type(local).__name__}.")
         mesh = resolve_mesh(device_mesh, "from_local")
-        if not isinstance(local, Tensor):
-            raise LayoutError(f"For 'from_local', 'local' must be a Tensor, but got {type(local).__name__}.")
         if shape is None:
-            layout = _even_layout(local, mesh, placements)
+            layout = known_layout(mesh, placements, tuple(local._shape), dtype_name(local.dtype), even=True)
         else:
             layout = Layout(mesh, placements, shape, dtype_name(local.dtype))
         if run_check:
             local = _check_across_ranks(local, layout, given=shape is not None)
-        elif mesh.get_coordinate() is not None and layout.local_shape() != tuple(local._shape):
+        elif shape is not None and mesh.get_coordinate() is not None and layout.local_shape() != tuple(local._shape):
             raise LayoutError(f"For 'from_local', a local tensor of shape {list(local._shape)} is not this rank's shard.",
                               layout.describe(), f"Its shard there is {list(layout.local_shape())}: chunks of "
                               "ceil(n / axis size) rows.", "pass the global shape that belongs to these shards")
@@ -228,7 +228,9 @@ class DTensor(Tensor):
                                   f"{type(device_mesh).__name__}.")
             device_mesh, placements = None, device_mesh
         src = self._layout
-        dst = Layout(device_mesh or src.mesh, placements, src.shape, src.dtype)
+        dst = known_layout(device_mesh or src.mesh, placements, src.shape, src.dtype)
+        if dst is src:
+            return self
         check_reachable(src, dst)
         return redistribute(self, dst)
 
@@ -395,6 +397,10 @@ class DTensorParameter(Parameter, DTensor):
     asnumpy = DTensor.asnumpy
 
 
+register_class(DTensor)
+register_class(DTensorParameter)
+faces.bind_class(DTensor)
+planned.bind_class(DTensor)
 # The class MindSpore builds for Parameter(DTensor(...)) would have Tensor before Parameter in its MRO.
 Parameter._base_type["Parameter" + DTensor.__name__] = DTensorParameter
 
@@ -403,12 +409,6 @@ def _unpickle(array, layout, name, requires_grad):
     patch.install()
     out = wrap(Tensor(array), layout)
     return out if name is None else Parameter(out, name=name, requires_grad=requires_grad)
-
-
-def _even_layout(local, mesh: DeviceMesh, placements) -> Layout:
-    shape = tuple(local._shape)
-    draft = Layout(mesh, placements, shape, dtype_name(local.dtype))
-    return Layout(mesh, draft.placements, [n * draft.divisor(d) for d, n in enumerate(shape)], draft.dtype, draft.order)
 
 
 def _check_across_ranks(local, layout: Layout, given: bool):

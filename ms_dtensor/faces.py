@@ -12,6 +12,7 @@ from mindspore._c_expression import NoFallbackGuard
 from mindspore.common.api import _pynative_executor
 
 from . import comm
+from .comm.record import active
 from .layout import Layout
 from .placements import REPLICATE, Partial
 from .redistribute.execute import moved, run
@@ -19,14 +20,22 @@ from .redistribute.plan import plan as plan_moves
 
 recording = _pynative_executor.grad_flag
 make = Tensor._make_subclass
-VIEWED = "_viewed"  # attribute of a recorded view: (what it is a view of, the local call that makes it)
+VIEWED = "_viewed"  # attribute of a recorded view: (what it is a view of, its plan, the call that made it)
 DEFERRED = "deferred_axes"  # attribute of a Parameter: axes on which its gradient stays partial (parallel/buckets.py)
+
+
+_DTENSOR: type = Tensor
+
+
+def bind_class(cls: type) -> None:
+    """Tells this module what a DTensor is; `dtensor.py` cannot be imported from here."""
+    global _DTENSOR
+    _DTENSOR = cls
 
 
 def wrap(local, layout: Layout):
     """A local tensor as a DTensor of this layout; shares storage and autograd identity (never for a Parameter)."""
-    from .dtensor import DTensor
-    out = make(DTensor, local)
+    out = make(_DTENSOR, local)
     out._layout = layout
     return out
 
@@ -80,14 +89,14 @@ def _face_of_viewed(x, cotangent: Layout):
     viewed = x.__dict__.get(VIEWED)
     if viewed is None:
         return None
-    source, again = viewed
+    source, made, call = viewed
     own = [a for a in cotangent.partial_axes if x._layout.placements[a].is_replicate()]
     if not own or any(not source._layout.placements[a].is_replicate() for a in own):
         return None
     placements = [Partial() if a in own else p for a, p in enumerate(source._layout.gradient().placements)]
     shown = face(source, source._layout.gradient().with_placements(placements, source._layout.order))
     with NoFallbackGuard():
-        out = again([shown])
+        out = made.local(*call, [shown])
     x.__dict__["_faces"][cotangent] = out
     return out
 
@@ -97,12 +106,17 @@ def redistribute(x, dst: Layout, implicit: bool = False):
     src = x._layout
     if src is dst:
         return x
-    moves = plan_moves(src, dst)
-    with comm.annotate(implicit=implicit, src=repr(src), dst=repr(dst)):
-        if not recording():
-            return wrap(run(moves, local_alias(x)), dst)
-        wanted = wanted_gradient(x)
-        out = wrap(moved(x, src, dst, dst.gradient(), wanted), dst)
+    if active():  # the texts are for who listens
+        with comm.annotate(implicit=implicit, src=repr(src), dst=repr(dst)):
+            return _redistributed(x, src, dst)
+    return _redistributed(x, src, dst)
+
+
+def _redistributed(x, src: Layout, dst: Layout):
+    if not recording() or not x._requires_grad:
+        return wrap(run(plan_moves(src, dst), local_alias(x)), dst)
+    wanted = wanted_gradient(x)
+    out = wrap(moved(x, src, dst, dst.gradient(), wanted), dst)
     if all(src.placements[a].is_partial("sum") for a in src.partial_axes):  # others have weights of their own
         out.__dict__["_source"] = (x if x._is_leaf else local_alias(x), src, wanted)
     return out
@@ -134,7 +148,7 @@ def moved_implicitly(x, target: Layout, grad):
 
 def as_local(x, cotangent: Layout | None = None):
     """A DTensor as a plain local tensor, still connected; its cotangent arrives in `cotangent` (default: as `x` lies)."""
-    if not recording():
+    if not recording() or not x._requires_grad:
         return local_alias(x)
     layout = x._layout
     cotangent = cotangent or layout.gradient()

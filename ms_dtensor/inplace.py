@@ -11,6 +11,7 @@ Under autograd the write is a recorded `copy_`, which MindSpore guards with a ve
 """
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
 
@@ -27,36 +28,36 @@ _MEMOS = ("_faces", "_moves", "_source", "_viewed")
 # -- views ----------------------------------------------------------------------------------------------------------
 
 
+_numbers = itertools.count()
+
+
 def link(source, result, shares: bool, native: bool) -> None:
     """Remembers that `result` is on one device a view of `source`.
+
+    What is kept as `_kin` is (weak references to all views of one tensor; a token of those that share storage by what was
+    planned, the same on every rank; whether only MindSpore's own ops led here; numbers of its ancestors and itself).
 
     Args:
         source: the DTensor that was viewed.
         result: the view, or a tuple of views.
-        shares: by what was planned, the same on every rank, the storage is the source's.
+        shares: by what was planned the storage is the source's.
         native: MindSpore's own op ran, so what is no view here is none on one device either.
     """
     if result.__class__ in (tuple, list):
         for r in result:
             link(source, r, shares, native)
         return
-    if result is source or source.__dict__.get("_layout") is None:
-        return
-    if shares and math.prod(result._shape) and _storage(result) != _storage(source):
-        if native:
+    attributes = source.__dict__
+    kin = attributes.get("_kin")
+    if kin is None:
+        if result is source or attributes.get("_layout") is None:
             return
-        shares = False
-    bases = [(source, shares)]
-    for ref, through in source.__dict__.get("_bases", ()):
-        base = ref()
-        if base is not None:
-            bases.append((base, through and shares))
-    result.__dict__["_bases"] = tuple((weakref.ref(b), s) for b, s in bases)
-    for base, through in bases:
-        views = base.__dict__.setdefault("_views", [])
-        if len(views) > 32:
-            views[:] = [v for v in views if v[0]() is not None]
-        views.append((weakref.ref(result), through))
+        kin = attributes["_kin"] = [weakref.ref(source)], object(), True, (next(_numbers),)
+    family, group, only_native, line = kin
+    if not len(family) & 31:
+        family[:] = [ref for ref in family if ref() is not None]
+    family.append(weakref.ref(result))
+    result._kin = family, group if shares else object(), native and only_native, (*line, next(_numbers))
 
 
 def _storage(x) -> int:
@@ -65,10 +66,21 @@ def _storage(x) -> int:
 
 def _relatives(x):
     """(tensor, shares storage) of the living tensors that are views of `x` or that `x` is a view of."""
-    for ref, shared in (*x.__dict__.get("_bases", ()), *x.__dict__.get("_views", ())):
+    family, group, native, line = x.__dict__.get("_kin") or ((), None, True, ())
+    for ref in family:
         other = ref()
-        if other is not None:
-            yield other, shared
+        if other is None or other is x:
+            continue
+        _, its_group, its_native, its_line = other.__dict__["_kin"]
+        short = min(len(line), len(its_line))
+        if line[:short] != its_line[:short]:  # neither is a view of the other
+            continue
+        shared = group is its_group
+        if shared and math.prod(x._shape) and math.prod(other._shape) and _storage(x) != _storage(other):
+            if native and its_native:
+                continue
+            shared = False
+        yield other, shared
 
 
 # -- writing --------------------------------------------------------------------------------------------------------

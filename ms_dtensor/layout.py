@@ -19,6 +19,8 @@ from .placements import REPLICATE, Placement, Replicate, Shard
 
 _SHORT = {"float": "f", "int": "i", "uint": "u", "complex": "c", "bfloat": "bf"}
 _interned: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
+_KNOWN_LIMIT = 4096
+_known: dict = {}  # see `known_layout`
 _lock = threading.Lock()
 
 
@@ -92,8 +94,8 @@ class Layout:
         if self._gradient is None:
             placed = [p if p.is_shard() else REPLICATE for p in self.placements]
             grad = _intern(self.mesh, tuple(placed), self.shape, self.dtype, self.dim_axes)
-            object.__setattr__(self, "_gradient", None if grad is self else grad)
-        return self if self._gradient is None else self._gradient
+            object.__setattr__(self, "_gradient", grad is not self and grad)  # no reference to itself: a cycle
+        return self._gradient or self
 
     # -- arithmetic -----------------------------------------------------------------------------------------------
     def local_box(self, coordinate: Sequence[int] | None = None) -> tuple[tuple[int, int], ...]:
@@ -148,6 +150,35 @@ class Layout:
     def describe(self) -> str:
         """The layout and its mesh, as error messages print them."""
         return f"{self!r} on mesh({self.mesh.describe()})"
+
+
+def known_layout(mesh, placements, shape, dtype: str, even: bool = False) -> Layout:
+    """`Layout(mesh, placements, shape, dtype)`, remembered for placements that are a list or tuple of values.
+
+    Args:
+        mesh, placements, shape, dtype: as for `Layout`.
+        even: `shape` is a shard's; the layout is that of the tensor all of whose shards are like it.
+    """
+    try:
+        key = (mesh, placements if placements is None else tuple(placements), shape, dtype, even)
+        layout = _known.get(key)
+    except TypeError:  # one placement alone, or lists of names
+        key = layout = None
+    if layout is None:
+        layout = Layout(mesh, placements, shape, dtype)
+        if even:
+            layout = Layout(mesh, layout.placements, [n * layout.divisor(d) for d, n in enumerate(shape)], dtype,
+                            layout.order)
+        if key is not None and all(isinstance(p, Placement) for p in placements or ()):
+            if len(_known) >= _KNOWN_LIMIT:
+                _known.clear()
+            _known[key] = layout
+    return layout
+
+
+def remembered() -> tuple[int, int]:
+    """How many layouts `known_layout` holds, and may hold."""
+    return len(_known), _KNOWN_LIMIT
 
 
 def _intern(mesh, placements, shape, dtype, dim_axes) -> Layout:

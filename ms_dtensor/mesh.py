@@ -54,7 +54,7 @@ class DeviceMesh:
         (DeviceMesh(cpu, dp=2, tp=3), 3, True)
     """
 
-    __slots__ = ("device_type", "mesh", "mesh_dim_names", "shape", "_key", "_hash", "_root", "_flat", "_position",
+    __slots__ = ("device_type", "mesh", "mesh_dim_names", "shape", "_key", "_hash", "_root", "_flat", "_coordinates",
                  "_groups", "__weakref__")
 
     def __init__(self, device_type: str, mesh, *, mesh_dim_names: Sequence[str] | None = None, _root=None):
@@ -80,7 +80,7 @@ class DeviceMesh:
         self._hash = hash(self._key)
         self._root = _root
         self._flat: dict[str, tuple[str, ...]] = {}
-        self._position: dict[int, int] | None = None
+        self._coordinates: dict[int, tuple[int, ...] | None] = {}
         self._groups: dict = {}
 
     # -- a value --------------------------------------------------------------------------------------------------
@@ -138,10 +138,12 @@ class DeviceMesh:
 
     def coordinate_of(self, rank: int) -> tuple[int, ...] | None:
         """Position of a global rank on the mesh, or None."""
-        if self._position is None:
-            self._position = {r: i for i, r in enumerate(self.mesh.ravel().tolist())}
-        flat = self._position.get(rank)
-        return None if flat is None else tuple(int(i) for i in np.unravel_index(flat, self.shape))
+        try:
+            return self._coordinates[rank]
+        except KeyError:
+            found = np.argwhere(self.mesh == rank)
+            at = self._coordinates[rank] = tuple(found[0].tolist()) if len(found) else None
+            return at
 
     def get_coordinate(self) -> tuple[int, ...] | None:
         """This process's position on the mesh, or None if it is not part of it."""

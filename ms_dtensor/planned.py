@@ -13,19 +13,46 @@ from mindspore._c_expression import NoFallbackGuard, TensorOverloadCall
 from . import inplace
 from .comm.record import user_site
 from .errors import ImplicitCommError, OpRuleError
-from .faces import DEFERRED, VIEWED, as_local, as_replicated, dtype_name, face, finish, moved_implicitly, recording, wrap
+from .faces import (
+    DEFERRED,
+    VIEWED,
+    as_local,
+    as_replicated,
+    dtype_name,
+    face,
+    finish,
+    make,
+    moved_implicitly,
+    recording,
+    wrap,
+)
 from .layout import Layout
 from .local_ops import run_local, widening
 from .redistribute.plan import plan as plan_moves
+from .rules.spec import Operand
 
 _warned: set[tuple[str, str]] = set()  # call sites that have been warned about
 
 
-class Plan:
-    """What to do for one key."""
+_DTENSOR: type = Tensor
 
-    __slots__ = ("op", "steps", "invoke", "empty", "outs", "implicit", "substitute", "widened",
-                 "view", "target", "native")
+
+def bind_class(cls: type) -> None:
+    """Tells this module what a DTensor is; `dtensor.py` cannot be imported from here."""
+    global _DTENSOR
+    _DTENSOR = cls
+
+
+class Plan:
+    """What to do for one key.
+
+    A plan that moves no operand becomes `short` once its results' layouts are known: operands as plain aliases, the op, a
+    wrapper. Neither a guard nor an autograd node of ours is needed then, because an alias shares the autograd identity
+    of anything but a Parameter. Everything else, and the first run, goes through `_in_full`.
+    """
+
+    __slots__ = ("op", "steps", "invoke", "empty", "outs", "implicit", "substitute", "widened", "view", "target", "native",
+                 "uses", "short", "faced", "places", "filled")
 
     def __init__(self, op, steps, invoke, empty, outs):
         self.op, self.steps, self.invoke, self.empty, self.outs = op, steps, invoke, empty, outs
@@ -33,8 +60,45 @@ class Plan:
         self.view, self.target = "", None  # what a view is here (`view_kind`); layout of the operand that is written
         self.native = True  # False: MindSpore may run Python that asks its operands for their shape
         self.implicit = any(target is not None for _, target, _ in steps)
+        self.uses = 0
+        self.short = None  # the first result's layout, once `run` may take the short way
+        # while recording: an operand shows its own face, or a result is partial in a way that no gradient fits
+        self.faced = any(cotangent is not None for *_, cotangent in steps)
+        self.places, self.filled = None, None  # where the call takes which operand: ((place, operand), ...); the rest of it
 
     def run(self, func, head, args, kwargs, tensors, mode):
+        """The results of one call, as DTensors."""
+        self.uses += 1
+        layout = self.short
+        if layout is None or (self.faced and recording()):
+            return self._in_full(func, head, args, kwargs, tensors, mode)
+        invoke = self.invoke
+        xs = list(args) if invoke is None else self.filled.copy()
+        for place, i in self.places:
+            x = tensors[i]
+            if x.__class__ is not _DTENSOR and recording():
+                return self._in_full(func, head, args, kwargs, tensors, mode)
+            xs[place] = make(Tensor, x)
+        if invoke is not None:
+            result = invoke[0](*xs, **invoke[2])
+        elif self.substitute is not None:
+            result = self.substitute(*xs, **(kwargs or {}))
+        elif head is not None:
+            result = func(*head, tuple(xs))
+        elif kwargs:
+            result = func(*xs, **kwargs)
+        else:
+            result = func(*xs)
+        if result.__class__ is Tensor:
+            out = make(_DTENSOR, result)
+            out._layout = layout
+        else:
+            out = self.wrap(result, False)
+        if self.view:
+            self._link(tensors[0], out, func, head, args, kwargs, recording())
+        return out
+
+    def _in_full(self, func, head, args, kwargs, tensors, mode):
         grad = recording()
         first = tensors[0]
         if self.target is not None:
@@ -43,12 +107,7 @@ class Plan:
                 tensors[0] = inplace.fresh(first)
         if self.implicit:
             check_policy(self, tensors, mode)
-        if self.substitute is not None:
-            func, head = self.substitute, None
-        if self.widened is not None:
-            func, head = widening(func, head, *self.widened), None
-        native = self.native or func.__class__ is not TensorOverloadCall
-        changed = False
+        parameter = False
         for i, (promoted, target, cotangent) in enumerate(self.steps):
             x = tensors[i]
             if promoted is not None:
@@ -57,38 +116,66 @@ class Plan:
                 x = moved_implicitly(x, target, grad)
             if grad:
                 if cotangent is not None:
-                    x = face(x, cotangent)
-                elif DEFERRED in getattr(x, "__dict__", ()):
+                    if x._requires_grad:  # a constant has no cotangent to be laid out
+                        x = face(x, cotangent)
+                elif x.__class__ is not _DTENSOR and DEFERRED in getattr(x, "__dict__", ()):
                     x = face(x, x._layout.gradient())
-            if x is not tensors[i]:
-                tensors[i] = x
-                changed = True
-        def again(xs):
-            return run_local(lambda ys: original_call(func, head, args, kwargs, ys, native),
-                             self.invoke, self.empty, xs)
+                parameter = parameter or (x.__class__ is not _DTENSOR and _is_parameter(x))
+            tensors[i] = x
         with NoFallbackGuard():
-            if self.invoke is not None or self.empty is not None:
-                result = again(tensors)
-            elif changed or not native:
-                result = original_call(func, head, args, kwargs, tensors, native)
-            elif head is not None:
-                result = func(*head, args)
-            elif kwargs:
-                result = func(*args, **kwargs)
-            else:
-                result = func(*args)
-            if grad and (result.__class__ is not Tensor or result._is_leaf) and any(map(_is_parameter, tensors)):
+            result = self.local(func, head, args, kwargs, tensors)
+            if parameter and (result.__class__ is not Tensor or result._is_leaf):
                 result = _of_its_own(result)
         out = self.wrap(result, grad)
         if self.view:
-            if grad and isinstance(out, Tensor) and not first._is_leaf and tensors[0] is first:
-                out.__dict__[VIEWED] = first, again
-            inplace.link(first, out, self.view == "view" and self.steps[0][1] is None,
-                         self.invoke is None and self.substitute is None)
+            self._link(first, out, func, head, args, kwargs, grad and tensors[0] is first)
         elif self.target is not None:
             inplace.store(first, out, grad)
             return first
+        if self.places is None:
+            self._learn(args, kwargs, tensors)
         return out
+
+    def local(self, func, head, args, kwargs, tensors):
+        """The local call on local operands (plain, or DTensors under the guard)."""
+        if self.invoke is not None or self.empty is not None:
+            return run_local(lambda xs: self._original(func, head, args, kwargs, xs), self.invoke, self.empty, tensors)
+        return self._original(func, head, args, kwargs, tensors)
+
+    def _original(self, func, head, args, kwargs, tensors):
+        native = self.native or func.__class__ is not TensorOverloadCall
+        if self.substitute is not None:
+            func, head = self.substitute, None
+        if self.widened is not None:
+            func, head = widening(func, head, *self.widened), None
+        if not self.places or not native:
+            return original_call(func, head, args, kwargs, tensors, native)
+        xs = list(args)
+        for place, i in self.places:
+            xs[place] = tensors[i]
+        if head is not None:
+            return func(*head, tuple(xs))
+        return func(*xs, **kwargs) if kwargs else func(*xs)
+
+    def _learn(self, args, kwargs, tensors) -> None:
+        """After a first run: where operands stand in the call, and whether later runs may be short."""
+        self.faced = self.faced or any(not o.placements[a].is_partial("sum") for o in self.outs for a in o.partial_axes)
+        call = args if self.invoke is None else self.invoke[1]
+        wanted = Tensor if self.invoke is None else Operand
+        found = [(k, v) for k, v in enumerate(call) if isinstance(v, wanted)]
+        nested = any(v.__class__ in (tuple, list) and _holds(v, wanted) for v in (*call, *(kwargs or {}).values()))
+        self.places = () if nested or (self.invoke is None and len(found) != len(tensors)) else tuple(
+            (k, v.index if v.__class__ is Operand else i) for i, (k, v) in enumerate(found))
+        if self.places and self.empty is None and self.widened is None and not any(
+                promoted is not None or target is not None for promoted, target, _ in self.steps):
+            self.filled = None if self.invoke is None else list(self.invoke[1])
+            self.short = self.outs[0]
+
+    def _link(self, first, out, func, head, args, kwargs, recorded) -> None:
+        if recorded and out.__class__ is _DTENSOR and not first._is_leaf:
+            out.__dict__[VIEWED] = first, self, (func, head, args, kwargs)
+        inplace.link(first, out, self.view == "view" and self.steps[0][1] is None,
+                     self.invoke is None and self.substitute is None)
 
     def wrap(self, result, grad):
         outs = self.outs
@@ -128,6 +215,10 @@ def _of_its_own(result):
     if not isinstance(result, tuple | list):
         return result
     return type(result)(r.view(r._shape) if r._is_leaf else r for r in result)
+
+
+def _holds(values, cls) -> bool:
+    return any(isinstance(v, cls) or (v.__class__ in (tuple, list) and _holds(v, cls)) for v in values)
 
 
 def _is_parameter(x) -> bool:

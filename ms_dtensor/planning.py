@@ -29,12 +29,13 @@ _OWN = frozenset(("name", "attrs", "init_attrs", "_update_parameter", "input_nam
 class Composition:
     """The plan of a call that is made of other DTensor calls; each of those has its own."""
 
-    __slots__ = ("name", "op", "params")
+    __slots__ = ("name", "op", "params", "uses")
 
     def __init__(self, name, op, params):
-        self.name, self.op, self.params = name, op, params
+        self.name, self.op, self.params, self.uses = name, op, params, 0
 
     def run(self, func, head, args, kwargs, tensors, mode):
+        self.uses += 1
         bound = bind_arguments(self.name, self.params, args, kwargs or {}, head)
         if mode.policy != "auto":  # what the user can do about it is to make the dim whole, as the op's own rule would
             check_policy(plan_for(self.op, bound, tensors, mode), tensors, mode)
@@ -71,7 +72,9 @@ def build_plan(name, args, kwargs, tensors, mode, head=None) -> Plan | Compositi
     plan = plan_for(op, bound, tensors, mode)
     plan.native = name in NATIVE
     if plan.outs[0][0].device_type == "cpu":
-        plan.substitute = decomposition(name, {} if head is None else attributes(head[0]))
+        substitute = decomposition(name, {} if head is None else attributes(head[0]))
+        unneeded = getattr(substitute, "unneeded", None)  # a function of the operands' shapes
+        plan.substitute = None if unneeded is not None and unneeded(*(x.shape for x in tensors)) else substitute
     return widened(plan, op, tensors)
 
 

@@ -45,7 +45,7 @@ class World:
 
 _started: World | None = None
 _cpu_backend: Literal["shm", "mccl"] = "shm"
-_fake: ContextVar[World | None] = ContextVar("ms_dtensor_fake_world", default=None)
+pretended: ContextVar[World | None] = ContextVar("ms_dtensor_fake_world", default=None)
 
 
 def set_cpu_backend(name: Literal["shm", "mccl"]) -> None:
@@ -75,7 +75,7 @@ def start(device_type: str = "cpu") -> World:
     if device is None:
         raise ConfigError(f"For 'start', '{device_type}' is not a device type.", "",
                           "A world runs on one kind of device.", 'use "cpu", "npu" or "gpu"')
-    fake = _fake.get()
+    fake = pretended.get()
     if fake is not None:
         return fake
     if _started is None:
@@ -138,12 +138,12 @@ def _environment(device: str) -> tuple[str, int, int]:
 
 def current_world() -> World | None:
     """The fake world if one is active, else the started one, else None. Starts nothing."""
-    return _fake.get() or _started
+    return pretended.get() or _started
 
 
 def fake_token() -> tuple[int, int] | None:
     """What tells one fake world's cached plans from another's and from the real world's; None in the real one."""
-    world = _fake.get()
+    world = pretended.get()
     return None if world is None else (world.rank, world.size)
 
 
@@ -183,11 +183,11 @@ def fake_world(world_size: int, rank: int = 0, device_type: str = "cpu") -> Iter
         raise ConfigError(f"For 'fake_world', rank {rank} is not in a world of {world_size}.", "", "0 <= rank < size",
                           "pass a rank of the world")
     from .fake import FakeBackend
-    token = _fake.set(World(rank, world_size, FakeBackend(world_size, rank), _DEVICES.get(device_type.lower(), "CPU")))
+    token = pretended.set(World(rank, world_size, FakeBackend(world_size, rank), _DEVICES.get(device_type.lower(), "CPU")))
     try:
-        yield _fake.get()  # type: ignore[misc]
+        yield pretended.get()  # type: ignore[misc]
     finally:
-        _fake.reset(token)
+        pretended.reset(token)
 
 
 def shutdown() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""See what is communicated: `CommDebugMode` counts it, `explain` tells why and what it costs.
+"""See what is communicated: `CommDebugMode` counts it, `explain` tells why and what it costs; `cache_info` counts plans.
 
 Nothing here communicates, and nothing runs unless asked for. Read next: `comm_mode.py`, `plans.py`.
 """
@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import importlib
 
-_HOME = {"CommDebugMode": ".comm_mode", "checks": "..modes", "explain": ".plans", "visualize_sharding": ".visualize"}
-__all__ = ["CommDebugMode", "checks", "explain", "visualize_sharding"]
+_HOME = {"CommDebugMode": ".comm_mode", "cache_info": ".caches", "checks": "..modes", "explain": ".plans",
+         "visualize_sharding": ".visualize"}
+__all__ = ["CommDebugMode", "cache_info", "checks", "explain", "visualize_sharding"]
 
 
 def __getattr__(name: str):

@@ -19,6 +19,14 @@ def matmul(input, other):
     return mint.matmul(input, other)
 
 
+def matmul_ext(input, other):
+    """`MatMulExt`: `matmul`, needed only for unlike ranks."""
+    return matmul(input, other)
+
+
+matmul_ext.unneeded = lambda input, other: len(input) == len(other)
+
+
 def outer(input, other):
     """`Outer`."""
     return mint.reshape(input, (-1, 1)) * mint.reshape(other, (1, -1))
@@ -50,5 +58,5 @@ def add_product_once(kind, input, a, b, beta, alpha, share):
 
 
 FORMS = {"matmul": matmul, "add_product_once": add_product_once}
-TABLE = {**dict.fromkeys(("Mm", "Mv", "Dot", "Vdot", "MatMulExt"), matmul), "Outer": outer,
+TABLE = {**dict.fromkeys(("Mm", "Mv", "Dot", "Vdot"), matmul), "MatMulExt": matmul_ext, "Outer": outer,
          **dict.fromkeys(("Addmm", "Addmv", "Baddbmm"), addmm), "Addbmm": addbmm}

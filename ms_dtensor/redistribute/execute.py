@@ -114,9 +114,9 @@ class Moved(_Function):
 
     @staticmethod
     def forward(ctx, x, src, dst, cotangent, wanted, held, context):
-        ctx.back = cotangent, wanted, _average(src, dst), context
+        ctx.back = cotangent, wanted, _average(src, dst) if src.partial_axes else 1, context
         if held is not None:
-            return _view(held.tensor)
+            return x if held.tensor is x else _view(held.tensor)
         local = Tensor._make_subclass(Tensor, x)
         contested = any(not p.is_partial("sum") and not p.is_partial("avg") and p != q
                         for p, q in zip(src.placements, dst.placements) if p.is_partial())
@@ -135,7 +135,8 @@ class Moved(_Function):
             grad, cotangent = _as_summand(grad, cotangent, wanted)
             moves = plan(cotangent, wanted)
             # Backends that run asynchronously call this on a thread of their own, without the user's contextvars.
-            grad = context.copy().run(_backward, moves, grad) if moves else grad
+            if moves:
+                grad = context.copy().run(_backward, moves, grad)
             if scale != 1:
                 grad = grad * scale
             if contest is not None:
@@ -186,6 +187,8 @@ def _winners_share(src: Layout, local, out):
 
 
 def _backward(moves, grad):
+    if not active():
+        return run(moves, grad.contiguous())
     with comm.annotate(phase="backward", src=repr(moves[0].src), dst=repr(moves[-1].dst)):
         return run(moves, grad.contiguous())
 

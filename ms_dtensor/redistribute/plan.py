@@ -91,6 +91,11 @@ def _plan(src: Layout, dst: Layout, model: CostModel) -> tuple[Move, ...]:
                  for (step, _), a, b in zip(path, layouts, layouts[1:]))
 
 
+def remembered():
+    """The counters of the cache of plans, as `functools.lru_cache` gives them."""
+    return _plan.cache_info()
+
+
 def cost(moves: tuple[Move, ...], model: CostModel | None = None) -> float:
     """Seconds of a plan under the model."""
     if not moves:

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What dispatch adds to an op on a 4 x 4 tensor, in microseconds: MindSpore, its floor, ours, and PyTorch's DTensor.
+
+    python scripts/bench/dispatch.py [--rounds 40] [--only add,view] [--no-save]
+
+The floor is the least a Tensor subclass can do in MindSpore: `__fallback__` that runs the op under `NoFallbackGuard` and
+makes a subclass of the result. Every round samples all variants of a row in turns, torch in a child process of its own
+(one thread each); "added" is the median over rounds of variant minus plain. Rows "fb" are forward and backward together.
+MindSpore runs blocking, as the library sets it on CPU; `host` rows are the time to issue in asynchronous mode.
+No case communicates.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+
+from common import finish, one_thread, sample, summary
+
+one_thread()
+ROWS = ("add", "mul scalar", "matmul", "relu", "transpose", "view", "sum", "softmax", "to_local", "from_local",
+        "redistribute to itself")
+N = 4
+
+
+def mindspore_cases(blocking: bool = True, mesh_shape=(1,)) -> dict:
+    """row -> {variant: thunk}; forward rows, then "fb ..." rows."""
+    import mindspore as ms
+    import numpy as np
+    from mindspore import Tensor, mint
+    from mindspore._c_expression import NoFallbackGuard
+
+    import ms_dtensor as md
+
+    if blocking:
+        ms.runtime.launch_blocking()
+    make = Tensor._make_subclass
+
+    class Floor(Tensor):
+        def __fallback__(self, func, args=(), kwargs=None):
+            with NoFallbackGuard():
+                result = func(*args) if kwargs is None else func(*args, **kwargs)
+            out = make(Floor, result)
+            out.layout = None
+            return out
+
+    rng = np.random.default_rng(0)
+    a, b = (Tensor(rng.standard_normal((N, N)).astype(np.float32)) for _ in range(2))
+    mesh = md.init_device_mesh("cpu", mesh_shape)
+    rest = [md.Replicate()] * (len(mesh_shape) - 1)
+    cut0, cut1, whole = ([p, *rest] for p in (md.Shard(0), md.Shard(1), md.Replicate()))
+
+    def laid(t, placements):
+        return md.distribute_tensor(t, mesh, placements, src_data_rank=None)
+
+    relu = mint.nn.functional.relu
+    ops = {
+        "add": (lambda x, y: mint.add(x, y), cut0, cut0),
+        "mul scalar": (lambda x: x * 2.0, cut0),
+        "matmul": (lambda x, y: mint.matmul(x, y), whole, cut1),
+        "relu": (lambda x: relu(x), cut0),
+        "transpose": (lambda x: mint.transpose(x, 0, 1), cut0),
+        "view": (lambda x: x.view(N, 2, N // 2), cut0),
+        "sum": (lambda x: mint.sum(x), cut0),
+        "softmax": (lambda x: mint.softmax(x, dim=1), cut0),
+    }
+    cases = {}
+    for row, (fn, *placed) in ops.items():
+        variants = {"plain": (a, b), "floor": (make(Floor, a), make(Floor, b)),
+                    "ours": tuple(laid(t, p) for t, p in zip((a, b), placed))}
+        where = tuple(range(len(placed)))
+        cases[row], cases["fb " + row] = {}, {}
+        for name, xs in variants.items():
+            taken, gradient = xs[:len(placed)], (md.grad if name == "ours" else ms.grad)(fn, where)
+            cases[row][name] = lambda fn=fn, xs=taken: fn(*xs)
+            cases["fb " + row][name] = lambda fn=gradient, xs=taken: fn(*xs)
+    x = laid(a, cut0)
+    cases["to_local"] = {"plain": lambda: None, "ours": lambda: x.to_local()}
+    cases["from_local"] = {"plain": lambda: None, "ours": lambda: md.DTensor.from_local(a, mesh, cut0)}
+    cases["redistribute to itself"] = {"plain": lambda: None, "ours": lambda: x.redistribute(placements=cut0)}
+    view = ms.grad(lambda t: t.view(N, N))
+    to_local, from_local = md.grad(lambda t: t.to_local()), md.grad(lambda t: md.DTensor.from_local(t, mesh, cut0))
+    straight, itself = md.grad(lambda t: relu(t)), md.grad(lambda t: relu(t.redistribute(placements=cut0)))
+    cases["fb to_local"] = {"plain": lambda: view(a), "ours": lambda: to_local(x)}
+    cases["fb from_local"] = {"plain": lambda: view(a), "ours": lambda: from_local(a)}
+    cases["fb redistribute to itself"] = {"plain": lambda: straight(x), "ours": lambda: itself(x)}
+    return cases
+
+
+def torch_cases() -> dict:
+    """The same rows in PyTorch: {"torch": plain thunk, "torch DTensor": thunk}."""
+    import os
+
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
+    torch.manual_seed(0)
+    a, b = torch.randn(N, N), torch.randn(N, N)
+    cut0, cut1, whole = [Shard(0)], [Shard(1)], [Replicate()]
+    ops = {
+        "add": (lambda x, y: x + y, cut0, (cut0, cut0)),
+        "mul scalar": (lambda x: x * 2.0, cut0, (cut0,)),
+        "matmul": (lambda x, y: x @ y, cut1, (whole, cut1)),
+        "relu": (lambda x: torch.relu(x), cut0, (cut0,)),
+        "transpose": (lambda x: x.t(), cut1, (cut0,)),
+        "view": (lambda x: x.view(N, 2, N // 2), cut0, (cut0,)),
+        "sum": (lambda x: x.sum(), whole, (cut0,)),
+        "softmax": (lambda x: torch.softmax(x, 1), cut0, (cut0,)),
+    }
+    grad = torch.autograd.grad
+    cases = {}
+    for row, (fn, out, placed) in ops.items():
+        plain = [a, b][:len(placed)]
+        laid = [distribute_tensor(t, mesh, p) for t, p in zip(plain, placed)]
+        cases[row] = {"torch": lambda fn=fn, xs=plain: fn(*xs), "torch DTensor": lambda fn=fn, xs=laid: fn(*xs)}
+        plain_in = [t.clone().requires_grad_() for t in plain]
+        laid_in = [distribute_tensor(t.clone(), mesh, p).requires_grad_() for t, p in zip(plain, placed)]
+        seed = torch.ones_like(fn(*plain))
+        laid_seed = distribute_tensor(seed, mesh, out)
+        cases["fb " + row] = {"torch": lambda fn=fn, xs=plain_in, s=seed: grad(fn(*xs), xs, s),
+                              "torch DTensor": lambda fn=fn, xs=laid_in, s=laid_seed: grad(fn(*xs), xs, s)}
+    x = distribute_tensor(a, mesh, cut0)
+    local = x.to_local()
+    cases["to_local"] = {"torch": lambda: None, "torch DTensor": lambda: x.to_local()}
+    cases["from_local"] = {"torch": lambda: None,
+                           "torch DTensor": lambda: DTensor.from_local(local, mesh, cut0, run_check=False)}
+    cases["redistribute to itself"] = {"torch": lambda: None, "torch DTensor": lambda: x.redistribute(placements=cut0)}
+    ga, gx = a.clone().requires_grad_(), distribute_tensor(a.clone(), mesh, cut0).requires_grad_()
+    gl, seed, laid_seed = local.clone().requires_grad_(), torch.ones(N, N), distribute_tensor(torch.ones(N, N), mesh, cut0)
+    cases["fb to_local"] = {"torch": lambda: grad(ga.view_as(ga), ga, seed),
+                            "torch DTensor": lambda: grad(gx.to_local(), gx, seed)}
+    cases["fb from_local"] = {
+        "torch": lambda: grad(ga.view_as(ga), ga, seed),
+        "torch DTensor": lambda: grad(DTensor.from_local(gl, mesh, cut0, run_check=False), gl, laid_seed)}
+    cases["fb redistribute to itself"] = {
+        "torch": lambda: grad(torch.relu(gx), gx, laid_seed),
+        "torch DTensor": lambda: grad(torch.relu(gx.redistribute(placements=cut0)), gx, laid_seed)}
+    return cases
+
+
+def serve() -> None:
+    """The torch child: a line [row, variant, calls] in, microseconds out."""
+    cases = torch_cases()
+    print("ready", flush=True)
+    for line in sys.stdin:
+        row, variant, calls = json.loads(line)
+        print(sample(cases[row][variant], calls), flush=True)
+
+
+class Child:
+    """PyTorch in a process of its own, or nothing where it is not installed."""
+
+    variants = ("torch", "torch DTensor")
+
+    def __init__(self):
+        self.process = subprocess.Popen([sys.executable, __file__, "--serve"], stdin=subprocess.PIPE,
+                                        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        self.alive = self.process.stdout.readline().strip() == "ready"
+
+    def __call__(self, row: str, variant: str, calls: int) -> float:
+        self.process.stdin.write(json.dumps([row, variant, calls]) + "\n")
+        self.process.stdin.flush()
+        return float(self.process.stdout.readline())
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def measure(cases: dict, rows, rounds: int, torch: Child | None) -> dict:
+    out = {}
+    for row in rows:
+        calls = 20 if row.startswith("fb") else 100
+        variants = {name: (lambda n, fn=fn: sample(fn, n)) for name, fn in cases[row].items()}
+        if torch is not None:
+            variants.update({name: (lambda n, row=row, name=name: torch(row, name, n)) for name in Child.variants})
+        for take in variants.values():
+            take(calls)
+        seen: dict[str, list[float]] = {name: [] for name in variants}
+        for _ in range(rounds):
+            for name, take in variants.items():
+                seen[name].append(take(calls))
+        result = {name: summary(values) for name, values in seen.items()}
+        for name, plain in (("floor", "plain"), ("ours", "plain"), ("torch DTensor", "torch")):
+            if name in seen:
+                result[name]["added"] = round(statistics.median(x - p for x, p in zip(seen[name], seen[plain])), 2)
+                result[name]["added_least"] = round(min(seen[name]) - min(seen[plain]), 2)
+        out[row] = result
+    return out
+
+
+def misses(rounds: int = 30) -> dict:
+    """Microseconds of a call whose plan is not known: caches emptied; and with layouts never seen before."""
+    import mindspore as ms
+    from mindspore import mint
+
+    import ms_dtensor as md
+    from ms_dtensor import comm
+    from ms_dtensor.dispatch import clear_cache
+
+    out = {}
+    for label, shape in (("1 axis", (2,)), ("4 axes", (2, 2, 2, 2))):
+        rest = [md.Replicate()] * (len(shape) - 1)
+        with comm.fake_world(2 ** len(shape)):
+            mesh = md.init_device_mesh("cpu", shape)
+
+            def laid(width, placement, mesh=mesh, rest=rest):
+                layout = md.Layout(mesh, [placement, *rest], (16, width))
+                return md.DTensor.from_local(ms.ops.ones(layout.local_shape(), ms.float32), mesh, layout.placements,
+                                             shape=layout.shape)
+            calls = {"add": lambda x, y, z: mint.add(x, y), "matmul": lambda x, y, z: mint.matmul(x, z),
+                     "softmax": lambda x, y, z: mint.softmax(x, dim=1), "sum": lambda x, y, z: mint.sum(x),
+                     "view": lambda x, y, z: x.view(16, 2, -1)}
+            widths = iter(range(32, 100000, 2))
+            for name, fn in calls.items():
+                fixed = laid(16, md.Shard(0)), laid(16, md.Shard(0)), laid(16, md.Replicate())
+                fn(*fixed)
+                hit, emptied, fresh = [], [], []
+                for _ in range(rounds):
+                    w = next(widths)
+                    new = laid(w, md.Shard(0)), laid(w, md.Shard(0)), laid(16, md.Replicate())
+                    if name == "matmul":
+                        z = md.Layout(mesh, [md.Replicate(), *rest], (w, 16))
+                        new = (*new[:2], md.DTensor.from_local(ms.ops.ones(z.local_shape(), ms.float32), mesh,
+                                                               z.placements, shape=z.shape))
+                    fresh.append(sample(lambda new=new, fn=fn: fn(*new), 1))
+                    clear_cache()
+                    emptied.append(sample(lambda fn=fn, fixed=fixed: fn(*fixed), 1))
+                    hit.append(sample(lambda fn=fn, fixed=fixed: fn(*fixed), 1))
+                out.setdefault(name, {})[label] = {
+                    "hit": summary(hit), "emptied": summary([m - h for m, h in zip(emptied, hit)]),
+                    "new": summary([m - h for m, h in zip(fresh, hit)])}
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--serve", action="store_true")
+    parser.add_argument("--no-torch", action="store_true")
+    parser.add_argument("--no-save", action="store_true")
+    parser.add_argument("--axes", type=int, default=1, help="axes of the mesh, all of size 1")
+    args = parser.parse_args()
+    if args.serve:
+        serve()
+        return
+    rows = [r for r in (*ROWS, *("fb " + r for r in ROWS)) if not args.only or r.removeprefix("fb ") in args.only.split(",")]
+    child = None if args.no_torch else Child()
+    torch = child if child is not None and child.alive else None
+    result = measure(mindspore_cases(mesh_shape=(1,) * args.axes), rows, args.rounds, torch)
+    if child is not None:
+        child.close()
+    table = [("", "plain", "ours", "added", "floor", "PyTorch", "verdict")]
+    for row, r in result.items():
+        ours, floor, other = (r.get(k, {}).get("added") for k in ("ours", "floor", "torch DTensor"))
+        bound = max(v for v in (other, None if floor is None else 1.25 * floor, -1e9) if v is not None)
+        table.append((row, r["plain"]["median"], r["ours"]["median"], ours, "-" if floor is None else floor,
+                      "-" if other is None else other, "holds" if ours <= bound else f"above by {ours - bound:.1f}"))
+    miss = misses() if not args.only else {}
+    for name, by in miss.items():
+        table.append((f"miss {name}", *(f"{axes}: {v['emptied']['median']:.0f}/{v['new']['median']:.0f}"
+                                        for axes, v in by.items()), "", "", "", ""))
+    finish("dispatch", {"unit": "us", "rounds": args.rounds, "rows": result, "miss": miss}, table,
+           not args.no_save and not args.only)
+
+
+if __name__ == "__main__":
+    main()

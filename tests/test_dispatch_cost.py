@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a cached dispatch costs, in counts that no other load changes: Python calls, and objects that stay behind.
+
+A bound that fails means that the hot path has grown. Make it shorter again, or raise the bound on purpose, beside a
+figure from scripts/bench/dispatch.py.
+"""
+from __future__ import annotations
+
+import gc
+import sys
+import tracemalloc
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, mint
+
+import ms_dtensor as md
+from ms_dtensor.debug import cache_info
+from ms_dtensor.dispatch import clear_cache
+
+pytestmark = pytest.mark.usefixtures("cpu")
+R, S = md.Replicate(), md.Shard
+
+
+def laid(placement, axes=1):
+    mesh = md.init_device_mesh("cpu", (1,) * axes)
+    rng = np.random.default_rng(0)
+    return md.distribute_tensor(Tensor(rng.standard_normal((4, 4)).astype(np.float32)), mesh,
+                                [placement, *[R] * (axes - 1)], src_data_rank=None)
+
+
+# (our functions entered by one cached call, tensor objects made: an alias per operand and the result), the call.
+# The functions are `dispatch` and `Plan.run`, `_link` and `link` for a view, and what MindSpore or the call asks besides.
+CALLS = {
+    "add": (2, 3, lambda x, w, r: mint.add(x, x)),
+    "mul scalar": (2, 2, lambda x, w, r: x * 2.0),
+    "matmul": (2, 3, lambda x, w, r: mint.matmul(r, w)),
+    "relu": (2, 2, lambda x, w, r: mint.nn.functional.relu(x)),
+    "sum": (2, 2, lambda x, w, r: mint.sum(x)),
+    "softmax": (3, 2, lambda x, w, r: mint.softmax(x, dim=1)),
+    "transpose": (4, 2, lambda x, w, r: mint.transpose(x, 0, 1)),
+    "view": (5, 2, lambda x, w, r: x.view(4, 2, 2)),
+    "to_local": (3, 1, lambda x, w, r: x.to_local()),
+    "redistribute to itself": (5, 0, lambda x, w, r: x.redistribute(placements=x.placements)),
+    "from_local": (9, 1, lambda x, w, r: md.DTensor.from_local(PLAIN, x.device_mesh, x.placements)),
+}
+PLAIN = Tensor(np.ones((4, 4), np.float32))
+
+
+def our_calls(fn) -> tuple[list[str], int]:
+    """Names of the library's functions that one call enters, and how many tensor objects they make."""
+    seen, made = [], []
+
+    def profile(frame, event, arg):
+        if "/ms_dtensor/" not in frame.f_code.co_filename:
+            return
+        if event == "call" and not frame.f_code.co_filename.endswith("keywords.py"):
+            seen.append(frame.f_code.co_name)
+        elif event == "c_call" and arg.__name__ == "_make_subclass":
+            made.append(arg)
+    sys.setprofile(profile)
+    try:
+        fn()
+    finally:
+        sys.setprofile(None)
+    return seen, len(made)
+
+
+@pytest.mark.parametrize("axes", [1, 4])
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_and_objects_of_a_cached_dispatch(name, axes):
+    calls, objects, fn = CALLS[name]
+    x, w, r = laid(S(0), axes), laid(S(1), axes), laid(R, axes)
+    fn(x, w, r)
+    fn(x, w, r)
+    seen, made = our_calls(lambda: fn(x, w, r))
+    assert len(seen) <= calls, seen
+    assert made <= objects
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_cached_dispatch_leaves_nothing_behind(name):
+    *_, fn = CALLS[name]
+    x, w, r = laid(S(0)), laid(S(1)), laid(R)
+    for _ in range(100):
+        fn(x, w, r)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for _ in range(4000):
+            fn(x, w, r)
+        gc.collect()
+        grown = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert grown < 4000 * 16, f"{grown} bytes stay after 4000 calls"  # MindSpore keeps some tens of kB, however many calls
+
+
+def test_recording_adds_no_call_where_nothing_is_converted():
+    x = laid(S(0))
+    counts = []
+
+    def loss(t):
+        t.exp()
+        counts.append(len(our_calls(lambda: t.exp())[0]))
+        return t.sum()
+    ms.grad(loss)(x)
+    assert counts == [2]
+
+
+def test_cache_info_counts_hits_and_misses_also_over_a_clearing():
+    x = laid(S(0))
+    clear_cache()
+    start = cache_info()["dispatch"]
+    assert start.size == 0
+    for _ in range(5):
+        x.tanh()
+    middle = cache_info()["dispatch"]
+    assert (middle.misses - start.misses, middle.hits - start.hits, middle.size) == (1, 4, 1)
+    clear_cache()
+    x.tanh()
+    end = cache_info()["dispatch"]
+    assert (end.misses - start.misses, end.hits - start.hits, end.size) == (2, 4, 1)
+    assert all(info.size <= info.limit for info in cache_info().values())
+
+
+def test_caches_are_bounded(monkeypatch):
+    import ms_dtensor.dispatch as dispatch
+
+    monkeypatch.setattr(dispatch, "_LIMIT", 8)
+    x = laid(S(0))
+    for k in range(40):
+        x * float(k)
+    assert cache_info()["dispatch"].size <= 8
+
+
+def test_equal_numbers_of_different_types_are_different_calls():
+    x = laid(S(0)).astype(ms.int32)
+    assert str((x * 2).dtype) == "Int32" and str((x * 2.0).dtype) == "Float32"
+    assert str((x * True).dtype) == "Int32" and str((x * 1.0).dtype) == "Float32"
+
+
+def test_an_attribute_changed_on_a_primitive_is_seen():
+    from mindspore import ops
+
+    x = laid(S(0))
+    softmax = ops.Softmax(axis=0)
+    first = softmax(x).full_tensor().asnumpy()
+    other = ops.Softmax(axis=1)(x).full_tensor().asnumpy()
+    assert np.allclose(first.sum(0), 1) and np.allclose(other.sum(1), 1)
