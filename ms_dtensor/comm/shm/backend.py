@@ -17,12 +17,15 @@ from ..packing import numpy_dtype
 from ..protocol import Backend, Ranks, Work
 from ..record import user_site
 from .engine import Engine
+from .later import Later
 from .rendezvous import job_name
 
 
-def _give(result: np.ndarray, async_op: bool) -> Tensor | Work[Tensor]:
-    tensor = Tensor.from_numpy(result)
-    return Work(tensor) if async_op else tensor
+def _give(result: np.ndarray | Later) -> Tensor | Work[Tensor]:
+    if isinstance(result, Later):
+        tensor = Tensor.from_numpy(result.out)  # the same memory, filled when the wait is over
+        return Work(tensor, lambda: (result.wait(), tensor)[1])
+    return Tensor.from_numpy(result)
 
 
 class ShmBackend(Backend):
@@ -43,20 +46,21 @@ class ShmBackend(Backend):
         self._engine = Engine(rank, size, job_name(port), timeout=timeout, site=user_site)
 
     def all_reduce(self, x: Tensor, op: str, group: Ranks, async_op: bool = False) -> Tensor | Work[Tensor]:
-        return _give(self._engine.all_reduce(x.asnumpy(), op, group), async_op)
+        return _give(self._engine.all_reduce(x.asnumpy(), op, group, later=async_op))
 
     def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int], group: Ranks,
                    async_op: bool = False) -> Tensor | Work[Tensor]:
-        return _give(self._engine.all_gather(x.asnumpy(), dim, sizes, group), async_op)
+        return _give(self._engine.all_gather(x.asnumpy(), dim, sizes, group, later=async_op))
 
     def reduce_scatter(self, x: Tensor, op: str, dim: int, sizes: Sequence[int], group: Ranks,
                        async_op: bool = False) -> Tensor | Work[Tensor]:
-        return _give(self._engine.reduce_scatter(x.asnumpy(), op, dim, sizes, group), async_op)
+        return _give(self._engine.reduce_scatter(x.asnumpy(), op, dim, sizes, group, later=async_op))
 
     def all_to_all(self, x: Tensor, split_dim: int, split_sizes: Sequence[int], concat_dim: int,
                    concat_sizes: Sequence[int], group: Ranks, async_op: bool = False) -> Tensor | Work[Tensor]:
-        result = self._engine.all_to_all(x.asnumpy(), split_dim, split_sizes, concat_dim, concat_sizes, group)
-        return _give(result, async_op)
+        result = self._engine.all_to_all(x.asnumpy(), split_dim, split_sizes, concat_dim, concat_sizes, group,
+                                         later=async_op)
+        return _give(result)
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]],
                  recvs: Sequence[tuple[int, Sequence[int], Any]]) -> list[Tensor]:
@@ -65,13 +69,14 @@ class ShmBackend(Backend):
         return [Tensor.from_numpy(a) for a in got]
 
     def broadcast(self, x: Tensor, src: int, group: Ranks, async_op: bool = False) -> Tensor | Work[Tensor]:
-        return _give(self._engine.broadcast(x.asnumpy(), src, group), async_op)
+        return _give(self._engine.broadcast(x.asnumpy(), src, group, later=async_op))
 
     def scatter(self, x: Tensor | None, dim: int, sizes: Sequence[int], src: int, group: Ranks, *,
                 shape: Sequence[int], dtype: Any, async_op: bool = False) -> Tensor | Work[Tensor]:
         array = x.asnumpy() if self.rank == src else None
-        result = self._engine.scatter(array, dim, sizes, src, group, shape=tuple(shape), dtype=numpy_dtype(dtype))
-        return _give(result, async_op)
+        result = self._engine.scatter(array, dim, sizes, src, group, shape=tuple(shape), dtype=numpy_dtype(dtype),
+                                      later=async_op)
+        return _give(result)
 
     def barrier(self, group: Ranks) -> None:
         self._engine.barrier(group)
