@@ -34,8 +34,11 @@ def reached(now: int, value: int) -> bool:
     return not (now - value) & 0x80000000
 
 
-def circle(me: int, segments: Mapping[int, Segment]) -> set[int]:
-    """The ranks of the circle that `me` is part of; empty if there is none, or somebody still moves."""
+def circle(me: int, segments: Mapping[int, Segment]) -> tuple[set[int], set[int]]:
+    """The ranks of the circle that `me` is part of; empty if there is none, or somebody still moves.
+
+    The second set has those of them without which nobody would have to wait: each alone closes every circle.
+    """
     seen: dict[int, int] = {}
     awaited: dict[int, set[int]] = {}
     todo = [me]
@@ -45,10 +48,15 @@ def circle(me: int, segments: Mapping[int, Segment]) -> set[int]:
             seen[rank], conditions = segments[rank].waits()
             awaited[rank] = {r for r, word, value in conditions if not reached(segments[r].words[word], value)}
             todo.extend(awaited[rank])
-    ranks = {r for r in _after(me, awaited) if me in _after(r, awaited)}
+    after = {r: _after(r, awaited) for r in seen}
+    ranks = {r for r in after[me] if me in after[r]}
     if any(segments[r].waits()[0] != seen[r] for r in ranks):
-        return set()
-    return ranks
+        return set(), set()
+
+    def opens(rank: int) -> bool:
+        rest = {r: awaited[r] - {rank} for r in ranks if r != rank}
+        return not any(r in _after(r, rest) for r in rest)
+    return ranks, {r for r in ranks if opens(r)}
 
 
 def _after(rank: int, awaited: Mapping[int, set[int]]) -> set[int]:
@@ -56,7 +64,7 @@ def _after(rank: int, awaited: Mapping[int, set[int]]) -> set[int]:
     out: set[int] = set()
     todo = [rank]
     while todo:
-        new = awaited[todo.pop()] - out
+        new = awaited.get(todo.pop(), set()) - out
         out |= new
         todo.extend(new)
     return out

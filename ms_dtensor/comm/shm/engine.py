@@ -70,6 +70,7 @@ class Engine:
         self._site = site
         self._thread = Thread()
         self._broken: BaseException | None = None
+        self._last: BaseException | None = None
         self._closed = False
 
     # -- one call --------------------------------------------------------------------------------------------------
@@ -121,6 +122,7 @@ class Engine:
         except BaseException as e:  # also an interrupt: the others are in the collective, we are not
             if self._broken is None and not (isinstance(e, CollectiveMismatch) and getattr(e, "in_step", False)):
                 self._broken = e
+            self._last = e
             raise
         self._memory.leave()
 
@@ -136,14 +138,19 @@ class Engine:
         """The results of all members, to write into; after a meeting."""
         return [np.ndarray(shape, dtype, m.map, g.result_of(i)) for i, (m, shape) in enumerate(zip(g.members, shapes))]
 
-    def _slots(self, g: GroupState, count: int, dtype: np.dtype, skip: int = 0) -> list[np.ndarray]:
-        """`count` elements of each member's slot, `skip` bytes behind its start; kept, as loops repeat themselves."""
-        key = g.turn, count, dtype, skip
+    @staticmethod
+    def _parts(g: GroupState, count: int, dtype: np.dtype, skip: int = 0, half: int | None = None) -> list[np.ndarray]:
+        """`count` elements of each member's slot, or half of its chunk area, `skip` bytes behind its start.
+
+        Views are kept, as loops repeat themselves.
+        """
+        key = g.turn, half, count, dtype, skip
         views = g.cache.get(key)
         if views is None:
             if len(g.cache) > 256:
                 g.cache.clear()
-            views = g.cache[key] = [m.view(at + skip, count, dtype) for m, at in zip(g.members, g.slots())]
+            starts = g.slots() if half is None else [m.chunk(half) for m in g.members]
+            views = g.cache[key] = [m.view(at + skip, count, dtype) for m, at in zip(g.members, starts)]
         return views
 
     # -- transport of pieces ---------------------------------------------------------------------------------------
@@ -154,7 +161,7 @@ class Engine:
         one = len(pieces) == 1
         for i, piece in enumerate(pieces):
             if piece is not None and piece.size and (one or i != g.index):
-                view = self._slots(g, piece.size, piece.dtype, i * stride)[g.index]
+                view = self._parts(g, piece.size, piece.dtype, i * stride)[g.index]
                 view.reshape(piece.shape)[...] = piece
         self._signals.sync(g, what, check)
         skip = 0 if one else g.index * stride
@@ -164,7 +171,7 @@ class Engine:
             if j == g.index:
                 place[...] = pieces[0 if one else j]
                 continue
-            place[...] = self._slots(g, place.size, place.dtype, skip)[j].reshape(place.shape)
+            place[...] = self._parts(g, place.size, place.dtype, skip)[j].reshape(place.shape)
             self.sent += place.nbytes
 
     def _push(self, g: GroupState, what: str, check: int, at: int, shapes: Sequence[Sequence[int]], dtype: np.dtype,
@@ -192,7 +199,7 @@ class Engine:
         def body(g: GroupState, check: int) -> None:
             result = out.reshape(-1)
             if together:
-                views = self._slots(g, flat.size, dtype)
+                views = self._parts(g, flat.size, dtype)
                 views[g.index][...] = flat
                 self._signals.sync(g, "all_reduce", check)
                 reduce_into([result], op, views)
@@ -247,16 +254,16 @@ class Engine:
                 step = stride // x.itemsize
             whole = pieces if step >= biggest else [np.ascontiguousarray(p).reshape(-1) for p in pieces]
             for number, start in enumerate(range(0, max(biggest, 1), step)):
-                bases = g.slots() if small else [m.chunk(number & 1) for m in g.members]
+                half = None if small else number & 1
                 for i, piece in enumerate(whole):
                     if i != g.index and start < piece.size:
                         part = piece if step >= biggest else piece[start:start + step]
-                        target = self._memory.view(bases[g.index] + i * stride, part.size, x.dtype)
+                        target = self._parts(g, part.size, x.dtype, i * stride, half)[g.index]
                         target.reshape(part.shape)[...] = part
                 self._signals.sync(g, "reduce_scatter", check if number == 0 else None)
                 count = min(flat.size - start, step)
                 if count > 0:
-                    views = [m.view(b + g.index * stride, count, x.dtype) for m, b in zip(g.members, bases)]
+                    views = list(self._parts(g, count, x.dtype, g.index * stride, half))
                     views[g.index] = own[start:start + count]
                     reduce_into([flat[start:start + count]], op, views)
                     self.sent += count * x.itemsize * (g.size - 1)
@@ -407,10 +414,10 @@ class Engine:
         out = np.empty(tuple(shape), dtype)
         try:
             if about.decode() != _kind(out):
-                peer = self._signals.peers[src]
-                calls = [(src, f"send {about.decode()}", peer.memory.call()[1]),
+                peers = self._signals.peers
+                calls = [(src, f"send {about.decode()}", peers[src].memory.call()[1]),
                          (self.rank, f"recv {_kind(out)}", self._memory.call()[1])]
-                raise self._signals.mismatch(calls, [peer], "exchange")
+                raise self._signals.mismatch(calls, list(peers.values()), "exchange")
             data = out.reshape(-1).view(np.uint8)
             if fd < 0:
                 data[...] = np.frombuffer(payload, np.uint8)
@@ -430,4 +437,6 @@ class Engine:
                 self._thread.drain()
             self._closed = True
             self._thread.end()
+            if isinstance(self._last, CollectiveMismatch) and reason.startswith("CollectiveMismatch"):
+                self._signals.tell_all(self._last)  # also ranks that were not in that group
             self._signals.close(reason)

@@ -29,11 +29,12 @@ _ARENA = _SLOTS + GROUPS * _GROUP
 _ALL_ARENAS = 16 << 40   # addresses that the arenas of all ranks may take in a process
 
 _LEN = struct.Struct("<I")
-_STATE, _TEXT, _TEXT_MAX, _SITE, _SITE_MAX = 0, 8, 1400, 1416, 1000
-_WAITS = 2560            # id, how many, then (rank, word, wanted value) of each
+_STATE, _HALF = 0, 1     # in a call or not; which of the two texts is the present one
+_CALLS, _CALL, _TEXT_MAX, _SITE, _SITE_MAX = 64, 2560, 1400, 1408, 1000
+_WAITS = 6144            # id, how many, then (rank, word, wanted value) of each
 _MOST_WAITS = 120
-_KNOWN = 4096            # how many groups, then the key of each
-_POSTED = 16384          # messages posted to each rank
+_KNOWN = 8192            # how many groups, then the key of each
+_POSTED = 16640          # messages posted to each rank
 MOST_RANKS = (_HEADER - _POSTED) // 4
 
 
@@ -83,8 +84,11 @@ class Segment:
             return
         self._shown = text, site
         text, site = text[:_TEXT_MAX], site[-_SITE_MAX:]
-        m[_TEXT - 4:_TEXT + len(text)] = _LEN.pack(len(text)) + text
-        m[_SITE - 4:_SITE + len(site)] = _LEN.pack(len(site)) + site
+        half = 1 - m[_HALF]
+        at = _CALLS + half * _CALL
+        m[at:at + 4 + len(text)] = _LEN.pack(len(text)) + text
+        m[at + _SITE:at + _SITE + 4 + len(site)] = _LEN.pack(len(site)) + site
+        m[_HALF] = half
 
     def leave(self) -> None:
         """The call is over; the rank is back in the user's code."""
@@ -92,10 +96,15 @@ class Segment:
 
     def call(self) -> tuple[str, str, bool]:
         """The published call, its site, and whether the rank is still in it."""
-        m = self.map
-        text = m[_TEXT:_TEXT + _LEN.unpack_from(m, _TEXT - 4)[0]].decode(errors="replace")
-        site = m[_SITE:_SITE + _LEN.unpack_from(m, _SITE - 4)[0]].decode(errors="replace")
-        return text, site, m[_STATE] == 1
+        at = _CALLS + self.map[_HALF] * _CALL
+        return self._text(at), self._text(at + _SITE), self.map[_STATE] == 1
+
+    def last_calls(self) -> tuple[str, str]:
+        """The two calls published last, in any order."""
+        return self._text(_CALLS), self._text(_CALLS + _CALL)
+
+    def _text(self, at: int) -> str:
+        return self.map[at + 4:at + 4 + _LEN.unpack_from(self.map, at)[0]].decode(errors="replace")
 
     # -- what this rank waits for, when that takes long ------------------------------------------------------------
 

@@ -66,8 +66,8 @@ class GroupState:
         cache: for the engine, views that calls of one kind use again.
     """
 
-    __slots__ = ("_pages", "cache", "heads", "index", "members", "meetings", "offsets", "others", "peers", "ranks", "seq", "size",
-                 "steps", "turn")
+    __slots__ = ("_pages", "cache", "heads", "index", "members", "meetings", "offsets", "others", "peers", "ranks", "seq",
+                 "size", "steps", "turn")
 
     def __init__(self, ranks: tuple[int, ...], me: int, peers: dict[int, Peer], memory: Segment, offsets: list[int]):
         self.ranks, self.size, self.index = ranks, len(ranks), ranks.index(me)
@@ -204,7 +204,9 @@ class Signals:
                     return
                 self._check(conditions, what)
                 if time.monotonic() > deadline:
-                    raise self._timed_out([c.rank for c in conditions], what, g)
+                    error = self._timed_out([c.rank for c in conditions], what, g)
+                    self._tell(g.peers if g else [], error)  # whose own time is up a little later
+                    raise error
                 self.memory.wait_for(conditions)
                 self._check_circle(what)
                 sleep()
@@ -233,11 +235,14 @@ class Signals:
 
     def _check_circle(self, what: str) -> None:
         """Raises if ranks wait for each other in a circle, at different points of the program."""
-        segments = {self.rank: self.memory, **{r: p.memory for r, p in self.peers.items()}}
-        ranks = circle(self.rank, segments)
+        segments = self._segments()
+        ranks, keys = circle(self.rank, segments)
         if ranks and self.rank == min(ranks):  # one speaks
             calls = [(r, *segments[r].call()) for r in sorted(segments)]
-            raise self.mismatch([c[:3] for c in calls if c[3]], list(self.peers.values()), what)
+            raise self.mismatch([c[:3] for c in calls if c[3]], list(self.peers.values()), what, keys)
+
+    def _segments(self) -> dict[int, Segment]:
+        return {self.rank: self.memory, **{r: p.memory for r, p in self.peers.items()}}
 
     def _lost(self, peer: Peer, what: str) -> PeerLost:
         how = {"died": "died", "": "ended before taking part"}.get(peer.end, f"ended with {peer.end}")
@@ -250,8 +255,8 @@ class Signals:
         ranks = late
         if g is not None:
             ranks, mine = g.ranks, self.memory.call()[0]
-            # a member that is in the same call waits as we do
-            late = [p.rank for p in g.peers if p and p.memory.call()[::2] != (mine, True)] or late
+            first = g.size > 2 and g.members[0].call()[::2] == (mine, True)  # it moves its word last: waits as we do
+            late = [r for i, r in enumerate(ranks) if not reached(g.meetings[i].get(), g.seq) and not (first and not i)]
         where = []
         for r in ranks:
             memory, pid = (self.memory, os.getpid()) if r == self.rank else (self.peers[r].memory, self.peers[r].pid)
@@ -378,16 +383,30 @@ class Signals:
         for p in filter(None, peers):
             self._send(p, _PACKET_HEAD.pack(_ERROR, 0, in_step) + letter + text)
 
-    def mismatch(self, calls: list[tuple[int, str, str]], tell: list[Peer | None], what: str,
+    def tell_all(self, error: CommError) -> None:
+        """Tells every other rank what ends this one."""
+        error.in_step = False
+        self._tell(list(self.peers.values()), error)
+
+    def mismatch(self, calls: list[tuple[int, str, str]], tell: list[Peer | None], what: str, keys: set[int] = frozenset(),
                  in_step: bool = False) -> CollectiveMismatch:
         """Builds the error that names the odd ranks, and tells it to the others.
 
-        `in_step`: every member was at the same meeting, so the group may go on if the caller catches the error.
+        Args:
+            calls: rank, call and source line of those that take part.
+            tell: whom to tell.
+            what: the call this rank is in.
+            keys: ranks without any of which nobody would have to wait.
+            in_step: every member was at the same meeting, so the group may go on if the caller catches the error.
         """
+        def bare(text: str) -> str:
+            return text.partition(" over ranks ")[0]  # other groups make the same call
         texts = [text for _, text, _ in calls]
-        usual = max(texts, key=texts.count)
+        elsewhere = [bare(text) for m in self._segments().values() for text in m.last_calls()]
+        usual = max(texts, key=lambda text: (texts.count(text), elsewhere.count(bare(text))))
         messages = all(text.startswith("exchange") for text in texts)
         odd = [rank for rank, text, _ in calls if text != usual and not messages]
+        odd = [rank for rank in odd if rank in keys] or odd
         lines = [f"rank {rank}: {text} at {site}" for rank, text, site in calls]
         error = CollectiveMismatch(
             f"For '{usual.split(' ')[0] or what}', rank(s) {', '.join(map(str, odd))} made another call than the rest of "
