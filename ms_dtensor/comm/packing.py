@@ -106,7 +106,7 @@ class HostOps(TensorOps):
     def reduce(parts: Sequence[Tensor], op: str) -> Tensor:
         arrays = [p.asnumpy() for p in parts]
         out = np.empty_like(arrays[0])
-        reduce_into(out, op, arrays)
+        reduce_into([out], op, arrays)
         return Tensor.from_numpy(out)
 
 

@@ -90,6 +90,7 @@ def start(device_type: str = "cpu") -> World:
 def _start(device: str) -> World:
     import mindspore
     role, rank, size = _environment(device)
+    blocking = True
     if device == "CPU":
         if role == "MS_SCHED" and _cpu_backend == "shm":
             raise SystemExit(0)  # msrun runs the script once more as scheduler; shared memory needs none
@@ -98,6 +99,7 @@ def _start(device: str) -> World:
             try:
                 choose()
             except RuntimeError:  # an op has run already, so the runtime has started as it is
+                blocking = False
                 if mindspore.get_context("device_target") != "CPU":
                     raise
     if size == 1 and role != "MS_SCHED":
@@ -105,7 +107,7 @@ def _start(device: str) -> World:
         return World(0, 1, FakeBackend(1, 0, "local"), device)
     if device == "CPU" and _cpu_backend == "shm":
         from .shm.backend import ShmBackend
-        backend: Backend = ShmBackend(rank, size, os.environ.get("MS_SCHED_PORT", "8118"))
+        backend: Backend = ShmBackend(rank, size, os.environ.get("MS_SCHED_PORT", "8118"), blocking=blocking)
     elif device == "CPU":
         from .mccl import McclBackend
         backend = McclBackend.start()

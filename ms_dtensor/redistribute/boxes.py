@@ -2,16 +2,19 @@
 """Who sends which slice to whom: box arithmetic behind moves with uneven shards and behind `exchange`. Pure.
 
 A box is one (start, stop) per dim, in global indices. Every shard of a layout is one box, because nested chunks are
-contiguous. Invariant: every rank computes the same table, so senders and receivers agree without talking.
+contiguous. Invariant: who sends what to whom is a function of two layouts, so ranks agree without talking.
 """
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
 
 from ..layout import Layout
-from ..mesh import coordinates
 
 Box = tuple[tuple[int, int], ...]
 
@@ -38,26 +41,87 @@ def intersect(a: Box, b: Box) -> Box | None:
     return None if any(lo >= hi for lo, hi in out) else out
 
 
+class Transfers(NamedTuple):
+    """What one rank gives and gets: (other rank, box) each, and the box it keeps."""
+
+    sends: tuple[tuple[int, Box], ...]
+    receives: tuple[tuple[int, Box], ...]
+    keeps: Box | None
+
+
 @lru_cache(maxsize=1024)
-def transfers(src: Layout, dst: Layout) -> tuple[tuple[int, int, Box], ...]:
-    """(sender, receiver, box) of every slice of `src` that a rank needs for its shard of `dst`, own slices included.
+def transfers(src: Layout, dst: Layout, me: int) -> Transfers:
+    """The slices of `src` that rank `me` gives to others, and those it needs for its shard of `dst`.
 
     A receiver that already holds a slice takes its own copy; other replicas take turns by receiver. On an axis that
-    stays partial each rank holds another summand, so slices stay among ranks that agree on it.
+    stays partial each rank holds another summand, so slices stay among ranks that agree on it. Two ranks exchange at
+    most one slice each way. Work and memory grow with the ranks concerned, not with the mesh.
     """
-    partial = src.partial_axes if src.mesh == dst.mesh else ()
-    owners: dict[tuple[int, ...], dict[Box, list[int]]] = {}
-    for at in coordinates(src.mesh):
-        box = src.local_box(at)
-        if all(lo < hi for lo, hi in box):
-            summand = owners.setdefault(tuple(at[a] for a in partial), {})
-            summand.setdefault(box, []).append(int(src.mesh.mesh[at]))
-    out = []
-    for i, at in enumerate(coordinates(dst.mesh)):
-        receiver, need = int(dst.mesh.mesh[at]), dst.local_box(at)
-        for box, ranks in owners.get(tuple(at[a] for a in partial), {}).items():
-            part = intersect(box, need)
-            if part is not None:
-                sender = receiver if receiver in ranks else ranks[i % len(ranks)]
-                out.append((sender, receiver, part))
-    return tuple(out)
+    fixed = src.partial_axes if src.mesh == dst.mesh else ()
+    from_, to = src.mesh.coordinate_of(me), dst.mesh.coordinate_of(me)
+    turns = tuple(a for a in range(src.mesh.ndim) if a not in fixed and not src.placements[a].is_shard())
+    replicas = tuple(src.mesh.shape[a] for a in turns)
+    keeps, sends, receives = None, [], []
+    if to is not None:
+        need = dst.local_box(to)
+        turn = np.unravel_index(_number(dst, to) % prod(replicas), replicas) if turns else ()
+        at = {**{a: to[a] for a in fixed}, **dict(zip(turns, turn))}
+        for coordinate in _holders(src, need, at):
+            part = intersect(src.local_box(coordinate), need)
+            if from_ is not None and _same_slice(src, from_, coordinate, turns):
+                keeps = part
+            else:
+                receives.append((int(src.mesh.mesh[coordinate]), part))
+    if from_ is not None:
+        held = src.local_box(from_)
+        mine = int(np.ravel_multi_index([from_[a] for a in turns], replicas)) if turns else 0
+        for coordinate in _holders(dst, held, {a: from_[a] for a in fixed}):
+            other = int(dst.mesh.mesh[coordinate])
+            if other == me or _number(dst, coordinate) % prod(replicas) != mine:
+                continue
+            there = src.mesh.coordinate_of(other)
+            if there is None or not _same_slice(src, there, from_, turns):
+                sends.append((other, intersect(held, dst.local_box(coordinate))))
+    return Transfers(tuple(sends), tuple(receives), keeps)
+
+
+def _number(layout: Layout, coordinate: Sequence[int]) -> int:
+    return int(np.ravel_multi_index(coordinate, layout.mesh.shape)) if coordinate else 0
+
+
+def _same_slice(src: Layout, a: Sequence[int], b: Sequence[int], turns: Sequence[int]) -> bool:
+    """Whether two coordinates hold the same slice (and, of a partial value, the same summand)."""
+    return all(i == j for axis, (i, j) in enumerate(zip(a, b)) if axis not in turns)
+
+
+def _holders(layout: Layout, box: Box, at: dict[int, int]) -> Iterator[tuple[int, ...]]:
+    """Coordinates whose shard has a part of `box`, with these coordinates on some axes."""
+    mesh = layout.mesh
+    choices: list[list[tuple[tuple[int, int], ...]]] = []
+    for d, axes in enumerate(layout.dim_axes):
+        start, stop = _extents(layout.shape[d], tuple(mesh.shape[a] for a in axes))
+        lo, hi = box[d]
+        hit = np.flatnonzero((start < hi) & (stop > lo) & (start < stop) & (lo < hi))
+        places = np.unravel_index(hit, [mesh.shape[a] for a in axes]) if axes else ()
+        choices.append([tuple(zip(axes, place)) for place in zip(*(p.tolist() for p in places))] if axes else
+                       [()] * len(hit))
+    free = [a for a in range(mesh.ndim) if a not in at and not layout.placements[a].is_shard()]
+    choices += [[((a, i),) for i in range(mesh.shape[a])] for a in free]
+    coordinate = [at.get(a, 0) for a in range(mesh.ndim)]
+    for choice in itertools.product(*choices):
+        for a, i in itertools.chain.from_iterable(choice):
+            coordinate[a] = int(i)
+        yield tuple(coordinate)
+
+
+@lru_cache(maxsize=1024)
+def _extents(size: int, parts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Start and stop of every shard of a dim that axes of these sizes split one after the other."""
+    start, stop = np.array([0]), np.array([size])
+    for n in parts:
+        length = (stop - start)[:, None]
+        step = -(-length // n)
+        first = start[:, None]
+        start = (first + np.minimum(np.arange(n) * step, length)).ravel()
+        stop = (first + np.minimum(np.arange(1, n + 1) * step, length)).ravel()
+    return start, stop

@@ -65,17 +65,16 @@ def _cut(move: Move, x):
 def _exchange(move: Move, x):
     src, dst = move.src, move.dst
     me = src.mesh.get_rank()
-    table = transfers(src, dst)
+    sends, wanted, keeps = transfers(src, dst, me)
     held, need = src.local_box(), dst.local_box()
-    sends = [(to, slice_local(x, relative(box, held))) for frm, to, box in table if frm == me != to]
-    wanted = [(frm, box) for frm, to, box in table if to == me != frm]
     ranks = tuple(sorted({*src.mesh.rank_list, *dst.mesh.rank_list}))
     names = src.mesh.mesh_dim_names if src.mesh == dst.mesh else (*src.mesh.mesh_dim_names, "->", *dst.mesh.mesh_dim_names)
     got = comm.group(ranks, names).exchange(
-        sends, [(frm, tuple(hi - lo for lo, hi in box), x.dtype) for frm, box in wanted])
+        [(to, slice_local(x, relative(box, held))) for to, box in sends],
+        [(frm, tuple(hi - lo for lo, hi in box), x.dtype) for frm, box in wanted])
     out = ms.ops.zeros(tuple(hi - lo for lo, hi in need), x.dtype)
     if me in dst.mesh.rank_list:
-        mine = [(box, slice_local(x, relative(box, held))) for frm, to, box in table if frm == me == to]
+        mine = [] if keeps is None else [(keeps, slice_local(x, relative(keeps, held)))]
         for box, piece in [*mine, *((box, t) for (_, box), t in zip(wanted, got))]:
             _place(out, relative(box, need), piece, dst.mesh.device_type)
     return out

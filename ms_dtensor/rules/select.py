@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ..errors import OpRuleError
 from ..layout import Layout
 from ..placements import Partial, Placement
-from ..redistribute.cost import DEFAULT, nbytes
+from ..redistribute.cost import CostModel, costs, nbytes
 from .spec import REPLICATE, Call, Case, OpSpec
 
 
@@ -44,6 +44,7 @@ def choose(call: Call, spec: OpSpec, layouts: tuple[Layout, ...], keep: bool = F
     whole = Case((REPLICATE,) * len(layouts), (REPLICATE,) * len(spec.shapes))
     cases = (*spec.cases, whole) if whole not in spec.cases else spec.cases
     chosen: list[Case] = []
+    model = costs(mesh.device_type)
     sizes = [nbytes(x.local_shape((0,) * mesh.ndim), x.dtype) for x in layouts]
     split: dict[tuple[int, int], int] = {}  # (operand, dim) -> into how many shards, by the axes decided so far
     for axis in range(mesh.ndim):
@@ -54,7 +55,7 @@ def choose(call: Call, spec: OpSpec, layouts: tuple[Layout, ...], keep: bool = F
                 continue
             if keep and not case.ins[0] == case.outs[0] == layouts[0].placements[axis]:
                 continue
-            cost = _cost(case, layouts, sizes, axis, n)
+            cost = _cost(case, layouts, sizes, axis, n, model)
             if cost is not None and (best_cost is None or (*cost, i) < best_cost):
                 best, best_cost = case, (*cost, i)
         if best is None and keep:
@@ -78,7 +79,7 @@ def choose(call: Call, spec: OpSpec, layouts: tuple[Layout, ...], keep: bool = F
     return Choice(targets, own, outs, tuple(chosen))
 
 
-def _cost(case: Case, layouts, sizes, axis: int, n: int):
+def _cost(case: Case, layouts, sizes, axis: int, n: int, model: CostModel):
     seconds, collectives, changed = 0.0, 0, 0
     for layout, size, want in zip(layouts, sizes, case.ins):
         have = layout.placements[axis]
@@ -91,7 +92,7 @@ def _cost(case: Case, layouts, sizes, axis: int, n: int):
             size // n if want.is_shard() and not have.is_shard() else size
         kind = _MOVE[_code(have), _code(want)]
         collectives += kind != "cut"
-        seconds += DEFAULT.seconds(kind, n, size, after)
+        seconds += model.seconds(kind, n, size, after)
     return seconds, collectives, changed
 
 

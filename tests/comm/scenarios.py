@@ -130,14 +130,14 @@ def killed(e, rank, size):
 
 
 def killed_elsewhere(e, rank, size):
-    """Ranks 0 and 1 wait for each other only; rank 2 dies: both notice, though neither waits for it."""
+    """Ranks 0 and 1 wait for rank 3 only, which computes; rank 2 dies: all notice, though none waits for it."""
     e.barrier(tuple(range(size)))
     if rank == 2:
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
-    if rank == 1:
-        e.exchange([], [(0, (1,), np.dtype("float32"))])
-    e.exchange([], [(1, (1,), np.dtype("float32"))])
+    if rank == 3:
+        time.sleep(1)
+    e.exchange([], [(0 if rank == 3 else 3, (1,), np.dtype("float32"))])
 
 
 def mismatch(e, rank, size, kind):
@@ -164,6 +164,8 @@ def mismatch(e, rank, size, kind):
             e.barrier(world)
         else:
             e.exchange([], [(odd, (1,), np.dtype("float32"))])
+    elif kind == "circle":
+        e.exchange([], [((rank + 1) % size, (1,), np.dtype("float32"))])
 
 
 def mismatch_and_on(e, rank, size):
@@ -242,15 +244,70 @@ def raises(e, rank, size):
     e.all_reduce(np.ones(3), "sum", world)
 
 
+def shared_memory():
+    """Bytes of shared pages this process has touched, its own and others'."""
+    with open("/proc/self/status") as f:
+        return int(next(line for line in f if line.startswith("RssShmem")).split()[1]) << 10
+
+
 def bounded(e, rank, size):
-    """Shared pages touched by all ranks together after 64 MiB collectives."""
+    """A reduction keeps no more than its chunks; results of ever other sizes leave no more than the arena keeps."""
     world = tuple(range(size))
     x = np.ones(16 << 20, np.float32)
-    e.all_reduce(x, "sum", world)
-    e.all_gather(x, 0, [x.size] * size, world)
+    e.reduce_scatter(x, "sum", 0, [x.size // size] * size, world)
     e.exchange([((rank + 1) % size, x)], [((rank - 1) % size, x.shape, x.dtype)])
+    reducing = shared_memory()
+    for i in range(8):
+        part = x[:(1 + i) << 20]
+        e.all_reduce(part, "sum", world)
+        e.all_gather(part, 0, [part.size] * size, world)
+        e.all_to_all(part.reshape(size, -1), 0, [1] * size, 1, [part.size // size] * size, world)
+        e.broadcast(part, 0, world)
     e.barrier(world)
-    with open("/proc/self/status") as f:
-        shared = next(line for line in f if line.startswith("RssShmem"))
-    return int(shared.split()[1]) << 10
+    return reducing, shared_memory()
 
+
+def held(e, rank, size):
+    """Results own their memory: later calls do not change them, and what is freed is used again."""
+    world, kept = tuple(range(size)), []
+    for k in range(12):
+        got = e.all_reduce(np.full(200_000, rank + k, np.int64), "sum", world)
+        e.broadcast(np.full(200_000, k, np.int64), k % size, world)
+        if k % 2:
+            kept.append((k, got))
+        for was, array in kept:
+            assert (array == sum(world) + size * was).all()
+    addresses = set()
+    for _ in range(6):
+        addresses.add(e.all_reduce(np.ones(200_000), "sum", world).ctypes.data)
+    assert len(addresses) <= 2
+    return True
+
+
+def later(e, rank, size):
+    """Results that come while the caller goes on, in order with calls that do not."""
+    world = tuple(range(size))
+    xs = [np.full(n, float(rank + n)) for n in (5, 70_000, 900_000)]
+    waiting = [e.all_reduce(x, "sum", world, later=True) for x in xs]
+    waiting.append(e.all_gather(np.full(3, rank), 0, [3] * size, world, later=True))
+    total = e.all_reduce(np.ones(4), "sum", world)
+    assert (total == size).all()
+    for x, result in zip(xs, waiting):
+        assert (result.wait() == sum(r + x.size for r in world)).all()
+        assert result.wait() is result.out
+    assert waiting[3].wait().tolist() == [r for r in world for _ in range(3)]
+    e.barrier(world)
+    if rank == 0:
+        time.sleep(0.3)
+    started = time.monotonic()
+    slow = e.broadcast(np.full(500_000, rank, np.int8), 0, world, later=True)
+    assert time.monotonic() - started < 0.2  # the call returns though rank 0 has not come
+    assert (slow.wait() == 0).all()
+    bad = e.all_reduce(np.ones(3 + (rank == 1)), "sum", world, later=True)
+    try:
+        bad.wait()
+    except Exception as error:
+        assert type(error).__name__ == "CollectiveMismatch" and "rank(s) 1 made" in str(error), error
+    else:
+        raise AssertionError("unnoticed")
+    return True

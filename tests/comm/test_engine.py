@@ -12,7 +12,7 @@ import threading
 
 import pytest
 
-from ms_dtensor.comm.shm import rendezvous
+from ms_dtensor.comm.shm import arena, rendezvous, segment
 from ms_dtensor.errors import ConfigError, PeerLost
 
 WORKER = pathlib.Path(__file__).parent / "worker.py"
@@ -93,6 +93,12 @@ def test_mismatch_of_message_and_collective():
     assert [r["error"] for r in ranks] == ["CollectiveMismatch"] * 2
 
 
+def test_ranks_that_wait_for_each_others_messages_are_told():
+    ranks, _ = run("mismatch", 3, "circle")
+    for r in ranks:
+        assert r["error"] == "CollectiveMismatch" and "wait for each other's messages" in r["text"], r
+
+
 def test_going_on_after_a_mismatch():
     succeed("mismatch_and_on", 3)
 
@@ -153,7 +159,19 @@ def test_worlds_of_different_size_do_not_connect():
 
 def test_memory_stays_bounded():
     for r in succeed("bounded", 2):
-        assert r["ok"] < 64 << 20, r
+        reducing, after = r["ok"]
+        assert reducing < 2 * (2 * segment.CHUNK + (2 << 20)), r
+        assert after - reducing < 2 * (arena.KEEP + (2 << 20)), r
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_results_own_their_memory_and_give_it_back(size):
+    succeed("held", size)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_results_that_come_later(size):
+    succeed("later", size)
 
 
 def test_nothing_is_left_behind():

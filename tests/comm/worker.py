@@ -47,8 +47,8 @@ def main() -> int:
                 line["error"] = type(error).__name__
                 line["text"] = str(error)
                 line["trace"] = traceback.format_exc()
-                if e is not None and isinstance(error, ValueError):  # as `world` does at exit
-                    e.close(f"ValueError: {error}")
+                if e is not None:  # as `world` does at exit
+                    e.close(f"{type(error).__name__}: {error}")
             os.write(1, (json.dumps(line) + "\n").encode())
             os._exit(code)
         pids.append(pid)

@@ -50,10 +50,10 @@ def execute(move, values):
             need = move.dst.local_box(at)
             out[at] = np.zeros([hi - lo for lo, hi in need], next(iter(values.values())).dtype)
             me = int(move.dst.mesh.mesh[at])
-            for sender, receiver, box in transfers(move.src, move.dst):
-                if receiver == me:
-                    frm = rank_at[sender]
-                    out[at][relative(box, need)] = values[frm][relative(box, move.src.local_box(frm))]
+            _, receives, keeps = transfers(move.src, move.dst, me)
+            for sender, box in [*receives, *([(me, keeps)] if keeps else [])]:
+                frm = rank_at[sender]
+                out[at][relative(box, need)] = values[frm][relative(box, move.src.local_box(frm))]
         return out
     if move.kind == "cut":
         return {at: v[relative(move.dst.local_box(at), move.src.local_box(at))] for at, v in values.items()}
@@ -123,6 +123,30 @@ def test_other_meshes_receive_exactly_their_boxes():
                 values = execute(move, values)
             value, unequal = assemble(values, dst)
             assert same(whole, value) and not unequal
+
+
+@pytest.mark.parametrize("other", [[[5, 1, 9]], [[0, 1], [2, 3], [4, 5]], [[5, 4, 3], [2, 1, 0]], [[6, 7], [8, 9]]], ids=str)
+def test_senders_and_receivers_agree(other):
+    """Meshes of the same ranks in another shape or order, with some ranks in common, and with none."""
+    shape = (7, 6)
+    a, b = mesh_of((2, 3)), DeviceMesh("cpu", other, mesh_dim_names=("y", "z"))
+    everybody = sorted({*a.rank_list, *b.rank_list})
+    whole = np.arange(42).reshape(shape)
+    for src, dst in itertools.product(layouts(a, shape), layouts(b, shape)):
+        tables = {r: transfers(src, dst, r) for r in everybody}
+        sent = sorted((r, to, box) for r, t in tables.items() for to, box in t.sends)
+        assert sent == sorted((frm, r, box) for r, t in tables.items() for frm, box in t.receives)
+        for rank in b.rank_list:
+            need = dst.local_box(b.coordinate_of(rank))
+            got = np.full(shape, -1)
+            for frm, box in [*tables[rank].receives, *([(rank, tables[rank].keeps)] if tables[rank].keeps else [])]:
+                held = src.local_box(a.coordinate_of(frm))
+                assert all(lo <= x and y <= hi for (x, y), (lo, hi) in zip(box, held))
+                here = tuple(slice(lo, hi) for lo, hi in box)
+                assert (got[here] == -1).all()  # each element comes once
+                got[here] = whole[here]
+            inside = tuple(slice(lo, hi) for lo, hi in need)
+            assert (got[inside] == whole[inside]).all()
 
 
 def test_single_moves_use_the_collective_made_for_them():

@@ -102,7 +102,7 @@ def test_an_exchange_keeps_summands_apart():
     mesh, shape = mesh_of((2, 2, 2)), (9, 4)
     src = Layout(mesh, [S(0), S(0), P], shape)
     dst = Layout(mesh, [S(0), S(0), P], shape, order=(1, 0, 2))
-    assert all(sender % 2 == receiver % 2 for sender, receiver, _ in transfers(src, dst))
+    assert all(other % 2 == rank % 2 for rank in range(8) for other, _ in transfers(src, dst, rank).sends)
     whole = RNG.normal(size=shape)
     values = split(whole, src, RNG)
     for move in plan(src, dst):
@@ -118,3 +118,17 @@ def test_five_axes_and_65536_ranks_plan_in_milliseconds():
     started = time.process_time()
     assert plan(src, dst)
     assert time.process_time() - started < 1  # scripts/check_plans.py --speed measures; this catches an explosion
+
+
+def test_a_rank_of_65536_knows_its_part_of_an_exchange_in_milliseconds():
+    mesh = DeviceMesh("cpu", np.arange(65536).reshape(4, 8, 8, 16, 16))
+    other = DeviceMesh("cpu", np.arange(65536)[::-1].reshape(256, 256))
+    src = Layout(mesh, [S(0), S(1), S(0), R, S(1)], (131072, 16384))
+    dst = Layout(other, [S(1), S(0)], (131072, 16384))
+    mesh.coordinate_of(0), other.coordinate_of(0)  # where each rank is, once per mesh
+    started = time.process_time()
+    table = transfers(src, dst, 4711)
+    assert time.process_time() - started < 1
+    need = np.prod(dst.local_shape(other.coordinate_of(4711)))
+    got = [box for _, box in table.receives] + ([table.keeps] if table.keeps else [])
+    assert sum(np.prod([hi - lo for lo, hi in box]) for box in got) == need

@@ -9,6 +9,7 @@ from ms_dtensor.errors import OpRuleError
 from ms_dtensor.layout import Layout
 from ms_dtensor.mesh import DeviceMesh
 from ms_dtensor.placements import Partial, Replicate, Shard
+from ms_dtensor.redistribute.cost import CostModel, set_costs
 from ms_dtensor.rules import RULES, Call, Operand
 from ms_dtensor.rules.select import choose
 from ms_dtensor.rules.spec import Local, empty_results, result_dtype
@@ -101,3 +102,17 @@ def test_result_dtypes():
     assert result_dtype(call("eq", (2,), (2,))) == "bool"
     mixed = Call("add", {}, (Operand(0, (2,), "int32"), Operand(1, (2,), "float16")))
     assert result_dtype(mixed) == "float16"
+
+
+def test_the_choice_follows_the_costs_in_force():
+    """A large operand in one collective, or two small ones in two."""
+    mesh = DeviceMesh("cpu", np.arange(4))
+    c = call("addmm", (4, 1024), (4, 64), (64, 1024), names=("input", "mat1", "mat2"))
+    placed = [Layout(mesh, [p], o.shape) for p, o in zip((S(0), S(0), S(1)), c.operands)]
+    moved = []
+    for alpha in (1, 0):
+        set_costs({"cpu": CostModel(alpha=alpha)})
+        targets = choose(c, RULES["addmm"](c), tuple(placed)).targets
+        moved.append([x is not y for x, y in zip(placed, targets)])
+    set_costs(None)
+    assert moved == [[False, False, True], [True, True, False]]

@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The collectives on NumPy arrays, over shared memory. Knows nothing of MindSpore.
 
-Small messages: everybody writes its slot, one sync, everybody reads. Slots are double, so the next call needs no second
-sync. Larger ones go through a bounded area in chunks and end with a sync of their own, because all groups share it.
-The invariant: results own fresh memory, and the order of a reduction is the order of the group on every rank.
+Small messages: everybody writes its slot, one meeting, everybody reads. Slots are double, so the next call needs no second
+meeting. Large ones: results lie in the segments of their owners (`arena`), the members meet, each writes its part straight
+into everybody's result, and they meet again: every byte is copied once. A reduction's summands go through a bounded area in
+chunks, or, of an all-reduce, through the result. Invariant: results own fresh memory, and the order of a reduction is the
+order of the group on every rank.
 """
 from __future__ import annotations
 
+import math
 import os
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,12 +21,15 @@ import numpy as np
 from ...errors import CollectiveMismatch, CommError
 from ..protocol import cut, offsets, with_dim
 from . import rendezvous
+from .later import Later, Thread
 from .reduce import reduce_into
 from .segment import CHUNK, SLOT, Segment
 from .signals import INLINE, GroupState, Signals
 
 Ranks = tuple[int, ...]
-_EVERYBODY = 64 << 10  # read by a rank in all: up to here each reduces everything, which is cheaper than a second sync
+Body = Callable[[GroupState, int], None]
+_EVERYBODY = 256 << 10  # read by a rank in all: up to here each reduces everything, which is cheaper than a second meeting
+_STEP = 512 << 10       # least bytes of a broadcast that are worth a wake
 _ALIGN = 64
 
 
@@ -30,20 +37,9 @@ def _up(count: int) -> int:
     return (count + _ALIGN - 1) // _ALIGN * _ALIGN
 
 
-_names: dict[np.dtype, str] = {}
-
-
-def _name(dtype: np.dtype) -> str:
-    """`dtype.name`, which NumPy computes anew each time."""
-    name = _names.get(dtype)
-    if name is None:
-        name = _names[dtype] = dtype.name
-    return name
-
-
-def _dots(shape: Sequence[int], *dims: int) -> str:
-    """A shape for comparison between ranks, with the dims that may differ left open."""
-    return "[" + ", ".join("·" if d in dims else str(s) for d, s in enumerate(shape)) + "]"
+def _kind(x: np.ndarray, *open_dims: int) -> str:
+    """Dtype and shape for comparison between ranks, with the dims that may differ left open."""
+    return f"{x.dtype.name}[{', '.join('·' if d in open_dims else str(s) for d, s in enumerate(x.shape))}]"
 
 
 class Engine:
@@ -56,226 +52,308 @@ class Engine:
         timeout: seconds after which a wait for other ranks gives up.
         start_timeout: seconds to wait for all ranks to start.
         site: returns "file:line" of the calling user code, for messages.
+
+    Attributes:
+        sent: payload bytes that went from this rank to others or, where readers fetch them, from others to this rank; each
+            byte that crosses between two ranks is counted on one of them.
+
+    With `later=True` a collective returns a `Later` at once and runs on a thread of its own; calls keep their order.
     """
 
     def __init__(self, rank: int, size: int, name: str, *, timeout: float = 300.0, start_timeout: float = 120.0,
                  site: Callable[[], str] = lambda: "?"):
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.sent = rank, size, 0
         fd, links = rendezvous.connect(rank, size, name, start_timeout)
-        self._memory = Segment(fd, writable=True)
+        self._memory = Segment(fd, own=True)
         self._signals = Signals(rank, self._memory, links, timeout)
         self._groups: dict[Ranks, GroupState] = {}
-        self._abouts: dict[tuple[Any, ...], str] = {}      # the most frequent call, described once per shape
         self._site = site
+        self._thread = Thread()
         self._broken: BaseException | None = None
+        self._last: BaseException | None = None
         self._closed = False
 
     # -- one call --------------------------------------------------------------------------------------------------
 
-    def _begin(self, what: str, about: str, ranks: Ranks) -> tuple[GroupState, bytes]:
+    def _check_open(self, what: str) -> None:
         if self._broken is not None or self._closed:
             raise CommError(f"For '{what}', the communication of this process has ended.",
                             f"after: {self._broken}" if self._broken else "after 'shutdown'",
                             "After a failed collective the ranks no longer agree where they are.",
                             "end the process; restart from a checkpoint")
-        head = self._memory.enter(f"{what} {about} over ranks {ranks}".encode(), self._site().encode())
-        g = self._groups.get(ranks)
-        if g is None:
-            g = GroupState(ranks, self.rank, self._signals.peers)
-            self._signals.sync(g, what, head)          # compares the calls before anything is built on them
-            g.slot = self._memory.allocate()
-            self._signals.sync(g, what)
-            g.offsets = [p.memory.allocated() if p else g.slot for p in g.peers]
-            self._signals.sync(g, what)                # nobody publishes another slot before all have read this one
-            self._groups[ranks] = g
-        g.turn ^= 1
-        return g, head
 
-    def _run(self, what: str, about: str, ranks: Ranks, body: Callable[[GroupState, bytes], Any]) -> Any:
+    def _do(self, what: str, key: tuple, about: Callable[[], str], ranks: Ranks, out: np.ndarray | None, body: Body,
+            later: bool = False) -> Any:
+        """Runs a collective, which fills `out`, now or later.
+
+        Args:
+            what: its name.
+            key: what its description depends on.
+            about: the description of its arguments that must be equal on all members.
+            ranks: the group.
+            out: the result.
+            body: does it, given the group and the checksum to be compared at the first meeting.
+            later: return a `Later` instead of waiting.
+        """
+        site = self._site().encode()
+        if later:
+            return Later(out, self._thread.submit(lambda: self._run(what, key, about, ranks, body, site)))
+        if self._thread.busy:
+            self._thread.drain()
+        self._run(what, key, about, ranks, body, site)
+        return out
+
+    def _run(self, what: str, key: tuple, about: Callable[[], str], ranks: Ranks, body: Body, site: bytes) -> None:
+        self._check_open(what)
         try:
-            result = body(*self._begin(what, about, ranks))
+            g = self._groups.get(ranks)
+            head = g.heads.get(key) if g is not None else None
+            if head is None:
+                text = f"{what} {about()} over ranks {ranks}".encode()
+                head = text, zlib.crc32(text)
+            self._memory.enter(head[0], site)
+            if g is None:
+                g = self._groups[ranks] = self._signals.group(ranks, what)
+            if len(g.heads) > 1000:  # shapes that never come back
+                g.heads.clear()
+            g.heads[key] = head
+            g.turn ^= 1
+            body(g, head[1])
         except BaseException as e:  # also an interrupt: the others are in the collective, we are not
             if self._broken is None and not (isinstance(e, CollectiveMismatch) and getattr(e, "in_step", False)):
                 self._broken = e
+            self._last = e
             raise
         self._memory.leave()
-        return result
 
-    def _member(self, g: GroupState, i: int) -> Segment:
-        return g.peers[i].memory if g.peers[i] is not None else self._memory
+    # -- memory ----------------------------------------------------------------------------------------------------
+
+    def _result(self, shape: Sequence[int], dtype: np.dtype, large: bool) -> tuple[np.ndarray, int]:
+        """An array for a result, and where it is in this rank's segment if it is large."""
+        if not large:
+            return np.empty(shape, dtype), 0
+        return self._memory.arena.array(shape, dtype, math.prod(shape) * dtype.itemsize)
+
+    def _results(self, g: GroupState, shapes: Sequence[Sequence[int]], dtype: np.dtype) -> list[np.ndarray]:
+        """The results of all members, to write into; after a meeting."""
+        return [np.ndarray(shape, dtype, m.map, g.result_of(i)) for i, (m, shape) in enumerate(zip(g.members, shapes))]
+
+    @staticmethod
+    def _parts(g: GroupState, count: int, dtype: np.dtype, skip: int = 0, half: int | None = None) -> list[np.ndarray]:
+        """`count` elements of each member's slot, or half of its chunk area, `skip` bytes behind its start.
+
+        Views are kept, as loops repeat themselves.
+        """
+        key = g.turn, half, count, dtype, skip
+        views = g.cache.get(key)
+        if views is None:
+            if len(g.cache) > 256:
+                g.cache.clear()
+            starts = g.slots() if half is None else [m.chunk(half) for m in g.members]
+            views = g.cache[key] = [m.view(at + skip, count, dtype) for m, at in zip(g.members, starts)]
+        return views
 
     # -- transport of pieces ---------------------------------------------------------------------------------------
 
-    def _pieces(self, g: GroupState, what: str, head: bytes, pieces: Sequence[np.ndarray | None],
-                lengths: Sequence[int], dtype: np.dtype, biggest: int) -> Iterator[tuple[int, list[np.ndarray]]]:
-        """Gives piece i to member i (or the only piece to all); yields what came, chunk by chunk.
+    def _spread(self, g: GroupState, what: str, check: int, pieces: Sequence[np.ndarray | None],
+                places: Sequence[np.ndarray | None], stride: int) -> None:
+        """Small: piece i to member i (or the only piece to all); what member j gives arrives in `places[j]`."""
+        one = len(pieces) == 1
+        for i, piece in enumerate(pieces):
+            if piece is not None and piece.size and (one or i != g.index):
+                view = self._parts(g, piece.size, piece.dtype, i * stride)[g.index]
+                view.reshape(piece.shape)[...] = piece
+        self._signals.sync(g, what, check)
+        skip = 0 if one else g.index * stride
+        for j, place in enumerate(places):
+            if place is None or not place.size:
+                continue
+            if j == g.index:
+                place[...] = pieces[0 if one else j]
+                continue
+            place[...] = self._parts(g, place.size, place.dtype, skip)[j].reshape(place.shape)
+            self.sent += place.nbytes
 
-        Args:
-            pieces: what this rank gives, one per member, or one for all; None where it gives nothing.
-            lengths: how many elements come from each member.
-            biggest: elements of the largest piece anywhere; every member must compute the same number.
-
-        Yields:
-            The position of the chunk within the pieces, and a flat view of each member's chunk, valid until the next.
-        """
-        item, shares = dtype.itemsize, len(pieces)
-        stride = _up(biggest * item)
-        mine = g.index if shares > 1 else 0
-        small = stride * shares <= SLOT
-        if small:
-            bases = [o + g.turn * SLOT for o in g.offsets]
-        else:
-            stride = min(stride, CHUNK // shares // _ALIGN * _ALIGN)
-        step = max(stride // item, 1)
-        for number, start in enumerate(range(0, max(biggest, 1), step)):
-            if not small:
-                bases = [self._memory.chunk(number & 1)] * g.size
-            for i, piece in enumerate(pieces):
-                if piece is not None and start < piece.size:
-                    if step >= biggest:  # in one go: shaped, so that a strided piece is copied once
-                        target = self._memory.view(bases[g.index] + i * stride, piece.size, dtype)
-                        target.reshape(piece.shape)[...] = piece
-                    else:
-                        part = piece.reshape(-1)[start:start + step]
-                        self._memory.view(bases[g.index] + i * stride, part.size, dtype)[...] = part
-            self._signals.sync(g, what, head if number == 0 else None)
-            yield start, [self._member(g, j).view(bases[j] + mine * stride, max(min(n - start, step), 0), dtype)
-                          for j, n in enumerate(lengths)]
-        if not small:
-            self._signals.sync(g, what)  # the area is shared with other groups: leave it when all have read
-
-    def _collect(self, g: GroupState, what: str, head: bytes, pieces: Sequence[np.ndarray | None],
-                 places: Sequence[np.ndarray | None], dtype: np.dtype, biggest: int) -> None:
-        """`_pieces` into `places`, one array (view) per member, or None where nothing comes."""
-        pieces = [p if p is None or biggest * dtype.itemsize * len(pieces) <= CHUNK else np.ascontiguousarray(p)
-                  for p in pieces]
-        lengths = [0 if p is None else p.size for p in places]
-        flat: dict[int, np.ndarray] = {}
-        for start, views in self._pieces(g, what, head, pieces, lengths, dtype, biggest):
-            for j, (view, place) in enumerate(zip(views, places)):
-                if not view.size:
-                    continue
-                if view.size == place.size:
-                    place[...] = view.reshape(place.shape)
-                elif place.flags.c_contiguous:
-                    place.reshape(-1)[start:start + view.size] = view
-                else:  # parts of a strided place: assemble first
-                    whole = flat.setdefault(j, np.empty(place.size, dtype))
-                    whole[start:start + view.size] = view
-        for j, whole in flat.items():
-            places[j][...] = whole.reshape(places[j].shape)
+    def _push(self, g: GroupState, what: str, check: int, at: int, shapes: Sequence[Sequence[int]], dtype: np.dtype,
+              pieces: Sequence[np.ndarray | None], where: Callable[[int], tuple[slice, ...]]) -> None:
+        """Large: writes piece i at `where(i)` of member i's result, whose shape is `shapes[i]`."""
+        g.show_result(at)
+        self._signals.sync(g, what, check)
+        results = self._results(g, shapes, dtype)
+        for i in (*range(g.index, g.size), *range(g.index)):  # everybody begins elsewhere
+            if pieces[i] is not None:
+                results[i][where(i)] = pieces[i]
+                if i != g.index:
+                    self.sent += pieces[i].nbytes
+        self._signals.sync(g, what)
 
     # -- collectives -----------------------------------------------------------------------------------------------
 
-    def all_reduce(self, x: np.ndarray, op: str, ranks: Ranks) -> np.ndarray:
+    def all_reduce(self, x: np.ndarray, op: str, ranks: Ranks, later: bool = False) -> Any:
         """See `Backend.all_reduce`."""
-        key = (op, x.dtype, x.shape)
-        about = self._abouts.get(key)
-        if about is None:
-            about = self._abouts[key] = f"{op} {_name(x.dtype)}{_dots(x.shape)}"
-        return self._run("all_reduce", about, ranks, lambda g, head: self._all_reduce(g, head, x, op))
+        dtype, n = x.dtype, len(ranks)
+        flat = np.ascontiguousarray(x).reshape(-1)
+        together = flat.nbytes * n <= _EVERYBODY
+        out, at = self._result(x.shape, dtype, not together)
 
-    def _all_reduce(self, g: GroupState, head: bytes, x: np.ndarray, op: str) -> np.ndarray:
-        dtype, out = x.dtype, np.empty(x.shape, x.dtype)
-        flat, result = np.ascontiguousarray(x).reshape(-1), out.reshape(-1)
-        sync, own = self._signals.sync, self._memory
-        if flat.nbytes * g.size <= _EVERYBODY:
-            bases = [o + g.turn * SLOT for o in g.offsets]
-            own.view(bases[g.index], flat.size, dtype)[...] = flat
-            sync(g, "all_reduce", head)
-            reduce_into(result, op, [self._member(g, j).view(b, flat.size, dtype) for j, b in enumerate(bases)])
-            return out
-        small = flat.nbytes <= SLOT
-        step = (SLOT if small else CHUNK) // dtype.itemsize
-        for number, start in enumerate(range(0, flat.size, step)):
-            bases = [o + g.turn * SLOT for o in g.offsets] if small else [own.chunk(number & 1)] * g.size
-            part = flat[start:start + step]
-            own.view(bases[g.index], part.size, dtype)[...] = part
-            sync(g, "all_reduce", head if number == 0 else None)
-            views = [self._member(g, j).view(b, part.size, dtype) for j, b in enumerate(bases)]
-            share = _up(-(-part.size // g.size))  # each member reduces one share, in place in its own memory
-            mine = slice(g.index * share, (g.index + 1) * share)
-            reduce_into(views[g.index][mine], op, [v[mine] for v in views])
-            sync(g, "all_reduce")
-            for j, view in enumerate(views):
-                theirs = slice(j * share, min((j + 1) * share, part.size))
-                result[start:start + step][theirs] = view[theirs]
-        if not small:
-            sync(g, "all_reduce")
-        return out
+        def body(g: GroupState, check: int) -> None:
+            result = out.reshape(-1)
+            if together:
+                views = self._parts(g, flat.size, dtype)
+                views[g.index][...] = flat
+                self._signals.sync(g, "all_reduce", check)
+                reduce_into([result], op, views)
+                self.sent += flat.nbytes * (n - 1)
+                return
+            share = _up(-(-flat.size // n))  # each member reduces one share, and writes it into everybody's result
+            mine = slice(g.index * share, min((g.index + 1) * share, flat.size))
+            result[:mine.start] = flat[:mine.start]
+            result[mine.stop:] = flat[mine.stop:]
+            g.show_result(at)
+            self._signals.sync(g, "all_reduce", check)
+            results = [r[mine] for r in self._results(g, [flat.shape] * n, dtype)]
+            reduce_into(results, op, [*results[:g.index], flat[mine], *results[g.index + 1:]])
+            self.sent += 2 * results[0].nbytes * (n - 1)
+            self._signals.sync(g, "all_reduce")
+        return self._do("all_reduce", ("all_reduce", op, dtype, x.shape), lambda: f"{op} {_kind(x)}", ranks, out, body,
+                        later)
 
-    def all_gather(self, x: np.ndarray, dim: int, sizes: Sequence[int], ranks: Ranks) -> np.ndarray:
+    def all_gather(self, x: np.ndarray, dim: int, sizes: Sequence[int], ranks: Ranks, later: bool = False) -> Any:
         """See `Backend.all_gather`."""
-        def body(g: GroupState, head: bytes) -> np.ndarray:
-            at = offsets(sizes)
-            out = np.empty(with_dim(x.shape, dim, at[-1]), x.dtype)
-            places = [out[cut(dim, at[i], at[i + 1])] for i in range(g.size)]
-            self._collect(g, "all_gather", head, [x], places, x.dtype, max(p.size for p in places))
-            return out
-        about = f"{_name(x.dtype)}{_dots(x.shape, dim)} dim={dim} sizes={tuple(sizes)}"
-        return self._run("all_gather", about, ranks, body)
+        at, rest = offsets(sizes), math.prod(with_dim(x.shape, dim, 1))
+        stride = _up(rest * max(sizes) * x.itemsize)
+        shape = with_dim(x.shape, dim, at[-1])
+        out, place = self._result(shape, x.dtype, stride > SLOT)
 
-    def reduce_scatter(self, x: np.ndarray, op: str, dim: int, sizes: Sequence[int], ranks: Ranks) -> np.ndarray:
+        def body(g: GroupState, check: int) -> None:
+            if stride <= SLOT:
+                places = [out[cut(dim, at[i], at[i + 1])] for i in range(g.size)]
+                self._spread(g, "all_gather", check, [x], places, 0)
+                return
+            here = cut(dim, at[g.index], at[g.index + 1])
+            self._push(g, "all_gather", check, place, [shape] * g.size, x.dtype, [x] * g.size, lambda i: here)
+        return self._do("all_gather", ("all_gather", x.dtype, shape, dim, *sizes),
+                        lambda: f"{_kind(x, dim)} dim={dim} sizes={tuple(sizes)}", ranks, out, body, later)
+
+    def reduce_scatter(self, x: np.ndarray, op: str, dim: int, sizes: Sequence[int], ranks: Ranks,
+                       later: bool = False) -> Any:
         """See `Backend.reduce_scatter`."""
-        def body(g: GroupState, head: bytes) -> np.ndarray:
-            at = offsets(sizes)
-            pieces = [x[cut(dim, at[i], at[i + 1])] for i in range(g.size)]
-            biggest = max(p.size for p in pieces)
-            if biggest * x.itemsize * g.size > CHUNK:
-                pieces = [np.ascontiguousarray(p) for p in pieces]
-            out = np.empty(pieces[g.index].shape, x.dtype)
-            flat = out.reshape(-1)
-            for start, views in self._pieces(g, "reduce_scatter", head, pieces, [out.size] * g.size, x.dtype, biggest):
-                if views[0].size:
-                    reduce_into(flat[start:start + views[0].size], op, views)
-            return out
-        about = f"{op} {_name(x.dtype)}{_dots(x.shape)} dim={dim} sizes={tuple(sizes)}"
-        return self._run("reduce_scatter", about, ranks, body)
+        at, index = offsets(sizes), ranks.index(self.rank)
+        pieces = [x[cut(dim, at[i], at[i + 1])] for i in range(len(ranks))]
+        out = np.empty(pieces[index].shape, x.dtype)
+        biggest = max(p.size for p in pieces)
+
+        def body(g: GroupState, check: int) -> None:
+            flat, own = out.reshape(-1), np.ascontiguousarray(pieces[g.index]).reshape(-1)
+            stride = _up(biggest * x.itemsize)
+            small = stride * g.size <= SLOT
+            if small:
+                step = max(biggest, 1)
+            else:
+                stride = min(stride, CHUNK // g.size // _ALIGN * _ALIGN)
+                step = stride // x.itemsize
+            whole = pieces if step >= biggest else [np.ascontiguousarray(p).reshape(-1) for p in pieces]
+            for number, start in enumerate(range(0, max(biggest, 1), step)):
+                half = None if small else number & 1
+                for i, piece in enumerate(whole):
+                    if i != g.index and start < piece.size:
+                        part = piece if step >= biggest else piece[start:start + step]
+                        target = self._parts(g, part.size, x.dtype, i * stride, half)[g.index]
+                        target.reshape(part.shape)[...] = part
+                self._signals.sync(g, "reduce_scatter", check if number == 0 else None)
+                count = min(flat.size - start, step)
+                if count > 0:
+                    views = list(self._parts(g, count, x.dtype, g.index * stride, half))
+                    views[g.index] = own[start:start + count]
+                    reduce_into([flat[start:start + count]], op, views)
+                    self.sent += count * x.itemsize * (g.size - 1)
+            if not small:
+                self._signals.sync(g, "reduce_scatter")  # all groups share the area: leave it when all have read
+        return self._do("reduce_scatter", ("reduce_scatter", op, x.dtype, x.shape, dim, *sizes),
+                        lambda: f"{op} {_kind(x)} dim={dim} sizes={tuple(sizes)}", ranks, out, body, later)
 
     def all_to_all(self, x: np.ndarray, split_dim: int, split_sizes: Sequence[int], concat_dim: int,
-                   concat_sizes: Sequence[int], ranks: Ranks) -> np.ndarray:
+                   concat_sizes: Sequence[int], ranks: Ranks, later: bool = False) -> Any:
         """See `Backend.all_to_all`."""
-        def body(g: GroupState, head: bytes) -> np.ndarray:
-            cuts, joins = offsets(split_sizes), offsets(concat_sizes)
-            pieces = [x[cut(split_dim, cuts[i], cuts[i + 1])] for i in range(g.size)]
-            shape = with_dim(with_dim(x.shape, split_dim, split_sizes[g.index]), concat_dim, joins[-1])
-            out = np.empty(shape, x.dtype)
-            places = [out[cut(concat_dim, joins[j], joins[j + 1])] for j in range(g.size)]
-            rest = int(np.prod([s for d, s in enumerate(x.shape) if d not in (split_dim, concat_dim)], dtype=np.int64))
-            self._collect(g, "all_to_all", head, pieces, places, x.dtype, rest * max(split_sizes) * max(concat_sizes))
-            return out
-        return self._run("all_to_all", f"{_name(x.dtype)}{_dots(x.shape, concat_dim)} split {split_dim}:"
-                         f"{tuple(split_sizes)} concat {concat_dim}:{tuple(concat_sizes)}", ranks, body)
+        cuts, joins, index = offsets(split_sizes), offsets(concat_sizes), ranks.index(self.rank)
+        whole = with_dim(x.shape, concat_dim, joins[-1])
+        shapes = [with_dim(whole, split_dim, s) for s in split_sizes]
+        pieces = [x[cut(split_dim, cuts[i], cuts[i + 1])] for i in range(len(ranks))]
+        rest = math.prod(with_dim(with_dim(x.shape, split_dim, 1), concat_dim, 1))
+        stride = _up(rest * max(split_sizes) * max(concat_sizes) * x.itemsize)
+        small = stride * len(ranks) <= SLOT
+        out, place = self._result(shapes[index], x.dtype, not small)
 
-    def broadcast(self, x: np.ndarray, src: int, ranks: Ranks) -> np.ndarray:
+        def body(g: GroupState, check: int) -> None:
+            if small:
+                places = [out[cut(concat_dim, joins[j], joins[j + 1])] for j in range(g.size)]
+                self._spread(g, "all_to_all", check, pieces, places, stride)
+                return
+            here = cut(concat_dim, joins[g.index], joins[g.index + 1])
+            self._push(g, "all_to_all", check, place, shapes, x.dtype, pieces, lambda i: here)
+        return self._do("all_to_all", ("all_to_all", x.dtype, whole, split_dim, *split_sizes, concat_dim, *concat_sizes),
+                        lambda: f"{_kind(x, concat_dim)} split {split_dim}:{tuple(split_sizes)} concat "
+                                f"{concat_dim}:{tuple(concat_sizes)}", ranks, out, body, later)
+
+    def broadcast(self, x: np.ndarray, src: int, ranks: Ranks, later: bool = False) -> Any:
         """See `Backend.broadcast`."""
-        def body(g: GroupState, head: bytes) -> np.ndarray:
-            if self.rank == src:
-                self._collect(g, "broadcast", head, [x], [None] * g.size, x.dtype, x.size)
-                return x.copy()
-            out = np.empty(x.shape, x.dtype)
-            places = [out if r == src else None for r in ranks]
-            self._collect(g, "broadcast", head, [None], places, x.dtype, x.size)
-            return out
-        return self._run("broadcast", f"{_name(x.dtype)}{_dots(x.shape)} from {src}", ranks, body)
+        small = x.nbytes <= SLOT
+        out, place = self._result(x.shape, x.dtype, not small)
+
+        def body(g: GroupState, check: int) -> None:
+            source = ranks.index(src)
+            if small:
+                if g.index == source:
+                    self._spread(g, "broadcast", check, [x], [None] * g.size, 0)
+                    out[...] = x
+                else:
+                    self._spread(g, "broadcast", check, [None], [out if r == src else None for r in ranks], 0)
+            else:
+                self._follow(g, check, x, out, place, source)
+        return self._do("broadcast", ("broadcast", x.dtype, x.shape, src), lambda: f"{_kind(x)} from {src}", ranks, out,
+                        body, later)
+
+    def _follow(self, g: GroupState, check: int, x: np.ndarray, out: np.ndarray, place: int, source: int) -> None:
+        """A large broadcast: the source copies its result step by step, and the others copy that while it goes on."""
+        g.show_result(place)
+        done = g.steps[source].get()  # nobody steps before all have met
+        self._signals.sync(g, "broadcast", check)
+        result, step = out.reshape(-1), max(_STEP // x.itemsize, -(-x.size // 8))
+        if g.index == source:
+            given = np.ascontiguousarray(x).reshape(-1)
+        else:
+            given = self._results(g, [result.shape] * g.size, x.dtype)[source]
+            self.sent += x.nbytes
+        for number, start in enumerate(range(0, result.size, step)):
+            if g.index != source:
+                self._signals.await_step(g, source, done + number + 1, "broadcast")
+            result[start:start + step] = given[start:start + step]
+            if g.index == source:
+                self._signals.step(g)
+        self._signals.sync(g, "broadcast")  # then the source may change its result
 
     def scatter(self, x: np.ndarray | None, dim: int, sizes: Sequence[int], src: int, ranks: Ranks, *,
-                shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+                shape: Sequence[int], dtype: np.dtype, later: bool = False) -> Any:
         """See `Backend.scatter`."""
-        def body(g: GroupState, head: bytes) -> np.ndarray:
-            at = offsets(sizes)
-            out = np.empty(with_dim(shape, dim, sizes[g.index]), dtype)
-            rest = int(np.prod(with_dim(shape, dim, 1), dtype=np.int64))
-            give = [x[cut(dim, at[i], at[i + 1])] if self.rank == src else None for i in range(g.size)]
-            places = [out if r == src else None for r in ranks]
-            self._collect(g, "scatter", head, give, places, out.dtype, rest * max(sizes))
-            return out
-        return self._run("scatter", f"{_name(np.dtype(dtype))}{_dots(shape)} dim={dim} sizes={tuple(sizes)} from {src}",
-                         ranks, body)
+        at, dtype, n = offsets(sizes), np.dtype(dtype), len(ranks)
+        shapes = [with_dim(shape, dim, s) for s in sizes]
+        give = [x[cut(dim, at[i], at[i + 1])] if self.rank == src else None for i in range(n)]
+        stride = _up(math.prod(with_dim(shape, dim, max(sizes))) * dtype.itemsize)
+        small = stride * n <= SLOT
+        out, place = self._result(shapes[ranks.index(self.rank)], dtype, not small)
+
+        def body(g: GroupState, check: int) -> None:
+            if small:
+                self._spread(g, "scatter", check, give, [out if r == src else None for r in ranks], stride)
+            else:
+                self._push(g, "scatter", check, place, shapes, dtype, give, lambda i: ())
+        return self._do("scatter", ("scatter", dtype, tuple(shape), dim, *sizes, src),
+                        lambda: f"{dtype.name}{list(shape)} dim={dim} sizes={tuple(sizes)} from {src}", ranks, out, body,
+                        later)
 
     def barrier(self, ranks: Ranks) -> None:
         """Returns when every member has called it."""
-        self._run("barrier", "", ranks, lambda g, head: self._signals.sync(g, "barrier", head))
+        self._do("barrier", ("barrier",), str, ranks, None, lambda g, check: self._signals.sync(g, "barrier", check))
 
     # -- objects ---------------------------------------------------------------------------------------------------
 
@@ -298,9 +376,10 @@ class Engine:
     def exchange(self, sends: Sequence[tuple[int, np.ndarray]],
                  recvs: Sequence[tuple[int, Sequence[int], np.dtype]]) -> list[np.ndarray]:
         """See `Backend.exchange`. Sending never waits for the receiver: a large message is a memory file of its own."""
+        if self._thread.busy:
+            self._thread.drain()
+        self._check_open("exchange")
         to, come = [dst for dst, _ in sends], [src for src, _, _ in recvs]
-        if self._broken is not None or self._closed:
-            self._begin("exchange", "", (self.rank,))
         self._memory.enter(f"exchange to {to} from {come}".encode(), self._site().encode())
         try:
             kept = [np.ascontiguousarray(x) for dst, x in sends if dst == self.rank]  # to myself
@@ -316,30 +395,29 @@ class Engine:
         return out
 
     def _post(self, dst: int, x: np.ndarray) -> None:
-        about = f"{_name(x.dtype)}{_dots(x.shape)}".encode()
         data = np.ascontiguousarray(x).reshape(-1).view(np.uint8).data
+        self.sent += len(data)
         if len(data) <= INLINE:
-            self._signals.post(dst, about, data)
+            self._signals.post(dst, _kind(x).encode(), data)
             return
         fd = os.memfd_create("ms_dtensor-message", os.MFD_CLOEXEC)
         try:
             done = 0
             while done < len(data):
                 done += os.write(fd, data[done:])
-            self._signals.post(dst, about, b"", fd)
+            self._signals.post(dst, _kind(x).encode(), b"", fd)
         finally:
             os.close(fd)  # the message in flight holds its own reference
 
     def _take(self, src: int, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
         about, payload, fd = self._signals.take(src, "recv")
-        wanted = f"{_name(dtype)}{_dots(shape)}"
+        out = np.empty(tuple(shape), dtype)
         try:
-            if about.decode() != wanted:
-                peer = self._signals.peers[src]
-                calls = [(src, f"send {about.decode()}", peer.memory.call()[1]),
-                         (self.rank, f"recv {wanted}", self._memory.call()[1])]
-                raise self._signals.mismatch(calls, [peer], "exchange")
-            out = np.empty(tuple(shape), dtype)
+            if about.decode() != _kind(out):
+                peers = self._signals.peers
+                calls = [(src, f"send {about.decode()}", peers[src].memory.call()[1]),
+                         (self.rank, f"recv {_kind(out)}", self._memory.call()[1])]
+                raise self._signals.mismatch(calls, list(peers.values()), "exchange")
             data = out.reshape(-1).view(np.uint8)
             if fd < 0:
                 data[...] = np.frombuffer(payload, np.uint8)
@@ -355,5 +433,10 @@ class Engine:
     def close(self, reason: str = "") -> None:
         """Leaves the world; see `Signals.close`."""
         if not self._closed:
+            if not reason and self._thread.busy:
+                self._thread.drain()
             self._closed = True
+            self._thread.end()
+            if isinstance(self._last, CollectiveMismatch) and reason.startswith("CollectiveMismatch"):
+                self._signals.tell_all(self._last)  # also ranks that were not in that group
             self._signals.close(reason)

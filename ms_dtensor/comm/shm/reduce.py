@@ -44,32 +44,34 @@ def _quiet(dtype: np.dtype) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext() if dtype.kind in "iub" else np.errstate(all="ignore")
 
 
-def reduce_into(out: np.ndarray, op: str, views: Sequence[np.ndarray]) -> None:
-    """Writes the reduction of `views` (all flat, of one length and dtype) into `out`.
+def reduce_into(outs: Sequence[np.ndarray], op: str, views: Sequence[np.ndarray]) -> None:
+    """Writes the reduction of `views` (all flat, of one length and dtype) into each of `outs`.
 
-    `out` may be one of the views: a block is read from all of them before it is written.
+    An output may be one of the views: a block is read from all of them before it is written.
     """
-    ufunc, count = _UFUNC[op], len(views)
+    ufunc, count, out = _UFUNC[op], len(views), outs[0]
     low = is_bfloat16(out.dtype) or out.dtype == np.float16
-    scratch = None if low else np.empty(min(_BLOCK, out.size), out.dtype)
+    scratch = None if low or count < 3 else np.empty(min(_BLOCK, out.size), out.dtype)
     with _quiet(out.dtype):  # overflow to inf or wrap-around is the dtype's meaning, as on a device
         for s in range(0, out.size, _BLOCK):
             o = out[s:s + _BLOCK]
             parts = [v[s:s + _BLOCK] for v in views] if out.size > _BLOCK else views
+            acc = parts[0]
             if low:
-                acc = widen(parts[0])
+                acc = widen(acc)
                 for p in parts[1:]:
                     ufunc(acc, widen(p), out=acc)
                 if op == "avg":
                     acc /= count
                 narrow(acc, o)
-                continue
-            acc = parts[0]
-            for p in parts[1:-1]:
-                acc = ufunc(acc, p, out=scratch[:o.size])
-            if count > 1:
-                ufunc(acc, parts[-1], out=o)
             else:
-                o[...] = acc
-            if op == "avg":
-                np.divide(o, count, out=o)
+                for p in parts[1:-1]:
+                    acc = ufunc(acc, p, out=scratch[:o.size])
+                if count > 1:
+                    ufunc(acc, parts[-1], out=o)
+                else:
+                    o[...] = acc
+                if op == "avg":
+                    np.divide(o, count, out=o)
+            for other in outs[1:]:
+                other[s:s + _BLOCK] = o

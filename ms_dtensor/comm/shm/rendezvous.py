@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from ...errors import ConfigError, PeerLost
 from . import segment
 
-PROTOCOL = 1
+PROTOCOL = 2
 _RETRY = 0.01  # a peer that has not bound its name yet is asked again; start-up only
 
 
@@ -74,7 +74,7 @@ def connect(rank: int, size: int, name: str, timeout: float = 120.0) -> tuple[in
         PeerLost: some ranks did not come in time.
     """
     deadline = time.monotonic() + timeout
-    memory = segment.create()
+    memory = segment.create(size)
     hello = {"protocol": PROTOCOL, "size": size, "rank": rank, "pid": os.getpid(), "name": name}
     links: dict[int, Link] = {}
     try:

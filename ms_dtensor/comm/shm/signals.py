@@ -1,70 +1,110 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signals between ranks: arrive and go, messages, farewells; and every way a wait can end badly.
+"""Meeting points of ranks, messages between them, farewells; and every way a wait can end badly.
 
-One packet socket per pair of ranks. Waiting blocks in `poll` over *all* peers, so a dead process is noticed by every
-rank that waits for anything, at once. Nothing here touches payload in shared memory.
-The invariant: `sync` returns on a member only after every member of the group has called it, with the same call.
+Ranks meet at words of shared memory (`futex`). One packet socket per pair of ranks carries messages and bad news, and is
+closed by the kernel when its process dies: a rank that has slept for `_SLICE` looks at all sockets, so every rank that
+waits for anything notices every death. Nothing here touches payload in shared memory.
+Invariant: `sync` returns on a member only after every member of the group has called it, with the same call.
 """
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import select
 import socket
 import struct
 import time
-import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from ...errors import CollectiveMismatch, CommError, PeerLost
+from .deadlock import Condition, circle, reached
+from .futex import Word, duration
 from .rendezvous import Link
-from .segment import Segment
+from .segment import PAGE, SLOT, Segment
 
-_TOKEN = struct.Struct("<BxHI")          # kind, group, sequence number
-_ARRIVE, _GO, _ERROR, _BYE, _DATA, _DATA_FD = range(6)
+_PACKET_HEAD = struct.Struct("<BxHI")    # kind, unused, a number
+_ERROR, _BYE, _DATA, _DATA_FD = range(4)
 INLINE = 8 << 10                         # largest message that travels inside the socket
 _PACKET = INLINE + 4096
 _FD_SPACE = socket.CMSG_SPACE(4)
 _IN = select.POLLIN
 _CONSEQUENCES = ("PeerLost", "CommError", "CollectiveMismatch")
 _ERRORS = {b"M": CollectiveMismatch, b"P": PeerLost, b"C": CommError}
+_SLICE = 0.05                            # seconds of sleep after which a rank looks around
+_NAP = duration(_SLICE)
+# 32-bit words of a group's page: meetings so far; the call, for even and odd meetings; steps of a broadcast so far; page
+# of the result, for even and odd calls
+_SEQ, _CALL, _STEPS, _RESULT = 0, 1, 3, 4
 
 
 class Peer:
     """What this rank knows of another one."""
 
-    __slots__ = ("end", "inbox", "memory", "pid", "rank", "sock", "tokens")
+    __slots__ = ("end", "inbox", "memory", "pid", "posted", "rank", "sock", "taken")
 
-    def __init__(self, link: Link):
+    def __init__(self, link: Link, me: int):
         self.rank, self.pid, self.sock = link.rank, link.pid, link.sock
-        self.memory = Segment(link.fd, writable=False)
-        self.tokens: deque[tuple[int, int]] = deque()       # arrivals and goes, in order
+        self.memory = Segment(link.fd, own=False)
         self.inbox: deque[tuple[bytes, bytes, int]] = deque()  # messages: description, payload, or a memory file
+        self.taken, self.posted = 0, self.memory.posted(me)  # messages for us that came; that it says it sent
         self.end: str | None = None                          # None: alive; "": left normally; text: how it ended
 
 
-def _has_token(peer: Peer) -> object:
-    return peer.tokens
-
-
-def _has_message(peer: Peer) -> object:
-    return peer.inbox
-
-
 class GroupState:
-    """A group as this rank sees it: who, my index, and how many syncs have passed."""
+    """A group as this rank sees it.
 
-    __slots__ = ("index", "key", "offsets", "peers", "ranks", "seq", "size", "slot", "turn")
+    Attributes:
+        ranks: its members.
+        index: which of them this rank is.
+        members: their segments.
+        peers: their `Peer`s; None at the own index.
+        offsets: where each member keeps the group's page, in its segment.
+        turn: flips with every call: which half of the slots, and which result, the call uses.
+        heads: calls described before, as text and checksum.
+        cache: for the engine, views that calls of one kind use again.
+    """
 
-    def __init__(self, ranks: tuple[int, ...], me: int, peers: dict[int, Peer]):
+    __slots__ = ("_pages", "cache", "heads", "index", "members", "meetings", "offsets", "others", "peers", "ranks", "seq",
+                 "size", "steps", "turn")
+
+    def __init__(self, ranks: tuple[int, ...], me: int, peers: dict[int, Peer], memory: Segment, offsets: list[int]):
         self.ranks, self.size, self.index = ranks, len(ranks), ranks.index(me)
-        self.key = zlib.crc32(repr(ranks).encode()) & 0xFFFF
-        self.peers = [peers.get(r) for r in ranks]           # None at my own index
-        self.seq = 0
-        self.turn = 0                                        # which half of the slot the next small message uses
-        self.slot = -1
-        self.offsets: list[int] = []                         # each member's slot, in its own segment
+        self.peers = [peers.get(r) for r in ranks]
+        self.members = [p.memory if p else memory for p in self.peers]
+        self.offsets = offsets
+        self.meetings = [m.word(o + 4 * _SEQ) for m, o in zip(self.members, offsets)]
+        self.steps = [m.word(o + 4 * _STEPS) for m, o in zip(self.members, offsets)]
+        self._pages = [(m.words, o // 4) for m, o in zip(self.members, offsets)]
+        self.others = tuple((i, w) for i, w in enumerate(self.meetings) if i != self.index)
+        self.seq, self.turn = 0, 0
+        self.heads: dict = {}
+        self.cache: dict = {}
+
+    def slots(self) -> list[int]:
+        """Where each member's slot of this call is."""
+        return [o + PAGE + self.turn * SLOT for o in self.offsets]
+
+    def show_call(self, check: int) -> None:
+        """Publishes the checksum of the call, before meeting."""
+        words, at = self._pages[self.index]
+        words[at + _CALL + (self.seq & 1)] = check
+
+    def call_of(self, i: int) -> int:
+        """The checksum member `i` published for this meeting; valid until it has met us once more."""
+        words, at = self._pages[i]
+        return words[at + _CALL + (self.seq & 1)]
+
+    def show_result(self, offset: int) -> None:
+        """Publishes where the result of this call is made."""
+        words, at = self._pages[self.index]
+        words[at + _RESULT + self.turn] = offset // PAGE
+
+    def result_of(self, i: int) -> int:
+        """Where member `i` makes its result, in its segment."""
+        words, at = self._pages[i]
+        return words[at + _RESULT + self.turn] * PAGE
 
 
 class Signals:
@@ -79,36 +119,22 @@ class Signals:
 
     def __init__(self, rank: int, memory: Segment, links: list[Link], timeout: float):
         self.rank, self.memory, self.timeout = rank, memory, timeout
-        self.peers = {link.rank: Peer(link) for link in links}
+        self.peers = {link.rank: Peer(link, rank) for link in links}
         self._by_fd = {p.sock.fileno(): p for p in self.peers.values()}
         self._poll = select.poll()
         for fd in self._by_fd:
             self._poll.register(fd, _IN)
-        self._narrow: dict[int, select.poll] = {}            # per peer: wakes for its packets, and for anybody's end
         self._told: Exception | None = None                  # what a peer told us went wrong
-        self._alarm = False                                  # somebody ended or told us of an error
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    def _pump(self, milliseconds: float, first: Peer | None = None) -> bool:
-        """Reads what has come; blocks up to the given time if nothing has.
-
-        With `first`, packets of other peers stay where they are: a rank that needs several arrivals sleeps through
-        all but the last instead of being woken for each.
-        """
-        poll = self._poll if first is None else self._narrow.get(first.rank) or self._make_narrow(first)
-        events = poll.poll(milliseconds)
+    def _pump(self, seconds: float) -> bool:
+        """Reads what has come; blocks up to the given time if nothing has."""
+        events = self._poll.poll(seconds * 1000)
         for fd, event in events:
             if event != select.POLLOUT:
                 self._read(self._by_fd[fd])
         return bool(events)
-
-    def _make_narrow(self, first: Peer) -> select.poll:
-        poll = self._narrow[first.rank] = select.poll()
-        for peer in self.peers.values():
-            if peer.end is None:
-                poll.register(peer.sock.fileno(), _IN if peer is first else 0)  # hang-up is reported in any case
-        return poll
 
     def _read(self, peer: Peer) -> None:
         try:
@@ -120,26 +146,23 @@ class Signals:
         if not data:
             self._drop(peer, "died")
             return
-        kind, key, seq = _TOKEN.unpack_from(data)
-        if kind <= _GO:
-            peer.tokens.append((key, seq))
-        elif kind == _ERROR:
+        kind, _, number = _PACKET_HEAD.unpack_from(data)
+        if kind == _ERROR:
             attempt, operands, rule, *fixes = data[9:].decode(errors="replace").split("\0")
             self._told = _ERRORS[data[8:9]](attempt, operands, rule, fixes)
-            self._told.in_step = bool(seq)
-            self._alarm = True
+            self._told.in_step = bool(number)
         elif kind == _BYE:
             self._drop(peer, data[8:].decode(errors="replace"))
         else:
             fd = struct.unpack("i", control[0][2])[0] if control else -1
-            peer.inbox.append((data[8:8 + seq], data[8 + seq:], fd))
+            peer.inbox.append((data[8:8 + number], data[8 + number:], fd))
+            peer.taken = (peer.taken + 1) & 0xFFFFFFFF
 
     def _drop(self, peer: Peer, end: str) -> None:
         if peer.end is None:
-            peer.end, self._alarm = end, True
-            for poll in (self._poll, *self._narrow.values()):
-                with contextlib.suppress(KeyError):
-                    poll.unregister(peer.sock.fileno())
+            peer.end = end
+            with contextlib.suppress(KeyError):
+                self._poll.unregister(peer.sock.fileno())
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
@@ -154,7 +177,7 @@ class Signals:
                 return True
             except BlockingIOError:
                 self._poll.modify(peer.sock.fileno(), _IN | select.POLLOUT)
-                self._pump(self.timeout * 1000)
+                self._pump(self.timeout)
                 if peer.end is not None:
                     return False
                 self._poll.modify(peer.sock.fileno(), _IN)
@@ -163,43 +186,63 @@ class Signals:
 
     # -- waiting ---------------------------------------------------------------------------------------------------
 
-    def _wait(self, waiting: list[Peer], what: str, deadline: float, g: GroupState | None = None) -> None:
-        """One blocking step of a wait for `waiting` (in group `g`; or for a message); raises if it cannot end well."""
-        ready = _has_token if g is not None else _has_message
-        if self._alarm:
-            self._check(waiting, what, ready)
-        left = deadline - time.monotonic()
-        if g is None:
-            woken = self._pump(max(left, 0) * 1000)
-        else:  # now and then also read the others: one of them may report an error
-            woken = self._pump(max(min(left, 1.0), 0) * 1000, waiting[0]) or self._pump(0) or left > 1.0
-        if not woken:
-            if g is not None and g.index:  # the first member waits too: say who it waits for
-                mine = self.memory.call()[0]
-                waiting = [p for p in g.peers if p and p.memory.call()[::2] != (mine, True)] or waiting
-            raise self._timed_out(waiting, what)
-        if self._alarm:
-            self._check(waiting, what, ready)
+    def _linger(self, what: str, missing: Callable[[], list[Condition]], sleep: Callable[[], object],
+                g: GroupState | None = None) -> None:
+        """The rest of a wait that has taken a slice already: until nothing is missing, or it cannot end well.
 
-    def _check(self, waiting: list[Peer], what: str, ready: Callable[[Peer], object]) -> None:
-        if self._told is None and all(not p.end for p in self.peers.values()) \
-                and all(p.end is None or ready(p) for p in waiting):
-            self._alarm = any(p.end is not None for p in self.peers.values())
-            return
-        while self._pump(0):  # several ends may have come at once: report the first cause, not its consequence
-            pass
-        if all(ready(p) for p in waiting):
-            return  # complete after all; the end of a peer matters to the next wait
+        Args:
+            missing: the conditions not fulfilled yet.
+            sleep: sleeps a slice, or less if something has changed.
+            g: the group that meets.
+        """
+        deadline = time.monotonic() + self.timeout - _SLICE
+        try:
+            while conditions := missing():
+                while self._pump(0):  # several ends may have come at once: report the first cause, not its consequence
+                    pass
+                if not (conditions := missing()):  # complete after all; bad news matter to the next wait
+                    return
+                self._check(conditions, what)
+                if time.monotonic() > deadline:
+                    error = self._timed_out([c.rank for c in conditions], what, g)
+                    self._tell(g.peers if g else [], error)  # whose own time is up a little later
+                    raise error
+                self.memory.wait_for(conditions)
+                self._check_circle(what)
+                sleep()
+        finally:
+            self.memory.wait_for([])
+
+    def _check(self, conditions: list[Condition], what: str) -> None:
+        """Raises if somebody told us of an error, or ended before its time."""
         if self._told is not None:  # the teller knows the cause, and may have ended since
             told, self._told = self._told, None
             raise told
-        ended = sorted((p for p in self.peers.values() if p.end),
-                       key=lambda p: (p.end.startswith(_CONSEQUENCES), p.end != "died"))
+        ended = self._ended(conditions)
+        if ended and ended[0].end and ended[0].end.startswith(_CONSEQUENCES):
+            time.sleep(_SLICE)  # the cause's own end must be on its way
+            while self._pump(0):
+                pass
+            ended = self._ended(conditions)
         if ended:
             raise self._lost(ended[0], what)
-        gone = [p for p in waiting if p.end is not None and not ready(p)]
-        if gone:
-            raise self._lost(gone[0], what)
+
+    def _ended(self, conditions: list[Condition]) -> list[Peer]:
+        """Peers whose end is an error for this wait, likeliest cause first."""
+        awaited = {c.rank for c in conditions}
+        return sorted((p for p in self.peers.values() if p.end or (p.end == "" and p.rank in awaited)),
+                      key=lambda p: (p.end.startswith(_CONSEQUENCES), p.end == "", p.end != "died"))
+
+    def _check_circle(self, what: str) -> None:
+        """Raises if ranks wait for each other in a circle, at different points of the program."""
+        segments = self._segments()
+        ranks, keys = circle(self.rank, segments)
+        if ranks and self.rank == min(ranks):  # one speaks
+            calls = [(r, *segments[r].call()) for r in sorted(segments)]
+            raise self.mismatch([c[:3] for c in calls if c[3]], list(self.peers.values()), what, keys)
+
+    def _segments(self) -> dict[int, Segment]:
+        return {self.rank: self.memory, **{r: p.memory for r, p in self.peers.items()}}
 
     def _lost(self, peer: Peer, what: str) -> PeerLost:
         how = {"died": "died", "": "ended before taking part"}.get(peer.end, f"ended with {peer.end}")
@@ -208,95 +251,166 @@ class Signals:
                         f"its last call: {text} at {site}" if text else "it made no call",
                         "A collective needs every member of its group.", "look at that rank's log for the first error")
 
-    def _timed_out(self, waiting: list[Peer], what: str) -> PeerLost:
+    def _timed_out(self, late: list[int], what: str, g: GroupState | None) -> PeerLost:
+        ranks = late
+        if g is not None:
+            ranks, mine = g.ranks, self.memory.call()[0]
+            first = g.size > 2 and g.members[0].call()[::2] == (mine, True)  # it moves its word last: waits as we do
+            late = [r for i, r in enumerate(ranks) if not reached(g.meetings[i].get(), g.seq) and not (first and not i)]
         where = []
-        for p in waiting:
-            text, site, inside = p.memory.call()
+        for r in ranks:
+            memory, pid = (self.memory, os.getpid()) if r == self.rank else (self.peers[r].memory, self.peers[r].pid)
+            text, site, inside = memory.call()
             state = "is in" if inside else "is in user code after"
-            where.append(f"rank {p.rank} (pid {p.pid}) {state} {text or 'start'} at {site or '?'}")
-        return PeerLost(f"For '{what}', rank(s) {', '.join(str(p.rank) for p in waiting)} did not arrive within "
-                        f"{self.timeout:g} s.", "\n".join(where), "All members call the same collectives in one order.",
+            where.append(f"rank {r} (pid {pid}) {state} {text or 'start'} at {site or '?'}")
+        return PeerLost(f"For '{what}', rank(s) {', '.join(map(str, late))} did not arrive within {self.timeout:g} s.",
+                        "\n".join(where), "All members call the same collectives in one order.",
                         ("look where the ranks named above are", "raise the timeout if the work before it is long"))
 
-    # -- the two primitives ----------------------------------------------------------------------------------------
+    def _reach(self, g: GroupState, words: Iterable[tuple[int, Word]], value: int, what: str) -> None:
+        """Sleeps until these words, each of a member, have reached a value."""
+        for _, word in words:
+            now = word.get()
+            while not reached(now, value):
+                word.sleep(now, _NAP)
+                before, now = now, word.get()
+                if now == before:
+                    def missing() -> list[Condition]:
+                        return [Condition(g.ranks[j], w.index, value) for j, w in words if not reached(w.get(), value)]
 
-    def sync(self, g: GroupState, what: str, head: bytes | None = None) -> None:
-        """Waits for every member; with `head`, the first member also compares the calls.
+                    def sleep(word: Word = word) -> None:
+                        at = word.get()
+                        if not reached(at, value):
+                            word.sleep(at, _NAP)
+                    self._linger(what, missing, sleep, g)
+                    return
 
-        A star through the group's first member: 2(n-1) packets. All-to-all packets would save one hop, but cost
-        n(n-1) system calls, and on a host with fewer cores than ranks those calls are the time.
+    # -- the meeting point -----------------------------------------------------------------------------------------
+
+    def group(self, ranks: tuple[int, ...], what: str) -> GroupState:
+        """Makes a group: each member learns where the others keep it. Nothing is sent."""
+        key = hashlib.sha1(repr(ranks).encode()).digest()[:8]
+        mine, offsets = self.memory.introduce(key), []
+        for r in ranks:
+            memory = self.memory if r == self.rank else self.peers[r].memory
+
+            def missing(r: int = r, memory: Segment = memory) -> list[Condition]:
+                known = memory.known.get()
+                return [] if memory.group(key) is not None else [Condition(r, memory.known.index, known + 1)]
+
+            def sleep(memory: Segment = memory) -> None:
+                known = memory.known.get()
+                if memory.group(key) is None:
+                    memory.known.sleep(known, _NAP)
+            if r != self.rank and missing():
+                sleep()
+                self._linger(what, missing, sleep)
+            offsets.append(mine if r == self.rank else memory.group(key))
+        return GroupState(ranks, self.rank, self.peers, self.memory, offsets)
+
+    def sync(self, g: GroupState, what: str, check: int | None = None) -> None:
+        """Waits for every member; with `check`, the checksum of the call, calls are compared.
+
+        Two members look at each other. More meet at the first one, who sleeps through all but the last arrivals and
+        wakes everybody with one system call: where ranks outnumber cores, wakes and switches are the time.
         """
         g.seq = seq = (g.seq + 1) & 0xFFFFFFFF
-        deadline = time.monotonic() + self.timeout
-        if g.index:
-            root = g.peers[0]
-            self._send(root, _TOKEN.pack(_ARRIVE, g.key, seq))
-            while not root.tokens:
-                self._wait([root], what, deadline, g)
-            if root.tokens.popleft() != (g.key, seq):
-                raise self._stray(g, root, what)
-            return
-        waiting = g.peers[1:]
-        while True:
-            waiting = [p for p in waiting if not p.tokens]
-            if not waiting:
-                break
+        if check is not None:
+            g.show_call(check)
+        words, me = g.meetings, g.index
+        if g.size == 2:
+            words[me].set(seq)
+            self._reach(g, ((1 - me, words[1 - me]),), seq, what)
+            if check is not None and g.call_of(1 - me) != check:
+                raise self._mismatch(g, what)
+        elif me:
+            words[me].set(seq)
+            self._reach(g, ((0, words[0]),), seq, what)
+        else:
             try:
-                self._wait(waiting, what, deadline, g)
+                self._reach(g, g.others, seq, what)
             except CommError as e:
                 self._tell(g.peers[1:], e)
+                words[0].wake()
                 raise
-        token = (g.key, seq)
-        for p in g.peers[1:]:
-            if p.tokens.popleft() != token:
-                raise self._stray(g, p, what)
-        if head is not None and not all([p.memory.shows(head) for p in g.peers[1:]]):
-            raise self._mismatch(g, what)
-        go = _TOKEN.pack(_GO, g.key, seq)
-        for p in g.peers[1:]:
-            self._send(p, go)
+            if check is not None:
+                for i in range(1, g.size):
+                    if g.call_of(i) != check:
+                        error = self._mismatch(g, what)
+                        words[0].wake()
+                        raise error
+            words[0].set(seq)
+
+    def step(self, g: GroupState) -> None:
+        """Tells the group that another step of this rank's broadcast can be read."""
+        word = g.steps[g.index]
+        word.set((word.get() + 1) & 0xFFFFFFFF)
+
+    def await_step(self, g: GroupState, source: int, step: int, what: str) -> None:
+        """Waits until member `source` has made that step, counted from the group's first one."""
+        self._reach(g, ((source, g.steps[source]),), step & 0xFFFFFFFF, what)
+
+    # -- messages --------------------------------------------------------------------------------------------------
 
     def post(self, dst: int, about: bytes, payload: bytes | memoryview, fd: int = -1) -> None:
         """Sends a message, not waiting for its receiver: small ones inside the socket, large ones as a memory file."""
         peer = self.peers[dst]
-        packet = _TOKEN.pack(_DATA_FD if fd >= 0 else _DATA, 0, len(about)) + about + bytes(payload)
+        packet = _PACKET_HEAD.pack(_DATA_FD if fd >= 0 else _DATA, 0, len(about)) + about + bytes(payload)
         if not self._send(peer, packet, (fd,) if fd >= 0 else ()):
             self._pump(0)
             peer.end = peer.end or ""
             raise self._lost(peer, "send")
+        posted = self.memory.posted(dst)
+        posted.set((posted.get() + 1) & 0xFFFFFFFF)
 
     def take(self, src: int, what: str) -> tuple[bytes, bytes, int]:
         """The next message of a peer: its description, its payload, or the memory file that holds it."""
         peer = self.peers[src]
-        deadline = time.monotonic() + self.timeout
-        while not peer.inbox:
-            if peer.tokens:  # it waits for us in a collective, and sent nothing before
-                calls = [(self.rank, *self.memory.call()[:2]), (peer.rank, *peer.memory.call()[:2])]
-                raise self.mismatch(calls, [peer], what)
-            self._wait([peer], what, deadline)
+        if not peer.inbox:
+            self._pump(_SLICE)
+        if not peer.inbox:
+            def missing() -> list[Condition]:
+                return [] if peer.inbox else [Condition(src, peer.posted.index, (peer.taken + 1) & 0xFFFFFFFF)]
+            self._linger(what, missing, lambda: peer.inbox or self._pump(_SLICE))
         return peer.inbox.popleft()
 
     # -- errors told to the others ---------------------------------------------------------------------------------
 
-    def _tell(self, peers: list[Peer], error: CommError) -> None:
+    def _tell(self, peers: list[Peer | None], error: CommError) -> None:
         letter = next(k for k, v in _ERRORS.items() if isinstance(error, v))
         in_step = getattr(error, "in_step", False)
         text = "\0".join((error.attempt, error.operands, error.rule, *error.fix)).encode()[:INLINE]
-        for p in peers:
-            self._send(p, _TOKEN.pack(_ERROR, 0, in_step) + letter + text)
+        for p in filter(None, peers):
+            self._send(p, _PACKET_HEAD.pack(_ERROR, 0, in_step) + letter + text)
 
-    def mismatch(self, calls: list[tuple[int, str, str]], tell: list[Peer], what: str,
+    def tell_all(self, error: CommError) -> None:
+        """Tells every other rank what ends this one."""
+        error.in_step = False
+        self._tell(list(self.peers.values()), error)
+
+    def mismatch(self, calls: list[tuple[int, str, str]], tell: list[Peer | None], what: str, keys: set[int] = frozenset(),
                  in_step: bool = False) -> CollectiveMismatch:
         """Builds the error that names the odd ranks, and tells it to the others.
 
-        `in_step`: every member was at the same sync, so the group may go on if the caller catches the error.
+        Args:
+            calls: rank, call and source line of those that take part.
+            tell: whom to tell.
+            what: the call this rank is in.
+            keys: ranks without any of which nobody would have to wait.
+            in_step: every member was at the same meeting, so the group may go on if the caller catches the error.
         """
+        def bare(text: str) -> str:
+            return text.partition(" over ranks ")[0]  # other groups make the same call
         texts = [text for _, text, _ in calls]
-        usual = max(texts, key=texts.count)
-        odd = [rank for rank, text, _ in calls if text != usual]
+        elsewhere = [bare(text) for m in self._segments().values() for text in m.last_calls()]
+        usual = max(texts, key=lambda text: (texts.count(text), elsewhere.count(bare(text))))
+        messages = all(text.startswith("exchange") for text in texts)
+        odd = [rank for rank, text, _ in calls if text != usual and not messages]
+        odd = [rank for rank in odd if rank in keys] or odd
         lines = [f"rank {rank}: {text} at {site}" for rank, text, site in calls]
         error = CollectiveMismatch(
-            f"For '{what}', rank(s) {', '.join(map(str, odd))} made another call than the rest of the group.",
+            f"For '{usual.split(' ')[0] or what}', rank(s) {', '.join(map(str, odd))} made another call than the rest of "
+            "the group." if odd else f"For '{what}', ranks wait for each other's messages.",
             "\n".join(lines), "All members of a group call the same collectives, in one order, with equal arguments.",
             "look for a branch that depends on the rank before these lines")
         error.in_step = in_step
@@ -304,19 +418,14 @@ class Signals:
         return error
 
     def _mismatch(self, g: GroupState, what: str) -> CollectiveMismatch:
-        calls = [(r, *(p.memory if p else self.memory).call()[:2]) for r, p in zip(g.ranks, g.peers)]
-        return self.mismatch(calls, g.peers[1:], what, in_step=True)
-
-    def _stray(self, g: GroupState, p: Peer, what: str) -> CollectiveMismatch:
-        """A signal of another group or another count: the two ranks are at different points of the program."""
-        calls = [(self.rank, *self.memory.call()[:2]), (p.rank, *p.memory.call()[:2])]
-        return self.mismatch(calls, [q for q in g.peers if q], what)
+        calls = [(r, *m.call()[:2]) for r, m in zip(g.ranks, g.members)]
+        return self.mismatch(calls, g.peers[1:] if g.size > 2 else [], what, in_step=True)
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def close(self, reason: str = "") -> None:
         """Says farewell; `reason` is empty for a normal end."""
-        packet = _TOKEN.pack(_BYE, 0, 0) + reason.encode()[:512]
+        packet = _PACKET_HEAD.pack(_BYE, 0, 0) + reason.encode()[:512]
         for p in self.peers.values():
             self._send(p, packet)
         for p in self.peers.values():

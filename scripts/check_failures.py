@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the shm backend says when a job goes wrong: killed ranks, ranks that call different things, ranks that are stuck.
+
+    python scripts/check_failures.py [kills] [desyncs] [stuck] [--runs 100] [--ranks 4] [--seed 0]
+
+kills     SIGKILL of a random rank at a random moment of a random collective: every other rank must end within 5 s with
+          PeerLost naming that rank and its pid
+desyncs   ways in which one rank differs from the others (`desyncs.py`): CollectiveMismatch on every rank, naming the odd
+          rank and both calls with their source lines
+stuck     a rank that does not come: after the timeout the others say who, and where each rank last was
+
+Prints JSON, exits non-zero if anything is missing, or if a shared-memory object or a socket is left over. Ranks are forked
+processes on the engine alone, without MindSpore.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from ms_dtensor.comm.record import user_site  # noqa: E402
+from ms_dtensor.comm.shm.engine import Engine  # noqa: E402
+from scripts.desyncs import KINDS  # noqa: E402
+
+LIMIT = 5.0
+_count = 0
+
+
+class Job:
+    """Forked ranks of one world, each of which reports one line of JSON when it ends."""
+
+    def __init__(self, size: int, run: Callable[[Engine, int], object], timeout: float = 60):
+        global _count
+        _count += 1
+        self.started_read, started = os.pipe()
+        self.pids, self._reports = [], []
+        name = f"ms_dtensor-check-{os.getpid()}-{_count}"
+        for rank in range(size):
+            read, write = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                os.write(write, json.dumps(self._rank(rank, size, name, run, timeout, started)).encode())
+                os._exit(0)
+            os.close(write)
+            self.pids.append(pid)
+            self._reports.append(read)
+        os.close(started)
+        left = size
+        while left:
+            left -= len(os.read(self.started_read, left)) or left  # nothing: a rank ended before
+
+    @staticmethod
+    def _rank(rank: int, size: int, name: str, run, timeout: float, started: int) -> dict:
+        e, out = None, {"rank": rank}
+        try:
+            e = Engine(rank, size, name, timeout=timeout, start_timeout=30, site=user_site)
+            e.barrier(tuple(range(size)))
+            os.write(started, b".")
+            out["result"] = run(e, rank)
+            e.close()
+        except BaseException as error:
+            out.update(error=type(error).__name__, text=str(error))
+            if e is not None:
+                e.close(f"{type(error).__name__}: {error}".split("\n")[0])  # as `world` does at exit
+        out["at"] = time.monotonic()
+        return out
+
+    def reports(self, until: float) -> dict[int, dict]:
+        """What each rank reported; ranks that are not done by then are killed and have none."""
+        for pid in self.pids:
+            while os.waitpid(pid, os.WNOHANG) == (0, 0):
+                if time.monotonic() > until:
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
+                    break
+                time.sleep(0.002)
+        out = {}
+        for rank, read in enumerate(self._reports):
+            with os.fdopen(read, "rb") as f:
+                text = f.read()
+            if text:
+                out[rank] = json.loads(text)
+        os.close(self.started_read)
+        return out
+
+
+def left_over() -> list[str]:
+    """Names of shared memory and sockets of this library."""
+    files = [f"/dev/shm/{n}" for n in os.listdir("/dev/shm") if "ms_dtensor" in n]
+    for folder in ("/tmp", os.environ.get("XDG_RUNTIME_DIR", "/tmp")):
+        files += [f"{folder}/{n}" for n in os.listdir(folder) if n.startswith("ms_dtensor") and
+                  Path(folder, n).is_socket()]
+    with open("/proc/net/unix") as f:
+        return files + [line.split()[-1] for line in f if f"ms_dtensor-check-{os.getpid()}" in line]
+
+
+# -- killed --------------------------------------------------------------------------------------------------------------
+def anything(e: Engine, rank: int, size: int, seed: int) -> None:
+    """Random collectives over random groups and sizes, for ever; the same on every rank."""
+    rng, world = random.Random(seed), tuple(range(size))
+    while True:
+        group = world if rng.random() < 0.6 else tuple(rng.sample(world, rng.randint(2, size)))
+        n = len(group) * rng.choice((1, 100, 20_000, 300_000))
+        what, src, dtype = rng.randrange(7), rng.choice(group), rng.choice((np.float32, np.int64, np.float16))
+        if rank not in group:
+            continue
+        x, cut = np.ones(n, dtype), [n // len(group)] * len(group)
+        if what == 0:
+            e.all_reduce(x, "sum", group)
+        elif what == 1:
+            e.all_gather(x, 0, [n] * len(group), group)
+        elif what == 2:
+            e.reduce_scatter(x, "max", 0, cut, group)
+        elif what == 3:
+            e.all_to_all(x.reshape(len(group), -1), 0, [1] * len(group), 1, cut, group)
+        elif what == 4:
+            e.broadcast(x, src, group)
+        elif what == 5:
+            e.exchange([(group[group.index(rank) - 1], x)], [(group[(group.index(rank) + 1) % len(group)], (n,), x.dtype)])
+        else:
+            e.all_reduce(x, "sum", group, later=True).wait()
+
+
+def kill_once(size: int, seed: int) -> dict:
+    """One run; what was wrong with it, and how long the slowest survivor took."""
+    rng = random.Random(seed)
+    victim = rng.randrange(size)
+    job = Job(size, lambda e, rank: anything(e, rank, size, seed))
+    time.sleep(rng.random() * 0.25)
+    killed = time.monotonic()
+    os.kill(job.pids[victim], signal.SIGKILL)
+    reports = job.reports(killed + LIMIT)
+    name, wrong = f"rank {victim} (pid {job.pids[victim]}) died", []
+    for rank in range(size):
+        r = reports.get(rank)
+        if rank == victim:
+            continue
+        if r is None:
+            wrong.append(f"rank {rank} did not end")
+        elif r.get("error") != "PeerLost" or name not in r["text"]:
+            wrong.append(f"rank {rank}: {r.get('error')}: {r.get('text')}")
+    took = max((r["at"] - killed for r in reports.values()), default=LIMIT)
+    return {"seed": seed, "wrong": wrong, "seconds": took}
+
+
+def kills(args) -> dict:
+    results = [kill_once(args.ranks, args.seed + i) for i in range(args.runs)]
+    bad = [r for r in results if r["wrong"]]
+    times = sorted(r["seconds"] for r in results)
+    return {"runs": len(results), "right": len(results) - len(bad), "median_seconds": round(times[len(times) // 2], 3),
+            "slowest_seconds": round(times[-1], 3), "failures": bad[:3]}
+
+
+# -- different calls -------------------------------------------------------------------------------------------------------
+def desync_once(name: str, size: int, odd: int) -> list[str]:
+    """What is missing from the errors of one kind."""
+    kind = KINDS[name]
+
+    def run(e: Engine, rank: int) -> None:
+        kind(e, rank, size, rank == odd)
+        e.barrier(tuple(range(size)))
+    reports = Job(size, run).reports(time.monotonic() + 20)
+    wrong = []
+    for rank in range(size):
+        r = reports.get(rank, {"error": "nothing", "text": "it did not end"})
+        text = r.get("text", "")
+        if r.get("error") != "CollectiveMismatch":
+            wrong.append(f"rank {rank}: {r.get('error')}: {text}")
+        elif f"rank(s) {odd} made another call" not in text:
+            wrong.append(f"rank {rank} does not name rank {odd} alone: {text}")
+        elif any(f"rank {odd if who else other}: " not in text for who, other in ((True, 0), (False, (odd + 1) % size))) or \
+                text.count("desyncs.py:") + text.count("check_failures.py:") < 2:
+            wrong.append(f"rank {rank} does not show both calls with their lines: {text}")
+    return wrong
+
+
+def desyncs(args) -> dict:
+    rng, bad = random.Random(args.seed), {}
+    for name in KINDS:
+        wrong = desync_once(name, args.ranks, rng.randrange(args.ranks) if name not in ("another_axis",) else args.ranks - 1)
+        if wrong:
+            bad[name] = wrong[0]
+    return {"kinds": len(KINDS), "right": len(KINDS) - len(bad), "failures": bad}
+
+
+# -- stuck -----------------------------------------------------------------------------------------------------------------
+def stuck_once(size: int, victim: int, how: str) -> list[str]:
+    """One rank sleeps in the user's code, or is stopped inside a collective."""
+    def run(e: Engine, rank: int) -> None:
+        world = tuple(range(size))
+        for _ in range(3):
+            e.all_reduce(np.ones(5), "sum", world)
+        if rank == victim and how == "sleeps":
+            time.sleep(3)
+            return
+        if rank == victim:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        e.all_gather(np.ones(5), 0, [5] * size, world)
+    job = Job(size, run, timeout=0.6)
+    until = time.monotonic() + 4
+    reports, wrong = job.reports(until), []
+    for rank in set(range(size)) - {victim}:
+        r = reports.get(rank, {"error": "nothing", "text": "it did not end"})
+        text = r.get("text", "")
+        lines = [f"rank {i} (pid {job.pids[i]}) is " for i in range(size)]
+        if r.get("error") != "PeerLost" or f"rank(s) {victim} did not arrive within 0.6 s" not in text or \
+                any(line not in text for line in lines) or text.count("check_failures.py:") != size:
+            wrong.append(f"rank {rank}: {r.get('error')}: {text}")
+    return wrong
+
+
+def stuck(args) -> dict:
+    cases = [(victim, how) for victim in range(args.ranks) for how in ("sleeps", "stopped")]
+    bad = {f"rank {v} {how}": wrong[0] for v, how in cases if (wrong := stuck_once(args.ranks, v, how))}
+    return {"cases": len(cases), "right": len(cases) - len(bad), "failures": bad}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", choices=("kills", "desyncs", "stuck", []), default=[])
+    parser.add_argument("--runs", type=int, default=100)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    out: dict = {"ranks": args.ranks, "seed": args.seed}
+    for name, part in (("kills", kills), ("desyncs", desyncs), ("stuck", stuck)):
+        if not args.parts or name in args.parts:
+            out[name] = part(args)
+    out["left_over"] = left_over()
+    print(json.dumps(out, indent=1))
+    return int(bool(out["left_over"]) or any(p.get("failures") for p in out.values() if isinstance(p, dict)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
