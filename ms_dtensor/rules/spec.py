@@ -141,7 +141,12 @@ def result_dtype(call: Call) -> str:
         return _TYPE_IDS[wanted]
     if wanted is not None:
         return str(wanted).lower().rsplit(".", 1)[-1]
-    kinds = [o.dtype for o in call.operands if o.dtype in _WIDTH]  # unlike NumPy's, a 0-d operand counts in full
+    known = [o for o in call.operands if o.dtype in _WIDTH]
+    kinds = [o.dtype for o in known]
+    if call.op in ("mul", "div"):  # here alone a 0-d operand counts as a Python number does (MindSpore 2.10)
+        wide = [o.dtype for o in known if o.shape]
+        if wide and max(map(_kind, wide)) == max(map(_kind, kinds)):
+            kinds = wide
     if call.op == "sum" and "skip_mode" not in call.args and all(_kind(k) < 2 for k in kinds):
         return "int64"  # the classic ReduceSum, which is told a skip_mode, keeps small integers
     floats = {k for k in kinds if "float" in k}
