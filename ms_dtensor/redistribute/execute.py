@@ -28,6 +28,8 @@ def run(moves: tuple[Move, ...], x, later: list | None = None):
     With `later`, the last collective may still be under way: then its `Work` is put there, and what is returned may not
     be read before its `wait`.
     """
+    if moves and moves[0].src.mesh.get_coordinate() is None:  # outside the mesh: may receive, and has nothing else to do
+        later, moves = None, tuple(m for m in moves if m.src.mesh != m.dst.mesh)
     with NoFallbackGuard():
         for move in moves[:-1] if later is not None else moves:
             x = _EXECUTORS[move.kind](move, x)
@@ -82,7 +84,7 @@ def _exchange(move: Move, x):
     held, need = src.local_box(), dst.local_box()
     ranks = tuple(sorted({*src.mesh.rank_list, *dst.mesh.rank_list}))
     names = src.mesh.mesh_dim_names if src.mesh == dst.mesh else (*src.mesh.mesh_dim_names, "->", *dst.mesh.mesh_dim_names)
-    got = comm.group(ranks, names).exchange(
+    got = [] if me not in ranks else comm.group(ranks, names).exchange(
         [(to, slice_local(x, relative(box, held))) for to, box in sends],
         [(frm, tuple(hi - lo for lo, hi in box), x.dtype) for frm, box in wanted])
     out = ms.ops.zeros(tuple(hi - lo for lo, hi in need), x.dtype)

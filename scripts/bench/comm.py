@@ -283,7 +283,8 @@ def mccl(world: int, seconds: float) -> dict:
     sys.path.insert(0, str(ROOT))
     from tests.msrun import run_ranks
     with tempfile.TemporaryDirectory() as d:
-        run_ranks(__file__, world, ["--mccl-rank", f"{d}/cells.json", str(seconds)], log_dir=Path(d))
+        run_ranks(__file__, world, ["--mccl-rank", f"{d}/cells.json", str(seconds)], log_dir=Path(d),
+                  env={"MS_DTENSOR_CHECK_EVERY": "0"})  # MCCL alone, without our comparison of the calls
         cells = json.loads(Path(f"{d}/cells.json").read_text())
     return {"cells": cells, "geometric_mean_speedup": round(mean([c["speedup"] for c in cells]), 2),
             "worst_speedup": min(c["speedup"] for c in cells), "targets": TARGETS}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+from mindspore import Tensor
 
 from ms_dtensor import DeviceMesh, DTensor, Layout, Partial, Replicate, Shard, comm, distribute_tensor, value_and_grad
 from ms_dtensor.redistribute.plan import plan
@@ -62,3 +63,20 @@ def tensors_move_between_meshes(world):
             _, grad = value_and_grad(lambda t, b=b, dst=dst, dw=dw: (t.redistribute(b, [dst] * b.ndim) * dw).sum(), 0)(dx)
             if a.get_coordinate() is not None:
                 equal(grad.to_local(), weight.asnumpy()[tuple(slice(lo, hi) for lo, hi in dx.layout.local_box())], what)
+
+
+@case(world_size=4)
+def partial_tensors_move_to_other_meshes(world):
+    """Reduced where they are, then moved; ranks outside a mesh call along and hold nothing."""
+    meshes = [mesh_1d(), DeviceMesh("cpu", [0, 1], mesh_dim_names=("a",)), DeviceMesh("cpu", [3, 2], mesh_dim_names=("b",)),
+              DeviceMesh("cpu", [1, 2, 3], mesh_dim_names=("c",))]
+    for a, b in itertools.permutations(meshes, 2):
+        mine = data(10 + world.rank, 7, 5) if world.rank in a.rank_list else Tensor(np.zeros((0, 0), np.float32))
+        wanted = sum(data(10 + r, 7, 5).asnumpy() for r in a.rank_list)
+        x = DTensor.from_local(mine, a, [P], shape=(7, 5))
+        for dst in (R, S(0), S(1)):
+            moved = x.redistribute(b, [dst])
+            if b.get_coordinate() is not None:
+                here = tuple(slice(lo, hi) for lo, hi in moved.layout.local_box())
+                np.testing.assert_allclose(moved.to_local().asnumpy(), wanted[here], rtol=1e-5, atol=1e-5)
+            x.redistribute(a, [dst])
