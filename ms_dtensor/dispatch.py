@@ -47,6 +47,8 @@ def dispatch(self, func, args=(), kwargs=None):
     mode = _mode()
     if mode is not _DEFAULT:
         if mode.skip and not _kept(key[0], mode.no_skip):
+            for a in args:
+                getattr(a, "_layout", None)  # waits, if its data are under way
             with NoFallbackGuard():  # the DTensors themselves: an alias of a Parameter would cut its gradient
                 return func(*args, **(kwargs or {})) if head is None else func(*head, args)
         key.append(mode.implicit_replication)

@@ -216,7 +216,8 @@ class DTensor(Tensor):
         Args:
             device_mesh: another mesh, or None for this one.
             placements: any form `Layout` accepts; default all Replicate.
-            async_op: return while the data moves, where the backend can; waits on first use.
+            async_op: return while the data moves, where the backend can (`shm`: the last collective of the plan; devices
+                order their streams by themselves); waits on first use. Do not write to this tensor before that.
 
         Raises:
             RedistributeError: the target is Partial where this tensor is not.
@@ -232,7 +233,7 @@ class DTensor(Tensor):
         if dst is src:
             return self
         check_reachable(src, dst)
-        return redistribute(self, dst)
+        return redistribute(self, dst, later=async_op)
 
     def full_tensor(self, *, grad_placements=None) -> Tensor:
         """The whole tensor on every rank, as a plain one."""

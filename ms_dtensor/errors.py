@@ -74,7 +74,13 @@ class ConfigError(DTensorError, ValueError):
 
 
 class CommError(DTensorError, RuntimeError):
-    """Something went wrong between ranks."""
+    """Something went wrong between ranks.
+
+    Attributes:
+        in_step: all members of the group got this error at one and the same call, so they may go on together.
+    """
+
+    in_step = False
 
 
 class PeerLost(CommError):

@@ -42,6 +42,8 @@ def wrap(local, layout: Layout):
 
 def local_alias(x):
     """A plain tensor on the same storage. Shares autograd identity unless `x` is a leaf Parameter."""
+    if x.__class__ is not Tensor:
+        getattr(x, "_layout", None)  # of a DTensor whose data are under way: waits
     return make(Tensor, x)
 
 
@@ -101,24 +103,37 @@ def _face_of_viewed(x, cotangent: Layout):
     return out
 
 
-def redistribute(x, dst: Layout, implicit: bool = False):
-    """`x` in another layout, differentiably; the same object if it is there already."""
+def redistribute(x, dst: Layout, implicit: bool = False, later: bool = False):
+    """`x` in another layout, differentiably; the same object if it is there already.
+
+    With `later` its data may still be under way, see `pending.py`.
+    """
     src = x._layout
     if src is dst:
         return x
     if active():  # the texts are for who listens
         with comm.annotate(implicit=implicit, src=repr(src), dst=repr(dst)):
-            return _redistributed(x, src, dst)
-    return _redistributed(x, src, dst)
+            return _redistributed(x, src, dst, later)
+    return _redistributed(x, src, dst, later)
 
 
-def _redistributed(x, src: Layout, dst: Layout):
+def _redistributed(x, src: Layout, dst: Layout, later: bool):
+    works: list | None = [] if later else None
     if not recording() or not x._requires_grad:
-        return wrap(run(plan_moves(src, dst), local_alias(x)), dst)
+        out = wrap(run(plan_moves(src, dst), local_alias(x), works), dst)
+        return pend(out, works[0]) if works else out
     wanted = wanted_gradient(x)
-    out = wrap(moved(x, src, dst, dst.gradient(), wanted), dst)
+    out = wrap(moved(x, src, dst, dst.gradient(), wanted, later=works), dst)
     if all(src.placements[a].is_partial("sum") for a in src.partial_axes):  # others have weights of their own
         out.__dict__["_source"] = (x if x._is_leaf else local_alias(x), src, wanted)
+    return pend(out, works[0]) if works else out
+
+
+def pend(out, work):
+    """`out`, to be waited for on its first use."""
+    from .pending import PendingDTensor
+    out.__dict__["_work"] = work
+    out.__class__ = PendingDTensor
     return out
 
 

@@ -2,7 +2,7 @@
 """The planner against brute force, and its speed on a large mesh; prints JSON, exits non-zero on a gap or a wrong result.
 
     python scripts/check_plans.py                 every pair on the small meshes: cost gap to the oracle, executed result
-    python scripts/check_plans.py --every 20      each 20th pair only
+    python scripts/check_plans.py --every 20      each 20th pair only; --mesh 2,2 --only costs: a part
     python scripts/check_plans.py --speed         65,536 ranks on 4x8x8x16x16: CPU milliseconds for a pair never seen before
 
 Optimality: `tests/pure/oracle_plan.py` looks at all states and all single moves between them. Execution: NumPy shards,
@@ -27,14 +27,14 @@ from ms_dtensor.mesh import DeviceMesh  # noqa: E402
 from ms_dtensor.placements import Partial, Replicate, Shard  # noqa: E402
 from ms_dtensor.redistribute.graph import graph_of  # noqa: E402
 from ms_dtensor.redistribute.plan import plan  # noqa: E402
-from tests.pure.plan_pairs import EXECUTED, SHAPES, check_costs, check_results  # noqa: E402
+from tests.pure.plan_pairs import EXECUTED, MESHES, SHAPES, check_costs, check_results  # noqa: E402
 
 
-def optimality(every: int) -> list[dict]:
+def optimality(every: int, meshes: list[tuple[int, ...]]) -> list[dict]:
     """Cost gap of each (mesh, shape)."""
     out = []
-    for mesh, shapes in SHAPES.items():
-        for shape in shapes:
+    for mesh in meshes:
+        for shape in SHAPES[mesh]:
             started = time.process_time()
             pairs, worst = check_costs(mesh, shape, every)
             out.append({"mesh": mesh, "shape": shape, "pairs": pairs, "worst_relative_gap": worst,
@@ -43,11 +43,11 @@ def optimality(every: int) -> list[dict]:
     return out
 
 
-def execution(every: int) -> list[dict]:
+def execution(every: int, meshes: list[tuple[int, ...]]) -> list[dict]:
     """Wrong results of each (mesh, shape)."""
     out = []
-    for mesh, shapes in EXECUTED.items():
-        for shape in shapes:
+    for mesh in meshes:
+        for shape in EXECUTED[mesh]:
             pairs, wrong = check_results(mesh, shape, every)
             out.append({"mesh": mesh, "shape": shape, "pairs": pairs, "wrong": len(wrong), "first": wrong[:1]})
             print(json.dumps(out[-1]), file=sys.stderr, flush=True)
@@ -86,6 +86,8 @@ def speed(pairs: int, seed: int) -> dict:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--mesh", help="only this one, as 2,2,2")
+    parser.add_argument("--only", choices=("costs", "results"))
     parser.add_argument("--speed", action="store_true")
     parser.add_argument("--pairs", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
@@ -93,8 +95,10 @@ def main() -> int:
     if args.speed:
         print(json.dumps(speed(args.pairs, args.seed), indent=1))
         return 0
-    costs, results = optimality(args.every), execution(args.every)
-    worst, wrong = max(x["worst_relative_gap"] for x in costs), sum(x["wrong"] for x in results)
+    meshes = [tuple(map(int, args.mesh.split(",")))] if args.mesh else list(MESHES)
+    costs = optimality(args.every, meshes) if args.only != "results" else []
+    results = execution(args.every, meshes) if args.only != "costs" else []
+    worst, wrong = max((x["worst_relative_gap"] for x in costs), default=0.0), sum(x["wrong"] for x in results)
     print(json.dumps({"pairs_compared": sum(x["pairs"] for x in costs), "worst_relative_gap": worst,
                       "pairs_executed": sum(x["pairs"] for x in results), "wrong": wrong,
                       "costs": costs, "results": results}, indent=1))

@@ -19,10 +19,16 @@ from mindspore import Tensor
 from mindspore.common import dtype as mstype
 
 from ..errors import CommError
+from .agree import Agreement, check_every
 from .packing import TensorOps, pack, unpack
 from .protocol import Backend, Ranks, Work, offsets, with_dim
 
 Handle = Any  # MindSpore's CommHandle, or None when the call was synchronous
+
+
+def _kind(x: Tensor, *open_dims: int) -> str:
+    """Dtype and shape for comparison between ranks, with the dims that may differ left open."""
+    return f"{x.dtype}[{', '.join('·' if d in open_dims else str(s) for d, s in enumerate(x.shape))}]"
 
 
 def communicator_name(ranks: Ranks) -> str:
@@ -43,12 +49,15 @@ class DeviceBackend(Backend):
     ops: type[TensorOps] = TensorOps
     #: dtypes the device reduces by itself, by reduction; others are gathered and reduced locally
     reducible: frozenset[str] = frozenset()
+    #: after how many collectives of a group its members compare what they called, see `agree`
+    check_every: int = 64
 
     def __init__(self, rank: int, size: int, world: str, create_group: Callable[[str, list[int]], Any]):
         self.rank, self.size = rank, size
         self._create_group = create_group
         self._comms: dict[Ranks, tuple[str, list[int]]] = {tuple(range(size)): (world, list(range(size)))}
         self._names: dict[Ranks, str] = {tuple(range(size)): world}
+        self._agree = Agreement(check_every(self.check_every), self._gather_number, self.all_gather_object).call
 
     def _comm(self, group: Ranks) -> tuple[str, list[int]]:
         """The communicator's name, and which group index sits at each of its positions.
@@ -64,6 +73,13 @@ class DeviceBackend(Backend):
                 self._create_group(name, list(ranks))
             known = self._comms[group] = (name, [group.index(r) for r in ranks])
         return known
+
+    def _gather_number(self, number: int, group: Ranks) -> list[tuple[int, int]]:
+        halves = Tensor(np.array([number >> 16, number & 0xFFFF], np.int32))
+        got, handle = self._flat_gather(halves, self._comm(group)[0], len(group), False)
+        if handle is not None:
+            handle.wait()
+        return list(map(tuple, got.asnumpy().reshape(-1, 2).tolist()))
 
     # -- primitives of the subclass: flat, equal, not empty; give (result, handle or None) ---------------------------
 
@@ -123,6 +139,7 @@ class DeviceBackend(Backend):
     # -- collectives -----------------------------------------------------------------------------------------------
 
     def all_reduce(self, x: Tensor, op: str, group: Ranks, async_op: bool = False) -> Tensor | Work[Tensor]:
+        self._agree("all_reduce", f"{op} {_kind(x)}", group)
         if not math.prod(x.shape):
             return self._give(self.ops.copy(x), async_op)
         shape, (wire, back) = tuple(x.shape), self._wire(x)
@@ -141,6 +158,7 @@ class DeviceBackend(Backend):
 
     def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int], group: Ranks,
                    async_op: bool = False) -> Tensor | Work[Tensor]:
+        self._agree("all_gather", f"{_kind(x, dim)} dim={dim} sizes={tuple(sizes)}", group)
         shape, (wire, back) = tuple(x.shape), self._wire(x)
         block = math.prod(with_dim(shape, dim, max(sizes)))
         if not block:
@@ -156,6 +174,7 @@ class DeviceBackend(Backend):
 
     def reduce_scatter(self, x: Tensor, op: str, dim: int, sizes: Sequence[int], group: Ranks,
                        async_op: bool = False) -> Tensor | Work[Tensor]:
+        self._agree("reduce_scatter", f"{op} {_kind(x)} dim={dim} sizes={tuple(sizes)}", group)
         me = group.index(self.rank)
         shape = with_dim(tuple(x.shape), dim, sizes[me])
         block = math.prod(with_dim(tuple(x.shape), dim, max(sizes)))
@@ -177,6 +196,8 @@ class DeviceBackend(Backend):
 
     def all_to_all(self, x: Tensor, split_dim: int, split_sizes: Sequence[int], concat_dim: int,
                    concat_sizes: Sequence[int], group: Ranks, async_op: bool = False) -> Tensor | Work[Tensor]:
+        self._agree("all_to_all", f"{_kind(x, concat_dim)} split {split_dim}:{tuple(split_sizes)} concat "
+                    f"{concat_dim}:{tuple(concat_sizes)}", group)
         me = group.index(self.rank)
 
         def piece(i: int, j: int) -> tuple[int, ...]:
@@ -198,6 +219,7 @@ class DeviceBackend(Backend):
         return self._finish(out, handle, step, async_op)
 
     def broadcast(self, x: Tensor, src: int, group: Ranks, async_op: bool = False) -> Tensor | Work[Tensor]:
+        self._agree("broadcast", f"{_kind(x)} from {src}", group)
         if not math.prod(x.shape):
             return self._give(self.ops.copy(x), async_op)
         shape, (wire, back) = tuple(x.shape), self._wire(x)
@@ -207,6 +229,7 @@ class DeviceBackend(Backend):
 
     def scatter(self, x: Tensor | None, dim: int, sizes: Sequence[int], src: int, group: Ranks, *,
                 shape: Sequence[int], dtype: Any, async_op: bool = False) -> Tensor | Work[Tensor]:
+        self._agree("scatter", f"{dtype}{list(shape)} dim={dim} sizes={tuple(sizes)} from {src}", group)
         me, shape = group.index(self.rank), tuple(shape)
         if self.rank == src:
             at = offsets(sizes)

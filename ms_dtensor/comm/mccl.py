@@ -34,6 +34,7 @@ class McclBackend(DeviceBackend):
 
     name = "mccl"
     ops = HostOps
+    check_every = 1
     # Half-precision sums run in float32 (see `_flat_reduce`); avg runs as sum and one division.
     reducible = frozenset({f"{op} {t}" for op in ("sum", "max", "min", "prod") for t in _NUMBERS}
                           | {f"{op} {t}" for op in ("sum", "max", "min", "prod", "avg") for t in (*_HALF, "Float32")})
@@ -117,6 +118,7 @@ class McclBackend(DeviceBackend):
                 self._call(what, Tensor.from_numpy(x.asnumpy().view("uint8")), peer, group=world)
 
     def barrier(self, group: Ranks) -> None:
+        self._agree("barrier", "", group)
         self._call("barrier", group=self._comm(group)[0])
 
     def close(self, reason: str = "") -> None:

@@ -25,8 +25,8 @@ class Work(Generic[T]):
     """The handle of a collective that may still be running.
 
     Args:
-        result: the value, when it is there already.
-        finish: called once by the first `wait`; returns the value. Takes precedence over `result`.
+        result: the value, when it is there already; or, with `finish`, what will hold it.
+        finish: called once by the first `wait`; returns the value.
     """
 
     __slots__ = ("_finish", "_result")
@@ -40,6 +40,11 @@ class Work(Generic[T]):
             finish, self._finish = self._finish, None
             self._result = finish()
         return self._result  # type: ignore[return-value]
+
+    @property
+    def under_way(self) -> T | None:
+        """What will hold the value once it is waited for; None where the backend makes it only then."""
+        return self._result
 
     def then(self, step: Callable[[T], T]) -> Work[T]:
         """A handle whose `wait` also applies `step`."""

@@ -22,12 +22,27 @@ from .boxes import relative, sizes_along, transfers
 from .plan import Move, plan
 
 
-def run(moves: tuple[Move, ...], x):
-    """Executes moves on the local tensor `x` of the first move's source layout; returns the last one's local."""
+def run(moves: tuple[Move, ...], x, later: list | None = None):
+    """Executes moves on the local tensor `x` of the first move's source layout; returns the last one's local.
+
+    With `later`, the last collective may still be under way: then its `Work` is put there, and what is returned may not
+    be read before its `wait`.
+    """
+    if moves and moves[0].src.mesh.get_coordinate() is None:  # outside the mesh: may receive, and has nothing else to do
+        later, moves = None, tuple(m for m in moves if m.src.mesh != m.dst.mesh)
     with NoFallbackGuard():
-        for move in moves:
+        for move in moves[:-1] if later is not None else moves:
             x = _EXECUTORS[move.kind](move, x)
-    return x
+        if later is None or not moves:
+            return x
+        last = moves[-1]
+        if last.kind in ("cut", "exchange"):
+            return _EXECUTORS[last.kind](last, x)
+        work = _EXECUTORS[last.kind](last, x, async_op=True)
+        if work.under_way is None:
+            return work.wait()
+        later.append(work)
+        return work.under_way
 
 
 def _group(move: Move):
@@ -38,24 +53,24 @@ def _here(layout: Layout):
     return layout.mesh.get_coordinate()
 
 
-def _all_gather(move: Move, x):
+def _all_gather(move: Move, x, **how):
     d = move.src_dim
-    return _group(move).all_gather(x, d, sizes_along(move.src, move.axes, d, _here(move.src)))
+    return _group(move).all_gather(x, d, sizes_along(move.src, move.axes, d, _here(move.src)), **how)
 
 
-def _all_reduce(move: Move, x):
-    return _group(move).all_reduce(x, move.reduce_op)
+def _all_reduce(move: Move, x, **how):
+    return _group(move).all_reduce(x, move.reduce_op, **how)
 
 
-def _reduce_scatter(move: Move, x):
+def _reduce_scatter(move: Move, x, **how):
     d = move.dst_dim
-    return _group(move).reduce_scatter(x, move.reduce_op, d, sizes_along(move.dst, move.axes, d, _here(move.src)))
+    return _group(move).reduce_scatter(x, move.reduce_op, d, sizes_along(move.dst, move.axes, d, _here(move.src)), **how)
 
 
-def _all_to_all(move: Move, x):
+def _all_to_all(move: Move, x, **how):
     here, a, b = _here(move.src), move.src_dim, move.dst_dim
     return _group(move).all_to_all(x, b, sizes_along(move.dst, move.axes, b, here),
-                                   a, sizes_along(move.src, move.axes, a, here))
+                                   a, sizes_along(move.src, move.axes, a, here), **how)
 
 
 def _cut(move: Move, x):
@@ -69,7 +84,7 @@ def _exchange(move: Move, x):
     held, need = src.local_box(), dst.local_box()
     ranks = tuple(sorted({*src.mesh.rank_list, *dst.mesh.rank_list}))
     names = src.mesh.mesh_dim_names if src.mesh == dst.mesh else (*src.mesh.mesh_dim_names, "->", *dst.mesh.mesh_dim_names)
-    got = comm.group(ranks, names).exchange(
+    got = [] if me not in ranks else comm.group(ranks, names).exchange(
         [(to, slice_local(x, relative(box, held))) for to, box in sends],
         [(frm, tuple(hi - lo for lo, hi in box), x.dtype) for frm, box in wanted])
     out = ms.ops.zeros(tuple(hi - lo for lo, hi in need), x.dtype)
@@ -112,7 +127,7 @@ class Moved(_Function):
     """The source's shard as another layout's; see `moved`."""
 
     @staticmethod
-    def forward(ctx, x, src, dst, cotangent, wanted, held, context):
+    def forward(ctx, x, src, dst, cotangent, wanted, held, context, later):
         ctx.back = cotangent, wanted, _average(src, dst) if src.partial_axes else 1, context
         if held is not None:
             return x if held.tensor is x else _view(held.tensor)
@@ -121,7 +136,7 @@ class Moved(_Function):
                         for p, q in zip(src.placements, dst.placements) if p.is_partial())
         if contested:
             _check_differentiable(src, dst)
-        out = run(plan(src, dst), local)
+        out = run(plan(src, dst), local, None if contested else later)
         if contested:
             ctx.contest = src, local, out
         return _view(out)
@@ -140,7 +155,7 @@ class Moved(_Function):
                 grad = grad * scale
             if contest is not None:
                 grad = grad * context.copy().run(_winners_share, *contest)
-        return grad, None, None, None, None, None, None
+        return grad, None, None, None, None, None, None, None
 
 
 def _view(x):
@@ -192,7 +207,7 @@ def _backward(moves, grad):
         return run(moves, grad.contiguous())
 
 
-def moved(x, src: Layout, dst: Layout, cotangent: Layout, wanted: Layout, data=None):
+def moved(x, src: Layout, dst: Layout, cotangent: Layout, wanted: Layout, data=None, later=None):
     """Differentiable `plan(src, dst)` on the tensor `x` whose storage is a shard of `src`; returns a plain tensor.
 
     Args:
@@ -202,6 +217,7 @@ def moved(x, src: Layout, dst: Layout, cotangent: Layout, wanted: Layout, data=N
         cotangent: layout in which the result's gradient will arrive.
         wanted: layout in which the producer of `x` expects it.
         data: the result's local tensor, where a forward has produced it already.
+        later: as for `run`.
     """
     held = None if data is None else _Held(data)
     if active():  # the backward's communication is told by the line that caused it
@@ -210,4 +226,4 @@ def moved(x, src: Layout, dst: Layout, cotangent: Layout, wanted: Layout, data=N
     else:
         context = contextvars.copy_context()
     with NoFallbackGuard():
-        return Moved.apply(x, src, dst, cotangent, wanted, held, context)
+        return Moved.apply(x, src, dst, cotangent, wanted, held, context, later)

@@ -120,7 +120,7 @@ class Graph:
         if out is None:
             inside = (self.partial & ~partial) == 0
             use = np.flatnonzero(inside[self._edges[0]])
-            out = self._reachable[partial] = tuple(x[use] for x in self._edges)
+            out = self._reachable[partial] = tuple(x[use].astype(np.intp) for x in self._edges)  # as indexing wants them
         return out
 
     def number(self, where: Sequence[int], depth: Sequence[int]) -> int:
@@ -156,9 +156,10 @@ class Graph:
         sent = model.beta * np.array([[sent_bytes(k, n, 1, 1) for n in group] for k in KINDS])
         alpha = np.repeat([model.alpha * (k != "cut") for k in KINDS], len(sets))
         frm, to, what = self.edges(int(self.partial[start]))
-        use = np.flatnonzero(fits[frm] & fits[to] & usable.ravel()[what])
-        frm, to, what = frm[use], to[use], what[use]
-        weight = alpha[what] + sent.ravel()[what] * size[frm] + (model.gamma * size)[to]
+        use = np.flatnonzero(fits.take(to))  # few states fit: the other conditions are asked of those only
+        use = use[fits.take(frm.take(use)) & usable.ravel().take(what.take(use))]
+        frm, to, what = frm.take(use), to.take(use), what.take(use)
+        weight = alpha.take(what) + sent.ravel().take(what) * size.take(frm) + (model.gamma * size).take(to)
         exchange = model.seconds("exchange", 1, 0, size[goal], messages)
         reduced = np.flatnonzero(fits & (self.partial == self.partial[goal]))
         first = np.flatnonzero(np.diff(to, prepend=-1))
@@ -169,7 +170,7 @@ class Graph:
         while True:
             new = best.copy()
             if len(targets):
-                new[targets] = np.minimum(best[targets], np.minimum.reduceat(best[frm] + weight, first))
+                new[targets] = np.minimum(best[targets], np.minimum.reduceat(best.take(frm) + weight, first))
             new[goal] = min(new[goal], best[reduced].min() + exchange)
             better = new < best
             if not better.any():

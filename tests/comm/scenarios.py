@@ -311,3 +311,33 @@ def later(e, rank, size):
     else:
         raise AssertionError("unnoticed")
     return True
+
+
+def counted(e, rank, size):
+    """Bytes this rank sent in each collective, by the engine's own counter; even and uneven, small and large."""
+    world, out = tuple(range(size)), {}
+    uneven = [4 + i for i in range(size)]
+
+    def count(name, call):
+        e.barrier(world)
+        before = e.sent
+        call()
+        out[name] = e.sent - before
+    for name, rows in (("small", 1), ("large", 8192)):
+        n = 64 * size
+        x = np.ones((n, rows), np.float32)
+        part, cut = x[:64], [64] * size
+        if name == "large":  # below some KiB an all-reduce is one step, in which each rank reads all
+            count("all_reduce large", lambda x=x: e.all_reduce(x, "sum", world))
+        count(f"all_gather {name}", lambda part=part, cut=cut: e.all_gather(part, 0, cut, world))
+        count(f"reduce_scatter {name}", lambda x=x, cut=cut: e.reduce_scatter(x, "sum", 0, cut, world))
+        wide = np.ones((n, 2, rows), np.float32)
+        count(f"all_to_all {name}", lambda x=wide, cut=cut: e.all_to_all(x, 0, cut, 1, [2] * size, world))
+        count(f"broadcast {name}", lambda x=x: e.broadcast(x, 0, world))
+        mine = np.ones((uneven[rank], rows), np.float32)
+        whole = np.ones((sum(uneven), rows), np.float32)
+        count(f"uneven all_gather {name}", lambda x=mine: e.all_gather(x, 0, uneven, world))
+        count(f"uneven reduce_scatter {name}", lambda x=whole: e.reduce_scatter(x, "sum", 0, uneven, world))
+        count(f"uneven all_to_all {name}", lambda x=whole: e.all_to_all(x[:, None], 0, uneven, 1, [1] * size, world))
+        count(f"scatter {name}", lambda x=whole: e.scatter(x, 0, uneven, 0, world, shape=x.shape, dtype=x.dtype))
+    return out

@@ -19,7 +19,9 @@ from contract import ALL, CASES, groups  # noqa: E402
 from doubles import doubled  # noqa: E402
 
 from ms_dtensor import comm  # noqa: E402
+from ms_dtensor.comm.agree import Agreement  # noqa: E402
 from ms_dtensor.comm.shm.backend import ShmBackend  # noqa: E402
+from ms_dtensor.errors import CollectiveMismatch  # noqa: E402
 from tests.msrun import report  # noqa: E402
 
 DEVICE = ("float16", "float32", "float64", "int8", "int32", "int64", "uint8", "bool")
@@ -124,6 +126,20 @@ def bfloat16(backend, exact):
     np.testing.assert_array_equal(got.asnumpy().astype(np.float32), rounded[me - 1])
 
 
+def desync(backend):
+    """The library compares the calls where the backend does not."""
+    backend._agree = Agreement(1, backend._gather_number, backend.all_gather_object).call
+    g = comm.Group(backend, range(backend.size))
+    for odd in range(backend.size):
+        try:
+            g.all_reduce(Tensor(np.ones(3 + (backend.rank == odd), np.float32)))
+        except CollectiveMismatch as e:
+            assert f"rank(s) {odd} made another call" in str(e) and __file__ in str(e), e
+        else:
+            raise AssertionError("unnoticed")
+        g.barrier()
+
+
 def recorded():
     """A real collective is recorded with this file and line."""
     world = comm.current_world()
@@ -161,9 +177,11 @@ def main():
         backend = doubled(kind, shm)
         count += timed(kind, Tensors(backend, exact=False, dtypes=DEVICE), ranks)
         bfloat16(backend, exact=False)
+        desync(backend)
     for ranks in (tuple(range(world.size)), half[::-1]):  # each communicator of MCCL costs a second
         count += timed(f"mccl {len(ranks)}", Tensors(world.backend, exact=False), ranks)
     bfloat16(world.backend, exact=False)
+    desync(world.backend)
     recorded()
     report({"cases": count, "times": times, "shm": sorted(os.listdir("/dev/shm"))})
     shm.close()

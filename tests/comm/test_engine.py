@@ -14,6 +14,7 @@ import pytest
 
 from ms_dtensor.comm.shm import arena, rendezvous, segment
 from ms_dtensor.errors import ConfigError, PeerLost
+from ms_dtensor.redistribute.cost import sent_bytes
 
 WORKER = pathlib.Path(__file__).parent / "worker.py"
 
@@ -180,3 +181,24 @@ def test_nothing_is_left_behind():
     assert set(os.listdir("/dev/shm")) == before
     with open("/proc/net/unix") as f:
         assert "ms_dtensor-test" not in f.read()
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_bytes_sent_are_the_textbook_lower_bound(size):
+    """Counted where they are copied from one rank's memory into another's."""
+    ranks = [r["ok"] for r in succeed("counted", size)]
+    uneven = [4 + i for i in range(size)]
+    for name, rows in (("small", 1), ("large", 8192)):
+        row = 4 * rows
+        whole, sent = 64 * size * row, {what: [r.get(f"{what} {name}") for r in ranks] for what in {
+            k.rpartition(" ")[0] for k in ranks[0]}}
+        if name == "large":
+            assert sent["all_reduce"] == [sent_bytes("all_reduce", size, whole, whole)] * size
+        assert sent["all_gather"] == [sent_bytes("all_gather", size, 64 * row, whole)] * size
+        assert sent["reduce_scatter"] == [sent_bytes("reduce_scatter", size, whole, 64 * row)] * size
+        assert sent["all_to_all"] == [sent_bytes("all_to_all", size, 2 * whole, 2 * whole)] * size
+        assert sum(sent["broadcast"]) == (size - 1) * whole
+        assert sum(sent["uneven all_gather"]) == (size - 1) * sum(uneven) * row
+        assert sum(sent["uneven reduce_scatter"]) == (size - 1) * sum(uneven) * row
+        assert sum(sent["uneven all_to_all"]) == (size - 1) * sum(uneven) * row
+        assert sum(sent["scatter"]) == sum(uneven[1:]) * row

@@ -79,6 +79,7 @@ class Oracle:
     def __init__(self, mesh_shape, shape, itemsize, ops):
         self.mesh_shape = mesh_shape
         self.states, self.number, (self.frm, self.to, self.kind, masks) = graph(len(mesh_shape), len(shape), ops)
+        self._known: dict = {}
         self.size = np.array([self._bytes(dims, shape, itemsize) for dims, _ in self.states], float)
         ranks = np.array([np.prod([n for a, n in enumerate(mesh_shape) if mask >> a & 1]) for mask in
                           range(1 << len(mesh_shape))], float)[masks]
@@ -98,9 +99,15 @@ class Oracle:
     def cost(self, start, goal) -> float:
         """Seconds of the cheapest path that never needs more memory than the larger end."""
         i, j = self.number[start], self.number[goal]
-        seconds = self.fixed + np.where(self.kind == EXCHANGE, ALPHA * self._messages(start, goal), 0)
-        fits = self.size <= max(self.size[i], self.size[j])
-        use = fits[self.to]
+        key = i, max(self.size[i], self.size[j]), self._messages(start, goal)
+        best = self._known.get(key)  # goals of one limit and one price of an exchange share their paths
+        if best is None:
+            best = self._known[key] = self._cheapest(*key)
+        return float(best[j])
+
+    def _cheapest(self, i, limit, messages):
+        seconds = self.fixed + np.where(self.kind == EXCHANGE, ALPHA * messages, 0)
+        use = (self.size <= limit)[self.to]
         frm, to, seconds = self.frm[use], self.to[use], seconds[use]
         best = np.full(len(self.states), np.inf)
         best[i] = 0
@@ -108,7 +115,7 @@ class Oracle:
             new = best.copy()
             np.minimum.at(new, to, best[frm] + seconds)
             if (new == best).all():
-                return float(best[j])
+                return best
             best = new
 
     def _messages(self, start, goal) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 from ms_dtensor import Layout, Partial, Replicate
@@ -11,6 +12,7 @@ from ms_dtensor.errors import ConfigError
 from ms_dtensor.redistribute import cost as cost_module
 from ms_dtensor.redistribute.cost import CostModel, costs, load_costs, set_costs
 from ms_dtensor.redistribute.plan import plan
+from scripts.calibrate import fit
 from tests.pure.test_plan import mesh_of
 
 
@@ -52,3 +54,14 @@ def test_a_wrong_file_is_refused(tmp_path, text):
         load_costs(path)
     with pytest.raises(ConfigError, match="cannot be read"):
         load_costs(tmp_path / "absent.json")
+
+
+def test_calibration_finds_the_figures_it_was_made_from():
+    rng = np.random.default_rng(0)
+    alpha, beta, gamma = 3e-4, 4e-10, 1e-10
+    samples = [(alpha + beta * sent + gamma * after, sent, after)
+               for sent, after in 2.0 ** rng.uniform(12, 24, (60, 2))]
+    assert fit(samples, gamma) == pytest.approx((alpha, beta), rel=1e-3)
+    noisy = [(t * f, sent, after) for (t, sent, after), f in zip(samples, rng.uniform(0.8, 1.2, len(samples)))]
+    assert fit(noisy, gamma) == pytest.approx((alpha, beta), rel=0.25)
+    assert min(fit([(1e-6, sent, after) for _, sent, after in samples], gamma)) >= 0

@@ -23,10 +23,12 @@ _LEAST = 64 << 10
 class _Block(np.ndarray):
     """Owns a block; arrays on it keep it alive through their `base`."""
 
+    _home: deque[tuple[int, int]] | None = None
+    _offset = _size = 0
+
     def __del__(self):
-        home = getattr(self, "_home", None)
-        if home is not None:
-            home.append((self._offset, self._size))
+        if self._home is not None:
+            self._home.append((self._offset, self._size))
 
 
 class Arena:

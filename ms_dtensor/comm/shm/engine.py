@@ -302,14 +302,17 @@ class Engine:
 
         def body(g: GroupState, check: int) -> None:
             source = ranks.index(src)
-            if small:
-                if g.index == source:
-                    self._spread(g, "broadcast", check, [x], [None] * g.size, 0)
-                    out[...] = x
-                else:
-                    self._spread(g, "broadcast", check, [None], [out if r == src else None for r in ranks], 0)
-            else:
+            if not small:
                 self._follow(g, check, x, out, place, source)
+                return
+            slot = self._parts(g, x.size, x.dtype)[source].reshape(x.shape)
+            if g.index == source:
+                slot[...] = out[...] = x
+                self._signals.sync(g, "broadcast", check)
+            else:
+                self._signals.sync(g, "broadcast", check)
+                out[...] = slot
+                self.sent += x.nbytes
         return self._do("broadcast", ("broadcast", x.dtype, x.shape, src), lambda: f"{_kind(x)} from {src}", ranks, out,
                         body, later)
 

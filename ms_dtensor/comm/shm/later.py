@@ -17,7 +17,8 @@ class _Job:
     __slots__ = ("done", "error", "run")
 
     def __init__(self, run: Callable[[], None]):
-        self.run, self.done = run, threading.Event()
+        self.run: Callable[[], None] | None = run
+        self.done = threading.Event()
         self.error: BaseException | None = None
 
 
@@ -44,7 +45,7 @@ class Later:
 class Thread:
     """Runs jobs one after the other."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._last: _Job | None = None
         self._started = False
@@ -76,7 +77,7 @@ class Thread:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
-                job.run()
+                job.run()  # type: ignore[misc]
             except BaseException as e:  # told to whoever waits
                 job.error = e
             job.done.set()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -57,7 +58,7 @@ class Segment:
     def __init__(self, fd: int, own: bool):
         self.map = mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         os.close(fd)
-        self._whole = np.ndarray((1,), np.uint8, self.map)
+        self._whole: np.ndarray = np.ndarray((1,), np.uint8, self.map)
         self.base = self._whole.ctypes.data
         self.words = memoryview(self.map).cast("I")
         self.arena = Arena(self.map, _ARENA, len(self.map)) if own else None
@@ -108,7 +109,7 @@ class Segment:
 
     # -- what this rank waits for, when that takes long ------------------------------------------------------------
 
-    def wait_for(self, conditions: list[tuple[int, int, int]]) -> None:
+    def wait_for(self, conditions: Sequence[tuple[int, int, int]]) -> None:
         """Publishes conditions that must all come true: (rank, index of a word in its segment, value wanted)."""
         at, flat = _WAITS // 4, [x for c in conditions[:_MOST_WAITS] for x in c]
         self._waits = (self._waits + 1) & 0xFFFFFFFF

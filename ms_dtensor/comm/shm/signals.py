@@ -16,7 +16,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from ...errors import CollectiveMismatch, CommError, PeerLost
 from .deadlock import Condition, circle, reached
@@ -231,7 +231,7 @@ class Signals:
         """Peers whose end is an error for this wait, likeliest cause first."""
         awaited = {c.rank for c in conditions}
         return sorted((p for p in self.peers.values() if p.end or (p.end == "" and p.rank in awaited)),
-                      key=lambda p: (p.end.startswith(_CONSEQUENCES), p.end == "", p.end != "died"))
+                      key=lambda p: ((p.end or "").startswith(_CONSEQUENCES), p.end == "", p.end != "died"))
 
     def _check_circle(self, what: str) -> None:
         """Raises if ranks wait for each other in a circle, at different points of the program."""
@@ -245,14 +245,14 @@ class Signals:
         return {self.rank: self.memory, **{r: p.memory for r, p in self.peers.items()}}
 
     def _lost(self, peer: Peer, what: str) -> PeerLost:
-        how = {"died": "died", "": "ended before taking part"}.get(peer.end, f"ended with {peer.end}")
+        how = {"died": "died", "": "ended before taking part"}.get(peer.end or "", f"ended with {peer.end}")
         text, site, _ = peer.memory.call()
         return PeerLost(f"For '{what}', rank {peer.rank} (pid {peer.pid}) {how}.",
                         f"its last call: {text} at {site}" if text else "it made no call",
                         "A collective needs every member of its group.", "look at that rank's log for the first error")
 
     def _timed_out(self, late: list[int], what: str, g: GroupState | None) -> PeerLost:
-        ranks = late
+        ranks: Sequence[int] = late
         if g is not None:
             ranks, mine = g.ranks, self.memory.call()[0]
             first = g.size > 2 and g.members[0].call()[::2] == (mine, True)  # it moves its word last: waits as we do
@@ -305,7 +305,7 @@ class Signals:
             if r != self.rank and missing():
                 sleep()
                 self._linger(what, missing, sleep)
-            offsets.append(mine if r == self.rank else memory.group(key))
+            offsets.append(mine if r == self.rank else memory.group(key) or 0)
         return GroupState(ranks, self.rank, self.peers, self.memory, offsets)
 
     def sync(self, g: GroupState, what: str, check: int | None = None) -> None:
@@ -388,7 +388,7 @@ class Signals:
         error.in_step = False
         self._tell(list(self.peers.values()), error)
 
-    def mismatch(self, calls: list[tuple[int, str, str]], tell: list[Peer | None], what: str, keys: set[int] = frozenset(),
+    def mismatch(self, calls: list[tuple[int, str, str]], tell: list[Peer | None], what: str, keys: Collection[int] = (),
                  in_step: bool = False) -> CollectiveMismatch:
         """Builds the error that names the odd ranks, and tells it to the others.
 

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures what the planner's cost model states, once per backend, and writes the file that MS_DTENSOR_COSTS names.
+
+    msrun --worker_num=4 --local_worker_num=4 scripts/calibrate.py [--device cpu] [--out costs.json]
+    MS_DTENSOR_COSTS=costs.json msrun ... train.py
+
+The model: seconds = alpha + beta * bytes a rank sends + gamma * bytes of the result (redistribute/cost.py). gamma comes from
+local copies; alpha and beta from four collectives of several sizes over all ranks, by least squares on relative errors.
+Other device types in the file are kept. Every rank must be given the same file.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from ms_dtensor.redistribute.cost import load_costs, sent_bytes  # noqa: E402
+
+SIZES = tuple(4 ** k << 10 for k in range(1, 8))  # 4 KiB to 16 MiB
+
+
+def fit(samples: list[tuple[float, float, float]], gamma: float) -> tuple[float, float]:
+    """alpha and beta, neither negative, from (seconds, bytes sent, bytes of the result)."""
+    seconds, sent, after = np.array(samples, float).T
+    rest = np.maximum(seconds - gamma * after, 0.05 * seconds)  # a copy that overlapped with sending
+    rows = np.stack([np.ones_like(sent), sent], 1) / rest[:, None]
+    alpha, beta = np.linalg.lstsq(rows, np.ones(len(rest)), rcond=None)[0]
+    if beta < 0:
+        alpha, beta = float(np.median(rest)), 0.0
+    elif alpha < 0:
+        alpha, beta = 0.0, float(np.median(rest / sent))
+    return float(alpha), float(beta)
+
+
+def median_seconds(call, agree, repeats: int = 9) -> float:
+    """Median over repetitions of the slowest rank's time."""
+    call()
+    times = []
+    for _ in range(repeats):
+        agree(0.0)
+        started = time.perf_counter()
+        call()
+        times.append(agree(time.perf_counter() - started))
+    return statistics.median(times)
+
+
+def measure(device: str) -> dict[str, float]:
+    """The three figures on this job's ranks."""
+    import mindspore as ms
+
+    from ms_dtensor import comm
+    world = comm.start(device)
+    if world.size == 1:
+        raise SystemExit("calibrate needs two ranks or more: msrun --worker_num=4 ... scripts/calibrate.py")
+    g, n = comm.group(range(world.size)), world.size
+
+    def agree(mine: float) -> float:
+        return max(g.all_gather_object(mine))
+
+    def synchronized(call):
+        def run():
+            call()
+            ms.runtime.synchronize()
+        return run
+    copies, samples, cut = [], [], [1] * n
+    for size in SIZES:
+        count = size // 4 // n * n
+        x = ms.Tensor(np.ones((n, count // n), np.float32))
+        nbytes = x.nbytes
+        copies.append(median_seconds(synchronized(lambda x=x: comm.Group(world.backend, (world.rank,)).all_reduce(x)), agree)
+                      / nbytes)
+        part = x[:1].copy()
+        calls = {"all_reduce": (lambda x=x: g.all_reduce(x), nbytes, nbytes),
+                 "all_gather": (lambda part=part: g.all_gather(part, 0, cut), nbytes // n, nbytes),
+                 "reduce_scatter": (lambda x=x: g.reduce_scatter(x, "sum", 0, cut), nbytes, nbytes // n),
+                 "all_to_all": (lambda x=x, w=count // n: g.all_to_all(x, 0, cut, 1, [w] * n), nbytes, nbytes)}
+        for kind, (call, before, after) in calls.items():
+            samples.append((median_seconds(synchronized(call), agree), sent_bytes(kind, n, before, after), after))
+    gamma = min(copies)
+    alpha, beta = fit(samples, gamma)
+    figures = g.broadcast_object({"alpha": alpha, "beta": beta, "gamma": gamma}, 0)
+    if world.rank:
+        figures = {}
+    comm.shutdown()
+    return figures
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu", choices=("cpu", "npu", "gpu"))
+    parser.add_argument("--out", type=Path, default=Path("costs.json"))
+    args = parser.parse_args()
+    figures = measure(args.device)
+    if not figures:
+        return 0
+    told = json.loads(args.out.read_text()) if args.out.exists() else {}
+    told[args.device] = {k: float(f"{v:.4g}") for k, v in figures.items()}
+    args.out.write_text(json.dumps(told, indent=1) + "\n")
+    load_costs(args.out)
+    print(json.dumps({"file": str(args.out), **told}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A slice of what scripts/check_failures.py and scripts/soak.py run in full; ranks without MindSpore."""
+from __future__ import annotations
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+SCRIPTS = pathlib.Path(__file__).resolve().parent.parent.parent / "scripts"
+
+
+def run(script, *args):
+    done = subprocess.run([sys.executable, str(SCRIPTS / script), *args], capture_output=True, text=True, timeout=100)
+    assert done.stdout, done.stderr
+    return json.loads(done.stdout), done
+
+
+@pytest.mark.parametrize("args", [("kills", "--runs", "6"), ("desyncs", "--every", "3"), ("stuck", "--every", "3")],
+                         ids=lambda args: args[0])
+def test_failures_speak_on_every_rank(args):
+    out, done = run("check_failures.py", *args)
+    assert done.returncode == 0, json.dumps(out, indent=1)
+    assert out[args[0]]["right"] > 2 and out["left_over"] == []
+
+
+def test_random_collectives_give_right_results():
+    out, _ = run("soak.py", "--minutes", "0.03", "--seed", "7")
+    assert out["errors"] == [] and out["left_over"] == []
+    for r in out["per_rank"]:
+        assert r["checked"] > 20 and r["last"]["handles"] <= r["first"]["handles"]
