@@ -120,7 +120,7 @@ def fused_gate_up_is_cut_by_block(world):
         plan = {"gate_up_proj": FusedColwiseParallel((12, 12), use_local_output=local),
                 "down_proj": RowwiseParallel(use_local_output=False)}
         net, count = _compare(GateUp, plan, mesh, x, x if local else distribute_tensor(x, mesh))
-        assert count == {("all_reduce", "forward"): 1}, count
+        assert count[("all_reduce", "forward")] == 1 and {op for op, _ in count} == {"all_reduce"}, count
         assert net.gate_up_proj.weight.fused.units == 12
 
 
