@@ -69,7 +69,7 @@ def shard_at(x, index) -> Tensor:
     sizes = getattr(index, "sizes", None) or tuple(hi - at for at, (_, hi) in zip(offsets, box))
     wanted = tuple((at, at + n) for at, n in zip(offsets, sizes))
     if len(wanted) != len(box) or any(not lo <= a <= b <= hi for (a, b), (lo, hi) in zip(wanted, box)):
-        raise LayoutError(f"For 'DTensor', this rank does not hold the rectangle at {list(offsets)} of size {list(sizes)}.",
+        raise LayoutError(f"For 'DTensor', this rank does not hold the rectangle at {list(offsets)}.",
                           layout.describe(), "", "ask __create_chunk_list__() what it holds")
     return slice_local(local_alias(x), relative(wanted, box))
 

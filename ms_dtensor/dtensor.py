@@ -264,6 +264,9 @@ class DTensor(Tensor):
             raise OpRuleError(f"For 'item', a tensor of {self.numel()} elements is no scalar.", self._layout.describe(),
                               "A Python number is one element.", "reduce it first, e.g. x.sum().item()")
         layout = self._layout
+        if layout.mesh.get_coordinate() is None:
+            raise OpRuleError("For 'item', this rank is not part of the mesh.", layout.describe(),
+                              "Nothing is sent to ranks outside a mesh.", "ask on the mesh's ranks only")
         whole = local_alias(self)
         if not layout.is_replicated():
             with comm.annotate(implicit=True, src=repr(layout), dst=repr(layout.replicated())):

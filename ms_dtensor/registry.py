@@ -65,7 +65,8 @@ def register_rule(op: str, cases, *, shapes=None, params: str = "*inputs", verif
         >>> rule.unregister()
     """
     if not isinstance(op, str) or not op:
-        raise ConfigError(f"For 'register_rule', 'op' must be a name, but got {op!r}.", "", "",
+        given = repr(op) if isinstance(op, str) else f"a {type(op).__name__}"
+        raise ConfigError(f"For 'register_rule', 'op' must be a name, but got {given}.", "", "",
                           "pass the primitive's name, or a new one")
     if (op in RULES or op in PRIMITIVES) and not override:
         raise ConfigError(f"For 'register_rule', {op!r} has a rule already.", "", "Two rules for one op would be a guess.",

@@ -26,6 +26,8 @@ def run(moves: tuple[Move, ...], x):
     """Executes moves on the local tensor `x` of the first move's source layout; returns the last one's local."""
     with NoFallbackGuard():
         for move in moves:
+            if move.kind != "exchange" and _here(move.src) is None:
+                continue  # a rank outside the mesh takes no part, and holds nothing before and after
             x = _EXECUTORS[move.kind](move, x)
     return x
 
