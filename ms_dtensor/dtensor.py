@@ -414,6 +414,25 @@ class DTensorParameter(Parameter, DTensor):
             array.fill(value)
         return Parameter(wrap(Tensor(array), self._layout), name=self.name, requires_grad=self.requires_grad)
 
+    def set_data(self, data, slice_shape=False) -> Parameter:
+        """Takes over values, and keeps the layout.
+
+        Args:
+            data: a DTensor of the same global shape (one that lies otherwise is moved), or this rank's shard.
+            slice_shape: as MindSpore's.
+
+        Raises:
+            LayoutError: another shape; a plain global tensor would replace the shard by the whole.
+        """
+        own = self._layout
+        if isinstance(data, DTensor) and data.shape == own.shape:
+            data = redistribute(data, Layout(own.mesh, own.placements, own.shape, data._layout.dtype, own.order))
+        elif isinstance(data, DTensor) or tuple(data.shape) != own.local_shape():
+            raise LayoutError(f"For 'set_data', the data has shape {list(data.shape)}.", own.describe(),
+                              "It must be a DTensor of the global shape, or this rank's shard.",
+                              "distribute_tensor(data, p.device_mesh, p.placements)")
+        return Parameter.set_data(self, data, slice_shape)
+
     __repr__ = DTensor.__repr__
     __str__ = DTensor.__repr__
     __copy__ = DTensor.__copy__
