@@ -94,7 +94,15 @@ def registered(op: str) -> Registration | None:
 
 
 def unregister_rule(op: str) -> None:
-    """Takes back `register_rule(op, ...)`; a built-in rule it replaced is in force again."""
+    """Takes back `register_rule(op, ...)`; a built-in rule it replaced is in force again.
+
+    Example:
+        >>> import ms_dtensor as md
+        >>> rule = md.register_rule("my_op", "S(0) -> S(0)")
+        >>> md.unregister_rule("my_op")
+        >>> rule
+        Registration('my_op', ended)
+    """
     if op not in _registered:
         raise ConfigError(f"For 'unregister_rule', no rule was registered for {op!r}.", "", "",
                           f"registered are {sorted(_registered)}")
