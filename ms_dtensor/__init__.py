@@ -24,8 +24,8 @@ _EXPORTS = {
     "mapping": ("local_map",),
     "modes": ("SkipDTensorDispatch", "implicit_replication", "redistribution_policy"),
     "parallel": ("parallelize_module", "ParallelStyle", "ColwiseParallel", "RowwiseParallel", "SequenceParallel",
-                 "PrepareModuleInput", "PrepareModuleOutput", "PrepareModuleInputOutput", "loss_parallel",
-                 "replicate"),
+                 "PrepareModuleInput", "PrepareModuleOutput", "PrepareModuleInputOutput", "FusedColwiseParallel",
+                 "loss_parallel", "replicate", "suggest_plan"),
 }
 _HOME = {name: module for module, names in _EXPORTS.items() for name in names}
 __all__ = ["__version__", *_HOME]

@@ -39,7 +39,14 @@ def value_and_grad(fn, grad_position=None, weights=None, has_aux=False):
 
 
 def grad(fn, grad_position=0, weights=None, has_aux=False):
-    """As `mindspore.grad`; see `value_and_grad`."""
+    """As `mindspore.grad`; see `value_and_grad`.
+
+    Example:
+        >>> import ms_dtensor as md
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> md.grad(lambda x: (x * x).sum())(md.ones(2, device_mesh=mesh)).to_local()
+        Tensor(shape=[2], dtype=Float32, value= [ 2.00000000e+00,  2.00000000e+00])
+    """
     inner = _tidy(ms.grad(fn, grad_position, weights, has_aux))
 
     def wrapped(*args, **kwargs):

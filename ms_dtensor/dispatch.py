@@ -105,15 +105,29 @@ def call_by_rule(op: str, func, names: tuple[str, ...], args: tuple, kwargs: dic
         args: arguments, at least one DTensor somewhere.
         kwargs: keyword arguments.
     """
-    mode = _mode()
-    if mode.skip and not _kept(op, mode.no_skip):
-        return func(*plain_tree(args), **plain_tree(kwargs))
     tensors: list = []
-    key = ["@rule", op, fake_token()]
-    _part(args, key, tensors)
-    for name, a in kwargs.items():
-        key.append(name)
-        _part(a, key, tensors)
+    key = ["@rule", op]
+    mode = _mode()
+    if mode is not _DEFAULT:
+        if mode.skip and not _kept(op, mode.no_skip):
+            return func(*plain_tree(args), **plain_tree(kwargs))
+        key.append(mode.implicit_replication)
+    for a in args:  # as in `dispatch`
+        kind = _kinds.get(a.__class__)
+        if kind is _OURS:
+            tensors.append(a)
+            key.append(a._layout)
+        elif kind is _ATOM:
+            key.append(a.__class__)
+            key.append(a)
+        else:
+            _part(a, key, tensors)
+    if kwargs:
+        for name, a in kwargs.items():
+            key.append(name)
+            _part(a, key, tensors)
+    if _pretended() is not None:
+        key.append(fake_token())
     key = tuple(key)
     plan = _cache.get(key)
     if plan is None:

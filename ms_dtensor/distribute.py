@@ -163,6 +163,17 @@ def distribute_module(module: nn.Cell, device_mesh: DeviceMesh | None = None, pa
 
     Returns:
         The same cell. Names, `requires_grad` and ties of parameters are kept.
+
+    Example:
+        >>> import mindspore as ms, ms_dtensor as md
+        >>> from mindspore import nn
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> def rows(name, cell, mesh):
+        ...     for key, p in cell._params.items():
+        ...         cell._params[key] = ms.Parameter(md.distribute_tensor(p, mesh, [md.Shard(0)]), name=p.name)
+        >>> net = md.distribute_module(nn.Dense(4, 8), mesh, rows)
+        >>> net.weight
+        DTensor(Parameter 'weight', f32[8@tp, 4], mesh=(tp=1), rank 0 holds [8, 4])
     """
     mesh = resolve_mesh(device_mesh, "distribute_module")
     # all refusals come before anything is communicated

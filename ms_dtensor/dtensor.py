@@ -15,7 +15,7 @@ import mindspore as ms
 from mindspore import Parameter, Tensor
 from mindspore._c_expression import NoFallbackGuard
 
-from . import comm, faces, modes, patch, planned
+from . import chunks, comm, faces, modes, patch, planned
 from .dispatch import call, dispatch, plain_tree, register_class
 from .errors import LayoutError, OpRuleError, RedistributeError
 from .faces import as_local, dtype_name, local_alias, make, recording, redistribute, wrap
@@ -23,7 +23,7 @@ from .indexing import get_item, set_item
 from .layout import Layout, known_layout
 from .mesh import DeviceMesh, resolve_mesh
 from .placements import REPLICATE
-from .redistribute.execute import run
+from .redistribute.execute import moved, run
 from .redistribute.plan import check_reachable, plan
 
 
@@ -128,7 +128,7 @@ class DTensor(Tensor):
 
     def stride(self, dim: int | None = None):
         """Strides, in elements, of the global tensor; MindSpore's `strides` are the same in bytes."""
-        out = [math.prod(self.shape[d + 1:]) for d in range(self.ndim)]
+        out = layout_strides(self.shape)
         return out if dim is None else out[dim]
 
     @property
@@ -174,10 +174,16 @@ class DTensor(Tensor):
             placements: default all Replicate.
             run_check: compare shapes and dtypes across ranks, and replicas take coordinate 0's values.
             shape: the global shape; needed for uneven shards.
-            stride: accepted for PyTorch's sake; MindSpore tensors here are contiguous.
+            stride: for PyTorch's sake: that of a contiguous tensor of `shape`, or None.
 
         Raises:
             LayoutError: the local shape is not the shard of `shape`, or, with `run_check`, ranks disagree.
+
+        Example:
+            >>> import mindspore as ms, ms_dtensor as md
+            >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+            >>> md.DTensor.from_local(ms.ops.ones((4, 2)), mesh, [md.Partial()])
+            DTensor(f32[4, 2]{sum: tp}, mesh=(tp=1), rank 0 holds [4, 2])
         """
         if local.__class__ is not Tensor:
             if isinstance(local, DTensor):
@@ -190,9 +196,15 @@ class DTensor(Tensor):
             layout = known_layout(mesh, placements, tuple(local._shape), dtype_name(local.dtype), even=True)
         else:
             layout = Layout(mesh, placements, shape, dtype_name(local.dtype))
-        if run_check:
-            local = _check_across_ranks(local, layout, given=shape is not None)
-        elif shape is not None and mesh.get_coordinate() is not None and layout.local_shape() != tuple(local._shape):
+        if stride is not None and tuple(stride) != layout_strides(layout.shape):
+            raise LayoutError(f"For 'from_local', 'stride' is {tuple(stride)}.", layout.describe(),
+                              f"A contiguous tensor of it has {layout_strides(layout.shape)}; others do not exist here.",
+                              "leave it out")
+        if mesh.get_coordinate() is None:
+            local = ms.ops.zeros((0,) * len(layout.shape), local.dtype)
+        elif run_check:
+            local = _checked(local, layout, given=shape is not None)
+        elif shape is not None and layout.local_shape() != tuple(local._shape):
             raise LayoutError(f"For 'from_local', a local tensor of shape {list(local._shape)} is not this rank's shard.",
                               layout.describe(), f"Its shard there is {list(layout.local_shape())}: chunks of "
                               "ceil(n / axis size) rows.", "pass the global shape that belongs to these shards")
@@ -253,6 +265,9 @@ class DTensor(Tensor):
             raise OpRuleError(f"For 'item', a tensor of {self.numel()} elements is no scalar.", self._layout.describe(),
                               "A Python number is one element.", "reduce it first, e.g. x.sum().item()")
         layout = self._layout
+        if layout.mesh.get_coordinate() is None:
+            raise OpRuleError("For 'item', this rank is not part of the mesh.", layout.describe(),
+                              "Nothing is sent to ranks outside a mesh.", "ask on the mesh's ranks only")
         whole = local_alias(self)
         if not layout.is_replicated():
             with comm.annotate(implicit=True, src=repr(layout), dst=repr(layout.replicated())):
@@ -329,6 +344,16 @@ class DTensor(Tensor):
                           "A compiled graph does not dispatch: it would compute on this rank's shard.",
                           ("call it on local tensors inside local_map", "run this part without ms.jit"))
 
+    # -- what a checkpoint planner asks; names as in PyTorch's protocol ----------------------------------------------
+    def __create_chunk_list__(self):
+        return chunks.chunk_list(self._layout)
+
+    def __create_write_items__(self, fqn: str, object=None):
+        return chunks.write_items(self._layout, fqn)
+
+    def __get_tensor_shard__(self, index) -> Tensor:
+        return chunks.shard_at(self, index)
+
     def detach(self) -> DTensor:
         """The same values, outside autograd; shares storage."""
         return ms.ops.stop_gradient(self)
@@ -390,6 +415,25 @@ class DTensorParameter(Parameter, DTensor):
             array.fill(value)
         return Parameter(wrap(Tensor(array), self._layout), name=self.name, requires_grad=self.requires_grad)
 
+    def set_data(self, data, slice_shape=False) -> Parameter:
+        """Takes over values, and keeps the layout.
+
+        Args:
+            data: a DTensor of the same global shape (one that lies otherwise is moved), or this rank's shard.
+            slice_shape: as MindSpore's.
+
+        Raises:
+            LayoutError: another shape; a plain global tensor would replace the shard by the whole.
+        """
+        own = self._layout
+        if isinstance(data, DTensor) and data.shape == own.shape:
+            data = redistribute(data, Layout(own.mesh, own.placements, own.shape, data._layout.dtype, own.order))
+        elif isinstance(data, DTensor) or tuple(data.shape) != own.local_shape():
+            raise LayoutError(f"For 'set_data', the data has shape {list(data.shape)}.", own.describe(),
+                              "It must be a DTensor of the global shape, or this rank's shard.",
+                              "distribute_tensor(data, p.device_mesh, p.placements)")
+        return Parameter.set_data(self, data, slice_shape)
+
     __repr__ = DTensor.__repr__
     __str__ = DTensor.__repr__
     __copy__ = DTensor.__copy__
@@ -412,10 +456,21 @@ def _unpickle(array, layout, name, requires_grad):
     return out if name is None else Parameter(out, name=name, requires_grad=requires_grad)
 
 
+def layout_strides(shape) -> tuple[int, ...]:
+    """Strides, in elements, of a contiguous tensor."""
+    return tuple(math.prod(shape[d + 1:]) for d in range(len(shape)))
+
+
+def _checked(local, layout: Layout, given: bool):
+    """`local` after `run_check`: still connected, with the values of coordinate 0 on axes that replicate."""
+    checked = _check_across_ranks(local_alias(local), layout, given)
+    if recording() and any(p.is_replicate() for p in layout.placements):
+        return moved(local, layout, layout, layout.gradient(), layout.gradient(), data=checked)
+    return checked if any(p.is_replicate() for p in layout.placements) else local
+
+
 def _check_across_ranks(local, layout: Layout, given: bool):
     mesh = layout.mesh
-    if mesh.get_coordinate() is None:
-        return local
     group = mesh.get_group()
     everyone = group.all_gather_object((tuple(local._shape), dtype_name(local.dtype)))
     wrong = []

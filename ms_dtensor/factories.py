@@ -75,17 +75,38 @@ def zeros(*size, dtype=None, device_mesh=None, placements=None) -> DTensor:
 
 
 def ones(*size, dtype=None, device_mesh=None, placements=None) -> DTensor:
-    """Ones; float32 unless `dtype` says otherwise."""
+    """Ones; float32 unless `dtype` says otherwise.
+
+    Example:
+        >>> import ms_dtensor as md
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> md.ones(4, 2, device_mesh=mesh, placements=[md.Shard(0)])
+        DTensor(f32[4@tp, 2], mesh=(tp=1), rank 0 holds [4, 2])
+    """
     return _full("ones", size, 1, dtype or ms.float32, device_mesh, placements)
 
 
 def empty(*size, dtype=None, device_mesh=None, placements=None) -> DTensor:
-    """A tensor to be written; it holds zeros, so that replicas agree."""
+    """A tensor to be written; it holds zeros, so that replicas agree.
+
+    Example:
+        >>> import ms_dtensor as md
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> md.empty(4, device_mesh=mesh)
+        DTensor(f32[4], mesh=(tp=1), rank 0 holds [4])
+    """
     return _full("empty", size, 0, dtype or ms.float32, device_mesh, placements)
 
 
 def full(size, fill_value, *args, dtype=None, device_mesh=None, placements=None) -> DTensor:
-    """`fill_value` everywhere; `dtype` follows it (bool, int64, float32) unless given."""
+    """`fill_value` everywhere; `dtype` follows it (bool, int64, float32) unless given.
+
+    Example:
+        >>> import ms_dtensor as md
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> md.full((2, 2), 7, device_mesh=mesh)
+        DTensor(i64[2, 2], mesh=(tp=1), rank 0 holds [2, 2])
+    """
     size = tuple(size) if isinstance(size, tuple | list) else (size,)
     if dtype is None:
         dtype = ms.bool_ if isinstance(fill_value, bool) else ms.int64 if isinstance(fill_value, int) else ms.float32
@@ -99,24 +120,54 @@ def _random(name, draw, args, dtype, device_mesh, placements) -> DTensor:
 
 
 def rand(*size, dtype=None, device_mesh=None, placements=None) -> DTensor:
-    """Uniform numbers in [0, 1)."""
+    """Uniform numbers in [0, 1).
+
+    Example:
+        >>> import ms_dtensor as md
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> md.manual_seed(1)
+        >>> x = md.rand(4, 2, device_mesh=mesh, placements=[md.Shard(0)])
+        >>> bool((x >= 0).all()), bool((x < 1).all())
+        (True, True)
+    """
     return _random("rand", random.uniform, size, dtype, device_mesh, placements)
 
 
 def randn(*size, dtype=None, device_mesh=None, placements=None) -> DTensor:
-    """Standard normal numbers."""
+    """Standard normal numbers.
+
+    Example:
+        >>> import ms_dtensor as md
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> md.randn((4, 2), mesh, [md.Shard(1)])
+        DTensor(f32[4, 2@tp], mesh=(tp=1), rank 0 holds [4, 2])
+    """
     return _random("randn", random.normal, size, dtype, device_mesh, placements)
 
 
 def randint(low, high, size, *args, dtype=None, device_mesh=None, placements=None) -> DTensor:
-    """Integers in [low, high); int64 unless `dtype` says otherwise."""
+    """Integers in [low, high); int64 unless `dtype` says otherwise.
+
+    Example:
+        >>> import ms_dtensor as md
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> md.randint(3, 4, (2,), device_mesh=mesh).tolist()
+        [3, 3]
+    """
     def draw(key, shape, box, _):
         return random.integers(key, shape, low, high, box)
     return _random("randint", draw, (size, *args), dtype or ms.int64, device_mesh, placements)
 
 
 def arange(start, end=None, step=1, *, dtype=None, device_mesh=None, placements=None) -> DTensor:
-    """start, start + step, ... below `end`; int64 if all three are integers, else float32."""
+    """start, start + step, ... below `end`; int64 if all three are integers, else float32.
+
+    Example:
+        >>> import ms_dtensor as md
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> md.arange(1, 7, 2, device_mesh=mesh).tolist()
+        [1, 3, 5]
+    """
     start, end = (0, start) if end is None else (start, end)
     integral = all(isinstance(v, int | np.integer) for v in (start, end, step))
     dtype = dtype or (ms.int64 if integral else ms.float32)
@@ -127,14 +178,28 @@ def arange(start, end=None, step=1, *, dtype=None, device_mesh=None, placements=
 
 
 def linspace(start, end, steps, *, dtype=None, device_mesh=None, placements=None) -> DTensor:
-    """`steps` numbers from `start` to `end`, both included."""
+    """`steps` numbers from `start` to `end`, both included.
+
+    Example:
+        >>> import ms_dtensor as md
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> md.linspace(0, 1, 3, device_mesh=mesh).tolist()
+        [0.0, 0.5, 1.0]
+    """
     layout = _layout("linspace", (int(steps),), dtype or ms.float32, device_mesh, placements)
     (lo, hi), = layout.local_box()
     return _made(np.linspace(start, end, int(steps))[lo:hi], layout, dtype or ms.float32)
 
 
 def eye(n, m=None, *, dtype=None, device_mesh=None, placements=None) -> DTensor:
-    """Ones on the diagonal of an [n, m] matrix (m = n by default)."""
+    """Ones on the diagonal of an [n, m] matrix (m = n by default).
+
+    Example:
+        >>> import ms_dtensor as md
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> md.eye(2, device_mesh=mesh).tolist()
+        [[1.0, 0.0], [0.0, 1.0]]
+    """
     layout = _layout("eye", (n, n if m is None else m), dtype or ms.float32, device_mesh, placements)
     (top, bottom), (left, right) = layout.local_box()
     array = np.arange(top, bottom)[:, None] == np.arange(left, right)[None, :]
@@ -153,30 +218,72 @@ def _like(name: str, x, dtype, device_mesh, placements):
 
 
 def zeros_like(x, *, dtype=None, device_mesh=None, placements=None) -> DTensor:
-    """Zeros in the shape, dtype and layout of x; Partial becomes Replicate."""
+    """Zeros in the shape, dtype and layout of x; Partial becomes Replicate.
+
+    Example:
+        >>> import ms_dtensor as md
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> md.zeros_like(md.ones(4, device_mesh=mesh, placements=[md.Shard(0)]))
+        DTensor(f32[4@tp], mesh=(tp=1), rank 0 holds [4])
+    """
     return _filled(0, *_like("zeros_like", x, dtype, device_mesh, placements))
 
 
 def ones_like(x, *, dtype=None, device_mesh=None, placements=None) -> DTensor:
-    """Ones in the shape, dtype and layout of x."""
+    """Ones in the shape, dtype and layout of x.
+
+    Example:
+        >>> import ms_dtensor as md
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> md.ones_like(md.zeros(2, device_mesh=mesh)).tolist()
+        [1.0, 1.0]
+    """
     return _filled(1, *_like("ones_like", x, dtype, device_mesh, placements))
 
 
 def empty_like(x, *, dtype=None, device_mesh=None, placements=None) -> DTensor:
-    """A tensor to be written, in the shape, dtype and layout of x."""
+    """A tensor to be written, in the shape, dtype and layout of x.
+
+    Example:
+        >>> import ms_dtensor as md
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> md.empty_like(md.zeros(2, device_mesh=mesh))
+        DTensor(f32[2], mesh=(tp=1), rank 0 holds [2])
+    """
     return _filled(0, *_like("empty_like", x, dtype, device_mesh, placements))
 
 
 def full_like(x, fill_value, *, dtype=None, device_mesh=None, placements=None) -> DTensor:
-    """`fill_value` in the shape, dtype and layout of x."""
+    """`fill_value` in the shape, dtype and layout of x.
+
+    Example:
+        >>> import ms_dtensor as md
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> md.full_like(md.zeros(2, device_mesh=mesh), 3).tolist()
+        [3.0, 3.0]
+    """
     return _filled(fill_value, *_like("full_like", x, dtype, device_mesh, placements))
 
 
 def rand_like(x, *, dtype=None, device_mesh=None, placements=None) -> DTensor:
-    """Uniform numbers in [0, 1) in the shape, dtype and layout of x."""
+    """Uniform numbers in [0, 1) in the shape, dtype and layout of x.
+
+    Example:
+        >>> import ms_dtensor as md
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> md.rand_like(md.zeros(4, device_mesh=mesh, placements=[md.Shard(0)]))
+        DTensor(f32[4@tp], mesh=(tp=1), rank 0 holds [4])
+    """
     return _drawn(random.uniform, *_like("rand_like", x, dtype, device_mesh, placements))
 
 
 def randn_like(x, *, dtype=None, device_mesh=None, placements=None) -> DTensor:
-    """Standard normal numbers in the shape, dtype and layout of x."""
+    """Standard normal numbers in the shape, dtype and layout of x.
+
+    Example:
+        >>> import ms_dtensor as md
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> md.randn_like(md.zeros(4, device_mesh=mesh))
+        DTensor(f32[4], mesh=(tp=1), rank 0 holds [4])
+    """
     return _drawn(random.normal, *_like("randn_like", x, dtype, device_mesh, placements))

@@ -34,17 +34,40 @@ def _write(name: str, x, values) -> DTensor:
 
 
 def uniform_(x, a: float = 0.0, b: float = 1.0) -> DTensor:
-    """Uniform in [a, b)."""
+    """Uniform in [a, b).
+
+    Example:
+        >>> import ms_dtensor as md
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> x = md.init.uniform_(md.empty(4, device_mesh=mesh), 2.0, 3.0)
+        >>> bool((x >= 2).all())
+        True
+    """
     return _write("uniform_", x, lambda *at: random.uniform(*at) * at[3](b - a) + at[3](a))
 
 
 def normal_(x, mean: float = 0.0, std: float = 1.0) -> DTensor:
-    """Normal."""
+    """Normal.
+
+    Example:
+        >>> import ms_dtensor as md
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> md.init.normal_(md.empty(4, device_mesh=mesh), std=0.02)
+        DTensor(f32[4], mesh=(tp=1), rank 0 holds [4])
+    """
     return _write("normal_", x, lambda *at: random.normal(*at) * at[3](std) + at[3](mean))
 
 
 def trunc_normal_(x, mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0) -> DTensor:
-    """Normal, redrawn (another eight times at most, then clipped) where it falls outside [a, b]."""
+    """Normal, redrawn (another eight times at most, then clipped) where it falls outside [a, b].
+
+    Example:
+        >>> import ms_dtensor as md
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> x = md.init.trunc_normal_(md.empty(100, device_mesh=mesh), a=-1.0, b=1.0)
+        >>> bool((x.abs() <= 1).all())
+        True
+    """
     def values(key, shape, box, dtype):
         out = random.normal(key, shape, box, dtype) * dtype(std) + dtype(mean)
         for again in range(1, 9):
@@ -56,12 +79,25 @@ def trunc_normal_(x, mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: fl
 
 
 def constant_(x, value: float) -> DTensor:
-    """`value` everywhere."""
+    """`value` everywhere.
+
+    Example:
+        >>> import ms_dtensor as md
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> md.init.constant_(md.empty(2, device_mesh=mesh), 3.0).tolist()
+        [3.0, 3.0]
+    """
     return _write("constant_", x, lambda key, shape, box, dtype: np.full([hi - lo for lo, hi in box], value, dtype))
 
 
 def fans(shape: tuple[int, ...]) -> tuple[int, int]:
-    """(fan in, fan out) of a weight [out, in, *kernel]."""
+    """(fan in, fan out) of a weight [out, in, *kernel].
+
+    Example:
+        >>> from ms_dtensor.init import fans
+        >>> fans((8, 4, 3, 3))
+        (36, 72)
+    """
     if len(shape) < 2:
         raise LayoutError(f"For 'fans', a weight of shape {list(shape)} has no fan.", "", "It takes two dims or more.")
     kernel = math.prod(shape[2:])
@@ -69,7 +105,13 @@ def fans(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def calculate_gain(nonlinearity: str, param: float | None = None) -> float:
-    """The recommended gain of a nonlinearity."""
+    """The recommended gain of a nonlinearity.
+
+    Example:
+        >>> from ms_dtensor.init import calculate_gain
+        >>> calculate_gain("sigmoid")
+        1.0
+    """
     if nonlinearity == "leaky_relu":
         return math.sqrt(2.0 / (1 + (0.01 if param is None else param) ** 2))
     gains = {"relu": math.sqrt(2.0), "tanh": 5.0 / 3, "selu": 0.75}
@@ -80,13 +122,27 @@ def calculate_gain(nonlinearity: str, param: float | None = None) -> float:
 
 
 def xavier_uniform_(x, gain: float = 1.0) -> DTensor:
-    """Uniform with variance gain² · 2 / (fan in + fan out)."""
+    """Uniform with variance gain² · 2 / (fan in + fan out).
+
+    Example:
+        >>> import ms_dtensor as md
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> md.init.xavier_uniform_(md.empty(8, 4, device_mesh=mesh, placements=[md.Shard(0)]))
+        DTensor(f32[8@tp, 4], mesh=(tp=1), rank 0 holds [8, 4])
+    """
     bound = gain * math.sqrt(6.0 / sum(fans(x.shape)))
     return uniform_(x, -bound, bound)
 
 
 def xavier_normal_(x, gain: float = 1.0) -> DTensor:
-    """Normal with variance gain² · 2 / (fan in + fan out)."""
+    """Normal with variance gain² · 2 / (fan in + fan out).
+
+    Example:
+        >>> import ms_dtensor as md
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> md.init.xavier_normal_(md.empty(8, 4, device_mesh=mesh, placements=[md.Shard(0)]))
+        DTensor(f32[8@tp, 4], mesh=(tp=1), rank 0 holds [8, 4])
+    """
     return normal_(x, 0.0, gain * math.sqrt(2.0 / sum(fans(x.shape))))
 
 
@@ -95,21 +151,49 @@ def _kaiming_std(x, a, mode, nonlinearity) -> float:
 
 
 def kaiming_uniform_(x, a: float = 0.0, mode: str = "fan_in", nonlinearity: str = "leaky_relu") -> DTensor:
-    """Uniform with variance gain² / fan."""
+    """Uniform with variance gain² / fan.
+
+    Example:
+        >>> import ms_dtensor as md
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> md.init.kaiming_uniform_(md.empty(8, 4, device_mesh=mesh, placements=[md.Shard(0)]))
+        DTensor(f32[8@tp, 4], mesh=(tp=1), rank 0 holds [8, 4])
+    """
     bound = math.sqrt(3.0) * _kaiming_std(x, a, mode, nonlinearity)
     return uniform_(x, -bound, bound)
 
 
 def kaiming_normal_(x, a: float = 0.0, mode: str = "fan_in", nonlinearity: str = "leaky_relu") -> DTensor:
-    """Normal with variance gain² / fan."""
+    """Normal with variance gain² / fan.
+
+    Example:
+        >>> import ms_dtensor as md
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> md.init.kaiming_normal_(md.empty(8, 4, device_mesh=mesh, placements=[md.Shard(0)]))
+        DTensor(f32[8@tp, 4], mesh=(tp=1), rank 0 holds [8, 4])
+    """
     return normal_(x, 0.0, _kaiming_std(x, a, mode, nonlinearity))
 
 
 def zeros_(x) -> DTensor:
-    """Zeros."""
+    """Zeros.
+
+    Example:
+        >>> import ms_dtensor as md
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> md.init.zeros_(md.empty(2, device_mesh=mesh)).tolist()
+        [0.0, 0.0]
+    """
     return constant_(x, 0.0)
 
 
 def ones_(x) -> DTensor:
-    """Ones."""
+    """Ones.
+
+    Example:
+        >>> import ms_dtensor as md
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> md.init.ones_(md.empty(2, device_mesh=mesh)).tolist()
+        [1.0, 1.0]
+    """
     return constant_(x, 1.0)

@@ -70,6 +70,13 @@ class implicit_replication(_Block):  # noqa: N801  PyTorch's name
 
     Meaning as `torch.distributed.tensor.experimental.implicit_replication`, but per thread. The caller vouches that
     every rank passes the same values; their gradients are reduced accordingly.
+
+    Example:
+        >>> import mindspore as ms, ms_dtensor as md
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> with md.implicit_replication():
+        ...     md.ones(2, device_mesh=mesh) + ms.Tensor([1.0, 2.0])
+        DTensor(f32[2], mesh=(tp=1), rank 0 holds [2])
     """
 
     def __init__(self):
@@ -85,6 +92,13 @@ class redistribution_policy(_Block):  # noqa: N801  reads like the function it s
 
     Raises:
         ConfigError: another name.
+
+    Example:
+        >>> import ms_dtensor as md
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> with md.redistribution_policy("explicit"):
+        ...     md.ones(2, device_mesh=mesh) * 2
+        DTensor(f32[2], mesh=(tp=1), rank 0 holds [2])
     """
 
     def __init__(self, policy: str):
@@ -103,6 +117,16 @@ class checks(_Block):  # noqa: N801  reads like the function it stands beside
             with `verify=`, when a function is decorated if `shapes` is text, else before the first call of each
             signature. A wrong one raises `OpRuleError`.
         gradients: before its first call of each signature a `DFunction`'s backward is compared with finite differences.
+
+    Example:
+        >>> import ms_dtensor as md
+        >>> from ms_dtensor.debug import checks
+        >>> with checks(), md.register_rule("doubled", "S(0) -> P", shapes="n -> n") as rule:
+        ...     try:
+        ...         rule(lambda x: x * 2)
+        ...     except md.errors.OpRuleError as e:
+        ...         print(e.attempt)
+        For 'register_rule', the rule of 'doubled' is wrong.
     """
 
     def __init__(self, rules: bool = True, gradients: bool = False):
@@ -125,6 +149,14 @@ class SkipDTensorDispatch(_Block):
 
     Raises:
         ConfigError: `no_skip` names no op.
+
+    Example:
+        >>> import ms_dtensor as md
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> x = md.ones(2, device_mesh=mesh)
+        >>> with md.SkipDTensorDispatch():
+        ...     type(x + x).__name__
+        'Tensor'
     """
 
     def __init__(self, no_skip=None):

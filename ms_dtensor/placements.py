@@ -14,7 +14,13 @@ REDUCE_OPS = ("sum", "avg", "max", "min", "prod")
 
 
 class Placement:
-    """Base of `Shard`, `Replicate` and `Partial`; meanings follow `torch.distributed.tensor`."""
+    """Base of `Shard`, `Replicate` and `Partial`; meanings follow `torch.distributed.tensor`.
+
+    Example:
+        >>> from ms_dtensor import Partial, Placement
+        >>> isinstance(Partial(), Placement)
+        True
+    """
 
     __slots__ = ()
 

@@ -173,7 +173,10 @@ def plan_for(op, arguments, tensors, mode, own=None, keep=False) -> Plan:
 
 def empty_with_dtypes(at: Local, spec, spec_call):
     """`empty_results` with the dtype of each result."""
-    empty = empty_results(at)
+    if at.ins[0].mesh.get_coordinate() is None:  # a rank outside the mesh: no kernel would know what to make of nothing
+        empty = tuple(((0,) * len(layout.shape), 0) for layout in at.outs)
+    else:
+        empty = empty_results(at)
     if empty is None:
         return None
     dtypes = spec.dtypes or (result_dtype(spec_call),) * len(empty)

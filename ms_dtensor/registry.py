@@ -65,7 +65,8 @@ def register_rule(op: str, cases, *, shapes=None, params: str = "*inputs", verif
         >>> rule.unregister()
     """
     if not isinstance(op, str) or not op:
-        raise ConfigError(f"For 'register_rule', 'op' must be a name, but got {op!r}.", "", "",
+        given = repr(op) if isinstance(op, str) else f"a {type(op).__name__}"
+        raise ConfigError(f"For 'register_rule', 'op' must be a name, but got {given}.", "", "",
                           "pass the primitive's name, or a new one")
     if (op in RULES or op in PRIMITIVES) and not override:
         raise ConfigError(f"For 'register_rule', {op!r} has a rule already.", "", "Two rules for one op would be a guess.",
@@ -93,7 +94,15 @@ def registered(op: str) -> Registration | None:
 
 
 def unregister_rule(op: str) -> None:
-    """Takes back `register_rule(op, ...)`; a built-in rule it replaced is in force again."""
+    """Takes back `register_rule(op, ...)`; a built-in rule it replaced is in force again.
+
+    Example:
+        >>> import ms_dtensor as md
+        >>> rule = md.register_rule("my_op", "S(0) -> S(0)")
+        >>> md.unregister_rule("my_op")
+        >>> rule
+        Registration('my_op', ended)
+    """
     if op not in _registered:
         raise ConfigError(f"For 'unregister_rule', no rule was registered for {op!r}.", "", "",
                           f"registered are {sorted(_registered)}")

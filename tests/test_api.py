@@ -204,3 +204,19 @@ def test_already_distributed(x, mesh):
     assert md.distribute_tensor(x, mesh, x.placements) is x
     with pytest.raises(md.errors.LayoutError):
         md.distribute_tensor(x, mesh, [Replicate(), Replicate()])
+
+
+# -- PyTorch's behaviours, case by case ------------------------------------------------------------------------------------
+BEHAVIOURS = ROOT / "docs" / "parity_behaviours.md"
+
+
+def test_every_ported_behaviour_has_a_case():
+    found = re.findall(r"^\| (.+) \| `([\w/]+\.py)::(\w+)`(?: \([^|]*\))? \|$", BEHAVIOURS.read_text(encoding="utf-8"), re.M)
+    rows = [line for line in BEHAVIOURS.read_text(encoding="utf-8").splitlines()
+            if line.startswith("|") and not line.startswith(("| behaviour", "|---"))]
+    assert len(found) == len(rows) >= 120, [row for row in rows if not any(row.startswith(f"| {f[0]} |") for f in found)]
+    assert len({name for *_, name in found}) >= 115  # hardly any case stands for two
+    for _, path, name in found:
+        text = (ROOT / "tests" / path).read_text(encoding="utf-8")
+        mark = r"@case\([^\n]*\)\n" if "cases_" in path else ""
+        assert re.search(rf"{mark}def {name}\(", text), f"{path}::{name}"

@@ -49,7 +49,12 @@ pretended: ContextVar[World | None] = ContextVar("ms_dtensor_fake_world", defaul
 
 
 def set_cpu_backend(name: Literal["shm", "mccl"]) -> None:
-    """Chooses the CPU backend before the world starts: "shm" (one host, the default) or "mccl" (MindSpore's own)."""
+    """Chooses the CPU backend before the world starts: "shm" (one host, the default) or "mccl" (MindSpore's own).
+
+    Example:
+        >>> import ms_dtensor as md
+        >>> md.comm.set_cpu_backend("shm")
+    """
     global _cpu_backend
     if name not in ("shm", "mccl"):
         raise ConfigError(f"For 'set_cpu_backend', '{name}' is not a backend.", "", "CPU has two backends.",
@@ -150,7 +155,14 @@ def fake_token() -> tuple[int, int] | None:
 
 
 def get_backend(mesh: Any = None) -> Backend:
-    """The backend a mesh communicates with; of the current world if `mesh` is None."""
+    """The backend a mesh communicates with; of the current world if `mesh` is None.
+
+    Example:
+        >>> import ms_dtensor as md
+        >>> with md.comm.fake_world(4):
+        ...     md.comm.get_backend(md.init_device_mesh("cpu", (4,))).name
+        'fake'
+    """
     backend = getattr(mesh, "backend", None)
     if backend is not None and hasattr(backend, "all_reduce"):
         return backend

@@ -45,6 +45,24 @@ class DistributedOp:
     A subclass defines `infer_layout`, in either of the two forms there have been:
     `infer_layout(cache_values) -> ((layout, ...), None)`, with `preprocess(args, kwargs) -> (local_args, local_kwargs,
     cache_values)`, or `infer_layout(layouts, extra_args=None) -> layout`. `get_expand_impl` may replace the local call.
+
+    Example:
+        >>> import mindspore as ms, ms_dtensor as md
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> from ms_dtensor.compat.hyper_parallel import DFunction, DistributedOp
+        >>> class Same(DistributedOp):
+        ...     def __init__(self):
+        ...         super().__init__("ExampleTwice")
+        ...     def infer_layout(self, cache_values):
+        ...         return (cache_values[0],), None
+        >>> op = Same()
+        >>> class Twice(DFunction):
+        ...     _op_name = "ExampleTwice"
+        ...     @staticmethod
+        ...     def forward(ctx, x):
+        ...         return x * 2
+        >>> Twice.apply(md.ones((4,), mesh, [md.Shard(0)]))
+        DTensor(f32[4@tp], mesh=(tp=1), rank 0 holds [4])
     """
 
     def __init__(self, op_name: str):

@@ -31,6 +31,13 @@ def clip_grad_norm_(parameters_or_grads: Iterable, max_norm: float, norm_type: f
         norm_type: p of the p-norm, or `math.inf`.
 
     The same number on every rank. Communicates: one all-reduce of a few numbers per mesh axis that shards a gradient.
+
+    Example:
+        >>> import ms_dtensor as md
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> from ms_dtensor.optim import clip_grad_norm_
+        >>> clip_grad_norm_([md.full((4,), 3.0, device_mesh=mesh, placements=[md.Shard(0)])], 1.0)
+        6.0
     """
     grads = [_with_layout(entry) for entry in parameters_or_grads]
     grads = [(grad, layout) for grad, layout in grads if grad is not None]

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parallel training as declarative styles: they rewrite a cell's parameters and register forward hooks, nothing more.
 
-`module.py` applies a plan of styles; `styles.py` holds the tensor- and sequence-parallel ones; `data.py` data
-parallelism; `loss.py` the vocabulary-parallel loss. Everything here uses only the public DTensor API: what a style
-does, a user could write.
+`module.py` applies a plan of styles, `suggest.py` computes one; `styles.py` holds the tensor- and sequence-parallel ones,
+`fused.py` that for fused projections; `data.py` data parallelism; `loss.py` the vocabulary-parallel loss. Everything here
+uses only the public DTensor API: what a style does, a user could write.
 """
 from __future__ import annotations
 
 from .data import replicate
+from .fused import Fused, FusedColwiseParallel
 from .loss import loss_parallel
 from .module import parallelize_module
 from .styles import (
@@ -19,6 +20,8 @@ from .styles import (
     RowwiseParallel,
     SequenceParallel,
 )
+from .suggest import suggest_plan
 
-__all__ = ["ColwiseParallel", "ParallelStyle", "PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput",
-           "RowwiseParallel", "SequenceParallel", "loss_parallel", "parallelize_module", "replicate"]
+__all__ = ["ColwiseParallel", "Fused", "FusedColwiseParallel", "ParallelStyle", "PrepareModuleInput",
+           "PrepareModuleInputOutput", "PrepareModuleOutput", "RowwiseParallel", "SequenceParallel", "loss_parallel",
+           "parallelize_module", "replicate", "suggest_plan"]

@@ -31,6 +31,13 @@ def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = 25) -> nn
     Returns:
         The same cell. Plain inputs are taken as this rank's rows of the global batch (`Shard(0)`); outputs are
         DTensors, so compute the loss on them: its value and gradients are those of the global batch.
+
+    Example:
+        >>> import ms_dtensor as md
+        >>> from mindspore import nn
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+        >>> md.replicate(nn.Dense(4, 2), mesh=mesh).weight
+        DTensor(Parameter 'weight', f32[2, 4], mesh=(dp=1), rank 0 holds [2, 4])
     """
     outer = dict.fromkeys(mesh.mesh_dim_names, Shard(0))
     whole = mesh

@@ -23,6 +23,16 @@ class ParallelStyle(ABC):
 
     Attributes:
         src_data_rank: coordinate whose parameter values are the truth; None: every rank's own.
+
+    Example:
+        >>> import mindspore as ms, ms_dtensor as md
+        >>> from mindspore import nn
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> class Replicated(md.ParallelStyle):
+        ...     def apply(self, module, device_mesh):
+        ...         return md.distribute_module(module, device_mesh)
+        >>> Replicated().apply(nn.Dense(2, 2), mesh).weight.placements
+        (Replicate(),)
     """
 
     src_data_rank: int | None = 0
@@ -186,6 +196,14 @@ class SequenceParallel(ParallelStyle):
         use_local_output: hand out the local tensor.
 
     Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models".
+
+    Example:
+        >>> import mindspore as ms, ms_dtensor as md
+        >>> from mindspore import nn
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> norm = md.SequenceParallel().apply(nn.LayerNorm((8,)), mesh)
+        >>> norm(md.ones((2, 4, 8), mesh, [md.Shard(1)]))
+        DTensor(f32[2, 4@tp, 8], mesh=(tp=1), rank 0 holds [2, 4, 8])
     """
 
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False):
@@ -234,6 +252,14 @@ class PrepareModuleInput(ParallelStyle):
 
     Raises:
         ConfigError: the two sides do not pair.
+
+    Example:
+        >>> import mindspore as ms, ms_dtensor as md
+        >>> from mindspore import nn
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> style = md.PrepareModuleInput(input_layouts=md.Shard(0), desired_input_layouts=md.Replicate())
+        >>> style.apply(nn.Identity(), mesh)(ms.ops.ones((2, 3)))
+        DTensor(f32[2, 3], mesh=(tp=1), rank 0 holds [2, 3])
     """
 
     def __init__(self, *, input_layouts=None, desired_input_layouts=None, input_kwarg_layouts=None,
@@ -298,6 +324,15 @@ class PrepareModuleOutput(ParallelStyle):
 
     Raises:
         ConfigError: the two sides do not pair.
+
+    Example:
+        >>> import mindspore as ms, ms_dtensor as md
+        >>> from mindspore import nn
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> style = md.PrepareModuleOutput(output_layouts=md.Replicate(), desired_output_layouts=md.Shard(0),
+        ...                                use_local_output=False)
+        >>> style.apply(nn.Identity(), mesh)(ms.ops.ones((2, 3)))
+        DTensor(f32[2@tp, 3], mesh=(tp=1), rank 0 holds [2, 3])
     """
 
     def __init__(self, *, output_layouts, desired_output_layouts, use_local_output: bool = True):
@@ -337,7 +372,15 @@ class PrepareModuleOutput(ParallelStyle):
 
 
 class PrepareModuleInputOutput(ParallelStyle):
-    """`PrepareModuleInput` and `PrepareModuleOutput` in one; see there for the arguments."""
+    """`PrepareModuleInput` and `PrepareModuleOutput` in one; see there for the arguments.
+
+    Example:
+        >>> from ms_dtensor import PrepareModuleInputOutput, Replicate, Shard
+        >>> style = PrepareModuleInputOutput(input_layouts=Shard(0), desired_input_layouts=Replicate(),
+        ...                                  output_layouts=Replicate(), desired_output_layouts=Shard(0))
+        >>> style.prepare_input.desired_input_layouts
+        (Replicate(),)
+    """
 
     def __init__(self, *, input_layouts=None, desired_input_layouts=None, input_kwarg_layouts=None,
                  desired_input_kwarg_layouts=None, use_local_input: bool = False, output_layouts,

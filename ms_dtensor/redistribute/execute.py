@@ -28,8 +28,8 @@ def run(moves: tuple[Move, ...], x, later: list | None = None):
     With `later`, the last collective may still be under way: then its `Work` is put there, and what is returned may not
     be read before its `wait`.
     """
-    if moves and moves[0].src.mesh.get_coordinate() is None:  # outside the mesh: may receive, and has nothing else to do
-        later, moves = None, tuple(m for m in moves if m.src.mesh != m.dst.mesh)
+    # a rank outside the mesh takes no part, and holds nothing before and after; in an exchange it may receive
+    moves = tuple(m for m in moves if m.kind == "exchange" or _here(m.src) is not None)
     with NoFallbackGuard():
         for move in moves[:-1] if later is not None else moves:
             x = _EXECUTORS[move.kind](move, x)

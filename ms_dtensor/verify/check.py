@@ -38,6 +38,11 @@ class Report:
 
     `compared` counts comparisons made, `samples` those that stand behind the calls, `seen` remembers them by call;
     `ops` lists the ops met, with the cases of their rules and how one device computes them.
+
+    Example:
+        >>> from ms_dtensor.verify import Report
+        >>> bool(Report()), bool(Report(wrong=["matmul: value of result 0"]))
+        (True, False)
     """
 
     compared: int = 0

@@ -239,3 +239,47 @@ def only_leaves_are_distributed(world):
     equal(g, x)
     value, grad = value_and_grad(lambda t: (DTensor.from_local(t * 2, mesh, [R]) * 3.0).sum(), 0)(x)
     equal(grad, np.full((4, 4), 6, np.float32))
+
+
+@case(world_size=4)
+def a_parameters_data_is_replaced_in_its_own_layout(world):
+    mesh = mesh_1d()
+    p = Parameter(distribute_tensor(data(1, 8, 3), mesh, [S(0)]), name="p")
+    for source in (distribute_tensor(data(2, 8, 3), mesh, [S(0)]), distribute_tensor(data(2, 8, 3), mesh, [R]),
+                   distribute_tensor(data(2, 8, 3), mesh_2d(), [S(1), S(0)]),
+                   Tensor(np.ascontiguousarray(data(2, 8, 3).asnumpy()[2 * world.rank:][:2]))):
+        p.set_data(distribute_tensor(data(1, 8, 3), mesh, [S(0)]))
+        assert p.set_data(source) is p and p.placements == (S(0),) and p.local_shape == (2, 3) and tuple(p._shape) == (2, 3)
+        equal(p, data(2, 8, 3))
+    for wrong in (data(2, 8, 3), distribute_tensor(data(2, 4, 3), mesh)):  # a whole plain tensor would pass for the shard
+        with counted() as count:
+            try:
+                p.set_data(wrong)
+            except LayoutError as e:
+                text = str(e)
+            else:
+                raise AssertionError("accepted")
+        assert not count
+        same_on_all_ranks(world, text)
+    equal(p, data(2, 8, 3))
+
+
+# -- what a checkpoint planner asks --------------------------------------------------------------------------------------
+@case(world_size=4)
+def chunks_tile_the_tensor_and_each_has_one_owner(world):
+    from ms_dtensor import DeviceMesh, comm
+    for mesh, placements, shape in ((mesh_2d(), [S(0), R], (5, 3)), (mesh_2d(), [S(0), S(0)], (7, 2)), (mesh_2d(), [R, R], (2, 2)),
+                                    (mesh_1d(), [S(1)], (2, 3)), (DeviceMesh("cpu", [1, 3]), [S(0)], (4, 2))):
+        x = distribute_tensor(data(1, *shape), mesh, placements, src_data_rank=None)
+        chunks, items = x.__create_chunk_list__(), x.__create_write_items__("w", x)
+        assert [i.chunk for i in items] == chunks and all((i.name, i.shape, i.dtype) == ("w", shape, "float32") for i in items)
+        for chunk in chunks:
+            np.testing.assert_array_equal(x.__get_tensor_shard__(chunk).asnumpy(), x.to_local().asnumpy())
+            np.testing.assert_array_equal(x.__get_tensor_shard__(chunk.offsets).asnumpy(), x.to_local().asnumpy())
+        owned = [(i.chunk, x.__get_tensor_shard__(i.chunk).asnumpy()) for i in items if i.owner]
+        whole = np.full(shape, np.nan, np.float32)
+        for (at, size), values in sum(comm.group(tuple(range(world.size))).all_gather_object(owned), []):
+            box = tuple(slice(a, a + n) for a, n in zip(at, size))
+            assert np.isnan(whole[box]).all(), "two owners"
+            whole[box] = values
+        np.testing.assert_array_equal(whole, data(1, *shape).asnumpy())

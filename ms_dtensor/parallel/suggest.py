@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`suggest_plan`: the tensor-parallel plan of a Llama-shaped model, computed from its cells, printed, and left to you.
+
+Cells are recognised by what Llama, Qwen, Mistral and their kin call them, and a name counts only if the shapes agree: an
+attention's output projection takes what its queries give, a feed-forward's second matrix what its first gives. What does
+not divide by the axis, and what is not recognised, is left alone and said so. Nothing is changed or communicated here.
+"""
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from mindspore import nn
+
+from ..errors import ConfigError
+from ..mesh import DeviceMesh, resolve_mesh
+from ..placements import Replicate, Shard
+from .fused import FusedColwiseParallel
+from .styles import ColwiseParallel, ParallelStyle, RowwiseParallel, _is_embedding, _is_linear
+
+_QUERY, _KEY, _VALUE = ("wq", "q_proj", "q", "query"), ("wk", "k_proj", "k", "key"), ("wv", "v_proj", "v", "value")
+_OUT = ("wo", "o_proj", "o", "out_proj", "dense")
+_QKV = ("wqkv", "qkv_proj", "qkv", "query_key_value")
+_GATE, _UP, _DOWN = ("w1", "gate_proj", "gate", "fc1"), ("w3", "up_proj", "up"), ("w2", "down_proj", "down", "fc2")
+_GATE_UP = ("gate_up_proj", "w13", "gate_up")
+_HEAD, _TABLE = ("output", "lm_head", "head"), ("tok_embeddings", "embed_tokens", "embedding", "wte", "embed")
+_HEADS, _KV_HEADS = ("n_heads", "num_heads", "num_attention_heads", "heads"), ("n_kv_heads", "num_kv_heads",
+                                                                               "num_key_value_heads", "kv_heads")
+
+
+class _Block(NamedTuple):
+    """The linear cells of one attention or feed-forward, and why it may have to stay whole."""
+
+    columns: dict[str, ParallelStyle]
+    row: str
+    problem: str
+
+
+def suggest_plan(module: nn.Cell, device_mesh: DeviceMesh | None = None) -> dict[str, ParallelStyle]:
+    """A plan for `parallelize_module`, from the cells of a Llama-shaped model; printed on the mesh's first rank.
+
+    Args:
+        module: the model.
+        device_mesh: mesh of one axis, e.g. `mesh["tp"]`; default the current one.
+
+    Returns:
+        {pattern: style}, to read, change and pass on: nothing is applied. Its styles keep activations DTensors
+        (`use_local_output=False`), because such models speak of global sizes; `distribute_module` afterwards replicates
+        norms and buffers.
+
+    Raises:
+        ConfigError: a mesh of several axes, or a model in which nothing is recognised.
+
+    Example:
+        >>> import ms_dtensor as md
+        >>> from mindspore import nn
+        >>> class Mlp(nn.Cell):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.gate_proj, self.up_proj, self.down_proj = nn.Dense(4, 8), nn.Dense(4, 8), nn.Dense(8, 4)
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> plan = md.suggest_plan(Mlp(), mesh)
+        suggest_plan for Mlp over tp=1:
+          gate_proj  ColwiseParallel   1 cell
+          up_proj    ColwiseParallel   1 cell
+          down_proj  RowwiseParallel   1 cell
+        then: parallelize_module(model, mesh, plan); distribute_module(model, mesh)
+    """
+    mesh = resolve_mesh(device_mesh, "suggest_plan")
+    if mesh.ndim != 1:
+        raise ConfigError(f"For 'suggest_plan', the mesh has {mesh.ndim} axes.", f"mesh({mesh.describe()})",
+                          "The plan is for one axis.", f"pass mesh[{mesh.mesh_dim_names[-1]!r}]")
+    plan: dict[str, ParallelStyle] = {}
+    cells: dict[str, list[str]] = {}
+    alone: list[str] = []
+    for path, style, problem in _found(module, mesh.size()):
+        pattern = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
+        if problem:
+            alone.append(f"{pattern}: {problem}")
+        else:
+            plan[pattern] = style
+            cells.setdefault(pattern, []).append(path)
+    if not plan:
+        raise ConfigError(f"For 'suggest_plan', this {type(module).__name__} has nothing to cut over {mesh.size()} ranks.",
+                          "; ".join(dict.fromkeys(alone)), "It knows the cell names of Llama-shaped models.",
+                          "write the plan: {\"layers.*.attention.wq\": ColwiseParallel(), ...}")
+    if mesh.get_rank() == mesh.rank_list[0]:
+        wide = max(map(len, plan))
+        print(f"suggest_plan for {type(module).__name__} over {mesh.describe()}:")
+        for pattern, style in plan.items():
+            n = len(cells[pattern])
+            print(f"  {pattern:<{wide}}  {type(style).__name__:<17} {n} cell{'s' if n > 1 else ''}")
+        for line in dict.fromkeys(alone):
+            print(f"  left whole: {line}")
+        print("then: parallelize_module(model, mesh, plan); distribute_module(model, mesh)", flush=True)
+    return plan
+
+
+def _found(module: nn.Cell, ranks: int):
+    """(path, style, problem or "") of every cell that is recognised."""
+    columns, rows = {"use_local_output": False}, {"use_local_output": False}
+    for path, cell in module.cells_and_names():
+        children = dict(cell._cells)
+        linear = {k: c for k, c in children.items() if c is not None and _is_linear(c)}
+        prefix = path + "." if path else ""
+        for block in (_attention(cell, linear, ranks, columns), _feed_forward(linear, ranks, columns)):
+            if block is not None:
+                for key, style in block.columns.items():
+                    yield prefix + key, style, block.problem
+                yield prefix + block.row, RowwiseParallel(**rows), block.problem
+        for key, child in children.items():
+            if child is not None and _is_embedding(child) and key in _TABLE:
+                yield prefix + key, RowwiseParallel(input_layouts=Replicate(), use_local_output=False), ""
+            elif key in _HEAD and key in linear:
+                yield prefix + key, ColwiseParallel(output_layouts=Shard(-1), use_local_output=False), ""
+
+
+def _one(cells: dict, names: tuple[str, ...]) -> str | None:
+    return next((n for n in names if n in cells), None)
+
+
+def _sizes(cell) -> tuple[int, int]:
+    """(output features, input features)."""
+    return tuple(cell.weight.shape)
+
+
+def _number(cell, names) -> int | None:
+    return next((v for v in (getattr(cell, n, None) for n in names) if isinstance(v, int) and not isinstance(v, bool)), None)
+
+
+def _attention(cell, linear, ranks, columns) -> _Block | None:
+    out = _one(linear, _OUT)
+    if out is None:
+        return None
+    heads = _number(cell, _HEADS)
+    kv_heads = _number(cell, _KV_HEADS) or heads
+    odd = [n for n in (heads, kv_heads) if n is not None and n % ranks]
+    problem = f"{odd[0]} heads do not divide by {ranks}" if odd else ""
+    separate = [_one(linear, names) for names in (_QUERY, _KEY, _VALUE)]
+    if None not in separate and _sizes(linear[separate[0]])[0] == _sizes(linear[out])[1]:
+        return _Block({k: ColwiseParallel(**columns) for k in separate}, out, problem)
+    fused = _one(linear, _QKV)
+    if fused is None or not kv_heads or not heads:
+        return None
+    q = _sizes(linear[out])[1]
+    kv = (_sizes(linear[fused])[0] - q) // 2
+    if kv <= 0 or kv * heads != q * kv_heads:
+        return None
+    return _Block({fused: FusedColwiseParallel((q, kv, kv), units=kv_heads, **columns)}, out, problem)
+
+
+def _feed_forward(linear, ranks, columns) -> _Block | None:
+    down = _one(linear, _DOWN)
+    if down is None:
+        return None
+    hidden = _sizes(linear[down])[1]
+    gate, up, fused = _one(linear, _GATE), _one(linear, _UP), _one(linear, _GATE_UP)
+    if fused is not None and _sizes(linear[fused])[0] == 2 * hidden:
+        problem = f"{hidden} features do not divide by {ranks}" if hidden % ranks else ""
+        return _Block({fused: FusedColwiseParallel((hidden, hidden), **columns)}, down, problem)
+    first = [k for k in (gate, up) if k is not None and _sizes(linear[k])[0] == hidden]
+    return _Block({k: ColwiseParallel(**columns) for k in first}, down, "") if first else None

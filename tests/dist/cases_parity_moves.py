@@ -1,0 +1,427 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What PyTorch's tests of redistribution, local_map and register_sharding check; indexed in docs/parity_behaviours.md."""
+from __future__ import annotations
+
+import itertools
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, mint, ops
+
+from ms_dtensor import (
+    DTensor,
+    Layout,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+    local_map,
+    redistribution_policy,
+    unregister_rule,
+    value_and_grad,
+)
+from ms_dtensor.compat.torch_names import register_sharding
+from ms_dtensor.errors import ImplicitCommError, LayoutError, RedistributeError
+from tests.cases import case
+from tests.dist.support import counted, data, equal, mesh_1d, mesh_2d, same_on_all_ranks
+
+R, P, S = Replicate(), Partial(), Shard
+SIZES = [((12, 3), 0), ((13, 3), 0), ((14, 3), 0), ((3, 12), 1), ((3, 13), 1), ((3, 14), 1)]
+
+
+def _moved(x, dst, weight):
+    """(result, gradient, counts forward, counts backward) of `x.redistribute(dst)` in a weighted sum."""
+    held = []
+
+    def f(t):
+        held.append(t.redistribute(placements=dst))
+        return (held[-1] * weight).sum()
+    with counted() as count:
+        grad = value_and_grad(f, 0)(x)[1]
+    forward = {op: n for (op, phase), n in count.items() if phase == "forward"}
+    return held[-1], grad, forward, {op: n for (op, phase), n in count.items() if phase == "backward"}
+
+
+def _weight(shape, placements):
+    return distribute_tensor(data(9, *shape), mesh_1d(), placements, src_data_rank=None)
+
+
+# -- redistribution ----------------------------------------------------------------------------------------------------------
+@case(world_size=4)
+def shard_to_replicate_gathers_once_and_slices_back(world):
+    for shape, dim in SIZES:
+        x = distribute_tensor(data(1, *shape), mesh_1d(), [S(dim)], src_data_rank=None)
+        out, grad, forward, backward = _moved(x, [R], _weight(shape, [R]))
+        equal(out, data(1, *shape))
+        assert forward == {"all_gather": 1} and not backward, (shape, forward, backward)
+        assert grad.placements == (S(dim),)
+        equal(grad, data(9, *shape))
+
+
+@case(world_size=4)
+def replicate_to_replicate_is_free_both_ways(world):
+    x = distribute_tensor(data(1, 12, 3), mesh_1d(), [R], src_data_rank=None)
+    _, grad, forward, backward = _moved(x, [R], _weight((12, 3), [R]))
+    assert not forward and not backward and grad.placements == (R,)
+    equal(grad, data(9, 12, 3))
+
+
+@case(world_size=4)
+def partial_to_partial_is_free_both_ways(world):
+    x = DTensor.from_local(ops.ones((12, 3)), mesh_1d(), [P])
+    with counted() as count:
+        grad = value_and_grad(lambda t: t.redistribute(placements=[P]).sum(), 0)(x)[1]
+    assert not count and grad.placements == (R,)  # the cotangent of a sum's summands is whole
+    equal(grad.to_local(), np.ones((12, 3), np.float32))
+
+
+@case(world_size=4)
+def a_partial_cotangent_of_a_replicated_value_is_reduced_once(world):
+    x = distribute_tensor(data(1, 12, 3), mesh_1d(), [R], src_data_rank=None)
+    with counted() as count:
+        grad = value_and_grad(lambda t: t.redistribute(placements=[R]).to_local(grad_placements=[P]).sum(), 0)(x)[1]
+    assert count == {("all_reduce", "backward"): 1}, count
+    equal(grad, np.full((12, 3), 4, np.float32))
+
+
+@case(world_size=4)
+def replicate_to_shard_cuts_and_gathers_back(world):
+    for shape, dim in SIZES:
+        x = distribute_tensor(data(1, *shape), mesh_1d(), [R], src_data_rank=None)
+        out, grad, forward, backward = _moved(x, [S(dim)], _weight(shape, [S(dim)]))
+        assert not forward and backward == {"all_gather": 1} and out.placements == (S(dim),), (shape, forward, backward)
+        assert grad.placements == (R,)
+        equal(grad, data(9, *shape))
+
+
+@case(world_size=4)
+def partial_to_replicate_reduces_once_and_passes_back(world):
+    x = DTensor.from_local(ops.ones((12, 3)), mesh_1d(), [P])
+    out, grad, forward, backward = _moved(x, [R], _weight((12, 3), [R]))
+    equal(out, np.full((12, 3), 4, np.float32))
+    assert forward == {"all_reduce": 1} and not backward
+    equal(grad.to_local(), data(9, 12, 3))
+
+
+@case(world_size=4)
+def partial_to_shard_is_one_reduce_scatter(world):
+    for shape, dim in SIZES:
+        x = DTensor.from_local(data(1, *shape) * float(world.rank + 1), mesh_1d(), [P])
+        with counted() as count:
+            out = x.redistribute(placements=[S(dim)])
+        assert count == {("reduce_scatter", "forward"): 1}, (shape, count)
+        equal(out, data(1, *shape) * 10.0)
+
+
+@case(world_size=4)
+def dtypes_change_around_a_move(world):
+    """PyTorch's forward_dtype and backward_dtype are casts here: each side of the move in the dtype that is wanted."""
+    for shape, dim in SIZES:
+        x = distribute_tensor(data(1, *shape), mesh_1d(), [S(dim)], src_data_rank=None)
+        with counted() as count:
+            out = x.astype(ms.float16).redistribute(placements=[R])
+        assert out.dtype == ms.float16 and count == {("all_gather", "forward"): 1}
+        equal(out, data(1, *shape).astype(ms.float16), rtol=0)
+        grad = value_and_grad(lambda t: t.astype(ms.float16).redistribute(placements=[R]).astype(ms.float32).sum(), 0)(x)[1]
+        assert grad.dtype == ms.float32 and grad.placements == (S(dim),)
+        equal(grad, np.ones(shape, np.float32))
+
+
+@case(world_size=4)
+def summands_are_not_made_of_a_value(world):
+    x = distribute_tensor(data(1, 12, 3), mesh_1d(), [R], src_data_rank=None)
+    with counted() as count:
+        try:
+            x.redistribute(placements=[P])
+        except RedistributeError as e:
+            text = str(e)
+        else:
+            raise AssertionError("accepted")
+    assert not count
+    same_on_all_ranks(world, text)
+
+
+@case(world_size=4)
+def which_layouts_may_become_partial(world):
+    t = data(1, 12, 8)
+    for src, dst, allowed in (([P, S(0)], [P, S(0)], True), ([P, S(0)], [P, S(1)], True), ([S(0), P], [R, P], True),
+                              ([S(0), Partial("prod")], [R, Partial("prod")], True), ([S(0), R], [S(0), P], False),
+                              ([S(0), R], [R, P], False), ([S(0), S(1)], [R, P], False),
+                              ([S(0), Partial("prod")], [R, P], False)):
+        x = DTensor.from_local(t, mesh_2d(), src)
+        try:
+            assert x.redistribute(placements=dst).placements == tuple(dst) and allowed, (src, dst)
+        except RedistributeError:
+            assert not allowed, (src, dst)
+
+
+@case(world_size=4)
+def a_negative_dim_is_where_it_is_already(world):
+    x = distribute_tensor(data(1, 12, 3), mesh_1d(), [S(1)], src_data_rank=None)
+    with counted() as count:
+        assert x.redistribute(placements=[S(-1)]).placements[0].dim == 1
+    assert not count
+
+
+@case(world_size=4)
+def uneven_on_one_axis_on_both_and_smaller_than_the_mesh(world):
+    for shape, placements in itertools.product(((10, 5), (9, 5), (3, 5), (1, 3)), ([S(0), S(0)], [S(0), S(1)])):
+        equal(distribute_tensor(data(1, *shape), mesh_2d(), placements).full_tensor(), data(1, *shape), f"{shape} {placements}")
+
+
+@case(world_size=4)
+def a_change_of_the_cut_dim_is_one_all_to_all(world):
+    for shape, (a, b) in itertools.product(((8, 8), (8, 8, 8), (8, 5), (5, 8), (5, 5)), ((0, 1), (1, 0))):
+        x = distribute_tensor(data(1, *shape), mesh_1d(), [S(a)], src_data_rank=None)
+        with counted() as count:
+            out = x.redistribute(placements=[S(b)])
+        assert count == {("all_to_all", "forward"): 1}, (shape, count)
+        equal(out.to_local(), distribute_tensor(data(1, *shape), mesh_1d(), [S(b)], src_data_rank=None).to_local())
+
+
+@case(world_size=4)
+def changes_of_the_cut_dims_on_two_axes(world):
+    for shape in ((8, 8), (8, 8, 8), (8, 5), (5, 8), (5, 5)):
+        pairs = [([S(0), S(1)], [S(0), S(0)]), ([S(0), S(1)], [S(1), S(0)]), ([S(0), S(0)], [S(1), S(1)])]
+        if len(shape) > 2:
+            pairs += [([S(0), S(2)], [S(1), S(0)]), ([S(1), S(1)], [S(1), S(2)])]
+        for src, dst in pairs:
+            x = distribute_tensor(data(1, *shape), mesh_2d(), src, src_data_rank=None)
+            with counted() as count:
+                out = x.redistribute(placements=dst)
+            assert 1 <= sum(count.values()) <= 3, (shape, src, dst, count)  # the least bytes, not the fewest messages
+            equal(out.to_local(), distribute_tensor(data(1, *shape), mesh_2d(), dst, src_data_rank=None).to_local())
+
+
+@case(world_size=4)
+def an_axis_of_one_rank_needs_no_communication(world):
+    mesh = init_device_mesh("cpu", (4, 1))
+    for src, dst in itertools.product((S(1), R, P), (S(0), S(1), R)):
+        x = DTensor.from_local(data(1, 16, 8), mesh, [S(0), src])
+        with counted() as count:
+            out = x.redistribute(placements=[S(0), dst])
+        assert not count and out.placements == (S(0), dst)
+
+
+@case(world_size=4)
+def every_source_reaches_every_target_on_two_axes(world):
+    options = (R, S(0), S(1))
+    whole = data(1, 16, 24)
+    for src in itertools.product((*options, P), repeat=2):
+        plain = distribute_tensor(whole, mesh_2d(), [R if p.is_partial() else p for p in src], src_data_rank=None)
+        x = DTensor.from_local(plain.to_local(), mesh_2d(), src)
+        times = 2.0 ** sum(p.is_partial() for p in src)
+        for dst in itertools.product(options, repeat=2):
+            equal(x.redistribute(placements=dst), whole * times, f"{src} -> {dst}")
+
+
+@case(world_size=4)
+def the_order_of_axes_on_one_dim_is_kept_and_undone(world):
+    for shape in ((16, 8), (17, 5)):
+        whole = data(1, *shape).asnumpy()
+        for order, dst in itertools.product((("dp", "tp"), ("tp", "dp")), ([R, S(0)], [S(0), R], [S(1), S(0)], [R, R])):
+            layout = Layout(mesh_2d(), [S(0), S(0)], shape, order=order)
+            box = tuple(slice(a, b) for a, b in layout.local_box())
+            alias = ((order, "None"))  # the alias form says the order: outermost first
+            x = distribute_tensor(data(1, *shape), mesh_2d(), alias, src_data_rank=None)
+            np.testing.assert_array_equal(x.to_local().asnumpy(), whole[box])
+            equal(x.redistribute(placements=dst), whole, f"{order} {dst}")
+
+
+@case(world_size=4)
+def complex_numbers_move_too(world):
+    whole = (data(1, 13, 3).asnumpy() + 1j * data(2, 13, 3).asnumpy()).astype(np.complex64)
+    x = distribute_tensor(Tensor(whole), mesh_1d(), [S(0)], src_data_rank=None)
+    np.testing.assert_array_equal(x.redistribute(placements=[R]).to_local().asnumpy(), whole)
+    np.testing.assert_array_equal(x.redistribute(placements=[S(1)]).full_tensor().asnumpy(), whole)
+
+
+@case(world_size=4)
+def implicit_moves_can_be_made_an_error(world):
+    a = distribute_tensor(data(1, 8, 8), mesh_1d(), [S(0)], src_data_rank=None)
+    b = distribute_tensor(data(2, 8, 8), mesh_1d(), [S(1)], src_data_rank=None)
+    with redistribution_policy("explicit"):
+        for wrong in (lambda: mint.matmul(b, a.redistribute(placements=[S(1)])), lambda: a + b):
+            try:
+                wrong()
+            except ImplicitCommError as e:
+                same_on_all_ranks(world, str(e))
+            else:
+                raise AssertionError("moved")
+        mint.matmul(a, b.redistribute(placements=[R]))
+        with redistribution_policy("auto"):
+            equal(a + b, data(1, 8, 8) + data(2, 8, 8))
+
+
+# -- local_map -----------------------------------------------------------------------------------------------------------
+X, W = data(1, 16, 8), data(2, 8, 12)
+
+
+def _reduced(mesh, a, b):
+    return mesh.get_group().all_reduce(mint.matmul(a, b), "sum")
+
+
+def _lying(placements_x, placements_w):
+    return (distribute_tensor(X, mesh_1d(), placements_x, src_data_rank=None),
+            distribute_tensor(W, mesh_1d(), placements_w, src_data_rank=None))
+
+
+@case(world_size=4)
+def a_local_product_with_its_own_all_reduce(world):
+    x, w = _lying([S(1)], [S(0)])
+    for fn in (local_map(_reduced, [R], (None, [S(1)], [S(0)]), device_mesh=mesh_1d()),
+               local_map(out_placements=[R], in_placements=(None, [S(1)], [S(0)]))(_reduced)):
+        with counted() as count:
+            out = fn(mesh_1d(), x, w)
+        assert sum(count.values()) == 1 and out.placements == (R,)
+        equal(out, mint.matmul(X, W))
+
+
+@case(world_size=4)
+def out_placements_of_none_leave_results_plain(world):
+    def alike(mesh, a, b):
+        return all(mesh.get_group().all_gather_object(bool((a.asnumpy() == b.asnumpy()).all())))
+    x = distribute_tensor(X, mesh_1d(), [S(0)], src_data_rank=None)
+    assert local_map(alike, None)(mesh_1d(), x, x) is True and local_map(alike, None)(mesh_1d(), x, x * 2) is False
+
+
+@case(world_size=4)
+def without_dtensors_the_function_is_just_called(world):
+    out = local_map(lambda mesh, a: a * 2, [S(0)], (None, [S(0)]))(mesh_1d(), X)
+    assert type(out) is Tensor
+    equal(out, X * 2)
+
+
+@case(world_size=4)
+def in_placements_given_or_taken_as_they_lie(world):
+    x, w = _lying([S(0)], [R])
+    for fn in (local_map(mint.matmul, [S(0)], ([S(0)], [R]), device_mesh=mesh_1d()), local_map(mint.matmul, [S(0)])):
+        with counted() as count:
+            out = fn(x, w)
+        assert not count and out.placements == (S(0),)
+        equal(out, mint.matmul(X, W))
+
+
+@case(world_size=4)
+def none_stands_for_arguments_that_are_no_dtensors(world):
+    x, w = _lying([S(0)], [R])
+    equal(local_map(lambda a, k: a * k, [S(0)], ([S(0)], None))(x, 2.0), X * 2)
+    local = local_map(mint.matmul, None, (None, None))(x.to_local(), w.to_local())
+    equal(DTensor.from_local(local, mesh_1d(), [S(0)]), mint.matmul(X, W))
+    try:
+        local_map(mint.matmul, [S(0)], ([S(0)], None))(x, w)
+    except LayoutError as e:
+        same_on_all_ranks(world, str(e))
+    else:
+        raise AssertionError("accepted")
+
+
+@case(world_size=4)
+def inputs_are_moved_only_when_told(world):
+    x, w = _lying([S(0)], [S(1)])
+    fn = {"out_placements": [R], "in_placements": (None, [S(1)], [S(0)])}
+    with counted() as count:
+        out = local_map(_reduced, redistribute_inputs=True, **fn)(mesh_1d(), x, w)
+    assert sum(count.values()) == 3
+    equal(out, mint.matmul(X, W))
+    with counted() as count:
+        try:
+            local_map(_reduced, **fn)(mesh_1d(), x, w)
+        except LayoutError as e:
+            assert "redistribute_inputs" in str(e)
+        else:
+            raise AssertionError("moved")
+    assert not count
+
+
+@case(world_size=4)
+def in_grad_placements_say_how_cotangents_lie(world):
+    want = ms.grad(lambda a, b: (mint.matmul(a, b) ** 2).sum(), (0, 1))(X, W)
+    for lies in ([R], [S(0)]):
+        x, w = _lying(lies, [R])
+        for grads in (([S(0)], [P]), None):  # what is given is what would be inferred
+            fn = local_map(mint.matmul, [S(0)], ([S(0)], [R]), in_grad_placements=grads, redistribute_inputs=True)
+            got = value_and_grad(lambda a, b, f=fn: (f(a, b) ** 2).sum(), (0, 1))(x, w)[1]
+            equal(got[0], want[0])
+            equal(got[1], want[1])
+            assert got[0].placements == tuple(lies) and got[1].placements == (R,)
+
+
+@case(world_size=4)
+def the_gradient_of_a_replicated_weight_is_whole_though_nobody_reduced_it(world):
+    """PyTorch's users must all-reduce in the function, or say so with in_grad_placements; here it is inferred."""
+    x, w = _lying([S(0)], [R])
+    got = value_and_grad(lambda b: (local_map(mint.matmul, [S(0)], ([S(0)], [R]))(x, b) ** 2).sum(), 0)(w)[1]
+    equal(got, ms.grad(lambda b: (mint.matmul(X, b) ** 2).sum())(W))
+
+
+@case(world_size=4)
+def inputs_on_different_meshes_are_brought_to_one_first(world):
+    """PyTorch takes them as they are and says nothing of it; here it is an error, and one redistribute() away."""
+    x = distribute_tensor(X, mesh_1d(), [S(1)], src_data_rank=None)
+    w = distribute_tensor(W, mesh_2d(), [S(0), S(1)], src_data_rank=None)
+    fn = local_map(mint.matmul, [R, S(1)], ([R, R], [R, S(1)]), device_mesh=mesh_2d())
+    try:
+        fn(x, w)
+    except LayoutError as e:
+        same_on_all_ranks(world, str(e))
+    else:
+        raise AssertionError("mixed")
+    equal(fn(x.redistribute(mesh_2d(), [R, R]), w.redistribute(placements=[R, S(1)])), mint.matmul(X, W))
+
+
+# -- register_sharding -------------------------------------------------------------------------------------------------------
+@case(world_size=4)
+def a_sharding_of_ones_own_for_softmax(world):
+    from ms_dtensor import register_rule
+    from ms_dtensor.rules import Case, OpSpec
+
+    def rule(call):
+        x, dim = call.args["input"], call.args["dim"]
+        dim = (dim[0] if isinstance(dim, tuple) else dim) % x.ndim
+        return OpSpec((x.shape,), tuple(Case((S(d),), (S(d),)) for d in range(x.ndim) if d != dim))
+    x = data(1, 8, 12, 16)
+    with register_rule("Softmax", rule, params="input dim", override=True):
+        for dim, cut in itertools.product((-1, 0, 1), (0, 1, 2)):
+            y = ops.softmax(distribute_tensor(x, mesh_1d(), [S(cut)], src_data_rank=None), dim)
+            assert not y.placements[0].is_shard(dim % 3) and (cut == dim % 3 or y.placements == (S(cut),)), (dim, cut, y)
+            equal(y, ops.softmax(x, dim))
+
+
+@case(world_size=4)
+def a_sharding_for_an_op_with_non_tensor_arguments_in_any_place(world):
+    from ms_dtensor import register_rule
+    with register_rule("named_copy", "S(0) -> S(0)") as rule:
+        @rule
+        def named_copy(name, x):
+            assert name == "test"
+            return x * 1
+        x = distribute_tensor(data(1, 4, 4), mesh_1d(), [R], src_data_rank=None)
+        out = named_copy("test", x)
+        assert isinstance(out, DTensor)
+        equal(out, data(1, 4, 4))
+
+
+@case(world_size=4)
+def a_sharding_for_tensors_passed_by_keyword(world):
+    from ms_dtensor import register_rule
+    with register_rule("keyed", "S(0), S(0) -> S(0), S(0)") as rule:
+        keyed = rule(lambda a, *, b: (a + b, a * b))
+        x, y = (distribute_tensor(data(i, 8, 4), mesh_1d(), [S(0)], src_data_rank=None) for i in (1, 2))
+        total, product = keyed(x, b=y)
+        assert total.placements == product.placements == (S(0),)
+        equal(total, data(1, 8, 4) + data(2, 8, 4))
+        equal(product, data(1, 8, 4) * data(2, 8, 4))
+
+
+@case(world_size=4)
+def a_registered_sharding_is_asked_with_descriptions(world):
+    seen = []
+
+    @register_sharding("Trapz")
+    def trapz(*arguments):
+        seen.append(arguments)
+        return [([R], [R])]
+    unregister_rule("Trapz")
+    assert not seen

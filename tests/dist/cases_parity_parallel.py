@@ -1,0 +1,358 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What PyTorch's tests of tensor-parallel styles, plans and examples check; indexed in docs/parity_behaviours.md."""
+from __future__ import annotations
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, mint, nn, ops
+
+from ms_dtensor import (
+    ColwiseParallel,
+    DTensor,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    Replicate,
+    RowwiseParallel,
+    SequenceParallel,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+    parallelize_module,
+    value_and_grad,
+)
+from ms_dtensor.errors import ConfigError
+from tests.cases import case
+from tests.dist.cases_styles import Mlp, fill
+from tests.dist.support import array, counted, data, equal, mesh_1d, same_on_all_ranks
+
+R, S = Replicate(), Shard
+
+
+def _step(cell, *inputs):
+    """(result, communication forward, communication backward) of one step that differentiates the first input too."""
+    with counted() as count:
+        out = cell(*inputs)
+    forward = {op: n for (op, _), n in count.items()}
+    with counted() as count:
+        value_and_grad(lambda *xs: cell(*xs).sum(), 0, cell.trainable_params())(*inputs)
+    return out, forward, {op: n for (op, phase), n in count.items() if phase == "backward"}
+
+
+# -- styles --------------------------------------------------------------------------------------------------------------
+@case(world_size=4)
+def colwise_needs_nothing_forward_and_one_all_reduce_back(world):
+    cell = parallelize_module(nn.Dense(16, 16), mesh_1d(), ColwiseParallel())
+    out, forward, backward = _step(cell, data(1, 8, 16))
+    assert out.shape == (8, 4) and not forward and backward == {"all_reduce": 1}, (forward, backward)
+
+
+@case(world_size=4)
+def colwise_of_a_cut_input_gathers_and_reduce_scatters(world):
+    cell = parallelize_module(nn.Dense(16, 16), mesh_1d(), ColwiseParallel(input_layouts=S(0)))
+    out, forward, backward = _step(cell, data(1, 8, 16))
+    assert out.shape == (32, 4) and forward == {"all_gather": 1} and backward == {"reduce_scatter": 1}, (forward, backward)
+
+
+@case(world_size=4)
+def colwise_embedding_communicates_nothing(world):
+    cell = parallelize_module(nn.Embedding(16, 16), mesh_1d(), ColwiseParallel())
+    ids = Tensor(np.arange(8).reshape(4, 2).astype(np.int32))
+    with counted() as count:
+        out = cell(ids)
+        value_and_grad(lambda i: cell(i).sum(), None, cell.trainable_params())(ids)
+    assert out.shape == (4, 2, 4) and not count, count
+
+
+@case(world_size=4)
+def styles_keep_requires_grad(world):
+    for style in (ColwiseParallel(), RowwiseParallel()):
+        cell = nn.Dense(16, 16)
+        cell.weight.requires_grad, cell.bias.requires_grad = False, True
+        parallelize_module(cell, mesh_1d(), style)
+        assert not cell.weight.requires_grad and cell.bias.requires_grad
+
+
+@case(world_size=4)
+def rowwise_needs_one_all_reduce_forward_and_nothing_back(world):
+    for bias in (False, True):
+        cell = parallelize_module(nn.Dense(16, 16, has_bias=bias), mesh_1d(), RowwiseParallel())
+        out, forward, backward = _step(cell, data(1, 8, 4))
+        assert out.shape == (8, 16) and forward == {"all_reduce": 1}, forward
+        assert backward == ({"all_reduce": 1} if bias else {}), backward  # the bias is added once, on one rank: 16 numbers
+
+
+@case(world_size=4)
+def rowwise_to_a_cut_output_reduce_scatters_and_gathers(world):
+    cell = parallelize_module(nn.Dense(16, 16), mesh_1d(), RowwiseParallel(output_layouts=S(0)))
+    out, forward, backward = _step(cell, data(1, 8, 4))
+    assert out.shape == (2, 16) and forward == {"reduce_scatter": 1}, forward
+    assert backward.pop("all_gather") == 1 and set(backward) <= {"all_reduce"}, backward  # the bias: kept partial by PyTorch
+
+
+@case(world_size=4)
+def rowwise_embedding_reduces_once(world):
+    ids = Tensor(np.arange(8).astype(np.int32))
+    for layout, shape, op in ((R, (8, 16), "all_reduce"), (S(1), (8, 4), "reduce_scatter")):
+        cell = parallelize_module(nn.Embedding(16, 16), mesh_1d(), RowwiseParallel(input_layouts=R, output_layouts=layout))
+        table = array(cell.embedding_table)
+        with counted() as count:
+            out = cell(ids)
+        assert out.shape == shape and count == {(op, "forward"): 1}, count
+        equal(DTensor.from_local(out, mesh_1d(), [layout]), table[:8])
+
+
+@case(world_size=4)
+def an_input_is_prepared(world):
+    cell = parallelize_module(nn.Identity(), mesh_1d(), PrepareModuleInput(input_layouts=S(0), desired_input_layouts=R))
+    equal(cell(ops.ones((2, 16))), np.ones((8, 16), np.float32))
+
+
+class Sum(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Dense(8, 8)
+
+    def construct(self, x, y=2, z=None):
+        out = self.linear(x) + y
+        return out if z is None else out + z
+
+
+@case(world_size=4)
+def several_inputs_and_slots_left_alone(world):
+    for layouts, fits in ((S(0), False), ((S(0), None), True)):
+        net = Sum()
+        desired = R if layouts == S(0) else (R, None)
+        parallelize_module(net, mesh_1d(), {"linear": ColwiseParallel()})
+        parallelize_module(net, mesh_1d(), PrepareModuleInput(input_layouts=layouts, desired_input_layouts=desired))
+        try:
+            out = net(data(1, 2, 8), ops.ones((8, 2)))
+        except ConfigError as e:
+            assert not fits
+            same_on_all_ranks(world, str(e))
+        else:
+            assert fits and out.shape == (8, 2)
+
+
+@case(world_size=4)
+def keyword_inputs_are_prepared(world):
+    net = parallelize_module(Sum(), mesh_1d(), {"linear": ColwiseParallel(use_local_output=False)})
+    parallelize_module(net, mesh_1d(), PrepareModuleInput(input_kwarg_layouts={"y": S(0)},
+                                                          desired_input_kwarg_layouts={"y": R}))
+    with counted() as count:
+        out = net(data(1, 4, 8), y=ops.ones((1, 8)))
+    assert sum(count.values()) == 1 and out.shape == (4, 8), count
+    net = parallelize_module(Sum(), mesh_1d(), {"linear": ColwiseParallel(use_local_output=False)})
+    parallelize_module(net, mesh_1d(), PrepareModuleInput(
+        input_kwarg_layouts={"x": S(0), "z": S(0)}, desired_input_kwarg_layouts={"x": R, "z": R}))
+    for x in (data(world.rank, 1, 8), DTensor.from_local(data(world.rank, 1, 8), mesh_1d(), [S(0)])):
+        with counted() as count:
+            out = net(x=x, z=ops.ones((1, 8)))
+        assert sum(count.values()) == 2 and out.shape == (4, 8), count
+
+
+@case(world_size=4)
+def an_output_is_prepared(world):
+    cell = parallelize_module(nn.Identity(), mesh_1d(), PrepareModuleOutput(output_layouts=R, desired_output_layouts=S(0)))
+    out = cell(data(1, 8, 16))
+    assert type(out) is Tensor
+    equal(out, data(1, 8, 16).asnumpy()[2 * world.rank:][:2])
+
+
+class Rms(nn.Cell):
+    def __init__(self, n):
+        super().__init__()
+        self.weight = ms.Parameter(data(3, n), name="weight")
+
+    def construct(self, x):
+        return x * mint.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5) * self.weight
+
+
+@case(world_size=4)
+def sequence_parallel_norms_keep_the_cut(world):
+    x = data(1, 3, 8, 12)
+    for make in (lambda: nn.LayerNorm((12,)), lambda: Rms(12)):
+        plain, cell = make(), parallelize_module(make(), mesh_1d(), SequenceParallel())
+        dx = distribute_tensor(x, mesh_1d(), [S(1)], src_data_rank=None)
+        with counted() as count:
+            out = cell(dx)
+        assert out.placements == (S(1),) and not count
+        equal(out, plain(x))
+        want = ms.value_and_grad(lambda t, m=plain: (m(t) ** 2).sum(), None, plain.trainable_params())(x)[1]
+        got = value_and_grad(lambda t, m=cell: (m(t) ** 2).sum(), None, cell.trainable_params())(dx)[1]
+        for g, w in zip(got, want, strict=True):  # whole, where PyTorch leaves them Partial
+            equal(g, w)
+
+
+@case(world_size=4)
+def sequence_parallel_dropout_keeps_the_cut(world):
+    cell = parallelize_module(nn.Dropout(p=0.5), mesh_1d(), SequenceParallel())
+    cell.set_train()
+    x = distribute_tensor(ops.ones((3, 8, 12)), mesh_1d(), [S(1)], src_data_rank=None)
+    with counted() as count:
+        out = cell(x)
+    assert out.placements == (S(1),) and not count
+    assert set(np.unique(array(out))) == {0.0, 2.0}
+
+
+@case(world_size=4)
+def sequence_parallel_brings_another_cut_to_the_sequence(world):
+    cell = parallelize_module(Rms(12), mesh_1d(), SequenceParallel())
+    x = distribute_tensor(data(1, 4, 8, 12), mesh_1d(), [S(0)], src_data_rank=None)
+    with counted() as count:
+        out = cell(x)
+    assert out.placements == (S(1),) and count == {("all_to_all", "forward"): 1}, count
+    equal(out, Rms(12)(data(1, 4, 8, 12)))
+
+
+# -- plans -----------------------------------------------------------------------------------------------------------------
+def _equals_one_device(net, plain, x, dx):
+    want = ms.value_and_grad(lambda t: (plain(t) ** 2).mean(), None, plain.trainable_params())(x)
+    got = value_and_grad(lambda t: (net(t) ** 2).mean(), None, net.trainable_params())(dx)
+    equal(got[0], want[0])
+    for p, g, w in zip(net.trainable_params(), got[1], want[1], strict=True):
+        equal(g, w, p.name)
+
+
+@case(world_size=4)
+def a_plan_by_cell_names(world):
+    x = data(1, 12, 12)
+    net = parallelize_module(fill(Mlp("nn")), mesh_1d(), {"up": ColwiseParallel(output_layouts=R, use_local_output=False),
+                                                         "down": ColwiseParallel(output_layouts=R)})
+    _equals_one_device(net, fill(Mlp("nn")), x, x)
+
+
+@case(world_size=4)
+def a_plan_for_nested_cells(world):
+    x = data(1, 12, 12)
+    net = fill(nn.SequentialCell(Mlp("nn"), Mlp("nn")))
+    parallelize_module(net, mesh_1d(), {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()})
+    _equals_one_device(net, fill(nn.SequentialCell(Mlp("nn"), Mlp("nn"))), x, x)
+
+
+@case(world_size=4)
+def patterns_have_wildcards_per_level(world):
+    for pattern in ("*.up", "[01].up", "?.u?"):
+        net = parallelize_module(nn.SequentialCell(Mlp("nn"), Mlp("nn")), mesh_1d(), {pattern: ColwiseParallel()})
+        assert net[0].up.weight.placements == net[1].up.weight.placements == (S(0),)
+        assert not isinstance(net[0].down.weight, DTensor)
+    for pattern in ("up", "*.*.up", "2.up"):
+        try:
+            parallelize_module(nn.SequentialCell(Mlp("nn")), mesh_1d(), {pattern: ColwiseParallel()})
+        except ConfigError as e:
+            assert "matches no cell" in str(e)
+        else:
+            raise AssertionError(pattern)
+
+
+@case(world_size=4)
+def a_style_alone_is_for_the_cell_itself(world):
+    x = data(1, 9, 16)
+    rows = parallelize_module(fill(nn.Dense(16, 10)), mesh_1d(), RowwiseParallel())
+    mine = Tensor(np.ascontiguousarray(x.asnumpy()[:, 4 * world.rank:][:, :4]))
+    equal(rows(mine), fill(nn.Dense(16, 10))(x))
+    columns = parallelize_module(fill(nn.Dense(16, 12)), mesh_1d(), ColwiseParallel(output_layouts=R))
+    equal(columns(x), fill(nn.Dense(16, 12))(x))
+
+
+@case(world_size=4)
+def no_plan_changes_nothing_and_warns(world):
+    import warnings
+    net = Mlp("nn")
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        assert parallelize_module(net, mesh_1d()) is net
+    assert len(seen) == 1 and "no plan" in str(seen[0].message)
+    assert not any(isinstance(p, DTensor) for p in net.get_parameters())
+
+
+# -- examples --------------------------------------------------------------------------------------------------------------
+def _train(net, x, steps=3):
+    """Losses and final parameters of plain SGD."""
+    optimizer = nn.SGD(net.trainable_params(), learning_rate=0.25)
+    step = ms.value_and_grad(lambda t: (net(t) ** 2).mean(), None, optimizer.parameters)
+    losses = []
+    for _ in range(steps):
+        loss, grads = step(x)
+        optimizer(grads)
+        losses.append(float(loss.item() if isinstance(loss, DTensor) else loss.asnumpy()))
+    return losses
+
+
+@case(world_size=4)
+def an_mlp_trains_as_on_one_device(world):
+    x = data(1, 8, 12)
+    for cut in (False, True):
+        plain = fill(Mlp("nn"))
+        net = fill(Mlp("nn"))
+        between = S(0) if cut else R
+        parallelize_module(net, mesh_1d(), {"up": ColwiseParallel(input_layouts=between, use_local_output=False),
+                                            "down": RowwiseParallel(output_layouts=between, use_local_output=False)})
+        want = _train(plain, x)
+        dx = distribute_tensor(x, mesh_1d(), [between], src_data_rank=None)
+        np.testing.assert_allclose(_train(net, dx), want, rtol=1e-4)
+        for p, w in zip(net.get_parameters(), plain.get_parameters(), strict=True):
+            equal(p, w, p.name, rtol=1e-4)  # after three steps
+
+
+@case(world_size=4)
+def an_mlp_answers_as_on_one_device(world):
+    net = parallelize_module(fill(Mlp("mint")), mesh_1d(), {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    net.set_train(False)
+    equal(net(data(1, 8, 12)), fill(Mlp("mint"))(data(1, 8, 12)))
+
+
+class Tied(nn.Cell):
+    def __init__(self, tied):
+        super().__init__()
+        self.embedding, self.fc = nn.Embedding(16, 8), nn.Dense(8, 16, has_bias=False)
+        self.embedding.embedding_table.set_data(data(1, 16, 8))
+        self.fc.weight.set_data(data(2, 16, 8))
+        if tied:
+            self.fc.weight = self.embedding.embedding_table
+
+    def construct(self, ids):
+        return self.fc(self.embedding(ids))
+
+
+@case(world_size=4)
+def tied_weights_stay_tied_and_get_both_gradients(world):
+    ids = Tensor(np.array([3, 0, 15, 7, 3], np.int32))
+    for tied in (False, True):
+        plain, net = Tied(tied), Tied(tied)
+        parallelize_module(net, mesh_1d(), {"embedding": RowwiseParallel(input_layouts=R, use_local_output=False),
+                                            "fc": ColwiseParallel(use_local_output=False)})
+        assert (net.fc.weight is net.embedding.embedding_table) == tied
+        _equals_one_device(net, plain, ids, distribute_tensor(ids, mesh_1d(), src_data_rank=None))
+    late = Tied(False)
+    parallelize_module(late, mesh_1d(), {"embedding": RowwiseParallel(input_layouts=R, use_local_output=False)})
+    late.fc.weight = late.embedding.embedding_table  # tied after the styles
+    assert late.fc.weight is late.embedding.embedding_table
+    equal(late(distribute_tensor(ids, mesh_1d(), src_data_rank=None)), Tied(False).embedding(ids) @ data(1, 16, 8).T)
+
+
+@case(world_size=4)
+def frozen_parameters_save_their_communication(world):
+    x = data(1, 8, 12)
+    counts = []
+    for frozen in (False, True):
+        net = fill(Mlp("nn"))
+        net.up.weight.requires_grad = net.up.bias.requires_grad = not frozen
+        parallelize_module(net, mesh_1d(), {"up": ColwiseParallel(use_local_output=False),
+                                            "down": RowwiseParallel(use_local_output=False)})
+        with counted() as count:
+            grads = value_and_grad(lambda t, m=net: (m(t) ** 2).mean(), None, net.trainable_params())(x)[1]
+        assert len(grads) == (2 if frozen else 4)
+        counts.append(sum(n for (_, phase), n in count.items() if phase == "backward"))
+    assert counts[1] <= counts[0]
+
+
+@case(world_size=4)
+def modules_made_deferred_work_under_styles(world):
+    from mindspore.nn.utils import no_init_parameters
+    ms.set_seed(2)
+    plain = Mlp("nn")
+    ms.set_seed(2)
+    with no_init_parameters():
+        net = Mlp("nn")
+    distribute_module(parallelize_module(net, mesh_1d(), {"up": ColwiseParallel(), "down": RowwiseParallel()}), mesh_1d())
+    equal(net(data(1, 8, 12)), plain(data(1, 8, 12)))

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real ranks: fused projections cut by head or block, plans computed from a model, and what plans tell and refuse."""
+from __future__ import annotations
+
+import contextlib
+import io
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, mint, nn
+
+from model_zoo.llama.config import ModelConfig
+from model_zoo.llama.model import Llama, cross_entropy, init_weights
+from ms_dtensor import (
+    ColwiseParallel,
+    DTensor,
+    FusedColwiseParallel,
+    Replicate,
+    RowwiseParallel,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+    parallelize_module,
+    replicate,
+    suggest_plan,
+    value_and_grad,
+)
+from ms_dtensor.errors import ConfigError, LayoutError
+from ms_dtensor.parallel import Fused
+from tests.cases import case
+from tests.dist.cases_styles import fill
+from tests.dist.support import array, counted, data, equal, mesh_1d, mesh_2d, same_on_all_ranks
+
+R, S = Replicate(), Shard
+
+
+class Attention(nn.Cell):
+    """Grouped-query attention with a fused projection; `ranks` counts heads as code on local tensors does."""
+
+    def __init__(self, heads=8, kv_heads=4, width=3, dim=10, bias=True):
+        super().__init__()
+        self.heads, self.kv_heads, self.width, self.ranks = heads, kv_heads, width, 1
+        self.qkv_proj = nn.Dense(dim, (heads + 2 * kv_heads) * width, has_bias=bias)
+        self.o_proj = nn.Dense(heads * width, dim, has_bias=False)
+
+    def construct(self, x):
+        h, k, w = self.heads // self.ranks, self.kv_heads // self.ranks, self.width
+        out = self.qkv_proj(x)
+        q, key, value = out if isinstance(out, tuple) else mint.split(out, (h * w, k * w, k * w), -1)
+        t = x.shape[0]
+        q = q.reshape((t, k, h // k, w))
+        key, value = key.reshape((t, k, 1, w)), value.reshape((t, k, 1, w))
+        score = (q * key).sum(-1, keepdims=True)  # each query head with its own key head
+        return self.o_proj((score * value).reshape((t, h * w)))
+
+
+class GateUp(nn.Cell):
+    def __init__(self, dim=10, hidden=12):
+        super().__init__()
+        self.gate_up_proj, self.down_proj = mint.nn.Linear(dim, 2 * hidden, bias=False), nn.Dense(hidden, dim)
+
+    def construct(self, x):
+        out = self.gate_up_proj(x)
+        gate, up = out if isinstance(out, tuple) else mint.chunk(out, 2, -1)
+        return self.down_proj(mint.nn.functional.silu(gate) * up)
+
+
+def _compare(make, plan, mesh, x, dx, after=lambda net: net):
+    plain, net = fill(make()), fill(make())
+    want = ms.value_and_grad(lambda t: (plain(t) ** 2).mean(), None, plain.trainable_params())(x)
+    after(parallelize_module(net, mesh, plan))
+    with counted() as count:
+        got = value_and_grad(lambda t: (net(t) ** 2).mean(), None, net.trainable_params())(dx)
+    equal(got[0], want[0], "loss")
+    for p, g, w in zip(net.trainable_params(), got[1], want[1], strict=True):
+        order = p.__dict__.get("fused")
+        equal(order.restore(array(g)) if order else g, w, p.name)
+    return net, count
+
+
+# -- fused projections ---------------------------------------------------------------------------------------------------
+@case(world_size=4)
+def fused_qkv_is_cut_by_head(world):
+    mesh, x = mesh_1d(), data(1, 5, 10)
+    for local in (True, False):
+        def tell(net, local=local):
+            net.ranks = 4 if local else 1
+        plan = {"qkv_proj": FusedColwiseParallel((24, 12, 12), units=4, use_local_output=local),
+                "o_proj": RowwiseParallel(use_local_output=False)}
+        net, count = _compare(Attention, plan, mesh, x, x if local else distribute_tensor(x, mesh), tell)
+        assert count == {("all_reduce", "forward"): 1}, (local, count)  # the input is no leaf that is differentiated
+        w = net.qkv_proj.weight
+        assert w.placements == (S(0),) and w.local_shape == (12, 10) and w.fused == Fused((24, 12, 12), 4)
+        np.testing.assert_array_equal(w.fused.restore(array(w)), fill(Attention()).qkv_proj.weight.asnumpy())
+        mine = fill(Attention()).qkv_proj.weight.asnumpy()
+        r = world.rank  # two query heads, a key head, a value head
+        np.testing.assert_array_equal(w.to_local().asnumpy(), np.concatenate(
+            [mine[6 * r:6 * r + 6], mine[24 + 3 * r:27 + 3 * r], mine[36 + 3 * r:39 + 3 * r]]))
+
+
+@case(world_size=4)
+def fused_outputs_are_the_parts_in_the_models_order(world):
+    mesh, x = mesh_1d(), data(1, 5, 10)
+    net = fill(Attention())
+    want = np.split(net.qkv_proj(x).asnumpy(), (24, 36), -1)
+    parallelize_module(net, mesh, {"qkv_proj": FusedColwiseParallel((24, 12, 12), units=4, use_local_output=False)})
+    with counted() as count:
+        parts = net.qkv_proj(distribute_tensor(x, mesh, src_data_rank=None))
+    assert not count and all(p.placements == (S(1),) for p in parts)
+    for got, w in zip(parts, want, strict=True):
+        equal(got, w)
+    wide = net.qkv_proj(distribute_tensor(x, mesh, [S(0)], src_data_rank=None))  # brought to Replicate
+    equal(wide[0], want[0])
+
+
+@case(world_size=4)
+def fused_gate_up_is_cut_by_block(world):
+    mesh, x = mesh_1d(), data(2, 5, 10)
+    for local in (True, False):
+        plan = {"gate_up_proj": FusedColwiseParallel((12, 12), use_local_output=local),
+                "down_proj": RowwiseParallel(use_local_output=False)}
+        net, count = _compare(GateUp, plan, mesh, x, x if local else distribute_tensor(x, mesh))
+        assert count[("all_reduce", "forward")] == 1 and {op for op, _ in count} == {"all_reduce"}, count
+        assert net.gate_up_proj.weight.fused.units == 12
+
+
+@case(world_size=4)
+def fused_weights_on_two_axes(world):
+    mesh, x = mesh_2d(), data(3, 8, 10)
+    share = Tensor(x.asnumpy()[4 * mesh.get_local_rank("dp"):][:4])
+    plan = {"gate_up_proj": FusedColwiseParallel((12, 12), use_local_output=False),
+            "down_proj": RowwiseParallel(use_local_output=False)}
+    net, _ = _compare(GateUp, plan, mesh["tp"], x, share, lambda m: replicate(m, mesh=mesh["dp"]))
+    assert net.gate_up_proj.weight.placements == (R, S(0))
+
+
+@case(world_size=4)
+def fused_refusals(world):
+    mesh = mesh_1d()
+    cell = fill(GateUp()).gate_up_proj
+    texts = []
+    for wrong in (lambda: FusedColwiseParallel((12, 12), units=5), lambda: FusedColwiseParallel(()),
+                  lambda: FusedColwiseParallel((12, 11)).apply(cell, mesh),
+                  lambda: FusedColwiseParallel((12, 12), units=6).apply(cell, mesh),
+                  lambda: FusedColwiseParallel((12, 12)).apply(cell, mesh_2d()),
+                  lambda: FusedColwiseParallel((12, 12)).apply(nn.ReLU(), mesh)):
+        with counted() as count:
+            try:
+                wrong()
+            except (ConfigError, LayoutError) as e:
+                texts.append(str(e))
+            else:
+                raise AssertionError("accepted")
+        assert not count
+    same_on_all_ranks(world, "\n".join(texts))
+    FusedColwiseParallel((12, 12)).apply(cell, mesh)
+    try:
+        FusedColwiseParallel((12, 12)).apply(cell, mesh)
+    except LayoutError as e:
+        assert "laid out already" in str(e)
+
+
+# -- suggest_plan --------------------------------------------------------------------------------------------------------
+TINY = ModelConfig(dim=16, n_layers=2, n_heads=8, n_kv_heads=4, ffn_dim=24, vocab_size=19)
+
+
+def _told(fn):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        result = fn()
+    return result, out.getvalue()
+
+
+@case(world_size=4)
+def a_suggested_plan_equals_one_device(world):
+    mesh = mesh_1d()
+    plain, net = Llama(TINY, 8), Llama(TINY, 8)
+    for m in (plain, net):
+        init_weights(m, 3)
+    before = [type(p) for p in net.get_parameters()]
+    (plan, text) = _told(lambda: suggest_plan(net, mesh))
+    assert [type(p) for p in net.get_parameters()] == before  # nothing was applied
+    assert set(plan) == {"tok_embeddings", "output", *(f"layers.*.attention.w{c}" for c in "qkvo"),
+                         *(f"layers.*.feed_forward.w{c}" for c in "123")}
+    assert bool(text) == (world.rank == 0) and (world.rank or "layers.*.attention.wq" in text), text
+    _, text = _told(lambda: parallelize_module(net, mesh, plan))
+    assert bool(text) == (world.rank == 0) and (world.rank or "layers.0.attention.wq ... layers.1.attention.wq (2 cells)" in text)
+    distribute_module(net, mesh)
+    ids = np.random.default_rng(1).integers(0, 19, (2, 9)).astype(np.int32)
+    x, y = Tensor(ids[:, :-1]), Tensor(np.ascontiguousarray(ids[:, 1:]))
+    dx, dy = distribute_tensor(x, mesh), distribute_tensor(y, mesh)
+    want = ms.value_and_grad(lambda i: cross_entropy(plain(i), y), None, plain.trainable_params())(x)
+    got = value_and_grad(lambda i: cross_entropy(net(i), dy), None, net.trainable_params())(dx)
+    equal(got[0], want[0], "loss")
+    for p, g, w in zip(net.trainable_params(), got[1], want[1], strict=True):
+        equal(g, w, p.name, rtol=1e-4)  # two layers deep, sums in another order
+    assert isinstance(net.norm.weight, DTensor)
+
+
+@case(world_size=4)
+def a_suggested_plan_knows_fused_and_indivisible_cells(world):
+    class Block(nn.Cell):
+        def __init__(self, kv_heads=4):
+            super().__init__()
+            self.attn, self.mlp = Attention(kv_heads=kv_heads), GateUp()
+
+        def construct(self, x):
+            return self.mlp(self.attn(x))
+    mesh, x = mesh_1d(), data(4, 5, 10)
+    plan, _ = _told(lambda: suggest_plan(nn.SequentialCell(Block(), Block()), mesh))
+    assert repr(plan["*.attn.qkv_proj"]) == repr(FusedColwiseParallel((24, 12, 12), units=4, use_local_output=False))
+    assert repr(plan["*.mlp.gate_up_proj"]) == repr(FusedColwiseParallel((12, 12), use_local_output=False))
+    _compare(lambda: nn.SequentialCell(Block(), Block()), plan, mesh, x, distribute_tensor(x, mesh))
+    plan, text = _told(lambda: suggest_plan(Block(kv_heads=2), mesh))
+    assert set(plan) == {"mlp.gate_up_proj", "mlp.down_proj"}
+    assert world.rank or "left whole: attn.qkv_proj: 2 heads do not divide by 4" in text
+    texts = []
+    for wrong in (lambda: suggest_plan(nn.Dense(4, 4), mesh), lambda: suggest_plan(Block(), mesh_2d())):
+        try:
+            wrong()
+        except ConfigError as e:
+            texts.append(str(e))
+    assert len(texts) == 2
+    same_on_all_ranks(world, "\n".join(texts))
+
+
+@case(world_size=4)
+def plans_are_refused_whole_before_anything_is_touched(world):
+    mesh = mesh_1d()
+
+    class Tied(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.act = nn.Dense(4, 4), nn.Dense(4, 4), nn.ReLU()
+            self.b.weight = self.a.weight
+    texts = []
+    for plan in ({"a": ColwiseParallel(), "c": ColwiseParallel()}, {"a": ColwiseParallel(), "act": ColwiseParallel()},
+                 {"a": ColwiseParallel(), "b": RowwiseParallel()}, {"a": ColwiseParallel(), "b": "rows"}):
+        net = Tied()
+        with counted() as count:
+            try:
+                parallelize_module(net, mesh, plan)
+            except (ConfigError, LayoutError) as e:
+                texts.append(str(e))
+            else:
+                raise AssertionError(plan)
+        assert not count and not any(isinstance(p, DTensor) for p in net.get_parameters()), plan
+        _told(lambda n=net: parallelize_module(n, mesh, {"[ab]": ColwiseParallel()}))  # still usable
+        assert net.a.weight is net.b.weight and net.a.weight.placements == (S(0),)
+    same_on_all_ranks(world, "\n".join(texts))
