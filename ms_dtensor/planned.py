@@ -144,8 +144,8 @@ class Plan:
 
     def _original(self, func, head, args, kwargs, tensors):
         native = self.native or func.__class__ is not TensorOverloadCall
-        if self.substitute is not None:
-            func, head = self.substitute, None
+        if self.substitute is not None:  # Python code, which asks its operands for their shape
+            func, head, native = self.substitute, None, False
         if self.widened is not None:
             func, head = widening(func, head, *self.widened), None
         if not self.places or not native:
@@ -159,7 +159,7 @@ class Plan:
 
     def _learn(self, args, kwargs, tensors) -> None:
         """After a first run: where operands stand in the call, and whether later runs may be short."""
-        self.faced = self.faced or any(not o.placements[a].is_partial("sum") for o in self.outs for a in o.partial_axes)
+        self.faced = self.faced or any(o.has_odd_partial for o in self.outs)
         call = args if self.invoke is None else self.invoke[1]
         wanted = Tensor if self.invoke is None else Operand
         found = [(k, v) for k, v in enumerate(call) if isinstance(v, wanted)]
@@ -222,7 +222,7 @@ def _holds(values, cls) -> bool:
 
 
 def _is_parameter(x) -> bool:
-    return isinstance(x, Parameter) and x.requires_grad
+    return x.__class__ is not Tensor and isinstance(x, Parameter) and x.requires_grad
 
 
 def original_call(func, head, args, kwargs, tensors, native=True):
