@@ -71,7 +71,7 @@ class Step:
         global GROUP
         GROUP = group
         self.cfg, self.rank, self.size = cfg, rank, len(group.ranks)
-        self.model = Llama(cfg.model, cfg.train.seq)
+        self.model = Llama(cfg.model)
         init_weights(self.model, cfg.train.seed)
         self.tensor_parallel = cfg.parallel.tp > 1
         if self.tensor_parallel:
@@ -91,9 +91,8 @@ class Step:
         mine = mint.logical_and(local >= 0, local < rows)
         x = ops.gather(model.tok_embeddings.weight, local * mine.astype(local.dtype), 0)
         x = Leave.apply(x * mint.unsqueeze(mine.astype(x.dtype), -1))
-        rope, mask = (model.rope_cos, model.rope_sin, model.rope_turn), model.causal_mask
         for layer in model.layers:
-            x = x + Leave.apply(layer.attention(Enter.apply(layer.attention_norm(x)), rope, mask))
+            x = x + Leave.apply(layer.attention(Enter.apply(layer.attention_norm(x)), ids.shape[1]))
             x = x + Leave.apply(layer.feed_forward(Enter.apply(layer.ffn_norm(x))))
         logits = model.output(Enter.apply(model.norm(x)))
         labels = labels.reshape(-1) - self.rank * rows
