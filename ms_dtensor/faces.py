@@ -85,7 +85,8 @@ def face(x, cotangent: Layout):
 def _face_of_viewed(x, cotangent: Layout):
     """A view of a replicated activation shows its own face through the activation's, which other views may share.
 
-    Without this, three cells that each reshape one input (`nn.Dense` does) would reduce three cotangents.
+    Without this, three cells that each reshape one input (`nn.Dense` does) would reduce three cotangents, and a bucketed
+    parameter that is reshaped would be reduced by itself.
     """
     viewed = x.__dict__.get(VIEWED)
     if viewed is None:

@@ -128,7 +128,7 @@ class Plan:
                 result = _of_its_own(result)
         out = self.wrap(result, grad)
         if self.view:
-            self._link(first, out, func, head, args, kwargs, grad and tensors[0] is first)
+            self._link(first, out, func, head, args, kwargs, grad and (tensors[0] is first or DEFERRED in first.__dict__))
         elif self.target is not None:
             inplace.store(first, out, grad)
             return first
@@ -172,7 +172,7 @@ class Plan:
             self.short = self.outs[0]
 
     def _link(self, first, out, func, head, args, kwargs, recorded) -> None:
-        if recorded and out.__class__ is _DTENSOR and not first._is_leaf:
+        if recorded and out.__class__ is _DTENSOR and (not first._is_leaf or DEFERRED in first.__dict__):
             out.__dict__[VIEWED] = first, self, (func, head, args, kwargs)
         inplace.link(first, out, self.view == "view" and self.steps[0][1] is None,
                      self.invoke is None and self.substitute is None)

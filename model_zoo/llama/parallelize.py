@@ -66,5 +66,5 @@ def parallelize(model: nn.Cell, mesh: DeviceMesh, cfg: ParallelConfig) -> nn.Cel
     heads = [Shard(0), Shard(2)]  # f32[b@dp, t, heads@tp, e]
     for layer in model.layers:
         layer.attention.core = local_map(layer.attention.core, heads, (heads, heads, heads), device_mesh=mesh,
-                                         redistribute_inputs=True)
+                                         redistribute_inputs=True, out_shapes=lambda q, key, value: q)
     return replicate(model, mesh=mesh["dp"])
