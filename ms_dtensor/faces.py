@@ -17,6 +17,7 @@ from .layout import Layout
 from .placements import REPLICATE, Partial
 from .redistribute.execute import moved, run
 from .redistribute.plan import plan as plan_moves
+from .redistribute.plan import relabels
 
 recording = _pynative_executor.grad_flag
 make = Tensor._make_subclass
@@ -65,7 +66,7 @@ def face(x, cotangent: Layout):
     """
     layout = x._layout
     wanted = wanted_gradient(x)
-    if cotangent is wanted:
+    if cotangent is wanted or relabels(cotangent, wanted):
         return x
     if x._is_leaf:
         return moved(x, layout, layout, cotangent, wanted, data=x)
@@ -86,7 +87,8 @@ def face(x, cotangent: Layout):
 def _face_of_viewed(x, cotangent: Layout):
     """A view of a replicated activation shows its own face through the activation's, which other views may share.
 
-    Without this, three cells that each reshape one input (`nn.Dense` does) would reduce three cotangents.
+    Without this, three cells that each reshape one input (`nn.Dense` does) would reduce three cotangents, and a bucketed
+    parameter that is reshaped would be reduced by itself.
     """
     viewed = x.__dict__.get(VIEWED)
     if viewed is None:
@@ -122,6 +124,8 @@ def _redistributed(x, src: Layout, dst: Layout, later: bool):
     if not recording() or not x._requires_grad:
         out = wrap(run(plan_moves(src, dst), local_alias(x), works), dst)
         return pend(out, works[0]) if works else out
+    if x.__class__ is _DTENSOR and relabels(src, dst):  # an alias has the autograd identity of all but a Parameter
+        return wrap(local_alias(x), dst)
     wanted = wanted_gradient(x)
     out = wrap(moved(x, src, dst, dst.gradient(), wanted, later=works), dst)
     if all(src.placements[a].is_partial("sum") for a in src.partial_axes):  # others have weights of their own
@@ -140,7 +144,7 @@ def pend(out, work):
 def finish(x, grad):
     """Under autograd only sums may stay partial: the seed of a cotangent fits no other reduction."""
     layout = x._layout
-    if grad and layout.partial_axes:
+    if grad and layout.has_odd_partial:
         placements = [REPLICATE if p.is_partial() and not p.is_partial("sum") else p for p in layout.placements]
         return redistribute(x, layout.with_placements(placements, layout.order), implicit=True)
     return x

@@ -48,14 +48,16 @@ class Layout:
         True
     """
 
-    __slots__ = ("mesh", "placements", "shape", "dtype", "dim_axes", "partial_axes", "_local", "_gradient",
-                 "__weakref__")
+    __slots__ = ("mesh", "placements", "shape", "dtype", "dim_axes", "partial_axes", "has_odd_partial",
+                 "_local", "_gradient", "_order", "_others", "__weakref__")
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
     shape: tuple[int, ...]
     dtype: str
     dim_axes: tuple[tuple[int, ...], ...]
+    partial_axes: tuple[int, ...]
+    has_odd_partial: bool  # partial in another way than a sum, which no gradient fits
 
     def __new__(cls, mesh, placements, shape, dtype="float32", order=None):
         shape = tuple(int(s) for s in shape)
@@ -78,12 +80,28 @@ class Layout:
     @property
     def order(self) -> tuple[int, ...]:
         """An axis order that reproduces this layout: sharding axes dim by dim, outermost first, then the rest."""
-        sharding = [a for axes in self.dim_axes for a in axes]
-        return (*sharding, *(a for a in range(self.mesh.ndim) if a not in sharding))
+        if self._order is None:
+            sharding = [a for axes in self.dim_axes for a in axes]
+            rest = [a for a in range(self.mesh.ndim) if a not in sharding]
+            object.__setattr__(self, "_order", (*sharding, *rest))
+        return self._order
 
     def with_placements(self, placements, order=None) -> Layout:
         """This tensor with other placements (any form)."""
-        return Layout(self.mesh, placements, self.shape, self.dtype, order)
+        if placements.__class__ is not list or order.__class__ is list or not isinstance(placements[0], Placement):
+            return Layout(self.mesh, placements, self.shape, self.dtype, order)
+        key = (*placements, order)
+        known = self._others.get(key)
+        if known is None:
+            known = self._others[key] = Layout(self.mesh, placements, self.shape, self.dtype, order)
+        return known
+
+    def without_small_axes(self) -> Layout:
+        """This tensor with Replicate on axes of one rank, where all placements mean the same."""
+        sizes = self.mesh.shape
+        if all(n > 1 or p.is_replicate() for n, p in zip(sizes, self.placements)):
+            return self
+        return self.with_placements([p if n > 1 else REPLICATE for n, p in zip(sizes, self.placements)], self.order)
 
     def replicated(self) -> Layout:
         """This tensor whole on every rank."""
@@ -196,7 +214,10 @@ def _intern(mesh, placements, shape, dtype, dim_axes) -> Layout:
                 put(layout, "dtype", dtype)
                 put(layout, "dim_axes", dim_axes)
                 put(layout, "partial_axes", tuple(i for i, p in enumerate(placements) if p.is_partial()))
+                put(layout, "has_odd_partial", any(p.is_partial() and not p.is_partial("sum") for p in placements))
                 put(layout, "_local", {})
+                put(layout, "_order", None)
+                put(layout, "_others", {})
                 put(layout, "_gradient", None)
                 _interned[key] = layout
     return layout

@@ -128,7 +128,7 @@ class Plan:
                 result = _of_its_own(result)
         out = self.wrap(result, grad)
         if self.view:
-            self._link(first, out, func, head, args, kwargs, grad and tensors[0] is first)
+            self._link(first, out, func, head, args, kwargs, grad and (tensors[0] is first or DEFERRED in first.__dict__))
         elif self.target is not None:
             inplace.store(first, out, grad)
             return first
@@ -144,8 +144,8 @@ class Plan:
 
     def _original(self, func, head, args, kwargs, tensors):
         native = self.native or func.__class__ is not TensorOverloadCall
-        if self.substitute is not None:
-            func, head = self.substitute, None
+        if self.substitute is not None:  # Python code, which asks its operands for their shape
+            func, head, native = self.substitute, None, False
         if self.widened is not None:
             func, head = widening(func, head, *self.widened), None
         if not self.places or not native:
@@ -159,7 +159,7 @@ class Plan:
 
     def _learn(self, args, kwargs, tensors) -> None:
         """After a first run: where operands stand in the call, and whether later runs may be short."""
-        self.faced = self.faced or any(not o.placements[a].is_partial("sum") for o in self.outs for a in o.partial_axes)
+        self.faced = self.faced or any(o.has_odd_partial for o in self.outs)
         call = args if self.invoke is None else self.invoke[1]
         wanted = Tensor if self.invoke is None else Operand
         found = [(k, v) for k, v in enumerate(call) if isinstance(v, wanted)]
@@ -172,7 +172,7 @@ class Plan:
             self.short = self.outs[0]
 
     def _link(self, first, out, func, head, args, kwargs, recorded) -> None:
-        if recorded and out.__class__ is _DTENSOR and not first._is_leaf:
+        if recorded and out.__class__ is _DTENSOR and (not first._is_leaf or DEFERRED in first.__dict__):
             out.__dict__[VIEWED] = first, self, (func, head, args, kwargs)
         inplace.link(first, out, self.view == "view" and self.steps[0][1] is None,
                      self.invoke is None and self.substitute is None)
@@ -222,7 +222,7 @@ def _holds(values, cls) -> bool:
 
 
 def _is_parameter(x) -> bool:
-    return isinstance(x, Parameter) and x.requires_grad
+    return x.__class__ is not Tensor and isinstance(x, Parameter) and x.requires_grad
 
 
 def original_call(func, head, args, kwargs, tensors, native=True):

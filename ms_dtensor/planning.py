@@ -23,6 +23,7 @@ from .rules.select import choose
 from .rules.view import view_kind
 from .rules.write import INPLACE
 
+_DIFFERENTIABLE = ("float", "bfloat", "complex")
 _OWN = frozenset(("name", "attrs", "init_attrs", "_update_parameter", "input_names", "output_names"))
 
 
@@ -47,6 +48,7 @@ def _must_compose(op, bound, tensors, mode) -> bool:
         return False  # `_promote` decides whether a plain operand is a constant or a mistake
     mesh = _common_mesh(op, tensors)
     layouts = tuple(getattr(x, "_layout", None) or Layout(mesh, None, tuple(x._shape), dtype_name(x.dtype)) for x in tensors)
+    layouts = tuple(layout.without_small_axes() for layout in layouts)
     operands = tuple(Operand(i, layout.shape, layout.dtype) for i, layout in enumerate(layouts))
     it = iter(operands)
     return COMPOSED[op].when(Call(op, {k: as_operands(v, it) for k, v in bound.items()}, operands), layouts)
@@ -148,6 +150,8 @@ def plan_for(op, arguments, tensors, mode, own=None, keep=False) -> Plan:
     steps = []
     for i, (layout, target, own_axes) in enumerate(zip(layouts, choice.targets, choice.own)):
         cotangent = target.gradient()
+        # a sum over one rank is the value itself, and integers have no cotangent
+        own_axes = [a for a in own_axes if mesh.shape[a] > 1 and layout.dtype.startswith(_DIFFERENTIABLE)]
         if own_axes:
             placements = list(cotangent.placements)
             for a in own_axes:

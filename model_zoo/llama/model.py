@@ -4,8 +4,9 @@
 Not here: anything parallel. Every size in the code is a *global* size taken from the config, never from a local
 width, so the same lines run on plain Tensors and on DTensors (whose `.shape` is the global shape).
 
-Constants (rotary tables, causal mask) are buffers of the root cell, not parameters: they carry no gradient, and
-`replicate` / `distribute_module` put them on the mesh with everything else.
+The core of attention (`attend`: rotary embedding, scores, softmax, mix) is a function of q, k and v alone. It works on
+any number of sequences and heads, so a rank that holds some of them runs it as it is; its constants are made from the
+shapes it sees. On a mesh `parallelize.py` maps it over the shards.
 
 Between attentions a batch is one list of n = b*t tokens, f32[n, d]. A linear layer then reads its input as it is, with
 no reshape in between: on a mesh, q, k and v share one gradient reduction because they read the very same tensor, and
@@ -19,6 +20,8 @@ Shapes: b sequences of t tokens, n = b*t, d dim, h query heads, k key heads, g =
 from __future__ import annotations
 
 import zlib
+from functools import lru_cache, partial
+from typing import NamedTuple
 
 import mindspore as ms
 import numpy as np
@@ -45,24 +48,62 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -
     return keep * freq + (1.0 - keep) * freq / scaling.factor
 
 
-def rope_tables(cfg: ModelConfig, seq: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """cos f32[t, 1, e], sin f32[t, 1, e] and the f32[e, e] matrix that takes (x1, x2) to (-x2, x1)."""
+class Constants(NamedTuple):
+    """What `attend` needs besides its operands; rows are numbered (b, t, heads) as the projections give them."""
+
+    cos: Tensor
+    """f32[b*t*heads, e]; of full size, as on CPU a product with broadcasting costs ten times one without"""
+    sin: Tensor
+    turn: Tensor
+    """f32[e, e]: takes (x1, x2) to (-x2, x1); zeros and ones, so exact, and far cheaper than split + concat"""
+    by_head: Tensor
+    """i32[b*heads*t]: the rows in the order (b, heads, t)"""
+    by_token: Tensor
+    """i32[b*t*heads]: and back"""
+
+
+@lru_cache(maxsize=8)
+def constants(cfg: ModelConfig, b: int, t: int, heads: int) -> Constants:
+    """For b sequences of t tokens and this many heads."""
     e = cfg.head_dim
-    angle = np.arange(seq, dtype=np.float64)[:, None] * rope_frequencies(e, cfg.rope_theta, cfg.rope_scaling)[None]
-    angle = np.concatenate((angle, angle), axis=1)[:, None, :]
+    angle = np.arange(t, dtype=np.float64)[:, None] * rope_frequencies(e, cfg.rope_theta, cfg.rope_scaling)[None]
+    angle = np.broadcast_to(np.concatenate((angle, angle), axis=1)[None, :, None], (b, t, heads, e)).reshape(-1, e)
     turn = np.zeros((e, e), np.float32)
     pair = np.arange(e // 2)
     turn[e // 2 + pair, pair], turn[pair, e // 2 + pair] = -1.0, 1.0
-    return np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32), turn
+    by_head = np.arange(b * t * heads, dtype=np.int32).reshape(b, t, heads).transpose(0, 2, 1).reshape(-1)
+    return Constants(*map(Tensor, (np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32), turn,
+                                   by_head, np.argsort(by_head).astype(np.int32))))
 
 
-def rotate(x: Tensor, rope: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """Rotary embedding, half-split form, of x [b, t, heads, e].
+@lru_cache(maxsize=8)
+def causal_mask(t: int) -> Tensor:
+    """f32[t*t], added to the scores."""
+    return Tensor(np.triu(np.full((t, t), MASKED, np.float32), 1).reshape(-1))
 
-    The quarter turn is a product with a constant of zeros and ones: exact, and far cheaper than split + concat.
+
+def attend(cfg: ModelConfig, q: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Causal grouped-query attention of q f32[b, t, h, e] over key and value f32[b, t, k, e] -> f32[b, t, h, e].
+
+    Keys are never repeated: the g query heads that share a key head are folded into its query rows, so scores are one
+    batched product [b*k, g*t, e] x [b*k, t, e].
+
+    Heads come before tokens by a lookup of rows, and the mask is added as a bias to b*h rows of t*t scores: on CPU
+    transposing the tensor and broadcasting the mask cost more than all products together.
     """
-    cos, sin, turn = rope
-    return x * cos + mint.matmul(x, turn) * sin
+    (b, t, h, e), k = q.shape, key.shape[2]
+    mine, theirs = constants(cfg, b, t, h), constants(cfg, b, t, k)
+    product, scores, mix = ops.MatMul(), ops.BatchMatMul(transpose_b=True), ops.BatchMatMul()
+
+    def turned(x, c):
+        return x * c.cos + product(x, c.turn) * c.sin
+    q = turned(q.reshape(-1, e), mine) * e ** -0.5
+    q = ops.gather(q, mine.by_head, 0).reshape(b * k, h // k * t, e)
+    key = ops.gather(turned(key.reshape(-1, e), theirs), theirs.by_head, 0).reshape(b * k, t, e)
+    value = ops.gather(value.reshape(-1, e), theirs.by_head, 0).reshape(b * k, t, e)
+    score = ops.bias_add(scores(q, key).reshape(b * h, t * t), causal_mask(t))
+    out = mix(mint.softmax(score.reshape(b * k, h // k * t, t), -1), value)
+    return ops.gather(out.reshape(-1, e), mine.by_token, 0).reshape(b, t, h, e)
 
 
 def linear(d_in: int, d_out: int) -> nn.Dense:
@@ -81,54 +122,36 @@ class Embedding(mint.nn.Embedding):
 
 
 class RMSNorm(nn.Cell):
-    """x / rms(x) * weight over the last dim."""
+    """x / rms(x) * weight over the last dim of x [n, d]."""
 
     def __init__(self, dim: int, eps: float):
         super().__init__()
         self.weight = ms.Parameter(ops.ones((dim,), ms.float32), name="weight")
-        self.eps = eps
+        self.dim, self.eps = dim, eps
+        self.outer = ops.MatMul()
 
     def construct(self, x):
-        return x * mint.rsqrt((x * x).mean(-1, keep_dims=True) + self.eps) * self.weight
+        # both factors in one outer product: on CPU a product with broadcasting costs ten times one without
+        scale = mint.rsqrt((x * x).mean(-1, keep_dims=True) + self.eps)
+        return x * self.outer(scale, self.weight.reshape(1, self.dim))
 
 
 class Attention(nn.Cell):
-    """Causal grouped-query attention.
-
-    Keys are never repeated: the g query heads that share a key head are folded into its query rows, so scores are one
-    batched product [b, k, g*t, e] x [b, k, t, e]. Head h = (k, g) with k outermost: cutting h or k over an axis is the
-    same cut, and every reshape here is a plain view of a tensor sharded by heads.
-    """
+    """Causal grouped-query attention. Head h = (k, g) with k outermost: cutting h or k over an axis is the same cut."""
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = cfg.n_heads, cfg.n_kv_heads, cfg.head_dim
-        self.group = cfg.n_heads // cfg.n_kv_heads
         self.wq = linear(cfg.dim, cfg.n_heads * cfg.head_dim)
         self.wk = linear(cfg.dim, cfg.n_kv_heads * cfg.head_dim)
         self.wv = linear(cfg.dim, cfg.n_kv_heads * cfg.head_dim)
         self.wo = linear(cfg.n_heads * cfg.head_dim, cfg.dim)
-        self.scores = ops.BatchMatMul(transpose_b=True)
-        self.mix = ops.BatchMatMul()
+        self.core = partial(attend, cfg)
 
-    def construct(self, x, rope, mask):
-        t = mask.shape[0]
-        b = x.shape[0] // t
-        h, k, g, e = self.heads, self.kv_heads, self.group, self.head_dim
-        q = rotate(self.wq(x).reshape(b, t, h, e), rope) * e ** -0.5
-        key = rotate(self.wk(x).reshape(b, t, k, e), rope)
-        value = self.wv(x).reshape(b, t, k, e).permute(0, 2, 1, 3)
-        if g == 1:
-            q = q.permute(0, 2, 1, 3)
-        else:
-            q = q.reshape(b, t, k, g, e).permute(0, 2, 3, 1, 4).reshape(b, k, g * t, e)
-        score = self.scores(q, key.permute(0, 2, 1, 3))
-        if g == 1:
-            out = self.mix(mint.softmax(score + mask, -1), value).permute(0, 2, 1, 3)
-        else:
-            prob = mint.softmax(score.reshape(b, k, g, t, t) + mask, -1).reshape(b, k, g * t, t)
-            out = self.mix(prob, value).reshape(b, k, g, t, e).permute(0, 3, 1, 2, 4)
-        return self.wo(out.reshape(b * t, h * e))
+    def construct(self, x, t):
+        b, h, k, e = x.shape[0] // t, self.heads, self.kv_heads, self.head_dim
+        q, key, value = (w(x).reshape(b, t, n, e) for w, n in ((self.wq, h), (self.wk, k), (self.wv, k)))
+        return self.wo(self.core(q, key, value).reshape(b * t, h * e))
 
 
 class FeedForward(nn.Cell):
@@ -154,8 +177,8 @@ class Block(nn.Cell):
         self.ffn_norm = RMSNorm(cfg.dim, cfg.norm_eps)
         self.feed_forward = FeedForward(cfg)
 
-    def construct(self, x, rope, mask):
-        x = x + self.attention(self.attention_norm(x), rope, mask)
+    def construct(self, x, t):
+        x = x + self.attention(self.attention_norm(x), t)
         return x + self.feed_forward(self.ffn_norm(x))
 
 
@@ -164,34 +187,23 @@ class Llama(nn.Cell):
 
     Args:
         cfg: the sizes.
-        max_seq: the longest sequence; rotary tables and the mask are made for it. A shorter input slices them.
     """
 
-    def __init__(self, cfg: ModelConfig, max_seq: int):
+    def __init__(self, cfg: ModelConfig):
         super().__init__()
-        self.max_seq = max_seq
         self.tok_embeddings = Embedding(cfg.vocab_size, cfg.dim)
         self.layers = nn.CellList([Block(cfg) for _ in range(cfg.n_layers)])
         self.norm = RMSNorm(cfg.dim, cfg.norm_eps)
         self.output = linear(cfg.dim, cfg.vocab_size)
         if cfg.tied_head:
             self.output.weight = self.tok_embeddings.weight
-        cos, sin, turn = rope_tables(cfg, max_seq)
-        mask = np.triu(np.full((max_seq, max_seq), MASKED, np.float32), 1)
-        for name, table in (("rope_cos", cos), ("rope_sin", sin), ("rope_turn", turn), ("causal_mask", mask)):
-            self.register_buffer(name, Tensor(table), persistent=False)
         for name, param in self.parameters_and_names():
             param.name = name
 
     def construct(self, ids):
-        t = ids.shape[1]
-        cos, sin, mask = self.rope_cos, self.rope_sin, self.causal_mask
-        if t != self.max_seq:
-            cos, sin, mask = cos[:t], sin[:t], mask[:t, :t]
-        rope = (cos, sin, self.rope_turn)
         x = self.tok_embeddings(ids.reshape(-1))
         for layer in self.layers:
-            x = layer(x, rope, mask)
+            x = layer(x, ids.shape[1])
         return self.output(self.norm(x))
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from mindspore import nn
 
-from ms_dtensor import DeviceMesh, Replicate, Shard
+from ms_dtensor import DeviceMesh, Replicate, Shard, local_map
 from ms_dtensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -43,11 +43,11 @@ def tensor_plan(cfg: ParallelConfig) -> dict[str, ParallelStyle]:
     }
     if cfg.sequence_parallel:
         # one all-gather at the door of each half of a block, shared by q, k, v and by w1, w3
-        whole, constants = (Replicate(),), (None, None)
+        whole, length = (Replicate(),), (None,)
         plan |= {
             "layers.*.attention_norm": SequenceParallel(sequence_dim=0),
-            "layers.*.attention": PrepareModuleInput(input_layouts=(between, *constants),
-                                                     desired_input_layouts=(*whole, *constants)),
+            "layers.*.attention": PrepareModuleInput(input_layouts=(between, *length),
+                                                     desired_input_layouts=(*whole, *length)),
             "layers.*.ffn_norm": SequenceParallel(sequence_dim=0),
             "layers.*.feed_forward": PrepareModuleInput(input_layouts=(between,), desired_input_layouts=whole),
             "norm": SequenceParallel(sequence_dim=0),
@@ -56,9 +56,15 @@ def tensor_plan(cfg: ParallelConfig) -> dict[str, ParallelStyle]:
 
 
 def parallelize(model: nn.Cell, mesh: DeviceMesh, cfg: ParallelConfig) -> nn.Cell:
-    """Applies the plan over mesh["tp"], then data parallelism over mesh["dp"]; returns `model`.
+    """Applies the plan over mesh["tp"], maps attention over its heads, then data parallelism over mesh["dp"].
+
+    Returns `model`.
 
     Initial weights are those of rank 0 of each axis. Afterwards every parameter and buffer is a DTensor on `mesh`.
     """
     parallelize_module(model, mesh["tp"], tensor_plan(cfg))
+    heads = [Shard(0), Shard(2)]  # f32[b@dp, t, heads@tp, e]
+    for layer in model.layers:
+        layer.attention.core = local_map(layer.attention.core, heads, (heads, heads, heads), device_mesh=mesh,
+                                         redistribute_inputs=True, out_shapes=lambda q, key, value: q)
     return replicate(model, mesh=mesh["dp"])

@@ -44,7 +44,7 @@ class Trainer:
     def __init__(self, cfg: Config, text: Text | None, mesh: DeviceMesh | None,
                  initialize: Callable[[Llama], None] | None = None):
         self.cfg, self.text, self.mesh = cfg, text, mesh
-        self.model = Llama(cfg.model, cfg.train.seq)
+        self.model = Llama(cfg.model)
         if initialize is None:
             init_weights(self.model, cfg.train.seed)
         else:

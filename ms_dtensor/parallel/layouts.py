@@ -8,6 +8,7 @@ noted for that cell (the batch), else Replicate.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 
 from mindspore import nn
 
@@ -42,16 +43,23 @@ def by_axis(placement, mesh: DeviceMesh, who: str) -> dict[str, Placement]:
 
 def place(x: DTensor, mesh: DeviceMesh, placement, who: str) -> DTensor:
     """`x` redistributed on the axes of `mesh`; the other axes of its own mesh stay."""
+    find = _target if isinstance(placement, Placement) else _target.__wrapped__
+    target = find(x.layout, mesh, placement, who)
+    return x if target is None else x.redistribute(placements=target)
+
+
+@lru_cache(maxsize=4096)
+def _target(layout: Layout, mesh: DeviceMesh, placement, who: str) -> list[Placement] | None:
+    """Where `place` takes a tensor of this layout; None: it is there."""
     wanted = by_axis(placement, mesh, who)
-    placed = list(x.placements)
-    missing = [a for a in wanted if a not in x.device_mesh.mesh_dim_names]
+    placed = list(layout.placements)
+    missing = [a for a in wanted if a not in layout.mesh.mesh_dim_names]
     if missing:
-        raise LayoutError(f"For '{who}', the input's mesh has no axis {missing[0]!r}.", x.layout.describe(), "",
+        raise LayoutError(f"For '{who}', the input's mesh has no axis {missing[0]!r}.", layout.describe(), "",
                           f"lay the input out on a mesh that has the axes {mesh.mesh_dim_names}")
     for axis, p in wanted.items():
-        placed[x.device_mesh.axis_index(axis)] = p
-    target = x.layout.with_placements(placed, x.layout.order)
-    return x if target is x.layout else x.redistribute(placements=dict(zip(x.device_mesh.mesh_dim_names, placed)))
+        placed[layout.mesh.axis_index(axis)] = p
+    return None if layout.with_placements(placed, layout.order) is layout else placed
 
 
 def enter(x, cell: nn.Cell, mesh: DeviceMesh, placement, who: str) -> DTensor:

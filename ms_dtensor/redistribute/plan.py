@@ -91,6 +91,12 @@ def _plan(src: Layout, dst: Layout, model: CostModel) -> tuple[Move, ...]:
                  for (step, _), a, b in zip(path, layouts, layouts[1:]))
 
 
+@lru_cache(maxsize=8192)
+def relabels(src: Layout, dst: Layout) -> bool:
+    """Whether the two differ at most on axes of one rank: every rank holds the same either way."""
+    return src.mesh == dst.mesh and src.shape == dst.shape and _state(src) == _state(dst)
+
+
 def remembered():
     """The counters of the cache of plans, as `functools.lru_cache` gives them."""
     return _plan.cache_info()

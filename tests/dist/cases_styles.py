@@ -231,7 +231,7 @@ def one_block_communicates_as_megatron_says(world):
         counts = []
         for layers in (1, 2):
             cfg = ModelConfig(**{**{k: getattr(TINY, k) for k in TINY.__dataclass_fields__}, "n_layers": layers})
-            model = Llama(cfg, 8)
+            model = Llama(cfg)
             init_weights(model, 3)
             parallelize(model, mesh, ParallelConfig(dp=1, tp=4, sequence_parallel=sequence))
             ids = DTensor.from_local(Tensor(np.arange(16).reshape(2, 8) % 19, ms.int32), mesh, [S(0), R])
@@ -253,7 +253,7 @@ def a_llama_on_two_axes_equals_one_device(world):
     for tied, sequence, parallel_loss in ((False, True, True), (True, False, False)):
         cfg = ModelConfig(**{**{k: getattr(TINY, k) for k in TINY.__dataclass_fields__}, "tied_head": tied})
         ids = np.random.default_rng(1).integers(0, 19, (4, 9)).astype(np.int32)
-        plain, model = Llama(cfg, 8), Llama(cfg, 8)
+        plain, model = Llama(cfg), Llama(cfg)
         for m in (plain, model):
             init_weights(m, 5)
         want = ms.value_and_grad(lambda i, y, m=plain: cross_entropy(m(i), y), None, plain.trainable_params())(

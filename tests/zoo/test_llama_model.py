@@ -24,7 +24,7 @@ MODELS = {
 def build(cfg: ModelConfig, seq: int, seed: int = 3):
     from model_zoo.llama.model import Llama, init_weights
 
-    model = Llama(cfg, seq)
+    model = Llama(cfg)
     init_weights(model, seed, std=0.3)  # large, so that attention is far from uniform
     return model
 
