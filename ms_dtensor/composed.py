@@ -9,6 +9,7 @@ the op, which `verify` checks for every call that can be composed.
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -138,13 +139,15 @@ def _nll_sharded(call: Call, layouts) -> bool:
 
 
 def batch_norm(name, input, weight=None, bias=None, running_mean=None, running_var=None, training=False,
-               momentum=0.1, eps=1e-5, **_):
-    """Training `BatchNorm` and `BatchNormExt`: statistics of the whole batch; running ones are written in place."""
-    dims = tuple(d for d in range(len(input.shape)) if d != 1)
-    shape = tuple(n if d == 1 else 1 for d, n in enumerate(input.shape))
-    count = 1
-    for d in dims:
-        count *= input.shape[d]
+               momentum=0.1, eps=1e-5, extents=None, **_):
+    """Training `BatchNorm` and `BatchNormExt`: statistics of the whole batch; running ones are written in place.
+
+    `extents`: the shape to go by, where that is a shard's and not the global one.
+    """
+    extents = input.shape if extents is None else extents
+    dims = tuple(d for d in range(len(extents)) if d != 1)
+    shape, flat = tuple(n if d == 1 else 1 for d, n in enumerate(extents)), (extents[1],)
+    count = math.prod(extents[d] for d in dims)
     middle = cpu_math.mean(input, dims, True)
     off = input - middle
     var = cpu_math.mean(off * off, dims, True)
@@ -156,9 +159,8 @@ def batch_norm(name, input, weight=None, bias=None, running_mean=None, running_v
         out = out + mint.reshape(bias, shape)
     for held, now in ((running_mean, middle), (running_var, var * (count / max(count - 1, 1)))):
         if held is not None:
-            now = ops.stop_gradient(mint.reshape(now, held.shape))
+            now = ops.stop_gradient(mint.reshape(now, flat))
             held.copy_(held * (1 - momentum) + now * momentum)
-    flat = (input.shape[1],)
     if name == "BatchNormExt":
         return out, mint.reshape(middle, flat), mint.reshape(scale, flat)
     middle, var = mint.reshape(middle, flat), mint.reshape(var, flat)

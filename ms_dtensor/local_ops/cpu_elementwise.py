@@ -112,7 +112,7 @@ def _batch_norm(input, weight=None, bias=None, running_mean=None, running_var=No
                 eps=1e-5, name="BatchNormExt"):
     if training:
         from ..composed import batch_norm
-        return batch_norm(name, input, weight, bias, running_mean, running_var, True, momentum, eps)
+        return batch_norm(name, input, weight, bias, running_mean, running_var, True, momentum, eps, input._shape)
     shape = tuple(n if d == 1 else 1 for d, n in enumerate(input._shape))
     out = (input - mint.reshape(running_mean, shape)) * mint.rsqrt(mint.reshape(running_var, shape) + eps)
     out = out if weight is None else out * mint.reshape(weight, shape)

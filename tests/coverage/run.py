@@ -10,7 +10,7 @@ import traceback
 import numpy as np
 from mindspore import Tensor
 
-from ms_dtensor import DeviceMesh
+from ms_dtensor import DeviceMesh, DTensor
 from ms_dtensor.faces import wrap
 from ms_dtensor.layout import Layout
 from ms_dtensor.verify import Report, check_rule
@@ -58,8 +58,9 @@ def refuses(form: Form) -> list[str]:
 
 def _sharded(value, mesh):
     if isinstance(value, np.ndarray):
-        local = Tensor(value)
-        return wrap(local, Layout(mesh, None, value.shape, str(value.dtype)))
+        x = wrap(Tensor(value), Layout(mesh, None, value.shape, str(value.dtype)))
+        assert isinstance(x, DTensor)
+        return x
     if isinstance(value, tuple | list):
         return type(value)(_sharded(v, mesh) for v in value)
     return value
