@@ -45,7 +45,7 @@ def filled(model, seed: int = 1):
 
 
 def compare(make, inputs, placed, mesh, transform, what: str, steps: int = 1) -> None:
-    """Loss and every gradient of a transformed copy against the model on one device.
+    """Loss, every gradient and every buffer of a transformed copy against the model on one device.
 
     Args:
         make: () -> model whose output is the loss.
@@ -71,6 +71,9 @@ def compare(make, inputs, placed, mesh, transform, what: str, steps: int = 1) ->
             a, b = array(g), array(w)
             off = float(np.abs(a - b).max()) / max(float(np.abs(b).max()), FLOOR * largest)
             assert a.shape == b.shape and off <= RTOL, f"{what}, step {step}: gradient of {p.name} is off by {off:.1e}"
+    held = {p.name: p for p in model.get_parameters()}
+    for p in plain.get_parameters() if steps == 1 else ():  # running statistics
+        assert p.requires_grad or np.allclose(array(held[p.name]), array(p), rtol=RTOL, atol=1e-6), (what, p.name)
 
 
 def sharded(mesh, choose):
