@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from ...errors import CollectiveMismatch, CommError, PeerLost
+from .blame import odd_ranks
 from .deadlock import Condition, circle, reached
 from .futex import Word, duration
 from .rendezvous import Link
@@ -399,19 +400,18 @@ class Signals:
             keys: ranks without any of which nobody would have to wait.
             in_step: every member was at the same meeting, so the group may go on if the caller catches the error.
         """
-        def bare(text: str) -> str:
-            return text.partition(" over ranks ")[0]  # other groups make the same call
-        texts = [text for _, text, _ in calls]
-        elsewhere = [bare(text) for m in self._segments().values() for text in m.last_calls()]
-        usual = max(texts, key=lambda text: (texts.count(text), elsewhere.count(bare(text))))
-        messages = all(text.startswith("exchange") for text in texts)
-        odd = [rank for rank, text, _ in calls if text != usual and not messages]
-        odd = [rank for rank in odd if rank in keys] or odd
-        lines = [f"rank {rank}: {text} at {site}" for rank, text, site in calls]
+        others = [(r, text) for r, m in self._segments().items() for text in m.last_calls()]
+        usual, odd = odd_ranks([call[:2] for call in calls], others, keys)
+        if all(text.startswith("exchange") for _, text, _ in calls):
+            attempt = f"For '{what}', ranks wait for each other's messages."
+        elif not odd:
+            attempt = f"For '{what}', ranks {', '.join(str(call[0]) for call in calls)} made different calls."
+        else:
+            attempt = f"For '{usual.split(' ')[0]}', rank(s) {', '.join(map(str, odd))} made another call than the rest " \
+                      "of the group."
         error = CollectiveMismatch(
-            f"For '{usual.split(' ')[0] or what}', rank(s) {', '.join(map(str, odd))} made another call than the rest of "
-            "the group." if odd else f"For '{what}', ranks wait for each other's messages.",
-            "\n".join(lines), "All members of a group call the same collectives, in one order, with equal arguments.",
+            attempt, "\n".join(f"rank {rank}: {text} at {site}" for rank, text, site in calls),
+            "All members of a group call the same collectives, in one order, with equal arguments.",
             "look for a branch that depends on the rank before these lines")
         error.in_step = in_step
         self._tell(tell, error)
