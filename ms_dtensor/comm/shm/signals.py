@@ -8,7 +8,6 @@ Invariant: `sync` returns on a member only after every member of the group has c
 """
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import select
@@ -43,7 +42,7 @@ _SEQ, _CALL, _STEPS, _RESULT = 0, 1, 3, 4
 class Peer:
     """What this rank knows of another one."""
 
-    __slots__ = ("end", "inbox", "memory", "pid", "posted", "rank", "sock", "taken")
+    __slots__ = ("end", "inbox", "memory", "pid", "posted", "process", "rank", "sock", "taken")
 
     def __init__(self, link: Link, me: int):
         self.rank, self.pid, self.sock = link.rank, link.pid, link.sock
@@ -51,6 +50,10 @@ class Peer:
         self.inbox: deque[tuple[bytes, bytes, int]] = deque()  # messages: description, payload, or a memory file
         self.taken, self.posted = 0, self.memory.posted(me)  # messages for us that came; that it says it sent
         self.end: str | None = None                          # None: alive; "": left normally; text: how it ended
+        try:
+            self.process = os.pidfd_open(self.pid)           # says when it is gone, even if a child keeps its sockets
+        except OSError:                                      # an old kernel, or gone already: the socket will say so
+            self.process = -1
 
 
 class GroupState:
@@ -121,7 +124,7 @@ class Signals:
     def __init__(self, rank: int, memory: Segment, links: list[Link], timeout: float):
         self.rank, self.memory, self.timeout = rank, memory, timeout
         self.peers = {link.rank: Peer(link, rank) for link in links}
-        self._by_fd = {p.sock.fileno(): p for p in self.peers.values()}
+        self._by_fd = {fd: p for p in self.peers.values() for fd in (p.sock.fileno(), p.process) if fd >= 0}
         self._poll = select.poll()
         for fd in self._by_fd:
             self._poll.register(fd, _IN)
@@ -133,20 +136,28 @@ class Signals:
         """Reads what has come; blocks up to the given time if nothing has."""
         events = self._poll.poll(seconds * 1000)
         for fd, event in events:
-            if event != select.POLLOUT:
-                self._read(self._by_fd[fd])
+            peer = self._by_fd.get(fd)
+            if peer is not None and event != select.POLLOUT:  # None: dropped by an event before this one
+                more = self._read(peer)
+                while fd == peer.process and more:  # gone: what it said last comes first
+                    more = self._read(peer)
+                if fd == peer.process:
+                    self._drop(peer, "died")
         return bool(events)
 
-    def _read(self, peer: Peer) -> None:
+    def _read(self, peer: Peer) -> bool:
+        """Reads a packet; False if there is none, or the peer has ended."""
+        if peer.end is not None:
+            return False
         try:
             data, control, _, _ = peer.sock.recvmsg(_PACKET, _FD_SPACE, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
-            return
+            return False
         except ConnectionError:
             data = b""
         if not data:
             self._drop(peer, "died")
-            return
+            return False
         kind, _, number = _PACKET_HEAD.unpack_from(data)
         if kind == _ERROR:
             attempt, operands, rule, *fixes = data[9:].decode(errors="replace").split("\0")
@@ -158,12 +169,17 @@ class Signals:
             fd = struct.unpack("i", control[0][2])[0] if control else -1
             peer.inbox.append((data[8:8 + number], data[8 + number:], fd))
             peer.taken = (peer.taken + 1) & 0xFFFFFFFF
+        return True
 
     def _drop(self, peer: Peer, end: str) -> None:
         if peer.end is None:
             peer.end = end
-            with contextlib.suppress(KeyError):
-                self._poll.unregister(peer.sock.fileno())
+            for fd in (peer.sock.fileno(), peer.process):
+                if self._by_fd.pop(fd, None) is not None:
+                    self._poll.unregister(fd)
+            if peer.process >= 0:
+                os.close(peer.process)
+                peer.process = -1
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
