@@ -121,12 +121,20 @@ class Rank:
 
 
 def usage() -> dict[str, int]:
-    """Private and shared memory of this process in bytes, and its open descriptors."""
+    """Private memory of this process, shared memory of all ranks (pages that exist, each once), open descriptors."""
     gc.collect()
     with open("/proc/self/status") as f:
         fields = dict(line.split(":", 1) for line in f)
-    return {"anon": int(fields["RssAnon"].split()[0]) << 10, "shared": int(fields["RssShmem"].split()[0]) << 10,
-            "handles": len(os.listdir("/proc/self/fd")), "threads": int(fields["Threads"])}
+    handles = os.listdir("/proc/self/fd")
+    shared = 0
+    for fd in handles:
+        try:
+            if os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:ms_dtensor"):
+                shared += os.fstat(int(fd)).st_blocks * 512
+        except OSError:  # the listing's own descriptor
+            pass
+    return {"anon": int(fields["RssAnon"].split()[0]) << 10, "shared": shared, "handles": len(handles),
+            "threads": int(fields["Threads"])}
 
 
 def soak(engine: Engine, rank: int, size: int, seed: int, seconds: float) -> dict:

@@ -74,6 +74,12 @@ def test_killed_peer_is_noticed_by_ranks_that_do_not_wait_for_it():
         assert r["error"] == "PeerLost" and "rank 2 (pid" in r["text"], r
 
 
+def test_a_child_of_the_killed_rank_does_not_hide_its_death():
+    ranks, _ = run("killed_with_a_child", 3)
+    for r in ranks:
+        assert r["error"] == "PeerLost" and "rank 1 (pid" in r["text"] and "died" in r["text"], r
+
+
 @pytest.mark.parametrize("kind", ["shape", "op", "dtype", "root", "first"])
 def test_mismatch_is_raised_on_every_rank_and_names_the_odd_one(kind):
     ranks, _ = run("mismatch", 3, kind)

@@ -16,7 +16,7 @@ import numpy as np
 
 from ...errors import CommError
 
-KEEP = 128 << 20
+KEEP = 64 << 20
 _LEAST = 64 << 10
 
 

@@ -114,7 +114,7 @@ class Engine:
             self._memory.enter(head[0], site)
             if g is None:
                 g = self._groups[ranks] = self._signals.group(ranks, what)
-            if len(g.heads) > 1000:  # shapes that never come back
+            if len(g.heads) > 256:  # shapes that never come back
                 g.heads.clear()
             g.heads[key] = head
             g.turn ^= 1
@@ -147,7 +147,7 @@ class Engine:
         key = g.turn, half, count, dtype, skip
         views = g.cache.get(key)
         if views is None:
-            if len(g.cache) > 256:
+            if len(g.cache) > 128:
                 g.cache.clear()
             starts = g.slots() if half is None else [m.chunk(half) for m in g.members]
             views = g.cache[key] = [m.view(at + skip, count, dtype) for m, at in zip(g.members, starts)]

@@ -8,7 +8,6 @@ Invariant: `sync` returns on a member only after every member of the group has c
 """
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import select
@@ -19,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from ...errors import CollectiveMismatch, CommError, PeerLost
+from .blame import odd_ranks
 from .deadlock import Condition, circle, reached
 from .futex import Word, duration
 from .rendezvous import Link
@@ -42,7 +42,7 @@ _SEQ, _CALL, _STEPS, _RESULT = 0, 1, 3, 4
 class Peer:
     """What this rank knows of another one."""
 
-    __slots__ = ("end", "inbox", "memory", "pid", "posted", "rank", "sock", "taken")
+    __slots__ = ("end", "inbox", "memory", "pid", "posted", "process", "rank", "sock", "taken")
 
     def __init__(self, link: Link, me: int):
         self.rank, self.pid, self.sock = link.rank, link.pid, link.sock
@@ -50,6 +50,10 @@ class Peer:
         self.inbox: deque[tuple[bytes, bytes, int]] = deque()  # messages: description, payload, or a memory file
         self.taken, self.posted = 0, self.memory.posted(me)  # messages for us that came; that it says it sent
         self.end: str | None = None                          # None: alive; "": left normally; text: how it ended
+        try:
+            self.process = os.pidfd_open(self.pid)           # says when it is gone, even if a child keeps its sockets
+        except OSError:                                      # an old kernel, or gone already: the socket will say so
+            self.process = -1
 
 
 class GroupState:
@@ -120,7 +124,7 @@ class Signals:
     def __init__(self, rank: int, memory: Segment, links: list[Link], timeout: float):
         self.rank, self.memory, self.timeout = rank, memory, timeout
         self.peers = {link.rank: Peer(link, rank) for link in links}
-        self._by_fd = {p.sock.fileno(): p for p in self.peers.values()}
+        self._by_fd = {fd: p for p in self.peers.values() for fd in (p.sock.fileno(), p.process) if fd >= 0}
         self._poll = select.poll()
         for fd in self._by_fd:
             self._poll.register(fd, _IN)
@@ -132,20 +136,28 @@ class Signals:
         """Reads what has come; blocks up to the given time if nothing has."""
         events = self._poll.poll(seconds * 1000)
         for fd, event in events:
-            if event != select.POLLOUT:
-                self._read(self._by_fd[fd])
+            peer = self._by_fd.get(fd)
+            if peer is not None and event != select.POLLOUT:  # None: dropped by an event before this one
+                more = self._read(peer)
+                while fd == peer.process and more:  # gone: what it said last comes first
+                    more = self._read(peer)
+                if fd == peer.process:
+                    self._drop(peer, "died")
         return bool(events)
 
-    def _read(self, peer: Peer) -> None:
+    def _read(self, peer: Peer) -> bool:
+        """Reads a packet; False if there is none, or the peer has ended."""
+        if peer.end is not None:
+            return False
         try:
             data, control, _, _ = peer.sock.recvmsg(_PACKET, _FD_SPACE, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
-            return
+            return False
         except ConnectionError:
             data = b""
         if not data:
             self._drop(peer, "died")
-            return
+            return False
         kind, _, number = _PACKET_HEAD.unpack_from(data)
         if kind == _ERROR:
             attempt, operands, rule, *fixes = data[9:].decode(errors="replace").split("\0")
@@ -157,12 +169,17 @@ class Signals:
             fd = struct.unpack("i", control[0][2])[0] if control else -1
             peer.inbox.append((data[8:8 + number], data[8 + number:], fd))
             peer.taken = (peer.taken + 1) & 0xFFFFFFFF
+        return True
 
     def _drop(self, peer: Peer, end: str) -> None:
         if peer.end is None:
             peer.end = end
-            with contextlib.suppress(KeyError):
-                self._poll.unregister(peer.sock.fileno())
+            for fd in (peer.sock.fileno(), peer.process):
+                if self._by_fd.pop(fd, None) is not None:
+                    self._poll.unregister(fd)
+            if peer.process >= 0:
+                os.close(peer.process)
+                peer.process = -1
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
@@ -399,19 +416,18 @@ class Signals:
             keys: ranks without any of which nobody would have to wait.
             in_step: every member was at the same meeting, so the group may go on if the caller catches the error.
         """
-        def bare(text: str) -> str:
-            return text.partition(" over ranks ")[0]  # other groups make the same call
-        texts = [text for _, text, _ in calls]
-        elsewhere = [bare(text) for m in self._segments().values() for text in m.last_calls()]
-        usual = max(texts, key=lambda text: (texts.count(text), elsewhere.count(bare(text))))
-        messages = all(text.startswith("exchange") for text in texts)
-        odd = [rank for rank, text, _ in calls if text != usual and not messages]
-        odd = [rank for rank in odd if rank in keys] or odd
-        lines = [f"rank {rank}: {text} at {site}" for rank, text, site in calls]
+        others = [(r, text) for r, m in self._segments().items() for text in m.last_calls()]
+        usual, odd = odd_ranks([call[:2] for call in calls], others, keys)
+        if all(text.startswith("exchange") for _, text, _ in calls):
+            attempt = f"For '{what}', ranks wait for each other's messages."
+        elif not odd:
+            attempt = f"For '{what}', ranks {', '.join(str(call[0]) for call in calls)} made different calls."
+        else:
+            attempt = f"For '{usual.split(' ')[0]}', rank(s) {', '.join(map(str, odd))} made another call than the rest " \
+                      "of the group."
         error = CollectiveMismatch(
-            f"For '{usual.split(' ')[0] or what}', rank(s) {', '.join(map(str, odd))} made another call than the rest of "
-            "the group." if odd else f"For '{what}', ranks wait for each other's messages.",
-            "\n".join(lines), "All members of a group call the same collectives, in one order, with equal arguments.",
+            attempt, "\n".join(f"rank {rank}: {text} at {site}" for rank, text, site in calls),
+            "All members of a group call the same collectives, in one order, with equal arguments.",
             "look for a branch that depends on the rank before these lines")
         error.in_step = in_step
         self._tell(tell, error)
