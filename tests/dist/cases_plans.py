@@ -15,8 +15,11 @@ from ms_dtensor import (
     ColwiseParallel,
     DTensor,
     FusedColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
     Replicate,
     RowwiseParallel,
+    SequenceParallel,
     Shard,
     distribute_module,
     distribute_tensor,
@@ -158,6 +161,53 @@ def fused_refusals(world):
         FusedColwiseParallel((12, 12)).apply(cell, mesh)
     except LayoutError as e:
         assert "laid out already" in str(e)
+
+
+# -- styles by keyword and on named axes -----------------------------------------------------------------------------------
+@case(world_size=4)
+def the_input_may_come_by_keyword(world):
+    mesh, x = mesh_1d(), data(5, 6, 8)
+    for style, make, name in ((ColwiseParallel(output_layouts=R), lambda: nn.Dense(8, 8), "x"),
+                              (RowwiseParallel(input_layouts=R), lambda: nn.Dense(8, 8), "x"),
+                              (FusedColwiseParallel((4, 4)), lambda: nn.Dense(8, 8), "x"),
+                              (SequenceParallel(sequence_dim=0), lambda: nn.LayerNorm((8,)), "input_x")):
+        cell = parallelize_module(fill(make()), mesh, style)
+        whole = not isinstance(style, SequenceParallel)
+        given = x if whole else Tensor(np.ascontiguousarray(np.array_split(np.tile(x.asnumpy(), (2, 1)), 4)[world.rank]))
+        equal(cell(**{name: given}), cell(given))
+        try:
+            cell()
+        except LayoutError as e:
+            assert "without an input" in str(e)
+        else:
+            raise AssertionError("called with nothing")
+
+
+@case(world_size=4)
+def styles_speak_of_named_axes_on_a_mesh_of_two(world):
+    mesh, x = mesh_2d(), data(6, 8, 4)
+
+    class Seen(nn.Cell):
+        def construct(self, x, y=None):
+            self.seen = (x, y)
+            return x * 2
+    cell = parallelize_module(Seen(), mesh, PrepareModuleInputOutput(
+        input_layouts=({"dp": S(0)},), desired_input_layouts=({"dp": R, "tp": S(1)},),
+        input_kwarg_layouts={"y": {"tp": S(1)}}, desired_input_kwarg_layouts={"y": {"tp": R}},
+        output_layouts=({"dp": R},), desired_output_layouts=({"dp": S(0), "tp": R},), use_local_output=False))
+    dp, tp = mesh.get_coordinate()
+    out = cell(Tensor(x.asnumpy()[4 * dp:][:4]), y=Tensor(np.ascontiguousarray(x.asnumpy()[:, 2 * tp:][:, :2])))
+    assert cell.seen[0].placements == (R, S(1)) and cell.seen[1].placements == (R, R) and out.placements == (S(0), R)
+    equal(cell.seen[0], x)
+    equal(cell.seen[1], x)
+    equal(out, x * 2)
+    try:
+        parallelize_module(Seen(), mesh, PrepareModuleInput(input_layouts=S(0), desired_input_layouts=R))
+    except LayoutError as e:
+        assert "does not say which axis" in str(e)
+        same_on_all_ranks(world, str(e))
+    else:
+        raise AssertionError("accepted")
 
 
 # -- suggest_plan --------------------------------------------------------------------------------------------------------
