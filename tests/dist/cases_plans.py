@@ -224,7 +224,7 @@ def _told(fn):
 @case(world_size=4)
 def a_suggested_plan_equals_one_device(world):
     mesh = mesh_1d()
-    plain, net = Llama(TINY, 8), Llama(TINY, 8)
+    plain, net = Llama(TINY), Llama(TINY)
     for m in (plain, net):
         init_weights(m, 3)
     before = [type(p) for p in net.get_parameters()]
