@@ -136,8 +136,8 @@ def _attention(cell, linear, ranks, columns) -> _Block | None:
     kv_heads = _number(cell, _KV_HEADS) or heads
     odd = [n for n in (heads, kv_heads) if n is not None and n % ranks]
     problem = f"{odd[0]} heads do not divide by {ranks}" if odd else ""
-    separate = [_one(linear, names) for names in (_QUERY, _KEY, _VALUE)]
-    if None not in separate and _sizes(linear[separate[0]])[0] == _sizes(linear[out])[1]:
+    separate = [key for key in (_one(linear, names) for names in (_QUERY, _KEY, _VALUE)) if key is not None]
+    if len(separate) == 3 and _sizes(linear[separate[0]])[0] == _sizes(linear[out])[1]:
         return _Block({k: ColwiseParallel(**columns) for k in separate}, out, problem)
     fused = _one(linear, _QKV)
     if fused is None or not kv_heads or not heads:
