@@ -37,7 +37,7 @@ class _Block(NamedTuple):
 
 
 def suggest_plan(module: nn.Cell, device_mesh: DeviceMesh | None = None) -> dict[str, ParallelStyle]:
-    """A plan for `parallelize_module`, from the cells of a Llama-shaped model; printed on the mesh's first rank.
+    """A plan for `parallelize_module`, from the cells of a Llama-shaped model; printed by one rank.
 
     Args:
         module: the model.
@@ -84,7 +84,7 @@ def suggest_plan(module: nn.Cell, device_mesh: DeviceMesh | None = None) -> dict
         raise ConfigError(f"For 'suggest_plan', this {type(module).__name__} has nothing to cut over {mesh.size()} ranks.",
                           "; ".join(dict.fromkeys(alone)), "It knows the cell names of Llama-shaped models.",
                           "write the plan: {\"layers.*.attention.wq\": ColwiseParallel(), ...}")
-    if mesh.get_rank() == mesh.rank_list[0]:
+    if mesh.get_rank() == mesh.root.rank_list[0]:
         wide = max(map(len, plan))
         print(f"suggest_plan for {type(module).__name__} over {mesh.describe()}:")
         for pattern, style in plan.items():

@@ -236,6 +236,8 @@ def a_suggested_plan_equals_one_device(world):
     assert bool(text) == (world.rank == 0) and (world.rank or "layers.*.attention.wq" in text), text
     _, text = _told(lambda: parallelize_module(net, mesh, plan))
     assert bool(text) == (world.rank == 0) and (world.rank or "layers.0.attention.wq ... layers.1.attention.wq (2 cells)" in text)
+    _, text = _told(lambda: parallelize_module(nn.Dense(4, 4), mesh_2d()["tp"], ColwiseParallel()))
+    assert bool(text) == (world.rank == 0)  # one rank tells, not one of each sub-mesh
     distribute_module(net, mesh)
     ids = np.random.default_rng(1).integers(0, 19, (2, 9)).astype(np.int32)
     x, y = Tensor(ids[:, :-1]), Tensor(np.ascontiguousarray(ids[:, 1:]))
