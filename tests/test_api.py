@@ -220,3 +220,26 @@ def test_every_ported_behaviour_has_a_case():
         text = (ROOT / "tests" / path).read_text(encoding="utf-8")
         mark = r"@case\([^\n]*\)\n" if "cases_" in path else ""
         assert re.search(rf"{mark}def {name}\(", text), f"{path}::{name}"
+
+
+STYLES = {
+    md.ColwiseParallel: ({}, "input_layouts=Replicate(), output_layouts=Shard(-1), use_local_output=True"),
+    md.RowwiseParallel: ({}, "input_layouts=Shard(-1), output_layouts=Replicate(), use_local_output=True"),
+    md.SequenceParallel: ({}, "sequence_dim=1, use_local_output=False"),
+    md.PrepareModuleInput: ({}, "input_layouts=(), desired_input_layouts=(), input_kwarg_layouts={}, "
+                                "desired_input_kwarg_layouts={}, use_local_output=False"),
+    md.PrepareModuleOutput: ({"output_layouts": Shard(0), "desired_output_layouts": Replicate()},
+                             "output_layouts=(Shard(0),), desired_output_layouts=(Replicate(),), use_local_output=True"),
+    md.FusedColwiseParallel: ({"parts": (8, 4, 4), "units": 2},
+                              "(8, 4, 4), units=2, input_layouts=Replicate(), use_local_output=True")}
+
+
+@pytest.mark.parametrize("style", STYLES, ids=lambda c: c.__name__)
+def test_styles_have_pytorchs_defaults_and_say_what_they_are(style):
+    arguments, text = STYLES[style]
+    assert repr(style(**arguments)) == f"{style.__name__}({text})" and style.src_data_rank == 0
+
+
+def test_prepared_inputs_and_outputs_say_what_they_are():
+    both = repr(md.PrepareModuleInputOutput(output_layouts=Shard(0), desired_output_layouts=Replicate()))
+    assert both.startswith("PrepareModuleInputOutput(PrepareModuleInput(") and "use_local_output=True" in both

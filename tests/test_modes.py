@@ -18,10 +18,14 @@ from ms_dtensor import (
     distribute_tensor,
     implicit_replication,
     init_device_mesh,
+    local_map,
+    loss_parallel,
     modes,
     redistribution_policy,
+    value_and_grad,
 )
-from ms_dtensor.errors import ConfigError, MixedOperandError
+from ms_dtensor.debug import checks
+from ms_dtensor.errors import ConfigError, DTensorError, MixedOperandError
 
 pytestmark = pytest.mark.usefixtures("cpu")
 A = np.arange(8, dtype=np.float32).reshape(4, 2)
@@ -34,7 +38,8 @@ def x():
 
 BLOCKS = {"skip": lambda: SkipDTensorDispatch(), "keep": lambda: SkipDTensorDispatch({mint.matmul}),
           "implicit": implicit_replication, "warn": lambda: redistribution_policy("warn"),
-          "explicit": lambda: redistribution_policy("explicit")}
+          "explicit": lambda: redistribution_policy("explicit"), "loss": loss_parallel,
+          "checks": lambda: checks(gradients=True)}
 
 
 @pytest.mark.parametrize("names", list(itertools.permutations(BLOCKS, 3)))
@@ -45,13 +50,15 @@ def test_nested_in_any_order_and_left_in_any_order(names):
             b.__enter__()
         now = modes.mode.get()
         assert now.skip == bool({"skip", "keep"} & set(names))
-        assert now.implicit_replication == ("implicit" in names)
+        assert now.implicit_replication == bool({"implicit", "loss"} & set(names))
+        assert now.no_gather == ("loss" in names) and now.check_gradients == ("checks" in names)
         last = [n for n in names if n in ("warn", "explicit")]
         assert now.policy == (last[-1] if last else "auto")
         for i, k in enumerate(order):
             blocks[k].__exit__(None, None, None)
             left = [names[j] for j in sorted(set(range(3)) - set(order[:i + 1]))]
-            assert modes.mode.get().implicit_replication == ("implicit" in left)
+            assert modes.mode.get().implicit_replication == bool({"implicit", "loss"} & set(left))
+            assert modes.mode.get().check_rules == ("checks" in left)
         assert modes.mode.get() is modes.DEFAULT
 
 
@@ -154,3 +161,50 @@ def test_implicit_replication_and_policies(x):
         x + Tensor(A)
     with pytest.raises(ConfigError):
         redistribution_policy("never")
+
+
+def test_local_map_inside_any_mode_and_modes_inside_local_map(x):
+    for name, make in BLOCKS.items():
+        with make():
+            def inner(a):
+                assert type(a) is Tensor
+                with SkipDTensorDispatch(), implicit_replication():
+                    return a * 2
+            before = modes.mode.get()
+            out = local_map(inner, [Shard(0)], ([Shard(0)],))(x)
+            assert isinstance(out, DTensor) != (name in ("skip", "keep")) and modes.mode.get() == before
+            np.testing.assert_array_equal(out.asnumpy() if type(out) is Tensor else out.to_local().asnumpy(), 2 * A)
+            nested = local_map(lambda a: local_map(lambda b: b + 1, [Shard(0)])(a), [Shard(0)], ([Shard(0)],))(x)
+            assert modes.mode.get() == before and nested.shape == (4, 2)
+    assert modes.mode.get() is modes.DEFAULT
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_an_error_inside_leaves_no_mode_and_no_recording(x, name):
+    for wrong in (lambda t: t.reshape((3, 5)), lambda t: local_map(lambda a: 1 / 0, [Shard(0)])(t), lambda t: [].pop()):
+        with pytest.raises((DTensorError, ZeroDivisionError, IndexError, ValueError, RuntimeError)):
+            with BLOCKS[name]():
+                value_and_grad(lambda t, w=wrong: w(t).sum(), 0)(x)
+        assert modes.mode.get() is modes.DEFAULT
+    g = value_and_grad(lambda t: (t * t).sum(), 0)(x)[1]
+    np.testing.assert_array_equal(g.to_local().asnumpy(), 2 * A)
+
+
+def test_each_thread_has_modes_and_default_mesh_of_its_own(x):
+    seen = {}
+
+    def work(name):
+        for _ in range(20):
+            with BLOCKS[name](), x.device_mesh:
+                seen.setdefault(name, set()).add(modes.mode.get())
+        seen[name].add(modes.mode.get())
+    threads = [threading.Thread(target=work, args=(n,)) for n in BLOCKS]
+    with redistribution_policy("explicit"):
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        assert modes.mode.get().policy == "explicit"
+    for name in BLOCKS:
+        with BLOCKS[name]():
+            assert seen[name] == {modes.mode.get(), modes.DEFAULT}, name

@@ -23,7 +23,7 @@ from ..faces import dtype_name, wrap
 from ..layout import Layout
 from ..mesh import DeviceMesh
 from ..placements import Placement, Replicate, Shard
-from .layouts import enter, place
+from .layouts import convert_first, enter, place
 from .styles import ColwiseParallel, ParallelStyle
 
 FUSED = "fused"  # Parameter attribute: the `Fused` that says how its rows are ordered
@@ -130,9 +130,9 @@ class FusedColwiseParallel(ParallelStyle):
             set_parameter(module, key, out)
         who = "FusedColwiseParallel"
 
-        def before(cell, inputs):
-            x = enter(inputs[0], cell, device_mesh, self.input_layouts, who)
-            return (place(x, device_mesh, Replicate(), who), *inputs[1:])
+        def before(cell, inputs, kwargs):
+            return convert_first(cell, inputs, kwargs, lambda x: place(
+                enter(x, cell, device_mesh, self.input_layouts, who), device_mesh, Replicate(), who), who)
 
         def after(cell, inputs, output):
             lead = output.shape[:-1]
@@ -142,7 +142,7 @@ class FusedColwiseParallel(ParallelStyle):
                 done.append(mint.narrow(by_unit, len(lead) + 1, at, p // self.units).reshape((*lead, p)))
                 at += p // self.units
             return mint.cat([x.to_local() for x in done], -1) if self.use_local_output else tuple(done)
-        module.register_forward_pre_hook(before)
+        module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after)
         return module
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 
-from mindspore import nn
+from mindspore import Tensor, nn
 
 from ..distribute import distribute_parameter, set_parameter
 from ..dtensor import DTensor
@@ -68,6 +68,17 @@ def enter(x, cell: nn.Cell, mesh: DeviceMesh, placement, who: str) -> DTensor:
         return x
     whole, outer = getattr(cell, OUTER, (mesh, {}))
     return DTensor.from_local(x, whole, {**outer, **by_axis(placement, mesh, who)})
+
+
+def convert_first(cell: nn.Cell, inputs: tuple, kwargs: dict, convert, who: str) -> tuple[tuple, dict]:
+    """The inputs of a call with the first one, positional or by keyword, converted; for cells of one data input."""
+    if inputs:
+        return (convert(inputs[0]), *inputs[1:]), kwargs
+    for key, value in kwargs.items():
+        if isinstance(value, Tensor):
+            return inputs, {**kwargs, key: convert(value)}
+    raise LayoutError(f"For '{who}', {type(cell).__name__} was called without an input.", "", "It takes one tensor.",
+                      "pass it")
 
 
 def check_agrees(param: DTensor, mesh: DeviceMesh, placement) -> None:

@@ -30,7 +30,7 @@ def parallelize_module(module: nn.Cell, device_mesh: DeviceMesh | None = None,
         module: the model.
         device_mesh: mesh of one axis, e.g. `mesh["tp"]`; default the current one.
         parallelize_plan: one style for `module` itself, or {pattern: style}; `suggest_plan` computes one. What matched
-            what is printed by the mesh's first rank. Without a plan nothing happens, with a warning.
+            what is printed by one rank. Without a plan nothing happens, with a warning.
         src_data_rank: coordinate whose initial parameter values are the truth; None: every rank's own.
 
     Returns:
@@ -89,8 +89,8 @@ def parallelize_module(module: nn.Cell, device_mesh: DeviceMesh | None = None,
 
 
 def _tell(mesh: DeviceMesh, work) -> None:
-    """Prints what matched what, on the mesh's first rank."""
-    if mesh.get_rank() != mesh.rank_list[0]:
+    """Prints what matched what, on the first rank of the mesh that `mesh` was sliced from."""
+    if mesh.get_rank() != mesh.root.rank_list[0]:
         return
     wide = max((len(pattern) for pattern, _, _ in work), default=0)
     print(f"parallelize_module over {mesh.describe()}:", flush=True)

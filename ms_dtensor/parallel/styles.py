@@ -15,7 +15,7 @@ from ..dtensor import DTensor
 from ..errors import ConfigError, LayoutError
 from ..mesh import DeviceMesh
 from ..placements import Placement, Replicate, Shard
-from .layouts import by_axis, enter, place, shard_parameter
+from .layouts import by_axis, convert_first, enter, place, shard_parameter
 
 
 class ParallelStyle(ABC):
@@ -97,13 +97,15 @@ class _Sharded(ParallelStyle):
         for key, placement in self.check(module, device_mesh).items():
             shard_parameter(module, key, device_mesh, [placement], self.src_data_rank)
 
-        def before(cell, inputs):
-            x = enter(inputs[0], cell, device_mesh, self.input_layouts, who)
-            return (place(x, device_mesh, wanted, who), *inputs[1:])
+        def convert(cell, x):
+            return place(enter(x, cell, device_mesh, self.input_layouts, who), device_mesh, wanted, who)
+
+        def before(cell, inputs, kwargs):
+            return convert_first(cell, inputs, kwargs, lambda x: convert(cell, x), who)
 
         def after(cell, inputs, output):
             return _leave(output, device_mesh, self.output_layouts, self.use_local_output, who)
-        module.register_forward_pre_hook(before)
+        module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after)
         return module
 
@@ -221,13 +223,15 @@ class SequenceParallel(ParallelStyle):
                 if param is not None:
                     shard_parameter(cell, key, device_mesh, [Replicate()] * device_mesh.ndim, self.src_data_rank)
 
-        def before(cell, inputs):
-            if not isinstance(inputs[0], Tensor):
+        def convert(cell, x):
+            if not isinstance(x, Tensor):
                 raise LayoutError(f"For 'SequenceParallel', the input of {type(cell).__name__} must be a tensor, but got "
-                                  f"{type(inputs[0]).__name__}.")
-            x = enter(inputs[0], cell, device_mesh, wanted, "SequenceParallel")
-            return (place(x, device_mesh, wanted, "SequenceParallel"), *inputs[1:])
-        module.register_forward_pre_hook(before)
+                                  f"{type(x).__name__}.")
+            return place(enter(x, cell, device_mesh, wanted, "SequenceParallel"), device_mesh, wanted, "SequenceParallel")
+
+        def before(cell, inputs, kwargs):
+            return convert_first(cell, inputs, kwargs, lambda x: convert(cell, x), "SequenceParallel")
+        module.register_forward_pre_hook(before, with_kwargs=True)
         if self.use_local_output:
             module.register_forward_hook(lambda cell, inputs, output: _to_local(output, "SequenceParallel"))
         return module

@@ -37,7 +37,7 @@ class _Block(NamedTuple):
 
 
 def suggest_plan(module: nn.Cell, device_mesh: DeviceMesh | None = None) -> dict[str, ParallelStyle]:
-    """A plan for `parallelize_module`, from the cells of a Llama-shaped model; printed on the mesh's first rank.
+    """A plan for `parallelize_module`, from the cells of a Llama-shaped model; printed by one rank.
 
     Args:
         module: the model.
@@ -84,7 +84,7 @@ def suggest_plan(module: nn.Cell, device_mesh: DeviceMesh | None = None) -> dict
         raise ConfigError(f"For 'suggest_plan', this {type(module).__name__} has nothing to cut over {mesh.size()} ranks.",
                           "; ".join(dict.fromkeys(alone)), "It knows the cell names of Llama-shaped models.",
                           "write the plan: {\"layers.*.attention.wq\": ColwiseParallel(), ...}")
-    if mesh.get_rank() == mesh.rank_list[0]:
+    if mesh.get_rank() == mesh.root.rank_list[0]:
         wide = max(map(len, plan))
         print(f"suggest_plan for {type(module).__name__} over {mesh.describe()}:")
         for pattern, style in plan.items():
@@ -136,8 +136,8 @@ def _attention(cell, linear, ranks, columns) -> _Block | None:
     kv_heads = _number(cell, _KV_HEADS) or heads
     odd = [n for n in (heads, kv_heads) if n is not None and n % ranks]
     problem = f"{odd[0]} heads do not divide by {ranks}" if odd else ""
-    separate = [_one(linear, names) for names in (_QUERY, _KEY, _VALUE)]
-    if None not in separate and _sizes(linear[separate[0]])[0] == _sizes(linear[out])[1]:
+    separate = [key for key in (_one(linear, names) for names in (_QUERY, _KEY, _VALUE)) if key is not None]
+    if len(separate) == 3 and _sizes(linear[separate[0]])[0] == _sizes(linear[out])[1]:
         return _Block({k: ColwiseParallel(**columns) for k in separate}, out, problem)
     fused = _one(linear, _QKV)
     if fused is None or not kv_heads or not heads:

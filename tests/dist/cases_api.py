@@ -6,6 +6,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, mint, nn, ops
 
+import ms_dtensor as md
 from ms_dtensor import (
     ColwiseParallel,
     DeviceMesh,
@@ -169,12 +170,46 @@ def factories_hold_their_shard(world):
 
 @case(world_size=4)
 def random_factories_do_not_depend_on_the_mesh(world):
-    import ms_dtensor as md
     values = []
     for mesh, placements in ((mesh_2d(), (S(0), S(1))), (mesh_1d(), [S(1)]), (mesh_1d(), [R]), (mesh_2d(), (S(0), S(0)))):
         md.manual_seed(5)
         values.append(randn(5, 6, device_mesh=mesh, placements=placements).full_tensor().asnumpy())
     assert all(np.array_equal(values[0], v) for v in values)
+
+
+@case(world_size=4)
+def ranges_identities_and_tensors_like_others(world):
+    """Every factory that computes its values, even, uneven and empty, against NumPy; nothing is communicated."""
+    for mesh, placements in ((mesh_1d(), [S(0)]), (mesh_2d(), (S(0), S(0))), (mesh_2d(), (R, S(0))), (mesh_1d(), [R])):
+        at = {"device_mesh": mesh, "placements": placements}
+        with counted() as count:
+            made = [(md.arange(10, **at), np.arange(10)), (md.arange(1, 8, 3, **at), np.arange(1, 8, 3)),
+                    (md.arange(5, 0, -2, **at), np.arange(5, 0, -2)), (md.arange(0, **at), np.arange(0)),
+                    (md.arange(0.5, 3, 0.25, dtype=ms.float16, **at), np.arange(0.5, 3, 0.25, dtype=np.float16)),
+                    (md.linspace(-1, 2, 7, **at), np.linspace(-1, 2, 7, dtype=np.float32)),
+                    (md.linspace(3, 3, 1, **at), np.array([3], np.float32))]
+            made += [(md.eye(n, m, **at), np.eye(n, m, dtype=np.float32)) for n, m in ((4, None), (5, 3), (3, 5), (1, 1))]
+            for shape in ((8, 4), (5, 3), (1, 2), (0, 3)):
+                x = distribute_tensor(data(1, *shape), mesh, placements, src_data_rank=None)
+                made += [(md.zeros_like(x), np.zeros(shape)), (md.ones_like(x, dtype=ms.int32), np.ones(shape, np.int32)),
+                         (md.full_like(x, 2.5), np.full(shape, 2.5))]
+                for like in (md.empty_like(x), md.rand_like(x), md.randn_like(x), md.zeros_like(x)):
+                    assert like.layout is x.layout
+                other = md.ones_like(x, device_mesh=mesh_1d(), placements=[R])
+                assert other.placements == (R,) and other.shape == shape
+        assert not count
+        for out, wanted in made:
+            assert out.shape == wanted.shape and out.local_shape == out.layout.local_shape(), (out, wanted.shape)
+            np.testing.assert_allclose(out.full_tensor().asnumpy(), wanted, rtol=1e-6)
+    part = DTensor.from_local(data(1, 4, 4), mesh_1d(), [P])
+    assert md.zeros_like(part).placements == (R,)  # new values are no summands
+    for make in (md.rand, md.randn):  # bit for bit the same in every dtype, uneven too
+        for dtype in (ms.float16, ms.float32, ms.float64):
+            values = []
+            for mesh, placements in ((mesh_1d(), [S(0)]), (mesh_2d(), (S(1), S(0))), (mesh_1d(), [R])):
+                md.manual_seed(9)
+                values.append(make(7, 5, dtype=dtype, device_mesh=mesh, placements=placements).full_tensor().asnumpy())
+            assert all(np.array_equal(values[0], v) for v in values) and values[0].dtype == str(dtype).lower()
 
 
 # -- distribute_module -------------------------------------------------------------------------------------------

@@ -190,7 +190,7 @@ def changes_of_the_cut_dims_on_two_axes(world):
             x = distribute_tensor(data(1, *shape), mesh_2d(), src, src_data_rank=None)
             with counted() as count:
                 out = x.redistribute(placements=dst)
-            assert 1 <= sum(count.values()) <= 3, (shape, src, dst, count)  # the least bytes, not the fewest messages
+            assert sum(count.values()) <= 3, (shape, src, dst, count)  # the least bytes; a rank whose data stays sends none
             equal(out.to_local(), distribute_tensor(data(1, *shape), mesh_2d(), dst, src_data_rank=None).to_local())
 
 

@@ -15,11 +15,15 @@ from ms_dtensor import (
     ColwiseParallel,
     DTensor,
     FusedColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
     Replicate,
     RowwiseParallel,
+    SequenceParallel,
     Shard,
     distribute_module,
     distribute_tensor,
+    implicit_replication,
     parallelize_module,
     replicate,
     suggest_plan,
@@ -160,6 +164,53 @@ def fused_refusals(world):
         assert "laid out already" in str(e)
 
 
+# -- styles by keyword and on named axes -----------------------------------------------------------------------------------
+@case(world_size=4)
+def the_input_may_come_by_keyword(world):
+    mesh, x = mesh_1d(), data(5, 6, 8)
+    for style, make, name in ((ColwiseParallel(output_layouts=R), lambda: nn.Dense(8, 8), "x"),
+                              (RowwiseParallel(input_layouts=R), lambda: nn.Dense(8, 8), "x"),
+                              (FusedColwiseParallel((4, 4)), lambda: nn.Dense(8, 8), "x"),
+                              (SequenceParallel(sequence_dim=0), lambda: nn.LayerNorm((8,)), "input_x")):
+        cell = parallelize_module(fill(make()), mesh, style)
+        whole = not isinstance(style, SequenceParallel)
+        given = x if whole else Tensor(np.ascontiguousarray(np.array_split(np.tile(x.asnumpy(), (2, 1)), 4)[world.rank]))
+        equal(cell(**{name: given}), cell(given))
+        try:
+            cell()
+        except LayoutError as e:
+            assert "without an input" in str(e)
+        else:
+            raise AssertionError("called with nothing")
+
+
+@case(world_size=4)
+def styles_speak_of_named_axes_on_a_mesh_of_two(world):
+    mesh, x = mesh_2d(), data(6, 8, 4)
+
+    class Seen(nn.Cell):
+        def construct(self, x, y=None):
+            self.seen = (x, y)
+            return x * 2
+    cell = parallelize_module(Seen(), mesh, PrepareModuleInputOutput(
+        input_layouts=({"dp": S(0)},), desired_input_layouts=({"dp": R, "tp": S(1)},),
+        input_kwarg_layouts={"y": {"tp": S(1)}}, desired_input_kwarg_layouts={"y": {"tp": R}},
+        output_layouts=({"dp": R},), desired_output_layouts=({"dp": S(0), "tp": R},), use_local_output=False))
+    dp, tp = mesh.get_coordinate()
+    out = cell(Tensor(x.asnumpy()[4 * dp:][:4]), y=Tensor(np.ascontiguousarray(x.asnumpy()[:, 2 * tp:][:, :2])))
+    assert cell.seen[0].placements == (R, S(1)) and cell.seen[1].placements == (R, R) and out.placements == (S(0), R)
+    equal(cell.seen[0], x)
+    equal(cell.seen[1], x)
+    equal(out, x * 2)
+    try:
+        parallelize_module(Seen(), mesh, PrepareModuleInput(input_layouts=S(0), desired_input_layouts=R))
+    except LayoutError as e:
+        assert "does not say which axis" in str(e)
+        same_on_all_ranks(world, str(e))
+    else:
+        raise AssertionError("accepted")
+
+
 # -- suggest_plan --------------------------------------------------------------------------------------------------------
 TINY = ModelConfig(dim=16, n_layers=2, n_heads=8, n_kv_heads=4, ffn_dim=24, vocab_size=19)
 
@@ -174,7 +225,7 @@ def _told(fn):
 @case(world_size=4)
 def a_suggested_plan_equals_one_device(world):
     mesh = mesh_1d()
-    plain, net = Llama(TINY, 8), Llama(TINY, 8)
+    plain, net = Llama(TINY), Llama(TINY)
     for m in (plain, net):
         init_weights(m, 3)
     before = [type(p) for p in net.get_parameters()]
@@ -185,12 +236,15 @@ def a_suggested_plan_equals_one_device(world):
     assert bool(text) == (world.rank == 0) and (world.rank or "layers.*.attention.wq" in text), text
     _, text = _told(lambda: parallelize_module(net, mesh, plan))
     assert bool(text) == (world.rank == 0) and (world.rank or "layers.0.attention.wq ... layers.1.attention.wq (2 cells)" in text)
+    _, text = _told(lambda: parallelize_module(nn.Dense(4, 4), mesh_2d()["tp"], ColwiseParallel()))
+    assert bool(text) == (world.rank == 0)  # one rank tells, not one of each sub-mesh
     distribute_module(net, mesh)
     ids = np.random.default_rng(1).integers(0, 19, (2, 9)).astype(np.int32)
     x, y = Tensor(ids[:, :-1]), Tensor(np.ascontiguousarray(ids[:, 1:]))
     dx, dy = distribute_tensor(x, mesh), distribute_tensor(y, mesh)
     want = ms.value_and_grad(lambda i: cross_entropy(plain(i), y), None, plain.trainable_params())(x)
-    got = value_and_grad(lambda i: cross_entropy(net(i), dy), None, net.trainable_params())(dx)
+    with implicit_replication():  # the model makes rotary tables and its mask as it goes: plain, and the same on every rank
+        got = value_and_grad(lambda i: cross_entropy(net(i), dy), None, net.trainable_params())(dx)
     equal(got[0], want[0], "loss")
     for p, g, w in zip(net.trainable_params(), got[1], want[1], strict=True):
         equal(g, w, p.name, rtol=1e-4)  # two layers deep, sums in another order
