@@ -57,6 +57,8 @@ def dispatch(run: dict) -> str:
              of(r, "torch", "median"), verdict(r)[0]) for name, r in run["rows"].items()]
     misses = [(name, *(by[axes][k]["median"] for axes in by for k in ("emptied", "new")))
               for name, by in run["miss"].items()]
+    issue = [(name, r["plain"]["median"], r["ours"]["median"], r["added"], run["rows"][name]["ours"]["added"])
+             for name, r in run.get("host", {}).items()]
     return f"""## What dispatch adds to an op
 
 Microseconds on a 4 x 4 tensor, on a mesh of one rank. *Plain* is MindSpore's op; *ours*, *floor* and *PyTorch* are what
@@ -73,6 +75,10 @@ A call whose plan is not known costs this much more than a known one (microsecon
 "new": layouts never seen before):
 
 {table(("", "1 axis, emptied", "1 axis, new", "4 axes, emptied", "4 axes, new"), misses)}
+
+The time to issue an op in MindSpore's asynchronous mode (another process; what is computed behind is not waited for):
+
+{table(("", "plain issues in", "ours issues in", "ours adds", "ours adds blocking"), issue)}
 """
 
 
