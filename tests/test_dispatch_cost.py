@@ -43,7 +43,7 @@ CALLS = {
     "view": (4, 2, lambda x, w, r: x.view(4, 2, 2)),
     "to_local": (3, 1, lambda x, w, r: x.to_local()),
     "redistribute to itself": (5, 0, lambda x, w, r: x.redistribute(placements=x.placements)),
-    "from_local": (9, 1, lambda x, w, r: md.DTensor.from_local(PLAIN, x.device_mesh, x.placements)),
+    "from_local": (13, 1, lambda x, w, r: md.DTensor.from_local(PLAIN, x.device_mesh, x.placements)),
 }
 PLAIN = Tensor(np.ones((4, 4), np.float32))
 
