@@ -19,7 +19,7 @@ from .redistribute.execute import moved, run
 from .redistribute.plan import plan as plan_moves
 from .redistribute.plan import relabels
 
-recording = _pynative_executor.grad_flag
+recording = _pynative_executor._executor.grad_flag  # the C++ method: the one around it costs as much again
 make = Tensor._make_subclass
 VIEWED = "_viewed"  # attribute of a recorded view: (what it is a view of, its plan, the call that made it)
 DEFERRED = "deferred_axes"  # attribute of a Parameter: axes on which its gradient stays partial (parallel/buckets.py)

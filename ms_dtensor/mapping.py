@@ -18,7 +18,7 @@ from . import comm, modes, patch
 from .dispatch import plain_tree
 from .errors import ImplicitCommError, LayoutError, MixedOperandError
 from .faces import as_local, dtype_name, finish, moved_implicitly, recording, wrap
-from .layout import Layout
+from .layout import Layout, known_layout
 from .mesh import DeviceMesh
 from .placements import PARTIAL, Placement
 
@@ -62,21 +62,26 @@ def local_map(fn: Callable | None = None, out_placements=None, in_placements=Non
                                  redistribute_inputs=redistribute_inputs, out_shapes=out_shapes)
     name = getattr(fn, "__name__", type(fn).__name__)
 
+    mapping = Mapping(f"local_map({name})", out_placements, in_placements, in_grad_placements, device_mesh,
+                      redistribute_inputs, out_shapes)
+
     @functools.wraps(fn, updated=())
     def mapped(*args, **kwargs):
-        mapping = Mapping(f"local_map({name})", out_placements, in_placements, in_grad_placements, device_mesh,
-                          redistribute_inputs, out_shapes)
         return mapping.run(fn, args, kwargs)
     return mapped
 
 
 class Mapping:
-    """One declaration of how a local function's inputs and results lie; `run` applies it to one call."""
+    """One declaration of how a local function's inputs and results lie; `run` applies it to a call.
+
+    What it means for inputs of given layouts is worked out once.
+    """
 
     def __init__(self, who, out_placements, in_placements=None, in_grad_placements=None, device_mesh=None,
                  redistribute_inputs=False, out_shapes=None, implicit=False):
         self.who, self.outs, self.ins, self.grads = who, out_placements, in_placements, in_grad_placements
         self.mesh, self.redistribute, self.shapes, self.implicit = device_mesh, redistribute_inputs, out_shapes, implicit
+        self._known: dict[tuple, tuple] = {}
 
     def run(self, fn, args: tuple, kwargs: dict):
         found = [a for a in (*args, *kwargs.values()) if _layout(a) is not None]
@@ -85,18 +90,27 @@ class Mapping:
         mode = modes.mode.get()
         if mode.skip:
             return fn(*plain_tree(args), **plain_tree(kwargs))
-        mesh = self._common_mesh(found)
-        targets = self._targets(args, mesh)
         named = {k: _layout(v) for k, v in kwargs.items()}
-        outs = self._out_placements(mesh)
-        own = self._axes_with_work((*targets, *named.values()), outs, mesh)
-        cotangents = self._cotangents(targets, own, mesh)
+        key = (*map(_layout, args), *(isinstance(a, Tensor) for a in args), *named.items())
+        if key not in self._known:
+            if len(self._known) >= 256:
+                self._known.clear()
+            self._known[key] = self._work_out(found, args, named)
+        mesh, targets, outs, own, cotangents = self._known[key]
         self._check_moves(args, targets, mode)
         moved_args = [x if t is None else as_local(moved_to(x, t), c) for x, t, c in zip(args, targets, cotangents)]
         moved_kwargs = {k: v if named[k] is None else as_local(v, shown(named[k], own)) for k, v in kwargs.items()}
         result = fn(*moved_args, **moved_kwargs)
         layouts = [t for t in (*targets, *named.values()) if t is not None]
         return self._wrap(result, outs, self.mesh or mesh, layouts)
+
+    def _work_out(self, found, args, named):
+        """(mesh, layouts the arguments must have, results, axes with work of their own, the arguments' cotangents)"""
+        mesh = self._common_mesh(found)
+        targets = self._targets(args, mesh)
+        outs = self._out_placements(mesh)
+        own = self._axes_with_work((*targets, *named.values()), outs, mesh)
+        return mesh, targets, outs, own, self._cotangents(targets, own, mesh)
 
     # -- what was declared ------------------------------------------------------------------------------------------
     def _common_mesh(self, found) -> DeviceMesh:
@@ -194,7 +208,7 @@ class Mapping:
         placed = [(i, r) for i, r in enumerate(results) if entries[i] is not None]
         shapes = self._global_shapes([(entries[i], r) for i, r in placed], mesh, layouts)
         for (i, r), shape in zip(placed, shapes):
-            draft = Layout(mesh, entries[i], shape, dtype_name(r.dtype))
+            draft = known_layout(mesh, entries[i], tuple(shape), dtype_name(r.dtype))
             if mesh.get_coordinate() is not None and draft.local_shape() != tuple(r._shape):
                 raise LayoutError(f"For '{self.who}', result {i} has local shape {list(r._shape)}, not its shard's.",
                                   draft.describe(), f"Its shard there is {list(draft.local_shape())}.",

@@ -52,7 +52,7 @@ class Plan:
     """
 
     __slots__ = ("op", "steps", "invoke", "empty", "outs", "implicit", "substitute", "widened", "view", "target", "native",
-                 "uses", "short", "faced", "places", "filled")
+                 "uses", "short", "faced", "places", "filled", "shares", "direct")
 
     def __init__(self, op, steps, invoke, empty, outs):
         self.op, self.steps, self.invoke, self.empty, self.outs = op, steps, invoke, empty, outs
@@ -64,6 +64,7 @@ class Plan:
         self.short = None  # the first result's layout, once `run` may take the short way
         # while recording: an operand shows its own face, or a result is partial in a way that no gradient fits
         self.faced = any(cotangent is not None for *_, cotangent in steps)
+        self.shares = self.direct = False  # of a view: it shares storage; MindSpore's own op made it
         self.places, self.filled = None, None  # where the call takes which operand: ((place, operand), ...); the rest of it
 
     def run(self, func, head, args, kwargs, tensors, mode):
@@ -95,7 +96,11 @@ class Plan:
         else:
             out = self.wrap(result, False)
         if self.view:
-            self._link(tensors[0], out, func, head, args, kwargs, recording())
+            first = tensors[0]
+            if recording():
+                self._link(first, out, func, head, args, kwargs, True)
+            else:
+                inplace.link(first, out, self.shares, self.direct)
         return out
 
     def _in_full(self, func, head, args, kwargs, tensors, mode):
@@ -128,6 +133,8 @@ class Plan:
                 result = _of_its_own(result)
         out = self.wrap(result, grad)
         if self.view:
+            self.shares = self.view == "view" and self.steps[0][1] is None
+            self.direct = self.invoke is None and self.substitute is None
             self._link(first, out, func, head, args, kwargs, grad and (tensors[0] is first or DEFERRED in first.__dict__))
         elif self.target is not None:
             inplace.store(first, out, grad)
@@ -174,8 +181,7 @@ class Plan:
     def _link(self, first, out, func, head, args, kwargs, recorded) -> None:
         if recorded and out.__class__ is _DTENSOR and (not first._is_leaf or DEFERRED in first.__dict__):
             out.__dict__[VIEWED] = first, self, (func, head, args, kwargs)
-        inplace.link(first, out, self.view == "view" and self.steps[0][1] is None,
-                     self.invoke is None and self.substitute is None)
+        inplace.link(first, out, self.shares, self.direct)
 
     def wrap(self, result, grad):
         outs = self.outs

@@ -31,7 +31,7 @@ def laid(placement, axes=1):
 
 
 # (our functions entered by one cached call, tensor objects made: an alias per operand and the result), the call.
-# The functions are `dispatch` and `Plan.run`, `_link` and `link` for a view, and what MindSpore or the call asks besides.
+# The functions are `dispatch` and `Plan.run`, `link` for a view, and what MindSpore or the call asks besides.
 CALLS = {
     "add": (2, 3, lambda x, w, r: mint.add(x, x)),
     "mul scalar": (2, 2, lambda x, w, r: x * 2.0),
@@ -39,11 +39,11 @@ CALLS = {
     "relu": (2, 2, lambda x, w, r: mint.nn.functional.relu(x)),
     "sum": (2, 2, lambda x, w, r: mint.sum(x)),
     "softmax": (3, 2, lambda x, w, r: mint.softmax(x, dim=1)),
-    "transpose": (4, 2, lambda x, w, r: mint.transpose(x, 0, 1)),
-    "view": (5, 2, lambda x, w, r: x.view(4, 2, 2)),
+    "transpose": (3, 2, lambda x, w, r: mint.transpose(x, 0, 1)),
+    "view": (4, 2, lambda x, w, r: x.view(4, 2, 2)),
     "to_local": (3, 1, lambda x, w, r: x.to_local()),
     "redistribute to itself": (5, 0, lambda x, w, r: x.redistribute(placements=x.placements)),
-    "from_local": (9, 1, lambda x, w, r: md.DTensor.from_local(PLAIN, x.device_mesh, x.placements)),
+    "from_local": (13, 1, lambda x, w, r: md.DTensor.from_local(PLAIN, x.device_mesh, x.placements)),
 }
 PLAIN = Tensor(np.ones((4, 4), np.float32))
 

@@ -26,6 +26,7 @@ def main() -> None:
     import dataclasses
 
     import mindspore as ms
+    import numpy as np
     from llama_step import config, data
     from mindspore import Parameter, Tensor
 
@@ -46,7 +47,8 @@ def main() -> None:
             with comm.record() as stepping:
                 trainer.optimizer(grads)
             norms = [p for p in trainer.params if p.ndim == 1]
-            reductions = [e for e in backward if e.phase == "backward" and e.op == "all_reduce" and len(e.shape) == 1]
+            reductions = [e for e in backward if e.phase == "backward" and e.op == "all_reduce"
+                          and e.shape[-1] == np.prod(e.shape)]
             locals_ = [Parameter(Tensor(p.to_local().asnumpy().copy()), name=p.name) for p in trainer.params]
             plain = AdamW(locals_, trainer.optimizer.lr, trainer.optimizer.betas, trainer.optimizer.eps, 0.1)
             flat = [Tensor(g.to_local().asnumpy().copy()) for g in grads]
