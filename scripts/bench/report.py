@@ -64,8 +64,7 @@ def dispatch(run: dict) -> str:
 Microseconds on a 4 x 4 tensor, on a mesh of one rank. *Plain* is MindSpore's op; *ours*, *floor* and *PyTorch* are what
 a DTensor adds to its library's plain op. The floor is the least a Tensor subclass can do in MindSpore: `__fallback__`
 that runs the op under `NoFallbackGuard` and makes a subclass of the result. Rows `fb` are forward and backward.
-A row holds if it adds at most
-what PyTorch's does, or at most 1.25 times the floor.
+A row holds if it adds at most what PyTorch's does, or at most 1.25 times the floor.
 
 {stamp(run)}
 
@@ -87,6 +86,9 @@ def llama(run: dict, title: str) -> str:
             for name, r in run["rows"].items()]
     first, last = run["losses"]
     losses = ", ".join(f"{k} {first[k]:.6f} -> {last[k]:.6f}" for k in first)
+    busy = run["machine"]["load"] > 2 * run["machine"]["cores"]
+    warning = "**Other work kept both cores busy during this run (see the load): two ranks had no second core to gain from, " \
+              "and its speed-ups are no measure of the library, nor of PyTorch. To be repeated on an idle machine.**\n\n"
     return f"""## A Llama step: {title}
 
 Forward, backward and AdamW on {run['tokens']} tokens; two ranks, one thread each. *Hand* is the same model in plain
@@ -94,7 +96,7 @@ MindSpore with Megatron's collectives written out. Speed-up is against the singl
 
 {stamp(run)}
 
-{table(("", "ms", "least ms", "tokens/s", "speed-up", "ours / hand"), rows)}
+{warning if busy else ""}{table(("", "ms", "least ms", "tokens/s", "speed-up", "ours / hand"), rows)}
 
 Losses of the first and the last step: {losses}.
 """
