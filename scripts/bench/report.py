@@ -87,8 +87,8 @@ def llama(run: dict, title: str) -> str:
     first, last = run["losses"]
     losses = ", ".join(f"{k} {first[k]:.6f} -> {last[k]:.6f}" for k in first)
     busy = run["machine"]["load"] > 2 * run["machine"]["cores"]
-    warning = "**Other work kept both cores busy during this run (see the load): two ranks had no second core to gain " \
-              "from, and its speed-ups are no measure of the library, nor of PyTorch. To be repeated on an idle machine.**\n\n"
+    warning = "**Other work kept both cores busy during this run (see the load): two ranks had no second core to " \
+              "gain from; the speed-ups measure neither library. To be repeated on an idle machine.**\n\n"
     return f"""## A Llama step: {title}
 
 Forward, backward and AdamW on {run['tokens']} tokens; two ranks, one thread each. *Hand* is the same model in plain
