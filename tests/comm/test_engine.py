@@ -182,11 +182,10 @@ def test_results_that_come_later(size):
 
 
 def test_nothing_is_left_behind():
-    before = set(os.listdir("/dev/shm"))
-    run("killed", 3)
-    assert set(os.listdir("/dev/shm")) == before
+    ranks, _ = run("killed", 3)
+    assert not [name for name in os.listdir("/dev/shm") if "ms_dtensor" in name]
     with open("/proc/net/unix") as f:
-        assert "ms_dtensor-test" not in f.read()
+        assert ranks[0]["name"] not in f.read()  # other jobs may be running
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

@@ -33,7 +33,7 @@ def main() -> int:
     for rank in range(size):
         pid = os.fork()
         if pid == 0:
-            line = {"rank": rank, "pid": os.getpid()}
+            line = {"rank": rank, "pid": os.getpid(), "name": name}
             code = 1
             e = None
             try:
