@@ -232,15 +232,15 @@ class Signals:
 
     def _check(self, conditions: list[Condition], what: str) -> None:
         """Raises if somebody told us of an error, or ended before its time."""
-        if self._told is not None:  # the teller knows the cause, and may have ended since
-            told, self._told = self._told, None
-            raise told
         ended = self._ended(conditions)
-        if ended and ended[0].end and ended[0].end.startswith(_CONSEQUENCES):
-            time.sleep(_SLICE)  # the cause's own end must be on its way
+        if self._told is None and ended and ended[0].end and ended[0].end.startswith(_CONSEQUENCES):
+            time.sleep(_SLICE)  # the cause's own end, or word of it, must be on its way
             while self._pump(0):
                 pass
             ended = self._ended(conditions)
+        if self._told is not None:  # the teller knows the cause, and may have ended since
+            told, self._told = self._told, None
+            raise told
         if ended:
             raise self._lost(ended[0], what)
 
@@ -261,7 +261,12 @@ class Signals:
     def _segments(self) -> dict[int, Segment]:
         return {self.rank: self.memory, **{r: p.memory for r, p in self.peers.items()}}
 
-    def _lost(self, peer: Peer, what: str) -> PeerLost:
+    def _lost(self, peer: Peer, what: str) -> CommError:
+        kind, _, attempt = (peer.end or "").partition(": ")
+        if kind == "CollectiveMismatch":  # it had no time to tell everybody: the same error here
+            calls = "\n".join("rank {}: {} at {}".format(r, *m.call()[:2]) for r, m in sorted(self._segments().items()))
+            return CollectiveMismatch(attempt, calls, "All members of a group call the same collectives, in one order, with "
+                                      "equal arguments.", "look for a branch that depends on the rank before these lines")
         how = {"died": "died", "": "ended before taking part"}.get(peer.end or "", f"ended with {peer.end}")
         text, site, _ = peer.memory.call()
         return PeerLost(f"For '{what}', rank {peer.rank} (pid {peer.pid}) {how}.",
