@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from ms_dtensor.comm.record import user_site  # noqa: E402
 from ms_dtensor.comm.shm.engine import Engine  # noqa: E402
-from scripts.desyncs import KINDS  # noqa: E402
+from scripts.desyncs import KINDS, PAIRS  # noqa: E402
 
 LIMIT = 5.0
 _count = 0
