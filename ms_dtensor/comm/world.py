@@ -111,7 +111,9 @@ def _start(device: str) -> World:
         from .fake import FakeBackend
         return World(0, 1, FakeBackend(1, 0, "local"), device)
     if device == "CPU" and _cpu_backend == "shm":
+        from .cores import keep_to_share
         from .shm.backend import ShmBackend
+        keep_to_share(rank, size)
         backend: Backend = ShmBackend(rank, size, os.environ.get("MS_SCHED_PORT", "8118"), blocking=blocking)
     elif device == "CPU":
         from .mccl import McclBackend

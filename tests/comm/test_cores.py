@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which cores a rank keeps to, and that nobody's own choice is overruled."""
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from ms_dtensor.comm.cores import share
+
+
+@pytest.mark.parametrize(("cores", "size", "shares"), [
+    ([0, 1], 2, [[0], [1]]),
+    ([0, 1, 2, 3, 4], 2, [[0, 1], [2, 3]]),
+    ([4, 6], 5, [[4], [6], [4], [6], [4]]),
+])
+def test_ranks_share_cores_evenly(cores, size, shares):
+    assert [share(cores, rank, size) for rank in range(size)] == shares
+
+
+PROGRAM = """
+import os, sys
+from ms_dtensor.comm import cores
+os.cpu_count = lambda: int(sys.argv[1])
+cores.keep_to_share(1, 2)
+import mindspore as ms
+from mindspore._c_expression import RuntimeConf
+print(sorted(os.sched_getaffinity(0)), RuntimeConf.get_instance().is_op_threads_num_configured())
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux")
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_process_is_bound_unless_somebody_has_bound_it(more):
+    cores = sorted(os.sched_getaffinity(0))
+    done = subprocess.run([sys.executable, "-c", PROGRAM, str(len(cores) + more)], capture_output=True, text=True,
+                          check=True, env={**os.environ, "GLOG_v": "4"})
+    expected = (cores, False) if more else (share(cores, 1, 2), True)
+    assert done.stdout.strip() == f"{expected[0]} {expected[1]}"
