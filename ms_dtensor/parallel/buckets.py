@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 
 import mindspore as ms
+import numpy as np
 from mindspore._c_expression import NoFallbackGuard
 from mindspore.common.api import _pynative_executor
 
@@ -29,7 +30,10 @@ class Bucket:
 
     def __init__(self, params, group):
         self.group, self.size = group, len(params)
+        self.elements = sum(math.prod(p.local_shape) for p in params)
+        self.on_host = group.backend.name in ("shm", "mccl", "fake")
         self.arrived: list = []
+        self.flat: np.ndarray | None = None  # on host: the gradients' memory, one after another; new for every backward
         for p in params:
             p.register_hook(self._arrive)
 
@@ -37,31 +41,35 @@ class Bucket:
         with NoFallbackGuard():
             if not self.arrived:
                 _pynative_executor.queue_backward_final_callback(self.flush)
-            own = grad * 1  # storage of its own: the sum is written into it after the caller has been handed it
+            # storage of its own: the sum is written into it after the caller has been handed it
+            own = self._in_flat(grad.asnumpy()) if self.on_host else grad * 1
             self.arrived.append(own)
             if len(self.arrived) == self.size:
                 self.flush()
             return own
 
+    def _in_flat(self, grad: np.ndarray):
+        if self.flat is None:
+            self.flat = np.empty(self.elements, grad.dtype)
+        at = sum(g.size for g in self.arrived)
+        place = self.flat[at:at + grad.size].reshape(grad.shape)
+        np.copyto(place, grad)
+        return ms.Tensor.from_numpy(place)
+
     def flush(self) -> None:
         """Reduces what has arrived; a second call does nothing."""
-        grads, self.arrived = self.arrived, []
+        (grads, self.arrived), (flat, self.flat) = (self.arrived, []), (self.flat, None)
         if not grads:
             return
         with NoFallbackGuard(), comm.annotate(phase="backward", src="gradient bucket", dst="gradient bucket"):
-            flat = self.group.all_reduce(ms.mint.cat([ms.mint.reshape(g, (-1,)) for g in grads]), "sum")
-            at = 0
+            if self.on_host:
+                flat = flat[:sum(g.size for g in grads)]
+                np.copyto(flat, self.group.all_reduce(ms.Tensor.from_numpy(flat), "sum").asnumpy())
+                return
+            total, at = self.group.all_reduce(ms.mint.cat([ms.mint.reshape(g, (-1,)) for g in grads]), "sum"), 0
             for g in grads:
-                n = math.prod(g.shape)
-                _overwrite(g, ms.mint.reshape(ms.mint.narrow(flat, 0, at, n), g.shape), self.group.backend.name)
-                at += n
-
-
-def _overwrite(target, source, backend: str) -> None:
-    if backend in ("shm", "mccl", "fake"):  # MindSpore's copy_ from a view has no CPU kernel; its arrays are views
-        target.asnumpy()[...] = source.asnumpy()
-    else:
-        target.copy_(source)
+                g.copy_(ms.mint.reshape(ms.mint.narrow(total, 0, at, g.size), g.shape))
+                at += g.size
 
 
 def make_buckets(params, mesh, bucket_mb: float) -> list[Bucket]:

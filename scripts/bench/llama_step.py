@@ -3,15 +3,18 @@
 
     python scripts/bench/llama_step.py [--size small|toy] [--rounds 6] [--no-torch] [--no-save]
 
-"small" is 21 M parameters (dim 512, 4 layers, 8192 words, 4 x 256 tokens), "toy" 0.66 M. One thread a process. In every
-round each variant makes one step while the others wait, so what else runs on the machine hits all alike; figures are
-medians over rounds after the first two. "hand" is the same model with Megatron's collectives written out in plain
-MindSpore (megatron.py), without DTensors.
+"small" is 21 M parameters (dim 512, 4 layers, 8192 words, 4 x 256 tokens), "toy" 0.66 M. One thread and one core a
+process. In every round each variant makes one step while the others wait, so what else runs on the machine hits all
+alike; figures are medians over rounds after the first two. "two at once" is the single-rank step on both ranks at the same
+time, without communication: twice the single step's time over its time is the most that two ranks can gain on this
+machine. "hand" is the same model with Megatron's collectives written out in plain MindSpore (megatron.py), without
+DTensors.
 """
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -97,7 +100,6 @@ class Turns:
 def rank_main(size: str, folder: str) -> None:
     """What each of the two MindSpore ranks runs."""
     import megatron
-    import mindspore as ms
 
     from model_zoo.llama.trainer import Trainer
     from ms_dtensor import init_device_mesh
@@ -105,7 +107,6 @@ def rank_main(size: str, folder: str) -> None:
     meshes = {"tp": init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")),
               "dp": init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))}
     rank, group = meshes["tp"].get_rank(), meshes["tp"].get_group()
-    ms.runtime.launch_blocking()
     configs = {"tp": config(size, tp=2), "dp": config(size, dp=2), "single": config(size)}
     batch = data(configs["single"])
 
@@ -117,7 +118,8 @@ def rank_main(size: str, folder: str) -> None:
             trainer.optimizer(grads)
             return float(loss)
         return step
-    steps = {"single": ours("single", None) if rank == 0 else None}
+    alone = ours("single", None)
+    steps = {"single": alone if rank == 0 else None, "two at once": alone}
     for kind, mesh in meshes.items():
         steps[f"ours {kind}"] = ours(kind, mesh)
         by_hand = megatron.Step(configs[kind], group, rank)
@@ -130,8 +132,9 @@ def rank_main(size: str, folder: str) -> None:
             if step is not None:
                 start = time.perf_counter()
                 losses[name] = step()
+                if name != "single":
+                    group.barrier()  # a step takes as long as its slowest rank
                 seconds[name] = time.perf_counter() - start
-        group.barrier()
         if rank == 0:
             turns.done({**seconds, "losses": losses})
 
@@ -139,6 +142,7 @@ def rank_main(size: str, folder: str) -> None:
 def torch_main(rank: str, size: str, folder: str) -> None:
     import torch_llama
 
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[int(rank)]})  # as ours
     cfg = config(size)
     torch_llama.worker(int(rank), cfg, data(cfg), Turns(folder), f"{folder}/store")
 
