@@ -13,6 +13,7 @@ from mindspore import Tensor
 
 from . import registry
 from .faces import dtype_name
+from .tree import map_leaves
 
 _done: set = set()  # (what, who, signature) that were checked, or are being checked
 running = 0  # checks under way: their gradients are taken inside the user's, and are no second derivatives
@@ -78,19 +79,13 @@ def _signature(tree):
 
 def _made_up(tree):
     """Arrays of the global shapes: random, integers 0 or 1, as they are legal indices almost anywhere."""
-    if isinstance(tree, Tensor):
-        rng, kind = np.random.default_rng(len(tree.shape)), dtype_name(tree.dtype)
+    def made(x):
+        rng, kind = np.random.default_rng(len(x.shape)), dtype_name(x.dtype)
         if "float" in kind:
-            return rng.normal(size=tree.shape).astype(np.float32 if kind == "bfloat16" else kind)
-        return rng.integers(0, 2, tree.shape).astype(kind)
-    if isinstance(tree, dict):
-        return {k: _made_up(v) for k, v in tree.items()}
-    return type(tree)(_made_up(v) for v in tree) if isinstance(tree, tuple | list) else tree
+            return rng.normal(size=x.shape).astype(np.float32 if kind == "bfloat16" else kind)
+        return rng.integers(0, 2, x.shape).astype(kind)
+    return map_leaves(made, tree, Tensor)
 
 
 def _tensors(tree):
-    if isinstance(tree, np.ndarray):
-        return Tensor(tree)
-    if isinstance(tree, dict):
-        return {k: _tensors(v) for k, v in tree.items()}
-    return type(tree)(_tensors(v) for v in tree) if isinstance(tree, tuple | list) else tree
+    return map_leaves(Tensor, tree, np.ndarray)

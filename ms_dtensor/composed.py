@@ -78,13 +78,8 @@ def _norm_needs_sums(call: Call, layouts) -> bool:
 
 
 def logsumexp(name, input, dim, keepdim=False, **_):
-    """`LogSumExp`; a maximum of infinity is not subtracted from itself."""
-    dims = dims_of(dim, len(input.shape))
-    x = _floating(input)
-    top = ops.stop_gradient(_settled(mint.amax(x, dims, keepdim=True)))
-    top = mint.where(ops.isfinite(top), top, ops.zeros_like(top))
-    out = mint.log(_settled(mint.sum(mint.exp(x - top), dims, keepdim=True))) + top
-    return out if keepdim else mint.reshape(out, tuple(n for d, n in enumerate(x.shape) if d not in dims))
+    """`LogSumExp`."""
+    return cpu_math.logsumexp(input, dim, keepdim, _settled)
 
 
 def _shifted(x, dim):

@@ -19,6 +19,7 @@ from .comm.world import pretended
 from .faces import as_local
 from .planning import attributes, bind_arguments, build_plan, plan_for, plan_own
 from .rules.names import PRIMITIVES
+from .tree import map_leaves
 
 _LIMIT = 16384
 _ATOM, _OURS, _LIST = 1, 2, 3
@@ -209,13 +210,7 @@ def _attribute_key(primitive):
 
 def plain_tree(value):
     """Nested arguments with every DTensor as its local tensor."""
-    if isinstance(value, Tensor):
-        return as_local(value) if getattr(value, "_layout", None) is not None else value
-    if isinstance(value, tuple | list):
-        return type(value)(plain_tree(v) for v in value)
-    if isinstance(value, dict):
-        return {k: plain_tree(v) for k, v in value.items()}
-    return value
+    return map_leaves(lambda x: as_local(x) if getattr(x, "_layout", None) is not None else x, value, Tensor)
 
 
 def _kept(name: str, no_skip) -> bool:

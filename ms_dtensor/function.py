@@ -24,6 +24,7 @@ from .errors import OpRuleError
 from .faces import local_alias, recording
 from .mapping import Mapping
 from .rules import RULES
+from .tree import map_leaves
 
 BY_LAYOUT: dict[str | None, Any] = {}  # ops that tell whole layouts instead of cases (compat/hyper_parallel.py)
 
@@ -310,11 +311,7 @@ def _flat(tree) -> list:
 
 
 def _refill(value, tensors):
-    if isinstance(value, Tensor):
-        return next(tensors)
-    if isinstance(value, tuple | list):
-        return type(value)(_refill(v, tensors) for v in value)
-    return value
+    return map_leaves(lambda _: next(tensors), value, Tensor)
 
 
 def check_gradients(cls, args, kwargs, eps, tolerance, seed) -> None:

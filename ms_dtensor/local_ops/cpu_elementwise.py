@@ -113,11 +113,16 @@ def _batch_norm(input, weight=None, bias=None, running_mean=None, running_var=No
     if training:
         from ..composed import batch_norm
         return batch_norm(name, input, weight, bias, running_mean, running_var, True, momentum, eps, input._shape)
+    unused = (0,) * 2 if name == "BatchNormExt" else (input._shape[1],) * 4
+    if 0 in input._shape:  # the gradients of weight and bias would be empty sums
+        from . import Nothing
+        dtype = str(input.dtype).lower()
+        operands = (t for t in (input, weight, bias, running_mean, running_var) if t is not None)
+        return Nothing.apply(((input._shape, 0, dtype), *(((n,), 0, dtype) for n in unused)), *operands)
     shape = tuple(n if d == 1 else 1 for d, n in enumerate(input._shape))
     out = (input - mint.reshape(running_mean, shape)) * mint.rsqrt(mint.reshape(running_var, shape) + eps)
     out = out if weight is None else out * mint.reshape(weight, shape)
     out = out if bias is None else out + mint.reshape(bias, shape)
-    unused = (0,) * 2 if name == "BatchNormExt" else (input._shape[1],) * 4
     return out, *(ops.zeros((n,), input.dtype) for n in unused)
 
 

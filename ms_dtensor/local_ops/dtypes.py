@@ -10,6 +10,8 @@ from __future__ import annotations
 import mindspore as ms
 from mindspore import Tensor
 
+from ..tree import map_leaves
+
 TYPE_IDS = {30: ms.bool_, 32: ms.int8, 33: ms.int16, 34: ms.int32, 35: ms.int64, 37: ms.uint8, 38: ms.uint16,
             39: ms.uint32, 40: ms.uint64, 42: ms.float16, 43: ms.float32, 44: ms.float64, 45: ms.bfloat16,
             51: ms.complex64, 52: ms.complex128}
@@ -50,10 +52,4 @@ def widening(func, head, narrow: bool):
 
 
 def _cast(value, frm, to):
-    if isinstance(value, Tensor):
-        return value.astype(to) if value.dtype == frm else value
-    if isinstance(value, tuple | list):
-        return type(value)(_cast(v, frm, to) for v in value)
-    if isinstance(value, dict):
-        return {k: _cast(v, frm, to) for k, v in value.items()}
-    return value
+    return map_leaves(lambda x: x.astype(to) if x.dtype == frm else x, value, Tensor)

@@ -22,6 +22,7 @@ from ..mesh import DeviceMesh
 from ..planning import as_operands, attributes, bind_arguments
 from ..rules import RULES, Call, Invoke, Local, Operand
 from ..rules.write import INPLACE
+from ..tree import leaves, map_leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,7 @@ class Probe(Tensor):
 
 def _on_one_rank(op: str, arguments: dict):
     """An op of our own as a function of its arguments: the local form that its rule gives for a mesh of one rank."""
-    tensors = flat(tuple(arguments.values()))
+    tensors = leaves(arguments, Tensor)
     operands = tuple(Operand(i, tuple(t._shape), dtype_name(t.dtype)) for i, t in enumerate(tensors))
     it = iter(operands)
     call = Call(op.lstrip("="), {k: as_operands(v, it) for k, v in arguments.items()}, operands)
@@ -112,43 +113,20 @@ def _on_one_rank(op: str, arguments: dict):
     ins = tuple(Layout(mesh, None, o.shape, o.dtype) for o in operands)
     outs = tuple(Layout(mesh, None, shape) for shape in spec.shapes)
     form = (spec.local(Local(ins, outs, (0,))) if spec.local else None) or Invoke(op, tuple(call.args.values()))
-    return lambda *args: TABLE[form.name](*fill_operands(form.args, flat(args)), **form.kwargs)
-
-
-def flat(tree) -> list:
-    """The tensors of nested arguments, in order of appearance."""
-    if isinstance(tree, Tensor):
-        return [tree]
-    if isinstance(tree, dict):
-        tree = tuple(tree.values())
-    return [t for v in tree for t in flat(v)] if isinstance(tree, tuple | list) else []
+    return lambda *args: TABLE[form.name](*fill_operands(form.args, leaves(args, Tensor)), **form.kwargs)
 
 
 def copied(tree):
     """`tree` with tensors of their own."""
-    if isinstance(tree, Tensor):
-        return Tensor(tree.asnumpy().copy()) if tree.dtype != ms.bfloat16 else tree
-    if isinstance(tree, dict):
-        return {k: copied(v) for k, v in tree.items()}
-    return type(tree)(copied(v) for v in tree) if isinstance(tree, tuple | list) else tree
+    return map_leaves(lambda x: Tensor(x.asnumpy().copy()) if x.dtype != ms.bfloat16 else x, tree, Tensor)
 
 
-def _plain(value):
-    if isinstance(value, Tensor):
-        return Tensor._make_subclass(Tensor, value)
-    if isinstance(value, tuple | list):
-        return type(value)(_plain(v) for v in value)
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    return value
+def _plain(tree):
+    return map_leaves(lambda x: Tensor._make_subclass(Tensor, x), tree, Tensor)
 
 
-def _probe(value, log):
-    if isinstance(value, Tensor):
-        return Probe(value, log)
-    if isinstance(value, tuple | list):
-        return type(value)(_probe(v, log) for v in value)
-    return value
+def _probe(tree, log):
+    return map_leaves(lambda x: Probe(x, log), tree, Tensor)
 
 
 def capture(fn, *args, **kwargs) -> list[Captured]:

@@ -10,16 +10,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 from mindspore._c_expression import NoFallbackGuard
+from mindspore.common._grad_function import _Function
 
+from ..autograd import grad
 from ..composed import COMPOSED
-from ..faces import dtype_name
+from ..faces import dtype_name, recording
 from ..layout import Layout
-from ..local_ops import CPU, TABLE, Nothing, run_local
+from ..local_ops import CPU, TABLE, run_local
 from ..mesh import DeviceMesh, coordinates
 from ..placements import PARTIAL, REPLICATE, Shard
 from ..planned import original_call, refill
@@ -27,6 +29,7 @@ from ..planning import as_operands, attributes, bind_arguments, empty_with_dtype
 from ..random import frozen
 from ..rules import RULES, Call, Case, Local, Operand, OpSpec
 from ..rules.names import PRIMITIVES
+from ..tree import leaves
 from .capture import Captured, capture, copied
 from .missed import find_missed
 from .oracle import assemble, box_slices, same, split
@@ -56,11 +59,11 @@ class Report:
     def __bool__(self):
         return not self.wrong
 
-    def met(self, op: str, spec: OpSpec, how: str) -> None:
-        """Notes a call of `op`."""
+    def met(self, op: str, cases: set[str], how: set[str]) -> None:
+        """Notes calls of `op`."""
         seen = self.ops.setdefault(op, OpSeen())
-        seen.cases |= {str(c) for c in spec.cases}
-        seen.how.add(how)
+        seen.cases |= cases
+        seen.how |= how
 
 
 @dataclass
@@ -117,9 +120,7 @@ def _once(captured: Captured, axes, seed: int, report: Report, missed: bool = Fa
     samples, ops = report.seen[key]
     report.samples += samples
     for op, seen in ops.items():
-        into = report.ops.setdefault(op, OpSeen())
-        into.cases |= seen.cases
-        into.how |= seen.how
+        report.met(op, seen.cases, seen.how)
 
 
 def _identity(c: Captured, axes, missed: bool) -> tuple:
@@ -142,13 +143,13 @@ def check_captured(c: Captured, axes, rng, report: Report, missed: bool = False)
         report.wrong.append(f"{c.name}: no rule")
         return
     op, params = entry
-    tensors = _tensors((c.args, c.kwargs))
+    tensors = leaves((c.args, c.kwargs), Tensor)
     operands = tuple(Operand(i, tuple(t.shape), dtype_name(t.dtype)) for i, t in enumerate(tensors))
     it = iter(operands)
     bound = bind_arguments(c.name, params, c.args, c.kwargs, c.primitive)
     call = Call(op, {k: as_operands(v, it) for k, v in bound.items()}, operands)
     spec = RULES[op](call)
-    report.met(op, spec, "own" if c.params else "reference" if c.name in CPU else "kernel")
+    report.met(op, set(map(str, spec.cases)), {"own" if c.params else "reference" if c.name in CPU else "kernel"})
     trial = _Trial(c, call, spec, tensors, rng, report)
     whole = Case((REPLICATE,) * len(operands), (REPLICATE,) * len(spec.shapes))
     cases = (*spec.cases, *(() if whole in spec.cases else (whole,)))
@@ -199,14 +200,6 @@ def _check_composition(c: Captured, op, params, trial, axes, report: Report) -> 
         _once(part, axes[:2], 0, report)
 
 
-def _tensors(tree) -> list:
-    if isinstance(tree, Tensor):
-        return [tree]
-    if isinstance(tree, dict):
-        tree = tree.values()
-    return [t for v in tree for t in _tensors(v)] if isinstance(tree, tuple | list | type({}.values())) else []
-
-
 class _Trial:
     """One captured call, its full answer, and the comparison of any combination of cases with it."""
 
@@ -216,10 +209,11 @@ class _Trial:
         self.half = any(a.dtype == np.float16 for a in self.arrays)
         results = c.result if isinstance(c.result, tuple | list) else (c.result,)
         self.results = [r.asnumpy() for r in results]
-        changed = [Tensor(a.copy()) for a in self.arrays]
+        self.written = []
         if spec.writes:
+            changed = [Tensor(a.copy()) for a in self.arrays]
             self.original(changed)
-        self.written = [changed[i].asnumpy() for i in spec.writes]
+            self.written = [changed[i].asnumpy() for i in spec.writes]
         promised = [r.shape if s is None else tuple(s) for r, s in zip(self.results, spec.shapes)]  # None: not told
         if len(self.results) != len(spec.shapes) or [r.shape for r in self.results] != promised:
             report.wrong.append(f"{call.op}: the rule promises shapes {spec.shapes}, MindSpore gives "
@@ -259,12 +253,24 @@ class _Trial:
         parts = [split(a, layout, self.rng) for a, layout in zip(self.arrays, ins)]
         label = f"{self.call.op} {[list(a.shape) for a in self.arrays]} {ins} -> {outs} on {mesh.shape}"
         wanted, layouts = [*self.results, *self.written], (*outs, *(ins[i] for i in self.spec.writes))
-        got = [{} for _ in wanted]
+        got: list[dict] = [{} for _ in wanted]
+        found: list[dict] = [{} for _ in self.wrt]
+        graded = self.grads is not None and not any(
+            p.is_partial() and not p.is_partial("sum") and not p.is_partial("avg")
+            for layout in (*ins, *outs) for p in layout.placements)
         for at in coordinates(mesh):
-            local = [p[at] for p in parts]
+            tensors = [Tensor.from_numpy(p[at]) for p in parts]
+            local = Local(ins, outs, at)
             try:
-                tensors = [Tensor(x) for x in local]
-                results = self.forward(tensors, Local(ins, outs, at))
+                if graded and recording():  # inside a user's gradient, which a forward that raises would spoil
+                    self.forward([Tensor.from_numpy(p[at].copy()) for p in parts], local)
+                if graded:  # the results are those of the forward that the gradients belong to
+                    results, grads = self.differentiate(tensors, self._cotangents(mesh, outs, at),
+                                                        lambda xs, m=local: self.forward(xs, m))
+                    for k, g in enumerate(grads):
+                        found[k][at] = g
+                else:
+                    results = self.forward(tensors, local)
                 for j, r in enumerate((*results, *(tensors[i] for i in self.spec.writes))):
                     got[j][at] = r.asnumpy()
             except Exception as e:  # noqa: BLE001  whatever MindSpore raises is a finding
@@ -282,22 +288,18 @@ class _Trial:
                 differ = f", replicas differ at {unequal}" if unequal else ""
                 self.report.wrong.append(f"{label}: value of result {j}{differ}")
                 return
-        if self.grads is not None and not any(p.is_partial() and not p.is_partial("sum") and not p.is_partial("avg")
-                                              for layout in (*ins, *outs) for p in layout.placements):
-            self._check_gradients(combo, mesh, ins, outs, parts, label)
+        if graded:
+            self._compare_gradients(combo, mesh, ins, found, label)
 
-    def _check_gradients(self, combo, mesh, ins, outs, parts, label) -> None:
-        found = [{} for _ in self.wrt]
-        for at in coordinates(mesh):
-            cotangents = []
-            for g, layout in zip(self.cotangents, outs):
-                scale = np.prod([1 / mesh.shape[a] for a in layout.partial_axes if layout.placements[a].is_partial("avg")])
-                cotangents.append(None if g is None else
-                                  (g[box_slices(layout, at)] * scale).astype(g.dtype))
-            local = Local(ins, outs, at)
-            grads = self.gradients([p[at] for p in parts], cotangents, lambda xs, m=local: self.forward(xs, m))
-            for k, g in enumerate(grads):
-                found[k][at] = g
+    def _cotangents(self, mesh, outs, at) -> list[np.ndarray | None]:
+        """This coordinate's share of the cotangents."""
+        shares = []
+        for g, layout in zip(self.cotangents, outs):
+            scale = np.prod([1 / mesh.shape[a] for a in layout.partial_axes if layout.placements[a].is_partial("avg")])
+            shares.append(None if g is None else (g[box_slices(layout, at)] * scale).astype(g.dtype))
+        return shares
+
+    def _compare_gradients(self, combo, mesh, ins, found, label) -> None:
         self.report.compared += 1
         for k, o in enumerate(self.wrt):
             layout = ins[o].gradient()
@@ -325,26 +327,44 @@ class _Trial:
         with NoFallbackGuard():
             return original_call(self.c.func, self.c.head, self.c.args, self.c.kwargs, tensors)
 
-    def gradients(self, arrays, cotangents, forward):
+    def gradients(self, arrays, cotangents, forward) -> list[np.ndarray]:
         """Gradients of the floating operands, as arrays, for given cotangents of the results of `forward`."""
-        tensors = [Tensor(np.array(a, order="C")) for a in arrays]
+        return self.differentiate([Tensor.from_numpy(np.array(a, order="C")) for a in arrays], cotangents, forward)[1]
+
+    def differentiate(self, tensors, cotangents, forward) -> tuple[list[Tensor], list[np.ndarray]]:
+        """The results of `forward(tensors)` and the gradients of the floating operands."""
+        results: list[Tensor] = []
 
         def weighted(*active):
             xs = list(tensors)
             for i, x in zip(self.wrt, active):
                 xs[i] = x
-            total = 0
-            results = forward(xs)
-            for r, g in zip(results if isinstance(results, tuple | list) else [results], cotangents):
-                if g is not None:
-                    if g.size:
-                        total = total + (r * Tensor(np.array(g, order="C"))).sum()
-                    else:  # an empty sum is uninitialised memory in MindSpore 2.10 on CPU
-                        total = total + Nothing.apply((((), 0, "float32"),), r)
-            return total
+            made = forward(xs)
+            results[:] = made if isinstance(made, tuple | list) else [made]
+            terms = [Weigh.apply(r, Cotangent(g)) for r, g in zip(results, cotangents) if g is not None]
+            return sum(terms[1:], terms[0])
         with NoFallbackGuard():
-            out = ms.grad(weighted, tuple(range(len(self.wrt))))(*(tensors[i] for i in self.wrt))
-        return [g.asnumpy() for g in (out if isinstance(out, tuple | list) else (out,))]
+            out = grad(weighted, tuple(range(len(self.wrt))))(*(tensors[i] for i in self.wrt))
+        return results, [g.asnumpy() for g in (out if isinstance(out, tuple | list) else (out,))]
+
+
+class Cotangent(NamedTuple):
+    """An array that `_Function.apply` does not take for an operand."""
+
+    value: np.ndarray
+
+
+class Weigh(_Function):
+    """A result's product with its cotangent, as far as gradients go: one node instead of a product and a sum."""
+
+    @staticmethod
+    def forward(ctx, result, cotangent):
+        ctx.cotangent = cotangent.value
+        return Tensor(0.0)
+
+    @staticmethod
+    def backward(ctx, _):
+        return Tensor.from_numpy(np.array(ctx.cotangent, order="C")), None
 
 
 def _floating(array: np.ndarray) -> bool:

@@ -82,10 +82,13 @@ def same(a: np.ndarray, b: np.ndarray, rtol: float = 2e-4, atol: float = 2e-4, h
     """Equal up to float32 rounding of small sums (tolerances: a few hundred ulp of values of size one; of float16, ten)."""
     if a.shape != b.shape:
         return False
-    if a.dtype == bool or not np.issubdtype(a.dtype, np.inexact):
-        return bool(np.array_equal(a, b))
+    if np.array_equal(a, b):
+        return True
+    if not np.issubdtype(a.dtype, np.inexact):
+        return False
     if a.dtype == np.float16 or half:  # `half`: from operands of that width
         rtol, atol = 1e-2, 1e-2
     with np.errstate(invalid="ignore", over="ignore"):
         scale = float(np.max(np.abs(a[np.isfinite(a)]), initial=1.0))
-        return bool(np.allclose(a, b, rtol=rtol, atol=atol * scale, equal_nan=True))
+        close = np.abs(a - b) <= atol * scale + rtol * np.abs(b)  # np.allclose, at a third of its cost
+        return bool(np.all(close & np.isfinite(b) | (a == b) | ((a != a) & (b != b))))

@@ -19,6 +19,7 @@ from ms_dtensor.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("cpu")
 R, S = Replicate(), Shard
+A = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
 
 
 def mlp_step(mesh):
@@ -72,8 +73,8 @@ def test_backward_events_carry_the_forward_line_and_the_table_lists_them():
 def test_implicit_communication_is_told():
     with comm.fake_world(2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-        x = distribute_tensor(Tensor(np.ones((4, 6), np.float32)), mesh, [S(0)], src_data_rank=None)
-        y = distribute_tensor(Tensor(np.ones((4, 6), np.float32)), mesh, [S(1)], src_data_rank=None)
+        x = distribute_tensor(Tensor(A), mesh, [S(0)], src_data_rank=None)
+        y = distribute_tensor(Tensor(A), mesh, [S(1)], src_data_rank=None)
         with CommDebugMode() as outer, CommDebugMode() as mode:
             _ = x + y
         assert mode.get_comm_counts("op", "implicit") == {("all_to_all", True): 1}
@@ -86,7 +87,7 @@ def test_implicit_communication_is_told():
 def test_explain_a_call_prints_its_report_and_returns_its_result(capsys):
     with comm.fake_world(2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-        x = distribute_tensor(Tensor(np.ones((4, 6), np.float32)), mesh, [S(0)], src_data_rank=None)
+        x = distribute_tensor(Tensor(A), mesh, [S(0)], src_data_rank=None)
 
         def gathered(t):
             return t.redistribute(placements=[R])

@@ -69,7 +69,7 @@ def replicate_to_replicate_is_free_both_ways(world):
 
 @case(world_size=4)
 def partial_to_partial_is_free_both_ways(world):
-    x = DTensor.from_local(ops.ones((12, 3)), mesh_1d(), [P])
+    x = DTensor.from_local(data(1, 12, 3) * float(world.rank + 1), mesh_1d(), [P])
     with counted() as count:
         grad = value_and_grad(lambda t: t.redistribute(placements=[P]).sum(), 0)(x)[1]
     assert not count and grad.placements == (R,)  # the cotangent of a sum's summands is whole
@@ -97,9 +97,9 @@ def replicate_to_shard_cuts_and_gathers_back(world):
 
 @case(world_size=4)
 def partial_to_replicate_reduces_once_and_passes_back(world):
-    x = DTensor.from_local(ops.ones((12, 3)), mesh_1d(), [P])
+    x = DTensor.from_local(data(1, 12, 3) * float(world.rank + 1), mesh_1d(), [P])
     out, grad, forward, backward = _moved(x, [R], _weight((12, 3), [R]))
-    equal(out, np.full((12, 3), 4, np.float32))
+    equal(out, data(1, 12, 3).asnumpy() * 10)
     assert forward == {"all_reduce": 1} and not backward
     equal(grad.to_local(), data(9, 12, 3))
 

@@ -23,7 +23,7 @@ from ms_dtensor import (
 from ms_dtensor.errors import ConfigError
 from tests.cases import case
 from tests.dist.cases_styles import Mlp, fill
-from tests.dist.support import array, counted, data, equal, mesh_1d, same_on_all_ranks
+from tests.dist.support import array, counted, data, equal, mesh_1d, same_on_all_ranks, trains_as_one_device
 
 R, S = Replicate(), Shard
 
@@ -205,20 +205,12 @@ def sequence_parallel_brings_another_cut_to_the_sequence(world):
 
 
 # -- plans -----------------------------------------------------------------------------------------------------------------
-def _equals_one_device(net, plain, x, dx):
-    want = ms.value_and_grad(lambda t: (plain(t) ** 2).mean(), None, plain.trainable_params())(x)
-    got = value_and_grad(lambda t: (net(t) ** 2).mean(), None, net.trainable_params())(dx)
-    equal(got[0], want[0])
-    for p, g, w in zip(net.trainable_params(), got[1], want[1], strict=True):
-        equal(g, w, p.name)
-
-
 @case(world_size=4)
 def a_plan_by_cell_names(world):
     x = data(1, 12, 12)
     net = parallelize_module(fill(Mlp("nn")), mesh_1d(), {"up": ColwiseParallel(output_layouts=R, use_local_output=False),
                                                          "down": ColwiseParallel(output_layouts=R)})
-    _equals_one_device(net, fill(Mlp("nn")), x, x)
+    trains_as_one_device(net, fill(Mlp("nn")), x, x)
 
 
 @case(world_size=4)
@@ -226,7 +218,7 @@ def a_plan_for_nested_cells(world):
     x = data(1, 12, 12)
     net = fill(nn.SequentialCell(Mlp("nn"), Mlp("nn")))
     parallelize_module(net, mesh_1d(), {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()})
-    _equals_one_device(net, fill(nn.SequentialCell(Mlp("nn"), Mlp("nn"))), x, x)
+    trains_as_one_device(net, fill(nn.SequentialCell(Mlp("nn"), Mlp("nn"))), x, x)
 
 
 @case(world_size=4)
@@ -322,7 +314,7 @@ def tied_weights_stay_tied_and_get_both_gradients(world):
         parallelize_module(net, mesh_1d(), {"embedding": RowwiseParallel(input_layouts=R, use_local_output=False),
                                             "fc": ColwiseParallel(use_local_output=False)})
         assert (net.fc.weight is net.embedding.embedding_table) == tied
-        _equals_one_device(net, plain, ids, distribute_tensor(ids, mesh_1d(), src_data_rank=None))
+        trains_as_one_device(net, plain, ids, distribute_tensor(ids, mesh_1d(), src_data_rank=None))
     late = Tied(False)
     parallelize_module(late, mesh_1d(), {"embedding": RowwiseParallel(input_layouts=R, use_local_output=False)})
     late.fc.weight = late.embedding.embedding_table  # tied after the styles

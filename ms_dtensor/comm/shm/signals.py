@@ -111,6 +111,13 @@ class GroupState:
         return words[at + _RESULT + self.turn] * PAGE
 
 
+def _differing(attempt: str, calls: list[tuple[int, str, str]]) -> CollectiveMismatch:
+    return CollectiveMismatch(
+        attempt, "\n".join(f"rank {rank}: {text} at {site}" for rank, text, site in calls),
+        "All members of a group call the same collectives, in one order, with equal arguments.",
+        "look for a branch that depends on the rank before these lines")
+
+
 class Signals:
     """The sockets of one rank.
 
@@ -264,9 +271,7 @@ class Signals:
     def _lost(self, peer: Peer, what: str) -> CommError:
         kind, _, attempt = (peer.end or "").partition(": ")
         if kind == "CollectiveMismatch":  # it had no time to tell everybody: the same error here
-            calls = "\n".join("rank {}: {} at {}".format(r, *m.call()[:2]) for r, m in sorted(self._segments().items()))
-            return CollectiveMismatch(attempt, calls, "All members of a group call the same collectives, in one order, with "
-                                      "equal arguments.", "look for a branch that depends on the rank before these lines")
+            return _differing(attempt, [(r, *m.call()[:2]) for r, m in sorted(self._segments().items())])
         how = {"died": "died", "": "ended before taking part"}.get(peer.end or "", f"ended with {peer.end}")
         text, site, _ = peer.memory.call()
         return PeerLost(f"For '{what}', rank {peer.rank} (pid {peer.pid}) {how}.",
@@ -430,10 +435,7 @@ class Signals:
         else:
             attempt = f"For '{usual.split(' ')[0]}', rank(s) {', '.join(map(str, odd))} made another call than the rest " \
                       "of the group."
-        error = CollectiveMismatch(
-            attempt, "\n".join(f"rank {rank}: {text} at {site}" for rank, text, site in calls),
-            "All members of a group call the same collectives, in one order, with equal arguments.",
-            "look for a branch that depends on the rank before these lines")
+        error = _differing(attempt, calls)
         error.in_step = in_step
         self._tell(tell, error)
         return error
