@@ -11,7 +11,7 @@ from math import prod
 
 from ..errors import OpRuleError
 from ..placements import REDUCE_OPS, Partial
-from .spec import Call, Case, Invoke, Local, OpSpec, P, R, S, dims_of
+from .spec import Call, Case, Invoke, Local, OpSpec, P, R, S, dims_of, shape_only
 from .view import rearrange, view_spec
 
 NAMES = """
@@ -43,9 +43,10 @@ def expand_as(call: Call) -> OpSpec:
     """`x.expand_as(other)`: only `other`'s global shape matters."""
     x, shape = call.operands[0], call.args["other"].shape
     lead = len(shape) - x.ndim
-    cases = [Case((S(d), R), (S(d + lead),)) for d in range(x.ndim) if x.shape[d] == shape[d + lead]]
-    cases += [Case((p, R), (p,)) for p in _PARTIALS]
-    return OpSpec((shape,), tuple(cases), lambda at: Invoke("broadcast_to", (x, at.out_shape())))
+    cases = [Case((S(d),), (S(d + lead),)) for d in range(x.ndim) if x.shape[d] == shape[d + lead]]
+    cases += [Case((p,), (p,)) for p in _PARTIALS]
+    new = [Case((R, S(k)), (S(k),)) for k, n in enumerate(shape) if k < lead or x.shape[k - lead] != n]
+    return OpSpec((shape,), (*shape_only(cases), *new), lambda at: Invoke("broadcast_to", (x, at.out_shape())))
 
 
 def flatten_order(call: Call) -> OpSpec:

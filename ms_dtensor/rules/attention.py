@@ -7,7 +7,7 @@ sharded the local call is told the shard's number of heads. Grouped keys shard w
 from __future__ import annotations
 
 from ..errors import OpRuleError
-from .spec import Call, Case, Invoke, Local, OpSpec, R, S
+from .spec import Call, Case, Invoke, Local, OpSpec, P, R, S
 
 _FLASH = ("query key value real_shift drop_mask padding_mask attn_mask prefix actual_q actual_kv head_num keep_prob scale "
           "pre_tokens next_tokens inner_precise input_layout sparse_mode")
@@ -55,6 +55,12 @@ def flash_attention(call: Call) -> OpSpec:
         even = ((q.index, dim, groups), (k.index, dim, groups)) if stat == 1 else ()
         return Case(ins, (S(stat), S(stat), R, S(dim)), even)
 
+    cases = [case(batch, 0, q.shape[batch]), case(head, 1, heads),
+             Case(tuple(P if o is v else R for o in call.operands), (R, R, R, P))]
+    far = 2**31 - 1
+    if int(call.get("sparse_mode", 0)) == 0 and int(call.get("pre_tokens", far)) == int(call.get("next_tokens", far)) == far:
+        cases.append(_queries(call, q, seq))
+
     def local(at: Local) -> Invoke:
         parts = at.ins[q.index].divisor(head)
         names = ("query", "key", "value", "real_shift", "attn_mask")
@@ -64,8 +70,18 @@ def flash_attention(call: Call) -> OpSpec:
     if call.get("padding_mask") is not None or call.get("actual_q") is not None or call.get("actual_kv") is not None:
         raise OpRuleError("For 'flash_attention_score', padding masks and sequence lengths are not supported on DTensors.",
                           "", "MindSpore itself does not support them outside packed layouts.", "use attn_mask")
-    return OpSpec((stats, stats, (), q.shape), (case(batch, 0, q.shape[batch]), case(head, 1, heads)), local,
+    return OpSpec((stats, stats, (), q.shape), tuple(cases), local,
                   ("float32", "float32", q.dtype, q.dtype))
+
+
+def _queries(call: Call, q, seq: int) -> Case:
+    """Some queries of each sequence against all keys: which they are only the masks tell, so these are cut alike."""
+    at = {q.index: S(seq)}
+    for name in ("real_shift", "attn_mask"):
+        m = call.get(name)
+        if m is not None and m.shape[-2] > 1:
+            at[m.index] = S(m.ndim - 2)
+    return Case(tuple(at.get(o.index, R) for o in call.operands), (S(2), S(2), R, S(seq)))
 
 
 def refused(call: Call) -> OpSpec:
@@ -83,6 +99,7 @@ def rotary(call: Call) -> OpSpec:
         def at(o, d=d):
             return S(d) if o is x or (o.shape[d] == x.shape[d] and o.shape[d] != 1) else R
         cases.append(Case(tuple(at(o) for o in call.operands), (S(d),)))
+    cases.append(Case(tuple(P if o is x else R for o in call.operands), (P,)))
     return OpSpec((x.shape,), tuple(cases))
 
 

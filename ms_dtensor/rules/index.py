@@ -97,13 +97,13 @@ def gather(call: Call) -> OpSpec:
 def index_select(call: Call) -> OpSpec:
     """`index_select(dim, index)`, `take(index, dim)`: a gather under another name; without dim the table is flat."""
     x, ids = call.args["input"], call.args["index"]
-    if call.args.get("mode", "clip") not in ("clip", "out_of_bounds") or call.get("dim") is None:
-        cases = [Case(tuple(S(j) if o is ids else R for o in call.operands), (S(j),)) for j in range(ids.ndim)]
-        shape = ids.shape if call.get("dim") is None else gather(call).shapes[0]
-        return OpSpec((shape,), tuple(cases) if call.get("dim") is None else (), None, (x.dtype,))
+    if call.get("dim") is None:
+        cases = [_pair(call, x, R, S(j), S(j)) for j in range(ids.ndim)]
+        cases += [_pair(call, x, Partial(op), R, Partial(op)) for op in ("sum", "avg")]
+        return OpSpec((ids.shape,), tuple(cases), None, (x.dtype,))
     spec = gather(call)
     d = int(call.args["dim"]) % max(x.ndim, 1)
-    if call.op == "take":  # clips what is out of range, which a masked lookup would not see
+    if call.op == "take":  # clips or wraps what is out of range, which a masked lookup would not see
         return OpSpec(spec.shapes, tuple(c for c in spec.cases if c.ins[x.index] != S(d)), None, spec.dtypes)
     return spec
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from math import prod
 
+from ..placements import Partial
 from .pointwise import shard_cases
 from .spec import Call, Case, Invoke, Local, OpSpec, P, R, S, broadcast_shapes
 
@@ -91,10 +92,10 @@ def nll_loss(call: Call) -> OpSpec:
     rest, kind = len(call.operands) - 2, reduction_of(call)
     where = [(0, 0), *((d, d - 1) for d in range(2, x.ndim))] if x.ndim > 1 else []
     shape = t.shape if kind == "none" else ()
-    cases = ()
+    cases = [Case((p, R, *(R,) * rest), (p, R)) for p in (P, Partial("avg"))]
     if kind != "mean":
-        cases = tuple(Case((S(a), S(b), *(R,) * rest), (S(b), R) if kind == "none" else (P, P)) for a, b in where)
-    return OpSpec((shape, ()), cases)
+        cases += [Case((S(a), S(b), *(R,) * rest), (S(b), R) if kind == "none" else (P, P)) for a, b in where]
+    return OpSpec((shape, ()), tuple(cases))
 
 
 RULES = {

@@ -52,8 +52,13 @@ def scatter(call: Call) -> OpSpec:
     tensor = hasattr(src, "shape") and src.ndim == x.ndim
     cases = [_case(call, S(k), input=S(k), index=S(k), **({"src": S(k)} if tensor else {}))
              for k in range(x.ndim) if k != d and x.shape[k] == ids.shape[k] and (not tensor or src.shape[k] == x.shape[k])]
-    if call.get("reduce", 0) in (0, "none") and tensor:
+    if tensor and (call.op == "scatter_add" or call.get("reduce", 0) in (0, "none", 1, "add")):
         cases += [_case(call, p, input=p, src=p) for p in _LINEAR]
+    adds = call.op == "scatter_add" or call.get("reduce") in (1, "add")
+    if tensor and adds and ids.ndim and ids.shape[d] == src.shape[d]:  # each rank adds what it has to its summand
+        case = _case(call, P, input=P, index=S(d), src=S(d))
+        # no shard may be empty: a rank with nothing to add would leave out its summand of the input, too
+        cases.append(Case(case.ins, case.outs, ((ids.index, d, ids.shape[d]), (src.index, d, src.shape[d]))))
     return OpSpec((x.shape,), tuple(cases))
 
 
@@ -114,6 +119,8 @@ def searchsorted(call: Call) -> OpSpec:
         cases = [_case(call, S(k), sorted=S(k), values=S(k), **{n: f(k) for n, f in extra.items()})
                  for k in range(values.ndim - 1)]
         cases.append(_case(call, S(values.ndim - 1), values=S(values.ndim - 1)))
+    if call.get("sorter") is None:
+        cases.append(_case(call, P, sorted=S(table.ndim - 1)))  # a position is a count of what is less
     dtype = "int32" if str(call.get("dtype", "")).lower().endswith(("int32", "34")) and \
         not str(call.get("dtype")).endswith("64") else "int64"
     return OpSpec((values.shape,), tuple(cases), dtypes=(dtype,))

@@ -8,13 +8,13 @@ view's shape), or another function (a masked lookup), the spec's `local` says so
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 from ..layout import Layout
-from ..placements import PARTIAL, REPLICATE, Placement, Shard
+from ..placements import PARTIAL, REDUCE_OPS, REPLICATE, Partial, Placement, Shard
 
 R, P, S = REPLICATE, PARTIAL, Shard
 
@@ -176,6 +176,15 @@ def empty_results(at: Local) -> tuple[tuple[tuple[int, ...], float], ...] | None
             return None
         out.append((shape, _NEUTRAL[min(kinds, default="sum")]))
     return tuple(out)
+
+
+def shape_only(cases: Iterable[Case]) -> tuple[Case, ...]:
+    """The cases of an operand, with one more operand of which only the global shape is read, so that it may be partial.
+
+    Not sharded: an empty shard of it would be taken for a rank that has nothing to compute (`empty_results`).
+    """
+    anyhow = (REPLICATE, *(Partial(op) for op in REDUCE_OPS))
+    return tuple(Case((*c.ins, p), c.outs, c.even) for c in cases for p in anyhow)
 
 
 def short(p: Placement) -> str:

@@ -11,7 +11,7 @@ from math import prod
 
 from ..errors import OpRuleError
 from ..placements import REDUCE_OPS, Partial
-from .spec import Call, Case, Invoke, OpSpec, R, S, dims_of
+from .spec import Call, Case, Invoke, OpSpec, R, S, dims_of, shape_only
 
 # Ops whose result is, on one device, a view of the first operand: a write to one of them is seen by the other.
 VIEWS = frozenset("reshape view_as flatten flatten_order permute swap matrix_transpose unsqueeze squeeze "
@@ -114,7 +114,7 @@ def view_as(call: Call) -> OpSpec:
     """`x.view_as(other)`: only `other`'s global shape matters."""
     spec = view_spec(call, call.args["other"].shape)
     x = call.operands[0]
-    return OpSpec(spec.shapes, tuple(Case((*c.ins, R), c.outs, c.even) for c in spec.cases),
+    return OpSpec(spec.shapes, shape_only(spec.cases),
                   lambda at: Invoke("reshape", (x, at.out_shape())))
 
 

@@ -23,15 +23,32 @@ MOST = 400  # combinations of one call; calls with more operands are left out
 REASONS = {
     "max min amax amin argmax argmin var std var_mean logsumexp count_nonzero minimum maximum heaviside nextafter":
         "not additive: true for this sample only (a dim of one element, shares that agree in sign)",
+    "add sub": "a number is added: additive if it is 0 only",
     "nansum nan_to_num no_nan": "additive only as long as no share is infinite or NaN",
     "cast": "a narrower dtype rounds or wraps every share",
     "shift": "additive only as long as no share overflows",
-    "where masked_fill write copy fill":
+    "where masked_fill masked_scatter index_fill pad one_hot write copy fill":
         "additive only if what is put in is shared out too, which a rule that sees no values cannot know",
+    "scatter scatter_rows": "not additive: one rule for set, max, mul ..., and in some every element is overwritten",
     "addcmul addcdiv": "additive in `input` and `value` together; `value` is a number in practice",
     "xlogy": "additive in its first operand, which nobody has partial",
+    "linear bias_add conv conv_transpose group_norm layer_norm_classic":
+        "additive in weight or bias too, but these are parameters, which are never partial",
+    "bce_with_logits binary_cross_entropy nll_loss": "additive in the weight of the classes, a constant",
+    "rotary": "additive in cos and sin together, which are constants",
+    "meshgrid": "additive if all vectors are partial alike; they are coordinates",
+    "func_dropout func_dropout_channels rand_like randn_like randint_like bernoulli bernoulli_like normal_of":
+        "seed and offset are operands that do not count; the draws come from our own stream",
 }
-EXACTLY = {"lp_norm: S(0) -> P(sum)": "for p = 1 only; a sum of abs does it"}
+EXACTLY = {
+    "lp_norm: S(0) -> P(sum)": "for p = 1 only; a sum of abs does it",
+    "index_fill: S(0), R, R, R -> S(0)": "the dim is a tensor, whose value no rule sees",
+    "index_fill: S(1), R, R, R -> S(1)": "the dim is a tensor, whose value no rule sees",
+    "flash_attention: R, R, P(sum), S(0) -> R, R, P(sum), P(sum)": "in sparse modes the mask is a constant",
+    "flash_attention: R, R, P(sum), S(1) -> R, R, P(sum), P(sum)": "in sparse modes the mask is a constant",
+    "upsample: S(2) -> S(2)": "where output cells divide evenly only; otherwise neighbours are needed",
+    "adaptive_avg_pool: S(2) -> S(2)": "where output cells divide evenly only; otherwise neighbours are needed",
+}
 
 
 def reason(op: str, case: str) -> str | None:
@@ -78,7 +95,10 @@ def _right_results(trial, ins, n: int) -> set[tuple]:
         if any(0 in x.shape for x in local):
             return set()
         try:
-            for j, r in enumerate(_run(trial, local)):
+            results = _run(trial, local)
+            if len(results) != len(trial.results):
+                return set()
+            for j, r in enumerate(results):
                 got[j][at] = r.asnumpy()
         except Exception:  # noqa: BLE001  a combination that cannot run is not legal
             return set()
