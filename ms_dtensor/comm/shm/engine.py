@@ -321,7 +321,7 @@ class Engine:
         g.show_result(place)
         done = g.steps[source].get()  # nobody steps before all have met
         self._signals.sync(g, "broadcast", check)
-        result, step = out.reshape(-1), max(_STEP // x.itemsize, -(-x.size // 8))
+        result, step = out.reshape(-1), max(_STEP // x.itemsize, -(-x.size // 16))
         if g.index == source:
             given = np.ascontiguousarray(x).reshape(-1)
         else:
