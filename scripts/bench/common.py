@@ -19,6 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "performance"
+LOAD = os.getloadavg()[0]  # before the script adds its own
 
 
 def one_thread() -> None:
@@ -56,10 +57,10 @@ def versions() -> dict[str, str]:
 
 
 def machine() -> dict[str, object]:
-    """Processor, cores and how busy the machine is."""
+    """Processor, cores and how busy the machine was at the start."""
     model = next((line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
                   if line.startswith("model name")), platform.processor())
-    return {"cpu": model, "cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1)}
+    return {"cpu": model, "cores": os.cpu_count(), "load": round(LOAD, 1)}
 
 
 def commit() -> str:

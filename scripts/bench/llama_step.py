@@ -118,8 +118,7 @@ def rank_main(size: str, folder: str) -> None:
             trainer.optimizer(grads)
             return float(loss)
         return step
-    alone = ours("single", None)
-    steps = {"single": alone if rank == 0 else None, "two at once": alone}
+    steps = {"single": ours("single", None) if rank == 0 else None, "two at once": ours("single", None)}
     for kind, mesh in meshes.items():
         steps[f"ours {kind}"] = ours(kind, mesh)
         by_hand = megatron.Step(configs[kind], group, rank)
