@@ -94,8 +94,8 @@ def llama(run: dict, title: str) -> str:
 
 Forward, backward and AdamW on {run['tokens']} tokens; two ranks, one thread and one core each. *Hand* is the same model in
 plain MindSpore with Megatron's collectives written out. Speed-up is against the single rank of the same library. *Two at
-once* is the single-rank step on both ranks at the same time, without communication: memory and caches are shared, so the
-most that two ranks can gain on this machine is {most:.2f}.
+once* is the single-rank step on both ranks at the same time, without communication: as memory and caches are shared, two
+ranks that never wait for each other do {most:.2f} times the work of one.
 
 {stamp(run)}
 
