@@ -6,7 +6,8 @@
 "small" is 21 M parameters (dim 512, 4 layers, 8192 words, 4 x 256 tokens), "toy" 0.66 M. One thread and one core a
 process. In every round each variant makes one step while the others wait, so what else runs on the machine hits all
 alike; figures are medians over rounds after the first two. "two at once" is the single-rank step on both ranks at the same
-time, without communication: how far two ranks that never wait for each other hinder each other on this machine. "hand" is the same model with Megatron's collectives written out in plain MindSpore (megatron.py), without DTensors.
+time, without communication: how far two ranks that never wait for each other hinder each other. "hand" is the same model
+with Megatron's collectives written out in plain MindSpore (megatron.py), without DTensors.
 """
 from __future__ import annotations
 
