@@ -52,9 +52,9 @@ def scatter(call: Call) -> OpSpec:
     tensor = hasattr(src, "shape") and src.ndim == x.ndim
     cases = [_case(call, S(k), input=S(k), index=S(k), **({"src": S(k)} if tensor else {}))
              for k in range(x.ndim) if k != d and x.shape[k] == ids.shape[k] and (not tensor or src.shape[k] == x.shape[k])]
-    if tensor and (call.op == "scatter_add" or call.get("reduce", 0) in (0, "none", 1, "add")):
-        cases += [_case(call, p, input=p, src=p) for p in _LINEAR]
     adds = call.op == "scatter_add" or call.get("reduce") in (1, "add")
+    if tensor and (adds or call.get("reduce", 0) in (0, "none")):
+        cases += [_case(call, p, input=p, src=p) for p in _LINEAR]
     if tensor and adds and ids.ndim and ids.shape[d] == src.shape[d]:  # each rank adds what it has to its summand
         case = _case(call, P, input=P, index=S(d), src=S(d))
         # no shard may be empty: a rank with nothing to add would leave out its summand of the input, too

@@ -77,8 +77,9 @@ def find_missed(trial) -> set[str]:
         if ins in listed or all(p.is_replicate() for p in ins):
             continue
         outs = _right_results(trial, ins, 2)
-        if outs and outs & _right_results(trial, ins, 3):
-            case = Case(ins, min(outs & _right_results(trial, ins, 2), key=str))
+        outs = outs and outs & _right_results(trial, ins, 3)
+        if outs:
+            case = Case(ins, min(outs, key=str))
             if reason(trial.call.op, str(case)) is None:
                 found.add(f"{trial.call.op}: {case}")
     return found

@@ -12,6 +12,7 @@ import numpy as np
 from mindspore import Tensor
 
 from ..function import DFunction, _argument_names
+from ..tree import map_leaves
 from .capture import Captured
 from .check import Report, check_captured, check_rule
 
@@ -30,16 +31,9 @@ def check_registered(registration, fn, args, kwargs) -> Report:
         if registration.op not in report.ops:
             report.wrong.append(f"the function does not reach {registration.op!r}, but {sorted(report.ops)}")
         return report
-    args = tuple(_tensors(a) for a in args)
-    kwargs = {k: _tensors(v) for k, v in kwargs.items()}
+    args, kwargs = map_leaves(Tensor, (tuple(args), kwargs), np.ndarray)
     result = whole(*args, **kwargs)
     names = (*names, *(k for k in kwargs if k not in names))
     captured = Captured("@" + registration.op, whole, None, args, kwargs, result, None, names)
     check_captured(captured, AXES, np.random.default_rng(0), report)
     return report
-
-
-def _tensors(value):
-    if isinstance(value, np.ndarray):
-        return Tensor(value)
-    return type(value)(_tensors(v) for v in value) if isinstance(value, tuple | list) else value

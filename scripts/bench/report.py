@@ -89,13 +89,13 @@ def llama(run: dict, title: str) -> str:
     busy = run["machine"]["load"] > 2 * run["machine"]["cores"]
     warning = "**Other work kept both cores busy during this run (see the load): two ranks had no second core to " \
               "gain from; the speed-ups measure neither library. To be repeated on an idle machine.**\n\n"
-    most = 2 * run["rows"].get("two at once", {}).get("speedup", 1)
+    together = 2 * run["rows"].get("two at once", {}).get("speedup", 1)
     return f"""## A Llama step: {title}
 
 Forward, backward and AdamW on {run['tokens']} tokens; two ranks, one thread and one core each. *Hand* is the same model in
 plain MindSpore with Megatron's collectives written out. Speed-up is against the single rank of the same library. *Two at
 once* is the single-rank step on both ranks at the same time, without communication: as memory and caches are shared, two
-ranks that never wait for each other do {most:.2f} times the work of one.
+ranks that never wait for each other do {together:.2f} times the work of one.
 
 {stamp(run)}
 
