@@ -68,13 +68,14 @@ class Group:
                                    ("use 'max' for any, 'min' for all", "cast to int32 to count"))
             if kind.startswith("Complex") and reduce in ("max", "min"):
                 raise self._refuse(op, x, "Complex numbers have no order.", "reduce real and imaginary part apart")
+        shape = x.shape if dims else ()
         for dim, sizes, have in dims:
-            if not 0 <= dim < x.ndim:
+            if not 0 <= dim < len(shape):
                 raise self._refuse(op, x, f"Dim {dim} is out of range.", "0 <= dim < ndim")
             if len(sizes) != self.size or (sizes and min(sizes) < 0):
                 raise self._refuse(op, x, f"{list(sizes)} is not one size per member.", f"pass {self.size} sizes")
-            if x.shape[dim] != have:
-                raise self._refuse(op, x, f"Dim {dim} has size {x.shape[dim]}, the sizes {list(sizes)} ask for {have}.",
+            if shape[dim] != have:
+                raise self._refuse(op, x, f"Dim {dim} has size {shape[dim]}, the sizes {list(sizes)} ask for {have}.",
                                    "pass the size every member has on this dim")
 
     def _done(self, op: str, x: Any, fraction: float, call: Callable[[], Any]) -> Any:

@@ -120,12 +120,9 @@ _foreign: dict[str, bool] = {}  # file name -> is it neither ours nor MindSpore'
 
 
 def _is_user_file(name: str) -> bool:
-    known = _foreign.get(name)
-    if known is None:
-        path = os.path.abspath(name)
-        known = not (path.startswith(_PACKAGE) or f"{os.sep}mindspore{os.sep}" in path
-                     or name.startswith("<frozen") or path.endswith(f"{os.sep}contextlib.py"))
-        _foreign[name] = known
+    path = os.path.abspath(name)
+    known = _foreign[name] = not (path.startswith(_PACKAGE) or f"{os.sep}mindspore{os.sep}" in path
+                                  or name.startswith("<frozen") or path.endswith(f"{os.sep}contextlib.py"))
     return known
 
 
@@ -134,10 +131,11 @@ def user_site() -> str:
     saved = _note.get().site
     if saved is not None:
         return saved
-    frame = sys._getframe(1)
+    frame, known = sys._getframe(1), _foreign.get
     while frame is not None:
         name = frame.f_code.co_filename
-        if _is_user_file(name):
+        foreign = known(name)
+        if foreign or (foreign is None and _is_user_file(name)):
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return "?"

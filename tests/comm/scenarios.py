@@ -340,8 +340,7 @@ def counted(e, rank, size):
         n = 64 * size
         x = np.ones((n, rows), np.float32)
         part, cut = x[:64], [64] * size
-        if name == "large":  # below some KiB an all-reduce is one step, in which each rank reads all
-            count("all_reduce large", lambda x=x: e.all_reduce(x, "sum", world))
+        count(f"all_reduce {name}", lambda x=x: e.all_reduce(x, "sum", world))
         count(f"all_gather {name}", lambda part=part, cut=cut: e.all_gather(part, 0, cut, world))
         count(f"reduce_scatter {name}", lambda x=x, cut=cut: e.reduce_scatter(x, "sum", 0, cut, world))
         wide = np.ones((n, 2, rows), np.float32)

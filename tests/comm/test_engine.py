@@ -197,8 +197,7 @@ def test_bytes_sent_are_the_textbook_lower_bound(size):
         row = 4 * rows
         whole, sent = 64 * size * row, {what: [r.get(f"{what} {name}") for r in ranks] for what in {
             k.rpartition(" ")[0] for k in ranks[0]}}
-        if name == "large":
-            assert sent["all_reduce"] == [sent_bytes("all_reduce", size, whole, whole)] * size
+        assert sent["all_reduce"] == [sent_bytes("all_reduce", size, whole, whole)] * size
         assert sent["all_gather"] == [sent_bytes("all_gather", size, 64 * row, whole)] * size
         assert sent["reduce_scatter"] == [sent_bytes("reduce_scatter", size, whole, 64 * row)] * size
         assert sent["all_to_all"] == [sent_bytes("all_to_all", size, 2 * whole, 2 * whole)] * size

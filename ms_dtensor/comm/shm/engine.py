@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 
 from ...errors import CollectiveMismatch, CommError
-from ..protocol import cut, offsets, with_dim
+from ..protocol import offsets
 from . import rendezvous
 from .later import Later, Thread
+from .pieces import across, along
 from .reduce import reduce_into
 from .segment import CHUNK, SLOT, Segment
 from .signals import INLINE, GroupState, Signals
@@ -147,42 +148,54 @@ class Engine:
         key = g.turn, half, count, dtype, skip
         views = g.cache.get(key)
         if views is None:
-            if len(g.cache) > 128:
-                g.cache.clear()
             starts = g.slots() if half is None else [m.chunk(half) for m in g.members]
-            views = g.cache[key] = [m.view(at + skip, count, dtype) for m, at in zip(g.members, starts)]
+            views = g.keep(key, [m.view(at + skip, count, dtype) for m, at in zip(g.members, starts)])
         return views
 
     # -- transport of pieces ---------------------------------------------------------------------------------------
 
-    def _spread(self, g: GroupState, what: str, check: int, pieces: Sequence[np.ndarray | None],
+    def _spread(self, g: GroupState, check: int, key: tuple, pieces: Sequence[np.ndarray | None],
                 places: Sequence[np.ndarray | None], stride: int) -> None:
-        """Small: piece i to member i (or the only piece to all); what member j gives arrives in `places[j]`."""
-        one = len(pieces) == 1
-        for i, piece in enumerate(pieces):
-            if piece is not None and piece.size and (one or i != g.index):
-                view = self._parts(g, piece.size, piece.dtype, i * stride)[g.index]
-                view.reshape(piece.shape)[...] = piece
-        self._signals.sync(g, what, check)
-        skip = 0 if one else g.index * stride
-        for j, place in enumerate(places):
-            if place is None or not place.size:
-                continue
-            if j == g.index:
-                place[...] = pieces[0 if one else j]
-                continue
-            place[...] = self._parts(g, place.size, place.dtype, skip)[j].reshape(place.shape)
-            self.sent += place.nbytes
+        """Small: piece i to member i (or the only piece to all); what member j gives arrives in `places[j]`.
+
+        `key`, the call's, says all that the views of the slots depend on; they are kept.
+        """
+        kept = g.cache.get((g.turn, key))
+        if kept is None:
+            kept = g.keep((g.turn, key), self._slots(g, pieces, places, stride))
+        give, take, crossing = kept
+        for i, view in give:
+            view[...] = pieces[i]
+        self._signals.sync(g, key[0], check)
+        for j, view in take:
+            places[j][...] = view
+        if places[g.index] is not None:
+            places[g.index][...] = pieces[0 if len(pieces) == 1 else g.index]
+        self.sent += crossing
+
+    @staticmethod
+    def _slots(g: GroupState, pieces: Sequence[np.ndarray | None], places: Sequence[np.ndarray | None],
+               stride: int) -> tuple[list[tuple[int, np.ndarray]], list[tuple[int, np.ndarray]], int]:
+        """Of `_spread`: where in the own slot pieces are put, where in the others' slots they are found, and bytes."""
+        one, starts = len(pieces) == 1, g.slots()
+
+        def view(member: int, piece: int, like: np.ndarray) -> np.ndarray:
+            return g.members[member].view(starts[member] + piece * stride, like.size, like.dtype).reshape(like.shape)
+        give = [(i, view(g.index, i, x)) for i, x in enumerate(pieces)
+                if x is not None and x.size and (one or i != g.index)]
+        take = [(j, view(j, 0 if one else g.index, x)) for j, x in enumerate(places)
+                if x is not None and x.size and j != g.index]
+        return give, take, sum(x.nbytes for _, x in take)
 
     def _push(self, g: GroupState, what: str, check: int, at: int, shapes: Sequence[Sequence[int]], dtype: np.dtype,
-              pieces: Sequence[np.ndarray | None], where: Callable[[int], tuple[slice, ...]]) -> None:
-        """Large: writes piece i at `where(i)` of member i's result, whose shape is `shapes[i]`."""
+              pieces: Sequence[np.ndarray | None], where: Sequence[tuple[slice, ...]]) -> None:
+        """Large: writes piece i at `where[i]` of member i's result, whose shape is `shapes[i]`."""
         g.show_result(at)
         self._signals.sync(g, what, check)
         results = self._results(g, shapes, dtype)
         for i in (*range(g.index, g.size), *range(g.index)):  # everybody begins elsewhere
             if pieces[i] is not None:
-                results[i][where(i)] = pieces[i]
+                results[i][where[i]] = pieces[i]
                 if i != g.index:
                     self.sent += pieces[i].nbytes
         self._signals.sync(g, what)
@@ -202,8 +215,17 @@ class Engine:
                 views = self._parts(g, flat.size, dtype)
                 views[g.index][...] = flat
                 self._signals.sync(g, "all_reduce", check)
-                reduce_into([result], op, views)
-                self.sent += flat.nbytes * (n - 1)
+                if n == 2:  # reading the other's whole is as little as a share of it and a share of the result
+                    reduce_into([result], op, views)
+                    self.sent += flat.nbytes
+                    return
+                starts = [flat.size * i // n for i in range(n + 1)]
+                mine = slice(starts[g.index], starts[g.index + 1])
+                reduce_into([views[g.index][mine]], op, [v[mine] for v in views])  # nobody else reads this share here
+                self._signals.sync(g, "all_reduce")
+                for view, start, stop in zip(views, starts, starts[1:]):
+                    result[start:stop] = view[start:stop]
+                self.sent += (flat[mine].size * (n - 2) + flat.size) * dtype.itemsize
                 return
             share = _up(-(-flat.size // n))  # each member reduces one share, and writes it into everybody's result
             mine = slice(g.index * share, min((g.index + 1) * share, flat.size))
@@ -220,28 +242,27 @@ class Engine:
 
     def all_gather(self, x: np.ndarray, dim: int, sizes: Sequence[int], ranks: Ranks, later: bool = False) -> Any:
         """See `Backend.all_gather`."""
-        at, rest = offsets(sizes), math.prod(with_dim(x.shape, dim, 1))
-        stride = _up(rest * max(sizes) * x.itemsize)
-        shape = with_dim(x.shape, dim, at[-1])
-        out, place = self._result(shape, x.dtype, stride > SLOT)
+        sizes = tuple(sizes)
+        joined = along(x.shape, dim, sizes)
+        stride = _up(joined.biggest * x.itemsize)
+        out, place = self._result(joined.whole, x.dtype, stride > SLOT)
+        key = "all_gather", x.dtype, joined.whole, dim, sizes
 
         def body(g: GroupState, check: int) -> None:
             if stride <= SLOT:
-                places = [out[cut(dim, at[i], at[i + 1])] for i in range(g.size)]
-                self._spread(g, "all_gather", check, [x], places, 0)
-                return
-            here = cut(dim, at[g.index], at[g.index + 1])
-            self._push(g, "all_gather", check, place, [shape] * g.size, x.dtype, [x] * g.size, lambda i: here)
-        return self._do("all_gather", ("all_gather", x.dtype, shape, dim, *sizes),
-                        lambda: f"{_kind(x, dim)} dim={dim} sizes={tuple(sizes)}", ranks, out, body, later)
+                self._spread(g, check, key, [x], joined.of(out), 0)
+            else:
+                self._push(g, "all_gather", check, place, [joined.whole] * g.size, x.dtype, [x] * g.size,
+                           [joined.at[g.index]] * g.size)
+        return self._do("all_gather", key, lambda: f"{_kind(x, dim)} dim={dim} sizes={sizes}", ranks, out, body, later)
 
     def reduce_scatter(self, x: np.ndarray, op: str, dim: int, sizes: Sequence[int], ranks: Ranks,
                        later: bool = False) -> Any:
         """See `Backend.reduce_scatter`."""
-        at, index = offsets(sizes), ranks.index(self.rank)
-        pieces = [x[cut(dim, at[i], at[i + 1])] for i in range(len(ranks))]
-        out = np.empty(pieces[index].shape, x.dtype)
-        biggest = max(p.size for p in pieces)
+        sizes = tuple(sizes)
+        split = along(x.shape, dim, sizes)
+        pieces, biggest = split.of(x), split.biggest
+        out = np.empty(split.shapes[ranks.index(self.rank)], x.dtype)
 
         def body(g: GroupState, check: int) -> None:
             flat, own = out.reshape(-1), np.ascontiguousarray(pieces[g.index]).reshape(-1)
@@ -269,31 +290,27 @@ class Engine:
                     self.sent += count * x.itemsize * (g.size - 1)
             if not small:
                 self._signals.sync(g, "reduce_scatter")  # all groups share the area: leave it when all have read
-        return self._do("reduce_scatter", ("reduce_scatter", op, x.dtype, x.shape, dim, *sizes),
-                        lambda: f"{op} {_kind(x)} dim={dim} sizes={tuple(sizes)}", ranks, out, body, later)
+        return self._do("reduce_scatter", ("reduce_scatter", op, x.dtype, x.shape, dim, sizes),
+                        lambda: f"{op} {_kind(x)} dim={dim} sizes={sizes}", ranks, out, body, later)
 
     def all_to_all(self, x: np.ndarray, split_dim: int, split_sizes: Sequence[int], concat_dim: int,
                    concat_sizes: Sequence[int], ranks: Ranks, later: bool = False) -> Any:
         """See `Backend.all_to_all`."""
-        cuts, joins, index = offsets(split_sizes), offsets(concat_sizes), ranks.index(self.rank)
-        whole = with_dim(x.shape, concat_dim, joins[-1])
-        shapes = [with_dim(whole, split_dim, s) for s in split_sizes]
-        pieces = [x[cut(split_dim, cuts[i], cuts[i + 1])] for i in range(len(ranks))]
-        rest = math.prod(with_dim(with_dim(x.shape, split_dim, 1), concat_dim, 1))
-        stride = _up(rest * max(split_sizes) * max(concat_sizes) * x.itemsize)
+        split_sizes, concat_sizes = tuple(split_sizes), tuple(concat_sizes)
+        split, joined, biggest = across(x.shape, split_dim, split_sizes, concat_dim, concat_sizes)
+        stride = _up(biggest * x.itemsize)
         small = stride * len(ranks) <= SLOT
-        out, place = self._result(shapes[index], x.dtype, not small)
+        out, place = self._result(split.shapes[ranks.index(self.rank)], x.dtype, not small)
+        key = "all_to_all", x.dtype, joined.whole, split_dim, split_sizes, concat_dim, concat_sizes
 
         def body(g: GroupState, check: int) -> None:
             if small:
-                places = [out[cut(concat_dim, joins[j], joins[j + 1])] for j in range(g.size)]
-                self._spread(g, "all_to_all", check, pieces, places, stride)
-                return
-            here = cut(concat_dim, joins[g.index], joins[g.index + 1])
-            self._push(g, "all_to_all", check, place, shapes, x.dtype, pieces, lambda i: here)
-        return self._do("all_to_all", ("all_to_all", x.dtype, whole, split_dim, *split_sizes, concat_dim, *concat_sizes),
-                        lambda: f"{_kind(x, concat_dim)} split {split_dim}:{tuple(split_sizes)} concat "
-                                f"{concat_dim}:{tuple(concat_sizes)}", ranks, out, body, later)
+                self._spread(g, check, key, split.of(x), joined.of(out), stride)
+            else:
+                self._push(g, "all_to_all", check, place, split.shapes, x.dtype, split.of(x),
+                           [joined.at[g.index]] * g.size)
+        return self._do("all_to_all", key, lambda: f"{_kind(x, concat_dim)} split {split_dim}:{split_sizes} concat "
+                                                   f"{concat_dim}:{concat_sizes}", ranks, out, body, later)
 
     def broadcast(self, x: np.ndarray, src: int, ranks: Ranks, later: bool = False) -> Any:
         """See `Backend.broadcast`."""
@@ -338,21 +355,21 @@ class Engine:
     def scatter(self, x: np.ndarray | None, dim: int, sizes: Sequence[int], src: int, ranks: Ranks, *,
                 shape: Sequence[int], dtype: np.dtype, later: bool = False) -> Any:
         """See `Backend.scatter`."""
-        at, dtype, n = offsets(sizes), np.dtype(dtype), len(ranks)
-        shapes = [with_dim(shape, dim, s) for s in sizes]
-        give = [x[cut(dim, at[i], at[i + 1])] if self.rank == src else None for i in range(n)]
-        stride = _up(math.prod(with_dim(shape, dim, max(sizes))) * dtype.itemsize)
-        small = stride * n <= SLOT
-        out, place = self._result(shapes[ranks.index(self.rank)], dtype, not small)
+        sizes, dtype = tuple(sizes), np.dtype(dtype)
+        split = along(tuple(shape), dim, sizes)
+        give = split.of(x) if x is not None and self.rank == src else [None] * len(ranks)
+        stride = _up(split.biggest * dtype.itemsize)
+        small = stride * len(ranks) <= SLOT
+        out, place = self._result(split.shapes[ranks.index(self.rank)], dtype, not small)
+        key = "scatter", dtype, split.whole, dim, sizes, src
 
         def body(g: GroupState, check: int) -> None:
             if small:
-                self._spread(g, "scatter", check, give, [out if r == src else None for r in ranks], stride)
+                self._spread(g, check, key, give, [out if r == src else None for r in ranks], stride)
             else:
-                self._push(g, "scatter", check, place, shapes, dtype, give, lambda i: ())
-        return self._do("scatter", ("scatter", dtype, tuple(shape), dim, *sizes, src),
-                        lambda: f"{dtype.name}{list(shape)} dim={dim} sizes={tuple(sizes)} from {src}", ranks, out, body,
-                        later)
+                self._push(g, "scatter", check, place, split.shapes, dtype, give, [()] * g.size)
+        return self._do("scatter", key, lambda: f"{dtype.name}{list(shape)} dim={dim} sizes={sizes} from {src}", ranks,
+                        out, body, later)
 
     def barrier(self, ranks: Ranks) -> None:
         """Returns when every member has called it."""

@@ -15,7 +15,8 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from typing import Any
 
 from ...errors import CollectiveMismatch, CommError, PeerLost
 from .blame import odd_ranks
@@ -85,6 +86,13 @@ class GroupState:
         self.seq, self.turn = 0, 0
         self.heads: dict = {}
         self.cache: dict = {}
+
+    def keep(self, key: Hashable, made: Any) -> Any:
+        """Puts something into the cache and returns it."""
+        if len(self.cache) > 128:
+            self.cache.clear()
+        self.cache[key] = made
+        return made
 
     def slots(self) -> list[int]:
         """Where each member's slot of this call is."""
