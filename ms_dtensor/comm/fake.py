@@ -34,6 +34,7 @@ class FakeBackend(Backend):
     """A world of `size` ranks of which only `rank` exists."""
 
     name = "fake"
+    on_host = True
 
     def __init__(self, size: int, rank: int = 0, name: str = "fake"):
         self.size, self.rank, self.name = size, rank, name

@@ -111,6 +111,12 @@ class Group:
         return self._done("all_reduce", x, 2 * (self.size - 1) / self.size,
                           lambda: self.backend.all_reduce(x, op, self.ranks, async_op))
 
+    def all_reduce_(self, x: Tensor, op: str = "sum") -> None:
+        """As `all_reduce`, into `x` itself, whose memory is of `backend.buffer`. Where `backend.on_host` only."""
+        self._check("all_reduce", x, op)
+        if self.size > 1:
+            self._done("all_reduce", x, 2 * (self.size - 1) / self.size, lambda: self.backend.all_reduce_(x, op, self.ranks))
+
     def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int], *, async_op: bool = False) -> Tensor | Work[Tensor]:
         """The members' tensors joined on `dim`, where member i has `sizes[i]` (uneven and zero are fine)."""
         self._check("all_gather", x, None, [(dim, sizes, sizes[self.rank_index] if len(sizes) == self.size else -1)])

@@ -33,6 +33,7 @@ class McclBackend(DeviceBackend):
     """
 
     name = "mccl"
+    on_host = True
     ops = HostOps
     check_every = 1
     # Half-precision sums run in float32 (see `_flat_reduce`); avg runs as sum and one division.

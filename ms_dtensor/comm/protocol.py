@@ -12,6 +12,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+import numpy as np
+
 if TYPE_CHECKING:
     from mindspore import Tensor
 
@@ -60,12 +62,21 @@ class Backend(ABC):
     """
 
     name: str = "?"
+    on_host: bool = False  # tensors lie where NumPy can share their memory
     rank: int = 0
     size: int = 1
 
     @abstractmethod
     def all_reduce(self, x: Tensor, op: str, group: Ranks, async_op: bool = False) -> Tensor | Work[Tensor]:
         """The reduction of every member's `x`, in a new tensor; bit-identical on every member."""
+
+    def all_reduce_(self, x: Tensor, op: str, group: Ranks) -> None:
+        """Writes the reduction into `x`, which lies in a `buffer`. Host backends only."""
+        x.asnumpy()[...] = self.all_reduce(x, op, group).asnumpy()
+
+    def buffer(self, count: int, dtype: np.dtype) -> np.ndarray:
+        """Fresh memory from which `all_reduce_` has the least to copy. Host backends only."""
+        return np.empty(count, dtype)
 
     @abstractmethod
     def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int], group: Ranks,

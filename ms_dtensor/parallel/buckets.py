@@ -31,7 +31,7 @@ class Bucket:
     def __init__(self, params, group):
         self.group, self.size = group, len(params)
         self.elements = sum(math.prod(p.local_shape) for p in params)
-        self.on_host = group.backend.name in ("shm", "mccl", "fake")
+        self.on_host = group.backend.on_host
         self.arrived: list = []
         self.flat: np.ndarray | None = None  # on host: the gradients' memory, one after another; new for every backward
         for p in params:
@@ -50,7 +50,7 @@ class Bucket:
 
     def _in_flat(self, grad: np.ndarray):
         if self.flat is None:
-            self.flat = np.empty(self.elements, grad.dtype)
+            self.flat = self.group.backend.buffer(self.elements, grad.dtype)
         at = sum(g.size for g in self.arrived)
         place = self.flat[at:at + grad.size].reshape(grad.shape)
         np.copyto(place, grad)
@@ -63,8 +63,7 @@ class Bucket:
             return
         with NoFallbackGuard(), comm.annotate(phase="backward", src="gradient bucket", dst="gradient bucket"):
             if self.on_host:
-                flat = flat[:sum(g.size for g in grads)]
-                np.copyto(flat, self.group.all_reduce(ms.Tensor.from_numpy(flat), "sum").asnumpy())
+                self.group.all_reduce_(ms.Tensor.from_numpy(flat[:sum(g.size for g in grads)]), "sum")
                 return
             total, at = self.group.all_reduce(ms.mint.cat([ms.mint.reshape(g, (-1,)) for g in grads]), "sum"), 0
             for g in grads:

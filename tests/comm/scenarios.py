@@ -70,6 +70,26 @@ def large(e, rank, size):
     return True
 
 
+def inplace(e, rank, size):
+    """All-reduces that write into what they are given: a buffer, the beginning of one, and other memory."""
+    world, count = tuple(range(size)), (3 << 20) // 4 + 5
+    xs = contract.inputs(5, size, (count,), "float32")
+    for taken, where in ((count, e.buffer(count, np.float32)), (count - 1000, e.buffer(count, np.float32)),
+                         (count, np.empty(count, np.float32)), (100, e.buffer(100, np.float32)),
+                         (0, e.buffer(10, np.float32))):
+        x = where[:taken]
+        x[...] = xs[rank][:taken]
+        where[taken:] = 7.0
+        before = e.sent
+        e.all_reduce(x, "sum", world, inplace=True)
+        contract.same(x.copy(), contract.reduced([v[:taken] for v in xs], "sum"))
+        assert e.sent - before <= 2 * (size - 1) * (-(-taken // size) + 64) * 4  # shares are rounded up to 64 elements
+        e.all_reduce(x, "max", world, inplace=True)  # of equal operands
+        contract.same(x.copy(), contract.reduced([v[:taken] for v in xs], "sum"))
+        assert (where[taken:] == 7.0).all()
+    return True
+
+
 def bfloat16(e, rank, size):
     import ml_dtypes
     bf = ml_dtypes.bfloat16

@@ -164,6 +164,11 @@ def test_worlds_of_different_size_do_not_connect():
     assert isinstance(caught[0], ConfigError) and "another job" in str(caught[0])
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_reduces_into_their_operand(size):
+    succeed("inplace", size)
+
+
 def test_memory_stays_bounded():
     for r in succeed("bounded", 2):
         reducing, after = r["ok"]

@@ -69,6 +69,7 @@ class ShmBackend(Backend):
     """
 
     name = "shm"
+    on_host = True
 
     def __init__(self, rank: int, size: int, port: str, timeout: float | None = None, blocking: bool = False):
         timeout = float(os.environ.get("MS_DTENSOR_TIMEOUT", "300")) if timeout is None else timeout
@@ -80,6 +81,12 @@ class ShmBackend(Backend):
 
     def all_reduce(self, x: Tensor, op: str, group: Ranks, async_op: bool = False) -> Tensor | Work[Tensor]:
         return _give(self._engine.all_reduce(self._array(x, async_op), op, group, later=async_op))
+
+    def all_reduce_(self, x: Tensor, op: str, group: Ranks) -> None:
+        self._engine.all_reduce(self._array(x), op, group, inplace=True)
+
+    def buffer(self, count: int, dtype: np.dtype) -> np.ndarray:
+        return self._engine.buffer(count, dtype)
 
     def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int], group: Ranks,
                    async_op: bool = False) -> Tensor | Work[Tensor]:

@@ -202,12 +202,16 @@ class Engine:
 
     # -- collectives -----------------------------------------------------------------------------------------------
 
-    def all_reduce(self, x: np.ndarray, op: str, ranks: Ranks, later: bool = False) -> Any:
-        """See `Backend.all_reduce`."""
+    def all_reduce(self, x: np.ndarray, op: str, ranks: Ranks, later: bool = False, inplace: bool = False) -> Any:
+        """See `Backend.all_reduce`; with `inplace` the result is written into `x`, which is best a `buffer`."""
         dtype, n = x.dtype, len(ranks)
         flat = np.ascontiguousarray(x).reshape(-1)
         together = flat.nbytes * n <= _EVERYBODY
-        out, at = self._result(x.shape, dtype, not together)
+        at = self._memory.offset_of(flat) if inplace and not together else None
+        if at is not None:
+            out = x
+        else:
+            out, at = self._result(x.shape, dtype, not together)
 
         def body(g: GroupState, check: int) -> None:
             result = out.reshape(-1)
@@ -229,16 +233,24 @@ class Engine:
                 return
             share = _up(-(-flat.size // n))  # each member reduces one share, and writes it into everybody's result
             mine = slice(g.index * share, min((g.index + 1) * share, flat.size))
-            result[:mine.start] = flat[:mine.start]
-            result[mine.stop:] = flat[mine.stop:]
+            if out is not x:
+                result[:mine.start] = flat[:mine.start]
+                result[mine.stop:] = flat[mine.stop:]
             g.show_result(at)
             self._signals.sync(g, "all_reduce", check)
             results = [r[mine] for r in self._results(g, [flat.shape] * n, dtype)]
             reduce_into(results, op, [*results[:g.index], flat[mine], *results[g.index + 1:]])
             self.sent += 2 * results[0].nbytes * (n - 1)
             self._signals.sync(g, "all_reduce")
-        return self._do("all_reduce", ("all_reduce", op, dtype, x.shape), lambda: f"{op} {_kind(x)}", ranks, out, body,
+        done = self._do("all_reduce", ("all_reduce", op, dtype, x.shape), lambda: f"{op} {_kind(x)}", ranks, out, body,
                         later)
+        if inplace and out is not x:
+            x[...] = out
+        return done
+
+    def buffer(self, count: int, dtype: np.dtype) -> np.ndarray:
+        """Memory in which all-reduces need no copies."""
+        return self._result((count,), np.dtype(dtype), True)[0]
 
     def all_gather(self, x: np.ndarray, dim: int, sizes: Sequence[int], ranks: Ranks, later: bool = False) -> Any:
         """See `Backend.all_gather`."""

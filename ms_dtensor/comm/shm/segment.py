@@ -71,6 +71,11 @@ class Segment:
         """`count` elements at `offset`, flat."""
         return np.ndarray((count,), dtype, self.map, offset)
 
+    def offset_of(self, x: np.ndarray) -> int | None:
+        """Where `x` is in this segment, if it begins with a page of it."""
+        at = x.__array_interface__["data"][0] - self.base
+        return at if 0 <= at < len(self.map) and at % PAGE == 0 else None
+
     def word(self, offset: int) -> Word:
         """The word at a byte offset."""
         return Word(self.words, self.base, offset // 4)
