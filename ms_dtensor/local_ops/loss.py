@@ -6,6 +6,7 @@ from mindspore import mint, ops
 
 from .cpu_elementwise import bce_with_logits, binary_cross_entropy
 from .cpu_nn import kl_div, log_sigmoid, softplus
+from .lookup import masked, own_rows
 
 
 def _mse(x, target):
@@ -34,10 +35,26 @@ def sparse_cross_entropy_share(logits, labels, rows):
     return ops.SparseSoftmaxCrossEntropyWithLogits()(logits, labels) * (logits._shape[0] / rows)
 
 
+def row_max(logits):
+    """The greatest of each row; `amax` takes three to eight times as long on CPU."""
+    return mint.max(ops.stop_gradient(logits), -1, True)[0]
+
+
+def class_sums(logits, labels, top, lo, classes, smooth):
+    """This shard's share of each row, with logits relative to the row's `top` [..., 1]: sum of exp, the label's logit,
+    and, if `smooth`, the mean. The shard has the classes from `lo` on; labels [..., 1] count from the first of all."""
+    width = logits._shape[-1]
+    off = logits - ops.tile(top, (*(1,) * (len(logits._shape) - 1), width))  # broadcasting takes ten times as long on CPU
+    local, mine = own_rows(labels, lo, width, classes)
+    sums = [mint.sum(mint.exp(off), -1, keepdim=True), masked(ops.gather_elements(off, len(logits._shape) - 1, local), mine)]
+    return mint.cat([*sums, mint.sum(off, -1, keepdim=True) / classes] if smooth else sums, -1)
+
+
 def group_norm(x, groups, weight, bias, eps):
     """`GroupNorm` over the groups that this shard has: (y, mean, 1/std)."""
     return ops.auto_generate.group_norm_op(x, groups, weight, bias, eps)
 
 
 TABLE = {"loss_share": loss_share, "sparse_cross_entropy_share": sparse_cross_entropy_share, "group_norm": group_norm,
+         "row_max": row_max, "class_sums": class_sums,
          "log_sigmoid_pair": log_sigmoid}

@@ -18,6 +18,8 @@ from ms_dtensor.errors import LayoutError
 
 from ._storage import CHUNK, layout_of, local_array, local_view, on_host
 
+_LARGE = 1 << 16  # elements: up to here a call of the fused kernel (300 us) costs more than NumPy's passes
+
 
 class AdamW:
     """Adam with bias correction and decoupled weight decay, as `torch.optim.AdamW`.
@@ -55,6 +57,7 @@ class AdamW:
         self.lr, self.betas, self.eps, self.weight_decay = lr, (float(betas[0]), float(betas[1])), eps, weight_decay
         self.step = 0
         self._host = on_host()
+        self._fused = ops.Adam()
         self._moments = [self._new_moments(p) for p in self.params]
         self._scratch: dict[np.dtype, tuple[np.ndarray, np.ndarray]] = {}
 
@@ -70,13 +73,14 @@ class AdamW:
             if grad is not None:
                 _check(param, grad)
         self.step += 1
+        scalars = self._scalars() if self._host else ()
         for param, grad, (m, v) in zip(self.params, grads, self._moments, strict=True):
             if grad is None:
                 continue
-            if self._host:
-                self._step_host(param, grad, m, v)
-            else:
+            if not self._host:
                 self._step_device(param, grad, m, v)
+            elif m.size < _LARGE or not self._step_fused(param, grad, m, v, scalars):
+                self._step_host(param, grad, m, v)
 
     def state_dict(self) -> dict:
         """Step count and moments by parameter name; moments are local shards in the parameter's layout."""
@@ -96,6 +100,29 @@ class AdamW:
         b1, b2 = self.betas
         return (1.0 - self.lr * self.weight_decay, self.lr / (1.0 - b1 ** self.step),
                 (1.0 - b2 ** self.step) ** -0.5)
+
+    def _scalars(self) -> tuple[Tensor, ...]:
+        """What the kernel `Adam` is told so that it computes PyTorch's formula.
+
+        It subtracts lr * m / (sqrt(v) + eps), with lr corrected by the powers of betas (0 here: not at all) and eps not
+        corrected. It works with betas in float32, so its 1 - beta2 is 5e-5 off: the correction must use the same ones.
+        """
+        b1, b2 = (float(np.float32(b)) for b in self.betas)
+        size, root = self.lr / (1.0 - b1 ** self.step), (1.0 - b2 ** self.step) ** -0.5
+        return tuple(Tensor(x, ms.float32) for x in (0.0, 0.0, size / root, b1, b2, self.eps / root))
+
+    def _step_fused(self, param, grad, m, v, scalars) -> bool:
+        """All in one kernel, three times as fast as NumPy's passes if large; False where it is not for these tensors."""
+        with NoFallbackGuard():
+            if param.dtype != ms.float32 or grad.dtype != ms.float32 or Tensor.storage_offset(param):
+                return False
+            value = local_view(param)
+            if value is None:
+                return False
+            value *= 1.0 - self.lr * self.weight_decay
+            shape = param._shape
+            self._fused(param, Tensor.from_numpy(m.reshape(shape)), Tensor.from_numpy(v.reshape(shape)), *scalars, grad)
+        return True
 
     def _step_host(self, param, grad, m, v) -> None:
         (b1, b2), (decay, size, root) = self.betas, self._factors()

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cross entropy on logits whose classes are sharded: three small reductions instead of gathering the logits.
+"""Cross entropy on logits whose classes are sharded: two small reductions instead of gathering the logits.
 
 With classes cut over an axis, log-sum-exp needs the maximum and the sum over shards, and the label's logit is on one
-shard; all three are per-row numbers. Written in DTensor ops, so layouts, gradients and any further axes follow from
-the rules. One name, two uses: with logits it is the loss; without, PyTorch's context manager, in which MindSpore's own
-cross entropies work the same way (`composed.py`) and an op that would have to gather is refused.
+shard; the maximum travels first, the other per-row numbers together. Written in DTensor ops and two of our own, so
+layouts, gradients and any further axes follow from the rules. One name, two uses: with logits it is the loss; without,
+PyTorch's context manager, in which MindSpore's own cross entropies work the same way (`composed.py`) and an op that would
+have to gather is refused.
 """
 from __future__ import annotations
 
 from mindspore import mint, ops
 
+from ..dispatch import call
 from ..dtensor import DTensor
 from ..errors import LayoutError
 from ..faces import dtype_name, wrap
@@ -67,14 +69,12 @@ def loss_parallel(logits: DTensor | None = None, labels=None, *, ignore_index: i
     keep = labels != ignore_index
     target = mint.unsqueeze(labels * keep.astype(labels.dtype), -1)
     keep = keep.astype(logits.dtype)
-    top = ops.stop_gradient(ops.amax(logits, -1, True)).reduce_partial()
-    shifted = logits - top
-    log_total = mint.log(mint.exp(shifted).sum(-1).reduce_partial())
-    picked = mint.gather(shifted, logits.ndim - 1, target).reduce_partial().squeeze(-1)
+    top = call("row_max", input=ops.stop_gradient(logits)).reduce_partial()
+    sums = call("class_sums", input=logits, target=target, top=top, smooth=bool(label_smoothing)).reduce_partial()
+    log_total, picked = mint.log(sums[..., 0]), sums[..., 1]
     loss = log_total - picked
     if label_smoothing:
-        average = shifted.mean(-1).reduce_partial()
-        loss = (1 - label_smoothing) * loss + label_smoothing * (log_total - average)
+        loss = (1 - label_smoothing) * loss + label_smoothing * (log_total - sums[..., 2])
     loss = loss * keep
     if reduction == "none":
         return loss

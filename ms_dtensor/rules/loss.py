@@ -98,7 +98,28 @@ def nll_loss(call: Call) -> OpSpec:
     return OpSpec((shape, ()), tuple(cases))
 
 
+def row_max(call: Call) -> OpSpec:
+    """Of our own: the greatest class of each row, [..., 1]; it carries no gradient."""
+    x = call.operands[0]
+    last = x.ndim - 1
+    return OpSpec(((*x.shape[:last], 1),), (Case((S(last),), (Partial("max"),)),
+                                            *(Case((S(d),), (S(d),)) for d in range(last))))
+
+
+def class_sums(call: Call) -> OpSpec:
+    """Of our own, over logits [..., C], labels [..., 1] and `row_max`: see `local_ops.loss.class_sums`."""
+    x, t, top = call.operands
+    last = x.ndim - 1
+    smooth = call.args["smooth"]
+
+    def local(at: Local) -> Invoke:
+        return Invoke("class_sums", (x, t, top, at.in_offset(0)[last], x.shape[last], smooth))
+    return OpSpec(((*x.shape[:last], 2 + smooth),), (Case((S(last), R, R), (P,)),
+                                                     *(Case((S(d),) * 3, (S(d),)) for d in range(last))), local)
+
+
 RULES = {
+    "row_max": row_max, "class_sums": class_sums,
     **dict.fromkeys(("mse_loss", "l1_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy",
                      "bce_with_logits", "kl_div"), elementwise),
     "sigmoid_cross_entropy": lambda call: elementwise(Call(call.op, {**call.args, "reduction": "none"}, call.operands)),

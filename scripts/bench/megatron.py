@@ -96,13 +96,12 @@ class Step:
             x = x + Leave.apply(layer.feed_forward(Enter.apply(layer.ffn_norm(x))))
         logits = model.output(Enter.apply(model.norm(x)))
         labels = labels.reshape(-1) - self.rank * rows
-        mine = mint.logical_and(labels >= 0, labels < rows)
-        top = GROUP.all_reduce(ops.stop_gradient(ops.amax(logits, -1, True)), "max")
-        shifted = logits - top
-        total = mint.log(Leave.apply(mint.exp(shifted).sum(-1)))
-        picked = mint.gather(shifted, 1, mint.unsqueeze(labels * mine.astype(labels.dtype), -1)).squeeze(-1)
-        picked = Leave.apply(picked * mine.astype(picked.dtype))
-        return (total - picked).mean()
+        mine = mint.unsqueeze(mint.logical_and(labels >= 0, labels < rows), -1)
+        top = GROUP.all_reduce(mint.max(ops.stop_gradient(logits), -1, True)[0], "max")
+        shifted = logits - ops.tile(top, (1, rows))
+        picked = mint.gather(shifted, 1, mint.unsqueeze(labels, -1) * mine.astype(labels.dtype))
+        sums = Leave.apply(mint.cat([mint.exp(shifted).sum(-1, keepdim=True), picked * mine.astype(picked.dtype)], -1))
+        return (mint.log(sums[:, 0]) - sums[:, 1]).mean()
 
     def step(self, ids: np.ndarray, labels: np.ndarray) -> float:
         """One step on a global batch; returns the loss."""

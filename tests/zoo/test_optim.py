@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 pytestmark = pytest.mark.usefixtures("cpu")
-SHAPES = ((3, 5), (7,), (200, 300), (0, 4))
+SHAPES = ((3, 5), (7,), (200, 400), (0, 4))  # the third is large enough for the fused kernel
 
 
 def numpy_adamw(values, grads_of_steps, lr, betas, eps, decay):
@@ -45,6 +45,19 @@ def test_adamw_equals_numpy(host):
         optimizer([Tensor(g) for g in grads])
     for param, want in zip(params, numpy_adamw(start, steps, 1e-2, (0.9, 0.95), 1e-8, 0.1)):
         assert np.allclose(param.asnumpy(), want, rtol=2e-6, atol=2e-6)
+
+
+def test_a_gradient_that_is_a_view_counts_as_what_it_shows():
+    from mindspore import Parameter, Tensor
+
+    from ms_dtensor.optim import AdamW
+
+    start, (base,) = arrays(0, [(500, 300)]), arrays(1, [(300, 510)])
+    param = Parameter(Tensor(start[0]), name="w")
+    grad = (Tensor(base) * 1)[:, 10:].T
+    AdamW([param], 1e-2, (0.9, 0.95), 1e-8, 0.1)([grad])
+    want = numpy_adamw(start, [[base[:, 10:].T]], 1e-2, (0.9, 0.95), 1e-8, 0.1)[0]
+    assert np.allclose(param.asnumpy(), want, rtol=2e-6, atol=2e-6)
 
 
 def test_the_update_is_seen_by_the_next_forward():
