@@ -90,6 +90,8 @@ class TrainConfig:
     eval_every: int = 0
     """Held-out loss every so many steps, besides start and end; 0: only those two."""
     eval_batches: int = 2
+    compile: bool = False
+    """The core of attention runs as one compiled graph."""
     log_dir: str = "runs/llama"
 
 

@@ -18,7 +18,7 @@ from ms_dtensor.optim import AdamW, clip_grad_norm_
 
 from .config import Config
 from .data import Text
-from .model import Llama, cross_entropy, init_weights
+from .model import Llama, compile_attention, cross_entropy, init_weights
 from .parallelize import parallelize
 from .schedule import learning_rate
 
@@ -49,6 +49,8 @@ class Trainer:
             init_weights(self.model, cfg.train.seed)
         else:
             initialize(self.model)
+        if cfg.train.compile:
+            compile_attention(self.model)
         if mesh is not None:
             parallelize(self.model, mesh, cfg.parallel)
         self.params = tuple(self.model.trainable_params())

@@ -36,7 +36,7 @@ SIZES = {
 
 def config(size: str, dp: int = 1, tp: int = 1) -> Config:
     model, batch, seq = SIZES[size]
-    return Config(model=model, parallel=ParallelConfig(dp=dp, tp=tp), train=TrainConfig(batch=batch, seq=seq),
+    return Config(model=model, parallel=ParallelConfig(dp=dp, tp=tp), train=TrainConfig(batch=batch, seq=seq, compile=True),
                   optim=OptimConfig(clip_norm=0.0))
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, mint, nn, ops
 
 from model_zoo.llama.config import ModelConfig, ParallelConfig
-from model_zoo.llama.model import Llama, cross_entropy, init_weights
+from model_zoo.llama.model import Llama, compile_attention, cross_entropy, init_weights
 from model_zoo.llama.parallelize import parallelize
 from ms_dtensor import (
     ColwiseParallel,
@@ -250,12 +250,14 @@ def one_block_communicates_as_megatron_says(world):
 @case(world_size=4, timeout=120)
 def a_llama_on_two_axes_equals_one_device(world):
     mesh = mesh_2d()
-    for tied, sequence, parallel_loss in ((False, True, True), (True, False, False)):
+    for tied, sequence, parallel_loss, compiled in ((False, True, True, True), (True, False, False, False)):
         cfg = ModelConfig(**{**{k: getattr(TINY, k) for k in TINY.__dataclass_fields__}, "tied_head": tied})
         ids = np.random.default_rng(1).integers(0, 19, (4, 9)).astype(np.int32)
         plain, model = Llama(cfg), Llama(cfg)
         for m in (plain, model):
             init_weights(m, 5)
+        if compiled:
+            compile_attention(model)
         want = ms.value_and_grad(lambda i, y, m=plain: cross_entropy(m(i), y), None, plain.trainable_params())(
             Tensor(ids[:, :-1]), Tensor(ids[:, 1:]))
         parallelize(model, mesh, ParallelConfig(dp=2, tp=2, sequence_parallel=sequence, loss_parallel=parallel_loss))

@@ -52,6 +52,26 @@ def test_forward_equals_the_reference(name):
     assert np.abs(got - want.reshape(got.shape)).max() <= F32 * np.abs(want).max()
 
 
+@pytest.mark.parametrize("name", ["grouped-query", "multi-query, tied head"])
+def test_the_compiled_core_gives_the_same_loss_and_gradients(name):
+    import mindspore as ms
+    from mindspore import Tensor
+
+    from model_zoo.llama.model import compile_attention, cross_entropy
+
+    cfg, results = MODELS[name], []
+    ids = ids_of(cfg, 2, 13)
+    for compiled in (False, True):
+        model = build(cfg, 12)
+        if compiled:
+            compile_attention(model)
+        run = ms.value_and_grad(lambda x, y, m=model: cross_entropy(m(x), y), None, model.trainable_params())
+        loss, grads = run(Tensor(ids[:, :-1].copy()), Tensor(ids[:, 1:].copy()))
+        results.append([loss.asnumpy(), *(g.asnumpy() for g in grads)])
+    for one, other in zip(*results, strict=True):
+        assert np.allclose(one, other, rtol=1e-6, atol=1e-6 * np.abs(one).max())
+
+
 def test_a_short_input_uses_the_head_of_the_tables():
     from mindspore import Tensor
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from ...errors import CommError
 
-KEEP = 64 << 20
+KEEP = 128 << 20  # a rank's gradients of 30 M parameters: to touch them anew every step costs more than to reduce them
 _LEAST = 64 << 10
 
 
