@@ -180,5 +180,11 @@ def as_local(x, cotangent: Layout | None = None):
 
 def dtype_name(dtype) -> str:
     """`mindspore.float32` -> "float32"."""
-    name = str(dtype).lower()
-    return name[name.rfind(".") + 1:]
+    known = _names.get(id(dtype))  # its hash and its text take microseconds
+    if known is None:
+        name = str(dtype).lower()
+        known = _names[id(dtype)] = name[name.rfind(".") + 1:], dtype
+    return known[0]
+
+
+_names: dict[int, tuple[str, object]] = {}  # by the id of MindSpore's dtype, which is kept

@@ -7,6 +7,8 @@ A bias joins a Partial result on the first rank only, or the reduction would add
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 
 from ..placements import Partial
@@ -15,8 +17,13 @@ from .spec import Call, Case, Invoke, Local, Operand, OpSpec, P, R, S
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
-def einsum_cases(labels: list[str], out: str, shapes: list[tuple[int, ...]]) -> list[Case]:
+def einsum_cases(labels: Sequence[str], out: str, shapes: Sequence[tuple[int, ...]]) -> tuple[Case, ...]:
     """Cases of an einsum; an operand whose dim has size 1 where others have more broadcasts and stays replicated."""
+    return _einsum_cases(tuple(labels), out, tuple(shapes))
+
+
+@lru_cache(1024)
+def _einsum_cases(labels: tuple[str, ...], out: str, shapes: tuple[tuple[int, ...], ...]) -> tuple[Case, ...]:
     size: dict[str, int] = {}
     for text, shape in zip(labels, shapes):
         for c, n in zip(text, shape):
@@ -31,7 +38,7 @@ def einsum_cases(labels: list[str], out: str, shapes: list[tuple[int, ...]]) -> 
     for i in range(len(labels)):
         for op in ("sum", "avg"):
             cases.append(Case(tuple(Partial(op) if j == i else R for j in range(len(labels))), (Partial(op),)))
-    return cases
+    return tuple(cases)
 
 
 def _out_shape(labels, out, shapes):
@@ -66,8 +73,10 @@ def matmul(call: Call) -> OpSpec:
                   local)
 
 
-def _reorder(call: Call, operands: list[Operand], cases: list[Case]) -> list[Case]:
+def _reorder(call: Call, operands: list[Operand], cases: Sequence[Case]) -> Sequence[Case]:
     """Cases listed for `operands`, as cases in the call's operand order."""
+    if list(call.operands) == operands:
+        return cases
     at = {o.index: i for i, o in enumerate(operands)}
     return [Case(tuple(c.ins[at[o.index]] for o in call.operands), c.outs, c.even) for c in cases]
 

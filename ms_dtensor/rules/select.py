@@ -83,7 +83,7 @@ def _cost(case: Case, layouts, sizes, axis: int, n: int, model: CostModel):
     seconds, collectives, changed = 0.0, 0, 0
     for layout, size, want in zip(layouts, sizes, case.ins):
         have = layout.placements[axis]
-        if have == want:
+        if have is want or have == want:
             continue
         if want.is_partial():
             return None
