@@ -24,6 +24,7 @@ def _is_ours(value) -> bool:
     return isinstance(value, Tensor) and hasattr(value, "_run_own_op")
 
 
+@functools.cache
 def signatures(function) -> list[list[str]]:
     """The positional parameters of each overload that a function's docstring opens with.
 
@@ -47,10 +48,11 @@ def signatures(function) -> list[list[str]]:
     return found
 
 
-def _by_position(original, overloads):
+def _by_position(original, function):
     @functools.wraps(original)
     def call(*args, **kwargs):
         if kwargs and not (args and _is_ours(args[0])) and any(map(_is_ours, kwargs.values())):
+            overloads = signatures(function) or [["input"]]
             names = next((n for n in overloads if set(n) >= set(kwargs)), None) or max(
                 overloads, key=lambda n: len(set(n) & set(kwargs)))
             args = list(args)
@@ -91,9 +93,8 @@ def install() -> None:
         holder, function = f"_{name.strip('_')}_instance", getattr(functional_overload, name, None)
         original = getattr(functional_overload, holder, None)
         if original is not None and (name[0] != "_" or holder not in dict(_installed)):
-            overloads = signatures(function) or [["input"]]
             _installed.append((holder, original))
-            setattr(functional_overload, holder, _by_position(original, overloads))
+            setattr(functional_overload, holder, _by_position(original, function))
     Tensor.__setitem__ = _set_item
     Tensor.__init__ = _init
 
