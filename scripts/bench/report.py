@@ -94,9 +94,10 @@ def llama(run: dict, title: str) -> str:
     return f"""## A Llama step: {title}
 
 Forward, backward and AdamW on {run['tokens']} tokens; two ranks, one thread and one core each. *Hand* is the same model in
-plain MindSpore with Megatron's collectives written out; the core of attention is one compiled graph in both. Speed-up is against the single rank of the same library. *Two at
-once* is the single-rank step on both ranks at the same time, without communication: as memory and caches are shared, two
-ranks that never wait for each other do {together:.2f} times the work of one.
+plain MindSpore with Megatron's collectives written out; the core of attention is one compiled graph in both. Speed-up is
+against the single rank of the same library. *Two at once* is the single-rank step on both ranks at the same time, without
+communication: as memory and caches are shared, two ranks that never wait for each other do {together:.2f} times the work
+of one.
 
 {stamp(run)}
 
