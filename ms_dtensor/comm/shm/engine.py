@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The collectives on NumPy arrays, over shared memory. Knows nothing of MindSpore.
 
-Small messages: everybody writes its slot, one meeting, everybody reads. Slots are double, so the next call needs no second
-meeting. Large ones: results lie in the segments of their owners (`arena`), the members meet, each writes its part straight
-into everybody's result, and they meet again: every byte is copied once. A reduction's summands go through a bounded area in
+Small messages: everybody writes its slot, one meeting, everybody reads (of an all-reduce among more than two its share of
+all slots, then, after another meeting, the shares of the others). Slots are double, so the next call needs no meeting more.
+Large ones: results lie in the segments of their owners (`arena`), the members meet, each writes its part straight into
+everybody's result, and they meet again: every byte is copied once. A reduction's summands go through a bounded area in
 chunks, or, of an all-reduce, through the result. Invariant: results own fresh memory, and the order of a reduction is the
 order of the group on every rank.
 """
@@ -29,7 +30,7 @@ from .signals import INLINE, GroupState, Signals
 
 Ranks = tuple[int, ...]
 Body = Callable[[GroupState, int], None]
-_EVERYBODY = 256 << 10  # read by a rank in all: up to here each reduces everything, which is cheaper than a second meeting
+_EVERYBODY = 256 << 10  # bytes of all members' operands: up to here an all-reduce goes through the slots
 _STEP = 512 << 10       # least bytes of a broadcast that are worth a wake
 _ALIGN = 64
 
