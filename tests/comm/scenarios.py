@@ -276,6 +276,18 @@ def raises(e, rank, size):
     e.all_reduce(np.ones(3), "sum", world)
 
 
+def raises_with_unread_messages(e, rank, size):
+    """A rank ends while messages for it are unread: what it says last is read all the same."""
+    world = tuple(range(size))
+    if rank:
+        e.exchange([(0, np.arange(10.0))], [])
+    e.barrier(world)
+    if rank == 0:
+        raise ValueError("boom")
+    time.sleep(0.2)  # it has gone
+    e.barrier(world)
+
+
 def shared_memory():
     """Bytes of shared pages this process has touched, its own and others'."""
     with open("/proc/self/status") as f:

@@ -134,6 +134,12 @@ def test_own_error_is_told_to_the_others():
         assert r["error"] == "PeerLost" and "ended with ValueError: boom" in r["text"], r
 
 
+def test_the_end_of_a_rank_with_unread_messages_is_told():
+    ranks, _ = run("raises_with_unread_messages", 3)
+    for r in ranks[1:]:
+        assert r["error"] == "PeerLost" and "rank 0" in r["text"] and "ended with ValueError: boom" in r["text"], r
+
+
 def test_a_taken_rank_is_refused():
     name = f"ms_dtensor-test-{os.getpid()}-taken"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:

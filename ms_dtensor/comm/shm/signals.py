@@ -165,11 +165,9 @@ class Signals:
         if peer.end is not None:
             return False
         try:
-            data, control, _, _ = peer.sock.recvmsg(_PACKET, _FD_SPACE, socket.MSG_CMSG_CLOEXEC)
+            data, control = self._receive(peer)
         except BlockingIOError:
             return False
-        except ConnectionError:
-            data = b""
         if not data:
             self._drop(peer, "died")
             return False
@@ -185,6 +183,16 @@ class Signals:
             peer.inbox.append((data[8:8 + number], data[8 + number:], fd))
             peer.taken = (peer.taken + 1) & 0xFFFFFFFF
         return True
+
+    @staticmethod
+    def _receive(peer: Peer) -> tuple[bytes, list]:
+        """A packet; an empty one at the end."""
+        for _ in range(2):
+            try:
+                return peer.sock.recvmsg(_PACKET, _FD_SPACE, socket.MSG_CMSG_CLOEXEC)[:2]
+            except ConnectionError:  # said once, and first, of a peer that left packets unread; what it sent comes after it
+                continue
+        return b"", []
 
     def _drop(self, peer: Peer, end: str) -> None:
         if peer.end is None:
