@@ -288,6 +288,19 @@ def raises_with_unread_messages(e, rank, size):
     e.barrier(world)
 
 
+def sends_to_one_that_ended(e, rank, size):
+    """A rank leaves after messages to others, who learn of it when they send to it; its process goes on for a while."""
+    world = tuple(range(size))
+    e.barrier(world)
+    if rank == 0:
+        e.exchange([(r, np.arange(10.0)) for r in world[1:] for _ in range(3)], [])
+        e.close("ValueError: boom")
+        time.sleep(1)
+        return
+    time.sleep(0.3)
+    e.exchange([(0, np.arange(10.0))], [])
+
+
 def shared_memory():
     """Bytes of shared pages this process has touched, its own and others'."""
     with open("/proc/self/status") as f:

@@ -134,8 +134,9 @@ def test_own_error_is_told_to_the_others():
         assert r["error"] == "PeerLost" and "ended with ValueError: boom" in r["text"], r
 
 
-def test_the_end_of_a_rank_with_unread_messages_is_told():
-    ranks, _ = run("raises_with_unread_messages", 3)
+@pytest.mark.parametrize("scenario", ["raises_with_unread_messages", "sends_to_one_that_ended"])
+def test_what_a_rank_said_last_is_read_after_all_it_said_before(scenario):
+    ranks, _ = run(scenario, 3)
     for r in ranks[1:]:
         assert r["error"] == "PeerLost" and "rank 0" in r["text"] and "ended with ValueError: boom" in r["text"], r
 

@@ -400,9 +400,10 @@ class Signals:
         peer = self.peers[dst]
         packet = _PACKET_HEAD.pack(_DATA_FD if fd >= 0 else _DATA, 0, len(about)) + about + bytes(payload)
         if not self._send(peer, packet, (fd,) if fd >= 0 else ()):
-            self._pump(0)
-            peer.end = peer.end or ""
-            raise self._lost(peer, "send")
+            while self._pump(0):  # all that it said, and the end of another that may be the cause of its own
+                pass
+            self._drop(peer, "")
+            self._check([Condition(dst, 0, 0)], "send")
         posted = self.memory.posted(dst)
         posted.set((posted.get() + 1) & 0xFFFFFFFF)
 
