@@ -178,6 +178,9 @@ def as_local(x, cotangent: Layout | None = None):
     return moved(x, layout, layout, cotangent, cotangent, data=x) if x._is_leaf else local_alias(x)
 
 
+_names: dict[int, tuple[str, object]] = {}  # by the id of MindSpore's dtype, which is kept
+
+
 def dtype_name(dtype) -> str:
     """`mindspore.float32` -> "float32"."""
     known = _names.get(id(dtype))  # its hash and its text take microseconds
@@ -185,6 +188,3 @@ def dtype_name(dtype) -> str:
         name = str(dtype).lower()
         known = _names[id(dtype)] = name[name.rfind(".") + 1:], dtype
     return known[0]
-
-
-_names: dict[int, tuple[str, object]] = {}  # by the id of MindSpore's dtype, which is kept

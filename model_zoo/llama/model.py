@@ -87,15 +87,18 @@ def attention_core(q, key, value, mine: Constants, theirs: Constants, mask: Tens
     (b, t, h, e), k = q.shape, key.shape[2]
     product, scores, mix = ops.MatMul(), ops.BatchMatMul(transpose_b=True), ops.BatchMatMul()
 
-    def turned(x, c):
-        return x * c[0] + product(x, c[2]) * c[1]
-    q = turned(q.reshape(-1, e), mine) * e ** -0.5
-    q = ops.gather(q, mine[3], 0).reshape(b * k, h // k * t, e)
-    key = ops.gather(turned(key.reshape(-1, e), theirs), theirs[3], 0).reshape(b * k, t, e)
-    value = ops.gather(value.reshape(-1, e), theirs[3], 0).reshape(b * k, t, e)
+    cos, sin, turn, by_head, by_token = mine
+    key_cos, key_sin, _, key_by_head, _ = theirs
+
+    def turned(x, cos, sin):
+        return x * cos + product(x, turn) * sin
+    q = turned(q.reshape(-1, e), cos, sin) * e ** -0.5
+    q = ops.gather(q, by_head, 0).reshape(b * k, h // k * t, e)
+    key = ops.gather(turned(key.reshape(-1, e), key_cos, key_sin), key_by_head, 0).reshape(b * k, t, e)
+    value = ops.gather(value.reshape(-1, e), key_by_head, 0).reshape(b * k, t, e)
     score = ops.bias_add(scores(q, key).reshape(b * h, t * t), mask)
     out = mix(mint.softmax(score.reshape(b * k, h // k * t, t), -1), value)
-    return ops.gather(out.reshape(-1, e), mine[4], 0).reshape(b, t, h, e)
+    return ops.gather(out.reshape(-1, e), by_token, 0).reshape(b, t, h, e)
 
 
 def attend(cfg: ModelConfig, q: Tensor, key: Tensor, value: Tensor, core=attention_core) -> Tensor:
@@ -114,12 +117,12 @@ def attend(cfg: ModelConfig, q: Tensor, key: Tensor, value: Tensor, core=attenti
 def compile_attention(model: Llama) -> None:
     """Lets the core of every attention run as one compiled graph; before `parallelize`.
 
-    On CPU it saves a tenth of a step, for a second of compiling per shape. A mesh maps the core over local tensors, which
-    is what makes it compilable; other regions (norms, feed-forward) gain nothing.
+    On CPU it saves 6 % of a step at 21 M parameters, for a second of compiling per shape. A mesh maps the core over local
+    tensors, which is what makes it compilable; other regions (norms, feed-forward) gain nothing.
     """
     core = ms.jit(attention_core)
     for layer in model.layers:
-        layer.attention.core = partial(attend, model.cfg, core=core)
+        layer.attention.core = partial(layer.attention.core, core=core)
 
 
 def linear(d_in: int, d_out: int) -> nn.Dense:
@@ -207,7 +210,6 @@ class Llama(nn.Cell):
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
-        self.cfg = cfg
         self.tok_embeddings = Embedding(cfg.vocab_size, cfg.dim)
         self.layers = nn.CellList([Block(cfg) for _ in range(cfg.n_layers)])
         self.norm = RMSNorm(cfg.dim, cfg.norm_eps)

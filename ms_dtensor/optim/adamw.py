@@ -73,7 +73,8 @@ class AdamW:
             if grad is not None:
                 _check(param, grad)
         self.step += 1
-        scalars = self._scalars() if self._host else ()
+        large = self._host and any(m.size >= _LARGE for m, _ in self._moments)
+        scalars = self._scalars() if large else ()
         for param, grad, (m, v) in zip(self.params, grads, self._moments, strict=True):
             if grad is None:
                 continue
@@ -95,9 +96,8 @@ class AdamW:
             kind = ms.float64 if param.dtype == ms.float64 else ms.float32
             return tuple(Parameter(ops.zeros(Tensor.asnumpy(param).shape, kind), requires_grad=False) for _ in "mv")
 
-    def _factors(self) -> tuple[float, float, float]:
+    def _factors(self, b1: float, b2: float) -> tuple[float, float, float]:
         """decay, step size over the first correction, 1 / root of the second correction"""
-        b1, b2 = self.betas
         return (1.0 - self.lr * self.weight_decay, self.lr / (1.0 - b1 ** self.step),
                 (1.0 - b2 ** self.step) ** -0.5)
 
@@ -108,7 +108,7 @@ class AdamW:
         corrected. It works with betas in float32, so its 1 - beta2 is 5e-5 off: the correction must use the same ones.
         """
         b1, b2 = (float(np.float32(b)) for b in self.betas)
-        size, root = self.lr / (1.0 - b1 ** self.step), (1.0 - b2 ** self.step) ** -0.5
+        _, size, root = self._factors(b1, b2)
         return tuple(Tensor(x, ms.float32) for x in (0.0, 0.0, size / root, b1, b2, self.eps / root))
 
     def _step_fused(self, param, grad, m, v, scalars) -> bool:
@@ -119,13 +119,13 @@ class AdamW:
             value = local_view(param)
             if value is None:
                 return False
-            value *= 1.0 - self.lr * self.weight_decay
+            value *= self._factors(*self.betas)[0]
             shape = param._shape
             self._fused(param, Tensor.from_numpy(m.reshape(shape)), Tensor.from_numpy(v.reshape(shape)), *scalars, grad)
         return True
 
     def _step_host(self, param, grad, m, v) -> None:
-        (b1, b2), (decay, size, root) = self.betas, self._factors()
+        (b1, b2), (decay, size, root) = self.betas, self._factors(*self.betas)
         shared, g = local_view(param), local_array(grad)
         value = local_array(param).copy() if shared is None else shared
         buf = self._scratch.setdefault(m.dtype, (np.empty(CHUNK, m.dtype), np.empty(CHUNK, m.dtype)))
@@ -159,7 +159,7 @@ class AdamW:
                 ops.assign(param, Tensor(value.reshape(param._shape)))
 
     def _step_device(self, param, grad, m, v) -> None:
-        (b1, b2), (decay, size, root) = self.betas, self._factors()
+        (b1, b2), (decay, size, root) = self.betas, self._factors(*self.betas)
         with NoFallbackGuard():
             g = grad.astype(m.dtype)
             ops.assign(m, m * b1 + g * (1.0 - b1))

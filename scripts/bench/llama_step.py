@@ -126,7 +126,7 @@ def rank_main(size: str, folder: str) -> None:
     turns = Turns(folder)
     while turns.wait("mindspore"):
         seconds, losses = {}, {}
-        backwards = turns.seen.endswith(("1", "3", "5", "7", "9"))  # what ran before leaves its traces in the caches
+        backwards = int(turns.seen.split()[1]) % 2  # what ran before leaves its traces in the caches
         for name, step in list(steps.items())[::-1 if backwards else 1]:
             group.barrier()
             if step is not None:

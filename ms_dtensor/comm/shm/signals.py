@@ -160,6 +160,11 @@ class Signals:
                     self._drop(peer, "died")
         return bool(events)
 
+    def _catch_up(self) -> None:
+        """Reads all that has come."""
+        while self._pump(0):
+            pass
+
     def _read(self, peer: Peer) -> bool:
         """Reads a packet; False if there is none, or the peer has ended."""
         if peer.end is not None:
@@ -238,8 +243,7 @@ class Signals:
         deadline = time.monotonic() + self.timeout - _SLICE
         try:
             while conditions := missing():
-                while self._pump(0):  # several ends may have come at once: report the first cause, not its consequence
-                    pass
+                self._catch_up()  # several ends may have come at once: report the first cause, not its consequence
                 if not (conditions := missing()):  # complete after all; bad news matter to the next wait
                     return
                 self._check(conditions, what)
@@ -258,8 +262,7 @@ class Signals:
         ended = self._ended(conditions)
         if self._told is None and ended and ended[0].end and ended[0].end.startswith(_CONSEQUENCES):
             time.sleep(_SLICE)  # the cause's own end, or word of it, must be on its way
-            while self._pump(0):
-                pass
+            self._catch_up()
             ended = self._ended(conditions)
         if self._told is not None:  # the teller knows the cause, and may have ended since
             told, self._told = self._told, None
@@ -400,8 +403,7 @@ class Signals:
         peer = self.peers[dst]
         packet = _PACKET_HEAD.pack(_DATA_FD if fd >= 0 else _DATA, 0, len(about)) + about + bytes(payload)
         if not self._send(peer, packet, (fd,) if fd >= 0 else ()):
-            while self._pump(0):  # all that it said, and the end of another that may be the cause of its own
-                pass
+            self._catch_up()  # all that it said, and the end of another that may be the cause of its own
             self._drop(peer, "")
             self._check([Condition(dst, 0, 0)], "send")
         posted = self.memory.posted(dst)
