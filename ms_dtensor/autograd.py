@@ -10,7 +10,7 @@ from mindspore import Tensor
 from mindspore.common.api import _pynative_executor
 
 from .dtensor import DTensor
-from .faces import recording, wrap
+from .faces import recording
 
 
 def value_and_grad(fn, grad_position=None, weights=None, has_aux=False):
@@ -30,12 +30,7 @@ def value_and_grad(fn, grad_position=None, weights=None, has_aux=False):
         >>> value.item(), gradient
         (5.0, DTensor(f32[1@tp, 2], mesh=(tp=1), rank 0 holds [1, 2]))
     """
-    inner = _tidy(ms.value_and_grad(fn, grad_position, weights, has_aux))
-
-    def wrapped(*args, **kwargs):
-        value, gradients = inner(*args, **kwargs)
-        return value, _wrap_gradients(gradients, args, grad_position, weights)
-    return wrapped
+    return _wrapping(ms.value_and_grad(fn, grad_position, weights, has_aux), 1, grad_position, weights)
 
 
 def grad(fn, grad_position=0, weights=None, has_aux=False):
@@ -47,49 +42,46 @@ def grad(fn, grad_position=0, weights=None, has_aux=False):
         >>> md.grad(lambda x: (x * x).sum())(md.ones(2, device_mesh=mesh)).to_local()
         Tensor(shape=[2], dtype=Float32, value= [ 2.00000000e+00,  2.00000000e+00])
     """
-    inner = _tidy(ms.grad(fn, grad_position, weights, has_aux))
-
-    def wrapped(*args, **kwargs):
-        out = inner(*args, **kwargs)
-        if has_aux:
-            return _wrap_gradients(out[0], args, grad_position, weights), *out[1:]
-        return _wrap_gradients(out, args, grad_position, weights)
-    return wrapped
+    return _wrapping(ms.grad(fn, grad_position, weights, has_aux), 0 if has_aux else None, grad_position, weights)
 
 
-def _tidy(inner):
-    """MindSpore 2.10 keeps on recording after a forward that raised, and the next gradient would be one of a gradient."""
-    def run(*args, **kwargs):
+def _wrapping(inner, at: int | None, grad_position, weights):
+    """`inner` with the gradients among its results as DTensors; they are result `at`, or all there is.
+
+    MindSpore 2.10 keeps on recording after a forward that raised, and the next gradient would be one of a gradient.
+    """
+    if weights is not None and not isinstance(weights, Tensor):
+        weights = list(weights)
+
+    def differentiated(*args, **kwargs):
         outermost = not recording()
         try:
-            return inner(*args, **kwargs)
+            out = inner(*args, **kwargs)
         except BaseException:
             if outermost:
                 _pynative_executor.clear_res()
             raise
-    return run
-
-
-def _wrap_gradients(gradients, args, grad_position, weights):
-    if grad_position.__class__ is int:
-        of_args = args[grad_position]
-    else:
-        of_args = None if grad_position is None else [args[i] for i in grad_position]
-    if weights is None:
-        return _like(gradients, of_args)
-    weights = weights if isinstance(weights, Tensor) else list(weights)
-    if of_args is None:
-        return _like(gradients, weights)
-    return _like(gradients[0], of_args), _like(gradients[1], weights)
+        originals = weights
+        if grad_position is not None:
+            originals = args[grad_position] if grad_position.__class__ is int else [args[i] for i in grad_position]
+        gradients = out if at is None else out[at]
+        if weights is not None and grad_position is not None:
+            gradients = _like(gradients[0], originals), _like(gradients[1], weights)
+        else:
+            gradients = _like(gradients, originals)
+        return gradients if at is None else (*out[:at], gradients, *out[at + 1:])
+    return differentiated
 
 
 def _like(gradients, originals):
-    if originals.__class__ is list:
-        if gradients.__class__ is tuple or not isinstance(gradients, Tensor):
-            return tuple(map(_like, gradients, originals))
-        originals = originals[0]
-    elif gradients.__class__ is tuple:
-        return tuple(_like(g, originals) for g in gradients)
-    if gradients.__class__ is Tensor and isinstance(originals, DTensor):
-        return wrap(gradients, originals._layout.gradient())
+    if gradients.__class__ is Tensor:
+        if originals.__class__ is list:
+            originals = originals[0]
+        if isinstance(originals, DTensor):
+            gradients.__class__ = DTensor  # it is new, and nobody else has it
+            gradients._layout = originals._layout.gradient()
+        return gradients
+    if gradients.__class__ is tuple:
+        return tuple([_like(g, o) for g, o in zip(gradients, originals if originals.__class__ is list else
+                                                  [originals] * len(gradients))])
     return gradients

@@ -6,9 +6,10 @@ A plan is what `planning.py` decided for one key of a call; running it consults 
 from __future__ import annotations
 
 import warnings
+from sys import getrefcount
 
 from mindspore import Parameter, Tensor
-from mindspore._c_expression import NoFallbackGuard, TensorOverloadCall
+from mindspore._c_expression import NoFallbackGuard, RuntimeConf, TensorOverloadCall
 
 from . import inplace
 from .comm.record import user_site
@@ -31,6 +32,12 @@ from .local_ops import run_local, widening
 from .redistribute.plan import plan as plan_moves
 from .rules.spec import Operand
 
+def _count_own_reference() -> int:
+    held = object()
+    return getrefcount(held)
+
+
+_OURS_ALONE = _count_own_reference()  # of an object that only one local variable of a function knows
 _warned: set[tuple[str, str]] = set()  # call sites that have been warned about
 
 
@@ -46,13 +53,15 @@ def bind_class(cls: type) -> None:
 class Plan:
     """What to do for one key.
 
-    A plan that moves no operand becomes `short` once its results' layouts are known: operands as plain aliases, the op, a
-    wrapper. Neither a guard nor an autograd node of ours is needed then, because an alias shares the autograd identity
-    of anything but a Parameter. Everything else, and the first run, goes through `_in_full`.
+    A plan that moves no operand becomes `short` once its results' layouts are known: operands as plain aliases, the op,
+    its result as a DTensor. Neither a guard nor an autograd node of ours is needed then, because an alias shares the
+    autograd identity of anything but a Parameter. Making an alias waits for the operand's data, so where ops are issued
+    asynchronously the operands themselves go in, under a guard. Everything else, and the first run, goes through
+    `_in_full`.
     """
 
     __slots__ = ("op", "steps", "invoke", "empty", "outs", "implicit", "substitute", "widened", "view", "target", "native",
-                 "uses", "short", "faced", "places", "filled", "shares", "direct")
+                 "uses", "short", "faced", "places", "filled", "shares", "direct", "blocking")
 
     def __init__(self, op, steps, invoke, empty, outs):
         self.op, self.steps, self.invoke, self.empty, self.outs = op, steps, invoke, empty, outs
@@ -62,6 +71,7 @@ class Plan:
         self.implicit = any(target is not None for _, target, _ in steps)
         self.uses = 0
         self.short = None  # the first result's layout, once `run` may take the short way
+        self.blocking = True  # what an op computes is there when it returns
         # while recording: an operand shows its own face, or a result is partial in a way that no gradient fits
         self.faced = any(cotangent is not None for *_, cotangent in steps)
         self.shares = self.direct = False  # of a view: it shares storage; MindSpore's own op made it
@@ -73,26 +83,27 @@ class Plan:
         layout = self.short
         if layout is None or (self.faced and recording()):
             return self._in_full(func, head, args, kwargs, tensors, mode)
-        invoke = self.invoke
+        invoke, blocking = self.invoke, self.blocking
         xs = list(args) if invoke is None else self.filled.copy()
         for place, i in self.places:
             x = tensors[i]
             if x.__class__ is not _DTENSOR and recording():
                 return self._in_full(func, head, args, kwargs, tensors, mode)
-            xs[place] = make(Tensor, x)
+            xs[place] = make(Tensor, x) if blocking else x
+        fn, named = self.substitute or func, kwargs
         if invoke is not None:
-            result = invoke[0](*xs, **invoke[2])
-        elif self.substitute is not None:
-            result = self.substitute(*xs, **(kwargs or {}))
-        elif head is not None:
-            result = func(*head, tuple(xs))
-        elif kwargs:
-            result = func(*xs, **kwargs)
+            fn, _, named = invoke
+        elif head is not None and fn is func:
+            xs = *head, tuple(xs)
+        if blocking:
+            result = fn(*xs, **named) if named else fn(*xs)
         else:
-            result = func(*xs)
-        if result.__class__ is Tensor:
-            out = make(_DTENSOR, result)
-            out._layout = layout
+            with NoFallbackGuard():
+                result = fn(*xs, **named) if named else fn(*xs)
+        if result.__class__ is Tensor and getrefcount(result) == _OURS_ALONE:
+            result.__class__ = _DTENSOR  # a wrapper costs 2 us more, and waits for the data
+            result._layout = layout
+            out = result
         else:
             out = self.wrap(result, False)
         if self.view:
@@ -177,6 +188,7 @@ class Plan:
                 promoted is not None or target is not None for promoted, target, _ in self.steps):
             self.filled = None if self.invoke is None else list(self.invoke[1])
             self.short = self.outs[0]
+            self.blocking = RuntimeConf.get_instance().is_launch_blocking()  # cannot change once an op has run
 
     def _link(self, first, out, func, head, args, kwargs, recorded) -> None:
         if recorded and out.__class__ is _DTENSOR and (not first._is_leaf or DEFERRED in first.__dict__):
