@@ -9,10 +9,11 @@ import warnings
 from sys import getrefcount
 
 from mindspore import Parameter, Tensor
-from mindspore._c_expression import NoFallbackGuard, RuntimeConf, TensorOverloadCall
+from mindspore._c_expression import NoFallbackGuard, TensorOverloadCall
 
 from . import inplace
 from .comm.record import user_site
+from .comm.world import ops_block
 from .errors import ImplicitCommError, OpRuleError
 from .faces import (
     DEFERRED,
@@ -32,12 +33,16 @@ from .local_ops import run_local, widening
 from .redistribute.plan import plan as plan_moves
 from .rules.spec import Operand
 
-def _count_own_reference() -> int:
-    held = object()
+def _references(held) -> int:
     return getrefcount(held)
 
 
-_OURS_ALONE = _count_own_reference()  # of an object that only one local variable of a function knows
+def _count_references() -> tuple[int, int]:
+    held = object()
+    return getrefcount(held), _references(held)
+
+
+_ALONE, _ALONE_BELOW = _count_references()  # of what one variable knows: counted there, and in a function it is passed to
 _warned: set[tuple[str, str]] = set()  # call sites that have been warned about
 
 
@@ -100,7 +105,7 @@ class Plan:
         else:
             with NoFallbackGuard():
                 result = fn(*xs, **named) if named else fn(*xs)
-        if result.__class__ is Tensor and getrefcount(result) == _OURS_ALONE:
+        if result.__class__ is Tensor and getrefcount(result) == _ALONE:
             result.__class__ = _DTENSOR  # a wrapper costs 2 us more, and waits for the data
             result._layout = layout
             out = result
@@ -188,7 +193,7 @@ class Plan:
                 promoted is not None or target is not None for promoted, target, _ in self.steps):
             self.filled = None if self.invoke is None else list(self.invoke[1])
             self.short = self.outs[0]
-            self.blocking = RuntimeConf.get_instance().is_launch_blocking()  # cannot change once an op has run
+            self.blocking = ops_block()
 
     def _link(self, first, out, func, head, args, kwargs, recorded) -> None:
         if recorded and out.__class__ is _DTENSOR and (not first._is_leaf or DEFERRED in first.__dict__):
@@ -196,19 +201,23 @@ class Plan:
         inplace.link(first, out, self.shares, self.direct)
 
     def wrap(self, result, grad):
+        """The results as DTensors: the objects themselves where only the caller's variable knows them."""
         outs = self.outs
         if isinstance(result, Tensor):
             out = outs[0]
             if out.__class__ is not Layout:
                 out = self._settle(0, result)
-            return finish(wrap(result, out), grad)
+            return finish(_dressed(getrefcount(result), result, out), grad)
         if isinstance(result, tuple | list):
             if len(result) != len(outs):
                 raise OpRuleError(f"For '{self.op}', the rule promises {len(outs)} results, MindSpore gave {len(result)}.",
                                   "", "A rule must name every result.", "report this op")
-            return type(result)(
-                finish(wrap(r, o if o.__class__ is Layout else self._settle(i, r)), grad)
-                for i, (r, o) in enumerate(zip(result, outs)))
+            done = []
+            for i in range(len(outs)):  # `zip` would hold another reference
+                r = result[i]
+                out = outs[i] if outs[i].__class__ is Layout else self._settle(i, r)
+                done.append(finish(_dressed(getrefcount(r), r, out), grad))
+            return type(result)(done)
         raise OpRuleError(f"For '{self.op}', MindSpore returned {type(result).__name__}, not a tensor.")
 
     def _settle(self, i, result) -> Layout:
@@ -224,6 +233,15 @@ class Plan:
                               "report this call: it is a bug in the rule")
         self.outs[i] = layout
         return layout
+
+
+def _dressed(references: int, local, layout: Layout):
+    """A local result as a DTensor; itself, where nobody else can hold it, as a wrapper waits for the data."""
+    if references == _ALONE_BELOW and local.__class__ is Tensor:
+        local.__class__ = _DTENSOR
+        local._layout = layout
+        return local
+    return wrap(local, layout)
 
 
 def _of_its_own(result):

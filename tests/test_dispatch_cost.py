@@ -7,6 +7,8 @@ figure from scripts/bench/dispatch.py.
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
 import sys
 import tracemalloc
 
@@ -30,17 +32,17 @@ def laid(placement, axes=1):
                                 [placement, *[R] * (axes - 1)], src_data_rank=None)
 
 
-# (our functions entered by one cached call, tensor objects made: an alias per operand and the result), the call.
+# (our functions entered by one cached call, tensor objects made: an alias per operand), the call.
 # The functions are `dispatch` and `Plan.run`, `link` for a view, and what MindSpore or the call asks besides.
 CALLS = {
-    "add": (2, 3, lambda x, w, r: mint.add(x, x)),
-    "mul scalar": (2, 2, lambda x, w, r: x * 2.0),
-    "matmul": (2, 3, lambda x, w, r: mint.matmul(r, w)),
-    "relu": (2, 2, lambda x, w, r: mint.nn.functional.relu(x)),
-    "sum": (2, 2, lambda x, w, r: mint.sum(x)),
-    "softmax": (3, 2, lambda x, w, r: mint.softmax(x, dim=1)),
-    "transpose": (3, 2, lambda x, w, r: mint.transpose(x, 0, 1)),
-    "view": (4, 2, lambda x, w, r: x.view(4, 2, 2)),
+    "add": (2, 2, lambda x, w, r: mint.add(x, x)),
+    "mul scalar": (2, 1, lambda x, w, r: x * 2.0),
+    "matmul": (2, 2, lambda x, w, r: mint.matmul(r, w)),
+    "relu": (2, 1, lambda x, w, r: mint.nn.functional.relu(x)),
+    "sum": (2, 1, lambda x, w, r: mint.sum(x)),
+    "softmax": (3, 1, lambda x, w, r: mint.softmax(x, dim=1)),
+    "transpose": (3, 1, lambda x, w, r: mint.transpose(x, 0, 1)),
+    "view": (4, 1, lambda x, w, r: x.view(4, 2, 2)),
     "to_local": (3, 1, lambda x, w, r: x.to_local()),
     "redistribute to itself": (5, 0, lambda x, w, r: x.redistribute(placements=x.placements)),
     "from_local": (13, 1, lambda x, w, r: md.DTensor.from_local(PLAIN, x.device_mesh, x.placements)),
@@ -150,3 +152,71 @@ def test_an_attribute_changed_on_a_primitive_is_seen():
     first = softmax(x).full_tensor().asnumpy()
     other = ops.Softmax(axis=1)(x).full_tensor().asnumpy()
     assert np.allclose(first.sum(0), 1) and np.allclose(other.sum(1), 1)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_result_that_somebody_else_holds_stays_a_plain_tensor(several):
+    kept = []
+
+    def keeping(x):
+        kept[:] = [x * 2.0, x * 3.0] if several else [x * 2.0]
+        return tuple(kept) if several else kept[0]
+    x = laid(S(0))
+    with md.register_rule("keeping", "S(0) -> S(0), S(0)" if several else "S(0) -> S(0)") as rule:
+        own = rule(keeping)
+        for _ in range(3):
+            got = own(x)
+            assert all(type(t) is Tensor for t in kept)
+            assert all(type(t) is md.DTensor for t in (got if several else (got,)))
+
+
+ASYNCHRONOUS = """
+import sys
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, mint
+
+mint.add(Tensor([1.0]), Tensor([1.0]))  # the runtime has started, asynchronous as it is by default
+import ms_dtensor as md
+
+sys.path.insert(0, {tests!r})
+from test_dispatch_cost import our_calls
+
+mesh = md.init_device_mesh("cpu", (1,))
+rng = np.random.default_rng(0)
+a, b = (Tensor(rng.standard_normal((4, 4)).astype(np.float32)) for _ in range(2))
+x, w = (md.distribute_tensor(t, mesh, [md.Shard(0)], src_data_rank=None) for t in (a, b))
+p = Parameter(md.distribute_tensor(b, mesh, [md.Replicate()], src_data_rank=None), name="p")
+
+
+def chain(x, w):
+    y = mint.nn.functional.relu(x * 2.0 + w)
+    y, z = mint.split(y.view(4, 2, 2), 1, 1)
+    return mint.softmax(mint.transpose(y - z, 0, 2), dim=1)
+
+
+def loss(x):
+    made.extend([our_calls(lambda: mint.matmul(x, p))[1], our_calls(lambda: mint.matmul(x, p))[1]])
+    return (mint.matmul(x, p) * 0.5).exp().sum()
+
+
+made = []
+out = chain(x, w)
+assert our_calls(lambda: chain(x, w))[1] == 0
+assert np.allclose(out.full_tensor().asnumpy(), chain(a, b).asnumpy(), atol=1e-6)
+gx, gp = md.grad(loss, 0, [p])(x)
+assert made[1] == 0, made
+plain = Parameter(b, name="q")
+ga, gq = ms.grad(lambda t: (mint.matmul(t, plain) * 0.5).exp().sum(), 0, [plain])(a)
+assert np.allclose(gx.full_tensor().asnumpy(), ga.asnumpy(), atol=1e-5)
+assert np.allclose(gp[0].full_tensor().asnumpy(), gq[0].asnumpy(), atol=1e-5)
+print("fine")
+"""
+
+
+def test_where_ops_are_issued_asynchronously_dispatch_waits_for_nothing():
+    """Whoever makes another tensor object of one, waits for its data; so none is made."""
+    code = ASYNCHRONOUS.format(tests=os.path.dirname(__file__))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120,
+                          env={**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(__file__))})
+    assert done.stdout.strip() == "fine", done.stderr[-2000:]

@@ -35,12 +35,14 @@ class World:
         size: number of ranks.
         backend: what moves data between them.
         device_type: MindSpore's name of the device ("CPU", "Ascend", "GPU").
+        blocking: MindSpore's ops have run when they return.
     """
 
     rank: int
     size: int
     backend: Backend
     device_type: str
+    blocking: bool = False
 
 
 _started: World | None = None
@@ -95,21 +97,21 @@ def start(device_type: str = "cpu") -> World:
 def _start(device: str) -> World:
     import mindspore
     role, rank, size = _environment(device)
-    blocking = True
-    if device == "CPU":
+    blocking = device == "CPU"
+    if blocking:
         if role == "MS_SCHED" and _cpu_backend == "shm":
             raise SystemExit(0)  # msrun runs the script once more as scheduler; shared memory needs none
         # The asynchronous pipeline costs tens of times more than the ops themselves where cores are few.
-        for choose in (lambda: mindspore.set_device("CPU"), mindspore.runtime.launch_blocking):
-            try:
-                choose()
-            except RuntimeError:  # an op has run already, so the runtime has started as it is
-                blocking = False
-                if mindspore.get_context("device_target") != "CPU":
-                    raise
+        try:
+            mindspore.set_device("CPU")
+            mindspore.runtime.launch_blocking()
+        except RuntimeError:  # an op has run already, so the runtime has started as it is
+            blocking = False
+            if mindspore.get_context("device_target") != "CPU":
+                raise
     if size == 1 and role != "MS_SCHED":
         from .fake import FakeBackend
-        return World(0, 1, FakeBackend(1, 0, "local"), device)
+        return World(0, 1, FakeBackend(1, 0, "local"), device, blocking)
     if device == "CPU" and _cpu_backend == "shm":
         from .cores import keep_to_share
         from .shm.backend import ShmBackend
@@ -124,7 +126,7 @@ def _start(device: str) -> World:
     else:
         from .nccl import NcclBackend
         backend = NcclBackend.start()
-    return World(backend.rank, backend.size, backend, device)
+    return World(backend.rank, backend.size, backend, device, blocking)
 
 
 def _environment(device: str) -> tuple[str, int, int]:
@@ -148,6 +150,11 @@ def _environment(device: str) -> tuple[str, int, int]:
 def current_world() -> World | None:
     """The fake world if one is active, else the started one, else None. Starts nothing."""
     return pretended.get() or _started
+
+
+def ops_block() -> bool:
+    """Whether MindSpore's ops have run when they return, as far as the started world can tell."""
+    return _started is not None and _started.blocking
 
 
 def fake_token() -> tuple[int, int] | None:

@@ -4,7 +4,8 @@
 A parameter marked here asks for its cotangent still summed over nothing on the data-parallel axes (`Parameter` attribute
 `deferred_axes`, honoured by `dispatch.face`). Its hook keeps that gradient; when the last one of a bucket has arrived,
 or the backward ends, all are reduced together and written back in place. So the caller sees reduced gradients, and the
-number of collectives does not grow with the number of parameters.
+number of collectives does not grow with the number of parameters. On host all buckets wait for the end: nobody would
+reduce them meanwhile, and each meeting costs a wait for the slower rank.
 """
 from __future__ import annotations
 
@@ -32,33 +33,35 @@ class Bucket:
         self.group, self.size = group, len(params)
         self.elements = sum(math.prod(p.local_shape) for p in params)
         self.on_host = group.backend.on_host
-        self.arrived: list = []
+        self.arrived: dict[int, object] = {}  # by number of the parameter
         self.flat: np.ndarray | None = None  # on host: the gradients' memory, one after another; new for every backward
-        for p in params:
-            p.register_hook(self._arrive)
+        for number, p in enumerate(params):
+            p.register_hook(lambda grad, number=number: self._arrive(number, grad))
 
-    def _arrive(self, grad):
+    def _arrive(self, number: int, grad):
         with NoFallbackGuard():
-            if not self.arrived:
-                _pynative_executor.queue_backward_final_callback(self.flush)
+            if number in self.arrived:  # left behind by a backward that raised
+                self.arrived, self.flat = {}, None
+            _pynative_executor.queue_backward_final_callback(self.flush)  # each time: the first may have been in that one
             # storage of its own: the sum is written into it after the caller has been handed it
             own = self._in_flat(grad.asnumpy()) if self.on_host else grad * 1
-            self.arrived.append(own)
-            if len(self.arrived) == self.size:
+            self.arrived[number] = own
+            if len(self.arrived) == self.size and not self.on_host:
                 self.flush()
             return own
 
     def _in_flat(self, grad: np.ndarray):
         if self.flat is None:
             self.flat = self.group.backend.buffer(self.elements, grad.dtype)
-        at = sum(g.size for g in self.arrived)
+        at = sum(g.size for g in self.arrived.values())
         place = self.flat[at:at + grad.size].reshape(grad.shape)
         np.copyto(place, grad)
         return ms.Tensor.from_numpy(place)
 
     def flush(self) -> None:
         """Reduces what has arrived; a second call does nothing."""
-        (grads, self.arrived), (flat, self.flat) = (self.arrived, []), (self.flat, None)
+        (arrived, self.arrived), (flat, self.flat) = (self.arrived, {}), (self.flat, None)
+        grads = list(arrived.values())
         if not grads:
             return
         with NoFallbackGuard(), comm.annotate(phase="backward", src="gradient bucket", dst="gradient bucket"):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import mindspore as ms
 import numpy as np
+import pytest
 from mindspore import Parameter, Tensor, mint, nn, ops
+from mindspore.common._grad_function import _Function
 
 from model_zoo.llama.config import ModelConfig, ParallelConfig
 from model_zoo.llama.model import Llama, compile_attention, cross_entropy, init_weights
@@ -22,6 +24,7 @@ from ms_dtensor import (
     distribute_module,
     distribute_tensor,
     init_device_mesh,
+    local_map,
     loss_parallel,
     parallelize_module,
     replicate,
@@ -174,6 +177,49 @@ def replicate_equals_one_device_in_buckets_and_without(world):
     equal(got[0], want[0])
     for p, g, w in zip(net.trainable_params(), got[1], want[1]):
         equal(g, w, p.name)
+
+
+class Fragile(_Function):
+    """Identity; its backward raises while `broken`."""
+
+    broken = False
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view(x._shape)
+
+    @staticmethod
+    def backward(ctx, grad):
+        if Fragile.broken:
+            raise ZeroDivisionError("as asked")
+        return grad
+
+
+@case(world_size=4)
+def a_backward_that_raised_leaves_nothing_in_a_bucket(world):
+    mesh = mesh_1d(4, "dp")
+    x = data(4, 8, 12)
+    net, plain = fill(Mlp("nn")), fill(Mlp("nn"))
+    replicate(net, mesh=mesh)
+    fragile = local_map(Fragile.apply, out_placements=[S(0)], in_placements=([S(0)],))
+
+    def whole(m, t, between):
+        return (m.down(between(mint.nn.functional.silu(m.up(t)))) ** 2).mean()
+
+    def head(m, t, between):  # does not reach the parameters that the failed backward reached
+        return (mint.matmul(t, m.up.weight.T) ** 2).mean()
+    rows = distribute_tensor(x, mesh, [S(0)], src_data_rank=None)
+    for loss, params in ((whole, ""), (head, "up.weight"), (whole, "")):
+        Fragile.broken = True
+        with pytest.raises(ZeroDivisionError):
+            value_and_grad(lambda: whole(net, rows, fragile), None, net.trainable_params())()
+        Fragile.broken = False
+        mine, theirs = ([p for p in m.trainable_params() if params in p.name] for m in (net, plain))
+        want = ms.value_and_grad(lambda: loss(plain, x, lambda t: t), None, theirs)()
+        got = value_and_grad(lambda: loss(net, rows, fragile), None, mine)()
+        equal(got[0], want[0])
+        for p, g, w in zip(mine, got[1], want[1]):
+            equal(g, w, p.name)
 
 
 @case(world_size=4)
