@@ -6,8 +6,8 @@
 The floor is the least a Tensor subclass can do in MindSpore: `__fallback__` that runs the op under `NoFallbackGuard` and
 makes a subclass of the result. Every round samples all variants of a row in turns, torch in a child process of its own
 (one thread each); "added" is the median over rounds of variant minus plain. Rows "fb" are forward and backward together.
-MindSpore runs blocking, as the library sets it on CPU; "host" is the time to issue an op in asynchronous mode, in
-another process. No case communicates.
+MindSpore runs blocking, as the library sets it on CPU; "issue" is the time to issue an op in asynchronous mode, where
+what is computed behind is not waited for, in a second child process. No case communicates.
 """
 from __future__ import annotations
 
@@ -148,27 +148,38 @@ def torch_cases() -> dict:
     return cases
 
 
-def serve() -> None:
-    """The torch child: a line [row, variant, calls] in, microseconds out."""
-    cases = torch_cases()
+def serve(library: str) -> None:
+    """A child: a line [row, variant, calls] in, microseconds out."""
+    if library == "torch":
+        cases, settle = torch_cases(), lambda: None
+    else:
+        import mindspore as ms
+        cases, settle = mindspore_cases(blocking=False), ms.runtime.synchronize
     print("ready", flush=True)
     for line in sys.stdin:
         row, variant, calls = json.loads(line)
+        settle()
         print(sample(cases[row][variant], calls), flush=True)
+        settle()
 
 
 class Child:
-    """PyTorch in a process of its own, or nothing where it is not installed."""
+    """Another library, or another mode of MindSpore, in a process of its own.
 
-    variants = ("torch", "torch DTensor")
+    Args:
+        library: "torch" or "asynchronous".
+        variants: how the variants are called here -> there.
+        calls: at most so many calls make a sample.
+    """
 
-    def __init__(self):
-        self.process = subprocess.Popen([sys.executable, __file__, "--serve"], stdin=subprocess.PIPE,
+    def __init__(self, library: str, variants: dict[str, str], calls: int = 1000):
+        self.variants, self.calls = variants, calls
+        self.process = subprocess.Popen([sys.executable, __file__, "--serve", library], stdin=subprocess.PIPE,
                                         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         self.alive = self.process.stdout.readline().strip() == "ready"
 
     def __call__(self, row: str, variant: str, calls: int) -> float:
-        self.process.stdin.write(json.dumps([row, variant, calls]) + "\n")
+        self.process.stdin.write(json.dumps([row, self.variants[variant], min(calls, self.calls)]) + "\n")
         self.process.stdin.flush()
         return float(self.process.stdout.readline())
 
@@ -177,13 +188,15 @@ class Child:
         self.process.wait()
 
 
-def measure(cases: dict, rows, rounds: int, torch: Child | None) -> dict:
+def measure(cases: dict, rows, rounds: int, torch: Child | None, issue: Child | None) -> dict:
     out = {}
     for row in rows:
         calls = 20 if row.startswith("fb") else 100
         variants = {name: (lambda n, fn=fn: sample(fn, n)) for name, fn in cases[row].items()}
-        if torch is not None:
-            variants.update({name: (lambda n, row=row, name=name: torch(row, name, n)) for name in Child.variants})
+        for child in (torch, issue if row in ROWS[:8] else None):
+            if child is not None:
+                variants.update({name: (lambda n, child=child, row=row, name=name: child(row, name, n))
+                                 for name in child.variants})
         for take in variants.values():
             take(calls)
         seen: dict[str, list[float]] = {name: [] for name in variants}
@@ -191,29 +204,11 @@ def measure(cases: dict, rows, rounds: int, torch: Child | None) -> dict:
             for name, take in variants.items():
                 seen[name].append(take(calls))
         result = {name: summary(values) for name, values in seen.items()}
-        for name, plain in (("floor", "plain"), ("ours", "plain"), ("torch DTensor", "torch")):
+        for name, plain in (("floor", "plain"), ("ours", "plain"), ("torch DTensor", "torch"), ("ours issued", "plain issued")):
             if name in seen:
                 result[name]["added"] = round(statistics.median(x - p for x, p in zip(seen[name], seen[plain])), 2)
                 result[name]["added_least"] = round(min(seen[name]) - min(seen[plain]), 2)
         out[row] = result
-    return out
-
-
-def host(rounds: int) -> dict:
-    """Microseconds to issue each forward row in asynchronous mode; the queue is emptied between bursts."""
-    import mindspore as ms
-
-    out = {}
-    for row, variants in mindspore_cases(blocking=False).items():
-        if row in ROWS[:8]:
-            seen: dict[str, list[float]] = {name: [] for name in variants}
-            for _ in range(rounds):
-                for name, fn in variants.items():
-                    ms.runtime.synchronize()
-                    seen[name].append(sample(fn, 30))
-            ms.runtime.synchronize()
-            out[row] = {name: summary(values) for name, values in seen.items()}
-            out[row]["added"] = round(statistics.median(x - p for x, p in zip(seen["ours"], seen["plain"])), 2)
     return out
 
 
@@ -267,24 +262,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--only", default="")
-    parser.add_argument("--serve", action="store_true")
-    parser.add_argument("--host", action="store_true")
+    parser.add_argument("--serve", choices=("torch", "asynchronous"))
     parser.add_argument("--no-torch", action="store_true")
     parser.add_argument("--no-save", action="store_true")
     parser.add_argument("--axes", type=int, default=1, help="axes of the mesh, all of size 1")
     args = parser.parse_args()
     if args.serve:
-        serve()
-        return
-    if args.host:
-        print(json.dumps(host(args.rounds)))
+        serve(args.serve)
         return
     rows = [r for r in (*ROWS, *("fb " + r for r in ROWS)) if not args.only or r.removeprefix("fb ") in args.only.split(",")]
-    child = None if args.no_torch else Child()
-    torch = child if child is not None and child.alive else None
-    result = measure(mindspore_cases(mesh_shape=(1,) * args.axes), rows, args.rounds, torch)
-    if child is not None:
-        child.close()
+    torch = None if args.no_torch else Child("torch", {"torch": "torch", "torch DTensor": "torch DTensor"})
+    issue = Child("asynchronous", {f"{name} issued": name for name in ("plain", "floor", "ours")}, calls=30)
+    result = measure(mindspore_cases(mesh_shape=(1,) * args.axes), rows, args.rounds,
+                     torch if torch is not None and torch.alive else None, issue)
+    for child in (torch, issue):
+        if child is not None:
+            child.close()
     table = [("", "plain", "ours", "added", "floor", "PyTorch", "verdict")]
     for row, r in result.items():
         ours, floor, other = (r.get(k, {}).get("added") for k in ("ours", "floor", "torch DTensor"))
@@ -295,14 +288,12 @@ def main() -> None:
     for name, by in miss.items():
         table.append((f"miss {name}", *(f"{axes}: {v['emptied']['median']:.0f}/{v['new']['median']:.0f}"
                                         for axes, v in by.items()), "", "", "", ""))
-    issue = {}
-    if not args.only:
-        done = subprocess.run([sys.executable, __file__, "--host", "--rounds", str(args.rounds)], capture_output=True,
-                              text=True, check=True)
-        issue = json.loads(done.stdout.splitlines()[-1])
-    for name, r in issue.items():
-        table.append((f"host {name}", r["plain"]["median"], r["ours"]["median"], r["added"], "", "", ""))
-    finish("dispatch", {"unit": "us", "rounds": args.rounds, "rows": result, "miss": miss, "host": issue}, table,
+    for row, r in result.items():
+        if "ours issued" in r:
+            plain, ours, blocking = r["plain issued"]["median"], r["ours issued"], r["ours"]["median"]
+            table.append((f"issue {row}", plain, ours["median"], ours["added"], r["floor issued"]["median"], "",
+                          "holds" if ours["median"] <= blocking else f"above {blocking}, blocking"))
+    finish("dispatch", {"unit": "us", "rounds": args.rounds, "rows": result, "miss": miss}, table,
            not args.no_save and not args.only)
 
 
