@@ -14,6 +14,8 @@ its shard is kept. Constant ones are made as shards. `ms_dtensor.init` draws sha
 """
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from mindspore import Parameter, Tensor, nn
 from mindspore.common import initializer as ms_init
@@ -85,7 +87,7 @@ def _draw(param: Parameter) -> None:
         ms_init.initializer(init, tuple(param.shape), param.dtype).init_data()
 
 
-def _agreed(state: tuple, mesh: DeviceMesh, src_data_rank: int | None) -> tuple:
+def _agreed(state: Any, mesh: DeviceMesh, src_data_rank: int | None) -> tuple:
     """The generator's state of a coordinate of the mesh, or this rank's own."""
     if src_data_rank is None or mesh.size() == 1 or mesh.get_coordinate() is None:
         return state

@@ -9,6 +9,7 @@ nothing is communicated before every check has passed.
 from __future__ import annotations
 
 from operator import is_
+from typing import Any
 
 from mindspore import Tensor, ops
 from mindspore._c_expression import NoFallbackGuard
@@ -44,7 +45,7 @@ def dispatch(self, func, args=(), kwargs=None):
     if len(args) == 3 and args[1].__class__ is str and isinstance(args[0], _primitive_class):
         head, args = args[:2], args[2]
     tensors: list = []
-    key = [func.name]
+    key: Any = [func.name]
     mode = _mode()
     if mode is not _DEFAULT:
         if mode.skip and not _kept(key[0], mode.no_skip):
@@ -85,7 +86,7 @@ def call(op: str, **arguments):
     """Runs a canonical op of our own (a rule and an entry in `local_ops`) on DTensors."""
     tensors: list = []
     mode = _mode()
-    key = ["@" + op, fake_token(), mode.implicit_replication]
+    key: Any = ["@" + op, fake_token(), mode.implicit_replication]
     for name, a in arguments.items():
         key.append(name)
         _part(a, key, tensors)
@@ -107,7 +108,7 @@ def call_by_rule(op: str, func, names: tuple[str, ...], args: tuple, kwargs: dic
         kwargs: keyword arguments.
     """
     tensors: list = []
-    key = ["@rule", op]
+    key: Any = ["@rule", op]
     mode = _mode()
     if mode is not _DEFAULT:
         if mode.skip and not _kept(op, mode.no_skip):

@@ -54,7 +54,7 @@ class DTensor(Tensor):
         DTensor(f32[4@tp, 2], mesh=(tp=1), rank 0 holds [4, 2])
     """
 
-    _layout: Layout | None = None
+    _layout: Layout = None  # type: ignore[assignment]  # until __new__ or `wrap` has set it
     __array_ufunc__ = None  # or NumPy would swallow `np.float32(2) * x` and return one rank's array
 
     def __new__(cls, local, device_mesh=None, placements=None, *args, **kwargs):

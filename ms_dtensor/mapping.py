@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from math import prod
+from typing import Any
 
 from mindspore import Parameter, Tensor
 
@@ -274,7 +275,7 @@ def moved_to(x, target: Layout):
     return x if x._layout is target else moved_implicitly(x, target, recording())
 
 
-def _layout(x) -> Layout | None:
+def _layout(x) -> Any:
     return getattr(x, "_layout", None)
 
 

@@ -23,6 +23,8 @@ class Placement:
     """
 
     __slots__ = ()
+    dim: int  # of a Shard
+    reduce_op: str  # of a Partial
 
     def is_shard(self, dim: int | None = None) -> bool:
         """True for `Shard` (of this `dim`, if given)."""

@@ -33,6 +33,7 @@ from .local_ops import run_local, widening
 from .redistribute.plan import plan as plan_moves
 from .rules.spec import Operand
 
+
 def _references(held) -> int:
     return getrefcount(held)
 

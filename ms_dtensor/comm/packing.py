@@ -110,11 +110,19 @@ class HostOps(TensorOps):
         return Tensor.from_numpy(out)
 
 
+_dtypes: dict[int, tuple[np.dtype, Any]] = {}  # by the id of MindSpore's dtype, which is kept: its hash costs 1 us
+
+
 def numpy_dtype(dtype: Any) -> np.dtype:
     """The NumPy dtype whose arrays `Tensor.from_numpy` turns into `dtype`."""
-    if dtype == mstype.bfloat16:  # NumPy has none; MindSpore brings its own
-        return Tensor([0.0], mstype.bfloat16).asnumpy().dtype
-    return np.dtype(mstype.dtype_to_nptype(dtype))
+    known = _dtypes.get(id(dtype))
+    if known is None:
+        if dtype == mstype.bfloat16:  # NumPy has none; MindSpore brings its own
+            made = Tensor([0.0], mstype.bfloat16).asnumpy().dtype
+        else:
+            made = np.dtype(mstype.dtype_to_nptype(dtype))
+        known = _dtypes[id(dtype)] = made, dtype
+    return known[0]
 
 
 def on_cpu() -> bool:

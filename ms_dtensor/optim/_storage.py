@@ -7,17 +7,11 @@ Of a slice, `view` or transpose it is a *copy*, contiguous or not: addresses are
 """
 from __future__ import annotations
 
-import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 from mindspore._c_expression import NoFallbackGuard
 
 CHUNK = 1 << 15  # elements worked on at a time, so that an update's passes stay in the second-level cache
-
-
-def on_host() -> bool:
-    """Whether storage is host memory, where NumPy can write it."""
-    return ms.get_context("device_target") == "CPU"
 
 
 def local_view(x: Tensor) -> np.ndarray | None:

@@ -14,9 +14,10 @@ import numpy as np
 from mindspore import Parameter, Tensor, ops
 from mindspore._c_expression import NoFallbackGuard
 
+from ms_dtensor.comm.packing import on_cpu
 from ms_dtensor.errors import LayoutError
 
-from ._storage import CHUNK, layout_of, local_array, local_view, on_host
+from ._storage import CHUNK, layout_of, local_array, local_view
 
 _LARGE = 1 << 16  # elements: up to here a call of the fused kernel (300 us) costs more than NumPy's passes
 
@@ -56,7 +57,7 @@ class AdamW:
                                  + (" and below 1." if high else "."))
         self.lr, self.betas, self.eps, self.weight_decay = lr, (float(betas[0]), float(betas[1])), eps, weight_decay
         self.step = 0
-        self._host = on_host()
+        self._host = on_cpu()
         self._fused = ops.Adam()
         self._moments = [self._new_moments(p) for p in self.params]
         self._scratch: dict[np.dtype, tuple[np.ndarray, np.ndarray]] = {}

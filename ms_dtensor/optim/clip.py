@@ -15,9 +15,10 @@ import numpy as np
 from mindspore import Tensor, ops
 from mindspore._c_expression import NoFallbackGuard
 
+from ms_dtensor.comm.packing import on_cpu
 from ms_dtensor.errors import LayoutError
 
-from ._storage import CHUNK, layout_of, local_array, local_view, on_host
+from ._storage import CHUNK, layout_of, local_array, local_view
 
 
 def clip_grad_norm_(parameters_or_grads: Iterable, max_norm: float, norm_type: float = 2.0) -> float:
@@ -80,7 +81,7 @@ def _join(norm_type: float, values: list[float]) -> float:
 
 def _measure(grad, p: float) -> float:
     """Sum of |g|^p, or the largest |g|, over this rank's elements, in double precision between chunks."""
-    if not on_host():
+    if not on_cpu():
         with NoFallbackGuard():
             g = ops.abs(grad.astype(ms.float32))
             if g.numel() == 0:
@@ -123,7 +124,7 @@ def _scale(grads: list, factor: float) -> None:
         if empty or where in seen:
             continue
         seen.add(where)
-        view = local_view(grad) if on_host() else None
+        view = local_view(grad) if on_cpu() else None
         if view is not None:
             np.multiply(view, factor, out=view, casting="unsafe")
         else:

@@ -10,6 +10,7 @@ reduce them meanwhile, and each meeting costs a wait for the slower rank.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import mindspore as ms
 import numpy as np
@@ -33,7 +34,7 @@ class Bucket:
         self.group, self.size = group, len(params)
         self.elements = sum(math.prod(p.local_shape) for p in params)
         self.on_host = group.backend.on_host
-        self.arrived: dict[int, object] = {}  # by number of the parameter
+        self.arrived: dict[int, Any] = {}  # by number of the parameter
         self.flat: np.ndarray | None = None  # on host: the gradients' memory, one after another; new for every backward
         for number, p in enumerate(params):
             p.register_hook(lambda grad, number=number: self._arrive(number, grad))

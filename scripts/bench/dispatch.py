@@ -204,7 +204,8 @@ def measure(cases: dict, rows, rounds: int, torch: Child | None, issue: Child | 
             for name, take in variants.items():
                 seen[name].append(take(calls))
         result = {name: summary(values) for name, values in seen.items()}
-        for name, plain in (("floor", "plain"), ("ours", "plain"), ("torch DTensor", "torch"), ("ours issued", "plain issued")):
+        for name, plain in (("floor", "plain"), ("ours", "plain"), ("torch DTensor", "torch"),
+                            ("ours issued", "plain issued")):
             if name in seen:
                 result[name]["added"] = round(statistics.median(x - p for x, p in zip(seen[name], seen[plain])), 2)
                 result[name]["added_least"] = round(min(seen[name]) - min(seen[plain]), 2)

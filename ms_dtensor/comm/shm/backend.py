@@ -22,8 +22,7 @@ from .engine import Engine
 from .later import Later
 from .rendezvous import job_name
 
-_bytes: dict[int, type[ctypes.Array]] = {}    # by length
-_kinds: dict[int, tuple[np.dtype, Any]] = {}  # by the id of MindSpore's dtype, which is kept: its hash costs 1 us
+_bytes: dict[int, type[ctypes.Array]] = {}  # by length
 
 
 def _array(x: Tensor) -> np.ndarray:
@@ -32,11 +31,7 @@ def _array(x: Tensor) -> np.ndarray:
     `asnumpy` copies views, even contiguous ones, and costs 4 us where the cores are free and ten times that where not.
     Only for the time of a call, and where ops have run when they return: it waits for nothing.
     """
-    dtype = x.dtype
-    known = _kinds.get(id(dtype))
-    if known is None:
-        known = _kinds[id(dtype)] = numpy_dtype(dtype), dtype
-    kind = known[0]
+    kind = numpy_dtype(x.dtype)
     shape = x._shape  # the local one
     nbytes = math.prod(shape) * kind.itemsize
     address = x.data_ptr() if nbytes and x.is_contiguous() and not x.has_init else 0
