@@ -159,8 +159,9 @@ def serve(library: str) -> None:
     for line in sys.stdin:
         row, variant, calls = json.loads(line)
         settle()
-        print(sample(cases[row][variant], calls), flush=True)
-        settle()
+        took = sample(cases[row][variant], calls)
+        settle()  # before the others go on
+        print(took, flush=True)
 
 
 class Child:
