@@ -42,7 +42,7 @@ CALLS = {
     "sum": (2, 1, lambda x, w, r: mint.sum(x)),
     "softmax": (3, 1, lambda x, w, r: mint.softmax(x, dim=1)),
     "transpose": (3, 1, lambda x, w, r: mint.transpose(x, 0, 1)),
-    "view": (4, 1, lambda x, w, r: x.view(4, 2, 2)),
+    "view": (3, 1, lambda x, w, r: x.view(4, 2, 2)),
     "to_local": (3, 1, lambda x, w, r: x.to_local()),
     "redistribute to itself": (5, 0, lambda x, w, r: x.redistribute(placements=x.placements)),
     "from_local": (13, 1, lambda x, w, r: md.DTensor.from_local(PLAIN, x.device_mesh, x.placements)),

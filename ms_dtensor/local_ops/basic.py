@@ -7,17 +7,7 @@ collective would run on some ranks only.
 from __future__ import annotations
 
 import mindspore as ms
-from mindspore import mint, ops
-
-
-def reshape(x, shape):
-    """To the local shape."""
-    return mint.reshape(x, shape)
-
-
-def broadcast_to(x, shape):
-    """To the local shape."""
-    return mint.broadcast_to(x, shape)
+from mindspore import Tensor, mint, ops
 
 
 def slice_(x, bounds, drop):
@@ -28,7 +18,7 @@ def slice_(x, bounds, drop):
             if (lo, hi) != (0, n):
                 x = mint.narrow(x, d, lo, max(hi - lo, 0))
         else:
-            x = ops.gather(x, ms.Tensor(list(range(lo, hi, step)), ms.int32), d)
+            x = ops.gather(x, Tensor(list(range(lo, hi, step)), ms.int32), d)
     if drop:
         x = mint.reshape(x, tuple(n for d, n in enumerate(x._shape) if d not in drop))
     return x
@@ -69,7 +59,7 @@ def clone(x):
 
 
 TABLE = {
-    "reshape": reshape, "broadcast_to": broadcast_to, "slice": slice_,
+    "reshape": Tensor.reshape, "broadcast_to": mint.broadcast_to, "slice": slice_,  # to the local shape
     "mean_of_shard": mean_of_shard,
     "linear_bias_once": linear_bias_once, "bias_once": bias_once, "tril": tril, "triu": triu, "clone": clone,
 }
