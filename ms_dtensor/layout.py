@@ -90,6 +90,8 @@ class Layout:
         """This tensor with other placements (any form)."""
         if placements.__class__ is not list or order.__class__ is list or not isinstance(placements[0], Placement):
             return Layout(self.mesh, placements, self.shape, self.dtype, order)
+        if tuple(placements) == self.placements and all(len(axes) < 2 for axes in self.dim_axes):  # no order to change
+            return self
         key = (*placements, order)
         known = self._others.get(key)
         if known is None:

@@ -223,11 +223,13 @@ class Plan:
 
     def _settle(self, i, result) -> Layout:
         """The first result of a plan tells the dtype; its shape must be what the rule promised."""
-        mesh, (placements, order, shape) = self.outs[i]
+        mesh, (placements, order, shape), layout = self.outs[i]
         if shape is None:  # such a rule splits evenly, so every rank's shard is like this one
             draft = Layout(mesh, placements, tuple(result._shape), dtype_name(result.dtype), order)
             placements, shape = draft.placements, [n * draft.divisor(d) for d, n in enumerate(draft.shape)]
-        layout = Layout(mesh, placements, shape, dtype_name(result.dtype), order)
+        dtype = dtype_name(result.dtype)
+        if layout is None or layout.dtype != dtype:
+            layout = Layout(mesh, placements, shape, dtype, order)
         if layout.mesh.get_coordinate() is not None and layout.local_shape() != tuple(result._shape):
             raise OpRuleError(f"For '{self.op}', the local result has shape {tuple(result._shape)}, but the rule says "
                               f"{layout.local_shape()} of {layout}.", "", "Rule and op disagree; nothing was returned.",

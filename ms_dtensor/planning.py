@@ -161,16 +161,16 @@ def plan_for(op, arguments, tensors, mode, own=None, keep=False) -> Plan:
         constant = not is_dtensor and not layout.shape
         steps.append((None if is_dtensor or constant else layout, None if target is layout or constant else target,
                       cotangent if own_axes and not constant else None))
-    outs = [(mesh, o) for o in choice.outs]
     if None in spec.shapes:  # a rule in case notation alone: the first local results tell (see registry.py)
-        return Plan(op, steps, None, None, outs)
+        return Plan(op, steps, None, None, [(mesh, o, None) for o in choice.outs])
     layouts_out = tuple(Layout(mesh, p, shape, layouts[0].dtype, order) for p, order, shape in choice.outs)
     at = Local(choice.targets, layouts_out, mesh.get_coordinate() or (0,) * mesh.ndim)
     form = spec.local(at) if spec.local is not None else None
     if form is None and own is not None:
         form = Invoke(own + op, tuple(spec_call.args.values()))
     invoke = None if form is None else (TABLE[form.name], form.args, form.kwargs)
-    plan = Plan(op, steps, invoke, empty_with_dtypes(at, spec, spec_call), outs)
+    plan = Plan(op, steps, invoke, empty_with_dtypes(at, spec, spec_call),
+                [(mesh, o, draft) for o, draft in zip(choice.outs, layouts_out)])
     plan.view = view_kind(spec_call)
     return plan
 
