@@ -66,22 +66,23 @@ def _wrapping(inner, at: int | None, grad_position, weights):
             originals = args[grad_position] if grad_position.__class__ is int else [args[i] for i in grad_position]
         gradients = out if at is None else out[at]
         if weights is not None and grad_position is not None:
-            gradients = _like(gradients[0], originals), _like(gradients[1], weights)
+            _dress(gradients[0], originals)
+            _dress(gradients[1], weights)
         else:
-            gradients = _like(gradients, originals)
-        return gradients if at is None else (*out[:at], gradients, *out[at + 1:])
+            _dress(gradients, originals)
+        return out
     return differentiated
 
 
-def _like(gradients, originals):
-    if gradients.__class__ is Tensor:
-        if originals.__class__ is list:
-            originals = originals[0]
-        if isinstance(originals, DTensor):
-            gradients.__class__ = DTensor  # it is new, and nobody else has it
-            gradients._layout = originals._layout.gradient()
-        return gradients
+def _dress(gradients, originals) -> None:
+    """Makes DTensors of the gradients of DTensors: each is new and nobody else has it, so its class is changed."""
     if gradients.__class__ is tuple:
-        return tuple([_like(g, o) for g, o in zip(gradients, originals if originals.__class__ is list else
-                                                  [originals] * len(gradients))])
-    return gradients
+        for g, o in zip(gradients, originals if originals.__class__ is list else [originals] * len(gradients)):
+            if isinstance(o, DTensor) and g.__class__ is Tensor:
+                g.__class__ = DTensor
+                g._layout = o._layout.gradient()
+    elif gradients.__class__ is Tensor:
+        original = originals[0] if originals.__class__ is list else originals
+        if isinstance(original, DTensor):
+            gradients.__class__ = DTensor
+            gradients._layout = original._layout.gradient()
