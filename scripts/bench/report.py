@@ -78,7 +78,9 @@ A call whose plan is not known costs this much more than a known one (microsecon
 {table(("", "1 axis, emptied", "1 axis, new", "4 axes, emptied", "4 axes, new"), misses)}
 
 The time to issue an op in MindSpore's asynchronous mode (another process; what is computed behind is not waited for). The
-floor waits for each result, as making a subclass of a tensor does; ours is the op's own result with its class changed:
+floor waits for each result, as making a subclass of a tensor does; ours is the op's own result with its class changed. Ops
+without a kernel (transpose, view) have nothing to hide behind: MindSpore's worker threads spin beside the one that issues,
+and on two cores they take their time from it.
 
 {table(("", "plain issues in", "floor issues in", "ours issues in", "ours, blocking"), issue)}
 """
