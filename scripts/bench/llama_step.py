@@ -7,8 +7,8 @@
 process. In every round each variant makes one step while the others wait, so what else runs on the machine hits all
 alike, and every other round goes backwards; figures are medians over rounds after the first two. "two at once" is the
 single-rank step on both ranks at the same time, without communication: how far two ranks that never wait for each other
-hinder each other; "half at once" the same on half a batch each: a data-parallel step without its reduction, which no
-data-parallel step of the model on this machine can beat. "hand" is the same model with Megatron's collectives written out
+hinder each other; "half at once" the same on half a batch each: a data-parallel step whose reduction takes no time,
+the bound of data parallelism on this machine. "hand" is the same model with Megatron's collectives written out
 in plain MindSpore (megatron.py), without DTensors. The core of attention is compiled in all of MindSpore's variants.
 """
 from __future__ import annotations

@@ -96,8 +96,8 @@ def llama(run: dict, title: str) -> str:
               "gain from; the speed-ups measure neither library. To be repeated on an idle machine.**\n\n"
     together, half = (run["rows"].get(k, {}).get("speedup", 0) for k in ("two at once", "half at once"))
     bound = f"""
-*Half at once* is half the batch on each rank at the same time, again without communication: a data-parallel step without
-its reduction gains {half:.2f}, which bounds what two ranks of this machine can gain on this model.
+*Half at once* is half the batch on each rank at the same time, again without communication: a data-parallel step whose
+reduction takes no time gains {half:.2f} here, which bounds what data parallelism can gain on this machine.
 """ if half else ""
     return f"""## A Llama step: {title}
 
