@@ -62,12 +62,12 @@ class Plan:
     A plan that moves no operand becomes `short` once its results' layouts are known: operands as plain aliases, the op,
     its result as a DTensor. Neither a guard nor an autograd node of ours is needed then, because an alias shares the
     autograd identity of anything but a Parameter. Making an alias waits for the operand's data, so where ops are issued
-    asynchronously the operands themselves go in, under a guard. Everything else, and the first run, goes through
-    `_in_full`.
+    asynchronously the operands themselves go in, under a guard, unless Python code would ask them for their shape.
+    Everything else, and the first run, goes through `_in_full`.
     """
 
     __slots__ = ("op", "steps", "invoke", "empty", "outs", "implicit", "substitute", "widened", "view", "target", "native",
-                 "uses", "short", "faced", "places", "filled", "shares", "direct", "blocking")
+                 "uses", "short", "faced", "places", "filled", "shares", "direct", "aliased")
 
     def __init__(self, op, steps, invoke, empty, outs):
         self.op, self.steps, self.invoke, self.empty, self.outs = op, steps, invoke, empty, outs
@@ -77,7 +77,7 @@ class Plan:
         self.implicit = any(target is not None for _, target, _ in steps)
         self.uses = 0
         self.short = None  # the first result's layout, once `run` may take the short way
-        self.blocking = True  # what an op computes is there when it returns
+        self.aliased = True  # a short run takes plain aliases of the operands
         # while recording: an operand shows its own face, or a result is partial in a way that no gradient fits
         self.faced = any(cotangent is not None for *_, cotangent in steps)
         self.shares = self.direct = False  # of a view: it shares storage; MindSpore's own op made it
@@ -89,19 +89,20 @@ class Plan:
         layout = self.short
         if layout is None or (self.faced and recording()):
             return self._in_full(func, head, args, kwargs, tensors, mode)
-        invoke, blocking = self.invoke, self.blocking
+        invoke = self.invoke
+        aliased = self.aliased or (func.__class__ is TensorOverloadCall and not self.native)
         xs = list(args) if invoke is None else self.filled.copy()
         for place, i in self.places:
             x = tensors[i]
             if x.__class__ is not _DTENSOR and recording():
                 return self._in_full(func, head, args, kwargs, tensors, mode)
-            xs[place] = make(Tensor, x) if blocking else x
+            xs[place] = make(Tensor, x) if aliased else x
         fn, named = self.substitute or func, kwargs
         if invoke is not None:
             fn, _, named = invoke
         elif head is not None and fn is func:
             xs = *head, tuple(xs)
-        if blocking:
+        if aliased:
             result = fn(*xs, **named) if named else fn(*xs)
         else:
             with NoFallbackGuard():
@@ -194,7 +195,7 @@ class Plan:
                 promoted is not None or target is not None for promoted, target, _ in self.steps):
             self.filled = None if self.invoke is None else list(self.invoke[1])
             self.short = self.outs[0]
-            self.blocking = ops_block()
+            self.aliased = ops_block() or self.substitute is not None
 
     def _link(self, first, out, func, head, args, kwargs, recorded) -> None:
         if recorded and out.__class__ is _DTENSOR and (not first._is_leaf or DEFERRED in first.__dict__):
