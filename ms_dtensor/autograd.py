@@ -10,7 +10,7 @@ from mindspore import Tensor
 from mindspore.common.api import _pynative_executor
 
 from .dtensor import DTensor
-from .faces import recording
+from .faces import become, recording
 
 
 def value_and_grad(fn, grad_position=None, weights=None, has_aux=False):
@@ -76,13 +76,9 @@ def _wrapping(inner, at: int | None, grad_position, weights):
 
 def _dress(gradients, originals) -> None:
     """Makes DTensors of the gradients of DTensors: each is new and nobody else has it, so its class is changed."""
-    if gradients.__class__ is tuple:
-        for g, o in zip(gradients, originals if originals.__class__ is list else [originals] * len(gradients)):
-            if isinstance(o, DTensor) and g.__class__ is Tensor:
-                g.__class__ = DTensor
-                g._layout = o._layout.gradient()
-    elif gradients.__class__ is Tensor:
-        original = originals[0] if originals.__class__ is list else originals
-        if isinstance(original, DTensor):
-            gradients.__class__ = DTensor
-            gradients._layout = original._layout.gradient()
+    several = gradients.__class__ is tuple
+    if originals.__class__ is not list:
+        originals = [originals] * (len(gradients) if several else 1)
+    for g, o in zip(gradients if several else (gradients,), originals):
+        if g.__class__ is Tensor and isinstance(o, DTensor):
+            become(g, o._layout.gradient())

@@ -41,6 +41,13 @@ def wrap(local, layout: Layout):
     return out
 
 
+def become(local, layout: Layout):
+    """A local tensor that nobody else holds, made a DTensor by a change of its class; unlike `wrap` it waits for nothing."""
+    local.__class__ = _DTENSOR
+    local._layout = layout
+    return local
+
+
 def local_alias(x):
     """A plain tensor on the same storage. Shares autograd identity unless `x` is a leaf Parameter."""
     if x.__class__ is not Tensor:

@@ -20,6 +20,7 @@ from .faces import (
     VIEWED,
     as_local,
     as_replicated,
+    become,
     dtype_name,
     face,
     finish,
@@ -90,7 +91,7 @@ class Plan:
         if layout is None or (self.faced and recording()):
             return self._in_full(func, head, args, kwargs, tensors, mode)
         invoke = self.invoke
-        aliased = self.aliased or (func.__class__ is TensorOverloadCall and not self.native)
+        aliased = self.aliased or not self._is_native(func)
         xs = list(args) if invoke is None else self.filled.copy()
         for place, i in self.places:
             x = tensors[i]
@@ -108,7 +109,7 @@ class Plan:
             with NoFallbackGuard():
                 result = fn(*xs, **named) if named else fn(*xs)
         if result.__class__ is Tensor and getrefcount(result) == _ALONE:
-            result.__class__ = _DTENSOR  # a wrapper costs 2 us more, and waits for the data
+            result.__class__ = _DTENSOR  # `become`, without the call
             result._layout = layout
             out = result
         else:
@@ -167,8 +168,12 @@ class Plan:
             return run_local(lambda xs: self._original(func, head, args, kwargs, xs), self.invoke, self.empty, tensors)
         return self._original(func, head, args, kwargs, tensors)
 
+    def _is_native(self, func) -> bool:
+        """Whether MindSpore runs no Python that asks its operands for their shape."""
+        return self.native or func.__class__ is not TensorOverloadCall
+
     def _original(self, func, head, args, kwargs, tensors):
-        native = self.native or func.__class__ is not TensorOverloadCall
+        native = self._is_native(func)
         if self.substitute is not None:  # Python code, which asks its operands for their shape
             func, head, native = self.substitute, None, False
         if self.widened is not None:
@@ -241,11 +246,7 @@ class Plan:
 
 def _dressed(references: int, local, layout: Layout):
     """A local result as a DTensor; itself, where nobody else can hold it, as a wrapper waits for the data."""
-    if references == _ALONE_BELOW and local.__class__ is Tensor:
-        local.__class__ = _DTENSOR
-        local._layout = layout
-        return local
-    return wrap(local, layout)
+    return become(local, layout) if references == _ALONE_BELOW and local.__class__ is Tensor else wrap(local, layout)
 
 
 def _of_its_own(result):
