@@ -1,34 +1,91 @@
 # SPDX-License-Identifier: Apache-2.0
 """ms_dtensor: distributed tensors for MindSpore. The public names, and where each is taught.
 
-Names load on first use, so that the pure modules (layouts, plans, rules) can be used without MindSpore.
+Names load on first use, so that the pure modules (layouts, plans, rules) can be used without MindSpore. The folders, low
+to high, each importing only those before it: core, comm, redistribute, ops, dispatch, tensor, debug, custom_ops, parallel,
+optim, compat.
 """
 from __future__ import annotations
 
 import importlib
+import sys
+import types
 
 from ._version import __version__
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # for editors and type checkers, who cannot see what loads on first use; a test compares the two lists
+    from .core.placements import Shard as Shard, Replicate as Replicate, Partial as Partial, Placement as Placement
+    from .core.mesh import DeviceMesh as DeviceMesh
+    from .core.layout import Layout as Layout
+    from .tensor.dtensor import DTensor as DTensor
+    from .tensor.distribute import (
+        init_device_mesh as init_device_mesh, distribute_tensor as distribute_tensor, distribute_module as distribute_module)
+    from .tensor.autograd import value_and_grad as value_and_grad, grad as grad
+    from .tensor.factories import (
+        zeros as zeros, ones as ones, empty as empty, full as full, rand as rand, randn as randn, randint as randint, arange
+        as arange, linspace as linspace, eye as eye, zeros_like as zeros_like, ones_like as ones_like, empty_like as
+        empty_like, full_like as full_like, rand_like as rand_like, randn_like as randn_like)
+    from .ops.rng import manual_seed as manual_seed, get_rng_state as get_rng_state, set_rng_state as set_rng_state
+    from .custom_ops.function import DFunction as DFunction
+    from .custom_ops.register import register_rule as register_rule, unregister_rule as unregister_rule
+    from .custom_ops.local_map import local_map as local_map
+    from .dispatch.modes import (
+        SkipDTensorDispatch as SkipDTensorDispatch, implicit_replication as implicit_replication, redistribution_policy as
+        redistribution_policy)
+    from .parallel import (
+        parallelize_module as parallelize_module, ParallelStyle as ParallelStyle, ColwiseParallel as ColwiseParallel,
+        RowwiseParallel as RowwiseParallel, SequenceParallel as SequenceParallel, PrepareModuleInput as PrepareModuleInput,
+        PrepareModuleOutput as PrepareModuleOutput, PrepareModuleInputOutput as PrepareModuleInputOutput,
+        FusedColwiseParallel as FusedColwiseParallel, loss_parallel as loss_parallel, replicate as replicate, suggest_plan as
+        suggest_plan)
+
 _EXPORTS = {
-    "placements": ("Shard", "Replicate", "Partial", "Placement"),
-    "mesh": ("DeviceMesh",),
-    "layout": ("Layout",),
-    "dtensor": ("DTensor",),
-    "distribute": ("init_device_mesh", "distribute_tensor", "distribute_module"),
-    "autograd": ("value_and_grad", "grad"),
-    "factories": ("zeros", "ones", "empty", "full", "rand", "randn", "randint", "arange", "linspace", "eye",
-                  "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"),
-    "random": ("manual_seed", "get_rng_state", "set_rng_state"),
-    "function": ("DFunction",),
-    "registry": ("register_rule", "unregister_rule"),
-    "mapping": ("local_map",),
-    "modes": ("SkipDTensorDispatch", "implicit_replication", "redistribution_policy"),
+    "core.placements": ("Shard", "Replicate", "Partial", "Placement"),
+    "core.mesh": ("DeviceMesh",),
+    "core.layout": ("Layout",),
+    "tensor.dtensor": ("DTensor",),
+    "tensor.distribute": ("init_device_mesh", "distribute_tensor", "distribute_module"),
+    "tensor.autograd": ("value_and_grad", "grad"),
+    "tensor.factories": ("zeros", "ones", "empty", "full", "rand", "randn", "randint", "arange", "linspace", "eye",
+                         "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"),
+    "ops.rng": ("manual_seed", "get_rng_state", "set_rng_state"),
+    "custom_ops.function": ("DFunction",),
+    "custom_ops.register": ("register_rule", "unregister_rule"),
+    "custom_ops.local_map": ("local_map",),
+    "dispatch.modes": ("SkipDTensorDispatch", "implicit_replication", "redistribution_policy"),
     "parallel": ("parallelize_module", "ParallelStyle", "ColwiseParallel", "RowwiseParallel", "SequenceParallel",
                  "PrepareModuleInput", "PrepareModuleOutput", "PrepareModuleInputOutput", "FusedColwiseParallel",
                  "loss_parallel", "replicate", "suggest_plan"),
 }
+# import paths that people use -> where the module is
+_ALIASES = {
+    "placements": "core.placements", "mesh": "core.mesh", "layout": "core.layout", "dtensor": "tensor.dtensor",
+    "factories": "tensor.factories", "init": "tensor.init", "random": "ops.rng", "rules": "ops.rules",
+    "registry": "custom_ops.register", "function": "custom_ops.function", "modes": "dispatch.modes",
+    "verify": "debug.verify", "interop": "compat", "interop.msadapter": "compat.msadapter",
+}
 _HOME = {name: module for module, names in _EXPORTS.items() for name in names}
 __all__ = ["__version__", *_HOME]
+
+
+class _Alias(types.ModuleType):
+    """A module under another path; loads on first use."""
+
+    def __init__(self, alias: str, home: str):
+        super().__init__(f"{__name__}.{alias}")
+        self.__dict__["_home"] = f"{__name__}.{home}"
+
+    def __getattr__(self, name: str):
+        if name in ("__path__", "__file__"):  # it has no files of its own
+            raise AttributeError(name)
+        return getattr(importlib.import_module(self._home), name)
+
+    def __dir__(self):
+        return dir(importlib.import_module(self._home))
+
+
+sys.modules.update({f"{__name__}.{alias}": _Alias(alias, home) for alias, home in _ALIASES.items()})
 
 
 def __getattr__(name: str):

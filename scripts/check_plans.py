@@ -22,9 +22,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from ms_dtensor.layout import Layout  # noqa: E402
-from ms_dtensor.mesh import DeviceMesh  # noqa: E402
-from ms_dtensor.placements import Partial, Replicate, Shard  # noqa: E402
+from ms_dtensor.core.layout import Layout  # noqa: E402
+from ms_dtensor.core.mesh import DeviceMesh  # noqa: E402
+from ms_dtensor.core.placements import Partial, Replicate, Shard  # noqa: E402
 from ms_dtensor.redistribute.graph import graph_of  # noqa: E402
 from ms_dtensor.redistribute.plan import plan  # noqa: E402
 from tests.pure.plan_pairs import EXECUTED, MESHES, SHAPES, check_costs, check_results  # noqa: E402

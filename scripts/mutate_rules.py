@@ -22,10 +22,10 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 import mindspore as ms  # noqa: E402
 from mindspore import mint, nn, ops  # noqa: E402
 
-from ms_dtensor.local_ops import TABLE  # noqa: E402
-from ms_dtensor.placements import Partial, Replicate, Shard  # noqa: E402
-from ms_dtensor.rules import RULES, Case  # noqa: E402
-from ms_dtensor.verify import Report, check_rule  # noqa: E402
+from ms_dtensor.core.placements import Partial, Replicate, Shard  # noqa: E402
+from ms_dtensor.debug.verify import Report, check_rule  # noqa: E402
+from ms_dtensor.ops.local import TABLE  # noqa: E402
+from ms_dtensor.ops.rules import RULES, Case  # noqa: E402
 
 R, P, S = Replicate(), Partial(), Shard
 RNG = np.random.default_rng(7)

@@ -105,7 +105,7 @@ def run(options, part: int, parts: int) -> dict:
     ms.set_device("CPU")
     ms.runtime.launch_blocking()
     ms.device_context.cpu.op_tuning.threads_num(1)  # threads that wait for work would take the other process's core
-    from ms_dtensor.verify import Report
+    from ms_dtensor.debug.verify import Report
     from tests.coverage.run import refuses, verify_form
 
     out: dict = {"forms": 0, "refusals": 0, "calls": 0, "compared": 0, "slowest": {}, "wrong": [], "missed": [],

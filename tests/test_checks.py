@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 from mindspore import Tensor, mint
 
-from ms_dtensor import DFunction, Shard, checking, distribute_tensor, init_device_mesh, modes, register_rule, value_and_grad
+from ms_dtensor import DFunction, Shard, distribute_tensor, init_device_mesh, register_rule, value_and_grad
+from ms_dtensor.custom_ops import checks as made_checks
 from ms_dtensor.debug import checks
+from ms_dtensor.dispatch import modes
 from ms_dtensor.errors import ConfigError, OpRuleError
-from ms_dtensor.rules import RULES
+from ms_dtensor.ops.rules import RULES
 
 pytestmark = pytest.mark.usefixtures("cpu")
 A = np.random.default_rng(0).normal(size=(4, 6)).astype("f")
@@ -69,9 +71,9 @@ def test_a_dfunctions_rule_is_verified_before_its_first_call(x):
     with checks(), register_rule("rows", RIGHT):
         value, grad = value_and_grad(lambda t: Rows.apply(t, factors(x)).sum(), 0)(x)
         np.testing.assert_allclose(grad.full_tensor().asnumpy(), np.broadcast_to(A[:, :1], A.shape), rtol=1e-6)
-        before = len(checking._done)
+        before = len(made_checks._done)
         Rows.apply(x, factors(x))
-        assert len(checking._done) == before
+        assert len(made_checks._done) == before
 
 
 def test_a_primitives_rule_needs_something_to_verify_it_with():
@@ -92,7 +94,7 @@ def test_gradients_on_request(x):
                     call()
         with checks():  # rules only
             BadRows.apply(Tensor(A), Tensor(A[:, 0].copy()))
-    assert modes.mode.get() is modes.DEFAULT and not checking.running
+    assert modes.mode.get() is modes.DEFAULT and not made_checks.running
 
 
 def test_integers_become_legal_indices(x):

@@ -19,7 +19,7 @@ from mindspore import Tensor, mint
 
 import ms_dtensor as md
 from ms_dtensor.debug import cache_info
-from ms_dtensor.dispatch import clear_cache
+from ms_dtensor.dispatch.dispatcher import clear_cache
 
 pytestmark = pytest.mark.usefixtures("cpu")
 R, S = md.Replicate(), md.Shard
@@ -129,7 +129,7 @@ def test_cache_info_counts_hits_and_misses_also_over_a_clearing():
 
 
 def test_caches_are_bounded(monkeypatch):
-    import ms_dtensor.dispatch as dispatch
+    import ms_dtensor.dispatch.dispatcher as dispatch
 
     monkeypatch.setattr(dispatch, "_LIMIT", 8)
     x = laid(S(0))
@@ -180,7 +180,7 @@ mint.add(Tensor([1.0]), Tensor([1.0]))  # the runtime has started, asynchronous 
 import ms_dtensor as md
 
 sys.path.insert(0, {tests!r})
-from ms_dtensor import dispatch
+from ms_dtensor.dispatch import dispatcher as dispatch
 from test_dispatch_cost import our_calls
 
 mesh = md.init_device_mesh("cpu", (1,))

@@ -25,14 +25,7 @@ from ms_dtensor import (
     parallelize_module,
     redistribution_policy,
 )
-from ms_dtensor.errors import (
-    DTensorError,
-    ImplicitCommError,
-    LayoutError,
-    MixedOperandError,
-    OpRuleError,
-    RedistributeError,
-)
+from ms_dtensor.errors import DTensorError, ImplicitCommError, LayoutError, MixedOperandError, OpRuleError, RedistributeError
 
 pytestmark = pytest.mark.usefixtures("cpu")
 FOLDER = Path(__file__).parent / "snapshots"

@@ -20,11 +20,11 @@ from ms_dtensor import (
     init_device_mesh,
     local_map,
     loss_parallel,
-    modes,
     redistribution_policy,
     value_and_grad,
 )
 from ms_dtensor.debug import checks
+from ms_dtensor.dispatch import modes
 from ms_dtensor.errors import ConfigError, DTensorError, MixedOperandError
 
 pytestmark = pytest.mark.usefixtures("cpu")

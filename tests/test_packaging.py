@@ -15,13 +15,13 @@ from tests.msrun import run_ranks
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("ms_dtensor", "model_zoo", "scripts", "docs", "tests")
 PURE = (
-    "ms_dtensor.layout",
-    "ms_dtensor.placements",
-    "ms_dtensor.mesh",
+    "ms_dtensor.core.layout",
+    "ms_dtensor.core.placements",
+    "ms_dtensor.core.mesh",
     "ms_dtensor.errors",
     "ms_dtensor.redistribute.plan",
     "ms_dtensor.redistribute.cost",
-    "ms_dtensor.rules",
+    "ms_dtensor.ops.rules",
 )
 SPDX = "# SPDX-License-Identifier: Apache-2.0"
 MAX_LINES = 500

@@ -11,9 +11,11 @@ import pytest
 from mindspore import mint, nn, ops
 
 import ms_dtensor as md
-from ms_dtensor import Partial, Replicate, Shard, init, random
+from ms_dtensor import Partial, Replicate, Shard
 from ms_dtensor.comm import fake_world
 from ms_dtensor.errors import ConfigError, LayoutError
+from ms_dtensor.ops import rng
+from ms_dtensor.tensor import init
 
 R, S = Replicate(), Shard
 SHAPE = (5, 7)
@@ -79,28 +81,28 @@ def test_every_mesh_makes_the_same_global_tensor(name):
 
 
 @pytest.mark.parametrize("box", [((0, 5), (0, 7)), ((2, 5), (3, 4)), ((1, 1), (0, 7)), ((4, 5), (0, 1))])
-@pytest.mark.parametrize("draw", [random.words, random.uniform, random.normal, random.exponential])
+@pytest.mark.parametrize("draw", [rng.words, rng.uniform, rng.normal, rng.exponential])
 def test_a_box_is_a_cut_of_the_whole(draw, box):
-    key = random.Key(3, 11)
+    key = rng.Key(3, 11)
     assert np.array_equal(draw(key, SHAPE, box), draw(key, SHAPE)[tuple(slice(*b) for b in box)])
 
 
 def test_numbers_are_pinned():
     """A change of the stream is a change of every seeded run: it must be deliberate."""
-    assert random.words(random.Key(0, 0), (2,)).tolist() == PINNED
-    assert random.uniform(random.Key(1, 2), (2,)).tolist() != random.uniform(random.Key(1, 3), (2,)).tolist()
+    assert rng.words(rng.Key(0, 0), (2,)).tolist() == PINNED
+    assert rng.uniform(rng.Key(1, 2), (2,)).tolist() != rng.uniform(rng.Key(1, 3), (2,)).tolist()
 
 
 PINNED = [213000021201967259, 4455796210202625458]
 
 
 def test_distributions_have_their_moments():
-    key, n = random.Key(5, 0), (400, 500)
-    x = random.normal(key, n)
+    key, n = rng.Key(5, 0), (400, 500)
+    x = rng.normal(key, n)
     assert abs(x.mean()) < 0.01 and abs(x.std() - 1) < 0.01 and abs((x**4).mean() - 3) < 0.1
-    assert abs(random.uniform(key, n).mean() - 0.5) < 0.005
-    assert abs(random.exponential(key, n).mean() - 1) < 0.01
-    counts = np.bincount(random.integers(key, n, 0, 7).reshape(-1), minlength=7)
+    assert abs(rng.uniform(key, n).mean() - 0.5) < 0.005
+    assert abs(rng.exponential(key, n).mean() - 1) < 0.01
+    counts = np.bincount(rng.integers(key, n, 0, 7).reshape(-1), minlength=7)
     assert abs(counts / counts.sum() - 1 / 7).max() < 0.005
     neighbours = np.corrcoef(x[:, :-1].reshape(-1), x[:, 1:].reshape(-1))[0, 1]
     assert abs(neighbours) < 0.01
@@ -130,7 +132,7 @@ def test_each_fake_world_and_thread_has_its_own_state():
         with fake_world(2, r):
             md.manual_seed(r)
             for _ in range(r + 1):
-                random.next_key()
+                rng.next_key()
             states[r] = md.get_rng_state()
     threads = [threading.Thread(target=rank, args=(r,)) for r in range(2)]
     with fake_world(1):

@@ -18,10 +18,10 @@ from ms_dtensor import (
     register_rule,
     unregister_rule,
 )
+from ms_dtensor.custom_ops.register import parse_cases, signature
 from ms_dtensor.errors import ConfigError, OpRuleError
-from ms_dtensor.registry import parse_cases, signature
-from ms_dtensor.rules import RULES, Call, Case, Operand, OpSpec
-from ms_dtensor.rules.names import PRIMITIVES
+from ms_dtensor.ops.rules import RULES, Call, Case, Operand, OpSpec
+from ms_dtensor.ops.rules.names import PRIMITIVES
 
 pytestmark = pytest.mark.usefixtures("cpu")
 A, B = np.random.default_rng(0).normal(size=(4, 6)).astype("f"), np.random.default_rng(1).normal(size=(4,)).astype("f")

@@ -16,8 +16,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..core.mesh import bind_world
 from ..errors import CommError, ConfigError
-from ..mesh import bind_world
 
 if TYPE_CHECKING:
     from .group import Group

@@ -12,15 +12,13 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from ..distribute import distribute_module, distribute_tensor, init_device_mesh
-from ..dtensor import DTensor
+from ..core.layout import Layout
+from ..core.mesh import DeviceMesh
+from ..core.placements import Partial, Replicate, Shard
+from ..custom_ops.function import BY_LAYOUT, DFunction, has_dtensor
+from ..custom_ops.local_map import Mapping
+from ..dispatch.modes import SkipDTensorDispatch
 from ..errors import ConfigError, OpRuleError
-from ..factories import empty, full, ones, zeros
-from ..function import BY_LAYOUT, DFunction, has_dtensor
-from ..layout import Layout
-from ..mapping import Mapping
-from ..mesh import DeviceMesh
-from ..modes import SkipDTensorDispatch
 from ..parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -31,7 +29,9 @@ from ..parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from ..placements import Partial, Replicate, Shard
+from ..tensor.distribute import distribute_module, distribute_tensor, init_device_mesh
+from ..tensor.dtensor import DTensor
+from ..tensor.factories import empty, full, ones, zeros
 
 __all__ = ["ColwiseParallel", "DFunction", "DTensor", "DeviceMesh", "DistributedOp", "Layout", "ParallelStyle", "Partial",
            "PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput", "Replicate", "RowwiseParallel",

@@ -15,8 +15,8 @@ import sys
 import types
 from collections.abc import Callable, Sequence
 
-from ..registry import register_rule
-from ..rules import Case, OpSpec
+from ..custom_ops.register import register_rule
+from ..ops.rules import Case, OpSpec
 
 _TENSOR = {name: "ms_dtensor" for name in (
     "DTensor", "DeviceMesh", "Partial", "Placement", "Replicate", "Shard", "distribute_module", "distribute_tensor", "empty",

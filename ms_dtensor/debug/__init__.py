@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 
-_HOME = {"CommDebugMode": ".comm_mode", "cache_info": ".caches", "checks": "..modes", "explain": ".plans",
+_HOME = {"CommDebugMode": ".comm_mode", "cache_info": ".caches", "checks": "..dispatch.modes", "explain": ".plans",
          "visualize_sharding": ".visualize"}
 __all__ = ["CommDebugMode", "cache_info", "checks", "explain", "visualize_sharding"]
 

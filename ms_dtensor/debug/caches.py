@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .. import dispatch, layout
+from ..core import layout
+from ..dispatch import dispatcher
 from ..redistribute import plan
 
 
@@ -39,6 +40,6 @@ def cache_info() -> dict[str, CacheInfo]:
         True
     """
     moves = plan.remembered()
-    return {"dispatch": CacheInfo(**dispatch.cache_info()),
+    return {"dispatch": CacheInfo(**dispatcher.cache_info()),
             "redistribute": CacheInfo(moves.hits, moves.misses, moves.currsize, moves.maxsize),
             "layouts": CacheInfo(None, None, *layout.remembered())}

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from ..core.layout import Layout
+from ..core.placements import REPLICATE
 from ..errors import ConfigError
-from ..layout import Layout
-from ..placements import REPLICATE
 from ..redistribute.cost import CostModel, costs, nbytes
 from ..redistribute.plan import Move, cost, exchange_messages, plan
 from .comm_mode import CommDebugMode, columns, human

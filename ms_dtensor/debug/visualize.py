@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+from ..core.layout import Layout
+from ..core.mesh import coordinates
 from ..errors import LayoutError
-from ..layout import Layout
-from ..mesh import coordinates
 
 _COLOURS = ("#8dd3c7", "#ffffb3", "#bebada", "#fb8072", "#80b1d3", "#fdb462", "#b3de69", "#fccde5")
 _RICH = ("cyan", "yellow", "magenta", "red", "blue", "green", "bright_yellow", "bright_magenta")

@@ -18,7 +18,7 @@ from mindspore._c_expression import NoFallbackGuard
 from mindspore.common.api import _pynative_executor
 
 from .. import comm
-from ..faces import DEFERRED
+from ..dispatch.operands import DEFERRED
 from ..redistribute.cost import nbytes
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from mindspore import Parameter, Tensor, nn
 
-from .. import deferred
-from ..distribute import distribute_parameter, distribute_tensor, like_parameter, set_parameter
-from ..dtensor import DTensor
-from ..faces import local_alias, wrap
-from ..mesh import DeviceMesh
-from ..placements import REPLICATE, Shard
+from ..core.mesh import DeviceMesh
+from ..core.placements import REPLICATE, Shard
+from ..dispatch.operands import local_alias, wrap
+from ..tensor import deferred_init
+from ..tensor.distribute import distribute_parameter, distribute_tensor, like_parameter, set_parameter
+from ..tensor.dtensor import DTensor
 from .buckets import make_buckets
 from .layouts import OUTER, enter, lift, union_mesh
 
@@ -45,7 +45,7 @@ def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = 25) -> nn
         if isinstance(param, DTensor):
             whole = union_mesh(param.device_mesh, mesh)
             break
-    deferred.remember(module, whole, 0)
+    deferred_init.remember(module, whole, 0)
     done: dict[int, Parameter] = {}
     for _, cell in module.cells_and_names():
         for key, param in list(cell._params.items()):

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 import numpy as np
 from mindspore import Tensor, mint, nn
 
-from ..distribute import distribute_tensor, like_parameter, set_parameter
-from ..dtensor import DTensor
+from ..core.layout import Layout
+from ..core.mesh import DeviceMesh
+from ..core.placements import Placement, Replicate, Shard
+from ..dispatch.operands import dtype_name, wrap
 from ..errors import LayoutError
-from ..faces import dtype_name, wrap
-from ..layout import Layout
-from ..mesh import DeviceMesh
-from ..placements import Placement, Replicate, Shard
+from ..tensor.distribute import distribute_tensor, like_parameter, set_parameter
+from ..tensor.dtensor import DTensor
 from .layouts import convert_first, enter, place
 from .styles import ColwiseParallel, ParallelStyle
 

@@ -12,12 +12,12 @@ from functools import lru_cache
 
 from mindspore import Tensor, nn
 
-from ..distribute import distribute_parameter, set_parameter
-from ..dtensor import DTensor
+from ..core.layout import Layout
+from ..core.mesh import DeviceMesh
+from ..core.placements import REPLICATE, Placement
 from ..errors import LayoutError
-from ..layout import Layout
-from ..mesh import DeviceMesh
-from ..placements import REPLICATE, Placement
+from ..tensor.distribute import distribute_parameter, set_parameter
+from ..tensor.dtensor import DTensor
 
 OUTER = "_ms_dtensor_outer"  # cell attribute: (whole mesh, {axis: placement of plain inputs}), set by replicate
 _BECAME = "_ms_dtensor_became"  # parameter attribute: the DTensor Parameter that took its place

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from mindspore import mint, ops
 
-from ..dispatch import call
-from ..dtensor import DTensor
+from ..core.layout import Layout
+from ..dispatch.dispatcher import call
+from ..dispatch.modes import LossParallelBlock
+from ..dispatch.operands import dtype_name, wrap
 from ..errors import LayoutError
-from ..faces import dtype_name, wrap
-from ..layout import Layout
-from ..modes import LossParallelBlock
+from ..tensor.dtensor import DTensor
 
 
 def loss_parallel(logits: DTensor | None = None, labels=None, *, ignore_index: int = -100, reduction: str = "mean",

@@ -13,10 +13,10 @@ from fnmatch import fnmatchcase
 
 from mindspore import nn
 
-from .. import deferred
-from ..distribute import check_source
+from ..core.mesh import DeviceMesh, resolve_mesh
 from ..errors import ConfigError
-from ..mesh import DeviceMesh, resolve_mesh
+from ..tensor import deferred_init
+from ..tensor.distribute import check_source
 from .layouts import check_ties
 from .styles import ParallelStyle
 
@@ -59,7 +59,7 @@ def parallelize_module(module: nn.Cell, device_mesh: DeviceMesh | None = None,
         return module
     if isinstance(parallelize_plan, ParallelStyle):
         check_ties([(module, parallelize_plan.check(module, mesh))], mesh)
-        deferred.remember(module, mesh, src_data_rank)
+        deferred_init.remember(module, mesh, src_data_rank)
         _tell(mesh, [("", parallelize_plan, [type(module).__name__])])
         return _apply(parallelize_plan, module, mesh, src_data_rank)
     if not isinstance(parallelize_plan, Mapping):
@@ -80,7 +80,7 @@ def parallelize_module(module: nn.Cell, device_mesh: DeviceMesh | None = None,
         wanted += [(cells[name], style.check(cells[name], mesh)) for name in names]
         work.append((pattern, style, names))
     check_ties(wanted, mesh)
-    deferred.remember(module, mesh, src_data_rank)
+    deferred_init.remember(module, mesh, src_data_rank)
     _tell(mesh, work)
     for _, style, names in work:
         for name in names:

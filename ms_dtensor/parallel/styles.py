@@ -11,10 +11,10 @@ from abc import ABC, abstractmethod
 
 from mindspore import Tensor, mint, nn
 
-from ..dtensor import DTensor
+from ..core.mesh import DeviceMesh
+from ..core.placements import Placement, Replicate, Shard
 from ..errors import ConfigError, LayoutError
-from ..mesh import DeviceMesh
-from ..placements import Placement, Replicate, Shard
+from ..tensor.dtensor import DTensor
 from .layouts import by_axis, convert_first, enter, place, shard_parameter
 
 

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from mindspore import nn
 
+from ..core.mesh import DeviceMesh, resolve_mesh
+from ..core.placements import Replicate, Shard
 from ..errors import ConfigError
-from ..mesh import DeviceMesh, resolve_mesh
-from ..placements import Replicate, Shard
 from .fused import FusedColwiseParallel
 from .styles import ColwiseParallel, ParallelStyle, RowwiseParallel, _is_embedding, _is_linear
 

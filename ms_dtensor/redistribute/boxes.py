@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..layout import Layout
+from ..core.layout import Layout
 
 Box = tuple[tuple[int, int], ...]
 

@@ -16,8 +16,8 @@ from mindspore.common._grad_function import _Function
 
 from .. import comm
 from ..comm.record import active
+from ..core.layout import Layout
 from ..errors import RedistributeError
-from ..layout import Layout
 from .boxes import relative, sizes_along, transfers
 from .plan import Move, plan
 

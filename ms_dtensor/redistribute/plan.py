@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
+from ..core.layout import Layout
+from ..core.placements import REPLICATE, Partial, Shard
 from ..errors import RedistributeError
-from ..layout import Layout
-from ..placements import REPLICATE, Partial, Shard
 from .cost import CostModel, costs, nbytes, sent_bytes
 from .search import Search, State, Step, moved_axes
 

@@ -228,7 +228,7 @@ def misses(rounds: int = 30) -> dict:
 
     import ms_dtensor as md
     from ms_dtensor import comm
-    from ms_dtensor.dispatch import clear_cache
+    from ms_dtensor.dispatch.dispatcher import clear_cache
 
     out = {}
     for label, shape in (("1 axis", (2,)), ("4 axes", (2, 2, 2, 2))):

@@ -11,9 +11,9 @@ import numpy as np
 from mindspore import Tensor
 
 from ms_dtensor import DeviceMesh, DTensor
-from ms_dtensor.faces import wrap
-from ms_dtensor.layout import Layout
-from ms_dtensor.verify import Report, check_rule
+from ms_dtensor.core.layout import Layout
+from ms_dtensor.debug.verify import Report, check_rule
+from ms_dtensor.dispatch.operands import wrap
 
 from .form import Form
 

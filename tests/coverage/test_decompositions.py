@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor
 
-from ms_dtensor.local_ops import CPU
+from ms_dtensor.ops.local import CPU
 from tests.coverage.references import REFERENCES
 from tests.coverage.references_more import MORE, NO_GRADIENT
 

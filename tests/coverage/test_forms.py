@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ms_dtensor.verify import Report
+from ms_dtensor.debug.verify import Report
 from tests.coverage.run import refuses, verify_form
 
 FAMILIES = sorted(path.stem for path in Path(__file__).parent.glob("forms_*.py"))

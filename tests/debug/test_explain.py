@@ -11,9 +11,9 @@ import pytest
 from ms_dtensor import DeviceMesh, Layout, Partial, Replicate, Shard
 from ms_dtensor.debug import explain
 from ms_dtensor.debug.plans import _peak, naive, plan_text
+from ms_dtensor.debug.verify.oracle import assemble, same, split
 from ms_dtensor.errors import ConfigError
 from ms_dtensor.redistribute.plan import cost, plan
-from ms_dtensor.verify.oracle import assemble, same, split
 from tests.pure.test_plan import execute, layouts, mesh_of
 
 R, S, P = Replicate(), Shard, Partial()

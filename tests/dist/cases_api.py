@@ -30,7 +30,7 @@ from ms_dtensor import (
 )
 from ms_dtensor.compat.torch_names import register_sharding
 from ms_dtensor.errors import ConfigError, DTensorError, LayoutError, MeshError, OpRuleError, RedistributeError
-from ms_dtensor.registry import unregister_rule
+from ms_dtensor.custom_ops.register import unregister_rule
 from tests.cases import case
 from tests.dist.support import check_against_one_device, counted, data, equal, mesh_1d, mesh_2d, same_on_all_ranks
 
@@ -313,7 +313,7 @@ def a_registered_sharding_is_used_and_taken_back(world):
     class Flip(nn.Cell):
         def construct(self, t):
             return ops.flip(t, (1,))
-    from ms_dtensor.rules.names import PRIMITIVES
+    from ms_dtensor.ops.rules.names import PRIMITIVES
     dx = distribute_tensor(x, mesh, [S(0)])
     if "ReverseV2" not in PRIMITIVES:
         refused(world, OpRuleError, "register_rule('ReverseV2'", lambda: Flip()(dx))

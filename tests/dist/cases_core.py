@@ -8,7 +8,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, mint, nn, ops
 
-import ms_dtensor.planning as planning
+import ms_dtensor.dispatch.planner as planning
 from ms_dtensor import (
     DTensor,
     Layout,
@@ -21,7 +21,7 @@ from ms_dtensor import (
     redistribution_policy,
     value_and_grad,
 )
-from ms_dtensor.dispatch import clear_cache
+from ms_dtensor.dispatch.dispatcher import clear_cache
 from ms_dtensor.errors import DTensorError, ImplicitCommError, LayoutError, MixedOperandError, OpRuleError, RedistributeError
 from tests.cases import case
 from tests.dist.support import array, check_against_one_device, counted, data, equal, mesh_1d, mesh_2d, same_on_all_ranks

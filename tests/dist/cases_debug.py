@@ -11,7 +11,7 @@ from mindspore import Tensor, mint
 
 from ms_dtensor import DTensor, Layout, Partial, Replicate, Shard, comm, distribute_tensor, value_and_grad
 from ms_dtensor.debug import CommDebugMode
-from ms_dtensor.faces import redistribute, wrap
+from ms_dtensor.dispatch.operands import redistribute, wrap
 from ms_dtensor.redistribute.plan import plan
 from tests.cases import case
 from tests.dist.support import data, mesh_1d, mesh_2d, same_on_all_ranks

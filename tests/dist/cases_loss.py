@@ -17,9 +17,9 @@ from ms_dtensor import (
     implicit_replication,
     init_device_mesh,
     loss_parallel,
-    modes,
     value_and_grad,
 )
+from ms_dtensor.dispatch import modes
 from ms_dtensor.errors import ImplicitCommError
 from tests.cases import case
 from tests.dist.support import counted, data, equal, mesh_1d, mesh_2d, same_on_all_ranks

@@ -8,7 +8,7 @@ from mindspore import Parameter, Tensor, mint, nn
 
 import ms_dtensor as md
 from ms_dtensor import Replicate, Shard, distribute_tensor
-from ms_dtensor.distribute import distribute_parameter
+from ms_dtensor.tensor.distribute import distribute_parameter
 from ms_dtensor.optim import AdamW, clip_grad_norm_
 from tests.cases import case
 from tests.dist.support import array, counted, equal, mesh_2d

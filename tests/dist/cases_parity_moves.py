@@ -375,7 +375,7 @@ def inputs_on_different_meshes_are_brought_to_one_first(world):
 @case(world_size=4)
 def a_sharding_of_ones_own_for_softmax(world):
     from ms_dtensor import register_rule
-    from ms_dtensor.rules import Case, OpSpec
+    from ms_dtensor.ops.rules import Case, OpSpec
 
     def rule(call):
         x, dim = call.args["input"], call.args["dim"]

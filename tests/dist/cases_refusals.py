@@ -39,7 +39,7 @@ from ms_dtensor import (
     redistribution_policy,
     register_rule,
 )
-from ms_dtensor import init as md_init
+from ms_dtensor.tensor import init as md_init
 from ms_dtensor.debug import explain, visualize_sharding
 from ms_dtensor.errors import (
     ConfigError,

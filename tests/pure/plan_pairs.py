@@ -6,8 +6,8 @@ import itertools
 
 import numpy as np
 
+from ms_dtensor.debug.verify.oracle import assemble, same, split
 from ms_dtensor.redistribute.plan import cost, plan
-from ms_dtensor.verify.oracle import assemble, same, split
 from tests.pure.oracle_plan import Oracle, state_of
 from tests.pure.test_plan import execute, layouts, mesh_of
 

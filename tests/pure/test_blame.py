@@ -2,8 +2,8 @@
 """Who is blamed for a desync, from the calls alone."""
 from __future__ import annotations
 
-from ms_dtensor.comm.shm.blame import odd_ranks
 from ms_dtensor.comm.shm.deadlock import circle, reached
+from ms_dtensor.comm.shm.desync import odd_ranks
 
 WORLD = " over ranks (0, 1, 2, 3)"
 

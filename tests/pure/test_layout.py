@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ms_dtensor.core.layout import Layout
+from ms_dtensor.core.mesh import DeviceMesh, chunk_bounds, coordinates
+from ms_dtensor.core.placements import Partial, Replicate, Shard
 from ms_dtensor.errors import LayoutError, MeshError
-from ms_dtensor.layout import Layout
-from ms_dtensor.mesh import DeviceMesh, chunk_bounds, coordinates
-from ms_dtensor.placements import Partial, Replicate, Shard
 
 R, P, S = Replicate(), Partial(), Shard
 MESH = DeviceMesh("cpu", np.arange(6).reshape(2, 3), mesh_dim_names=("dp", "tp"))

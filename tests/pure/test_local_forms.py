@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import ms_dtensor.rules
-from ms_dtensor.local_ops import TABLE
+import ms_dtensor.ops.rules
+from ms_dtensor.ops.local import TABLE
 
 
 def test_every_form_named_by_a_rule_is_in_the_table():
-    named = {name for file in Path(ms_dtensor.rules.__file__).parent.glob("*.py")
+    named = {name for file in Path(ms_dtensor.ops.rules.__file__).parent.glob("*.py")
              for name in re.findall(r'Invoke\(\s*"(\w+)"', file.read_text())}
     assert len(named) > 20 and named <= set(TABLE), named - set(TABLE)

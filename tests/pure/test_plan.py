@@ -7,13 +7,13 @@ import itertools
 import numpy as np
 import pytest
 
+from ms_dtensor.core.layout import Layout
+from ms_dtensor.core.mesh import DeviceMesh, coordinates
+from ms_dtensor.core.placements import Partial, Replicate, Shard
+from ms_dtensor.debug.verify.oracle import assemble, same, split
 from ms_dtensor.errors import RedistributeError
-from ms_dtensor.layout import Layout
-from ms_dtensor.mesh import DeviceMesh, coordinates
-from ms_dtensor.placements import Partial, Replicate, Shard
 from ms_dtensor.redistribute.boxes import relative, sizes_along, transfers
 from ms_dtensor.redistribute.plan import plan
-from ms_dtensor.verify.oracle import assemble, same, split
 
 R, S = Replicate(), Shard
 RNG = np.random.default_rng(0)

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from ms_dtensor import DeviceMesh, Layout, Partial, Replicate, Shard
+from ms_dtensor.debug.verify.oracle import assemble, same, split
 from ms_dtensor.redistribute.boxes import transfers
 from ms_dtensor.redistribute.cost import DEFAULT
 from ms_dtensor.redistribute.plan import _state, plan
 from ms_dtensor.redistribute.search import Search
-from ms_dtensor.verify.oracle import assemble, same, split
 from tests.pure.plan_pairs import EXECUTED, MESHES, SHAPES, check_costs, check_results, pairs
 from tests.pure.test_plan import RNG, execute, mesh_of
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from ms_dtensor.core.layout import Layout
+from ms_dtensor.core.mesh import DeviceMesh
+from ms_dtensor.core.placements import Partial, Replicate, Shard
 from ms_dtensor.errors import OpRuleError
-from ms_dtensor.layout import Layout
-from ms_dtensor.mesh import DeviceMesh
-from ms_dtensor.placements import Partial, Replicate, Shard
+from ms_dtensor.ops.rules import RULES, Call, Operand
+from ms_dtensor.ops.rules.select import choose
+from ms_dtensor.ops.rules.spec import Local, empty_results, result_dtype
+from ms_dtensor.ops.rules.view import groups, infer_shape
 from ms_dtensor.redistribute.cost import CostModel, set_costs
-from ms_dtensor.rules import RULES, Call, Operand
-from ms_dtensor.rules.select import choose
-from ms_dtensor.rules.spec import Local, empty_results, result_dtype
-from ms_dtensor.rules.view import groups, infer_shape
 
 R, P, S = Replicate(), Partial(), Shard
 MESH = DeviceMesh("cpu", np.arange(4).reshape(2, 2), mesh_dim_names=("dp", "tp"))

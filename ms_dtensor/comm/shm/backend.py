@@ -19,7 +19,7 @@ from ..packing import numpy_dtype
 from ..protocol import Backend, Ranks, Work
 from ..record import user_site
 from .engine import Engine
-from .later import Later
+from .future import Later
 from .rendezvous import job_name
 
 _bytes: dict[int, type[ctypes.Array]] = {}  # by length

@@ -22,7 +22,7 @@ import numpy as np
 from ...errors import CollectiveMismatch, CommError
 from ..protocol import offsets
 from . import rendezvous
-from .later import Later, Thread
+from .future import Later, Thread
 from .pieces import across, along
 from .reduce import reduce_into
 from .segment import CHUNK, SLOT, Segment

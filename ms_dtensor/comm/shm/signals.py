@@ -19,8 +19,8 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any
 
 from ...errors import CollectiveMismatch, CommError, PeerLost
-from .blame import odd_ranks
 from .deadlock import Condition, circle, reached
+from .desync import odd_ranks
 from .futex import Word, duration
 from .rendezvous import Link
 from .segment import PAGE, SLOT, Segment

@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layout: mesh + one placement per axis + global shape + dtype, as one interned value.
+
+The global shape is stored, never inferred from a local one; the local shape and offset of any rank are pure functions
+of the layout. Equal layouts are the same object, so a cache may key on identity. Several axes may shard one dim; the
+order in which they split it (outermost first) is part of the layout, and is the mesh's axis order unless given.
+
+Not here: how to get from one layout to another (`redistribute/plan.py`), and any tensor.
+"""
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+
+from ..errors import LayoutError
+from .mesh import DeviceMesh, chunk_bounds
+from .placements import REPLICATE, Placement, Replicate, Shard
+
+_SHORT = {"float": "f", "int": "i", "uint": "u", "complex": "c", "bfloat": "bf"}
+_interned: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
+_KNOWN_LIMIT = 4096
+_known: dict = {}  # see `known_layout`
+_lock = threading.Lock()
+
+
+class Layout:
+    """Where the pieces of a tensor are.
+
+    Args:
+        mesh: the device mesh.
+        placements: one `Placement` per mesh axis; or the alias form, one entry per tensor dim (`("dp", "None")`,
+            `(("dp", "tp"), "None")`, first axis outermost); or `{"tp": Shard(0)}`, other axes Replicate.
+        shape: the global shape.
+        dtype: name of the dtype ("float32").
+        order: axes (names or indices), outermost split first; matters only for axes that shard one dim.
+
+    Raises:
+        LayoutError: wrong number of placements, a Shard dim out of range, an axis used twice.
+
+    Example:
+        >>> from ms_dtensor import DeviceMesh, Layout, Shard, Partial
+        >>> mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+        >>> layout = Layout(mesh, [Shard(0), Partial()], (5, 4), "float32")
+        >>> layout, layout.local_shape((1, 0)), layout.local_offset((1, 0))
+        (f32[5@dp, 4]{sum: tp}, (2, 4), (3, 0))
+        >>> layout is Layout(mesh, {"dp": Shard(-2), "tp": Partial()}, (5, 4), "float32")
+        True
+    """
+
+    __slots__ = ("mesh", "placements", "shape", "dtype", "dim_axes", "partial_axes", "has_odd_partial",
+                 "_local", "_gradient", "_order", "_others", "__weakref__")
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    dim_axes: tuple[tuple[int, ...], ...]
+    partial_axes: tuple[int, ...]
+    has_odd_partial: bool  # partial in another way than a sum, which no gradient fits
+
+    def __new__(cls, mesh, placements, shape, dtype="float32", order=None):
+        shape = tuple(int(s) for s in shape)
+        placed, order = normalize(mesh, placements, len(shape), order)
+        return _intern(mesh, placed, shape, str(dtype), _dim_axes(placed, len(shape), order))
+
+    def __setattr__(self, name, value):
+        raise AttributeError(f"Layout is frozen; cannot set {name!r}")
+
+    def __reduce__(self):
+        return Layout, (self.mesh, self.placements, self.shape, self.dtype, self.order)
+
+    def __copy__(self):
+        return self
+
+    def __deepcopy__(self, memo):
+        return self
+
+    # -- the same tensor, placed differently ----------------------------------------------------------------------
+    @property
+    def order(self) -> tuple[int, ...]:
+        """An axis order that reproduces this layout: sharding axes dim by dim, outermost first, then the rest."""
+        if self._order is None:
+            sharding = [a for axes in self.dim_axes for a in axes]
+            rest = [a for a in range(self.mesh.ndim) if a not in sharding]
+            object.__setattr__(self, "_order", (*sharding, *rest))
+        return self._order
+
+    def with_placements(self, placements, order=None) -> Layout:
+        """This tensor with other placements (any form)."""
+        if placements.__class__ is not list or order.__class__ is list or not isinstance(placements[0], Placement):
+            return Layout(self.mesh, placements, self.shape, self.dtype, order)
+        if tuple(placements) == self.placements and all(len(axes) < 2 for axes in self.dim_axes):  # no order to change
+            return self
+        key = (*placements, order)
+        known = self._others.get(key)
+        if known is None:
+            known = self._others[key] = Layout(self.mesh, placements, self.shape, self.dtype, order)
+        return known
+
+    def without_small_axes(self) -> Layout:
+        """This tensor with Replicate on axes of one rank, where all placements mean the same."""
+        sizes = self.mesh.shape
+        if all(n > 1 or p.is_replicate() for n, p in zip(sizes, self.placements)):
+            return self
+        return self.with_placements([p if n > 1 else REPLICATE for n, p in zip(sizes, self.placements)], self.order)
+
+    def replicated(self) -> Layout:
+        """This tensor whole on every rank."""
+        return Layout(self.mesh, [REPLICATE] * self.mesh.ndim, self.shape, self.dtype)
+
+    def gradient(self) -> Layout:
+        """The layout of this value's cotangent: Shard stays, Partial and Replicate become Replicate."""
+        if self._gradient is None:
+            placed = [p if p.is_shard() else REPLICATE for p in self.placements]
+            grad = _intern(self.mesh, tuple(placed), self.shape, self.dtype, self.dim_axes)
+            object.__setattr__(self, "_gradient", grad is not self and grad)  # no reference to itself: a cycle
+        return self._gradient or self
+
+    # -- arithmetic -----------------------------------------------------------------------------------------------
+    def local_box(self, coordinate: Sequence[int] | None = None) -> tuple[tuple[int, int], ...]:
+        """(start, stop) per dim of the shard at a coordinate (default: this process's)."""
+        if coordinate is None:
+            coordinate = self.mesh.get_coordinate()
+        if coordinate is None:  # a process outside the mesh holds an empty shard
+            return tuple((0, 0) for _ in self.shape)
+        key = tuple(coordinate)
+        box = self._local.get(key)
+        if box is None:
+            box = []
+            for size, axes in zip(self.shape, self.dim_axes):
+                start, stop = 0, size
+                for a in axes:
+                    lo, hi = chunk_bounds(stop - start, self.mesh.shape[a])[key[a]]
+                    start, stop = start + lo, start + hi
+                box.append((start, stop))
+            box = self._local[key] = tuple(box)
+        return box
+
+    def local_shape(self, coordinate: Sequence[int] | None = None) -> tuple[int, ...]:
+        """Shape of the shard at a coordinate (default: this process's)."""
+        return tuple(hi - lo for lo, hi in self.local_box(coordinate))
+
+    def local_offset(self, coordinate: Sequence[int] | None = None) -> tuple[int, ...]:
+        """Global index of the first element of the shard at a coordinate (default: this process's)."""
+        return tuple(lo for lo, _ in self.local_box(coordinate))
+
+    def is_replicated(self) -> bool:
+        """True if every rank holds the whole value."""
+        return all(p.is_replicate() for p in self.placements)
+
+    def has_partial(self) -> bool:
+        """True if some axis is Partial."""
+        return bool(self.partial_axes)
+
+    def divisor(self, dim: int) -> int:
+        """Into how many shards `dim` is split."""
+        n = 1
+        for a in self.dim_axes[dim]:
+            n *= self.mesh.shape[a]
+        return n
+
+    # -- printing -------------------------------------------------------------------------------------------------
+    def __repr__(self):
+        names = self.mesh.mesh_dim_names
+        dims = [str(s) + "".join("@" + names[a] for a in axes) for s, axes in zip(self.shape, self.dim_axes)]
+        partial = [f"{self.placements[a].reduce_op}: {names[a]}" for a in self.partial_axes]
+        return f"{short_dtype(self.dtype)}[{', '.join(dims)}]" + (f"{{{', '.join(partial)}}}" if partial else "")
+
+    def describe(self) -> str:
+        """The layout and its mesh, as error messages print them."""
+        return f"{self!r} on mesh({self.mesh.describe()})"
+
+
+def known_layout(mesh, placements, shape, dtype: str, even: bool = False) -> Layout:
+    """`Layout(mesh, placements, shape, dtype)`, remembered for placements that are a list or tuple of values.
+
+    Args:
+        mesh, placements, shape, dtype: as for `Layout`.
+        even: `shape` is a shard's; the layout is that of the tensor all of whose shards are like it.
+    """
+    try:
+        key = (mesh, placements if placements is None else tuple(placements), shape, dtype, even)
+        layout = _known.get(key)
+    except TypeError:  # one placement alone, or lists of names
+        key = layout = None
+    if layout is None:
+        layout = Layout(mesh, placements, shape, dtype)
+        if even:
+            layout = Layout(mesh, layout.placements, [n * layout.divisor(d) for d, n in enumerate(shape)], dtype,
+                            layout.order)
+        if key is not None and all(isinstance(p, Placement) for p in placements or ()):
+            if len(_known) >= _KNOWN_LIMIT:
+                _known.clear()
+            _known[key] = layout
+    return layout
+
+
+def remembered() -> tuple[int, int]:
+    """How many layouts `known_layout` holds, and may hold."""
+    return len(_known), _KNOWN_LIMIT
+
+
+def _intern(mesh, placements, shape, dtype, dim_axes) -> Layout:
+    key = (mesh, placements, shape, dtype, dim_axes)
+    layout = _interned.get(key)
+    if layout is None:
+        with _lock:
+            layout = _interned.get(key)
+            if layout is None:
+                layout = object.__new__(Layout)
+                put = object.__setattr__
+                put(layout, "mesh", mesh)
+                put(layout, "placements", placements)
+                put(layout, "shape", shape)
+                put(layout, "dtype", dtype)
+                put(layout, "dim_axes", dim_axes)
+                put(layout, "partial_axes", tuple(i for i, p in enumerate(placements) if p.is_partial()))
+                put(layout, "has_odd_partial", any(p.is_partial() and not p.is_partial("sum") for p in placements))
+                put(layout, "_local", {})
+                put(layout, "_order", None)
+                put(layout, "_others", {})
+                put(layout, "_gradient", None)
+                _interned[key] = layout
+    return layout
+
+
+def _dim_axes(placements, ndim, order) -> tuple[tuple[int, ...], ...]:
+    out: list[list[int]] = [[] for _ in range(ndim)]
+    for a in order:
+        if placements[a].is_shard():
+            out[placements[a].dim].append(a)
+    return tuple(map(tuple, out))
+
+
+def normalize(mesh: DeviceMesh, placements, ndim: int, order=None):
+    """Any accepted form of placements -> (one Placement per axis, axis order). Raises LayoutError."""
+    if placements is None:
+        placed: list = [REPLICATE] * mesh.ndim
+    elif isinstance(placements, Placement):
+        placed = [placements]
+    elif isinstance(placements, Mapping):
+        placed = [REPLICATE] * mesh.ndim
+        for axis, p in placements.items():
+            placed[mesh.axis_index(axis)] = p
+    elif len(placements) and all(_is_alias(p) for p in placements):
+        placed, order = _from_alias(mesh, placements, ndim)
+    else:
+        placed = list(placements)
+    where = f"tensor of {ndim} dims on mesh({mesh.describe()})"
+    if len(placed) != mesh.ndim:
+        raise LayoutError(f"For 'placements', {len(placed)} entries were given: {placed}.", where,
+                          f"There is one placement per mesh axis, so {mesh.ndim} here.",
+                          (f"pass {mesh.ndim} placements", f"name the axis: {{{mesh.mesh_dim_names[-1]!r}: Shard(0)}}"))
+    for i, p in enumerate(placed):
+        if not isinstance(p, Placement):
+            raise LayoutError(f"For 'placements', 'placements[{i}]' must be Shard, Replicate or Partial, but got {p!r}.",
+                              where, "", "write Shard(dim), Replicate() or Partial()")
+        if p.is_shard():
+            if not -ndim <= p.dim < ndim:
+                raise LayoutError(f"For 'placements', 'placements[{i}]' is {p!r}.", where,
+                                  f"A tensor of {ndim} dims has dims {-ndim} to {ndim - 1}." if ndim else
+                                  "A tensor of 0 dims cannot be sharded.",
+                                  f"use Shard({ndim - 1})" if ndim else "use Replicate()")
+            placed[i] = p if p.dim >= 0 else Shard(p.dim + ndim)
+        elif p.is_replicate():
+            placed[i] = REPLICATE
+    if order is None:
+        return tuple(placed), tuple(range(mesh.ndim))
+    order = tuple(mesh.axis_index(a) for a in order)
+    if len(set(order)) != len(order):
+        raise LayoutError(f"For 'order', an axis is named twice in {order}.", where)
+    return tuple(placed), (*order, *(a for a in range(mesh.ndim) if a not in order))
+
+
+def _is_alias(entry) -> bool:
+    return isinstance(entry, str) or (isinstance(entry, list | tuple) and all(isinstance(e, str) for e in entry))
+
+
+def _from_alias(mesh: DeviceMesh, entries, ndim: int):
+    where = f"tensor of {ndim} dims on mesh({mesh.describe()})"
+    if len(entries) != ndim:
+        raise LayoutError(f"For 'placements', the alias form {tuple(entries)} has {len(entries)} entries.", where,
+                          f"The alias form has one entry per tensor dim, so {ndim} here.",
+                          "write 'None' for dims that are not sharded")
+    placed: list[Placement] = [Replicate()] * mesh.ndim
+    order = []
+    for dim, entry in enumerate(entries):
+        for name in (entry,) if isinstance(entry, str) else entry:
+            if name == "None":
+                continue
+            for axis in map(mesh.axis_index, mesh.expand_axes(name)):
+                if axis in order:
+                    raise LayoutError(f"For 'placements', axis {name!r} is used twice in {tuple(entries)}.", where,
+                                      "An axis shards at most one dim.", "name each axis once")
+                placed[axis] = Shard(dim)
+                order.append(axis)
+    return placed, order
+
+
+def short_dtype(dtype: str) -> str:
+    """`float32` -> `f32`."""
+    for long, short in _SHORT.items():
+        if dtype.startswith(long) and dtype[len(long):].isdigit():
+            return short + dtype[len(long):]
+    return dtype

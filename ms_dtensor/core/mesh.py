@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeviceMesh: ranks arranged in a grid whose axes have names. Arithmetic only; nothing here communicates.
+
+A mesh is a value: two meshes with the same device type, ranks and names are equal and hash alike, however they were
+made. Which rank *this* process is comes from the process's world, which `comm` binds here (`bind_world`), so that
+the arithmetic stays usable for 65,536 ranks in one process. Read next: `layout.py`.
+"""
+from __future__ import annotations
+
+import contextvars
+import difflib
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from ..errors import MeshError
+
+_DEVICE_TYPES = {"npu": "npu", "ascend": "npu", "gpu": "gpu", "cuda": "gpu", "cpu": "cpu"}
+_default_mesh: contextvars.ContextVar = contextvars.ContextVar("ms_dtensor_default_mesh", default=())
+
+def _no_world() -> None:
+    return None
+
+
+# both are replaced once, when comm is imported: mesh must not import upwards
+_world_source: Callable = _no_world
+_group_source: Callable | None = None
+
+
+def bind_world(world: Callable, group: Callable) -> None:
+    """Tells the mesh module where to ask for the current world (`.rank`, `.size`) and for groups (ranks, axes)."""
+    global _world_source, _group_source
+    _world_source, _group_source = world, group
+
+
+class DeviceMesh:
+    """A named grid of ranks; meanings follow `torch.distributed.device_mesh.DeviceMesh`.
+
+    Args:
+        device_type: "npu", "gpu" or "cpu" (also "Ascend", "GPU", "CPU").
+        mesh: nested list or ndarray of global ranks, in any order, each rank once.
+        mesh_dim_names: one name per axis; default `("axis0", "axis1", ...)`.
+
+    Raises:
+        MeshError: unknown device type, repeated rank, or names that do not fit.
+
+    Example:
+        >>> from ms_dtensor import DeviceMesh
+        >>> mesh = DeviceMesh("cpu", [[0, 1, 2], [3, 4, 5]], mesh_dim_names=("dp", "tp"))
+        >>> mesh, mesh.size("tp"), mesh["tp"] == mesh["tp"]
+        (DeviceMesh(cpu, dp=2, tp=3), 3, True)
+    """
+
+    __slots__ = ("device_type", "mesh", "mesh_dim_names", "shape", "_key", "_hash", "_root", "_flat", "_coordinates",
+                 "_groups", "__weakref__")
+
+    def __init__(self, device_type: str, mesh, *, mesh_dim_names: Sequence[str] | None = None, _root=None):
+        kind = _DEVICE_TYPES.get(str(device_type).lower())
+        if kind is None:
+            raise MeshError(f"For 'DeviceMesh', 'device_type' must be npu, gpu or cpu, but got {device_type!r}.")
+        ranks = np.array(mesh, dtype=np.int64)
+        if ranks.ndim == 0:
+            ranks = ranks.reshape(1)
+        flat = ranks.ravel().tolist()
+        if len(set(flat)) != len(flat) or (flat and min(flat) < 0):
+            raise MeshError(f"For 'DeviceMesh', 'mesh' must hold each rank once, but got {ranks.tolist()}.")
+        if mesh_dim_names is None:
+            names = tuple(f"axis{i}" for i in range(ranks.ndim))
+        else:
+            names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names)
+        if len(names) != ranks.ndim or len(set(names)) != len(names):
+            raise MeshError(f"For 'DeviceMesh', 'mesh_dim_names' must be {ranks.ndim} different names for the mesh of "
+                            f"shape {ranks.shape}, but got {names}.")
+        ranks.setflags(write=False)
+        self.device_type, self.mesh, self.mesh_dim_names, self.shape = kind, ranks, names, ranks.shape
+        self._key = (kind, ranks.shape, names, ranks.tobytes())
+        self._hash = hash(self._key)
+        self._root = _root
+        self._flat: dict[str, tuple[str, ...]] = {}
+        self._coordinates: dict[int, tuple[int, ...] | None] = {}
+        self._groups: dict = {}
+
+    # -- a value --------------------------------------------------------------------------------------------------
+    def __eq__(self, other):
+        return self is other or (isinstance(other, DeviceMesh) and self._key == other._key)
+
+    def __hash__(self):
+        return self._hash
+
+    def __reduce__(self):
+        return _rebuild, (self.device_type, self.mesh.tolist(), self.mesh_dim_names)
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def __repr__(self):
+        return f"DeviceMesh({self.device_type}, {self.describe()})"
+
+    def describe(self) -> str:
+        """`dp=2, tp=4`: the axes by name, as messages print them."""
+        return ", ".join(f"{n}={s}" for n, s in zip(self.mesh_dim_names, self.shape))
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return self.mesh.ndim
+
+    @property
+    def rank_list(self) -> tuple[int, ...]:
+        """All ranks, row-major."""
+        return tuple(self.mesh.ravel().tolist())
+
+    def size(self, axis: int | str | None = None) -> int:
+        """Number of ranks, of the mesh or along one axis."""
+        return self.mesh.size if axis is None else self.shape[self.axis_index(axis)]
+
+    def axis_index(self, axis: int | str) -> int:
+        """Index of an axis given by name or (possibly negative) index."""
+        if isinstance(axis, str):
+            if axis in self.mesh_dim_names:
+                return self.mesh_dim_names.index(axis)
+            near = difflib.get_close_matches(axis, (*self.mesh_dim_names, *self._flat), 1, 0.5)
+            raise MeshError(f"For 'DeviceMesh', there is no axis {axis!r}.", f"mesh({self.describe()})",
+                            "Axes go by the names given at creation.",
+                            f"did you mean {near[0]!r}?" if near else f"use one of {self.mesh_dim_names}")
+        if not -self.ndim <= axis < self.ndim:
+            raise MeshError(f"For 'DeviceMesh', axis {axis} is out of range.", f"mesh({self.describe()})")
+        return axis % self.ndim
+
+    # -- where this process is ------------------------------------------------------------------------------------
+    def get_rank(self) -> int:
+        """Global rank of this process (0 where no process group runs)."""
+        world = _world_source()
+        return 0 if world is None else world.rank
+
+    def coordinate_of(self, rank: int) -> tuple[int, ...] | None:
+        """Position of a global rank on the mesh, or None."""
+        try:
+            return self._coordinates[rank]
+        except KeyError:
+            found = np.argwhere(self.mesh == rank)
+            at = self._coordinates[rank] = tuple(found[0].tolist()) if len(found) else None
+            return at
+
+    def get_coordinate(self) -> tuple[int, ...] | None:
+        """This process's position on the mesh, or None if it is not part of it."""
+        return self.coordinate_of(self.get_rank())
+
+    def get_local_rank(self, axis: int | str | None = None) -> int:
+        """This process's position along one axis (may be left out on a mesh of one axis)."""
+        if axis is None:
+            if self.ndim != 1:
+                raise MeshError("For 'get_local_rank', 'axis' must be given on a mesh of several axes.",
+                                f"mesh({self.describe()})")
+            axis = 0
+        here = self.get_coordinate()
+        if here is None:
+            raise MeshError("For 'get_local_rank', this process is not part of the mesh.", f"mesh({self.describe()})")
+        return here[self.axis_index(axis)]
+
+    def ranks_along(self, axes: Sequence[int], coordinate: Sequence[int]) -> tuple[int, ...]:
+        """Ranks that share `coordinate` on all other axes, row-major over `axes` in the order given."""
+        at = list(coordinate)
+        out = []
+        for sub in itertools.product(*(range(self.shape[a]) for a in axes)):
+            for a, i in zip(axes, sub):
+                at[a] = i
+            out.append(int(self.mesh[tuple(at)]))
+        return tuple(out)
+
+    def get_group(self, axis: int | str | Sequence[int | str] | None = None):
+        """The communication `Group` of this process along one axis, or along several taken as one.
+
+        Creating it is free; a backend makes its communicator on the first collective.
+
+        Raises:
+            MeshError: no process group runs, or this process is not part of the mesh.
+        """
+        if axis is None:
+            axis = tuple(range(self.ndim))
+        axes = (axis,) if isinstance(axis, int | str) else tuple(axis)
+        if len(axes) == 1 and axes[0] in self._flat:
+            axes = self._flat[axes[0]]
+        axes = tuple(self.axis_index(a) for a in axes)
+        world = _world_source()
+        here = None if world is None else self.coordinate_of(world.rank)
+        if here is None:
+            raise MeshError("For 'get_group', this process is not part of the mesh, or no process group runs.",
+                            f"mesh({self.describe()})", "", "call init_device_mesh first, on every rank")
+        key = (axes, world.rank, world.backend)
+        group = self._groups.get(key)
+        if group is None:
+            group = _group_source(self.ranks_along(axes, here), tuple(self.mesh_dim_names[a] for a in axes))
+            self._groups[key] = group
+        return group
+
+    # -- meshes out of meshes -------------------------------------------------------------------------------------
+    @property
+    def root(self) -> DeviceMesh:
+        """The mesh this one was sliced from, or itself."""
+        return self if self._root is None else self._root
+
+    def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
+        """Sub-mesh of the named axes that contains this process (the first one for a process outside)."""
+        wanted = (names,) if isinstance(names, str) else tuple(names)
+        if len(wanted) == 1 and wanted[0] in self._flat:
+            return self._flatten(self._flat[wanted[0]], wanted[0])
+        axes = tuple(self.axis_index(n) for n in wanted)
+        if len(set(axes)) != len(axes):
+            raise MeshError(f"For 'DeviceMesh', an axis is named twice in {wanted}.", f"mesh({self.describe()})")
+        if axes == tuple(range(self.ndim)):
+            return self
+        return DeviceMesh(self.device_type, self._block(axes), mesh_dim_names=[self.mesh_dim_names[a] for a in axes],
+                          _root=self.root)
+
+    def _block(self, axes: tuple[int, ...]) -> np.ndarray:
+        here = self.get_coordinate() or (0,) * self.ndim
+        ranks = self.ranks_along(axes, here)
+        return np.array(ranks).reshape([self.shape[a] for a in axes])
+
+    def _flatten(self, axes: tuple[str, ...], name: str) -> DeviceMesh:
+        block = self._block(tuple(self.axis_index(a) for a in axes))
+        return DeviceMesh(self.device_type, block.ravel(), mesh_dim_names=(name,), _root=self.root)
+
+    def flatten(self, name: str | None = None) -> DeviceMesh:
+        """This mesh as one axis called `name`; the root mesh knows it by that name afterwards.
+
+        Example:
+            >>> from ms_dtensor import DeviceMesh
+            >>> mesh = DeviceMesh("cpu", [[[0], [1]], [[2], [3]]], mesh_dim_names=("dp", "cp", "tp"))
+            >>> mesh["dp", "cp"].flatten("dp_cp"), mesh["dp_cp"].rank_list
+            (DeviceMesh(cpu, dp_cp=4), (0, 1, 2, 3))
+        """
+        name = name or "_".join(self.mesh_dim_names)
+        if name in self.root.mesh_dim_names:
+            raise MeshError(f"For 'flatten', {name!r} is already an axis.", f"mesh({self.root.describe()})", "",
+                            "choose another name")
+        self.root._flat[name] = self.mesh_dim_names
+        return self.root._flatten(self.mesh_dim_names, name) if self._root is not None else \
+            DeviceMesh(self.device_type, self.mesh.ravel(), mesh_dim_names=(name,), _root=self.root)
+
+    def expand_axes(self, name: str) -> tuple[str, ...]:
+        """The axes behind a flattened name, or the name itself."""
+        return self._flat.get(name, (name,))
+
+    @classmethod
+    def from_group(cls, group, device_type: str, mesh=None, mesh_dim_names: Sequence[str] | None = None) -> DeviceMesh:
+        """A mesh over the ranks of an existing group (or of one group per axis, with `mesh` given).
+
+        Args:
+            group: a `Group` (anything with `.ranks`) or a sequence of ranks; a list of groups, one per axis, needs `mesh`.
+            device_type: as for `DeviceMesh`.
+            mesh: the grid of ranks; default: the group's ranks in order.
+            mesh_dim_names: names of the axes.
+        """
+        if mesh is None:
+            mesh = getattr(group, "ranks", group)
+        return cls(device_type, mesh, mesh_dim_names=mesh_dim_names)
+
+    # -- the default mesh -----------------------------------------------------------------------------------------
+    def __enter__(self) -> DeviceMesh:
+        _default_mesh.set((*_default_mesh.get(), self))
+        return self
+
+    def __exit__(self, *exc) -> None:
+        _default_mesh.set(_default_mesh.get()[:-1])
+
+
+def _rebuild(device_type, ranks, names):
+    return DeviceMesh(device_type, ranks, mesh_dim_names=names)
+
+
+def current_mesh() -> DeviceMesh | None:
+    """The mesh of the innermost `with mesh:` block, or None."""
+    stack = _default_mesh.get()
+    return stack[-1] if stack else None
+
+
+def resolve_mesh(mesh: DeviceMesh | None, who: str) -> DeviceMesh:
+    """`mesh`, or the default one; an error that names the caller otherwise."""
+    mesh = mesh if mesh is not None else current_mesh()
+    if not isinstance(mesh, DeviceMesh):
+        raise MeshError(f"For '{who}', 'device_mesh' must be a DeviceMesh, but got {mesh!r} and there is no default mesh.",
+                        "", "", ("pass device_mesh=", "run inside `with mesh:`"))
+    return mesh
+
+
+def coordinates(mesh: DeviceMesh) -> Iterator[tuple[int, ...]]:
+    """All coordinates of a mesh, row-major."""
+    return itertools.product(*(range(s) for s in mesh.shape))
+
+
+@lru_cache(maxsize=4096)
+def chunk_bounds(size: int, parts: int) -> tuple[tuple[int, int], ...]:
+    """Start and stop of each chunk of a dim: ceil(size / parts) rows each until none are left.
+
+    Example:
+        >>> from ms_dtensor.core.mesh import chunk_bounds
+        >>> chunk_bounds(5, 4)
+        ((0, 2), (2, 4), (4, 5), (5, 5))
+    """
+    step = math.ceil(size / parts)
+    return tuple((min(i * step, size), min((i + 1) * step, size)) for i in range(parts))

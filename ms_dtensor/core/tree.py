@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nested arguments: tensors within tuples, lists and dicts, as calls have them."""
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+
+
+def map_leaves(fn: Callable, tree, kind: type):
+    """`tree` with each leaf of a kind replaced by `fn(leaf)`; everything else stays as it is."""
+    if isinstance(tree, kind):
+        return fn(tree)
+    if isinstance(tree, tuple | list):
+        return type(tree)(map_leaves(fn, v, kind) for v in tree)
+    if isinstance(tree, dict):
+        return {k: map_leaves(fn, v, kind) for k, v in tree.items()}
+    return tree
+
+
+def leaves(tree, kind: type) -> list:
+    """The leaves of a kind, in order of appearance."""
+    if isinstance(tree, kind):
+        return [tree]
+    values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, tuple | list) else ()
+    return [leaf for v in values for leaf in leaves(v, kind)]
+
+
+def has_dtensor(values) -> bool:
+    """Whether a DTensor is among values, or in lists and tuples of them."""
+    for v in values:
+        if v.__class__ is tuple or v.__class__ is list:
+            if has_dtensor(v):
+                return True
+        elif getattr(v, "_layout", None) is not None:
+            return True
+    return False
+
+
+@functools.cache
+def argument_names(fn: Callable, skip: int = 0) -> tuple[str, ...]:
+    """Names of a function's parameters after the first `skip`, as rules see them; `*rest` takes what remains."""
+    names = []
+    for p in list(inspect.signature(fn).parameters.values())[skip:]:
+        if p.kind is p.VAR_POSITIONAL:
+            names.append("*" + p.name)
+        elif p.kind is not p.VAR_KEYWORD:
+            names.append(p.name)
+    return tuple(names)

@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`local_map`: a function of local tensors as a function of DTensors; the way out where no rule fits.
+
+The caller says how inputs must lie and what the results are; everything else follows. Which face a replicated input
+shows is read off these placements as off a rule's case: on an axis where any input or result is `Shard` or `Partial`,
+ranks do different work with it, so its cotangents are summands. Invariant: a result's global shape is either given, or
+implied by inputs whose shards are all alike, or compared across ranks; it is never guessed from one uneven shard.
+"""
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+from mindspore import Parameter, Tensor
+
+from .. import comm
+from ..core.layout import Layout, known_layout
+from ..core.mesh import DeviceMesh
+from ..core.placements import PARTIAL, Placement
+from ..dispatch import modes, patches
+from ..dispatch.dispatcher import plain_tree
+from ..dispatch.operands import as_local, dtype_name, finish, moved_implicitly, recording, wrap
+from ..errors import ImplicitCommError, LayoutError, MixedOperandError
+
+
+def local_map(fn: Callable | None = None, out_placements=None, in_placements=None, *, in_grad_placements=None,
+              device_mesh: DeviceMesh | None = None, redistribute_inputs: bool = False, out_shapes=None) -> Callable:
+    """`fn`, written for local tensors, as a function of DTensors; meaning as PyTorch's, gradients included.
+
+    Args:
+        fn: takes and returns plain tensors (and anything else); it may communicate by itself.
+        out_placements: of the results: one placements (a sequence with one `Placement` per mesh axis, or a dict by
+            axis name) for one result, else a tuple with one such entry per result; None leaves a result plain.
+        in_placements: one entry per positional argument: placements for a DTensor, None for anything else. Without it
+            every DTensor is taken as it lies.
+        in_grad_placements: one entry per positional argument: how the cotangent that `fn` produces for it is laid out.
+            Default: as the input, and a sum where the input is replicated on an axis that shards something else.
+        device_mesh: of the results; default the inputs' mesh.
+        redistribute_inputs: move inputs that lie otherwise than `in_placements` says; else they are refused.
+        out_shapes: global shape of each result (a tuple of shapes, or a function of the inputs' global shapes). Only
+            needed to spare the comparison across ranks when shards are uneven.
+
+    Returns:
+        The function. If no argument is a DTensor it calls `fn` and returns what it returned.
+
+    Raises:
+        LayoutError: inputs that do not lie as `in_placements` says, results that are not shards of one tensor.
+
+    Example:
+        >>> import mindspore as ms, ms_dtensor as md
+        >>> from ms_dtensor import Shard, Replicate, Partial
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> row = md.local_map(lambda x, w: x @ w, [Partial()], ([Shard(1)], [Shard(0)]))
+        >>> x = md.ones((2, 4), device_mesh=mesh, placements=[Shard(1)])
+        >>> w = md.ones((4, 3), device_mesh=mesh, placements=[Shard(0)])
+        >>> row(x, w)
+        DTensor(f32[2, 3]{sum: tp}, mesh=(tp=1), rank 0 holds [2, 3])
+    """
+    if fn is None:
+        return functools.partial(local_map, out_placements=out_placements, in_placements=in_placements,
+                                 in_grad_placements=in_grad_placements, device_mesh=device_mesh,
+                                 redistribute_inputs=redistribute_inputs, out_shapes=out_shapes)
+    name = getattr(fn, "__name__", type(fn).__name__)
+
+    mapping = Mapping(f"local_map({name})", out_placements, in_placements, in_grad_placements, device_mesh,
+                      redistribute_inputs, out_shapes)
+
+    @functools.wraps(fn, updated=())
+    def mapped(*args, **kwargs):
+        return mapping.run(fn, args, kwargs)
+    return mapped
+
+
+class Mapping:
+    """One declaration of how a local function's inputs and results lie; `run` applies it to a call.
+
+    What it means for inputs of given layouts is worked out once.
+    """
+
+    def __init__(self, who, out_placements, in_placements=None, in_grad_placements=None, device_mesh=None,
+                 redistribute_inputs=False, out_shapes=None, implicit=False):
+        self.who, self.outs, self.ins, self.grads = who, out_placements, in_placements, in_grad_placements
+        self.mesh, self.redistribute, self.shapes, self.implicit = device_mesh, redistribute_inputs, out_shapes, implicit
+        self._known: dict[tuple, tuple] = {}
+
+    def run(self, fn, args: tuple, kwargs: dict):
+        found = [a for a in (*args, *kwargs.values()) if _layout(a) is not None]
+        if not found:
+            return fn(*args, **kwargs)
+        mode = modes.mode.get()
+        if mode.skip:
+            return fn(*plain_tree(args), **plain_tree(kwargs))
+        named = {k: _layout(v) for k, v in kwargs.items()}
+        key = (*map(_layout, args), *(isinstance(a, Tensor) for a in args), *named.items())
+        if key not in self._known:
+            if len(self._known) >= 256:
+                self._known.clear()
+            self._known[key] = self._work_out(found, args, named)
+        mesh, targets, outs, own, cotangents = self._known[key]
+        self._check_moves(args, targets, mode)
+        moved_args = [x if t is None else as_local(moved_to(x, t), c) for x, t, c in zip(args, targets, cotangents)]
+        moved_kwargs = {k: v if named[k] is None else as_local(v, shown(named[k], own)) for k, v in kwargs.items()}
+        result = fn(*moved_args, **moved_kwargs)
+        layouts = [t for t in (*targets, *named.values()) if t is not None]
+        return self._wrap(result, outs, self.mesh or mesh, layouts)
+
+    def _work_out(self, found, args, named):
+        """(mesh, layouts the arguments must have, results, axes with work of their own, the arguments' cotangents)"""
+        mesh = self._common_mesh(found)
+        targets = self._targets(args, mesh)
+        outs = self._out_placements(mesh)
+        own = self._axes_with_work((*targets, *named.values()), outs, mesh)
+        return mesh, targets, outs, own, self._cotangents(targets, own, mesh)
+
+    # -- what was declared ------------------------------------------------------------------------------------------
+    def _common_mesh(self, found) -> DeviceMesh:
+        meshes = list(dict.fromkeys(_layout(x).mesh for x in found))
+        if len(meshes) > 1:
+            raise LayoutError(f"For '{self.who}', the inputs live on different meshes.",
+                              "\n".join(_layout(x).describe() for x in found), "One call works on one mesh.",
+                              f"x.redistribute({meshes[0]}, placements)")
+        return meshes[0]
+
+    def _targets(self, args, mesh) -> list[Layout | None]:
+        """The layout each positional argument must have, None for plain ones."""
+        if self.ins is None:
+            return [_layout(a) for a in args]
+        entries = _per_item(self.ins, mesh)
+        if len(entries) != len(args):
+            raise LayoutError(f"For '{self.who}', 'in_placements' has {len(entries)} entries for {len(args)} arguments.",
+                              "", "There is one entry per positional argument.", "write None for plain arguments")
+        targets: list[Layout | None] = []
+        for i, (x, entry) in enumerate(zip(args, entries)):
+            layout = _layout(x)
+            if layout is None and entry is not None and isinstance(x, Tensor):
+                raise MixedOperandError(f"For '{self.who}', argument {i} is a plain tensor, but 'in_placements' lays it "
+                                        "out.", f"in_placements[{i}] = {entry}",
+                                        "A plain tensor does not say how it is laid out.",
+                                        ("distribute_tensor(t, device_mesh, placements)", "None at that place"))
+            if layout is not None and entry is None:
+                raise LayoutError(f"For '{self.who}', argument {i} is a DTensor, but 'in_placements' has None there.",
+                                  layout.describe(), "", f"write {list(layout.placements)}")
+            target = None if layout is None else self._target(i, layout, entry)
+            if target is not layout and not self.redistribute:
+                raise LayoutError(f"For '{self.who}', argument {i} does not lie as 'in_placements' says.",
+                                  f"{layout.describe()}, wanted {target}", "'redistribute_inputs' is off.",
+                                  (f".redistribute(placements={list(target.placements)})", "redistribute_inputs=True"))
+            targets.append(target)
+        return targets
+
+    def _target(self, i, layout: Layout, entry) -> Layout:
+        draft = layout.with_placements(entry)
+        if draft.placements == layout.placements:  # no order was asked for, so the present one will do
+            return layout
+        for a, (have, want) in enumerate(zip(layout.placements, draft.placements)):
+            if want.is_partial() and have != want:
+                raise LayoutError(f"For '{self.who}', argument {i} cannot become {want!r} on axis "
+                                  f"{layout.mesh.mesh_dim_names[a]!r}.", layout.describe(),
+                                  "Summands cannot be made from their sum.", f"write {have!r}")
+        return draft
+
+    def _out_placements(self, mesh):
+        """(entries, whether there is one result)."""
+        mesh = self.mesh or mesh
+        single = self.outs is not None and _is_placements(self.outs, mesh)
+        return [self.outs] if single or self.outs is None else list(self.outs), single or self.outs is None
+
+    def _cotangents(self, targets, own, mesh):
+        given = (None,) * len(targets) if self.grads is None else _per_item(self.grads, mesh)
+        if len(given) != len(targets):
+            raise LayoutError(f"For '{self.who}', 'in_grad_placements' has {len(given)} entries for {len(targets)} "
+                              "arguments.", "", "There is one entry per positional argument.",
+                              "write None for plain arguments")
+        return [None if t is None else shown(t, own) if g is None else t.with_placements(g)
+                for t, g in zip(targets, given)]
+
+    def _axes_with_work(self, targets, outs, mesh) -> tuple[int, ...]:
+        """Axes on which ranks do different work with what is replicated there."""
+        placed = [t.placements for t in targets if t is not None]
+        if self.mesh is None or self.mesh == mesh:
+            placed += [_expanded(o, mesh) for o in outs[0] if o is not None]
+        return tuple(a for a in range(mesh.ndim) if any(not p[a].is_replicate() for p in placed))
+
+    def _check_moves(self, args, targets, mode) -> None:
+        if not self.implicit or mode.policy != "explicit":
+            return
+        for i, (x, t) in enumerate(zip(args, targets)):
+            if t is not None and t is not _layout(x):
+                raise ImplicitCommError(f"For '{self.who}', argument {i} has to be moved first.",
+                                        f"{_layout(x).describe()} -> {t}", "The redistribution policy is 'explicit'.",
+                                        f"insert .redistribute(placements={list(t.placements)})")
+
+    # -- results ------------------------------------------------------------------------------------------------------
+    def _wrap(self, result, outs, mesh, layouts):
+        entries, single = outs
+        results = [result] if single else list(result) if isinstance(result, tuple | list) else None
+        if results is None or len(results) != len(entries):
+            got = "one result" if results is None else f"{len(results)} results"
+            raise LayoutError(f"For '{self.who}', 'out_placements' has {len(entries)} entries for {got}.", "",
+                              "There is one entry per result.", "write None for results that are no tensors")
+        for i, (r, entry) in enumerate(zip(results, entries)):
+            if entry is not None and not isinstance(r, Tensor):
+                raise LayoutError(f"For '{self.who}', result {i} is a {type(r).__name__}, but 'out_placements' lays it out.",
+                                  f"out_placements[{i}] = {entry}", "", "write None there")
+            if entry is not None and _layout(r) is not None:
+                raise LayoutError(f"For '{self.who}', result {i} is a DTensor already.", _layout(r).describe(),
+                                  "The function works on local tensors.", "return .to_local(), or write None there")
+        placed = [(i, r) for i, r in enumerate(results) if entries[i] is not None]
+        shapes = self._global_shapes([(entries[i], r) for i, r in placed], mesh, layouts)
+        for (i, r), shape in zip(placed, shapes):
+            draft = known_layout(mesh, entries[i], tuple(shape), dtype_name(r.dtype))
+            if mesh.get_coordinate() is not None and draft.local_shape() != tuple(r._shape):
+                raise LayoutError(f"For '{self.who}', result {i} has local shape {list(r._shape)}, not its shard's.",
+                                  draft.describe(), f"Its shard there is {list(draft.local_shape())}.",
+                                  "correct 'out_shapes'")
+            if isinstance(r, Parameter):
+                r = r.view(r._shape)
+            results[i] = finish(wrap(r, draft), recording())
+        patches.install()
+        return results[0] if single else type(result)(results)
+
+    def _global_shapes(self, placed, mesh, layouts):
+        if self.shapes is not None:
+            shapes = self.shapes(*(x.shape for x in layouts)) if callable(self.shapes) else self.shapes
+            shapes = list(shapes)
+            return [shapes] if shapes and isinstance(shapes[0], int) or (placed and not shapes) else shapes
+        drafts = [Layout(mesh, entry, tuple(r._shape), dtype_name(r.dtype)) for entry, r in placed]
+        if all(evenly(x) for x in layouts):
+            return [[n * d.divisor(i) for i, n in enumerate(d.shape)] for d in drafts]
+        return _compared(self.who, drafts, mesh)
+
+
+def evenly(layout: Layout) -> bool:
+    """Whether all ranks hold shards of one shape."""
+    return all(n % layout.divisor(d) == 0 for d, n in enumerate(layout.shape))
+
+
+def _compared(who: str, drafts, mesh: DeviceMesh):
+    """Global shapes of results whose local shapes differ: all ranks tell theirs, and must make one tensor each."""
+    if mesh.get_coordinate() is None:
+        raise LayoutError(f"For '{who}', a rank outside the mesh cannot know the results' shapes.",
+                          f"mesh({mesh.describe()})",
+                          "Input shards are uneven.", "pass out_shapes=")
+    with comm.annotate(implicit=True, src=f"{who} local shapes", dst="global shapes"):
+        everyone = mesh.get_group().all_gather_object([d.shape for d in drafts])
+    of = {mesh.coordinate_of(rank): shapes for rank, shapes in zip(mesh.rank_list, everyone)}
+    out = []
+    for j, draft in enumerate(drafts):
+        shape = []
+        for d, axes in enumerate(draft.dim_axes):
+            line = {tuple(c if a in axes else 0 for a, c in enumerate(at)) for at in of}
+            shape.append(sum(of[at][j][d] for at in line))
+        whole = Layout(mesh, draft.placements, shape, draft.dtype, draft.order)
+        if any(whole.local_shape(at) != tuple(shapes[j]) for at, shapes in of.items()):
+            held = "\n".join(f"coordinate {at} holds {list(s[j])}, its shard is {list(whole.local_shape(at))}"
+                             for at, s in sorted(of.items()))
+            raise LayoutError(f"For '{who}', the local results {j} are not the shards of one tensor.",
+                              f"{whole.describe()}\n{held}", "Shards are chunks of ceil(n / axis size) rows.",
+                              ("pad the inputs to a multiple of the axis size", "redistribute them to Replicate"))
+        out.append(shape)
+    return out
+
+
+def shown(layout: Layout, own: Sequence[int]) -> Layout:
+    """The cotangent layout of a value with which ranks do work of their own on the axes `own`."""
+    gradient = layout.gradient()
+    placements = [PARTIAL if a in own and layout.placements[a].is_replicate() else p
+                  for a, p in enumerate(gradient.placements)]
+    return gradient.with_placements(placements, gradient.order)
+
+
+def moved_to(x, target: Layout):
+    """`x` in that layout, as dispatch would move an operand."""
+    return x if x._layout is target else moved_implicitly(x, target, recording())
+
+
+def _layout(x) -> Any:
+    return getattr(x, "_layout", None)
+
+
+def _is_placements(entry, mesh) -> bool:
+    """One set of placements, as opposed to a tuple of them."""
+    if isinstance(entry, Placement | dict):
+        return True
+    if not isinstance(entry, tuple | list) or not entry:
+        return False
+    return all(isinstance(p, str) for p in entry) or (
+        len(entry) == mesh.ndim and all(isinstance(p, Placement) for p in entry))
+
+
+def _per_item(entries, mesh) -> tuple:
+    return (entries,) if _is_placements(entries, mesh) else tuple(entries)
+
+
+def _expanded(entry, mesh) -> tuple[Placement, ...]:
+    """The placement per axis of any accepted form; shapes do not matter here."""
+    ndim = len(entry) if isinstance(entry, tuple | list) and not all(isinstance(p, Placement) for p in entry) else \
+        1 + max((abs(p.dim) for p in _placements_of(entry) if p.is_shard()), default=0)
+    return Layout(mesh, entry, (prod(mesh.shape),) * ndim).placements
+
+
+def _placements_of(entry):
+    return (entry,) if isinstance(entry, Placement) else tuple(entry.values()) if isinstance(entry, dict) else tuple(entry)

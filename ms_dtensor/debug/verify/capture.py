@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a public call turns into: the primitive calls that reach `__fallback__`, with their tensors.
+
+A probe is a Tensor subclass that records every call and computes it plainly. It works for any public form (function,
+method, operator, Cell), so the verifier checks what users write and not what we believe it becomes. On CPU a primitive
+without a kernel is computed by its decomposition, as dispatch would.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import mindspore as ms
+from mindspore import Tensor, ops
+from mindspore._c_expression import NoFallbackGuard
+
+from ...core.layout import Layout
+from ...core.mesh import DeviceMesh
+from ...core.tree import leaves, map_leaves
+from ...dispatch import patches
+from ...dispatch.operands import dtype_name
+from ...dispatch.planner import as_operands, attributes, bind_arguments
+from ...ops.local import CPU, TABLE, decomposition, fill_operands
+from ...ops.rules import RULES, Call, Invoke, Local, Operand
+from ...ops.rules.write import INPLACE
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """One primitive call: `func(*head, args)` or `func(*args, **kwargs)` with concrete plain tensors.
+
+    `primitive` is the head as MindSpore sent it, also where a decomposition takes the call and `head` is None.
+    """
+
+    name: str
+    func: Any
+    head: tuple | None
+    args: tuple
+    kwargs: dict
+    result: Any
+    primitive: tuple | None = None
+    params: tuple[str, ...] | None = None  # argument names of an op of our own, whose name begins with "@"
+
+
+class Probe(Tensor):
+    """A tensor that notes the calls it takes part in."""
+
+    _log: list | None = None
+    __array_ufunc__ = None
+    inited_param, has_init = None, False  # what a Cell asks its parameters, should a probe stand in for one
+
+    def __new__(cls, tensor, log=None):
+        out = Tensor._make_subclass(cls, tensor)
+        out._log = log
+        return out
+
+    def __fallback__(self, func, args=(), kwargs=None):
+        head = None
+        real = args
+        if len(args) == 3 and isinstance(args[1], str) and isinstance(args[0], ops.Primitive):
+            head, real = args[:2], args[2]
+        name, primitive = func.name, head
+        if name in INPLACE:
+            return self._written(name, real, kwargs or {}, head)
+        real, kwargs = _plain(tuple(real)), _plain(kwargs or {})
+        before = copied(real), copied(kwargs)  # the op may write into an operand, and a later one into its result
+        if name in CPU and ms.get_context("device_target") == "CPU":  # there is no kernel; dispatch does the same
+            func, head = decomposition(name, {} if head is None else attributes(head[0])), None
+        with NoFallbackGuard():
+            result = func(*real, **kwargs) if head is None else func(*head, real)
+        if name != "typeof":
+            self._log.append(Captured(name, func, head, *before, copied(_plain(result)), primitive))
+        return _probe(result, self._log)
+
+    def _written(self, name, args, kwargs, head):
+        """An in-place op: what gives the new value is an op of our own, which `inplace.py` then stores."""
+        op, params = INPLACE[name]
+        arguments = bind_arguments(name, params, args, kwargs, head)
+        new = self._run_own_op("=" + op, {k: v for k, v in arguments.items() if k != "attrs"})
+        target = next(v for v in arguments.values() if isinstance(v, Probe))
+        with NoFallbackGuard():
+            Tensor.copy_(_plain(target), _plain(new))
+        return target
+
+    def __getitem__(self, index):
+        from ...tensor.indexing import get_item
+        return get_item(self, index)
+
+    def __setitem__(self, index, value):
+        from ...tensor.indexing import set_item
+        set_item(self, index, value)
+
+    def __iter__(self):
+        return (self[i] for i in range(self._shape[0]))
+
+    def _run_own_op(self, op, arguments):
+        args = tuple(_plain(v) for v in arguments.values())
+        whole = _on_one_rank(op, arguments)
+        with NoFallbackGuard():
+            result = whole(*args)
+        self._log.append(Captured("@" + op, whole, None, copied(args), {}, copied(_plain(result)), None, tuple(arguments)))
+        return _probe(result, self._log)
+
+
+def _on_one_rank(op: str, arguments: dict):
+    """An op of our own as a function of its arguments: the local form that its rule gives for a mesh of one rank."""
+    tensors = leaves(arguments, Tensor)
+    operands = tuple(Operand(i, tuple(t._shape), dtype_name(t.dtype)) for i, t in enumerate(tensors))
+    it = iter(operands)
+    call = Call(op.lstrip("="), {k: as_operands(v, it) for k, v in arguments.items()}, operands)
+    spec = RULES[call.op](call)
+    mesh = DeviceMesh("cpu", [0])
+    ins = tuple(Layout(mesh, None, o.shape, o.dtype) for o in operands)
+    outs = tuple(Layout(mesh, None, shape) for shape in spec.shapes)
+    form = (spec.local(Local(ins, outs, (0,))) if spec.local else None) or Invoke(op, tuple(call.args.values()))
+    return lambda *args: TABLE[form.name](*fill_operands(form.args, leaves(args, Tensor)), **form.kwargs)
+
+
+def copied(tree):
+    """`tree` with tensors of their own."""
+    return map_leaves(lambda x: Tensor(x.asnumpy().copy()) if x.dtype != ms.bfloat16 else x, tree, Tensor)
+
+
+def _plain(tree):
+    return map_leaves(lambda x: Tensor._make_subclass(Tensor, x), tree, Tensor)
+
+
+def _probe(tree, log):
+    return map_leaves(lambda x: Probe(x, log), tree, Tensor)
+
+
+def capture(fn, *args, **kwargs) -> list[Captured]:
+    """The primitive calls made by `fn(*args, **kwargs)`, its tensors replaced by probes."""
+    patches.install()
+    log: list[Captured] = []
+    fn(*_probe(args, log), **{k: _probe(v, log) for k, v in kwargs.items()})
+    return log

@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which classes are DTensors: dispatch makes and meets them, and cannot import them, as they import dispatch.
+
+`tensor/dtensor.py` fills this once. Not here: anything that tells one kind of DTensor from another.
+"""
+from __future__ import annotations
+
+from mindspore import Tensor
+
+ATOM, OURS, LIST = 1, 2, 3
+KINDS: dict[type, int] = {**dict.fromkeys((int, float, bool, str, type(None), complex), ATOM), tuple: LIST, list: LIST}
+DTENSOR: type = Tensor  # of results
+ASYNC: type = Tensor  # of results whose data are under way
+
+
+def bind(dtensor: type, parameter: type, async_dtensor: type) -> None:
+    """Says what DTensors are."""
+    global DTENSOR, ASYNC
+    DTENSOR, ASYNC = dtensor, async_dtensor
+    KINDS[dtensor] = KINDS[parameter] = OURS

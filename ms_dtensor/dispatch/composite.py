@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ops that no single local call can compute on shards, written as several DTensor ops that can.
+
+A variance over a sharded dim is no sum of the shards' variances; from a mean and a sum of squares it is exact, and only
+those small results travel. Dispatch asks `COMPOSED` before it plans a call: where `when` says that the op's own rule
+would have to gather a dim, `run` makes the same call out of public ops, each dispatched with its own rule and gradient.
+Invariant: `when` looks at layouts and static arguments only, so every rank decides alike; on plain tensors `run` equals
+the op, which `verify` checks for every call that can be composed.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import mindspore as ms
+from mindspore import mint, ops
+
+from ..core.layout import Layout
+from ..core.placements import REPLICATE
+from ..ops.local import cpu_math
+from ..ops.local.composites import batch_norm, nll_loss
+from ..ops.rules.loss import reduction_of
+from ..ops.rules.spec import Call, dims_of
+from .operands import redistribute
+
+
+class Composed(NamedTuple):
+    """`when(call, layouts)` chooses it; `run(primitive name, **arguments)` gives what the primitive gives."""
+
+    when: Callable[[Call, tuple[Layout, ...]], bool]
+    run: Callable[..., Any]
+
+
+def _reduces_sharded(default=None):
+    def when(call: Call, layouts) -> bool:
+        x = call.args["input"]
+        axes = layouts[x.index].dim_axes
+        return 0 not in x.shape and any(axes[d] for d in dims_of(call.args.get("dim", default), x.ndim) if x.shape)
+    return when
+
+
+def _settled(x):
+    """A row's total as every rank needs it next: one all-reduce, where op by op it would be scattered and gathered."""
+    layout = getattr(x, "_layout", None)
+    if layout is None or not layout.partial_axes:
+        return x
+    placed = [REPLICATE if p.is_partial() else p for p in layout.placements]
+    return redistribute(x, layout.with_placements(placed, layout.order), implicit=True)
+
+
+def _floating(x):
+    return x if x.is_floating_point() else x.astype(ms.float32)
+
+
+def variance(name, input, dim=None, correction=None, keepdim=False, **_):
+    """`Var`, `Std` and their NumPy forms, whose correction is 0 by default."""
+    correction = (0 if name.startswith("Deprecated") else 1) if correction is None else correction
+    return (cpu_math.std if name.endswith("Std") else cpu_math.variance)(_floating(input), dim, correction, keepdim)
+
+
+def variance_mean(name, input, dim=None, correction=1, keepdim=False, **_):
+    """`VarMean`, `StdMean`."""
+    return (cpu_math.std_mean if name == "StdMean" else cpu_math.var_mean)(input, dim, correction, keepdim)
+
+
+def reduce_std(name, input, dim=None, unbiased=True, keepdim=False, **_):
+    """`ReduceStd`: (standard deviation, mean)."""
+    return cpu_math.std_mean(input, dim, int(unbiased), keepdim)
+
+
+def vector_norm(name, input, p=2.0, dim=None, keepdim=False, dtype=None, **_):
+    """`LinalgVectorNorm`, `Norm`."""
+    return cpu_math.vector_norm(input, p, dim, keepdim, dtype)
+
+
+def _norm_needs_sums(call: Call, layouts) -> bool:
+    return call.get("p", 2) not in (0, 1, float("inf"), -float("inf")) and _reduces_sharded()(call, layouts)
+
+
+def logsumexp(name, input, dim, keepdim=False, **_):
+    """`LogSumExp`."""
+    return cpu_math.logsumexp(input, dim, keepdim, _settled)
+
+
+def _shifted(x, dim):
+    """`x` minus its maximum along `dim`, which carries no gradient."""
+    return x - ops.stop_gradient(_settled(mint.amax(x, dim, keepdim=True)))
+
+
+def softmax(name, input, dim=-1, **_):
+    """`Softmax` over a sharded dim: only the maxima and the sums travel."""
+    dims = dims_of(dim, len(input.shape))
+    e = mint.exp(_shifted(input, dims))
+    return e / _settled(mint.sum(e, dims, keepdim=True))
+
+
+def log_softmax(name, input, dim=-1, dtype=None, **_):
+    """`LogSoftmax`, `LogSoftmaxExt`."""
+    x = input if dtype is None else input.astype(cpu_math.as_dtype(dtype))
+    if dim is None:
+        dim = 0 if len(x.shape) in (1, 3) else 1
+    off = _shifted(x, (dim,))
+    return off - mint.log(_settled(mint.sum(mint.exp(off), (dim,), keepdim=True)))
+
+
+def _log_softmax_sharded(call: Call, layouts) -> bool:
+    x, dim = call.args["input"], call.args.get("dim", -1)
+    dim = (0 if x.ndim in (1, 3) else 1) if dim is None else dim
+    return 0 not in x.shape and bool(x.shape) and bool(layouts[x.index].dim_axes[dim % x.ndim])
+
+
+def _nll_sharded(call: Call, layouts) -> bool:
+    x, t = call.args["input"], call.args["target"]
+    if not x.shape or 0 in x.shape:
+        return False
+    classes = layouts[x.index].dim_axes[0 if x.ndim == 1 else 1]
+    batch = any(a for o in (x, t) for a in layouts[o.index].dim_axes)
+    return bool(classes) or (batch and reduction_of(call) == "mean")
+
+
+def _batch_norm_moves(call: Call, layouts) -> bool:
+    """In training, unless every axis shards the channels of all operands, or nothing."""
+    x = call.args["input"]
+    if not call.get("training") or 0 in x.shape:
+        return False
+    for axis in range(layouts[0].mesh.ndim):
+        placed = [layouts[o.index].placements[axis] for o in call.operands]
+        alike = all(p.is_shard(1 if o.index == x.index else 0) for o, p in zip(call.operands, placed))
+        if not alike and not all(p.is_replicate() for p in placed):
+            return True
+    return False
+
+
+COMPOSED: dict[str, Composed] = {
+    "var": Composed(_reduces_sharded(), variance), "var_mean": Composed(_reduces_sharded(), variance_mean),
+    "reduce_std": Composed(_reduces_sharded(), reduce_std),
+    "vector_norm": Composed(_norm_needs_sums, vector_norm), "logsumexp": Composed(_reduces_sharded(), logsumexp),
+    "softmax": Composed(_reduces_sharded(-1), softmax), "log_softmax": Composed(_log_softmax_sharded, log_softmax),
+    "nll_loss": Composed(_nll_sharded, nll_loss),
+    "batch_norm": Composed(_batch_norm_moves, batch_norm), "batch_norm_ext": Composed(_batch_norm_moves, batch_norm),
+}

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one hot path: op call -> cached plan -> local op -> DTensor.
+
+A call's key is its op name, the interned layouts of its DTensors and its static arguments. The plan behind the key
+(`planning.py` builds it, `planned.py` runs it) says which operands move where, which gradient face each shows
+(`faces.py`), and how results are wrapped. Invariant: no op ever reaches local data without a rule having said so, and
+nothing is communicated before every check has passed.
+"""
+from __future__ import annotations
+
+from operator import is_
+from typing import Any
+
+from mindspore import Tensor, ops
+from mindspore._c_expression import NoFallbackGuard
+
+from ..comm import fake_token
+from ..comm.world import pretended
+from ..core.tree import map_leaves
+from ..ops.rules.names import PRIMITIVES
+from . import modes
+from .classes import ATOM, KINDS, LIST, OURS
+from .operands import as_local
+from .planner import attributes, bind_arguments, build_plan, plan_for, plan_own
+
+_LIMIT = 16384
+_cache: dict = {}
+_primitives: dict = {}  # id -> (primitive, what its attributes were, their part of a key)
+_made = 0  # plans
+_forgotten = 0  # how often plans ran that are no longer in the cache
+_mode, _DEFAULT, _pretended = modes.mode.get, modes.DEFAULT, pretended.get
+_primitive_class = ops.Primitive
+
+
+def dispatch(self, func, args=(), kwargs=None):
+    """`DTensor.__fallback__`: MindSpore's op `func` called with at least one DTensor somewhere."""
+    head = None
+    if len(args) == 3 and args[1].__class__ is str and isinstance(args[0], _primitive_class):
+        head, args = args[:2], args[2]
+    tensors: list = []
+    key: Any = [func.name]
+    mode = _mode()
+    if mode is not _DEFAULT:
+        if mode.skip and not _kept(key[0], mode.no_skip):
+            for a in args:
+                getattr(a, "_layout", None)  # waits, if its data are under way
+            with NoFallbackGuard():  # the DTensors themselves: an alias of a Parameter would cut its gradient
+                return func(*args, **(kwargs or {})) if head is None else func(*head, args)
+        key.append(mode.implicit_replication)
+    for a in args:  # the commonest arguments without a call: this loop is most of what dispatch costs
+        kind = KINDS.get(a.__class__)
+        if kind is OURS:
+            tensors.append(a)
+            key.append(a._layout)
+        elif kind is ATOM:
+            key.append(a.__class__)
+            key.append(a)
+        else:
+            _part(a, key, tensors)
+    if kwargs:
+        for name, a in kwargs.items():
+            key.append(name)
+            _part(a, key, tensors)
+    if head is not None:
+        key.append(_attribute_key(head[0]))
+    if _pretended() is not None:
+        key.append(fake_token())
+    key = tuple(key)
+    plan = _cache.get(key)
+    if plan is None:
+        if func.name == "typeof":  # asked by Python code inside MindSpore; it computes nothing
+            with NoFallbackGuard():
+                return func(*args, **(kwargs or {})) if head is None else func(*head, args)
+        plan = _remember(key, build_plan(func.name, args, kwargs or {}, tensors, mode, head))
+    return plan.run(func, head, args, kwargs, tensors, mode)
+
+
+def call(op: str, **arguments):
+    """Runs a canonical op of our own (a rule and an entry in `local_ops`) on DTensors."""
+    tensors: list = []
+    mode = _mode()
+    key: Any = ["@" + op, fake_token(), mode.implicit_replication]
+    for name, a in arguments.items():
+        key.append(name)
+        _part(a, key, tensors)
+    key = tuple(key)
+    plan = _cache.get(key)
+    if plan is None:
+        plan = _remember(key, plan_own(op, arguments, tensors, mode))
+    return plan.run(None, None, (), None, tensors, mode)
+
+
+def call_by_rule(op: str, func, names: tuple[str, ...], args: tuple, kwargs: dict):
+    """Runs a function of local tensors as the op of a registered rule.
+
+    Args:
+        op: canonical op; its rule is consulted.
+        func: the function; its results are the local results.
+        names: of its parameters, as the rule sees them.
+        args: arguments, at least one DTensor somewhere.
+        kwargs: keyword arguments.
+    """
+    tensors: list = []
+    key: Any = ["@rule", op]
+    mode = _mode()
+    if mode is not _DEFAULT:
+        if mode.skip and not _kept(op, mode.no_skip):
+            return func(*plain_tree(args), **plain_tree(kwargs))
+        key.append(mode.implicit_replication)
+    for a in args:  # as in `dispatch`
+        kind = KINDS.get(a.__class__)
+        if kind is OURS:
+            tensors.append(a)
+            key.append(a._layout)
+        elif kind is ATOM:
+            key.append(a.__class__)
+            key.append(a)
+        else:
+            _part(a, key, tensors)
+    if kwargs:
+        for name, a in kwargs.items():
+            key.append(name)
+            _part(a, key, tensors)
+    if _pretended() is not None:
+        key.append(fake_token())
+    key = tuple(key)
+    plan = _cache.get(key)
+    if plan is None:
+        known = (*names, *(k for k in kwargs if k not in names))
+        plan = _remember(key, plan_for(op, bind_arguments(op, known, args, kwargs), tensors, mode))
+    return plan.run(func, None, args, kwargs, tensors, mode)
+
+
+def _remember(key, plan):
+    global _made
+    _made += 1
+    if len(_cache) >= _LIMIT:
+        clear_cache()
+    _cache[key] = plan
+    return plan
+
+
+def clear_cache() -> None:
+    """Forgets all plans (they are rebuilt on demand)."""
+    global _forgotten
+    _forgotten += sum(plan.uses for plan in _cache.values())
+    _cache.clear()
+    _primitives.clear()
+
+
+def cache_info() -> dict[str, int]:
+    """See `ms_dtensor.debug.cache_info`."""
+    uses = _forgotten + sum(plan.uses for plan in _cache.values())
+    return {"hits": max(uses - _made, 0), "misses": _made, "size": len(_cache), "limit": _LIMIT}
+
+
+def _part(a, key, tensors) -> None:
+    """Appends the hashable part of an argument to a key; tensors go to `tensors` in order of appearance."""
+    kind = KINDS.get(a.__class__)
+    if kind is ATOM:
+        key.append(a.__class__)  # 1, 1.0 and True are equal, and mean different calls
+        key.append(a)
+    elif kind is LIST:
+        classes = tuple(map(type, a))
+        key.append(classes)
+        if _ATOM_LISTS.get(classes) or _atoms_only(classes):
+            key.append(tuple(a))
+        else:
+            for v in a:
+                _part(v, key, tensors)
+    elif isinstance(a, Tensor):
+        tensors.append(a)
+        layout = getattr(a, "_layout", None)
+        key.append(layout if layout is not None else (tuple(a._shape), str(a.dtype), a.__class__ is Tensor))
+    else:
+        key.append(str(a))
+
+
+_ATOM_LISTS: dict[tuple, bool] = {}
+
+
+def _atoms_only(classes) -> bool:
+    """Whether a list of these classes is hashable as it is; remembered."""
+    if all(KINDS.get(c) is ATOM for c in classes):
+        if len(_ATOM_LISTS) < 1024:
+            _ATOM_LISTS[classes] = True
+        return True
+    return False
+
+
+def _attribute_key(primitive):
+    """What a classic primitive was made with, as part of a key; read again only when the object has changed."""
+    now = primitive.__dict__
+    known = _primitives.get(id(primitive))
+    if known is not None and known[0] is primitive and len(known[1]) == len(now) and all(map(is_, now.values(), known[1])):
+        return known[2]
+    key: list = []
+    _part(tuple(attributes(primitive).values()), key, [])
+    if len(_primitives) >= _LIMIT:
+        _primitives.clear()
+    _primitives[id(primitive)] = primitive, tuple(now.values()), tuple(key)
+    return _primitives[id(primitive)][2]
+
+
+def plain_tree(value):
+    """Nested arguments with every DTensor as its local tensor."""
+    return map_leaves(lambda x: as_local(x) if getattr(x, "_layout", None) is not None else x, value, Tensor)
+
+
+def _kept(name: str, no_skip) -> bool:
+    return bool(no_skip) and (name in no_skip or PRIMITIVES.get(name, ("",))[0] in no_skip)

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""In-place ops and `x[...] = v`: the new value is computed out of place, then put into the target's storage.
+
+MindSpore's CPU arithmetic in-place ops return the right result and leave the object as it was (`add_`, `+=` on a
+Parameter); here the object changes, keeps its identity and its placement, and its memos are dropped. The other operands
+are moved to where the target is. Two things are refused, because a write would be lost or seen by some ranks only: a
+target whose placement would have to change, and a target that one device would have as a view of another living tensor
+but that is a copy here (`y = x[1:3]` of a sharded dim). Views that share storage write through, as on one device.
+
+Under autograd the write is a recorded `copy_`, which MindSpore guards with a version check; views are refused there.
+"""
+from __future__ import annotations
+
+import itertools
+import math
+import weakref
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor
+from mindspore._c_expression import NoFallbackGuard
+
+from ..errors import MixedOperandError, OpRuleError
+from .operands import wrap
+
+_MEMOS = ("_faces", "_moves", "_source", "_viewed")
+
+
+# -- views ----------------------------------------------------------------------------------------------------------
+
+
+_numbers = itertools.count()
+
+
+def link(source, result, shares: bool, native: bool) -> None:
+    """Remembers that `result` is on one device a view of `source`.
+
+    What is kept as `_kin` is (weak references to all views of one tensor; a token of those that share storage by what was
+    planned, the same on every rank; whether only MindSpore's own ops led here; numbers of its ancestors and itself).
+
+    Args:
+        source: the DTensor that was viewed.
+        result: the view, or a tuple of views.
+        shares: by what was planned the storage is the source's.
+        native: MindSpore's own op ran, so what is no view here is none on one device either.
+    """
+    if result.__class__ in (tuple, list):
+        for r in result:
+            link(source, r, shares, native)
+        return
+    attributes = source.__dict__
+    kin = attributes.get("_kin")
+    if kin is None:
+        if result is source or attributes.get("_layout") is None:
+            return
+        kin = attributes["_kin"] = [weakref.ref(source)], object(), True, (next(_numbers),)
+    family, group, only_native, line = kin
+    if not len(family) & 31:
+        family[:] = [ref for ref in family if ref() is not None]
+    family.append(weakref.ref(result))
+    result._kin = family, group if shares else object(), native and only_native, (*line, next(_numbers))
+
+
+def _storage(x) -> int:
+    return Tensor.untyped_storage(x).data_ptr()
+
+
+def _relatives(x):
+    """(tensor, shares storage) of the living tensors that are views of `x` or that `x` is a view of."""
+    family, group, native, line = x.__dict__.get("_kin") or ((), None, True, ())
+    for ref in family:
+        other = ref()
+        if other is None or other is x:
+            continue
+        _, its_group, its_native, its_line = other.__dict__["_kin"]
+        short = min(len(line), len(its_line))
+        if line[:short] != its_line[:short]:  # neither is a view of the other
+            continue
+        shared = group is its_group
+        if shared and math.prod(x._shape) and math.prod(other._shape) and _storage(x) != _storage(other):
+            if native and its_native:
+                continue
+            shared = False
+        yield other, shared
+
+
+# -- writing --------------------------------------------------------------------------------------------------------
+
+
+def check_writable(x, op: str, recording: bool) -> None:
+    """Raises unless a write to `x` reaches everything that it reaches on one device.
+
+    Raises:
+        MixedOperandError: `x` is a plain tensor.
+        OpRuleError: a view that is a copy here; under autograd also any view, and a leaf that requires a gradient.
+    """
+    if getattr(x, "_layout", None) is None:
+        raise MixedOperandError(f"For in-place '{op}', a plain Tensor cannot take a DTensor's values.",
+                                f"plain {type(x).__name__}{list(x._shape)}", "It would hold this rank's shard only.",
+                                ("distribute_tensor(x, device_mesh, placements) first",
+                                 "x.copy_(value.to_local()), on purpose"))
+    relatives = list(_relatives(x))
+    for other, shared in relatives:
+        if not shared:
+            raise OpRuleError(f"For in-place '{op}', the target is a view on one device, but a copy here.",
+                              f"{x._layout.describe()}, related to {other._layout.describe()}",
+                              "The dim was gathered or moved for the view, so a write would reach only one of the two.",
+                              ("write by index into the original: x[1:3] = value", "take the view as x[...].clone()"))
+    if recording and relatives:
+        raise OpRuleError(f"For in-place '{op}', the target is a view, or has views, under autograd.",
+                          x._layout.describe(), "The gradient of a write through a view is not recorded.",
+                          ("write by index into the original: x[1:3] = value", "work out of place"))
+    if recording and isinstance(x, Parameter) and x.requires_grad:
+        raise OpRuleError(f"For in-place '{op}', parameter '{x.name}' is a leaf that requires a gradient.",
+                          x._layout.describe(), "As in MindSpore, a leaf is not written while its gradient is recorded.",
+                          ("write outside of value_and_grad", "work out of place"))
+
+
+def fresh(x):
+    """A recorded copy of `x` to compute from: what the backward saves must not be overwritten by the write."""
+    if not x.is_floating_point():
+        return x
+    with NoFallbackGuard():
+        return wrap(x * 1, x._layout)
+
+
+def store(x, new, recording: bool) -> None:
+    """Puts the local values of `new` into the storage of `x`, which views share; drops what was derived from `x`."""
+    with NoFallbackGuard():
+        local = Tensor._make_subclass(Tensor, new)
+        if _owns_storage(x) or ms.get_context("device_target") != "CPU":
+            Tensor.copy_(x, local)
+        elif not recording:
+            _write_strided(x, local)
+        else:
+            raise OpRuleError("For an in-place op, the target's local storage is a part of another's.",
+                              x._layout.describe(), "MindSpore's recorded copy loses such writes on CPU.",
+                              "x = x.clone() first")
+    for other in (x, *(o for o, _ in _relatives(x))):
+        for memo in _MEMOS:
+            other.__dict__.pop(memo, None)
+
+
+def _owns_storage(x) -> bool:
+    """Whether the local tensor is all of its storage, in order: elsewhere MindSpore's `copy_` on CPU loses writes."""
+    return Tensor.is_contiguous(x) and Tensor.storage_offset(x) == 0 and (
+        Tensor.untyped_storage(x).nbytes() == math.prod(x._shape) * Tensor.itemsize.__get__(x))
+
+
+def _write_strided(x, local) -> None:
+    """Writes a view through the memory of what it is a view of."""
+    for other, _ in _relatives(x):
+        if not _owns_storage(other):
+            continue
+        memory = Tensor._make_subclass(Tensor, other).asnumpy().reshape(-1)
+        if memory.ctypes.data != Tensor.data_ptr(other):  # a copy
+            continue
+        strides, shape = Tensor.stride(x), tuple(x._shape)
+        if any(s == 0 and n > 1 for s, n in zip(strides, shape)):
+            raise OpRuleError("For an in-place op, several elements of the target share one place.", x._layout.describe(),
+                              "It is an expanded view.", "x = x.clone() first")
+        at = Tensor.storage_offset(x) - Tensor.storage_offset(other)
+        np.lib.stride_tricks.as_strided(memory[at:], shape, [s * memory.itemsize for s in strides])[...] = local.asnumpy()
+        return
+    if any(_relatives(x)):
+        raise OpRuleError("For an in-place op, the target's local storage is strided.", x._layout.describe(),
+                          "MindSpore loses such writes on CPU.", "x = x.clone() first")
+    Tensor.assign_value(x, local.contiguous())  # nobody else can see the old storage

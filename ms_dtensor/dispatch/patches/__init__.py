@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where MindSpore is patched: `plain OP dtensor` must reach us whichever operand comes first.
+
+MindSpore 2.10 asks only the *first* operand's class for `__fallback__` in operators such as `parameter + dtensor`, and
+a class without one computes on local storage silently. One class attribute on `mindspore.Tensor` closes that for every
+entry point. It is installed with the first DTensor and `uninstall()` removes it; plain tensors are not slowed, because
+MindSpore asks only subclasses (and Parameters, which pay about 2 us). The functions in `functions.py`
+and `keywords.py` come with it.
+"""
+from __future__ import annotations
+
+from mindspore import Tensor
+from mindspore._c_expression import NoFallbackGuard
+
+from . import functions, keywords
+
+_NAME = "__fallback__"
+
+
+def _plain_fallback(self, func, args=(), kwargs=None):
+    first = _first_dtensor(args) or (kwargs and _first_dtensor(kwargs.values()))
+    if first:
+        return first.__fallback__(func, args, kwargs)
+    with NoFallbackGuard():
+        return func(*args) if not kwargs else func(*args, **kwargs)
+
+
+def _first_dtensor(values):
+    for v in values:
+        if getattr(v, "_layout", None) is not None or getattr(v, "_log", None) is not None:  # or a verifier's probe
+            return _Found(v)
+        if v.__class__ in (list, tuple):
+            found = _first_dtensor(v)
+            if found:
+                return found
+    return None
+
+
+class _Found:
+    """Truthy wrapper: a DTensor's own truth value would communicate."""
+
+    __slots__ = ("_x",)
+
+    def __init__(self, x):
+        self._x = x
+
+    def __fallback__(self, func, args, kwargs):
+        return self._x.__fallback__(func, args, kwargs)
+
+
+def install() -> None:
+    """Installs the patch; does nothing where it is in place."""
+    if _NAME not in Tensor.__dict__:
+        setattr(Tensor, _NAME, _plain_fallback)
+        functions.install()
+        keywords.install()
+
+
+def uninstall() -> None:
+    """Removes the patch; `plain OP dtensor` then computes on local storage again, as in plain MindSpore."""
+    if Tensor.__dict__.get(_NAME) is _plain_fallback:
+        delattr(Tensor, _NAME)
+        keywords.uninstall()
+        functions.uninstall()

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions that take DTensors and never ask `__fallback__`: they are asked here, in their own name.
+
+MindSpore 2.10 looks for `__fallback__` among an op's direct arguments. A list of tensors (`Stack`, `AddN`, `einsum`)
+hides them, and `ops.rand_like` and its kin read the shape only. Each of these, called with a DTensor, becomes an op of
+our own; with plain tensors it is MindSpore's own, untouched. Recomputation replays MindSpore's random state, and here
+ours. A name that user code imported from `mindspore.ops` before the first DTensor was made keeps the
+plain function. Installed and removed together with `patch.py`.
+"""
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+
+import mindspore as ms
+from mindspore import Tensor
+from mindspore._c_expression import NoFallbackGuard
+
+from ...core.layout import Layout
+from ...ops import rng
+from .. import modes
+from ..dispatcher import plain_tree
+from ..operands import wrap
+
+
+def _owner(values):
+    """`_run_own_op` of the first tensor that has it (a DTensor, a verifier's probe), or None."""
+    for v in values:
+        if isinstance(v, Tensor) and hasattr(v, "_run_own_op"):
+            return v._run_own_op
+        if v.__class__ in (tuple, list):
+            found = _owner(v)
+            if found is not None:
+                return found
+    return None
+
+
+def _einsum(equation, operands, *rest):
+    operands = tuple(operands) if isinstance(operands, tuple | list) else (operands, *rest)
+    return "einsum", {"equation": equation, "operands": operands}
+
+
+def _einsum_primitive(self, operands):
+    return _einsum(self.equation, operands)
+
+
+def _stack(self, tensors):
+    return "stack", {"tensors": tuple(tensors), "dim": self.axis}
+
+
+def _add_n(self, tensors):
+    return "add_n", {"tensors": tuple(tensors)}
+
+
+def _full_like(input, fill_value, *, dtype=None):
+    return "full_like", {"input": input, "fill_value": fill_value, "dtype": dtype}
+
+
+def _rand_like(input, seed=None, *, dtype=None):
+    return "rand_like", {"input": input, "dtype": dtype}
+
+
+def _randn_like(input, seed=None, *, dtype=None):
+    return "randn_like", {"input": input, "dtype": dtype or ms.float32}
+
+
+def _randint_like(input, low, high, seed=None, *, dtype=None):
+    return "randint_like", {"input": input, "low": low, "high": high, "dtype": dtype}
+
+
+def _bernoulli(input, p=0.5, seed=None):
+    return "bernoulli_like", {"input": input, "p": p}
+
+
+_EVERYWHERE = ("mindspore.ops.function", "mindspore.ops.functional", "mindspore.ops")
+_MATH, _RANDOM, _ARRAY = ((f"mindspore.ops.function.{home}_func", *_EVERYWHERE) for home in ("math", "random", "array"))
+
+
+def _affine(shape):
+    return lambda a: {"weight": (shape(a), 1), "bias": (shape(a), 0)}
+
+
+# (module, or module:class; attribute; what the call means in our terms)
+_FUNCTIONS = (
+    ("mindspore.ops.functional_overload", "einsum", _einsum),  # behind mint.einsum
+    ("mindspore.ops.operations.math_ops:Einsum", "__call__", _einsum_primitive),
+    ("mindspore.ops.operations.array_ops:Stack", "__call__", _stack),
+    ("mindspore.ops.operations.math_ops:AddN", "__call__", _add_n),
+    *((module, "full_like", _full_like) for module in _ARRAY),
+    *((module, "bernoulli", _bernoulli) for module in _MATH),
+    *((module, "rand_like", _rand_like) for module in _RANDOM),
+    *((module, "randn_like", _randn_like) for module in _RANDOM),
+    *((module, "randint_like", _randint_like) for module in _RANDOM),
+)
+# (module, attribute, what MindSpore would fill in as a plain tensor: argument -> (shape, value))
+_NN = ("mindspore.ops.function.nn_func", "mindspore.ops.function", "mindspore.ops", "mindspore.mint.nn.functional")
+_FILLED = (
+    *((module, "layer_norm", _affine(lambda a: a["normalized_shape"])) for module in _NN),
+    *((module, "group_norm", _affine(lambda a: a["input"].shape[1])) for module in _NN),
+    (_NN[0], "_nllloss_nd", lambda a: {"weight": (a["input"].shape[0 if a["input"].ndim == 1 else 1], 1)}),
+)
+_installed: list[tuple[object, str, object]] = []
+
+
+def _asking(original, meaning):
+    @functools.wraps(original)
+    def call(*args, **kwargs):
+        run = _owner(args) or (_owner(tuple(kwargs.values())) if kwargs else None)
+        if run is None:
+            return original(*args, **kwargs)
+        if modes.mode.get().skip:
+            return original(*plain_tree(args), **plain_tree(kwargs))
+        op, arguments = meaning(*args, **kwargs)
+        return run(op, arguments)
+    return call
+
+
+def _filling(original, constants):
+    """`original`, with the constants it would make for missing arguments laid out like its input."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def call(*args, **kwargs):
+        x = args[0] if args else kwargs.get("input")
+        if getattr(x, "_layout", None) is None:
+            return original(*args, **kwargs)
+        if modes.mode.get().skip:
+            return original(*plain_tree(args), **plain_tree(kwargs))
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        for name, (shape, value) in constants(given.arguments).items():
+            if given.arguments[name] is None:
+                shape = (shape,) if isinstance(shape, int) else tuple(shape)
+                with NoFallbackGuard():
+                    whole = ms.ops.full(shape, value, dtype=ms.float32).astype(x.dtype)  # bfloat16 has no kernel
+                given.arguments[name] = wrap(whole, Layout(x._layout.mesh, None, shape, x._layout.dtype))
+        return original(*given.args, **given.kwargs)
+    return call
+
+
+def _pair(get, put):
+    """Recompute's saving and restoring of random state, with ours beside MindSpore's."""
+    def restore(state):
+        if isinstance(state, tuple):
+            rng.set_rng_state(state[1])
+            state = state[0]
+        return put(state)
+    return (lambda: (get(), rng.get_rng_state())), restore
+
+
+def _holder(path: str):
+    module, _, name = path.partition(":")
+    holder = importlib.import_module(module)
+    return getattr(holder, name) if name else holder
+
+
+def install() -> None:
+    """Installs the redirections that fit this MindSpore; does nothing where they are in place."""
+    if _installed:
+        return
+    for path, name, meaning in _FUNCTIONS:
+        holder = _holder(path)
+        original = holder.__dict__.get(name, None) or getattr(holder, name, None)
+        if original is not None:
+            _put(holder, name, _asking(original, meaning))
+    for path, name, constants in _FILLED:
+        holder = _holder(path)
+        original = holder.__dict__.get(name)
+        if original is not None:
+            _put(holder, name, _filling(original, constants))
+    recompute = importlib.import_module("mindspore.common.recompute")
+    get, put = _pair(recompute.get_rng_state, recompute.set_rng_state)
+    _put(recompute, "get_rng_state", get)
+    _put(recompute, "set_rng_state", put)
+
+
+def _put(holder, name, value):
+    _installed.append((holder, name, holder.__dict__.get(name)))
+    setattr(holder, name, value)
+
+
+def uninstall() -> None:
+    """Takes the redirections back."""
+    while _installed:
+        holder, name, original = _installed.pop()
+        if original is None:
+            delattr(holder, name)
+        else:
+            setattr(holder, name, original)

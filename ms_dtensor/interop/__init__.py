@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Meeting other libraries at run time, without depending on them. Nothing imports this package otherwise."""

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Local forms of random ops: the numbers of one shard out of the global stream.
+
+`shape` and `box` say which part of which global tensor the shard is. A mask is a constant for autograd, so the backward
+sees the same one. `CPU` holds the same ops on whole tensors, with the primitives' arguments.
+"""
+from __future__ import annotations
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, ops
+
+from .. import rng
+from .dtypes import as_dtype
+
+_NUMPY = {"Float16": np.float32, "BFloat16": np.float32, "Float32": np.float32, "Float64": np.float64}
+
+
+def tensor(array: np.ndarray, dtype) -> Tensor:
+    """An array as a tensor of its own memory, in `dtype`."""
+    out = Tensor(np.ascontiguousarray(array))
+    return out if out.dtype == dtype else out.astype(dtype)
+
+
+def kind(dtype):
+    """The NumPy dtype in which numbers for `dtype` are drawn."""
+    return _NUMPY.get(str(dtype), np.float32)
+
+
+def drawing(fn):
+    """Marks a local form that takes the next key; a rank with an empty shard calls `skip` instead."""
+    fn.skip = rng.next_key
+    return fn
+
+
+def _mask(keep: float, shape, box, dtype):
+    return tensor(rng.keep_mask(rng.next_key(), shape, keep, box), dtype)
+
+
+@drawing
+def dropout(x, keep, shape, box):
+    """(x with elements zeroed and the others scaled, mask)."""
+    mask = _mask(keep, shape, box, x.dtype)
+    return x * mask * (1.0 / keep if keep else 0.0), mask
+
+
+@drawing
+def dropout_channels(x, keep, shape, box):
+    """Dropout of whole channels (dims 0 and 1); the mask is boolean."""
+    mask = _mask(keep, (*shape[:2], *(1,) * (len(shape) - 2)), (*box[:2], *((0, 1),) * (len(shape) - 2)), x.dtype)
+    full = ops.broadcast_to(mask, tuple(x._shape))
+    return x * mask * (1.0 / keep if keep else 0.0), full.astype(ms.bool_)
+
+
+@drawing
+def func_dropout(x, keep, shape, box):
+    """x with elements zeroed and the others scaled."""
+    return dropout(x, keep, shape, box)[0]
+
+
+@drawing
+def func_dropout_channels(x, keep, shape, box):
+    """x with channels zeroed and the others scaled."""
+    return dropout_channels(x, keep, shape, box)[0]
+
+
+@drawing
+def rand_like(x, dtype, shape, box):
+    """Uniform numbers in [0, 1)."""
+    dtype = as_dtype(dtype) or x.dtype
+    return tensor(rng.uniform(rng.next_key(), shape, box, kind(dtype)), dtype)
+
+
+@drawing
+def randn_like(x, dtype, shape, box):
+    """Standard normal numbers."""
+    dtype = as_dtype(dtype) or x.dtype
+    return tensor(rng.normal(rng.next_key(), shape, box, kind(dtype)), dtype)
+
+
+@drawing
+def randint_like(x, low, high, dtype, shape, box):
+    """Integers in [low, high)."""
+    return tensor(rng.integers(rng.next_key(), shape, low, high, box), as_dtype(dtype) or x.dtype)
+
+
+@drawing
+def bernoulli(p, shape, box):
+    """1 with probability p, else 0."""
+    draws = Tensor(rng.uniform(rng.next_key(), shape, box))
+    return (draws < p.astype(ms.float32)).astype(p.dtype)
+
+
+@drawing
+def bernoulli_like(x, p, shape, box):
+    """1 with probability p (broadcast), else 0, in the shape and dtype of x."""
+    draws = Tensor(rng.uniform(rng.next_key(), shape, box))
+    return (draws < (p.astype(ms.float32) if isinstance(p, Tensor) else p)).astype(x.dtype)
+
+
+@drawing
+def normal_of(mean, std, shape, box):
+    """Normal numbers with mean and deviation per element."""
+    return Tensor(rng.normal(rng.next_key(), shape, box)) * std + mean
+
+
+def _into(name, values):
+    """The local form of an in-place op: `values(key, shape, box, NumPy dtype, *parameters)` in the dtype of x."""
+    @drawing
+    def call(x, *args):
+        *parameters, shape, box = args
+        return tensor(np.asarray(values(rng.next_key(), shape, box, kind(x.dtype), *parameters)), x.dtype)
+    call.__name__ = name
+    return call
+
+
+@drawing
+def bernoulli_into(x, p, shape, box):
+    """`x.bernoulli_(p)`."""
+    return bernoulli_like(x, p, shape, box)
+
+
+INTO = {f.__name__: f for f in (
+    _into("normal_into", lambda key, shape, box, t, mean, std: rng.normal(key, shape, box, t) * t(std) + t(mean)),
+    _into("uniform_into", lambda key, shape, box, t, lo, hi: rng.uniform(key, shape, box, t) * t(hi - lo) + t(lo)),
+    _into("random_into", lambda key, shape, box, t, lo, hi: rng.integers(
+        key, shape, *((lo, hi) if hi is not None else (0, 1 << 24)), box)),
+    _into("exponential_into", lambda key, shape, box, t, rate: rng.exponential(key, shape, box, t) / t(rate)),
+    bernoulli_into)}
+
+
+def _whole(x):
+    shape = tuple(x._shape)
+    return shape, tuple((0, n) for n in shape)
+
+
+def _classic_channels(x, attrs):
+    return dropout_channels(x, attrs["keep_prob"], *_whole(x))
+
+
+_classic_channels.takes_attributes = True
+
+
+def _broadcast(mean, std):
+    shape = np.broadcast_shapes(*(tuple(v._shape) for v in (mean, std) if isinstance(v, Tensor)))
+    return shape, tuple((0, n) for n in shape)
+
+
+def _functional(fn):
+    def call(x, p, training, *_):
+        return fn(x, 1.0 - p, *_whole(x)) if training and p else x * 1
+    return call
+
+
+TABLE = {f.__name__: f for f in (dropout, dropout_channels, func_dropout, func_dropout_channels, rand_like, randn_like,
+                                 randint_like, bernoulli, bernoulli_like, normal_of)}
+TABLE.update(INTO)
+
+CPU = {
+    "Dropout2D": _classic_channels, "Dropout3D": _classic_channels,
+    "Dropout": lambda x, keep_prob=0.5, *_: dropout(x, keep_prob, *_whole(x)),
+    "FuncDropoutExt": _functional(func_dropout), "Dropout2dExt": _functional(func_dropout_channels),
+    "RandLikeExt": lambda x, seed=None, offset=None, dtype=None, device=None: rand_like(x, dtype, *_whole(x)),
+    "RandnLike": lambda x, seed=None, offset=None, dtype=None, device=None: randn_like(x, dtype, *_whole(x)),
+    "RandIntLike": lambda x, low, high, seed=None, offset=None, dtype=None, device=None:
+        randint_like(x, low, high, dtype, *_whole(x)),
+    "BernoulliExt": lambda p, *_: bernoulli(p, *_whole(p)),
+    "Bernoulli": lambda x, p: bernoulli_like(x, p, *_whole(x)),
+    **dict.fromkeys(("NormalTensorTensor", "NormalTensorFloat", "NormalFloatTensor"),
+                    lambda mean, std, *_: normal_of(mean, std, *_broadcast(mean, std))),
+}

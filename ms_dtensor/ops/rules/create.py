@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""New tensors made after another's pattern: the values of the operand do not matter, only its shape, layout and dtype.
+
+So a Partial operand is not reduced first; the result is simply replicated there. `empty_like` gives zeros: what one
+rank finds in its memory would make replicas differ.
+"""
+from __future__ import annotations
+
+from ...core.placements import REDUCE_OPS, Partial
+from .spec import Call, Case, Invoke, OpSpec, R, S, result_dtype
+
+NAMES = """
+zeros_like:ZerosLike,ZerosLikeExt:input dtype
+ones_like:OnesLike,OnesLikeExt:input dtype
+empty_like:EmptyLike:input dtype device pin_memory
+full_like:FullLike:input fill_value dtype
+new_zeros:NewZeros:input size dtype
+new_ones:NewOnes:input size dtype
+new_empty:NewEmpty:input size dtype device
+new_full:NewFull:input size fill_value dtype
+"""
+
+_VALUE = {"zeros_like": 0, "ones_like": 1, "empty_like": 0, "new_zeros": 0, "new_ones": 1, "new_empty": 0}
+
+
+def like_cases(call: Call) -> list[Case]:
+    """Operand 0 sharded as the result, or Partial with a replicated result; further operands replicated."""
+    x, rest = call.operands[0], (R,) * (len(call.operands) - 1)
+    cases = [Case((S(d), *rest), (S(d),)) for d in range(x.ndim)]
+    return cases + [Case((Partial(op), *rest), (R,)) for op in REDUCE_OPS]
+
+
+def like(call: Call) -> OpSpec:
+    """`zeros_like`, `full_like` ...: every shard is filled by itself."""
+    x = call.operands[0]
+    value = _VALUE.get(call.op, call.args.get("fill_value"))
+    dtype = call.args.get("dtype")
+    return OpSpec((x.shape,), tuple(like_cases(call)), lambda at: Invoke("filled", (x, at.out_shape(), value, dtype)),
+                  (result_dtype(call),))
+
+
+def new(call: Call) -> OpSpec:
+    """`x.new_zeros(size)` ...: replicated, in the dtype of x."""
+    x, size = call.operands[0], call.args["size"]
+    shape = tuple(int(n) for n in (size if isinstance(size, tuple | list) else (size,)))
+    value = _VALUE.get(call.op, call.args.get("fill_value"))
+    rest = (R,) * (len(call.operands) - 1)
+    cases = [Case((S(d), *rest), (R,)) for d in range(x.ndim)]
+    cases += [Case((Partial(op), *rest), (R,)) for op in REDUCE_OPS]
+    return OpSpec((shape,), tuple(cases), lambda at: Invoke("filled", (x, shape, value, call.args.get("dtype"))),
+                  (result_dtype(call),))
+
+
+RULES = {**dict.fromkeys(("zeros_like", "ones_like", "empty_like", "full_like"), like),
+         **dict.fromkeys(("new_zeros", "new_ones", "new_empty", "new_full"), new)}

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The matmul family from one notation: an einsum equation gives every legal case.
+
+A label sharded alike on all operands that have it is sharded in the result if the result has it, else summed over:
+Partial. Products are linear in each operand alone, so one Partial operand among replicated ones gives a Partial.
+A bias joins a Partial result on the first rank only, or the reduction would add it once per rank.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import prod
+
+from ...core.placements import Partial
+from .spec import Call, Case, Invoke, Local, Operand, OpSpec, P, R, S
+
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def einsum_cases(labels: Sequence[str], out: str, shapes: Sequence[tuple[int, ...]]) -> tuple[Case, ...]:
+    """Cases of an einsum; an operand whose dim has size 1 where others have more broadcasts and stays replicated."""
+    return _einsum_cases(tuple(labels), out, tuple(shapes))
+
+
+@lru_cache(1024)
+def _einsum_cases(labels: tuple[str, ...], out: str, shapes: tuple[tuple[int, ...], ...]) -> tuple[Case, ...]:
+    size: dict[str, int] = {}
+    for text, shape in zip(labels, shapes):
+        for c, n in zip(text, shape):
+            size[c] = max(size.get(c, 1), n) if n != 0 else 0
+    cases = []
+    for c in dict.fromkeys("".join(labels)):
+        if any(text.count(c) > 1 for text in labels) or size[c] == 1:
+            continue
+        ins = tuple(S(text.index(c)) if c in text and shape[text.index(c)] == size[c] else R
+                    for text, shape in zip(labels, shapes))
+        cases.append(Case(ins, (S(out.index(c)) if c in out else P,)))
+    for i in range(len(labels)):
+        for op in ("sum", "avg"):
+            cases.append(Case(tuple(Partial(op) if j == i else R for j in range(len(labels))), (Partial(op),)))
+    return tuple(cases)
+
+
+def _out_shape(labels, out, shapes):
+    size: dict[str, int] = {}
+    for text, shape in zip(labels, shapes):
+        for c, n in zip(text, shape):
+            size[c] = n if size.get(c, 1) == 1 else size[c]
+    return tuple(size[c] for c in out)
+
+
+def _matmul_labels(a: int, b: int, transpose_a: bool, transpose_b: bool):
+    """Labels of `a @ b` for operands of `a` and `b` dims: batch dims broadcast from the right."""
+    batch = max(a, b, 2) - 2
+    names = _LETTERS[3:3 + batch]
+    left = "b" if a == 1 else names[batch - (a - 2):] + ("ba" if transpose_a else "ab")
+    right = "b" if b == 1 else names[batch - (b - 2):] + ("cb" if transpose_b else "bc")
+    out = names + ("" if a == 1 else "a") + ("" if b == 1 else "c")
+    return left, right, out
+
+
+def matmul(call: Call) -> OpSpec:
+    """`input @ other` with NumPy's rules for 1-D and batched operands; also bmm, mm, mv, BatchMatMul, MatMul."""
+    x, y = call.args["input"], call.args["other"]
+    left, right, out = _matmul_labels(x.ndim, y.ndim, bool(call.get("transpose_a")), bool(call.get("transpose_b")))
+    labels, shapes = [left, right], [x.shape, y.shape]
+
+    def local(at: Local) -> Invoke | None:
+        mine = at.in_shape(x.index)
+        unlike = x.ndim > 2 and (y.ndim > 2 and x.ndim != y.ndim or y.ndim <= 2 and prod(mine[:-1]) == 1)
+        return Invoke("matmul", (x, y)) if unlike and "transpose_a" not in call.args else None
+    return OpSpec((_out_shape(labels, out, shapes),), tuple(_reorder(call, [x, y], einsum_cases(labels, out, shapes))),
+                  local)
+
+
+def _reorder(call: Call, operands: list[Operand], cases: Sequence[Case]) -> Sequence[Case]:
+    """Cases listed for `operands`, as cases in the call's operand order."""
+    if list(call.operands) == operands:
+        return cases
+    at = {o.index: i for i, o in enumerate(operands)}
+    return [Case(tuple(c.ins[at[o.index]] for o in call.operands), c.outs, c.even) for c in cases]
+
+
+def outer(call: Call) -> OpSpec:
+    """Outer product of two vectors."""
+    x, y = call.args["input"], call.args["other"]
+    return OpSpec(((*x.shape, *y.shape),), tuple(_reorder(call, [x, y], einsum_cases(["a", "b"], "ab", [x.shape, y.shape]))))
+
+
+def linear(call: Call) -> OpSpec:
+    """`input @ weight.T + bias`, weight [out, in]; the op behind `mint.nn.Linear` and `ops.dense`."""
+    x, w, b = call.args["input"], call.args["weight"], call.get("bias")
+    batch = _LETTERS[3:3 + x.ndim - 1]
+    labels, out = [batch + "i", "oi" if w.ndim == 2 else "i"], batch + ("o" if w.ndim == 2 else "")
+    shapes = [x.shape, w.shape]
+    cases = einsum_cases(labels, out, shapes)
+    shape = _out_shape(labels, out, shapes)
+    if b is None:
+        return OpSpec((shape,), tuple(_reorder(call, [x, w], cases)))
+    with_bias = []
+    for c in cases:
+        result = c.outs[0]
+        if result.is_partial("avg"):
+            continue
+        with_bias.append(Case((*c.ins, S(0) if result.is_shard(len(shape) - 1) and b.ndim else R), c.outs))
+    return OpSpec((shape,), tuple(_reorder(call, [x, w, b], with_bias)), _bias_once("linear_bias_once", x, w, b))
+
+
+def _bias_once(name: str, *operands: Operand):
+    """Every rank runs the same local form, so that backward collectives keep one order; only the share differs."""
+    def local(at: Local) -> Invoke | None:
+        summed = at.outs[0].partial_axes
+        return Invoke(name, (*operands, float(at.is_first(summed)))) if summed else None
+    return local
+
+
+def bias_add(call: Call) -> OpSpec:
+    """`input + bias` along the channel dim (1); the second half of `nn.Dense`."""
+    x, b = call.args["input"], call.args["bias"]
+    channel = 1 if x.ndim > 1 else 0
+    cases = [Case((S(d), S(0) if d == channel else R), (S(d),)) for d in range(x.ndim)]
+    cases.append(Case((P, R), (P,)))
+    return OpSpec((x.shape,), tuple(cases), _bias_once("bias_once", x, b))
+
+
+def _filled(ins, operands) -> tuple[tuple[int, int, int], ...]:
+    """No shard may be empty: a rank without a product would leave out its summand of the Partial input, too."""
+    return tuple((o.index, p.dim, o.shape[p.dim]) for p, o in zip(ins, operands) if p.is_shard())
+
+
+_PRODUCT = {"addmm": ("ab", "bc", "ac"), "addmv": ("ab", "b", "a"), "baddbmm": ("dab", "dbc", "dac"),
+            "addbmm": ("dab", "dbc", "ac")}
+
+
+def add_product(call: Call) -> OpSpec:
+    """`beta * input + alpha * product`: addmm, addmv, baddbmm, and addbmm, which also sums over the batch.
+
+    A sharded contraction leaves a Partial; then `input` is either Partial too, or counted on the first rank only.
+    """
+    x, y, z = list(call.args.values())[:3]
+    left, right, out = _PRODUCT[call.op]
+    shape = _out_shape([left, right], out, [y.shape, z.shape])
+    cases = []
+    for c in einsum_cases([left, right], out, [y.shape, z.shape]):
+        result = c.outs[0]
+        if result.is_shard():
+            k = result.dim - len(shape) + x.ndim
+            cases.append(Case((S(k) if k >= 0 and x.shape[k] == shape[result.dim] else R, *c.ins), c.outs))
+        else:
+            cases += [Case((R, *c.ins), c.outs), Case((result, *c.ins), c.outs, _filled(c.ins, (y, z)))]
+
+    def local(at: Local) -> Invoke | None:
+        layout = at.outs[0]
+        once = [a for a in layout.partial_axes
+                if layout.placements[a].is_partial("sum") and at.ins[x.index].placements[a].is_replicate()]
+        if not once:
+            return None
+        return Invoke("add_product_once", (call.op, x, y, z, call.args.get("beta", 1), call.args.get("alpha", 1),
+                                           int(at.is_first(once))))
+    return OpSpec((shape,), tuple(_reorder(call, [x, y, z], cases)), local)
+
+
+NAMES = """
+matmul:Vdot:input other
+outer:Ger:input other
+addmm:Addmm:input mat1 mat2 beta alpha
+addmv:Addmv:input mat vec beta alpha
+baddbmm:Baddbmm:input batch1 batch2 beta alpha
+addbmm:Addbmm:input batch1 batch2 beta alpha
+"""
+RULES = dict.fromkeys(_PRODUCT, add_product)

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Element-by-element ops: broadcasting decides the Shard cases, linearity the Partial ones.
+
+An op sharded alike on all operands is sharded alike in the result; a dim of size 1 broadcasts and is not sharded.
+Sums pass through what is linear: `linear` names the groups of operands that may be Partial together. A non-linear op
+never sees a Partial.
+"""
+from __future__ import annotations
+
+from ...core.placements import Partial
+from .spec import REPLICATE, Call, Case, OpSpec, R, S, broadcast_shapes
+
+# op -> groups of argument names which, Partial together and all other operands replicated, give a Partial result
+LINEAR = {
+    "add": (("input", "other"),), "sub": (("input", "other"),), "neg": (("input",),), "identity": (("input",),),
+    "mul": (("input",), ("other",)), "div": (("input",),), "real": (("input",),), "clone": (("input",),),
+    "zeros_like": (), "lerp": (("input", "end"),), "where": (("input", "other"),), "conj": (("input",),),
+    "mask_mul": (("input",),),
+}
+
+
+def shard_cases(shapes, out) -> list[Case]:
+    """All operands (broadcast to `out`) and the result sharded on the same dim."""
+    cases = []
+    for d, size in enumerate(out):
+        ins = []
+        for shape in shapes:
+            k = d - len(out) + len(shape)
+            ins.append(S(k) if k >= 0 and (shape[k] == size and size != 1) else R)
+        if any(p.is_shard() for p in ins):
+            cases.append(Case(tuple(ins), (S(d),)))
+    return cases
+
+
+def partial_cases(call: Call, groups, reduce_ops=("sum", "avg")) -> list[Case]:
+    """One case per linear group and reduction; every member must be a tensor, or the op would add a constant n times."""
+    cases = []
+    for names in groups:
+        values = [call.args.get(n) for n in names]
+        if all(hasattr(v, "index") and hasattr(v, "shape") for v in values):
+            members = {v.index for v in values}
+            for op in reduce_ops:
+                ins = tuple(Partial(op) if o.index in members else REPLICATE for o in call.operands)
+                cases.append(Case(ins, (Partial(op),)))
+    return cases
+
+
+def pointwise(call: Call) -> OpSpec:
+    """The rule of every op that computes each result element from the operands' elements at the same place."""
+    shapes = [o.shape for o in call.operands]
+    out = broadcast_shapes(*shapes)
+    cases = shard_cases(shapes, out) + partial_cases(call, LINEAR.get(call.op, ()))
+    return OpSpec((out,), tuple(cases))
+
+
+_FLOATS = {"float16": 0, "bfloat16": 0, "float32": 1, "float64": 2}
+
+
+def cast(call: Call) -> OpSpec:
+    """A dtype change. A sum may be widened before it is finished, not narrowed: each summand would round."""
+    spec = pointwise(call)
+    x = call.operands[0]
+    to = str(call.get("dtype", "")).lower()
+    if x.dtype in _FLOATS and to in _FLOATS and _FLOATS[to] >= _FLOATS[x.dtype] and to != "bfloat16":
+        return OpSpec(spec.shapes, (*spec.cases, *partial_cases(call, (("input",),))))
+    return spec
+
+
+def masked_fill(call: Call) -> OpSpec:
+    """`input` where `mask` is false, else `value`; the result has `input`'s shape broadcast with the mask's."""
+    spec = pointwise(call)
+    value = call.args.get("value")
+    if isinstance(value, int | float) and value == 0:
+        return OpSpec(spec.shapes, (*spec.cases, *partial_cases(call, (("input",),))))
+    return spec

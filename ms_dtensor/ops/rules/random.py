@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random ops: pointwise for layouts, and every element's number is decided by its *global* index.
+
+MindSpore's own generators know local shapes only, so each shard would repeat the same mask. All ops here draw from the
+one stream of `ms_dtensor/random.py` instead, on every device. A dropout is linear given its mask, so a Partial passes.
+"""
+from __future__ import annotations
+
+from ...core.placements import Partial
+from ...errors import OpRuleError
+from .create import like_cases
+from .pointwise import shard_cases
+from .spec import Call, Case, Invoke, Local, OpSpec, R, broadcast_shapes
+
+NAMES = """
+dropout:Dropout:input keep_prob seed0 seed1
+dropout_channels:Dropout2D,Dropout3D:input keep_prob
+func_dropout:FuncDropoutExt:input p training inplace seed offset
+func_dropout_channels:Dropout2dExt:input p training inplace seed offset
+rand_like:RandLikeExt:input seed offset dtype device
+randn_like:RandnLike:input seed offset dtype device
+randint_like:RandIntLike:input low high seed offset dtype device
+bernoulli:BernoulliExt:p seed offset
+bernoulli_like:Bernoulli:input p
+normal_of:NormalTensorTensor,NormalTensorFloat,NormalFloatTensor:mean std seed offset
+multinomial:Multinomial,MultinomialExt:input num_samples replacement seed offset
+"""
+
+
+def _alike(call: Call, count: int, linear: bool) -> tuple[Case, ...]:
+    """Operand 0 and all `count` results sharded alike; other operands (seeds) replicated."""
+    x, rest = call.operands[0], (R,) * (len(call.operands) - 1)
+    cases = [Case((c.ins[0], *rest), c.outs * count) for c in shard_cases([x.shape], x.shape)]
+    if linear:
+        cases += [Case((Partial(op), *rest), (Partial(op), *(R,) * (count - 1))) for op in ("sum", "avg")]
+    return tuple(cases)
+
+
+def _box(at: Local):
+    return at.outs[0].shape, at.outs[0].local_box(at.coordinate)
+
+
+def dropout(call: Call) -> OpSpec:
+    """The classic `Dropout` (result, mask); `keep_prob` is an argument or an attribute."""
+    x = call.operands[0]
+    keep = call.get("keep_prob", call.args.get("attrs", {}).get("keep_prob", 0.5))
+    form = "dropout" if call.op == "dropout" else "dropout_channels"
+    dtypes = (x.dtype, x.dtype if call.op == "dropout" else "bool")
+    return OpSpec((x.shape, x.shape), _alike(call, 2, linear=True),
+                  lambda at: Invoke(form, (x, float(keep), *_box(at))), dtypes)
+
+
+def func_dropout(call: Call) -> OpSpec:
+    """`F.dropout`, `mint.nn.Dropout`: one result."""
+    x = call.operands[0]
+    if call.get("inplace"):
+        raise OpRuleError(f"For '{call.op}', 'inplace' is not supported on DTensors.", "",
+                          "MindSpore 2.10 itself does not write in place on every device.", "leave out inplace=True")
+    p = float(call.get("p", 0.5)) if call.get("training", False) else 0.0
+
+    def local(at: Local) -> Invoke:  # where nothing is dropped nothing is drawn
+        return Invoke(call.op, (x, 1.0 - p, *_box(at))) if p else Invoke("clone", (x,))
+    return OpSpec((x.shape,), _alike(call, 1, linear=True), local, (x.dtype,))
+
+
+def like(call: Call) -> OpSpec:
+    """New numbers in the shape and layout of the operand, whose values do not matter."""
+    x = call.operands[0]
+    dtype = call.args.get("dtype")
+    extra = (int(call.args["low"]), int(call.args["high"])) if call.op == "randint_like" else ()
+    return OpSpec((x.shape,), tuple(like_cases(call)), lambda at: Invoke(call.op, (x, *extra, dtype, *_box(at))))
+
+
+def bernoulli(call: Call) -> OpSpec:
+    """1 with the probability that each element gives, else 0."""
+    p = call.operands[0]
+    return OpSpec((p.shape,), _alike(call, 1, linear=False), lambda at: Invoke("bernoulli", (p, *_box(at))), (p.dtype,))
+
+
+def bernoulli_like(call: Call) -> OpSpec:
+    """The classic `ops.bernoulli(input, p)`: shape and layout of `input`, probabilities `p` broadcast to it."""
+    x, p = call.args["input"], call.args["p"]
+    operands = [o.shape for o in call.operands]
+    return OpSpec((x.shape,), tuple(shard_cases(operands, x.shape)),
+                  lambda at: Invoke("bernoulli_like", (x, p, *_box(at))), (x.dtype,))
+
+
+def normal_of(call: Call) -> OpSpec:
+    """Normal numbers with a mean and a deviation per element."""
+    mean, std = call.args["mean"], call.args["std"]
+    members = [v for v in (mean, std) if hasattr(v, "ndim")]
+    shape = broadcast_shapes(*(m.shape for m in members))
+    rest = (R,) * (len(call.operands) - len(members))
+    cases = tuple(Case((*c.ins, *rest), c.outs) for c in shard_cases([m.shape for m in members], shape))
+    return OpSpec((shape,), cases, lambda at: Invoke("normal_of", (mean, std, *_box(at))), ("float32",))
+
+
+def into(call: Call) -> OpSpec:
+    """`x.normal_()` and its kin: new numbers in x's place; a parameter may be a tensor only for `bernoulli_`."""
+    x, p = call.args["input"], call.args.get("p")
+    seeds = tuple(o.index for o in call.operands if o is not x and o is not p)
+    members = [o for o in call.operands if o.index not in seeds]
+    cases = []
+    for c in shard_cases([o.shape for o in members], x.shape):
+        at = {o.index: placed for o, placed in zip(members, c.ins)}
+        cases.append(Case(tuple(at.get(o.index, R) for o in call.operands), c.outs))
+    static = [v for k, v in call.args.items() if k not in ("input", "seed", "offset", "attrs")]
+    if any(hasattr(v, "ndim") for v in static) and call.op != "bernoulli_into":
+        raise OpRuleError(f"For '{call.op}', a distribution's parameters must be numbers.", "", "", "pass floats")
+    return OpSpec((x.shape,), tuple(cases), lambda at: Invoke(call.op, (x, *static, *_box(at))), (x.dtype,))
+
+
+def multinomial(call: Call) -> OpSpec:
+    """Refused."""
+    raise OpRuleError("For 'multinomial', there is no rule for DTensors.", "",
+                      "Sampling without replacement depends on the order in which one device draws.",
+                      ("sample from full_tensor() after manual_seed() on every rank alike",
+                       "use the Gumbel trick: argmax(logits - log(-log(rand_like(logits))))"))
+
+
+RULES = {"dropout": dropout, "dropout_channels": dropout, "func_dropout": func_dropout,
+         "func_dropout_channels": func_dropout, "rand_like": like, "randn_like": like, "randint_like": like,
+         "bernoulli": bernoulli, "bernoulli_like": bernoulli_like, "normal_of": normal_of, "multinomial": multinomial,
+         **dict.fromkeys(("normal_into", "uniform_into", "random_into", "exponential_into", "bernoulli_into"), into)}

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reductions: a kept dim stays sharded, a reduced one leaves a Partial of the matching kind.
+
+A mean over a sharded dim is a local sum divided by the *global* count, hence Partial(sum) and right for uneven
+shards; a mean of means would not be. Reductions without a matching Partial (argmax, var, ...) shard kept dims only.
+"""
+from __future__ import annotations
+
+from math import prod
+
+from ...core.placements import Partial
+from .spec import Call, Case, Invoke, Local, OpSpec, R, S, dims_of
+
+PARTIAL_OF = {"sum": "sum", "mean": "sum", "max": "max", "min": "min", "prod": "prod", "all": "min", "any": "max",
+              "count_nonzero": "sum", "nansum": "sum"}
+
+
+def kept_dims(ndim: int, dims: tuple[int, ...], keepdim: bool) -> dict[int, int]:
+    """Input dim -> result dim, for the dims that are not reduced."""
+    if keepdim:
+        return {d: d for d in range(ndim) if d not in dims}
+    return {d: i for i, d in enumerate(d for d in range(ndim) if d not in dims)}
+
+
+def reduced_shape(shape, dims, keepdim) -> tuple[int, ...]:
+    """Shape after reducing `dims`."""
+    return tuple(1 if d in dims else n for d, n in enumerate(shape) if keepdim or d not in dims)
+
+
+def reduction(call: Call) -> OpSpec:
+    """One result: `op` over `dim` (default all), with `keepdim`."""
+    x = call.args["input"]
+    dims, keepdim = dims_of(call.args.get("dim"), x.ndim), bool(call.get("keepdim", False))
+    kept = kept_dims(x.ndim, dims, keepdim)
+    cases = [Case((S(d),), (S(kept[d]),)) for d in kept]
+    partial = PARTIAL_OF.get(call.op)
+    if partial:
+        cases += [Case((S(d),), (Partial(partial),)) for d in dims if x.ndim]
+    if call.op in ("sum", "mean"):
+        cases += [Case((Partial(op),), (Partial(op),)) for op in ("sum", "avg")]
+    elif partial in ("max", "min") and call.op in ("max", "min"):
+        cases.append(Case((Partial(partial),), (Partial(partial),)))
+    shape = reduced_shape(x.shape, dims, keepdim)
+
+    def local(at: Local) -> Invoke | None:
+        if not any(x.ndim and at.ins[0].dim_axes[d] for d in dims):
+            return None
+        return Invoke("mean_of_shard", (x, dims, keepdim, prod(x.shape[d] for d in dims), call.args.get("dtype")))
+    return OpSpec((shape,), tuple(cases), local if call.op == "mean" else None)
+
+
+def reduction_pair(call: Call) -> OpSpec:
+    """(values, indices) along one dim: the dim itself must be whole on every rank."""
+    x = call.args["input"]
+    dims, keepdim = dims_of(call.args.get("dim", -1), x.ndim), bool(call.get("keepdim", False))
+    kept = kept_dims(x.ndim, dims, keepdim)
+    shape = reduced_shape(x.shape, dims, keepdim)
+    return OpSpec((shape, shape), tuple(Case((S(d),), (S(k), S(k))) for d, k in kept.items()))
+
+
+def along_dim(call: Call) -> OpSpec:
+    """Same-shape result computed along `dim` (softmax, cumsum, flip ...): every other dim may be sharded."""
+    x = call.args["input"]
+    dims = dims_of(call.args.get("dim", -1), x.ndim)
+    cases = [Case((S(d), *(R for _ in call.operands[1:])), (S(d),)) for d in range(x.ndim) if d not in dims]
+    return OpSpec((x.shape,), tuple(cases))

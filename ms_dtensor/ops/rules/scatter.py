@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writing rows or elements by index, one-hot codes, sorted search; and what is refused because its shape is data.
+
+Dims that the index does not address may be sharded alike on input, index and source. Setting or adding rows is linear
+in (input, source) together. Ops whose result *shape* depends on values (nonzero, unique, masked_select) are refused:
+a global shape would have to be agreed upon by all ranks before anyone could go on.
+"""
+from __future__ import annotations
+
+from ...core.layout import short_dtype
+from ...core.placements import Partial
+from ...errors import OpRuleError
+from .spec import Call, Case, OpSpec, P, R, S
+
+NAMES = """
+scatter:Scatter,ScatterValue:input dim index src reduce
+scatter_add:ScatterAddExt:input dim index src
+scatter:TensorScatterElements:input index src dim reduce
+index_add:IndexAddExt:input dim index src alpha
+index_add:DeprecatedIndexAdd:input index src dim
+index_add:IndexAdd:input index src
+index_fill:IndexFill:input dim index value
+scatter_rows:TensorScatterUpdate,TensorScatterMax,TensorScatterMin,TensorScatterMul,TensorScatterDiv:input index src
+scatter_rows_linear:TensorScatterAdd,TensorScatterSub:input index src
+scatter_nd:ScatterNd:index src shape
+masked_scatter:MaskedScatter:input mask src
+one_hot:OneHot,OneHotExt:index depth on off dim
+searchsorted:SearchSorted:sorted values sorter dtype right
+masked_select:MaskedSelect:input mask
+nonzero:NonZero,NonZeroExt:input
+unique:Unique,DeprecatedUnique:input
+unique:Unique2:input sorted return_inverse return_counts
+unique:UniqueDim:input sorted return_inverse dim
+unique_consecutive:UniqueConsecutive:input return_inverse return_counts dim
+unique_with_pad:UniqueWithPad:input pad_num
+bincount:BincountExt:input weights minlength
+"""
+
+_LINEAR = tuple(Partial(op) for op in ("sum", "avg"))
+
+
+def _case(call: Call, out, **places) -> Case:
+    """A case by argument name; operands that are not named are replicated."""
+    by_index = {call.args[k].index: p for k, p in places.items() if hasattr(call.args.get(k), "index")}
+    return Case(tuple(by_index.get(o.index, R) for o in call.operands), (out,))
+
+
+def scatter(call: Call) -> OpSpec:
+    """`scatter(dim, index, src or value)`: elements set (or, with `reduce`, combined)."""
+    x, ids, src = call.args["input"], call.args["index"], call.args.get("src")
+    d = int(call.get("dim", 0)) % max(x.ndim, 1)
+    tensor = hasattr(src, "shape") and src.ndim == x.ndim
+    cases = [_case(call, S(k), input=S(k), index=S(k), **({"src": S(k)} if tensor else {}))
+             for k in range(x.ndim) if k != d and x.shape[k] == ids.shape[k] and (not tensor or src.shape[k] == x.shape[k])]
+    adds = call.op == "scatter_add" or call.get("reduce") in (1, "add")
+    if tensor and (adds or call.get("reduce", 0) in (0, "none")):
+        cases += [_case(call, p, input=p, src=p) for p in _LINEAR]
+    if tensor and adds and ids.ndim and ids.shape[d] == src.shape[d]:  # each rank adds what it has to its summand
+        case = _case(call, P, input=P, index=S(d), src=S(d))
+        # no shard may be empty: a rank with nothing to add would leave out its summand of the input, too
+        cases.append(Case(case.ins, case.outs, ((ids.index, d, ids.shape[d]), (src.index, d, src.shape[d]))))
+    return OpSpec((x.shape,), tuple(cases))
+
+
+def index_add(call: Call) -> OpSpec:
+    """`index_add(dim, index, src)`: rows of `src` added to rows of `input`."""
+    x, src = call.args["input"], call.args["src"]
+    dim = call.get("dim")
+    d = int(dim if dim is not None else call.args["attrs"]["axis"]) % x.ndim
+    cases = [_case(call, S(k), input=S(k), src=S(k)) for k in range(x.ndim) if k != d and x.shape[k] == src.shape[k]]
+    return OpSpec((x.shape,), (*cases, *(_case(call, p, input=p, src=p) for p in _LINEAR)))
+
+
+def whole(call: Call) -> OpSpec:
+    """Same shape as the input, and no case but all-replicated: what it works on is known only from values."""
+    return OpSpec((call.operands[0].shape,), ())
+
+
+def scatter_rows(call: Call) -> OpSpec:
+    """`tensor_scatter_*`: the last dim of the index addresses leading dims; the trailing ones may be sharded."""
+    x, ids = call.args["input"], call.args["index"]
+    k = ids.shape[-1]
+    cases = [_case(call, S(d), input=S(d), src=S(d - k + ids.ndim - 1)) for d in range(k, x.ndim)]
+    if call.op == "scatter_rows_linear":
+        cases += [_case(call, p, input=p, src=p) for p in _LINEAR]
+    return OpSpec((x.shape,), tuple(cases))
+
+
+def scatter_nd(call: Call) -> OpSpec:
+    """Rows added into zeros of a given shape: index and source split alike give summands."""
+    ids, shape = call.args["index"], tuple(call.args["shape"])
+    cases = [_case(call, P, index=S(j), src=S(j)) for j in range(ids.ndim - 1)]
+    return OpSpec((shape,), (*cases, *(_case(call, p, src=p) for p in _LINEAR)))
+
+
+def one_hot(call: Call) -> OpSpec:
+    """A new dim of `depth` classes; index dims may be split."""
+    ids, depth = call.args["index"], int(call.args["depth"])
+    if depth < 0:
+        raise OpRuleError("For 'one_hot', the number of classes is not given.", "",
+                          "It would be the largest label, so the result's shape would depend on data.",
+                          "pass num_classes")
+    d = int(call.get("dim", -1)) % (ids.ndim + 1)
+    cases = [_case(call, S(j + (j >= d)), index=S(j)) for j in range(ids.ndim)]
+    on = call.args["on"]
+    return OpSpec(((*ids.shape[:d], depth, *ids.shape[d:]),), tuple(cases),
+                  dtypes=(on.dtype,) if hasattr(on, "dtype") else None)
+
+
+def searchsorted(call: Call) -> OpSpec:
+    """Positions of `values` in the sorted last dim of `sorted`."""
+    table, values = call.args["sorted"], call.args["values"]
+    if not hasattr(values, "shape"):
+        return OpSpec(((),), ())
+    if table.ndim == 1:
+        cases = [_case(call, S(k), values=S(k)) for k in range(values.ndim)]
+    else:
+        extra = {"sorter": S} if hasattr(call.args.get("sorter"), "shape") else {}
+        cases = [_case(call, S(k), sorted=S(k), values=S(k), **{n: f(k) for n, f in extra.items()})
+                 for k in range(values.ndim - 1)]
+        cases.append(_case(call, S(values.ndim - 1), values=S(values.ndim - 1)))
+    if call.get("sorter") is None:
+        cases.append(_case(call, P, sorted=S(table.ndim - 1)))  # a position is a count of what is less
+    dtype = "int32" if str(call.get("dtype", "")).lower().endswith(("int32", "34")) and \
+        not str(call.get("dtype")).endswith("64") else "int64"
+    return OpSpec((values.shape,), tuple(cases), dtypes=(dtype,))
+
+
+_WAYS = ("work on shapes that are known: where(mask, x, 0), masked_fill, topk", "x.full_tensor(), to work on plain tensors",
+         "x.to_local(), where each rank's own answer is wanted")
+
+
+def refused(call: Call) -> OpSpec:
+    """masked_select, nonzero (argwhere, where(condition)), unique, bincount: the result's shape depends on data."""
+    raise OpRuleError(f"For '{call.op}', there can be no rule for DTensors.",
+                      ", ".join(f"{short_dtype(o.dtype)}{list(o.shape)}" for o in call.operands),
+                      "The shape of the result depends on data, which no rank knows whole.", _WAYS)
+
+
+RULES = {"scatter": scatter, "scatter_add": scatter, "index_add": index_add, "index_fill": whole,
+         "scatter_rows": scatter_rows, "scatter_rows_linear": scatter_rows, "scatter_nd": scatter_nd,
+         "masked_scatter": whole, "one_hot": one_hot, "searchsorted": searchsorted,
+         **dict.fromkeys(("masked_select", "nonzero", "unique", "unique_consecutive", "unique_with_pad", "bincount"),
+                         refused)}

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rule says, as data: the legal single-axis cases of one call, its global result shapes, its local form.
+
+A rule is a function `Call -> OpSpec`. It sees global shapes and static arguments, never a tensor, a mesh or a rank.
+It lists, for ONE mesh axis, which operand placements give which result placements; the mesh of any rank is the
+product, built axis by axis in `select.py`. Where the local call needs other static arguments than the global one (a
+view's shape), or another function (a masked lookup), the spec's `local` says so from local shapes.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from ...core.layout import Layout
+from ...core.placements import PARTIAL, REDUCE_OPS, REPLICATE, Partial, Placement, Shard
+
+R, P, S = REPLICATE, PARTIAL, Shard
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A tensor argument of a call: its position among the tensor arguments, global shape and dtype."""
+
+    index: int
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims."""
+        return len(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One op call as rules see it: canonical op name, arguments by name with tensors as `Operand`s."""
+
+    op: str
+    args: dict[str, Any]
+    operands: tuple[Operand, ...]
+
+    def get(self, name: str, default=None):
+        """An argument by name; `default` if it was not passed, or passed as None."""
+        value = self.args.get(name)
+        return default if value is None else value
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One legal combination on one axis: operand placements -> result placements.
+
+    `even` lists (operand, dim, extent) that the shards of that dim must divide: views of a sharded dim need it.
+    """
+
+    ins: tuple[Placement, ...]
+    outs: tuple[Placement, ...]
+    even: tuple[tuple[int, int, int], ...] = ()
+
+    def __repr__(self):
+        return f"{', '.join(map(short, self.ins))} -> {', '.join(map(short, self.outs))}"
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """The local view of a planned call on one rank: layouts chosen for operands and results."""
+
+    ins: tuple[Layout, ...]
+    outs: tuple[Layout, ...]
+    coordinate: tuple[int, ...]
+
+    def in_shape(self, i: int) -> tuple[int, ...]:
+        """Local shape of operand i."""
+        return self.ins[i].local_shape(self.coordinate)
+
+    def out_shape(self, i: int = 0) -> tuple[int, ...]:
+        """Local shape of result i."""
+        return self.outs[i].local_shape(self.coordinate)
+
+    def in_offset(self, i: int) -> tuple[int, ...]:
+        """Global index of operand i's first local element."""
+        return self.ins[i].local_offset(self.coordinate)
+
+    def is_first(self, axes: Sequence[int]) -> bool:
+        """True on the ranks whose coordinate is 0 on all `axes`."""
+        return all(self.coordinate[a] == 0 for a in axes)
+
+
+@dataclass(frozen=True, slots=True)
+class Invoke:
+    """The local call to make instead of the original: a function of `local_ops` and its positional arguments."""
+
+    name: str
+    args: tuple = ()
+    kwargs: dict = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class OpSpec:
+    """All a rule says about one call.
+
+    Args:
+        shapes: global shape of each tensor result; None where only the local result tells (cases must then be even).
+        cases: legal single-axis cases; the all-replicated one is always legal and need not be listed.
+        local: optional `Local -> Invoke | None`; None: call the original with the same static arguments.
+        dtypes: dtype of each result, where it is not what `result_dtype` says. Only a rank whose shards are empty
+            needs it: everywhere else the kernel tells.
+        writes: operands that the op changes in place besides giving results; no gradient passes through them.
+    """
+
+    shapes: tuple[tuple[int, ...] | None, ...]
+    cases: tuple[Case, ...]
+    local: Callable[[Local], Invoke | None] | None = None
+    dtypes: tuple[str, ...] | None = None
+    writes: tuple[int, ...] = ()
+
+
+_BOOL_OPS = frozenset(("eq ne lt le gt ge logical_and logical_or logical_xor logical_not isfinite isinf isnan all any "
+                       "isneginf isposinf isclose signbit").split())
+_FLOAT_OPS = frozenset(("div mean exp expm1 exp2 log log1p log2 log10 sqrt rsqrt reciprocal sin cos tan sinh cosh tanh "
+                        "asin acos atan asinh acosh atanh erf erfc erfinv sigmoid sinc atan2 xlogy").split())
+_WIDTH = ("bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 bfloat16 float16 float32 float64 complex64 "
+          "complex128").split()
+# MindSpore passes a dtype as its number in some calls
+_TYPE_IDS = {30: "bool", 32: "int8", 33: "int16", 34: "int32", 35: "int64", 37: "uint8", 38: "uint16", 39: "uint32",
+             40: "uint64", 42: "float16", 43: "float32", 44: "float64", 45: "bfloat16", 51: "complex64",
+             52: "complex128"}
+
+
+def _kind(dtype: str) -> int:
+    return 3 if "complex" in dtype else 2 if "float" in dtype else 1 if "int" in dtype else 0
+
+
+def result_dtype(call: Call) -> str:
+    """dtype of an op's results by MindSpore's promotion, as far as rules need it."""
+    if call.op in _BOOL_OPS:
+        return "bool"
+    wanted = call.args.get("dtype")
+    if isinstance(wanted, int):
+        return _TYPE_IDS[wanted]
+    if wanted is not None:
+        return str(wanted).lower().rsplit(".", 1)[-1]
+    known = [o for o in call.operands if o.dtype in _WIDTH]
+    kinds = [o.dtype for o in known]
+    if call.op in ("mul", "div"):  # here alone a 0-d operand counts as a Python number does (MindSpore 2.10)
+        wide = [o.dtype for o in known if o.shape]
+        if wide and max(map(_kind, wide)) == max(map(_kind, kinds)):
+            kinds = wide
+    if call.op == "sum" and "skip_mode" not in call.args and all(_kind(k) < 2 for k in kinds):
+        return "int64"  # the classic ReduceSum, which is told a skip_mode, keeps small integers
+    floats = {k for k in kinds if "float" in k}
+    scalars = any(isinstance(v, float) for v in call.args.values())
+    if floats == {"float16", "bfloat16"} or (not floats and kinds and (scalars or call.op in _FLOAT_OPS)):
+        return "float32"
+    return max(kinds, key=_WIDTH.index, default="float32")
+
+
+_NEUTRAL = {"sum": 0, "avg": 0, "max": float("-inf"), "min": float("inf"), "prod": 1}
+
+
+def empty_results(at: Local) -> tuple[tuple[tuple[int, ...], float], ...] | None:
+    """(local shape, fill value) per result where this rank has nothing to compute, else None.
+
+    That is where sharding left an operand without elements: each result is empty too, or this rank's share of a
+    reduction, its neutral element. Such a call never reaches a kernel: MindSpore's CPU kernels answer empty sums with
+    uninitialised memory.
+    """
+    if not any(prod(x.shape) and not prod(x.local_shape(at.coordinate)) for x in at.ins):
+        return None
+    out = []
+    for layout in at.outs:
+        shape = layout.local_shape(at.coordinate)
+        kinds = {layout.placements[a].reduce_op for a in layout.partial_axes}
+        if prod(shape) and not kinds:
+            return None
+        out.append((shape, _NEUTRAL[min(kinds, default="sum")]))
+    return tuple(out)
+
+
+def shape_only(cases: Iterable[Case]) -> tuple[Case, ...]:
+    """The cases of an operand, with one more operand of which only the global shape is read, so that it may be partial.
+
+    Not sharded: an empty shard of it would be taken for a rank that has nothing to compute (`empty_results`).
+    """
+    anyhow = (REPLICATE, *(Partial(op) for op in REDUCE_OPS))
+    return tuple(Case((*c.ins, p), c.outs, c.even) for c in cases for p in anyhow)
+
+
+def short(p: Placement) -> str:
+    """`S(0)`, `R`, `P(sum)`: placements as case notation prints them."""
+    if p.is_shard():
+        return f"S({p.dim})"
+    return "R" if p.is_replicate() else f"P({p.reduce_op})"
+
+
+def dims_of(value, ndim: int) -> tuple[int, ...]:
+    """A `dim` argument (None or (): all; int or sequence, maybe negative) as sorted non-negative dims."""
+    if value is None or (isinstance(value, tuple | list) and not value):
+        return tuple(range(ndim))
+    seq = value if isinstance(value, tuple | list) else (value,)
+    return tuple(sorted({int(d) % max(ndim, 1) for d in seq}))
+
+
+def broadcast_shapes(*shapes: tuple[int, ...]) -> tuple[int, ...]:
+    """NumPy broadcasting of shapes; a mismatch is left for the op itself to report (the larger wins)."""
+    nd = max(map(len, shapes), default=0)
+    out = []
+    for d in range(nd):
+        sizes = [s[d - nd + len(s)] for s in shapes if d - nd + len(s) >= 0]
+        out.append(next((n for n in sizes if n != 1), 1))
+    return tuple(out)

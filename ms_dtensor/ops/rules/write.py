@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writing into a part of a tensor: op "write" of our own `__setitem__`, and ops whose result takes an operand's place.
+
+A write keeps the target where it is: each rank writes the intersection of the global region with its shard. A value
+may be sharded where the target's dim is written whole; elsewhere every rank has it whole and uses its part of it.
+`INPLACE` maps MindSpore's in-place primitives to the out-of-place op that gives the new value.
+"""
+from __future__ import annotations
+
+from ...core.placements import Partial
+from ...errors import OpRuleError
+from .names import parse
+from .spec import Call, Case, Invoke, Local, OpSpec, R, S, broadcast_shapes
+
+# in-place primitive -> (op, argument names); the first operand is the one that is written
+INPLACE_NAMES = """
+add:InplaceAddExt,InplaceAddsExt:input other alpha
+add:AssignAdd:input other
+sub:InplaceSubExt,InplaceSubScalar:input other alpha
+sub:AssignSub:input other
+mul:InplaceMul,InplaceMuls:input other
+div:InplaceDiv,InplaceDivs:input other
+divmod:InplaceDivMod,InplaceDivMods:input other rounding_mode
+floor_divide:InplaceFloorDivide,InplaceFloorDivides:input other
+remainder:InplaceRemainderTensorScalar,InplaceRemainderTensorTensor:input other
+fill:InplaceFillScalar,InplaceFillTensor:input value
+zero:InplaceZero:input
+copy:InplaceCopy:input src non_blocking
+copy:Assign:input src
+masked_fill:InplaceMaskedFillScalar,InplaceMaskedFillTensor:input mask value
+clamp:InplaceClampScalar,InplaceClampTensor:input min max
+exp:InplaceExp:input
+log:InplaceLog:input
+floor:InplaceFloor:input
+sigmoid:InplaceSigmoid:input
+tanh:InplaceTanh:input
+relu:InplaceReLU:input
+silu:InplaceSiLU:input
+erfinv:InplaceErfinv:input
+sign:InplaceSign:input
+threshold:InplaceThreshold:input threshold value
+hardtanh:InplaceHardtanh:input min_val max_val
+scatter:InplaceScatterSrc,InplaceScatterValue:input dim index src
+scatter_add:InplaceScatterAdd:input dim index src
+index_add:InplaceIndexAddExt:input dim index src alpha
+normal_into:InplaceNormal:input mean std seed offset
+uniform_into:InplaceUniform:input low high seed offset
+random_into:InplaceRandom:input low high seed offset
+exponential_into:InplaceExponential:input rate seed offset
+bernoulli_into:InplaceBernoulliScalar,InplaceBernoulliTensor:input p seed offset
+"""
+
+
+def labels(ndim: int, drop, dims, front: bool, indices_ndim: int) -> list:
+    """What each dim of the written region is: a target dim, or ("index", j) for a dim of the index tensors."""
+    kept = [d for d in range(ndim) if d not in drop and d not in dims]
+    if not dims:
+        return kept
+    at = 0 if front else sum(d < dims[0] for d in kept)
+    return [*kept[:at], *(("index", j) for j in range(indices_ndim)), *kept[at:]]
+
+
+def write(call: Call) -> OpSpec:
+    """`x[index] = value`: `bounds` and `drop` as for "slice", `dims`, `indices` and `front` as for "index"."""
+    x, value = call.args["input"], call.args["value"]
+    bounds, drop, dims, indices, front = (call.args[k] for k in ("bounds", "drop", "dims", "indices", "front"))
+    wide = broadcast_shapes(*(i.shape for i in indices)) if dims else ()
+    region = labels(x.ndim, drop, dims, front, len(wide))
+    shape = tuple(wide[e[1]] if isinstance(e, tuple) else _extent(bounds[e]) for e in region)
+    tensor = hasattr(value, "index")
+    if tensor and (len(value.shape) > len(shape) or broadcast_shapes(value.shape, shape) != shape):
+        raise OpRuleError(f"For 'setitem', a value of shape {list(value.shape)} does not fit what is written, "
+                          f"{list(shape)}.", "", "The value broadcasts to the indexed region.", "reshape the value")
+    cases = []
+    for d in range(x.ndim):
+        ins = [S(d) if o is x else R for o in call.operands]
+        if tensor and d in region and bounds[d] == (0, x.shape[d], 1):
+            v = region.index(d) - len(shape) + value.ndim
+            if v >= 0 and value.shape[v] == x.shape[d] and x.shape[d] != 1:
+                ins[value.index] = S(v)
+        cases.append(Case(tuple(ins), (S(d),)))
+
+    def local(at: Local) -> Invoke:
+        offset = at.in_offset(value.index) if tensor else ()
+        return Invoke("write", (x, value, tuple(bounds), tuple(drop), tuple(dims), tuple(indices), bool(front),
+                                at.in_offset(x.index), offset, value.shape if tensor else ()))
+    return OpSpec((x.shape,), tuple(cases), local, (x.dtype,))
+
+
+def _extent(bound) -> int:
+    lo, hi, step = bound
+    return max(0, -(-(hi - lo) // step)) if step > 0 else max(0, -(-(lo - hi) // -step))
+
+
+def elementwise(call: Call) -> OpSpec:
+    """Result as the target, from operands that broadcast to it; linear in all tensors together."""
+    x = call.operands[0]
+    cases = []
+    for d, n in enumerate(x.shape):
+        ins = []
+        for o in call.operands:
+            k = d - x.ndim + o.ndim
+            ins.append(S(k) if k >= 0 and o.shape[k] == n and n != 1 or o is x else R)
+        cases.append(Case(tuple(ins), (S(d),)))
+    return OpSpec((x.shape,), tuple(cases), None, (x.dtype,))
+
+
+def copy(call: Call) -> OpSpec:
+    """`copy_`: a Partial target takes a Partial source."""
+    spec = elementwise(call)
+    if call.args["src"].shape != call.args["input"].shape:
+        return spec
+    return OpSpec(spec.shapes, (*spec.cases, *(Case((Partial(op),) * 2, (Partial(op),)) for op in ("sum", "avg"))), None,
+                  spec.dtypes)
+
+
+def zero(call: Call) -> OpSpec:
+    """`zero_`: zero is also a sum of zeros."""
+    spec = elementwise(call)
+    return OpSpec(spec.shapes, (*spec.cases, *(Case((Partial(op),), (Partial(op),)) for op in ("sum", "avg"))), None,
+                  spec.dtypes)
+
+
+INPLACE = parse(INPLACE_NAMES)
+NAMES = ""
+RULES = {"write": write, "fill": elementwise, "zero": zero, "copy": copy, "divmod": elementwise,
+         "threshold": elementwise, "hardtanh": elementwise}

@@ -1,0 +1,497 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DTensor: a `mindspore.Tensor` that knows its global shape and how it is laid out over a mesh.
+
+The object *is* its local storage; the layout is an attribute. Under `NoFallbackGuard` MindSpore computes on the local
+storage and records autograd on it, which is why the object itself is passed and never an inner tensor. Everything that
+MindSpore does without asking `__fallback__` (indexing, item, bool, iteration, asnumpy ...) is overridden here, so that
+no local number ever passes for the global one. Read next: `dispatch.py`.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import mindspore as ms
+from mindspore import Parameter, Tensor
+from mindspore._c_expression import NoFallbackGuard
+
+from .. import comm
+from ..core.layout import Layout, known_layout
+from ..core.mesh import DeviceMesh, resolve_mesh
+from ..core.placements import REPLICATE
+from ..dispatch import classes, modes, patches
+from ..dispatch.dispatcher import call, dispatch, plain_tree
+from ..dispatch.operands import as_local, dtype_name, local_alias, make, recording, redistribute, wrap
+from ..errors import LayoutError, OpRuleError, RedistributeError
+from ..redistribute.execute import moved, run
+from ..redistribute.plan import check_reachable, plan
+from . import state
+from .async_tensor import AsyncData
+from .indexing import get_item, set_item
+
+
+class _Size(int):
+    """MindSpore's `size` is a number, PyTorch's a method; this is both."""
+
+    shape: tuple[int, ...]
+
+    def __call__(self, dim: int | None = None):
+        return self.shape if dim is None else self.shape[dim]
+
+
+class DTensor(Tensor):
+    """A distributed tensor; meanings follow `torch.distributed.tensor.DTensor`.
+
+    Args:
+        local: this rank's shard.
+        device_mesh: mesh it is laid out on; default the current one.
+        placements: how, in any form `Layout` accepts; default all Replicate.
+
+    The plain constructor is `from_local` without checks: the global shape is the local one times the sizes of the axes
+    that shard each dim.
+
+    Example:
+        >>> import mindspore as ms, ms_dtensor as md
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> md.DTensor(ms.ops.ones((4, 2)), mesh, [md.Shard(0)])
+        DTensor(f32[4@tp, 2], mesh=(tp=1), rank 0 holds [4, 2])
+    """
+
+    _layout: Layout = None  # type: ignore[assignment]  # until __new__ or `wrap` has set it
+    __array_ufunc__ = None  # or NumPy would swallow `np.float32(2) * x` and return one rank's array
+
+    def __new__(cls, local, device_mesh=None, placements=None, *args, **kwargs):
+        if isinstance(local, DTensor) and device_mesh is None:  # the path of Parameter(dtensor)
+            out = make(cls, local)
+            out._layout = local._layout
+            return out
+        mesh = resolve_mesh(device_mesh, "DTensor")
+        patches.install()
+        if isinstance(local, Parameter):
+            with NoFallbackGuard():
+                local = local.view(local._shape)
+        out = make(cls, local)
+        out._layout = known_layout(mesh, placements, tuple(local._shape), dtype_name(local.dtype), even=True)
+        return out
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    __fallback__ = dispatch
+
+    @staticmethod
+    def _run_own_op(op, arguments):
+        return call(op, **arguments)
+
+    # -- what it is -----------------------------------------------------------------------------------------------
+    @property
+    def layout(self) -> Layout:
+        """The layout: mesh, placements, global shape, dtype."""
+        return self._layout
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh."""
+        return self._layout.mesh
+
+    @property
+    def placements(self) -> tuple:
+        """One placement per mesh axis."""
+        return self._layout.placements
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The global shape."""
+        return self._shape if self._layout is None else self._layout.shape
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of this rank's shard."""
+        return tuple(self._shape)
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims."""
+        return len(self.shape)
+
+    def dim(self) -> int:
+        """Number of dims."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> _Size:
+        """`x.size(dim)` as in PyTorch, the global shape or one extent; as a number, MindSpore's element count."""
+        out = _Size(math.prod(self.shape))
+        out.shape = self.shape
+        return out
+
+    def numel(self) -> int:
+        """Number of elements of the global tensor."""
+        return math.prod(self.shape)
+
+    def stride(self, dim: int | None = None):
+        """Strides, in elements, of the global tensor; MindSpore's `strides` are the same in bytes."""
+        out = layout_strides(self.shape)
+        return out if dim is None else out[dim]
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Strides, in bytes, of the global tensor."""
+        return tuple(s * self.itemsize for s in self.stride())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the global tensor."""
+        return math.prod(self.shape) * self.itemsize
+
+    @property
+    def data(self) -> DTensor:
+        """Itself."""
+        return self
+
+    def __len__(self):
+        if not self.shape:
+            raise TypeError("len() of a 0-d tensor")
+        return self.shape[0]
+
+    def __repr__(self):
+        layout = self._layout
+        held = f"rank {layout.mesh.get_rank()} holds {list(self._shape)}"
+        kind = f"Parameter {self.name!r}, " if isinstance(self, Parameter) else ""
+        return f"DTensor({kind}{layout!r}, mesh=({layout.mesh.describe()}), {held})"
+
+    __str__ = __repr__
+
+    def __format__(self, spec):
+        return format(self.item(), spec) if spec and self.numel() == 1 else repr(self)
+
+    # -- between local and global ---------------------------------------------------------------------------------
+    @staticmethod
+    def from_local(local, device_mesh: DeviceMesh | None = None, placements=None, *, run_check: bool = False,
+                   shape: Sequence[int] | None = None, stride: Sequence[int] | None = None) -> DTensor:
+        """Local shards as one DTensor; differentiable, and without communication unless `run_check`.
+
+        Args:
+            local: this rank's shard (empty on ranks outside the mesh).
+            device_mesh: default the current one.
+            placements: default all Replicate.
+            run_check: compare shapes and dtypes across ranks, and replicas take coordinate 0's values.
+            shape: the global shape; needed for uneven shards.
+            stride: for PyTorch's sake: that of a contiguous tensor of `shape`, or None.
+
+        Raises:
+            LayoutError: the local shape is not the shard of `shape`, or, with `run_check`, ranks disagree.
+
+        Example:
+            >>> import mindspore as ms, ms_dtensor as md
+            >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+            >>> md.DTensor.from_local(ms.ops.ones((4, 2)), mesh, [md.Partial()])
+            DTensor(f32[4, 2]{sum: tp}, mesh=(tp=1), rank 0 holds [4, 2])
+        """
+        if local.__class__ is not Tensor:
+            if isinstance(local, DTensor):
+                raise LayoutError("For 'from_local', 'local' must be a plain tensor, but it is a DTensor already.",
+                                  local._layout.describe(), "", "use .redistribute()")
+            if not isinstance(local, Tensor):
+                raise LayoutError(f"For 'from_local', 'local' must be a Tensor, but got {type(local).__name__}.")
+        mesh = resolve_mesh(device_mesh, "from_local")
+        if shape is None:
+            layout = known_layout(mesh, placements, tuple(local._shape), dtype_name(local.dtype), even=True)
+        else:
+            layout = Layout(mesh, placements, shape, dtype_name(local.dtype))
+        if stride is not None and tuple(stride) != layout_strides(layout.shape):
+            raise LayoutError(f"For 'from_local', 'stride' is {tuple(stride)}.", layout.describe(),
+                              f"A contiguous tensor of it has {layout_strides(layout.shape)}; others do not exist here.",
+                              "leave it out")
+        if mesh.get_coordinate() is None:
+            local = ms.ops.zeros((0,) * len(layout.shape), local.dtype)
+        elif run_check:
+            local = _checked(local, layout, given=shape is not None)
+        elif shape is not None and layout.local_shape() != tuple(local._shape):
+            raise LayoutError(f"For 'from_local', a local tensor of shape {list(local._shape)} is not this rank's shard.",
+                              layout.describe(), f"Its shard there is {list(layout.local_shape())}: chunks of "
+                              "ceil(n / axis size) rows.", "pass the global shape that belongs to these shards")
+        patches.install()
+        if isinstance(local, Parameter):
+            with NoFallbackGuard():
+                local = local.view(local._shape)
+        return wrap(local, layout)
+
+    def to_local(self, *, grad_placements=None) -> Tensor:
+        """This rank's shard as a plain tensor; shares storage, never communicates.
+
+        Args:
+            grad_placements: how the cotangent will be laid out; default: as the value, with Partial as Replicate.
+        """
+        return as_local(self, None if grad_placements is None else self._layout.with_placements(grad_placements))
+
+    def redistribute(self, device_mesh: DeviceMesh | None = None, placements=None, *, async_op: bool = False) -> DTensor:
+        """The same tensor in another layout, by the cheapest plan; differentiable.
+
+        Args:
+            device_mesh: another mesh, or None for this one.
+            placements: any form `Layout` accepts; default all Replicate.
+            async_op: return while the data moves, where the backend can (`shm`: the last collective of the plan; devices
+                order their streams by themselves); waits on first use. Do not write to this tensor before that.
+
+        Raises:
+            RedistributeError: the target is Partial where this tensor is not.
+            LayoutError: placements that do not fit.
+        """
+        if device_mesh is not None and not isinstance(device_mesh, DeviceMesh):
+            if placements is not None:
+                raise LayoutError("For 'redistribute', 'device_mesh' must be a DeviceMesh, but got "
+                                  f"{type(device_mesh).__name__}.")
+            device_mesh, placements = None, device_mesh
+        src = self._layout
+        dst = known_layout(device_mesh or src.mesh, placements, src.shape, src.dtype)
+        if dst is src:
+            return self
+        check_reachable(src, dst)
+        return redistribute(self, dst, later=async_op)
+
+    def full_tensor(self, *, grad_placements=None) -> Tensor:
+        """The whole tensor on every rank, as a plain one."""
+        full = redistribute(self, self._layout.replicated())
+        return full.to_local(grad_placements=grad_placements)
+
+    def reduce_partial(self) -> DTensor:
+        """Partial axes reduced to Replicate; the others stay."""
+        layout = self._layout
+        placed = [REPLICATE if p.is_partial() else p for p in layout.placements]
+        return redistribute(self, layout.with_placements(placed, layout.order))
+
+    # -- values: the global one, or an error, on all ranks alike ---------------------------------------------------
+    def item(self):
+        """The one element, as a Python number: reduced or gathered as the layout needs, the same on all ranks."""
+        if self.numel() != 1:
+            raise OpRuleError(f"For 'item', a tensor of {self.numel()} elements is no scalar.", self._layout.describe(),
+                              "A Python number is one element.", "reduce it first, e.g. x.sum().item()")
+        layout = self._layout
+        if layout.mesh.get_coordinate() is None:
+            raise OpRuleError("For 'item', this rank is not part of the mesh.", layout.describe(),
+                              "Nothing is sent to ranks outside a mesh.", "ask on the mesh's ranks only")
+        whole = local_alias(self)
+        if not layout.is_replicated():
+            with comm.annotate(implicit=True, src=repr(layout), dst=repr(layout.replicated())):
+                whole = run(plan(layout, layout.replicated()), whole)
+        return whole.asnumpy().reshape(()).item()
+
+    def __float__(self):
+        return float(self.item())
+
+    def __int__(self):
+        return int(self.item())
+
+    def __bool__(self):
+        return bool(self.item())
+
+    def __index__(self):
+        return self.item().__index__()
+
+    def __complex__(self):
+        return complex(self.item())
+
+    def asnumpy(self):
+        """The global array of a replicated tensor (a view of its storage).
+
+        Raises:
+            OpRuleError: the tensor is not replicated; nothing is gathered behind the caller's back.
+        """
+        if not self._layout.is_replicated():
+            raise OpRuleError("For 'asnumpy', this rank does not hold the whole tensor.", self._layout.describe(),
+                              "Only a replicated tensor is an array already.",
+                              ("x.full_tensor().asnumpy() for the global array", "x.to_local().asnumpy() for the shard"))
+        return local_alias(self).asnumpy()
+
+    def numpy(self):
+        """As `asnumpy`."""
+        return self.asnumpy()
+
+    def get_bytes(self) -> bytes:
+        """The bytes of a replicated tensor."""
+        return self.asnumpy().tobytes()
+
+    def tolist(self):
+        """The global values as nested lists; of a replicated tensor."""
+        return self.asnumpy().tolist()
+
+    def __array__(self, dtype=None, copy=None):
+        out = self.asnumpy()
+        return out if dtype is None else out.astype(dtype)
+
+    # -- Python's own protocols ------------------------------------------------------------------------------------
+    def __getitem__(self, index):
+        if modes.mode.get().skip:
+            return as_local(self)[plain_tree(index)]
+        return get_item(self, index)
+
+    def __setitem__(self, index, value):
+        if modes.mode.get().skip:
+            local_alias(self)[plain_tree(index)] = plain_tree(value)
+            return
+        set_item(self, index, value)
+
+    def __iter__(self):
+        if not self.shape:
+            raise TypeError("iteration over a 0-d tensor")
+        return (self[i] for i in range(self.shape[0]))
+
+    def __hash__(self):
+        return id(self)
+
+    @property
+    def __ms_mutable__(self):
+        # ms.jit asks its arguments for this and for nothing else; it would compute on local storage without a word.
+        raise OpRuleError("For 'ms.jit', an argument is a DTensor.", self._layout.describe(),
+                          "A compiled graph does not dispatch: it would compute on this rank's shard.",
+                          ("call it on local tensors inside local_map", "run this part without ms.jit"))
+
+    # -- what a checkpoint planner asks; names as in PyTorch's protocol ----------------------------------------------
+    def __create_chunk_list__(self):
+        return state.chunk_list(self._layout)
+
+    def __create_write_items__(self, fqn: str, object=None):
+        return state.write_items(self._layout, fqn)
+
+    def __get_tensor_shard__(self, index) -> Tensor:
+        return state.shard_at(self, index)
+
+    def detach(self) -> DTensor:
+        """The same values, outside autograd; shares storage."""
+        return ms.ops.stop_gradient(self)
+
+    def clone(self) -> DTensor:
+        """A copy with the same layout; differentiable."""
+        return as_local(self).copy() if modes.mode.get().skip else call("clone", input=self)
+
+    def fill(self, value) -> DTensor:
+        """A tensor like this one with every element `value`."""
+        return ms.mint.full_like(self, value)
+
+    def contiguous(self) -> DTensor:
+        """Itself: shards are contiguous."""
+        return self
+
+    def __copy__(self):
+        return wrap(local_alias(self), self._layout)
+
+    def __deepcopy__(self, memo):
+        return self._rebuilt(local_alias(self).asnumpy().copy())
+
+    def __reduce_ex__(self, protocol):
+        name = self.name if isinstance(self, Parameter) else None
+        grad = self.requires_grad if isinstance(self, Parameter) else None
+        return _unpickle, (local_alias(self).asnumpy(), self._layout, name, grad)
+
+    def _rebuilt(self, array):
+        if isinstance(self, Parameter):
+            return _unpickle(array, self._layout, self.name, self.requires_grad)
+        return _unpickle(array, self._layout, None, None)
+
+
+class DTensorParameter(Parameter, DTensor):
+    """What `Parameter(dtensor)` makes: Parameter first in the MRO, or MindSpore's checkpointing would not know it."""
+
+    def __init__(self, default_input, *args, **kwargs):
+        Parameter.__init__(self, default_input, *args, **kwargs)
+
+    def clone(self, init="same") -> Parameter:
+        """A new Parameter in the same layout; how MindSpore's optimizers make their moments.
+
+        Args:
+            init: "same" for the same values, "zeros", "ones" or a number for constant ones.
+
+        While gradients are recorded, "same" is `DTensor.clone`: a differentiable copy, not a new leaf.
+
+        Raises:
+            LayoutError: another initialiser; each shard would draw the same numbers.
+        """
+        if init == "same" and recording():
+            return DTensor.clone(self)
+        value = {"zeros": 0, "ones": 1}.get(init, init) if isinstance(init, str) else init
+        if value != "same" and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise LayoutError(f"For 'clone', 'init' must be 'same', 'zeros', 'ones' or a number, but got {init!r}.",
+                              self._layout.describe(), "Every shard would draw the same numbers.", "use ms_dtensor.init")
+        array = local_alias(self).asnumpy().copy()
+        if value != "same":
+            array.fill(value)
+        return Parameter(wrap(Tensor(array), self._layout), name=self.name, requires_grad=self.requires_grad)
+
+    def set_data(self, data, slice_shape=False) -> Parameter:
+        """Takes over values, and keeps the layout.
+
+        Args:
+            data: a DTensor of the same global shape (one that lies otherwise is moved), or this rank's shard.
+            slice_shape: as MindSpore's.
+
+        Raises:
+            LayoutError: another shape; a plain global tensor would replace the shard by the whole.
+        """
+        own = self._layout
+        if isinstance(data, DTensor) and data.shape == own.shape:
+            data = redistribute(data, Layout(own.mesh, own.placements, own.shape, data._layout.dtype, own.order))
+        elif isinstance(data, DTensor) or tuple(data.shape) != own.local_shape():
+            raise LayoutError(f"For 'set_data', the data has shape {list(data.shape)}.", own.describe(),
+                              "It must be a DTensor of the global shape, or this rank's shard.",
+                              "distribute_tensor(data, p.device_mesh, p.placements)")
+        return Parameter.set_data(self, data, slice_shape)
+
+    __repr__ = DTensor.__repr__
+    __str__ = DTensor.__repr__
+    __copy__ = DTensor.__copy__
+    __deepcopy__ = DTensor.__deepcopy__
+    __reduce_ex__ = DTensor.__reduce_ex__
+    asnumpy = DTensor.asnumpy
+
+
+class AsyncDTensor(AsyncData, DTensor):
+    """What `redistribute(async_op=True)` returns where the backend can: waits on first use, then is a DTensor."""
+
+
+classes.bind(DTensor, DTensorParameter, AsyncDTensor)
+# The class MindSpore builds for Parameter(DTensor(...)) would have Tensor before Parameter in its MRO.
+Parameter._base_type["Parameter" + DTensor.__name__] = DTensorParameter
+
+
+def _unpickle(array, layout, name, requires_grad):
+    patches.install()
+    out = wrap(Tensor(array), layout)
+    return out if name is None else Parameter(out, name=name, requires_grad=requires_grad)
+
+
+def layout_strides(shape) -> tuple[int, ...]:
+    """Strides, in elements, of a contiguous tensor."""
+    return tuple(math.prod(shape[d + 1:]) for d in range(len(shape)))
+
+
+def _checked(local, layout: Layout, given: bool):
+    """`local` after `run_check`: still connected, with the values of coordinate 0 on axes that replicate."""
+    checked = _check_across_ranks(local_alias(local), layout, given)
+    if recording() and any(p.is_replicate() for p in layout.placements):
+        return moved(local, layout, layout, layout.gradient(), layout.gradient(), data=checked)
+    return checked if any(p.is_replicate() for p in layout.placements) else local
+
+
+def _check_across_ranks(local, layout: Layout, given: bool):
+    mesh = layout.mesh
+    group = mesh.get_group()
+    everyone = group.all_gather_object((tuple(local._shape), dtype_name(local.dtype)))
+    wrong = []
+    for (shape, dtype), rank in zip(everyone, mesh.rank_list):
+        expected = layout.local_shape(mesh.coordinate_of(rank)) if given else everyone[0][0]
+        if shape != tuple(expected) or dtype != everyone[0][1]:
+            wrong.append(f"rank {rank} holds {dtype}{list(shape)}, expected {everyone[0][1]}{list(expected)}")
+    if wrong:
+        raise LayoutError("For 'from_local', the ranks' local tensors do not make one tensor.",
+                          f"{list(layout.placements)} on mesh({mesh.describe()})\n" + "\n".join(wrong),
+                          "Without 'shape' all shards must be alike; with it each must be its chunk.",
+                          "pass shape=, the global shape, for uneven shards")
+    for axis, p in enumerate(layout.placements):
+        if p.is_replicate():
+            group = mesh.get_group(axis)
+            local = group.broadcast(local, group.ranks[0])
+    return local
+
+
+__all__ = ["DTensor", "DTensorParameter", "RedistributeError"]
