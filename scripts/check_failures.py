@@ -128,7 +128,7 @@ def anything(e: Engine, rank: int, size: int, seed: int) -> None:
         elif what == 5:
             e.exchange([(group[group.index(rank) - 1], x)], [(group[(group.index(rank) + 1) % len(group)], (n,), x.dtype)])
         else:
-            e.all_reduce(x, "sum", group, later=True).wait()
+            e.all_reduce(x, "sum", group, async_op=True).wait()
 
 
 def kill_once(size: int, seed: int) -> dict:

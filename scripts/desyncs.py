@@ -159,4 +159,4 @@ def waits_for_a_message(e, rank, size, odd):
 
 @kind
 def later(e, rank, size, odd):
-    e.all_reduce(ones(4 if odd else 3), "sum", tuple(range(size)), later=True).wait()
+    e.all_reduce(ones(4 if odd else 3), "sum", tuple(range(size)), async_op=True).wait()

@@ -24,7 +24,7 @@ from mindspore import mint, nn, ops  # noqa: E402
 
 from ms_dtensor.core.placements import Partial, Replicate, Shard  # noqa: E402
 from ms_dtensor.debug.verify import Report, check_rule  # noqa: E402
-from ms_dtensor.ops.local import TABLE  # noqa: E402
+from ms_dtensor.ops.local import LOCAL_OPS  # noqa: E402
 from ms_dtensor.ops.rules import RULES, Case  # noqa: E402
 
 R, P, S = Replicate(), Partial(), Shard
@@ -173,9 +173,9 @@ def caught(fault: Fault) -> bool:
     clean = check_rule(fault.call, *fault.args, axes=((2,), (3,)))
     if clean.wrong:
         raise SystemExit(f"{fault.lie}: wrong before the fault was planted: {clean.wrong[0]}")
-    table, name = (RULES, fault.target) if fault.target in RULES else (TABLE, fault.target)
+    table, name = (RULES, fault.target) if fault.target in RULES else (LOCAL_OPS, fault.target)
     real = table[name]
-    table[name] = fault.change(real) if table is TABLE else lambda call: fault.change(real(call))
+    table[name] = fault.change(real) if table is LOCAL_OPS else lambda call: fault.change(real(call))
     report = Report()
     try:
         check_rule(fault.call, *fault.args, axes=((2,), (3,)), report=report)

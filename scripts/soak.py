@@ -94,25 +94,25 @@ class Rank:
             return {"sum": sum, "max": np.maximum.reduce, "min": np.minimum.reduce}[op](xs).astype(dtype)
         if what == "all_reduce":
             xs = given(lambda i: (inner,))
-            return e.all_reduce(xs[me], op, group, later=later), reduced(xs)
+            return e.all_reduce(xs[me], op, group, async_op=later), reduced(xs)
         if what == "all_gather":
             xs = given(lambda i: (2, sizes[i], inner // 8))
-            return e.all_gather(xs[me], 1, sizes, group, later=later), np.concatenate(xs, 1)
+            return e.all_gather(xs[me], 1, sizes, group, async_op=later), np.concatenate(xs, 1)
         if what == "reduce_scatter":
             xs = given(lambda i: (sum(sizes), inner // 4))
-            return e.reduce_scatter(xs[me], op, 0, sizes, group, later=later), reduced(xs)[at[me]:at[me + 1]]
+            return e.reduce_scatter(xs[me], op, 0, sizes, group, async_op=later), reduced(xs)[at[me]:at[me + 1]]
         if what == "all_to_all":
             xs = given(lambda i: (sum(sizes), 1 + i % 2, inner // 8))
             joins = [1 + i % 2 for i in range(n)]
-            return (e.all_to_all(xs[me], 0, sizes, 1, joins, group, later=later),
+            return (e.all_to_all(xs[me], 0, sizes, 1, joins, group, async_op=later),
                     np.concatenate([x[at[me]:at[me + 1]] for x in xs], 1))
         if what == "broadcast":
             x = self.data(number, src, (inner,), dtype)
-            return e.broadcast(x if self.rank == src else np.zeros_like(x), src, group, later=later), x
+            return e.broadcast(x if self.rank == src else np.zeros_like(x), src, group, async_op=later), x
         if what == "scatter":
             x = self.data(number, src, (sum(sizes), inner // 4), dtype)
             return (e.scatter(x if self.rank == src else None, 0, sizes, src, group, shape=x.shape, dtype=x.dtype,
-                              later=later), x[at[me]:at[me + 1]])
+                              async_op=later), x[at[me]:at[me + 1]])
         if what == "exchange":
             xs = given(lambda i: (inner,))
             got = e.exchange([(group[(me + 1) % n], xs[me])], [(group[me - 1], (inner,), np.dtype(dtype))])

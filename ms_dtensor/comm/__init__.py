@@ -10,7 +10,7 @@ from __future__ import annotations
 from .group import Group
 from .protocol import REDUCE_OPS, Backend, Work
 from .record import CommEvent, annotate, record, user_site
-from .world import World, current_world, fake_token, fake_world, get_backend, group, set_cpu_backend, shutdown, start
+from .world import World, current_world, fake_world, get_backend, group, set_cpu_backend, shutdown, start, world_key
 
-__all__ = ["REDUCE_OPS", "Backend", "CommEvent", "Group", "Work", "World", "annotate", "current_world", "fake_token",
+__all__ = ["REDUCE_OPS", "Backend", "CommEvent", "Group", "Work", "World", "annotate", "current_world", "world_key",
            "fake_world", "get_backend", "group", "record", "set_cpu_backend", "shutdown", "start", "user_site"]

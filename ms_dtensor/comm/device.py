@@ -76,7 +76,7 @@ class DeviceBackend(Backend):
 
     def _gather_number(self, number: int, group: Ranks) -> list[tuple[int, int]]:
         halves = Tensor(np.array([number >> 16, number & 0xFFFF], np.int32))
-        got, handle = self._flat_gather(halves, self._comm(group)[0], len(group), False)
+        got, handle = self._all_gather_flat(halves, self._comm(group)[0], len(group), False)
         if handle is not None:
             handle.wait()
         return list(map(tuple, got.asnumpy().reshape(-1, 2).tolist()))
@@ -84,20 +84,20 @@ class DeviceBackend(Backend):
     # -- primitives of the subclass: flat, equal, not empty; give (result, handle or None) ---------------------------
 
     @abstractmethod
-    def _flat_reduce(self, flat: Tensor, op: str, comm: str, size: int, async_op: bool) -> tuple[Tensor, Handle]:
+    def _all_reduce_flat(self, flat: Tensor, op: str, comm: str, size: int, async_op: bool) -> tuple[Tensor, Handle]:
         """All-reduce; must not change `flat`."""
 
     @abstractmethod
-    def _flat_gather(self, flat: Tensor, comm: str, size: int, async_op: bool) -> tuple[Tensor, Handle]:
+    def _all_gather_flat(self, flat: Tensor, comm: str, size: int, async_op: bool) -> tuple[Tensor, Handle]:
         """All blocks, in communicator order."""
 
     @abstractmethod
-    def _flat_scatter(self, flat: Tensor, op: str, comm: str, size: int, position: int,
+    def _reduce_scatter_flat(self, flat: Tensor, op: str, comm: str, size: int, position: int,
                       async_op: bool) -> tuple[Tensor, Handle]:
         """Reduce-scatter of `size` equal blocks; this rank's is at `position`."""
 
     @abstractmethod
-    def _flat_swap(self, flat: Tensor, block: int, comm: str, size: int, position: int,
+    def _all_to_all_flat(self, flat: Tensor, block: int, comm: str, size: int, position: int,
                    async_op: bool) -> tuple[Tensor, Handle]:
         """All-to-all of `size` blocks of `block` elements."""
 
@@ -146,10 +146,10 @@ class DeviceBackend(Backend):
         comm, order = self._comm(group)
         flat = self.ops.flat(wire)
         if f"{op} {wire.dtype}" in self.reducible:
-            out, handle = self._flat_reduce(flat, op, comm, len(group), async_op)
+            out, handle = self._all_reduce_flat(flat, op, comm, len(group), async_op)
             return self._finish(out, handle, lambda y: back(self.ops.shaped(y, shape)), async_op)
         count = math.prod(shape)
-        out, handle = self._flat_gather(flat, comm, len(group), async_op)
+        out, handle = self._all_gather_flat(flat, comm, len(group), async_op)
 
         def step(y: Tensor) -> Tensor:
             blocks = [unpack(y, count, order.index(i), (count,), self.ops) for i in range(len(group))]
@@ -164,7 +164,7 @@ class DeviceBackend(Backend):
         if not block:
             return self._give(self._nothing(with_dim(shape, dim, sum(sizes)), x.dtype), async_op)
         comm, order = self._comm(group)
-        out, handle = self._flat_gather(pack([wire], block, self.ops), comm, len(group), async_op)
+        out, handle = self._all_gather_flat(pack([wire], block, self.ops), comm, len(group), async_op)
 
         def step(y: Tensor) -> Tensor:
             pieces = [unpack(y, block, order.index(i), with_dim(shape, dim, s), self.ops)
@@ -185,9 +185,9 @@ class DeviceBackend(Backend):
         at = offsets(sizes)
         flat = pack([self.ops.take(wire, dim, at[i], at[i + 1]) for i in order], block, self.ops)
         if f"{op} {wire.dtype}" in self.reducible:
-            out, handle = self._flat_scatter(flat, op, comm, len(group), order.index(me), async_op)
+            out, handle = self._reduce_scatter_flat(flat, op, comm, len(group), order.index(me), async_op)
             return self._finish(out, handle, lambda y: back(unpack(y, block, 0, shape, self.ops)), async_op)
-        out, handle = self._flat_swap(flat, block, comm, len(group), order.index(me), async_op)
+        out, handle = self._all_to_all_flat(flat, block, comm, len(group), order.index(me), async_op)
 
         def step(y: Tensor) -> Tensor:
             blocks = [unpack(y, block, order.index(i), (math.prod(shape),), self.ops) for i in range(len(group))]
@@ -211,7 +211,7 @@ class DeviceBackend(Backend):
         comm, order = self._comm(group)
         at = offsets(split_sizes)
         flat = pack([self.ops.take(wire, split_dim, at[i], at[i + 1]) for i in order], block, self.ops)
-        out, handle = self._flat_swap(flat, block, comm, len(group), order.index(me), async_op)
+        out, handle = self._all_to_all_flat(flat, block, comm, len(group), order.index(me), async_op)
 
         def step(y: Tensor) -> Tensor:
             pieces = [unpack(y, block, order.index(i), piece(i, me), self.ops) for i, s in enumerate(concat_sizes) if s]

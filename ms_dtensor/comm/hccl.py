@@ -51,20 +51,20 @@ class HcclBackend(DeviceBackend):
         return cls(dist.get_rank(), dist.get_world_size(), GlobalComm.WORLD_COMM_GROUP, communication.create_group,
                    dist)
 
-    def _flat_reduce(self, flat: Tensor, op: str, comm: str, size: int, async_op: bool) -> tuple[Tensor, Handle]:
+    def _all_reduce_flat(self, flat: Tensor, op: str, comm: str, size: int, async_op: bool) -> tuple[Tensor, Handle]:
         out = self.ops.copy(flat)  # in place, and `flat` may be the caller's memory
         return out, self._dist.all_reduce(out, op=op, group=comm, async_op=async_op)
 
-    def _flat_gather(self, flat: Tensor, comm: str, size: int, async_op: bool) -> tuple[Tensor, Handle]:
+    def _all_gather_flat(self, flat: Tensor, comm: str, size: int, async_op: bool) -> tuple[Tensor, Handle]:
         out = self.ops.empty(flat.shape[0] * size, flat.dtype)
         return out, self._dist.all_gather_into_tensor(out, flat, group=comm, async_op=async_op)
 
-    def _flat_scatter(self, flat: Tensor, op: str, comm: str, size: int, position: int,
+    def _reduce_scatter_flat(self, flat: Tensor, op: str, comm: str, size: int, position: int,
                       async_op: bool) -> tuple[Tensor, Handle]:
         out = self.ops.empty(flat.shape[0] // size, flat.dtype)
         return out, self._dist.reduce_scatter_tensor(out, flat, op=op, group=comm, async_op=async_op)
 
-    def _flat_swap(self, flat: Tensor, block: int, comm: str, size: int, position: int,
+    def _all_to_all_flat(self, flat: Tensor, block: int, comm: str, size: int, position: int,
                    async_op: bool) -> tuple[Tensor, Handle]:
         out = self.ops.empty(flat.shape[0], flat.dtype)
         return out, self._dist.all_to_all_single(out, flat, group=comm, async_op=async_op)

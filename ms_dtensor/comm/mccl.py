@@ -36,7 +36,7 @@ class McclBackend(DeviceBackend):
     on_host = True
     ops = HostOps
     check_every = 1
-    # Half-precision sums run in float32 (see `_flat_reduce`); avg runs as sum and one division.
+    # Half-precision sums run in float32 (see `_all_reduce_flat`); avg runs as sum and one division.
     reducible = frozenset({f"{op} {t}" for op in ("sum", "max", "min", "prod") for t in _NUMBERS}
                           | {f"{op} {t}" for op in ("sum", "max", "min", "prod", "avg") for t in (*_HALF, "Float32")})
 
@@ -75,11 +75,11 @@ class McclBackend(DeviceBackend):
 
     def _wire(self, x: Tensor) -> tuple[Tensor, Any]:
         if x.dtype in (mstype.complex64, mstype.complex128, mstype.uint16, mstype.uint32, mstype.uint64, mstype.int16):
-            # Moved as bytes: MCCL has no kernel for them. Reductions gather, and reduce locally on the way back.
+            # Redistribute as bytes: MCCL has no kernel for them. Reductions gather, and reduce locally on the way back.
             return x, lambda y: y
         return super()._wire(x)
 
-    def _flat_reduce(self, flat: Tensor, op: str, comm: str, size: int, async_op: bool) -> tuple[Tensor, Handle]:
+    def _all_reduce_flat(self, flat: Tensor, op: str, comm: str, size: int, async_op: bool) -> tuple[Tensor, Handle]:
         dtype, half = flat.dtype, str(flat.dtype) in _HALF
         out = self.ops.cast(flat, mstype.float32) if half else self.ops.copy(flat)
         self._call("all_reduce", out, op="sum" if op == "avg" else op, group=comm)
@@ -88,22 +88,22 @@ class McclBackend(DeviceBackend):
             a /= size
         return self.ops.cast(out, dtype) if half else out, None
 
-    def _flat_gather(self, flat: Tensor, comm: str, size: int, async_op: bool) -> tuple[Tensor, Handle]:
+    def _all_gather_flat(self, flat: Tensor, comm: str, size: int, async_op: bool) -> tuple[Tensor, Handle]:
         data = flat.asnumpy().view("uint8")  # bytes: one kernel for every dtype
         parts = [Tensor.from_numpy(data * 0) for _ in range(size)]
         self._call("all_gather", parts, Tensor.from_numpy(data), group=comm)
         joined = self.ops.join(parts, 0).asnumpy()
         return Tensor.from_numpy(joined.view(flat.asnumpy().dtype)), None
 
-    def _flat_scatter(self, flat: Tensor, op: str, comm: str, size: int, position: int,
+    def _reduce_scatter_flat(self, flat: Tensor, op: str, comm: str, size: int, position: int,
                       async_op: bool) -> tuple[Tensor, Handle]:
-        out, _ = self._flat_reduce(flat, op, comm, size, False)
+        out, _ = self._all_reduce_flat(flat, op, comm, size, False)
         block = flat.shape[0] // size
         return self.ops.take(out, 0, position * block, (position + 1) * block), None
 
-    def _flat_swap(self, flat: Tensor, block: int, comm: str, size: int, position: int,
+    def _all_to_all_flat(self, flat: Tensor, block: int, comm: str, size: int, position: int,
                    async_op: bool) -> tuple[Tensor, Handle]:
-        everything = self._flat_gather(flat, comm, size, False)[0].asnumpy().reshape(size, size, block)
+        everything = self._all_gather_flat(flat, comm, size, False)[0].asnumpy().reshape(size, size, block)
         return Tensor.from_numpy(everything[:, position].reshape(-1).copy()), None
 
     def _flat_broadcast(self, flat: Tensor, src: int, comm: str, async_op: bool) -> tuple[Tensor, Handle]:

@@ -53,17 +53,17 @@ class NcclBackend(DeviceBackend):
             made = self._made[key] = getattr(self._primitives, kind)(*args, **kwargs)
         return made
 
-    def _flat_reduce(self, flat: Tensor, op: str, comm: str, size: int, async_op: bool) -> tuple[Tensor, Handle]:
+    def _all_reduce_flat(self, flat: Tensor, op: str, comm: str, size: int, async_op: bool) -> tuple[Tensor, Handle]:
         return self._primitive("AllReduce", op, comm)(flat), None
 
-    def _flat_gather(self, flat: Tensor, comm: str, size: int, async_op: bool) -> tuple[Tensor, Handle]:
+    def _all_gather_flat(self, flat: Tensor, comm: str, size: int, async_op: bool) -> tuple[Tensor, Handle]:
         return self._primitive("AllGather", comm)(flat), None
 
-    def _flat_scatter(self, flat: Tensor, op: str, comm: str, size: int, position: int,
+    def _reduce_scatter_flat(self, flat: Tensor, op: str, comm: str, size: int, position: int,
                       async_op: bool) -> tuple[Tensor, Handle]:
         return self._primitive("ReduceScatter", op, comm)(flat), None
 
-    def _flat_swap(self, flat: Tensor, block: int, comm: str, size: int, position: int,
+    def _all_to_all_flat(self, flat: Tensor, block: int, comm: str, size: int, position: int,
                    async_op: bool) -> tuple[Tensor, Handle]:
         return self._primitive("AlltoAll", split_count=size, split_dim=0, concat_dim=0, group=comm)(flat), None
 

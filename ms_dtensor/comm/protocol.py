@@ -44,7 +44,7 @@ class Work(Generic[T]):
         return self._result  # type: ignore[return-value]
 
     @property
-    def under_way(self) -> T | None:
+    def pending_result(self) -> T | None:
         """What will hold the value once it is waited for; None where the backend makes it only then."""
         return self._result
 

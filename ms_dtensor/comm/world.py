@@ -157,7 +157,7 @@ def ops_block() -> bool:
     return _started is not None and _started.blocking
 
 
-def fake_token() -> tuple[int, int] | None:
+def world_key() -> tuple[int, int] | None:
     """What tells one fake world's cached plans from another's and from the real world's; None in the real one."""
     world = pretended.get()
     return None if world is None else (world.rank, world.size)
@@ -231,7 +231,7 @@ def _leave(reason: str) -> None:
 
 
 def _at_exit() -> None:
-    """Says farewell with the reason, so that the others report our error and not merely our absence."""
+    """Says goodbye with the reason, so that the others report our error and not merely our absence."""
     kind = getattr(sys, "last_type", None)
     if kind is None:
         _leave("")

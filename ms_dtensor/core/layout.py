@@ -48,7 +48,7 @@ class Layout:
         True
     """
 
-    __slots__ = ("mesh", "placements", "shape", "dtype", "dim_axes", "partial_axes", "has_odd_partial",
+    __slots__ = ("mesh", "placements", "shape", "dtype", "dim_axes", "partial_axes", "has_nonlinear_partial",
                  "_local", "_gradient", "_order", "_others", "__weakref__")
 
     mesh: DeviceMesh
@@ -57,7 +57,7 @@ class Layout:
     dtype: str
     dim_axes: tuple[tuple[int, ...], ...]
     partial_axes: tuple[int, ...]
-    has_odd_partial: bool  # partial in another way than a sum, which no gradient fits
+    has_nonlinear_partial: bool  # partial in another way than a sum, which no gradient fits
 
     def __new__(cls, mesh, placements, shape, dtype="float32", order=None):
         shape = tuple(int(s) for s in shape)
@@ -216,7 +216,7 @@ def _intern(mesh, placements, shape, dtype, dim_axes) -> Layout:
                 put(layout, "dtype", dtype)
                 put(layout, "dim_axes", dim_axes)
                 put(layout, "partial_axes", tuple(i for i, p in enumerate(placements) if p.is_partial()))
-                put(layout, "has_odd_partial", any(p.is_partial() and not p.is_partial("sum") for p in placements))
+                put(layout, "has_nonlinear_partial", any(p.is_partial() and not p.is_partial("sum") for p in placements))
                 put(layout, "_local", {})
                 put(layout, "_order", None)
                 put(layout, "_others", {})

@@ -3,7 +3,7 @@
 
 A mesh is a value: two meshes with the same device type, ranks and names are equal and hash alike, however they were
 made. Which rank *this* process is comes from the process's world, which `comm` binds here (`bind_world`), so that
-the arithmetic stays usable for 65,536 ranks in one process. Read next: `layout.py`.
+the arithmetic stays usable for 65,536 ranks in one process. Read next: `core/layout.py`.
 """
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 """Placements: what one mesh axis does to a tensor. Three tiny values, no tensor and no mesh in sight.
 
 A placement belongs to one axis; a layout has one per axis. Placements are interned, so `is` and `==` agree for
-normalised ones, and they print as they are written. Read next: `layout.py`.
+normalised ones, and they print as they are written. Read next: `core/layout.py`.
 """
 from __future__ import annotations
 

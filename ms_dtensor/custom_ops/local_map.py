@@ -21,7 +21,7 @@ from ..core.mesh import DeviceMesh
 from ..core.placements import PARTIAL, Placement
 from ..dispatch import modes, patches
 from ..dispatch.dispatcher import plain_tree
-from ..dispatch.operands import as_local, dtype_name, finish, moved_implicitly, recording, wrap
+from ..dispatch.operands import as_local, dtype_name, recording, redistribute_operand, reduce_nonlinear, wrap
 from ..errors import ImplicitCommError, LayoutError, MixedOperandError
 
 
@@ -100,8 +100,9 @@ class Mapping:
             self._known[key] = self._work_out(found, args, named)
         mesh, targets, outs, own, cotangents = self._known[key]
         self._check_moves(args, targets, mode)
-        moved_args = [x if t is None else as_local(moved_to(x, t), c) for x, t, c in zip(args, targets, cotangents)]
-        moved_kwargs = {k: v if named[k] is None else as_local(v, shown(named[k], own)) for k, v in kwargs.items()}
+        moved_args = [x if t is None else as_local(in_layout(x, t), c) for x, t, c in zip(args, targets, cotangents)]
+        moved_kwargs = {k: v if named[k] is None else as_local(v, varying_cotangent(named[k], own))
+                        for k, v in kwargs.items()}
         result = fn(*moved_args, **moved_kwargs)
         layouts = [t for t in (*targets, *named.values()) if t is not None]
         return self._wrap(result, outs, self.mesh or mesh, layouts)
@@ -111,7 +112,7 @@ class Mapping:
         mesh = self._common_mesh(found)
         targets = self._targets(args, mesh)
         outs = self._out_placements(mesh)
-        own = self._axes_with_work((*targets, *named.values()), outs, mesh)
+        own = self._varying_axes((*targets, *named.values()), outs, mesh)
         return mesh, targets, outs, own, self._cotangents(targets, own, mesh)
 
     # -- what was declared ------------------------------------------------------------------------------------------
@@ -173,10 +174,10 @@ class Mapping:
             raise LayoutError(f"For '{self.who}', 'in_grad_placements' has {len(given)} entries for {len(targets)} "
                               "arguments.", "", "There is one entry per positional argument.",
                               "write None for plain arguments")
-        return [None if t is None else shown(t, own) if g is None else t.with_placements(g)
+        return [None if t is None else varying_cotangent(t, own) if g is None else t.with_placements(g)
                 for t, g in zip(targets, given)]
 
-    def _axes_with_work(self, targets, outs, mesh) -> tuple[int, ...]:
+    def _varying_axes(self, targets, outs, mesh) -> tuple[int, ...]:
         """Axes on which ranks do different work with what is replicated there."""
         placed = [t.placements for t in targets if t is not None]
         if self.mesh is None or self.mesh == mesh:
@@ -217,7 +218,7 @@ class Mapping:
                                   "correct 'out_shapes'")
             if isinstance(r, Parameter):
                 r = r.view(r._shape)
-            results[i] = finish(wrap(r, draft), recording())
+            results[i] = reduce_nonlinear(wrap(r, draft), recording())
         patches.install()
         return results[0] if single else type(result)(results)
 
@@ -263,7 +264,7 @@ def _compared(who: str, drafts, mesh: DeviceMesh):
     return out
 
 
-def shown(layout: Layout, own: Sequence[int]) -> Layout:
+def varying_cotangent(layout: Layout, own: Sequence[int]) -> Layout:
     """The cotangent layout of a value with which ranks do work of their own on the axes `own`."""
     gradient = layout.gradient()
     placements = [PARTIAL if a in own and layout.placements[a].is_replicate() else p
@@ -271,9 +272,9 @@ def shown(layout: Layout, own: Sequence[int]) -> Layout:
     return gradient.with_placements(placements, gradient.order)
 
 
-def moved_to(x, target: Layout):
+def in_layout(x, target: Layout):
     """`x` in that layout, as dispatch would move an operand."""
-    return x if x._layout is target else moved_implicitly(x, target, recording())
+    return x if x._layout is target else redistribute_operand(x, target, recording())
 
 
 def _layout(x) -> Any:

@@ -39,7 +39,7 @@ def _reduces_sharded(default=None):
     return when
 
 
-def _settled(x):
+def _reduce_partial(x):
     """A row's total as every rank needs it next: one all-reduce, where op by op it would be scattered and gathered."""
     layout = getattr(x, "_layout", None)
     if layout is None or not layout.partial_axes:
@@ -79,19 +79,19 @@ def _norm_needs_sums(call: Call, layouts) -> bool:
 
 def logsumexp(name, input, dim, keepdim=False, **_):
     """`LogSumExp`."""
-    return cpu_math.logsumexp(input, dim, keepdim, _settled)
+    return cpu_math.logsumexp(input, dim, keepdim, _reduce_partial)
 
 
 def _shifted(x, dim):
     """`x` minus its maximum along `dim`, which carries no gradient."""
-    return x - ops.stop_gradient(_settled(mint.amax(x, dim, keepdim=True)))
+    return x - ops.stop_gradient(_reduce_partial(mint.amax(x, dim, keepdim=True)))
 
 
 def softmax(name, input, dim=-1, **_):
     """`Softmax` over a sharded dim: only the maxima and the sums travel."""
     dims = dims_of(dim, len(input.shape))
     e = mint.exp(_shifted(input, dims))
-    return e / _settled(mint.sum(e, dims, keepdim=True))
+    return e / _reduce_partial(mint.sum(e, dims, keepdim=True))
 
 
 def log_softmax(name, input, dim=-1, dtype=None, **_):
@@ -100,7 +100,7 @@ def log_softmax(name, input, dim=-1, dtype=None, **_):
     if dim is None:
         dim = 0 if len(x.shape) in (1, 3) else 1
     off = _shifted(x, (dim,))
-    return off - mint.log(_settled(mint.sum(mint.exp(off), (dim,), keepdim=True)))
+    return off - mint.log(_reduce_partial(mint.sum(mint.exp(off), (dim,), keepdim=True)))
 
 
 def _log_softmax_sharded(call: Call, layouts) -> bool:

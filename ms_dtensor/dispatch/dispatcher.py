@@ -2,8 +2,8 @@
 """The one hot path: op call -> cached plan -> local op -> DTensor.
 
 A call's key is its op name, the interned layouts of its DTensors and its static arguments. The plan behind the key
-(`planning.py` builds it, `planned.py` runs it) says which operands move where, which gradient face each shows
-(`faces.py`), and how results are wrapped. Invariant: no op ever reaches local data without a rule having said so, and
+(`planner.py` builds it, `op_plan.py` runs it) says which operands move where, in which layout each expects its cotangent
+(`operands.py`), and how results are wrapped. Invariant: no op ever reaches local data without a rule having said so, and
 nothing is communicated before every check has passed.
 """
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from mindspore import Tensor, ops
 from mindspore._c_expression import NoFallbackGuard
 
-from ..comm import fake_token
+from ..comm import world_key
 from ..comm.world import pretended
 from ..core.tree import map_leaves
 from ..ops.rules.names import PRIMITIVES
@@ -64,7 +64,7 @@ def dispatch(self, func, args=(), kwargs=None):
     if head is not None:
         key.append(_attribute_key(head[0]))
     if _pretended() is not None:
-        key.append(fake_token())
+        key.append(world_key())
     key = tuple(key)
     plan = _cache.get(key)
     if plan is None:
@@ -79,7 +79,7 @@ def call(op: str, **arguments):
     """Runs a canonical op of our own (a rule and an entry in `local_ops`) on DTensors."""
     tensors: list = []
     mode = _mode()
-    key: Any = ["@" + op, fake_token(), mode.implicit_replication]
+    key: Any = ["@" + op, world_key(), mode.implicit_replication]
     for name, a in arguments.items():
         key.append(name)
         _part(a, key, tensors)
@@ -122,7 +122,7 @@ def call_by_rule(op: str, func, names: tuple[str, ...], args: tuple, kwargs: dic
             key.append(name)
             _part(a, key, tensors)
     if _pretended() is not None:
-        key.append(fake_token())
+        key.append(world_key())
     key = tuple(key)
     plan = _cache.get(key)
     if plan is None:

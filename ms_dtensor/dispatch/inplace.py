@@ -23,7 +23,7 @@ from mindspore._c_expression import NoFallbackGuard
 from ..errors import MixedOperandError, OpRuleError
 from .operands import wrap
 
-_MEMOS = ("_faces", "_moves", "_source", "_viewed")
+_MEMOS = ("_with_cotangent", "_moves", "_source", "_viewed")
 
 
 # -- views ----------------------------------------------------------------------------------------------------------

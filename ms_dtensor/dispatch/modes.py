@@ -3,7 +3,7 @@
 
 The mode in force is an immutable value in a contextvar, so it is per thread and per task. It is folded from the blocks
 that are open, oldest first, and a block takes back exactly what it put there: blocks are re-entrant, reusable, safe
-against exceptions, and may be left in any order. Not here: what the modes do (`dispatch.py`).
+against exceptions, and may be left in any order. Not here: what the modes do (`dispatch/dispatcher.py`).
 """
 from __future__ import annotations
 

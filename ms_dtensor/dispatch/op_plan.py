@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A plan at work: operands are moved and shown, the local op runs, results are wrapped.
 
-A plan is what `planning.py` decided for one key of a call; running it consults no rule.
+A plan is what `dispatch/planner.py` decided for one key of a call; running it consults no rule.
 """
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from ..ops.rules.spec import Operand
 from ..redistribute.plan import plan as plan_moves
 from . import classes, inplace
 from .operands import (
-    DEFERRED,
+    PARTIAL_GRAD_AXES,
     VIEWED,
     as_local,
     as_replicated,
-    become,
     dtype_name,
     face,
-    finish,
     make,
-    moved_implicitly,
     recording,
+    redistribute_operand,
+    reduce_nonlinear,
+    retag,
     wrap,
 )
 
@@ -48,7 +48,7 @@ _ALONE, _ALONE_BELOW = _count_references()  # of what one variable knows: counte
 _warned: set[tuple[str, str]] = set()  # call sites that have been warned about
 
 
-class Plan:
+class OpPlan:
     """What to do for one key.
 
     A plan that moves no operand becomes `short` once its results' layouts are known: operands as plain aliases, the op,
@@ -70,7 +70,7 @@ class Plan:
         self.uses = 0
         self.short = None  # the first result's layout, once `run` may take the short way
         self.aliased = True  # a short run takes plain aliases of the operands
-        # while recording: an operand shows its own face, or a result is partial in a way that no gradient fits
+        # while recording: an operand shows its varying face, or a result is partial in a way that no gradient fits
         self.faced = any(cotangent is not None for *_, cotangent in steps)
         self.shares = self.direct = False  # of a view: it shares storage; MindSpore's own op made it
         self.places, self.filled = None, None  # where the call takes which operand: ((place, operand), ...); the rest of it
@@ -100,7 +100,7 @@ class Plan:
             with NoFallbackGuard():
                 result = fn(*xs, **named) if named else fn(*xs)
         if result.__class__ is Tensor and getrefcount(result) == _ALONE:
-            result.__class__ = classes.DTENSOR  # `become`, without the call
+            result.__class__ = classes.DTENSOR  # `retag`, without the call
             result._layout = layout
             out = result
         else:
@@ -128,12 +128,12 @@ class Plan:
             if promoted is not None:
                 x = as_replicated(x, promoted, grad)
             if target is not None:
-                x = moved_implicitly(x, target, grad)
+                x = redistribute_operand(x, target, grad)
             if grad:
                 if cotangent is not None:
                     if x._requires_grad:  # a constant has no cotangent to be laid out
                         x = face(x, cotangent)
-                elif x.__class__ is not classes.DTENSOR and DEFERRED in getattr(x, "__dict__", ()):
+                elif x.__class__ is not classes.DTENSOR and PARTIAL_GRAD_AXES in getattr(x, "__dict__", ()):
                     x = face(x, x._layout.gradient())
                 parameter = parameter or (x.__class__ is not classes.DTENSOR and _is_parameter(x))
             tensors[i] = x
@@ -145,7 +145,8 @@ class Plan:
         if self.view:
             self.shares = self.view == "view" and self.steps[0][1] is None
             self.direct = self.invoke is None and self.substitute is None
-            self._link(first, out, func, head, args, kwargs, grad and (tensors[0] is first or DEFERRED in first.__dict__))
+            recorded = grad and (tensors[0] is first or PARTIAL_GRAD_AXES in first.__dict__)
+            self._link(first, out, func, head, args, kwargs, recorded)
         elif self.target is not None:
             inplace.store(first, out, grad)
             return first
@@ -180,7 +181,7 @@ class Plan:
 
     def _learn(self, args, kwargs, tensors) -> None:
         """After a first run: where operands stand in the call, and whether later runs may be short."""
-        self.faced = self.faced or any(o.has_odd_partial for o in self.outs)
+        self.faced = self.faced or any(o.has_nonlinear_partial for o in self.outs)
         call = args if self.invoke is None else self.invoke[1]
         wanted = Tensor if self.invoke is None else Operand
         found = [(k, v) for k, v in enumerate(call) if isinstance(v, wanted)]
@@ -194,7 +195,7 @@ class Plan:
             self.aliased = ops_block() or self.substitute is not None
 
     def _link(self, first, out, func, head, args, kwargs, recorded) -> None:
-        if recorded and out.__class__ is classes.DTENSOR and (not first._is_leaf or DEFERRED in first.__dict__):
+        if recorded and out.__class__ is classes.DTENSOR and (not first._is_leaf or PARTIAL_GRAD_AXES in first.__dict__):
             out.__dict__[VIEWED] = first, self, (func, head, args, kwargs)
         inplace.link(first, out, self.shares, self.direct)
 
@@ -204,8 +205,8 @@ class Plan:
         if isinstance(result, Tensor):
             out = outs[0]
             if out.__class__ is not Layout:
-                out = self._settle(0, result)
-            return finish(_dressed(getrefcount(result), result, out), grad)
+                out = self._bind_result_layout(0, result)
+            return reduce_nonlinear(_wrap_or_retag(getrefcount(result), result, out), grad)
         if isinstance(result, tuple | list):
             if len(result) != len(outs):
                 raise OpRuleError(f"For '{self.op}', the rule promises {len(outs)} results, MindSpore gave {len(result)}.",
@@ -213,12 +214,12 @@ class Plan:
             done = []
             for i in range(len(outs)):  # `zip` would hold another reference
                 r = result[i]
-                out = outs[i] if outs[i].__class__ is Layout else self._settle(i, r)
-                done.append(finish(_dressed(getrefcount(r), r, out), grad))
+                out = outs[i] if outs[i].__class__ is Layout else self._bind_result_layout(i, r)
+                done.append(reduce_nonlinear(_wrap_or_retag(getrefcount(r), r, out), grad))
             return type(result)(done)
         raise OpRuleError(f"For '{self.op}', MindSpore returned {type(result).__name__}, not a tensor.")
 
-    def _settle(self, i, result) -> Layout:
+    def _bind_result_layout(self, i, result) -> Layout:
         """The first result of a plan tells the dtype; its shape must be what the rule promised."""
         mesh, (placements, order, shape), layout = self.outs[i]
         if shape is None:  # such a rule splits evenly, so every rank's shard is like this one
@@ -235,9 +236,9 @@ class Plan:
         return layout
 
 
-def _dressed(references: int, local, layout: Layout):
+def _wrap_or_retag(references: int, local, layout: Layout):
     """A local result as a DTensor; itself, where nobody else can hold it, as a wrapper waits for the data."""
-    return become(local, layout) if references == _ALONE_BELOW and local.__class__ is Tensor else wrap(local, layout)
+    return retag(local, layout) if references == _ALONE_BELOW and local.__class__ is Tensor else wrap(local, layout)
 
 
 def _of_its_own(result):
@@ -274,7 +275,7 @@ def refill(values, tensors):
     return out if values.__class__ is list else tuple(out)
 
 
-def check_policy(plan: Plan, tensors, mode):
+def check_policy(plan: OpPlan, tensors, mode):
     """Raises or warns, as the redistribution policy says, if the plan moves an operand by itself."""
     if mode.no_gather:
         _check_no_gather(plan, tensors)
@@ -298,7 +299,7 @@ def check_policy(plan: Plan, tensors, mode):
             warnings.warn(f"{site}: " + str(error).replace("is 'explicit'", "is 'warn'"), stacklevel=5)
 
 
-def _check_no_gather(plan: Plan, tensors):
+def _check_no_gather(plan: OpPlan, tensors):
     """Inside `loss_parallel()`: refuses to make whole a sharded dim of logits, which is any but the first of a float."""
     for x, (_, target, _) in zip(tensors, plan.steps):
         layout = getattr(x, "_layout", None)

@@ -15,7 +15,7 @@ from .. import comm
 from ..comm.record import active
 from ..core.layout import Layout
 from ..core.placements import REPLICATE, Partial
-from ..redistribute.execute import moved, run
+from ..redistribute.execute import redistribute_local, run
 from ..redistribute.plan import plan as plan_moves
 from ..redistribute.plan import relabels
 from . import classes
@@ -23,7 +23,7 @@ from . import classes
 recording = _pynative_executor._executor.grad_flag  # the C++ method: the one around it costs as much again
 make = Tensor._make_subclass
 VIEWED = "_viewed"  # attribute of a recorded view: (what it is a view of, its plan, the call that made it)
-DEFERRED = "deferred_axes"  # attribute of a Parameter: axes on which its gradient stays partial (parallel/buckets.py)
+PARTIAL_GRAD_AXES = "partial_grad_axes"  # attribute of a Parameter: axes on which its gradient stays partial (buckets.py)
 
 
 def wrap(local, layout: Layout):
@@ -38,7 +38,7 @@ def replicate_constant(tensor, mesh):
     return wrap(tensor, Layout(mesh, None, tuple(tensor._shape), dtype_name(tensor.dtype)))
 
 
-def become(local, layout: Layout):
+def retag(local, layout: Layout):
     """A local tensor that nobody else holds, made a DTensor by a change of its class; unlike `wrap` it waits for nothing."""
     local.__class__ = classes.DTENSOR
     local._layout = layout
@@ -52,10 +52,10 @@ def local_alias(x):
     return make(Tensor, x)
 
 
-def wanted_gradient(x) -> Layout:
+def grad_layout(x) -> Layout:
     """The layout in which `x`'s producer expects the cotangent; a bucketed parameter's stays partial on some axes."""
     gradient = x._layout.gradient()
-    axes = x.__dict__.get(DEFERRED)
+    axes = x.__dict__.get(PARTIAL_GRAD_AXES)
     if not axes:
         return gradient
     return gradient.with_placements([Partial() if a in axes and p.is_replicate() else p
@@ -69,27 +69,27 @@ def face(x, cotangent: Layout):
     outlive a recorded forward and are converted at each use: a stale node would cut their gradient.
     """
     layout = x._layout
-    wanted = wanted_gradient(x)
+    wanted = grad_layout(x)
     if cotangent is wanted or relabels(cotangent, wanted):
         return x
     if x._is_leaf:
-        return moved(x, layout, layout, cotangent, wanted, data=x)
-    faces = x.__dict__.setdefault("_faces", {})
+        return redistribute_local(x, layout, layout, cotangent, wanted, data=x)
+    faces = x.__dict__.setdefault("_with_cotangent", {})
     out = faces.get(cotangent)
     if out is None:
         out = _face_of_viewed(x, cotangent)
     if out is None:
         source = x.__dict__.get("_source")
         if source is None:
-            out = moved(x, layout, layout, cotangent, wanted, data=x)
+            out = redistribute_local(x, layout, layout, cotangent, wanted, data=x)
         else:
-            out = moved(source[0], source[1], layout, cotangent, source[2], data=x)
+            out = redistribute_local(source[0], source[1], layout, cotangent, source[2], data=x)
         faces[cotangent] = out
     return out
 
 
 def _face_of_viewed(x, cotangent: Layout):
-    """A view of a replicated activation shows its own face through the activation's, which other views may share.
+    """A view of a replicated activation shows its varying face through the activation's, which other views may share.
 
     Without this, three cells that each reshape one input (`nn.Dense` does) would reduce three cotangents, and a bucketed
     parameter that is reshaped would be reduced by itself.
@@ -105,33 +105,33 @@ def _face_of_viewed(x, cotangent: Layout):
     shown = face(source, source._layout.gradient().with_placements(placements, source._layout.order))
     with NoFallbackGuard():
         out = made.local(*call, [shown])
-    x.__dict__["_faces"][cotangent] = out
+    x.__dict__["_with_cotangent"][cotangent] = out
     return out
 
 
-def redistribute(x, dst: Layout, implicit: bool = False, later: bool = False):
+def redistribute(x, dst: Layout, implicit: bool = False, async_op: bool = False):
     """`x` in another layout, differentiably; the same object if it is there already.
 
-    With `later` its data may still be under way, see `pending.py`.
+    With `async_op` its data may still be under way, see `async_tensor.py`.
     """
     src = x._layout
     if src is dst:
         return x
     if active():  # the texts are for who listens
         with comm.annotate(implicit=implicit, src=repr(src), dst=repr(dst)):
-            return _redistributed(x, src, dst, later)
-    return _redistributed(x, src, dst, later)
+            return _redistributed(x, src, dst, async_op)
+    return _redistributed(x, src, dst, async_op)
 
 
-def _redistributed(x, src: Layout, dst: Layout, later: bool):
-    works: list | None = [] if later else None
+def _redistributed(x, src: Layout, dst: Layout, async_op: bool):
+    works: list | None = [] if async_op else None
     if not recording() or not x._requires_grad:
         out = wrap(run(plan_moves(src, dst), local_alias(x), works), dst)
         return pend(out, works[0]) if works else out
     if x.__class__ is classes.DTENSOR and relabels(src, dst):  # an alias has the autograd identity of all but a Parameter
         return wrap(local_alias(x), dst)
-    wanted = wanted_gradient(x)
-    out = wrap(moved(x, src, dst, dst.gradient(), wanted, later=works), dst)
+    wanted = grad_layout(x)
+    out = wrap(redistribute_local(x, src, dst, dst.gradient(), wanted, works=works), dst)
     if all(src.placements[a].is_partial("sum") for a in src.partial_axes):  # others have weights of their own
         out.__dict__["_source"] = (x if x._is_leaf else local_alias(x), src, wanted)
     return pend(out, works[0]) if works else out
@@ -144,10 +144,10 @@ def pend(out, work):
     return out
 
 
-def finish(x, grad):
+def reduce_nonlinear(x, grad):
     """Under autograd only sums may stay partial: the seed of a cotangent fits no other reduction."""
     layout = x._layout
-    if grad and layout.has_odd_partial:
+    if grad and layout.has_nonlinear_partial:
         placements = [REPLICATE if p.is_partial() and not p.is_partial("sum") else p for p in layout.placements]
         return redistribute(x, layout.with_placements(placements, layout.order), implicit=True)
     return x
@@ -155,10 +155,11 @@ def finish(x, grad):
 
 def as_replicated(x, layout: Layout, grad):
     """A plain tensor under implicit_replication; a node of its own keeps a Parameter's gradient connected."""
-    return wrap(moved(x, layout, layout, layout.gradient(), layout.gradient(), data=x) if grad else local_alias(x), layout)
+    cotangent = layout.gradient()
+    return wrap(redistribute_local(x, layout, layout, cotangent, cotangent, data=x) if grad else local_alias(x), layout)
 
 
-def moved_implicitly(x, target: Layout, grad):
+def redistribute_operand(x, target: Layout, grad):
     if not grad or x._is_leaf:
         return redistribute(x, target, implicit=True)
     memo = x.__dict__.setdefault("_moves", {})
@@ -178,7 +179,7 @@ def as_local(x, cotangent: Layout | None = None):
     if out is not x:
         return out
     # an alias of a leaf would cut its gradient
-    return moved(x, layout, layout, cotangent, cotangent, data=x) if x._is_leaf else local_alias(x)
+    return redistribute_local(x, layout, layout, cotangent, cotangent, data=x) if x._is_leaf else local_alias(x)
 
 
 _names: dict[int, tuple[str, object]] = {}  # by the id of MindSpore's dtype, which is kept

@@ -12,15 +12,15 @@ from mindspore import Parameter, Tensor
 from ..core.layout import Layout, short_dtype
 from ..core.placements import Partial
 from ..errors import MixedOperandError, OpRuleError
-from ..ops.local import TABLE, decomposition, widen
-from ..ops.rules import RULES, Call, Invoke, Local, Operand, empty_results, result_dtype
+from ..ops.local import LOCAL_OPS, decomposition, widen
+from ..ops.rules import RULES, Call, Local, LocalCall, Operand, empty_results, result_dtype
 from ..ops.rules.names import ALIASES, NATIVE, PRIMITIVES
 from ..ops.rules.select import choose
 from ..ops.rules.view import view_kind
 from ..ops.rules.write import INPLACE
 from . import inplace
 from .composite import COMPOSED
-from .op_plan import Plan, check_policy
+from .op_plan import OpPlan, check_policy
 from .operands import dtype_name
 
 _DIFFERENTIABLE = ("float", "bfloat", "complex")
@@ -54,7 +54,7 @@ def _must_compose(op, bound, tensors, mode) -> bool:
     return COMPOSED[op].when(Call(op, {k: as_operands(v, it) for k, v in bound.items()}, operands), layouts)
 
 
-def build_plan(name, args, kwargs, tensors, mode, head=None) -> Plan | Composition:
+def build_plan(name, args, kwargs, tensors, mode, head=None) -> OpPlan | Composition:
     if name in INPLACE:
         op, params = INPLACE[name]
         return widened(plan_in_place(op, bind_arguments(name, params, args, kwargs, head), tensors, mode), op, tensors)
@@ -80,14 +80,14 @@ def build_plan(name, args, kwargs, tensors, mode, head=None) -> Plan | Compositi
     return widened(plan, op, tensors)
 
 
-def widened(plan: Plan, op: str, tensors) -> Plan:
+def widened(plan: OpPlan, op: str, tensors) -> OpPlan:
     """The plan; on CPU one with bfloat16 operands computes in float32 (see `local_ops/dtypes.py`)."""
     if plan.outs[0][0].device_type == "cpu" and any(dtype_name(x.dtype) == "bfloat16" for x in tensors):
         widen(plan, op, tensors)
     return plan
 
 
-def plan_own(op, arguments, tensors, mode) -> Plan:
+def plan_own(op, arguments, tensors, mode) -> OpPlan:
     """The plan of an op of our own; with "=" before its name it writes its result into its first operand."""
     build = plan_in_place if op[0] == "=" else plan_for
     return widened(build(op.lstrip("="), arguments, tensors, mode, own=""), op, tensors)
@@ -126,7 +126,7 @@ def attributes(primitive) -> dict:
     return out
 
 
-def plan_in_place(op, arguments, tensors, mode, own=None) -> Plan:
+def plan_in_place(op, arguments, tensors, mode, own=None) -> OpPlan:
     """A plan that leaves its first operand where it is and writes the result into it."""
     inplace.check_writable(tensors[0], op, False)
     plan = plan_for(op, {k: v for k, v in arguments.items() if k != "attrs"}, tensors, mode, own="=", keep=True)
@@ -134,7 +134,7 @@ def plan_in_place(op, arguments, tensors, mode, own=None) -> Plan:
     return plan
 
 
-def plan_for(op, arguments, tensors, mode, own=None, keep=False) -> Plan:
+def plan_for(op, arguments, tensors, mode, own=None, keep=False) -> OpPlan:
     mesh = _common_mesh(op, tensors)
     layouts, operands = [], []
     for i, x in enumerate(tensors):
@@ -162,14 +162,14 @@ def plan_for(op, arguments, tensors, mode, own=None, keep=False) -> Plan:
         steps.append((None if is_dtensor or constant else layout, None if target is layout or constant else target,
                       cotangent if own_axes and not constant else None))
     if None in spec.shapes:  # a rule in case notation alone: the first local results tell (see registry.py)
-        return Plan(op, steps, None, None, [(mesh, o, None) for o in choice.outs])
+        return OpPlan(op, steps, None, None, [(mesh, o, None) for o in choice.outs])
     layouts_out = tuple(Layout(mesh, p, shape, layouts[0].dtype, order) for p, order, shape in choice.outs)
     at = Local(choice.targets, layouts_out, mesh.get_coordinate() or (0,) * mesh.ndim)
     form = spec.local(at) if spec.local is not None else None
     if form is None and own is not None:
-        form = Invoke(own + op, tuple(spec_call.args.values()))
-    invoke = None if form is None else (TABLE[form.name], form.args, form.kwargs)
-    plan = Plan(op, steps, invoke, empty_with_dtypes(at, spec, spec_call),
+        form = LocalCall(own + op, tuple(spec_call.args.values()))
+    invoke = None if form is None else (LOCAL_OPS[form.name], form.args, form.kwargs)
+    plan = OpPlan(op, steps, invoke, empty_with_dtypes(at, spec, spec_call),
                 [(mesh, o, draft) for o, draft in zip(choice.outs, layouts_out)])
     plan.view = view_kind(spec_call)
     return plan

@@ -50,7 +50,7 @@ def _state() -> _State:
     state = _states.get(world.backend)
     if state is None:
         state = _states[world.backend] = _State()
-        if comm.fake_token() is None:  # the real world goes on where the process was before it started
+        if comm.world_key() is None:  # the real world goes on where the process was before it started
             state.seed, state.call = _alone.seed, _alone.call
     return state
 

@@ -4,8 +4,8 @@
 With classes cut over an axis, log-sum-exp needs the maximum and the sum over shards, and the label's logit is on one
 shard; the maximum travels first, the other per-row numbers together. Written in DTensor ops and two of our own, so
 layouts, gradients and any further axes follow from the rules. One name, two uses: with logits it is the loss; without,
-PyTorch's context manager, in which MindSpore's own cross entropies work the same way (`composed.py`) and an op that would
-have to gather is refused.
+PyTorch's context manager, in which MindSpore's own cross entropies work the same way (`dispatch/composite.py`) and an op
+that would have to gather is refused.
 """
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def parallelize_module(module: nn.Cell, device_mesh: DeviceMesh | None = None,
         device_mesh: mesh of one axis, e.g. `mesh["tp"]`; default the current one.
         parallelize_plan: one style for `module` itself, or {pattern: style}; `suggest_plan` computes one. What matched
             what is printed by one rank. Without a plan nothing happens, with a warning.
-        src_data_rank: coordinate whose initial parameter values are the truth; None: every rank's own.
+        src_data_rank: coordinate whose initial parameter values all take; None: every rank's own.
 
     Returns:
         The same cell.

@@ -22,7 +22,7 @@ class ParallelStyle(ABC):
     """One way to parallelise a cell.
 
     Attributes:
-        src_data_rank: coordinate whose parameter values are the truth; None: every rank's own.
+        src_data_rank: coordinate whose parameter values all take; None: every rank's own.
 
     Example:
         >>> import mindspore as ms, ms_dtensor as md

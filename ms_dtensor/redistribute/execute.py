@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs plans on local tensors, and makes them differentiable: the backward of a move is the plan of its cotangent.
 
-`run` is the plain interpreter; `Moved` is one autograd node that runs a plan forward and, backward, the plan from the
+`run` is the plain interpreter; `Redistribute` is one autograd node that runs a plan forward and, backward, the plan from the
 cotangent's layout to the layout the source's producer expects. Invariant: a forward that already has its data passes
 it in, so asking for another gradient face of a value never communicates twice.
 """
@@ -22,27 +22,27 @@ from .boxes import relative, sizes_along, transfers
 from .plan import Move, plan
 
 
-def run(moves: tuple[Move, ...], x, later: list | None = None):
+def run(moves: tuple[Move, ...], x, works: list | None = None):
     """Executes moves on the local tensor `x` of the first move's source layout; returns the last one's local.
 
-    With `later`, the last collective may still be under way: then its `Work` is put there, and what is returned may not
+    With `works`, the last collective may still be under way: then its `Work` is put there, and what is returned may not
     be read before its `wait`.
     """
     # a rank outside the mesh takes no part, and holds nothing before and after; in an exchange it may receive
     moves = tuple(m for m in moves if m.kind == "exchange" or _here(m.src) is not None)
     with NoFallbackGuard():
-        for move in moves[:-1] if later is not None else moves:
+        for move in moves[:-1] if works is not None else moves:
             x = _EXECUTORS[move.kind](move, x)
-        if later is None or not moves:
+        if works is None or not moves:
             return x
         last = moves[-1]
         if last.kind in ("cut", "exchange"):
             return _EXECUTORS[last.kind](last, x)
         work = _EXECUTORS[last.kind](last, x, async_op=True)
-        if work.under_way is None:
+        if work.pending_result is None:
             return work.wait()
-        later.append(work)
-        return work.under_way
+        works.append(work)
+        return work.pending_result
 
 
 def _group(move: Move):
@@ -123,11 +123,11 @@ class _Held:
         self.tensor = tensor
 
 
-class Moved(_Function):
-    """The source's shard as another layout's; see `moved`."""
+class Redistribute(_Function):
+    """The source's shard as another layout's; see `redistribute_local`."""
 
     @staticmethod
-    def forward(ctx, x, src, dst, cotangent, wanted, held, context, later):
+    def forward(ctx, x, src, dst, cotangent, wanted, held, context, works):
         ctx.back = cotangent, wanted, _average(src, dst) if src.partial_axes else 1, context
         if held is not None:
             return x if held.tensor is x else _view(held.tensor)
@@ -136,7 +136,7 @@ class Moved(_Function):
                         for p, q in zip(src.placements, dst.placements) if p.is_partial())
         if contested:
             _check_differentiable(src, dst)
-        out = run(plan(src, dst), local, None if contested else later)
+        out = run(plan(src, dst), local, None if contested else works)
         if contested:
             ctx.contest = src, local, out
         return _view(out)
@@ -207,7 +207,7 @@ def _backward(moves, grad):
         return run(moves, grad.contiguous())
 
 
-def moved(x, src: Layout, dst: Layout, cotangent: Layout, wanted: Layout, data=None, later=None):
+def redistribute_local(x, src: Layout, dst: Layout, cotangent: Layout, wanted: Layout, data=None, works=None):
     """Differentiable `plan(src, dst)` on the tensor `x` whose storage is a shard of `src`; returns a plain tensor.
 
     Args:
@@ -217,7 +217,7 @@ def moved(x, src: Layout, dst: Layout, cotangent: Layout, wanted: Layout, data=N
         cotangent: layout in which the result's gradient will arrive.
         wanted: layout in which the producer of `x` expects it.
         data: the result's local tensor, where a forward has produced it already.
-        later: as for `run`.
+        works: as for `run`.
     """
     held = None if data is None else _Held(data)
     if active():  # the backward's communication is told by the line that caused it
@@ -226,4 +226,4 @@ def moved(x, src: Layout, dst: Layout, cotangent: Layout, wanted: Layout, data=N
     else:
         context = contextvars.copy_context()
     with NoFallbackGuard():
-        return Moved.apply(x, src, dst, cotangent, wanted, held, context, later)
+        return Redistribute.apply(x, src, dst, cotangent, wanted, held, context, works)

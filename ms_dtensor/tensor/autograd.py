@@ -9,7 +9,7 @@ import mindspore as ms
 from mindspore import Tensor
 from mindspore.common.api import _pynative_executor
 
-from ..dispatch.operands import become, recording
+from ..dispatch.operands import recording, retag
 from .dtensor import DTensor
 
 
@@ -66,19 +66,19 @@ def _wrapping(inner, at: int | None, grad_position, weights):
             originals = args[grad_position] if grad_position.__class__ is int else [args[i] for i in grad_position]
         gradients = out if at is None else out[at]
         if weights is not None and grad_position is not None:
-            _dress(gradients[0], originals)
-            _dress(gradients[1], weights)
+            _wrap_gradients(gradients[0], originals)
+            _wrap_gradients(gradients[1], weights)
         else:
-            _dress(gradients, originals)
+            _wrap_gradients(gradients, originals)
         return out
     return differentiated
 
 
-def _dress(gradients, originals) -> None:
+def _wrap_gradients(gradients, originals) -> None:
     """Makes DTensors of the gradients of DTensors: each is new and nobody else has it, so its class is changed."""
     several = gradients.__class__ is tuple
     if originals.__class__ is not list:
         originals = [originals] * (len(gradients) if several else 1)
     for g, o in zip(gradients if several else (gradients,), originals):
         if g.__class__ is Tensor and isinstance(o, DTensor):
-            become(g, o._layout.gradient())
+            retag(g, o._layout.gradient())

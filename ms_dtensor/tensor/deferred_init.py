@@ -5,7 +5,7 @@ MindSpore's initialisers draw one seed each from NumPy's global generator, in th
 what an eager model would have held is known from the generator's state at that moment: `remember` walks a model in that
 order, notes the state for each deferred parameter and lets the generator go on as if it had been drawn from. Whatever
 the plan, the mesh, or the order in which cells are cut, a parameter then gets the values it would have had on one device,
-bit for bit. Rank 0's state is the truth (`src_data_rank=0`), 2.5 KB for the whole model where its values would be sent.
+bit for bit. Rank 0's state is sent to all (`src_data_rank=0`), 2.5 KB for the whole model where its values would be sent.
 The order is a cell's own parameters first, then its sub-cells: MindSpore keeps no other. Where a cell makes parameters
 of its own after its sub-cells, the values are as random as ever and the same on every mesh, but in another order than eager.
 
@@ -47,11 +47,11 @@ def remember(module: nn.Cell, mesh: DeviceMesh, src_data_rank: int | None) -> No
     if not found:
         return
     own = np.random.get_state()
-    truth = _agreed(own, mesh, src_data_rank)
+    source = _agreed(own, mesh, src_data_rank)
     for p in found:  # this rank's generator goes on as it would have
         _draw(p)
     after = np.random.get_state()
-    np.random.set_state(truth)
+    np.random.set_state(source)
     for p in found:
         p.__dict__[_STATE] = np.random.get_state()
         _draw(p)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Making meshes, distributing tensors and modules: the door from one-device programs to distributed ones.
 
-`distribute_tensor` decides whose data is the truth (coordinate 0 of each axis, or every rank's own); everything after
-it only moves data. Read next: `dtensor.py`; styles that distribute whole models are in `parallel/`.
+`distribute_tensor` decides whose data is the source (coordinate 0 of each axis, or every rank's own); everything after
+it only moves data. Read next: `tensor/dtensor.py`; styles that distribute whole models are in `parallel/`.
 """
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .dtensor import DTensor
 
 _DONE = "_ms_dtensor_distributed"  # cell attribute: distribute_module has been here
 # of one tensor, not of the role it plays:
-_OWN_STATE = frozenset(("_layout", "_faces", "_moves", "_source", "_viewed", "_inited_param"))
+_OWN_STATE = frozenset(("_layout", "_with_cotangent", "_moves", "_source", "_viewed", "_inited_param"))
 
 
 def init_device_mesh(device_type: str, mesh_shape: Sequence[int], *, mesh_dim_names: Sequence[str] | None = None,
@@ -80,7 +80,7 @@ def distribute_tensor(tensor, device_mesh: DeviceMesh | None = None, placements=
         tensor: the global tensor; every rank passes one of the same shape and dtype.
         device_mesh: default the current one.
         placements: any form `Layout` accepts; default all Replicate. Partial is refused.
-        src_data_rank: 0: the values of coordinate 0 are the truth and are broadcast. None: every rank cuts its own
+        src_data_rank: 0: the values of coordinate 0 are broadcast. None: every rank cuts its own
             copy, without communication; the caller vouches that all copies are equal.
 
         A parameter whose initialisation was deferred (`no_init_parameters`) gets the values that it would have had
@@ -118,11 +118,11 @@ def distribute_tensor(tensor, device_mesh: DeviceMesh | None = None, placements=
     if deferred_init.is_deferred(tensor):
         return wrap(deferred_init.materialise(tensor, layout, src_data_rank), layout)
     with NoFallbackGuard():
-        local = _cut(_truth(tensor, mesh, src_data_rank), layout)
+        local = _cut(_source_data(tensor, mesh, src_data_rank), layout)
     return wrap(local, layout)
 
 
-def _truth(tensor, mesh: DeviceMesh, src_data_rank: int | None):
+def _source_data(tensor, mesh: DeviceMesh, src_data_rank: int | None):
     # One broadcast of the whole tensor: a scatter would send less, but needs one round per axis; see the planner issue.
     if src_data_rank is None or mesh.size() == 1 or mesh.get_coordinate() is None:
         return tensor
@@ -142,7 +142,7 @@ def check_source(src_data_rank: int | None, mesh: DeviceMesh, who: str) -> None:
         return
     if isinstance(src_data_rank, bool) or not isinstance(src_data_rank, int) or not 0 <= src_data_rank < mesh.size():
         raise LayoutError(f"For '{who}', 'src_data_rank' is {src_data_rank!r}.", f"mesh({mesh.describe()})",
-                          "It counts the ranks of the mesh, row-major; 0 is their common truth, None every rank's own.",
+                          "It counts the ranks of the mesh, row-major; 0 sends its values to all, None every rank's own.",
                           f"use one of 0 to {mesh.size() - 1}, or None")
 
 

@@ -4,7 +4,7 @@
 The object *is* its local storage; the layout is an attribute. Under `NoFallbackGuard` MindSpore computes on the local
 storage and records autograd on it, which is why the object itself is passed and never an inner tensor. Everything that
 MindSpore does without asking `__fallback__` (indexing, item, bool, iteration, asnumpy ...) is overridden here, so that
-no local number ever passes for the global one. Read next: `dispatch.py`.
+no local number ever passes for the global one. Read next: `dispatch/dispatcher.py`.
 """
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..dispatch import classes, modes, patches
 from ..dispatch.dispatcher import call, dispatch, plain_tree
 from ..dispatch.operands import as_local, dtype_name, local_alias, make, recording, redistribute, wrap
 from ..errors import LayoutError, OpRuleError, RedistributeError
-from ..redistribute.execute import moved, run
+from ..redistribute.execute import redistribute_local, run
 from ..redistribute.plan import check_reachable, plan
 from . import state
 from .async_tensor import AsyncData
@@ -248,7 +248,7 @@ class DTensor(Tensor):
         if dst is src:
             return self
         check_reachable(src, dst)
-        return redistribute(self, dst, later=async_op)
+        return redistribute(self, dst, async_op=async_op)
 
     def full_tensor(self, *, grad_placements=None) -> Tensor:
         """The whole tensor on every rank, as a plain one."""
@@ -469,7 +469,7 @@ def _checked(local, layout: Layout, given: bool):
     """`local` after `run_check`: still connected, with the values of coordinate 0 on axes that replicate."""
     checked = _check_across_ranks(local_alias(local), layout, given)
     if recording() and any(p.is_replicate() for p in layout.placements):
-        return moved(local, layout, layout, layout.gradient(), layout.gradient(), data=checked)
+        return redistribute_local(local, layout, layout, layout.gradient(), layout.gradient(), data=checked)
     return checked if any(p.is_replicate() for p in layout.placements) else local
 
 

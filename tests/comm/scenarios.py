@@ -345,8 +345,8 @@ def later(e, rank, size):
     """Results that come while the caller goes on, in order with calls that do not."""
     world = tuple(range(size))
     xs = [np.full(n, float(rank + n)) for n in (5, 70_000, 900_000)]
-    waiting = [e.all_reduce(x, "sum", world, later=True) for x in xs]
-    waiting.append(e.all_gather(np.full(3, rank), 0, [3] * size, world, later=True))
+    waiting = [e.all_reduce(x, "sum", world, async_op=True) for x in xs]
+    waiting.append(e.all_gather(np.full(3, rank), 0, [3] * size, world, async_op=True))
     total = e.all_reduce(np.ones(4), "sum", world)
     assert (total == size).all()
     for x, result in zip(xs, waiting):
@@ -357,10 +357,10 @@ def later(e, rank, size):
     if rank == 0:
         time.sleep(0.3)
     started = time.monotonic()
-    slow = e.broadcast(np.full(500_000, rank, np.int8), 0, world, later=True)
+    slow = e.broadcast(np.full(500_000, rank, np.int8), 0, world, async_op=True)
     assert time.monotonic() - started < 0.2  # the call returns though rank 0 has not come
     assert (slow.wait() == 0).all()
-    bad = e.all_reduce(np.ones(3 + (rank == 1)), "sum", world, later=True)
+    bad = e.all_reduce(np.ones(3 + (rank == 1)), "sum", world, async_op=True)
     try:
         bad.wait()
     except Exception as error:

@@ -29,7 +29,7 @@ def two_ranks(kind):
     """stdout, stderr and exit code of both."""
     env = dict(os.environ, MS_ROLE="MS_WORKER", MS_WORKER_NUM="2", MS_SCHED_PORT=str(free_port()), GLOG_v="3",
                PYTHONPATH=str(HERE.parent.parent))
-    running = [subprocess.Popen([sys.executable, str(HERE / "farewell.py"), kind], env=dict(env, MS_NODE_ID=str(r)),
+    running = [subprocess.Popen([sys.executable, str(HERE / "goodbye.py"), kind], env=dict(env, MS_NODE_ID=str(r)),
                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for r in range(2)]
     try:
         return [(*p.communicate(timeout=60), p.returncode) for p in running]
@@ -42,7 +42,7 @@ def two_ranks(kind):
 def test_how_a_rank_ended_is_told_to_the_others():
     (_, err, code), (_, other, other_code) = two_ranks("raises")
     assert code == 1 and "PeerLost: For 'barrier', rank 1 (pid" in err and "ended with ValueError: boom" in err, err
-    assert "farewell.py:13" in err  # where the lost rank's last call was
+    assert "goodbye.py:13" in err  # where the lost rank's last call was
     assert other_code == 1 and "ValueError: boom" in other
 
 

@@ -8,7 +8,7 @@ import time
 import numpy as np
 
 from ms_dtensor import DTensor, Partial, Replicate, Shard, SkipDTensorDispatch, comm, distribute_tensor, value_and_grad
-from ms_dtensor.tensor.async_tensor import PendingDTensor
+from ms_dtensor.tensor.async_tensor import AsyncDTensor
 from tests.cases import case
 from tests.dist.support import data, equal, mesh_1d, mesh_2d
 
@@ -52,8 +52,8 @@ def the_call_returns_before_the_others_have_come(world):
         started = time.monotonic()
         y = pending(x, [R])
         assert time.monotonic() - started < 0.3, what
-        assert type(y) is PendingDTensor and y.shape == (300, 200) and y.placements == (R,) and y.device_mesh is mesh
-        assert type(y) is PendingDTensor, "what is known without the data does not wait"
+        assert type(y) is AsyncDTensor and y.shape == (300, 200) and y.placements == (R,) and y.device_mesh is mesh
+        assert type(y) is AsyncDTensor, "what is known without the data does not wait"
         np.testing.assert_allclose(use(y), wanted, rtol=1e-4, atol=1e-4, err_msg=what)
         assert type(y) is DTensor, what
 

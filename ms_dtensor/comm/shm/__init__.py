@@ -3,6 +3,6 @@
 
 Uses nothing of MindSpore's communication. `rendezvous` finds the peers, `segment` lays out each rank's memory (`arena`: the
 large results in it), `futex` sleeps on its words, `signals` is where ranks meet and notice each other's end (`deadlock`:
-that they wait in a circle), `engine` builds the collectives on arrays (`later`: on a thread), `backend` adapts them to
+that they wait in a circle), `engine` builds the collectives on arrays (`async_op`: on a thread), `backend` adapts them to
 tensors. The invariant: nothing outlives the processes, however they end; there is no file and no named object to clean up.
 """

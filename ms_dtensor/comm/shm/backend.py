@@ -19,7 +19,7 @@ from ..packing import numpy_dtype
 from ..protocol import Backend, Ranks, Work
 from ..record import user_site
 from .engine import Engine
-from .future import Later
+from .future import Future
 from .rendezvous import job_name
 
 _bytes: dict[int, type[ctypes.Array]] = {}  # by length
@@ -45,8 +45,8 @@ def _array(x: Tensor) -> np.ndarray:
     return np.ndarray(tuple(shape), kind, buffer.from_address(address))
 
 
-def _give(result: np.ndarray | Later) -> Tensor | Work[Tensor]:
-    if isinstance(result, Later):
+def _give(result: np.ndarray | Future) -> Tensor | Work[Tensor]:
+    if isinstance(result, Future):
         tensor = Tensor.from_numpy(result.out)  # the same memory, filled when the wait is over
         return Work(tensor, lambda: (result.wait(), tensor)[1])
     return Tensor.from_numpy(result)
@@ -75,7 +75,7 @@ class ShmBackend(Backend):
         return _array(x) if self._blocking and not kept else x.asnumpy()
 
     def all_reduce(self, x: Tensor, op: str, group: Ranks, async_op: bool = False) -> Tensor | Work[Tensor]:
-        return _give(self._engine.all_reduce(self._array(x, async_op), op, group, later=async_op))
+        return _give(self._engine.all_reduce(self._array(x, async_op), op, group, async_op=async_op))
 
     def all_reduce_(self, x: Tensor, op: str, group: Ranks) -> None:
         self._engine.all_reduce(self._array(x), op, group, inplace=True)
@@ -85,16 +85,16 @@ class ShmBackend(Backend):
 
     def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int], group: Ranks,
                    async_op: bool = False) -> Tensor | Work[Tensor]:
-        return _give(self._engine.all_gather(self._array(x, async_op), dim, sizes, group, later=async_op))
+        return _give(self._engine.all_gather(self._array(x, async_op), dim, sizes, group, async_op=async_op))
 
     def reduce_scatter(self, x: Tensor, op: str, dim: int, sizes: Sequence[int], group: Ranks,
                        async_op: bool = False) -> Tensor | Work[Tensor]:
-        return _give(self._engine.reduce_scatter(self._array(x, async_op), op, dim, sizes, group, later=async_op))
+        return _give(self._engine.reduce_scatter(self._array(x, async_op), op, dim, sizes, group, async_op=async_op))
 
     def all_to_all(self, x: Tensor, split_dim: int, split_sizes: Sequence[int], concat_dim: int,
                    concat_sizes: Sequence[int], group: Ranks, async_op: bool = False) -> Tensor | Work[Tensor]:
         result = self._engine.all_to_all(self._array(x, async_op), split_dim, split_sizes, concat_dim, concat_sizes, group,
-                                         later=async_op)
+                                         async_op=async_op)
         return _give(result)
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]],
@@ -104,13 +104,13 @@ class ShmBackend(Backend):
         return [Tensor.from_numpy(a) for a in got]
 
     def broadcast(self, x: Tensor, src: int, group: Ranks, async_op: bool = False) -> Tensor | Work[Tensor]:
-        return _give(self._engine.broadcast(self._array(x, async_op), src, group, later=async_op))
+        return _give(self._engine.broadcast(self._array(x, async_op), src, group, async_op=async_op))
 
     def scatter(self, x: Tensor | None, dim: int, sizes: Sequence[int], src: int, group: Ranks, *,
                 shape: Sequence[int], dtype: Any, async_op: bool = False) -> Tensor | Work[Tensor]:
         array = self._array(x, async_op) if self.rank == src else None
         result = self._engine.scatter(array, dim, sizes, src, group, shape=tuple(shape), dtype=numpy_dtype(dtype),
-                                      later=async_op)
+                                      async_op=async_op)
         return _give(result)
 
     def barrier(self, group: Ranks) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 from ...errors import CollectiveMismatch, CommError
 from ..protocol import offsets
 from . import rendezvous
-from .future import Later, Thread
+from .future import Future, Worker
 from .pieces import across, along
 from .reduce import reduce_into
 from .segment import CHUNK, SLOT, Segment
@@ -59,7 +59,7 @@ class Engine:
         sent: payload bytes that went from this rank to others or, where readers fetch them, from others to this rank; each
             byte that crosses between two ranks is counted on one of them.
 
-    With `later=True` a collective returns a `Later` at once and runs on a thread of its own; calls keep their order.
+    With `async_op=True` a collective returns a `Future` at once and runs on a thread of its own; calls keep their order.
     """
 
     def __init__(self, rank: int, size: int, name: str, *, timeout: float = 300.0, start_timeout: float = 120.0,
@@ -70,7 +70,7 @@ class Engine:
         self._signals = Signals(rank, self._memory, links, timeout)
         self._groups: dict[Ranks, GroupState] = {}
         self._site = site
-        self._thread = Thread()
+        self._worker = Worker()
         self._broken: BaseException | None = None
         self._last: BaseException | None = None
         self._closed = False
@@ -85,7 +85,7 @@ class Engine:
                             "end the process; restart from a checkpoint")
 
     def _do(self, what: str, key: tuple, about: Callable[[], str], ranks: Ranks, out: np.ndarray | None, body: Body,
-            later: bool = False) -> Any:
+            async_op: bool = False) -> Any:
         """Runs a collective, which fills `out`, now or later.
 
         Args:
@@ -95,13 +95,13 @@ class Engine:
             ranks: the group.
             out: the result.
             body: does it, given the group and the checksum to be compared at the first meeting.
-            later: return a `Later` instead of waiting.
+            async_op: return a `Future` instead of waiting.
         """
         site = self._site().encode()
-        if later:
-            return Later(out, self._thread.submit(lambda: self._run(what, key, about, ranks, body, site)))
-        if self._thread.busy:
-            self._thread.drain()
+        if async_op:
+            return Future(out, self._worker.submit(lambda: self._run(what, key, about, ranks, body, site)))
+        if self._worker.busy:
+            self._worker.drain()
         self._run(what, key, about, ranks, body, site)
         return out
 
@@ -203,7 +203,7 @@ class Engine:
 
     # -- collectives -----------------------------------------------------------------------------------------------
 
-    def all_reduce(self, x: np.ndarray, op: str, ranks: Ranks, later: bool = False, inplace: bool = False) -> Any:
+    def all_reduce(self, x: np.ndarray, op: str, ranks: Ranks, async_op: bool = False, inplace: bool = False) -> Any:
         """See `Backend.all_reduce`; with `inplace` the result is written into `x`, which is best a `buffer`."""
         dtype, n = x.dtype, len(ranks)
         flat = np.ascontiguousarray(x).reshape(-1)
@@ -244,7 +244,7 @@ class Engine:
             self.sent += 2 * results[0].nbytes * (n - 1)
             self._signals.sync(g, "all_reduce")
         done = self._do("all_reduce", ("all_reduce", op, dtype, x.shape), lambda: f"{op} {_kind(x)}", ranks, out, body,
-                        later)
+                        async_op)
         if inplace and out is not x:
             x[...] = out
         return done
@@ -253,7 +253,7 @@ class Engine:
         """Memory in which all-reduces need no copies."""
         return self._result((count,), np.dtype(dtype), True)[0]
 
-    def all_gather(self, x: np.ndarray, dim: int, sizes: Sequence[int], ranks: Ranks, later: bool = False) -> Any:
+    def all_gather(self, x: np.ndarray, dim: int, sizes: Sequence[int], ranks: Ranks, async_op: bool = False) -> Any:
         """See `Backend.all_gather`."""
         sizes = tuple(sizes)
         joined = along(x.shape, dim, sizes)
@@ -267,10 +267,10 @@ class Engine:
             else:
                 self._push(g, "all_gather", check, place, [joined.whole] * g.size, x.dtype, [x] * g.size,
                            [joined.at[g.index]] * g.size)
-        return self._do("all_gather", key, lambda: f"{_kind(x, dim)} dim={dim} sizes={sizes}", ranks, out, body, later)
+        return self._do("all_gather", key, lambda: f"{_kind(x, dim)} dim={dim} sizes={sizes}", ranks, out, body, async_op)
 
     def reduce_scatter(self, x: np.ndarray, op: str, dim: int, sizes: Sequence[int], ranks: Ranks,
-                       later: bool = False) -> Any:
+                       async_op: bool = False) -> Any:
         """See `Backend.reduce_scatter`."""
         sizes = tuple(sizes)
         split = along(x.shape, dim, sizes)
@@ -304,10 +304,10 @@ class Engine:
             if not small:
                 self._signals.sync(g, "reduce_scatter")  # all groups share the area: leave it when all have read
         return self._do("reduce_scatter", ("reduce_scatter", op, x.dtype, x.shape, dim, sizes),
-                        lambda: f"{op} {_kind(x)} dim={dim} sizes={sizes}", ranks, out, body, later)
+                        lambda: f"{op} {_kind(x)} dim={dim} sizes={sizes}", ranks, out, body, async_op)
 
     def all_to_all(self, x: np.ndarray, split_dim: int, split_sizes: Sequence[int], concat_dim: int,
-                   concat_sizes: Sequence[int], ranks: Ranks, later: bool = False) -> Any:
+                   concat_sizes: Sequence[int], ranks: Ranks, async_op: bool = False) -> Any:
         """See `Backend.all_to_all`."""
         split_sizes, concat_sizes = tuple(split_sizes), tuple(concat_sizes)
         split, joined, biggest = across(x.shape, split_dim, split_sizes, concat_dim, concat_sizes)
@@ -323,9 +323,9 @@ class Engine:
                 self._push(g, "all_to_all", check, place, split.shapes, x.dtype, split.of(x),
                            [joined.at[g.index]] * g.size)
         return self._do("all_to_all", key, lambda: f"{_kind(x, concat_dim)} split {split_dim}:{split_sizes} concat "
-                                                   f"{concat_dim}:{concat_sizes}", ranks, out, body, later)
+                                                   f"{concat_dim}:{concat_sizes}", ranks, out, body, async_op)
 
-    def broadcast(self, x: np.ndarray, src: int, ranks: Ranks, later: bool = False) -> Any:
+    def broadcast(self, x: np.ndarray, src: int, ranks: Ranks, async_op: bool = False) -> Any:
         """See `Backend.broadcast`."""
         small = x.nbytes <= SLOT
         out, place = self._result(x.shape, x.dtype, not small)
@@ -344,7 +344,7 @@ class Engine:
                 out[...] = slot
                 self.sent += x.nbytes
         return self._do("broadcast", ("broadcast", x.dtype, x.shape, src), lambda: f"{_kind(x)} from {src}", ranks, out,
-                        body, later)
+                        body, async_op)
 
     def _follow(self, g: GroupState, check: int, x: np.ndarray, out: np.ndarray, place: int, source: int) -> None:
         """A large broadcast: the source copies its result step by step, and the others copy that while it goes on."""
@@ -366,7 +366,7 @@ class Engine:
         self._signals.sync(g, "broadcast")  # then the source may change its result
 
     def scatter(self, x: np.ndarray | None, dim: int, sizes: Sequence[int], src: int, ranks: Ranks, *,
-                shape: Sequence[int], dtype: np.dtype, later: bool = False) -> Any:
+                shape: Sequence[int], dtype: np.dtype, async_op: bool = False) -> Any:
         """See `Backend.scatter`."""
         sizes, dtype = tuple(sizes), np.dtype(dtype)
         split = along(tuple(shape), dim, sizes)
@@ -382,7 +382,7 @@ class Engine:
             else:
                 self._push(g, "scatter", check, place, split.shapes, dtype, give, [()] * g.size)
         return self._do("scatter", key, lambda: f"{dtype.name}{list(shape)} dim={dim} sizes={sizes} from {src}", ranks,
-                        out, body, later)
+                        out, body, async_op)
 
     def barrier(self, ranks: Ranks) -> None:
         """Returns when every member has called it."""
@@ -409,8 +409,8 @@ class Engine:
     def exchange(self, sends: Sequence[tuple[int, np.ndarray]],
                  recvs: Sequence[tuple[int, Sequence[int], np.dtype]]) -> list[np.ndarray]:
         """See `Backend.exchange`. Sending never waits for the receiver: a large message is a memory file of its own."""
-        if self._thread.busy:
-            self._thread.drain()
+        if self._worker.busy:
+            self._worker.drain()
         self._check_open("exchange")
         to, come = [dst for dst, _ in sends], [src for src, _, _ in recvs]
         self._memory.enter(f"exchange to {to} from {come}".encode(), self._site().encode())
@@ -466,10 +466,10 @@ class Engine:
     def close(self, reason: str = "") -> None:
         """Leaves the world; see `Signals.close`."""
         if not self._closed:
-            if not reason and self._thread.busy:
-                self._thread.drain()
+            if not reason and self._worker.busy:
+                self._worker.drain()
             self._closed = True
-            self._thread.end()
+            self._worker.end()
             if isinstance(self._last, CollectiveMismatch) and reason.startswith("CollectiveMismatch"):
                 self._signals.tell_all(self._last)  # also ranks that were not in that group
             self._signals.close(reason)

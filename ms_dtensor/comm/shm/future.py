@@ -22,7 +22,7 @@ class _Job:
         self.error: BaseException | None = None
 
 
-class Later:
+class Future:
     """A result under way.
 
     Attributes:
@@ -42,7 +42,7 @@ class Later:
         return self.out
 
 
-class Thread:
+class Worker:
     """Runs jobs one after the other."""
 
     def __init__(self) -> None:

@@ -140,16 +140,16 @@ class Signals:
         self.rank, self.memory, self.timeout = rank, memory, timeout
         self.peers = {link.rank: Peer(link, rank) for link in links}
         self._by_fd = {fd: p for p in self.peers.values() for fd in (p.sock.fileno(), p.process) if fd >= 0}
-        self._poll = select.poll()
+        self._poller = select.poll()
         for fd in self._by_fd:
-            self._poll.register(fd, _IN)
+            self._poller.register(fd, _IN)
         self._told: Exception | None = None                  # what a peer told us went wrong
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    def _pump(self, seconds: float) -> bool:
+    def _poll(self, seconds: float) -> bool:
         """Reads what has come; blocks up to the given time if nothing has."""
-        events = self._poll.poll(seconds * 1000)
+        events = self._poller.poll(seconds * 1000)
         for fd, event in events:
             peer = self._by_fd.get(fd)
             if peer is not None and event != select.POLLOUT:  # None: dropped by an event before this one
@@ -162,7 +162,7 @@ class Signals:
 
     def _catch_up(self) -> None:
         """Reads all that has come."""
-        while self._pump(0):
+        while self._poll(0):
             pass
 
     def _read(self, peer: Peer) -> bool:
@@ -204,7 +204,7 @@ class Signals:
             peer.end = end
             for fd in (peer.sock.fileno(), peer.process):
                 if self._by_fd.pop(fd, None) is not None:
-                    self._poll.unregister(fd)
+                    self._poller.unregister(fd)
             if peer.process >= 0:
                 os.close(peer.process)
                 peer.process = -1
@@ -221,17 +221,17 @@ class Signals:
                 peer.sock.sendmsg([packet], control) if fds else peer.sock.send(packet)
                 return True
             except BlockingIOError:
-                self._poll.modify(peer.sock.fileno(), _IN | select.POLLOUT)
-                self._pump(self.timeout)
+                self._poller.modify(peer.sock.fileno(), _IN | select.POLLOUT)
+                self._poll(self.timeout)
                 if peer.end is not None:
                     return False
-                self._poll.modify(peer.sock.fileno(), _IN)
+                self._poller.modify(peer.sock.fileno(), _IN)
             except OSError:
-                return False  # its farewell, if any, is still to be read
+                return False  # its goodbye, if any, is still to be read
 
     # -- waiting ---------------------------------------------------------------------------------------------------
 
-    def _linger(self, what: str, missing: Callable[[], list[Condition]], sleep: Callable[[], object],
+    def _wait_slow(self, what: str, missing: Callable[[], list[Condition]], sleep: Callable[[], object],
                 g: GroupState | None = None) -> None:
         """The rest of a wait that has taken a slice already: until nothing is missing, or it cannot end well.
 
@@ -328,7 +328,7 @@ class Signals:
                         at = word.get()
                         if not reached(at, value):
                             word.sleep(at, _NAP)
-                    self._linger(what, missing, sleep, g)
+                    self._wait_slow(what, missing, sleep, g)
                     return
 
     # -- the meeting point -----------------------------------------------------------------------------------------
@@ -350,7 +350,7 @@ class Signals:
                     memory.known.sleep(known, _NAP)
             if r != self.rank and missing():
                 sleep()
-                self._linger(what, missing, sleep)
+                self._wait_slow(what, missing, sleep)
             offsets.append(mine if r == self.rank else memory.group(key) or 0)
         return GroupState(ranks, self.rank, self.peers, self.memory, offsets)
 
@@ -413,11 +413,11 @@ class Signals:
         """The next message of a peer: its description, its payload, or the memory file that holds it."""
         peer = self.peers[src]
         if not peer.inbox:
-            self._pump(_SLICE)
+            self._poll(_SLICE)
         if not peer.inbox:
             def missing() -> list[Condition]:
                 return [] if peer.inbox else [Condition(src, peer.posted.index, (peer.taken + 1) & 0xFFFFFFFF)]
-            self._linger(what, missing, lambda: peer.inbox or self._pump(_SLICE))
+            self._wait_slow(what, missing, lambda: peer.inbox or self._poll(_SLICE))
         return peer.inbox.popleft()
 
     # -- errors told to the others ---------------------------------------------------------------------------------
@@ -466,7 +466,7 @@ class Signals:
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def close(self, reason: str = "") -> None:
-        """Says farewell; `reason` is empty for a normal end."""
+        """Says goodbye; `reason` is empty for a normal end."""
         packet = _PACKET_HEAD.pack(_BYE, 0, 0) + reason.encode()[:512]
         for p in self.peers.values():
             self._send(p, packet)

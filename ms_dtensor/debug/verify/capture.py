@@ -20,8 +20,8 @@ from ...core.tree import leaves, map_leaves
 from ...dispatch import patches
 from ...dispatch.operands import dtype_name
 from ...dispatch.planner import as_operands, attributes, bind_arguments
-from ...ops.local import CPU, TABLE, decomposition, fill_operands
-from ...ops.rules import RULES, Call, Invoke, Local, Operand
+from ...ops.local import CPU, LOCAL_OPS, decomposition, fill_operands
+from ...ops.rules import RULES, Call, Local, LocalCall, Operand
 from ...ops.rules.write import INPLACE
 
 
@@ -73,7 +73,7 @@ class Probe(Tensor):
         return _probe(result, self._log)
 
     def _written(self, name, args, kwargs, head):
-        """An in-place op: what gives the new value is an op of our own, which `inplace.py` then stores."""
+        """An in-place op: what gives the new value is an op of our own, which `dispatch/inplace.py` then stores."""
         op, params = INPLACE[name]
         arguments = bind_arguments(name, params, args, kwargs, head)
         new = self._run_own_op("=" + op, {k: v for k, v in arguments.items() if k != "attrs"})
@@ -112,8 +112,8 @@ def _on_one_rank(op: str, arguments: dict):
     mesh = DeviceMesh("cpu", [0])
     ins = tuple(Layout(mesh, None, o.shape, o.dtype) for o in operands)
     outs = tuple(Layout(mesh, None, shape) for shape in spec.shapes)
-    form = (spec.local(Local(ins, outs, (0,))) if spec.local else None) or Invoke(op, tuple(call.args.values()))
-    return lambda *args: TABLE[form.name](*fill_operands(form.args, leaves(args, Tensor)), **form.kwargs)
+    form = (spec.local(Local(ins, outs, (0,))) if spec.local else None) or LocalCall(op, tuple(call.args.values()))
+    return lambda *args: LOCAL_OPS[form.name](*fill_operands(form.args, leaves(args, Tensor)), **form.kwargs)
 
 
 def copied(tree):

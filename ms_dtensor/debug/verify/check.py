@@ -3,7 +3,7 @@
 
 In one process and without a process group: the operands are cut by definition (`oracle.py`), the op runs once per
 rank with exactly the local form that dispatch would use, the results and gradients are put together by the gradient
-table of the design (own face: sum; same face: equal on every rank) and compared with the one-device answer.
+table of the design (varying face: sum; same face: equal on every rank) and compared with the one-device answer.
 """
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ...dispatch.composite import COMPOSED
 from ...dispatch.op_plan import original_call, refill
 from ...dispatch.operands import dtype_name, recording
 from ...dispatch.planner import as_operands, attributes, bind_arguments, empty_with_dtypes
-from ...ops.local import CPU, TABLE, run_local
+from ...ops.local import CPU, LOCAL_OPS, run_local
 from ...ops.rng import frozen
 from ...ops.rules import RULES, Call, Case, Local, Operand, OpSpec
 from ...ops.rules.names import PRIMITIVES
@@ -318,7 +318,7 @@ class _Trial:
 
     def forward(self, tensors, local: Local):
         form = self.spec.local(local) if self.spec.local is not None else None
-        form = None if form is None else (TABLE[form.name], form.args, form.kwargs)
+        form = None if form is None else (LOCAL_OPS[form.name], form.args, form.kwargs)
         with NoFallbackGuard():
             result = run_local(self.original, form, empty_with_dtypes(local, self.spec, self.call), tensors)
         return list(result) if isinstance(result, tuple | list) else [result]

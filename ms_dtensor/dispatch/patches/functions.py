@@ -5,7 +5,7 @@ MindSpore 2.10 looks for `__fallback__` among an op's direct arguments. A list o
 hides them, and `ops.rand_like` and its kin read the shape only. Each of these, called with a DTensor, becomes an op of
 our own; with plain tensors it is MindSpore's own, untouched. Recomputation replays MindSpore's random state, and here
 ours. A name that user code imported from `mindspore.ops` before the first DTensor was made keeps the
-plain function. Installed and removed together with `patch.py`.
+plain function. Installed and removed together with `dispatch/patches/`.
 """
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one rank runs: the original call, another local form, or nothing at all because its shards are empty.
 
-`TABLE` maps the names that rules use in `Invoke` to functions of plain local tensors (`basic.py` and one file per
+`LOCAL_OPS` maps the names that rules use in `LocalCall` to functions of plain local tensors (`basic.py` and one file per
 family); `CPU` maps primitives that MindSpore has no CPU kernel for to decompositions with the same arguments (`cpu.py`).
 Invariant: for one call every rank runs the same ops in the same order, whatever its offset, so that the backward's
 collectives come in one order everywhere.
@@ -12,13 +12,13 @@ import functools
 
 from . import arrange, attention, basic, conv, cpu, cpu_index, cpu_matmul, lists, lookup, loss, pool, random, write
 from .dtypes import widen, widening
-from .run import Nothing, fill_operands, run_local
+from .run import EmptyShard, fill_operands, run_local
 
 FAMILIES = (basic, lookup, arrange, random, lists, write, conv, pool, attention, loss)
-TABLE = {**cpu_index.FORMS, **cpu_matmul.FORMS}
+LOCAL_OPS = {**cpu_index.FORMS, **cpu_matmul.FORMS}
 CPU = {**cpu.TABLE}
 for family in FAMILIES:
-    TABLE.update(family.TABLE)
+    LOCAL_OPS.update(family.TABLE)
     CPU.update(getattr(family, "CPU", {}))
 
 
@@ -28,4 +28,4 @@ def decomposition(name: str, attrs: dict):
     return functools.partial(fn, attrs=attrs) if getattr(fn, "takes_attributes", False) else fn
 
 
-__all__ = ["CPU", "TABLE", "Nothing", "decomposition", "fill_operands", "run_local", "widen", "widening"]
+__all__ = ["CPU", "LOCAL_OPS", "EmptyShard", "decomposition", "fill_operands", "run_local", "widen", "widening"]

@@ -11,7 +11,7 @@ from .lookup import gather
 
 
 def stack(tensors, dim=0):
-    """`StackExt`; `ops.stack` would be redirected here (`redirect.py`)."""
+    """`StackExt`; `ops.stack` would be redirected here (`patches/functions.py`)."""
     return mint.cat([mint.unsqueeze(x, dim) for x in tensors], dim)
 
 

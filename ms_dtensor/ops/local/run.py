@@ -13,7 +13,7 @@ from mindspore.common._grad_function import _Function
 from ..rules.spec import Operand
 
 
-class Nothing(_Function):
+class EmptyShard(_Function):
     """The results of a call for which this rank's shards hold nothing; still connected to every operand."""
 
     @staticmethod
@@ -57,7 +57,7 @@ def run_local(original, form, empty, tensors):
     if empty is not None:
         if form is not None and hasattr(form[0], "skip"):  # a random op draws in step with the other ranks
             form[0].skip()
-        return Nothing.apply(empty, *tensors)
+        return EmptyShard.apply(empty, *tensors)
     return original(tensors)
 
 

@@ -3,7 +3,7 @@
 
 A write is a lookup turned round: for each local element of the target, which element of the value lands there, or none.
 That table is NumPy on the host; the values themselves go through one gather and one select, so that gradients reach the
-value and stop at what was overwritten. The caller puts the result into the target's storage (`inplace.py`).
+value and stop at what was overwritten. The caller puts the result into the target's storage (`dispatch/inplace.py`).
 """
 from __future__ import annotations
 

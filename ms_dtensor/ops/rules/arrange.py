@@ -11,7 +11,7 @@ from math import prod
 
 from ...core.placements import REDUCE_OPS, Partial
 from ...errors import OpRuleError
-from .spec import Call, Case, Invoke, Local, OpSpec, P, R, S, dims_of, shape_only
+from .spec import Call, Case, Local, LocalCall, OpSpec, P, R, S, dims_of, shape_only
 from .view import rearrange, view_spec
 
 NAMES = """
@@ -46,7 +46,7 @@ def expand_as(call: Call) -> OpSpec:
     cases = [Case((S(d),), (S(d + lead),)) for d in range(x.ndim) if x.shape[d] == shape[d + lead]]
     cases += [Case((p,), (p,)) for p in _PARTIALS]
     new = [Case((R, S(k)), (S(k),)) for k, n in enumerate(shape) if k < lead or x.shape[k - lead] != n]
-    return OpSpec((shape,), (*shape_only(cases), *new), lambda at: Invoke("broadcast_to", (x, at.out_shape())))
+    return OpSpec((shape,), (*shape_only(cases), *new), lambda at: LocalCall("broadcast_to", (x, at.out_shape())))
 
 
 def flatten_order(call: Call) -> OpSpec:
@@ -172,11 +172,11 @@ def trace(call: Call) -> OpSpec:
     k = k if dims[0] % 2 == 0 else -k
     cases = [Case((S(0),), (P,)), Case((S(1),), (P,))] + [Case((p,), (p,)) for p in _LINEAR]
 
-    def local(at: Local) -> Invoke | None:
+    def local(at: Local) -> LocalCall | None:
         if not any(at.ins[0].dim_axes):
             return None
         row, col = at.in_offset(0)
-        return Invoke("trace_shard", (x, k + row - col, call.get("dtype")))
+        return LocalCall("trace_shard", (x, k + row - col, call.get("dtype")))
     return OpSpec(((),), tuple(cases), local)
 
 

@@ -7,7 +7,7 @@ sharded the local call is told the shard's number of heads. Grouped keys shard w
 from __future__ import annotations
 
 from ...errors import OpRuleError
-from .spec import Call, Case, Invoke, Local, OpSpec, P, R, S
+from .spec import Call, Case, Local, LocalCall, OpSpec, P, R, S
 
 _FLASH = ("query key value real_shift drop_mask padding_mask attn_mask prefix actual_q actual_kv head_num keep_prob scale "
           "pre_tokens next_tokens inner_precise input_layout sparse_mode")
@@ -61,12 +61,12 @@ def flash_attention(call: Call) -> OpSpec:
     if int(call.get("sparse_mode", 0)) == 0 and int(call.get("pre_tokens", far)) == int(call.get("next_tokens", far)) == far:
         cases.append(_queries(call, q, seq))
 
-    def local(at: Local) -> Invoke:
+    def local(at: Local) -> LocalCall:
         parts = at.ins[q.index].divisor(head)
         names = ("query", "key", "value", "real_shift", "attn_mask")
         static = (heads // parts, float(call.get("scale", 1.0)), int(call.get("pre_tokens", 2**31 - 1)),
                   int(call.get("next_tokens", 2**31 - 1)), form, int(call.get("sparse_mode", 0)))
-        return Invoke("flash_attention", (*(call.args.get(n) for n in names), *static))
+        return LocalCall("flash_attention", (*(call.args.get(n) for n in names), *static))
     if call.get("padding_mask") is not None or call.get("actual_q") is not None or call.get("actual_kv") is not None:
         raise OpRuleError("For 'flash_attention_score', padding masks and sequence lengths are not supported on DTensors.",
                           "", "MindSpore itself does not support them outside packed layouts.", "use attn_mask")

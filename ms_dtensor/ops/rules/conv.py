@@ -13,7 +13,7 @@ from math import ceil
 
 from ...core.placements import Partial
 from ...errors import OpRuleError
-from .spec import Call, Case, Invoke, Local, OpSpec, P, R, S
+from .spec import Call, Case, Local, LocalCall, OpSpec, P, R, S
 
 NAMES = """
 conv:Conv1DExt,Conv2DExt,Conv3DExt,Conv1DPadding,Conv2DPadding,Conv3DPadding:input weight bias stride padding dilation groups
@@ -122,14 +122,14 @@ def conv(call: Call) -> OpSpec:
     for op in ("sum", "avg"):
         cases += [case(Partial(op), R, R, Partial(op)), case(R, Partial(op), R, Partial(op))]
 
-    def local(at: Local) -> Invoke | None:
+    def local(at: Local) -> LocalCall | None:
         once = [a for a in at.outs[0].partial_axes if at.outs[0].placements[a].is_partial("sum")]
         parts = at.ins[x.index].divisor(channel) if g.groups > 1 else 1
         whole = not at.ins[w.index].dim_axes[0] and not at.ins[w.index].dim_axes[1]
         if whole and as_it_stands and (b is None or not once):
             return None
         share = None if b is None or not once else float(at.is_first(once))
-        return Invoke("conv", (x, w, b, g.stride, g.pads, g.dilation, g.groups // parts, g.transposed, g.out, share))
+        return LocalCall("conv", (x, w, b, g.stride, g.pads, g.dilation, g.groups // parts, g.transposed, g.out, share))
     return OpSpec((shape,), tuple(cases), local)
 
 

@@ -7,7 +7,7 @@ rank finds in its memory would make replicas differ.
 from __future__ import annotations
 
 from ...core.placements import REDUCE_OPS, Partial
-from .spec import Call, Case, Invoke, OpSpec, R, S, result_dtype
+from .spec import Call, Case, LocalCall, OpSpec, R, S, result_dtype
 
 NAMES = """
 zeros_like:ZerosLike,ZerosLikeExt:input dtype
@@ -35,7 +35,7 @@ def like(call: Call) -> OpSpec:
     x = call.operands[0]
     value = _VALUE.get(call.op, call.args.get("fill_value"))
     dtype = call.args.get("dtype")
-    return OpSpec((x.shape,), tuple(like_cases(call)), lambda at: Invoke("filled", (x, at.out_shape(), value, dtype)),
+    return OpSpec((x.shape,), tuple(like_cases(call)), lambda at: LocalCall("filled", (x, at.out_shape(), value, dtype)),
                   (result_dtype(call),))
 
 
@@ -47,7 +47,7 @@ def new(call: Call) -> OpSpec:
     rest = (R,) * (len(call.operands) - 1)
     cases = [Case((S(d), *rest), (R,)) for d in range(x.ndim)]
     cases += [Case((Partial(op), *rest), (R,)) for op in REDUCE_OPS]
-    return OpSpec((shape,), tuple(cases), lambda at: Invoke("filled", (x, shape, value, call.args.get("dtype"))),
+    return OpSpec((shape,), tuple(cases), lambda at: LocalCall("filled", (x, shape, value, call.args.get("dtype"))),
                   (result_dtype(call),))
 
 

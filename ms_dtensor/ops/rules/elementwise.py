@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ...core.placements import Partial
 from .pointwise import partial_cases, pointwise, shard_cases
-from .spec import Call, Case, Invoke, OpSpec, P, R, S, broadcast_shapes
+from .spec import Call, Case, LocalCall, OpSpec, P, R, S, broadcast_shapes
 
 NAMES = """
 acos:ACos:input
@@ -89,7 +89,7 @@ def log_sigmoid(call: Call) -> OpSpec:
     """(result, a buffer that nobody reads): the buffer's shape is the device's affair, so shards never use the kernel."""
     x = call.operands[0]
     cases = tuple(Case((S(d),), (S(d), S(d))) for d in range(x.ndim))
-    return OpSpec((x.shape, x.shape), cases, lambda at: Invoke("log_sigmoid_pair", (x,)))
+    return OpSpec((x.shape, x.shape), cases, lambda at: LocalCall("log_sigmoid_pair", (x,)))
 
 
 def prelu(call: Call) -> OpSpec:

@@ -7,7 +7,7 @@ those that are its own, and gives zeros for the others: Partial(sum). No rank ev
 from __future__ import annotations
 
 from ...core.placements import REDUCE_OPS, Partial
-from .spec import Call, Case, Invoke, Local, OpSpec, P, R, S, broadcast_shapes
+from .spec import Call, Case, Local, LocalCall, OpSpec, P, R, S, broadcast_shapes
 
 NAMES = """
 gather:DeprecatedGather:input index dim batch_dims
@@ -31,9 +31,9 @@ def slices(call: Call) -> OpSpec:
     whole = [d for d in kept if bounds[d] == (0, x.shape[d], 1)]
     cases = [Case((S(d),), (S(kept.index(d)),)) for d in whole] + [Case((p,), (p,)) for p in _PARTIALS]
 
-    def local(at: Local) -> Invoke:
+    def local(at: Local) -> LocalCall:
         mine = at.in_shape(0)
-        return Invoke("slice", (x, tuple((0, mine[d], 1) if d in whole else bounds[d] for d in range(x.ndim)), drop))
+        return LocalCall("slice", (x, tuple((0, mine[d], 1) if d in whole else bounds[d] for d in range(x.ndim)), drop))
     return OpSpec((shape,), tuple(cases), local)
 
 
@@ -87,10 +87,10 @@ def gather(call: Call) -> OpSpec:
     cases += [case(S(k), R, S(k if k < d else k - 1 + ids.ndim)) for k in range(table.ndim) if k != d]
     cases += [case(S(d), R, P), *partials]
 
-    def local(at: Local) -> Invoke | None:
+    def local(at: Local) -> LocalCall | None:
         if not at.ins[table.index].dim_axes[d]:
             return None
-        return Invoke("gather_shard", (table, ids, d, at.in_offset(table.index)[d], table.shape[d]))
+        return LocalCall("gather_shard", (table, ids, d, at.in_offset(table.index)[d], table.shape[d]))
     return OpSpec((shape,), tuple(cases), local, (table.dtype,))
 
 
@@ -120,10 +120,10 @@ def embedding(call: Call) -> OpSpec:
     spec = gather(Call("gather", {"input": weight, "index": ids, "dim": 0}, call.operands))
     padding = call.get("padding_idx")
 
-    def local(at: Local) -> Invoke | None:
+    def local(at: Local) -> LocalCall | None:
         if not at.ins[weight.index].dim_axes[0]:
             return None
-        return Invoke("embedding_shard", (weight, ids, at.in_offset(weight.index)[0], weight.shape[0], padding))
+        return LocalCall("embedding_shard", (weight, ids, at.in_offset(weight.index)[0], weight.shape[0], padding))
     return OpSpec(spec.shapes, spec.cases, local, spec.dtypes)
 
 
@@ -171,10 +171,10 @@ def advanced(call: Call) -> OpSpec:
     cases += [_pair(call, x, S(d), R, P) for d in dims]
     cases += [_pair(call, x, Partial(op), R, Partial(op)) for op in ("sum", "avg")]
 
-    def local(at_rank: Local) -> Invoke:
+    def local(at_rank: Local) -> LocalCall:
         offsets = at_rank.in_offset(x.index)
         split = any(at_rank.ins[x.index].dim_axes[d] for d in dims)
-        return Invoke("index", (x, tuple(indices), tuple(dims), at, tuple(offsets[d] for d in dims),
+        return LocalCall("index", (x, tuple(indices), tuple(dims), at, tuple(offsets[d] for d in dims),
                                 tuple(x.shape[d] for d in dims), split))
     return OpSpec((shape,), tuple(cases), local, (x.dtype,))
 
@@ -188,10 +188,10 @@ def take_along(call: Call) -> OpSpec:
         cases += [_pair(call, x, R, S(d), S(d)), _pair(call, x, S(d), R, P)]
     cases += [_pair(call, x, Partial(op), R, Partial(op)) for op in ("sum", "avg")]
 
-    def local(at: Local) -> Invoke | None:
+    def local(at: Local) -> LocalCall | None:
         if not x.ndim or not at.ins[x.index].dim_axes[d]:
             return None
-        return Invoke("take_along_shard", (x, ids, d, at.in_offset(x.index)[d], x.shape[d]))
+        return LocalCall("take_along_shard", (x, ids, d, at.in_offset(x.index)[d], x.shape[d]))
     return OpSpec((ids.shape,), tuple(cases), local, (x.dtype,))
 
 
@@ -201,9 +201,9 @@ def triangle(call: Call) -> OpSpec:
     k = int(call.get("diagonal", call.args.get("attrs", {}).get("diagonal", 0)))
     cases = [Case((S(d),), (S(d),)) for d in range(x.ndim)] + [Case((op,), (op,)) for op in _PARTIALS[:2]]
 
-    def local(at: Local) -> Invoke | None:
+    def local(at: Local) -> LocalCall | None:
         row, col = at.in_offset(0)[-2:]
-        return Invoke(call.op, (x, k + row - col)) if row or col else None
+        return LocalCall(call.op, (x, k + row - col)) if row or col else None
     return OpSpec((x.shape,), tuple(cases), local)
 
 

@@ -6,7 +6,7 @@ from ...core.placements import Partial
 from ...errors import OpRuleError
 from .matmul import _out_shape, einsum_cases
 from .pointwise import shard_cases
-from .spec import Call, Case, Invoke, OpSpec, broadcast_shapes
+from .spec import Call, Case, LocalCall, OpSpec, broadcast_shapes
 
 NAMES = ""
 _SPARE = "αβγδεζηθικλμνξοπρστυφχψω"  # stand for the dims of an ellipsis; no equation has them
@@ -49,7 +49,7 @@ def einsum(call: Call) -> OpSpec:
                           "take the diagonal first, e.g. (x * eye).sum(-1)")
     shapes = [x.shape for x in operands]
     return OpSpec((_out_shape(labels, out, shapes),), tuple(einsum_cases(labels, out, shapes)),
-                  lambda at: Invoke("einsum", (",".join(labels) + "->" + out, operands)))
+                  lambda at: LocalCall("einsum", (",".join(labels) + "->" + out, operands)))
 
 
 def add_n(call: Call) -> OpSpec:

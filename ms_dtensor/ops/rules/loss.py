@@ -2,8 +2,8 @@
 """Losses: per element they are pointwise; a sum over shards is Partial; a mean is a sum over the *global* count.
 
 `reduction` arrives as MindSpore's number: 0 sum, 1 mean, 2 none. A mean whose divisor is itself summed over the batch
-(`nll_loss` with weights or ignored targets) is no single Partial: `composed.py` divides the sum of the losses by the sum
-of the weights, so that shards with unlike totals count as they should. A mean of means never occurs.
+(`nll_loss` with weights or ignored targets) is no single Partial: `dispatch/composite.py` divides the sum of the losses by
+the sum of the weights, so that shards with unlike totals count as they should. A mean of means never occurs.
 """
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from math import prod
 
 from ...core.placements import Partial
 from .pointwise import shard_cases
-from .spec import Call, Case, Invoke, Local, OpSpec, P, R, S, broadcast_shapes
+from .spec import Call, Case, Local, LocalCall, OpSpec, P, R, S, broadcast_shapes
 
 NAMES = """
 mse_loss:MSELossExt:input target reduction
@@ -53,10 +53,10 @@ def elementwise(call: Call) -> OpSpec:
     cases = [Case(c.ins, (P,)) for c in cases]
     arguments = tuple(call.args.get(k, default) for k, default in _ARGUMENTS[call.op])
 
-    def local(at: Local) -> Invoke | None:
+    def local(at: Local) -> LocalCall | None:
         if kind == "sum" or all(p.is_replicate() for x in at.ins for p in x.placements):
             return None
-        return Invoke("loss_share", (call.op, prod(out), *arguments))
+        return LocalCall("loss_share", (call.op, prod(out), *arguments))
     return OpSpec(((),), tuple(cases), local)
 
 
@@ -79,10 +79,10 @@ def sparse_softmax_cross_entropy(call: Call) -> OpSpec:
     if call.args["attrs"].get("is_grad"):
         return OpSpec((x.shape,), ())
 
-    def local(at: Local) -> Invoke | None:
+    def local(at: Local) -> LocalCall | None:
         if not at.ins[0].dim_axes[0]:
             return None
-        return Invoke("sparse_cross_entropy_share", (x, t, x.shape[0]))
+        return LocalCall("sparse_cross_entropy_share", (x, t, x.shape[0]))
     return OpSpec(((),), (Case((S(0), S(0)), (P,)),), local)
 
 
@@ -112,8 +112,8 @@ def class_sums(call: Call) -> OpSpec:
     last = x.ndim - 1
     smooth = call.args["smooth"]
 
-    def local(at: Local) -> Invoke:
-        return Invoke("class_sums", (x, t, top, at.in_offset(0)[last], x.shape[last], smooth))
+    def local(at: Local) -> LocalCall:
+        return LocalCall("class_sums", (x, t, top, at.in_offset(0)[last], x.shape[last], smooth))
     return OpSpec(((*x.shape[:last], 2 + smooth),), (Case((S(last), R, R), (P,)),
                                                      *(Case((S(d),) * 3, (S(d),)) for d in range(last))), local)
 

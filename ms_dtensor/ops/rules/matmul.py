@@ -12,7 +12,7 @@ from functools import lru_cache
 from math import prod
 
 from ...core.placements import Partial
-from .spec import Call, Case, Invoke, Local, Operand, OpSpec, P, R, S
+from .spec import Call, Case, Local, LocalCall, Operand, OpSpec, P, R, S
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -65,10 +65,10 @@ def matmul(call: Call) -> OpSpec:
     left, right, out = _matmul_labels(x.ndim, y.ndim, bool(call.get("transpose_a")), bool(call.get("transpose_b")))
     labels, shapes = [left, right], [x.shape, y.shape]
 
-    def local(at: Local) -> Invoke | None:
+    def local(at: Local) -> LocalCall | None:
         mine = at.in_shape(x.index)
         unlike = x.ndim > 2 and (y.ndim > 2 and x.ndim != y.ndim or y.ndim <= 2 and prod(mine[:-1]) == 1)
-        return Invoke("matmul", (x, y)) if unlike and "transpose_a" not in call.args else None
+        return LocalCall("matmul", (x, y)) if unlike and "transpose_a" not in call.args else None
     return OpSpec((_out_shape(labels, out, shapes),), tuple(_reorder(call, [x, y], einsum_cases(labels, out, shapes))),
                   local)
 
@@ -108,9 +108,9 @@ def linear(call: Call) -> OpSpec:
 
 def _bias_once(name: str, *operands: Operand):
     """Every rank runs the same local form, so that backward collectives keep one order; only the share differs."""
-    def local(at: Local) -> Invoke | None:
+    def local(at: Local) -> LocalCall | None:
         summed = at.outs[0].partial_axes
-        return Invoke(name, (*operands, float(at.is_first(summed)))) if summed else None
+        return LocalCall(name, (*operands, float(at.is_first(summed)))) if summed else None
     return local
 
 
@@ -149,13 +149,13 @@ def add_product(call: Call) -> OpSpec:
         else:
             cases += [Case((R, *c.ins), c.outs), Case((result, *c.ins), c.outs, _filled(c.ins, (y, z)))]
 
-    def local(at: Local) -> Invoke | None:
+    def local(at: Local) -> LocalCall | None:
         layout = at.outs[0]
         once = [a for a in layout.partial_axes
                 if layout.placements[a].is_partial("sum") and at.ins[x.index].placements[a].is_replicate()]
         if not once:
             return None
-        return Invoke("add_product_once", (call.op, x, y, z, call.args.get("beta", 1), call.args.get("alpha", 1),
+        return LocalCall("add_product_once", (call.op, x, y, z, call.args.get("beta", 1), call.args.get("alpha", 1),
                                            int(at.is_first(once))))
     return OpSpec((shape,), tuple(_reorder(call, [x, y, z], cases)), local)
 

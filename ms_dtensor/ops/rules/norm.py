@@ -3,11 +3,11 @@
 
 Group norm may shard its channels where whole groups stay together. Batch norm in training also *writes* its running
 statistics: the primitive runs only where they need no move, so that it writes the tensors the user holds; every other
-layout goes through `composed.py`, which makes the batch's statistics from sums.
+layout goes through `dispatch/composite.py`, which makes the batch's statistics from sums.
 """
 from __future__ import annotations
 
-from .spec import Call, Case, Invoke, Local, OpSpec, R, S
+from .spec import Call, Case, Local, LocalCall, OpSpec, R, S
 
 NAMES = """
 layer_norm:LayerNormExt:input normalized_shape weight bias eps
@@ -53,10 +53,10 @@ def group_norm(call: Call) -> OpSpec:
     cases = (Case((S(0), *(R for _ in rest)), (S(0),) * 3),
              Case((S(1), *(S(0) for _ in rest)), (S(1),) * 3, ((0, 1, groups), (0, 1, x.shape[1]))))
 
-    def local(at: Local) -> Invoke | None:
+    def local(at: Local) -> LocalCall | None:
         if not at.ins[0].dim_axes[1]:
             return None
-        return Invoke("group_norm", (x, groups * at.in_shape(0)[1] // x.shape[1], *rest, call.get("eps", 1e-5)))
+        return LocalCall("group_norm", (x, groups * at.in_shape(0)[1] // x.shape[1], *rest, call.get("eps", 1e-5)))
     return OpSpec((x.shape, (x.shape[0], groups), (x.shape[0], groups)), cases, local)
 
 

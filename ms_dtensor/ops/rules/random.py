@@ -10,7 +10,7 @@ from ...core.placements import Partial
 from ...errors import OpRuleError
 from .create import like_cases
 from .pointwise import shard_cases
-from .spec import Call, Case, Invoke, Local, OpSpec, R, broadcast_shapes
+from .spec import Call, Case, Local, LocalCall, OpSpec, R, broadcast_shapes
 
 NAMES = """
 dropout:Dropout:input keep_prob seed0 seed1
@@ -47,7 +47,7 @@ def dropout(call: Call) -> OpSpec:
     form = "dropout" if call.op == "dropout" else "dropout_channels"
     dtypes = (x.dtype, x.dtype if call.op == "dropout" else "bool")
     return OpSpec((x.shape, x.shape), _alike(call, 2, linear=True),
-                  lambda at: Invoke(form, (x, float(keep), *_box(at))), dtypes)
+                  lambda at: LocalCall(form, (x, float(keep), *_box(at))), dtypes)
 
 
 def func_dropout(call: Call) -> OpSpec:
@@ -58,8 +58,8 @@ def func_dropout(call: Call) -> OpSpec:
                           "MindSpore 2.10 itself does not write in place on every device.", "leave out inplace=True")
     p = float(call.get("p", 0.5)) if call.get("training", False) else 0.0
 
-    def local(at: Local) -> Invoke:  # where nothing is dropped nothing is drawn
-        return Invoke(call.op, (x, 1.0 - p, *_box(at))) if p else Invoke("clone", (x,))
+    def local(at: Local) -> LocalCall:  # where nothing is dropped nothing is drawn
+        return LocalCall(call.op, (x, 1.0 - p, *_box(at))) if p else LocalCall("clone", (x,))
     return OpSpec((x.shape,), _alike(call, 1, linear=True), local, (x.dtype,))
 
 
@@ -68,13 +68,13 @@ def like(call: Call) -> OpSpec:
     x = call.operands[0]
     dtype = call.args.get("dtype")
     extra = (int(call.args["low"]), int(call.args["high"])) if call.op == "randint_like" else ()
-    return OpSpec((x.shape,), tuple(like_cases(call)), lambda at: Invoke(call.op, (x, *extra, dtype, *_box(at))))
+    return OpSpec((x.shape,), tuple(like_cases(call)), lambda at: LocalCall(call.op, (x, *extra, dtype, *_box(at))))
 
 
 def bernoulli(call: Call) -> OpSpec:
     """1 with the probability that each element gives, else 0."""
     p = call.operands[0]
-    return OpSpec((p.shape,), _alike(call, 1, linear=False), lambda at: Invoke("bernoulli", (p, *_box(at))), (p.dtype,))
+    return OpSpec((p.shape,), _alike(call, 1, linear=False), lambda at: LocalCall("bernoulli", (p, *_box(at))), (p.dtype,))
 
 
 def bernoulli_like(call: Call) -> OpSpec:
@@ -82,7 +82,7 @@ def bernoulli_like(call: Call) -> OpSpec:
     x, p = call.args["input"], call.args["p"]
     operands = [o.shape for o in call.operands]
     return OpSpec((x.shape,), tuple(shard_cases(operands, x.shape)),
-                  lambda at: Invoke("bernoulli_like", (x, p, *_box(at))), (x.dtype,))
+                  lambda at: LocalCall("bernoulli_like", (x, p, *_box(at))), (x.dtype,))
 
 
 def normal_of(call: Call) -> OpSpec:
@@ -92,7 +92,7 @@ def normal_of(call: Call) -> OpSpec:
     shape = broadcast_shapes(*(m.shape for m in members))
     rest = (R,) * (len(call.operands) - len(members))
     cases = tuple(Case((*c.ins, *rest), c.outs) for c in shard_cases([m.shape for m in members], shape))
-    return OpSpec((shape,), cases, lambda at: Invoke("normal_of", (mean, std, *_box(at))), ("float32",))
+    return OpSpec((shape,), cases, lambda at: LocalCall("normal_of", (mean, std, *_box(at))), ("float32",))
 
 
 def into(call: Call) -> OpSpec:
@@ -107,7 +107,7 @@ def into(call: Call) -> OpSpec:
     static = [v for k, v in call.args.items() if k not in ("input", "seed", "offset", "attrs")]
     if any(hasattr(v, "ndim") for v in static) and call.op != "bernoulli_into":
         raise OpRuleError(f"For '{call.op}', a distribution's parameters must be numbers.", "", "", "pass floats")
-    return OpSpec((x.shape,), tuple(cases), lambda at: Invoke(call.op, (x, *static, *_box(at))), (x.dtype,))
+    return OpSpec((x.shape,), tuple(cases), lambda at: LocalCall(call.op, (x, *static, *_box(at))), (x.dtype,))
 
 
 def multinomial(call: Call) -> OpSpec:

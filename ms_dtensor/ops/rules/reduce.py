@@ -9,7 +9,7 @@ from __future__ import annotations
 from math import prod
 
 from ...core.placements import Partial
-from .spec import Call, Case, Invoke, Local, OpSpec, R, S, dims_of
+from .spec import Call, Case, Local, LocalCall, OpSpec, R, S, dims_of
 
 PARTIAL_OF = {"sum": "sum", "mean": "sum", "max": "max", "min": "min", "prod": "prod", "all": "min", "any": "max",
               "count_nonzero": "sum", "nansum": "sum"}
@@ -42,10 +42,10 @@ def reduction(call: Call) -> OpSpec:
         cases.append(Case((Partial(partial),), (Partial(partial),)))
     shape = reduced_shape(x.shape, dims, keepdim)
 
-    def local(at: Local) -> Invoke | None:
+    def local(at: Local) -> LocalCall | None:
         if not any(x.ndim and at.ins[0].dim_axes[d] for d in dims):
             return None
-        return Invoke("mean_of_shard", (x, dims, keepdim, prod(x.shape[d] for d in dims), call.args.get("dtype")))
+        return LocalCall("mean_of_shard", (x, dims, keepdim, prod(x.shape[d] for d in dims), call.args.get("dtype")))
     return OpSpec((shape,), tuple(cases), local if call.op == "mean" else None)
 
 

@@ -19,7 +19,7 @@ from .spec import REPLICATE, Call, Case, OpSpec
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Target layout of each operand, axes on which each shows its own face, and placements + order of each result."""
+    """Target layout of each operand, axes on which each shows its varying face, and placements + order of each result."""
 
     targets: tuple[Layout, ...]
     own: tuple[tuple[int, ...], ...]

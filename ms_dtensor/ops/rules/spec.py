@@ -88,7 +88,7 @@ class Local:
 
 
 @dataclass(frozen=True, slots=True)
-class Invoke:
+class LocalCall:
     """The local call to make instead of the original: a function of `local_ops` and its positional arguments."""
 
     name: str
@@ -103,7 +103,7 @@ class OpSpec:
     Args:
         shapes: global shape of each tensor result; None where only the local result tells (cases must then be even).
         cases: legal single-axis cases; the all-replicated one is always legal and need not be listed.
-        local: optional `Local -> Invoke | None`; None: call the original with the same static arguments.
+        local: optional `Local -> LocalCall | None`; None: call the original with the same static arguments.
         dtypes: dtype of each result, where it is not what `result_dtype` says. Only a rank whose shards are empty
             needs it: everywhere else the kernel tells.
         writes: operands that the op changes in place besides giving results; no gradient passes through them.
@@ -111,7 +111,7 @@ class OpSpec:
 
     shapes: tuple[tuple[int, ...] | None, ...]
     cases: tuple[Case, ...]
-    local: Callable[[Local], Invoke | None] | None = None
+    local: Callable[[Local], LocalCall | None] | None = None
     dtypes: tuple[str, ...] | None = None
     writes: tuple[int, ...] = ()
 

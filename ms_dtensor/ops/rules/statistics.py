@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reductions without a matching Partial, cumulative ops and sorting: the dim they run along must be whole.
 
-Two ways out where it is not: some norms are sums or maxima of shards after all, and `composed.py` makes variance and the
-2-norm from sums. What counts positions (argmax, sort) gathers its own dim only; every other dim stays sharded.
+Two ways out where it is not: some norms are sums or maxima of shards after all, and `dispatch/composite.py` makes
+variance and the 2-norm from sums. What counts positions (argmax, sort) gathers its own dim only; every other stays sharded.
 """
 from __future__ import annotations
 

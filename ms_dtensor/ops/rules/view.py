@@ -11,7 +11,7 @@ from math import prod
 
 from ...core.placements import REDUCE_OPS, Partial
 from ...errors import OpRuleError
-from .spec import Call, Case, Invoke, OpSpec, R, S, dims_of, shape_only
+from .spec import Call, Case, LocalCall, OpSpec, R, S, dims_of, shape_only
 
 # Ops whose result is, on one device, a view of the first operand: a write to one of them is seen by the other.
 VIEWS = frozenset("reshape view_as flatten flatten_order permute swap matrix_transpose unsqueeze squeeze "
@@ -102,7 +102,7 @@ def view_spec(call: Call, shape) -> OpSpec:
         mapping[a[0]] = b[0]
         if len(a) > 1 or len(b) > 1:
             even += [(0, a[0], x.shape[a[0]]), (0, a[0], shape[b[0]])]
-    return rearrange(call, tuple(shape), mapping, even, lambda at: Invoke("reshape", (x, at.out_shape())))
+    return rearrange(call, tuple(shape), mapping, even, lambda at: LocalCall("reshape", (x, at.out_shape())))
 
 
 def reshape(call: Call) -> OpSpec:
@@ -115,7 +115,7 @@ def view_as(call: Call) -> OpSpec:
     spec = view_spec(call, call.args["other"].shape)
     x = call.operands[0]
     return OpSpec(spec.shapes, shape_only(spec.cases),
-                  lambda at: Invoke("reshape", (x, at.out_shape())))
+                  lambda at: LocalCall("reshape", (x, at.out_shape())))
 
 
 def flatten(call: Call) -> OpSpec:
@@ -177,7 +177,7 @@ def squeeze(call: Call) -> OpSpec:
     gone = [d for d in dims if x.ndim and x.shape[d] == 1]
     kept = [d for d in range(x.ndim) if d not in gone]
     return rearrange(call, tuple(x.shape[d] for d in kept), {d: i for i, d in enumerate(kept)},
-                     local=lambda at: Invoke("reshape", (x, at.out_shape())))
+                     local=lambda at: LocalCall("reshape", (x, at.out_shape())))
 
 
 def expand(call: Call) -> OpSpec:
@@ -187,7 +187,7 @@ def expand(call: Call) -> OpSpec:
     lead = len(shape) - x.ndim
     shape = tuple(x.shape[i - lead] if n == -1 else n for i, n in enumerate(shape))
     mapping = {d: d + lead for d in range(x.ndim) if x.shape[d] == shape[d + lead]}
-    return rearrange(call, shape, mapping, local=lambda at: Invoke("broadcast_to", (x, at.out_shape())))
+    return rearrange(call, shape, mapping, local=lambda at: LocalCall("broadcast_to", (x, at.out_shape())))
 
 
 def tile(call: Call) -> OpSpec:

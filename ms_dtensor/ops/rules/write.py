@@ -10,7 +10,7 @@ from __future__ import annotations
 from ...core.placements import Partial
 from ...errors import OpRuleError
 from .names import parse
-from .spec import Call, Case, Invoke, Local, OpSpec, R, S, broadcast_shapes
+from .spec import Call, Case, Local, LocalCall, OpSpec, R, S, broadcast_shapes
 
 # in-place primitive -> (op, argument names); the first operand is the one that is written
 INPLACE_NAMES = """
@@ -80,9 +80,9 @@ def write(call: Call) -> OpSpec:
                 ins[value.index] = S(v)
         cases.append(Case(tuple(ins), (S(d),)))
 
-    def local(at: Local) -> Invoke:
+    def local(at: Local) -> LocalCall:
         offset = at.in_offset(value.index) if tensor else ()
-        return Invoke("write", (x, value, tuple(bounds), tuple(drop), tuple(dims), tuple(indices), bool(front),
+        return LocalCall("write", (x, value, tuple(bounds), tuple(drop), tuple(dims), tuple(indices), bool(front),
                                 at.in_offset(x.index), offset, value.shape if tensor else ()))
     return OpSpec((x.shape,), tuple(cases), local, (x.dtype,))
 
