@@ -37,7 +37,7 @@ FUNCTIONS = {
     "a cube of a product": lambda a, b: (mint.matmul(a, b) ** 3).sum(),
     "a cube by hand": lambda a, b: (lambda y: (y * y * y).sum())(mint.matmul(a, b)),
     "a mean over what may be cut": lambda a, b: ((mint.matmul(a, b) - mint.matmul(a, b).mean(0)) ** 3).mean(),
-    "moved by hand": lambda a, b: (laid_out(a, S(0)).exp() * laid_out(a, R).sin() * laid_out(a, S(1))).sum() * b.sum(),
+    "moved by hand": lambda a, b: (mint.matmul(laid_out(a, S(0)) * laid_out(a, R), laid_out(b, S(1))) ** 3).sum(),
 }
 
 
