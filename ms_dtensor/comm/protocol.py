@@ -121,11 +121,11 @@ class Backend(ABC):
 
     @abstractmethod
     def all_gather_object(self, obj: Any, group: Ranks) -> list[Any]:
-        """Every member's picklable object, in group order."""
+        """Every member's object (see `objects`), in group order."""
 
     @abstractmethod
     def broadcast_object(self, obj: Any, src: int, group: Ranks) -> Any:
-        """Rank `src`'s picklable object."""
+        """Rank `src`'s object (see `objects`)."""
 
     def send(self, x: Tensor, dst: int) -> None:
         """Sends one tensor; pairs with `recv` (or an `exchange`) on rank `dst`."""
