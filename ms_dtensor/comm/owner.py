@@ -18,7 +18,7 @@ from ..errors import CommError
 class Owner:
     """The process that made it, and the first thread that communicates (after its end, the next one).
 
-    Threads that MindSpore made may communicate too: it runs a backward for the thread that waits for it.
+    Threads that MindSpore made may communicate too: it may run a backward for the thread that waits for it.
 
     Attributes:
         forked: this process is a child of the one that connected.
