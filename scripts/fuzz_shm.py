@@ -97,7 +97,9 @@ class Rank:
         self.rank, self.size, self.seed = rank, size, seed
         self.backend = ShmBackend(rank, size, f"fuzz-{os.getppid()}", timeout=30, blocking=True)
         self.pools: dict[tuple[str, int], np.ndarray] = {}
-        self.draw = random.Random()
+        self.draw = random.Random(seed)
+        world = list(range(size))
+        self.groups = [world, world[::-1], *(self.draw.sample(world, self.draw.randint(2, size)) for _ in range(60))]
 
     def data(self, dtype: str, rank: int, shape: tuple[int, ...]) -> np.ndarray:
         """Values of a rank; asymmetric, both zeros among the floats."""
@@ -110,8 +112,8 @@ class Rank:
                 pool = to_bfloat16(quarters.astype(np.float32))
             elif dtype == "bool":
                 pool = quarters > 0
-            elif dtype.startswith("complex"):
-                pool = (quarters + 1j * quarters[::-1]).astype(dtype)
+            elif dtype.startswith("complex"):  # whole, as NumPy itself rounds products of them in one way or another
+                pool = (quarters % 3 // 1 - 1 + 1j * (quarters[::-1] % 2 // 1)).astype(dtype)
             else:
                 pool = (quarters if dtype in FLOATS else np.abs(quarters * 3)).astype(dtype)
             self.pools[dtype, rank] = pool
@@ -130,8 +132,7 @@ class Rank:
     def run(self, case: list) -> None:
         large, count, dtype, what, op, kind = case
         self.draw.seed(f"{self.seed} {case}")
-        world = list(range(self.size))
-        group = self.draw.choice((world, world[::-1], self.draw.sample(world, self.draw.randint(2, self.size))))
+        group = self.groups[self.draw.choice((0, 1, self.draw.randrange(len(self.groups))))]
         engine._EVERYBODY, engine.SLOT, engine.INLINE, engine._STEP, engine.CHUNK = \
             (0, 0, 0, 1, 64 * self.size) if large else LIMITS
         if self.rank in group:
@@ -236,8 +237,8 @@ def joined(xs: list[np.ndarray], dim: int) -> np.ndarray:
 
 
 # -- a world ---------------------------------------------------------------------------------------------------------------
-def run(size: int, seed: int, cases: list[list]) -> tuple[int, list[dict]]:
-    """Runs cases until one ends the world; how many were run, and what was wrong."""
+def run(size: int, seed: int, cases: list[list]) -> tuple[int, dict[int, dict]]:
+    """Runs cases until one ends the world; the first that some rank did not come to, and what was wrong in which."""
     progress = mmap.mmap(-1, 4096)
     ranks = []
     for rank in range(size):
@@ -248,24 +249,29 @@ def run(size: int, seed: int, cases: list[list]) -> tuple[int, list[dict]]:
             _rank(rank, size, seed, cases, progress, write)
         os.close(write)
         ranks.append((pid, read))
-    wrong, ended = [], False
-    for rank, (_, read) in enumerate(ranks):
+    wrong: dict[int, dict] = {}
+    lost: dict[int, dict] = {}  # told of another rank's end
+    ended = []
+    for rank, (pid, read) in enumerate(ranks):
         with os.fdopen(read) as f:
-            wrong += [{"rank": rank, **json.loads(line)} for line in f]
-    for rank, (pid, _) in enumerate(ranks):
+            for line in f:
+                at, what = json.loads(line)
+                (lost if what.startswith("PeerLost") else wrong).setdefault(at, {})[rank] = what
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         if status:
-            ended = True
-            if status < 0:
-                wrong.append({"rank": rank, "at": struct.unpack_from("I", progress, 4 * rank)[0],
-                              "what": f"died of signal {-status}"})
-    # what ended it is the earliest of what ended ranks; the others were told, or were elsewhere
-    last = min((w["at"] for w in wrong if w.pop("ends", True)), default=len(cases) - 1) if ended else len(cases) - 1
-    return last + 1, [w for w in wrong if w["at"] <= last]
+            ended.append(struct.unpack_from("I", progress, 4 * rank)[0])
+        if status < 0:
+            wrong.setdefault(ended[-1], {})[rank] = f"died of signal {-status}"
+    if ended and not any(at >= min(ended) for at in wrong):
+        wrong.update(lost)
+    return min(ended, default=len(cases)), wrong
 
 
 def _rank(rank: int, size: int, seed: int, cases: list[list], progress: mmap.mmap, write: int) -> None:
-    code = 0
+    at, me = 0, None
+
+    def tell(what: str) -> None:
+        os.write(write, (json.dumps([at, what[:1000]]) + "\n").encode())
     try:
         me = Rank(rank, size, seed)
         for at, case in enumerate(cases):
@@ -273,14 +279,15 @@ def _rank(rank: int, size: int, seed: int, cases: list[list], progress: mmap.mma
             try:
                 me.run(case)
             except AssertionError as e:  # the ranks are in step
-                os.write(write, (json.dumps({"at": at, "what": str(e)[:1000], "ends": False}) + "\n").encode())
+                tell(f"wrong: {e}")
         me.backend.barrier(tuple(range(size)))
         me.backend.close()
     except BaseException as e:
-        at = struct.unpack_from("I", progress, 4 * rank)[0]
-        os.write(write, (json.dumps({"at": at, "what": f"{type(e).__name__}: {e}"[:1000]}) + "\n").encode())
-        code = 1
-    os._exit(code)
+        tell(f"{type(e).__name__}: {e}")
+        if me is not None:
+            me.backend.close(f"{type(e).__name__}: {e}".split("\n")[0])
+        os._exit(1)
+    os._exit(0)
 
 
 def main() -> int:
@@ -294,18 +301,17 @@ def main() -> int:
     started = time.time()
     for size in args.ranks:
         cases = [args.case] if args.case else list(grid(size))[size % args.every::args.every]
-        begun, done, failures = time.time(), 0, []
-        while done < len(cases) and len(failures) < MOST_FAILURES:
-            count, wrong = run(size, args.seed, cases[done:])
-            for at in sorted({w["at"] for w in wrong}):
-                told = {w["rank"]: w["what"] for w in wrong if w["at"] == at}
-                case = json.dumps(cases[done + at])
-                print(f"scripts/fuzz_shm.py --ranks {size} --seed {args.seed} --case '{case}': {told}", file=sys.stderr)
-                failures.append({"case": cases[done + at], "told": told})
-            done += count
-        out["ranks"][size] = {"cases": done, "wrong": len(failures), "seconds": round(time.time() - begun, 1)}
-        out["cases"] += done
-        out["wrong"] += len(failures)
+        begun, left, wrong = time.time(), cases, 0
+        while left and wrong < MOST_FAILURES:
+            until, failures = run(size, args.seed, left)
+            for at, told in sorted(failures.items()):
+                again = f"--ranks {size} --seed {args.seed} --case '{json.dumps(left[at])}'"
+                print(f"scripts/fuzz_shm.py {again}: {told}", file=sys.stderr)
+            wrong += len(failures)
+            left = [case for at, case in enumerate(left) if at >= until and at not in failures]
+        out["ranks"][size] = {"cases": len(cases) - len(left), "wrong": wrong, "seconds": round(time.time() - begun, 1)}
+        out["cases"] += len(cases) - len(left)
+        out["wrong"] += wrong
     out["seconds"] = round(time.time() - started, 1)
     print(json.dumps(out))
     return int(out["wrong"] > 0)
