@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.mesh import bind_world
 from ..errors import CommError, ConfigError
-from . import registry
+from . import launcher, registry
 
 if TYPE_CHECKING:
     from .group import Group
@@ -79,7 +79,7 @@ def start(device_type: str = "cpu") -> World:
         device_type: "cpu", "npu" (or "Ascend"), "gpu".
 
     Raises:
-        ConfigError: unknown device, a world on another device, or an environment that does not fit.
+        ConfigError: unknown or absent device, a world on another device, or an environment that does not fit.
         PeerLost: ranks that did not come in time.
     """
     global _started
@@ -91,6 +91,7 @@ def start(device_type: str = "cpu") -> World:
     if fake is not None:
         return fake
     if _started is None:
+        launcher.check_device(device, device_type)
         _started = _start(device)
         atexit.register(_at_exit)
     elif _started.device_type != device:
@@ -117,7 +118,11 @@ def _start(device: str) -> World:
             blocking = False
             if mindspore.get_context("device_target") != "CPU":
                 raise
+    if role:
+        launcher.end_with_msrun()
     backend = kind.start(rank, size, blocking)
+    if size > 1:
+        launcher.hold_mindspore()
     _log.info("rank %d of %d started on %s with backend %s", backend.rank, backend.size, device, backend.name)
     return World(backend.rank, backend.size, backend, device, blocking)
 
@@ -215,6 +220,7 @@ def _leave(reason: str) -> None:
     world, _started = _started, None
     if world is not None:
         atexit.unregister(_at_exit)
+        launcher.release_mindspore()
         try:
             world.backend.close(reason)
         except CommError:

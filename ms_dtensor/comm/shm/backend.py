@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from mindspore import Tensor
 
+from ...errors import ConfigError
 from ..cores import keep_to_share
 from ..packing import numpy_dtype
 from ..protocol import Backend, Ranks, Result, Work
@@ -53,6 +54,19 @@ def _give(result: np.ndarray | Future) -> Result:
     return Tensor.from_numpy(result)
 
 
+def _timeout() -> float:
+    text = os.environ.get("MS_DTENSOR_TIMEOUT", "300")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds <= 1e6:
+        raise ConfigError("For 'MS_DTENSOR_TIMEOUT', the value is no number of seconds.",
+                          f"MS_DTENSOR_TIMEOUT={text[:40]!r}", "It is above 0 and at most 1000000: how long a rank waits.",
+                          ("set it to 60, say", "leave it out for 300"))
+    return seconds
+
+
 class ShmBackend(Backend):
     """Shared memory between the processes of this host.
 
@@ -60,7 +74,7 @@ class ShmBackend(Backend):
         rank: this rank.
         size: number of ranks.
         port: msrun's port, which names the job.
-        timeout: seconds after which a wait for other ranks gives up (`MS_DTENSOR_TIMEOUT`, default 300).
+        timeout: seconds after which a wait for other ranks, at the start too, gives up (`MS_DTENSOR_TIMEOUT`, default 300).
         blocking: MindSpore's ops have run when they return.
     """
 
@@ -68,9 +82,9 @@ class ShmBackend(Backend):
     on_host = True
 
     def __init__(self, rank: int, size: int, port: str, timeout: float | None = None, blocking: bool = False):
-        timeout = float(os.environ.get("MS_DTENSOR_TIMEOUT", "300")) if timeout is None else timeout
+        timeout = _timeout() if timeout is None else timeout
         self.rank, self.size, self._blocking = rank, size, blocking
-        self._engine = Engine(rank, size, job_name(port), timeout=timeout, site=user_site)
+        self._engine = Engine(rank, size, job_name(port), timeout=timeout, start_timeout=timeout, site=user_site)
 
     @classmethod
     def start(cls, rank: int, size: int, blocking: bool) -> ShmBackend:
