@@ -123,7 +123,7 @@ def _start(device: str) -> World:
     backend = kind.start(rank, size, blocking)
     if size > 1:
         launcher.hold_mindspore()
-    _log.info("rank %d of %d started on %s with backend %s", backend.rank, backend.size, device, backend.name)
+    _log.info("rank %d of %d started on %s with %s", backend.rank, backend.size, device, kind.__name__)
     return World(backend.rank, backend.size, backend, device, blocking)
 
 

@@ -199,7 +199,7 @@ def test_a_registered_backend_serves_cpu_and_the_log_says_so(cpu, launched, capl
     with caplog.at_level("INFO", "ms_dtensor"):
         started = world._start("CPU")
     assert (started.rank, started.size, type(started.backend)) == (1, 2, Counting)
-    assert caplog.messages == ["rank 1 of 2 started on CPU with backend counting"]
+    assert caplog.messages == ["rank 1 of 2 started on CPU with Counting"]
     launched.setenv("MS_ROLE", "MS_SCHED")
     with pytest.raises(SystemExit):
         world._start("CPU")  # which has nothing for msrun's scheduler to do
