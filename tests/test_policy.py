@@ -57,6 +57,8 @@ CALLS = {
     "an operand": lambda m: rows(m) + rows(m, dim=1),
     "an op that is Python code": lambda m: ops.cat([rows(m), rows(m, dim=1)]),
     "a composed op": lambda m: mint.softmax(rows(m, dim=1), -1),
+    "a cut whose gradient is gathered": lambda m: value_and_grad(lambda t: (t + rows(m)).sum(), 0)(
+        distribute_tensor(Tensor(np.ones((8, 4), np.float32)), m, [R], src_data_rank=None)),
     "item of a summand": lambda m: rows(m).sum().item(),
     "item of a shard": lambda m: one_element(m).item(),
     "float": lambda m: float(rows(m).sum()),
@@ -74,8 +76,9 @@ CALLS = {
     "set_data": lambda m: Parameter(rows(m), name="w").set_data(rows(m, dim=1)),
 }
 FIX = {"item": ".full_tensor().item()", "max under autograd": ".redistribute(placements=[Replicate()])",
-       "local_map of uneven shards": "out_shapes=", "local_map moves": ".redistribute(placements=[Shard(0)])",
-       "amin": ".redistribute(placements=[Replicate()])", "an operand": ".redistribute(placements=["}
+       "amin": ".redistribute(placements=[Replicate()])", "an operand": ".redistribute(placements=[",
+       "a cut": "insert .redistribute(placements=[Shard(0)])", "local_map moves": ".redistribute(placements=[Shard(0)])",
+       "local_map of uneven shards": "out_shapes="}
 
 
 def outcome(name: str, rank: int, policy: str):

@@ -16,6 +16,7 @@ from ..errors import OpRuleError
 from ..ops.local import run_local, widening
 from ..ops.rules.spec import Operand
 from . import classes, inplace, policy
+from .modes import DEFAULT
 from .operands import (
     PARTIAL_GRAD_AXES,
     VIEWED,
@@ -118,7 +119,7 @@ class OpPlan:
             inplace.check_writable(first, self.op, grad)
             if grad:
                 tensors[0] = inplace.fresh(first)
-        if self.implicit or self.reduced:
+        if mode is not DEFAULT and (self.implicit or self.reduced):
             policy.check_op(self.op, tensors, [t for _, t, _ in self.steps], self.reduced if grad else (), mode)
         parameter = False
         for i, (promoted, target, cotangent) in enumerate(self.steps):

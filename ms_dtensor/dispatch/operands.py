@@ -122,7 +122,7 @@ def redistribute(x, dst: Layout, implicit: str = "", async_op: bool = False):
     if src is dst:
         return x
     if implicit:
-        policy.check_move(implicit, src, dst)
+        policy.check_move(implicit, src, dst, back=grad_layout(x) if recording() and x._requires_grad else None)
     if active():  # the texts are for who listens
         with comm.annotate(implicit=bool(implicit), src=repr(src), dst=repr(dst)):
             return _redistributed(x, src, dst, async_op)

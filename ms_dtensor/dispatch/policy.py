@@ -62,16 +62,32 @@ def check(who: str, attempt: str, operands: str, fixes: Sequence[str], why: str 
 
 
 def check_move(who: str, src: Layout, dst: Layout, what: str = "an operand", fixes: Sequence[str] = (),
-               now: Mode | None = None) -> None:
-    """`check` of a move from one layout to another, if it communicates: a replica is cut for nothing."""
+               now: Mode | None = None, back: Layout | None = None) -> None:
+    """`check` of a move from one layout to another, if it or its gradient communicates: a replica is cut for nothing.
+
+    Args:
+        who: the op.
+        src: layout before.
+        dst: layout after.
+        what: what is moved.
+        fixes: what to write instead; default the `redistribute` that does the same.
+        now: the mode in force, if known.
+        back: the layout to which the gradient has to be brought back; None where there is none.
+    """
     now = now or mode.get()
     if now.no_gather:
         _check_gather(who, src, dst)
     if now.policy != "auto":
-        kinds = [m.kind for m in plan(src, dst) if m.kind != "cut"]
-        if kinds:
-            check(who, f"{what} has to be moved first: {', '.join(kinds)}", f"{src.describe()} -> {dst}",
-                  fixes or (f"insert .redistribute(placements={list(dst.placements)})",))
+        kinds = _kinds(src, dst)
+        back_kinds = [] if kinds or back is None or back.partial_axes else _kinds(dst.gradient(), back)
+        if kinds or back_kinds:
+            check(who, f"{what} has to be moved first: {', '.join(kinds)}" if kinds else
+                  f"{what} is cut for nothing, but its gradient has to be moved: {', '.join(back_kinds)}",
+                  f"{src.describe()} -> {dst}", fixes or (f"insert .redistribute(placements={list(dst.placements)})",))
+
+
+def _kinds(src: Layout, dst: Layout) -> list[str]:
+    return [m.kind for m in plan(src, dst) if m.kind != "cut"]
 
 
 def check_op(who: str, tensors: Sequence, targets: Iterable[Layout | None], reduced: Sequence[int], now: Mode) -> None:
