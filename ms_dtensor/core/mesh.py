@@ -10,9 +10,7 @@ from __future__ import annotations
 import contextvars
 import difflib
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
 
 import numpy as np
 
@@ -291,16 +289,3 @@ def resolve_mesh(mesh: DeviceMesh | None, who: str) -> DeviceMesh:
 def coordinates(mesh: DeviceMesh) -> Iterator[tuple[int, ...]]:
     """All coordinates of a mesh, row-major."""
     return itertools.product(*(range(s) for s in mesh.shape))
-
-
-@lru_cache(maxsize=4096)
-def chunk_bounds(size: int, parts: int) -> tuple[tuple[int, int], ...]:
-    """Start and stop of each chunk of a dim: ceil(size / parts) rows each until none are left.
-
-    Example:
-        >>> from ms_dtensor.core.mesh import chunk_bounds
-        >>> chunk_bounds(5, 4)
-        ((0, 2), (2, 4), (4, 5), (5, 5))
-    """
-    step = math.ceil(size / parts)
-    return tuple((min(i * step, size), min((i + 1) * step, size)) for i in range(parts))

@@ -26,15 +26,19 @@ def leaves(tree, kind: type) -> list:
     return [leaf for v in values for leaf in leaves(v, kind)]
 
 
-def has_dtensor(values) -> bool:
-    """Whether a DTensor is among values, or in lists and tuples of them."""
-    for v in values:
+def first_dtensor(args, kwargs=None, mark: str = "_layout"):
+    """The first DTensor of a call's arguments, or in lists and tuples of them; None if there is none.
+
+    `mark` is the attribute that tells one; "_run_own_op" tells a verifier's probe, too.
+    """
+    for v in (*args, *kwargs.values()) if kwargs else args:
         if v.__class__ is tuple or v.__class__ is list:
-            if has_dtensor(v):
-                return True
-        elif getattr(v, "_layout", None) is not None:
-            return True
-    return False
+            v = first_dtensor(v, None, mark)
+            if v is not None:  # never its truth value, which would communicate
+                return v
+        elif getattr(v, mark, None) is not None:
+            return v
+    return None
 
 
 @functools.cache

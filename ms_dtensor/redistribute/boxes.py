@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who sends which slice to whom: box arithmetic behind moves with uneven shards and behind `exchange`. Pure.
 
-A box is one (start, stop) per dim, in global indices. Every shard of a layout is one box, because nested chunks are
+A box is one (start, stop) per dim, in global indices. Every shard of a layout is one box, because chunks of chunks are
 contiguous. Invariant: who sends what to whom is a function of two layouts, so ranks agree without talking.
 """
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..core.layout import Layout
+from ..core.placements import Placement
 
 Box = tuple[tuple[int, int], ...]
 
@@ -99,7 +100,7 @@ def _holders(layout: Layout, box: Box, at: dict[int, int]) -> Iterator[tuple[int
     mesh = layout.mesh
     choices: list[list[tuple[tuple[int, int], ...]]] = []
     for d, axes in enumerate(layout.dim_axes):
-        start, stop = _extents(layout.shape[d], tuple(mesh.shape[a] for a in axes))
+        start, stop = _extents(layout.shape[d], tuple((layout.placements[a], mesh.shape[a]) for a in axes))
         lo, hi = box[d]
         hit = np.flatnonzero((start < hi) & (stop > lo) & (start < stop) & (lo < hi))
         places = np.unravel_index(hit, [mesh.shape[a] for a in axes]) if axes else ()
@@ -115,13 +116,11 @@ def _holders(layout: Layout, box: Box, at: dict[int, int]) -> Iterator[tuple[int
 
 
 @lru_cache(maxsize=1024)
-def _extents(size: int, parts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Start and stop of every shard of a dim that axes of these sizes split one after the other."""
+def _extents(size: int, splits: tuple[tuple[Placement, int], ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Start and stop of every shard of a dim that these placements split one after the other, each over so many ranks."""
     start, stop = np.array([0]), np.array([size])
-    for n in parts:
-        length = (stop - start)[:, None]
-        step = -(-length // n)
-        first = start[:, None]
-        start = (first + np.minimum(np.arange(n) * step, length)).ravel()
-        stop = (first + np.minimum(np.arange(1, n + 1) * step, length)).ravel()
+    for p, n in splits:
+        lengths, which = np.unique(stop - start, return_inverse=True)  # few: most chunks are equally long
+        bounds = np.array([p.bounds(length, n) for length in lengths.tolist()])[which] + start[:, None, None]
+        start, stop = bounds[..., 0].ravel(), bounds[..., 1].ravel()
     return start, stop

@@ -8,6 +8,7 @@ it in, so asking for another gradient face of a value never communicates twice.
 from __future__ import annotations
 
 import contextvars
+from dataclasses import dataclass
 
 import mindspore as ms
 from mindspore import Tensor
@@ -114,37 +115,46 @@ def slice_local(x, slices):
     return x.contiguous()
 
 
-class _Held:
-    """Hides a tensor from autograd: a second tensor input would send a zero cotangent through its own history."""
+@dataclass(slots=True)
+class Conversion:
+    """What `Redistribute` does to a tensor; the fields are the arguments of `redistribute_local`.
 
-    __slots__ = ("tensor",)
+    `data` stands in here to be hidden from autograd: a second tensor input would send a zero cotangent through its history.
+    """
 
-    def __init__(self, tensor):
-        self.tensor = tensor
+    src: Layout
+    dst: Layout
+    cotangent: Layout
+    wanted: Layout
+    data: Tensor | None
+    works: list | None
+    context: contextvars.Context
 
 
 class Redistribute(_Function):
-    """The source's shard as another layout's; see `redistribute_local`."""
+    """The source's shard as another layout's."""
 
     @staticmethod
-    def forward(ctx, x, src, dst, cotangent, wanted, held, context, works):
-        ctx.back = cotangent, wanted, _average(src, dst) if src.partial_axes else 1, context
-        if held is not None:
-            return x if held.tensor is x else _view(held.tensor)
+    def forward(ctx, x, what: Conversion):
+        src, dst = what.src, what.dst
+        ctx.back = what.cotangent, what.wanted, _average(src, dst) if src.partial_axes else 1, what.context
+        if what.data is not None:
+            return x if what.data is x else _view(what.data)
         local = Tensor._make_subclass(Tensor, x)
-        contested = any(not p.is_partial("sum") and not p.is_partial("avg") and p != q
-                        for p, q in zip(src.placements, dst.placements) if p.is_partial())
-        if contested:
+        # A maximum or minimum over ranks: its cotangent belongs to those that hold the winner. (A product is refused.)
+        extremum = any(not p.is_partial("sum") and not p.is_partial("avg") and p != q
+                       for p, q in zip(src.placements, dst.placements) if p.is_partial())
+        if extremum:
             _check_differentiable(src, dst)
-        out = run(plan(src, dst), local, None if contested else works)
-        if contested:
-            ctx.contest = src, local, out
+        out = run(plan(src, dst), local, None if extremum else what.works)
+        if extremum:
+            ctx.extremum = src, local, out
         return _view(out)
 
     @staticmethod
     def backward(ctx, grad):
         cotangent, wanted, scale, context = ctx.back
-        contest = getattr(ctx, "contest", None)
+        extremum = getattr(ctx, "extremum", None)
         with NoFallbackGuard():
             grad, cotangent = _as_summand(grad, cotangent, wanted)
             moves = plan(cotangent, wanted)
@@ -153,9 +163,9 @@ class Redistribute(_Function):
                 grad = context.copy().run(_backward, moves, grad)
             if scale != 1:
                 grad = grad * scale
-            if contest is not None:
-                grad = grad * context.copy().run(_winners_share, *contest)
-        return grad, None, None, None, None, None, None, None
+            if extremum is not None:
+                grad = grad * context.copy().run(_winners_share, *extremum)
+        return grad, None
 
 
 def _view(x):
@@ -219,11 +229,10 @@ def redistribute_local(x, src: Layout, dst: Layout, cotangent: Layout, wanted: L
         data: the result's local tensor, where a forward has produced it already.
         works: as for `run`.
     """
-    held = None if data is None else _Held(data)
     if active():  # the backward's communication is told by the line that caused it
         with comm.annotate(site=comm.user_site()):
             context = contextvars.copy_context()
     else:
         context = contextvars.copy_context()
     with NoFallbackGuard():
-        return Redistribute.apply(x, src, dst, cotangent, wanted, held, context, works)
+        return Redistribute.apply(x, Conversion(src, dst, cotangent, wanted, data, works, context))

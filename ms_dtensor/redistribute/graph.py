@@ -15,6 +15,7 @@ from math import comb, perm
 
 import numpy as np
 
+from ..core.placements import longest_chunk
 from .cost import CostModel, sent_bytes
 
 KINDS = ("all_gather", "all_to_all", "all_reduce", "reduce_scatter", "cut")
@@ -144,7 +145,7 @@ class Graph:
         size = np.full(len(self.where), itemsize, np.float64)
         ranks = np.array(mesh_shape)
         for d, n in enumerate(shape):
-            size *= -(-n // np.where(self.where == d, ranks, 1).prod(1))
+            size *= longest_chunk(n, np.where(self.where == d, ranks, 1).prod(1))
         fits = size <= max(size[start], size[goal])
         sets = np.arange(1 << self.axes)
         reducible = np.zeros(len(sets), bool)

@@ -16,6 +16,7 @@ from math import prod
 
 import numpy as np
 
+from ..core.placements import longest_chunk
 from .cost import CostModel
 from .graph import graph_of
 
@@ -63,11 +64,11 @@ class Search:
         self._holders = prod(mesh_shape[a] for a in whole)  # of each element, in the end
 
     def length(self, d: int, axes: tuple[int, ...]) -> int:
-        """The longest shard of dim `d`: nested rounding up is one rounding up."""
+        """The longest shard of dim `d`."""
         key = d, axes
         n = self._lengths.get(key)
         if n is None:
-            n = self._lengths[key] = -(-self.shape[d] // prod([self.n[a] for a in axes]))
+            n = self._lengths[key] = longest_chunk(self.shape[d], prod([self.n[a] for a in axes]))
         return n
 
     def bytes(self, dims) -> int:

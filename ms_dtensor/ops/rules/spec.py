@@ -3,8 +3,10 @@
 
 A rule is a function `Call -> OpSpec`. It sees global shapes and static arguments, never a tensor, a mesh or a rank.
 It lists, for ONE mesh axis, which operand placements give which result placements; the mesh of any rank is the
-product, built axis by axis in `select.py`. Where the local call needs other static arguments than the global one (a
-view's shape), or another function (a masked lookup), the spec's `local` says so from local shapes.
+product, built axis by axis in `select.py`. Its `S(d)` is a placeholder: sharded on dim d, in the operand's own way, and
+the results in the same; an operand that has to be moved there is cut plainly. Where the local call needs other static
+arguments than the global one (a view's shape), or another function (a masked lookup), the spec's `local` says so from
+local shapes.
 """
 from __future__ import annotations
 
@@ -57,6 +59,12 @@ class Case:
     ins: tuple[Placement, ...]
     outs: tuple[Placement, ...]
     even: tuple[tuple[int, int, int], ...] = ()
+
+    def cut_like(self, way: Placement) -> Case:
+        """This case with every `S(d)` cut in the way of this shard."""
+        ins, outs = (tuple(way.with_dim(p.dim) if p.__class__ is Shard else p for p in side)
+                     for side in (self.ins, self.outs))
+        return Case(ins, outs, self.even)
 
     def __repr__(self):
         return f"{', '.join(map(short, self.ins))} -> {', '.join(map(short, self.outs))}"
@@ -189,9 +197,7 @@ def shape_only(cases: Iterable[Case]) -> tuple[Case, ...]:
 
 def short(p: Placement) -> str:
     """`S(0)`, `R`, `P(sum)`: placements as case notation prints them."""
-    if p.is_shard():
-        return f"S({p.dim})"
-    return "R" if p.is_replicate() else f"P({p.reduce_op})"
+    return f"S({p.dim})" if p.is_shard() else p.letter if p.is_replicate() else f"P({p.reduce_op})"
 
 
 def dims_of(value, ndim: int) -> tuple[int, ...]:
