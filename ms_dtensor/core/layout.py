@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from ..errors import LayoutError
 from .mesh import DeviceMesh
@@ -58,6 +59,10 @@ class Layout:
     dim_axes: tuple[tuple[int, ...], ...]
     partial_axes: tuple[int, ...]
     has_nonlinear_partial: bool  # partial in another way than a sum, which no gradient fits
+    _local: dict[tuple[int, ...], tuple[tuple[int, int], ...]]
+    _gradient: Layout | Literal[False] | None  # False: this very layout
+    _order: tuple[int, ...] | None
+    _others: dict[tuple, Layout]
 
     def __new__(cls, mesh, placements, shape, dtype="float32", order=None):
         shape = tuple(int(s) for s in shape)
@@ -92,11 +97,12 @@ class Layout:
             f32[8@dp@tp] {(0, 0): 0, (0, 1): 2, (1, 0): 4, (1, 1): 6}
             f32[8@tp@dp] {(0, 0): 0, (0, 1): 4, (1, 0): 2, (1, 1): 6}
         """
-        if self._order is None:
+        order = self._order
+        if order is None:
             sharding = [a for axes in self.dim_axes for a in axes]
-            rest = [a for a in range(self.mesh.ndim) if a not in sharding]
-            object.__setattr__(self, "_order", (*sharding, *rest))
-        return self._order
+            order = (*sharding, *(a for a in range(self.mesh.ndim) if a not in sharding))
+            object.__setattr__(self, "_order", order)
+        return order
 
     def with_placements(self, placements, order=None) -> Layout:
         """This tensor with other placements (any form)."""
@@ -153,14 +159,14 @@ class Layout:
         key = tuple(coordinate)
         box = self._local.get(key)
         if box is None:
-            box = []
+            extents = []
             for size, axes in zip(self.shape, self.dim_axes):
                 start, stop = 0, size
                 for a in axes:
                     lo, hi = self.placements[a].bounds(stop - start, self.mesh.shape[a])[key[a]]
                     start, stop = start + lo, start + hi
-                box.append((start, stop))
-            box = self._local[key] = tuple(box)
+                extents.append((start, stop))
+            box = self._local[key] = tuple(extents)
         return box
 
     def local_shape(self, coordinate: Sequence[int] | None = None) -> tuple[int, ...]:
@@ -205,6 +211,7 @@ def known_layout(mesh, placements, shape, dtype: str, even: bool = False) -> Lay
         mesh, placements, shape, dtype: as for `Layout`.
         even: `shape` is a shard's; the layout is that of the tensor all of whose shards are like it.
     """
+    key: tuple | None
     try:
         key = (mesh, placements if placements is None else tuple(placements), shape, dtype, even)
         layout = _known.get(key)

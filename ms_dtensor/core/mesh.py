@@ -25,7 +25,7 @@ def _no_world() -> None:
 
 # both are replaced once, when comm is imported: mesh must not import upwards
 _world_source: Callable = _no_world
-_group_source: Callable | None = None
+_group_source: Callable = _no_world
 
 
 def bind_world(world: Callable, group: Callable) -> None:
@@ -182,16 +182,16 @@ class DeviceMesh:
         axes = (axis,) if isinstance(axis, int | str) else tuple(axis)
         if len(axes) == 1 and axes[0] in self._flat:
             axes = self._flat[axes[0]]
-        axes = tuple(self.axis_index(a) for a in axes)
+        indices = tuple(self.axis_index(a) for a in axes)
         world = _world_source()
         here = None if world is None else self.coordinate_of(world.rank)
         if here is None:
             raise MeshError("For 'get_group', this process is not part of the mesh, or no process group runs.",
                             f"mesh({self.describe()})", "", "call init_device_mesh first, on every rank")
-        key = (axes, world.rank, world.backend)
+        key = (indices, world.rank, world.backend)
         group = self._groups.get(key)
         if group is None:
-            group = _group_source(self.ranks_along(axes, here), tuple(self.mesh_dim_names[a] for a in axes))
+            group = _group_source(self.ranks_along(indices, here), tuple(self.mesh_dim_names[a] for a in indices))
             self._groups[key] = group
         return group
 

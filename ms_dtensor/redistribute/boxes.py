@@ -36,10 +36,9 @@ def relative(inner: Box, outer: Box) -> tuple[slice, ...]:
     return tuple(slice(a - lo, b - lo) for (a, b), (lo, _) in zip(inner, outer))
 
 
-def intersect(a: Box, b: Box) -> Box | None:
-    """Common part of two boxes, or None if it has no element."""
-    out = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b))
-    return None if any(lo >= hi for lo, hi in out) else out
+def intersect(a: Box, b: Box) -> Box:
+    """Common part of two boxes that have one."""
+    return tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b))
 
 
 class Transfers(NamedTuple):
@@ -65,7 +64,7 @@ def transfers(src: Layout, dst: Layout, me: int) -> Transfers:
     keeps, sends, receives = None, [], []
     if to is not None:
         need = dst.local_box(to)
-        turn = np.unravel_index(_number(dst, to) % prod(replicas), replicas) if turns else ()
+        turn: Sequence = np.unravel_index(_number(dst, to) % prod(replicas), replicas) if turns else ()
         at = {**{a: to[a] for a in fixed}, **dict(zip(turns, turn))}
         for coordinate in _holders(src, need, at):
             part = intersect(src.local_box(coordinate), need)

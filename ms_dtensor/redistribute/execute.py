@@ -8,6 +8,7 @@ it in, so asking for another gradient face of a value never communicates twice.
 from __future__ import annotations
 
 import contextvars
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import mindspore as ms
@@ -103,7 +104,7 @@ def _place(out, slices, piece, device_type: str) -> None:
         out[slices] = piece
 
 
-_EXECUTORS = {"all_gather": _all_gather, "all_reduce": _all_reduce, "reduce_scatter": _reduce_scatter,
+_EXECUTORS: dict[str, Callable] = {"all_gather": _all_gather, "all_reduce": _all_reduce, "reduce_scatter": _reduce_scatter,
               "all_to_all": _all_to_all, "cut": _cut, "exchange": _exchange}
 
 
@@ -178,7 +179,7 @@ def _as_summand(grad, cotangent: Layout, wanted: Layout):
     axes = [a for a in wanted.partial_axes if cotangent.placements[a].is_replicate()]
     if not axes:
         return grad, cotangent
-    here = cotangent.mesh.get_coordinate()
+    here = cotangent.mesh.get_coordinate() or (0,) * cotangent.mesh.ndim
     placements = [wanted.placements[a] if a in axes else p for a, p in enumerate(cotangent.placements)]
     return grad * float(all(here[a] == 0 for a in axes)), cotangent.with_placements(placements, cotangent.order)
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import Any
 
 from ..core.layout import Layout
 from ..core.placements import REPLICATE, Partial, Placement, Shard
@@ -35,8 +36,8 @@ class Move:
     axes: tuple[int, ...]
     src: Layout
     dst: Layout
-    src_dim: int | None = None
-    dst_dim: int | None = None
+    src_dim: Any = None  # an int, of the kinds that have it
+    dst_dim: Any = None
     reduce_op: str | None = None
 
     @property
@@ -159,7 +160,7 @@ def _special(layout: Layout) -> list[tuple[int, Placement]]:
 
 def _layout(like: Layout, state: State) -> Layout:
     dims, partial = state
-    placed = [REPLICATE] * like.mesh.ndim
+    placed: list[Placement] = [REPLICATE] * like.mesh.ndim
     for d, axes in enumerate(dims):
         for a in axes:
             placed[a] = Shard(d)

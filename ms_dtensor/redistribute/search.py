@@ -80,13 +80,13 @@ class Search:
 
     def run(self) -> list[tuple[Step, State]]:
         """Steps and the states they lead to; no state on the way needs more memory than the larger end."""
-        return self.best_first(_PATIENCE) or self.on_graph() or self.best_first(float("inf"))
+        return self.best_first(_PATIENCE) or self.on_graph() or self.best_first(float("inf")) or []
 
     def best_first(self, patience: float) -> list[tuple[Step, State]] | None:
         """A*; None if that many moves were looked at in vain."""
         best = {self.start: (0.0, 0)}
         came: dict[State, tuple[State, Step]] = {}
-        done: set[State] = set()
+        done: set[tuple[State, float]] = set()
         queue, tick = [(self.left(self.start), 0, 0, self.start)], itertools.count(1)
         bound, looked = float("inf"), 0
         while queue:
@@ -206,9 +206,9 @@ class Search:
                         yield Step("all_to_all", moved, d, e), (_put(kept, e, kept[e] + moved), partial)
         pending = [p for p in partial if p not in self.kept]
         for op in sorted({op for _, op in pending}):
-            axes = [a for a, o in pending if o == op]
-            for k in range(1, len(axes) + 1):
-                for moved in itertools.combinations(axes, k):
+            summed = [a for a, o in pending if o == op]
+            for k in range(1, len(summed) + 1):
+                for moved in itertools.combinations(summed, k):
                     rest = tuple(p for p in partial if p[0] not in moved)
                     yield Step("all_reduce", moved, reduce_op=op), (dims, rest)
                     for ordered in itertools.permutations(moved):

@@ -36,7 +36,7 @@ def partial_cases(call: Call, groups, reduce_ops=("sum", "avg")) -> list[Case]:
     """One case per linear group and reduction; every member must be a tensor, or the op would add a constant n times."""
     cases = []
     for names in groups:
-        values = [call.args.get(n) for n in names]
+        values = [call.get(n) for n in names]
         if all(hasattr(v, "index") and hasattr(v, "shape") for v in values):
             members = {v.index for v in values}
             for op in reduce_ops:

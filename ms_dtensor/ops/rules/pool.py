@@ -118,7 +118,7 @@ def adaptive(call: Call) -> OpSpec:
 def upsample(call: Call) -> OpSpec:
     """Resizing to `size` or by `scales`."""
     x = call.operands[0]
-    size, scales = call.args.get("size"), call.args.get("scales")
+    size, scales = call.get("size"), call.get("scales")
     space = tuple(size) if size is not None else tuple(floor(n * f) for n, f in zip(x.shape[2:], scales))
     return _leading(call, 2, [(*x.shape[:2], *space)])
 

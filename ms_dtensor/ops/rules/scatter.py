@@ -47,7 +47,7 @@ def _case(call: Call, out, **places) -> Case:
 
 def scatter(call: Call) -> OpSpec:
     """`scatter(dim, index, src or value)`: elements set (or, with `reduce`, combined)."""
-    x, ids, src = call.args["input"], call.args["index"], call.args.get("src")
+    x, ids, src = call.args["input"], call.args["index"], call.get("src")
     d = int(call.get("dim", 0)) % max(x.ndim, 1)
     tensor = hasattr(src, "shape") and src.ndim == x.ndim
     cases = [_case(call, S(k), input=S(k), index=S(k), **({"src": S(k)} if tensor else {}))

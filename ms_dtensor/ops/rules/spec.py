@@ -43,7 +43,7 @@ class Call:
     args: dict[str, Any]
     operands: tuple[Operand, ...]
 
-    def get(self, name: str, default=None):
+    def get(self, name: str, default=None) -> Any:
         """An argument by name; `default` if it was not passed, or passed as None."""
         value = self.args.get(name)
         return default if value is None else value

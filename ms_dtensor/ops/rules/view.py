@@ -183,9 +183,9 @@ def squeeze(call: Call) -> OpSpec:
 def expand(call: Call) -> OpSpec:
     """`broadcast_to` / `expand`: a dim of size 1 or a new one grows; -1 keeps a dim."""
     x = call.operands[0]
-    shape = list(_ints(call.args["shape"]))
-    lead = len(shape) - x.ndim
-    shape = tuple(x.shape[i - lead] if n == -1 else n for i, n in enumerate(shape))
+    wanted = list(_ints(call.args["shape"]))
+    lead = len(wanted) - x.ndim
+    shape = tuple(x.shape[i - lead] if n == -1 else n for i, n in enumerate(wanted))
     mapping = {d: d + lead for d in range(x.ndim) if x.shape[d] == shape[d + lead]}
     return rearrange(call, shape, mapping, local=lambda at: LocalCall("broadcast_to", (x, at.out_shape())))
 
