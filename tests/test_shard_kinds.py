@@ -70,8 +70,9 @@ def test_no_collective_is_planned_over_it():
 _A, _B, _C = (np.random.default_rng(i).normal(size=s).astype(np.float32) for i, s in enumerate([(5, 7), (7, 3), (5, 7)]))
 
 
-@pytest.mark.parametrize("fn, args", [(mint.add, (_A, _C)), (mint.matmul, (_A, _B)), (mint.sum, (_A, 0)), (mint.mean, (_A, 1)),
-                                      (mint.transpose, (_A, 0, 1)), (mint.tril, (_A, 1)), (mint.softmax, (_A, 0)),
+@pytest.mark.parametrize("fn, args", [(mint.add, (_A, _C)), (mint.matmul, (_A, _B)), (mint.sum, (_A, 0)),
+                                      (mint.mean, (_A, 1)), (mint.transpose, (_A, 0, 1)), (mint.tril, (_A, 1)),
+                                      (mint.softmax, (_A, 0)),
                                       (mint.reshape, (_A[:4], (2, 14))), (mint.max, (_A,)),
                                       (ops.gather, (_A, np.array([4, 0, 2]), 0))])
 def test_existing_rules_are_right_on_such_shards_with_gradients(fn, args, monkeypatch):

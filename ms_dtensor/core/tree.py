@@ -22,8 +22,13 @@ def leaves(tree, kind: type) -> list:
     """The leaves of a kind, in order of appearance."""
     if isinstance(tree, kind):
         return [tree]
-    values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, tuple | list) else ()
-    return [leaf for v in values for leaf in leaves(v, kind)]
+    out: list = []
+    for v in tree.values() if isinstance(tree, dict) else tree:
+        if isinstance(v, kind):  # without a call: this runs at every use of a DFunction
+            out.append(v)
+        elif isinstance(v, tuple | list | dict):
+            out += leaves(v, kind)
+    return out
 
 
 def first_dtensor(args, kwargs=None, mark: str = "_layout"):

@@ -2,11 +2,10 @@
 """Ops of our own on lists of tensors: einsum, whose equation says every legal case, and the sum of several tensors."""
 from __future__ import annotations
 
-from ...core.placements import Partial
 from ...errors import OpRuleError
 from .matmul import _out_shape, einsum_cases
 from .pointwise import shard_cases
-from .spec import Call, Case, LocalCall, OpSpec, broadcast_shapes
+from .spec import SUMS, Call, Case, LocalCall, OpSpec, broadcast_shapes
 
 NAMES = ""
 _SPARE = "αβγδεζηθικλμνξοπρστυφχψω"  # stand for the dims of an ellipsis; no equation has them
@@ -56,7 +55,7 @@ def add_n(call: Call) -> OpSpec:
     """The sum of tensors, all of them Partial or none."""
     shapes = [x.shape for x in call.operands]
     out = broadcast_shapes(*shapes)
-    cases = [*shard_cases(shapes, out), *(Case((Partial(op),) * len(shapes), (Partial(op),)) for op in ("sum", "avg"))]
+    cases = [*shard_cases(shapes, out), *(Case((p,) * len(shapes), (p,)) for p in SUMS)]
     return OpSpec((out,), tuple(cases))
 
 

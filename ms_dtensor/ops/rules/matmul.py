@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
 
-from ...core.placements import Partial
-from .spec import Call, Case, Local, LocalCall, Operand, OpSpec, P, R, S
+from .spec import SUMS, Call, Case, Local, LocalCall, Operand, OpSpec, P, R, S
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -36,8 +35,7 @@ def _einsum_cases(labels: tuple[str, ...], out: str, shapes: tuple[tuple[int, ..
                     for text, shape in zip(labels, shapes))
         cases.append(Case(ins, (S(out.index(c)) if c in out else P,)))
     for i in range(len(labels)):
-        for op in ("sum", "avg"):
-            cases.append(Case(tuple(Partial(op) if j == i else R for j in range(len(labels))), (Partial(op),)))
+        cases += [Case(tuple(p if j == i else R for j in range(len(labels))), (p,)) for p in SUMS]
     return tuple(cases)
 
 

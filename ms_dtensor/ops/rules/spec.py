@@ -10,7 +10,7 @@ local shapes.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -19,6 +19,8 @@ from ...core.layout import Layout
 from ...core.placements import PARTIAL, REDUCE_OPS, REPLICATE, Partial, Placement, Shard
 
 R, P, S = REPLICATE, PARTIAL, Shard
+SUMS = (PARTIAL, Partial("avg"))  # pass through what is linear
+PARTIALS = tuple(Partial(op) for op in REDUCE_OPS)  # pass through what only moves elements about
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,14 @@ class Call:
         """An argument by name; `default` if it was not passed, or passed as None."""
         value = self.args.get(name)
         return default if value is None else value
+
+    def case(self, places: Mapping[int, Placement], *outs: Placement, even=()) -> Case:
+        """A case by the operands' indices; those that are not named are replicated."""
+        return Case(tuple(places.get(o.index, R) for o in self.operands), outs, even)
+
+    def like_first(self, dims: Iterable[int], partials: Iterable[Placement] = (), results: int = 1) -> list[Case]:
+        """Cases with all results as operand 0, sharded on one of `dims` or partial; further operands are replicated."""
+        return [self.case({self.operands[0].index: p}, *(p,) * results) for p in (*map(S, dims), *partials)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,8 +201,7 @@ def shape_only(cases: Iterable[Case]) -> tuple[Case, ...]:
 
     Not sharded: an empty shard of it would be taken for a rank that has nothing to compute (`empty_results`).
     """
-    anyhow = (REPLICATE, *(Partial(op) for op in REDUCE_OPS))
-    return tuple(Case((*c.ins, p), c.outs, c.even) for c in cases for p in anyhow)
+    return tuple(Case((*c.ins, p), c.outs, c.even) for c in cases for p in (R, *PARTIALS))
 
 
 def short(p: Placement) -> str:

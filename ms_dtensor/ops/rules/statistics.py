@@ -10,7 +10,7 @@ from math import inf
 
 from ...core.placements import Partial
 from .reduce import kept_dims, reduced_shape, reduction
-from .spec import Call, Case, OpSpec, S, dims_of, result_dtype
+from .spec import SUMS, Call, Case, OpSpec, S, dims_of, result_dtype
 
 NAMES = """
 prod:DeprecatedProd:input dim keepdim dtype
@@ -136,8 +136,7 @@ def _along(call: Call, dim, dtypes, extent: int | None = None, linear: bool = Fa
     x = call.args["input"]
     dims = dims_of(dim, x.ndim)
     shape = x.shape if extent is None else tuple(extent if d in dims else n for d, n in enumerate(x.shape))
-    cases = [Case((S(d),), (S(d),) * len(dtypes)) for d in range(x.ndim) if d not in dims]
-    cases += [Case((Partial(op),), (Partial(op),)) for op in ("sum", "avg")] if linear else []
+    cases = call.like_first((d for d in range(x.ndim) if d not in dims), SUMS if linear else (), len(dtypes))
     return OpSpec((shape,) * len(dtypes), tuple(cases), dtypes=tuple(dtypes))
 
 

@@ -7,10 +7,11 @@ may be sharded where the target's dim is written whole; elsewhere every rank has
 """
 from __future__ import annotations
 
-from ...core.placements import Partial
+from dataclasses import replace
+
 from ...errors import OpRuleError
 from .names import parse
-from .spec import Call, Case, Local, LocalCall, OpSpec, R, S, broadcast_shapes
+from .spec import SUMS, Call, Case, Local, LocalCall, OpSpec, R, S, broadcast_shapes
 
 # in-place primitive -> (op, argument names); the first operand is the one that is written
 INPLACE_NAMES = """
@@ -110,15 +111,13 @@ def copy(call: Call) -> OpSpec:
     spec = elementwise(call)
     if call.args["src"].shape != call.args["input"].shape:
         return spec
-    return OpSpec(spec.shapes, (*spec.cases, *(Case((Partial(op),) * 2, (Partial(op),)) for op in ("sum", "avg"))), None,
-                  spec.dtypes)
+    return replace(spec, cases=(*spec.cases, *(Case((p, p), (p,)) for p in SUMS)))
 
 
 def zero(call: Call) -> OpSpec:
     """`zero_`: zero is also a sum of zeros."""
     spec = elementwise(call)
-    return OpSpec(spec.shapes, (*spec.cases, *(Case((Partial(op),), (Partial(op),)) for op in ("sum", "avg"))), None,
-                  spec.dtypes)
+    return replace(spec, cases=(*spec.cases, *call.like_first((), SUMS)))
 
 
 INPLACE = parse(INPLACE_NAMES)
