@@ -242,18 +242,10 @@ def _intern(mesh, placements, shape, dtype, dim_axes) -> Layout:
             layout = _interned.get(key)
             if layout is None:
                 layout = object.__new__(Layout)
-                put = object.__setattr__
-                put(layout, "mesh", mesh)
-                put(layout, "placements", placements)
-                put(layout, "shape", shape)
-                put(layout, "dtype", dtype)
-                put(layout, "dim_axes", dim_axes)
-                put(layout, "partial_axes", tuple(i for i, p in enumerate(placements) if p.is_partial()))
-                put(layout, "has_nonlinear_partial", any(p.is_partial() and not p.is_partial("sum") for p in placements))
-                put(layout, "_local", {})
-                put(layout, "_order", None)
-                put(layout, "_others", {})
-                put(layout, "_gradient", None)
+                partial = tuple(i for i, p in enumerate(placements) if p.is_partial())
+                nonlinear = any(not placements[a].is_partial("sum") for a in partial)
+                for name, value in zip(Layout.__slots__, (*key, partial, nonlinear, {}, None, None, {})):
+                    object.__setattr__(layout, name, value)
                 _interned[key] = layout
     return layout
 

@@ -11,7 +11,7 @@ from math import prod
 
 from ...errors import OpRuleError
 from .spec import PARTIALS, SUMS, Call, Case, Local, LocalCall, OpSpec, P, R, S, dims_of, shape_only
-from .view import rearrange, view_spec
+from .view import flatten, rearrange
 
 NAMES = """
 expand_as:ExpandAs:input other
@@ -48,13 +48,10 @@ def expand_as(call: Call) -> OpSpec:
 
 def flatten_order(call: Call) -> OpSpec:
     """The NumPy-like `x.flatten("C")`; column-major order is refused."""
-    x = call.operands[0]
     if call.get("order", "C") != "C":
         raise OpRuleError(f"For 'flatten', order {call.args['order']!r} has no rule.", "",
                           "Shards are row-major.", "x.T.flatten()")
-    nd = max(x.ndim, 1)
-    a, b = int(call.get("start_dim", 0)) % nd, int(call.get("end_dim", -1)) % nd
-    return view_spec(call, (*x.shape[:a], prod(x.shape[a:b + 1]), *x.shape[b + 1:]) if x.ndim else (1,))
+    return flatten(call)
 
 
 def repeat_interleave(call: Call) -> OpSpec:

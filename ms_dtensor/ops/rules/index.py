@@ -22,9 +22,8 @@ def slices(call: Call) -> OpSpec:
     """Basic indexing, as (start, stop, step) per dim plus the dims to drop: op "slice" of our own `__getitem__`."""
     x = call.operands[0]
     bounds, drop = call.args["bounds"], call.args.get("drop", ())
-    extents = [max(0, -(-(hi - lo) // st)) if st > 0 else max(0, -(-(lo - hi) // -st)) for lo, hi, st in bounds]
     kept = [d for d in range(x.ndim) if d not in drop]
-    shape = tuple(extents[d] for d in kept)
+    shape = tuple(len(range(*bounds[d])) for d in kept)
     whole = [d for d in kept if bounds[d] == (0, x.shape[d], 1)]
     cases = [Case((S(d),), (S(kept.index(d)),)) for d in whole] + call.like_first((), PARTIALS)
 

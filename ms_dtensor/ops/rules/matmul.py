@@ -17,7 +17,18 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def einsum_cases(labels: Sequence[str], out: str, shapes: Sequence[tuple[int, ...]]) -> tuple[Case, ...]:
-    """Cases of an einsum; an operand whose dim has size 1 where others have more broadcasts and stays replicated."""
+    """Cases of an einsum; an operand whose dim has size 1 where others have more broadcasts and stays replicated.
+
+    Args:
+        labels: of each operand, a letter per dim.
+        out: letters of the result; the others are summed over.
+        shapes: global shape of each operand.
+
+    Example: [4, 6] @ [6, 8], its rows, its sum, and its columns sharded:
+        >>> from ms_dtensor.ops.rules.matmul import einsum_cases
+        >>> einsum_cases(["ab", "bc"], "ac", [(4, 6), (6, 8)])[:3]
+        (S(0), R -> S(0), S(1), S(0) -> P(sum), R, S(1) -> S(1))
+    """
     return _einsum_cases(tuple(labels), out, tuple(shapes))
 
 

@@ -6,6 +6,7 @@ variance and the 2-norm from sums. What counts positions (argmax, sort) gathers 
 """
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 
 from ...core.placements import Partial
@@ -206,7 +207,7 @@ def extreme(call: Call) -> OpSpec:
 
 
 RULES = {
-    "count_nonzero": lambda call: _typed(reduction(call), "int64"), "nansum": reduction, "any": reduction,
+    "count_nonzero": lambda call: replace(reduction(call), dtypes=("int64",)), "nansum": reduction, "any": reduction,
     "max": extreme, "min": extreme, "argmax": argmax, "argmax_classic": argmax_classic,
     "argmax_method": argmax, "extreme_with_index": extreme_with_index, "max_dim": max_dim,
     "median": median, "median_classic": median_classic, "var": var, "var_mean": var_mean, "reduce_std": var_mean,
@@ -215,7 +216,3 @@ RULES = {
     "sort": sort, "sort_classic": sort_classic,
     "argsort": argsort, "topk": topk, "topk_classic": topk_classic, "log_softmax": log_softmax,
 }
-
-
-def _typed(spec: OpSpec, dtype: str) -> OpSpec:
-    return OpSpec(spec.shapes, spec.cases, spec.local, (dtype,))

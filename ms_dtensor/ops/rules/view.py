@@ -120,7 +120,7 @@ def flatten(call: Call) -> OpSpec:
     """`flatten(start_dim, end_dim)`."""
     x = call.operands[0]
     nd = max(x.ndim, 1)
-    a, b = int(call.args.get("start_dim", 0)) % nd, int(call.args.get("end_dim", -1)) % nd
+    a, b = int(call.get("start_dim", 0)) % nd, int(call.get("end_dim", -1)) % nd
     shape = (*x.shape[:a], prod(x.shape[a:b + 1]), *x.shape[b + 1:]) if x.ndim else (1,)
     return view_spec(call, shape)
 

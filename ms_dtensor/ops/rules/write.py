@@ -67,7 +67,7 @@ def write(call: Call) -> OpSpec:
     bounds, drop, dims, indices, front = (call.args[k] for k in ("bounds", "drop", "dims", "indices", "front"))
     wide = broadcast_shapes(*(i.shape for i in indices)) if dims else ()
     region = labels(x.ndim, drop, dims, front, len(wide))
-    shape = tuple(wide[e[1]] if isinstance(e, tuple) else _extent(bounds[e]) for e in region)
+    shape = tuple(wide[e[1]] if isinstance(e, tuple) else len(range(*bounds[e])) for e in region)
     tensor = hasattr(value, "index")
     if tensor and (len(value.shape) > len(shape) or broadcast_shapes(value.shape, shape) != shape):
         raise OpRuleError(f"For 'setitem', a value of shape {list(value.shape)} does not fit what is written, "
@@ -86,11 +86,6 @@ def write(call: Call) -> OpSpec:
         return LocalCall("write", (x, value, tuple(bounds), tuple(drop), tuple(dims), tuple(indices), bool(front),
                                 at.in_offset(x.index), offset, value.shape if tensor else ()))
     return OpSpec((x.shape,), tuple(cases), local, (x.dtype,))
-
-
-def _extent(bound) -> int:
-    lo, hi, step = bound
-    return max(0, -(-(hi - lo) // step)) if step > 0 else max(0, -(-(lo - hi) // -step))
 
 
 def elementwise(call: Call) -> OpSpec:
