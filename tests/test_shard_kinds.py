@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from mindspore import mint, ops
+from mindspore.mint.nn import functional as F
 
 from ms_dtensor import DeviceMesh, Layout, Partial, Replicate, Shard
 from ms_dtensor.core.placements import chunk_bounds
@@ -67,12 +68,13 @@ def test_no_collective_is_planned_over_it():
     assert not relabels(Layout(MESH, [R, S(0)], (5, 4)), Layout(MESH, [R, B(0)], (5, 4)))
 
 
-_A, _B, _C = (np.random.default_rng(i).normal(size=s).astype(np.float32) for i, s in enumerate([(5, 7), (7, 3), (5, 7)]))
+_A, _B, _C, _D, _E = (np.random.default_rng(i).normal(size=s).astype(np.float32)
+                      for i, s in enumerate([(5, 7), (7, 3), (5, 7), (5, 4), (4, 4)]))
 
 
 @pytest.mark.parametrize("fn, args", [(mint.add, (_A, _C)), (mint.matmul, (_A, _B)), (mint.sum, (_A, 0)),
                                       (mint.mean, (_A, 1)), (mint.transpose, (_A, 0, 1)), (mint.tril, (_A, 1)),
-                                      (mint.softmax, (_A, 0)),
+                                      (mint.softmax, (_A, 0)), (F.linear, (_D, _E, _E[0])),  # one rank of three is empty
                                       (mint.reshape, (_A[:4], (2, 14))), (mint.max, (_A,)),
                                       (ops.gather, (_A, np.array([4, 0, 2]), 0))])
 def test_existing_rules_are_right_on_such_shards_with_gradients(fn, args, monkeypatch):

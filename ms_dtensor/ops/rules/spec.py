@@ -10,10 +10,11 @@ local shapes.
 """
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...core.layout import Layout
 from ...core.placements import PARTIAL, REDUCE_OPS, REPLICATE, Partial, Placement, Shard
@@ -86,7 +87,7 @@ class Local:
 
     ins: tuple[Layout, ...]
     outs: tuple[Layout, ...]
-    coordinate: tuple[int, ...]
+    coordinate: tuple[int, ...] | None  # None: outside the mesh
 
     def in_shape(self, i: int) -> tuple[int, ...]:
         """Local shape of operand i."""
@@ -100,9 +101,24 @@ class Local:
         """Global index of operand i's first local element."""
         return self.ins[i].local_offset(self.coordinate)
 
+    def is_empty(self, coordinate: Sequence[int]) -> bool:
+        """True where sharding left an operand without elements."""
+        return any(prod(x.shape) and not prod(x.local_shape(coordinate)) for x in self.ins)
+
+    def first(self, axes: Sequence[int]) -> tuple[int, ...]:
+        """Coordinate of the first rank along `axes`, the others as here, that has something to compute."""
+        shape = self.ins[0].mesh.shape
+        at = list(self.coordinate or (0,) * len(shape))
+        for numbers in itertools.product(*(range(shape[a]) for a in axes)):
+            for a, i in zip(axes, numbers):
+                at[a] = i
+            if not self.is_empty(at):
+                break
+        return tuple(at)
+
     def is_first(self, axes: Sequence[int]) -> bool:
-        """True on the ranks whose coordinate is 0 on all `axes`."""
-        return all(self.coordinate[a] == 0 for a in axes)
+        """True on one rank of each group over `axes`, which has something to compute."""
+        return self.first(axes) == self.coordinate
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,17 +190,44 @@ def result_dtype(call: Call) -> str:
     return max(kinds, key=_WIDTH.index, default="float32")
 
 
+_DIVIDES = frozenset(("div", "floor_divide", "remainder", "fmod"))
 _NEUTRAL = {"sum": 0, "avg": 0, "max": float("-inf"), "min": float("inf"), "prod": 1}
+
+
+class EmptyShard(NamedTuple):
+    """What a rank does that has nothing to compute: the call of coordinate 0 on stand-ins, whose results it throws away.
+
+    So dtypes, the structure of results, a kernel's refusal and what autograd records are those of the other ranks.
+
+    Attributes:
+        stand_ins: (shape, value) per operand.
+        results: (local shape, fill value) per result.
+    """
+
+    stand_ins: tuple[tuple[tuple[int, ...], int], ...]
+    results: tuple[tuple[tuple[int, ...], float], ...]
+
+
+def local_part(call: Call, spec: OpSpec, at: Local) -> tuple[LocalCall | None, EmptyShard | None]:
+    """What the rank at a coordinate runs, and what it makes of it where its shards are empty."""
+    empty, results = None, empty_results(at)
+    if results is not None:
+        at = Local(at.ins, at.outs, at.first(range(at.ins[0].mesh.ndim)))
+        whole = int(call.op in _DIVIDES)  # elsewhere an integer may be an index, and there is always a first row
+        made = tuple((at.in_shape(i), 1 if _kind(x.dtype) > 1 else whole) for i, x in enumerate(at.ins))
+        empty = EmptyShard(made, results)
+    return (None if spec.local is None else spec.local(at)), empty
 
 
 def empty_results(at: Local) -> tuple[tuple[tuple[int, ...], float], ...] | None:
     """(local shape, fill value) per result where this rank has nothing to compute, else None.
 
-    That is where sharding left an operand without elements: each result is empty too, or this rank's share of a
-    reduction, its neutral element. Such a call never reaches a kernel: MindSpore's CPU kernels answer empty sums with
-    uninitialised memory.
+    That is where sharding left an operand without elements, or the rank is outside the mesh: each result is empty too, or
+    this rank's share of a reduction, its neutral element.
     """
-    if not any(prod(x.shape) and not prod(x.local_shape(at.coordinate)) for x in at.ins):
+    if at.coordinate is None:
+        return tuple(((0,) * len(layout.shape), 0) for layout in at.outs)
+    if not at.is_empty(at.coordinate):
         return None
     out = []
     for layout in at.outs:
