@@ -22,7 +22,8 @@ R, P, S = Replicate(), Partial(), Shard
 class Backwards(Shard):
     """The first rank holds the last chunk, so the longest shards come last."""
 
-    def bounds(self, size, parts):
+    @staticmethod
+    def bounds(size, parts):
         return chunk_bounds(size, parts)[::-1]
 
 

@@ -86,16 +86,14 @@ class Layout:
     def order(self) -> tuple[int, ...]:
         """An axis order that reproduces this layout: sharding axes dim by dim, outermost first, then the rest.
 
-        The outermost (major) axis splits the dim first, into few large blocks; the next one splits each block.
-
-        Example: 8 rows on dp=2, tp=2, both `Shard(0)`. First row of the rank at (dp, tp), by order:
+        The outermost (major) axis splits a dim first, into few large blocks; the next one splits each block. With 8 rows
+        sharded by dp=2 and tp=2, ranks (0, 0), (0, 1), (1, 0), (1, 1) begin at rows 0, 2, 4, 6 if dp is the outermost, and
+        at rows 0, 4, 2, 6 if tp is:
             >>> from ms_dtensor import DeviceMesh, Layout, Shard
             >>> mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
-            >>> for order in (("dp", "tp"), ("tp", "dp")):
-            ...     layout = Layout(mesh, [Shard(0), Shard(0)], (8,), order=order)
-            ...     print(layout, {at: layout.local_offset(at)[0] for at in [(0, 0), (0, 1), (1, 0), (1, 1)]})
-            f32[8@dp@tp] {(0, 0): 0, (0, 1): 2, (1, 0): 4, (1, 1): 6}
-            f32[8@tp@dp] {(0, 0): 0, (0, 1): 4, (1, 0): 2, (1, 1): 6}
+            >>> x = Layout(mesh, [Shard(0), Shard(0)], (8,), order=("tp", "dp"))
+            >>> x, x.order, x.local_offset((0, 1))
+            (f32[8@tp@dp], (1, 0), (4,))
         """
         order = self._order
         if order is None:
@@ -127,9 +125,9 @@ class Layout:
         """This tensor whole on every rank."""
         return Layout(self.mesh, [REPLICATE] * self.mesh.ndim, self.shape, self.dtype)
 
-    def reduced(self) -> Layout:
-        """This tensor with its partial axes reduced to Replicate; the others stay."""
-        return self.with_placements([REPLICATE if p.is_partial() else p for p in self.placements], self.order)
+    def reduced(self, to: Placement = REPLICATE) -> Layout:
+        """This tensor with its partial axes reduced to Replicate (or another placement); the others stay."""
+        return self.with_placements([to if p.is_partial() else p for p in self.placements], self.order)
 
     def gradient(self, partial_on: Sequence[int] = ()) -> Layout:
         """The layout of this value's cotangent: Shard stays, Partial and Replicate become Replicate.

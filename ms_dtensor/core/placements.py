@@ -14,6 +14,27 @@ from ..errors import LayoutError
 REDUCE_OPS = ("sum", "avg", "max", "min", "prod")
 
 
+def longest_chunk(size, parts):
+    """Rows of the longest of `parts` chunks of `size` rows; of numbers or arrays.
+
+    Chunks of chunks need no other formula: rounding up twice is rounding up once, by the product of the parts.
+    """
+    return -(-size // parts)
+
+
+@lru_cache(maxsize=4096)
+def chunk_bounds(size: int, parts: int) -> tuple[tuple[int, int], ...]:
+    """Start and stop of each chunk of a dim: `longest_chunk` rows each until none are left.
+
+    Example:
+        >>> from ms_dtensor.core.placements import chunk_bounds
+        >>> chunk_bounds(5, 4)
+        ((0, 2), (2, 4), (4, 5), (5, 5))
+    """
+    step = longest_chunk(size, parts)
+    return tuple((min(i * step, size), min((i + 1) * step, size)) for i in range(parts))
+
+
 class Placement:
     """Base of `Shard`, `Replicate` and `Partial`; meanings follow `torch.distributed.tensor`.
 
@@ -40,7 +61,8 @@ class Placement:
         """True for `Partial` (of this `reduce_op`, if given)."""
         return False
 
-    def bounds(self, size: int, parts: int) -> tuple[tuple[int, int], ...]:
+    @staticmethod
+    def bounds(size: int, parts: int) -> tuple[tuple[int, int], ...]:
         """Start and stop of what each of `parts` ranks holds of a dim of `size` rows; all of it, but for `Shard`."""
         return ((0, size),) * parts
 
@@ -67,6 +89,7 @@ class Shard(Placement):
 
     dim: int
     letter = "S"
+    bounds = staticmethod(chunk_bounds)
 
     def __post_init__(self):
         if isinstance(self.dim, bool) or not isinstance(self.dim, int):
@@ -78,9 +101,6 @@ class Shard(Placement):
 
     def is_shard(self, dim: int | None = None) -> bool:
         return dim is None or dim == self.dim
-
-    def bounds(self, size: int, parts: int) -> tuple[tuple[int, int], ...]:
-        return chunk_bounds(size, parts)
 
     def with_dim(self, dim: int) -> Shard:
         return replace(self, dim=dim)
@@ -142,24 +162,3 @@ class Partial(Placement):
 
 REPLICATE = Replicate()
 PARTIAL = Partial()
-
-
-def longest_chunk(size, parts):
-    """Rows of the longest of `parts` chunks of `size` rows; of numbers or arrays.
-
-    Chunks of chunks need no other formula: rounding up twice is rounding up once, by the product of the parts.
-    """
-    return -(-size // parts)
-
-
-@lru_cache(maxsize=4096)
-def chunk_bounds(size: int, parts: int) -> tuple[tuple[int, int], ...]:
-    """Start and stop of each chunk of a dim: `longest_chunk` rows each until none are left.
-
-    Example:
-        >>> from ms_dtensor.core.placements import chunk_bounds
-        >>> chunk_bounds(5, 4)
-        ((0, 2), (2, 4), (4, 5), (5, 5))
-    """
-    step = longest_chunk(size, parts)
-    return tuple((min(i * step, size), min((i + 1) * step, size)) for i in range(parts))

@@ -193,12 +193,6 @@ def _as_summand(x, src: Layout, dst: Layout):
     return x * float(all(here[a] == 0 for a in axes)), src.with_placements(placements, src.order)
 
 
-def _summed(layout: Layout) -> Layout:
-    """The layout with sums for other reductions, whose factors the gradient holds already."""
-    placed = [PARTIAL if p.is_partial() else p for p in layout.placements]
-    return layout.with_placements(placed, layout.order)
-
-
 def _average(src: Layout, dst: Layout) -> float:
     """The derivative of an average with respect to one rank's summand."""
     scale = 1.0
@@ -229,7 +223,7 @@ def _winners_share(src: Layout, local, out):
 def _backward(grad, src: Layout, dst: Layout, cotangent: Layout, wanted: Layout):
     """The gradient of a move, moved from `cotangent` to `wanted`."""
     if recording():  # of which a derivative will be asked for: its move is a node, whose own backward moves as the value did
-        src, dst = _summed(src), _summed(dst)
+        src, dst = src.reduced(PARTIAL), dst.reduced(PARTIAL)  # sums: the gradient holds the factors of other reductions
         if cotangent is wanted and src is dst:
             return grad
         with comm.annotate(phase="backward"):
@@ -276,4 +270,4 @@ def recorded_gradient(grad, layout: Layout):
     if not layout.partial_axes or not recording():
         return grad
     whole = layout.gradient()
-    return redistribute_local(grad, whole, whole, whole, _summed(layout), own=ms.ops.stop_gradient)
+    return redistribute_local(grad, whole, whole, whole, layout.reduced(PARTIAL), own=ms.ops.stop_gradient)

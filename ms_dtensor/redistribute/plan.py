@@ -97,8 +97,9 @@ def _plan(src: Layout, dst: Layout, model: CostModel) -> tuple[Move, ...]:
 def _by_exchange(src: Layout, dst: Layout) -> tuple[Move, ...]:
     """Collectives put chunks in the order of ranks; of shards that are cut in another way only boxes are known."""
     moves = []
-    for op in sorted({src.placements[a].reduce_op for a in src.partial_axes if not dst.placements[a].is_partial()}):
-        axes = tuple(a for a in src.partial_axes if src.placements[a].is_partial(op) and not dst.placements[a].is_partial())
+    reduced = [a for a in src.partial_axes if not dst.placements[a].is_partial()]
+    for op in sorted({src.placements[a].reduce_op for a in reduced}):
+        axes = tuple(a for a in reduced if src.placements[a].is_partial(op))
         rest = src.with_placements([REPLICATE if a in axes else p for a, p in enumerate(src.placements)], src.order)
         moves.append(Move("all_reduce", axes, src, rest, reduce_op=op))
         src = rest

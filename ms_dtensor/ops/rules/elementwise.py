@@ -6,9 +6,11 @@ a dim, a PReLU weight belongs to the channel dim, a predicate gives booleans.
 """
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ...core.placements import Partial
-from .pointwise import partial_cases, pointwise, shard_cases
-from .spec import SUMS, Call, Case, LocalCall, OpSpec, R, S, broadcast_shapes
+from .pointwise import partial_cases, pointwise
+from .spec import SUMS, Call, Case, LocalCall, OpSpec, R, S
 
 NAMES = """
 acos:ACos:input
@@ -58,16 +60,13 @@ log_sigmoid:LogSigmoid:input
 
 def fused(call: Call) -> OpSpec:
     """`input + value * tensor1 * tensor2` (or `/ tensor2`): linear in input and one factor together."""
-    shapes = [o.shape for o in call.operands]
-    out = broadcast_shapes(*shapes)
-    groups = (("input", "tensor1"), ("input", "tensor2"))[:1 if call.op == "addcdiv" else 2]
-    return OpSpec((out,), (*shard_cases(shapes, out), *partial_cases(call, groups)))
+    spec, groups = pointwise(call), (("input", "tensor1"), ("input", "tensor2"))[:1 if call.op == "addcdiv" else 2]
+    return replace(spec, cases=(*spec.cases, *partial_cases(call, groups)))
 
 
 def predicate(call: Call) -> OpSpec:
     """A pointwise test: booleans, and no linear case."""
-    spec = pointwise(call)
-    return OpSpec(spec.shapes, spec.cases, dtypes=("bool",))
+    return replace(pointwise(call), dtypes=("bool",))
 
 
 def equal(call: Call) -> OpSpec:

@@ -102,8 +102,7 @@ def row_max(call: Call) -> OpSpec:
     """Of our own: the greatest class of each row, [..., 1]; it carries no gradient."""
     x = call.operands[0]
     last = x.ndim - 1
-    return OpSpec(((*x.shape[:last], 1),), (Case((S(last),), (Partial("max"),)),
-                                            *(Case((S(d),), (S(d),)) for d in range(last))))
+    return OpSpec(((*x.shape[:last], 1),), (Case((S(last),), (Partial("max"),)), *call.like_first(range(last))))
 
 
 def class_sums(call: Call) -> OpSpec:

@@ -86,8 +86,7 @@ def _reorder(call: Call, operands: list[Operand], cases: Sequence[Case]) -> Sequ
     """Cases listed for `operands`, as cases in the call's operand order."""
     if list(call.operands) == operands:
         return cases
-    at = {o.index: i for i, o in enumerate(operands)}
-    return [Case(tuple(c.ins[at[o.index]] for o in call.operands), c.outs, c.even) for c in cases]
+    return [call.case({o.index: p for o, p in zip(operands, c.ins)}, *c.outs, even=c.even) for c in cases]
 
 
 def outer(call: Call) -> OpSpec:

@@ -111,9 +111,7 @@ def searchsorted(call: Call) -> OpSpec:
     if table.ndim == 1:
         cases = [_case(call, S(k), values=S(k)) for k in range(values.ndim)]
     else:
-        extra = {"sorter": S} if hasattr(call.args.get("sorter"), "shape") else {}
-        cases = [_case(call, S(k), sorted=S(k), values=S(k), **{n: f(k) for n, f in extra.items()})
-                 for k in range(values.ndim - 1)]
+        cases = [_case(call, S(k), sorted=S(k), values=S(k), sorter=S(k)) for k in range(values.ndim - 1)]
         cases.append(_case(call, S(values.ndim - 1), values=S(values.ndim - 1)))
     if call.get("sorter") is None:
         cases.append(_case(call, P, sorted=S(table.ndim - 1)))  # a position is a count of what is less
