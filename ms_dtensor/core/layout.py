@@ -140,12 +140,13 @@ class Layout:
             placed = [p if p.is_shard() else REPLICATE for p in self.placements]
             grad = _intern(self.mesh, tuple(placed), self.shape, self.dtype, self.dim_axes)
             object.__setattr__(self, "_gradient", grad is not self and grad)  # no reference to itself: a cycle
-        grad = self._gradient or self
         if not partial_on:
-            return grad
-        placed = [PARTIAL if a in partial_on and p.is_replicate() else grad.placements[a]
-                  for a, p in enumerate(self.placements)]
-        return grad.with_placements(placed, self.order)
+            return self._gradient or self
+        placed = list(self.gradient().placements)
+        for a in partial_on:  # a comprehension would make a cell of `partial_on`, which slows every call
+            if self.placements[a].is_replicate():
+                placed[a] = PARTIAL
+        return self.with_placements(placed, self.order)
 
     # -- arithmetic -----------------------------------------------------------------------------------------------
     def local_box(self, coordinate: Sequence[int] | None = None) -> tuple[tuple[int, int], ...]:
