@@ -45,7 +45,7 @@ class Placement:
     """
 
     __slots__ = ()
-    letter: str  # in case notation
+    _letter: str  # in case notation
     dim: int  # of a Shard
     reduce_op: str  # of a Partial
 
@@ -88,7 +88,7 @@ class Shard(Placement):
     """
 
     dim: int
-    letter = "S"
+    _letter = "S"
     bounds = staticmethod(chunk_bounds)
 
     def __post_init__(self):
@@ -119,7 +119,7 @@ class Replicate(Placement):
         True
     """
 
-    letter = "R"
+    _letter = "R"
 
     def is_replicate(self) -> bool:
         return True
@@ -145,7 +145,7 @@ class Partial(Placement):
     """
 
     reduce_op: str = "sum"
-    letter = "P"
+    _letter = "P"
 
     def __post_init__(self):
         if self.reduce_op not in REDUCE_OPS:

@@ -43,7 +43,7 @@ def _reduce_partial(x):
     layout = getattr(x, "_layout", None)
     if layout is None or not layout.partial_axes:
         return x
-    return redistribute(x, layout.reduced(), implicit=True)
+    return redistribute(x, layout.reduced(), implicit="a composed op")
 
 
 def _floating(x):

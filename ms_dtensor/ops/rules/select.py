@@ -102,7 +102,7 @@ def _cost(case: Case, layouts, sizes, axis: int, n: int, model: CostModel):
         changed += 1
         after = size * n if have.is_shard() and not want.is_shard() else \
             size // n if want.is_shard() and not have.is_shard() else size
-        kind = _MOVE[have.letter + want.letter]
+        kind = _MOVE[have._letter + want._letter]
         collectives += kind != "cut"
         seconds += model.seconds(kind, n, size, after)
     return seconds, collectives, changed

@@ -249,7 +249,7 @@ def shape_only(cases: Iterable[Case]) -> tuple[Case, ...]:
 
 def short(p: Placement) -> str:
     """`S(0)`, `R`, `P(sum)`: placements as case notation prints them."""
-    return f"S({p.dim})" if p.is_shard() else p.letter if p.is_replicate() else f"P({p.reduce_op})"
+    return f"S({p.dim})" if p.is_shard() else p._letter if p.is_replicate() else f"P({p.reduce_op})"
 
 
 def dims_of(value, ndim: int) -> tuple[int, ...]:
