@@ -23,14 +23,10 @@ from .objects import decode, encode
 from .owner import Owner
 from .packing import TensorOps, pack, unpack
 from .protocol import Backend, Ranks, Result, Work, offsets, with_dim
+from .protocol import kind as _kind
 
 Handle = Any  # MindSpore's CommHandle, or None when the call was synchronous
 Flat = tuple[Tensor, Handle]
-
-
-def _kind(x: Tensor, *open_dims: int) -> str:
-    """Dtype and shape for comparison between ranks, with the dims that may differ left open."""
-    return f"{x.dtype}[{', '.join('·' if d in open_dims else str(s) for d, s in enumerate(x.shape))}]"
 
 
 def communicator_name(ranks: Ranks) -> str:

@@ -150,6 +150,16 @@ def cut(dim: int, start: int, stop: int) -> tuple[slice, ...]:
     return (slice(None),) * dim + (slice(start, stop),)
 
 
+def dtype_text(dtype) -> str:
+    """A dtype in messages; `shm` carries bfloat16 as two bytes."""
+    return "bfloat16" if str(dtype) == "|V2" else str(dtype)
+
+
+def kind(x, *open_dims: int) -> str:
+    """Dtype and shape of a tensor or array for comparison between ranks, with the dims that may differ left open."""
+    return f"{dtype_text(x.dtype)}[{', '.join('·' if d in open_dims else str(s) for d, s in enumerate(x.shape))}]"
+
+
 def with_dim(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
     """`shape` with `size` on `dim`."""
     return (*shape[:dim], size, *shape[dim + 1:])

@@ -21,11 +21,12 @@ import numpy as np
 from ...errors import CollectiveMismatch, CommError
 from ..objects import decode, encode
 from ..owner import Owner
-from ..protocol import offsets
+from ..protocol import dtype_text, offsets
+from ..protocol import kind as _kind
 from . import rendezvous
 from .future import Future, Worker
 from .pieces import across, along
-from .reduce import is_bfloat16, reduce_into
+from .reduce import reduce_into
 from .segment import CHUNK, SLOT, Segment
 from .signals import INLINE, GroupState, Signals
 
@@ -38,15 +39,6 @@ _ALIGN = 64
 
 def _up(count: int) -> int:
     return (count + _ALIGN - 1) // _ALIGN * _ALIGN
-
-
-def _kind(x: np.ndarray, *open_dims: int) -> str:
-    """Dtype and shape for comparison between ranks, with the dims that may differ left open."""
-    return f"{_name(x.dtype)}[{', '.join('·' if d in open_dims else str(s) for d, s in enumerate(x.shape))}]"
-
-
-def _name(dtype: np.dtype) -> str:
-    return "bfloat16" if is_bfloat16(dtype) else dtype.name
 
 
 class Engine:
@@ -387,7 +379,7 @@ class Engine:
                 self._spread(g, check, key, give, [out if r == src else None for r in ranks], stride)
             else:
                 self._push(g, "scatter", check, place, split.shapes, dtype, give, [()] * g.size)
-        return self._do("scatter", key, lambda: f"{_name(dtype)}{list(shape)} dim={dim} sizes={sizes} from {src}", ranks,
+        return self._do("scatter", key, lambda: f"{dtype_text(dtype)}{list(shape)} dim={dim} sizes={sizes} from {src}", ranks,
                         out, body, async_op)
 
     def barrier(self, ranks: Ranks) -> None:
