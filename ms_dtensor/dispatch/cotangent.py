@@ -23,30 +23,35 @@ def partial_grad_axes(x) -> tuple[int, ...]:
     return () if memo is None else memo.partial_grad_axes
 
 
+def partial_on(layout: Layout, axes) -> Layout:
+    """`layout`, a sum on these axes."""
+    return layout.with_placements([Partial() if a in axes else p for a, p in enumerate(layout.placements)], layout.order)
+
+
 def grad_layout(x) -> Layout:
     """The layout in which `x`'s producer expects the cotangent."""
     gradient = x._layout.gradient()
-    axes = partial_grad_axes(x)
-    return _partial_on(gradient, [a for a in axes if gradient.placements[a].is_replicate()]) if axes else gradient
+    axes = [a for a in partial_grad_axes(x) if gradient.placements[a].is_replicate()]
+    return partial_on(gradient, axes) if axes else gradient
 
 
 def with_cotangent(x, cotangent: Layout):
     """`x`, as it is or as a plain local tensor, such that its cotangent may arrive in the layout `cotangent`."""
+    known = None if x._memo is None else x._memo.with_cotangent
+    out = None if known is None else known.get(cotangent)
+    if out is not None:
+        return out
     layout, wanted = x._layout, grad_layout(x)
     if cotangent is wanted or relabels(cotangent, wanted):
         return x
     if x._is_leaf:
         return redistribute_local(x, layout, layout, cotangent, wanted, data=x)
     memo = memo_of(x)
-    if memo.with_cotangent is None:
-        memo.with_cotangent = {}
-    out = memo.with_cotangent.get(cotangent)
+    out = _through_viewed(x, memo, cotangent)
     if out is None:
-        out = _through_viewed(x, memo, cotangent)
-        if out is None:
-            moved, frm, gradient = memo.source or (x, layout, wanted)
-            out = redistribute_local(moved, frm, layout, cotangent, gradient, data=x)
-        memo.with_cotangent[cotangent] = out
+        moved, frm, gradient = memo.source or (x, layout, wanted)
+        out = redistribute_local(moved, frm, layout, cotangent, gradient, data=x)
+    memo.with_cotangent = {**(memo.with_cotangent or {}), cotangent: out}
     return out
 
 
@@ -62,10 +67,6 @@ def _through_viewed(x, memo, cotangent: Layout):
     varying = [a for a in cotangent.partial_axes if x._layout.placements[a].is_replicate()]
     if not varying or any(not source._layout.placements[a].is_replicate() for a in varying):
         return None
-    taken = with_cotangent(source, _partial_on(source._layout.gradient(), varying))
+    taken = with_cotangent(source, partial_on(source._layout.gradient(), varying))
     with NoFallbackGuard():
-        return plan.local(*call, [taken])
-
-
-def _partial_on(layout: Layout, axes) -> Layout:
-    return layout.with_placements([Partial() if a in axes else p for a, p in enumerate(layout.placements)], layout.order)
+        return plan.local.run(call, [taken])

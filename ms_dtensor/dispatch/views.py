@@ -16,20 +16,13 @@ from .memo import Memo, memo_of
 
 
 class Kin:
-    """Where one tensor stands among the views of one tensor.
-
-    Attributes:
-        members: weak references to all tensors of the family; one list that all share.
-        parent: the kin of what this one is a view of.
-        storage: a token that those have in common who share storage by what was planned.
-        native: only MindSpore's own ops led here, so what is no view here is none on one device either.
-    """
+    """Where one tensor stands among the views of one tensor."""
 
     __slots__ = ("members", "native", "parent", "storage")
-    members: list[weakref.ref]
-    native: bool
-    parent: Kin | None
-    storage: object
+    members: list[weakref.ref]  # all tensors of the family; one list that all share
+    parent: Kin | None  # of what this one is a view of
+    storage: object  # a token that those have in common who share storage by what was planned
+    native: bool  # only MindSpore's own ops led here, so what is no view here is none on one device either
 
     def descends_from(self, other: Kin) -> bool:
         """Whether this is `other`, a view of it, a view of a view, ..."""
@@ -43,8 +36,8 @@ def link(source, result: Any, shares: bool, native: bool) -> None:
     """Remembers that `result` is on one device a view of `source`.
 
     Args:
-        source: the tensor that was viewed; of a plain one nothing is remembered.
-        result: the view, or a tuple of views.
+        source: the DTensor that was viewed.
+        result: the view, or a tuple of views; made just now.
         shares: by what was planned the storage is the source's.
         native: MindSpore's own op ran, so what is no view here is none on one device either.
     """
@@ -52,20 +45,20 @@ def link(source, result: Any, shares: bool, native: bool) -> None:
         for r in result:
             link(source, r, shares, native)
         return
-    memo = source.__dict__.get("_memo")
+    memo = source._memo
     parent = None if memo is None else memo.kin
     if parent is None:
-        if source.__dict__.get("_layout") is None:
-            return
         parent = memo_of(source).kin = Kin()
         parent.members, parent.native, parent.parent, parent.storage = [weakref.ref(source)], True, None, object()
     members = parent.members
     if not len(members) & 31:
         members[:] = [ref for ref in members if ref() is not None]
     members.append(weakref.ref(result))
-    memo = result._memo = result._memo or Memo()
+    result._memo = memo = Memo()
     memo.kin = kin = Kin()
-    kin.members, kin.native, kin.parent = members, native and parent.native, parent
+    kin.members = members
+    kin.parent = parent
+    kin.native = native and parent.native
     kin.storage = parent.storage if shares else object()
 
 
