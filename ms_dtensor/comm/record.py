@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from types import FrameType
 from typing import Literal, NamedTuple
 
 Phase = Literal["forward", "backward"]
@@ -126,16 +127,22 @@ def _is_user_file(name: str) -> bool:
     return known
 
 
-def user_site() -> str:
-    """ "file:line" of the innermost frame outside ms_dtensor and mindspore, or the site saved by `annotate`."""
-    saved = _note.get().site
-    if saved is not None:
-        return saved
+def user_frame() -> FrameType | None:
+    """The innermost frame outside ms_dtensor and mindspore."""
     frame, known = sys._getframe(1), _foreign.get
     while frame is not None:
         name = frame.f_code.co_filename
         foreign = known(name)
         if foreign or (foreign is None and _is_user_file(name)):
-            return f"{name}:{frame.f_lineno}"
+            return frame
         frame = frame.f_back  # type: ignore[assignment]
-    return "?"
+    return None
+
+
+def user_site() -> str:
+    """ "file:line" of the user's frame, or the site saved by `annotate`."""
+    saved = _note.get().site
+    if saved is not None:
+        return saved
+    frame = user_frame()
+    return "?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"

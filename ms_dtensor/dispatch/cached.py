@@ -37,14 +37,13 @@ class ShortWay:
     __slots__ = ("aliased", "dtensor", "filled", "function", "layout", "named", "native", "places", "varying", "view")
 
     def __init__(self, plan: OpPlan):
-        local, layouts = plan.local, plan.results.layouts
-        self.layout, self.view, self.places, self.native = layouts[0], plan.view, local.places, local.native
+        local = plan.local
+        self.layout, self.view, self.places, self.native = plan.results.layouts[0], plan.view, local.places, local.native
         form: tuple[Any, Any, Any] = local.form or (local.substitute, None, None)
         self.function, self.filled, self.named = form[0], None if form[1] is None else list(form[1]), form[2]
         self.dtensor = classes.DTENSOR
         self.aliased = ops_block() or local.substitute is not None
-        self.varying = any(s.cotangent is not None for s in plan.steps) or any(
-            layout is not None and layout.has_nonlinear_partial for layout in layouts)
+        self.varying = bool(plan.reduced) or any(step.cotangent is not None for step in plan.steps)
 
 
 class CachedCall:

@@ -5,7 +5,6 @@ A plan is what `dispatch/planner.py` decided for one key of a call; running it c
 """
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from sys import getrefcount
@@ -14,13 +13,12 @@ from typing import Any, NamedTuple
 from mindspore import Parameter, Tensor
 from mindspore._c_expression import NoFallbackGuard, TensorOverloadCall
 
-from ..comm.record import user_site
 from ..core.layout import Layout
 from ..core.mesh import DeviceMesh
-from ..errors import ImplicitCommError, OpRuleError
+from ..errors import OpRuleError
 from ..ops.local import run_local
-from ..redistribute.plan import plan as plan_moves
-from . import classes, inplace, modes
+from ..ops.rules.spec import EmptyShard
+from . import classes, inplace, modes, policy
 from .cotangent import partial_grad_axes, with_cotangent
 from .op_call import OpCall, refill
 from .operands import (
@@ -34,8 +32,6 @@ from .operands import (
     wrap,
 )
 from .views import link
-
-_warned: set[tuple[str, str]] = set()  # call sites that have been warned about
 
 
 class Step(NamedTuple):
@@ -52,7 +48,7 @@ class LocalRun:
 
     form: tuple[Callable, tuple, dict] | None = None  # function, arguments with an `Operand` for each tensor, keywords
     substitute: Callable | None = None  # of the call's own arguments: Python code, which asks operands for their shape
-    empty: tuple | None = None  # (shape, fill value, dtype) of each result, if this rank's shards hold nothing
+    empty: EmptyShard | None = None  # stand-ins for operands and results, if this rank's shards hold nothing
     in_float32: Callable[[Callable], Callable] | None = None  # wraps a function that has no kernel for bfloat16
     native: bool = True  # False: as a method, the op may run MindSpore's Python, which asks operands for their shape
     places: tuple[tuple[int, int], ...] = ()  # (place among the arguments, operand); none where some operand is nested
@@ -97,7 +93,8 @@ class Results:
         """The results as DTensors: the objects themselves where only the caller's variable knows them."""
         layouts = self.layouts
         if isinstance(result, Tensor):
-            return reduce_nonlinear(_wrap_or_retag(getrefcount(result), result, layouts[0] or self._bind(0, result)), grad)
+            return reduce_nonlinear(_wrap_or_retag(getrefcount(result), result, layouts[0] or self._bind(0, result)), grad,
+                                    self.op)
         if isinstance(result, tuple | list):
             if len(result) != len(layouts):
                 raise OpRuleError(f"For '{self.op}', the rule promises {len(layouts)} results, MindSpore gave "
@@ -105,7 +102,8 @@ class Results:
             done = []
             for i in range(len(layouts)):  # `zip` would hold another reference
                 r = result[i]
-                done.append(reduce_nonlinear(_wrap_or_retag(getrefcount(r), r, layouts[i] or self._bind(i, r)), grad))
+                done.append(reduce_nonlinear(_wrap_or_retag(getrefcount(r), r, layouts[i] or self._bind(i, r)), grad,
+                                             self.op))
             return type(result)(done)
         raise OpRuleError(f"For '{self.op}', MindSpore returned {type(result).__name__}, not a tensor.")
 
@@ -136,6 +134,7 @@ class OpPlan:
     results: Results
     view: tuple[bool, bool] | None = None  # a view on one device: (shares storage here, MindSpore's own op makes it)
     writes: bool = False  # the result is put into the first operand, which stays where it is
+    reduced: tuple[int, ...] = field(init=False)  # axes on which a result is reduced at once, while recording
     moves: bool = field(init=False)  # some operand is moved
     short: bool = field(init=False)  # nothing stands between the operands and one local call, see `cached.py`
 
@@ -143,6 +142,9 @@ class OpPlan:
         local, moves = self.local, any(step.target is not None for step in self.steps)
         plain = any(step.promoted is not None for step in self.steps)
         object.__setattr__(self, "moves", moves)
+        object.__setattr__(self, "reduced", tuple(sorted({
+            a for (placements, *_), _ in self.results.drafts for a, p in enumerate(placements)
+            if p.is_partial() and not p.is_partial("sum")})))
         object.__setattr__(self, "short", bool(local.places) and not (
             moves or plain or self.writes or local.empty is not None or local.in_float32 is not None))
 
@@ -155,14 +157,15 @@ class OpPlan:
             inplace.check_writable(first, self.op, grad)
             if grad:
                 tensors = [inplace.fresh(first), *tensors[1:]]
-        if self.moves:
-            check_policy(self, tensors, modes.mode.get())
+        mode = modes.mode.get()
+        if mode is not modes.DEFAULT and (self.moves or self.reduced):
+            policy.check_op(self.op, tensors, [step.target for step in self.steps], self.reduced if grad else (), mode)
         operands, parameter = [], False
         for x, (promoted, target, cotangent) in zip(tensors, self.steps):
             if promoted is not None:
                 x = as_replicated(x, promoted, grad)
             if target is not None:
-                x = redistribute_operand(x, target, grad)
+                x = redistribute_operand(x, target, grad, self.op)
             if grad:
                 if cotangent is not None:
                     if x._requires_grad:  # a constant has no cotangent to be laid out
@@ -221,42 +224,3 @@ def _as_nodes(result):
 
 def _is_parameter(x) -> bool:
     return x.__class__ is not Tensor and isinstance(x, Parameter) and x.requires_grad
-
-
-def check_policy(plan: OpPlan, tensors, mode):
-    """Raises or warns, as the redistribution policy says, if the plan moves an operand by itself."""
-    if mode.no_gather:
-        _check_no_gather(plan, tensors)
-    if mode.policy == "auto":
-        return
-    for x, (_, target, _) in zip(tensors, plan.steps):
-        if target is None or getattr(x, "_layout", None) is None:
-            continue
-        moves = plan_moves(x._layout, target)
-        if all(m.kind == "cut" for m in moves):
-            continue
-        error = ImplicitCommError(
-            f"For '{plan.op}', an operand has to be moved first: {', '.join(m.kind for m in moves)}.",
-            f"{x._layout.describe()} -> {target}", "The redistribution policy is 'explicit'.",
-            f"insert .redistribute(placements={list(target.placements)})")
-        if mode.policy == "explicit":
-            raise error
-        site = user_site()
-        if (site, plan.op) not in _warned:
-            _warned.add((site, plan.op))
-            warnings.warn(f"{site}: " + str(error).replace("is 'explicit'", "is 'warn'"), stacklevel=5)
-
-
-def _check_no_gather(plan: OpPlan, tensors):
-    """Inside `loss_parallel()`: refuses to make whole a sharded dim of logits, which is any but the first of a float."""
-    for x, (_, target, _) in zip(tensors, plan.steps):
-        layout = getattr(x, "_layout", None)
-        if target is None or layout is None or "float" not in layout.dtype:
-            continue
-        if any(n > 1 and set(have) - set(want) for n, have, want in
-               zip(layout.shape[1:], layout.dim_axes[1:], target.dim_axes[1:])):
-            raise ImplicitCommError(
-                f"For '{plan.op}', an operand would be gathered inside loss_parallel().", f"{layout.describe()} -> {target}",
-                "Inside that block logits stay sharded.",
-                ("use a cross entropy, and lay the labels out like the logits' rows",
-                 f".redistribute(placements={list(target.placements)}), if the whole is meant"))

@@ -15,16 +15,16 @@ from ..core.layout import Layout, short_dtype
 from ..core.tree import leaves
 from ..errors import MixedOperandError, OpRuleError
 from ..ops.local import LOCAL_OPS, WRITES, decomposition, wrapper_in_float32
-from ..ops.rules import RULES, Call, Local, Operand, empty_results, result_dtype
+from ..ops.rules import RULES, Call, Local, Operand, local_part
 from ..ops.rules.names import NATIVE, PRIMITIVES
 from ..ops.rules.select import choose
 from ..ops.rules.view import view_kind
 from ..ops.rules.write import INPLACE
-from . import inplace, modes
+from . import inplace, modes, policy
 from .composite import COMPOSED
 from .cotangent import partial_on
 from .op_call import OpCall, attributes, bind_arguments
-from .op_plan import LocalRun, OpPlan, Results, Step, check_policy
+from .op_plan import LocalRun, OpPlan, Results, Step
 from .operands import dtype_name
 
 _DIFFERENTIABLE = ("float", "bfloat", "complex")
@@ -44,7 +44,8 @@ class Composition:
         bound = bind_arguments(self.name, self.params, call.args, call.kwargs or {}, call.primitive)
         mode, tensors = modes.mode.get(), call.tensors
         if mode.policy != "auto":  # what the user can do about it is to make the dim whole, as the op's own rule would
-            check_policy(plan_for(self.op, bound, tensors, mode), tensors, mode)
+            targets = [step.target for step in plan_for(self.op, bound, tensors, mode).steps]
+            policy.check_op(self.op, tensors, targets, (), mode._replace(no_gather=False))
         return COMPOSED[self.op].run(self.name, **bound)
 
 
@@ -137,14 +138,13 @@ def plan_for(op: str, arguments: dict, tensors, mode, original: LocalRun | None 
     if None in spec.shapes:  # a rule in case notation alone: the first local results tell (see custom_ops/register.py)
         return OpPlan(op, steps, local, Results(op, mesh, [(o, None) for o in choice.outs]))
     drafts = tuple(Layout(mesh, p, shape, layouts[0].dtype, order) for p, order, shape in choice.outs)
-    at = Local(choice.targets, drafts, mesh.get_coordinate() or (0,) * mesh.ndim)
-    named = spec.local(at) if spec.local is not None else None
+    at = Local(choice.targets, drafts, mesh.get_coordinate())
+    named, empty = local_part(spec_call, spec, at)
     if named is not None:
         form, template, keywords = LOCAL_OPS[named.name], named.args, named.kwargs
     else:
         template, keywords = tuple(spec_call.args.values()), {}
     in_float32 = wrapper_in_float32(op, tensors) if mesh.device_type == "cpu" else None
-    empty = empty_with_dtypes(at, spec, spec_call)
     if form is None:
         local = replace(local, in_float32=in_float32, empty=empty)
     else:
@@ -176,16 +176,6 @@ def _places(arguments, kind: type, number) -> tuple[tuple[int, int], ...]:
     if len(found) != len(leaves(arguments, kind)):
         return ()
     return tuple((k, number(i, v)) for i, (k, v) in enumerate(found))
-
-
-def empty_with_dtypes(at: Local, spec, spec_call):
-    """`empty_results` with the dtype of each result."""
-    outside = at.ins[0].mesh.get_coordinate() is None  # a rank outside the mesh: no kernel could make anything of nothing
-    empty = tuple(((0,) * len(layout.shape), 0.0) for layout in at.outs) if outside else empty_results(at)
-    if empty is None:
-        return None
-    dtypes = spec.dtypes or (result_dtype(spec_call),) * len(empty)
-    return tuple((shape, value, dtype) for (shape, value), dtype in zip(empty, dtypes))
 
 
 def as_operands(value, operands):
