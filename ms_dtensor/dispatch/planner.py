@@ -90,7 +90,7 @@ def build_plan(name: str, call: OpCall, mode) -> OpPlan | Composition:
 def plan_by_rule(op: str, names: tuple[str, ...], call: OpCall, mode) -> OpPlan:
     """The plan of a function of local tensors, with a registered rule that knows its arguments by `names`."""
     bound = bind_arguments(op, names, call.args, call.kwargs or {})
-    return plan_for(op, bound, call.tensors, mode, LocalRun(places=_places_in_call(call)))
+    return plan_for(op, bound, call.tensors, mode, LocalRun(places=_places_in_call(call)), as_it_is=True)
 
 
 def plan_own(op: str, arguments: dict, tensors, mode) -> OpPlan:
@@ -114,7 +114,7 @@ def _substitute(op: str, name: str, call: OpCall):
 
 
 def plan_for(op: str, arguments: dict, tensors, mode, original: LocalRun | None = None, form: Callable | None = None,
-             writes: bool = False) -> OpPlan:
+             writes: bool = False, as_it_is: bool = False) -> OpPlan:
     """The plan of a canonical op: a case of its rule is chosen per axis, and all else follows from that.
 
     Args:
@@ -125,6 +125,7 @@ def plan_for(op: str, arguments: dict, tensors, mode, original: LocalRun | None 
         original: how MindSpore's own call runs on a rank, if the rule names no form of ours.
         form: of an op of our own: what runs then, with `arguments` in their order.
         writes: the result is put into the first operand, which stays where it is.
+        as_it_is: a user's function: it is not computed in float32 instead of bfloat16.
     """
     mesh = _common_mesh(op, tensors)
     layouts = [getattr(x, "_layout", None) or _promote(op, x, mesh, tensors, mode) for x in tensors]
@@ -144,7 +145,7 @@ def plan_for(op: str, arguments: dict, tensors, mode, original: LocalRun | None 
         form, template, keywords = LOCAL_OPS[named.name], named.args, named.kwargs
     else:
         template, keywords = tuple(spec_call.args.values()), {}
-    in_float32 = wrapper_in_float32(op, tensors) if mesh.device_type == "cpu" else None
+    in_float32 = wrapper_in_float32(op, tensors) if mesh.device_type == "cpu" and not as_it_is else None
     if form is None:
         local = replace(local, in_float32=in_float32, empty=empty)
     else:
