@@ -135,7 +135,8 @@ def plan_for(op: str, arguments: dict, tensors, mode, original: LocalRun | None 
     spec = RULES[op](spec_call)
     choice = choose(spec_call, spec, tuple(layouts), writes)
     steps = tuple(map(_step, tensors, layouts, choice.targets, choice.own))
-    local = original or LocalRun()
+    in_float32 = wrapper_in_float32(op, tensors) if mesh.device_type == "cpu" and not as_it_is else None
+    local = replace(original or LocalRun(), in_float32=in_float32)
     if None in spec.shapes:  # a rule in case notation alone: the first local results tell (see custom_ops/register.py)
         return OpPlan(op, steps, local, Results(op, mesh, [(o, None) for o in choice.outs]))
     drafts = tuple(Layout(mesh, p, shape, layouts[0].dtype, order) for p, order, shape in choice.outs)
@@ -145,15 +146,12 @@ def plan_for(op: str, arguments: dict, tensors, mode, original: LocalRun | None 
         form, template, keywords = LOCAL_OPS[named.name], named.args, named.kwargs
     else:
         template, keywords = tuple(spec_call.args.values()), {}
-    in_float32 = wrapper_in_float32(op, tensors) if mesh.device_type == "cpu" and not as_it_is else None
-    if form is None:
-        local = replace(local, in_float32=in_float32, empty=empty)
-    else:
-        local = replace(local, form=(in_float32(form) if in_float32 else form, template, keywords), empty=empty,
+    if form is not None:
+        local = replace(local, form=(in_float32(form) if in_float32 else form, template, keywords), in_float32=None,
                         places=_places(template, Operand, lambda i, operand: operand.index))
     kind = view_kind(spec_call) if getattr(tensors[0], "_layout", None) is not None else ""
     view = (kind == "view" and steps[0].target is None, form is None and local.substitute is None) if kind else None
-    return OpPlan(op, steps, local, Results(op, mesh, list(zip(choice.outs, drafts))), view, writes)
+    return OpPlan(op, steps, replace(local, empty=empty), Results(op, mesh, list(zip(choice.outs, drafts))), view, writes)
 
 
 def _step(x, layout: Layout, target: Layout, varying) -> Step:
