@@ -23,9 +23,9 @@ from ...core.mesh import DeviceMesh, coordinates
 from ...core.placements import REPLICATE, Shard
 from ...core.tree import leaves, map_leaves
 from ...dispatch.composite import COMPOSED
-from ...dispatch.op_plan import original_call, refill
+from ...dispatch.op_call import attributes, bind_arguments, refill
 from ...dispatch.operands import dtype_name, recording
-from ...dispatch.planner import as_operands, attributes, bind_arguments
+from ...dispatch.planner import as_operands
 from ...ops.local import CPU, LOCAL_OPS, run_local
 from ...ops.rng import frozen
 from ...ops.rules import RULES, Call, Case, Local, Operand, OpSpec
@@ -132,13 +132,13 @@ def _identity(c: Captured, axes, missed: bool) -> tuple:
         if isinstance(v, tuple | list):
             return tuple(of(x) for x in v)
         return repr(v)
-    made = repr(sorted(attributes(c.primitive[0]).items(), key=str)) if c.primitive is not None else ""
+    made = repr(sorted(attributes(c.primitive).items(), key=str)) if c.primitive is not None else ""
     return (c.name, made, of(c.args), tuple((k, of(v)) for k, v in c.kwargs.items()), tuple(map(tuple, axes)), missed)
 
 
 def check_captured(c: Captured, axes, rng, report: Report, missed: bool = False) -> None:
     """Checks every case of the rule of one primitive call, and what it may be composed of."""
-    entry = PRIMITIVES.get(c.name) if c.params is None else (c.name[1:].lstrip("="), c.params)
+    entry = c.own or PRIMITIVES.get(c.name)
     if entry is None or entry[0] not in RULES:
         report.wrong.append(f"{c.name}: no rule")
         return
@@ -149,7 +149,7 @@ def check_captured(c: Captured, axes, rng, report: Report, missed: bool = False)
     bound = bind_arguments(c.name, params, c.args, c.kwargs, c.primitive)
     call = Call(op, {k: as_operands(v, it) for k, v in bound.items()}, operands)
     spec = RULES[op](call)
-    report.met(op, set(map(str, spec.cases)), {"own" if c.params else "reference" if c.name in CPU else "kernel"})
+    report.met(op, set(map(str, spec.cases)), {"own" if c.own else "reference" if c.name in CPU else "kernel"})
     trial = _Trial(c, call, spec, tensors, rng, report)
     whole = Case((REPLICATE,) * len(operands), (REPLICATE,) * len(spec.shapes))
     cases = (*spec.cases, *(() if whole in spec.cases else (whole,)))
@@ -163,7 +163,7 @@ def check_captured(c: Captured, axes, rng, report: Report, missed: bool = False)
                 trial.run(combo, mesh)
     if missed:
         report.missed |= find_missed(trial)
-    if op in COMPOSED and c.params is None and all(a.size for a in trial.arrays) and _may_be_composed(call):
+    if op in COMPOSED and c.own is None and all(a.size for a in trial.arrays) and _may_be_composed(call):
         _check_composition(c, op, params, trial, axes, report)
 
 
@@ -311,15 +311,16 @@ class _Trial:
                 return
 
     def forward(self, tensors, local: Local):
-        form, empty = local_part(self.call, self.spec, local)
-        form = None if form is None else (LOCAL_OPS[form.name], form.args, form.kwargs)
+        named, empty = local_part(self.call, self.spec, local)
+        form = None if named is None else (LOCAL_OPS[named.name], named.args, named.kwargs)
         with NoFallbackGuard():
             result = run_local(self.original, form, empty, tensors)
         return list(result) if isinstance(result, tuple | list) else [result]
 
     def original(self, tensors):
         with NoFallbackGuard():
-            return original_call(self.c.func, self.c.head, self.c.args, self.c.kwargs, tensors)
+            it = iter(tensors)
+            return self.c.compute(*refill(self.c.args, it), **refill(self.c.kwargs, it))
 
     def gradients(self, arrays, cotangents, forward) -> list[np.ndarray]:
         """Gradients of the floating operands, as arrays, for given cotangents of the results of `forward`."""

@@ -9,14 +9,16 @@ collectives come in one order everywhere.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 from . import arrange, attention, basic, conv, cpu, cpu_index, cpu_matmul, lists, lookup, loss, pool, random, write
-from .dtypes import widen, widening
+from .dtypes import wrapper_in_float32
 from .run import fill_operands, run_local
 
 FAMILIES = (basic, lookup, arrange, random, lists, write, conv, pool, attention, loss)
-LOCAL_OPS = {**cpu_index.FORMS, **cpu_matmul.FORMS}
+LOCAL_OPS: dict[str, Callable] = {**cpu_index.FORMS, **cpu_matmul.FORMS}
 CPU = {**cpu.TABLE}
+WRITES: dict[str, Callable] = write.WRITES
 for family in FAMILIES:
     LOCAL_OPS.update(family.TABLE)
     CPU.update(getattr(family, "CPU", {}))
@@ -28,4 +30,4 @@ def decomposition(name: str, attrs: dict):
     return functools.partial(fn, attrs=attrs) if getattr(fn, "takes_attributes", False) else fn
 
 
-__all__ = ["CPU", "LOCAL_OPS", "decomposition", "fill_operands", "run_local", "widen", "widening"]
+__all__ = ["CPU", "LOCAL_OPS", "WRITES", "decomposition", "fill_operands", "run_local", "wrapper_in_float32"]
