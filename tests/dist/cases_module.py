@@ -305,7 +305,7 @@ def chunks_tile_the_tensor_and_each_has_one_owner(world):
         for chunk in chunks:
             np.testing.assert_array_equal(x.__get_tensor_shard__(chunk).asnumpy(), x.to_local().asnumpy())
             np.testing.assert_array_equal(x.__get_tensor_shard__(chunk.offsets).asnumpy(), x.to_local().asnumpy())
-        owned = [(i.chunk, x.__get_tensor_shard__(i.chunk).asnumpy()) for i in items if i.owner]
+        owned = [(tuple(i.chunk), x.__get_tensor_shard__(i.chunk).asnumpy()) for i in items if i.owner]
         whole = np.full(shape, np.nan, np.float32)
         for (at, size), values in sum(comm.group(tuple(range(world.size))).all_gather_object(owned), []):
             box = tuple(slice(a, a + n) for a, n in zip(at, size))
