@@ -76,7 +76,7 @@ def _raise(kind: str) -> None:
     raise CommError("For an exchange of objects, one of them cannot be sent.", kind,
                     "Ranks send None, booleans, numbers, text, bytes, NumPy arrays, and lists, tuples, sets and dicts of "
                     "these: nothing that could be code.",
-                    ("send what it is made of, of a named tuple its tuple(...)", "send tensors with 'all_gather' or 'broadcast'"))
+                    ("send what it is made of; of a named tuple, tuple(x)", "send tensors with 'all_gather' or 'broadcast'"))
 
 
 _READERS: dict[str, Callable[[Any], Any]] = {
