@@ -15,12 +15,12 @@ from mindspore import Tensor, nn
 from ..core.layout import Layout
 from ..core.mesh import DeviceMesh
 from ..core.placements import REPLICATE, Placement
+from ..dispatch.replaced import current
 from ..errors import LayoutError
 from ..tensor.distribute import distribute_parameter, set_parameter
 from ..tensor.dtensor import DTensor
 
 OUTER = "_ms_dtensor_outer"  # cell attribute: (whole mesh, {axis: placement of plain inputs}), set by replicate
-_BECAME = "_ms_dtensor_became"  # parameter attribute: the DTensor Parameter that took its place
 
 
 def by_axis(placement, mesh: DeviceMesh, who: str) -> dict[str, Placement]:
@@ -102,8 +102,7 @@ def check_ties(work, mesh: DeviceMesh) -> None:
     first: dict[int, Layout] = {}
     for cell, placements in work:
         for key, placement in placements.items():
-            param = cell._params[key]
-            param = param.__dict__.get(_BECAME, param)
+            param = current(cell._params[key])
             if isinstance(param, DTensor):
                 check_agrees(param, mesh, [placement] * mesh.ndim)
                 continue
@@ -116,15 +115,12 @@ def check_ties(work, mesh: DeviceMesh) -> None:
 
 def shard_parameter(cell: nn.Cell, key: str, mesh: DeviceMesh, placement, src_data_rank: int | None) -> None:
     """Makes one parameter of a cell a DTensor on `mesh`, keeping ties: a parameter that is one already stays."""
-    param = cell._params[key]
-    if _BECAME in param.__dict__:  # tied to a cell that another style has dealt with
-        param = param.__dict__[_BECAME]
-        set_parameter(cell, key, param)
+    param = current(cell._params[key])  # it may be tied to a cell that was dealt with
     if isinstance(param, DTensor):
         check_agrees(param, mesh, placement)
-        return
-    param.__dict__[_BECAME] = distribute_parameter(param, mesh, placement, src_data_rank=src_data_rank)
-    set_parameter(cell, key, param.__dict__[_BECAME])
+    else:
+        param = distribute_parameter(param, mesh, placement, src_data_rank=src_data_rank)
+    set_parameter(cell, key, param)
 
 
 def union_mesh(a: DeviceMesh, b: DeviceMesh) -> DeviceMesh:

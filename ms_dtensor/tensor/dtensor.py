@@ -22,6 +22,7 @@ from ..core.placements import REPLICATE
 from ..dispatch import classes, modes, patches
 from ..dispatch.dispatcher import call, dispatch, plain_tree
 from ..dispatch.operands import as_local, dtype_name, local_alias, make, recording, redistribute, wrap
+from ..dispatch.patches import jit
 from ..errors import LayoutError, OpRuleError, RedistributeError
 from ..redistribute.execute import redistribute_local, run
 from ..redistribute.plan import check_reachable, plan
@@ -341,11 +342,11 @@ class DTensor(Tensor):
         return id(self)
 
     @property
-    def __ms_mutable__(self):
-        # ms.jit asks its arguments for this and for nothing else; it would compute on local storage without a word.
-        raise OpRuleError("For 'ms.jit', an argument is a DTensor.", self._layout.describe(),
-                          "A compiled graph does not dispatch: it would compute on this rank's shard.",
-                          ("call it on local tensors inside local_map", "run this part without ms.jit"))
+    def __parameter__(self):
+        jit.asked(self)
+        if isinstance(self, Parameter):
+            return True
+        raise AttributeError("__parameter__")
 
     # -- what a checkpoint planner asks; names as in PyTorch's protocol ----------------------------------------------
     def __create_chunk_list__(self):
@@ -437,6 +438,7 @@ class DTensorParameter(Parameter, DTensor):
                               "distribute_tensor(data, p.device_mesh, p.placements)")
         return Parameter.set_data(self, data, slice_shape)
 
+    __parameter__ = DTensor.__parameter__
     __repr__ = DTensor.__repr__
     __str__ = DTensor.__repr__
     __copy__ = DTensor.__copy__

@@ -12,7 +12,7 @@ from __future__ import annotations
 from mindspore import Tensor
 from mindspore._c_expression import NoFallbackGuard
 
-from . import functions, keywords
+from . import functions, gradients, jit, keywords
 
 _NAME = "__fallback__"
 
@@ -54,11 +54,15 @@ def install() -> None:
         setattr(Tensor, _NAME, _plain_fallback)
         functions.install()
         keywords.install()
+        jit.install()
+        gradients.install()
 
 
 def uninstall() -> None:
     """Removes the patch; `plain OP dtensor` then computes on local storage again, as in plain MindSpore."""
     if Tensor.__dict__.get(_NAME) is _plain_fallback:
         delattr(Tensor, _NAME)
+        gradients.uninstall()
+        jit.uninstall()
         keywords.uninstall()
         functions.uninstall()
