@@ -18,8 +18,9 @@ from .. import comm
 from ..core.layout import Layout
 from ..core.mesh import _DEVICE_TYPES, DeviceMesh, resolve_mesh
 from ..dispatch import patches
-from ..dispatch.operands import dtype_name, local_alias, recording, wrap
+from ..dispatch.operands import PARTIAL_GRAD_AXES, dtype_name, local_alias, recording, wrap
 from ..dispatch.patches import jit
+from ..dispatch.patches.hooks import given_hooks
 from ..dispatch.replaced import current, remember
 from ..errors import LayoutError, MeshError
 from ..redistribute.boxes import relative
@@ -29,7 +30,7 @@ from .dtensor import DTensor
 
 _DONE = "_ms_dtensor_distributed"  # cell attribute: distribute_module has been here
 # of one tensor, not of the role it plays:
-_OWN_STATE = frozenset(("_layout", "_ms_dtensor_replaced_by", "_with_cotangent", "_moves", "_source", "_viewed", "_inited_param"))
+_OWN_STATE = frozenset((PARTIAL_GRAD_AXES, "_layout", "_ms_dtensor_replaced_by", "_with_cotangent", "_moves", "_source", "_viewed", "_inited_param"))
 
 
 def init_device_mesh(device_type: str, mesh_shape: Sequence[int], *, mesh_dim_names: Sequence[str] | None = None,
@@ -236,6 +237,8 @@ def like_parameter(data, param: Parameter) -> Parameter:
         if key not in out.__dict__ and key not in _OWN_STATE:
             out.__dict__[key] = value
     out.param_info = param.param_info
+    for hook in given_hooks(param):
+        out.register_hook(hook)
     remember(param, out)
     return out
 

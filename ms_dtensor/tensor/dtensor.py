@@ -22,7 +22,7 @@ from ..core.placements import REPLICATE
 from ..dispatch import classes, modes, patches
 from ..dispatch.dispatcher import call, dispatch, plain_tree
 from ..dispatch.operands import as_local, dtype_name, local_alias, make, recording, redistribute, wrap
-from ..dispatch.patches import jit
+from ..dispatch.patches import hooks, jit
 from ..errors import LayoutError, OpRuleError, RedistributeError
 from ..redistribute.execute import redistribute_local, run
 from ..redistribute.plan import check_reachable, plan
@@ -79,6 +79,8 @@ class DTensor(Tensor):
         pass
 
     __fallback__ = dispatch
+    register_hook = hooks.register_hook
+    __parameter__ = jit.PARAMETER
 
     @staticmethod
     def _run_own_op(op, arguments):
@@ -341,13 +343,6 @@ class DTensor(Tensor):
     def __hash__(self):
         return id(self)
 
-    @property
-    def __parameter__(self):
-        jit.asked(self)
-        if isinstance(self, Parameter):
-            return True
-        raise AttributeError("__parameter__")
-
     # -- what a checkpoint planner asks; names as in PyTorch's protocol ----------------------------------------------
     def __create_chunk_list__(self):
         return state.chunk_list(self._layout)
@@ -438,7 +433,7 @@ class DTensorParameter(Parameter, DTensor):
                               "distribute_tensor(data, p.device_mesh, p.placements)")
         return Parameter.set_data(self, data, slice_shape)
 
-    __parameter__ = DTensor.__parameter__
+    __parameter__ = jit.PARAMETER
     __repr__ = DTensor.__repr__
     __str__ = DTensor.__repr__
     __copy__ = DTensor.__copy__

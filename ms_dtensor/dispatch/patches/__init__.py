@@ -12,7 +12,7 @@ from __future__ import annotations
 from mindspore import Tensor
 from mindspore._c_expression import NoFallbackGuard
 
-from . import functions, gradients, jit, keywords
+from . import functions, gradients, hooks, jit, keywords
 
 _NAME = "__fallback__"
 
@@ -56,12 +56,14 @@ def install() -> None:
         keywords.install()
         jit.install()
         gradients.install()
+        hooks.install()
 
 
 def uninstall() -> None:
     """Removes the patch; `plain OP dtensor` then computes on local storage again, as in plain MindSpore."""
     if Tensor.__dict__.get(_NAME) is _plain_fallback:
         delattr(Tensor, _NAME)
+        hooks.uninstall()
         gradients.uninstall()
         jit.uninstall()
         keywords.uninstall()

@@ -2,7 +2,7 @@
 """The doors of `ms.jit`: a compiled graph does not dispatch, so a DTensor that enters one, or is captured, is refused.
 
 Arguments are searched before anything is compiled. What a function captures (a global tensor, a cell's parameters) is
-known only while it is compiled: the compiler asks every tensor that it meets for `__parameter__`, which `asked` notes, and
+known only while it is compiled: the compiler asks every tensor that it meets for `__parameter__`, which is noted, and
 what was compiled with a DTensor is forgotten again. Two kinds of MindSpore's own compiled code are right on DTensors: loss
 scaling, which then runs uncompiled, and optimizers that work element by element, on the shards of parameter and gradient.
 """
@@ -29,10 +29,15 @@ _refused: dict[int, tuple] = {}  # by id: (a function in bytecode mode that capt
 _installed: list[tuple[object, str, object]] = []
 
 
-def asked(x) -> None:
-    """A DTensor was asked for `__parameter__`, which the graph compiler does."""
+def _asked(x):
     if _met is not None:
         _met.append(x)
+    if isinstance(x, Parameter):
+        return True
+    raise AttributeError("__parameter__")
+
+
+PARAMETER = property(_asked)  # `__parameter__` of DTensors: the graph compiler asks every tensor for it
 
 
 def forget_compiled() -> None:
