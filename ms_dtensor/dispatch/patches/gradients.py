@@ -19,6 +19,7 @@ from mindspore.ops.function.grad import grad_func
 
 from ...core.tree import leaves, map_leaves
 from ...errors import MixedOperandError
+from ...redistribute.execute import recorded_gradient
 from .. import modes
 from ..operands import local_alias, recording, redistribute, retag
 from ..replaced import current
@@ -47,11 +48,19 @@ def _grad(original):
         if operation.get_by_list:
             given = fn.trainable_params() if weights is None and isinstance(fn, nn.Cell) else weights
             originals += [given] if isinstance(given, Parameter) else list(given or ())
-        for g, x in zip(leaves(out, Tensor), originals):
-            if g.__class__ is Tensor and _layout(x) is not None:  # new, and nobody else has it
-                retag(g, x._layout.gradient())
-        return out
+        if len(originals) != len(leaves(out, Tensor)) or not any(map(_layout, originals)):
+            return out
+        it = iter(originals)
+        return map_leaves(lambda g: _gradient(g, next(it)), out, Tensor)
     return grad
+
+
+def _gradient(g, x):
+    """`g`, the gradient of `x`, said to be what it is: it is new and nobody else has it, so its class is changed."""
+    layout = _layout(x)
+    if layout is None or g.__class__ is not Tensor:
+        return g
+    return retag(recorded_gradient(g, layout), layout.gradient())
 
 
 def _wanted_inputs(operation, grad_position, inputs) -> list:
