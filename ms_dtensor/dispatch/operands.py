@@ -22,6 +22,7 @@ from . import classes
 
 recording = _pynative_executor._executor.grad_flag  # the C++ method: the one around it costs as much again
 make = Tensor._make_subclass
+DIFFERENTIABLE = ("float", "bfloat", "complex")  # how their dtypes begin; others have no cotangent
 VIEWED = "_viewed"  # attribute of a recorded view: (what it is a view of, its plan, the call that made it)
 PARTIAL_GRAD_AXES = "partial_grad_axes"  # attribute of a Parameter: axes on which its gradient stays partial (buckets.py)
 
@@ -125,7 +126,7 @@ def redistribute(x, dst: Layout, implicit: bool = False, async_op: bool = False)
 
 def _redistributed(x, src: Layout, dst: Layout, async_op: bool):
     works: list | None = [] if async_op else None
-    if not recording() or not x._requires_grad:
+    if not recording() or not x._requires_grad or not src.dtype.startswith(DIFFERENTIABLE):
         out = wrap(run(plan_moves(src, dst), local_alias(x), works), dst)
         return pend(out, works[0]) if works else out
     if x.__class__ is classes.DTENSOR and relabels(src, dst):  # an alias has the autograd identity of all but a Parameter

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 
+import numpy as np
 from mindspore import Parameter, Tensor
 
 from ..core.layout import Layout, short_dtype
@@ -21,9 +22,8 @@ from ..ops.rules.write import INPLACE
 from . import inplace
 from .composite import COMPOSED
 from .op_plan import OpPlan, check_policy
-from .operands import dtype_name
+from .operands import DIFFERENTIABLE, dtype_name
 
-_DIFFERENTIABLE = ("float", "bfloat", "complex")
 _OWN = frozenset(("name", "attrs", "init_attrs", "_update_parameter", "input_names", "output_names"))
 
 
@@ -59,6 +59,11 @@ def build_plan(name, args, kwargs, tensors, mode, head=None) -> OpPlan | Composi
         op, params = INPLACE[name]
         return widened(plan_in_place(op, bind_arguments(name, params, args, kwargs, head), tensors, mode), op, tensors)
     entry = PRIMITIVES.get(name)
+    if any(isinstance(a, np.ndarray) for a in (*args, *kwargs.values())):
+        raise MixedOperandError(
+            f"For '{name.removeprefix('Deprecated').lower()}', a numpy.ndarray meets a DTensor.", describe_operands(tensors),
+            "An array does not say how it is laid out, so one rank's data could pass for the whole.",
+            ("distribute_tensor(Tensor(array), device_mesh, placements)", "x.full_tensor().asnumpy(), to work in NumPy"))
     if entry is None or entry[0] not in RULES:
         near = difflib.get_close_matches(name, PRIMITIVES, 1)
         raise OpRuleError(f"For '{name}', there is no rule for DTensors.", describe_operands(tensors),
@@ -151,7 +156,7 @@ def plan_for(op, arguments, tensors, mode, own=None, keep=False) -> OpPlan:
     for i, (layout, target, own_axes) in enumerate(zip(layouts, choice.targets, choice.own)):
         cotangent = target.gradient()
         # a sum over one rank is the value itself, and integers have no cotangent
-        own_axes = [a for a in own_axes if mesh.shape[a] > 1 and layout.dtype.startswith(_DIFFERENTIABLE)]
+        own_axes = [a for a in own_axes if mesh.shape[a] > 1 and layout.dtype.startswith(DIFFERENTIABLE)]
         if own_axes:
             placements = list(cotangent.placements)
             for a in own_axes:

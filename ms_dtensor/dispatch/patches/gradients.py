@@ -48,8 +48,10 @@ def _grad(original):
         if operation.get_by_list:
             given = fn.trainable_params() if weights is None and isinstance(fn, nn.Cell) else weights
             originals += [given] if isinstance(given, Parameter) else list(given or ())
-        if len(originals) != len(leaves(out, Tensor)) or not any(map(_layout, originals)):
+        if not any(layout is not None for layout in map(_layout, originals)):
             return out
+        count = len(leaves(out, Tensor))
+        assert count == len(originals), f"{count} gradients for {len(originals)} tensors"
         it = iter(originals)
         return map_leaves(lambda g: _gradient(g, next(it)), out, Tensor)
     return grad
