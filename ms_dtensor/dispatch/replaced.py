@@ -8,17 +8,27 @@ from __future__ import annotations
 
 import weakref
 
-_NAME = "_ms_dtensor_replaced_by"
+PLACE = "_ms_dtensor_place"  # parameter attribute: shared by all that stood in one place, it knows the one that does now
+
+
+class _Place:
+    """Where one parameter after another stands."""
+
+    __slots__ = ("holder",)
+
+    def __init__(self):
+        self.holder = None
 
 
 def remember(old, new) -> None:
     """`new` takes the place of the parameter `old`."""
-    if old is not new:
-        old.__dict__[_NAME] = weakref.ref(new)
+    place = old.__dict__.setdefault(PLACE, _Place())
+    new.__dict__[PLACE] = place
+    place.holder = weakref.ref(new)
 
 
 def current(param):
     """The parameter that is in the place of `param` now: itself, or what replaced it."""
-    while (ref := param.__dict__.get(_NAME)) is not None and (new := ref()) is not None:
-        param = new
-    return param
+    place = param.__dict__.get(PLACE)
+    holder = None if place is None else place.holder()
+    return param if holder is None else holder

@@ -21,7 +21,7 @@ from ..dispatch import patches
 from ..dispatch.operands import PARTIAL_GRAD_AXES, dtype_name, local_alias, recording, wrap
 from ..dispatch.patches import jit
 from ..dispatch.patches.hooks import given_hooks
-from ..dispatch.replaced import current, remember
+from ..dispatch.replaced import PLACE, current, remember
 from ..errors import LayoutError, MeshError
 from ..redistribute.boxes import relative
 from ..redistribute.execute import slice_local
@@ -30,7 +30,7 @@ from .dtensor import DTensor
 
 _DONE = "_ms_dtensor_distributed"  # cell attribute: distribute_module has been here
 # of one tensor, not of the role it plays:
-_OWN_STATE = frozenset((PARTIAL_GRAD_AXES, "_layout", "_ms_dtensor_replaced_by", "_with_cotangent", "_moves", "_source", "_viewed", "_inited_param"))
+_OWN_STATE = frozenset((PARTIAL_GRAD_AXES, "_layout", PLACE, "_with_cotangent", "_moves", "_source", "_viewed", "_inited_param"))
 
 
 def init_device_mesh(device_type: str, mesh_shape: Sequence[int], *, mesh_dim_names: Sequence[str] | None = None,
@@ -205,16 +205,12 @@ def distribute_module(module: nn.Cell, device_mesh: DeviceMesh | None = None, pa
 
 def _partition(partition_fn, name: str, cell: nn.Cell, mesh: DeviceMesh) -> None:
     """Calls `partition_fn` for one cell; what was tied to a parameter that was distributed before stays tied to it."""
-    before = dict(cell._params)
-    for key, param in before.items():
-        if param is not None and current(param) is not param:
-            set_parameter(cell, key, current(param))
+    before = {key: param for key, param in cell._params.items() if param is not None}
     partition_fn(name, cell, mesh)
     for key, old in before.items():
-        new = cell._params.get(key)
-        if not isinstance(old, Parameter) or not isinstance(new, Parameter) or new is current(old):
+        new, tied = cell._params.get(key), current(old)
+        if new is old or not isinstance(new, Parameter):
             continue
-        tied = current(old)
         if tied is old:
             remember(old, new)
         elif getattr(new, "_layout", None) is tied._layout:

@@ -434,6 +434,7 @@ class DTensorParameter(Parameter, DTensor):
         return Parameter.set_data(self, data, slice_shape)
 
     __parameter__ = jit.PARAMETER
+    register_hook = DTensor.register_hook
     __repr__ = DTensor.__repr__
     __str__ = DTensor.__repr__
     __copy__ = DTensor.__copy__

@@ -146,10 +146,17 @@ def _forward(original):
     return forward
 
 
+def _recomputed(original):
+    @functools.wraps(original)
+    def construct(self, *args, **kwargs):  # its parameters were listed when `recompute()` was called
+        self.internal_params[:] = [current(p) for p in self.internal_params]
+        return original(self, *args, **kwargs)
+    return construct
+
+
 def _recomputing(original):
     @functools.wraps(original)
     def bprop(self, *args):
-        self.internal_params = [current(p) for p in self.internal_params]
         token = _local.set(True)
         try:
             return original(self, *args)
@@ -161,7 +168,7 @@ def _recomputing(original):
 _DOORS = (
     (_pynative_executor, "grad", _grad), (_pynative_executor, "end_graph", _end_graph),
     (base, "_pynative_func_grad_forward", _forward), (grad_func, "_pynative_func_grad_forward", _forward),
-    (_RecomputeCell, "bprop", _recomputing),
+    (_RecomputeCell, "construct", _recomputed), (_RecomputeCell, "bprop", _recomputing),
 )
 
 
