@@ -2,10 +2,10 @@
 """Gradient buckets: a data-parallel parameter keeps its gradient partial, and many are reduced in one all-reduce.
 
 A parameter marked here asks for its cotangent still summed over nothing on the data-parallel axes (`Parameter` attribute
-`partial_grad_axes`, honoured by `dispatch/operands.py`). Its hook keeps that gradient; when the last one of a bucket has arrived,
-or the backward ends, all are reduced together and written back in place. So the caller sees reduced gradients, and the
-number of collectives does not grow with the number of parameters. On host all buckets wait for the end: nobody would
-reduce them meanwhile, and each meeting costs a wait for the slower rank.
+`partial_grad_axes`, honoured by `dispatch/operands.py`). Its hook keeps that gradient; when the last one of a bucket has
+arrived, or the backward ends, all are reduced together, given to the hooks that users registered, and written back in
+place. So the caller sees reduced gradients, and the number of collectives does not grow with the number of parameters. On
+host all buckets wait for the end: nobody would reduce them meanwhile, and each meeting costs a wait for the slower rank.
 """
 from __future__ import annotations
 

@@ -103,8 +103,8 @@ def taken_back(x: Tensor, cell: nn.Cell, before: int) -> Tensor:
         return wrap(x, layout)
     if _handed_out != before:
         raise LayoutError(f"For 'replicate', {type(cell).__name__} computed a plain tensor from plain outputs of styles.",
-                          f"plain Tensor{list(x._shape)}", "It is one rank's own: so would be the loss, and gradients, summed "
-                          "over the ranks, would come out too large.",
+                          f"plain Tensor{list(x._shape)}", "It is one rank's own, so would be the loss, and gradients, "
+                          "summed over the ranks, would come out too large.",
                           ("use_local_output=False in the styles, which keeps DTensors",
                            "end with PrepareModuleOutput on the last cell"))
     return x

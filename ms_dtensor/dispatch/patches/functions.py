@@ -149,7 +149,7 @@ def _filling(original, constants):
 
 
 def _labelling(original, at: int):
-    """`original`, with plain labels and weights laid out as the same on all ranks, as `loss_parallel()` says that they are."""
+    """`original`, with plain labels and weights laid out as the same on all ranks, which `loss_parallel()` says they are."""
     @functools.wraps(original)
     def call(*args, **kwargs):
         if modes.mode.get().no_gather:
@@ -168,8 +168,8 @@ def _whole(x, mesh, weight: bool):
 def _clip_by_global_norm(x, clip_norm=1.0, use_norm=None):
     """Of DTensors in any mix of layouts: one reduction for each; MindSpore's would meet a plain constant."""
     if use_norm is not None or isinstance(clip_norm, bool) or not clip_norm > 0:
-        raise ConfigError(f"For 'clip_by_global_norm', 'clip_norm' must be positive and 'use_norm' None, but got {clip_norm!r} "
-                          f"and {use_norm!r}.")
+        raise ConfigError(f"For 'clip_by_global_norm', 'clip_norm' must be positive and 'use_norm' None, but got "
+                          f"{clip_norm!r} and {use_norm!r}.")
     squares: dict = {}
     for g in x:
         square = mint.square(g.astype(ms.float32)).sum()

@@ -12,14 +12,14 @@ import functools
 from contextvars import ContextVar
 from typing import Any
 
-from mindspore import Parameter, Tensor, nn
+from mindspore import Tensor, nn
 from mindspore._c_expression import NoFallbackGuard
 from mindspore.common._grad_function import _Function
 from mindspore.ops.operations._inner_ops import CellBackwardHook
 
 from ...core.layout import Layout
 from ...errors import LayoutError, OpRuleError
-from ..operands import PARTIAL_GRAD_AXES, VIEWED, as_local, grad_layout, local_alias, redistribute, wrap
+from ..operands import PARTIAL_GRAD_AXES, VIEWED, as_local, local_alias, redistribute, wrap
 
 _GIVEN = "given"  # attribute of a registered function: the user's hook
 _calls: ContextVar[tuple] = ContextVar("ms_dtensor_hooked_calls", default=())  # of cells with backward hooks, open now

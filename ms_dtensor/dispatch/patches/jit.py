@@ -205,7 +205,7 @@ def _aligned(optimizer, param, grad):
         raise OpRuleError(f"For '{type(optimizer).__name__}', parameter '{param.name}' and its gradient do not fit.",
                           f"{what}, gradient {list(grad._shape) if layout is None else layout.describe()}",
                           "An update works on shards that lie alike.",
-                          ("make the optimizer after the model was distributed", "distribute the gradient like the parameter"))
+                          ("make the optimizer after the model was distributed", "lay the gradient out like the parameter"))
     target = own.gradient()
     return redistribute(grad, layout.with_placements(target.placements, target.order), implicit=True)
 
