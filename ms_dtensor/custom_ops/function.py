@@ -118,7 +118,7 @@ class DFunction:
                 (f"register_rule({cls._op_name or cls.__name__!r}, cases)", "set in_placements and out_placements",
                  "pass x.to_local(), and wrap the results with DTensor.from_local"))
         mapping = Mapping(f"{cls.__name__}.apply", cls.out_placements, cls.in_placements, cls.in_grad_placements, None,
-                          True, _plain_attribute(cls, "out_shapes"), implicit=True)
+                          True, _plain_attribute(cls, "out_shapes"))
         return mapping.run(_local_function(cls), args, kwargs)
 
     @classmethod

@@ -45,7 +45,7 @@ def _reduce_partial(x):
     if layout is None or not layout.partial_axes:
         return x
     placed = [REPLICATE if p.is_partial() else p for p in layout.placements]
-    return redistribute(x, layout.with_placements(placed, layout.order), implicit=True)
+    return redistribute(x, layout.with_placements(placed, layout.order), implicit="a composed op")
 
 
 def _floating(x):

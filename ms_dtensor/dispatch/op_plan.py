@@ -5,20 +5,18 @@ A plan is what `dispatch/planner.py` decided for one key of a call; running it c
 """
 from __future__ import annotations
 
-import warnings
 from sys import getrefcount
 
 from mindspore import Parameter, Tensor
 from mindspore._c_expression import NoFallbackGuard, TensorOverloadCall
 
-from ..comm.record import user_site
 from ..comm.world import ops_block
 from ..core.layout import Layout
-from ..errors import ImplicitCommError, OpRuleError
+from ..errors import OpRuleError
 from ..ops.local import run_local, widening
 from ..ops.rules.spec import Operand
-from ..redistribute.plan import plan as plan_moves
-from . import classes, inplace
+from . import classes, inplace, policy
+from .modes import DEFAULT
 from .operands import (
     PARTIAL_GRAD_AXES,
     VIEWED,
@@ -45,7 +43,6 @@ def _count_references() -> tuple[int, int]:
 
 
 _ALONE, _ALONE_BELOW = _count_references()  # of what one variable knows: counted there, and in a function it is passed to
-_warned: set[tuple[str, str]] = set()  # call sites that have been warned about
 
 
 class OpPlan:
@@ -59,7 +56,7 @@ class OpPlan:
     """
 
     __slots__ = ("op", "steps", "invoke", "empty", "outs", "implicit", "substitute", "widened", "view", "target", "native",
-                 "uses", "short", "faced", "places", "filled", "shares", "direct", "aliased")
+                 "reduced", "uses", "short", "faced", "places", "filled", "shares", "direct", "aliased")
 
     def __init__(self, op, steps, invoke, empty, outs):
         self.op, self.steps, self.invoke, self.empty, self.outs = op, steps, invoke, empty, outs
@@ -71,7 +68,9 @@ class OpPlan:
         self.short = None  # the first result's layout, once `run` may take the short way
         self.aliased = True  # a short run takes plain aliases of the operands
         # while recording: an operand shows its varying face, or a result is partial in a way that no gradient fits
-        self.faced = any(cotangent is not None for *_, cotangent in steps)
+        self.reduced = tuple(sorted({a for _, (placements, *_), _ in outs for a, p in enumerate(placements)
+                                     if p.is_partial() and not p.is_partial("sum")}))  # axes, while recording
+        self.faced = bool(self.reduced) or any(cotangent is not None for *_, cotangent in steps)
         self.shares = self.direct = False  # of a view: it shares storage; MindSpore's own op made it
         self.places, self.filled = None, None  # where the call takes which operand: ((place, operand), ...); the rest of it
 
@@ -120,15 +119,15 @@ class OpPlan:
             inplace.check_writable(first, self.op, grad)
             if grad:
                 tensors[0] = inplace.fresh(first)
-        if self.implicit:
-            check_policy(self, tensors, mode)
+        if mode is not DEFAULT and (self.implicit or self.reduced):
+            policy.check_op(self.op, tensors, [t for _, t, _ in self.steps], self.reduced if grad else (), mode)
         parameter = False
         for i, (promoted, target, cotangent) in enumerate(self.steps):
             x = tensors[i]
             if promoted is not None:
                 x = as_replicated(x, promoted, grad)
             if target is not None:
-                x = redistribute_operand(x, target, grad)
+                x = redistribute_operand(x, target, grad, self.op)
             if grad:
                 if cotangent is not None:
                     if x._requires_grad:  # a constant has no cotangent to be laid out
@@ -181,7 +180,6 @@ class OpPlan:
 
     def _learn(self, args, kwargs, tensors) -> None:
         """After a first run: where operands stand in the call, and whether later runs may be short."""
-        self.faced = self.faced or any(o.has_nonlinear_partial for o in self.outs)
         call = args if self.invoke is None else self.invoke[1]
         wanted = Tensor if self.invoke is None else Operand
         found = [(k, v) for k, v in enumerate(call) if isinstance(v, wanted)]
@@ -206,7 +204,7 @@ class OpPlan:
             out = outs[0]
             if out.__class__ is not Layout:
                 out = self._bind_result_layout(0, result)
-            return reduce_nonlinear(_wrap_or_retag(getrefcount(result), result, out), grad)
+            return reduce_nonlinear(_wrap_or_retag(getrefcount(result), result, out), grad, self.op)
         if isinstance(result, tuple | list):
             if len(result) != len(outs):
                 raise OpRuleError(f"For '{self.op}', the rule promises {len(outs)} results, MindSpore gave {len(result)}.",
@@ -215,7 +213,7 @@ class OpPlan:
             for i in range(len(outs)):  # `zip` would hold another reference
                 r = result[i]
                 out = outs[i] if outs[i].__class__ is Layout else self._bind_result_layout(i, r)
-                done.append(reduce_nonlinear(_wrap_or_retag(getrefcount(r), r, out), grad))
+                done.append(reduce_nonlinear(_wrap_or_retag(getrefcount(r), r, out), grad, self.op))
             return type(result)(done)
         raise OpRuleError(f"For '{self.op}', MindSpore returned {type(result).__name__}, not a tensor.")
 
@@ -273,42 +271,3 @@ def refill(values, tensors):
     out = [next(tensors) if isinstance(v, Tensor) else
            refill(v, tensors) if v.__class__ in (list, tuple) else v for v in values]
     return out if values.__class__ is list else tuple(out)
-
-
-def check_policy(plan: OpPlan, tensors, mode):
-    """Raises or warns, as the redistribution policy says, if the plan moves an operand by itself."""
-    if mode.no_gather:
-        _check_no_gather(plan, tensors)
-    if mode.policy == "auto":
-        return
-    for x, (_, target, _) in zip(tensors, plan.steps):
-        if target is None or getattr(x, "_layout", None) is None:
-            continue
-        moves = plan_moves(x._layout, target)
-        if all(m.kind == "cut" for m in moves):
-            continue
-        error = ImplicitCommError(
-            f"For '{plan.op}', an operand has to be moved first: {', '.join(m.kind for m in moves)}.",
-            f"{x._layout.describe()} -> {target}", "The redistribution policy is 'explicit'.",
-            f"insert .redistribute(placements={list(target.placements)})")
-        if mode.policy == "explicit":
-            raise error
-        site = user_site()
-        if (site, plan.op) not in _warned:
-            _warned.add((site, plan.op))
-            warnings.warn(f"{site}: " + str(error).replace("is 'explicit'", "is 'warn'"), stacklevel=5)
-
-
-def _check_no_gather(plan: OpPlan, tensors):
-    """Inside `loss_parallel()`: refuses to make whole a sharded dim of logits, which is any but the first of a float."""
-    for x, (_, target, _) in zip(tensors, plan.steps):
-        layout = getattr(x, "_layout", None)
-        if target is None or layout is None or "float" not in layout.dtype:
-            continue
-        if any(n > 1 and set(have) - set(want) for n, have, want in
-               zip(layout.shape[1:], layout.dim_axes[1:], target.dim_axes[1:])):
-            raise ImplicitCommError(
-                f"For '{plan.op}', an operand would be gathered inside loss_parallel().", f"{layout.describe()} -> {target}",
-                "Inside that block logits stay sharded.",
-                ("use a cross entropy, and lay the labels out like the logits' rows",
-                 f".redistribute(placements={list(target.placements)}), if the whole is meant"))

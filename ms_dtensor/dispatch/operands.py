@@ -18,7 +18,7 @@ from ..core.placements import REPLICATE, Partial
 from ..redistribute.execute import redistribute_local, run
 from ..redistribute.plan import plan as plan_moves
 from ..redistribute.plan import relabels
-from . import classes
+from . import classes, policy
 
 recording = _pynative_executor._executor.grad_flag  # the C++ method: the one around it costs as much again
 make = Tensor._make_subclass
@@ -110,16 +110,22 @@ def _face_of_viewed(x, cotangent: Layout):
     return out
 
 
-def redistribute(x, dst: Layout, implicit: bool = False, async_op: bool = False):
+def redistribute(x, dst: Layout, implicit: str = "", async_op: bool = False):
     """`x` in another layout, differentiably; the same object if it is there already.
 
-    With `async_op` its data may still be under way, see `async_tensor.py`.
+    Args:
+        x: a DTensor.
+        dst: its new layout.
+        implicit: who moves it without having been told to, for the redistribution policy and the recorder.
+        async_op: its data may still be under way, see `async_tensor.py`.
     """
     src = x._layout
     if src is dst:
         return x
+    if implicit:
+        policy.check_move(implicit, src, dst, back=grad_layout(x) if recording() and x._requires_grad else None)
     if active():  # the texts are for who listens
-        with comm.annotate(implicit=implicit, src=repr(src), dst=repr(dst)):
+        with comm.annotate(implicit=bool(implicit), src=repr(src), dst=repr(dst)):
             return _redistributed(x, src, dst, async_op)
     return _redistributed(x, src, dst, async_op)
 
@@ -145,12 +151,12 @@ def pend(out, work):
     return out
 
 
-def reduce_nonlinear(x, grad):
+def reduce_nonlinear(x, grad, who: str):
     """Under autograd only sums may stay partial: the seed of a cotangent fits no other reduction."""
     layout = x._layout
     if grad and layout.has_nonlinear_partial:
         placements = [REPLICATE if p.is_partial() and not p.is_partial("sum") else p for p in layout.placements]
-        return redistribute(x, layout.with_placements(placements, layout.order), implicit=True)
+        return redistribute(x, layout.with_placements(placements, layout.order), implicit=who)
     return x
 
 
@@ -160,13 +166,13 @@ def as_replicated(x, layout: Layout, grad):
     return wrap(redistribute_local(x, layout, layout, cotangent, cotangent, data=x) if grad else local_alias(x), layout)
 
 
-def redistribute_operand(x, target: Layout, grad):
+def redistribute_operand(x, target: Layout, grad, who: str):
     if not grad or x._is_leaf:
-        return redistribute(x, target, implicit=True)
+        return redistribute(x, target, implicit=who)
     memo = x.__dict__.setdefault("_moves", {})
     out = memo.get(target)
     if out is None:
-        out = memo[target] = redistribute(x, target, implicit=True)
+        out = memo[target] = redistribute(x, target, implicit=who)
     return out
 
 

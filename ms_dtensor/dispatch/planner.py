@@ -19,9 +19,9 @@ from ..ops.rules.names import ALIASES, NATIVE, PRIMITIVES
 from ..ops.rules.select import choose
 from ..ops.rules.view import view_kind
 from ..ops.rules.write import INPLACE
-from . import inplace
+from . import inplace, policy
 from .composite import COMPOSED
-from .op_plan import OpPlan, check_policy
+from .op_plan import OpPlan
 from .operands import DIFFERENTIABLE, dtype_name
 
 _OWN = frozenset(("name", "attrs", "init_attrs", "_update_parameter", "input_names", "output_names"))
@@ -39,7 +39,8 @@ class Composition:
         self.uses += 1
         bound = bind_arguments(self.name, self.params, args, kwargs or {}, head)
         if mode.policy != "auto":  # what the user can do about it is to make the dim whole, as the op's own rule would
-            check_policy(plan_for(self.op, bound, tensors, mode), tensors, mode)
+            steps = plan_for(self.op, bound, tensors, mode).steps
+            policy.check_op(self.op, tensors, [target for _, target, _ in steps], (), mode._replace(no_gather=False))
         return COMPOSED[self.op].run(self.name, **bound)
 
 

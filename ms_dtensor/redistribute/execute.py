@@ -113,12 +113,12 @@ _EXECUTORS = {"all_gather": _all_gather, "all_reduce": _all_reduce, "reduce_scat
 
 
 def slice_local(x, slices):
-    """`x[slices]` as contiguous memory, which may be that of `x`."""
-    if on_cpu():  # in a node, MindSpore 2.10 forgets the history of a view when it differentiates again
-        return Tensor.from_numpy(np.asarray(x.asnumpy()[tuple(slices)], order="C"))
-    for d, s in enumerate(slices):
-        if s.start != 0 or s.stop != x.shape[d]:
-            x = ms.mint.narrow(x, d, s.start, s.stop - s.start)
+    """`x[slices]` as contiguous memory of its own, unless that is all of `x`."""
+    part = [(d, s) for d, s in enumerate(slices) if s.start != 0 or s.stop != x.shape[d]]
+    if part and on_cpu():  # in a node, MindSpore 2.10 forgets the history of a view when it differentiates again
+        return Tensor.from_numpy(np.array(x.asnumpy()[tuple(slices)], order="C"))
+    for d, s in part:
+        x = ms.mint.narrow(x, d, s.start, s.stop - s.start)
     return x.contiguous()
 
 

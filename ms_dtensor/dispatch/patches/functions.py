@@ -21,7 +21,7 @@ from ...core.layout import Layout
 from ...core.tree import leaves
 from ...errors import ConfigError
 from ...ops import rng
-from .. import modes
+from .. import modes, policy
 from ..dispatcher import plain_tree
 from ..operands import replicate_constant, wrap
 
@@ -175,6 +175,10 @@ def _clip_by_global_norm(x, clip_norm=1.0, use_norm=None):
         square = mint.square(g.astype(ms.float32)).sum()
         key = getattr(square, "_layout", None)
         squares[key] = squares[key] + square if key in squares else square
+    partial = [key.describe() for key in squares if key is not None and key.has_partial()]
+    if partial:
+        policy.check("clip_by_global_norm", "the norms of all ranks have to be put together", "\n".join(partial),
+                     ("ms_dtensor.optim.clip_grad_norm_", 'with redistribution_policy("auto"): around this call'))
     whole = [square if key is None else square.redistribute() for key, square in squares.items()]
     if len({None if key is None else key.mesh for key in squares}) > 1:
         whole = [square if getattr(square, "_layout", None) is None else square.to_local() for square in whole]

@@ -118,7 +118,7 @@ def _sens(fn, sens):
         target = want.gradient()
         if have is None:
             s = retag(local_alias(s), target.replicated())
-        return local_alias(redistribute(s, target, implicit=True))
+        return local_alias(redistribute(s, target, implicit="sens"))
     return map_leaves(local, sens, Tensor)
 
 

@@ -85,7 +85,7 @@ def _local(result, grad, layout: Layout):
                           ("return a DTensor of the gradient's shape", "DTensor.from_local(t, mesh, placements)"))
     target = layout if have.dtype == layout.dtype else Layout(layout.mesh, layout.placements, have.shape, have.dtype,
                                                              layout.order)
-    return local_alias(redistribute(result, target, implicit=True))
+    return local_alias(redistribute(result, target, implicit="a backward hook"))
 
 
 # -- of cells -------------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from mindspore.graph._utils import pijit_context
 from ... import comm
 from ...core.tree import leaves, map_leaves
 from ...errors import OpRuleError
+from .. import policy
 from ..operands import local_alias, redistribute
 
 # MindSpore's optimizers whose update of one element depends on that element alone
@@ -207,7 +208,7 @@ def _aligned(optimizer, param, grad):
                           "An update works on shards that lie alike.",
                           ("make the optimizer after the model was distributed", "lay the gradient out like the parameter"))
     target = own.gradient()
-    return redistribute(grad, layout.with_placements(target.placements, target.order), implicit=True)
+    return redistribute(grad, layout.with_placements(target.placements, target.order), implicit=type(optimizer).__name__)
 
 
 def _shard(x):
@@ -226,6 +227,10 @@ def _all_finite(inputs, *_):
         elif layout is not None:
             wrong.setdefault(layout.mesh, 0)
     total = wrong.pop(None, 0)
+    if any(mesh.size() > 1 for mesh in wrong):
+        policy.check("all_finite", "the answers of all ranks have to be put together",
+                     "\n".join(x._layout.describe() for x in _dtensors(inputs)),
+                     ('with redistribution_policy("auto"): around this call',))
     for mesh, count in wrong.items():
         if mesh.get_coordinate() is not None:
             with comm.annotate(implicit=True, src="all_finite", dst="all_finite"):
