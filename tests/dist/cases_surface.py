@@ -129,7 +129,8 @@ def training_cells_and_optimizers(world):
     """`nn.SGD` and its like are compiled; element by element, they are right on shards."""
     x = data(1, 8, 6)
     made = (lambda p: nn.SGD(p, 0.1, momentum=0.9), lambda p: nn.Momentum(p, 0.1, 0.9, weight_decay=0.01),
-            lambda p: nn.Adam(p, 0.01), lambda p: nn.AdamWeightDecay(p, 0.01, weight_decay=0.1))
+            lambda p: nn.Adam(p, 0.01), lambda p: ms.experimental.optim.AdamW(p, 0.01),
+            lambda p: nn.AdamWeightDecay(p, 0.01, weight_decay=0.1))
     for make in made:
         plain, net = _mlp(3), _mlp(3)
         parallelize_module(net, mesh_2d()["tp"], {"0": ColwiseParallel(use_local_output=False),
@@ -143,7 +144,8 @@ def training_cells_and_optimizers(world):
             equal(p, q, f"{type(step.optimizer).__name__} {p.name}", rtol=1e-4)
     net = distribute_module(_mlp(3), mesh_1d())
     grads = ms.grad(lambda t: (net(t) ** 2).mean(), None, net.trainable_params())(placed(x, mesh_1d(), S(0)))
-    refused(lambda: nn.Lamb(net.trainable_params(), 0.1)(grads))
+    for norms in (nn.Lamb(net.trainable_params(), 0.1), nn.AdaFactor(net.trainable_params())):
+        assert "depends on others" in refused(lambda n=norms: n(grads))
     assert "grad_centralization" in refused(lambda: nn.SGD(
         [{"params": net.trainable_params(), "grad_centralization": True}], 0.1)(grads))
     stale = _mlp(3)

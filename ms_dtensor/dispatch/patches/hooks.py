@@ -42,6 +42,16 @@ def register_hook(self, hook):
 
     Raises:
         OpRuleError: uses of this tensor before now would bypass the hook.
+
+    Example:
+        >>> import ms_dtensor as md
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> def doubled(x):
+        ...     y = x * x
+        ...     y.register_hook(lambda grad: 2 * grad)
+        ...     return y.sum()
+        >>> md.grad(doubled)(md.ones(2, device_mesh=mesh)).tolist()
+        [4.0, 4.0]
     """
     d = self.__dict__
     if not self._is_leaf:

@@ -90,6 +90,11 @@ def _call(original):
                 kwargs = map_leaves(_shard, kwargs, Tensor)
         elif self.fn.__module__ == "mindspore.amp" and _dtensors(*given):
             return _all_finite(*args) if self.fn.__name__ == "_all_finite" else self.fn(*args, **kwargs)
+        elif isinstance(self.obj, nn.Optimizer) and _dtensors(*given):
+            raise OpRuleError(f"For '{type(self.obj).__name__}', a gradient is a DTensor.",
+                              _dtensors(*given)[0]._layout.describe(),
+                              "Its update of an element depends on others, and each rank would take its own shard's.",
+                              ("ms_dtensor.optim.AdamW", "an optimizer that works element by element, as nn.Adam does"))
         else:
             _refuse("an argument", *given)
         return original(self, *args, **kwargs)
