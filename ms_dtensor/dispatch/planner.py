@@ -162,7 +162,7 @@ def _step(x, layout: Layout, target: Layout, varying) -> Step:
     # a sum over one rank is the value itself, and integers have no cotangent
     varying = [a for a in varying if layout.mesh.shape[a] > 1 and layout.dtype.startswith(_DIFFERENTIABLE)]
     return Step(None if is_dtensor else layout, None if target is layout else target,
-                partial_on(target.gradient(), varying) if varying else None)
+                target.gradient(varying) if varying else None)
 
 
 def _places_in_call(call: OpCall) -> tuple[tuple[int, int], ...]:
