@@ -8,6 +8,7 @@ said so, and nothing is communicated before every check has passed.
 """
 from __future__ import annotations
 
+import logging
 from operator import is_
 from typing import Any
 
@@ -25,6 +26,7 @@ from .op_call import OpCall, attributes
 from .operands import as_local
 from .planner import build_plan, plan_by_rule, plan_own, plan_write
 
+_log = logging.getLogger("ms_dtensor")
 _LIMIT = 16384
 _cache: dict = {}
 _primitives: dict = {}  # id -> (primitive, what its attributes were, their part of a key)
@@ -148,6 +150,8 @@ def _remember(key, plan) -> CachedCall:
     if len(_cache) >= _LIMIT:
         clear_cache()
     _cache[key] = cached = CachedCall(plan)
+    if _log.isEnabledFor(logging.DEBUG):
+        _log.debug("cache miss %d: made a plan for %s", _made, key)
     return cached
 
 

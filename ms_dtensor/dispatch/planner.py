@@ -22,7 +22,6 @@ from ..ops.rules.view import view_kind
 from ..ops.rules.write import INPLACE
 from . import inplace, modes, policy
 from .composite import COMPOSED
-from .cotangent import partial_on
 from .op_call import OpCall, attributes, bind_arguments
 from .op_plan import LocalRun, OpPlan, Results, Step
 from .operands import dtype_name
