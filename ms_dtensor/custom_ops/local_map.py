@@ -17,7 +17,7 @@ from mindspore import Parameter, Tensor
 
 from .. import comm
 from ..core.layout import Layout, known_layout
-from ..core.mesh import DeviceMesh
+from ..core.mesh import DeviceMesh, coordinates
 from ..core.placements import PARTIAL, Placement
 from ..dispatch import modes, patches
 from ..dispatch.dispatcher import plain_tree
@@ -144,7 +144,7 @@ class Mapping:
                 raise LayoutError(f"For '{self.who}', argument {i} is a DTensor, but 'in_placements' has None there.",
                                   layout.describe(), "", f"write {list(layout.placements)}")
             target = None if layout is None else self._target(i, layout, entry)
-            if target is not layout and not self.redistribute:
+            if target is not None and target is not layout and not self.redistribute:
                 raise LayoutError(f"For '{self.who}', argument {i} does not lie as 'in_placements' says.",
                                   f"{layout.describe()}, wanted {target}", "'redistribute_inputs' is off.",
                                   (f".redistribute(placements={list(target.placements)})", "redistribute_inputs=True"))
@@ -246,7 +246,7 @@ def _compared(who: str, drafts, mesh: DeviceMesh):
                           "Input shards are uneven.", "pass out_shapes=")
     with comm.annotate(implicit=True, src=f"{who} local shapes", dst="global shapes"):
         everyone = mesh.get_group().all_gather_object([d.shape for d in drafts])
-    of = {mesh.coordinate_of(rank): shapes for rank, shapes in zip(mesh.rank_list, everyone)}
+    of = dict(zip(coordinates(mesh), everyone))
     out = []
     for j, draft in enumerate(drafts):
         shape = []

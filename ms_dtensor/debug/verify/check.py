@@ -301,24 +301,23 @@ class _Trial:
 
     def _compare_gradients(self, combo, mesh, ins, found, label) -> None:
         self.report.compared += 1
-        for k, o in enumerate(self.wrt):
+        for o, expected, parts in zip(self.wrt, self.grads or (), found):
             layout = ins[o].gradient()
             placements = list(layout.placements)
-            expected = self.grads[k]
             for a, case in enumerate(combo):
                 if case.ins[o].is_replicate() and any(not p.is_replicate() for p in case.ins):
                     placements[a] = PARTIAL
                 elif case.ins[o].is_partial("avg"):
                     expected = expected / mesh.shape[a]
-            value, unequal = assemble(found[k], layout.with_placements(placements, layout.order))
+            value, unequal = assemble(parts, layout.with_placements(placements, layout.order))
             if unequal or not same(expected, value):
                 self.report.wrong.append(f"{label}: gradient of operand {o}"
                                          + (f", replicas differ at {unequal}" if unequal else ""))
                 return
 
     def forward(self, tensors, local: Local):
-        form = self.spec.local(local) if self.spec.local is not None else None
-        form = None if form is None else (LOCAL_OPS[form.name], form.args, form.kwargs)
+        other = self.spec.local(local) if self.spec.local is not None else None
+        form = None if other is None else (LOCAL_OPS[other.name], other.args, other.kwargs)
         with NoFallbackGuard():
             result = run_local(self.original, form, empty_with_dtypes(local, self.spec, self.call), tensors)
         return list(result) if isinstance(result, tuple | list) else [result]
