@@ -6,6 +6,14 @@ Nothing here communicates, and nothing runs unless asked for. Read next: `comm_m
 from __future__ import annotations
 
 import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # as in `ms_dtensor/__init__.py`
+    from ..dispatch.modes import checks
+    from .caches import cache_info
+    from .comm_mode import CommDebugMode
+    from .plans import explain
+    from .visualize import visualize_sharding
 
 _HOME = {"CommDebugMode": ".comm_mode", "cache_info": ".caches", "checks": "..dispatch.modes", "explain": ".plans",
          "visualize_sharding": ".visualize"}

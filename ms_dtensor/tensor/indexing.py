@@ -127,7 +127,7 @@ def _check_range(item, dim: int, n: int) -> None:
         raise IndexError(f"For 'DTensor', an index is out of range for dim {dim} of size {n}.")
 
 
-def own(x, op: str, **arguments):
+def _own(x, op: str, **arguments):
     """One of our own ops, on a DTensor or on whatever else computes them (the verifier's probe)."""
     run = getattr(x, "_run_own_op", None)
     return call(op, **arguments) if run is None else run(op, arguments)
@@ -139,14 +139,14 @@ def get_item(x, index):
     for d in at.new:
         x = ms.mint.unsqueeze(x, d)
     if at.drop or any(b != (0, n, 1) for b, n in zip(at.bounds, at.shape)) or not (at.new or at.arrays):
-        x = own(x, "slice", input=x, bounds=tuple(at.bounds), drop=tuple(at.drop))
+        x = _own(x, "slice", input=x, bounds=tuple(at.bounds), drop=tuple(at.drop))
     if not at.arrays:
         return x
     dims = list(at.arrays)
     indices = [_constant(x, i) for i in at.arrays.values()]
     if len(dims) == 1 and len(indices[0].shape):
-        return own(x, "gather", input=x, index=indices[0], dim=dims[0])
-    return own(x, "index", input=x, indices=tuple(indices), dims=tuple(dims), front=at.front)
+        return _own(x, "gather", input=x, index=indices[0], dim=dims[0])
+    return _own(x, "index", input=x, indices=tuple(indices), dims=tuple(dims), front=at.front)
 
 
 def _constant(x, item):
