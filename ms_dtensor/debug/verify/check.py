@@ -17,7 +17,7 @@ from mindspore import Tensor
 from mindspore._c_expression import NoFallbackGuard
 from mindspore.common._grad_function import _Function
 
-from ...core.layout import Layout
+from ...core.layout import Layout, short_dtype
 from ...core.mesh import DeviceMesh, coordinates
 from ...core.placements import PARTIAL, REPLICATE, Shard
 from ...core.tree import leaves
@@ -140,7 +140,8 @@ def check_captured(c: Captured, axes, rng, report: Report, missed: bool = False)
     """Checks every case of the rule of one primitive call, and what it may be composed of."""
     entry = PRIMITIVES.get(c.name) if c.params is None else (c.name[1:].lstrip("="), c.params)
     if entry is None or entry[0] not in RULES:
-        report.wrong.append(f"{c.name}: no rule")
+        shown = [f"{short_dtype(dtype_name(a.dtype))}{list(a.shape)}" if isinstance(a, Tensor) else repr(a) for a in c.args]
+        report.wrong.append(f"no rule for {c.name}({', '.join(shown)})")
         return
     op, params = entry
     tensors = leaves((c.args, c.kwargs), Tensor)
