@@ -127,6 +127,19 @@ def test_texts_do_not_use_words_of_our_own():
     assert not PROSE.search("on the face of it")
 
 
+def lost(text: str, files: list[str]) -> list[str]:
+    """Python files that a text names between backticks and that are nowhere (the end of a path is enough)."""
+    return [name for name in re.findall(r"`([\w/]+\.py)", text) if not any(f"/{path}".endswith(f"/{name}") for path in files)]
+
+
+def test_files_that_texts_name_are_there():
+    files = [str(path.relative_to(ROOT.parent)) for folder in ("ms_dtensor", "scripts", "tests", "model_zoo")
+             for path in (ROOT.parent / folder).rglob("*.py")]
+    wrong = {str(path): lost(path.read_text("utf-8"), files) for path in (*SOURCES.values(), *PAGES)}
+    assert not {path: names for path, names in wrong.items() if names}
+    assert lost("see `core/layout.py`, `yout.py`, `comm/faces.py`", files) == ["yout.py", "comm/faces.py"]
+
+
 # -- the package's table of contents -----------------------------------------------------------------------------------
 def for_type_checkers(text: str) -> dict[str, str]:
     """What the imports under TYPE_CHECKING tell: "name" or, where it comes under another, "name as other" -> its module."""
