@@ -13,7 +13,7 @@ from ..core.layout import Layout, short_dtype
 from ..core.placements import Partial
 from ..errors import MixedOperandError, OpRuleError
 from ..ops.local import LOCAL_OPS, decomposition, widen
-from ..ops.rules import RULES, Call, Local, LocalCall, Operand, empty_results, result_dtype
+from ..ops.rules import RULES, Call, Local, LocalCall, Operand, local_part
 from ..ops.rules.names import ALIASES, NATIVE, PRIMITIVES
 from ..ops.rules.select import choose
 from ..ops.rules.view import view_kind
@@ -164,27 +164,14 @@ def plan_for(op, arguments, tensors, mode, own=None, keep=False) -> OpPlan:
     if None in spec.shapes:  # a rule in case notation alone: the first local results tell (see registry.py)
         return OpPlan(op, steps, None, None, [(mesh, o, None) for o in choice.outs])
     layouts_out = tuple(Layout(mesh, p, shape, layouts[0].dtype, order) for p, order, shape in choice.outs)
-    at = Local(choice.targets, layouts_out, mesh.get_coordinate() or (0,) * mesh.ndim)
-    form = spec.local(at) if spec.local is not None else None
+    at = Local(choice.targets, layouts_out, mesh.get_coordinate())
+    form, empty = local_part(spec_call, spec, at)
     if form is None and own is not None:
         form = LocalCall(own + op, tuple(spec_call.args.values()))
     invoke = None if form is None else (LOCAL_OPS[form.name], form.args, form.kwargs)
-    plan = OpPlan(op, steps, invoke, empty_with_dtypes(at, spec, spec_call),
-                [(mesh, o, draft) for o, draft in zip(choice.outs, layouts_out)])
+    plan = OpPlan(op, steps, invoke, empty, [(mesh, o, draft) for o, draft in zip(choice.outs, layouts_out)])
     plan.view = view_kind(spec_call)
     return plan
-
-
-def empty_with_dtypes(at: Local, spec, spec_call):
-    """`empty_results` with the dtype of each result."""
-    if at.ins[0].mesh.get_coordinate() is None:  # a rank outside the mesh: no kernel would know what to make of nothing
-        empty = tuple(((0,) * len(layout.shape), 0) for layout in at.outs)
-    else:
-        empty = empty_results(at)
-    if empty is None:
-        return None
-    dtypes = spec.dtypes or (result_dtype(spec_call),) * len(empty)
-    return tuple((shape, value, dtype) for (shape, value), dtype in zip(empty, dtypes))
 
 
 def as_operands(value, operands):

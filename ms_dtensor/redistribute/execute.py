@@ -10,16 +10,22 @@ from __future__ import annotations
 import contextvars
 
 import mindspore as ms
+import numpy as np
 from mindspore import Tensor
 from mindspore._c_expression import NoFallbackGuard
 from mindspore.common._grad_function import _Function
+from mindspore.common.api import _pynative_executor
 
 from .. import comm
+from ..comm.packing import on_cpu
 from ..comm.record import active
 from ..core.layout import Layout
+from ..core.placements import PARTIAL
 from ..errors import RedistributeError
 from .boxes import relative, sizes_along, transfers
 from .plan import Move, plan
+
+recording = _pynative_executor._executor.grad_flag  # the C++ method: the one around it costs as much again
 
 
 def run(moves: tuple[Move, ...], x, works: list | None = None):
@@ -107,7 +113,9 @@ _EXECUTORS = {"all_gather": _all_gather, "all_reduce": _all_reduce, "reduce_scat
 
 
 def slice_local(x, slices):
-    """`x[slices]` as contiguous memory of its own; slicing one dim at a time works for every dtype on CPU."""
+    """`x[slices]` as contiguous memory, which may be that of `x`."""
+    if on_cpu():  # in a node, MindSpore 2.10 forgets the history of a view when it differentiates again
+        return Tensor.from_numpy(np.asarray(x.asnumpy()[tuple(slices)], order="C"))
     for d, s in enumerate(slices):
         if s.start != 0 or s.stop != x.shape[d]:
             x = ms.mint.narrow(x, d, s.start, s.stop - s.start)
@@ -127,35 +135,35 @@ class Redistribute(_Function):
     """The source's shard as another layout's; see `redistribute_local`."""
 
     @staticmethod
-    def forward(ctx, x, src, dst, cotangent, wanted, held, context, works):
-        ctx.back = cotangent, wanted, _average(src, dst) if src.partial_axes else 1, context
+    def forward(ctx, x, src, dst, cotangent, wanted, held, context, works, own):
+        ctx.move = src, dst, cotangent, wanted, context
         if held is not None:
-            return x if held.tensor is x else _view(held.tensor)
+            return x if held.tensor is x else own(held.tensor)
         local = Tensor._make_subclass(Tensor, x)
         contested = any(not p.is_partial("sum") and not p.is_partial("avg") and p != q
                         for p, q in zip(src.placements, dst.placements) if p.is_partial())
         if contested:
             _check_differentiable(src, dst)
-        out = run(plan(src, dst), local, None if contested else works)
+        local, start = _as_summand(local, src, dst)
+        out = run(plan(start, dst), local, None if contested else works)
         if contested:
             ctx.contest = src, local, out
-        return _view(out)
+        return own(out)
 
     @staticmethod
     def backward(ctx, grad):
-        cotangent, wanted, scale, context = ctx.back
+        src, dst, cotangent, wanted, context = ctx.move
         contest = getattr(ctx, "contest", None)
+        # Backends that run asynchronously call this on a thread of their own, without the user's contextvars.
+        context = context.copy()
         with NoFallbackGuard():
-            grad, cotangent = _as_summand(grad, cotangent, wanted)
-            moves = plan(cotangent, wanted)
-            # Backends that run asynchronously call this on a thread of their own, without the user's contextvars.
-            if moves:
-                grad = context.copy().run(_backward, moves, grad)
+            grad = context.run(_backward, grad, src, dst, cotangent, wanted)
+            scale = _average(src, dst) if src.partial_axes else 1
             if scale != 1:
                 grad = grad * scale
             if contest is not None:
-                grad = grad * context.copy().run(_winners_share, *contest)
-        return grad, None, None, None, None, None, None, None
+                grad = grad * context.run(_winners_share, *contest)
+        return grad, None, None, None, None, None, None, None, None
 
 
 def _view(x):
@@ -163,14 +171,20 @@ def _view(x):
     return x.view(x._shape)
 
 
-def _as_summand(grad, cotangent: Layout, wanted: Layout):
-    """A whole cotangent where a partial one is wanted: coordinate 0 gives all of it, the others nothing."""
-    axes = [a for a in wanted.partial_axes if cotangent.placements[a].is_replicate()]
+def _as_summand(x, src: Layout, dst: Layout):
+    """A whole value where summands are wanted: coordinate 0 gives all of it, the others nothing."""
+    axes = [a for a in dst.partial_axes if src.placements[a].is_replicate()]
     if not axes:
-        return grad, cotangent
-    here = cotangent.mesh.get_coordinate()
-    placements = [wanted.placements[a] if a in axes else p for a, p in enumerate(cotangent.placements)]
-    return grad * float(all(here[a] == 0 for a in axes)), cotangent.with_placements(placements, cotangent.order)
+        return x, src
+    here = src.mesh.get_coordinate()
+    placements = [dst.placements[a] if a in axes else p for a, p in enumerate(src.placements)]
+    return x * float(all(here[a] == 0 for a in axes)), src.with_placements(placements, src.order)
+
+
+def _summed(layout: Layout) -> Layout:
+    """The layout with sums for other reductions, whose factors the gradient holds already."""
+    placed = [PARTIAL if p.is_partial() else p for p in layout.placements]
+    return layout.with_placements(placed, layout.order)
 
 
 def _average(src: Layout, dst: Layout) -> float:
@@ -200,14 +214,26 @@ def _winners_share(src: Layout, local, out):
     return won / total
 
 
-def _backward(moves, grad):
+def _backward(grad, src: Layout, dst: Layout, cotangent: Layout, wanted: Layout):
+    """The gradient of a move, moved from `cotangent` to `wanted`."""
+    if recording():  # of which a derivative will be asked for: its move is a node, whose own backward moves as the value did
+        src, dst = _summed(src), _summed(dst)
+        if cotangent is wanted and src is dst:
+            return grad
+        with comm.annotate(phase="backward"):
+            # as a constant: in a backward, MindSpore 2.10 forgets the history of a node whose result is a view
+            return redistribute_local(grad, cotangent, wanted, src, dst, own=ms.ops.stop_gradient)
+    grad, start = _as_summand(grad, cotangent, wanted)
+    moves = plan(start, wanted)
+    if not moves:
+        return grad
     if not active():
         return run(moves, grad.contiguous())
-    with comm.annotate(phase="backward", src=repr(moves[0].src), dst=repr(moves[-1].dst)):
+    with comm.annotate(phase="backward", src=repr(start), dst=repr(wanted)):
         return run(moves, grad.contiguous())
 
 
-def redistribute_local(x, src: Layout, dst: Layout, cotangent: Layout, wanted: Layout, data=None, works=None):
+def redistribute_local(x, src: Layout, dst: Layout, cotangent: Layout, wanted: Layout, data=None, works=None, own=None):
     """Differentiable `plan(src, dst)` on the tensor `x` whose storage is a shard of `src`; returns a plain tensor.
 
     Args:
@@ -218,6 +244,7 @@ def redistribute_local(x, src: Layout, dst: Layout, cotangent: Layout, wanted: L
         wanted: layout in which the producer of `x` expects it.
         data: the result's local tensor, where a forward has produced it already.
         works: as for `run`.
+        own: makes a tensor of its own of the result; default a view.
     """
     held = None if data is None else _Held(data)
     if active():  # the backward's communication is told by the line that caused it
@@ -226,4 +253,16 @@ def redistribute_local(x, src: Layout, dst: Layout, cotangent: Layout, wanted: L
     else:
         context = contextvars.copy_context()
     with NoFallbackGuard():
-        return Redistribute.apply(x, src, dst, cotangent, wanted, held, context, works)
+        return Redistribute.apply(x, src, dst, cotangent, wanted, held, context, works, own or _view)
+
+
+def recorded_gradient(grad, layout: Layout):
+    """The gradient of a value of that layout, as autograd must see it if it is differentiated again.
+
+    The cotangent of a partial value is whole, and each rank multiplies its own summand with it: so in the graph the
+    derivative by it is a sum over ranks, while whoever is handed it takes it for one whole value.
+    """
+    if not layout.partial_axes or not recording():
+        return grad
+    whole = layout.gradient()
+    return redistribute_local(grad, whole, whole, whole, _summed(layout), own=ms.ops.stop_gradient)

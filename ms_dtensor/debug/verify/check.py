@@ -24,11 +24,12 @@ from ...core.tree import leaves
 from ...dispatch.composite import COMPOSED
 from ...dispatch.op_plan import original_call, refill
 from ...dispatch.operands import dtype_name, recording
-from ...dispatch.planner import as_operands, attributes, bind_arguments, empty_with_dtypes
+from ...dispatch.planner import as_operands, attributes, bind_arguments
 from ...ops.local import CPU, LOCAL_OPS, run_local
 from ...ops.rng import frozen
 from ...ops.rules import RULES, Call, Case, Local, Operand, OpSpec
 from ...ops.rules.names import PRIMITIVES
+from ...ops.rules.spec import local_part
 from ...tensor.autograd import grad
 from .capture import Captured, capture, copied
 from .missed import find_missed
@@ -317,10 +318,10 @@ class _Trial:
                 return
 
     def forward(self, tensors, local: Local):
-        other = self.spec.local(local) if self.spec.local is not None else None
+        other, empty = local_part(self.call, self.spec, local)
         form = None if other is None else (LOCAL_OPS[other.name], other.args, other.kwargs)
         with NoFallbackGuard():
-            result = run_local(self.original, form, empty_with_dtypes(local, self.spec, self.call), tensors)
+            result = run_local(self.original, form, empty, tensors)
         return list(result) if isinstance(result, tuple | list) else [result]
 
     def original(self, tensors):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank runs: the original call, another local form, or nothing at all because its shards are empty.
+"""What one rank runs: the original call, another local form, or either of them on stand-ins for empty shards.
 
 `LOCAL_OPS` maps the names that rules use in `LocalCall` to functions of plain local tensors (`basic.py` and one file per
 family); `CPU` maps primitives that MindSpore has no CPU kernel for to decompositions with the same arguments (`cpu.py`).
@@ -13,7 +13,7 @@ from typing import Any
 
 from . import arrange, attention, basic, conv, cpu, cpu_index, cpu_matmul, lists, lookup, loss, pool, random, write
 from .dtypes import widen, widening
-from .run import EmptyShard, fill_operands, run_local
+from .run import fill_operands, run_local
 
 FAMILIES = (basic, lookup, arrange, random, lists, write, conv, pool, attention, loss)
 LOCAL_OPS: dict[str, Any] = {**cpu_index.FORMS, **cpu_matmul.FORMS}
@@ -29,4 +29,4 @@ def decomposition(name: str, attrs: dict):
     return functools.partial(fn, attrs=attrs) if fn is not None and hasattr(fn, "takes_attributes") else fn
 
 
-__all__ = ["CPU", "LOCAL_OPS", "EmptyShard", "decomposition", "fill_operands", "run_local", "widen", "widening"]
+__all__ = ["CPU", "LOCAL_OPS", "decomposition", "fill_operands", "run_local", "widen", "widening"]

@@ -14,7 +14,7 @@ def _mse(x, target):
     return (off * off).sum()
 
 
-_SUM = {
+_SUM: dict[str, Any] = {
     "mse_loss": _mse,
     "l1_loss": lambda x, target: mint.abs(x - target).sum(),
     "soft_margin_loss": lambda x, target: softplus(-target * x).sum(),

@@ -1,32 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Running one rank's part of a planned call: the original, another local form, or nothing where its shards are empty.
+"""Running one rank's part of a planned call: the original, another local form, or either on stand-ins for empty shards.
 
-Invariant: whether a rank's shard is empty changes neither what it returns nor whether autograd makes a node.
+MindSpore's CPU kernels answer empty sums with uninitialised memory, and some refuse empty input, so they never see any.
+Invariant: whether a rank's shard is empty changes neither the dtype and structure of what it returns, nor what a kernel
+refuses, nor which nodes autograd makes, to any order: the collectives of every backward stay in one order on all ranks.
 """
 from __future__ import annotations
 
 import mindspore as ms
 import numpy as np
-from mindspore import ops
+from mindspore import Tensor, ops
 from mindspore.common._grad_function import _Function
 
-from ..rules.spec import Operand
+from ..rules.spec import EmptyShard, Operand
 
 
-class EmptyShard(_Function):
-    """The results of a call for which this rank's shards hold nothing; still connected to every operand."""
-
-    @staticmethod
-    def forward(ctx, results, *tensors):
-        ctx.likes = [(t._shape, t.dtype) if t.is_floating_point() else None for t in tensors]
-        # No kernel runs, not even to learn a dtype: one that refuses empty input would leave autograd in a broken state.
-        made = tuple(_full(shape, value, getattr(ms, dtype if dtype != "bool" else "bool_"))
-                     for shape, value, dtype in results)
-        return made if len(made) > 1 else made[0]
+class StandIn(_Function):
+    """A constant in a tensor's place, still connected to it by a gradient of zeros."""
 
     @staticmethod
-    def backward(ctx, *grads):
-        return None, *(None if like is None else ops.zeros(*like) for like in ctx.likes)
+    def forward(ctx, x, shape, value):
+        ctx.like = tuple(x._shape)
+        return _full(shape, value, x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return StandIn.apply(grad, ctx.like, 0), None, None
 
 
 def _full(shape, value, dtype):
@@ -40,13 +39,13 @@ def _full(shape, value, dtype):
     return ops.full(shape, value, dtype=dtype)
 
 
-def run_local(original, form, empty, tensors):
+def run_local(original, form, empty: EmptyShard | None, tensors):
     """One rank's part of a planned call.
 
     Args:
         original: the call as MindSpore made it, a function of the list of tensors.
         form: (function, argument template, keywords) of another local form, or None.
-        empty: (shape, fill value, dtype) per result where `empty_results` says so, or None.
+        empty: what stands in for operands and results where this rank's shards are empty, or None.
         tensors: the local operands.
     """
     if form is not None:
@@ -54,11 +53,12 @@ def run_local(original, form, empty, tensors):
 
         def original(xs):
             return fn(*fill_operands(template, xs), **named)
-    if empty is not None:
-        if form is not None and hasattr(form[0], "skip"):  # a random op draws in step with the other ranks
-            form[0].skip()
-        return EmptyShard.apply(empty, *tensors)
-    return original(tensors)
+    if empty is None:
+        return original(tensors)
+    result = original([StandIn.apply(x, *made) for x, made in zip(tensors, empty.stand_ins)])
+    if isinstance(result, Tensor):
+        return StandIn.apply(result, *empty.results[0])
+    return type(result)(StandIn.apply(r, *made) for r, made in zip(result, empty.results))
 
 
 def fill_operands(template, tensors):

@@ -30,7 +30,7 @@ from . import (
     view,
     write,
 )
-from .spec import Call, Case, Local, LocalCall, Operand, OpSpec, empty_results, result_dtype
+from .spec import Call, Case, Local, LocalCall, Operand, OpSpec, local_part, result_dtype
 
 RULES: dict[str, Callable[[Call], OpSpec]] = {op: pointwise.pointwise for op in names.POINTWISE}
 RULES.update(
@@ -57,5 +57,4 @@ for family in FAMILIES:
     names.PRIMITIVES.update(names.parse(family.NAMES))
     RULES.update(family.RULES)
 
-__all__ = ["RULES", "Call", "Case", "LocalCall", "Local", "Operand", "OpSpec", "empty_results",
-           "result_dtype"]
+__all__ = ["RULES", "Call", "Case", "LocalCall", "Local", "Operand", "OpSpec", "local_part", "result_dtype"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...core.layout import Layout
 from ...core.placements import PARTIAL, REDUCE_OPS, REPLICATE, Partial, Placement, Shard
@@ -68,7 +68,7 @@ class Local:
 
     ins: tuple[Layout, ...]
     outs: tuple[Layout, ...]
-    coordinate: tuple[int, ...]
+    coordinate: tuple[int, ...] | None  # None: outside the mesh
 
     def in_shape(self, i: int) -> tuple[int, ...]:
         """Local shape of operand i."""
@@ -156,16 +156,43 @@ def result_dtype(call: Call) -> str:
     return max(kinds, key=_WIDTH.index, default="float32")
 
 
+_DIVIDES = frozenset(("div", "floor_divide", "remainder", "fmod"))
 _NEUTRAL = {"sum": 0, "avg": 0, "max": float("-inf"), "min": float("inf"), "prod": 1}
+
+
+class EmptyShard(NamedTuple):
+    """What a rank does that has nothing to compute: the call of coordinate 0 on stand-ins, whose results it throws away.
+
+    So dtypes, the structure of results, a kernel's refusal and what autograd records are those of the other ranks.
+
+    Attributes:
+        stand_ins: (shape, value) per operand.
+        results: (local shape, fill value) per result.
+    """
+
+    stand_ins: tuple[tuple[tuple[int, ...], int], ...]
+    results: tuple[tuple[tuple[int, ...], float], ...]
+
+
+def local_part(call: Call, spec: OpSpec, at: Local) -> tuple[LocalCall | None, EmptyShard | None]:
+    """What the rank at a coordinate runs, and what it makes of it where its shards are empty."""
+    empty, results = None, empty_results(at)
+    if results is not None:
+        at = Local(at.ins, at.outs, (0,) * at.ins[0].mesh.ndim)
+        whole = int(call.op in _DIVIDES)  # elsewhere an integer may be an index, and there is always a first row
+        made = tuple((at.in_shape(i), 1 if _kind(x.dtype) > 1 else whole) for i, x in enumerate(at.ins))
+        empty = EmptyShard(made, results)
+    return (None if spec.local is None else spec.local(at)), empty
 
 
 def empty_results(at: Local) -> tuple[tuple[tuple[int, ...], float], ...] | None:
     """(local shape, fill value) per result where this rank has nothing to compute, else None.
 
-    That is where sharding left an operand without elements: each result is empty too, or this rank's share of a
-    reduction, its neutral element. Such a call never reaches a kernel: MindSpore's CPU kernels answer empty sums with
-    uninitialised memory.
+    That is where sharding left an operand without elements, or the rank is outside the mesh: each result is empty too, or
+    this rank's share of a reduction, its neutral element.
     """
+    if at.coordinate is None:
+        return tuple(((0,) * len(layout.shape), 0) for layout in at.outs)
     if not any(prod(x.shape) and not prod(x.local_shape(at.coordinate)) for x in at.ins):
         return None
     out = []
