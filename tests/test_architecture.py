@@ -129,7 +129,7 @@ def test_texts_do_not_use_words_of_our_own():
 
 def lost(text: str, files: list[str]) -> list[str]:
     """Python files that a text names between backticks and that are nowhere (the end of a path is enough)."""
-    return [name for name in re.findall(r"`([\w/]+\.py)", text) if not any(f"/{path}".endswith(f"/{name}") for path in files)]
+    return [name for name in re.findall(r"`([\w/]+\.py)", text) if not any(f"/{at}".endswith(f"/{name}") for at in files)]
 
 
 def test_files_that_texts_name_are_there():

@@ -7,6 +7,8 @@ an error on every rank alike, as on one device, and never a silent zero.
 """
 from __future__ import annotations
 
+from typing import Any
+
 import mindspore as ms
 from mindspore import mint, ops
 

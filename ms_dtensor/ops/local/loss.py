@@ -2,6 +2,8 @@
 """Local forms of norms and losses: one shard's share of a mean over the whole batch, and groups counted per shard."""
 from __future__ import annotations
 
+from typing import Any
+
 from mindspore import mint, ops
 
 from .cpu_elementwise import bce_with_logits, binary_cross_entropy
