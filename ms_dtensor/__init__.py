@@ -15,9 +15,7 @@ from ._version import __version__
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # for editors and type checkers, who cannot see what loads on first use; a test compares the lists
-    from . import (
-        comm as comm, compat as compat, core as core, custom_ops as custom_ops, debug as debug, dispatch as dispatch, errors
-        as errors, ops as ops, optim as optim, parallel as parallel, redistribute as redistribute, tensor as tensor)
+    from . import comm as comm, compat as compat, debug as debug, errors as errors, optim as optim, parallel as parallel
     from .core import layout as layout, mesh as mesh, placements as placements
     from .core.layout import Layout as Layout
     from .core.mesh import DeviceMesh as DeviceMesh
