@@ -22,13 +22,9 @@ from ..errors import CommError
 from .agree import Agreement, check_every
 from .packing import TensorOps, pack, unpack
 from .protocol import Backend, Ranks, Work, offsets, with_dim
+from .protocol import kind as _kind
 
 Handle = Any  # MindSpore's CommHandle, or None when the call was synchronous
-
-
-def _kind(x: Tensor, *open_dims: int) -> str:
-    """Dtype and shape for comparison between ranks, with the dims that may differ left open."""
-    return f"{x.dtype}[{', '.join('·' if d in open_dims else str(s) for d, s in enumerate(x.shape))}]"
 
 
 def communicator_name(ranks: Ranks) -> str:

@@ -152,6 +152,11 @@ def cut(dim: int, start: int, stop: int) -> tuple[slice, ...]:
     return (slice(None),) * dim + (slice(start, stop),)
 
 
+def kind(x, *open_dims: int) -> str:
+    """Dtype and shape of a tensor or array for comparison between ranks, with the dims that may differ left open."""
+    return f"{x.dtype}[{', '.join('·' if d in open_dims else str(s) for d, s in enumerate(x.shape))}]"
+
+
 def with_dim(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
     """`shape` with `size` on `dim`."""
     return (*shape[:dim], size, *shape[dim + 1:])

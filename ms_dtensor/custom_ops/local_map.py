@@ -9,7 +9,7 @@ implied by inputs whose shards are all alike, or compared across ranks; it is ne
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -18,7 +18,7 @@ from mindspore import Parameter, Tensor
 from .. import comm
 from ..core.layout import Layout, known_layout
 from ..core.mesh import DeviceMesh, coordinates
-from ..core.placements import PARTIAL, Placement
+from ..core.placements import Placement
 from ..dispatch import modes, patches
 from ..dispatch.dispatcher import plain_tree
 from ..dispatch.operands import as_local, dtype_name, recording, redistribute_operand, reduce_nonlinear, wrap
@@ -101,7 +101,7 @@ class Mapping:
         mesh, targets, outs, own, cotangents = self._known[key]
         self._check_moves(args, targets, mode)
         moved_args = [x if t is None else as_local(in_layout(x, t), c) for x, t, c in zip(args, targets, cotangents)]
-        moved_kwargs = {k: v if named[k] is None else as_local(v, varying_cotangent(named[k], own))
+        moved_kwargs = {k: v if named[k] is None else as_local(v, named[k].gradient(own))
                         for k, v in kwargs.items()}
         result = fn(*moved_args, **moved_kwargs)
         layouts = [t for t in (*targets, *named.values()) if t is not None]
@@ -174,7 +174,7 @@ class Mapping:
             raise LayoutError(f"For '{self.who}', 'in_grad_placements' has {len(given)} entries for {len(targets)} "
                               "arguments.", "", "There is one entry per positional argument.",
                               "write None for plain arguments")
-        return [None if t is None else varying_cotangent(t, own) if g is None else t.with_placements(g)
+        return [None if t is None else t.gradient(own) if g is None else t.with_placements(g)
                 for t, g in zip(targets, given)]
 
     def _varying_axes(self, targets, outs, mesh) -> tuple[int, ...]:
@@ -262,14 +262,6 @@ def _compared(who: str, drafts, mesh: DeviceMesh):
                               ("pad the inputs to a multiple of the axis size", "redistribute them to Replicate"))
         out.append(shape)
     return out
-
-
-def varying_cotangent(layout: Layout, own: Sequence[int]) -> Layout:
-    """The cotangent layout of a value with which ranks do work of their own on the axes `own`."""
-    gradient = layout.gradient()
-    placements = [PARTIAL if a in own and layout.placements[a].is_replicate() else p
-                  for a, p in enumerate(gradient.placements)]
-    return gradient.with_placements(placements, gradient.order)
 
 
 def in_layout(x, target: Layout):

@@ -14,7 +14,7 @@ from mindspore.common.api import _pynative_executor
 from .. import comm
 from ..comm.record import active
 from ..core.layout import Layout
-from ..core.placements import REPLICATE, Partial
+from ..core.placements import REPLICATE
 from ..redistribute.execute import redistribute_local, run
 from ..redistribute.plan import plan as plan_moves
 from ..redistribute.plan import relabels
@@ -54,12 +54,7 @@ def local_alias(x):
 
 def grad_layout(x) -> Layout:
     """The layout in which `x`'s producer expects the cotangent; a bucketed parameter's stays partial on some axes."""
-    gradient = x._layout.gradient()
-    axes = x.__dict__.get(PARTIAL_GRAD_AXES)
-    if not axes:
-        return gradient
-    return gradient.with_placements([Partial() if a in axes and p.is_replicate() else p
-                                     for a, p in enumerate(gradient.placements)], gradient.order)
+    return x._layout.gradient(x.__dict__.get(PARTIAL_GRAD_AXES, ()))
 
 
 def face(x, cotangent: Layout):
@@ -101,8 +96,7 @@ def _face_of_viewed(x, cotangent: Layout):
     own = [a for a in cotangent.partial_axes if x._layout.placements[a].is_replicate()]
     if not own or any(not source._layout.placements[a].is_replicate() for a in own):
         return None
-    placements = [Partial() if a in own else p for a, p in enumerate(source._layout.gradient().placements)]
-    shown = face(source, source._layout.gradient().with_placements(placements, source._layout.order))
+    shown = face(source, source._layout.gradient(own))
     with NoFallbackGuard():
         out = made.local(*call, [shown])
     x.__dict__["_with_cotangent"][cotangent] = out

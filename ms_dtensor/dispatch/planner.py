@@ -10,7 +10,6 @@ import difflib
 from mindspore import Parameter, Tensor
 
 from ..core.layout import Layout, short_dtype
-from ..core.placements import Partial
 from ..errors import MixedOperandError, OpRuleError
 from ..ops.local import LOCAL_OPS, decomposition, widen
 from ..ops.rules import RULES, Call, Local, LocalCall, Operand, local_part
@@ -149,14 +148,9 @@ def plan_for(op, arguments, tensors, mode, own=None, keep=False) -> OpPlan:
     choice = choose(spec_call, spec, tuple(layouts), keep)
     steps = []
     for i, (layout, target, own_axes) in enumerate(zip(layouts, choice.targets, choice.own)):
-        cotangent = target.gradient()
         # a sum over one rank is the value itself, and integers have no cotangent
         own_axes = [a for a in own_axes if mesh.shape[a] > 1 and layout.dtype.startswith(_DIFFERENTIABLE)]
-        if own_axes:
-            placements = list(cotangent.placements)
-            for a in own_axes:
-                placements[a] = Partial()
-            cotangent = cotangent.with_placements(placements, cotangent.order)
+        cotangent = target.gradient(own_axes)
         is_dtensor = getattr(tensors[i], "_layout", None) is not None
         constant = not is_dtensor and not layout.shape
         steps.append((None if is_dtensor or constant else layout, None if target is layout or constant else target,

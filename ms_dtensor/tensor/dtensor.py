@@ -18,7 +18,6 @@ from mindspore._c_expression import NoFallbackGuard
 from .. import comm
 from ..core.layout import Layout, known_layout
 from ..core.mesh import DeviceMesh, resolve_mesh
-from ..core.placements import REPLICATE
 from ..dispatch import classes, modes, patches
 from ..dispatch.dispatcher import call, dispatch, plain_tree
 from ..dispatch.operands import as_local, dtype_name, local_alias, make, recording, redistribute, wrap
@@ -257,9 +256,7 @@ class DTensor(Tensor):
 
     def reduce_partial(self) -> DTensor:
         """Partial axes reduced to Replicate; the others stay."""
-        layout = self._layout
-        placed = [REPLICATE if p.is_partial() else p for p in layout.placements]
-        return redistribute(self, layout.with_placements(placed, layout.order))
+        return redistribute(self, self._layout.reduced())
 
     # -- values: the global one, or an error, on all ranks alike ---------------------------------------------------
     def item(self):

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import CollectiveMismatch, CommError
+from ..protocol import kind as _kind
 from ..protocol import offsets
 from . import rendezvous
 from .future import Future, Worker
@@ -37,11 +38,6 @@ _ALIGN = 64
 
 def _up(count: int) -> int:
     return (count + _ALIGN - 1) // _ALIGN * _ALIGN
-
-
-def _kind(x: np.ndarray, *open_dims: int) -> str:
-    """Dtype and shape for comparison between ranks, with the dims that may differ left open."""
-    return f"{x.dtype.name}[{', '.join('·' if d in open_dims else str(s) for d, s in enumerate(x.shape))}]"
 
 
 class Engine:

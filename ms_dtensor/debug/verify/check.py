@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -19,8 +20,8 @@ from mindspore.common._grad_function import _Function
 
 from ...core.layout import Layout, short_dtype
 from ...core.mesh import DeviceMesh, coordinates
-from ...core.placements import PARTIAL, REPLICATE, Shard
-from ...core.tree import leaves
+from ...core.placements import REPLICATE, Shard
+from ...core.tree import leaves, map_leaves
 from ...dispatch.composite import COMPOSED
 from ...dispatch.op_plan import original_call, refill
 from ...dispatch.operands import dtype_name, recording
@@ -100,9 +101,7 @@ def check_rule(op, *args, axes: Sequence[Sequence[int]] = ((2,), (3,), (2, 2)), 
     """
     report = Report() if report is None else report
     report.calls += 1
-    args = tuple(Tensor(a) if isinstance(a, np.ndarray) else
-                 type(a)(Tensor(x) if isinstance(x, np.ndarray) else x for x in a) if isinstance(a, tuple | list) else a
-                 for a in args)
+    args = map_leaves(Tensor, args, np.ndarray)
     with frozen(seed):
         for captured in capture(op, *args, **kwargs):
             _once(captured, axes, seed, report, missed)
@@ -303,15 +302,10 @@ class _Trial:
 
     def _compare_gradients(self, combo, mesh, ins, found, label) -> None:
         self.report.compared += 1
-        for o, expected, parts in zip(self.wrt, self.grads or (), found):
-            layout = ins[o].gradient()
-            placements = list(layout.placements)
-            for a, case in enumerate(combo):
-                if case.ins[o].is_replicate() and any(not p.is_replicate() for p in case.ins):
-                    placements[a] = PARTIAL
-                elif case.ins[o].is_partial("avg"):
-                    expected = expected / mesh.shape[a]
-            value, unequal = assemble(parts, layout.with_placements(placements, layout.order))
+        for o, whole, parts in zip(self.wrt, self.grads or (), found):
+            varying = [a for a, case in enumerate(combo) if any(not p.is_replicate() for p in case.ins)]
+            expected = whole / prod(mesh.shape[a] for a, case in enumerate(combo) if case.ins[o].is_partial("avg"))
+            value, unequal = assemble(parts, ins[o].gradient(varying))
             if unequal or not same(expected, value):
                 self.report.wrong.append(f"{label}: gradient of operand {o}"
                                          + (f", replicas differ at {unequal}" if unequal else ""))
