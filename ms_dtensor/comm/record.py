@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 Phase = Literal["forward", "backward"]
 
@@ -105,7 +105,7 @@ class annotate:  # noqa: N801  reads as a verb at the call; a class because a ge
 
     __slots__ = ("_fields", "_token")
 
-    def __init__(self, **fields: object):
+    def __init__(self, **fields: Any):
         self._fields = fields
 
     def __enter__(self) -> None:

@@ -31,7 +31,8 @@ class Layout:
     Args:
         mesh: the device mesh.
         placements: one `Placement` per mesh axis; or the alias form, one entry per tensor dim (`("dp", "None")`,
-            `(("dp", "tp"), "None")`, first axis outermost); or `{"tp": Shard(0)}`, other axes Replicate.
+            `(("dp", "tp"), "None")`, first axis outermost); or `{"tp": Shard(0)}`, other axes Replicate. In both a flattened
+            axis stands for those it was made of.
         shape: the global shape.
         dtype: name of the dtype ("float32").
         order: axes (names or indices), outermost split first; matters only for axes that shard one dim.
@@ -211,7 +212,7 @@ def known_layout(mesh, placements, shape, dtype: str, even: bool = False) -> Lay
     """
     key: tuple | None
     try:
-        key = (mesh, placements if placements is None else tuple(placements), shape, dtype, even)
+        key = (mesh, mesh.varies, placements if placements is None else tuple(placements), shape, dtype, even)
         layout = _known.get(key)
     except TypeError:  # one placement alone, or lists of names
         key = layout = None
@@ -233,7 +234,7 @@ def remembered() -> tuple[int, int]:
 
 
 def _intern(mesh, placements, shape, dtype, dim_axes) -> Layout:
-    key = (mesh, placements, shape, dtype, dim_axes)
+    key = (mesh, mesh.varies, placements, shape, dtype, dim_axes)  # equal meshes may be of one rank's view only
     layout = _interned.get(key)
     if layout is None:
         with _lock:
@@ -263,9 +264,7 @@ def normalize(mesh: DeviceMesh, placements, ndim: int, order=None):
     elif isinstance(placements, Placement):
         placed = [placements]
     elif isinstance(placements, Mapping):
-        placed = [REPLICATE] * mesh.ndim
-        for axis, p in placements.items():
-            placed[mesh.axis_index(axis)] = p
+        placed, order = _by_name(mesh, placements, order)
     elif len(placements) and all(_is_alias(p) for p in placements):
         placed, order = _from_alias(mesh, placements, ndim)
     else:
@@ -294,6 +293,20 @@ def normalize(mesh: DeviceMesh, placements, ndim: int, order=None):
     if len(set(order)) != len(order):
         raise LayoutError(f"For 'order', an axis is named twice in {order}.", where)
     return tuple(placed), (*order, *(a for a in range(mesh.ndim) if a not in order))
+
+
+def _by_name(mesh: DeviceMesh, placements: Mapping, order):
+    named = [(mesh.axis_index(a), p) for axis, p in placements.items()
+             for a in (mesh.expand_axes(axis) if isinstance(axis, str) else (axis,))]
+    axes = [a for a, _ in named]
+    placed = [REPLICATE] * mesh.ndim
+    for a, p in named:
+        if axes.count(a) > 1:
+            raise LayoutError(f"For 'placements', axis {mesh.mesh_dim_names[a]!r} is named twice in {dict(placements)}.",
+                              f"mesh({mesh.describe()})", "A flattened axis stands for the axes it was made of.",
+                              "name each axis once")
+        placed[a] = p
+    return placed, axes if order is None and len(axes) > len(placements) else order  # a flattened axis has an order
 
 
 def _is_alias(entry) -> bool:

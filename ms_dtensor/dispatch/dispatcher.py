@@ -8,6 +8,7 @@ nothing is communicated before every check has passed.
 """
 from __future__ import annotations
 
+import logging
 from operator import is_
 from typing import Any
 
@@ -23,6 +24,7 @@ from .classes import ATOM, KINDS, LIST, OURS
 from .operands import as_local
 from .planner import attributes, bind_arguments, build_plan, plan_for, plan_own
 
+_log = logging.getLogger("ms_dtensor")
 _LIMIT = 16384
 _cache: dict = {}
 _primitives: dict = {}  # id -> (primitive, what its attributes were, their part of a key)
@@ -137,6 +139,8 @@ def _remember(key, plan):
     if len(_cache) >= _LIMIT:
         clear_cache()
     _cache[key] = plan
+    if _log.isEnabledFor(logging.DEBUG):
+        _log.debug("cache miss %d: made a plan for %s", _made, key)
     return plan
 
 

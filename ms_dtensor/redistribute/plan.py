@@ -137,6 +137,14 @@ def check_reachable(src: Layout, dst: Layout, who: str = "redistribute") -> None
     """Raises RedistributeError if no plan can exist."""
     if src.shape != dst.shape or src.dtype != dst.dtype:
         raise RedistributeError(f"For '{who}', source and target are different tensors.", f"{src} -> {dst}")
+    if (src.mesh.varies or dst.mesh.varies) and (src.mesh != dst.mesh or src.mesh.varies != dst.mesh.varies):
+        raise RedistributeError(
+            f"For '{who}', one of the meshes is another set of ranks on other ranks.",
+            f"{src.describe()} -> {dst.describe()}",
+            "A sub-mesh is one of several blocks of its root; each rank sees its own and would plan another move.",
+            ("redistribute on the root, with Replicate() or Shard(dim) on each of its axes",
+             "DTensor.from_local(x.to_local(), sub_mesh, placements) takes what this rank holds as a tensor of its block",
+             "DeviceMesh(device_type, ranks) spells a mesh out that is the same on all ranks"))
     wanted = {(dst.mesh.mesh_dim_names[a], dst.placements[a].reduce_op) for a in dst.partial_axes}
     have = {(src.mesh.mesh_dim_names[a], src.placements[a].reduce_op) for a in src.partial_axes}
     if not wanted <= have or (wanted and src.mesh != dst.mesh):

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 from mindspore import Tensor
 
+from ..cores import keep_to_share
 from ..packing import numpy_dtype
-from ..protocol import Backend, Ranks, Work
+from ..protocol import Backend, Ranks, Result, Work
 from ..record import user_site
 from .engine import Engine
 from .future import Future
@@ -42,10 +43,10 @@ def _array(x: Tensor) -> np.ndarray:
         if len(_bytes) > 1000:
             _bytes.clear()
         buffer = _bytes[nbytes] = ctypes.c_byte * nbytes
-    return np.ndarray(tuple(shape), kind, buffer.from_address(address))
+    return np.ndarray(tuple(shape), kind, buffer.from_address(address))  # type: ignore[arg-type]
 
 
-def _give(result: np.ndarray | Future) -> Tensor | Work[Tensor]:
+def _give(result: np.ndarray | Future) -> Result:
     if isinstance(result, Future):
         tensor = Tensor.from_numpy(result.out)  # the same memory, filled when the wait is over
         return Work(tensor, lambda: (result.wait(), tensor)[1])
@@ -71,10 +72,16 @@ class ShmBackend(Backend):
         self.rank, self.size, self._blocking = rank, size, blocking
         self._engine = Engine(rank, size, job_name(port), timeout=timeout, site=user_site)
 
+    @classmethod
+    def start(cls, rank: int, size: int, blocking: bool) -> ShmBackend:
+        """Meets the other processes of this host, each on its share of the cores."""
+        keep_to_share(rank, size)
+        return cls(rank, size, os.environ.get("MS_SCHED_PORT", "8118"), blocking=blocking)
+
     def _array(self, x: Tensor, kept: bool = False) -> np.ndarray:
         return _array(x) if self._blocking and not kept else x.asnumpy()
 
-    def all_reduce(self, x: Tensor, op: str, group: Ranks, async_op: bool = False) -> Tensor | Work[Tensor]:
+    def all_reduce(self, x: Tensor, op: str, group: Ranks, async_op: bool = False) -> Result:
         return _give(self._engine.all_reduce(self._array(x, async_op), op, group, async_op=async_op))
 
     def all_reduce_(self, x: Tensor, op: str, group: Ranks) -> None:
@@ -83,16 +90,15 @@ class ShmBackend(Backend):
     def buffer(self, count: int, dtype: np.dtype) -> np.ndarray:
         return self._engine.buffer(count, dtype)
 
-    def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int], group: Ranks,
-                   async_op: bool = False) -> Tensor | Work[Tensor]:
+    def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int], group: Ranks, async_op: bool = False) -> Result:
         return _give(self._engine.all_gather(self._array(x, async_op), dim, sizes, group, async_op=async_op))
 
     def reduce_scatter(self, x: Tensor, op: str, dim: int, sizes: Sequence[int], group: Ranks,
-                       async_op: bool = False) -> Tensor | Work[Tensor]:
+                       async_op: bool = False) -> Result:
         return _give(self._engine.reduce_scatter(self._array(x, async_op), op, dim, sizes, group, async_op=async_op))
 
-    def all_to_all(self, x: Tensor, split_dim: int, split_sizes: Sequence[int], concat_dim: int,
-                   concat_sizes: Sequence[int], group: Ranks, async_op: bool = False) -> Tensor | Work[Tensor]:
+    def all_to_all(self, x: Tensor, split_dim: int, split_sizes: Sequence[int], concat_dim: int, concat_sizes: Sequence[int],
+                   group: Ranks, async_op: bool = False) -> Result:
         result = self._engine.all_to_all(self._array(x, async_op), split_dim, split_sizes, concat_dim, concat_sizes, group,
                                          async_op=async_op)
         return _give(result)
@@ -103,11 +109,11 @@ class ShmBackend(Backend):
                                     [(src, tuple(shape), numpy_dtype(dtype)) for src, shape, dtype in recvs])
         return [Tensor.from_numpy(a) for a in got]
 
-    def broadcast(self, x: Tensor, src: int, group: Ranks, async_op: bool = False) -> Tensor | Work[Tensor]:
+    def broadcast(self, x: Tensor, src: int, group: Ranks, async_op: bool = False) -> Result:
         return _give(self._engine.broadcast(self._array(x, async_op), src, group, async_op=async_op))
 
-    def scatter(self, x: Tensor | None, dim: int, sizes: Sequence[int], src: int, group: Ranks, *,
-                shape: Sequence[int], dtype: Any, async_op: bool = False) -> Tensor | Work[Tensor]:
+    def scatter(self, x: Tensor | None, dim: int, sizes: Sequence[int], src: int, group: Ranks, *, shape: Sequence[int],
+                dtype: Any, async_op: bool = False) -> Result:
         array = self._array(x, async_op) if self.rank == src else None
         result = self._engine.scatter(array, dim, sizes, src, group, shape=tuple(shape), dtype=numpy_dtype(dtype),
                                       async_op=async_op)

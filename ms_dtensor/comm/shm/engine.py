@@ -80,7 +80,7 @@ class Engine:
                             "After a failed collective the ranks no longer agree where they are.",
                             "end the process; restart from a checkpoint")
 
-    def _do(self, what: str, key: tuple, about: Callable[[], str], ranks: Ranks, out: np.ndarray | None, body: Body,
+    def _do(self, what: str, key: tuple, about: Callable[[], str], ranks: Ranks, out: Any, body: Body,
             async_op: bool = False) -> Any:
         """Runs a collective, which fills `out`, now or later.
 
@@ -105,18 +105,18 @@ class Engine:
         self._check_open(what)
         try:
             g = self._groups.get(ranks)
-            head = g.heads.get(key) if g is not None else None
-            if head is None:
+            call = g.described.get(key) if g is not None else None
+            if call is None:
                 text = f"{what} {about()} over ranks {ranks}".encode()
-                head = text, zlib.crc32(text)
-            self._memory.enter(head[0], site)
+                call = text, zlib.crc32(text)
+            self._memory.enter(call[0], site)
             if g is None:
                 g = self._groups[ranks] = self._signals.group(ranks, what)
-            if len(g.heads) > 256:  # shapes that never come back
-                g.heads.clear()
-            g.heads[key] = head
+            if len(g.described) > 256:  # shapes that never come back
+                g.described.clear()
+            g.described[key] = call
             g.turn ^= 1
-            body(g, head[1])
+            body(g, call[1])
         except BaseException as e:  # also an interrupt: the others are in the collective, we are not
             if self._broken is None and not (isinstance(e, CollectiveMismatch) and getattr(e, "in_step", False)):
                 self._broken = e
@@ -152,7 +152,7 @@ class Engine:
     # -- transport of pieces ---------------------------------------------------------------------------------------
 
     def _spread(self, g: GroupState, check: int, key: tuple, pieces: Sequence[np.ndarray | None],
-                places: Sequence[np.ndarray | None], stride: int) -> None:
+                places: Sequence[Any], stride: int) -> None:
         """Small: piece i to member i (or the only piece to all); what member j gives arrives in `places[j]`.
 
         `key`, the call's, says all that the views of the slots depend on; they are kept.

@@ -2,8 +2,8 @@
 """One rank's anonymous memory, mapped by all ranks of the host.
 
 Layout: a header (the call this rank is in, what it waits for, which groups it knows), two halves of `CHUNK` bytes for
-reductions under way, one page and a double slot per group for small messages, then the arena of large results. The size
-is virtual: a page costs memory once it is touched. Invariant: only the owner writes, except for its results under way,
+reductions in progress, one page and a double slot per group for small messages, then the arena of large results. The size
+is virtual: a page costs memory once it is touched. Invariant: only the owner writes, except for its unfinished results,
 whose parts are written by the member that has them.
 """
 from __future__ import annotations
@@ -12,6 +12,7 @@ import mmap
 import os
 import struct
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -61,7 +62,7 @@ class Segment:
         self._whole: np.ndarray = np.ndarray((1,), np.uint8, self.map)
         self.base = self._whole.ctypes.data
         self.words = memoryview(self.map).cast("I")
-        self.arena = Arena(self.map, _ARENA, len(self.map)) if own else None
+        self.arena: Any = Arena(self.map, _ARENA, len(self.map)) if own else None
         self.known = self.word(_KNOWN)
         self._groups: dict[bytes, int] = {}
         self._waits = 0
