@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`local_map`: a function of local tensors as a function of DTensors; the way out where no rule fits.
 
-The caller says how inputs must lie and what the results are; everything else follows. Which face a replicated input
-shows is read off these placements as off a rule's case: on an axis where any input or result is `Shard` or `Partial`,
+The caller says how inputs must lie and what the results are; everything else follows. Where a replicated input
+is varying is read off these placements as off a rule's case: on an axis where any input or result is `Shard` or `Partial`
 ranks do different work with it, so its cotangents are summands. Invariant: a result's global shape is either given, or
 implied by inputs whose shards are all alike, or compared across ranks; it is never guessed from one uneven shard.
 """

@@ -78,7 +78,7 @@ def dispatch(self, func, args=(), kwargs=None):
 
 
 def call(op: str, **arguments):
-    """Runs a canonical op of our own (a rule and an entry in `local_ops`) on DTensors."""
+    """Runs a canonical op of our own (a rule and an entry in `LOCAL_OPS`) on DTensors."""
     tensors: list = []
     mode = _mode()
     key: Any = ["@" + op, world_key(), mode.implicit_replication]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from sys import getrefcount
+from typing import Any
 
 from mindspore import Parameter, Tensor
 from mindspore._c_expression import NoFallbackGuard, TensorOverloadCall
@@ -19,13 +20,12 @@ from ..ops.local import run_local, widening
 from ..ops.rules.spec import Operand
 from ..redistribute.plan import plan as plan_moves
 from . import classes, inplace
+from .cotangent import partial_grad_axes, with_cotangent
+from .memo import memo_of
 from .operands import (
-    PARTIAL_GRAD_AXES,
-    VIEWED,
     as_local,
     as_replicated,
     dtype_name,
-    face,
     make,
     recording,
     redistribute_operand,
@@ -33,6 +33,7 @@ from .operands import (
     retag,
     wrap,
 )
+from .views import link
 
 
 def _references(held) -> int:
@@ -73,7 +74,8 @@ class OpPlan:
         # while recording: an operand shows its varying face, or a result is partial in a way that no gradient fits
         self.faced = any(cotangent is not None for *_, cotangent in steps)
         self.shares = self.direct = False  # of a view: it shares storage; MindSpore's own op made it
-        self.places, self.filled = None, None  # where the call takes which operand: ((place, operand), ...); the rest of it
+        self.places: Any = None
+        self.filled: Any = None  # where the call takes which operand: ((place, operand), ...); the rest of it
 
     def run(self, func, head, args, kwargs, tensors, mode):
         """The results of one call, as DTensors."""
@@ -110,7 +112,7 @@ class OpPlan:
             if recording():
                 self._link(first, out, func, head, args, kwargs, True)
             else:
-                inplace.link(first, out, self.shares, self.direct)
+                link(first, out, self.shares, self.direct)
         return out
 
     def _in_full(self, func, head, args, kwargs, tensors, mode):
@@ -132,9 +134,9 @@ class OpPlan:
             if grad:
                 if cotangent is not None:
                     if x._requires_grad:  # a constant has no cotangent to be laid out
-                        x = face(x, cotangent)
-                elif x.__class__ is not classes.DTENSOR and PARTIAL_GRAD_AXES in getattr(x, "__dict__", ()):
-                    x = face(x, x._layout.gradient())
+                        x = with_cotangent(x, cotangent)
+                elif x.__class__ is not classes.DTENSOR and partial_grad_axes(x):
+                    x = with_cotangent(x, x._layout.gradient())
                 parameter = parameter or (x.__class__ is not classes.DTENSOR and _is_parameter(x))
             tensors[i] = x
         with NoFallbackGuard():
@@ -145,7 +147,7 @@ class OpPlan:
         if self.view:
             self.shares = self.view == "view" and self.steps[0][1] is None
             self.direct = self.invoke is None and self.substitute is None
-            recorded = grad and (tensors[0] is first or PARTIAL_GRAD_AXES in first.__dict__)
+            recorded = grad and (tensors[0] is first or partial_grad_axes(first))
             self._link(first, out, func, head, args, kwargs, recorded)
         elif self.target is not None:
             inplace.store(first, out, grad)
@@ -195,9 +197,9 @@ class OpPlan:
             self.aliased = ops_block() or self.substitute is not None
 
     def _link(self, first, out, func, head, args, kwargs, recorded) -> None:
-        if recorded and out.__class__ is classes.DTENSOR and (not first._is_leaf or PARTIAL_GRAD_AXES in first.__dict__):
-            out.__dict__[VIEWED] = first, self, (func, head, args, kwargs)
-        inplace.link(first, out, self.shares, self.direct)
+        if recorded and out.__class__ is classes.DTENSOR and (not first._is_leaf or partial_grad_axes(first)):
+            memo_of(out).view_of = first, self, (func, head, args, kwargs)
+        link(first, out, self.shares, self.direct)
 
     def wrap(self, result, grad):
         """The results as DTensors: the objects themselves where only the caller's variable knows them."""

@@ -80,7 +80,7 @@ def build_plan(name, args, kwargs, tensors, mode, head=None) -> OpPlan | Composi
 
 
 def widened(plan: OpPlan, op: str, tensors) -> OpPlan:
-    """The plan; on CPU one with bfloat16 operands computes in float32 (see `local_ops/dtypes.py`)."""
+    """The plan; on CPU one with bfloat16 operands computes in float32 (see `ops/local/dtypes.py`)."""
     if plan.outs[0][0].device_type == "cpu" and any(dtype_name(x.dtype) == "bfloat16" for x in tensors):
         widen(plan, op, tensors)
     return plan
@@ -149,12 +149,12 @@ def plan_for(op, arguments, tensors, mode, own=None, keep=False) -> OpPlan:
     steps = []
     for i, (layout, target, own_axes) in enumerate(zip(layouts, choice.targets, choice.own)):
         # a sum over one rank is the value itself, and integers have no cotangent
-        own_axes = [a for a in own_axes if mesh.shape[a] > 1 and layout.dtype.startswith(_DIFFERENTIABLE)]
-        cotangent = target.gradient(own_axes)
+        varying = [a for a in own_axes if mesh.shape[a] > 1 and layout.dtype.startswith(_DIFFERENTIABLE)]
+        cotangent = target.gradient(varying)
         is_dtensor = getattr(tensors[i], "_layout", None) is not None
         constant = not is_dtensor and not layout.shape
         steps.append((None if is_dtensor or constant else layout, None if target is layout or constant else target,
-                      cotangent if own_axes and not constant else None))
+                      cotangent if varying and not constant else None))
     if None in spec.shapes:  # a rule in case notation alone: the first local results tell (see registry.py)
         return OpPlan(op, steps, None, None, [(mesh, o, None) for o in choice.outs])
     layouts_out = tuple(Layout(mesh, p, shape, layouts[0].dtype, order) for p, order, shape in choice.outs)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradient buckets: a data-parallel parameter keeps its gradient partial, and many are reduced in one all-reduce.
 
-A parameter marked here gets its gradient as Partial on the data-parallel axes: each rank's own summand, not yet reduced
-(`dispatch.operands.PARTIAL_GRAD_AXES`). Its hook keeps that gradient; when the last one of a bucket has arrived, or the
-backward ends, all are reduced together and written back in place. So the caller sees reduced gradients, and the number of
-collectives does not grow with the number of parameters. On host all buckets wait for the end: nobody would reduce them
-meanwhile, and each meeting costs a wait for the slower rank.
+A parameter marked here gets its gradient as Partial on the data-parallel axes: each rank's own summand, not yet reduced (its
+memo's `partial_grad_axes`, see `dispatch/cotangent.py`). Its hook keeps that gradient; when the last one of a bucket has
+arrived, or the backward ends, all are reduced together and written back in place. So the caller sees reduced gradients, and
+the number of collectives does not grow with the number of parameters. On host all buckets wait for the end: nobody would
+reduce them meanwhile, and each meeting costs a wait for the slower rank.
 """
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mindspore._c_expression import NoFallbackGuard
 from mindspore.common.api import _pynative_executor
 
 from .. import comm
-from ..dispatch.operands import PARTIAL_GRAD_AXES
+from ..dispatch.memo import memo_of
 from ..redistribute.cost import nbytes
 
 
@@ -84,7 +84,7 @@ def make_buckets(params, mesh, bucket_mb: float) -> list[Bucket]:
     size: dict[str, int] = {}
     done = []
     for p in reversed(params):
-        p.__dict__[PARTIAL_GRAD_AXES] = tuple(p.device_mesh.axis_index(a) for a in mesh.mesh_dim_names)
+        memo_of(p).partial_grad_axes = tuple(p.device_mesh.axis_index(a) for a in mesh.mesh_dim_names)
         kind = p.layout.dtype
         need = nbytes(p.local_shape, kind)
         if open_.get(kind) and size[kind] + need > limit:

@@ -27,7 +27,7 @@ from .dtensor import DTensor
 
 _DONE = "_ms_dtensor_distributed"  # cell attribute: distribute_module has been here
 # of one tensor, not of the role it plays:
-_OWN_STATE = frozenset(("_layout", "_with_cotangent", "_moves", "_source", "_viewed", "_inited_param"))
+_OWN_STATE = frozenset(("_layout", "_memo", "_inited_param"))
 
 
 def init_device_mesh(device_type: str, mesh_shape: Sequence[int], *, mesh_dim_names: Sequence[str] | None = None,

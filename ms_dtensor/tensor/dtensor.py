@@ -20,6 +20,7 @@ from ..core.layout import Layout, known_layout
 from ..core.mesh import DeviceMesh, resolve_mesh
 from ..dispatch import classes, modes, patches
 from ..dispatch.dispatcher import call, dispatch, plain_tree
+from ..dispatch.memo import Memo
 from ..dispatch.operands import as_local, dtype_name, local_alias, make, recording, redistribute, wrap
 from ..errors import LayoutError, OpRuleError, RedistributeError
 from ..redistribute.execute import redistribute_local, run
@@ -57,6 +58,7 @@ class DTensor(Tensor):
     """
 
     _layout: Layout = None  # type: ignore[assignment]  # until __new__ or `wrap` has set it
+    _memo: Memo | None = None
     __array_ufunc__ = None  # or NumPy would swallow `np.float32(2) * x` and return one rank's array
 
     def __new__(cls, local, device_mesh=None, placements=None, *args, **kwargs):
