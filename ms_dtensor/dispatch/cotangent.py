@@ -11,7 +11,6 @@ from __future__ import annotations
 from mindspore._c_expression import NoFallbackGuard
 
 from ..core.layout import Layout
-from ..core.placements import Partial
 from ..redistribute.execute import redistribute_local
 from ..redistribute.plan import relabels
 from .memo import memo_of
@@ -23,16 +22,9 @@ def partial_grad_axes(x) -> tuple[int, ...]:
     return () if memo is None else memo.partial_grad_axes
 
 
-def partial_on(layout: Layout, axes) -> Layout:
-    """`layout`, a sum on these axes."""
-    return layout.with_placements([Partial() if a in axes else p for a, p in enumerate(layout.placements)], layout.order)
-
-
 def grad_layout(x) -> Layout:
     """The layout in which `x`'s producer expects the cotangent."""
-    gradient = x._layout.gradient()
-    axes = [a for a in partial_grad_axes(x) if gradient.placements[a].is_replicate()]
-    return partial_on(gradient, axes) if axes else gradient
+    return x._layout.gradient(partial_grad_axes(x))
 
 
 def with_cotangent(x, cotangent: Layout):
@@ -67,6 +59,6 @@ def _through_viewed(x, memo, cotangent: Layout):
     varying = [a for a in cotangent.partial_axes if x._layout.placements[a].is_replicate()]
     if not varying or any(not source._layout.placements[a].is_replicate() for a in varying):
         return None
-    taken = with_cotangent(source, partial_on(source._layout.gradient(), varying))
+    taken = with_cotangent(source, source._layout.gradient(varying))
     with NoFallbackGuard():
         return plan.local.run(call, [taken])

@@ -65,7 +65,9 @@ def link(source, result: Any, shares: bool, native: bool) -> None:
 def relatives_of(x):
     """(tensor, shares storage) of the living tensors that are views of `x` or that `x` is a view of."""
     kin = None if x._memo is None else x._memo.kin
-    for ref in () if kin is None else kin.members:
+    if kin is None:
+        return
+    for ref in kin.members:
         other = ref()
         if other is None or other is x:
             continue

@@ -458,7 +458,7 @@ class DTensorParameter(Parameter, DTensor):
     asnumpy = DTensor.asnumpy
 
 
-class AsyncDTensor(AsyncData, DTensor):
+class AsyncDTensor(AsyncData, DTensor):  # type: ignore[override]  # `_layout` is set again only when this is a DTensor
     """What `redistribute(async_op=True)` returns where the backend can: waits on first use, then is a DTensor."""
 
 
