@@ -89,7 +89,7 @@ def build_plan(name: str, call: OpCall, mode) -> OpPlan | Composition:
 def plan_by_rule(op: str, names: tuple[str, ...], call: OpCall, mode) -> OpPlan:
     """The plan of a function of local tensors, with a registered rule that knows its arguments by `names`."""
     bound = bind_arguments(op, names, call.args, call.kwargs or {})
-    return plan_for(op, bound, call.tensors, mode, LocalRun(places=_places_in_call(call)))
+    return plan_for(op, bound, call.tensors, mode, LocalRun(places=_places_in_call(call)), as_it_is=True)
 
 
 def plan_own(op: str, arguments: dict, tensors, mode) -> OpPlan:
@@ -113,7 +113,7 @@ def _substitute(op: str, name: str, call: OpCall):
 
 
 def plan_for(op: str, arguments: dict, tensors, mode, original: LocalRun | None = None, form: Callable | None = None,
-             writes: bool = False) -> OpPlan:
+             writes: bool = False, as_it_is: bool = False) -> OpPlan:
     """The plan of a canonical op: a case of its rule is chosen per axis, and all else follows from that.
 
     Args:
@@ -124,6 +124,7 @@ def plan_for(op: str, arguments: dict, tensors, mode, original: LocalRun | None 
         original: how MindSpore's own call runs on a rank, if the rule names no form of ours.
         form: of an op of our own: what runs then, with `arguments` in their order.
         writes: the result is put into the first operand, which stays where it is.
+        as_it_is: a user's function: it is not computed in float32 instead of bfloat16.
     """
     mesh = _common_mesh(op, tensors)
     layouts = [getattr(x, "_layout", None) or _promote(op, x, mesh, tensors, mode) for x in tensors]
@@ -133,7 +134,8 @@ def plan_for(op: str, arguments: dict, tensors, mode, original: LocalRun | None 
     spec = RULES[op](spec_call)
     choice = choose(spec_call, spec, tuple(layouts), writes)
     steps = tuple(map(_step, tensors, layouts, choice.targets, choice.own))
-    local = original or LocalRun()
+    in_float32 = wrapper_in_float32(op, tensors) if mesh.device_type == "cpu" and not as_it_is else None
+    local = replace(original or LocalRun(), in_float32=in_float32)
     if None in spec.shapes:  # a rule in case notation alone: the first local results tell (see custom_ops/register.py)
         return OpPlan(op, steps, local, Results(op, mesh, [(o, None) for o in choice.outs]))
     drafts = tuple(Layout(mesh, p, shape, layouts[0].dtype, order) for p, order, shape in choice.outs)
@@ -143,15 +145,12 @@ def plan_for(op: str, arguments: dict, tensors, mode, original: LocalRun | None 
         form, template, keywords = LOCAL_OPS[named.name], named.args, named.kwargs
     else:
         template, keywords = tuple(spec_call.args.values()), {}
-    in_float32 = wrapper_in_float32(op, tensors) if mesh.device_type == "cpu" else None
-    if form is None:
-        local = replace(local, in_float32=in_float32, empty=empty)
-    else:
-        local = replace(local, form=(in_float32(form) if in_float32 else form, template, keywords), empty=empty,
+    if form is not None:
+        local = replace(local, form=(in_float32(form) if in_float32 else form, template, keywords), in_float32=None,
                         places=_places(template, Operand, lambda i, operand: operand.index))
     kind = view_kind(spec_call) if getattr(tensors[0], "_layout", None) is not None else ""
     view = (kind == "view" and steps[0].target is None, form is None and local.substitute is None) if kind else None
-    return OpPlan(op, steps, local, Results(op, mesh, list(zip(choice.outs, drafts))), view, writes)
+    return OpPlan(op, steps, replace(local, empty=empty), Results(op, mesh, list(zip(choice.outs, drafts))), view, writes)
 
 
 def _step(x, layout: Layout, target: Layout, varying) -> Step:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradient buckets: a data-parallel parameter keeps its gradient partial, and many are reduced in one all-reduce.
 
-A parameter marked here gets its gradient as Partial on the data-parallel axes: each rank's own summand, not yet reduced (its
-memo's `partial_grad_axes`, see `dispatch/cotangent.py`). Its hook keeps that gradient; when the last one of a bucket has
-arrived, or the backward ends, all are reduced together and written back in place. So the caller sees reduced gradients, and
-the number of collectives does not grow with the number of parameters. On host all buckets wait for the end: nobody would
-reduce them meanwhile, and each meeting costs a wait for the slower rank.
+A parameter marked here gets its gradient as Partial on the data-parallel axes: each rank's own summand, not yet reduced
+(its memo's `partial_grad_axes`). Its hook keeps that gradient; when the last one of a bucket has arrived, or the
+backward ends, all are reduced together and written back in place. So the caller sees reduced gradients, and the number of
+collectives does not grow with the number of parameters. On host all buckets wait for the end: nobody would reduce them
+meanwhile, and each meeting costs a wait for the slower rank.
 """
 from __future__ import annotations
 
