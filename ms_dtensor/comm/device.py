@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import pickle
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,16 +19,14 @@ from mindspore.common import dtype as mstype
 
 from ..errors import CommError
 from .agree import Agreement, check_every
+from .objects import decode, encode
+from .owner import Owner
 from .packing import TensorOps, pack, unpack
 from .protocol import Backend, Ranks, Result, Work, offsets, with_dim
+from .protocol import kind as _kind
 
 Handle = Any  # MindSpore's CommHandle, or None when the call was synchronous
 Flat = tuple[Tensor, Handle]
-
-
-def _kind(x: Tensor, *open_dims: int) -> str:
-    """Dtype and shape for comparison between ranks, with the dims that may differ left open."""
-    return f"{x.dtype}[{', '.join('·' if d in open_dims else str(s) for d, s in enumerate(x.shape))}]"
 
 
 def communicator_name(ranks: Ranks) -> str:
@@ -60,7 +57,12 @@ class DeviceBackend(Backend):
         self._create_group = create_group
         self._comms: dict[Ranks, tuple[str, list[int]]] = {tuple(range(size)): (world, list(range(size)))}
         self._names: dict[Ranks, str] = {tuple(range(size)): world}
-        self._agree = Agreement(check_every(self.check_every), self._gather_number, self.all_gather_object).call
+        self._owner = Owner()
+        self._agreement = Agreement(check_every(self.check_every), self._gather_number, self.all_gather_object)
+
+    def _agree(self, what: str, about: str, group: Ranks) -> None:
+        self._owner.check(what)
+        self._agreement.call(what, about, group)
 
     def _comm(self, group: Ranks) -> tuple[str, list[int]]:
         """The communicator's name, and which group index sits at each of its positions.
@@ -239,6 +241,7 @@ class DeviceBackend(Backend):
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]],
                  recvs: Sequence[tuple[int, Sequence[int], Any]]) -> list[Tensor]:
+        self._owner.check("exchange")
         mine = [self.ops.copy(x) for dst, x in sends if dst == self.rank]
 
         def buffer(shape: Sequence[int], dtype: Any) -> Tensor:
@@ -272,15 +275,15 @@ class DeviceBackend(Backend):
         self.all_gather(Tensor(np.zeros(1, np.int32)), 0, [1] * len(group), group).asnumpy()
 
     def all_gather_object(self, obj: Any, group: Ranks) -> list[Any]:
-        data = np.frombuffer(pickle.dumps(obj), np.uint8)
+        data = np.frombuffer(encode(obj), np.uint8)
         ones = [1] * len(group)
         sizes = self.all_gather(Tensor(np.array([data.size], np.int32)), 0, ones, group).asnumpy().tolist()
         joined = self.all_gather(Tensor(data.copy()), 0, sizes, group).asnumpy().tobytes()
         at = offsets(sizes)
-        return [pickle.loads(joined[at[i]:at[i + 1]]) for i in range(len(group))]
+        return [decode(joined[at[i]:at[i + 1]]) for i in range(len(group))]
 
     def broadcast_object(self, obj: Any, src: int, group: Ranks) -> Any:
-        data = np.frombuffer(pickle.dumps(obj), np.uint8) if self.rank == src else np.zeros(0, np.uint8)
+        data = np.frombuffer(encode(obj), np.uint8) if self.rank == src else np.zeros(0, np.uint8)
         count = int(self.broadcast(Tensor(np.array([data.size], np.int32)), src, group).asnumpy()[0])
         payload = data.copy() if self.rank == src else np.zeros(count, np.uint8)
-        return pickle.loads(self.broadcast(Tensor(payload), src, group).asnumpy().tobytes())
+        return decode(self.broadcast(Tensor(payload), src, group).asnumpy().tobytes())

@@ -237,14 +237,14 @@ class Group:
             self._done("barrier", None, 0, lambda: self.backend.barrier(self.ranks))
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Every member's picklable object, in group order."""
+        """Every member's object (see `objects`), in group order."""
         self._check("all_gather_object")
         if self.size == 1:
             return [obj]
         return self._done("all_gather_object", None, 0, lambda: self.backend.all_gather_object(obj, self.ranks))
 
     def broadcast_object(self, obj: Any, src: int) -> Any:
-        """Global rank `src`'s picklable object."""
+        """Global rank `src`'s object (see `objects`)."""
         self._check("broadcast_object")
         self._check_src("broadcast_object", None, src)
         if self.size == 1:

@@ -106,5 +106,6 @@ class McclBackend(DeviceBackend):
         self._call("barrier", group=self._comm(group)[0])
 
     def close(self, reason: str = "") -> None:
-        if not reason and self._broken is None:  # a rank that exits while a peer still sends makes the peer fail
+        if not reason and self._broken is None and not self._owner.forked:
+            # A rank that exits while a peer still sends makes the peer fail.
             self.barrier(tuple(range(self.size)))

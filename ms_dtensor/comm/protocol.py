@@ -130,11 +130,11 @@ class Backend(ABC):
 
     @abstractmethod
     def all_gather_object(self, obj: Any, group: Ranks) -> list[Any]:
-        """Every member's picklable object, in group order."""
+        """Every member's object (see `objects`), in group order."""
 
     @abstractmethod
     def broadcast_object(self, obj: Any, src: int, group: Ranks) -> Any:
-        """Rank `src`'s picklable object."""
+        """Rank `src`'s object (see `objects`)."""
 
     def close(self, reason: str = "") -> None:  # noqa: B027  most backends have nothing to do
         """Leaves the job (`reason`: the error that ends this rank). Others fail only if they wait for this rank."""
@@ -148,6 +148,16 @@ def offsets(sizes: Sequence[int]) -> list[int]:
 def cut(dim: int, start: int, stop: int) -> tuple[slice, ...]:
     """The index that takes `[start, stop)` of `dim` and all of every other dim."""
     return (slice(None),) * dim + (slice(start, stop),)
+
+
+def dtype_text(dtype) -> str:
+    """A dtype in messages; `shm` carries bfloat16 as two bytes."""
+    return "bfloat16" if str(dtype) == "|V2" else str(dtype)
+
+
+def kind(x, *open_dims: int) -> str:
+    """Dtype and shape of a tensor or array for comparison between ranks, with the dims that may differ left open."""
+    return f"{dtype_text(x.dtype)}[{', '.join('·' if d in open_dims else str(s) for d, s in enumerate(x.shape))}]"
 
 
 def with_dim(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:

@@ -10,9 +10,7 @@ from __future__ import annotations
 import contextvars
 import difflib
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
 
 import numpy as np
 
@@ -27,7 +25,7 @@ def _no_world() -> None:
 
 # both are replaced once, when comm is imported: mesh must not import upwards
 _world_source: Callable = _no_world
-_group_source: Callable | None = None
+_group_source: Callable = _no_world
 
 
 def bind_world(world: Callable, group: Callable) -> None:
@@ -188,16 +186,16 @@ class DeviceMesh:
         axes = (axis,) if isinstance(axis, int | str) else tuple(axis)
         if len(axes) == 1 and axes[0] in self._flat:
             axes = self._flat[axes[0]]
-        axes = tuple(self.axis_index(a) for a in axes)
+        indices = tuple(self.axis_index(a) for a in axes)
         world = _world_source()
         here = None if world is None else self.coordinate_of(world.rank)
         if here is None:
             raise MeshError("For 'get_group', this process is not part of the mesh, or no process group runs.",
                             f"mesh({self.describe()})", "", "call init_device_mesh first, on every rank")
-        key = (axes, world.rank, world.backend)
+        key = (indices, world.rank, world.backend)
         group = self._groups.get(key)
         if group is None:
-            group = _group_source(self.ranks_along(axes, here), tuple(self.mesh_dim_names[a] for a in axes))
+            group = _group_source(self.ranks_along(indices, here), tuple(self.mesh_dim_names[a] for a in indices))
             self._groups[key] = group
         return group
 
@@ -307,16 +305,3 @@ def resolve_mesh(mesh: DeviceMesh | None, who: str) -> DeviceMesh:
 def coordinates(mesh: DeviceMesh) -> Iterator[tuple[int, ...]]:
     """All coordinates of a mesh, row-major."""
     return itertools.product(*(range(s) for s in mesh.shape))
-
-
-@lru_cache(maxsize=4096)
-def chunk_bounds(size: int, parts: int) -> tuple[tuple[int, int], ...]:
-    """Start and stop of each chunk of a dim: ceil(size / parts) rows each until none are left.
-
-    Example:
-        >>> from ms_dtensor.core.mesh import chunk_bounds
-        >>> chunk_bounds(5, 4)
-        ((0, 2), (2, 4), (4, 5), (5, 5))
-    """
-    step = math.ceil(size / parts)
-    return tuple((min(i * step, size), min((i + 1) * step, size)) for i in range(parts))

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """`local_map`: a function of local tensors as a function of DTensors; the way out where no rule fits.
 
-The caller says how inputs must lie and what the results are; everything else follows. Which face a replicated input
-shows is read off these placements as off a rule's case: on an axis where any input or result is `Shard` or `Partial`,
+The caller says how inputs must lie and what the results are; everything else follows. Where a replicated input
+is varying is read off these placements as off a rule's case: on an axis where any input or result is `Shard` or `Partial`
 ranks do different work with it, so its cotangents are summands. Invariant: a result's global shape is either given, or
 implied by inputs whose shards are all alike, or compared across ranks; it is never guessed from one uneven shard.
 """
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -17,8 +17,8 @@ from mindspore import Parameter, Tensor
 
 from .. import comm
 from ..core.layout import Layout, known_layout
-from ..core.mesh import DeviceMesh
-from ..core.placements import PARTIAL, Placement
+from ..core.mesh import DeviceMesh, coordinates
+from ..core.placements import Placement
 from ..dispatch import modes, patches, policy
 from ..dispatch.dispatcher import plain_tree
 from ..dispatch.operands import as_local, dtype_name, recording, redistribute_operand, reduce_nonlinear, wrap
@@ -118,7 +118,7 @@ class Mapping:
         if mode.policy != "auto" or mode.no_gather:
             self._ask(args, targets, outs[0], layouts, self.mesh or mesh)
         moved_args = [x if t is None else as_local(self._moved(x, t), c) for x, t, c in zip(args, targets, cotangents)]
-        moved_kwargs = {k: v if named[k] is None else as_local(v, varying_cotangent(named[k], own))
+        moved_kwargs = {k: v if named[k] is None else as_local(v, named[k].gradient(own))
                         for k, v in kwargs.items()}
         result = fn(*moved_args, **moved_kwargs)
         return self._wrap(result, outs, self.mesh or mesh, layouts)
@@ -160,7 +160,7 @@ class Mapping:
                 raise LayoutError(f"For '{self.who}', argument {i} is a DTensor, but 'in_placements' has None there.",
                                   layout.describe(), "", f"write {list(layout.placements)}")
             target = None if layout is None else self._target(i, layout, entry)
-            if target is not layout and not self.redistribute:
+            if target is not None and target is not layout and not self.redistribute:
                 raise LayoutError(f"For '{self.who}', argument {i} does not lie as 'in_placements' says.",
                                   f"{layout.describe()}, wanted {target}", "'redistribute_inputs' is off.",
                                   (f".redistribute(placements={list(target.placements)})", "redistribute_inputs=True"))
@@ -190,7 +190,7 @@ class Mapping:
             raise LayoutError(f"For '{self.who}', 'in_grad_placements' has {len(given)} entries for {len(targets)} "
                               "arguments.", "", "There is one entry per positional argument.",
                               "write None for plain arguments")
-        return [None if t is None else varying_cotangent(t, own) if g is None else t.with_placements(g)
+        return [None if t is None else t.gradient(own) if g is None else t.with_placements(g)
                 for t, g in zip(targets, given)]
 
     def _varying_axes(self, targets, outs, mesh) -> tuple[int, ...]:
@@ -278,7 +278,7 @@ def _compared(who: str, drafts, mesh: DeviceMesh):
                           "Input shards are uneven.", "pass out_shapes=")
     with comm.annotate(implicit=True, src=f"{who} local shapes", dst="global shapes"):
         everyone = mesh.get_group().all_gather_object([d.shape for d in drafts])
-    of = {mesh.coordinate_of(rank): shapes for rank, shapes in zip(mesh.rank_list, everyone)}
+    of = dict(zip(coordinates(mesh), everyone))
     out = []
     for j, draft in enumerate(drafts):
         shape = []
@@ -294,14 +294,6 @@ def _compared(who: str, drafts, mesh: DeviceMesh):
                               ("pad the inputs to a multiple of the axis size", "redistribute them to Replicate"))
         out.append(shape)
     return out
-
-
-def varying_cotangent(layout: Layout, own: Sequence[int]) -> Layout:
-    """The cotangent layout of a value with which ranks do work of their own on the axes `own`."""
-    gradient = layout.gradient()
-    placements = [PARTIAL if a in own and layout.placements[a].is_replicate() else p
-                  for a, p in enumerate(gradient.placements)]
-    return gradient.with_placements(placements, gradient.order)
 
 
 def _layout(x) -> Any:

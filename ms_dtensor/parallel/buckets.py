@@ -2,10 +2,10 @@
 """Gradient buckets: a data-parallel parameter keeps its gradient partial, and many are reduced in one all-reduce.
 
 A parameter marked here gets its gradient as Partial on the data-parallel axes: each rank's own summand, not yet reduced
-(`dispatch.operands.PARTIAL_GRAD_AXES`). Its hook keeps that gradient; when the last one of a bucket has arrived, or the
-backward ends, all are reduced together, given to the hooks that users registered, and written back in place. So the caller
-sees reduced gradients, and the number of collectives does not grow with the number of parameters. On host all buckets wait
-for the end: nobody would reduce them meanwhile, and each meeting costs a wait for the slower rank.
+(its memo's `partial_grad_axes`). Its hook keeps that gradient; when the last one of a bucket has arrived, or the backward
+ends, all are reduced together, given to the hooks that users registered, and written back in place. So the caller sees
+reduced gradients, and the number of collectives does not grow with the number of parameters. On host all buckets wait for
+the end: nobody would reduce them meanwhile, and each meeting costs a wait for the slower rank.
 """
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mindspore._c_expression import NoFallbackGuard
 from mindspore.common.api import _pynative_executor
 
 from .. import comm
-from ..dispatch.operands import PARTIAL_GRAD_AXES
+from ..dispatch.memo import memo_of
 from ..dispatch.patches.hooks import given_hooks, replaced_by
 from ..redistribute.cost import nbytes
 
@@ -73,7 +73,7 @@ class Bucket:
 
     def _reduce(self, grads: list, flat) -> None:
         with NoFallbackGuard(), comm.annotate(phase="backward", src="gradient bucket", dst="gradient bucket"):
-            if self.on_host:
+            if flat is not None:
                 self.group.all_reduce_(ms.Tensor.from_numpy(flat[:sum(g.size for g in grads)]), "sum")
                 return
             total, at = self.group.all_reduce(ms.mint.cat([ms.mint.reshape(g, (-1,)) for g in grads]), "sum"), 0
@@ -104,7 +104,7 @@ def make_buckets(params, mesh, bucket_mb: float) -> list[Bucket]:
     size: dict[str, int] = {}
     done = []
     for p in reversed(params):
-        p.__dict__[PARTIAL_GRAD_AXES] = tuple(p.device_mesh.axis_index(a) for a in mesh.mesh_dim_names)
+        memo_of(p).partial_grad_axes = tuple(p.device_mesh.axis_index(a) for a in mesh.mesh_dim_names)
         kind = p.layout.dtype
         need = nbytes(p.local_shape, kind)
         if open_.get(kind) and size[kind] + need > limit:

@@ -18,7 +18,7 @@ from .. import comm
 from ..core.layout import Layout
 from ..core.mesh import _DEVICE_TYPES, DeviceMesh, resolve_mesh
 from ..dispatch import patches
-from ..dispatch.operands import PARTIAL_GRAD_AXES, dtype_name, local_alias, recording, wrap
+from ..dispatch.operands import dtype_name, local_alias, recording, wrap
 from ..dispatch.patches import jit
 from ..dispatch.patches.hooks import given_hooks
 from ..dispatch.replaced import PLACE, current, remember
@@ -30,8 +30,7 @@ from .dtensor import DTensor
 
 _DONE = "_ms_dtensor_distributed"  # cell attribute: distribute_module has been here
 # of one tensor, not of the role it plays:
-_OWN_STATE = frozenset((PARTIAL_GRAD_AXES, PLACE, "_layout", "_with_cotangent", "_moves", "_source", "_viewed",
-                        "_inited_param"))
+_OWN_STATE = frozenset((PLACE, "_layout", "_memo", "_inited_param"))
 
 
 def init_device_mesh(device_type: str, mesh_shape: Sequence[int], *, mesh_dim_names: Sequence[str] | None = None,

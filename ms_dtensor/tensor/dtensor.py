@@ -18,9 +18,9 @@ from mindspore._c_expression import NoFallbackGuard
 from .. import comm
 from ..core.layout import Layout, known_layout
 from ..core.mesh import DeviceMesh, resolve_mesh
-from ..core.placements import REPLICATE
 from ..dispatch import classes, modes, patches, policy
 from ..dispatch.dispatcher import call, dispatch, plain_tree
+from ..dispatch.memo import Memo
 from ..dispatch.operands import as_local, dtype_name, local_alias, make, recording, redistribute, wrap
 from ..dispatch.patches import hooks, jit
 from ..errors import LayoutError, OpRuleError, RedistributeError
@@ -59,6 +59,7 @@ class DTensor(Tensor):
     """
 
     _layout: Layout = None  # type: ignore[assignment]  # until __new__ or `wrap` has set it
+    _memo: Memo | None = None
     __array_ufunc__ = None  # or NumPy would swallow `np.float32(2) * x` and return one rank's array
 
     def __new__(cls, local, device_mesh=None, placements=None, *args, **kwargs):
@@ -263,9 +264,7 @@ class DTensor(Tensor):
 
     def reduce_partial(self) -> DTensor:
         """Partial axes reduced to Replicate; the others stay."""
-        layout = self._layout
-        placed = [REPLICATE if p.is_partial() else p for p in layout.placements]
-        return redistribute(self, layout.with_placements(placed, layout.order))
+        return redistribute(self, self._layout.reduced())
 
     # -- values: the global one, or an error, on all ranks alike ---------------------------------------------------
     def item(self):
@@ -457,7 +456,7 @@ class DTensorParameter(Parameter, DTensor):
     asnumpy = DTensor.asnumpy
 
 
-class AsyncDTensor(AsyncData, DTensor):
+class AsyncDTensor(AsyncData, DTensor):  # type: ignore[override]  # `_layout` is set again only when this is a DTensor
     """What `redistribute(async_op=True)` returns where the backend can: waits on first use, then is a DTensor."""
 
 

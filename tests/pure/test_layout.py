@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ms_dtensor.core.layout import Layout
-from ms_dtensor.core.mesh import DeviceMesh, chunk_bounds, coordinates
-from ms_dtensor.core.placements import Partial, Replicate, Shard
+from ms_dtensor.core.mesh import DeviceMesh, coordinates
+from ms_dtensor.core.placements import Partial, Replicate, Shard, chunk_bounds
 from ms_dtensor.errors import LayoutError, MeshError
 
 R, P, S = Replicate(), Partial(), Shard

@@ -3,13 +3,14 @@
 
 In one process and without a process group: the operands are cut by definition (`oracle.py`), the op runs once per
 rank with exactly the local form that dispatch would use, the results and gradients are put together by the gradient
-table of the design (varying face: sum; same face: equal on every rank) and compared with the one-device answer.
+table (a varying operand: their sum; an invariant one: equal on every rank) and compared with the one-device answer.
 """
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -17,14 +18,14 @@ from mindspore import Tensor
 from mindspore._c_expression import NoFallbackGuard
 from mindspore.common._grad_function import _Function
 
-from ...core.layout import Layout
+from ...core.layout import Layout, short_dtype
 from ...core.mesh import DeviceMesh, coordinates
-from ...core.placements import PARTIAL, REPLICATE, Shard
-from ...core.tree import leaves
+from ...core.placements import REPLICATE, Shard
+from ...core.tree import leaves, map_leaves
 from ...dispatch.composite import COMPOSED
-from ...dispatch.op_plan import original_call, refill
+from ...dispatch.op_call import attributes, bind_arguments, refill
 from ...dispatch.operands import dtype_name, recording
-from ...dispatch.planner import as_operands, attributes, bind_arguments
+from ...dispatch.planner import as_operands
 from ...ops.local import CPU, LOCAL_OPS, run_local
 from ...ops.rng import frozen
 from ...ops.rules import RULES, Call, Case, Local, Operand, OpSpec
@@ -100,9 +101,7 @@ def check_rule(op, *args, axes: Sequence[Sequence[int]] = ((2,), (3,), (2, 2)), 
     """
     report = Report() if report is None else report
     report.calls += 1
-    args = tuple(Tensor(a) if isinstance(a, np.ndarray) else
-                 type(a)(Tensor(x) if isinstance(x, np.ndarray) else x for x in a) if isinstance(a, tuple | list) else a
-                 for a in args)
+    args = map_leaves(Tensor, args, np.ndarray)
     with frozen(seed):
         for captured in capture(op, *args, **kwargs):
             _once(captured, axes, seed, report, missed)
@@ -133,15 +132,16 @@ def _identity(c: Captured, axes, missed: bool) -> tuple:
         if isinstance(v, tuple | list):
             return tuple(of(x) for x in v)
         return repr(v)
-    made = repr(sorted(attributes(c.primitive[0]).items(), key=str)) if c.primitive is not None else ""
+    made = repr(sorted(attributes(c.primitive).items(), key=str)) if c.primitive is not None else ""
     return (c.name, made, of(c.args), tuple((k, of(v)) for k, v in c.kwargs.items()), tuple(map(tuple, axes)), missed)
 
 
 def check_captured(c: Captured, axes, rng, report: Report, missed: bool = False) -> None:
     """Checks every case of the rule of one primitive call, and what it may be composed of."""
-    entry = PRIMITIVES.get(c.name) if c.params is None else (c.name[1:].lstrip("="), c.params)
+    entry = c.own or PRIMITIVES.get(c.name)
     if entry is None or entry[0] not in RULES:
-        report.wrong.append(f"{c.name}: no rule")
+        shown = [f"{short_dtype(dtype_name(a.dtype))}{list(a.shape)}" if isinstance(a, Tensor) else repr(a) for a in c.args]
+        report.wrong.append(f"no rule for {c.name}({', '.join(shown)})")
         return
     op, params = entry
     tensors = leaves((c.args, c.kwargs), Tensor)
@@ -150,7 +150,7 @@ def check_captured(c: Captured, axes, rng, report: Report, missed: bool = False)
     bound = bind_arguments(c.name, params, c.args, c.kwargs, c.primitive)
     call = Call(op, {k: as_operands(v, it) for k, v in bound.items()}, operands)
     spec = RULES[op](call)
-    report.met(op, set(map(str, spec.cases)), {"own" if c.params else "reference" if c.name in CPU else "kernel"})
+    report.met(op, set(map(str, spec.cases)), {"own" if c.own else "reference" if c.name in CPU else "kernel"})
     trial = _Trial(c, call, spec, tensors, rng, report)
     whole = Case((REPLICATE,) * len(operands), (REPLICATE,) * len(spec.shapes))
     cases = (*spec.cases, *(() if whole in spec.cases else (whole,)))
@@ -164,7 +164,7 @@ def check_captured(c: Captured, axes, rng, report: Report, missed: bool = False)
                 trial.run(combo, mesh)
     if missed:
         report.missed |= find_missed(trial)
-    if op in COMPOSED and c.params is None and all(a.size for a in trial.arrays) and _may_be_composed(call):
+    if op in COMPOSED and c.own is None and all(a.size for a in trial.arrays) and _may_be_composed(call):
         _check_composition(c, op, params, trial, axes, report)
 
 
@@ -302,31 +302,26 @@ class _Trial:
 
     def _compare_gradients(self, combo, mesh, ins, found, label) -> None:
         self.report.compared += 1
-        for k, o in enumerate(self.wrt):
-            layout = ins[o].gradient()
-            placements = list(layout.placements)
-            expected = self.grads[k]
-            for a, case in enumerate(combo):
-                if case.ins[o].is_replicate() and any(not p.is_replicate() for p in case.ins):
-                    placements[a] = PARTIAL
-                elif case.ins[o].is_partial("avg"):
-                    expected = expected / mesh.shape[a]
-            value, unequal = assemble(found[k], layout.with_placements(placements, layout.order))
+        for o, whole, parts in zip(self.wrt, self.grads or (), found):
+            varying = [a for a, case in enumerate(combo) if any(not p.is_replicate() for p in case.ins)]
+            expected = whole / prod(mesh.shape[a] for a, case in enumerate(combo) if case.ins[o].is_partial("avg"))
+            value, unequal = assemble(parts, ins[o].gradient(varying))
             if unequal or not same(expected, value):
                 self.report.wrong.append(f"{label}: gradient of operand {o}"
                                          + (f", replicas differ at {unequal}" if unequal else ""))
                 return
 
     def forward(self, tensors, local: Local):
-        form, empty = local_part(self.call, self.spec, local)
-        form = None if form is None else (LOCAL_OPS[form.name], form.args, form.kwargs)
+        named, empty = local_part(self.call, self.spec, local)
+        form = None if named is None else (LOCAL_OPS[named.name], named.args, named.kwargs)
         with NoFallbackGuard():
             result = run_local(self.original, form, empty, tensors)
         return list(result) if isinstance(result, tuple | list) else [result]
 
     def original(self, tensors):
         with NoFallbackGuard():
-            return original_call(self.c.func, self.c.head, self.c.args, self.c.kwargs, tensors)
+            it = iter(tensors)
+            return self.c.compute(*refill(self.c.args, it), **refill(self.c.kwargs, it))
 
     def gradients(self, arrays, cotangents, forward) -> list[np.ndarray]:
         """Gradients of the floating operands, as arrays, for given cotangents of the results of `forward`."""

@@ -18,24 +18,12 @@ from mindspore import Tensor, mint
 from mindspore._c_expression import NoFallbackGuard
 
 from ...core.layout import Layout
-from ...core.tree import leaves
+from ...core.tree import first_dtensor, leaves
 from ...errors import ConfigError
 from ...ops import rng
 from .. import modes, policy
 from ..dispatcher import plain_tree
 from ..operands import replicate_constant, wrap
-
-
-def _owner(values):
-    """`_run_own_op` of the first tensor that has it (a DTensor, a verifier's probe), or None."""
-    for v in values:
-        if isinstance(v, Tensor) and hasattr(v, "_run_own_op"):
-            return v._run_own_op
-        if v.__class__ in (tuple, list):
-            found = _owner(v)
-            if found is not None:
-                return found
-    return None
 
 
 def _einsum(equation, operands, *rest):
@@ -115,13 +103,13 @@ _installed: list[tuple[object, str, object]] = []
 def _asking(original, meaning):
     @functools.wraps(original)
     def call(*args, **kwargs):
-        run = _owner(args) or (_owner(tuple(kwargs.values())) if kwargs else None)
-        if run is None:
+        first = first_dtensor(args, kwargs, "_run_own_op")
+        if first is None:
             return original(*args, **kwargs)
         if modes.mode.get().skip:
             return original(*plain_tree(args), **plain_tree(kwargs))
         op, arguments = meaning(*args, **kwargs)
-        return run(op, arguments)
+        return first._run_own_op(op, arguments)
     return call
 
 
@@ -132,7 +120,7 @@ def _filling(original, constants):
     @functools.wraps(original)
     def call(*args, **kwargs):
         x = args[0] if args else kwargs.get("input")
-        if getattr(x, "_layout", None) is None:
+        if x is None or getattr(x, "_layout", None) is None:
             return original(*args, **kwargs)
         if modes.mode.get().skip:
             return original(*plain_tree(args), **plain_tree(kwargs))

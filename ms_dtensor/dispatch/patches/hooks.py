@@ -9,6 +9,7 @@ reduces later has its hooks run by the bucket. `Cell.register_backward_hook` wor
 from __future__ import annotations
 
 import functools
+import weakref
 from contextvars import ContextVar
 from typing import Any
 
@@ -19,7 +20,7 @@ from mindspore.ops.operations._inner_ops import CellBackwardHook
 
 from ...core.layout import Layout
 from ...errors import LayoutError, OpRuleError
-from ..operands import PARTIAL_GRAD_AXES, VIEWED, as_local, local_alias, redistribute, wrap
+from ..operands import as_local, local_alias, redistribute, wrap
 
 _GIVEN = "given"  # attribute of a registered function: the user's hook
 _calls: ContextVar[tuple] = ContextVar("ms_dtensor_hooked_calls", default=())  # of cells with backward hooks, open now
@@ -53,18 +54,19 @@ def register_hook(self, hook):
         >>> md.grad(doubled)(md.ones(2, device_mesh=mesh)).tolist()
         [4.0, 4.0]
     """
-    d = self.__dict__
-    if not self._is_leaf:
-        if d.get("_with_cotangent") and ("_source" in d or VIEWED in d):
+    memo = self._memo
+    if memo is not None and not self._is_leaf:
+        if memo.with_cotangent and (memo.source is not None or memo.view_of is not None):
             raise OpRuleError("For 'register_hook', the tensor has been used already.", self._layout.describe(),
                               "Its gradient from those uses is reduced on another way, past the hook.",
                               "register the hook before the tensor's first use")
-        d.pop("_source", None)
-        d.pop(VIEWED, None)
-    layout = self._layout.gradient()
+        memo.source = memo.view_of = None
+    layout, ref = self._layout.gradient(), weakref.ref(self)
 
     def on_local(grad):
-        return grad if PARTIAL_GRAD_AXES in d else replaced_by(hook, grad, layout)
+        x = ref()
+        in_bucket = x is not None and x._memo is not None and x._memo.partial_grad_axes
+        return grad if in_bucket else replaced_by(hook, grad, layout)
     setattr(on_local, _GIVEN, hook)
     return Tensor.register_hook(self, on_local)
 

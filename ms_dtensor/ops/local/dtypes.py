@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """bfloat16 on CPU: MindSpore has hardly any kernel for it there, so a call is computed in float32 and rounded once.
 
-`widen` marks a plan, `widening` wraps a call. Casts are differentiable, so the backward is computed in float32 too. The
-invariant: a result is what one float32 computation of the whole local call gives, rounded to bfloat16 at the very end.
-Also here: MindSpore passes a dtype as a number in some calls.
+Casts are differentiable, so the backward is computed in float32 too. The invariant: a result is what one float32
+computation of the whole local call gives, rounded to bfloat16 at the very end. Also here: MindSpore passes a dtype as a
+number in some calls.
 """
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable
 
 import mindspore as ms
 from mindspore import Tensor
@@ -25,27 +28,23 @@ def as_dtype(dtype):
     return TYPE_IDS[dtype] if isinstance(dtype, int) else dtype
 
 
-def widen(plan, op: str, tensors) -> None:
-    """Makes a plan compute in float32 if it has bfloat16 operands and the op has no kernel for them."""
-    if op in _NATIVE:
-        return
+def wrapper_in_float32(op: str, tensors) -> Callable[[Callable], Callable] | None:
+    """`in_float32` for a call with these operands; None where none is bfloat16, or the op has a kernel for that."""
     floating = {str(x.dtype) for x in tensors if x.is_floating_point()}
-    narrow = floating == {"BFloat16"}
-    if plan.invoke is None:
-        plan.widened = (narrow,)
-    else:
-        fn, template, named = plan.invoke
-        plan.invoke = widening(fn, None, narrow), template, named
+    if op in _NATIVE or "BFloat16" not in floating:
+        return None
+    return functools.partial(in_float32, narrow=len(floating) == 1)
 
 
-def widening(func, head, narrow: bool):
-    """`func` (with a classic primitive's `head`) on operands cast to float32; results cast back if `narrow`."""
+def in_float32(func: Callable, narrow: bool) -> Callable:
+    """`func` on operands cast to float32; with `narrow` its results are cast back."""
+    @functools.wraps(func, assigned=())
     def call(*args, **kwargs):
         args, kwargs = _cast(args, ms.bfloat16, ms.float32), _cast(kwargs, ms.bfloat16, ms.float32)
         wanted = kwargs.get("dtype")
         if str(as_dtype(wanted)) == "BFloat16":
             kwargs["dtype"] = ms.float32
-        result = func(*args, **kwargs) if head is None else func(*head, args)
+        result = func(*args, **kwargs)
         keep = wanted is not None and str(as_dtype(wanted)) != "BFloat16"
         return _cast(result, ms.float32, ms.bfloat16) if narrow and not keep else result
     return call

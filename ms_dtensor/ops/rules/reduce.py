@@ -9,7 +9,7 @@ from __future__ import annotations
 from math import prod
 
 from ...core.placements import Partial
-from .spec import Call, Case, Local, LocalCall, OpSpec, R, S, dims_of
+from .spec import SUMS, Call, Case, Local, LocalCall, OpSpec, S, dims_of
 
 PARTIAL_OF = {"sum": "sum", "mean": "sum", "max": "max", "min": "min", "prod": "prod", "all": "min", "any": "max",
               "count_nonzero": "sum", "nansum": "sum"}
@@ -37,7 +37,7 @@ def reduction(call: Call) -> OpSpec:
     if partial:
         cases += [Case((S(d),), (Partial(partial),)) for d in dims if x.ndim]
     if call.op in ("sum", "mean"):
-        cases += [Case((Partial(op),), (Partial(op),)) for op in ("sum", "avg")]
+        cases += call.like_first((), SUMS)
     elif partial in ("max", "min") and call.op in ("max", "min"):
         cases.append(Case((Partial(partial),), (Partial(partial),)))
     shape = reduced_shape(x.shape, dims, keepdim)
@@ -62,5 +62,4 @@ def along_dim(call: Call) -> OpSpec:
     """Same-shape result computed along `dim` (softmax, cumsum, flip ...): every other dim may be sharded."""
     x = call.args["input"]
     dims = dims_of(call.args.get("dim", -1), x.ndim)
-    cases = [Case((S(d), *(R for _ in call.operands[1:])), (S(d),)) for d in range(x.ndim) if d not in dims]
-    return OpSpec((x.shape,), tuple(cases))
+    return OpSpec((x.shape,), tuple(call.like_first(d for d in range(x.ndim) if d not in dims)))

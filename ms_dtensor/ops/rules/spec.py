@@ -3,12 +3,15 @@
 
 A rule is a function `Call -> OpSpec`. It sees global shapes and static arguments, never a tensor, a mesh or a rank.
 It lists, for ONE mesh axis, which operand placements give which result placements; the mesh of any rank is the
-product, built axis by axis in `select.py`. Where the local call needs other static arguments than the global one (a
-view's shape), or another function (a masked lookup), the spec's `local` says so from local shapes.
+product, built axis by axis in `select.py`. Its `S(d)` is a placeholder: sharded on dim d, in the operand's own way, and
+the results in the same; an operand that has to be moved there is cut plainly. Where the local call needs other static
+arguments than the global one (a view's shape), or another function (a masked lookup), the spec's `local` says so from
+local shapes.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
@@ -17,6 +20,8 @@ from ...core.layout import Layout
 from ...core.placements import PARTIAL, REDUCE_OPS, REPLICATE, Partial, Placement, Shard
 
 R, P, S = REPLICATE, PARTIAL, Shard
+SUMS = (PARTIAL, Partial("avg"))  # pass through what is linear
+PARTIALS = tuple(Partial(op) for op in REDUCE_OPS)  # pass through what only moves elements about
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +46,18 @@ class Call:
     args: dict[str, Any]
     operands: tuple[Operand, ...]
 
-    def get(self, name: str, default=None):
+    def get(self, name: str, default=None) -> Any:
         """An argument by name; `default` if it was not passed, or passed as None."""
         value = self.args.get(name)
         return default if value is None else value
+
+    def case(self, places: Mapping[int, Placement], *outs: Placement, even=()) -> Case:
+        """A case by the operands' indices; those that are not named are replicated."""
+        return Case(tuple(places.get(o.index, R) for o in self.operands), outs, even)
+
+    def like_first(self, dims: Iterable[int], partials: Iterable[Placement] = (), results: int = 1) -> list[Case]:
+        """Cases with all results as operand 0, sharded on one of `dims` or partial; further operands are replicated."""
+        return [self.case({self.operands[0].index: p}, *(p,) * results) for p in (*map(S, dims), *partials)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +70,12 @@ class Case:
     ins: tuple[Placement, ...]
     outs: tuple[Placement, ...]
     even: tuple[tuple[int, int, int], ...] = ()
+
+    def cut_like(self, way: Placement) -> Case:
+        """This case with every `S(d)` cut in the way of this shard."""
+        ins, outs = (tuple(way.with_dim(p.dim) if p.__class__ is Shard else p for p in side)
+                     for side in (self.ins, self.outs))
+        return Case(ins, outs, self.even)
 
     def __repr__(self):
         return f"{', '.join(map(short, self.ins))} -> {', '.join(map(short, self.outs))}"
@@ -82,14 +101,29 @@ class Local:
         """Global index of operand i's first local element."""
         return self.ins[i].local_offset(self.coordinate)
 
+    def is_empty(self, coordinate: Sequence[int]) -> bool:
+        """True where sharding left an operand without elements."""
+        return any(prod(x.shape) and not prod(x.local_shape(coordinate)) for x in self.ins)
+
+    def first(self, axes: Sequence[int]) -> tuple[int, ...]:
+        """Coordinate of the first rank along `axes`, the others as here, that has something to compute."""
+        shape = self.ins[0].mesh.shape
+        at = list(self.coordinate or (0,) * len(shape))
+        for numbers in itertools.product(*(range(shape[a]) for a in axes)):
+            for a, i in zip(axes, numbers):
+                at[a] = i
+            if not self.is_empty(at):
+                break
+        return tuple(at)
+
     def is_first(self, axes: Sequence[int]) -> bool:
-        """True on the ranks whose coordinate is 0 on all `axes`."""
-        return all(self.coordinate[a] == 0 for a in axes)
+        """True on one rank of each group over `axes`, which has something to compute."""
+        return self.first(axes) == self.coordinate
 
 
 @dataclass(frozen=True, slots=True)
 class LocalCall:
-    """The local call to make instead of the original: a function of `local_ops` and its positional arguments."""
+    """The local call to make instead of the original: a name in `ops.local.LOCAL_OPS` and its positional arguments."""
 
     name: str
     args: tuple = ()
@@ -178,7 +212,7 @@ def local_part(call: Call, spec: OpSpec, at: Local) -> tuple[LocalCall | None, E
     """What the rank at a coordinate runs, and what it makes of it where its shards are empty."""
     empty, results = None, empty_results(at)
     if results is not None:
-        at = Local(at.ins, at.outs, (0,) * at.ins[0].mesh.ndim)
+        at = Local(at.ins, at.outs, at.first(range(at.ins[0].mesh.ndim)))
         whole = int(call.op in _DIVIDES)  # elsewhere an integer may be an index, and there is always a first row
         made = tuple((at.in_shape(i), 1 if _kind(x.dtype) > 1 else whole) for i, x in enumerate(at.ins))
         empty = EmptyShard(made, results)
@@ -193,7 +227,7 @@ def empty_results(at: Local) -> tuple[tuple[tuple[int, ...], float], ...] | None
     """
     if at.coordinate is None:
         return tuple(((0,) * len(layout.shape), 0) for layout in at.outs)
-    if not any(prod(x.shape) and not prod(x.local_shape(at.coordinate)) for x in at.ins):
+    if not at.is_empty(at.coordinate):
         return None
     out = []
     for layout in at.outs:
@@ -210,15 +244,12 @@ def shape_only(cases: Iterable[Case]) -> tuple[Case, ...]:
 
     Not sharded: an empty shard of it would be taken for a rank that has nothing to compute (`empty_results`).
     """
-    anyhow = (REPLICATE, *(Partial(op) for op in REDUCE_OPS))
-    return tuple(Case((*c.ins, p), c.outs, c.even) for c in cases for p in anyhow)
+    return tuple(Case((*c.ins, p), c.outs, c.even) for c in cases for p in (R, *PARTIALS))
 
 
 def short(p: Placement) -> str:
     """`S(0)`, `R`, `P(sum)`: placements as case notation prints them."""
-    if p.is_shard():
-        return f"S({p.dim})"
-    return "R" if p.is_replicate() else f"P({p.reduce_op})"
+    return f"S({p.dim})" if p.is_shard() else p._letter if p.is_replicate() else f"P({p.reduce_op})"
 
 
 def dims_of(value, ndim: int) -> tuple[int, ...]:
