@@ -15,7 +15,7 @@ from ..comm.record import user_site
 from ..comm.world import ops_block
 from ..core.layout import Layout
 from ..errors import ImplicitCommError, OpRuleError
-from ..ops.local import run_local, widening
+from ..ops.local import ask, run_local, widening
 from ..ops.rules.spec import Operand
 from ..redistribute.plan import plan as plan_moves
 from . import classes, inplace
@@ -59,7 +59,7 @@ class OpPlan:
     """
 
     __slots__ = ("op", "steps", "invoke", "empty", "outs", "implicit", "substitute", "widened", "view", "target", "native",
-                 "uses", "short", "faced", "places", "filled", "shares", "direct", "aliased")
+                 "uses", "short", "faced", "places", "filled", "shares", "direct", "aliased", "question", "answer", "winners")
 
     def __init__(self, op, steps, invoke, empty, outs):
         self.op, self.steps, self.invoke, self.empty, self.outs = op, steps, invoke, empty, outs
@@ -73,6 +73,8 @@ class OpPlan:
         # while recording: an operand shows its varying face, or a result is partial in a way that no gradient fits
         self.faced = any(cotangent is not None for *_, cotangent in steps)
         self.shares = self.direct = False  # of a view: it shares storage; MindSpore's own op made it
+        self.question = self.answer = None  # what is asked before the first run, and what MindSpore said (`ops/local/ask.py`)
+        self.winners = None  # of an extreme of shards, `(x, result) ->` who attains it (`ops/local/extremes.py`)
         self.places, self.filled = None, None  # where the call takes which operand: ((place, operand), ...); the rest of it
 
     def run(self, func, head, args, kwargs, tensors, mode):
@@ -116,6 +118,8 @@ class OpPlan:
     def _in_full(self, func, head, args, kwargs, tensors, mode):
         grad = recording()
         first = tensors[0]
+        if self.question is not None and self.answer is None:
+            self._ask(func, head, args, kwargs)
         if self.target is not None:
             inplace.check_writable(first, self.op, grad)
             if grad:
@@ -139,9 +143,10 @@ class OpPlan:
             tensors[i] = x
         with NoFallbackGuard():
             result = self.local(func, head, args, kwargs, tensors)
-            if parameter and (result.__class__ is not Tensor or result._is_leaf):
+            if (parameter or (grad and self.answer is not None)) and (result.__class__ is not Tensor or result._is_leaf):
                 result = _of_its_own(result)
-        out = self.wrap(result, grad)
+            winners = self.winners(tensors[0], result) if grad and self.winners is not None else None
+        out = self.wrap(result, grad, winners)
         if self.view:
             self.shares = self.view == "view" and self.steps[0][1] is None
             self.direct = self.invoke is None and self.substitute is None
@@ -154,10 +159,18 @@ class OpPlan:
             self._learn(args, kwargs, tensors)
         return out
 
+    def _ask(self, func, head, args, kwargs) -> None:
+        """Every rank learns what the call gives, or refuses: see `ops/local/ask.py`."""
+        self.answer = ask(self.question, lambda xs: run_local(
+            lambda ys: self._original(func, head, args, kwargs, ys), self.question.form, None, xs))
+        if self.empty is not None:
+            self.empty = self.answer.fill((r.shape, r.value) for r in self.empty)
+
     def local(self, func, head, args, kwargs, tensors):
         """The local call on local operands (plain, or DTensors under the guard)."""
         if self.invoke is not None or self.empty is not None:
-            return run_local(lambda xs: self._original(func, head, args, kwargs, xs), self.invoke, self.empty, tensors)
+            return run_local(lambda xs: self._original(func, head, args, kwargs, xs), self.invoke, self.empty, tensors,
+                             self.answer and self.answer.kind)
         return self._original(func, head, args, kwargs, tensors)
 
     def _is_native(self, func) -> bool:
@@ -181,7 +194,8 @@ class OpPlan:
 
     def _learn(self, args, kwargs, tensors) -> None:
         """After a first run: where operands stand in the call, and whether later runs may be short."""
-        self.faced = self.faced or any(o.has_nonlinear_partial for o in self.outs)
+        # where a shard is empty, what is handed back as it came must become a node on all ranks
+        self.faced = self.faced or self.answer is not None or any(o.has_nonlinear_partial for o in self.outs)
         call = args if self.invoke is None else self.invoke[1]
         wanted = Tensor if self.invoke is None else Operand
         found = [(k, v) for k, v in enumerate(call) if isinstance(v, wanted)]
@@ -199,14 +213,17 @@ class OpPlan:
             out.__dict__[VIEWED] = first, self, (func, head, args, kwargs)
         inplace.link(first, out, self.shares, self.direct)
 
-    def wrap(self, result, grad):
+    def wrap(self, result, grad, winners=None):
         """The results as DTensors: the objects themselves where only the caller's variable knows them."""
         outs = self.outs
         if isinstance(result, Tensor):
             out = outs[0]
             if out.__class__ is not Layout:
                 out = self._bind_result_layout(0, result)
-            return reduce_nonlinear(_wrap_or_retag(getrefcount(result), result, out), grad)
+            x = _wrap_or_retag(getrefcount(result), result, out)
+            if winners is not None:
+                x.__dict__["_winners"] = winners
+            return reduce_nonlinear(x, grad)
         if isinstance(result, tuple | list):
             if len(result) != len(outs):
                 raise OpRuleError(f"For '{self.op}', the rule promises {len(outs)} results, MindSpore gave {len(result)}.",
@@ -226,6 +243,9 @@ class OpPlan:
             draft = Layout(mesh, placements, tuple(result._shape), dtype_name(result.dtype), order)
             placements, shape = draft.placements, [n * draft.divisor(d) for d, n in enumerate(draft.shape)]
         dtype = dtype_name(result.dtype)
+        if self.answer is not None and dtype != self.answer.dtypes[i]:
+            raise OpRuleError(f"For '{self.op}', the local result is {dtype}, but {self.answer.dtypes[i]} on other ranks.",
+                              "", "A result has one dtype on all ranks.", "report this call: it is a bug")
         if layout is None or layout.dtype != dtype:
             layout = Layout(mesh, placements, shape, dtype, order)
         if layout.mesh.get_coordinate() is not None and layout.local_shape() != tuple(result._shape):

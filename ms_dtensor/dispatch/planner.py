@@ -6,14 +6,27 @@ Runs once per key. Everything that can be refused is refused here, before anythi
 from __future__ import annotations
 
 import difflib
+from functools import partial
+from math import prod
 
 from mindspore import Parameter, Tensor
 
 from ..core.layout import Layout, short_dtype
 from ..core.placements import Partial
 from ..errors import MixedOperandError, OpRuleError
-from ..ops.local import LOCAL_OPS, decomposition, widen
-from ..ops.rules import RULES, Call, Local, LocalCall, Operand, empty_results, result_dtype
+from ..ops.local import LOCAL_OPS, Question, Result, decomposition, widen
+from ..ops.local.extremes import winners_of_shard
+from ..ops.rules import (
+    RULES,
+    Call,
+    Local,
+    LocalCall,
+    Operand,
+    empty_results,
+    has_empty_shard,
+    result_dtype,
+    results_of_nothing,
+)
 from ..ops.rules.names import ALIASES, NATIVE, PRIMITIVES
 from ..ops.rules.select import choose
 from ..ops.rules.view import view_kind
@@ -165,26 +178,48 @@ def plan_for(op, arguments, tensors, mode, own=None, keep=False) -> OpPlan:
         return OpPlan(op, steps, None, None, [(mesh, o, None) for o in choice.outs])
     layouts_out = tuple(Layout(mesh, p, shape, layouts[0].dtype, order) for p, order, shape in choice.outs)
     at = Local(choice.targets, layouts_out, mesh.get_coordinate() or (0,) * mesh.ndim)
-    form = spec.local(at) if spec.local is not None else None
-    if form is None and own is not None:
-        form = LocalCall(own + op, tuple(spec_call.args.values()))
-    invoke = None if form is None else (LOCAL_OPS[form.name], form.args, form.kwargs)
-    plan = OpPlan(op, steps, invoke, empty_with_dtypes(at, spec, spec_call),
-                [(mesh, o, draft) for o, draft in zip(choice.outs, layouts_out)])
+    plan = OpPlan(op, steps, local_form(at, spec, spec_call, own), results_without_kernel(at, spec, spec_call),
+                  [(mesh, o, draft) for o, draft in zip(choice.outs, layouts_out)])
     plan.view = view_kind(spec_call)
+    if spec.winners is not None and layouts_out[0].has_nonlinear_partial:
+        plan.winners = partial(winners_of_shard, spec.winners, at.in_offset(0)[spec.winners.dims[0]])
+    plan.question = question_of(at, spec, spec_call, own)
     return plan
 
 
-def empty_with_dtypes(at: Local, spec, spec_call):
-    """`empty_results` with the dtype of each result."""
-    if at.ins[0].mesh.get_coordinate() is None:  # a rank outside the mesh: no kernel would know what to make of nothing
-        empty = tuple(((0,) * len(layout.shape), 0) for layout in at.outs)
-    else:
-        empty = empty_results(at)
-    if empty is None:
+def local_form(at: Local, spec, spec_call, own=None):
+    """(function, argument template, keywords) of the local form at one coordinate; None: the original call."""
+    form = spec.local(at) if spec.local is not None else None
+    if form is None and own is not None:
+        form = LocalCall(own + spec_call.op, tuple(spec_call.args.values()))
+    return None if form is None else (LOCAL_OPS[form.name], form.args, form.kwargs)
+
+
+def results_without_kernel(at: Local, spec, spec_call) -> tuple[Result, ...] | None:
+    """The results of a rank that has nothing to compute, with dtypes as far as the rule knows them; else None."""
+    fills = results_of_nothing(spec_call, at)
+    if fills is None and at.ins[0].mesh.get_coordinate() is None:  # outside the mesh: no kernel would know what to do
+        fills = tuple(((0,) * len(layout.shape), 0) for layout in at.outs)
+    fills = empty_results(at) if fills is None else fills
+    if fills is None:
         return None
-    dtypes = spec.dtypes or (result_dtype(spec_call),) * len(empty)
-    return tuple((shape, value, dtype) for (shape, value), dtype in zip(empty, dtypes))
+    dtypes = spec.dtypes or (result_dtype(spec_call),) * len(fills)
+    return tuple(Result(shape, value, dtype) for (shape, value), dtype in zip(fills, dtypes))
+
+
+def question_of(at: Local, spec, spec_call, own=None) -> Question | None:
+    """What all ranks ask MindSpore, if one of them cannot learn it by running the call: see `ops/local/ask.py`."""
+    mesh = at.ins[0].mesh
+    nothing = results_of_nothing(spec_call, at) is not None
+    if not nothing and mesh.get_coordinate() is not None and not any(map(has_empty_shard, at.ins)):
+        return None
+    first = Local(at.ins, at.outs, (0,) * mesh.ndim)
+    form = local_form(first, spec, spec_call, own)
+    if form is not None and hasattr(form[0], "skip"):  # a random op, whose rule knows the dtype
+        return None
+    extended = nothing and any(prod(layout.shape) for layout in at.outs)  # a kernel can reduce one element
+    return Question(tuple((tuple(max(n, 1) if extended else n for n in first.in_shape(i)), layout.dtype)
+                          for i, layout in enumerate(at.ins)), form)
 
 
 def as_operands(value, operands):

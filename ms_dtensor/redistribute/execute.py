@@ -127,7 +127,7 @@ class Redistribute(_Function):
     """The source's shard as another layout's; see `redistribute_local`."""
 
     @staticmethod
-    def forward(ctx, x, src, dst, cotangent, wanted, held, context, works):
+    def forward(ctx, x, src, dst, cotangent, wanted, held, context, works, winners):
         ctx.back = cotangent, wanted, _average(src, dst) if src.partial_axes else 1, context
         if held is not None:
             return x if held.tensor is x else _view(held.tensor)
@@ -138,7 +138,7 @@ class Redistribute(_Function):
             _check_differentiable(src, dst)
         out = run(plan(src, dst), local, None if contested else works)
         if contested:
-            ctx.contest = src, local, out
+            ctx.contest = src, local, out, winners.tensor if isinstance(winners, _Held) else winners
         return _view(out)
 
     @staticmethod
@@ -155,7 +155,7 @@ class Redistribute(_Function):
                 grad = grad * scale
             if contest is not None:
                 grad = grad * context.copy().run(_winners_share, *contest)
-        return grad, None, None, None, None, None, None, None
+        return grad, None, None, None, None, None, None, None, None
 
 
 def _view(x):
@@ -190,14 +190,27 @@ def _check_differentiable(src: Layout, dst: Layout) -> None:
                                 "redistribute to Replicate() first")
 
 
-def _winners_share(src: Layout, local, out):
-    """d(maximum)/d(local): ranks that hold the winner share the cotangent."""
-    won = (local == out).astype(local.dtype)
-    total = won
+def _winners_share(src: Layout, local, out, winners):
+    """d(extreme)/d(local extreme): what share of the cotangent goes to this rank's winners.
+
+    `winners` is what `ops/local/extremes.py` says: how many they are, or where they begin if the first of all takes all.
+    Of a Partial that no op of ours made, each rank holds one candidate.
+    """
+    wide = ms.float64 if local.dtype == ms.float64 else ms.float32
+    won = local.astype(wide) == out.astype(wide)
     with comm.annotate(phase="backward", src=repr(src), dst="ties"):
-        for a in src.partial_axes:
-            total = src.mesh.get_group(a).all_reduce(total, "sum")
-    return won / total
+        if isinstance(winners, int):
+            mine = ms.ops.select(won, ms.ops.full(won.shape, winners, dtype=ms.int32),
+                                 ms.ops.full(won.shape, 2**31 - 1, dtype=ms.int32))
+            return ms.mint.logical_and(won, mine == _over_ranks(src, mine, "min")).astype(local.dtype)
+        weight = won.astype(wide) if winners is None else won.astype(wide) * winners.astype(wide)
+        return (weight / _over_ranks(src, weight, "sum")).astype(local.dtype)
+
+
+def _over_ranks(src: Layout, x, op: str):
+    for a in src.partial_axes:
+        x = src.mesh.get_group(a).all_reduce(x, op)
+    return x
 
 
 def _backward(moves, grad):
@@ -225,5 +238,7 @@ def redistribute_local(x, src: Layout, dst: Layout, cotangent: Layout, wanted: L
             context = contextvars.copy_context()
     else:
         context = contextvars.copy_context()
+    winners = x.__dict__.get("_winners")
+    held_winners = _Held(winners) if isinstance(winners, Tensor) else winners
     with NoFallbackGuard():
-        return Redistribute.apply(x, src, dst, cotangent, wanted, held, context, works)
+        return Redistribute.apply(x, src, dst, cotangent, wanted, held, context, works, held_winners)

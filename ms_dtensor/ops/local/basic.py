@@ -9,6 +9,8 @@ from __future__ import annotations
 import mindspore as ms
 from mindspore import Tensor, mint, ops
 
+from .run import Result, empty_results
+
 
 def slice_(x, bounds, drop):
     """Basic indexing by (start, stop, step) per dim; `drop` are dims indexed by an integer."""
@@ -32,7 +34,10 @@ def mean_of_shard(x, dims, keepdim, count, dtype):
 
 
 def linear_bias_once(x, w, b, share):
-    """Linear with a bias that counts only where `share` is 1: the summands of a contraction over shards."""
+    """Linear with a bias that counts only where `share` is 1: the summands of a contraction over shards, or of nothing."""
+    if not x._shape[-1]:
+        nothing = Result((*x._shape[:-1], *w._shape[:-1]), 0, str(x.dtype).lower())
+        return empty_results((nothing,), None, (x, w)) + b * share
     return mint.nn.functional.linear(x, w) + b * share
 
 

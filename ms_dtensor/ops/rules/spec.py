@@ -97,6 +97,19 @@ class LocalCall:
 
 
 @dataclass(frozen=True, slots=True)
+class Winners:
+    """Which elements share the cotangent of an extreme over `dims` of operand 0 (of its `magnitude`, for a norm).
+
+    All that attain it, equally; or the `first` only, along one dim. MindSpore does either, by the form of the call.
+    """
+
+    dims: tuple[int, ...]
+    keepdim: bool
+    first: bool = False
+    magnitude: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class OpSpec:
     """All a rule says about one call.
 
@@ -107,6 +120,7 @@ class OpSpec:
         dtypes: dtype of each result, where it is not what `result_dtype` says. Only a rank whose shards are empty
             needs it: everywhere else the kernel tells.
         writes: operands that the op changes in place besides giving results; no gradient passes through them.
+        winners: of an extreme whose reduced dims may be sharded: what says who its gradient belongs to.
     """
 
     shapes: tuple[tuple[int, ...] | None, ...]
@@ -114,11 +128,12 @@ class OpSpec:
     local: Callable[[Local], LocalCall | None] | None = None
     dtypes: tuple[str, ...] | None = None
     writes: tuple[int, ...] = ()
+    winners: Winners | None = None
 
 
 _BOOL_OPS = frozenset(("eq ne lt le gt ge logical_and logical_or logical_xor logical_not isfinite isinf isnan all any "
                        "isneginf isposinf isclose signbit").split())
-_FLOAT_OPS = frozenset(("div mean exp expm1 exp2 log log1p log2 log10 sqrt rsqrt reciprocal sin cos tan sinh cosh tanh "
+_FLOAT_OPS = frozenset(("div exp expm1 exp2 log log1p log2 log10 sqrt rsqrt reciprocal sin cos tan sinh cosh tanh "
                         "asin acos atan asinh acosh atanh erf erfc erfinv sigmoid sinc atan2 xlogy").split())
 _WIDTH = ("bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 bfloat16 float16 float32 float64 complex64 "
           "complex128").split()
@@ -156,32 +171,10 @@ def result_dtype(call: Call) -> str:
     return max(kinds, key=_WIDTH.index, default="float32")
 
 
-_NEUTRAL = {"sum": 0, "avg": 0, "max": float("-inf"), "min": float("inf"), "prod": 1}
-
-
-def empty_results(at: Local) -> tuple[tuple[tuple[int, ...], float], ...] | None:
-    """(local shape, fill value) per result where this rank has nothing to compute, else None.
-
-    That is where sharding left an operand without elements: each result is empty too, or this rank's share of a
-    reduction, its neutral element. Such a call never reaches a kernel: MindSpore's CPU kernels answer empty sums with
-    uninitialised memory.
-    """
-    if not any(prod(x.shape) and not prod(x.local_shape(at.coordinate)) for x in at.ins):
-        return None
-    out = []
-    for layout in at.outs:
-        shape = layout.local_shape(at.coordinate)
-        kinds = {layout.placements[a].reduce_op for a in layout.partial_axes}
-        if prod(shape) and not kinds:
-            return None
-        out.append((shape, _NEUTRAL[min(kinds, default="sum")]))
-    return tuple(out)
-
-
 def shape_only(cases: Iterable[Case]) -> tuple[Case, ...]:
     """The cases of an operand, with one more operand of which only the global shape is read, so that it may be partial.
 
-    Not sharded: an empty shard of it would be taken for a rank that has nothing to compute (`empty_results`).
+    Not sharded: an empty shard of it would be taken for a rank that has nothing to compute (`nothing.py`).
     """
     anyhow = (REPLICATE, *(Partial(op) for op in REDUCE_OPS))
     return tuple(Case((*c.ins, p), c.outs, c.even) for c in cases for p in anyhow)
