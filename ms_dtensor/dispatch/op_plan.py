@@ -59,7 +59,8 @@ class OpPlan:
     """
 
     __slots__ = ("op", "steps", "invoke", "empty", "outs", "implicit", "substitute", "widened", "view", "target", "native",
-                 "uses", "short", "faced", "places", "filled", "shares", "direct", "aliased", "question", "answer", "winners")
+                 "uses", "short", "faced", "places", "filled", "shares", "direct", "aliased", "question", "answer", "winners",
+                 "promised", "stands_in")
 
     def __init__(self, op, steps, invoke, empty, outs):
         self.op, self.steps, self.invoke, self.empty, self.outs = op, steps, invoke, empty, outs
@@ -73,7 +74,9 @@ class OpPlan:
         # while recording: an operand shows its varying face, or a result is partial in a way that no gradient fits
         self.faced = any(cotangent is not None for *_, cotangent in steps)
         self.shares = self.direct = False  # of a view: it shares storage; MindSpore's own op made it
-        self.question = self.answer = None  # what is asked before the first run, and what MindSpore said (`ops/local/ask.py`)
+        self.question = self.answer = None  # what is asked before the first run, and what MindSpore said (`ops/local/run.py`)
+        self.promised = ()  # dtypes of the results as far as the rule knows them, for calls that a kernel does not make
+        self.stands_in = False  # this rank's shards are empty, others' are not
         self.winners = None  # of an extreme of shards, `(x, result) ->` who attains it (`ops/local/extremes.py`)
         self.places, self.filled = None, None  # where the call takes which operand: ((place, operand), ...); the rest of it
 
@@ -160,17 +163,14 @@ class OpPlan:
         return out
 
     def _ask(self, func, head, args, kwargs) -> None:
-        """Every rank learns what the call gives, or refuses: see `ops/local/ask.py`."""
-        self.answer = ask(self.question, lambda xs: run_local(
-            lambda ys: self._original(func, head, args, kwargs, ys), self.question.form, None, xs))
-        if self.empty is not None:
-            self.empty = self.answer.fill((r.shape, r.value) for r in self.empty)
+        """Every rank learns what the call gives, or refuses, before anything is communicated."""
+        self.answer = ask(self.question, lambda xs: self._original(func, head, args, kwargs, xs))
 
     def local(self, func, head, args, kwargs, tensors):
         """The local call on local operands (plain, or DTensors under the guard)."""
         if self.invoke is not None or self.empty is not None:
             return run_local(lambda xs: self._original(func, head, args, kwargs, xs), self.invoke, self.empty, tensors,
-                             self.answer and self.answer.kind)
+                             self.question if self.stands_in else None, self.answer)
         return self._original(func, head, args, kwargs, tensors)
 
     def _is_native(self, func) -> bool:

@@ -14,7 +14,7 @@ from mindspore import Parameter, Tensor
 from ..core.layout import Layout, short_dtype
 from ..core.placements import Partial
 from ..errors import MixedOperandError, OpRuleError
-from ..ops.local import LOCAL_OPS, Question, Result, decomposition, widen
+from ..ops.local import LOCAL_OPS, Fill, Question, decomposition, widen
 from ..ops.local.extremes import winners_of_shard
 from ..ops.rules import (
     RULES,
@@ -90,13 +90,14 @@ def build_plan(name, args, kwargs, tensors, mode, head=None) -> OpPlan | Composi
         substitute = decomposition(name, {} if head is None else attributes(head[0]))
         unneeded = getattr(substitute, "unneeded", None)  # a function of the operands' shapes
         plan.substitute = None if unneeded is not None and unneeded(*(x.shape for x in tensors)) else substitute
-    return widened(plan, op, tensors)
+    return widened(plan, op, tensors, params.index("dtype") if "dtype" in params else None)
 
 
-def widened(plan: OpPlan, op: str, tensors) -> OpPlan:
-    """The plan; on CPU one with bfloat16 operands computes in float32 (see `local_ops/dtypes.py`)."""
-    if plan.outs[0][0].device_type == "cpu" and any(dtype_name(x.dtype) == "bfloat16" for x in tensors):
-        widen(plan, op, tensors)
+def widened(plan: OpPlan, op: str, tensors, place: int | None = None) -> OpPlan:
+    """The plan; on CPU one with bfloat16 operands or results computes in float32 (see `ops/local/dtypes.py`)."""
+    if plan.outs[0][0].device_type == "cpu" and ("bfloat16" in plan.promised or any(
+            dtype_name(x.dtype) == "bfloat16" for x in tensors)):
+        widen(plan, op, plan.promised, place)
     return plan
 
 
@@ -183,8 +184,14 @@ def plan_for(op, arguments, tensors, mode, own=None, keep=False) -> OpPlan:
     plan.view = view_kind(spec_call)
     if spec.winners is not None and layouts_out[0].has_nonlinear_partial:
         plan.winners = partial(winners_of_shard, spec.winners, at.in_offset(0)[spec.winners.dims[0]])
-    plan.question = question_of(at, spec, spec_call, own)
+    plan.promised = (layouts[0].dtype,) if keep else promised(spec, spec_call)
+    plan.question, plan.stands_in = question_of(at, spec, spec_call, own)
     return plan
+
+
+def promised(spec, spec_call) -> tuple[str, ...]:
+    """The dtype of each result as the rule knows it."""
+    return spec.dtypes or (result_dtype(spec_call),) * len(spec.shapes)
 
 
 def local_form(at: Local, spec, spec_call, own=None):
@@ -195,7 +202,7 @@ def local_form(at: Local, spec, spec_call, own=None):
     return None if form is None else (LOCAL_OPS[form.name], form.args, form.kwargs)
 
 
-def results_without_kernel(at: Local, spec, spec_call) -> tuple[Result, ...] | None:
+def results_without_kernel(at: Local, spec, spec_call) -> tuple[Fill, ...] | None:
     """The results of a rank that has nothing to compute, with dtypes as far as the rule knows them; else None."""
     fills = results_of_nothing(spec_call, at)
     if fills is None and at.ins[0].mesh.get_coordinate() is None:  # outside the mesh: no kernel would know what to do
@@ -203,23 +210,23 @@ def results_without_kernel(at: Local, spec, spec_call) -> tuple[Result, ...] | N
     fills = empty_results(at) if fills is None else fills
     if fills is None:
         return None
-    dtypes = spec.dtypes or (result_dtype(spec_call),) * len(fills)
-    return tuple(Result(shape, value, dtype) for (shape, value), dtype in zip(fills, dtypes))
+    return tuple(Fill(shape, value, dtype) for (shape, value), dtype in zip(fills, promised(spec, spec_call)))
 
 
-def question_of(at: Local, spec, spec_call, own=None) -> Question | None:
-    """What all ranks ask MindSpore, if one of them cannot learn it by running the call: see `ops/local/ask.py`."""
+def question_of(at: Local, spec, spec_call, own=None) -> tuple[Question | None, bool]:
+    """What all ranks ask MindSpore, if one cannot learn it by running the call; whether that call stands in on empty shards."""
     mesh = at.ins[0].mesh
-    nothing = results_of_nothing(spec_call, at) is not None
-    if not nothing and mesh.get_coordinate() is not None and not any(map(has_empty_shard, at.ins)):
-        return None
+    everyone = results_of_nothing(spec_call, at) is not None
+    if not everyone and mesh.get_coordinate() is not None and not any(map(has_empty_shard, at.ins)):
+        return None, False
     first = Local(at.ins, at.outs, (0,) * mesh.ndim)
     form = local_form(first, spec, spec_call, own)
-    if form is not None and hasattr(form[0], "skip"):  # a random op, whose rule knows the dtype
-        return None
-    extended = nothing and any(prod(layout.shape) for layout in at.outs)  # a kernel can reduce one element
-    return Question(tuple((tuple(max(n, 1) if extended else n for n in first.in_shape(i)), layout.dtype)
-                          for i, layout in enumerate(at.ins)), form)
+    if everyone and form is not None and hasattr(form[0], "skip"):  # a random op: its rule knows the dtype
+        return None, False
+    extended = everyone and any(prod(layout.shape) for layout in at.outs)  # a kernel can reduce one element
+    likes = tuple((tuple(max(n, 1) if extended else n for n in first.in_shape(i)), layout.dtype)
+                  for i, layout in enumerate(at.ins))
+    return Question(likes, form), not everyone
 
 
 def as_operands(value, operands):

@@ -24,8 +24,15 @@ from ...core.tree import leaves
 from ...dispatch.composite import COMPOSED
 from ...dispatch.op_plan import original_call, refill
 from ...dispatch.operands import dtype_name, recording
-from ...dispatch.planner import as_operands, attributes, bind_arguments, empty_with_dtypes
-from ...ops.local import CPU, LOCAL_OPS, run_local
+from ...dispatch.planner import (
+    as_operands,
+    attributes,
+    bind_arguments,
+    local_form,
+    question_of,
+    results_without_kernel,
+)
+from ...ops.local import CPU, ask, run_local
 from ...ops.rng import frozen
 from ...ops.rules import RULES, Call, Case, Local, Operand, OpSpec
 from ...ops.rules.names import PRIMITIVES
@@ -317,10 +324,14 @@ class _Trial:
                 return
 
     def forward(self, tensors, local: Local):
-        form = self.spec.local(local) if self.spec.local is not None else None
-        form = None if form is None else (LOCAL_OPS[form.name], form.args, form.kwargs)
+        form = local_form(local, self.spec, self.call)
+        question, stands_in = question_of(local, self.spec, self.call)
         with NoFallbackGuard():
-            result = run_local(self.original, form, empty_with_dtypes(local, self.spec, self.call), tensors)
+            answer = None if question is None else ask(question, self.original)
+            result = run_local(self.original, form, results_without_kernel(local, self.spec, self.call), tensors,
+                               question if stands_in else None, answer)
+        if answer is not None and (isinstance(result, tuple | list) != (answer.kind is not None)):
+            raise TypeError(f"it gives {type(result).__name__}, on the first rank {answer.kind}")
         return list(result) if isinstance(result, tuple | list) else [result]
 
     def original(self, tensors):

@@ -11,9 +11,8 @@ from __future__ import annotations
 import functools
 
 from . import arrange, attention, basic, conv, cpu, cpu_index, cpu_matmul, lists, lookup, loss, pool, random, write
-from .ask import Answer, Question, ask
 from .dtypes import widen, widening
-from .run import EmptyShard, Result, fill_operands, run_local
+from .run import EmptyShard, Fill, Question, ask, fill_operands, run_local
 
 FAMILIES = (basic, lookup, arrange, random, lists, write, conv, pool, attention, loss)
 LOCAL_OPS = {**cpu_index.FORMS, **cpu_matmul.FORMS}
@@ -29,5 +28,5 @@ def decomposition(name: str, attrs: dict):
     return functools.partial(fn, attrs=attrs) if getattr(fn, "takes_attributes", False) else fn
 
 
-__all__ = ["CPU", "LOCAL_OPS", "Answer", "EmptyShard", "Question", "Result", "ask", "decomposition", "fill_operands",
-           "run_local", "widen", "widening"]
+__all__ = ["CPU", "LOCAL_OPS", "EmptyShard", "Fill", "Question", "ask", "decomposition", "fill_operands", "run_local",
+           "widen", "widening"]

@@ -10,6 +10,8 @@ import numpy as np
 from mindspore import mint, ops
 from mindspore.common._grad_function import _Function
 
+from .dtypes import as_dtype
+
 
 def _pairs(pads):
     return [(int(pads[i]), int(pads[i + 1])) for i in range(0, len(pads), 2)]
@@ -91,7 +93,7 @@ def trace_shard(x, diagonal, dtype=None):
     rows, cols = x._shape
     mask = np.arange(cols)[None, :] - np.arange(rows)[:, None] == diagonal
     if dtype is not None:
-        x = x.astype(dtype)
+        x = x.astype(as_dtype(dtype))
     elif not x.is_floating_point():
         x = x.astype(ms.int64)
     return ops.select(ms.Tensor(mask), x, ops.zeros_like(x)).sum()

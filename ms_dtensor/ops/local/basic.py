@@ -9,7 +9,8 @@ from __future__ import annotations
 import mindspore as ms
 from mindspore import Tensor, mint, ops
 
-from .run import Result, empty_results
+from .dtypes import as_dtype
+from .run import Fill, nothing
 
 
 def slice_(x, bounds, drop):
@@ -29,15 +30,15 @@ def slice_(x, bounds, drop):
 def mean_of_shard(x, dims, keepdim, count, dtype):
     """This shard's summand of a global mean over `count` elements."""
     if dtype is not None:
-        x = x.astype(dtype)
+        x = x.astype(as_dtype(dtype))
     return x.sum(dims, keepdim=keepdim) * (1.0 / count if count else float("nan"))
 
 
 def linear_bias_once(x, w, b, share):
     """Linear with a bias that counts only where `share` is 1: the summands of a contraction over shards, or of nothing."""
     if not x._shape[-1]:
-        nothing = Result((*x._shape[:-1], *w._shape[:-1]), 0, str(x.dtype).lower())
-        return empty_results((nothing,), None, (x, w)) + b * share
+        fill = Fill((*x._shape[:-1], *w._shape[:-1]), 0, str(x.dtype).lower())
+        return nothing((fill,), None, (x, w)) + b * share
     return mint.nn.functional.linear(x, w) + b * share
 
 

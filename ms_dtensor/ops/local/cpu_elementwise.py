@@ -9,7 +9,7 @@ from mindspore import mint, ops
 
 from .composites import batch_norm, nll_loss
 from .cpu_nn import reduced, softplus
-from .run import Result, empty_results
+from .run import Fill, nothing
 
 
 def _log10(input):
@@ -117,8 +117,8 @@ def _batch_norm(input, weight=None, bias=None, running_mean=None, running_var=No
     if 0 in input._shape:  # the gradients of weight and bias would be empty sums
         dtype = str(input.dtype).lower()
         operands = (t for t in (input, weight, bias, running_mean, running_var) if t is not None)
-        results = Result(input._shape, 0, dtype), *(Result((n,), 0, dtype) for n in unused)
-        return empty_results(results, tuple, tuple(operands))
+        fills = Fill(input._shape, 0, dtype), *(Fill((n,), 0, dtype) for n in unused)
+        return nothing(fills, tuple, tuple(operands))
     shape = tuple(n if d == 1 else 1 for d, n in enumerate(input._shape))
     out = (input - mint.reshape(running_mean, shape)) * mint.rsqrt(mint.reshape(running_var, shape) + eps)
     out = out if weight is None else out * mint.reshape(weight, shape)

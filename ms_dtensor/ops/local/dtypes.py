@@ -25,30 +25,44 @@ def as_dtype(dtype):
     return TYPE_IDS[dtype] if isinstance(dtype, int) else dtype
 
 
-def widen(plan, op: str, tensors) -> None:
-    """Makes a plan compute in float32 if it has bfloat16 operands and the op has no kernel for them."""
+def widen(plan, op: str, promised: tuple[str, ...], place: int | None) -> None:
+    """Makes a plan compute in float32, if the op has no bfloat16 kernels, and round the results that are promised so.
+
+    Args:
+        plan: an `OpPlan`.
+        op: its op.
+        promised: the dtype of each result.
+        place: where the call takes a dtype positionally, or None.
+    """
     if op in _NATIVE:
         return
-    floating = {str(x.dtype) for x in tensors if x.is_floating_point()}
-    narrow = floating == {"BFloat16"}
     if plan.invoke is None:
-        plan.widened = (narrow,)
+        plan.widened = (promised, place)
     else:
         fn, template, named = plan.invoke
-        plan.invoke = widening(fn, None, narrow), template, named
+        plan.invoke = widening(fn, None, promised), template, named
+    if plan.question is not None and plan.question.form is not None:
+        fn, template, named = plan.question.form
+        plan.question = plan.question._replace(form=(widening(fn, None, promised), template, named))
 
 
-def widening(func, head, narrow: bool):
-    """`func` (with a classic primitive's `head`) on operands cast to float32; results cast back if `narrow`."""
+def widening(func, head, promised: tuple[str, ...], place: int | None = None):
+    """`func` (with a classic primitive's `head`) on operands cast to float32; results that are `promised` so, cast back."""
     def call(*args, **kwargs):
         args, kwargs = _cast(args, ms.bfloat16, ms.float32), _cast(kwargs, ms.bfloat16, ms.float32)
-        wanted = kwargs.get("dtype")
-        if str(as_dtype(wanted)) == "BFloat16":
+        if place is not None and len(args) > place and as_dtype(args[place]) == ms.bfloat16:
+            args = *args[:place], ms.float32, *args[place + 1:]
+        if as_dtype(kwargs.get("dtype")) == ms.bfloat16:
             kwargs["dtype"] = ms.float32
         result = func(*args, **kwargs) if head is None else func(*head, args)
-        keep = wanted is not None and str(as_dtype(wanted)) != "BFloat16"
-        return _cast(result, ms.float32, ms.bfloat16) if narrow and not keep else result
+        if isinstance(result, tuple | list):
+            return type(result)(_narrowed(r, dtype) for r, dtype in zip(result, promised))
+        return _narrowed(result, promised[0])
     return call
+
+
+def _narrowed(x, dtype: str):
+    return x.astype(ms.bfloat16) if dtype == "bfloat16" and x.dtype == ms.float32 else x
 
 
 def _cast(value, frm, to):

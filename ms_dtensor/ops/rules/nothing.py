@@ -26,7 +26,7 @@ _NO_ANSWER = frozenset("max min first_max first_min max_dim min_dim argmax argma
 _LOSSES = frozenset("mse_loss l1_loss smooth_l1_loss soft_margin_loss binary_cross_entropy bce_with_logits kl_div "
                     "kl_div_classic nll_loss".split())
 
-Fills = tuple[tuple[tuple[int, ...], float], ...]
+Fills = tuple[tuple[tuple[int, ...], float | None], ...]
 
 
 def has_empty_shard(layout: Layout) -> bool:
@@ -46,7 +46,7 @@ def empty_results(at: Local) -> Fills | None:
     """(local shape, fill value) per result where this rank has nothing to compute, else None.
 
     That is where sharding left an operand without elements: each result is empty too, or this rank's share of a
-    reduction, its neutral element.
+    reduction, its neutral element. One that is whole beside empty ones depends on no element: None, as the call gives it.
     """
     if not any(prod(x.shape) and not prod(x.local_shape(at.coordinate)) for x in at.ins):
         return None
@@ -54,10 +54,8 @@ def empty_results(at: Local) -> Fills | None:
     for layout in at.outs:
         shape = layout.local_shape(at.coordinate)
         kinds = {layout.placements[a].reduce_op for a in layout.partial_axes}
-        if prod(shape) and not kinds:
-            return None
-        out.append((shape, _NEUTRAL[min(kinds, default="sum")]))
-    return tuple(out)
+        out.append((shape, None if prod(shape) and not kinds else _NEUTRAL[min(kinds, default="sum")]))
+    return None if all(value is None for _, value in out) else tuple(out)
 
 
 def results_of_nothing(call: Call, at: Local) -> Fills | None:

@@ -34,13 +34,15 @@ def reduction(call: Call) -> OpSpec:
     kept = kept_dims(x.ndim, dims, keepdim)
     cases = [Case((S(d),), (S(kept[d]),)) for d in kept]
     partial = PARTIAL_OF.get(call.op)
+    if call.op == "sum" and "skip_mode" in call.args and x.dtype == "bool":
+        partial = "max"  # the classic ReduceSum of booleans is a boolean
     if call.op == "mean" and "float" not in (dtype := result_dtype(call)) and "complex" not in dtype:
         partial = None
     if partial:
         cases += [Case((S(d),), (Partial(partial),)) for d in dims if x.ndim]
-    if call.op == "sum" or (call.op == "mean" and partial):
+    if partial == "sum" and call.op in ("sum", "mean"):
         cases += [Case((Partial(op),), (Partial(op),)) for op in ("sum", "avg")]
-    extreme = partial in ("max", "min") and call.op not in ("all", "any")
+    extreme = partial in ("max", "min") and call.op not in ("all", "any", "sum")
     if extreme:
         cases.append(Case((Partial(partial),), (Partial(partial),)))
     shape = reduced_shape(x.shape, dims, keepdim)
