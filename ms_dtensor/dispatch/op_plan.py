@@ -206,7 +206,7 @@ class OpPlan:
                 promoted is not None or target is not None for promoted, target, _ in self.steps):
             self.filled = None if self.invoke is None else list(self.invoke[1])
             self.short = self.outs[0]
-            self.aliased = ops_block() or self.substitute is not None
+            self.aliased = ops_block() or not getattr(self.substitute, "takes_dtensors", self.substitute is None)
 
     def _link(self, first, out, func, head, args, kwargs, recorded) -> None:
         if recorded and out.__class__ is classes.DTENSOR and (not first._is_leaf or PARTIAL_GRAD_AXES in first.__dict__):

@@ -56,6 +56,9 @@ def split(x, sizes, dim=0):
     return Split.apply(x, sizes, dim % len(x._shape))
 
 
+split.takes_dtensors = True  # it asks no operand for its shape
+
+
 def unbind(x, dim=0):
     """`UnstackExtView`, whose backward fails on CPU."""
     return tuple(select(x, dim, i) for i in range(x._shape[dim]))

@@ -8,7 +8,7 @@ never sees a Partial.
 from __future__ import annotations
 
 from ...core.placements import Partial
-from .spec import REPLICATE, Call, Case, OpSpec, R, S, broadcast_shapes
+from .spec import REPLICATE, Call, Case, OpSpec, R, S, broadcast_shapes, result_dtype
 
 # op -> groups of argument names which, Partial together and all other operands replicated, give a Partial result
 LINEAR = {
@@ -39,6 +39,8 @@ def partial_cases(call: Call, groups, reduce_ops=("sum", "avg")) -> list[Case]:
         values = [call.args.get(n) for n in names]
         if all(hasattr(v, "index") and hasattr(v, "shape") for v in values):
             members = {v.index for v in values}
+            if any("int" in v.dtype and v.dtype != result_dtype(call) for v in values):
+                continue  # summands that wrap around add up in their own dtype only
             for op in reduce_ops:
                 ins = tuple(Partial(op) if o.index in members else REPLICATE for o in call.operands)
                 cases.append(Case(ins, (Partial(op),)))

@@ -40,7 +40,7 @@ def reduction(call: Call) -> OpSpec:
         partial = None
     if partial:
         cases += [Case((S(d),), (Partial(partial),)) for d in dims if x.ndim]
-    if partial == "sum" and call.op in ("sum", "mean"):
+    if partial == "sum" and call.op in ("sum", "mean") and ("int" not in x.dtype or result_dtype(call) == x.dtype):
         cases += [Case((Partial(op),), (Partial(op),)) for op in ("sum", "avg")]
     extreme = partial in ("max", "min") and call.op not in ("all", "any", "sum")
     if extreme:
