@@ -383,15 +383,14 @@ class _Trial:
         """The results of `forward(tensors)` and the gradients of the floating operands; cotangents `flat` or strided."""
         results: list[Tensor] = []
 
-        cotangents = [None if g is None else Cotangent(g, flat) for g in cotangents]
-
         def weighted(*active):
             xs = list(tensors)
             for i, x in zip(self.wrt, active):
                 xs[i] = x
             made = forward(xs)
             results[:] = made if isinstance(made, tuple | list) else [made]
-            terms = [Weigh.apply(r, g) for r, g in zip(results, cotangents) if g is not None]
+            terms = [Weigh.apply(r, Cotangent(g)) if flat else Weigh.apply(turned(r), Cotangent(g.T))
+                     for r, g in zip(results, cotangents) if g is not None]
             return sum(terms[1:], terms[0])
         with NoFallbackGuard():
             out = grad(weighted, tuple(range(len(self.wrt))))(*(tensors[i] for i in self.wrt))
@@ -402,7 +401,6 @@ class Cotangent(NamedTuple):
     """An array that `_Function.apply` does not take for an operand."""
 
     value: np.ndarray
-    flat: bool
 
 
 class Weigh(_Function):
@@ -410,22 +408,17 @@ class Weigh(_Function):
 
     @staticmethod
     def forward(ctx, result, cotangent):
-        ctx.cotangent = cotangent
+        ctx.cotangent = cotangent.value
         return Tensor(0.0)
 
     @staticmethod
     def backward(ctx, _):
-        value, flat = ctx.cotangent
-        return Tensor.from_numpy(np.array(value, order="C")) if flat else strided(value), None
+        return Tensor.from_numpy(np.array(ctx.cotangent, order="C")), None
 
 
-def strided(array: np.ndarray) -> Tensor:
-    """The array as a view that is not contiguous: a transpose, or a column."""
-    if array.ndim > 1:
-        return mint.permute(Tensor.from_numpy(np.array(array.T, order="C")), tuple(range(array.ndim))[::-1])
-    if array.ndim == 1 and array.size:
-        return mint.squeeze(mint.narrow(Tensor.from_numpy(np.stack([array, -array], 1)), 1, 0, 1), 1)
-    return Tensor.from_numpy(np.array(array, order="C"))
+def turned(result: Tensor) -> Tensor:
+    """The result with its dims reversed: the transpose's backward hands on a cotangent that is not contiguous."""
+    return mint.permute(result, tuple(range(len(result._shape)))[::-1]) if len(result._shape) > 1 else result
 
 
 def _floating(array: np.ndarray) -> bool:
