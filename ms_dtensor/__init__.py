@@ -8,6 +8,7 @@ optim, compat.
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 import types
 
@@ -65,6 +66,7 @@ _ALIASES = {
     "registry": "custom_ops.register", "function": "custom_ops.function", "modes": "dispatch.modes",
     "verify": "debug.verify", "interop": "compat", "interop.msadapter": "compat.msadapter",
 }
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # silent until the user says otherwise
 _HOME = {name: module for module, names in _EXPORTS.items() for name in names}
 __all__ = ["__version__", *_HOME]
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from ..core.placements import Partial, Placement, Shard
-from ..core.tree import argument_names, has_dtensor
+from ..core.tree import argument_names, first_dtensor
 from ..dispatch import modes
 from ..dispatch.dispatcher import call_by_rule, clear_cache
 from ..dispatch.operands import local_alias, recording
@@ -152,7 +152,7 @@ class Registration:
 
         @functools.wraps(fn)
         def op(*args, **kwargs):
-            if not (has_dtensor(args) or (kwargs and has_dtensor(kwargs.values()))):
+            if first_dtensor(args, kwargs) is None:
                 return fn(*args, **kwargs)
             if modes.mode.get().check_rules:
                 checks.rule_once(self, op, args, kwargs)
@@ -236,14 +236,14 @@ def _fitted(case: Case, call: Call, shapes) -> Case | None:
         if p.is_shard():
             if not -o.ndim <= p.dim < o.ndim:
                 return None
-            p = Shard(p.dim % o.ndim)
+            p = p.with_dim(p.dim % o.ndim)
             extents.append((o.index, p.dim, o.shape[p.dim]))
         ins.append(p)
     for p, shape in zip(case.outs, shapes):
         if p.is_shard() and shape is not None:
             if not -len(shape) <= p.dim < len(shape):
                 return None
-            p = Shard(p.dim % len(shape))
+            p = p.with_dim(p.dim % len(shape))
         outs.append(p)
     if any(extent == 1 for _, _, extent in extents):  # a dim that broadcasts has nothing to split
         return None

@@ -16,7 +16,6 @@ import mindspore as ms
 from mindspore import mint, ops
 
 from ..core.layout import Layout
-from ..core.placements import REPLICATE
 from ..ops.local import cpu_math
 from ..ops.local.composites import batch_norm, nll_loss
 from ..ops.rules.loss import reduction_of
@@ -44,8 +43,7 @@ def _reduce_partial(x):
     layout = getattr(x, "_layout", None)
     if layout is None or not layout.partial_axes:
         return x
-    placed = [REPLICATE if p.is_partial() else p for p in layout.placements]
-    return redistribute(x, layout.with_placements(placed, layout.order), implicit=True)
+    return redistribute(x, layout.reduced(), implicit="a composed op")
 
 
 def _floating(x):

@@ -84,11 +84,14 @@ class implicit_replication(_Block):  # noqa: N801  PyTorch's name
 
 
 class redistribution_policy(_Block):  # noqa: N801  reads like the function it stands beside
-    """What an op does that needs its operands moved: "auto" records, "warn" warns, "explicit" refuses.
+    """What happens to communication that nobody wrote: "auto" records it, "warn" warns of it, "explicit" refuses it.
+
+    That is an op whose operands have to be moved, or whose result (a maximum under autograd) has to be reduced; `item`,
+    `float`, `bool` ... of what is not replicated; `local_map` that moves inputs or compares shapes; `set_data`.
 
     Args:
-        policy: "auto", "warn" (once per call site) or "explicit" (raises `ImplicitCommError` that names the
-            `redistribute()` call to insert).
+        policy: "auto", "warn" (once per call, at the caller's file and line) or "explicit" (raises `ImplicitCommError`
+            that names the `redistribute()` call to insert, before anything is sent).
 
     Raises:
         ConfigError: another name.
@@ -115,7 +118,8 @@ class checks(_Block):  # noqa: N801  reads like the function it stands beside
     Args:
         rules: a rule given to `register_rule` is verified against the whole op, forward and backward: at registration
             with `verify=`, when a function is decorated if `shapes` is text, else before the first call of each
-            signature. A wrong one raises `OpRuleError`.
+            signature. A wrong one raises `OpRuleError`. And what `from_local` is given, or a function in `local_map`
+            returns, as Replicate is compared across ranks, which communicates; a `LayoutError` if ranks differ.
         gradients: before its first call of each signature a `DFunction`'s backward is compared with finite differences.
 
     Example:

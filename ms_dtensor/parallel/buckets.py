@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradient buckets: a data-parallel parameter keeps its gradient partial, and many are reduced in one all-reduce.
 
-A parameter marked here asks for its cotangent still summed over nothing on the data-parallel axes (`Parameter` attribute
-`partial_grad_axes`, honoured by `dispatch.face`). Its hook keeps that gradient; when the last one of a bucket has arrived,
-or the backward ends, all are reduced together and written back in place. So the caller sees reduced gradients, and the
-number of collectives does not grow with the number of parameters. On host all buckets wait for the end: nobody would
-reduce them meanwhile, and each meeting costs a wait for the slower rank.
+A parameter marked here gets its gradient as Partial on the data-parallel axes: each rank's own summand, not yet reduced
+(its memo's `partial_grad_axes`). Its hook keeps that gradient; when the last one of a bucket has arrived, or the
+backward ends, all are reduced together and written back in place. So the caller sees reduced gradients, and the number of
+collectives does not grow with the number of parameters. On host all buckets wait for the end: nobody would reduce them
+meanwhile, and each meeting costs a wait for the slower rank.
 """
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mindspore._c_expression import NoFallbackGuard
 from mindspore.common.api import _pynative_executor
 
 from .. import comm
-from ..dispatch.operands import PARTIAL_GRAD_AXES
+from ..dispatch.memo import memo_of
 from ..redistribute.cost import nbytes
 
 
@@ -34,8 +34,9 @@ class Bucket:
         self.group, self.size = group, len(params)
         self.elements = sum(math.prod(p.local_shape) for p in params)
         self.on_host = group.backend.on_host
-        self.arrived: dict[int, Any] = {}  # by number of the parameter
-        self.flat: np.ndarray | None = None  # on host: the gradients' memory, one after another; new for every backward
+        self.arrived: dict[int, Any] = {}  # gradients, each of its parameter's local shape, by number of the parameter
+        # on host: [elements], where the gradients lie one after another in order of arrival; new for every backward
+        self.flat: np.ndarray | None = None
         for number, p in enumerate(params):
             p.register_hook(lambda grad, number=number: self._arrive(number, grad))
 
@@ -83,7 +84,7 @@ def make_buckets(params, mesh, bucket_mb: float) -> list[Bucket]:
     size: dict[str, int] = {}
     done = []
     for p in reversed(params):
-        p.__dict__[PARTIAL_GRAD_AXES] = tuple(p.device_mesh.axis_index(a) for a in mesh.mesh_dim_names)
+        memo_of(p).partial_grad_axes = tuple(p.device_mesh.axis_index(a) for a in mesh.mesh_dim_names)
         kind = p.layout.dtype
         need = nbytes(p.local_shape, kind)
         if open_.get(kind) and size[kind] + need > limit:

@@ -8,18 +8,26 @@ it in, so asking for another gradient face of a value never communicates twice.
 from __future__ import annotations
 
 import contextvars
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import mindspore as ms
+import numpy as np
 from mindspore import Tensor
 from mindspore._c_expression import NoFallbackGuard
 from mindspore.common._grad_function import _Function
+from mindspore.common.api import _pynative_executor
 
 from .. import comm
+from ..comm.packing import on_cpu
 from ..comm.record import active
 from ..core.layout import Layout
+from ..core.placements import PARTIAL
 from ..errors import RedistributeError
 from .boxes import relative, sizes_along, transfers
 from .plan import Move, plan
+
+recording = _pynative_executor._executor.grad_flag  # the C++ method: the one around it costs as much again
 
 
 def run(moves: tuple[Move, ...], x, works: list | None = None):
@@ -102,60 +110,73 @@ def _place(out, slices, piece, device_type: str) -> None:
         out[slices] = piece
 
 
-_EXECUTORS = {"all_gather": _all_gather, "all_reduce": _all_reduce, "reduce_scatter": _reduce_scatter,
-              "all_to_all": _all_to_all, "cut": _cut, "exchange": _exchange}
+_EXECUTORS: dict[str, Callable] = {"all_gather": _all_gather, "all_reduce": _all_reduce, "cut": _cut, "exchange": _exchange,
+                                   "reduce_scatter": _reduce_scatter, "all_to_all": _all_to_all}
 
 
 def slice_local(x, slices):
-    """`x[slices]` as contiguous memory of its own; slicing one dim at a time works for every dtype on CPU."""
-    for d, s in enumerate(slices):
-        if s.start != 0 or s.stop != x.shape[d]:
-            x = ms.mint.narrow(x, d, s.start, s.stop - s.start)
+    """`x[slices]` as contiguous memory of its own, unless that is all of `x`."""
+    part = [(d, s) for d, s in enumerate(slices) if s.start != 0 or s.stop != x.shape[d]]
+    if part and on_cpu():  # in a node, MindSpore 2.10 forgets the history of a view when it differentiates again
+        return Tensor.from_numpy(np.array(x.asnumpy()[tuple(slices)], order="C"))
+    for d, s in part:
+        x = ms.mint.narrow(x, d, s.start, s.stop - s.start)
     return x.contiguous()
 
 
-class _Held:
-    """Hides a tensor from autograd: a second tensor input would send a zero cotangent through its own history."""
+@dataclass(slots=True)
+class Conversion:
+    """What `Redistribute` does to a tensor; the fields are the arguments of `redistribute_local`.
 
-    __slots__ = ("tensor",)
+    `data` stands in here to be hidden from autograd: a second tensor input would send a zero cotangent through its history.
+    """
 
-    def __init__(self, tensor):
-        self.tensor = tensor
+    src: Layout
+    dst: Layout
+    cotangent: Layout
+    wanted: Layout
+    data: Tensor | None
+    works: list | None
+    context: contextvars.Context
+    own: Callable
+    winners: Tensor | int | None
 
 
 class Redistribute(_Function):
-    """The source's shard as another layout's; see `redistribute_local`."""
+    """The source's shard as another layout's."""
 
     @staticmethod
-    def forward(ctx, x, src, dst, cotangent, wanted, held, context, works, winners):
-        ctx.back = cotangent, wanted, _average(src, dst) if src.partial_axes else 1, context
-        if held is not None:
-            return x if held.tensor is x else _view(held.tensor)
+    def forward(ctx, x, what: Conversion):
+        src, dst = what.src, what.dst
+        ctx.move = src, dst, what.cotangent, what.wanted, what.context
+        if what.data is not None:
+            return x if what.data is x else what.own(what.data)
         local = Tensor._make_subclass(Tensor, x)
-        contested = any(not p.is_partial("sum") and not p.is_partial("avg") and p != q
-                        for p, q in zip(src.placements, dst.placements) if p.is_partial())
-        if contested:
+        # A maximum or minimum over ranks: its cotangent belongs to those that hold the winner. (A product is refused.)
+        extremum = any(not p.is_partial("sum") and not p.is_partial("avg") and p != q
+                       for p, q in zip(src.placements, dst.placements) if p.is_partial())
+        if extremum:
             _check_differentiable(src, dst)
-        out = run(plan(src, dst), local, None if contested else works)
-        if contested:
-            ctx.contest = src, local, out, winners.tensor if isinstance(winners, _Held) else winners
-        return _view(out)
+        local, start = _as_summand(local, src, dst)
+        out = run(plan(start, dst), local, None if extremum else what.works)
+        if extremum:
+            ctx.extremum = src, local, out, what.winners
+        return what.own(out)
 
     @staticmethod
     def backward(ctx, grad):
-        cotangent, wanted, scale, context = ctx.back
-        contest = getattr(ctx, "contest", None)
+        src, dst, cotangent, wanted, context = ctx.move
+        extremum = getattr(ctx, "extremum", None)
+        # Backends that run asynchronously call this on a thread of their own, without the user's contextvars.
+        context = context.copy()
         with NoFallbackGuard():
-            grad, cotangent = _as_summand(grad, cotangent, wanted)
-            moves = plan(cotangent, wanted)
-            # Backends that run asynchronously call this on a thread of their own, without the user's contextvars.
-            if moves:
-                grad = context.copy().run(_backward, moves, grad)
+            grad = context.run(_backward, grad, src, dst, cotangent, wanted)
+            scale = _average(src, dst) if src.partial_axes else 1
             if scale != 1:
                 grad = grad * scale
-            if contest is not None:
-                grad = grad * context.copy().run(_winners_share, *contest)
-        return grad, None, None, None, None, None, None, None, None
+            if extremum is not None:
+                grad = grad * context.run(_winners_share, *extremum)
+        return grad, None
 
 
 def _view(x):
@@ -163,14 +184,14 @@ def _view(x):
     return x.view(x._shape)
 
 
-def _as_summand(grad, cotangent: Layout, wanted: Layout):
-    """A whole cotangent where a partial one is wanted: coordinate 0 gives all of it, the others nothing."""
-    axes = [a for a in wanted.partial_axes if cotangent.placements[a].is_replicate()]
+def _as_summand(x, src: Layout, dst: Layout):
+    """A whole value where summands are wanted: coordinate 0 gives all of it, the others nothing."""
+    axes = [a for a in dst.partial_axes if src.placements[a].is_replicate()]
     if not axes:
-        return grad, cotangent
-    here = cotangent.mesh.get_coordinate()
-    placements = [wanted.placements[a] if a in axes else p for a, p in enumerate(cotangent.placements)]
-    return grad * float(all(here[a] == 0 for a in axes)), cotangent.with_placements(placements, cotangent.order)
+        return x, src
+    here = src.mesh.get_coordinate() or (0,) * src.mesh.ndim
+    placements = [dst.placements[a] if a in axes else p for a, p in enumerate(src.placements)]
+    return x * float(all(here[a] == 0 for a in axes)), src.with_placements(placements, src.order)
 
 
 def _average(src: Layout, dst: Layout) -> float:
@@ -191,11 +212,7 @@ def _check_differentiable(src: Layout, dst: Layout) -> None:
 
 
 def _winners_share(src: Layout, local, out, winners):
-    """d(extreme)/d(local extreme): what share of the cotangent goes to this rank's winners.
-
-    `winners` is what `ops/local/extremes.py` says: how many they are, or where they begin if the first of all takes all.
-    Of a Partial that no op of ours made, each rank holds one candidate.
-    """
+    """d(extreme)/d(local extreme): what share of the cotangent goes to this rank; see `redistribute_local`."""
     wide = ms.float64 if local.dtype == ms.float64 else ms.float32
     won = local.astype(wide) == out.astype(wide)
     with comm.annotate(phase="backward", src=repr(src), dst="ties"):
@@ -213,14 +230,27 @@ def _over_ranks(src: Layout, x, op: str):
     return x
 
 
-def _backward(moves, grad):
+def _backward(grad, src: Layout, dst: Layout, cotangent: Layout, wanted: Layout):
+    """The gradient of a move, moved from `cotangent` to `wanted`."""
+    if recording():  # of which a derivative will be asked for: its move is a node, whose own backward moves as the value did
+        src, dst = src.reduced(PARTIAL), dst.reduced(PARTIAL)  # sums: the gradient holds the factors of other reductions
+        if cotangent is wanted and src is dst:
+            return grad
+        with comm.annotate(phase="backward"):
+            # as a constant: in a backward, MindSpore 2.10 forgets the history of a node whose result is a view
+            return redistribute_local(grad, cotangent, wanted, src, dst, own=ms.ops.stop_gradient)
+    grad, start = _as_summand(grad, cotangent, wanted)
+    moves = plan(start, wanted)
+    if not moves:
+        return grad
     if not active():
         return run(moves, grad.contiguous())
-    with comm.annotate(phase="backward", src=repr(moves[0].src), dst=repr(moves[-1].dst)):
+    with comm.annotate(phase="backward", src=repr(start), dst=repr(wanted)):
         return run(moves, grad.contiguous())
 
 
-def redistribute_local(x, src: Layout, dst: Layout, cotangent: Layout, wanted: Layout, data=None, works=None):
+def redistribute_local(x, src: Layout, dst: Layout, cotangent: Layout, wanted: Layout, data=None, works=None, own=None,
+                       winners=None):
     """Differentiable `plan(src, dst)` on the tensor `x` whose storage is a shard of `src`; returns a plain tensor.
 
     Args:
@@ -231,14 +261,26 @@ def redistribute_local(x, src: Layout, dst: Layout, cotangent: Layout, wanted: L
         wanted: layout in which the producer of `x` expects it.
         data: the result's local tensor, where a forward has produced it already.
         works: as for `run`.
+        own: makes a tensor of its own of the result; default a view.
+        winners: of an extreme, who attains it on this rank: how many elements, or from where if the first takes all. Without
+            it each rank holds one candidate.
     """
-    held = None if data is None else _Held(data)
     if active():  # the backward's communication is told by the line that caused it
         with comm.annotate(site=comm.user_site()):
             context = contextvars.copy_context()
     else:
         context = contextvars.copy_context()
-    winners = x.__dict__.get("_winners")
-    held_winners = _Held(winners) if isinstance(winners, Tensor) else winners
     with NoFallbackGuard():
-        return Redistribute.apply(x, src, dst, cotangent, wanted, held, context, works, held_winners)
+        return Redistribute.apply(x, Conversion(src, dst, cotangent, wanted, data, works, context, own or _view, winners))
+
+
+def recorded_gradient(grad, layout: Layout):
+    """The gradient of a value of that layout, as autograd must see it if it is differentiated again.
+
+    The cotangent of a partial value is whole, and each rank multiplies its own summand with it: so in the graph the
+    derivative by it is a sum over ranks, while whoever is handed it takes it for one whole value.
+    """
+    if not layout.partial_axes or not recording():
+        return grad
+    whole = layout.gradient()
+    return redistribute_local(grad, whole, whole, whole, layout.reduced(PARTIAL), own=ms.ops.stop_gradient)

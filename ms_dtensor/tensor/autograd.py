@@ -10,6 +10,7 @@ from mindspore import Tensor
 from mindspore.common.api import _pynative_executor
 
 from ..dispatch.operands import recording, retag
+from ..redistribute.execute import recorded_gradient
 from .dtensor import DTensor
 
 
@@ -66,19 +67,18 @@ def _wrapping(inner, at: int | None, grad_position, weights):
             originals = args[grad_position] if grad_position.__class__ is int else [args[i] for i in grad_position]
         gradients = out if at is None else out[at]
         if weights is not None and grad_position is not None:
-            _wrap_gradients(gradients[0], originals)
-            _wrap_gradients(gradients[1], weights)
+            gradients = _wrap_gradients(gradients[0], originals), _wrap_gradients(gradients[1], weights)
         else:
-            _wrap_gradients(gradients, originals)
-        return out
+            gradients = _wrap_gradients(gradients, originals)
+        return gradients if at is None else (*out[:at], gradients, *out[at + 1:])
     return differentiated
 
 
-def _wrap_gradients(gradients, originals) -> None:
-    """Makes DTensors of the gradients of DTensors: each is new and nobody else has it, so its class is changed."""
+def _wrap_gradients(gradients, originals):
+    """The gradients, those of DTensors as DTensors: each is new and nobody else has it, so its class is changed."""
     several = gradients.__class__ is tuple
     if originals.__class__ is not list:
         originals = [originals] * (len(gradients) if several else 1)
-    for g, o in zip(gradients if several else (gradients,), originals):
-        if g.__class__ is Tensor and isinstance(o, DTensor):
-            retag(g, o._layout.gradient())
+    done = [retag(recorded_gradient(g, o._layout), o._layout.gradient()) if g.__class__ is Tensor and isinstance(o, DTensor)
+            else g for g, o in zip(gradients if several else (gradients,), originals)]
+    return tuple(done) if several else done[0]

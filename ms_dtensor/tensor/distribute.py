@@ -27,7 +27,7 @@ from .dtensor import DTensor
 
 _DONE = "_ms_dtensor_distributed"  # cell attribute: distribute_module has been here
 # of one tensor, not of the role it plays:
-_OWN_STATE = frozenset(("_layout", "_with_cotangent", "_moves", "_source", "_viewed", "_inited_param"))
+_OWN_STATE = frozenset(("_layout", "_memo", "_inited_param"))
 
 
 def init_device_mesh(device_type: str, mesh_shape: Sequence[int], *, mesh_dim_names: Sequence[str] | None = None,
@@ -55,6 +55,7 @@ def init_device_mesh(device_type: str, mesh_shape: Sequence[int], *, mesh_dim_na
         raise MeshError(f"For 'init_device_mesh', 'device_type' must be npu, gpu or cpu, but got {device_type!r}.")
     world = comm.start(kind)
     need = int(np.prod(shape)) if shape else 0
+    blocks = rank_list is None and need < world.size
     if rank_list is None:
         if not shape or need < 1 or world.size % need:
             names = tuple(mesh_dim_names or ())
@@ -69,7 +70,9 @@ def init_device_mesh(device_type: str, mesh_shape: Sequence[int], *, mesh_dim_na
     if len(ranks) != need or not set(ranks) <= set(range(world.size)):
         raise MeshError(f"For 'init_device_mesh', 'rank_list' must be {need} of the ranks 0 to {world.size - 1}, "
                         f"but got {ranks}.")
-    return DeviceMesh(device_type, np.array(ranks).reshape(shape), mesh_dim_names=mesh_dim_names)
+    mesh = DeviceMesh(device_type, np.array(ranks).reshape(shape), mesh_dim_names=mesh_dim_names)
+    mesh.varies = blocks
+    return mesh
 
 
 def distribute_tensor(tensor, device_mesh: DeviceMesh | None = None, placements=None, *,

@@ -4,12 +4,14 @@
 In one process and without a process group: the operands are cut by definition (`oracle.py`), the op runs once per
 rank with exactly the local form that dispatch would use, the results and gradients are put together by the gradient
 table of the design (varying face: sum; same face: equal on every rank) and compared with the one-device answer.
+Cotangents of shards are strided, as after a transpose. `alike.py` asks besides what kind of thing each rank returns.
 """
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -19,23 +21,16 @@ from mindspore.common._grad_function import _Function
 
 from ...core.layout import Layout
 from ...core.mesh import DeviceMesh, coordinates
-from ...core.placements import PARTIAL, REPLICATE, Shard
-from ...core.tree import leaves
+from ...core.placements import REPLICATE, Shard
+from ...core.tree import leaves, map_leaves
 from ...dispatch.composite import COMPOSED
-from ...dispatch.op_plan import original_call, refill
+from ...dispatch.op_call import attributes, bind_arguments, refill
 from ...dispatch.operands import dtype_name, recording
-from ...dispatch.planner import (
-    as_operands,
-    attributes,
-    bind_arguments,
-    local_form,
-    question_of,
-    results_without_kernel,
-)
-from ...ops.local import CPU, ask, run_local
+from ...dispatch.planner import as_operands
+from ...ops.local import CPU, LOCAL_OPS, run_local
 from ...ops.local.extremes import winners_of_shard
 from ...ops.rng import frozen
-from ...ops.rules import RULES, Call, Case, Local, Operand, OpSpec, results_of_nothing
+from ...ops.rules import RULES, Call, Case, Local, Operand, OpSpec, local_part, results_of_nothing
 from ...ops.rules.names import PRIMITIVES
 from ...tensor.autograd import grad
 from .alike import check_alike
@@ -109,9 +104,7 @@ def check_rule(op, *args, axes: Sequence[Sequence[int]] = ((2,), (3,), (2, 2)), 
     """
     report = Report() if report is None else report
     report.calls += 1
-    args = tuple(Tensor(a) if isinstance(a, np.ndarray) else
-                 type(a)(Tensor(x) if isinstance(x, np.ndarray) else x for x in a) if isinstance(a, tuple | list) else a
-                 for a in args)
+    args = map_leaves(Tensor, args, np.ndarray)
     with frozen(seed):
         for captured in capture(op, *args, **kwargs):
             _once(captured, axes, seed, report, missed)
@@ -144,13 +137,13 @@ def _identity(c: Captured, axes, missed: bool) -> tuple:
         if isinstance(v, tuple | list):
             return tuple(of(x) for x in v)
         return repr(v)
-    made = repr(sorted(attributes(c.primitive[0]).items(), key=str)) if c.primitive is not None else ""
+    made = repr(sorted(attributes(c.primitive).items(), key=str)) if c.primitive is not None else ""
     return (c.name, made, of(c.args), tuple((k, of(v)) for k, v in c.kwargs.items()), tuple(map(tuple, axes)), missed)
 
 
 def check_captured(c: Captured, axes, rng, report: Report, missed: bool = False) -> None:
     """Checks every case of the rule of one primitive call, and what it may be composed of."""
-    entry = PRIMITIVES.get(c.name) if c.params is None else (c.name[1:].lstrip("="), c.params)
+    entry = c.own or PRIMITIVES.get(c.name)
     if entry is None or entry[0] not in RULES:
         report.wrong.append(f"{c.name}: no rule")
         return
@@ -161,7 +154,7 @@ def check_captured(c: Captured, axes, rng, report: Report, missed: bool = False)
     bound = bind_arguments(c.name, params, c.args, c.kwargs, c.primitive)
     call = Call(op, {k: as_operands(v, it) for k, v in bound.items()}, operands)
     spec = RULES[op](call)
-    report.met(op, set(map(str, spec.cases)), {"own" if c.params else "reference" if c.name in CPU else "kernel"})
+    report.met(op, set(map(str, spec.cases)), {"own" if c.own else "reference" if c.name in CPU else "kernel"})
     trial = _Trial(c, call, spec, tensors, rng, report)
     whole = Case((REPLICATE,) * len(operands), (REPLICATE,) * len(spec.shapes))
     cases = (*spec.cases, *(() if whole in spec.cases else (whole,)))
@@ -175,7 +168,7 @@ def check_captured(c: Captured, axes, rng, report: Report, missed: bool = False)
                 trial.run(combo, mesh)
     if missed:
         report.missed |= find_missed(trial)
-    if op in COMPOSED and c.params is None and all(a.size for a in trial.arrays) and _may_be_composed(call):
+    if op in COMPOSED and c.own is None and all(a.size for a in trial.arrays) and _may_be_composed(call):
         _check_composition(c, op, params, trial, axes, report)
 
 
@@ -346,34 +339,25 @@ class _Trial:
     def _compare_gradients(self, combo, mesh, ins, found, label) -> None:
         self.report.compared += 1
         for k, o in enumerate(self.wrt):
-            layout = ins[o].gradient()
-            placements = list(layout.placements)
-            expected = self.grads[k]
-            for a, case in enumerate(combo):
-                if case.ins[o].is_replicate() and any(not p.is_replicate() for p in case.ins):
-                    placements[a] = PARTIAL
-                elif case.ins[o].is_partial("avg"):
-                    expected = expected / mesh.shape[a]
-            value, unequal = assemble(found[k], layout.with_placements(placements, layout.order))
+            varying = [a for a, case in enumerate(combo) if any(not p.is_replicate() for p in case.ins)]
+            expected = self.grads[k] / prod(mesh.shape[a] for a, case in enumerate(combo) if case.ins[o].is_partial("avg"))
+            value, unequal = assemble(found[k], ins[o].gradient(varying))
             if unequal or not same(expected, value):
                 self.report.wrong.append(f"{label}: gradient of operand {o}"
                                          + (f", replicas differ at {unequal}" if unequal else ""))
                 return
 
     def forward(self, tensors, local: Local):
-        form = local_form(local, self.spec, self.call)
-        question, stands_in = question_of(local, self.spec, self.call)
+        named, empty = local_part(self.call, self.spec, local)
+        form = None if named is None else (LOCAL_OPS[named.name], named.args, named.kwargs)
         with NoFallbackGuard():
-            answer = None if question is None else ask(question, self.original)
-            result = run_local(self.original, form, results_without_kernel(local, self.spec, self.call), tensors,
-                               question if stands_in else None, answer)
-        if answer is not None and (isinstance(result, tuple | list) != (answer.kind is not None)):
-            raise TypeError(f"it gives {type(result).__name__}, on the first rank {answer.kind}")
+            result = run_local(self.original, form, empty, tensors)
         return list(result) if isinstance(result, tuple | list) else [result]
 
     def original(self, tensors):
         with NoFallbackGuard():
-            return original_call(self.c.func, self.c.head, self.c.args, self.c.kwargs, tensors)
+            it = iter(tensors)
+            return self.c.compute(*refill(self.c.args, it), **refill(self.c.kwargs, it))
 
     def gradients(self, arrays, cotangents, forward) -> list[np.ndarray]:
         """Gradients of the floating operands, as arrays, for given cotangents of the results of `forward`."""

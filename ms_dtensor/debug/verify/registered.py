@@ -33,6 +33,6 @@ def check_registered(registration, fn, args, kwargs) -> Report:
     args, kwargs = map_leaves(Tensor, (tuple(args), kwargs), np.ndarray)
     result = whole(*args, **kwargs)
     names = (*names, *(k for k in kwargs if k not in names))
-    captured = Captured("@" + registration.op, whole, None, args, kwargs, result, None, names)
+    captured = Captured(registration.op, whole, args, kwargs, result, own=(registration.op, names))
     check_captured(captured, AXES, np.random.default_rng(0), report)
     return report

@@ -14,26 +14,14 @@ import importlib
 import inspect
 
 import mindspore as ms
-from mindspore import Tensor
 from mindspore._c_expression import NoFallbackGuard
 
 from ...core.layout import Layout
+from ...core.tree import first_dtensor
 from ...ops import rng
 from .. import modes
 from ..dispatcher import plain_tree
 from ..operands import wrap
-
-
-def _owner(values):
-    """`_run_own_op` of the first tensor that has it (a DTensor, a verifier's probe), or None."""
-    for v in values:
-        if isinstance(v, Tensor) and hasattr(v, "_run_own_op"):
-            return v._run_own_op
-        if v.__class__ in (tuple, list):
-            found = _owner(v)
-            if found is not None:
-                return found
-    return None
 
 
 def _einsum(equation, operands, *rest):
@@ -106,13 +94,13 @@ _installed: list[tuple[object, str, object]] = []
 def _asking(original, meaning):
     @functools.wraps(original)
     def call(*args, **kwargs):
-        run = _owner(args) or (_owner(tuple(kwargs.values())) if kwargs else None)
-        if run is None:
+        first = first_dtensor(args, kwargs, "_run_own_op")
+        if first is None:
             return original(*args, **kwargs)
         if modes.mode.get().skip:
             return original(*plain_tree(args), **plain_tree(kwargs))
         op, arguments = meaning(*args, **kwargs)
-        return run(op, arguments)
+        return first._run_own_op(op, arguments)
     return call
 
 

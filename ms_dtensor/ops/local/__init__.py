@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank runs: the original call, another local form, or nothing at all because its shards are empty.
+"""What one rank runs: the original call, another local form, or either of them on stand-ins for empty shards.
 
 `LOCAL_OPS` maps the names that rules use in `LocalCall` to functions of plain local tensors (`basic.py` and one file per
 family); `CPU` maps primitives that MindSpore has no CPU kernel for to decompositions with the same arguments (`cpu.py`).
@@ -9,14 +9,16 @@ collectives come in one order everywhere.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 from . import arrange, attention, basic, conv, cpu, cpu_index, cpu_matmul, lists, lookup, loss, pool, random, write
-from .dtypes import widen, widening
-from .run import EmptyShard, Fill, Question, ask, fill_operands, run_local
+from .dtypes import wrapper_in_float32
+from .run import fill_operands, run_local
 
 FAMILIES = (basic, lookup, arrange, random, lists, write, conv, pool, attention, loss)
-LOCAL_OPS = {**cpu_index.FORMS, **cpu_matmul.FORMS}
+LOCAL_OPS: dict[str, Callable] = {**cpu_index.FORMS, **cpu_matmul.FORMS}
 CPU = {**cpu.TABLE}
+WRITES: dict[str, Callable] = write.WRITES
 for family in FAMILIES:
     LOCAL_OPS.update(family.TABLE)
     CPU.update(getattr(family, "CPU", {}))
@@ -28,5 +30,4 @@ def decomposition(name: str, attrs: dict):
     return functools.partial(fn, attrs=attrs) if getattr(fn, "takes_attributes", False) else fn
 
 
-__all__ = ["CPU", "LOCAL_OPS", "EmptyShard", "Fill", "Question", "ask", "decomposition", "fill_operands", "run_local",
-           "widen", "widening"]
+__all__ = ["CPU", "LOCAL_OPS", "WRITES", "decomposition", "fill_operands", "run_local", "wrapper_in_float32"]

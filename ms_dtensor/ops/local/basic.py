@@ -10,7 +10,7 @@ import mindspore as ms
 from mindspore import Tensor, mint, ops
 
 from .dtypes import as_dtype
-from .run import Fill, nothing
+from .run import zeros_of
 
 
 def slice_(x, bounds, drop):
@@ -37,8 +37,7 @@ def mean_of_shard(x, dims, keepdim, count, dtype):
 def linear_bias_once(x, w, b, share):
     """Linear with a bias that counts only where `share` is 1: the summands of a contraction over shards, or of nothing."""
     if not x._shape[-1]:
-        fill = Fill((*x._shape[:-1], *w._shape[:-1]), 0, str(x.dtype).lower())
-        return nothing((fill,), None, (x, w)) + b * share
+        return zeros_of((x, w), (*x._shape[:-1], *w._shape[:-1])) + b * share
     return mint.nn.functional.linear(x, w) + b * share
 
 

@@ -9,7 +9,7 @@ from mindspore import mint, ops
 
 from .composites import batch_norm, nll_loss
 from .cpu_nn import reduced, softplus
-from .run import Fill, nothing
+from .run import StandIn
 
 
 def _log10(input):
@@ -115,10 +115,7 @@ def _batch_norm(input, weight=None, bias=None, running_mean=None, running_var=No
         return batch_norm(name, input, weight, bias, running_mean, running_var, True, momentum, eps, input._shape)
     unused = (0,) * 2 if name == "BatchNormExt" else (input._shape[1],) * 4
     if 0 in input._shape:  # the gradients of weight and bias would be empty sums
-        dtype = str(input.dtype).lower()
-        operands = (t for t in (input, weight, bias, running_mean, running_var) if t is not None)
-        fills = Fill(input._shape, 0, dtype), *(Fill((n,), 0, dtype) for n in unused)
-        return nothing(fills, tuple, tuple(operands))
+        return StandIn.apply(input, input._shape, 0), *(ops.zeros((n,), input.dtype) for n in unused)
     shape = tuple(n if d == 1 else 1 for d, n in enumerate(input._shape))
     out = (input - mint.reshape(running_mean, shape)) * mint.rsqrt(mint.reshape(running_var, shape) + eps)
     out = out if weight is None else out * mint.reshape(weight, shape)

@@ -6,7 +6,7 @@ import math
 
 from mindspore import mint
 
-from .run import Fill, nothing
+from .run import zeros_of
 
 
 def matmul(input, other):
@@ -39,7 +39,7 @@ def product(a, b):
     if a._shape[-1]:
         return mint.matmul(a, b)
     shape = (*a._shape[:-1], *b._shape[len(a._shape) - 1:])  # [m, k] @ [k(, n)], [d, m, k] @ [d, k, n]
-    return nothing((Fill(shape, 0, str(a.dtype).lower()),), None, (a, b))
+    return zeros_of((a, b), shape)
 
 
 def _add(input, product, beta, alpha):

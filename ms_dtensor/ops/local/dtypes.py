@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """bfloat16 on CPU: MindSpore has hardly any kernel for it there, so a call is computed in float32 and rounded once.
 
-`widen` marks a plan, `widening` wraps a call. Casts are differentiable, so the backward is computed in float32 too. The
-invariant: a result is what one float32 computation of the whole local call gives, rounded to bfloat16 at the very end.
-Also here: MindSpore passes a dtype as a number in some calls.
+Casts are differentiable, so the backward is computed in float32 too. The invariant: a result is what one float32
+computation of the whole local call gives, rounded to bfloat16 at the very end. Also here: MindSpore passes a dtype as a
+number in some calls.
 """
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable
 
 import mindspore as ms
 from mindspore import Tensor
@@ -25,38 +28,33 @@ def as_dtype(dtype):
     return TYPE_IDS[dtype] if isinstance(dtype, int) else dtype
 
 
-def widen(plan, op: str, promised: tuple[str, ...], place: int | None) -> None:
-    """Makes a plan compute in float32, if the op has no bfloat16 kernels, and round the results that are promised so.
+def wrapper_in_float32(op: str, tensors, promised: tuple[str, ...],
+                       place: int | None) -> Callable[[Callable], Callable] | None:
+    """`in_float32` for a call with these operands; None where nothing is bfloat16, or the op has a kernel for that.
 
     Args:
-        plan: an `OpPlan`.
-        op: its op.
+        op: canonical op.
+        tensors: its operands.
         promised: the dtype of each result.
-        place: where the call takes a dtype positionally, or None.
+        place: of a dtype among the call's positional arguments, or None.
     """
-    if op in _NATIVE:
-        return
-    if plan.invoke is None:
-        plan.widened = (promised, place)
-    else:
-        fn, template, named = plan.invoke
-        plan.invoke = widening(fn, None, promised), template, named
-    if plan.question is not None and plan.question.form is not None:
-        fn, template, named = plan.question.form
-        plan.question = plan.question._replace(form=(widening(fn, None, promised), template, named))
+    if op in _NATIVE or ("bfloat16" not in promised and not any(x.dtype == ms.bfloat16 for x in tensors)):
+        return None
+    return functools.partial(in_float32, promised=promised, place=place)
 
 
-def widening(func, head, promised: tuple[str, ...], place: int | None = None):
-    """`func` (with a classic primitive's `head`) on operands cast to float32; results that are `promised` so, cast back."""
+def in_float32(func: Callable, promised: tuple[str, ...], place: int | None = None) -> Callable:
+    """`func` on operands cast to float32; results that are `promised` as bfloat16 are cast back."""
+    @functools.wraps(func, assigned=())
     def call(*args, **kwargs):
         args, kwargs = _cast(args, ms.bfloat16, ms.float32), _cast(kwargs, ms.bfloat16, ms.float32)
         if place is not None and len(args) > place and as_dtype(args[place]) == ms.bfloat16:
             args = *args[:place], ms.float32, *args[place + 1:]
         if as_dtype(kwargs.get("dtype")) == ms.bfloat16:
             kwargs["dtype"] = ms.float32
-        result = func(*args, **kwargs) if head is None else func(*head, args)
+        result = func(*args, **kwargs)
         if isinstance(result, tuple | list):
-            return type(result)(_narrowed(r, dtype) for r, dtype in zip(result, promised))
+            return type(result)(map(_narrowed, result, promised))
         return _narrowed(result, promised[0])
     return call
 

@@ -27,24 +27,16 @@ def kind(dtype):
     return _NUMPY.get(str(dtype), np.float32)
 
 
-def drawing(fn):
-    """Marks a local form that takes the next key; a rank with an empty shard calls `skip` instead."""
-    fn.skip = rng.next_key
-    return fn
-
-
 def _mask(keep: float, shape, box, dtype):
     return tensor(rng.keep_mask(rng.next_key(), shape, keep, box), dtype)
 
 
-@drawing
 def dropout(x, keep, shape, box):
     """(x with elements zeroed and the others scaled, mask)."""
     mask = _mask(keep, shape, box, x.dtype)
     return x * mask * (1.0 / keep if keep else 0.0), mask
 
 
-@drawing
 def dropout_channels(x, keep, shape, box):
     """Dropout of whole channels (dims 0 and 1); the mask is boolean."""
     mask = _mask(keep, (*shape[:2], *(1,) * (len(shape) - 2)), (*box[:2], *((0, 1),) * (len(shape) - 2)), x.dtype)
@@ -52,53 +44,45 @@ def dropout_channels(x, keep, shape, box):
     return x * mask * (1.0 / keep if keep else 0.0), full.astype(ms.bool_)
 
 
-@drawing
 def func_dropout(x, keep, shape, box):
     """x with elements zeroed and the others scaled."""
     return dropout(x, keep, shape, box)[0]
 
 
-@drawing
 def func_dropout_channels(x, keep, shape, box):
     """x with channels zeroed and the others scaled."""
     return dropout_channels(x, keep, shape, box)[0]
 
 
-@drawing
 def rand_like(x, dtype, shape, box):
     """Uniform numbers in [0, 1)."""
     dtype = as_dtype(dtype) or x.dtype
     return tensor(rng.uniform(rng.next_key(), shape, box, kind(dtype)), dtype)
 
 
-@drawing
 def randn_like(x, dtype, shape, box):
     """Standard normal numbers."""
     dtype = as_dtype(dtype) or x.dtype
     return tensor(rng.normal(rng.next_key(), shape, box, kind(dtype)), dtype)
 
 
-@drawing
 def randint_like(x, low, high, dtype, shape, box):
     """Integers in [low, high)."""
     return tensor(rng.integers(rng.next_key(), shape, low, high, box), as_dtype(dtype) or x.dtype)
 
 
-@drawing
 def bernoulli(p, shape, box):
     """1 with probability p, else 0."""
     draws = Tensor(rng.uniform(rng.next_key(), shape, box))
     return (draws < p.astype(ms.float32)).astype(p.dtype)
 
 
-@drawing
 def bernoulli_like(x, p, shape, box):
     """1 with probability p (broadcast), else 0, in the shape and dtype of x."""
     draws = Tensor(rng.uniform(rng.next_key(), shape, box))
     return (draws < (p.astype(ms.float32) if isinstance(p, Tensor) else p)).astype(x.dtype)
 
 
-@drawing
 def normal_of(mean, std, shape, box):
     """Normal numbers with mean and deviation per element."""
     return Tensor(rng.normal(rng.next_key(), shape, box)) * std + mean
@@ -106,7 +90,6 @@ def normal_of(mean, std, shape, box):
 
 def _into(name, values):
     """The local form of an in-place op: `values(key, shape, box, NumPy dtype, *parameters)` in the dtype of x."""
-    @drawing
     def call(x, *args):
         *parameters, shape, box = args
         return tensor(np.asarray(values(rng.next_key(), shape, box, kind(x.dtype), *parameters)), x.dtype)
@@ -114,7 +97,6 @@ def _into(name, values):
     return call
 
 
-@drawing
 def bernoulli_into(x, p, shape, box):
     """`x.bernoulli_(p)`."""
     return bernoulli_like(x, p, shape, box)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that compute nothing, or something from nothing: dims without elements, on one device or on one rank.
+"""What a rank runs of a call, and what it makes of it where there is nothing to compute: dims or shards without elements.
 
 MindSpore 2.10's CPU kernels answer a reduction or contraction over no elements with uninitialised memory, another on
-each rank, and so do the backwards of calls without results. No such call reaches a kernel: its results are filled with
+each rank, and so do the backwards of calls without results. Such a call runs on stand-ins, its results are filled with
 the neutral element of what it computes, and its gradients are zeros. An extreme of nothing is refused, as by MindSpore.
 """
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 from math import inf, isnan, nan, prod
 
 from ...core.layout import Layout
-from ...core.mesh import chunk_bounds
 from ...errors import OpRuleError
 from .loss import reduction_of
-from .spec import Call, Local
+from .spec import Call, EmptyShard, Local, LocalCall, OpSpec, kind
 
+_DIVIDES = frozenset(("div", "floor_divide", "remainder", "fmod"))
 _NEUTRAL = {"sum": 0, "avg": 0, "max": -inf, "min": inf, "prod": 1}
 _OF_NOTHING = {
     **dict.fromkeys(("sum", "nansum", "count_nonzero", "matmul", "einsum", "trace", "lp_norm", "any"), 0),
@@ -29,6 +29,20 @@ _LOSSES = frozenset("mse_loss l1_loss smooth_l1_loss soft_margin_loss binary_cro
 Fills = tuple[tuple[tuple[int, ...], float | None], ...]
 
 
+def local_part(call: Call, spec: OpSpec, at: Local) -> tuple[LocalCall | None, EmptyShard | None]:
+    """What the rank at a coordinate runs, and what it makes of it where its shards are empty."""
+    empty, results = None, results_of_nothing(call, at)
+    extended = results is not None and any(prod(x.shape) for x in at.outs)  # a kernel can reduce one element
+    results = empty_results(at) if results is None else results
+    if results is not None:
+        at = Local(at.ins, at.outs, at.first(range(at.ins[0].mesh.ndim)))
+        whole = int(call.op in _DIVIDES)  # elsewhere an integer may be an index, and there is always a first row
+        shapes = [tuple(max(n, 1) if extended else n for n in at.in_shape(i)) for i in range(len(at.ins))]
+        made = tuple((shape, 1 if kind(x.dtype) > 1 else whole) for shape, x in zip(shapes, at.ins))
+        empty = EmptyShard(made, results)
+    return (None if spec.local is None else spec.local(at)), empty
+
+
 def has_empty_shard(layout: Layout) -> bool:
     """Whether some rank holds no element of a tensor that has some."""
     if not prod(layout.shape):
@@ -36,7 +50,7 @@ def has_empty_shard(layout: Layout) -> bool:
     for extent, axes in zip(layout.shape, layout.dim_axes):
         extents = {extent}
         for a in axes:
-            extents = {hi - lo for n in extents for lo, hi in chunk_bounds(n, layout.mesh.shape[a])}
+            extents = {hi - lo for n in extents for lo, hi in layout.placements[a].bounds(n, layout.mesh.shape[a])}
         if 0 in extents:
             return True
     return False
@@ -45,10 +59,12 @@ def has_empty_shard(layout: Layout) -> bool:
 def empty_results(at: Local) -> Fills | None:
     """(local shape, fill value) per result where this rank has nothing to compute, else None.
 
-    That is where sharding left an operand without elements: each result is empty too, or this rank's share of a
-    reduction, its neutral element. One that is whole beside empty ones depends on no element: None, as the call gives it.
+    That is where sharding left an operand without elements, or the rank is outside the mesh: each result is empty too, or
+    this rank's share of a reduction, its neutral element. One that is whole beside empty ones depends on no element.
     """
-    if not any(prod(x.shape) and not prod(x.local_shape(at.coordinate)) for x in at.ins):
+    if at.coordinate is None:
+        return tuple(((0,) * len(layout.shape), 0) for layout in at.outs)
+    if not at.is_empty(at.coordinate):
         return None
     out = []
     for layout in at.outs:
@@ -65,7 +81,7 @@ def results_of_nothing(call: Call, at: Local) -> Fills | None:
         OpRuleError: an extreme of nothing, or an integer mean of it.
     """
     shapes = [layout.local_shape(at.coordinate) for layout in at.outs]
-    if call.operands and at.outs and not any(prod(layout.shape) for layout in at.outs):
+    if call.operands and not any(prod(layout.shape) for layout in at.outs):
         return tuple((shape, 0) for shape in shapes)
     if all(prod(x.shape) for x in call.operands):
         return None

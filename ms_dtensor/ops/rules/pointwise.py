@@ -7,8 +7,7 @@ never sees a Partial.
 """
 from __future__ import annotations
 
-from ...core.placements import Partial
-from .spec import REPLICATE, Call, Case, OpSpec, R, S, broadcast_shapes, result_dtype
+from .spec import SUMS, Call, Case, OpSpec, R, S, broadcast_shapes, result_dtype
 
 # op -> groups of argument names which, Partial together and all other operands replicated, give a Partial result
 LINEAR = {
@@ -32,18 +31,15 @@ def shard_cases(shapes, out) -> list[Case]:
     return cases
 
 
-def partial_cases(call: Call, groups, reduce_ops=("sum", "avg")) -> list[Case]:
+def partial_cases(call: Call, groups) -> list[Case]:
     """One case per linear group and reduction; every member must be a tensor, or the op would add a constant n times."""
-    cases = []
+    cases: list[Case] = []
     for names in groups:
-        values = [call.args.get(n) for n in names]
-        if all(hasattr(v, "index") and hasattr(v, "shape") for v in values):
-            members = {v.index for v in values}
-            if any("int" in v.dtype and v.dtype != result_dtype(call) for v in values):
-                continue  # summands that wrap around add up in their own dtype only
-            for op in reduce_ops:
-                ins = tuple(Partial(op) if o.index in members else REPLICATE for o in call.operands)
-                cases.append(Case(ins, (Partial(op),)))
+        values = [call.get(n) for n in names]
+        if not all(hasattr(v, "index") and hasattr(v, "shape") for v in values):
+            continue
+        if all("int" not in v.dtype or v.dtype == result_dtype(call) for v in values):  # what wraps adds up in its own dtype
+            cases += [call.case({v.index: p for v in values}, p) for p in SUMS]
     return cases
 
 

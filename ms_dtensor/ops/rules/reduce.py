@@ -2,14 +2,15 @@
 """Reductions: a kept dim stays sharded, a reduced one leaves a Partial of the matching kind.
 
 A mean over a sharded dim is a local sum divided by the *global* count, hence Partial(sum) and right for uneven
-shards; a mean of means would not be. A mean of integers is an integer, rounded once, so its dims are whole. Reductions without a matching Partial (argmax, var, ...) shard kept dims only.
+shards; a mean of means would not be. A mean of integers is an integer, rounded once, so its dims are whole. Reductions
+without a matching Partial (argmax, var, ...) shard kept dims only.
 """
 from __future__ import annotations
 
 from math import prod
 
 from ...core.placements import Partial
-from .spec import Call, Case, Local, LocalCall, OpSpec, R, S, Winners, dims_of, result_dtype
+from .spec import SUMS, Call, Case, Local, LocalCall, OpSpec, S, Winners, dims_of, kind, result_dtype
 
 PARTIAL_OF = {"sum": "sum", "mean": "sum", "max": "max", "min": "min", "first_max": "max", "first_min": "min",
               "prod": "prod", "all": "min", "any": "max", "count_nonzero": "sum", "nansum": "sum"}
@@ -33,15 +34,15 @@ def reduction(call: Call) -> OpSpec:
     dims, keepdim = dims_of(call.args.get("dim"), x.ndim), bool(call.get("keepdim", False))
     kept = kept_dims(x.ndim, dims, keepdim)
     cases = [Case((S(d),), (S(kept[d]),)) for d in kept]
-    partial = PARTIAL_OF.get(call.op)
+    partial, dtype = PARTIAL_OF.get(call.op), result_dtype(call)
     if call.op == "sum" and "skip_mode" in call.args and x.dtype == "bool":
         partial = "max"  # the classic ReduceSum of booleans is a boolean
-    if call.op == "mean" and "float" not in (dtype := result_dtype(call)) and "complex" not in dtype:
+    if call.op == "mean" and kind(dtype) < 2:
         partial = None
     if partial:
         cases += [Case((S(d),), (Partial(partial),)) for d in dims if x.ndim]
-    if partial == "sum" and call.op in ("sum", "mean") and ("int" not in x.dtype or result_dtype(call) == x.dtype):
-        cases += [Case((Partial(op),), (Partial(op),)) for op in ("sum", "avg")]
+    if partial == "sum" and call.op in ("sum", "mean") and ("int" not in x.dtype or dtype == x.dtype):
+        cases += call.like_first((), SUMS)
     extreme = partial in ("max", "min") and call.op not in ("all", "any", "sum")
     if extreme:
         cases.append(Case((Partial(partial),), (Partial(partial),)))
@@ -69,5 +70,4 @@ def along_dim(call: Call) -> OpSpec:
     """Same-shape result computed along `dim` (softmax, cumsum, flip ...): every other dim may be sharded."""
     x = call.args["input"]
     dims = dims_of(call.args.get("dim", -1), x.ndim)
-    cases = [Case((S(d), *(R for _ in call.operands[1:])), (S(d),)) for d in range(x.ndim) if d not in dims]
-    return OpSpec((x.shape,), tuple(cases))
+    return OpSpec((x.shape,), tuple(call.like_first(d for d in range(x.ndim) if d not in dims)))

@@ -6,11 +6,12 @@ variance and the 2-norm from sums. What counts positions (argmax, sort) gathers 
 """
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 
 from ...core.placements import Partial
 from .reduce import kept_dims, reduced_shape, reduction
-from .spec import Call, Case, OpSpec, S, Winners, dims_of, result_dtype
+from .spec import SUMS, Call, Case, OpSpec, S, Winners, dims_of, result_dtype
 
 NAMES = """
 prod:DeprecatedProd:input dim keepdim dtype
@@ -137,8 +138,7 @@ def _along(call: Call, dim, dtypes, extent: int | None = None, linear: bool = Fa
     x = call.args["input"]
     dims = dims_of(dim, x.ndim)
     shape = x.shape if extent is None else tuple(extent if d in dims else n for d, n in enumerate(x.shape))
-    cases = [Case((S(d),), (S(d),) * len(dtypes)) for d in range(x.ndim) if d not in dims]
-    cases += [Case((Partial(op),), (Partial(op),)) for op in ("sum", "avg")] if linear else []
+    cases = call.like_first((d for d in range(x.ndim) if d not in dims), SUMS if linear else (), len(dtypes))
     return OpSpec((shape,) * len(dtypes), tuple(cases), dtypes=tuple(dtypes))
 
 
@@ -208,7 +208,7 @@ def extreme(call: Call) -> OpSpec:
 
 
 RULES = {
-    "count_nonzero": lambda call: _typed(reduction(call), "int64"), "nansum": reduction, "any": reduction,
+    "count_nonzero": lambda call: replace(reduction(call), dtypes=("int64",)), "nansum": reduction, "any": reduction,
     "first_max": extreme, "first_min": extreme, "argmax": argmax, "argmax_classic": argmax_classic,
     "argmax_method": argmax, "extreme_with_index": extreme_with_index, "max_dim": max_dim,
     "median": median, "median_classic": median_classic, "var": var, "var_mean": var_mean, "reduce_std": var_mean,
@@ -217,7 +217,3 @@ RULES = {
     "sort": sort, "sort_classic": sort_classic,
     "argsort": argsort, "topk": topk, "topk_classic": topk_classic, "log_softmax": log_softmax,
 }
-
-
-def _typed(spec: OpSpec, dtype: str) -> OpSpec:
-    return OpSpec(spec.shapes, spec.cases, spec.local, (dtype,))
