@@ -4,7 +4,8 @@
     python scripts/mutate_rules.py [--only TEXT]
 
 A fault is a legal-looking lie: a case with another placement, one that does not hold, a local form that forgets the
-shard's offset, one whose value is right and whose gradient is not, or an empty shard that gives another kind of thing. Prints JSON; exits non-zero if one survives.
+shard's offset, one whose value is right and whose gradient is not, or an empty shard that gives another kind of thing.
+Prints JSON; exits non-zero if one survives.
 """
 from __future__ import annotations
 
@@ -206,19 +207,21 @@ FAULTS = [
     Fault("index", "triangle without offset", "triu", no_local, lambda x: mint.triu(x, 1), (f(4, 4),)),
     Fault("index", "where of unlike operands", "where", add(R, P, R, P), mint.where, (X > 0, X, Y)),
     Fault("kinds", "strided cotangents of pieces", "SplitTensorView", native_split, lambda x: mint.split(x, 3, 1), (X,)),
-    Fault("kinds", "strided cotangents of sizes", "SplitWithSizeView", native_split, lambda x: mint.split(x, [2, 4], 1), (X,)),
+    Fault("kinds", "strided cotangents of sizes", "SplitWithSizeView", native_split, lambda x: mint.split(x, [2, 4], 1),
+          (X,)),
     Fault("kinds", "each rank a like share of a tie", "max", winners(first=True), lambda x: mint.amax(x, 0), (ties(6, 3),)),
     Fault("kinds", "a tie shared that goes to the first", "first_max", winners(first=False), lambda x: x.max(axis=0),
           (np.float32([1, 1, 1, 0, 1, 0]),)),
     Fault("kinds", "winners over other dims", "min", winners(dims=(1,)), mint.min, (ties(5, 4),)),
     Fault("kinds", "winners of a norm without magnitudes", "vector_norm", winners(magnitude=False),
           lambda x: mint.norm(x, float("inf"), 0), (1 - 2 * ties(6, 3),)),
-    Fault("kinds", "a mean of integers is a sum of shares", "mean", add(S(0), P), lambda x: mint.mean(x, 0), (ids(9, 5, 3),)),
+    Fault("kinds", "a mean of integers sums shares", "mean", add(S(0), P), lambda x: mint.mean(x, 0), (ids(9, 5, 3),)),
     Fault("kinds", "wrapped summands add up in a wider dtype", "sum", add(P, P), lambda x: mint.sum(x, 0),
           (RNG.integers(0, 9, (4, 3)).astype(np.uint8),)),
     Fault("kinds", "one piece is no tuple", "on_stand_ins", first_of_one, lambda x: mint.split(x, 6, 1), (f(2, 6),)),
     Fault("kinds", "an empty shard's own dtype", "on_stand_ins", as_float, lambda x: 1 - x, (X > 0,)),
-    Fault("kinds", "an empty shard's gradient of a floor", "on_stand_ins", connected, mint.floor_divide, (f(5, 3), f(3) + 3)),
+    Fault("kinds", "an empty shard's gradient of a floor", "on_stand_ins", connected, mint.floor_divide,
+          (f(5, 3), f(3) + 3)),
 ]
 
 

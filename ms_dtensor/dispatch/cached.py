@@ -63,6 +63,7 @@ class CachedCall:
             return self._in_full(OpCall(func, primitive, args, kwargs, tensors))
         aliased = short.aliased or not (short.native or func.__class__ is not TensorOverloadCall)  # `is_native`, inlined
         filled, fn, dtensor = short.filled, short.function, short.dtensor
+        xs: Any
         if filled is None:
             xs, named = list(args), kwargs
         else:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data parallelism: parameters whole on every rank of an axis, the batch cut over it.
 
-Nothing but layouts: a replicated parameter that meets a batch-sharded activation shows its varying face, so the gradient
-table of the library knows that its gradient is summed over the axis; `buckets.py` does that for many at once. The loss,
+Nothing but layouts: a replicated parameter that meets a batch-sharded activation is varying on the axis, so by the
+library's gradient table its gradient is summed over it; `buckets.py` does that for many at once. The loss,
 computed on DTensors, is the mean over the global batch; nothing is scaled by a world size.
 """
 from __future__ import annotations

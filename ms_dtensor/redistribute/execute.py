@@ -3,7 +3,7 @@
 
 `run` is the plain interpreter; `Redistribute` is one autograd node that runs a plan forward and, backward, the plan from the
 cotangent's layout to the layout the source's producer expects. Invariant: a forward that already has its data passes
-it in, so asking for another gradient face of a value never communicates twice.
+it in, so asking for a value with another cotangent never communicates twice.
 """
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class Conversion:
     data: Tensor | None
     works: list | None
     context: contextvars.Context
-    own: Callable
+    fresh: Callable
     winners: Tensor | int | None
 
 
@@ -150,7 +150,7 @@ class Redistribute(_Function):
         src, dst = what.src, what.dst
         ctx.move = src, dst, what.cotangent, what.wanted, what.context
         if what.data is not None:
-            return x if what.data is x else what.own(what.data)
+            return x if what.data is x else what.fresh(what.data)
         local = Tensor._make_subclass(Tensor, x)
         # A maximum or minimum over ranks: its cotangent belongs to those that hold the winner. (A product is refused.)
         extremum = any(not p.is_partial("sum") and not p.is_partial("avg") and p != q
@@ -161,7 +161,7 @@ class Redistribute(_Function):
         out = run(plan(start, dst), local, None if extremum else what.works)
         if extremum:
             ctx.extremum = src, local, out, what.winners
-        return what.own(out)
+        return what.fresh(out)
 
     @staticmethod
     def backward(ctx, grad):
@@ -238,7 +238,7 @@ def _backward(grad, src: Layout, dst: Layout, cotangent: Layout, wanted: Layout)
             return grad
         with comm.annotate(phase="backward"):
             # as a constant: in a backward, MindSpore 2.10 forgets the history of a node whose result is a view
-            return redistribute_local(grad, cotangent, wanted, src, dst, own=ms.ops.stop_gradient)
+            return redistribute_local(grad, cotangent, wanted, src, dst, fresh=ms.ops.stop_gradient)
     grad, start = _as_summand(grad, cotangent, wanted)
     moves = plan(start, wanted)
     if not moves:
@@ -249,7 +249,7 @@ def _backward(grad, src: Layout, dst: Layout, cotangent: Layout, wanted: Layout)
         return run(moves, grad.contiguous())
 
 
-def redistribute_local(x, src: Layout, dst: Layout, cotangent: Layout, wanted: Layout, data=None, works=None, own=None,
+def redistribute_local(x, src: Layout, dst: Layout, cotangent: Layout, wanted: Layout, data=None, works=None, fresh=None,
                        winners=None):
     """Differentiable `plan(src, dst)` on the tensor `x` whose storage is a shard of `src`; returns a plain tensor.
 
@@ -261,7 +261,7 @@ def redistribute_local(x, src: Layout, dst: Layout, cotangent: Layout, wanted: L
         wanted: layout in which the producer of `x` expects it.
         data: the result's local tensor, where a forward has produced it already.
         works: as for `run`.
-        own: makes a tensor of its own of the result; default a view.
+        fresh: makes a tensor of its own of the result; default a view.
         winners: of an extreme, who attains it on this rank: how many elements, or from where if the first takes all. Without
             it each rank holds one candidate.
     """
@@ -271,7 +271,7 @@ def redistribute_local(x, src: Layout, dst: Layout, cotangent: Layout, wanted: L
     else:
         context = contextvars.copy_context()
     with NoFallbackGuard():
-        return Redistribute.apply(x, Conversion(src, dst, cotangent, wanted, data, works, context, own or _view, winners))
+        return Redistribute.apply(x, Conversion(src, dst, cotangent, wanted, data, works, context, fresh or _view, winners))
 
 
 def recorded_gradient(grad, layout: Layout):
@@ -283,4 +283,4 @@ def recorded_gradient(grad, layout: Layout):
     if not layout.partial_axes or not recording():
         return grad
     whole = layout.gradient()
-    return redistribute_local(grad, whole, whole, whole, layout.reduced(PARTIAL), own=ms.ops.stop_gradient)
+    return redistribute_local(grad, whole, whole, whole, layout.reduced(PARTIAL), fresh=ms.ops.stop_gradient)

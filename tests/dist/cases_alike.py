@@ -12,7 +12,7 @@ import numpy as np
 from mindspore import Tensor, mint, nn, ops
 
 from ms_dtensor import DTensor, Replicate, Shard, distribute_tensor, value_and_grad
-from ms_dtensor.errors import DTensorError
+from ms_dtensor.errors import DTensorError, OpRuleError
 from tests.cases import case
 from tests.dist.support import array, check_against_one_device, counted, data, equal, mesh_1d, mesh_2d, same_on_all_ranks
 
@@ -154,7 +154,7 @@ UNARY = {
     "sum": lambda x: x.sum(), "sum 0": lambda x: mint.sum(x, 0), "mean 0": lambda x: mint.mean(x, 0), "mean": mint.mean,
     "x.mean": lambda x: x.mean(1), "prod": lambda x: mint.prod(x), "prod 0": lambda x: mint.prod(x, 0),
     "ops.prod": lambda x: ops.prod(x, 0), "nansum": lambda x: mint.nansum(x, 0), "max": mint.max,
-    "amax": lambda x: mint.amax(x, 0), "min": mint.min, "amin": lambda x: mint.amin(x, 0), "any": mint.any,
+    "amax": lambda x: mint.amax(x, 0), "min": mint.min, "amin": lambda x: mint.amin(x, 0), "any": lambda x: mint.any(x > 0),
     "all": lambda x: mint.all(x, 0), "count_nonzero": lambda x: ops.count_nonzero(x), "ReduceSum": lambda x: ops.ReduceSum()(x, 0),
     "cumsum": lambda x: ops.cumsum(x, 0), "argmax": lambda x: ops.argmax(x, 0), "sort": lambda x: ops.sort(x, 0),
     "logical_not": mint.logical_not, "isfinite": mint.isfinite, "zeros_like": mint.zeros_like, "ones_like": mint.ones_like,
@@ -409,3 +409,28 @@ def bfloat16_results_have_the_dtype_asked_for(world):
         assert out.dtype == wanted, f"{name}: {out.dtype}"
         assert out._layout.dtype == str(wanted).lower(), (name, out._layout)
         same_on_all_ranks(world, f"{name}: {kind(out)}")
+
+
+@case(world_size=4)
+def strides_of_views_are_refused(world):
+    x = placed(data(1, 5, 8), mesh_1d(), S(0))
+    assert x.stride() == (8, 1) and (x + 1).stride(0) == 8 and mint.transpose(x, 0, 1).clone().stride() == (5, 1)
+    for name, view in {"transpose": mint.transpose(x, 0, 1), "slice": x[:, 2:], "expand": mint.broadcast_to(x[None], (2, 5, 8)),
+                       "narrow": mint.narrow(x, 0, 0, 2)}.items():
+        try:
+            said = str(view.stride())
+        except OpRuleError as e:
+            said = str(e)
+        assert said.startswith("For 'stride'"), f"{name}: {said}"
+        same_on_all_ranks(world, said)
+
+
+@case(world_size=4)
+def any_of_numbers_is_numpys(world):
+    """MindSpore's CPU kernel tells nothing true of numbers that are not booleans."""
+    for dtype in ("int8", "int32", "int64", "float16", "float32", "float64"):
+        x = np.array([[0, 0, 3], [0, 2, 0], [0, 0, 0], [0, 0, 1], [0, 0, 0]], dtype)
+        for placement in (S(0), S(1), R):
+            dx = placed(x, mesh_1d(), placement)
+            assert array(mint.any(dx)).item() is True and array(mint.any(dx, 0)).tolist() == [False, True, True]
+            assert array(mint.any(dx, 1)).tolist() == [True, True, False, True, False]

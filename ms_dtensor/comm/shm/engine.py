@@ -379,8 +379,8 @@ class Engine:
                 self._spread(g, check, key, give, [out if r == src else None for r in ranks], stride)
             else:
                 self._push(g, "scatter", check, place, split.shapes, dtype, give, [()] * g.size)
-        return self._do("scatter", key, lambda: f"{dtype_text(dtype)}{list(shape)} dim={dim} sizes={sizes} from {src}", ranks,
-                        out, body, async_op)
+        return self._do("scatter", key, lambda: f"{dtype_text(dtype)}{list(shape)} dim={dim} sizes={sizes} from {src}",
+                        ranks, out, body, async_op)
 
     def barrier(self, ranks: Ranks) -> None:
         """Returns when every member has called it."""

@@ -3,8 +3,12 @@
 
 In one process and without a process group: the operands are cut by definition (`oracle.py`), the op runs once per
 rank with exactly the local form that dispatch would use, the results and gradients are put together by the gradient
+<<<<<<< HEAD
 table of the design (varying face: sum; same face: equal on every rank) and compared with the one-device answer.
 Cotangents of shards are strided, as after a transpose. `alike.py` asks besides what kind of thing each rank returns.
+=======
+table (a varying operand: their sum; an invariant one: equal on every rank) and compared with the one-device answer.
+>>>>>>> main
 """
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ from mindspore import Tensor, mint
 from mindspore._c_expression import NoFallbackGuard
 from mindspore.common._grad_function import _Function
 
-from ...core.layout import Layout
+from ...core.layout import Layout, short_dtype
 from ...core.mesh import DeviceMesh, coordinates
 from ...core.placements import REPLICATE, Shard
 from ...core.tree import leaves, map_leaves
@@ -145,7 +149,8 @@ def check_captured(c: Captured, axes, rng, report: Report, missed: bool = False)
     """Checks every case of the rule of one primitive call, and what it may be composed of."""
     entry = c.own or PRIMITIVES.get(c.name)
     if entry is None or entry[0] not in RULES:
-        report.wrong.append(f"{c.name}: no rule")
+        shown = [f"{short_dtype(dtype_name(a.dtype))}{list(a.shape)}" if isinstance(a, Tensor) else repr(a) for a in c.args]
+        report.wrong.append(f"no rule for {c.name}({', '.join(shown)})")
         return
     op, params = entry
     tensors = leaves((c.args, c.kwargs), Tensor)
@@ -338,10 +343,10 @@ class _Trial:
 
     def _compare_gradients(self, combo, mesh, ins, found, label) -> None:
         self.report.compared += 1
-        for k, o in enumerate(self.wrt):
+        for o, whole, parts in zip(self.wrt, self.grads or (), found):
             varying = [a for a, case in enumerate(combo) if any(not p.is_replicate() for p in case.ins)]
-            expected = self.grads[k] / prod(mesh.shape[a] for a, case in enumerate(combo) if case.ins[o].is_partial("avg"))
-            value, unequal = assemble(found[k], ins[o].gradient(varying))
+            expected = whole / prod(mesh.shape[a] for a, case in enumerate(combo) if case.ins[o].is_partial("avg"))
+            value, unequal = assemble(parts, ins[o].gradient(varying))
             if unequal or not same(expected, value):
                 self.report.wrong.append(f"{label}: gradient of operand {o}"
                                          + (f", replicas differ at {unequal}" if unequal else ""))

@@ -56,7 +56,7 @@ def _summands(x: np.ndarray, op: str, n: int, rng) -> list[np.ndarray]:
     return [*parts, (x * scale - sum(parts)).astype(x.dtype)]
 
 
-_REDUCE = {"sum": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply, "avg": np.add}
+_REDUCE: dict[str, np.ufunc] = {"sum": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply, "avg": np.add}
 
 
 def assemble(parts: dict[tuple[int, ...], np.ndarray], layout: Layout):
@@ -66,7 +66,7 @@ def assemble(parts: dict[tuple[int, ...], np.ndarray], layout: Layout):
         op, n = layout.placements[axis].reduce_op, layout.mesh.shape[axis]
         reduced = {}
         for at in values:
-            line = [values[(*at[:axis], i, *at[axis + 1:])] for i in range(n)]
+            line = [values[at[:axis] + (i,) + at[axis + 1:]] for i in range(n)]
             out = line[0]
             for v in line[1:]:
                 out = _REDUCE[op](out, v)

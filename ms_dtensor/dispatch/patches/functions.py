@@ -111,7 +111,7 @@ def _filling(original, constants):
     @functools.wraps(original)
     def call(*args, **kwargs):
         x = args[0] if args else kwargs.get("input")
-        if getattr(x, "_layout", None) is None:
+        if x is None or getattr(x, "_layout", None) is None:
             return original(*args, **kwargs)
         if modes.mode.get().skip:
             return original(*plain_tree(args), **plain_tree(kwargs))

@@ -55,9 +55,8 @@ def _by_position(original, function):
             overloads = signatures(function) or [["input"]]
             names = next((n for n in overloads if set(n) >= set(kwargs)), None) or max(
                 overloads, key=lambda n: len(set(n) & set(kwargs)))
-            args = list(args)
             while len(args) < len(names) and names[len(args)] in kwargs:
-                args.append(kwargs.pop(names[len(args)]))
+                args = (*args, kwargs.pop(names[len(args)]))
         return original(*args, **kwargs)
     return call
 

@@ -134,7 +134,7 @@ def index_add_primitive(x, index, src, attrs):
     return index_add(x, attrs["axis"], index, src)
 
 
-index_add_primitive.takes_attributes = True
+vars(index_add_primitive)["takes_attributes"] = True
 
 
 TABLE = {"trace_shard": trace_shard}

@@ -55,18 +55,18 @@ def std_mean(input, dim=None, correction=1, keepdim=False):
     return std(input, dim, correction, keepdim), mean(input, _dims(dim, len(input.shape)), keepdim)
 
 
-def logsumexp(input, dim, keepdim=False, settle=lambda row: row):
+def logsumexp(input, dim, keepdim=False, whole=lambda row: row):
     """`LogSumExp`, shifted by the maximum; a maximum of infinity is not subtracted from itself.
 
-    `settle` is done to each row's maximum and sum (on DTensors: one all-reduce where several ops need the whole).
+    `whole` is done to each row's maximum and sum (on DTensors: one all-reduce where several ops need the whole).
     """
     dims = _dims(dim, len(input.shape))
     if not dims:
         return input * 1
     x = input if input.is_floating_point() else input.astype(ms.float32)
-    top = ops.stop_gradient(settle(mint.amax(x, dims, keepdim=True)))
+    top = ops.stop_gradient(whole(mint.amax(x, dims, keepdim=True)))
     top = mint.where(ops.isfinite(top), top, ops.zeros_like(top))
-    out = mint.log(settle(total(mint.exp(x - top), dims, True))) + top
+    out = mint.log(whole(total(mint.exp(x - top), dims, True))) + top
     return out if keepdim else mint.reshape(out, tuple(n for d, n in enumerate(x.shape) if d not in dims))
 
 

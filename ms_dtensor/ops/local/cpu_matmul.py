@@ -26,7 +26,7 @@ def matmul_ext(input, other):
     return matmul(input, other)
 
 
-matmul_ext.unneeded = lambda input, other: len(input) == len(other)
+vars(matmul_ext)["unneeded"] = lambda input, other: len(input) == len(other)
 
 
 def outer(input, other):

@@ -123,7 +123,7 @@ class Local:
 
 @dataclass(frozen=True, slots=True)
 class LocalCall:
-    """The local call to make instead of the original: a function of `local_ops` and its positional arguments."""
+    """The local call to make instead of the original: a name in `ops.local.LOCAL_OPS` and its positional arguments."""
 
     name: str
     args: tuple = ()

@@ -131,13 +131,6 @@ def flatten_primitive(call: Call) -> OpSpec:
     return view_spec(call, (x.shape[0], prod(x.shape[1:])))
 
 
-def unflatten(call: Call) -> OpSpec:
-    """One dim into several."""
-    x = call.operands[0]
-    d = int(call.args["dim"]) % x.ndim
-    return view_spec(call, (*x.shape[:d], *infer_shape((x.shape[d],), _ints(call.args["sizes"])), *x.shape[d + 1:]))
-
-
 def permute(call: Call) -> OpSpec:
     """`permute`/`transpose(perm)`: result dim i is input dim perm[i]."""
     x = call.operands[0]
