@@ -132,7 +132,7 @@ class DTensor(Tensor):
 
     def stride(self, dim: int | None = None):
         """Strides, in elements, of the global tensor; MindSpore's `strides` are the same in bytes. A view is refused."""
-        views.refuse_view(self, "stride", "x.clone().stride(), of a contiguous copy", "x.view(shape): legal for any shape here")
+        views.refuse_view(self, "stride", "x.clone().stride(), of a contiguous copy", "x.view(shape), legal for any shape")
         out = layout_strides(self.shape)
         return out if dim is None else out[dim]
 

@@ -111,15 +111,14 @@ NORMS = {"norm inf": lambda x: mint.norm(x, INF, 0), "norm -inf": lambda x: mint
          "vector_norm inf": lambda x: mint.linalg.vector_norm(x, INF, 1)}
 
 
-@case(world_size=4)
+@case(world_size=4, timeout=240)
 def ties_uneven_over_shards(world):
     one = np.float32([5, 5, 5, 1, 0, 0, 0, 0]).reshape(8, 1)
     rng = np.random.default_rng(0)
     many = rng.integers(0, 3, (7, 5)).astype(np.float32)
     few = rng.integers(0, 2, (2, 3)).astype(np.float32)
-    for mesh, layouts in ((mesh_1d(), ([S(0)], [S(1)])), (mesh_2d(), ([S(0), S(1)], [S(0), S(0)], [S(1), S(0)]))):
-        for x in (one, many, few, np.zeros((6, 2), np.float32)):
-            weight = Tensor(np.arange(1, 1 + x.size, dtype=np.float32).reshape(x.shape))
+    for mesh, layouts in ((mesh_1d(), ([S(0)], [S(1)])), (mesh_2d(), ([S(0), S(1)], [S(0), S(0)]))):
+        for x in (one, many, few):
             for name, fn in EXTREMES.items():
                 def loss(x, fn=fn):
                     out = fn(x)
@@ -132,7 +131,6 @@ def ties_uneven_over_shards(world):
                     got = value_and_grad(lambda x, fn=fn: (fn(x) ** 2).sum(), 0)(placed(x, mesh, *placements))
                     equal(got[0], wanted[0], name)
                     equal(got[1], wanted[1], f"{name} {x.shape} {placements} gradient")
-            assert weight.shape == x.shape
 
 
 @case(world_size=4)
