@@ -12,6 +12,7 @@ from typing import Any
 
 from mindspore import Tensor
 
+from ..errors import OpRuleError
 from .memo import Memo, memo_of
 
 
@@ -60,6 +61,13 @@ def link(source, result: Any, shares: bool, native: bool) -> None:
     kin.parent = parent
     kin.native = native and parent.native
     kin.storage = parent.storage if shares else object()
+
+
+def refuse_view(x, what: str, *fix: str) -> None:
+    """Raises if `x` is a view of another tensor: of how its global memory is arranged nothing is known here."""
+    if x._memo is not None and x._memo.kin is not None and x._memo.kin.parent is not None:
+        raise OpRuleError(f"For '{what}', the tensor is a view.", x._layout.describe(),
+                          "On one device it would be arranged as what it is a view of; shards are arranged each for itself.", fix)
 
 
 def relatives_of(x):

@@ -139,6 +139,7 @@ class Conversion:
     works: list | None
     context: contextvars.Context
     fresh: Callable
+    winners: Tensor | int | None
 
 
 class Redistribute(_Function):
@@ -159,7 +160,7 @@ class Redistribute(_Function):
         local, start = _as_summand(local, src, dst)
         out = run(plan(start, dst), local, None if extremum else what.works)
         if extremum:
-            ctx.extremum = src, local, out
+            ctx.extremum = src, local, out, what.winners
         return what.fresh(out)
 
     @staticmethod
@@ -210,14 +211,23 @@ def _check_differentiable(src: Layout, dst: Layout) -> None:
                                 "redistribute to Replicate() first")
 
 
-def _winners_share(src: Layout, local, out):
-    """d(maximum)/d(local): ranks that hold the winner share the cotangent."""
-    won = (local == out).astype(local.dtype)
-    total = won
+def _winners_share(src: Layout, local, out, winners):
+    """d(extreme)/d(local extreme): what share of the cotangent goes to this rank; see `redistribute_local`."""
+    wide = ms.float64 if local.dtype == ms.float64 else ms.float32
+    won = local.astype(wide) == out.astype(wide)
     with comm.annotate(phase="backward", src=repr(src), dst="ties"):
-        for a in src.partial_axes:
-            total = src.mesh.get_group(a).all_reduce(total, "sum")
-    return won / total
+        if isinstance(winners, int):
+            mine = ms.ops.select(won, ms.ops.full(won.shape, winners, dtype=ms.int32),
+                                 ms.ops.full(won.shape, 2**31 - 1, dtype=ms.int32))
+            return ms.mint.logical_and(won, mine == _over_ranks(src, mine, "min")).astype(local.dtype)
+        weight = won.astype(wide) if winners is None else won.astype(wide) * winners.astype(wide)
+        return (weight / _over_ranks(src, weight, "sum")).astype(local.dtype)
+
+
+def _over_ranks(src: Layout, x, op: str):
+    for a in src.partial_axes:
+        x = src.mesh.get_group(a).all_reduce(x, op)
+    return x
 
 
 def _backward(grad, src: Layout, dst: Layout, cotangent: Layout, wanted: Layout):
@@ -239,7 +249,8 @@ def _backward(grad, src: Layout, dst: Layout, cotangent: Layout, wanted: Layout)
         return run(moves, grad.contiguous())
 
 
-def redistribute_local(x, src: Layout, dst: Layout, cotangent: Layout, wanted: Layout, data=None, works=None, fresh=None):
+def redistribute_local(x, src: Layout, dst: Layout, cotangent: Layout, wanted: Layout, data=None, works=None, fresh=None,
+                       winners=None):
     """Differentiable `plan(src, dst)` on the tensor `x` whose storage is a shard of `src`; returns a plain tensor.
 
     Args:
@@ -251,6 +262,8 @@ def redistribute_local(x, src: Layout, dst: Layout, cotangent: Layout, wanted: L
         data: the result's local tensor, where a forward has produced it already.
         works: as for `run`.
         fresh: makes a tensor of its own of the result; default a view.
+        winners: of an extreme, who attains it on this rank: how many elements, or from where if the first takes all. Without
+            it each rank holds one candidate.
     """
     if active():  # the backward's communication is told by the line that caused it
         with comm.annotate(site=comm.user_site()):
@@ -258,7 +271,7 @@ def redistribute_local(x, src: Layout, dst: Layout, cotangent: Layout, wanted: L
     else:
         context = contextvars.copy_context()
     with NoFallbackGuard():
-        return Redistribute.apply(x, Conversion(src, dst, cotangent, wanted, data, works, context, fresh or _view))
+        return Redistribute.apply(x, Conversion(src, dst, cotangent, wanted, data, works, context, fresh or _view, winners))
 
 
 def recorded_gradient(grad, layout: Layout):

@@ -18,7 +18,7 @@ from mindspore._c_expression import NoFallbackGuard
 from .. import comm
 from ..core.layout import Layout, known_layout
 from ..core.mesh import DeviceMesh, resolve_mesh
-from ..dispatch import classes, modes, patches, policy
+from ..dispatch import classes, modes, patches, policy, views
 from ..dispatch.dispatcher import call, dispatch, plain_tree
 from ..dispatch.memo import Memo
 from ..dispatch.operands import as_local, dtype_name, local_alias, make, recording, redistribute, wrap
@@ -134,7 +134,8 @@ class DTensor(Tensor):
         return math.prod(self.shape)
 
     def stride(self, dim: int | None = None):
-        """Strides, in elements, of the global tensor; MindSpore's `strides` are the same in bytes."""
+        """Strides, in elements, of the global tensor; MindSpore's `strides` are the same in bytes. A view is refused."""
+        views.refuse_view(self, "stride", "x.clone().stride(), of a contiguous copy", "x.view(shape), legal for any shape")
         out = layout_strides(self.shape)
         return out if dim is None else out[dim]
 

@@ -42,6 +42,8 @@ def _summands(x: np.ndarray, op: str, n: int, rng) -> list[np.ndarray]:
         worse = -1 if op == "max" else 1
         if x.dtype == bool:
             return [np.where(winner == r, x, op == "min") for r in range(n)]
+        if x.dtype.kind == "u":  # no room below 0
+            return [np.where(winner == r, x, x * (op == "min") + (op == "min")).astype(x.dtype) for r in range(n)]
         return [np.where(winner == r, x, x + worse * (1 + rng.integers(0, 3, x.shape))).astype(x.dtype) for r in range(n)]
     if op == "prod":
         parts = [rng.uniform(0.5, 2.0, x.shape).astype(x.dtype) for _ in range(n - 1)]

@@ -100,6 +100,13 @@ def count_nonzero(input, dim=None):
     return total((input != 0).astype(ms.int64), _dims(dim, len(input._shape)))
 
 
+def any_(input, dim=None, keepdim=False):
+    """`ReduceAny`, `AnyExt`: of numbers MindSpore's kernel tells nothing true."""
+    truth = input if input.dtype == ms.bool_ else input != 0
+    out = mint.any(truth) if dim is None and not keepdim else ops.ReduceAny(bool(keepdim))(truth, () if dim is None else dim)
+    return out.astype(input.dtype) if input.dtype == ms.uint8 else out
+
+
 def trace(input):
     """`TraceExt`."""
     rows, cols = input._shape
@@ -166,6 +173,7 @@ def log2(input):
 TABLE = {
     "Clone": clone, "Var": variance, "Std": std, "VarMean": var_mean, "StdMean": std_mean, "LogSumExp": logsumexp,
     "LinalgVectorNorm": vector_norm, "Norm": norm, "LpNormV2": lp_norm_v2, "CountNonZero": count_nonzero, "TraceExt": trace,
+    "ReduceAny": any_, "AnyExt": any_, "Any": any_,
     "CumsumExt": cumsum, "TopkExt": topk, "SortExt": sort, "ArgSort": argsort, "ArgMaxExt": argmax, "ArgMinExt": argmin,
     "AddcmulExt": addcmul, "AddcdivExt": addcdiv, "Atan2Ext": atan2, "Log2": log2,
 }

@@ -7,7 +7,7 @@ never sees a Partial.
 """
 from __future__ import annotations
 
-from .spec import SUMS, Call, Case, OpSpec, R, S, broadcast_shapes
+from .spec import SUMS, Call, Case, OpSpec, R, S, broadcast_shapes, result_dtype
 
 # op -> groups of argument names which, Partial together and all other operands replicated, give a Partial result
 LINEAR = {
@@ -36,7 +36,9 @@ def partial_cases(call: Call, groups) -> list[Case]:
     cases: list[Case] = []
     for names in groups:
         values = [call.get(n) for n in names]
-        if all(hasattr(v, "index") and hasattr(v, "shape") for v in values):
+        if not all(hasattr(v, "index") and hasattr(v, "shape") for v in values):
+            continue
+        if all("int" not in v.dtype or v.dtype == result_dtype(call) for v in values):  # what wraps adds up in its own dtype
             cases += [call.case({v.index: p for v in values}, p) for p in SUMS]
     return cases
 

@@ -113,7 +113,7 @@ def view_as(call: Call) -> OpSpec:
     spec = view_spec(call, call.args["other"].shape)
     x = call.operands[0]
     return OpSpec(spec.shapes, shape_only(spec.cases),
-                  lambda at: LocalCall("reshape", (x, at.out_shape())))
+                  lambda at: LocalCall("reshape", (x, at.out_shape())), dtypes=(x.dtype,))
 
 
 def flatten(call: Call) -> OpSpec:
