@@ -87,7 +87,7 @@ class DistributedOp:
         return None
 
     def run(self, name: str, func, args: tuple, kwargs: dict):
-        """One call on DTensors: infer, show each operand's face, run `func` on local tensors, wrap."""
+        """One call on DTensors: infer, decide each operand's cotangent, run `func` on local tensors, wrap."""
         _, _, known = self.preprocess(args, kwargs)
         if len(inspect.signature(self.infer_layout).parameters) > 1:
             inferred = self.infer_layout([v for v in known if isinstance(v, Layout)],

@@ -244,7 +244,7 @@ def _intern(mesh, placements, shape, dtype, dim_axes) -> Layout:
                 layout = object.__new__(Layout)
                 partial = tuple(i for i, p in enumerate(placements) if p.is_partial())
                 nonlinear = any(not placements[a].is_partial("sum") for a in partial)
-                held = (mesh, placements, shape, dtype, dim_axes, partial, nonlinear, {}, None, None, {})
+                held: tuple = (mesh, placements, shape, dtype, dim_axes, partial, nonlinear, {}, None, None, {})
                 for name, value in zip(Layout.__slots__, held):
                     object.__setattr__(layout, name, value)
                 _interned[key] = layout

@@ -9,6 +9,7 @@ instead. How operands must lie is said by a rule or by placements; their gradien
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import mindspore as ms
@@ -103,12 +104,13 @@ class DFunction:
             checks.gradients_once(cls, args, kwargs)
         if first_dtensor(args, kwargs) is None:
             return _apply_local(cls, *args, **kwargs)
+        local = functools.partial(_apply_local, cls)
         if cls._op_name is not None and cls._op_name in RULES:
             if mode.check_rules:
                 checks.rule_once(registered(cls._op_name), cls, args, kwargs)
-            return call_by_rule(cls._op_name, _local_function(cls), argument_names(cls.forward, 1), args, kwargs)
+            return call_by_rule(cls._op_name, local, argument_names(cls.forward, 1), args, kwargs)
         if cls._op_name in BY_LAYOUT:
-            return BY_LAYOUT[cls._op_name].run(f"{cls.__name__}.apply", _local_function(cls), args, kwargs)
+            return BY_LAYOUT[cls._op_name].run(f"{cls.__name__}.apply", local, args, kwargs)
         if cls.out_placements is None:
             missing = f"_op_name = {cls._op_name!r} has no registered rule" if cls._op_name else "it has no '_op_name'"
             raise OpRuleErrorForValue(
@@ -120,7 +122,7 @@ class DFunction:
                  "pass x.to_local(), and wrap the results with DTensor.from_local"))
         mapping = Mapping(f"{cls.__name__}.apply", cls.out_placements, cls.in_placements, cls.in_grad_placements, None,
                           True, _plain_attribute(cls, "out_shapes"))
-        return mapping.run(_local_function(cls), args, kwargs)
+        return mapping.run(local, args, kwargs)
 
     @classmethod
     def check_gradients(cls, *args, eps: float = 1e-2, tolerance: float = 2e-2, seed: int = 0, **kwargs) -> None:
@@ -140,11 +142,6 @@ class DFunction:
 
 class OpRuleErrorForValue(OpRuleError, ValueError):
     """A refusal that is a ValueError too, as PyTorch's users expect."""
-
-
-@functools.cache
-def _local_function(cls):
-    return functools.partial(_apply_local, cls)
 
 
 def _plain_attribute(cls, name):
@@ -168,6 +165,8 @@ class _Invocation:
     """One call: its arguments with tensors taken out, and its context."""
 
     __slots__ = ("cls", "args", "kwargs", "count", "ctx", "inputs", "outputs")
+    inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor]
 
     def __init__(self, cls, args, kwargs, count):
         self.cls, self.args, self.kwargs, self.count = cls, args, kwargs, count
@@ -303,7 +302,10 @@ def check_gradients(cls, args, kwargs, eps, tolerance, seed) -> None:
             xs[i] = x
         return sum((r * Tensor(w)).sum() for r, w in zip(results(xs), weights) if w is not None)
 
+    if not wrt:
+        return
     grads = ms.grad(weighted, tuple(range(len(wrt))))(*(tensors[i] for i in wrt))
+    grads = grads if isinstance(grads, tuple) else (grads,)  # MindSpore unpacks a tuple of one
     for k, i in enumerate(wrt):
         x, g = tensors[i].asnumpy(), grads[k].asnumpy()
         for _ in range(4):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`local_map`: a function of local tensors as a function of DTensors; the way out where no rule fits.
 
-The caller says how inputs must lie and what the results are; everything else follows. Which face a replicated input
-shows is read off these placements as off a rule's case: on an axis where any input or result is `Shard` or `Partial`,
+The caller says how inputs must lie and what the results are; everything else follows. Where a replicated input
+is varying is read off these placements as off a rule's case: on an axis where any input or result is `Shard` or `Partial`
 ranks do different work with it, so its cotangents are summands. Invariant: a result's global shape is either given, or
 implied by inputs whose shards are all alike, or compared across ranks; it is never guessed from one uneven shard.
 """
@@ -17,7 +17,7 @@ from mindspore import Parameter, Tensor
 
 from .. import comm
 from ..core.layout import Layout, known_layout
-from ..core.mesh import DeviceMesh
+from ..core.mesh import DeviceMesh, coordinates
 from ..core.placements import Placement
 from ..dispatch import modes, patches, policy
 from ..dispatch.dispatcher import plain_tree
@@ -160,7 +160,7 @@ class Mapping:
                 raise LayoutError(f"For '{self.who}', argument {i} is a DTensor, but 'in_placements' has None there.",
                                   layout.describe(), "", f"write {list(layout.placements)}")
             target = None if layout is None else self._target(i, layout, entry)
-            if target is not layout and not self.redistribute:
+            if target is not None and target is not layout and not self.redistribute:
                 raise LayoutError(f"For '{self.who}', argument {i} does not lie as 'in_placements' says.",
                                   f"{layout.describe()}, wanted {target}", "'redistribute_inputs' is off.",
                                   (f".redistribute(placements={list(target.placements)})", "redistribute_inputs=True"))
@@ -278,7 +278,7 @@ def _compared(who: str, drafts, mesh: DeviceMesh):
                           "Input shards are uneven.", "pass out_shapes=")
     with comm.annotate(implicit=True, src=f"{who} local shapes", dst="global shapes"):
         everyone = mesh.get_group().all_gather_object([d.shape for d in drafts])
-    of = {mesh.coordinate_of(rank): shapes for rank, shapes in zip(mesh.rank_list, everyone)}
+    of = dict(zip(coordinates(mesh), everyone))
     out = []
     for j, draft in enumerate(drafts):
         shape = []

@@ -42,8 +42,8 @@ class ShortWay:
         form: tuple[Any, Any, Any] = local.form or (local.substitute, None, None)
         self.function, self.filled, self.named = form[0], None if form[1] is None else list(form[1]), form[2]
         self.dtensor = classes.DTENSOR
-        self.aliased = ops_block() or local.substitute is not None
-        self.varying = bool(plan.reduced) or any(step.cotangent is not None for step in plan.steps)
+        self.aliased = ops_block() or not getattr(local.substitute, "takes_dtensors", local.substitute is None)
+        self.varying = bool(plan.reduced) or plan.uneven or any(step.cotangent is not None for step in plan.steps)
 
 
 class CachedCall:
@@ -63,6 +63,7 @@ class CachedCall:
             return self._in_full(OpCall(func, primitive, args, kwargs, tensors))
         aliased = short.aliased or not (short.native or func.__class__ is not TensorOverloadCall)  # `is_native`, inlined
         filled, fn, dtensor = short.filled, short.function, short.dtensor
+        xs: Any
         if filled is None:
             xs, named = list(args), kwargs
         else:

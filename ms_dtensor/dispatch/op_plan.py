@@ -89,12 +89,12 @@ class Results:
         self.drafts = drafts  # of each result ((placements, order, global shape or None), a layout that may be it or None)
         self.layouts: list[Layout | None] = [None] * len(drafts)
 
-    def wrap(self, result, grad: bool):
+    def wrap(self, result, grad: bool, winners=None):
         """The results as DTensors: the objects themselves where only the caller's variable knows them."""
         layouts = self.layouts
         if isinstance(result, Tensor):
             return reduce_nonlinear(_wrap_or_retag(getrefcount(result), result, layouts[0] or self._bind(0, result)), grad,
-                                    self.op)
+                                    self.op, winners)
         if isinstance(result, tuple | list):
             if len(result) != len(layouts):
                 raise OpRuleError(f"For '{self.op}', the rule promises {len(layouts)} results, MindSpore gave "
@@ -134,6 +134,8 @@ class OpPlan:
     results: Results
     view: tuple[bool, bool] | None = None  # a view on one device: (shares storage here, MindSpore's own op makes it)
     writes: bool = False  # the result is put into the first operand, which stays where it is
+    uneven: bool = False  # some rank's shard of an operand is empty: there, what is handed back as it came is a node
+    winners: Callable | None = None  # of an extreme of shards, `(x, result) ->` who attains it (`ops/local/extremes.py`)
     reduced: tuple[int, ...] = field(init=False)  # axes on which a result is reduced at once, while recording
     moves: bool = field(init=False)  # some operand is moved
     short: bool = field(init=False)  # nothing stands between the operands and one local call, see `cached.py`
@@ -176,9 +178,10 @@ class OpPlan:
             operands.append(x)
         with NoFallbackGuard():
             result = self.local.run(call, operands)
-            if parameter and (result.__class__ is not Tensor or result._is_leaf):
+            if (parameter or (grad and self.uneven)) and (result.__class__ is not Tensor or result._is_leaf):
                 result = _as_nodes(result)
-        out = self.results.wrap(result, grad)
+            winners = self.winners(operands[0], result) if grad and self.winners is not None else None
+        out = self.results.wrap(result, grad, winners)
         if self.writes:
             inplace.store(first, out, grad)
             return first

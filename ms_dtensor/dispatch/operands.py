@@ -22,6 +22,7 @@ from .memo import memo_of
 
 recording = _pynative_executor._executor.grad_flag  # the C++ method: the one around it costs as much again
 make = Tensor._make_subclass
+DIFFERENTIABLE = ("float", "bfloat", "complex")  # how their dtypes begin; others have no cotangent
 
 
 def wrap(local, layout: Layout):
@@ -50,7 +51,7 @@ def local_alias(x):
     return make(Tensor, x)
 
 
-def redistribute(x, dst: Layout, implicit: str = "", async_op: bool = False):
+def redistribute(x, dst: Layout, implicit: str = "", async_op: bool = False, winners=None):
     """`x` in another layout, differentiably; the same object if it is there already.
 
     Args:
@@ -58,6 +59,7 @@ def redistribute(x, dst: Layout, implicit: str = "", async_op: bool = False):
         dst: its new layout.
         implicit: who moves it without having been told to, for the redistribution policy and the recorder.
         async_op: its data may still be under way, see `async_tensor.py`.
+        winners: see `redistribute_local`.
     """
     src = x._layout
     if src is dst:
@@ -66,19 +68,19 @@ def redistribute(x, dst: Layout, implicit: str = "", async_op: bool = False):
         policy.check_move(implicit, src, dst, back=grad_layout(x) if recording() and x._requires_grad else None)
     if active():  # the texts are for who listens
         with comm.annotate(implicit=bool(implicit), src=repr(src), dst=repr(dst)):
-            return _redistributed(x, src, dst, async_op)
-    return _redistributed(x, src, dst, async_op)
+            return _redistributed(x, src, dst, async_op, winners)
+    return _redistributed(x, src, dst, async_op, winners)
 
 
-def _redistributed(x, src: Layout, dst: Layout, async_op: bool):
+def _redistributed(x, src: Layout, dst: Layout, async_op: bool, winners):
     works: list | None = [] if async_op else None
-    if not recording() or not x._requires_grad:
+    if not recording() or not x._requires_grad or not src.dtype.startswith(DIFFERENTIABLE):
         out = wrap(run(plan_moves(src, dst), local_alias(x), works), dst)
         return pending_result(out, works[0]) if works else out
     if x.__class__ is classes.DTENSOR and relabels(src, dst):  # an alias has the autograd identity of all but a Parameter
         return wrap(local_alias(x), dst)
     wanted = grad_layout(x)
-    out = wrap(redistribute_local(x, src, dst, dst.gradient(), wanted, works=works), dst)
+    out = wrap(redistribute_local(x, src, dst, dst.gradient(), wanted, works=works, winners=winners), dst)
     if all(src.placements[a].is_partial("sum") for a in src.partial_axes):  # others have weights of their own
         memo_of(out).source = (x if x._is_leaf else local_alias(x), src, wanted)
     return pending_result(out, works[0]) if works else out
@@ -91,12 +93,15 @@ def pending_result(out, work):
     return out
 
 
-def reduce_nonlinear(x, grad, who: str):
-    """Under autograd only sums may stay partial: the seed of a cotangent fits no other reduction."""
+def reduce_nonlinear(x, grad, who: str, winners=None):
+    """Under autograd only sums may stay partial: the seed of a cotangent fits no other reduction.
+
+    `winners`: who attains an extreme, see `redistribute_local`.
+    """
     layout = x._layout
     if grad and layout.has_nonlinear_partial:
         placements = [REPLICATE if p.is_partial() and not p.is_partial("sum") else p for p in layout.placements]
-        return redistribute(x, layout.with_placements(placements, layout.order), implicit=who)
+        return redistribute(x, layout.with_placements(placements, layout.order), implicit=who, winners=winners)
     return x
 
 

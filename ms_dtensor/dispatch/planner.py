@@ -8,14 +8,17 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
+import numpy as np
 from mindspore import Parameter, Tensor
 
 from ..core.layout import Layout, short_dtype
 from ..core.tree import leaves
 from ..errors import MixedOperandError, OpRuleError
 from ..ops.local import LOCAL_OPS, WRITES, decomposition, wrapper_in_float32
-from ..ops.rules import RULES, Call, Local, Operand, local_part
+from ..ops.local.extremes import winners_of_shard
+from ..ops.rules import RULES, Call, Local, Operand, has_empty_shard, local_part, result_dtype
 from ..ops.rules.names import NATIVE, PRIMITIVES
 from ..ops.rules.select import choose
 from ..ops.rules.view import view_kind
@@ -24,9 +27,7 @@ from . import inplace, modes, policy
 from .composite import COMPOSED
 from .op_call import OpCall, attributes, bind_arguments
 from .op_plan import LocalRun, OpPlan, Results, Step
-from .operands import dtype_name
-
-_DIFFERENTIABLE = ("float", "bfloat", "complex")
+from .operands import DIFFERENTIABLE, dtype_name
 
 
 class Composition:
@@ -68,6 +69,12 @@ def build_plan(name: str, call: OpCall, mode) -> OpPlan | Composition:
     """
     writes = name in INPLACE
     entry = INPLACE[name] if writes else PRIMITIVES.get(name)
+    if any(isinstance(a, np.ndarray) for a in (*call.args, *(call.kwargs or {}).values())):
+        raise MixedOperandError(
+            f"For '{name.removeprefix('Deprecated').lower()}', a numpy.ndarray meets a DTensor.",
+            describe_operands(call.tensors),
+            "An array does not say how it is laid out, so one rank's data could pass for the whole.",
+            ("distribute_tensor(Tensor(array), device_mesh, placements)", "x.full_tensor().asnumpy(), to work in NumPy"))
     if entry is None or entry[0] not in RULES:
         near = difflib.get_close_matches(name, PRIMITIVES, 1)
         raise OpRuleError(f"For '{name}', there is no rule for DTensors.", describe_operands(call.tensors),
@@ -83,7 +90,8 @@ def build_plan(name: str, call: OpCall, mode) -> OpPlan | Composition:
     if op in COMPOSED and _must_compose(op, bound, call.tensors, mode):
         return Composition(name, op, params)
     return plan_for(op, bound, call.tensors, mode,
-                    LocalRun(None, _substitute(op, name, call), native=name in NATIVE, places=_places_in_call(call)))
+                    LocalRun(None, _substitute(op, name, call), native=name in NATIVE, places=_places_in_call(call)),
+                    dtype_place=params.index("dtype") if "dtype" in params else None)
 
 
 def plan_by_rule(op: str, names: tuple[str, ...], call: OpCall, mode) -> OpPlan:
@@ -113,7 +121,7 @@ def _substitute(op: str, name: str, call: OpCall):
 
 
 def plan_for(op: str, arguments: dict, tensors, mode, original: LocalRun | None = None, form: Callable | None = None,
-             writes: bool = False, as_it_is: bool = False) -> OpPlan:
+             writes: bool = False, as_it_is: bool = False, dtype_place: int | None = None) -> OpPlan:
     """The plan of a canonical op: a case of its rule is chosen per axis, and all else follows from that.
 
     Args:
@@ -125,6 +133,7 @@ def plan_for(op: str, arguments: dict, tensors, mode, original: LocalRun | None 
         form: of an op of our own: what runs then, with `arguments` in their order.
         writes: the result is put into the first operand, which stays where it is.
         as_it_is: a user's function: it is not computed in float32 instead of bfloat16.
+        dtype_place: where the original call takes a dtype, if positionally.
     """
     mesh = _common_mesh(op, tensors)
     layouts = [getattr(x, "_layout", None) or _promote(op, x, mesh, tensors, mode) for x in tensors]
@@ -134,7 +143,10 @@ def plan_for(op: str, arguments: dict, tensors, mode, original: LocalRun | None 
     spec = RULES[op](spec_call)
     choice = choose(spec_call, spec, tuple(layouts), writes)
     steps = tuple(map(_step, tensors, layouts, choice.targets, choice.own))
-    in_float32 = wrapper_in_float32(op, tensors) if mesh.device_type == "cpu" and not as_it_is else None
+    promised = (layouts[0].dtype,) if writes else spec.dtypes or (result_dtype(spec_call),) * len(spec.shapes)
+    in_float32 = None
+    if mesh.device_type == "cpu" and not as_it_is:
+        in_float32 = wrapper_in_float32(op, tensors, promised, dtype_place)
     local = replace(original or LocalRun(), in_float32=in_float32)
     if None in spec.shapes:  # a rule in case notation alone: the first local results tell (see custom_ops/register.py)
         return OpPlan(op, steps, local, Results(op, mesh, [(o, None) for o in choice.outs]))
@@ -146,11 +158,16 @@ def plan_for(op: str, arguments: dict, tensors, mode, original: LocalRun | None 
     else:
         template, keywords = tuple(spec_call.args.values()), {}
     if form is not None:
-        local = replace(local, form=(in_float32(form) if in_float32 else form, template, keywords), in_float32=None,
+        wrapper = wrapper_in_float32(op, tensors, promised, None) if in_float32 else None  # its arguments are others
+        local = replace(local, form=(wrapper(form) if wrapper else form, template, keywords), in_float32=None,
                         places=_places(template, Operand, lambda i, operand: operand.index))
     kind = view_kind(spec_call) if getattr(tensors[0], "_layout", None) is not None else ""
     view = (kind == "view" and steps[0].target is None, form is None and local.substitute is None) if kind else None
-    return OpPlan(op, steps, replace(local, empty=empty), Results(op, mesh, list(zip(choice.outs, drafts))), view, writes)
+    winners = None
+    if spec.winners is not None and drafts[0].has_nonlinear_partial:
+        winners = partial(winners_of_shard, spec.winners, at.in_offset(0)[spec.winners.dims[0]])
+    return OpPlan(op, steps, replace(local, empty=empty), Results(op, mesh, list(zip(choice.outs, drafts))), view, writes,
+                  any(map(has_empty_shard, choice.targets)), winners)
 
 
 def _step(x, layout: Layout, target: Layout, varying) -> Step:
@@ -158,7 +175,7 @@ def _step(x, layout: Layout, target: Layout, varying) -> Step:
     if not is_dtensor and not layout.shape:  # a constant
         return Step(None, None, None)
     # a sum over one rank is the value itself, and integers have no cotangent
-    varying = [a for a in varying if layout.mesh.shape[a] > 1 and layout.dtype.startswith(_DIFFERENTIABLE)]
+    varying = [a for a in varying if layout.mesh.shape[a] > 1 and layout.dtype.startswith(DIFFERENTIABLE)]
     return Step(None if is_dtensor else layout, None if target is layout else target,
                 target.gradient(varying) if varying else None)
 

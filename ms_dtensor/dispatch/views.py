@@ -12,6 +12,7 @@ from typing import Any
 
 from mindspore import Tensor
 
+from ..errors import OpRuleError
 from .memo import Memo, memo_of
 
 
@@ -62,10 +63,19 @@ def link(source, result: Any, shares: bool, native: bool) -> None:
     kin.storage = parent.storage if shares else object()
 
 
+def refuse_view(x, what: str, *fix: str) -> None:
+    """Raises if `x` is a view of another tensor: of how its global memory is arranged nothing is known here."""
+    if x._memo is not None and x._memo.kin is not None and x._memo.kin.parent is not None:
+        raise OpRuleError(f"For '{what}', the tensor is a view.", x._layout.describe(),
+                          "On one device it lies as what it is a view of; shards lie each for itself.", fix)
+
+
 def relatives_of(x):
     """(tensor, shares storage) of the living tensors that are views of `x` or that `x` is a view of."""
     kin = None if x._memo is None else x._memo.kin
-    for ref in () if kin is None else kin.members:
+    if kin is None:
+        return
+    for ref in kin.members:
         other = ref()
         if other is None or other is x:
             continue

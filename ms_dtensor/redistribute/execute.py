@@ -3,7 +3,7 @@
 
 `run` is the plain interpreter; `Redistribute` is one autograd node that runs a plan forward and, backward, the plan from the
 cotangent's layout to the layout the source's producer expects. Invariant: a forward that already has its data passes
-it in, so asking for another gradient face of a value never communicates twice.
+it in, so asking for a value with another cotangent never communicates twice.
 """
 from __future__ import annotations
 
@@ -138,7 +138,8 @@ class Conversion:
     data: Tensor | None
     works: list | None
     context: contextvars.Context
-    own: Callable
+    fresh: Callable
+    winners: Tensor | int | None
 
 
 class Redistribute(_Function):
@@ -149,7 +150,7 @@ class Redistribute(_Function):
         src, dst = what.src, what.dst
         ctx.move = src, dst, what.cotangent, what.wanted, what.context
         if what.data is not None:
-            return x if what.data is x else what.own(what.data)
+            return x if what.data is x else what.fresh(what.data)
         local = Tensor._make_subclass(Tensor, x)
         # A maximum or minimum over ranks: its cotangent belongs to those that hold the winner. (A product is refused.)
         extremum = any(not p.is_partial("sum") and not p.is_partial("avg") and p != q
@@ -159,8 +160,8 @@ class Redistribute(_Function):
         local, start = _as_summand(local, src, dst)
         out = run(plan(start, dst), local, None if extremum else what.works)
         if extremum:
-            ctx.extremum = src, local, out
-        return what.own(out)
+            ctx.extremum = src, local, out, what.winners
+        return what.fresh(out)
 
     @staticmethod
     def backward(ctx, grad):
@@ -210,14 +211,23 @@ def _check_differentiable(src: Layout, dst: Layout) -> None:
                                 "redistribute to Replicate() first")
 
 
-def _winners_share(src: Layout, local, out):
-    """d(maximum)/d(local): ranks that hold the winner share the cotangent."""
-    won = (local == out).astype(local.dtype)
-    total = won
+def _winners_share(src: Layout, local, out, winners):
+    """d(extreme)/d(local extreme): what share of the cotangent goes to this rank; see `redistribute_local`."""
+    wide = ms.float64 if local.dtype == ms.float64 else ms.float32
+    won = local.astype(wide) == out.astype(wide)
     with comm.annotate(phase="backward", src=repr(src), dst="ties"):
-        for a in src.partial_axes:
-            total = src.mesh.get_group(a).all_reduce(total, "sum")
-    return won / total
+        if isinstance(winners, int):
+            mine = ms.ops.select(won, ms.ops.full(won.shape, winners, dtype=ms.int32),
+                                 ms.ops.full(won.shape, 2**31 - 1, dtype=ms.int32))
+            return ms.mint.logical_and(won, mine == _over_ranks(src, mine, "min")).astype(local.dtype)
+        weight = won.astype(wide) if winners is None else won.astype(wide) * winners.astype(wide)
+        return (weight / _over_ranks(src, weight, "sum")).astype(local.dtype)
+
+
+def _over_ranks(src: Layout, x, op: str):
+    for a in src.partial_axes:
+        x = src.mesh.get_group(a).all_reduce(x, op)
+    return x
 
 
 def _backward(grad, src: Layout, dst: Layout, cotangent: Layout, wanted: Layout):
@@ -228,7 +238,7 @@ def _backward(grad, src: Layout, dst: Layout, cotangent: Layout, wanted: Layout)
             return grad
         with comm.annotate(phase="backward"):
             # as a constant: in a backward, MindSpore 2.10 forgets the history of a node whose result is a view
-            return redistribute_local(grad, cotangent, wanted, src, dst, own=ms.ops.stop_gradient)
+            return redistribute_local(grad, cotangent, wanted, src, dst, fresh=ms.ops.stop_gradient)
     grad, start = _as_summand(grad, cotangent, wanted)
     moves = plan(start, wanted)
     if not moves:
@@ -239,7 +249,8 @@ def _backward(grad, src: Layout, dst: Layout, cotangent: Layout, wanted: Layout)
         return run(moves, grad.contiguous())
 
 
-def redistribute_local(x, src: Layout, dst: Layout, cotangent: Layout, wanted: Layout, data=None, works=None, own=None):
+def redistribute_local(x, src: Layout, dst: Layout, cotangent: Layout, wanted: Layout, data=None, works=None, fresh=None,
+                       winners=None):
     """Differentiable `plan(src, dst)` on the tensor `x` whose storage is a shard of `src`; returns a plain tensor.
 
     Args:
@@ -250,7 +261,9 @@ def redistribute_local(x, src: Layout, dst: Layout, cotangent: Layout, wanted: L
         wanted: layout in which the producer of `x` expects it.
         data: the result's local tensor, where a forward has produced it already.
         works: as for `run`.
-        own: makes a tensor of its own of the result; default a view.
+        fresh: makes a tensor of its own of the result; default a view.
+        winners: of an extreme, who attains it on this rank: how many elements, or from where if the first takes all. Without
+            it each rank holds one candidate.
     """
     if active():  # the backward's communication is told by the line that caused it
         with comm.annotate(site=comm.user_site()):
@@ -258,7 +271,7 @@ def redistribute_local(x, src: Layout, dst: Layout, cotangent: Layout, wanted: L
     else:
         context = contextvars.copy_context()
     with NoFallbackGuard():
-        return Redistribute.apply(x, Conversion(src, dst, cotangent, wanted, data, works, context, own or _view))
+        return Redistribute.apply(x, Conversion(src, dst, cotangent, wanted, data, works, context, fresh or _view, winners))
 
 
 def recorded_gradient(grad, layout: Layout):
@@ -270,4 +283,4 @@ def recorded_gradient(grad, layout: Layout):
     if not layout.partial_axes or not recording():
         return grad
     whole = layout.gradient()
-    return redistribute_local(grad, whole, whole, whole, layout.reduced(PARTIAL), own=ms.ops.stop_gradient)
+    return redistribute_local(grad, whole, whole, whole, layout.reduced(PARTIAL), fresh=ms.ops.stop_gradient)

@@ -18,10 +18,11 @@ from mindspore._c_expression import NoFallbackGuard
 from .. import comm
 from ..core.layout import Layout, known_layout
 from ..core.mesh import DeviceMesh, resolve_mesh
-from ..dispatch import classes, modes, patches, policy
+from ..dispatch import classes, modes, patches, policy, views
 from ..dispatch.dispatcher import call, dispatch, plain_tree
 from ..dispatch.memo import Memo
 from ..dispatch.operands import as_local, dtype_name, local_alias, make, recording, redistribute, wrap
+from ..dispatch.patches import hooks, jit
 from ..errors import LayoutError, OpRuleError, RedistributeError
 from ..redistribute.execute import run
 from ..redistribute.plan import check_reachable, plan
@@ -79,6 +80,8 @@ class DTensor(Tensor):
         pass
 
     __fallback__ = dispatch
+    register_hook = hooks.register_hook
+    __parameter__ = jit.PARAMETER
 
     @staticmethod
     def _run_own_op(op, arguments):
@@ -131,7 +134,8 @@ class DTensor(Tensor):
         return math.prod(self.shape)
 
     def stride(self, dim: int | None = None):
-        """Strides, in elements, of the global tensor; MindSpore's `strides` are the same in bytes."""
+        """Strides, in elements, of the global tensor; MindSpore's `strides` are the same in bytes. A view is refused."""
+        views.refuse_view(self, "stride", "x.clone().stride(), of a contiguous copy", "x.view(shape), legal for any shape")
         out = layout_strides(self.shape)
         return out if dim is None else out[dim]
 
@@ -352,13 +356,6 @@ class DTensor(Tensor):
     def __hash__(self):
         return id(self)
 
-    @property
-    def __ms_mutable__(self):
-        # ms.jit asks its arguments for this and for nothing else; it would compute on local storage without a word.
-        raise OpRuleError("For 'ms.jit', an argument is a DTensor.", self._layout.describe(),
-                          "A compiled graph does not dispatch: it would compute on this rank's shard.",
-                          ("call it on local tensors inside local_map", "run this part without ms.jit"))
-
     # -- what a checkpoint planner asks; names as in PyTorch's protocol ----------------------------------------------
     def __create_chunk_list__(self):
         return state.chunk_list(self._layout)
@@ -450,6 +447,8 @@ class DTensorParameter(Parameter, DTensor):
                               "distribute_tensor(data, p.device_mesh, p.placements)")
         return Parameter.set_data(self, data, slice_shape)
 
+    __parameter__ = jit.PARAMETER
+    register_hook = DTensor.register_hook
     __repr__ = DTensor.__repr__
     __str__ = DTensor.__repr__
     __copy__ = DTensor.__copy__
@@ -458,7 +457,7 @@ class DTensorParameter(Parameter, DTensor):
     asnumpy = DTensor.asnumpy
 
 
-class AsyncDTensor(AsyncData, DTensor):
+class AsyncDTensor(AsyncData, DTensor):  # type: ignore[override]  # `_layout` is set again only when this is a DTensor
     """What `redistribute(async_op=True)` returns where the backend can: waits on first use, then is a DTensor."""
 
 

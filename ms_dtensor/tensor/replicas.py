@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import mindspore as ms
 import numpy as np
@@ -17,6 +18,7 @@ from mindspore._c_expression import NoFallbackGuard
 
 from .. import comm
 from ..core.layout import Layout
+from ..core.mesh import coordinates
 from ..dispatch.operands import dtype_name, local_alias, recording
 from ..errors import LayoutError
 from ..redistribute.execute import redistribute_local
@@ -47,9 +49,8 @@ def compare_replicas(who: str, what: Sequence[str], tensors: Sequence, layouts: 
     group = mesh.get_group()
     with NoFallbackGuard(), comm.annotate(src=f"{who} replicas", dst="debug.checks()"):
         told = group.all_gather_object([(list(t.shape), dtype_name(t.dtype), zlib.crc32(t.get_bytes())) for t in tensors])
-        at = {mesh.coordinate_of(rank): mine for rank, mine in zip(mesh.rank_list, told)}
-
-        claims = [(i, a) for i, a in claims if any(mine[i] != at[(*c[:a], 0, *c[a + 1:])][i] for c, mine in at.items())]
+        at = dict(zip(coordinates(mesh), told))
+        claims = [(i, a) for i, a in claims if any(mine[i] != at[c[:a] + (0,) + c[a + 1:]][i] for c, mine in at.items())]
         if not claims:
             return
         unlike = {i for i, _ in claims if len({(*mine[i][0], mine[i][1]) for mine in told}) > 1}  # shapes, dtypes
@@ -73,7 +74,7 @@ def _distance(x, group) -> float:
     flat = x.reshape((-1,)).contiguous()
     flat = flat.astype(ms.float32) if x.itemsize == 2 and not exact else flat
     whole = group.all_gather(flat, 0, [flat.shape[0]] * group.size).asnumpy().reshape(group.size, -1)
-    off = np.abs(whole - whole[0])[~((whole == whole[0]) | (np.isnan(whole) & np.isnan(whole[0])))] if not exact else ()
+    off: Any = np.abs(whole - whole[0])[~((whole == whole[0]) | (np.isnan(whole) & np.isnan(whole[0])))] if not exact else ()
     if exact or not np.isfinite(off).all():
         return 0.0 if (whole == whole[0]).all() else math.inf
     return float(off.max(initial=0) / max(np.abs(whole[np.isfinite(whole)]).max(initial=0), 1e-30))

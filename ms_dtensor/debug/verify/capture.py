@@ -53,7 +53,7 @@ class Captured:
 class Probe(Tensor):
     """A tensor that notes the calls it takes part in."""
 
-    _log: list | None = None
+    _log: list[Captured]
     __array_ufunc__ = None
     inited_param, has_init = None, False  # what a Cell asks its parameters, should a probe stand in for one
 

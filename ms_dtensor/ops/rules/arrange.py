@@ -43,7 +43,8 @@ def expand_as(call: Call) -> OpSpec:
     cases = [Case((S(d),), (S(d + lead),)) for d in range(x.ndim) if x.shape[d] == shape[d + lead]]
     cases += [Case((p,), (p,)) for p in PARTIALS]
     new = [Case((R, S(k)), (S(k),)) for k, n in enumerate(shape) if k < lead or x.shape[k - lead] != n]
-    return OpSpec((shape,), (*shape_only(cases), *new), lambda at: LocalCall("broadcast_to", (x, at.out_shape())))
+    return OpSpec((shape,), (*shape_only(cases), *new), lambda at: LocalCall("broadcast_to", (x, at.out_shape())),
+                  dtypes=(x.dtype,))
 
 
 def flatten_order(call: Call) -> OpSpec:

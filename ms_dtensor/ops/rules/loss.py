@@ -106,7 +106,7 @@ def row_max(call: Call) -> OpSpec:
 
 
 def class_sums(call: Call) -> OpSpec:
-    """Of our own, over logits [..., C], labels [..., 1] and `row_max`: see `local_ops.loss.class_sums`."""
+    """Of our own, over logits [..., C], labels [..., 1] and `row_max`: see `ops/local/loss.py`."""
     x, t, top = call.operands
     last = x.ndim - 1
     smooth = call.args["smooth"]

@@ -111,14 +111,15 @@ def linear(call: Call) -> OpSpec:
         if result.is_partial("avg"):
             continue
         with_bias.append(Case((*c.ins, S(0) if result.is_shard(len(shape) - 1) and b.ndim else R), c.outs))
-    return OpSpec((shape,), tuple(_reorder(call, [x, w, b], with_bias)), _bias_once("linear_bias_once", x, w, b))
+    return OpSpec((shape,), tuple(_reorder(call, [x, w, b], with_bias)),
+                  _bias_once("linear_bias_once", x, w, b, always=0 in x.shape))
 
 
-def _bias_once(name: str, *operands: Operand):
+def _bias_once(name: str, *operands: Operand, always: bool = False):
     """Every rank runs the same local form, so that backward collectives keep one order; only the share differs."""
     def local(at: Local) -> LocalCall | None:
         summed = at.outs[0].partial_axes
-        return LocalCall(name, (*operands, float(at.is_first(summed)))) if summed else None
+        return LocalCall(name, (*operands, float(at.is_first(summed)))) if summed or always else None
     return local
 
 

@@ -2,7 +2,7 @@
 """Random ops: pointwise for layouts, and every element's number is decided by its *global* index.
 
 MindSpore's own generators know local shapes only, so each shard would repeat the same mask. All ops here draw from the
-one stream of `ms_dtensor/random.py` instead, on every device. A dropout is linear given its mask, so a Partial passes.
+one stream of `ops/rng.py` instead, on every device. A dropout is linear given its mask, so a Partial passes.
 """
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def view_as(call: Call) -> OpSpec:
     spec = view_spec(call, call.args["other"].shape)
     x = call.operands[0]
     return OpSpec(spec.shapes, shape_only(spec.cases),
-                  lambda at: LocalCall("reshape", (x, at.out_shape())))
+                  lambda at: LocalCall("reshape", (x, at.out_shape())), dtypes=(x.dtype,))
 
 
 def flatten(call: Call) -> OpSpec:
@@ -129,13 +129,6 @@ def flatten_primitive(call: Call) -> OpSpec:
     """The classic `Flatten`: everything but dim 0."""
     x = call.operands[0]
     return view_spec(call, (x.shape[0], prod(x.shape[1:])))
-
-
-def unflatten(call: Call) -> OpSpec:
-    """One dim into several."""
-    x = call.operands[0]
-    d = int(call.args["dim"]) % x.ndim
-    return view_spec(call, (*x.shape[:d], *infer_shape((x.shape[d],), _ints(call.args["sizes"])), *x.shape[d + 1:]))
 
 
 def permute(call: Call) -> OpSpec:
