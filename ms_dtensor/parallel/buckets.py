@@ -86,7 +86,9 @@ class Bucket:
         for number, grad in arrived.items():
             param = self.params[number]()
             changed = grad
-            for hook in () if param is None else given_hooks(param):
+            if param is None:
+                continue
+            for hook in given_hooks(param):
                 changed = replaced_by(hook, changed, param.layout.gradient())
             if changed is not grad:
                 with NoFallbackGuard():

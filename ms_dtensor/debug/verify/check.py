@@ -34,7 +34,7 @@ from ...dispatch.planner import as_operands
 from ...ops.local import CPU, LOCAL_OPS, run_local
 from ...ops.local.extremes import winners_of_shard
 from ...ops.rng import frozen
-from ...ops.rules import RULES, Call, Case, Local, Operand, OpSpec, local_part, results_of_nothing
+from ...ops.rules import RULES, Call, Case, Local, Operand, OpSpec, Winners, local_part, results_of_nothing
 from ...ops.rules.names import PRIMITIVES
 from ...tensor.autograd import grad
 from .alike import check_alike
@@ -218,9 +218,9 @@ class _Trial:
         self.arrays = [t.asnumpy() for t in tensors]
         self.half = any(a.dtype == np.float16 for a in self.arrays)
         one = DeviceMesh("cpu", [0])
-        layouts = [tuple(Layout(one, None, shape, "float32") for shape in shapes) for shapes in (
-            [a.shape for a in self.arrays], [s or () for s in spec.shapes])]
-        whole = Local(*layouts, (0,))
+        ins, outs = (tuple(Layout(one, None, shape, "float32") for shape in shapes) for shapes in (
+            [a.shape for a in self.arrays], [s or () for s in spec.shapes]))
+        whole = Local(ins, outs, (0,))
         if None not in spec.shapes and results_of_nothing(call, whole) is not None:  # MindSpore's are uninitialised memory
             results = self.forward([Tensor(a.copy()) for a in self.arrays], whole)
         else:
@@ -279,8 +279,8 @@ class _Trial:
             tensors = [Tensor.from_numpy(p[at]) for p in parts]
             local = Local(ins, outs, at)
             try:
-                if graded and outs[0].has_nonlinear_partial and won is None:
-                    won = self._winners(parts, ins, outs, mesh)
+                if graded and self.spec.winners is not None and outs[0].has_nonlinear_partial and won is None:
+                    won = self._winners(self.spec.winners, parts, ins, outs, mesh)
                 if graded and recording():  # inside a user's gradient, which a forward that raises would spoil
                     self.forward([Tensor.from_numpy(p[at].copy()) for p in parts], local)
                 if graded:  # the results are those of the forward that the gradients belong to
@@ -320,10 +320,9 @@ class _Trial:
             shares.append(None if g is None else (g[box_slices(layout, at)] * scale).astype(g.dtype))
         return shares
 
-    def _winners(self, parts, ins, outs, mesh) -> dict:
+    def _winners(self, what: Winners, parts, ins, outs, mesh) -> dict:
         """Coordinate -> its share of the cotangent of an extreme over shards: all of it to the first, or by their number."""
-        what, whole = self.spec.winners, self.results[0]
-        counts, begins = {}, {}
+        whole, counts, begins = self.results[0], {}, {}
         for at in coordinates(mesh):
             tensors = [Tensor.from_numpy(p[at].copy()) for p in parts]
             begins[at] = ins[0].local_offset(at)[what.dims[0]]

@@ -143,7 +143,7 @@ def _labelling(original, at: int):
         if modes.mode.get().no_gather:
             mesh = next((x._layout.mesh for x in (*args, *kwargs.values()) if getattr(x, "_layout", None) is not None), None)
             if mesh is not None:
-                args = *args[:at], *(_whole(x, mesh, i) for i, x in enumerate(args[at:at + 2])), *args[at + 2:]
+                args = *args[:at], *(_whole(x, mesh, bool(i)) for i, x in enumerate(args[at:at + 2])), *args[at + 2:]
                 kwargs = {k: _whole(x, mesh, k == "weight") if k in ("target", "weight") else x for k, x in kwargs.items()}
         return original(*args, **kwargs)
     return call

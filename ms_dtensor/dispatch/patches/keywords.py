@@ -102,7 +102,7 @@ def uninstall() -> None:
     """Takes all of it back."""
     while _installed:
         cls, original = _installed.pop()
-        cls.__call__ = original
+        cls.__call__ = original  # type: ignore[method-assign,assignment]  # what was patched
     for name in ("__setitem__", "__init__"):
         if name in Tensor.__dict__:
             delattr(Tensor, name)

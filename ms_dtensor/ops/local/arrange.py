@@ -56,7 +56,7 @@ def split(x, sizes, dim=0):
     return Split.apply(x, sizes, dim % len(x._shape))
 
 
-split.takes_dtensors = True  # it asks no operand for its shape
+split.takes_dtensors = True  # type: ignore[attr-defined]  # it asks no operand for its shape
 
 
 def unbind(x, dim=0):

@@ -44,7 +44,7 @@ def reduction(call: Call) -> OpSpec:
     if partial == "sum" and call.op in ("sum", "mean") and ("int" not in x.dtype or dtype == x.dtype):
         cases += call.like_first((), SUMS)
     extreme = partial in ("max", "min") and call.op not in ("all", "any", "sum")
-    if extreme:
+    if extreme and partial:
         cases.append(Case((Partial(partial),), (Partial(partial),)))
     shape = reduced_shape(x.shape, dims, keepdim)
 
