@@ -141,7 +141,7 @@ class LossParallelBlock(_Block):
     """What `loss_parallel()` without arguments returns; see there."""
 
     def __init__(self):
-        super().__init__(implicit_replication=True, no_gather=True)
+        super().__init__(no_gather=True)
 
 
 class SkipDTensorDispatch(_Block):

@@ -22,6 +22,7 @@ from .memo import memo_of
 
 recording = _pynative_executor._executor.grad_flag  # the C++ method: the one around it costs as much again
 make = Tensor._make_subclass
+DIFFERENTIABLE = ("float", "bfloat", "complex")  # how their dtypes begin; others have no cotangent
 
 
 def wrap(local, layout: Layout):
@@ -73,7 +74,7 @@ def redistribute(x, dst: Layout, implicit: str = "", async_op: bool = False, win
 
 def _redistributed(x, src: Layout, dst: Layout, async_op: bool, winners):
     works: list | None = [] if async_op else None
-    if not recording() or not x._requires_grad:
+    if not recording() or not x._requires_grad or not src.dtype.startswith(DIFFERENTIABLE):
         out = wrap(run(plan_moves(src, dst), local_alias(x), works), dst)
         return pending_result(out, works[0]) if works else out
     if x.__class__ is classes.DTENSOR and relabels(src, dst):  # an alias has the autograd identity of all but a Parameter

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 from mindspore import Parameter, Tensor
 
 from ..core.layout import Layout, short_dtype
@@ -26,9 +27,7 @@ from . import inplace, modes, policy
 from .composite import COMPOSED
 from .op_call import OpCall, attributes, bind_arguments
 from .op_plan import LocalRun, OpPlan, Results, Step
-from .operands import dtype_name
-
-_DIFFERENTIABLE = ("float", "bfloat", "complex")
+from .operands import DIFFERENTIABLE, dtype_name
 
 
 class Composition:
@@ -70,6 +69,12 @@ def build_plan(name: str, call: OpCall, mode) -> OpPlan | Composition:
     """
     writes = name in INPLACE
     entry = INPLACE[name] if writes else PRIMITIVES.get(name)
+    if any(isinstance(a, np.ndarray) for a in (*call.args, *(call.kwargs or {}).values())):
+        raise MixedOperandError(
+            f"For '{name.removeprefix('Deprecated').lower()}', a numpy.ndarray meets a DTensor.",
+            describe_operands(call.tensors),
+            "An array does not say how it is laid out, so one rank's data could pass for the whole.",
+            ("distribute_tensor(Tensor(array), device_mesh, placements)", "x.full_tensor().asnumpy(), to work in NumPy"))
     if entry is None or entry[0] not in RULES:
         near = difflib.get_close_matches(name, PRIMITIVES, 1)
         raise OpRuleError(f"For '{name}', there is no rule for DTensors.", describe_operands(call.tensors),
@@ -170,7 +175,7 @@ def _step(x, layout: Layout, target: Layout, varying) -> Step:
     if not is_dtensor and not layout.shape:  # a constant
         return Step(None, None, None)
     # a sum over one rank is the value itself, and integers have no cotangent
-    varying = [a for a in varying if layout.mesh.shape[a] > 1 and layout.dtype.startswith(_DIFFERENTIABLE)]
+    varying = [a for a in varying if layout.mesh.shape[a] > 1 and layout.dtype.startswith(DIFFERENTIABLE)]
     return Step(None if is_dtensor else layout, None if target is layout else target,
                 target.gradient(varying) if varying else None)
 

@@ -67,7 +67,7 @@ def refuse_view(x, what: str, *fix: str) -> None:
     """Raises if `x` is a view of another tensor: of how its global memory is arranged nothing is known here."""
     if x._memo is not None and x._memo.kin is not None and x._memo.kin.parent is not None:
         raise OpRuleError(f"For '{what}', the tensor is a view.", x._layout.describe(),
-                          "On one device it is arranged as what it is a view of; shards are arranged each for itself.", fix)
+                          "On one device it lies as what it is a view of; shards lie each for itself.", fix)
 
 
 def relatives_of(x):

@@ -2,23 +2,26 @@
 """Gradient buckets: a data-parallel parameter keeps its gradient partial, and many are reduced in one all-reduce.
 
 A parameter marked here gets its gradient as Partial on the data-parallel axes: each rank's own summand, not yet reduced
-(its memo's `partial_grad_axes`). Its hook keeps that gradient; when the last one of a bucket has arrived, or the
-backward ends, all are reduced together and written back in place. So the caller sees reduced gradients, and the number of
-collectives does not grow with the number of parameters. On host all buckets wait for the end: nobody would reduce them
-meanwhile, and each meeting costs a wait for the slower rank.
+(its memo's `partial_grad_axes`). Its hook keeps that gradient; when the last one of a bucket has arrived, or the backward
+ends, all are reduced together, given to the hooks that users registered, and written back in place. So the caller sees
+reduced gradients, and the number of collectives does not grow with the number of parameters. On host all buckets wait for
+the end: nobody would reduce them meanwhile, and each meeting costs a wait for the slower rank.
 """
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any
 
 import mindspore as ms
 import numpy as np
+from mindspore import Tensor
 from mindspore._c_expression import NoFallbackGuard
 from mindspore.common.api import _pynative_executor
 
 from .. import comm
 from ..dispatch.memo import memo_of
+from ..dispatch.patches.hooks import given_hooks, replaced_by
 from ..redistribute.cost import nbytes
 
 
@@ -37,8 +40,9 @@ class Bucket:
         self.arrived: dict[int, Any] = {}  # gradients, each of its parameter's local shape, by number of the parameter
         # on host: [elements], where the gradients lie one after another in order of arrival; new for every backward
         self.flat: np.ndarray | None = None
+        self.params = [weakref.ref(p) for p in params]
         for number, p in enumerate(params):
-            p.register_hook(lambda grad, number=number: self._arrive(number, grad))
+            Tensor.register_hook(p, lambda grad, number=number: self._arrive(number, grad))
 
     def _arrive(self, number: int, grad):
         with NoFallbackGuard():
@@ -63,9 +67,11 @@ class Bucket:
     def flush(self) -> None:
         """Reduces what has arrived; a second call does nothing."""
         (arrived, self.arrived), (flat, self.flat) = (self.arrived, {}), (self.flat, None)
-        grads = list(arrived.values())
-        if not grads:
-            return
+        if arrived:
+            self._reduce(list(arrived.values()), flat)
+            self._run_hooks(arrived)
+
+    def _reduce(self, grads: list, flat) -> None:
         with NoFallbackGuard(), comm.annotate(phase="backward", src="gradient bucket", dst="gradient bucket"):
             if flat is not None:
                 self.group.all_reduce_(ms.Tensor.from_numpy(flat[:sum(g.size for g in grads)]), "sum")
@@ -74,6 +80,20 @@ class Bucket:
             for g in grads:
                 g.copy_(ms.mint.reshape(ms.mint.narrow(total, 0, at, g.size), g.shape))
                 at += g.size
+
+    def _run_hooks(self, arrived: dict[int, Any]) -> None:
+        """The users' hooks, on what is reduced now; what they return is written back, too."""
+        for number, grad in arrived.items():
+            param = self.params[number]()
+            changed = grad
+            for hook in () if param is None else given_hooks(param):
+                changed = replaced_by(hook, changed, param.layout.gradient())
+            if changed is not grad:
+                with NoFallbackGuard():
+                    if self.on_host:
+                        np.copyto(grad.asnumpy(), changed.asnumpy())
+                    else:
+                        grad.copy_(changed)
 
 
 def make_buckets(params, mesh, bucket_mb: float) -> list[Bucket]:

@@ -22,6 +22,7 @@ from ..dispatch import classes, modes, patches, policy, views
 from ..dispatch.dispatcher import call, dispatch, plain_tree
 from ..dispatch.memo import Memo
 from ..dispatch.operands import as_local, dtype_name, local_alias, make, recording, redistribute, wrap
+from ..dispatch.patches import hooks, jit
 from ..errors import LayoutError, OpRuleError, RedistributeError
 from ..redistribute.execute import run
 from ..redistribute.plan import check_reachable, plan
@@ -79,6 +80,8 @@ class DTensor(Tensor):
         pass
 
     __fallback__ = dispatch
+    register_hook = hooks.register_hook
+    __parameter__ = jit.PARAMETER
 
     @staticmethod
     def _run_own_op(op, arguments):
@@ -353,13 +356,6 @@ class DTensor(Tensor):
     def __hash__(self):
         return id(self)
 
-    @property
-    def __ms_mutable__(self):
-        # ms.jit asks its arguments for this and for nothing else; it would compute on local storage without a word.
-        raise OpRuleError("For 'ms.jit', an argument is a DTensor.", self._layout.describe(),
-                          "A compiled graph does not dispatch: it would compute on this rank's shard.",
-                          ("call it on local tensors inside local_map", "run this part without ms.jit"))
-
     # -- what a checkpoint planner asks; names as in PyTorch's protocol ----------------------------------------------
     def __create_chunk_list__(self):
         return state.chunk_list(self._layout)
@@ -451,6 +447,8 @@ class DTensorParameter(Parameter, DTensor):
                               "distribute_tensor(data, p.device_mesh, p.placements)")
         return Parameter.set_data(self, data, slice_shape)
 
+    __parameter__ = jit.PARAMETER
+    register_hook = DTensor.register_hook
     __repr__ = DTensor.__repr__
     __str__ = DTensor.__repr__
     __copy__ = DTensor.__copy__

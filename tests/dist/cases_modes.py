@@ -57,7 +57,7 @@ def gradients_pass_through_skip(world):
     equal(g, data(1, 8, 4) * 2)
     with SkipDTensorDispatch():  # the mode of the backward is not the mode of the forward
         g, = ms.grad(lambda: (p * 3).sum(), None, [p])()
-    equal(g, np.full((2, 4), 3, np.float32))
+    equal(g, np.full((8, 4), 3, np.float32))
 
 
 @case(world_size=4)

@@ -13,7 +13,7 @@ from mindspore import Tensor
 from mindspore._c_expression import NoFallbackGuard
 
 from ...core.tree import first_dtensor
-from . import functions, keywords
+from . import functions, gradients, hooks, jit, keywords
 
 _NAME = "__fallback__"
 
@@ -32,11 +32,17 @@ def install() -> None:
         setattr(Tensor, _NAME, _plain_fallback)
         functions.install()
         keywords.install()
+        jit.install()
+        gradients.install()
+        hooks.install()
 
 
 def uninstall() -> None:
     """Removes the patch; `plain OP dtensor` then computes on local storage again, as in plain MindSpore."""
     if Tensor.__dict__.get(_NAME) is _plain_fallback:
         delattr(Tensor, _NAME)
+        hooks.uninstall()
+        gradients.uninstall()
+        jit.uninstall()
         keywords.uninstall()
         functions.uninstall()

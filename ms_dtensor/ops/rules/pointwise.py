@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Element-by-element ops: broadcasting decides the Shard cases, linearity the Partial ones.
 
-An op sharded alike on all operands is sharded alike in the result; a dim of size 1 broadcasts and is not sharded.
+An op sharded alike on all operands is sharded alike in the result; a dim of size 1 that broadcasts is not sharded.
 Sums pass through what is linear: `linear` names the groups of operands that may be Partial together. A non-linear op
 never sees a Partial.
 """
@@ -25,7 +25,7 @@ def shard_cases(shapes, out) -> list[Case]:
         ins = []
         for shape in shapes:
             k = d - len(out) + len(shape)
-            ins.append(S(k) if k >= 0 and (shape[k] == size and size != 1) else R)
+            ins.append(S(k) if k >= 0 and shape[k] == size else R)
         if any(p.is_shard() for p in ins):
             cases.append(Case(tuple(ins), (S(d),)))
     return cases
