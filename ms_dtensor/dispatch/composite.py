@@ -82,7 +82,7 @@ def logsumexp(name, input, dim, keepdim=False, **_):
 
 def _top(x, dim):
     """The maximum of `x` along `dim`, which carries no gradient."""
-    return ops.stop_gradient(_reduce_partial(mint.amax(x, dim, keepdim=True)))
+    return _reduce_partial(mint.amax(ops.stop_gradient(x), dim, keepdim=True))
 
 
 def softmax(name, input, dim=-1, **_):

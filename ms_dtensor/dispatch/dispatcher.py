@@ -51,6 +51,8 @@ def dispatch(self, func, args=(), kwargs=None):
             with NoFallbackGuard():  # the DTensors themselves: an alias of a Parameter would cut its gradient
                 return OpCall(func, primitive, args, kwargs, tensors).compute(*args, **(kwargs or {}))
         key.append(mode.implicit_replication)
+        if mode.higher_order:
+            key.append(tuple(getattr(a, "_requires_grad", None) for a in args))
     for a in args:  # the commonest arguments without a call: this loop is most of what dispatch costs
         kind = KINDS.get(a.__class__)
         if kind is OURS:
@@ -92,7 +94,7 @@ def write(op: str, **arguments):
 def _call(build, op: str, arguments: dict):
     tensors: list = []
     mode = _mode()
-    key: Any = [build, op, world_key(), mode.implicit_replication]
+    key: Any = [build, op, world_key(), mode.implicit_replication, mode.higher_order]
     for name, a in arguments.items():
         key.append(name)
         _part(a, key, tensors)
@@ -120,6 +122,8 @@ def call_by_rule(op: str, func, names: tuple[str, ...], args: tuple, kwargs: dic
         if mode.skip and not _kept(op, mode.no_skip):
             return func(*plain_tree(args), **plain_tree(kwargs))
         key.append(mode.implicit_replication)
+        if mode.higher_order:
+            key.append(tuple(getattr(a, "_requires_grad", None) for a in args))
     for a in args:  # as in `dispatch`
         kind = KINDS.get(a.__class__)
         if kind is OURS:

@@ -30,6 +30,7 @@ class Mode(NamedTuple):
     skip: bool = False
     no_skip: frozenset[str] = frozenset()
     implicit_replication: bool = False
+    higher_order: bool = False  # a derivative of a gradient may be asked for
     policy: str = "auto"
     no_gather: bool = False
     check_rules: bool = False
@@ -135,6 +136,13 @@ class checks(_Block):  # noqa: N801  reads like the function it stands beside
 
     def __init__(self, rules: bool = True, gradients: bool = False):
         super().__init__(check_rules=rules, check_gradients=gradients)
+
+
+class HigherOrderBlock(_Block):
+    """The forward of a gradient that is itself recorded: local ops are made so that it can be differentiated."""
+
+    def __init__(self):
+        super().__init__(higher_order=True)
 
 
 class LossParallelBlock(_Block):

@@ -18,6 +18,7 @@ from ..core.tree import leaves
 from ..errors import MixedOperandError, OpRuleError
 from ..ops.local import LOCAL_OPS, WRITES, decomposition, wrapper_in_float32
 from ..ops.local.extremes import winners_of_shard
+from ..ops.local.orders import to_any_order
 from ..ops.rules import RULES, Call, Local, Operand, has_empty_shard, local_part, result_dtype
 from ..ops.rules.names import NATIVE, PRIMITIVES
 from ..ops.rules.select import choose
@@ -57,7 +58,8 @@ def _must_compose(op, bound, tensors, mode) -> bool:
     layouts = tuple(layout.without_small_axes() for layout in layouts)
     operands = tuple(Operand(i, layout.shape, layout.dtype) for i, layout in enumerate(layouts))
     it = iter(operands)
-    return COMPOSED[op].when(Call(op, {k: as_operands(v, it) for k, v in bound.items()}, operands), layouts)
+    call = Call(op, {k: as_operands(v, it) for k, v in bound.items()}, operands)
+    return mode.higher_order or COMPOSED[op].when(call, layouts)
 
 
 def build_plan(name: str, call: OpCall, mode) -> OpPlan | Composition:
@@ -147,7 +149,8 @@ def plan_for(op: str, arguments: dict, tensors, mode, original: LocalRun | None 
     in_float32 = None
     if mesh.device_type == "cpu" and not as_it_is:
         in_float32 = wrapper_in_float32(op, tensors, promised, dtype_place)
-    local = replace(original or LocalRun(), in_float32=in_float32)
+    again = _again(op, tensors, layouts) if mode.higher_order and not as_it_is else None
+    local = replace(original or LocalRun(), in_float32=in_float32, again=again)
     if None in spec.shapes:  # a rule in case notation alone: the first local results tell (see custom_ops/register.py)
         return OpPlan(op, steps, local, Results(op, mesh, [(o, None) for o in choice.outs]))
     drafts = tuple(Layout(mesh, p, shape, layouts[0].dtype, order) for p, order, shape in choice.outs)
@@ -168,6 +171,20 @@ def plan_for(op: str, arguments: dict, tensors, mode, original: LocalRun | None 
         winners = partial(winners_of_shard, spec.winners, at.in_offset(0)[spec.winners.dims[0]])
     return OpPlan(op, steps, replace(local, empty=empty), Results(op, mesh, list(zip(choice.outs, drafts))), view, writes,
                   any(map(has_empty_shard, choice.targets)), winners)
+
+
+def _again(op: str, tensors, layouts):
+    """How a local op runs whose gradient may be differentiated again (see `ops/local/orders.py`)."""
+    if not any(layout.dtype.startswith(DIFFERENTIABLE) and x._requires_grad for x, layout in zip(tensors, layouts)):
+        return None
+    run = to_any_order(op)
+    if run is None:
+        raise OpRuleError(f"For '{op}', a derivative of its gradient was asked for.",
+                          "\n".join(layout.describe() for layout in layouts),
+                          "It has not been shown to be right: MindSpore 2.10 forgets what views in a backward depend on.",
+                          ("write it in element-wise ops, matmul, sums and reshapes", "a DFunction with second_order = True",
+                           "take the inner gradient outside the outer function"))
+    return run
 
 
 def _step(x, layout: Layout, target: Layout, varying) -> Step:

@@ -21,7 +21,9 @@ from mindspore.common.api import _pynative_executor
 
 from .. import comm
 from ..dispatch.memo import memo_of
+from ..dispatch.operands import recording
 from ..dispatch.patches.hooks import given_hooks, replaced_by
+from ..errors import OpRuleError
 from ..redistribute.cost import nbytes
 
 
@@ -45,6 +47,11 @@ class Bucket:
             Tensor.register_hook(p, lambda grad, number=number: self._arrive(number, grad))
 
     def _arrive(self, number: int, grad):
+        if recording():
+            raise OpRuleError("For 'replicate', a derivative of a parameter's gradient was asked for.",
+                              f"a bucket of {self.size} parameters", "A bucket reduces gradients outside autograd.",
+                              ("distribute_module(cell, device_mesh) instead of replicate()",
+                               "take the inner gradient with respect to the inputs"))
         with NoFallbackGuard():
             if number in self.arrived:  # left behind by a backward that raised
                 self.arrived, self.flat = {}, None

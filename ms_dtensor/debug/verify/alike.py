@@ -22,8 +22,9 @@ from ...core.mesh import DeviceMesh
 from ...core.placements import REPLICATE, Shard
 from ...core.tree import leaves, map_leaves
 from ...dispatch.modes import implicit_replication
-from ...dispatch.operands import dtype_name, wrap
+from ...dispatch.operands import dtype_name
 from ...ops.rng import frozen
+from ...tensor.dtensor import DTensor
 
 WORLD = 8  # ranks: more than a dim of the corpus has elements
 
@@ -54,7 +55,7 @@ def _seen(fn, args, kwargs, rank: int, dim: int) -> str:
             layout = Layout(mesh, [Shard(x.ndim + dim) if x.ndim + dim >= 0 and x.shape[dim] > 1 else REPLICATE],
                             tuple(x.shape), dtype_name(x.dtype))
             cut = tuple(slice(lo, hi) for lo, hi in layout.local_box())
-            return wrap(Tensor(np.ascontiguousarray(x.asnumpy()[cut])), layout)
+            return DTensor.from_local(Tensor(np.array(x.asnumpy()[cut], order="C")), mesh, layout.placements, shape=x.shape)
         placed = map_leaves(place, (tuple(args), dict(kwargs)), Tensor)
         told: list[str] = []
         active = [x for x in leaves(placed, Tensor) if x.is_floating_point()]

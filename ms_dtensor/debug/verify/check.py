@@ -3,12 +3,8 @@
 
 In one process and without a process group: the operands are cut by definition (`oracle.py`), the op runs once per
 rank with exactly the local form that dispatch would use, the results and gradients are put together by the gradient
-<<<<<<< HEAD
-table of the design (varying face: sum; same face: equal on every rank) and compared with the one-device answer.
-Cotangents of shards are strided, as after a transpose. `alike.py` asks besides what kind of thing each rank returns.
-=======
 table (a varying operand: their sum; an invariant one: equal on every rank) and compared with the one-device answer.
->>>>>>> main
+Cotangents of shards are strided, as after a transpose. `alike.py` asks besides what kind of thing each rank returns.
 """
 from __future__ import annotations
 

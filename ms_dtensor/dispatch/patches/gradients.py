@@ -8,7 +8,7 @@ forward that raised leaves MindSpore 2.10 recording, and its next gradient would
 from __future__ import annotations
 
 import functools
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 
 from mindspore import Parameter, Tensor, nn
@@ -18,7 +18,7 @@ from mindspore.ops.composite import base
 from mindspore.ops.function.grad import grad_func
 
 from ...core.tree import leaves, map_leaves
-from ...errors import MixedOperandError
+from ...errors import LayoutError, MixedOperandError
 from ...redistribute.execute import recorded_gradient
 from .. import modes
 from ..operands import local_alias, recording, redistribute, retag
@@ -81,6 +81,12 @@ def _current(weights):
     if weights is None or isinstance(weights, Tensor):
         return weights if weights is None else current(weights)
     now = [current(p) for p in weights]
+    for p in now:
+        if _layout(p) is not None and not isinstance(p, Parameter):
+            raise LayoutError("For a gradient, one of 'weights' is a DTensor, but no Parameter.", p._layout.describe(),
+                              "MindSpore gives zeros for what is no parameter.",
+                              ("Parameter(distribute_tensor(...))", "distribute_module(cell, device_mesh)",
+                               "pass it as an input, and grad_position"))
     return weights if all(a is b for a, b in zip(now, weights)) else type(weights)(now)
 
 
@@ -141,7 +147,7 @@ def _cleaning():
 def _forward(original):
     @functools.wraps(original)
     def forward(fn, *args, **kwargs):
-        with _cleaning():
+        with _cleaning(), modes.HigherOrderBlock() if recording() else nullcontext():
             return original(fn, *args, **kwargs)
     return forward
 

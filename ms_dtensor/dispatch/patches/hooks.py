@@ -3,7 +3,7 @@
 
 MindSpore hands a hook the local tensor that arrives at the hooked node. For a DTensor that is a shard of the gradient in
 the layout which the tensor's producer expects, so it is said to be that. A tensor that was redistributed may answer for
-its varying face past its own node (`dispatch/operands.py`); one with a hook may not. A parameter whose gradient a bucket
+its varying form past its own node (`dispatch/operands.py`); one with a hook may not. A parameter whose gradient a bucket
 reduces later has its hooks run by the bucket. `Cell.register_backward_hook` works by a node around inputs and outputs.
 """
 from __future__ import annotations

@@ -64,7 +64,7 @@ def logsumexp(input, dim, keepdim=False, whole=lambda row: row):
     if not dims:
         return input * 1
     x = input if input.is_floating_point() else input.astype(ms.float32)
-    top = ops.stop_gradient(whole(mint.amax(x, dims, keepdim=True)))
+    top = whole(mint.amax(ops.stop_gradient(x), dims, keepdim=True))
     top = mint.where(ops.isfinite(top), top, ops.zeros_like(top))
     out = mint.log(whole(total(mint.exp(x - top), dims, True))) + top
     return out if keepdim else mint.reshape(out, tuple(n for d, n in enumerate(x.shape) if d not in dims))

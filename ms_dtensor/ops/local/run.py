@@ -39,7 +39,7 @@ def _full(shape, value, dtype):
     return ops.full(shape, value, dtype=dtype)
 
 
-def run_local(original, form, empty: EmptyShard | None, tensors):
+def run_local(original, form, empty: EmptyShard | None, tensors, again=None):
     """One rank's part of a planned call.
 
     Args:
@@ -47,12 +47,18 @@ def run_local(original, form, empty: EmptyShard | None, tensors):
         form: (function, argument template, keywords) of another local form, or None.
         empty: what stands in for operands and results where this rank's shards are empty, or None.
         tensors: the local operands.
+        again: runs it such that its gradient can be differentiated, see `orders.py`.
     """
     if form is not None:
         fn, template, named = form
 
         def original(xs):
             return fn(*fill_operands(template, xs), **named)
+    if again is not None:
+        once = original
+
+        def original(xs):
+            return again(once, xs)
     return original(tensors) if empty is None else on_stand_ins(original, empty, tensors)
 
 
