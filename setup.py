@@ -23,6 +23,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["ms_dtensor", "ms_dtensor.*"]),
+    package_data={"ms_dtensor": ["py.typed"]},  # or type checkers would ignore every annotation of the installed package
     # MindSpore's wheels start at 3.9; dataclass(slots=True) needs 3.10.
     python_requires=">=3.10,<3.13",
     install_requires=[

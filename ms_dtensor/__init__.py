@@ -8,37 +8,45 @@ optim, compat.
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 import types
 
 from ._version import __version__
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # for editors and type checkers, who cannot see what loads on first use; a test compares the two lists
-    from .core.placements import Shard as Shard, Replicate as Replicate, Partial as Partial, Placement as Placement
-    from .core.mesh import DeviceMesh as DeviceMesh
+if TYPE_CHECKING:  # for editors and type checkers, who cannot see what loads on first use; a test compares the lists
+    from . import comm as comm, compat as compat, debug as debug, errors as errors, optim as optim, parallel as parallel
+    from .core import layout as layout, mesh as mesh, placements as placements
     from .core.layout import Layout as Layout
-    from .tensor.dtensor import DTensor as DTensor
-    from .tensor.distribute import (
-        init_device_mesh as init_device_mesh, distribute_tensor as distribute_tensor, distribute_module as distribute_module)
-    from .tensor.autograd import value_and_grad as value_and_grad, grad as grad
-    from .tensor.factories import (
-        zeros as zeros, ones as ones, empty as empty, full as full, rand as rand, randn as randn, randint as randint, arange
-        as arange, linspace as linspace, eye as eye, zeros_like as zeros_like, ones_like as ones_like, empty_like as
-        empty_like, full_like as full_like, rand_like as rand_like, randn_like as randn_like)
-    from .ops.rng import manual_seed as manual_seed, get_rng_state as get_rng_state, set_rng_state as set_rng_state
+    from .core.mesh import DeviceMesh as DeviceMesh
+    from .core.placements import Partial as Partial, Placement as Placement, Replicate as Replicate, Shard as Shard
+    from .custom_ops import function as function, register
     from .custom_ops.function import DFunction as DFunction
-    from .custom_ops.register import register_rule as register_rule, unregister_rule as unregister_rule
     from .custom_ops.local_map import local_map as local_map
+    from .custom_ops.register import register_rule as register_rule, unregister_rule as unregister_rule
+    from .debug import verify as verify
+    from .dispatch import modes as modes
     from .dispatch.modes import (
         SkipDTensorDispatch as SkipDTensorDispatch, implicit_replication as implicit_replication, redistribution_policy as
         redistribution_policy)
+    from .ops import rng, rules as rules
+    from .ops.rng import get_rng_state as get_rng_state, manual_seed as manual_seed, set_rng_state as set_rng_state
     from .parallel import (
-        parallelize_module as parallelize_module, ParallelStyle as ParallelStyle, ColwiseParallel as ColwiseParallel,
-        RowwiseParallel as RowwiseParallel, SequenceParallel as SequenceParallel, PrepareModuleInput as PrepareModuleInput,
-        PrepareModuleOutput as PrepareModuleOutput, PrepareModuleInputOutput as PrepareModuleInputOutput,
-        FusedColwiseParallel as FusedColwiseParallel, loss_parallel as loss_parallel, replicate as replicate, suggest_plan as
-        suggest_plan)
+        ColwiseParallel as ColwiseParallel, FusedColwiseParallel as FusedColwiseParallel, ParallelStyle as ParallelStyle,
+        PrepareModuleInput as PrepareModuleInput, PrepareModuleInputOutput as PrepareModuleInputOutput, PrepareModuleOutput
+        as PrepareModuleOutput, RowwiseParallel as RowwiseParallel, SequenceParallel as SequenceParallel, loss_parallel as
+        loss_parallel, parallelize_module as parallelize_module, replicate as replicate, suggest_plan as suggest_plan)
+    from .tensor import dtensor as dtensor, factories as factories, init as init
+    from .tensor.autograd import grad as grad, value_and_grad as value_and_grad
+    from .tensor.distribute import (
+        distribute_module as distribute_module, distribute_tensor as distribute_tensor, init_device_mesh as init_device_mesh)
+    from .tensor.dtensor import DTensor as DTensor
+    from .tensor.factories import (
+        arange as arange, empty as empty, empty_like as empty_like, eye as eye, full as full, full_like as full_like,
+        linspace as linspace, ones as ones, ones_like as ones_like, rand as rand, rand_like as rand_like, randint as randint,
+        randn as randn, randn_like as randn_like, zeros as zeros, zeros_like as zeros_like)
+    random, registry, interop = rng, register, compat
 
 _EXPORTS = {
     "core.placements": ("Shard", "Replicate", "Partial", "Placement"),
@@ -65,6 +73,7 @@ _ALIASES = {
     "registry": "custom_ops.register", "function": "custom_ops.function", "modes": "dispatch.modes",
     "verify": "debug.verify", "interop": "compat", "interop.msadapter": "compat.msadapter",
 }
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # silent until the user says otherwise
 _HOME = {name: module for module, names in _EXPORTS.items() for name in names}
 __all__ = ["__version__", *_HOME]
 
@@ -88,19 +97,19 @@ class _Alias(types.ModuleType):
 sys.modules.update({f"{__name__}.{alias}": _Alias(alias, home) for alias, home in _ALIASES.items()})
 
 
-def __getattr__(name: str):
-    home = _HOME.get(name)
-    if home is None:
-        try:
-            return importlib.import_module(f"{__name__}.{name}")
-        except ModuleNotFoundError as e:
-            if e.name == f"{__name__}.{name}":
-                raise AttributeError(f"module 'ms_dtensor' has no attribute {name!r}") from None
-            raise
-    value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:
+    def __getattr__(name: str):
+        home = _HOME.get(name)
+        if home is None:
+            try:
+                return importlib.import_module(f"{__name__}.{name}")
+            except ModuleNotFoundError as e:
+                if e.name == f"{__name__}.{name}":
+                    raise AttributeError(f"module 'ms_dtensor' has no attribute {name!r}") from None
+                raise
+        value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+        globals()[name] = value
+        return value
 
-
-def __dir__():
-    return sorted(__all__)
+    def __dir__():
+        return sorted(__all__)

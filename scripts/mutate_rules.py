@@ -4,7 +4,8 @@
     python scripts/mutate_rules.py [--only TEXT]
 
 A fault is a legal-looking lie: a case with another placement, one that does not hold, a local form that forgets the
-shard's offset, or one whose value is right and whose gradient is not. Prints JSON; exits non-zero if one survives.
+shard's offset, one whose value is right and whose gradient is not, or an empty shard that gives another kind of thing.
+Prints JSON; exits non-zero if one survives.
 """
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from mindspore import mint, nn, ops  # noqa: E402
 
 from ms_dtensor.core.placements import Partial, Replicate, Shard  # noqa: E402
 from ms_dtensor.debug.verify import Report, check_rule  # noqa: E402
-from ms_dtensor.ops.local import LOCAL_OPS  # noqa: E402
+from ms_dtensor.dispatch.dispatcher import clear_cache  # noqa: E402
+from ms_dtensor.ops.local import CPU, LOCAL_OPS, run  # noqa: E402
 from ms_dtensor.ops.rules import RULES, Case  # noqa: E402
 
 R, P, S = Replicate(), Partial(), Shard
@@ -103,6 +105,45 @@ def shifted(position):
     return change
 
 
+def winners(**lie):
+    """An extreme says something else about who its gradient belongs to."""
+    return lambda spec: replace(spec, winners=spec.winners and replace(spec.winners, **lie))
+
+
+def native_split(_):
+    """Split by MindSpore's own kernel, which reads strided cotangents as contiguous."""
+    return lambda x, sizes, dim=0: mint.split(x, sizes, dim)
+
+
+def first_of_one(_):
+    """An empty shard gives a single result as a tensor."""
+    real = run.on_stand_ins
+
+    def wrapped(*args):
+        out = real(*args)
+        return out[0] if isinstance(out, tuple) and len(out) == 1 else out
+    return wrapped
+
+
+def as_float(_):
+    """An empty shard's results are float32, whatever MindSpore promotes to."""
+    real = run.on_stand_ins
+
+    def wrapped(*args):
+        out = real(*args)
+        return out.astype(ms.float32) if isinstance(out, ms.Tensor) else out
+    return wrapped
+
+
+def connected(_):
+    """An empty shard gives a gradient to every operand, also where the call gives none."""
+    return lambda original, empty, tensors: run.zeros_of(tensors, empty.results[0][0])
+
+
+def ties(*shape):
+    return RNG.integers(0, 2, shape).astype(np.float32)
+
+
 X, Y, V = f(4, 6), f(4, 6), f(6)
 FAULTS = [
     Fault("pointwise", "exp of a sum is a sum", "exp", add(P, P), mint.exp, (X,)),
@@ -165,6 +206,22 @@ FAULTS = [
     Fault("index", "slice of the sharded dim", "slice", add(S(0), S(0)), lambda x: x[2:4], (X,)),
     Fault("index", "triangle without offset", "triu", no_local, lambda x: mint.triu(x, 1), (f(4, 4),)),
     Fault("index", "where of unlike operands", "where", add(R, P, R, P), mint.where, (X > 0, X, Y)),
+    Fault("kinds", "strided cotangents of pieces", "SplitTensorView", native_split, lambda x: mint.split(x, 3, 1), (X,)),
+    Fault("kinds", "strided cotangents of sizes", "SplitWithSizeView", native_split, lambda x: mint.split(x, [2, 4], 1),
+          (X,)),
+    Fault("kinds", "each rank a like share of a tie", "max", winners(first=True), lambda x: mint.amax(x, 0), (ties(6, 3),)),
+    Fault("kinds", "a tie shared that goes to the first", "first_max", winners(first=False), lambda x: x.max(axis=0),
+          (np.float32([1, 1, 1, 0, 1, 0]),)),
+    Fault("kinds", "winners over other dims", "min", winners(dims=(1,)), mint.min, (ties(5, 4),)),
+    Fault("kinds", "winners of a norm without magnitudes", "vector_norm", winners(magnitude=False),
+          lambda x: mint.norm(x, float("inf"), 0), (1 - 2 * ties(6, 3),)),
+    Fault("kinds", "a mean of integers sums shares", "mean", add(S(0), P), lambda x: mint.mean(x, 0), (ids(9, 5, 3),)),
+    Fault("kinds", "wrapped summands add up in a wider dtype", "sum", add(P, P), lambda x: mint.sum(x, 0),
+          (RNG.integers(0, 9, (4, 3)).astype(np.uint8),)),
+    Fault("kinds", "one piece is no tuple", "on_stand_ins", first_of_one, lambda x: mint.split(x, 6, 1), (f(2, 6),)),
+    Fault("kinds", "an empty shard's own dtype", "on_stand_ins", as_float, lambda x: 1 - x, (X > 0,)),
+    Fault("kinds", "an empty shard's gradient of a floor", "on_stand_ins", connected, mint.floor_divide,
+          (f(5, 3), f(3) + 3)),
 ]
 
 
@@ -173,14 +230,17 @@ def caught(fault: Fault) -> bool:
     clean = check_rule(fault.call, *fault.args, axes=((2,), (3,)))
     if clean.wrong:
         raise SystemExit(f"{fault.lie}: wrong before the fault was planted: {clean.wrong[0]}")
-    table, name = (RULES, fault.target) if fault.target in RULES else (LOCAL_OPS, fault.target)
+    name = fault.target
+    table = next(t for t in (RULES, LOCAL_OPS, CPU, vars(run)) if name in t)
     real = table[name]
-    table[name] = fault.change(real) if table is LOCAL_OPS else lambda call: fault.change(real(call))
+    table[name] = fault.change(real) if table is not RULES else lambda call: fault.change(real(call))
+    clear_cache()
     report = Report()
     try:
         check_rule(fault.call, *fault.args, axes=((2,), (3,)), report=report)
     finally:
         table[name] = real
+        clear_cache()
     return bool(report.wrong)
 
 

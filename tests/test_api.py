@@ -38,7 +38,7 @@ PROMISED = {
     "ms_dtensor.verify": "check_rule",
     "ms_dtensor.optim": "clip_grad_norm_ AdamW",
     "ms_dtensor.debug": "visualize_sharding",
-    "ms_dtensor.comm": "get_backend set_cpu_backend fake_world",
+    "ms_dtensor.comm": "get_backend set_cpu_backend register_backend fake_world",
 }
 METHODS = {
     DTensor: """from_local to_local redistribute full_tensor reduce_partial device_mesh placements layout shape local_shape

@@ -33,7 +33,7 @@ def laid(placement, axes=1):
 
 
 # (our functions entered by one cached call, tensor objects made: an alias per operand), the call.
-# The functions are `dispatch` and `Plan.run`, `link` for a view, and what MindSpore or the call asks besides.
+# The functions are `dispatch` and `CachedCall.run`, `link` for a view, and what MindSpore or the call asks besides.
 CALLS = {
     "add": (2, 2, lambda x, w, r: mint.add(x, x)),
     "mul scalar": (2, 1, lambda x, w, r: x * 2.0),
@@ -205,8 +205,8 @@ for _ in range(3):
     spread, summed = mint.std(x, dim=1), mint.cumsum(x, 1)
 assert np.allclose(spread.full_tensor().asnumpy(), a.asnumpy().std(1, ddof=1), atol=1e-6)
 assert np.allclose(summed.full_tensor().asnumpy(), a.asnumpy().cumsum(1), atol=1e-6)
-python = [p for p in dispatch._cache.values() if p.substitute is not None]
-assert len(python) == 2 and all(p.short is not None and p.aliased for p in python)  # Python asks an operand for its shape
+python = [c for c in dispatch._cache.values() if c.plan.local.substitute is not None]
+assert len(python) == 2 and all(c.short is not None and c.short.aliased for c in python)  # it asks operands for their shape
 made = []
 out = chain(x, w)
 assert our_calls(lambda: chain(x, w))[1] == 0

@@ -72,6 +72,7 @@ CASES = {
     "not_this_ranks_shard": (LayoutError, lambda m: DTensor.from_local(plain(3, 3), m, [S(0), R], shape=(8, 4))),
     "explicit_policy": (ImplicitCommError, softmax_over_shards),
     "redistribute_to_partial": (RedistributeError, lambda m: placed(m, (8, 4), S(0), R).redistribute(placements=[P, R])),
+    "move_between_sub_meshes": (RedistributeError, lambda m: placed(m["dp"], (8, 4), S(0)).redistribute(m["tp"], [S(0)])),
     "asnumpy_of_a_shard": (OpRuleError, lambda m: placed(m, (8, 4), S(0), R).asnumpy()),
     "item_of_many": (OpRuleError, lambda m: placed(m, (8, 4), S(0), R).item()),
     "boolean_mask": (OpRuleError, boolean_mask),

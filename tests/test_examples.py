@@ -23,7 +23,8 @@ def test_examples(name, cpu):
 
 
 PUBLIC = ("ms_dtensor", "ms_dtensor.parallel", "ms_dtensor.optim", "ms_dtensor.debug", "ms_dtensor.verify")
-ALSO = {"ms_dtensor.comm": "get_backend set_cpu_backend fake_world", "ms_dtensor.compat.hyper_parallel": "DistributedOp",
+ALSO = {"ms_dtensor.comm": "get_backend set_cpu_backend register_backend fake_world",
+        "ms_dtensor.compat.hyper_parallel": "DistributedOp",
         "ms_dtensor.init": "uniform_ normal_ trunc_normal_ constant_ zeros_ ones_ fans calculate_gain xavier_uniform_ "
                            "xavier_normal_ kaiming_uniform_ kaiming_normal_"}
 

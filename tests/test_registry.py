@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from mindspore import Tensor, mint, ops
+from mindspore import Tensor, bfloat16, mint, ops
 
 from ms_dtensor import (
     DFunction,
@@ -15,6 +15,7 @@ from ms_dtensor import (
     Shard,
     distribute_tensor,
     init_device_mesh,
+    ones,
     register_rule,
     unregister_rule,
 )
@@ -187,3 +188,23 @@ def test_a_users_op_takes_the_path_of_a_built_in_one():
         own = rule(lambda x: mint.abs(x))
         assert _python_calls(lambda: own(x)) <= built_in + 6  # the function itself, and what makes its operand plain
         assert _python_calls(lambda: Own.apply(x)) <= built_in + 14  # and a context
+
+
+def test_a_users_function_is_given_bfloat16_as_it_is():
+    mesh, seen = init_device_mesh("cpu", (1,)), []
+
+    def fn(x):
+        seen.append(x.dtype)
+        return x * 2
+    with register_rule("own", "S(0) -> S(0)", shapes="n -> n") as rule:
+        rule(fn)(ones(4, device_mesh=mesh, dtype=bfloat16))
+    assert seen and set(seen) == {bfloat16}
+
+
+@pytest.mark.parametrize("shapes", [None, "m n -> m n"])
+def test_a_primitive_with_a_users_rule_computes_bfloat16_in_float32(shapes):
+    x = distribute_tensor(Tensor(A).astype(bfloat16), init_device_mesh("cpu", (1,)), [Shard(0)])
+    with register_rule("Exp", "S(0) -> S(0)", shapes=shapes, override=True):  # no such kernel on CPU
+        got = mint.exp(x)
+    assert got.dtype == bfloat16
+    np.testing.assert_allclose(got.to_local().float().asnumpy(), np.exp(A), rtol=2e-2)

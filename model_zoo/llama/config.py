@@ -7,8 +7,9 @@ the world it will run in. Reading and type-checking are in `configio.py`.
 """
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from ms_dtensor.errors import ConfigError
 
@@ -106,8 +107,25 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
 
 
+_COUNT = (1, 2 ** 31 - 1)
+# Of every number in the tree the least and the greatest value; NaN is in no range. The greatest keep checks and sums quick.
+RANGES: dict[str, tuple[float, float]] = {
+    "model.dim": (1, 2 ** 24), "model.n_layers": (1, 2 ** 16), "model.n_heads": (1, 2 ** 20),
+    "model.n_kv_heads": (1, 2 ** 20), "model.ffn_dim": (1, 2 ** 24), "model.vocab_size": (1, 2 ** 28),
+    "model.norm_eps": (0, 1), "model.rope_theta": (1, 1e12), "model.rope_scaling.factor": (1, 1e6),
+    "model.rope_scaling.low_freq_factor": (1e-3, 1e6),
+    "model.rope_scaling.high_freq_factor": (1e-3, 1e6), "model.rope_scaling.original_max_seq_len": _COUNT,
+    "data.max_bytes": (1, 2 ** 40), "data.held_out_every": _COUNT, "parallel.dp": (1, 2 ** 20), "parallel.tp": (1, 2 ** 20),
+    "optim.lr": (0, 1e3), "optim.betas": (0, 1 - 1e-9), "optim.eps": (1e-30, 1), "optim.weight_decay": (0, 1e3),
+    "optim.warmup": (0, 2 ** 53), "optim.min_lr_ratio": (0, 1), "optim.clip_norm": (0, 1e9),
+    "train.steps": (0, 2 ** 53), "train.batch": _COUNT, "train.seq": _COUNT, "train.seed": (0, 2 ** 32 - 1),
+    "train.eval_every": (0, 2 ** 53), "train.eval_batches": _COUNT,
+}
+
+
 def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return [*small, *(n // d for d in reversed(small) if d * d != n)]
 
 
 def check(cfg: Config, world: int) -> None:
@@ -124,22 +142,28 @@ def check(cfg: Config, world: int) -> None:
 
 
 def _check_ranges(cfg: Config) -> None:
-    least_one = ("model.dim", "model.n_layers", "model.n_heads", "model.n_kv_heads", "model.ffn_dim",
-                 "model.vocab_size", "data.max_bytes", "data.held_out_every", "parallel.dp", "parallel.tp",
-                 "train.batch", "train.seq", "train.eval_batches")
-    for key in least_one:
-        section, name = key.split(".")
-        value = getattr(getattr(cfg, section), name)
-        if value < 1:
-            raise ConfigError(f"For the configuration, {key} = {value} is too small.", "", f"{key} is at least 1.")
-    for key in ("optim.warmup", "optim.clip_norm", "train.steps", "train.eval_every"):
-        section, name = key.split(".")
-        value = getattr(getattr(cfg, section), name)
-        if value < 0:
-            raise ConfigError(f"For the configuration, {key} = {value} is negative.", "", f"{key} is at least 0.")
+    for key, (least, most) in RANGES.items():
+        node: Any = cfg
+        for name in key.split("."):
+            node = getattr(node, name, None)  # rope_scaling may be left out
+        for value in node if isinstance(node, tuple) else () if node is None else (node,):
+            if not least <= value <= most:
+                raise ConfigError(f"For the configuration, {key} = {value} is out of range.", f"{key} = {node}",
+                                  f"{key} is at least {least} and at most {most}.", f"--{key} with a number in this range")
+    for key, path in (("data.path", cfg.data.path or ""), ("train.log_dir", cfg.train.log_dir)):
+        if "\0" in path or len(path.encode(errors="replace")) > 4000 or \
+                max(len(part.encode(errors="replace")) for part in path.split("/")) > 255:
+            raise ConfigError(f"For the configuration, {key} cannot be a path.", f"{key} = {path[:60]!r}...",
+                              "A path has at most 4000 bytes, 255 between two slashes, and no zero byte.",
+                              f"--{key} with a path")
 
 
 def _check_model(m: ModelConfig) -> None:
+    scaling = m.rope_scaling
+    if scaling is not None and scaling.high_freq_factor <= scaling.low_freq_factor:
+        raise ConfigError("For the configuration, the bounds of model.rope_scaling are not in order.", str(scaling),
+                          "high_freq_factor is above low_freq_factor.",
+                          "--model.rope_scaling.high_freq_factor with a larger number")
     if m.dim % m.n_heads or m.head_dim % 2:
         raise ConfigError(f"For the configuration, model.dim = {m.dim} does not make model.n_heads = {m.n_heads} "
                           "heads.",
@@ -148,7 +172,8 @@ def _check_model(m: ModelConfig) -> None:
                           f"--model.n_heads with one of {[h for h in divisors(m.dim) if m.dim // h % 2 == 0]}")
     if m.n_heads % m.n_kv_heads:
         raise ConfigError(f"For the configuration, model.n_kv_heads = {m.n_kv_heads} does not divide "
-                          f"model.n_heads = {m.n_heads}.", "", "Each key head serves the same number of query heads.",
+                          f"model.n_heads = {m.n_heads}.", f"{m.n_heads} query heads, {m.n_kv_heads} key heads",
+                          "Each key head serves the same number of query heads.",
                           f"--model.n_kv_heads with one of {divisors(m.n_heads)}")
 
 

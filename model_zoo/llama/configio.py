@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads a `Config` from YAML and the command line, checks every key and type, and prints it back.
 
-Not here: what values mean together (`config.check`). A wrong key names its closest match; a wrong type says what was
-expected. Nothing is coerced but int -> float and list -> tuple.
+Not here: ranges, and what values mean together (`config.check`). A wrong key names its closest match; a wrong type says
+what was expected. Nothing is coerced but int -> float and list -> tuple. Of YAML only what a configuration needs is read:
+no tags, no aliases, no dates, no key twice, and little of it.
 """
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from ms_dtensor.errors import ConfigError
 
 from .config import Config, check
 
+_MOST_BYTES = 64 << 10
 USAGE = "[--config FILE.yaml] [--section.key value ...] [--print-config]"
 
 
@@ -33,10 +35,12 @@ def load(argv: Sequence[str], world: int) -> tuple[Config, bool]:
             continue
         key, eq, value = word.removeprefix("--").partition("=")
         if not word.startswith("--") or not key:
-            raise ConfigError(f"For the command line, '{word}' is not an option.", "", f"Usage: {USAGE}")
+            raise ConfigError(f"For the command line, {_short(word)} is not an option.", f"{len(argv)} words",
+                              "Options begin with two dashes.", f"usage: {USAGE}")
         if not eq:
             if not rest:
-                raise ConfigError(f"For the command line, '--{key}' has no value.", "", f"Usage: {USAGE}")
+                raise ConfigError(f"For the command line, '--{key[:80]}' has no value.", f"{len(argv)} words",
+                                  "Each option but --print-config has one.", f"usage: {USAGE}")
             value = rest.pop(0)
         if key == "config":
             tree = _read_yaml(value)
@@ -64,14 +68,16 @@ def build(kind: type, tree: dict, where: str = ""):
 
 
 def _unknown(key: str, where: str, known: set[str]) -> ConfigError:
-    leaf = str(key)[len(where):]
+    key = key[:200]
+    leaf = key[len(where):]
     near = difflib.get_close_matches(leaf, known, n=1, cutoff=0.5)
     owners = [f"{s.name}.{leaf}" for s in fields(Config) if is_dataclass(_section(s.name))
               and leaf in {f.name for f in fields(_section(s.name))}]
     fix = [f"'{where}{near[0]}' is the closest match"] if near else []
     fix += [f"'{owner}' exists" for owner in owners if owner != f"{where}{leaf}"]
-    return ConfigError(f"For the configuration, '{key}' is not a key.", "",
-                       f"{'Keys of ' + where[:-1] if where else 'Sections'}: {', '.join(sorted(known))}.", fix)
+    return ConfigError(f"For the configuration, '{key}' is not a key.", where[:-1] or "the whole tree",
+                       f"{'Keys of ' + where[:-1] if where else 'Sections'}: {', '.join(sorted(known))}.",
+                       fix or "use one of these")
 
 
 def _section(name: str) -> type:
@@ -94,12 +100,25 @@ def _value(hint, value, key: str):
         if isinstance(value, (list, tuple)) and len(value) == len(args):
             return tuple(_value(a, v, f"{key}[{i}]") for i, (a, v) in enumerate(zip(args, value, strict=True)))
     elif hint is float:
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if isinstance(value, float) or _is_int(value):
             return float(value)
-    elif isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
+    elif isinstance(value, hint) and (hint is not int or _is_int(value)):
         return value
-    raise ConfigError(f"For the configuration, {key} cannot be {value!r}.", f"got {type(value).__name__} {value!r}",
-                      f"{key} is {_describe(hint)}.")
+    raise ConfigError(f"For the configuration, {key} cannot be {_short(value)}.",
+                      f"got {type(value).__name__} {_short(value)}", f"{key} is {_describe(hint)}.",
+                      f"--{key} with such a value")
+
+
+def _is_int(value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2 ** 63  # more is no size of anything
+
+
+def _short(value) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # Python prints no number of thousands of digits
+        text = "a huge number"
+    return text if len(text) < 100 else f"{text[:90]}..."
 
 
 def _describe(hint) -> str:
@@ -112,13 +131,45 @@ def _describe(hint) -> str:
     return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(hint, str(hint))
 
 
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers = {first: [(tag, pattern) for tag, pattern in kinds if not tag.endswith("timestamp")]
+                               for first, kinds in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+    depth = 0
+
+    def compose_node(self, parent, index):
+        event = self.peek_event()
+        self.depth += 1
+        if self.depth > 8 or getattr(event, "anchor", None) or getattr(event, "tag", None):
+            what = "nested too deep" if self.depth > 8 else "an anchor, an alias or a tag"
+            raise yaml.composer.ComposerError(None, None, what, event.start_mark)
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def construct_mapping(self, node, deep=False):
+        keys = [key.value for key, _ in node.value]
+        for i, (key, _) in enumerate(node.value):
+            if key.value in keys[:i]:
+                raise yaml.constructor.ConstructorError(None, None, f"{_short(key.value)} is given twice", key.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def _yaml(text: str | bytes):
+    """What YAML says, or why not, as ValueError."""
+    if len(text) > _MOST_BYTES:
+        raise ValueError(f"{len(text)} bytes")
+    try:
+        return _numbers(yaml.load(text, _Loader))  # noqa: S506  a SafeLoader
+    except (yaml.YAMLError, UnicodeError, OverflowError) as error:
+        raise ValueError(str(error)) from None
+
+
 def _scalar(text: str):
     """A command-line value as YAML reads it, and numbers such as 1e-3, which YAML 1.1 takes for text."""
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
+        return _yaml(text)
+    except ValueError:
         return text
-    return _numbers(value)
 
 
 def _numbers(value):
@@ -135,17 +186,23 @@ def _numbers(value):
 
 
 def _read_yaml(path: str) -> dict:
-    file = Path(path)
-    if not file.is_file():
-        raise ConfigError(f"For '--config', there is no file '{path}'.", f"looked in {Path.cwd()}", "",
-                          "the configurations of this recipe are in model_zoo/llama/configs")
+    shown = path if len(path) < 200 else f"{path[:190]}..."
     try:
-        tree = yaml.safe_load(file.read_text())
-    except yaml.YAMLError as error:
-        raise ConfigError(f"For '--config', '{path}' is not YAML.", str(error)) from None
+        if not Path(path).is_file():  # nothing that blocks
+            raise FileNotFoundError
+        with open(path, "rb") as file:
+            tree = _yaml(file.read(_MOST_BYTES + 1))
+    except FileNotFoundError:
+        raise ConfigError(f"For '--config', there is no file '{shown}'.", f"looked in {Path.cwd()}", "It names a YAML file.",
+                          "the configurations of this recipe are in model_zoo/llama/configs") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"For '--config', '{shown}' cannot be read.", str(error)[:500], "It names a file of at most "
+                          f"{_MOST_BYTES >> 10} KiB of plain YAML: no tags, no aliases, no key twice, nothing nested deep.",
+                          "see the configurations in model_zoo/llama/configs") from None
     if not isinstance(tree or {}, dict):
-        raise ConfigError(f"For '--config', '{path}' is not a tree of sections.", f"got {type(tree).__name__}")
-    return _numbers(tree or {})
+        raise ConfigError(f"For '--config', '{shown}' is not a tree of sections.", f"got {_short(tree)}",
+                          f"Sections are {', '.join(f.name for f in fields(Config))}.", "write  section: {key: value}")
+    return tree or {}
 
 
 def dump(cfg: Config) -> str:

@@ -10,7 +10,9 @@ from __future__ import annotations
 from .group import Group
 from .protocol import REDUCE_OPS, Backend, Work
 from .record import CommEvent, annotate, record, user_site
+from .registry import register_backend
 from .world import World, current_world, fake_world, get_backend, group, set_cpu_backend, shutdown, start, world_key
 
-__all__ = ["REDUCE_OPS", "Backend", "CommEvent", "Group", "Work", "World", "annotate", "current_world", "world_key",
-           "fake_world", "get_backend", "group", "record", "set_cpu_backend", "shutdown", "start", "user_site"]
+__all__ = ["REDUCE_OPS", "Backend", "CommEvent", "Group", "Work", "World", "annotate", "current_world", "fake_world",
+           "get_backend", "group", "record", "register_backend", "set_cpu_backend", "shutdown", "start", "user_site",
+           "world_key"]

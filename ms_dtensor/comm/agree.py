@@ -27,8 +27,9 @@ class _Calls:
 def check_every(default: int) -> int:
     """How often to check: MS_DTENSOR_CHECK_EVERY, or the default."""
     text = os.environ.get("MS_DTENSOR_CHECK_EVERY", str(default))
-    if not text.isdecimal():
-        raise ConfigError(f"For 'MS_DTENSOR_CHECK_EVERY', {text!r} is no number of collectives.", "", "",
+    if not text.isdecimal() or len(text) > 9:
+        raise ConfigError("For 'MS_DTENSOR_CHECK_EVERY', the value is no number of collectives.",
+                          f"MS_DTENSOR_CHECK_EVERY={text[:40]!r}", "It is a whole number of at most nine digits.",
                           "set it to 1 for every one, to 64 for some, to 0 for none")
     return int(text)
 

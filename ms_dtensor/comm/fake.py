@@ -13,7 +13,7 @@ import numpy as np
 from mindspore import Tensor
 
 from .packing import copy, numpy_dtype
-from .protocol import Backend, Ranks, Work, cut, offsets, with_dim
+from .protocol import Backend, Ranks, Result, Work, cut, offsets, with_dim
 
 
 def _fit(x: np.ndarray, shape: Sequence[int]) -> np.ndarray:
@@ -39,25 +39,29 @@ class FakeBackend(Backend):
     def __init__(self, size: int, rank: int = 0, name: str = "fake"):
         self.size, self.rank, self.name = size, rank, name
 
+    @classmethod
+    def start(cls, rank: int, size: int, blocking: bool) -> FakeBackend:
+        """A process that is alone."""
+        return cls(size, rank, "local")
+
     @staticmethod
-    def _give(result: np.ndarray, async_op: bool) -> Tensor | Work[Tensor]:
+    def _give(result: np.ndarray, async_op: bool) -> Result:
         tensor = Tensor.from_numpy(np.array(result, order="C", copy=True))
         return Work(tensor) if async_op else tensor
 
-    def all_reduce(self, x: Tensor, op: str, group: Ranks, async_op: bool = False) -> Tensor | Work[Tensor]:
+    def all_reduce(self, x: Tensor, op: str, group: Ranks, async_op: bool = False) -> Result:
         return self._give(x.asnumpy(), async_op)
 
-    def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int], group: Ranks,
-                   async_op: bool = False) -> Tensor | Work[Tensor]:
+    def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int], group: Ranks, async_op: bool = False) -> Result:
         return self._give(_fit(x.asnumpy(), with_dim(x.shape, dim, sum(sizes))), async_op)
 
     def reduce_scatter(self, x: Tensor, op: str, dim: int, sizes: Sequence[int], group: Ranks,
-                       async_op: bool = False) -> Tensor | Work[Tensor]:
+                       async_op: bool = False) -> Result:
         at, me = offsets(sizes), group.index(self.rank)
         return self._give(x.asnumpy()[cut(dim, at[me], at[me + 1])], async_op)
 
-    def all_to_all(self, x: Tensor, split_dim: int, split_sizes: Sequence[int], concat_dim: int,
-                   concat_sizes: Sequence[int], group: Ranks, async_op: bool = False) -> Tensor | Work[Tensor]:
+    def all_to_all(self, x: Tensor, split_dim: int, split_sizes: Sequence[int], concat_dim: int, concat_sizes: Sequence[int],
+                   group: Ranks, async_op: bool = False) -> Result:
         at, me = offsets(split_sizes), group.index(self.rank)
         mine = x.asnumpy()[cut(split_dim, at[me], at[me + 1])]
         return self._give(_fit(mine, with_dim(mine.shape, concat_dim, sum(concat_sizes))), async_op)
@@ -68,11 +72,11 @@ class FakeBackend(Backend):
         return [mine.pop(0) if src == self.rank and mine else
                 self._give(np.zeros(tuple(shape), numpy_dtype(dtype)), False) for src, shape, dtype in recvs]
 
-    def broadcast(self, x: Tensor, src: int, group: Ranks, async_op: bool = False) -> Tensor | Work[Tensor]:
+    def broadcast(self, x: Tensor, src: int, group: Ranks, async_op: bool = False) -> Result:
         return self._give(x.asnumpy(), async_op)
 
-    def scatter(self, x: Tensor | None, dim: int, sizes: Sequence[int], src: int, group: Ranks, *,
-                shape: Sequence[int], dtype: Any, async_op: bool = False) -> Tensor | Work[Tensor]:
+    def scatter(self, x: Tensor | None, dim: int, sizes: Sequence[int], src: int, group: Ranks, *, shape: Sequence[int],
+                dtype: Any, async_op: bool = False) -> Result:
         at, me = offsets(sizes), group.index(self.rank)
         if x is None:
             return self._give(np.zeros(with_dim(shape, dim, sizes[me]), numpy_dtype(dtype)), async_op)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CommError
-from .protocol import REDUCE_OPS, Backend, Work
+from .protocol import REDUCE_OPS, Backend, Result, Work
 from .record import CommEvent, active, note, user_site
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Group:
         on = f"{x.dtype}{list(x.shape)} over ranks {self.ranks}" if x is not None else f"ranks {self.ranks}"
         return CommError(f"For '{op}', the arguments do not fit.", on, rule, fix)
 
-    def _check(self, op: str, x: Tensor | None = None, reduce: str | None = None,
+    def _check(self, op: str, x: Any = None, reduce: str | None = None,
                dims: Sequence[tuple[int, Sequence[int], int]] = ()) -> None:
         """`dims`: (dim, sizes, size that `x` must have there)."""
         if self.rank_index < 0:
@@ -96,14 +96,14 @@ class Group:
             events.append(event)
         return result
 
-    def _alone(self, x: Tensor, async_op: bool) -> Tensor | Work[Tensor]:
+    def _alone(self, x: Tensor, async_op: bool) -> Result:
         """A group of one: a copy, so that results own their memory here too."""
         from .packing import copy
         return Work(copy(x)) if async_op else copy(x)
 
     # -- tensors ---------------------------------------------------------------------------------------------------
 
-    def all_reduce(self, x: Tensor, op: str = "sum", *, async_op: bool = False) -> Tensor | Work[Tensor]:
+    def all_reduce(self, x: Tensor, op: str = "sum", *, async_op: bool = False) -> Result:
         """The reduction of all members' `x`; bit-identical on every member."""
         self._check("all_reduce", x, op)
         if self.size == 1:
@@ -117,7 +117,7 @@ class Group:
         if self.size > 1:
             self._done("all_reduce", x, 2 * (self.size - 1) / self.size, lambda: self.backend.all_reduce_(x, op, self.ranks))
 
-    def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int], *, async_op: bool = False) -> Tensor | Work[Tensor]:
+    def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int], *, async_op: bool = False) -> Result:
         """The members' tensors joined on `dim`, where member i has `sizes[i]` (uneven and zero are fine)."""
         self._check("all_gather", x, None, [(dim, sizes, sizes[self.rank_index] if len(sizes) == self.size else -1)])
         if self.size == 1:
@@ -125,8 +125,7 @@ class Group:
         return self._done("all_gather", x, self.size - 1,
                           lambda: self.backend.all_gather(x, dim, sizes, self.ranks, async_op))
 
-    def reduce_scatter(self, x: Tensor, op: str, dim: int, sizes: Sequence[int], *,
-                       async_op: bool = False) -> Tensor | Work[Tensor]:
+    def reduce_scatter(self, x: Tensor, op: str, dim: int, sizes: Sequence[int], *, async_op: bool = False) -> Result:
         """This member's slice, `sizes[rank_index]` on `dim`, of the reduction of all members' `x`."""
         self._check("reduce_scatter", x, op, [(dim, sizes, sum(sizes))])
         if self.size == 1:
@@ -134,8 +133,8 @@ class Group:
         return self._done("reduce_scatter", x, (self.size - 1) / self.size,
                           lambda: self.backend.reduce_scatter(x, op, dim, sizes, self.ranks, async_op))
 
-    def all_to_all(self, x: Tensor, split_dim: int, split_sizes: Sequence[int], concat_dim: int,
-                   concat_sizes: Sequence[int], *, async_op: bool = False) -> Tensor | Work[Tensor]:
+    def all_to_all(self, x: Tensor, split_dim: int, split_sizes: Sequence[int], concat_dim: int, concat_sizes: Sequence[int],
+                   *, async_op: bool = False) -> Result:
         """Piece i of `split_dim` goes to member i; pieces received are joined on `concat_dim` in group order.
 
         `split_sizes[i]` is what member i gets of `split_dim`, `concat_sizes[i]` what member i brings on `concat_dim`.
@@ -152,7 +151,7 @@ class Group:
                           lambda: self.backend.all_to_all(x, split_dim, split_sizes, concat_dim, concat_sizes,
                                                           self.ranks, async_op))
 
-    def broadcast(self, x: Tensor, src: int, *, async_op: bool = False) -> Tensor | Work[Tensor]:
+    def broadcast(self, x: Tensor, src: int, *, async_op: bool = False) -> Result:
         """Global rank `src`'s tensor; the others pass one of the same shape and dtype, whose values are not read."""
         self._check("broadcast", x)
         self._check_src("broadcast", x, src)
@@ -162,7 +161,7 @@ class Group:
                           lambda: self.backend.broadcast(x, src, self.ranks, async_op))
 
     def scatter(self, x: Tensor | None, dim: int, sizes: Sequence[int], src: int, *, shape: Sequence[int] | None = None,
-                dtype: Any = None, async_op: bool = False) -> Tensor | Work[Tensor]:
+                dtype: Any = None, async_op: bool = False) -> Result:
         """This member's slice of global rank `src`'s tensor.
 
         Args:
@@ -179,7 +178,8 @@ class Group:
         if x is None and (shape is None or dtype is None or src == self.backend.rank):
             raise self._refuse("scatter", x, "The source passes the tensor; the others say its shape and dtype.",
                                "pass shape= and dtype= where x is None")
-        shape, dtype = tuple(x.shape if shape is None else shape), x.dtype if dtype is None else dtype
+        shape = tuple(x.shape if shape is None else shape)  # type: ignore[union-attr]
+        dtype = x.dtype if dtype is None else dtype  # type: ignore[union-attr]
         if not 0 <= dim < len(shape) or len(sizes) != self.size or sum(sizes) != shape[dim] \
                 or (x is not None and (tuple(x.shape) != shape or x.dtype != dtype)):
             raise self._refuse("scatter", x, f"Sizes {list(sizes)} on dim {dim} do not cut {dtype}{list(shape)}.",
@@ -206,7 +206,7 @@ class Group:
             recvs: `(source rank, shape, dtype)`; messages of one pair match in order.
         """
         self._check("exchange")
-        strangers = sorted({r for r, *_ in (*sends, *recvs)} - set(self.ranks))
+        strangers = sorted({*(dst for dst, _ in sends), *(src for src, _, _ in recvs)} - set(self.ranks))
         if strangers:
             raise self._refuse("exchange", None, f"Rank(s) {strangers} are not members of the group.",
                                "pass global ranks of members")
@@ -237,14 +237,14 @@ class Group:
             self._done("barrier", None, 0, lambda: self.backend.barrier(self.ranks))
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Every member's picklable object, in group order."""
+        """Every member's object (see `objects`), in group order."""
         self._check("all_gather_object")
         if self.size == 1:
             return [obj]
         return self._done("all_gather_object", None, 0, lambda: self.backend.all_gather_object(obj, self.ranks))
 
     def broadcast_object(self, obj: Any, src: int) -> Any:
-        """Global rank `src`'s picklable object."""
+        """Global rank `src`'s object (see `objects`)."""
         self._check("broadcast_object")
         self._check_src("broadcast_object", None, src)
         if self.size == 1:

@@ -13,7 +13,7 @@ from mindspore import Tensor
 from mindspore.common import dtype as mstype
 
 from ..errors import CommError
-from .device import DeviceBackend, Handle
+from .device import DeviceBackend, Flat
 from .packing import HostOps
 from .protocol import Ranks
 
@@ -22,31 +22,19 @@ _HALF = ("Float16", "BFloat16")
 
 
 class McclBackend(DeviceBackend):
-    """Collectives of `mint.distributed` that run on CPU.
-
-    Args:
-        rank: this rank.
-        size: number of ranks.
-        world: name of the world communicator.
-        create_group: `mindspore.communication.create_group`.
-        dist: the module `mindspore.mint.distributed`.
-    """
+    """Collectives of `mint.distributed` that run on CPU."""
 
     name = "mccl"
     on_host = True
     ops = HostOps
     check_every = 1
+    _broken: Exception | None = None
     # Half-precision sums run in float32 (see `_all_reduce_flat`); avg runs as sum and one division.
     reducible = frozenset({f"{op} {t}" for op in ("sum", "max", "min", "prod") for t in _NUMBERS}
                           | {f"{op} {t}" for op in ("sum", "max", "min", "prod", "avg") for t in (*_HALF, "Float32")})
 
-    def __init__(self, rank: int, size: int, world: str, create_group: Any, dist: Any):
-        super().__init__(rank, size, world, create_group)
-        self._dist = dist
-        self._broken: Exception | None = None
-
     @classmethod
-    def start(cls) -> McclBackend:
+    def start(cls, rank: int, size: int, blocking: bool) -> McclBackend:
         """Initialises MindSpore's communication from msrun's environment."""
         import mindspore.mint.distributed.distributed as module
         from mindspore import communication
@@ -65,7 +53,7 @@ class McclBackend(DeviceBackend):
             raise CommError(f"For '{what}', the communication of this process has ended.", f"after: {self._broken}",
                             "After a failed collective MCCL returns stale data.", "end the process")
         try:
-            return getattr(self._dist, what)(*args, **kwargs)
+            return getattr(self._api, what)(*args, **kwargs)
         except Exception as e:
             self._broken = e
             raise CommError(f"For '{what}', MindSpore's CPU backend failed.", str(e).strip().split("\n")[0],
@@ -79,7 +67,7 @@ class McclBackend(DeviceBackend):
             return x, lambda y: y
         return super()._wire(x)
 
-    def _all_reduce_flat(self, flat: Tensor, op: str, comm: str, size: int, async_op: bool) -> tuple[Tensor, Handle]:
+    def _all_reduce_flat(self, flat: Tensor, op: str, comm: str, size: int, async_op: bool) -> Flat:
         dtype, half = flat.dtype, str(flat.dtype) in _HALF
         out = self.ops.cast(flat, mstype.float32) if half else self.ops.copy(flat)
         self._call("all_reduce", out, op="sum" if op == "avg" else op, group=comm)
@@ -88,40 +76,36 @@ class McclBackend(DeviceBackend):
             a /= size
         return self.ops.cast(out, dtype) if half else out, None
 
-    def _all_gather_flat(self, flat: Tensor, comm: str, size: int, async_op: bool) -> tuple[Tensor, Handle]:
+    def _all_gather_flat(self, flat: Tensor, comm: str, size: int, async_op: bool) -> Flat:
         data = flat.asnumpy().view("uint8")  # bytes: one kernel for every dtype
         parts = [Tensor.from_numpy(data * 0) for _ in range(size)]
         self._call("all_gather", parts, Tensor.from_numpy(data), group=comm)
         joined = self.ops.join(parts, 0).asnumpy()
         return Tensor.from_numpy(joined.view(flat.asnumpy().dtype)), None
 
-    def _reduce_scatter_flat(self, flat: Tensor, op: str, comm: str, size: int, position: int,
-                      async_op: bool) -> tuple[Tensor, Handle]:
+    def _reduce_scatter_flat(self, flat: Tensor, op: str, comm: str, size: int, position: int, async_op: bool) -> Flat:
         out, _ = self._all_reduce_flat(flat, op, comm, size, False)
         block = flat.shape[0] // size
         return self.ops.take(out, 0, position * block, (position + 1) * block), None
 
-    def _all_to_all_flat(self, flat: Tensor, block: int, comm: str, size: int, position: int,
-                   async_op: bool) -> tuple[Tensor, Handle]:
+    def _all_to_all_flat(self, flat: Tensor, block: int, comm: str, size: int, position: int, async_op: bool) -> Flat:
         everything = self._all_gather_flat(flat, comm, size, False)[0].asnumpy().reshape(size, size, block)
         return Tensor.from_numpy(everything[:, position].reshape(-1).copy()), None
 
-    def _flat_broadcast(self, flat: Tensor, src: int, comm: str, async_op: bool) -> tuple[Tensor, Handle]:
+    def _broadcast_flat(self, flat: Tensor, src: int, comm: str, async_op: bool) -> Flat:
         self._call("broadcast", Tensor.from_numpy(flat.asnumpy().view("uint8")), src, group=comm)
         return flat, None
 
-    def _flat_exchange(self, sends: list[tuple[int, Tensor]], recvs: list[tuple[int, Tensor]]) -> None:
-        # One global order of the pairs, the lower rank sending first, does not lean on MCCL's buffering.
+    def _exchange_flat(self, sends: list[tuple[int, Tensor]], recvs: list[tuple[int, Tensor]]) -> None:
         world = self._names[tuple(range(self.size))]
-        for peer in sorted({p for p, _ in (*sends, *recvs)}, key=lambda p: (min(p, self.rank), max(p, self.rank))):
-            steps = [("send", x) for p, x in sends if p == peer], [("recv", x) for p, x in recvs if p == peer]
-            for what, x in sum(steps if self.rank < peer else steps[::-1], []):
-                self._call(what, Tensor.from_numpy(x.asnumpy().view("uint8")), peer, group=world)
+        for what, peer, _, x in self._in_order(sends, recvs):  # not to lean on MCCL's buffering
+            self._call(what, Tensor.from_numpy(x.asnumpy().view("uint8")), peer, group=world)
 
     def barrier(self, group: Ranks) -> None:
         self._agree("barrier", "", group)
         self._call("barrier", group=self._comm(group)[0])
 
     def close(self, reason: str = "") -> None:
-        if not reason and self._broken is None:  # a rank that exits while a peer still sends makes the peer fail
+        if not reason and self._broken is None and not self._owner.forked:
+            # A rank that exits while a peer still sends makes the peer fail.
             self.barrier(tuple(range(self.size)))

@@ -11,33 +11,24 @@ from typing import Any
 
 from mindspore import Tensor
 
-from .device import DeviceBackend, Handle
+from .device import DeviceBackend, Flat
 
 _NUMBERS = ("Float32", "Float16", "Int32", "Int8")
 
 
 class NcclBackend(DeviceBackend):
-    """Collectives of `mindspore.ops`.
-
-    Args:
-        rank: this rank.
-        size: number of ranks.
-        world: name of the world communicator.
-        create_group: `mindspore.communication.create_group`.
-        primitives: the module `mindspore.ops`.
-    """
+    """Collectives of `mindspore.ops`."""
 
     name = "nccl"
     # `avg` is no NCCL primitive in MindSpore, `prod` is not documented for GPU: both go through gather.
     reducible = frozenset(f"{op} {t}" for op in ("sum", "max", "min") for t in _NUMBERS)
 
-    def __init__(self, rank: int, size: int, world: str, create_group: Any, primitives: Any):
-        super().__init__(rank, size, world, create_group)
-        self._primitives = primitives
+    def __init__(self, *args: Any):
+        super().__init__(*args)
         self._made: dict[tuple[Any, ...], Any] = {}
 
     @classmethod
-    def start(cls) -> NcclBackend:
+    def start(cls, rank: int, size: int, blocking: bool) -> NcclBackend:
         """Initialises MindSpore's communication from msrun's environment."""
         from mindspore import communication, ops
         from mindspore.communication import GlobalComm
@@ -48,42 +39,31 @@ class NcclBackend(DeviceBackend):
 
     def _primitive(self, kind: str, *args: Any, **kwargs: Any) -> Any:
         key = (kind, args, tuple(sorted((k, str(v)) for k, v in kwargs.items())))
-        made = self._made.get(key)
-        if made is None:
-            made = self._made[key] = getattr(self._primitives, kind)(*args, **kwargs)
-        return made
+        if key not in self._made:
+            self._made[key] = getattr(self._api, kind)(*args, **kwargs)
+        return self._made[key]
 
-    def _all_reduce_flat(self, flat: Tensor, op: str, comm: str, size: int, async_op: bool) -> tuple[Tensor, Handle]:
+    def _all_reduce_flat(self, flat: Tensor, op: str, comm: str, size: int, async_op: bool) -> Flat:
         return self._primitive("AllReduce", op, comm)(flat), None
 
-    def _all_gather_flat(self, flat: Tensor, comm: str, size: int, async_op: bool) -> tuple[Tensor, Handle]:
+    def _all_gather_flat(self, flat: Tensor, comm: str, size: int, async_op: bool) -> Flat:
         return self._primitive("AllGather", comm)(flat), None
 
-    def _reduce_scatter_flat(self, flat: Tensor, op: str, comm: str, size: int, position: int,
-                      async_op: bool) -> tuple[Tensor, Handle]:
+    def _reduce_scatter_flat(self, flat: Tensor, op: str, comm: str, size: int, position: int, async_op: bool) -> Flat:
         return self._primitive("ReduceScatter", op, comm)(flat), None
 
-    def _all_to_all_flat(self, flat: Tensor, block: int, comm: str, size: int, position: int,
-                   async_op: bool) -> tuple[Tensor, Handle]:
+    def _all_to_all_flat(self, flat: Tensor, block: int, comm: str, size: int, position: int, async_op: bool) -> Flat:
         return self._primitive("AlltoAll", split_count=size, split_dim=0, concat_dim=0, group=comm)(flat), None
 
-    def _flat_broadcast(self, flat: Tensor, src: int, comm: str, async_op: bool) -> tuple[Tensor, Handle]:
+    def _broadcast_flat(self, flat: Tensor, src: int, comm: str, async_op: bool) -> Flat:
         ranks = next(r for r, name in self._names.items() if name == comm)
         return self._primitive("Broadcast", ranks.index(src), comm)((flat,))[0], None
 
-    def _flat_exchange(self, sends: list[tuple[int, Tensor]], recvs: list[tuple[int, Tensor]]) -> None:
-        # NCCL's send waits for its receive. Pairs of ranks are served in one global order, the lower rank sending
-        # first: the smallest unfinished pair can always proceed.
+    def _exchange_flat(self, sends: list[tuple[int, Tensor]], recvs: list[tuple[int, Tensor]]) -> None:
         world = self._names[tuple(range(self.size))]
-        for peer in sorted({p for p, _ in (*sends, *recvs)}, key=lambda p: (min(p, self.rank), max(p, self.rank))):
-            def send(peer: int = peer) -> None:
-                for tag, x in enumerate(x for p, x in sends if p == peer):
-                    self._primitive("Send", sr_tag=tag, dest_rank=peer, group=world)(x)
-
-            def receive(peer: int = peer) -> None:
-                for tag, x in enumerate(x for p, x in recvs if p == peer):
-                    got = self._primitive("Receive", sr_tag=tag, src_rank=peer, shape=list(x.shape), dtype=x.dtype,
-                                          group=world)()
-                    x.copy_(got)
-            for step in (send, receive) if self.rank < peer else (receive, send):
-                step()
+        for what, peer, tag, x in self._in_order(sends, recvs):  # NCCL's send waits for its receive
+            if what == "send":
+                self._primitive("Send", sr_tag=tag, dest_rank=peer, group=world)(x)
+            else:
+                x.copy_(self._primitive("Receive", sr_tag=tag, src_rank=peer, shape=list(x.shape), dtype=x.dtype,
+                                        group=world)())

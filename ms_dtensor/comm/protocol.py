@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Ranks = tuple[int, ...]
+Result: TypeAlias = Any  # a Tensor, or with `async_op=True` a Work[Tensor]: a union would have to be narrowed at every call
 
 REDUCE_OPS = ("sum", "max", "min", "prod", "avg")
 
@@ -48,10 +50,6 @@ class Work(Generic[T]):
         """What will hold the value once it is waited for; None where the backend makes it only then."""
         return self._result
 
-    def then(self, step: Callable[[T], T]) -> Work[T]:
-        """A handle whose `wait` also applies `step`."""
-        return Work(finish=lambda: step(self.wait()))
-
 
 class Backend(ABC):
     """Collectives over plain local `mindspore.Tensor`s.
@@ -63,11 +61,23 @@ class Backend(ABC):
 
     name: str = "?"
     on_host: bool = False  # tensors lie where NumPy can share their memory
+    needs_scheduler: bool = False  # msrun's extra process has something to do
     rank: int = 0
     size: int = 1
 
+    @classmethod
     @abstractmethod
-    def all_reduce(self, x: Tensor, op: str, group: Ranks, async_op: bool = False) -> Tensor | Work[Tensor]:
+    def start(cls, rank: int, size: int, blocking: bool) -> Backend:
+        """Joins the job; called once in each process.
+
+        Args:
+            rank: this rank, as the launcher says; 0 in the scheduler.
+            size: number of ranks.
+            blocking: MindSpore's ops have run when they return.
+        """
+
+    @abstractmethod
+    def all_reduce(self, x: Tensor, op: str, group: Ranks, async_op: bool = False) -> Result:
         """The reduction of every member's `x`, in a new tensor; bit-identical on every member."""
 
     def all_reduce_(self, x: Tensor, op: str, group: Ranks) -> None:
@@ -79,18 +89,17 @@ class Backend(ABC):
         return np.empty(count, dtype)
 
     @abstractmethod
-    def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int], group: Ranks,
-                   async_op: bool = False) -> Tensor | Work[Tensor]:
+    def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int], group: Ranks, async_op: bool = False) -> Result:
         """The members' tensors joined on `dim`; member i contributes `sizes[i]` there."""
 
     @abstractmethod
     def reduce_scatter(self, x: Tensor, op: str, dim: int, sizes: Sequence[int], group: Ranks,
-                       async_op: bool = False) -> Tensor | Work[Tensor]:
+                       async_op: bool = False) -> Result:
         """The caller's slice (`sizes[index]` on `dim`) of the reduction; `x.shape[dim] == sum(sizes)`."""
 
     @abstractmethod
-    def all_to_all(self, x: Tensor, split_dim: int, split_sizes: Sequence[int], concat_dim: int,
-                   concat_sizes: Sequence[int], group: Ranks, async_op: bool = False) -> Tensor | Work[Tensor]:
+    def all_to_all(self, x: Tensor, split_dim: int, split_sizes: Sequence[int], concat_dim: int, concat_sizes: Sequence[int],
+                   group: Ranks, async_op: bool = False) -> Result:
         """Piece i of `split_dim` goes to member i; the pieces received are joined on `concat_dim` in group order."""
 
     @abstractmethod
@@ -104,12 +113,12 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def broadcast(self, x: Tensor, src: int, group: Ranks, async_op: bool = False) -> Tensor | Work[Tensor]:
+    def broadcast(self, x: Tensor, src: int, group: Ranks, async_op: bool = False) -> Result:
         """Rank `src`'s tensor. Other members pass a tensor of its shape and dtype; its values are not read."""
 
     @abstractmethod
-    def scatter(self, x: Tensor | None, dim: int, sizes: Sequence[int], src: int, group: Ranks, *,
-                shape: Sequence[int], dtype: Any, async_op: bool = False) -> Tensor | Work[Tensor]:
+    def scatter(self, x: Tensor | None, dim: int, sizes: Sequence[int], src: int, group: Ranks, *, shape: Sequence[int],
+                dtype: Any, async_op: bool = False) -> Result:
         """The caller's slice of `src`'s tensor, whose global `shape` and `dtype` every member states.
 
         `x` is read on `src` only; other members may pass None.
@@ -121,19 +130,11 @@ class Backend(ABC):
 
     @abstractmethod
     def all_gather_object(self, obj: Any, group: Ranks) -> list[Any]:
-        """Every member's picklable object, in group order."""
+        """Every member's object (see `objects`), in group order."""
 
     @abstractmethod
     def broadcast_object(self, obj: Any, src: int, group: Ranks) -> Any:
-        """Rank `src`'s picklable object."""
-
-    def send(self, x: Tensor, dst: int) -> None:
-        """Sends one tensor; pairs with `recv` (or an `exchange`) on rank `dst`."""
-        self.exchange([(dst, x)], [])
-
-    def recv(self, shape: Sequence[int], dtype: Any, src: int) -> Tensor:
-        """Receives one tensor from rank `src`."""
-        return self.exchange([], [(src, shape, dtype)])[0]
+        """Rank `src`'s object (see `objects`)."""
 
     def close(self, reason: str = "") -> None:  # noqa: B027  most backends have nothing to do
         """Leaves the job (`reason`: the error that ends this rank). Others fail only if they wait for this rank."""
@@ -141,15 +142,22 @@ class Backend(ABC):
 
 def offsets(sizes: Sequence[int]) -> list[int]:
     """Where each piece starts: `offsets((3, 2, 2)) == [0, 3, 5, 7]` (the last entry is the total)."""
-    out = [0]
-    for s in sizes:
-        out.append(out[-1] + s)
-    return out
+    return list(accumulate(sizes, initial=0))
 
 
 def cut(dim: int, start: int, stop: int) -> tuple[slice, ...]:
     """The index that takes `[start, stop)` of `dim` and all of every other dim."""
     return (slice(None),) * dim + (slice(start, stop),)
+
+
+def dtype_text(dtype) -> str:
+    """A dtype in messages; `shm` carries bfloat16 as two bytes."""
+    return "bfloat16" if str(dtype) == "|V2" else str(dtype)
+
+
+def kind(x, *open_dims: int) -> str:
+    """Dtype and shape of a tensor or array for comparison between ranks, with the dims that may differ left open."""
+    return f"{dtype_text(x.dtype)}[{', '.join('·' if d in open_dims else str(s) for d, s in enumerate(x.shape))}]"
 
 
 def with_dim(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from types import FrameType
+from typing import Any, Literal, NamedTuple
 
 Phase = Literal["forward", "backward"]
 
@@ -105,7 +106,7 @@ class annotate:  # noqa: N801  reads as a verb at the call; a class because a ge
 
     __slots__ = ("_fields", "_token")
 
-    def __init__(self, **fields: object):
+    def __init__(self, **fields: Any):
         self._fields = fields
 
     def __enter__(self) -> None:
@@ -126,16 +127,22 @@ def _is_user_file(name: str) -> bool:
     return known
 
 
-def user_site() -> str:
-    """ "file:line" of the innermost frame outside ms_dtensor and mindspore, or the site saved by `annotate`."""
-    saved = _note.get().site
-    if saved is not None:
-        return saved
+def user_frame() -> FrameType | None:
+    """The innermost frame outside ms_dtensor and mindspore."""
     frame, known = sys._getframe(1), _foreign.get
     while frame is not None:
         name = frame.f_code.co_filename
         foreign = known(name)
         if foreign or (foreign is None and _is_user_file(name)):
-            return f"{name}:{frame.f_lineno}"
+            return frame
         frame = frame.f_back  # type: ignore[assignment]
-    return "?"
+    return None
+
+
+def user_site() -> str:
+    """ "file:line" of the user's frame, or the site saved by `annotate`."""
+    saved = _note.get().site
+    if saved is not None:
+        return saved
+    frame = user_frame()
+    return "?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -8,16 +8,18 @@ is seen.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from ..core.mesh import bind_world
 from ..errors import CommError, ConfigError
+from . import launcher, registry
 
 if TYPE_CHECKING:
     from .group import Group
@@ -46,25 +48,28 @@ class World:
 
 
 _started: World | None = None
-_cpu_backend: Literal["shm", "mccl"] = "shm"
+_log = logging.getLogger("ms_dtensor")
 pretended: ContextVar[World | None] = ContextVar("ms_dtensor_fake_world", default=None)
 
 
-def set_cpu_backend(name: Literal["shm", "mccl"]) -> None:
-    """Chooses the CPU backend before the world starts: "shm" (one host, the default) or "mccl" (MindSpore's own).
+def set_cpu_backend(name: str) -> None:
+    """Chooses the CPU backend before the world starts.
+
+    Args:
+        name: "shm" (one host, the default), "mccl" (MindSpore's), or one of `register_backend`.
 
     Example:
         >>> import ms_dtensor as md
         >>> md.comm.set_cpu_backend("shm")
     """
-    global _cpu_backend
-    if name not in ("shm", "mccl"):
-        raise ConfigError(f"For 'set_cpu_backend', '{name}' is not a backend.", "", "CPU has two backends.",
-                          ('use "shm" on one host', 'use "mccl" over several hosts'))
-    if _started is not None and _started.size > 1 and _started.backend.name != name:
+    if name not in registry.cpu_backends():
+        raise ConfigError(f"For 'set_cpu_backend', '{name}' is not a backend.", "",
+                          f"CPU has the backends {', '.join(registry.cpu_backends())}.",
+                          ('use "shm" on one host', 'use "mccl" over several hosts', "register_backend adds one"))
+    if _started is not None and _started.size > 1 and type(_started.backend) is not registry.load(name):
         raise ConfigError("For 'set_cpu_backend', the world has started.", f"backend '{_started.backend.name}'",
                           "A world keeps its backend.", "call it before the first mesh is made")
-    _cpu_backend = name
+    registry.serving["CPU"] = name
 
 
 def start(device_type: str = "cpu") -> World:
@@ -74,7 +79,7 @@ def start(device_type: str = "cpu") -> World:
         device_type: "cpu", "npu" (or "Ascend"), "gpu".
 
     Raises:
-        ConfigError: unknown device, a world on another device, or an environment that does not fit.
+        ConfigError: unknown or absent device, a world on another device, or an environment that does not fit.
         PeerLost: ranks that did not come in time.
     """
     global _started
@@ -86,6 +91,7 @@ def start(device_type: str = "cpu") -> World:
     if fake is not None:
         return fake
     if _started is None:
+        launcher.check_device(device, device_type)
         _started = _start(device)
         atexit.register(_at_exit)
     elif _started.device_type != device:
@@ -96,11 +102,14 @@ def start(device_type: str = "cpu") -> World:
 
 def _start(device: str) -> World:
     import mindspore
+
+    from .fake import FakeBackend
     role, rank, size = _environment(device)
+    kind = FakeBackend if size == 1 and role != "MS_SCHED" else registry.load(registry.serving[device])
+    if role == "MS_SCHED" and not kind.needs_scheduler:  # msrun runs the script once more as scheduler
+        raise SystemExit(0)
     blocking = device == "CPU"
     if blocking:
-        if role == "MS_SCHED" and _cpu_backend == "shm":
-            raise SystemExit(0)  # msrun runs the script once more as scheduler; shared memory needs none
         # The asynchronous pipeline costs tens of times more than the ops themselves where cores are few.
         try:
             mindspore.set_device("CPU")
@@ -109,23 +118,12 @@ def _start(device: str) -> World:
             blocking = False
             if mindspore.get_context("device_target") != "CPU":
                 raise
-    if size == 1 and role != "MS_SCHED":
-        from .fake import FakeBackend
-        return World(0, 1, FakeBackend(1, 0, "local"), device, blocking)
-    if device == "CPU" and _cpu_backend == "shm":
-        from .cores import keep_to_share
-        from .shm.backend import ShmBackend
-        keep_to_share(rank, size)
-        backend: Backend = ShmBackend(rank, size, os.environ.get("MS_SCHED_PORT", "8118"), blocking=blocking)
-    elif device == "CPU":
-        from .mccl import McclBackend
-        backend = McclBackend.start()
-    elif device == "Ascend":
-        from .hccl import HcclBackend
-        backend = HcclBackend.start()
-    else:
-        from .nccl import NcclBackend
-        backend = NcclBackend.start()
+    if role:
+        launcher.end_with_msrun()
+    backend = kind.start(rank, size, blocking)
+    if size > 1:
+        launcher.hold_mindspore()
+    _log.info("rank %d of %d started on %s with %s", backend.rank, backend.size, device, kind.__name__)
     return World(backend.rank, backend.size, backend, device, blocking)
 
 
@@ -164,7 +162,7 @@ def world_key() -> tuple[int, int] | None:
 
 
 def get_backend(mesh: Any = None) -> Backend:
-    """The backend a mesh communicates with; of the current world if `mesh` is None.
+    """The backend that a mesh, as all of the current world, communicates with.
 
     Example:
         >>> import ms_dtensor as md
@@ -172,9 +170,6 @@ def get_backend(mesh: Any = None) -> Backend:
         ...     md.comm.get_backend(md.init_device_mesh("cpu", (4,))).name
         'fake'
     """
-    backend = getattr(mesh, "backend", None)
-    if backend is not None and hasattr(backend, "all_reduce"):
-        return backend
     world = current_world()
     if world is None:
         raise CommError("For 'get_backend', there is no world.", "", "Communication needs ranks.",
@@ -185,7 +180,9 @@ def get_backend(mesh: Any = None) -> Backend:
 def group(ranks: Sequence[int], axes: Sequence[str] = ()) -> Group:
     """A group of ranks of the current world. Free: nothing is communicated or allocated."""
     from .group import Group
-    return Group(get_backend(), ranks, axes)
+    made = Group(get_backend(), ranks, axes)
+    _log.debug("made %s", made)
+    return made
 
 
 @contextmanager
@@ -223,6 +220,7 @@ def _leave(reason: str) -> None:
     world, _started = _started, None
     if world is not None:
         atexit.unregister(_at_exit)
+        launcher.release_mindspore()
         try:
             world.backend.close(reason)
         except CommError:

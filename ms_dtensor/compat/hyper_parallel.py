@@ -15,7 +15,7 @@ from typing import Any
 from ..core.layout import Layout
 from ..core.mesh import DeviceMesh
 from ..core.placements import Partial, Replicate, Shard
-from ..custom_ops.function import BY_LAYOUT, DFunction, has_dtensor
+from ..custom_ops.function import BY_LAYOUT, DFunction
 from ..custom_ops.local_map import Mapping
 from ..dispatch.modes import SkipDTensorDispatch
 from ..errors import ConfigError, OpRuleError
@@ -74,7 +74,7 @@ class DistributedOp:
     def preprocess(self, args: tuple, kwargs: dict) -> tuple[tuple, dict, list]:
         """(local args, local kwargs, what decides the layout of the results)."""
         def local(v):
-            return v.to_local() if has_dtensor((v,)) else v
+            return v.to_local() if getattr(v, "_layout", None) is not None else v
         layouts = [getattr(v, "layout", None) for v in args]
         return tuple(map(local, args)), {k: local(v) for k, v in kwargs.items()}, layouts
 
@@ -87,11 +87,11 @@ class DistributedOp:
         return None
 
     def run(self, name: str, func, args: tuple, kwargs: dict):
-        """One call on DTensors: infer, show each operand's face, run `func` on local tensors, wrap."""
+        """One call on DTensors: infer, decide each operand's cotangent, run `func` on local tensors, wrap."""
         _, _, known = self.preprocess(args, kwargs)
         if len(inspect.signature(self.infer_layout).parameters) > 1:
             inferred = self.infer_layout([v for v in known if isinstance(v, Layout)],
-                                         [v for v in args if not has_dtensor((v,))])
+                                         [v for v in args if getattr(v, "_layout", None) is None])
         else:
             inferred = self.infer_layout(known)
         outs = inferred[0] if isinstance(inferred, tuple) and len(inferred) == 2 and inferred[1] is None else inferred

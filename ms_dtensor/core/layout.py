@@ -12,10 +12,11 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from ..errors import LayoutError
-from .mesh import DeviceMesh, chunk_bounds
-from .placements import REPLICATE, Placement, Replicate, Shard
+from .mesh import DeviceMesh
+from .placements import PARTIAL, REPLICATE, Placement, Replicate, Shard
 
 _SHORT = {"float": "f", "int": "i", "uint": "u", "complex": "c", "bfloat": "bf"}
 _interned: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
@@ -30,7 +31,8 @@ class Layout:
     Args:
         mesh: the device mesh.
         placements: one `Placement` per mesh axis; or the alias form, one entry per tensor dim (`("dp", "None")`,
-            `(("dp", "tp"), "None")`, first axis outermost); or `{"tp": Shard(0)}`, other axes Replicate.
+            `(("dp", "tp"), "None")`, first axis outermost); or `{"tp": Shard(0)}`, other axes Replicate. In both a flattened
+            axis stands for those it was made of.
         shape: the global shape.
         dtype: name of the dtype ("float32").
         order: axes (names or indices), outermost split first; matters only for axes that shard one dim.
@@ -58,6 +60,10 @@ class Layout:
     dim_axes: tuple[tuple[int, ...], ...]
     partial_axes: tuple[int, ...]
     has_nonlinear_partial: bool  # partial in another way than a sum, which no gradient fits
+    _local: dict[tuple[int, ...], tuple[tuple[int, int], ...]]
+    _gradient: Layout | Literal[False] | None  # False: this very layout
+    _order: tuple[int, ...] | None
+    _others: dict[tuple, Layout]
 
     def __new__(cls, mesh, placements, shape, dtype="float32", order=None):
         shape = tuple(int(s) for s in shape)
@@ -79,12 +85,23 @@ class Layout:
     # -- the same tensor, placed differently ----------------------------------------------------------------------
     @property
     def order(self) -> tuple[int, ...]:
-        """An axis order that reproduces this layout: sharding axes dim by dim, outermost first, then the rest."""
-        if self._order is None:
+        """An axis order that reproduces this layout: sharding axes dim by dim, outermost first, then the rest.
+
+        The outermost (major) axis splits a dim first, into few large blocks; the next one splits each block. With 8 rows
+        sharded by dp=2 and tp=2, ranks (0, 0), (0, 1), (1, 0), (1, 1) begin at rows 0, 2, 4, 6 if dp is the outermost, and
+        at rows 0, 4, 2, 6 if tp is:
+            >>> from ms_dtensor import DeviceMesh, Layout, Shard
+            >>> mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+            >>> x = Layout(mesh, [Shard(0), Shard(0)], (8,), order=("tp", "dp"))
+            >>> x, x.order, x.local_offset((0, 1))
+            (f32[8@tp@dp], (1, 0), (4,))
+        """
+        order = self._order
+        if order is None:
             sharding = [a for axes in self.dim_axes for a in axes]
-            rest = [a for a in range(self.mesh.ndim) if a not in sharding]
-            object.__setattr__(self, "_order", (*sharding, *rest))
-        return self._order
+            order = (*sharding, *(a for a in range(self.mesh.ndim) if a not in sharding))
+            object.__setattr__(self, "_order", order)
+        return order
 
     def with_placements(self, placements, order=None) -> Layout:
         """This tensor with other placements (any form)."""
@@ -109,13 +126,28 @@ class Layout:
         """This tensor whole on every rank."""
         return Layout(self.mesh, [REPLICATE] * self.mesh.ndim, self.shape, self.dtype)
 
-    def gradient(self) -> Layout:
-        """The layout of this value's cotangent: Shard stays, Partial and Replicate become Replicate."""
+    def reduced(self, to: Placement = REPLICATE) -> Layout:
+        """This tensor with its partial axes reduced to Replicate (or another placement); the others stay."""
+        return self.with_placements([to if p.is_partial() else p for p in self.placements], self.order)
+
+    def gradient(self, partial_on: Sequence[int] = ()) -> Layout:
+        """The layout of this value's cotangent: Shard stays, Partial and Replicate become Replicate.
+
+        Args:
+            partial_on: axes on which the ranks do work of their own with a value that is Replicate there: each has a
+                summand of the cotangent.
+        """
         if self._gradient is None:
             placed = [p if p.is_shard() else REPLICATE for p in self.placements]
             grad = _intern(self.mesh, tuple(placed), self.shape, self.dtype, self.dim_axes)
             object.__setattr__(self, "_gradient", grad is not self and grad)  # no reference to itself: a cycle
-        return self._gradient or self
+        if not partial_on:
+            return self._gradient or self
+        placed = list(self.gradient().placements)
+        for a in partial_on:  # a comprehension would make a cell of `partial_on`, which slows every call
+            if self.placements[a].is_replicate():
+                placed[a] = PARTIAL
+        return self.with_placements(placed, self.order)
 
     # -- arithmetic -----------------------------------------------------------------------------------------------
     def local_box(self, coordinate: Sequence[int] | None = None) -> tuple[tuple[int, int], ...]:
@@ -127,14 +159,14 @@ class Layout:
         key = tuple(coordinate)
         box = self._local.get(key)
         if box is None:
-            box = []
+            extents = []
             for size, axes in zip(self.shape, self.dim_axes):
                 start, stop = 0, size
                 for a in axes:
-                    lo, hi = chunk_bounds(stop - start, self.mesh.shape[a])[key[a]]
+                    lo, hi = self.placements[a].bounds(stop - start, self.mesh.shape[a])[key[a]]
                     start, stop = start + lo, start + hi
-                box.append((start, stop))
-            box = self._local[key] = tuple(box)
+                extents.append((start, stop))
+            box = self._local[key] = tuple(extents)
         return box
 
     def local_shape(self, coordinate: Sequence[int] | None = None) -> tuple[int, ...]:
@@ -179,8 +211,9 @@ def known_layout(mesh, placements, shape, dtype: str, even: bool = False) -> Lay
         mesh, placements, shape, dtype: as for `Layout`.
         even: `shape` is a shard's; the layout is that of the tensor all of whose shards are like it.
     """
+    key: tuple | None
     try:
-        key = (mesh, placements if placements is None else tuple(placements), shape, dtype, even)
+        key = (mesh, mesh.varies, placements if placements is None else tuple(placements), shape, dtype, even)
         layout = _known.get(key)
     except TypeError:  # one placement alone, or lists of names
         key = layout = None
@@ -202,25 +235,18 @@ def remembered() -> tuple[int, int]:
 
 
 def _intern(mesh, placements, shape, dtype, dim_axes) -> Layout:
-    key = (mesh, placements, shape, dtype, dim_axes)
+    key = (mesh, mesh.varies, placements, shape, dtype, dim_axes)  # equal meshes may be of one rank's view only
     layout = _interned.get(key)
     if layout is None:
         with _lock:
             layout = _interned.get(key)
             if layout is None:
                 layout = object.__new__(Layout)
-                put = object.__setattr__
-                put(layout, "mesh", mesh)
-                put(layout, "placements", placements)
-                put(layout, "shape", shape)
-                put(layout, "dtype", dtype)
-                put(layout, "dim_axes", dim_axes)
-                put(layout, "partial_axes", tuple(i for i, p in enumerate(placements) if p.is_partial()))
-                put(layout, "has_nonlinear_partial", any(p.is_partial() and not p.is_partial("sum") for p in placements))
-                put(layout, "_local", {})
-                put(layout, "_order", None)
-                put(layout, "_others", {})
-                put(layout, "_gradient", None)
+                partial = tuple(i for i, p in enumerate(placements) if p.is_partial())
+                nonlinear = any(not placements[a].is_partial("sum") for a in partial)
+                held: tuple = (mesh, placements, shape, dtype, dim_axes, partial, nonlinear, {}, None, None, {})
+                for name, value in zip(Layout.__slots__, held):
+                    object.__setattr__(layout, name, value)
                 _interned[key] = layout
     return layout
 
@@ -240,9 +266,7 @@ def normalize(mesh: DeviceMesh, placements, ndim: int, order=None):
     elif isinstance(placements, Placement):
         placed = [placements]
     elif isinstance(placements, Mapping):
-        placed = [REPLICATE] * mesh.ndim
-        for axis, p in placements.items():
-            placed[mesh.axis_index(axis)] = p
+        placed, order = _by_name(mesh, placements, order)
     elif len(placements) and all(_is_alias(p) for p in placements):
         placed, order = _from_alias(mesh, placements, ndim)
     else:
@@ -262,7 +286,7 @@ def normalize(mesh: DeviceMesh, placements, ndim: int, order=None):
                                   f"A tensor of {ndim} dims has dims {-ndim} to {ndim - 1}." if ndim else
                                   "A tensor of 0 dims cannot be sharded.",
                                   f"use Shard({ndim - 1})" if ndim else "use Replicate()")
-            placed[i] = p if p.dim >= 0 else Shard(p.dim + ndim)
+            placed[i] = p if p.dim >= 0 else p.with_dim(p.dim + ndim)
         elif p.is_replicate():
             placed[i] = REPLICATE
     if order is None:
@@ -271,6 +295,20 @@ def normalize(mesh: DeviceMesh, placements, ndim: int, order=None):
     if len(set(order)) != len(order):
         raise LayoutError(f"For 'order', an axis is named twice in {order}.", where)
     return tuple(placed), (*order, *(a for a in range(mesh.ndim) if a not in order))
+
+
+def _by_name(mesh: DeviceMesh, placements: Mapping, order):
+    named = [(mesh.axis_index(a), p) for axis, p in placements.items()
+             for a in (mesh.expand_axes(axis) if isinstance(axis, str) else (axis,))]
+    axes = [a for a, _ in named]
+    placed = [REPLICATE] * mesh.ndim
+    for a, p in named:
+        if axes.count(a) > 1:
+            raise LayoutError(f"For 'placements', axis {mesh.mesh_dim_names[a]!r} is named twice in {dict(placements)}.",
+                              f"mesh({mesh.describe()})", "A flattened axis stands for the axes it was made of.",
+                              "name each axis once")
+        placed[a] = p
+    return placed, axes if order is None and len(axes) > len(placements) else order  # a flattened axis has an order
 
 
 def _is_alias(entry) -> bool:

@@ -10,9 +10,7 @@ from __future__ import annotations
 import contextvars
 import difflib
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
 
 import numpy as np
 
@@ -27,7 +25,7 @@ def _no_world() -> None:
 
 # both are replaced once, when comm is imported: mesh must not import upwards
 _world_source: Callable = _no_world
-_group_source: Callable | None = None
+_group_source: Callable = _no_world
 
 
 def bind_world(world: Callable, group: Callable) -> None:
@@ -44,6 +42,9 @@ class DeviceMesh:
         mesh: nested list or ndarray of global ranks, in any order, each rank once.
         mesh_dim_names: one name per axis; default `("axis0", "axis1", ...)`.
 
+    Attributes:
+        varies: another set of ranks on other ranks, as a sub-mesh is that does not span its root: each rank has its block.
+
     Raises:
         MeshError: unknown device type, repeated rank, or names that do not fit.
 
@@ -55,7 +56,7 @@ class DeviceMesh:
     """
 
     __slots__ = ("device_type", "mesh", "mesh_dim_names", "shape", "_key", "_hash", "_root", "_flat", "_coordinates",
-                 "_groups", "__weakref__")
+                 "_groups", "varies", "__weakref__")
 
     def __init__(self, device_type: str, mesh, *, mesh_dim_names: Sequence[str] | None = None, _root=None):
         kind = _DEVICE_TYPES.get(str(device_type).lower())
@@ -79,6 +80,7 @@ class DeviceMesh:
         self._key = (kind, ranks.shape, names, ranks.tobytes())
         self._hash = hash(self._key)
         self._root = _root
+        self.varies = _root is not None and (_root.varies or ranks.size < _root.mesh.size)
         self._flat: dict[str, tuple[str, ...]] = {}
         self._coordinates: dict[int, tuple[int, ...] | None] = {}
         self._groups: dict = {}
@@ -184,16 +186,16 @@ class DeviceMesh:
         axes = (axis,) if isinstance(axis, int | str) else tuple(axis)
         if len(axes) == 1 and axes[0] in self._flat:
             axes = self._flat[axes[0]]
-        axes = tuple(self.axis_index(a) for a in axes)
+        indices = tuple(self.axis_index(a) for a in axes)
         world = _world_source()
         here = None if world is None else self.coordinate_of(world.rank)
         if here is None:
             raise MeshError("For 'get_group', this process is not part of the mesh, or no process group runs.",
                             f"mesh({self.describe()})", "", "call init_device_mesh first, on every rank")
-        key = (axes, world.rank, world.backend)
+        key = (indices, world.rank, world.backend)
         group = self._groups.get(key)
         if group is None:
-            group = _group_source(self.ranks_along(axes, here), tuple(self.mesh_dim_names[a] for a in axes))
+            group = _group_source(self.ranks_along(indices, here), tuple(self.mesh_dim_names[a] for a in indices))
             self._groups[key] = group
         return group
 
@@ -248,17 +250,29 @@ class DeviceMesh:
 
     @classmethod
     def from_group(cls, group, device_type: str, mesh=None, mesh_dim_names: Sequence[str] | None = None) -> DeviceMesh:
-        """A mesh over the ranks of an existing group (or of one group per axis, with `mesh` given).
+        """A mesh over the ranks of an existing group, or of one group per axis.
 
         Args:
-            group: a `Group` (anything with `.ranks`) or a sequence of ranks; a list of groups, one per axis, needs `mesh`.
+            group: a `Group` (anything with `.ranks`), a sequence of ranks, or this process's groups, one per axis.
             device_type: as for `DeviceMesh`.
-            mesh: the grid of ranks; default: the group's ranks in order.
+            mesh: the grid of ranks; default: the group's ranks in order. Of several groups the members tell each other
+                what they see, one gather of a few numbers per further axis.
             mesh_dim_names: names of the axes.
         """
-        if mesh is None:
-            mesh = getattr(group, "ranks", group)
-        return cls(device_type, mesh, mesh_dim_names=mesh_dim_names)
+        if mesh is not None:
+            return cls(device_type, mesh, mesh_dim_names=mesh_dim_names)
+        groups = group if isinstance(group, list | tuple) and hasattr(next(iter(group), None), "ranks") else ()
+        grid = np.array(getattr(groups[0] if groups else group, "ranks", group))
+        for g in groups[1:]:  # each member has the grid of the axes before this one
+            parts = g.all_gather_object(grid.tolist())
+            if len(set(map(np.shape, parts))) > 1:
+                raise MeshError("For 'from_group', the groups make no grid.", f"across ranks {g.ranks}: {parts}",
+                                "Groups of one axis have one size.", "pass mesh=")
+            grid = np.stack(parts, -1)
+        made = cls(device_type, grid, mesh_dim_names=mesh_dim_names)
+        world = _world_source()
+        made.varies = world is not None and made.size() < world.size
+        return made
 
     # -- the default mesh -----------------------------------------------------------------------------------------
     def __enter__(self) -> DeviceMesh:
@@ -291,16 +305,3 @@ def resolve_mesh(mesh: DeviceMesh | None, who: str) -> DeviceMesh:
 def coordinates(mesh: DeviceMesh) -> Iterator[tuple[int, ...]]:
     """All coordinates of a mesh, row-major."""
     return itertools.product(*(range(s) for s in mesh.shape))
-
-
-@lru_cache(maxsize=4096)
-def chunk_bounds(size: int, parts: int) -> tuple[tuple[int, int], ...]:
-    """Start and stop of each chunk of a dim: ceil(size / parts) rows each until none are left.
-
-    Example:
-        >>> from ms_dtensor.core.mesh import chunk_bounds
-        >>> chunk_bounds(5, 4)
-        ((0, 2), (2, 4), (4, 5), (5, 5))
-    """
-    step = math.ceil(size / parts)
-    return tuple((min(i * step, size), min((i + 1) * step, size)) for i in range(parts))

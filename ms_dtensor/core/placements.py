@@ -6,11 +6,33 @@ normalised ones, and they print as they are written. Read next: `core/layout.py`
 """
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from ..errors import LayoutError
 
 REDUCE_OPS = ("sum", "avg", "max", "min", "prod")
+
+
+def longest_chunk(size, parts):
+    """Rows of the longest of `parts` chunks of `size` rows; of numbers or arrays.
+
+    Chunks of chunks need no other formula: rounding up twice is rounding up once, by the product of the parts.
+    """
+    return -(-size // parts)
+
+
+@lru_cache(maxsize=4096)
+def chunk_bounds(size: int, parts: int) -> tuple[tuple[int, int], ...]:
+    """Start and stop of each chunk of a dim: `longest_chunk` rows each until none are left.
+
+    Example:
+        >>> from ms_dtensor.core.placements import chunk_bounds
+        >>> chunk_bounds(5, 4)
+        ((0, 2), (2, 4), (4, 5), (5, 5))
+    """
+    step = longest_chunk(size, parts)
+    return tuple((min(i * step, size), min((i + 1) * step, size)) for i in range(parts))
 
 
 class Placement:
@@ -23,6 +45,7 @@ class Placement:
     """
 
     __slots__ = ()
+    _letter: str  # in case notation
     dim: int  # of a Shard
     reduce_op: str  # of a Partial
 
@@ -38,10 +61,22 @@ class Placement:
         """True for `Partial` (of this `reduce_op`, if given)."""
         return False
 
+    @staticmethod
+    def bounds(size: int, parts: int) -> tuple[tuple[int, int], ...]:
+        """Start and stop of what each of `parts` ranks holds of a dim of `size` rows; all of it, but for `Shard`."""
+        return ((0, size),) * parts
+
+    def with_dim(self, dim: int) -> Placement:
+        """Another dim, cut in the same way; itself, but for `Shard`."""
+        return self
+
 
 @dataclass(frozen=True, slots=True)
 class Shard(Placement):
     """The axis splits tensor dim `dim` in chunks: each shard has ceil(n / axis size) rows until none are left.
+
+    Another way to cut a dim is a subclass with `bounds` of its own: one chunk per rank, equal ones where they can be.
+    Op rules need not know of it, see `ops/rules/spec.py`.
 
     Args:
         dim: tensor dim; may be negative until a layout, which knows the number of dims, normalises it.
@@ -53,6 +88,8 @@ class Shard(Placement):
     """
 
     dim: int
+    _letter = "S"
+    bounds = staticmethod(chunk_bounds)
 
     def __post_init__(self):
         if isinstance(self.dim, bool) or not isinstance(self.dim, int):
@@ -65,8 +102,11 @@ class Shard(Placement):
     def is_shard(self, dim: int | None = None) -> bool:
         return dim is None or dim == self.dim
 
+    def with_dim(self, dim: int) -> Shard:
+        return replace(self, dim=dim)
+
     def __repr__(self):
-        return f"Shard({self.dim})"
+        return f"{type(self).__name__}({self.dim})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +118,8 @@ class Replicate(Placement):
         >>> Replicate().is_replicate()
         True
     """
+
+    _letter = "R"
 
     def is_replicate(self) -> bool:
         return True
@@ -103,6 +145,7 @@ class Partial(Placement):
     """
 
     reduce_op: str = "sum"
+    _letter = "P"
 
     def __post_init__(self):
         if self.reduce_op not in REDUCE_OPS:

@@ -22,19 +22,28 @@ def leaves(tree, kind: type) -> list:
     """The leaves of a kind, in order of appearance."""
     if isinstance(tree, kind):
         return [tree]
-    values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, tuple | list) else ()
-    return [leaf for v in values for leaf in leaves(v, kind)]
+    out: list = []
+    for v in tree.values() if isinstance(tree, dict) else tree:
+        if isinstance(v, kind):  # without a call: this runs at every use of a DFunction
+            out.append(v)
+        elif isinstance(v, tuple | list | dict):
+            out += leaves(v, kind)
+    return out
 
 
-def has_dtensor(values) -> bool:
-    """Whether a DTensor is among values, or in lists and tuples of them."""
-    for v in values:
+def first_dtensor(args, kwargs=None, mark: str = "_layout"):
+    """The first DTensor of a call's arguments, or in lists and tuples of them; None if there is none.
+
+    `mark` is the attribute that tells one; "_run_own_op" tells a verifier's probe, too.
+    """
+    for v in (*args, *kwargs.values()) if kwargs else args:
         if v.__class__ is tuple or v.__class__ is list:
-            if has_dtensor(v):
-                return True
-        elif getattr(v, "_layout", None) is not None:
-            return True
-    return False
+            v = first_dtensor(v, None, mark)
+            if v is not None:  # never its truth value, which would communicate
+                return v
+        elif getattr(v, mark, None) is not None:
+            return v
+    return None
 
 
 @functools.cache

@@ -9,6 +9,7 @@ instead. How operands must lie is said by a rule or by placements; their gradien
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import mindspore as ms
@@ -17,7 +18,7 @@ from mindspore import Tensor, nn
 from mindspore._c_expression import NoFallbackGuard
 from mindspore.common._grad_function import _Function
 
-from ..core.tree import argument_names, has_dtensor, map_leaves
+from ..core.tree import argument_names, first_dtensor, leaves, map_leaves
 from ..dispatch import modes
 from ..dispatch.dispatcher import call_by_rule
 from ..dispatch.operands import local_alias, recording
@@ -101,25 +102,27 @@ class DFunction:
         mode = modes.mode.get()
         if mode.check_gradients:
             checks.gradients_once(cls, args, kwargs)
-        if not (has_dtensor(args) or (kwargs and has_dtensor(kwargs.values()))):
+        if first_dtensor(args, kwargs) is None:
             return _apply_local(cls, *args, **kwargs)
+        local = functools.partial(_apply_local, cls)
         if cls._op_name is not None and cls._op_name in RULES:
             if mode.check_rules:
                 checks.rule_once(registered(cls._op_name), cls, args, kwargs)
-            return call_by_rule(cls._op_name, _local_function(cls), argument_names(cls.forward, 1), args, kwargs)
+            return call_by_rule(cls._op_name, local, argument_names(cls.forward, 1), args, kwargs)
         if cls._op_name in BY_LAYOUT:
-            return BY_LAYOUT[cls._op_name].run(f"{cls.__name__}.apply", _local_function(cls), args, kwargs)
+            return BY_LAYOUT[cls._op_name].run(f"{cls.__name__}.apply", local, args, kwargs)
         if cls.out_placements is None:
             missing = f"_op_name = {cls._op_name!r} has no registered rule" if cls._op_name else "it has no '_op_name'"
             raise OpRuleErrorForValue(
                 f"For '{cls.__name__}.apply', DTensors came, but {missing} and no 'in_placements' and 'out_placements'.",
-                ", ".join(t._layout.describe() for t in _flat((args, kwargs)) if getattr(t, "_layout", None) is not None),
+                ", ".join(t._layout.describe() for t in leaves((args, kwargs), Tensor)
+                          if getattr(t, "_layout", None) is not None),
                 "Local code says nothing about how the global op may be split.",
                 (f"register_rule({cls._op_name or cls.__name__!r}, cases)", "set in_placements and out_placements",
                  "pass x.to_local(), and wrap the results with DTensor.from_local"))
         mapping = Mapping(f"{cls.__name__}.apply", cls.out_placements, cls.in_placements, cls.in_grad_placements, None,
-                          True, _plain_attribute(cls, "out_shapes"), implicit=True)
-        return mapping.run(_local_function(cls), args, kwargs)
+                          True, _plain_attribute(cls, "out_shapes"))
+        return mapping.run(local, args, kwargs)
 
     @classmethod
     def check_gradients(cls, *args, eps: float = 1e-2, tolerance: float = 2e-2, seed: int = 0, **kwargs) -> None:
@@ -141,11 +144,6 @@ class OpRuleErrorForValue(OpRuleError, ValueError):
     """A refusal that is a ValueError too, as PyTorch's users expect."""
 
 
-@functools.cache
-def _local_function(cls):
-    return functools.partial(_apply_local, cls)
-
-
 def _plain_attribute(cls, name):
     value = cls.__dict__.get(name, getattr(cls, name))
     return value.__func__ if isinstance(value, staticmethod) else value
@@ -153,9 +151,9 @@ def _plain_attribute(cls, name):
 
 def _apply_local(cls, *args, **kwargs):
     """One rank's part, or the whole on one device."""
-    tensors = _flat(args)
+    tensors = leaves(args, Tensor)
     if kwargs:
-        tensors += _flat(kwargs)
+        tensors += leaves(kwargs, Tensor)
     invocation = _Invocation(cls, args, kwargs, len(tensors))
     with NoFallbackGuard():
         if not recording():
@@ -167,6 +165,8 @@ class _Invocation:
     """One call: its arguments with tensors taken out, and its context."""
 
     __slots__ = ("cls", "args", "kwargs", "count", "ctx", "inputs", "outputs")
+    inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor]
 
     def __init__(self, cls, args, kwargs, count):
         self.cls, self.args, self.kwargs, self.count = cls, args, kwargs, count
@@ -192,7 +192,7 @@ class _Invocation:
         out = self.cls.backward(self.ctx, *grads)
         out = list(out) if isinstance(out, tuple | list) else [out]
         arguments = [*self.args, *self.kwargs.values()]
-        short = len(out) < len(arguments) and not _flat(arguments[len(out):])
+        short = len(out) < len(arguments) and not leaves(arguments[len(out):], Tensor)
         extra = len(out) > len(arguments) and all(g is None for g in out[len(arguments):])
         if len(out) != len(arguments) and not short and not extra:
             raise OpRuleError(f"For '{self.cls.__name__}.backward', {len(out)} gradients came for {len(arguments)} "
@@ -278,16 +278,6 @@ def _zeros(x):
     return ms.ops.zeros(tuple(x.shape), x.dtype)
 
 
-def _flat(tree) -> list:
-    out: list = []
-    for v in tree.values() if isinstance(tree, dict) else tree:
-        if isinstance(v, Tensor):
-            out.append(v)
-        elif isinstance(v, tuple | list | dict):
-            out += _flat(v)
-    return out
-
-
 def _refill(value, tensors):
     return map_leaves(lambda _: next(tensors), value, Tensor)
 
@@ -295,7 +285,7 @@ def _refill(value, tensors):
 def check_gradients(cls, args, kwargs, eps, tolerance, seed) -> None:
     """See `DFunction.check_gradients`."""
     rng = np.random.default_rng(seed)
-    tensors = [Tensor(t.asnumpy()) for t in _flat((args, kwargs))]
+    tensors = [Tensor(t.asnumpy()) for t in leaves((args, kwargs), Tensor)]
     wrt = [i for i, t in enumerate(tensors) if t.asnumpy().dtype.kind == "f"]
 
     def results(xs):
@@ -312,7 +302,10 @@ def check_gradients(cls, args, kwargs, eps, tolerance, seed) -> None:
             xs[i] = x
         return sum((r * Tensor(w)).sum() for r, w in zip(results(xs), weights) if w is not None)
 
+    if not wrt:
+        return
     grads = ms.grad(weighted, tuple(range(len(wrt))))(*(tensors[i] for i in wrt))
+    grads = grads if isinstance(grads, tuple) else (grads,)  # MindSpore unpacks a tuple of one
     for k, i in enumerate(wrt):
         x, g = tensors[i].asnumpy(), grads[k].asnumpy()
         for _ in range(4):

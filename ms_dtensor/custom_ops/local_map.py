@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """`local_map`: a function of local tensors as a function of DTensors; the way out where no rule fits.
 
-The caller says how inputs must lie and what the results are; everything else follows. Which face a replicated input
-shows is read off these placements as off a rule's case: on an axis where any input or result is `Shard` or `Partial`,
+The caller says how inputs must lie and what the results are; everything else follows. Where a replicated input
+is varying is read off these placements as off a rule's case: on an axis where any input or result is `Shard` or `Partial`
 ranks do different work with it, so its cotangents are summands. Invariant: a result's global shape is either given, or
 implied by inputs whose shards are all alike, or compared across ranks; it is never guessed from one uneven shard.
 """
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -17,12 +17,13 @@ from mindspore import Parameter, Tensor
 
 from .. import comm
 from ..core.layout import Layout, known_layout
-from ..core.mesh import DeviceMesh
-from ..core.placements import PARTIAL, Placement
-from ..dispatch import modes, patches
+from ..core.mesh import DeviceMesh, coordinates
+from ..core.placements import Placement
+from ..dispatch import modes, patches, policy
 from ..dispatch.dispatcher import plain_tree
 from ..dispatch.operands import as_local, dtype_name, recording, redistribute_operand, reduce_nonlinear, wrap
-from ..errors import ImplicitCommError, LayoutError, MixedOperandError
+from ..errors import LayoutError, MixedOperandError
+from ..tensor.replicas import compare_replicas
 
 
 def local_map(fn: Callable | None = None, out_placements=None, in_placements=None, *, in_grad_placements=None,
@@ -40,13 +41,16 @@ def local_map(fn: Callable | None = None, out_placements=None, in_placements=Non
         device_mesh: of the results; default the inputs' mesh.
         redistribute_inputs: move inputs that lie otherwise than `in_placements` says; else they are refused.
         out_shapes: global shape of each result (a tuple of shapes, or a function of the inputs' global shapes). Only
-            needed to spare the comparison across ranks when shards are uneven.
+            needed where shards are uneven: without it ranks compare their results' shapes, which communicates.
 
     Returns:
         The function. If no argument is a DTensor it calls `fn` and returns what it returned.
 
     Raises:
-        LayoutError: inputs that do not lie as `in_placements` says, results that are not shards of one tensor.
+        LayoutError: inputs that do not lie as `in_placements` says, results that are not shards of one tensor; inside
+            `debug.checks()` also results that claim to be replicated and differ from rank to rank.
+        ImplicitCommError: the redistribution policy is "explicit", and an input would be moved, shapes compared, or a
+            result that is no sum reduced under autograd. `fn` is not called.
 
     Example:
         >>> import mindspore as ms, ms_dtensor as md
@@ -76,16 +80,27 @@ def local_map(fn: Callable | None = None, out_placements=None, in_placements=Non
 class Mapping:
     """One declaration of how a local function's inputs and results lie; `run` applies it to a call.
 
-    What it means for inputs of given layouts is worked out once.
+    What it means for inputs of given layouts is worked out once. Arguments after `who`, which names the function in
+    messages, are those of `local_map`.
     """
 
     def __init__(self, who, out_placements, in_placements=None, in_grad_placements=None, device_mesh=None,
-                 redistribute_inputs=False, out_shapes=None, implicit=False):
+                 redistribute_inputs=False, out_shapes=None):
         self.who, self.outs, self.ins, self.grads = who, out_placements, in_placements, in_grad_placements
-        self.mesh, self.redistribute, self.shapes, self.implicit = device_mesh, redistribute_inputs, out_shapes, implicit
+        self.mesh, self.redistribute, self.shapes = device_mesh, redistribute_inputs, out_shapes
         self._known: dict[tuple, tuple] = {}
 
     def run(self, fn, args: tuple, kwargs: dict):
+        """One call: inputs are moved and shown as local tensors, `fn` runs, its results become DTensors.
+
+        Everything that inputs alone can tell is refused before any of them is moved. Without a DTensor among the
+        arguments, and inside `SkipDTensorDispatch`, this is a plain call of `fn`.
+
+        Args:
+            fn: the local function.
+            args: positional arguments; `in_placements` counts these.
+            kwargs: keyword arguments; DTensors among them are taken as they lie.
+        """
         found = [a for a in (*args, *kwargs.values()) if _layout(a) is not None]
         if not found:
             return fn(*args, **kwargs)
@@ -99,12 +114,13 @@ class Mapping:
                 self._known.clear()
             self._known[key] = self._work_out(found, args, named)
         mesh, targets, outs, own, cotangents = self._known[key]
-        self._check_moves(args, targets, mode)
-        moved_args = [x if t is None else as_local(in_layout(x, t), c) for x, t, c in zip(args, targets, cotangents)]
-        moved_kwargs = {k: v if named[k] is None else as_local(v, varying_cotangent(named[k], own))
+        layouts = [t for t in (*targets, *named.values()) if t is not None]
+        if mode.policy != "auto" or mode.no_gather:
+            self._ask(args, targets, outs[0], layouts, self.mesh or mesh)
+        moved_args = [x if t is None else as_local(self._moved(x, t), c) for x, t, c in zip(args, targets, cotangents)]
+        moved_kwargs = {k: v if named[k] is None else as_local(v, named[k].gradient(own))
                         for k, v in kwargs.items()}
         result = fn(*moved_args, **moved_kwargs)
-        layouts = [t for t in (*targets, *named.values()) if t is not None]
         return self._wrap(result, outs, self.mesh or mesh, layouts)
 
     def _work_out(self, found, args, named):
@@ -144,7 +160,7 @@ class Mapping:
                 raise LayoutError(f"For '{self.who}', argument {i} is a DTensor, but 'in_placements' has None there.",
                                   layout.describe(), "", f"write {list(layout.placements)}")
             target = None if layout is None else self._target(i, layout, entry)
-            if target is not layout and not self.redistribute:
+            if target is not None and target is not layout and not self.redistribute:
                 raise LayoutError(f"For '{self.who}', argument {i} does not lie as 'in_placements' says.",
                                   f"{layout.describe()}, wanted {target}", "'redistribute_inputs' is off.",
                                   (f".redistribute(placements={list(target.placements)})", "redistribute_inputs=True"))
@@ -174,7 +190,7 @@ class Mapping:
             raise LayoutError(f"For '{self.who}', 'in_grad_placements' has {len(given)} entries for {len(targets)} "
                               "arguments.", "", "There is one entry per positional argument.",
                               "write None for plain arguments")
-        return [None if t is None else varying_cotangent(t, own) if g is None else t.with_placements(g)
+        return [None if t is None else t.gradient(own) if g is None else t.with_placements(g)
                 for t, g in zip(targets, given)]
 
     def _varying_axes(self, targets, outs, mesh) -> tuple[int, ...]:
@@ -184,14 +200,26 @@ class Mapping:
             placed += [_expanded(o, mesh) for o in outs[0] if o is not None]
         return tuple(a for a in range(mesh.ndim) if any(not p[a].is_replicate() for p in placed))
 
-    def _check_moves(self, args, targets, mode) -> None:
-        if not self.implicit or mode.policy != "explicit":
-            return
+    def _ask(self, args, targets, entries, layouts, mesh) -> None:
+        """The redistribution policy about all that a call is going to communicate by itself."""
         for i, (x, t) in enumerate(zip(args, targets)):
-            if t is not None and t is not _layout(x):
-                raise ImplicitCommError(f"For '{self.who}', argument {i} has to be moved first.",
-                                        f"{_layout(x).describe()} -> {t}", "The redistribution policy is 'explicit'.",
-                                        f"insert .redistribute(placements={list(t.placements)})")
+            if t is not None:
+                policy.check_move(self.who, _layout(x), t, f"argument {i}")
+        on = "\n".join(x.describe() for x in layouts)
+        placed = [_expanded(e, mesh) for e in entries if e is not None]
+        if placed and not self._shapes_are_told(layouts):
+            policy.check(self.who, "ranks have to compare the shapes of their results", on,
+                         ("pass out_shapes=, the results' global shapes", "pad the inputs to a multiple of the axis size"),
+                         "Shards of the inputs are uneven, so no rank knows the others' results.")
+        odd = {mesh.mesh_dim_names[a] for p in placed for a, q in enumerate(p)
+               if q.is_partial() and not q.is_partial("sum") and mesh.shape[a] > 1}
+        if odd and recording():
+            policy.check(self.who, f"a result has to be reduced over {', '.join(sorted(odd))}", on,
+                         ("reduce it in the function, and say Replicate() of it", "return a Partial() sum"),
+                         "Under autograd only sums may stay partial.")
+
+    def _moved(self, x, target: Layout):
+        return x if x._layout is target else redistribute_operand(x, target, recording(), self.who)
 
     # -- results ------------------------------------------------------------------------------------------------------
     def _wrap(self, result, outs, mesh, layouts):
@@ -210,15 +238,20 @@ class Mapping:
                                   "The function works on local tensors.", "return .to_local(), or write None there")
         placed = [(i, r) for i, r in enumerate(results) if entries[i] is not None]
         shapes = self._global_shapes([(entries[i], r) for i, r in placed], mesh, layouts)
+        drafts = []
         for (i, r), shape in zip(placed, shapes):
             draft = known_layout(mesh, entries[i], tuple(shape), dtype_name(r.dtype))
             if mesh.get_coordinate() is not None and draft.local_shape() != tuple(r._shape):
                 raise LayoutError(f"For '{self.who}', result {i} has local shape {list(r._shape)}, not its shard's.",
                                   draft.describe(), f"Its shard there is {list(draft.local_shape())}.",
                                   "correct 'out_shapes'")
+            drafts.append(draft)
+        if drafts and modes.mode.get().check_rules:
+            compare_replicas(self.who, [f"result {i}" for i, _ in placed], [r for _, r in placed], drafts)
+        for (i, r), draft in zip(placed, drafts):
             if isinstance(r, Parameter):
                 r = r.view(r._shape)
-            results[i] = reduce_nonlinear(wrap(r, draft), recording())
+            results[i] = reduce_nonlinear(wrap(r, draft), recording(), self.who)
         patches.install()
         return results[0] if single else type(result)(results)
 
@@ -228,14 +261,13 @@ class Mapping:
             shapes = list(shapes)
             return [shapes] if shapes and isinstance(shapes[0], int) or (placed and not shapes) else shapes
         drafts = [Layout(mesh, entry, tuple(r._shape), dtype_name(r.dtype)) for entry, r in placed]
-        if all(evenly(x) for x in layouts):
+        if not drafts or self._shapes_are_told(layouts):
             return [[n * d.divisor(i) for i, n in enumerate(d.shape)] for d in drafts]
         return _compared(self.who, drafts, mesh)
 
-
-def evenly(layout: Layout) -> bool:
-    """Whether all ranks hold shards of one shape."""
-    return all(n % layout.divisor(d) == 0 for d, n in enumerate(layout.shape))
+    def _shapes_are_told(self, layouts) -> bool:
+        """Whether the results' global shapes need no comparison: they are given, or all shards of each input alike."""
+        return self.shapes is not None or all(n % x.divisor(d) == 0 for x in layouts for d, n in enumerate(x.shape))
 
 
 def _compared(who: str, drafts, mesh: DeviceMesh):
@@ -246,7 +278,7 @@ def _compared(who: str, drafts, mesh: DeviceMesh):
                           "Input shards are uneven.", "pass out_shapes=")
     with comm.annotate(implicit=True, src=f"{who} local shapes", dst="global shapes"):
         everyone = mesh.get_group().all_gather_object([d.shape for d in drafts])
-    of = {mesh.coordinate_of(rank): shapes for rank, shapes in zip(mesh.rank_list, everyone)}
+    of = dict(zip(coordinates(mesh), everyone))
     out = []
     for j, draft in enumerate(drafts):
         shape = []
@@ -262,19 +294,6 @@ def _compared(who: str, drafts, mesh: DeviceMesh):
                               ("pad the inputs to a multiple of the axis size", "redistribute them to Replicate"))
         out.append(shape)
     return out
-
-
-def varying_cotangent(layout: Layout, own: Sequence[int]) -> Layout:
-    """The cotangent layout of a value with which ranks do work of their own on the axes `own`."""
-    gradient = layout.gradient()
-    placements = [PARTIAL if a in own and layout.placements[a].is_replicate() else p
-                  for a, p in enumerate(gradient.placements)]
-    return gradient.with_placements(placements, gradient.order)
-
-
-def in_layout(x, target: Layout):
-    """`x` in that layout, as dispatch would move an operand."""
-    return x if x._layout is target else redistribute_operand(x, target, recording())
 
 
 def _layout(x) -> Any:

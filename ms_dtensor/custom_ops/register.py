@@ -11,9 +11,10 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from ..core.placements import Partial, Placement, Shard
-from ..core.tree import argument_names, has_dtensor
+from ..core.tree import argument_names, first_dtensor
 from ..dispatch import modes
 from ..dispatch.dispatcher import call_by_rule, clear_cache
 from ..dispatch.operands import local_alias, recording
@@ -118,10 +119,10 @@ class Registration:
     def __init__(self, op: str, rule: Callable[[Call], OpSpec], params: tuple[str, ...]):
         self.op, self.rule, self.params = op, rule, params
         self.shapes: str | None = None
-        self._before = None
+        self._before: list[tuple[dict, Any]] = []
 
     def _install(self) -> None:
-        self._before = (RULES.get(self.op), PRIMITIVES.get(self.op), _registered.get(self.op))
+        self._before = [(table, table.get(self.op)) for table in (RULES, PRIMITIVES, _registered)]
         RULES[self.op], PRIMITIVES[self.op], _registered[self.op] = self.rule, (self.op, self.params), self
         clear_cache()
 
@@ -129,7 +130,7 @@ class Registration:
         """Ends it; does nothing the second time."""
         if _registered.get(self.op) is not self:
             return
-        for table, value in zip((RULES, PRIMITIVES, _registered), self._before):
+        for table, value in self._before:
             if value is None:
                 del table[self.op]
             else:
@@ -152,12 +153,12 @@ class Registration:
 
         @functools.wraps(fn)
         def op(*args, **kwargs):
-            if not (has_dtensor(args) or (kwargs and has_dtensor(kwargs.values()))):
+            if first_dtensor(args, kwargs) is None:
                 return fn(*args, **kwargs)
             if modes.mode.get().check_rules:
                 checks.rule_once(self, op, args, kwargs)
             return call_by_rule(self.op, local, names, args, kwargs)
-        op.registration = self
+        vars(op)["registration"] = self
         if modes.mode.get().check_rules and self.shapes is not None:
             checks.by_names(self, op, self.shapes)
         return op
@@ -236,14 +237,14 @@ def _fitted(case: Case, call: Call, shapes) -> Case | None:
         if p.is_shard():
             if not -o.ndim <= p.dim < o.ndim:
                 return None
-            p = Shard(p.dim % o.ndim)
+            p = p.with_dim(p.dim % o.ndim)
             extents.append((o.index, p.dim, o.shape[p.dim]))
         ins.append(p)
     for p, shape in zip(case.outs, shapes):
         if p.is_shard() and shape is not None:
             if not -len(shape) <= p.dim < len(shape):
                 return None
-            p = Shard(p.dim % len(shape))
+            p = p.with_dim(p.dim % len(shape))
         outs.append(p)
     if any(extent == 1 for _, _, extent in extents):  # a dim that broadcasts has nothing to split
         return None
@@ -267,7 +268,8 @@ def parse_cases(text: str) -> tuple[Case, ...]:
             sides = bare.split("->")
             if len(sides) != 2:
                 raise _unreadable(line, "There is one '->' per line.")
-            cases.append(Case(*(tuple(_placement(t, line) for t in side.split(",")) for side in sides)))
+            ins, outs = (tuple(_placement(t, line) for t in side.split(",")) for side in sides)
+            cases.append(Case(ins, outs))
     return tuple(cases)
 
 

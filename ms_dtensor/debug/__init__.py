@@ -6,15 +6,22 @@ Nothing here communicates, and nothing runs unless asked for. Read next: `comm_m
 from __future__ import annotations
 
 import importlib
+from typing import TYPE_CHECKING
 
 _HOME = {"CommDebugMode": ".comm_mode", "cache_info": ".caches", "checks": "..dispatch.modes", "explain": ".plans",
          "visualize_sharding": ".visualize"}
 __all__ = ["CommDebugMode", "cache_info", "checks", "explain", "visualize_sharding"]
 
-
-def __getattr__(name: str):
-    if name not in _HOME:
-        raise AttributeError(f"module 'ms_dtensor.debug' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME[name], __name__), name)
-    globals()[name] = value
-    return value
+if TYPE_CHECKING:
+    from ..dispatch.modes import checks
+    from .caches import cache_info
+    from .comm_mode import CommDebugMode
+    from .plans import explain
+    from .visualize import visualize_sharding
+else:
+    def __getattr__(name: str):
+        if name not in _HOME:
+            raise AttributeError(f"module 'ms_dtensor.debug' has no attribute {name!r}")
+        value = getattr(importlib.import_module(_HOME[name], __name__), name)
+        globals()[name] = value
+        return value

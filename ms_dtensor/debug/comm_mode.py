@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -129,7 +129,7 @@ def chrome_trace(events: Iterable[CommEvent], rank: int = 0) -> dict:
 
 
 # -- text ------------------------------------------------------------------------------------------------------------
-def columns(rows: list[tuple[str, ...]], right: tuple[int, ...] = ()) -> str:
+def columns(rows: Sequence[tuple[str, ...]], right: tuple[int, ...] = ()) -> str:
     """Rows as aligned text; columns that are empty throughout are left out."""
     used = [i for i in range(len(rows[0])) if any(r[i] for r in rows)]
     wide = {i: max(len(r[i]) for r in rows) for i in used}

@@ -101,7 +101,8 @@ def _ratio(ours: float, other: float) -> str:
 
 def naive(src: Layout, dst: Layout) -> tuple[Move, ...]:
     """The way everybody knows: reduce and gather until every rank holds all, then cut."""
-    out, at = [], src
+    out: list[Move] = []
+    at = src
     kept = {a for a in dst.partial_axes if src.mesh == dst.mesh}
 
     def step(kind, axes, placements, order, src_dim=None, dst_dim=None, op=None):
@@ -113,8 +114,8 @@ def naive(src: Layout, dst: Layout) -> tuple[Move, ...]:
     def without(axes):
         return [REPLICATE if a in axes else p for a, p in enumerate(at.placements)]
     for op in dict.fromkeys(src.placements[a].reduce_op for a in src.partial_axes if a not in kept):
-        axes = [a for a in src.partial_axes if src.placements[a].reduce_op == op and a not in kept]
-        step("all_reduce", axes, without(axes), at.order, op=op)
+        reduced = [a for a in src.partial_axes if src.placements[a].reduce_op == op and a not in kept]
+        step("all_reduce", reduced, without(reduced), at.order, op=op)
     for d, axes in enumerate(src.dim_axes):
         if axes:
             step("all_gather", axes, without(axes), at.order, src_dim=d)
@@ -135,7 +136,7 @@ def _peak(moves: Sequence[Move]) -> int:
     return max(_bytes(layout) for m in moves for layout in (m.src, m.dst))
 
 
-def _strip(title: str, moves: Sequence[Move], model: CostModel) -> list[str]:
+def _strip(title: str, moves: tuple[Move, ...], model: CostModel) -> list[str]:
     rows = [(title, "holds", "sends", "cost")]
     for move in moves:
         rows.append((f"  {move.src}", _holds(move.src), "", ""))

@@ -16,7 +16,6 @@ import mindspore as ms
 from mindspore import mint, ops
 
 from ..core.layout import Layout
-from ..core.placements import REPLICATE
 from ..ops.local import cpu_math
 from ..ops.local.composites import batch_norm, nll_loss
 from ..ops.rules.loss import reduction_of
@@ -44,8 +43,7 @@ def _reduce_partial(x):
     layout = getattr(x, "_layout", None)
     if layout is None or not layout.partial_axes:
         return x
-    placed = [REPLICATE if p.is_partial() else p for p in layout.placements]
-    return redistribute(x, layout.with_placements(placed, layout.order), implicit=True)
+    return redistribute(x, layout.reduced(), implicit="a composed op")
 
 
 def _floating(x):
@@ -82,16 +80,24 @@ def logsumexp(name, input, dim, keepdim=False, **_):
     return cpu_math.logsumexp(input, dim, keepdim, _reduce_partial)
 
 
-def _shifted(x, dim):
-    """`x` minus its maximum along `dim`, which carries no gradient."""
-    return x - ops.stop_gradient(_reduce_partial(mint.amax(x, dim, keepdim=True)))
+def _top(x, dim):
+    """The maximum of `x` along `dim`, which carries no gradient."""
+    return _reduce_partial(mint.amax(ops.stop_gradient(x), dim, keepdim=True))
 
 
 def softmax(name, input, dim=-1, **_):
-    """`Softmax` over a sharded dim: only the maxima and the sums travel."""
+    """`Softmax` over a sharded dim: only the maxima and the sums travel.
+
+    Of a row of -inf one device makes zeros in float32 over the last dim, and NaN elsewhere.
+    """
     dims = dims_of(dim, len(input.shape))
-    e = mint.exp(_shifted(input, dims))
-    return e / _reduce_partial(mint.sum(e, dims, keepdim=True))
+    top, dead = _top(input, dims), None
+    if dims == (len(input.shape) - 1,) and input.dtype in (ms.float32, ms.bfloat16):
+        dead = top == float("-inf")
+        top = top.masked_fill(dead, 0.0)
+    e = mint.exp(input - top)
+    total = _reduce_partial(mint.sum(e, dims, keepdim=True))
+    return e / (total if dead is None else total.masked_fill(dead, 1.0))
 
 
 def log_softmax(name, input, dim=-1, dtype=None, **_):
@@ -99,7 +105,7 @@ def log_softmax(name, input, dim=-1, dtype=None, **_):
     x = input if dtype is None else input.astype(cpu_math.as_dtype(dtype))
     if dim is None:
         dim = 0 if len(x.shape) in (1, 3) else 1
-    off = _shifted(x, (dim,))
+    off = x - _top(x, (dim,))
     return off - mint.log(_reduce_partial(mint.sum(mint.exp(off), (dim,), keepdim=True)))
 
 

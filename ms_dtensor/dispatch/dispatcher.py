@@ -2,12 +2,13 @@
 """The one hot path: op call -> cached plan -> local op -> DTensor.
 
 A call's key is its op name, the interned layouts of its DTensors and its static arguments. The plan behind the key
-(`planner.py` builds it, `op_plan.py` runs it) says which operands move where, in which layout each expects its cotangent
-(`operands.py`), and how results are wrapped. Invariant: no op ever reaches local data without a rule having said so, and
-nothing is communicated before every check has passed.
+(`planner.py` builds it; `cached.py` runs it, in full by `op_plan.py`) says which operands move where, in which layout
+each expects its cotangent, and how results are wrapped. Invariant: no op ever reaches local data without a rule having
+said so, and nothing is communicated before every check has passed.
 """
 from __future__ import annotations
 
+import logging
 from operator import is_
 from typing import Any
 
@@ -19,10 +20,13 @@ from ..comm.world import pretended
 from ..core.tree import map_leaves
 from ..ops.rules.names import PRIMITIVES
 from . import modes
+from .cached import CachedCall
 from .classes import ATOM, KINDS, LIST, OURS
+from .op_call import OpCall, attributes
 from .operands import as_local
-from .planner import attributes, bind_arguments, build_plan, plan_for, plan_own
+from .planner import build_plan, plan_by_rule, plan_own, plan_write
 
+_log = logging.getLogger("ms_dtensor")
 _LIMIT = 16384
 _cache: dict = {}
 _primitives: dict = {}  # id -> (primitive, what its attributes were, their part of a key)
@@ -34,9 +38,9 @@ _primitive_class = ops.Primitive
 
 def dispatch(self, func, args=(), kwargs=None):
     """`DTensor.__fallback__`: MindSpore's op `func` called with at least one DTensor somewhere."""
-    head = None
+    primitive = None
     if len(args) == 3 and args[1].__class__ is str and isinstance(args[0], _primitive_class):
-        head, args = args[:2], args[2]
+        primitive, _, args = args
     tensors: list = []
     key: Any = [func.name]
     mode = _mode()
@@ -45,8 +49,10 @@ def dispatch(self, func, args=(), kwargs=None):
             for a in args:
                 getattr(a, "_layout", None)  # waits, if its data are under way
             with NoFallbackGuard():  # the DTensors themselves: an alias of a Parameter would cut its gradient
-                return func(*args, **(kwargs or {})) if head is None else func(*head, args)
+                return OpCall(func, primitive, args, kwargs, tensors).compute(*args, **(kwargs or {}))
         key.append(mode.implicit_replication)
+        if mode.higher_order:
+            key.append(tuple(getattr(a, "_requires_grad", None) for a in args))
     for a in args:  # the commonest arguments without a call: this loop is most of what dispatch costs
         kind = KINDS.get(a.__class__)
         if kind is OURS:
@@ -61,8 +67,8 @@ def dispatch(self, func, args=(), kwargs=None):
         for name, a in kwargs.items():
             key.append(name)
             _part(a, key, tensors)
-    if head is not None:
-        key.append(_attribute_key(head[0]))
+    if primitive is not None:
+        key.append(_attribute_key(primitive))
     if _pretended() is not None:
         key.append(world_key())
     key = tuple(key)
@@ -70,24 +76,33 @@ def dispatch(self, func, args=(), kwargs=None):
     if plan is None:
         if func.name == "typeof":  # asked by Python code inside MindSpore; it computes nothing
             with NoFallbackGuard():
-                return func(*args, **(kwargs or {})) if head is None else func(*head, args)
-        plan = _remember(key, build_plan(func.name, args, kwargs or {}, tensors, mode, head))
-    return plan.run(func, head, args, kwargs, tensors, mode)
+                return OpCall(func, primitive, args, kwargs, tensors).compute(*args, **(kwargs or {}))
+        plan = _remember(key, build_plan(func.name, OpCall(func, primitive, args, kwargs, tensors), mode))
+    return plan.run(func, primitive, args, kwargs, tensors)
 
 
 def call(op: str, **arguments):
-    """Runs a canonical op of our own (a rule and an entry in `local_ops`) on DTensors."""
+    """Runs a canonical op of our own (a rule and an entry in `LOCAL_OPS`) on DTensors."""
+    return _call(plan_own, op, arguments)
+
+
+def write(op: str, **arguments):
+    """Runs a canonical op (a rule and an entry in `WRITES`) and puts the result into its first argument."""
+    return _call(plan_write, op, arguments)
+
+
+def _call(build, op: str, arguments: dict):
     tensors: list = []
     mode = _mode()
-    key: Any = ["@" + op, world_key(), mode.implicit_replication]
+    key: Any = [build, op, world_key(), mode.implicit_replication, mode.higher_order]
     for name, a in arguments.items():
         key.append(name)
         _part(a, key, tensors)
     key = tuple(key)
     plan = _cache.get(key)
     if plan is None:
-        plan = _remember(key, plan_own(op, arguments, tensors, mode))
-    return plan.run(None, None, (), None, tensors, mode)
+        plan = _remember(key, build(op, arguments, tensors, mode))
+    return plan.run(None, None, (), None, tensors)
 
 
 def call_by_rule(op: str, func, names: tuple[str, ...], args: tuple, kwargs: dict):
@@ -101,12 +116,14 @@ def call_by_rule(op: str, func, names: tuple[str, ...], args: tuple, kwargs: dic
         kwargs: keyword arguments.
     """
     tensors: list = []
-    key: Any = ["@rule", op]
+    key: Any = [plan_by_rule, op]
     mode = _mode()
     if mode is not _DEFAULT:
         if mode.skip and not _kept(op, mode.no_skip):
             return func(*plain_tree(args), **plain_tree(kwargs))
         key.append(mode.implicit_replication)
+        if mode.higher_order:
+            key.append(tuple(getattr(a, "_requires_grad", None) for a in args))
     for a in args:  # as in `dispatch`
         kind = KINDS.get(a.__class__)
         if kind is OURS:
@@ -127,17 +144,19 @@ def call_by_rule(op: str, func, names: tuple[str, ...], args: tuple, kwargs: dic
     plan = _cache.get(key)
     if plan is None:
         known = (*names, *(k for k in kwargs if k not in names))
-        plan = _remember(key, plan_for(op, bind_arguments(op, known, args, kwargs), tensors, mode))
-    return plan.run(func, None, args, kwargs, tensors, mode)
+        plan = _remember(key, plan_by_rule(op, known, OpCall(func, None, args, kwargs, tensors), mode))
+    return plan.run(func, None, args, kwargs, tensors)
 
 
-def _remember(key, plan):
+def _remember(key, plan) -> CachedCall:
     global _made
     _made += 1
     if len(_cache) >= _LIMIT:
         clear_cache()
-    _cache[key] = plan
-    return plan
+    _cache[key] = cached = CachedCall(plan)
+    if _log.isEnabledFor(logging.DEBUG):
+        _log.debug("cache miss %d: made a plan for %s", _made, key)
+    return cached
 
 
 def clear_cache() -> None:

@@ -11,9 +11,7 @@ Under autograd the write is a recorded `copy_`, which MindSpore guards with a ve
 """
 from __future__ import annotations
 
-import itertools
 import math
-import weakref
 
 import mindspore as ms
 import numpy as np
@@ -22,69 +20,7 @@ from mindspore._c_expression import NoFallbackGuard
 
 from ..errors import MixedOperandError, OpRuleError
 from .operands import wrap
-
-_MEMOS = ("_with_cotangent", "_moves", "_source", "_viewed")
-
-
-# -- views ----------------------------------------------------------------------------------------------------------
-
-
-_numbers = itertools.count()
-
-
-def link(source, result, shares: bool, native: bool) -> None:
-    """Remembers that `result` is on one device a view of `source`.
-
-    What is kept as `_kin` is (weak references to all views of one tensor; a token of those that share storage by what was
-    planned, the same on every rank; whether only MindSpore's own ops led here; numbers of its ancestors and itself).
-
-    Args:
-        source: the DTensor that was viewed.
-        result: the view, or a tuple of views.
-        shares: by what was planned the storage is the source's.
-        native: MindSpore's own op ran, so what is no view here is none on one device either.
-    """
-    if result.__class__ in (tuple, list):
-        for r in result:
-            link(source, r, shares, native)
-        return
-    attributes = source.__dict__
-    kin = attributes.get("_kin")
-    if kin is None:
-        if result is source or attributes.get("_layout") is None:
-            return
-        kin = attributes["_kin"] = [weakref.ref(source)], object(), True, (next(_numbers),)
-    family, group, only_native, line = kin
-    if not len(family) & 31:
-        family[:] = [ref for ref in family if ref() is not None]
-    family.append(weakref.ref(result))
-    result._kin = family, group if shares else object(), native and only_native, (*line, next(_numbers))
-
-
-def _storage(x) -> int:
-    return Tensor.untyped_storage(x).data_ptr()
-
-
-def _relatives(x):
-    """(tensor, shares storage) of the living tensors that are views of `x` or that `x` is a view of."""
-    family, group, native, line = x.__dict__.get("_kin") or ((), None, True, ())
-    for ref in family:
-        other = ref()
-        if other is None or other is x:
-            continue
-        _, its_group, its_native, its_line = other.__dict__["_kin"]
-        short = min(len(line), len(its_line))
-        if line[:short] != its_line[:short]:  # neither is a view of the other
-            continue
-        shared = group is its_group
-        if shared and math.prod(x._shape) and math.prod(other._shape) and _storage(x) != _storage(other):
-            if native and its_native:
-                continue
-            shared = False
-        yield other, shared
-
-
-# -- writing --------------------------------------------------------------------------------------------------------
+from .views import relatives_of
 
 
 def check_writable(x, op: str, recording: bool) -> None:
@@ -99,7 +35,7 @@ def check_writable(x, op: str, recording: bool) -> None:
                                 f"plain {type(x).__name__}{list(x._shape)}", "It would hold this rank's shard only.",
                                 ("distribute_tensor(x, device_mesh, placements) first",
                                  "x.copy_(value.to_local()), on purpose"))
-    relatives = list(_relatives(x))
+    relatives = list(relatives_of(x))
     for other, shared in relatives:
         if not shared:
             raise OpRuleError(f"For in-place '{op}', the target is a view on one device, but a copy here.",
@@ -136,9 +72,9 @@ def store(x, new, recording: bool) -> None:
             raise OpRuleError("For an in-place op, the target's local storage is a part of another's.",
                               x._layout.describe(), "MindSpore's recorded copy loses such writes on CPU.",
                               "x = x.clone() first")
-    for other in (x, *(o for o, _ in _relatives(x))):
-        for memo in _MEMOS:
-            other.__dict__.pop(memo, None)
+    for other in (x, *(o for o, _ in relatives_of(x))):
+        if other._memo is not None:
+            other._memo.forget_values()
 
 
 def _owns_storage(x) -> bool:
@@ -149,7 +85,7 @@ def _owns_storage(x) -> bool:
 
 def _write_strided(x, local) -> None:
     """Writes a view through the memory of what it is a view of."""
-    for other, _ in _relatives(x):
+    for other, _ in relatives_of(x):
         if not _owns_storage(other):
             continue
         memory = Tensor._make_subclass(Tensor, other).asnumpy().reshape(-1)
@@ -162,7 +98,7 @@ def _write_strided(x, local) -> None:
         at = Tensor.storage_offset(x) - Tensor.storage_offset(other)
         np.lib.stride_tricks.as_strided(memory[at:], shape, [s * memory.itemsize for s in strides])[...] = local.asnumpy()
         return
-    if any(_relatives(x)):
+    if any(relatives_of(x)):
         raise OpRuleError("For an in-place op, the target's local storage is strided.", x._layout.describe(),
                           "MindSpore loses such writes on CPU.", "x = x.clone() first")
     Tensor.assign_value(x, local.contiguous())  # nobody else can see the old storage

@@ -30,6 +30,7 @@ class Mode(NamedTuple):
     skip: bool = False
     no_skip: frozenset[str] = frozenset()
     implicit_replication: bool = False
+    higher_order: bool = False  # a derivative of a gradient may be asked for
     policy: str = "auto"
     no_gather: bool = False
     check_rules: bool = False
@@ -84,11 +85,14 @@ class implicit_replication(_Block):  # noqa: N801  PyTorch's name
 
 
 class redistribution_policy(_Block):  # noqa: N801  reads like the function it stands beside
-    """What an op does that needs its operands moved: "auto" records, "warn" warns, "explicit" refuses.
+    """What happens to communication that nobody wrote: "auto" records it, "warn" warns of it, "explicit" refuses it.
+
+    That is an op whose operands have to be moved, or whose result (a maximum under autograd) has to be reduced; `item`,
+    `float`, `bool` ... of what is not replicated; `local_map` that moves inputs or compares shapes; `set_data`.
 
     Args:
-        policy: "auto", "warn" (once per call site) or "explicit" (raises `ImplicitCommError` that names the
-            `redistribute()` call to insert).
+        policy: "auto", "warn" (once per call, at the caller's file and line) or "explicit" (raises `ImplicitCommError`
+            that names the `redistribute()` call to insert, before anything is sent).
 
     Raises:
         ConfigError: another name.
@@ -115,7 +119,8 @@ class checks(_Block):  # noqa: N801  reads like the function it stands beside
     Args:
         rules: a rule given to `register_rule` is verified against the whole op, forward and backward: at registration
             with `verify=`, when a function is decorated if `shapes` is text, else before the first call of each
-            signature. A wrong one raises `OpRuleError`.
+            signature. A wrong one raises `OpRuleError`. And what `from_local` is given, or a function in `local_map`
+            returns, as Replicate is compared across ranks, which communicates; a `LayoutError` if ranks differ.
         gradients: before its first call of each signature a `DFunction`'s backward is compared with finite differences.
 
     Example:
@@ -133,11 +138,18 @@ class checks(_Block):  # noqa: N801  reads like the function it stands beside
         super().__init__(check_rules=rules, check_gradients=gradients)
 
 
+class HigherOrderBlock(_Block):
+    """The forward of a gradient that is itself recorded: local ops are made so that it can be differentiated."""
+
+    def __init__(self):
+        super().__init__(higher_order=True)
+
+
 class LossParallelBlock(_Block):
     """What `loss_parallel()` without arguments returns; see there."""
 
     def __init__(self):
-        super().__init__(implicit_replication=True, no_gather=True)
+        super().__init__(no_gather=True)
 
 
 class SkipDTensorDispatch(_Block):

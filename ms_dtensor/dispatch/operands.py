@@ -1,29 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faces and moves: a DTensor as the plain local tensor an op works on, with its gradient's layout decided.
+"""Local tensors as DTensors and back, and DTensors in another layout, connected where gradients are recorded.
 
-This is where the gradient table becomes autograd nodes. A value shows the same face (the object itself) or its own
-face (a node that reduces the cotangent); a redistribution is a node whose backward is the transposed plan. Nodes of
-activations are kept on the activation, so that all its readers share them; leaves are converted at each use.
+A redistribution is a node whose backward is the transposed plan; results of moves of activations are kept on the
+activation, so that all its readers share them. In which layout a cotangent arrives is `cotangent.py`'s.
 """
 from __future__ import annotations
 
 from mindspore import Tensor
-from mindspore._c_expression import NoFallbackGuard
 from mindspore.common.api import _pynative_executor
 
 from .. import comm
 from ..comm.record import active
 from ..core.layout import Layout
-from ..core.placements import REPLICATE, Partial
+from ..core.placements import REPLICATE
 from ..redistribute.execute import redistribute_local, run
 from ..redistribute.plan import plan as plan_moves
 from ..redistribute.plan import relabels
-from . import classes
+from . import classes, policy
+from .cotangent import grad_layout, with_cotangent
+from .memo import memo_of
 
 recording = _pynative_executor._executor.grad_flag  # the C++ method: the one around it costs as much again
 make = Tensor._make_subclass
-VIEWED = "_viewed"  # attribute of a recorded view: (what it is a view of, its plan, the call that made it)
-PARTIAL_GRAD_AXES = "partial_grad_axes"  # attribute of a Parameter: axes on which its gradient stays partial (buckets.py)
+DIFFERENTIABLE = ("float", "bfloat", "complex")  # how their dtypes begin; others have no cotangent
 
 
 def wrap(local, layout: Layout):
@@ -52,104 +51,57 @@ def local_alias(x):
     return make(Tensor, x)
 
 
-def grad_layout(x) -> Layout:
-    """The layout in which `x`'s producer expects the cotangent; a bucketed parameter's stays partial on some axes."""
-    gradient = x._layout.gradient()
-    axes = x.__dict__.get(PARTIAL_GRAD_AXES)
-    if not axes:
-        return gradient
-    return gradient.with_placements([Partial() if a in axes and p.is_replicate() else p
-                                     for a, p in enumerate(gradient.placements)], gradient.order)
-
-
-def face(x, cotangent: Layout):
-    """`x` as a plain local tensor whose cotangent arrives in the layout `cotangent`.
-
-    One node per (recorded tensor, cotangent), so that q, k and v reading one activation share one reduction. Leaves
-    outlive a recorded forward and are converted at each use: a stale node would cut their gradient.
-    """
-    layout = x._layout
-    wanted = grad_layout(x)
-    if cotangent is wanted or relabels(cotangent, wanted):
-        return x
-    if x._is_leaf:
-        return redistribute_local(x, layout, layout, cotangent, wanted, data=x)
-    faces = x.__dict__.setdefault("_with_cotangent", {})
-    out = faces.get(cotangent)
-    if out is None:
-        out = _face_of_viewed(x, cotangent)
-    if out is None:
-        source = x.__dict__.get("_source")
-        if source is None:
-            out = redistribute_local(x, layout, layout, cotangent, wanted, data=x)
-        else:
-            out = redistribute_local(source[0], source[1], layout, cotangent, source[2], data=x)
-        faces[cotangent] = out
-    return out
-
-
-def _face_of_viewed(x, cotangent: Layout):
-    """A view of a replicated activation shows its varying face through the activation's, which other views may share.
-
-    Without this, three cells that each reshape one input (`nn.Dense` does) would reduce three cotangents, and a bucketed
-    parameter that is reshaped would be reduced by itself.
-    """
-    viewed = x.__dict__.get(VIEWED)
-    if viewed is None:
-        return None
-    source, made, call = viewed
-    own = [a for a in cotangent.partial_axes if x._layout.placements[a].is_replicate()]
-    if not own or any(not source._layout.placements[a].is_replicate() for a in own):
-        return None
-    placements = [Partial() if a in own else p for a, p in enumerate(source._layout.gradient().placements)]
-    shown = face(source, source._layout.gradient().with_placements(placements, source._layout.order))
-    with NoFallbackGuard():
-        out = made.local(*call, [shown])
-    x.__dict__["_with_cotangent"][cotangent] = out
-    return out
-
-
-def redistribute(x, dst: Layout, implicit: bool = False, async_op: bool = False):
+def redistribute(x, dst: Layout, implicit: str = "", async_op: bool = False, winners=None):
     """`x` in another layout, differentiably; the same object if it is there already.
 
-    With `async_op` its data may still be under way, see `async_tensor.py`.
+    Args:
+        x: a DTensor.
+        dst: its new layout.
+        implicit: who moves it without having been told to, for the redistribution policy and the recorder.
+        async_op: its data may still be under way, see `async_tensor.py`.
+        winners: see `redistribute_local`.
     """
     src = x._layout
     if src is dst:
         return x
+    if implicit:
+        policy.check_move(implicit, src, dst, back=grad_layout(x) if recording() and x._requires_grad else None)
     if active():  # the texts are for who listens
-        with comm.annotate(implicit=implicit, src=repr(src), dst=repr(dst)):
-            return _redistributed(x, src, dst, async_op)
-    return _redistributed(x, src, dst, async_op)
+        with comm.annotate(implicit=bool(implicit), src=repr(src), dst=repr(dst)):
+            return _redistributed(x, src, dst, async_op, winners)
+    return _redistributed(x, src, dst, async_op, winners)
 
 
-def _redistributed(x, src: Layout, dst: Layout, async_op: bool):
+def _redistributed(x, src: Layout, dst: Layout, async_op: bool, winners):
     works: list | None = [] if async_op else None
-    if not recording() or not x._requires_grad:
+    if not recording() or not x._requires_grad or not src.dtype.startswith(DIFFERENTIABLE):
         out = wrap(run(plan_moves(src, dst), local_alias(x), works), dst)
-        return pend(out, works[0]) if works else out
+        return pending_result(out, works[0]) if works else out
     if x.__class__ is classes.DTENSOR and relabels(src, dst):  # an alias has the autograd identity of all but a Parameter
         return wrap(local_alias(x), dst)
     wanted = grad_layout(x)
-    out = wrap(redistribute_local(x, src, dst, dst.gradient(), wanted, works=works), dst)
+    out = wrap(redistribute_local(x, src, dst, dst.gradient(), wanted, works=works, winners=winners), dst)
     if all(src.placements[a].is_partial("sum") for a in src.partial_axes):  # others have weights of their own
-        out.__dict__["_source"] = (x if x._is_leaf else local_alias(x), src, wanted)
-    return pend(out, works[0]) if works else out
+        memo_of(out).source = (x if x._is_leaf else local_alias(x), src, wanted)
+    return pending_result(out, works[0]) if works else out
 
 
-def pend(out, work):
+def pending_result(out, work):
     """`out`, to be waited for on its first use."""
-    out.__dict__["_work"] = work
+    memo_of(out).work = work
     out.__class__ = classes.ASYNC
     return out
 
 
-def reduce_nonlinear(x, grad):
-    """Under autograd only sums may stay partial: the seed of a cotangent fits no other reduction."""
+def reduce_nonlinear(x, grad, who: str, winners=None):
+    """Under autograd only sums may stay partial: the seed of a cotangent fits no other reduction.
+
+    `winners`: who attains an extreme, see `redistribute_local`.
+    """
     layout = x._layout
     if grad and layout.has_nonlinear_partial:
         placements = [REPLICATE if p.is_partial() and not p.is_partial("sum") else p for p in layout.placements]
-        return redistribute(x, layout.with_placements(placements, layout.order), implicit=True)
+        return redistribute(x, layout.with_placements(placements, layout.order), implicit=who, winners=winners)
     return x
 
 
@@ -159,14 +111,15 @@ def as_replicated(x, layout: Layout, grad):
     return wrap(redistribute_local(x, layout, layout, cotangent, cotangent, data=x) if grad else local_alias(x), layout)
 
 
-def redistribute_operand(x, target: Layout, grad):
+def redistribute_operand(x, target: Layout, grad, who: str):
     if not grad or x._is_leaf:
-        return redistribute(x, target, implicit=True)
-    memo = x.__dict__.setdefault("_moves", {})
-    out = memo.get(target)
-    if out is None:
-        out = memo[target] = redistribute(x, target, implicit=True)
-    return out
+        return redistribute(x, target, implicit=who)
+    memo = memo_of(x)
+    if memo.moved is None:
+        memo.moved = {}
+    if target not in memo.moved:
+        memo.moved[target] = redistribute(x, target, implicit=who)
+    return memo.moved[target]
 
 
 def as_local(x, cotangent: Layout | None = None):
@@ -175,7 +128,7 @@ def as_local(x, cotangent: Layout | None = None):
         return local_alias(x)
     layout = x._layout
     cotangent = cotangent or layout.gradient()
-    out = face(x, cotangent)
+    out = with_cotangent(x, cotangent)
     if out is not x:
         return out
     # an alias of a leaf would cut its gradient

@@ -6,40 +6,47 @@ Runs once per key. Everything that can be refused is refused here, before anythi
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
+import numpy as np
 from mindspore import Parameter, Tensor
 
 from ..core.layout import Layout, short_dtype
-from ..core.placements import Partial
+from ..core.tree import leaves
 from ..errors import MixedOperandError, OpRuleError
-from ..ops.local import LOCAL_OPS, decomposition, widen
-from ..ops.rules import RULES, Call, Local, LocalCall, Operand, local_part
-from ..ops.rules.names import ALIASES, NATIVE, PRIMITIVES
+from ..ops.local import LOCAL_OPS, WRITES, decomposition, wrapper_in_float32
+from ..ops.local.extremes import winners_of_shard
+from ..ops.local.orders import to_any_order
+from ..ops.rules import RULES, Call, Local, Operand, has_empty_shard, local_part, result_dtype
+from ..ops.rules.names import NATIVE, PRIMITIVES
 from ..ops.rules.select import choose
 from ..ops.rules.view import view_kind
 from ..ops.rules.write import INPLACE
-from . import inplace
+from . import inplace, modes, policy
 from .composite import COMPOSED
-from .op_plan import OpPlan, check_policy
-from .operands import dtype_name
-
-_DIFFERENTIABLE = ("float", "bfloat", "complex")
-_OWN = frozenset(("name", "attrs", "init_attrs", "_update_parameter", "input_names", "output_names"))
+from .op_call import OpCall, attributes, bind_arguments
+from .op_plan import LocalRun, OpPlan, Results, Step
+from .operands import DIFFERENTIABLE, dtype_name
 
 
 class Composition:
     """The plan of a call that is made of other DTensor calls; each of those has its own."""
 
-    __slots__ = ("name", "op", "params", "uses")
+    __slots__ = ("name", "op", "params")
+    short = False
 
     def __init__(self, name, op, params):
-        self.name, self.op, self.params, self.uses = name, op, params, 0
+        self.name, self.op, self.params = name, op, params
 
-    def run(self, func, head, args, kwargs, tensors, mode):
-        self.uses += 1
-        bound = bind_arguments(self.name, self.params, args, kwargs or {}, head)
+    def run(self, call: OpCall):
+        """The results of one call, as DTensors."""
+        bound = bind_arguments(self.name, self.params, call.args, call.kwargs or {}, call.primitive)
+        mode, tensors = modes.mode.get(), call.tensors
         if mode.policy != "auto":  # what the user can do about it is to make the dim whole, as the op's own rule would
-            check_policy(plan_for(self.op, bound, tensors, mode), tensors, mode)
+            targets = [step.target for step in plan_for(self.op, bound, tensors, mode).steps]
+            policy.check_op(self.op, tensors, targets, (), mode._replace(no_gather=False))
         return COMPOSED[self.op].run(self.name, **bound)
 
 
@@ -51,127 +58,156 @@ def _must_compose(op, bound, tensors, mode) -> bool:
     layouts = tuple(layout.without_small_axes() for layout in layouts)
     operands = tuple(Operand(i, layout.shape, layout.dtype) for i, layout in enumerate(layouts))
     it = iter(operands)
-    return COMPOSED[op].when(Call(op, {k: as_operands(v, it) for k, v in bound.items()}, operands), layouts)
+    call = Call(op, {k: as_operands(v, it) for k, v in bound.items()}, operands)
+    return mode.higher_order or COMPOSED[op].when(call, layouts)
 
 
-def build_plan(name, args, kwargs, tensors, mode, head=None) -> OpPlan | Composition:
-    if name in INPLACE:
-        op, params = INPLACE[name]
-        return widened(plan_in_place(op, bind_arguments(name, params, args, kwargs, head), tensors, mode), op, tensors)
-    entry = PRIMITIVES.get(name)
+def build_plan(name: str, call: OpCall, mode) -> OpPlan | Composition:
+    """The plan of a call of MindSpore's, which calls the op `name`.
+
+    Raises:
+        OpRuleError: an op without a rule, arguments that its rule does not know, or operands that fit no case of it.
+        MixedOperandError: a plain tensor among them.
+    """
+    writes = name in INPLACE
+    entry = INPLACE[name] if writes else PRIMITIVES.get(name)
+    if any(isinstance(a, np.ndarray) for a in (*call.args, *(call.kwargs or {}).values())):
+        raise MixedOperandError(
+            f"For '{name.removeprefix('Deprecated').lower()}', a numpy.ndarray meets a DTensor.",
+            describe_operands(call.tensors),
+            "An array does not say how it is laid out, so one rank's data could pass for the whole.",
+            ("distribute_tensor(Tensor(array), device_mesh, placements)", "x.full_tensor().asnumpy(), to work in NumPy"))
     if entry is None or entry[0] not in RULES:
         near = difflib.get_close_matches(name, PRIMITIVES, 1)
-        raise OpRuleError(f"For '{name}', there is no rule for DTensors.", describe_operands(tensors),
+        raise OpRuleError(f"For '{name}', there is no rule for DTensors.", describe_operands(call.tensors),
                           "An op without a rule is refused; it never runs on local data by itself."
                           + (f" (Nearest op with a rule: {near[0]}.)" if near else ""),
                           ("redistribute the operands to Replicate and take to_local()",
                            "run it on shards explicitly with local_map(fn, out_placements)",
                            f"teach the op with register_rule({name!r}, cases)"))
     op, params = entry
-    bound = bind_arguments(name, params, args, kwargs, head)
-    if op in COMPOSED and _must_compose(op, bound, tensors, mode):
+    bound = bind_arguments(name, params, call.args, call.kwargs or {}, call.primitive)
+    if writes:
+        return plan_write(op, {k: v for k, v in bound.items() if k != "attrs"}, call.tensors, mode)
+    if op in COMPOSED and _must_compose(op, bound, call.tensors, mode):
         return Composition(name, op, params)
-    plan = plan_for(op, bound, tensors, mode)
-    plan.native = name in NATIVE
-    if plan.outs[0][0].device_type == "cpu":
-        substitute = decomposition(name, {} if head is None else attributes(head[0]))
-        unneeded = getattr(substitute, "unneeded", None)  # a function of the operands' shapes
-        plan.substitute = None if unneeded is not None and unneeded(*(x.shape for x in tensors)) else substitute
-    return widened(plan, op, tensors)
+    return plan_for(op, bound, call.tensors, mode,
+                    LocalRun(None, _substitute(op, name, call), native=name in NATIVE, places=_places_in_call(call)),
+                    dtype_place=params.index("dtype") if "dtype" in params else None)
 
 
-def widened(plan: OpPlan, op: str, tensors) -> OpPlan:
-    """The plan; on CPU one with bfloat16 operands computes in float32 (see `local_ops/dtypes.py`)."""
-    if plan.outs[0][0].device_type == "cpu" and any(dtype_name(x.dtype) == "bfloat16" for x in tensors):
-        widen(plan, op, tensors)
-    return plan
+def plan_by_rule(op: str, names: tuple[str, ...], call: OpCall, mode) -> OpPlan:
+    """The plan of a function of local tensors, with a registered rule that knows its arguments by `names`."""
+    bound = bind_arguments(op, names, call.args, call.kwargs or {})
+    return plan_for(op, bound, call.tensors, mode, LocalRun(places=_places_in_call(call)), as_it_is=True)
 
 
-def plan_own(op, arguments, tensors, mode) -> OpPlan:
-    """The plan of an op of our own; with "=" before its name it writes its result into its first operand."""
-    build = plan_in_place if op[0] == "=" else plan_for
-    return widened(build(op.lstrip("="), arguments, tensors, mode, own=""), op, tensors)
+def plan_own(op: str, arguments: dict, tensors, mode) -> OpPlan:
+    """The plan of an op of our own."""
+    return plan_for(op, arguments, tensors, mode, form=LOCAL_OPS.get(op))
 
 
-def bind_arguments(name, params, args, kwargs, head=None) -> dict:
-    """Arguments by name; a classic primitive's attributes (a stride, ...) come as the argument "attrs"."""
-    bound: dict = {}
-    i = 0
-    for p in params:
-        if p[0] == "*":
-            if i < len(args):
-                bound[p[1:]] = tuple(args[i:])
-            i = len(args)
-        elif i < len(args):
-            bound[p] = args[i]
-            i += 1
-    if i < len(args):
-        raise OpRuleError(f"For '{name}', {len(args)} arguments were given, the rule knows {params}.")
-    known = {p.lstrip("*") for p in params}
-    for k, v in kwargs.items():
-        k = k if k in known else ALIASES.get(k, k)
-        if k not in known:
-            raise OpRuleError(f"For '{name}', the rule does not know the argument {k!r}.", "", f"It knows {params}.",
-                              "pass it positionally, or use local_map")
-        bound[k] = v
-    if head is not None:
-        bound["attrs"] = attributes(head[0])
-    return bound
-
-
-def attributes(primitive) -> dict:
-    """What a classic primitive was made with (a stride, a probability): in its attributes or merely on the object."""
-    out = {k: v for k, v in primitive.__dict__.items() if k not in _OWN}
-    out.update((k, v) for k, v in primitive.attrs.items() if k not in _OWN)
-    return out
-
-
-def plan_in_place(op, arguments, tensors, mode, own=None) -> OpPlan:
-    """A plan that leaves its first operand where it is and writes the result into it."""
+def plan_write(op: str, arguments: dict, tensors, mode) -> OpPlan:
+    """The plan of an op whose result is put into its first operand."""
     inplace.check_writable(tensors[0], op, False)
-    plan = plan_for(op, {k: v for k, v in arguments.items() if k != "attrs"}, tensors, mode, own="=", keep=True)
-    plan.target = tensors[0]._layout
-    return plan
+    return plan_for(op, arguments, tensors, mode, form=WRITES.get(op), writes=True)
 
 
-def plan_for(op, arguments, tensors, mode, own=None, keep=False) -> OpPlan:
+def _substitute(op: str, name: str, call: OpCall):
+    """On CPU Python code in the place of a primitive that has no kernel there; else None."""
+    if _common_mesh(op, call.tensors).device_type != "cpu":
+        return None
+    substitute = decomposition(name, {} if call.primitive is None else attributes(call.primitive))
+    unneeded = getattr(substitute, "unneeded", None)  # a function of the operands' shapes
+    return None if unneeded is not None and unneeded(*(x.shape for x in call.tensors)) else substitute
+
+
+def plan_for(op: str, arguments: dict, tensors, mode, original: LocalRun | None = None, form: Callable | None = None,
+             writes: bool = False, as_it_is: bool = False, dtype_place: int | None = None) -> OpPlan:
+    """The plan of a canonical op: a case of its rule is chosen per axis, and all else follows from that.
+
+    Args:
+        op: canonical name.
+        arguments: by the names of its rule.
+        tensors: those among them, in order of appearance.
+        mode: modes in force.
+        original: how MindSpore's own call runs on a rank, if the rule names no form of ours.
+        form: of an op of our own: what runs then, with `arguments` in their order.
+        writes: the result is put into the first operand, which stays where it is.
+        as_it_is: a user's function: it is not computed in float32 instead of bfloat16.
+        dtype_place: where the original call takes a dtype, if positionally.
+    """
     mesh = _common_mesh(op, tensors)
-    layouts, operands = [], []
-    for i, x in enumerate(tensors):
-        layout = getattr(x, "_layout", None)
-        if layout is None:
-            layout = _promote(op, x, mesh, tensors, mode)
-        layouts.append(layout)
-        operands.append(Operand(i, layout.shape, layout.dtype))
+    layouts = [getattr(x, "_layout", None) or _promote(op, x, mesh, tensors, mode) for x in tensors]
+    operands = tuple(Operand(i, layout.shape, layout.dtype) for i, layout in enumerate(layouts))
     it = iter(operands)
-    spec_call = Call(op, {k: as_operands(v, it) for k, v in arguments.items()}, tuple(operands))
+    spec_call = Call(op, {k: as_operands(v, it) for k, v in arguments.items()}, operands)
     spec = RULES[op](spec_call)
-    choice = choose(spec_call, spec, tuple(layouts), keep)
-    steps = []
-    for i, (layout, target, own_axes) in enumerate(zip(layouts, choice.targets, choice.own)):
-        cotangent = target.gradient()
-        # a sum over one rank is the value itself, and integers have no cotangent
-        own_axes = [a for a in own_axes if mesh.shape[a] > 1 and layout.dtype.startswith(_DIFFERENTIABLE)]
-        if own_axes:
-            placements = list(cotangent.placements)
-            for a in own_axes:
-                placements[a] = Partial()
-            cotangent = cotangent.with_placements(placements, cotangent.order)
-        is_dtensor = getattr(tensors[i], "_layout", None) is not None
-        constant = not is_dtensor and not layout.shape
-        steps.append((None if is_dtensor or constant else layout, None if target is layout or constant else target,
-                      cotangent if own_axes and not constant else None))
-    if None in spec.shapes:  # a rule in case notation alone: the first local results tell (see registry.py)
-        return OpPlan(op, steps, None, None, [(mesh, o, None) for o in choice.outs])
-    layouts_out = tuple(Layout(mesh, p, shape, layouts[0].dtype, order) for p, order, shape in choice.outs)
-    at = Local(choice.targets, layouts_out, mesh.get_coordinate())
-    form, empty = local_part(spec_call, spec, at)
-    if form is None and own is not None:
-        form = LocalCall(own + op, tuple(spec_call.args.values()))
-    invoke = None if form is None else (LOCAL_OPS[form.name], form.args, form.kwargs)
-    plan = OpPlan(op, steps, invoke, empty, [(mesh, o, draft) for o, draft in zip(choice.outs, layouts_out)])
-    plan.view = view_kind(spec_call)
-    return plan
+    choice = choose(spec_call, spec, tuple(layouts), writes)
+    steps = tuple(map(_step, tensors, layouts, choice.targets, choice.own))
+    promised = (layouts[0].dtype,) if writes else spec.dtypes or (result_dtype(spec_call),) * len(spec.shapes)
+    in_float32 = None
+    if mesh.device_type == "cpu" and not as_it_is:
+        in_float32 = wrapper_in_float32(op, tensors, promised, dtype_place)
+    again = _again(op, tensors, layouts) if mode.higher_order and not as_it_is else None
+    local = replace(original or LocalRun(), in_float32=in_float32, again=again)
+    if None in spec.shapes:  # a rule in case notation alone: the first local results tell (see custom_ops/register.py)
+        return OpPlan(op, steps, local, Results(op, mesh, [(o, None) for o in choice.outs]))
+    drafts = tuple(Layout(mesh, p, shape, layouts[0].dtype, order) for p, order, shape in choice.outs)
+    at = Local(choice.targets, drafts, mesh.get_coordinate())
+    named, empty = local_part(spec_call, spec, at)
+    if named is not None:
+        form, template, keywords = LOCAL_OPS[named.name], named.args, named.kwargs
+    else:
+        template, keywords = tuple(spec_call.args.values()), {}
+    if form is not None:
+        wrapper = wrapper_in_float32(op, tensors, promised, None) if in_float32 else None  # its arguments are others
+        local = replace(local, form=(wrapper(form) if wrapper else form, template, keywords), in_float32=None,
+                        places=_places(template, Operand, lambda i, operand: operand.index))
+    kind = view_kind(spec_call) if getattr(tensors[0], "_layout", None) is not None else ""
+    view = (kind == "view" and steps[0].target is None, form is None and local.substitute is None) if kind else None
+    winners = None
+    if spec.winners is not None and drafts[0].has_nonlinear_partial:
+        winners = partial(winners_of_shard, spec.winners, at.in_offset(0)[spec.winners.dims[0]])
+    return OpPlan(op, steps, replace(local, empty=empty), Results(op, mesh, list(zip(choice.outs, drafts))), view, writes,
+                  any(map(has_empty_shard, choice.targets)), winners)
+
+
+def _again(op: str, tensors, layouts):
+    """How a local op runs whose gradient may be differentiated again (see `ops/local/orders.py`)."""
+    if not any(layout.dtype.startswith(DIFFERENTIABLE) and x._requires_grad for x, layout in zip(tensors, layouts)):
+        return None
+    run = to_any_order(op)
+    if run is None:
+        raise OpRuleError(f"For '{op}', a derivative of its gradient was asked for.",
+                          "\n".join(layout.describe() for layout in layouts),
+                          "It has not been shown to be right: MindSpore 2.10 forgets what views in a backward depend on.",
+                          ("write it in element-wise ops, matmul, sums and reshapes", "a DFunction with second_order = True",
+                           "take the inner gradient outside the outer function"))
+    return run
+
+
+def _step(x, layout: Layout, target: Layout, varying) -> Step:
+    is_dtensor = getattr(x, "_layout", None) is not None
+    if not is_dtensor and not layout.shape:  # a constant
+        return Step(None, None, None)
+    # a sum over one rank is the value itself, and integers have no cotangent
+    varying = [a for a in varying if layout.mesh.shape[a] > 1 and layout.dtype.startswith(DIFFERENTIABLE)]
+    return Step(None if is_dtensor else layout, None if target is layout else target,
+                target.gradient(varying) if varying else None)
+
+
+def _places_in_call(call: OpCall) -> tuple[tuple[int, int], ...]:
+    places = _places(call.args, Tensor, lambda i, x: i)
+    return places if len(places) == len(call.tensors) else ()
+
+
+def _places(arguments, kind: type, number) -> tuple[tuple[int, int], ...]:
+    """((place, operand), ...) of the operands among arguments; nothing if one is nested in another argument."""
+    found = [(k, v) for k, v in enumerate(arguments) if isinstance(v, kind)]
+    if len(found) != len(leaves(arguments, kind)):
+        return ()
+    return tuple((k, number(i, v)) for i, (k, v) in enumerate(found))
 
 
 def as_operands(value, operands):

@@ -15,7 +15,7 @@ CHUNK = 1 << 15  # elements worked on at a time, so that an update's passes stay
 
 
 def local_view(x: Tensor) -> np.ndarray | None:
-    """The local storage of `x` as a flat writable array, or None where `asnumpy` gives a copy."""
+    """The storage of the local shard, as a writable array [its elements], or None where `asnumpy` gives a copy."""
     with NoFallbackGuard():
         array = Tensor.asnumpy(x)
         shared = Tensor.is_contiguous(x) and array.flags.writeable and array.ctypes.data == Tensor.data_ptr(x)
@@ -23,7 +23,7 @@ def local_view(x: Tensor) -> np.ndarray | None:
 
 
 def local_array(x: Tensor) -> np.ndarray:
-    """The local values of `x` as a flat array that must not be written."""
+    """The values of the local shard, as an array [its elements] that must not be written."""
     with NoFallbackGuard():
         return np.ascontiguousarray(Tensor.asnumpy(x)).reshape(-1)
 

@@ -44,7 +44,7 @@ def clip_grad_norm_(parameters_or_grads: Iterable, max_norm: float, norm_type: f
     grads = [(grad, layout) for grad, layout in grads if grad is not None]
     parts: dict[tuple, float] = {}  # (mesh, axes that shard) -> sum over this rank's elements
     for grad, layout in grads:
-        key = (None, ())
+        key: tuple = (None, ())
         if layout is not None:
             if any(p.is_partial() for p in layout.placements):
                 grad = _reduced(grad)

@@ -1,24 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradient buckets: a data-parallel parameter keeps its gradient partial, and many are reduced in one all-reduce.
 
-A parameter marked here asks for its cotangent still summed over nothing on the data-parallel axes (`Parameter` attribute
-`partial_grad_axes`, honoured by `dispatch.face`). Its hook keeps that gradient; when the last one of a bucket has arrived,
-or the backward ends, all are reduced together and written back in place. So the caller sees reduced gradients, and the
-number of collectives does not grow with the number of parameters. On host all buckets wait for the end: nobody would
-reduce them meanwhile, and each meeting costs a wait for the slower rank.
+A parameter marked here gets its gradient as Partial on the data-parallel axes: each rank's own summand, not yet reduced
+(its memo's `partial_grad_axes`). Its hook keeps that gradient; when the last one of a bucket has arrived, or the backward
+ends, all are reduced together, given to the hooks that users registered, and written back in place. So the caller sees
+reduced gradients, and the number of collectives does not grow with the number of parameters. On host all buckets wait for
+the end: nobody would reduce them meanwhile, and each meeting costs a wait for the slower rank.
 """
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any
 
 import mindspore as ms
 import numpy as np
+from mindspore import Tensor
 from mindspore._c_expression import NoFallbackGuard
 from mindspore.common.api import _pynative_executor
 
 from .. import comm
-from ..dispatch.operands import PARTIAL_GRAD_AXES
+from ..dispatch.memo import memo_of
+from ..dispatch.operands import recording
+from ..dispatch.patches.hooks import given_hooks, replaced_by
+from ..errors import OpRuleError
 from ..redistribute.cost import nbytes
 
 
@@ -34,12 +39,19 @@ class Bucket:
         self.group, self.size = group, len(params)
         self.elements = sum(math.prod(p.local_shape) for p in params)
         self.on_host = group.backend.on_host
-        self.arrived: dict[int, Any] = {}  # by number of the parameter
-        self.flat: np.ndarray | None = None  # on host: the gradients' memory, one after another; new for every backward
+        self.arrived: dict[int, Any] = {}  # gradients, each of its parameter's local shape, by number of the parameter
+        # on host: [elements], where the gradients lie one after another in order of arrival; new for every backward
+        self.flat: np.ndarray | None = None
+        self.params = [weakref.ref(p) for p in params]
         for number, p in enumerate(params):
-            p.register_hook(lambda grad, number=number: self._arrive(number, grad))
+            Tensor.register_hook(p, lambda grad, number=number: self._arrive(number, grad))
 
     def _arrive(self, number: int, grad):
+        if recording():
+            raise OpRuleError("For 'replicate', a derivative of a parameter's gradient was asked for.",
+                              f"a bucket of {self.size} parameters", "A bucket reduces gradients outside autograd.",
+                              ("distribute_module(cell, device_mesh) instead of replicate()",
+                               "take the inner gradient with respect to the inputs"))
         with NoFallbackGuard():
             if number in self.arrived:  # left behind by a backward that raised
                 self.arrived, self.flat = {}, None
@@ -62,17 +74,35 @@ class Bucket:
     def flush(self) -> None:
         """Reduces what has arrived; a second call does nothing."""
         (arrived, self.arrived), (flat, self.flat) = (self.arrived, {}), (self.flat, None)
-        grads = list(arrived.values())
-        if not grads:
-            return
+        if arrived:
+            self._reduce(list(arrived.values()), flat)
+            self._run_hooks(arrived)
+
+    def _reduce(self, grads: list, flat) -> None:
         with NoFallbackGuard(), comm.annotate(phase="backward", src="gradient bucket", dst="gradient bucket"):
-            if self.on_host:
+            if flat is not None:
                 self.group.all_reduce_(ms.Tensor.from_numpy(flat[:sum(g.size for g in grads)]), "sum")
                 return
             total, at = self.group.all_reduce(ms.mint.cat([ms.mint.reshape(g, (-1,)) for g in grads]), "sum"), 0
             for g in grads:
                 g.copy_(ms.mint.reshape(ms.mint.narrow(total, 0, at, g.size), g.shape))
                 at += g.size
+
+    def _run_hooks(self, arrived: dict[int, Any]) -> None:
+        """The users' hooks, on what is reduced now; what they return is written back, too."""
+        for number, grad in arrived.items():
+            param = self.params[number]()
+            changed = grad
+            if param is None:
+                continue
+            for hook in given_hooks(param):
+                changed = replaced_by(hook, changed, param.layout.gradient())
+            if changed is not grad:
+                with NoFallbackGuard():
+                    if self.on_host:
+                        np.copyto(grad.asnumpy(), changed.asnumpy())
+                    else:
+                        grad.copy_(changed)
 
 
 def make_buckets(params, mesh, bucket_mb: float) -> list[Bucket]:
@@ -83,7 +113,7 @@ def make_buckets(params, mesh, bucket_mb: float) -> list[Bucket]:
     size: dict[str, int] = {}
     done = []
     for p in reversed(params):
-        p.__dict__[PARTIAL_GRAD_AXES] = tuple(p.device_mesh.axis_index(a) for a in mesh.mesh_dim_names)
+        memo_of(p).partial_grad_axes = tuple(p.device_mesh.axis_index(a) for a in mesh.mesh_dim_names)
         kind = p.layout.dtype
         need = nbytes(p.local_shape, kind)
         if open_.get(kind) and size[kind] + need > limit:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data parallelism: parameters whole on every rank of an axis, the batch cut over it.
 
-Nothing but layouts: a replicated parameter that meets a batch-sharded activation shows its varying face, so the gradient
-table of the library knows that its gradient is summed over the axis; `buckets.py` does that for many at once. The loss,
+Nothing but layouts: a replicated parameter that meets a batch-sharded activation is varying on the axis, so by the
+library's gradient table its gradient is summed over it; `buckets.py` does that for many at once. The loss,
 computed on DTensors, is the mean over the global batch; nothing is scaled by a world size.
 """
 from __future__ import annotations
@@ -11,12 +11,16 @@ from mindspore import Parameter, Tensor, nn
 
 from ..core.mesh import DeviceMesh
 from ..core.placements import REPLICATE, Shard
+from ..core.tree import leaves, map_leaves
 from ..dispatch.operands import local_alias, wrap
+from ..dispatch.replaced import current
 from ..tensor import deferred_init
 from ..tensor.distribute import distribute_parameter, distribute_tensor, like_parameter, set_parameter
 from ..tensor.dtensor import DTensor
 from .buckets import make_buckets
-from .layouts import OUTER, enter, lift, union_mesh
+from .layouts import OUTER, ROOT, count_handed_out, enter, lift, taken_back, union_mesh
+
+_OVER = "_ms_dtensor_replicated_over"  # parameter attribute: axes that replicate has dealt with
 
 
 def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = 25) -> nn.Cell:
@@ -30,7 +34,8 @@ def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = 25) -> nn
 
     Returns:
         The same cell. Plain inputs are taken as this rank's rows of the global batch (`Shard(0)`); outputs are
-        DTensors, so compute the loss on them: its value and gradients are those of the global batch.
+        DTensors, also where a style inside hands out plain tensors, so compute the loss on them: its value and gradients
+        are those of the global batch.
 
     Example:
         >>> import ms_dtensor as md
@@ -42,30 +47,42 @@ def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = 25) -> nn
     outer = dict.fromkeys(mesh.mesh_dim_names, Shard(0))
     whole = mesh
     for _, param in module.parameters_and_names():
-        if isinstance(param, DTensor):
-            whole = union_mesh(param.device_mesh, mesh)
+        if isinstance(current(param), DTensor):
+            whole = union_mesh(current(param).device_mesh, mesh)
             break
     deferred_init.remember(module, whole, 0)
-    done: dict[int, Parameter] = {}
+    new: list[Parameter] = []
     for _, cell in module.cells_and_names():
         for key, param in list(cell._params.items()):
             if param is not None:
-                if id(param) not in done:
-                    done[id(param)] = _replicated(param, mesh, whole)
-                set_parameter(cell, key, done[id(param)])
+                param = current(param)
+                if not set(mesh.mesh_dim_names) <= set(param.__dict__.get(_OVER, ())):  # else a tied cell has been here
+                    param = _replicated(param, mesh, whole)
+                    param.__dict__[_OVER] = (*param.__dict__.get(_OVER, ()), *mesh.mesh_dim_names)
+                    new.append(param)
+                set_parameter(cell, key, param)
         for key, buffer in list(getattr(cell, "_buffers", {}).items()):
             if isinstance(buffer, Tensor):
                 cell._buffers[key] = _replicated(buffer, mesh, whole)
         cell.__dict__[OUTER] = (whole, outer)
 
     def before(cell, inputs, kwargs):
+        cell.__dict__[ROOT] = count_handed_out()
+
         def place(x):
             return enter(x, cell, mesh, {a: Shard(0) for a in mesh.mesh_dim_names}, "replicate") \
                 if isinstance(x, Tensor) and x.ndim else x
         return tuple(place(x) for x in inputs), {k: place(x) for k, x in kwargs.items()}
+
+    def after(cell, inputs, outputs):
+        if all(isinstance(x, DTensor) for x in leaves(outputs, Tensor)):
+            return None
+        return map_leaves(lambda x: taken_back(x, cell, cell.__dict__[ROOT]), outputs, Tensor)
+    module.__dict__[ROOT] = 0
     module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_hook(after)
     if bucket_mb and mesh.size() > 1:
-        make_buckets([p for p in done.values() if p.requires_grad], mesh, bucket_mb)
+        make_buckets([p for p in new if p.requires_grad], mesh, bucket_mb)
     return module
 
 

@@ -20,10 +20,11 @@ from ..core.layout import Layout
 from ..core.mesh import DeviceMesh
 from ..core.placements import Placement, Replicate, Shard
 from ..dispatch.operands import dtype_name, wrap
+from ..dispatch.replaced import current
 from ..errors import LayoutError
 from ..tensor.distribute import distribute_tensor, like_parameter, set_parameter
 from ..tensor.dtensor import DTensor
-from .layouts import convert_first, enter, place
+from .layouts import convert_first, enter, hand_out, place
 from .styles import ColwiseParallel, ParallelStyle
 
 FUSED = "fused"  # Parameter attribute: the `Fused` that says how its rows are ordered
@@ -117,7 +118,10 @@ class FusedColwiseParallel(ParallelStyle):
     def apply(self, module: nn.Cell, device_mesh: DeviceMesh) -> nn.Cell:
         order = Fused(self.parts, self.units)
         for key in self.check(module, device_mesh):
-            param = module._params[key]
+            param = current(module._params[key])
+            if isinstance(param, DTensor) and param.__dict__.get(FUSED) == order and param is not module._params[key]:
+                set_parameter(module, key, param)  # tied to a cell that was dealt with
+                continue
             if isinstance(param, DTensor):
                 raise LayoutError(f"For 'FusedColwiseParallel', parameter '{param.name}' is laid out already.",
                                   param.layout.describe(), "", "apply the style first")
@@ -141,7 +145,7 @@ class FusedColwiseParallel(ParallelStyle):
             for p in self.parts:  # not mint.split: on CPU its backward takes what reshape and cat leave for dense memory
                 done.append(mint.narrow(by_unit, len(lead) + 1, at, p // self.units).reshape((*lead, p)))
                 at += p // self.units
-            return mint.cat([x.to_local() for x in done], -1) if self.use_local_output else tuple(done)
+            return mint.cat([hand_out(x) for x in done], -1) if self.use_local_output else tuple(done)
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after)
         return module

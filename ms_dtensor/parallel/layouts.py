@@ -15,12 +15,16 @@ from mindspore import Tensor, nn
 from ..core.layout import Layout
 from ..core.mesh import DeviceMesh
 from ..core.placements import REPLICATE, Placement
+from ..dispatch.operands import wrap
+from ..dispatch.replaced import current
 from ..errors import LayoutError
 from ..tensor.distribute import distribute_parameter, set_parameter
 from ..tensor.dtensor import DTensor
 
 OUTER = "_ms_dtensor_outer"  # cell attribute: (whole mesh, {axis: placement of plain inputs}), set by replicate
-_BECAME = "_ms_dtensor_became"  # parameter attribute: the DTensor Parameter that took its place
+ROOT = "_ms_dtensor_replicated"  # cell attribute: replicate was applied to this very cell
+_LAYOUT = "_ms_dtensor_laid_out"  # attribute of a plain tensor that a style handed out: the layout it is a shard of
+_handed_out = 0  # how many there have been
 
 
 def by_axis(placement, mesh: DeviceMesh, who: str) -> dict[str, Placement]:
@@ -70,6 +74,42 @@ def enter(x, cell: nn.Cell, mesh: DeviceMesh, placement, who: str) -> DTensor:
     return DTensor.from_local(x, whole, {**outer, **by_axis(placement, mesh, who)})
 
 
+def hand_out(x: DTensor, cell: nn.Cell | None = None) -> Tensor:
+    """A style's output as a plain local tensor; a cell that `replicate` was applied to keeps DTensors."""
+    global _handed_out
+    if cell is not None and ROOT in cell.__dict__:
+        return x
+    _handed_out += 1
+    out = x.to_local()
+    out.__dict__[_LAYOUT] = x.layout
+    return out
+
+
+def count_handed_out() -> int:
+    """How many plain tensors styles have handed out so far."""
+    return _handed_out
+
+
+def taken_back(x: Tensor, cell: nn.Cell, before: int) -> Tensor:
+    """An output of a replicated cell: the DTensor again that a style handed out as a plain tensor.
+
+    Raises:
+        LayoutError: a plain tensor that was computed from such outputs; nobody knows how it is laid out.
+    """
+    if isinstance(x, DTensor) or not x.is_floating_point():
+        return x
+    layout = x.__dict__.get(_LAYOUT)
+    if layout is not None:
+        return wrap(x, layout)
+    if _handed_out != before:
+        raise LayoutError(f"For 'replicate', {type(cell).__name__} computed a plain tensor from plain outputs of styles.",
+                          f"plain Tensor{list(x._shape)}", "It is one rank's own, so would be the loss, and gradients, "
+                          "summed over the ranks, would come out too large.",
+                          ("use_local_output=False in the styles, which keeps DTensors",
+                           "end with PrepareModuleOutput on the last cell"))
+    return x
+
+
 def convert_first(cell: nn.Cell, inputs: tuple, kwargs: dict, convert, who: str) -> tuple[tuple, dict]:
     """The inputs of a call with the first one, positional or by keyword, converted; for cells of one data input."""
     if inputs:
@@ -102,8 +142,7 @@ def check_ties(work, mesh: DeviceMesh) -> None:
     first: dict[int, Layout] = {}
     for cell, placements in work:
         for key, placement in placements.items():
-            param = cell._params[key]
-            param = param.__dict__.get(_BECAME, param)
+            param = current(cell._params[key])
             if isinstance(param, DTensor):
                 check_agrees(param, mesh, [placement] * mesh.ndim)
                 continue
@@ -116,15 +155,12 @@ def check_ties(work, mesh: DeviceMesh) -> None:
 
 def shard_parameter(cell: nn.Cell, key: str, mesh: DeviceMesh, placement, src_data_rank: int | None) -> None:
     """Makes one parameter of a cell a DTensor on `mesh`, keeping ties: a parameter that is one already stays."""
-    param = cell._params[key]
-    if _BECAME in param.__dict__:  # tied to a cell that another style has dealt with
-        param = param.__dict__[_BECAME]
-        set_parameter(cell, key, param)
+    param = current(cell._params[key])  # it may be tied to a cell that was dealt with
     if isinstance(param, DTensor):
         check_agrees(param, mesh, placement)
-        return
-    param.__dict__[_BECAME] = distribute_parameter(param, mesh, placement, src_data_rank=src_data_rank)
-    set_parameter(cell, key, param.__dict__[_BECAME])
+    else:
+        param = distribute_parameter(param, mesh, placement, src_data_rank=src_data_rank)
+    set_parameter(cell, key, param)
 
 
 def union_mesh(a: DeviceMesh, b: DeviceMesh) -> DeviceMesh:

@@ -24,8 +24,8 @@ def loss_parallel(logits: DTensor | None = None, labels=None, *, ignore_index: i
     """Cross entropy of logits `f32[..., classes@tp]` and labels `i32[...]`; the logits are never gathered.
 
     `with loss_parallel():` is PyTorch's form. Inside, `ops.cross_entropy`, `mint.nn.functional.cross_entropy` and their
-    cells take logits whose class dim is sharded (and plain labels, the same on every rank), and an op that would gather
-    a sharded operand raises `ImplicitCommError` instead.
+    cells take logits whose class dim is sharded (and plain labels and class weights, the same on every rank), and an op
+    that would gather a sharded operand raises `ImplicitCommError` instead. Nothing else may be plain there.
 
     Args:
         logits: DTensor, classes last, sharded or not; None for the context manager.

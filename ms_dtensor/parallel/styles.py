@@ -15,7 +15,7 @@ from ..core.mesh import DeviceMesh
 from ..core.placements import Placement, Replicate, Shard
 from ..errors import ConfigError, LayoutError
 from ..tensor.dtensor import DTensor
-from .layouts import by_axis, convert_first, enter, place, shard_parameter
+from .layouts import by_axis, convert_first, enter, hand_out, place, shard_parameter
 
 
 class ParallelStyle(ABC):
@@ -104,7 +104,7 @@ class _Sharded(ParallelStyle):
             return convert_first(cell, inputs, kwargs, lambda x: convert(cell, x), who)
 
         def after(cell, inputs, output):
-            return _leave(output, device_mesh, self.output_layouts, self.use_local_output, who)
+            return _leave(output, device_mesh, self.output_layouts, self.use_local_output, who, cell)
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after)
         return module
@@ -114,12 +114,12 @@ class _Sharded(ParallelStyle):
                 f"use_local_output={self.use_local_output})")
 
 
-def _leave(x, mesh, placement, local: bool, who: str):
+def _leave(x, mesh, placement, local: bool, who: str, cell=None):
     x = place(x, mesh, placement, who)
-    return _to_local(x, who) if local else x
+    return _to_local(x, who, cell) if local else x
 
 
-def _to_local(x: DTensor, who: str) -> Tensor:
+def _to_local(x: DTensor, who: str, cell=None) -> Tensor:
     """The local tensor; refused where ranks would hold unlike pieces, which nothing downstream could put together."""
     for d, n in enumerate(x.shape):
         if n % x.layout.divisor(d):
@@ -128,7 +128,7 @@ def _to_local(x: DTensor, who: str) -> Tensor:
                               "A plain tensor does not say which part of the whole it is.",
                               ("use_local_output=False keeps a DTensor, whose shape is the global one",
                                "choose a size that the ranks divide"))
-    return x.to_local()
+    return hand_out(x, cell)
 
 
 class ColwiseParallel(_Sharded):
@@ -233,7 +233,7 @@ class SequenceParallel(ParallelStyle):
             return convert_first(cell, inputs, kwargs, lambda x: convert(cell, x), "SequenceParallel")
         module.register_forward_pre_hook(before, with_kwargs=True)
         if self.use_local_output:
-            module.register_forward_hook(lambda cell, inputs, output: _to_local(output, "SequenceParallel"))
+            module.register_forward_hook(lambda cell, inputs, output: _to_local(output, "SequenceParallel", cell))
         return module
 
     def __repr__(self):
@@ -364,7 +364,7 @@ class PrepareModuleOutput(ParallelStyle):
                                   "write None for outputs left alone")
             done = tuple(
                 x if w is None or (g is None and not isinstance(x, DTensor)) else
-                _leave(enter(x, cell, device_mesh, g, who), device_mesh, w, self.use_local_output, who)
+                _leave(enter(x, cell, device_mesh, g, who), device_mesh, w, self.use_local_output, who, cell)
                 for x, g, w in zip(values, self.output_layouts, self.desired_output_layouts))
             return type(outputs)(done) if isinstance(outputs, tuple | list) else done[0]
         module.register_forward_hook(after)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who sends which slice to whom: box arithmetic behind moves with uneven shards and behind `exchange`. Pure.
 
-A box is one (start, stop) per dim, in global indices. Every shard of a layout is one box, because nested chunks are
+A box is one (start, stop) per dim, in global indices. Every shard of a layout is one box, because chunks of chunks are
 contiguous. Invariant: who sends what to whom is a function of two layouts, so ranks agree without talking.
 """
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..core.layout import Layout
+from ..core.placements import Placement
 
 Box = tuple[tuple[int, int], ...]
 
@@ -35,10 +36,9 @@ def relative(inner: Box, outer: Box) -> tuple[slice, ...]:
     return tuple(slice(a - lo, b - lo) for (a, b), (lo, _) in zip(inner, outer))
 
 
-def intersect(a: Box, b: Box) -> Box | None:
-    """Common part of two boxes, or None if it has no element."""
-    out = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b))
-    return None if any(lo >= hi for lo, hi in out) else out
+def intersect(a: Box, b: Box) -> Box:
+    """Common part of two boxes that have one."""
+    return tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b))
 
 
 class Transfers(NamedTuple):
@@ -64,7 +64,7 @@ def transfers(src: Layout, dst: Layout, me: int) -> Transfers:
     keeps, sends, receives = None, [], []
     if to is not None:
         need = dst.local_box(to)
-        turn = np.unravel_index(_number(dst, to) % prod(replicas), replicas) if turns else ()
+        turn: Sequence = np.unravel_index(_number(dst, to) % prod(replicas), replicas) if turns else ()
         at = {**{a: to[a] for a in fixed}, **dict(zip(turns, turn))}
         for coordinate in _holders(src, need, at):
             part = intersect(src.local_box(coordinate), need)
@@ -99,7 +99,7 @@ def _holders(layout: Layout, box: Box, at: dict[int, int]) -> Iterator[tuple[int
     mesh = layout.mesh
     choices: list[list[tuple[tuple[int, int], ...]]] = []
     for d, axes in enumerate(layout.dim_axes):
-        start, stop = _extents(layout.shape[d], tuple(mesh.shape[a] for a in axes))
+        start, stop = _extents(layout.shape[d], tuple((layout.placements[a], mesh.shape[a]) for a in axes))
         lo, hi = box[d]
         hit = np.flatnonzero((start < hi) & (stop > lo) & (start < stop) & (lo < hi))
         places = np.unravel_index(hit, [mesh.shape[a] for a in axes]) if axes else ()
@@ -115,13 +115,11 @@ def _holders(layout: Layout, box: Box, at: dict[int, int]) -> Iterator[tuple[int
 
 
 @lru_cache(maxsize=1024)
-def _extents(size: int, parts: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Start and stop of every shard of a dim that axes of these sizes split one after the other."""
+def _extents(size: int, splits: tuple[tuple[Placement, int], ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Start and stop of every shard of a dim that these placements split one after the other, each over so many ranks."""
     start, stop = np.array([0]), np.array([size])
-    for n in parts:
-        length = (stop - start)[:, None]
-        step = -(-length // n)
-        first = start[:, None]
-        start = (first + np.minimum(np.arange(n) * step, length)).ravel()
-        stop = (first + np.minimum(np.arange(1, n + 1) * step, length)).ravel()
+    for p, n in splits:
+        lengths, which = np.unique(stop - start, return_inverse=True)  # few: most chunks are equally long
+        bounds = np.array([p.bounds(length, n) for length in lengths.tolist()])[which] + start[:, None, None]
+        start, stop = bounds[..., 0].ravel(), bounds[..., 1].ravel()
     return start, stop

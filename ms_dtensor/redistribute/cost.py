@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import reprlib
 from dataclasses import dataclass, fields
 from math import prod
 from pathlib import Path
@@ -98,19 +99,22 @@ def load_costs(path: str | os.PathLike) -> dict[str, CostModel]:
     Raises:
         ConfigError: the file is no such JSON.
     """
-    known = [f.name for f in fields(CostModel)]
+    known, shown = [f.name for f in fields(CostModel)], os.fspath(path)[:200]
     shape = 'write {"cpu": {"alpha": seconds, "beta": seconds per byte, "gamma": seconds per byte}}'
     try:
+        if not Path(path).is_file():  # nothing that blocks, or never ends
+            raise FileNotFoundError("no such file")
         told = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
-        raise ConfigError(f"For 'MS_DTENSOR_COSTS', {os.fspath(path)!r} cannot be read: {e}.", "", "", shape) from None
+    except (OSError, ValueError, RecursionError) as e:
+        raise ConfigError(f"For 'MS_DTENSOR_COSTS', {shown!r} cannot be read.", str(e)[:300], "It names a file of JSON.",
+                          shape) from None
     for device, figures in told.items() if isinstance(told, dict) else [(None, None)]:
-        wrong = not isinstance(figures, dict) or [k for k, v in figures.items() if k not in known or not _positive(v)]
+        wrong = not isinstance(figures, dict) or [k for k, v in figures.items() if k not in known or not _is_cost(v)]
         if device not in ("cpu", "npu", "gpu") or wrong:
-            raise ConfigError(f"For 'MS_DTENSOR_COSTS', {os.fspath(path)!r} does not state costs.", f"{device}: {figures}",
-                              f"Per device type (cpu, npu, gpu), some of {', '.join(known)}, none negative.", shape)
+            raise ConfigError(f"For 'MS_DTENSOR_COSTS', {shown!r} does not state costs.", reprlib.repr({device: figures}),
+                              f"Per device type (cpu, npu, gpu), some of {', '.join(known)}, each from 0 to 1e9.", shape)
     return {device: CostModel(**figures) for device, figures in told.items()}
 
 
-def _positive(value) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+def _is_cost(value) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1e9

@@ -3,11 +3,13 @@
 
 `run` is the plain interpreter; `Redistribute` is one autograd node that runs a plan forward and, backward, the plan from the
 cotangent's layout to the layout the source's producer expects. Invariant: a forward that already has its data passes
-it in, so asking for another gradient face of a value never communicates twice.
+it in, so asking for a value with another cotangent never communicates twice.
 """
 from __future__ import annotations
 
 import contextvars
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import mindspore as ms
 import numpy as np
@@ -108,52 +110,63 @@ def _place(out, slices, piece, device_type: str) -> None:
         out[slices] = piece
 
 
-_EXECUTORS = {"all_gather": _all_gather, "all_reduce": _all_reduce, "reduce_scatter": _reduce_scatter,
-              "all_to_all": _all_to_all, "cut": _cut, "exchange": _exchange}
+_EXECUTORS: dict[str, Callable] = {"all_gather": _all_gather, "all_reduce": _all_reduce, "cut": _cut, "exchange": _exchange,
+                                   "reduce_scatter": _reduce_scatter, "all_to_all": _all_to_all}
 
 
 def slice_local(x, slices):
-    """`x[slices]` as contiguous memory, which may be that of `x`."""
-    if on_cpu():  # in a node, MindSpore 2.10 forgets the history of a view when it differentiates again
-        return Tensor.from_numpy(np.asarray(x.asnumpy()[tuple(slices)], order="C"))
-    for d, s in enumerate(slices):
-        if s.start != 0 or s.stop != x.shape[d]:
-            x = ms.mint.narrow(x, d, s.start, s.stop - s.start)
+    """`x[slices]` as contiguous memory of its own, unless that is all of `x`."""
+    part = [(d, s) for d, s in enumerate(slices) if s.start != 0 or s.stop != x.shape[d]]
+    if part and on_cpu():  # in a node, MindSpore 2.10 forgets the history of a view when it differentiates again
+        return Tensor.from_numpy(np.array(x.asnumpy()[tuple(slices)], order="C"))
+    for d, s in part:
+        x = ms.mint.narrow(x, d, s.start, s.stop - s.start)
     return x.contiguous()
 
 
-class _Held:
-    """Hides a tensor from autograd: a second tensor input would send a zero cotangent through its own history."""
+@dataclass(slots=True)
+class Conversion:
+    """What `Redistribute` does to a tensor; the fields are the arguments of `redistribute_local`.
 
-    __slots__ = ("tensor",)
+    `data` stands in here to be hidden from autograd: a second tensor input would send a zero cotangent through its history.
+    """
 
-    def __init__(self, tensor):
-        self.tensor = tensor
+    src: Layout
+    dst: Layout
+    cotangent: Layout
+    wanted: Layout
+    data: Tensor | None
+    works: list | None
+    context: contextvars.Context
+    fresh: Callable
+    winners: Tensor | int | None
 
 
 class Redistribute(_Function):
-    """The source's shard as another layout's; see `redistribute_local`."""
+    """The source's shard as another layout's."""
 
     @staticmethod
-    def forward(ctx, x, src, dst, cotangent, wanted, held, context, works, own):
-        ctx.move = src, dst, cotangent, wanted, context
-        if held is not None:
-            return x if held.tensor is x else own(held.tensor)
+    def forward(ctx, x, what: Conversion):
+        src, dst = what.src, what.dst
+        ctx.move = src, dst, what.cotangent, what.wanted, what.context
+        if what.data is not None:
+            return x if what.data is x else what.fresh(what.data)
         local = Tensor._make_subclass(Tensor, x)
-        contested = any(not p.is_partial("sum") and not p.is_partial("avg") and p != q
-                        for p, q in zip(src.placements, dst.placements) if p.is_partial())
-        if contested:
+        # A maximum or minimum over ranks: its cotangent belongs to those that hold the winner. (A product is refused.)
+        extremum = any(not p.is_partial("sum") and not p.is_partial("avg") and p != q
+                       for p, q in zip(src.placements, dst.placements) if p.is_partial())
+        if extremum:
             _check_differentiable(src, dst)
         local, start = _as_summand(local, src, dst)
-        out = run(plan(start, dst), local, None if contested else works)
-        if contested:
-            ctx.contest = src, local, out
-        return own(out)
+        out = run(plan(start, dst), local, None if extremum else what.works)
+        if extremum:
+            ctx.extremum = src, local, out, what.winners
+        return what.fresh(out)
 
     @staticmethod
     def backward(ctx, grad):
         src, dst, cotangent, wanted, context = ctx.move
-        contest = getattr(ctx, "contest", None)
+        extremum = getattr(ctx, "extremum", None)
         # Backends that run asynchronously call this on a thread of their own, without the user's contextvars.
         context = context.copy()
         with NoFallbackGuard():
@@ -161,9 +174,9 @@ class Redistribute(_Function):
             scale = _average(src, dst) if src.partial_axes else 1
             if scale != 1:
                 grad = grad * scale
-            if contest is not None:
-                grad = grad * context.run(_winners_share, *contest)
-        return grad, None, None, None, None, None, None, None, None
+            if extremum is not None:
+                grad = grad * context.run(_winners_share, *extremum)
+        return grad, None
 
 
 def _view(x):
@@ -176,15 +189,9 @@ def _as_summand(x, src: Layout, dst: Layout):
     axes = [a for a in dst.partial_axes if src.placements[a].is_replicate()]
     if not axes:
         return x, src
-    here = src.mesh.get_coordinate()
+    here = src.mesh.get_coordinate() or (0,) * src.mesh.ndim
     placements = [dst.placements[a] if a in axes else p for a, p in enumerate(src.placements)]
     return x * float(all(here[a] == 0 for a in axes)), src.with_placements(placements, src.order)
-
-
-def _summed(layout: Layout) -> Layout:
-    """The layout with sums for other reductions, whose factors the gradient holds already."""
-    placed = [PARTIAL if p.is_partial() else p for p in layout.placements]
-    return layout.with_placements(placed, layout.order)
 
 
 def _average(src: Layout, dst: Layout) -> float:
@@ -204,25 +211,34 @@ def _check_differentiable(src: Layout, dst: Layout) -> None:
                                 "redistribute to Replicate() first")
 
 
-def _winners_share(src: Layout, local, out):
-    """d(maximum)/d(local): ranks that hold the winner share the cotangent."""
-    won = (local == out).astype(local.dtype)
-    total = won
+def _winners_share(src: Layout, local, out, winners):
+    """d(extreme)/d(local extreme): what share of the cotangent goes to this rank; see `redistribute_local`."""
+    wide = ms.float64 if local.dtype == ms.float64 else ms.float32
+    won = local.astype(wide) == out.astype(wide)
     with comm.annotate(phase="backward", src=repr(src), dst="ties"):
-        for a in src.partial_axes:
-            total = src.mesh.get_group(a).all_reduce(total, "sum")
-    return won / total
+        if isinstance(winners, int):
+            mine = ms.ops.select(won, ms.ops.full(won.shape, winners, dtype=ms.int32),
+                                 ms.ops.full(won.shape, 2**31 - 1, dtype=ms.int32))
+            return ms.mint.logical_and(won, mine == _over_ranks(src, mine, "min")).astype(local.dtype)
+        weight = won.astype(wide) if winners is None else won.astype(wide) * winners.astype(wide)
+        return (weight / _over_ranks(src, weight, "sum")).astype(local.dtype)
+
+
+def _over_ranks(src: Layout, x, op: str):
+    for a in src.partial_axes:
+        x = src.mesh.get_group(a).all_reduce(x, op)
+    return x
 
 
 def _backward(grad, src: Layout, dst: Layout, cotangent: Layout, wanted: Layout):
     """The gradient of a move, moved from `cotangent` to `wanted`."""
     if recording():  # of which a derivative will be asked for: its move is a node, whose own backward moves as the value did
-        src, dst = _summed(src), _summed(dst)
+        src, dst = src.reduced(PARTIAL), dst.reduced(PARTIAL)  # sums: the gradient holds the factors of other reductions
         if cotangent is wanted and src is dst:
             return grad
         with comm.annotate(phase="backward"):
             # as a constant: in a backward, MindSpore 2.10 forgets the history of a node whose result is a view
-            return redistribute_local(grad, cotangent, wanted, src, dst, own=ms.ops.stop_gradient)
+            return redistribute_local(grad, cotangent, wanted, src, dst, fresh=ms.ops.stop_gradient)
     grad, start = _as_summand(grad, cotangent, wanted)
     moves = plan(start, wanted)
     if not moves:
@@ -233,7 +249,8 @@ def _backward(grad, src: Layout, dst: Layout, cotangent: Layout, wanted: Layout)
         return run(moves, grad.contiguous())
 
 
-def redistribute_local(x, src: Layout, dst: Layout, cotangent: Layout, wanted: Layout, data=None, works=None, own=None):
+def redistribute_local(x, src: Layout, dst: Layout, cotangent: Layout, wanted: Layout, data=None, works=None, fresh=None,
+                       winners=None):
     """Differentiable `plan(src, dst)` on the tensor `x` whose storage is a shard of `src`; returns a plain tensor.
 
     Args:
@@ -244,16 +261,17 @@ def redistribute_local(x, src: Layout, dst: Layout, cotangent: Layout, wanted: L
         wanted: layout in which the producer of `x` expects it.
         data: the result's local tensor, where a forward has produced it already.
         works: as for `run`.
-        own: makes a tensor of its own of the result; default a view.
+        fresh: makes a tensor of its own of the result; default a view.
+        winners: of an extreme, who attains it on this rank: how many elements, or from where if the first takes all. Without
+            it each rank holds one candidate.
     """
-    held = None if data is None else _Held(data)
     if active():  # the backward's communication is told by the line that caused it
         with comm.annotate(site=comm.user_site()):
             context = contextvars.copy_context()
     else:
         context = contextvars.copy_context()
     with NoFallbackGuard():
-        return Redistribute.apply(x, src, dst, cotangent, wanted, held, context, works, own or _view)
+        return Redistribute.apply(x, Conversion(src, dst, cotangent, wanted, data, works, context, fresh or _view, winners))
 
 
 def recorded_gradient(grad, layout: Layout):
@@ -265,4 +283,4 @@ def recorded_gradient(grad, layout: Layout):
     if not layout.partial_axes or not recording():
         return grad
     whole = layout.gradient()
-    return redistribute_local(grad, whole, whole, whole, _summed(layout), own=ms.ops.stop_gradient)
+    return redistribute_local(grad, whole, whole, whole, layout.reduced(PARTIAL), fresh=ms.ops.stop_gradient)

@@ -15,6 +15,7 @@ from math import comb, perm
 
 import numpy as np
 
+from ..core.placements import longest_chunk
 from .cost import CostModel, sent_bytes
 
 KINDS = ("all_gather", "all_to_all", "all_reduce", "reduce_scatter", "cut")
@@ -24,7 +25,12 @@ _LARGEST = 40_000  # states; more would need seconds and much memory to list
 
 
 class Graph:
-    """States of a tensor of `ndim` dims on `axes` axes, each axis at a depth of a dim, free, or partial."""
+    """States of a tensor of `ndim` dims on `axes` axes, each axis at a depth of a dim, free, or partial.
+
+    A state is also one number with a digit per axis, `(where + 2) * axes + depth`: to move axes is to add a difference,
+    and the new state's row is found by bisection. Example, 2 axes and 1 dim: both in dim 0, axis 1 outermost, is
+    `where (0, 0)`, `depth (1, 0)`, digits 5 and 4, in base 6 the number 5 + 4 * 6.
+    """
 
     def __init__(self, axes: int, ndim: int):
         self.axes, self.ndim = axes, ndim
@@ -35,7 +41,7 @@ class Graph:
         self.where, self.depth, self._codes = where[by_code], depth[by_code], codes[by_code]
         self.partial = (self.where == _PARTIAL) @ (1 << np.arange(axes))
         self._length = np.stack([(self.where == d).sum(1) for d in range(ndim)]) if ndim else np.zeros((0, len(codes)), int)
-        self._found: list = []
+        self._found: list = []  # moves: rows left, rows reached, kind, axes as bits
         self._shrink()
         self._place(_FREE, "cut")
         self._place(_PARTIAL, "reduce_scatter")
@@ -144,7 +150,7 @@ class Graph:
         size = np.full(len(self.where), itemsize, np.float64)
         ranks = np.array(mesh_shape)
         for d, n in enumerate(shape):
-            size *= -(-n // np.where(self.where == d, ranks, 1).prod(1))
+            size *= longest_chunk(n, np.where(self.where == d, ranks, 1).prod(1))
         fits = size <= max(size[start], size[goal])
         sets = np.arange(1 << self.axes)
         reducible = np.zeros(len(sets), bool)
@@ -166,7 +172,7 @@ class Graph:
         targets = to[first]
         best = np.full(len(size), np.inf)
         best[start] = 0
-        layers = [best]
+        layers = [best]  # layers[k]: cheapest cost of each state by at most k moves
         while True:
             new = best.copy()
             if len(targets):
@@ -179,7 +185,7 @@ class Graph:
             layers.append(best)
             if best[better].min() >= best[goal]:  # costs only grow from here
                 break
-        close = best[goal] * (1 + 1e-12)
+        close = best[goal] * (1 + 1e-12)  # fewest moves at that cost; then back from the goal, an edge that explains it
         at, path = goal, []
         level = next(k for k, layer in enumerate(layers) if layer[goal] <= close)
         while at != start:

@@ -19,9 +19,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import Any
 
 from ..core.layout import Layout
-from ..core.placements import REPLICATE, Partial, Shard
+from ..core.placements import REPLICATE, Partial, Placement, Shard
 from ..errors import RedistributeError
 from .cost import CostModel, costs, nbytes, sent_bytes
 from .search import Search, State, Step, moved_axes
@@ -35,8 +36,8 @@ class Move:
     axes: tuple[int, ...]
     src: Layout
     dst: Layout
-    src_dim: int | None = None
-    dst_dim: int | None = None
+    src_dim: Any = None  # an int, of the kinds that have it
+    dst_dim: Any = None
     reduce_op: str | None = None
 
     @property
@@ -80,8 +81,10 @@ def plan(src: Layout, dst: Layout, model: CostModel | None = None) -> tuple[Move
 def _plan(src: Layout, dst: Layout, model: CostModel) -> tuple[Move, ...]:
     check_reachable(src, dst)
     if src.mesh != dst.mesh:
-        whole = src.with_placements([REPLICATE if p.is_partial() else p for p in src.placements], src.order)
+        whole = src.reduced()
         return (*plan(src, whole, model), Move("exchange", (), whole, dst))
+    if _special(src) or _special(dst):
+        return _by_exchange(src, dst)
     start, goal = _state(src), _state(dst)
     path = Search(src.mesh.shape, src.shape, nbytes((), src.dtype), start, goal, model).run() if start != goal else \
         [(Step("cut", ()), goal)]  # they differ on axes of one rank only
@@ -91,10 +94,22 @@ def _plan(src: Layout, dst: Layout, model: CostModel) -> tuple[Move, ...]:
                  for (step, _), a, b in zip(path, layouts, layouts[1:]))
 
 
+def _by_exchange(src: Layout, dst: Layout) -> tuple[Move, ...]:
+    """Collectives put chunks in the order of ranks; of shards that are cut in another way only boxes are known."""
+    moves = []
+    reduced = [a for a in src.partial_axes if not dst.placements[a].is_partial()]
+    for op in sorted({src.placements[a].reduce_op for a in reduced}):
+        axes = tuple(a for a in reduced if src.placements[a].is_partial(op))
+        rest = src.with_placements([REPLICATE if a in axes else p for a, p in enumerate(src.placements)], src.order)
+        moves.append(Move("all_reduce", axes, src, rest, reduce_op=op))
+        src = rest
+    return tuple(moves) if src is dst else (*moves, Move("exchange", (), src, dst))
+
+
 @lru_cache(maxsize=8192)
 def relabels(src: Layout, dst: Layout) -> bool:
     """Whether the two differ at most on axes of one rank: every rank holds the same either way."""
-    return src.mesh == dst.mesh and src.shape == dst.shape and _state(src) == _state(dst)
+    return src.mesh == dst.mesh and src.shape == dst.shape and _state(src) == _state(dst) and _special(src) == _special(dst)
 
 
 def remembered():
@@ -122,6 +137,14 @@ def check_reachable(src: Layout, dst: Layout, who: str = "redistribute") -> None
     """Raises RedistributeError if no plan can exist."""
     if src.shape != dst.shape or src.dtype != dst.dtype:
         raise RedistributeError(f"For '{who}', source and target are different tensors.", f"{src} -> {dst}")
+    if (src.mesh.varies or dst.mesh.varies) and (src.mesh != dst.mesh or src.mesh.varies != dst.mesh.varies):
+        raise RedistributeError(
+            f"For '{who}', one of the meshes is another set of ranks on other ranks.",
+            f"{src.describe()} -> {dst.describe()}",
+            "A sub-mesh is one of several blocks of its root; each rank sees its own and would plan another move.",
+            ("redistribute on the root, with Replicate() or Shard(dim) on each of its axes",
+             "DTensor.from_local(x.to_local(), sub_mesh, placements) takes what this rank holds as a tensor of its block",
+             "DeviceMesh(device_type, ranks) spells a mesh out that is the same on all ranks"))
     wanted = {(dst.mesh.mesh_dim_names[a], dst.placements[a].reduce_op) for a in dst.partial_axes}
     have = {(src.mesh.mesh_dim_names[a], src.placements[a].reduce_op) for a in src.partial_axes}
     if not wanted <= have or (wanted and src.mesh != dst.mesh):
@@ -138,9 +161,15 @@ def _state(layout: Layout) -> State:
             tuple((a, layout.placements[a].reduce_op) for a in layout.partial_axes if n[a] > 1))
 
 
+def _special(layout: Layout) -> list[tuple[int, Placement]]:
+    """Axes whose shards are cut in another way than `Shard`'s, and how."""
+    return [(a, p) for a, p in enumerate(layout.placements)
+            if p.is_shard() and p.__class__ is not Shard and layout.mesh.shape[a] > 1]
+
+
 def _layout(like: Layout, state: State) -> Layout:
     dims, partial = state
-    placed = [REPLICATE] * like.mesh.ndim
+    placed: list[Placement] = [REPLICATE] * like.mesh.ndim
     for d, axes in enumerate(dims):
         for a in axes:
             placed[a] = Shard(d)

@@ -16,11 +16,12 @@ from math import prod
 
 import numpy as np
 
+from ..core.placements import longest_chunk
 from .cost import CostModel
 from .graph import graph_of
 
 State = tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, str], ...]]
-_SAFE = 1 - 1e-9  # rounding must not lift the estimate above the truth
+_SAFE = 1 - 1e-9  # rounding must not lift the estimate above the true cost
 _PATIENCE = 500  # moves to look at one by one, about 4 ms, before all are looked at in vector operations
 
 
@@ -54,7 +55,7 @@ class Search:
         self.kept = frozenset(goal[1])
         self._lengths: dict = {}
         self._left: dict = {}
-        self.limit = max(self.bytes(start[0]), self.bytes(goal[0]))
+        self.limit = max(self.bytes(start[0]), self.bytes(goal[0]))  # no state on the way may be larger
         self.messages = prod(mesh_shape[a] for a in moved_axes(start, goal))
         self.goal_bytes = self.bytes(goal[0])
         split = [a for axes in goal[0] for a in axes]
@@ -63,11 +64,11 @@ class Search:
         self._holders = prod(mesh_shape[a] for a in whole)  # of each element, in the end
 
     def length(self, d: int, axes: tuple[int, ...]) -> int:
-        """The longest shard of dim `d`: nested rounding up is one rounding up."""
+        """The longest shard of dim `d`."""
         key = d, axes
         n = self._lengths.get(key)
         if n is None:
-            n = self._lengths[key] = -(-self.shape[d] // prod([self.n[a] for a in axes]))
+            n = self._lengths[key] = longest_chunk(self.shape[d], prod([self.n[a] for a in axes]))
         return n
 
     def bytes(self, dims) -> int:
@@ -79,20 +80,21 @@ class Search:
 
     def run(self) -> list[tuple[Step, State]]:
         """Steps and the states they lead to; no state on the way needs more memory than the larger end."""
-        return self.best_first(_PATIENCE) or self.on_graph() or self.best_first(float("inf"))
+        return self.best_first(_PATIENCE) or self.on_graph() or self.best_first(float("inf")) or []
 
     def best_first(self, patience: float) -> list[tuple[Step, State]] | None:
         """A*; None if that many moves were looked at in vain."""
-        best = {self.start: (0.0, 0)}
+        best = {self.start: (0.0, 0)}  # state -> (seconds, moves) of the cheapest path to it so far
         came: dict[State, tuple[State, Step]] = {}
-        done: set[State] = set()
+        done: set[tuple[State, float]] = set()
+        # by estimated total, then moves; the tick keeps heapq from comparing states
         queue, tick = [(self.left(self.start), 0, 0, self.start)], itertools.count(1)
-        bound, looked = float("inf"), 0
+        bound, looked = float("inf"), 0  # bound: cost of the best path to the goal so far
         while queue:
             _, moves, _, state = heapq.heappop(queue)
             if state == self.goal:
                 return self._path(came)
-            seconds, fewest = best[state]
+            seconds, fewest = best[state]  # an entry that a better path has overtaken is skipped
             if moves > fewest or (state, seconds) in done:
                 continue
             done.add((state, seconds))
@@ -174,7 +176,7 @@ class Search:
             return 0.0
         dims, partial = state
         model = self.model
-        leave = sum(axes != want[:len(axes)] for axes, want in zip(dims, self.goal[0]))
+        leave = sum(axes != want[:len(axes)] for axes, want in zip(dims, self.goal[0]))  # dims that only a collective mends
         pending = [p for p in partial if p not in self.kept]
         collectives = min(leave, self.messages) + len({op for _, op in pending})
         if not collectives:
@@ -183,10 +185,11 @@ class Search:
             parts = prod([self.n[a] for a, _ in pending])
             receive = self._mean * (parts + self._holders - 2) / self._holders
         else:
-            common = self.itemsize
+            common = self.itemsize  # at best a rank holds this much of its target already ...
             for d, (axes, want) in enumerate(zip(dims, self.goal[0])):
                 common *= min(self.length(d, axes), self.length(d, want))
             used = [a for axes in dims for a in axes]
+            # ... and all ranks together no more than the copies there are
             have = prod([s for a, s in enumerate(self.n) if a not in used]) / prod([self.n[a] for a, _ in self.kept])
             receive = max(self._mean - common, self._mean * (1 - have / self._holders), 0)
         return model.alpha * collectives + model.beta * receive + model.gamma * self.goal_bytes
@@ -205,9 +208,9 @@ class Search:
                         yield Step("all_to_all", moved, d, e), (_put(kept, e, kept[e] + moved), partial)
         pending = [p for p in partial if p not in self.kept]
         for op in sorted({op for _, op in pending}):
-            axes = [a for a, o in pending if o == op]
-            for k in range(1, len(axes) + 1):
-                for moved in itertools.combinations(axes, k):
+            summed = [a for a, o in pending if o == op]
+            for k in range(1, len(summed) + 1):
+                for moved in itertools.combinations(summed, k):
                     rest = tuple(p for p in partial if p[0] not in moved)
                     yield Step("all_reduce", moved, reduce_op=op), (dims, rest)
                     for ordered in itertools.permutations(moved):

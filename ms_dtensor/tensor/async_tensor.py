@@ -20,7 +20,9 @@ class AsyncData:
     def _layout(self) -> Layout:
         held = self.__dict__
         self.__class__ = classes.DTENSOR  # first: an error is raised once, here
-        held.pop("_work").wait()
+        memo = held["_memo"]
+        work, memo.work = memo.work, None
+        work.wait()
         return held["_layout"]
 
     def __fallback__(self, func, args=(), kwargs=None):

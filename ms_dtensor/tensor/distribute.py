@@ -19,6 +19,9 @@ from ..core.layout import Layout
 from ..core.mesh import _DEVICE_TYPES, DeviceMesh, resolve_mesh
 from ..dispatch import patches
 from ..dispatch.operands import dtype_name, local_alias, recording, wrap
+from ..dispatch.patches import jit
+from ..dispatch.patches.hooks import given_hooks
+from ..dispatch.replaced import PLACE, current, remember
 from ..errors import LayoutError, MeshError
 from ..redistribute.boxes import relative
 from ..redistribute.execute import slice_local
@@ -27,7 +30,7 @@ from .dtensor import DTensor
 
 _DONE = "_ms_dtensor_distributed"  # cell attribute: distribute_module has been here
 # of one tensor, not of the role it plays:
-_OWN_STATE = frozenset(("_layout", "_with_cotangent", "_moves", "_source", "_viewed", "_inited_param"))
+_OWN_STATE = frozenset((PLACE, "_layout", "_memo", "_inited_param"))
 
 
 def init_device_mesh(device_type: str, mesh_shape: Sequence[int], *, mesh_dim_names: Sequence[str] | None = None,
@@ -55,6 +58,7 @@ def init_device_mesh(device_type: str, mesh_shape: Sequence[int], *, mesh_dim_na
         raise MeshError(f"For 'init_device_mesh', 'device_type' must be npu, gpu or cpu, but got {device_type!r}.")
     world = comm.start(kind)
     need = int(np.prod(shape)) if shape else 0
+    blocks = rank_list is None and need < world.size
     if rank_list is None:
         if not shape or need < 1 or world.size % need:
             names = tuple(mesh_dim_names or ())
@@ -69,7 +73,9 @@ def init_device_mesh(device_type: str, mesh_shape: Sequence[int], *, mesh_dim_na
     if len(ranks) != need or not set(ranks) <= set(range(world.size)):
         raise MeshError(f"For 'init_device_mesh', 'rank_list' must be {need} of the ranks 0 to {world.size - 1}, "
                         f"but got {ranks}.")
-    return DeviceMesh(device_type, np.array(ranks).reshape(shape), mesh_dim_names=mesh_dim_names)
+    mesh = DeviceMesh(device_type, np.array(ranks).reshape(shape), mesh_dim_names=mesh_dim_names)
+    mesh.varies = blocks
+    return mesh
 
 
 def distribute_tensor(tensor, device_mesh: DeviceMesh | None = None, placements=None, *,
@@ -183,14 +189,12 @@ def distribute_module(module: nn.Cell, device_mesh: DeviceMesh | None = None, pa
     deferred_init.remember(module, mesh, 0)
     for name, cell in module.cells_and_names():
         if partition_fn is not None:
-            partition_fn(name, cell, mesh)
-    replaced: dict[int, Parameter] = {}
+            _partition(partition_fn, name, cell, mesh)
     for _, cell in module.cells_and_names():
         for key, param in list(cell._params.items()):
-            if param is not None and not isinstance(param, DTensor):
-                if id(param) not in replaced:
-                    replaced[id(param)] = (distribute_parameter(param, mesh, None), param)
-                set_parameter(cell, key, replaced[id(param)][0])
+            if param is not None:
+                param = current(param)
+                set_parameter(cell, key, param if isinstance(param, DTensor) else distribute_parameter(param, mesh, None))
         for key, buffer in list(getattr(cell, "_buffers", {}).items()):
             if isinstance(buffer, Tensor) and not isinstance(buffer, DTensor):
                 cell._buffers[key] = distribute_tensor(buffer, mesh, None)
@@ -200,6 +204,24 @@ def distribute_module(module: nn.Cell, device_mesh: DeviceMesh | None = None, pa
         module.register_forward_hook(lambda cell, inputs, outputs: after(cell, outputs))
     module.__dict__[_DONE] = True
     return module
+
+
+def _partition(partition_fn, name: str, cell: nn.Cell, mesh: DeviceMesh) -> None:
+    """Calls `partition_fn` for one cell; what was tied to a parameter that was distributed before stays tied to it."""
+    before = {key: param for key, param in cell._params.items() if param is not None}
+    partition_fn(name, cell, mesh)
+    for key, old in before.items():
+        new, tied = cell._params.get(key), current(old)
+        if new is old or not isinstance(new, Parameter):
+            continue
+        if tied is old:
+            remember(old, new)
+        elif getattr(new, "_layout", None) is tied._layout:
+            set_parameter(cell, key, tied)
+        else:
+            raise LayoutError(f"For 'distribute_module', parameter '{old.name}' is shared by cells that lay it out in "
+                              "different ways.", f"{tied._layout.describe()}, {new}", "A parameter has one layout.",
+                              "let 'partition_fn' lay it out alike wherever it meets it")
 
 
 def distribute_parameter(param: Parameter, mesh: DeviceMesh, placements, *, src_data_rank: int | None = 0) -> Parameter:
@@ -214,11 +236,16 @@ def like_parameter(data, param: Parameter) -> Parameter:
         if key not in out.__dict__ and key not in _OWN_STATE:
             out.__dict__[key] = value
     out.param_info = param.param_info
+    for hook in given_hooks(param):
+        out.register_hook(hook)
+    remember(param, out)
     return out
 
 
 def set_parameter(cell: nn.Cell, key: str, param: Parameter) -> None:
     """Puts a parameter into a cell's slot without MindSpore's copying setattr."""
+    if cell._params.get(key) is not param:
+        jit.forget_compiled()
     cell._params[key] = param
     if key in cell.__dict__:
         cell.__dict__[key] = param

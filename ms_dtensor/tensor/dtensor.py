@@ -18,14 +18,15 @@ from mindspore._c_expression import NoFallbackGuard
 from .. import comm
 from ..core.layout import Layout, known_layout
 from ..core.mesh import DeviceMesh, resolve_mesh
-from ..core.placements import REPLICATE
-from ..dispatch import classes, modes, patches
+from ..dispatch import classes, modes, patches, policy, views
 from ..dispatch.dispatcher import call, dispatch, plain_tree
+from ..dispatch.memo import Memo
 from ..dispatch.operands import as_local, dtype_name, local_alias, make, recording, redistribute, wrap
+from ..dispatch.patches import hooks, jit
 from ..errors import LayoutError, OpRuleError, RedistributeError
-from ..redistribute.execute import redistribute_local, run
+from ..redistribute.execute import run
 from ..redistribute.plan import check_reachable, plan
-from . import state
+from . import replicas, state
 from .async_tensor import AsyncData
 from .indexing import get_item, set_item
 
@@ -58,6 +59,7 @@ class DTensor(Tensor):
     """
 
     _layout: Layout = None  # type: ignore[assignment]  # until __new__ or `wrap` has set it
+    _memo: Memo | None = None
     __array_ufunc__ = None  # or NumPy would swallow `np.float32(2) * x` and return one rank's array
 
     def __new__(cls, local, device_mesh=None, placements=None, *args, **kwargs):
@@ -78,6 +80,8 @@ class DTensor(Tensor):
         pass
 
     __fallback__ = dispatch
+    register_hook = hooks.register_hook
+    __parameter__ = jit.PARAMETER
 
     @staticmethod
     def _run_own_op(op, arguments):
@@ -130,7 +134,8 @@ class DTensor(Tensor):
         return math.prod(self.shape)
 
     def stride(self, dim: int | None = None):
-        """Strides, in elements, of the global tensor; MindSpore's `strides` are the same in bytes."""
+        """Strides, in elements, of the global tensor; MindSpore's `strides` are the same in bytes. A view is refused."""
+        views.refuse_view(self, "stride", "x.clone().stride(), of a contiguous copy", "x.view(shape), legal for any shape")
         out = layout_strides(self.shape)
         return out if dim is None else out[dim]
 
@@ -180,7 +185,8 @@ class DTensor(Tensor):
             stride: for PyTorch's sake: that of a contiguous tensor of `shape`, or None.
 
         Raises:
-            LayoutError: the local shape is not the shard of `shape`, or, with `run_check`, ranks disagree.
+            LayoutError: the local shape is not the shard of `shape`, or, with `run_check`, ranks disagree; inside
+                `debug.checks()` also if replicas differ.
 
         Example:
             >>> import mindspore as ms, ms_dtensor as md
@@ -206,11 +212,13 @@ class DTensor(Tensor):
         if mesh.get_coordinate() is None:
             local = ms.ops.zeros((0,) * len(layout.shape), local.dtype)
         elif run_check:
-            local = _checked(local, layout, given=shape is not None)
+            local = replicas.made_alike(local, layout, given=shape is not None)
         elif shape is not None and layout.local_shape() != tuple(local._shape):
             raise LayoutError(f"For 'from_local', a local tensor of shape {list(local._shape)} is not this rank's shard.",
                               layout.describe(), f"Its shard there is {list(layout.local_shape())}: chunks of "
                               "ceil(n / axis size) rows.", "pass the global shape that belongs to these shards")
+        if modes.mode.get().check_rules and not run_check:
+            replicas.compare_replicas("from_local", ["the local tensor"], [local], [layout])
         patches.install()
         if isinstance(local, Parameter):
             with NoFallbackGuard():
@@ -257,13 +265,19 @@ class DTensor(Tensor):
 
     def reduce_partial(self) -> DTensor:
         """Partial axes reduced to Replicate; the others stay."""
-        layout = self._layout
-        placed = [REPLICATE if p.is_partial() else p for p in layout.placements]
-        return redistribute(self, layout.with_placements(placed, layout.order))
+        return redistribute(self, self._layout.reduced())
 
     # -- values: the global one, or an error, on all ranks alike ---------------------------------------------------
     def item(self):
-        """The one element, as a Python number: reduced or gathered as the layout needs, the same on all ranks."""
+        """The one element, as a Python number: reduced or gathered as the layout needs, the same on all ranks.
+
+        So do `float`, `int`, `bool`, `complex` and `format` with a format. It communicates unless the tensor is
+        replicated, so the redistribution policy may refuse or warn of it; `x.full_tensor().item()` is always explicit.
+
+        Raises:
+            OpRuleError: more than one element, or a rank outside the mesh.
+            ImplicitCommError: it would communicate, and the policy is "explicit".
+        """
         if self.numel() != 1:
             raise OpRuleError(f"For 'item', a tensor of {self.numel()} elements is no scalar.", self._layout.describe(),
                               "A Python number is one element.", "reduce it first, e.g. x.sum().item()")
@@ -273,6 +287,8 @@ class DTensor(Tensor):
                               "Nothing is sent to ranks outside a mesh.", "ask on the mesh's ranks only")
         whole = local_alias(self)
         if not layout.is_replicated():
+            policy.check_move("item", layout, layout.replicated(), "the value",
+                              ("x.full_tensor().item()", "x.reduce_partial().item(), of a Partial"))
             with comm.annotate(implicit=True, src=repr(layout), dst=repr(layout.replicated())):
                 whole = run(plan(layout, layout.replicated()), whole)
         return whole.asnumpy().reshape(()).item()
@@ -339,13 +355,6 @@ class DTensor(Tensor):
 
     def __hash__(self):
         return id(self)
-
-    @property
-    def __ms_mutable__(self):
-        # ms.jit asks its arguments for this and for nothing else; it would compute on local storage without a word.
-        raise OpRuleError("For 'ms.jit', an argument is a DTensor.", self._layout.describe(),
-                          "A compiled graph does not dispatch: it would compute on this rank's shard.",
-                          ("call it on local tensors inside local_map", "run this part without ms.jit"))
 
     # -- what a checkpoint planner asks; names as in PyTorch's protocol ----------------------------------------------
     def __create_chunk_list__(self):
@@ -430,13 +439,16 @@ class DTensorParameter(Parameter, DTensor):
         """
         own = self._layout
         if isinstance(data, DTensor) and data.shape == own.shape:
-            data = redistribute(data, Layout(own.mesh, own.placements, own.shape, data._layout.dtype, own.order))
+            target = Layout(own.mesh, own.placements, own.shape, data._layout.dtype, own.order)
+            data = redistribute(data, target, implicit="set_data")
         elif isinstance(data, DTensor) or tuple(data.shape) != own.local_shape():
             raise LayoutError(f"For 'set_data', the data has shape {list(data.shape)}.", own.describe(),
                               "It must be a DTensor of the global shape, or this rank's shard.",
                               "distribute_tensor(data, p.device_mesh, p.placements)")
         return Parameter.set_data(self, data, slice_shape)
 
+    __parameter__ = jit.PARAMETER
+    register_hook = DTensor.register_hook
     __repr__ = DTensor.__repr__
     __str__ = DTensor.__repr__
     __copy__ = DTensor.__copy__
@@ -445,7 +457,7 @@ class DTensorParameter(Parameter, DTensor):
     asnumpy = DTensor.asnumpy
 
 
-class AsyncDTensor(AsyncData, DTensor):
+class AsyncDTensor(AsyncData, DTensor):  # type: ignore[override]  # `_layout` is set again only when this is a DTensor
     """What `redistribute(async_op=True)` returns where the backend can: waits on first use, then is a DTensor."""
 
 
@@ -463,35 +475,6 @@ def _unpickle(array, layout, name, requires_grad):
 def layout_strides(shape) -> tuple[int, ...]:
     """Strides, in elements, of a contiguous tensor."""
     return tuple(math.prod(shape[d + 1:]) for d in range(len(shape)))
-
-
-def _checked(local, layout: Layout, given: bool):
-    """`local` after `run_check`: still connected, with the values of coordinate 0 on axes that replicate."""
-    checked = _check_across_ranks(local_alias(local), layout, given)
-    if recording() and any(p.is_replicate() for p in layout.placements):
-        return redistribute_local(local, layout, layout, layout.gradient(), layout.gradient(), data=checked)
-    return checked if any(p.is_replicate() for p in layout.placements) else local
-
-
-def _check_across_ranks(local, layout: Layout, given: bool):
-    mesh = layout.mesh
-    group = mesh.get_group()
-    everyone = group.all_gather_object((tuple(local._shape), dtype_name(local.dtype)))
-    wrong = []
-    for (shape, dtype), rank in zip(everyone, mesh.rank_list):
-        expected = layout.local_shape(mesh.coordinate_of(rank)) if given else everyone[0][0]
-        if shape != tuple(expected) or dtype != everyone[0][1]:
-            wrong.append(f"rank {rank} holds {dtype}{list(shape)}, expected {everyone[0][1]}{list(expected)}")
-    if wrong:
-        raise LayoutError("For 'from_local', the ranks' local tensors do not make one tensor.",
-                          f"{list(layout.placements)} on mesh({mesh.describe()})\n" + "\n".join(wrong),
-                          "Without 'shape' all shards must be alike; with it each must be its chunk.",
-                          "pass shape=, the global shape, for uneven shards")
-    for axis, p in enumerate(layout.placements):
-        if p.is_replicate():
-            group = mesh.get_group(axis)
-            local = group.broadcast(local, group.ranks[0])
-    return local
 
 
 __all__ = ["DTensor", "DTensorParameter", "RedistributeError"]

@@ -14,7 +14,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
-from ..dispatch.dispatcher import call
+from ..dispatch.dispatcher import call, write
 from ..dispatch.operands import replicate_constant
 from ..errors import OpRuleError
 from ..ops.rules.write import labels
@@ -127,7 +127,7 @@ def _check_range(item, dim: int, n: int) -> None:
         raise IndexError(f"For 'DTensor', an index is out of range for dim {dim} of size {n}.")
 
 
-def own(x, op: str, **arguments):
+def _run(x, op: str, **arguments):
     """One of our own ops, on a DTensor or on whatever else computes them (the verifier's probe)."""
     run = getattr(x, "_run_own_op", None)
     return call(op, **arguments) if run is None else run(op, arguments)
@@ -139,14 +139,14 @@ def get_item(x, index):
     for d in at.new:
         x = ms.mint.unsqueeze(x, d)
     if at.drop or any(b != (0, n, 1) for b, n in zip(at.bounds, at.shape)) or not (at.new or at.arrays):
-        x = own(x, "slice", input=x, bounds=tuple(at.bounds), drop=tuple(at.drop))
+        x = _run(x, "slice", input=x, bounds=tuple(at.bounds), drop=tuple(at.drop))
     if not at.arrays:
         return x
     dims = list(at.arrays)
     indices = [_constant(x, i) for i in at.arrays.values()]
     if len(dims) == 1 and len(indices[0].shape):
-        return own(x, "gather", input=x, index=indices[0], dim=dims[0])
-    return own(x, "index", input=x, indices=tuple(indices), dims=tuple(dims), front=at.front)
+        return _run(x, "gather", input=x, index=indices[0], dim=dims[0])
+    return _run(x, "index", input=x, indices=tuple(indices), dims=tuple(dims), front=at.front)
 
 
 def _constant(x, item):
@@ -228,4 +228,4 @@ def _write(x, op: str, **arguments):
     if getattr(x, "_layout", None) is None:  # a verifier's probe: the rule is what counts
         x._run_own_op(op, {"input": x, **arguments})
         return
-    call("=" + op, input=x, **arguments)
+    write(op, input=x, **arguments)

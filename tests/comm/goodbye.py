@@ -11,11 +11,20 @@ KIND = sys.argv[1]
 world = comm.start("cpu")
 g = comm.group(range(world.size), ("dp",))
 g.barrier()
-if world.rank == 1:
+if world.rank == 1 and KIND != "forks":
     if KIND == "raises":
         raise ValueError("boom")
     if KIND == "exits":
         os._exit(0)
+    sys.exit(0)
+if KIND == "forks":
+    pid = os.fork()
+    if pid == 0:
+        sys.exit(0)  # as a data loader's worker ends
+    os.waitpid(pid, 0)
+    for _ in range(3):
+        g.barrier()
+    print("fine")
     sys.exit(0)
 if KIND == "leaves":
     import time

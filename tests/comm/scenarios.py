@@ -2,8 +2,10 @@
 """What the forked ranks of `worker.py` do: the contract, and the ways a job can go wrong."""
 from __future__ import annotations
 
+import _thread
 import os
 import signal
+import threading
 import time
 
 import contract
@@ -398,3 +400,94 @@ def counted(e, rank, size):
         count(f"uneven all_to_all {name}", lambda x=whole: e.all_to_all(x[:, None], 0, uneven, 1, [1] * size, world))
         count(f"scatter {name}", lambda x=whole: e.scatter(x, 0, uneven, 0, world, shape=x.shape, dtype=x.dtype))
     return out
+
+
+def refusal(call):
+    """Class and text of what `call` raises."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing raised"
+
+
+def forks(e, rank, size):
+    """A forked child, as a data loader's: it may not communicate, and its end is not its parent's."""
+    world = tuple(range(size))
+    e.barrier(world)
+    slow = e.all_reduce(np.ones(3), "sum", world, async_op=True)  # the child has no thread to wait for
+    read, write = os.pipe()
+    if os.fork() == 0:
+        said = [refusal(lambda: e.all_reduce(np.ones(3), "sum", world)), refusal(lambda: e.exchange([(0, np.ones(3))], [])),
+                refusal(lambda: e.all_reduce(np.ones(3), "sum", world, async_op=True).wait())]
+        e.close()  # as `world` does at exit
+        e.close("ValueError: boom")
+        os.write(write, "\0".join(said).encode())
+        os._exit(0)
+    os.close(write)
+    said = os.fdopen(read).read().split("\0")
+    os.wait()
+    slow.wait()
+    for k in range(5):
+        assert (e.all_reduce(np.full(3, rank + k), "sum", world) == sum(world) + size * k).all()
+    return said
+
+
+def threads(e, rank, size):
+    """Two threads whose equal calls come in another order on every rank; after them the thread that began."""
+    world, said = tuple(range(size)), {}
+    e.barrier(world)
+
+    def work(k):
+        time.sleep(0.1 * ((k + rank) % 2))
+        try:
+            said[k] = e.all_reduce(np.full(3, 10.0 ** k), "sum", world).tolist()
+        except Exception as error:
+            said[k] = f"{type(error).__name__}: {error}"
+    running = [threading.Thread(target=work, args=(k,), name=f"worker {k}") for k in range(2)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
+    e.barrier(world)
+    return said
+
+
+def threads_in_turn(e, rank, size):
+    """A thread after another one has ended, and threads that Python did not start, as MindSpore's for a backward."""
+    world = tuple(range(size))
+
+    def add():
+        assert (e.all_reduce(np.full(3, rank), "sum", world) == sum(world)).all()
+    failed = []
+    for _ in range(3):
+        thread = threading.Thread(target=lambda: failed.append(refusal(add)))
+        thread.start()
+        thread.join()
+    add()
+    done = threading.Event()
+    _thread.start_new_thread(lambda: (failed.append(refusal(add)), done.set()), ())
+    done.wait()
+    add()
+    return failed
+
+
+def objects(e, rank, size):
+    """What ranks send each other as objects; what they cannot send is refused on all of them."""
+    world = tuple(range(size))
+    obj = {"shapes": ((rank, 3), ()), 1: [None, True, 2.5, float("inf"), -0.0, 1 << 70, "\ud800 ö"], (2, "a"): {3, 4},
+           "bytes": b"\x00\xff", "c": 1 + 2j, "n": np.float32(0.1), "a": np.arange(6, dtype=">i2").reshape(2, 3), "e": ()}
+    got = e.all_gather_object(obj, world)[rank]
+    assert repr(got) == repr(obj) and got["a"].dtype == obj["a"].dtype, got
+    assert e.broadcast_object(("a", rank), 1, world) == ("a", 1)
+    said = [refusal(lambda: e.all_gather_object(Evil() if rank == 1 else 3, world)),
+            refusal(lambda: e.broadcast_object([Evil()], 1, world))]
+    assert e.all_gather_object(rank, world) == list(world)
+    return said
+
+
+class Evil:
+    """Runs something where it is unpickled."""
+
+    def __reduce__(self):
+        return os._exit, (7,)

@@ -134,7 +134,7 @@ def bfloat16(backend, exact):
 
 def desync(backend):
     """The library compares the calls where the backend does not."""
-    backend._agree = Agreement(1, backend._gather_number, backend.all_gather_object).call
+    backend._agreement = Agreement(1, backend._gather_number, backend.all_gather_object)
     g = comm.Group(backend, range(backend.size))
     for odd in range(backend.size):
         try:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-import socket
+import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
-from ms_dtensor.comm.shm import arena, rendezvous, segment
+from ms_dtensor.comm.shm import address, arena, rendezvous, segment
 from ms_dtensor.errors import ConfigError, PeerLost
 from ms_dtensor.redistribute.cost import sent_bytes
 
@@ -28,6 +29,26 @@ def run(scenario, size, *args, timeout="20"):
     ranks = sorted((line for line in lines if "rank" in line), key=lambda line: line["rank"])
     assert ranks, done.stderr
     return ranks, [line for line in lines if "rank" not in line]
+
+
+def connect_all(name, size, late=0.0):
+    """All ranks in threads, rank 0 before the others; the peers each of them found."""
+    found = [None] * size
+
+    def one(rank):
+        memory, links = rendezvous.connect(rank, size, name, 5)
+        found[rank] = [link.rank for link in links]
+        os.close(memory)
+        for link in links:
+            link.sock.close()
+            os.close(link.fd)
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(size)]
+    for rank, thread in enumerate(threads):
+        thread.start()
+        time.sleep(late if rank == 0 else 0)
+    for thread in threads:
+        thread.join()
+    return found
 
 
 def succeed(scenario, size, *args):
@@ -143,10 +164,88 @@ def test_what_a_rank_said_last_is_read_after_all_it_said_before(scenario):
 
 def test_a_taken_rank_is_refused():
     name = f"ms_dtensor-test-{os.getpid()}-taken"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
-        other.bind(f"\0{name}-0")
+    with address.listening(name, 0, 2):
         with pytest.raises(ConfigError, match="rank 0 is taken by another process"):
             rendezvous.connect(0, 2, name, 0.2)
+        with pytest.raises(PeerLost, match="rank\\(s\\) 1"):
+            rendezvous.connect(0, 2, f"{name}-other", 0.2)
+
+
+def test_what_a_killed_start_leaves_stands_in_nobodys_way_and_goes():
+    name = f"ms_dtensor-test-{os.getpid()}-killed"
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(10)
+        rendezvous.connect(0, 2, name, 20)
+    while not (left := list(address._ours(address._start_of(name, 0)))):
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert connect_all(name, 2) == [[1], [0]]
+    assert list(address._ours(address._start_of(name, 0))) == left  # young: its process may be about to listen
+    os.utime(left[0], (0, 0))
+    assert connect_all(f"{name}-next", 2) == [[1], [0]]
+    assert not list(address._ours(address._start_of(name, 0)))
+
+
+def test_a_caller_that_says_nothing_keeps_nobody_waiting():
+    name, silent = f"ms_dtensor-test-{os.getpid()}-silent", []
+
+    def say_nothing():
+        while len(silent) < 5:
+            sock = address.open_to(name, 0, 1)
+            silent.extend([sock] if sock is not None else [])
+    thread = threading.Thread(target=say_nothing)
+    thread.start()
+    try:
+        assert connect_all(name, 3, late=0.3) == [[1, 2], [0, 2], [0, 1]]
+    finally:
+        thread.join()
+        for sock in silent:
+            sock.close()
+
+
+@pytest.mark.parametrize("hello", [b"\0\xff", b"[]", b"7", b"{}", b"[" * 4000, b'{"rank": []}'])
+def test_a_caller_that_speaks_another_language_is_named(hello):
+    name = f"ms_dtensor-test-{os.getpid()}-strange"
+
+    def call():
+        while (sock := address.open_to(name, 0, 1)) is None:
+            time.sleep(0.01)
+        sock.send(hello)
+        sock.recv(1)
+        sock.close()
+    thread = threading.Thread(target=call)
+    thread.start()
+    with pytest.raises(ConfigError, match="a process of another job"):
+        rendezvous.connect(0, 2, name, 5)
+    thread.join()
+
+
+def test_a_forked_child_is_no_rank_and_its_end_is_its_own():
+    for r in succeed("forks", 3):
+        for what, text in zip(("all_reduce", "exchange", "all_reduce"), r["ok"]):
+            assert text.startswith(f"CommError: For '{what}', this process is a forked child of the rank's."), text
+            assert f"the rank's process is {r['pid']}, this is " in text and text.count("\n") == 4, text
+
+
+def test_threads_without_a_common_order_are_refused():
+    for r in succeed("threads", 2):
+        for k in "01":
+            assert r["ok"][k].startswith("CommError: For 'all_reduce', another thread communicates for this rank."), r
+            assert f"thread 'MainThread' did, this is 'worker {k}'" in r["ok"][k] and r["ok"][k].count("\n") == 4
+
+
+def test_threads_that_have_an_order_may_communicate():
+    for r in succeed("threads_in_turn", 2):
+        assert r["ok"] == ["nothing raised"] * 4, r
+
+
+def test_objects_are_data():
+    for r in succeed("objects", 3):
+        for text in r["ok"]:
+            assert text.startswith("CommError: For an exchange of objects, one of them cannot be sent.\n"
+                                   "  on:   scenarios.Evil\n"), text
 
 
 @pytest.mark.parametrize("rank, missing", [(0, "rank\\(s\\) 1, 2"), (2, "rank\\(s\\) 0")])

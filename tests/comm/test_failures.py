@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A slice of what scripts/check_failures.py and scripts/soak.py run in full; ranks without MindSpore."""
+"""A slice of what scripts/check_failures.py, scripts/soak.py and scripts/fuzz_shm.py run in full."""
 from __future__ import annotations
 
 import json
@@ -31,3 +31,8 @@ def test_random_collectives_give_right_results():
     assert out["errors"] == [] and out["left_over"] == []
     for r in out["per_rank"]:
         assert r["checked"] > 20 and r["last"]["handles"] <= r["first"]["handles"]
+
+
+def test_every_collective_on_few_elements_is_numpys():
+    out, done = run("fuzz_shm.py", "--ranks", "2", "3", "5", "--every", "41")
+    assert out["cases"] > 600 and out["wrong"] == 0, done.stderr

@@ -175,6 +175,56 @@ def test_wrong_names_are_refused():
         comm.set_cpu_backend("gloo")
 
 
+@pytest.fixture
+def launched(monkeypatch):
+    """Pretends that msrun started this process as rank 1 of 2; a registered name and the choice of it end with the test."""
+    from ms_dtensor.comm import registry
+    monkeypatch.setattr(registry, "_classes", dict(registry._classes))
+    monkeypatch.setattr(registry, "serving", dict(registry.serving))
+    for name, value in {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "2", "MS_NODE_ID": "1"}.items():
+        monkeypatch.setenv(name, value)
+    return monkeypatch
+
+
+def test_a_registered_backend_serves_cpu_and_the_log_says_so(cpu, launched, caplog):
+    from ms_dtensor.comm import world
+    from ms_dtensor.comm.fake import FakeBackend
+
+    class Counting(FakeBackend):
+        @classmethod
+        def start(cls, rank, size, blocking):
+            return cls(size, rank, "counting")
+    comm.register_backend("counting", Counting)
+    comm.set_cpu_backend("counting")
+    with caplog.at_level("INFO", "ms_dtensor"):
+        started = world._start("CPU")
+    assert (started.rank, started.size, type(started.backend)) == (1, 2, Counting)
+    assert caplog.messages == ["rank 1 of 2 started on CPU with Counting"]
+    launched.setenv("MS_ROLE", "MS_SCHED")
+    with pytest.raises(SystemExit):
+        world._start("CPU")  # which has nothing for msrun's scheduler to do
+    with pytest.raises(ConfigError, match="shm, mccl, counting"):
+        comm.set_cpu_backend("hccl")
+
+
+def test_the_log_has_groups_and_plans_and_is_silent_by_default(cpu, caplog, capfd):
+    import mindspore as ms
+
+    import ms_dtensor as md
+    from ms_dtensor.dispatch.dispatcher import clear_cache
+
+    def run():
+        with comm.fake_world(2):
+            mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+            clear_cache()
+            md.DTensor.from_local(ms.ops.ones((3, 5)), mesh, [md.Partial()]).redistribute(placements=[md.Replicate()]) * 2
+    run()
+    assert capfd.readouterr() == ("", "")
+    with caplog.at_level("DEBUG", "ms_dtensor"):
+        run()
+    assert [m.split(" ")[0] for m in caplog.messages] == ["made", "cache"] and "f32[3, 5]" in caplog.messages[1]
+
+
 @pytest.mark.parametrize("env", [{"MS_WORKER_NUM": "2", "MS_NODE_ID": "2"}, {"MS_WORKER_NUM": "two"}, {}])
 def test_a_broken_launch_environment_is_refused(env, monkeypatch):
     from ms_dtensor.comm import world

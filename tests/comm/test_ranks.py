@@ -52,6 +52,12 @@ def test_a_rank_may_leave_when_nobody_waits_for_it():
     assert (code, other_code) == (0, 0) and "fine None" in out, err
 
 
+@pytest.mark.dist
+def test_a_forked_child_that_exits_says_no_goodbye():
+    for out, err, code in two_ranks("forks"):
+        assert code == 0 and "fine" in out, err
+
+
 def test_the_scheduler_of_msrun_has_nothing_to_do_with_shared_memory(monkeypatch):
     monkeypatch.setenv("MS_ROLE", "MS_SCHED")
     monkeypatch.setenv("MS_WORKER_NUM", "4")

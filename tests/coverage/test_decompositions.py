@@ -16,7 +16,8 @@ GRAD_ATOL = 5e-4
 
 # No gradient to compare: constants, integers, or (statistics of fused attention) not differentiated by definition.
 CONSTANT = frozenset(("FullLike", "ZerosLikeExt", "OnesLikeExt", "EmptyLike", "NewZeros", "NewOnes", "NewEmpty",
-                      "NewFull", "CountNonZero", "ArgSort", "ArgMaxExt", "ArgMinExt", "OneHotExt")) | NO_GRADIENT
+                      "NewFull", "CountNonZero", "ArgSort", "ArgMaxExt", "ArgMinExt", "OneHotExt", "Any", "AnyExt",
+                      "ReduceAny")) | NO_GRADIENT
 REFERENCES = {**REFERENCES, **MORE}
 # Drawn from the library's own stream: tests/test_random.py compares them across meshes and with their distributions.
 DRAWN = frozenset(("Bernoulli", "BernoulliExt", "Dropout", "Dropout2D", "Dropout2dExt", "Dropout3D", "FuncDropoutExt",

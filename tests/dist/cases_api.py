@@ -344,3 +344,18 @@ def meshes_of_the_wrong_size_are_explained(world):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))  # two disjoint meshes in a world of four
     assert mesh.rank_list == ((0, 1) if world.rank < 2 else (2, 3))
     equal(distribute_tensor(data(3, 4, 2), mesh, [S(0)]).sum(), data(3, 4, 2).asnumpy().sum())
+
+
+@case(world_size=4)
+def mindspores_own_communication_stays_out(world):
+    """Under any name a script has for it, and what was started goes on."""
+    import mindspore.communication as outer
+    from mindspore.communication.management import init, release
+    for call in (outer.init, outer.release, init, release):
+        try:
+            call()
+            raise AssertionError(call)
+        except ConfigError as e:
+            assert "For 'mindspore.communication." in e.attempt and e.operands and e.rule and len(e.fix) == 2
+            same_on_all_ranks(world, str(e))
+    assert ms.ops.ones((2, 3)).sum() == 6

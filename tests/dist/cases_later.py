@@ -8,7 +8,7 @@ import time
 import numpy as np
 
 from ms_dtensor import DTensor, Partial, Replicate, Shard, SkipDTensorDispatch, comm, distribute_tensor, value_and_grad
-from ms_dtensor.tensor.async_tensor import AsyncDTensor
+from ms_dtensor.tensor.dtensor import AsyncDTensor
 from tests.cases import case
 from tests.dist.support import data, equal, mesh_1d, mesh_2d
 

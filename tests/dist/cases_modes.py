@@ -13,8 +13,10 @@ from ms_dtensor import (
     Replicate,
     Shard,
     SkipDTensorDispatch,
+    comm,
     distribute_tensor,
     implicit_replication,
+    local_map,
     redistribution_policy,
     value_and_grad,
 )
@@ -55,7 +57,7 @@ def gradients_pass_through_skip(world):
     equal(g, data(1, 8, 4) * 2)
     with SkipDTensorDispatch():  # the mode of the backward is not the mode of the forward
         g, = ms.grad(lambda: (p * 3).sum(), None, [p])()
-    equal(g, np.full((2, 4), 3, np.float32))
+    equal(g, np.full((8, 4), 3, np.float32))
 
 
 @case(world_size=4)
@@ -68,7 +70,7 @@ def policies_warn_once_per_site_and_refuse_before_moving(world):
         for _ in range(3):
             x + y
         x + y
-    assert len(seen) == 2 and all("cases_modes.py" in str(w.message) for w in seen), [str(w.message) for w in seen]
+    assert len(seen) == 2 and all(w.filename == __file__ for w in seen), [(w.filename, w.lineno) for w in seen]
     with counted() as count, redistribution_policy("explicit"):
         try:
             x + y
@@ -84,6 +86,41 @@ def policies_warn_once_per_site_and_refuse_before_moving(world):
         equal(x + y.redistribute(placements=[S(0)]), data(1, 8, 4) + data(2, 8, 4))
         with redistribution_policy("auto"):
             equal(x + y, data(1, 8, 4) + data(2, 8, 4))
+
+
+@case(world_size=4)
+def whatever_communicates_by_itself_warns_once_and_gives_one_devices_values(world):
+    mesh = mesh_1d()
+    plain, odd, w = data(1, 8, 4), data(2, 7, 4), data(3, 4)
+    x, y, cols = (distribute_tensor(t, mesh, [p]) for t, p in ((plain, S(0)), (odd, S(0)), (plain, S(1))))
+    rows = {moves: local_map(lambda a: a * 3, [S(0)], ([S(0)],), redistribute_inputs=moves) for moves in (False, True)}
+
+    def weighted(t):
+        return (mint.amax(t, 0) * (w if t is plain or not isinstance(t, DTensor) else dw)).sum()
+
+    dw = distribute_tensor(w, mesh)
+    value, grad = ms.value_and_grad(weighted)(plain)
+    calls = [lambda: equal(np.float32(x.sum().item()), plain.sum()), lambda: equal(np.float32(float(x.sum())), plain.sum()),
+             lambda: f"{x.sum():.2f}" == f"{float(plain.sum()):.2f}" or 1 / 0,
+             lambda: equal(rows[True](cols), plain * 3), lambda: equal(rows[False](y), odd * 3),
+             lambda: [equal(g, want) for g, want in zip(value_and_grad(weighted, 0)(x), (value, grad))]]
+    for call in calls:
+        with warnings.catch_warnings(record=True) as seen, redistribution_policy("warn"), comm.record() as events:
+            warnings.simplefilter("always")
+            call()
+            call()
+        assert len(seen) == 1 and seen[0].filename == __file__, [(str(v.message), v.filename) for v in seen]
+        assert any(e.implicit for e in events)
+        same_on_all_ranks(world, str(seen[0].message))
+        with counted() as count, redistribution_policy("explicit"):
+            try:
+                call()
+            except ImplicitCommError as e:
+                same = str(e)
+            else:
+                raise AssertionError("communicated")
+        assert not count, count
+        same_on_all_ranks(world, same)
 
 
 @case(world_size=4)

@@ -260,6 +260,39 @@ def a_parameters_data_is_replaced_in_its_own_layout(world):
     equal(p, data(2, 8, 3))
 
 
+# -- what belongs to one tensor, and not to the role it plays -----------------------------------------------------------
+@case(world_size=4)
+def the_views_of_a_replaced_parameter_do_not_guard_the_new_one(world):
+    mesh = mesh_2d()
+    net = parallelize_module(nn.SequentialCell(nn.Dense(5, 6)), mesh["tp"], {"0": ColwiseParallel()})
+    old = net[0].weight
+    old.note = "the user's"
+    kept, wanted = old[:, 0:2], array(old).copy()
+    weight = replicate(net, mesh=mesh["dp"])[0].weight
+    assert weight is not old and weight.note == old.note
+    weight[0] = 1.0
+    equal(kept, wanted[:, 0:2], "the old weight's view")
+    wanted[0] = 1.0
+    equal(weight, wanted, "the new weight")
+    column = weight[:, 0:2]
+    weight.view(30)  # gathers: a copy here, a view on one device, but gone
+    weight[1] = 2.0
+    wanted[1] = 2.0
+    equal(weight, wanted, "written through")
+    equal(column, wanted[:, 0:2], "the new weight's view")
+
+
+@case(world_size=4)
+def a_replaced_parameters_gradient_is_not_left_to_the_old_ones_bucket(world):
+    ms.set_seed(6)
+    mesh, plain, net = mesh_2d(), nn.Dense(4, 3), nn.Dense(4, 3)
+    for mine, theirs in zip(net.get_parameters(), plain.get_parameters(), strict=True):
+        mine.set_data(Tensor(theirs.asnumpy().copy()))
+    replicate(replicate(net, mesh=mesh["dp"]), mesh=mesh["tp"], bucket_mb=0)
+    x = data(7, 8, 4)
+    trains_as_one_device(net, plain, x, distribute_tensor(x, mesh, [S(0), S(0)]))
+
+
 # -- what a checkpoint planner asks --------------------------------------------------------------------------------------
 @case(world_size=4)
 def chunks_tile_the_tensor_and_each_has_one_owner(world):
@@ -272,7 +305,7 @@ def chunks_tile_the_tensor_and_each_has_one_owner(world):
         for chunk in chunks:
             np.testing.assert_array_equal(x.__get_tensor_shard__(chunk).asnumpy(), x.to_local().asnumpy())
             np.testing.assert_array_equal(x.__get_tensor_shard__(chunk.offsets).asnumpy(), x.to_local().asnumpy())
-        owned = [(i.chunk, x.__get_tensor_shard__(i.chunk).asnumpy()) for i in items if i.owner]
+        owned = [(tuple(i.chunk), x.__get_tensor_shard__(i.chunk).asnumpy()) for i in items if i.owner]
         whole = np.full(shape, np.nan, np.float32)
         for (at, size), values in sum(comm.group(tuple(range(world.size))).all_gather_object(owned), []):
             box = tuple(slice(a, a + n) for a, n in zip(at, size))

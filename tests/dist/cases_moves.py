@@ -7,10 +7,22 @@ import itertools
 import numpy as np
 from mindspore import Tensor
 
-from ms_dtensor import DeviceMesh, DTensor, Layout, Partial, Replicate, Shard, comm, distribute_tensor, value_and_grad
+from ms_dtensor import (
+    DeviceMesh,
+    DTensor,
+    Layout,
+    Partial,
+    Replicate,
+    Shard,
+    comm,
+    distribute_tensor,
+    init_device_mesh,
+    value_and_grad,
+)
+from ms_dtensor.errors import MeshError, RedistributeError
 from ms_dtensor.redistribute.plan import plan
 from tests.cases import case
-from tests.dist.support import data, equal, mesh_1d, mesh_2d
+from tests.dist.support import counted, data, equal, mesh_1d, mesh_2d, same_on_all_ranks
 
 R, P, S = Replicate(), Partial(), Shard
 
@@ -80,3 +92,43 @@ def partial_tensors_move_to_other_meshes(world):
                 here = tuple(slice(lo, hi) for lo, hi in moved.layout.local_box())
                 np.testing.assert_allclose(moved.to_local().asnumpy(), wanted[here], rtol=1e-5, atol=1e-5)
             x.redistribute(a, [dst])
+
+
+@case(world_size=4)
+def moves_between_blocks_are_refused_alike(world):
+    """A sub-mesh is another set of ranks on each rank: no two ranks would plan the same exchange."""
+    grid, block, x = mesh_2d(), init_device_mesh("cpu", (2,), mesh_dim_names=("block",)), data(1, 7, 5)
+    twin = DeviceMesh("cpu", [2, 3], mesh_dim_names=("tp",))  # what ranks 2 and 3 have as grid["tp"], spelled out
+    blocks = [grid["dp"], grid["tp"], block]
+    for a, b in itertools.permutations((*blocks, grid, twin), 2):
+        if not any(a is m or b is m for m in blocks):
+            continue
+        dx = distribute_tensor(x, a, [S(0), R][:a.ndim], src_data_rank=None)
+        with counted() as count:
+            try:
+                dx.redistribute(b, [S(1), R][:b.ndim])
+                text = "moved"
+            except RedistributeError as e:
+                text = str(e)
+        assert not count and "another set of ranks" in text, (a, b, text, count)
+        same_on_all_ranks(world, text)
+    whole = grid["dp", "tp"].flatten("all")  # a sub-mesh of all ranks is one mesh
+    equal(distribute_tensor(x, whole, [S(0)], src_data_rank=None).redistribute(grid, [S(1), S(0)]), x)
+    last = distribute_tensor(x, twin, [S(0)], src_data_rank=None).redistribute(DeviceMesh("cpu", [0, 1]), [S(1)])
+    if world.rank < 2:
+        equal(last, x)
+
+
+@case(world_size=4)
+def a_mesh_is_made_from_groups_one_per_axis(world):
+    for ranks, names in (([[0, 1], [2, 3]], ("dp", "tp")), ([[3, 0], [1, 2]], ("x", "y")), ([[[2], [0]], [[1], [3]]], "abc")):
+        mesh = DeviceMesh("cpu", ranks, mesh_dim_names=tuple(names))
+        groups = [mesh.get_group(name) for name in names]
+        assert DeviceMesh.from_group(groups, "cpu", mesh_dim_names=tuple(names)) == mesh
+    one = DeviceMesh.from_group([mesh_2d().get_group("tp")], "cpu", mesh_dim_names=("tp",))
+    assert one == mesh_2d()["tp"]
+    try:
+        DeviceMesh.from_group([(0, 1), (0, 2)], "cpu", mesh_dim_names=("dp", "tp"))
+        raise AssertionError("ranks instead of groups, and no mesh")
+    except MeshError as e:
+        assert "'mesh'" in str(e)

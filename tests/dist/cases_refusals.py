@@ -82,6 +82,8 @@ class Bench:
         self.x = distribute_tensor(self.plain, self.mesh, [S(0)], src_data_rank=None)
         self.cols = distribute_tensor(self.plain, self.mesh, [S(1)], src_data_rank=None)
         self.part = DTensor.from_local(self.plain, self.mesh, [P])
+        self.one = distribute_tensor(data(2, 1, 1), self.mesh, [S(0)], src_data_rank=None)
+        self.uneven = distribute_tensor(data(3, 7, 4), self.mesh, [S(0)], src_data_rank=None)
         self.net = Two()
 
     def styled(self, style, cell="a"):
@@ -102,6 +104,10 @@ def _cell_usable(b):
 def _explicit(call):
     with redistribution_policy("explicit"):
         return call()
+
+
+def _never(*args):
+    raise AssertionError("the function ran")
 
 
 def _in_loss(call):
@@ -187,6 +193,20 @@ TABLE = [
     ("a shape that does not fit", OpRuleError, lambda b: b.x.reshape((5, 5))),
     ("a mask whose result nobody knows", OpRuleError, lambda b: b.x[b.x > 0]),
     ("the explicit policy", ImplicitCommError, lambda b: _explicit(lambda: b.x + b.cols)),
+    ("explicit: item of a summand", ImplicitCommError, lambda b: _explicit(lambda: b.x.sum().item())),
+    ("explicit: item of a shard", ImplicitCommError, lambda b: _explicit(lambda: b.one.item())),
+    ("explicit: a number", ImplicitCommError, lambda b: _explicit(lambda: float(b.x.sum()))),
+    ("explicit: a truth", ImplicitCommError, lambda b: _explicit(lambda: bool(b.one))),
+    ("explicit: a formatted number", ImplicitCommError, lambda b: _explicit(lambda: f"{b.x.sum():.3f}")),
+    ("explicit: a maximum's gradient", ImplicitCommError,
+     lambda b: _explicit(lambda: md.grad(lambda t: t.max(), 0)(b.x))),
+    ("explicit: maxima's gradient", ImplicitCommError,
+     lambda b: _explicit(lambda: md.grad(lambda t: mint.amax(t, 0).sum(), 0)(b.x))),
+    ("explicit: local_map moves", ImplicitCommError,
+     lambda b: _explicit(lambda: local_map(_never, [S(0)], ([S(0)],), redistribute_inputs=True)(b.cols))),
+    ("explicit: local_map compares shapes", ImplicitCommError,
+     lambda b: _explicit(lambda: local_map(_never, [S(0)], ([S(0)],))(b.uneven))),
+    ("explicit: set_data moves", ImplicitCommError, lambda b: _explicit(lambda: Parameter(b.x, name="w").set_data(b.cols))),
     ("an unknown policy", ConfigError, lambda b: redistribution_policy("loud")),
     ("no_skip of no op", ConfigError, lambda b: SkipDTensorDispatch({"matmull"})),
     ("gathering inside loss_parallel", ImplicitCommError, lambda b: _in_loss(lambda: mint.sort(b.cols, dim=1))),
@@ -284,6 +304,7 @@ def refusals_have_four_parts(world):
             call(Bench())
         except DTensorError as e:
             assert e.attempt.startswith("For '"), (name, e)
+            assert not isinstance(e, ImplicitCommError) or (e.operands and e.rule and e.fix), (name, e)
             assert e.operands or e.rule or e.fix or "must" in e.attempt or "but got" in e.attempt or " is " in e.attempt, (name, e)
     assert world.size == 4
 

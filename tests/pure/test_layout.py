@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ms_dtensor.core.layout import Layout
-from ms_dtensor.core.mesh import DeviceMesh, chunk_bounds, coordinates
-from ms_dtensor.core.placements import Partial, Replicate, Shard
+from ms_dtensor.core.mesh import DeviceMesh, coordinates
+from ms_dtensor.core.placements import Partial, Replicate, Shard, chunk_bounds
 from ms_dtensor.errors import LayoutError, MeshError
 
 R, P, S = Replicate(), Partial(), Shard
@@ -107,6 +107,13 @@ def test_flattened_axes_go_by_name():
     assert cube["dp_cp"].size() == 4
     with pytest.raises(MeshError, match="already an axis"):
         cube["dp", "cp"].flatten("tp")
+    by_name, by_dim = Layout(cube, {"dp_cp": Shard(0)}, (8, 4)), Layout(cube, ("dp_cp", "None"), (8, 4))
+    assert by_name is by_dim and by_name.dim_axes == ((0, 1), ())
+    cube["tp", "dp"].flatten("turned")
+    assert Layout(cube, {"turned": Shard(0), "cp": Partial()}, (8, 4)) is \
+        Layout(cube, [Shard(0), Partial(), Shard(0)], (8, 4), order=("tp", "dp"))
+    with pytest.raises(LayoutError, match="named twice"):
+        Layout(cube, {"dp_cp": Shard(0), "cp": Shard(1)}, (8, 4))
 
 
 @pytest.mark.parametrize("make, said", [

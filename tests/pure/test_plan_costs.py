@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -46,14 +47,18 @@ def test_the_environment_is_asked_once(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"tpu": {}}', '{"cpu": 3}', '{"cpu": {"alpa": 1}}', '{"cpu": {"alpha": -1}}',
-                                  '{"cpu": {"alpha": "1"}}'])
+                                  '{"cpu": {"alpha": "1"}}', '{"cpu": {"alpha": %s}}' % ("9" * 400), '"%s"' % ("9" * 9999),
+                                  '{"cpu": {"alpha": %s}}' % ("9" * 5000), '{"cpu": {"beta": Infinity}}', "[" * 100_000,
+                                  '{"cpu": {"gamma": NaN}}', '{"cpu": %s}' % ("[" * 500 + "]" * 500), "\xe9"])
 def test_a_wrong_file_is_refused(tmp_path, text):
     path = tmp_path / "costs.json"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match="MS_DTENSOR_COSTS"):
-        load_costs(path)
-    with pytest.raises(ConfigError, match="cannot be read"):
-        load_costs(tmp_path / "absent.json")
+    path.write_text(text, encoding="latin-1")
+    for name, wrong in ((path, "MS_DTENSOR_COSTS"), *((name, "cannot be read")
+                                                      for name in (tmp_path / "absent.json", "x" * 300, os.devnull))):
+        with pytest.raises(ConfigError, match=wrong) as caught:
+            load_costs(name)
+        e = caught.value
+        assert e.attempt and e.operands and e.rule and e.fix and len(str(e)) < 1500
 
 
 def test_calibration_finds_the_figures_it_was_made_from():

@@ -10,8 +10,9 @@ from ms_dtensor.core.mesh import DeviceMesh
 from ms_dtensor.core.placements import Partial, Replicate, Shard
 from ms_dtensor.errors import OpRuleError
 from ms_dtensor.ops.rules import RULES, Call, Operand
+from ms_dtensor.ops.rules.nothing import empty_results
 from ms_dtensor.ops.rules.select import choose
-from ms_dtensor.ops.rules.spec import Local, empty_results, result_dtype
+from ms_dtensor.ops.rules.spec import Local, result_dtype
 from ms_dtensor.ops.rules.view import groups, infer_shape
 from ms_dtensor.redistribute.cost import CostModel, set_costs
 

@@ -2,12 +2,15 @@
 """The configuration tree: what it accepts, and what it says when it refuses. Pure: MindSpore is not imported."""
 from __future__ import annotations
 
+import time
+import typing
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
 import yaml
 
-from model_zoo.llama.config import Config, OptimConfig
+from model_zoo.llama.config import RANGES, Config, OptimConfig, divisors
 from model_zoo.llama.configio import dump, load
 from model_zoo.llama.data import load_text
 from model_zoo.llama.schedule import learning_rate
@@ -60,7 +63,7 @@ def test_printed_configuration_reads_back(tmp_path):
     ("--config nowhere.yaml", ["no file 'nowhere.yaml'"]),
     ("train.steps 3", ["'train.steps' is not an option"]),
     ("--train.steps", ["no value"]),
-    ("--train.batch 0", ["train.batch = 0 is too small"]),
+    ("--train.batch 0", ["train.batch = 0 is out of range"]),
     ("--model.n_heads 7 --model.n_kv_heads 7", ["does not make model.n_heads = 7 heads"]),
     ("--model.n_heads 8 --model.n_kv_heads 3", ["model.n_kv_heads = 3 does not divide", "[1, 2, 4, 8]"]),
 ])
@@ -107,3 +110,75 @@ def test_learning_rate_warms_up_and_decays():
     assert all(a > b for a, b in zip(rates[4:], rates[5:])) and 0.1 < rates[-1] < 0.12
     constant = OptimConfig(lr=1.0, warmup=0, schedule="constant")
     assert {learning_rate(constant, step, 20) for step in range(20)} == {1.0}
+
+
+# -- hostile files and values ----------------------------------------------------------------------------------------
+
+
+def parts_of(call) -> ConfigError:
+    """The refusal, which has four parts, is short and comes at once."""
+    started = time.monotonic()
+    with pytest.raises(ConfigError) as caught:
+        call()
+    error = caught.value
+    assert time.monotonic() - started < 3 and len(str(error)) < 2000
+    assert error.attempt.startswith("For ") and error.operands and error.rule and error.fix, error
+    return error
+
+
+BOMB = "a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(
+    f"{b}: &{b} [{', '.join(['*' + a] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi"))
+
+
+@pytest.mark.parametrize("text", [
+    b"model: {dim: !!int abc}", b"model: {tied_head: !!bool maybe}", b"data: {path: !!timestamp x}", BOMB.encode(),
+    b"model: " + b"[" * 3000, b"model: " + b"{a: " * 900, b"\xff\xfe\xfa", b"model: {dim: \xe9}", b"a: \x00",
+    b"model: {dim: " + b"9" * 400 + b"}", b"model: {dim: " + b"9" * 5000 + b"}", b"optim: {lr: " + b"9" * 400 + b"}",
+    b"model: {dim: 0x" + b"f" * 5000 + b"}", b"model: {dim: 0b_}", b"train: {steps: 1}\ntrain: {steps: 2}",
+    b"train: {steps: 1, steps: 2}", b"? [a]\n: 1", b"train: {log_dir: 2020-99-99, steps: x}", b"- 1", b"3",
+    b"!!python/object:os.x {}",
+    b"train: {steps: 2020-01-01}", b"#" * (1 << 20) + b"\nmodel: {dim: 3}",
+], ids=lambda t: repr(t[:30]))
+def test_a_hostile_file_is_refused_at_once(tmp_path, text):
+    file = tmp_path / "a.yaml"
+    file.write_bytes(text)
+    parts_of(lambda: load(["--config", str(file)], 1))
+
+
+@pytest.mark.parametrize("args", [
+    ["--config", "x" * 300], ["--config", "x/" * 3000], ["--config", "a\0b"], ["--config", str(CONFIGS)],
+    ["--model.dim", "9" * 5000],
+    ["--model.dim", str(2 ** 40), "--model.n_heads", "7"], ["--model.dim", "[" * 3000], ["--model.dim", "!!int abc"],
+    ["--train.log_dir", "x" * 5000], ["--train.log_dir", "x" * 300], ["--data.path", "y" * 300], ["--model.n_heads.x", "1"],
+    *([f"--optim.{key}", value] for key, value in (
+        ("lr", ".nan"), ("lr", "-1.0"), ("lr", ".inf"), ("lr", "1e999"), ("lr", "9" * 400), ("betas", "[2, -1]"),
+        ("betas", "[0.9, 1.0]"), ("betas", "[.nan, 0.9]"), ("eps", ".nan"), ("eps", "0"), ("eps", "-1e-8"),
+        ("clip_norm", ".nan"),
+        ("clip_norm", ".inf"), ("weight_decay", "-0.1"), ("weight_decay", ".inf"), ("min_lr_ratio", "2"), ("warmup", "-1"))),
+    *([f"--model.{key}", value] for key, value in (
+        ("rope_theta", "0"), ("rope_theta", "-5.0"), ("rope_theta", ".nan"), ("norm_eps", "-1"), ("norm_eps", ".nan"),
+        ("dim", "0"),
+        ("rope_scaling.factor", "0"), ("rope_scaling.low_freq_factor", "-1"), ("rope_scaling.high_freq_factor", "1"),
+        ("rope_scaling.original_max_seq_len", "0"))),
+    ["--train.seed", "-1"], ["--train.seed", str(2 ** 70)], ["--train.steps", "-1"], ["--train.batch", str(10 ** 30)],
+    ["--data.max_bytes", "0"], ["--parallel.tp", "0"], ["--nosuch.key", "1"], ["plain"], ["--train.steps"],
+], ids=lambda a: " ".join(a)[:40])
+def test_every_field_has_a_range(args):
+    parts_of(lambda: load(args, 1))
+
+
+def test_every_number_of_the_tree_is_in_the_table_of_ranges():
+    def numbers(kind, where=""):
+        for f in fields(kind):
+            hint = typing.get_type_hints(kind)[f.name]
+            hint = next((a for a in typing.get_args(hint) if is_dataclass(a)), hint)
+            if is_dataclass(hint):
+                yield from numbers(hint, f"{where}{f.name}.")
+            elif hint in (int, float) or typing.get_origin(hint) is tuple:
+                yield f"{where}{f.name}"
+    assert set(RANGES) == set(numbers(Config))
+
+
+@pytest.mark.parametrize("n", [1, 2, 12, 49, 97, 704, 2 ** 20, 2 ** 20 * 15])
+def test_divisors(n):
+    assert divisors(n) == [d for d in range(1, n + 1) if n % d == 0]

@@ -14,15 +14,32 @@ from typing import Any
 
 import numpy as np
 from mindspore import Tensor
+from mindspore.common import dtype as mstype
 
+from ...errors import ConfigError
+from ..cores import keep_to_share
 from ..packing import numpy_dtype
-from ..protocol import Backend, Ranks, Work
+from ..protocol import Backend, Ranks, Result, Work
 from ..record import user_site
 from .engine import Engine
 from .future import Future
+from .reduce import BFLOAT16, is_bfloat16
 from .rendezvous import job_name
 
 _bytes: dict[int, type[ctypes.Array]] = {}  # by length
+
+
+def _carrier(dtype: np.dtype) -> np.dtype:
+    """The dtype in which the engine sees a dtype."""
+    return BFLOAT16 if is_bfloat16(dtype) else dtype
+
+
+def _carried(x: np.ndarray) -> np.ndarray:
+    return x.view(BFLOAT16) if is_bfloat16(x.dtype) else x
+
+
+def _tensor(x: np.ndarray) -> Tensor:
+    return Tensor.from_numpy(x.view(numpy_dtype(mstype.bfloat16)) if is_bfloat16(x.dtype) else x)
 
 
 def _array(x: Tensor) -> np.ndarray:
@@ -31,25 +48,38 @@ def _array(x: Tensor) -> np.ndarray:
     `asnumpy` copies views, even contiguous ones, and costs 4 us where the cores are free and ten times that where not.
     Only for the time of a call, and where ops have run when they return: it waits for nothing.
     """
-    kind = numpy_dtype(x.dtype)
+    kind = _carrier(numpy_dtype(x.dtype))
     shape = x._shape  # the local one
     nbytes = math.prod(shape) * kind.itemsize
     address = x.data_ptr() if nbytes and x.is_contiguous() and not x.has_init else 0
     if not address:  # empty, not one piece, or not materialised yet
-        return x.asnumpy()
+        return _carried(x.asnumpy())
     buffer = _bytes.get(nbytes)
     if buffer is None:
         if len(_bytes) > 1000:
             _bytes.clear()
         buffer = _bytes[nbytes] = ctypes.c_byte * nbytes
-    return np.ndarray(tuple(shape), kind, buffer.from_address(address))
+    return np.ndarray(tuple(shape), kind, buffer.from_address(address))  # type: ignore[arg-type]
 
 
-def _give(result: np.ndarray | Future) -> Tensor | Work[Tensor]:
+def _give(result: np.ndarray | Future) -> Result:
     if isinstance(result, Future):
-        tensor = Tensor.from_numpy(result.out)  # the same memory, filled when the wait is over
+        tensor = _tensor(result.out)  # the same memory, filled when the wait is over
         return Work(tensor, lambda: (result.wait(), tensor)[1])
-    return Tensor.from_numpy(result)
+    return _tensor(result)
+
+
+def _timeout() -> float:
+    text = os.environ.get("MS_DTENSOR_TIMEOUT", "300")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds <= 1e6:
+        raise ConfigError("For 'MS_DTENSOR_TIMEOUT', the value is no number of seconds.",
+                          f"MS_DTENSOR_TIMEOUT={text[:40]!r}", "It is above 0 and at most 1000000: how long a rank waits.",
+                          ("set it to 60, say", "leave it out for 300"))
+    return seconds
 
 
 class ShmBackend(Backend):
@@ -59,7 +89,7 @@ class ShmBackend(Backend):
         rank: this rank.
         size: number of ranks.
         port: msrun's port, which names the job.
-        timeout: seconds after which a wait for other ranks gives up (`MS_DTENSOR_TIMEOUT`, default 300).
+        timeout: seconds after which a wait for other ranks, at the start too, gives up (`MS_DTENSOR_TIMEOUT`, default 300).
         blocking: MindSpore's ops have run when they return.
     """
 
@@ -67,32 +97,37 @@ class ShmBackend(Backend):
     on_host = True
 
     def __init__(self, rank: int, size: int, port: str, timeout: float | None = None, blocking: bool = False):
-        timeout = float(os.environ.get("MS_DTENSOR_TIMEOUT", "300")) if timeout is None else timeout
+        timeout = _timeout() if timeout is None else timeout
         self.rank, self.size, self._blocking = rank, size, blocking
-        self._engine = Engine(rank, size, job_name(port), timeout=timeout, site=user_site)
+        self._engine = Engine(rank, size, job_name(port), timeout=timeout, start_timeout=timeout, site=user_site)
+
+    @classmethod
+    def start(cls, rank: int, size: int, blocking: bool) -> ShmBackend:
+        """Meets the other processes of this host, each on its share of the cores."""
+        keep_to_share(rank, size)
+        return cls(rank, size, os.environ.get("MS_SCHED_PORT", "8118"), blocking=blocking)
 
     def _array(self, x: Tensor, kept: bool = False) -> np.ndarray:
-        return _array(x) if self._blocking and not kept else x.asnumpy()
+        return _array(x) if self._blocking and not kept else _carried(x.asnumpy())
 
-    def all_reduce(self, x: Tensor, op: str, group: Ranks, async_op: bool = False) -> Tensor | Work[Tensor]:
+    def all_reduce(self, x: Tensor, op: str, group: Ranks, async_op: bool = False) -> Result:
         return _give(self._engine.all_reduce(self._array(x, async_op), op, group, async_op=async_op))
 
     def all_reduce_(self, x: Tensor, op: str, group: Ranks) -> None:
         self._engine.all_reduce(self._array(x), op, group, inplace=True)
 
     def buffer(self, count: int, dtype: np.dtype) -> np.ndarray:
-        return self._engine.buffer(count, dtype)
+        return self._engine.buffer(count, _carrier(dtype)).view(dtype)
 
-    def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int], group: Ranks,
-                   async_op: bool = False) -> Tensor | Work[Tensor]:
+    def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int], group: Ranks, async_op: bool = False) -> Result:
         return _give(self._engine.all_gather(self._array(x, async_op), dim, sizes, group, async_op=async_op))
 
     def reduce_scatter(self, x: Tensor, op: str, dim: int, sizes: Sequence[int], group: Ranks,
-                       async_op: bool = False) -> Tensor | Work[Tensor]:
+                       async_op: bool = False) -> Result:
         return _give(self._engine.reduce_scatter(self._array(x, async_op), op, dim, sizes, group, async_op=async_op))
 
-    def all_to_all(self, x: Tensor, split_dim: int, split_sizes: Sequence[int], concat_dim: int,
-                   concat_sizes: Sequence[int], group: Ranks, async_op: bool = False) -> Tensor | Work[Tensor]:
+    def all_to_all(self, x: Tensor, split_dim: int, split_sizes: Sequence[int], concat_dim: int, concat_sizes: Sequence[int],
+                   group: Ranks, async_op: bool = False) -> Result:
         result = self._engine.all_to_all(self._array(x, async_op), split_dim, split_sizes, concat_dim, concat_sizes, group,
                                          async_op=async_op)
         return _give(result)
@@ -100,17 +135,17 @@ class ShmBackend(Backend):
     def exchange(self, sends: Sequence[tuple[int, Tensor]],
                  recvs: Sequence[tuple[int, Sequence[int], Any]]) -> list[Tensor]:
         got = self._engine.exchange([(dst, self._array(x)) for dst, x in sends],
-                                    [(src, tuple(shape), numpy_dtype(dtype)) for src, shape, dtype in recvs])
-        return [Tensor.from_numpy(a) for a in got]
+                                    [(src, tuple(shape), _carrier(numpy_dtype(dtype))) for src, shape, dtype in recvs])
+        return [_tensor(a) for a in got]
 
-    def broadcast(self, x: Tensor, src: int, group: Ranks, async_op: bool = False) -> Tensor | Work[Tensor]:
+    def broadcast(self, x: Tensor, src: int, group: Ranks, async_op: bool = False) -> Result:
         return _give(self._engine.broadcast(self._array(x, async_op), src, group, async_op=async_op))
 
-    def scatter(self, x: Tensor | None, dim: int, sizes: Sequence[int], src: int, group: Ranks, *,
-                shape: Sequence[int], dtype: Any, async_op: bool = False) -> Tensor | Work[Tensor]:
+    def scatter(self, x: Tensor | None, dim: int, sizes: Sequence[int], src: int, group: Ranks, *, shape: Sequence[int],
+                dtype: Any, async_op: bool = False) -> Result:
         array = self._array(x, async_op) if self.rank == src else None
-        result = self._engine.scatter(array, dim, sizes, src, group, shape=tuple(shape), dtype=numpy_dtype(dtype),
-                                      async_op=async_op)
+        result = self._engine.scatter(array, dim, sizes, src, group, shape=tuple(shape),
+                                      dtype=_carrier(numpy_dtype(dtype)), async_op=async_op)
         return _give(result)
 
     def barrier(self, group: Ranks) -> None:

@@ -3,7 +3,7 @@
 
 The call most members are in is the usual one; where a group is split evenly, calls of the same kind in other groups count.
 Of the others, the odd rank is one that closes every circle of waits, and whose group cuts across the groups in which ranks
-made the same call. Invariant: where the votes are equal nobody is blamed.
+made the same call. Invariant: where the votes are equal nobody is named.
 """
 from __future__ import annotations
 

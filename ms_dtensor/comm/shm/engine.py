@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import os
-import pickle
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +19,10 @@ from typing import Any
 import numpy as np
 
 from ...errors import CollectiveMismatch, CommError
-from ..protocol import offsets
+from ..objects import decode, encode
+from ..owner import Owner
+from ..protocol import dtype_text, offsets
+from ..protocol import kind as _kind
 from . import rendezvous
 from .future import Future, Worker
 from .pieces import across, along
@@ -37,11 +39,6 @@ _ALIGN = 64
 
 def _up(count: int) -> int:
     return (count + _ALIGN - 1) // _ALIGN * _ALIGN
-
-
-def _kind(x: np.ndarray, *open_dims: int) -> str:
-    """Dtype and shape for comparison between ranks, with the dims that may differ left open."""
-    return f"{x.dtype.name}[{', '.join('·' if d in open_dims else str(s) for d, s in enumerate(x.shape))}]"
 
 
 class Engine:
@@ -70,7 +67,7 @@ class Engine:
         self._signals = Signals(rank, self._memory, links, timeout)
         self._groups: dict[Ranks, GroupState] = {}
         self._site = site
-        self._worker = Worker()
+        self._worker, self._owner = Worker(), Owner()
         self._broken: BaseException | None = None
         self._last: BaseException | None = None
         self._closed = False
@@ -84,7 +81,7 @@ class Engine:
                             "After a failed collective the ranks no longer agree where they are.",
                             "end the process; restart from a checkpoint")
 
-    def _do(self, what: str, key: tuple, about: Callable[[], str], ranks: Ranks, out: np.ndarray | None, body: Body,
+    def _do(self, what: str, key: tuple, about: Callable[[], str], ranks: Ranks, out: Any, body: Body,
             async_op: bool = False) -> Any:
         """Runs a collective, which fills `out`, now or later.
 
@@ -97,6 +94,7 @@ class Engine:
             body: does it, given the group and the checksum to be compared at the first meeting.
             async_op: return a `Future` instead of waiting.
         """
+        self._owner.check(what)
         site = self._site().encode()
         if async_op:
             return Future(out, self._worker.submit(lambda: self._run(what, key, about, ranks, body, site)))
@@ -109,18 +107,18 @@ class Engine:
         self._check_open(what)
         try:
             g = self._groups.get(ranks)
-            head = g.heads.get(key) if g is not None else None
-            if head is None:
+            call = g.described.get(key) if g is not None else None
+            if call is None:
                 text = f"{what} {about()} over ranks {ranks}".encode()
-                head = text, zlib.crc32(text)
-            self._memory.enter(head[0], site)
+                call = text, zlib.crc32(text)
+            self._memory.enter(call[0], site)
             if g is None:
                 g = self._groups[ranks] = self._signals.group(ranks, what)
-            if len(g.heads) > 256:  # shapes that never come back
-                g.heads.clear()
-            g.heads[key] = head
+            if len(g.described) > 256:  # shapes that never come back
+                g.described.clear()
+            g.described[key] = call
             g.turn ^= 1
-            body(g, head[1])
+            body(g, call[1])
         except BaseException as e:  # also an interrupt: the others are in the collective, we are not
             if self._broken is None and not (isinstance(e, CollectiveMismatch) and getattr(e, "in_step", False)):
                 self._broken = e
@@ -156,7 +154,7 @@ class Engine:
     # -- transport of pieces ---------------------------------------------------------------------------------------
 
     def _spread(self, g: GroupState, check: int, key: tuple, pieces: Sequence[np.ndarray | None],
-                places: Sequence[np.ndarray | None], stride: int) -> None:
+                places: Sequence[Any], stride: int) -> None:
         """Small: piece i to member i (or the only piece to all); what member j gives arrives in `places[j]`.
 
         `key`, the call's, says all that the views of the slots depend on; they are kept.
@@ -381,8 +379,8 @@ class Engine:
                 self._spread(g, check, key, give, [out if r == src else None for r in ranks], stride)
             else:
                 self._push(g, "scatter", check, place, split.shapes, dtype, give, [()] * g.size)
-        return self._do("scatter", key, lambda: f"{dtype.name}{list(shape)} dim={dim} sizes={sizes} from {src}", ranks,
-                        out, body, async_op)
+        return self._do("scatter", key, lambda: f"{dtype_text(dtype)}{list(shape)} dim={dim} sizes={sizes} from {src}",
+                        ranks, out, body, async_op)
 
     def barrier(self, ranks: Ranks) -> None:
         """Returns when every member has called it."""
@@ -392,23 +390,24 @@ class Engine:
 
     def all_gather_object(self, obj: Any, ranks: Ranks) -> list[Any]:
         """See `Backend.all_gather_object`."""
-        data = np.frombuffer(pickle.dumps(obj), np.uint8)
+        data = np.frombuffer(encode(obj), np.uint8)
         sizes = self.all_gather(np.array([data.size]), 0, [1] * len(ranks), ranks).tolist()
         joined, at = self.all_gather(data, 0, sizes, ranks).data, offsets(sizes)
-        return [pickle.loads(joined[at[i]:at[i + 1]]) for i in range(len(ranks))]
+        return [decode(bytes(joined[at[i]:at[i + 1]])) for i in range(len(ranks))]
 
     def broadcast_object(self, obj: Any, src: int, ranks: Ranks) -> Any:
         """See `Backend.broadcast_object`."""
-        data = np.frombuffer(pickle.dumps(obj), np.uint8) if self.rank == src else None
+        data = np.frombuffer(encode(obj), np.uint8) if self.rank == src else None
         count = self.broadcast(np.array([data.size if data is not None else 0]), src, ranks)
         data = self.broadcast(data if data is not None else np.empty(int(count[0]), np.uint8), src, ranks)
-        return pickle.loads(data.data)
+        return decode(data.tobytes())
 
     # -- point to point --------------------------------------------------------------------------------------------
 
     def exchange(self, sends: Sequence[tuple[int, np.ndarray]],
                  recvs: Sequence[tuple[int, Sequence[int], np.dtype]]) -> list[np.ndarray]:
         """See `Backend.exchange`. Sending never waits for the receiver: a large message is a memory file of its own."""
+        self._owner.check("exchange")
         if self._worker.busy:
             self._worker.drain()
         self._check_open("exchange")
@@ -464,8 +463,8 @@ class Engine:
                 os.close(fd)
 
     def close(self, reason: str = "") -> None:
-        """Leaves the world; see `Signals.close`."""
-        if not self._closed:
+        """Leaves the world; see `Signals.close`. A forked child has nothing to say in its parent's name."""
+        if not self._closed and not self._owner.forked:
             if not reason and self._worker.busy:
                 self._worker.drain()
             self._closed = True

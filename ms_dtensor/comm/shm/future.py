@@ -23,7 +23,7 @@ class _Job:
 
 
 class Future:
-    """A result under way.
+    """The result of a collective that may still run.
 
     Attributes:
         out: the array that will hold it.

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-_UFUNC = {"sum": np.add, "avg": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}
+_UFUNC: dict[str, np.ufunc] = {"sum": np.add, "avg": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}
 _BLOCK = 32 << 10  # elements
 
 
+# bfloat16 as the engine sees it, two bytes: to assign an empty slice of MindSpore's own type crashes NumPy.
+BFLOAT16 = np.dtype("V2")
+
+
 def is_bfloat16(dtype: np.dtype) -> bool:
-    """NumPy has no bfloat16; MindSpore and ml_dtypes each bring a type of that name."""
-    return dtype.kind == "V" and dtype.name == "bfloat16"  # `name` alone costs microseconds
+    """NumPy has no bfloat16; MindSpore and ml_dtypes each bring a type, and `BFLOAT16` stands for them."""
+    return dtype.kind == "V"
 
 
 def widen(x: np.ndarray) -> np.ndarray:
@@ -51,7 +56,7 @@ def reduce_into(outs: Sequence[np.ndarray], op: str, views: Sequence[np.ndarray]
     """
     ufunc, count, out = _UFUNC[op], len(views), outs[0]
     low = is_bfloat16(out.dtype) or out.dtype == np.float16
-    scratch = None if low or count < 3 else np.empty(min(_BLOCK, out.size), out.dtype)
+    scratch: Any = None if low or count < 3 else np.empty(min(_BLOCK, out.size), out.dtype)
     with _quiet(out.dtype):  # overflow to inf or wrap-around is the dtype's meaning, as on a device
         for s in range(0, out.size, _BLOCK):
             o = out[s:s + _BLOCK]

@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the ranks of a job find each other: abstract Unix sockets, and each rank's memory passed as a descriptor.
+"""How the ranks of a job find each other: Unix sockets, and each rank's memory passed as a descriptor.
 
-Not a store and not a service: after `connect` there is one socket per pair of ranks and nothing else. Abstract names
-live in the kernel only and vanish with their process, so a crashed job leaves nothing behind.
-The invariant: two ranks connect only if they agree on user, job, world size and library protocol.
+Not a store and not a service: after `connect` there is one socket per pair of ranks and nothing else (`address`: where
+they are called until then). The invariant: two ranks connect only if they agree on user, job, world size and library
+protocol; of the user the kernel vouches, before anything is said.
 """
 from __future__ import annotations
 
-import errno
 import json
 import os
+import selectors
 import socket
-import struct
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...errors import ConfigError, PeerLost
-from . import segment
+from . import address, segment
 
-PROTOCOL = 2
+PROTOCOL = 3
 _RETRY = 0.01  # a peer that has not bound its name yet is asked again; start-up only
 
 
@@ -39,7 +39,7 @@ def job_name(port: str) -> str:
     a common `MS_DTENSOR_JOB`; without it a second job on the port is refused with a message.
     """
     job = os.environ.get("MS_DTENSOR_JOB") or _msrun_ancestor()
-    return f"ms_dtensor-{os.getuid()}-{port}-{job}"
+    return f"ms_dtensor-{os.geteuid()}-{port}-{job}"
 
 
 def _msrun_ancestor() -> str:
@@ -89,84 +89,97 @@ def connect(rank: int, size: int, name: str, timeout: float = 120.0) -> tuple[in
 
 
 def _meet(hello: dict, memory: int, links: dict[int, Link], deadline: float, timeout: float) -> None:
-    rank, size, name = hello["rank"], hello["size"], hello["name"]
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        try:
-            listener.bind(f"\0{name}-{rank}")
-        except OSError as e:
-            if e.errno != errno.EADDRINUSE:
-                raise
-            raise ConfigError(f"For 'start', rank {rank} is taken by another process.", f"job name '{name}'",
-                              "Each rank of a job has one process, and each job its own port.",
-                              ("pass another --master_port to msrun", "end the job that runs on this port")) from e
-        listener.listen(size)
+    rank, size = hello["rank"], hello["size"]
+    with address.listening(hello["name"], rank, size) as listener:
         # Lower ranks are called, higher ranks are awaited. Rank 0 calls nobody, so the chain of waits always ends.
         for peer in range(rank):
-            links[peer] = _call(f"\0{name}-{peer}", peer, hello, memory, deadline, timeout)
-        while len(links) < size - 1:
-            link = _answer(listener, hello, memory, deadline)
+            link = _call(peer, hello, memory, deadline)
             if link is None:
-                missing = [r for r in range(size) if r != rank and r not in links]
-                raise _late(rank, missing, size, timeout)
-            links[link.rank] = link
+                raise _late(rank, [peer], size, timeout)
+            links[peer] = link
+        _answer(listener, hello, memory, links, deadline)
+    if missing := [r for r in range(size) if r != rank and r not in links]:
+        raise _late(rank, missing, size, timeout)
 
 
-def _call(address: str, peer: int, hello: dict, memory: int, deadline: float, timeout: float) -> Link:
-    while True:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        sock.settimeout(max(deadline - time.monotonic(), 0.001))
+def _call(peer: int, hello: dict, memory: int, deadline: float) -> Link | None:
+    while (left := deadline - time.monotonic()) > 0:
+        sock = address.open_to(hello["name"], peer, left)
+        if sock is not None:
+            return _greet(sock, hello, memory, (peer,), speaks_first=True)
+        time.sleep(_RETRY)
+    return None
+
+
+def _answer(listener: socket.socket, hello: dict, memory: int, links: dict[int, Link], deadline: float) -> None:
+    """Takes up the higher ranks as they come. A caller that is slow, or says nothing, keeps nobody else waiting."""
+    higher = range(hello["rank"] + 1, hello["size"])
+    listener.setblocking(False)
+    with selectors.DefaultSelector() as waiting:
+        waiting.register(listener, selectors.EVENT_READ)
         try:
-            sock.connect(address)
-            socket.send_fds(sock, [json.dumps(hello).encode()], [memory])
-            return _greet(sock, hello, peer)
-        except ConfigError:
-            sock.close()
-            raise
-        except (ConnectionRefusedError, FileNotFoundError, BlockingIOError):  # not there yet, or its queue is full
-            sock.close()
-            time.sleep(_RETRY)
-        except (TimeoutError, ConnectionError):  # it came, and went again or is stuck
-            sock.close()
-            raise _late(hello["rank"], [peer], hello["size"], timeout) from None
-        if time.monotonic() > deadline:
-            raise _late(hello["rank"], [peer], hello["size"], timeout)
+            while (missing := [r for r in higher if r not in links]) and (left := deadline - time.monotonic()) > 0:
+                for key, _ in waiting.select(left):
+                    sock: socket.socket = key.fileobj  # type: ignore[assignment]
+                    if sock is listener:
+                        _accept(listener, waiting)
+                        continue
+                    waiting.unregister(sock)
+                    link = _greet(sock, hello, memory, missing, speaks_first=False)
+                    if link is not None:
+                        links[link.rank] = link
+        finally:
+            for key in waiting.get_map().values():
+                if key.fileobj is not listener:
+                    key.fileobj.close()  # type: ignore[union-attr]
 
 
-def _answer(listener: socket.socket, hello: dict, memory: int, deadline: float) -> Link | None:
-    listener.settimeout(max(deadline - time.monotonic(), 0.001))
+def _accept(listener: socket.socket, waiting: selectors.BaseSelector) -> None:
     try:
         sock, _ = listener.accept()
-    except TimeoutError:
-        return None
-    sock.settimeout(max(deadline - time.monotonic(), 0.001))
+    except (BlockingIOError, ConnectionError):  # gone again
+        return
+    if address.of_us(sock):
+        sock.setblocking(False)
+        waiting.register(sock, selectors.EVENT_READ)
+    else:
+        sock.close()
+
+
+def _greet(sock: socket.socket, hello: dict, memory: int, expected: Sequence[int], speaks_first: bool) -> Link | None:
+    """Trades hellos and memory files on a connection to a process of this user; None if it went away, or is stuck."""
+    fds: list[int] = []
     try:
-        link = _greet(sock, hello, None)
-        socket.send_fds(sock, [json.dumps(hello).encode()], [memory])
-    except (TimeoutError, ConnectionError):  # it came and went: perhaps it comes again
-        sock.close()
-        return _answer(listener, hello, memory, deadline)
-    except ConfigError:
-        sock.close()
-        raise
-    return link
-
-
-def _greet(sock: socket.socket, hello: dict, expected: int | None) -> Link:
-    data, fds, _, _ = socket.recv_fds(sock, 4096, 1)
-    if not data:
-        raise ConnectionResetError
-    other = json.loads(data)
-    pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    same = all(other.get(k) == hello[k] for k in ("protocol", "size", "name")) and uid == os.getuid() and len(fds) == 1
-    rank = other.get("rank", -1)
-    if not same or rank == hello["rank"] or (expected is not None and rank != expected):
+        if speaks_first:
+            socket.send_fds(sock, [json.dumps(hello).encode()], [memory])
+        data, fds, _, _ = socket.recv_fds(sock, 4096, 1)
+        if data:
+            link = _checked(data, fds, sock, hello, expected)
+            if not speaks_first:
+                socket.send_fds(sock, [json.dumps(hello).encode()], [memory])
+            sock.setblocking(False)
+            return link
+    except BaseException as e:
         for fd in fds:
             os.close(fd)
-        raise ConfigError(f"For 'start', rank {hello['rank']} met a process of another job (pid {pid}).",
-                          f"ours {hello}, theirs {other}", "Ranks connect only within one job.",
-                          "pass another --master_port to msrun")
-    sock.setblocking(False)
-    return Link(rank, other["pid"], sock, fds[0])
+        sock.close()
+        if isinstance(e, OSError):
+            return None
+        raise
+    sock.close()
+    return None
+
+
+def _checked(data: bytes, fds: list[int], sock: socket.socket, hello: dict, expected: Sequence[int]) -> Link:
+    try:
+        other = json.loads(data)
+        same = all(other[k] == hello[k] for k in ("protocol", "size", "name")) and len(fds) == 1
+        if same and other["rank"] in expected:
+            return Link(other["rank"], int(other["pid"]), sock, fds[0])
+    except (ValueError, TypeError, LookupError, RecursionError):  # no hello at all
+        other = data
+    raise ConfigError(f"For 'start', rank {hello['rank']} met a process of another job.", f"ours {hello}, theirs {other}",
+                      "Ranks connect only within one job.", "pass another --master_port to msrun")
 
 
 def _late(rank: int, missing: list[int], size: int, timeout: float) -> PeerLost:

@@ -2,20 +2,22 @@
 """One rank's anonymous memory, mapped by all ranks of the host.
 
 Layout: a header (the call this rank is in, what it waits for, which groups it knows), two halves of `CHUNK` bytes for
-reductions under way, one page and a double slot per group for small messages, then the arena of large results. The size
-is virtual: a page costs memory once it is touched. Invariant: only the owner writes, except for its results under way,
+reductions in progress, one page and a double slot per group for small messages, then the arena of large results. The size
+is virtual: a page costs memory once it is touched. Invariant: only the owner writes, except for its unfinished results,
 whose parts are written by the member that has them.
 """
 from __future__ import annotations
 
 import mmap
 import os
+import resource
 import struct
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from ...errors import CommError
+from ...errors import CommError, ConfigError
 from .arena import Arena
 from .futex import Word
 
@@ -41,10 +43,28 @@ MOST_RANKS = (_HEADER - _POSTED) // 4
 
 def create(size: int) -> int:
     """A new anonymous memory file for a rank of a world of `size`; freed by the kernel with its last mapping."""
-    fd = os.memfd_create("ms_dtensor", os.MFD_CLOEXEC)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    os.ftruncate(fd, _ARENA + min(2 * memory, _ALL_ARENAS // size) // PAGE * PAGE)
+    length = _ARENA + min(2 * memory, _ALL_ARENAS // size) // PAGE * PAGE
+    _check_limits(size, length)
+    fd = os.memfd_create("ms_dtensor", os.MFD_CLOEXEC)
+    os.ftruncate(fd, length)
     return fd
+
+
+def _check_limits(size: int, length: int) -> None:
+    """Refuses a process that may not map the segments of all ranks, or not keep a socket and a handle for each."""
+    if not os.access("/proc/self/statm", os.R_OK):  # hidden: what is mapped and open already cannot be told
+        return
+    with open("/proc/self/statm", "rb") as f:
+        mapped = int(f.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    for name, need, fix in (("RLIMIT_AS", mapped + size * length, "ulimit -v unlimited"),
+                            ("RLIMIT_FSIZE", length, "ulimit -f unlimited"),
+                            ("RLIMIT_NOFILE", len(os.listdir("/proc/self/fd")) + 2 * size + 32, "ulimit -n 4096")):
+        limit = resource.getrlimit(getattr(resource, name))[0]
+        if 0 <= limit < need:
+            raise ConfigError(f"For 'start', {name} leaves no room for {size} ranks.", f"it is {limit}, they need {need}",
+                              "A rank maps the memory of all ranks, virtually, and keeps two descriptors for each.",
+                              (fix, 'ms_dtensor.comm.set_cpu_backend("mccl") maps nothing'))
 
 
 class Segment:
@@ -61,7 +81,7 @@ class Segment:
         self._whole: np.ndarray = np.ndarray((1,), np.uint8, self.map)
         self.base = self._whole.ctypes.data
         self.words = memoryview(self.map).cast("I")
-        self.arena = Arena(self.map, _ARENA, len(self.map)) if own else None
+        self.arena: Any = Arena(self.map, _ARENA, len(self.map)) if own else None
         self.known = self.word(_KNOWN)
         self._groups: dict[bytes, int] = {}
         self._waits = 0

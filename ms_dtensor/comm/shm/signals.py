@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Meeting points of ranks, messages between them, farewells; and every way a wait can end badly.
+"""Meeting points of ranks, messages between them, goodbyes; and every way a wait can end badly.
 
 Ranks meet at words of shared memory (`futex`). One packet socket per pair of ranks carries messages and bad news, and is
 closed by the kernel when its process dies: a rank that has slept for `_SLICE` looks at all sockets, so every rank that
@@ -25,7 +25,7 @@ from .futex import Word, duration
 from .rendezvous import Link
 from .segment import PAGE, SLOT, Segment
 
-_PACKET_HEAD = struct.Struct("<BxHI")    # kind, unused, a number
+_PACKET_START = struct.Struct("<BxHI")    # kind, unused, a number
 _ERROR, _BYE, _DATA, _DATA_FD = range(4)
 INLINE = 8 << 10                         # largest message that travels inside the socket
 _PACKET = INLINE + 4096
@@ -67,12 +67,12 @@ class GroupState:
         peers: their `Peer`s; None at the own index.
         offsets: where each member keeps the group's page, in its segment.
         turn: flips with every call: which half of the slots, and which result, the call uses.
-        heads: calls described before, as text and checksum.
+        described: calls of before, as text and checksum.
         cache: for the engine, views that calls of one kind use again.
     """
 
-    __slots__ = ("_pages", "cache", "heads", "index", "members", "meetings", "offsets", "others", "peers", "ranks", "seq",
-                 "size", "steps", "turn")
+    __slots__ = ("_pages", "cache", "described", "index", "members", "meetings", "offsets", "others", "peers", "ranks",
+                 "seq", "size", "steps", "turn")
 
     def __init__(self, ranks: tuple[int, ...], me: int, peers: dict[int, Peer], memory: Segment, offsets: list[int]):
         self.ranks, self.size, self.index = ranks, len(ranks), ranks.index(me)
@@ -84,7 +84,7 @@ class GroupState:
         self._pages = [(m.words, o // 4) for m, o in zip(self.members, offsets)]
         self.others = tuple((i, w) for i, w in enumerate(self.meetings) if i != self.index)
         self.seq, self.turn = 0, 0
-        self.heads: dict = {}
+        self.described: dict = {}
         self.cache: dict = {}
 
     def keep(self, key: Hashable, made: Any) -> Any:
@@ -176,7 +176,7 @@ class Signals:
         if not data:
             self._drop(peer, "died")
             return False
-        kind, _, number = _PACKET_HEAD.unpack_from(data)
+        kind, _, number = _PACKET_START.unpack_from(data)
         if kind == _ERROR:
             attempt, operands, rule, *fixes = data[9:].decode(errors="replace").split("\0")
             self._told = _ERRORS[data[8:9]](attempt, operands, rule, fixes)
@@ -301,8 +301,10 @@ class Signals:
         ranks: Sequence[int] = late
         if g is not None:
             ranks, mine = g.ranks, self.memory.call()[0]
-            first = g.size > 2 and g.members[0].call()[::2] == (mine, True)  # it moves its word last: waits as we do
-            late = [r for i, r in enumerate(ranks) if not reached(g.meetings[i].get(), g.seq) and not (first and not i)]
+            late = [r for i, r in enumerate(ranks) if not reached(g.meetings[i].get(), g.seq)]
+            text, _, inside = g.members[0].call()
+            if g.size > 2 and inside and text == mine:  # the first member waits as we do: it moves its word last
+                late = [r for r in late if r != ranks[0]]
         where = []
         for r in ranks:
             memory, pid = (self.memory, os.getpid()) if r == self.rank else (self.peers[r].memory, self.peers[r].pid)
@@ -401,7 +403,7 @@ class Signals:
     def post(self, dst: int, about: bytes, payload: bytes | memoryview, fd: int = -1) -> None:
         """Sends a message, not waiting for its receiver: small ones inside the socket, large ones as a memory file."""
         peer = self.peers[dst]
-        packet = _PACKET_HEAD.pack(_DATA_FD if fd >= 0 else _DATA, 0, len(about)) + about + bytes(payload)
+        packet = _PACKET_START.pack(_DATA_FD if fd >= 0 else _DATA, 0, len(about)) + about + bytes(payload)
         if not self._send(peer, packet, (fd,) if fd >= 0 else ()):
             self._catch_up()  # all that it said, and the end of another that may be the cause of its own
             self._drop(peer, "")
@@ -427,7 +429,7 @@ class Signals:
         in_step = getattr(error, "in_step", False)
         text = "\0".join((error.attempt, error.operands, error.rule, *error.fix)).encode()[:INLINE]
         for p in filter(None, peers):
-            self._send(p, _PACKET_HEAD.pack(_ERROR, 0, in_step) + letter + text)
+            self._send(p, _PACKET_START.pack(_ERROR, 0, in_step) + letter + text)
 
     def tell_all(self, error: CommError) -> None:
         """Tells every other rank what ends this one."""
@@ -467,7 +469,7 @@ class Signals:
 
     def close(self, reason: str = "") -> None:
         """Says goodbye; `reason` is empty for a normal end."""
-        packet = _PACKET_HEAD.pack(_BYE, 0, 0) + reason.encode()[:512]
+        packet = _PACKET_START.pack(_BYE, 0, 0) + reason.encode()[:512]
         for p in self.peers.values():
             self._send(p, packet)
         for p in self.peers.values():

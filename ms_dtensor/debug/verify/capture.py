@@ -7,6 +7,7 @@ without a kernel is computed by its decomposition, as dispatch would.
 """
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,34 +19,41 @@ from ...core.layout import Layout
 from ...core.mesh import DeviceMesh
 from ...core.tree import leaves, map_leaves
 from ...dispatch import patches
+from ...dispatch.op_call import OpCall, attributes, bind_arguments
 from ...dispatch.operands import dtype_name
-from ...dispatch.planner import as_operands, attributes, bind_arguments
-from ...ops.local import CPU, LOCAL_OPS, decomposition, fill_operands
-from ...ops.rules import RULES, Call, Local, LocalCall, Operand
+from ...dispatch.planner import as_operands
+from ...ops.local import CPU, LOCAL_OPS, WRITES, decomposition, fill_operands
+from ...ops.rules import RULES, Call, Local, Operand
 from ...ops.rules.write import INPLACE
 
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """One primitive call: `func(*head, args)` or `func(*args, **kwargs)` with concrete plain tensors.
+    """One call: `compute(*args, **kwargs)` with concrete plain tensors.
 
-    `primitive` is the head as MindSpore sent it, also where a decomposition takes the call and `head` is None.
+    Attributes:
+        name: of the primitive, or of the op of our own.
+        compute: MindSpore's function, the decomposition that takes its place, or an op of our own on one rank.
+        args: arguments.
+        kwargs: keyword arguments.
+        result: what it gave.
+        primitive: the classic primitive that was called, if it was one.
+        own: of an op of our own: (canonical name, argument names).
     """
 
     name: str
-    func: Any
-    head: tuple | None
+    compute: Callable
     args: tuple
     kwargs: dict
     result: Any
-    primitive: tuple | None = None
-    params: tuple[str, ...] | None = None  # argument names of an op of our own, whose name begins with "@"
+    primitive: Any = None
+    own: tuple[str, tuple[str, ...]] | None = None
 
 
 class Probe(Tensor):
     """A tensor that notes the calls it takes part in."""
 
-    _log: list | None = None
+    _log: list[Captured]
     __array_ufunc__ = None
     inited_param, has_init = None, False  # what a Cell asks its parameters, should a probe stand in for one
 
@@ -55,28 +63,28 @@ class Probe(Tensor):
         return out
 
     def __fallback__(self, func, args=(), kwargs=None):
-        head = None
-        real = args
+        primitive = None
         if len(args) == 3 and isinstance(args[1], str) and isinstance(args[0], ops.Primitive):
-            head, real = args[:2], args[2]
-        name, primitive = func.name, head
+            primitive, _, args = args
+        name, kwargs = func.name, kwargs or {}
         if name in INPLACE:
-            return self._written(name, real, kwargs or {}, head)
-        real, kwargs = _plain(tuple(real)), _plain(kwargs or {})
-        before = copied(real), copied(kwargs)  # the op may write into an operand, and a later one into its result
+            return self._written(name, args, kwargs, primitive)
+        args, kwargs = _plain(tuple(args)), _plain(kwargs)
+        before = copied(args), copied(kwargs)  # the op may write into an operand, and a later one into its result
+        compute = OpCall(func, primitive, args, kwargs, []).compute
         if name in CPU and ms.get_context("device_target") == "CPU":  # there is no kernel; dispatch does the same
-            func, head = decomposition(name, {} if head is None else attributes(head[0])), None
+            compute = decomposition(name, {} if primitive is None else attributes(primitive))
         with NoFallbackGuard():
-            result = func(*real, **kwargs) if head is None else func(*head, real)
+            result = compute(*args, **kwargs)
         if name != "typeof":
-            self._log.append(Captured(name, func, head, *before, copied(_plain(result)), primitive))
+            self._log.append(Captured(name, compute, *before, copied(_plain(result)), primitive))
         return _probe(result, self._log)
 
-    def _written(self, name, args, kwargs, head):
+    def _written(self, name, args, kwargs, primitive):
         """An in-place op: what gives the new value is an op of our own, which `dispatch/inplace.py` then stores."""
         op, params = INPLACE[name]
-        arguments = bind_arguments(name, params, args, kwargs, head)
-        new = self._run_own_op("=" + op, {k: v for k, v in arguments.items() if k != "attrs"})
+        arguments = bind_arguments(name, params, args, kwargs, primitive)
+        new = self._run(f"in-place {op}", op, {k: v for k, v in arguments.items() if k != "attrs"}, WRITES)
         target = next(v for v in arguments.values() if isinstance(v, Probe))
         with NoFallbackGuard():
             Tensor.copy_(_plain(target), _plain(new))
@@ -94,26 +102,31 @@ class Probe(Tensor):
         return (self[i] for i in range(self._shape[0]))
 
     def _run_own_op(self, op, arguments):
+        return self._run(op, op, arguments, LOCAL_OPS)
+
+    def _run(self, name, op, arguments, forms):
         args = tuple(_plain(v) for v in arguments.values())
-        whole = _on_one_rank(op, arguments)
+        whole = _on_one_rank(op, arguments, forms)
         with NoFallbackGuard():
             result = whole(*args)
-        self._log.append(Captured("@" + op, whole, None, copied(args), {}, copied(_plain(result)), None, tuple(arguments)))
+        self._log.append(Captured(name, whole, copied(args), {}, copied(_plain(result)), own=(op, tuple(arguments))))
         return _probe(result, self._log)
 
 
-def _on_one_rank(op: str, arguments: dict):
+def _on_one_rank(op: str, arguments: dict, forms: dict):
     """An op of our own as a function of its arguments: the local form that its rule gives for a mesh of one rank."""
     tensors = leaves(arguments, Tensor)
     operands = tuple(Operand(i, tuple(t._shape), dtype_name(t.dtype)) for i, t in enumerate(tensors))
     it = iter(operands)
-    call = Call(op.lstrip("="), {k: as_operands(v, it) for k, v in arguments.items()}, operands)
-    spec = RULES[call.op](call)
+    call = Call(op, {k: as_operands(v, it) for k, v in arguments.items()}, operands)
+    spec = RULES[op](call)
     mesh = DeviceMesh("cpu", [0])
     ins = tuple(Layout(mesh, None, o.shape, o.dtype) for o in operands)
     outs = tuple(Layout(mesh, None, shape) for shape in spec.shapes)
-    form = (spec.local(Local(ins, outs, (0,))) if spec.local else None) or LocalCall(op, tuple(call.args.values()))
-    return lambda *args: LOCAL_OPS[form.name](*fill_operands(form.args, leaves(args, Tensor)), **form.kwargs)
+    named = spec.local(Local(ins, outs, (0,))) if spec.local else None
+    fn, template, kwargs = (forms[op], tuple(call.args.values()), {}) if named is None else (
+        LOCAL_OPS[named.name], named.args, named.kwargs)
+    return lambda *args: fn(*fill_operands(template, leaves(args, Tensor)), **kwargs)
 
 
 def copied(tree):

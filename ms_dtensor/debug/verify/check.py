@@ -3,34 +3,37 @@
 
 In one process and without a process group: the operands are cut by definition (`oracle.py`), the op runs once per
 rank with exactly the local form that dispatch would use, the results and gradients are put together by the gradient
-table of the design (varying face: sum; same face: equal on every rank) and compared with the one-device answer.
+table (a varying operand: their sum; an invariant one: equal on every rank) and compared with the one-device answer.
+Cotangents of shards are strided, as after a transpose. `alike.py` asks besides what kind of thing each rank returns.
 """
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
-from mindspore import Tensor
+from mindspore import Tensor, mint
 from mindspore._c_expression import NoFallbackGuard
 from mindspore.common._grad_function import _Function
 
-from ...core.layout import Layout
+from ...core.layout import Layout, short_dtype
 from ...core.mesh import DeviceMesh, coordinates
-from ...core.placements import PARTIAL, REPLICATE, Shard
-from ...core.tree import leaves
+from ...core.placements import REPLICATE, Shard
+from ...core.tree import leaves, map_leaves
 from ...dispatch.composite import COMPOSED
-from ...dispatch.op_plan import original_call, refill
+from ...dispatch.op_call import attributes, bind_arguments, refill
 from ...dispatch.operands import dtype_name, recording
-from ...dispatch.planner import as_operands, attributes, bind_arguments
+from ...dispatch.planner import as_operands
 from ...ops.local import CPU, LOCAL_OPS, run_local
+from ...ops.local.extremes import winners_of_shard
 from ...ops.rng import frozen
-from ...ops.rules import RULES, Call, Case, Local, Operand, OpSpec
+from ...ops.rules import RULES, Call, Case, Local, Operand, OpSpec, Winners, local_part, results_of_nothing
 from ...ops.rules.names import PRIMITIVES
-from ...ops.rules.spec import local_part
 from ...tensor.autograd import grad
+from .alike import check_alike
 from .capture import Captured, capture, copied
 from .missed import find_missed
 from .oracle import assemble, box_slices, same, split
@@ -76,7 +79,7 @@ class OpSeen:
 
 
 def check_rule(op, *args, axes: Sequence[Sequence[int]] = ((2,), (3,), (2, 2)), seed: int = 0,
-               report: Report | None = None, missed: bool = False, **kwargs) -> Report:
+               report: Report | None = None, missed: bool = False, alike: bool = True, **kwargs) -> Report:
     """Checks the rules behind one public call with sample arguments.
 
     Args:
@@ -85,6 +88,7 @@ def check_rule(op, *args, axes: Sequence[Sequence[int]] = ((2,), (3,), (2, 2)), 
         axes: mesh shapes to try; on meshes of two axes all products of cases run.
         seed: of the splits and cotangents.
         report: to add to.
+        alike: also ask whether all ranks get the same kind of thing, see `alike.py`.
         missed: also collect, in `report.missed`, legal single-axis cases that the rule does not list (see `missed.py`).
 
     Returns:
@@ -100,12 +104,12 @@ def check_rule(op, *args, axes: Sequence[Sequence[int]] = ((2,), (3,), (2, 2)), 
     """
     report = Report() if report is None else report
     report.calls += 1
-    args = tuple(Tensor(a) if isinstance(a, np.ndarray) else
-                 type(a)(Tensor(x) if isinstance(x, np.ndarray) else x for x in a) if isinstance(a, tuple | list) else a
-                 for a in args)
+    args = map_leaves(Tensor, args, np.ndarray)
     with frozen(seed):
         for captured in capture(op, *args, **kwargs):
             _once(captured, axes, seed, report, missed)
+    if alike:
+        report.wrong += check_alike(op, args, kwargs)
     return report
 
 
@@ -133,15 +137,16 @@ def _identity(c: Captured, axes, missed: bool) -> tuple:
         if isinstance(v, tuple | list):
             return tuple(of(x) for x in v)
         return repr(v)
-    made = repr(sorted(attributes(c.primitive[0]).items(), key=str)) if c.primitive is not None else ""
+    made = repr(sorted(attributes(c.primitive).items(), key=str)) if c.primitive is not None else ""
     return (c.name, made, of(c.args), tuple((k, of(v)) for k, v in c.kwargs.items()), tuple(map(tuple, axes)), missed)
 
 
 def check_captured(c: Captured, axes, rng, report: Report, missed: bool = False) -> None:
     """Checks every case of the rule of one primitive call, and what it may be composed of."""
-    entry = PRIMITIVES.get(c.name) if c.params is None else (c.name[1:].lstrip("="), c.params)
+    entry = c.own or PRIMITIVES.get(c.name)
     if entry is None or entry[0] not in RULES:
-        report.wrong.append(f"{c.name}: no rule")
+        shown = [f"{short_dtype(dtype_name(a.dtype))}{list(a.shape)}" if isinstance(a, Tensor) else repr(a) for a in c.args]
+        report.wrong.append(f"no rule for {c.name}({', '.join(shown)})")
         return
     op, params = entry
     tensors = leaves((c.args, c.kwargs), Tensor)
@@ -150,7 +155,7 @@ def check_captured(c: Captured, axes, rng, report: Report, missed: bool = False)
     bound = bind_arguments(c.name, params, c.args, c.kwargs, c.primitive)
     call = Call(op, {k: as_operands(v, it) for k, v in bound.items()}, operands)
     spec = RULES[op](call)
-    report.met(op, set(map(str, spec.cases)), {"own" if c.params else "reference" if c.name in CPU else "kernel"})
+    report.met(op, set(map(str, spec.cases)), {"own" if c.own else "reference" if c.name in CPU else "kernel"})
     trial = _Trial(c, call, spec, tensors, rng, report)
     whole = Case((REPLICATE,) * len(operands), (REPLICATE,) * len(spec.shapes))
     cases = (*spec.cases, *(() if whole in spec.cases else (whole,)))
@@ -164,7 +169,7 @@ def check_captured(c: Captured, axes, rng, report: Report, missed: bool = False)
                 trial.run(combo, mesh)
     if missed:
         report.missed |= find_missed(trial)
-    if op in COMPOSED and c.params is None and all(a.size for a in trial.arrays) and _may_be_composed(call):
+    if op in COMPOSED and c.own is None and all(a.size for a in trial.arrays) and _may_be_composed(call):
         _check_composition(c, op, params, trial, axes, report)
 
 
@@ -208,7 +213,14 @@ class _Trial:
         self.c, self.call, self.spec, self.rng, self.report = c, call, spec, rng, report
         self.arrays = [t.asnumpy() for t in tensors]
         self.half = any(a.dtype == np.float16 for a in self.arrays)
-        results = c.result if isinstance(c.result, tuple | list) else (c.result,)
+        one = DeviceMesh("cpu", [0])
+        ins, outs = (tuple(Layout(one, None, shape, "float32") for shape in shapes) for shapes in (
+            [a.shape for a in self.arrays], [s or () for s in spec.shapes]))
+        whole = Local(ins, outs, (0,))
+        if None not in spec.shapes and results_of_nothing(call, whole) is not None:  # MindSpore's are uninitialised memory
+            results = self.forward([Tensor(a.copy()) for a in self.arrays], whole)
+        else:
+            results = c.result if isinstance(c.result, tuple | list) else (c.result,)
         self.results = [r.asnumpy() for r in results]
         self.written = []
         if spec.writes:
@@ -256,17 +268,19 @@ class _Trial:
         wanted, layouts = [*self.results, *self.written], (*outs, *(ins[i] for i in self.spec.writes))
         got: list[dict] = [{} for _ in wanted]
         found: list[dict] = [{} for _ in self.wrt]
-        graded = self.grads is not None and not any(
-            p.is_partial() and not p.is_partial("sum") and not p.is_partial("avg")
-            for layout in (*ins, *outs) for p in layout.placements)
+        graded = self.grads is not None and not any(x.has_nonlinear_partial for x in ins) and (
+            self.spec.winners is not None or not any(x.has_nonlinear_partial for x in outs))
+        won = None
         for at in coordinates(mesh):
             tensors = [Tensor.from_numpy(p[at]) for p in parts]
             local = Local(ins, outs, at)
             try:
+                if graded and self.spec.winners is not None and outs[0].has_nonlinear_partial and won is None:
+                    won = self._winners(self.spec.winners, parts, ins, outs, mesh)
                 if graded and recording():  # inside a user's gradient, which a forward that raises would spoil
                     self.forward([Tensor.from_numpy(p[at].copy()) for p in parts], local)
                 if graded:  # the results are those of the forward that the gradients belong to
-                    results, grads = self.differentiate(tensors, self._cotangents(mesh, outs, at),
+                    results, grads = self.differentiate(tensors, self._cotangents(mesh, outs, at, won),
                                                         lambda xs, m=local: self.forward(xs, m))
                     for k, g in enumerate(grads):
                         found[k][at] = g
@@ -292,48 +306,65 @@ class _Trial:
         if graded:
             self._compare_gradients(combo, mesh, ins, found, label)
 
-    def _cotangents(self, mesh, outs, at) -> list[np.ndarray | None]:
+    def _cotangents(self, mesh, outs, at, won) -> list[np.ndarray | None]:
         """This coordinate's share of the cotangents."""
         shares = []
         for g, layout in zip(self.cotangents, outs):
             scale = np.prod([1 / mesh.shape[a] for a in layout.partial_axes if layout.placements[a].is_partial("avg")])
+            if won is not None:
+                scale = won[at]
             shares.append(None if g is None else (g[box_slices(layout, at)] * scale).astype(g.dtype))
+        return shares
+
+    def _winners(self, what: Winners, parts, ins, outs, mesh) -> dict:
+        """Coordinate -> its share of the cotangent of an extreme over shards: all of it to the first, or by their number."""
+        whole, counts, begins = self.results[0], {}, {}
+        for at in coordinates(mesh):
+            tensors = [Tensor.from_numpy(p[at].copy()) for p in parts]
+            begins[at] = ins[0].local_offset(at)[what.dims[0]]
+            result = self.forward(tensors, Local(ins, outs, at))[0]
+            attain = winners_of_shard(what, begins[at], tensors[0], result)
+            counts[at] = (result.asnumpy() == whole[box_slices(outs[0], at)]) * (1 if what.first else attain.asnumpy())
+        axes = outs[0].partial_axes
+        shares = {}
+        for at in counts:
+            line = [b for b in counts if all(a in axes or i == j for a, (i, j) in enumerate(zip(at, b)))]
+            if what.first:
+                least = np.min([np.where(counts[b] > 0, begins[b], np.inf) for b in line], axis=0)
+                shares[at] = counts[at] * (begins[at] == least)
+            else:
+                shares[at] = counts[at] / sum(counts[b] for b in line)
         return shares
 
     def _compare_gradients(self, combo, mesh, ins, found, label) -> None:
         self.report.compared += 1
-        for k, o in enumerate(self.wrt):
-            layout = ins[o].gradient()
-            placements = list(layout.placements)
-            expected = self.grads[k]
-            for a, case in enumerate(combo):
-                if case.ins[o].is_replicate() and any(not p.is_replicate() for p in case.ins):
-                    placements[a] = PARTIAL
-                elif case.ins[o].is_partial("avg"):
-                    expected = expected / mesh.shape[a]
-            value, unequal = assemble(found[k], layout.with_placements(placements, layout.order))
+        for o, whole, parts in zip(self.wrt, self.grads or (), found):
+            varying = [a for a, case in enumerate(combo) if any(not p.is_replicate() for p in case.ins)]
+            expected = whole / prod(mesh.shape[a] for a, case in enumerate(combo) if case.ins[o].is_partial("avg"))
+            value, unequal = assemble(parts, ins[o].gradient(varying))
             if unequal or not same(expected, value):
                 self.report.wrong.append(f"{label}: gradient of operand {o}"
                                          + (f", replicas differ at {unequal}" if unequal else ""))
                 return
 
     def forward(self, tensors, local: Local):
-        form, empty = local_part(self.call, self.spec, local)
-        form = None if form is None else (LOCAL_OPS[form.name], form.args, form.kwargs)
+        named, empty = local_part(self.call, self.spec, local)
+        form = None if named is None else (LOCAL_OPS[named.name], named.args, named.kwargs)
         with NoFallbackGuard():
             result = run_local(self.original, form, empty, tensors)
         return list(result) if isinstance(result, tuple | list) else [result]
 
     def original(self, tensors):
         with NoFallbackGuard():
-            return original_call(self.c.func, self.c.head, self.c.args, self.c.kwargs, tensors)
+            it = iter(tensors)
+            return self.c.compute(*refill(self.c.args, it), **refill(self.c.kwargs, it))
 
     def gradients(self, arrays, cotangents, forward) -> list[np.ndarray]:
         """Gradients of the floating operands, as arrays, for given cotangents of the results of `forward`."""
-        return self.differentiate([Tensor.from_numpy(np.array(a, order="C")) for a in arrays], cotangents, forward)[1]
+        return self.differentiate([Tensor.from_numpy(np.array(a, order="C")) for a in arrays], cotangents, forward, True)[1]
 
-    def differentiate(self, tensors, cotangents, forward) -> tuple[list[Tensor], list[np.ndarray]]:
-        """The results of `forward(tensors)` and the gradients of the floating operands."""
+    def differentiate(self, tensors, cotangents, forward, flat=False) -> tuple[list[Tensor], list[np.ndarray]]:
+        """The results of `forward(tensors)` and the gradients of the floating operands; cotangents `flat` or strided."""
         results: list[Tensor] = []
 
         def weighted(*active):
@@ -342,7 +373,8 @@ class _Trial:
                 xs[i] = x
             made = forward(xs)
             results[:] = made if isinstance(made, tuple | list) else [made]
-            terms = [Weigh.apply(r, Cotangent(g)) for r, g in zip(results, cotangents) if g is not None]
+            terms = [Weigh.apply(r, Cotangent(g)) if flat else Weigh.apply(turned(r), Cotangent(g.T))
+                     for r, g in zip(results, cotangents) if g is not None]
             return sum(terms[1:], terms[0])
         with NoFallbackGuard():
             out = grad(weighted, tuple(range(len(self.wrt))))(*(tensors[i] for i in self.wrt))
@@ -366,6 +398,11 @@ class Weigh(_Function):
     @staticmethod
     def backward(ctx, _):
         return Tensor.from_numpy(np.array(ctx.cotangent, order="C")), None
+
+
+def turned(result: Tensor) -> Tensor:
+    """The result with its dims reversed: the transpose's backward hands on a cotangent that is not contiguous."""
+    return mint.permute(result, tuple(range(len(result._shape)))[::-1]) if len(result._shape) > 1 else result
 
 
 def _floating(array: np.ndarray) -> bool:

@@ -42,6 +42,8 @@ def _summands(x: np.ndarray, op: str, n: int, rng) -> list[np.ndarray]:
         worse = -1 if op == "max" else 1
         if x.dtype == bool:
             return [np.where(winner == r, x, op == "min") for r in range(n)]
+        if x.dtype.kind == "u":  # no room below 0
+            return [np.where(winner == r, x, x * (op == "min") + (op == "min")).astype(x.dtype) for r in range(n)]
         return [np.where(winner == r, x, x + worse * (1 + rng.integers(0, 3, x.shape))).astype(x.dtype) for r in range(n)]
     if op == "prod":
         parts = [rng.uniform(0.5, 2.0, x.shape).astype(x.dtype) for _ in range(n - 1)]
@@ -54,7 +56,7 @@ def _summands(x: np.ndarray, op: str, n: int, rng) -> list[np.ndarray]:
     return [*parts, (x * scale - sum(parts)).astype(x.dtype)]
 
 
-_REDUCE = {"sum": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply, "avg": np.add}
+_REDUCE: dict[str, np.ufunc] = {"sum": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply, "avg": np.add}
 
 
 def assemble(parts: dict[tuple[int, ...], np.ndarray], layout: Layout):
@@ -64,7 +66,7 @@ def assemble(parts: dict[tuple[int, ...], np.ndarray], layout: Layout):
         op, n = layout.placements[axis].reduce_op, layout.mesh.shape[axis]
         reduced = {}
         for at in values:
-            line = [values[(*at[:axis], i, *at[axis + 1:])] for i in range(n)]
+            line = [values[at[:axis] + (i,) + at[axis + 1:]] for i in range(n)]
             out = line[0]
             for v in line[1:]:
                 out = _REDUCE[op](out, v)

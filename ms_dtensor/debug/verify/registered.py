@@ -6,8 +6,6 @@ is captured as usual, and must reach the registered primitive.
 """
 from __future__ import annotations
 
-import inspect
-
 import numpy as np
 from mindspore import Tensor
 
@@ -21,7 +19,7 @@ AXES = ((2,), (3,), (2, 2))
 def check_registered(registration, fn, args, kwargs) -> Report:
     """The report of checking `registration` with sample arguments of `fn`."""
     report = Report()
-    if inspect.isclass(fn):  # a DFunction
+    if hasattr(fn, "_op_name"):  # a DFunction
         whole, names = fn.apply, argument_names(fn.forward, 1)
     elif getattr(fn, "registration", None) is not None:
         whole, names = fn.__wrapped__, argument_names(fn)
@@ -33,6 +31,6 @@ def check_registered(registration, fn, args, kwargs) -> Report:
     args, kwargs = map_leaves(Tensor, (tuple(args), kwargs), np.ndarray)
     result = whole(*args, **kwargs)
     names = (*names, *(k for k in kwargs if k not in names))
-    captured = Captured("@" + registration.op, whole, None, args, kwargs, result, None, names)
+    captured = Captured(registration.op, whole, args, kwargs, result, own=(registration.op, names))
     check_captured(captured, AXES, np.random.default_rng(0), report)
     return report

@@ -12,40 +12,18 @@ from __future__ import annotations
 from mindspore import Tensor
 from mindspore._c_expression import NoFallbackGuard
 
-from . import functions, keywords
+from ...core.tree import first_dtensor
+from . import functions, gradients, hooks, jit, keywords
 
 _NAME = "__fallback__"
 
 
 def _plain_fallback(self, func, args=(), kwargs=None):
-    first = _first_dtensor(args) or (kwargs and _first_dtensor(kwargs.values()))
-    if first:
+    first = first_dtensor(args, kwargs, "_run_own_op")
+    if first is not None:
         return first.__fallback__(func, args, kwargs)
     with NoFallbackGuard():
         return func(*args) if not kwargs else func(*args, **kwargs)
-
-
-def _first_dtensor(values):
-    for v in values:
-        if getattr(v, "_layout", None) is not None or getattr(v, "_log", None) is not None:  # or a verifier's probe
-            return _Found(v)
-        if v.__class__ in (list, tuple):
-            found = _first_dtensor(v)
-            if found:
-                return found
-    return None
-
-
-class _Found:
-    """Truthy wrapper: a DTensor's own truth value would communicate."""
-
-    __slots__ = ("_x",)
-
-    def __init__(self, x):
-        self._x = x
-
-    def __fallback__(self, func, args, kwargs):
-        return self._x.__fallback__(func, args, kwargs)
 
 
 def install() -> None:
@@ -54,11 +32,17 @@ def install() -> None:
         setattr(Tensor, _NAME, _plain_fallback)
         functions.install()
         keywords.install()
+        jit.install()
+        gradients.install()
+        hooks.install()
 
 
 def uninstall() -> None:
     """Removes the patch; `plain OP dtensor` then computes on local storage again, as in plain MindSpore."""
     if Tensor.__dict__.get(_NAME) is _plain_fallback:
         delattr(Tensor, _NAME)
+        hooks.uninstall()
+        gradients.uninstall()
+        jit.uninstall()
         keywords.uninstall()
         functions.uninstall()

@@ -14,26 +14,16 @@ import importlib
 import inspect
 
 import mindspore as ms
-from mindspore import Tensor
+from mindspore import Tensor, mint
 from mindspore._c_expression import NoFallbackGuard
 
 from ...core.layout import Layout
+from ...core.tree import first_dtensor, leaves
+from ...errors import ConfigError
 from ...ops import rng
-from .. import modes
+from .. import modes, policy
 from ..dispatcher import plain_tree
-from ..operands import wrap
-
-
-def _owner(values):
-    """`_run_own_op` of the first tensor that has it (a DTensor, a verifier's probe), or None."""
-    for v in values:
-        if isinstance(v, Tensor) and hasattr(v, "_run_own_op"):
-            return v._run_own_op
-        if v.__class__ in (tuple, list):
-            found = _owner(v)
-            if found is not None:
-                return found
-    return None
+from ..operands import replicate_constant, wrap
 
 
 def _einsum(equation, operands, *rest):
@@ -100,19 +90,26 @@ _FILLED = (
     *((module, "group_norm", _affine(lambda a: a["input"].shape[1])) for module in _NN),
     (_NN[0], "_nllloss_nd", lambda a: {"weight": (a["input"].shape[0 if a["input"].ndim == 1 else 1], 1)}),
 )
+# losses whose labels, integers, and class weights may be plain inside `loss_parallel()`: (module, or module:class;
+# attribute; the labels' place): as many as the global shapes say, so a shard cannot pass for the whole
+_LABELLED = (
+    *((module, name, 1) for module in (*_NN, "mindspore.mint.nn", "mindspore.ops.functional")
+      for name in ("cross_entropy", "nll_loss", "cross_entropy_ext", "nll_loss_ext")),
+    ("mindspore.ops.operations.nn_ops:SparseSoftmaxCrossEntropyWithLogits", "__call__", 2),
+)
 _installed: list[tuple[object, str, object]] = []
 
 
 def _asking(original, meaning):
     @functools.wraps(original)
     def call(*args, **kwargs):
-        run = _owner(args) or (_owner(tuple(kwargs.values())) if kwargs else None)
-        if run is None:
+        first = first_dtensor(args, kwargs, "_run_own_op")
+        if first is None:
             return original(*args, **kwargs)
         if modes.mode.get().skip:
             return original(*plain_tree(args), **plain_tree(kwargs))
         op, arguments = meaning(*args, **kwargs)
-        return run(op, arguments)
+        return first._run_own_op(op, arguments)
     return call
 
 
@@ -123,7 +120,7 @@ def _filling(original, constants):
     @functools.wraps(original)
     def call(*args, **kwargs):
         x = args[0] if args else kwargs.get("input")
-        if getattr(x, "_layout", None) is None:
+        if x is None or getattr(x, "_layout", None) is None:
             return original(*args, **kwargs)
         if modes.mode.get().skip:
             return original(*plain_tree(args), **plain_tree(kwargs))
@@ -136,6 +133,52 @@ def _filling(original, constants):
                     whole = ms.ops.full(shape, value, dtype=ms.float32).astype(x.dtype)  # bfloat16 has no kernel
                 given.arguments[name] = wrap(whole, Layout(x._layout.mesh, None, shape, x._layout.dtype))
         return original(*given.args, **given.kwargs)
+    return call
+
+
+def _labelling(original, at: int):
+    """`original`, with plain labels and weights laid out as the same on all ranks, which `loss_parallel()` says they are."""
+    @functools.wraps(original)
+    def call(*args, **kwargs):
+        if modes.mode.get().no_gather:
+            mesh = next((x._layout.mesh for x in (*args, *kwargs.values()) if getattr(x, "_layout", None) is not None), None)
+            if mesh is not None:
+                args = *args[:at], *(_whole(x, mesh, bool(i)) for i, x in enumerate(args[at:at + 2])), *args[at + 2:]
+                kwargs = {k: _whole(x, mesh, k == "weight") if k in ("target", "weight") else x for k, x in kwargs.items()}
+        return original(*args, **kwargs)
+    return call
+
+
+def _whole(x, mesh, weight: bool):
+    return replicate_constant(x, mesh) if x.__class__ is Tensor and (weight or not x.is_floating_point()) else x
+
+
+def _clip_by_global_norm(x, clip_norm=1.0, use_norm=None):
+    """Of DTensors in any mix of layouts: one reduction for each; MindSpore's would meet a plain constant."""
+    if use_norm is not None or isinstance(clip_norm, bool) or not clip_norm > 0:
+        raise ConfigError(f"For 'clip_by_global_norm', 'clip_norm' must be positive and 'use_norm' None, but got "
+                          f"{clip_norm!r} and {use_norm!r}.")
+    squares: dict = {}
+    for g in x:
+        square = mint.square(g.astype(ms.float32)).sum()
+        key = getattr(square, "_layout", None)
+        squares[key] = squares[key] + square if key in squares else square
+    partial = [key.describe() for key in squares if key is not None and key.has_partial()]
+    if partial:
+        policy.check("clip_by_global_norm", "the norms of all ranks have to be put together", "\n".join(partial),
+                     ("ms_dtensor.optim.clip_grad_norm_", 'with redistribution_policy("auto"): around this call'))
+    whole = [square if key is None else square.redistribute() for key, square in squares.items()]
+    if len({None if key is None else key.mesh for key in squares}) > 1:
+        whole = [square if getattr(square, "_layout", None) is None else square.to_local() for square in whole]
+    norm = mint.maximum(mint.sqrt(sum(whole[1:], whole[0])), Tensor(clip_norm, ms.float32))
+    return tuple((g * clip_norm / norm).astype(g.dtype) for g in x)
+
+
+def _with_dtensors(original, ours):
+    @functools.wraps(original)
+    def call(x, *args, **kwargs):
+        found = not modes.mode.get().skip and any(getattr(t, "_layout", None) is not None for t in leaves(x, Tensor))
+        return (ours if found else original)(x, *args, **kwargs)
     return call
 
 
@@ -169,6 +212,15 @@ def install() -> None:
         original = holder.__dict__.get(name)
         if original is not None:
             _put(holder, name, _filling(original, constants))
+    for path, name, at in _LABELLED:
+        holder = _holder(path)
+        original = getattr(holder, name, None)
+        if original is not None:
+            _put(holder, name, _labelling(original, at))
+    for path in ("mindspore.ops.function.clip_func", *_EVERYWHERE):
+        holder = _holder(path)
+        if hasattr(holder, "clip_by_global_norm"):
+            _put(holder, "clip_by_global_norm", _with_dtensors(holder.clip_by_global_norm, _clip_by_global_norm))
     recompute = importlib.import_module("mindspore.common.recompute")
     get, put = _pair(recompute.get_rng_state, recompute.set_rng_state)
     _put(recompute, "get_rng_state", get)

@@ -50,15 +50,14 @@ def signatures(function) -> list[list[str]]:
 
 def _by_position(original, function):
     @functools.wraps(original)
-    def call(*args, **kwargs):
+    def call(self, *args, **kwargs):
         if kwargs and not (args and _is_ours(args[0])) and any(map(_is_ours, kwargs.values())):
             overloads = signatures(function) or [["input"]]
             names = next((n for n in overloads if set(n) >= set(kwargs)), None) or max(
                 overloads, key=lambda n: len(set(n) & set(kwargs)))
-            args = list(args)
             while len(args) < len(names) and names[len(args)] in kwargs:
-                args.append(kwargs.pop(names[len(args)]))
-        return original(*args, **kwargs)
+                args = (*args, kwargs.pop(names[len(args)]))
+        return original(self, *args, **kwargs)
     return call
 
 
@@ -82,7 +81,7 @@ def _init(self, *args, **kwargs):
     _BASE.__init__(self, *args, **kwargs)
 
 
-_installed: list[tuple[str, object]] = []
+_installed: list[tuple[type, object]] = []
 
 
 def install() -> None:
@@ -90,11 +89,11 @@ def install() -> None:
     if _installed:
         return
     for name in functional_overload.__all__:
-        holder, function = f"_{name.strip('_')}_instance", getattr(functional_overload, name, None)
-        original = getattr(functional_overload, holder, None)
-        if original is not None and (name[0] != "_" or holder not in dict(_installed)):
-            _installed.append((holder, original))
-            setattr(functional_overload, holder, _by_position(original, function))
+        instance = getattr(functional_overload, f"_{name}_instance", None)
+        if instance is not None:
+            # its class, which nobody shares: the graph compiler knows the object, and would not know a function in its place
+            _installed.append((type(instance), type(instance).__call__))
+            type(instance).__call__ = _by_position(type(instance).__call__, getattr(functional_overload, name))
     Tensor.__setitem__ = _set_item
     Tensor.__init__ = _init
 
@@ -102,8 +101,8 @@ def install() -> None:
 def uninstall() -> None:
     """Takes all of it back."""
     while _installed:
-        name, original = _installed.pop()
-        setattr(functional_overload, name, original)
+        cls, original = _installed.pop()
+        cls.__call__ = original  # type: ignore[method-assign,assignment]  # what was patched
     for name in ("__setitem__", "__init__"):
         if name in Tensor.__dict__:
             delattr(Tensor, name)

@@ -9,14 +9,16 @@ collectives come in one order everywhere.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 from . import arrange, attention, basic, conv, cpu, cpu_index, cpu_matmul, lists, lookup, loss, pool, random, write
-from .dtypes import widen, widening
+from .dtypes import wrapper_in_float32
 from .run import fill_operands, run_local
 
 FAMILIES = (basic, lookup, arrange, random, lists, write, conv, pool, attention, loss)
-LOCAL_OPS = {**cpu_index.FORMS, **cpu_matmul.FORMS}
-CPU = {**cpu.TABLE}
+LOCAL_OPS: dict[str, Any] = {**cpu_index.FORMS, **cpu_matmul.FORMS}
+CPU: dict[str, Any] = {**cpu.TABLE}
+WRITES: dict[str, Any] = write.WRITES
 for family in FAMILIES:
     LOCAL_OPS.update(family.TABLE)
     CPU.update(getattr(family, "CPU", {}))
@@ -25,7 +27,7 @@ for family in FAMILIES:
 def decomposition(name: str, attrs: dict):
     """The CPU decomposition of a primitive, or None; what a classic primitive was made with is bound to it."""
     fn = CPU.get(name)
-    return functools.partial(fn, attrs=attrs) if getattr(fn, "takes_attributes", False) else fn
+    return functools.partial(fn, attrs=attrs) if fn is not None and hasattr(fn, "takes_attributes") else fn
 
 
-__all__ = ["CPU", "LOCAL_OPS", "decomposition", "fill_operands", "run_local", "widen", "widening"]
+__all__ = ["CPU", "LOCAL_OPS", "WRITES", "decomposition", "fill_operands", "run_local", "wrapper_in_float32"]

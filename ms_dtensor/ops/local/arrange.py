@@ -8,6 +8,9 @@ from __future__ import annotations
 import mindspore as ms
 import numpy as np
 from mindspore import mint, ops
+from mindspore.common._grad_function import _Function
+
+from .dtypes import as_dtype
 
 
 def _pairs(pads):
@@ -31,6 +34,29 @@ def reflection_pad(x, pads):
 def replication_pad(x, pads):
     """`ReplicationPad1D/2D/3D`."""
     return _by_rows(x, pads, lambda a, n, b: [0] * a + [*range(n)] + [n - 1] * b)
+
+
+class Split(_Function):
+    """Views of consecutive rows along a dim, with a backward that joins their cotangents whatever their strides."""
+
+    @staticmethod
+    def forward(ctx, x, sizes, dim):
+        ctx.dim = dim
+        return tuple(mint.split(x, list(sizes), dim))
+
+    @staticmethod
+    def backward(ctx, *cotangents):
+        return mint.cat([c.contiguous() for c in cotangents], ctx.dim), None, None
+
+
+def split(x, sizes, dim=0):
+    """`SplitTensor`, `SplitWithSize`, whose backward on CPU reads a strided cotangent as if it were contiguous."""
+    n = x._shape[dim]
+    sizes = tuple(min(sizes, n - i) for i in range(0, n, sizes)) or (0,) if isinstance(sizes, int) else tuple(sizes)
+    return Split.apply(x, sizes, dim % len(x._shape))
+
+
+split.takes_dtensors = True  # type: ignore[attr-defined]  # it asks no operand for its shape
 
 
 def unbind(x, dim=0):
@@ -70,7 +96,7 @@ def trace_shard(x, diagonal, dtype=None):
     rows, cols = x._shape
     mask = np.arange(cols)[None, :] - np.arange(rows)[:, None] == diagonal
     if dtype is not None:
-        x = x.astype(dtype)
+        x = x.astype(as_dtype(dtype))
     elif not x.is_floating_point():
         x = x.astype(ms.int64)
     return ops.select(ms.Tensor(mask), x, ops.zeros_like(x)).sum()
@@ -108,11 +134,12 @@ def index_add_primitive(x, index, src, attrs):
     return index_add(x, attrs["axis"], index, src)
 
 
-index_add_primitive.takes_attributes = True
+vars(index_add_primitive)["takes_attributes"] = True
 
 
 TABLE = {"trace_shard": trace_shard}
 CPU = {
+    **dict.fromkeys(("SplitTensor", "SplitTensorView", "SplitWithSize", "SplitWithSizeView"), split),
     "ReverseV2": flip, "UnstackExtView": unbind, "SelectExtView": select, "DiagExt": diag, "TraceExt": trace,
     **dict.fromkeys(("ReflectionPad1D", "ReflectionPad2D", "ReflectionPad3D"), reflection_pad),
     **dict.fromkeys(("ReplicationPad1D", "ReplicationPad2D", "ReplicationPad3D"), replication_pad),

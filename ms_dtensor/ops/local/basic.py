@@ -9,6 +9,9 @@ from __future__ import annotations
 import mindspore as ms
 from mindspore import Tensor, mint, ops
 
+from .dtypes import as_dtype
+from .run import zeros_of
+
 
 def slice_(x, bounds, drop):
     """Basic indexing by (start, stop, step) per dim; `drop` are dims indexed by an integer."""
@@ -27,12 +30,14 @@ def slice_(x, bounds, drop):
 def mean_of_shard(x, dims, keepdim, count, dtype):
     """This shard's summand of a global mean over `count` elements."""
     if dtype is not None:
-        x = x.astype(dtype)
+        x = x.astype(as_dtype(dtype))
     return x.sum(dims, keepdim=keepdim) * (1.0 / count if count else float("nan"))
 
 
 def linear_bias_once(x, w, b, share):
-    """Linear with a bias that counts only where `share` is 1: the summands of a contraction over shards."""
+    """Linear with a bias that counts only where `share` is 1: the summands of a contraction over shards, or of nothing."""
+    if not x._shape[-1]:
+        return zeros_of((x, w), (*x._shape[:-1], *w._shape[:-1])) + b * share
     return mint.nn.functional.linear(x, w) + b * share
 
 

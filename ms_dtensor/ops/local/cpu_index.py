@@ -49,8 +49,8 @@ def repeat_interleave(input, repeats, dim=None, output_size=None):
 
 def repeat(input, *repeats):
     """`Repeat`."""
-    repeats = repeats[0] if len(repeats) == 1 and isinstance(repeats[0], tuple | list) else repeats
-    return mint.tile(input, tuple(repeats))
+    nested = len(repeats) == 1 and isinstance(repeats[0], tuple | list)
+    return mint.tile(input, tuple(repeats[0] if nested else repeats))
 
 
 def roll(input, shifts, dims=None):

@@ -55,18 +55,18 @@ def std_mean(input, dim=None, correction=1, keepdim=False):
     return std(input, dim, correction, keepdim), mean(input, _dims(dim, len(input.shape)), keepdim)
 
 
-def logsumexp(input, dim, keepdim=False, settle=lambda row: row):
+def logsumexp(input, dim, keepdim=False, whole=lambda row: row):
     """`LogSumExp`, shifted by the maximum; a maximum of infinity is not subtracted from itself.
 
-    `settle` is done to each row's maximum and sum (on DTensors: one all-reduce where several ops need the whole).
+    `whole` is done to each row's maximum and sum (on DTensors: one all-reduce where several ops need the whole).
     """
     dims = _dims(dim, len(input.shape))
     if not dims:
         return input * 1
     x = input if input.is_floating_point() else input.astype(ms.float32)
-    top = ops.stop_gradient(settle(mint.amax(x, dims, keepdim=True)))
+    top = whole(mint.amax(ops.stop_gradient(x), dims, keepdim=True))
     top = mint.where(ops.isfinite(top), top, ops.zeros_like(top))
-    out = mint.log(settle(total(mint.exp(x - top), dims, True))) + top
+    out = mint.log(whole(total(mint.exp(x - top), dims, True))) + top
     return out if keepdim else mint.reshape(out, tuple(n for d, n in enumerate(x.shape) if d not in dims))
 
 
@@ -98,6 +98,13 @@ def lp_norm_v2(input, p, dim=None, keepdim=False, epsilon=0.0):
 def count_nonzero(input, dim=None):
     """`CountNonZero`."""
     return total((input != 0).astype(ms.int64), _dims(dim, len(input._shape)))
+
+
+def any_(input, dim=None, keepdim=False):
+    """`ReduceAny`, `AnyExt`: of numbers MindSpore's kernel tells nothing true."""
+    truth = input if input.dtype == ms.bool_ else input != 0
+    out = mint.any(truth) if dim is None and not keepdim else ops.ReduceAny(bool(keepdim))(truth, () if dim is None else dim)
+    return out.astype(input.dtype) if input.dtype == ms.uint8 else out
 
 
 def trace(input):
@@ -166,6 +173,7 @@ def log2(input):
 TABLE = {
     "Clone": clone, "Var": variance, "Std": std, "VarMean": var_mean, "StdMean": std_mean, "LogSumExp": logsumexp,
     "LinalgVectorNorm": vector_norm, "Norm": norm, "LpNormV2": lp_norm_v2, "CountNonZero": count_nonzero, "TraceExt": trace,
+    "ReduceAny": any_, "AnyExt": any_, "Any": any_,
     "CumsumExt": cumsum, "TopkExt": topk, "SortExt": sort, "ArgSort": argsort, "ArgMaxExt": argmax, "ArgMinExt": argmin,
     "AddcmulExt": addcmul, "AddcdivExt": addcdiv, "Atan2Ext": atan2, "Log2": log2,
 }

@@ -6,6 +6,8 @@ import math
 
 from mindspore import mint
 
+from .run import zeros_of
+
 
 def matmul(input, other):
     """`Mm`, `Mv`, `Dot`, and `MatMulExt` itself, whose backward in MindSpore 2.10 fails, or gives a gradient of another
@@ -24,12 +26,20 @@ def matmul_ext(input, other):
     return matmul(input, other)
 
 
-matmul_ext.unneeded = lambda input, other: len(input) == len(other)
+vars(matmul_ext)["unneeded"] = lambda input, other: len(input) == len(other)
 
 
 def outer(input, other):
     """`Outer`."""
     return mint.reshape(input, (-1, 1)) * mint.reshape(other, (1, -1))
+
+
+def product(a, b):
+    """`a @ b`; over a dim without elements MindSpore's kernel leaves the result uninitialised."""
+    if a._shape[-1]:
+        return mint.matmul(a, b)
+    shape = (*a._shape[:-1], *b._shape[len(a._shape) - 1:])  # [m, k] @ [k(, n)], [d, m, k] @ [d, k, n]
+    return zeros_of((a, b), shape)
 
 
 def _add(input, product, beta, alpha):
@@ -41,14 +51,14 @@ def _add(input, product, beta, alpha):
 
 def addmm(input, mat1, mat2, beta=1, alpha=1):
     """`Addmm`, `Addmv`, `Baddbmm`: beta * input + alpha * mat1 @ mat2."""
-    return _add(input, mint.matmul(mat1, mat2), beta, alpha)
+    return _add(input, product(mat1, mat2), beta, alpha)
 
 
 def addbmm(input, batch1, batch2, beta=1, alpha=1):
     """`Addbmm`: beta * input + alpha * the sum of the batch's products, as one contraction over batch and inner dim."""
     b, n, k = batch1._shape
     left = mint.reshape(mint.permute(batch1, (1, 0, 2)), (n, b * k))
-    return _add(input, mint.matmul(left, mint.reshape(batch2, (b * k, batch2._shape[2]))), beta, alpha)
+    return _add(input, product(left, mint.reshape(batch2, (b * k, batch2._shape[2]))), beta, alpha)
 
 
 def add_product_once(kind, input, a, b, beta, alpha, share):

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """bfloat16 on CPU: MindSpore has hardly any kernel for it there, so a call is computed in float32 and rounded once.
 
-`widen` marks a plan, `widening` wraps a call. Casts are differentiable, so the backward is computed in float32 too. The
-invariant: a result is what one float32 computation of the whole local call gives, rounded to bfloat16 at the very end.
-Also here: MindSpore passes a dtype as a number in some calls.
+Casts are differentiable, so the backward is computed in float32 too. The invariant: a result is what one float32
+computation of the whole local call gives, rounded to bfloat16 at the very end. Also here: MindSpore passes a dtype as a
+number in some calls.
 """
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable
 
 import mindspore as ms
 from mindspore import Tensor
@@ -25,30 +28,39 @@ def as_dtype(dtype):
     return TYPE_IDS[dtype] if isinstance(dtype, int) else dtype
 
 
-def widen(plan, op: str, tensors) -> None:
-    """Makes a plan compute in float32 if it has bfloat16 operands and the op has no kernel for them."""
-    if op in _NATIVE:
-        return
-    floating = {str(x.dtype) for x in tensors if x.is_floating_point()}
-    narrow = floating == {"BFloat16"}
-    if plan.invoke is None:
-        plan.widened = (narrow,)
-    else:
-        fn, template, named = plan.invoke
-        plan.invoke = widening(fn, None, narrow), template, named
+def wrapper_in_float32(op: str, tensors, promised: tuple[str, ...],
+                       place: int | None) -> Callable[[Callable], Callable] | None:
+    """`in_float32` for a call with these operands; None where nothing is bfloat16, or the op has a kernel for that.
+
+    Args:
+        op: canonical op.
+        tensors: its operands.
+        promised: the dtype of each result.
+        place: of a dtype among the call's positional arguments, or None.
+    """
+    if op in _NATIVE or ("bfloat16" not in promised and not any(x.dtype == ms.bfloat16 for x in tensors)):
+        return None
+    return functools.partial(in_float32, promised=promised, place=place)
 
 
-def widening(func, head, narrow: bool):
-    """`func` (with a classic primitive's `head`) on operands cast to float32; results cast back if `narrow`."""
+def in_float32(func: Callable, promised: tuple[str, ...], place: int | None = None) -> Callable:
+    """`func` on operands cast to float32; results that are `promised` as bfloat16 are cast back."""
+    @functools.wraps(func, assigned=())
     def call(*args, **kwargs):
         args, kwargs = _cast(args, ms.bfloat16, ms.float32), _cast(kwargs, ms.bfloat16, ms.float32)
-        wanted = kwargs.get("dtype")
-        if str(as_dtype(wanted)) == "BFloat16":
+        if place is not None and len(args) > place and as_dtype(args[place]) == ms.bfloat16:
+            args = *args[:place], ms.float32, *args[place + 1:]
+        if as_dtype(kwargs.get("dtype")) == ms.bfloat16:
             kwargs["dtype"] = ms.float32
-        result = func(*args, **kwargs) if head is None else func(*head, args)
-        keep = wanted is not None and str(as_dtype(wanted)) != "BFloat16"
-        return _cast(result, ms.float32, ms.bfloat16) if narrow and not keep else result
+        result = func(*args, **kwargs)
+        if isinstance(result, tuple | list):
+            return type(result)(map(_narrowed, result, promised))
+        return _narrowed(result, promised[0])
     return call
+
+
+def _narrowed(x, dtype: str):
+    return x.astype(ms.bfloat16) if dtype == "bfloat16" and x.dtype == ms.float32 else x
 
 
 def _cast(value, frm, to):

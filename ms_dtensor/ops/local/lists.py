@@ -37,7 +37,8 @@ def einsum(equation, operands):
     x, have = _reduced(operands[0], labels[0], set("".join(labels[1:])) | set(out))
     for i in range(1, len(operands)):
         later = set("".join(labels[i + 1:])) | set(out)
-        x, have = _product(x, have, *_reduced(operands[i], labels[i], set(have) | later), later, size)
+        y, new = _reduced(operands[i], labels[i], set(have) | later)
+        x, have = _product(x, have, y, new, later, size)
     if set(have) != set(out) or have != out:
         x = mint.permute(x, tuple(have.index(c) for c in out)) if len(out) > 1 else x
     return x * 1 if x is operands[0] else x

@@ -7,6 +7,8 @@ an error on every rank alike, as on one device, and never a silent zero.
 """
 from __future__ import annotations
 
+from typing import Any
+
 import mindspore as ms
 from mindspore import mint, ops
 
@@ -75,7 +77,8 @@ def index(x, indices, dims, at, offsets, sizes, split):
     """NumPy's advanced indexing: see the rule `advanced`. `offsets` and `sizes`: where the shard lies in `sizes`."""
     rest = [d for d in range(len(x._shape)) if d not in dims]
     shape = x._shape
-    flat, mine = None, None
+    flat: Any = None
+    mine: Any = None
     for ids, d, lo, n in zip(indices, dims, offsets, sizes):
         if split:
             ids, own = own_rows(ids, lo, shape[d], n)

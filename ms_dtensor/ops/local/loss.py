@@ -2,6 +2,8 @@
 """Local forms of norms and losses: one shard's share of a mean over the whole batch, and groups counted per shard."""
 from __future__ import annotations
 
+from typing import Any
+
 from mindspore import mint, ops
 
 from .cpu_elementwise import bce_with_logits, binary_cross_entropy
@@ -14,7 +16,7 @@ def _mse(x, target):
     return (off * off).sum()
 
 
-_SUM = {
+_SUM: dict[str, Any] = {
     "mse_loss": _mse,
     "l1_loss": lambda x, target: mint.abs(x - target).sum(),
     "soft_margin_loss": lambda x, target: softplus(-target * x).sum(),

@@ -106,7 +106,7 @@ INTO = {f.__name__: f for f in (
     _into("normal_into", lambda key, shape, box, t, mean, std: rng.normal(key, shape, box, t) * t(std) + t(mean)),
     _into("uniform_into", lambda key, shape, box, t, lo, hi: rng.uniform(key, shape, box, t) * t(hi - lo) + t(lo)),
     _into("random_into", lambda key, shape, box, t, lo, hi: rng.integers(
-        key, shape, *((lo, hi) if hi is not None else (0, 1 << 24)), box)),
+        key, shape, 0 if hi is None else lo, 1 << 24 if hi is None else hi, box)),
     _into("exponential_into", lambda key, shape, box, t, rate: rng.exponential(key, shape, box, t) / t(rate)),
     bernoulli_into)}
 
@@ -120,7 +120,7 @@ def _classic_channels(x, attrs):
     return dropout_channels(x, attrs["keep_prob"], *_whole(x))
 
 
-_classic_channels.takes_attributes = True
+vars(_classic_channels)["takes_attributes"] = True
 
 
 def _broadcast(mean, std):

@@ -39,7 +39,7 @@ def _full(shape, value, dtype):
     return ops.full(shape, value, dtype=dtype)
 
 
-def run_local(original, form, empty: EmptyShard | None, tensors):
+def run_local(original, form, empty: EmptyShard | None, tensors, again=None):
     """One rank's part of a planned call.
 
     Args:
@@ -47,18 +47,33 @@ def run_local(original, form, empty: EmptyShard | None, tensors):
         form: (function, argument template, keywords) of another local form, or None.
         empty: what stands in for operands and results where this rank's shards are empty, or None.
         tensors: the local operands.
+        again: runs it such that its gradient can be differentiated, see `orders.py`.
     """
     if form is not None:
         fn, template, named = form
 
         def original(xs):
             return fn(*fill_operands(template, xs), **named)
-    if empty is None:
-        return original(tensors)
+    if again is not None:
+        once = original
+
+        def original(xs):
+            return again(once, xs)
+    return original(tensors) if empty is None else on_stand_ins(original, empty, tensors)
+
+
+def on_stand_ins(original, empty: EmptyShard, tensors):
+    """The results of an empty shard, from a call whose own nobody sees."""
+    def of(r, made):
+        return r if made[1] is None else StandIn.apply(r, *made)
     result = original([StandIn.apply(x, *made) for x, made in zip(tensors, empty.stand_ins)])
-    if isinstance(result, Tensor):
-        return StandIn.apply(result, *empty.results[0])
-    return type(result)(StandIn.apply(r, *made) for r, made in zip(result, empty.results))
+    return of(result, empty.results[0]) if isinstance(result, Tensor) else type(result)(map(of, result, empty.results))
+
+
+def zeros_of(tensors, shape):
+    """A sum of no products of these tensors, still connected to each."""
+    parts = [StandIn.apply(x, shape, 0) for x in tensors]
+    return sum(parts[1:], parts[0])
 
 
 def fill_operands(template, tensors):

@@ -168,7 +168,8 @@ def index_add(x, dim, index, src, alpha=1):
     return by_rows(x, dim, index, src, alpha)
 
 
-_NEW = {
+# what an in-place op puts into its target, by the name of the rule
+WRITES = {
     "fill": fill, "zero": zero, "copy": copy, "add": add, "sub": sub, "where": where,
     "mul": mint.mul, "div": mint.div, "divmod": divmod_,
     "floor_divide": lambda x, other: x // other, "remainder": lambda x, other: x % other,
@@ -179,4 +180,4 @@ _NEW = {
     "scatter": scatter, "scatter_add": scatter_add, "index_add": index_add,
 }
 
-TABLE = {"write": write, **{"=" + name: fn for name, fn in _NEW.items()}}
+TABLE = {"write": write}

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from math import prod
 
-from ...core.placements import REDUCE_OPS, Partial
 from ...errors import OpRuleError
-from .spec import Call, Case, Local, LocalCall, OpSpec, P, R, S, dims_of, shape_only
-from .view import rearrange, view_spec
+from .spec import PARTIALS, SUMS, Call, Case, Local, LocalCall, OpSpec, P, R, S, dims_of, shape_only
+from .view import flatten, rearrange
 
 NAMES = """
 expand_as:ExpandAs:input other
@@ -35,8 +34,6 @@ trace:TraceV2:input offset dim1 dim2 dtype
 meshgrid:Meshgrid:tensors indexing
 """
 
-_PARTIALS = tuple(Partial(op) for op in REDUCE_OPS)
-_LINEAR = tuple(Partial(op) for op in ("sum", "avg"))
 
 
 def expand_as(call: Call) -> OpSpec:
@@ -44,20 +41,18 @@ def expand_as(call: Call) -> OpSpec:
     x, shape = call.operands[0], call.args["other"].shape
     lead = len(shape) - x.ndim
     cases = [Case((S(d),), (S(d + lead),)) for d in range(x.ndim) if x.shape[d] == shape[d + lead]]
-    cases += [Case((p,), (p,)) for p in _PARTIALS]
+    cases += [Case((p,), (p,)) for p in PARTIALS]
     new = [Case((R, S(k)), (S(k),)) for k, n in enumerate(shape) if k < lead or x.shape[k - lead] != n]
-    return OpSpec((shape,), (*shape_only(cases), *new), lambda at: LocalCall("broadcast_to", (x, at.out_shape())))
+    return OpSpec((shape,), (*shape_only(cases), *new), lambda at: LocalCall("broadcast_to", (x, at.out_shape())),
+                  dtypes=(x.dtype,))
 
 
 def flatten_order(call: Call) -> OpSpec:
     """The NumPy-like `x.flatten("C")`; column-major order is refused."""
-    x = call.operands[0]
     if call.get("order", "C") != "C":
         raise OpRuleError(f"For 'flatten', order {call.args['order']!r} has no rule.", "",
                           "Shards are row-major.", "x.T.flatten()")
-    nd = max(x.ndim, 1)
-    a, b = int(call.get("start_dim", 0)) % nd, int(call.get("end_dim", -1)) % nd
-    return view_spec(call, (*x.shape[:a], prod(x.shape[a:b + 1]), *x.shape[b + 1:]) if x.ndim else (1,))
+    return flatten(call)
 
 
 def repeat_interleave(call: Call) -> OpSpec:
@@ -85,12 +80,10 @@ def slice_sizes(call: Call) -> OpSpec:
     return slices(Call("slice", {"input": x, "bounds": bounds}, call.operands))
 
 
-def _except(call: Call, dims, out=None, partials=_PARTIALS) -> OpSpec:
+def _except(call: Call, dims, out=None, partials=PARTIALS) -> OpSpec:
     """Every dim but `dims` may be sharded; further operands are replicated constants."""
     x = call.operands[0]
-    rest = (R,) * (len(call.operands) - 1)
-    cases = [Case((S(d), *rest), (S(d),)) for d in range(x.ndim) if d not in dims]
-    cases += [Case((p, *rest), (p,)) for p in partials]
+    cases = call.like_first((d for d in range(x.ndim) if d not in dims), partials)
     return OpSpec((x.shape if out is None else tuple(out),), tuple(cases))
 
 
@@ -117,7 +110,7 @@ def pad(call: Call) -> OpSpec:
     constant = mode == "constant" if mode else "value" in call.args
     value = call.args.get("value")
     zero = isinstance(value, int | float | bool) and value == 0
-    return _padded(call, pairs, _PARTIALS if not constant else _LINEAR if zero else ())
+    return _padded(call, pairs, PARTIALS if not constant else SUMS if zero else ())
 
 
 def _padded(call, pairs, partials):
@@ -128,7 +121,7 @@ def _padded(call, pairs, partials):
 
 def pad_pairs(call: Call) -> OpSpec:
     """The classic `Pad`: a pair per dim, zeros."""
-    return _padded(call, [tuple(map(int, p)) for p in call.args["attrs"]["paddings"]], _LINEAR)
+    return _padded(call, [tuple(map(int, p)) for p in call.args["attrs"]["paddings"]], SUMS)
 
 
 def diag(call: Call) -> OpSpec:
@@ -136,7 +129,7 @@ def diag(call: Call) -> OpSpec:
     x, k = call.operands[0], call.get("diagonal")
     if x.ndim == 1:
         n = x.shape[0] + abs(int(k or 0))
-        return OpSpec(((n, n),), tuple(Case((p,), (p,)) for p in _LINEAR))
+        return OpSpec(((n, n),), tuple(call.like_first((), SUMS)))
     if k is None:
         raise OpRuleError("For 'x.diag()', a matrix means different things on different devices.", "",
                           "MindSpore gives the diagonal on Ascend, and on CPU a matrix of matrices.",
@@ -147,7 +140,7 @@ def diag(call: Call) -> OpSpec:
 def diag_all(call: Call) -> OpSpec:
     """The classic `Diag`: the elements on the diagonal of a tensor of twice the dims."""
     shape = call.operands[0].shape
-    return OpSpec(((*shape, *shape),), tuple(Case((p,), (p,)) for p in _LINEAR))
+    return OpSpec(((*shape, *shape),), tuple(call.like_first((), SUMS)))
 
 
 def diagonal(call: Call) -> OpSpec:
@@ -170,7 +163,7 @@ def trace(call: Call) -> OpSpec:
     if x.ndim != 2 or sorted(d % 2 for d in dims) != [0, 1]:
         return OpSpec((tuple(n for d, n in enumerate(x.shape) if d not in (dims[0] % x.ndim, dims[1] % x.ndim)),), ())
     k = k if dims[0] % 2 == 0 else -k
-    cases = [Case((S(0),), (P,)), Case((S(1),), (P,))] + [Case((p,), (p,)) for p in _LINEAR]
+    cases = [Case((S(0),), (P,)), Case((S(1),), (P,))] + call.like_first((), SUMS)
 
     def local(at: Local) -> LocalCall | None:
         if not any(at.ins[0].dim_axes):

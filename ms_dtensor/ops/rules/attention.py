@@ -48,15 +48,14 @@ def flash_attention(call: Call) -> OpSpec:
         for name in ("real_shift", "padding_mask", "attn_mask"):
             m = call.get(name)
             if m is not None:
-                size = m.shape[stat] if m.ndim == 4 else 1
-                at[m.index] = S(stat) if size > 1 and size == batch_size else R
-        ins = tuple(at[o.index] for o in call.operands)
+                if m.ndim == 4 and m.shape[stat] == batch_size > 1:
+                    at[m.index] = S(stat)
         groups = heads // shared
         even = ((q.index, dim, groups), (k.index, dim, groups)) if stat == 1 else ()
-        return Case(ins, (S(stat), S(stat), R, S(dim)), even)
+        return call.case(at, S(stat), S(stat), R, S(dim), even=even)
 
     cases = [case(batch, 0, q.shape[batch]), case(head, 1, heads),
-             Case(tuple(P if o is v else R for o in call.operands), (R, R, R, P))]
+             call.case({v.index: P}, R, R, R, P)]
     far = 2**31 - 1
     if int(call.get("sparse_mode", 0)) == 0 and int(call.get("pre_tokens", far)) == int(call.get("next_tokens", far)) == far:
         cases.append(_queries(call, q, seq))
@@ -81,7 +80,7 @@ def _queries(call: Call, q, seq: int) -> Case:
         m = call.get(name)
         if m is not None and m.shape[-2] > 1:
             at[m.index] = S(m.ndim - 2)
-    return Case(tuple(at.get(o.index, R) for o in call.operands), (S(2), S(2), R, S(seq)))
+    return call.case(at, S(2), S(2), R, S(seq))
 
 
 def refused(call: Call) -> OpSpec:
@@ -96,10 +95,9 @@ def rotary(call: Call) -> OpSpec:
     x, cos, sin = (call.args[n] for n in ("input", "cos", "sin"))
     cases = []
     for d in range(x.ndim - 1):
-        def at(o, d=d):
-            return S(d) if o is x or (o.shape[d] == x.shape[d] and o.shape[d] != 1) else R
-        cases.append(Case(tuple(at(o) for o in call.operands), (S(d),)))
-    cases.append(Case(tuple(P if o is x else R for o in call.operands), (P,)))
+        split = (o for o in call.operands if o is x or o.shape[d] == x.shape[d] != 1)
+        cases.append(call.case({o.index: S(d) for o in split}, S(d)))
+    cases.append(call.case({x.index: P}, P))
     return OpSpec((x.shape,), tuple(cases))
 
 

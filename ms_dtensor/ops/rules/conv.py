@@ -11,9 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from ...core.placements import Partial
 from ...errors import OpRuleError
-from .spec import Call, Case, Local, LocalCall, OpSpec, P, R, S
+from .spec import SUMS, Call, Local, LocalCall, OpSpec, P, R, S
 
 NAMES = """
 conv:Conv1DExt,Conv2DExt,Conv3DExt,Conv1DPadding,Conv2DPadding,Conv3DPadding:input weight bias stride padding dilation groups
@@ -112,15 +111,14 @@ def conv(call: Call) -> OpSpec:
     w_out, w_in = (1, 0) if g.transposed else (0, 1)
 
     def case(px, pw, pb, out, even=()):
-        at = {x.index: px, w.index: pw, **({} if b is None else {b.index: pb})}
-        return Case(tuple(at[o.index] for o in call.operands), (out,), even)
+        return call.case({x.index: px, w.index: pw, **({} if b is None else {b.index: pb})}, out, even=even)
     cases = [case(S(d), R, R, S(d)) for d in range(channel)]
     if g.groups == 1:
         cases += [case(R, S(w_out), S(0), S(channel)), case(S(channel), S(w_in), R, P)]
     else:
         cases.append(case(S(channel), S(0), S(0), S(channel), ((x.index, channel, g.groups),)))
-    for op in ("sum", "avg"):
-        cases += [case(Partial(op), R, R, Partial(op)), case(R, Partial(op), R, Partial(op))]
+    for p in SUMS:
+        cases += [case(p, R, R, p), case(R, p, R, p)]
 
     def local(at: Local) -> LocalCall | None:
         once = [a for a in at.outs[0].partial_axes if at.outs[0].placements[a].is_partial("sum")]

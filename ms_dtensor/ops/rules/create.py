@@ -6,8 +6,7 @@ rank finds in its memory would make replicas differ.
 """
 from __future__ import annotations
 
-from ...core.placements import REDUCE_OPS, Partial
-from .spec import Call, Case, LocalCall, OpSpec, R, S, result_dtype
+from .spec import PARTIALS, Call, Case, LocalCall, OpSpec, R, S, result_dtype
 
 NAMES = """
 zeros_like:ZerosLike,ZerosLikeExt:input dtype
@@ -25,9 +24,7 @@ _VALUE = {"zeros_like": 0, "ones_like": 1, "empty_like": 0, "new_zeros": 0, "new
 
 def like_cases(call: Call) -> list[Case]:
     """Operand 0 sharded as the result, or Partial with a replicated result; further operands replicated."""
-    x, rest = call.operands[0], (R,) * (len(call.operands) - 1)
-    cases = [Case((S(d), *rest), (S(d),)) for d in range(x.ndim)]
-    return cases + [Case((Partial(op), *rest), (R,)) for op in REDUCE_OPS]
+    return call.like_first(range(call.operands[0].ndim)) + [call.case({call.operands[0].index: p}, R) for p in PARTIALS]
 
 
 def like(call: Call) -> OpSpec:
@@ -44,9 +41,7 @@ def new(call: Call) -> OpSpec:
     x, size = call.operands[0], call.args["size"]
     shape = tuple(int(n) for n in (size if isinstance(size, tuple | list) else (size,)))
     value = _VALUE.get(call.op, call.args.get("fill_value"))
-    rest = (R,) * (len(call.operands) - 1)
-    cases = [Case((S(d), *rest), (R,)) for d in range(x.ndim)]
-    cases += [Case((Partial(op), *rest), (R,)) for op in REDUCE_OPS]
+    cases = [call.case({x.index: p}, R) for p in (*map(S, range(x.ndim)), *PARTIALS)]
     return OpSpec((shape,), tuple(cases), lambda at: LocalCall("filled", (x, shape, value, call.args.get("dtype"))),
                   (result_dtype(call),))
 

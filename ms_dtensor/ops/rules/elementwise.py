@@ -6,9 +6,11 @@ a dim, a PReLU weight belongs to the channel dim, a predicate gives booleans.
 """
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ...core.placements import Partial
-from .pointwise import partial_cases, pointwise, shard_cases
-from .spec import Call, Case, LocalCall, OpSpec, P, R, S, broadcast_shapes
+from .pointwise import partial_cases, pointwise
+from .spec import SUMS, Call, Case, LocalCall, OpSpec, R, S
 
 NAMES = """
 acos:ACos:input
@@ -58,16 +60,13 @@ log_sigmoid:LogSigmoid:input
 
 def fused(call: Call) -> OpSpec:
     """`input + value * tensor1 * tensor2` (or `/ tensor2`): linear in input and one factor together."""
-    shapes = [o.shape for o in call.operands]
-    out = broadcast_shapes(*shapes)
-    groups = (("input", "tensor1"), ("input", "tensor2"))[:1 if call.op == "addcdiv" else 2]
-    return OpSpec((out,), (*shard_cases(shapes, out), *partial_cases(call, groups)))
+    spec, groups = pointwise(call), (("input", "tensor1"), ("input", "tensor2"))[:1 if call.op == "addcdiv" else 2]
+    return replace(spec, cases=(*spec.cases, *partial_cases(call, groups)))
 
 
 def predicate(call: Call) -> OpSpec:
     """A pointwise test: booleans, and no linear case."""
-    spec = pointwise(call)
-    return OpSpec(spec.shapes, spec.cases, dtypes=("bool",))
+    return replace(pointwise(call), dtypes=("bool",))
 
 
 def equal(call: Call) -> OpSpec:
@@ -81,14 +80,14 @@ def gated(call: Call) -> OpSpec:
     """GLU and SwiGLU pair the halves of `dim`, which must be whole."""
     x = call.operands[0]
     d = int(call.get("dim", -1)) % x.ndim
-    cases = [Case((S(k),), (S(k),)) for k in range(x.ndim) if k != d]
+    cases = call.like_first(k for k in range(x.ndim) if k != d)
     return OpSpec(((*x.shape[:d], x.shape[d] // 2, *x.shape[d + 1:]),), tuple(cases))
 
 
 def log_sigmoid(call: Call) -> OpSpec:
     """(result, a buffer that nobody reads): the buffer's shape is the device's affair, so shards never use the kernel."""
     x = call.operands[0]
-    cases = tuple(Case((S(d),), (S(d), S(d))) for d in range(x.ndim))
+    cases = tuple(call.like_first(range(x.ndim), results=2))
     return OpSpec((x.shape, x.shape), cases, lambda at: LocalCall("log_sigmoid_pair", (x,)))
 
 
@@ -103,7 +102,7 @@ def prelu(call: Call) -> OpSpec:
 def to_other(call: Call) -> OpSpec:
     """`x.to(other)`: only the dtype of `other` is read."""
     x, other = call.operands
-    cases = [Case((S(d), R), (S(d),)) for d in range(x.ndim)]
+    cases = call.like_first(range(x.ndim))
     if other.shape == x.shape:
         cases += [Case((S(d), S(d)), (S(d),)) for d in range(x.ndim)]
     return OpSpec((x.shape,), tuple(cases), dtypes=(other.dtype,))
@@ -112,7 +111,7 @@ def to_other(call: Call) -> OpSpec:
 def like(call: Call) -> OpSpec:
     """`zeros_like`, `ones_like`: only shape and dtype are read, so a Partial operand gives a whole result."""
     spec = pointwise(call)
-    return OpSpec(spec.shapes, (*spec.cases, Case((P,), (R,)), Case((Partial("avg"),), (R,))))
+    return OpSpec(spec.shapes, (*spec.cases, *(Case((p,), (R,)) for p in SUMS)))
 
 
 _ALIKE = ("acos frac round invert nan_to_num lgamma digamma bessel inv logit celu softplus hardshrink softshrink "

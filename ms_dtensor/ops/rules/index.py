@@ -6,8 +6,7 @@ those that are its own, and gives zeros for the others: Partial(sum). No rank ev
 """
 from __future__ import annotations
 
-from ...core.placements import REDUCE_OPS, Partial
-from .spec import Call, Case, Local, LocalCall, OpSpec, P, R, S, broadcast_shapes
+from .spec import PARTIALS, SUMS, Call, Case, Local, LocalCall, OpSpec, P, R, S, broadcast_shapes
 
 NAMES = """
 gather:DeprecatedGather:input index dim batch_dims
@@ -18,18 +17,15 @@ gather_nd:GatherNd:input index
 embedding_lookup:EmbeddingLookup:input index offset
 """
 
-_PARTIALS = tuple(Partial(op) for op in REDUCE_OPS)
-
 
 def slices(call: Call) -> OpSpec:
     """Basic indexing, as (start, stop, step) per dim plus the dims to drop: op "slice" of our own `__getitem__`."""
     x = call.operands[0]
     bounds, drop = call.args["bounds"], call.args.get("drop", ())
-    extents = [max(0, -(-(hi - lo) // st)) if st > 0 else max(0, -(-(lo - hi) // -st)) for lo, hi, st in bounds]
     kept = [d for d in range(x.ndim) if d not in drop]
-    shape = tuple(extents[d] for d in kept)
+    shape = tuple(len(range(*bounds[d])) for d in kept)
     whole = [d for d in kept if bounds[d] == (0, x.shape[d], 1)]
-    cases = [Case((S(d),), (S(kept.index(d)),)) for d in whole] + [Case((p,), (p,)) for p in _PARTIALS]
+    cases = [Case((S(d),), (S(kept.index(d)),)) for d in whole] + call.like_first((), PARTIALS)
 
     def local(at: Local) -> LocalCall:
         mine = at.in_shape(0)
@@ -78,8 +74,8 @@ def gather(call: Call) -> OpSpec:
     shape = (*table.shape[:d], *ids.shape[batch:], *table.shape[d + 1:])
 
     def case(t, i, out):
-        return Case(tuple(t if o is table else i for o in call.operands), (out,))
-    partials = [case(Partial(op), R, Partial(op)) for op in ("sum", "avg")]
+        return _pair(call, table, t, i, out)
+    partials = [case(p, R, p) for p in SUMS]
     if batch:
         batch %= max(ids.ndim, 1)
         return OpSpec((shape,), (*(case(S(k), S(k), S(k)) for k in range(batch)), *partials))
@@ -99,7 +95,7 @@ def index_select(call: Call) -> OpSpec:
     x, ids = call.args["input"], call.args["index"]
     if call.get("dim") is None:
         cases = [_pair(call, x, R, S(j), S(j)) for j in range(ids.ndim)]
-        cases += [_pair(call, x, Partial(op), R, Partial(op)) for op in ("sum", "avg")]
+        cases += [_pair(call, x, p, R, p) for p in SUMS]
         return OpSpec((ids.shape,), tuple(cases), None, (x.dtype,))
     spec = gather(call)
     d = int(call.args["dim"]) % max(x.ndim, 1)
@@ -115,8 +111,7 @@ def embedding(call: Call) -> OpSpec:
     if call.get("max_norm") is not None:  # renormalises rows of the table itself
         return OpSpec((shape,), ())
     if call.get("scale_grad_by_freq"):  # the gradient divides by counts over all indices
-        cases = [Case(tuple(S(1) if o is weight else R for o in call.operands), (S(ids.ndim),))]
-        return OpSpec((shape,), tuple(cases))
+        return OpSpec((shape,), (call.case({weight.index: S(1)}, S(ids.ndim)),))
     spec = gather(Call("gather", {"input": weight, "index": ids, "dim": 0}, call.operands))
     padding = call.get("padding_idx")
 
@@ -141,7 +136,7 @@ def gather_nd(call: Call) -> OpSpec:
     lead = ids.ndim - 1
     cases = [_pair(call, x, R, S(j), S(j)) for j in range(lead)]
     cases += [_pair(call, x, S(d), R, S(d - k + lead)) for d in range(k, x.ndim)]
-    cases += [_pair(call, x, Partial(op), R, Partial(op)) for op in ("sum", "avg")]
+    cases += [_pair(call, x, p, R, p) for p in SUMS]
     return OpSpec(((*ids.shape[:-1], *x.shape[k:]),), tuple(cases), None, (x.dtype,))
 
 
@@ -165,11 +160,11 @@ def advanced(call: Call) -> OpSpec:
         k = [j - len(wide) + i.ndim for i in indices]
         split = {i.index: S(q) for i, q in zip(indices, k) if q >= 0 and i.shape[q] == n and n != 1}
         if split:
-            cases.append(Case(tuple(split.get(o.index, R) for o in call.operands), (S(at + j),)))
+            cases.append(call.case(split, S(at + j)))
     for pos, d in enumerate(rest):
         cases.append(_pair(call, x, S(d), R, S(pos if pos < at else pos + len(wide))))
     cases += [_pair(call, x, S(d), R, P) for d in dims]
-    cases += [_pair(call, x, Partial(op), R, Partial(op)) for op in ("sum", "avg")]
+    cases += [_pair(call, x, p, R, p) for p in SUMS]
 
     def local(at_rank: Local) -> LocalCall:
         offsets = at_rank.in_offset(x.index)
@@ -186,7 +181,7 @@ def take_along(call: Call) -> OpSpec:
     cases = [_pair(call, x, S(k), S(k), S(k)) for k in range(x.ndim) if k != d and x.shape[k] == ids.shape[k]]
     if x.ndim:
         cases += [_pair(call, x, R, S(d), S(d)), _pair(call, x, S(d), R, P)]
-    cases += [_pair(call, x, Partial(op), R, Partial(op)) for op in ("sum", "avg")]
+    cases += [_pair(call, x, p, R, p) for p in SUMS]
 
     def local(at: Local) -> LocalCall | None:
         if not x.ndim or not at.ins[x.index].dim_axes[d]:
@@ -199,12 +194,11 @@ def triangle(call: Call) -> OpSpec:
     """`tril` / `triu`: the diagonal shifts by the offset of the shard."""
     x = call.operands[0]
     k = int(call.get("diagonal", call.args.get("attrs", {}).get("diagonal", 0)))
-    cases = [Case((S(d),), (S(d),)) for d in range(x.ndim)] + [Case((op,), (op,)) for op in _PARTIALS[:2]]
 
     def local(at: Local) -> LocalCall | None:
         row, col = at.in_offset(0)[-2:]
         return LocalCall(call.op, (x, k + row - col)) if row or col else None
-    return OpSpec((x.shape,), tuple(cases), local)
+    return OpSpec((x.shape,), tuple(call.like_first(range(x.ndim), SUMS)), local)
 
 
 RULES = {"index_select": index_select, "take": index_select, "gather_nd": gather_nd,

@@ -2,11 +2,12 @@
 """Ops of our own on lists of tensors: einsum, whose equation says every legal case, and the sum of several tensors."""
 from __future__ import annotations
 
-from ...core.placements import Partial
+from dataclasses import replace
+
 from ...errors import OpRuleError
 from .matmul import _out_shape, einsum_cases
-from .pointwise import shard_cases
-from .spec import Call, Case, LocalCall, OpSpec, broadcast_shapes
+from .pointwise import pointwise
+from .spec import SUMS, Call, Case, LocalCall, OpSpec
 
 NAMES = ""
 _SPARE = "αβγδεζηθικλμνξοπρστυφχψω"  # stand for the dims of an ellipsis; no equation has them
@@ -54,10 +55,8 @@ def einsum(call: Call) -> OpSpec:
 
 def add_n(call: Call) -> OpSpec:
     """The sum of tensors, all of them Partial or none."""
-    shapes = [x.shape for x in call.operands]
-    out = broadcast_shapes(*shapes)
-    cases = [*shard_cases(shapes, out), *(Case((Partial(op),) * len(shapes), (Partial(op),)) for op in ("sum", "avg"))]
-    return OpSpec((out,), tuple(cases))
+    spec = pointwise(call)
+    return replace(spec, cases=(*spec.cases, *(Case((p,) * len(call.operands), (p,)) for p in SUMS)))
 
 
 RULES = {"einsum": einsum, "add_n": add_n}

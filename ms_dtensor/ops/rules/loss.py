@@ -11,7 +11,7 @@ from math import prod
 
 from ...core.placements import Partial
 from .pointwise import shard_cases
-from .spec import Call, Case, Local, LocalCall, OpSpec, P, R, S, broadcast_shapes
+from .spec import SUMS, Call, Case, Local, LocalCall, OpSpec, P, R, S, broadcast_shapes
 
 NAMES = """
 mse_loss:MSELossExt:input target reduction
@@ -92,7 +92,7 @@ def nll_loss(call: Call) -> OpSpec:
     rest, kind = len(call.operands) - 2, reduction_of(call)
     where = [(0, 0), *((d, d - 1) for d in range(2, x.ndim))] if x.ndim > 1 else []
     shape = t.shape if kind == "none" else ()
-    cases = [Case((p, R, *(R,) * rest), (p, R)) for p in (P, Partial("avg"))]
+    cases = [Case((p, R, *(R,) * rest), (p, R)) for p in SUMS]
     if kind != "mean":
         cases += [Case((S(a), S(b), *(R,) * rest), (S(b), R) if kind == "none" else (P, P)) for a, b in where]
     return OpSpec((shape, ()), tuple(cases))
@@ -102,12 +102,11 @@ def row_max(call: Call) -> OpSpec:
     """Of our own: the greatest class of each row, [..., 1]; it carries no gradient."""
     x = call.operands[0]
     last = x.ndim - 1
-    return OpSpec(((*x.shape[:last], 1),), (Case((S(last),), (Partial("max"),)),
-                                            *(Case((S(d),), (S(d),)) for d in range(last))))
+    return OpSpec(((*x.shape[:last], 1),), (Case((S(last),), (Partial("max"),)), *call.like_first(range(last))))
 
 
 def class_sums(call: Call) -> OpSpec:
-    """Of our own, over logits [..., C], labels [..., 1] and `row_max`: see `local_ops.loss.class_sums`."""
+    """Of our own, over logits [..., C], labels [..., 1] and `row_max`: see `ops/local/loss.py`."""
     x, t, top = call.operands
     last = x.ndim - 1
     smooth = call.args["smooth"]

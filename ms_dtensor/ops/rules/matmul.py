@@ -11,14 +11,24 @@ from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
 
-from ...core.placements import Partial
-from .spec import Call, Case, Local, LocalCall, Operand, OpSpec, P, R, S
+from .spec import SUMS, Call, Case, Local, LocalCall, Operand, OpSpec, P, R, S
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def einsum_cases(labels: Sequence[str], out: str, shapes: Sequence[tuple[int, ...]]) -> tuple[Case, ...]:
-    """Cases of an einsum; an operand whose dim has size 1 where others have more broadcasts and stays replicated."""
+    """Cases of an einsum; an operand whose dim has size 1 where others have more broadcasts and stays replicated.
+
+    Args:
+        labels: of each operand, a letter per dim.
+        out: letters of the result; the others are summed over.
+        shapes: global shape of each operand.
+
+    Example: [4, 6] @ [6, 8], its rows, its sum, and its columns sharded:
+        >>> from ms_dtensor.ops.rules.matmul import einsum_cases
+        >>> einsum_cases(["ab", "bc"], "ac", [(4, 6), (6, 8)])[:3]
+        (S(0), R -> S(0), S(1), S(0) -> P(sum), R, S(1) -> S(1))
+    """
     return _einsum_cases(tuple(labels), out, tuple(shapes))
 
 
@@ -36,8 +46,7 @@ def _einsum_cases(labels: tuple[str, ...], out: str, shapes: tuple[tuple[int, ..
                     for text, shape in zip(labels, shapes))
         cases.append(Case(ins, (S(out.index(c)) if c in out else P,)))
     for i in range(len(labels)):
-        for op in ("sum", "avg"):
-            cases.append(Case(tuple(Partial(op) if j == i else R for j in range(len(labels))), (Partial(op),)))
+        cases += [Case(tuple(p if j == i else R for j in range(len(labels))), (p,)) for p in SUMS]
     return tuple(cases)
 
 
@@ -77,8 +86,7 @@ def _reorder(call: Call, operands: list[Operand], cases: Sequence[Case]) -> Sequ
     """Cases listed for `operands`, as cases in the call's operand order."""
     if list(call.operands) == operands:
         return cases
-    at = {o.index: i for i, o in enumerate(operands)}
-    return [Case(tuple(c.ins[at[o.index]] for o in call.operands), c.outs, c.even) for c in cases]
+    return [call.case({o.index: p for o, p in zip(operands, c.ins)}, *c.outs, even=c.even) for c in cases]
 
 
 def outer(call: Call) -> OpSpec:
@@ -103,14 +111,15 @@ def linear(call: Call) -> OpSpec:
         if result.is_partial("avg"):
             continue
         with_bias.append(Case((*c.ins, S(0) if result.is_shard(len(shape) - 1) and b.ndim else R), c.outs))
-    return OpSpec((shape,), tuple(_reorder(call, [x, w, b], with_bias)), _bias_once("linear_bias_once", x, w, b))
+    return OpSpec((shape,), tuple(_reorder(call, [x, w, b], with_bias)),
+                  _bias_once("linear_bias_once", x, w, b, always=0 in x.shape))
 
 
-def _bias_once(name: str, *operands: Operand):
+def _bias_once(name: str, *operands: Operand, always: bool = False):
     """Every rank runs the same local form, so that backward collectives keep one order; only the share differs."""
     def local(at: Local) -> LocalCall | None:
         summed = at.outs[0].partial_axes
-        return LocalCall(name, (*operands, float(at.is_first(summed)))) if summed else None
+        return LocalCall(name, (*operands, float(at.is_first(summed)))) if summed or always else None
     return local
 
 

@@ -24,8 +24,8 @@ def _leading(call: Call, lead: int, stats: int) -> OpSpec:
     """Cases of a norm over the dims from `lead` on, with `stats` statistics of extent 1 there."""
     x = call.args["input"]
     small = (*x.shape[:lead], *(1,) * (x.ndim - lead))
-    cases = [Case((S(d), *(R for _ in call.operands[1:])), (S(d),) * (1 + stats)) for d in range(lead)]
     wide = "float32" if x.dtype in ("float16", "bfloat16") else x.dtype
+    cases = call.like_first(range(lead), results=1 + stats)
     return OpSpec((x.shape, *(small,) * stats), tuple(cases), dtypes=(x.dtype, *(wide,) * stats))
 
 
@@ -86,7 +86,7 @@ def batch_norm_ext(call: Call) -> OpSpec:
 def lrn(call: Call) -> OpSpec:
     """Local response normalisation: across channels, which must be whole."""
     x = call.operands[0]
-    return OpSpec((x.shape,), tuple(Case((S(d),), (S(d),)) for d in range(x.ndim) if d != 1))
+    return OpSpec((x.shape,), tuple(call.like_first(d for d in range(x.ndim) if d != 1)))
 
 
 def _written(call: Call) -> tuple[int, ...]:

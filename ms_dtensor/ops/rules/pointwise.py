@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Element-by-element ops: broadcasting decides the Shard cases, linearity the Partial ones.
 
-An op sharded alike on all operands is sharded alike in the result; a dim of size 1 broadcasts and is not sharded.
+An op sharded alike on all operands is sharded alike in the result; a dim of size 1 that broadcasts is not sharded.
 Sums pass through what is linear: `linear` names the groups of operands that may be Partial together. A non-linear op
 never sees a Partial.
 """
 from __future__ import annotations
 
-from ...core.placements import Partial
-from .spec import REPLICATE, Call, Case, OpSpec, R, S, broadcast_shapes
+from .spec import SUMS, Call, Case, OpSpec, R, S, broadcast_shapes, result_dtype
 
 # op -> groups of argument names which, Partial together and all other operands replicated, give a Partial result
 LINEAR = {
@@ -26,22 +25,21 @@ def shard_cases(shapes, out) -> list[Case]:
         ins = []
         for shape in shapes:
             k = d - len(out) + len(shape)
-            ins.append(S(k) if k >= 0 and (shape[k] == size and size != 1) else R)
+            ins.append(S(k) if k >= 0 and shape[k] == size else R)
         if any(p.is_shard() for p in ins):
             cases.append(Case(tuple(ins), (S(d),)))
     return cases
 
 
-def partial_cases(call: Call, groups, reduce_ops=("sum", "avg")) -> list[Case]:
+def partial_cases(call: Call, groups) -> list[Case]:
     """One case per linear group and reduction; every member must be a tensor, or the op would add a constant n times."""
-    cases = []
+    cases: list[Case] = []
     for names in groups:
-        values = [call.args.get(n) for n in names]
-        if all(hasattr(v, "index") and hasattr(v, "shape") for v in values):
-            members = {v.index for v in values}
-            for op in reduce_ops:
-                ins = tuple(Partial(op) if o.index in members else REPLICATE for o in call.operands)
-                cases.append(Case(ins, (Partial(op),)))
+        values = [call.get(n) for n in names]
+        if not all(hasattr(v, "index") and hasattr(v, "shape") for v in values):
+            continue
+        if all("int" not in v.dtype or v.dtype == result_dtype(call) for v in values):  # what wraps adds up in its own dtype
+            cases += [call.case({v.index: p for v in values}, p) for p in SUMS]
     return cases
 
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from math import ceil, floor
 
-from ...core.placements import Partial
 from .conv import per_dim
-from .spec import Call, Case, OpSpec, S
+from .spec import SUMS, Call, OpSpec
 
 NAMES = """
 max_pool_ext:FuncMaxPool2D:input kernel stride padding dilation ceil_mode return_indices
@@ -38,9 +37,7 @@ _LINEAR = frozenset(("avg_pool", "avg_pool_3d", "avg_pool_1d", "avg_pool_2d", "a
 def _leading(call: Call, lead: int, shapes, dtypes=None) -> OpSpec:
     """The first `lead` dims of the input may be sharded, in all results alike."""
     n = len(shapes)
-    cases = [Case((S(d),), (S(d),) * n) for d in range(lead)]
-    if call.op in _LINEAR:
-        cases += [Case((Partial(op),), (Partial(op),) * n) for op in ("sum", "avg")]
+    cases = call.like_first(range(lead), SUMS if call.op in _LINEAR else (), n)
     return OpSpec(tuple(tuple(s) for s in shapes), tuple(cases), None, dtypes)
 
 
@@ -118,7 +115,7 @@ def adaptive(call: Call) -> OpSpec:
 def upsample(call: Call) -> OpSpec:
     """Resizing to `size` or by `scales`."""
     x = call.operands[0]
-    size, scales = call.args.get("size"), call.args.get("scales")
+    size, scales = call.get("size"), call.get("scales")
     space = tuple(size) if size is not None else tuple(floor(n * f) for n, f in zip(x.shape[2:], scales))
     return _leading(call, 2, [(*x.shape[:2], *space)])
 

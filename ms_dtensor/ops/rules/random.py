@@ -2,15 +2,14 @@
 """Random ops: pointwise for layouts, and every element's number is decided by its *global* index.
 
 MindSpore's own generators know local shapes only, so each shard would repeat the same mask. All ops here draw from the
-one stream of `ms_dtensor/random.py` instead, on every device. A dropout is linear given its mask, so a Partial passes.
+one stream of `ops/rng.py` instead, on every device. A dropout is linear given its mask, so a Partial passes.
 """
 from __future__ import annotations
 
-from ...core.placements import Partial
 from ...errors import OpRuleError
 from .create import like_cases
 from .pointwise import shard_cases
-from .spec import Call, Case, Local, LocalCall, OpSpec, R, broadcast_shapes
+from .spec import SUMS, Call, Case, Local, LocalCall, OpSpec, R, broadcast_shapes
 
 NAMES = """
 dropout:Dropout:input keep_prob seed0 seed1
@@ -29,11 +28,9 @@ multinomial:Multinomial,MultinomialExt:input num_samples replacement seed offset
 
 def _alike(call: Call, count: int, linear: bool) -> tuple[Case, ...]:
     """Operand 0 and all `count` results sharded alike; other operands (seeds) replicated."""
-    x, rest = call.operands[0], (R,) * (len(call.operands) - 1)
-    cases = [Case((c.ins[0], *rest), c.outs * count) for c in shard_cases([x.shape], x.shape)]
-    if linear:
-        cases += [Case((Partial(op), *rest), (Partial(op), *(R,) * (count - 1))) for op in ("sum", "avg")]
-    return tuple(cases)
+    x = call.operands[0]
+    cases = call.like_first((d for d, n in enumerate(x.shape) if n != 1), results=count)
+    return (*cases, *(call.case({x.index: p}, p, *(R,) * (count - 1)) for p in (SUMS if linear else ())))
 
 
 def _box(at: Local):
@@ -100,10 +97,8 @@ def into(call: Call) -> OpSpec:
     x, p = call.args["input"], call.args.get("p")
     seeds = tuple(o.index for o in call.operands if o is not x and o is not p)
     members = [o for o in call.operands if o.index not in seeds]
-    cases = []
-    for c in shard_cases([o.shape for o in members], x.shape):
-        at = {o.index: placed for o, placed in zip(members, c.ins)}
-        cases.append(Case(tuple(at.get(o.index, R) for o in call.operands), c.outs))
+    cases = [call.case({o.index: p for o, p in zip(members, c.ins)}, *c.outs)
+             for c in shard_cases([o.shape for o in members], x.shape)]
     static = [v for k, v in call.args.items() if k not in ("input", "seed", "offset", "attrs")]
     if any(hasattr(v, "ndim") for v in static) and call.op != "bernoulli_into":
         raise OpRuleError(f"For '{call.op}', a distribution's parameters must be numbers.", "", "", "pass floats")

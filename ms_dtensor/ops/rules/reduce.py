@@ -2,17 +2,18 @@
 """Reductions: a kept dim stays sharded, a reduced one leaves a Partial of the matching kind.
 
 A mean over a sharded dim is a local sum divided by the *global* count, hence Partial(sum) and right for uneven
-shards; a mean of means would not be. Reductions without a matching Partial (argmax, var, ...) shard kept dims only.
+shards; a mean of means would not be. A mean of integers is an integer, rounded once, so its dims are whole. Reductions
+without a matching Partial (argmax, var, ...) shard kept dims only.
 """
 from __future__ import annotations
 
 from math import prod
 
 from ...core.placements import Partial
-from .spec import Call, Case, Local, LocalCall, OpSpec, R, S, dims_of
+from .spec import SUMS, Call, Case, Local, LocalCall, OpSpec, S, Winners, dims_of, kind, result_dtype
 
-PARTIAL_OF = {"sum": "sum", "mean": "sum", "max": "max", "min": "min", "prod": "prod", "all": "min", "any": "max",
-              "count_nonzero": "sum", "nansum": "sum"}
+PARTIAL_OF = {"sum": "sum", "mean": "sum", "max": "max", "min": "min", "first_max": "max", "first_min": "min",
+              "prod": "prod", "all": "min", "any": "max", "count_nonzero": "sum", "nansum": "sum"}
 
 
 def kept_dims(ndim: int, dims: tuple[int, ...], keepdim: bool) -> dict[int, int]:
@@ -33,12 +34,17 @@ def reduction(call: Call) -> OpSpec:
     dims, keepdim = dims_of(call.args.get("dim"), x.ndim), bool(call.get("keepdim", False))
     kept = kept_dims(x.ndim, dims, keepdim)
     cases = [Case((S(d),), (S(kept[d]),)) for d in kept]
-    partial = PARTIAL_OF.get(call.op)
+    partial, dtype = PARTIAL_OF.get(call.op), result_dtype(call)
+    if call.op == "sum" and "skip_mode" in call.args and x.dtype == "bool":
+        partial = "max"  # the classic ReduceSum of booleans is a boolean
+    if call.op == "mean" and kind(dtype) < 2:
+        partial = None
     if partial:
         cases += [Case((S(d),), (Partial(partial),)) for d in dims if x.ndim]
-    if call.op in ("sum", "mean"):
-        cases += [Case((Partial(op),), (Partial(op),)) for op in ("sum", "avg")]
-    elif partial in ("max", "min") and call.op in ("max", "min"):
+    if partial == "sum" and call.op in ("sum", "mean") and ("int" not in x.dtype or dtype == x.dtype):
+        cases += call.like_first((), SUMS)
+    extreme = partial in ("max", "min") and call.op not in ("all", "any", "sum")
+    if extreme and partial:
         cases.append(Case((Partial(partial),), (Partial(partial),)))
     shape = reduced_shape(x.shape, dims, keepdim)
 
@@ -46,7 +52,9 @@ def reduction(call: Call) -> OpSpec:
         if not any(x.ndim and at.ins[0].dim_axes[d] for d in dims):
             return None
         return LocalCall("mean_of_shard", (x, dims, keepdim, prod(x.shape[d] for d in dims), call.args.get("dtype")))
-    return OpSpec((shape,), tuple(cases), local if call.op == "mean" else None)
+    first = call.op.startswith("first") and isinstance(call.get("dim"), int)
+    return OpSpec((shape,), tuple(cases), local if call.op == "mean" else None,
+                  winners=Winners(dims, keepdim, first) if extreme else None)
 
 
 def reduction_pair(call: Call) -> OpSpec:
@@ -62,5 +70,4 @@ def along_dim(call: Call) -> OpSpec:
     """Same-shape result computed along `dim` (softmax, cumsum, flip ...): every other dim may be sharded."""
     x = call.args["input"]
     dims = dims_of(call.args.get("dim", -1), x.ndim)
-    cases = [Case((S(d), *(R for _ in call.operands[1:])), (S(d),)) for d in range(x.ndim) if d not in dims]
-    return OpSpec((x.shape,), tuple(cases))
+    return OpSpec((x.shape,), tuple(call.like_first(d for d in range(x.ndim) if d not in dims)))

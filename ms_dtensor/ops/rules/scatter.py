@@ -8,9 +8,8 @@ a global shape would have to be agreed upon by all ranks before anyone could go 
 from __future__ import annotations
 
 from ...core.layout import short_dtype
-from ...core.placements import Partial
 from ...errors import OpRuleError
-from .spec import Call, Case, OpSpec, P, R, S
+from .spec import SUMS, Call, Case, OpSpec, P, S
 
 NAMES = """
 scatter:Scatter,ScatterValue:input dim index src reduce
@@ -36,25 +35,22 @@ unique_with_pad:UniqueWithPad:input pad_num
 bincount:BincountExt:input weights minlength
 """
 
-_LINEAR = tuple(Partial(op) for op in ("sum", "avg"))
-
 
 def _case(call: Call, out, **places) -> Case:
     """A case by argument name; operands that are not named are replicated."""
-    by_index = {call.args[k].index: p for k, p in places.items() if hasattr(call.args.get(k), "index")}
-    return Case(tuple(by_index.get(o.index, R) for o in call.operands), (out,))
+    return call.case({call.args[k].index: p for k, p in places.items() if hasattr(call.args.get(k), "index")}, out)
 
 
 def scatter(call: Call) -> OpSpec:
     """`scatter(dim, index, src or value)`: elements set (or, with `reduce`, combined)."""
-    x, ids, src = call.args["input"], call.args["index"], call.args.get("src")
+    x, ids, src = call.args["input"], call.args["index"], call.get("src")
     d = int(call.get("dim", 0)) % max(x.ndim, 1)
     tensor = hasattr(src, "shape") and src.ndim == x.ndim
     cases = [_case(call, S(k), input=S(k), index=S(k), **({"src": S(k)} if tensor else {}))
              for k in range(x.ndim) if k != d and x.shape[k] == ids.shape[k] and (not tensor or src.shape[k] == x.shape[k])]
     adds = call.op == "scatter_add" or call.get("reduce") in (1, "add")
     if tensor and (adds or call.get("reduce", 0) in (0, "none")):
-        cases += [_case(call, p, input=p, src=p) for p in _LINEAR]
+        cases += [_case(call, p, input=p, src=p) for p in SUMS]
     if tensor and adds and ids.ndim and ids.shape[d] == src.shape[d]:  # each rank adds what it has to its summand
         case = _case(call, P, input=P, index=S(d), src=S(d))
         # no shard may be empty: a rank with nothing to add would leave out its summand of the input, too
@@ -68,7 +64,7 @@ def index_add(call: Call) -> OpSpec:
     dim = call.get("dim")
     d = int(dim if dim is not None else call.args["attrs"]["axis"]) % x.ndim
     cases = [_case(call, S(k), input=S(k), src=S(k)) for k in range(x.ndim) if k != d and x.shape[k] == src.shape[k]]
-    return OpSpec((x.shape,), (*cases, *(_case(call, p, input=p, src=p) for p in _LINEAR)))
+    return OpSpec((x.shape,), (*cases, *(_case(call, p, input=p, src=p) for p in SUMS)))
 
 
 def whole(call: Call) -> OpSpec:
@@ -82,7 +78,7 @@ def scatter_rows(call: Call) -> OpSpec:
     k = ids.shape[-1]
     cases = [_case(call, S(d), input=S(d), src=S(d - k + ids.ndim - 1)) for d in range(k, x.ndim)]
     if call.op == "scatter_rows_linear":
-        cases += [_case(call, p, input=p, src=p) for p in _LINEAR]
+        cases += [_case(call, p, input=p, src=p) for p in SUMS]
     return OpSpec((x.shape,), tuple(cases))
 
 
@@ -90,7 +86,7 @@ def scatter_nd(call: Call) -> OpSpec:
     """Rows added into zeros of a given shape: index and source split alike give summands."""
     ids, shape = call.args["index"], tuple(call.args["shape"])
     cases = [_case(call, P, index=S(j), src=S(j)) for j in range(ids.ndim - 1)]
-    return OpSpec((shape,), (*cases, *(_case(call, p, src=p) for p in _LINEAR)))
+    return OpSpec((shape,), (*cases, *(_case(call, p, src=p) for p in SUMS)))
 
 
 def one_hot(call: Call) -> OpSpec:
@@ -115,9 +111,7 @@ def searchsorted(call: Call) -> OpSpec:
     if table.ndim == 1:
         cases = [_case(call, S(k), values=S(k)) for k in range(values.ndim)]
     else:
-        extra = {"sorter": S} if hasattr(call.args.get("sorter"), "shape") else {}
-        cases = [_case(call, S(k), sorted=S(k), values=S(k), **{n: f(k) for n, f in extra.items()})
-                 for k in range(values.ndim - 1)]
+        cases = [_case(call, S(k), sorted=S(k), values=S(k), sorter=S(k)) for k in range(values.ndim - 1)]
         cases.append(_case(call, S(values.ndim - 1), values=S(values.ndim - 1)))
     if call.get("sorter") is None:
         cases.append(_case(call, P, sorted=S(table.ndim - 1)))  # a position is a count of what is less

@@ -4,26 +4,37 @@
 Axes are decided one after another, in mesh order, so no product over axes is ever enumerated. Cost of a case on an
 axis: what it takes to bring each operand's placement on that axis to the case's, in seconds of the cost model; ties
 go to fewer collectives, then to fewer changed operands, then to the order in which the rule lists its cases.
+A case's `S(d)` matches any way of cutting dim d: where an operand is cut in a way of its own, each case is also tried
+with that way in all its operands and results, after the plain one.
 Invariant: the choice depends on layouts and static arguments only, so every rank makes the same one.
 """
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ...core.layout import Layout
-from ...core.placements import Partial, Placement
+from ...core.placements import Placement, Shard
 from ...errors import OpRuleError
 from ...redistribute.cost import CostModel, costs, nbytes
 from .spec import REPLICATE, Call, Case, OpSpec
 
 
+class Result(NamedTuple):
+    """The layout of a result, before anyone knows its dtype; `shape` is None where only the local result tells."""
+
+    placements: tuple[Placement, ...]
+    order: tuple[int, ...]
+    shape: tuple[int, ...] | None
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Target layout of each operand, axes on which each shows its varying face, and placements + order of each result."""
+    """The layout each operand must have, axes on which each is varying, the results, and the case of each axis."""
 
     targets: tuple[Layout, ...]
     own: tuple[tuple[int, ...], ...]
-    outs: tuple[tuple[tuple[Placement, ...], tuple[int, ...], tuple[int, ...]], ...]
+    outs: tuple[Result, ...]
     cases: tuple[Case, ...]
 
 
@@ -50,7 +61,8 @@ def choose(call: Call, spec: OpSpec, layouts: tuple[Layout, ...], keep: bool = F
     for axis in range(mesh.ndim):
         n = mesh.shape[axis]
         best, best_cost = None, None
-        for i, case in enumerate(cases):
+        special = {p.with_dim(0): None for x in layouts if (p := x.placements[axis]).__class__ is not Shard and p.is_shard()}
+        for i, case in enumerate((*cases, *(c.cut_like(p) for p in special for c in cases)) if special else cases):
             if any(extent % (split.get((o, d), 1) * n) for o, d, extent in case.even):
                 continue
             if keep and not case.ins[0] == case.outs[0] == layouts[0].placements[axis]:
@@ -75,7 +87,7 @@ def choose(call: Call, spec: OpSpec, layouts: tuple[Layout, ...], keep: bool = F
     own = tuple(tuple(a for a, c in enumerate(chosen)
                       if c.ins[o].is_replicate() and any(not p.is_replicate() for p in c.ins))
                 for o in range(len(layouts)))
-    outs = tuple((tuple(c.outs[j] for c in chosen), order, shape) for j, shape in enumerate(spec.shapes))
+    outs = tuple(Result(tuple(c.outs[j] for c in chosen), order, shape) for j, shape in enumerate(spec.shapes))
     return Choice(targets, own, outs, tuple(chosen))
 
 
@@ -90,18 +102,13 @@ def _cost(case: Case, layouts, sizes, axis: int, n: int, model: CostModel):
         changed += 1
         after = size * n if have.is_shard() and not want.is_shard() else \
             size // n if want.is_shard() and not have.is_shard() else size
-        kind = _MOVE[_code(have), _code(want)]
+        kind = _MOVE[have._letter + want._letter]
         collectives += kind != "cut"
         seconds += model.seconds(kind, n, size, after)
     return seconds, collectives, changed
 
 
-_MOVE = {("S", "R"): "all_gather", ("P", "R"): "all_reduce", ("P", "S"): "reduce_scatter", ("S", "S"): "all_to_all",
-         ("R", "S"): "cut"}
-
-
-def _code(p: Placement) -> str:
-    return "P" if isinstance(p, Partial) else "R" if p.is_replicate() else "S"
+_MOVE = {"SR": "all_gather", "PR": "all_reduce", "PS": "reduce_scatter", "SS": "all_to_all", "RS": "cut"}
 
 
 def _order(layouts, chosen) -> tuple[int, ...]:

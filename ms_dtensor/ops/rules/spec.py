@@ -3,12 +3,15 @@
 
 A rule is a function `Call -> OpSpec`. It sees global shapes and static arguments, never a tensor, a mesh or a rank.
 It lists, for ONE mesh axis, which operand placements give which result placements; the mesh of any rank is the
-product, built axis by axis in `select.py`. Where the local call needs other static arguments than the global one (a
-view's shape), or another function (a masked lookup), the spec's `local` says so from local shapes.
+product, built axis by axis in `select.py`. Its `S(d)` is a placeholder: sharded on dim d, in the operand's own way, and
+the results in the same; an operand that has to be moved there is cut plainly. Where the local call needs other static
+arguments than the global one (a view's shape), or another function (a masked lookup), the spec's `local` says so from
+local shapes.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
@@ -17,6 +20,8 @@ from ...core.layout import Layout
 from ...core.placements import PARTIAL, REDUCE_OPS, REPLICATE, Partial, Placement, Shard
 
 R, P, S = REPLICATE, PARTIAL, Shard
+SUMS = (PARTIAL, Partial("avg"))  # pass through what is linear
+PARTIALS = tuple(Partial(op) for op in REDUCE_OPS)  # pass through what only moves elements about
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +46,18 @@ class Call:
     args: dict[str, Any]
     operands: tuple[Operand, ...]
 
-    def get(self, name: str, default=None):
+    def get(self, name: str, default=None) -> Any:
         """An argument by name; `default` if it was not passed, or passed as None."""
         value = self.args.get(name)
         return default if value is None else value
+
+    def case(self, places: Mapping[int, Placement], *outs: Placement, even=()) -> Case:
+        """A case by the operands' indices; those that are not named are replicated."""
+        return Case(tuple(places.get(o.index, R) for o in self.operands), outs, even)
+
+    def like_first(self, dims: Iterable[int], partials: Iterable[Placement] = (), results: int = 1) -> list[Case]:
+        """Cases with all results as operand 0, sharded on one of `dims` or partial; further operands are replicated."""
+        return [self.case({self.operands[0].index: p}, *(p,) * results) for p in (*map(S, dims), *partials)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +70,12 @@ class Case:
     ins: tuple[Placement, ...]
     outs: tuple[Placement, ...]
     even: tuple[tuple[int, int, int], ...] = ()
+
+    def cut_like(self, way: Placement) -> Case:
+        """This case with every `S(d)` cut in the way of this shard."""
+        ins, outs = (tuple(way.with_dim(p.dim) if p.__class__ is Shard else p for p in side)
+                     for side in (self.ins, self.outs))
+        return Case(ins, outs, self.even)
 
     def __repr__(self):
         return f"{', '.join(map(short, self.ins))} -> {', '.join(map(short, self.outs))}"
@@ -82,18 +101,46 @@ class Local:
         """Global index of operand i's first local element."""
         return self.ins[i].local_offset(self.coordinate)
 
+    def is_empty(self, coordinate: Sequence[int]) -> bool:
+        """True where sharding left an operand without elements."""
+        return any(prod(x.shape) and not prod(x.local_shape(coordinate)) for x in self.ins)
+
+    def first(self, axes: Sequence[int]) -> tuple[int, ...]:
+        """Coordinate of the first rank along `axes`, the others as here, that has something to compute."""
+        shape = self.ins[0].mesh.shape
+        at = list(self.coordinate or (0,) * len(shape))
+        for numbers in itertools.product(*(range(shape[a]) for a in axes)):
+            for a, i in zip(axes, numbers):
+                at[a] = i
+            if not self.is_empty(at):
+                break
+        return tuple(at)
+
     def is_first(self, axes: Sequence[int]) -> bool:
-        """True on the ranks whose coordinate is 0 on all `axes`."""
-        return all(self.coordinate[a] == 0 for a in axes)
+        """True on one rank of each group over `axes`, which has something to compute."""
+        return self.first(axes) == self.coordinate
 
 
 @dataclass(frozen=True, slots=True)
 class LocalCall:
-    """The local call to make instead of the original: a function of `local_ops` and its positional arguments."""
+    """The local call to make instead of the original: a name in `ops.local.LOCAL_OPS` and its positional arguments."""
 
     name: str
     args: tuple = ()
     kwargs: dict = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Winners:
+    """Which elements share the cotangent of an extreme over `dims` of operand 0 (of its `magnitude`, for a norm).
+
+    All that attain it, equally; or the `first` only, along one dim. MindSpore does either, by the form of the call.
+    """
+
+    dims: tuple[int, ...]
+    keepdim: bool
+    first: bool = False
+    magnitude: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +151,10 @@ class OpSpec:
         shapes: global shape of each tensor result; None where only the local result tells (cases must then be even).
         cases: legal single-axis cases; the all-replicated one is always legal and need not be listed.
         local: optional `Local -> LocalCall | None`; None: call the original with the same static arguments.
-        dtypes: dtype of each result, where it is not what `result_dtype` says. Only a rank whose shards are empty
-            needs it: everywhere else the kernel tells.
+        dtypes: dtype of each result, where it is not what `result_dtype` says. Only bfloat16 on CPU needs it, which is
+            computed in float32: everywhere else the kernel tells.
         writes: operands that the op changes in place besides giving results; no gradient passes through them.
+        winners: of an extreme whose reduced dims may be sharded: who its gradient belongs to.
     """
 
     shapes: tuple[tuple[int, ...] | None, ...]
@@ -114,11 +162,12 @@ class OpSpec:
     local: Callable[[Local], LocalCall | None] | None = None
     dtypes: tuple[str, ...] | None = None
     writes: tuple[int, ...] = ()
+    winners: Winners | None = None
 
 
 _BOOL_OPS = frozenset(("eq ne lt le gt ge logical_and logical_or logical_xor logical_not isfinite isinf isnan all any "
                        "isneginf isposinf isclose signbit").split())
-_FLOAT_OPS = frozenset(("div mean exp expm1 exp2 log log1p log2 log10 sqrt rsqrt reciprocal sin cos tan sinh cosh tanh "
+_FLOAT_OPS = frozenset(("div exp expm1 exp2 log log1p log2 log10 sqrt rsqrt reciprocal sin cos tan sinh cosh tanh "
                         "asin acos atan asinh acosh atanh erf erfc erfinv sigmoid sinc atan2 xlogy").split())
 _WIDTH = ("bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 bfloat16 float16 float32 float64 complex64 "
           "complex128").split()
@@ -128,7 +177,8 @@ _TYPE_IDS = {30: "bool", 32: "int8", 33: "int16", 34: "int32", 35: "int64", 37: 
              52: "complex128"}
 
 
-def _kind(dtype: str) -> int:
+def kind(dtype: str) -> int:
+    """0 boolean, 1 integer, 2 float, 3 complex."""
     return 3 if "complex" in dtype else 2 if "float" in dtype else 1 if "int" in dtype else 0
 
 
@@ -145,9 +195,9 @@ def result_dtype(call: Call) -> str:
     kinds = [o.dtype for o in known]
     if call.op in ("mul", "div"):  # here alone a 0-d operand counts as a Python number does (MindSpore 2.10)
         wide = [o.dtype for o in known if o.shape]
-        if wide and max(map(_kind, wide)) == max(map(_kind, kinds)):
+        if wide and max(map(kind, wide)) == max(map(kind, kinds)):
             kinds = wide
-    if call.op == "sum" and "skip_mode" not in call.args and all(_kind(k) < 2 for k in kinds):
+    if call.op == "sum" and "skip_mode" not in call.args and all(kind(k) < 2 for k in kinds):
         return "int64"  # the classic ReduceSum, which is told a skip_mode, keeps small integers
     floats = {k for k in kinds if "float" in k}
     scalars = any(isinstance(v, float) for v in call.args.values())
@@ -156,69 +206,31 @@ def result_dtype(call: Call) -> str:
     return max(kinds, key=_WIDTH.index, default="float32")
 
 
-_DIVIDES = frozenset(("div", "floor_divide", "remainder", "fmod"))
-_NEUTRAL = {"sum": 0, "avg": 0, "max": float("-inf"), "min": float("inf"), "prod": 1}
-
-
 class EmptyShard(NamedTuple):
-    """What a rank does that has nothing to compute: the call of coordinate 0 on stand-ins, whose results it throws away.
+    """What a rank does that has nothing to compute: another rank's call on stand-ins, whose results it throws away.
 
     So dtypes, the structure of results, a kernel's refusal and what autograd records are those of the other ranks.
 
     Attributes:
         stand_ins: (shape, value) per operand.
-        results: (local shape, fill value) per result.
+        results: (local shape, fill value) per result; a value of None: as the stand-ins give it.
     """
 
     stand_ins: tuple[tuple[tuple[int, ...], int], ...]
-    results: tuple[tuple[tuple[int, ...], float], ...]
-
-
-def local_part(call: Call, spec: OpSpec, at: Local) -> tuple[LocalCall | None, EmptyShard | None]:
-    """What the rank at a coordinate runs, and what it makes of it where its shards are empty."""
-    empty, results = None, empty_results(at)
-    if results is not None:
-        at = Local(at.ins, at.outs, (0,) * at.ins[0].mesh.ndim)
-        whole = int(call.op in _DIVIDES)  # elsewhere an integer may be an index, and there is always a first row
-        made = tuple((at.in_shape(i), 1 if _kind(x.dtype) > 1 else whole) for i, x in enumerate(at.ins))
-        empty = EmptyShard(made, results)
-    return (None if spec.local is None else spec.local(at)), empty
-
-
-def empty_results(at: Local) -> tuple[tuple[tuple[int, ...], float], ...] | None:
-    """(local shape, fill value) per result where this rank has nothing to compute, else None.
-
-    That is where sharding left an operand without elements, or the rank is outside the mesh: each result is empty too, or
-    this rank's share of a reduction, its neutral element.
-    """
-    if at.coordinate is None:
-        return tuple(((0,) * len(layout.shape), 0) for layout in at.outs)
-    if not any(prod(x.shape) and not prod(x.local_shape(at.coordinate)) for x in at.ins):
-        return None
-    out = []
-    for layout in at.outs:
-        shape = layout.local_shape(at.coordinate)
-        kinds = {layout.placements[a].reduce_op for a in layout.partial_axes}
-        if prod(shape) and not kinds:
-            return None
-        out.append((shape, _NEUTRAL[min(kinds, default="sum")]))
-    return tuple(out)
+    results: tuple[tuple[tuple[int, ...], float | None], ...]
 
 
 def shape_only(cases: Iterable[Case]) -> tuple[Case, ...]:
     """The cases of an operand, with one more operand of which only the global shape is read, so that it may be partial.
 
-    Not sharded: an empty shard of it would be taken for a rank that has nothing to compute (`empty_results`).
+    Not sharded: an empty shard of it would be taken for a rank that has nothing to compute (`nothing.py`).
     """
-    anyhow = (REPLICATE, *(Partial(op) for op in REDUCE_OPS))
-    return tuple(Case((*c.ins, p), c.outs, c.even) for c in cases for p in anyhow)
+    return tuple(Case((*c.ins, p), c.outs, c.even) for c in cases for p in (R, *PARTIALS))
 
 
 def short(p: Placement) -> str:
     """`S(0)`, `R`, `P(sum)`: placements as case notation prints them."""
-    if p.is_shard():
-        return f"S({p.dim})"
-    return "R" if p.is_replicate() else f"P({p.reduce_op})"
+    return f"S({p.dim})" if p.is_shard() else p._letter if p.is_replicate() else f"P({p.reduce_op})"
 
 
 def dims_of(value, ndim: int) -> tuple[int, ...]:

@@ -6,16 +6,17 @@ variance and the 2-norm from sums. What counts positions (argmax, sort) gathers 
 """
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 
 from ...core.placements import Partial
 from .reduce import kept_dims, reduced_shape, reduction
-from .spec import Call, Case, OpSpec, S, dims_of, result_dtype
+from .spec import SUMS, Call, Case, OpSpec, S, Winners, dims_of, result_dtype
 
 NAMES = """
 prod:DeprecatedProd:input dim keepdim dtype
-max:DeprecatedMax:input dim keepdim initial where return_indices
-min:DeprecatedMin:input dim keepdim initial where return_indices
+first_max:DeprecatedMax:input dim keepdim initial where return_indices
+first_min:DeprecatedMin:input dim keepdim initial where return_indices
 any:AnyExt:input dim keepdim
 count_nonzero:CountNonZero:input dim
 nansum:Nansum:input dim keepdim dtype
@@ -113,7 +114,8 @@ def vector_norm(call: Call) -> OpSpec:
     x, p = call.args["input"], float(call.get("p", 2))
     kind = {0: "sum", 1: "sum", inf: "max", -inf: "min"}.get(p)
     cases = [Case((S(d),), (Partial(kind),)) for d in dims_of(call.get("dim"), x.ndim) if x.ndim] if kind else []
-    return OpSpec(spec.shapes, (*spec.cases, *cases), dtypes=spec.dtypes)
+    winners = Winners(dims_of(call.get("dim"), x.ndim), bool(call.get("keepdim")), magnitude=True)
+    return OpSpec(spec.shapes, (*spec.cases, *cases), dtypes=spec.dtypes, winners=winners if abs(p) == inf else None)
 
 
 def lp_norm(call: Call) -> OpSpec:
@@ -136,8 +138,7 @@ def _along(call: Call, dim, dtypes, extent: int | None = None, linear: bool = Fa
     x = call.args["input"]
     dims = dims_of(dim, x.ndim)
     shape = x.shape if extent is None else tuple(extent if d in dims else n for d, n in enumerate(x.shape))
-    cases = [Case((S(d),), (S(d),) * len(dtypes)) for d in range(x.ndim) if d not in dims]
-    cases += [Case((Partial(op),), (Partial(op),)) for op in ("sum", "avg")] if linear else []
+    cases = call.like_first((d for d in range(x.ndim) if d not in dims), SUMS if linear else (), len(dtypes))
     return OpSpec((shape,) * len(dtypes), tuple(cases), dtypes=tuple(dtypes))
 
 
@@ -200,15 +201,15 @@ def log_softmax(call: Call) -> OpSpec:
 
 
 def extreme(call: Call) -> OpSpec:
-    """`x.max(axis=...)`: further arguments of the NumPy form need every element."""
+    """`x.max(axis=...)`, whose gradient goes to the first of equals; further arguments of this form need every element."""
     spec = reduction(call)
     odd = any(call.get(k) is not None for k in ("initial", "where", "return_indices"))
     return OpSpec(spec.shapes, ()) if odd and call.args.get("return_indices") is not False else spec
 
 
 RULES = {
-    "count_nonzero": lambda call: _typed(reduction(call), "int64"), "nansum": reduction, "any": reduction,
-    "max": extreme, "min": extreme, "argmax": argmax, "argmax_classic": argmax_classic,
+    "count_nonzero": lambda call: replace(reduction(call), dtypes=("int64",)), "nansum": reduction, "any": reduction,
+    "first_max": extreme, "first_min": extreme, "argmax": argmax, "argmax_classic": argmax_classic,
     "argmax_method": argmax, "extreme_with_index": extreme_with_index, "max_dim": max_dim,
     "median": median, "median_classic": median_classic, "var": var, "var_mean": var_mean, "reduce_std": var_mean,
     "vector_norm": vector_norm, "lp_norm": lp_norm, "l2_normalize": l2_normalize, "logsumexp": logsumexp,
@@ -216,7 +217,3 @@ RULES = {
     "sort": sort, "sort_classic": sort_classic,
     "argsort": argsort, "topk": topk, "topk_classic": topk_classic, "log_softmax": log_softmax,
 }
-
-
-def _typed(spec: OpSpec, dtype: str) -> OpSpec:
-    return OpSpec(spec.shapes, spec.cases, spec.local, (dtype,))

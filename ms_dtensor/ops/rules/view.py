@@ -9,16 +9,14 @@ from __future__ import annotations
 
 from math import prod
 
-from ...core.placements import REDUCE_OPS, Partial
 from ...errors import OpRuleError
-from .spec import Call, Case, LocalCall, OpSpec, R, S, dims_of, shape_only
+from .spec import PARTIALS, Call, Case, LocalCall, OpSpec, R, S, dims_of, shape_only
 
 # Ops whose result is, on one device, a view of the first operand: a write to one of them is seen by the other.
 VIEWS = frozenset("reshape view_as flatten flatten_order permute swap matrix_transpose unsqueeze squeeze "
                   "expand expand_as split split_equal chunk unbind slice slice_sizes strided_slice narrow select diagonal "
                   "identity".split())
 
-_PARTIALS = tuple(Partial(op) for op in REDUCE_OPS)
 
 
 def view_kind(call: Call) -> str:
@@ -32,7 +30,7 @@ def view_kind(call: Call) -> str:
 def rearrange(call: Call, out, mapping: dict[int, int], even=(), local=None, results: int = 1) -> OpSpec:
     """Spec of a rearrangement of one operand: input dim -> result dim, plus all Partials."""
     cases = [Case((S(d),), (S(k),) * results, tuple(e for e in even if e[1] == d)) for d, k in mapping.items()]
-    cases += [Case((p,), (p,) * results) for p in _PARTIALS]
+    cases += [Case((p,), (p,) * results) for p in PARTIALS]
     shapes = out if results > 1 or (out and isinstance(out[0], tuple)) else (tuple(out),)
     return OpSpec(tuple(shapes), tuple(cases), local)
 
@@ -115,14 +113,14 @@ def view_as(call: Call) -> OpSpec:
     spec = view_spec(call, call.args["other"].shape)
     x = call.operands[0]
     return OpSpec(spec.shapes, shape_only(spec.cases),
-                  lambda at: LocalCall("reshape", (x, at.out_shape())))
+                  lambda at: LocalCall("reshape", (x, at.out_shape())), dtypes=(x.dtype,))
 
 
 def flatten(call: Call) -> OpSpec:
     """`flatten(start_dim, end_dim)`."""
     x = call.operands[0]
     nd = max(x.ndim, 1)
-    a, b = int(call.args.get("start_dim", 0)) % nd, int(call.args.get("end_dim", -1)) % nd
+    a, b = int(call.get("start_dim", 0)) % nd, int(call.get("end_dim", -1)) % nd
     shape = (*x.shape[:a], prod(x.shape[a:b + 1]), *x.shape[b + 1:]) if x.ndim else (1,)
     return view_spec(call, shape)
 
@@ -131,13 +129,6 @@ def flatten_primitive(call: Call) -> OpSpec:
     """The classic `Flatten`: everything but dim 0."""
     x = call.operands[0]
     return view_spec(call, (x.shape[0], prod(x.shape[1:])))
-
-
-def unflatten(call: Call) -> OpSpec:
-    """One dim into several."""
-    x = call.operands[0]
-    d = int(call.args["dim"]) % x.ndim
-    return view_spec(call, (*x.shape[:d], *infer_shape((x.shape[d],), _ints(call.args["sizes"])), *x.shape[d + 1:]))
 
 
 def permute(call: Call) -> OpSpec:
@@ -183,9 +174,9 @@ def squeeze(call: Call) -> OpSpec:
 def expand(call: Call) -> OpSpec:
     """`broadcast_to` / `expand`: a dim of size 1 or a new one grows; -1 keeps a dim."""
     x = call.operands[0]
-    shape = list(_ints(call.args["shape"]))
-    lead = len(shape) - x.ndim
-    shape = tuple(x.shape[i - lead] if n == -1 else n for i, n in enumerate(shape))
+    wanted = list(_ints(call.args["shape"]))
+    lead = len(wanted) - x.ndim
+    shape = tuple(x.shape[i - lead] if n == -1 else n for i, n in enumerate(wanted))
     mapping = {d: d + lead for d in range(x.ndim) if x.shape[d] == shape[d + lead]}
     return rearrange(call, shape, mapping, local=lambda at: LocalCall("broadcast_to", (x, at.out_shape())))
 
@@ -233,18 +224,13 @@ def unbind(call: Call) -> OpSpec:
     x = call.operands[0]
     d = int(call.get("dim", call.args.get("attrs", {}).get("axis", 0))) % x.ndim
     shape = (*x.shape[:d], *x.shape[d + 1:])
-    return _many(call, [shape] * x.shape[d], {i: i - (i > d) for i in range(x.ndim) if i != d})
+    return rearrange(call, [shape] * x.shape[d], {i: i - (i > d) for i in range(x.ndim) if i != d}, results=x.shape[d])
 
 
 def _pieces(call, d, sizes):
     x = call.operands[0]
-    return _many(call, [(*x.shape[:d], n, *x.shape[d + 1:]) for n in sizes], {i: i for i in range(x.ndim) if i != d})
-
-
-def _many(call, shapes, mapping) -> OpSpec:
-    n = len(shapes)
-    cases = [Case((S(d),), (S(k),) * n) for d, k in mapping.items()] + [Case((p,), (p,) * n) for p in _PARTIALS]
-    return OpSpec(tuple(shapes), tuple(cases))
+    shapes = [(*x.shape[:d], n, *x.shape[d + 1:]) for n in sizes]
+    return rearrange(call, shapes, {i: i for i in range(x.ndim) if i != d}, results=len(shapes))
 
 
 def cat(call: Call) -> OpSpec:
@@ -255,7 +241,7 @@ def cat(call: Call) -> OpSpec:
     d = int(call.args.get("dim", 0)) % nd
     shape = (*full[0].shape[:d], sum(x.shape[d] for x in full), *full[0].shape[d + 1:])
     cases = [Case(tuple(S(k) if x in full else R for x in xs), (S(k),)) for k in range(nd) if k != d]
-    return OpSpec((shape,), (*cases, *(Case((p,) * len(xs), (p,)) for p in _PARTIALS)))
+    return OpSpec((shape,), (*cases, *(Case((p,) * len(xs), (p,)) for p in PARTIALS)))
 
 
 def stack(call: Call) -> OpSpec:
@@ -264,7 +250,7 @@ def stack(call: Call) -> OpSpec:
     d = int(call.args.get("dim", 0)) % (xs[0].ndim + 1)
     shape = (*xs[0].shape[:d], len(xs), *xs[0].shape[d:])
     cases = [Case((S(k),) * len(xs), (S(k + (k >= d)),)) for k in range(xs[0].ndim)]
-    return OpSpec((shape,), (*cases, *(Case((p,) * len(xs), (p,)) for p in _PARTIALS)))
+    return OpSpec((shape,), (*cases, *(Case((p,) * len(xs), (p,)) for p in PARTIALS)))
 
 
 def _ints(value) -> tuple[int, ...]:

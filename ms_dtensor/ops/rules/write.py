@@ -7,10 +7,11 @@ may be sharded where the target's dim is written whole; elsewhere every rank has
 """
 from __future__ import annotations
 
-from ...core.placements import Partial
+from dataclasses import replace
+
 from ...errors import OpRuleError
 from .names import parse
-from .spec import Call, Case, Local, LocalCall, OpSpec, R, S, broadcast_shapes
+from .spec import SUMS, Call, Case, Local, LocalCall, OpSpec, R, S, broadcast_shapes
 
 # in-place primitive -> (op, argument names); the first operand is the one that is written
 INPLACE_NAMES = """
@@ -66,7 +67,7 @@ def write(call: Call) -> OpSpec:
     bounds, drop, dims, indices, front = (call.args[k] for k in ("bounds", "drop", "dims", "indices", "front"))
     wide = broadcast_shapes(*(i.shape for i in indices)) if dims else ()
     region = labels(x.ndim, drop, dims, front, len(wide))
-    shape = tuple(wide[e[1]] if isinstance(e, tuple) else _extent(bounds[e]) for e in region)
+    shape = tuple(wide[e[1]] if isinstance(e, tuple) else len(range(*bounds[e])) for e in region)
     tensor = hasattr(value, "index")
     if tensor and (len(value.shape) > len(shape) or broadcast_shapes(value.shape, shape) != shape):
         raise OpRuleError(f"For 'setitem', a value of shape {list(value.shape)} does not fit what is written, "
@@ -87,11 +88,6 @@ def write(call: Call) -> OpSpec:
     return OpSpec((x.shape,), tuple(cases), local, (x.dtype,))
 
 
-def _extent(bound) -> int:
-    lo, hi, step = bound
-    return max(0, -(-(hi - lo) // step)) if step > 0 else max(0, -(-(lo - hi) // -step))
-
-
 def elementwise(call: Call) -> OpSpec:
     """Result as the target, from operands that broadcast to it; linear in all tensors together."""
     x = call.operands[0]
@@ -110,15 +106,13 @@ def copy(call: Call) -> OpSpec:
     spec = elementwise(call)
     if call.args["src"].shape != call.args["input"].shape:
         return spec
-    return OpSpec(spec.shapes, (*spec.cases, *(Case((Partial(op),) * 2, (Partial(op),)) for op in ("sum", "avg"))), None,
-                  spec.dtypes)
+    return replace(spec, cases=(*spec.cases, *(Case((p, p), (p,)) for p in SUMS)))
 
 
 def zero(call: Call) -> OpSpec:
     """`zero_`: zero is also a sum of zeros."""
     spec = elementwise(call)
-    return OpSpec(spec.shapes, (*spec.cases, *(Case((Partial(op),), (Partial(op),)) for op in ("sum", "avg"))), None,
-                  spec.dtypes)
+    return replace(spec, cases=(*spec.cases, *call.like_first((), SUMS)))
 
 
 INPLACE = parse(INPLACE_NAMES)

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the library remembers of one tensor: its attribute `_memo`, None until there is something to remember.
+
+Invariant: it is never copied. A tensor that takes another's place starts with none: nodes, views and bucket are the old
+one's.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+
+class Memo:
+    """Defaults stand in the class, not in an `__init__`: every view gets a memo, and a call costs more than the object."""
+
+    with_cotangent: dict | None = None  # of a recorded tensor: cotangent layout -> the node that takes it
+    moved: dict | None = None  # of a recorded tensor: layout -> itself there
+    source: tuple | None = None  # of the result of a recorded move: (what was moved, its layout, that of its gradient)
+    view_of: tuple | None = None  # of a recorded view: (what it is a view of, the plan and the call that made it)
+    kin: Any = None  # where it stands among the views of one tensor (`views.py`)
+    work: Any = None  # data under way (`tensor/async_tensor.py`)
+    partial_grad_axes: tuple[int, ...] = ()  # of a Parameter: axes on which its gradient stays partial (`buckets.py`)
+
+    def forget_values(self) -> None:
+        """Drops what was derived from the tensor's values."""
+        self.with_cotangent = self.moved = self.source = self.view_of = None
+
+
+def memo_of(x) -> Memo:
+    """The memo of a DTensor, which gets one if it has none."""
+    memo = x._memo
+    if memo is None:
+        memo = x._memo = Memo()
+    return memo

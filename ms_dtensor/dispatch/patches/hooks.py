@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Backward hooks see DTensors: what reaches a hook is a global gradient, reduced, and what it returns is used.
+
+MindSpore hands a hook the local tensor that arrives at the hooked node. For a DTensor that is a shard of the gradient in
+the layout which the tensor's producer expects, so it is said to be that. A tensor that was redistributed may answer for
+its varying form past its own node (`dispatch/operands.py`); one with a hook may not. A parameter whose gradient a bucket
+reduces later has its hooks run by the bucket. `Cell.register_backward_hook` works by a node around inputs and outputs.
+"""
+from __future__ import annotations
+
+import functools
+import weakref
+from contextvars import ContextVar
+from typing import Any
+
+from mindspore import Tensor, nn
+from mindspore._c_expression import NoFallbackGuard
+from mindspore.common._grad_function import _Function
+from mindspore.ops.operations._inner_ops import CellBackwardHook
+
+from ...core.layout import Layout
+from ...errors import LayoutError, OpRuleError
+from ..operands import as_local, local_alias, redistribute, wrap
+
+_GIVEN = "given"  # attribute of a registered function: the user's hook
+_calls: ContextVar[tuple] = ContextVar("ms_dtensor_hooked_calls", default=())  # of cells with backward hooks, open now
+_installed: list[tuple[object, str, object]] = []
+
+
+# -- of tensors and parameters ------------------------------------------------------------------------------------------
+
+
+def register_hook(self, hook):
+    """Registers a hook on the gradient; as MindSpore's, with a DTensor.
+
+    Args:
+        hook: `hook(grad) -> gradient or None`; `grad` is the global gradient as a DTensor, in the layout of this tensor
+            (Replicate where this is Partial). What it returns, a DTensor in any layout or a plain 0-d tensor, takes its
+            place.
+
+    Returns:
+        A handle; `handle.remove()` takes the hook back.
+
+    Raises:
+        OpRuleError: uses of this tensor before now would bypass the hook.
+
+    Example:
+        >>> import ms_dtensor as md
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> def doubled(x):
+        ...     y = x * x
+        ...     y.register_hook(lambda grad: 2 * grad)
+        ...     return y.sum()
+        >>> md.grad(doubled)(md.ones(2, device_mesh=mesh)).tolist()
+        [4.0, 4.0]
+    """
+    memo = self._memo
+    if memo is not None and not self._is_leaf:
+        if memo.with_cotangent and (memo.source is not None or memo.view_of is not None):
+            raise OpRuleError("For 'register_hook', the tensor has been used already.", self._layout.describe(),
+                              "Its gradient from those uses is reduced on another way, past the hook.",
+                              "register the hook before the tensor's first use")
+        memo.source = memo.view_of = None
+    layout, ref = self._layout.gradient(), weakref.ref(self)
+
+    def on_local(grad):
+        x = ref()
+        in_bucket = x is not None and x._memo is not None and x._memo.partial_grad_axes
+        return grad if in_bucket else replaced_by(hook, grad, layout)
+    setattr(on_local, _GIVEN, hook)
+    return Tensor.register_hook(self, on_local)
+
+
+def given_hooks(param) -> list:
+    """The hooks that users registered on a parameter."""
+    hooks = param.hooks()
+    return [getattr(h, _GIVEN) for h in hooks if hasattr(h, _GIVEN)] if hasattr(param, "_layout") else hooks
+
+
+def replaced_by(hook, grad, layout: Layout):
+    """The local gradient after a hook."""
+    return _local(hook(wrap(grad, layout)), grad, layout)
+
+
+def _local(result, grad, layout: Layout):
+    """What a hook returned as a local gradient; None leaves the gradient as it is."""
+    if result is None:
+        return grad
+    have = getattr(result, "_layout", None)
+    if have is None and isinstance(result, Tensor) and not result._shape:
+        with NoFallbackGuard():
+            return grad * 0 + result.astype(grad.dtype)
+    if have is None or have.shape != layout.shape:
+        raise LayoutError("For a backward hook, what it returned is not the gradient.",
+                          f"{layout.describe()}, returned {have.describe() if have else type(result).__name__}",
+                          "It takes the place of the gradient, which is a DTensor.",
+                          ("return a DTensor of the gradient's shape", "DTensor.from_local(t, mesh, placements)"))
+    target = layout if have.dtype == layout.dtype else Layout(layout.mesh, layout.placements, have.shape, have.dtype,
+                                                             layout.order)
+    return local_alias(redistribute(result, target, implicit="a backward hook"))
+
+
+# -- of cells -------------------------------------------------------------------------------------------------------------
+
+
+class _Call:
+    """One call of a cell with a backward hook: layouts of inputs and outputs, and the outputs' gradients."""
+
+    def __init__(self, cell):
+        self.cell = cell
+        self.inputs: list | None = None  # layouts, None for a plain tensor
+        self.grad_output: tuple = ()
+
+
+class _Hooked(_Function):
+    """Identity; its backward gives the gradients to `receive`, as DTensors where the values were."""
+
+    @staticmethod
+    def forward(ctx, receive, layouts, *tensors):
+        ctx.told = receive, layouts
+        return tuple(t.view(t._shape) for t in tensors)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        receive, layouts = ctx.told
+        shown = tuple(g if layout is None else wrap(g, layout.gradient()) for g, layout in zip(grads, layouts))
+        changed = receive(shown)
+        if len(changed) != len(grads):
+            raise TypeError(f"The backward hook returned {len(changed)} gradients for {len(grads)}.")
+        return None, None, *(c if layout is None else _local(c, g, layout.gradient())
+                             for c, g, layout in zip(changed, grads, layouts))
+
+
+def _apply(values, receive):
+    """The values behind a node that gives their gradients to `receive`; and the layouts of the tensors among them."""
+    several = isinstance(values, tuple)
+    items = list(values) if several else [values]
+    at = [i for i, v in enumerate(items) if isinstance(v, Tensor)]
+    layouts = [getattr(items[i], "_layout", None) for i in at]
+    local = [items[i] if layout is None else as_local(items[i]) for i, layout in zip(at, layouts)]
+    with NoFallbackGuard():
+        done = _Hooked.apply(receive, layouts, *local)
+    for i, layout, x in zip(at, layouts, done if isinstance(done, tuple) else (done,)):
+        items[i] = x if layout is None else wrap(x, layout)
+    return (tuple(items) if several else items[0]), layouts
+
+
+def _run_hooks(hooks, cell, grads, *more):
+    for hook in list(hooks.values()):
+        out = hook(cell, grads, *more)
+        if out is not None:
+            grads = out if isinstance(out, tuple) else (out,)
+    return grads
+
+
+def _cell_hook(original):
+    @functools.wraps(original)
+    def call(self, args):
+        has = any(getattr(v, "_layout", None) is not None for v in (args if isinstance(args, tuple) else (args,)))
+        cell, hooks = self.cell, self.hook_dict()
+        if cell._cell_backward_pre_hook is self:
+            return _apply(args, lambda grads: _run_hooks(hooks, cell, grads))[0] if has else original(self, args)
+        at: Any = next((c for c in reversed(_calls.get()) if c.cell is cell), None)
+        if at is None or (at.inputs is None and not has):
+            return original(self, args)
+        if at.inputs is None:
+            out, at.inputs = _apply(args, lambda grads: _run_hooks(hooks, cell, grads, at.grad_output))
+            return out
+
+        def keep(grads):
+            at.grad_output = grads
+            return grads
+        return _apply(args, keep)[0]
+    return call
+
+
+def _run_construct(original):
+    @functools.wraps(original)
+    def run(self, *args, **kwargs):
+        if not self._lazy_backward_hook:
+            return original(self, *args, **kwargs)
+        token = _calls.set((*_calls.get(), _Call(self)))
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            _calls.reset(token)
+    return run
+
+
+def install() -> None:
+    """Installs the doors; does nothing where they are in place."""
+    if not _installed:
+        for holder, name, door in ((CellBackwardHook, "__call__", _cell_hook), (nn.Cell, "_run_construct", _run_construct)):
+            _installed.append((holder, name, getattr(holder, name)))
+            setattr(holder, name, door(getattr(holder, name)))
+
+
+def uninstall() -> None:
+    """Takes them back."""
+    while _installed:
+        holder, name, original = _installed.pop()
+        setattr(holder, name, original)

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each rank says of its local tensor, compared: do the shards make one tensor, are replicas alike?
+
+Nobody is asked unless the user wants it, as it communicates: `from_local(run_check=True)` makes replicas alike, and
+`debug.checks()` compares what `from_local` and `local_map` are told to believe. The invariant: a verdict is made of what
+all ranks of the mesh have told, so all of them raise the same error or none does.
+"""
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore._c_expression import NoFallbackGuard
+
+from .. import comm
+from ..core.layout import Layout
+from ..core.mesh import coordinates
+from ..dispatch.operands import dtype_name, local_alias, recording
+from ..errors import LayoutError
+from ..redistribute.execute import redistribute_local
+
+_ROUNDING = {"float16": 1e-2, "bfloat16": 1e-1, "float32": 1e-5, "complex64": 1e-5}  # of the largest element; else 1e-9
+
+
+def compare_replicas(who: str, what: Sequence[str], tensors: Sequence, layouts: Sequence[Layout]) -> None:
+    """Raises, on all ranks of the mesh alike, if a tensor differs from rank to rank where its layout has Replicate.
+
+    Checksums travel first, one small message for all tensors. Only tensors whose checksums differ are gathered, to tell
+    another value from another rounding.
+
+    Args:
+        who: what was called.
+        what: names of the tensors in messages.
+        tensors: local tensors.
+        layouts: their layouts, on one mesh.
+
+    Raises:
+        LayoutError: replicas are not alike.
+    """
+    claims = [(i, a) for i, x in enumerate(layouts) for a, p in enumerate(x.placements)
+              if p.is_replicate() and x.mesh.shape[a] > 1]
+    if not claims or layouts[0].mesh.get_coordinate() is None:
+        return
+    mesh, tensors = layouts[0].mesh, [local_alias(t) for t in tensors]
+    group = mesh.get_group()
+    with NoFallbackGuard(), comm.annotate(src=f"{who} replicas", dst="debug.checks()"):
+        told = group.all_gather_object([(list(t.shape), dtype_name(t.dtype), zlib.crc32(t.get_bytes())) for t in tensors])
+        at = dict(zip(coordinates(mesh), told))
+        claims = [(i, a) for i, a in claims if any(mine[i] != at[c[:a] + (0,) + c[a + 1:]][i] for c, mine in at.items())]
+        if not claims:
+            return
+        unlike = {i for i, _ in claims if len({(*mine[i][0], mine[i][1]) for mine in told}) > 1}  # shapes, dtypes
+        told_far = group.all_gather_object([math.inf if i in unlike else _distance(tensors[i], mesh.get_group(a))
+                                            for i, a in claims])
+    for (i, axis), distance in zip(claims, map(max, zip(*told_far))):
+        if distance > _ROUNDING.get(layouts[i].dtype, 1e-9):
+            name = mesh.mesh_dim_names[axis]
+            held = "\n".join(f"rank {rank} holds {mine[i][1]}{mine[i][0]}" for rank, mine in zip(mesh.rank_list, told))
+            raise LayoutError(
+                f"For '{who}', {what[i]} differs from rank to rank on axis '{name}'.",
+                held if i in unlike else layouts[i].describe(), "It is said to be Replicate() there." + (
+                    f" Replicas differ by {distance:.2g} of the largest element." if distance < math.inf else ""),
+                (f"say Partial() on '{name}', if each rank holds a summand", "say Shard(dim), if each holds a piece",
+                 f"reduce it over '{name}' first"))
+
+
+def _distance(x, group) -> float:
+    """How far the members' tensors are from the first one's, as a share of the largest element; infinite for integers."""
+    exact = not x.is_floating_point() and not x.is_complex()
+    flat = x.reshape((-1,)).contiguous()
+    flat = flat.astype(ms.float32) if x.itemsize == 2 and not exact else flat
+    whole = group.all_gather(flat, 0, [flat.shape[0]] * group.size).asnumpy().reshape(group.size, -1)
+    off: Any = np.abs(whole - whole[0])[~((whole == whole[0]) | (np.isnan(whole) & np.isnan(whole[0])))] if not exact else ()
+    if exact or not np.isfinite(off).all():
+        return 0.0 if (whole == whole[0]).all() else math.inf
+    return float(off.max(initial=0) / max(np.abs(whole[np.isfinite(whole)]).max(initial=0), 1e-30))
+
+
+def made_alike(local, layout: Layout, given: bool):
+    """`local` after `run_check`: still connected, with the values of coordinate 0 on axes that replicate."""
+    checked = _check_across_ranks(local_alias(local), layout, given)
+    if recording() and any(p.is_replicate() for p in layout.placements):
+        return redistribute_local(local, layout, layout, layout.gradient(), layout.gradient(), data=checked)
+    return checked if any(p.is_replicate() for p in layout.placements) else local
+
+
+def _check_across_ranks(local, layout: Layout, given: bool):
+    mesh = layout.mesh
+    group = mesh.get_group()
+    everyone = group.all_gather_object((tuple(local._shape), dtype_name(local.dtype)))
+    wrong = []
+    for (shape, dtype), rank in zip(everyone, mesh.rank_list):
+        expected = layout.local_shape(mesh.coordinate_of(rank)) if given else everyone[0][0]
+        if shape != tuple(expected) or dtype != everyone[0][1]:
+            wrong.append(f"rank {rank} holds {dtype}{list(shape)}, expected {everyone[0][1]}{list(expected)}")
+    if wrong:
+        raise LayoutError("For 'from_local', the ranks' local tensors do not make one tensor.",
+                          f"{list(layout.placements)} on mesh({mesh.describe()})\n" + "\n".join(wrong),
+                          "Without 'shape' all shards must be alike; with it each must be its chunk.",
+                          "pass shape=, the global shape, for uneven shards")
+    for axis, p in enumerate(layout.placements):
+        if p.is_replicate():
+            group = mesh.get_group(axis)
+            local = group.broadcast(local, group.ranks[0])
+    return local

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`debug.checks()` on real ranks: a false claim that a value is replicated is found, on all ranks alike."""
+from __future__ import annotations
+
+import mindspore as ms
+
+from ms_dtensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    comm,
+    distribute_tensor,
+    local_map,
+    redistribution_policy,
+    value_and_grad,
+)
+from ms_dtensor.debug import checks
+from ms_dtensor.errors import LayoutError
+from tests.cases import case
+from tests.dist.support import counted, data, equal, mesh_2d, same_on_all_ranks
+
+R, P, S = Replicate(), Partial(), Shard
+
+
+@case(world_size=4)
+def a_false_claim_of_replicas_is_found_inside_checks(world):
+    mesh = mesh_2d()  # dp=2, tp=2
+    x, whole = data(1, 8, 4), [R, R]
+    dx = distribute_tensor(x, mesh, [S(0), S(1)])
+    tp, everyone = mesh.get_group("tp"), mesh.get_group()
+    claims = {
+        "dp, tp": [lambda a: a.sum(), lambda a: a.argmax(), lambda a: a.sum() > 0,
+                   lambda a: a * 0 + float("nan") if world.rank == 2 else a * 0],
+        "dp": [lambda a: tp.all_reduce(a.sum(), "sum"), lambda a: a[0] * 0 + world.rank // 2],
+        "tp": [lambda a: a[:, 0] * 0 + world.rank % 2],
+    }
+    for axes, functions in claims.items():
+        for fn in functions:
+            fn.__name__ = "claims"
+            local_map(fn, whole, ([S(0), S(1)],))(dx)  # as in PyTorch: outside the caller is believed
+            for grad in (False, True):
+                try:
+                    with checks():
+                        mapped = local_map(lambda a, fn=fn: (a * 2, fn(a)), ([S(0), S(1)], whole), ([S(0), S(1)],))
+                        value_and_grad(lambda t: mapped(t)[0].sum(), 0)(dx) if grad else mapped(dx)
+                except LayoutError as e:
+                    assert "result 1" in str(e) and any(f"'{a}'" in str(e) for a in axes.split(", ")), e
+                    assert e.operands and e.rule and e.fix
+                    same_on_all_ranks(world, str(e))
+                else:
+                    raise AssertionError(f"believed: wrong on {axes}")
+    try:
+        with checks():  # ranks do not even agree on the shape
+            local_map(lambda a: a[:world.rank // 2 + 1, 0], whole, ([S(0), S(1)],))(dx)
+    except LayoutError as e:
+        same_on_all_ranks(world, str(e))
+    else:
+        raise AssertionError("believed")
+    with counted() as count, comm.record() as events, checks(), redistribution_policy("explicit"):
+        total = local_map(lambda a: everyone.all_reduce(a.sum(), "sum"), whole, ([S(0), S(1)],))(dx)
+    equal(total, x.sum())
+    assert count == {("all_reduce", "forward"): 1, ("all_gather_object", "forward"): 1}, count
+    told = [e for e in events if e.op == "all_gather_object"]
+    assert told[0].dst == "debug.checks()" and not told[0].implicit
+    with checks():  # rounding is no lie; summands and pieces claim nothing
+        local_map(lambda a: a * 0 + 3 * (1 + world.rank * 1e-7), whole, ([S(0), S(1)],))(dx)
+        local_map(lambda a: a.sum(), [P, P], ([S(0), S(1)],))(dx)
+        local_map(lambda a: a * world.rank, [S(0), S(1)], ([S(0), S(1)],))(dx)
+
+
+@case(world_size=4)
+def from_local_inside_checks_compares_replicas(world):
+    mesh = mesh_2d()
+    mine = data(world.rank, 4, 2)
+    for placements, axis in (([R, R], "dp"), ([S(0), R], "tp"), ([R, P], "dp"), ({"tp": S(1)}, "dp")):
+        DTensor.from_local(mine, mesh, placements)
+        try:
+            with checks():
+                DTensor.from_local(mine, mesh, placements)
+        except LayoutError as e:
+            assert f"'{axis}'" in str(e), e
+            same_on_all_ranks(world, str(e))
+        else:
+            raise AssertionError("believed")
+    with checks(), counted() as count:
+        DTensor.from_local(mine, mesh, [S(0), P])
+        assert DTensor.from_local(data(1, 4, 2), mesh, [R, R]).layout.is_replicated()
+        for kind in (ms.float16, ms.bfloat16, ms.int32, ms.bool_):
+            DTensor.from_local(data(1, 4, 2).astype(kind), mesh, [R, R])
+        value_and_grad(lambda t: DTensor.from_local(t * 2, mesh, [R, R]).sum(), 0)(data(1, 4, 2))
+    assert count == {("all_gather_object", "forward"): 6}, count
+    for kind in (ms.float16, ms.bfloat16, ms.int32, ms.bool_):
+        try:
+            with checks():
+                DTensor.from_local((mine > 0) if kind is ms.bool_ else (mine * 3).astype(kind), mesh, [R, R])
+        except LayoutError as e:
+            same_on_all_ranks(world, str(e))
+        else:
+            raise AssertionError(str(kind))

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Backward hooks of parameters, activations and cells on four ranks: they see global, reduced gradients."""
+from __future__ import annotations
+
+import mindspore as ms
+from mindspore import Tensor
+
+from ms_dtensor import ColwiseParallel, DTensor, Replicate, RowwiseParallel, Shard, parallelize_module, replicate
+from ms_dtensor.errors import LayoutError
+from tests.cases import case
+from tests.dist.cases_surface import _mlp, placed, refused
+from tests.dist.support import data, equal, mesh_2d
+
+R, S = Replicate(), Shard
+
+
+@case(world_size=4)
+def parameter_hooks_see_the_reduced_gradient_once(world):
+    x = data(1, 8, 6)
+    plain = _mlp(3)
+    for p in plain.get_parameters():
+        p.register_hook(lambda g: 3 * g)
+    plain[0].weight.register_hook(lambda g: g + 1)
+    want = ms.grad(lambda t: (plain(t) ** 2).mean(), None, plain.trainable_params())(x)
+    for early in (True, False):
+        for bucket in (25, 0):
+            net, seen = _mlp(3), []
+
+            def three(g, seen=seen):
+                seen.append(g)
+                return 3 * g
+
+            def hook(net=net, three=three):
+                for p in net.get_parameters():
+                    p.register_hook(three)
+                net[0].weight.register_hook(lambda g: (g + 1).redistribute())
+            if early:
+                hook()
+            parallelize_module(net, mesh_2d()["tp"], {"0": ColwiseParallel(use_local_output=False),
+                                                      "2": RowwiseParallel(use_local_output=False)})
+            replicate(net, mesh=mesh_2d()["dp"], bucket_mb=bucket)
+            if not early:
+                hook()
+            for _ in range(2):
+                seen.clear()
+                got = ms.grad(lambda t, m=net: (m(t) ** 2).mean(), None, net.trainable_params())(
+                    placed(x, mesh_2d(), S(0), R))
+                assert len(seen) == 4 and all(isinstance(g, DTensor) for g in seen), seen
+                for p, g, w in zip(net.trainable_params(), got, want, strict=True):
+                    equal(g, w, f"{early} {bucket} {p.name}")
+    handle = net[2].bias.register_hook(lambda g: g * 0)
+    handle.remove()
+    got = ms.grad(lambda t: (net(t) ** 2).mean(), None, net.trainable_params())(placed(x, mesh_2d(), S(0), R))
+    equal(got[3], want[3])
+
+
+@case(world_size=4)
+def activation_hooks_see_global_gradients(world):
+    mesh = mesh_2d()
+    x, w = data(1, 6, 8), data(2, 8, 4)
+
+    def whole(t):
+        return t.redistribute(placements=[R, R]) if isinstance(t, DTensor) else t
+    ways = {"cut": lambda t, w: t * 2, "gathered": lambda t, w: whole(t * 2), "partial": lambda t, w: t @ w,
+            "view": lambda t, w: whole(t * 2).reshape(8, 6), "number": lambda t, w: (t * t).sum(),
+            "input": lambda t, w: t, "max": lambda t, w: t.amax(1)}
+    changes = {"None": lambda g: None, "same": lambda g: g, "scaled": lambda g: 3 * g, "moved": lambda g: whole(g * g),
+               "0-d": lambda g: Tensor(0.5, ms.float32)}
+
+    def loss(make, change, log):
+        def fn(t, w):
+            u = make(t, w)
+            handle = u.register_hook(lambda g: (log.append(g), change(g))[1])
+            handles.append(handle)
+            if u.shape == (6, 8):  # with work of each rank's own, and of all alike
+                return (u @ w).sum() + (u * u).mean()
+            return (u * u).sum()
+        return fn
+    for name, make in ways.items():
+        for how, change in changes.items():
+            handles, seen, wanted = [], [], []
+            # a plain gradient must have its own shape, which MindSpore does not check
+            plain = (lambda g: g * 0 + 0.5) if how == "0-d" else (lambda g: g) if how == "None" else change
+            want = ms.grad(loss(make, plain, wanted), (0, 1))(x, w)
+            got = ms.grad(loss(make, change, seen), (0, 1))(placed(x, mesh, S(0), S(1)), placed(w, mesh, R, S(0)))
+            for handle in handles:
+                handle.remove()
+            assert len(seen) == 1 and isinstance(seen[0], DTensor) and not seen[0].layout.has_partial(), (name, how, seen)
+            equal(seen[0], wanted[0], f"{name} {how} seen")
+            for i in range(2):
+                equal(got[i], want[i], f"{name} {how} {i}")
+    u = placed(x, mesh, S(0), S(1))
+
+    def late(t):
+        u = (t * 2).redistribute(placements=[R, R])
+        out = (u @ placed(w, mesh, R, S(1))).sum()
+        u.register_hook(lambda g: g)
+        return out
+    assert "before the tensor's first use" in refused(lambda: ms.grad(late)(u))
+    assert "not the gradient" in refused(lambda: ms.grad(lambda t: _hooked(t * 2, lambda g: g.to_local()).sum())(u), LayoutError)
+
+
+def _hooked(u, hook):
+    u.register_hook(hook)
+    return u
+
+
+@case(world_size=4)
+def backward_hooks_of_cells(world):
+    x = data(1, 8, 6)
+
+    def hooked(net, log):
+        def after(cell, grad_input, grad_output):
+            log.append((grad_input[0], grad_output[0]))
+            return grad_input[0] * 2
+
+        def before(cell, grad_output):
+            log.append((grad_output[0],))
+            return (grad_output[0] * 3,)
+        net[0].register_backward_hook(after)
+        net[2].register_backward_hook(after)
+        net[1].register_backward_pre_hook(before)
+        return net
+    want_log: list = []
+    plain = hooked(_mlp(3), want_log)
+    want = ms.grad(lambda t: (plain(t) ** 2).mean(), 0, plain.trainable_params())(x)
+    for early in (True, False):
+        log: list = []
+        net = _mlp(3)
+        if early:
+            hooked(net, log)
+        parallelize_module(net, mesh_2d()["tp"], {"0": ColwiseParallel(use_local_output=False),
+                                                  "2": RowwiseParallel(use_local_output=False)})
+        replicate(net, mesh=mesh_2d()["dp"])
+        if not early:
+            hooked(net, log)
+        for _ in range(2):
+            log.clear()
+            got = ms.grad(lambda t, m=net: (m(t) ** 2).mean(), 0, net.trainable_params())(placed(x, mesh_2d(), S(0), R))
+            equal(got[0], want[0], f"{early} input")
+            for p, g, w in zip(net.trainable_params(), got[1], want[1], strict=True):
+                equal(g, w, f"{early} {p.name}")
+            assert len(log) == len(want_log) == 3
+            for a, b in zip(log, want_log):
+                for g, w in zip(a, b, strict=True):
+                    assert isinstance(g, DTensor)
+                    equal(g, w, f"{early} hook")

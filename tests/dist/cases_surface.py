@@ -1,0 +1,416 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MindSpore's own gradients, hooks, training cells, loss scalers and recomputation on DTensors, on four ranks."""
+from __future__ import annotations
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, ParameterTuple, Tensor, amp, mint, nn, ops
+
+import ms_dtensor as md
+from ms_dtensor import (
+    ColwiseParallel,
+    DTensor,
+    Partial,
+    PrepareModuleOutput,
+    Replicate,
+    RowwiseParallel,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+    local_map,
+    loss_parallel,
+    parallelize_module,
+    replicate,
+)
+from ms_dtensor.errors import DTensorError, ImplicitCommError, LayoutError, MixedOperandError, OpRuleError
+from tests.cases import case
+from tests.dist.support import array, counted, data, equal, mesh_1d, mesh_2d, same_on_all_ranks, trains_as_one_device
+
+R, P, S = Replicate(), Partial(), Shard
+LAYOUTS = ([S(0), R], [R, S(1)])  # of the input and of the weight, on (dp, tp)
+
+
+def placed(x, mesh, *placements) -> DTensor:
+    """`x` laid out, from each rank's own equal copy."""
+    return distribute_tensor(x, mesh, list(placements), src_data_rank=None)
+
+
+def refused(fn, error=OpRuleError) -> str:
+    """The message with which every rank refuses."""
+    try:
+        fn()
+    except error as e:
+        return str(e)
+    raise AssertionError("nothing was raised")
+
+
+def same_tree(got, want, what: str) -> None:
+    """Structure and values; where one device has a gradient there is a DTensor."""
+    if isinstance(want, tuple | list):
+        assert isinstance(got, tuple | list) and len(got) == len(want), (what, got)
+        for g, w in zip(got, want):
+            same_tree(g, w, what)
+    elif isinstance(want, Tensor):
+        assert isinstance(got, DTensor), (what, type(got))
+        equal(got, want, what)
+    else:
+        assert got == want, (what, got, want)
+
+
+# -- gradients ------------------------------------------------------------------------------------------------------------
+
+
+@case(world_size=4)
+def every_gradient_of_mindspore_is_a_dtensor(world):
+    mesh = mesh_2d()
+    x, w, v = data(1, 6, 5), data(2, 5, 4), data(3, 4)
+
+    def loss(x, y):
+        return ((x @ params[0] + params[1]) ** 2 * (y * y).sum()).mean()
+
+    def matrix(x, y):
+        return x @ params[0] * y
+
+    def forms(x, y, sens):
+        return {
+            "grad": ms.grad(loss)(x, y), "one of several": ms.grad(loss, (0,))(x, y), "both": ms.grad(loss, (1, 0))(x, y),
+            "value_and_grad": ms.value_and_grad(loss, (0, 1), params)(x, y)[1],
+            "weight": ms.grad(loss, None, params[0])(x, y), "weights": ms.grad(loss, 0, ParameterTuple(params))(x, y),
+            "ids": ms.grad(loss, 0, params, return_ids=True)(x, y),
+            "first": ops.GradOperation()(loss)(x, y), "all": ops.GradOperation(get_all=True)(loss)(x, y),
+            "list": ops.GradOperation(get_by_list=True)(loss, ParameterTuple(params))(x, y),
+            "all and list": ops.GradOperation(True, True)(loss, ParameterTuple(params))(x, y),
+            "sens": ops.GradOperation(True, True, True)(matrix, ParameterTuple(params[:1]))(x, y, sens),
+            "vjp": ms.vjp(matrix, x, y, weights=params[:1])[1](sens),
+            "md": md.value_and_grad(loss)(x, y)[1], "md weights": md.grad(loss, None, params)(x, y),
+        }
+    sens, y = data(5, 6, 4), data(4, 6, 4)
+    params = [Parameter(w, name="w"), Parameter(v, name="v")]
+    want = forms(x, y, sens)
+    params = [Parameter(placed(w, mesh, *LAYOUTS[1]), name="w"), Parameter(placed(v, mesh, R, R), name="v")]
+    got = forms(placed(x, mesh, *LAYOUTS[0]), placed(y, mesh, R, S(0)), placed(sens, mesh, R, R))
+    for name in want:
+        same_tree(got[name], want[name], name)
+    assert got["weight"].layout is params[0].layout and got["grad"].placements == (S(0), R)
+    for wrong in (sens, placed(data(5, 4, 6), mesh, R, R)):
+        message = refused(lambda s=wrong: ms.vjp(lambda x: x * 2, placed(x, mesh, *LAYOUTS[0]))[1](s), MixedOperandError)
+        assert "'sens' does not fit" in message
+    plain = refused(lambda: ms.vjp(lambda x: x * 2, x)[1](placed(x, mesh, R, R)), MixedOperandError)
+    assert "output plain" in plain
+
+
+@case(world_size=4)
+def weights_that_were_listed_before_the_model_was_distributed(world):
+    x = data(1, 6, 5)
+    net = nn.Dense(5, 4)
+    listed, weight = net.trainable_params(), array(net.weight)
+    want = ms.grad(lambda t: (t @ Tensor(weight).T).sum() * 2, 0)(x)
+    distribute_module(net, mesh_1d())
+    dx = placed(x, mesh_1d(), S(0))
+    gx, gw = ms.grad(lambda t: net(t).sum() * 2, 0, listed)(dx)
+    equal(gw[0], np.tile(2 * array(x).sum(0), (4, 1)))
+    assert gw[0].shape == (4, 5) and gx.shape == want.shape
+
+
+@case(world_size=4)
+def a_forward_that_raised_leaves_no_recording(world):
+    from mindspore.common.api import _pynative_executor
+    x = placed(data(1, 8, 4), mesh_1d(), S(0))
+    w = placed(data(2, 8, 4), mesh_1d(), S(0))
+    for call in (lambda: ms.grad(lambda t: t @ w)(x), lambda: ms.value_and_grad(lambda t: 1 / 0)(x),
+                 lambda: ops.GradOperation()(lambda t: t.nonsense())(x), lambda: ms.vjp(lambda t: t @ w, x)):
+        refused(call, Exception)
+        assert not _pynative_executor.grad_flag()
+    equal(ms.grad(lambda t: (t * w).sum())(x), w)
+
+
+@case(world_size=4)
+def training_cells_and_optimizers(world):
+    """`nn.SGD` and its like are compiled; element by element, they are right on shards."""
+    x = data(1, 8, 6)
+    made = (lambda p: nn.SGD(p, 0.1, momentum=0.9), lambda p: nn.Momentum(p, 0.1, 0.9, weight_decay=0.01),
+            lambda p: nn.Adam(p, 0.01), lambda p: ms.experimental.optim.AdamW(p, 0.01),
+            lambda p: nn.AdamWeightDecay(p, 0.01, weight_decay=0.1))
+    for make in made:
+        plain, net = _mlp(3), _mlp(3)
+        parallelize_module(net, mesh_2d()["tp"], {"0": ColwiseParallel(use_local_output=False),
+                                                  "2": RowwiseParallel(use_local_output=False)})
+        replicate(net, mesh=mesh_2d()["dp"])
+        for cell, given in ((plain, x), (net, placed(x, mesh_2d(), S(0), R))):
+            step = nn.TrainOneStepCell(_Loss(cell), make(cell.trainable_params()))
+            for _ in range(3):
+                step(given)
+        for p, q in zip(net.get_parameters(), plain.get_parameters(), strict=True):
+            equal(p, q, f"{type(step.optimizer).__name__} {p.name}", rtol=1e-4)
+    net = distribute_module(_mlp(3), mesh_1d())
+    grads = ms.grad(lambda t: (net(t) ** 2).mean(), None, net.trainable_params())(placed(x, mesh_1d(), S(0)))
+    for norms in (nn.Lamb(net.trainable_params(), 0.1), nn.AdaFactor(net.trainable_params())):
+        assert "depends on others" in refused(lambda n=norms: n(grads))
+    assert "grad_centralization" in refused(lambda: nn.SGD(
+        [{"params": net.trainable_params(), "grad_centralization": True}], 0.1)(grads))
+    stale = _mlp(3)
+    optimizer = nn.SGD(stale.trainable_params(), 0.1)
+    distribute_module(stale, mesh_1d())
+    assert "after the model was distributed" in refused(lambda: optimizer(grads))
+
+
+class _Loss(nn.Cell):
+    def __init__(self, net):
+        super().__init__(auto_prefix=False)
+        self.net = net
+
+    def construct(self, x):
+        return (self.net(x) ** 2).mean()
+
+
+def _mlp(seed: int) -> nn.Cell:
+    rng = np.random.default_rng(seed)
+    net = nn.SequentialCell(nn.Dense(6, 8), nn.ReLU(), nn.Dense(8, 6))
+    for p in net.get_parameters():
+        p.set_data(Tensor(rng.normal(size=p.shape).astype(np.float32)))
+    return net
+
+
+@case(world_size=4)
+def clipping_by_the_global_norm(world):
+    mesh, line = mesh_2d(), mesh_1d()
+    tensors = [data(1, 6, 5) * 3, data(2, 4), data(3, 8, 8), data(4, 3)]
+    want = ops.clip_by_global_norm(tensors, 1.5)
+    x = [placed(tensors[0], mesh, S(0), S(1)), placed(tensors[1], mesh, R, R), placed(tensors[2], line, S(1)), tensors[3]]
+    with counted() as count:
+        got = ops.clip_by_global_norm(x, 1.5)
+    for i, (g, w) in enumerate(zip(got, want, strict=True)):
+        equal(g, w, str(i))
+    assert [type(g) for g in got] == [DTensor] * 3 + [Tensor]
+    assert sum(count.values()) <= 3 and {op for op, _ in count} == {"all_reduce"}, count
+    for g, w in zip(ops.clip_by_global_norm(x[:2], 1e6), tensors):
+        equal(g, w, "small ones stay")
+
+
+@case(world_size=4)
+def loss_scalers(world):
+    x = data(1, 6, 5)
+    net = distribute_module(nn.Dense(5, 4), mesh_1d())
+    scaler = amp.DynamicLossScaler(1024.0, 2, 2)
+    dx = placed(x, mesh_1d(), S(0))
+    want = md.grad(lambda t: (net(t) ** 2).mean(), None, net.trainable_params())(dx)
+    grads = md.grad(lambda t: scaler.scale((net(t) ** 2).mean()), None, net.trainable_params())(dx)
+    for g, w in zip(scaler.unscale(grads), want, strict=True):
+        assert isinstance(g, DTensor)
+        equal(g, array(w))
+    one = amp.StaticLossScaler(4.0).unscale((placed(data(2, 8, 3), mesh_1d(), S(0)), placed(data(3, 5), mesh_1d(), R)))
+    equal(one[0], array(data(2, 8, 3)) / 4)
+    for bad in (None, 0, 3):  # on which rank's rows
+        values = array(data(2, 8, 3)).copy()
+        if bad is not None:
+            values[2 * bad] = np.inf
+        finite = amp.all_finite((placed(Tensor(values), mesh_1d(), S(0)), placed(data(3, 2), mesh_1d(), S(0)), data(1, 2)))
+        same_on_all_ranks(world, str(finite.asnumpy()))
+        assert type(finite) is Tensor and bool(finite) == (bad is None)
+        before = float(scaler.scale_value.asnumpy())
+        scaler.adjust(finite)
+        assert (float(scaler.scale_value.asnumpy()) < before) == (bad is not None)
+
+
+@case(world_size=4)
+def a_flag_of_any_and_a_dim_of_one_element(world):
+    x = data(1, 6, 5)
+
+    def loss(t):
+        return (t * (t > 0).any().astype(ms.float32) + t * (t > 9).any(0).astype(ms.float32)).sum()
+    for placements in ([S(0)], [S(1)]):
+        equal(ms.grad(loss)(placed(x, mesh_1d(), *placements)), ms.grad(loss)(x), str(placements))
+    one = placed(data(2, 1, 3), mesh_1d(), S(0))
+    want = array(data(2, 1, 3)) + 1
+    assert one.add_(1.0) is one and one.placements == (S(0),)
+    equal(one, want)
+    with counted() as count:
+        equal_to = one * placed(data(3, 1, 3), mesh_1d(), R) + 1
+    assert equal_to.placements == (S(0),) and not count, count
+    equal(equal_to, want * array(data(3, 1, 3)) + 1)
+
+
+# -- recomputation, replicas, ties --------------------------------------------------------------------------------------------
+
+
+@case(world_size=4)
+def recomputation_chosen_before_the_model_is_distributed(world):
+    x, mesh = data(1, 8, 6), mesh_2d()
+    plans = {
+        "distribute_module": lambda net: distribute_module(net, mesh),
+        "replicate": lambda net: replicate(net, mesh=mesh["dp"]),
+        "styles": lambda net: replicate(parallelize_module(net, mesh["tp"], {
+            "0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel(use_local_output=False)}), mesh=mesh["dp"]),
+    }
+    for name, plan in plans.items():
+        for early in (True, False):
+            net = _mlp(3)
+            for when in (True, False):
+                if when is early:
+                    net[0].recompute()
+                    net[2].recompute()
+                if when:
+                    plan(net)
+            placements = (S(0),) if name == "replicate" else (S(0), R)
+            on = mesh["dp"] if name == "replicate" else mesh
+            try:
+                trains_as_one_device(net, _mlp(3), x, placed(x, on, *placements))
+            except AssertionError as e:
+                raise AssertionError(f"{name}, recompute {'before' if early else 'after'}: {e}") from e
+
+
+@case(world_size=4)
+def replicas_over_styles_that_hand_out_local_tensors(world):
+    x, mesh = data(1, 8, 6), mesh_2d()
+    net = _mlp(3)
+    parallelize_module(net, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    replicate(net, mesh=mesh["dp"])
+    rows = Tensor(array(x)[4 * mesh.get_coordinate()[0]:][:4])
+    assert isinstance(net(rows), DTensor) and net(rows).shape == (8, 6)
+    trains_as_one_device(net, _mlp(3), x, rows)
+    one = parallelize_module(nn.Dense(6, 8), mesh["tp"], ColwiseParallel())
+    replicate(one, mesh=mesh["dp"])
+    assert one(rows).placements == (S(0), S(1)), "what a style hands out lies as the style says"
+    parallelize_module(one, mesh["tp"], PrepareModuleOutput(output_layouts=S(1), desired_output_layouts=R))
+    assert one(rows).placements == (S(0), R), "also where the style comes after"
+
+    class After(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.inner = _mlp(3)
+
+        def construct(self, x):
+            return self.inner(x) * 2
+    net = After()
+    parallelize_module(net, mesh["tp"], {"inner.0": ColwiseParallel(), "inner.2": RowwiseParallel()})
+    replicate(net, mesh=mesh["dp"])
+    assert "use_local_output=False" in refused(lambda: net(rows), LayoutError)
+
+
+class _Tied(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        rng = np.random.default_rng(5)
+        self.a, self.b = nn.Dense(6, 6), nn.Dense(6, 6)
+        for p in self.get_parameters():
+            p.set_data(Tensor(rng.normal(size=p.shape).astype(np.float32)))
+        self.b.weight = self.a.weight
+
+    def construct(self, x):
+        return self.b(mint.nn.functional.relu(self.a(x)))
+
+
+@case(world_size=4)
+def ties_between_cells_that_are_distributed_one_by_one(world):
+    x, mesh = data(1, 8, 6), mesh_2d()
+
+    def columns(name, cell, mesh):
+        for key, p in cell._params.items():
+            cell._params[key] = Parameter(distribute_tensor(p, mesh, [S(0)]), name=p.name)
+    ways = {
+        "replicate": (mesh["dp"], lambda cell: replicate(cell, mesh=mesh["dp"])),
+        "replicate without buckets": (mesh["dp"], lambda cell: replicate(cell, mesh=mesh["dp"], bucket_mb=0)),
+        "distribute_module": (mesh_1d(), lambda cell: distribute_module(cell, mesh_1d())),
+        "partition_fn": (mesh_1d(), lambda cell: distribute_module(cell, mesh_1d(), columns)),
+        "styles": (mesh_1d(), lambda cell: parallelize_module(
+            cell, mesh_1d(), ColwiseParallel(use_local_output=False, output_layouts=R))),
+    }
+    for name, (on, way) in ways.items():
+        net, plain = _Tied(), _Tied()
+        way(net.a)
+        way(net.b)
+        assert net.b.weight is net.a.weight and len(net.trainable_params()) == 3, name
+        layout = S(0) if name != "styles" else R
+        trains_as_one_device(net, plain, x, placed(x, on, layout))
+        whole = _Tied()  # in one call
+        if name == "partition_fn":
+            way(whole)
+            assert whole.b.weight is whole.a.weight and whole.a.weight.placements == (S(0),)
+
+    def either(name, cell, mesh):
+        for key, p in cell._params.items():
+            if p.ndim == 2:
+                cell._params[key] = Parameter(distribute_tensor(array(p) if False else Tensor(array(p)), mesh, [
+                    S(0 if name == "a" else 1)]), name=p.name)
+    assert "shared by cells" in refused(lambda: distribute_module(_Tied(), mesh_1d(), either), LayoutError)
+
+
+# -- compiled functions, and plain tensors ------------------------------------------------------------------------------------
+
+
+@ms.jit
+def _double(t):
+    return t * 2
+
+
+@ms.jit
+def _first(ts):
+    return ts[0] * 2
+
+
+@ms.jit
+def _entry(d):
+    return d["a"] * 2
+
+
+@ms.jit
+def _named(t, *, k):
+    return t * k
+
+
+_net = nn.Dense(4, 4)
+_weight = Parameter(Tensor(np.ones((4, 4), np.float32)), name="captured")
+
+
+@ms.jit
+def _through_a_cell(t):
+    return _net(t)
+
+
+@ms.jit
+def _through_a_parameter(t):
+    return t * _weight
+
+
+@ms.jit
+def _less(t):
+    return ops.less(t, 1).astype(ms.float32) + mint.mul(t, t)
+
+
+@case(world_size=4)
+def compiled_functions_refuse_dtensors_wherever_they_hide(world):
+    global _weight
+    mesh = mesh_1d()
+    x, plain = placed(data(1, 8, 4), mesh, S(0)), data(1, 4, 4)
+    equal(_through_a_cell(plain), _net(plain))
+    equal(_through_a_parameter(plain), plain)
+    distribute_module(_net, mesh)
+    _weight = Parameter(placed(data(2, 4, 4), mesh, R), name="captured")
+    inner = local_map(lambda t: _less(t), [S(0)])
+    for _ in range(2):  # what was compiled with a DTensor is not remembered
+        for call in (lambda: _double(x), lambda: _first((x,)), lambda: _first([x]), lambda: _first(ms.mutable((x,))),
+                     lambda: _entry({"a": x}), lambda: _named(plain, k=x), lambda: ms.jit(_net)(plain),
+                     lambda: _first((_net.weight,)), lambda: _through_a_cell(plain),
+                     lambda: ms.grad(lambda t: _first((t,)).sum())(x)):
+            assert "For 'ms.jit'" in refused(call)
+        equal(_double(plain), array(plain) * 2)
+        equal(inner(x), (array(data(1, 8, 4)) < 1) + array(data(1, 8, 4)) ** 2)
+    equal(x * 2, array(data(1, 8, 4)) * 2)
+
+
+@case(world_size=4)
+def loss_parallel_lets_in_labels_and_nothing_else(world):
+    mesh = mesh_1d()
+    x, y = data(1, 6, 8), Tensor(np.array([0, 3, 7, 2, 2, 5], np.int32))
+    dx = placed(x, mesh, S(1))
+    want = ms.value_and_grad(lambda t: ops.cross_entropy(t, y))(x)
+    with loss_parallel():
+        got = ms.value_and_grad(lambda t: ops.cross_entropy(t, y))(dx)
+        equal(got[0], want[0])
+        equal(got[1], want[1])
+        equal(nn.CrossEntropyLoss()(dx, y), want[0])
+        for mixing in (lambda: dx * x, lambda: x @ dx.T, lambda: ops.cross_entropy(dx * x, y), lambda: mint.cat([dx, x]),
+                       lambda: ops.cross_entropy(dx, mint.nn.functional.softmax(x, -1)),
+                       lambda: dx + Tensor(np.arange(8, dtype=np.int32))):
+            refused(mixing, MixedOperandError)
+        refused(lambda: dx.redistribute(placements=[R]) and mint.cumsum(dx, 1), (ImplicitCommError, DTensorError))

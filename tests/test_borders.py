@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plain MindSpore is what it was: a slice of `scripts/fuzz_borders.py`, and the edges in one process."""
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, mint, ops
+
+import ms_dtensor as md
+from ms_dtensor import DFunction, Shard, distribute_tensor, init_device_mesh
+from ms_dtensor.errors import MixedOperandError, OpRuleError
+
+pytestmark = pytest.mark.usefixtures("cpu")
+SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "fuzz_borders.py"
+
+
+@pytest.fixture(scope="module")
+def borders():
+    spec = importlib.util.spec_from_file_location("fuzz_borders", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def x():
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+    return distribute_tensor(Tensor(np.arange(6, dtype=np.float32).reshape(3, 2)), mesh, [Shard(0)])
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_plain_calls_are_byte_equal(borders, jitted):
+    wrong, refused = borders.compare([*borders.CALLS[::7], *([] if jitted else borders.EAGER_ONLY)], jitted)
+    assert not wrong, "\n".join(wrong)
+    assert refused < 8
+    assert len(borders.CALLS) + len(borders.EAGER_ONLY) > 300
+
+
+@ms.jit
+def _compiled(t):
+    return ops.less(t, 1).astype(ms.float32) + mint.mul(t, t) + (t < 3)
+
+
+def test_compiled_functions_on_plain_tensors_and_in_local_map(x):
+    want = (np.arange(6).reshape(3, 2) < 1) + np.arange(6).reshape(3, 2) ** 2 + (np.arange(6).reshape(3, 2) < 3)
+    np.testing.assert_array_equal(_compiled(x.to_local()).asnumpy(), want)
+    np.testing.assert_array_equal(md.local_map(_compiled, [Shard(0)])(x).to_local().asnumpy(), want)
+
+
+OTHER_MODES = """
+import mindspore as ms
+import ms_dtensor as md
+from ms_dtensor.errors import OpRuleError
+mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+x = md.ones((3, 2), mesh, [md.Shard(0)])
+for mode in ("trace", "bytecode"):
+    def twice(t):
+        return t * 2
+    def captured(t):
+        return x * 2
+    twice, captured = (ms.jit(f, capture_mode=mode) for f in (twice, captured))
+    for turn in range(2):
+        for call in (lambda: twice(x), lambda: captured(x.to_local())):
+            try:
+                call()
+            except OpRuleError as e:
+                print(mode, turn, e.attempt, flush=True)
+"""
+
+
+def test_other_capture_modes_refuse_too(tmp_path):
+    """In a process of their own: they leave MindSpore's interpreter state as it should not be left."""
+    script = tmp_path / "modes.py"
+    script.write_text(OTHER_MODES)
+    told = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False,
+                          env={**os.environ, "PYTHONPATH": str(SCRIPT.parent.parent)}).stdout
+    argument = "For 'ms.jit', an argument is a DTensor."
+    capture = {"trace": "For 'ms.jit', a result is a DTensor.",
+               "bytecode": "For 'ms.jit', what the function captures is a DTensor."}
+    wanted = [f"{mode} {turn} {text}" for mode in capture for turn in range(2) for text in (argument, capture[mode])]
+    assert told.splitlines() == wanted, told
+
+
+def test_gradient_positions_default_as_mindspores(x):
+    value, gradient = md.value_and_grad(lambda t: (t * t).sum())(x)
+    assert value.item() == 55 and isinstance(gradient, md.DTensor)
+    np.testing.assert_array_equal(gradient.to_local().asnumpy(), 2 * x.to_local().asnumpy())
+
+
+class Cube(DFunction):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, = ctx.saved_tensors
+        return 3 * x * x * grad
+
+
+class Wrong(Cube):
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
+def test_check_gradients_of_one_argument():
+    sample = Tensor(np.random.default_rng(1).normal(size=(3, 2)).astype(np.float32))
+    Cube.check_gradients(sample)
+    with pytest.raises(OpRuleError, match="the gradient of tensor 0 is wrong"):
+        Wrong.check_gradients(sample)
+
+
+def test_an_array_that_meets_a_dtensor_is_named(x):
+    array = np.ones((3, 2), np.float32)
+    for mixing in (lambda: array + x, lambda: x + array):
+        with pytest.raises(MixedOperandError, match="For 'add', a numpy.ndarray meets a DTensor") as error:
+            mixing()
+        assert "distribute_tensor" in str(error.value)

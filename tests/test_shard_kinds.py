@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A made-up way of cutting a dim: layouts, plans and every existing rule take it, and none knows of it."""
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from mindspore import mint, ops
+from mindspore.mint.nn import functional as F
+
+from ms_dtensor import DeviceMesh, Layout, Partial, Replicate, Shard
+from ms_dtensor.core.placements import chunk_bounds
+from ms_dtensor.debug.verify import check_rule
+from ms_dtensor.ops.rules import RULES, Call, Operand
+from ms_dtensor.ops.rules.select import choose
+from ms_dtensor.redistribute.plan import plan, relabels
+
+pytestmark = pytest.mark.usefixtures("cpu")
+R, P, S = Replicate(), Partial(), Shard
+
+
+class Backwards(Shard):
+    """The first rank holds the last chunk, so the longest shards come last."""
+
+    @staticmethod
+    def bounds(size, parts):
+        return chunk_bounds(size, parts)[::-1]
+
+
+B = Backwards
+MESH = DeviceMesh("cpu", np.arange(4).reshape(2, 2), mesh_dim_names=("dp", "tp"))
+
+
+def chosen(op, *operands, names=("input", "other"), **static):
+    layouts = tuple(Layout(MESH, p, shape) for shape, p in operands)
+    tensors = tuple(Operand(i, x.shape, x.dtype) for i, x in enumerate(layouts))
+    call = Call(op, {**dict(zip(names, tensors)), **static}, tensors)
+    choice = choose(call, RULES[op](call), layouts)
+    return [t.placements for t in choice.targets], [out.placements for out in choice.outs]
+
+
+def test_it_is_another_layout():
+    x = Layout(MESH, [R, B(-2)], (5, 4))
+    assert x.placements == (R, B(0)) and repr(B(0)) == "Backwards(0)" and B(0) != S(0)
+    assert x is Layout(MESH, {"tp": B(0)}, (5, 4)) and x is not Layout(MESH, {"tp": S(0)}, (5, 4))
+    assert [x.local_box((0, t))[0] for t in (0, 1)] == [(3, 5), (0, 3)]
+    assert x.gradient((0,)) is Layout(MESH, [P, B(0)], (5, 4))
+
+
+@pytest.mark.parametrize("op, operands, static, targets, outs", [
+    ("add", [((5, 4), [B(0), S(1)]), ((5, 4), [B(0), S(1)])], {}, [(B(0), S(1))] * 2, (B(0), S(1))),
+    ("add", [((5, 4), [B(0), R]), ((4,), [R, R])], {}, [(B(0), R), (R, R)], (B(0), R)),
+    ("add", [((5, 4), [R, B(1)]), ((5, 4), [R, S(1)])], {}, [(R, S(1))] * 2, (R, S(1))),  # two ways: the plain one
+    ("matmul", [((5, 6), [B(0), R]), ((6, 3), [R, B(1)])], {}, [(B(0), R), (R, B(1))], (B(0), B(1))),
+    ("matmul", [((5, 6), [R, B(1)]), ((6, 3), [R, B(0)])], {}, [(R, B(1)), (R, B(0))], (R, P)),
+    ("sum", [((5, 6), [B(0), B(1)])], {"dim": 0}, [(B(0), B(1))], (P, B(0))),
+    ("swap", [((5, 6), [B(0), B(1)])], {"dim0": 0, "dim1": 1}, [(B(0), B(1))], (B(1), B(0))),
+    ("softmax", [((50, 60), [R, B(0)])], {"dim": 0}, [(R, S(1))], (R, S(1))),  # it has to move: the plain one
+])
+def test_rules_keep_the_operands_way(op, operands, static, targets, outs):
+    assert chosen(op, *operands, **static) == (targets, [outs])
+
+
+def test_no_collective_is_planned_over_it():
+    x = Layout(MESH, [P, B(0)], (5, 4))
+    assert [m.kind for m in plan(x, Layout(MESH, [R, B(0)], (5, 4)))] == ["all_reduce"]
+    assert [m.kind for m in plan(x, Layout(MESH, [R, R], (5, 4)))] == ["all_reduce", "exchange"]
+    assert [m.kind for m in plan(x, Layout(MESH, [P, S(0)], (5, 4)))] == ["exchange"]
+    assert not relabels(Layout(MESH, [R, S(0)], (5, 4)), Layout(MESH, [R, B(0)], (5, 4)))
+
+
+_A, _B, _C, _D, _E = (np.random.default_rng(i).normal(size=s).astype(np.float32)
+                      for i, s in enumerate([(5, 7), (7, 3), (5, 7), (5, 4), (4, 4)]))
+
+
+@pytest.mark.parametrize("fn, args", [(mint.add, (_A, _C)), (mint.matmul, (_A, _B)), (mint.sum, (_A, 0)),
+                                      (mint.mean, (_A, 1)), (mint.transpose, (_A, 0, 1)), (mint.tril, (_A, 1)),
+                                      (mint.softmax, (_A, 0)), (F.linear, (_D, _E, _E[0])),  # one rank of three is empty
+                                      (mint.reshape, (_A[:4], (2, 14))), (mint.max, (_A,)),
+                                      (ops.gather, (_A, np.array([4, 0, 2]), 0))])
+def test_existing_rules_are_right_on_such_shards_with_gradients(fn, args, monkeypatch):
+    plain = dict(RULES)
+
+    def cut(rule):
+        def backwards(call):
+            spec = rule(call)
+            return replace(spec, cases=tuple(case.cut_like(B(0)) for case in spec.cases))
+        return backwards
+    for op, rule in plain.items():
+        monkeypatch.setitem(RULES, op, cut(rule))
+    report = check_rule(fn, *args)
+    assert report and report.compared > 6, report.wrong
