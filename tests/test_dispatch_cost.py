@@ -144,6 +144,19 @@ def test_equal_numbers_of_different_types_are_different_calls():
     assert str((x * True).dtype) == "Int32" and str((x * 1.0).dtype) == "Float32"
 
 
+def test_equal_texts_and_zeros_of_different_signs_are_different_calls():
+    x = laid(S(0))
+    assert np.signbit((x * 0.0 + 1.0).full_tensor().asnumpy()).sum() == 0
+    assert not np.signbit((x.abs() * 0.0).full_tensor().asnumpy()).any()
+    assert np.signbit((x.abs() * -0.0).full_tensor().asnumpy()).all()
+    for kind in (np.float32, np.float16):
+        assert (x.astype(ms.float64) * kind(0.1)).full_tensor().asnumpy()[0, 0] / x.full_tensor().asnumpy()[0, 0] == \
+            pytest.approx(float(kind(0.1)), rel=1e-9), kind
+    rows = [np.arange(2000) % 4, np.where(np.arange(2000) == 1000, 3, np.arange(2000) % 4)]  # one differs in the middle
+    for picked in rows:
+        assert np.array_equal(laid(R)[picked].full_tensor().asnumpy(), laid(R).full_tensor().asnumpy()[picked])
+
+
 def test_an_attribute_changed_on_a_primitive_is_seen():
     from mindspore import ops
 

@@ -12,6 +12,7 @@ import logging
 from operator import is_
 from typing import Any
 
+import numpy as np
 from mindspore import Tensor, ops
 from mindspore._c_expression import NoFallbackGuard
 
@@ -60,7 +61,7 @@ def dispatch(self, func, args=(), kwargs=None):
             key.append(a._layout)
         elif kind is ATOM:
             key.append(a.__class__)
-            key.append(a)
+            key.append(a or repr(a))  # 0.0 and -0.0 are equal, and mean different calls
         else:
             _part(a, key, tensors)
     if kwargs:
@@ -131,7 +132,7 @@ def call_by_rule(op: str, func, names: tuple[str, ...], args: tuple, kwargs: dic
             key.append(a._layout)
         elif kind is ATOM:
             key.append(a.__class__)
-            key.append(a)
+            key.append(a or repr(a))  # 0.0 and -0.0 are equal, and mean different calls
         else:
             _part(a, key, tensors)
     if kwargs:
@@ -178,11 +179,11 @@ def _part(a, key, tensors) -> None:
     kind = KINDS.get(a.__class__)
     if kind is ATOM:
         key.append(a.__class__)  # 1, 1.0 and True are equal, and mean different calls
-        key.append(a)
+        key.append(a or repr(a))
     elif kind is LIST:
         classes = tuple(map(type, a))
         key.append(classes)
-        if _ATOM_LISTS.get(classes) or _atoms_only(classes):
+        if _ATOM_LISTS.get(classes) or _exact_only(classes):
             key.append(tuple(a))
         else:
             for v in a:
@@ -191,16 +192,20 @@ def _part(a, key, tensors) -> None:
         tensors.append(a)
         layout = getattr(a, "_layout", None)
         key.append(layout if layout is not None else (tuple(a._shape), str(a.dtype), a.__class__ is Tensor))
+    elif isinstance(a, np.ndarray):  # whose text leaves out what is in the middle
+        key.append((a.shape, a.dtype.str, a.tobytes()))
     else:
+        key.append(a.__class__)  # np.float16(0.1) and np.float32(0.1) read alike
         key.append(str(a))
 
 
 _ATOM_LISTS: dict[tuple, bool] = {}
+_INEXACT = frozenset((float, complex))
 
 
-def _atoms_only(classes) -> bool:
-    """Whether a list of these classes is hashable as it is; remembered."""
-    if all(KINDS.get(c) is ATOM for c in classes):
+def _exact_only(classes) -> bool:
+    """Whether a list of these classes is hashable as it is, and equal ones are alike; remembered."""
+    if all(KINDS.get(c) is ATOM and c not in _INEXACT for c in classes):
         if len(_ATOM_LISTS) < 1024:
             _ATOM_LISTS[classes] = True
         return True

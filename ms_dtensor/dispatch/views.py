@@ -25,13 +25,6 @@ class Kin:
     storage: object  # a token that those have in common who share storage by what was planned
     native: bool  # only MindSpore's own ops led here, so what is no view here is none on one device either
 
-    def descends_from(self, other: Kin) -> bool:
-        """Whether this is `other`, a view of it, a view of a view, ..."""
-        kin: Kin | None = self
-        while kin is not None and kin is not other:
-            kin = kin.parent
-        return kin is other
-
 
 def link(source, result: Any, shares: bool, native: bool) -> None:
     """Remembers that `result` is on one device a view of `source`.
@@ -71,7 +64,7 @@ def refuse_view(x, what: str, *fix: str) -> None:
 
 
 def relatives_of(x):
-    """(tensor, shares storage) of the living tensors that are views of `x` or that `x` is a view of."""
+    """(tensor, shares storage) of the living tensors that are views of `x`, that it is a view of, and their other views."""
     kin = None if x._memo is None else x._memo.kin
     if kin is None:
         return
@@ -80,8 +73,6 @@ def relatives_of(x):
         if other is None or other is x:
             continue
         its = other._memo.kin
-        if not kin.descends_from(its) and not its.descends_from(kin):
-            continue
         shared = kin.storage is its.storage
         if shared and math.prod(x._shape) and math.prod(other._shape) and _storage(x) != _storage(other):
             if kin.native and its.native:

@@ -108,6 +108,27 @@ def _wrote(change, x: Tensor, mesh, placements, what: str) -> None:
 
 
 @case(world_size=4)
+def a_write_through_a_view_reaches_its_siblings_or_raises(world):
+    """A sibling that is a copy here: `c = x[2:7]` was gathered, `x[:, 1:3][:] = -1` writes into the storage of `x`."""
+    mesh = mesh_1d()
+    x = distribute_tensor(data(1, 8, 5), mesh, [S(0)])
+    c = x[2:7]
+    before = array(c).copy()
+    try:
+        x[:, 1:3][:] = -1
+    except OpRuleError:
+        assert np.array_equal(array(x), array(data(1, 8, 5))) and np.array_equal(array(c), before)
+    else:
+        assert np.array_equal(array(c), array(x)[2:7])
+    del c
+    x[:, 1:3][:] = -1
+    assert (array(x)[:, 1:3] == -1).all()
+    scalar = x[3, 3].clone()
+    scalar[...] = 7.0
+    assert scalar.shape == () and scalar.item() == 7.0
+
+
+@case(world_size=4)
 def writes_through_a_view_of_a_sharded_dim(world):
     """Peer: `y = x[1:3]; y.zero_()` writes into a gathered copy; x stays as it was."""
     mesh = mesh_2d()

@@ -16,7 +16,7 @@ import numpy as np
 from mindspore import Tensor, mint
 
 from ms_dtensor import DTensor, Partial, Replicate, Shard, comm, distribute_tensor, grad
-from ms_dtensor.errors import CommError, DTensorError
+from ms_dtensor.errors import CommError, DTensorError, OpRuleError
 from tests.fuzz.ops import FLOATS, OPS, Op, dtype_of, is_float
 
 
@@ -234,7 +234,7 @@ def check_gradients(program: Program, mesh, out: Result, rtol: float) -> None:
     wrt = tuple(i for i, (_, dtype) in enumerate(program.inputs) if dtype in FLOATS)
     arrays = input_arrays(program)
     writes = frozenset(op.name for op in TABLE.values() if op.writes)
-    once = frozenset(op.name for op in TABLE.values() if op.orders < 2)
+    once = frozenset(op.name for op in TABLE.values() if op.orders < 1)
     first = _loss(program, wrt, writes)
     out.gradients += _compare(first, lambda take, f: take(f, wrt), wrt, arrays, program, mesh, out, rtol, "gradient")
     if program.seed % 2 and max((math.prod(s) for s, _ in program.inputs), default=0) <= 256:
@@ -243,13 +243,18 @@ def check_gradients(program: Program, mesh, out: Result, rtol: float) -> None:
         def twice(take, f):
             inner = take(f, wrt)
             return take(lambda *xs: sum((g * g).sum() for g in inner(*xs)), wrt)
-        out.seconds += _compare(second, twice, wrt, arrays, program, mesh, out, rtol * 10, "second derivative")
+        try:
+            out.seconds += _compare(second, twice, wrt, arrays, program, mesh, out, rtol * 10, "second derivative")
+        except OpRuleError as e:
+            if "derivative of its gradient" not in e.attempt:
+                raise
 
 
 def _loss(program: Program, wrt, skip):
     def loss(*inputs):
         values = run(program, list(inputs), skip)
-        used = {i for s in program.steps if s.op not in skip and all(values[t] is not None for t in s.takes) for i in s.takes}
+        ran = [s for s in program.steps if s.op not in skip and all(values[t] is not None for t in s.takes)]
+        used = {i for s in ran for i in s.takes}
         ends = [(i, v) for i, v in enumerate(values)
                 if v is not None and is_float(v) and (i not in used or i in wrt)]
         return sum((v.astype(ms.float64) * math.sin(i + 1)).sum() for i, v in ends if 0 not in v.shape)

@@ -88,10 +88,9 @@ def _filled(x, value):
 
 
 def _select(mask, new, old):
-    if old.dtype in (ms.bool_, ms.bfloat16):
-        wide = ms.float32 if old.dtype == ms.bfloat16 else ms.int32
-        return ops.select(mask, new.astype(wide), old.astype(wide)).astype(old.dtype)
-    return ops.select(mask, new, old)
+    wide = {ms.bool_: ms.int32, ms.bfloat16: ms.float32}.get(old.dtype, old.dtype)
+    out = ops.select(mask, new.astype(wide), old.astype(wide)).astype(old.dtype)
+    return out if old._shape else mint.reshape(out, ())  # of scalars MindSpore makes a tensor of one dim
 
 
 def fill(x, value):
