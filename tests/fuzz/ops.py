@@ -187,8 +187,9 @@ def _fill_view(xs, at, value):
 
 
 def _copy(xs):
-    xs[0].copy_(xs[0] * 3)
-    return xs[0]
+    x = xs[0] * 1  # not into a view, where plain MindSpore on CPU loses the copy
+    x.copy_(x * 3)
+    return x
 
 
 def _cast(xs, name):
@@ -260,7 +261,7 @@ OPS = (
        if tuple(xs[0].shape) == tuple(xs[1].shape) and dtype_of(xs[0]) == dtype_of(xs[1]) else None),
     Op("stack", "**", lambda xs, d: ops.stack([xs[0], xs[1]], d), lambda rng, xs: (int(rng.integers(len(xs[0].shape) + 1)),)
        if tuple(xs[0].shape) == tuple(xs[1].shape) and dtype_of(xs[0]) == dtype_of(xs[1]) else None),
-    Op("detach", "f", lambda xs: ops.stop_gradient(xs[0]) + xs[0] * 0.5),
+    Op("detach", "f", lambda xs: ops.stop_gradient(xs[0]) + xs[0] * 0.5, orders=1),
     Op("write a number", "n", _set, written, 0, True), Op("write its double", "n", _set_tensor, sliced, 0, True),
-    Op("write through a view", "n", _fill_view, written, 0, True), Op("copy", "f", _copy, orders=0, writes=True),
+    Op("write through a view", "n", _fill_view, written, 0, True), Op("copy", "f", _copy, orders=0),
 )

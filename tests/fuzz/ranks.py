@@ -12,7 +12,7 @@ from ms_dtensor import comm, init_device_mesh
 from tests.fuzz.programs import agreed, check, generate, grids, minimised
 from tests.msrun import report
 
-LIMIT = 120  # seconds for one program and its minimisation; then every thread's stack is printed
+LIMIT = 300  # seconds for one program and its minimisation; then every thread's stack is printed
 
 
 def one(seed: int, world) -> dict:

@@ -31,7 +31,7 @@ def mean_of_shard(x, dims, keepdim, count, dtype):
     """This shard's summand of a global mean over `count` elements."""
     if dtype is not None:
         x = x.astype(as_dtype(dtype))
-    return x.sum(dims, keepdim=keepdim) * (1.0 / count if count else float("nan"))
+    return x.sum(dims, keepdim=keepdim) / (count or float("nan"))  # a factor would be rounded to float32
 
 
 def linear_bias_once(x, w, b, share):

@@ -29,7 +29,7 @@ _SUM: dict[str, Any] = {
 
 def loss_share(op, count, *arguments):
     """This shard's summand of a mean loss over `count` elements."""
-    return _SUM[op](*arguments) * (1.0 / count if count else float("nan"))
+    return _SUM[op](*arguments) / (count or float("nan"))
 
 
 def sparse_cross_entropy_share(logits, labels, rows):
