@@ -91,9 +91,9 @@ def _kind(x) -> str:
         return f"{type(x).__name__}({', '.join(map(_kind, x))})"
     if not isinstance(x, Tensor):
         return type(x).__name__
-    layout = getattr(x, "_layout", None)
+    layout = repr(x.layout) if isinstance(x, DTensor) else "plain"
     dtype = str(x.dtype).lower()
-    return f"{layout or 'plain'!r} {dtype}{'' if x._requires_grad else ' constant'}{' leaf' if x._is_leaf else ''}"
+    return f"{layout} {dtype}{'' if x._requires_grad else ' constant'}{' leaf' if x._is_leaf else ''}"
 
 
 class Sum(_Function):

@@ -60,7 +60,7 @@ def empty_results(at: Local) -> Fills | None:
     """(local shape, fill value) per result where this rank has nothing to compute, else None.
 
     That is where sharding left an operand without elements, or the rank is outside the mesh: each result is empty too, or
-    this rank's share of a reduction, its neutral element. One that is whole beside empty ones depends on no element.
+    this rank's share of a reduction, its neutral element. One replicated beside empty ones depends on no element.
     """
     if at.coordinate is None:
         return tuple(((0,) * len(layout.shape), 0) for layout in at.outs)
@@ -70,7 +70,10 @@ def empty_results(at: Local) -> Fills | None:
     for layout in at.outs:
         shape = layout.local_shape(at.coordinate)
         kinds = {layout.placements[a].reduce_op for a in layout.partial_axes}
-        out.append((shape, None if prod(shape) and not kinds else _NEUTRAL[min(kinds, default="sum")]))
+        whole = bool(prod(shape)) and not kinds
+        if whole and not layout.is_replicated():
+            return None
+        out.append((shape, None if whole else _NEUTRAL[min(kinds, default="sum")]))
     return None if all(value is None for _, value in out) else tuple(out)
 
 
