@@ -8,7 +8,6 @@ forward that raised leaves MindSpore 2.10 recording, and its next gradient would
 from __future__ import annotations
 
 import functools
-from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 
 from mindspore import Parameter, Tensor, nn
@@ -38,12 +37,21 @@ def _grad(original):
     def grad(fn, operation, weights, grad_position, has_aux, *args):
         if _local.get():
             return original(fn, operation, weights, grad_position, has_aux, *args)
-        weights = _current(weights)
+        if weights is not None:
+            weights = _current(weights)
         inputs = args[:-1] if operation.sens_param else args
         if operation.sens_param:
             args = *inputs, _sens(fn, args[-1])
-        with _cleaning():
+        outermost = not recording()
+        try:
             out = original(fn, operation, weights, grad_position, has_aux, *args)
+        except BaseException:
+            _clean(outermost)
+            raise
+        if out.__class__ is Tensor and operation.get_by_position and not operation.get_by_list and not operation.get_all:
+            at = grad_position if grad_position.__class__ is int else grad_position[0]
+            if inputs[at].__class__ is not tuple:  # the commonest call, without walking through trees
+                return _gradient(out, inputs[at])
         originals = _wanted_inputs(operation, grad_position, inputs)
         if operation.get_by_list:
             given = fn.trainable_params() if weights is None and isinstance(fn, nn.Cell) else weights
@@ -95,7 +103,7 @@ def _current(weights):
 
 def _end_graph(original):
     def end_graph(fn, output, *args, **kwargs):
-        layouts = [_layout(x) for x in leaves(output, Tensor)]
+        layouts = [_layout(output)] if isinstance(output, Tensor) else [_layout(x) for x in leaves(output, Tensor)]
         if any(layouts):
             if len(_outputs) >= _LIMIT:
                 _outputs.clear()
@@ -131,24 +139,24 @@ def _sens(fn, sens):
 # -- around them ------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _cleaning():
+def _clean(outermost: bool) -> None:
     """After an exception in the outermost gradient nothing is recorded any more."""
-    outermost = not recording()
-    try:
-        yield
-    except BaseException:
-        if outermost:
-            _pynative_executor.clear_res()
-            _pynative_executor.set_grad_flag(False)
-        raise
+    if outermost:
+        _pynative_executor.clear_res()
+        _pynative_executor.set_grad_flag(False)
 
 
 def _forward(original):
     @functools.wraps(original)
     def forward(fn, *args, **kwargs):
-        with _cleaning(), modes.HigherOrderBlock() if recording() else nullcontext():
+        if recording():
+            with modes.HigherOrderBlock():
+                return original(fn, *args, **kwargs)
+        try:
             return original(fn, *args, **kwargs)
+        except BaseException:
+            _clean(True)
+            raise
     return forward
 
 
