@@ -48,7 +48,7 @@ def _grad(original):
         except BaseException:
             _clean(outermost)
             raise
-        if out.__class__ is Tensor and operation.get_by_position and not operation.get_by_list and not operation.get_all:
+        if out.__class__ is Tensor and getattr(operation, "get_by_position", False) and not operation.get_by_list:
             at = grad_position if grad_position.__class__ is int else grad_position[0]
             if inputs[at].__class__ is not tuple:  # the commonest call, without walking through trees
                 return _gradient(out, inputs[at])
