@@ -4,8 +4,8 @@
 MindSpore 2.10 asks only the *first* operand's class for `__fallback__` in operators such as `parameter + dtensor`, and
 a class without one computes on local storage silently. One class attribute on `mindspore.Tensor` closes that for every
 entry point. It is installed with the first DTensor and `uninstall()` removes it; plain tensors are not slowed, because
-MindSpore asks only subclasses (and Parameters, which pay about 2 us). The functions in `functions.py`
-and `keywords.py` come with it.
+MindSpore asks only subclasses (and Parameters, which pay about 2 us). What the modules beside
+this one patch comes with it, and goes with it.
 """
 from __future__ import annotations
 

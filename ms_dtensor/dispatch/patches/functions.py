@@ -24,6 +24,7 @@ from ...ops import rng
 from .. import modes, policy
 from ..dispatcher import plain_tree
 from ..operands import replicate_constant, wrap
+from .undo import Patched
 
 
 def _einsum(equation, operands, *rest):
@@ -97,7 +98,7 @@ _LABELLED = (
       for name in ("cross_entropy", "nll_loss", "cross_entropy_ext", "nll_loss_ext")),
     ("mindspore.ops.operations.nn_ops:SparseSoftmaxCrossEntropyWithLogits", "__call__", 2),
 )
-_installed: list[tuple[object, str, object]] = []
+_installed = Patched()
 
 
 def _asking(original, meaning):
@@ -206,37 +207,27 @@ def install() -> None:
         holder = _holder(path)
         original = holder.__dict__.get(name, None) or getattr(holder, name, None)
         if original is not None:
-            _put(holder, name, _asking(original, meaning))
+            _installed.put(holder, name, _asking(original, meaning))
     for path, name, constants in _FILLED:
         holder = _holder(path)
         original = holder.__dict__.get(name)
         if original is not None:
-            _put(holder, name, _filling(original, constants))
+            _installed.put(holder, name, _filling(original, constants))
     for path, name, at in _LABELLED:
         holder = _holder(path)
         original = getattr(holder, name, None)
         if original is not None:
-            _put(holder, name, _labelling(original, at))
+            _installed.put(holder, name, _labelling(original, at))
     for path in ("mindspore.ops.function.clip_func", *_EVERYWHERE):
         holder = _holder(path)
         if hasattr(holder, "clip_by_global_norm"):
-            _put(holder, "clip_by_global_norm", _with_dtensors(holder.clip_by_global_norm, _clip_by_global_norm))
+            _installed.put(holder, "clip_by_global_norm", _with_dtensors(holder.clip_by_global_norm, _clip_by_global_norm))
     recompute = importlib.import_module("mindspore.common.recompute")
     get, put = _pair(recompute.get_rng_state, recompute.set_rng_state)
-    _put(recompute, "get_rng_state", get)
-    _put(recompute, "set_rng_state", put)
-
-
-def _put(holder, name, value):
-    _installed.append((holder, name, holder.__dict__.get(name)))
-    setattr(holder, name, value)
+    _installed.put(recompute, "get_rng_state", get)
+    _installed.put(recompute, "set_rng_state", put)
 
 
 def uninstall() -> None:
     """Takes the redirections back."""
-    while _installed:
-        holder, name, original = _installed.pop()
-        if original is None:
-            delattr(holder, name)
-        else:
-            setattr(holder, name, original)
+    _installed.take_back()

@@ -22,11 +22,12 @@ from ...redistribute.execute import recorded_gradient
 from .. import modes
 from ..operands import local_alias, recording, redistribute, retag
 from ..replaced import current
+from .undo import Patched
 
 _LIMIT = 256
 _outputs: dict[int, list] = {}  # by id of a differentiated function: layouts of its outputs; every forward says them anew
 _local: ContextVar[bool] = ContextVar("ms_dtensor_local_gradients", default=False)  # inside a recomputation's backward
-_installed: list[tuple[object, str, object]] = []
+_installed = Patched()
 
 
 def _layout(x):
@@ -190,15 +191,9 @@ def install() -> None:
     """Installs the doors; does nothing where they are in place."""
     if not _installed:
         for holder, name, door in _DOORS:
-            _installed.append((holder, name, holder.__dict__.get(name)))
-            setattr(holder, name, door(getattr(holder, name)))
+            _installed.put(holder, name, door(getattr(holder, name)))
 
 
 def uninstall() -> None:
     """Takes them back."""
-    while _installed:
-        holder, name, original = _installed.pop()
-        if original is None:
-            delattr(holder, name)
-        else:
-            setattr(holder, name, original)
+    _installed.take_back()

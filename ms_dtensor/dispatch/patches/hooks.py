@@ -21,10 +21,11 @@ from mindspore.ops.operations._inner_ops import CellBackwardHook
 from ...core.layout import Layout
 from ...errors import LayoutError, OpRuleError
 from ..operands import as_local, local_alias, redistribute, wrap
+from .undo import Patched
 
 _GIVEN = "given"  # attribute of a registered function: the user's hook
 _calls: ContextVar[tuple] = ContextVar("ms_dtensor_hooked_calls", default=())  # of cells with backward hooks, open now
-_installed: list[tuple[object, str, object]] = []
+_installed = Patched()
 
 
 # -- of tensors and parameters ------------------------------------------------------------------------------------------
@@ -191,12 +192,9 @@ def install() -> None:
     """Installs the doors; does nothing where they are in place."""
     if not _installed:
         for holder, name, door in ((CellBackwardHook, "__call__", _cell_hook), (nn.Cell, "_run_construct", _run_construct)):
-            _installed.append((holder, name, getattr(holder, name)))
-            setattr(holder, name, door(getattr(holder, name)))
+            _installed.put(holder, name, door(getattr(holder, name)))
 
 
 def uninstall() -> None:
     """Takes them back."""
-    while _installed:
-        holder, name, original = _installed.pop()
-        setattr(holder, name, original)
+    _installed.take_back()

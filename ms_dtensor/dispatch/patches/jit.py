@@ -20,6 +20,7 @@ from ...core.tree import leaves, map_leaves
 from ...errors import OpRuleError
 from .. import policy
 from ..operands import local_alias, redistribute
+from .undo import Patched
 
 # MindSpore's optimizers whose update of one element depends on that element alone
 _ELEMENTWISE = frozenset((
@@ -27,7 +28,7 @@ _ELEMENTWISE = frozenset((
     "Momentum", "NAdam", "ProximalAdagrad", "RAdam", "RMSProp", "RMSprop", "Rprop", "SGD"))
 _met: list[Tensor] | None = None  # DTensors that the compilation under way has met
 _refused: dict[int, tuple] = {}  # by id: (a function in bytecode mode that captures a DTensor, the error)
-_installed: list[tuple[object, str, object]] = []
+_installed = Patched()
 
 
 def _asked(x):
@@ -256,12 +257,9 @@ def install() -> None:
     """Installs the doors; does nothing where they are in place."""
     if not _installed:
         for holder, name, door in _DOORS:
-            _installed.append((holder, name, getattr(holder, name)))
-            setattr(holder, name, door(getattr(holder, name)))
+            _installed.put(holder, name, door(getattr(holder, name)))
 
 
 def uninstall() -> None:
     """Takes them back."""
-    while _installed:
-        holder, name, original = _installed.pop()
-        setattr(holder, name, original)
+    _installed.take_back()
