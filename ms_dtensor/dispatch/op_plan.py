@@ -104,8 +104,8 @@ class Results:
             done = []
             for i in range(len(layouts)):  # `zip` would hold another reference
                 r = result[i]
-                done.append(reduce_nonlinear(_wrap_or_retag(getrefcount(r), r, layouts[i] or self._bind(i, r), _HELD_IN_LIST),
-                                             grad, self.op))
+                out = _wrap_or_retag(getrefcount(r), r, layouts[i] or self._bind(i, r), _HELD_IN_LIST)
+                done.append(reduce_nonlinear(out, grad, self.op))
             return type(result)(done)
         raise OpRuleError(f"For '{self.op}', MindSpore returned {type(result).__name__}, not a tensor.")
 
