@@ -10,8 +10,8 @@ this one patch comes with it, and goes with it.
 from __future__ import annotations
 
 from mindspore import Tensor
-from mindspore._c_expression import NoFallbackGuard
 
+from ..._internals import NoFallbackGuard, check_internals
 from ...core.tree import first_dtensor
 from . import functions, gradients, hooks, jit, keywords
 
@@ -30,6 +30,11 @@ def install() -> None:
     """Installs the patch; does nothing where it is in place."""
     if _NAME not in Tensor.__dict__:
         setattr(Tensor, _NAME, _plain_fallback)
+        try:
+            check_internals()
+        except BaseException:  # also Ctrl-C: half of the patches must not stay
+            delattr(Tensor, _NAME)
+            raise
         functions.install()
         keywords.install()
         jit.install()

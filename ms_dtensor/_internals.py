@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All of MindSpore that is not its public API, and the proof that it behaves as this library relies on.
+
+Nothing else imports a private name of MindSpore. `check_internals()` runs with the first DTensor and takes some
+milliseconds: a MindSpore whose internals differ is refused with the name of the probe that failed, never trusted, because
+most such differences would show as wrong numbers only. So no upper version bound is needed.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import mindspore as ms
+from mindspore import Tensor, mint, ops
+
+from .errors import ConfigError
+
+_FIX = ("use a MindSpore release that docs/support.md lists", "report the message with your MindSpore version")
+
+
+def _private(module: str, name: str) -> Any:
+    """A private name, or our error instead of an ImportError from the middle of an import."""
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"For 'ms_dtensor', MindSpore {ms.__version__} has no {module}.{name}.", str(error),
+                          "The library dispatches and differentiates through it.", _FIX) from error
+
+
+NoFallbackGuard = _private("mindspore._c_expression", "NoFallbackGuard")  # inside, no operand's `__fallback__` is asked
+TensorOverloadCall = _private("mindspore._c_expression", "TensorOverloadCall")  # the class of `mint.add`, `Tensor.add`, ...
+Function = _private("mindspore.common._grad_function", "_Function")  # an autograd node written in Python
+executor = _private("mindspore.graph.api", "_pynative_executor")  # autograd's state: recording, gradients, callbacks
+recording = executor._executor.grad_flag  # the C++ method: the Python one around it costs as much again
+RecomputeCell = _private("mindspore.common.recompute", "_RecomputeCell")  # what `cell.recompute()` runs
+CellBackwardHook = _private("mindspore.ops.operations._inner_ops", "CellBackwardHook")
+functional_overload = _private("mindspore.ops", "functional_overload")  # the objects behind functions with overloads
+composite = _private("mindspore.ops.composite", "base")  # `GradOperation`
+grad_func = _private("mindspore.ops.function.grad", "grad_func")  # `grad`, `value_and_grad`, `vjp`, ...
+jit_api = _private("mindspore.graph", "api")
+jit_trace = _private("mindspore.graph", "jit_trace")
+pijit_context = _private("mindspore.graph._utils", "pijit_context")
+
+
+# -- probes -----------------------------------------------------------------------------------------------------------------
+
+
+class _Asked(Tensor):
+    """A tensor that counts how often its class was asked; the marker lets `plain OP asked` find it."""
+
+    asked = 0
+    _run_own_op = True
+
+    def __fallback__(self, func, args=(), kwargs=None):
+        _Asked.asked += 1
+        with NoFallbackGuard():
+            return func(*args, **(kwargs or {}))
+
+
+def _plain(*values: float) -> Tensor:
+    return Tensor([*values], ms.float32)
+
+
+def _noting(*values: float) -> Tensor:
+    return Tensor._make_subclass(_Asked, _plain(*values))
+
+
+FORMS: dict[str, Callable] = {
+    "a function with overloads": lambda x, y: mint.add(x, y), "a mint function": lambda x, y: mint.exp(x),
+    "an ops function": lambda x, y: ops.tanh(x), "a method": lambda x, y: x.mul(y), "an operator": lambda x, y: x * y,
+    "an operator with a number": lambda x, y: 2.0 * x, "a primitive": lambda x, y: ops.Neg()(x),
+    "a keyword operand": lambda x, y: mint.mul(_plain(1.0, 2.0), other=y),
+    "a sequence of tensors": lambda x, y: mint.cat((x, y)), "the second operand": lambda x, y: mint.add(_plain(1.0, 2.0), y),
+}
+
+
+def _the_hook_is_asked() -> str:
+    """Every call form asks the class of a Tensor subclass, once."""
+    x, y = _noting(1.0, 2.0), _noting(3.0, 4.0)
+    for form, call in FORMS.items():
+        _Asked.asked = 0
+        call(x, y)
+        if _Asked.asked != 1:
+            return f"{form} asked {_Asked.asked} times"
+    return ""
+
+
+def _the_guard_guards() -> str:
+    """Inside the guard nobody is asked; behind it everybody is again."""
+    x = _noting(1.0, 2.0)
+    _Asked.asked = 0
+    with NoFallbackGuard():
+        with NoFallbackGuard():
+            mint.exp(x)
+        x * x
+    if _Asked.asked:
+        return "asked inside NoFallbackGuard"
+    mint.exp(x)
+    return "" if _Asked.asked else "not asked behind NoFallbackGuard"
+
+
+def _a_class_can_be_assigned() -> str:
+    """A result becomes a subclass in place, with its values and its place in the graph."""
+    def fn(x):
+        y = x * x
+        y.__class__ = _Asked
+        with NoFallbackGuard():
+            return (y * y).sum()
+    gradient = ms.grad(fn)(_plain(1.0, 2.0))
+    return "" if gradient.tolist() == [4.0, 32.0] else f"the gradient of x**4 at 1, 2 is {gradient.tolist()}"
+
+
+def _an_alias_is_the_same_value_to_autograd() -> str:
+    """`_make_subclass` of a tensor of a graph shares its storage, and gradients through both add up."""
+    def fn(x):
+        y = x * x
+        alias = Tensor._make_subclass(_Asked, y)
+        with NoFallbackGuard():
+            return (y * 3.0 + alias * alias).sum()
+    gradient = ms.grad(fn)(_plain(1.0, 2.0))
+    return "" if gradient.tolist() == [10.0, 44.0] else f"the gradient of 3x**2 + x**4 at 1, 2 is {gradient.tolist()}"
+
+
+class _Triple(Function):  # type: ignore[misc, valid-type]
+    @staticmethod
+    def forward(ctx, x):
+        ctx.seen = ms.Tensor(x)
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 3.0
+
+
+def _nodes_hooks_and_callbacks_run() -> str:
+    """A node's own backward counts, a hook sees its gradient, a final callback comes last, recording is told."""
+    seen: list[Any] = []
+
+    def hook(gradient):
+        executor.queue_backward_final_callback(lambda: seen.append("end"))
+        seen.append(gradient.tolist())
+        return gradient * 2.0
+
+    def fn(x):
+        seen.append(recording())
+        y = _Triple.apply(x)
+        y.register_hook(hook)
+        return (y * y).sum()
+    before = recording()
+    gradient = ms.grad(fn)(_plain(1.0, 2.0))
+    if seen != [True, [2.0, 4.0], "end"]:
+        return f"recording, the hook's gradient and the callback were {seen}"
+    if recording() is not before:
+        return "recording does not end with the gradient"
+    return "" if gradient.tolist() == [12.0, 24.0] else f"the gradient is {gradient.tolist()} for [12, 24]"
+
+
+def _gradients_pass_one_door() -> str:
+    """`ms.grad`, `GradOperation` and their like all ask `executor.grad`, found on the object."""
+    calls: list[int] = []
+    original = executor.grad
+
+    def counting(*args, **kwargs):
+        calls.append(1)
+        return original(*args, **kwargs)
+    had = "grad" in executor.__dict__
+    executor.grad = counting
+    try:
+        ms.grad(lambda x: (x * x).sum())(_plain(1.0))
+        ms.value_and_grad(lambda x: (x * x).sum())(_plain(1.0))
+        ops.GradOperation(get_all=True)(lambda x: (x * x).sum())(_plain(1.0))
+    finally:
+        if had:
+            executor.grad = original
+        else:
+            del executor.grad
+    return "" if len(calls) == 3 else f"{len(calls)} of 3 gradient functions passed executor.grad"
+
+
+def _tensors_tell_their_state() -> str:
+    """Leaves and shapes are told without waiting for data."""
+    told: list[Any] = []
+
+    def fn(x):
+        y = x * x
+        told.extend([y._is_leaf, tuple(y._shape)])
+        return y.sum()
+    x = _plain(1.0, 2.0)
+    ms.grad(fn)(x)
+    return "" if [x._is_leaf, *told] == [True, False, (2,)] else f"_is_leaf and _shape tell {[x._is_leaf, *told]}"
+
+
+PROBES = (_the_hook_is_asked, _the_guard_guards, _a_class_can_be_assigned, _an_alias_is_the_same_value_to_autograd,
+          _nodes_hooks_and_callbacks_run, _gradients_pass_one_door, _tensors_tell_their_state)
+
+
+@cache
+def check_internals() -> None:
+    """Runs every probe, once.
+
+    Raises:
+        ConfigError: this MindSpore behaves otherwise; names the probe.
+    """
+    for probe in PROBES:
+        try:
+            found = probe()
+        except Exception as error:  # whatever an unknown MindSpore raises is a difference
+            found = f"{type(error).__name__}: {error}"
+        if found:
+            raise ConfigError(f"For 'ms_dtensor', MindSpore {ms.__version__} does not behave as the library relies on.",
+                              f"probe '{probe.__name__.strip('_')}': {found}", (probe.__doc__ or "").strip(), _FIX)
