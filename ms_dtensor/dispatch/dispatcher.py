@@ -51,7 +51,7 @@ def dispatch(self, func, args=(), kwargs=None):
                 getattr(a, "_layout", None)  # waits, if its data are under way
             with NoFallbackGuard():  # the DTensors themselves: an alias of a Parameter would cut its gradient
                 return OpCall(func, primitive, args, kwargs, tensors).compute(*args, **(kwargs or {}))
-        key.append(mode.implicit_replication)
+        key.append((mode.implicit_replication, mode.no_gather))
         if mode.higher_order:
             key.append(tuple(getattr(a, "_requires_grad", None) for a in args))
     for a in args:  # the commonest arguments without a call: this loop is most of what dispatch costs
@@ -95,7 +95,7 @@ def write(op: str, **arguments):
 def _call(build, op: str, arguments: dict):
     tensors: list = []
     mode = _mode()
-    key: Any = [build, op, world_key(), mode.implicit_replication, mode.higher_order]
+    key: Any = [build, op, world_key(), mode.implicit_replication, mode.higher_order, mode.no_gather]
     for name, a in arguments.items():
         key.append(name)
         _part(a, key, tensors)
@@ -122,7 +122,7 @@ def call_by_rule(op: str, func, names: tuple[str, ...], args: tuple, kwargs: dic
     if mode is not _DEFAULT:
         if mode.skip and not _kept(op, mode.no_skip):
             return func(*plain_tree(args), **plain_tree(kwargs))
-        key.append(mode.implicit_replication)
+        key.append((mode.implicit_replication, mode.no_gather))
         if mode.higher_order:
             key.append(tuple(getattr(a, "_requires_grad", None) for a in args))
     for a in args:  # as in `dispatch`

@@ -143,7 +143,7 @@ def plan_for(op: str, arguments: dict, tensors, mode, original: LocalRun | None 
     it = iter(operands)
     spec_call = Call(op, {k: as_operands(v, it) for k, v in arguments.items()}, operands)
     spec = RULES[op](spec_call)
-    choice = choose(spec_call, spec, tuple(layouts), writes)
+    choice = choose(spec_call, spec, tuple(layouts), writes, mode.no_gather)
     steps = tuple(map(_step, tensors, layouts, choice.targets, choice.own))
     promised = (layouts[0].dtype,) if writes else spec.dtypes or (result_dtype(spec_call),) * len(spec.shapes)
     in_float32 = None

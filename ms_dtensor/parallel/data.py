@@ -24,7 +24,7 @@ _OVER = "_ms_dtensor_replicated_over"  # parameter attribute: axes that replicat
 
 
 def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = 25) -> nn.Cell:
-    """Makes a cell data parallel over an axis, in place; before or after tensor-parallel styles.
+    """Makes a cell data parallel over an axis, in place; after tensor-parallel styles, which refuse a replicated cell.
 
     Args:
         module: the model. Parameters and buffers that are DTensors (on `mesh["tp"]`, say) move to the common mesh of

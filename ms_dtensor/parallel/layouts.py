@@ -126,6 +126,11 @@ def check_agrees(param: DTensor, mesh: DeviceMesh, placement) -> None:
     wanted = Layout(mesh, placement, param.shape, param.layout.dtype)
     names = mesh.mesh_dim_names
     have = {a: p for a, p in zip(param.device_mesh.mesh_dim_names, param.placements) if a in names}
+    if not have:
+        raise LayoutError(f"For 'parallelize_module', parameter '{param.name}' is laid out on other axes already.",
+                          f"{param.layout.describe()}, style on mesh({mesh.describe()})",
+                          "Styles cut plain parameters; data parallelism takes up what they made.",
+                          "parallelize_module(...) first, then replicate(module, mesh=...)")
     if have != dict(zip(names, wanted.placements)):
         raise LayoutError(f"For 'parallelize_module', parameter '{param.name}' is laid out already, differently.",
                           f"{param.layout.describe()} -> {wanted}", "A parameter has one layout.",

@@ -29,6 +29,7 @@ from ..redistribute.plan import check_reachable, plan
 from . import replicas, state
 from .async_tensor import AsyncData
 from .indexing import get_item, set_item
+from .numpy_calls import called_by_numpy
 
 
 class _Size(int):
@@ -60,7 +61,7 @@ class DTensor(Tensor):
 
     _layout: Layout = None  # type: ignore[assignment]  # until __new__ or `wrap` has set it
     _memo: Memo | None = None
-    __array_ufunc__ = None  # or NumPy would swallow `np.float32(2) * x` and return one rank's array
+    __array_ufunc__ = called_by_numpy
 
     def __new__(cls, local, device_mesh=None, placements=None, *args, **kwargs):
         if isinstance(local, DTensor) and device_mesh is None:  # the path of Parameter(dtensor)
@@ -144,6 +145,16 @@ class DTensor(Tensor):
         """Strides, in bytes, of the global tensor."""
         return tuple(s * self.itemsize for s in self.stride())
 
+    def is_contiguous(self) -> bool:
+        """Whether the global tensor is; a view is refused, as `stride`."""
+        views.refuse_view(self, "is_contiguous", "x.contiguous(), which copies only where it has to", "x.view(shape)")
+        return True
+
+    def storage_offset(self) -> int:
+        """That of the global tensor; a view is refused, as `stride`."""
+        views.refuse_view(self, "storage_offset", "x.clone(), which starts a storage of its own")
+        return 0
+
     @property
     def nbytes(self) -> int:
         """Bytes of the global tensor."""
@@ -185,8 +196,9 @@ class DTensor(Tensor):
             stride: for PyTorch's sake: that of a contiguous tensor of `shape`, or None.
 
         Raises:
-            LayoutError: the local shape is not the shard of `shape`, or, with `run_check`, ranks disagree; inside
-                `debug.checks()` also if replicas differ.
+            LayoutError: the local shape is not the shard of `shape`: on the rank that has it, while the others go on, and
+                wait for it in their next communication until it ends (`PeerLost`). With `run_check`, or inside
+                `debug.checks()`, where replicas are compared, too, all ranks raise the same.
 
         Example:
             >>> import mindspore as ms, ms_dtensor as md
@@ -201,10 +213,15 @@ class DTensor(Tensor):
             if not isinstance(local, Tensor):
                 raise LayoutError(f"For 'from_local', 'local' must be a Tensor, but got {type(local).__name__}.")
         mesh = resolve_mesh(device_mesh, "from_local")
+        checks = modes.mode.get().check_rules
         if shape is None:
+            if run_check or checks:  # before this rank's own shape can be found to fit no placement
+                replicas.compare_shards("from_local", ["the local tensor"], [local], mesh, None)
             layout = known_layout(mesh, placements, tuple(local._shape), dtype_name(local.dtype), even=True)
         else:
             layout = Layout(mesh, placements, shape, dtype_name(local.dtype))
+            if run_check or checks:
+                replicas.compare_shards("from_local", ["the local tensor"], [local], mesh, [layout])
         if stride is not None and tuple(stride) != layout_strides(layout.shape):
             raise LayoutError(f"For 'from_local', 'stride' is {tuple(stride)}.", layout.describe(),
                               f"A contiguous tensor of it has {layout_strides(layout.shape)}; others do not exist here.",
@@ -212,12 +229,12 @@ class DTensor(Tensor):
         if mesh.get_coordinate() is None:
             local = ms.ops.zeros((0,) * len(layout.shape), local.dtype)
         elif run_check:
-            local = replicas.made_alike(local, layout, given=shape is not None)
+            local = replicas.made_alike(local, layout)
         elif shape is not None and layout.local_shape() != tuple(local._shape):
             raise LayoutError(f"For 'from_local', a local tensor of shape {list(local._shape)} is not this rank's shard.",
                               layout.describe(), f"Its shard there is {list(layout.local_shape())}: chunks of "
                               "ceil(n / axis size) rows.", "pass the global shape that belongs to these shards")
-        if modes.mode.get().check_rules and not run_check:
+        if checks and not run_check:
             replicas.compare_replicas("from_local", ["the local tensor"], [local], [layout])
         patches.install()
         if isinstance(local, Parameter):

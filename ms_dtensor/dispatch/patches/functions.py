@@ -175,6 +175,11 @@ def _clip_by_global_norm(x, clip_norm=1.0, use_norm=None):
     return tuple((g * clip_norm / norm).astype(g.dtype) for g in x)
 
 
+def _count_nonzero(x, axis=(), keep_dims=False, dtype=ms.int32):
+    """MindSpore's compares with plain zeros."""
+    return x.count_nonzero(axis=axis, keep_dims=keep_dims, dtype=dtype)
+
+
 def _with_dtensors(original, ours):
     @functools.wraps(original)
     def call(x, *args, **kwargs):
@@ -222,6 +227,8 @@ def install() -> None:
         holder = _holder(path)
         if hasattr(holder, "clip_by_global_norm"):
             _installed.put(holder, "clip_by_global_norm", _with_dtensors(holder.clip_by_global_norm, _clip_by_global_norm))
+    for path in _MATH:
+        _installed.put(_holder(path), "count_nonzero", _with_dtensors(_holder(path).count_nonzero, _count_nonzero))
     recompute = importlib.import_module("mindspore.common.recompute")
     get, put = _pair(recompute.get_rng_state, recompute.set_rng_state)
     _installed.put(recompute, "get_rng_state", get)

@@ -9,6 +9,7 @@ reduces later has its hooks run by the bucket. `Cell.register_backward_hook` wor
 from __future__ import annotations
 
 import functools
+import gc
 import weakref
 from contextvars import ContextVar
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 from mindspore import Tensor, nn
 from mindspore._c_expression import NoFallbackGuard
 from mindspore.common._grad_function import _Function
+from mindspore.common.hook_handle import _TensorHookHandle
 from mindspore.ops.operations._inner_ops import CellBackwardHook
 
 from ...core.layout import Layout
@@ -76,6 +78,41 @@ def given_hooks(param) -> list:
     """The hooks that users registered on a parameter."""
     hooks = param.hooks()
     return [getattr(h, _GIVEN) for h in hooks if hasattr(h, _GIVEN)] if hasattr(param, "_layout") else hooks
+
+
+class _MovedHandle(_TensorHookHandle):
+    """A handle whose hook was registered anew, on what took the parameter's place: it is removed there, too."""
+
+    moved: _TensorHookHandle
+
+    def remove(self) -> None:
+        super().remove()
+        self.moved.remove()
+
+
+def move_hooks(old, new) -> None:
+    """Registers the hooks of a parameter on the one that takes its place; handles that users hold remove them there.
+
+    MindSpore keeps no list of handles: they are found by what refers to the parameter weakly, and which hook each stands
+    for by removing that and registering it again.
+    """
+    hooks = [getattr(h, _GIVEN, None) if hasattr(old, "_layout") else h for h in old.hooks()]
+    moved = [None if hook is None else new.register_hook(hook) for hook in hooks]
+    if not moved:
+        return
+    found = gc.get_referrers(*weakref.getweakrefs(old))
+    found += gc.get_referrers(*(x for x in found if isinstance(x, dict) and "tensor_weakref" in x))
+    for handle in sorted((x for x in found if isinstance(x, _TensorHookHandle)), key=lambda x: x.id):
+        before = old.hooks()
+        _TensorHookHandle.remove(handle)
+        after = old.hooks()
+        if len(after) == len(before):
+            continue  # it had been removed
+        at = next(i for i, hook in enumerate(before) if i == len(after) or after[i] is not hook)
+        handle.id = Tensor.register_hook(old, before[at]).id
+        moved.append(moved.pop(at))
+        if moved[-1] is not None:
+            handle.__class__, handle.moved = _MovedHandle, moved[-1]
 
 
 def replaced_by(hook, grad, layout: Layout):

@@ -236,7 +236,7 @@ class _StandIns:
 
     def __init__(self, optimizer):
         held = {id(p): p for p in (*optimizer.get_parameters(), *optimizer.parameters)}
-        self.empty = [(p, local_alias(p)) for p in held.values() if getattr(p, "_layout", None) is not None and 0 in p._shape]
+        self.empty = [(p, local_alias(p)) for p in _dtensors(list(held.values())) if 0 in p._shape]
 
     def __enter__(self):
         for p, local in self.empty:

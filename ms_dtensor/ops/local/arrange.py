@@ -49,14 +49,19 @@ class Split(_Function):
         return mint.cat([c.contiguous() for c in cotangents], ctx.dim), None, None
 
 
-def split(x, sizes, dim=0):
+def split(x, split_size, dim=0):
     """`SplitTensor`, `SplitWithSize`, whose backward on CPU reads a strided cotangent as if it were contiguous."""
-    n = x._shape[dim]
+    n, sizes = x._shape[dim], split_size
     sizes = tuple(min(sizes, n - i) for i in range(0, n, sizes)) or (0,) if isinstance(sizes, int) else tuple(sizes)
     return Split.apply(x, sizes, dim % len(x._shape))
 
 
-split.takes_dtensors = True  # type: ignore[attr-defined]  # it asks no operand for its shape
+def split_method(x, split_size_or_sections, axis=0):
+    """`x.split(..., axis=...)`."""
+    return split(x, split_size_or_sections, axis)
+
+
+split.takes_dtensors = split_method.takes_dtensors = True  # type: ignore[attr-defined]  # they ask no operand for its shape
 
 
 def unbind(x, dim=0):
@@ -140,6 +145,7 @@ vars(index_add_primitive)["takes_attributes"] = True
 TABLE = {"trace_shard": trace_shard}
 CPU = {
     **dict.fromkeys(("SplitTensor", "SplitTensorView", "SplitWithSize", "SplitWithSizeView"), split),
+    "DeprecatedSplit": split_method,
     "ReverseV2": flip, "UnstackExtView": unbind, "SelectExtView": select, "DiagExt": diag, "TraceExt": trace,
     **dict.fromkeys(("ReflectionPad1D", "ReflectionPad2D", "ReflectionPad3D"), reflection_pad),
     **dict.fromkeys(("ReplicationPad1D", "ReplicationPad2D", "ReplicationPad3D"), replication_pad),

@@ -40,8 +40,8 @@ def variance(input, dim=None, correction=1, keepdim=False):
     return total(off * off, dims, keepdim) / float(max(math.prod(input.shape[d] for d in dims) - correction, 0))
 
 
-def std(input, dim=None, correction=1, keepdim=False):
-    """`Std`."""
+def std(input, dim=None, correction=0, keepdim=False):
+    """`Std`; `mint.std` passes its correction, and `Tensor.std` without one is of the population on CPU."""
     return mint.sqrt(variance(input, dim, correction, keepdim))
 
 

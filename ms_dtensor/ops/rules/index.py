@@ -10,7 +10,7 @@ from .spec import PARTIALS, SUMS, Call, Case, Local, LocalCall, OpSpec, P, R, S,
 
 NAMES = """
 gather:DeprecatedGather:input index dim batch_dims
-index_select:IndexSelect:input dim index
+index_select:IndexSelect,DeprecatedIndexSelect:input dim index
 take:DeprecatedTake:input index dim mode
 index_select:Take:input index
 gather_nd:GatherNd:input index

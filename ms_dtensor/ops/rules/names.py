@@ -15,7 +15,9 @@ Pow PowTensorScalar Reciprocal Reshape Round Rsqrt Sigmoid Sin Sqrt Square SubEx
 Transpose TransposeExtView Softmax
 """.split())
 
-ALIASES = {"axis": "dim", "keepdims": "keepdim", "keep_dims": "keepdim", "self": "input", "x": "input",
+ALIASES = {"axis": "dim", "keepdims": "keepdim", "keep_dims": "keepdim", "self": "input", "x": "input", "axes": "dims",
+           "split_size": "sizes", "split_size_or_sections": "sizes", "indices": "index", "input_indices": "index",
+           "dims": "repeats", "reps": "repeats",
            "ddof": "correction", "mat2": "other", "vec": "other", "vec2": "other", "tensor2": "other"}
 
 _UNARY = """
@@ -68,8 +70,8 @@ max:ReduceMax:input dim keepdim
 min:ReduceMin:input dim keepdim
 prod:ProdExt:input dim keepdim dtype
 prod:ReduceProd:input dim keepdim
-all:ReduceAll,All:input dim keepdim
-any:ReduceAny,Any:input dim keepdim
+all:ReduceAll,All,DeprecatedReduceAll:input dim keepdim
+any:ReduceAny,Any,DeprecatedReduceAny:input dim keepdim
 max_dim:MaxDim,ArgMaxWithValue:input dim keepdim
 min_dim:MinDim,ArgMinWithValue:input dim keepdim
 softmax:Softmax:input dim
@@ -82,18 +84,18 @@ flatten_primitive:Flatten:input
 permute:Transpose,TransposeView,DeprecatedTranspose:input *dims
 swap:TransposeExtView:input dim0 dim1
 matrix_transpose:TExt:input
-unsqueeze:ExpandDims,ExpandDimsView:input dim
+unsqueeze:ExpandDims,ExpandDimsView,DeprecatedUnsqueeze:input dim
 squeeze:Squeeze:input dim
 expand:BroadcastTo,BroadcastToView:input *shape
-tile:Tile,Repeat:input *repeats
-split:SplitTensor,SplitTensorView,SplitWithSize,SplitWithSizeView:input sizes dim
-chunk:Chunk,ChunkView:input chunks dim
+tile:Tile,Repeat,DeprecatedTile:input *repeats
+split:SplitTensor,SplitTensorView,SplitWithSize,SplitWithSizeView,DeprecatedSplit:input sizes dim
+chunk:Chunk,ChunkView,DeprecatedChunk:input chunks dim
 split_equal:Split:input dim chunks
 unbind:UnstackExtView:input dim
 cat:Concat:tensors dim
 stack:StackExt:tensors dim
 strided_slice:StridedSlice:input begin end strides begin_mask end_mask ellipsis_mask new_axis_mask shrink_axis_mask
-narrow:Narrow,NarrowView:input dim start length
+narrow:Narrow,NarrowView,DeprecatedNarrow:input dim start length
 select:SelectExtView:input dim index
 gather:Gather:input index dim batch_dims
 take_along:GatherD:input dim index

@@ -17,7 +17,8 @@ from .spec import Call, EmptyShard, Local, LocalCall, OpSpec, kind
 _DIVIDES = frozenset(("div", "floor_divide", "remainder", "fmod"))
 _NEUTRAL = {"sum": 0, "avg": 0, "max": -inf, "min": inf, "prod": 1}
 _OF_NOTHING = {
-    **dict.fromkeys(("sum", "nansum", "count_nonzero", "matmul", "einsum", "trace", "lp_norm", "any"), 0),
+    **dict.fromkeys("sum nansum nansum_method count_nonzero count_nonzero_method matmul einsum trace lp_norm any".split(),
+                    0),
     **dict.fromkeys(("mean", "var", "var_mean", "reduce_std", "sparse_softmax_cross_entropy"), nan),
     "prod": 1, "all": 1, "equal": 1, "logsumexp": -inf,
 }

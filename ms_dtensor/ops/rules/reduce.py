@@ -13,7 +13,8 @@ from ...core.placements import Partial
 from .spec import SUMS, Call, Case, Local, LocalCall, OpSpec, S, Winners, dims_of, kind, result_dtype
 
 PARTIAL_OF = {"sum": "sum", "mean": "sum", "max": "max", "min": "min", "first_max": "max", "first_min": "min",
-              "prod": "prod", "all": "min", "any": "max", "count_nonzero": "sum", "nansum": "sum"}
+              "prod": "prod", "all": "min", "any": "max", "count_nonzero": "sum", "nansum": "sum",
+              "count_nonzero_method": "sum", "nansum_method": "sum"}
 
 
 def kept_dims(ndim: int, dims: tuple[int, ...], keepdim: bool) -> dict[int, int]:

@@ -7,7 +7,7 @@ variance and the 2-norm from sums. What counts positions (argmax, sort) gathers 
 from __future__ import annotations
 
 from dataclasses import replace
-from math import inf
+from math import inf, prod
 
 from ...core.placements import Partial
 from .reduce import kept_dims, reduced_shape, reduction
@@ -19,14 +19,16 @@ first_max:DeprecatedMax:input dim keepdim initial where return_indices
 first_min:DeprecatedMin:input dim keepdim initial where return_indices
 any:AnyExt:input dim keepdim
 count_nonzero:CountNonZero:input dim
+count_nonzero_method:DeprecatedCountNonzero:input dim keepdim dtype
 nansum:Nansum:input dim keepdim dtype
+nansum_method:DeprecatedNansum:input dim keepdim dtype
 argmax:ArgMaxExt,ArgMinExt:input dim keepdim
 argmax_classic:Argmax,Argmin:input dim output_type
 argmax_method:DeprecatedArgmax,DeprecatedArgmin:input dim keepdim
 extreme_with_index:ArgMaxWithValue,ArgMinWithValue:input dim keepdim
 max_dim:MaxDim,MinDim:input dim keepdim
 median:MedianExt:input
-max_dim:MedianDim:input dim keepdim
+max_dim:MedianDim,DeprecatedMedian:input dim keepdim
 median_classic:Median:input
 var:Var,Std:input dim correction keepdim
 var:DeprecatedVar,DeprecatedStd:input dim correction keepdim
@@ -40,12 +42,15 @@ l2_normalize:L2Normalize:input
 logsumexp:LogSumExp:input dim keepdim
 cumsum:CumSum:input dim exclusive reverse
 cumsum:CumsumExt:input dim dtype
+cumsum_method:DeprecatedCumsum:input dim dtype
 cumprod:CumProd:input dim exclusive reverse
 cum_extreme:Cummax,CummaxExt,CumminExt:input dim
 cummin:Cummin:input dim
 sort:SortExt:input dim descending stable
 sort_classic:Sort:input
+sort_method:DeprecatedSort:input dim descending
 argsort:ArgSort:input dim descending stable
+argsort_method:DeprecatedArgsort:input dim descending
 topk:TopkExt:input k dim largest sorted
 topk_classic:TopK:input k
 """
@@ -67,7 +72,8 @@ def _floats(call: Call) -> str:
 
 def argmax(call: Call) -> OpSpec:
     """Positions of extremes, int64 counted in the whole dim; without a dim in the flattened tensor."""
-    return _reduced(call, call.get("dim"), call.get("keepdim"), ("int64",))
+    flat = call.op == "argmax_method" and call.get("dim") is None  # then MindSpore keeps no dims
+    return _reduced(call, call.get("dim"), call.get("keepdim") and not flat, ("int64",))
 
 
 def argmax_classic(call: Call) -> OpSpec:
@@ -151,6 +157,16 @@ def cumsum(call: Call) -> OpSpec:
     return _along(call, call.args["dim"], (dtype,), linear=linear and "float" in x.dtype)
 
 
+def cumsum_method(call: Call) -> OpSpec:
+    """`x.cumsum(axis=...)`: small integers add up as int32; without an axis the tensor is flattened first."""
+    x, wanted = call.operands[0], call.args.get("dtype")
+    small = x.dtype in ("bool", "int8", "int16", "uint8")
+    dtype = result_dtype(call) if wanted is not None else "int32" if small else x.dtype
+    if call.get("dim") is None:
+        return OpSpec(((prod(x.shape),),), (), dtypes=(dtype,))
+    return _along(call, call.args["dim"], (dtype,), linear=dtype == x.dtype and "float" in dtype)
+
+
 def cumprod(call: Call) -> OpSpec:
     """Running products."""
     return _along(call, call.args["dim"], (result_dtype(call),))
@@ -168,7 +184,7 @@ def cummin(call: Call) -> OpSpec:
 
 def sort(call: Call) -> OpSpec:
     """(sorted, positions) along one dim."""
-    return _along(call, call.get("dim", -1), (call.operands[0].dtype, "int64"))
+    return _along(call, call.get("dim", -1), (call.operands[0].dtype, "int32" if call.op == "sort_method" else "int64"))
 
 
 def sort_classic(call: Call) -> OpSpec:
@@ -178,7 +194,7 @@ def sort_classic(call: Call) -> OpSpec:
 
 def argsort(call: Call) -> OpSpec:
     """Positions of the sorted elements."""
-    return _along(call, call.get("dim", -1), ("int64",))
+    return _along(call, call.get("dim", -1), ("int32" if call.op == "argsort_method" else "int64",))
 
 
 def topk(call: Call) -> OpSpec:
@@ -202,18 +218,27 @@ def log_softmax(call: Call) -> OpSpec:
 
 def extreme(call: Call) -> OpSpec:
     """`x.max(axis=...)`, whose gradient goes to the first of equals; further arguments of this form need every element."""
+    dim = call.get("dim")
+    if dim is None:  # then MindSpore keeps no dims
+        call = Call(call.op, {**call.args, "keepdim": False}, call.operands)
+    if call.get("return_indices") and not isinstance(dim, tuple | list):
+        spec = _reduced(call, dim, call.get("keepdim"), (call.operands[0].dtype, "int64"))
+        return OpSpec(spec.shapes, spec.cases if isinstance(dim, int) else (), dtypes=spec.dtypes)
     spec = reduction(call)
-    odd = any(call.get(k) is not None for k in ("initial", "where", "return_indices"))
-    return OpSpec(spec.shapes, ()) if odd and call.args.get("return_indices") is not False else spec
+    return OpSpec(spec.shapes, ()) if any(call.get(k) is not None for k in ("initial", "where")) else spec
 
 
 RULES = {
     "count_nonzero": lambda call: replace(reduction(call), dtypes=("int64",)), "nansum": reduction, "any": reduction,
+    "count_nonzero_method": lambda call: replace(reduction(call), dtypes=(
+        result_dtype(call) if call.args.get("dtype") is not None else "int32",)),
+    "nansum_method": lambda call: replace(reduction(call), dtypes=(
+        result_dtype(call) if call.args.get("dtype") is not None else call.operands[0].dtype,)),
     "first_max": extreme, "first_min": extreme, "argmax": argmax, "argmax_classic": argmax_classic,
     "argmax_method": argmax, "extreme_with_index": extreme_with_index, "max_dim": max_dim,
     "median": median, "median_classic": median_classic, "var": var, "var_mean": var_mean, "reduce_std": var_mean,
     "vector_norm": vector_norm, "lp_norm": lp_norm, "l2_normalize": l2_normalize, "logsumexp": logsumexp,
-    "cumsum": cumsum, "cumprod": cumprod, "cum_extreme": cum_extreme, "cummin": cummin,
-    "sort": sort, "sort_classic": sort_classic,
-    "argsort": argsort, "topk": topk, "topk_classic": topk_classic, "log_softmax": log_softmax,
+    "cumsum": cumsum, "cumsum_method": cumsum_method, "cumprod": cumprod, "cum_extreme": cum_extreme, "cummin": cummin,
+    "sort": sort, "sort_method": sort, "sort_classic": sort_classic,
+    "argsort": argsort, "argsort_method": argsort, "topk": topk, "topk_classic": topk_classic, "log_softmax": log_softmax,
 }
