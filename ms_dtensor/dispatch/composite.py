@@ -52,7 +52,8 @@ def _floating(x):
 
 def variance(name, input, dim=None, correction=None, keepdim=False, **_):
     """`Var`, `Std` and their NumPy forms, whose correction is 0 by default; so is that of `Tensor.std` on CPU."""
-    of_population = name.startswith("Deprecated") or (name == "Std" and input.device_mesh.device_type == "cpu")
+    layout = getattr(input, "_layout", None)
+    of_population = name.startswith("Deprecated") or (name == "Std" and (layout is None or layout.mesh.device_type == "cpu"))
     correction = (0 if of_population else 1) if correction is None else correction
     return (cpu_math.std if name.endswith("Std") else cpu_math.variance)(_floating(input), dim, correction, keepdim)
 

@@ -15,7 +15,7 @@ Pow PowTensorScalar Reciprocal Reshape Round Rsqrt Sigmoid Sin Sqrt Square SubEx
 Transpose TransposeExtView Softmax
 """.split())
 
-ALIASES = {"axis": "dim", "keepdims": "keepdim", "keep_dims": "keepdim", "self": "input", "x": "input", "axes": "dims",
+ALIASES = {"axis": "dim", "keepdims": "keepdim", "keep_dims": "keepdim", "self": "input", "x": "input",
            "split_size": "sizes", "split_size_or_sections": "sizes", "indices": "index", "input_indices": "index",
            "dims": "repeats", "reps": "repeats",
            "ddof": "correction", "mat2": "other", "vec": "other", "vec2": "other", "tensor2": "other"}
