@@ -240,16 +240,17 @@ class Mapping:
         placed = [(i, r) for i, r in enumerate(results) if entries[i] is not None]
         shapes = self._global_shapes([(entries[i], r) for i, r in placed], mesh, layouts)
         drafts = [known_layout(mesh, entries[i], tuple(shape), dtype_name(r.dtype)) for (i, r), shape in zip(placed, shapes)]
-        checks = drafts and modes.mode.get().check_rules
-        if checks:
-            compare_shards(self.who, [f"result {i}" for i, _ in placed], [r for _, r in placed], mesh, drafts)
+        if drafts and modes.mode.get().check_rules:
+            names, local = [f"result {i}" for i, _ in placed], [r for _, r in placed]
+            compare_replicas(self.who, names, local, drafts)
+            if not all(draft.is_replicated() for draft in drafts):
+                from_inputs = self.shapes is None and self._shapes_are_told(layouts)
+                compare_shards(self.who, names, local, mesh, None if from_inputs else drafts)
         for (i, r), draft in zip(placed, drafts):
             if mesh.get_coordinate() is not None and draft.local_shape() != tuple(r._shape):
                 raise LayoutError(f"For '{self.who}', result {i} has local shape {list(r._shape)}, not its shard's.",
                                   draft.describe(), f"Its shard there is {list(draft.local_shape())}.",
                                   "correct 'out_shapes'")
-        if checks:
-            compare_replicas(self.who, [f"result {i}" for i, _ in placed], [r for _, r in placed], drafts)
         for (i, r), draft in zip(placed, drafts):
             if isinstance(r, Parameter):
                 r = r.view(r._shape)

@@ -97,13 +97,15 @@ def compare_shards(who: str, what: Sequence[str], tensors: Sequence, mesh: Devic
     if mesh.get_coordinate() is None:
         return
     with comm.annotate(src=f"{who} shapes", dst="a check"):
-        everyone = mesh.get_group().all_gather_object([(tuple(t._shape), dtype_name(t.dtype)) for t in tensors])
+        everyone = mesh.get_group().all_gather_object([
+            (tuple(t._shape), dtype_name(t.dtype), None if layouts is None else layouts[i].local_shape())
+            for i, t in enumerate(tensors)])
     for i, name in enumerate(what):
         wrong = []
         for told, rank in zip(everyone, mesh.rank_list):
-            shape, dtype = everyone[0][i]  # of all ranks the same one, so that they all say the same
-            shape = shape if layouts is None else layouts[i].local_shape(mesh.coordinate_of(rank))
-            if told[i] != (shape, dtype):
+            first, dtype, _ = everyone[0][i]  # of all ranks the same one, so that they all say the same
+            shape = first if layouts is None else told[i][2]
+            if told[i][:2] != (shape, dtype):
                 wrong.append(f"rank {rank} holds {told[i][1]}{list(told[i][0])}, expected {dtype}{list(shape)}")
         if wrong:
             raise LayoutError(f"For '{who}', the ranks' shards of {name} do not make one tensor.",
