@@ -82,7 +82,7 @@ def _all_to_all(move: Move, x, **how):
 
 
 def _cut(move: Move, x):
-    return slice_local(x, relative(move.dst.local_box(), move.src.local_box()), own=True)
+    return slice_local(x, relative(move.dst.local_box(), move.src.local_box()), copy=True)
 
 
 def _exchange(move: Move, x):
@@ -114,17 +114,17 @@ _EXECUTORS: dict[str, Callable] = {"all_gather": _all_gather, "all_reduce": _all
                                    "reduce_scatter": _reduce_scatter, "all_to_all": _all_to_all}
 
 
-def slice_local(x, slices, own: bool = False):
+def slice_local(x, slices, copy: bool = False):
     """`x[slices]` as contiguous memory of its own, unless that is all of `x`.
 
-    `own`: even then. A dim of size 1 is one rank's whole shard, and a write into it must not reach that rank's replica.
+    `copy`: even then. A dim of size 1 is one rank's whole shard, and a write into it must not reach that rank's replica.
     """
     part = [(d, s) for d, s in enumerate(slices) if s.start != 0 or s.stop != x.shape[d]]
-    if (part or own) and on_cpu():  # in a node, MindSpore 2.10 forgets the history of a view when it differentiates again
+    if (part or copy) and on_cpu():  # in a node, MindSpore 2.10 forgets the history of a view when it differentiates again
         return Tensor.from_numpy(np.array(x.asnumpy()[tuple(slices)], order="C"))
     for d, s in part:
         x = ms.mint.narrow(x, d, s.start, s.stop - s.start)
-    return x.clone() if own and not part else x.contiguous()
+    return x.clone() if copy and not part else x.contiguous()
 
 
 @dataclass(slots=True)

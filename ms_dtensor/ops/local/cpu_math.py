@@ -116,7 +116,12 @@ def trace(input):
 def cumsum(input, dim, dtype=None):
     """`CumsumExt`; integers add up as int64."""
     dtype = as_dtype(dtype) or (input.dtype if input.is_floating_point() else ms.int64)
-    return ops.cumsum(input.astype(dtype), dim) if input._shape else input.astype(dtype) * 1
+    return cumsum_classic(input.astype(dtype), dim)
+
+
+def cumsum_classic(input, dim, exclusive=False, reverse=False):
+    """`CumSum`, whose kernel divides by the number of elements: without any the process ends."""
+    return ops.CumSum(exclusive, reverse)(input, dim) if input._shape and math.prod(input._shape) else input * 1
 
 
 def topk(input, k, dim=-1, largest=True, sorted=True):
@@ -174,6 +179,7 @@ TABLE = {
     "Clone": clone, "Var": variance, "Std": std, "VarMean": var_mean, "StdMean": std_mean, "LogSumExp": logsumexp,
     "LinalgVectorNorm": vector_norm, "Norm": norm, "LpNormV2": lp_norm_v2, "CountNonZero": count_nonzero, "TraceExt": trace,
     "ReduceAny": any_, "AnyExt": any_, "Any": any_,
-    "CumsumExt": cumsum, "TopkExt": topk, "SortExt": sort, "ArgSort": argsort, "ArgMaxExt": argmax, "ArgMinExt": argmin,
+    "CumsumExt": cumsum, "CumSum": cumsum_classic, "TopkExt": topk, "SortExt": sort, "ArgSort": argsort,
+    "ArgMaxExt": argmax, "ArgMinExt": argmin,
     "AddcmulExt": addcmul, "AddcdivExt": addcdiv, "Atan2Ext": atan2, "Log2": log2,
 }
