@@ -27,7 +27,6 @@ def references(world, seeds: list[int]) -> list:
     """Of so many seeds as there are ranks, at most; every rank makes one of them."""
     mine = b""
     if world.rank < len(seeds):
-        report({"makes": seeds[world.rank]})
         mine = pickle.dumps(refer(generate(seeds[world.rank])))
     group = comm.group(tuple(range(world.size)))
     return [pickle.loads(made) for made in group.all_gather_object(mine)[:len(seeds)]]
@@ -43,7 +42,9 @@ def main(seconds: float, seeds: list[int]) -> int:
         if agreed(world, "stop" if time.monotonic() - started > seconds else "")[0]:
             break
         faulthandler.dump_traceback_later(LIMIT, exit=True)
-        for reference in references(world, seeds[k:k + world.size]):
+        some = seeds[k:k + world.size]
+        report({"makes": some[world.rank] if world.rank < len(some) else None})
+        for reference in references(world, some):
             faulthandler.dump_traceback_later(LIMIT, exit=True)
             report({"begins": reference.program.seed})
             report(check_seed(world, reference))
