@@ -15,16 +15,6 @@ def stack(tensors, dim=0):
     return mint.cat([mint.unsqueeze(x, dim) for x in tensors], dim)
 
 
-def tril(input, diagonal=0):
-    """`TrilExt`."""
-    return ops.tril(input, diagonal)
-
-
-def index_select(input, dim, index):
-    """`IndexSelect`."""
-    return gather(input, mint.reshape(index, (-1,)), dim)
-
-
 def embedding(input, weight, padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False):
     """`Embedding`; the row `padding_idx` gets no gradient."""
     if max_norm is not None or scale_grad_by_freq:
@@ -95,11 +85,6 @@ def pad(input, padding, value=0.0):
     return input
 
 
-def one_hot(tensor, num_classes, on_value, off_value, axis=-1):
-    """`OneHotExt`."""
-    return ops.one_hot(tensor, num_classes, on_value, off_value, axis)
-
-
 def _filled(shape, value, dtype):
     if isinstance(value, Tensor):
         return mint.broadcast_to(value.astype(dtype), tuple(shape))
@@ -113,37 +98,28 @@ def filled(x, shape, value, dtype=None):
     return _filled(shape, value, as_dtype(dtype) or x.dtype)
 
 
-def full_like(input, fill_value, dtype=None, **_):
-    """`FullLike`."""
-    return filled(input, input._shape, fill_value, dtype)
-
-
-def zeros_like(input, dtype=None, *_, **__):
-    """`ZerosLikeExt`, `EmptyLike`."""
-    return filled(input, input._shape, 0, dtype)
-
-
-def ones_like(input, dtype=None, **_):
-    """`OnesLikeExt`."""
-    return filled(input, input._shape, 1, dtype)
-
-
 def _new(value):
     def call(input, size, dtype=None, device=None):
         return filled(input, (size,) if isinstance(size, int) else tuple(size), value, dtype)
     return call
 
 
-def new_full(input, size, fill_value, dtype=None):
-    """`NewFull`."""
-    return filled(input, (size,) if isinstance(size, int) else tuple(size), fill_value, dtype)
+def _like(value):
+    def call(input, dtype=None, *_, **__):
+        return filled(input, input._shape, value, dtype)
+    return call
 
 
 TABLE = {
-    "StackExt": stack, "TrilExt": tril, "IndexSelect": index_select, "Embedding": embedding,
+    "StackExt": stack, "TrilExt": lambda input, diagonal=0: ops.tril(input, diagonal),
+    "IndexSelect": lambda input, dim, index: gather(input, mint.reshape(index, (-1,)), dim), "Embedding": embedding,
     "RepeatInterleaveInt": repeat_interleave, "Repeat": repeat, "Roll": roll, "ScatterAddExt": scatter_add,
-    "ConstantPadND": pad, "OneHotExt": one_hot, "MaskedFill": masked_fill,
-    "FullLike": full_like, "ZerosLikeExt": zeros_like, "OnesLikeExt": ones_like, "EmptyLike": zeros_like,
-    "NewZeros": _new(0), "NewOnes": _new(1), "NewEmpty": _new(0), "NewFull": new_full,
+    "ConstantPadND": pad, "MaskedFill": masked_fill,
+    "OneHotExt": lambda tensor, num_classes, on_value, off_value, axis=-1: ops.one_hot(
+        tensor, num_classes, on_value, off_value, axis),
+    "FullLike": lambda input, fill_value, dtype=None, **_: filled(input, input._shape, fill_value, dtype),
+    "ZerosLikeExt": _like(0), "OnesLikeExt": _like(1), "EmptyLike": _like(0),
+    "NewZeros": _new(0), "NewOnes": _new(1), "NewEmpty": _new(0),
+    "NewFull": lambda input, size, fill_value, dtype=None: _new(fill_value)(input, size, dtype),
 }
 FORMS = {"filled": filled}
