@@ -14,10 +14,7 @@ import mindspore as ms
 from mindspore import Tensor
 
 from ...core.tree import map_leaves
-
-TYPE_IDS = {30: ms.bool_, 32: ms.int8, 33: ms.int16, 34: ms.int32, 35: ms.int64, 37: ms.uint8, 38: ms.uint16,
-            39: ms.uint32, 40: ms.uint64, 42: ms.float16, 43: ms.float32, 44: ms.float64, 45: ms.bfloat16,
-            51: ms.complex64, 52: ms.complex128}
+from ..rules.spec import TYPE_IDS
 
 # Moves and casts have bfloat16 kernels, forward and backward.
 _NATIVE = frozenset(("cast", "reshape", "identity", "permute", "swap", "matrix_transpose", "clone"))
@@ -25,7 +22,10 @@ _NATIVE = frozenset(("cast", "reshape", "identity", "permute", "swap", "matrix_t
 
 def as_dtype(dtype):
     """A dtype, or MindSpore's number of one, as a dtype; None stays None."""
-    return TYPE_IDS[dtype] if isinstance(dtype, int) else dtype
+    if isinstance(dtype, int):
+        name = TYPE_IDS[dtype]
+        return getattr(ms, "bool_" if name == "bool" else name)
+    return dtype
 
 
 def wrapper_in_float32(op: str, tensors, promised: tuple[str, ...],
