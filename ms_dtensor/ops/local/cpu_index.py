@@ -6,13 +6,9 @@ import mindspore as ms
 from mindspore import Tensor, mint, ops
 
 from ...errors import OpRuleError
-from .dtypes import as_dtype
+from .dtypes import as_dtype, full
+from .lists import stack
 from .lookup import gather
-
-
-def stack(tensors, dim=0):
-    """`StackExt`; `ops.stack` would be redirected here (`patches/functions.py`)."""
-    return mint.cat([mint.unsqueeze(x, dim) for x in tensors], dim)
 
 
 def embedding(input, weight, padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False):
@@ -80,22 +76,14 @@ def pad(input, padding, value=0.0):
             if amount < 0:
                 input = mint.narrow(input, dim, -amount if front else 0, n + amount)
             elif amount > 0:
-                edge = _filled((*input._shape[:dim], amount, *input._shape[dim + 1:]), value, input.dtype)
+                edge = full((*input._shape[:dim], amount, *input._shape[dim + 1:]), value, input.dtype)
                 input = mint.cat((edge, input) if front else (input, edge), dim)
     return input
 
 
-def _filled(shape, value, dtype):
-    if isinstance(value, Tensor):
-        return mint.broadcast_to(value.astype(dtype), tuple(shape))
-    if dtype == ms.bool_ or dtype == ms.bfloat16:
-        return ops.full(tuple(shape), float(value), dtype=ms.float32).astype(dtype)
-    return ops.full(tuple(shape), value, dtype=dtype)
-
-
 def filled(x, shape, value, dtype=None):
     """`value` everywhere; the local form of every creation op."""
-    return _filled(shape, value, as_dtype(dtype) or x.dtype)
+    return full(shape, value, as_dtype(dtype) or x.dtype)
 
 
 def _new(value):

@@ -10,6 +10,7 @@ import math
 import mindspore as ms
 from mindspore import mint, ops
 
+from ..rules.spec import default_softmax_dim
 from .cpu_math import mean
 from .dtypes import as_dtype
 
@@ -59,9 +60,7 @@ def log_softmax(input, dim=None, dtype=None):
     x = input if dtype is None else input.astype(as_dtype(dtype))
     if not x._shape:
         return x * 0
-    if dim is None:
-        dim = 0 if len(x._shape) in (0, 1, 3) else 1
-    return ops.log_softmax(x, dim)
+    return ops.log_softmax(x, default_softmax_dim(len(x._shape)) if dim is None else dim)
 
 
 def rms_norm(x, gamma, epsilon=1e-6):

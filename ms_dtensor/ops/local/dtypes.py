@@ -3,15 +3,17 @@
 
 Casts are differentiable, so the backward is computed in float32 too. The invariant: a result is what one float32
 computation of the whole local call gives, rounded to bfloat16 at the very end. Also here: MindSpore passes a dtype as a
-number in some calls.
+number in some calls; tensors of one value, which have no kernel of some dtypes.
 """
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 
 import mindspore as ms
-from mindspore import Tensor
+import numpy as np
+from mindspore import Tensor, mint, ops
 
 from ...core.tree import map_leaves
 from ..rules.spec import TYPE_IDS
@@ -65,3 +67,14 @@ def _narrowed(x, dtype: str):
 
 def _cast(value, frm, to):
     return map_leaves(lambda x: x.astype(to) if x.dtype == frm else x, value, Tensor)
+
+
+def full(shape, value, dtype):
+    """A tensor of one value, a number or 0-d tensor; an infinite one is the extreme of integers and booleans."""
+    if isinstance(value, Tensor):
+        return mint.broadcast_to(value.astype(dtype), tuple(shape))
+    if value in (math.inf, -math.inf) and (dtype == ms.bool_ or "Int" in str(dtype)):
+        value = value > 0 if dtype == ms.bool_ else getattr(np.iinfo(str(dtype).lower()), "max" if value > 0 else "min")
+    if dtype in (ms.bool_, ms.bfloat16):  # no such kernels on CPU
+        return ops.full(tuple(shape), float(value), dtype=ms.float32).astype(dtype)
+    return ops.full(tuple(shape), value, dtype=dtype)

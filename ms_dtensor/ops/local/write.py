@@ -13,6 +13,7 @@ from mindspore import Tensor, mint, ops
 
 from ..rules.write import labels
 from . import arrange, cpu_index
+from .dtypes import full
 from .lookup import host_values
 
 
@@ -47,7 +48,7 @@ def write(x, value, bounds, drop, dims, indices, front, offset, value_offset, va
         source = Tensor(np.ascontiguousarray(np.maximum(table, 0)).astype(np.int32))
         new = ops.gather(mint.reshape(value, (-1,)).astype(x.dtype), source, 0)
     else:
-        new = _filled(x, value)
+        new = full(local, value, x.dtype)
     return _select(mask, new, x)
 
 
@@ -81,13 +82,6 @@ def _at_indices(table, wide, region, step, indices, dims, bounds, offset, local)
     return out
 
 
-def _filled(x, value):
-    value = bool(value) if x.dtype == ms.bool_ else value
-    if x.dtype in (ms.bool_, ms.bfloat16):
-        return mint.broadcast_to(Tensor(value, x.dtype), x._shape)
-    return ops.full(x._shape, value, dtype=x.dtype)
-
-
 def _select(mask, new, old):
     wide = {ms.bool_: ms.int32, ms.bfloat16: ms.float32}.get(old.dtype, old.dtype)
     out = ops.select(mask, new.astype(wide), old.astype(wide)).astype(old.dtype)
@@ -98,7 +92,7 @@ def fill(x, value):
     """Every element the same; `value` is a number or a 0-d tensor."""
     if isinstance(value, Tensor):
         return mint.broadcast_to(mint.reshape(value, (1,) * len(x._shape)).astype(x.dtype), x._shape)
-    return _filled(x, value)
+    return full(x._shape, value, x.dtype)
 
 
 def copy(x, src, non_blocking=False):
@@ -110,7 +104,7 @@ def copy(x, src, non_blocking=False):
 def where(condition, new, old):
     """`new` where the condition holds; `new` is a number or a tensor."""
     if not isinstance(new, Tensor):
-        new = _filled(old, new)
+        new = full(old._shape, new, old.dtype)
     new = mint.broadcast_to(new.astype(old.dtype), old._shape)
     return _select(mint.broadcast_to(condition, old._shape), new, old)
 
@@ -129,7 +123,7 @@ WRITES = {
     "divmod": lambda x, other, rounding_mode=None: ops.div(x, other, rounding_mode=rounding_mode),
     "floor_divide": lambda x, other: x // other, "remainder": lambda x, other: x % other,
     "clamp": lambda x, low=None, high=None: ops.clamp(x, low, high), "masked_fill": masked_fill,
-    "threshold": lambda x, threshold, value: _select(x > threshold, x, _filled(x, value)),
+    "threshold": lambda x, threshold, value: _select(x > threshold, x, full(x._shape, value, x.dtype)),
     "exp": mint.exp, "log": mint.log, "floor": mint.floor, "sigmoid": mint.sigmoid, "tanh": mint.tanh, "relu": ops.relu,
     "silu": ops.silu, "erfinv": mint.erfinv, "sign": ops.sign,
     "hardtanh": lambda x, low=-1.0, high=1.0: ops.clamp(x, low, high),

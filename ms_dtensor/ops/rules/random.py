@@ -101,7 +101,8 @@ def into(call: Call) -> OpSpec:
     static = [v for k, v in call.args.items() if k not in ("input", "seed", "offset", "attrs")]
     if any(hasattr(v, "ndim") for v in static) and call.op != "bernoulli_into":
         raise OpRuleError(f"For '{call.op}', a distribution's parameters must be numbers.", "", "", "pass floats")
-    return OpSpec((x.shape,), tuple(cases), lambda at: LocalCall(call.op, (x, *static, *_box(at))))
+    form, static = ("bernoulli_like", static) if call.op == "bernoulli_into" else (call.op, [*static, None])
+    return OpSpec((x.shape,), tuple(cases), lambda at: LocalCall(form, (x, *static, *_box(at))))
 
 
 def multinomial(call: Call) -> OpSpec:

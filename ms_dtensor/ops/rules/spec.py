@@ -233,6 +233,11 @@ def dims_of(value, ndim: int) -> tuple[int, ...]:
     return tuple(sorted({int(d) % max(ndim, 1) for d in seq}))
 
 
+def default_softmax_dim(ndim: int) -> int:
+    """Along which dim log_softmax works where none is told, as in PyTorch."""
+    return 0 if ndim in (0, 1, 3) else 1
+
+
 def broadcast_shapes(*shapes: tuple[int, ...]) -> tuple[int, ...]:
     """NumPy broadcasting of shapes; a mismatch is left for the op itself to report (the larger wins)."""
     nd = max(map(len, shapes), default=0)

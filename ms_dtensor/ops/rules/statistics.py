@@ -11,7 +11,7 @@ from math import inf
 
 from ...core.placements import Partial
 from .reduce import kept_dims, reduced_shape, reduction
-from .spec import SUMS, Call, Case, OpSpec, S, Winners, dims_of, result_dtype
+from .spec import SUMS, Call, Case, OpSpec, S, Winners, default_softmax_dim, dims_of, result_dtype
 
 NAMES = """
 prod:DeprecatedProd:input dim keepdim dtype
@@ -116,12 +116,9 @@ def cumsum(call: Call) -> OpSpec:
 
 
 def log_softmax(call: Call) -> OpSpec:
-    """Along one dim; without one, dim 0 of 0-, 1- and 3-dim tensors and dim 1 of others, as in PyTorch."""
-    x = call.args["input"]
+    """Along one dim, which may be None."""
     dim = call.args.get("dim", -1)
-    if dim is None:
-        dim = 0 if x.ndim in (0, 1, 3) else 1
-    return _along(call, dim)
+    return _along(call, default_softmax_dim(call.args["input"].ndim) if dim is None else dim)
 
 
 def extreme(call: Call) -> OpSpec:
