@@ -49,6 +49,9 @@ class ParallelStyle(ABC):
     def apply(self, module: nn.Cell, device_mesh: DeviceMesh) -> nn.Cell:
         """Rewrites the cell's parameters and registers hooks; returns the cell."""
 
+    def __repr__(self):
+        return f"{type(self).__name__}({', '.join(f'{k}={v}' for k, v in vars(self).items() if k != 'src_data_rank')})"
+
 
 def _is_embedding(cell) -> bool:
     return isinstance(cell, nn.Embedding | mint.nn.Embedding)
@@ -108,10 +111,6 @@ class _Sharded(ParallelStyle):
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after)
         return module
-
-    def __repr__(self):
-        return (f"{type(self).__name__}(input_layouts={self.input_layouts}, output_layouts={self.output_layouts}, "
-                f"use_local_output={self.use_local_output})")
 
 
 def _leave(x, mesh, placement, local: bool, who: str, cell=None):
@@ -236,9 +235,6 @@ class SequenceParallel(ParallelStyle):
             module.register_forward_hook(lambda cell, inputs, output: _to_local(output, "SequenceParallel", cell))
         return module
 
-    def __repr__(self):
-        return f"SequenceParallel(sequence_dim={self.sequence_dim}, use_local_output={self.use_local_output})"
-
 
 def _tuple(value):
     return value if isinstance(value, tuple) else (value,) if value is not None else ()
@@ -310,13 +306,6 @@ class PrepareModuleInput(ParallelStyle):
         module.register_forward_pre_hook(before, with_kwargs=True)
         return module
 
-    def __repr__(self):
-        return (f"PrepareModuleInput(input_layouts={self.input_layouts}, "
-                f"desired_input_layouts={self.desired_input_layouts}, "
-                f"input_kwarg_layouts={self.input_kwarg_layouts}, "
-                f"desired_input_kwarg_layouts={self.desired_input_kwarg_layouts}, "
-                f"use_local_output={self.use_local_output})")
-
 
 class PrepareModuleOutput(ParallelStyle):
     """Brings a cell's outputs from their layouts to the desired ones, after it ran.
@@ -369,10 +358,6 @@ class PrepareModuleOutput(ParallelStyle):
             return type(outputs)(done) if isinstance(outputs, tuple | list) else done[0]
         module.register_forward_hook(after)
         return module
-
-    def __repr__(self):
-        return (f"PrepareModuleOutput(output_layouts={self.output_layouts}, "
-                f"desired_output_layouts={self.desired_output_layouts}, use_local_output={self.use_local_output})")
 
 
 class PrepareModuleInputOutput(ParallelStyle):

@@ -109,15 +109,6 @@ def parse(text: str) -> dict[str, tuple[str, tuple[str, ...]]]:
     return table
 
 
-def _build() -> dict[str, tuple[str, tuple[str, ...]]]:
-    table = {}
-    for text, params in ((_UNARY, "input"), (_BINARY, "input other")):
-        for entry in text.split():
-            op, names = entry.split(":")
-            for name in names.split(","):
-                table[name] = (op, tuple(params.split()))
-    return {**table, **parse(_OTHER)}
-
-
-PRIMITIVES = _build()
+PRIMITIVES = parse("\n".join((*(f"{e}:input" for e in _UNARY.split()), *(f"{e}:input other" for e in _BINARY.split()),
+                              _OTHER.strip())))
 POINTWISE = tuple(dict.fromkeys(e.split(":")[0] for e in (_UNARY + _BINARY).split()))

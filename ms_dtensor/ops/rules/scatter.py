@@ -98,7 +98,9 @@ def one_hot(call: Call) -> OpSpec:
                           "pass num_classes")
     d = int(call.get("dim", -1)) % (ids.ndim + 1)
     cases = [_case(call, S(j + (j >= d)), index=S(j)) for j in range(ids.ndim)]
-    return OpSpec(((*ids.shape[:d], depth, *ids.shape[d:]),), tuple(cases))
+    on = call.args["on"]
+    return OpSpec(((*ids.shape[:d], depth, *ids.shape[d:]),), tuple(cases),
+                  dtypes=(on.dtype,) if hasattr(on, "dtype") else None)
 
 
 def searchsorted(call: Call) -> OpSpec:
