@@ -240,6 +240,13 @@ def _tuple(value):
     return value if isinstance(value, tuple) else (value,) if value is not None else ()
 
 
+def _check_all(who: str, mesh: DeviceMesh, *placements) -> dict[str, Placement]:
+    for p in placements:
+        if p is not None:
+            by_axis(p, mesh, who)
+    return {}
+
+
 class PrepareModuleInput(ParallelStyle):
     """Brings a cell's inputs from their layouts to the desired ones, before it runs.
 
@@ -277,11 +284,8 @@ class PrepareModuleInput(ParallelStyle):
                               f"{sorted(self.desired_input_kwarg_layouts)}.")
 
     def check(self, module: nn.Cell, device_mesh: DeviceMesh) -> dict[str, Placement]:
-        for p in (*self.input_layouts, *self.desired_input_layouts, *self.input_kwarg_layouts.values(),
-                  *self.desired_input_kwarg_layouts.values()):
-            if p is not None:
-                by_axis(p, device_mesh, "PrepareModuleInput")
-        return {}
+        return _check_all("PrepareModuleInput", device_mesh, *self.input_layouts, *self.desired_input_layouts,
+                          *self.input_kwarg_layouts.values(), *self.desired_input_kwarg_layouts.values())
 
     def apply(self, module: nn.Cell, device_mesh: DeviceMesh) -> nn.Cell:
         who = "PrepareModuleInput"
@@ -336,10 +340,7 @@ class PrepareModuleOutput(ParallelStyle):
                               f"have {len(self.output_layouts)} and {len(self.desired_output_layouts)} entries.")
 
     def check(self, module: nn.Cell, device_mesh: DeviceMesh) -> dict[str, Placement]:
-        for p in (*self.output_layouts, *self.desired_output_layouts):
-            if p is not None:
-                by_axis(p, device_mesh, "PrepareModuleOutput")
-        return {}
+        return _check_all("PrepareModuleOutput", device_mesh, *self.output_layouts, *self.desired_output_layouts)
 
     def apply(self, module: nn.Cell, device_mesh: DeviceMesh) -> nn.Cell:
         who = "PrepareModuleOutput"

@@ -33,6 +33,10 @@ def slices(call: Call) -> OpSpec:
     return OpSpec((shape,), tuple(cases), local)
 
 
+def _sliced(call: Call, bounds, drop=()) -> OpSpec:
+    return slices(Call("slice", {"input": call.operands[0], "bounds": tuple(bounds), "drop": drop}, call.operands))
+
+
 def strided_slice(call: Call) -> OpSpec:
     """The classic `StridedSlice`, without masks, as `x[a:b]` sends it."""
     x = call.operands[0]
@@ -45,7 +49,7 @@ def strided_slice(call: Call) -> OpSpec:
             bounds.append((min(lo, n), min(hi, n), st) if st > 0 else (lo, hi, st))
         else:
             bounds.append((0, n, 1))
-    return slices(Call("slice", {"input": x, "bounds": tuple(bounds)}, call.operands))
+    return _sliced(call, bounds)
 
 
 def narrow(call: Call) -> OpSpec:
@@ -53,8 +57,7 @@ def narrow(call: Call) -> OpSpec:
     x = call.operands[0]
     d = int(call.args["dim"]) % x.ndim
     lo = int(call.args["start"]) % max(x.shape[d], 1) if call.args["start"] < 0 else int(call.args["start"])
-    bounds = tuple((lo, lo + int(call.args["length"]), 1) if i == d else (0, n, 1) for i, n in enumerate(x.shape))
-    return slices(Call("slice", {"input": x, "bounds": bounds}, call.operands))
+    return _sliced(call, ((lo, lo + int(call.args["length"]), 1) if i == d else (0, n, 1) for i, n in enumerate(x.shape)))
 
 
 def select(call: Call) -> OpSpec:
@@ -62,8 +65,7 @@ def select(call: Call) -> OpSpec:
     x = call.operands[0]
     d = int(call.args["dim"]) % x.ndim
     i = int(call.args["index"]) % x.shape[d]
-    bounds = tuple((i, i + 1, 1) if k == d else (0, n, 1) for k, n in enumerate(x.shape))
-    return slices(Call("slice", {"input": x, "bounds": bounds, "drop": (d,)}, call.operands))
+    return _sliced(call, ((i, i + 1, 1) if k == d else (0, n, 1) for k, n in enumerate(x.shape)), (d,))
 
 
 def gather(call: Call) -> OpSpec:

@@ -85,9 +85,7 @@ def pool_ext(call: Call) -> OpSpec:
     x = call.operands[0]
     n = {"avg_pool_1d": 1, "avg_pool_3d_ext": 3}.get(call.op, 2)
     shape = (*x.shape[:x.ndim - n], *window(call, n))
-    if call.op == "max_pool_ext":
-        return _leading(call, x.ndim - n, shape, shape)
-    return _leading(call, x.ndim - n, shape)
+    return _leading(call, x.ndim - n, *(shape,) * (1 + (call.op == "max_pool_ext")))
 
 
 def pool_argmax(call: Call) -> OpSpec:
@@ -105,9 +103,7 @@ def adaptive(call: Call) -> OpSpec:
     space = x.shape[x.ndim - len(size):]
     lead = x.ndim - len(size)
     shape = (*x.shape[:lead], *(n if s in (None, -1) else s for n, s in zip(space, size)))
-    if call.op == "adaptive_max_pool":
-        return _leading(call, lead, shape, shape)
-    return _leading(call, lead, shape)
+    return _leading(call, lead, *(shape,) * (1 + (call.op == "adaptive_max_pool")))
 
 
 def upsample(call: Call) -> OpSpec:
