@@ -22,7 +22,7 @@ from ..core.tree import map_leaves
 from ..ops.rules.names import PRIMITIVES
 from . import modes
 from .cached import CachedCall
-from .classes import ATOM, KINDS, LIST, OURS
+from .classes import ATOM, INEXACT, KINDS, LIST, OURS
 from .op_call import OpCall, attributes
 from .operands import as_local
 from .planner import build_plan, plan_by_rule, plan_own, plan_write
@@ -60,6 +60,9 @@ def dispatch(self, func, args=(), kwargs=None):
             tensors.append(a)
             key.append(a._layout)
         elif kind is ATOM:
+            key.append(a.__class__)
+            key.append(a)
+        elif kind is INEXACT:
             key.append(a.__class__)
             key.append(a or repr(a))  # 0.0 and -0.0 are equal, and mean different calls
         else:
@@ -132,6 +135,9 @@ def call_by_rule(op: str, func, names: tuple[str, ...], args: tuple, kwargs: dic
             key.append(a._layout)
         elif kind is ATOM:
             key.append(a.__class__)
+            key.append(a)
+        elif kind is INEXACT:
+            key.append(a.__class__)
             key.append(a or repr(a))  # 0.0 and -0.0 are equal, and mean different calls
         else:
             _part(a, key, tensors)
@@ -179,6 +185,9 @@ def _part(a, key, tensors) -> None:
     kind = KINDS.get(a.__class__)
     if kind is ATOM:
         key.append(a.__class__)  # 1, 1.0 and True are equal, and mean different calls
+        key.append(a)
+    elif kind is INEXACT:
+        key.append(a.__class__)
         key.append(a or repr(a))
     elif kind is LIST:
         classes = tuple(map(type, a))
@@ -200,12 +209,11 @@ def _part(a, key, tensors) -> None:
 
 
 _ATOM_LISTS: dict[tuple, bool] = {}
-_INEXACT = frozenset((float, complex))
 
 
 def _exact_only(classes) -> bool:
     """Whether a list of these classes is hashable as it is, and equal ones are alike; remembered."""
-    if all(KINDS.get(c) is ATOM and c not in _INEXACT for c in classes):
+    if all(KINDS.get(c) is ATOM for c in classes):
         if len(_ATOM_LISTS) < 1024:
             _ATOM_LISTS[classes] = True
         return True
