@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of docs/mindspore_surface.md, taken anew: every cell as its row says, and the page is today's."""
+from __future__ import annotations
+
+import pytest
+
+from tests.surface.launch import run_table
+from tests.surface.page import PAGE, page, unexplained
+from tests.surface.table import Plain, Row, differs, run
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture(scope="module")
+def cells(tmp_path_factory):
+    return run_table(folder=tmp_path_factory.mktemp("surface"))
+
+
+@pytest.mark.timeout(1800)
+def test_every_cell_is_equal_or_refused_for_a_stated_reason(cells):
+    wrong = unexplained(cells)
+    assert not wrong, "\n\n".join(f"{c['group']}: {c['name']} [{c['column']}] {c['state']}\n{c['text']}" for c in wrong)
+    assert len(cells) >= 12
+
+
+def test_the_page_is_todays(cells):
+    assert PAGE.read_text(encoding="utf-8") == page(cells), "run scripts/mindspore_surface.py"
+
+
+def test_a_cell_can_be_wrong():
+    row = Row("group", "name", lambda s: 1.0)
+    assert run(row, Plain(), 1.0)["state"] == "equal"
+    assert run(row, Plain(), 1.001)["state"] == "wrong" and run(row, Plain(), [1.0])["state"] == "wrong"
+    assert run(Row("group", "name", lambda s: 1 / 0), Plain(), 1.0)["state"] == "raw"
+    assert differs({"a": 1.0}, {"b": 1.0}, 0) and differs(float("nan"), 1.0, 0) and not differs("x", "x", 0)
