@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from mindspore import Tensor
 
-ATOM, OURS, LIST, INEXACT = 1, 2, 3, 4
-KINDS: dict[type, int] = {**dict.fromkeys((int, bool, str, type(None)), ATOM), **dict.fromkeys((float, complex), INEXACT),
-                          tuple: LIST, list: LIST}
+ATOM, OURS, LIST = 1, 2, 3
+KINDS: dict[type, int] = {**dict.fromkeys((int, float, bool, str, type(None), complex), ATOM), tuple: LIST, list: LIST}
 DTENSOR: type = Tensor  # of results
 PARAMETER: type = Tensor
 ASYNC: type = Tensor  # of results whose data are under way

@@ -22,13 +22,14 @@ from ..core.tree import map_leaves
 from ..ops.rules.names import PRIMITIVES
 from . import modes
 from .cached import CachedCall
-from .classes import ATOM, INEXACT, KINDS, LIST, OURS
+from .classes import ATOM, KINDS, LIST, OURS
 from .op_call import OpCall, attributes
 from .operands import as_local
 from .planner import build_plan, plan_by_rule, plan_own, plan_write
 
 _log = logging.getLogger("ms_dtensor")
 _LIMIT = 16384
+_INEXACT = frozenset((float, complex))
 _cache: dict = {}
 _primitives: dict = {}  # id -> (primitive, what its attributes were, their part of a key)
 _made = 0  # plans
@@ -61,10 +62,7 @@ def dispatch(self, func, args=(), kwargs=None):
             key.append(a._layout)
         elif kind is ATOM:
             key.append(a.__class__)
-            key.append(a)
-        elif kind is INEXACT:
-            key.append(a.__class__)
-            key.append(a or repr(a))  # 0.0 and -0.0 are equal, and mean different calls
+            key.append(a if a or a.__class__ not in _INEXACT else repr(a))  # 0.0 and -0.0 are equal, and mean different calls
         else:
             _part(a, key, tensors)
     if kwargs:
@@ -135,10 +133,7 @@ def call_by_rule(op: str, func, names: tuple[str, ...], args: tuple, kwargs: dic
             key.append(a._layout)
         elif kind is ATOM:
             key.append(a.__class__)
-            key.append(a)
-        elif kind is INEXACT:
-            key.append(a.__class__)
-            key.append(a or repr(a))  # 0.0 and -0.0 are equal, and mean different calls
+            key.append(a if a or a.__class__ not in _INEXACT else repr(a))  # 0.0 and -0.0 are equal, and mean different calls
         else:
             _part(a, key, tensors)
     if kwargs:
@@ -185,10 +180,7 @@ def _part(a, key, tensors) -> None:
     kind = KINDS.get(a.__class__)
     if kind is ATOM:
         key.append(a.__class__)  # 1, 1.0 and True are equal, and mean different calls
-        key.append(a)
-    elif kind is INEXACT:
-        key.append(a.__class__)
-        key.append(a or repr(a))
+        key.append(a if a or a.__class__ not in _INEXACT else repr(a))
     elif kind is LIST:
         classes = tuple(map(type, a))
         key.append(classes)
@@ -213,7 +205,7 @@ _ATOM_LISTS: dict[tuple, bool] = {}
 
 def _exact_only(classes) -> bool:
     """Whether a list of these classes is hashable as it is, and equal ones are alike; remembered."""
-    if all(KINDS.get(c) is ATOM for c in classes):
+    if all(KINDS.get(c) is ATOM and c not in _INEXACT for c in classes):
         if len(_ATOM_LISTS) < 1024:
             _ATOM_LISTS[classes] = True
         return True
