@@ -62,7 +62,7 @@ def dispatch(self, func, args=(), kwargs=None):
             key.append(a._layout)
         elif kind is ATOM:
             key.append(a.__class__)
-            key.append(a if a or a.__class__ not in _INEXACT else repr(a))  # 0.0 and -0.0 are equal, and mean different calls
+            key.append(a if a or a.__class__ not in _INEXACT else repr(a))  # 0.0 and -0.0 are equal, but different calls
         else:
             _part(a, key, tensors)
     if kwargs:
@@ -133,7 +133,7 @@ def call_by_rule(op: str, func, names: tuple[str, ...], args: tuple, kwargs: dic
             key.append(a._layout)
         elif kind is ATOM:
             key.append(a.__class__)
-            key.append(a if a or a.__class__ not in _INEXACT else repr(a))  # 0.0 and -0.0 are equal, and mean different calls
+            key.append(a if a or a.__class__ not in _INEXACT else repr(a))  # 0.0 and -0.0 are equal, but different calls
         else:
             _part(a, key, tensors)
     if kwargs:
