@@ -171,14 +171,14 @@ class Redistribute(_Function):
         src, dst, cotangent, wanted, context = ctx.move
         extremum = getattr(ctx, "extremum", None)
         # Backends that run asynchronously call this on a thread of their own, without the user's contextvars.
-        context = context.copy()
         with NoFallbackGuard():
-            grad = context.run(_backward, grad, src, dst, cotangent, wanted)
+            if cotangent is not wanted or recording():
+                grad = context.copy().run(_backward, grad, src, dst, cotangent, wanted)
             scale = _average(src, dst) if src.partial_axes else 1
             if scale != 1:
                 grad = grad * scale
             if extremum is not None:
-                grad = grad * context.run(_winners_share, *extremum)
+                grad = grad * context.copy().run(_winners_share, *extremum)
         return grad, None
 
 

@@ -48,25 +48,16 @@ def bias_once(x, b, share):
     return ops.bias_add(x, b * share)
 
 
-def tril(x, diagonal):
-    """Lower triangle, with the diagonal shifted by the shard's offset."""
-    return ops.tril(x, diagonal)
-
-
-def triu(x, diagonal):
-    """Upper triangle, with the diagonal shifted by the shard's offset."""
-    return mint.triu(x, diagonal)
-
-
-def clone(x):
+def clone(input):
     """A copy; MindSpore has no Clone kernel on CPU."""
-    if x.dtype == ms.bool_:
-        return mint.logical_not(mint.logical_not(x))
-    return x * 1
+    if input.dtype == ms.bool_:
+        return mint.logical_not(mint.logical_not(input))
+    return input * 1
 
 
 TABLE = {
     "reshape": Tensor.reshape, "broadcast_to": mint.broadcast_to, "slice": slice_,  # to the local shape
     "mean_of_shard": mean_of_shard,
-    "linear_bias_once": linear_bias_once, "bias_once": bias_once, "tril": tril, "triu": triu, "clone": clone,
+    "linear_bias_once": linear_bias_once, "bias_once": bias_once, "clone": clone,
+    "tril": ops.tril, "triu": mint.triu,  # with the diagonal shifted by the shard's offset
 }
