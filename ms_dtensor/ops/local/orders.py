@@ -26,14 +26,13 @@ AGAIN = frozenset("""
     sinh cosh tanh asin acos atan asinh acosh atanh sigmoid erf erfc silu abs relu maximum minimum cast clone identity where
     masked_fill fill full_like zeros_like ones_like empty_like new_full new_ones new_zeros new_empty
     eq ne lt le gt ge logical_and logical_or logical_xor logical_not isnan isinf isfinite isneginf isclose any all
-    argmax argmax_classic argmax_method argsort argsort_method count_nonzero count_nonzero_method one_hot sign floor ceil
-    round rint trunc heaviside
+    argmax argmax_classic argmax_method argsort count_nonzero one_hot sign floor ceil round rint trunc heaviside
 """.split())
 LINEAR = frozenset("""
     reshape view_as flatten flatten_primitive permute swap matrix_transpose unsqueeze squeeze expand expand_as tile split
     chunk split_equal unbind cat stack meshgrid slice strided_slice narrow select gather gather_nd take take_along
-    embedding index index_select diag diag_all diagonal trace tril triu sum mean add_n cumsum cumsum_method roll flip
-    repeat_interleave pad_pairs copy
+    embedding index index_select diag diag_all diagonal trace tril triu sum mean add_n cumsum roll flip repeat_interleave
+    pad_pairs copy
 """.split())
 BILINEAR = frozenset(("matmul", "outer"))
 

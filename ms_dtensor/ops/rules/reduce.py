@@ -13,8 +13,7 @@ from ...core.placements import Partial
 from .spec import SUMS, Call, Case, Local, LocalCall, OpSpec, S, Winners, dims_of, kind, result_dtype
 
 PARTIAL_OF = {"sum": "sum", "mean": "sum", "max": "max", "min": "min", "first_max": "max", "first_min": "min",
-              "prod": "prod", "all": "min", "any": "max", "count_nonzero": "sum", "nansum": "sum",
-              "count_nonzero_method": "sum", "nansum_method": "sum"}
+              "prod": "prod", "all": "min", "any": "max", "count_nonzero": "sum", "nansum": "sum"}
 
 
 def kept_dims(ndim: int, dims: tuple[int, ...], keepdim: bool) -> dict[int, int]:
@@ -56,15 +55,6 @@ def reduction(call: Call) -> OpSpec:
     first = call.op.startswith("first") and isinstance(call.get("dim"), int)
     return OpSpec((shape,), tuple(cases), local if call.op == "mean" else None,
                   winners=Winners(dims, keepdim, first) if extreme else None)
-
-
-def reduction_pair(call: Call) -> OpSpec:
-    """(values, indices) along one dim: the dim itself must be whole on every rank."""
-    x = call.args["input"]
-    dims, keepdim = dims_of(call.args.get("dim", -1), x.ndim), bool(call.get("keepdim", False))
-    kept = kept_dims(x.ndim, dims, keepdim)
-    shape = reduced_shape(x.shape, dims, keepdim)
-    return OpSpec((shape, shape), tuple(Case((S(d),), (S(k), S(k))) for d, k in kept.items()))
 
 
 def along_dim(call: Call) -> OpSpec:
