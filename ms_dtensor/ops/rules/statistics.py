@@ -109,7 +109,7 @@ def _made_lines(default: int, results: int = 1) -> Callable[[Call], OpSpec]:
 
 
 def cumsum(call: Call) -> OpSpec:
-    """Running sums: linear, so a Partial passes unless it is converted on the way; of all elements in a row without a dim."""
+    """Running sums, without a dim of all elements: linear, so a Partial passes unless it is converted on the way."""
     x = call.operands[0]
     if call.get("dim") is None:
         return OpSpec(((prod(x.shape),),), ())
