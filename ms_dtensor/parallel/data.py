@@ -70,8 +70,8 @@ def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = 25) -> nn
         cell.__dict__[ROOT] = count_handed_out()
 
         def place(x):
-            return enter(x, cell, mesh, {a: Shard(0) for a in mesh.mesh_dim_names}, "replicate") \
-                if isinstance(x, Tensor) and x.ndim else x
+            return enter(x, cell, mesh, {a: Shard(0) for a in mesh.mesh_dim_names}, "replicate",
+                         (inputs, kwargs)) if isinstance(x, Tensor) and x.ndim else x
         return tuple(place(x) for x in inputs), {k: place(x) for k, x in kwargs.items()}
 
     def after(cell, inputs, outputs):
