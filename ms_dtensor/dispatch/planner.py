@@ -235,8 +235,8 @@ def _promote(op, x, mesh, tensors, mode) -> Layout:
         f"For '{op}', {which} of shape {list(x._shape)} meets a DTensor.", describe_operands(tensors),
         "A plain tensor does not say how it is laid out, so one rank's data could pass for the whole.",
         (*(("distribute_tensor(t, device_mesh, placements), of the whole",
-            "DTensor.from_local(t, device_mesh, placements), of this rank's part, its labels say",
-            "replicate(loss_fn, mesh=...), whose plain labels are this rank's rows") if not isinstance(x, Parameter) else
+            "DTensor.from_local(t, device_mesh, placements), of this rank's rows, as its labels are",
+            "replicate(loss_fn, mesh=...), which takes plain labels so") if not isinstance(x, Parameter) else
            ("distribute_module(cell, device_mesh) makes every parameter a DTensor",)),
          "x.to_local(), to work on plain tensors", "with implicit_replication(): ..., if all ranks hold the same values"))
 

@@ -35,7 +35,8 @@ def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = 25) -> nn
     Returns:
         The same cell. Plain inputs are taken as this rank's rows of the global batch (`Shard(0)`); outputs are
         DTensors, also where a style inside hands out plain tensors, so compute the loss on them: its value and gradients
-        are those of the global batch.
+        are those of the global batch. A loss cell is replicated in the same way: its plain labels are this rank's rows,
+        on whatever larger mesh the logits live.
 
     Example:
         >>> import ms_dtensor as md

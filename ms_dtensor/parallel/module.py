@@ -110,4 +110,6 @@ def _apply(style: ParallelStyle, cell: nn.Cell, mesh: DeviceMesh, src_data_rank:
 
 def _match(pattern: str, name: str) -> bool:
     levels, parts = pattern.split("."), name.split(".")
+    if not name:  # the module itself, which "*" does not mean
+        return not pattern
     return len(levels) == len(parts) and all(fnmatchcase(p, level) for p, level in zip(parts, levels))

@@ -134,25 +134,26 @@ def dynamic_half(s):
 
 @row(SCALING, "amp.FixedLossScaleManager, amp.DynamicLossScaleManager by hand")
 def managers(s):
-    seen = []
-    for manager in (amp.FixedLossScaleManager(64.0), amp.DynamicLossScaleManager(2.0 ** 10, 2, 2)):
-        net = s.net()
-        grad_fn = ms.value_and_grad(lambda x, y: ((net(x) - y) ** 2).mean() * manager.get_loss_scale(),
-                                    None, net.trainable_params())
-        optimizer = nn.SGD(net.trainable_params(), 2e-2)
-        for i in range(3):
-            x, y = random(10 + i, 8, 4, 7), random(30 + i, 8, 4, 5)
-            if i == 1:
-                x[5, 0, 3] = np.nan
-            scale = manager.get_loss_scale()
-            loss, grads = grad_fn(s.sequence(x), s.sequence(y))
-            finite = bool(amp.all_finite(grads))
-            if finite:
-                optimizer(tuple(g / scale for g in grads))
-            manager.update_loss_scale(not finite)
-            seen.append((loss, finite, scale))
-        seen.append(values(net))
-    return seen
+    return [managed(s, amp.FixedLossScaleManager(64.0)), managed(s, amp.DynamicLossScaleManager(2.0 ** 10, 2, 2))]
+
+
+def managed(s, manager):
+    net = s.net()
+    grad_fn = ms.value_and_grad(lambda x, y: ((net(x) - y) ** 2).mean() * manager.get_loss_scale(),
+                                None, net.trainable_params())
+    optimizer, seen = nn.SGD(net.trainable_params(), 2e-2), []
+    for i in range(3):
+        x, y = random(10 + i, 8, 4, 7), random(30 + i, 8, 4, 5)
+        if i == 1:
+            x[5, 0, 3] = np.nan
+        scale = manager.get_loss_scale()
+        loss, grads = grad_fn(s.sequence(x), s.sequence(y))
+        finite = bool(amp.all_finite(grads))
+        if finite:
+            optimizer(tuple(g / scale for g in grads))
+        manager.update_loss_scale(not finite)
+        seen.append((loss, finite, scale))
+    return seen, values(net)
 
 
 @row(SCALING, "optimizer's loss_scale")

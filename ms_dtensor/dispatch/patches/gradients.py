@@ -195,7 +195,8 @@ def _recomputing(original):
 _DOORS = (
     (_pynative_executor, "grad", _grad), (_pynative_executor, "end_graph", _end_graph),
     (base, "_pynative_func_grad_forward", _forward), (grad_func, "_pynative_func_grad_forward", _forward),
-    (nn.Cell, "_complex_call", _complex_call), (_RecomputeCell, "construct", _recomputed), (_RecomputeCell, "bprop", _recomputing),
+    (nn.Cell, "_complex_call", _complex_call),
+    (_RecomputeCell, "construct", _recomputed), (_RecomputeCell, "bprop", _recomputing),
 )
 
 

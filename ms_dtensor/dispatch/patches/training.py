@@ -11,9 +11,12 @@ from __future__ import annotations
 import functools
 
 from mindspore import Tensor, nn
-from mindspore.train.metrics import metric
+from mindspore.train import metrics
+from mindspore.train.metrics import Metric
+from mindspore.train.model import Model
 from mindspore.train.summary import summary_record
 
+from ...core.tree import leaves
 from ...errors import ConfigError, MixedOperandError
 from .. import modes
 from ..operands import LAID_OUT, wrap
@@ -32,29 +35,50 @@ def _layout(x):
 def _convert_data(original):
     @functools.wraps(original)
     def convert(self, data):
-        layout = _layout(data)
-        if layout is None:
-            return original(self, data)
-        data = data if getattr(data, "_layout", None) is not None else wrap(data, layout)
-        return data._whole_array(f"{type(self).__name__}.update", ("update it with x.full_tensor()",))
+        return original(self, data) if _layout(data) is None else _whole(data, f"{type(self).__name__}.update")
     return convert
+
+
+def _whole(x, who: str):
+    x = x if getattr(x, "_layout", None) is not None else wrap(x, _layout(x))
+    return x._whole_array(who, ("update the metric with x.full_tensor()",))
+
+
+def _check_alike(who: str, inputs) -> None:
+    ours = [x for x in inputs if getattr(x, "_layout", None) is not None]
+    plain = [x for x in inputs if isinstance(x, Tensor) and x.shape and _layout(x) is None]
+    if ours and plain and not modes.mode.get().implicit_replication:
+        raise MixedOperandError(
+            f"For '{who}', a plain Tensor of shape {list(plain[0].shape)} meets a DTensor.", ours[0]._layout.describe(),
+            "A plain tensor does not say how it is laid out, so one rank's data could pass for the whole.",
+            ("replicate(loss_fn, mesh=...), which takes plain labels as this rank's rows",
+             "DTensor.from_local(t, device_mesh, placements), of this rank's rows",
+             "with implicit_replication(): ..., if all ranks hold the same values"))
 
 
 def _update(original):
     @functools.wraps(original)
     def update(self, *inputs):
-        ours = [x for x in inputs if getattr(x, "_layout", None) is not None]
-        plain = [x for x in inputs if isinstance(x, Tensor) and x.shape and _layout(x) is None]
-        if ours and plain and not modes.mode.get().implicit_replication:
-            raise MixedOperandError(
-                f"For '{type(self).__name__}.update', a plain Tensor of shape {list(plain[0].shape)} meets a DTensor.",
-                ours[0]._layout.describe(),
-                "A plain tensor does not say how it is laid out, so one rank's data could pass for the whole.",
-                ("replicate(loss_fn, mesh=...), whose plain labels are this rank's rows",
-                 "DTensor.from_local(t, device_mesh, placements), of this rank's part",
-                 "with implicit_replication(): ..., if all ranks hold the same values"))
+        _check_alike(f"{type(self).__name__}.update", inputs)
         return original(self, *inputs)
     return update
+
+
+def _update_metrics(original):
+    """Before any metric reads them: a set of metrics' names has another order on every rank."""
+    @functools.wraps(original)
+    def update_metrics(self, outputs):
+        if any(getattr(x, "_layout", None) is not None for x in leaves(outputs, Tensor)):
+            outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
+            read, at = set(range(len(outputs))), self._eval_indexes
+            if at is not None and len(outputs) > max(at):
+                losses = [isinstance(m, metrics.Loss) for m in self._metric_fns.values()]
+                read = {*(at[:1] if any(losses) else ()), *(() if all(losses) else at[1:])}
+            _check_alike("Model.eval", [outputs[i] for i in sorted(read)])
+            outputs = tuple(Tensor(_whole(x, "Model.eval")) if i in read and _layout(x) is not None else x
+                            for i, x in enumerate(outputs))
+        return original(self, outputs)
+    return update_metrics
 
 
 def _add_value(original):
@@ -86,13 +110,14 @@ def install() -> None:
     """Installs the doors, on the metrics that exist; does nothing where they are in place."""
     if _installed:
         return
-    _installed.put(metric.Metric, "_convert_data", _convert_data(metric.Metric._convert_data))
+    _installed.put(Metric, "_convert_data", _convert_data(Metric._convert_data))
+    _installed.put(Model, "_update_metrics", _update_metrics(Model._update_metrics))
     _installed.put(summary_record.SummaryRecord, "add_value", _add_value(summary_record.SummaryRecord.add_value))
     _installed.put(nn.Cell, "check_names", _check_names(nn.Cell.check_names))
-    classes = [metric.Metric]
+    classes: list[type] = [Metric]
     for cls in classes:
         classes += [c for c in cls.__subclasses__() if c not in classes]
-        if cls is not metric.Metric and "update" in cls.__dict__:
+        if cls is not Metric and "update" in cls.__dict__:
             _installed.put(cls, "update", _update(cls.__dict__["update"]))
 
 
