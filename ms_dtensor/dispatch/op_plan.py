@@ -20,6 +20,7 @@ from ..ops.local import run_local
 from ..ops.rules.spec import EmptyShard
 from . import classes, inplace, modes, policy
 from .cotangent import partial_grad_axes, with_cotangent
+from .memo import memo_of
 from .op_call import OpCall, refill
 from .operands import (
     as_local,
@@ -189,14 +190,10 @@ class OpPlan:
             return first
         if self.view is not None:
             link(first, out, *self.view)
-            if grad and (operands[0] is first or partial_grad_axes(first)):
-                self.remember_view(first, out, call)
+            if grad and out.__class__ is classes.DTENSOR and (
+                    (operands[0] is first and not first._is_leaf) or partial_grad_axes(first)):
+                memo_of(out).view_of = first, self, (call.func, call.primitive, call.args, call.kwargs, tensors)
         return out
-
-    def remember_view(self, first, out: Any, call: OpCall) -> None:
-        """Of a recorded view: how to make the same view of another form of `first`."""
-        if out.__class__ is classes.DTENSOR and (not first._is_leaf or partial_grad_axes(first)):
-            out._memo.view_of = first, self, call  # type: ignore[attr-defined]
 
 
 def _references(held) -> int:

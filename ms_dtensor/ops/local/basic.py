@@ -20,8 +20,10 @@ def slice_(x, bounds, drop):
         if step == 1:
             if (lo, hi) != (0, n):
                 x = mint.narrow(x, d, lo, max(hi - lo, 0))
+        elif not (picked := range(lo, hi, step)) or 0 in x._shape:  # the backward of gather on CPU refuses to do nothing
+            x = mint.narrow(x, d, 0, len(picked))
         else:
-            x = ops.gather(x, Tensor(list(range(lo, hi, step)), ms.int32), d)
+            x = ops.gather(x, Tensor(list(picked), ms.int32), d)
     if drop:
         x = mint.reshape(x, tuple(n for d, n in enumerate(x._shape) if d not in drop))
     return x

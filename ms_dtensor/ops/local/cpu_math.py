@@ -91,7 +91,12 @@ def any_(input, dim=None, keepdim=False):
 def cumsum(input, dim, dtype=None):
     """`CumsumExt`; integers add up as int64."""
     dtype = as_dtype(dtype) or (input.dtype if input.is_floating_point() else ms.int64)
-    return ops.cumsum(input.astype(dtype), dim) if input._shape else input.astype(dtype) * 1
+    return cumsum_classic(input.astype(dtype), dim)
+
+
+def cumsum_classic(input, dim, exclusive=False, reverse=False):
+    """`CumSum`, whose kernel divides by the number of elements: without any the process ends."""
+    return ops.CumSum(exclusive, reverse)(input, dim) if input._shape and math.prod(input._shape) else input * 1
 
 
 def topk(input, k, dim=-1, largest=True, sorted=True):
@@ -128,7 +133,8 @@ TABLE = {
     "LpNormV2": lambda input, p, dim=None, keepdim=False, epsilon=0.0: vector_norm(input, p, dim, keepdim),
     "CountNonZero": lambda input, dim=None: total((input != 0).astype(ms.int64), _dims(dim, len(input._shape))),
     "ReduceAny": any_, "AnyExt": any_, "Any": any_,
-    "CumsumExt": cumsum, "TopkExt": topk, "SortExt": sort, "ArgMaxExt": argmax, "ArgMinExt": argmin,
+    "CumsumExt": cumsum, "CumSum": cumsum_classic, "TopkExt": topk, "SortExt": sort,
+    "ArgMaxExt": argmax, "ArgMinExt": argmin,
     "ArgSort": lambda input, dim=-1, descending=False, stable=False: sort(input, dim, descending)[1],
     "AddcmulExt": lambda input, tensor1, tensor2, value=1: input + tensor1 * tensor2 * value,
     "AddcdivExt": lambda input, tensor1, tensor2, value=1: input + tensor1 / tensor2 * value,
