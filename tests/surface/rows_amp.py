@@ -38,10 +38,10 @@ for _level in ("O0", "O1", "O2", "O3", "auto"):
     row(LEVELS, f"auto_mixed_precision {_level}, after it", **_loose)(level_after(_level))
 
 
-def built(level, **kwargs):
+def built(level, scale=1.0, **kwargs):
     def fn(s):
         net = s.net()
-        optimizer = nn.Momentum(net.trainable_params(), 2e-2, 0.9)
+        optimizer = nn.Momentum(net.trainable_params(), 2e-2, 0.9, loss_scale=scale)
         step = amp.build_train_network(net, optimizer, nn.MSELoss(), level=level, **kwargs)
         losses = [step(*pair(i, s)) for i in range(3)]
         return losses, {p.name: p.value() for p in optimizer.parameters}
@@ -51,9 +51,9 @@ def built(level, **kwargs):
 for _level in ("O0", "O1", "O3", "auto"):
     _loose = {} if _level == "O0" else {"rtol": HALF}
     row(LEVELS, f"build_train_network {_level}", **_loose)(built(_level))
-# MindSpore runs other loss scale managers on Ascend and GPU only; made anew by each run, as it would be shared
+# MindSpore runs other loss scale managers on Ascend and GPU only
 row(LEVELS, "build_train_network O2, FixedLossScaleManager", rtol=HALF)(
-    lambda s: built("O2", loss_scale_manager=amp.FixedLossScaleManager(128.0, drop_overflow_update=False))(s))
+    built("O2", 128.0, loss_scale_manager=amp.FixedLossScaleManager(128.0, drop_overflow_update=False)))
 row(LEVELS, "build_train_network O0, no loss scale manager, keep_batchnorm_fp32")(
     built("O0", loss_scale_manager=None, keep_batchnorm_fp32=False))
 
