@@ -66,17 +66,18 @@ def _target(layout: Layout, mesh: DeviceMesh, placement, who: str) -> list[Place
     return None if layout.with_placements(placed, layout.order) is layout else placed
 
 
-def enter(x, cell: nn.Cell, mesh: DeviceMesh, placement, who: str, beside: Iterable = ()) -> DTensor:
+def enter(x, cell: nn.Cell, mesh: DeviceMesh, placement, who: str, shape=None, beside: Iterable = ()) -> DTensor:
     """A DTensor as it is; a plain tensor, said to be laid out by `placement`, as a DTensor on the cell's mesh.
 
-    `beside`: the call's arguments; the mesh of a DTensor among them may have more axes than the cell knows.
+    `shape`: its global shape, where shards differ in size. `beside`: the call's arguments; the mesh of a DTensor among
+    them may have more axes than the cell knows.
     """
     if isinstance(x, DTensor):
         return x
     whole, outer = getattr(cell, OUTER, (mesh, {}))
     for other in leaves(beside, DTensor):
         whole = union_mesh(whole, other.device_mesh)
-    out = DTensor.from_local(x, whole, {**outer, **by_axis(placement, mesh, who)})
+    out = DTensor.from_local(x, whole, {**outer, **by_axis(placement, mesh, who)}, shape=shape)
     x.__dict__[LAID_OUT] = out.layout
     return out
 
