@@ -297,17 +297,21 @@ class DTensor(Tensor):
         if self.numel() != 1:
             raise OpRuleError(f"For 'item', a tensor of {self.numel()} elements is no scalar.", self._layout.describe(),
                               "A Python number is one element.", "reduce it first, e.g. x.sum().item()")
+        return self._whole_array("item").reshape(()).item()
+
+    def _whole_array(self, who: str, fixes: Sequence[str] = ()):
+        """The global array, implicitly: a communication that the redistribution policy is asked for in `who`'s name."""
         layout = self._layout
         if layout.mesh.get_coordinate() is None:
-            raise OpRuleError("For 'item', this rank is not part of the mesh.", layout.describe(),
+            raise OpRuleError(f"For '{who}', this rank is not part of the mesh.", layout.describe(),
                               "Nothing is sent to ranks outside a mesh.", "ask on the mesh's ranks only")
         whole = local_alias(self)
         if not layout.is_replicated():
-            policy.check_move("item", layout, layout.replicated(), "the value",
-                              ("x.full_tensor().item()", "x.reduce_partial().item(), of a Partial"))
+            policy.check_move(who, layout, layout.replicated(), "the value",
+                              fixes or (f"x.full_tensor().{who}()", f"x.reduce_partial().{who}(), of a Partial"))
             with comm.annotate(implicit=True, src=repr(layout), dst=repr(layout.replicated())):
                 whole = run(plan(layout, layout.replicated()), whole)
-        return whole.asnumpy().reshape(()).item()
+        return whole.asnumpy()
 
     def __float__(self):
         return float(self.item())
@@ -325,12 +329,14 @@ class DTensor(Tensor):
         return complex(self.item())
 
     def asnumpy(self):
-        """The global array of a replicated tensor (a view of its storage).
+        """The global array of a replicated tensor (a view of its storage), or of a 0-d one, whose value is `item()`.
 
         Raises:
-            OpRuleError: the tensor is not replicated; nothing is gathered behind the caller's back.
+            OpRuleError: neither; nothing is gathered behind the caller's back.
         """
         if not self._layout.is_replicated():
+            if not self.shape:
+                return self._whole_array("asnumpy")
             raise OpRuleError("For 'asnumpy', this rank does not hold the whole tensor.", self._layout.describe(),
                               "Only a replicated tensor is an array already.",
                               ("x.full_tensor().asnumpy() for the global array", "x.to_local().asnumpy() for the shard"))
