@@ -4,8 +4,8 @@
 MindSpore 2.10 looks for `__fallback__` among an op's direct arguments. A list of tensors (`Stack`, `AddN`, `einsum`)
 hides them, and `ops.rand_like` and its kin read the shape only. Each of these, called with a DTensor, becomes an op of
 our own; with plain tensors it is MindSpore's own, untouched. Recomputation replays MindSpore's random state, and here
-ours. A name that user code imported from `mindspore.ops` before the first DTensor was made keeps the
-plain function. Installed and removed together with `dispatch/patches/`.
+ours; MindSpore's seeds are ours, too. A name that user code imported from `mindspore.ops` before the first DTensor was
+made keeps the plain function. Installed and removed together with `dispatch/patches/`.
 """
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import inspect
 import mindspore as ms
 from mindspore import Tensor, mint
 from mindspore._c_expression import NoFallbackGuard
+from mindspore.common import generator, seed
 
 from ...core.layout import Layout
 from ...core.tree import first_dtensor, leaves
@@ -193,6 +194,26 @@ def _pair(get, put):
     return (lambda: (get(), rng.get_rng_state())), restore
 
 
+def _restarting(original):
+    """`ms.set_seed`, by a function that it calls: the stream of DTensors starts anew from MindSpore's seed."""
+    @functools.wraps(original)
+    def reset():
+        rng.restart()
+        return original()
+    return reset
+
+
+def _seeding(original):
+    """`ms.manual_seed`: a seed for the default generator is one for DTensors."""
+    @functools.wraps(original)
+    def manual_seed(self, seed):
+        out = original(self, seed)
+        if self is generator.default_generator:
+            rng.manual_seed(seed)
+        return out
+    return manual_seed
+
+
 def _holder(path: str):
     module, _, name = path.partition(":")
     holder = importlib.import_module(module)
@@ -222,6 +243,8 @@ def install() -> None:
         holder = _holder(path)
         if hasattr(holder, "clip_by_global_norm"):
             _installed.put(holder, "clip_by_global_norm", _with_dtensors(holder.clip_by_global_norm, _clip_by_global_norm))
+    _installed.put(seed, "_reset_op_seed", _restarting(seed._reset_op_seed))
+    _installed.put(generator.Generator, "manual_seed", _seeding(generator.Generator.manual_seed))
     recompute = importlib.import_module("mindspore.common.recompute")
     get, put = _pair(recompute.get_rng_state, recompute.set_rng_state)
     _installed.put(recompute, "get_rng_state", get)
