@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers, parameter groups, schedules and clipping: parameters and states after five steps."""
+"""Optimizers, parameter groups, schedules and clipping: parameters and states after five steps.
+
+Not here, because MindSpore 2.10 has no CPU kernel for them or they train nothing there: nn.Lamb, nn.LARS, mint.optim.
+"""
 from __future__ import annotations
 
 import mindspore as ms
 import mindspore.experimental.optim as experimental
-from mindspore import Tensor, mint, nn, ops
+from mindspore import Tensor, nn, ops
 from mindspore.experimental.optim import lr_scheduler
 
 from ms_dtensor import ColwiseParallel, RowwiseParallel
@@ -38,10 +41,10 @@ def trained(s, make, clip=lambda grads: grads, after=lambda optimizer: None):
     return losses, values(net), values(optimizer)
 
 
-def rows(group, programs, **options):
+def rows(group, programs, refused={}):  # noqa: B006
     """A row for each `{name: make(params) -> optimizer}`."""
     for name, make in programs.items():
-        row(group, name, **options.get(name, {}))(lambda s, make=make: trained(s, make))
+        row(group, name, refused=refused.get(name))(lambda s, make=make: trained(s, make))
 
 
 rows("nn optimizers", {
@@ -66,11 +69,9 @@ rows("nn optimizers", {
     "nn.Rprop": lambda ps: nn.Rprop(ps, 0.02),
     "nn.SGD": lambda ps: nn.SGD(ps, 0.1, momentum=0.9, weight_decay=0.01),
     "nn.SGD(nesterov)": lambda ps: nn.SGD(ps, 0.1, momentum=0.9, nesterov=True),
-})
+}, {"nn.AdaFactor": "its factors are means of whole rows and columns, a shard has parts: ms_dtensor.optim.AdamW"})
 
-rows("mint.optim and experimental.optim", {
-    "mint.optim.Adam": lambda ps: mint.optim.Adam(ps, lr=0.02, weight_decay=0.01),
-    "mint.optim.SGD": lambda ps: mint.optim.SGD(ps, lr=0.1, momentum=0.9),
+rows("experimental.optim", {
     "experimental.optim.ASGD": lambda ps: experimental.ASGD(ps, lr=0.05),
     "experimental.optim.Adadelta": lambda ps: experimental.Adadelta(ps, lr=0.5, eps=1e-3),
     "experimental.optim.Adagrad": lambda ps: experimental.Adagrad(ps, lr=0.05),

@@ -16,7 +16,6 @@ import inspect
 import mindspore as ms
 from mindspore import Tensor, mint
 from mindspore._c_expression import NoFallbackGuard
-from mindspore.common import generator, seed
 
 from ...core.layout import Layout
 from ...core.tree import first_dtensor, leaves
@@ -208,7 +207,7 @@ def _seeding(original):
     @functools.wraps(original)
     def manual_seed(self, seed):
         out = original(self, seed)
-        if self is generator.default_generator:
+        if self is ms.default_generator:
             rng.manual_seed(seed)
         return out
     return manual_seed
@@ -243,8 +242,9 @@ def install() -> None:
         holder = _holder(path)
         if hasattr(holder, "clip_by_global_norm"):
             _installed.put(holder, "clip_by_global_norm", _with_dtensors(holder.clip_by_global_norm, _clip_by_global_norm))
-    _installed.put(seed, "_reset_op_seed", _restarting(seed._reset_op_seed))
-    _installed.put(generator.Generator, "manual_seed", _seeding(generator.Generator.manual_seed))
+    seeds = importlib.import_module("mindspore.common.seed")
+    _installed.put(seeds, "_reset_op_seed", _restarting(seeds._reset_op_seed))
+    _installed.put(ms.Generator, "manual_seed", _seeding(ms.Generator.manual_seed))
     recompute = importlib.import_module("mindspore.common.recompute")
     get, put = _pair(recompute.get_rng_state, recompute.set_rng_state)
     _installed.put(recompute, "get_rng_state", get)
