@@ -19,7 +19,7 @@ from ..errors import OpRuleError
 from ..ops.local import run_local
 from ..ops.rules.spec import EmptyShard
 from . import classes, inplace, modes, policy
-from .cotangent import partial_grad_axes, with_cotangent
+from .cotangent import grad_layout, partial_grad_axes, with_cotangent
 from .op_call import OpCall, refill
 from .operands import (
     as_local,
@@ -66,7 +66,7 @@ class LocalRun:
         if self.in_float32 is not None:
             func = self.in_float32(func)
         if self.substitute is not None or not self.is_native(call.func):
-            tensors = [as_local(x) if hasattr(x, "_layout") else x for x in tensors]
+            tensors = [as_local(x, grad_layout(x)) if hasattr(x, "_layout") else x for x in tensors]
         args, kwargs = list(call.args), call.kwargs
         if self.places:
             for place, i in self.places:

@@ -2,9 +2,10 @@
 """MindSpore's checkpoint files hold whole values: written once for a mesh, cut again where they are loaded.
 
 `ms.save_checkpoint` of a net, optimizer, list or dict with DTensors gathers each of them on all ranks of the mesh; the
-mesh's first rank writes what one device would write, and the others wait for it. `ms.load_param_into_net` gives each rank
-its shard of the values that it has read; nothing is communicated. Patched are the functions inside `mindspore.train` that
-every entry uses, `ModelCheckpoint` among them. Invariant: no file holds a shard, and no shard is loaded for the whole.
+mesh's first rank writes what one device would write, and the others wait for it. `ms.load_param_into_net` and
+`Cell.load_state_dict` give each rank its shard of the values that it has read; nothing is communicated. Patched are the
+functions inside MindSpore that every entry uses, `ModelCheckpoint` among them. Invariant: no file holds a shard, and no
+shard is loaded for the whole.
 """
 from __future__ import annotations
 
@@ -85,6 +86,18 @@ def _write(original):
     return write
 
 
+def _load(param, value) -> None:
+    """The values of all of a parameter, a DTensor or whole on every rank, into this rank's shard."""
+    if getattr(value, "_layout", None) is not None:
+        param.set_data(value.astype(param.dtype))
+        return
+    array, fused = value.asnumpy(), param.__dict__.get("fused")
+    if fused is not None:
+        array = fused.interleave(array)
+    shard = np.ascontiguousarray(array[tuple(slice(*extent) for extent in param._layout.local_box())])
+    param.set_data(Tensor(shard, param.dtype))
+
+
 def _update(original):
     @functools.wraps(original)
     def update(param, new_param, strict_load):
@@ -97,22 +110,35 @@ def _update(original):
         same = own is not None and isinstance(value, Tensor) and tuple(value.shape) == own.shape
         if not same or value.dtype != param.dtype and not serialization._type_convert(param, new_param, strict_load):
             return original(param, new_param, strict_load)
-        if given is not None:
-            return param.set_data(value.astype(param.dtype))
-        array, fused = value.asnumpy(), param.__dict__.get("fused")
-        if fused is not None:
-            array = fused.interleave(array)
-        shard = np.ascontiguousarray(array[tuple(slice(*extent) for extent in own.local_box())])
-        return param.set_data(Tensor(shard, param.dtype))
+        return _load(param, value)
     return update
+
+
+def _load_state(original):
+    @functools.wraps(original)
+    def load(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
+        given = {name: state_dict.get(prefix + name) for name, p in self._params.items() if getattr(p, "_layout", None)}
+        ours = {name: value for name, value in given.items()
+                if isinstance(value, Tensor) and tuple(value.shape) == self._params[name].shape}
+        for name, value in ours.items():
+            _load(self._params[name], value)
+        everything = self._params
+        self.__dict__["_params"] = {name: p for name, p in everything.items() if name not in ours}
+        try:
+            original(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        finally:
+            self.__dict__["_params"] = everything
+        unexpected_keys[:] = [key for key in unexpected_keys if key not in {prefix + name for name in ours}]
+    return load
 
 
 def install() -> None:
     """Installs the patches; does nothing where they are in place."""
     if not _installed:
-        for name, door in (("_convert_save_obj_to_param_list", _to_list), ("_exec_save", _write),
-                           ("_update_param", _update)):
-            _installed.put(serialization, name, door(getattr(serialization, name)))
+        for holder, name, door in ((serialization, "_convert_save_obj_to_param_list", _to_list),
+                                   (serialization, "_exec_save", _write), (serialization, "_update_param", _update),
+                                   (nn.Cell, "_load_from_state_dict", _load_state)):
+            _installed.put(holder, name, door(getattr(holder, name)))
 
 
 def uninstall() -> None:

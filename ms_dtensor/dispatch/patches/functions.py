@@ -16,6 +16,7 @@ import inspect
 import mindspore as ms
 from mindspore import Tensor, mint
 from mindspore._c_expression import NoFallbackGuard
+from mindspore.nn.layer import rnns
 
 from ...core.layout import Layout
 from ...core.tree import first_dtensor, leaves
@@ -175,6 +176,28 @@ def _clip_by_global_norm(x, clip_norm=1.0, use_norm=None):
     return tuple((g * clip_norm / norm).astype(g.dtype) for g in x)
 
 
+def _recurrent(original):
+    """`nn.RNN` and its kin, with the zeros of their first state laid out like the input."""
+    @functools.wraps(original)
+    def construct(self, x, hx=None, seq_length=None):
+        if hx is None and getattr(x, "_layout", None) is not None and not modes.mode.get().skip:
+            with NoFallbackGuard():
+                zeros = ms.ops.zeros((len(self.w_ih_list), x.shape[0 if self.batch_first else 1], self.hidden_size), x.dtype)
+            hx = replicate_constant(zeros, x._layout.mesh)
+            hx = (hx, hx) if self.is_lstm else hx
+        return original(self, x, hx, seq_length)
+    return construct
+
+
+def _lstm_layer(original):
+    """`nn.LSTM` step by step, as with `seq_length`; the CPU's kernel of a whole layer takes the weights as one vector."""
+    @functools.wraps(original)
+    def construct(self, x, *rest):
+        ours = getattr(x, "_layout", None) is not None and not modes.mode.get().skip
+        return rnns._DynamicRNNBase("LSTM")(x, *rest) if ours else original(self, x, *rest)
+    return construct
+
+
 def _with_dtensors(original, ours):
     @functools.wraps(original)
     def call(x, *args, **kwargs):
@@ -242,6 +265,8 @@ def install() -> None:
         holder = _holder(path)
         if hasattr(holder, "clip_by_global_norm"):
             _installed.put(holder, "clip_by_global_norm", _with_dtensors(holder.clip_by_global_norm, _clip_by_global_norm))
+    _installed.put(rnns._RNNBase, "construct", _recurrent(rnns._RNNBase.construct))
+    _installed.put(rnns._DynamicLSTMCPUGPU, "construct", _lstm_layer(rnns._DynamicLSTMCPUGPU.construct))
     seeds = importlib.import_module("mindspore.common.seed")
     _installed.put(seeds, "_reset_op_seed", _restarting(seeds._reset_op_seed))
     _installed.put(ms.Generator, "manual_seed", _seeding(ms.Generator.manual_seed))
