@@ -156,34 +156,41 @@ SCHEDULERS = {
 }
 
 
-def scheduled(s, make):
-    net, losses = small(s), []
-    optimizer = experimental.Adam(net.trainable_params(), lr=0.03)
-    scheduler, step = make(optimizer), gradients_of(net)
-    for _ in range(STEPS):
-        loss, grads = step(*batch(s))
-        optimizer(grads)
-        scheduler.step()
-        losses.append((loss, scheduler.get_last_lr()))
-    return losses, values(net)
+@row("parameter groups and schedules", "experimental.optim.lr_scheduler: " + ", ".join(SCHEDULERS))
+def schedulers(s):
+    net, seen = small(s), []
+    optimizer, step = experimental.SGD(net.trainable_params(), lr=0.03, momentum=0.9), gradients_of(net)
+    for make in SCHEDULERS.values():  # one takes over where the last one left
+        scheduler = make(optimizer)
+        for _ in range(2):
+            loss, grads = step(*batch(s))
+            optimizer(grads)
+            scheduler.step()
+            seen.append((loss, scheduler.get_last_lr()))
+    return seen, values(net)
 
 
-for _name, _make in SCHEDULERS.items():
-    row("parameter groups and schedules", f"experimental.optim.lr_scheduler.{_name}")(
-        lambda s, make=_make: scheduled(s, make))
-
-
-@row("parameter groups and schedules", "experimental.optim.lr_scheduler.ReduceLROnPlateau on a DTensor loss")
-def plateau(s):
+def plateau(s, metric):
     net, seen = small(s), []
     optimizer = experimental.SGD(net.trainable_params(), lr=3.0)
     scheduler, step = lr_scheduler.ReduceLROnPlateau(optimizer, "min", 0.1, 0), gradients_of(net)
     for _ in range(STEPS):
         loss, grads = step(*batch(s))
         optimizer(grads)
-        scheduler.step(loss)
+        scheduler.step(metric(loss))
         seen.append((loss, [group["lr"].value() for group in optimizer.param_groups]))
     return seen, values(net)
+
+
+@row("parameter groups and schedules", "experimental.optim.lr_scheduler.ReduceLROnPlateau, step(loss.item())")
+def plateau_of_a_number(s):
+    return plateau(s, lambda loss: loss.item())
+
+
+@row("parameter groups and schedules", "experimental.optim.lr_scheduler.ReduceLROnPlateau, step(loss)",
+     refused="it keeps the best value in a plain Parameter: scheduler.step(loss.item())")
+def plateau_of_a_tensor(s):
+    return plateau(s, lambda loss: loss)
 
 
 @row("parameter groups and schedules", "groups, experimental.optim.Adam")

@@ -329,16 +329,17 @@ def arrays(s):
     return np.asarray(whole).mean(), np.array(whole), whole.asnumpy(), whole.numpy(), whole.tolist()
 
 
-SHARDED = "a shard is not the whole: full_tensor() first, asnumpy() gathers nothing behind one's back"
+SHARDED = "asnumpy() gathers nothing behind one's back, on one rank neither: x.full_tensor().asnumpy()"
 
 
-@row(TENSORS, "np.asarray of a batch cut over dp", refused={"replicate": SHARDED, "dp x tp, sp": SHARDED})
+@row(TENSORS, "np.asarray of a batch cut over dp", refused={
+    "replicate": SHARDED, "dp x tp, sp": SHARDED, "one rank": SHARDED})
 def sharded_arrays(s):
     x = s.data(random(3, 8, 5))
     return np.asarray(x).mean(), np.array(x)
 
 
-@row(TENSORS, "np.asarray of a weight cut over tp", refused={"tp": SHARDED, "dp x tp, sp": SHARDED})
+@row(TENSORS, "np.asarray of a weight cut over tp", refused={"tp": SHARDED, "dp x tp, sp": SHARDED, "one rank": SHARDED})
 def weight_array(s):
     return np.asarray(s.net().up.weight)
 
