@@ -34,7 +34,7 @@ setup(
         "PyYAML",
     ],
     extras_require={
-        "dev": ["pytest>=8", "pytest-timeout", "hypothesis", "ruff", "mypy", "types-PyYAML"],
+        "dev": ["pytest>=8", "pytest-timeout", "hypothesis", "ruff", "mypy", "types-PyYAML", "setuptools"],
         "llama": ["tokenizers"],  # only for text that is not byte-level
         "viz": ["rich", "matplotlib"],
         "tracking": ["tensorboard"],

@@ -3,8 +3,8 @@
 #
 #   prepare_env [dev,llama]    leaves $PYTHON (absolute), PATH and PYTHONPATH set; cwd is the repository's root
 #
-# $MS_DTENSOR_VENV names an environment that is there already; otherwise .venv in the repository is used, and made
-# when it is missing. pip runs only when what is asked for differs from what the stamp file in the environment says.
+# $MS_DTENSOR_VENV names an environment that is there already; otherwise .venv in the repository is used (.venv-3.12 for
+# $MS_DTENSOR_PYTHON=python3.12), and made when it is missing. pip runs only when what is asked for differs from what the stamp file in the environment says.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$ROOT"
@@ -21,6 +21,11 @@ _python_fits() {
 
 _find_python() {
     local name
+    if [[ -n "${MS_DTENSOR_PYTHON:-}" ]]; then
+        _python_fits "$MS_DTENSOR_PYTHON" || die "'$MS_DTENSOR_PYTHON' is no Python 3.10, 3.11 or 3.12 that can be run."
+        echo "$MS_DTENSOR_PYTHON"
+        return
+    fi
     for name in python3.11 python3.12 python3.10 python3 python; do
         if _python_fits "$name"; then
             echo "$name"
@@ -46,7 +51,7 @@ newer) is there for '$base'. Install pip, or the package of your system that bri
 }
 
 prepare_env() {
-    local extras="${1:-}" venv stamp want target
+    local extras="${1:-}" venv stamp want target base
     target=".${extras:+[$extras]}"
     if [[ -n "${MS_DTENSOR_VENV:-}" ]]; then
         venv="$MS_DTENSOR_VENV"
@@ -54,6 +59,10 @@ prepare_env() {
         _python_fits "$venv/bin/python" || die "MS_DTENSOR_VENV is '$venv', with $("$venv/bin/python" --version); 3.10 to 3.12 is needed."
     else
         venv="$ROOT/.venv"
+        if [[ -n "${MS_DTENSOR_PYTHON:-}" ]]; then
+            base="$(_find_python)"
+            venv="$venv-$("$base" -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
+        fi
         # Also true for a half-made one, left by an interrupted first run.
         if ! { _python_fits "$venv/bin/python" && "$venv/bin/python" -m pip --version >/dev/null 2>&1; }; then
             _make_venv "$venv"

@@ -2,7 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # Proves the library right: ruff, mypy, then every test. The quick, pure tests run first, real ranks under msrun last.
 # Arguments go on to pytest:  scripts/test.sh -m "not dist"    scripts/test.sh tests/test_layout.py -k uneven
+# With another Python, in an environment of its own (.venv-3.12):  scripts/test.sh --python python3.12 [arguments]
 set -euo pipefail
+if [[ "${1:-}" == --python ]]; then
+    export MS_DTENSOR_PYTHON="${2:?--python needs a name or a path}"
+    shift 2
+fi
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 prepare_env dev
 

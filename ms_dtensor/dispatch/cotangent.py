@@ -14,6 +14,7 @@ from ..core.layout import Layout
 from ..redistribute.execute import redistribute_local
 from ..redistribute.plan import relabels
 from .memo import memo_of
+from .op_call import OpCall
 
 
 def partial_grad_axes(x) -> tuple[int, ...]:
@@ -55,10 +56,10 @@ def _through_viewed(x, memo, cotangent: Layout):
     """
     if memo.view_of is None:
         return None
-    source, plan, call = memo.view_of
+    source, plan, called = memo.view_of
     varying = [a for a in cotangent.partial_axes if x._layout.placements[a].is_replicate()]
     if not varying or any(not source._layout.placements[a].is_replicate() for a in varying):
         return None
     taken = with_cotangent(source, source._layout.gradient(varying))
     with NoFallbackGuard():
-        return plan.local.run(call, [taken])
+        return plan.local.run(OpCall(*called), [taken])

@@ -29,6 +29,7 @@ from .planner import build_plan, plan_by_rule, plan_own, plan_write
 
 _log = logging.getLogger("ms_dtensor")
 _LIMIT = 16384
+_INEXACT = frozenset((float, complex))
 _cache: dict = {}
 _primitives: dict = {}  # id -> (primitive, what its attributes were, their part of a key)
 _made = 0  # plans
@@ -61,7 +62,7 @@ def dispatch(self, func, args=(), kwargs=None):
             key.append(a._layout)
         elif kind is ATOM:
             key.append(a.__class__)
-            key.append(a or repr(a))  # 0.0 and -0.0 are equal, and mean different calls
+            key.append(a if a or a.__class__ not in _INEXACT else repr(a))  # 0.0 and -0.0 are equal, but different calls
         else:
             _part(a, key, tensors)
     if kwargs:
@@ -132,7 +133,7 @@ def call_by_rule(op: str, func, names: tuple[str, ...], args: tuple, kwargs: dic
             key.append(a._layout)
         elif kind is ATOM:
             key.append(a.__class__)
-            key.append(a or repr(a))  # 0.0 and -0.0 are equal, and mean different calls
+            key.append(a if a or a.__class__ not in _INEXACT else repr(a))  # 0.0 and -0.0 are equal, but different calls
         else:
             _part(a, key, tensors)
     if kwargs:
@@ -179,7 +180,7 @@ def _part(a, key, tensors) -> None:
     kind = KINDS.get(a.__class__)
     if kind is ATOM:
         key.append(a.__class__)  # 1, 1.0 and True are equal, and mean different calls
-        key.append(a or repr(a))
+        key.append(a if a or a.__class__ not in _INEXACT else repr(a))
     elif kind is LIST:
         classes = tuple(map(type, a))
         key.append(classes)
@@ -200,7 +201,6 @@ def _part(a, key, tensors) -> None:
 
 
 _ATOM_LISTS: dict[tuple, bool] = {}
-_INEXACT = frozenset((float, complex))
 
 
 def _exact_only(classes) -> bool:

@@ -20,6 +20,7 @@ from ..ops.local import run_local
 from ..ops.rules.spec import EmptyShard
 from . import classes, inplace, modes, policy
 from .cotangent import grad_layout, partial_grad_axes, with_cotangent
+from .memo import memo_of
 from .op_call import OpCall, refill
 from .operands import (
     as_local,
@@ -104,8 +105,8 @@ class Results:
             done = []
             for i in range(len(layouts)):  # `zip` would hold another reference
                 r = result[i]
-                done.append(reduce_nonlinear(_wrap_or_retag(getrefcount(r), r, layouts[i] or self._bind(i, r)), grad,
-                                             self.op))
+                out = _wrap_or_retag(getrefcount(r), r, layouts[i] or self._bind(i, r), _HELD_IN_LIST)
+                done.append(reduce_nonlinear(out, grad, self.op))
             return type(result)(done)
         raise OpRuleError(f"For '{self.op}', MindSpore returned {type(result).__name__}, not a tensor.")
 
@@ -189,33 +190,31 @@ class OpPlan:
             return first
         if self.view is not None:
             link(first, out, *self.view)
-            if grad and (operands[0] is first or partial_grad_axes(first)):
-                self.remember_view(first, out, call)
+            if grad and out.__class__ is classes.DTENSOR and (
+                    (operands[0] is first and not first._is_leaf) or partial_grad_axes(first)):
+                memo_of(out).view_of = first, self, (call.func, call.primitive, call.args, call.kwargs, tensors)
         return out
-
-    def remember_view(self, first, out: Any, call: OpCall) -> None:
-        """Of a recorded view: how to make the same view of another form of `first`."""
-        if out.__class__ is classes.DTENSOR and (not first._is_leaf or partial_grad_axes(first)):
-            out._memo.view_of = first, self, call  # type: ignore[attr-defined]
 
 
 def _references(held) -> int:
     return getrefcount(held)
 
 
-def _count_references() -> tuple[int, int]:
+def _count_references() -> tuple[int, int, int]:
     held = object()
-    return getrefcount(held), _references(held)
+    elements = [object()]
+    element = elements[0]
+    return getrefcount(held), _references(held), getrefcount(element)
 
 
-# What `getrefcount` says of an object that a single variable holds: asked beside that variable, and in a function that
-# the object was passed to (or of a list's element that was also put into a variable).
-HELD_ONCE, _HELD_BY_CALLER = _count_references()
+# What `getrefcount` says of an object that a single variable holds: asked beside that variable, in a function that the
+# object was passed to, and of a list's element that was also put into a variable. Python 3.10 counts the second higher.
+HELD_ONCE, _HELD_BY_CALLER, _HELD_IN_LIST = _count_references()
 
 
-def _wrap_or_retag(references: int, local, layout: Layout):
+def _wrap_or_retag(references: int, local, layout: Layout, alone: int = _HELD_BY_CALLER):
     """A local result as a DTensor; itself, where nobody else can hold it, as a wrapper waits for the data."""
-    return retag(local, layout) if references == _HELD_BY_CALLER and local.__class__ is Tensor else wrap(local, layout)
+    return retag(local, layout) if references == alone and local.__class__ is Tensor else wrap(local, layout)
 
 
 def _as_nodes(result):

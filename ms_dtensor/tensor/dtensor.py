@@ -22,7 +22,7 @@ from ..dispatch import classes, modes, patches, policy, views
 from ..dispatch.dispatcher import call, dispatch, plain_tree
 from ..dispatch.memo import Memo
 from ..dispatch.operands import as_local, dtype_name, local_alias, make, recording, redistribute, wrap
-from ..dispatch.patches import hooks, jit
+from ..dispatch.patches import hooks
 from ..errors import LayoutError, OpRuleError, RedistributeError
 from ..redistribute.execute import run
 from ..redistribute.plan import check_reachable, plan
@@ -81,7 +81,6 @@ class DTensor(Tensor):
 
     __fallback__ = dispatch
     register_hook = hooks.register_hook
-    __parameter__ = jit.PARAMETER
 
     @staticmethod
     def _run_own_op(op, arguments):
@@ -445,7 +444,6 @@ class DTensorParameter(Parameter, DTensor):
                               "distribute_tensor(data, p.device_mesh, p.placements)")
         return Parameter.set_data(self, data, slice_shape)
 
-    __parameter__ = jit.PARAMETER
     register_hook = DTensor.register_hook
     __repr__ = DTensor.__repr__
     __str__ = DTensor.__repr__

@@ -221,6 +221,8 @@ REFERENCES: dict = {
     "TraceExt": [((X,), np.trace)],
     "CumsumExt": [((X, 1), lambda x, d: x.cumsum(1)), ((ROWS, 0), lambda x, d: x.cumsum(0, dtype=np.int64)),
                   ((X > 0, -1), lambda x, d: x.cumsum(-1, dtype=np.int64))],
+    "CumSum": [((X, 1), lambda x, d: x.cumsum(1)), ((X, 1, True), lambda x, *_: x.cumsum(1) - x),
+               ((X, 0, False, True), lambda x, *_: x[::-1].cumsum(0)[::-1]), ((X[:0], 1), lambda x, d: x)],
     "TopkExt": [((X, 2), lambda x, k: (-np.sort(-x)[:, :2], np.argsort(-x)[:, :2])),
                 ((X, 3, 0, False), lambda x, k, d, g: (np.sort(x, 0)[:3], np.argsort(x, 0)[:3]))],
     "SortExt": [((X,), lambda x: (np.sort(x), np.argsort(x))),

@@ -19,19 +19,19 @@ from mindspore.ops.function.grad import grad_func
 from ...core.tree import leaves, map_leaves
 from ...errors import LayoutError, MixedOperandError
 from ...redistribute.execute import recorded_gradient
-from .. import modes
+from .. import classes, modes
 from ..operands import local_alias, recording, redistribute, retag
 from ..replaced import current
 from .undo import Patched
 
 _LIMIT = 256
-_outputs: dict[int, list] = {}  # by id of a differentiated function: layouts of its outputs; every forward says them anew
+_outputs: dict[int, list] = {}  # by id of a function: layouts of its outputs; every forward says them anew
 _local: ContextVar[bool] = ContextVar("ms_dtensor_local_gradients", default=False)  # inside a recomputation's backward
 _installed = Patched()
 
 
-def _layout(x):
-    return getattr(x, "_layout", None)
+def _layouts(tensors) -> list:
+    return [getattr(x, "_layout", None) for x in tensors]
 
 
 def _grad(original):
@@ -40,8 +40,9 @@ def _grad(original):
             return original(fn, operation, weights, grad_position, has_aux, *args)
         if weights is not None:
             weights = _current(weights)
-        inputs = args[:-1] if operation.sens_param else args
+        inputs = args
         if operation.sens_param:
+            inputs = args[:-1]
             args = *inputs, _sens(fn, args[-1])
         outermost = not recording()
         try:
@@ -49,49 +50,47 @@ def _grad(original):
         except BaseException:
             _clean(outermost)
             raise
-        if out.__class__ is Tensor and getattr(operation, "get_by_position", False) and not operation.get_by_list:
-            at = grad_position if grad_position.__class__ is int else grad_position[0]
-            if inputs[at].__class__ is not tuple:  # the commonest call, without walking through trees
-                return _gradient(out, inputs[at])
-        originals = _wanted_inputs(operation, grad_position, inputs)
-        if operation.get_by_list:
-            given = fn.trainable_params() if weights is None and isinstance(fn, nn.Cell) else weights
-            originals += [given] if isinstance(given, Parameter) else list(given or ())
-        if not any(layout is not None for layout in map(_layout, originals)):
+        layouts = _layouts(_differentiated(fn, operation, weights, grad_position, inputs))
+        if not any(layouts):
             return out
-        count = len(leaves(out, Tensor))
-        assert count == len(originals), f"{count} gradients for {len(originals)} tensors"
-        it = iter(originals)
-        return map_leaves(lambda g: _gradient(g, next(it)), out, Tensor)
+        gradients = [out] if out.__class__ is Tensor else leaves(out, Tensor)
+        assert len(gradients) == len(layouts), f"{len(gradients)} gradients for {len(layouts)} tensors"
+        if not outermost:  # it may be differentiated again
+            recorded = iter([g if layout is None else recorded_gradient(g, layout) for g, layout in zip(gradients, layouts)])
+            out = map_leaves(lambda g: next(recorded), out, Tensor)
+            gradients = leaves((out,), Tensor)
+        for g, layout in zip(gradients, layouts):
+            if layout is not None and g.__class__ is Tensor:  # it is new and nobody else has it, so its class is changed
+                retag(g, layout.gradient())
+        return out
     return grad
 
 
-def _gradient(g, x):
-    """`g`, the gradient of `x`, said to be what it is: it is new and nobody else has it, so its class is changed."""
-    layout = _layout(x)
-    if layout is None or g.__class__ is not Tensor:
-        return g
-    return retag(recorded_gradient(g, layout), layout.gradient())
-
-
-def _wanted_inputs(operation, grad_position, inputs) -> list:
-    """The inputs to which the gradients belong, in order; MindSpore leaves out what is no tensor."""
-    if operation.get_all:
-        chosen = inputs
-    elif getattr(operation, "get_by_position", False):
-        chosen = [inputs[i] for i in ((grad_position,) if isinstance(grad_position, int) else grad_position)]
+def _differentiated(fn, operation, weights, grad_position, inputs) -> list:
+    """The tensors to which the gradients belong, in order; MindSpore leaves out inputs that are no tensors."""
+    if getattr(operation, "get_by_position", False):
+        chosen = [inputs[i] for i in ((grad_position,) if grad_position.__class__ is int else grad_position)]
     else:
-        chosen = () if operation.get_by_list else inputs[:1]
-    return [t for x in chosen if isinstance(x, Tensor) or hasattr(x, "__ms_mutable__") for t in leaves(x, Tensor)]
+        chosen = inputs if operation.get_all else [] if operation.get_by_list else inputs[:1]
+    out: list = []
+    for x in chosen:
+        if isinstance(x, Tensor):  # the commonest, without a walk through a tree
+            out.append(x)
+        elif hasattr(x, "__ms_mutable__"):
+            out += leaves(x, Tensor)
+    if operation.get_by_list:
+        given = fn.trainable_params() if weights is None and isinstance(fn, nn.Cell) else weights
+        out += [given] if isinstance(given, Parameter) else list(given or ())
+    return out
 
 
 def _current(weights):
     """Weights that were listed before the model was distributed are the parameters that took their places."""
-    if weights is None or isinstance(weights, Tensor):
-        return weights if weights is None else current(weights)
+    if isinstance(weights, Tensor):
+        return current(weights)
     now = [current(p) for p in weights]
     for p in now:
-        if _layout(p) is not None and not isinstance(p, Parameter):
+        if getattr(p, "_layout", None) is not None and not isinstance(p, Parameter):
             raise LayoutError("For a gradient, one of 'weights' is a DTensor, but no Parameter.", p._layout.describe(),
                               "MindSpore gives zeros for what is no parameter.",
                               ("Parameter(distribute_tensor(...))", "distribute_module(cell, device_mesh)",
@@ -104,13 +103,9 @@ def _current(weights):
 
 def _end_graph(original):
     def end_graph(fn, output, *args, **kwargs):
-        layouts = [_layout(output)] if isinstance(output, Tensor) else [_layout(x) for x in leaves(output, Tensor)]
-        if any(layouts):
-            if len(_outputs) >= _LIMIT:
-                _outputs.clear()
-            _outputs[id(fn)] = layouts
-        else:
-            _outputs.pop(id(fn), None)
+        if len(_outputs) >= _LIMIT:
+            _outputs.clear()
+        _outputs[id(fn)] = _layouts((output,) if output.__class__ is classes.DTENSOR else leaves((output,), Tensor))
         return original(fn, output, *args, **kwargs)
     return end_graph
 
@@ -120,7 +115,7 @@ def _sens(fn, sens):
     layouts = iter(_outputs.get(id(fn), ()))
 
     def local(s):
-        want, have = next(layouts, None), _layout(s)
+        want, have = next(layouts, None), getattr(s, "_layout", None)
         if want is None and have is None or have is None and not s._shape:
             return s
         if want is None or have is None and not modes.mode.get().implicit_replication or tuple(s.shape) != want.shape:

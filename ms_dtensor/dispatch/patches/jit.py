@@ -18,7 +18,7 @@ from mindspore.graph._utils import pijit_context
 from ... import comm
 from ...core.tree import leaves, map_leaves
 from ...errors import OpRuleError
-from .. import policy
+from .. import classes, policy
 from ..operands import local_alias, redistribute
 from .undo import Patched
 
@@ -26,9 +26,9 @@ from .undo import Patched
 _ELEMENTWISE = frozenset((
     "ASGD", "Adadelta", "Adagrad", "Adam", "AdamOffload", "AdamW", "AdamWeightDecay", "AdaMax", "Adamax", "FTRL", "LazyAdam",
     "Momentum", "NAdam", "ProximalAdagrad", "RAdam", "RMSProp", "RMSprop", "Rprop", "SGD"))
-_met: list[Tensor] | None = None  # DTensors that the compilation under way has met
+_met: list[Tensor] | None = None  # DTensors that the compilation under way has met; None: there is none
 _refused: dict[int, tuple] = {}  # by id: (a function in bytecode mode that captures a DTensor, the error)
-_installed = Patched()
+_asking, _installed = Patched(), Patched()
 
 
 def _asked(x):
@@ -39,7 +39,7 @@ def _asked(x):
     raise AttributeError("__parameter__")
 
 
-PARAMETER = property(_asked)  # `__parameter__` of DTensors: the graph compiler asks every tensor for it
+_PARAMETER = property(_asked)  # `__parameter__` of DTensors while something is compiled: the compiler asks every tensor
 
 
 def forget_compiled() -> None:
@@ -70,10 +70,15 @@ class _Watch:
     def __enter__(self):
         global _met
         self.outer, _met = _met, []
+        if self.outer is None:
+            for kind in classes.DTENSOR, classes.PARAMETER:
+                _asking.put(kind, "__parameter__", _PARAMETER)
 
     def __exit__(self, kind, error, trace):
         global _met
         found, _met = _met, self.outer
+        if _met is None:
+            _asking.take_back()
         if found:
             raise _refusal(found[0], "what the function captures") from None
 

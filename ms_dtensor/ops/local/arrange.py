@@ -86,11 +86,6 @@ def diag(x, diagonal=0):
     return ops.scatter_nd(ms.Tensor(np.stack([rows, cols], 1), ms.int32), x, (n + k, n + k))
 
 
-def trace(x):
-    """`TraceExt`."""
-    return trace_shard(x, 0)
-
-
 def trace_shard(x, diagonal, dtype=None):
     """Sum of the elements with column - row == `diagonal`; the summand of a trace that a shard holds."""
     rows, cols = x._shape
@@ -124,25 +119,22 @@ def index_add(x, dim, index, src, alpha=1):
     return mint.permute(out, back)
 
 
-def index_add_old(x, index, src, dim=None, **named):
-    """`DeprecatedIndexAdd`: index and source first."""
-    return index_add(x, named.get("axis", dim), index, src)
-
-
-def index_add_primitive(x, index, src, attrs):
+def _index_add_primitive(x, index, src, attrs):
     """`IndexAdd`, which on CPU writes into its input besides returning the result."""
     return index_add(x, attrs["axis"], index, src)
 
 
-vars(index_add_primitive)["takes_attributes"] = True
+vars(_index_add_primitive)["takes_attributes"] = True
 
 
 TABLE = {"trace_shard": trace_shard}
 CPU = {
     **dict.fromkeys(("SplitTensor", "SplitTensorView", "SplitWithSize", "SplitWithSizeView"), split),
-    "ReverseV2": flip, "UnstackExtView": unbind, "SelectExtView": select, "DiagExt": diag, "TraceExt": trace,
+    "ReverseV2": flip, "UnstackExtView": unbind, "SelectExtView": select, "DiagExt": diag,
+    "TraceExt": lambda x: trace_shard(x, 0),
     **dict.fromkeys(("ReflectionPad1D", "ReflectionPad2D", "ReflectionPad3D"), reflection_pad),
     **dict.fromkeys(("ReplicationPad1D", "ReplicationPad2D", "ReplicationPad3D"), replication_pad),
-    "IndexAddExt": index_add, "DeprecatedIndexAdd": index_add_old,
-    "IndexAdd": index_add_primitive, "Scatter": scatter, "ScatterValue": scatter,
+    "IndexAddExt": index_add, "IndexAdd": _index_add_primitive,
+    "DeprecatedIndexAdd": lambda x, index, src, dim=None, **named: index_add(x, named.get("axis", dim), index, src),
+    "Scatter": scatter, "ScatterValue": scatter,
 }

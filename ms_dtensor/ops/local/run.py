@@ -7,12 +7,11 @@ refuses, nor which nodes autograd makes, to any order: the collectives of every 
 """
 from __future__ import annotations
 
-import mindspore as ms
-import numpy as np
-from mindspore import Tensor, ops
+from mindspore import Tensor
 from mindspore.common._grad_function import _Function
 
 from ..rules.spec import EmptyShard, Operand
+from .dtypes import full
 
 
 class StandIn(_Function):
@@ -21,22 +20,11 @@ class StandIn(_Function):
     @staticmethod
     def forward(ctx, x, shape, value):
         ctx.like = tuple(x._shape)
-        return _full(shape, value, x.dtype)
+        return full(shape, value, x.dtype)
 
     @staticmethod
     def backward(ctx, grad):
         return StandIn.apply(grad, ctx.like, 0), None, None
-
-
-def _full(shape, value, dtype):
-    if dtype == ms.bool_:
-        return ops.zeros(shape, dtype) if value <= 0 else ops.ones(shape, dtype)
-    if value in (float("inf"), float("-inf")) and "Int" in str(dtype):
-        info = np.iinfo(str(dtype).lower())
-        value = info.max if value > 0 else info.min
-    if dtype == ms.bfloat16:  # no such kernel on CPU
-        return ops.full(shape, value, dtype=ms.float32).astype(dtype)
-    return ops.full(shape, value, dtype=dtype)
 
 
 def run_local(original, form, empty: EmptyShard | None, tensors, again=None):

@@ -23,7 +23,7 @@ abs:Abs neg:Neg exp:Exp expm1:Expm1 log:Log log1p:Log1p log2:Log2 log10:Log10 sq
 reciprocal:Reciprocal sin:Sin cos:Cos tan:Tan sinh:Sinh cosh:Cosh tanh:Tanh asin:Asin,AsinExt acos:Acos,AcosExt
 atan:Atan,AtanExt asinh:Asinh,AsinhExt acosh:Acosh,AcoshExt atanh:Atanh erf:Erf erfc:Erfc erfinv:Erfinv sign:Sign
 floor:Floor ceil:Ceil trunc:Trunc rint:Rint sigmoid:Sigmoid relu:ReLU relu6:ReLU6 silu:SiLU mish:Mish,MishExt
-hardsigmoid:HSigmoid hardswish:HSwish selu:SeLU,SeLUExt logsigmoid:LogSigmoid softsign:Softsign gelu_tanh:GeLU
+hardsigmoid:HSigmoid hardswish:HSwish selu:SeLU,SeLUExt softsign:Softsign gelu_tanh:GeLU
 fast_gelu:FastGeLU isfinite:IsFinite isinf:IsInf isnan:IsNan logical_not:LogicalNot bitwise_not:BitwiseNot
 identity:Identity,StopGradient,Contiguous clone:Clone sinc:Sinc exp2:Exp2
 """
@@ -50,8 +50,6 @@ lerp:Lerp,LerpScalar:input end weight
 leaky_relu:LeakyReLU,LeakyReLUExt:input slope
 elu:Elu,EluExt:input alpha
 gelu:GeluExt:input approximate
-zeros_like:ZerosLike,ZerosLikeExt:input dtype
-ones_like:OnesLike,OnesLikeExt:input dtype
 matmul:MatMulExt,BatchMatMulExt,Mm,Mv,Dot:input other
 matmul:MatMul,BatchMatMul:input other transpose_a transpose_b
 outer:Outer:input other
@@ -70,8 +68,6 @@ prod:ProdExt:input dim keepdim dtype
 prod:ReduceProd:input dim keepdim
 all:ReduceAll,All:input dim keepdim
 any:ReduceAny,Any:input dim keepdim
-max_dim:MaxDim,ArgMaxWithValue:input dim keepdim
-min_dim:MinDim,ArgMinWithValue:input dim keepdim
 softmax:Softmax:input dim
 log_softmax:LogSoftmax:input dim
 log_softmax:LogSoftmaxExt:input dim dtype
@@ -113,15 +109,6 @@ def parse(text: str) -> dict[str, tuple[str, tuple[str, ...]]]:
     return table
 
 
-def _build() -> dict[str, tuple[str, tuple[str, ...]]]:
-    table = {}
-    for text, params in ((_UNARY, "input"), (_BINARY, "input other")):
-        for entry in text.split():
-            op, names = entry.split(":")
-            for name in names.split(","):
-                table[name] = (op, tuple(params.split()))
-    return {**table, **parse(_OTHER)}
-
-
-PRIMITIVES = _build()
+PRIMITIVES = parse("\n".join((*(f"{e}:input" for e in _UNARY.split()), *(f"{e}:input other" for e in _BINARY.split()),
+                              _OTHER.strip())))
 POINTWISE = tuple(dict.fromkeys(e.split(":")[0] for e in (_UNARY + _BINARY).split()))

@@ -21,7 +21,7 @@ _OF_NOTHING = {
     **dict.fromkeys(("mean", "var", "var_mean", "reduce_std", "sparse_softmax_cross_entropy"), nan),
     "prod": 1, "all": 1, "equal": 1, "logsumexp": -inf,
 }
-_NO_ANSWER = frozenset("max min first_max first_min max_dim min_dim argmax argmax_classic argmax_method extreme_with_index "
+_NO_ANSWER = frozenset("max min first_max first_min max_dim argmax argmax_classic argmax_method extreme_with_index "
                        "median median_classic".split())
 _LOSSES = frozenset("mse_loss l1_loss smooth_l1_loss soft_margin_loss binary_cross_entropy bce_with_logits kl_div "
                     "kl_div_classic nll_loss".split())

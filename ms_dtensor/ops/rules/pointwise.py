@@ -12,9 +12,8 @@ from .spec import SUMS, Call, Case, OpSpec, R, S, broadcast_shapes, result_dtype
 # op -> groups of argument names which, Partial together and all other operands replicated, give a Partial result
 LINEAR = {
     "add": (("input", "other"),), "sub": (("input", "other"),), "neg": (("input",),), "identity": (("input",),),
-    "mul": (("input",), ("other",)), "div": (("input",),), "real": (("input",),), "clone": (("input",),),
-    "zeros_like": (), "lerp": (("input", "end"),), "where": (("input", "other"),), "conj": (("input",),),
-    "mask_mul": (("input",),),
+    "mul": (("input",), ("other",)), "div": (("input",),), "clone": (("input",),),
+    "lerp": (("input", "end"),), "where": (("input", "other"),),
 }
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ...core.layout import Layout
 from ...core.placements import Placement, Shard
 from ...errors import OpRuleError
-from ...redistribute.cost import CostModel, costs, nbytes
+from ...redistribute.cost import CostModel, costs, nbytes, shard_bytes
 from .spec import REPLICATE, Call, Case, OpSpec
 
 
@@ -56,7 +56,7 @@ def choose(call: Call, spec: OpSpec, layouts: tuple[Layout, ...], keep: bool = F
     cases = (*spec.cases, whole) if whole not in spec.cases else spec.cases
     chosen: list[Case] = []
     model = costs(mesh.device_type)
-    sizes = [nbytes(x.local_shape((0,) * mesh.ndim), x.dtype) for x in layouts]
+    sizes = [shard_bytes(x) for x in layouts]
     split: dict[tuple[int, int], int] = {}  # (operand, dim) -> into how many shards, by the axes decided so far
     for axis in range(mesh.ndim):
         n = mesh.shape[axis]
