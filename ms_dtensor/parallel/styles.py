@@ -8,6 +8,7 @@ whose widths are a rank's own; `False` keeps DTensors with global shapes.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 from mindspore import Tensor, mint, nn
 
@@ -61,11 +62,12 @@ def _is_linear(cell) -> bool:
     return _is_a(cell, nn.Dense, mint.nn.Linear)
 
 
-def _is_a(cell, *kinds: type) -> bool:
+def _is_a(cell, *kinds: Any) -> bool:
     """`isinstance`, or of a class of the same source: `mindspore.rewrite`, behind amp's O1, imports modules once more."""
+    bases: list[Any] = [base for base in type(cell).__mro__ if "construct" in vars(base)]
     return isinstance(cell, kinds) or any(
         base.__name__ == kind.__name__ and base.construct.__code__.co_filename == kind.construct.__code__.co_filename
-        for base in type(cell).__mro__ if "construct" in vars(base) for kind in kinds)
+        for base in bases for kind in kinds)
 
 
 def _refuse(style, cell) -> ConfigError:

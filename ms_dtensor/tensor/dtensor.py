@@ -16,7 +16,7 @@ from mindspore import Parameter, Tensor
 from mindspore._c_expression import NoFallbackGuard
 
 from .. import comm
-from ..core.layout import Layout, known_layout
+from ..core.layout import Layout, known_layout, layout_strides
 from ..core.mesh import DeviceMesh, resolve_mesh
 from ..dispatch import classes, modes, patches, policy, views
 from ..dispatch.dispatcher import call, dispatch, plain_tree
@@ -408,17 +408,15 @@ class DTensor(Tensor):
         return wrap(local_alias(self), self._layout)
 
     def __deepcopy__(self, memo):
-        return self._rebuilt(local_alias(self).asnumpy().copy())
+        return _unpickle(local_alias(self).asnumpy().copy(), *self._facts())
 
     def __reduce_ex__(self, protocol):
-        name = self.name if isinstance(self, Parameter) else None
-        grad = self.requires_grad if isinstance(self, Parameter) else None
-        return _unpickle, (local_alias(self).asnumpy(), self._layout, name, grad)
+        return _unpickle, (local_alias(self).asnumpy(), *self._facts())
 
-    def _rebuilt(self, array):
+    def _facts(self):
         if isinstance(self, Parameter):
-            return _unpickle(array, self._layout, self.name, self.requires_grad)
-        return _unpickle(array, self._layout, None, None)
+            return self._layout, self.name, self.requires_grad, self.__dict__.get("fused")
+        return self._layout, None, None
 
 
 class DTensorParameter(Parameter, DTensor):
@@ -447,7 +445,7 @@ class DTensorParameter(Parameter, DTensor):
         array = local_alias(self).asnumpy().copy()
         if value != "same":
             array.fill(value)
-        return Parameter(wrap(Tensor(array), self._layout), name=self.name, requires_grad=self.requires_grad)
+        return _unpickle(array, *self._facts())
 
     def set_data(self, data, slice_shape=False) -> Parameter:
         """Takes over values, and keeps the layout.
@@ -487,15 +485,14 @@ classes.bind(DTensor, DTensorParameter, AsyncDTensor)
 Parameter._base_type["Parameter" + DTensor.__name__] = DTensorParameter
 
 
-def _unpickle(array, layout, name, requires_grad):
+def _unpickle(array, layout, name, requires_grad, fused=None):
     patches.install()
     out = wrap(Tensor(array), layout)
-    return out if name is None else Parameter(out, name=name, requires_grad=requires_grad)
-
-
-def layout_strides(shape) -> tuple[int, ...]:
-    """Strides, in elements, of a contiguous tensor."""
-    return tuple(math.prod(shape[d + 1:]) for d in range(len(shape)))
+    if name is not None:
+        out = Parameter(out, name=name, requires_grad=requires_grad)
+        if fused is not None:  # the order of its rows (`parallel/fused.py`)
+            out.__dict__["fused"] = fused
+    return out
 
 
 __all__ = ["DTensor", "DTensorParameter", "RedistributeError"]

@@ -114,7 +114,7 @@ def install() -> None:
     _installed.put(Model, "_update_metrics", _update_metrics(Model._update_metrics))
     _installed.put(summary_record.SummaryRecord, "add_value", _add_value(summary_record.SummaryRecord.add_value))
     _installed.put(nn.Cell, "check_names", _check_names(nn.Cell.check_names))
-    classes: list[type] = [Metric]
+    classes: list = [Metric]
     for cls in classes:
         classes += [c for c in cls.__subclasses__() if c not in classes]
         if cls is not Metric and "update" in cls.__dict__:
