@@ -457,15 +457,22 @@ class DTensorParameter(Parameter, DTensor):
         Raises:
             LayoutError: another shape; a plain global tensor would replace the shard by the whole.
         """
+        return Parameter.set_data(self, self._own_shard("set_data", data), slice_shape)
+
+    def assign_value(self, value) -> Parameter:
+        """As `set_data`, without its conversions."""
+        return Tensor.assign_value(self, local_alias(self._own_shard("assign_value", value)))
+
+    def _own_shard(self, who: str, data):
         own = self._layout
         if isinstance(data, DTensor) and data.shape == own.shape:
             target = Layout(own.mesh, own.placements, own.shape, data._layout.dtype, own.order)
-            data = redistribute(data, target, implicit="set_data")
-        elif isinstance(data, DTensor) or tuple(data.shape) != own.local_shape():
-            raise LayoutError(f"For 'set_data', the data has shape {list(data.shape)}.", own.describe(),
+            return redistribute(data, target, implicit=who)
+        if isinstance(data, DTensor) or tuple(data.shape) != own.local_shape():
+            raise LayoutError(f"For '{who}', the data has shape {list(data.shape)}.", own.describe(),
                               "It must be a DTensor of the global shape, or this rank's shard.",
                               "distribute_tensor(data, p.device_mesh, p.placements)")
-        return Parameter.set_data(self, data, slice_shape)
+        return data
 
     register_hook = DTensor.register_hook
     __repr__ = DTensor.__repr__
