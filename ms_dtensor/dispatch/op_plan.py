@@ -19,7 +19,7 @@ from ..errors import OpRuleError
 from ..ops.local import run_local
 from ..ops.rules.spec import EmptyShard
 from . import classes, inplace, modes, policy
-from .cotangent import partial_grad_axes, with_cotangent
+from .cotangent import grad_layout, partial_grad_axes, with_cotangent
 from .memo import memo_of
 from .op_call import OpCall, refill
 from .operands import (
@@ -67,7 +67,8 @@ class LocalRun:
         if self.in_float32 is not None:
             func = self.in_float32(func)
         if self.substitute is not None or not self.is_native(call.func):
-            tensors = [as_local(x) if hasattr(x, "_layout") else x for x in tensors]
+            # They come as their steps left them, so a bucketed parameter's cotangent stays a summand.
+            tensors = [as_local(x, grad_layout(x)) if hasattr(x, "_layout") else x for x in tensors]
         args, kwargs = list(call.args), call.kwargs
         if self.places:
             for place, i in self.places:
@@ -190,8 +191,8 @@ class OpPlan:
             return first
         if self.view is not None:
             link(first, out, *self.view)
-            if grad and out.__class__ is classes.DTENSOR and (
-                    (operands[0] is first and not first._is_leaf) or partial_grad_axes(first)):
+        if grad and (self.view is not None or self.op == "cast") and out.__class__ is classes.DTENSOR:
+            if (operands[0] is first and not first._is_leaf) or partial_grad_axes(first):
                 memo_of(out).view_of = first, self, (call.func, call.primitive, call.args, call.kwargs, tensors)
         return out
 

@@ -66,12 +66,15 @@ def _target(layout: Layout, mesh: DeviceMesh, placement, who: str) -> list[Place
     return None if layout.with_placements(placed, layout.order) is layout else placed
 
 
-def enter(x, cell: nn.Cell, mesh: DeviceMesh, placement, who: str) -> DTensor:
-    """A DTensor as it is; a plain tensor, said to be laid out by `placement`, as a DTensor on the cell's mesh."""
+def enter(x, cell: nn.Cell, mesh: DeviceMesh, placement, who: str, shape=None) -> DTensor:
+    """A DTensor as it is; a plain tensor, said to be laid out by `placement`, as a DTensor on the cell's mesh.
+
+    `shape`: its global shape, where shards differ in size.
+    """
     if isinstance(x, DTensor):
         return x
     whole, outer = getattr(cell, OUTER, (mesh, {}))
-    return DTensor.from_local(x, whole, {**outer, **by_axis(placement, mesh, who)})
+    return DTensor.from_local(x, whole, {**outer, **by_axis(placement, mesh, who)}, shape=shape)
 
 
 def hand_out(x: DTensor, cell: nn.Cell | None = None) -> Tensor:
