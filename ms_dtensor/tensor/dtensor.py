@@ -28,6 +28,7 @@ from ..redistribute.execute import run
 from ..redistribute.plan import check_reachable, plan
 from . import replicas, state
 from .async_tensor import AsyncData
+from .augmented import augmented
 from .indexing import get_item, set_item
 from .numpy_calls import called_by_numpy
 
@@ -368,6 +369,9 @@ class DTensor(Tensor):
         if not self.shape:
             raise TypeError("iteration over a 0-d tensor")
         return (self[i] for i in range(self.shape[0]))
+
+    __iadd__, __isub__, __imul__, __itruediv__, __ifloordiv__, __imod__ = map(
+        augmented, ("add", "sub", "mul", "truediv", "floordiv", "mod"))
 
     def __hash__(self):
         return id(self)
