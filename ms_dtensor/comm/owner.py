@@ -12,6 +12,7 @@ import functools
 import os
 import threading
 import weakref
+from typing import Any
 
 from ..errors import CommError
 
@@ -66,7 +67,7 @@ class Owned:
     """A backend from elsewhere whose calls come from the rank's owner only; see `owned`."""
 
 
-def owned(backend: type) -> type:
+def owned(backend: Any) -> type:
     """`backend`, whose collectives refuse forked children and further threads as those of our own backends do."""
     owner = Owner()
 

@@ -24,7 +24,7 @@ from . import modes
 from .cached import CachedCall
 from .classes import ATOM, KINDS, LIST, OURS
 from .op_call import OpCall, attributes, op_name
-from .operands import as_local
+from .operands import as_local, is_number
 from .planner import build_plan, plan_by_rule, plan_own, plan_write
 
 _log = logging.getLogger("ms_dtensor")
@@ -192,7 +192,7 @@ def _part(a, key, tensors) -> None:
     elif isinstance(a, Tensor):
         tensors.append(a)
         layout = getattr(a, "_layout", None)
-        key.append(layout if layout is not None else (tuple(a._shape), str(a.dtype), a.__class__ is Tensor))
+        key.append(layout if layout is not None else (tuple(a._shape), str(a.dtype), a.__class__ is Tensor or is_number(a)))
     elif isinstance(a, np.ndarray):  # whose text leaves out what is in the middle
         key.append((a.shape, a.dtype.str, a.tobytes()))
     else:

@@ -33,7 +33,8 @@ def check_writable(x, op: str, recording: bool) -> None:
     if getattr(x, "_layout", None) is None:
         raise MixedOperandError(f"For in-place '{op}', a plain Tensor cannot take a DTensor's values.",
                                 f"plain {type(x).__name__}{list(x._shape)}", "It would hold this rank's shard only.",
-                                ("distribute_tensor(x, device_mesh, placements) first",
+                                ("x = x + value and the like, which makes a DTensor",
+                                 "distribute_tensor(x, device_mesh, placements) first",
                                  "x.copy_(value.to_local()), on purpose"))
     relatives = list(relatives_of(x))
     for other, shared in relatives:

@@ -28,7 +28,7 @@ from . import inplace, modes, policy
 from .composite import COMPOSED
 from .op_call import OpCall, attributes, bind_arguments
 from .op_plan import LocalRun, OpPlan, Results, Step
-from .operands import DIFFERENTIABLE, dtype_name
+from .operands import DIFFERENTIABLE, dtype_name, is_number
 
 
 class Composition:
@@ -228,15 +228,17 @@ def _common_mesh(op, tensors):
 
 
 def _promote(op, x, mesh, tensors, mode) -> Layout:
-    """Layout of a plain operand: a 0-d constant, or anything under implicit_replication, counts as Replicate."""
-    if mode.implicit_replication or (x.__class__ is Tensor and x._shape == ()):
+    """Layout of a plain operand: a number, or anything under implicit_replication, counts as Replicate."""
+    if mode.implicit_replication or is_number(x):
         return Layout(mesh, None, tuple(x._shape), dtype_name(x.dtype))
     which = f"parameter '{x.name}'" if isinstance(x, Parameter) else "a plain Tensor"
     raise MixedOperandError(
         f"For '{op}', {which} of shape {list(x._shape)} meets a DTensor.", describe_operands(tensors),
         "A plain tensor does not say how it is laid out, so one rank's data could pass for the whole.",
-        ("distribute_tensor(t, device_mesh, placements)" if not isinstance(x, Parameter) else
-         "distribute_module(cell, device_mesh) makes every parameter a DTensor",
+        (*(("distribute_tensor(t, device_mesh, placements), of the whole",
+            "DTensor.from_local(t, device_mesh, placements), of this rank's rows, as its labels are",
+            "replicate(loss_fn, mesh=...), which takes plain labels so") if not isinstance(x, Parameter) else
+           ("distribute_module(cell, device_mesh) makes every parameter a DTensor",)),
          "x.to_local(), to work on plain tensors", "with implicit_replication(): ..., if all ranks hold the same values"))
 
 

@@ -39,7 +39,8 @@ def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = 25) -> nn
         The same cell. Plain inputs are taken as this rank's rows of the global batch (`Shard(0)`), whose sizes the ranks
         tell each other when they change (one small message): the last ranks may have fewer rows, as chunks do. Outputs are
         DTensors, also where a style inside hands out plain tensors, so compute the loss on them: its value and gradients
-        are those of the global batch.
+        are those of the global batch. A loss cell is replicated in the same way: its plain labels are this rank's rows,
+        on whatever larger mesh the logits live.
 
     Example:
         >>> import ms_dtensor as md
@@ -78,8 +79,8 @@ def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = 25) -> nn
         shapes = dict(zip(map(id, plain), batch.global_shapes(plain)))
 
         def place(x):
-            return enter(x, cell, mesh, {a: Shard(0) for a in mesh.mesh_dim_names}, "replicate", shapes[id(x)]) \
-                if _is_rows(x) else x
+            return enter(x, cell, mesh, {a: Shard(0) for a in mesh.mesh_dim_names}, "replicate", shapes[id(x)],
+                         (inputs, kwargs)) if _is_rows(x) else x
         return tuple(place(x) for x in inputs), {k: place(x) for k, x in kwargs.items()}
 
     def after(cell, inputs, outputs):

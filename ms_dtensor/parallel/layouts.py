@@ -7,7 +7,7 @@ noted for that cell (the batch), else Replicate.
 """
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
 from mindspore import Tensor, nn
@@ -15,7 +15,8 @@ from mindspore import Tensor, nn
 from ..core.layout import Layout
 from ..core.mesh import DeviceMesh
 from ..core.placements import REPLICATE, Placement
-from ..dispatch.operands import wrap
+from ..core.tree import leaves
+from ..dispatch.operands import LAID_OUT, wrap
 from ..dispatch.replaced import current
 from ..errors import LayoutError
 from ..tensor.distribute import distribute_parameter, set_parameter
@@ -23,7 +24,6 @@ from ..tensor.dtensor import DTensor
 
 OUTER = "_ms_dtensor_outer"  # cell attribute: (whole mesh, {axis: placement of plain inputs}), set by replicate
 ROOT = "_ms_dtensor_replicated"  # cell attribute: replicate was applied to this very cell
-_LAYOUT = "_ms_dtensor_laid_out"  # attribute of a plain tensor that a style handed out: the layout it is a shard of
 _handed_out = 0  # how many there have been
 
 
@@ -66,15 +66,20 @@ def _target(layout: Layout, mesh: DeviceMesh, placement, who: str) -> list[Place
     return None if layout.with_placements(placed, layout.order) is layout else placed
 
 
-def enter(x, cell: nn.Cell, mesh: DeviceMesh, placement, who: str, shape=None) -> DTensor:
+def enter(x, cell: nn.Cell, mesh: DeviceMesh, placement, who: str, shape=None, beside: Iterable = ()) -> DTensor:
     """A DTensor as it is; a plain tensor, said to be laid out by `placement`, as a DTensor on the cell's mesh.
 
-    `shape`: its global shape, where shards differ in size.
+    `shape`: its global shape, where shards differ in size. `beside`: the call's arguments; the mesh of a DTensor among
+    them may have more axes than the cell knows.
     """
     if isinstance(x, DTensor):
         return x
     whole, outer = getattr(cell, OUTER, (mesh, {}))
-    return DTensor.from_local(x, whole, {**outer, **by_axis(placement, mesh, who)}, shape=shape)
+    for other in leaves(beside, DTensor):
+        whole = union_mesh(whole, other.device_mesh)
+    out = DTensor.from_local(x, whole, {**outer, **by_axis(placement, mesh, who)}, shape=shape)
+    x.__dict__[LAID_OUT] = out.layout
+    return out
 
 
 def hand_out(x: DTensor, cell: nn.Cell | None = None) -> Tensor:
@@ -84,7 +89,7 @@ def hand_out(x: DTensor, cell: nn.Cell | None = None) -> Tensor:
         return x
     _handed_out += 1
     out = x.to_local()
-    out.__dict__[_LAYOUT] = x.layout
+    out.__dict__[LAID_OUT] = x.layout
     return out
 
 
@@ -101,7 +106,7 @@ def taken_back(x: Tensor, cell: nn.Cell, before: int) -> Tensor:
     """
     if isinstance(x, DTensor) or not x.is_floating_point():
         return x
-    layout = x.__dict__.get(_LAYOUT)
+    layout = x.__dict__.get(LAID_OUT)
     if layout is not None:
         return wrap(x, layout)
     if _handed_out != before:

@@ -8,6 +8,7 @@ whose widths are a rank's own; `False` keeps DTensors with global shapes.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 from mindspore import Tensor, mint, nn
 
@@ -54,11 +55,19 @@ class ParallelStyle(ABC):
 
 
 def _is_embedding(cell) -> bool:
-    return isinstance(cell, nn.Embedding | mint.nn.Embedding)
+    return _is_a(cell, nn.Embedding, mint.nn.Embedding)
 
 
 def _is_linear(cell) -> bool:
-    return isinstance(cell, nn.Dense | mint.nn.Linear)
+    return _is_a(cell, nn.Dense, mint.nn.Linear)
+
+
+def _is_a(cell, *kinds: Any) -> bool:
+    """`isinstance`, or of a class of the same source: `mindspore.rewrite`, behind amp's O1, imports modules once more."""
+    bases: list[Any] = [base for base in type(cell).__mro__ if "construct" in vars(base)]
+    return isinstance(cell, kinds) or any(
+        base.__name__ == kind.__name__ and base.construct.__code__.co_filename == kind.construct.__code__.co_filename
+        for base in bases for kind in kinds)
 
 
 def _refuse(style, cell) -> ConfigError:

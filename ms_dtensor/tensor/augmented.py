@@ -12,10 +12,14 @@ import operator
 from mindspore import Tensor
 
 
-def augmented(name: str):
-    """The method behind an augmented assignment, by the name of its operator (`add` for `+=`)."""
-    new, in_place = getattr(operator, name), getattr(Tensor, f"__i{name}__")
+def augmented_assignment(cls):
+    """Gives a class of DTensors `+= -= *= /= //= %=`; Python makes the others of the operators themselves."""
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod"):
+        setattr(cls, f"__i{name}__", _assignment(getattr(operator, name), getattr(Tensor, f"__i{name}__")))
+    return cls
 
+
+def _assignment(new, in_place):
     def assign(self, other):
         return (new if self._layout.mesh.device_type == "cpu" else in_place)(self, other)
     return assign

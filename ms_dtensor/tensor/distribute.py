@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from mindspore import Parameter, Tensor, nn
+from mindspore import Parameter, ParameterTuple, Tensor, nn
 from mindspore._c_expression import NoFallbackGuard
 
 from .. import comm
@@ -248,6 +248,9 @@ def set_parameter(cell: nn.Cell, key: str, param: Parameter) -> None:
     cell._params[key] = param
     if key in cell.__dict__:
         cell.__dict__[key] = param
+    for name, held in cell.__dict__.items():  # as `nn.RNN` keeps its weights
+        if isinstance(held, ParameterTuple) and any(current(p) is not p for p in held):
+            cell.__dict__[name] = ParameterTuple([current(p) for p in held])
 
 
 def _three_arguments(fn, what: str, module, mesh):

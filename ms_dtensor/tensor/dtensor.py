@@ -16,7 +16,7 @@ from mindspore import Parameter, Tensor
 from mindspore._c_expression import NoFallbackGuard
 
 from .. import comm
-from ..core.layout import Layout, known_layout
+from ..core.layout import Layout, known_layout, layout_strides
 from ..core.mesh import DeviceMesh, resolve_mesh
 from ..dispatch import classes, modes, patches, policy, views
 from ..dispatch.dispatcher import call, dispatch, plain_tree
@@ -28,7 +28,7 @@ from ..redistribute.execute import run
 from ..redistribute.plan import check_reachable, plan
 from . import replicas, state
 from .async_tensor import AsyncData
-from .augmented import augmented
+from .augmented import augmented_assignment
 from .indexing import get_item, set_item
 from .numpy_calls import called_by_numpy
 
@@ -42,6 +42,7 @@ class _Size(int):
         return self.shape if dim is None else self.shape[dim]
 
 
+@augmented_assignment
 class DTensor(Tensor):
     """A distributed tensor; meanings follow `torch.distributed.tensor.DTensor`.
 
@@ -298,17 +299,21 @@ class DTensor(Tensor):
         if self.numel() != 1:
             raise OpRuleError(f"For 'item', a tensor of {self.numel()} elements is no scalar.", self._layout.describe(),
                               "A Python number is one element.", "reduce it first, e.g. x.sum().item()")
+        return self._whole_array("item").reshape(()).item()
+
+    def _whole_array(self, who: str, fixes: Sequence[str] = ()):
+        """The global array, implicitly: a communication that the redistribution policy is asked for in `who`'s name."""
         layout = self._layout
         if layout.mesh.get_coordinate() is None:
-            raise OpRuleError("For 'item', this rank is not part of the mesh.", layout.describe(),
+            raise OpRuleError(f"For '{who}', this rank is not part of the mesh.", layout.describe(),
                               "Nothing is sent to ranks outside a mesh.", "ask on the mesh's ranks only")
         whole = local_alias(self)
         if not layout.is_replicated():
-            policy.check_move("item", layout, layout.replicated(), "the value",
-                              ("x.full_tensor().item()", "x.reduce_partial().item(), of a Partial"))
+            policy.check_move(who, layout, layout.replicated(), "the value",
+                              fixes or (f"x.full_tensor().{who}()", f"x.reduce_partial().{who}(), of a Partial"))
             with comm.annotate(implicit=True, src=repr(layout), dst=repr(layout.replicated())):
                 whole = run(plan(layout, layout.replicated()), whole)
-        return whole.asnumpy().reshape(()).item()
+        return whole.asnumpy()
 
     def __float__(self):
         return float(self.item())
@@ -326,12 +331,14 @@ class DTensor(Tensor):
         return complex(self.item())
 
     def asnumpy(self):
-        """The global array of a replicated tensor (a view of its storage).
+        """The global array of a replicated tensor (a view of its storage), or of a 0-d one, whose value is `item()`.
 
         Raises:
-            OpRuleError: the tensor is not replicated; nothing is gathered behind the caller's back.
+            OpRuleError: neither; nothing is gathered behind the caller's back.
         """
         if not self._layout.is_replicated():
+            if not self.shape:
+                return self._whole_array("asnumpy")
             raise OpRuleError("For 'asnumpy', this rank does not hold the whole tensor.", self._layout.describe(),
                               "Only a replicated tensor is an array already.",
                               ("x.full_tensor().asnumpy() for the global array", "x.to_local().asnumpy() for the shard"))
@@ -370,9 +377,6 @@ class DTensor(Tensor):
             raise TypeError("iteration over a 0-d tensor")
         return (self[i] for i in range(self.shape[0]))
 
-    __iadd__, __isub__, __imul__, __itruediv__, __ifloordiv__, __imod__ = map(
-        augmented, ("add", "sub", "mul", "truediv", "floordiv", "mod"))
-
     def __hash__(self):
         return id(self)
 
@@ -406,17 +410,15 @@ class DTensor(Tensor):
         return wrap(local_alias(self), self._layout)
 
     def __deepcopy__(self, memo):
-        return self._rebuilt(local_alias(self).asnumpy().copy())
+        return _unpickle(local_alias(self).asnumpy().copy(), *self._facts())
 
     def __reduce_ex__(self, protocol):
-        name = self.name if isinstance(self, Parameter) else None
-        grad = self.requires_grad if isinstance(self, Parameter) else None
-        return _unpickle, (local_alias(self).asnumpy(), self._layout, name, grad)
+        return _unpickle, (local_alias(self).asnumpy(), *self._facts())
 
-    def _rebuilt(self, array):
+    def _facts(self):
         if isinstance(self, Parameter):
-            return _unpickle(array, self._layout, self.name, self.requires_grad)
-        return _unpickle(array, self._layout, None, None)
+            return self._layout, self.name, self.requires_grad, self.__dict__.get("fused")
+        return self._layout, None, None
 
 
 class DTensorParameter(Parameter, DTensor):
@@ -445,7 +447,7 @@ class DTensorParameter(Parameter, DTensor):
         array = local_alias(self).asnumpy().copy()
         if value != "same":
             array.fill(value)
-        return Parameter(wrap(Tensor(array), self._layout), name=self.name, requires_grad=self.requires_grad)
+        return _unpickle(array, *self._facts())
 
     def set_data(self, data, slice_shape=False) -> Parameter:
         """Takes over values, and keeps the layout.
@@ -485,15 +487,14 @@ classes.bind(DTensor, DTensorParameter, AsyncDTensor)
 Parameter._base_type["Parameter" + DTensor.__name__] = DTensorParameter
 
 
-def _unpickle(array, layout, name, requires_grad):
+def _unpickle(array, layout, name, requires_grad, fused=None):
     patches.install()
     out = wrap(Tensor(array), layout)
-    return out if name is None else Parameter(out, name=name, requires_grad=requires_grad)
-
-
-def layout_strides(shape) -> tuple[int, ...]:
-    """Strides, in elements, of a contiguous tensor."""
-    return tuple(math.prod(shape[d + 1:]) for d in range(len(shape)))
+    if name is not None:
+        out = Parameter(out, name=name, requires_grad=requires_grad)
+        if fused is not None:  # the order of its rows (`parallel/fused.py`)
+            out.__dict__["fused"] = fused
+    return out
 
 
 __all__ = ["DTensor", "DTensorParameter", "RedistributeError"]

@@ -207,8 +207,9 @@ def _array(x) -> np.ndarray:
 
 
 def values(net: nn.Cell) -> dict:
-    """Every parameter by name, for a row to return."""
-    return {name: p.value() if not isinstance(p, DTensor) else p for name, p in net.parameters_and_names()}
+    """Every parameter by name as it is now, for a row to return."""
+    return {name: Tensor(p.asnumpy()) if not isinstance(p, DTensor) else DTensor.clone(p)
+            for name, p in net.parameters_and_names()}
 
 
 def run(one: Row, setup: Plain, want) -> dict:

@@ -156,6 +156,18 @@ def _forward(original):
     return forward
 
 
+def _complex_call(original):
+    @functools.wraps(original)
+    def complex_call(self, *args, **kwargs):  # of a cell after `set_grad()`, as training cells call it, among others
+        outermost = not recording()
+        try:
+            return original(self, *args, **kwargs)
+        except BaseException:
+            _clean(outermost)
+            raise
+    return complex_call
+
+
 def _recomputed(original):
     @functools.wraps(original)
     def construct(self, *args, **kwargs):  # its parameters were listed when `recompute()` was called
@@ -178,6 +190,7 @@ def _recomputing(original):
 _DOORS = (
     (_pynative_executor, "grad", _grad), (_pynative_executor, "end_graph", _end_graph),
     (base, "_pynative_func_grad_forward", _forward), (grad_func, "_pynative_func_grad_forward", _forward),
+    (nn.Cell, "_complex_call", _complex_call),
     (_RecomputeCell, "construct", _recomputed), (_RecomputeCell, "bprop", _recomputing),
 )
 

@@ -19,6 +19,7 @@ from mindspore._c_expression import NoFallbackGuard
 from mindspore.common._grad_function import _Function
 from mindspore.common.hook_handle import _TensorHookHandle
 from mindspore.ops.operations._inner_ops import CellBackwardHook
+from mindspore.ops.operations.debug_ops import HookBackward, InsertGradientOf
 
 from ...core.layout import Layout
 from ...errors import LayoutError, OpRuleError
@@ -225,10 +226,42 @@ def _run_construct(original):
     return run
 
 
+# -- of primitives ----------------------------------------------------------------------------------------------------------
+
+
+def _keep_hook(original):
+    @functools.wraps(original)
+    def init(self, hook_fn, *args, **kwargs):
+        original(self, hook_fn, *args, **kwargs)
+        self.__dict__[_GIVEN] = hook_fn
+    return init
+
+
+def _hook_primitive(original):
+    @functools.wraps(original)
+    def call(self, *args):
+        layouts = [x._layout for x in args if getattr(x, "_layout", None) is not None]
+        if not layouts:
+            return original(self, *args)
+        hook, one = self.__dict__.get(_GIVEN), isinstance(self, InsertGradientOf)
+        if hook is None and not one:
+            raise OpRuleError("For 'HookBackward', it was made before the first DTensor.", layouts[0].describe(),
+                              "MindSpore does not tell its function.",
+                              ("make it after the mesh's first tensor", "x.register_hook(function)"))
+
+        def receive(grads):
+            out = self.f(*grads) if one else hook(grads)
+            return grads if out is None else out if isinstance(out, tuple) else (out,)
+        return _apply(args if len(args) > 1 else args[0], receive)[0]
+    return call
+
+
 def install() -> None:
     """Installs the doors; does nothing where they are in place."""
     if not _installed:
-        for holder, name, door in ((CellBackwardHook, "__call__", _cell_hook), (nn.Cell, "_run_construct", _run_construct)):
+        for holder, name, door in ((CellBackwardHook, "__call__", _cell_hook), (nn.Cell, "_run_construct", _run_construct),
+                                   (HookBackward, "__init__", _keep_hook), (HookBackward, "__call__", _hook_primitive),
+                                   (InsertGradientOf, "__call__", _hook_primitive)):
             _installed.put(holder, name, door(getattr(holder, name)))
 
 
