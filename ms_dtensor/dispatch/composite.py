@@ -38,6 +38,11 @@ def _reduces_sharded(call: Call, layouts) -> bool:
     return 0 not in x.shape and any(axes[d] for d in dims_of(dim, x.ndim) if x.shape)
 
 
+def _varies_sharded(call: Call, layouts) -> bool:
+    """Not of integers, whose mean MindSpore rounds."""
+    return "float" in call.args["input"].dtype and _reduces_sharded(call, layouts)
+
+
 def _reduce_partial(x):
     """A row's total as every rank needs it next: one all-reduce, where op by op it would be scattered and gathered."""
     layout = getattr(x, "_layout", None)
@@ -47,12 +52,10 @@ def _reduce_partial(x):
 
 
 def variance(name, input, dim=None, correction=None, keepdim=False, **_):
-    """`Var`, `Std` and their NumPy forms, whose correction is 0 by default; so is that of `Tensor.std` on CPU."""
-    layout = getattr(input, "_layout", None)
-    of_population = name.startswith("Deprecated") or (name == "Std" and (layout is None or layout.mesh.device_type == "cpu"))
-    correction = (0 if of_population else 1) if correction is None else correction
-    input = input if input.is_floating_point() else input.astype(ms.float32)
+    """`Var`, `Std` and their NumPy forms, whose correction is 0 by default."""
+    correction = (0 if name.startswith("Deprecated") else 1) if correction is None else correction
     return (cpu_math.std if name.endswith("Std") else cpu_math.variance)(input, dim, correction, keepdim)
+
 
 
 def _top(x, dim):
@@ -110,7 +113,7 @@ def _norm_needs_sums(call: Call, layouts) -> bool:
 
 
 COMPOSED: dict[str, Composed] = {
-    "var": Composed(_reduces_sharded, variance),
+    "var": Composed(_varies_sharded, variance),
     "var_mean": Composed(_reduces_sharded, lambda name, input, dim=None, correction=1, keepdim=False, **_: (
         cpu_math.std_mean if name == "StdMean" else cpu_math.var_mean)(input, dim, correction, keepdim)),
     "reduce_std": Composed(_reduces_sharded, lambda name, input, dim=None, unbiased=True, keepdim=False, **_:

@@ -23,7 +23,7 @@ from ..ops.rules.names import PRIMITIVES
 from . import modes
 from .cached import CachedCall
 from .classes import ATOM, KINDS, LIST, OURS
-from .op_call import OpCall, attributes
+from .op_call import OpCall, attributes, op_name
 from .operands import as_local, is_number
 from .planner import build_plan, plan_by_rule, plan_own, plan_write
 
@@ -44,7 +44,7 @@ def dispatch(self, func, args=(), kwargs=None):
     if len(args) == 3 and args[1].__class__ is str and isinstance(args[0], _primitive_class):
         primitive, _, args = args
     tensors: list = []
-    key: Any = [func.name]
+    key: Any = [func.name, func.__class__]  # a method may be another op than the function of its name
     mode = _mode()
     if mode is not _DEFAULT:
         if mode.skip and not _kept(key[0], mode.no_skip):
@@ -79,7 +79,7 @@ def dispatch(self, func, args=(), kwargs=None):
         if func.name == "typeof":  # asked by Python code inside MindSpore; it computes nothing
             with NoFallbackGuard():
                 return OpCall(func, primitive, args, kwargs, tensors).compute(*args, **(kwargs or {}))
-        plan = _remember(key, build_plan(func.name, OpCall(func, primitive, args, kwargs, tensors), mode))
+        plan = _remember(key, build_plan(op_name(func), OpCall(func, primitive, args, kwargs, tensors), mode))
     return plan.run(func, primitive, args, kwargs, tensors)
 
 

@@ -59,7 +59,8 @@ def _must_compose(op, bound, tensors, mode) -> bool:
     operands = tuple(Operand(i, layout.shape, layout.dtype) for i, layout in enumerate(layouts))
     it = iter(operands)
     call = Call(op, {k: as_operands(v, it) for k, v in bound.items()}, operands)
-    return mode.higher_order or COMPOSED[op].when(call, layouts)
+    differentiable = mode.higher_order and any(o.dtype.startswith(DIFFERENTIABLE) for o in operands)
+    return differentiable or COMPOSED[op].when(call, layouts)
 
 
 def build_plan(name: str, call: OpCall, mode) -> OpPlan | Composition:

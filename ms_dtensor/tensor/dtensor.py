@@ -28,6 +28,7 @@ from ..redistribute.execute import run
 from ..redistribute.plan import check_reachable, plan
 from . import replicas, state
 from .async_tensor import AsyncData
+from .augmented import augmented_assignment
 from .indexing import get_item, set_item
 from .numpy_calls import called_by_numpy
 
@@ -41,6 +42,7 @@ class _Size(int):
         return self.shape if dim is None else self.shape[dim]
 
 
+@augmented_assignment
 class DTensor(Tensor):
     """A distributed tensor; meanings follow `torch.distributed.tensor.DTensor`.
 

@@ -205,7 +205,7 @@ REFERENCES: dict = {
     "Clone": [((X,), lambda x: x), ((X > 0,), lambda x: x)],
     "Var": [((X,), lambda x: x.var(ddof=1)), ((X, (0,), 0, True), lambda x, d, c, k: x.var(0, ddof=0, keepdims=True)),
             ((X, -1), lambda x, d: x.var(-1, ddof=1))],
-    "Std": [((X, 1), lambda x, d: x.std(1)), ((X, 1, 1), lambda x, d, c: x.std(1, ddof=1))],
+    "Std": [((X, 1), lambda x, d: x.std(1, ddof=1))],
     "VarMean": [((X, 1), lambda x, d: (x.var(1, ddof=1), x.mean(1)))],
     "StdMean": [((X, 0, 0), lambda x, d, c: (x.std(0), x.mean(0)))],
     "LogSumExp": [((X, -1), lambda x, d: np.log(np.exp(x).sum(-1))),

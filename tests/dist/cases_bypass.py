@@ -228,7 +228,7 @@ def in_place_ops_write(world):
 def in_place_on_parameters(world):
     w = Parameter(placed(A, mesh_1d(), [S(0)]), name="w")
     same = w
-    w += placed(B, mesh_1d(), [S(1)])
+    w.add_(placed(B, mesh_1d(), [S(1)]))
     w.mul_(2)
     w[0] = 1.0
     want = (A + B) * 2

@@ -176,3 +176,43 @@ def a_derivative_of_a_buckets_gradient_is_refused_alike(world):
     assert not count, count
     same_on_all_ranks(world, told)
     value_and_grad(lambda t: (net(t) ** 3).sum(), None, net.trainable_params())(x)  # and it goes on
+
+
+@case(world_size=4)
+def methods_and_augmented_assignment_give_what_one_device_gives(world):
+    a = np.array([[1, 2, -3.5], [2, 2, 0], [5, 1, 1], [0, 0, 7], [-4, 1, 2]], np.float32)  # one rank has nothing of it
+    calls = {
+        "float32": [lambda x: x.std(), lambda x: x.std(0), lambda x: x.var(0), lambda x: x.argmin(1), lambda x: x.argmin(),
+                    lambda x: x.argmax(keepdim=True), lambda x: x.argsort(0), lambda x: x.sort()[1], lambda x: x.sort(0)[1],
+                    lambda x: x.topk(2)[1], lambda x: x.count_nonzero(), lambda x: x.count_nonzero(0), lambda x: x.cumsum(0)],
+        "int32": [lambda x: x.std(), lambda x: x.var(), lambda x: x.var(0), lambda x: x.cumsum(0), lambda x: x.trace(),
+                  lambda x: x.argmin(0), lambda x: x.bitwise_and(1)],
+        "int8": [lambda x: x.cumsum(0), lambda x: x.var(0), lambda x: x.trace()],
+        "uint32": [lambda x: x.any(), lambda x: x.cumsum(0), lambda x: x.count_nonzero(0)],
+        "bool": [lambda x: x.trace(), lambda x: x.frac(), lambda x: x.cumsum(0), lambda x: x & 1],
+        "complex64": [lambda x: x.cumsum(0), lambda x: x.trace(), lambda x: x.count_nonzero()]}
+    for dtype, fns in calls.items():
+        made = {"uint32": np.abs(a), "complex64": a * (1 + 2j), "bool": a > 0}.get(dtype, a)
+        whole = Tensor(made.astype(dtype))
+        for placements in ([S(0), S(1)], [S(1), R], [S(0), S(0)]):
+            x = distribute_tensor(whole, mesh_2d(), placements)
+            for k, fn in enumerate(fns):
+                want, got = fn(whole), fn(x).full_tensor()
+                assert (got.dtype, got.shape) == (want.dtype, want.shape), (dtype, k, placements, got, want)
+                close = np.allclose(got.asnumpy(), want.asnumpy(), rtol=1e-5, atol=1e-5)
+                assert close, (dtype, k, placements, got, want)
+
+    def residual(x, w):
+        h = x * 1
+        kept = h
+        h += w
+        h *= x
+        h -= kept.std()
+        h /= kept * kept + 2
+        return (h * kept + kept.cumsum(0)).sum()
+    for placements in ([S(0), S(1)], [S(1), R]):
+        got = value_and_grad(residual, (0, 1))(*(distribute_tensor(data(k, 5, 6), mesh_2d(), placements) for k in (1, 2)))
+        want = ms.value_and_grad(residual, (0, 1))(data(1, 5, 6), data(2, 5, 6))
+        equal(got[0], want[0])
+        for g, w in zip(got[1], want[1]):
+            equal(g, w, f"{placements}", rtol=1e-4)

@@ -97,7 +97,7 @@ def trace_shard(x, diagonal, dtype=None):
     mask = np.arange(cols)[None, :] - np.arange(rows)[:, None] == diagonal
     if dtype is not None:
         x = x.astype(as_dtype(dtype))
-    elif not x.is_floating_point():
+    elif x.dtype == ms.bool_ or ("Int" in str(x.dtype) and x.dtype != ms.uint64):
         x = x.astype(ms.int64)
     return ops.select(ms.Tensor(mask), x, ops.zeros_like(x)).sum()
 

@@ -19,11 +19,18 @@ def _exp2(input):
 
 def _bitwise(integers, booleans):
     def run(input, other):
+        if input.dtype == ms.bool_ and other.__class__ is int:
+            input = input.astype(ms.int64)
         if input.dtype != ms.bool_:
             other = other if isinstance(other, ms.Tensor) else ops.full(input._shape, other, dtype=input.dtype)
             return integers(input, other)
         return booleans(input, other if isinstance(other, ms.Tensor) else ops.full(input._shape, other, dtype=ms.bool_))
     return run
+
+
+def _frac(input):
+    input = input.astype(ms.int64) if input.dtype == ms.bool_ else input
+    return input - ops.stop_gradient(mint.trunc(input))
 
 
 def _not(input):
@@ -112,7 +119,7 @@ TABLE = {
     "AsinExt": lambda input: ops.asin(input), "AcosExt": lambda input: ops.acos(input),
     "AtanExt": lambda input: ops.atan(input), "AsinhExt": lambda input: ops.asinh(input),
     "AcoshExt": lambda input: ops.acosh(input), "IsNegInf": lambda input: input == -math.inf,
-    "Frac": lambda input: input - ops.stop_gradient(mint.trunc(input)),
+    "Frac": _frac,
     "BitwiseNot": _not, "BitwiseAndTensor": _AND, "BitwiseAndScalar": _AND, "BitwiseOrTensor": _OR,
     "BitwiseOrScalar": _OR, "BitwiseXorTensor": _XOR, "BitwiseXorScalar": _XOR,
     "FloorDivScalar": lambda input, other: ops.floor_div(input, other),

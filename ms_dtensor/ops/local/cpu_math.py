@@ -36,8 +36,8 @@ def variance(input, dim=None, correction=1, keepdim=False):
     return total(off * off, dims, keepdim) / float(max(math.prod(input.shape[d] for d in dims) - correction, 0))
 
 
-def std(input, dim=None, correction=0, keepdim=False):
-    """`Std`; `mint.std` passes its correction, and `Tensor.std` without one is of the population on CPU."""
+def std(input, dim=None, correction=1, keepdim=False):
+    """`Std`."""
     return mint.sqrt(variance(input, dim, correction, keepdim))
 
 
@@ -81,17 +81,41 @@ def vector_norm(x, ord=2, dim=None, keepdim=False, dtype=None):
     return total(size ** ord, dims, keepdim) ** (1.0 / ord)
 
 
+def _truth(x):
+    return x.astype(ms.bool_) if x.dtype == ms.bool_ or "Int" in str(x.dtype) else x != 0
+
+
 def any_(input, dim=None, keepdim=False):
     """`ReduceAny`, `AnyExt`: of numbers MindSpore's kernel tells nothing true."""
-    truth = input if input.dtype == ms.bool_ else input != 0
+    truth = _truth(input)
     out = mint.any(truth) if dim is None and not keepdim else ops.ReduceAny(bool(keepdim))(truth, () if dim is None else dim)
     return out.astype(input.dtype) if input.dtype == ms.uint8 else out
 
 
 def cumsum(input, dim, dtype=None):
     """`CumsumExt`; integers add up as int64."""
-    dtype = as_dtype(dtype) or (input.dtype if input.is_floating_point() else ms.int64)
-    return cumsum_classic(input.astype(dtype), dim)
+    whole = input.dtype == ms.bool_ or "Int" in str(input.dtype)
+    return cumsum_classic(input.astype(as_dtype(dtype) or (ms.int64 if whole else input.dtype)), dim)
+
+
+def cumsum_method(input, dim=None, dtype=None):
+    """`x.cumsum(dim)`: of small integers in int32, of others in their own dtype; then the sums are converted."""
+    if dim is None:
+        input, dim = mint.reshape(input, (-1,)), 0
+    small = input.dtype in (ms.bool_, ms.int8, ms.int16, ms.uint8)
+    out = cumsum_classic(input.astype(ms.int32) if small else input, dim)
+    return out if as_dtype(dtype) in (None, input.dtype) else out.astype(as_dtype(dtype))
+
+
+def count_nonzero(input, dim=None):
+    """`CountNonZero`."""
+    return total(_truth(input).astype(ms.int64), _dims(dim, len(input._shape)))
+
+
+def count_nonzero_method(input, dim=None, keepdim=False, dtype=None):
+    """`x.count_nonzero(dim)`, which counts in int32."""
+    count = total(_truth(input).astype(ms.int64), _dims(dim, len(input._shape)), keepdim)
+    return count.astype(as_dtype(dtype) or ms.int32)
 
 
 def cumsum_classic(input, dim, exclusive=False, reverse=False):
@@ -131,9 +155,9 @@ TABLE = {
     "Norm": lambda input, p=2.0, dim=None, keepdim=False, dtype=None: vector_norm(input, p, dim, keepdim, dtype),
     # `mint.norm` uses it for infinite p, where epsilon does not show
     "LpNormV2": lambda input, p, dim=None, keepdim=False, epsilon=0.0: vector_norm(input, p, dim, keepdim),
-    "CountNonZero": lambda input, dim=None: total((input != 0).astype(ms.int64), _dims(dim, len(input._shape))),
+    "CountNonZero": count_nonzero, "DeprecatedCountNonzero": count_nonzero_method,
     "ReduceAny": any_, "AnyExt": any_, "Any": any_,
-    "CumsumExt": cumsum, "CumSum": cumsum_classic, "TopkExt": topk, "SortExt": sort,
+    "CumsumExt": cumsum, "DeprecatedCumsum": cumsum_method, "CumSum": cumsum_classic, "TopkExt": topk, "SortExt": sort,
     "ArgMaxExt": argmax, "ArgMinExt": argmin,
     "ArgSort": lambda input, dim=-1, descending=False, stable=False: sort(input, dim, descending)[1],
     "AddcmulExt": lambda input, tensor1, tensor2, value=1: input + tensor1 * tensor2 * value,

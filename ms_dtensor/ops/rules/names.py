@@ -15,6 +15,11 @@ Pow PowTensorScalar Reciprocal Reshape Round Rsqrt Sigmoid Sin Sqrt Square SubEx
 Transpose TransposeExtView Softmax
 """.split())
 
+# On CPU the `dim=` form of these methods runs the Python of the `axis=` form, with its dtypes; functions do not.
+METHODS = {"ArgMaxExt": "DeprecatedArgmax", "ArgMinExt": "DeprecatedArgmin", "ArgSort": "DeprecatedArgsort",
+           "CountNonZero": "DeprecatedCountNonzero", "CumsumExt": "DeprecatedCumsum", "SortExt": "DeprecatedSort",
+           "Std": "DeprecatedStd", "TopkExt": "DeprecatedTopk"}
+
 ALIASES = {"axis": "dim", "keepdims": "keepdim", "keep_dims": "keepdim", "self": "input", "x": "input",
            "split_size": "sizes", "split_size_or_sections": "sizes", "indices": "index", "input_indices": "index",
            "dims": "repeats", "reps": "repeats",

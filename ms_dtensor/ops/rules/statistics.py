@@ -46,7 +46,7 @@ cummin:Cummin:input dim
 sort:SortExt,DeprecatedSort:input dim descending stable
 sort_classic:Sort:input
 argsort:ArgSort,DeprecatedArgsort:input dim descending stable
-topk:TopkExt:input k dim largest sorted
+topk:TopkExt,DeprecatedTopk:input k dim largest sorted
 topk_classic:TopK:input k
 """
 
