@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from mindspore import Parameter, Tensor, nn
+from mindspore import Parameter, ParameterTuple, Tensor, nn
 from mindspore._c_expression import NoFallbackGuard
 
 from .. import comm
@@ -247,8 +247,11 @@ def set_parameter(cell: nn.Cell, key: str, param: Parameter) -> None:
     if cell._params.get(key) is not param:
         jit.forget_compiled()
     cell._params[key] = param
-    if key in cell.__dict__:
-        cell.__dict__[key] = param
+    for name, held in list(cell.__dict__.items()):
+        if name == key:
+            cell.__dict__[key] = param
+        elif isinstance(held, ParameterTuple):
+            cell.__dict__[name] = ParameterTuple(map(current, held))
 
 
 def _three_arguments(fn, what: str, module, mesh):
