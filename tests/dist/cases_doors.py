@@ -2,6 +2,8 @@
 """What people from outside ran into: errors on some ranks only, raw errors, gradients that said what was not so."""
 from __future__ import annotations
 
+import copy
+
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, mint, nn, ops
@@ -9,7 +11,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, mint, nn, ops
 import ms_dtensor as md
 from ms_dtensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor, replicate
 from ms_dtensor.dispatch.dispatcher import clear_cache
-from ms_dtensor.errors import MixedOperandError, OpRuleError
+from ms_dtensor.errors import LayoutError, MixedOperandError, OpRuleError
 from ms_dtensor.ops.rules import RULES
 from ms_dtensor.ops.rules.spec import Case, OpSpec
 from tests.cases import case
@@ -205,3 +207,26 @@ def weights_in_a_tuple_and_buffers_are_distributed(world):
     net = replicate(Tables(buffer=False), mesh=mesh_1d(name="dp"))
     text = refusal(lambda: net(laid(x, mesh_1d(name="dp"), S(0))), MixedOperandError)
     assert "self.register_buffer(name, t)" in text, text
+
+
+class Heads(nn.Cell):
+    """Speaks of all heads, by number or by what is left."""
+
+    def __init__(self, heads: int):
+        super().__init__()
+        self.up, self.down, self.heads = nn.Dense(6, 8), nn.Dense(8, 6), heads
+
+    def construct(self, x):
+        return self.down(mint.reshape(self.up(x), (5, self.heads, 2)).reshape(5, -1))
+
+
+@case(world_size=4)
+def a_view_of_a_local_output_is_explained(world):
+    x, mesh = data(1, 5, 6), mesh_1d()
+
+    def net(heads, local):
+        plan = {"up": md.ColwiseParallel(use_local_output=local), "down": md.RowwiseParallel(use_local_output=False)}
+        return md.parallelize_module(Heads(heads), mesh, plan)
+    text = refusal(lambda: net(4, True)(x), LayoutError)
+    assert "use_local_output=False" in text and "Heads" in text, text
+    assert net(4, False)(x).shape == net(-1, True)(x).shape == copy.deepcopy(net(1, True))(x).shape == (5, 6)
