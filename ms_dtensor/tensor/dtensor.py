@@ -18,7 +18,7 @@ from mindspore._c_expression import NoFallbackGuard
 from .. import comm
 from ..core.layout import Layout, known_layout, layout_strides
 from ..core.mesh import DeviceMesh, resolve_mesh
-from ..dispatch import classes, modes, patches, policy, views
+from ..dispatch import classes, inplace, modes, patches, policy, views
 from ..dispatch.dispatcher import call, dispatch, plain_tree
 from ..dispatch.memo import Memo
 from ..dispatch.operands import as_local, dtype_name, local_alias, make, recording, redistribute, wrap
@@ -84,6 +84,7 @@ class DTensor(Tensor):
 
     __fallback__ = dispatch
     register_hook = hooks.register_hook
+    set_ = inplace.set_
 
     @staticmethod
     def _run_own_op(op, arguments):
@@ -134,6 +135,8 @@ class DTensor(Tensor):
     def numel(self) -> int:
         """Number of elements of the global tensor."""
         return math.prod(self.shape)
+
+    nelement = numel
 
     def stride(self, dim: int | None = None):
         """Strides, in elements, of the global tensor; MindSpore's `strides` are the same in bytes. A view is refused."""
