@@ -8,7 +8,6 @@ no local number ever passes for the global one. Read next: `dispatch/dispatcher.
 """
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import mindspore as ms
@@ -18,7 +17,7 @@ from mindspore._c_expression import NoFallbackGuard
 from .. import comm
 from ..core.layout import Layout, known_layout, layout_strides
 from ..core.mesh import DeviceMesh, resolve_mesh
-from ..dispatch import classes, inplace, modes, patches, policy, views
+from ..dispatch import classes, inplace, modes, patches, policy
 from ..dispatch.dispatcher import call, dispatch, plain_tree
 from ..dispatch.memo import Memo
 from ..dispatch.operands import as_local, dtype_name, local_alias, make, recording, redistribute, wrap
@@ -30,20 +29,12 @@ from . import replicas, state
 from .async_tensor import AsyncData
 from .augmented import augmented_assignment
 from .indexing import get_item, set_item
+from .measures import Measures
 from .numpy_calls import called_by_numpy
 
 
-class _Size(int):
-    """MindSpore's `size` is a number, PyTorch's a method; this is both."""
-
-    shape: tuple[int, ...]
-
-    def __call__(self, dim: int | None = None):
-        return self.shape if dim is None else self.shape[dim]
-
-
 @augmented_assignment
-class DTensor(Tensor):
+class DTensor(Measures, Tensor):
     """A distributed tensor; meanings follow `torch.distributed.tensor.DTensor`.
 
     Args:
@@ -124,45 +115,6 @@ class DTensor(Tensor):
     def dim(self) -> int:
         """Number of dims."""
         return len(self.shape)
-
-    @property
-    def size(self) -> _Size:
-        """`x.size(dim)` as in PyTorch, the global shape or one extent; as a number, MindSpore's element count."""
-        out = _Size(math.prod(self.shape))
-        out.shape = self.shape
-        return out
-
-    def numel(self) -> int:
-        """Number of elements of the global tensor."""
-        return math.prod(self.shape)
-
-    nelement = numel
-
-    def stride(self, dim: int | None = None):
-        """Strides, in elements, of the global tensor; MindSpore's `strides` are the same in bytes. A view is refused."""
-        views.refuse_view(self, "stride", "x.clone().stride(), of a contiguous copy", "x.view(shape), legal for any shape")
-        out = layout_strides(self.shape)
-        return out if dim is None else out[dim]
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """Strides, in bytes, of the global tensor."""
-        return tuple(s * self.itemsize for s in self.stride())
-
-    def is_contiguous(self) -> bool:
-        """Whether the global tensor is; a view is refused, as `stride`."""
-        views.refuse_view(self, "is_contiguous", "x.contiguous(), which copies only where it has to", "x.view(shape)")
-        return True
-
-    def storage_offset(self) -> int:
-        """That of the global tensor; a view is refused, as `stride`."""
-        views.refuse_view(self, "storage_offset", "x.clone(), which starts a storage of its own")
-        return 0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the global tensor."""
-        return math.prod(self.shape) * self.itemsize
 
     @property
     def data(self) -> DTensor:

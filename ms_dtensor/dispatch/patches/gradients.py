@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 from contextvars import ContextVar
+from typing import Any
 
 from mindspore import Parameter, Tensor, nn
 from mindspore.common.recompute import _RecomputeCell
@@ -149,7 +150,8 @@ def _clean(outermost: bool) -> None:
 
 def _end_abandoned() -> None:
     """Ends a recording that nobody is in: a function that raised before these doors were installed has left it."""
-    frames = list(sys._current_frames().values()) if recording() else []  # of all threads: some devices' backwards have one
+    # Of all threads: some devices' backwards have one.
+    frames: list[Any] = list(sys._current_frames().values()) if recording() else []
     for frame in frames:
         while frame is not None:
             if frame.f_code in _RECORDERS:
