@@ -59,7 +59,7 @@ def _signature(value) -> str:
 
 
 def surface() -> str:
-    """Every public name, one per line, with its signature; of classes also what they or parts of theirs that are not public define."""
+    """Every public name, one per line, with its signature; of classes also their members."""
     lines = []
     for module_name in FROZEN:
         module = importlib.import_module(module_name)
