@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+from pathlib import Path
 
 import mindspore as ms
 import mindspore.dataset as ds
@@ -12,12 +13,14 @@ import numpy as np
 from mindspore import Tensor, nn
 from mindspore.train import (
     Callback,
+    CheckpointConfig,
     EarlyStopping,
     History,
     LambdaCallback,
     LearningRateScheduler,
     LossMonitor,
     Model,
+    ModelCheckpoint,
     ReduceLROnPlateau,
     TimeMonitor,
 )
@@ -25,7 +28,7 @@ from mindspore.train import metrics as stock
 
 import ms_dtensor as md
 from ms_dtensor import PrepareModuleInput, Replicate
-from tests.surface.table import random, row, values
+from tests.surface.table import random, row, shared_path, values
 
 MODEL, CALLBACKS, METRICS, DATA = "Model", "callbacks", "metrics", "datasets"
 DENSE = {"label": random(22, 16, 4, 5)}
@@ -238,6 +241,16 @@ def early_stopping(s):
 def plateau(s):
     seen, m = fitted(s, ReduceLROnPlateau(monitor="mse", patience=1, min_delta=0.0))
     return seen, m._optimizer.learning_rate.value()
+
+
+@row(CALLBACKS, "ModelCheckpoint")
+def checkpoints(s):
+    folder = Path(shared_path(s, "model_checkpoint"))  # the mesh's first rank writes for all, so all look in one place
+    config = CheckpointConfig(save_checkpoint_steps=2, keep_checkpoint_max=5)
+    _, m = printed(s, ModelCheckpoint(prefix="net", directory=str(folder), config=config))
+    files = sorted(p.name for p in folder.glob("*.ckpt"))
+    return files, {k: v.value() for k, v in ms.load_checkpoint(str(folder / files[-1])).items()
+                   if k in dict(m._network.parameters_and_names())}, weights(m)
 
 
 # -- metrics --------------------------------------------------------------------------------------------------------------

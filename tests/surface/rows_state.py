@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
-import tempfile
 import threading
-from pathlib import Path
 
 import mindspore as ms
 import numpy as np
@@ -15,18 +13,9 @@ from mindspore import Tensor, mint, nn, ops
 
 import ms_dtensor as md
 from ms_dtensor import FusedColwiseParallel, comm
-from tests.msrun import REPORTS
-from tests.surface.table import Net, Plain, random, row, seeded, values
+from tests.surface.table import Net, Plain, random, row, seeded, shared_path, values
 
 FILES, PARAMETERS, TENSORS, SEEDS = "checkpoints", "parameters and nets", "tensors in Python", "random numbers"
-
-
-def path(s, name: str) -> str:
-    """A file that all ranks of a mesh see; on one device each rank has its own."""
-    where = "one-device-" + os.environ.get("RANK_ID", "0") if s.mesh is None else s.column.replace(" ", "-")
-    folder = Path(os.environ.get(REPORTS, tempfile.gettempdir())) / "surface" / where
-    folder.mkdir(parents=True, exist_ok=True)
-    return str(folder / name)
 
 
 def pair(s, net, optimizer=None):
@@ -54,9 +43,9 @@ def in_file(name):
 
 def saved_and_loaded(s, name, **options):
     net = s.net()
-    ms.save_checkpoint(net, path(s, name), **options)
+    ms.save_checkpoint(net, shared_path(s, name), **options)
     fmt = {"format": options["format"]} if "format" in options else {}
-    read = ms.load_checkpoint(path(s, name), **fmt)
+    read = ms.load_checkpoint(shared_path(s, name), **fmt)
     other = moved(s.net())
     missing = ms.load_param_into_net(other, read)
     return {k: p.asnumpy() for k, p in read.items()}, missing, values(other), pair(s, other)
@@ -79,18 +68,18 @@ def save_crc(s):
 
 @row(FILES, "ms.load_checkpoint(file, net)")
 def load_into_net(s):
-    ms.save_checkpoint(s.net(), path(s, "into.ckpt"))
+    ms.save_checkpoint(s.net(), shared_path(s, "into.ckpt"))
     net = moved(s.net())
-    ms.load_checkpoint(path(s, "into.ckpt"), net)
+    ms.load_checkpoint(shared_path(s, "into.ckpt"), net)
     return values(net)
 
 
 @row(FILES, "save_checkpoint(choice_func=, append_dict=), filter_prefix")
 def save_some(s):
     net = s.net()
-    ms.save_checkpoint(net, path(s, "some.ckpt"), choice_func=lambda name: "head" not in name,
+    ms.save_checkpoint(net, shared_path(s, "some.ckpt"), choice_func=lambda name: "head" not in name,
                        append_dict={"epoch": 3, "lr": 0.25})
-    read = ms.load_checkpoint(path(s, "some.ckpt"), filter_prefix="norm")
+    read = ms.load_checkpoint(shared_path(s, "some.ckpt"), filter_prefix="norm")
     other = moved(s.net())
     return sorted(read), read["epoch"].asnumpy(), ms.load_param_into_net(other, read), values(other)
 
@@ -98,10 +87,10 @@ def save_some(s):
 @row(FILES, "save_checkpoint of a list of parameters, of a list of dicts, of parameters_dict()")
 def save_lists(s):
     net = s.net()
-    ms.save_checkpoint(net.trainable_params(), path(s, "list.ckpt"))
-    ms.save_checkpoint([{"name": "mine." + p.name, "data": p} for p in net.get_parameters()], path(s, "dicts.ckpt"))
-    ms.save_checkpoint(net.parameters_dict(), path(s, "dict.ckpt"))
-    return [in_file(path(s, name)) for name in ("list.ckpt", "dicts.ckpt", "dict.ckpt")]
+    ms.save_checkpoint(net.trainable_params(), shared_path(s, "list.ckpt"))
+    ms.save_checkpoint([{"name": "mine." + p.name, "data": p} for p in net.get_parameters()], shared_path(s, "dicts.ckpt"))
+    ms.save_checkpoint(net.parameters_dict(), shared_path(s, "dict.ckpt"))
+    return [in_file(shared_path(s, name)) for name in ("list.ckpt", "dicts.ckpt", "dict.ckpt")]
 
 
 @row(FILES, "net and optimizer: stop after three steps, go on in a new process's objects")
@@ -109,35 +98,35 @@ def resume(s):
     net = s.net()
     optimizer = nn.Adam(net.trainable_params(), 0.02)
     losses = [pair(s, net, optimizer) for _ in range(3)]
-    ms.save_checkpoint(optimizer, path(s, "optimizer.ckpt"))
-    ms.save_checkpoint(net, path(s, "resumed.ckpt"))
+    ms.save_checkpoint(optimizer, shared_path(s, "optimizer.ckpt"))
+    ms.save_checkpoint(net, shared_path(s, "resumed.ckpt"))
     net = moved(s.net())
     optimizer = nn.Adam(net.trainable_params(), 0.02)
-    missing = (ms.load_param_into_net(net, ms.load_checkpoint(path(s, "resumed.ckpt"))),
-               ms.load_param_into_net(optimizer, ms.load_checkpoint(path(s, "optimizer.ckpt"))))
+    missing = (ms.load_param_into_net(net, ms.load_checkpoint(shared_path(s, "resumed.ckpt"))),
+               ms.load_param_into_net(optimizer, ms.load_checkpoint(shared_path(s, "optimizer.ckpt"))))
     losses += [pair(s, net, optimizer) for _ in range(3)]
-    return losses, missing, values(net), values(optimizer), in_file(path(s, "optimizer.ckpt"))
+    return losses, missing, values(net), values(optimizer), in_file(shared_path(s, "optimizer.ckpt"))
 
 
 @row(FILES, "a file of one device into the mesh, and the mesh's file into one device")
 def across(s):
     plain = Plain().net()
-    name = path(s, f"plain{os.environ.get('RANK_ID', '0')}.ckpt")
+    name = shared_path(s, f"plain{os.environ.get('RANK_ID', '0')}.ckpt")
     ms.save_checkpoint(plain, name)
     net = moved(s.net())
     ms.load_checkpoint(name, net)
-    ms.save_checkpoint(moved(net, 2.0), path(s, "twice.ckpt"))
-    ms.load_checkpoint(path(s, "twice.ckpt"), plain)
+    ms.save_checkpoint(moved(net, 2.0), shared_path(s, "twice.ckpt"))
+    ms.load_checkpoint(shared_path(s, "twice.ckpt"), plain)
     return values(net), values(plain)
 
 
 @row(FILES, "float32 file into a float16 net")
 def other_dtype(s):
-    ms.save_checkpoint(s.net(), path(s, "wide.ckpt"))
+    ms.save_checkpoint(s.net(), shared_path(s, "wide.ckpt"))
     net = s.net()
     for p in net.get_parameters():
         p.set_dtype(ms.float16)
-    ms.load_checkpoint(path(s, "wide.ckpt"), net)
+    ms.load_checkpoint(shared_path(s, "wide.ckpt"), net)
     return values(net)
 
 
@@ -151,14 +140,14 @@ def from_parameters(s):
 @row(FILES, "save_checkpoint(async_save=True)")
 def save_async(s):
     net = s.net()
-    ms.save_checkpoint(net, path(s, "async.ckpt"), async_save=True)
+    ms.save_checkpoint(net, shared_path(s, "async.ckpt"), async_save=True)
     ms.async_ckpt_thread_status()
     for thread in threading.enumerate():
         if thread.name == "asyn_save_ckpt":
             thread.join()
     if s.mesh is not None:
         s.mesh.get_group().barrier()
-    return in_file(path(s, "async.ckpt"))
+    return in_file(shared_path(s, "async.ckpt"))
 
 
 class Attention(nn.Cell):
@@ -187,11 +176,11 @@ def fused(s):
         loss, grads = step(x)
         optimizer(grads)
         losses.append(loss)
-    ms.save_checkpoint(net, path(s, "fused.ckpt"))
-    ms.save_checkpoint(optimizer, path(s, "moments.ckpt"))
+    ms.save_checkpoint(net, shared_path(s, "fused.ckpt"))
+    ms.save_checkpoint(optimizer, shared_path(s, "moments.ckpt"))
     other = build()
-    ms.load_checkpoint(path(s, "fused.ckpt"), other)
-    return losses, in_file(path(s, "fused.ckpt")), in_file(path(s, "moments.ckpt")), other(x)
+    ms.load_checkpoint(shared_path(s, "fused.ckpt"), other)
+    return losses, in_file(shared_path(s, "fused.ckpt")), in_file(shared_path(s, "moments.ckpt")), other(x)
 
 
 @row(FILES, "Cell.state_dict and load_state_dict")
