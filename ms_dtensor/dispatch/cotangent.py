@@ -11,6 +11,7 @@ from __future__ import annotations
 from mindspore._c_expression import NoFallbackGuard
 
 from ..core.layout import Layout
+from ..core.placements import PARTIAL
 from ..redistribute.execute import redistribute_local
 from ..redistribute.plan import relabels
 from .memo import memo_of
@@ -26,6 +27,14 @@ def partial_grad_axes(x) -> tuple[int, ...]:
 def grad_layout(x) -> Layout:
     """The layout in which `x`'s producer expects the cotangent."""
     return x._layout.gradient(partial_grad_axes(x))
+
+
+def summed_gradient(layout: Layout) -> Layout:
+    """The layout of all ranks' gradients of one value: of an extreme, each has what its own candidate won."""
+    extremes = [a for a in layout.partial_axes if layout.placements[a].reduce_op in ("max", "min")]
+    out = layout.gradient()
+    return out if not extremes else out.with_placements(
+        [PARTIAL if a in extremes else p for a, p in enumerate(out.placements)], out.order)
 
 
 def with_cotangent(x, cotangent: Layout):

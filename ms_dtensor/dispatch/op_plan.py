@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from mindspore import Parameter, Tensor
 from mindspore._c_expression import NoFallbackGuard, TensorOverloadCall
+from mindspore.ops import stop_gradient
 
 from ..core.layout import Layout
 from ..core.mesh import DeviceMesh
@@ -52,12 +53,17 @@ class LocalRun:
     empty: EmptyShard | None = None  # stand-ins for operands and results, if this rank's shards hold nothing
     in_float32: Callable[[Callable], Callable] | None = None  # wraps a function that has no kernel for bfloat16
     native: bool = True  # False: as a method, the op may run MindSpore's Python, which asks operands for their shape
+    constants: tuple[int, ...] = ()  # boolean operands of arithmetic: MindSpore 2.10 cannot add up two cotangents of one
     again: Callable | None = None  # runs it such that it can be differentiated again, see `ops/local/orders.py`
     places: tuple[tuple[int, int], ...] = ()  # (place among the arguments, operand); none where some operand is nested
 
     def run(self, call: OpCall, tensors):
         """The local results, from local operands (plain, or DTensors under the guard)."""
-        again = self.again if recording() else None
+        again = None
+        if recording():
+            again = self.again
+            if self.constants:
+                tensors = [stop_gradient(x) if i in self.constants else x for i, x in enumerate(tensors)]
         if self.form is not None or self.empty is not None or again is not None:
             return run_local(lambda xs: self._original(call, xs), self.form, self.empty, tensors, again)
         return self._original(call, tensors)
@@ -152,7 +158,8 @@ class OpPlan:
             a for (placements, *_), _ in self.results.drafts for a, p in enumerate(placements)
             if p.is_partial() and not p.is_partial("sum")})))
         object.__setattr__(self, "short", bool(local.places) and not (
-            moves or plain or self.writes or local.again or local.empty is not None or local.in_float32 is not None))
+            moves or plain or self.writes or local.again or local.constants or local.empty is not None
+            or local.in_float32 is not None))
 
     def run(self, call: OpCall):
         """The results of one call, as DTensors."""

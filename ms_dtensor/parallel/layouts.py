@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from types import MethodType
 
 from mindspore import Tensor, nn
 
@@ -96,6 +97,24 @@ def hand_out(x: DTensor, cell: nn.Cell | None = None) -> Tensor:
 def count_handed_out() -> int:
     """How many plain tensors styles have handed out so far."""
     return _handed_out
+
+
+def explain_views(module: nn.Cell) -> None:
+    """Lets a cell, whose styles hand out plain tensors, say why a view of one of them fails that names a global extent."""
+    module.__dict__["construct"] = MethodType(_construct, module)  # a method, so that a copy of the cell runs its own
+
+
+def _construct(self, *args, **kwargs):
+    before = _handed_out
+    try:
+        return type(self).construct(self, *args, **kwargs)
+    except ValueError as e:
+        if _handed_out == before or "proposed_shape" not in str(e):
+            raise
+        raise LayoutError(f"For '{type(self).__name__}', a view of a plain tensor failed: {str(e).splitlines()[0]}.",
+                          "plain outputs of styles", "They are this rank's shards: of the heads, say, its own number.",
+                          ("use_local_output=False in the styles, which keeps DTensors of global shape",
+                           "-1 for the extent that is sharded")) from e
 
 
 def taken_back(x: Tensor, cell: nn.Cell, before: int) -> Tensor:

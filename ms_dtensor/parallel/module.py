@@ -17,7 +17,7 @@ from ..core.mesh import DeviceMesh, resolve_mesh
 from ..errors import ConfigError
 from ..tensor import deferred_init
 from ..tensor.distribute import check_source
-from .layouts import check_ties
+from .layouts import check_ties, explain_views
 from .styles import ParallelStyle
 
 _WRAPPED = "_backbone"  # the level that MindSpore's wrappers add (`amp`, `WithLossCell`); a pattern need not spell it
@@ -89,6 +89,8 @@ def parallelize_module(module: nn.Cell, device_mesh: DeviceMesh | None = None,
     for _, style, names, among in work:
         for name in names:
             _apply(style, among[name], mesh, src_data_rank)
+    if any(getattr(style, "use_local_output", False) for style in parallelize_plan.values()):
+        explain_views(module)
     return module
 
 

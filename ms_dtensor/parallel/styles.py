@@ -3,7 +3,8 @@
 
 Arguments, defaults and meanings are those of `torch.distributed.tensor.parallel`. A placement argument is one
 `Placement` for a mesh of one axis, or `{"axis": Placement}`. `use_local_output=True` hands out plain local tensors,
-whose widths are a rank's own; `False` keeps DTensors with global shapes.
+whose widths are a rank's own: a model that reads its global number of heads from one fails in a view, and is told so.
+`False` keeps DTensors with global shapes.
 """
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ no local number ever passes for the global one. Read next: `dispatch/dispatcher.
 """
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import mindspore as ms
@@ -18,7 +17,7 @@ from mindspore._c_expression import NoFallbackGuard
 from .. import comm
 from ..core.layout import Layout, known_layout, layout_strides
 from ..core.mesh import DeviceMesh, resolve_mesh
-from ..dispatch import classes, modes, patches, policy, views
+from ..dispatch import classes, inplace, modes, patches, policy
 from ..dispatch.dispatcher import call, dispatch, plain_tree
 from ..dispatch.memo import Memo
 from ..dispatch.operands import as_local, dtype_name, local_alias, make, recording, redistribute, wrap
@@ -30,20 +29,12 @@ from . import replicas, state
 from .async_tensor import AsyncData
 from .augmented import augmented_assignment
 from .indexing import get_item, set_item
+from .measures import Measures
 from .numpy_calls import called_by_numpy
 
 
-class _Size(int):
-    """MindSpore's `size` is a number, PyTorch's a method; this is both."""
-
-    shape: tuple[int, ...]
-
-    def __call__(self, dim: int | None = None):
-        return self.shape if dim is None else self.shape[dim]
-
-
 @augmented_assignment
-class DTensor(Tensor):
+class DTensor(Measures, Tensor):
     """A distributed tensor; meanings follow `torch.distributed.tensor.DTensor`.
 
     Args:
@@ -84,6 +75,7 @@ class DTensor(Tensor):
 
     __fallback__ = dispatch
     register_hook = hooks.register_hook
+    set_ = inplace.set_
 
     @staticmethod
     def _run_own_op(op, arguments):
@@ -123,43 +115,6 @@ class DTensor(Tensor):
     def dim(self) -> int:
         """Number of dims."""
         return len(self.shape)
-
-    @property
-    def size(self) -> _Size:
-        """`x.size(dim)` as in PyTorch, the global shape or one extent; as a number, MindSpore's element count."""
-        out = _Size(math.prod(self.shape))
-        out.shape = self.shape
-        return out
-
-    def numel(self) -> int:
-        """Number of elements of the global tensor."""
-        return math.prod(self.shape)
-
-    def stride(self, dim: int | None = None):
-        """Strides, in elements, of the global tensor; MindSpore's `strides` are the same in bytes. A view is refused."""
-        views.refuse_view(self, "stride", "x.clone().stride(), of a contiguous copy", "x.view(shape), legal for any shape")
-        out = layout_strides(self.shape)
-        return out if dim is None else out[dim]
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """Strides, in bytes, of the global tensor."""
-        return tuple(s * self.itemsize for s in self.stride())
-
-    def is_contiguous(self) -> bool:
-        """Whether the global tensor is; a view is refused, as `stride`."""
-        views.refuse_view(self, "is_contiguous", "x.contiguous(), which copies only where it has to", "x.view(shape)")
-        return True
-
-    def storage_offset(self) -> int:
-        """That of the global tensor; a view is refused, as `stride`."""
-        views.refuse_view(self, "storage_offset", "x.clone(), which starts a storage of its own")
-        return 0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the global tensor."""
-        return math.prod(self.shape) * self.itemsize
 
     @property
     def data(self) -> DTensor:
@@ -459,15 +414,22 @@ class DTensorParameter(Parameter, DTensor):
         Raises:
             LayoutError: another shape; a plain global tensor would replace the shard by the whole.
         """
+        return Parameter.set_data(self, self._own_shard("set_data", data), slice_shape)
+
+    def assign_value(self, value) -> Parameter:
+        """As `set_data`, without its conversions."""
+        return Tensor.assign_value(self, local_alias(self._own_shard("assign_value", value)))
+
+    def _own_shard(self, who: str, data):
         own = self._layout
         if isinstance(data, DTensor) and data.shape == own.shape:
             target = Layout(own.mesh, own.placements, own.shape, data._layout.dtype, own.order)
-            data = redistribute(data, target, implicit="set_data")
-        elif isinstance(data, DTensor) or tuple(data.shape) != own.local_shape():
-            raise LayoutError(f"For 'set_data', the data has shape {list(data.shape)}.", own.describe(),
+            return redistribute(data, target, implicit=who)
+        if isinstance(data, DTensor) or tuple(data.shape) != own.local_shape():
+            raise LayoutError(f"For '{who}', the data has shape {list(data.shape)}.", own.describe(),
                               "It must be a DTensor of the global shape, or this rank's shard.",
                               "distribute_tensor(data, p.device_mesh, p.placements)")
-        return Parameter.set_data(self, data, slice_shape)
+        return data
 
     register_hook = DTensor.register_hook
     __repr__ = DTensor.__repr__

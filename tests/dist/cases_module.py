@@ -2,6 +2,7 @@
 """Real ranks: whole cells become distributed: once, with all that parameters carry, deferred ones with eager values."""
 from __future__ import annotations
 
+import itertools
 import warnings
 
 import mindspore as ms
@@ -247,10 +248,11 @@ def a_parameters_data_is_replaced_in_its_own_layout(world):
         p.set_data(distribute_tensor(data(1, 8, 3), mesh, [S(0)]))
         assert p.set_data(source) is p and p.placements == (S(0),) and p.local_shape == (2, 3) and tuple(p._shape) == (2, 3)
         equal(p, data(2, 8, 3))
-    for wrong in (data(2, 8, 3), distribute_tensor(data(2, 4, 3), mesh)):  # a whole plain tensor would pass for the shard
+    wrong = data(2, 8, 3), distribute_tensor(data(2, 4, 3), mesh)  # a whole plain tensor would pass for the shard
+    for write, value in itertools.product((p.set_data, p.assign_value), wrong):
         with counted() as count:
             try:
-                p.set_data(wrong)
+                write(value)
             except LayoutError as e:
                 text = str(e)
             else:

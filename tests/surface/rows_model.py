@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-import tempfile
-from pathlib import Path
 
 import mindspore as ms
 import mindspore.dataset as ds
@@ -14,16 +12,13 @@ import numpy as np
 from mindspore import Tensor, nn
 from mindspore.train import (
     Callback,
-    CheckpointConfig,
     EarlyStopping,
     History,
     LambdaCallback,
     LearningRateScheduler,
     LossMonitor,
     Model,
-    ModelCheckpoint,
     ReduceLROnPlateau,
-    SummaryCollector,
     TimeMonitor,
 )
 from mindspore.train import metrics as stock
@@ -243,24 +238,6 @@ def early_stopping(s):
 def plateau(s):
     seen, m = fitted(s, ReduceLROnPlateau(monitor="mse", patience=1, min_delta=0.0))
     return seen, m._optimizer.learning_rate.value()
-
-
-@row(CALLBACKS, "ModelCheckpoint")
-def checkpoints(s):
-    with tempfile.TemporaryDirectory() as folder:
-        config = CheckpointConfig(save_checkpoint_steps=2, keep_checkpoint_max=5)
-        _, m = printed(s, ModelCheckpoint(prefix="net", directory=folder, config=config))
-        files = sorted(p.name for p in Path(folder).glob("*.ckpt"))
-        return files, {k: v.value() for k, v in ms.load_checkpoint(str(Path(folder) / files[-1])).items()
-                       if k in dict(m._network.parameters_and_names())}, weights(m)
-
-
-@row(CALLBACKS, "SummaryCollector")
-def summary(s):
-    with tempfile.TemporaryDirectory() as folder:
-        _, m = printed(s, SummaryCollector(summary_dir=folder, collect_freq=1, collect_specified_data={
-            "collect_metric": True, "histogram_regular": "^.*weight", "collect_graph": False}))
-        return sorted({re.sub(r"\d+", "", p.suffix or p.name) for p in Path(folder).rglob("*")}), weights(m)
 
 
 # -- metrics --------------------------------------------------------------------------------------------------------------

@@ -160,6 +160,8 @@ def _clip_by_global_norm(x, clip_norm=1.0, use_norm=None):
     if use_norm is not None or isinstance(clip_norm, bool) or not clip_norm > 0:
         raise ConfigError(f"For 'clip_by_global_norm', 'clip_norm' must be positive and 'use_norm' None, but got "
                           f"{clip_norm!r} and {use_norm!r}.")
+    if isinstance(x, Tensor):
+        return _clip_by_global_norm((x,), clip_norm)[0]
     squares: dict = {}
     for g in x:
         square = mint.square(g.astype(ms.float32)).sum()

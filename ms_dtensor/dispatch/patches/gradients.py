@@ -8,7 +8,9 @@ forward that raised leaves MindSpore 2.10 recording, and its next gradient would
 from __future__ import annotations
 
 import functools
+import sys
 from contextvars import ContextVar
+from typing import Any
 
 from mindspore import Parameter, Tensor, nn
 from mindspore.common.recompute import _RecomputeCell
@@ -20,6 +22,7 @@ from ...core.tree import leaves, map_leaves
 from ...errors import LayoutError, MixedOperandError
 from ...redistribute.execute import recorded_gradient
 from .. import classes, modes
+from ..cotangent import summed_gradient
 from ..operands import local_alias, recording, redistribute, retag
 from ..replaced import current
 from .undo import Patched
@@ -28,6 +31,9 @@ _LIMIT = 256
 _outputs: dict[int, list] = {}  # by id of a function: layouts of its outputs; every forward says them anew
 _local: ContextVar[bool] = ContextVar("ms_dtensor_local_gradients", default=False)  # inside a recomputation's backward
 _installed = Patched()
+# whose frames are there while MindSpore records, or runs what was recorded
+_RECORDERS = {f.__code__ for f in (base._pynative_func_grad_forward, base._pynative_func_grad_backward,
+                                   nn.Cell._complex_call)}
 
 
 def _layouts(tensors) -> list:
@@ -61,7 +67,7 @@ def _grad(original):
             gradients = leaves((out,), Tensor)
         for g, layout in zip(gradients, layouts):
             if layout is not None and g.__class__ is Tensor:  # it is new and nobody else has it, so its class is changed
-                retag(g, layout.gradient())
+                retag(g, summed_gradient(layout))
         return out
     return grad
 
@@ -142,9 +148,22 @@ def _clean(outermost: bool) -> None:
         _pynative_executor.set_grad_flag(False)
 
 
+def _end_abandoned() -> None:
+    """Ends a recording that nobody is in: a function that raised before these doors were installed has left it."""
+    # Of all threads: some devices' backwards have one.
+    frames: list[Any] = list(sys._current_frames().values()) if recording() else []
+    for frame in frames:
+        while frame is not None:
+            if frame.f_code in _RECORDERS:
+                return
+            frame = frame.f_back
+    _clean(bool(frames))
+
+
 def _forward(original):
     @functools.wraps(original)
     def forward(fn, *args, **kwargs):
+        _end_abandoned()
         if recording():
             with modes.HigherOrderBlock():
                 return original(fn, *args, **kwargs)
@@ -198,6 +217,7 @@ _DOORS = (
 def install() -> None:
     """Installs the doors; does nothing where they are in place."""
     if not _installed:
+        _end_abandoned()
         for holder, name, door in _DOORS:
             _installed.put(holder, name, door(getattr(holder, name)))
 

@@ -23,6 +23,7 @@ from mindspore.ops.operations.debug_ops import HookBackward, InsertGradientOf
 
 from ...core.layout import Layout
 from ...errors import LayoutError, OpRuleError
+from ..cotangent import summed_gradient
 from ..operands import as_local, local_alias, redistribute, wrap
 from .undo import Patched
 
@@ -65,7 +66,7 @@ def register_hook(self, hook):
                               "Its gradient from those uses is reduced on another way, past the hook.",
                               "register the hook before the tensor's first use")
         memo.source = memo.view_of = None
-    layout, ref = self._layout.gradient(), weakref.ref(self)
+    layout, ref = summed_gradient(self._layout), weakref.ref(self)
 
     def on_local(grad):
         x = ref()

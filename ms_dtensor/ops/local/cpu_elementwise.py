@@ -6,6 +6,7 @@ import functools
 import math
 
 import mindspore as ms
+import numpy as np
 from mindspore import mint, ops
 
 from .composites import batch_norm, nll_loss
@@ -104,6 +105,12 @@ def _batch_norm_classic(input, weight, bias, running_mean, running_var, training
     return _batch_norm("BatchNorm", input, weight, bias, running_mean, running_var, training, momentum, eps)
 
 
+def _next_after(input, other):
+    """`NextAfter`, whose backward gives every operand the shape of the result."""
+    shape = np.broadcast_shapes(input._shape, other._shape)
+    return ops.nextafter(*(x if tuple(x._shape) == shape else mint.broadcast_to(x, shape) for x in (input, other)))
+
+
 def _equal(input, other):
     if input._shape != other._shape:
         return ops.zeros((), ms.bool_)
@@ -127,7 +134,7 @@ TABLE = {
     "Threshold": lambda input, threshold, value: mint.where(input > threshold, input,
                                                             ops.full(input._shape, value, dtype=input.dtype)),
     "MedianExt": lambda input: _median_dim(mint.reshape(input, (-1,)), 0)[0], "MedianDim": _median_dim,
-    "CumminExt": _cummin, "EqualExt": _equal,
+    "CumminExt": _cummin, "NextAfter": _next_after, "EqualExt": _equal,
     "SoftMarginLoss": lambda input, target, reduction=1: reduced(softplus(-target * input), reduction),
     **dict.fromkeys(("NLLLoss2d", "NLLLoss"), functools.partial(nll_loss, "NLLLoss2d")),  # kernel: garbage where ignored
     "BinaryCrossEntropy": binary_cross_entropy, "BCEWithLogitsLoss": bce_with_logits,

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from ...core.layout import Layout
 from ...core.placements import PARTIAL, REDUCE_OPS, REPLICATE, Partial, Placement, Shard
+from ...errors import OpRuleError
 
 R, P, S = REPLICATE, PARTIAL, Shard
 SUMS = (PARTIAL, Partial("avg"))  # pass through what is linear
@@ -36,6 +37,13 @@ class Operand:
     def ndim(self) -> int:
         """Number of dims."""
         return len(self.shape)
+
+    def __index__(self):
+        raise OpRuleError("For an op, a tensor stands where numbers are needed.", f"{self.dtype}{list(self.shape)}",
+                          "A plan is made of layouts and numbers, before any value is known.",
+                          "pass numbers, e.g. *t.tolist() of a replicated tensor")
+
+    __iter__ = __index__
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,10 +214,12 @@ class EmptyShard(NamedTuple):
     Attributes:
         stand_ins: (shape, value) per operand.
         results: (local shape, fill value) per result; a value of None: as the stand-ins give it.
+        promised: shapes that the rule says of the other rank's results; None where no rank has anything to compute.
     """
 
     stand_ins: tuple[tuple[tuple[int, ...], int], ...]
     results: tuple[tuple[tuple[int, ...], float | None], ...]
+    promised: tuple[tuple[int, ...], ...] | None = None
 
 
 def shape_only(cases: Iterable[Case]) -> tuple[Case, ...]:
