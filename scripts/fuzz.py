@@ -2,7 +2,7 @@
 """Random programs on real ranks against one device; prints JSON, fails on a wrong result or ranks that part.
 
     python scripts/fuzz.py [--ranks 4] [--programs 500] [--first 0] [--minutes 10]
-    python scripts/fuzz.py --ranks 4 --first 137 --programs 1       one seed again
+    python scripts/fuzz.py --seeds 137,1173                         these again
 
 A program is 10 to 30 public calls on inputs of random layouts (`tests/fuzz/programs.py`). Failing ones are made small. A
 launch that ends early costs the program it was in; the next launch goes on behind it.
@@ -11,13 +11,24 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
+import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.msrun import launch  # noqa: E402
+from tests.msrun import Outcome, launch  # noqa: E402
+
+
+def died_in(outcome: Outcome) -> int | None:
+    """The seed that the first failing rank was busy with, if it had begun with one."""
+    named = re.search(r"rank (\d+) failed first", outcome.failure or "")
+    lines = outcome.reports[int(named[1]) if named else 0]
+    begun = [seed for line in lines for seed in (line.get("begins"), line.get("makes")) if seed is not None]
+    return begun[-1] if begun else None
 
 
 def main() -> int:
@@ -26,35 +37,36 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=4, choices=(4, 8))
     parser.add_argument("--programs", type=int, default=500)
     parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--seeds", help="comma-separated; instead of a range")
     parser.add_argument("--minutes", type=float, default=10)
     options = parser.parse_args()
-    limit = time.monotonic() + 60 * options.minutes
-    seed, done, died = options.first, [], []
-    while seed < options.first + options.programs and time.monotonic() < limit:
-        left = limit - time.monotonic()
-        outcome = launch("tests.fuzz.ranks", options.ranks, [seed, options.first + options.programs - seed, left],
-                         left + 180)
-        lines = outcome.reports[0]
-        done += [line for line in lines if "steps" in line]
-        begun = [line["begins"] for line in lines if "begins" in line]
+    seeds = [int(s) for s in options.seeds.split(",")] if options.seeds else \
+        list(range(options.first, options.first + options.programs))
+    began, done, died = time.monotonic(), {}, []
+    limit = began + 60 * options.minutes
+    while seeds and (left := limit - time.monotonic()) > 0:
+        with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+            json.dump(seeds, file)
+            file.flush()
+            outcome = launch("tests.fuzz.ranks", options.ranks, [left, file.name], left + 300)
+        done |= {line["seed"]: line for line in outcome.reports[0] if "steps" in line}
         if outcome.failure is None:
             break
-        last = max((b for rank in outcome.reports for line in rank if (b := line.get("begins")) is not None), default=seed)
+        last = died_in(outcome)
         died.append({"seed": last, "how": outcome.failure[-3000:]})
-        seed = last + 1
-        if not begun:
+        if last is None:
             break
-    wrong = [d for d in done if d["wrong"]]
-    refusals: dict[str, int] = {}
-    for d in done:
-        if d["refused"]:
-            refusals[d["refused"]] = refusals.get(d["refused"], 0) + 1
+        seeds = [s for s in seeds if s not in done and s != last]
+    lines = list(done.values())
+    wrong = [d for d in lines if d["wrong"]]
+    refusals = Counter(r for d in lines for r in d["refused"])
     print(json.dumps({
-        "ranks": options.ranks, "first": options.first, "programs": len(done), "steps": sum(d["steps"] for d in done),
-        "gradients": sum(d["gradients"] for d in done), "second": sum(d["second"] for d in done),
-        "plain_mindspore_wrong": sum(d["plain_wrong"] for d in done), "refused": sum(refusals.values()),
-        "refusals": dict(sorted(refusals.items(), key=lambda kv: -kv[1])), "wrong": wrong, "died": died}, indent=1))
-    return 1 if wrong or died or not done else 0
+        "ranks": options.ranks, "first": min(done, default=None), "programs": len(lines),
+        "seconds": round(time.monotonic() - began), "steps": sum(d["steps"] for d in lines),
+        "gradients": sum(d["orders"] > 0 for d in lines), "second": sum(d["orders"] > 1 for d in lines),
+        "plain_mindspore_wrong": sum(d["plain_wrong"] for d in lines), "refused": sum(refusals.values()),
+        "refusals": dict(refusals.most_common()), "wrong": wrong, "died": died}, indent=1))
+    return 1 if wrong or died or not lines else 0
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ def main() -> int:
     cells = run_table(options.only)
     wrong = unexplained(cells)
     if not options.only and not wrong:
-        PAGE.write_text(page(cells), encoding="utf-8")
+        PAGE.write_text(page(), encoding="utf-8")
     states: dict[str, int] = {}
     for cell in cells:
         states[cell["state"]] = states.get(cell["state"], 0) + 1

@@ -5,6 +5,7 @@
 
 A fault is a legal-looking lie: a case with another placement, one that does not hold, a local form that forgets the
 shard's offset, one whose value is right and whose gradient is not, or an empty shard that gives another kind of thing.
+What no single call shows (a second derivative, a write that a sibling view must see) has a small program as its judge.
 Prints JSON; exits non-zero if one survives.
 """
 from __future__ import annotations
@@ -23,11 +24,14 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 import mindspore as ms  # noqa: E402
 from mindspore import mint, nn, ops  # noqa: E402
 
+import ms_dtensor as md  # noqa: E402
 from ms_dtensor.core.placements import Partial, Replicate, Shard  # noqa: E402
 from ms_dtensor.debug.verify import Report, check_rule  # noqa: E402
+from ms_dtensor.dispatch import inplace  # noqa: E402
 from ms_dtensor.dispatch.dispatcher import clear_cache  # noqa: E402
 from ms_dtensor.ops.local import CPU, LOCAL_OPS, run  # noqa: E402
 from ms_dtensor.ops.rules import RULES, Case  # noqa: E402
+from ms_dtensor.redistribute import execute  # noqa: E402
 
 R, P, S = Replicate(), Partial(), Shard
 RNG = np.random.default_rng(7)
@@ -51,6 +55,7 @@ class Fault:
     change: Callable
     call: Callable
     args: tuple
+    where: dict | None = None  # a module's names; then `call` tells whether a small program is right
 
 
 def add(*ins_outs):
@@ -144,6 +149,60 @@ def ties(*shape):
     return RNG.integers(0, 2, shape).astype(np.float32)
 
 
+def on_two_ranks(program):
+    """Whether `program(mesh)` gives what it should where two ranks hold the same, as in a fake world."""
+    def right():
+        with md.comm.fake_world(2):
+            return program(md.init_device_mesh("cpu", (2,), mesh_dim_names=("x",)))
+    return right
+
+
+def slope(identity):
+    """Whether the gradient of the sum of squares of a cube's gradient is 36 x^3, in float64."""
+    x = RNG.normal(size=(3, 4))
+
+    def program(mesh):
+        cube = md.grad(lambda t: (identity(t) ** 3).sum())
+        got = md.grad(lambda t: (cube(t) ** 2).sum())(md.DTensor.from_local(ms.Tensor(x), mesh, [S(0)]))
+        return np.allclose(got.to_local().asnumpy(), 36 * x ** 3)
+    return on_two_ranks(program)
+
+
+def siblings_refuse(mesh):
+    """Whether a write through one view is refused while another, a copy, would not see it."""
+    x = md.DTensor.from_local(ms.Tensor(f(4, 5)), mesh, [S(0)])
+    copied, shared = x[2:7], x[:, 1:3]
+    try:
+        shared[:] = -1.0
+    except md.errors.OpRuleError:
+        return copied.shape == (5, 5)
+    return False
+
+
+def siblings_see(mesh):
+    """Whether what was derived from a view is derived anew after a write through its sibling."""
+    x = md.DTensor.from_local(ms.Tensor(f(4, 5)), mesh, [S(0)])
+    one, other = x[:, 0:3], x[:, 1:4]
+    one.redistribute(placements=[R])
+    other[:] = -1.0
+    return (one.redistribute(placements=[R]).to_local().asnumpy()[:, 1:] == -1).all()
+
+
+def family_only(real):
+    """Views are asked for ancestors and descendants, not for siblings."""
+    def line(x):
+        kin = x._memo.kin
+        while kin is not None:
+            yield kin
+            kin = kin.parent
+
+    def wrapped(x):
+        for other, shared in real(x):
+            if x._memo.kin in line(other) or other._memo.kin in line(x):
+                yield other, shared
+    return wrapped
+
+
 X, Y, V = f(4, 6), f(4, 6), f(6)
 FAULTS = [
     Fault("pointwise", "exp of a sum is a sum", "exp", add(P, P), mint.exp, (X,)),
@@ -222,11 +281,28 @@ FAULTS = [
     Fault("kinds", "an empty shard's own dtype", "on_stand_ins", as_float, lambda x: 1 - x, (X > 0,)),
     Fault("kinds", "an empty shard's gradient of a floor", "on_stand_ins", connected, mint.floor_divide,
           (f(5, 3), f(3) + 3)),
+    Fault("order", "a gradient's move is no node", "recording", lambda _: lambda: False,
+          slope(lambda t: t.redistribute(placements=[R])), (), vars(execute)),
+    Fault("views", "a sibling that is a copy goes stale", "relatives_of", family_only, on_two_ranks(siblings_refuse), (),
+          vars(inplace)),
+    Fault("views", "a sibling keeps what it was", "relatives_of", lambda _: lambda x: (), on_two_ranks(siblings_see), (),
+          vars(inplace)),
 ]
 
 
 def caught(fault: Fault) -> bool:
-    """Whether the verifier objects while the fault is planted; it must not object without it."""
+    """Whether the verifier, or the fault's own judge, objects while it is planted; neither may object without it."""
+    if fault.where is not None:
+        if not fault.call():
+            raise SystemExit(f"{fault.lie}: wrong before the fault was planted")
+        real = fault.where[fault.target]
+        fault.where[fault.target] = fault.change(real)
+        clear_cache()
+        try:
+            return not fault.call()
+        finally:
+            fault.where[fault.target] = real
+            clear_cache()
     clean = check_rule(fault.call, *fault.args, axes=((2,), (3,)))
     if clean.wrong:
         raise SystemExit(f"{fault.lie}: wrong before the fault was planted: {clean.wrong[0]}")

@@ -59,7 +59,7 @@ def _signature(value) -> str:
 
 
 def surface() -> str:
-    """Every public name, one per line, with its signature; of classes also what they define themselves."""
+    """Every public name, one per line, with its signature; of classes also their members."""
     lines = []
     for module_name in FROZEN:
         module = importlib.import_module(module_name)
@@ -70,7 +70,8 @@ def surface() -> str:
                 lines.append(f"{where} = ms_dtensor.{name}")
             elif inspect.isclass(value):
                 lines.append(f"class {where}{_signature(value)}")
-                for key, member in sorted(vars(value).items()):
+                parts = [c for c in value.__mro__[1:] if c.__module__[:11] == "ms_dtensor." and not hasattr(md, c.__name__)]
+                for key, member in sorted({k: v for c in (*parts, value) for k, v in vars(c).items()}.items()):
                     if not key.startswith("_"):
                         plain = member.__func__ if isinstance(member, staticmethod | classmethod) else member
                         lines.append(f"    {where}.{key}" + (_signature(plain) if callable(plain) else ""))

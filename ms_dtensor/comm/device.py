@@ -138,6 +138,11 @@ class DeviceBackend(Backend):
     def _give(result: Tensor, async_op: bool) -> Result:
         return Work(result) if async_op else result
 
+    def _reduced(self, y: Tensor, block: int, order: list[int], op: str, shape: Sequence[int]) -> Tensor:
+        """What a device does not reduce by itself: the members' blocks, in the order of the group."""
+        blocks = [unpack(y, block, order.index(i), (math.prod(shape),), self.ops) for i in range(len(order))]
+        return self.ops.shaped(self.ops.reduce(blocks, op), shape)
+
     # -- collectives -----------------------------------------------------------------------------------------------
 
     def all_reduce(self, x: Tensor, op: str, group: Ranks, async_op: bool = False) -> Result:
@@ -150,13 +155,8 @@ class DeviceBackend(Backend):
         if f"{op} {wire.dtype}" in self.reducible:
             out, handle = self._all_reduce_flat(flat, op, comm, len(group), async_op)
             return self._finish(out, handle, lambda y: back(self.ops.shaped(y, shape)), async_op)
-        count = math.prod(shape)
         out, handle = self._all_gather_flat(flat, comm, len(group), async_op)
-
-        def step(y: Tensor) -> Tensor:
-            blocks = [unpack(y, count, order.index(i), (count,), self.ops) for i in range(len(group))]
-            return back(self.ops.shaped(self.ops.reduce(blocks, op), shape))
-        return self._finish(out, handle, step, async_op)
+        return self._finish(out, handle, lambda y: back(self._reduced(y, math.prod(shape), order, op, shape)), async_op)
 
     def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int], group: Ranks, async_op: bool = False) -> Result:
         self._agree("all_gather", f"{_kind(x, dim)} dim={dim} sizes={tuple(sizes)}", group)
@@ -189,11 +189,7 @@ class DeviceBackend(Backend):
             out, handle = self._reduce_scatter_flat(flat, op, comm, len(group), order.index(me), async_op)
             return self._finish(out, handle, lambda y: back(unpack(y, block, 0, shape, self.ops)), async_op)
         out, handle = self._all_to_all_flat(flat, block, comm, len(group), order.index(me), async_op)
-
-        def step(y: Tensor) -> Tensor:
-            blocks = [unpack(y, block, order.index(i), (math.prod(shape),), self.ops) for i in range(len(group))]
-            return back(self.ops.shaped(self.ops.reduce(blocks, op), shape))
-        return self._finish(out, handle, step, async_op)
+        return self._finish(out, handle, lambda y: back(self._reduced(y, block, order, op, shape)), async_op)
 
     def all_to_all(self, x: Tensor, split_dim: int, split_sizes: Sequence[int], concat_dim: int, concat_sizes: Sequence[int],
                    group: Ranks, async_op: bool = False) -> Result:

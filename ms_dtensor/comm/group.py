@@ -101,15 +101,19 @@ class Group:
         from .packing import copy
         return Work(copy(x)) if async_op else copy(x)
 
+    def _collective(self, op: str, x: Tensor, fraction: float, async_op: bool, *arguments: Any) -> Result:
+        """The backend's collective of this name; its arguments have been checked."""
+        if self.size == 1:
+            return self._alone(x, async_op)
+        call = getattr(self.backend, op)
+        return self._done(op, x, fraction, lambda: call(x, *arguments, self.ranks, async_op))
+
     # -- tensors ---------------------------------------------------------------------------------------------------
 
     def all_reduce(self, x: Tensor, op: str = "sum", *, async_op: bool = False) -> Result:
         """The reduction of all members' `x`; bit-identical on every member."""
         self._check("all_reduce", x, op)
-        if self.size == 1:
-            return self._alone(x, async_op)
-        return self._done("all_reduce", x, 2 * (self.size - 1) / self.size,
-                          lambda: self.backend.all_reduce(x, op, self.ranks, async_op))
+        return self._collective("all_reduce", x, 2 * (self.size - 1) / self.size, async_op, op)
 
     def all_reduce_(self, x: Tensor, op: str = "sum") -> None:
         """As `all_reduce`, into `x` itself, whose memory is of `backend.buffer`. Where `backend.on_host` only."""
@@ -120,18 +124,12 @@ class Group:
     def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int], *, async_op: bool = False) -> Result:
         """The members' tensors joined on `dim`, where member i has `sizes[i]` (uneven and zero are fine)."""
         self._check("all_gather", x, None, [(dim, sizes, sizes[self.rank_index] if len(sizes) == self.size else -1)])
-        if self.size == 1:
-            return self._alone(x, async_op)
-        return self._done("all_gather", x, self.size - 1,
-                          lambda: self.backend.all_gather(x, dim, sizes, self.ranks, async_op))
+        return self._collective("all_gather", x, self.size - 1, async_op, dim, sizes)
 
     def reduce_scatter(self, x: Tensor, op: str, dim: int, sizes: Sequence[int], *, async_op: bool = False) -> Result:
         """This member's slice, `sizes[rank_index]` on `dim`, of the reduction of all members' `x`."""
         self._check("reduce_scatter", x, op, [(dim, sizes, sum(sizes))])
-        if self.size == 1:
-            return self._alone(x, async_op)
-        return self._done("reduce_scatter", x, (self.size - 1) / self.size,
-                          lambda: self.backend.reduce_scatter(x, op, dim, sizes, self.ranks, async_op))
+        return self._collective("reduce_scatter", x, (self.size - 1) / self.size, async_op, op, dim, sizes)
 
     def all_to_all(self, x: Tensor, split_dim: int, split_sizes: Sequence[int], concat_dim: int, concat_sizes: Sequence[int],
                    *, async_op: bool = False) -> Result:
@@ -145,20 +143,14 @@ class Group:
         mine = concat_sizes[self.rank_index] if len(concat_sizes) == self.size else -1
         self._check("all_to_all", x, None,
                     [(split_dim, split_sizes, sum(split_sizes)), (concat_dim, concat_sizes, mine)])
-        if self.size == 1:
-            return self._alone(x, async_op)
-        return self._done("all_to_all", x, 1 - split_sizes[self.rank_index] / max(sum(split_sizes), 1),
-                          lambda: self.backend.all_to_all(x, split_dim, split_sizes, concat_dim, concat_sizes,
-                                                          self.ranks, async_op))
+        return self._collective("all_to_all", x, 1 - split_sizes[self.rank_index] / max(sum(split_sizes), 1), async_op,
+                                split_dim, split_sizes, concat_dim, concat_sizes)
 
     def broadcast(self, x: Tensor, src: int, *, async_op: bool = False) -> Result:
         """Global rank `src`'s tensor; the others pass one of the same shape and dtype, whose values are not read."""
         self._check("broadcast", x)
         self._check_src("broadcast", x, src)
-        if self.size == 1:
-            return self._alone(x, async_op)
-        return self._done("broadcast", x, float(src == self.backend.rank),
-                          lambda: self.backend.broadcast(x, src, self.ranks, async_op))
+        return self._collective("broadcast", x, float(src == self.backend.rank), async_op, src)
 
     def scatter(self, x: Tensor | None, dim: int, sizes: Sequence[int], src: int, *, shape: Sequence[int] | None = None,
                 dtype: Any = None, async_op: bool = False) -> Result:

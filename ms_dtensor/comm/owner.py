@@ -8,11 +8,16 @@ one order, its program's.
 """
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import weakref
+from typing import Any
 
 from ..errors import CommError
+
+COLLECTIVES = ("all_reduce", "all_reduce_", "all_gather", "reduce_scatter", "all_to_all", "exchange", "broadcast", "scatter",
+               "barrier", "all_gather_object", "broadcast_object")
 
 
 class Owner:
@@ -56,6 +61,32 @@ class Owner:
                         "Collectives have one order on all ranks, and threads have none.",
                         ("communicate on one thread; let others hand it their work through a queue",
                          "to overlap communication with work, use async_op=True"))
+
+
+class Owned:
+    """A backend from elsewhere whose calls come from the rank's owner only; see `owned`."""
+
+
+def owned(backend: Any) -> type:
+    """`backend`, whose collectives refuse forked children and further threads as those of our own backends do."""
+    owner = Owner()
+
+    def checked(name):
+        call = getattr(backend, name)
+
+        @functools.wraps(call)
+        def collective(self, *args, **kwargs):
+            owner.check(name)
+            return call(self, *args, **kwargs)
+        return collective
+
+    @functools.wraps(backend.close)
+    def close(self, reason=""):
+        if not owner.forked:
+            backend.close(self, reason)
+    return type(backend.__name__, (backend, Owned), {
+        **{name: checked(name) for name in COLLECTIVES}, "close": close, "__module__": backend.__module__,
+        "__doc__": backend.__doc__, "__qualname__": backend.__qualname__})
 
 
 def _in_child(owner: Owner | None) -> None:

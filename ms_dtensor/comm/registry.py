@@ -2,12 +2,14 @@
 """Which backends there are: a name and a class each, and the name that serves each kind of device.
 
 To add one, write a class that keeps `protocol.Backend` and register it. Invariant: a class is loaded when a world starts on
-it, not before, so that importing comm imports no MindSpore.
+it, not before, so that importing comm imports no MindSpore. Classes from elsewhere get the check of `owner.py` here.
 """
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING
+
+from .owner import Owned, owned
 
 if TYPE_CHECKING:
     from .protocol import Backend
@@ -48,5 +50,8 @@ def load(name: str) -> type[Backend]:
     found = _classes[name]
     if isinstance(found, str):
         module, _, cls = found.partition(":")
-        found = _classes[name] = getattr(import_module(module, __package__), cls)
+        found = getattr(import_module(module, __package__), cls)
+    if not found.__module__.startswith(f"{__package__}.") and not issubclass(found, Owned):
+        found = owned(found)
+    _classes[name] = found
     return found

@@ -9,6 +9,7 @@ Not here: how to get from one layout to another (`redistribute/plan.py`), and an
 """
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
@@ -342,3 +343,8 @@ def short_dtype(dtype: str) -> str:
         if dtype.startswith(long) and dtype[len(long):].isdigit():
             return short + dtype[len(long):]
     return dtype
+
+
+def layout_strides(shape) -> tuple[int, ...]:
+    """Strides, in elements, of a contiguous tensor."""
+    return tuple(math.prod(shape[d + 1:]) for d in range(len(shape)))

@@ -241,8 +241,7 @@ class DeviceMesh:
             raise MeshError(f"For 'flatten', {name!r} is already an axis.", f"mesh({self.root.describe()})", "",
                             "choose another name")
         self.root._flat[name] = self.mesh_dim_names
-        return self.root._flatten(self.mesh_dim_names, name) if self._root is not None else \
-            DeviceMesh(self.device_type, self.mesh.ravel(), mesh_dim_names=(name,), _root=self.root)
+        return self.root._flatten(self.mesh_dim_names, name)
 
     def expand_axes(self, name: str) -> tuple[str, ...]:
         """The axes behind a flattened name, or the name itself."""

@@ -23,7 +23,7 @@ from ..dispatch import modes, patches, policy
 from ..dispatch.dispatcher import plain_tree
 from ..dispatch.operands import as_local, dtype_name, recording, redistribute_operand, reduce_nonlinear, wrap
 from ..errors import LayoutError, MixedOperandError
-from ..tensor.replicas import compare_replicas
+from ..tensor.replicas import compare_replicas, compare_shards
 
 
 def local_map(fn: Callable | None = None, out_placements=None, in_placements=None, *, in_grad_placements=None,
@@ -47,8 +47,9 @@ def local_map(fn: Callable | None = None, out_placements=None, in_placements=Non
         The function. If no argument is a DTensor it calls `fn` and returns what it returned.
 
     Raises:
-        LayoutError: inputs that do not lie as `in_placements` says, results that are not shards of one tensor; inside
-            `debug.checks()` also results that claim to be replicated and differ from rank to rank.
+        LayoutError: inputs that do not lie as `in_placements` says, results that are not shards of one tensor (where
+            `out_shapes` is wrong of one rank's, on that rank; inside `debug.checks()` on all); inside `debug.checks()` also
+            results that claim to be replicated and differ from rank to rank.
         ImplicitCommError: the redistribution policy is "explicit", and an input would be moved, shapes compared, or a
             result that is no sum reduced under autograd. `fn` is not called.
 
@@ -238,16 +239,18 @@ class Mapping:
                                   "The function works on local tensors.", "return .to_local(), or write None there")
         placed = [(i, r) for i, r in enumerate(results) if entries[i] is not None]
         shapes = self._global_shapes([(entries[i], r) for i, r in placed], mesh, layouts)
-        drafts = []
-        for (i, r), shape in zip(placed, shapes):
-            draft = known_layout(mesh, entries[i], tuple(shape), dtype_name(r.dtype))
+        drafts = [known_layout(mesh, entries[i], tuple(shape), dtype_name(r.dtype)) for (i, r), shape in zip(placed, shapes)]
+        if drafts and modes.mode.get().check_rules:
+            names, local = [f"result {i}" for i, _ in placed], [r for _, r in placed]
+            compare_replicas(self.who, names, local, drafts)
+            if not all(draft.is_replicated() for draft in drafts):
+                from_inputs = self.shapes is None and self._shapes_are_told(layouts)
+                compare_shards(self.who, names, local, mesh, None if from_inputs else drafts)
+        for (i, r), draft in zip(placed, drafts):
             if mesh.get_coordinate() is not None and draft.local_shape() != tuple(r._shape):
                 raise LayoutError(f"For '{self.who}', result {i} has local shape {list(r._shape)}, not its shard's.",
                                   draft.describe(), f"Its shard there is {list(draft.local_shape())}.",
                                   "correct 'out_shapes'")
-            drafts.append(draft)
-        if drafts and modes.mode.get().check_rules:
-            compare_replicas(self.who, [f"result {i}" for i, _ in placed], [r for _, r in placed], drafts)
         for (i, r), draft in zip(placed, drafts):
             if isinstance(r, Parameter):
                 r = r.view(r._shape)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from ..core.layout import Layout
 from ..core.placements import REPLICATE
 from ..errors import ConfigError
-from ..redistribute.cost import CostModel, costs, nbytes
+from ..redistribute.cost import CostModel, costs, shard_bytes
 from ..redistribute.plan import Move, cost, exchange_messages, plan
 from .comm_mode import CommDebugMode, columns, human
 
@@ -133,7 +133,7 @@ def _sent(moves: Sequence[Move]) -> float:
 
 
 def _peak(moves: Sequence[Move]) -> int:
-    return max(_bytes(layout) for m in moves for layout in (m.src, m.dst))
+    return max(shard_bytes(layout) for m in moves for layout in (m.src, m.dst))
 
 
 def _strip(title: str, moves: tuple[Move, ...], model: CostModel) -> list[str]:
@@ -150,16 +150,12 @@ def _strip(title: str, moves: tuple[Move, ...], model: CostModel) -> list[str]:
 
 
 def _seconds(moves: Sequence[Move], move: Move, model: CostModel) -> float:
-    return model.seconds(move.kind, move.ranks, _bytes(move.src), _bytes(move.dst),
+    return model.seconds(move.kind, move.ranks, shard_bytes(move.src), shard_bytes(move.dst),
                          exchange_messages(moves[0].src, moves[-1].dst))
 
 
-def _bytes(layout: Layout) -> int:
-    return nbytes(layout.local_shape((0,) * layout.mesh.ndim), layout.dtype)
-
-
 def _holds(layout: Layout) -> str:
-    return human(_bytes(layout))
+    return human(shard_bytes(layout))
 
 
 def _time(seconds: float) -> str:

@@ -8,7 +8,8 @@ a partial axis is named beneath, for there a rank holds a summand of the block. 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -84,7 +85,7 @@ def visualize_sharding(tensor_or_layout, *, dims: Sequence[int] | None = None, a
     if style == "svg" or (file is not None and str(file).endswith(".svg")):
         out = svg(picture)
     else:
-        coloured = style == "rich" or (style == "auto" and file is None and _on_a_terminal() and _has_rich())
+        coloured = style == "rich" or (style == "auto" and file is None and sys.stdout.isatty() and _has_rich())
         if coloured and not _has_rich():
             raise LayoutError("For 'visualize_sharding', style 'rich' needs the package rich.", "", "",
                               ("pip install rich", "style='plain'"))
@@ -169,24 +170,27 @@ def _notes(picture: Picture) -> list[str]:
     return notes
 
 
-def _grid(picture: Picture):
-    """(row ranges, column ranges, cells by both)."""
-    rows = sorted({b.rows for b in picture.blocks})
-    cols = sorted({b.cols for b in picture.blocks})
-    return rows, cols, {(b.rows, b.cols): b for b in picture.blocks}
-
-
 def _head(dim: int | None, bounds: tuple[int, int]) -> str:
     return "" if dim is None else f"{bounds[0]}:{bounds[1]}"
 
 
+def _table(picture: Picture, show: Callable[[Block], str]) -> list[list[str]]:
+    """Heads and blocks as rows of text, each block as `show` gives it; no rows if there is no block in this plane."""
+    rows, cols = sorted({b.rows for b in picture.blocks}), sorted({b.cols for b in picture.blocks})
+    cells = {(b.rows, b.cols): show(b) for b in picture.blocks}
+    body = [[_head(picture.dims[0], r), *(cells.get((r, c), "") for c in cols)] for r in rows]
+    return [["", *(_head(picture.dims[1], c) for c in cols)], *body] if body else []
+
+
+def _palette(picture: Picture, colours: Sequence[str]) -> dict[tuple[int, ...], str]:
+    """A colour for each set of ranks that hold a block."""
+    return {ranks: colours[i % len(colours)] for i, ranks in enumerate(dict.fromkeys(b.ranks for b in picture.blocks))}
+
+
 def plain(picture: Picture) -> str:
     """The picture in ASCII."""
-    rows, cols, cells = _grid(picture)
-    lines = [picture.title]
-    if cells:
-        table = [["", *(_head(picture.dims[1], c) for c in cols)]]
-        table += [[_head(picture.dims[0], r), *(_label(cells[r, c]) if (r, c) in cells else "" for c in cols)] for r in rows]
+    lines, table = [picture.title], _table(picture, _label)
+    if table:
         width = [max(map(len, column)) for column in zip(*table)]
         rule = "+" + "+".join("-" * (w + 2) for w in width) + "+"
         for row in table:
@@ -197,23 +201,22 @@ def plain(picture: Picture) -> str:
 
 def svg(picture: Picture, width: int = 480, height: int = 320) -> str:
     """The picture as a self-contained SVG, blocks to scale."""
-    rows, cols, _ = _grid(picture)
+    rows, cols = ({b.rows for b in picture.blocks}, {b.cols for b in picture.blocks})
     high, wide = max((r[1] for r in rows), default=1), max((c[1] for c in cols), default=1)
     notes, left, top = _notes(picture), 60, 50
     parts = ['<svg xmlns="http://www.w3.org/2000/svg" '
              f'width="{width + left + 20}" height="{height + top + 24 + 18 * len(notes)}" '
              'font-family="sans-serif" font-size="12">', f'<text x="{left}" y="18">{escape(picture.title)}</text>']
-    colour: dict[tuple[int, ...], str] = {}
+    colour = _palette(picture, _COLOURS)
     for block in picture.blocks:
-        fill = colour.setdefault(block.ranks, _COLOURS[len(colour) % len(_COLOURS)])
-        x, y = left + width * block.cols[0] / wide, top + height * block.rows[0] / high
+        fill, x, y = colour[block.ranks], left + width * block.cols[0] / wide, top + height * block.rows[0] / high
         w, h = width * (block.cols[1] - block.cols[0]) / wide, height * (block.rows[1] - block.rows[0]) / high
         parts.append(f'<rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}" fill="{fill}" stroke="#333"/>'
                      f'<text x="{x + w / 2:.1f}" y="{y + h / 2:.1f}" text-anchor="middle">{escape(_label(block))}</text>')
     parts += [f'<text x="{left + width * (c[0] + c[1]) / 2 / wide:.1f}" y="{top - 8}" text-anchor="middle">'
-              f"{_head(picture.dims[1], c)}</text>" for c in cols]
+              f"{_head(picture.dims[1], c)}</text>" for c in sorted(cols)]
     parts += [f'<text x="{left - 8}" y="{top + height * (r[0] + r[1]) / 2 / high:.1f}" text-anchor="end">'
-              f"{_head(picture.dims[0], r)}</text>" for r in rows]
+              f"{_head(picture.dims[0], r)}</text>" for r in sorted(rows)]
     parts += [f'<text x="{left}" y="{top + height + 22 + 18 * i}">{escape(note)}</text>' for i, note in enumerate(notes)]
     return "\n".join([*parts, "</svg>"])
 
@@ -222,29 +225,16 @@ def _has_rich() -> bool:
     return importlib.util.find_spec("rich") is not None
 
 
-def _on_a_terminal() -> bool:
-    import sys
-    return sys.stdout.isatty()
-
-
 def _print_rich(picture: Picture) -> str:
     from rich.console import Console
     from rich.table import Table
-    rows, cols, cells = _grid(picture)
+    colour = _palette(picture, _RICH)
+    heads, *body = _table(picture, lambda block: f"[black on {colour[block.ranks]}]{_label(block)}[/]") or [[""]]
     table = Table(title=picture.title, show_lines=True)
-    for text in ("", *(_head(picture.dims[1], c) for c in cols)):
+    for text in heads:
         table.add_column(text)
-    colour: dict[tuple[int, ...], str] = {}
-    for r in rows:
-        line = [_head(picture.dims[0], r)]
-        for c in cols:
-            block = cells.get((r, c))
-            if block is None:
-                line.append("")
-            else:
-                name = colour.setdefault(block.ranks, _RICH[len(colour) % len(_RICH)])
-                line.append(f"[black on {name}]{_label(block)}[/]")
-        table.add_row(*line)
+    for row in body:
+        table.add_row(*row)
     console = Console(record=True)
     console.print(table)
     for note in _notes(picture):

@@ -16,6 +16,7 @@ from mindspore._c_expression import NoFallbackGuard, TensorOverloadCall
 
 from ..comm.world import ops_block
 from . import classes
+from .memo import memo_of
 from .op_call import OpCall
 from .op_plan import HELD_ONCE, OpPlan
 from .operands import make, recording
@@ -91,8 +92,8 @@ class CachedCall:
         if short.view is not None:
             first, (shares, direct) = tensors[0], short.view
             link(first, out, shares, direct)
-            if recording():
-                self.plan.remember_view(first, out, OpCall(func, primitive, args, kwargs, tensors))
+            if recording() and not first._is_leaf and out.__class__ is dtensor:
+                memo_of(out).view_of = first, self.plan, (func, primitive, args, kwargs, tensors)
         return out
 
     def _in_full(self, call: OpCall):

@@ -10,11 +10,12 @@ from mindspore import Tensor
 ATOM, OURS, LIST = 1, 2, 3
 KINDS: dict[type, int] = {**dict.fromkeys((int, float, bool, str, type(None), complex), ATOM), tuple: LIST, list: LIST}
 DTENSOR: type = Tensor  # of results
+PARAMETER: type = Tensor
 ASYNC: type = Tensor  # of results whose data are under way
 
 
 def bind(dtensor: type, parameter: type, async_dtensor: type) -> None:
     """Says what DTensors are."""
-    global DTENSOR, ASYNC
-    DTENSOR, ASYNC = dtensor, async_dtensor
+    global DTENSOR, PARAMETER, ASYNC
+    DTENSOR, PARAMETER, ASYNC = dtensor, parameter, async_dtensor
     KINDS[dtensor] = KINDS[parameter] = OURS

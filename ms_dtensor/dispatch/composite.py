@@ -19,7 +19,7 @@ from ..core.layout import Layout
 from ..ops.local import cpu_math
 from ..ops.local.composites import batch_norm, nll_loss
 from ..ops.rules.loss import reduction_of
-from ..ops.rules.spec import Call, dims_of
+from ..ops.rules.spec import Call, default_softmax_dim, dims_of
 from .operands import redistribute
 
 
@@ -30,12 +30,17 @@ class Composed(NamedTuple):
     run: Callable[..., Any]
 
 
-def _reduces_sharded(default=None):
-    def when(call: Call, layouts) -> bool:
-        x = call.args["input"]
-        axes = layouts[x.index].dim_axes
-        return 0 not in x.shape and any(axes[d] for d in dims_of(call.args.get("dim", default), x.ndim) if x.shape)
-    return when
+def _reduces_sharded(call: Call, layouts) -> bool:
+    x, dim = call.args["input"], call.args.get("dim", -1 if "softmax" in call.op else None)
+    if dim is None and call.op == "log_softmax":
+        dim = default_softmax_dim(x.ndim)
+    axes = layouts[x.index].dim_axes
+    return 0 not in x.shape and any(axes[d] for d in dims_of(dim, x.ndim) if x.shape)
+
+
+def _varies_sharded(call: Call, layouts) -> bool:
+    """Not of integers, whose mean MindSpore rounds."""
+    return "float" in call.args["input"].dtype and _reduces_sharded(call, layouts)
 
 
 def _reduce_partial(x):
@@ -46,38 +51,11 @@ def _reduce_partial(x):
     return redistribute(x, layout.reduced(), implicit="a composed op")
 
 
-def _floating(x):
-    return x if x.is_floating_point() else x.astype(ms.float32)
-
-
 def variance(name, input, dim=None, correction=None, keepdim=False, **_):
     """`Var`, `Std` and their NumPy forms, whose correction is 0 by default."""
     correction = (0 if name.startswith("Deprecated") else 1) if correction is None else correction
-    return (cpu_math.std if name.endswith("Std") else cpu_math.variance)(_floating(input), dim, correction, keepdim)
+    return (cpu_math.std if name.endswith("Std") else cpu_math.variance)(input, dim, correction, keepdim)
 
-
-def variance_mean(name, input, dim=None, correction=1, keepdim=False, **_):
-    """`VarMean`, `StdMean`."""
-    return (cpu_math.std_mean if name == "StdMean" else cpu_math.var_mean)(input, dim, correction, keepdim)
-
-
-def reduce_std(name, input, dim=None, unbiased=True, keepdim=False, **_):
-    """`ReduceStd`: (standard deviation, mean)."""
-    return cpu_math.std_mean(input, dim, int(unbiased), keepdim)
-
-
-def vector_norm(name, input, p=2.0, dim=None, keepdim=False, dtype=None, **_):
-    """`LinalgVectorNorm`, `Norm`."""
-    return cpu_math.vector_norm(input, p, dim, keepdim, dtype)
-
-
-def _norm_needs_sums(call: Call, layouts) -> bool:
-    return call.get("p", 2) not in (0, 1, float("inf"), -float("inf")) and _reduces_sharded()(call, layouts)
-
-
-def logsumexp(name, input, dim, keepdim=False, **_):
-    """`LogSumExp`."""
-    return cpu_math.logsumexp(input, dim, keepdim, _reduce_partial)
 
 
 def _top(x, dim):
@@ -103,16 +81,9 @@ def softmax(name, input, dim=-1, **_):
 def log_softmax(name, input, dim=-1, dtype=None, **_):
     """`LogSoftmax`, `LogSoftmaxExt`."""
     x = input if dtype is None else input.astype(cpu_math.as_dtype(dtype))
-    if dim is None:
-        dim = 0 if len(x.shape) in (1, 3) else 1
+    dim = default_softmax_dim(len(x.shape)) if dim is None else dim
     off = x - _top(x, (dim,))
     return off - mint.log(_reduce_partial(mint.sum(mint.exp(off), (dim,), keepdim=True)))
-
-
-def _log_softmax_sharded(call: Call, layouts) -> bool:
-    x, dim = call.args["input"], call.args.get("dim", -1)
-    dim = (0 if x.ndim in (1, 3) else 1) if dim is None else dim
-    return 0 not in x.shape and bool(x.shape) and bool(layouts[x.index].dim_axes[dim % x.ndim])
 
 
 def _nll_sharded(call: Call, layouts) -> bool:
@@ -137,11 +108,21 @@ def _batch_norm_moves(call: Call, layouts) -> bool:
     return False
 
 
+def _norm_needs_sums(call: Call, layouts) -> bool:
+    return call.get("p", 2) not in (0, 1, float("inf"), -float("inf")) and _reduces_sharded(call, layouts)
+
+
 COMPOSED: dict[str, Composed] = {
-    "var": Composed(_reduces_sharded(), variance), "var_mean": Composed(_reduces_sharded(), variance_mean),
-    "reduce_std": Composed(_reduces_sharded(), reduce_std),
-    "vector_norm": Composed(_norm_needs_sums, vector_norm), "logsumexp": Composed(_reduces_sharded(), logsumexp),
-    "softmax": Composed(_reduces_sharded(-1), softmax), "log_softmax": Composed(_log_softmax_sharded, log_softmax),
+    "var": Composed(_varies_sharded, variance),
+    "var_mean": Composed(_reduces_sharded, lambda name, input, dim=None, correction=1, keepdim=False, **_: (
+        cpu_math.std_mean if name == "StdMean" else cpu_math.var_mean)(input, dim, correction, keepdim)),
+    "reduce_std": Composed(_reduces_sharded, lambda name, input, dim=None, unbiased=True, keepdim=False, **_:
+                           cpu_math.std_mean(input, dim, int(unbiased), keepdim)),
+    "vector_norm": Composed(_norm_needs_sums, lambda name, input, p=2.0, dim=None, keepdim=False, dtype=None, **_:
+                            cpu_math.vector_norm(input, p, dim, keepdim, dtype)),
+    "logsumexp": Composed(_reduces_sharded, lambda name, input, dim, keepdim=False, **_:
+                          cpu_math.logsumexp(input, dim, keepdim, _reduce_partial)),
+    "softmax": Composed(_reduces_sharded, softmax), "log_softmax": Composed(_reduces_sharded, log_softmax),
     "nll_loss": Composed(_nll_sharded, nll_loss),
     "batch_norm": Composed(_batch_norm_moves, batch_norm), "batch_norm_ext": Composed(_batch_norm_moves, batch_norm),
 }

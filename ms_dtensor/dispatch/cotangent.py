@@ -11,9 +11,11 @@ from __future__ import annotations
 from mindspore._c_expression import NoFallbackGuard
 
 from ..core.layout import Layout
+from ..core.placements import PARTIAL
 from ..redistribute.execute import redistribute_local
 from ..redistribute.plan import relabels
 from .memo import memo_of
+from .op_call import OpCall
 
 
 def partial_grad_axes(x) -> tuple[int, ...]:
@@ -25,6 +27,14 @@ def partial_grad_axes(x) -> tuple[int, ...]:
 def grad_layout(x) -> Layout:
     """The layout in which `x`'s producer expects the cotangent."""
     return x._layout.gradient(partial_grad_axes(x))
+
+
+def summed_gradient(layout: Layout) -> Layout:
+    """The layout of all ranks' gradients of one value: of an extreme, each has what its own candidate won."""
+    extremes = [a for a in layout.partial_axes if layout.placements[a].reduce_op in ("max", "min")]
+    out = layout.gradient()
+    return out if not extremes else out.with_placements(
+        [PARTIAL if a in extremes else p for a, p in enumerate(out.placements)], out.order)
 
 
 def with_cotangent(x, cotangent: Layout):
@@ -55,10 +65,10 @@ def _through_viewed(x, memo, cotangent: Layout):
     """
     if memo.view_of is None:
         return None
-    source, plan, call = memo.view_of
+    source, plan, called = memo.view_of
     varying = [a for a in cotangent.partial_axes if x._layout.placements[a].is_replicate()]
     if not varying or any(not source._layout.placements[a].is_replicate() for a in varying):
         return None
     taken = with_cotangent(source, source._layout.gradient(varying))
     with NoFallbackGuard():
-        return plan.local.run(call, [taken])
+        return plan.local.run(OpCall(*called), [taken])

@@ -23,12 +23,13 @@ from ..ops.rules.names import PRIMITIVES
 from . import modes
 from .cached import CachedCall
 from .classes import ATOM, KINDS, LIST, OURS
-from .op_call import OpCall, attributes
-from .operands import as_local
+from .op_call import OpCall, attributes, op_name
+from .operands import as_local, is_number
 from .planner import build_plan, plan_by_rule, plan_own, plan_write
 
 _log = logging.getLogger("ms_dtensor")
 _LIMIT = 16384
+_INEXACT = frozenset((float, complex))
 _cache: dict = {}
 _primitives: dict = {}  # id -> (primitive, what its attributes were, their part of a key)
 _made = 0  # plans
@@ -43,7 +44,7 @@ def dispatch(self, func, args=(), kwargs=None):
     if len(args) == 3 and args[1].__class__ is str and isinstance(args[0], _primitive_class):
         primitive, _, args = args
     tensors: list = []
-    key: Any = [func.name]
+    key: Any = [func.name, func.__class__]  # a method may be another op than the function of its name
     mode = _mode()
     if mode is not _DEFAULT:
         if mode.skip and not _kept(key[0], mode.no_skip):
@@ -51,7 +52,7 @@ def dispatch(self, func, args=(), kwargs=None):
                 getattr(a, "_layout", None)  # waits, if its data are under way
             with NoFallbackGuard():  # the DTensors themselves: an alias of a Parameter would cut its gradient
                 return OpCall(func, primitive, args, kwargs, tensors).compute(*args, **(kwargs or {}))
-        key.append(mode.implicit_replication)
+        key.append((mode.implicit_replication, mode.no_gather))
         if mode.higher_order:
             key.append(tuple(getattr(a, "_requires_grad", None) for a in args))
     for a in args:  # the commonest arguments without a call: this loop is most of what dispatch costs
@@ -61,7 +62,7 @@ def dispatch(self, func, args=(), kwargs=None):
             key.append(a._layout)
         elif kind is ATOM:
             key.append(a.__class__)
-            key.append(a or repr(a))  # 0.0 and -0.0 are equal, and mean different calls
+            key.append(a if a or a.__class__ not in _INEXACT else repr(a))  # 0.0 and -0.0 are equal, but different calls
         else:
             _part(a, key, tensors)
     if kwargs:
@@ -78,7 +79,7 @@ def dispatch(self, func, args=(), kwargs=None):
         if func.name == "typeof":  # asked by Python code inside MindSpore; it computes nothing
             with NoFallbackGuard():
                 return OpCall(func, primitive, args, kwargs, tensors).compute(*args, **(kwargs or {}))
-        plan = _remember(key, build_plan(func.name, OpCall(func, primitive, args, kwargs, tensors), mode))
+        plan = _remember(key, build_plan(op_name(func), OpCall(func, primitive, args, kwargs, tensors), mode))
     return plan.run(func, primitive, args, kwargs, tensors)
 
 
@@ -95,7 +96,7 @@ def write(op: str, **arguments):
 def _call(build, op: str, arguments: dict):
     tensors: list = []
     mode = _mode()
-    key: Any = [build, op, world_key(), mode.implicit_replication, mode.higher_order]
+    key: Any = [build, op, world_key(), mode.implicit_replication, mode.higher_order, mode.no_gather]
     for name, a in arguments.items():
         key.append(name)
         _part(a, key, tensors)
@@ -122,7 +123,7 @@ def call_by_rule(op: str, func, names: tuple[str, ...], args: tuple, kwargs: dic
     if mode is not _DEFAULT:
         if mode.skip and not _kept(op, mode.no_skip):
             return func(*plain_tree(args), **plain_tree(kwargs))
-        key.append(mode.implicit_replication)
+        key.append((mode.implicit_replication, mode.no_gather))
         if mode.higher_order:
             key.append(tuple(getattr(a, "_requires_grad", None) for a in args))
     for a in args:  # as in `dispatch`
@@ -132,7 +133,7 @@ def call_by_rule(op: str, func, names: tuple[str, ...], args: tuple, kwargs: dic
             key.append(a._layout)
         elif kind is ATOM:
             key.append(a.__class__)
-            key.append(a or repr(a))  # 0.0 and -0.0 are equal, and mean different calls
+            key.append(a if a or a.__class__ not in _INEXACT else repr(a))  # 0.0 and -0.0 are equal, but different calls
         else:
             _part(a, key, tensors)
     if kwargs:
@@ -179,7 +180,7 @@ def _part(a, key, tensors) -> None:
     kind = KINDS.get(a.__class__)
     if kind is ATOM:
         key.append(a.__class__)  # 1, 1.0 and True are equal, and mean different calls
-        key.append(a or repr(a))
+        key.append(a if a or a.__class__ not in _INEXACT else repr(a))
     elif kind is LIST:
         classes = tuple(map(type, a))
         key.append(classes)
@@ -191,7 +192,7 @@ def _part(a, key, tensors) -> None:
     elif isinstance(a, Tensor):
         tensors.append(a)
         layout = getattr(a, "_layout", None)
-        key.append(layout if layout is not None else (tuple(a._shape), str(a.dtype), a.__class__ is Tensor))
+        key.append(layout if layout is not None else (tuple(a._shape), str(a.dtype), a.__class__ is Tensor or is_number(a)))
     elif isinstance(a, np.ndarray):  # whose text leaves out what is in the middle
         key.append((a.shape, a.dtype.str, a.tobytes()))
     else:
@@ -200,7 +201,6 @@ def _part(a, key, tensors) -> None:
 
 
 _ATOM_LISTS: dict[tuple, bool] = {}
-_INEXACT = frozenset((float, complex))
 
 
 def _exact_only(classes) -> bool:

@@ -33,7 +33,8 @@ def check_writable(x, op: str, recording: bool) -> None:
     if getattr(x, "_layout", None) is None:
         raise MixedOperandError(f"For in-place '{op}', a plain Tensor cannot take a DTensor's values.",
                                 f"plain {type(x).__name__}{list(x._shape)}", "It would hold this rank's shard only.",
-                                ("distribute_tensor(x, device_mesh, placements) first",
+                                ("x = x + value and the like, which makes a DTensor",
+                                 "distribute_tensor(x, device_mesh, placements) first",
                                  "x.copy_(value.to_local()), on purpose"))
     relatives = list(relatives_of(x))
     for other, shared in relatives:
@@ -52,6 +53,16 @@ def check_writable(x, op: str, recording: bool) -> None:
                           ("write outside of value_and_grad", "work out of place"))
 
 
+def set_(self, *args, **kwargs):
+    """Refused: it would make this rank's shard another tensor's storage, of whatever shape.
+
+    Raises:
+        OpRuleError: always.
+    """
+    raise OpRuleError("For 'set_', a DTensor does not change its storage.", self._layout.describe(),
+                      "Its layout, and its views, speak of the one that it has.", ("x.copy_(value)", "x = value"))
+
+
 def fresh(x):
     """A recorded copy of `x` to compute from: what the backward saves must not be overwritten by the write."""
     if not x.is_floating_point():
@@ -64,6 +75,8 @@ def store(x, new, recording: bool) -> None:
     """Puts the local values of `new` into the storage of `x`, which views share; drops what was derived from `x`."""
     with NoFallbackGuard():
         local = Tensor._make_subclass(Tensor, new)
+        if recording and isinstance(x, Parameter):  # as `assign` on one device: what requires no gradient takes no history
+            local = ms.ops.stop_gradient(local)
         if _owns_storage(x) or ms.get_context("device_target") != "CPU":
             Tensor.copy_(x, local)
         elif not recording:

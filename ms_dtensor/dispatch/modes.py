@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import os
 from contextvars import ContextVar
+from functools import partial
 from typing import NamedTuple
 
 from ..errors import ConfigError
@@ -138,18 +139,9 @@ class checks(_Block):  # noqa: N801  reads like the function it stands beside
         super().__init__(check_rules=rules, check_gradients=gradients)
 
 
-class HigherOrderBlock(_Block):
-    """The forward of a gradient that is itself recorded: local ops are made so that it can be differentiated."""
-
-    def __init__(self):
-        super().__init__(higher_order=True)
-
-
-class LossParallelBlock(_Block):
-    """What `loss_parallel()` without arguments returns; see there."""
-
-    def __init__(self):
-        super().__init__(no_gather=True)
+# the forward of a gradient that is itself recorded: local ops are made so that it can be differentiated
+HigherOrderBlock = partial(_Block, higher_order=True)
+LossParallelBlock = partial(_Block, no_gather=True)  # what `loss_parallel()` without arguments returns; see there
 
 
 class SkipDTensorDispatch(_Block):

@@ -2,10 +2,12 @@
 """One call as it reached dispatch, and its arguments by the names that rules use."""
 from __future__ import annotations
 
+import mindspore as ms
 from mindspore import Tensor
+from mindspore._c_expression import TensorOverloadCall
 
 from ..errors import OpRuleError
-from ..ops.rules.names import ALIASES
+from ..ops.rules.names import ALIASES, METHODS
 
 _OWN = frozenset(("name", "attrs", "init_attrs", "_update_parameter", "input_names", "output_names"))
 
@@ -24,6 +26,13 @@ class OpCall:
     def compute(self, *args, **kwargs):
         """The same function on other arguments."""
         return self.func(*args, **kwargs) if self.primitive is None else self.func(self.primitive, self.primitive.name, args)
+
+
+def op_name(func) -> str:
+    """The op that a call runs on this device: MindSpore names a method's operator even where it runs other code."""
+    if func.__class__ is TensorOverloadCall and ms.get_context("device_target") == "CPU":
+        return METHODS.get(func.name, func.name)
+    return func.name
 
 
 def refill(values, tensors):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from mindspore import Parameter, Tensor
 from mindspore._c_expression import NoFallbackGuard, TensorOverloadCall
+from mindspore.ops import stop_gradient
 
 from ..core.layout import Layout
 from ..core.mesh import DeviceMesh
@@ -19,7 +20,8 @@ from ..errors import OpRuleError
 from ..ops.local import run_local
 from ..ops.rules.spec import EmptyShard
 from . import classes, inplace, modes, policy
-from .cotangent import partial_grad_axes, with_cotangent
+from .cotangent import grad_layout, partial_grad_axes, with_cotangent
+from .memo import memo_of
 from .op_call import OpCall, refill
 from .operands import (
     as_local,
@@ -51,12 +53,17 @@ class LocalRun:
     empty: EmptyShard | None = None  # stand-ins for operands and results, if this rank's shards hold nothing
     in_float32: Callable[[Callable], Callable] | None = None  # wraps a function that has no kernel for bfloat16
     native: bool = True  # False: as a method, the op may run MindSpore's Python, which asks operands for their shape
+    constants: tuple[int, ...] = ()  # boolean operands of arithmetic: MindSpore 2.10 cannot add up two cotangents of one
     again: Callable | None = None  # runs it such that it can be differentiated again, see `ops/local/orders.py`
     places: tuple[tuple[int, int], ...] = ()  # (place among the arguments, operand); none where some operand is nested
 
     def run(self, call: OpCall, tensors):
         """The local results, from local operands (plain, or DTensors under the guard)."""
-        again = self.again if recording() else None
+        again = None
+        if recording():
+            again = self.again
+            if self.constants:
+                tensors = [stop_gradient(x) if i in self.constants else x for i, x in enumerate(tensors)]
         if self.form is not None or self.empty is not None or again is not None:
             return run_local(lambda xs: self._original(call, xs), self.form, self.empty, tensors, again)
         return self._original(call, tensors)
@@ -66,7 +73,8 @@ class LocalRun:
         if self.in_float32 is not None:
             func = self.in_float32(func)
         if self.substitute is not None or not self.is_native(call.func):
-            tensors = [as_local(x) if hasattr(x, "_layout") else x for x in tensors]
+            # They come as their steps left them, so a bucketed parameter's cotangent stays a summand.
+            tensors = [as_local(x, grad_layout(x)) if hasattr(x, "_layout") else x for x in tensors]
         args, kwargs = list(call.args), call.kwargs
         if self.places:
             for place, i in self.places:
@@ -150,7 +158,8 @@ class OpPlan:
             a for (placements, *_), _ in self.results.drafts for a, p in enumerate(placements)
             if p.is_partial() and not p.is_partial("sum")})))
         object.__setattr__(self, "short", bool(local.places) and not (
-            moves or plain or self.writes or local.again or local.empty is not None or local.in_float32 is not None))
+            moves or plain or self.writes or local.again or local.constants or local.empty is not None
+            or local.in_float32 is not None))
 
     def run(self, call: OpCall):
         """The results of one call, as DTensors."""
@@ -189,14 +198,10 @@ class OpPlan:
             return first
         if self.view is not None:
             link(first, out, *self.view)
-            if grad and (operands[0] is first or partial_grad_axes(first)):
-                self.remember_view(first, out, call)
+        if grad and (self.view is not None or self.op == "cast") and out.__class__ is classes.DTENSOR:
+            if (operands[0] is first and not first._is_leaf) or partial_grad_axes(first):
+                memo_of(out).view_of = first, self, (call.func, call.primitive, call.args, call.kwargs, tensors)
         return out
-
-    def remember_view(self, first, out: Any, call: OpCall) -> None:
-        """Of a recorded view: how to make the same view of another form of `first`."""
-        if out.__class__ is classes.DTENSOR and (not first._is_leaf or partial_grad_axes(first)):
-            out._memo.view_of = first, self, call  # type: ignore[attr-defined]
 
 
 def _references(held) -> int:

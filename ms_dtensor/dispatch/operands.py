@@ -22,6 +22,7 @@ from .memo import memo_of
 
 recording = _pynative_executor._executor.grad_flag  # the C++ method: the one around it costs as much again
 make = Tensor._make_subclass
+LAID_OUT = "_ms_dtensor_laid_out"  # attribute of a plain tensor that entered or left a DTensor program: its layout there
 DIFFERENTIABLE = ("float", "bfloat", "complex")  # how their dtypes begin; others have no cotangent
 
 
@@ -30,6 +31,11 @@ def wrap(local, layout: Layout):
     out = make(classes.DTENSOR, local)
     out._layout = layout
     return out
+
+
+def is_number(x) -> bool:
+    """Whether a plain operand counts as a number: it is 0-d, and no Parameter whose gradient is being recorded."""
+    return x._shape == () and (x.__class__ is Tensor or not (recording() and x.requires_grad))
 
 
 def replicate_constant(tensor, mesh):

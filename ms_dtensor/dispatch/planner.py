@@ -28,7 +28,9 @@ from . import inplace, modes, policy
 from .composite import COMPOSED
 from .op_call import OpCall, attributes, bind_arguments
 from .op_plan import LocalRun, OpPlan, Results, Step
-from .operands import DIFFERENTIABLE, dtype_name
+from .operands import DIFFERENTIABLE, dtype_name, is_number
+
+_ARITHMETIC = frozenset("add sub mul div pow maximum minimum".split())
 
 
 class Composition:
@@ -59,7 +61,8 @@ def _must_compose(op, bound, tensors, mode) -> bool:
     operands = tuple(Operand(i, layout.shape, layout.dtype) for i, layout in enumerate(layouts))
     it = iter(operands)
     call = Call(op, {k: as_operands(v, it) for k, v in bound.items()}, operands)
-    return mode.higher_order or COMPOSED[op].when(call, layouts)
+    differentiable = mode.higher_order and any(o.dtype.startswith(DIFFERENTIABLE) for o in operands)
+    return differentiable or COMPOSED[op].when(call, layouts)
 
 
 def build_plan(name: str, call: OpCall, mode) -> OpPlan | Composition:
@@ -143,14 +146,15 @@ def plan_for(op: str, arguments: dict, tensors, mode, original: LocalRun | None 
     it = iter(operands)
     spec_call = Call(op, {k: as_operands(v, it) for k, v in arguments.items()}, operands)
     spec = RULES[op](spec_call)
-    choice = choose(spec_call, spec, tuple(layouts), writes)
+    choice = choose(spec_call, spec, tuple(layouts), writes, mode.no_gather)
     steps = tuple(map(_step, tensors, layouts, choice.targets, choice.own))
     promised = (layouts[0].dtype,) if writes else spec.dtypes or (result_dtype(spec_call),) * len(spec.shapes)
     in_float32 = None
     if mesh.device_type == "cpu" and not as_it_is:
         in_float32 = wrapper_in_float32(op, tensors, promised, dtype_place)
     again = _again(op, tensors, layouts) if mode.higher_order and not as_it_is else None
-    local = replace(original or LocalRun(), in_float32=in_float32, again=again)
+    booleans = tuple(i for i, x in enumerate(layouts) if x.dtype == "bool") if op in _ARITHMETIC else ()
+    local = replace(original or LocalRun(), in_float32=in_float32, again=again, constants=booleans)
     if None in spec.shapes:  # a rule in case notation alone: the first local results tell (see custom_ops/register.py)
         return OpPlan(op, steps, local, Results(op, mesh, [(o, None) for o in choice.outs]))
     drafts = tuple(Layout(mesh, p, shape, layouts[0].dtype, order) for p, order, shape in choice.outs)
@@ -222,20 +226,34 @@ def _common_mesh(op, tensors):
     meshes = list(dict.fromkeys(x._layout.mesh for x in tensors if getattr(x, "_layout", None) is not None))
     if len(meshes) > 1:
         raise OpRuleError(f"For '{op}', the operands live on different meshes.", describe_operands(tensors),
-                          "One op works on one mesh.", f"x.redistribute({meshes[0]}, placements) brings one to the other")
+                          "One op works on one mesh.", _to_one_mesh(meshes, tensors))
     return meshes[0]
 
 
+def _to_one_mesh(meshes, tensors) -> tuple[str, ...]:
+    """What brings operands together: a move, or where each rank sees another mesh, what each rank holds on the root."""
+    root = meshes[0].root
+    if not any(mesh.varies for mesh in meshes) or any(mesh.root != root for mesh in meshes):
+        return (f"x.redistribute({meshes[0]}, placements) brings one to the other",)
+    layout = next(x._layout for x in tensors if getattr(x, "_layout", None) is not None and x._layout.mesh.varies)
+    placed = {a: p for a, p in zip(layout.mesh.mesh_dim_names, layout.placements) if not p.is_replicate()}
+    return (f"distribute_tensor(t, mesh, {placed}) lays it out on mesh({root.describe()}) in the first place",
+            f"DTensor.from_local(x.to_local(), mesh, {placed}, shape=x.shape), if x is the same along the other axes")
+
+
 def _promote(op, x, mesh, tensors, mode) -> Layout:
-    """Layout of a plain operand: a 0-d constant, or anything under implicit_replication, counts as Replicate."""
-    if mode.implicit_replication or (x.__class__ is Tensor and x._shape == ()):
+    """Layout of a plain operand: a number, or anything under implicit_replication, counts as Replicate."""
+    if mode.implicit_replication or is_number(x):
         return Layout(mesh, None, tuple(x._shape), dtype_name(x.dtype))
     which = f"parameter '{x.name}'" if isinstance(x, Parameter) else "a plain Tensor"
     raise MixedOperandError(
         f"For '{op}', {which} of shape {list(x._shape)} meets a DTensor.", describe_operands(tensors),
         "A plain tensor does not say how it is laid out, so one rank's data could pass for the whole.",
-        ("distribute_tensor(t, device_mesh, placements)" if not isinstance(x, Parameter) else
-         "distribute_module(cell, device_mesh) makes every parameter a DTensor",
+        (*(("distribute_tensor(t, device_mesh, placements), of the whole",
+            "DTensor.from_local(t, device_mesh, placements), of this rank's rows, as its labels are",
+            "replicate(loss_fn, mesh=...), which takes plain labels so",
+            "self.register_buffer(name, t) for a constant of a cell, before it is distributed")
+           if not isinstance(x, Parameter) else ("distribute_module(cell, device_mesh) makes every parameter a DTensor",)),
          "x.to_local(), to work on plain tensors", "with implicit_replication(): ..., if all ranks hold the same values"))
 
 

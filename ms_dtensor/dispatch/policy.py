@@ -18,6 +18,7 @@ from ..comm.world import get_backend
 from ..core.layout import Layout
 from ..core.placements import REPLICATE
 from ..errors import ImplicitCommError
+from ..ops.rules.select import gathers
 from ..redistribute.plan import plan
 from .modes import Mode, mode
 
@@ -120,8 +121,7 @@ def check_op(who: str, tensors: Sequence, targets: Iterable[Layout | None], redu
 
 def _check_gather(who: str, src: Layout, dst: Layout) -> None:
     """Inside `loss_parallel()`: refuses to make whole a sharded dim of logits, which is any but the first of a float."""
-    if "float" in src.dtype and any(n > 1 and set(have) - set(want) for n, have, want in
-                                    zip(src.shape[1:], src.dim_axes[1:], dst.dim_axes[1:])):
+    if any(set(have) - set(want) and gathers(src, d) for d, (have, want) in enumerate(zip(src.dim_axes, dst.dim_axes))):
         raise ImplicitCommError(
             f"For '{who}', an operand would be gathered inside loss_parallel().", f"{src.describe()} -> {dst}",
             "Inside that block logits stay sharded.",

@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from typing import NamedTuple
 
 import numpy as np
+from mindspore import get_seed
 
 from .. import comm
 from ..errors import ConfigError
@@ -32,10 +33,20 @@ class Key(NamedTuple):
 
 
 class _State:
-    __slots__ = ("seed", "call")
+    __slots__ = ("_seed", "call")
 
     def __init__(self):
-        self.seed, self.call = 0, 0
+        self.call = 0
+        self._seed: int | None = None
+
+    @property
+    def seed(self) -> int:
+        """MindSpore's own, or 0, until a seed is given."""
+        return (get_seed() or 0) if self._seed is None else self._seed
+
+    @seed.setter
+    def seed(self, value: int | None) -> None:
+        self._seed = value
 
 
 _alone = _State()  # before a world is started
@@ -51,7 +62,7 @@ def _state() -> _State:
     if state is None:
         state = _states[world.backend] = _State()
         if comm.world_key() is None:  # the real world goes on where the process was before it started
-            state.seed, state.call = _alone.seed, _alone.call
+            state._seed, state.call = _alone._seed, _alone.call
     return state
 
 
@@ -59,7 +70,7 @@ def manual_seed(seed: int) -> None:
     """Starts the stream anew. Call it with the same seed on every rank.
 
     Args:
-        seed: 0 to 2**64 - 1. Without a call the seed is 0.
+        seed: 0 to 2**64 - 1. Without a call it is that of `ms.set_seed`, or 0.
 
     Raises:
         ConfigError: not such an integer.
@@ -77,6 +88,12 @@ def manual_seed(seed: int) -> None:
         raise ConfigError(f"For 'manual_seed', 'seed' must be an integer from 0 to 2**64 - 1, but got {seed!r}.")
     state = _state()
     state.seed, state.call = int(seed), 0
+
+
+def restart() -> None:
+    """Starts the stream anew from the seed of `ms.set_seed`, which calls this once a DTensor has been made."""
+    state = _state()
+    state.seed, state.call = None, 0
 
 
 def get_rng_state() -> dict[str, int]:

@@ -92,17 +92,18 @@ class Bucket:
         """The users' hooks, on what is reduced now; what they return is written back, too."""
         for number, grad in arrived.items():
             param = self.params[number]()
-            changed = grad
-            if param is None:
+            hooks = [] if param is None else given_hooks(param)
+            if param is None or not hooks:
                 continue
-            for hook in given_hooks(param):
+            with NoFallbackGuard():
+                changed = grad * 1  # a hook may keep it
+            for hook in hooks:
                 changed = replaced_by(hook, changed, param.layout.gradient())
-            if changed is not grad:
-                with NoFallbackGuard():
-                    if self.on_host:
-                        np.copyto(grad.asnumpy(), changed.asnumpy())
-                    else:
-                        grad.copy_(changed)
+            with NoFallbackGuard():
+                if self.on_host:
+                    np.copyto(grad.asnumpy(), changed.asnumpy())
+                else:
+                    grad.copy_(changed)
 
 
 def make_buckets(params, mesh, bucket_mb: float) -> list[Bucket]:

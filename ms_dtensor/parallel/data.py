@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from mindspore import Parameter, Tensor, nn
 
-from ..core.mesh import DeviceMesh
+from .. import comm
+from ..core.layout import Layout
+from ..core.mesh import DeviceMesh, coordinates
 from ..core.placements import REPLICATE, Shard
 from ..core.tree import leaves, map_leaves
 from ..dispatch.operands import local_alias, wrap
 from ..dispatch.replaced import current
+from ..errors import LayoutError
 from ..tensor import deferred_init
 from ..tensor.distribute import distribute_parameter, distribute_tensor, like_parameter, set_parameter
 from ..tensor.dtensor import DTensor
@@ -24,7 +27,7 @@ _OVER = "_ms_dtensor_replicated_over"  # parameter attribute: axes that replicat
 
 
 def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = 25) -> nn.Cell:
-    """Makes a cell data parallel over an axis, in place; before or after tensor-parallel styles.
+    """Makes a cell data parallel over an axis, in place; after tensor-parallel styles, which refuse a replicated cell.
 
     Args:
         module: the model. Parameters and buffers that are DTensors (on `mesh["tp"]`, say) move to the common mesh of
@@ -33,9 +36,11 @@ def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = 25) -> nn
         bucket_mb: gradients are reduced together in buckets of this many MiB; 0 reduces each by itself.
 
     Returns:
-        The same cell. Plain inputs are taken as this rank's rows of the global batch (`Shard(0)`); outputs are
+        The same cell. Plain inputs are taken as this rank's rows of the global batch (`Shard(0)`), whose sizes the ranks
+        tell each other when they change (one small message): the last ranks may have fewer rows, as chunks do. Outputs are
         DTensors, also where a style inside hands out plain tensors, so compute the loss on them: its value and gradients
-        are those of the global batch.
+        are those of the global batch. A loss cell is replicated in the same way: its plain labels are this rank's rows,
+        on whatever larger mesh the logits live.
 
     Example:
         >>> import ms_dtensor as md
@@ -66,12 +71,16 @@ def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = 25) -> nn
                 cell._buffers[key] = _replicated(buffer, mesh, whole)
         cell.__dict__[OUTER] = (whole, outer)
 
+    batch = _Batch(mesh)
+
     def before(cell, inputs, kwargs):
         cell.__dict__[ROOT] = count_handed_out()
+        plain = [x for x in (*inputs, *kwargs.values()) if _is_rows(x)]
+        shapes = dict(zip(map(id, plain), batch.global_shapes(plain)))
 
         def place(x):
-            return enter(x, cell, mesh, {a: Shard(0) for a in mesh.mesh_dim_names}, "replicate") \
-                if isinstance(x, Tensor) and x.ndim else x
+            return enter(x, cell, mesh, {a: Shard(0) for a in mesh.mesh_dim_names}, "replicate", shapes[id(x)],
+                         (inputs, kwargs)) if _is_rows(x) else x
         return tuple(place(x) for x in inputs), {k: place(x) for k, x in kwargs.items()}
 
     def after(cell, inputs, outputs):
@@ -84,6 +93,54 @@ def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = 25) -> nn
     if bucket_mb and mesh.size() > 1:
         make_buckets([p for p in new if p.requires_grad], mesh, bucket_mb)
     return module
+
+
+def _is_rows(x) -> bool:
+    return isinstance(x, Tensor) and not isinstance(x, DTensor) and x.ndim > 0
+
+
+class _Batch:
+    """Global shapes of batches of which every rank brings its rows.
+
+    Asking at every call would cost a message a step, and on devices a host synchronisation. Asking when the own shapes
+    change misses that another rank's did; that rank then waits in a collective which no other calls, and all are told.
+    """
+
+    def __init__(self, mesh: DeviceMesh):
+        self.mesh = mesh
+        self.mine: list | None = None
+        self.shapes: list = []
+
+    def global_shapes(self, rows: list[Tensor]) -> list[tuple[int, ...] | None]:
+        """The global shape of each; None where all ranks bring as many rows.
+
+        Raises:
+            LayoutError: on all ranks, if the pieces do not make one tensor.
+        """
+        mine = [tuple(x.shape) for x in rows]
+        if mine == self.mine or self.mesh.size() == 1 or not mine:
+            return self.shapes if mine == self.mine else [None] * len(mine)
+        with comm.annotate(src="replicate: rows of the batch", dst=str(mine)):
+            everyone = self.mesh.get_group().all_gather_object(mine)
+        self.mine, self.shapes = None, []
+        if any(len(theirs) != len(mine) for theirs in everyone):
+            raise self._unlike(everyone)
+        for pieces in ([tuple(piece) for piece in each] for each in zip(*everyone)):
+            whole = (sum(piece[0] for piece in pieces), *pieces[0][1:])
+            layout = Layout(self.mesh, [Shard(0)] * self.mesh.ndim, whole)
+            if pieces != [layout.local_shape(c) for c in coordinates(self.mesh)]:
+                raise self._unlike(everyone)
+            self.shapes.append(None if len({*pieces}) == 1 else whole)
+        self.mine = mine
+        return self.shapes
+
+    def _unlike(self, everyone) -> LayoutError:
+        held = "\n".join(f"rank {rank} brings {', '.join(str(list(shape)) for shape in theirs)}"
+                         for rank, theirs in zip(self.mesh.rank_list, everyone))
+        return LayoutError("For 'replicate', the ranks' plain inputs are not the rows of one batch.", held,
+                           "Ranks bring as many rows each, or chunks: of 7 rows on 4 ranks 2, 2, 2 and 1; other dims agree.",
+                           ("drop the last batch, if it is smaller (drop_remainder=True)",
+                            "cut the whole batch with distribute_tensor(batch, mesh, {'dp': Shard(0)})"))
 
 
 def _replicated(x, mesh: DeviceMesh, whole: DeviceMesh):

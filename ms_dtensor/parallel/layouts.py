@@ -7,15 +7,17 @@ noted for that cell (the batch), else Replicate.
 """
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from types import MethodType
 
 from mindspore import Tensor, nn
 
 from ..core.layout import Layout
 from ..core.mesh import DeviceMesh
 from ..core.placements import REPLICATE, Placement
-from ..dispatch.operands import wrap
+from ..core.tree import leaves
+from ..dispatch.operands import LAID_OUT, wrap
 from ..dispatch.replaced import current
 from ..errors import LayoutError
 from ..tensor.distribute import distribute_parameter, set_parameter
@@ -23,7 +25,6 @@ from ..tensor.dtensor import DTensor
 
 OUTER = "_ms_dtensor_outer"  # cell attribute: (whole mesh, {axis: placement of plain inputs}), set by replicate
 ROOT = "_ms_dtensor_replicated"  # cell attribute: replicate was applied to this very cell
-_LAYOUT = "_ms_dtensor_laid_out"  # attribute of a plain tensor that a style handed out: the layout it is a shard of
 _handed_out = 0  # how many there have been
 
 
@@ -66,12 +67,20 @@ def _target(layout: Layout, mesh: DeviceMesh, placement, who: str) -> list[Place
     return None if layout.with_placements(placed, layout.order) is layout else placed
 
 
-def enter(x, cell: nn.Cell, mesh: DeviceMesh, placement, who: str) -> DTensor:
-    """A DTensor as it is; a plain tensor, said to be laid out by `placement`, as a DTensor on the cell's mesh."""
+def enter(x, cell: nn.Cell, mesh: DeviceMesh, placement, who: str, shape=None, beside: Iterable = ()) -> DTensor:
+    """A DTensor as it is; a plain tensor, said to be laid out by `placement`, as a DTensor on the cell's mesh.
+
+    `shape`: its global shape, where shards differ in size. `beside`: the call's arguments; the mesh of a DTensor among
+    them may have more axes than the cell knows.
+    """
     if isinstance(x, DTensor):
         return x
     whole, outer = getattr(cell, OUTER, (mesh, {}))
-    return DTensor.from_local(x, whole, {**outer, **by_axis(placement, mesh, who)})
+    for other in leaves(beside, DTensor):
+        whole = union_mesh(whole, other.device_mesh)
+    out = DTensor.from_local(x, whole, {**outer, **by_axis(placement, mesh, who)}, shape=shape)
+    x.__dict__[LAID_OUT] = out.layout
+    return out
 
 
 def hand_out(x: DTensor, cell: nn.Cell | None = None) -> Tensor:
@@ -81,13 +90,31 @@ def hand_out(x: DTensor, cell: nn.Cell | None = None) -> Tensor:
         return x
     _handed_out += 1
     out = x.to_local()
-    out.__dict__[_LAYOUT] = x.layout
+    out.__dict__[LAID_OUT] = x.layout
     return out
 
 
 def count_handed_out() -> int:
     """How many plain tensors styles have handed out so far."""
     return _handed_out
+
+
+def explain_views(module: nn.Cell) -> None:
+    """Lets a cell, whose styles hand out plain tensors, say why a view of one of them fails that names a global extent."""
+    module.__dict__["construct"] = MethodType(_construct, module)  # a method, so that a copy of the cell runs its own
+
+
+def _construct(self, *args, **kwargs):
+    before = _handed_out
+    try:
+        return type(self).construct(self, *args, **kwargs)
+    except ValueError as e:
+        if _handed_out == before or "proposed_shape" not in str(e):
+            raise
+        raise LayoutError(f"For '{type(self).__name__}', a view of a plain tensor failed: {str(e).splitlines()[0]}.",
+                          "plain outputs of styles", "They are this rank's shards: of the heads, say, its own number.",
+                          ("use_local_output=False in the styles, which keeps DTensors of global shape",
+                           "-1 for the extent that is sharded")) from e
 
 
 def taken_back(x: Tensor, cell: nn.Cell, before: int) -> Tensor:
@@ -98,7 +125,7 @@ def taken_back(x: Tensor, cell: nn.Cell, before: int) -> Tensor:
     """
     if isinstance(x, DTensor) or not x.is_floating_point():
         return x
-    layout = x.__dict__.get(_LAYOUT)
+    layout = x.__dict__.get(LAID_OUT)
     if layout is not None:
         return wrap(x, layout)
     if _handed_out != before:
@@ -126,6 +153,11 @@ def check_agrees(param: DTensor, mesh: DeviceMesh, placement) -> None:
     wanted = Layout(mesh, placement, param.shape, param.layout.dtype)
     names = mesh.mesh_dim_names
     have = {a: p for a, p in zip(param.device_mesh.mesh_dim_names, param.placements) if a in names}
+    if not have:
+        raise LayoutError(f"For 'parallelize_module', parameter '{param.name}' is laid out on other axes already.",
+                          f"{param.layout.describe()}, style on mesh({mesh.describe()})",
+                          "Styles cut plain parameters; data parallelism takes up what they made.",
+                          "parallelize_module(...) first, then replicate(module, mesh=...)")
     if have != dict(zip(names, wanted.placements)):
         raise LayoutError(f"For 'parallelize_module', parameter '{param.name}' is laid out already, differently.",
                           f"{param.layout.describe()} -> {wanted}", "A parameter has one layout.",

@@ -17,8 +17,10 @@ from ..core.mesh import DeviceMesh, resolve_mesh
 from ..errors import ConfigError
 from ..tensor import deferred_init
 from ..tensor.distribute import check_source
-from .layouts import check_ties
+from .layouts import check_ties, explain_views
 from .styles import ParallelStyle
+
+_WRAPPED = "_backbone"  # the level that MindSpore's wrappers add (`amp`, `WithLossCell`); a pattern need not spell it
 
 
 def parallelize_module(module: nn.Cell, device_mesh: DeviceMesh | None = None,
@@ -65,26 +67,30 @@ def parallelize_module(module: nn.Cell, device_mesh: DeviceMesh | None = None,
     if not isinstance(parallelize_plan, Mapping):
         raise ConfigError("For 'parallelize_module', 'parallelize_plan' must be a ParallelStyle or a dict of them, but "
                           f"got {type(parallelize_plan).__name__}.")
-    cells = {name: cell for name, cell in module.cells_and_names()}
+    cells = dict(module.cells_and_names())
+    inner = {".".join(p for p in name.split(".") if p != _WRAPPED): cell for name, cell in cells.items()}
     work, wanted = [], []
     for pattern, style in parallelize_plan.items():
         if not isinstance(style, ParallelStyle):
             raise ConfigError(f"For 'parallelize_module', the plan's entry {pattern!r} must be a ParallelStyle, but got "
                               f"{type(style).__name__}.")
-        names = [name for name in cells if _match(pattern, name)]
+        among = cells if _WRAPPED in pattern.split(".") else inner
+        names = [name for name in among if _match(pattern, name)]
         if not names:
-            near = difflib.get_close_matches(pattern, cells, 2, 0.4)
+            near = difflib.get_close_matches(pattern, inner, 2, 0.4)
             raise ConfigError(f"For 'parallelize_module', the pattern {pattern!r} matches no cell.",
                               f"{type(module).__name__} of {len(cells)} cells", "Every entry of a plan names some cell.",
                               [f"did you mean {n!r}?" for n in near] or "list the paths with cells_and_names()")
-        wanted += [(cells[name], style.check(cells[name], mesh)) for name in names]
-        work.append((pattern, style, names))
+        wanted += [(among[name], style.check(among[name], mesh)) for name in names]
+        work.append((pattern, style, names, among))
     check_ties(wanted, mesh)
     deferred_init.remember(module, mesh, src_data_rank)
-    _tell(mesh, work)
-    for _, style, names in work:
+    _tell(mesh, [entry[:3] for entry in work])
+    for _, style, names, among in work:
         for name in names:
-            _apply(style, cells[name], mesh, src_data_rank)
+            _apply(style, among[name], mesh, src_data_rank)
+    if any(getattr(style, "use_local_output", False) for style in parallelize_plan.values()):
+        explain_views(module)
     return module
 
 
@@ -106,4 +112,6 @@ def _apply(style: ParallelStyle, cell: nn.Cell, mesh: DeviceMesh, src_data_rank:
 
 def _match(pattern: str, name: str) -> bool:
     levels, parts = pattern.split("."), name.split(".")
+    if not name:  # the module itself, which "*" does not mean
+        return not pattern
     return len(levels) == len(parts) and all(fnmatchcase(p, level) for p, level in zip(parts, levels))

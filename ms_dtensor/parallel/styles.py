@@ -3,11 +3,13 @@
 
 Arguments, defaults and meanings are those of `torch.distributed.tensor.parallel`. A placement argument is one
 `Placement` for a mesh of one axis, or `{"axis": Placement}`. `use_local_output=True` hands out plain local tensors,
-whose widths are a rank's own; `False` keeps DTensors with global shapes.
+whose widths are a rank's own: a model that reads its global number of heads from one fails in a view, and is told so.
+`False` keeps DTensors with global shapes.
 """
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 from mindspore import Tensor, mint, nn
 
@@ -49,13 +51,24 @@ class ParallelStyle(ABC):
     def apply(self, module: nn.Cell, device_mesh: DeviceMesh) -> nn.Cell:
         """Rewrites the cell's parameters and registers hooks; returns the cell."""
 
+    def __repr__(self):
+        return f"{type(self).__name__}({', '.join(f'{k}={v}' for k, v in vars(self).items() if k != 'src_data_rank')})"
+
 
 def _is_embedding(cell) -> bool:
-    return isinstance(cell, nn.Embedding | mint.nn.Embedding)
+    return _is_a(cell, nn.Embedding, mint.nn.Embedding)
 
 
 def _is_linear(cell) -> bool:
-    return isinstance(cell, nn.Dense | mint.nn.Linear)
+    return _is_a(cell, nn.Dense, mint.nn.Linear)
+
+
+def _is_a(cell, *kinds: Any) -> bool:
+    """`isinstance`, or of a class of the same source: `mindspore.rewrite`, behind amp's O1, imports modules once more."""
+    bases: list[Any] = [base for base in type(cell).__mro__ if "construct" in vars(base)]
+    return isinstance(cell, kinds) or any(
+        base.__name__ == kind.__name__ and base.construct.__code__.co_filename == kind.construct.__code__.co_filename
+        for base in bases for kind in kinds)
 
 
 def _refuse(style, cell) -> ConfigError:
@@ -108,10 +121,6 @@ class _Sharded(ParallelStyle):
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after)
         return module
-
-    def __repr__(self):
-        return (f"{type(self).__name__}(input_layouts={self.input_layouts}, output_layouts={self.output_layouts}, "
-                f"use_local_output={self.use_local_output})")
 
 
 def _leave(x, mesh, placement, local: bool, who: str, cell=None):
@@ -236,12 +245,16 @@ class SequenceParallel(ParallelStyle):
             module.register_forward_hook(lambda cell, inputs, output: _to_local(output, "SequenceParallel", cell))
         return module
 
-    def __repr__(self):
-        return f"SequenceParallel(sequence_dim={self.sequence_dim}, use_local_output={self.use_local_output})"
-
 
 def _tuple(value):
     return value if isinstance(value, tuple) else (value,) if value is not None else ()
+
+
+def _check_all(who: str, mesh: DeviceMesh, *placements) -> dict[str, Placement]:
+    for p in placements:
+        if p is not None:
+            by_axis(p, mesh, who)
+    return {}
 
 
 class PrepareModuleInput(ParallelStyle):
@@ -281,11 +294,8 @@ class PrepareModuleInput(ParallelStyle):
                               f"{sorted(self.desired_input_kwarg_layouts)}.")
 
     def check(self, module: nn.Cell, device_mesh: DeviceMesh) -> dict[str, Placement]:
-        for p in (*self.input_layouts, *self.desired_input_layouts, *self.input_kwarg_layouts.values(),
-                  *self.desired_input_kwarg_layouts.values()):
-            if p is not None:
-                by_axis(p, device_mesh, "PrepareModuleInput")
-        return {}
+        return _check_all("PrepareModuleInput", device_mesh, *self.input_layouts, *self.desired_input_layouts,
+                          *self.input_kwarg_layouts.values(), *self.desired_input_kwarg_layouts.values())
 
     def apply(self, module: nn.Cell, device_mesh: DeviceMesh) -> nn.Cell:
         who = "PrepareModuleInput"
@@ -309,13 +319,6 @@ class PrepareModuleInput(ParallelStyle):
             return inputs, kwargs
         module.register_forward_pre_hook(before, with_kwargs=True)
         return module
-
-    def __repr__(self):
-        return (f"PrepareModuleInput(input_layouts={self.input_layouts}, "
-                f"desired_input_layouts={self.desired_input_layouts}, "
-                f"input_kwarg_layouts={self.input_kwarg_layouts}, "
-                f"desired_input_kwarg_layouts={self.desired_input_kwarg_layouts}, "
-                f"use_local_output={self.use_local_output})")
 
 
 class PrepareModuleOutput(ParallelStyle):
@@ -347,10 +350,7 @@ class PrepareModuleOutput(ParallelStyle):
                               f"have {len(self.output_layouts)} and {len(self.desired_output_layouts)} entries.")
 
     def check(self, module: nn.Cell, device_mesh: DeviceMesh) -> dict[str, Placement]:
-        for p in (*self.output_layouts, *self.desired_output_layouts):
-            if p is not None:
-                by_axis(p, device_mesh, "PrepareModuleOutput")
-        return {}
+        return _check_all("PrepareModuleOutput", device_mesh, *self.output_layouts, *self.desired_output_layouts)
 
     def apply(self, module: nn.Cell, device_mesh: DeviceMesh) -> nn.Cell:
         who = "PrepareModuleOutput"
@@ -369,10 +369,6 @@ class PrepareModuleOutput(ParallelStyle):
             return type(outputs)(done) if isinstance(outputs, tuple | list) else done[0]
         module.register_forward_hook(after)
         return module
-
-    def __repr__(self):
-        return (f"PrepareModuleOutput(output_layouts={self.output_layouts}, "
-                f"desired_output_layouts={self.desired_output_layouts}, use_local_output={self.use_local_output})")
 
 
 class PrepareModuleInputOutput(ParallelStyle):

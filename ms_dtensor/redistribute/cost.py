@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from math import prod
 from pathlib import Path
 
+from ..core.layout import Layout
 from ..errors import ConfigError
 
 ITEMSIZE = {"bool": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16,
@@ -61,6 +62,11 @@ def sent_bytes(kind: str, ranks: int, before: int, after: int) -> float:
 def nbytes(shape, dtype: str) -> int:
     """Bytes of a dense tensor."""
     return prod(shape) * ITEMSIZE.get(dtype, 4)
+
+
+def shard_bytes(layout: Layout) -> int:
+    """Bytes of the largest shard, the one at coordinate zero."""
+    return nbytes(layout.local_shape((0,) * layout.mesh.ndim), layout.dtype)
 
 
 DEFAULT = CostModel()

@@ -82,7 +82,7 @@ def _all_to_all(move: Move, x, **how):
 
 
 def _cut(move: Move, x):
-    return slice_local(x, relative(move.dst.local_box(), move.src.local_box()))
+    return slice_local(x, relative(move.dst.local_box(), move.src.local_box()), copy=True)
 
 
 def _exchange(move: Move, x):
@@ -114,14 +114,17 @@ _EXECUTORS: dict[str, Callable] = {"all_gather": _all_gather, "all_reduce": _all
                                    "reduce_scatter": _reduce_scatter, "all_to_all": _all_to_all}
 
 
-def slice_local(x, slices):
-    """`x[slices]` as contiguous memory of its own, unless that is all of `x`."""
+def slice_local(x, slices, copy: bool = False):
+    """`x[slices]` as contiguous memory of its own, unless that is all of `x`.
+
+    `copy`: even then. A dim of size 1 is one rank's whole shard, and a write into it must not reach that rank's replica.
+    """
     part = [(d, s) for d, s in enumerate(slices) if s.start != 0 or s.stop != x.shape[d]]
-    if part and on_cpu():  # in a node, MindSpore 2.10 forgets the history of a view when it differentiates again
+    if (part or copy) and on_cpu():  # in a node, MindSpore 2.10 forgets the history of a view when it differentiates again
         return Tensor.from_numpy(np.array(x.asnumpy()[tuple(slices)], order="C"))
     for d, s in part:
         x = ms.mint.narrow(x, d, s.start, s.stop - s.start)
-    return x.contiguous()
+    return x.clone() if copy and not part else x.contiguous()
 
 
 @dataclass(slots=True)
@@ -168,14 +171,14 @@ class Redistribute(_Function):
         src, dst, cotangent, wanted, context = ctx.move
         extremum = getattr(ctx, "extremum", None)
         # Backends that run asynchronously call this on a thread of their own, without the user's contextvars.
-        context = context.copy()
         with NoFallbackGuard():
-            grad = context.run(_backward, grad, src, dst, cotangent, wanted)
+            if cotangent is not wanted or recording():
+                grad = context.copy().run(_backward, grad, src, dst, cotangent, wanted)
             scale = _average(src, dst) if src.partial_axes else 1
             if scale != 1:
                 grad = grad * scale
             if extremum is not None:
-                grad = grad * context.run(_winners_share, *extremum)
+                grad = grad * context.copy().run(_winners_share, *extremum)
         return grad, None
 
 

@@ -24,7 +24,7 @@ from typing import Any
 from ..core.layout import Layout
 from ..core.placements import REPLICATE, Partial, Placement, Shard
 from ..errors import RedistributeError
-from .cost import CostModel, costs, nbytes, sent_bytes
+from .cost import CostModel, costs, nbytes, sent_bytes, shard_bytes
 from .search import Search, State, Step, moved_axes
 
 
@@ -47,7 +47,7 @@ class Move:
 
     def bytes(self) -> float:
         """Bytes the largest shard's rank sends."""
-        return sent_bytes(self.kind, self.ranks, _layout_bytes(self.src), _layout_bytes(self.dst))
+        return sent_bytes(self.kind, self.ranks, shard_bytes(self.src), shard_bytes(self.dst))
 
     def __repr__(self):
         names = "*".join(self.src.mesh.mesh_dim_names[a] for a in self.axes) or "all"
@@ -123,7 +123,7 @@ def cost(moves: tuple[Move, ...], model: CostModel | None = None) -> float:
         return 0.0
     model = model or costs(moves[0].src.mesh.device_type)
     messages = exchange_messages(moves[0].src, moves[-1].dst)
-    return sum(model.seconds(m.kind, m.ranks, _layout_bytes(m.src), _layout_bytes(m.dst), messages) for m in moves)
+    return sum(model.seconds(m.kind, m.ranks, shard_bytes(m.src), shard_bytes(m.dst), messages) for m in moves)
 
 
 def exchange_messages(src: Layout, dst: Layout) -> int:
@@ -176,7 +176,3 @@ def _layout(like: Layout, state: State) -> Layout:
     for a, op in partial:
         placed[a] = Partial(op)
     return like.with_placements(placed, [a for axes in dims for a in axes])
-
-
-def _layout_bytes(layout: Layout) -> int:
-    return nbytes(layout.local_shape((0,) * layout.mesh.ndim), layout.dtype)

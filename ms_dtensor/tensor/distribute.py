@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from mindspore import Parameter, Tensor, nn
+from mindspore import Parameter, ParameterTuple, Tensor, nn
 from mindspore._c_expression import NoFallbackGuard
 
 from .. import comm
@@ -20,7 +20,7 @@ from ..core.mesh import _DEVICE_TYPES, DeviceMesh, resolve_mesh
 from ..dispatch import patches
 from ..dispatch.operands import dtype_name, local_alias, recording, wrap
 from ..dispatch.patches import jit
-from ..dispatch.patches.hooks import given_hooks
+from ..dispatch.patches.hooks import move_hooks
 from ..dispatch.replaced import PLACE, current, remember
 from ..errors import LayoutError, MeshError
 from ..redistribute.boxes import relative
@@ -236,8 +236,7 @@ def like_parameter(data, param: Parameter) -> Parameter:
         if key not in out.__dict__ and key not in _OWN_STATE:
             out.__dict__[key] = value
     out.param_info = param.param_info
-    for hook in given_hooks(param):
-        out.register_hook(hook)
+    move_hooks(param, out)
     remember(param, out)
     return out
 
@@ -249,6 +248,9 @@ def set_parameter(cell: nn.Cell, key: str, param: Parameter) -> None:
     cell._params[key] = param
     if key in cell.__dict__:
         cell.__dict__[key] = param
+    for name, held in cell.__dict__.items():  # as `nn.RNN` keeps its weights
+        if isinstance(held, ParameterTuple) and any(current(p) is not p for p in held):
+            cell.__dict__[name] = ParameterTuple([current(p) for p in held])
 
 
 def _three_arguments(fn, what: str, module, mesh):

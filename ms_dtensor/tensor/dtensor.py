@@ -8,7 +8,6 @@ no local number ever passes for the global one. Read next: `dispatch/dispatcher.
 """
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import mindspore as ms
@@ -16,31 +15,26 @@ from mindspore import Parameter, Tensor
 from mindspore._c_expression import NoFallbackGuard
 
 from .. import comm
-from ..core.layout import Layout, known_layout
+from ..core.layout import Layout, known_layout, layout_strides
 from ..core.mesh import DeviceMesh, resolve_mesh
-from ..dispatch import classes, modes, patches, policy, views
+from ..dispatch import classes, inplace, modes, patches, policy
 from ..dispatch.dispatcher import call, dispatch, plain_tree
 from ..dispatch.memo import Memo
 from ..dispatch.operands import as_local, dtype_name, local_alias, make, recording, redistribute, wrap
-from ..dispatch.patches import hooks, jit
+from ..dispatch.patches import hooks
 from ..errors import LayoutError, OpRuleError, RedistributeError
 from ..redistribute.execute import run
 from ..redistribute.plan import check_reachable, plan
 from . import replicas, state
 from .async_tensor import AsyncData
+from .augmented import augmented_assignment
 from .indexing import get_item, set_item
+from .measures import Measures
+from .numpy_calls import called_by_numpy
 
 
-class _Size(int):
-    """MindSpore's `size` is a number, PyTorch's a method; this is both."""
-
-    shape: tuple[int, ...]
-
-    def __call__(self, dim: int | None = None):
-        return self.shape if dim is None else self.shape[dim]
-
-
-class DTensor(Tensor):
+@augmented_assignment
+class DTensor(Measures, Tensor):
     """A distributed tensor; meanings follow `torch.distributed.tensor.DTensor`.
 
     Args:
@@ -60,7 +54,7 @@ class DTensor(Tensor):
 
     _layout: Layout = None  # type: ignore[assignment]  # until __new__ or `wrap` has set it
     _memo: Memo | None = None
-    __array_ufunc__ = None  # or NumPy would swallow `np.float32(2) * x` and return one rank's array
+    __array_ufunc__ = called_by_numpy
 
     def __new__(cls, local, device_mesh=None, placements=None, *args, **kwargs):
         if isinstance(local, DTensor) and device_mesh is None:  # the path of Parameter(dtensor)
@@ -81,7 +75,7 @@ class DTensor(Tensor):
 
     __fallback__ = dispatch
     register_hook = hooks.register_hook
-    __parameter__ = jit.PARAMETER
+    set_ = inplace.set_
 
     @staticmethod
     def _run_own_op(op, arguments):
@@ -123,33 +117,6 @@ class DTensor(Tensor):
         return len(self.shape)
 
     @property
-    def size(self) -> _Size:
-        """`x.size(dim)` as in PyTorch, the global shape or one extent; as a number, MindSpore's element count."""
-        out = _Size(math.prod(self.shape))
-        out.shape = self.shape
-        return out
-
-    def numel(self) -> int:
-        """Number of elements of the global tensor."""
-        return math.prod(self.shape)
-
-    def stride(self, dim: int | None = None):
-        """Strides, in elements, of the global tensor; MindSpore's `strides` are the same in bytes. A view is refused."""
-        views.refuse_view(self, "stride", "x.clone().stride(), of a contiguous copy", "x.view(shape), legal for any shape")
-        out = layout_strides(self.shape)
-        return out if dim is None else out[dim]
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """Strides, in bytes, of the global tensor."""
-        return tuple(s * self.itemsize for s in self.stride())
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the global tensor."""
-        return math.prod(self.shape) * self.itemsize
-
-    @property
     def data(self) -> DTensor:
         """Itself."""
         return self
@@ -185,8 +152,9 @@ class DTensor(Tensor):
             stride: for PyTorch's sake: that of a contiguous tensor of `shape`, or None.
 
         Raises:
-            LayoutError: the local shape is not the shard of `shape`, or, with `run_check`, ranks disagree; inside
-                `debug.checks()` also if replicas differ.
+            LayoutError: the local shape is not the shard of `shape`: on the rank that has it, while the others go on, and
+                wait for it in their next communication until it ends (`PeerLost`). With `run_check`, or inside
+                `debug.checks()`, where replicas are compared, too, all ranks raise the same.
 
         Example:
             >>> import mindspore as ms, ms_dtensor as md
@@ -201,10 +169,15 @@ class DTensor(Tensor):
             if not isinstance(local, Tensor):
                 raise LayoutError(f"For 'from_local', 'local' must be a Tensor, but got {type(local).__name__}.")
         mesh = resolve_mesh(device_mesh, "from_local")
+        checks = modes.mode.get().check_rules
         if shape is None:
+            if run_check or checks:  # before this rank's own shape can be found to fit no placement
+                replicas.compare_shards("from_local", ["the local tensor"], [local], mesh, None)
             layout = known_layout(mesh, placements, tuple(local._shape), dtype_name(local.dtype), even=True)
         else:
             layout = Layout(mesh, placements, shape, dtype_name(local.dtype))
+            if run_check or checks:
+                replicas.compare_shards("from_local", ["the local tensor"], [local], mesh, [layout])
         if stride is not None and tuple(stride) != layout_strides(layout.shape):
             raise LayoutError(f"For 'from_local', 'stride' is {tuple(stride)}.", layout.describe(),
                               f"A contiguous tensor of it has {layout_strides(layout.shape)}; others do not exist here.",
@@ -212,12 +185,12 @@ class DTensor(Tensor):
         if mesh.get_coordinate() is None:
             local = ms.ops.zeros((0,) * len(layout.shape), local.dtype)
         elif run_check:
-            local = replicas.made_alike(local, layout, given=shape is not None)
+            local = replicas.made_alike(local, layout)
         elif shape is not None and layout.local_shape() != tuple(local._shape):
             raise LayoutError(f"For 'from_local', a local tensor of shape {list(local._shape)} is not this rank's shard.",
                               layout.describe(), f"Its shard there is {list(layout.local_shape())}: chunks of "
                               "ceil(n / axis size) rows.", "pass the global shape that belongs to these shards")
-        if modes.mode.get().check_rules and not run_check:
+        if checks and not run_check:
             replicas.compare_replicas("from_local", ["the local tensor"], [local], [layout])
         patches.install()
         if isinstance(local, Parameter):
@@ -281,17 +254,21 @@ class DTensor(Tensor):
         if self.numel() != 1:
             raise OpRuleError(f"For 'item', a tensor of {self.numel()} elements is no scalar.", self._layout.describe(),
                               "A Python number is one element.", "reduce it first, e.g. x.sum().item()")
+        return self._whole_array("item").reshape(()).item()
+
+    def _whole_array(self, who: str, fixes: Sequence[str] = ()):
+        """The global array, implicitly: a communication that the redistribution policy is asked for in `who`'s name."""
         layout = self._layout
         if layout.mesh.get_coordinate() is None:
-            raise OpRuleError("For 'item', this rank is not part of the mesh.", layout.describe(),
+            raise OpRuleError(f"For '{who}', this rank is not part of the mesh.", layout.describe(),
                               "Nothing is sent to ranks outside a mesh.", "ask on the mesh's ranks only")
         whole = local_alias(self)
         if not layout.is_replicated():
-            policy.check_move("item", layout, layout.replicated(), "the value",
-                              ("x.full_tensor().item()", "x.reduce_partial().item(), of a Partial"))
+            policy.check_move(who, layout, layout.replicated(), "the value",
+                              fixes or (f"x.full_tensor().{who}()", f"x.reduce_partial().{who}(), of a Partial"))
             with comm.annotate(implicit=True, src=repr(layout), dst=repr(layout.replicated())):
                 whole = run(plan(layout, layout.replicated()), whole)
-        return whole.asnumpy().reshape(()).item()
+        return whole.asnumpy()
 
     def __float__(self):
         return float(self.item())
@@ -309,12 +286,14 @@ class DTensor(Tensor):
         return complex(self.item())
 
     def asnumpy(self):
-        """The global array of a replicated tensor (a view of its storage).
+        """The global array of a replicated tensor (a view of its storage), or of a 0-d one, whose value is `item()`.
 
         Raises:
-            OpRuleError: the tensor is not replicated; nothing is gathered behind the caller's back.
+            OpRuleError: neither; nothing is gathered behind the caller's back.
         """
         if not self._layout.is_replicated():
+            if not self.shape:
+                return self._whole_array("asnumpy")
             raise OpRuleError("For 'asnumpy', this rank does not hold the whole tensor.", self._layout.describe(),
                               "Only a replicated tensor is an array already.",
                               ("x.full_tensor().asnumpy() for the global array", "x.to_local().asnumpy() for the shard"))
@@ -386,17 +365,15 @@ class DTensor(Tensor):
         return wrap(local_alias(self), self._layout)
 
     def __deepcopy__(self, memo):
-        return self._rebuilt(local_alias(self).asnumpy().copy())
+        return _unpickle(local_alias(self).asnumpy().copy(), *self._facts())
 
     def __reduce_ex__(self, protocol):
-        name = self.name if isinstance(self, Parameter) else None
-        grad = self.requires_grad if isinstance(self, Parameter) else None
-        return _unpickle, (local_alias(self).asnumpy(), self._layout, name, grad)
+        return _unpickle, (local_alias(self).asnumpy(), *self._facts())
 
-    def _rebuilt(self, array):
+    def _facts(self):
         if isinstance(self, Parameter):
-            return _unpickle(array, self._layout, self.name, self.requires_grad)
-        return _unpickle(array, self._layout, None, None)
+            return self._layout, self.name, self.requires_grad, self.__dict__.get("fused")
+        return self._layout, None, None
 
 
 class DTensorParameter(Parameter, DTensor):
@@ -425,7 +402,7 @@ class DTensorParameter(Parameter, DTensor):
         array = local_alias(self).asnumpy().copy()
         if value != "same":
             array.fill(value)
-        return Parameter(wrap(Tensor(array), self._layout), name=self.name, requires_grad=self.requires_grad)
+        return _unpickle(array, *self._facts())
 
     def set_data(self, data, slice_shape=False) -> Parameter:
         """Takes over values, and keeps the layout.
@@ -437,17 +414,23 @@ class DTensorParameter(Parameter, DTensor):
         Raises:
             LayoutError: another shape; a plain global tensor would replace the shard by the whole.
         """
+        return Parameter.set_data(self, self._own_shard("set_data", data), slice_shape)
+
+    def assign_value(self, value) -> Parameter:
+        """As `set_data`, without its conversions."""
+        return Tensor.assign_value(self, local_alias(self._own_shard("assign_value", value)))
+
+    def _own_shard(self, who: str, data):
         own = self._layout
         if isinstance(data, DTensor) and data.shape == own.shape:
             target = Layout(own.mesh, own.placements, own.shape, data._layout.dtype, own.order)
-            data = redistribute(data, target, implicit="set_data")
-        elif isinstance(data, DTensor) or tuple(data.shape) != own.local_shape():
-            raise LayoutError(f"For 'set_data', the data has shape {list(data.shape)}.", own.describe(),
+            return redistribute(data, target, implicit=who)
+        if isinstance(data, DTensor) or tuple(data.shape) != own.local_shape():
+            raise LayoutError(f"For '{who}', the data has shape {list(data.shape)}.", own.describe(),
                               "It must be a DTensor of the global shape, or this rank's shard.",
                               "distribute_tensor(data, p.device_mesh, p.placements)")
-        return Parameter.set_data(self, data, slice_shape)
+        return data
 
-    __parameter__ = jit.PARAMETER
     register_hook = DTensor.register_hook
     __repr__ = DTensor.__repr__
     __str__ = DTensor.__repr__
@@ -466,15 +449,14 @@ classes.bind(DTensor, DTensorParameter, AsyncDTensor)
 Parameter._base_type["Parameter" + DTensor.__name__] = DTensorParameter
 
 
-def _unpickle(array, layout, name, requires_grad):
+def _unpickle(array, layout, name, requires_grad, fused=None):
     patches.install()
     out = wrap(Tensor(array), layout)
-    return out if name is None else Parameter(out, name=name, requires_grad=requires_grad)
-
-
-def layout_strides(shape) -> tuple[int, ...]:
-    """Strides, in elements, of a contiguous tensor."""
-    return tuple(math.prod(shape[d + 1:]) for d in range(len(shape)))
+    if name is not None:
+        out = Parameter(out, name=name, requires_grad=requires_grad)
+        if fused is not None:  # the order of its rows (`parallel/fused.py`)
+            out.__dict__["fused"] = fused
+    return out
 
 
 __all__ = ["DTensor", "DTensorParameter", "RedistributeError"]

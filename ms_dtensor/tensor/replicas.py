@@ -18,7 +18,7 @@ from mindspore._c_expression import NoFallbackGuard
 
 from .. import comm
 from ..core.layout import Layout
-from ..core.mesh import coordinates
+from ..core.mesh import DeviceMesh, coordinates
 from ..dispatch.operands import dtype_name, local_alias, recording
 from ..errors import LayoutError
 from ..redistribute.execute import redistribute_local
@@ -80,30 +80,48 @@ def _distance(x, group) -> float:
     return float(off.max(initial=0) / max(np.abs(whole[np.isfinite(whole)]).max(initial=0), 1e-30))
 
 
-def made_alike(local, layout: Layout, given: bool):
+def compare_shards(who: str, what: Sequence[str], tensors: Sequence, mesh: DeviceMesh,
+                   layouts: Sequence[Layout] | None) -> None:
+    """Raises, on all ranks of the mesh alike, if a tensor is on some rank not the shard that its layout says.
+
+    Args:
+        who: what was called.
+        what: names of the tensors in messages.
+        tensors: local tensors.
+        mesh: the mesh.
+        layouts: their layouts, the same on all ranks; None: all shards are alike.
+
+    Raises:
+        LayoutError: they do not make one tensor each.
+    """
+    if mesh.get_coordinate() is None:
+        return
+    with comm.annotate(src=f"{who} shapes", dst="a check"):
+        everyone = mesh.get_group().all_gather_object([
+            (tuple(t._shape), dtype_name(t.dtype), None if layouts is None else layouts[i].local_shape())
+            for i, t in enumerate(tensors)])
+    for i, name in enumerate(what):
+        wrong = []
+        for told, rank in zip(everyone, mesh.rank_list):
+            first, dtype, _ = everyone[0][i]  # of all ranks the same one, so that they all say the same
+            shape = first if layouts is None else told[i][2]
+            if told[i][:2] != (shape, dtype):
+                wrong.append(f"rank {rank} holds {told[i][1]}{list(told[i][0])}, expected {dtype}{list(shape)}")
+        if wrong:
+            raise LayoutError(f"For '{who}', the ranks' shards of {name} do not make one tensor.",
+                              "\n".join([f"mesh({mesh.describe()})"] + ([] if layouts is None else [
+                                  f"{list(layouts[i].shape)} as {list(layouts[i].placements)}"]) + wrong),
+                              "Without a global shape all shards must be alike; with it each must be its chunk.",
+                              "pass the global shape that belongs to these shards")
+
+
+def made_alike(local, layout: Layout):
     """`local` after `run_check`: still connected, with the values of coordinate 0 on axes that replicate."""
-    checked = _check_across_ranks(local_alias(local), layout, given)
+    checked = local_alias(local)
+    for axis, p in enumerate(layout.placements):
+        if p.is_replicate():
+            group = layout.mesh.get_group(axis)
+            checked = group.broadcast(checked, group.ranks[0])
     if recording() and any(p.is_replicate() for p in layout.placements):
         return redistribute_local(local, layout, layout, layout.gradient(), layout.gradient(), data=checked)
     return checked if any(p.is_replicate() for p in layout.placements) else local
-
-
-def _check_across_ranks(local, layout: Layout, given: bool):
-    mesh = layout.mesh
-    group = mesh.get_group()
-    everyone = group.all_gather_object((tuple(local._shape), dtype_name(local.dtype)))
-    wrong = []
-    for (shape, dtype), rank in zip(everyone, mesh.rank_list):
-        expected = layout.local_shape(mesh.coordinate_of(rank)) if given else everyone[0][0]
-        if shape != tuple(expected) or dtype != everyone[0][1]:
-            wrong.append(f"rank {rank} holds {dtype}{list(shape)}, expected {everyone[0][1]}{list(expected)}")
-    if wrong:
-        raise LayoutError("For 'from_local', the ranks' local tensors do not make one tensor.",
-                          f"{list(layout.placements)} on mesh({mesh.describe()})\n" + "\n".join(wrong),
-                          "Without 'shape' all shards must be alike; with it each must be its chunk.",
-                          "pass shape=, the global shape, for uneven shards")
-    for axis, p in enumerate(layout.placements):
-        if p.is_replicate():
-            group = mesh.get_group(axis)
-            local = group.broadcast(local, group.ranks[0])
-    return local

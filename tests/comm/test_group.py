@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import pathlib
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from ms_dtensor import comm
+from ms_dtensor.comm.group import Group
 from ms_dtensor.errors import CommError, ConfigError
 
 HERE = pathlib.Path(__file__).parent
@@ -198,7 +200,7 @@ def test_a_registered_backend_serves_cpu_and_the_log_says_so(cpu, launched, capl
     comm.set_cpu_backend("counting")
     with caplog.at_level("INFO", "ms_dtensor"):
         started = world._start("CPU")
-    assert (started.rank, started.size, type(started.backend)) == (1, 2, Counting)
+    assert (started.rank, started.size, isinstance(started.backend, Counting)) == (1, 2, True)
     assert caplog.messages == ["rank 1 of 2 started on CPU with Counting"]
     launched.setenv("MS_ROLE", "MS_SCHED")
     with pytest.raises(SystemExit):
@@ -351,3 +353,41 @@ def test_documented_api_is_there(cpu, module):
         target = inspect.unwrap(getattr(target, "__wrapped__", target))
         parameters = inspect.signature(target).parameters
         assert set(kwargs) <= set(parameters), (name, parameters)
+
+
+def test_a_backend_from_elsewhere_serves_its_owner_only():
+    from ms_dtensor.comm import registry
+    from ms_dtensor.comm.fake import FakeBackend
+
+    class Mine(FakeBackend):
+        pass
+
+    def told(call):
+        try:
+            call()
+        except CommError as e:
+            return str(e)
+        return ""
+    comm.register_backend("mine", Mine)
+    try:
+        backend = registry.load("mine")(2, 0)
+        assert isinstance(backend, Mine) and registry.load("mine") is type(backend)
+        assert not issubclass(registry.load("shm"), registry.Owned)
+    finally:
+        del registry._classes["mine"]
+    group, others = Group(backend, (0, 1)), []
+    group.barrier()
+    thread = threading.Thread(target=lambda: others.append(told(group.barrier)), name="other")
+    thread.start()
+    thread.join()
+    assert others[0].startswith("For 'barrier', another thread communicates for this rank."), others
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.write(write, told(lambda: group.all_gather_object(1)).encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as f:
+        assert f.read().startswith("For 'all_gather_object', this process is a forked child of the rank's.")
+    os.waitpid(pid, 0)
+    group.barrier()

@@ -109,7 +109,7 @@ MORE = {
     "EmbeddingLookup": [((X, np.array([[1, 4], [2, 9]], I32), 1),
                          lambda x, i, o: np.where(((i >= 1) & (i < 5))[..., None], x[np.clip(i - 1, 0, 3)], 0))],
     "ReverseV2": [((X, (0, 1)), np.flip), ((X, (-1,)), np.flip)],
-    **dict.fromkeys(("SplitTensor", "SplitTensorView"), [
+    **dict.fromkeys(("SplitTensor", "SplitTensorView", "DeprecatedSplit"), [
         ((X, 2, 1), lambda x, n, d: (x[:, :2], x[:, 2:4], x[:, 4:])), ((X, 3), lambda x, n: (x[:3], x[3:]))]),
     **dict.fromkeys(("SplitWithSize", "SplitWithSizeView"), [((X, (1, 4), -1), lambda x, n, d: (x[:, :1], x[:, 1:]))]),
     **dict.fromkeys(("Any", "AnyExt"), [((X * 0 + 3 * (X > 0.6),), np.any), ((X * 0,), np.any)]),

@@ -6,11 +6,17 @@ Everything, with all arguments and meshes of two axes, runs in `scripts/verify_r
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from mindspore import mint, ops
 
-from ms_dtensor.debug.verify import Report
+from ms_dtensor.debug.verify import Report, check_rule
+from ms_dtensor.ops.local import LOCAL_OPS
+from ms_dtensor.ops.rules import RULES, LocalCall
+from ms_dtensor.ops.rules.pointwise import pointwise
 from tests.coverage.run import refuses, verify_form
 
 FAMILIES = sorted(path.stem for path in Path(__file__).parent.glob("forms_*.py"))
@@ -30,3 +36,16 @@ def test_cases_are_right(cpu, form):
 @pytest.mark.parametrize("form", REFUSED)
 def test_refused(cpu, form):
     assert refuses(form) == []
+
+
+def test_gradients_of_averages_are_compared(cpu, monkeypatch):
+    monkeypatch.setitem(LOCAL_OPS, "detached", lambda x: mint.neg(ops.stop_gradient(x)))
+
+    def rule(call):
+        spec = pointwise(call)
+        average = tuple(c for c in spec.cases if c.ins[0].is_partial("avg"))
+        return replace(spec, cases=average, local=lambda at: LocalCall("detached", call.operands) if at.ins[0].partial_axes
+                       else None)
+    monkeypatch.setitem(RULES, "neg", rule)
+    report = check_rule(mint.neg, np.random.default_rng(0).normal(size=(4, 2)).astype("f"), axes=((2,),), alike=False)
+    assert report.wrong and "gradient of operand 0" in report.wrong[0]

@@ -198,12 +198,10 @@ IN_PLACE = {
     "tanh_": (lambda x, y: x.tanh_(), lambda a, b: np.tanh(a)),
     "sigmoid_": (lambda x, y: x.sigmoid_(), lambda a, b: 1 / (1 + np.exp(-a))),
     "floor_": (lambda x, y: x.floor_(), lambda a, b: np.floor(a)),
-    "+=": (lambda x, y: x.__iadd__(y), lambda a, b: a + b),
-    "-=": (lambda x, y: x.__isub__(1.5), lambda a, b: a - np.float32(1.5)),
-    "*=": (lambda x, y: x.__imul__(y), lambda a, b: a * b),
-    "/=": (lambda x, y: x.__itruediv__(2), lambda a, b: a / 2),
-    "//=": (lambda x, y: x.__ifloordiv__(2), lambda a, b: a // 2),
-    "%=": (lambda x, y: x.__imod__(2), lambda a, b: a % 2),
+    "sub_(number)": (lambda x, y: x.sub_(1.5), lambda a, b: a - np.float32(1.5)),
+    "div_(number)": (lambda x, y: x.div_(2), lambda a, b: a / 2),
+    "floor_divide_": (lambda x, y: x.floor_divide_(2), lambda a, b: a // 2),
+    "remainder_": (lambda x, y: x.remainder_(2), lambda a, b: a % 2),
     "F.relu_": (lambda x, y: mint.nn.functional.relu_(x), lambda a, b: a.clip(0)),
 }
 
@@ -228,7 +226,7 @@ def in_place_ops_write(world):
 def in_place_on_parameters(world):
     w = Parameter(placed(A, mesh_1d(), [S(0)]), name="w")
     same = w
-    w += placed(B, mesh_1d(), [S(1)])
+    w.add_(placed(B, mesh_1d(), [S(1)]))
     w.mul_(2)
     w[0] = 1.0
     want = (A + B) * 2

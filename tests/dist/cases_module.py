@@ -2,6 +2,7 @@
 """Real ranks: whole cells become distributed: once, with all that parameters carry, deferred ones with eager values."""
 from __future__ import annotations
 
+import itertools
 import warnings
 
 import mindspore as ms
@@ -247,10 +248,11 @@ def a_parameters_data_is_replaced_in_its_own_layout(world):
         p.set_data(distribute_tensor(data(1, 8, 3), mesh, [S(0)]))
         assert p.set_data(source) is p and p.placements == (S(0),) and p.local_shape == (2, 3) and tuple(p._shape) == (2, 3)
         equal(p, data(2, 8, 3))
-    for wrong in (data(2, 8, 3), distribute_tensor(data(2, 4, 3), mesh)):  # a whole plain tensor would pass for the shard
+    wrong = data(2, 8, 3), distribute_tensor(data(2, 4, 3), mesh)  # a whole plain tensor would pass for the shard
+    for write, value in itertools.product((p.set_data, p.assign_value), wrong):
         with counted() as count:
             try:
-                p.set_data(wrong)
+                write(value)
             except LayoutError as e:
                 text = str(e)
             else:
@@ -294,6 +296,30 @@ def a_replaced_parameters_gradient_is_not_left_to_the_old_ones_bucket(world):
 
 
 # -- what a checkpoint planner asks --------------------------------------------------------------------------------------
+class Table(nn.Cell):
+    """One weight that goes straight into an op of which this library runs its own form."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.weight, self.read = Parameter(data(61, 10, 6), name="weight"), read
+
+    def construct(self, ids):
+        return self.read(self.weight, ids)
+
+
+@case(world_size=4)
+def a_bucketed_weight_keeps_its_partial_gradient_through_ops_of_our_own(world):
+    ids = Tensor(np.random.default_rng(62).integers(0, 10, (8, 5)).astype(np.int32))
+    reads = {"gather": lambda w, i: ops.gather(w, i, 0), "index": lambda w, i: w[i],
+             "one_hot": lambda w, i: mint.matmul(ops.one_hot(i, 10).astype(ms.float32), w)}
+    for name, read in reads.items():
+        plain, net = Table(read), replicate(Table(read), mesh=mesh_2d()["dp"])
+        want = ms.grad(lambda i: (plain(i) ** 2).sum(), None, plain.trainable_params())(ids)
+        got = ms.grad(lambda i: (net(i) ** 2).sum(), None, net.trainable_params())(
+            distribute_tensor(ids, mesh_2d()["dp"], [S(0)]))
+        equal(got[0] if isinstance(got, tuple) else got, want[0] if isinstance(want, tuple) else want, name)
+
+
 @case(world_size=4)
 def chunks_tile_the_tensor_and_each_has_one_owner(world):
     from ms_dtensor import DeviceMesh, comm

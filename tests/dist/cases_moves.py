@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-from mindspore import Tensor
+from mindspore import Tensor, mint, ops
 
 from ms_dtensor import (
     DeviceMesh,
@@ -132,3 +132,37 @@ def a_mesh_is_made_from_groups_one_per_axis(world):
         raise AssertionError("ranks instead of groups, and no mesh")
     except MeshError as e:
         assert "'mesh'" in str(e)
+
+
+@case(world_size=4)
+def a_cut_shares_nothing_with_the_replica(world):
+    mesh = mesh_2d()
+    for shape in ((1,), (1, 3), (3, 1), (4, 3)):
+        for src, dst in itertools.product(itertools.product((R, S(0)), repeat=2), itertools.product((R, S(0)), repeat=2)):
+            x = distribute_tensor(data(3, *shape), mesh, src, src_data_rank=None)
+            if (y := x.redistribute(placements=dst)) is not x:
+                y[:] = 9.0
+                equal(x, data(3, *shape), f"{shape} {src} -> {dst}")
+
+
+@case(world_size=4)
+def strided_indices_of_nothing_have_gradients(world):
+    mesh, index = mesh_1d(), (slice(None), slice(0, 3, 2))
+    none = (slice(1, 1, 2),)
+    for shape, at in (((0, 3), index), ((3, 4), none), ((0, 3), none), ((3, 0), (slice(0, 3, 2),))):
+        for placement in (R, S(0), S(1)):
+            x = distribute_tensor(data(4, *shape), mesh, [placement], src_data_rank=None)
+            value, grad = value_and_grad(lambda t, at=at: (t[at] * t[at]).sum() + (t * t).sum())(x)
+            equal(grad, 2 * data(4, *shape).asnumpy(), f"{shape} {at}")
+            equal(x[at], data(4, *shape).asnumpy()[at], f"{shape} {at}")
+
+
+@case(world_size=4)
+def cumulative_sums_of_nothing_end_no_process(world):
+    mesh = mesh_1d()
+    for shape, d in itertools.product(((1, 0), (0, 1), (3, 0)), (0, 1)):
+        for placement, fn in itertools.product((R, S(0), S(1)), (Tensor.cumsum, mint.cumsum, ops.cumsum)):
+            x = distribute_tensor(data(5, *shape), mesh, [placement], src_data_rank=None)
+            value, grad = value_and_grad(lambda t, fn=fn, d=d: fn(t, d).sum() + (t * t).sum())(x)
+            equal(value, np.zeros(()), f"{shape} {d} {fn}")
+            assert grad.shape == shape and fn(x, d).shape == shape, (grad, shape)

@@ -11,7 +11,7 @@ from ms_dtensor import Replicate, Shard, distribute_tensor
 from ms_dtensor.tensor.distribute import distribute_parameter
 from ms_dtensor.optim import AdamW, clip_grad_norm_
 from tests.cases import case
-from tests.dist.support import array, counted, equal, mesh_2d
+from tests.dist.support import array, counted, data, equal, mesh_2d
 
 R, S = Replicate(), Shard
 SHAPES = ((6, 5), (5,), (5, 3))
@@ -81,6 +81,37 @@ def optimizers_step_with_local_gradients(world):
 def optimizers_step_with_dtensor_gradients(world):
     for name, build in OPTIMIZERS.items():
         _check(name, build, md.value_and_grad)
+
+
+EMPTY = {
+    "nn.Adagrad": lambda ps: nn.Adagrad(ps, learning_rate=0.1, weight_decay=0.1),
+    "nn.AdamOffload": lambda ps: nn.AdamOffload(ps, learning_rate=0.05),
+    "nn.Adadelta": lambda ps: nn.Adadelta(ps, learning_rate=1.0, epsilon=1e-2),
+    "nn.FTRL": lambda ps: nn.FTRL(ps, learning_rate=0.1),
+    "experimental RMSprop": lambda ps: ms.experimental.optim.RMSprop(ps, lr=0.05),
+}
+
+
+@case(world_size=4, timeout=240)
+def optimizers_step_where_a_shard_is_empty(world):
+    mesh, start = mesh_2d(), [data(30, 1, 5), data(31, 3, 4)]
+    layouts = [S(0), R], [S(0), S(0)]  # dp=1 has nothing of the first, one rank nothing of the second
+
+    def train(params, build, lay):
+        optimizer = build(params)
+        for step in range(STEPS):
+            optimizer(tuple(lay(data(40 + 2 * step + i, *t.shape), i) for i, t in enumerate(start)))
+        return params
+    for name, build in EMPTY.items():
+        want = train([Parameter(t.copy(), name=f"p{i}") for i, t in enumerate(start)], build, lambda t, i: t)
+        params = [distribute_parameter(Parameter(t, name=f"p{i}"), mesh, layouts[i]) for i, t in enumerate(start)]
+        with counted() as count:
+            got = train(params, build, lambda t, i: distribute_tensor(t, mesh, layouts[i], src_data_rank=None))
+        assert not count, (name, count)
+        for g, w, t in zip(got, want, start):
+            assert g.local_shape == g.layout.local_shape(), (name, g)
+            equal(g, w, name, rtol=1e-4)
+            assert np.abs(array(w) - array(t)).max() > 1e-3, f"{name} did not move"
 
 
 @case(world_size=4)

@@ -1,30 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of docs/mindspore_surface.md, taken anew: every cell as its row says, and the page is today's."""
+"""A slice of the table of docs/mindspore_surface.md: every row in one column, and the page says what the rows say.
+
+All cells: `scripts/mindspore_surface.py`, which takes some minutes and writes the page.
+"""
 from __future__ import annotations
 
 import pytest
 
 from tests.surface.launch import run_table
-from tests.surface.page import PAGE, page, unexplained
-from tests.surface.table import Plain, Row, differs, run
+from tests.surface.page import NAMES, PAGE, page, unexplained
+from tests.surface.table import SLICE, Plain, Row, all_rows, differs, run
 
 pytestmark = pytest.mark.dist
 
 
 @pytest.fixture(scope="module")
 def cells(tmp_path_factory):
-    return run_table(folder=tmp_path_factory.mktemp("surface"))
+    return run_table(SLICE, folder=tmp_path_factory.mktemp("surface"))
 
 
 @pytest.mark.timeout(1800)
 def test_every_cell_is_equal_or_refused_for_a_stated_reason(cells):
     wrong = unexplained(cells)
     assert not wrong, "\n\n".join(f"{c['group']}: {c['name']} [{c['column']}] {c['state']}\n{c['text']}" for c in wrong)
-    assert len(cells) >= 12
+    assert len(cells) == len(all_rows()) > 62  # at least 250 cells in all
 
 
-def test_the_page_is_todays(cells):
-    assert PAGE.read_text(encoding="utf-8") == page(cells), "run scripts/mindspore_surface.py"
+def test_the_page_is_todays():
+    assert PAGE.read_text(encoding="utf-8") == page(), "run scripts/mindspore_surface.py"
+    refused = sum(row.reason(column) is not None for row in all_rows() for column in NAMES)
+    assert refused * 10 <= len(all_rows()) * len(NAMES)
 
 
 def test_a_cell_can_be_wrong():

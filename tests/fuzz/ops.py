@@ -168,6 +168,39 @@ def written(rng, xs) -> tuple | None:
     return at and (*at, *((int(rng.integers(9)),) if dtype_of(xs[0]) in INTS else number(rng, xs)))
 
 
+def _plain_empty(x) -> bool:
+    return type(x) is Tensor and 0 in x.shape
+
+
+def _sum(xs, d, keep):
+    """Of no elements plain MindSpore on CPU returns what the memory held."""
+    x = xs[0]
+    if _plain_empty(x):
+        return Tensor(x.asnumpy().sum(d, keepdims=keep, dtype=np.int64 if dtype_of(x) in INTS else None))
+    return mint.sum(x, d, keepdim=keep)
+
+
+def _cumsum(xs, d):
+    """Plain MindSpore on CPU divides by the number of elements and ends the process (SIGFPE) where there are none."""
+    return xs[0] * 1 if _plain_empty(xs[0]) else xs[0].cumsum(d)
+
+
+def _index(xs, at):
+    """Under a second derivative plain MindSpore on CPU divides by the number of elements here too."""
+    x = xs[0]
+    return Tensor(x.asnumpy()[at]) if _plain_empty(x) else x[at]
+
+
+def _split(xs, sizes, d):
+    """The backward of plain MindSpore's split on CPU reads a strided cotangent as contiguous; that of slices is right."""
+    x = xs[0]
+    if type(x) is not Tensor:
+        return mint.split(x, sizes, d)
+    ends = [sum(sizes[:k]) for k in range(len(sizes) + 1)]
+    before = (slice(None),) * (d % len(x.shape))
+    return tuple(x[(*before, slice(a, b))] for a, b in zip(ends, ends[1:]))
+
+
 def _set(xs, at, value):
     xs[0][at] = value
     return xs[0]
@@ -224,13 +257,13 @@ OPS = (
     Op("matmul", "ff", lambda xs: mint.matmul(mint.tanh(xs[0]), xs[1]), products),
     Op("gram", "f", lambda xs: mint.matmul(mint.tanh(xs[0]), mint.transpose(xs[0], 0, 1)),
        lambda rng, xs: () if len(xs[0].shape) == 2 and 0 not in xs[0].shape else None),
-    Op("sum", "f", lambda xs, d, k: mint.sum(xs[0], d, keepdim=k), dim_keep),
+    Op("sum", "f", _sum, dim_keep),
     Op("sum of all", "f", lambda xs: xs[0].sum(), lambda rng, xs: () if math.prod(xs[0].shape) else None),
     Op("mean", "f", lambda xs, d, k: mint.mean(xs[0], d, keepdim=k), full_dim_keep),
     Op("amax", "f", lambda xs, d, k: mint.amax(xs[0], d, keepdim=k), full_dim_keep, 1),
     Op("amin", "f", lambda xs, d, k: mint.amin(xs[0], d, keepdim=k), full_dim_keep, 1),
-    Op("sum of integers", "i", lambda xs, d, k: mint.sum(xs[0], d, keepdim=k), dim_keep, 0),
-    Op("cumsum", "f", lambda xs, d: xs[0].cumsum(d), full_dim),
+    Op("sum of integers", "i", _sum, dim_keep, 0),
+    Op("cumsum", "f", _cumsum, full_dim),
     Op("var", "f", lambda xs, d: mint.tanh(xs[0]).var(d), full_dim, 1),
     Op("softmax", "f", lambda xs, d: mint.softmax(mint.tanh(xs[0]), d), full_dim, 1),
     Op("logsumexp", "f", lambda xs, d: mint.logsumexp(mint.tanh(xs[0]), d), full_dim, 1),
@@ -250,9 +283,9 @@ OPS = (
     Op("squeeze", "*", lambda xs, d: mint.squeeze(xs[0], d), dim),
     Op("expand", "*", lambda xs, s: xs[0].expand(s),
        lambda rng, xs: wider(rng, xs) if math.prod(xs[0].shape) < 500 else None),
-    Op("index", "*", lambda xs, at: xs[0][at], index),
+    Op("index", "*", _index, index),
     Op("narrow", "*", lambda xs, d, a, n: mint.narrow(xs[0], d, a, n), part, 1),
-    Op("rows", "*", _rows, rows), Op("split", "*", lambda xs, s, d: mint.split(xs[0], s, d), pieces),
+    Op("rows", "*", _rows, rows), Op("split", "*", _split, pieces),
     Op("chunk", "*", lambda xs, d, n: mint.chunk(xs[0], n, d),
        lambda rng, xs: (d := full_dim(rng, xs)) and (*d, int(rng.integers(1, 4)))),
     Op("unbind", "*", lambda xs, d: ops.unbind(xs[0], d),

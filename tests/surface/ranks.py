@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.msrun import REPORTS, report
 from tests.rank_main import BAD, LOST_STEP, OK, PENDING, agree, in_step
-from tests.surface.table import COLUMNS, Laid, all_rows, reference, run
+from tests.surface.table import COLUMNS, SLICE, Laid, all_rows, reference, run
 
 LIMIT = 90.0  # seconds for one cell
 
@@ -51,7 +51,11 @@ def main(first: int, text: str) -> int:
 
 
 def cells_of(size: int, text: str) -> list:
-    """Rows x columns that a world of this size runs; only rows whose group or name contains `text`."""
+    """Rows x columns that a world of this size runs; only rows whose group or name contains `text`, or a `SLICE`."""
+    if text == SLICE:
+        columns = [column for each in COLUMNS.values() for column in each]
+        mine = [(row, columns[i % len(columns)]) for i, row in enumerate(all_rows())]
+        return [(row, column) for row, column in mine if column in COLUMNS[size]]
     return [(row, column) for row in all_rows() for column in COLUMNS[size] if text in f"{row.group}: {row.name}"]
 
 

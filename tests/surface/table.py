@@ -8,10 +8,13 @@ column must refuse with one of our errors, the same on every rank, and the row m
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
+import tempfile
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import mindspore as ms
 import numpy as np
@@ -20,9 +23,11 @@ from mindspore import Tensor, nn
 import ms_dtensor as md
 from ms_dtensor import ColwiseParallel, DTensor, Replicate, RowwiseParallel, SequenceParallel, Shard
 from ms_dtensor.errors import DTensorError
+from tests.msrun import REPORTS
 
 SHAPES = {"replicate": {"dp": 4}, "tp": {"tp": 4}, "dp x tp, sp": {"dp": 2, "tp": 2}, "one rank": {"dp": 1, "tp": 1}}
 COLUMNS = {4: ("replicate", "tp", "dp x tp, sp"), 1: ("one rank",)}  # by world size
+SLICE = "a slice"  # in place of a text: every row in one column, by turns
 RTOL = 2e-5  # float32: sums in another order, over 5 steps
 
 
@@ -206,9 +211,18 @@ def _array(x) -> np.ndarray:
     return np.asarray(x).astype(np.float64)
 
 
+def shared_path(s, name: str) -> str:
+    """A file that all ranks of a mesh see; on one device each rank has its own."""
+    where = "one-device-" + os.environ.get("RANK_ID", "0") if s.mesh is None else s.column.replace(" ", "-")
+    folder = Path(os.environ.get(REPORTS, tempfile.gettempdir())) / "surface" / where
+    folder.mkdir(parents=True, exist_ok=True)
+    return str(folder / name)
+
+
 def values(net: nn.Cell) -> dict:
-    """Every parameter by name, for a row to return."""
-    return {name: p.value() if not isinstance(p, DTensor) else p for name, p in net.parameters_and_names()}
+    """Every parameter by name as it is now, for a row to return."""
+    return {name: Tensor(p.asnumpy()) if not isinstance(p, DTensor) else DTensor.clone(p)
+            for name, p in net.parameters_and_names()}
 
 
 def run(one: Row, setup: Plain, want) -> dict:

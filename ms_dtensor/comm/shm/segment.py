@@ -38,7 +38,6 @@ _WAITS = 6144            # id, how many, then (rank, word, wanted value) of each
 _MOST_WAITS = 120
 _KNOWN = 8192            # how many groups, then the key of each
 _POSTED = 16640          # messages posted to each rank
-MOST_RANKS = (_HEADER - _POSTED) // 4
 
 
 def create(size: int) -> int:

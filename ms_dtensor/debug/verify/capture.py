@@ -19,7 +19,7 @@ from ...core.layout import Layout
 from ...core.mesh import DeviceMesh
 from ...core.tree import leaves, map_leaves
 from ...dispatch import patches
-from ...dispatch.op_call import OpCall, attributes, bind_arguments
+from ...dispatch.op_call import OpCall, attributes, bind_arguments, op_name
 from ...dispatch.operands import dtype_name
 from ...dispatch.planner import as_operands
 from ...ops.local import CPU, LOCAL_OPS, WRITES, decomposition, fill_operands
@@ -66,7 +66,7 @@ class Probe(Tensor):
         primitive = None
         if len(args) == 3 and isinstance(args[1], str) and isinstance(args[0], ops.Primitive):
             primitive, _, args = args
-        name, kwargs = func.name, kwargs or {}
+        name, kwargs = op_name(func), kwargs or {}
         if name in INPLACE:
             return self._written(name, args, kwargs, primitive)
         args, kwargs = _plain(tuple(args)), _plain(kwargs)

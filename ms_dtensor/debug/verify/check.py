@@ -268,14 +268,14 @@ class _Trial:
         wanted, layouts = [*self.results, *self.written], (*outs, *(ins[i] for i in self.spec.writes))
         got: list[dict] = [{} for _ in wanted]
         found: list[dict] = [{} for _ in self.wrt]
-        graded = self.grads is not None and not any(x.has_nonlinear_partial for x in ins) and (
-            self.spec.winners is not None or not any(x.has_nonlinear_partial for x in outs))
+        graded = self.grads is not None and not any(map(_is_odd, ins)) and (
+            self.spec.winners is not None or not any(map(_is_odd, outs)))
         won = None
         for at in coordinates(mesh):
             tensors = [Tensor.from_numpy(p[at]) for p in parts]
             local = Local(ins, outs, at)
             try:
-                if graded and self.spec.winners is not None and outs[0].has_nonlinear_partial and won is None:
+                if graded and self.spec.winners is not None and _is_odd(outs[0]) and won is None:
                     won = self._winners(self.spec.winners, parts, ins, outs, mesh)
                 if graded and recording():  # inside a user's gradient, which a forward that raises would spoil
                     self.forward([Tensor.from_numpy(p[at].copy()) for p in parts], local)
@@ -403,6 +403,11 @@ class Weigh(_Function):
 def turned(result: Tensor) -> Tensor:
     """The result with its dims reversed: the transpose's backward hands on a cotangent that is not contiguous."""
     return mint.permute(result, tuple(range(len(result._shape)))[::-1]) if len(result._shape) > 1 else result
+
+
+def _is_odd(layout: Layout) -> bool:
+    """Whether ranks hold something else than summands, of a sum or an average: then no gradient follows from linearity."""
+    return any(layout.placements[a].reduce_op not in ("sum", "avg") for a in layout.partial_axes)
 
 
 def _floating(array: np.ndarray) -> bool:

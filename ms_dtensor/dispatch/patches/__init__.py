@@ -13,7 +13,7 @@ from mindspore import Tensor
 
 from ..._internals import NoFallbackGuard, check_internals
 from ...core.tree import first_dtensor
-from . import functions, gradients, hooks, jit, keywords
+from . import checkpoints, functions, gradients, hooks, jit, keywords, training
 
 _NAME = "__fallback__"
 
@@ -40,12 +40,16 @@ def install() -> None:
         jit.install()
         gradients.install()
         hooks.install()
+        training.install()
+        checkpoints.install()
 
 
 def uninstall() -> None:
     """Removes the patch; `plain OP dtensor` then computes on local storage again, as in plain MindSpore."""
     if Tensor.__dict__.get(_NAME) is _plain_fallback:
         delattr(Tensor, _NAME)
+        checkpoints.uninstall()
+        training.uninstall()
         hooks.uninstall()
         gradients.uninstall()
         jit.uninstall()

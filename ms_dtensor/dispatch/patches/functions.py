@@ -4,8 +4,8 @@
 MindSpore 2.10 looks for `__fallback__` among an op's direct arguments. A list of tensors (`Stack`, `AddN`, `einsum`)
 hides them, and `ops.rand_like` and its kin read the shape only. Each of these, called with a DTensor, becomes an op of
 our own; with plain tensors it is MindSpore's own, untouched. Recomputation replays MindSpore's random state, and here
-ours. A name that user code imported from `mindspore.ops` before the first DTensor was made keeps the
-plain function. Installed and removed together with `dispatch/patches/`.
+ours; MindSpore's seeds are ours, too. A name that user code imported from `mindspore.ops` before the first DTensor was
+made keeps the plain function. Installed and removed together with `dispatch/patches/`.
 """
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import inspect
 import mindspore as ms
 from mindspore import Tensor, mint
 from mindspore._c_expression import NoFallbackGuard
+from mindspore.nn.layer import rnns
 
 from ...core.layout import Layout
 from ...core.tree import first_dtensor, leaves
@@ -159,6 +160,8 @@ def _clip_by_global_norm(x, clip_norm=1.0, use_norm=None):
     if use_norm is not None or isinstance(clip_norm, bool) or not clip_norm > 0:
         raise ConfigError(f"For 'clip_by_global_norm', 'clip_norm' must be positive and 'use_norm' None, but got "
                           f"{clip_norm!r} and {use_norm!r}.")
+    if isinstance(x, Tensor):
+        return _clip_by_global_norm((x,), clip_norm)[0]
     squares: dict = {}
     for g in x:
         square = mint.square(g.astype(ms.float32)).sum()
@@ -173,6 +176,33 @@ def _clip_by_global_norm(x, clip_norm=1.0, use_norm=None):
         whole = [square if getattr(square, "_layout", None) is None else square.to_local() for square in whole]
     norm = mint.maximum(mint.sqrt(sum(whole[1:], whole[0])), Tensor(clip_norm, ms.float32))
     return tuple((g * clip_norm / norm).astype(g.dtype) for g in x)
+
+
+def _count_nonzero(x, axis=(), keep_dims=False, dtype=ms.int32):
+    """MindSpore's compares with plain zeros."""
+    return x.count_nonzero(axis=axis, keep_dims=keep_dims, dtype=dtype)
+
+
+def _recurrent(original):
+    """`nn.RNN` and its kin, with the zeros of their first state laid out like the input."""
+    @functools.wraps(original)
+    def construct(self, x, hx=None, seq_length=None):
+        if hx is None and getattr(x, "_layout", None) is not None and not modes.mode.get().skip:
+            with NoFallbackGuard():
+                zeros = ms.ops.zeros((len(self.w_ih_list), x.shape[0 if self.batch_first else 1], self.hidden_size), x.dtype)
+            hx = replicate_constant(zeros, x._layout.mesh)
+            hx = (hx, hx) if self.is_lstm else hx
+        return original(self, x, hx, seq_length)
+    return construct
+
+
+def _lstm_layer(original):
+    """`nn.LSTM` step by step, as with `seq_length`; the CPU's kernel of a whole layer takes the weights as one vector."""
+    @functools.wraps(original)
+    def construct(self, x, *rest):
+        ours = getattr(x, "_layout", None) is not None and not modes.mode.get().skip
+        return rnns._DynamicRNNBase("LSTM")(x, *rest) if ours else original(self, x, *rest)
+    return construct
 
 
 def _with_dtensors(original, ours):
@@ -191,6 +221,26 @@ def _pair(get, put):
             state = state[0]
         return put(state)
     return (lambda: (get(), rng.get_rng_state())), restore
+
+
+def _restarting(original):
+    """`ms.set_seed`, by a function that it calls: the stream of DTensors starts anew from MindSpore's seed."""
+    @functools.wraps(original)
+    def reset():
+        rng.restart()
+        return original()
+    return reset
+
+
+def _seeding(original):
+    """`ms.manual_seed`: a seed for the default generator is one for DTensors."""
+    @functools.wraps(original)
+    def manual_seed(self, seed):
+        out = original(self, seed)
+        if self is ms.default_generator:
+            rng.manual_seed(seed)
+        return out
+    return manual_seed
 
 
 def _holder(path: str):
@@ -222,6 +272,13 @@ def install() -> None:
         holder = _holder(path)
         if hasattr(holder, "clip_by_global_norm"):
             _installed.put(holder, "clip_by_global_norm", _with_dtensors(holder.clip_by_global_norm, _clip_by_global_norm))
+    for path in _MATH:
+        _installed.put(_holder(path), "count_nonzero", _with_dtensors(_holder(path).count_nonzero, _count_nonzero))
+    _installed.put(rnns._RNNBase, "construct", _recurrent(rnns._RNNBase.construct))
+    _installed.put(rnns._DynamicLSTMCPUGPU, "construct", _lstm_layer(rnns._DynamicLSTMCPUGPU.construct))
+    seeds = importlib.import_module("mindspore.common.seed")
+    _installed.put(seeds, "_reset_op_seed", _restarting(seeds._reset_op_seed))
+    _installed.put(ms.Generator, "manual_seed", _seeding(ms.Generator.manual_seed))
     recompute = importlib.import_module("mindspore.common.recompute")
     get, put = _pair(recompute.get_rng_state, recompute.set_rng_state)
     _installed.put(recompute, "get_rng_state", get)

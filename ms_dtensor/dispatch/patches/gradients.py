@@ -8,7 +8,9 @@ forward that raised leaves MindSpore 2.10 recording, and its next gradient would
 from __future__ import annotations
 
 import functools
+import sys
 from contextvars import ContextVar
+from typing import Any
 
 from mindspore import Parameter, Tensor, nn
 from mindspore.common.recompute import _RecomputeCell
@@ -19,19 +21,23 @@ from mindspore.ops.function.grad import grad_func
 from ...core.tree import leaves, map_leaves
 from ...errors import LayoutError, MixedOperandError
 from ...redistribute.execute import recorded_gradient
-from .. import modes
+from .. import classes, modes
+from ..cotangent import summed_gradient
 from ..operands import local_alias, recording, redistribute, retag
 from ..replaced import current
 from .undo import Patched
 
 _LIMIT = 256
-_outputs: dict[int, list] = {}  # by id of a differentiated function: layouts of its outputs; every forward says them anew
+_outputs: dict[int, list] = {}  # by id of a function: layouts of its outputs; every forward says them anew
 _local: ContextVar[bool] = ContextVar("ms_dtensor_local_gradients", default=False)  # inside a recomputation's backward
 _installed = Patched()
+# whose frames are there while MindSpore records, or runs what was recorded
+_RECORDERS = {f.__code__ for f in (base._pynative_func_grad_forward, base._pynative_func_grad_backward,
+                                   nn.Cell._complex_call)}
 
 
-def _layout(x):
-    return getattr(x, "_layout", None)
+def _layouts(tensors) -> list:
+    return [getattr(x, "_layout", None) for x in tensors]
 
 
 def _grad(original):
@@ -40,8 +46,9 @@ def _grad(original):
             return original(fn, operation, weights, grad_position, has_aux, *args)
         if weights is not None:
             weights = _current(weights)
-        inputs = args[:-1] if operation.sens_param else args
+        inputs = args
         if operation.sens_param:
+            inputs = args[:-1]
             args = *inputs, _sens(fn, args[-1])
         outermost = not recording()
         try:
@@ -49,49 +56,47 @@ def _grad(original):
         except BaseException:
             _clean(outermost)
             raise
-        if out.__class__ is Tensor and getattr(operation, "get_by_position", False) and not operation.get_by_list:
-            at = grad_position if grad_position.__class__ is int else grad_position[0]
-            if inputs[at].__class__ is not tuple:  # the commonest call, without walking through trees
-                return _gradient(out, inputs[at])
-        originals = _wanted_inputs(operation, grad_position, inputs)
-        if operation.get_by_list:
-            given = fn.trainable_params() if weights is None and isinstance(fn, nn.Cell) else weights
-            originals += [given] if isinstance(given, Parameter) else list(given or ())
-        if not any(layout is not None for layout in map(_layout, originals)):
+        layouts = _layouts(_differentiated(fn, operation, weights, grad_position, inputs))
+        if not any(layouts):
             return out
-        count = len(leaves(out, Tensor))
-        assert count == len(originals), f"{count} gradients for {len(originals)} tensors"
-        it = iter(originals)
-        return map_leaves(lambda g: _gradient(g, next(it)), out, Tensor)
+        gradients = [out] if out.__class__ is Tensor else leaves(out, Tensor)
+        assert len(gradients) == len(layouts), f"{len(gradients)} gradients for {len(layouts)} tensors"
+        if not outermost:  # it may be differentiated again
+            recorded = iter([g if layout is None else recorded_gradient(g, layout) for g, layout in zip(gradients, layouts)])
+            out = map_leaves(lambda g: next(recorded), out, Tensor)
+            gradients = leaves((out,), Tensor)
+        for g, layout in zip(gradients, layouts):
+            if layout is not None and g.__class__ is Tensor:  # it is new and nobody else has it, so its class is changed
+                retag(g, summed_gradient(layout))
+        return out
     return grad
 
 
-def _gradient(g, x):
-    """`g`, the gradient of `x`, said to be what it is: it is new and nobody else has it, so its class is changed."""
-    layout = _layout(x)
-    if layout is None or g.__class__ is not Tensor:
-        return g
-    return retag(recorded_gradient(g, layout), layout.gradient())
-
-
-def _wanted_inputs(operation, grad_position, inputs) -> list:
-    """The inputs to which the gradients belong, in order; MindSpore leaves out what is no tensor."""
-    if operation.get_all:
-        chosen = inputs
-    elif getattr(operation, "get_by_position", False):
-        chosen = [inputs[i] for i in ((grad_position,) if isinstance(grad_position, int) else grad_position)]
+def _differentiated(fn, operation, weights, grad_position, inputs) -> list:
+    """The tensors to which the gradients belong, in order; MindSpore leaves out inputs that are no tensors."""
+    if getattr(operation, "get_by_position", False):
+        chosen = [inputs[i] for i in ((grad_position,) if grad_position.__class__ is int else grad_position)]
     else:
-        chosen = () if operation.get_by_list else inputs[:1]
-    return [t for x in chosen if isinstance(x, Tensor) or hasattr(x, "__ms_mutable__") for t in leaves(x, Tensor)]
+        chosen = inputs if operation.get_all else [] if operation.get_by_list else inputs[:1]
+    out: list = []
+    for x in chosen:
+        if isinstance(x, Tensor):  # the commonest, without a walk through a tree
+            out.append(x)
+        elif hasattr(x, "__ms_mutable__"):
+            out += leaves(x, Tensor)
+    if operation.get_by_list:
+        given = fn.trainable_params() if weights is None and isinstance(fn, nn.Cell) else weights
+        out += [given] if isinstance(given, Parameter) else list(given or ())
+    return out
 
 
 def _current(weights):
     """Weights that were listed before the model was distributed are the parameters that took their places."""
-    if weights is None or isinstance(weights, Tensor):
-        return weights if weights is None else current(weights)
+    if isinstance(weights, Tensor):
+        return current(weights)
     now = [current(p) for p in weights]
     for p in now:
-        if _layout(p) is not None and not isinstance(p, Parameter):
+        if getattr(p, "_layout", None) is not None and not isinstance(p, Parameter):
             raise LayoutError("For a gradient, one of 'weights' is a DTensor, but no Parameter.", p._layout.describe(),
                               "MindSpore gives zeros for what is no parameter.",
                               ("Parameter(distribute_tensor(...))", "distribute_module(cell, device_mesh)",
@@ -104,13 +109,9 @@ def _current(weights):
 
 def _end_graph(original):
     def end_graph(fn, output, *args, **kwargs):
-        layouts = [_layout(output)] if isinstance(output, Tensor) else [_layout(x) for x in leaves(output, Tensor)]
-        if any(layouts):
-            if len(_outputs) >= _LIMIT:
-                _outputs.clear()
-            _outputs[id(fn)] = layouts
-        else:
-            _outputs.pop(id(fn), None)
+        if len(_outputs) >= _LIMIT:
+            _outputs.clear()
+        _outputs[id(fn)] = _layouts((output,) if output.__class__ is classes.DTENSOR else leaves((output,), Tensor))
         return original(fn, output, *args, **kwargs)
     return end_graph
 
@@ -120,7 +121,7 @@ def _sens(fn, sens):
     layouts = iter(_outputs.get(id(fn), ()))
 
     def local(s):
-        want, have = next(layouts, None), _layout(s)
+        want, have = next(layouts, None), getattr(s, "_layout", None)
         if want is None and have is None or have is None and not s._shape:
             return s
         if want is None or have is None and not modes.mode.get().implicit_replication or tuple(s.shape) != want.shape:
@@ -147,9 +148,22 @@ def _clean(outermost: bool) -> None:
         _pynative_executor.set_grad_flag(False)
 
 
+def _end_abandoned() -> None:
+    """Ends a recording that nobody is in: a function that raised before these doors were installed has left it."""
+    # Of all threads: some devices' backwards have one.
+    frames: list[Any] = list(sys._current_frames().values()) if recording() else []
+    for frame in frames:
+        while frame is not None:
+            if frame.f_code in _RECORDERS:
+                return
+            frame = frame.f_back
+    _clean(bool(frames))
+
+
 def _forward(original):
     @functools.wraps(original)
     def forward(fn, *args, **kwargs):
+        _end_abandoned()
         if recording():
             with modes.HigherOrderBlock():
                 return original(fn, *args, **kwargs)
@@ -159,6 +173,18 @@ def _forward(original):
             _clean(True)
             raise
     return forward
+
+
+def _complex_call(original):
+    @functools.wraps(original)
+    def complex_call(self, *args, **kwargs):  # of a cell after `set_grad()`, as training cells call it, among others
+        outermost = not recording()
+        try:
+            return original(self, *args, **kwargs)
+        except BaseException:
+            _clean(outermost)
+            raise
+    return complex_call
 
 
 def _recomputed(original):
@@ -183,6 +209,7 @@ def _recomputing(original):
 _DOORS = (
     (_pynative_executor, "grad", _grad), (_pynative_executor, "end_graph", _end_graph),
     (base, "_pynative_func_grad_forward", _forward), (grad_func, "_pynative_func_grad_forward", _forward),
+    (nn.Cell, "_complex_call", _complex_call),
     (_RecomputeCell, "construct", _recomputed), (_RecomputeCell, "bprop", _recomputing),
 )
 
@@ -190,6 +217,7 @@ _DOORS = (
 def install() -> None:
     """Installs the doors; does nothing where they are in place."""
     if not _installed:
+        _end_abandoned()
         for holder, name, door in _DOORS:
             _installed.put(holder, name, door(getattr(holder, name)))
 

@@ -9,6 +9,7 @@ reduces later has its hooks run by the bucket. `Cell.register_backward_hook` wor
 from __future__ import annotations
 
 import functools
+import gc
 import weakref
 from contextvars import ContextVar
 from typing import Any
@@ -16,10 +17,13 @@ from typing import Any
 from mindspore import Tensor, nn
 from mindspore._c_expression import NoFallbackGuard
 from mindspore.common._grad_function import _Function
+from mindspore.common.hook_handle import _TensorHookHandle
 from mindspore.ops.operations._inner_ops import CellBackwardHook
+from mindspore.ops.operations.debug_ops import HookBackward, InsertGradientOf
 
 from ...core.layout import Layout
 from ...errors import LayoutError, OpRuleError
+from ..cotangent import summed_gradient
 from ..operands import as_local, local_alias, redistribute, wrap
 from .undo import Patched
 
@@ -62,7 +66,7 @@ def register_hook(self, hook):
                               "Its gradient from those uses is reduced on another way, past the hook.",
                               "register the hook before the tensor's first use")
         memo.source = memo.view_of = None
-    layout, ref = self._layout.gradient(), weakref.ref(self)
+    layout, ref = summed_gradient(self._layout), weakref.ref(self)
 
     def on_local(grad):
         x = ref()
@@ -76,6 +80,41 @@ def given_hooks(param) -> list:
     """The hooks that users registered on a parameter."""
     hooks = param.hooks()
     return [getattr(h, _GIVEN) for h in hooks if hasattr(h, _GIVEN)] if hasattr(param, "_layout") else hooks
+
+
+class _MovedHandle(_TensorHookHandle):
+    """A handle whose hook was registered anew, on what took the parameter's place: it is removed there, too."""
+
+    moved: _TensorHookHandle
+
+    def remove(self) -> None:
+        super().remove()
+        self.moved.remove()
+
+
+def move_hooks(old, new) -> None:
+    """Registers the hooks of a parameter on the one that takes its place; handles that users hold remove them there.
+
+    MindSpore keeps no list of handles: they are found by what refers to the parameter weakly, and which hook each stands
+    for by removing that and registering it again.
+    """
+    hooks = [getattr(h, _GIVEN, None) if hasattr(old, "_layout") else h for h in old.hooks()]
+    moved = [None if hook is None else new.register_hook(hook) for hook in hooks]
+    if not moved:
+        return
+    found = gc.get_referrers(*weakref.getweakrefs(old))
+    found += gc.get_referrers(*(x for x in found if isinstance(x, dict) and "tensor_weakref" in x))
+    for handle in sorted((x for x in found if isinstance(x, _TensorHookHandle)), key=lambda x: x.id):
+        before = old.hooks()
+        _TensorHookHandle.remove(handle)
+        after = old.hooks()
+        if len(after) == len(before):
+            continue  # it had been removed
+        at = next(i for i, hook in enumerate(before) if i == len(after) or after[i] is not hook)
+        handle.id = Tensor.register_hook(old, before[at]).id
+        moved.append(moved.pop(at))
+        if moved[-1] is not None:
+            handle.__class__, handle.moved = _MovedHandle, moved[-1]
 
 
 def replaced_by(hook, grad, layout: Layout):
@@ -188,10 +227,42 @@ def _run_construct(original):
     return run
 
 
+# -- of primitives ----------------------------------------------------------------------------------------------------------
+
+
+def _keep_hook(original):
+    @functools.wraps(original)
+    def init(self, hook_fn, *args, **kwargs):
+        original(self, hook_fn, *args, **kwargs)
+        self.__dict__[_GIVEN] = hook_fn
+    return init
+
+
+def _hook_primitive(original):
+    @functools.wraps(original)
+    def call(self, *args):
+        layouts = [x._layout for x in args if getattr(x, "_layout", None) is not None]
+        if not layouts:
+            return original(self, *args)
+        hook, one = self.__dict__.get(_GIVEN), isinstance(self, InsertGradientOf)
+        if hook is None and not one:
+            raise OpRuleError("For 'HookBackward', it was made before the first DTensor.", layouts[0].describe(),
+                              "MindSpore does not tell its function.",
+                              ("make it after the mesh's first tensor", "x.register_hook(function)"))
+
+        def receive(grads):
+            out = self.f(*grads) if one else hook(grads)
+            return grads if out is None else out if isinstance(out, tuple) else (out,)
+        return _apply(args if len(args) > 1 else args[0], receive)[0]
+    return call
+
+
 def install() -> None:
     """Installs the doors; does nothing where they are in place."""
     if not _installed:
-        for holder, name, door in ((CellBackwardHook, "__call__", _cell_hook), (nn.Cell, "_run_construct", _run_construct)):
+        for holder, name, door in ((CellBackwardHook, "__call__", _cell_hook), (nn.Cell, "_run_construct", _run_construct),
+                                   (HookBackward, "__init__", _keep_hook), (HookBackward, "__call__", _hook_primitive),
+                                   (InsertGradientOf, "__call__", _hook_primitive)):
             _installed.put(holder, name, door(getattr(holder, name)))
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 
 import mindspore as ms
+import numpy as np
 from mindspore import Parameter, Tensor, nn
 from mindspore.graph import api, jit_trace
 from mindspore.graph._utils import pijit_context
@@ -18,7 +19,7 @@ from mindspore.graph._utils import pijit_context
 from ... import comm
 from ...core.tree import leaves, map_leaves
 from ...errors import OpRuleError
-from .. import policy
+from .. import classes, modes, policy
 from ..operands import local_alias, redistribute
 from .undo import Patched
 
@@ -26,9 +27,9 @@ from .undo import Patched
 _ELEMENTWISE = frozenset((
     "ASGD", "Adadelta", "Adagrad", "Adam", "AdamOffload", "AdamW", "AdamWeightDecay", "AdaMax", "Adamax", "FTRL", "LazyAdam",
     "Momentum", "NAdam", "ProximalAdagrad", "RAdam", "RMSProp", "RMSprop", "Rprop", "SGD"))
-_met: list[Tensor] | None = None  # DTensors that the compilation under way has met
+_met: list[Tensor] | None = None  # DTensors that the compilation under way has met; None: there is none
 _refused: dict[int, tuple] = {}  # by id: (a function in bytecode mode that captures a DTensor, the error)
-_installed = Patched()
+_asking, _installed = Patched(), Patched()
 
 
 def _asked(x):
@@ -39,7 +40,7 @@ def _asked(x):
     raise AttributeError("__parameter__")
 
 
-PARAMETER = property(_asked)  # `__parameter__` of DTensors: the graph compiler asks every tensor for it
+_PARAMETER = property(_asked)  # `__parameter__` of DTensors while something is compiled: the compiler asks every tensor
 
 
 def forget_compiled() -> None:
@@ -70,10 +71,15 @@ class _Watch:
     def __enter__(self):
         global _met
         self.outer, _met = _met, []
+        if self.outer is None:
+            for kind in classes.DTENSOR, classes.PARAMETER:
+                _asking.put(kind, "__parameter__", _PARAMETER)
 
     def __exit__(self, kind, error, trace):
         global _met
         found, _met = _met, self.outer
+        if _met is None:
+            _asking.take_back()
         if found:
             raise _refusal(found[0], "what the function captures") from None
 
@@ -88,7 +94,8 @@ def _call(original):
         if isinstance(self.obj, nn.Cell) and _is_elementwise(self.obj):
             if _dtensors(*given, list(self.obj.parameters)):
                 args = self.obj, *_shards(self.obj, args[1:])
-                kwargs = map_leaves(_shard, kwargs, Tensor)
+                with _StandIns(self.obj):
+                    return original(self, *args, **map_leaves(_shard, kwargs, Tensor))
         elif self.fn.__module__ == "mindspore.amp" and _dtensors(*given):
             return _all_finite(*args) if self.fn.__name__ == "_all_finite" else self.fn(*args, **kwargs)
         elif isinstance(self.obj, nn.Optimizer) and _dtensors(*given):
@@ -218,7 +225,42 @@ def _aligned(optimizer, param, grad):
 
 
 def _shard(x):
-    return local_alias(x) if getattr(x, "_layout", None) is not None and not isinstance(x, Parameter) else x
+    if isinstance(x, Parameter):
+        return x
+    local = local_alias(x) if getattr(x, "_layout", None) is not None else x
+    return _stand_in(local) if 0 in local._shape else local
+
+
+def _stand_in(x):
+    """One element in the place of none: some of MindSpore's kernels fail where there is nothing to do."""
+    return Tensor(np.zeros([n or 1 for n in x._shape]), x.dtype)
+
+
+class _StandIns:
+    """Inside, an optimizer's parameters and states that are empty on this rank have an element each, of no meaning."""
+
+    def __init__(self, optimizer):
+        held = {id(p): p for p in (*optimizer.get_parameters(), *optimizer.parameters)}
+        self.empty = [(p, local_alias(p)) for p in _dtensors(list(held.values())) if 0 in p._shape]
+
+    def __enter__(self):
+        for p, local in self.empty:
+            Parameter.set_data(p, _stand_in(local), True)
+
+    def __exit__(self, *error):
+        for p, local in self.empty:
+            Parameter.set_data(p, local, True)
+
+
+def _eager_optimizer(original):
+    @functools.wraps(original)
+    def construct(self, gradients):
+        if not _dtensors(gradients, list(self.parameters)):
+            return original(self, gradients)
+        (gradients,) = _shards(self, (gradients,))
+        with modes.SkipDTensorDispatch(), _StandIns(self):
+            return original(self, gradients)
+    return construct
 
 
 def _all_finite(inputs, *_):
@@ -249,7 +291,7 @@ _DOORS = (
     (api._CellGraphExecutor, "compile", _compile_cell), (jit_trace, "_jit_trace_begin", _trace_begin),
     (jit_trace, "_jit_trace_end", _trace_end), (pijit_context, "PreJit", _before_bytecode),
     (pijit_context.PIJitCaptureContext, "__enter__", _enter_bytecode),
-    (pijit_context.PIJitCaptureContext, "__exit__", _exit_bytecode),
+    (pijit_context.PIJitCaptureContext, "__exit__", _exit_bytecode), (nn.Adadelta, "construct", _eager_optimizer),
 )
 
 

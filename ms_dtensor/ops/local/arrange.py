@@ -49,14 +49,19 @@ class Split(_Function):
         return mint.cat([c.contiguous() for c in cotangents], ctx.dim), None, None
 
 
-def split(x, sizes, dim=0):
+def split(x, split_size, dim=0):
     """`SplitTensor`, `SplitWithSize`, whose backward on CPU reads a strided cotangent as if it were contiguous."""
-    n = x._shape[dim]
+    n, sizes = x._shape[dim], split_size
     sizes = tuple(min(sizes, n - i) for i in range(0, n, sizes)) or (0,) if isinstance(sizes, int) else tuple(sizes)
     return Split.apply(x, sizes, dim % len(x._shape))
 
 
-split.takes_dtensors = True  # type: ignore[attr-defined]  # it asks no operand for its shape
+def split_method(x, split_size_or_sections, axis=0):
+    """`x.split(..., axis=...)`."""
+    return split(x, split_size_or_sections, axis)
+
+
+split.takes_dtensors = split_method.takes_dtensors = True  # type: ignore[attr-defined]  # they ask no operand for its shape
 
 
 def unbind(x, dim=0):
@@ -86,18 +91,13 @@ def diag(x, diagonal=0):
     return ops.scatter_nd(ms.Tensor(np.stack([rows, cols], 1), ms.int32), x, (n + k, n + k))
 
 
-def trace(x):
-    """`TraceExt`."""
-    return trace_shard(x, 0)
-
-
 def trace_shard(x, diagonal, dtype=None):
     """Sum of the elements with column - row == `diagonal`; the summand of a trace that a shard holds."""
     rows, cols = x._shape
     mask = np.arange(cols)[None, :] - np.arange(rows)[:, None] == diagonal
     if dtype is not None:
         x = x.astype(as_dtype(dtype))
-    elif not x.is_floating_point():
+    elif x.dtype == ms.bool_ or ("Int" in str(x.dtype) and x.dtype != ms.uint64):
         x = x.astype(ms.int64)
     return ops.select(ms.Tensor(mask), x, ops.zeros_like(x)).sum()
 
@@ -124,25 +124,23 @@ def index_add(x, dim, index, src, alpha=1):
     return mint.permute(out, back)
 
 
-def index_add_old(x, index, src, dim=None, **named):
-    """`DeprecatedIndexAdd`: index and source first."""
-    return index_add(x, named.get("axis", dim), index, src)
-
-
-def index_add_primitive(x, index, src, attrs):
+def _index_add_primitive(x, index, src, attrs):
     """`IndexAdd`, which on CPU writes into its input besides returning the result."""
     return index_add(x, attrs["axis"], index, src)
 
 
-vars(index_add_primitive)["takes_attributes"] = True
+vars(_index_add_primitive)["takes_attributes"] = True
 
 
 TABLE = {"trace_shard": trace_shard}
 CPU = {
     **dict.fromkeys(("SplitTensor", "SplitTensorView", "SplitWithSize", "SplitWithSizeView"), split),
-    "ReverseV2": flip, "UnstackExtView": unbind, "SelectExtView": select, "DiagExt": diag, "TraceExt": trace,
+    "DeprecatedSplit": split_method,
+    "ReverseV2": flip, "UnstackExtView": unbind, "SelectExtView": select, "DiagExt": diag,
+    "TraceExt": lambda x: trace_shard(x, 0),
     **dict.fromkeys(("ReflectionPad1D", "ReflectionPad2D", "ReflectionPad3D"), reflection_pad),
     **dict.fromkeys(("ReplicationPad1D", "ReplicationPad2D", "ReplicationPad3D"), replication_pad),
-    "IndexAddExt": index_add, "DeprecatedIndexAdd": index_add_old,
-    "IndexAdd": index_add_primitive, "Scatter": scatter, "ScatterValue": scatter,
+    "IndexAddExt": index_add, "IndexAdd": _index_add_primitive,
+    "DeprecatedIndexAdd": lambda x, index, src, dim=None, **named: index_add(x, named.get("axis", dim), index, src),
+    "Scatter": scatter, "ScatterValue": scatter,
 }

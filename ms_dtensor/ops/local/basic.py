@@ -20,8 +20,10 @@ def slice_(x, bounds, drop):
         if step == 1:
             if (lo, hi) != (0, n):
                 x = mint.narrow(x, d, lo, max(hi - lo, 0))
+        elif not (picked := range(lo, hi, step)) or 0 in x._shape:  # the backward of gather on CPU refuses to do nothing
+            x = mint.narrow(x, d, 0, len(picked))
         else:
-            x = ops.gather(x, Tensor(list(range(lo, hi, step)), ms.int32), d)
+            x = ops.gather(x, Tensor(list(picked), ms.int32), d)
     if drop:
         x = mint.reshape(x, tuple(n for d, n in enumerate(x._shape) if d not in drop))
     return x
@@ -46,25 +48,16 @@ def bias_once(x, b, share):
     return ops.bias_add(x, b * share)
 
 
-def tril(x, diagonal):
-    """Lower triangle, with the diagonal shifted by the shard's offset."""
-    return ops.tril(x, diagonal)
-
-
-def triu(x, diagonal):
-    """Upper triangle, with the diagonal shifted by the shard's offset."""
-    return mint.triu(x, diagonal)
-
-
-def clone(x):
+def clone(input):
     """A copy; MindSpore has no Clone kernel on CPU."""
-    if x.dtype == ms.bool_:
-        return mint.logical_not(mint.logical_not(x))
-    return x * 1
+    if input.dtype == ms.bool_:
+        return mint.logical_not(mint.logical_not(input))
+    return input * 1
 
 
 TABLE = {
     "reshape": Tensor.reshape, "broadcast_to": mint.broadcast_to, "slice": slice_,  # to the local shape
     "mean_of_shard": mean_of_shard,
-    "linear_bias_once": linear_bias_once, "bias_once": bias_once, "tril": tril, "triu": triu, "clone": clone,
+    "linear_bias_once": linear_bias_once, "bias_once": bias_once, "clone": clone,
+    "tril": ops.tril, "triu": mint.triu,  # with the diagonal shifted by the shard's offset
 }

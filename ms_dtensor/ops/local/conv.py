@@ -72,36 +72,26 @@ def _by_groups(fn, x, w, stride, pads, dilation, groups, out, dim):
     return mint.cat([fn(a, b, stride, pads, dilation, 1, out) for a, b in zip(xs, ws)], 1)
 
 
-def _resolved(input, weight, bias, stride, padding, dilation, groups, transposed=False, output_padding=0):
+def resolved(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, transposed=False, output_padding=0):
+    """`Conv1DExt` ..., and `Conv1DPadding` ..., whose padding may be a name."""
     n = len(weight._shape) - 2
     g = geometry(tuple(input._shape[-n:]), tuple(weight._shape[2:]), stride, padding, dilation, groups, transposed,
                  output_padding)
     return conv(input, weight, bias, g.stride, g.pads, g.dilation, groups, transposed, g.out)
 
 
-def conv_ext(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
-    """`Conv1DExt`, `Conv2DExt`, `Conv3DExt`."""
-    return _resolved(input, weight, bias, stride, padding, dilation, groups)
-
-
-def conv_padding(input, weight, bias=None, stride=1, padding="valid", dilation=1, groups=1):
-    """`Conv1DPadding` ...: padding by name."""
-    return _resolved(input, weight, bias, stride, padding, dilation, groups)
-
-
 def convolution(input, weight, bias=None, stride=1, padding=0, dilation=1, transposed=False, output_padding=0, groups=1):
     """`Convolution`, `ConvolutionStr`."""
-    return _resolved(input, weight, bias, stride, padding, dilation, groups, transposed, output_padding)
+    return resolved(input, weight, bias, stride, padding, dilation, groups, transposed, output_padding)
 
 
 def conv_transpose(input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1):
     """`ConvTranspose2D`."""
-    return _resolved(input, weight, bias, stride, padding, dilation, groups, True, output_padding)
+    return resolved(input, weight, bias, stride, padding, dilation, groups, True, output_padding)
 
 
 TABLE = {"conv": conv}
 CPU = {
-    **dict.fromkeys(("Conv1DExt", "Conv2DExt", "Conv3DExt"), conv_ext),
-    **dict.fromkeys(("Conv1DPadding", "Conv2DPadding", "Conv3DPadding"), conv_padding),
+    **dict.fromkeys((f"Conv{n}D{kind}" for n in (1, 2, 3) for kind in ("Ext", "Padding")), resolved),
     **dict.fromkeys(("Convolution", "ConvolutionStr"), convolution), "ConvTranspose2D": conv_transpose,
 }

@@ -2,9 +2,11 @@
 """Decompositions for CPU: element-by-element primitives, medians, batch norm and losses that have no kernel there."""
 from __future__ import annotations
 
+import functools
 import math
 
 import mindspore as ms
+import numpy as np
 from mindspore import mint, ops
 
 from .composites import batch_norm, nll_loss
@@ -12,24 +14,14 @@ from .cpu_nn import reduced, softplus
 from .run import StandIn
 
 
-def _log10(input):
-    return mint.log(input) * (1 / math.log(10))
-
-
-def _frac(input):
-    return input - ops.stop_gradient(mint.trunc(input))
-
-
 def _exp2(input):
     return mint.exp(input * math.log(2))
 
 
-def _is_neg_inf(input):
-    return input == -math.inf
-
-
 def _bitwise(integers, booleans):
     def run(input, other):
+        if input.dtype == ms.bool_ and other.__class__ is int:
+            input = input.astype(ms.int64)
         if input.dtype != ms.bool_:
             other = other if isinstance(other, ms.Tensor) else ops.full(input._shape, other, dtype=input.dtype)
             return integers(input, other)
@@ -37,12 +29,13 @@ def _bitwise(integers, booleans):
     return run
 
 
+def _frac(input):
+    input = input.astype(ms.int64) if input.dtype == ms.bool_ else input
+    return input - ops.stop_gradient(mint.trunc(input))
+
+
 def _not(input):
     return mint.logical_not(input) if input.dtype == ms.bool_ else ops.invert(input)
-
-
-def _floor_div_scalar(input, other):
-    return ops.floor_div(input, other)
 
 
 def _hardtanh(input, min_val=-1.0, max_val=1.0):
@@ -68,10 +61,6 @@ def _log_add_exp2(input, other):
     return top + mint.log(_exp2(input - top) + _exp2(other - top)) * (1 / math.log(2))
 
 
-def _threshold(input, threshold, value):
-    return mint.where(input > threshold, input, ops.full(input._shape, value, dtype=input.dtype))
-
-
 def _median_dim(input, dim=-1, keepdim=False):
     """The lower of the two middle elements, and where it was."""
     values, at = ops.sort(input, dim)
@@ -82,17 +71,9 @@ def _median_dim(input, dim=-1, keepdim=False):
     return values, at.astype(ms.int64)
 
 
-def _median(input):
-    return _median_dim(mint.reshape(input, (-1,)), 0)[0]
-
-
 def _cummin(input, dim):
     at = ops.cummin(ops.stop_gradient(input), dim)[1].astype(ms.int64)
     return mint.gather(input, dim, at), at  # the kernel's own values have no backward on CPU
-
-
-def _soft_margin(input, target, reduction=1):
-    return reduced(softplus(-target * input), reduction)
 
 
 def binary_cross_entropy(input, target, weight=None, reduction=1):
@@ -105,12 +86,8 @@ def bce_with_logits(input, target, weight=None, pos_weight=None, reduction=1):
     return reduced(ops.binary_cross_entropy_with_logits(input, target, weight, pos_weight, "none"), reduction)
 
 
-def _nll(input, target, weight=None, reduction=1, ignore_index=-100):
-    return nll_loss("NLLLoss2d", input, target, weight, reduction, ignore_index)
-
-
-def _batch_norm(input, weight=None, bias=None, running_mean=None, running_var=None, training=False, momentum=0.1,
-                eps=1e-5, name="BatchNormExt"):
+def _batch_norm(name, input, weight=None, bias=None, running_mean=None, running_var=None, training=False, momentum=0.1,
+                eps=1e-5):
     if training:
         return batch_norm(name, input, weight, bias, running_mean, running_var, True, momentum, eps, input._shape)
     unused = (0,) * 2 if name == "BatchNormExt" else (input._shape[1],) * 4
@@ -125,7 +102,13 @@ def _batch_norm(input, weight=None, bias=None, running_mean=None, running_var=No
 
 def _batch_norm_classic(input, weight, bias, running_mean, running_var, training=False, eps=1e-5, momentum=0.1,
                         data_format=None):
-    return _batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps, "BatchNorm")
+    return _batch_norm("BatchNorm", input, weight, bias, running_mean, running_var, training, momentum, eps)
+
+
+def _next_after(input, other):
+    """`NextAfter`, whose backward gives every operand the shape of the result."""
+    shape = np.broadcast_shapes(input._shape, other._shape)
+    return ops.nextafter(*(x if tuple(x._shape) == shape else mint.broadcast_to(x, shape) for x in (input, other)))
 
 
 def _equal(input, other):
@@ -139,14 +122,22 @@ _OR = _bitwise(ops.bitwise_or, mint.logical_or)
 _XOR = _bitwise(ops.bitwise_xor, mint.logical_xor)
 
 TABLE = {
-    "Log10": _log10, "AsinExt": lambda input: ops.asin(input), "AcosExt": lambda input: ops.acos(input),
+    "Log10": lambda input: mint.log(input) * (1 / math.log(10)), "Exp2": _exp2,
+    "AsinExt": lambda input: ops.asin(input), "AcosExt": lambda input: ops.acos(input),
     "AtanExt": lambda input: ops.atan(input), "AsinhExt": lambda input: ops.asinh(input),
-    "AcoshExt": lambda input: ops.acosh(input), "Frac": _frac, "Exp2": _exp2, "IsNegInf": _is_neg_inf,
+    "AcoshExt": lambda input: ops.acosh(input), "IsNegInf": lambda input: input == -math.inf,
+    "Frac": _frac,
     "BitwiseNot": _not, "BitwiseAndTensor": _AND, "BitwiseAndScalar": _AND, "BitwiseOrTensor": _OR,
-    "BitwiseOrScalar": _OR, "BitwiseXorTensor": _XOR, "BitwiseXorScalar": _XOR, "FloorDivScalar": _floor_div_scalar,
+    "BitwiseOrScalar": _OR, "BitwiseXorTensor": _XOR, "BitwiseXorScalar": _XOR,
+    "FloorDivScalar": lambda input, other: ops.floor_div(input, other),
     "Hardtanh": _hardtanh, "SeLUExt": _selu, "LogAddExp": _log_add_exp, "LogAddExp2": _log_add_exp2,
-    "Threshold": _threshold, "MedianExt": _median, "MedianDim": _median_dim, "CumminExt": _cummin,
-    "EqualExt": _equal, "SoftMarginLoss": _soft_margin, "NLLLoss2d": _nll, "NLLLoss": _nll,  # kernel: garbage where ignored
+    "Threshold": lambda input, threshold, value: mint.where(input > threshold, input,
+                                                            ops.full(input._shape, value, dtype=input.dtype)),
+    "MedianExt": lambda input: _median_dim(mint.reshape(input, (-1,)), 0)[0], "MedianDim": _median_dim,
+    "CumminExt": _cummin, "NextAfter": _next_after, "EqualExt": _equal,
+    "SoftMarginLoss": lambda input, target, reduction=1: reduced(softplus(-target * input), reduction),
+    **dict.fromkeys(("NLLLoss2d", "NLLLoss"), functools.partial(nll_loss, "NLLLoss2d")),  # kernel: garbage where ignored
     "BinaryCrossEntropy": binary_cross_entropy, "BCEWithLogitsLoss": bce_with_logits,
-    "BatchNormExt": _batch_norm, "BatchNorm": _batch_norm_classic,  # kernel: garbage in what it leaves out
+    "BatchNormExt": functools.partial(_batch_norm, "BatchNormExt"),  # kernel: garbage in what it leaves out
+    "BatchNorm": _batch_norm_classic,
 }

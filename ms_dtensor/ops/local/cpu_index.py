@@ -6,23 +6,9 @@ import mindspore as ms
 from mindspore import Tensor, mint, ops
 
 from ...errors import OpRuleError
-from .dtypes import as_dtype
+from .dtypes import as_dtype, full
+from .lists import stack
 from .lookup import gather
-
-
-def stack(tensors, dim=0):
-    """`StackExt`; `ops.stack` would be redirected here (`patches/functions.py`)."""
-    return mint.cat([mint.unsqueeze(x, dim) for x in tensors], dim)
-
-
-def tril(input, diagonal=0):
-    """`TrilExt`."""
-    return ops.tril(input, diagonal)
-
-
-def index_select(input, dim, index):
-    """`IndexSelect`."""
-    return gather(input, mint.reshape(index, (-1,)), dim)
 
 
 def embedding(input, weight, padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False):
@@ -90,42 +76,14 @@ def pad(input, padding, value=0.0):
             if amount < 0:
                 input = mint.narrow(input, dim, -amount if front else 0, n + amount)
             elif amount > 0:
-                edge = _filled((*input._shape[:dim], amount, *input._shape[dim + 1:]), value, input.dtype)
+                edge = full((*input._shape[:dim], amount, *input._shape[dim + 1:]), value, input.dtype)
                 input = mint.cat((edge, input) if front else (input, edge), dim)
     return input
 
 
-def one_hot(tensor, num_classes, on_value, off_value, axis=-1):
-    """`OneHotExt`."""
-    return ops.one_hot(tensor, num_classes, on_value, off_value, axis)
-
-
-def _filled(shape, value, dtype):
-    if isinstance(value, Tensor):
-        return mint.broadcast_to(value.astype(dtype), tuple(shape))
-    if dtype == ms.bool_ or dtype == ms.bfloat16:
-        return ops.full(tuple(shape), float(value), dtype=ms.float32).astype(dtype)
-    return ops.full(tuple(shape), value, dtype=dtype)
-
-
 def filled(x, shape, value, dtype=None):
     """`value` everywhere; the local form of every creation op."""
-    return _filled(shape, value, as_dtype(dtype) or x.dtype)
-
-
-def full_like(input, fill_value, dtype=None, **_):
-    """`FullLike`."""
-    return filled(input, input._shape, fill_value, dtype)
-
-
-def zeros_like(input, dtype=None, *_, **__):
-    """`ZerosLikeExt`, `EmptyLike`."""
-    return filled(input, input._shape, 0, dtype)
-
-
-def ones_like(input, dtype=None, **_):
-    """`OnesLikeExt`."""
-    return filled(input, input._shape, 1, dtype)
+    return full(shape, value, as_dtype(dtype) or x.dtype)
 
 
 def _new(value):
@@ -134,16 +92,22 @@ def _new(value):
     return call
 
 
-def new_full(input, size, fill_value, dtype=None):
-    """`NewFull`."""
-    return filled(input, (size,) if isinstance(size, int) else tuple(size), fill_value, dtype)
+def _like(value):
+    def call(input, dtype=None, *_, **__):
+        return filled(input, input._shape, value, dtype)
+    return call
 
 
 TABLE = {
-    "StackExt": stack, "TrilExt": tril, "IndexSelect": index_select, "Embedding": embedding,
+    "StackExt": stack, "TrilExt": lambda input, diagonal=0: ops.tril(input, diagonal),
+    "IndexSelect": lambda input, dim, index: gather(input, mint.reshape(index, (-1,)), dim), "Embedding": embedding,
     "RepeatInterleaveInt": repeat_interleave, "Repeat": repeat, "Roll": roll, "ScatterAddExt": scatter_add,
-    "ConstantPadND": pad, "OneHotExt": one_hot, "MaskedFill": masked_fill,
-    "FullLike": full_like, "ZerosLikeExt": zeros_like, "OnesLikeExt": ones_like, "EmptyLike": zeros_like,
-    "NewZeros": _new(0), "NewOnes": _new(1), "NewEmpty": _new(0), "NewFull": new_full,
+    "ConstantPadND": pad, "MaskedFill": masked_fill,
+    "OneHotExt": lambda tensor, num_classes, on_value, off_value, axis=-1: ops.one_hot(
+        tensor, num_classes, on_value, off_value, axis),
+    "FullLike": lambda input, fill_value, dtype=None, **_: filled(input, input._shape, fill_value, dtype),
+    "ZerosLikeExt": _like(0), "OnesLikeExt": _like(1), "EmptyLike": _like(0),
+    "NewZeros": _new(0), "NewOnes": _new(1), "NewEmpty": _new(0),
+    "NewFull": lambda input, size, fill_value, dtype=None: _new(fill_value)(input, size, dtype),
 }
 FORMS = {"filled": filled}

@@ -11,6 +11,7 @@ import mindspore as ms
 from mindspore import mint, ops
 
 from ..rules.spec import dims_of
+from .basic import clone
 from .dtypes import as_dtype
 
 
@@ -26,11 +27,6 @@ def total(x, dims, keepdim=False):
 def mean(x, dims, keepdim=False):
     """Mean over dims."""
     return total(x, dims, keepdim) / math.prod(x.shape[d] for d in dims)
-
-
-def clone(input):
-    """`Clone`."""
-    return ops.logical_not(ops.logical_not(input)) if input.dtype == ms.bool_ else input * 1
 
 
 def variance(input, dim=None, correction=1, keepdim=False):
@@ -85,38 +81,46 @@ def vector_norm(x, ord=2, dim=None, keepdim=False, dtype=None):
     return total(size ** ord, dims, keepdim) ** (1.0 / ord)
 
 
-def norm(input, p=2.0, dim=None, keepdim=False, dtype=None):
-    """`Norm`."""
-    return vector_norm(input, p, dim, keepdim, dtype)
-
-
-def lp_norm_v2(input, p, dim=None, keepdim=False, epsilon=0.0):
-    """`LpNormV2`, which `mint.norm` uses for infinite p; epsilon does not show there."""
-    return vector_norm(input, p, dim, keepdim)
-
-
-def count_nonzero(input, dim=None):
-    """`CountNonZero`."""
-    return total((input != 0).astype(ms.int64), _dims(dim, len(input._shape)))
+def _truth(x):
+    return x.astype(ms.bool_) if x.dtype == ms.bool_ or "Int" in str(x.dtype) else x != 0
 
 
 def any_(input, dim=None, keepdim=False):
     """`ReduceAny`, `AnyExt`: of numbers MindSpore's kernel tells nothing true."""
-    truth = input if input.dtype == ms.bool_ else input != 0
+    truth = _truth(input)
     out = mint.any(truth) if dim is None and not keepdim else ops.ReduceAny(bool(keepdim))(truth, () if dim is None else dim)
     return out.astype(input.dtype) if input.dtype == ms.uint8 else out
 
 
-def trace(input):
-    """`TraceExt`."""
-    rows, cols = input._shape
-    return (input * ops.eye(rows, cols, input.dtype)).sum()
-
-
 def cumsum(input, dim, dtype=None):
     """`CumsumExt`; integers add up as int64."""
-    dtype = as_dtype(dtype) or (input.dtype if input.is_floating_point() else ms.int64)
-    return ops.cumsum(input.astype(dtype), dim) if input._shape else input.astype(dtype) * 1
+    whole = input.dtype == ms.bool_ or "Int" in str(input.dtype)
+    return cumsum_classic(input.astype(as_dtype(dtype) or (ms.int64 if whole else input.dtype)), dim)
+
+
+def cumsum_method(input, dim=None, dtype=None):
+    """`x.cumsum(dim)`: of small integers in int32, of others in their own dtype; then the sums are converted."""
+    if dim is None:
+        input, dim = mint.reshape(input, (-1,)), 0
+    small = input.dtype in (ms.bool_, ms.int8, ms.int16, ms.uint8)
+    out = cumsum_classic(input.astype(ms.int32) if small else input, dim)
+    return out if as_dtype(dtype) in (None, input.dtype) else out.astype(as_dtype(dtype))
+
+
+def count_nonzero(input, dim=None):
+    """`CountNonZero`."""
+    return total(_truth(input).astype(ms.int64), _dims(dim, len(input._shape)))
+
+
+def count_nonzero_method(input, dim=None, keepdim=False, dtype=None):
+    """`x.count_nonzero(dim)`, which counts in int32."""
+    count = total(_truth(input).astype(ms.int64), _dims(dim, len(input._shape)), keepdim)
+    return count.astype(as_dtype(dtype) or ms.int32)
+
+
+def cumsum_classic(input, dim, exclusive=False, reverse=False):
+    """`CumSum`, whose kernel divides by the number of elements: without any the process ends."""
+    return ops.CumSum(exclusive, reverse)(input, dim) if input._shape and math.prod(input._shape) else input * 1
 
 
 def topk(input, k, dim=-1, largest=True, sorted=True):
@@ -129,11 +133,6 @@ def sort(input, dim=-1, descending=False, stable=False):
     """`SortExt`."""
     values, at = ops.sort(input, dim, descending)
     return values, at.astype(ms.int64)
-
-
-def argsort(input, dim=-1, descending=False, stable=False):
-    """`ArgSort`."""
-    return sort(input, dim, descending)[1]
 
 
 def argmax(input, dim=None, keepdim=False):
@@ -150,30 +149,18 @@ def argmin(input, dim=None, keepdim=False):
     return argmax(flipped, dim, keepdim)
 
 
-def addcmul(input, tensor1, tensor2, value=1):
-    """`AddcmulExt`."""
-    return input + tensor1 * tensor2 * value
-
-
-def addcdiv(input, tensor1, tensor2, value=1):
-    """`AddcdivExt`."""
-    return input + tensor1 / tensor2 * value
-
-
-def atan2(input, other):
-    """`Atan2Ext`."""
-    return ops.atan2(input, other)
-
-
-def log2(input):
-    """`Log2`."""
-    return mint.log(input) * (1 / math.log(2))
-
-
 TABLE = {
     "Clone": clone, "Var": variance, "Std": std, "VarMean": var_mean, "StdMean": std_mean, "LogSumExp": logsumexp,
-    "LinalgVectorNorm": vector_norm, "Norm": norm, "LpNormV2": lp_norm_v2, "CountNonZero": count_nonzero, "TraceExt": trace,
+    "LinalgVectorNorm": vector_norm,
+    "Norm": lambda input, p=2.0, dim=None, keepdim=False, dtype=None: vector_norm(input, p, dim, keepdim, dtype),
+    # `mint.norm` uses it for infinite p, where epsilon does not show
+    "LpNormV2": lambda input, p, dim=None, keepdim=False, epsilon=0.0: vector_norm(input, p, dim, keepdim),
+    "CountNonZero": count_nonzero, "DeprecatedCountNonzero": count_nonzero_method,
     "ReduceAny": any_, "AnyExt": any_, "Any": any_,
-    "CumsumExt": cumsum, "TopkExt": topk, "SortExt": sort, "ArgSort": argsort, "ArgMaxExt": argmax, "ArgMinExt": argmin,
-    "AddcmulExt": addcmul, "AddcdivExt": addcdiv, "Atan2Ext": atan2, "Log2": log2,
+    "CumsumExt": cumsum, "DeprecatedCumsum": cumsum_method, "CumSum": cumsum_classic, "TopkExt": topk, "SortExt": sort,
+    "ArgMaxExt": argmax, "ArgMinExt": argmin,
+    "ArgSort": lambda input, dim=-1, descending=False, stable=False: sort(input, dim, descending)[1],
+    "AddcmulExt": lambda input, tensor1, tensor2, value=1: input + tensor1 * tensor2 * value,
+    "AddcdivExt": lambda input, tensor1, tensor2, value=1: input + tensor1 / tensor2 * value,
+    "Atan2Ext": lambda input, other: ops.atan2(input, other), "Log2": lambda input: mint.log(input) * (1 / math.log(2)),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import mindspore as ms
 from mindspore import mint
 
 from .run import zeros_of
@@ -55,7 +56,12 @@ def addmm(input, mat1, mat2, beta=1, alpha=1):
 
 
 def addbmm(input, batch1, batch2, beta=1, alpha=1):
-    """`Addbmm`: beta * input + alpha * the sum of the batch's products, as one contraction over batch and inner dim."""
+    """`Addbmm`: beta * input + alpha * the sum of the batch's products, as one contraction over batch and inner dim.
+
+    Small integers add up in int64, as a sum of them does.
+    """
+    if batch1.dtype in (ms.int8, ms.int16, ms.int32, ms.uint8):
+        input, batch1, batch2 = (x.astype(ms.int64) for x in (input, batch1, batch2))
     b, n, k = batch1._shape
     left = mint.reshape(mint.permute(batch1, (1, 0, 2)), (n, b * k))
     return _add(input, product(left, mint.reshape(batch2, (b * k, batch2._shape[2]))), beta, alpha)

@@ -10,6 +10,7 @@ import math
 import mindspore as ms
 from mindspore import mint, ops
 
+from ..rules.spec import default_softmax_dim
 from .cpu_math import mean
 from .dtypes import as_dtype
 
@@ -29,29 +30,15 @@ def gelu(input, approximate="none"):
     return 0.5 * input * (1 + mint.erf(input * math.sqrt(0.5)))
 
 
-def silu(input):
-    """`SiLU` where there is no kernel."""
-    return input * mint.sigmoid(input)
-
-
 def swiglu(input, dim=-1):
     """`Swiglu`: silu of the first half times the second."""
     half = input._shape[dim] // 2
-    return silu(mint.narrow(input, dim, 0, half)) * mint.narrow(input, dim, half, half)
-
-
-def elu(input, alpha=1.0):
-    """`EluExt`; the branch that is not taken sees 0, so that its gradient stays finite."""
-    return mint.where(input > 0, input, alpha * (mint.exp(_below(input, 0)) - 1))
+    gate = mint.narrow(input, dim, 0, half)
+    return gate * mint.sigmoid(gate) * mint.narrow(input, dim, half, half)
 
 
 def _below(x, bound):
     return mint.where(x > bound, ops.zeros_like(x), x)
-
-
-def leaky_relu(input, negative_slope=0.01):
-    """`LeakyReLUExt`."""
-    return mint.where(input > 0, input, input * negative_slope)
 
 
 def softplus(input, beta=1, threshold=20):
@@ -60,11 +47,6 @@ def softplus(input, beta=1, threshold=20):
     bounded = _below(scaled, threshold)
     soft = mint.nn.functional.relu(bounded) + mint.log1p(mint.exp(-mint.abs(bounded)))
     return mint.where(scaled > threshold, input, soft / beta)
-
-
-def mish(input):
-    """`MishExt`."""
-    return input * mint.tanh(softplus(input))
 
 
 def log_sigmoid(input):
@@ -78,9 +60,7 @@ def log_softmax(input, dim=None, dtype=None):
     x = input if dtype is None else input.astype(as_dtype(dtype))
     if not x._shape:
         return x * 0
-    if dim is None:
-        dim = 0 if len(x._shape) in (0, 1, 3) else 1
-    return ops.log_softmax(x, dim)
+    return ops.log_softmax(x, default_softmax_dim(len(x._shape)) if dim is None else dim)
 
 
 def rms_norm(x, gamma, epsilon=1e-6):
@@ -107,16 +87,6 @@ def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5):
     return out.astype(input.dtype), middle, scale
 
 
-def mse_loss(input, target, reduction=1):
-    """`MSELossExt`."""
-    return reduced((input - target) * (input - target), reduction)
-
-
-def l1_loss(input, target, reduction=1):
-    """`L1LossExt`."""
-    return reduced(mint.abs(input - target), reduction)
-
-
 def kl_div(input, target, reduction=1, log_target=False):
     """`KLDiv`; 0 log 0 is 0."""
     if log_target:
@@ -127,7 +97,12 @@ def kl_div(input, target, reduction=1, log_target=False):
 
 
 TABLE = {
-    "GeluExt": gelu, "Swiglu": swiglu, "EluExt": elu, "LeakyReLUExt": leaky_relu, "SoftplusExt": softplus,
-    "MishExt": mish, "LogSigmoid": log_sigmoid, "LogSoftmaxExt": log_softmax, "RmsNorm": rms_norm,
-    "LayerNormExt": layer_norm, "MSELossExt": mse_loss, "L1LossExt": l1_loss, "KLDiv": kl_div,
+    "GeluExt": gelu, "Swiglu": swiglu, "SoftplusExt": softplus, "LogSigmoid": log_sigmoid, "LogSoftmaxExt": log_softmax,
+    # the branch that is not taken sees 0, so that its gradient stays finite
+    "EluExt": lambda input, alpha=1.0: mint.where(input > 0, input, alpha * (mint.exp(_below(input, 0)) - 1)),
+    "LeakyReLUExt": lambda input, negative_slope=0.01: mint.where(input > 0, input, input * negative_slope),
+    "MishExt": lambda input: input * mint.tanh(softplus(input)),
+    "RmsNorm": rms_norm, "LayerNormExt": layer_norm, "KLDiv": kl_div,
+    "MSELossExt": lambda input, target, reduction=1: reduced((input - target) * (input - target), reduction),
+    "L1LossExt": lambda input, target, reduction=1: reduced(mint.abs(input - target), reduction),
 }

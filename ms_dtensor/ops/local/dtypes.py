@@ -3,21 +3,20 @@
 
 Casts are differentiable, so the backward is computed in float32 too. The invariant: a result is what one float32
 computation of the whole local call gives, rounded to bfloat16 at the very end. Also here: MindSpore passes a dtype as a
-number in some calls.
+number in some calls; tensors of one value, which have no kernel of some dtypes.
 """
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 
 import mindspore as ms
-from mindspore import Tensor
+import numpy as np
+from mindspore import Tensor, mint, ops
 
 from ...core.tree import map_leaves
-
-TYPE_IDS = {30: ms.bool_, 32: ms.int8, 33: ms.int16, 34: ms.int32, 35: ms.int64, 37: ms.uint8, 38: ms.uint16,
-            39: ms.uint32, 40: ms.uint64, 42: ms.float16, 43: ms.float32, 44: ms.float64, 45: ms.bfloat16,
-            51: ms.complex64, 52: ms.complex128}
+from ..rules.spec import TYPE_IDS
 
 # Moves and casts have bfloat16 kernels, forward and backward.
 _NATIVE = frozenset(("cast", "reshape", "identity", "permute", "swap", "matrix_transpose", "clone"))
@@ -25,7 +24,10 @@ _NATIVE = frozenset(("cast", "reshape", "identity", "permute", "swap", "matrix_t
 
 def as_dtype(dtype):
     """A dtype, or MindSpore's number of one, as a dtype; None stays None."""
-    return TYPE_IDS[dtype] if isinstance(dtype, int) else dtype
+    if isinstance(dtype, int):
+        name = TYPE_IDS[dtype]
+        return getattr(ms, "bool_" if name == "bool" else name)
+    return dtype
 
 
 def wrapper_in_float32(op: str, tensors, promised: tuple[str, ...],
@@ -65,3 +67,14 @@ def _narrowed(x, dtype: str):
 
 def _cast(value, frm, to):
     return map_leaves(lambda x: x.astype(to) if x.dtype == frm else x, value, Tensor)
+
+
+def full(shape, value, dtype):
+    """A tensor of one value, a number or 0-d tensor; an infinite one is the extreme of integers and booleans."""
+    if isinstance(value, Tensor):
+        return mint.broadcast_to(value.astype(dtype), tuple(shape))
+    if value in (math.inf, -math.inf) and (dtype == ms.bool_ or "Int" in str(dtype)):
+        value = value > 0 if dtype == ms.bool_ else getattr(np.iinfo(str(dtype).lower()), "max" if value > 0 else "min")
+    if dtype in (ms.bool_, ms.bfloat16):  # no such kernels on CPU
+        return ops.full(tuple(shape), float(value), dtype=ms.float32).astype(dtype)
+    return ops.full(tuple(shape), value, dtype=dtype)

@@ -15,7 +15,7 @@ from .cpu_math import total
 
 
 def stack(tensors, dim=0):
-    """`ops.stack`, which itself would be redirected here (`patches/functions.py`)."""
+    """`StackExt`, and `ops.stack`, which itself would be redirected here (`patches/functions.py`)."""
     return mint.cat([mint.unsqueeze(x, dim) for x in tensors], dim)
 
 

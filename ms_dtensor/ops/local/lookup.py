@@ -123,6 +123,11 @@ def take(x, index):
     return gather(mint.reshape(x, (-1,)), index, 0)
 
 
+def gather_method(input, input_indices, axis, batch_dims=0):
+    """`x.gather(input_indices, axis)`."""
+    return gather(input, input_indices, axis, batch_dims)
+
+
 TABLE = {"gather": gather, "gather_shard": gather_shard, "take_along_shard": take_along_shard,
          "embedding_shard": embedding_shard, "index": index}
-CPU = {"Gather": gather, "DeprecatedGather": gather, "Take": take, "EmbeddingLookup": embedding_lookup}
+CPU = {"Gather": gather, "DeprecatedGather": gather_method, "Take": take, "EmbeddingLookup": embedding_lookup}

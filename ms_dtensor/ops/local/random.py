@@ -44,31 +44,17 @@ def dropout_channels(x, keep, shape, box):
     return x * mask * (1.0 / keep if keep else 0.0), full.astype(ms.bool_)
 
 
-def func_dropout(x, keep, shape, box):
-    """x with elements zeroed and the others scaled."""
-    return dropout(x, keep, shape, box)[0]
+def _like(draw):
+    """`(x, *parameters, dtype, shape, box)` -> new numbers by `draw(key, shape, box, NumPy dtype, *parameters)`."""
+    def call(x, *args):
+        *parameters, dtype, shape, box = args
+        dtype = as_dtype(dtype) or x.dtype
+        return tensor(np.asarray(draw(rng.next_key(), shape, box, kind(dtype), *parameters)), dtype)
+    return call
 
 
-def func_dropout_channels(x, keep, shape, box):
-    """x with channels zeroed and the others scaled."""
-    return dropout_channels(x, keep, shape, box)[0]
-
-
-def rand_like(x, dtype, shape, box):
-    """Uniform numbers in [0, 1)."""
-    dtype = as_dtype(dtype) or x.dtype
-    return tensor(rng.uniform(rng.next_key(), shape, box, kind(dtype)), dtype)
-
-
-def randn_like(x, dtype, shape, box):
-    """Standard normal numbers."""
-    dtype = as_dtype(dtype) or x.dtype
-    return tensor(rng.normal(rng.next_key(), shape, box, kind(dtype)), dtype)
-
-
-def randint_like(x, low, high, dtype, shape, box):
-    """Integers in [low, high)."""
-    return tensor(rng.integers(rng.next_key(), shape, low, high, box), as_dtype(dtype) or x.dtype)
+rand_like, randn_like = _like(rng.uniform), _like(rng.normal)
+randint_like = _like(lambda key, shape, box, _, low, high: rng.integers(key, shape, low, high, box))
 
 
 def bernoulli(p, shape, box):
@@ -86,29 +72,6 @@ def bernoulli_like(x, p, shape, box):
 def normal_of(mean, std, shape, box):
     """Normal numbers with mean and deviation per element."""
     return Tensor(rng.normal(rng.next_key(), shape, box)) * std + mean
-
-
-def _into(name, values):
-    """The local form of an in-place op: `values(key, shape, box, NumPy dtype, *parameters)` in the dtype of x."""
-    def call(x, *args):
-        *parameters, shape, box = args
-        return tensor(np.asarray(values(rng.next_key(), shape, box, kind(x.dtype), *parameters)), x.dtype)
-    call.__name__ = name
-    return call
-
-
-def bernoulli_into(x, p, shape, box):
-    """`x.bernoulli_(p)`."""
-    return bernoulli_like(x, p, shape, box)
-
-
-INTO = {f.__name__: f for f in (
-    _into("normal_into", lambda key, shape, box, t, mean, std: rng.normal(key, shape, box, t) * t(std) + t(mean)),
-    _into("uniform_into", lambda key, shape, box, t, lo, hi: rng.uniform(key, shape, box, t) * t(hi - lo) + t(lo)),
-    _into("random_into", lambda key, shape, box, t, lo, hi: rng.integers(
-        key, shape, 0 if hi is None else lo, 1 << 24 if hi is None else hi, box)),
-    _into("exponential_into", lambda key, shape, box, t, rate: rng.exponential(key, shape, box, t) / t(rate)),
-    bernoulli_into)}
 
 
 def _whole(x):
@@ -130,18 +93,25 @@ def _broadcast(mean, std):
 
 def _functional(fn):
     def call(x, p, training, *_):
-        return fn(x, 1.0 - p, *_whole(x)) if training and p else x * 1
+        return fn(x, 1.0 - p, *_whole(x))[0] if training and p else x * 1
     return call
 
 
-TABLE = {f.__name__: f for f in (dropout, dropout_channels, func_dropout, func_dropout_channels, rand_like, randn_like,
-                                 randint_like, bernoulli, bernoulli_like, normal_of)}
-TABLE.update(INTO)
+TABLE = {
+    "dropout": dropout, "dropout_channels": dropout_channels, "func_dropout": lambda *args: dropout(*args)[0],
+    "func_dropout_channels": lambda *args: dropout_channels(*args)[0], "rand_like": rand_like, "randn_like": randn_like,
+    "randint_like": randint_like, "bernoulli": bernoulli, "bernoulli_like": bernoulli_like, "normal_of": normal_of,
+    "normal_into": _like(lambda key, shape, box, t, mean, std: rng.normal(key, shape, box, t) * t(std) + t(mean)),
+    "uniform_into": _like(lambda key, shape, box, t, lo, hi: rng.uniform(key, shape, box, t) * t(hi - lo) + t(lo)),
+    "random_into": _like(lambda key, shape, box, t, lo, hi: rng.integers(
+        key, shape, 0 if hi is None else lo, 1 << 24 if hi is None else hi, box)),
+    "exponential_into": _like(lambda key, shape, box, t, rate: rng.exponential(key, shape, box, t) / t(rate)),
+}
 
 CPU = {
     "Dropout2D": _classic_channels, "Dropout3D": _classic_channels,
     "Dropout": lambda x, keep_prob=0.5, *_: dropout(x, keep_prob, *_whole(x)),
-    "FuncDropoutExt": _functional(func_dropout), "Dropout2dExt": _functional(func_dropout_channels),
+    "FuncDropoutExt": _functional(dropout), "Dropout2dExt": _functional(dropout_channels),
     "RandLikeExt": lambda x, seed=None, offset=None, dtype=None, device=None: rand_like(x, dtype, *_whole(x)),
     "RandnLike": lambda x, seed=None, offset=None, dtype=None, device=None: randn_like(x, dtype, *_whole(x)),
     "RandIntLike": lambda x, low, high, seed=None, offset=None, dtype=None, device=None:

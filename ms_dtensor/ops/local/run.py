@@ -7,12 +7,11 @@ refuses, nor which nodes autograd makes, to any order: the collectives of every 
 """
 from __future__ import annotations
 
-import mindspore as ms
-import numpy as np
-from mindspore import Tensor, ops
+from mindspore import Tensor
 from mindspore.common._grad_function import _Function
 
 from ..rules.spec import EmptyShard, Operand
+from .dtypes import full
 
 
 class StandIn(_Function):
@@ -21,22 +20,11 @@ class StandIn(_Function):
     @staticmethod
     def forward(ctx, x, shape, value):
         ctx.like = tuple(x._shape)
-        return _full(shape, value, x.dtype)
+        return full(shape, value, x.dtype)
 
     @staticmethod
     def backward(ctx, grad):
         return StandIn.apply(grad, ctx.like, 0), None, None
-
-
-def _full(shape, value, dtype):
-    if dtype == ms.bool_:
-        return ops.zeros(shape, dtype) if value <= 0 else ops.ones(shape, dtype)
-    if value in (float("inf"), float("-inf")) and "Int" in str(dtype):
-        info = np.iinfo(str(dtype).lower())
-        value = info.max if value > 0 else info.min
-    if dtype == ms.bfloat16:  # no such kernel on CPU
-        return ops.full(shape, value, dtype=ms.float32).astype(dtype)
-    return ops.full(shape, value, dtype=dtype)
 
 
 def run_local(original, form, empty: EmptyShard | None, tensors, again=None):
@@ -63,10 +51,16 @@ def run_local(original, form, empty: EmptyShard | None, tensors, again=None):
 
 
 def on_stand_ins(original, empty: EmptyShard, tensors):
-    """The results of an empty shard, from a call whose own nobody sees."""
+    """The results of an empty shard, from a call whose own nobody sees, unless they are not what the rule promised.
+
+    Then the ranks with data are about to refuse theirs, and so is this one, if it is handed the same.
+    """
     def of(r, made):
         return r if made[1] is None else StandIn.apply(r, *made)
     result = original([StandIn.apply(x, *made) for x, made in zip(tensors, empty.stand_ins)])
+    given = (result,) if isinstance(result, Tensor) else result
+    if empty.promised is not None and any(tuple(r._shape) != shape for r, shape in zip(given, empty.promised)):
+        return result
     return of(result, empty.results[0]) if isinstance(result, Tensor) else type(result)(map(of, result, empty.results))
 
 

@@ -12,6 +12,8 @@ import numpy as np
 from mindspore import Tensor, mint, ops
 
 from ..rules.write import labels
+from . import arrange, cpu_index
+from .dtypes import full
 from .lookup import host_values
 
 
@@ -46,7 +48,7 @@ def write(x, value, bounds, drop, dims, indices, front, offset, value_offset, va
         source = Tensor(np.ascontiguousarray(np.maximum(table, 0)).astype(np.int32))
         new = ops.gather(mint.reshape(value, (-1,)).astype(x.dtype), source, 0)
     else:
-        new = _filled(x, value)
+        new = full(local, value, x.dtype)
     return _select(mask, new, x)
 
 
@@ -80,13 +82,6 @@ def _at_indices(table, wide, region, step, indices, dims, bounds, offset, local)
     return out
 
 
-def _filled(x, value):
-    value = bool(value) if x.dtype == ms.bool_ else value
-    if x.dtype in (ms.bool_, ms.bfloat16):
-        return mint.broadcast_to(Tensor(value, x.dtype), x._shape)
-    return ops.full(x._shape, value, dtype=x.dtype)
-
-
 def _select(mask, new, old):
     wide = {ms.bool_: ms.int32, ms.bfloat16: ms.float32}.get(old.dtype, old.dtype)
     out = ops.select(mask, new.astype(wide), old.astype(wide)).astype(old.dtype)
@@ -97,12 +92,7 @@ def fill(x, value):
     """Every element the same; `value` is a number or a 0-d tensor."""
     if isinstance(value, Tensor):
         return mint.broadcast_to(mint.reshape(value, (1,) * len(x._shape)).astype(x.dtype), x._shape)
-    return _filled(x, value)
-
-
-def zero(x):
-    """All zeros."""
-    return ops.zeros(x._shape, x.dtype)
+    return full(x._shape, value, x.dtype)
 
 
 def copy(x, src, non_blocking=False):
@@ -111,32 +101,12 @@ def copy(x, src, non_blocking=False):
     return mint.broadcast_to(src, x._shape) if tuple(src._shape) != tuple(x._shape) else src
 
 
-def add(x, other, alpha=1):
-    """`x + alpha * other`."""
-    return mint.add(x, other, alpha=1 if alpha is None else alpha)
-
-
-def sub(x, other, alpha=1):
-    """`x - alpha * other`."""
-    return mint.sub(x, other, alpha=1 if alpha is None else alpha)
-
-
 def where(condition, new, old):
     """`new` where the condition holds; `new` is a number or a tensor."""
     if not isinstance(new, Tensor):
-        new = _filled(old, new)
+        new = full(old._shape, new, old.dtype)
     new = mint.broadcast_to(new.astype(old.dtype), old._shape)
     return _select(mint.broadcast_to(condition, old._shape), new, old)
-
-
-def divmod_(x, other, rounding_mode=None):
-    """`div` with a rounding mode."""
-    return ops.div(x, other, rounding_mode=rounding_mode)
-
-
-def clamp(x, low=None, high=None):
-    """Between two bounds, numbers or tensors."""
-    return ops.clamp(x, low, high)
 
 
 def masked_fill(x, mask, value):
@@ -144,39 +114,20 @@ def masked_fill(x, mask, value):
     return where(mask, value, x) if not isinstance(value, Tensor) else where(mask, fill(x, value), x)
 
 
-def threshold(x, threshold, value):
-    """`x` above the threshold, else `value`."""
-    return _select(x > threshold, x, _filled(x, value))
-
-
-def scatter(x, dim, index, src):
-    """`scatter` of a tensor or a number."""
-    from .arrange import scatter as by_elements
-    return by_elements(x, dim, index, src)
-
-
-def scatter_add(x, dim, index, src):
-    """`scatter_add`."""
-    from .cpu_index import scatter_add as by_elements
-    return by_elements(x, dim, index, src)
-
-
-def index_add(x, dim, index, src, alpha=1):
-    """`index_add`."""
-    from .arrange import index_add as by_rows
-    return by_rows(x, dim, index, src, alpha)
-
-
 # what an in-place op puts into its target, by the name of the rule
 WRITES = {
-    "fill": fill, "zero": zero, "copy": copy, "add": add, "sub": sub, "where": where,
-    "mul": mint.mul, "div": mint.div, "divmod": divmod_,
+    "fill": fill, "zero": lambda x: ops.zeros(x._shape, x.dtype), "copy": copy, "where": where,
+    "add": lambda x, other, alpha=1: mint.add(x, other, alpha=1 if alpha is None else alpha),
+    "sub": lambda x, other, alpha=1: mint.sub(x, other, alpha=1 if alpha is None else alpha),
+    "mul": mint.mul, "div": mint.div,
+    "divmod": lambda x, other, rounding_mode=None: ops.div(x, other, rounding_mode=rounding_mode),
     "floor_divide": lambda x, other: x // other, "remainder": lambda x, other: x % other,
-    "clamp": clamp, "masked_fill": masked_fill, "threshold": threshold,
+    "clamp": lambda x, low=None, high=None: ops.clamp(x, low, high), "masked_fill": masked_fill,
+    "threshold": lambda x, threshold, value: _select(x > threshold, x, full(x._shape, value, x.dtype)),
     "exp": mint.exp, "log": mint.log, "floor": mint.floor, "sigmoid": mint.sigmoid, "tanh": mint.tanh, "relu": ops.relu,
     "silu": ops.silu, "erfinv": mint.erfinv, "sign": ops.sign,
     "hardtanh": lambda x, low=-1.0, high=1.0: ops.clamp(x, low, high),
-    "scatter": scatter, "scatter_add": scatter_add, "index_add": index_add,
+    "scatter": arrange.scatter, "scatter_add": cpu_index.scatter_add, "index_add": arrange.index_add,
 }
 
 TABLE = {"write": write}

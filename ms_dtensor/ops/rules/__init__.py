@@ -37,10 +37,8 @@ RULES: dict[str, Callable[[Call], OpSpec]] = {op: pointwise.pointwise for op in 
 RULES.update(
     cast=pointwise.cast, where=pointwise.pointwise, masked_fill=pointwise.masked_fill, clamp=pointwise.pointwise,
     lerp=pointwise.pointwise, leaky_relu=pointwise.pointwise, elu=pointwise.pointwise, gelu=pointwise.pointwise,
-    zeros_like=pointwise.pointwise, ones_like=pointwise.pointwise,
     matmul=matmul.matmul, outer=matmul.outer, linear=matmul.linear, bias_add=matmul.bias_add,
-    max_dim=reduce.reduction_pair, min_dim=reduce.reduction_pair,
-    softmax=reduce.along_dim, log_softmax=reduce.along_dim,
+    softmax=reduce.along_dim,
     reshape=view.reshape, view_as=view.view_as, flatten=view.flatten, flatten_primitive=view.flatten_primitive,
     permute=view.permute, swap=view.swap, matrix_transpose=view.matrix_transpose, unsqueeze=view.unsqueeze,
     squeeze=view.squeeze, expand=view.expand, tile=view.tile, split=view.split, chunk=view.chunk,
@@ -49,7 +47,7 @@ RULES.update(
     gather=index.gather, take_along=index.take_along, embedding=index.embedding,
     tril=index.triangle, triu=index.triangle,
 )
-RULES.update({op: reduce.reduction for op in ("sum", "mean", "max", "min", "prod", "all", "any")})
+RULES.update({op: reduce.reduction for op in ("sum", "mean", "max", "min", "prod", "all")})
 
 # Further families bring their own names and rules: `NAMES` in the notation of `names.parse`, `RULES` by canonical op.
 FAMILIES: tuple = (arrange, index, scatter, random, create, lists, matmul, write, conv,

@@ -6,11 +6,9 @@ rank finds in its memory would make replicas differ.
 """
 from __future__ import annotations
 
-from .spec import PARTIALS, Call, Case, LocalCall, OpSpec, R, S, result_dtype
+from .spec import PARTIALS, Call, Case, LocalCall, OpSpec, R, S
 
 NAMES = """
-zeros_like:ZerosLike,ZerosLikeExt:input dtype
-ones_like:OnesLike,OnesLikeExt:input dtype
 empty_like:EmptyLike:input dtype device pin_memory
 full_like:FullLike:input fill_value dtype
 new_zeros:NewZeros:input size dtype
@@ -19,7 +17,7 @@ new_empty:NewEmpty:input size dtype device
 new_full:NewFull:input size fill_value dtype
 """
 
-_VALUE = {"zeros_like": 0, "ones_like": 1, "empty_like": 0, "new_zeros": 0, "new_ones": 1, "new_empty": 0}
+_VALUE = {"empty_like": 0, "new_zeros": 0, "new_ones": 1, "new_empty": 0}
 
 
 def like_cases(call: Call) -> list[Case]:
@@ -28,12 +26,11 @@ def like_cases(call: Call) -> list[Case]:
 
 
 def like(call: Call) -> OpSpec:
-    """`zeros_like`, `full_like` ...: every shard is filled by itself."""
+    """`full_like`, `empty_like`: every shard is filled by itself."""
     x = call.operands[0]
     value = _VALUE.get(call.op, call.args.get("fill_value"))
     dtype = call.args.get("dtype")
-    return OpSpec((x.shape,), tuple(like_cases(call)), lambda at: LocalCall("filled", (x, at.out_shape(), value, dtype)),
-                  (result_dtype(call),))
+    return OpSpec((x.shape,), tuple(like_cases(call)), lambda at: LocalCall("filled", (x, at.out_shape(), value, dtype)))
 
 
 def new(call: Call) -> OpSpec:
@@ -42,9 +39,8 @@ def new(call: Call) -> OpSpec:
     shape = tuple(int(n) for n in (size if isinstance(size, tuple | list) else (size,)))
     value = _VALUE.get(call.op, call.args.get("fill_value"))
     cases = [call.case({x.index: p}, R) for p in (*map(S, range(x.ndim)), *PARTIALS)]
-    return OpSpec((shape,), tuple(cases), lambda at: LocalCall("filled", (x, shape, value, call.args.get("dtype"))),
-                  (result_dtype(call),))
+    return OpSpec((shape,), tuple(cases), lambda at: LocalCall("filled", (x, shape, value, call.args.get("dtype"))))
 
 
-RULES = {**dict.fromkeys(("zeros_like", "ones_like", "empty_like", "full_like"), like),
+RULES = {"empty_like": like, "full_like": like,
          **dict.fromkeys(("new_zeros", "new_ones", "new_empty", "new_full"), new)}

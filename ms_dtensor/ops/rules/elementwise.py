@@ -2,7 +2,7 @@
 """The less common element-by-element ops: activations with parameters, special functions, fused arithmetic.
 
 All are `pointwise.pointwise`, which reads shapes only; here are their names and the few that differ: a gated unit halves
-a dim, a PReLU weight belongs to the channel dim, a predicate gives booleans.
+a dim, a PReLU weight belongs to the channel dim.
 """
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ digamma:Digamma:input
 bessel:BesselI0,BesselI1,BesselI0e,BesselI1e,BesselJ0,BesselJ1,BesselK0,BesselK1,BesselY0,BesselY1:input
 inv:Inv:input
 logit:Logit:input eps
+zeros_like:ZerosLike,ZerosLikeExt:input dtype
+ones_like:OnesLike,OnesLikeExt:input dtype
 celu:CeLU:input alpha
 softplus:Softplus:input
 softplus:SoftplusExt:input beta threshold
@@ -64,16 +66,11 @@ def fused(call: Call) -> OpSpec:
     return replace(spec, cases=(*spec.cases, *partial_cases(call, groups)))
 
 
-def predicate(call: Call) -> OpSpec:
-    """A pointwise test: booleans, and no linear case."""
-    return replace(pointwise(call), dtypes=("bool",))
-
-
 def equal(call: Call) -> OpSpec:
     """One boolean, true where it is true on every shard; tensors of different shapes are not equal."""
     x, y = call.operands
     cases = tuple(Case(c.ins, (Partial("min"),)) for c in pointwise(call).cases) if x.shape == y.shape else ()
-    return OpSpec(((),), cases, dtypes=("bool",))
+    return OpSpec(((),), cases)
 
 
 def gated(call: Call) -> OpSpec:
@@ -114,12 +111,11 @@ def like(call: Call) -> OpSpec:
     return OpSpec(spec.shapes, (*spec.cases, *(Case((p,), (R,)) for p in SUMS)))
 
 
-_ALIKE = ("acos frac round invert nan_to_num lgamma digamma bessel inv logit celu softplus hardshrink softshrink "
+_ALIKE = ("frac round invert nan_to_num lgamma digamma bessel inv logit celu softplus hardshrink softshrink "
           "hardtanh threshold fmax fmin hypot nextafter logaddexp heaviside shift divmod no_nan truncated "
-          "squared_difference").split()
+          "squared_difference isneginf isclose approximate_equal").split()
 RULES = {
     **dict.fromkeys(_ALIKE, pointwise),
-    **dict.fromkeys(("isneginf", "isclose", "approximate_equal"), predicate),
     "equal": equal, "glu": gated, "prelu": prelu,
     "addcmul": fused, "addcdiv": fused, "to_other": to_other,
     "log_sigmoid": log_sigmoid,

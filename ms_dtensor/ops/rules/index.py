@@ -10,7 +10,7 @@ from .spec import PARTIALS, SUMS, Call, Case, Local, LocalCall, OpSpec, P, R, S,
 
 NAMES = """
 gather:DeprecatedGather:input index dim batch_dims
-index_select:IndexSelect:input dim index
+index_select:IndexSelect,DeprecatedIndexSelect:input dim index
 take:DeprecatedTake:input index dim mode
 index_select:Take:input index
 gather_nd:GatherNd:input index
@@ -33,6 +33,10 @@ def slices(call: Call) -> OpSpec:
     return OpSpec((shape,), tuple(cases), local)
 
 
+def _sliced(call: Call, bounds, drop=()) -> OpSpec:
+    return slices(Call("slice", {"input": call.operands[0], "bounds": tuple(bounds), "drop": drop}, call.operands))
+
+
 def strided_slice(call: Call) -> OpSpec:
     """The classic `StridedSlice`, without masks, as `x[a:b]` sends it."""
     x = call.operands[0]
@@ -45,7 +49,7 @@ def strided_slice(call: Call) -> OpSpec:
             bounds.append((min(lo, n), min(hi, n), st) if st > 0 else (lo, hi, st))
         else:
             bounds.append((0, n, 1))
-    return slices(Call("slice", {"input": x, "bounds": tuple(bounds)}, call.operands))
+    return _sliced(call, bounds)
 
 
 def narrow(call: Call) -> OpSpec:
@@ -53,8 +57,7 @@ def narrow(call: Call) -> OpSpec:
     x = call.operands[0]
     d = int(call.args["dim"]) % x.ndim
     lo = int(call.args["start"]) % max(x.shape[d], 1) if call.args["start"] < 0 else int(call.args["start"])
-    bounds = tuple((lo, lo + int(call.args["length"]), 1) if i == d else (0, n, 1) for i, n in enumerate(x.shape))
-    return slices(Call("slice", {"input": x, "bounds": bounds}, call.operands))
+    return _sliced(call, ((lo, lo + int(call.args["length"]), 1) if i == d else (0, n, 1) for i, n in enumerate(x.shape)))
 
 
 def select(call: Call) -> OpSpec:
@@ -62,8 +65,7 @@ def select(call: Call) -> OpSpec:
     x = call.operands[0]
     d = int(call.args["dim"]) % x.ndim
     i = int(call.args["index"]) % x.shape[d]
-    bounds = tuple((i, i + 1, 1) if k == d else (0, n, 1) for k, n in enumerate(x.shape))
-    return slices(Call("slice", {"input": x, "bounds": bounds, "drop": (d,)}, call.operands))
+    return _sliced(call, ((i, i + 1, 1) if k == d else (0, n, 1) for k, n in enumerate(x.shape)), (d,))
 
 
 def gather(call: Call) -> OpSpec:
@@ -87,7 +89,7 @@ def gather(call: Call) -> OpSpec:
         if not at.ins[table.index].dim_axes[d]:
             return None
         return LocalCall("gather_shard", (table, ids, d, at.in_offset(table.index)[d], table.shape[d]))
-    return OpSpec((shape,), tuple(cases), local, (table.dtype,))
+    return OpSpec((shape,), tuple(cases), local)
 
 
 def index_select(call: Call) -> OpSpec:
@@ -96,11 +98,11 @@ def index_select(call: Call) -> OpSpec:
     if call.get("dim") is None:
         cases = [_pair(call, x, R, S(j), S(j)) for j in range(ids.ndim)]
         cases += [_pair(call, x, p, R, p) for p in SUMS]
-        return OpSpec((ids.shape,), tuple(cases), None, (x.dtype,))
+        return OpSpec((ids.shape,), tuple(cases))
     spec = gather(call)
     d = int(call.args["dim"]) % max(x.ndim, 1)
     if call.op == "take":  # clips or wraps what is out of range, which a masked lookup would not see
-        return OpSpec(spec.shapes, tuple(c for c in spec.cases if c.ins[x.index] != S(d)), None, spec.dtypes)
+        return OpSpec(spec.shapes, tuple(c for c in spec.cases if c.ins[x.index] != S(d)))
     return spec
 
 
@@ -119,14 +121,14 @@ def embedding(call: Call) -> OpSpec:
         if not at.ins[weight.index].dim_axes[0]:
             return None
         return LocalCall("embedding_shard", (weight, ids, at.in_offset(weight.index)[0], weight.shape[0], padding))
-    return OpSpec(spec.shapes, spec.cases, local, spec.dtypes)
+    return OpSpec(spec.shapes, spec.cases, local)
 
 
 def embedding_lookup(call: Call) -> OpSpec:
     """The classic `EmbeddingLookup(params, indices, offset)`; an offset shifts what is in range, so rows stay whole."""
     table = call.args["input"]
     spec = gather(Call("gather", {"input": table, "index": call.args["index"], "dim": 0}, call.operands))
-    return OpSpec(spec.shapes, tuple(c for c in spec.cases if c.ins[table.index] != S(0)), None, spec.dtypes)
+    return OpSpec(spec.shapes, tuple(c for c in spec.cases if c.ins[table.index] != S(0)))
 
 
 def gather_nd(call: Call) -> OpSpec:
@@ -137,7 +139,7 @@ def gather_nd(call: Call) -> OpSpec:
     cases = [_pair(call, x, R, S(j), S(j)) for j in range(lead)]
     cases += [_pair(call, x, S(d), R, S(d - k + lead)) for d in range(k, x.ndim)]
     cases += [_pair(call, x, p, R, p) for p in SUMS]
-    return OpSpec(((*ids.shape[:-1], *x.shape[k:]),), tuple(cases), None, (x.dtype,))
+    return OpSpec(((*ids.shape[:-1], *x.shape[k:]),), tuple(cases))
 
 
 def _pair(call: Call, table, t, i, out) -> Case:
@@ -171,7 +173,7 @@ def advanced(call: Call) -> OpSpec:
         split = any(at_rank.ins[x.index].dim_axes[d] for d in dims)
         return LocalCall("index", (x, tuple(indices), tuple(dims), at, tuple(offsets[d] for d in dims),
                                 tuple(x.shape[d] for d in dims), split))
-    return OpSpec((shape,), tuple(cases), local, (x.dtype,))
+    return OpSpec((shape,), tuple(cases), local)
 
 
 def take_along(call: Call) -> OpSpec:
@@ -187,7 +189,7 @@ def take_along(call: Call) -> OpSpec:
         if not x.ndim or not at.ins[x.index].dim_axes[d]:
             return None
         return LocalCall("take_along_shard", (x, ids, d, at.in_offset(x.index)[d], x.shape[d]))
-    return OpSpec((ids.shape,), tuple(cases), local, (x.dtype,))
+    return OpSpec((ids.shape,), tuple(cases), local)
 
 
 def triangle(call: Call) -> OpSpec:

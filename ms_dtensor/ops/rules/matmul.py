@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
 
+from ...errors import OpRuleError
 from .spec import SUMS, Call, Case, Local, LocalCall, Operand, OpSpec, P, R, S
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -90,9 +91,14 @@ def _reorder(call: Call, operands: list[Operand], cases: Sequence[Case]) -> Sequ
 
 
 def outer(call: Call) -> OpSpec:
-    """Outer product of two vectors."""
+    """Outer product of two vectors; the method flattens a matrix, whose rows stay in order where all ranks have as many."""
     x, y = call.args["input"], call.args["other"]
-    return OpSpec(((*x.shape, *y.shape),), tuple(_reorder(call, [x, y], einsum_cases(["a", "b"], "ab", [x.shape, y.shape]))))
+    if y.ndim != 1:
+        raise OpRuleError("For 'outer', the second operand is no vector.", f"{list(x.shape)}, {list(y.shape)}",
+                          "One device would broadcast it.", "x.reshape(-1, 1) * y, if that is meant")
+    cases = [call.case({x.index: S(0)}, S(0), even=((x.index, 0, x.shape[0]),) if x.ndim > 1 else ())] if x.ndim else []
+    cases += [call.case({y.index: S(0)}, S(1)), *(call.case({o.index: p}, p) for o in (x, y) for p in SUMS)]
+    return OpSpec(((prod(x.shape), *y.shape),), tuple(cases))
 
 
 def linear(call: Call) -> OpSpec:

@@ -15,7 +15,14 @@ Pow PowTensorScalar Reciprocal Reshape Round Rsqrt Sigmoid Sin Sqrt Square SubEx
 Transpose TransposeExtView Softmax
 """.split())
 
+# On CPU the `dim=` form of these methods runs the Python of the `axis=` form, with its dtypes; functions do not.
+METHODS = {"ArgMaxExt": "DeprecatedArgmax", "ArgMinExt": "DeprecatedArgmin", "ArgSort": "DeprecatedArgsort",
+           "CountNonZero": "DeprecatedCountNonzero", "CumsumExt": "DeprecatedCumsum", "SortExt": "DeprecatedSort",
+           "Std": "DeprecatedStd", "TopkExt": "DeprecatedTopk"}
+
 ALIASES = {"axis": "dim", "keepdims": "keepdim", "keep_dims": "keepdim", "self": "input", "x": "input",
+           "split_size": "sizes", "split_size_or_sections": "sizes", "indices": "index", "input_indices": "index",
+           "dims": "repeats", "reps": "repeats",
            "ddof": "correction", "mat2": "other", "vec": "other", "vec2": "other", "tensor2": "other"}
 
 _UNARY = """
@@ -23,7 +30,7 @@ abs:Abs neg:Neg exp:Exp expm1:Expm1 log:Log log1p:Log1p log2:Log2 log10:Log10 sq
 reciprocal:Reciprocal sin:Sin cos:Cos tan:Tan sinh:Sinh cosh:Cosh tanh:Tanh asin:Asin,AsinExt acos:Acos,AcosExt
 atan:Atan,AtanExt asinh:Asinh,AsinhExt acosh:Acosh,AcoshExt atanh:Atanh erf:Erf erfc:Erfc erfinv:Erfinv sign:Sign
 floor:Floor ceil:Ceil trunc:Trunc rint:Rint sigmoid:Sigmoid relu:ReLU relu6:ReLU6 silu:SiLU mish:Mish,MishExt
-hardsigmoid:HSigmoid hardswish:HSwish selu:SeLU,SeLUExt logsigmoid:LogSigmoid softsign:Softsign gelu_tanh:GeLU
+hardsigmoid:HSigmoid hardswish:HSwish selu:SeLU,SeLUExt softsign:Softsign gelu_tanh:GeLU
 fast_gelu:FastGeLU isfinite:IsFinite isinf:IsInf isnan:IsNan logical_not:LogicalNot bitwise_not:BitwiseNot
 identity:Identity,StopGradient,Contiguous clone:Clone sinc:Sinc exp2:Exp2
 """
@@ -50,8 +57,6 @@ lerp:Lerp,LerpScalar:input end weight
 leaky_relu:LeakyReLU,LeakyReLUExt:input slope
 elu:Elu,EluExt:input alpha
 gelu:GeluExt:input approximate
-zeros_like:ZerosLike,ZerosLikeExt:input dtype
-ones_like:OnesLike,OnesLikeExt:input dtype
 matmul:MatMulExt,BatchMatMulExt,Mm,Mv,Dot:input other
 matmul:MatMul,BatchMatMul:input other transpose_a transpose_b
 outer:Outer:input other
@@ -68,10 +73,8 @@ max:ReduceMax:input dim keepdim
 min:ReduceMin:input dim keepdim
 prod:ProdExt:input dim keepdim dtype
 prod:ReduceProd:input dim keepdim
-all:ReduceAll,All:input dim keepdim
-any:ReduceAny,Any:input dim keepdim
-max_dim:MaxDim,ArgMaxWithValue:input dim keepdim
-min_dim:MinDim,ArgMinWithValue:input dim keepdim
+all:ReduceAll,All,DeprecatedReduceAll:input dim keepdim
+any:ReduceAny,Any,DeprecatedReduceAny:input dim keepdim
 softmax:Softmax:input dim
 log_softmax:LogSoftmax:input dim
 log_softmax:LogSoftmaxExt:input dim dtype
@@ -82,18 +85,18 @@ flatten_primitive:Flatten:input
 permute:Transpose,TransposeView,DeprecatedTranspose:input *dims
 swap:TransposeExtView:input dim0 dim1
 matrix_transpose:TExt:input
-unsqueeze:ExpandDims,ExpandDimsView:input dim
+unsqueeze:ExpandDims,ExpandDimsView,DeprecatedUnsqueeze:input dim
 squeeze:Squeeze:input dim
 expand:BroadcastTo,BroadcastToView:input *shape
-tile:Tile,Repeat:input *repeats
-split:SplitTensor,SplitTensorView,SplitWithSize,SplitWithSizeView:input sizes dim
-chunk:Chunk,ChunkView:input chunks dim
+tile:Tile,Repeat,DeprecatedTile:input *repeats
+split:SplitTensor,SplitTensorView,SplitWithSize,SplitWithSizeView,DeprecatedSplit:input sizes dim
+chunk:Chunk,ChunkView,DeprecatedChunk:input chunks dim
 split_equal:Split:input dim chunks
 unbind:UnstackExtView:input dim
 cat:Concat:tensors dim
 stack:StackExt:tensors dim
 strided_slice:StridedSlice:input begin end strides begin_mask end_mask ellipsis_mask new_axis_mask shrink_axis_mask
-narrow:Narrow,NarrowView:input dim start length
+narrow:Narrow,NarrowView,DeprecatedNarrow:input dim start length
 select:SelectExtView:input dim index
 gather:Gather:input index dim batch_dims
 take_along:GatherD:input dim index
@@ -113,15 +116,6 @@ def parse(text: str) -> dict[str, tuple[str, tuple[str, ...]]]:
     return table
 
 
-def _build() -> dict[str, tuple[str, tuple[str, ...]]]:
-    table = {}
-    for text, params in ((_UNARY, "input"), (_BINARY, "input other")):
-        for entry in text.split():
-            op, names = entry.split(":")
-            for name in names.split(","):
-                table[name] = (op, tuple(params.split()))
-    return {**table, **parse(_OTHER)}
-
-
-PRIMITIVES = _build()
+PRIMITIVES = parse("\n".join((*(f"{e}:input" for e in _UNARY.split()), *(f"{e}:input other" for e in _BINARY.split()),
+                              _OTHER.strip())))
 POINTWISE = tuple(dict.fromkeys(e.split(":")[0] for e in (_UNARY + _BINARY).split()))

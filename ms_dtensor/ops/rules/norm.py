@@ -29,23 +29,6 @@ def _leading(call: Call, lead: int, stats: int) -> OpSpec:
     return OpSpec((x.shape, *(small,) * stats), tuple(cases), dtypes=(x.dtype, *(wide,) * stats))
 
 
-def layer_norm(call: Call) -> OpSpec:
-    """(y, mean, 1/std) over the trailing dims that `normalized_shape` names."""
-    shape = call.args["normalized_shape"]
-    return _leading(call, call.args["input"].ndim - (1 if isinstance(shape, int) else len(shape)), 2)
-
-
-def layer_norm_classic(call: Call) -> OpSpec:
-    """(y, mean, variance) over the dims from `begin_norm_axis` on."""
-    x = call.args["input"]
-    return _leading(call, int(call.get("begin_norm_axis", 1)) % x.ndim, 2)
-
-
-def rms_norm(call: Call) -> OpSpec:
-    """(y, 1/rms) over the trailing dims that the weight has."""
-    return _leading(call, call.args["input"].ndim - call.args["weight"].ndim, 1)
-
-
 def group_norm(call: Call) -> OpSpec:
     """(y, mean, 1/std) per sample and group of channels."""
     x, groups = call.args["input"], int(call.args["num_groups"])
@@ -61,26 +44,18 @@ def group_norm(call: Call) -> OpSpec:
 
 
 def batch_norm(call: Call) -> OpSpec:
-    """(y, four statistics): per channel, so channels may be sharded alike; in evaluation any dim of the input."""
-    x, training = call.args["input"], bool(call.get("training"))
+    """(y, statistics: four, or the two of `mint`, which are empty in evaluation): per channel, so channels may be sharded
+    alike; in evaluation any dim of the input."""
+    x, training, ext = call.args["input"], bool(call.get("training")), call.op == "batch_norm_ext"
+    stats, rest = 2 if ext else 4, len(call.operands) - 1
     if str(call.get("data_format", 0)).upper() not in ("0", "NCHW"):
-        return OpSpec((x.shape, *((x.shape[-1],),) * 4), ())
-    n, rest = x.shape[1], len(call.operands) - 1
-    cases = [Case((S(1), *(S(0),) * rest), (S(1), *(S(0),) * 4))]
+        return OpSpec((x.shape, *((x.shape[-1],),) * stats), ())
+    n = 0 if ext and not training else x.shape[1]
+    cases = [Case((S(1), *(S(0),) * rest), (S(1), *(S(0),) * stats))]
     if not training:
-        cases += [Case((S(d), *(R,) * rest), (S(d), *(R,) * 4)) for d in range(x.ndim) if d != 1]
-    return OpSpec((x.shape, *((n,),) * 4), tuple(cases), writes=_written(call))
-
-
-def batch_norm_ext(call: Call) -> OpSpec:
-    """(y, mean, 1/std) of `mint`; the statistics are empty in evaluation."""
-    x, training = call.args["input"], bool(call.get("training"))
-    rest = len(call.operands) - 1
-    stats = ((x.shape[1],),) * 2 if training else ((0,),) * 2
-    cases = [Case((S(1), *(S(0),) * rest), (S(1), *(S(0),) * 2))]
-    if not training:
-        cases += [Case((S(d), *(R,) * rest), (S(d), R, R)) for d in range(x.ndim) if d != 1]
-    return OpSpec((x.shape, *stats), tuple(cases), writes=_written(call))
+        cases += [Case((S(d), *(R,) * rest), (S(d), *(R,) * stats)) for d in range(x.ndim) if d != 1]
+    held = (call.args.get(k) for k in ("running_mean", "running_var")) if training else ()
+    return OpSpec((x.shape, *((n,),) * stats), tuple(cases), writes=tuple(v.index for v in held if v is not None))
 
 
 def lrn(call: Call) -> OpSpec:
@@ -89,11 +64,15 @@ def lrn(call: Call) -> OpSpec:
     return OpSpec((x.shape,), tuple(call.like_first(d for d in range(x.ndim) if d != 1)))
 
 
-def _written(call: Call) -> tuple[int, ...]:
-    """The running statistics, in training."""
-    held = (call.args.get(k) for k in ("running_mean", "running_var"))
-    return tuple(x.index for x in held if x is not None) if call.get("training") else ()
+def _dims(shape) -> int:
+    """How many dims a `normalized_shape` names."""
+    return 1 if isinstance(shape, int) else len(shape)
 
 
-RULES = {"layer_norm": layer_norm, "layer_norm_classic": layer_norm_classic, "rms_norm": rms_norm,
-         "group_norm": group_norm, "batch_norm": batch_norm, "batch_norm_ext": batch_norm_ext, "lrn": lrn}
+RULES = {
+    # (y, mean, 1/std), (y, mean, variance), (y, 1/rms)
+    "layer_norm": lambda call: _leading(call, call.args["input"].ndim - _dims(call.args["normalized_shape"]), 2),
+    "layer_norm_classic": lambda call: _leading(call, int(call.get("begin_norm_axis", 1)) % call.args["input"].ndim, 2),
+    "rms_norm": lambda call: _leading(call, call.args["input"].ndim - call.args["weight"].ndim, 1),
+    "group_norm": group_norm, "batch_norm": batch_norm, "batch_norm_ext": batch_norm, "lrn": lrn,
+}

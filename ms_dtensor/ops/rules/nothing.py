@@ -21,7 +21,7 @@ _OF_NOTHING = {
     **dict.fromkeys(("mean", "var", "var_mean", "reduce_std", "sparse_softmax_cross_entropy"), nan),
     "prod": 1, "all": 1, "equal": 1, "logsumexp": -inf,
 }
-_NO_ANSWER = frozenset("max min first_max first_min max_dim min_dim argmax argmax_classic argmax_method extreme_with_index "
+_NO_ANSWER = frozenset("max min first_max first_min max_dim argmax argmax_classic argmax_method extreme_with_index "
                        "median median_classic".split())
 _LOSSES = frozenset("mse_loss l1_loss smooth_l1_loss soft_margin_loss binary_cross_entropy bce_with_logits kl_div "
                     "kl_div_classic nll_loss".split())
@@ -33,13 +33,15 @@ def local_part(call: Call, spec: OpSpec, at: Local) -> tuple[LocalCall | None, E
     """What the rank at a coordinate runs, and what it makes of it where its shards are empty."""
     empty, results = None, results_of_nothing(call, at)
     extended = results is not None and any(prod(x.shape) for x in at.outs)  # a kernel can reduce one element
-    results = empty_results(at) if results is None else results
+    sharded = results is None
+    results = empty_results(at) if sharded else results
     if results is not None:
         at = Local(at.ins, at.outs, at.first(range(at.ins[0].mesh.ndim)))
         whole = int(call.op in _DIVIDES)  # elsewhere an integer may be an index, and there is always a first row
         shapes = [tuple(max(n, 1) if extended else n for n in at.in_shape(i)) for i in range(len(at.ins))]
         made = tuple((shape, 1 if kind(x.dtype) > 1 else whole) for shape, x in zip(shapes, at.ins))
-        empty = EmptyShard(made, results)
+        promised = tuple(at.out_shape(i) for i in range(len(at.outs))) if sharded else None
+        empty = EmptyShard(made, results, promised)
     return (None if spec.local is None else spec.local(at)), empty
 
 

@@ -7,14 +7,15 @@ never sees a Partial.
 """
 from __future__ import annotations
 
+from math import isfinite
+
 from .spec import SUMS, Call, Case, OpSpec, R, S, broadcast_shapes, result_dtype
 
 # op -> groups of argument names which, Partial together and all other operands replicated, give a Partial result
 LINEAR = {
     "add": (("input", "other"),), "sub": (("input", "other"),), "neg": (("input",),), "identity": (("input",),),
-    "mul": (("input",), ("other",)), "div": (("input",),), "real": (("input",),), "clone": (("input",),),
-    "zeros_like": (), "lerp": (("input", "end"),), "where": (("input", "other"),), "conj": (("input",),),
-    "mask_mul": (("input",),),
+    "mul": (("input",), ("other",)), "div": (("input",),), "clone": (("input",),),
+    "lerp": (("input", "end"),), "where": (("input", "other"),),
 }
 
 
@@ -34,6 +35,9 @@ def shard_cases(shapes, out) -> list[Case]:
 def partial_cases(call: Call, groups) -> list[Case]:
     """One case per linear group and reduction; every member must be a tensor, or the op would add a constant n times."""
     cases: list[Case] = []
+    numbers = [v for v in call.args.values() if isinstance(v, int | float)]
+    if any(isinstance(v, float) and not isfinite(v) or v == 0 and call.op == "div" for v in numbers):
+        return cases  # of infinities of both signs there is no sum
     for names in groups:
         values = [call.get(n) for n in names]
         if not all(hasattr(v, "index") and hasattr(v, "shape") for v in values):

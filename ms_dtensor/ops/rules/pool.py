@@ -34,11 +34,9 @@ _LINEAR = frozenset(("avg_pool", "avg_pool_3d", "avg_pool_1d", "avg_pool_2d", "a
                      "upsample", "upsample_linear", "resize", "unfold", "unfold_classic", "fold", "pixel_shuffle"))
 
 
-def _leading(call: Call, lead: int, shapes, dtypes=None) -> OpSpec:
+def _leading(call: Call, lead: int, *shapes) -> OpSpec:
     """The first `lead` dims of the input may be sharded, in all results alike."""
-    n = len(shapes)
-    cases = call.like_first(range(lead), SUMS if call.op in _LINEAR else (), n)
-    return OpSpec(tuple(tuple(s) for s in shapes), tuple(cases), None, dtypes)
+    return OpSpec(shapes, tuple(call.like_first(range(lead), SUMS if call.op in _LINEAR else (), len(shapes))))
 
 
 def pooled(n: int, kernel: int, stride: int, before: int, after: int, dilation: int, ceil_mode: bool) -> int:
@@ -79,7 +77,7 @@ def pool(call: Call) -> OpSpec:
     """One result."""
     x = call.operands[0]
     n = len(call.args["kernel"]) if isinstance(call.args.get("kernel"), tuple) else _spatial(call)
-    return _leading(call, x.ndim - n, [(*x.shape[:x.ndim - n], *window(call, n))])
+    return _leading(call, x.ndim - n, (*x.shape[:x.ndim - n], *window(call, n)))
 
 
 def pool_ext(call: Call) -> OpSpec:
@@ -87,16 +85,14 @@ def pool_ext(call: Call) -> OpSpec:
     x = call.operands[0]
     n = {"avg_pool_1d": 1, "avg_pool_3d_ext": 3}.get(call.op, 2)
     shape = (*x.shape[:x.ndim - n], *window(call, n))
-    if call.op == "max_pool_ext":
-        return _leading(call, x.ndim - n, [shape, shape], (x.dtype, "int64"))
-    return _leading(call, x.ndim - n, [shape])
+    return _leading(call, x.ndim - n, *(shape,) * (1 + (call.op == "max_pool_ext")))
 
 
 def pool_argmax(call: Call) -> OpSpec:
     """(values, position within the plane)."""
     x = call.operands[0]
     shape = (*x.shape[:2], *window(call, _spatial(call)))
-    return _leading(call, 2, [shape, shape], (x.dtype, "int64"))
+    return _leading(call, 2, shape, shape)
 
 
 def adaptive(call: Call) -> OpSpec:
@@ -107,9 +103,7 @@ def adaptive(call: Call) -> OpSpec:
     space = x.shape[x.ndim - len(size):]
     lead = x.ndim - len(size)
     shape = (*x.shape[:lead], *(n if s in (None, -1) else s for n, s in zip(space, size)))
-    if call.op == "adaptive_max_pool":
-        return _leading(call, lead, [shape, shape], (x.dtype, "int64"))
-    return _leading(call, lead, [shape])
+    return _leading(call, lead, *(shape,) * (1 + (call.op == "adaptive_max_pool")))
 
 
 def upsample(call: Call) -> OpSpec:
@@ -117,7 +111,7 @@ def upsample(call: Call) -> OpSpec:
     x = call.operands[0]
     size, scales = call.get("size"), call.get("scales")
     space = tuple(size) if size is not None else tuple(floor(n * f) for n, f in zip(x.shape[2:], scales))
-    return _leading(call, 2, [(*x.shape[:2], *space)])
+    return _leading(call, 2, (*x.shape[:2], *space))
 
 
 def unfold(call: Call) -> OpSpec:
@@ -129,23 +123,23 @@ def unfold(call: Call) -> OpSpec:
         ("stride", "strides", 1), ("dilation", "dilations", 1), ("padding", "pads", 0)))
     count = [pooled(n, k, s, p, p, d, False) for n, k, s, p, d in zip(x.shape[-2:], kernel, stride, pads, dilation)]
     if call.op == "unfold_classic":
-        return _leading(call, 2, [(*x.shape[:2], kernel[0] * kernel[1], count[0] * count[1])])
+        return _leading(call, 2, (*x.shape[:2], kernel[0] * kernel[1], count[0] * count[1]))
     lead = x.shape[:-3]
-    return _leading(call, len(lead), [(*lead, x.shape[-3] * kernel[0] * kernel[1], count[0] * count[1])])
+    return _leading(call, len(lead), (*lead, x.shape[-3] * kernel[0] * kernel[1], count[0] * count[1]))
 
 
 def fold(call: Call) -> OpSpec:
     """Patches summed back into an image."""
     x = call.operands[0]
     kernel, size, lead = per_dim(call.args["kernel"], 2), per_dim(call.args["size"], 2), x.shape[:-2]
-    return _leading(call, len(lead), [(*lead, x.shape[-2] // (kernel[0] * kernel[1]), *size)])
+    return _leading(call, len(lead), (*lead, x.shape[-2] // (kernel[0] * kernel[1]), *size))
 
 
 def pixel_shuffle(call: Call) -> OpSpec:
     """Channels into space."""
     x, f = call.operands[0], int(call.args["factor"])
     c, h, w = x.shape[-3:]
-    return _leading(call, x.ndim - 3, [(*x.shape[:-3], c // (f * f), h * f, w * f)])
+    return _leading(call, x.ndim - 3, (*x.shape[:-3], c // (f * f), h * f, w * f))
 
 
 RULES = {

@@ -42,9 +42,8 @@ def dropout(call: Call) -> OpSpec:
     x = call.operands[0]
     keep = call.get("keep_prob", call.args.get("attrs", {}).get("keep_prob", 0.5))
     form = "dropout" if call.op == "dropout" else "dropout_channels"
-    dtypes = (x.dtype, x.dtype if call.op == "dropout" else "bool")
     return OpSpec((x.shape, x.shape), _alike(call, 2, linear=True),
-                  lambda at: LocalCall(form, (x, float(keep), *_box(at))), dtypes)
+                  lambda at: LocalCall(form, (x, float(keep), *_box(at))))
 
 
 def func_dropout(call: Call) -> OpSpec:
@@ -57,7 +56,7 @@ def func_dropout(call: Call) -> OpSpec:
 
     def local(at: Local) -> LocalCall:  # where nothing is dropped nothing is drawn
         return LocalCall(call.op, (x, 1.0 - p, *_box(at))) if p else LocalCall("clone", (x,))
-    return OpSpec((x.shape,), _alike(call, 1, linear=True), local, (x.dtype,))
+    return OpSpec((x.shape,), _alike(call, 1, linear=True), local)
 
 
 def like(call: Call) -> OpSpec:
@@ -71,7 +70,7 @@ def like(call: Call) -> OpSpec:
 def bernoulli(call: Call) -> OpSpec:
     """1 with the probability that each element gives, else 0."""
     p = call.operands[0]
-    return OpSpec((p.shape,), _alike(call, 1, linear=False), lambda at: LocalCall("bernoulli", (p, *_box(at))), (p.dtype,))
+    return OpSpec((p.shape,), _alike(call, 1, linear=False), lambda at: LocalCall("bernoulli", (p, *_box(at))))
 
 
 def bernoulli_like(call: Call) -> OpSpec:
@@ -102,7 +101,8 @@ def into(call: Call) -> OpSpec:
     static = [v for k, v in call.args.items() if k not in ("input", "seed", "offset", "attrs")]
     if any(hasattr(v, "ndim") for v in static) and call.op != "bernoulli_into":
         raise OpRuleError(f"For '{call.op}', a distribution's parameters must be numbers.", "", "", "pass floats")
-    return OpSpec((x.shape,), tuple(cases), lambda at: LocalCall(call.op, (x, *static, *_box(at))), (x.dtype,))
+    form, static = ("bernoulli_like", static) if call.op == "bernoulli_into" else (call.op, [*static, None])
+    return OpSpec((x.shape,), tuple(cases), lambda at: LocalCall(form, (x, *static, *_box(at))))
 
 
 def multinomial(call: Call) -> OpSpec:

@@ -57,15 +57,6 @@ def reduction(call: Call) -> OpSpec:
                   winners=Winners(dims, keepdim, first) if extreme else None)
 
 
-def reduction_pair(call: Call) -> OpSpec:
-    """(values, indices) along one dim: the dim itself must be whole on every rank."""
-    x = call.args["input"]
-    dims, keepdim = dims_of(call.args.get("dim", -1), x.ndim), bool(call.get("keepdim", False))
-    kept = kept_dims(x.ndim, dims, keepdim)
-    shape = reduced_shape(x.shape, dims, keepdim)
-    return OpSpec((shape, shape), tuple(Case((S(d),), (S(k), S(k))) for d, k in kept.items()))
-
-
 def along_dim(call: Call) -> OpSpec:
     """Same-shape result computed along `dim` (softmax, cumsum, flip ...): every other dim may be sharded."""
     x = call.args["input"]

@@ -115,9 +115,7 @@ def searchsorted(call: Call) -> OpSpec:
         cases.append(_case(call, S(values.ndim - 1), values=S(values.ndim - 1)))
     if call.get("sorter") is None:
         cases.append(_case(call, P, sorted=S(table.ndim - 1)))  # a position is a count of what is less
-    dtype = "int32" if str(call.get("dtype", "")).lower().endswith(("int32", "34")) and \
-        not str(call.get("dtype")).endswith("64") else "int64"
-    return OpSpec((values.shape,), tuple(cases), dtypes=(dtype,))
+    return OpSpec((values.shape,), tuple(cases))
 
 
 _WAYS = ("work on shapes that are known: where(mask, x, 0), masked_fill, topk", "x.full_tensor(), to work on plain tensors",

@@ -11,12 +11,13 @@ Invariant: the choice depends on layouts and static arguments only, so every ran
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
 from ...core.layout import Layout
 from ...core.placements import Placement, Shard
 from ...errors import OpRuleError
-from ...redistribute.cost import CostModel, costs, nbytes
+from ...redistribute.cost import CostModel, costs, nbytes, shard_bytes
 from .spec import REPLICATE, Call, Case, OpSpec
 
 
@@ -38,7 +39,7 @@ class Choice:
     cases: tuple[Case, ...]
 
 
-def choose(call: Call, spec: OpSpec, layouts: tuple[Layout, ...], keep: bool = False) -> Choice:
+def choose(call: Call, spec: OpSpec, layouts: tuple[Layout, ...], keep: bool = False, no_gather: bool = False) -> Choice:
     """The cheapest legal case per axis.
 
     Args:
@@ -46,6 +47,7 @@ def choose(call: Call, spec: OpSpec, layouts: tuple[Layout, ...], keep: bool = F
         spec: what its rule says.
         layouts: of the operands.
         keep: the first operand is written: it stays where it is, and the result is there too.
+        no_gather: to gather a sharded dim of logits is the last resort, however little there is to move.
 
     Raises:
         OpRuleError: an operand is Partial with a reduction that cannot be finished (never for the built-in ones), or
@@ -56,7 +58,7 @@ def choose(call: Call, spec: OpSpec, layouts: tuple[Layout, ...], keep: bool = F
     cases = (*spec.cases, whole) if whole not in spec.cases else spec.cases
     chosen: list[Case] = []
     model = costs(mesh.device_type)
-    sizes = [nbytes(x.local_shape((0,) * mesh.ndim), x.dtype) for x in layouts]
+    sizes = [shard_bytes(x) for x in layouts]
     split: dict[tuple[int, int], int] = {}  # (operand, dim) -> into how many shards, by the axes decided so far
     for axis in range(mesh.ndim):
         n = mesh.shape[axis]
@@ -67,7 +69,7 @@ def choose(call: Call, spec: OpSpec, layouts: tuple[Layout, ...], keep: bool = F
                 continue
             if keep and not case.ins[0] == case.outs[0] == layouts[0].placements[axis]:
                 continue
-            cost = _cost(case, layouts, sizes, axis, n, model)
+            cost = _cost(case, layouts, sizes, axis, n, model, no_gather)
             if cost is not None and (best_cost is None or (*cost, i) < best_cost):
                 best, best_cost = case, (*cost, i)
         if best is None and keep:
@@ -91,7 +93,7 @@ def choose(call: Call, spec: OpSpec, layouts: tuple[Layout, ...], keep: bool = F
     return Choice(targets, own, outs, tuple(chosen))
 
 
-def _cost(case: Case, layouts, sizes, axis: int, n: int, model: CostModel):
+def _cost(case: Case, layouts, sizes, axis: int, n: int, model: CostModel, no_gather: bool):
     seconds, collectives, changed = 0.0, 0, 0
     for layout, size, want in zip(layouts, sizes, case.ins):
         have = layout.placements[axis]
@@ -100,12 +102,19 @@ def _cost(case: Case, layouts, sizes, axis: int, n: int, model: CostModel):
         if want.is_partial():
             return None
         changed += 1
+        if no_gather and n > 1 and have.is_shard() and gathers(layout, have.dim):
+            seconds = inf
         after = size * n if have.is_shard() and not want.is_shard() else \
             size // n if want.is_shard() and not have.is_shard() else size
         kind = _MOVE[have._letter + want._letter]
         collectives += kind != "cut"
         seconds += model.seconds(kind, n, size, after)
     return seconds, collectives, changed
+
+
+def gathers(layout: Layout, dim: int) -> bool:
+    """Whether to make a dim whole is to gather logits: any dim but the first of a float tensor may be their classes."""
+    return dim > 0 and layout.shape[dim] > 1 and "float" in layout.dtype
 
 
 _MOVE = {"SR": "all_gather", "PR": "all_reduce", "PS": "reduce_scatter", "SS": "all_to_all", "RS": "cut"}

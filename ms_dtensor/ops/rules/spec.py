@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from ...core.layout import Layout
 from ...core.placements import PARTIAL, REDUCE_OPS, REPLICATE, Partial, Placement, Shard
+from ...errors import OpRuleError
 
 R, P, S = REPLICATE, PARTIAL, Shard
 SUMS = (PARTIAL, Partial("avg"))  # pass through what is linear
@@ -36,6 +37,13 @@ class Operand:
     def ndim(self) -> int:
         """Number of dims."""
         return len(self.shape)
+
+    def __index__(self):
+        raise OpRuleError("For an op, a tensor stands where numbers are needed.", f"{self.dtype}{list(self.shape)}",
+                          "A plan is made of layouts and numbers, before any value is known.",
+                          "pass numbers, e.g. *t.tolist() of a replicated tensor")
+
+    __iter__ = __index__
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +159,8 @@ class OpSpec:
         shapes: global shape of each tensor result; None where only the local result tells (cases must then be even).
         cases: legal single-axis cases; the all-replicated one is always legal and need not be listed.
         local: optional `Local -> LocalCall | None`; None: call the original with the same static arguments.
-        dtypes: dtype of each result, where it is not what `result_dtype` says. Only bfloat16 on CPU needs it, which is
-            computed in float32: everywhere else the kernel tells.
+        dtypes: of each result, where operands of bfloat16 do not give it: a CPU computes such calls in float32 and has to
+            know what to round. Everywhere else the kernel tells.
         writes: operands that the op changes in place besides giving results; no gradient passes through them.
         winners: of an extreme whose reduced dims may be sharded: who its gradient belongs to.
     """
@@ -165,14 +173,10 @@ class OpSpec:
     winners: Winners | None = None
 
 
-_BOOL_OPS = frozenset(("eq ne lt le gt ge logical_and logical_or logical_xor logical_not isfinite isinf isnan all any "
-                       "isneginf isposinf isclose signbit").split())
-_FLOAT_OPS = frozenset(("div exp expm1 exp2 log log1p log2 log10 sqrt rsqrt reciprocal sin cos tan sinh cosh tanh "
-                        "asin acos atan asinh acosh atanh erf erfc erfinv sigmoid sinc atan2 xlogy").split())
 _WIDTH = ("bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 bfloat16 float16 float32 float64 complex64 "
           "complex128").split()
 # MindSpore passes a dtype as its number in some calls
-_TYPE_IDS = {30: "bool", 32: "int8", 33: "int16", 34: "int32", 35: "int64", 37: "uint8", 38: "uint16", 39: "uint32",
+TYPE_IDS = {30: "bool", 32: "int8", 33: "int16", 34: "int32", 35: "int64", 37: "uint8", 38: "uint16", 39: "uint32",
              40: "uint64", 42: "float16", 43: "float32", 44: "float64", 45: "bfloat16", 51: "complex64",
              52: "complex128"}
 
@@ -183,14 +187,10 @@ def kind(dtype: str) -> int:
 
 
 def result_dtype(call: Call) -> str:
-    """dtype of an op's results by MindSpore's promotion, as far as rules need it."""
-    if call.op in _BOOL_OPS:
-        return "bool"
+    """dtype of an arithmetic op's results by MindSpore's promotion, or the one that the call asks for."""
     wanted = call.args.get("dtype")
-    if isinstance(wanted, int):
-        return _TYPE_IDS[wanted]
     if wanted is not None:
-        return str(wanted).lower().rsplit(".", 1)[-1]
+        return TYPE_IDS[wanted] if isinstance(wanted, int) else str(wanted).lower().rsplit(".", 1)[-1]
     known = [o for o in call.operands if o.dtype in _WIDTH]
     kinds = [o.dtype for o in known]
     if call.op in ("mul", "div"):  # here alone a 0-d operand counts as a Python number does (MindSpore 2.10)
@@ -200,8 +200,8 @@ def result_dtype(call: Call) -> str:
     if call.op == "sum" and "skip_mode" not in call.args and all(kind(k) < 2 for k in kinds):
         return "int64"  # the classic ReduceSum, which is told a skip_mode, keeps small integers
     floats = {k for k in kinds if "float" in k}
-    scalars = any(isinstance(v, float) for v in call.args.values())
-    if floats == {"float16", "bfloat16"} or (not floats and kinds and (scalars or call.op in _FLOAT_OPS)):
+    if floats == {"float16", "bfloat16"} or not floats and (call.op == "div" or any(
+            isinstance(v, float) for v in call.args.values())):
         return "float32"
     return max(kinds, key=_WIDTH.index, default="float32")
 
@@ -214,10 +214,12 @@ class EmptyShard(NamedTuple):
     Attributes:
         stand_ins: (shape, value) per operand.
         results: (local shape, fill value) per result; a value of None: as the stand-ins give it.
+        promised: shapes that the rule says of the other rank's results; None where no rank has anything to compute.
     """
 
     stand_ins: tuple[tuple[tuple[int, ...], int], ...]
     results: tuple[tuple[tuple[int, ...], float | None], ...]
+    promised: tuple[tuple[int, ...], ...] | None = None
 
 
 def shape_only(cases: Iterable[Case]) -> tuple[Case, ...]:
@@ -239,6 +241,11 @@ def dims_of(value, ndim: int) -> tuple[int, ...]:
         return tuple(range(ndim))
     seq = value if isinstance(value, tuple | list) else (value,)
     return tuple(sorted({int(d) % max(ndim, 1) for d in seq}))
+
+
+def default_softmax_dim(ndim: int) -> int:
+    """Along which dim log_softmax works where none is told, as in PyTorch."""
+    return 0 if ndim in (0, 1, 3) else 1
 
 
 def broadcast_shapes(*shapes: tuple[int, ...]) -> tuple[int, ...]:

@@ -6,27 +6,27 @@ variance and the 2-norm from sums. What counts positions (argmax, sort) gathers 
 """
 from __future__ import annotations
 
-from dataclasses import replace
-from math import inf
+from collections.abc import Callable
+from math import inf, prod
 
 from ...core.placements import Partial
 from .reduce import kept_dims, reduced_shape, reduction
-from .spec import SUMS, Call, Case, OpSpec, S, Winners, dims_of, result_dtype
+from .spec import SUMS, Call, Case, OpSpec, S, Winners, default_softmax_dim, dims_of, result_dtype
 
 NAMES = """
 prod:DeprecatedProd:input dim keepdim dtype
 first_max:DeprecatedMax:input dim keepdim initial where return_indices
 first_min:DeprecatedMin:input dim keepdim initial where return_indices
 any:AnyExt:input dim keepdim
-count_nonzero:CountNonZero:input dim
-nansum:Nansum:input dim keepdim dtype
+count_nonzero:CountNonZero,DeprecatedCountNonzero:input dim keepdim dtype
+nansum:Nansum,DeprecatedNansum:input dim keepdim dtype
 argmax:ArgMaxExt,ArgMinExt:input dim keepdim
 argmax_classic:Argmax,Argmin:input dim output_type
 argmax_method:DeprecatedArgmax,DeprecatedArgmin:input dim keepdim
 extreme_with_index:ArgMaxWithValue,ArgMinWithValue:input dim keepdim
 max_dim:MaxDim,MinDim:input dim keepdim
 median:MedianExt:input
-max_dim:MedianDim:input dim keepdim
+max_dim:MedianDim,DeprecatedMedian:input dim keepdim
 median_classic:Median:input
 var:Var,Std:input dim correction keepdim
 var:DeprecatedVar,DeprecatedStd:input dim correction keepdim
@@ -39,51 +39,28 @@ lp_norm:LpNorm:input
 l2_normalize:L2Normalize:input
 logsumexp:LogSumExp:input dim keepdim
 cumsum:CumSum:input dim exclusive reverse
-cumsum:CumsumExt:input dim dtype
+cumsum:CumsumExt,DeprecatedCumsum:input dim dtype
 cumprod:CumProd:input dim exclusive reverse
 cum_extreme:Cummax,CummaxExt,CumminExt:input dim
 cummin:Cummin:input dim
-sort:SortExt:input dim descending stable
+sort:SortExt,DeprecatedSort:input dim descending stable
 sort_classic:Sort:input
-argsort:ArgSort:input dim descending stable
-topk:TopkExt:input k dim largest sorted
+argsort:ArgSort,DeprecatedArgsort:input dim descending stable
+topk:TopkExt,DeprecatedTopk:input k dim largest sorted
 topk_classic:TopK:input k
 """
 
 
-def _reduced(call: Call, dim, keepdim, dtypes) -> OpSpec:
+def _reduced(call: Call, dim, keepdim, results: int = 1) -> OpSpec:
     x = call.args["input"]
-    dims = dims_of(dim, x.ndim)
-    shape = reduced_shape(x.shape, dims, bool(keepdim))
-    n = len(dtypes)
-    cases = [Case((S(d),), (S(k),) * n) for d, k in kept_dims(x.ndim, dims, bool(keepdim)).items()]
-    return OpSpec((shape,) * n, tuple(cases), dtypes=tuple(dtypes))
+    dims, keepdim = dims_of(dim, x.ndim), bool(keepdim)
+    cases = [Case((S(d),), (S(k),) * results) for d, k in kept_dims(x.ndim, dims, keepdim).items()]
+    return OpSpec((reduced_shape(x.shape, dims, keepdim),) * results, tuple(cases))
 
 
-def _floats(call: Call) -> str:
-    dtype = result_dtype(call)
-    return dtype if "float" in dtype else "float32"
-
-
-def argmax(call: Call) -> OpSpec:
-    """Positions of extremes, int64 counted in the whole dim; without a dim in the flattened tensor."""
-    return _reduced(call, call.get("dim"), call.get("keepdim"), ("int64",))
-
-
-def argmax_classic(call: Call) -> OpSpec:
-    """The classic `Argmax`: int32 unless told otherwise (34 and 35 are MindSpore's numbers of int32 and int64)."""
-    kind = str(call.get("output_type", 34)).lower()
-    return _reduced(call, call.get("dim", -1), False, ("int64" if "35" in kind or "64" in kind else "int32",))
-
-
-def extreme_with_index(call: Call) -> OpSpec:
-    """(position, value) along one dim."""
-    return _reduced(call, call.get("dim", 0), call.get("keepdim"), ("int64", call.operands[0].dtype))
-
-
-def max_dim(call: Call) -> OpSpec:
-    """(value, position) along one dim."""
-    return _reduced(call, call.get("dim", -1), call.get("keepdim"), (call.operands[0].dtype, "int64"))
+def _reduction(default: int | None, results: int = 1) -> Callable[[Call], OpSpec]:
+    """The rule of a reduction over `dim`, `default` where it is not told, to so many results: values, positions, means."""
+    return lambda call: _reduced(call, call.get("dim", default), call.get("keepdim"), results)
 
 
 def median(call: Call) -> OpSpec:
@@ -94,126 +71,83 @@ def median(call: Call) -> OpSpec:
 def median_classic(call: Call) -> OpSpec:
     """The classic `Median`, which is told its dim when it is made."""
     made = call.args["attrs"]
-    dim = None if made.get("global_median") else made.get("axis", 0)
-    return _reduced(call, dim, made.get("keep_dims"), (call.operands[0].dtype, "int64"))
-
-
-def var(call: Call) -> OpSpec:
-    """Variance and standard deviation."""
-    return _reduced(call, call.get("dim"), call.get("keepdim"), (_floats(call),))
-
-
-def var_mean(call: Call) -> OpSpec:
-    """Variance (or standard deviation) and mean."""
-    return _reduced(call, call.get("dim"), call.get("keepdim"), (_floats(call),) * 2)
+    return _reduced(call, None if made.get("global_median") else made.get("axis", 0), made.get("keep_dims"), 2)
 
 
 def vector_norm(call: Call) -> OpSpec:
     """A p-norm; over a sharded dim the 0- and 1-norm are sums of the shards' norms, infinite ones extremes of them."""
-    spec = _reduced(call, call.get("dim"), call.get("keepdim"), (_floats(call),))
+    spec = _reduced(call, call.get("dim"), call.get("keepdim"))
     x, p = call.args["input"], float(call.get("p", 2))
     kind = {0: "sum", 1: "sum", inf: "max", -inf: "min"}.get(p)
     cases = [Case((S(d),), (Partial(kind),)) for d in dims_of(call.get("dim"), x.ndim) if x.ndim] if kind else []
     winners = Winners(dims_of(call.get("dim"), x.ndim), bool(call.get("keepdim")), magnitude=True)
-    return OpSpec(spec.shapes, (*spec.cases, *cases), dtypes=spec.dtypes, winners=winners if abs(p) == inf else None)
+    return OpSpec(spec.shapes, (*spec.cases, *cases), winners=winners if abs(p) == inf else None)
 
 
 def lp_norm(call: Call) -> OpSpec:
     """The classic `LpNorm`, which is told its dims when it is made."""
     made = call.args["attrs"]
-    return _reduced(call, made.get("axis"), made.get("keep_dims"), (call.operands[0].dtype,))
+    return _reduced(call, made.get("axis"), made.get("keep_dims"))
 
 
-def l2_normalize(call: Call) -> OpSpec:
-    """Each line along the dim divided by its 2-norm."""
-    return _along(call, call.args["attrs"].get("axis", 0), (call.operands[0].dtype,))
-
-
-def logsumexp(call: Call) -> OpSpec:
-    """Over whole dims only: the shards' results do not add up."""
-    return _reduced(call, call.get("dim"), call.get("keepdim"), (_floats(call),))
-
-
-def _along(call: Call, dim, dtypes, extent: int | None = None, linear: bool = False) -> OpSpec:
-    x = call.args["input"]
+def _along(call: Call, dim, results: int = 1, linear: bool = False) -> OpSpec:
+    x, k = call.args["input"], call.args.get("k")
     dims = dims_of(dim, x.ndim)
-    shape = x.shape if extent is None else tuple(extent if d in dims else n for d, n in enumerate(x.shape))
-    cases = call.like_first((d for d in range(x.ndim) if d not in dims), SUMS if linear else (), len(dtypes))
-    return OpSpec((shape,) * len(dtypes), tuple(cases), dtypes=tuple(dtypes))
+    shape = x.shape if k is None else tuple(int(k) if d in dims else n for d, n in enumerate(x.shape))
+    cases = call.like_first((d for d in range(x.ndim) if d not in dims), SUMS if linear else (), results)
+    return OpSpec((shape,) * results, tuple(cases))
+
+
+def _lines(results: int = 1) -> Callable[[Call], OpSpec]:
+    """The rule of what works along `dim`, the last where it is not told (or on its first `k`): values, positions."""
+    return lambda call: _along(call, call.get("dim", -1), results)
+
+
+def _made_lines(default: int, results: int = 1) -> Callable[[Call], OpSpec]:
+    """The same of a classic primitive that is told its dim when it is made."""
+    return lambda call: _along(call, call.args["attrs"].get("axis", default), results)
 
 
 def cumsum(call: Call) -> OpSpec:
-    """Running sums: linear, so a Partial passes unless it is converted on the way."""
+    """Running sums, without a dim of all elements: linear, so a Partial passes unless it is converted on the way."""
     x = call.operands[0]
-    wanted = call.args.get("dtype")
-    dtype = result_dtype(call) if wanted is not None else x.dtype
-    linear = wanted is None or dtype == x.dtype
-    return _along(call, call.args["dim"], (dtype,), linear=linear and "float" in x.dtype)
-
-
-def cumprod(call: Call) -> OpSpec:
-    """Running products."""
-    return _along(call, call.args["dim"], (result_dtype(call),))
-
-
-def cum_extreme(call: Call) -> OpSpec:
-    """Running extremes and their positions."""
-    return _along(call, call.args["dim"], (call.operands[0].dtype, "int64"))
-
-
-def cummin(call: Call) -> OpSpec:
-    """The classic `Cummin` counts in int32."""
-    return _along(call, call.args["dim"], (call.operands[0].dtype, "int32"))
-
-
-def sort(call: Call) -> OpSpec:
-    """(sorted, positions) along one dim."""
-    return _along(call, call.get("dim", -1), (call.operands[0].dtype, "int64"))
-
-
-def sort_classic(call: Call) -> OpSpec:
-    """The classic `Sort`, which is told its dim when it is made."""
-    return _along(call, call.args["attrs"].get("axis", -1), (call.operands[0].dtype, "int32"))
-
-
-def argsort(call: Call) -> OpSpec:
-    """Positions of the sorted elements."""
-    return _along(call, call.get("dim", -1), ("int64",))
-
-
-def topk(call: Call) -> OpSpec:
-    """(values, positions) of the k largest along one dim."""
-    return _along(call, call.get("dim", -1), (call.operands[0].dtype, "int64"), int(call.args["k"]))
-
-
-def topk_classic(call: Call) -> OpSpec:
-    """The classic `TopK`: along the last dim."""
-    return _along(call, -1, (call.operands[0].dtype, "int32"), int(call.args["k"]))
+    if call.get("dim") is None:
+        return OpSpec(((prod(x.shape),),), ())
+    linear = "float" in x.dtype and (call.args.get("dtype") is None or result_dtype(call) == x.dtype)
+    return _along(call, call.args["dim"], linear=linear)
 
 
 def log_softmax(call: Call) -> OpSpec:
-    """Along one dim; without one, dim 0 of 0-, 1- and 3-dim tensors and dim 1 of others, as in PyTorch."""
-    x = call.args["input"]
+    """Along one dim, which may be None."""
     dim = call.args.get("dim", -1)
-    if dim is None:
-        dim = 0 if x.ndim in (0, 1, 3) else 1
-    return _along(call, dim, (_floats(call),))
+    return _along(call, default_softmax_dim(call.args["input"].ndim) if dim is None else dim)
 
 
 def extreme(call: Call) -> OpSpec:
     """`x.max(axis=...)`, whose gradient goes to the first of equals; further arguments of this form need every element."""
+    dim = call.get("dim")
+    if dim is None:  # then MindSpore keeps no dims
+        call = Call(call.op, {**call.args, "keepdim": False}, call.operands)
+    if call.get("return_indices") and not isinstance(dim, tuple | list):
+        spec = _reduced(call, dim, call.get("keepdim"), 2)
+        return OpSpec(spec.shapes, spec.cases if isinstance(dim, int) else ())
     spec = reduction(call)
-    odd = any(call.get(k) is not None for k in ("initial", "where", "return_indices"))
-    return OpSpec(spec.shapes, ()) if odd and call.args.get("return_indices") is not False else spec
+    return OpSpec(spec.shapes, ()) if any(call.get(k) is not None for k in ("initial", "where")) else spec
+
+
+def argmax_method(call: Call) -> OpSpec:
+    """`x.argmax(axis=...)`, which keeps no dims without an axis."""
+    return _reduced(call, call.get("dim"), call.get("keepdim") and call.get("dim") is not None)
 
 
 RULES = {
-    "count_nonzero": lambda call: replace(reduction(call), dtypes=("int64",)), "nansum": reduction, "any": reduction,
-    "first_max": extreme, "first_min": extreme, "argmax": argmax, "argmax_classic": argmax_classic,
-    "argmax_method": argmax, "extreme_with_index": extreme_with_index, "max_dim": max_dim,
-    "median": median, "median_classic": median_classic, "var": var, "var_mean": var_mean, "reduce_std": var_mean,
-    "vector_norm": vector_norm, "lp_norm": lp_norm, "l2_normalize": l2_normalize, "logsumexp": logsumexp,
-    "cumsum": cumsum, "cumprod": cumprod, "cum_extreme": cum_extreme, "cummin": cummin,
-    "sort": sort, "sort_classic": sort_classic,
-    "argsort": argsort, "topk": topk, "topk_classic": topk_classic, "log_softmax": log_softmax,
+    "count_nonzero": reduction, "nansum": reduction, "any": reduction, "first_max": extreme, "first_min": extreme,
+    "argmax": _reduction(None), "argmax_classic": _reduction(-1), "argmax_method": argmax_method,
+    "extreme_with_index": _reduction(0, 2), "max_dim": _reduction(-1, 2), "median": median,
+    "median_classic": median_classic, "var": _reduction(None), "var_mean": _reduction(None, 2),
+    "reduce_std": _reduction(None, 2), "vector_norm": vector_norm, "lp_norm": lp_norm,
+    "logsumexp": _reduction(None),  # over whole dims only: the shards' results do not add up
+    "l2_normalize": _made_lines(0), "cumsum": cumsum, "cumprod": _lines(), "cum_extreme": _lines(2), "cummin": _lines(2),
+    "sort": _lines(2), "sort_classic": _made_lines(-1, 2), "argsort": _lines(), "topk": _lines(2),
+    "topk_classic": _lines(2), "log_softmax": log_softmax,
 }

@@ -134,7 +134,8 @@ def flatten_primitive(call: Call) -> OpSpec:
 def permute(call: Call) -> OpSpec:
     """`permute`/`transpose(perm)`: result dim i is input dim perm[i]."""
     x = call.operands[0]
-    perm = [int(d) % x.ndim for d in _ints(call.args["dims"])] if call.get("dims") else list(range(x.ndim))[::-1]
+    dims = call.get("dims", ())
+    perm = list(range(x.ndim))[::-1] if dims in ((), (None,)) else [int(d) % x.ndim for d in _ints(dims)]
     return rearrange(call, tuple(x.shape[d] for d in perm), {d: i for i, d in enumerate(perm)})
 
 

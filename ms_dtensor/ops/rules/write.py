@@ -85,7 +85,7 @@ def write(call: Call) -> OpSpec:
         offset = at.in_offset(value.index) if tensor else ()
         return LocalCall("write", (x, value, tuple(bounds), tuple(drop), tuple(dims), tuple(indices), bool(front),
                                 at.in_offset(x.index), offset, value.shape if tensor else ()))
-    return OpSpec((x.shape,), tuple(cases), local, (x.dtype,))
+    return OpSpec((x.shape,), tuple(cases), local)
 
 
 def elementwise(call: Call) -> OpSpec:
@@ -98,7 +98,7 @@ def elementwise(call: Call) -> OpSpec:
             k = d - x.ndim + o.ndim
             ins.append(S(k) if k >= 0 and o.shape[k] == n and n != 1 or o is x else R)
         cases.append(Case(tuple(ins), (S(d),)))
-    return OpSpec((x.shape,), tuple(cases), None, (x.dtype,))
+    return OpSpec((x.shape,), tuple(cases))
 
 
 def copy(call: Call) -> OpSpec:
@@ -117,5 +117,4 @@ def zero(call: Call) -> OpSpec:
 
 INPLACE = parse(INPLACE_NAMES)
 NAMES = ""
-RULES = {"write": write, "fill": elementwise, "zero": zero, "copy": copy, "divmod": elementwise,
-         "threshold": elementwise, "hardtanh": elementwise}
+RULES = {"write": write, "fill": elementwise, "zero": zero, "copy": copy}

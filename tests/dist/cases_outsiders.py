@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What people from outside ran into: errors on some ranks only, raw errors, gradients that said what was not so."""
+from __future__ import annotations
+
+import copy
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, ParameterTuple, Tensor, mint, nn, ops
+
+import ms_dtensor as md
+from ms_dtensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor, replicate
+from ms_dtensor.dispatch.dispatcher import clear_cache
+from ms_dtensor.errors import LayoutError, MixedOperandError, OpRuleError
+from ms_dtensor.ops.rules import RULES
+from ms_dtensor.ops.rules.spec import Case, OpSpec
+from tests.cases import case
+from tests.dist.support import array, check_against_one_device, counted, data, equal, mesh_1d, mesh_2d
+
+R, P, S = Replicate(), Partial(), Shard
+ROWS, COLUMNS = ([S(0), R], [R, S(1)])
+
+
+def laid(x, mesh, *placements) -> DTensor:
+    return distribute_tensor(x, mesh, list(placements), src_data_rank=None)
+
+
+def refusal(fn, error=OpRuleError) -> str:
+    try:
+        fn()
+    except error as e:
+        return str(e)
+    raise AssertionError("nothing was raised")
+
+
+@case(world_size=4)
+def outer_flattens_as_on_one_device(world):
+    def weighted(x, v):
+        return (x.outer(v) * x.outer(v).exp()).sum()
+    for shapes in (((3, 3), (3,)), ((4, 2), (5,)), ((6,), (3,)), ((5,), (3,))):
+        xs = [data(i, *n) * 0.3 for i, n in enumerate(shapes)]
+        for p in (ROWS, COLUMNS if len(shapes[0]) > 1 else ROWS, [S(0), S(0)]):
+            for q in ([R, R], [S(0), R], [S(0), S(0)]):
+                dx = [laid(x, mesh_2d(), *how) for x, how in zip(xs, (p, q))]
+                equal(dx[0].outer(dx[1]), xs[0].outer(xs[1]), f"{shapes} {p} {q}")
+                check_against_one_device(weighted, xs, [p, q], mesh_2d(), f"{shapes} {p} {q}")
+    x, y = laid(data(1, 3), mesh_2d(), S(0), R), laid(data(2, 3, 3), mesh_2d(), *COLUMNS)
+    assert "no vector" in refusal(lambda: x.outer(y))
+
+
+@case(world_size=4)
+def a_rule_that_is_wrong_is_found_on_all_ranks_or_none(world):
+    """The last rank's shard is empty, and what it is handed has any shape that is asked for."""
+    before = RULES["tril"]
+    mesh = mesh_1d()
+    x = laid(data(1, 3, 5), mesh, S(0))
+    RULES["tril"] = lambda call: OpSpec(((3, 7),), (Case((S(0),), (S(0),)),))
+    try:
+        text = refusal(lambda: x.tril(-2))
+    finally:
+        RULES["tril"] = before
+        clear_cache()
+    assert "the rule says" in text
+
+
+@case(world_size=4)
+def gradients_of_what_broadcasts_are_there_on_all_ranks(world):
+    a, v = data(1, 3, 3), Tensor(np.float32([1, -1, 1]))
+
+    def after(x, y):
+        return (x.nextafter(y) ** 2 * x).sum()
+    wanted = ms.grad(after, (0, 1))(a, mint.broadcast_to(v, (3, 3)))  # MindSpore's own fails where it broadcasts
+    for p in (ROWS, COLUMNS, [S(0), S(0)], [R, R]):
+        for q in ([S(0), R], [R, R], [R, S(0)]):
+            dx, dv = laid(a, mesh_2d(), *p), laid(v, mesh_2d(), *q)
+            got = ms.grad(after, (0, 1))(dx, dv)
+            equal(got[0], wanted[0], f"nextafter {p} {q}")
+            equal(got[1], array(wanted[1]).sum(0), f"nextafter {p} {q}")
+            for how in ("mean", "sum", "none"):
+                def loss(x, y, how=how):
+                    return (ops.hinge_embedding_loss(x, y, 1.0, how) * 3).sum()
+                got = ms.grad(loss, (0, 1))(dx, dv)
+                equal(got[0], ms.grad(loss)(a, v), f"hinge {how} {p} {q}")
+                equal(got[1], np.zeros(3), f"hinge {how} {p} {q}")
+
+
+@case(world_size=4)
+def the_gradient_of_a_partial_maximum_is_whole_once_reduced(world):
+    own = np.float32([[3, 1], [2, 5]]) - [[world.rank, -world.rank], [world.rank, world.rank]]
+    for mesh, placed in ((mesh_1d(), [Partial("max")]), (mesh_2d(), [Partial("max")] * 2), (mesh_1d(), [Partial("min")])):
+        op = np.max if placed[0].is_partial("max") else np.min
+        whole = Tensor(op([np.float32([[3, 1], [2, 5]]) - [[r, -r], [r, r]] for r in range(4)], 0))
+        x = DTensor.from_local(Tensor(np.float32(own)), mesh, placed, shape=(2, 2))
+        best = (lambda t: t.max()) if op is np.max else (lambda t: t.min())
+        equal(md.grad(best)(x), ms.grad(best)(whole), f"{placed}")
+        equal(md.grad(lambda t: (t.reduce_partial() ** 2).sum())(x), 2 * array(whole), f"{placed}")
+        seen = []
+
+        def hooked(t):
+            t.register_hook(seen.append)
+            return (t.reduce_partial() ** 2).sum()
+        md.grad(hooked)(x)
+        equal(seen[0], 2 * array(whole), "what a hook sees")
+
+
+@case(world_size=4)
+def sums_of_infinities_are_those_of_the_whole(world):
+    parts = [data(10 + r, 4, 3) for r in range(world.size)]
+    whole = sum(parts[1:], parts[0])
+    x = DTensor.from_local(parts[world.rank], mesh_1d(), [P], shape=(4, 3))
+    inf = float("inf")
+    forms = {"/ 0": lambda t: t / 0, "/ 0.0": lambda t: t / 0.0, "/ -0.0": lambda t: t / -0.0, "* inf": lambda t: t * inf,
+             "inf *": lambda t: -inf * t, "mint.div": lambda t: mint.div(t, 0), "ops.mul": lambda t: ops.mul(t, inf)}
+    for what, fn in forms.items():
+        assert np.array_equal(array(fn(x)), array(fn(whole))), what
+    assert (x / 2).placements == (P,) and (x * 0).placements == (P,)  # no reduction where none is needed
+
+
+@case(world_size=4)
+def raw_errors_are_gone(world):
+    mesh = mesh_1d()
+    a = data(1, 4, 3)
+    x = laid(a, mesh, S(0))
+    equal(x.transpose(None), a.transpose(None))
+    equal(x.transpose(), a.transpose())
+    for fn in (lambda: x.tile(laid(Tensor([1, 2]), mesh, R)), lambda: x.reshape(laid(Tensor([3, 4]), mesh, R))):
+        assert "numbers are needed" in refusal(fn)
+    assert x.nelement().__class__ is int and x.nelement() == 12
+    assert "copy_" in refusal(lambda: x.set_(x * 2))
+    clipped = ops.clip_by_global_norm(x, 0.5)
+    equal(clipped, ops.clip_by_global_norm(a, 0.5))
+    assert isinstance(ops.clip_by_global_norm([x], 0.5), tuple)
+    square = laid(data(2, 4, 4), mesh, S(0))
+    for t in (square, square.redistribute(placements=[R])):
+        g = ms.grad(lambda u: u.trace(dtype=ms.float64))(t)
+        assert g.to_local().dtype == ms.float32 == g.dtype, g
+        equal(g, np.eye(4))
+
+
+@case(world_size=4)
+def a_parameter_without_gradient_is_written_while_one_is_recorded(world):
+    a = data(1, 4, 3)
+    for write in (ops.assign, ops.assign_add, ops.assign_sub):
+        def step(x, held, write=write):
+            def fn(t):
+                write(held, t * 2)
+                return (held * t * t).sum()
+            return ms.grad(fn)(x)
+        plain, ours = (Parameter(t, name="held", requires_grad=False)
+                       for t in (data(2, 4, 3), laid(data(2, 4, 3), mesh_1d(), S(0))))
+        equal(step(laid(a, mesh_1d(), S(0)), ours), step(a, plain), write.__name__)
+        equal(ours, plain, write.__name__)
+
+
+@case(world_size=4)
+def a_tensor_of_a_sub_mesh_comes_to_its_root_as_the_error_says(world):
+    mesh = mesh_2d()
+    a, b = data(1, 5, 3), data(2, 5, 3)
+    x, y = laid(a, mesh, S(0), R), laid(b, mesh["dp"], S(0))
+    text = refusal(lambda: x * y)
+    assert "distribute_tensor(t, mesh, {'dp': Shard(0)})" in text, text
+    assert "DTensor.from_local(x.to_local(), mesh, {'dp': Shard(0)}, shape=x.shape)" in text, text
+
+    def loss(y):
+        return (x * DTensor.from_local(y.to_local(), mesh, {"dp": Shard(0)}, shape=y.shape)).exp().sum()
+    with counted() as count:
+        got = ms.grad(loss)(y)
+    assert not count, count
+    equal(got, ms.grad(lambda t: (a * t).exp().sum())(b))
+
+
+class Tables(nn.Cell):
+    """Reads its weights from a tuple, a child's among them, and a constant."""
+
+    def __init__(self, buffer=True):
+        super().__init__()
+        self.dense = nn.Dense(3, 3)
+        self.weights = ParameterTuple([Parameter(data(i, 3, 3), name=f"w{i}") for i in (1, 2)])
+        self.all = ParameterTuple([self.dense.weight, *self.weights])
+        self.dense.weight.set_data(data(3, 3, 3))
+        self.dense.bias.set_data(data(5, 3))
+        if buffer:
+            self.register_buffer("scale", data(4, 3))
+        else:
+            self.scale = data(4, 3)
+
+    def construct(self, x):
+        for w in self.weights:
+            x = mint.tanh(mint.matmul(x, w))
+        return self.dense(x) * self.scale + sum(w.sum() for w in self.all)
+
+
+@case(world_size=4)
+def weights_in_a_tuple_and_buffers_are_distributed(world):
+    x = data(9, 8, 3)
+    for what in ("replicate", "distribute_module"):
+        plain = Tables()
+        wanted = ms.value_and_grad(lambda t: (plain(t) ** 2).mean(), None, plain.trainable_params())(x)
+        net, mesh = Tables(), mesh_1d(name="dp")
+        net = replicate(net, mesh=mesh) if what == "replicate" else distribute_module(net, mesh)
+        assert all(isinstance(w, DTensor) for w in (*net.all, net.scale)) and isinstance(net.all, ParameterTuple), what
+        assert net.all[0] is net.dense.weight, what
+        got = ms.value_and_grad(lambda t: (net(t) ** 2).mean(), None, net.trainable_params())(laid(x, mesh, S(0)))
+        equal(got[0], wanted[0], what)
+        for p, g, w in zip(net.trainable_params(), got[1], wanted[1], strict=True):
+            equal(g, w, f"{what} {p.name}")
+    net = replicate(Tables(buffer=False), mesh=mesh_1d(name="dp"))
+    text = refusal(lambda: net(laid(x, mesh_1d(name="dp"), S(0))), MixedOperandError)
+    assert "self.register_buffer(name, t)" in text, text
+
+
+class Heads(nn.Cell):
+    """Speaks of all heads, by number or by what is left."""
+
+    def __init__(self, heads: int):
+        super().__init__()
+        self.up, self.down, self.heads = nn.Dense(6, 8), nn.Dense(8, 6), heads
+
+    def construct(self, x):
+        return self.down(mint.reshape(self.up(x), (5, self.heads, 2)).reshape(5, -1))
+
+
+@case(world_size=4)
+def a_view_of_a_local_output_is_explained(world):
+    x, mesh = data(1, 5, 6), mesh_1d()
+
+    def net(heads, local):
+        plan = {"up": md.ColwiseParallel(use_local_output=local), "down": md.RowwiseParallel(use_local_output=False)}
+        return md.parallelize_module(Heads(heads), mesh, plan)
+    text = refusal(lambda: net(4, True)(x), LayoutError)
+    assert "use_local_output=False" in text and "Heads" in text, text
+    assert net(4, False)(x).shape == net(-1, True)(x).shape == copy.deepcopy(net(1, True))(x).shape == (5, 6)

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A program on real ranks against its reference: values, structure, dtypes and kinds of all variables, and derivatives.
+
+Variables are compared at the end, so that a write that reached too much or too little shows. All ranks do this together
+and agree about what came out. A step that is refused on all of them is left out, and the rest is checked.
+"""
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass, field
+
+import mindspore as ms
+import numpy as np
+
+from ms_dtensor import DTensor, comm, grad, init_device_mesh
+from ms_dtensor.errors import CommError, DTensorError, OpRuleError
+from tests.fuzz.programs import Program, grids, lay_out, minimised, run, without
+from tests.fuzz.reference import Reference, derivative, differentiated, direction, goes_twice, input_arrays, refer, slope
+
+
+@dataclass
+class Result:
+    """What one program showed on this rank."""
+
+    wrong: list[str] = field(default_factory=list)
+    refused: str = ""
+    step: int | None = None  # the refused one
+    plain_wrong: int = 0
+    orders: int = 0  # of derivatives compared
+
+
+def told(world, program: Program) -> Reference:
+    """Rank 0's reference, on every rank. Pickled: this is our own, from a moment ago."""
+    mine = pickle.dumps(refer(program)) if world.rank == 0 else b""
+    return pickle.loads(comm.group(tuple(range(world.size))).all_gather_object(mine)[0])
+
+
+def agreed(world, text: str) -> list[str]:
+    """Every rank's text."""
+    return list(comm.group(tuple(range(world.size))).all_gather_object(text))
+
+
+def close(got: np.ndarray, want: np.ndarray, rtol: float) -> bool:
+    if got.shape != want.shape or got.dtype != want.dtype:
+        return False
+    if want.dtype.kind != "f":
+        return bool((got == want).all())
+    return bool(np.abs(got - want).max(initial=0) <= rtol * max(1.0, np.abs(want).max(initial=0)))
+
+
+def check(reference: Reference, mesh) -> Result:
+    """Runs a program on DTensors, forward, backward and once more."""
+    out, at, program = Result(), [], reference.program
+    exact = all(v is None or v.dtype != np.float32 for v in reference.values)
+    try:
+        ours = run(program, lay_out(program, mesh), at=at)
+        for i, (x, y) in enumerate(zip(ours, reference.values)):
+            if y is None:
+                continue
+            if not isinstance(x, DTensor):
+                out.wrong.append(f"v{i} is a {type(x).__name__}")
+            elif not close(x.full_tensor().asnumpy(), y, 1e-8 if exact else 3e-4):
+                out.wrong.append(f"v{i}: {x} differs from {y.dtype}{list(y.shape)}")
+        if differentiated(program):
+            check_derivatives(reference, mesh, exact, out)
+    except CommError:
+        raise
+    except DTensorError as e:
+        out.refused, out.step = f"{type(e).__name__}: {e.attempt}", at[0] if at else None
+    except Exception as e:
+        out.wrong.append(f"{type(e).__name__}: {e}"[:500])
+    return out
+
+
+def check_derivatives(reference: Reference, mesh, exact: bool, out: Result) -> None:
+    """First derivatives, and second ones where plain MindSpore has them."""
+    program = reference.program
+    try:
+        firsts = _derived(program, 1, mesh)
+    except DTensorError:
+        raise
+    except Exception as e:
+        if reference.first is not None:
+            raise
+        out.refused = f"{type(e).__name__}, as on one device"
+        ms.common.api._pynative_executor.clear_res()
+        return
+    gradients = _compared(reference, 1, firsts, None, exact, out)
+    if not goes_twice(program) or reference.second is None or gradients is None:
+        return
+    try:
+        seconds = _derived(program, 2, mesh)
+    except OpRuleError as e:
+        if "derivative of its gradient" not in e.attempt:
+            raise
+        return
+    _compared(reference, 2, seconds, gradients, exact, out)
+
+
+def _derived(program: Program, order: int, mesh) -> tuple:
+    got = derivative(grad, program, order)(*lay_out(program, mesh))
+    return got if isinstance(got, tuple) else (got,)
+
+
+def _compared(reference: Reference, order: int, derived, gradients, exact: bool, out: Result) -> list[np.ndarray] | None:
+    """The derivatives' arrays, if they are right."""
+    program, wanted = reference.program, (reference.first, reference.second)[order - 1]
+    what, wrt = ("gradient", "second derivative")[order - 1], differentiated(program)
+    arrays = []
+    for i, g in zip(wrt, derived):
+        if not isinstance(g, DTensor):
+            out.wrong.append(f"{what} of v{i} is a {type(g).__name__}")
+            return None
+        arrays.append(g.full_tensor().asnumpy())
+    rtol = (1e-8 if exact else 3e-4) * (1, 10)[order - 1]
+    for k, (i, have) in enumerate(zip(wrt, arrays)):
+        if wanted is not None and close(have, wanted[k], rtol):
+            continue
+        measured = slope(program, order, i, gradients)
+        along = direction(have)
+        told = float((have.astype(np.float64) * along).sum())
+        size = max(1.0, float(np.linalg.norm(have.astype(np.float64))))  # a slope may be a small rest of large terms
+        if have.dtype == input_arrays(program)[i].dtype and abs(told - measured) <= SLOPES[exact, order] * size:
+            out.plain_wrong += 1
+            continue
+        plain = "none" if wanted is None else f"{float((wanted[k].astype(np.float64) * along).sum()):.8g}"
+        out.wrong.append(f"{what} of v{i}: slope {told:.8g}, plain {plain}, measured {measured:.8g}")
+    out.orders = order
+    return None if out.wrong else arrays
+
+
+# Of a difference quotient in float64; for programs with float32 in them, of float32 sums of some hundred terms.
+SLOPES = {(True, 1): 1e-7, (True, 2): 1e-5, (False, 1): 1e-3, (False, 2): 1e-3}
+
+
+def check_seed(world, reference: Reference) -> dict:
+    """Checks a program on all ranks; what is wrong is made small."""
+    program, seed = reference.program, reference.program.seed
+    shapes = grids(world.size)
+    mesh = init_device_mesh("cpu", shapes[seed % len(shapes)])
+    refusals: list[str] = []
+    while True:
+        result = check(reference, mesh)
+        texts = agreed(world, f"{result.refused}|{result.step}|{bool(result.wrong)}")
+        if any(t.endswith("True") for t in texts) or len(set(texts)) > 1:
+            break
+        refusals += [result.refused] * bool(result.refused)
+        if result.step is None or len(program.steps) == 1:
+            break
+        program = without(program, result.step)
+        reference = told(world, program)
+    said = {"seed": seed, "mesh": list(mesh.shape), "steps": len(program.steps), "refused": refusals,
+            "plain_wrong": result.plain_wrong, "orders": result.orders, "wrong": False}
+    if any(t.endswith("True") for t in texts):
+        small = minimised(program, lambda p: any(agreed(world, "x" if check(told(world, p), mesh).wrong else "")))
+        why = check(told(world, small), mesh).wrong or result.wrong
+        said |= {"wrong": True, "why": why[:3], "program": str(small)}
+    elif len(set(texts)) > 1:
+        said |= {"wrong": True, "why": [f"the ranks parted: {texts}"], "program": str(program)}
+    return said
