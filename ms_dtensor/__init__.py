@@ -2,8 +2,8 @@
 """ms_dtensor: distributed tensors for MindSpore. The public names, and where each is taught.
 
 Names load on first use, so that the pure modules (layouts, plans, rules) can be used without MindSpore. The folders, low
-to high, each importing only those before it: core, comm, redistribute, ops, dispatch, tensor, debug, custom_ops, parallel,
-optim, compat.
+to high, each importing only those before it: core, internals, comm, redistribute, ops, dispatch, tensor, debug, custom_ops,
+parallel, optim, compat.
 """
 from __future__ import annotations
 

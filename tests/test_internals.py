@@ -9,12 +9,12 @@ import pytest
 from mindspore import Tensor, mint, ops
 
 import ms_dtensor as md
-from ms_dtensor import _internals
 from ms_dtensor.dispatch import patches
 from ms_dtensor.errors import ConfigError
+from ms_dtensor.internals import names, probes
 
 pytestmark = pytest.mark.usefixtures("cpu")
-GUARD = _internals.NoFallbackGuard
+GUARD = names.NoFallbackGuard
 
 
 def one_form_asks_nobody(patch):
@@ -37,16 +37,16 @@ def the_guard_stays(patch):
         def __exit__(self, *failure):
             if len(self.entered) > 1:  # the outermost one is never left
                 self.entered.pop().__exit__(*failure)
-    patch.setattr(_internals, "NoFallbackGuard", Staying)
-    patch.setattr(_internals, "FORMS", {})  # which would find it first
+    patch.setattr(probes, "NoFallbackGuard", Staying)
+    patch.setattr(probes, "FORMS", {})  # which would find it first
     return lambda: [guard.__exit__(None, None, None) for guard in Staying.entered]
 
 
 def classes_have_another_layout(patch):
-    class Slotted(_internals._Asked):
+    class Slotted(probes._Asked):
         __slots__ = ("more",)
-    patch.setattr(_internals, "_Asked", Slotted)
-    patch.setattr(_internals, "PROBES", _internals.PROBES[2:])  # the two before call the class they know
+    patch.setattr(probes, "_Asked", Slotted)
+    patch.setattr(probes, "PROBES", probes.PROBES[2:])  # the two before call the class they know
 
 
 def an_alias_is_a_copy(patch):
@@ -55,15 +55,15 @@ def an_alias_is_a_copy(patch):
 
 
 def callbacks_are_dropped(patch):
-    patch.setattr(_internals.executor, "queue_backward_final_callback", lambda fn: None, raising=False)
+    patch.setattr(probes.executor, "queue_backward_final_callback", lambda fn: None, raising=False)
 
 
 def a_node_is_skipped(patch):
-    patch.setattr(_internals._Triple, "backward", staticmethod(lambda ctx, g: g))
+    patch.setattr(probes._Triple, "backward", staticmethod(lambda ctx, g: g))
 
 
 def gradients_take_another_door(patch):
-    patch.setattr(_internals.composite, "_pynative_executor", copy.copy(_internals.executor))
+    patch.setattr(names.composite, "_pynative_executor", copy.copy(probes.executor))
 
 
 def every_value_is_a_leaf(patch):
@@ -82,14 +82,14 @@ PLANTED = {
 @pytest.fixture
 def unpatched():
     patches.uninstall()
-    _internals.check_internals.cache_clear()
+    probes.check_internals.cache_clear()
     yield
-    _internals.check_internals.cache_clear()
+    probes.check_internals.cache_clear()
     patches.install()
 
 
 def test_every_probe_has_a_plant():
-    assert {f"_{probe}" for probe in PLANTED.values()} == {probe.__name__ for probe in _internals.PROBES}
+    assert {f"_{probe}" for probe in PLANTED.values()} == {probe.__name__ for probe in probes.PROBES}
 
 
 @pytest.mark.parametrize("plant", PLANTED, ids=lambda f: f.__name__)
@@ -117,4 +117,4 @@ def test_this_mindspore_passes_also_while_a_forward_is_recorded(unpatched):
 def test_a_missing_name_is_refused_by_name():
     for module, name in (("mindspore.nowhere", "x"), ("mindspore", "_no_such_thing")):
         with pytest.raises(ConfigError, match=f"has no {module}.{name}"):
-            _internals._private(module, name)
+            names._private(module, name)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from mindspore import Tensor
-from mindspore.common import dtype as mstype
+from mindspore import dtype as mstype
 
 from ..errors import CommError
 from .agree import Agreement, check_every

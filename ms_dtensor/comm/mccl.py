@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from mindspore import Tensor
-from mindspore.common import dtype as mstype
+from mindspore import dtype as mstype
 
 from ..errors import CommError
 from .device import DeviceBackend, Flat

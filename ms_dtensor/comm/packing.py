@@ -14,7 +14,7 @@ from typing import Any
 import mindspore
 import numpy as np
 from mindspore import Tensor, mint
-from mindspore.common import dtype as mstype
+from mindspore import dtype as mstype
 
 from .protocol import cut
 from .shm.reduce import reduce_into

@@ -3,7 +3,7 @@
 
 It wraps MindSpore's mechanism for that, the `bprop` of an `nn.Cell`: one shared cell, which receives the call as a
 non-tensor argument. That mechanism is first order (what a `bprop` saved is a constant to a second derivative), so a
-second derivative is refused in the backward; a class with `second_order = True` runs on MindSpore's `_Function`
+second derivative is refused in the backward; a class with `second_order = True` runs on MindSpore's `Function`
 instead. How operands must lie is said by a rule or by placements; their gradients' layouts follow from that.
 """
 from __future__ import annotations
@@ -15,14 +15,13 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
-from mindspore._c_expression import NoFallbackGuard
-from mindspore.common._grad_function import _Function
 
 from ..core.tree import argument_names, first_dtensor, leaves, map_leaves
 from ..dispatch import modes
 from ..dispatch.dispatcher import call_by_rule
 from ..dispatch.operands import local_alias, recording
 from ..errors import OpRuleError
+from ..internals.names import Function, NoFallbackGuard
 from ..ops.rules import RULES
 from . import checks
 from .local_map import Mapping
@@ -244,8 +243,8 @@ def _node() -> _Bprop:
     return _Bprop()
 
 
-class _Second(_Function):
-    """The same on MindSpore's `_Function`, which may be differentiated again."""
+class _Second(Function):
+    """The same on MindSpore's `Function`, which may be differentiated again."""
 
     @staticmethod
     def forward(fctx, invocation, *tensors):

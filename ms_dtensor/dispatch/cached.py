@@ -12,9 +12,9 @@ from sys import getrefcount
 from typing import Any
 
 from mindspore import Tensor
-from mindspore._c_expression import NoFallbackGuard, TensorOverloadCall
 
 from ..comm.world import ops_block
+from ..internals.names import NoFallbackGuard, TensorOverloadCall
 from . import classes
 from .memo import memo_of
 from .op_call import OpCall

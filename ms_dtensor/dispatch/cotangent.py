@@ -8,10 +8,9 @@ reduction. Leaves outlive a recorded forward and are converted at each use: a st
 """
 from __future__ import annotations
 
-from mindspore._c_expression import NoFallbackGuard
-
 from ..core.layout import Layout
 from ..core.placements import PARTIAL
+from ..internals.names import NoFallbackGuard
 from ..redistribute.execute import redistribute_local
 from ..redistribute.plan import relabels
 from .memo import memo_of

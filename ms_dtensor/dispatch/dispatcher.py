@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 from mindspore import Tensor, ops
-from mindspore._c_expression import NoFallbackGuard
 
 from ..comm import world_key
 from ..comm.world import pretended
 from ..core.tree import map_leaves
+from ..internals.names import NoFallbackGuard
 from ..ops.rules.names import PRIMITIVES
 from . import modes
 from .cached import CachedCall

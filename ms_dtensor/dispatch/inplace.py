@@ -16,9 +16,9 @@ import math
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor
-from mindspore._c_expression import NoFallbackGuard
 
 from ..errors import MixedOperandError, OpRuleError
+from ..internals.names import NoFallbackGuard
 from .operands import wrap
 from .views import relatives_of
 

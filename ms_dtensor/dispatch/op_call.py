@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import mindspore as ms
 from mindspore import Tensor
-from mindspore._c_expression import TensorOverloadCall
 
 from ..errors import OpRuleError
+from ..internals.names import TensorOverloadCall
 from ..ops.rules.names import ALIASES, METHODS
 
 _OWN = frozenset(("name", "attrs", "init_attrs", "_update_parameter", "input_names", "output_names"))

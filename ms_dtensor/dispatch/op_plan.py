@@ -11,12 +11,12 @@ from sys import getrefcount
 from typing import Any, NamedTuple
 
 from mindspore import Parameter, Tensor
-from mindspore._c_expression import NoFallbackGuard, TensorOverloadCall
 from mindspore.ops import stop_gradient
 
 from ..core.layout import Layout
 from ..core.mesh import DeviceMesh
 from ..errors import OpRuleError
+from ..internals.names import NoFallbackGuard, TensorOverloadCall
 from ..ops.local import run_local
 from ..ops.rules.spec import EmptyShard
 from . import classes, inplace, modes, policy

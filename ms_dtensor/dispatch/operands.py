@@ -7,12 +7,12 @@ activation, so that all its readers share them. In which layout a cotangent arri
 from __future__ import annotations
 
 from mindspore import Tensor
-from mindspore.common.api import _pynative_executor
 
 from .. import comm
 from ..comm.record import active
 from ..core.layout import Layout
 from ..core.placements import REPLICATE
+from ..internals.names import recording
 from ..redistribute.execute import redistribute_local, run
 from ..redistribute.plan import plan as plan_moves
 from ..redistribute.plan import relabels
@@ -20,7 +20,6 @@ from . import classes, policy
 from .cotangent import grad_layout, with_cotangent
 from .memo import memo_of
 
-recording = _pynative_executor._executor.grad_flag  # the C++ method: the one around it costs as much again
 make = Tensor._make_subclass
 LAID_OUT = "_ms_dtensor_laid_out"  # attribute of a plain tensor that entered or left a DTensor program: its layout there
 DIFFERENTIABLE = ("float", "bfloat", "complex")  # how their dtypes begin; others have no cotangent

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 from mindspore import Tensor
-from mindspore._c_expression import NoFallbackGuard
+
+from ..internals.names import NoFallbackGuard
 
 CHUNK = 1 << 15  # elements worked on at a time, so that an update's passes stay in the second-level cache
 

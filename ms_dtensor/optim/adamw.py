@@ -12,11 +12,11 @@ from collections.abc import Iterable, Sequence
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, ops
-from mindspore._c_expression import NoFallbackGuard
 
 from ms_dtensor.comm.packing import on_cpu
 from ms_dtensor.errors import LayoutError
 
+from ..internals.names import NoFallbackGuard
 from ._storage import CHUNK, layout_of, local_array, local_view
 
 _LARGE = 1 << 16  # elements: up to here a call of the fused kernel (300 us) costs more than NumPy's passes

@@ -13,11 +13,11 @@ from collections.abc import Iterable
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, ops
-from mindspore._c_expression import NoFallbackGuard
 
 from ms_dtensor.comm.packing import on_cpu
 from ms_dtensor.errors import LayoutError
 
+from ..internals.names import NoFallbackGuard
 from ._storage import CHUNK, layout_of, local_array, local_view
 
 

@@ -16,14 +16,13 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor
-from mindspore._c_expression import NoFallbackGuard
-from mindspore.common.api import _pynative_executor
 
 from .. import comm
 from ..dispatch.memo import memo_of
 from ..dispatch.operands import recording
 from ..dispatch.patches.hooks import given_hooks, replaced_by
 from ..errors import OpRuleError
+from ..internals.names import NoFallbackGuard, executor
 from ..redistribute.cost import nbytes
 
 
@@ -55,7 +54,7 @@ class Bucket:
         with NoFallbackGuard():
             if number in self.arrived:  # left behind by a backward that raised
                 self.arrived, self.flat = {}, None
-            _pynative_executor.queue_backward_final_callback(self.flush)  # each time: the first may have been in that one
+            executor.queue_backward_final_callback(self.flush)  # each time: the first may have been in that one
             # storage of its own: the sum is written into it after the caller has been handed it
             own = self._in_flat(grad.asnumpy()) if self.on_host else grad * 1
             self.arrived[number] = own

@@ -14,9 +14,6 @@ from dataclasses import dataclass
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor
-from mindspore._c_expression import NoFallbackGuard
-from mindspore.common._grad_function import _Function
-from mindspore.common.api import _pynative_executor
 
 from .. import comm
 from ..comm.packing import on_cpu
@@ -24,10 +21,9 @@ from ..comm.record import active
 from ..core.layout import Layout
 from ..core.placements import PARTIAL
 from ..errors import RedistributeError
+from ..internals.names import Function, NoFallbackGuard, recording
 from .boxes import relative, sizes_along, transfers
 from .plan import Move, plan
-
-recording = _pynative_executor._executor.grad_flag  # the C++ method: the one around it costs as much again
 
 
 def run(moves: tuple[Move, ...], x, works: list | None = None):
@@ -145,7 +141,7 @@ class Conversion:
     winners: Tensor | int | None
 
 
-class Redistribute(_Function):
+class Redistribute(Function):
     """The source's shard as another layout's."""
 
     @staticmethod

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn
-from mindspore._c_expression import NoFallbackGuard
 
 from .. import comm
 from ..core.layout import Layout
@@ -23,6 +22,7 @@ from ..dispatch.patches import jit
 from ..dispatch.patches.hooks import move_hooks
 from ..dispatch.replaced import PLACE, current, remember
 from ..errors import LayoutError, MeshError
+from ..internals.names import NoFallbackGuard
 from ..redistribute.boxes import relative
 from ..redistribute.execute import slice_local
 from . import deferred_init

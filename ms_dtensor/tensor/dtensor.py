@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 import mindspore as ms
 from mindspore import Parameter, Tensor
-from mindspore._c_expression import NoFallbackGuard
 
 from .. import comm
 from ..core.layout import Layout, known_layout, layout_strides
@@ -23,6 +22,7 @@ from ..dispatch.memo import Memo
 from ..dispatch.operands import as_local, dtype_name, local_alias, make, recording, redistribute, wrap
 from ..dispatch.patches import hooks
 from ..errors import LayoutError, OpRuleError, RedistributeError
+from ..internals.names import NoFallbackGuard
 from ..redistribute.execute import run
 from ..redistribute.plan import check_reachable, plan
 from . import replicas, state

@@ -10,9 +10,9 @@ import math
 
 import numpy as np
 from mindspore import Tensor
-from mindspore._c_expression import NoFallbackGuard
 
 from ..errors import LayoutError
+from ..internals.names import NoFallbackGuard
 from ..ops import rng
 from ..ops.local.random import kind, tensor
 from .dtensor import DTensor

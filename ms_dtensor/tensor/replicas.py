@@ -14,13 +14,13 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore._c_expression import NoFallbackGuard
 
 from .. import comm
 from ..core.layout import Layout
 from ..core.mesh import DeviceMesh, coordinates
 from ..dispatch.operands import dtype_name, local_alias, recording
 from ..errors import LayoutError
+from ..internals.names import NoFallbackGuard
 from ..redistribute.execute import redistribute_local
 
 _ROUNDING = {"float16": 1e-2, "bfloat16": 1e-1, "float32": 1e-5, "complex64": 1e-5}  # of the largest element; else 1e-9

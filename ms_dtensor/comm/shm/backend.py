@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from mindspore import Tensor
-from mindspore.common import dtype as mstype
+from mindspore import dtype as mstype
 
 from ...errors import ConfigError
 from ..cores import keep_to_share

@@ -12,8 +12,6 @@ from collections.abc import Callable
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, ops
-from mindspore._c_expression import NoFallbackGuard
-from mindspore.common._grad_function import _Function
 
 from ... import comm
 from ...comm.world import fake_world
@@ -23,6 +21,7 @@ from ...core.placements import REPLICATE, Shard
 from ...core.tree import leaves, map_leaves
 from ...dispatch.modes import implicit_replication
 from ...dispatch.operands import dtype_name
+from ...internals.names import Function, NoFallbackGuard
 from ...ops.rng import frozen
 from ...tensor.dtensor import DTensor
 
@@ -96,7 +95,7 @@ def _kind(x) -> str:
     return f"{layout} {dtype}{'' if x._requires_grad else ' constant'}{' leaf' if x._is_leaf else ''}"
 
 
-class Sum(_Function):
+class Sum(Function):
     """A loss whose cotangents are ones of each shard's shape."""
 
     @staticmethod

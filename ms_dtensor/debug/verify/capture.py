@@ -13,7 +13,6 @@ from typing import Any
 
 import mindspore as ms
 from mindspore import Tensor, ops
-from mindspore._c_expression import NoFallbackGuard
 
 from ...core.layout import Layout
 from ...core.mesh import DeviceMesh
@@ -22,6 +21,7 @@ from ...dispatch import patches
 from ...dispatch.op_call import OpCall, attributes, bind_arguments, op_name
 from ...dispatch.operands import dtype_name
 from ...dispatch.planner import as_operands
+from ...internals.names import NoFallbackGuard
 from ...ops.local import CPU, LOCAL_OPS, WRITES, decomposition, fill_operands
 from ...ops.rules import RULES, Call, Local, Operand
 from ...ops.rules.write import INPLACE

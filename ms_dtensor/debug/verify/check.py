@@ -16,8 +16,6 @@ from typing import NamedTuple
 
 import numpy as np
 from mindspore import Tensor, mint
-from mindspore._c_expression import NoFallbackGuard
-from mindspore.common._grad_function import _Function
 
 from ...core.layout import Layout, short_dtype
 from ...core.mesh import DeviceMesh, coordinates
@@ -27,6 +25,7 @@ from ...dispatch.composite import COMPOSED
 from ...dispatch.op_call import attributes, bind_arguments, refill
 from ...dispatch.operands import dtype_name, recording
 from ...dispatch.planner import as_operands
+from ...internals.names import Function, NoFallbackGuard
 from ...ops.local import CPU, LOCAL_OPS, run_local
 from ...ops.local.extremes import winners_of_shard
 from ...ops.rng import frozen
@@ -382,12 +381,12 @@ class _Trial:
 
 
 class Cotangent(NamedTuple):
-    """An array that `_Function.apply` does not take for an operand."""
+    """An array that `Function.apply` does not take for an operand."""
 
     value: np.ndarray
 
 
-class Weigh(_Function):
+class Weigh(Function):
     """A result's product with its cotangent, as far as gradients go: one node instead of a product and a sum."""
 
     @staticmethod

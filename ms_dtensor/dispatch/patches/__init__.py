@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from mindspore import Tensor
 
-from ..._internals import NoFallbackGuard, check_internals
 from ...core.tree import first_dtensor
+from ...internals.names import NoFallbackGuard
+from ...internals.probes import check_internals
 from . import checkpoints, functions, gradients, hooks, jit, keywords, training
 
 _NAME = "__fallback__"

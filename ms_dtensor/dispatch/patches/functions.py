@@ -15,12 +15,12 @@ import inspect
 
 import mindspore as ms
 from mindspore import Tensor, mint
-from mindspore._c_expression import NoFallbackGuard
 from mindspore.nn.layer import rnns
 
 from ...core.layout import Layout
 from ...core.tree import first_dtensor, leaves
 from ...errors import ConfigError
+from ...internals.names import NoFallbackGuard
 from ...ops import rng
 from .. import modes, policy
 from ..dispatcher import plain_tree

@@ -13,13 +13,10 @@ from contextvars import ContextVar
 from typing import Any
 
 from mindspore import Parameter, Tensor, nn
-from mindspore.common.recompute import _RecomputeCell
-from mindspore.graph.api import _pynative_executor
-from mindspore.ops.composite import base
-from mindspore.ops.function.grad import grad_func
 
 from ...core.tree import leaves, map_leaves
 from ...errors import LayoutError, MixedOperandError
+from ...internals.names import RecomputeCell, composite, executor, grad_func
 from ...redistribute.execute import recorded_gradient
 from .. import classes, modes
 from ..cotangent import summed_gradient
@@ -32,7 +29,7 @@ _outputs: dict[int, list] = {}  # by id of a function: layouts of its outputs; e
 _local: ContextVar[bool] = ContextVar("ms_dtensor_local_gradients", default=False)  # inside a recomputation's backward
 _installed = Patched()
 # whose frames are there while MindSpore records, or runs what was recorded
-_RECORDERS = {f.__code__ for f in (base._pynative_func_grad_forward, base._pynative_func_grad_backward,
+_RECORDERS = {f.__code__ for f in (composite._pynative_func_grad_forward, composite._pynative_func_grad_backward,
                                    nn.Cell._complex_call)}
 
 
@@ -144,8 +141,8 @@ def _sens(fn, sens):
 def _clean(outermost: bool) -> None:
     """After an exception in the outermost gradient nothing is recorded any more."""
     if outermost:
-        _pynative_executor.clear_res()
-        _pynative_executor.set_grad_flag(False)
+        executor.clear_res()
+        executor.set_grad_flag(False)
 
 
 def _end_abandoned() -> None:
@@ -207,10 +204,10 @@ def _recomputing(original):
 
 
 _DOORS = (
-    (_pynative_executor, "grad", _grad), (_pynative_executor, "end_graph", _end_graph),
-    (base, "_pynative_func_grad_forward", _forward), (grad_func, "_pynative_func_grad_forward", _forward),
+    (executor, "grad", _grad), (executor, "end_graph", _end_graph),
+    (composite, "_pynative_func_grad_forward", _forward), (grad_func, "_pynative_func_grad_forward", _forward),
     (nn.Cell, "_complex_call", _complex_call),
-    (_RecomputeCell, "construct", _recomputed), (_RecomputeCell, "bprop", _recomputing),
+    (RecomputeCell, "construct", _recomputed), (RecomputeCell, "bprop", _recomputing),
 )
 
 

@@ -15,14 +15,10 @@ from contextvars import ContextVar
 from typing import Any
 
 from mindspore import Tensor, nn
-from mindspore._c_expression import NoFallbackGuard
-from mindspore.common._grad_function import _Function
-from mindspore.common.hook_handle import _TensorHookHandle
-from mindspore.ops.operations._inner_ops import CellBackwardHook
-from mindspore.ops.operations.debug_ops import HookBackward, InsertGradientOf
 
 from ...core.layout import Layout
 from ...errors import LayoutError, OpRuleError
+from ...internals.names import CellBackwardHook, Function, HookBackward, InsertGradientOf, NoFallbackGuard, TensorHookHandle
 from ..cotangent import summed_gradient
 from ..operands import as_local, local_alias, redistribute, wrap
 from .undo import Patched
@@ -82,10 +78,10 @@ def given_hooks(param) -> list:
     return [getattr(h, _GIVEN) for h in hooks if hasattr(h, _GIVEN)] if hasattr(param, "_layout") else hooks
 
 
-class _MovedHandle(_TensorHookHandle):
+class _MovedHandle(TensorHookHandle):
     """A handle whose hook was registered anew, on what took the parameter's place: it is removed there, too."""
 
-    moved: _TensorHookHandle
+    moved: TensorHookHandle
 
     def remove(self) -> None:
         super().remove()
@@ -104,9 +100,9 @@ def move_hooks(old, new) -> None:
         return
     found = gc.get_referrers(*weakref.getweakrefs(old))
     found += gc.get_referrers(*(x for x in found if isinstance(x, dict) and "tensor_weakref" in x))
-    for handle in sorted((x for x in found if isinstance(x, _TensorHookHandle)), key=lambda x: x.id):
+    for handle in sorted((x for x in found if isinstance(x, TensorHookHandle)), key=lambda x: x.id):
         before = old.hooks()
-        _TensorHookHandle.remove(handle)
+        TensorHookHandle.remove(handle)
         after = old.hooks()
         if len(after) == len(before):
             continue  # it had been removed
@@ -152,7 +148,7 @@ class _Call:
         self.grad_output: tuple = ()
 
 
-class _Hooked(_Function):
+class _Hooked(Function):
     """Identity; its backward gives the gradients to `receive`, as DTensors where the values were."""
 
     @staticmethod

@@ -13,12 +13,11 @@ import functools
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn
-from mindspore.graph import api, jit_trace
-from mindspore.graph._utils import pijit_context
 
 from ... import comm
 from ...core.tree import leaves, map_leaves
 from ...errors import OpRuleError
+from ...internals.names import jit_api, jit_trace, pijit_context
 from .. import classes, modes, policy
 from ..operands import local_alias, redistribute
 from .undo import Patched
@@ -45,7 +44,7 @@ _PARAMETER = property(_asked)  # `__parameter__` of DTensors while something is 
 
 def forget_compiled() -> None:
     """A cell's parameter was replaced: what was compiled with the old one is compiled anew."""
-    api.ms_compile_cache.clear()
+    jit_api.ms_compile_cache.clear()
 
 
 def _refusal(x, what: str) -> OpRuleError:
@@ -119,7 +118,7 @@ def _compile(original):
             with _Watch():
                 phase = original(self, *args, **kwargs)
         except OpRuleError:
-            api.ms_compile_cache.discard(phase)
+            jit_api.ms_compile_cache.discard(phase)
             raise
         return phase
     return compile_
@@ -287,8 +286,8 @@ def _all_finite(inputs, *_):
 
 
 _DOORS = (
-    (api._JitExecutor, "__call__", _call), (api._JitExecutor, "compile", _compile),
-    (api._CellGraphExecutor, "compile", _compile_cell), (jit_trace, "_jit_trace_begin", _trace_begin),
+    (jit_api._JitExecutor, "__call__", _call), (jit_api._JitExecutor, "compile", _compile),
+    (jit_api._CellGraphExecutor, "compile", _compile_cell), (jit_trace, "_jit_trace_begin", _trace_begin),
     (jit_trace, "_jit_trace_end", _trace_end), (pijit_context, "PreJit", _before_bytecode),
     (pijit_context.PIJitCaptureContext, "__enter__", _enter_bytecode),
     (pijit_context.PIJitCaptureContext, "__exit__", _exit_bytecode), (nn.Adadelta, "construct", _eager_optimizer),

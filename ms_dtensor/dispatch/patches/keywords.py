@@ -12,9 +12,9 @@ import functools
 import re
 
 from mindspore import Tensor
-from mindspore.ops import functional_overload
 
 from ...errors import MixedOperandError
+from ...internals.names import functional_overload
 
 _BASE = Tensor.__mro__[1]  # the C++ class, whose methods are wrapped on Tensor itself
 

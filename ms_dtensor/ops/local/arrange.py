@@ -8,8 +8,8 @@ from __future__ import annotations
 import mindspore as ms
 import numpy as np
 from mindspore import mint, ops
-from mindspore.common._grad_function import _Function
 
+from ...internals.names import Function
 from .dtypes import as_dtype
 
 
@@ -36,7 +36,7 @@ def replication_pad(x, pads):
     return _by_rows(x, pads, lambda a, n, b: [0] * a + [*range(n)] + [n - 1] * b)
 
 
-class Split(_Function):
+class Split(Function):
     """Views of consecutive rows along a dim, with a backward that joins their cotangents whatever their strides."""
 
     @staticmethod

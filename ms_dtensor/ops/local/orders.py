@@ -14,10 +14,8 @@ from contextlib import contextmanager
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, ops
-from mindspore._c_expression import NoFallbackGuard
-from mindspore.common._grad_function import _Function
-from mindspore.graph.api import _pynative_executor
 
+from ...internals.names import Function, NoFallbackGuard, executor
 from ...redistribute.execute import recording
 
 # element by element, or without a gradient: MindSpore's own backward makes no view, if all operands have one shape
@@ -52,7 +50,7 @@ def broadcast_first(function, tensors):
     return function(tensors)
 
 
-class Linear(_Function):
+class Linear(Function):
     """`maps` = (f, its transpose), both from lists of tensors to lists of tensors."""
 
     @staticmethod
@@ -89,7 +87,7 @@ def linear_node(function, tensors):
     return out if kind[0] is None else kind[0](out if isinstance(out, tuple) else (out,))
 
 
-class Bilinear(_Function):
+class Bilinear(Function):
     """Of the trilinear form <f(a, b), g>, its derivative by slot `k`: f itself for 2, f's gradients for 0 and 1."""
 
     @staticmethod
@@ -138,10 +136,10 @@ def _plain(x):
 
 @contextmanager
 def _gradients_enabled():
-    """MindSpore runs a `_Function` without gradients, and refuses to take one there."""
-    before = _pynative_executor.enable_grad()
-    _pynative_executor.set_enable_grad(True)
+    """MindSpore runs a `Function` without gradients, and refuses to take one there."""
+    before = executor.enable_grad()
+    executor.set_enable_grad(True)
     try:
         yield
     finally:
-        _pynative_executor.set_enable_grad(before)
+        executor.set_enable_grad(before)

@@ -8,13 +8,13 @@ refuses, nor which nodes autograd makes, to any order: the collectives of every 
 from __future__ import annotations
 
 from mindspore import Tensor
-from mindspore.common._grad_function import _Function
 
+from ...internals.names import Function
 from ..rules.spec import EmptyShard, Operand
 from .dtypes import full
 
 
-class StandIn(_Function):
+class StandIn(Function):
     """A constant in a tensor's place, still connected to it by a gradient of zeros."""
 
     @staticmethod

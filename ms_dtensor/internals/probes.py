@@ -1,50 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All of MindSpore that is not its public API, and the proof that it behaves as this library relies on.
+"""Does this MindSpore behave as the library relies on? Asked with the first DTensor, in some milliseconds.
 
-Nothing else imports a private name of MindSpore. `check_internals()` runs with the first DTensor and takes some
-milliseconds: a MindSpore whose internals differ is refused with the name of the probe that failed, never trusted, because
-most such differences would show as wrong numbers only. So no upper version bound is needed.
+A MindSpore whose internals differ is refused with the name of the probe that failed, never trusted, because most such
+differences would show as wrong numbers only. So no upper version bound is needed.
 """
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from importlib import import_module
 from typing import Any
 
 import mindspore as ms
 from mindspore import Tensor, mint, ops
 
-from .errors import ConfigError
-
-_FIX = ("use a MindSpore release that docs/support.md lists", "report the message with your MindSpore version")
-
-
-def _private(module: str, name: str) -> Any:
-    """A private name, or our error instead of an ImportError from the middle of an import."""
-    try:
-        return getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"For 'ms_dtensor', MindSpore {ms.__version__} has no {module}.{name}.", str(error),
-                          "The library dispatches and differentiates through it.", _FIX) from error
-
-
-NoFallbackGuard = _private("mindspore._c_expression", "NoFallbackGuard")  # inside, no operand's `__fallback__` is asked
-TensorOverloadCall = _private("mindspore._c_expression", "TensorOverloadCall")  # the class of `mint.add`, `Tensor.add`, ...
-Function = _private("mindspore.common._grad_function", "_Function")  # an autograd node written in Python
-executor = _private("mindspore.graph.api", "_pynative_executor")  # autograd's state: recording, gradients, callbacks
-recording = executor._executor.grad_flag  # the C++ method: the Python one around it costs as much again
-RecomputeCell = _private("mindspore.common.recompute", "_RecomputeCell")  # what `cell.recompute()` runs
-CellBackwardHook = _private("mindspore.ops.operations._inner_ops", "CellBackwardHook")
-functional_overload = _private("mindspore.ops", "functional_overload")  # the objects behind functions with overloads
-composite = _private("mindspore.ops.composite", "base")  # `GradOperation`
-grad_func = _private("mindspore.ops.function.grad", "grad_func")  # `grad`, `value_and_grad`, `vjp`, ...
-jit_api = _private("mindspore.graph", "api")
-jit_trace = _private("mindspore.graph", "jit_trace")
-pijit_context = _private("mindspore.graph._utils", "pijit_context")
-
-
-# -- probes -----------------------------------------------------------------------------------------------------------------
+from ..errors import ConfigError
+from .names import FIX, Function, NoFallbackGuard, executor, recording
 
 
 class _Asked(Tensor):
@@ -210,4 +180,4 @@ def check_internals() -> None:
             found = f"{type(error).__name__}: {error}"
         if found:
             raise ConfigError(f"For 'ms_dtensor', MindSpore {ms.__version__} does not behave as the library relies on.",
-                              f"probe '{probe.__name__.strip('_')}': {found}", (probe.__doc__ or "").strip(), _FIX)
+                              f"probe '{probe.__name__.strip('_')}': {found}", (probe.__doc__ or "").strip(), FIX)

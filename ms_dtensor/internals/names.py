@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MindSpore's private names. Nothing else imports one; a release without one is refused by our error."""
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import mindspore as ms
+
+from ..errors import ConfigError
+
+FIX = ("use a MindSpore release that docs/support.md lists", "report the message with your MindSpore version")
+
+
+def _private(module: str, name: str) -> Any:
+    """A private name, or our error instead of an ImportError from the middle of an import."""
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"For 'ms_dtensor', MindSpore {ms.__version__} has no {module}.{name}.", str(error),
+                          "The library dispatches and differentiates through it.", FIX) from error
+
+
+NoFallbackGuard = _private("mindspore._c_expression", "NoFallbackGuard")  # inside, no operand's `__fallback__` is asked
+TensorOverloadCall = _private("mindspore._c_expression", "TensorOverloadCall")  # the class of `mint.add`, `Tensor.add`, ...
+Function = _private("mindspore.common._grad_function", "_Function")  # an autograd node written in Python
+executor = _private("mindspore.graph.api", "_pynative_executor")  # autograd's state: recording, gradients, callbacks
+recording = executor._executor.grad_flag  # the C++ method: the Python one around it costs as much again
+RecomputeCell = _private("mindspore.common.recompute", "_RecomputeCell")  # what `cell.recompute()` runs
+CellBackwardHook = _private("mindspore.ops.operations._inner_ops", "CellBackwardHook")
+functional_overload = _private("mindspore.ops", "functional_overload")  # the objects behind functions with overloads
+composite = _private("mindspore.ops.composite", "base")  # `GradOperation`
+grad_func = _private("mindspore.ops.function.grad", "grad_func")  # `grad`, `value_and_grad`, `vjp`, ...
+jit_api = _private("mindspore.graph", "api")
+jit_trace = _private("mindspore.graph", "jit_trace")
+pijit_context = _private("mindspore.graph._utils", "pijit_context")
+TensorHookHandle = _private("mindspore.common.hook_handle", "_TensorHookHandle")
+HookBackward = _private("mindspore.ops.operations.debug_ops", "HookBackward")
+InsertGradientOf = _private("mindspore.ops.operations.debug_ops", "InsertGradientOf")
