@@ -226,12 +226,16 @@ def _wrap_or_retag(references: int, local, layout: Layout, alone: int = _HELD_BY
 
 
 def _as_nodes(result):
-    """An operand that was handed back (a cast to its own dtype, x[:]) as a node: an alias of a leaf has no gradient."""
+    """An operand that was handed back (a cast to its own dtype, x[:]) as a node: an alias of a leaf has no gradient.
+
+    A view costs nothing, but MindSpore loses what is behind one when its gradient is differentiated again.
+    """
+    node = Tensor.copy if modes.mode.get().higher_order else lambda r: r.view(r._shape)
     if isinstance(result, Tensor):
-        return result.view(result._shape)
+        return node(result)
     if not isinstance(result, tuple | list):
         return result
-    return type(result)(r.view(r._shape) if r._is_leaf else r for r in result)
+    return type(result)(node(r) if r._is_leaf else r for r in result)
 
 
 def _is_parameter(x) -> bool:

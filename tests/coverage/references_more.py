@@ -73,7 +73,7 @@ MORE = {
     "Log10": [((pos(4, 5),), np.log10)], "AsinExt": [((SMALL,), np.arcsin)], "AcosExt": [((SMALL,), np.arccos)],
     "AtanExt": [((X,), np.arctan)], "AsinhExt": [((X,), np.arcsinh)],
     "AcoshExt": [(((pos(4, 5) + 1).astype(np.float32),), np.arccosh)],
-    "Frac": [((X,), lambda x: x - np.trunc(x))], "Exp2": [((X,), np.exp2)],
+    "NextAfter": [((a(4, 3), a(3)), np.nextafter)], "Frac": [((X,), lambda x: x - np.trunc(x))], "Exp2": [((X,), np.exp2)],
     "IsNegInf": [((np.array([-np.inf, 1, np.inf, np.nan], np.float32),), np.isneginf)],
     "BitwiseNot": [((WHOLE,), np.invert), ((TRUTH,), np.invert)],
     **{f"Bitwise{name}{kind}": [((WHOLE, WHOLE[::-1].copy() if kind == "Tensor" else 6), fn),

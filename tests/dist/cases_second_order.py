@@ -133,3 +133,14 @@ def an_empty_shard_makes_the_nodes_of_the_others(world):
         _is_the_slope(wanted[k], lambda *ts: sum(float((array(g) ** 2).sum()) for g in first(*ts)), xs, k, f"input {k}")
         equal(got[k], wanted[k], f"derivative {k}", 1e-6)
     comm.group(tuple(range(world.size))).barrier()
+
+
+@case(world_size=4)
+def what_is_handed_back_keeps_its_history(world):
+    """A cast to its own dtype is its operand; where some rank's shard is empty it becomes a node, on all ranks."""
+    x = wide(9, 3, 3)
+    whole, dtype = array(x), x.dtype
+    dx = distribute_tensor(x, mesh_1d(), [S(0)], src_data_rank=None)
+    inner = ms.grad(lambda t: mint.sin((t.astype(dtype) + t).redistribute(placements=[R])).sum())
+    got = ms.grad(lambda t: (inner(t) ** 2).sum())(dx)
+    equal(got, -16 * np.cos(2 * whole) * np.sin(2 * whole), "second derivative of sin(x + x)", 1e-6)
