@@ -52,9 +52,7 @@ def dispatch(self, func, args=(), kwargs=None):
                 getattr(a, "_layout", None)  # waits, if its data are under way
             with NoFallbackGuard():  # the DTensors themselves: an alias of a Parameter would cut its gradient
                 return OpCall(func, primitive, args, kwargs, tensors).compute(*args, **(kwargs or {}))
-        key.append((mode.implicit_replication, mode.no_gather))
-        if mode.higher_order:
-            key.append(tuple(getattr(a, "_requires_grad", None) for a in args))
+        key.append(_mode_key(mode, args))
     for a in args:  # the commonest arguments without a call: this loop is most of what dispatch costs
         kind = KINDS.get(a.__class__)
         if kind is OURS:
@@ -123,9 +121,7 @@ def call_by_rule(op: str, func, names: tuple[str, ...], args: tuple, kwargs: dic
     if mode is not _DEFAULT:
         if mode.skip and not _kept(op, mode.no_skip):
             return func(*plain_tree(args), **plain_tree(kwargs))
-        key.append((mode.implicit_replication, mode.no_gather))
-        if mode.higher_order:
-            key.append(tuple(getattr(a, "_requires_grad", None) for a in args))
+        key.append(_mode_key(mode, args))
     for a in args:  # as in `dispatch`
         kind = KINDS.get(a.__class__)
         if kind is OURS:
@@ -173,6 +169,12 @@ def cache_info() -> dict[str, int]:
     """See `ms_dtensor.debug.cache_info`."""
     uses = _forgotten + sum(plan.uses for plan in _cache.values())
     return {"hits": max(uses - _made, 0), "misses": _made, "size": len(_cache), "limit": _LIMIT}
+
+
+def _mode_key(mode, args) -> tuple:
+    """What a mode changes in a plan; a derivative of a gradient also asks which operands have one."""
+    differentiated = tuple(getattr(a, "_requires_grad", None) for a in args) if mode.higher_order else None
+    return mode.implicit_replication, mode.no_gather, differentiated
 
 
 def _part(a, key, tensors) -> None:

@@ -118,8 +118,10 @@ class _Batch:
             LayoutError: on all ranks, if the pieces do not make one tensor.
         """
         mine = [tuple(x.shape) for x in rows]
-        if mine == self.mine or self.mesh.size() == 1 or not mine:
-            return self.shapes if mine == self.mine else [None] * len(mine)
+        if mine == self.mine:
+            return self.shapes
+        if self.mesh.size() == 1 or not mine:
+            return [None] * len(mine)
         with comm.annotate(src="replicate: rows of the batch", dst=str(mine)):
             everyone = self.mesh.get_group().all_gather_object(mine)
         self.mine, self.shapes = None, []

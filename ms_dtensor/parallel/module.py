@@ -75,20 +75,20 @@ def parallelize_module(module: nn.Cell, device_mesh: DeviceMesh | None = None,
             raise ConfigError(f"For 'parallelize_module', the plan's entry {pattern!r} must be a ParallelStyle, but got "
                               f"{type(style).__name__}.")
         among = cells if _WRAPPED in pattern.split(".") else inner
-        names = [name for name in among if _match(pattern, name)]
-        if not names:
+        matched = {name: cell for name, cell in among.items() if _match(pattern, name)}
+        if not matched:
             near = difflib.get_close_matches(pattern, inner, 2, 0.4)
             raise ConfigError(f"For 'parallelize_module', the pattern {pattern!r} matches no cell.",
                               f"{type(module).__name__} of {len(cells)} cells", "Every entry of a plan names some cell.",
                               [f"did you mean {n!r}?" for n in near] or "list the paths with cells_and_names()")
-        wanted += [(among[name], style.check(among[name], mesh)) for name in names]
-        work.append((pattern, style, names, among))
+        wanted += [(cell, style.check(cell, mesh)) for cell in matched.values()]
+        work.append((pattern, style, matched))
     check_ties(wanted, mesh)
     deferred_init.remember(module, mesh, src_data_rank)
-    _tell(mesh, [entry[:3] for entry in work])
-    for _, style, names, among in work:
-        for name in names:
-            _apply(style, among[name], mesh, src_data_rank)
+    _tell(mesh, work)
+    for _, style, matched in work:
+        for cell in matched.values():
+            _apply(style, cell, mesh, src_data_rank)
     if any(getattr(style, "use_local_output", False) for style in parallelize_plan.values()):
         explain_views(module)
     return module
@@ -100,7 +100,8 @@ def _tell(mesh: DeviceMesh, work) -> None:
         return
     wide = max((len(pattern) for pattern, _, _ in work), default=0)
     print(f"parallelize_module over {mesh.describe()}:", flush=True)
-    for pattern, style, names in work:
+    for pattern, style, matched in work:
+        names = list(matched)
         shown = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)} cells)"
         print(f"  {pattern:<{wide}}  {type(style).__name__}: {shown}", flush=True)
 

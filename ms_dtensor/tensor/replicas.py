@@ -117,11 +117,13 @@ def compare_shards(who: str, what: Sequence[str], tensors: Sequence, mesh: Devic
 
 def made_alike(local, layout: Layout):
     """`local` after `run_check`: still connected, with the values of coordinate 0 on axes that replicate."""
+    replicated = [axis for axis, p in enumerate(layout.placements) if p.is_replicate()]
+    if not replicated:
+        return local
     checked = local_alias(local)
-    for axis, p in enumerate(layout.placements):
-        if p.is_replicate():
-            group = layout.mesh.get_group(axis)
-            checked = group.broadcast(checked, group.ranks[0])
-    if recording() and any(p.is_replicate() for p in layout.placements):
+    for axis in replicated:
+        group = layout.mesh.get_group(axis)
+        checked = group.broadcast(checked, group.ranks[0])
+    if recording():
         return redistribute_local(local, layout, layout, layout.gradient(), layout.gradient(), data=checked)
-    return checked if any(p.is_replicate() for p in layout.placements) else local
+    return checked

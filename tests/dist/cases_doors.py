@@ -23,17 +23,9 @@ from ms_dtensor import (
 )
 from ms_dtensor.errors import ImplicitCommError, LayoutError, MixedOperandError, OpRuleError
 from tests.cases import case
-from tests.dist.support import counted, data, equal, mesh_1d, mesh_2d, same_on_all_ranks
+from tests.dist.support import counted, data, equal, mesh_1d, mesh_2d, refusal, same_on_all_ranks
 
 R, S = Replicate(), Shard
-
-
-def _told(call, error) -> str:
-    try:
-        call()
-    except error as e:
-        return str(e)
-    raise AssertionError("nothing was raised")
 
 
 @case(world_size=4)
@@ -56,7 +48,7 @@ def few_logits_stay_sharded_in_a_loss(world):
                 if fn is not ops.cross_entropy:  # which moves rows, too; the block lets no logits be gathered
                     assert {op for op, _ in count} <= {"all_reduce"}, (options, count)
     with loss_parallel():
-        assert "inside loss_parallel()" in _told(lambda: mint.sort(dx, dim=1), ImplicitCommError)
+        assert "inside loss_parallel()" in refusal(lambda: mint.sort(dx, dim=1), ImplicitCommError)
 
 
 @case(world_size=4)
@@ -72,11 +64,11 @@ def numpy_on_the_left_is_a_number_or_refused(world):
             with np.errstate(all="ignore"):
                 equal(got, fn(np.float32(number), whole).astype(got.full_tensor().asnumpy().dtype), f"{name} {number!r}", 1e-4)
     for name in (*names.split(), "matmul", "and_", "or_", "xor", "lshift", "iadd", "imul", "itruediv"):
-        told = _told(lambda n=name: getattr(operator, n)(whole.copy(), dx), MixedOperandError)
+        told = refusal(lambda n=name: getattr(operator, n)(whole.copy(), dx), MixedOperandError)
         assert "a numpy.ndarray meets a DTensor" in told and "full_tensor().asnumpy()" in told, (name, told)
         same_on_all_ranks(world, told)
-    assert "NumPy was given a DTensor" in _told(lambda: np.exp(dx), MixedOperandError)
-    assert "divmod" in _told(lambda: divmod(np.float32(2), dx), MixedOperandError)
+    assert "NumPy was given a DTensor" in refusal(lambda: np.exp(dx), MixedOperandError)
+    assert "divmod" in refusal(lambda: divmod(np.float32(2), dx), MixedOperandError)
     equal(np.bool_(True) & (dx > 0), whole > 0)
 
 
@@ -86,7 +78,7 @@ def memory_questions_are_answered_alike(world):
     assert x.is_contiguous() is True and x.storage_offset() == 0 and x.stride() == (2, 1)
     for view in (x.T, x[1:], x.reshape(6)):
         for ask in ("is_contiguous", "storage_offset", "stride"):
-            same_on_all_ranks(world, _told(getattr(view, ask), OpRuleError))
+            same_on_all_ranks(world, refusal(getattr(view, ask), OpRuleError))
     assert x.T.contiguous().clone().is_contiguous() is True
 
 
@@ -128,16 +120,16 @@ def a_wrong_shard_is_told_by_all_ranks(world):
             lambda: DTensor.from_local(flat, mesh, [S(1)]), lambda: DTensor.from_local(half, mesh, [S(0)], shape=(8, 3))]
     for i, way in enumerate(ways):
         with debug.checks():
-            told = _told(way, LayoutError)
+            told = refusal(way, LayoutError)
         assert "do not make one tensor" in told and f"rank {1 if i == 3 else 2} holds" in told, told
         same_on_all_ranks(world, told)
     for run_check in ({"shape": (8, 3)}, {}):
-        same_on_all_ranks(world, _told(lambda o=run_check: DTensor.from_local(wrong, mesh, [S(0)], run_check=True, **o), LayoutError))
-    same_on_all_ranks(world, _told(lambda: DTensor.from_local(flat, mesh, [S(1)], run_check=True), LayoutError))
+        same_on_all_ranks(world, refusal(lambda o=run_check: DTensor.from_local(wrong, mesh, [S(0)], run_check=True, **o), LayoutError))
+    same_on_all_ranks(world, refusal(lambda: DTensor.from_local(flat, mesh, [S(1)], run_check=True), LayoutError))
     x = distribute_tensor(data(7, 8, 3), mesh, [S(0)])
     cut = local_map(lambda t: t[1:] if world.rank == 3 else t, [S(0)], out_shapes=((8, 3),))
     with debug.checks():
-        told = _told(lambda: cut(x), LayoutError)
+        told = refusal(lambda: cut(x), LayoutError)
     assert "rank 3 holds" in told
     same_on_all_ranks(world, told)
     with debug.checks():
@@ -149,7 +141,7 @@ def styles_after_replicate_are_refused_with_the_order(world):
     net = replicate(nn.Dense(6, 4), mesh=mesh_2d()["dp"])
     before = net.weight
     with counted() as count:
-        told = _told(lambda: parallelize_module(net, mesh_2d()["tp"], ColwiseParallel()), LayoutError)
+        told = refusal(lambda: parallelize_module(net, mesh_2d()["tp"], ColwiseParallel()), LayoutError)
     assert not count and net.weight is before and "parallelize_module(...) first, then replicate" in told
     same_on_all_ranks(world, told)
     assert "either order" not in replicate.__doc__ and "after tensor-parallel styles" in replicate.__doc__
@@ -171,7 +163,7 @@ def a_derivative_of_a_buckets_gradient_is_refused_alike(world):
         grads = value_and_grad(lambda t: (net(t) ** 3).sum(), None, net.trainable_params())(t)[1]
         return (grads[0] ** 2).sum()
     with counted() as count:
-        told = _told(lambda: value_and_grad(norm, 0)(x), OpRuleError)
+        told = refusal(lambda: value_and_grad(norm, 0)(x), OpRuleError)
     assert "a derivative of a parameter's gradient was asked for" in told and "distribute_module" in told, told
     assert not count, count
     same_on_all_ranks(world, told)

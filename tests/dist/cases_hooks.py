@@ -8,8 +8,8 @@ from mindspore import Tensor
 from ms_dtensor import ColwiseParallel, DTensor, Replicate, RowwiseParallel, Shard, parallelize_module, replicate
 from ms_dtensor.errors import LayoutError
 from tests.cases import case
-from tests.dist.cases_surface import _mlp, placed, refused
-from tests.dist.support import data, equal, mesh_2d
+from tests.dist.cases_surface import _mlp, placed
+from tests.dist.support import data, equal, mesh_2d, refusal
 
 R, S = Replicate(), Shard
 
@@ -96,8 +96,8 @@ def activation_hooks_see_global_gradients(world):
         out = (u @ placed(w, mesh, R, S(1))).sum()
         u.register_hook(lambda g: g)
         return out
-    assert "before the tensor's first use" in refused(lambda: ms.grad(late)(u))
-    assert "not the gradient" in refused(lambda: ms.grad(lambda t: _hooked(t * 2, lambda g: g.to_local()).sum())(u), LayoutError)
+    assert "before the tensor's first use" in refusal(lambda: ms.grad(late)(u))
+    assert "not the gradient" in refusal(lambda: ms.grad(lambda t: _hooked(t * 2, lambda g: g.to_local()).sum())(u), LayoutError)
 
 
 def _hooked(u, hook):

@@ -15,7 +15,7 @@ from ms_dtensor.errors import LayoutError, MixedOperandError, OpRuleError
 from ms_dtensor.ops.rules import RULES
 from ms_dtensor.ops.rules.spec import Case, OpSpec
 from tests.cases import case
-from tests.dist.support import array, check_against_one_device, counted, data, equal, mesh_1d, mesh_2d
+from tests.dist.support import array, check_against_one_device, counted, data, equal, mesh_1d, mesh_2d, refusal
 
 R, P, S = Replicate(), Partial(), Shard
 ROWS, COLUMNS = ([S(0), R], [R, S(1)])
@@ -23,14 +23,6 @@ ROWS, COLUMNS = ([S(0), R], [R, S(1)])
 
 def laid(x, mesh, *placements) -> DTensor:
     return distribute_tensor(x, mesh, list(placements), src_data_rank=None)
-
-
-def refusal(fn, error=OpRuleError) -> str:
-    try:
-        fn()
-    except error as e:
-        return str(e)
-    raise AssertionError("nothing was raised")
 
 
 @case(world_size=4)

@@ -24,7 +24,7 @@ from ms_dtensor import (
 )
 from ms_dtensor.errors import DTensorError, ImplicitCommError, LayoutError, MixedOperandError, OpRuleError
 from tests.cases import case
-from tests.dist.support import array, counted, data, equal, mesh_1d, mesh_2d, same_on_all_ranks, trains_as_one_device
+from tests.dist.support import array, counted, data, equal, mesh_1d, mesh_2d, refusal, same_on_all_ranks, trains_as_one_device
 
 R, P, S = Replicate(), Partial(), Shard
 LAYOUTS = ([S(0), R], [R, S(1)])  # of the input and of the weight, on (dp, tp)
@@ -33,15 +33,6 @@ LAYOUTS = ([S(0), R], [R, S(1)])  # of the input and of the weight, on (dp, tp)
 def placed(x, mesh, *placements) -> DTensor:
     """`x` laid out, from each rank's own equal copy."""
     return distribute_tensor(x, mesh, list(placements), src_data_rank=None)
-
-
-def refused(fn, error=OpRuleError) -> str:
-    """The message with which every rank refuses."""
-    try:
-        fn()
-    except error as e:
-        return str(e)
-    raise AssertionError("nothing was raised")
 
 
 def same_tree(got, want, what: str) -> None:
@@ -93,9 +84,9 @@ def every_gradient_of_mindspore_is_a_dtensor(world):
         same_tree(got[name], want[name], name)
     assert got["weight"].layout is params[0].layout and got["grad"].placements == (S(0), R)
     for wrong in (sens, placed(data(5, 4, 6), mesh, R, R)):
-        message = refused(lambda s=wrong: ms.vjp(lambda x: x * 2, placed(x, mesh, *LAYOUTS[0]))[1](s), MixedOperandError)
+        message = refusal(lambda s=wrong: ms.vjp(lambda x: x * 2, placed(x, mesh, *LAYOUTS[0]))[1](s), MixedOperandError)
         assert "'sens' does not fit" in message
-    plain = refused(lambda: ms.vjp(lambda x: x * 2, x)[1](placed(x, mesh, R, R)), MixedOperandError)
+    plain = refusal(lambda: ms.vjp(lambda x: x * 2, x)[1](placed(x, mesh, R, R)), MixedOperandError)
     assert "output plain" in plain
 
 
@@ -119,7 +110,7 @@ def a_forward_that_raised_leaves_no_recording(world):
     w = placed(data(2, 8, 4), mesh_1d(), S(0))
     for call in (lambda: ms.grad(lambda t: t @ w)(x), lambda: ms.value_and_grad(lambda t: 1 / 0)(x),
                  lambda: ops.GradOperation()(lambda t: t.nonsense())(x), lambda: ms.vjp(lambda t: t @ w, x)):
-        refused(call, Exception)
+        refusal(call, Exception)
         assert not _pynative_executor.grad_flag()
     equal(ms.grad(lambda t: (t * w).sum())(x), w)
 
@@ -145,13 +136,13 @@ def training_cells_and_optimizers(world):
     net = distribute_module(_mlp(3), mesh_1d())
     grads = ms.grad(lambda t: (net(t) ** 2).mean(), None, net.trainable_params())(placed(x, mesh_1d(), S(0)))
     for norms in (nn.Lamb(net.trainable_params(), 0.1), nn.AdaFactor(net.trainable_params())):
-        assert "depends on others" in refused(lambda n=norms: n(grads))
-    assert "grad_centralization" in refused(lambda: nn.SGD(
+        assert "depends on others" in refusal(lambda n=norms: n(grads))
+    assert "grad_centralization" in refusal(lambda: nn.SGD(
         [{"params": net.trainable_params(), "grad_centralization": True}], 0.1)(grads))
     stale = _mlp(3)
     optimizer = nn.SGD(stale.trainable_params(), 0.1)
     distribute_module(stale, mesh_1d())
-    assert "after the model was distributed" in refused(lambda: optimizer(grads))
+    assert "after the model was distributed" in refusal(lambda: optimizer(grads))
 
 
 class _Loss(nn.Cell):
@@ -284,7 +275,7 @@ def replicas_over_styles_that_hand_out_local_tensors(world):
     net = After()
     parallelize_module(net, mesh["tp"], {"inner.0": ColwiseParallel(), "inner.2": RowwiseParallel()})
     replicate(net, mesh=mesh["dp"])
-    assert "use_local_output=False" in refused(lambda: net(rows), LayoutError)
+    assert "use_local_output=False" in refusal(lambda: net(rows), LayoutError)
 
 
 class _Tied(nn.Cell):
@@ -332,7 +323,7 @@ def ties_between_cells_that_are_distributed_one_by_one(world):
             if p.ndim == 2:
                 cell._params[key] = Parameter(distribute_tensor(array(p) if False else Tensor(array(p)), mesh, [
                     S(0 if name == "a" else 1)]), name=p.name)
-    assert "shared by cells" in refused(lambda: distribute_module(_Tied(), mesh_1d(), either), LayoutError)
+    assert "shared by cells" in refusal(lambda: distribute_module(_Tied(), mesh_1d(), either), LayoutError)
 
 
 # -- compiled functions, and plain tensors ------------------------------------------------------------------------------------
@@ -392,7 +383,7 @@ def compiled_functions_refuse_dtensors_wherever_they_hide(world):
                      lambda: _entry({"a": x}), lambda: _named(plain, k=x), lambda: ms.jit(_net)(plain),
                      lambda: _first((_net.weight,)), lambda: _through_a_cell(plain),
                      lambda: ms.grad(lambda t: _first((t,)).sum())(x)):
-            assert "For 'ms.jit'" in refused(call)
+            assert "For 'ms.jit'" in refusal(call)
         equal(_double(plain), array(plain) * 2)
         equal(inner(x), (array(data(1, 8, 4)) < 1) + array(data(1, 8, 4)) ** 2)
     equal(x * 2, array(data(1, 8, 4)) * 2)
@@ -412,5 +403,5 @@ def loss_parallel_lets_in_labels_and_nothing_else(world):
         for mixing in (lambda: dx * x, lambda: x @ dx.T, lambda: ops.cross_entropy(dx * x, y), lambda: mint.cat([dx, x]),
                        lambda: ops.cross_entropy(dx, mint.nn.functional.softmax(x, -1)),
                        lambda: dx + Tensor(np.arange(8, dtype=np.int32))):
-            refused(mixing, MixedOperandError)
-        refused(lambda: dx.redistribute(placements=[R]) and mint.cumsum(dx, 1), (ImplicitCommError, DTensorError))
+            refusal(mixing, MixedOperandError)
+        refusal(lambda: dx.redistribute(placements=[R]) and mint.cumsum(dx, 1), (ImplicitCommError, DTensorError))

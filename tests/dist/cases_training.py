@@ -20,8 +20,8 @@ from ms_dtensor import (
 )
 from ms_dtensor.errors import ConfigError, ImplicitCommError, MixedOperandError
 from tests.cases import case
-from tests.dist.cases_surface import placed, refused
-from tests.dist.support import array, counted, data, equal, mesh_1d, mesh_2d
+from tests.dist.cases_surface import placed
+from tests.dist.support import array, counted, data, equal, mesh_1d, mesh_2d, refusal
 
 R, S = Replicate(), Shard
 
@@ -32,7 +32,7 @@ def labels_of_a_replicated_loss(world):
     rows = slice(4 * mesh.get_coordinate()[0], 4 * mesh.get_coordinate()[0] + 4)
     out, y = data(1, 8, 6), data(2, 8, 6)
     logits, mine = placed(out, mesh, S(0), S(1)), Tensor(array(y)[rows])
-    message = refused(lambda: nn.MSELoss()(logits, mine), MixedOperandError)
+    message = refusal(lambda: nn.MSELoss()(logits, mine), MixedOperandError)
     assert "DTensor.from_local" in message and "replicate(loss_fn" in message
     loss = replicate(nn.MSELoss(), mesh=mesh["dp"])
     loss(logits, mine)  # the first time ranks tell each other how many rows they bring
@@ -62,10 +62,10 @@ class _Last(Metric):
 def metrics_refuse_what_they_cannot_know(world):
     x, plain = placed(data(1, 8, 3), mesh_1d(), S(0)), data(2, 2, 3)
     with counted() as count:
-        message = refused(lambda: MAE().update(x, plain), MixedOperandError)
+        message = refusal(lambda: MAE().update(x, plain), MixedOperandError)
         assert "MAE.update" in message and "replicate(loss_fn" in message
         with redistribution_policy("explicit"):
-            assert "MAE.update" in refused(lambda: MAE().update(x, x), ImplicitCommError)
+            assert "MAE.update" in refusal(lambda: MAE().update(x, x), ImplicitCommError)
     assert not count, count
     with implicit_replication():
         metric = MAE()
@@ -84,7 +84,7 @@ def a_scalars_array_is_its_value(world):
     np.testing.assert_allclose(total.asnumpy(), array(x).sum(), rtol=1e-5)
     assert total.asnumpy().shape == () and total.asnumpy().dtype == np.float32
     with redistribution_policy("explicit"):
-        assert "For 'asnumpy'" in refused(total.asnumpy, ImplicitCommError)
+        assert "For 'asnumpy'" in refusal(total.asnumpy, ImplicitCommError)
 
 
 @case(world_size=4)
@@ -93,7 +93,7 @@ def a_parameter_of_no_dims_counts_as_a_number_outside_gradients(world):
     dx = placed(x, mesh_1d(), S(0))
     for _ in range(2):  # a plan made on one side is not taken on the other
         equal(dx * scale, array(x) * 3)
-        refused(lambda: ms.grad(lambda t: (t * scale).sum(), None, [scale])(dx), MixedOperandError)
+        refusal(lambda: ms.grad(lambda t: (t * scale).sum(), None, [scale])(dx), MixedOperandError)
     scale.requires_grad = False
     equal(ms.grad(lambda t: (t * scale).sum())(dx), np.full((8, 3), 3))
 
@@ -102,7 +102,7 @@ def a_parameter_of_no_dims_counts_as_a_number_outside_gradients(world):
 def a_forward_that_raised_after_set_grad_leaves_no_recording(world):
     net = distribute_module(nn.Dense(3, 2), mesh_1d())
     net.set_grad()
-    refused(lambda: net(data(1, 8, 3)), MixedOperandError)
+    refusal(lambda: net(data(1, 8, 3)), MixedOperandError)
     assert not _pynative_executor.grad_flag()
     equal(ms.grad(lambda t: (t * 2).sum())(data(1, 4, 2)), np.full((4, 2), 2))
 
@@ -130,7 +130,7 @@ def an_optimizer_of_the_old_parameters_is_explained(world):
     optimizer = nn.Momentum(net.trainable_params(), 0.1, 0.9)
     distribute_module(net, mesh_1d())
     step = nn.TrainOneStepCell(nn.WithLossCell(net, nn.MSELoss()), optimizer)
-    message = refused(lambda: step(placed(data(1, 8, 3), mesh_1d(), S(0)), placed(data(2, 8, 2), mesh_1d(), S(0))), ConfigError)
+    message = refusal(lambda: step(placed(data(1, 8, 3), mesh_1d(), S(0)), placed(data(2, 8, 2), mesh_1d(), S(0))), ConfigError)
     assert "after the model was distributed" in message
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from mindspore import Tensor
 
 from ms_dtensor import DTensor, comm, distribute_tensor, init_device_mesh, value_and_grad
+from ms_dtensor.errors import OpRuleError
 
 RTOL = 2e-5  # float32: sums of up to a few hundred terms, taken in another order
 
@@ -74,6 +75,15 @@ def trains_as_one_device(net, plain, x, dx) -> None:
     equal(got[0], want[0])
     for p, g, w in zip(net.trainable_params(), got[1], want[1], strict=True):
         equal(g, w, p.name)
+
+
+def refusal(fn, error=OpRuleError) -> str:
+    """The message with which `fn` is refused."""
+    try:
+        fn()
+    except error as e:
+        return str(e)
+    raise AssertionError("nothing was raised")
 
 
 def same_on_all_ranks(world, text: str) -> None:

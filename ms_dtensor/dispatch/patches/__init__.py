@@ -17,6 +17,7 @@ from ...internals.probes import check_internals
 from . import checkpoints, functions, gradients, hooks, jit, keywords, training
 
 _NAME = "__fallback__"
+_MODULES = (functions, keywords, jit, gradients, hooks, training, checkpoints)
 
 
 def _plain_fallback(self, func, args=(), kwargs=None):
@@ -36,23 +37,13 @@ def install() -> None:
         except BaseException:  # also Ctrl-C: half of the patches must not stay
             delattr(Tensor, _NAME)
             raise
-        functions.install()
-        keywords.install()
-        jit.install()
-        gradients.install()
-        hooks.install()
-        training.install()
-        checkpoints.install()
+        for module in _MODULES:
+            module.install()
 
 
 def uninstall() -> None:
     """Removes the patch; `plain OP dtensor` then computes on local storage again, as in plain MindSpore."""
     if Tensor.__dict__.get(_NAME) is _plain_fallback:
         delattr(Tensor, _NAME)
-        checkpoints.uninstall()
-        training.uninstall()
-        hooks.uninstall()
-        gradients.uninstall()
-        jit.uninstall()
-        keywords.uninstall()
-        functions.uninstall()
+        for module in reversed(_MODULES):
+            module.uninstall()
