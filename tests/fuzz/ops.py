@@ -198,7 +198,7 @@ def _split(xs, sizes, d):
         return mint.split(x, sizes, d)
     ends = [sum(sizes[:k]) for k in range(len(sizes) + 1)]
     before = (slice(None),) * (d % len(x.shape))
-    return tuple(x[(*before, slice(a, b))] for a, b in zip(ends, ends[1:]))
+    return tuple(_index(xs, (*before, slice(a, b))) for a, b in zip(ends, ends[1:]))
 
 
 def _set(xs, at, value):

@@ -161,6 +161,14 @@ def without(program: Program, k: int) -> Program:
     return replace(program, steps=tuple(rest))
 
 
+def in_float64(program: Program) -> Program:
+    """The same program without float32."""
+    def wider(x):
+        return "float64" if x == "float32" else x
+    return replace(program, inputs=tuple((shape, wider(dtype)) for shape, dtype in program.inputs),
+                   steps=tuple(replace(s, parameters=tuple(map(wider, s.parameters))) for s in program.steps))
+
+
 def minimised(program: Program, fails) -> Program:
     """A program with as few steps as `fails(program)` leaves; all ranks ask it alike."""
     for k in reversed(range(len(program.steps))):
