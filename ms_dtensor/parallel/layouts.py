@@ -13,8 +13,9 @@ from types import MethodType
 
 from mindspore import Tensor, nn
 
+from .. import comm
 from ..core.layout import Layout
-from ..core.mesh import DeviceMesh
+from ..core.mesh import DeviceMesh, coordinates
 from ..core.placements import REPLICATE, Placement
 from ..core.tree import leaves
 from ..dispatch.operands import LAID_OUT, wrap
@@ -24,6 +25,7 @@ from ..tensor.distribute import distribute_parameter, set_parameter
 from ..tensor.dtensor import DTensor
 
 OUTER = "_ms_dtensor_outer"  # cell attribute: (whole mesh, {axis: placement of plain inputs}), set by replicate
+_TOLD = "_ms_dtensor_extents"  # cell attribute: of plain inputs at the last call, this rank's and the whole ones
 ROOT = "_ms_dtensor_replicated"  # cell attribute: replicate was applied to this very cell
 _handed_out = 0  # how many there have been
 
@@ -70,17 +72,60 @@ def _target(layout: Layout, mesh: DeviceMesh, placement, who: str) -> list[Place
 def enter(x, cell: nn.Cell, mesh: DeviceMesh, placement, who: str, shape=None, beside: Iterable = ()) -> DTensor:
     """A DTensor as it is; a plain tensor, said to be laid out by `placement`, as a DTensor on the cell's mesh.
 
-    `shape`: its global shape, where shards differ in size. `beside`: the call's arguments; the mesh of a DTensor among
-    them may have more axes than the cell knows.
+    `shape`: its global shape, where it is known that shards differ in size; else the ranks are asked. `beside`: the
+    call's arguments; the mesh of a DTensor among them may have more axes than the cell knows.
     """
     if isinstance(x, DTensor):
         return x
     whole, outer = getattr(cell, OUTER, (mesh, {}))
     for other in leaves(beside, DTensor):
         whole = union_mesh(whole, other.device_mesh)
-    out = DTensor.from_local(x, whole, {**outer, **by_axis(placement, mesh, who)}, shape=shape)
+    placed = {**outer, **by_axis(placement, mesh, who)}
+    if shape is None:
+        shape = _asked(x, cell, Layout(whole, [placed.get(a, REPLICATE) for a in whole.mesh_dim_names], x.shape), who)
+    out = DTensor.from_local(x, whole, placed, shape=shape)
     x.__dict__[LAID_OUT] = out.layout
     return out
+
+
+def _asked(x: Tensor, cell: nn.Cell, layout: Layout, who: str) -> tuple[int, ...] | None:
+    """The global shape of a plain input that ranks hold unlike shards of; None where the shards are alike.
+
+    They tell each other what they hold when the extents of the cut dims are not those of the last call (one small message).
+    """
+    mesh = layout.mesh
+    cut = [d for d, axes in enumerate(layout.dim_axes) if any(mesh.shape[a] > 1 for a in axes)]
+    known = x.__dict__.get(LAID_OUT)
+    if known is not None and (known.mesh, known.placements, known.local_shape()) == (mesh, layout.placements, x.shape):
+        return known.shape
+    if not cut:
+        return None
+    mine, told = tuple(x.shape[d] for d in cut), cell.__dict__.setdefault(_TOLD, {})
+    key = who, x.ndim, layout.placements
+    if key not in told or told[key][0] != mine:
+        with comm.annotate(src=f"{who}: extents of a plain input", dst=str(mine)):
+            pieces = list(map(tuple, mesh.get_group().all_gather_object(list(x.shape))))
+        whole = global_shape(pieces, mesh, layout.placements)
+        if whole is None:
+            raise LayoutError(f"For '{who}', the ranks' plain inputs are not the shards of one tensor.",
+                              "\n".join(f"rank {r} holds {list(p)}" for r, p in zip(mesh.rank_list, pieces)),
+                              f"They were said to be laid out as {layout.placements}: chunks, the first ones larger.",
+                              "lay the whole input out with distribute_tensor")
+        told[key] = mine, None if len({*pieces}) == 1 else {d: whole[d] for d in cut}
+    extents = told[key][1]
+    return extents and tuple(extents.get(d, n) for d, n in enumerate(x.shape))
+
+
+def global_shape(pieces: list[tuple[int, ...]], mesh: DeviceMesh, placements) -> tuple[int, ...] | None:
+    """The shape whose shards, over the mesh in row-major order, have these shapes; None if there is none."""
+    if len({len(piece) for piece in pieces}) > 1:
+        return None
+    held = dict(zip(coordinates(mesh), pieces))
+    axes_of = Layout(mesh, placements, pieces[0]).dim_axes
+    whole = tuple(sum(shape[d] for at, shape in held.items() if not any(n for a, n in enumerate(at) if a not in axes))
+                  for d, axes in enumerate(axes_of))
+    layout = Layout(mesh, placements, whole)
+    return whole if all(shape == layout.local_shape(at) for at, shape in held.items()) else None
 
 
 def hand_out(x: DTensor, cell: nn.Cell | None = None) -> Tensor:

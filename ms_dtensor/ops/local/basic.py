@@ -9,7 +9,7 @@ from __future__ import annotations
 import mindspore as ms
 from mindspore import Tensor, mint, ops
 
-from .dtypes import as_dtype
+from .dtypes import as_dtype, rounded, wider
 from .run import zeros_of
 
 
@@ -33,7 +33,7 @@ def mean_of_shard(x, dims, keepdim, count, dtype):
     """This shard's summand of a global mean over `count` elements."""
     if dtype is not None:
         x = x.astype(as_dtype(dtype))
-    return x.sum(dims, keepdim=keepdim) / (count or float("nan"))  # a factor would be rounded to float32
+    return rounded(wider(x).sum(dims, keepdim=keepdim) / (count or float("nan")), x)  # a factor would be float32
 
 
 def linear_bias_once(x, w, b, share):

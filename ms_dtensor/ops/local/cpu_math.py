@@ -12,7 +12,7 @@ from mindspore import mint, ops
 
 from ..rules.spec import dims_of
 from .basic import clone
-from .dtypes import as_dtype
+from .dtypes import as_dtype, rounded, wider
 
 
 def _dims(dim, ndim: int) -> tuple[int, ...]:
@@ -26,19 +26,23 @@ def total(x, dims, keepdim=False):
 
 def mean(x, dims, keepdim=False):
     """Mean over dims."""
-    return total(x, dims, keepdim) / math.prod(x.shape[d] for d in dims)
+    return rounded(total(wider(x), dims, keepdim) / math.prod(x.shape[d] for d in dims), x)
 
 
 def variance(input, dim=None, correction=1, keepdim=False):
     """`Var`."""
-    dims = _dims(dim, len(input.shape))
-    off = input - mean(input, dims, True)
-    return total(off * off, dims, keepdim) / float(max(math.prod(input.shape[d] for d in dims) - correction, 0))
+    return rounded(_variance(wider(input), dim, correction, keepdim), input)
+
+
+def _variance(x, dim, correction, keepdim):
+    dims = _dims(dim, len(x.shape))
+    off = x - mean(x, dims, True)
+    return total(off * off, dims, keepdim) / float(max(math.prod(x.shape[d] for d in dims) - correction, 0))
 
 
 def std(input, dim=None, correction=1, keepdim=False):
     """`Std`."""
-    return mint.sqrt(variance(input, dim, correction, keepdim))
+    return rounded(mint.sqrt(_variance(wider(input), dim, correction, keepdim)), input)
 
 
 def var_mean(input, dim=None, correction=1, keepdim=False):
@@ -70,15 +74,16 @@ def vector_norm(x, ord=2, dim=None, keepdim=False, dtype=None):
     """`LinalgVectorNorm`."""
     x = x if dtype is None else x.astype(as_dtype(dtype))
     dims, size = _dims(dim, len(x.shape)), mint.abs(x)
-    if ord == 2:
-        return mint.sqrt(total(x * x, dims, keepdim))
+    if math.isinf(ord):
+        return (mint.amax if ord > 0 else mint.amin)(size, dims, keepdim=keepdim) if dims else size
     if ord == 1:
         return total(size, dims, keepdim)
     if ord == 0:
         return total((size != 0).astype(x.dtype), dims, keepdim)
-    if math.isinf(ord):
-        return (mint.amax if ord > 0 else mint.amin)(size, dims, keepdim=keepdim) if dims else size
-    return total(size ** ord, dims, keepdim) ** (1.0 / ord)
+    wide = wider(x)
+    if ord == 2:
+        return rounded(mint.sqrt(total(wide * wide, dims, keepdim)), x)
+    return rounded(total(wider(size) ** ord, dims, keepdim) ** (1.0 / ord), x)
 
 
 def _truth(x):
