@@ -87,6 +87,18 @@ def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5):
     return out.astype(input.dtype), middle, scale
 
 
+def add_rms_norm(x1, x2, gamma, epsilon=1e-6):
+    """`AddRmsNorm`: (y, 1 / rms, the sum of x1 and x2)."""
+    x = x1 + x2
+    return *rms_norm(x, gamma, epsilon), x
+
+
+def add_layer_norm(x1, x2, gamma, beta, epsilon=1e-5, additionalOut=False):  # noqa: N803  MindSpore's name
+    """`AddLayerNormV2`: (y, mean, 1 / std, the sum of x1 and x2)."""
+    x = x1 + x2
+    return *layer_norm(x, gamma._shape, gamma, beta, epsilon), x
+
+
 def kl_div(input, target, reduction=1, log_target=False):
     """`KLDiv`; 0 log 0 is 0."""
     if log_target:
@@ -103,6 +115,7 @@ TABLE = {
     "LeakyReLUExt": lambda input, negative_slope=0.01: mint.where(input > 0, input, input * negative_slope),
     "MishExt": lambda input: input * mint.tanh(softplus(input)),
     "RmsNorm": rms_norm, "LayerNormExt": layer_norm, "KLDiv": kl_div,
+    "AddRmsNorm": add_rms_norm, "AddLayerNormV2": add_layer_norm,
     "MSELossExt": lambda input, target, reduction=1: reduced((input - target) * (input - target), reduction),
     "L1LossExt": lambda input, target, reduction=1: reduced(mint.abs(input - target), reduction),
 }
