@@ -106,6 +106,7 @@ FORMS = [
     Form("x.scatter(value)", lambda x, i, s: x.scatter(0, i, 2.0), (scattered((4, 6), 0, 2), scattered((5, 3), 0, 3))),
     Form("mint.scatter(value)", lambda x, i, s: mint.scatter(x, -1, i, 2.0), (scattered((4, 6), 1, 2),)),
     Form("x.scatter(add)", lambda x, i, s: x.scatter(0, i, s, reduce="add"), (scattered((4, 6), 0, 2),)),
+    Form("x.scatter(multiply)", lambda x, i, s: x.scatter(0, i, s, reduce="multiply"), scattered((4, 6), 0, 2), raises=OpRuleError),
     Form("mint.scatter_add", lambda x, i, s: mint.scatter_add(x, 0, i, s), (looked_up((4, 6), (5, 6), 4, source=(5, 6)), looked_up((5, 3), (2, 3), 5, source=(4, 3)))),
     Form("x.scatter_add", lambda x, i, s: x.scatter_add(1, i, s), (looked_up((6, 4), (6, 5), 4, source=(6, 5)), looked_up((2, 3), (2, 2), 3, source=(2, 2)))),
     Form("ops.tensor_scatter_elements", lambda x, i, s: ops.tensor_scatter_elements(x, i, s, 0), (scattered((4, 6), 0, 2), scattered((5, 3), 0, 5))),

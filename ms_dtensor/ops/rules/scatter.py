@@ -44,6 +44,10 @@ def _case(call: Call, out, **places) -> Case:
 def scatter(call: Call) -> OpSpec:
     """`scatter(dim, index, src or value)`: elements set (or, with `reduce`, combined)."""
     x, ids, src = call.args["input"], call.args["index"], call.get("src")
+    if call.get("reduce", 0) not in (0, 1, "none", "add"):
+        raise OpRuleError(f"For '{call.op}', 'reduce' {call.args['reduce']!r} has no rule.", "",
+                          "MindSpore's kernels add or set; on CPU another reduction gives wrong numbers.",
+                          "reduce='add' of logarithms, or x * scatter(ones, factors) where no element comes twice")
     d = int(call.get("dim", 0)) % max(x.ndim, 1)
     tensor = hasattr(src, "shape") and src.ndim == x.ndim
     cases = [_case(call, S(k), input=S(k), index=S(k), **({"src": S(k)} if tensor else {}))
@@ -77,7 +81,7 @@ def scatter_rows(call: Call) -> OpSpec:
     x, ids = call.args["input"], call.args["index"]
     k = ids.shape[-1]
     cases = [_case(call, S(d), input=S(d), src=S(d - k + ids.ndim - 1)) for d in range(k, x.ndim)]
-    if call.op == "scatter_rows_linear":
+    if call.op in ("scatter_rows_linear", "nd_add", "nd_sub"):
         cases += [_case(call, p, input=p, src=p) for p in SUMS]
     return OpSpec((x.shape,), tuple(cases))
 
@@ -129,7 +133,7 @@ def refused(call: Call) -> OpSpec:
                       "The shape of the result depends on data, which no rank knows whole.", _WAYS)
 
 
-RULES = {"scatter": scatter, "scatter_add": scatter, "index_add": index_add, "index_fill": whole,
+RULES = {"scatter": scatter, "scatter_add": scatter, "index_add": index_add,
          "scatter_rows": scatter_rows, "scatter_rows_linear": scatter_rows, "scatter_nd": scatter_nd,
          "masked_scatter": whole, "one_hot": one_hot, "searchsorted": searchsorted,
          **dict.fromkeys(("masked_select", "nonzero", "unique", "unique_consecutive", "unique_with_pad", "bincount"),
