@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writing rows or elements by index, one-hot codes, sorted search; and what is refused because its shape is data.
+"""Writing rows or elements by index, one-hot codes, sorted search; and what has a shape that depends on data.
 
 Dims that the index does not address may be sharded alike on input, index and source. Setting or adding rows is linear
-in (input, source) together. Ops whose result *shape* depends on values (nonzero, unique, masked_select) are refused:
-a global shape would have to be agreed upon by all ranks before anyone could go on.
+in (input, source) together. Ops whose result *shape* depends on values (nonzero, unique, masked_select) work on what
+is whole: of shards, a global shape would have to be agreed upon by all ranks before anyone could go on.
 """
 from __future__ import annotations
 
-from ...core.layout import short_dtype
 from ...errors import OpRuleError
 from .spec import SUMS, Call, Case, OpSpec, P, S
 
@@ -26,10 +25,11 @@ masked_scatter:MaskedScatter:input mask src
 one_hot:OneHot,OneHotExt:index depth on off dim
 searchsorted:SearchSorted:sorted values sorter dtype right
 masked_select:MaskedSelect:input mask
-nonzero:NonZero,NonZeroExt:input
+nonzero:NonZero:input
+nonzero_tuple:NonZeroExt:input
 unique:Unique,DeprecatedUnique:input
-unique:Unique2:input sorted return_inverse return_counts
-unique:UniqueDim:input sorted return_inverse dim
+unique_counts:Unique2:input sorted return_inverse return_counts
+unique_counts:UniqueDim:input sorted return_inverse dim
 unique_consecutive:UniqueConsecutive:input return_inverse return_counts dim
 unique_with_pad:UniqueWithPad:input pad_num
 bincount:BincountExt:input weights minlength
@@ -122,19 +122,18 @@ def searchsorted(call: Call) -> OpSpec:
     return OpSpec((values.shape,), tuple(cases))
 
 
-_WAYS = ("work on shapes that are known: where(mask, x, 0), masked_fill, topk", "x.full_tensor(), to work on plain tensors",
-         "x.to_local(), where each rank's own answer is wanted")
+def by_data(call: Call) -> OpSpec:
+    """masked_select, nonzero (argwhere, where(condition)), unique, bincount: only of what is whole, alike on every rank."""
+    count = call.operands[0].ndim if call.op == "nonzero_tuple" else _RESULTS.get(call.op, 1)
+    return OpSpec((None,) * count, (), by_data=True)
 
 
-def refused(call: Call) -> OpSpec:
-    """masked_select, nonzero (argwhere, where(condition)), unique, bincount: the result's shape depends on data."""
-    raise OpRuleError(f"For '{call.op}', there can be no rule for DTensors.",
-                      ", ".join(f"{short_dtype(o.dtype)}{list(o.shape)}" for o in call.operands),
-                      "The shape of the result depends on data, which no rank knows whole.", _WAYS)
+_RESULTS = {"unique": 2, "unique_counts": 3, "unique_consecutive": 3}
 
 
 RULES = {"scatter": scatter, "scatter_add": scatter, "index_add": index_add,
          "scatter_rows": scatter_rows, "scatter_rows_linear": scatter_rows, "scatter_nd": scatter_nd,
          "masked_scatter": whole, "one_hot": one_hot, "searchsorted": searchsorted,
-         **dict.fromkeys(("masked_select", "nonzero", "unique", "unique_consecutive", "unique_with_pad", "bincount"),
-                         refused)}
+         "unique_with_pad": lambda call: OpSpec((call.operands[0].shape,) * 2, ()),
+         **dict.fromkeys(("masked_select", "nonzero", "nonzero_tuple", "unique", "unique_counts", "unique_consecutive",
+                          "bincount"), by_data)}
