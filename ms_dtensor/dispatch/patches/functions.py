@@ -65,6 +65,10 @@ def _bernoulli(input, p=0.5, seed=None):
     return "bernoulli_like", {"input": input, "p": p}
 
 
+def _multinomial(input, num_samples, replacement=True, seed=None):
+    return "multinomial", {"input": input, "num_samples": num_samples, "replacement": replacement, "dtype": ms.int32}
+
+
 def _resize(self, image, size):
     size = size.asnumpy().tolist() if isinstance(size, Tensor) else size
     return "resize_to", {"input": image, "size": tuple(size), "kind": self.name, "align_corners": self.align_corners,
@@ -92,6 +96,8 @@ _FUNCTIONS = (
     *((module, "rand_like", _rand_like) for module in _RANDOM),
     *((module, "randn_like", _randn_like) for module in _RANDOM),
     *((module, "randint_like", _randint_like) for module in _RANDOM),
+    *((module, "multinomial", _multinomial) for module in _MATH),
+    *((module, "multinomial", _multinomial) for module in _RANDOM),
 )
 # (module, attribute, what MindSpore would fill in as a plain tensor: argument -> (shape, value))
 _NN = ("mindspore.ops.function.nn_func", "mindspore.ops.function", "mindspore.ops", "mindspore.mint.nn.functional")

@@ -26,6 +26,26 @@ def unique_dim(input, sorted, return_inverse, dim):
     return _unique(input, dim, True, True)
 
 
+def unique_method(input, sorted=True, return_inverse=False, return_counts=False, dim=None):
+    """`x.unique()`: the values, and besides what is asked for."""
+    values, inverse, counts = _unique(input, dim, return_inverse, return_counts)
+    asked = (*((inverse,) if return_inverse else ()), *((counts,) if return_counts else ()))
+    return (values, *asked) if asked else values
+
+
+def unique_consecutive(input, return_inverse=False, return_counts=False, dim=None):
+    """`UniqueConsecutive`, which leaves what nobody wants uninitialised: (values, inverse, counts) of runs."""
+    x = host_values(input)
+    rows = x.reshape(-1) if dim is None else np.moveaxis(x, dim, 0)
+    new = np.ones(len(rows), bool)
+    new[1:] = (rows[1:] != rows[:-1]).reshape(max(len(rows) - 1, 0), -1).any(1)
+    starts = np.flatnonzero(new)
+    inverse = (np.cumsum(new) - 1).reshape(x.shape if dim is None else -1) if return_inverse else np.zeros(0)
+    counts = np.diff(np.append(starts, len(rows))) if return_counts else np.zeros(0)
+    values = rows[starts] if dim is None else np.moveaxis(rows[starts], 0, dim)
+    return Tensor(np.ascontiguousarray(values)), Tensor(inverse.astype(np.int64)), Tensor(counts.astype(np.int64))
+
+
 def _unique(input, dim, inverse, counts):
     values, back, count = np.unique(host_values(input), return_inverse=True, return_counts=True, axis=dim)
     back = back.reshape(input._shape if dim is None else -1) if inverse else np.zeros(0)
@@ -51,5 +71,6 @@ def repeat_rows(input, repeats, dim=None, output_size=None):
 
 
 TABLE = {"repeat_rows": repeat_rows}
-CPU = {"NonZeroExt": nonzero_tuple, "Unique2": unique, "UniqueDim": unique_dim, "BincountExt": bincount,
+CPU = {"NonZeroExt": nonzero_tuple, "Unique2": unique, "UniqueDim": unique_dim, "DeprecatedUnique": unique_method,
+       "UniqueConsecutive": unique_consecutive, "BincountExt": bincount,
        "RepeatInterleaveTensor": repeat_rows}

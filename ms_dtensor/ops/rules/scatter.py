@@ -27,7 +27,8 @@ searchsorted:SearchSorted:sorted values sorter dtype right
 masked_select:MaskedSelect:input mask
 nonzero:NonZero:input
 nonzero_tuple:NonZeroExt:input
-unique:Unique,DeprecatedUnique:input
+unique:Unique:input
+unique_method:DeprecatedUnique:input sorted return_inverse return_counts dim
 unique_counts:Unique2:input sorted return_inverse return_counts
 unique_counts:UniqueDim:input sorted return_inverse dim
 unique_consecutive:UniqueConsecutive:input return_inverse return_counts dim
@@ -124,7 +125,11 @@ def searchsorted(call: Call) -> OpSpec:
 
 def by_data(call: Call) -> OpSpec:
     """masked_select, nonzero (argwhere, where(condition)), unique, bincount: only of what is whole, alike on every rank."""
-    count = call.operands[0].ndim if call.op == "nonzero_tuple" else _RESULTS.get(call.op, 1)
+    count = _RESULTS.get(call.op, 1)
+    if call.op == "nonzero_tuple":
+        count = call.operands[0].ndim
+    elif call.op == "unique_method":
+        count += bool(call.get("return_inverse")) + bool(call.get("return_counts"))
     return OpSpec((None,) * count, (), by_data=True)
 
 
@@ -135,5 +140,5 @@ RULES = {"scatter": scatter, "scatter_add": scatter, "index_add": index_add,
          "scatter_rows": scatter_rows, "scatter_rows_linear": scatter_rows, "scatter_nd": scatter_nd,
          "masked_scatter": whole, "one_hot": one_hot, "searchsorted": searchsorted,
          "unique_with_pad": lambda call: OpSpec((call.operands[0].shape,) * 2, ()),
-         **dict.fromkeys(("masked_select", "nonzero", "nonzero_tuple", "unique", "unique_counts", "unique_consecutive",
+         **dict.fromkeys(("masked_select", "nonzero", "nonzero_tuple", "unique", "unique_method", "unique_counts", "unique_consecutive",
                           "bincount"), by_data)}
