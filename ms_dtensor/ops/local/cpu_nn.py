@@ -108,8 +108,23 @@ def kl_div(input, target, reduction=1, log_target=False):
     return reduced(mint.where(positive, target * log, ops.zeros_like(target)) - target * input, reduction)
 
 
+def cross_entropy(input, target, weight=None, reduction=1, ignore_index=-100, label_smoothing=0.0, *_):
+    """`CrossEntropyLoss`, without z-loss: (loss, log-probabilities, 0, 0)."""
+    log, classes = ops.log_softmax(input, -1), input._shape[-1]
+    ignored = target == ignore_index
+    hot = ops.one_hot(mint.where(ignored, ops.zeros_like(target), target), classes)
+    share = 1.0 if weight is None else weight
+    counted = mint.logical_not(ignored).astype(input.dtype)
+    weights = (hot * share).sum(-1) * counted
+    smooth = -(log * share).sum(-1) * counted * (label_smoothing / classes)
+    loss = -(log * hot * share).sum(-1) * counted * (1 - label_smoothing) + smooth
+    kind, nothing = _REDUCTION.get(reduction, reduction), ops.zeros((), input.dtype)
+    loss = loss.sum() / weights.sum() if kind == "mean" else reduced(loss, kind)
+    return loss, log, nothing, nothing
+
+
 TABLE = {
-    "GeluExt": gelu, "Swiglu": swiglu, "SoftplusExt": softplus, "LogSigmoid": log_sigmoid, "LogSoftmaxExt": log_softmax,
+    "CrossEntropyLoss": cross_entropy, "GeluExt": gelu, "Swiglu": swiglu, "SoftplusExt": softplus, "LogSigmoid": log_sigmoid, "LogSoftmaxExt": log_softmax,
     # the branch that is not taken sees 0, so that its gradient stays finite
     "EluExt": lambda input, alpha=1.0: mint.where(input > 0, input, alpha * (mint.exp(_below(input, 0)) - 1)),
     "LeakyReLUExt": lambda input, negative_slope=0.01: mint.where(input > 0, input, input * negative_slope),
