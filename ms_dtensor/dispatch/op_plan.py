@@ -159,8 +159,8 @@ class OpPlan:
             a for (placements, *_), _ in self.results.drafts for a, p in enumerate(placements)
             if p.is_partial() and not p.is_partial("sum")})))
         object.__setattr__(self, "short", bool(local.places) and not (
-            moves or plain or self.writes or self.results.by_data or local.again or local.constants or local.empty is not None
-            or local.in_float32 is not None))
+            moves or plain or self.writes or self.results.by_data or local.again or local.constants
+            or local.empty is not None or local.in_float32 is not None))
 
     def run(self, call: OpCall):
         """The results of one call, as DTensors."""

@@ -4,7 +4,8 @@
 MindSpore's own indexing bypasses dispatch, so an index is parsed here once, against the global shape, and turned into
 ruled ops: slices and integers into one "slice", one index tensor into a lookup, several into "index". A write reaches
 every rank that holds a part of what is written (`dispatch/inplace.py`). A boolean mask that every rank holds whole is the
-positions where it is true; another is refused where the shape would depend on data. Invariant: bounds are checked before anything is computed, on every rank alike.
+positions where it is true; another is refused where the shape would depend on data. Invariant: bounds are checked
+before anything is computed, on every rank alike.
 """
 from __future__ import annotations
 
@@ -113,7 +114,7 @@ def _picked(item, what: str) -> list:
     if isinstance(item, Tensor) and item.dtype == ms.bool_:
         if not _whole(item):
             raise OpRuleError(f"For '{what}', a boolean mask is not whole on every rank.", item._layout.describe(),
-                              "The shape of what it picks depends on data, and a rank here knows a part of them.",
+                              "The shape of what it picks depends on data, and a rank knows a part of it.",
                               ("where(mask, x, other) or masked_fill(mask, value)",
                                "x[mask] = value, with one mask and a scalar",
                                "mask.redistribute(placements=[Replicate()] * mesh.ndim) first"))

@@ -182,7 +182,8 @@ TABLE = {
     "ArgSort": lambda input, dim=-1, descending=False, stable=False: sort(input, dim, descending)[1],
     "AddcmulExt": lambda input, tensor1, tensor2, value=1: input + tensor1 * tensor2 * value,
     "AddcdivExt": lambda input, tensor1, tensor2, value=1: input + tensor1 / tensor2 * value,
-    "Atan2Ext": lambda input, other: ops.atan2(input, other), "Kthvalue": kthvalue, "Eig": eig, "HistcExt": histc, "MatrixInverseExt": ops.inverse,
+    "Atan2Ext": lambda input, other: ops.atan2(input, other), "Kthvalue": kthvalue, "Eig": eig,
+    "HistcExt": histc, "MatrixInverseExt": ops.inverse,
     "LinalgQr": lambda A, mode="reduced": ops.qr(A, "complete" if mode in (1, "complete") else "reduced"),  # noqa: N803
     "Log2": lambda input: mint.log(input) * (1 / math.log(2)),
 }

@@ -124,7 +124,8 @@ def cross_entropy(input, target, weight=None, reduction=1, ignore_index=-100, la
 
 
 TABLE = {
-    "CrossEntropyLoss": cross_entropy, "GeluExt": gelu, "Swiglu": swiglu, "SoftplusExt": softplus, "LogSigmoid": log_sigmoid, "LogSoftmaxExt": log_softmax,
+    "CrossEntropyLoss": cross_entropy, "GeluExt": gelu, "Swiglu": swiglu, "SoftplusExt": softplus,
+    "LogSigmoid": log_sigmoid, "LogSoftmaxExt": log_softmax,
     # the branch that is not taken sees 0, so that its gradient stays finite
     "EluExt": lambda input, alpha=1.0: mint.where(input > 0, input, alpha * (mint.exp(_below(input, 0)) - 1)),
     "LeakyReLUExt": lambda input, negative_slope=0.01: mint.where(input > 0, input, input * negative_slope),

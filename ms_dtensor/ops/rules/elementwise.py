@@ -121,7 +121,8 @@ def like(call: Call) -> OpSpec:
 
 _ALIKE = ("frac round invert nan_to_num lgamma digamma bessel inv logit celu softplus hardshrink softshrink "
           "hardtanh threshold fmax fmin hypot nextafter logaddexp heaviside shift divmod no_nan truncated "
-          "squared_difference isneginf isclose approximate_equal real real_view imag imag_view conj angle complex polar").split()
+          "squared_difference isneginf isclose approximate_equal real real_view imag imag_view "
+          "conj angle complex polar").split()
 RULES = {
     **dict.fromkeys(_ALIKE, pointwise),
     "equal": equal, "glu": gated, "prelu": prelu,

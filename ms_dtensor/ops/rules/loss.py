@@ -101,7 +101,7 @@ def nll_loss(call: Call) -> OpSpec:
 
 
 def fused_cross_entropy(call: Call) -> OpSpec:
-    """(loss, log-probabilities, z-loss, its logarithms) of rows [N, C]: a mean divides by a count of all rows, so they are whole.
+    """(loss, log-probabilities, z-loss, its logarithms) of rows [N, C]; a mean divides by a count over all rows.
 
     Raises:
         OpRuleError: the z-loss is asked for.
@@ -139,6 +139,7 @@ RULES = {
     **dict.fromkeys(("mse_loss", "l1_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy",
                      "bce_with_logits", "kl_div"), elementwise),
     "sigmoid_cross_entropy": lambda call: elementwise(Call(call.op, {**call.args, "reduction": "none"}, call.operands)),
-    "fused_cross_entropy": fused_cross_entropy, "kl_div_classic": kl_div_classic, "softmax_cross_entropy": softmax_cross_entropy,
+    "fused_cross_entropy": fused_cross_entropy, "kl_div_classic": kl_div_classic,
+    "softmax_cross_entropy": softmax_cross_entropy,
     "sparse_softmax_cross_entropy": sparse_softmax_cross_entropy, "nll_loss": nll_loss,
 }

@@ -35,7 +35,8 @@ fold:Col2ImExt:input size kernel dilation padding stride
 pixel_shuffle:PixelShuffle:input factor
 """
 _LINEAR = frozenset(("avg_pool", "avg_pool_3d", "avg_pool_1d", "avg_pool_2d", "avg_pool_3d_ext", "adaptive_avg_pool",
-                     "upsample", "upsample_linear", "resize", "resize_to", "unfold", "unfold_classic", "fold", "pixel_shuffle"))
+                     "upsample", "upsample_linear", "resize", "resize_to", "unfold", "unfold_classic", "fold",
+                     "pixel_shuffle"))
 
 
 def _leading(call: Call, lead: int, *shapes) -> OpSpec:

@@ -63,15 +63,6 @@ def scatter(call: Call) -> OpSpec:
     return OpSpec((x.shape,), tuple(cases))
 
 
-def index_add(call: Call) -> OpSpec:
-    """`index_add(dim, index, src)`: rows of `src` added to rows of `input`."""
-    x, src = call.args["input"], call.args["src"]
-    dim = call.get("dim")
-    d = int(dim if dim is not None else call.args["attrs"]["axis"]) % x.ndim
-    cases = [_case(call, S(k), input=S(k), src=S(k)) for k in range(x.ndim) if k != d and x.shape[k] == src.shape[k]]
-    return OpSpec((x.shape,), (*cases, *(_case(call, p, input=p, src=p) for p in SUMS)))
-
-
 def whole(call: Call) -> OpSpec:
     """Same shape as the input, and no case but all-replicated: what it works on is known only from values."""
     return OpSpec((call.operands[0].shape,), ())
@@ -136,9 +127,9 @@ def by_data(call: Call) -> OpSpec:
 _RESULTS = {"unique": 2, "unique_counts": 3, "unique_consecutive": 3}
 
 
-RULES = {"scatter": scatter, "scatter_add": scatter, "index_add": index_add,
+RULES = {"scatter": scatter, "scatter_add": scatter,
          "scatter_rows": scatter_rows, "scatter_rows_linear": scatter_rows, "scatter_nd": scatter_nd,
          "masked_scatter": whole, "one_hot": one_hot, "searchsorted": searchsorted,
          "unique_with_pad": lambda call: OpSpec((call.operands[0].shape,) * 2, ()),
-         **dict.fromkeys(("masked_select", "nonzero", "nonzero_tuple", "unique", "unique_method", "unique_counts", "unique_consecutive",
-                          "bincount"), by_data)}
+         **dict.fromkeys(("masked_select", "nonzero", "nonzero_tuple", "unique", "unique_method", "unique_counts",
+                          "unique_consecutive", "bincount"), by_data)}

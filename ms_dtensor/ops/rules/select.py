@@ -50,13 +50,15 @@ def choose(call: Call, spec: OpSpec, layouts: tuple[Layout, ...], keep: bool = F
         no_gather: to gather a sharded dim of logits is the last resort, however little there is to move.
 
     Raises:
-        OpRuleError: an operand is not whole where the result's shape depends on data; one is Partial with a reduction that cannot be finished (never for the built-in ones), or
-            a written operand cannot stay.
+        OpRuleError: an operand is not whole where the result's shape depends on data; one is Partial with a reduction
+            that cannot be finished (never for the built-in ones), or a written operand cannot stay.
     """
     mesh = layouts[0].mesh
     if spec.by_data and not all(x.is_replicated() for x in layouts):
-        raise OpRuleError(f"For '{call.op}', an operand is not whole on every rank.", "\n".join(x.describe() for x in layouts),
-                          "The shape of the result depends on data, and a rank here knows a part of them.", _WHOLE)
+        raise OpRuleError(f"For '{call.op}', an operand is not whole on every rank.",
+                          "\n".join(x.describe() for x in layouts),
+                          "The shape of the result depends on data, and a rank knows a part of it.",
+                          _WHOLE)
     whole = Case((REPLICATE,) * len(layouts), (REPLICATE,) * len(spec.shapes))
     cases = (*spec.cases, whole) if whole not in spec.cases else spec.cases
     chosen: list[Case] = []

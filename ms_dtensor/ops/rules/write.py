@@ -118,7 +118,7 @@ def write(call: Call) -> OpSpec:
     return OpSpec((x.shape,), tuple(cases), local)
 
 
-def _at(call: Call, dims, indices, factor: int | None = None) -> OpSpec:
+def _at(call: Call, dims, indices, factor: float | None = None) -> OpSpec:
     """Writing `value` at index tensors of neighbouring `dims`, whole slices elsewhere; added with a `factor`."""
     x = call.args["input"]
     return write(Call(call.op, {"input": x, "value": call.args["value"], "bounds": tuple((0, n, 1) for n in x.shape),
@@ -137,15 +137,24 @@ def index_put(call: Call) -> OpSpec:
 
 
 def index_rows(call: Call) -> OpSpec:
-    """`index_copy_`, `index_fill_`: rows of `dim`; `x.index_fill` makes a tensor of the dim, and no rank's data are asked."""
+    """`index_copy_`, `index_fill_`: rows of `dim`; what `x.index_fill` makes of the dim, a tensor, says nothing here."""
     x = call.args["input"]
     if hasattr(call.args["dim"], "shape"):
         return OpSpec((x.shape,), ())
     return _at(call, (int(call.args["dim"]) % x.ndim,), (call.args["index"],))
 
 
+def index_add(call: Call) -> OpSpec:
+    """`index_add(dim, index, src)`: rows of `src` added to rows of `input`; MindSpore's own op, unless `dim` is cut."""
+    x, dim = call.args["input"], call.get("dim")
+    d = int(dim if dim is not None else call.args["attrs"]["axis"]) % x.ndim
+    spec = _at(Call(call.op, {**call.args, "value": call.args["src"]}, call.operands), (d,), (call.args["index"],),
+               call.get("alpha", 1))
+    return replace(spec, local=lambda at: spec.local(at) if spec.local and at.ins[x.index].dim_axes[d] else None)
+
+
 def rows(call: Call) -> OpSpec:
-    """`ops.scatter_update` and its kin: rows of dim 0, by an index of any shape; an extreme or a product only of whole rows."""
+    """`ops.scatter_update` and its kin: rows of dim 0, by an index of any shape; extremes and products only where dim 0 is whole."""
     factor = {"rows_add": 1, "rows_sub": -1}.get(call.op)
     x, ids = call.args["input"], call.args["index"]
     if factor is not None or call.op == "rows_update":
@@ -183,6 +192,7 @@ def zero(call: Call) -> OpSpec:
 
 INPLACE = parse(INPLACE_NAMES)
 NAMES = "index_put:IndexPut:input value indices"
-RULES = {"write": write, "fill": elementwise, "zero": zero, "copy": copy, "index_put": index_put, "index_copy": index_rows,
+RULES = {"write": write, "fill": elementwise, "zero": zero, "copy": copy, "index_put": index_put, "index_add": index_add,
+         "index_copy": index_rows,
          "index_fill": index_rows, **{f"rows_{k}": rows for k in ("update", "add", "sub", "max", "min", "mul", "div")},
          **{f"nd_{k}": scatter_rows for k in ("update", "add", "sub", "max", "min", "mul", "div")}}
