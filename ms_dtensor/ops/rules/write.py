@@ -154,7 +154,7 @@ def index_add(call: Call) -> OpSpec:
 
 
 def rows(call: Call) -> OpSpec:
-    """`ops.scatter_update` and its kin: rows of dim 0, by an index of any shape; extremes, products: only where it is whole."""
+    """`ops.scatter_update` and its kin: rows of dim 0, by an index of any shape; of extremes and products dim 0 is whole."""
     factor = {"rows_add": 1, "rows_sub": -1}.get(call.op)
     x, ids = call.args["input"], call.args["index"]
     if factor is not None or call.op == "rows_update":
