@@ -90,3 +90,16 @@ def test_places_are_drawn_alike_on_every_mesh_and_by_their_weights(cpu):
     assert counts[0] == 0 and abs(counts[2] - 0.75) < 0.03
     first = np.array([mint.multinomial(p, 2).asnumpy() for _ in range(500)])
     assert set(map(tuple, first.tolist())) == {(1, 2), (2, 1)} and abs((first[:, 0] == 2).mean() - 0.75) < 0.08
+
+
+def test_rows_added_in_place_land_on_the_ranks_that_hold_them():
+    index, rows = np.array([3, 0, 2, 2]), X[::-1].copy()
+    expected, found = X.copy(), []
+    np.add.at(expected, index, rows)
+    for rank in range(3):  # two rows each, and none for the last
+        with fake_world(3, rank):
+            mesh = md.init_device_mesh("cpu", (3,), mesh_dim_names=("x",))
+            x = md.DTensor.from_local(Tensor(X[2 * rank:2 * rank + 2].copy()), mesh, [S(0)], shape=X.shape)
+            x.index_add_(0, *(md.DTensor.from_local(Tensor(a), mesh, [R]) for a in (index, rows)))
+            found.append(x.to_local().asnumpy())
+    np.testing.assert_allclose(np.concatenate(found), expected, rtol=1e-6)
