@@ -22,7 +22,7 @@ REFERENCES = {**REFERENCES, **MORE}
 # Drawn from the library's own stream: tests/test_random.py compares them across meshes and with their distributions.
 DRAWN = frozenset(("Bernoulli", "BernoulliExt", "Dropout", "Dropout2D", "Dropout2dExt", "Dropout3D", "FuncDropoutExt",
                    "NormalFloatTensor", "NormalTensorFloat", "NormalTensorTensor", "RandIntLike", "RandLikeExt",
-                   "RandnLike"))
+                   "RandnLike", "Multinomial", "MultinomialExt"))
 CASES = [pytest.param(name, i, id=f"{name}-{i}") for name, cases in REFERENCES.items() for i in range(len(cases))]
 
 

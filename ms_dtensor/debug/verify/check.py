@@ -237,7 +237,7 @@ class _Trial:
         if self.wrt and any(g is not None and g.size for g in self.cotangents):
             try:
                 self.grads = self.gradients(self.arrays, self.cotangents, self.original)
-            except RuntimeError:  # an op without a backward kernel here is checked forward only
+            except (RuntimeError, TypeError):  # an op without a backward, kernel or rule, is checked forward only
                 self.grads = None
 
     def fits(self, combo, mesh) -> bool:
@@ -410,4 +410,4 @@ def _is_odd(layout: Layout) -> bool:
 
 
 def _floating(array: np.ndarray) -> bool:
-    return array.dtype in (np.float32, np.float64)
+    return array.dtype in (np.float32, np.float64, np.complex64, np.complex128)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 import mindspore as ms
-from mindspore import mint, ops
+from mindspore import Tensor, mint, ops
 
 from ..rules.spec import dims_of
 from .basic import clone
@@ -154,6 +154,26 @@ def argmin(input, dim=None, keepdim=False):
     return argmax(flipped, dim, keepdim)
 
 
+def kthvalue(input, k, dim=-1, keepdim=False):
+    """`Kthvalue`: (the k-th smallest along a dim, its position)."""
+    if not input._shape:
+        return input * 1, ops.zeros((), ms.int64)
+    values, at = (mint.narrow(x, dim, k - 1, 1) for x in sort(input, dim))
+    return (values, at) if keepdim else (mint.squeeze(values, dim), mint.squeeze(at, dim))
+
+
+def histc(input, bins=100, min=0, max=0):
+    """`HistcExt`, in the input's dtype."""
+    counts = ops.histc(input if input.is_floating_point() else input.astype(ms.float32), bins, float(min), float(max))
+    return counts.astype(input.dtype)
+
+
+def eig(x, compute_v=False):
+    """`Eig`, which leaves what nobody wants uninitialised."""
+    values, vectors = ops.eig(x)
+    return values, vectors if compute_v else Tensor(0, values.dtype)
+
+
 TABLE = {
     "Clone": clone, "Var": variance, "Std": std, "VarMean": var_mean, "StdMean": std_mean, "LogSumExp": logsumexp,
     "LinalgVectorNorm": vector_norm,
@@ -167,5 +187,8 @@ TABLE = {
     "ArgSort": lambda input, dim=-1, descending=False, stable=False: sort(input, dim, descending)[1],
     "AddcmulExt": lambda input, tensor1, tensor2, value=1: input + tensor1 * tensor2 * value,
     "AddcdivExt": lambda input, tensor1, tensor2, value=1: input + tensor1 / tensor2 * value,
-    "Atan2Ext": lambda input, other: ops.atan2(input, other), "Log2": lambda input: mint.log(input) * (1 / math.log(2)),
+    "Atan2Ext": lambda input, other: ops.atan2(input, other), "Kthvalue": kthvalue, "Eig": eig,
+    "HistcExt": histc, "MatrixInverseExt": ops.inverse,
+    "LinalgQr": lambda A, mode="reduced": ops.qr(A, "complete" if mode in (1, "complete") else "reduced"),  # noqa: N803
+    "Log2": lambda input: mint.log(input) * (1 / math.log(2)),
 }

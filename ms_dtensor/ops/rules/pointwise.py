@@ -16,6 +16,7 @@ LINEAR = {
     "add": (("input", "other"),), "sub": (("input", "other"),), "neg": (("input",),), "identity": (("input",),),
     "mul": (("input",), ("other",)), "div": (("input",),), "clone": (("input",),),
     "lerp": (("input", "end"),), "where": (("input", "other"),),
+    **dict.fromkeys(("real", "real_view", "imag", "imag_view", "conj"), (("input",),)), "complex": (("input", "other"),),
 }
 
 

@@ -162,6 +162,7 @@ class OpSpec:
         dtypes: of each result, where operands of bfloat16 do not give it: a CPU computes such calls in float32 and has to
             know what to round. Everywhere else the kernel tells.
         writes: operands that the op changes in place besides giving results; no gradient passes through them.
+        by_data: the shapes depend on data, so operands must come whole: nothing is gathered, and no shape is remembered.
         winners: of an extreme whose reduced dims may be sharded: who its gradient belongs to.
     """
 
@@ -170,6 +171,7 @@ class OpSpec:
     local: Callable[[Local], LocalCall | None] | None = None
     dtypes: tuple[str, ...] | None = None
     writes: tuple[int, ...] = ()
+    by_data: bool = False
     winners: Winners | None = None
 
 

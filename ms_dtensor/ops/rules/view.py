@@ -15,7 +15,7 @@ from .spec import PARTIALS, Call, Case, LocalCall, OpSpec, R, S, dims_of, shape_
 # Ops whose result is, on one device, a view of the first operand: a write to one of them is seen by the other.
 VIEWS = frozenset("reshape view_as flatten flatten_order permute swap matrix_transpose unsqueeze squeeze "
                   "expand expand_as split split_equal chunk unbind slice slice_sizes strided_slice narrow select diagonal "
-                  "identity".split())
+                  "identity real_view imag_view".split())
 
 
 
@@ -24,7 +24,7 @@ def view_kind(call: Call) -> str:
     if call.op not in VIEWS:
         return ""
     steps = [b[2] for b in call.get("bounds", ())] + list(call.get("strides", ()))
-    return "view" if all(s == 1 for s in steps) else "copy"
+    return "view" if all(s == 1 for s in steps) and "_view" not in call.op else "copy"
 
 
 def rearrange(call: Call, out, mapping: dict[int, int], even=(), local=None, results: int = 1) -> OpSpec:
