@@ -17,7 +17,6 @@ from .spec import (
     Local,
     LocalCall,
     OpSpec,
-    P,
     R,
     S,
     broadcast_shapes,

@@ -3,7 +3,8 @@
 
 A reshape splits into groups of input dims and result dims with equal products. In a group the leftmost dim may stay
 sharded, if the shards divide both extents; a dim that is alone in its group stays sharded however uneven. A sharded dim
-of size 1 means that one rank has all, as it has with any dim of size 1 of the result. Every reduction commutes with a rearrangement, so any Partial passes. Local shapes are computed, never guessed.
+of size 1 means that one rank has everything, as it has with any dim of size 1 of the result. Every reduction commutes
+with a rearrangement, so any Partial passes. Local shapes are computed, never guessed.
 """
 from __future__ import annotations
 
