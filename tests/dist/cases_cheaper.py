@@ -6,7 +6,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, ops
 
-from ms_dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, value_and_grad
+from ms_dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, grad, value_and_grad
 from tests.cases import case
 from tests.dist.support import array, counted, data, equal, mesh_1d, mesh_2d
 
@@ -78,6 +78,18 @@ def a_whole_value_joins_a_sum_on_one_rank(world):
     assert silent(lambda a, b: ops.stack([a, b]), grid, (x, [P, R]), (y, [P, P])).placements == (P, P)
     assert silent(lambda a, b: a - b, grid, (x, [P, R]), (y, [R, P])).placements == (P, P)
     assert silent(lambda a, b: a + b, grid, (data(4, 1, 5), [S(0), R]), (data(5, 1, 5), [S(0), P])).placements == (S(0), P)
+
+
+@case(world_size=4)
+def a_whole_value_is_written_into_a_sum(world):
+    mesh, x, y = mesh_1d(), data(1, 3, 5), data(2, 3, 5)
+    total, term = placed(mesh, x, [P]), distribute_tensor(y, mesh, [R], src_data_rank=None)
+    with counted() as count:
+        total.add_(term)
+        total.sub_(term, alpha=3)
+        total += term
+    assert not count and total.placements == (P,)
+    equal(total, x - y)
 
 
 @case(world_size=4)
@@ -161,3 +173,19 @@ def a_new_tensor_of_the_same_shape_keeps_the_shards(world):
             assert y.placements == tuple(R if p.is_partial() else p for p in placements), (placements, y)
             equal(y, np.full((3, 5), value, np.float32))
     assert placed(mesh, data(1, 3, 5), [S(0), S(1)]).new_full((5, 3), 1).placements == (R, R)
+
+
+@case(world_size=4)
+def a_whole_value_in_a_sum_is_differentiated_twice(world):
+    mesh, x, y = mesh_1d(), data(1, 3, 5), data(2, 5)
+    inputs = placed(mesh, x, [P]), distribute_tensor(y, mesh, [R], src_data_rank=None)
+
+    def inner(a, b):
+        return ((a + b) ** 3).sum()
+
+    def outer(a, b):
+        return sum((g * g).sum() for g in grad(inner, (0, 1))(a, b))
+    cubes = 36 * (x + y) ** 3
+    rows = 3 * ((x + y) ** 2).sum(0)  # the inner gradient of b
+    for got, want in zip(grad(outer, (0, 1))(*inputs), (cubes + 12 * rows * (x + y), (cubes + 12 * rows * (x + y)).sum(0))):
+        equal(got, want)

@@ -10,6 +10,7 @@ import mindspore as ms
 from mindspore import Tensor, mint, ops
 
 from ...internals.names import Function
+from ...redistribute.execute import recording
 from .dtypes import as_dtype, full
 from .run import zeros_of
 
@@ -54,11 +55,25 @@ class TakenOnce(Function):
 
     @staticmethod
     def forward(ctx, x, mine, zero):
+        ctx.mine = mine
         return x if mine else full(x._shape, zero if x.is_floating_point() else 0, x.dtype)
 
     @staticmethod
     def backward(ctx, grad):
-        return grad, None, None
+        return CotangentOfAll.apply(grad, ctx.mine) if recording() else grad, None, None
+
+
+class CotangentOfAll(Function):
+    """The transpose of `TakenOnce`, to be differentiated again: the cotangent as it is, whose own is taken in once."""
+
+    @staticmethod
+    def forward(ctx, grad, mine):
+        ctx.mine = mine
+        return grad * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return TakenOnce.apply(grad, ctx.mine, 0.0), None
 
 
 def _taken_once(tensors, once, zeros):

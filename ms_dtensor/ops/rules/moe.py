@@ -60,7 +60,8 @@ def unpermute(call: Call) -> OpSpec:
         raise _refuse(call, "padded_mode", "MoeTokenUnpermute itself knows only False.", "leave it out")
     tokens = indices.shape[0] if probs is None else probs.shape[0]
     spec = _rows_whole(call, [(tokens, x.shape[1])], PARTIALS if probs is None else SUMS)
-    cut, even = {indices.index: S(0)}, ()
+    cut = {indices.index: S(0)}
+    even: tuple = ()
     cases = list(spec.cases)
     if probs is not None:
         cases += [call.case({probs.index: p}, p) for p in SUMS]
