@@ -10,7 +10,7 @@ from __future__ import annotations
 from math import prod
 
 from ...errors import OpRuleError
-from .spec import PARTIALS, SUMS, Call, Case, Local, LocalCall, OpSpec, P, R, S, dims_of, shape_only
+from .spec import PARTIALS, SUMS, Call, Case, Local, LocalCall, OpSpec, P, R, S, any_layout, dims_of
 from .view import flatten, rearrange
 
 NAMES = """
@@ -38,13 +38,14 @@ meshgrid:Meshgrid:tensors indexing
 
 def expand_as(call: Call) -> OpSpec:
     """`x.expand_as(other)`: only `other`'s global shape matters."""
-    x, shape = call.operands[0], call.args["other"].shape
+    x, other = call.operands[0], call.args["other"]
+    shape = other.shape
     lead = len(shape) - x.ndim
     cases = [Case((S(d),), (S(d + lead),)) for d in range(x.ndim) if x.shape[d] == shape[d + lead]]
     cases += [Case((p,), (p,)) for p in PARTIALS]
     new = [Case((R, S(k)), (S(k),)) for k, n in enumerate(shape) if k < lead or x.shape[k - lead] != n]
-    return OpSpec((shape,), (*shape_only(cases), *new), lambda at: LocalCall("broadcast_to", (x, at.out_shape())),
-                  dtypes=(x.dtype,))
+    return OpSpec((shape,), (*new, *any_layout((*cases, Case((R,), (R,))), other.ndim)),
+                  lambda at: LocalCall("broadcast_to", (x, at.out_shape())), dtypes=(x.dtype,), shape_only=(1,))
 
 
 def flatten_order(call: Call) -> OpSpec:

@@ -92,7 +92,7 @@ def choose(call: Call, spec: OpSpec, layouts: tuple[Layout, ...], keep: bool = F
     order = layouts[0].order if keep else _order(layouts, chosen)
     targets = tuple(x.with_placements([c.ins[o] for c in chosen], order) for o, x in enumerate(layouts))
     own = tuple(tuple(a for a, c in enumerate(chosen)
-                      if c.ins[o].is_replicate() and any(not p.is_replicate() for p in c.ins))
+                      if c.ins[o].is_replicate() and o not in c.invariant and any(not p.is_replicate() for p in c.ins))
                 for o in range(len(layouts)))
     outs = tuple(Result(tuple(c.outs[j] for c in chosen), order, shape) for j, shape in enumerate(spec.shapes))
     return Choice(targets, own, outs, tuple(chosen))
