@@ -74,8 +74,8 @@ def tree_text(cells: CellNames, events: Iterable[CommEvent], noise_level: int = 
         for c in node["collectives"]:
             done = f"{c['count']} ({human(c['bytes'])})"
             said = (f"{c['src']} -> {c['dst']}" if c["src"] else "", "implicit" if c["implicit"] else "", c.get("site", ""))
-            rows.append((f"{pad}* {c['op']}({', '.join(c['axes'])})", *((done, "") if c["phase"] == "forward" else ("", done)),
-                         "  ".join(filter(None, said))))
+            both = (done, "") if c["phase"] == "forward" else ("", done)
+            rows.append((f"{pad}* {c['op']}({', '.join(c['axes'])})", *both, "  ".join(filter(None, said))))
 
     root = tree_json(cells, events, noise_level)
     outside = {p: {k: root[p][k] - sum(c[p][k] for c in root["children"]) for k in ("count", "bytes")}
