@@ -21,7 +21,7 @@ from ..core.tree import leaves
 from ..dispatch.operands import LAID_OUT, wrap
 from ..dispatch.replaced import current
 from ..errors import DTensorError, LayoutError, MixedOperandError
-from ..tensor.distribute import distribute_parameter, set_parameter
+from ..tensor.distribute import distribute_parameter, distribute_tensor, set_parameter
 from ..tensor.dtensor import DTensor
 
 OUTER = "_ms_dtensor_outer"  # cell attribute: (whole mesh, {axis: placement of plain inputs}), set by replicate
@@ -200,6 +200,13 @@ def shard_parameter(cell: nn.Cell, key: str, mesh: DeviceMesh, placement, src_da
     else:
         param = distribute_parameter(param, mesh, placement, src_data_rank=src_data_rank)
     set_parameter(cell, key, param)
+
+
+def replicate_buffers(cell: nn.Cell, mesh: DeviceMesh, src_data_rank: int | None) -> None:
+    """Makes the buffers of a cell DTensors, whole on every rank: what comes into a cell with a style is a DTensor."""
+    for key, buffer in getattr(cell, "_buffers", {}).items():
+        if isinstance(buffer, Tensor) and not isinstance(buffer, DTensor):
+            cell._buffers[key] = distribute_tensor(buffer, mesh, None, src_data_rank=src_data_rank)
 
 
 def union_mesh(a: DeviceMesh, b: DeviceMesh) -> DeviceMesh:
