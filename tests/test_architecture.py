@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+from fnmatch import fnmatch
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -18,6 +19,7 @@ LAYERS = re.search(r"only those before it: (.*?)\.\n", ms_dtensor.__doc__ or "",
 LOWEST = ("", "_version", "errors")  # the table of contents and what needs nothing; every folder may use the last two
 SOURCES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("__init__").rstrip("."): path
            for path in ROOT.rglob("*.py")}
+TESTS = ROOT.parent / "tests"
 PAGES = [ROOT.parent / "README.md", ROOT.parent / "CONTRIBUTING.md", *(ROOT.parent / "docs").glob("*.md")]
 
 
@@ -111,6 +113,13 @@ def public_names(module: str, text: str) -> set[str]:
 
 def home_made(names: set[str]) -> list[str]:
     return sorted(name for name in names - NAME_IS_FINE if NAME.search(name))
+
+
+def test_every_folder_of_tests_is_collected(pytestconfig):
+    folders = {part for path in TESTS.rglob("test_*.py") for part in path.relative_to(TESTS).parts[:-1]}
+    assert "dist" in folders
+    skipped = {f: pattern for f in folders for pattern in pytestconfig.getini("norecursedirs") if fnmatch(f, pattern)}
+    assert not skipped, skipped
 
 
 def test_names_are_the_fields_words():

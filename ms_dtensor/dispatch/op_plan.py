@@ -17,6 +17,7 @@ from ..core.layout import Layout
 from ..core.mesh import DeviceMesh
 from ..errors import OpRuleError
 from ..internals.names import NoFallbackGuard, TensorOverloadCall
+from ..ops import rng
 from ..ops.local import run_local
 from ..ops.rules.spec import EmptyShard
 from . import classes, inplace, modes, policy
@@ -145,6 +146,7 @@ class OpPlan:
     view: tuple[bool, bool] | None = None  # a view on one device: (shares storage here, MindSpore's own op makes it)
     writes: bool = False  # the result is put into the first operand, which stays where it is
     uneven: bool = False  # some rank's shard of an operand is empty: there, what is handed back as it came is a node
+    draws: bool = False  # from the random stream, which all ranks of the mesh must have
     winners: Callable | None = None  # of an extreme of shards, `(x, result) ->` who attains it (`ops/local/extremes.py`)
     reduced: tuple[int, ...] = field(init=False)  # axes on which a result is reduced at once, while recording
     moves: bool = field(init=False)  # some operand is moved
@@ -158,7 +160,7 @@ class OpPlan:
             a for (placements, *_), _ in self.results.drafts for a, p in enumerate(placements)
             if p.is_partial() and not p.is_partial("sum")})))
         object.__setattr__(self, "short", bool(local.places) and not (
-            moves or plain or self.writes or local.again or local.constants or local.empty is not None
+            moves or plain or self.writes or self.draws or local.again or local.constants or local.empty is not None
             or local.in_float32 is not None))
 
     def run(self, call: OpCall):
@@ -170,6 +172,8 @@ class OpPlan:
             inplace.check_writable(first, self.op, grad)
             if grad:
                 tensors = [inplace.fresh(first), *tensors[1:]]
+        if self.draws:
+            rng.agree(self.results.mesh)
         mode = modes.mode.get()
         if mode is not modes.DEFAULT and (self.moves or self.reduced):
             policy.check_op(self.op, tensors, [step.target for step in self.steps], self.reduced if grad else (), mode)

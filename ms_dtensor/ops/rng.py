@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """One global stream of random numbers: element i of call c under seed s is the same number on every mesh.
 
-Counter-based (Philox 4x64, ten rounds, NumPy's own C code): the key is (seed, call), the counter is the element's index
-in the *global* tensor. A rank computes the numbers of its shard and no others, replicas compute the same ones, and
-nothing is communicated. Numbers are made on the host on every device, so that a run on CPU and one on Ascend agree.
-The seed and the number of calls made belong to the world (each fake world has its own), can be saved, and must be the
-same on all ranks: every rank makes the same random calls in the same order, also where its shard is empty.
+Counter-based (Philox 4x64, ten rounds, NumPy's own C code): the key is (seed, call), the counter is the element's
+index in the *global* tensor. A rank computes the numbers of its shard and no others, replicas compute the same ones,
+and nothing is communicated but the seed, which the ranks of a mesh compare once. Numbers are made on the host on
+every device, so that a run on CPU and one on Ascend agree. The seed and the number of calls made belong to the world
+(each fake world has its own), can be saved, and must be the same on all ranks: every rank makes the same random calls
+in the same order, also where its shard is empty.
 """
 from __future__ import annotations
 
@@ -33,11 +34,12 @@ class Key(NamedTuple):
 
 
 class _State:
-    __slots__ = ("_seed", "call")
+    __slots__ = ("_seed", "agreed", "call")
 
     def __init__(self):
         self.call = 0
         self._seed: int | None = None
+        self.agreed: tuple[int, set] = (-1, set())  # a seed, and whose ranks have it
 
     @property
     def seed(self) -> int:
@@ -136,6 +138,29 @@ def next_key() -> Key:
     key = Key(state.seed, state.call)
     state.call += 1
     return key
+
+
+def agree(mesh) -> None:
+    """Before a draw on a mesh: its ranks compare their seeds, once for each seed; `ms.set_seed(rank)` parts replicas.
+
+    Raises:
+        ConfigError: on all ranks of the mesh, if they differ.
+    """
+    state = _state()
+    seed = state.seed
+    if state.agreed[0] != seed:
+        state.agreed = seed, set()
+    if mesh in state.agreed[1] or mesh.size() == 1 or _frozen.get() is not None or comm.current_world() is None \
+            or mesh.get_coordinate() is None:
+        return
+    streams = mesh.get_group().all_gather_object([seed, state.call])
+    if any(s != streams[0] for s in streams):
+        raise ConfigError("For a random DTensor, the ranks of the mesh are at different places of the random stream.",
+                          "; ".join(f"rank {r}: seed {s}, {c} calls" for r, (s, c) in zip(mesh.rank_list, streams)),
+                          "Shards and replicas are parts of one stream of numbers, so every rank has one seed.",
+                          ("ms.set_seed(seed) or ms_dtensor.manual_seed(seed) with the same seed on every rank",
+                           "for numbers that differ, draw a plain tensor with a NumPy generator, and DTensor.from_local"))
+    state.agreed[1].add(mesh)
 
 
 @contextmanager

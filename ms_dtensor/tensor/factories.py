@@ -55,6 +55,7 @@ def _filled(value, layout: Layout, dtype) -> DTensor:
 
 
 def _drawn(draw, layout: Layout, dtype) -> DTensor:
+    rng.agree(layout.mesh)
     return _made(draw(rng.next_key(), layout.shape, layout.local_box(), kind(dtype)), layout, dtype)
 
 

@@ -27,6 +27,7 @@ def _write(name: str, x, values) -> DTensor:
     if layout.has_partial():
         raise LayoutError(f"For '{name}', a Partial tensor cannot be initialised.", layout.describe(),
                           "Which summand would each rank hold?", "use a tensor that is not Partial")
+    rng.agree(layout.mesh)
     array = values(rng.next_key(), layout.shape, layout.local_box(), kind(x.dtype))
     with NoFallbackGuard():
         Tensor.assign_value(x, tensor(np.asarray(array), x.dtype))

@@ -9,9 +9,10 @@ from mindspore import Parameter, Tensor, mint, nn
 import ms_dtensor as md
 from ms_dtensor import Replicate, Shard, distribute_tensor
 from ms_dtensor.tensor.distribute import distribute_parameter
+from ms_dtensor.errors import ConfigError
 from ms_dtensor.optim import AdamW, clip_grad_norm_
 from tests.cases import case
-from tests.dist.support import array, counted, data, equal, mesh_2d
+from tests.dist.support import array, counted, data, equal, mesh_2d, refusal, same_on_all_ranks
 
 R, S = Replicate(), Shard
 SHAPES = ((6, 5), (5,), (5, 3))
@@ -140,3 +141,20 @@ def random_numbers_agree_on_real_ranks(world):
         assert np.array_equal(array(whole), full[0])
         assert np.array_equal(array(mint.nn.functional.dropout(whole, 0.5)), full[1])
         assert md.get_rng_state() == state
+
+
+@case(world_size=4)
+def seeds_that_differ_are_refused_on_all_ranks(world):
+    mesh, x = mesh_2d(), data(3, 6, 5)
+    y = distribute_tensor(x, mesh, [S(0), R], src_data_rank=None)
+    for draw in (lambda: md.randn((5, 3), mesh, [S(0), R]), lambda: mint.nn.functional.dropout(y, 0.5),
+                 lambda: md.init.normal_(md.empty((5, 3), device_mesh=mesh))):
+        ms.set_seed(70 + world.rank)  # what many a script does with NumPy's
+        text = refusal(draw, ConfigError)
+        assert "rank 3: seed 73" in text, text
+        same_on_all_ranks(world, text)
+    ms.set_seed(70)
+    with counted() as count:
+        for _ in range(3):
+            md.randn((5, 3), mesh, [S(0), R])
+    assert count == {("all_gather_object", "forward"): 1}, count

@@ -14,8 +14,18 @@ import numpy as np
 
 from ms_dtensor import DTensor, comm, grad, init_device_mesh
 from ms_dtensor.errors import CommError, DTensorError, OpRuleError
-from tests.fuzz.programs import Program, grids, lay_out, minimised, run, without
-from tests.fuzz.reference import Reference, derivative, differentiated, direction, goes_twice, input_arrays, refer, slope
+from tests.fuzz.programs import Program, grids, in_float64, lay_out, minimised, run, without
+from tests.fuzz.reference import (
+    Reference,
+    derivative,
+    differentiated,
+    direction,
+    goes_twice,
+    input_arrays,
+    refer,
+    slope,
+    slope_of_gradients,
+)
 
 
 @dataclass
@@ -85,7 +95,7 @@ def check_derivatives(reference: Reference, mesh, exact: bool, out: Result) -> N
         out.refused = f"{type(e).__name__}, as on one device"
         ms.common.api._pynative_executor.clear_res()
         return
-    gradients = _compared(reference, 1, firsts, None, exact, out)
+    gradients = _compared(reference, 1, firsts, None, exact, mesh, out)
     if not goes_twice(program) or reference.second is None or gradients is None:
         return
     try:
@@ -94,7 +104,7 @@ def check_derivatives(reference: Reference, mesh, exact: bool, out: Result) -> N
         if "derivative of its gradient" not in e.attempt:
             raise
         return
-    _compared(reference, 2, seconds, gradients, exact, out)
+    _compared(reference, 2, seconds, gradients, exact, mesh, out)
 
 
 def _derived(program: Program, order: int, mesh) -> tuple:
@@ -102,7 +112,8 @@ def _derived(program: Program, order: int, mesh) -> tuple:
     return got if isinstance(got, tuple) else (got,)
 
 
-def _compared(reference: Reference, order: int, derived, gradients, exact: bool, out: Result) -> list[np.ndarray] | None:
+def _compared(reference: Reference, order: int, derived, gradients, exact: bool, mesh,
+              out: Result) -> list[np.ndarray] | None:
     """The derivatives' arrays, if they are right."""
     program, wanted = reference.program, (reference.first, reference.second)[order - 1]
     what, wrt = ("gradient", "second derivative")[order - 1], differentiated(program)
@@ -116,17 +127,29 @@ def _compared(reference: Reference, order: int, derived, gradients, exact: bool,
     for k, (i, have) in enumerate(zip(wrt, arrays)):
         if wanted is not None and close(have, wanted[k], rtol):
             continue
-        measured = slope(program, order, i, gradients)
+        slopes = [slope(program, order, i, gradients)]
+        if order == 2:
+            slopes.append(slope_of_gradients(program, i))
         along = direction(have)
         told = float((have.astype(np.float64) * along).sum())
+        measured = min(slopes, key=lambda s: abs(s - told))
         size = max(1.0, float(np.linalg.norm(have.astype(np.float64))))  # a slope may be a small rest of large terms
         if have.dtype == input_arrays(program)[i].dtype and abs(told - measured) <= SLOPES[exact, order] * size:
             out.plain_wrong += 1
             continue
+        if not exact and abs(told - measured) <= 30 * SLOPES[exact, order] * size and _right_in_float64(program, mesh):
+            continue  # 1 - tanh(x) ** 2 of a large x has few digits in float32, on one device too
         plain = "none" if wanted is None else f"{float((wanted[k].astype(np.float64) * along).sum()):.8g}"
         out.wrong.append(f"{what} of v{i}: slope {told:.8g}, plain {plain}, measured {measured:.8g}")
     out.orders = order
     return None if out.wrong else arrays
+
+
+def _right_in_float64(program: Program, mesh) -> bool:
+    """Whether the same program without float32 is right: then a small difference was rounding."""
+    out = Result()
+    check_derivatives(refer(in_float64(program)), mesh, True, out)
+    return not out.wrong
 
 
 # Of a difference quotient in float64; for programs with float32 in them, of float32 sums of some hundred terms.

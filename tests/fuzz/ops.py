@@ -38,6 +38,7 @@ class Op:
     draw: Callable = lambda rng, xs: ()
     orders: int = 2
     writes: bool = False  # into its first operand
+    jumps: Callable | None = None  # arrays of operands -> two arrays: where they meet, a value or derivative jumps
 
     def takes(self, xs) -> bool:
         return all(k == "*" or (k == "f" and is_float(x)) or (k == "i" and dtype_of(x) in INTS) or
@@ -168,6 +169,24 @@ def written(rng, xs) -> tuple | None:
     return at and (*at, *((int(rng.integers(9)),) if dtype_of(xs[0]) in INTS else number(rng, xs)))
 
 
+def zero(x, *_):
+    return x, np.zeros_like(x)
+
+
+def both(x, y):
+    return x, y
+
+
+def integers(x, *_):
+    return x, np.round(x)
+
+
+def best_two(x, d, *_):
+    """The largest and the next along a dim."""
+    x = np.sort(np.moveaxis(x, d, 0), 0)
+    return x[-1:], x[-2:-1]
+
+
 def _plain_empty(x) -> bool:
     return type(x) is Tensor and 0 in x.shape
 
@@ -198,7 +217,7 @@ def _split(xs, sizes, d):
         return mint.split(x, sizes, d)
     ends = [sum(sizes[:k]) for k in range(len(sizes) + 1)]
     before = (slice(None),) * (d % len(x.shape))
-    return tuple(x[(*before, slice(a, b))] for a, b in zip(ends, ends[1:]))
+    return tuple(_index(xs, (*before, slice(a, b))) for a, b in zip(ends, ends[1:]))
 
 
 def _set(xs, at, value):
@@ -244,36 +263,38 @@ def constant_like(x, ids):
 OPS = (
     Op("sin", "f", lambda xs: mint.sin(xs[0])), Op("tanh", "f", lambda xs: mint.tanh(xs[0])),
     Op("exp", "f", lambda xs: mint.exp(mint.tanh(xs[0]))), Op("sigmoid", "f", lambda xs: mint.sigmoid(xs[0]), orders=1),
-    Op("relu", "f", lambda xs: mint.nn.functional.relu(xs[0]), orders=1), Op("neg", "n", lambda xs: -xs[0]),
-    Op("abs", "f", lambda xs: mint.abs(xs[0]), orders=1), Op("square", "f", lambda xs: xs[0] * xs[0]),
+    Op("relu", "f", lambda xs: mint.nn.functional.relu(xs[0]), orders=1, jumps=zero), Op("neg", "n", lambda xs: -xs[0]),
+    Op("abs", "f", lambda xs: mint.abs(xs[0]), orders=1, jumps=zero), Op("square", "f", lambda xs: xs[0] * xs[0]),
     Op("cube", "f", lambda xs: mint.tanh(xs[0]) ** 3), Op("sqrt", "f", lambda xs: mint.sqrt(xs[0] * xs[0] + 0.5)),
     Op("times a number", "f", lambda xs, k: xs[0] * k, number), Op("a number minus", "f", lambda xs, k: k - xs[0], number),
     Op("plus one", "i", lambda xs: xs[0] + 1), Op("times two", "i", lambda xs: 2 * xs[0]),
     Op("add", "nn", lambda xs: xs[0] + xs[1], alike), Op("sub", "nn", lambda xs: mint.sub(xs[0], xs[1]), alike),
     Op("mul", "ff", lambda xs: mint.tanh(xs[0]) * xs[1], alike),
     Op("div", "ff", lambda xs: xs[0] / (xs[1] * xs[1] + 1.0), alike),
-    Op("maximum", "nn", lambda xs: mint.maximum(xs[0], xs[1]), alike, 1),
-    Op("where", "ff", lambda xs: mint.where(xs[0] > xs[1], xs[0], xs[1] * 2.0), alike, 1),
+    Op("maximum", "nn", lambda xs: mint.maximum(xs[0], xs[1]), alike, 1, jumps=both),
+    Op("where", "ff", lambda xs: mint.where(xs[0] > xs[1], xs[0], xs[1] * 2.0), alike, 1, jumps=both),
     Op("matmul", "ff", lambda xs: mint.matmul(mint.tanh(xs[0]), xs[1]), products),
     Op("gram", "f", lambda xs: mint.matmul(mint.tanh(xs[0]), mint.transpose(xs[0], 0, 1)),
        lambda rng, xs: () if len(xs[0].shape) == 2 and 0 not in xs[0].shape else None),
     Op("sum", "f", _sum, dim_keep),
     Op("sum of all", "f", lambda xs: xs[0].sum(), lambda rng, xs: () if math.prod(xs[0].shape) else None),
     Op("mean", "f", lambda xs, d, k: mint.mean(xs[0], d, keepdim=k), full_dim_keep),
-    Op("amax", "f", lambda xs, d, k: mint.amax(xs[0], d, keepdim=k), full_dim_keep, 1),
-    Op("amin", "f", lambda xs, d, k: mint.amin(xs[0], d, keepdim=k), full_dim_keep, 1),
+    Op("amax", "f", lambda xs, d, k: mint.amax(xs[0], d, keepdim=k), full_dim_keep, 1, jumps=best_two),
+    Op("amin", "f", lambda xs, d, k: mint.amin(xs[0], d, keepdim=k), full_dim_keep, 1,
+       jumps=lambda x, d, k: best_two(-x, d)),
     Op("sum of integers", "i", _sum, dim_keep, 0),
     Op("cumsum", "f", _cumsum, full_dim),
     Op("var", "f", lambda xs, d: mint.tanh(xs[0]).var(d), full_dim, 1),
     Op("softmax", "f", lambda xs, d: mint.softmax(mint.tanh(xs[0]), d), full_dim, 1),
     Op("logsumexp", "f", lambda xs, d: mint.logsumexp(mint.tanh(xs[0]), d), full_dim, 1),
-    Op("argmax", "f", lambda xs, d: xs[0].argmax(d), full_dim, 0),
+    Op("argmax", "f", lambda xs, d: xs[0].argmax(d), full_dim, 0, jumps=best_two),
     Op("any", "b", lambda xs, d: xs[0].any(d), full_dim, 0), Op("all", "b", lambda xs, d: xs[0].all(d), full_dim, 0),
-    Op("greater", "ff", lambda xs: xs[0] > xs[1], alike, 0), Op("equal", "ii", lambda xs: xs[0] == xs[1], alike, 0),
+    Op("greater", "ff", lambda xs: xs[0] > xs[1], alike, 0, jumps=both),
+    Op("equal", "ii", lambda xs: xs[0] == xs[1], alike, 0),
     Op("not", "b", lambda xs: mint.logical_not(xs[0]), orders=0),
     Op("masked", "fb", lambda xs: xs[0] * xs[1].astype(xs[0].dtype), lambda rng, xs: alike(rng, (xs[0], xs[0]))
        if tuple(xs[0].shape) == tuple(xs[1].shape) else None),
-    Op("cast", "n", _cast, other_dtype, 1),
+    Op("cast", "n", _cast, other_dtype, 1, jumps=integers),
     Op("reshape", "*", lambda xs, s: mint.reshape(xs[0], s), new_shape),
     Op("view", "*", lambda xs, s: xs[0].reshape(s) if len(xs[0].shape) > 3 else xs[0].contiguous().view(s), new_shape),
     Op("permute", "*", lambda xs, o: mint.permute(xs[0], o), order),

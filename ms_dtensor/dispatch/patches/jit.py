@@ -244,11 +244,11 @@ class _StandIns:
 
     def __enter__(self):
         for p, local in self.empty:
-            Parameter.set_data(p, _stand_in(local), True)
+            Tensor.assign_value(p, _stand_in(local))
 
     def __exit__(self, *error):
         for p, local in self.empty:
-            Parameter.set_data(p, local, True)
+            Tensor.assign_value(p, local)
 
 
 def _eager_optimizer(original):
