@@ -27,6 +27,8 @@ class NoGroupsError(MeshError, RuntimeError):
 class DeviceMesh(CoreMesh):
     """`ms_dtensor.DeviceMesh` with hyper_parallel's names beside its own.
 
+    A DTensor's `device_mesh` is the first of all equal meshes, and has these names if that one has.
+
     Args:
         device_type, mesh, mesh_dim_names: as there.
 
@@ -90,10 +92,17 @@ def init_device_mesh(device_type: str, mesh_shape: Sequence[int], *, mesh_dim_na
         >>> init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"), init_backend=False).mesh_shape
         (1, 1)
     """
-    made = distribute.init_device_mesh(device_type, mesh_shape, mesh_dim_names=mesh_dim_names, rank_list=rank_list)
-    mesh = DeviceMesh(made.device_type, made.mesh, mesh_dim_names=made.mesh_dim_names, _init_backend=init_backend)
-    mesh.varies = made.varies
-    return mesh
+    return _with_names(distribute.init_device_mesh(device_type, mesh_shape, mesh_dim_names=mesh_dim_names,
+                                                   rank_list=rank_list), init_backend)
+
+
+def _with_names(mesh: CoreMesh, init_backend: bool = True) -> DeviceMesh:
+    """An equal mesh that has the names of this module."""
+    if isinstance(mesh, DeviceMesh):
+        return mesh
+    out = DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, _init_backend=init_backend)
+    out.varies = mesh.varies
+    return out
 
 
 class Layout:
@@ -128,7 +137,7 @@ class Layout:
         if len(ranks) != prod(mesh_shape):
             raise MeshError(f"For 'Layout', 'rank_list' has {len(ranks)} ranks for a mesh of shape {tuple(mesh_shape)}.")
         world = comm.current_world()
-        self.mesh: CoreMesh = DeviceMesh("npu" if world is None else world.device_type, np.reshape(ranks, mesh_shape),
+        self.mesh = DeviceMesh("npu" if world is None else world.device_type, np.reshape(ranks, mesh_shape),
                                          mesh_dim_names=alias_name, _init_backend=init_backend)
         self._given: tuple[Placement, ...] | None = None
         self._core: CoreLayout | None = None
@@ -138,7 +147,7 @@ class Layout:
     def from_device_mesh(cls, device_mesh: CoreMesh) -> Layout:
         """A layout on an existing mesh, of nothing yet."""
         out = cls.__new__(cls)
-        out.mesh, out._given, out._core, out._shape = device_mesh, None, None, None
+        out.mesh, out._given, out._core, out._shape = _with_names(device_mesh), None, None, None
         return out
 
     @classmethod

@@ -87,6 +87,8 @@ def layouts_say_what_ours_say(world):
     one.set_partial_by_dev_axis("dp", "max")
     assert one.placements == (Partial("max"), S(1)) and one.is_partial()
     same_on_all_ranks(world, refusal(lambda: one.set_partial_by_dev_axis("tp"), LayoutError))
+    ours = md.distribute_tensor(data(1, 4, 6), md.init_device_mesh("cpu", (4,), mesh_dim_names=("ours",)), [S(0)])
+    assert isinstance(Layout.of(ours.layout).mesh, DeviceMesh) and Layout.of(ours.layout) == ours.layout
     late = Layout.from_device_mesh(mesh)([S(-1), R])
     assert late.placements == (S(-1), R)
     same_on_all_ranks(world, refusal(lambda: late.tensor_map, LayoutError))
