@@ -20,10 +20,6 @@ from ..errors import LayoutError, MeshError
 from ..tensor import distribute
 
 
-class NoGroupsError(MeshError, RuntimeError):
-    """A group of a mesh that was made without."""
-
-
 class DeviceMesh(CoreMesh):
     """`ms_dtensor.DeviceMesh` with hyper_parallel's names beside its own.
 
@@ -41,12 +37,11 @@ class DeviceMesh(CoreMesh):
         True
     """
 
-    __slots__ = ("_no_groups",)
+    __slots__ = ()
 
     def __init__(self, device_type: str, mesh, *, mesh_dim_names: Sequence[str] | None = None, _init_backend: bool = True,
                  _root=None):
         super().__init__(device_type, mesh, mesh_dim_names=mesh_dim_names, _root=_root)
-        self._no_groups = not _init_backend or getattr(_root, "_no_groups", False)
 
     @property
     def mesh_shape(self) -> tuple[int, ...]:
@@ -75,17 +70,10 @@ class DeviceMesh(CoreMesh):
                             f"mesh({self.describe()})")
         return list(self.ranks_along((self.axis_index(axis),), here))
 
-    def get_group(self, axis=None):
-        """As `ms_dtensor.DeviceMesh.get_group`; refused of a mesh that was made without groups."""
-        if self._no_groups:
-            raise NoGroupsError("For 'get_group', process groups not initialized.", f"mesh({self.describe()})",
-                                "This mesh was made with init_backend=False, to plan with.", "leave init_backend out")
-        return super().get_group(axis)
-
 
 def init_device_mesh(device_type: str, mesh_shape: Sequence[int], *, mesh_dim_names: Sequence[str] | None = None,
                      rank_list: Sequence[int] | None = None, init_backend: bool = True) -> DeviceMesh:
-    """`ms_dtensor.init_device_mesh`; with `init_backend=False` a mesh to plan with, whose groups are refused.
+    """`ms_dtensor.init_device_mesh`. Groups cost nothing until they are used, so `init_backend` has nothing to decide.
 
     Example:
         >>> from ms_dtensor.compat.hyper_parallel import init_device_mesh
@@ -93,14 +81,14 @@ def init_device_mesh(device_type: str, mesh_shape: Sequence[int], *, mesh_dim_na
         (1, 1)
     """
     return _with_names(distribute.init_device_mesh(device_type, mesh_shape, mesh_dim_names=mesh_dim_names,
-                                                   rank_list=rank_list), init_backend)
+                                                   rank_list=rank_list))
 
 
-def _with_names(mesh: CoreMesh, init_backend: bool = True) -> DeviceMesh:
+def _with_names(mesh: CoreMesh) -> DeviceMesh:
     """An equal mesh that has the names of this module."""
     if isinstance(mesh, DeviceMesh):
         return mesh
-    out = DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, _init_backend=init_backend)
+    out = DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
     out.varies = mesh.varies
     return out
 
@@ -115,7 +103,7 @@ class Layout:
         mesh_shape: ranks along each axis.
         alias_name: the axes' names.
         rank_list: the ranks, row-major; default 0, 1, ...
-        init_backend: as for `init_device_mesh`.
+        init_backend: has nothing to decide.
 
     Attributes:
         mesh: the device mesh.
@@ -138,7 +126,7 @@ class Layout:
             raise MeshError(f"For 'Layout', 'rank_list' has {len(ranks)} ranks for a mesh of shape {tuple(mesh_shape)}.")
         world = comm.current_world()
         self.mesh = DeviceMesh("npu" if world is None else world.device_type, np.reshape(ranks, mesh_shape),
-                                         mesh_dim_names=alias_name, _init_backend=init_backend)
+                                         mesh_dim_names=alias_name)
         self._given: tuple[Placement, ...] | None = None
         self._core: CoreLayout | None = None
         self._shape: tuple[int, ...] | None = None
@@ -275,6 +263,14 @@ class Platform:
     def create_group(self, rank_list: Sequence[int]) -> comm.Group:
         """The group of these ranks."""
         return comm.group(tuple(rank_list))
+
+    def broadcast(self, x, src: int) -> None:
+        """Gives `x`, a plain tensor or parameter, the values of rank `src`, on all ranks."""
+        if getattr(x, "_layout", None) is not None:
+            raise LayoutError("For 'broadcast', a DTensor was given.", x._layout.describe(), "Its ranks agree already.",
+                              "distribute_tensor(t, mesh, placements) takes coordinate 0's values")
+        if self.get_world_size() > 1:
+            x.set_data(self.create_group(range(self.get_world_size())).broadcast(x, src))
 
 
 _platform = Platform()

@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
+from math import prod
 from typing import Any
 
 from mindspore import Parameter, Tensor, nn
@@ -298,8 +299,10 @@ def hsdp(cell: nn.Cell, shard_size: int = -1, threshold: int = 64, optimizer_lev
 
     Args:
         cell: the model, after `shard_module`.
-        shard_size: 1. Anything else asks for parameters cut over the data-parallel ranks, which is refused.
-        threshold, optimizer_level, use_eager_hook, comm_async: of no effect where nothing is cut.
+        shard_size: 1. Anything else asks for parameters of `threshold` KiB or more to be cut over the data-parallel ranks,
+            which is refused where there are such.
+        threshold: as said.
+        optimizer_level, use_eager_hook, comm_async: of no effect where nothing is cut.
         enable_grad_accumulation: refused; add up the gradients of micro-batches.
         grad_scale: 1.0; a gradient is that of the loss.
         reduce_dtype: None; a gradient is reduced in its own dtype.
@@ -316,7 +319,10 @@ def hsdp(cell: nn.Cell, shard_size: int = -1, threshold: int = 64, optimizer_lev
         >>> hsdp(nn.Dense(4, 2), shard_size=1).weight
         DTensor(Parameter 'weight', f32[2, 4], mesh=(dp=1), rank 0 holds [2, 4])
     """
-    refused = [(shard_size != 1, f"'shard_size' is {shard_size}, and parameters are not cut over data-parallel ranks here",
+    params = [current(p) for _, p in cell.parameters_and_names()]
+    large = next((p.name for p in params if prod(p._shape) * p.itemsize >= threshold * 1024), None)
+    refused = [(shard_size != 1 and large is not None,
+                f"'shard_size' is {shard_size}, and parameters such as {large!r} are not cut over data-parallel ranks here",
                 "shard_size=1 replicates them, with the same gradients and more memory"),
                (enable_grad_accumulation, "'enable_grad_accumulation' is on", "add up the gradients of the micro-batches"),
                (grad_scale != 1.0, f"'grad_scale' is {grad_scale}", "scale the loss"),
@@ -324,7 +330,7 @@ def hsdp(cell: nn.Cell, shard_size: int = -1, threshold: int = 64, optimizer_lev
     for asked, why, fix in refused:
         if asked:
             raise _refused("hsdp", why, fix)
-    meshes = [current(p).layout.mesh for _, p in cell.parameters_and_names() if isinstance(current(p), DTensor)]
+    meshes = [p.layout.mesh for p in params if isinstance(p, DTensor)]
     if not meshes:
         fused = (2 ** 20 if bucket_size < 0 else bucket_size / 1024) if comm_fusion else 0
         return replicate(cell, mesh=_world_mesh("hsdp"), bucket_mb=fused)

@@ -66,11 +66,14 @@ def meshes_have_their_names(world):
     x = distribute_tensor(data(1, 4, 6), mesh, (S(0), S(1)))
     equal(x + x, 2 * data(1, 4, 6))
     quiet = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"), init_backend=False)
-    for m in (quiet, quiet["tp"]):
-        same_on_all_ranks(world, refusal(lambda m=m: m.get_group("tp"), MeshError))
+    assert quiet == mesh and quiet["tp"].get_group().size == 2  # theirs makes them when they are needed, too
     platform = get_platform()
     assert (platform.get_rank(), platform.get_world_size()) == (world.rank, 4)
     assert platform.create_group([0, 1, 2, 3]).size == 4
+    p = Parameter(data(world.rank, 3, 2), name="p")
+    platform.broadcast(p, 2)
+    equal(p, data(2, 3, 2))
+    assert refusal(lambda: platform.broadcast(x, 0), LayoutError)
 
 
 @case(world_size=4)
@@ -307,6 +310,8 @@ def hsdp_replicates_and_refuses_the_rest(world):
         equal(loss, want[0])
         for g, w in zip(grads, want[1], strict=True):
             equal(g, w)
-    for asked in ({}, {"shard_size": 2}, {"shard_size": 1, "enable_grad_accumulation": True},
+    small = hsdp(Net())  # its parameters are smaller than those that would be cut
+    assert isinstance(small.up, DTensor) and small.up.placements == (R,)
+    for asked in ({"threshold": 0}, {"shard_size": 2, "threshold": 0.1}, {"shard_size": 1, "enable_grad_accumulation": True},
                   {"shard_size": 1, "grad_scale": 0.5}, {"shard_size": 1, "reduce_dtype": "float32"}):
         same_on_all_ranks(world, refusal(lambda asked=asked: hsdp(Net(), **asked), ConfigError))
