@@ -76,8 +76,8 @@ def shard_module(model, device_mesh: DeviceMesh, sharding_plan: ShardingPlan):
                        f"{type(sharding_plan).__name__}", "write ShardingPlan(plan={...})")
     inputs, outputs = dict(sharding_plan.input_plan or {}), dict(sharding_plan.output_plan or {})
     cells = dict(model.cells_and_names()) if isinstance(model, nn.Cell) else {"": model}
-    moves = [(_found(key, "input", cells), "input", entry) for key, entry in inputs.items()]
-    moves += [(_found(key, "output", cells), "output", entry) for key, entry in outputs.items()]
+    moves = [(_found(key, "input", cells), "input", entry) for key, entry in inputs.items() if entry is not None]
+    moves += [(_found(key, "output", cells), "output", entry) for key, entry in outputs.items() if entry is not None]
     local = [_found(f"{path}.output", "output", cells) for path in sharding_plan.return_local_tensor or ()]
     parameters = [_parameter(model, name, entry) for name, entry in (sharding_plan.plan or {}).items()]
     if not isinstance(model, nn.Cell):
@@ -140,6 +140,8 @@ def _moving(fn: Callable, mesh: DeviceMesh, ins, outs) -> Callable:
 
 def _one(entry) -> bool:
     """Placements of one tensor, as opposed to a sequence of such."""
+    if isinstance(entry, Placement):
+        return True
     flat = [e for p in entry for e in (p if isinstance(p, tuple | list) else (p,))]
     nested = any(isinstance(e, Placement) for p in entry if isinstance(p, tuple | list) for e in p)
     return not nested and all(isinstance(e, Placement | str) for e in flat)

@@ -57,12 +57,12 @@ class CellNames:
                     _installed.take_back()
 
     def path(self, name: str) -> tuple[str, ...]:
-        """The names of the cells above a cell, and its own; empty outside of all cells."""
-        return self._path[name]
+        """The names of the cells above a cell, and its own; empty outside of all cells. Another block may have named it."""
+        return self._path.get(name, (name,))
 
     def kind(self, name: str) -> str:
-        """The class of a cell."""
-        return self._kind[name]
+        """The class of a cell; empty where another block named it."""
+        return self._kind.get(name, "")
 
     def parameters(self) -> dict[str, dict[str, Parameter]]:
         """The parameters that each of the cells called holds itself."""
@@ -93,7 +93,7 @@ class CellNames:
             name = name_of(levels)
             self._known.setdefault(id(cell), (name, cell))
             self._kind.setdefault(name, type(cell).__name__)
-            self._path.setdefault(name, (*self._path[outer], *(name_of(levels[:i]) for i in range(len(levels) + 1))))
+            self._path.setdefault(name, (*self.path(outer), *(name_of(levels[:i]) for i in range(len(levels) + 1))))
 
 
 def _named(call):

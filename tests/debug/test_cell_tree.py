@@ -137,6 +137,28 @@ def test_names_with_wrappers_and_cells_outside_of_the_model(mesh):
         "Odd", "Gather", "Net", "layers", "0", "down", "1", "down"]
 
 
+def test_names_that_another_block_gave(mesh):
+    """A block inside another's call, and a backward whose forward ran in an earlier block."""
+    net = parallelize_module(Net(), mesh, PLAN, src_data_rank=None)
+    whole = distribute_tensor(X, mesh, [Replicate()], src_data_rank=None)
+
+    class Watches(nn.Cell):
+        def construct(self, x):
+            with CommDebugMode(net) as self.__dict__["inner"]:
+                return net(x)
+    cell = Watches()
+    with CommDebugMode() as outer:
+        cell(whole)
+    names = {"layers.0.down": 1, "layers.1.down": 1}
+    assert cell.inner.get_comm_counts("module") == outer.get_comm_counts("module") == names
+    assert [line.split()[0] for line in outer.generate_comm_debug_tracing_table(0).split("\n")[1:]] == list(names)
+    with CommDebugMode() as unnamed:
+        x = distribute_tensor(X, mesh, [Shard(0)], src_data_rank=None)
+        with comm.annotate(module="gone.0"):
+            x.full_tensor()
+    assert unnamed.generate_comm_debug_tracing_table(0).split("\n")[1].split()[0] == "gone.0"
+
+
 def test_parameters_and_their_layouts(mesh):
     net = parallelize_module(Net(), mesh, {"layers.0.up": ColwiseParallel()}, src_data_rank=None)
     with CommDebugMode() as mode:
