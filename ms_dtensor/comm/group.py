@@ -90,7 +90,7 @@ class Group:
         if x is not None:
             shape, dtype, size = tuple(x.shape), str(x.dtype), math.prod(x.shape) * x.itemsize
         event = CommEvent(op, self.axes if n.axes is None else n.axes, self.ranks, shape, dtype, round(size * fraction),
-                          user_site(), n.phase, n.implicit, n.src, n.dst, seconds, started)
+                          user_site(), n.phase, n.implicit, n.src, n.dst, seconds, started, n.module)
         for events in listeners:
             events.append(event)
         return result

@@ -7,6 +7,7 @@ noted for that cell (the batch), else Replicate.
 """
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from types import MethodType
@@ -20,14 +21,16 @@ from ..core.placements import REPLICATE, Placement
 from ..core.tree import leaves
 from ..dispatch.operands import LAID_OUT, wrap
 from ..dispatch.replaced import current
-from ..errors import LayoutError
-from ..tensor.distribute import distribute_parameter, set_parameter
+from ..errors import DTensorError, LayoutError, MixedOperandError
+from ..tensor.distribute import distribute_parameter, distribute_tensor, set_parameter
 from ..tensor.dtensor import DTensor
 
 OUTER = "_ms_dtensor_outer"  # cell attribute: (whole mesh, {axis: placement of plain inputs}), set by replicate
 _TOLD = "_ms_dtensor_extents"  # cell attribute: of plain inputs at the last call, this rank's and the whole ones
 ROOT = "_ms_dtensor_replicated"  # cell attribute: replicate was applied to this very cell
 _handed_out = 0  # how many there have been
+_KEEP = "use_local_output=False in the styles, which keeps DTensors of global shape"
+_ABOUT_SIZES = re.compile("proposed_shape|shape|dimension|split")  # as MindSpore's own refusals speak
 
 
 def by_axis(placement, mesh: DeviceMesh, who: str) -> dict[str, Placement]:
@@ -145,7 +148,7 @@ def count_handed_out() -> int:
 
 
 def explain_views(module: nn.Cell) -> None:
-    """Lets a cell, whose styles hand out plain tensors, say why a view of one of them fails that names a global extent."""
+    """Lets a cell, whose styles hand out plain tensors, say why code that reads global sizes, or holds DTensors, fails."""
     module.__dict__["construct"] = MethodType(_construct, module)  # a method, so that a copy of the cell runs its own
 
 
@@ -153,13 +156,17 @@ def _construct(self, *args, **kwargs):
     before = _handed_out
     try:
         return type(self).construct(self, *args, **kwargs)
-    except ValueError as e:
-        if _handed_out == before or "proposed_shape" not in str(e):
+    except MixedOperandError as e:
+        if _handed_out == before or _KEEP in e.fix:
             raise
-        raise LayoutError(f"For '{type(self).__name__}', a view of a plain tensor failed: {str(e).splitlines()[0]}.",
+        raise MixedOperandError(e.attempt, e.operands, e.rule, (_KEEP, *e.fix)) from e
+    except (ValueError, RuntimeError) as e:
+        first = str(e).split("\n")[0].rstrip(".")
+        if _handed_out == before or isinstance(e, DTensorError) or not _ABOUT_SIZES.search(first):
+            raise
+        raise LayoutError(f"For '{type(self).__name__}', an op on a plain tensor failed: {first}.",
                           "plain outputs of styles", "They are this rank's shards: of the heads, say, its own number.",
-                          ("use_local_output=False in the styles, which keeps DTensors of global shape",
-                           "-1 for the extent that is sharded")) from e
+                          (_KEEP, "-1 for the extent that is sharded")) from e
 
 
 def taken_back(x: Tensor, cell: nn.Cell, before: int) -> Tensor:
@@ -238,6 +245,13 @@ def shard_parameter(cell: nn.Cell, key: str, mesh: DeviceMesh, placement, src_da
     else:
         param = distribute_parameter(param, mesh, placement, src_data_rank=src_data_rank)
     set_parameter(cell, key, param)
+
+
+def replicate_buffers(cell: nn.Cell, mesh: DeviceMesh, src_data_rank: int | None) -> None:
+    """Makes the buffers of a cell DTensors, whole on every rank: what comes into a cell with a style is a DTensor."""
+    for key, buffer in getattr(cell, "_buffers", {}).items():
+        if isinstance(buffer, Tensor) and not isinstance(buffer, DTensor):
+            cell._buffers[key] = distribute_tensor(buffer, mesh, None, src_data_rank=src_data_rank)
 
 
 def union_mesh(a: DeviceMesh, b: DeviceMesh) -> DeviceMesh:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from ...errors import OpRuleError
 from .names import parse
 from .scatter import scatter_rows
-from .spec import SUMS, Call, Case, Local, LocalCall, OpSpec, R, S, broadcast_shapes
+from .spec import PARTIALS, SUMS, Call, Case, Local, LocalCall, OpSpec, R, S, broadcast_shapes
 
 # in-place primitive -> (op, argument names); the first operand is the one that is written
 INPLACE_NAMES = """
@@ -177,11 +177,9 @@ def elementwise(call: Call) -> OpSpec:
 
 
 def copy(call: Call) -> OpSpec:
-    """`copy_`: a Partial target takes a Partial source."""
+    """`copy_`: a Partial target takes a source that is Partial in the same way; every rank copies its own."""
     spec = elementwise(call)
-    if call.args["src"].shape != call.args["input"].shape:
-        return spec
-    return replace(spec, cases=(*spec.cases, *(Case((p, p), (p,)) for p in SUMS)))
+    return replace(spec, cases=(*spec.cases, *(Case((p, p), (p,)) for p in PARTIALS)))
 
 
 def zero(call: Call) -> OpSpec:
