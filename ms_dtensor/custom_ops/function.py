@@ -120,7 +120,7 @@ class DFunction:
                 (f"register_rule({cls._op_name or cls.__name__!r}, cases)", "set in_placements and out_placements",
                  "pass x.to_local(), and wrap the results with DTensor.from_local"))
         mapping = Mapping(f"{cls.__name__}.apply", cls.out_placements, cls.in_placements, cls.in_grad_placements, None,
-                          True, _plain_attribute(cls, "out_shapes"))
+                          True, _plain_attribute(cls, "out_shapes"), additive=True)
         return mapping.run(local, args, kwargs)
 
     @classmethod
@@ -183,8 +183,13 @@ class _Invocation:
             if not isinstance(r, Tensor):
                 raise OpRuleError(f"For '{self.cls.__name__}.forward', result {i} is a {type(r).__name__}.", "",
                                   "A DFunction returns a tensor or a tuple of tensors.", "keep it on ctx")
-        self.inputs, self.outputs = plain, results
-        return result
+        met = {id(x) for x in plain}
+        apart = []
+        for r in results:  # what comes back a second time, or as it came, is another node: each has its own cotangent
+            apart.append(ms.ops.stop_gradient(r) if id(r) in met else r)
+            met.add(id(r))
+        self.inputs, self.outputs = plain, (*apart,)
+        return self.outputs if isinstance(result, tuple) else apart[0]
 
     def backward(self, grads):
         """Gradient of each tensor, None where there is none."""
@@ -209,8 +214,11 @@ class _Invocation:
                                   f"{list(grad.shape)}.", "", f"The argument has {list(self.inputs[len(flat)].shape)} here.",
                                   "reduce it over broadcast dims")
             flat.append(grad)
-        elif isinstance(argument, tuple | list):
+        elif isinstance(argument, tuple | list | dict):
             members = grad if grad is not None else (None,) * len(argument)
+            if isinstance(argument, dict):
+                members = [members.get(k) for k in argument] if isinstance(members, dict) else members
+                argument = tuple(argument.values())
             if not isinstance(members, tuple | list) or len(members) != len(argument):
                 raise OpRuleError(f"For '{self.cls.__name__}.backward', argument {i} is a sequence of {len(argument)}.", "",
                                   "Its gradient is a tuple of as many, or None.", "return a tuple")

@@ -13,7 +13,7 @@ from typing import Any
 
 from . import arrange, attention, basic, conv, cpu, cpu_index, cpu_matmul, lists, lookup, loss, pool, random, write
 from .dtypes import wrapper_in_float32
-from .run import fill_operands, run_local
+from .run import Nothing, StandIn, fill_operands, run_local
 
 FAMILIES = (basic, lookup, arrange, random, lists, write, conv, pool, attention, loss)
 LOCAL_OPS: dict[str, Any] = {**cpu_index.FORMS, **cpu_matmul.FORMS}
@@ -30,4 +30,5 @@ def decomposition(name: str, attrs: dict):
     return functools.partial(fn, attrs=attrs) if fn is not None and hasattr(fn, "takes_attributes") else fn
 
 
-__all__ = ["CPU", "LOCAL_OPS", "WRITES", "decomposition", "fill_operands", "run_local", "wrapper_in_float32"]
+__all__ = ["CPU", "LOCAL_OPS", "WRITES", "Nothing", "StandIn", "decomposition", "fill_operands", "run_local",
+           "wrapper_in_float32"]
