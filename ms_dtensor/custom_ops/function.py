@@ -33,8 +33,14 @@ BY_LAYOUT: dict[str | None, Any] = {}  # ops that tell whole layouts instead of 
 class Context:
     """What a forward leaves for its backward: `save_for_backward` for tensors, attributes for anything else."""
 
-    def __init__(self):
+    def __init__(self, arguments: Sequence = ()):
         self.saved_tensors: tuple = ()
+        self._arguments, self._recorded = arguments, recording()
+
+    @property
+    def needs_input_grad(self) -> tuple[bool, ...]:
+        """Whether a gradient may be wanted, for each argument of forward (positional, then keyword)."""
+        return tuple(self._recorded and any(t._requires_grad for t in leaves((a,), Tensor)) for a in self._arguments)
 
     def save_for_backward(self, *tensors) -> None:
         """Keeps tensors for the backward, where they are `saved_tensors`. None is kept as None."""
@@ -169,7 +175,7 @@ class _Invocation:
 
     def __init__(self, cls, args, kwargs, count):
         self.cls, self.args, self.kwargs, self.count = cls, args, kwargs, count
-        self.ctx, self.inputs, self.outputs = Context(), (), ()
+        self.ctx, self.inputs, self.outputs = Context((*args, *kwargs.values())), (), ()
 
     def forward(self, tensors):
         # aliases: a DTensor would show its global shape, a Parameter its name
@@ -209,6 +215,10 @@ class _Invocation:
 
     def _collect(self, i, argument, grad, flat) -> None:
         if isinstance(argument, Tensor):
+            if grad is not None and not isinstance(grad, Tensor):
+                raise OpRuleError(f"For '{self.cls.__name__}.backward', the gradient of argument {i} is a "
+                                  f"{type(grad).__name__}.", "", "It is a tensor of the argument's shape, or None.",
+                                  "return ops.full_like(x, value)")
             if grad is not None and tuple(grad.shape) != tuple(self.inputs[len(flat)].shape):
                 raise OpRuleError(f"For '{self.cls.__name__}.backward', the gradient of argument {i} has shape "
                                   f"{list(grad.shape)}.", "", f"The argument has {list(self.inputs[len(flat)].shape)} here.",

@@ -31,6 +31,7 @@ from ..dispatch.operands import (
     reduce_nonlinear,
     wrap,
 )
+from ..dispatch.planner import describe_operands
 from ..errors import LayoutError, MixedOperandError
 from ..ops.local import Nothing, StandIn
 from ..ops.rules.nothing import has_empty_shard
@@ -190,7 +191,7 @@ class Mapping:
         meshes = list(dict.fromkeys(_layout(x).mesh for x in found))
         if len(meshes) > 1:
             raise LayoutError(f"For '{self.who}', the inputs live on different meshes.",
-                              "\n".join(_layout(x).describe() for x in found), "One call works on one mesh.",
+                              describe_operands(found), "One call works on one mesh.",
                               f"x.redistribute({meshes[0]}, placements)")
         return meshes[0]
 

@@ -154,3 +154,40 @@ def empty_shards_of_own_functions_make_the_nodes_of_the_others(world):
     out = local_map(lambda u, v: u @ v, [S(1)], ([R], [S(1)]), out_shapes=((7, 3),))  # 1, 1, 1 and 0 columns of 3
     check_against_one_device(lambda u, v: ((out(u, v) if isinstance(u, DTensor) else u @ v) ** 2).sum(),
                              [a, b], [[R], [S(1)]], mesh, "an empty result")
+
+
+class Asks(DFunction):
+    """Scales; its backward may be told to return what is no tensor."""
+
+    in_placements, out_placements = ([S(0)], [S(0)], None), [S(0)]
+    asked: list = []
+
+    @staticmethod
+    def forward(ctx, x, y, back):
+        ctx.back = back
+        Asks.asked.append(ctx.needs_input_grad)
+        return x * 2 + y
+
+    @staticmethod
+    def backward(ctx, g):
+        Asks.asked.append(ctx.needs_input_grad)
+        return (g * 2 if ctx.back is None else ctx.back), g if ctx.needs_input_grad[1] else None
+
+
+@case(world_size=4)
+def a_backward_knows_whose_gradient_is_wanted_and_returns_tensors(world):
+    mesh = mesh_1d()
+    for x, y in ([data(1, 5, 3), data(2, 5, 3)], [distribute_tensor(data(i, 5, 3), mesh, [S(0)]) for i in (1, 2)]):
+        for back in (1.0, 3, np.ones((5, 3), np.float32)):
+            told = refusal(lambda b=back: grad(lambda t: Asks.apply(t, y, b).sum())(x + y))
+            assert f"the gradient of argument 0 is a {type(back).__name__}" in told, told
+            same_on_all_ranks(world, told)
+        for call, slope, wanted in ((lambda t: Asks.apply(t, y, None), 2, (True, False, False)),  # noqa: B023
+                                    (lambda t: Asks.apply(x, t, None), 1, (False, True, False)),  # noqa: B023
+                                    (lambda t: Asks.apply(t, t, None), 3, (True, True, False))):
+            Asks.asked.clear()
+            equal(grad(lambda t, c=call: c(t).sum())(x + y), np.full((5, 3), slope, np.float32))
+            assert Asks.asked == [wanted] * 2, (slope, Asks.asked)
+        Asks.asked.clear()
+        Asks.apply(x, y, None)
+        assert Asks.asked == [(False,) * 3]
