@@ -40,8 +40,8 @@ def test_the_recipe_for_an_op(cpu, monkeypatch):
             monkeypatch.setitem(table, name, entry)
     report = Report()
     verify_form(form["FORMS"][0], report)
-    assert report and report.compared > 20 and report.ops["cdist"].cases == {
-        "S(0), S(0) -> S(0)", "S(1), R -> S(1)", "R, S(1) -> S(2)"}
+    assert report and report.compared > 20 and report.ops["cross"].cases == {
+        "S(0), S(0) -> S(0)", "S(2), S(2) -> S(2)", "P(sum), R -> P(sum)", "R, P(sum) -> P(sum)"}
 
 
 def test_the_recipe_for_a_backend(cpu, monkeypatch, capsys):

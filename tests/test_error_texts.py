@@ -57,7 +57,7 @@ def boolean_mask(mesh):
 
 
 CASES = {
-    "unknown_op": (OpRuleError, lambda m: ops.cholesky(placed(m, (4, 4), S(0), R))),
+    "unknown_op": (OpRuleError, lambda m: ops.renorm(placed(m, (4, 4), S(0), R), 2, 0, 1.0)),
     "shape_depends_on_data": (OpRuleError, lambda m: ops.nonzero(placed(m, (8, 4), S(0), R))),
     "rule_refuses": (OpRuleError, lambda m: placed(m, (8, 4), S(0), S(1)).reshape(5, 7)),
     "mixed_tensor": (MixedOperandError, lambda m: placed(m, (8, 4), S(0), R) + plain(8, 4)),

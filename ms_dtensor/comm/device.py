@@ -79,6 +79,9 @@ class DeviceBackend(Backend):
             known = self._comms[group] = (name, [group.index(r) for r in ranks])
         return known
 
+    def communicator(self, group: Ranks) -> str | None:
+        return self._comm(group)[0]
+
     def _gather_number(self, number: int, group: Ranks) -> list[tuple[int, int]]:
         halves = Tensor(np.array([number >> 16, number & 0xFFFF], np.int32))
         got, handle = self._all_gather_flat(halves, self._comm(group)[0], len(group), False)

@@ -3,7 +3,8 @@
 
 Adds to a `Backend` what every call needs: arguments are checked before anything is sent, one event is recorded, and a
 group of one costs nothing. It holds no communicator; making one is free. The invariant: a call that returns has either
-communicated exactly once and recorded it, or had no other rank to communicate with.
+communicated exactly once and recorded it, or had no other rank to communicate with. Where the backend is MindSpore's
+own, a mesh's group is also the name that MindSpore's own collectives ask for; what these do nobody checks or records.
 """
 from __future__ import annotations
 
@@ -28,8 +29,6 @@ class Group:
         ranks: global ranks in group order; the calling rank must be one of them to communicate.
         axes: names of the mesh axes the group spans, for the record.
     """
-
-    __slots__ = ("axes", "backend", "rank_index", "ranks", "size")
 
     def __init__(self, backend: Backend, ranks: Sequence[int], axes: Sequence[str] = ()):
         self.backend, self.ranks, self.axes = backend, tuple(ranks), tuple(axes)
@@ -91,7 +90,7 @@ class Group:
         if x is not None:
             shape, dtype, size = tuple(x.shape), str(x.dtype), math.prod(x.shape) * x.itemsize
         event = CommEvent(op, self.axes if n.axes is None else n.axes, self.ranks, shape, dtype, round(size * fraction),
-                          user_site(), n.phase, n.implicit, n.src, n.dst, seconds, started)
+                          user_site(), n.phase, n.implicit, n.src, n.dst, seconds, started, n.module)
         for events in listeners:
             events.append(event)
         return result
@@ -242,3 +241,16 @@ class Group:
         if self.size == 1:
             return obj
         return self._done("broadcast_object", None, 0, lambda: self.backend.broadcast_object(obj, src, self.ranks))
+
+
+class NamedGroup(Group, str):
+    """A group that is also the name of its communicator, as MindSpore's own collectives take one."""
+
+    def __new__(cls, name: str, *args: Any) -> NamedGroup:
+        return str.__new__(cls, name)
+
+    def __init__(self, name: str, *args: Any):
+        super().__init__(*args)
+
+    def __reduce__(self) -> Any:
+        return str, (str(self),)

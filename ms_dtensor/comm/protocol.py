@@ -136,6 +136,10 @@ class Backend(ABC):
     def broadcast_object(self, obj: Any, src: int, group: Ranks) -> Any:
         """Rank `src`'s object (see `objects`)."""
 
+    def communicator(self, group: Ranks) -> str | None:
+        """The name by which MindSpore's own collectives know these ranks, after all of them have called this; or None."""
+        return None
+
     def close(self, reason: str = "") -> None:  # noqa: B027  most backends have nothing to do
         """Leaves the job (`reason`: the error that ends this rank). Others fail only if they wait for this rank."""
 

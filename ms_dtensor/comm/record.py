@@ -37,6 +37,7 @@ class CommEvent:
         dst: layout after, as text.
         seconds: host time of the call (for an async call: until it was handed over).
         start: when it began, on the monotonic clock that all processes of a host share.
+        module: the cell it happened in, where a `CommDebugMode` names cells; of a backward, the cell of its forward.
     """
 
     op: str
@@ -52,6 +53,7 @@ class CommEvent:
     dst: str = ""
     seconds: float = 0.0
     start: float = 0.0
+    module: str = ""
 
 
 class Note(NamedTuple):
@@ -63,6 +65,7 @@ class Note(NamedTuple):
     dst: str = ""
     axes: tuple[str, ...] | None = None
     site: str | None = None
+    module: str = ""
 
 
 _recorders: ContextVar[tuple[list[CommEvent], ...]] = ContextVar("ms_dtensor_recorders", default=())

@@ -185,6 +185,14 @@ def group(ranks: Sequence[int], axes: Sequence[str] = ()) -> Group:
     return made
 
 
+def named_group(ranks: Sequence[int], axes: Sequence[str] = ()) -> Group:
+    """The same; where the backend is MindSpore's own it is a str, too: the name of a communicator, which exists then."""
+    from .group import NamedGroup
+    made = group(ranks, axes)
+    name = made.backend.communicator(made.ranks)
+    return made if name is None else NamedGroup(name, made.backend, ranks, axes)
+
+
 @contextmanager
 def fake_world(world_size: int, rank: int = 0, device_type: str = "cpu") -> Iterator[World]:
     """Pretends to be one rank of a world of any size; nothing is sent. Re-entrant, and of this thread only.
@@ -238,4 +246,4 @@ def _at_exit() -> None:
     _leave(f"{kind.__name__}: {first}"[:400])
 
 
-bind_world(current_world, group)  # the mesh module must not import upwards, so it is told
+bind_world(current_world, named_group)  # the mesh module must not import upwards, so it is told

@@ -12,13 +12,13 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from ..core.layout import Layout
-from ..core.mesh import DeviceMesh
+from ..core.layout import Layout as CoreLayout
 from ..core.placements import Partial, Replicate, Shard
 from ..custom_ops.function import BY_LAYOUT, DFunction
 from ..custom_ops.local_map import Mapping
+from ..debug import CommDebugMode
 from ..dispatch.modes import SkipDTensorDispatch
-from ..errors import ConfigError, OpRuleError
+from ..errors import ConfigError, LayoutError, OpRuleError
 from ..parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -27,16 +27,29 @@ from ..parallel import (
     PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
-from ..tensor.distribute import distribute_module, distribute_tensor, init_device_mesh
+from ..tensor.distribute import distribute_module, distribute_tensor
 from ..tensor.dtensor import DTensor
 from ..tensor.factories import empty, full, ones, zeros
+from .hyper_layout import DeviceMesh, Layout, get_platform, init_device_mesh
+from .hyper_shard import (
+    ShardingPlan,
+    custom_shard,
+    hsdp,
+    init_parameters,
+    parallelize_value_and_grad,
+    run_for_results,
+    shard_module,
+)
 
-__all__ = ["ColwiseParallel", "DFunction", "DTensor", "DeviceMesh", "DistributedOp", "Layout", "ParallelStyle", "Partial",
-           "PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput", "Replicate", "RowwiseParallel",
-           "SequenceParallel", "Shard", "SkipDTensorDispatch", "distribute_module", "distribute_tensor", "empty", "full",
-           "init_device_mesh", "ones", "parallelize_module", "zeros"]
+__all__ = ["ColwiseParallel", "CommDebugMode", "DFunction", "DTensor", "DeviceMesh", "DistributedOp", "Layout",
+           "ParallelStyle", "Partial", "PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput", "Replicate",
+           "RowwiseParallel", "SequenceParallel", "Shard", "ShardingPlan", "SkipDTensorDispatch", "custom_shard",
+           "distribute_module", "distribute_tensor", "empty", "full", "get_platform", "hsdp", "init_device_mesh",
+           "init_parameters", "loss_parallel", "ones", "parallelize_module", "parallelize_value_and_grad", "shard_module",
+           "zeros"]
 
 
 class DistributedOp:
@@ -82,43 +95,67 @@ class DistributedOp:
         """The layouts of the results."""
         raise NotImplementedError("a DistributedOp defines infer_layout")
 
+    def _check_partial_inputs(self, layouts) -> None:
+        """For `infer_layout` of an op that is not linear: refuses operands that hold summands."""
+        for i, layout in enumerate(layouts):
+            if layout is not None and any(p.is_partial() for p in layout.placements):
+                raise LayoutError(f"For '{self.op_name}', input {i} has Partial status.", repr(layout),
+                                  "This op of a sum is not the sum of what it gives for the summands.", "x.reduce_partial()")
+
     def get_expand_impl(self, func, infer_result, cache_values):
         """A function to call on the local arguments instead of `func`, or None."""
         return None
 
     def run(self, name: str, func, args: tuple, kwargs: dict):
         """One call on DTensors: infer, decide each operand's cotangent, run `func` on local tensors, wrap."""
-        _, _, known = self.preprocess(args, kwargs)
+        _, _, known = self.preprocess(tuple(map(_Shown.of, args)), {k: _Shown.of(v) for k, v in kwargs.items()})
         if len(inspect.signature(self.infer_layout).parameters) > 1:
-            inferred = self.infer_layout([v for v in known if isinstance(v, Layout)],
+            inferred = self.infer_layout([v for v in known if isinstance(v, Layout | CoreLayout)],
                                          [v for v in args if getattr(v, "_layout", None) is None])
         else:
             inferred = self.infer_layout(known)
         outs = inferred[0] if isinstance(inferred, tuple) and len(inferred) == 2 and inferred[1] is None else inferred
         outs = tuple(outs) if isinstance(outs, tuple | list) else (outs,)
-        if not all(isinstance(o, Layout) for o in outs):
+        if not all(isinstance(o, Layout | CoreLayout) for o in outs):
             raise OpRuleError(f"For '{name}', infer_layout gave {outs!r}.", "", "It gives one Layout per result.")
         def local(*shown, **named):
             plain, plain_named, _ = self.preprocess(tuple(map(_Shown.of, args, shown)),
                                                     {k: _Shown.of(kwargs[k], v) for k, v in named.items()})
             return (self.get_expand_impl(func, inferred, known) or func)(*plain, **plain_named)
-        placements = [list(o.placements) for o in outs]
-        mapping = Mapping(name, placements[0] if len(outs) == 1 else tuple(placements), out_shapes=[o.shape for o in outs])
-        return mapping.run(local, args, kwargs)
+        outs = tuple(Layout.of(o) if isinstance(o, CoreLayout) else o for o in outs)
+        shapes = [o.shape for o in outs]
+        mapping = Mapping(name, tuple(_placed(name, o) for o in outs), out_shapes=None if None in shapes else shapes)
+        return run_for_results(mapping, local, *args, **kwargs)
+
+
+def _placed(name: str, layout: Layout):
+    """A layout in the form that `local_map` takes of a result."""
+    core = layout.core
+    if core is core.with_placements(list(core.placements)):
+        return list(core.placements)
+    if not layout.is_partial():
+        return layout.alias_tensor_map
+    raise OpRuleError(f"For '{name}', infer_layout gave a partial result with an order of its own.", core.describe(), "",
+                      "let the axes of a dim split it in the mesh's order")
 
 
 class _Shown:
-    """A DTensor whose `to_local` gives the local tensor that this call was shown: `preprocess` cannot know which."""
+    """A DTensor as `preprocess` sees it: its layout in this module's form, its local tensor the one that was moved."""
 
     def __init__(self, x: DTensor, local):
         self._x, self._local = x, local
+        self.layout = Layout.of(x.layout)
 
     @classmethod
-    def of(cls, value, local):
-        return cls(value, local) if isinstance(value, DTensor) else value
+    def of(cls, value, local=None):
+        return cls(value, local) if isinstance(value, DTensor) else value if local is None else local
+
+    @property  # type: ignore[misc]
+    def __class__(self):  # `isinstance(x, DTensor)` is asked of it
+        return type(self._x)
 
     def to_local(self):
-        return self._local
+        return self._x.to_local() if self._local is None else self._local
 
     def __getattr__(self, name):
         return getattr(self._x, name)

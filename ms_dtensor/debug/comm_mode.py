@@ -9,21 +9,31 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
+
+from mindspore import nn
 
 from .. import comm
 from ..comm import CommEvent
 from ..errors import ConfigError
+from .cell_names import CellNames
+from .cell_tree import tree_json, tree_text
+from .text import columns, human, plural, short_site
 
-_FIELDS = ("op", "axes", "phase", "implicit", "site", "src", "dst", "dtype", "group")
+_FIELDS = ("op", "axes", "phase", "implicit", "site", "module", "src", "dst", "dtype", "group")
 
 
 class CommDebugMode:
     """Records the communication inside a `with` block.
 
-    A backward belongs to the block its forward ran in; its events carry the forward's line.
+    A backward belongs to the block its forward ran in; its events carry the forward's line, and its cell. Cells go by
+    their paths below the model, as a plan names them: the model is `module`, or the first cell called. Of nested blocks
+    the inner one gives the names.
+
+    Args:
+        module: the model, if the first cell called is another.
 
     Attributes:
         events: one `CommEvent` per collective, in order.
@@ -40,7 +50,10 @@ class CommDebugMode:
         ({'all_gather': 1}, {('all_gather', ('tp',)): 192})
     """
 
-    def __init__(self):
+    def __init__(self, module: nn.Cell | None = None):
+        if module is not None and not isinstance(module, nn.Cell):
+            raise ConfigError(f"For 'CommDebugMode', 'module' must be a Cell, but got {type(module).__name__}.")
+        self.cells = CellNames(module)
         self.events: list[CommEvent] = []
         self.rank = 0
         self._stack = ExitStack()
@@ -49,6 +62,7 @@ class CommDebugMode:
         world = comm.current_world()
         self.rank = 0 if world is None else world.rank
         self.events = self._stack.enter_context(comm.record())
+        self._stack.enter_context(self.cells.naming())
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -58,7 +72,8 @@ class CommDebugMode:
         """How many collectives, by name; or by any fields of an event.
 
         Args:
-            *fields: of "op", "axes", "phase", "implicit", "site", "src", "dst", "dtype", "group"; several give tuples.
+            *fields: of "op", "axes", "phase", "implicit", "site", "module", "src", "dst", "dtype", "group"; several
+                give tuples.
         """
         return self._by(fields, lambda e: 1)
 
@@ -73,6 +88,51 @@ class CommDebugMode:
     def table(self) -> str:
         """Text: one line per call site, collective, phase and pair of layouts."""
         return table(self.events, self.rank)
+
+    def generate_comm_debug_tracing_table(self, noise_level: int = 3) -> str:
+        """Text: a tree of cells, with the collectives and bytes of each and of all below it.
+
+        Args:
+            noise_level: 0: cells that communicate; 1: and what each did by itself; 2: and all cells that were called,
+                and how their parameters lie; 3: and the lines of code.
+
+        Example:
+            >>> import ms_dtensor as md
+            >>> from mindspore import mint, nn
+            >>> from ms_dtensor.debug import CommDebugMode
+            >>> with md.comm.fake_world(4), CommDebugMode() as mode:
+            ...     mesh = md.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+            ...     net = md.parallelize_module(nn.SequentialCell(nn.Dense(4, 8), nn.Dense(8, 4)), mesh,
+            ...                                 {"0": md.ColwiseParallel(), "1": md.RowwiseParallel()}, src_data_rank=None)
+            ...     y = net(mint.ones((2, 4)))
+            parallelize_module over tp=4:
+              0  ColwiseParallel: 0
+              1  RowwiseParallel: 1
+            >>> print(mode.generate_comm_debug_tracing_table(noise_level=0))
+            cell            forward          backward
+            SequentialCell  1 (48 B)
+              1             1 (48 B)
+        """
+        return tree_text(self.cells, self.events, noise_level)
+
+    def log_comm_debug_tracing_table_to_file(self, file_name: str | os.PathLike = "comm_mode_log.txt",
+                                             noise_level: int = 3) -> None:
+        """Writes `generate_comm_debug_tracing_table` to a file."""
+        Path(file_name).write_text(self.generate_comm_debug_tracing_table(noise_level) + "\n", encoding="utf-8")
+
+    def generate_json_dump(self, file_name: str | os.PathLike = "comm_mode_log.json", noise_level: int = 3) -> None:
+        """Writes the tree of cells as JSON; `noise_level` as for the table."""
+        Path(file_name).write_text(json.dumps(tree_json(self.cells, self.events, noise_level), indent=1) + "\n",
+                                   encoding="utf-8")
+
+    def get_parameter_info(self) -> dict[str, dict]:
+        """The parameters of each cell that was called: {cell: {name: Parameter}}."""
+        return {name: dict(own) for name, own in self.cells.parameters().items()}
+
+    def get_sharding_info(self) -> dict[str, tuple]:
+        """The placements of the parameters that are DTensors, of the cells that were called: {"cell.name": placements}."""
+        return {f"{name}.{key}": p.placements for name, own in self.cells.parameters().items()
+                for key, p in own.items() if hasattr(p, "placements")}
 
     def export_chrome_trace(self, path: str | os.PathLike) -> None:
         """Writes the events as a Chrome trace (chrome://tracing, Perfetto); one process per rank, one track per axes.
@@ -124,41 +184,6 @@ def chrome_trace(events: Iterable[CommEvent], rank: int = 0) -> dict:
         out.append({"name": e.op, "cat": e.phase, "ph": "X", "ts": e.start * 1e6, "dur": e.seconds * 1e6, "pid": rank,
                     "tid": tracks[e.axes],
                     "args": {"bytes": e.bytes, "shape": list(e.shape), "dtype": e.dtype, "ranks": list(e.group),
-                             "site": e.site, "implicit": e.implicit, "src": e.src, "dst": e.dst}})
+                             "site": e.site, "module": e.module, "implicit": e.implicit, "src": e.src,
+                             "dst": e.dst}})
     return {"traceEvents": out, "displayTimeUnit": "ms"}
-
-
-# -- text ------------------------------------------------------------------------------------------------------------
-def columns(rows: Sequence[tuple[str, ...]], right: tuple[int, ...] = ()) -> str:
-    """Rows as aligned text; columns that are empty throughout are left out."""
-    used = [i for i in range(len(rows[0])) if any(r[i] for r in rows)]
-    wide = {i: max(len(r[i]) for r in rows) for i in used}
-    return "\n".join("  ".join(r[i].rjust(wide[i]) if i in right else r[i].ljust(wide[i]) for i in used).rstrip()
-                     for r in rows)
-
-
-def short_site(site: str) -> str:
-    """`file:line` relative to the working directory if it is below, else the last two parts of the path."""
-    name, _, line = site.rpartition(":")
-    if not name:
-        return site
-    path = Path(name)
-    try:
-        shown = path.relative_to(Path.cwd())
-    except ValueError:
-        shown = Path(*path.parts[-2:])
-    return f"{shown}:{line}"
-
-
-def human(size: float) -> str:
-    """`1536` -> "1.5 KiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
-
-
-def plural(count: int, noun: str) -> str:
-    """`2, "rank"` -> "2 ranks"."""
-    return f"{count} {noun}" + "s" * (count != 1)

@@ -22,7 +22,7 @@ def explain(what, *args, **kwargs):
     """Prints the plan between two layouts, or the communication of a call.
 
     Args:
-        what: a Layout or DTensor (then the target follows: a Layout or placements); or a function or Cell.
+        what: a Layout or DTensor (then the target follows: a Layout, a DTensor or placements); or a function or Cell.
         *args: the target; or the arguments of a call. `explain(fn)` without any returns a function that runs `fn`.
         **kwargs: keyword arguments of the call.
 
@@ -54,7 +54,7 @@ def explain(what, *args, **kwargs):
         if len(args) != 1 or kwargs:
             raise ConfigError("For 'explain', a layout needs exactly one target.", src.describe(), "",
                               "explain(src, dst) with a Layout or placements")
-        print(plan_text(src, args[0] if isinstance(args[0], Layout) else src.with_placements(args[0])))
+        print(plan_text(src, _target(src, args[0])))
         return None
     if not callable(what):
         raise ConfigError(f"For 'explain', the first argument must be a Layout, a DTensor or a function, but got "
@@ -62,6 +62,20 @@ def explain(what, *args, **kwargs):
     if not args and not kwargs:
         return lambda *a, **k: _run(what, a, k)
     return _run(what, args, kwargs)
+
+
+def _target(src: Layout, given) -> Layout:
+    dst = given if isinstance(given, Layout) else getattr(given, "_layout", None)
+    if dst is None:
+        if hasattr(given, "asnumpy"):
+            raise ConfigError("For 'explain', a target is a Layout, a DTensor or placements, but got "
+                              f"{type(given).__name__}.", src.describe(), "A plain tensor does not say how it is laid out.",
+                              "explain(src, [Replicate()])")
+        return src.with_placements(given)
+    if dst.shape != src.shape:
+        raise ConfigError("For 'explain', the target has another shape.", f"{src.describe()} -> {dst}",
+                          "A redistribution moves a tensor; it does not change it.", "explain(fn, *args) of an op")
+    return dst
 
 
 def _run(fn: Callable, args: Sequence, kwargs: dict):

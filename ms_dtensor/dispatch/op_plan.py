@@ -93,10 +93,10 @@ class LocalRun:
 class Results:
     """How local results become DTensors; the first ones tell their dtypes, and with them the layouts are known."""
 
-    __slots__ = ("drafts", "layouts", "mesh", "op")
+    __slots__ = ("by_data", "drafts", "layouts", "mesh", "op")
 
-    def __init__(self, op: str, mesh: DeviceMesh, drafts):
-        self.op, self.mesh = op, mesh
+    def __init__(self, op: str, mesh: DeviceMesh, drafts, by_data: bool = False):
+        self.op, self.mesh, self.by_data = op, mesh, by_data  # `by_data`: of another shape each time
         self.drafts = drafts  # of each result ((placements, order, global shape or None), a layout that may be it or None)
         self.layouts: list[Layout | None] = [None] * len(drafts)
 
@@ -131,7 +131,8 @@ class Results:
             raise OpRuleError(f"For '{self.op}', the local result has shape {tuple(result._shape)}, but the rule says "
                               f"{layout.local_shape()} of {layout}.", "", "Rule and op disagree; nothing was returned.",
                               "report this call: it is a bug in the rule")
-        self.layouts[i] = layout
+        if not self.by_data:
+            self.layouts[i] = layout
         return layout
 
 
@@ -160,8 +161,8 @@ class OpPlan:
             a for (placements, *_), _ in self.results.drafts for a, p in enumerate(placements)
             if p.is_partial() and not p.is_partial("sum")})))
         object.__setattr__(self, "short", bool(local.places) and not (
-            moves or plain or self.writes or self.draws or local.again or local.constants or local.empty is not None
-            or local.in_float32 is not None))
+            moves or plain or self.writes or self.draws or self.results.by_data or local.again or local.constants
+            or local.empty is not None or local.in_float32 is not None))
 
     def run(self, call: OpCall):
         """The results of one call, as DTensors."""

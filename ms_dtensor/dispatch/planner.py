@@ -157,7 +157,7 @@ def plan_for(op: str, arguments: dict, tensors, mode, original: LocalRun | None 
     booleans = tuple(i for i, x in enumerate(layouts) if x.dtype == "bool") if op in _ARITHMETIC else ()
     local = replace(original or LocalRun(), in_float32=in_float32, again=again, constants=booleans)
     if None in spec.shapes:  # a rule in case notation alone: the first local results tell (see custom_ops/register.py)
-        return OpPlan(op, steps, local, Results(op, mesh, [(o, None) for o in choice.outs]))
+        return OpPlan(op, steps, local, Results(op, mesh, [(o, None) for o in choice.outs], spec.by_data))
     drafts = tuple(Layout(mesh, p, shape, layouts[0].dtype, order) for p, order, shape in choice.outs)
     at = Local(choice.targets, drafts, mesh.get_coordinate())
     named, empty = local_part(spec_call, spec, at)

@@ -10,8 +10,7 @@ from __future__ import annotations
 from mindspore import Parameter, Tensor, nn
 
 from .. import comm
-from ..core.layout import Layout
-from ..core.mesh import DeviceMesh, coordinates
+from ..core.mesh import DeviceMesh
 from ..core.placements import REPLICATE, Shard
 from ..core.tree import leaves, map_leaves
 from ..dispatch.operands import local_alias, wrap
@@ -21,7 +20,7 @@ from ..tensor import deferred_init
 from ..tensor.distribute import distribute_parameter, distribute_tensor, like_parameter, set_parameter
 from ..tensor.dtensor import DTensor
 from .buckets import make_buckets
-from .layouts import OUTER, ROOT, count_handed_out, enter, lift, taken_back, union_mesh
+from .layouts import OUTER, ROOT, count_handed_out, enter, global_shape, lift, taken_back, union_mesh
 
 _OVER = "_ms_dtensor_replicated_over"  # parameter attribute: axes that replicate has dealt with
 
@@ -128,9 +127,8 @@ class _Batch:
         if any(len(theirs) != len(mine) for theirs in everyone):
             raise self._unlike(everyone)
         for pieces in ([tuple(piece) for piece in each] for each in zip(*everyone)):
-            whole = (sum(piece[0] for piece in pieces), *pieces[0][1:])
-            layout = Layout(self.mesh, [Shard(0)] * self.mesh.ndim, whole)
-            if pieces != [layout.local_shape(c) for c in coordinates(self.mesh)]:
+            whole = global_shape(pieces, self.mesh, [Shard(0)] * self.mesh.ndim)
+            if whole is None:
                 raise self._unlike(everyone)
             self.shapes.append(None if len({*pieces}) == 1 else whole)
         self.mine = mine

@@ -24,7 +24,7 @@ from ..dispatch.replaced import current
 from ..errors import LayoutError
 from ..tensor.distribute import distribute_tensor, like_parameter, set_parameter
 from ..tensor.dtensor import DTensor
-from .layouts import convert_first, enter, hand_out, place
+from .layouts import convert_first, enter, hand_out, place, replicate_buffers
 from .styles import ColwiseParallel, ParallelStyle
 
 FUSED = "fused"  # Parameter attribute: the `Fused` that says how its rows are ordered
@@ -132,6 +132,7 @@ class FusedColwiseParallel(ParallelStyle):
             out = like_parameter(wrap(local, layout), param)
             out.__dict__[FUSED] = order
             set_parameter(module, key, out)
+        replicate_buffers(module, device_mesh, self.src_data_rank)
         who = "FusedColwiseParallel"
 
         def before(cell, inputs, kwargs):

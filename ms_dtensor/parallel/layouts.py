@@ -7,25 +7,30 @@ noted for that cell (the batch), else Replicate.
 """
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from types import MethodType
 
 from mindspore import Tensor, nn
 
+from .. import comm
 from ..core.layout import Layout
-from ..core.mesh import DeviceMesh
+from ..core.mesh import DeviceMesh, coordinates
 from ..core.placements import REPLICATE, Placement
 from ..core.tree import leaves
 from ..dispatch.operands import LAID_OUT, wrap
 from ..dispatch.replaced import current
-from ..errors import LayoutError
-from ..tensor.distribute import distribute_parameter, set_parameter
+from ..errors import DTensorError, LayoutError, MixedOperandError
+from ..tensor.distribute import distribute_parameter, distribute_tensor, set_parameter
 from ..tensor.dtensor import DTensor
 
 OUTER = "_ms_dtensor_outer"  # cell attribute: (whole mesh, {axis: placement of plain inputs}), set by replicate
+_TOLD = "_ms_dtensor_extents"  # cell attribute: of plain inputs at the last call, this rank's and the whole ones
 ROOT = "_ms_dtensor_replicated"  # cell attribute: replicate was applied to this very cell
 _handed_out = 0  # how many there have been
+_KEEP = "use_local_output=False in the styles, which keeps DTensors of global shape"
+_ABOUT_SIZES = re.compile("proposed_shape|shape|dimension|split")  # as MindSpore's own refusals speak
 
 
 def by_axis(placement, mesh: DeviceMesh, who: str) -> dict[str, Placement]:
@@ -70,17 +75,60 @@ def _target(layout: Layout, mesh: DeviceMesh, placement, who: str) -> list[Place
 def enter(x, cell: nn.Cell, mesh: DeviceMesh, placement, who: str, shape=None, beside: Iterable = ()) -> DTensor:
     """A DTensor as it is; a plain tensor, said to be laid out by `placement`, as a DTensor on the cell's mesh.
 
-    `shape`: its global shape, where shards differ in size. `beside`: the call's arguments; the mesh of a DTensor among
-    them may have more axes than the cell knows.
+    `shape`: its global shape, where it is known that shards differ in size; else the ranks are asked. `beside`: the
+    call's arguments; the mesh of a DTensor among them may have more axes than the cell knows.
     """
     if isinstance(x, DTensor):
         return x
     whole, outer = getattr(cell, OUTER, (mesh, {}))
     for other in leaves(beside, DTensor):
         whole = union_mesh(whole, other.device_mesh)
-    out = DTensor.from_local(x, whole, {**outer, **by_axis(placement, mesh, who)}, shape=shape)
+    placed = {**outer, **by_axis(placement, mesh, who)}
+    if shape is None:
+        shape = _asked(x, cell, Layout(whole, [placed.get(a, REPLICATE) for a in whole.mesh_dim_names], x.shape), who)
+    out = DTensor.from_local(x, whole, placed, shape=shape)
     x.__dict__[LAID_OUT] = out.layout
     return out
+
+
+def _asked(x: Tensor, cell: nn.Cell, layout: Layout, who: str) -> tuple[int, ...] | None:
+    """The global shape of a plain input that ranks hold unlike shards of; None where the shards are alike.
+
+    They tell each other what they hold when the extents of the cut dims are not those of the last call (one small message).
+    """
+    mesh = layout.mesh
+    cut = [d for d, axes in enumerate(layout.dim_axes) if any(mesh.shape[a] > 1 for a in axes)]
+    known = x.__dict__.get(LAID_OUT)
+    if known is not None and (known.mesh, known.placements, known.local_shape()) == (mesh, layout.placements, x.shape):
+        return known.shape
+    if not cut:
+        return None
+    mine, told = tuple(x.shape[d] for d in cut), cell.__dict__.setdefault(_TOLD, {})
+    key = who, x.ndim, layout.placements
+    if key not in told or told[key][0] != mine:
+        with comm.annotate(src=f"{who}: extents of a plain input", dst=str(mine)):
+            pieces = list(map(tuple, mesh.get_group().all_gather_object(list(x.shape))))
+        whole = global_shape(pieces, mesh, layout.placements)
+        if whole is None:
+            raise LayoutError(f"For '{who}', the ranks' plain inputs are not the shards of one tensor.",
+                              "\n".join(f"rank {r} holds {list(p)}" for r, p in zip(mesh.rank_list, pieces)),
+                              f"They were said to be laid out as {layout.placements}: chunks, the first ones larger.",
+                              "lay the whole input out with distribute_tensor")
+        told[key] = mine, None if len({*pieces}) == 1 else {d: whole[d] for d in cut}
+    extents = told[key][1]
+    return extents and tuple(extents.get(d, n) for d, n in enumerate(x.shape))
+
+
+def global_shape(pieces: list[tuple[int, ...]], mesh: DeviceMesh, placements) -> tuple[int, ...] | None:
+    """The shape whose shards, over the mesh in row-major order, have these shapes; None if there is none."""
+    if len({len(piece) for piece in pieces}) > 1:
+        return None
+    held = dict(zip(coordinates(mesh), pieces))
+    axes_of = Layout(mesh, placements, pieces[0]).dim_axes
+    whole = tuple(sum(shape[d] for at, shape in held.items() if not any(n for a, n in enumerate(at) if a not in axes))
+                  for d, axes in enumerate(axes_of))
+    layout = Layout(mesh, placements, whole)
+    return whole if all(shape == layout.local_shape(at) for at, shape in held.items()) else None
 
 
 def hand_out(x: DTensor, cell: nn.Cell | None = None) -> Tensor:
@@ -100,7 +148,7 @@ def count_handed_out() -> int:
 
 
 def explain_views(module: nn.Cell) -> None:
-    """Lets a cell, whose styles hand out plain tensors, say why a view of one of them fails that names a global extent."""
+    """Lets a cell, whose styles hand out plain tensors, say why code that reads global sizes, or holds DTensors, fails."""
     module.__dict__["construct"] = MethodType(_construct, module)  # a method, so that a copy of the cell runs its own
 
 
@@ -108,13 +156,17 @@ def _construct(self, *args, **kwargs):
     before = _handed_out
     try:
         return type(self).construct(self, *args, **kwargs)
-    except ValueError as e:
-        if _handed_out == before or "proposed_shape" not in str(e):
+    except MixedOperandError as e:
+        if _handed_out == before or _KEEP in e.fix:
             raise
-        raise LayoutError(f"For '{type(self).__name__}', a view of a plain tensor failed: {str(e).splitlines()[0]}.",
+        raise MixedOperandError(e.attempt, e.operands, e.rule, (_KEEP, *e.fix)) from e
+    except (ValueError, RuntimeError) as e:
+        first = str(e).split("\n")[0].rstrip(".")
+        if _handed_out == before or isinstance(e, DTensorError) or not _ABOUT_SIZES.search(first):
+            raise
+        raise LayoutError(f"For '{type(self).__name__}', an op on a plain tensor failed: {first}.",
                           "plain outputs of styles", "They are this rank's shards: of the heads, say, its own number.",
-                          ("use_local_output=False in the styles, which keeps DTensors of global shape",
-                           "-1 for the extent that is sharded")) from e
+                          (_KEEP, "-1 for the extent that is sharded")) from e
 
 
 def taken_back(x: Tensor, cell: nn.Cell, before: int) -> Tensor:
@@ -193,6 +245,13 @@ def shard_parameter(cell: nn.Cell, key: str, mesh: DeviceMesh, placement, src_da
     else:
         param = distribute_parameter(param, mesh, placement, src_data_rank=src_data_rank)
     set_parameter(cell, key, param)
+
+
+def replicate_buffers(cell: nn.Cell, mesh: DeviceMesh, src_data_rank: int | None) -> None:
+    """Makes the buffers of a cell DTensors, whole on every rank: what comes into a cell with a style is a DTensor."""
+    for key, buffer in getattr(cell, "_buffers", {}).items():
+        if isinstance(buffer, Tensor) and not isinstance(buffer, DTensor):
+            cell._buffers[key] = distribute_tensor(buffer, mesh, None, src_data_rank=src_data_rank)
 
 
 def union_mesh(a: DeviceMesh, b: DeviceMesh) -> DeviceMesh:

@@ -17,7 +17,7 @@ from ..core.mesh import DeviceMesh
 from ..core.placements import Placement, Replicate, Shard
 from ..errors import ConfigError, LayoutError
 from ..tensor.dtensor import DTensor
-from .layouts import by_axis, convert_first, enter, hand_out, place, shard_parameter
+from .layouts import by_axis, convert_first, enter, hand_out, place, replicate_buffers, shard_parameter
 
 
 class ParallelStyle(ABC):
@@ -109,6 +109,7 @@ class _Sharded(ParallelStyle):
         _, wanted = self._placements(module)
         for key, placement in self.check(module, device_mesh).items():
             shard_parameter(module, key, device_mesh, [placement], self.src_data_rank)
+        replicate_buffers(module, device_mesh, self.src_data_rank)
 
         def convert(cell, x):
             return place(enter(x, cell, device_mesh, self.input_layouts, who), device_mesh, wanted, who)
@@ -231,6 +232,7 @@ class SequenceParallel(ParallelStyle):
             for key, param in cell._params.items():
                 if param is not None:
                     shard_parameter(cell, key, device_mesh, [Replicate()] * device_mesh.ndim, self.src_data_rank)
+            replicate_buffers(cell, device_mesh, self.src_data_rank)
 
         def convert(cell, x):
             if not isinstance(x, Tensor):

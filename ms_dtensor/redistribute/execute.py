@@ -19,7 +19,7 @@ from .. import comm
 from ..comm.packing import on_cpu
 from ..comm.record import active
 from ..core.layout import Layout
-from ..core.placements import PARTIAL
+from ..core.placements import PARTIAL, REPLICATE
 from ..errors import RedistributeError
 from ..internals.names import Function, NoFallbackGuard, recording
 from .boxes import relative, sizes_along, transfers
@@ -184,13 +184,29 @@ def _view(x):
 
 
 def _as_summand(x, src: Layout, dst: Layout):
-    """A whole value where summands are wanted: coordinate 0 gives all of it, the others nothing."""
-    axes = [a for a in dst.partial_axes if src.placements[a].is_replicate()]
+    """A value that is no sum where summands are wanted: of a whole one coordinate 0 gives all, of shards each its own."""
+    axes = [a for a in dst.partial_axes if not src.placements[a].is_partial()]
     if not axes:
         return x, src
+    whole = src.with_placements([REPLICATE if a in axes else p for a, p in enumerate(src.placements)], src.order)
+    cut = [a for a in axes if not src.placements[a].is_replicate()]
+    if all(src.placements[a].is_shard() and src.dim_axes[src.placements[a].dim] == (a,) for a in cut):
+        for d in sorted(src.placements[a].dim for a in cut):
+            x = _among_zeros(x, d, *src.local_box()[d], src.shape[d])
+    else:
+        x, cut = run(plan(src, whole), x), []
     here = src.mesh.get_coordinate() or (0,) * src.mesh.ndim
-    placements = [dst.placements[a] if a in axes else p for a, p in enumerate(src.placements)]
-    return x * float(all(here[a] == 0 for a in axes)), src.with_placements(placements, src.order)
+    if any(here[a] for a in axes if a not in cut):
+        x = ms.ops.zeros_like(x)
+    placements = [dst.placements[a] if a in axes else p for a, p in enumerate(whole.placements)]
+    return x, whole.with_placements(placements, whole.order)
+
+
+def _among_zeros(x, dim: int, start: int, stop: int, size: int):
+    """A dim's elements from start to stop, with zeros around."""
+    def zeros(n):
+        return ms.ops.zeros((*x._shape[:dim], n, *x._shape[dim + 1:]), x.dtype)
+    return ms.mint.cat([piece for piece in (zeros(start), x, zeros(size - stop)) if piece._shape[dim]] or [x], dim)
 
 
 def _average(src: Layout, dst: Layout) -> float:

@@ -7,6 +7,7 @@ it only moves data. Read next: `tensor/dtensor.py`; styles that distribute whole
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Sequence
 
@@ -45,22 +46,24 @@ def init_device_mesh(device_type: str, mesh_shape: Sequence[int], *, mesh_dim_na
         rank_list: the ranks, row-major; default: the block of that many ranks that contains this one.
 
     Raises:
-        MeshError: the shape does not fit the world.
+        MeshError: a shape or names that no mesh has, which is told before anything starts; or the shape does not fit the
+            world.
 
     Example:
         >>> from ms_dtensor import init_device_mesh
         >>> init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
         DeviceMesh(cpu, dp=1, tp=1)
     """
-    shape = tuple(int(n) for n in mesh_shape)
+    shape = _mesh_shape(mesh_shape)
     kind = _DEVICE_TYPES.get(str(device_type).lower())
     if kind is None:
         raise MeshError(f"For 'init_device_mesh', 'device_type' must be npu, gpu or cpu, but got {device_type!r}.")
+    need = math.prod(shape)
+    DeviceMesh(device_type, np.arange(need).reshape(shape), mesh_dim_names=mesh_dim_names)  # its refusals
     world = comm.start(kind)
-    need = int(np.prod(shape)) if shape else 0
     blocks = rank_list is None and need < world.size
     if rank_list is None:
-        if not shape or need < 1 or world.size % need:
+        if world.size % need:
             names = tuple(mesh_dim_names or ())
             product = " x ".join(f"{n}={s}" for n, s in zip(names, shape)) if len(names) == len(shape) else \
                 " x ".join(map(str, shape))
@@ -76,6 +79,15 @@ def init_device_mesh(device_type: str, mesh_shape: Sequence[int], *, mesh_dim_na
     mesh = DeviceMesh(device_type, np.array(ranks).reshape(shape), mesh_dim_names=mesh_dim_names)
     mesh.varies = blocks
     return mesh
+
+
+def _mesh_shape(given) -> tuple[int, ...]:
+    sizes = tuple(given) if isinstance(given, tuple | list | np.ndarray) else ()
+    if not sizes or not all(isinstance(n, int | np.integer) and not isinstance(n, bool) and n > 0 for n in sizes):
+        raise MeshError(f"For 'init_device_mesh', 'mesh_shape' must be a tuple of positive integers, but got {given!r}.", "",
+                        "Every axis of a mesh has one rank or more.",
+                        "write the number of ranks along each axis: (2, 4)")
+    return tuple(map(int, sizes))
 
 
 def distribute_tensor(tensor, device_mesh: DeviceMesh | None = None, placements=None, *,

@@ -55,8 +55,9 @@ def _filled(value, layout: Layout, dtype) -> DTensor:
 
 
 def _drawn(draw, layout: Layout, dtype) -> DTensor:
+    array = draw(rng.next_key(), layout.shape, layout.local_box(), kind(dtype))
     rng.agree(layout.mesh)
-    return _made(draw(rng.next_key(), layout.shape, layout.local_box(), kind(dtype)), layout, dtype)
+    return _made(array, layout, dtype)
 
 
 def _full(name, args, value, dtype, device_mesh, placements) -> DTensor:

@@ -3,12 +3,14 @@
 
 MindSpore's own indexing bypasses dispatch, so an index is parsed here once, against the global shape, and turned into
 ruled ops: slices and integers into one "slice", one index tensor into a lookup, several into "index". A write reaches
-every rank that holds a part of what is written (`dispatch/inplace.py`). Boolean masks are refused where the shape would
-depend on data. Invariant: bounds are checked before anything is computed, on every rank alike.
+every rank that holds a part of what is written (`dispatch/inplace.py`). A boolean mask that every rank holds whole is the
+positions where it is true; another is refused where the shape would depend on data. Invariant: bounds are checked
+before anything is computed, on every rank alike.
 """
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import mindspore as ms
 import numpy as np
@@ -52,9 +54,9 @@ def parse(shape: tuple[int, ...], index, what: str = "getitem") -> Index:
 
     Raises:
         IndexError: too many indices, or an integer out of range.
-        OpRuleError: a boolean mask.
+        OpRuleError: a boolean mask of which a rank holds a part.
     """
-    items = list(index) if isinstance(index, tuple) else [index]
+    items = [i for item in (index if isinstance(index, tuple) else (index,)) for i in _picked(item, what)]
     consumed = sum(i is not None and i is not Ellipsis for i in items)
     if sum(i is Ellipsis for i in items) > 1 or consumed > len(shape):
         raise IndexError(f"For 'DTensor', an index of {consumed} dims does not fit a tensor of {len(shape)} dims.")
@@ -77,8 +79,13 @@ def parse(shape: tuple[int, ...], index, what: str = "getitem") -> Index:
                 raise IndexError(f"For 'DTensor', index {item} is out of range for dim {dim} of size {n}.")
             out.bounds.append((int(item) % n, int(item) % n + 1, 1))
             out.drop.append(dim)
+        elif isinstance(item, Picked):
+            if item.extent != n:
+                raise IndexError(f"For 'DTensor', a mask of {item.extent} elements does not fit dim {dim} of size {n}.")
+            out.arrays[dim] = item.at.astype(np.int32)
+            out.bounds.append(whole)
         else:
-            out.arrays[dim] = _as_index(item, dim, n, what)
+            out.arrays[dim] = _as_index(item, dim, n)
             out.bounds.append(whole)
     if out.arrays and out.drop:
         for d in out.drop:
@@ -89,11 +96,41 @@ def parse(shape: tuple[int, ...], index, what: str = "getitem") -> Index:
     return out
 
 
+class Picked(NamedTuple):
+    """Where a mask is true, along one of its dims; and that dim's extent."""
+
+    at: np.ndarray
+    extent: int
+
+
+def _whole(mask) -> bool:
+    """Whether every rank holds all of a mask."""
+    layout = getattr(mask, "_layout", None)
+    return layout is None or layout.is_replicated()
+
+
+def _picked(item, what: str) -> list:
+    """An item of an index; a boolean mask as the positions, per dim, where it is true."""
+    if isinstance(item, Tensor) and item.dtype == ms.bool_:
+        if not _whole(item):
+            raise OpRuleError(f"For '{what}', a boolean mask is not whole on every rank.", item._layout.describe(),
+                              "The shape of what it picks depends on data, and a rank knows a part of it.",
+                              ("where(mask, x, other) or masked_fill(mask, value)",
+                               "x[mask] = value, with one mask and a scalar",
+                               "mask.redistribute(placements=[Replicate()] * mesh.ndim) first"))
+        mask = Tensor._make_subclass(Tensor, item).asnumpy()
+    elif isinstance(item, list | np.ndarray):
+        mask = np.asarray(item)
+    else:
+        return [item]
+    return [Picked(*pair) for pair in zip(np.nonzero(mask), mask.shape)] if mask.dtype == bool and mask.ndim else [item]
+
+
 def _is_int(item) -> bool:
     return isinstance(item, int | np.integer) and not isinstance(item, bool | np.bool_)
 
 
-def _as_index(item, dim: int, n: int, what: str):
+def _as_index(item, dim: int, n: int):
     if isinstance(item, Tensor):
         kind = "bool" if item.dtype == ms.bool_ else "int" if "Int" in str(item.dtype) else str(item.dtype)
         if kind == "int" and ms.get_context("device_target") == "CPU":
@@ -103,11 +140,6 @@ def _as_index(item, dim: int, n: int, what: str):
         if item.size == 0:
             item = item.astype(np.int32)
         kind = {"b": "bool", "i": "int", "u": "int"}.get(item.dtype.kind, str(item.dtype))
-    if kind == "bool":
-        raise OpRuleError(f"For '{what}', a boolean mask has no rule.", f"dim {dim} of size {n}",
-                          "The shape of what it picks depends on data, which no rank knows whole.",
-                          ("where(mask, x, other) or masked_fill(mask, value)",
-                           "x[mask] = value, with one mask and a scalar"))
     if kind != "int":
         raise IndexError(f"For 'DTensor', an index must be an integer, a slice or integers, but got {kind}.")
     if isinstance(item, np.ndarray):
@@ -165,7 +197,7 @@ def set_item(x, index, value):
         OpRuleError: several boolean masks, or a mask with a value whose place would depend on data; a Partial target.
     """
     mask = _mask(index)
-    if mask is not None:
+    if mask is not None and not (_whole(mask) and np.ndim(value) > len(x.shape) - len(mask.shape)):
         return _set_where(x, mask, value)
     at = parse(tuple(x.shape), index, "setitem")
     wide = np.broadcast_shapes(*(tuple(i.shape) for i in at.arrays.values())) if at.arrays else ()
@@ -204,9 +236,10 @@ def _set_where(x, mask, value):
         raise IndexError(f"For 'DTensor', a mask of shape {shape} does not fit a tensor of shape {tuple(x.shape)}.")
     value = _value(x, value)
     if isinstance(value, Tensor) and value.ndim > len(x.shape) - len(shape):
-        raise OpRuleError("For 'setitem', a boolean mask takes a scalar or one value for each row.",
+        raise OpRuleError("For 'setitem', a boolean mask that is not whole takes a scalar or one value for each row.",
                           x.layout.describe(), "Which element of a longer value goes where depends on data.",
-                          "x.copy_(where(mask, value, x)) with a value of x's shape")
+                          ("x.copy_(where(mask, value, x)) with a value of x's shape",
+                           "mask.redistribute(placements=[Replicate()] * mesh.ndim) first"))
     mask = _constant(x, mask)
     wide = (*shape, *(1,) * (len(x.shape) - len(shape)))
     _write(x, "masked_fill", mask=mask if wide == shape else mask.reshape(wide), value=value)

@@ -5,20 +5,21 @@ The world is MCCL's; the shared-memory backend is made beside it, so that one la
 """
 from __future__ import annotations
 
+import copy
 import os
 import sys
 import time
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor
+from mindspore import Tensor, mint, ops
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 from contract import ALL, CASES, groups  # noqa: E402
 from doubles import doubled  # noqa: E402
 
-from ms_dtensor import comm  # noqa: E402
+from ms_dtensor import DeviceMesh, comm  # noqa: E402
 from ms_dtensor.comm.agree import Agreement  # noqa: E402
 from ms_dtensor.comm.shm.backend import ShmBackend  # noqa: E402
 from ms_dtensor.errors import CollectiveMismatch  # noqa: E402
@@ -161,6 +162,28 @@ def recorded():
     assert second.phase == "forward" and second.op == "barrier"
 
 
+def named(world):
+    """Where the backend is MindSpore's own, a mesh's group is what MindSpore's own collectives take."""
+    mesh = DeviceMesh("cpu", [[1, 0], [3, 2]], mesh_dim_names=("dp", "tp"))
+    tp, everyone = mesh.get_group("tp"), mesh.get_group()
+    partner = world.rank ^ 1
+    assert isinstance(tp, str) and tp is mesh.get_group("tp") and tp.ranks == tuple(mesh.mesh[world.rank // 2].tolist())
+    assert repr(tp).startswith("Group(mccl, (") and copy.deepcopy(tp) == str(tp) and type(copy.deepcopy(tp)) is str
+    mine = np.array([1.5, -2.0], np.float32) * (world.rank + 1)
+    sums = mine / (world.rank + 1) * (world.rank + partner + 2)
+    assert np.array_equal(ops.AllReduce(group=tp)(Tensor(mine)).asnumpy(), sums)
+    x = Tensor(mine)
+    mint.distributed.all_reduce(x, group=tp)
+    assert np.array_equal(x.asnumpy(), sums)
+    parts = [Tensor(mine * 0), Tensor(mine * 0)]
+    mint.distributed.all_gather(parts, Tensor(mine), group=tp)
+    low, high = sorted((world.rank, partner))
+    assert [p.asnumpy()[0] for p in parts] == [1.5 * (low + 1), 1.5 * (high + 1)], "in order of rank"
+    assert mint.distributed.get_world_size(everyone) == 4 and mint.distributed.get_rank(tp) == world.rank % 2
+    assert np.array_equal(tp.all_reduce(Tensor(mine)).asnumpy(), sums), "and what our own group can"
+    assert not isinstance(comm.group(tp.ranks), str)
+
+
 def main():
     started = time.time()
     comm.set_cpu_backend("mccl")
@@ -189,6 +212,7 @@ def main():
     bfloat16(world.backend, exact=False)
     desync(world.backend)
     recorded()
+    named(world)
     report({"cases": count, "times": times, "shm": sorted(os.listdir("/dev/shm"))})
     shm.close()
 

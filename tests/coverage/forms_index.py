@@ -10,6 +10,7 @@ from ms_dtensor.errors import OpRuleError
 
 from .form import Form
 from .forms_view import CUBE, MATRIX, of
+from .samples import arrays
 
 F = mint.nn.functional
 PLAIN = MATRIX[:2] + CUBE[:1]
@@ -58,6 +59,30 @@ def index(name, fn, args):
     return Form(name, fn, args)
 
 
+def repeated(shape):
+    """Arguments: a table, and how often each row is repeated."""
+    return lambda rng: (rng.normal(size=shape).astype("f"), rng.integers(0, 3, shape[0]))
+
+
+TRUE = np.array([[True, False, True], [False] * 3, [True] * 3, [False, True, False]])
+DATA = (lambda rng: (rng.integers(-2, 3, (4, 3)).astype("f"),), lambda rng: (rng.integers(0, 3, (7,)).astype("f"),),
+        lambda rng: (np.zeros((3, 2), "f"),))
+BY_DATA = {
+    "mint.masked_select": lambda x: mint.masked_select(x, x > 0), "ops.masked_select": lambda x: ops.masked_select(x, x > 0), "x.masked_select": lambda x: x.masked_select(x > 0),
+    "mint.nonzero": mint.nonzero, "mint.nonzero(as_tuple)": lambda x: mint.nonzero(x, as_tuple=True), "ops.nonzero": ops.nonzero, "x.nonzero()": lambda x: x.nonzero(),
+    "ops.argwhere": ops.argwhere, "x.argwhere()": lambda x: x.argwhere(), "mint.where(condition)": lambda x: mint.where(x > 0),
+    "mint.unique": mint.unique, "mint.unique(inverse, counts)": lambda x: mint.unique(x, return_inverse=True, return_counts=True),
+    "mint.unique(dim)": lambda x: mint.unique(x, dim=0), "ops.unique": ops.unique, "x.unique()": lambda x: x.unique(), "ops.unique_consecutive": ops.unique_consecutive,
+    "mint.unique_consecutive": mint.unique_consecutive, "x.unique_consecutive(counts)": lambda x: x.unique_consecutive(return_inverse=True, return_counts=True),
+    "mint.bincount": lambda x: mint.bincount((x * x).astype(ms.int32))}
+FLAT = ("mint.bincount", "ops.unique")  # another is made flat first, of whatever the gathered data are
+COUNTS = {"mint.bincount(minlength)": lambda _, x: mint.bincount(x, minlength=9), "x.bincount": lambda _, x: x.bincount(),
+          "mint.bincount(weights)": lambda _, x: mint.bincount(x, weights=x.astype(ms.float32) * 0.5)}
+BINS = {"mint.histc": lambda x: mint.histc(x, 4, -1, 1), "x.histc": lambda x: x.histc(4, -1, 1), "ops.histc": lambda x: ops.histc(x, 4, -1.0, 1.0)}
+REPEATS = {"mint.repeat_interleave(tensor)": lambda x, n: mint.repeat_interleave(x, n, 0), "x.repeat_interleave(tensor)": lambda x, n: x.repeat_interleave(n, 0),
+           "mint.repeat_interleave(tensor, flat)": lambda x, n: mint.repeat_interleave(x.reshape(-1)[:n.shape[0]], n),
+           "x.repeat_interleave(list)": lambda x, n: x.repeat_interleave([1, 0, 2, 3, 1][:n.shape[0]], 0), "ops.repeat_interleave(list)": lambda x, n: ops.repeat_interleave(x, [2, 0, 1, 1, 3][:n.shape[0]], 0)}
+
 FORMS = [
     # -- basic indexing
     index("x[0]", lambda x: x[0], PLAIN), index("x[-1]", lambda x: x[-1], PLAIN), index("x[a:b]", lambda x: x[1:3], PLAIN),
@@ -78,8 +103,9 @@ FORMS = [
     index("x[i, None]", lambda x, i: x[i, None], ROWS[:2]), index("x[i, a:b]", lambda x, i: x[i, 1:3], ROWS[:3]), index("x[a:b, i]", lambda x, i: x[1:, i], COLUMNS[:1]),
     index("x[i[:, None], i]", lambda x, i: x[i[:, None], i], (looked_up((4, 4), (3,), 4), looked_up((5, 6), (2,), 5))),
     index("x[np.ix_]", lambda x: x[np.ix_([0, 2], [1, 2, 0])], PLAIN[:2]), index("x[i, None, i]", lambda x, i: x[i, None, i], (looked_up((4, 4), (3,), 4),)),
-    Form("x[mask]", lambda x, m: x[m > 0], lambda rng: (rng.normal(size=(4, 3)), rng.normal(size=(4, 3))), raises=OpRuleError),
-    Form("x[rows mask]", lambda x: x[np.array([True, False, True, False])], of(4, 3), raises=OpRuleError),
+    Form("x[rows mask]", lambda x: x[np.array([True, False, True, False])], of(4, 3)),
+    Form("x[:, columns mask]", lambda x: x[:, [True, False, True]], of(4, 3)), Form("x[array mask]", lambda x: x[TRUE], of(4, 3)),
+    Form("x[mask, i]", lambda x: x[np.array([True, False, True, False]), [0, 2]], of(4, 3)),
     # -- lookups
     Form("ops.gather", lambda x, i: ops.gather(x, i, 0), ROWS), Form("ops.gather(axis)", lambda x, i: ops.gather(x, i, 1), COLUMNS[:1]),
     Form("ops.gather(batch_dims)", lambda x, i: ops.gather(x, i, 1, 1), (looked_up((4, 5), (4, 2), 5), looked_up((3, 4, 2), (3, 2), 4))),
@@ -106,6 +132,7 @@ FORMS = [
     Form("x.scatter(value)", lambda x, i, s: x.scatter(0, i, 2.0), (scattered((4, 6), 0, 2), scattered((5, 3), 0, 3))),
     Form("mint.scatter(value)", lambda x, i, s: mint.scatter(x, -1, i, 2.0), (scattered((4, 6), 1, 2),)),
     Form("x.scatter(add)", lambda x, i, s: x.scatter(0, i, s, reduce="add"), (scattered((4, 6), 0, 2),)),
+    Form("x.scatter(multiply)", lambda x, i, s: x.scatter(0, i, s, reduce="multiply"), scattered((4, 6), 0, 2), raises=OpRuleError),
     Form("mint.scatter_add", lambda x, i, s: mint.scatter_add(x, 0, i, s), (looked_up((4, 6), (5, 6), 4, source=(5, 6)), looked_up((5, 3), (2, 3), 5, source=(4, 3)))),
     Form("x.scatter_add", lambda x, i, s: x.scatter_add(1, i, s), (looked_up((6, 4), (6, 5), 4, source=(6, 5)), looked_up((2, 3), (2, 2), 3, source=(2, 2)))),
     Form("ops.tensor_scatter_elements", lambda x, i, s: ops.tensor_scatter_elements(x, i, s, 0), (scattered((4, 6), 0, 2), scattered((5, 3), 0, 5))),
@@ -127,11 +154,12 @@ FORMS = [
     Form("ops.searchsorted(rows)", lambda a, b: ops.searchsorted(a, b), lambda rng: (np.sort(rng.normal(size=(4, 6)), -1).astype("f"), rng.normal(size=(4, 3)).astype("f"))),
     Form("ops.searchsorted(right)", lambda a, b: ops.searchsorted(a, b, right=True), lambda rng: (np.sort(rng.normal(size=6)).astype("f"), rng.normal(size=(4,)).astype("f"))),
     # -- shape depends on data
-    *(Form(name, fn, lambda rng: (rng.normal(size=(4, 3)).astype("f"),), raises=OpRuleError) for name, fn in (
-        ("mint.masked_select", lambda x: mint.masked_select(x, x > 0)), ("ops.masked_select", lambda x: ops.masked_select(x, x > 0)), ("x.masked_select", lambda x: x.masked_select(x > 0)),
-        ("mint.nonzero", mint.nonzero), ("mint.nonzero(as_tuple)", lambda x: mint.nonzero(x, as_tuple=True)), ("ops.nonzero", ops.nonzero), ("x.nonzero()", lambda x: x.nonzero()),
-        ("ops.argwhere", ops.argwhere), ("x.argwhere()", lambda x: x.argwhere()), ("mint.where(condition)", lambda x: mint.where(x > 0)),
-        ("mint.unique", mint.unique), ("ops.unique", ops.unique), ("x.unique()", lambda x: x.unique()), ("ops.unique_consecutive", ops.unique_consecutive),
-        ("mint.unique_consecutive", mint.unique_consecutive), ("mint.bincount", lambda x: mint.bincount(x.reshape(-1).astype(ms.int32))),
-        ("F.one_hot without classes", lambda x: F.one_hot(x.astype(ms.int64))), ("x.histc", lambda x: x.histc(4)))),
+    *(Form(name, fn, DATA[1:2] if name in FLAT else DATA) for name, fn in BY_DATA.items()),
+    *(Form(f"{name} of a shard", fn, DATA[1:2], raises=OpRuleError) for name, fn in BY_DATA.items()),
+    *(Form(name, fn, (looked_up((1,), (5,), 5), looked_up((1,), (7,), 4))) for name, fn in COUNTS.items()),
+    *(Form(name, fn, (arrays((4, 3)), arrays((5,)), arrays((6, 2)))) for name, fn in BINS.items()),
+    Form("x.histc(range of the data)", lambda x: x.histc(4), arrays((4, 3))),
+    *(Form(name, fn, (repeated((4, 3)), repeated((5,)))) for name, fn in REPEATS.items()),
+    Form("x[mask] of a shard", lambda x, m: x[m > 0], lambda rng: (rng.normal(size=(4, 3)), rng.normal(size=(4, 3))), raises=OpRuleError),
+    Form("F.one_hot without classes", lambda x: F.one_hot(x.astype(ms.int64)), arrays((4, 3)), raises=OpRuleError),
 ]

@@ -17,6 +17,7 @@ def of(*shapes):
 
 
 X = (of((4, 3)), of((5, 1)), of((7,)), of((2, 3, 4)), of((0, 3)))
+WEIGHTS = (of((3, 4)), of((5, 3)), of((6,)))
 IMAGE = of((3, 4, 2, 2))
 
 FORMS = [
@@ -41,8 +42,12 @@ FORMS = [
     Form("mint.normal(mean, std)", mint.normal, (of((4, 3), (3,)), of((5, 1), (5, 4)))),
     Form("mint.normal(mean)", lambda m: mint.normal(m, 2.0), X[:3]),
     Form("mint.normal(std)", lambda s: mint.normal(1.0, s), X[:3]),
-    Form("mint.multinomial", lambda p: mint.multinomial(p, 2), of((3, 4)), raises=OpRuleError),
-    Form("ops.multinomial", lambda p: ops.multinomial(p, 2), of((3, 4)), raises=OpRuleError),
+    Form("mint.multinomial", lambda p: mint.multinomial(p, 2), WEIGHTS),
+    Form("mint.multinomial(replacement)", lambda p: mint.multinomial(p, 9, True), WEIGHTS),
+    Form("ops.multinomial", lambda p: ops.multinomial(p, 7), WEIGHTS),
+    Form("ops.multinomial(replacement=False)", lambda p: ops.multinomial(p, 3, False), WEIGHTS),
+    Form("x.multinomial", lambda p: p.multinomial(3), WEIGHTS), Form("ops.Multinomial", lambda p: ops.Multinomial()(p, 3), WEIGHTS),
+    Form("mint.multinomial of too few", lambda p: mint.multinomial(p, 5), of((3, 4)), raises=OpRuleError),
     Form("mint.zeros_like", mint.zeros_like, X),
     Form("mint.ones_like", lambda x: mint.ones_like(x, dtype=ms.int32), X),
     Form("mint.full_like", lambda x: mint.full_like(x, 2.5), X),

@@ -2,8 +2,11 @@
 """In-place ops and writing by index: the rules of the values that take the place of x (`tests/dist/cases_bypass.py`)."""
 from __future__ import annotations
 
+import numpy as np
+from mindspore import ops
+
 from .form import Form
-from .forms_index import looked_up
+from .forms_index import distinct, looked_up, scattered
 from .forms_view import several
 from .samples import arrays
 
@@ -58,8 +61,63 @@ IN_PLACE = [
     Form("x.floor_divide_(number)", in_place("floor_divide_", 0.7), ALONE),
 ]
 
+def put(*at, dims=1, source, accumulate=False, low=0):
+    """Arguments of `x.index_put`: a table, `dims` index tensors (of different rows, if they are not added up), values."""
+    def make(rng):
+        shape, ids = at[0], at[1]
+        n = int(np.prod(ids))
+        picked = [rng.integers(low, shape[d], ids) if accumulate else (rng.permutation(shape[d])[:n] + low).reshape(ids)
+                  for d in range(dims)]
+        return rng.normal(size=shape).astype("f"), *picked, rng.normal(size=source).astype("f")
+    return make
+
+
+def _put(**named):
+    return lambda x, *rest: x.index_put(rest[:-1], rest[-1], **named)
+
+
+def _put_(x, *rest, **named):
+    x.index_put_(rest[:-1], rest[-1], **named)
+
+
+PUT = (put((6, 4), (3,), source=(3, 4)), put((5, 3), (2,), source=(3,)), put((4, 6), (2, 2), source=(2, 2, 6), low=-4),
+       put((6, 5), (3,), dims=2, source=(3,)), put((4, 5, 3), (2,), dims=2, source=(2, 3)), put((5, 4, 3), (), dims=3, source=()))
+ADD = tuple(put(*a, accumulate=True, **k) for a, k in (
+    (((6, 4), (5,)), {"source": (5, 4)}), (((5, 3), (7,)), {"source": (3,)}), (((4, 6), (2, 3)), {"source": (2, 3, 1), "low": -4}),
+    (((4, 5), (6,)), {"dims": 2, "source": (6,)}), (((4, 3, 5), (2,)), {"dims": 2, "source": (1, 5)})))
+ROWS = (distinct((4, 6), 2, source=(2, 6)), distinct((5, 3), 4, source=(4, 3)), distinct((4, 2, 3), 3, source=(3, 2, 3)))
+REPEATED = (looked_up((4, 6), (3,), 4, source=(3, 6), dtype="int32"), looked_up((5, 3), (2, 2), 5, source=(2, 2, 3), dtype="int32"))
+COLUMNS = (distinct((6, 4), 2, 1, source=(6, 2), dtype="int64"), distinct((3, 5), 3, 1, source=(3, 3), dtype="int64"))
+POINTS = (distinct((4, 6), 2, source=(2, 6), column=True), distinct((5, 2, 2), 3, source=(3, 2, 2), column=True))
+MASKED = (lambda rng: (rng.normal(size=(4, 3)).astype("f"), rng.normal(size=(4, 3)) > 0, rng.normal(size=12).astype("f")),)
+
+
+def _rows(name):
+    return lambda x, i, v: getattr(ops, name)(x, i, v)
+
+
+BY_INDEX = [
+    Form("x.index_put", _put(), PUT), Form("x.index_put(accumulate)", _put(accumulate=True), ADD),
+    Form("x.index_put_", _put_, PUT), Form("x.index_put_(accumulate)", lambda x, *r: _put_(x, *r, accumulate=True), ADD),
+    Form("x.index_add_", lambda x, i, v: x.index_add_(0, i, v), ROWS), Form("x.index_add_(alpha)", lambda x, i, v: x.index_add_(1, i, v, alpha=2), COLUMNS),
+    Form("x.index_copy_", lambda x, i, v: x.index_copy_(0, i, v), ROWS), Form("x.index_copy_(dim)", lambda x, i, v: x.index_copy_(1, i, v), COLUMNS),
+    Form("x.index_fill_", lambda x, i, v: x.index_fill_(0, i, 1.5), ROWS), Form("x.index_fill_(dim)", lambda x, i, v: x.index_fill_(-1, i, 1.5), COLUMNS),
+    Form("x.index_fill_(tensor)", lambda x, i, v: x.index_fill_(0, i, v.sum()), ROWS[:1]),
+    Form("x.index_fill(tensor)", lambda x, i, v: x.index_fill(0, i, v.sum()), ROWS[:1]),
+    Form("x.scatter_", lambda x, i, v: x.scatter_(0, i, v), (scattered((4, 6), 0, 2), scattered((5, 3), 0, 3))),
+    Form("x.scatter_(value)", lambda x, i, v: x.scatter_(1, i, 2.5), (scattered((4, 6), 1, 2),)),
+    Form("x.scatter_(reduce)", lambda x, i, v: x.scatter_(0, i, v, reduce="add"), (scattered((4, 6), 0, 2),)),
+    Form("x.scatter_add_", lambda x, i, v: x.scatter_add_(0, i, v), (looked_up((4, 6), (5, 6), 4, source=(5, 6)),)),
+    Form("x.masked_scatter_", lambda x, m, v: x.masked_scatter_(m, v), MASKED),
+    Form("x.masked_fill_(m, tensor)", lambda x, y: x.masked_fill_(y > 0, y.max()), SAME[:1]),
+    *(Form(f"ops.scatter_{k}", _rows(f"scatter_{k}"), REPEATED if k == "add" else ROWS) for k in ("update", "add", "max", "min", "mul", "div")),
+    Form("ops.ScatterUpdate", lambda x, i, v: ops.ScatterUpdate()(x, i, v), ROWS), Form("ops.ScatterSub", lambda x, i, v: ops.ScatterSub()(x, i, v), REPEATED),
+    *(Form(f"ops.scatter_nd_{k}", _rows(f"scatter_nd_{k}"), POINTS) for k in ("add", "sub", "max", "min", "mul", "div")),
+    Form("ops.ScatterNdUpdate", lambda x, i, v: ops.ScatterNdUpdate()(x, i, v), POINTS),
+]
+
 FORMS = [
-    *IN_PLACE,
+    *IN_PLACE, *BY_INDEX,
     Form("x[a:b] = v", setting(slice(1, 3)), (several((4, 6), (2, 6)), several((5, 3), (3,)), several((4, 2, 3), (1, 2, 1)))),
     Form("x[a:b] = number", setting(slice(1, 3), 2.5), (several((4, 6), (1,)), several((5, 3), (1,)))),
     Form("x[0] = v", setting(0), (several((4, 6), (6,)), several((5, 3), (1,)), several((4, 2, 3), (2, 3)))),

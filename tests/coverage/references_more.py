@@ -66,10 +66,102 @@ def padded(mode, n):
 
 
 FIVE = (a(3, 2, 4), a(2), a(2), a(2), pos(2))
-NO_GRADIENT = frozenset(("IsNegInf", "EqualExt", "FloorDivScalar", "BatchNorm", "BatchNormExt", "BinaryCrossEntropy",
+def put(x, value, indices, made):
+    out = x.copy()
+    if made["accumulate"]:
+        np.add.at(out, tuple(indices), value)
+    else:
+        out[tuple(indices)] = value
+    return out
+
+
+def rms(x, y, w, eps=1e-6):
+    x = x + y
+    scale = 1 / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
+    return x * scale * w, scale, x
+
+
+def layer(x, y, w, b, eps=1e-5):
+    x = x + y
+    middle, scale = x.mean(-1, keepdims=True), 1 / np.sqrt(x.var(-1, keepdims=True) + eps)
+    return (x - middle) * scale * w + b, middle, scale, x
+
+
+def cross_entropy(x, t, w=None, how=1, ignored=-100, smooth=0.0):
+    log = x - np.log(np.exp(x).sum(-1, keepdims=True))
+    w = np.ones(x.shape[1]) if w is None else w
+    kept = t != ignored
+    at = np.where(kept, t, 0)
+    loss = -(1 - smooth) * np.take_along_axis(log, at[:, None], 1)[:, 0] * w[at] - smooth * (log * w).mean(-1)
+    loss = loss * kept
+    return {0: loss.sum(), 1: loss.sum() / (w[at] * kept).sum(), 2: loss}[how], log, np.zeros(()), np.zeros(())
+
+
+def distinct(x, inverse=False, counts=False, dim=None):
+    values, back, count = np.unique(x, return_inverse=True, return_counts=True, axis=dim)
+    back = back.reshape(x.shape if dim is None else -1)
+    return values, back if inverse else np.zeros(0, int), count if counts else np.zeros(0, int)
+
+
+def runs(x, inverse=False, counts=False, dim=None):
+    rows = list(x.ravel()) if dim is None else list(np.moveaxis(x, dim, 0))
+    values, back, count = [], [], []
+    for row in rows:
+        if not values or not np.array_equal(values[-1], row):
+            values.append(row)
+            count.append(0)
+        count[-1] += 1
+        back.append(len(values) - 1)
+    out = np.array(values) if dim is None else np.moveaxis(np.array(values), 0, dim)
+    back = np.reshape(back, x.shape if dim is None else -1)
+    return out, back if inverse else np.zeros(0, int), np.array(count) if counts else np.zeros(0, int)
+
+
+def kth(x, k, dim=-1, keepdim=False):
+    return tuple(np.take(f(x, dim), [k - 1] if keepdim else k - 1, dim) for f in (np.sort, np.argsort))
+
+
+FEW = np.array([[1, 1, 0], [2, 2, 2], [1, 0, 0], [1, 0, 0]], I32)
+WELL = (a(2, 3, 3) / 4 + np.eye(3)).astype(np.float32)
+TALL = a(4, 3)
+BY_SHAPE = {  # linear algebra, what depends on data, fused kernels
+    "IndexPut": [((a(4, 5), a(3, 5), [np.array([3, 0, 2])], {"accumulate": False}), put),
+                 ((a(4, 5), a(2, 1), [np.array([[0, 2], [1, -1]]), np.array([[1], [3]])], {"accumulate": False}), put),
+                 ((a(4, 5), a(3, 5), [np.array([3, 0, 3])], {"accumulate": True}), put),
+                 ((a(4, 5, 2), a(2), [np.array([1, 1, 3]), np.array([2, 2, -5])], {"accumulate": True}), put)],
+    "NonZeroExt": [((FEW,), lambda x: np.nonzero(x))],
+    "Unique2": [((FEW, True, *k), lambda x, s, *k: distinct(x, *k)) for k in ((False, False), (True, False), (True, True))],
+    "UniqueDim": [((FEW, True, True, d), lambda x, s, i, d: distinct(x, True, True, d)) for d in (0, 1)],
+    "DeprecatedUnique": [((FEW,), np.unique), ((FEW, True, True, True), lambda x, *_: distinct(x, True, True)),
+                         ((FEW, True, False, True, 0), lambda x, *_: distinct(x, True, True, 0)[::2])],
+    "UniqueConsecutive": [((FEW, *k), runs) for k in ((False, False), (True, True), (True, True, 0), (False, True, 1))],
+    "BincountExt": [((FEW.ravel(),), np.bincount), ((FEW.ravel(), None, 5), lambda x, w, n: np.bincount(x, minlength=n)),
+                    ((FEW.ravel(), a(12), 2), lambda x, w, n: np.bincount(x, w, n))],
+    "RepeatInterleaveTensor": [((a(3, 4), np.array([2, 0, 3]), 0), np.repeat),
+                               ((a(2, 2), np.array([2, 0, 1, 3])), np.repeat),
+                               ((a(3, 2), (1, 2), 1), np.repeat)],
+    "Kthvalue": [((a(4, 5), 2), kth), ((a(4, 5), 3, 0, True), kth)],
+    "HistcExt": [((X, 4, -1, 1), lambda x, n, lo, hi: np.histogram(x, n, (lo, hi))[0].astype(float)),
+                 ((X,), lambda x: np.histogram(x, 100)[0].astype(float)),
+                 ((WHOLE, 5, -9, 9), lambda x, n, lo, hi: np.histogram(x, n, (lo, hi))[0])],
+    "Eig": [((np.diag([1, 2, 3]).astype(np.float32), False),
+             lambda x, v: (np.array([1, 2, 3], complex), np.zeros((), complex)))],
+    "MatrixInverseExt": [((WELL,), np.linalg.inv)],
+    "LinalgQr": [((TALL,), lambda x: np.linalg.qr(x)), ((TALL, 1), lambda x, _: np.linalg.qr(x, "complete"))],
+    "AddRmsNorm": [((a(4, 5), a(4, 5), a(5)), rms), ((a(4, 5), a(4, 5), a(5), 1e-2), rms)],
+    "AddLayerNormV2": [((a(4, 5), a(4, 5), a(5), a(5)), layer), ((a(4, 5), a(4, 5), a(5), a(5), 1e-2), layer)],
+    "CrossEntropyLoss": [((a(4, 3), CLASSES, *k), cross_entropy) 
+                         for k in ((), (None, 0), (pos(3), 1), (pos(3), 2, -100, 0.2), (None, 1, -100, 0.1))],
+}
+
+NO_GRADIENT = frozenset((*BY_SHAPE.keys() - {"IndexPut", "BincountExt", "RepeatInterleaveTensor", "Kthvalue",
+                                             "MatrixInverseExt",
+                                             "AddRmsNorm", "AddLayerNormV2", "CrossEntropyLoss"},
+                         "IsNegInf", "EqualExt", "FloorDivScalar", "BatchNorm", "BatchNormExt", "BinaryCrossEntropy",
                          "BCEWithLogitsLoss", "NLLLoss", "NLLLoss2d"))  # some operands are constants by definition
 
 MORE = {
+    **BY_SHAPE,
     "Log10": [((pos(4, 5),), np.log10)], "AsinExt": [((SMALL,), np.arcsin)], "AcosExt": [((SMALL,), np.arccos)],
     "AtanExt": [((X,), np.arctan)], "AsinhExt": [((X,), np.arcsinh)],
     "AcoshExt": [(((pos(4, 5) + 1).astype(np.float32),), np.arccosh)],

@@ -10,7 +10,7 @@ import traceback
 import numpy as np
 from mindspore import Tensor
 
-from ms_dtensor import DeviceMesh, DTensor
+from ms_dtensor import DeviceMesh, DTensor, Shard
 from ms_dtensor.core.layout import Layout
 from ms_dtensor.debug.verify import Report, check_rule
 from ms_dtensor.dispatch.operands import wrap
@@ -58,7 +58,7 @@ def refuses(form: Form) -> list[str]:
 
 def _sharded(value, mesh):
     if isinstance(value, np.ndarray):
-        x = wrap(Tensor(value), Layout(mesh, None, value.shape, str(value.dtype)))
+        x = wrap(Tensor(value), Layout(mesh, [Shard(0)] if value.ndim else None, value.shape, str(value.dtype)))
         assert isinstance(x, DTensor)
         return x
     if isinstance(value, tuple | list):

@@ -9,6 +9,7 @@ from mindspore import Tensor
 
 from ms_dtensor.ops.local import CPU
 from tests.coverage.references import REFERENCES
+from tests.coverage.references_moe import MOE
 from tests.coverage.references_more import MORE, NO_GRADIENT
 
 ATOL = 2e-5  # float32, of values of size one to ten
@@ -17,12 +18,12 @@ GRAD_ATOL = 5e-4
 # No gradient to compare: constants, integers, or (statistics of fused attention) not differentiated by definition.
 CONSTANT = frozenset(("FullLike", "ZerosLikeExt", "OnesLikeExt", "EmptyLike", "NewZeros", "NewOnes", "NewEmpty",
                       "NewFull", "CountNonZero", "ArgSort", "ArgMaxExt", "ArgMinExt", "OneHotExt", "Any", "AnyExt",
-                      "ReduceAny")) | NO_GRADIENT
-REFERENCES = {**REFERENCES, **MORE}
+                      "ReduceAny", "MoeComputeExpertTokens")) | NO_GRADIENT
+REFERENCES = {**REFERENCES, **MORE, **MOE}
 # Drawn from the library's own stream: tests/test_random.py compares them across meshes and with their distributions.
 DRAWN = frozenset(("Bernoulli", "BernoulliExt", "Dropout", "Dropout2D", "Dropout2dExt", "Dropout3D", "FuncDropoutExt",
                    "NormalFloatTensor", "NormalTensorFloat", "NormalTensorTensor", "RandIntLike", "RandLikeExt",
-                   "RandnLike"))
+                   "RandnLike", "Multinomial", "MultinomialExt"))
 CASES = [pytest.param(name, i, id=f"{name}-{i}") for name, cases in REFERENCES.items() for i in range(len(cases))]
 
 

@@ -7,8 +7,9 @@ from textwrap import dedent
 
 import numpy as np
 import pytest
+from mindspore import Tensor
 
-from ms_dtensor import DeviceMesh, Layout, Partial, Replicate, Shard
+from ms_dtensor import DeviceMesh, Layout, Partial, Replicate, Shard, comm, distribute_tensor, init_device_mesh
 from ms_dtensor.debug import explain
 from ms_dtensor.debug.plans import _peak, naive, plan_text
 from ms_dtensor.debug.verify.oracle import assemble, same, split
@@ -69,6 +70,22 @@ def test_the_naive_plan_is_right_and_cheaper_only_with_more_memory():
         best = plan(src, dst)
         if best and _peak(moves) <= _peak(best):
             assert cost(best) <= cost(moves) * (1 + 1e-9), (best, moves)
+
+
+@pytest.mark.usefixtures("cpu")
+def test_a_dtensor_may_be_the_target(capsys):
+    with comm.fake_world(4):
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+        x = distribute_tensor(Tensor(np.ones((8, 4), np.float32)), mesh, [Shard(0)], src_data_rank=None)
+        y = distribute_tensor(Tensor(np.ones((8, 4), np.float32)), mesh, [Shard(1)], src_data_rank=None)
+        explain(x, y)
+        assert "all_to_all(tp)" in capsys.readouterr().out
+        for target in (distribute_tensor(Tensor(np.ones((4, 8), np.float32)), mesh, [Shard(1)], src_data_rank=None),
+                       Layout(mesh, [Shard(0)], (4, 8))):
+            with pytest.raises(ConfigError, match="another shape"):
+                explain(x, target)
+        with pytest.raises(ConfigError, match="a target is a Layout, a DTensor or placements, but got Tensor"):
+            explain(x, Tensor([1.0]))
 
 
 def test_wrong_arguments_are_told():

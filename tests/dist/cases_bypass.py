@@ -80,7 +80,9 @@ def getitem_refusals_are_the_same_everywhere(world):
     text = raises(OpRuleError, lambda: x[x > 0])
     assert "mask" in text and "data" in text and "where(" in text
     assert len(set(comm.group(tuple(range(4))).all_gather_object(text))) == 1
-    raises(OpRuleError, lambda: x[np.array([True, False, True, True, False])])
+    rows = np.array([True, False, True, True, False])  # of which every rank has all
+    assert np.array_equal(x[rows].full_tensor().asnumpy(), A[rows])
+    raises(IndexError, lambda: x[rows[1:]])
     for index in (5, (0, 6), (0, 0, 0), [7], (slice(None), [0, -7])):
         raises(IndexError, lambda i=index: x[i])
     out = placed(np.array([0, 9], np.int32), mesh_1d(), [R])

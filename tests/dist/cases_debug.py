@@ -7,9 +7,22 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from mindspore import Tensor, mint
+from mindspore import Tensor, mint, nn
 
-from ms_dtensor import DTensor, Layout, Partial, Replicate, Shard, comm, distribute_tensor, value_and_grad
+from ms_dtensor import (
+    ColwiseParallel,
+    DTensor,
+    Layout,
+    Partial,
+    Replicate,
+    RowwiseParallel,
+    Shard,
+    comm,
+    distribute_tensor,
+    parallelize_module,
+    replicate,
+    value_and_grad,
+)
 from ms_dtensor.debug import CommDebugMode
 from ms_dtensor.dispatch.operands import redistribute, wrap
 from ms_dtensor.redistribute.plan import plan
@@ -38,6 +51,54 @@ def a_step_is_counted_alike_on_all_ranks(world):
     with tempfile.TemporaryDirectory() as folder:
         mode.export_chrome_trace(Path(folder) / "trace.json")
         assert (Path(folder) / "trace.json").stat().st_size > 100
+
+
+class _Block(nn.Cell):
+    """Attention-like and MLP-like halves, under the names of a Llama."""
+
+    def __init__(self, width: int = 8):
+        super().__init__()
+        self.norm = nn.LayerNorm((width,))
+        self.wq, self.wo = nn.Dense(width, width, has_bias=False), nn.Dense(width, width, has_bias=False)
+
+    def construct(self, x):
+        return x + self.wo(mint.tanh(self.wq(self.norm(x))))
+
+
+class _Net(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.CellList([_Block(), _Block()])
+
+    def construct(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@case(world_size=4)
+def each_cell_is_charged_with_its_own_communication(world):
+    mesh = mesh_2d()
+    x = data(3 + mesh.get_local_rank("dp"), 2, 8)  # this rank's rows
+    plan_ = {"layers.*.wq": ColwiseParallel(), "layers.*.wo": RowwiseParallel(use_local_output=False)}
+    net = replicate(parallelize_module(_Net(), mesh["tp"], plan_), mesh=mesh["dp"])
+    net(x)  # the ranks tell each other how many rows they bring
+    with comm.record() as plainly:
+        value_and_grad(lambda t: (net(t) ** 2).mean(), None, net.trainable_params())(x)
+    with CommDebugMode() as mode:
+        value_and_grad(lambda t: (net(t) ** 2).mean(), None, net.trainable_params())(x)
+    assert [(e.op, e.bytes, e.phase) for e in mode.events] == [(e.op, e.bytes, e.phase) for e in plainly]
+    counts = mode.get_comm_counts("module", "op", "axes", "phase")
+    for i in (0, 1):
+        assert counts.pop((f"layers.{i}.wo", "all_reduce", ("tp",), "forward")) == 1, counts
+        assert counts.pop((f"layers.{i}.wq", "all_reduce", ("tp",), "backward")) == 1, counts
+    assert set(counts) == {("", "all_reduce", ("dp",), "backward")}, counts  # the gradient buckets, of no cell
+    sizes = mode.get_comm_bytes("module")
+    assert sizes["layers.0.wo"] == 2 * 2 * 8 * 4 // 2, sizes  # 2 * 1/2 of a shard of 2 rows of 8 floats
+    lines = mode.generate_comm_debug_tracing_table(0).split("\n")
+    assert lines[1].split()[:2] == ["(in", "no"] and lines[2].split()[:2] == ["_Net", "2"], lines
+    same_on_all_ranks(world, "\n".join(lines))
+    assert mode.get_sharding_info()["layers.1.wo.weight"] == (R, S(1))
 
 
 @case(world_size=4)

@@ -11,7 +11,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, mint, nn, ops
 import ms_dtensor as md
 from ms_dtensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor, replicate
 from ms_dtensor.dispatch.dispatcher import clear_cache
-from ms_dtensor.errors import LayoutError, MixedOperandError, OpRuleError
+from ms_dtensor.errors import ConfigError, LayoutError, MixedOperandError, OpRuleError
 from ms_dtensor.ops.rules import RULES
 from ms_dtensor.ops.rules.spec import Case, OpSpec
 from tests.cases import case
@@ -222,3 +222,48 @@ def a_view_of_a_local_output_is_explained(world):
     text = refusal(lambda: net(4, True)(x), LayoutError)
     assert "use_local_output=False" in text and "Heads" in text, text
     assert net(4, False)(x).shape == net(-1, True)(x).shape == copy.deepcopy(net(1, True))(x).shape == (5, 6)
+
+
+class Reads(nn.Cell):
+    """Does with the output of `up`, which has 8 columns in all, what it was told."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.up, self.what = nn.Dense(6, 8), what
+
+    def construct(self, x):
+        return self.what(self.up(x))
+
+
+@case(world_size=4)
+def local_outputs_that_meet_global_sizes_are_explained(world):
+    x, mesh = data(1, 5, 6), mesh_1d()
+    table = distribute_tensor(data(2, 8), mesh, [R])
+    eight = data(3, 8, 3)
+
+    def net(what, local=True):
+        return md.parallelize_module(Reads(what), mesh, {"up": md.ColwiseParallel(use_local_output=local)})
+    for what in (lambda y: mint.matmul(y, eight), lambda y: ops.split(y, [4, 4], 1), lambda y: ops.broadcast_to(y, (5, 8)),
+                 lambda y: y + eight[:, 0], lambda y: nn.LayerNorm((8,))(y)):
+        text = refusal(lambda what=what: net(what)(x), LayoutError)
+        assert "use_local_output=False" in text and "Reads" in text, text
+    for what in (lambda y: y * table, lambda y: (y * 2.0) * table):  # also of what was computed from it
+        text = refusal(lambda what=what: net(what)(x), MixedOperandError)
+        assert text.index("use_local_output=False") < text.index("distribute_tensor") and text.count("use_local") == 1, text
+        assert net(what, False)(x).shape == (5, 8)
+
+    def own_mistake(y):
+        raise ValueError("of the user's")
+    assert refusal(lambda: net(own_mistake)(x), ValueError) == "of the user's"
+
+
+@case(world_size=4)
+def sync_batch_norm_is_refused_with_what_to_use(world):
+    mesh = mesh_1d(name="dp")
+    x = data(1, 8, 3, 2, 2)
+    with counted() as count:
+        text = refusal(lambda: nn.SyncBatchNorm(3), ConfigError)
+    assert "nn.BatchNorm2d" in text and "global batch" in text and not count
+    one, all_ = nn.BatchNorm2d(3).set_train(), distribute_module(nn.BatchNorm2d(3), mesh).set_train()
+    check_against_one_device(lambda t: (one(t) if not isinstance(t, DTensor) else all_(t)) ** 3, [x], [[S(0)]], mesh)
+    equal(all_.moving_variance, one.moving_variance)

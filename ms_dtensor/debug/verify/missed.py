@@ -35,6 +35,7 @@ REASONS = {
     "linear bias_add conv conv_transpose group_norm layer_norm_classic":
         "additive in weight or bias too, but these are parameters, which are never partial",
     "bce_with_logits binary_cross_entropy nll_loss": "additive in the weight of the classes, a constant",
+    "grouped_matmul": "additive in a bias too, a parameter; products of one list are laid out alike",
     "rotary": "additive in cos and sin together, which are constants",
     "meshgrid": "additive if all vectors are partial alike; they are coordinates",
     "func_dropout func_dropout_channels rand_like randn_like randint_like bernoulli bernoulli_like normal_of":
@@ -46,6 +47,10 @@ EXACTLY = {
     "index_fill: S(1), R, R, R -> S(1)": "the dim is a tensor, whose value no rule sees",
     "flash_attention: R, R, P(sum), S(0) -> R, R, P(sum), P(sum)": "in sparse modes the mask is a constant",
     "flash_attention: R, R, P(sum), S(1) -> R, R, P(sum), P(sum)": "in sparse modes the mask is a constant",
+    **dict.fromkeys(("grouped_matmul: R, S(0), S(1), R -> S(1), S(0)", "grouped_matmul: R, S(1), S(1), S(0) -> S(1), P(sum)",
+                     "grouped_matmul: S(1), S(0), S(0), R -> P(sum), S(0)"), "products of one list are laid out alike"),
+    "grouped_matmul: S(1), S(1), P(sum), R -> P(sum)": "a bias is a parameter, which is never partial",
+    "moe_expert_tokens: S(0) -> P(sum)": "the kernel searches, and what it finds in a part is not documented",
     "upsample: S(2) -> S(2)": "where output cells divide evenly only; otherwise neighbours are needed",
     "adaptive_avg_pool: S(2) -> S(2)": "where output cells divide evenly only; otherwise neighbours are needed",
 }

@@ -67,6 +67,16 @@ def _bernoulli(input, p=0.5, seed=None):
     return "bernoulli_like", {"input": input, "p": p}
 
 
+def _multinomial(input, num_samples, replacement=True, seed=None):
+    return "multinomial", {"input": input, "num_samples": num_samples, "replacement": replacement, "dtype": ms.int32}
+
+
+def _resize(self, image, size):
+    size = size.asnumpy().tolist() if isinstance(size, Tensor) else size
+    return "resize_to", {"input": image, "size": tuple(size), "kind": self.name, "align_corners": self.align_corners,
+                         "half_pixel_centers": self.half_pixel_centers}
+
+
 _EVERYWHERE = ("mindspore.ops.function", "mindspore.ops.functional", "mindspore.ops")
 _MATH, _RANDOM, _ARRAY = ((f"mindspore.ops.function.{home}_func", *_EVERYWHERE) for home in ("math", "random", "array"))
 
@@ -81,11 +91,15 @@ _FUNCTIONS = (
     ("mindspore.ops.operations.math_ops:Einsum", "__call__", _einsum_primitive),
     ("mindspore.ops.operations.array_ops:Stack", "__call__", _stack),
     ("mindspore.ops.operations.math_ops:AddN", "__call__", _add_n),
+    ("mindspore.ops.auto_generate:ResizeNearestNeighborV2", "__call__", _resize),
+    ("mindspore.ops.auto_generate:ResizeBicubic", "__call__", _resize),
     *((module, "full_like", _full_like) for module in _ARRAY),
     *((module, "bernoulli", _bernoulli) for module in _MATH),
     *((module, "rand_like", _rand_like) for module in _RANDOM),
     *((module, "randn_like", _randn_like) for module in _RANDOM),
     *((module, "randint_like", _randint_like) for module in _RANDOM),
+    *((module, "multinomial", _multinomial) for module in _MATH),
+    *((module, "multinomial", _multinomial) for module in _RANDOM),
 )
 # (module, attribute, what MindSpore would fill in as a plain tensor: argument -> (shape, value))
 _NN = ("mindspore.ops.function.nn_func", "mindspore.ops.function", "mindspore.ops", "mindspore.mint.nn.functional")

@@ -4,7 +4,7 @@
 What `Metric.update` and `SummaryRecord.add_value` turn into an array is the global one: a DTensor is gathered in their
 name, so the redistribution policy is asked. A plain tensor that entered a replicated cell (the labels that a replicated
 loss took, say) is the shard it was taken for; another one beside a DTensor is refused, as in any op. Explained here: a
-training cell whose optimizer holds the parameters of before the model was distributed.
+training cell whose optimizer holds the parameters of before the model was distributed; a batch norm with groups of its own.
 """
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from mindspore.train.metrics import Metric
 from mindspore.train.model import Model
 from mindspore.train.summary import summary_record
 
+from ... import comm
 from ...core.tree import leaves
 from ...errors import ConfigError, MixedOperandError
 from .. import modes
@@ -106,6 +107,22 @@ def _check_names(original):
     return check_names
 
 
+def _sync_batch_norm(original):
+    @functools.wraps(original)
+    def __init__(self, *args, **kwargs):  # noqa: N807
+        try:
+            original(self, *args, **kwargs)
+        except (ValueError, RuntimeError) as e:
+            world = comm.current_world()
+            if world is None or world.size == 1:
+                raise
+            raise ConfigError("For 'nn.SyncBatchNorm', its group cannot be made.", f"{world.size} ranks",
+                              "It communicates by MindSpore's own groups; a batch norm of a DTensor normalizes over the "
+                              "global batch anyway, however that is sharded.",
+                              "nn.BatchNorm2d (1d, 3d), and a DTensor as its input") from e
+    return __init__
+
+
 def install() -> None:
     """Installs the doors, on the metrics that exist; does nothing where they are in place."""
     if _installed:
@@ -114,6 +131,7 @@ def install() -> None:
     _installed.put(Model, "_update_metrics", _update_metrics(Model._update_metrics))
     _installed.put(summary_record.SummaryRecord, "add_value", _add_value(summary_record.SummaryRecord.add_value))
     _installed.put(nn.Cell, "check_names", _check_names(nn.Cell.check_names))
+    _installed.put(nn.SyncBatchNorm, "__init__", _sync_batch_norm(nn.SyncBatchNorm.__init__))
     classes: list = [Metric]
     for cls in classes:
         classes += [c for c in cls.__subclasses__() if c not in classes]

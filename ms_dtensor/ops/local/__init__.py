@@ -11,11 +11,27 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from . import arrange, attention, basic, conv, cpu, cpu_index, cpu_matmul, lists, lookup, loss, pool, random, write
+from . import (
+    arrange,
+    attention,
+    basic,
+    by_data,
+    conv,
+    cpu,
+    cpu_index,
+    cpu_matmul,
+    lists,
+    lookup,
+    loss,
+    moe,
+    pool,
+    random,
+    write,
+)
 from .dtypes import wrapper_in_float32
 from .run import Nothing, StandIn, fill_operands, run_local
 
-FAMILIES = (basic, lookup, arrange, random, lists, write, conv, pool, attention, loss)
+FAMILIES = (basic, lookup, arrange, random, lists, write, conv, pool, attention, loss, by_data, moe)
 LOCAL_OPS: dict[str, Any] = {**cpu_index.FORMS, **cpu_matmul.FORMS}
 CPU: dict[str, Any] = {**cpu.TABLE}
 WRITES: dict[str, Any] = write.WRITES

@@ -9,7 +9,9 @@ from __future__ import annotations
 import mindspore as ms
 from mindspore import Tensor, mint, ops
 
-from .dtypes import as_dtype
+from ...internals.names import Function
+from ...redistribute.execute import recording
+from .dtypes import as_dtype, full, rounded, wider
 from .run import zeros_of
 
 
@@ -33,7 +35,7 @@ def mean_of_shard(x, dims, keepdim, count, dtype):
     """This shard's summand of a global mean over `count` elements."""
     if dtype is not None:
         x = x.astype(as_dtype(dtype))
-    return x.sum(dims, keepdim=keepdim) / (count or float("nan"))  # a factor would be rounded to float32
+    return rounded(wider(x).sum(dims, keepdim=keepdim) / (count or float("nan")), x)  # a factor would be float32
 
 
 def linear_bias_once(x, w, b, share):
@@ -48,6 +50,50 @@ def bias_once(x, b, share):
     return ops.bias_add(x, b * share)
 
 
+class TakenOnce(Function):
+    """`x` on the one rank that takes it in, zeros elsewhere; its cotangent, whole on each rank, is that of what it is in."""
+
+    @staticmethod
+    def forward(ctx, x, mine, zero):
+        ctx.mine = mine
+        return x if mine else full(x._shape, zero if x.is_floating_point() else 0, x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return CotangentOfAll.apply(grad, ctx.mine) if recording() else grad, None, None
+
+
+class CotangentOfAll(Function):
+    """The transpose of `TakenOnce`, to be differentiated again: the cotangent as it is, whose own is taken in once."""
+
+    @staticmethod
+    def forward(ctx, grad, mine):
+        ctx.mine = mine
+        return grad * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return TakenOnce.apply(grad, ctx.mine, 0.0), None
+
+
+def _taken_once(tensors, once, zeros):
+    return [x if mine is None else TakenOnce.apply(x, mine, zero) for x, mine, zero in zip(tensors, once, zeros)]
+
+
+def added_once(x, y, op, alpha, once):
+    """`x + alpha * y` or `x - alpha * y`, of a summand and a whole value that one rank alone adds."""
+    zeros = -0.0, -0.0 if (alpha > 0) == (op == "add") else 0.0  # what leaves -0.0 as it is
+    x, y = _taken_once((x, y), once, zeros)
+    fn = getattr(mint, op)
+    return fn(x, y) if alpha == 1 else fn(x, y, alpha=alpha)
+
+
+def joined_once(op, tensors, dim, once):
+    """`cat` or `stack` of summands and whole values that one rank alone takes in."""
+    tensors = _taken_once(tensors, once, (-0.0,) * len(tensors))
+    return mint.cat(tensors if op == "cat" else [mint.unsqueeze(t, dim) for t in tensors], dim)
+
+
 def clone(input):
     """A copy; MindSpore has no Clone kernel on CPU."""
     if input.dtype == ms.bool_:
@@ -59,5 +105,6 @@ TABLE = {
     "reshape": Tensor.reshape, "broadcast_to": mint.broadcast_to, "slice": slice_,  # to the local shape
     "mean_of_shard": mean_of_shard,
     "linear_bias_once": linear_bias_once, "bias_once": bias_once, "clone": clone,
+    "added_once": added_once, "joined_once": joined_once,
     "tril": ops.tril, "triu": mint.triu,  # with the diagonal shifted by the shard's offset
 }

@@ -13,6 +13,7 @@ from mindspore import mint, ops
 from ..rules.loss import reduction_of
 from ..rules.spec import Call
 from . import cpu_math
+from .dtypes import rounded, wider
 
 
 def nll_loss(name, input, target, weight=None, reduction=1, ignore_index=-100, **_):
@@ -40,8 +41,9 @@ def batch_norm(name, input, weight=None, bias=None, running_mean=None, running_v
     dims = tuple(d for d in range(len(extents)) if d != 1)
     shape, flat = tuple(n if d == 1 else 1 for d, n in enumerate(extents)), (extents[1],)
     count = math.prod(extents[d] for d in dims)
-    middle = cpu_math.mean(input, dims, True)
-    off = input - middle
+    x = wider(input)
+    middle = cpu_math.mean(x, dims, True)
+    off = x - middle
     var = cpu_math.mean(off * off, dims, True)
     scale = mint.rsqrt(var + eps)
     out = off * scale
@@ -51,8 +53,9 @@ def batch_norm(name, input, weight=None, bias=None, running_mean=None, running_v
         out = out + mint.reshape(bias, shape)
     for held, now in ((running_mean, middle), (running_var, var * (count / max(count - 1, 1)))):
         if held is not None:
-            now = ops.stop_gradient(mint.reshape(now, flat))
+            now = rounded(ops.stop_gradient(mint.reshape(now, flat)), held)
             held.copy_(held * (1 - momentum) + now * momentum)
+    out, middle, var, scale = (rounded(y, input) for y in (out, middle, var, scale))
     if name == "BatchNormExt":
         return out, mint.reshape(middle, flat), mint.reshape(scale, flat)
     middle, var = mint.reshape(middle, flat), mint.reshape(var, flat)

@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 
 import mindspore as ms
-from mindspore import mint, ops
+from mindspore import Tensor, mint, ops
 
 from ..rules.spec import dims_of
 from .basic import clone
-from .dtypes import as_dtype
+from .dtypes import as_dtype, rounded, wider
 
 
 def _dims(dim, ndim: int) -> tuple[int, ...]:
@@ -26,19 +26,23 @@ def total(x, dims, keepdim=False):
 
 def mean(x, dims, keepdim=False):
     """Mean over dims."""
-    return total(x, dims, keepdim) / math.prod(x.shape[d] for d in dims)
+    return rounded(total(wider(x), dims, keepdim) / math.prod(x.shape[d] for d in dims), x)
 
 
 def variance(input, dim=None, correction=1, keepdim=False):
     """`Var`."""
-    dims = _dims(dim, len(input.shape))
-    off = input - mean(input, dims, True)
-    return total(off * off, dims, keepdim) / float(max(math.prod(input.shape[d] for d in dims) - correction, 0))
+    return rounded(_variance(wider(input), dim, correction, keepdim), input)
+
+
+def _variance(x, dim, correction, keepdim):
+    dims = _dims(dim, len(x.shape))
+    off = x - mean(x, dims, True)
+    return total(off * off, dims, keepdim) / float(max(math.prod(x.shape[d] for d in dims) - correction, 0))
 
 
 def std(input, dim=None, correction=1, keepdim=False):
     """`Std`."""
-    return mint.sqrt(variance(input, dim, correction, keepdim))
+    return rounded(mint.sqrt(_variance(wider(input), dim, correction, keepdim)), input)
 
 
 def var_mean(input, dim=None, correction=1, keepdim=False):
@@ -70,15 +74,16 @@ def vector_norm(x, ord=2, dim=None, keepdim=False, dtype=None):
     """`LinalgVectorNorm`."""
     x = x if dtype is None else x.astype(as_dtype(dtype))
     dims, size = _dims(dim, len(x.shape)), mint.abs(x)
-    if ord == 2:
-        return mint.sqrt(total(x * x, dims, keepdim))
+    if math.isinf(ord):
+        return (mint.amax if ord > 0 else mint.amin)(size, dims, keepdim=keepdim) if dims else size
     if ord == 1:
         return total(size, dims, keepdim)
     if ord == 0:
         return total((size != 0).astype(x.dtype), dims, keepdim)
-    if math.isinf(ord):
-        return (mint.amax if ord > 0 else mint.amin)(size, dims, keepdim=keepdim) if dims else size
-    return total(size ** ord, dims, keepdim) ** (1.0 / ord)
+    wide = wider(x)
+    if ord == 2:
+        return rounded(mint.sqrt(total(wide * wide, dims, keepdim)), x)
+    return rounded(total(wider(size) ** ord, dims, keepdim) ** (1.0 / ord), x)
 
 
 def _truth(x):
@@ -149,6 +154,26 @@ def argmin(input, dim=None, keepdim=False):
     return argmax(flipped, dim, keepdim)
 
 
+def kthvalue(input, k, dim=-1, keepdim=False):
+    """`Kthvalue`: (the k-th smallest along a dim, its position)."""
+    if not input._shape:
+        return input * 1, ops.zeros((), ms.int64)
+    values, at = (mint.narrow(x, dim, k - 1, 1) for x in sort(input, dim))
+    return (values, at) if keepdim else (mint.squeeze(values, dim), mint.squeeze(at, dim))
+
+
+def histc(input, bins=100, min=0, max=0):
+    """`HistcExt`, in the input's dtype."""
+    counts = ops.histc(input if input.is_floating_point() else input.astype(ms.float32), bins, float(min), float(max))
+    return counts.astype(input.dtype)
+
+
+def eig(x, compute_v=False):
+    """`Eig`, which leaves what nobody wants uninitialised."""
+    values, vectors = ops.eig(x)
+    return values, vectors if compute_v else Tensor(0, values.dtype)
+
+
 TABLE = {
     "Clone": clone, "Var": variance, "Std": std, "VarMean": var_mean, "StdMean": std_mean, "LogSumExp": logsumexp,
     "LinalgVectorNorm": vector_norm,
@@ -162,5 +187,8 @@ TABLE = {
     "ArgSort": lambda input, dim=-1, descending=False, stable=False: sort(input, dim, descending)[1],
     "AddcmulExt": lambda input, tensor1, tensor2, value=1: input + tensor1 * tensor2 * value,
     "AddcdivExt": lambda input, tensor1, tensor2, value=1: input + tensor1 / tensor2 * value,
-    "Atan2Ext": lambda input, other: ops.atan2(input, other), "Log2": lambda input: mint.log(input) * (1 / math.log(2)),
+    "Atan2Ext": lambda input, other: ops.atan2(input, other), "Kthvalue": kthvalue, "Eig": eig,
+    "HistcExt": histc, "MatrixInverseExt": ops.inverse,
+    "LinalgQr": lambda A, mode="reduced": ops.qr(A, "complete" if mode in (1, "complete") else "reduced"),  # noqa: N803
+    "Log2": lambda input: mint.log(input) * (1 / math.log(2)),
 }

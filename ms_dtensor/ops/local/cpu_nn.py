@@ -87,6 +87,18 @@ def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5):
     return out.astype(input.dtype), middle, scale
 
 
+def add_rms_norm(x1, x2, gamma, epsilon=1e-6):
+    """`AddRmsNorm`: (y, 1 / rms, the sum of x1 and x2)."""
+    x = x1 + x2
+    return *rms_norm(x, gamma, epsilon), x
+
+
+def add_layer_norm(x1, x2, gamma, beta, epsilon=1e-5, additionalOut=False):  # noqa: N803  MindSpore's name
+    """`AddLayerNormV2`: (y, mean, 1 / std, the sum of x1 and x2)."""
+    x = x1 + x2
+    return *layer_norm(x, gamma._shape, gamma, beta, epsilon), x
+
+
 def kl_div(input, target, reduction=1, log_target=False):
     """`KLDiv`; 0 log 0 is 0."""
     if log_target:
@@ -96,13 +108,30 @@ def kl_div(input, target, reduction=1, log_target=False):
     return reduced(mint.where(positive, target * log, ops.zeros_like(target)) - target * input, reduction)
 
 
+def cross_entropy(input, target, weight=None, reduction=1, ignore_index=-100, label_smoothing=0.0, *_):
+    """`CrossEntropyLoss`, without z-loss: (loss, log-probabilities, 0, 0)."""
+    log, classes = ops.log_softmax(input, -1), input._shape[-1]
+    ignored = target == ignore_index
+    hot = ops.one_hot(mint.where(ignored, ops.zeros_like(target), target), classes)
+    share = 1.0 if weight is None else weight
+    counted = mint.logical_not(ignored).astype(input.dtype)
+    weights = (hot * share).sum(-1) * counted
+    smooth = -(log * share).sum(-1) * counted * (label_smoothing / classes)
+    loss = -(log * hot * share).sum(-1) * counted * (1 - label_smoothing) + smooth
+    kind, nothing = _REDUCTION.get(reduction, reduction), ops.zeros((), input.dtype)
+    loss = loss.sum() / weights.sum() if kind == "mean" else reduced(loss, kind)
+    return loss, log, nothing, nothing
+
+
 TABLE = {
-    "GeluExt": gelu, "Swiglu": swiglu, "SoftplusExt": softplus, "LogSigmoid": log_sigmoid, "LogSoftmaxExt": log_softmax,
+    "CrossEntropyLoss": cross_entropy, "GeluExt": gelu, "Swiglu": swiglu, "SoftplusExt": softplus,
+    "LogSigmoid": log_sigmoid, "LogSoftmaxExt": log_softmax,
     # the branch that is not taken sees 0, so that its gradient stays finite
     "EluExt": lambda input, alpha=1.0: mint.where(input > 0, input, alpha * (mint.exp(_below(input, 0)) - 1)),
     "LeakyReLUExt": lambda input, negative_slope=0.01: mint.where(input > 0, input, input * negative_slope),
     "MishExt": lambda input: input * mint.tanh(softplus(input)),
     "RmsNorm": rms_norm, "LayerNormExt": layer_norm, "KLDiv": kl_div,
+    "AddRmsNorm": add_rms_norm, "AddLayerNormV2": add_layer_norm,
     "MSELossExt": lambda input, target, reduction=1: reduced((input - target) * (input - target), reduction),
     "L1LossExt": lambda input, target, reduction=1: reduced(mint.abs(input - target), reduction),
 }

@@ -69,6 +69,16 @@ def _cast(value, frm, to):
     return map_leaves(lambda x: x.astype(to) if x.dtype == frm else x, value, Tensor)
 
 
+def wider(x):
+    """16-bit floats as float32: their sums leave the range of their means and roots, and one device adds them up wider."""
+    return x.astype(ms.float32) if x.dtype in (ms.float16, ms.bfloat16) else x
+
+
+def rounded(result, x):
+    """What was computed from `wider(x)`, in the dtype of `x`."""
+    return result.astype(x.dtype) if x.dtype in (ms.float16, ms.bfloat16) else result
+
+
 def full(shape, value, dtype):
     """A tensor of one value, a number or 0-d tensor; an infinite one is the extreme of integers and booleans."""
     if isinstance(value, Tensor):

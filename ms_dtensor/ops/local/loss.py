@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from mindspore import mint, ops
+from mindspore import Tensor, mint, ops
 
+from ...core.tree import map_leaves
 from .cpu_elementwise import bce_with_logits, binary_cross_entropy
 from .cpu_nn import kl_div, log_sigmoid, softplus
+from .dtypes import rounded, wider
 from .lookup import masked, own_rows
 
 
@@ -29,7 +31,8 @@ _SUM: dict[str, Any] = {
 
 def loss_share(op, count, *arguments):
     """This shard's summand of a mean loss over `count` elements."""
-    return _SUM[op](*arguments) / (count or float("nan"))
+    share = _SUM[op](*map_leaves(wider, arguments, Tensor)) / (count or float("nan"))
+    return rounded(share, arguments[0])
 
 
 def sparse_cross_entropy_share(logits, labels, rows):

@@ -137,7 +137,13 @@ def fold(input, output_size, kernel_size, dilation=1, padding=0, stride=1):
         x, Tensor(list(per_dim(output_size, 2)), ms.int32))
 
 
-TABLE: dict = {}
+def resize_to(input, size, kind, align_corners, half_pixel_centers):
+    """`ResizeNearestNeighborV2`, `ResizeBicubic`, of a size in numbers: as the class would, which asks for DTensors."""
+    op = getattr(ops, kind)(align_corners, half_pixel_centers)
+    return ops.Primitive.__call__(op, input, Tensor(list(size), ms.int32), align_corners, half_pixel_centers)
+
+
+TABLE = {"resize_to": resize_to, "affine_grid": ops.affine_grid}
 CPU = {
     "FuncMaxPool2D": _batched(max_pool2d, 2), "AvgPool1D": _batched(avg_pool, 1), "AvgPool2D": _batched(avg_pool, 2),
     "AvgPool3DExt": _batched(avg_pool, 3), "AdaptiveAvgPool1D": _adaptive_average(1),

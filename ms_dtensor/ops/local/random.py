@@ -12,6 +12,7 @@ from mindspore import Tensor, ops
 
 from .. import rng
 from .dtypes import as_dtype
+from .lookup import host_values
 
 _NUMPY = {"Float16": np.float32, "BFloat16": np.float32, "Float32": np.float32, "Float64": np.float64}
 
@@ -74,8 +75,29 @@ def normal_of(mean, std, shape, box):
     return Tensor(rng.normal(rng.next_key(), shape, box)) * std + mean
 
 
+def multinomial(p, count, replacement, wide, shape, box):
+    """`count` places for each row of weights: by their running sums, or as the first to arrive at these rates."""
+    weights, key = host_values(p).astype(np.float64), rng.next_key()
+    if replacement:
+        ends = np.cumsum(weights, -1)
+        draws = rng.uniform(key, shape, box, np.float64) * ends[..., -1:]
+        rows = [np.searchsorted(e, d, "right") for e, d in zip(ends.reshape(-1, ends.shape[-1]), draws.reshape(-1, count))]
+        places = np.array(rows, np.int64).reshape(draws.shape)
+    else:
+        n = weights.shape[-1]
+        with np.errstate(divide="ignore"):
+            arrival = rng.exponential(key, (*shape[:-1], n), (*box[:-1], (0, n)), np.float64) / weights
+        places = np.argsort(arrival, -1, kind="stable")[..., :count]
+    return Tensor(np.ascontiguousarray(places, np.int64 if wide else np.int32))
+
+
 def _whole(x):
     shape = tuple(x._shape)
+    return shape, tuple((0, n) for n in shape)
+
+
+def _places(p, count):
+    shape = (*p._shape[:-1], count)
     return shape, tuple((0, n) for n in shape)
 
 
@@ -105,6 +127,7 @@ TABLE = {
     "uniform_into": _like(lambda key, shape, box, t, lo, hi: rng.uniform(key, shape, box, t) * t(hi - lo) + t(lo)),
     "random_into": _like(lambda key, shape, box, t, lo, hi: rng.integers(
         key, shape, 0 if hi is None else lo, 1 << 24 if hi is None else hi, box)),
+    "multinomial": multinomial,
     "exponential_into": _like(lambda key, shape, box, t, rate: rng.exponential(key, shape, box, t) / t(rate)),
 }
 
@@ -116,6 +139,8 @@ CPU = {
     "RandnLike": lambda x, seed=None, offset=None, dtype=None, device=None: randn_like(x, dtype, *_whole(x)),
     "RandIntLike": lambda x, low, high, seed=None, offset=None, dtype=None, device=None:
         randint_like(x, low, high, dtype, *_whole(x)),
+    "Multinomial": lambda p, count, *_: multinomial(p, count, True, False, *_places(p, count)),
+    "MultinomialExt": lambda p, count, replacement=False, *_: multinomial(p, count, replacement, True, *_places(p, count)),
     "BernoulliExt": lambda p, *_: bernoulli(p, *_whole(p)),
     "Bernoulli": lambda x, p: bernoulli_like(x, p, *_whole(x)),
     **dict.fromkeys(("NormalTensorTensor", "NormalTensorFloat", "NormalFloatTensor"),

@@ -14,7 +14,7 @@ from mindspore import Tensor, mint, ops
 from ..rules.write import labels
 from . import arrange, cpu_index
 from .dtypes import full
-from .lookup import host_values
+from .lookup import host_values, masked
 
 
 def write(x, value, bounds, drop, dims, indices, front, offset, value_offset, value_shape):
@@ -52,6 +52,57 @@ def write(x, value, bounds, drop, dims, indices, front, offset, value_offset, va
     return _select(mask, new, x)
 
 
+def write_add(x, value, dims, indices, offset, value_offset, value_shape, shape, factor):
+    """`x` with `factor` times the local part of `value` added at index tensors of neighbouring `dims`.
+
+    What belongs to other shards is added to the first row as zeros, so that every rank runs the same ops.
+    """
+    local, wide = tuple(x._shape), np.broadcast_shapes(*(tuple(i._shape) for i in indices))
+    first, after = dims[0], dims[-1] + 1
+    region = (*local[:first], *wide, *local[after:])
+    position = np.zeros(region, np.int64)
+    strides = _strides(tuple(value._shape))
+    for v, n in enumerate(value_shape):  # where in the local value each element of the region comes from
+        r = v - len(value_shape) + len(region)
+        d = r if r < first else r - len(wide) - first + after if r >= first + len(wide) else None
+        if n != 1:
+            at = np.arange(region[r]) + (0 if d is None else offset[d]) - value_offset[v]
+            position = position + (at * strides[v]).reshape(-1, *(1,) * (len(region) - r - 1))
+    flat, mine = np.zeros(wide, np.int64), np.ones(wide, bool)
+    for ids, d in zip(map(host_values, indices), dims):
+        _check_range(ids, d, shape[d])
+        own = np.where(ids < 0, ids + shape[d], ids) - offset[d]
+        mine = mine & (own >= 0) & (own < local[d])
+        flat = flat * local[d] + own
+    rows = np.where(mine, flat, 0).reshape(-1, 1)
+    order = (*range(first, first + len(wide)), *range(first), *range(first + len(wide), len(region)))
+    table = np.ascontiguousarray(position.transpose(order)).astype(np.int32)
+    parts = ops.gather(mint.reshape(value, (-1,)).astype(x.dtype), Tensor(table), 0) * factor
+    rest = (*local[:first], *local[after:])
+    parts = masked(mint.reshape(parts, (-1, *rest)), Tensor(mine.reshape(-1, *(1,) * len(rest))))
+    moved = (*dims, *(d for d in range(len(local)) if d not in dims))
+    target = mint.reshape(mint.permute(x, moved), (-1, *rest))
+    out = mint.reshape(ops.tensor_scatter_add(target, Tensor(rows.astype(np.int32)), parts), [local[d] for d in moved])
+    return mint.permute(out, tuple(moved.index(d) for d in range(len(local))))
+
+
+def index_put(x, value, indices, attrs):
+    """`IndexPut`, whose CPU kernel takes no value that broadcasts, nor one of several dims."""
+    whole, dims = (0,) * len(x._shape), tuple(range(len(indices)))
+    if attrs.get("accumulate"):
+        return write_add(x, value, dims, indices, whole, (0,) * len(value._shape), value._shape, x._shape, 1)
+    return write(x, value, tuple((0, n, 1) for n in x._shape), (), dims, indices, False, whole, (0,) * len(value._shape),
+                 tuple(value._shape))
+
+
+vars(index_put)["takes_attributes"] = True
+
+
+def _check_range(ids, dim: int, n: int) -> None:
+    if ids.size and (ids.min() < -n or ids.max() >= n):
+        raise IndexError(f"For 'DTensor', an index is out of range for dim {dim} of size {n}.")
+
+
 def _strides(shape):
     out, n = [], 1
     for size in reversed(shape):
@@ -71,8 +122,7 @@ def _at_indices(table, wide, region, step, indices, dims, bounds, offset, local)
     at = []
     for ids, d in zip(indices, dims):
         n = bounds[d][1]
-        if ids.size and (ids.min() < -n or ids.max() >= n):
-            raise IndexError(f"For 'DTensor', an index is out of range for dim {d} of size {n}.")
+        _check_range(ids, d, n)
         own = np.broadcast_to(np.where(ids < 0, ids + n, ids), wide).reshape(-1) - offset[d]
         mine &= (own >= 0) & (own < local[d])
         at.append(own)
@@ -114,6 +164,11 @@ def masked_fill(x, mask, value):
     return where(mask, value, x) if not isinstance(value, Tensor) else where(mask, fill(x, value), x)
 
 
+def _by_rows(fn):
+    """`fn` of an index of any shape into dim 0."""
+    return lambda x, ids, src: fn(x, mint.reshape(ids, (-1, 1)), mint.reshape(src, (-1, *x._shape[1:])))
+
+
 # what an in-place op puts into its target, by the name of the rule
 WRITES = {
     "fill": fill, "zero": lambda x: ops.zeros(x._shape, x.dtype), "copy": copy, "where": where,
@@ -128,6 +183,10 @@ WRITES = {
     "silu": ops.silu, "erfinv": mint.erfinv, "sign": ops.sign,
     "hardtanh": lambda x, low=-1.0, high=1.0: ops.clamp(x, low, high),
     "scatter": arrange.scatter, "scatter_add": cpu_index.scatter_add, "index_add": arrange.index_add,
+    "masked_scatter": lambda x, mask, src: x.masked_scatter(mask, src), "nd_update": ops.TensorScatterUpdate(),
+    **{f"nd_{k}": getattr(ops, f"tensor_scatter_{k}") for k in ("add", "sub", "max", "min", "mul", "div")},
+    **{f"rows_{k}": _by_rows(getattr(ops, f"tensor_scatter_{k}")) for k in ("max", "min", "mul", "div")},
 }
 
-TABLE = {"write": write}
+TABLE = {"write": write, "write_add": write_add}
+CPU = {"IndexPut": index_put}

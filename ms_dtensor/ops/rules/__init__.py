@@ -16,9 +16,11 @@ from . import (
     create,
     elementwise,
     index,
+    linalg,
     lists,
     loss,
     matmul,
+    moe,
     names,
     norm,
     pointwise,
@@ -51,7 +53,7 @@ RULES.update({op: reduce.reduction for op in ("sum", "mean", "max", "min", "prod
 
 # Further families bring their own names and rules: `NAMES` in the notation of `names.parse`, `RULES` by canonical op.
 FAMILIES: tuple = (arrange, index, scatter, random, create, lists, matmul, write, conv,
-                   elementwise, statistics, norm, loss, pool, attention)
+                   elementwise, statistics, norm, loss, pool, attention, linalg, moe)
 for family in FAMILIES:
     names.PRIMITIVES.update(names.parse(family.NAMES))
     RULES.update(family.RULES)

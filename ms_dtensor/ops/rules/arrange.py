@@ -10,14 +10,14 @@ from __future__ import annotations
 from math import prod
 
 from ...errors import OpRuleError
-from .spec import PARTIALS, SUMS, Call, Case, Local, LocalCall, OpSpec, P, R, S, dims_of, shape_only
+from .spec import PARTIALS, SUMS, Call, Case, Local, LocalCall, OpSpec, P, R, S, any_layout, dims_of
 from .view import flatten, rearrange
 
 NAMES = """
 expand_as:ExpandAs:input other
 flatten_order:DeprecatedFlatten:input order start_dim end_dim
 repeat_interleave:DeprecatedRepeatInterleave:input repeats dim
-repeat_interleave:RepeatInterleaveInt:input repeats dim output_size
+repeat_interleave:RepeatInterleaveInt,RepeatInterleaveTensor:input repeats dim output_size
 unbind:Unstack:input dim
 slice_sizes:Slice:input begin size
 flip:ReverseV2:input dim
@@ -38,13 +38,14 @@ meshgrid:Meshgrid:tensors indexing
 
 def expand_as(call: Call) -> OpSpec:
     """`x.expand_as(other)`: only `other`'s global shape matters."""
-    x, shape = call.operands[0], call.args["other"].shape
+    x, other = call.operands[0], call.args["other"]
+    shape = other.shape
     lead = len(shape) - x.ndim
     cases = [Case((S(d),), (S(d + lead),)) for d in range(x.ndim) if x.shape[d] == shape[d + lead]]
     cases += [Case((p,), (p,)) for p in PARTIALS]
     new = [Case((R, S(k)), (S(k),)) for k, n in enumerate(shape) if k < lead or x.shape[k - lead] != n]
-    return OpSpec((shape,), (*shape_only(cases), *new), lambda at: LocalCall("broadcast_to", (x, at.out_shape())),
-                  dtypes=(x.dtype,))
+    return OpSpec((shape,), (*new, *any_layout((*cases, Case((R,), (R,))), other.ndim)),
+                  lambda at: LocalCall("broadcast_to", (x, at.out_shape())), dtypes=(x.dtype,), shape_only=(1,))
 
 
 def flatten_order(call: Call) -> OpSpec:
@@ -61,13 +62,24 @@ def repeat_interleave(call: Call) -> OpSpec:
     if not isinstance(n, int):
         n = n[0] if isinstance(n, tuple) and len(n) == 1 and isinstance(n[0], int) else None
     if n is None:
-        raise OpRuleError("For 'repeat_interleave', 'repeats' must be one int.", "",
-                          "With a count per row the shards would not line up.", "use an index: x[indices]")
+        return repeat_rows(call)
     if call.get("dim") is None:
         return rearrange(call, (prod(x.shape) * n,), {})
     d = int(call.args["dim"]) % x.ndim
     out = (*x.shape[:d], x.shape[d] * n, *x.shape[d + 1:])
     return rearrange(call, out, {i: i for i in range(x.ndim)}, ((0, d, x.shape[d]),))
+
+
+def repeat_rows(call: Call) -> OpSpec:
+    """A count per row: told in numbers, `dim` must be whole; told by a tensor, the result's shape depends on data."""
+    x, counts, dim = call.operands[0], call.args["repeats"], call.get("dim")
+    if hasattr(counts, "shape"):
+        return OpSpec((None,), (), by_data=True)
+    if dim is None:
+        return OpSpec(((sum(counts),),), (), lambda at: LocalCall("repeat_rows", (x, counts)))
+    d = int(dim) % x.ndim
+    return rearrange(call, (*x.shape[:d], sum(counts), *x.shape[d + 1:]), {i: i for i in range(x.ndim) if i != d},
+                     local=lambda at: LocalCall("repeat_rows", (x, counts, d)))
 
 
 def slice_sizes(call: Call) -> OpSpec:

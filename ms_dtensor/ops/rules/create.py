@@ -34,9 +34,11 @@ def like(call: Call) -> OpSpec:
 
 
 def new(call: Call) -> OpSpec:
-    """`x.new_zeros(size)` ...: replicated, in the dtype of x."""
+    """`x.new_zeros(size)` ...: in the dtype of x; laid out like x if of its shape, else replicated."""
     x, size = call.operands[0], call.args["size"]
     shape = tuple(int(n) for n in (size if isinstance(size, tuple | list) else (size,)))
+    if shape == x.shape:
+        return like(call)
     value = _VALUE.get(call.op, call.args.get("fill_value"))
     cases = [call.case({x.index: p}, R) for p in (*map(S, range(x.ndim)), *PARTIALS)]
     return OpSpec((shape,), tuple(cases), lambda at: LocalCall("filled", (x, shape, value, call.args.get("dtype"))))

@@ -57,6 +57,14 @@ addcdiv:AddcdivExt,Addcdiv:input tensor1 tensor2 value
 where:DeprecatedSelect:input condition other
 to_other:ToOther,TypeAs:input other
 log_sigmoid:LogSigmoid:input
+real:Real:input
+real_view:RealView:input
+imag:Imag:input
+imag_view:ImagView:input
+conj:Conj:input
+angle:Angle,ComplexAbs:input
+complex:Complex:input other
+polar:Polar:input other
 """
 
 
@@ -113,7 +121,8 @@ def like(call: Call) -> OpSpec:
 
 _ALIKE = ("frac round invert nan_to_num lgamma digamma bessel inv logit celu softplus hardshrink softshrink "
           "hardtanh threshold fmax fmin hypot nextafter logaddexp heaviside shift divmod no_nan truncated "
-          "squared_difference isneginf isclose approximate_equal").split()
+          "squared_difference isneginf isclose approximate_equal real real_view imag imag_view "
+          "conj angle complex polar").split()
 RULES = {
     **dict.fromkeys(_ALIKE, pointwise),
     "equal": equal, "glu": gated, "prelu": prelu,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from math import prod
 
 from ...core.placements import Partial
+from ...errors import OpRuleError
 from .pointwise import shard_cases
 from .spec import SUMS, Call, Case, Local, LocalCall, OpSpec, P, R, S, broadcast_shapes
 
@@ -26,6 +27,7 @@ kl_div_classic:KLDivLoss:input target
 softmax_cross_entropy:SoftmaxCrossEntropyWithLogits:input target
 sparse_softmax_cross_entropy:SparseSoftmaxCrossEntropyWithLogits:input target
 nll_loss:NLLLoss,NLLLoss2d:input target weight reduction ignore_index
+fused_cross_entropy:CrossEntropyLoss:input target weight reduction ignore_index smoothing zloss_scale return_zloss
 """
 
 _PAIR = (("input", None), ("target", None))
@@ -98,6 +100,21 @@ def nll_loss(call: Call) -> OpSpec:
     return OpSpec((shape, ()), tuple(cases))
 
 
+def fused_cross_entropy(call: Call) -> OpSpec:
+    """(loss, log-probabilities, z-loss, its logarithms) of rows [N, C]; a mean divides by a count over all rows.
+
+    Raises:
+        OpRuleError: the z-loss is asked for.
+    """
+    x, kind = call.args["input"], reduction_of(call)
+    if call.get("return_zloss") or call.get("zloss_scale"):
+        raise OpRuleError("For 'cross_entropy_loss', the z-loss is not supported on DTensors.", "",
+                          "Its kernel's results are not documented.", "(mint.logsumexp(x, -1) ** 2).mean() * scale, besides")
+    loss = P if kind == "sum" else S(0)
+    cases = [call.case({x.index: S(0), call.args["target"].index: S(0)}, loss, S(0), R, R)] if kind != "mean" else []
+    return OpSpec((x.shape[:1] if kind == "none" else (), x.shape, (), ()), tuple(cases))
+
+
 def row_max(call: Call) -> OpSpec:
     """Of our own: the greatest class of each row, [..., 1]; it carries no gradient."""
     x = call.operands[0]
@@ -122,6 +139,7 @@ RULES = {
     **dict.fromkeys(("mse_loss", "l1_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy",
                      "bce_with_logits", "kl_div"), elementwise),
     "sigmoid_cross_entropy": lambda call: elementwise(Call(call.op, {**call.args, "reduction": "none"}, call.operands)),
-    "kl_div_classic": kl_div_classic, "softmax_cross_entropy": softmax_cross_entropy,
+    "fused_cross_entropy": fused_cross_entropy, "kl_div_classic": kl_div_classic,
+    "softmax_cross_entropy": softmax_cross_entropy,
     "sparse_softmax_cross_entropy": sparse_softmax_cross_entropy, "nll_loss": nll_loss,
 }

@@ -13,6 +13,8 @@ NAMES = """
 layer_norm:LayerNormExt:input normalized_shape weight bias eps
 layer_norm_classic:LayerNorm,LayerNormV3:input weight bias begin_norm_axis begin_params_axis eps
 rms_norm:RmsNorm:input weight eps
+add_rms_norm:AddRmsNorm:input other weight eps
+add_layer_norm:AddLayerNormV2:input other weight bias eps additional
 group_norm:GroupNorm:input num_groups weight bias eps
 batch_norm:BatchNorm:input weight bias running_mean running_var training eps momentum data_format
 batch_norm_ext:BatchNormExt:input weight bias running_mean running_var training momentum eps
@@ -27,6 +29,14 @@ def _leading(call: Call, lead: int, stats: int) -> OpSpec:
     wide = "float32" if x.dtype in ("float16", "bfloat16") else x.dtype
     cases = call.like_first(range(lead), results=1 + stats)
     return OpSpec((x.shape, *(small,) * stats), tuple(cases), dtypes=(x.dtype, *(wide,) * stats))
+
+
+def added(call: Call) -> OpSpec:
+    """The norm of a sum, its statistics, and the sum: both summands are cut alike. (y, 1/rms, x), (y, mean, 1/std, x)."""
+    x, y, weight = (call.args[k] for k in ("input", "other", "weight"))
+    one = _leading(Call(call.op, {"input": x}, call.operands), x.ndim - weight.ndim, 1 + (call.op == "add_layer_norm"))
+    cases = tuple(call.case({x.index: c.ins[0], y.index: c.ins[0]}, *c.outs, c.outs[0]) for c in one.cases)
+    return OpSpec((*one.shapes, x.shape), cases, dtypes=(*(one.dtypes or ()), x.dtype))
 
 
 def group_norm(call: Call) -> OpSpec:
@@ -74,5 +84,6 @@ RULES = {
     "layer_norm": lambda call: _leading(call, call.args["input"].ndim - _dims(call.args["normalized_shape"]), 2),
     "layer_norm_classic": lambda call: _leading(call, int(call.get("begin_norm_axis", 1)) % call.args["input"].ndim, 2),
     "rms_norm": lambda call: _leading(call, call.args["input"].ndim - call.args["weight"].ndim, 1),
+    "add_rms_norm": added, "add_layer_norm": added,
     "group_norm": group_norm, "batch_norm": batch_norm, "batch_norm_ext": batch_norm, "lrn": lrn,
 }

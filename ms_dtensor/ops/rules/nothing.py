@@ -10,6 +10,7 @@ from __future__ import annotations
 from math import inf, isnan, nan, prod
 
 from ...core.layout import Layout
+from ...core.placements import REPLICATE
 from ...errors import OpRuleError
 from .loss import reduction_of
 from .spec import Call, EmptyShard, Local, LocalCall, OpSpec, kind
@@ -31,6 +32,9 @@ Fills = tuple[tuple[tuple[int, ...], float | None], ...]
 
 def local_part(call: Call, spec: OpSpec, at: Local) -> tuple[LocalCall | None, EmptyShard | None]:
     """What the rank at a coordinate runs, and what it makes of it where its shards are empty."""
+    if spec.shape_only:
+        at = Local(tuple(x.with_placements([REPLICATE] * x.mesh.ndim) if i in spec.shape_only else x
+                         for i, x in enumerate(at.ins)), at.outs, at.coordinate)
     empty, results = None, results_of_nothing(call, at)
     extended = results is not None and any(prod(x.shape) for x in at.outs)  # a kernel can reduce one element
     sharded = results is None

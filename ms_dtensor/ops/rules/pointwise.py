@@ -9,14 +9,31 @@ from __future__ import annotations
 
 from math import isfinite
 
-from .spec import SUMS, Call, Case, OpSpec, R, S, broadcast_shapes, result_dtype
+from ...core.placements import Partial
+from .spec import (
+    SUMS,
+    Call,
+    Case,
+    Local,
+    LocalCall,
+    OpSpec,
+    R,
+    S,
+    broadcast_shapes,
+    mixed_sums,
+    result_dtype,
+    taken_once,
+)
 
 # op -> groups of argument names which, Partial together and all other operands replicated, give a Partial result
 LINEAR = {
     "add": (("input", "other"),), "sub": (("input", "other"),), "neg": (("input",),), "identity": (("input",),),
     "mul": (("input",), ("other",)), "div": (("input",),), "clone": (("input",),),
     "lerp": (("input", "end"),), "where": (("input", "other"),),
+    **dict.fromkeys(("real", "real_view", "imag", "imag_view", "conj"), (("input",),)), "complex": (("input", "other"),),
 }
+
+EXTREMES = {"maximum": Partial("max"), "minimum": Partial("min")}  # of two extremes over ranks, element by element
 
 
 def shard_cases(shapes, out) -> list[Case]:
@@ -51,8 +68,18 @@ def pointwise(call: Call) -> OpSpec:
     """The rule of every op that computes each result element from the operands' elements at the same place."""
     shapes = [o.shape for o in call.operands]
     out = broadcast_shapes(*shapes)
-    cases = shard_cases(shapes, out) + partial_cases(call, LINEAR.get(call.op, ()))
-    return OpSpec((out,), tuple(cases))
+    cases, sums = shard_cases(shapes, out), partial_cases(call, LINEAR.get(call.op, ()))
+    if call.op in EXTREMES and len(shapes) == 2:
+        sums.append(Case((EXTREMES[call.op],) * 2, (EXTREMES[call.op],)))
+    if sums and call.op in ("add", "sub"):
+        return OpSpec((out,), (*cases, *sums, *mixed_sums(2)), lambda at: _added_once(call, at))
+    return OpSpec((out,), (*cases, *sums))
+
+
+def _added_once(call: Call, at: Local) -> LocalCall | None:
+    once = taken_once(at)
+    args = call.args["input"], call.args["other"], call.op, call.get("alpha", 1), once
+    return LocalCall("added_once", args) if once else None
 
 
 _FLOATS = {"float16": 0, "bfloat16": 0, "float32": 1, "float64": 2}

@@ -6,10 +6,11 @@ linear and let a Partial through; maxima do not. The native call works on a shar
 """
 from __future__ import annotations
 
+from dataclasses import replace
 from math import ceil, floor
 
 from .conv import per_dim
-from .spec import SUMS, Call, OpSpec
+from .spec import SUMS, Call, Case, Local, LocalCall, OpSpec, R, S
 
 NAMES = """
 max_pool_ext:FuncMaxPool2D:input kernel stride padding dilation ceil_mode return_indices
@@ -24,14 +25,18 @@ adaptive_avg_pool:AdaptiveAvgPool1D,AdaptiveAvgPool2DExt,AdaptiveAvgPool3DExt,Ad
 adaptive_max_pool:AdaptiveMaxPool1D,AdaptiveMaxPool2D:input size
 upsample:UpsampleNearest1D,UpsampleNearest2D,UpsampleNearest3D:input size scales
 upsample_linear:UpsampleLinear1D,UpsampleBilinear2D,UpsampleTrilinear3D,UpsampleBicubic2D:input size scales align_corners
-resize:ResizeBilinearV2,ResizeBicubic:input size align_corners half_pixel_centers
+resize:ResizeBilinearV2,ResizeNearestNeighbor:input size align_corners half_pixel_centers
+resize:ResizeLinear1D:input size mode
+grid_sample:GridSampler2D,GridSampler3D:input grid mode padding align_corners
+affine_grid:AffineGrid:input size
 unfold:Im2ColExt:input kernel dilation padding stride
 unfold_classic:Im2Col:input
 fold:Col2ImExt:input size kernel dilation padding stride
 pixel_shuffle:PixelShuffle:input factor
 """
 _LINEAR = frozenset(("avg_pool", "avg_pool_3d", "avg_pool_1d", "avg_pool_2d", "avg_pool_3d_ext", "adaptive_avg_pool",
-                     "upsample", "upsample_linear", "resize", "unfold", "unfold_classic", "fold", "pixel_shuffle"))
+                     "upsample", "upsample_linear", "resize", "resize_to", "unfold", "unfold_classic", "fold",
+                     "pixel_shuffle"))
 
 
 def _leading(call: Call, lead: int, *shapes) -> OpSpec:
@@ -114,6 +119,25 @@ def upsample(call: Call) -> OpSpec:
     return _leading(call, 2, (*x.shape[:2], *space))
 
 
+def grid_sample(call: Call) -> OpSpec:
+    """[N, C, ...] read at the places [N, ..., 2 or 3] of a grid: linear in what is read."""
+    x, grid = call.args["input"], call.args["grid"]
+    cases = [Case((S(0), S(0)), (S(0),)), Case((S(1), R), (S(1),)),
+             *(Case((R, S(d)), (S(d + 1),)) for d in range(1, grid.ndim - 1)), *(Case((p, R), (p,)) for p in SUMS)]
+    return OpSpec(((*x.shape[:2], *grid.shape[1:-1]),), tuple(cases))
+
+
+def affine_grid(call: Call) -> OpSpec:
+    """A grid for each affine map of the batch: linear in the maps; a rank makes as many as it has."""
+    x, size = call.operands[0], tuple(call.args["size"])
+    spec = OpSpec(((size[0], *size[2:], len(size) - 2),), tuple(call.like_first((0,), SUMS)))
+
+    def local(at: Local) -> LocalCall:
+        made = call.args["attrs"].get("align_corners", False)
+        return LocalCall("affine_grid", (x, (at.in_shape(0)[0], *size[1:]), made))
+    return replace(spec, local=local)
+
+
 def unfold(call: Call) -> OpSpec:
     """Patches: channels are merged with the window, so that only the batch may be sharded."""
     x = call.operands[0]
@@ -146,6 +170,7 @@ RULES = {
     "max_pool": pool, "avg_pool": pool, "avg_pool_3d": pool, "max_pool_ext": pool_ext, "avg_pool_1d": pool_ext,
     "avg_pool_2d": pool_ext, "avg_pool_3d_ext": pool_ext,
     "max_pool_argmax": pool_argmax, "adaptive_avg_pool": adaptive, "adaptive_max_pool": adaptive,
-    "upsample": upsample, "upsample_linear": upsample, "resize": upsample, "unfold": unfold, "unfold_classic": unfold,
+    "upsample": upsample, "upsample_linear": upsample, "resize": upsample, "resize_to": upsample,
+    "grid_sample": grid_sample, "affine_grid": affine_grid, "unfold": unfold, "unfold_classic": unfold,
     "fold": fold, "pixel_shuffle": pixel_shuffle,
 }

@@ -106,11 +106,16 @@ def into(call: Call) -> OpSpec:
 
 
 def multinomial(call: Call) -> OpSpec:
-    """Refused."""
-    raise OpRuleError("For 'multinomial', there is no rule for DTensors.", "",
-                      "Sampling without replacement depends on the order in which one device draws.",
-                      ("sample from full_tensor() after manual_seed() on every rank alike",
-                       "use the Gumbel trick: argmax(logits - log(-log(rand_like(logits))))"))
+    """Places drawn by the weights of each row, which must be whole; with replacement or without."""
+    p, count = call.operands[0], int(call.args["num_samples"])
+    again = bool(call.get("replacement", "attrs" in call.args))
+    shape = (*p.shape[:-1], count)
+    if not again and count > p.shape[-1]:
+        raise OpRuleError("For 'multinomial', there are fewer weights than samples.", f"weights {list(p.shape)}",
+                          f"Without replacement, {count} samples need as many weights.", "replacement=True")
+    cases = call.like_first(range(p.ndim - 1))
+    return OpSpec((shape,), tuple(cases), lambda at: LocalCall("multinomial", (
+        p, count, again, "attrs" not in call.args and call.get("dtype") is None, *_box(at))))
 
 
 RULES = {"dropout": dropout, "dropout_channels": dropout, "func_dropout": func_dropout,

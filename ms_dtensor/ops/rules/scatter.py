@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writing rows or elements by index, one-hot codes, sorted search; and what is refused because its shape is data.
+"""Writing rows or elements by index, one-hot codes, sorted search; and what has a shape that depends on data.
 
 Dims that the index does not address may be sharded alike on input, index and source. Setting or adding rows is linear
-in (input, source) together. Ops whose result *shape* depends on values (nonzero, unique, masked_select) are refused:
-a global shape would have to be agreed upon by all ranks before anyone could go on.
+in (input, source) together. Ops whose result *shape* depends on values (nonzero, unique, masked_select) work on what
+is whole: of shards, a global shape would have to be agreed upon by all ranks before anyone could go on.
 """
 from __future__ import annotations
 
-from ...core.layout import short_dtype
 from ...errors import OpRuleError
 from .spec import SUMS, Call, Case, OpSpec, P, S
 
@@ -26,10 +25,12 @@ masked_scatter:MaskedScatter:input mask src
 one_hot:OneHot,OneHotExt:index depth on off dim
 searchsorted:SearchSorted:sorted values sorter dtype right
 masked_select:MaskedSelect:input mask
-nonzero:NonZero,NonZeroExt:input
-unique:Unique,DeprecatedUnique:input
-unique:Unique2:input sorted return_inverse return_counts
-unique:UniqueDim:input sorted return_inverse dim
+nonzero:NonZero:input
+nonzero_tuple:NonZeroExt:input
+unique:Unique:input
+unique_method:DeprecatedUnique:input sorted return_inverse return_counts dim
+unique_counts:Unique2:input sorted return_inverse return_counts
+unique_counts:UniqueDim:input sorted return_inverse dim
 unique_consecutive:UniqueConsecutive:input return_inverse return_counts dim
 unique_with_pad:UniqueWithPad:input pad_num
 bincount:BincountExt:input weights minlength
@@ -44,6 +45,10 @@ def _case(call: Call, out, **places) -> Case:
 def scatter(call: Call) -> OpSpec:
     """`scatter(dim, index, src or value)`: elements set (or, with `reduce`, combined)."""
     x, ids, src = call.args["input"], call.args["index"], call.get("src")
+    if call.get("reduce", 0) not in (0, 1, "none", "add"):
+        raise OpRuleError(f"For '{call.op}', 'reduce' {call.args['reduce']!r} has no rule.", "",
+                          "MindSpore's kernels add or set; on CPU another reduction gives wrong numbers.",
+                          "reduce='add' of logarithms, or x * scatter(ones, factors) where no element comes twice")
     d = int(call.get("dim", 0)) % max(x.ndim, 1)
     tensor = hasattr(src, "shape") and src.ndim == x.ndim
     cases = [_case(call, S(k), input=S(k), index=S(k), **({"src": S(k)} if tensor else {}))
@@ -58,15 +63,6 @@ def scatter(call: Call) -> OpSpec:
     return OpSpec((x.shape,), tuple(cases))
 
 
-def index_add(call: Call) -> OpSpec:
-    """`index_add(dim, index, src)`: rows of `src` added to rows of `input`."""
-    x, src = call.args["input"], call.args["src"]
-    dim = call.get("dim")
-    d = int(dim if dim is not None else call.args["attrs"]["axis"]) % x.ndim
-    cases = [_case(call, S(k), input=S(k), src=S(k)) for k in range(x.ndim) if k != d and x.shape[k] == src.shape[k]]
-    return OpSpec((x.shape,), (*cases, *(_case(call, p, input=p, src=p) for p in SUMS)))
-
-
 def whole(call: Call) -> OpSpec:
     """Same shape as the input, and no case but all-replicated: what it works on is known only from values."""
     return OpSpec((call.operands[0].shape,), ())
@@ -77,7 +73,7 @@ def scatter_rows(call: Call) -> OpSpec:
     x, ids = call.args["input"], call.args["index"]
     k = ids.shape[-1]
     cases = [_case(call, S(d), input=S(d), src=S(d - k + ids.ndim - 1)) for d in range(k, x.ndim)]
-    if call.op == "scatter_rows_linear":
+    if call.op in ("scatter_rows_linear", "nd_add", "nd_sub"):
         cases += [_case(call, p, input=p, src=p) for p in SUMS]
     return OpSpec((x.shape,), tuple(cases))
 
@@ -118,19 +114,22 @@ def searchsorted(call: Call) -> OpSpec:
     return OpSpec((values.shape,), tuple(cases))
 
 
-_WAYS = ("work on shapes that are known: where(mask, x, 0), masked_fill, topk", "x.full_tensor(), to work on plain tensors",
-         "x.to_local(), where each rank's own answer is wanted")
+def by_data(call: Call) -> OpSpec:
+    """masked_select, nonzero (argwhere, where(condition)), unique, bincount: only of what is whole, alike on every rank."""
+    count = _RESULTS.get(call.op, 1)
+    if call.op == "nonzero_tuple":
+        count = call.operands[0].ndim
+    elif call.op == "unique_method":
+        count += bool(call.get("return_inverse")) + bool(call.get("return_counts"))
+    return OpSpec((None,) * count, (), by_data=True)
 
 
-def refused(call: Call) -> OpSpec:
-    """masked_select, nonzero (argwhere, where(condition)), unique, bincount: the result's shape depends on data."""
-    raise OpRuleError(f"For '{call.op}', there can be no rule for DTensors.",
-                      ", ".join(f"{short_dtype(o.dtype)}{list(o.shape)}" for o in call.operands),
-                      "The shape of the result depends on data, which no rank knows whole.", _WAYS)
+_RESULTS = {"unique": 2, "unique_counts": 3, "unique_consecutive": 3}
 
 
-RULES = {"scatter": scatter, "scatter_add": scatter, "index_add": index_add, "index_fill": whole,
+RULES = {"scatter": scatter, "scatter_add": scatter,
          "scatter_rows": scatter_rows, "scatter_rows_linear": scatter_rows, "scatter_nd": scatter_nd,
          "masked_scatter": whole, "one_hot": one_hot, "searchsorted": searchsorted,
-         **dict.fromkeys(("masked_select", "nonzero", "unique", "unique_consecutive", "unique_with_pad", "bincount"),
-                         refused)}
+         "unique_with_pad": lambda call: OpSpec((call.operands[0].shape,) * 2, ()),
+         **dict.fromkeys(("masked_select", "nonzero", "nonzero_tuple", "unique", "unique_method", "unique_counts",
+                          "unique_consecutive", "bincount"), by_data)}

@@ -50,10 +50,15 @@ def choose(call: Call, spec: OpSpec, layouts: tuple[Layout, ...], keep: bool = F
         no_gather: to gather a sharded dim of logits is the last resort, however little there is to move.
 
     Raises:
-        OpRuleError: an operand is Partial with a reduction that cannot be finished (never for the built-in ones), or
-            a written operand cannot stay.
+        OpRuleError: an operand is not whole where the result's shape depends on data; one is Partial with a reduction
+            that cannot be finished (never for the built-in ones), or a written operand cannot stay.
     """
     mesh = layouts[0].mesh
+    if spec.by_data and not all(x.is_replicated() for x in layouts):
+        raise OpRuleError(f"For '{call.op}', an operand is not whole on every rank.",
+                          "\n".join(x.describe() for x in layouts),
+                          "The shape of the result depends on data, and a rank knows a part of it.",
+                          _WHOLE)
     whole = Case((REPLICATE,) * len(layouts), (REPLICATE,) * len(spec.shapes))
     cases = (*spec.cases, whole) if whole not in spec.cases else spec.cases
     chosen: list[Case] = []
@@ -87,7 +92,7 @@ def choose(call: Call, spec: OpSpec, layouts: tuple[Layout, ...], keep: bool = F
     order = layouts[0].order if keep else _order(layouts, chosen)
     targets = tuple(x.with_placements([c.ins[o] for c in chosen], order) for o, x in enumerate(layouts))
     own = tuple(tuple(a for a, c in enumerate(chosen)
-                      if c.ins[o].is_replicate() and any(not p.is_replicate() for p in c.ins))
+                      if c.ins[o].is_replicate() and o not in c.invariant and any(not p.is_replicate() for p in c.ins))
                 for o in range(len(layouts)))
     outs = tuple(Result(tuple(c.outs[j] for c in chosen), order, shape) for j, shape in enumerate(spec.shapes))
     return Choice(targets, own, outs, tuple(chosen))
@@ -117,6 +122,9 @@ def gathers(layout: Layout, dim: int) -> bool:
     return dim > 0 and layout.shape[dim] > 1 and "float" in layout.dtype
 
 
+_WHOLE = ("x.redistribute(placements=[Replicate()] * mesh.ndim), then the result is the same on every rank",
+          "work on shapes that are known: where(mask, x, 0), masked_fill, topk, count_nonzero",
+          "x.full_tensor(), to work on plain tensors")
 _MOVE = {"SR": "all_gather", "PR": "all_reduce", "PS": "reduce_scatter", "SS": "all_to_all", "RS": "cut"}
 
 

@@ -73,17 +73,19 @@ class Case:
     """One legal combination on one axis: operand placements -> result placements.
 
     `even` lists (operand, dim, extent) that the shards of that dim must divide: views of a sharded dim need it.
+    `invariant` lists replicated operands whose cotangent every rank computes whole, though ranks differ in another one.
     """
 
     ins: tuple[Placement, ...]
     outs: tuple[Placement, ...]
     even: tuple[tuple[int, int, int], ...] = ()
+    invariant: tuple[int, ...] = ()
 
     def cut_like(self, way: Placement) -> Case:
         """This case with every `S(d)` cut in the way of this shard."""
         ins, outs = (tuple(way.with_dim(p.dim) if p.__class__ is Shard else p for p in side)
                      for side in (self.ins, self.outs))
-        return Case(ins, outs, self.even)
+        return Case(ins, outs, self.even, self.invariant)
 
     def __repr__(self):
         return f"{', '.join(map(short, self.ins))} -> {', '.join(map(short, self.outs))}"
@@ -162,7 +164,9 @@ class OpSpec:
         dtypes: of each result, where operands of bfloat16 do not give it: a CPU computes such calls in float32 and has to
             know what to round. Everywhere else the kernel tells.
         writes: operands that the op changes in place besides giving results; no gradient passes through them.
+        by_data: the shapes depend on data, so operands must come whole: nothing is gathered, and no shape is remembered.
         winners: of an extreme whose reduced dims may be sharded: who its gradient belongs to.
+        shape_only: operands of which nothing but the global shape is read; a rank without elements of one has work to do.
     """
 
     shapes: tuple[tuple[int, ...] | None, ...]
@@ -170,7 +174,9 @@ class OpSpec:
     local: Callable[[Local], LocalCall | None] | None = None
     dtypes: tuple[str, ...] | None = None
     writes: tuple[int, ...] = ()
+    by_data: bool = False
     winners: Winners | None = None
+    shape_only: tuple[int, ...] = ()
 
 
 _WIDTH = ("bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 bfloat16 float16 float32 float64 complex64 "
@@ -222,12 +228,27 @@ class EmptyShard(NamedTuple):
     promised: tuple[tuple[int, ...], ...] | None = None
 
 
-def shape_only(cases: Iterable[Case]) -> tuple[Case, ...]:
-    """The cases of an operand, with one more operand of which only the global shape is read, so that it may be partial.
+def any_layout(cases: Iterable[Case], ndim: int) -> tuple[Case, ...]:
+    """The cases of operand 0 with an operand 1 of `ndim` dims whose shape alone is read: it lies in any way."""
+    return tuple(Case((*c.ins, p), c.outs, c.even, (0, 1) if c.ins == (R,) else (1,))
+                 for c in cases for p in (R, *map(S, range(ndim)), *PARTIALS))
 
-    Not sharded: an empty shard of it would be taken for a rank that has nothing to compute (`nothing.py`).
+
+def mixed_sums(count: int) -> list[Case]:
+    """Summands of some operands and whole values of others: one rank of the axis takes these in, see `taken_once`.
+
+    The result is a sum, so its cotangent is whole on every rank, and so are those of all operands.
     """
-    return tuple(Case((*c.ins, p), c.outs, c.even) for c in cases for p in (R, *PARTIALS))
+    if not 1 < count < 4:
+        return []
+    ways = [ins for ins in itertools.product((P, R), repeat=count) if len(set(ins)) > 1]
+    return [Case(ins, (P,), invariant=tuple(i for i, p in enumerate(ins) if p is R)) for ins in ways]
+
+
+def taken_once(at: Local) -> tuple[bool | None, ...] | None:
+    """Whether this rank takes in each operand that is whole where the result is a sum; None: of others, and if all are."""
+    axes = [[a for a in at.outs[0].partial_axes if x.placements[a].is_replicate()] for x in at.ins]
+    return tuple(at.is_first(a) if a else None for a in axes) if any(axes) else None
 
 
 def short(p: Placement) -> str:

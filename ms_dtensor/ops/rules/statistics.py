@@ -11,7 +11,7 @@ from math import inf, prod
 
 from ...core.placements import Partial
 from .reduce import kept_dims, reduced_shape, reduction
-from .spec import SUMS, Call, Case, OpSpec, S, Winners, default_softmax_dim, dims_of, result_dtype
+from .spec import SUMS, Call, Case, OpSpec, P, S, Winners, default_softmax_dim, dims_of, result_dtype
 
 NAMES = """
 prod:DeprecatedProd:input dim keepdim dtype
@@ -48,6 +48,9 @@ sort_classic:Sort:input
 argsort:ArgSort,DeprecatedArgsort:input dim descending stable
 topk:TopkExt,DeprecatedTopk:input k dim largest sorted
 topk_classic:TopK:input k
+kthvalue:Kthvalue:input k dim keepdim
+histogram:HistcExt:input bins low high
+histogram:Histogram:input
 """
 
 
@@ -88,6 +91,19 @@ def lp_norm(call: Call) -> OpSpec:
     """The classic `LpNorm`, which is told its dims when it is made."""
     made = call.args["attrs"]
     return _reduced(call, made.get("axis"), made.get("keep_dims"))
+
+
+def kthvalue(call: Call) -> OpSpec:
+    """(k-th smallest along `dim`, its position)."""
+    return _reduced(call, call.get("dim", -1), call.get("keepdim"), 2)
+
+
+def histogram(call: Call) -> OpSpec:
+    """Counts of equal bins add up, if they do not go from the smallest to the largest element there is."""
+    x, given = call.args["input"], {**call.args.get("attrs", {}), **call.args}
+    low, high = (given.get(a, given.get(b, 0)) for a, b in (("low", "min"), ("high", "max")))
+    cases = [Case((S(d),), (P,)) for d in range(x.ndim)] if low != high else []
+    return OpSpec(((int(given.get("bins", 100)),),), tuple(cases))
 
 
 def _along(call: Call, dim, results: int = 1, linear: bool = False) -> OpSpec:
@@ -149,5 +165,5 @@ RULES = {
     "logsumexp": _reduction(None),  # over whole dims only: the shards' results do not add up
     "l2_normalize": _made_lines(0), "cumsum": cumsum, "cumprod": _lines(), "cum_extreme": _lines(2), "cummin": _lines(2),
     "sort": _lines(2), "sort_classic": _made_lines(-1, 2), "argsort": _lines(), "topk": _lines(2),
-    "topk_classic": _lines(2), "log_softmax": log_softmax,
+    "topk_classic": _lines(2), "log_softmax": log_softmax, "kthvalue": kthvalue, "histogram": histogram,
 }

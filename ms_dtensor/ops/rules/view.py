@@ -2,20 +2,21 @@
 """Ops that only rearrange: each sharded input dim maps to the result dim that holds the same elements.
 
 A reshape splits into groups of input dims and result dims with equal products. In a group the leftmost dim may stay
-sharded, if the shards divide both extents; a dim that is alone in its group stays sharded however uneven. Every
-reduction commutes with a rearrangement, so any Partial passes. Local shapes are computed, never guessed.
+sharded, if the shards divide both extents; a dim that is alone in its group stays sharded however uneven. A sharded dim
+of size 1 means that one rank has everything, as it has with any dim of size 1 of the result. Every reduction commutes
+with a rearrangement, so any Partial passes. Local shapes are computed, never guessed.
 """
 from __future__ import annotations
 
 from math import prod
 
 from ...errors import OpRuleError
-from .spec import PARTIALS, Call, Case, LocalCall, OpSpec, R, S, dims_of, shape_only
+from .spec import PARTIALS, Call, Case, Local, LocalCall, OpSpec, R, S, any_layout, dims_of, mixed_sums, taken_once
 
 # Ops whose result is, on one device, a view of the first operand: a write to one of them is seen by the other.
 VIEWS = frozenset("reshape view_as flatten flatten_order permute swap matrix_transpose unsqueeze squeeze "
                   "expand expand_as split split_equal chunk unbind slice slice_sizes strided_slice narrow select diagonal "
-                  "identity".split())
+                  "identity real_view imag_view".split())
 
 
 
@@ -24,7 +25,7 @@ def view_kind(call: Call) -> str:
     if call.op not in VIEWS:
         return ""
     steps = [b[2] for b in call.get("bounds", ())] + list(call.get("strides", ()))
-    return "view" if all(s == 1 for s in steps) else "copy"
+    return "view" if all(s == 1 for s in steps) and "_view" not in call.op else "copy"
 
 
 def rearrange(call: Call, out, mapping: dict[int, int], even=(), local=None, results: int = 1) -> OpSpec:
@@ -100,6 +101,10 @@ def view_spec(call: Call, shape) -> OpSpec:
         mapping[a[0]] = b[0]
         if len(a) > 1 or len(b) > 1:
             even += [(0, a[0], x.shape[a[0]]), (0, a[0], shape[b[0]])]
+    single = [k for k, n in enumerate(shape) if n == 1]
+    if single and prod(shape):
+        mapping.update((d, single[min(i, len(single) - 1)])
+                       for i, d in enumerate(d for d, n in enumerate(x.shape) if n == 1))
     return rearrange(call, tuple(shape), mapping, even, lambda at: LocalCall("reshape", (x, at.out_shape())))
 
 
@@ -110,10 +115,10 @@ def reshape(call: Call) -> OpSpec:
 
 def view_as(call: Call) -> OpSpec:
     """`x.view_as(other)`: only `other`'s global shape matters."""
-    spec = view_spec(call, call.args["other"].shape)
-    x = call.operands[0]
-    return OpSpec(spec.shapes, shape_only(spec.cases),
-                  lambda at: LocalCall("reshape", (x, at.out_shape())), dtypes=(x.dtype,))
+    x, other = call.operands[0], call.args["other"]
+    spec = view_spec(call, other.shape)
+    return OpSpec(spec.shapes, any_layout((*spec.cases, Case((R,), (R,))), other.ndim), spec.local, dtypes=(x.dtype,),
+                  shape_only=(1,))
 
 
 def flatten(call: Call) -> OpSpec:
@@ -242,7 +247,17 @@ def cat(call: Call) -> OpSpec:
     d = int(call.args.get("dim", 0)) % nd
     shape = (*full[0].shape[:d], sum(x.shape[d] for x in full), *full[0].shape[d + 1:])
     cases = [Case(tuple(S(k) if x in full else R for x in xs), (S(k),)) for k in range(nd) if k != d]
-    return OpSpec((shape,), (*cases, *(Case((p,) * len(xs), (p,)) for p in PARTIALS)))
+    return OpSpec((shape,), (*cases, *(Case((p,) * len(xs), (p,)) for p in PARTIALS), *_mixed(call)),
+                  lambda at: _joined_once(call, at, d))
+
+
+def _mixed(call: Call) -> list[Case]:
+    return mixed_sums(len(call.operands)) if all(x.dtype == call.operands[0].dtype != "bool" for x in call.operands) else []
+
+
+def _joined_once(call: Call, at: Local, dim: int) -> LocalCall | None:
+    once = taken_once(at)
+    return LocalCall("joined_once", (call.op, call.operands, dim, once)) if once else None
 
 
 def stack(call: Call) -> OpSpec:
@@ -251,7 +266,8 @@ def stack(call: Call) -> OpSpec:
     d = int(call.args.get("dim", 0)) % (xs[0].ndim + 1)
     shape = (*xs[0].shape[:d], len(xs), *xs[0].shape[d:])
     cases = [Case((S(k),) * len(xs), (S(k + (k >= d)),)) for k in range(xs[0].ndim)]
-    return OpSpec((shape,), (*cases, *(Case((p,) * len(xs), (p,)) for p in PARTIALS)))
+    return OpSpec((shape,), (*cases, *(Case((p,) * len(xs), (p,)) for p in PARTIALS), *_mixed(call)),
+                  lambda at: _joined_once(call, at, d))
 
 
 def _ints(value) -> tuple[int, ...]:

@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from ...errors import OpRuleError
 from .names import parse
-from .spec import SUMS, Call, Case, Local, LocalCall, OpSpec, R, S, broadcast_shapes
+from .scatter import scatter_rows
+from .spec import PARTIALS, SUMS, Call, Case, Local, LocalCall, OpSpec, R, S, broadcast_shapes
 
 # in-place primitive -> (op, argument names); the first operand is the one that is written
 INPLACE_NAMES = """
@@ -42,8 +43,27 @@ sign:InplaceSign:input
 threshold:InplaceThreshold:input threshold value
 hardtanh:InplaceHardtanh:input min_val max_val
 scatter:InplaceScatterSrc,InplaceScatterValue:input dim index src
+scatter:InplaceScatterSrcReduce,InplaceScatterValueReduce:input dim index src reduce
 scatter_add:InplaceScatterAdd:input dim index src
 index_add:InplaceIndexAddExt:input dim index src alpha
+index_put:InplaceIndexPut:input indices value accumulate
+index_copy:InplaceIndexCopy:input dim index value
+index_fill:InplaceIndexFillScalar,InplaceIndexFillTensor:input dim index value
+masked_scatter:InplaceMaskedScatter:input mask src
+rows_update:ScatterUpdate:input index value
+rows_add:ScatterAdd:input index value
+rows_sub:ScatterSub:input index value
+rows_max:ScatterMax:input index value
+rows_min:ScatterMin:input index value
+rows_mul:ScatterMul:input index value
+rows_div:ScatterDiv:input index value
+nd_update:ScatterNdUpdate:input index src
+nd_add:ScatterNdAdd:input index src
+nd_sub:ScatterNdSub:input index src
+nd_max:ScatterNdMax:input index src
+nd_min:ScatterNdMin:input index src
+nd_mul:ScatterNdMul:input index src
+nd_div:ScatterNdDiv:input index src
 normal_into:InplaceNormal:input mean std seed offset
 uniform_into:InplaceUniform:input low high seed offset
 random_into:InplaceRandom:input low high seed offset
@@ -62,7 +82,10 @@ def labels(ndim: int, drop, dims, front: bool, indices_ndim: int) -> list:
 
 
 def write(call: Call) -> OpSpec:
-    """`x[index] = value`: `bounds` and `drop` as for "slice", `dims`, `indices` and `front` as for "index"."""
+    """`x[index] = value`: `bounds` and `drop` as for "slice", `dims`, `indices` and `front` as for "index".
+
+    With a `factor` the value, times that, is added instead: linear in target and value together.
+    """
     x, value = call.args["input"], call.args["value"]
     bounds, drop, dims, indices, front = (call.args[k] for k in ("bounds", "drop", "dims", "indices", "front"))
     wide = broadcast_shapes(*(i.shape for i in indices)) if dims else ()
@@ -81,11 +104,63 @@ def write(call: Call) -> OpSpec:
                 ins[value.index] = S(v)
         cases.append(Case(tuple(ins), (S(d),)))
 
+    factor = call.get("factor")
+    if factor is not None:
+        cases += [call.case({x.index: p, value.index: p}, p) for p in SUMS]
+
     def local(at: Local) -> LocalCall:
         offset = at.in_offset(value.index) if tensor else ()
+        if factor is not None:
+            return LocalCall("write_add", (x, value, tuple(dims), tuple(indices), at.in_offset(x.index), offset, value.shape,
+                                           x.shape, factor))
         return LocalCall("write", (x, value, tuple(bounds), tuple(drop), tuple(dims), tuple(indices), bool(front),
                                 at.in_offset(x.index), offset, value.shape if tensor else ()))
     return OpSpec((x.shape,), tuple(cases), local)
+
+
+def _at(call: Call, dims, indices, factor: float | None = None) -> OpSpec:
+    """Writing `value` at index tensors of neighbouring `dims`, whole slices elsewhere; added with a `factor`."""
+    x = call.args["input"]
+    return write(Call(call.op, {"input": x, "value": call.args["value"], "bounds": tuple((0, n, 1) for n in x.shape),
+                                "drop": (), "dims": tuple(dims), "indices": tuple(indices), "front": False,
+                                "factor": factor}, call.operands))
+
+
+def index_put(call: Call) -> OpSpec:
+    """`index_put(indices, values, accumulate)`: index tensors of the leading dims."""
+    indices = call.args["indices"]
+    if any(i.dtype == "bool" for i in indices):
+        raise OpRuleError("For 'index_put', a boolean mask has no rule.", "", "How many elements it picks depends on data.",
+                          ("x[mask] = value, with one mask", "nonzero(mask, as_tuple=True) of a replicated mask"))
+    added = call.args.get("attrs", {}).get("accumulate") or call.get("accumulate")
+    return _at(call, range(len(indices)), indices, 1 if added else None)
+
+
+def index_rows(call: Call) -> OpSpec:
+    """`index_copy_`, `index_fill_`: rows of `dim`; what `x.index_fill` makes of the dim, a tensor, says nothing here."""
+    x = call.args["input"]
+    if hasattr(call.args["dim"], "shape"):
+        return OpSpec((x.shape,), ())
+    return _at(call, (int(call.args["dim"]) % x.ndim,), (call.args["index"],))
+
+
+def index_add(call: Call) -> OpSpec:
+    """`index_add(dim, index, src)`: rows of `src` added to rows of `input`; MindSpore's own op, unless `dim` is cut."""
+    x, dim = call.args["input"], call.get("dim")
+    d = int(dim if dim is not None else call.args["attrs"]["axis"]) % x.ndim
+    spec = _at(Call(call.op, {**call.args, "value": call.args["src"]}, call.operands), (d,), (call.args["index"],),
+               call.get("alpha", 1))
+    return replace(spec, local=lambda at: spec.local(at) if spec.local and at.ins[x.index].dim_axes[d] else None)
+
+
+def rows(call: Call) -> OpSpec:
+    """`ops.scatter_update` and its kin: rows of dim 0, by an index of any shape; of extremes and products dim 0 is whole."""
+    factor = {"rows_add": 1, "rows_sub": -1}.get(call.op)
+    x, ids = call.args["input"], call.args["index"]
+    if factor is not None or call.op == "rows_update":
+        return _at(call, (0,), (ids,), factor)
+    cases = [call.case({x.index: S(d), call.args["value"].index: S(d - 1 + ids.ndim)}, S(d)) for d in range(1, x.ndim)]
+    return OpSpec((x.shape,), tuple(cases))
 
 
 def elementwise(call: Call) -> OpSpec:
@@ -102,11 +177,9 @@ def elementwise(call: Call) -> OpSpec:
 
 
 def copy(call: Call) -> OpSpec:
-    """`copy_`: a Partial target takes a Partial source."""
+    """`copy_`: a Partial target takes a source that is Partial in the same way; every rank copies its own."""
     spec = elementwise(call)
-    if call.args["src"].shape != call.args["input"].shape:
-        return spec
-    return replace(spec, cases=(*spec.cases, *(Case((p, p), (p,)) for p in SUMS)))
+    return replace(spec, cases=(*spec.cases, *(Case((p, p), (p,)) for p in PARTIALS)))
 
 
 def zero(call: Call) -> OpSpec:
@@ -116,5 +189,8 @@ def zero(call: Call) -> OpSpec:
 
 
 INPLACE = parse(INPLACE_NAMES)
-NAMES = ""
-RULES = {"write": write, "fill": elementwise, "zero": zero, "copy": copy}
+NAMES = "index_put:IndexPut:input value indices"
+RULES = {"write": write, "fill": elementwise, "zero": zero, "copy": copy, "index_put": index_put, "index_add": index_add,
+         "index_copy": index_rows,
+         "index_fill": index_rows, **{f"rows_{k}": rows for k in ("update", "add", "sub", "max", "min", "mul", "div")},
+         **{f"nd_{k}": scatter_rows for k in ("update", "add", "sub", "max", "min", "mul", "div")}}

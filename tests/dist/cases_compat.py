@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Four real ranks under hyper_parallel's names: the same values and gradients as one device, the same communication as ours."""
+from __future__ import annotations
+
+import numpy as np
+from mindspore import Parameter, Tensor, mint, nn
+from mindspore.common.initializer import initializer
+from mindspore.nn.utils import no_init_parameters
+
+import ms_dtensor as md
+from ms_dtensor.compat.hyper_parallel import (
+    CommDebugMode,
+    DeviceMesh,
+    DFunction,
+    DistributedOp,
+    DTensor,
+    Layout,
+    Partial,
+    Replicate,
+    Shard,
+    ShardingPlan,
+    custom_shard,
+    distribute_tensor,
+    get_platform,
+    hsdp,
+    init_device_mesh,
+    init_parameters,
+    parallelize_value_and_grad,
+    shard_module,
+)
+from ms_dtensor.errors import ConfigError, LayoutError, MeshError
+from tests.cases import case
+from tests.dist.support import counted, data, equal, refusal, same_on_all_ranks
+
+R, S = Replicate(), Shard
+
+
+def mesh_2d():
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+class Net(nn.Cell):
+    """Two matmuls with an activation of its own between, and a tied weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = Parameter(data(1, 8, 12), name="up")
+        self.act = nn.Tanh()
+        self.down = Parameter(data(2, 12, 6), name="down")
+
+    def construct(self, x, scale=1.0):
+        return mint.matmul(self.act(mint.matmul(x, self.up)), self.down) * scale
+
+
+@case(world_size=4)
+def meshes_have_their_names(world):
+    mesh = mesh_2d()
+    assert (mesh.mesh_shape, mesh.rank, mesh.root_mesh) == ((2, 2), world.rank, None)
+    dp, tp = divmod(world.rank, 2)
+    assert mesh.get_rank_list_along_axis("dp") == [tp, 2 + tp] and mesh.get_rank_list_along_axis("tp") == [2 * dp, 2 * dp + 1]
+    assert mesh.get_device_num_along_axis("tp") == 2
+    sub = mesh["tp"]
+    assert isinstance(sub, DeviceMesh) and sub.root_mesh == mesh and sub.mesh_shape == (2,)
+    assert isinstance(mesh.flatten("all"), DeviceMesh) and mesh["all"].mesh_shape == (4,)
+    assert mesh == md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    x = distribute_tensor(data(1, 4, 6), mesh, (S(0), S(1)))
+    equal(x + x, 2 * data(1, 4, 6))
+    quiet = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"), init_backend=False)
+    assert quiet == mesh and quiet["tp"].get_group().size == 2  # theirs makes them when they are needed, too
+    platform = get_platform()
+    assert (platform.get_rank(), platform.get_world_size()) == (world.rank, 4)
+    assert platform.create_group([0, 1, 2, 3]).size == 4
+    p = Parameter(data(world.rank, 3, 2), name="p")
+    platform.broadcast(p, 2)
+    equal(p, data(2, 3, 2))
+    assert refusal(lambda: platform.broadcast(x, 0), LayoutError)
+
+
+@case(world_size=4)
+def layouts_say_what_ours_say(world):
+    mesh = mesh_2d()
+    base = Layout(mesh_shape=(2, 2), alias_name=("dp", "tp"), rank_list=(0, 1, 2, 3))
+    assert base.mesh == mesh and base.mesh_shape == (2, 2) and base.alias_name == ("dp", "tp")
+    both = base(("tp", "dp"), "None")
+    assert both.tensor_map == ((0, 1), -1) and both.alias_tensor_map == (("tp", "dp"), "None")
+    assert both.placements == (S(0), S(0)) and not both.is_partial()
+    x = DTensor.from_local(data(1, 1, 3), mesh, both.alias_tensor_map)
+    assert both == x.layout and x.layout == both and base("dp", "None") != x.layout
+    one = base("None", "tp")
+    one.set_partial_by_dev_axis("dp", "max")
+    assert one.placements == (Partial("max"), S(1)) and one.is_partial()
+    same_on_all_ranks(world, refusal(lambda: one.set_partial_by_dev_axis("tp"), LayoutError))
+    ours = md.distribute_tensor(data(1, 4, 6), md.init_device_mesh("cpu", (4,), mesh_dim_names=("ours",)), [S(0)])
+    assert isinstance(Layout.of(ours.layout).mesh, DeviceMesh) and Layout.of(ours.layout) == ours.layout
+    late = Layout.from_device_mesh(mesh)([S(-1), R])
+    assert late.placements == (S(-1), R)
+    same_on_all_ranks(world, refusal(lambda: late.tensor_map, LayoutError))
+    assert late.placement_to_tensor_map(3) == (-1, -1, 1) and late == base("None", "None", "dp")
+    assert "hyper_parallel" in refusal(lambda: Layout(mesh, ("dp", "tp")), LayoutError)
+    refusal(lambda: Layout((2, 2), ("dp", "tp"), (0, 1)), MeshError)
+
+
+class _Rowwise(DistributedOp):
+    """x @ w.T + b, summands over the axis that cuts the contraction; the bias shared between them."""
+
+    def __init__(self):
+        super().__init__("CompatRowwise")
+
+    def preprocess(self, args, kwargs):
+        x, w, bias = args
+        assert isinstance(x, DTensor)
+        return (x.to_local(), w.to_local(), bias.to_local()), {}, [x.layout, w.layout]
+
+    def infer_layout(self, cache_values):
+        x, w = cache_values
+        self._check_partial_inputs([x, w])
+        assert x.alias_tensor_map[-1] == w.alias_tensor_map[-1]
+        out = Layout(x.mesh_shape, x.alias_name, x.rank_list)(*x.alias_tensor_map[:-1], w.alias_tensor_map[0])
+        if x.alias_tensor_map[-1] != "None":
+            out.set_partial_by_dev_axis(x.alias_tensor_map[-1], "sum")
+        return (out,), None
+
+    def get_expand_impl(self, func, infer_result, cache_values):
+        axis = cache_values[0].alias_tensor_map[-1]
+        n = 1 if axis == "None" else cache_values[0].mesh.get_device_num_along_axis(axis)
+        return lambda x, w, bias: func(x, w, bias / n)
+
+
+@case(world_size=4)
+def a_distributed_op_builds_its_results_layout(world):
+    _Rowwise()
+
+    class Linear(DFunction):
+        _op_name = "CompatRowwise"
+
+        @staticmethod
+        def forward(ctx, x, w, bias):
+            ctx.save_for_backward(x, w)
+            return mint.matmul(x, w.t()) + bias
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, w = ctx.saved_tensors
+            return mint.matmul(grad, w), mint.matmul(grad.t(), x), grad.sum(0)
+
+    mesh = mesh_2d()
+    x, w, b = data(1, 4, 8), data(2, 6, 8), data(3, 6)
+    dx, dw, db = (distribute_tensor(t, mesh, p) for t, p in ((x, (S(0), S(1))), (w, (R, S(1))), (b, (R, R))))
+    with counted() as count:
+        out = Linear.apply(dx, dw, db)
+    assert not count and out.placements == (S(0), Partial())
+    equal(out, mint.matmul(x, w.t()) + b)
+    summed = DTensor.from_local(x, mesh, (R, Partial()))
+    assert "Partial" in refusal(lambda: Linear.apply(summed, dw, db), LayoutError)
+
+    class Same(DistributedOp):
+        def infer_layout(self, layouts, extra_args=None):
+            return layouts[0]
+    Same("CompatSame")
+
+    class Twice(DFunction):
+        _op_name = "CompatSame"
+
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * grad
+    odd = distribute_tensor(x, mesh, (R, R)).redistribute(placements=(("tp", "dp"), "None"))  # tp splits first
+    out = Twice.apply(odd)
+    assert out.layout is odd.layout
+    equal(out, 2 * x)
+
+
+PLAN = ShardingPlan(
+    plan={"up": (R, S(1)), "down": ("tp", "None")},
+    input_plan={"input": {"x": (S(0), R)}, "act.input": (S(0), S(1))},
+    output_plan={"output": (S(0), R)})
+
+
+@case(world_size=4)
+def shard_module_equals_one_device(world):
+    mesh, x = mesh_2d(), data(3, 4, 8)
+    plain = Net()
+    loss, grads = parallelize_value_and_grad(lambda t: (plain(t, scale=2.0) ** 2).mean(), plain.trainable_params())(x)
+    net = shard_module(Net(), mesh, PLAN)
+    assert net.up.placements == (R, S(1)) and net.down.placements == (R, S(0)) and net.up.name == "up"
+    dx = distribute_tensor(x, mesh, (R, R))
+    with CommDebugMode(module=net) as mode:
+        out = net(dx, scale=2.0)
+        got, got_grads = parallelize_value_and_grad(lambda t: (net(t, scale=2.0) ** 2).mean(), net.trainable_params())(dx)
+    assert out.placements == (S(0), R)
+    equal(out, plain(x, scale=2.0))
+    equal(got, loss)
+    for g, want in zip(got_grads, grads, strict=True):
+        equal(g, want)
+    assert mode.get_comm_counts("op", "axes", "phase")[("all_reduce", ("tp",), "forward")] >= 2
+    local = shard_module(Net(), mesh, ShardingPlan(input_plan={"input": (S(0), R)}, return_local_tensor=["act"],
+                                                   plan={"up": (R, S(1)), "down": (R, R)}))
+    local.act.register_forward_hook(lambda cell, inputs, outputs: seen.append(type(outputs)))
+    seen: list = []
+    refusal(lambda: local(dx))  # a local tensor meets the DTensor `down`
+    assert seen == [Tensor]
+
+
+@case(world_size=4)
+def shard_module_refuses_before_it_touches_anything(world):
+    mesh = mesh_2d()
+    for plan in (ShardingPlan(plan={"up": (R, R), "ups": (R, R)}), ShardingPlan(plan={"up": (R, R)}, input_plan={"acts.input": (R, R)}),
+                 ShardingPlan(plan={"up": (R, R)}, output_plan={"act.out": (R, R)}), {"up": (R, R)},
+                 ShardingPlan(plan={"up": (R, R)}, return_local_tensor=["acts"])):
+        net = Net()
+        with counted() as count:
+            said = refusal(lambda net=net, plan=plan: shard_module(net, mesh, plan), ConfigError)
+        same_on_all_ranks(world, said)
+        assert not count and not isinstance(net.up, DTensor)
+    net = shard_module(Net(), mesh, ShardingPlan(plan={"up": (R, S(1))}))
+    shard_module(net, mesh, ShardingPlan(plan={"up": (R, S(1))}))
+    assert "laid out already" in refusal(lambda: shard_module(net, mesh, ShardingPlan(plan={"up": (R, S(0))})), LayoutError)
+    two = shard_module(lambda x, y: (x + y, 3), mesh, ShardingPlan(input_plan={"input": ((S(0), R), (S(0), R))},
+                                                                output_plan={"output": ((R, R), None)}))
+    x, y = data(1, 4, 2), data(2, 4, 2)
+    total, three = two(distribute_tensor(x, mesh, (R, R)), distribute_tensor(y, mesh, (R, S(1))))
+    assert total.placements == (R, R) and three == 3
+    equal(total, x + y)
+
+
+@case(world_size=4)
+def tied_and_deferred_parameters_are_one_devices(world):
+    class Tied(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.first = Parameter(initializer("normal", [4, 4]), name="first")
+            self.embed = nn.Embedding(8, 4)
+            self.head = nn.Dense(4, 8, has_bias=False)
+            self.head.weight = self.embed.embedding_table
+
+    mesh = mesh_2d()
+    np.random.seed(5)
+    plain = Tied()
+    np.random.seed(5 + world.rank)  # rank 0's
+    with no_init_parameters():
+        net = Tied()
+    shard_module(net, mesh, ShardingPlan(plan={"embed.embedding_table": (R, S(0))}))
+    assert net.head.weight is net.embed.embedding_table
+    init_parameters(net)
+    equal(net.first, plain.first)
+    assert not isinstance(net.first, DTensor)
+    equal(net.embed.embedding_table, plain.embed.embedding_table)
+
+
+@case(world_size=4)
+def custom_shard_is_local_map_with_one_entry_per_result(world):
+    mesh = mesh_2d()
+    x, w = data(1, 4, 8), data(2, 8, 6)
+    dx, dw = distribute_tensor(x, mesh, (R, R)), distribute_tensor(w, mesh, (R, S(0)))
+
+    def fn(a, b, times):
+        return mint.matmul(a, b) * times
+    one = custom_shard(fn, mesh, ((S(0), Partial()),), ((S(0), S(1)), (R, S(0)), None))
+    out = one(dx, dw, 2)
+    assert out.placements == (S(0), Partial())
+    equal(out, 2 * mint.matmul(x, w))
+    grads = md.grad(lambda a, b: (one(a, b, 2).reduce_partial() ** 2).sum(), (0, 1))(dx, dw)
+    for g, want in zip(grads, md.grad(lambda a, b: (fn(a, b, 2) ** 2).sum(), (0, 1))(x, w)):
+        equal(g, want)
+    two = custom_shard(device_mesh=mesh, out_placements=((S(0), R), None), in_placements=((S(0), R),))(lambda a: (a * 2, 7))
+    doubled, seven = two(dx)
+    assert seven == 7 and doubled.placements == (S(0), R)
+    equal(fn(x, w, 3), one(x, w, 3))
+    refusal(lambda: custom_shard(fn, mesh, ((S(0), R),), ((S(0), R), (R, R), None), redistribute_inputs=False)(dx, dw, 1),
+            LayoutError)
+
+
+@case(world_size=4)
+def several_results_and_sensitivities(world):
+    mesh = mesh_2d()
+    x, w = data(1, 4, 8), data(2, 8, 6)
+
+    def both(weight):
+        return lambda t: ((mint.matmul(t, weight) ** 2).sum(), mint.matmul(t, weight).sum())
+    plain, dist = Parameter(w, name="w"), Parameter(distribute_tensor(w, mesh, (R, S(1))), name="w")
+    dx = distribute_tensor(x, mesh, (S(0), R))
+    for sens in (None, [0.5, -3.0]):
+        (a, b), (want,) = parallelize_value_and_grad(both(plain), plain, sens)(x)
+        (got_a, got_b), (got,) = parallelize_value_and_grad(both(dist), [dist], sens)(dx)
+        equal(got_a, a)
+        equal(got_b, b)
+        equal(got, want)
+        assert isinstance(got, DTensor) and got.placements == (R, S(1))
+    assert np.abs(want.asnumpy() - md.value_and_grad(both(plain), None, [plain], True)(x)[1][0].asnumpy()).max() > 0.1
+    refusal(lambda: parallelize_value_and_grad(both(plain), plain, [1.0])(x), ConfigError)
+
+
+@case(world_size=4)
+def hsdp_replicates_and_refuses_the_rest(world):
+    mesh, rows = mesh_2d(), data(3, 4, 8)
+    plain = Net()
+    want = parallelize_value_and_grad(lambda t: (plain(t) ** 2).mean(), plain.trainable_params())(rows)
+    net = hsdp(shard_module(Net(), mesh, ShardingPlan(plan={"up": (R, S(1))})), shard_size=1)
+    assert net.down.placements == (R, R)
+    got = parallelize_value_and_grad(lambda t: (net(t) ** 2).mean(), net.trainable_params())(
+        distribute_tensor(rows, mesh, (S(0), R)))
+    alone = hsdp(Net(), shard_size=1, comm_fusion=True)  # every rank brings its row
+    own = parallelize_value_and_grad(lambda t: (alone(t) ** 2).mean(), alone.trainable_params())(
+        rows[world.rank:world.rank + 1])
+    for loss, grads in (got, own):
+        equal(loss, want[0])
+        for g, w in zip(grads, want[1], strict=True):
+            equal(g, w)
+    small = hsdp(Net())  # its parameters are smaller than those that would be cut
+    assert isinstance(small.up, DTensor) and small.up.placements == (R,)
+    for asked in ({"threshold": 0}, {"shard_size": 2, "threshold": 0.1}, {"shard_size": 1, "enable_grad_accumulation": True},
+                  {"shard_size": 1, "grad_scale": 0.5}, {"shard_size": 1, "reduce_dtype": "float32"}):
+        same_on_all_ranks(world, refusal(lambda asked=asked: hsdp(Net(), **asked), ConfigError))

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real ranks: a Mixtral-like block of Ascend's fused ops, its experts cut over tp, against dense products on one device."""
+from __future__ import annotations
+
+import mindspore as ms
+import numpy as np
+from mindspore import mint, ops
+from mindspore.ops import auto_generate as ag
+
+from ms_dtensor import Partial, Replicate, Shard, distribute_tensor, value_and_grad
+from tests.cases import case
+from tests.dist.support import counted, data, equal, mesh_1d, mesh_2d
+
+R, P, S = Replicate(), Partial(), Shard
+TOKENS, HIDDEN, EXPERTS, WIDTH, K = 6, 4, 5, 7, 2
+
+
+def routed(x, gate, up, down):
+    """Each token through its k experts, by sorting tokens."""
+    probs, chosen, _ = ag.moe_gating_top_k_softmax_op(mint.matmul(x, gate), None, K)
+    rows, where = ops.moe_token_permute(x, chosen)
+    sizes = mint.nn.functional.one_hot(chosen.astype(ms.int64), EXPERTS).sum((0, 1))
+
+    def experts(t, w):
+        return ag.grouped_matmul_v4([t], [w], group_list=sizes, split_item=3, group_type=0, group_list_type=1)[0]
+    return ops.moe_token_unpermute(experts(mint.nn.functional.silu(experts(rows, up)), down), where, probs)
+
+
+def dense(x, gate, up, down):
+    """Each token through all experts, most of them weighted with 0."""
+    probs = mint.softmax(mint.matmul(x, gate), -1)
+    least = np.sort(ops.stop_gradient(probs).asnumpy(), -1)[:, -K:-K + 1]
+    probs = probs * (probs >= ms.Tensor(least)).astype(ms.float32)
+    return sum(probs[:, e:e + 1] * mint.matmul(mint.nn.functional.silu(mint.matmul(x, up[e])), down[e])
+               for e in range(EXPERTS))
+
+
+@case(world_size=4)
+def experts_cut_over_tp_equal_dense_products(world):
+    values = data(1, TOKENS, HIDDEN), data(2, HIDDEN, EXPERTS), data(3, EXPERTS, HIDDEN, WIDTH), data(4, EXPERTS, WIDTH, HIDDEN)
+    wanted, grads = ms.value_and_grad(lambda *v: (dense(*v) ** 2).sum(), (0, 1, 2, 3))(*values)
+    for mesh, tp in ((mesh_1d(), lambda p: [p]), (mesh_2d(), lambda p: [R, p])):
+        inputs = [distribute_tensor(v, mesh, tp(p), src_data_rank=None) for v, p in zip(values, (R, R, S(2), S(1)))]
+        with counted() as forward:
+            out = routed(*inputs)
+        assert not forward and out.placements == tuple(tp(P)), (forward, out)
+        equal(out, dense(*values))
+        with counted() as count:
+            loss, got = value_and_grad(lambda *v: (routed(*v) ** 2).sum(), (0, 1, 2, 3))(*inputs)
+        equal(loss, wanted)
+        for g, w in zip(got, grads):
+            equal(g, w, "gradient")
+        assert sum(n for (_, phase), n in count.items() if phase == "forward") == 1, count
+        assert count["all_reduce", "backward"] == 2, f"the rows' and the weights': {count}"
+
+
+@case(world_size=4)
+def gating_of_cut_tokens_counts_all_of_them(world):
+    mesh, x = mesh_1d(), data(1, 6, EXPERTS)  # 2, 2, 2 and no rows
+    whole = distribute_tensor(x, mesh, [R], src_data_rank=None)
+    cut = distribute_tensor(x, mesh, [S(0)], src_data_rank=None)
+    with counted() as count:
+        parts = ag.moe_gating_top_k_softmax_op(cut, None, K)
+    assert not count
+    for part, want in zip(parts, ag.moe_gating_top_k_softmax_op(whole, None, K)):
+        assert part.placements == (S(0),)
+        equal(part, want)
+
+
+@case(world_size=4)
+def summands_of_experts_join_the_residual_on_one_rank(world):
+    mesh = mesh_1d()
+    rows, x1, bias, scales = data(1, 12, 3), data(2, 6, 3), data(3, EXPERTS, 3), data(4, 6, 2)
+    index = ms.Tensor([3, 0, 11, 7, 1, 4, 8, 2, 6, 5, 10, 9], ms.int32)
+    chosen = ms.Tensor([[0, 1], [4, 2], [3, 0], [1, 0], [2, 4], [0, 3]], ms.int32)
+
+    def merged(r, x, b, s):
+        i, c = (distribute_tensor(t, mesh, [R], src_data_rank=None) for t in (index, chosen))
+        return ag.moe_finalize_routing(r, x, None, b, s, i, c)
+
+    def plain(r, x, b, s):
+        return sum(s[:, j:j + 1] * (r[index[6 * j:6 * j + 6]] + b[chosen[:, j]]) for j in range(2)) + x
+    inputs = [distribute_tensor(v, mesh, [R], src_data_rank=None) for v in (x1, bias, scales)]
+    w = data(9, 12, 7)
+    left = distribute_tensor(w, mesh, [S(1)], src_data_rank=None)  # a product summed over ranks
+    right = distribute_tensor(data(8, 7, 3), mesh, [S(0)], src_data_rank=None)
+    wanted, grads = ms.value_and_grad(
+        lambda a, *v: (plain(mint.matmul(a, data(8, 7, 3)), *v) ** 2).sum(), (0, 1, 2, 3))(w, x1, bias, scales)
+    with counted() as count:
+        assert merged(mint.matmul(left, right), *inputs).placements == (P,)
+    assert not count
+    with counted() as count:
+        got, got_grads = value_and_grad(lambda a, *v: (merged(mint.matmul(a, right), *v) ** 2).sum(), (0, 1, 2, 3))(left, *inputs)
+    equal(got, wanted)
+    for g, want in zip(got_grads, grads):
+        equal(g, want, "gradient")
+    assert sum(n for (_, phase), n in count.items() if phase == "forward") == 1, count
+    equal(merged(distribute_tensor(rows, mesh, [S(1)], src_data_rank=None), *inputs), plain(rows, x1, bias, scales))

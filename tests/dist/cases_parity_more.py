@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""More of what PyTorch's tests ask, in our words: those that did not hold when they were first tried here."""
+from __future__ import annotations
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, mint, nn
+
+import ms_dtensor as md
+from ms_dtensor import (
+    ColwiseParallel,
+    DTensor,
+    Partial,
+    Replicate,
+    RowwiseParallel,
+    SequenceParallel,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+    parallelize_module,
+)
+from tests.cases import case
+from tests.dist.support import array, counted, data, equal, mesh_1d, mesh_2d, refusal
+
+R, S = Replicate(), Shard
+REDUCED = {"sum": lambda x: x.sum(0), "avg": lambda x: x.mean(0), "max": lambda x: x.max(0), "min": lambda x: x.min(0),
+           "prod": lambda x: x.prod(0)}
+
+
+@case(world_size=4)
+def what_is_copied_into_a_partial_keeps_its_reduction(world):
+    mesh = mesh_1d()
+    for op, reduced in REDUCED.items():
+        for shape in ((3, 5), (5,), (3, 1), ()):
+            mine = [data(10 + r, *shape).asnumpy() for r in range(4)]
+            x = DTensor.from_local(data(world.rank, 3, 5), mesh, [Partial(op)])
+            with counted() as count:
+                out = x.copy_(DTensor.from_local(Tensor(mine[world.rank]), mesh, [Partial(op)]))
+            assert not count and out is x and x.placements == (Partial(op),), (op, shape)
+            equal(x, np.broadcast_to(reduced(np.stack(mine)), (3, 5)), f"{op} {shape}")
+    x = DTensor.from_local(data(1, 3, 5), mesh, [Partial()])
+    for other in (Partial("max"), R):
+        assert "change its placement" in refusal(lambda other=other: x.copy_(DTensor.from_local(data(2, 3, 5), mesh, [other])))
+
+
+@case(world_size=4)
+def small_bfloat16_sums_are_reduced(world):
+    mesh = mesh_1d()
+    for n in ((), (1,), (3,), (4,), (5,)):
+        for op, reduced in REDUCED.items():
+            mine = np.stack([np.full(n, r + 1.5, np.float32) for r in range(4)])
+            got = DTensor.from_local(Tensor(mine[world.rank]).astype(ms.bfloat16), mesh, [Partial(op)]).full_tensor()
+            assert got.dtype == ms.bfloat16
+            equal(got.astype(ms.float32), reduced(mine), f"{op} {n}", rtol=1e-2)
+
+
+@case(world_size=4)
+def the_dtype_that_was_asked_for(world):
+    mesh = mesh_1d()
+    x = data(1, 4, 8)
+    f = distribute_tensor(x, mesh, [S(0)], src_data_rank=None)
+    b = f.astype(ms.bfloat16)
+    for got, dtype in (
+            (f.type_as(b), ms.bfloat16), (b.type_as(f), ms.float32), (mint.sum(b, 1, dtype=ms.float32), ms.float32),
+            (mint.cumsum(b, 1, dtype=ms.float32), ms.float32), (b.expand_as(f), ms.bfloat16),
+            (mint.nn.functional.log_softmax(b, 1, dtype=ms.float32), ms.float32),
+            (mint.linalg.vector_norm(b, 2, 1, dtype=ms.float32), ms.float32)):
+        assert got.dtype == dtype == got.to_local().dtype, got
+    rounded = x.astype(ms.bfloat16).astype(ms.float32)
+    equal(mint.sum(b, 1, dtype=ms.float32), rounded.sum(1))
+
+
+@case(world_size=4)
+def seeds_of_mindspore_seed_dtensors(world):
+    mesh = mesh_1d()
+
+    def drawn():
+        return array(md.rand((8, 3), device_mesh=mesh, placements=[S(0)]))
+    ms.set_seed(3)
+    first, second = drawn(), drawn()
+    ms.set_seed(3)
+    assert np.array_equal(first, drawn()) and np.array_equal(second, drawn()) and not np.array_equal(first, second)
+    ms.set_seed(4)
+    assert not np.array_equal(first, drawn())
+
+
+@case(world_size=4)
+def a_product_over_nothing_is_zero(world):
+    mesh = mesh_1d()
+    none, nothing = Tensor(np.zeros((12, 0), np.float32)), Tensor(np.zeros((0, 4), np.float32))
+    x = data(1, 12, 4)
+    for p, q in (([S(0)], [R]), ([R], [S(1)]), ([S(1)], [S(0)]), ([R], [R])):
+        left, right = (distribute_tensor(t, mesh, at, src_data_rank=None) for t, at in ((none, p), (nothing, q)))
+        for _ in range(3):
+            equal(mint.matmul(left, right), np.zeros((12, 4), np.float32), f"{p} {q}")
+        dx = distribute_tensor(x, mesh, [R], src_data_rank=None)
+        equal(mint.addmm(dx, left, right), x, f"{p} {q}")
+    value, grad = md.value_and_grad(lambda t: (t * t).sum())(distribute_tensor(x, mesh, [S(0)], src_data_rank=None))
+    equal(value, (x * x).sum())
+    equal(grad, 2 * x)
+
+
+class Scaled(nn.Dense):
+    """A linear map whose result a buffer scales; the buffer is of the input's size, or one number."""
+
+    def __init__(self, ins, outs, by):
+        super().__init__(ins, outs)
+        self.register_buffer("by", by)
+        self.weight.set_data(data(ins, outs, ins))
+        self.bias.set_data(data(outs, outs))
+
+    def construct(self, x):
+        return super().construct(x * self.by)
+
+
+@case(world_size=4)
+def styles_replicate_the_buffers_of_their_cells(world):
+    class Net(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm((8,))
+            self.norm.register_buffer("unused", data(6, 3))
+            self.up, self.down = Scaled(8, 12, data(1, 8)), Scaled(12, 8, data(2))
+
+        def construct(self, x):
+            return self.down(mint.tanh(self.up(self.norm(x))))
+    x = data(5, 4, 8)
+    plain, mesh = Net(), mesh_2d()
+    plan = {"norm": SequenceParallel(sequence_dim=0), "up": ColwiseParallel(use_local_output=False),
+            "down": RowwiseParallel(use_local_output=False)}
+    net = Net()
+    net.up._buffers["by"] = data(1 + world.rank, 8)  # coordinate 0's are everybody's
+    net = parallelize_module(net, mesh["tp"], plan)
+    for buffer in (net.norm.unused, net.up.by, net.down.by):
+        assert isinstance(buffer, DTensor) and buffer.placements == (R,) and not isinstance(buffer, Parameter)
+    if world.rank < 2:
+        equal(net.up.by, data(1, 8))
+    alone = parallelize_module(Net(), mesh["tp"], plan)
+    want = ms.value_and_grad(lambda t: (plain(t) ** 2).mean(), None, plain.trainable_params())(x)
+    for model in (alone, distribute_module(parallelize_module(Net(), mesh["tp"], plan), mesh["tp"])):
+        got = md.value_and_grad(lambda t, m=model: (m(t) ** 2).mean(), None, model.trainable_params())(
+            distribute_tensor(x, mesh["tp"], [R], src_data_rank=None))
+        equal(got[0], want[0])
+        for g, w in zip(got[1], want[1], strict=True):
+            equal(g, w)
