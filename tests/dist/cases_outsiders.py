@@ -298,3 +298,15 @@ def what_is_written_from_itself_under_autograd(world):
     want = ms.grad(step)(x)
     for placement in (R, S(0), S(1)):  # one rank has no column
         equal(md.grad(step)(laid(x, mesh, placement)), want, str(placement))
+
+
+@case(world_size=4)
+def a_softmax_of_one_number_spoils_no_later_gradient(world):
+    def weighted(t):
+        return (ops.Softmax(2)(t) * t).sum()  # along 2: nobody else's, so the first of its kernel in this process
+    one, x, mesh = data(1, 4, 3, 1), data(2, 4, 3, 5), mesh_1d()
+    for placement in (S(0), R):
+        equal(md.grad(weighted)(laid(one, mesh, placement)), Tensor(np.ones((4, 3, 1), np.float32)), str(placement))
+    a = x.asnumpy().astype(np.float64)
+    p = np.exp(a) / np.exp(a).sum(2, keepdims=True)
+    equal(md.grad(weighted)(laid(x, mesh, S(0))), p * (1 + a - (p * a).sum(2, keepdims=True)), "later")

@@ -40,7 +40,7 @@ RULES.update(
     cast=pointwise.cast, where=pointwise.pointwise, masked_fill=pointwise.masked_fill, clamp=pointwise.pointwise,
     lerp=pointwise.pointwise, leaky_relu=pointwise.pointwise, elu=pointwise.pointwise, gelu=pointwise.pointwise,
     matmul=matmul.matmul, outer=matmul.outer, linear=matmul.linear, bias_add=matmul.bias_add,
-    softmax=reduce.along_dim,
+    softmax=reduce.softmax,
     reshape=view.reshape, view_as=view.view_as, flatten=view.flatten, flatten_primitive=view.flatten_primitive,
     permute=view.permute, swap=view.swap, matrix_transpose=view.matrix_transpose, unsqueeze=view.unsqueeze,
     squeeze=view.squeeze, expand=view.expand, tile=view.tile, split=view.split, chunk=view.chunk,
