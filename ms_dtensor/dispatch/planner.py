@@ -54,11 +54,8 @@ class Composition:
 
 
 def _must_compose(op, bound, tensors, mode) -> bool:
-    if not mode.implicit_replication and any(getattr(x, "_layout", None) is None for x in tensors):
-        return False  # `_promote` decides whether a plain operand is a constant or a mistake
     mesh = _common_mesh(op, tensors)
-    layouts = tuple(getattr(x, "_layout", None) or Layout(mesh, None, tuple(x._shape), dtype_name(x.dtype)) for x in tensors)
-    layouts = tuple(layout.without_small_axes() for layout in layouts)
+    layouts = tuple((getattr(x, "_layout", None) or _promote(op, x, mesh, tensors, mode)).without_small_axes() for x in tensors)
     operands = tuple(Operand(i, layout.shape, layout.dtype) for i, layout in enumerate(layouts))
     it = iter(operands)
     call = Call(op, {k: as_operands(v, it) for k, v in bound.items()}, operands)
