@@ -220,6 +220,7 @@ normed("nn.BatchNorm1d: statistics of the whole batch", lambda: nn.BatchNorm1d(6
 normed("nn.BatchNorm2d", lambda: nn.BatchNorm2d(3), 8, 3, 4, 5)
 normed("nn.BatchNorm2d(momentum=0.5, affine=False)", lambda: nn.BatchNorm2d(3, momentum=0.5, affine=False), 8, 3, 4, 5)
 normed("nn.BatchNorm3d", lambda: nn.BatchNorm3d(3), 4, 3, 2, 3, 2)
+normed("nn.SyncBatchNorm", lambda: nn.SyncBatchNorm(3), 8, 3, 4, 5, refused="XX")
 normed("nn.LayerNorm", lambda: nn.LayerNorm((6,)), 8, 4, 6)
 normed("nn.LayerNorm on a sequence cut over tp", lambda: nn.LayerNorm((6,)), 8, 4, 6, lay="sequence")
 normed("nn.GroupNorm", lambda: nn.GroupNorm(2, 6), 8, 6, 4, 3)
