@@ -25,9 +25,9 @@ from mindspore.train import (
     ReduceLROnPlateau,
     SummaryCollector,
     TimeMonitor,
+    summary_pb2,
 )
 from mindspore.train import metrics as stock
-from mindspore.train import summary_pb2
 
 import ms_dtensor as md
 from ms_dtensor import PrepareModuleInput, Replicate
