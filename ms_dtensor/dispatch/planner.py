@@ -55,8 +55,8 @@ class Composition:
 
 def _must_compose(op, bound, tensors, mode) -> bool:
     mesh = _common_mesh(op, tensors)
-    layouts = [getattr(x, "_layout", None) or _promote(op, x, mesh, tensors, mode) for x in tensors]
-    layouts = tuple(layout.without_small_axes() for layout in layouts)
+    found = (getattr(x, "_layout", None) or _promote(op, x, mesh, tensors, mode) for x in tensors)
+    layouts = tuple(layout.without_small_axes() for layout in found)
     operands = tuple(Operand(i, layout.shape, layout.dtype) for i, layout in enumerate(layouts))
     it = iter(operands)
     call = Call(op, {k: as_operands(v, it) for k, v in bound.items()}, operands)
