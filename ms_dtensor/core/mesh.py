@@ -46,7 +46,8 @@ class DeviceMesh:
         varies: another set of ranks on other ranks, as a sub-mesh is that does not span its root: each rank has its block.
 
     Raises:
-        MeshError: unknown device type, repeated rank, or names that do not fit.
+        MeshError: unknown device type, repeated rank, names that do not fit, or, where a process group of several ranks
+            runs, a rank it does not have.
 
     Example:
         >>> from ms_dtensor import DeviceMesh
@@ -68,6 +69,11 @@ class DeviceMesh:
         flat = ranks.ravel().tolist()
         if len(set(flat)) != len(flat) or (flat and min(flat) < 0):
             raise MeshError(f"For 'DeviceMesh', 'mesh' must hold each rank once, but got {ranks.tolist()}.")
+        world = _world_source()
+        if world is not None and world.size > 1 and flat and max(flat) >= world.size:  # a world of one may plan for any
+            raise MeshError(f"For 'DeviceMesh', 'mesh' has ranks {sorted(r for r in flat if r >= world.size)[:8]}, but the "
+                            f"world has {world.size}.", "", f"Its ranks are 0 to {world.size - 1}.",
+                            (f"launch with msrun --worker_num={max(flat) + 1}", "use ranks of the world"))
         if mesh_dim_names is None:
             names = tuple(f"axis{i}" for i in range(ranks.ndim))
         else:

@@ -32,13 +32,13 @@ def leaves(tree, kind: type) -> list:
 
 
 def first_dtensor(args, kwargs=None, mark: str = "_layout"):
-    """The first DTensor of a call's arguments, or in lists and tuples of them; None if there is none.
+    """The first DTensor of a call's arguments, or in lists, tuples and dicts of them; None if there is none.
 
     `mark` is the attribute that tells one; "_run_own_op" tells a verifier's probe, too.
     """
     for v in (*args, *kwargs.values()) if kwargs else args:
-        if v.__class__ is tuple or v.__class__ is list:
-            v = first_dtensor(v, None, mark)
+        if v.__class__ is tuple or v.__class__ is list or v.__class__ is dict:
+            v = first_dtensor(v.values() if v.__class__ is dict else v, None, mark)
             if v is not None:  # never its truth value, which would communicate
                 return v
         elif getattr(v, mark, None) is not None:

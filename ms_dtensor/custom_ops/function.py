@@ -33,8 +33,14 @@ BY_LAYOUT: dict[str | None, Any] = {}  # ops that tell whole layouts instead of 
 class Context:
     """What a forward leaves for its backward: `save_for_backward` for tensors, attributes for anything else."""
 
-    def __init__(self):
+    def __init__(self, arguments: Sequence = ()):
         self.saved_tensors: tuple = ()
+        self._arguments, self._recorded = arguments, recording()
+
+    @property
+    def needs_input_grad(self) -> tuple[bool, ...]:
+        """Whether a gradient may be wanted, for each argument of forward (positional, then keyword)."""
+        return tuple(self._recorded and any(t._requires_grad for t in leaves((a,), Tensor)) for a in self._arguments)
 
     def save_for_backward(self, *tensors) -> None:
         """Keeps tensors for the backward, where they are `saved_tensors`. None is kept as None."""
@@ -120,7 +126,7 @@ class DFunction:
                 (f"register_rule({cls._op_name or cls.__name__!r}, cases)", "set in_placements and out_placements",
                  "pass x.to_local(), and wrap the results with DTensor.from_local"))
         mapping = Mapping(f"{cls.__name__}.apply", cls.out_placements, cls.in_placements, cls.in_grad_placements, None,
-                          True, _plain_attribute(cls, "out_shapes"))
+                          True, _plain_attribute(cls, "out_shapes"), additive=True)
         return mapping.run(local, args, kwargs)
 
     @classmethod
@@ -169,7 +175,7 @@ class _Invocation:
 
     def __init__(self, cls, args, kwargs, count):
         self.cls, self.args, self.kwargs, self.count = cls, args, kwargs, count
-        self.ctx, self.inputs, self.outputs = Context(), (), ()
+        self.ctx, self.inputs, self.outputs = Context((*args, *kwargs.values())), (), ()
 
     def forward(self, tensors):
         # aliases: a DTensor would show its global shape, a Parameter its name
@@ -183,8 +189,13 @@ class _Invocation:
             if not isinstance(r, Tensor):
                 raise OpRuleError(f"For '{self.cls.__name__}.forward', result {i} is a {type(r).__name__}.", "",
                                   "A DFunction returns a tensor or a tuple of tensors.", "keep it on ctx")
-        self.inputs, self.outputs = plain, results
-        return result
+        met = {id(x) for x in plain}
+        apart = []
+        for r in results:  # what comes back a second time, or as it came, is another node: each has its own cotangent
+            apart.append(ms.ops.stop_gradient(r) if id(r) in met else r)
+            met.add(id(r))
+        self.inputs, self.outputs = plain, (*apart,)
+        return self.outputs if isinstance(result, tuple) else apart[0]
 
     def backward(self, grads):
         """Gradient of each tensor, None where there is none."""
@@ -204,13 +215,20 @@ class _Invocation:
 
     def _collect(self, i, argument, grad, flat) -> None:
         if isinstance(argument, Tensor):
+            if grad is not None and not isinstance(grad, Tensor):
+                raise OpRuleError(f"For '{self.cls.__name__}.backward', the gradient of argument {i} is a "
+                                  f"{type(grad).__name__}.", "", "It is a tensor of the argument's shape, or None.",
+                                  "return ops.full_like(x, value)")
             if grad is not None and tuple(grad.shape) != tuple(self.inputs[len(flat)].shape):
                 raise OpRuleError(f"For '{self.cls.__name__}.backward', the gradient of argument {i} has shape "
                                   f"{list(grad.shape)}.", "", f"The argument has {list(self.inputs[len(flat)].shape)} here.",
                                   "reduce it over broadcast dims")
             flat.append(grad)
-        elif isinstance(argument, tuple | list):
+        elif isinstance(argument, tuple | list | dict):
             members = grad if grad is not None else (None,) * len(argument)
+            if isinstance(argument, dict):
+                members = [members.get(k) for k in argument] if isinstance(members, dict) else members
+                argument = tuple(argument.values())
             if not isinstance(members, tuple | list) or len(members) != len(argument):
                 raise OpRuleError(f"For '{self.cls.__name__}.backward', argument {i} is a sequence of {len(argument)}.", "",
                                   "Its gradient is a tuple of as many, or None.", "return a tuple")

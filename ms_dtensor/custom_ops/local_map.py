@@ -13,16 +13,28 @@ from collections.abc import Callable
 from math import prod
 from typing import Any
 
-from mindspore import Parameter, Tensor
+from mindspore import Parameter, Tensor, ops
 
 from .. import comm
 from ..core.layout import Layout, known_layout
 from ..core.mesh import DeviceMesh, coordinates
 from ..core.placements import Placement
+from ..core.tree import leaves, map_leaves
 from ..dispatch import modes, patches, policy
 from ..dispatch.dispatcher import plain_tree
-from ..dispatch.operands import as_local, dtype_name, recording, redistribute_operand, reduce_nonlinear, wrap
+from ..dispatch.operands import (
+    DIFFERENTIABLE,
+    as_local,
+    dtype_name,
+    recording,
+    redistribute_operand,
+    reduce_nonlinear,
+    wrap,
+)
+from ..dispatch.planner import describe_operands
 from ..errors import LayoutError, MixedOperandError
+from ..ops.local import Nothing, StandIn
+from ..ops.rules.nothing import has_empty_shard
 from ..tensor.replicas import compare_replicas, compare_shards
 
 
@@ -32,10 +44,11 @@ def local_map(fn: Callable | None = None, out_placements=None, in_placements=Non
 
     Args:
         fn: takes and returns plain tensors (and anything else); it may communicate by itself.
+            Shards may be empty; MindSpore's CPU sums over no elements are uninitialised memory, so it has to look.
         out_placements: of the results: one placements (a sequence with one `Placement` per mesh axis, or a dict by
             axis name) for one result, else a tuple with one such entry per result; None leaves a result plain.
-        in_placements: one entry per positional argument: placements for a DTensor, None for anything else. Without it
-            every DTensor is taken as it lies.
+        in_placements: one entry per positional argument: placements for a DTensor, or for all DTensors in a list (or a
+            tuple of placements, one for each), None for anything else. Without it every DTensor is taken as it lies.
         in_grad_placements: one entry per positional argument: how the cotangent that `fn` produces for it is laid out.
             Default: as the input, and a sum where the input is replicated on an axis that shards something else.
         device_mesh: of the results; default the inputs' mesh.
@@ -82,13 +95,14 @@ class Mapping:
     """One declaration of how a local function's inputs and results lie; `run` applies it to a call.
 
     What it means for inputs of given layouts is worked out once. Arguments after `who`, which names the function in
-    messages, are those of `local_map`.
+    messages, are those of `local_map`; `additive`: summands of a result are those of one op, so empty shards make zeros.
     """
 
     def __init__(self, who, out_placements, in_placements=None, in_grad_placements=None, device_mesh=None,
-                 redistribute_inputs=False, out_shapes=None):
+                 redistribute_inputs=False, out_shapes=None, additive=False):
         self.who, self.outs, self.ins, self.grads = who, out_placements, in_placements, in_grad_placements
         self.mesh, self.redistribute, self.shapes = device_mesh, redistribute_inputs, out_shapes
+        self.additive = additive
         self._known: dict[tuple, tuple] = {}
 
     def run(self, fn, args: tuple, kwargs: dict):
@@ -100,59 +114,95 @@ class Mapping:
         Args:
             fn: the local function.
             args: positional arguments; `in_placements` counts these.
-            kwargs: keyword arguments; DTensors among them are taken as they lie.
+            kwargs: keyword arguments; DTensors in them are taken as they lie.
         """
-        found = [a for a in (*args, *kwargs.values()) if _layout(a) is not None]
+        tensors, others = leaves(args, Tensor), leaves(kwargs, Tensor) if kwargs else []
+        found = [a for a in (*tensors, *others) if _layout(a) is not None]
         if not found:
             return fn(*args, **kwargs)
         mode = modes.mode.get()
         if mode.skip:
             return fn(*plain_tree(args), **plain_tree(kwargs))
-        named = {k: _layout(v) for k, v in kwargs.items()}
-        key = (*map(_layout, args), *(isinstance(a, Tensor) for a in args), *named.items())
+        named = [_layout(x) for x in others]
+        key = _form(args), *map(_layout, tensors), *named
         if key not in self._known:
             if len(self._known) >= 256:
                 self._known.clear()
             self._known[key] = self._work_out(found, args, named)
         mesh, targets, outs, own, cotangents = self._known[key]
-        layouts = [t for t in (*targets, *named.values()) if t is not None]
+        layouts = [t for t in (*targets, *named) if t is not None]
         if mode.policy != "auto" or mode.no_gather:
             self._ask(args, targets, outs[0], layouts, self.mesh or mesh)
-        moved_args = [x if t is None else as_local(self._moved(x, t), c) for x, t, c in zip(args, targets, cotangents)]
-        moved_kwargs = {k: v if named[k] is None else as_local(v, named[k].gradient(own))
-                        for k, v in kwargs.items()}
-        result = fn(*moved_args, **moved_kwargs)
+        local = [x if t is None else as_local(self._moved(x, t), c) for x, t, c in zip(tensors, targets, cotangents)]
+        local += [x if t is None else as_local(x, t.gradient(own)) for x, t in zip(others, named)]
+
+        def on(tensors):
+            it = iter(tensors)
+            refilled = (map_leaves(lambda _: next(it), v, Tensor) for v in (args, kwargs))
+            return fn(*next(refilled), **next(refilled))
+        uneven = any(map(has_empty_shard, layouts))
+        result = self._with_nodes_of_all(on, local, layouts, outs, mesh) if uneven else on(local)
         return self._wrap(result, outs, self.mesh or mesh, layouts)
 
+    def _with_nodes_of_all(self, on, local, layouts, outs, mesh):
+        """The results where some rank's shard of an input is empty: every rank has each input's gradient, be it zeros.
+
+        MindSpore forgets the gradient of a product whose result is empty, and its sums of no products are uninitialised
+        memory: where an `additive` function has nothing to sum up, summands and gradients are zeros.
+        """
+        summands = self._summands_of_nothing(layouts, outs, mesh)
+        active = [x for x in local if _is_differentiable(x)]
+        if summands is not None:
+            local = [ops.stop_gradient(x) + StandIn.apply(x, tuple(x._shape), 0) if _is_differentiable(x) else x
+                     for x in local]
+        result = on(local)
+        results = list(result) if isinstance(result, tuple | list) else [result]
+        for i, r in enumerate(results):
+            if not isinstance(r, Tensor) or _layout(r) is not None:
+                continue
+            if summands is not None and i in summands:
+                r = StandIn.apply(r, tuple(r._shape), 0)
+            if recording() and active and _is_differentiable(r):
+                r = r + Nothing.apply(tuple(r._shape), r.dtype, *active)
+            results[i] = r
+        return type(result)(results) if isinstance(result, tuple | list) else results[0]
+
+    def _summands_of_nothing(self, layouts, outs, mesh):
+        """The results of which this rank has a summand, if all it has to do is on an empty shard, else None."""
+        if not self.additive or mesh.get_coordinate() is None:
+            return None
+        empty = {a for t in layouts if has_empty_shard(t) for n, axes in zip(t.local_shape(), t.dim_axes) if not n
+                 for a in axes}
+        placed = [None if o is None else _expanded(o, mesh) for o in outs[0]]
+        if not empty or any(p is None or not any(p[a].is_partial("sum") or p[a].is_shard() for a in empty) for p in placed):
+            return None
+        return [i for i, p in enumerate(placed) if p is not None and any(p[a].is_partial("sum") for a in empty)]
+
     def _work_out(self, found, args, named):
-        """(mesh, layouts the arguments must have, results, axes with work of their own, the arguments' cotangents)"""
+        """(mesh, layouts that the arguments' tensors must have, results, axes with work of their own, their cotangents)"""
         mesh = self._common_mesh(found)
         targets = self._targets(args, mesh)
         outs = self._out_placements(mesh)
-        own = self._varying_axes((*targets, *named.values()), outs, mesh)
-        return mesh, targets, outs, own, self._cotangents(targets, own, mesh)
+        own = self._varying_axes((*targets, *named), outs, mesh)
+        return mesh, targets, outs, own, self._cotangents(args, targets, own, mesh)
 
     # -- what was declared ------------------------------------------------------------------------------------------
     def _common_mesh(self, found) -> DeviceMesh:
         meshes = list(dict.fromkeys(_layout(x).mesh for x in found))
         if len(meshes) > 1:
             raise LayoutError(f"For '{self.who}', the inputs live on different meshes.",
-                              "\n".join(_layout(x).describe() for x in found), "One call works on one mesh.",
+                              describe_operands(found), "One call works on one mesh.",
                               f"x.redistribute({meshes[0]}, placements)")
         return meshes[0]
 
     def _targets(self, args, mesh) -> list[Layout | None]:
-        """The layout each positional argument must have, None for plain ones."""
+        """The layout each tensor among the positional arguments must have, None for plain ones."""
         if self.ins is None:
-            return [_layout(a) for a in args]
-        entries = _per_item(self.ins, mesh)
-        if len(entries) != len(args):
-            raise LayoutError(f"For '{self.who}', 'in_placements' has {len(entries)} entries for {len(args)} arguments.",
-                              "", "There is one entry per positional argument.", "write None for plain arguments")
+            return [_layout(x) for x in leaves(args, Tensor)]
         targets: list[Layout | None] = []
-        for i, (x, entry) in enumerate(zip(args, entries)):
+        for i, x, entry in self._with_entries("in_placements", self.ins, args, mesh):
             layout = _layout(x)
-            if layout is None and entry is not None and isinstance(x, Tensor):
+            if layout is None and entry is not None:
                 raise MixedOperandError(f"For '{self.who}', argument {i} is a plain tensor, but 'in_placements' lays it "
                                         "out.", f"in_placements[{i}] = {entry}",
                                         "A plain tensor does not say how it is laid out.",
@@ -167,6 +217,32 @@ class Mapping:
                                   (f".redistribute(placements={list(target.placements)})", "redistribute_inputs=True"))
             targets.append(target)
         return targets
+
+    def _with_entries(self, name, entries, args, mesh) -> list[tuple]:
+        """(place, tensor, its entry of the declaration `name`) of each tensor among the positional arguments."""
+        entries = _per_item(entries, mesh)
+        if len(entries) != len(args):
+            raise LayoutError(f"For '{self.who}', '{name}' has {len(entries)} entries for {len(args)} arguments.",
+                              "", "There is one entry per positional argument.", "write None for plain arguments")
+        found: list[tuple] = []
+
+        def visit(place, value, entry):
+            if isinstance(value, Tensor):
+                found.append((place, value, entry))
+            if not isinstance(value, tuple | list | dict):
+                return
+            members = list(value.values()) if isinstance(value, dict) else value
+            alike = entry is None or _is_placements(entry, mesh)
+            if not alike and len(entry) != len(members):
+                raise LayoutError(f"For '{self.who}', '{name}' has {len(entry)} entries for the {len(members)} members of "
+                                  f"argument {place}.", f"{name}[{place}] = {entry}",
+                                  "Tensors in a list are laid out alike, by one placements, or each by its own.",
+                                  "write one placements, or one per member")
+            for j, member in enumerate(members):
+                visit(f"{place}[{j}]", member, entry if alike else entry[j])
+        for i, (value, entry) in enumerate(zip(args, entries)):
+            visit(i, value, entry)
+        return found
 
     def _target(self, i, layout: Layout, entry) -> Layout:
         draft = layout.with_placements(entry)
@@ -185,12 +261,10 @@ class Mapping:
         single = self.outs is not None and _is_placements(self.outs, mesh)
         return [self.outs] if single or self.outs is None else list(self.outs), single or self.outs is None
 
-    def _cotangents(self, targets, own, mesh):
-        given = (None,) * len(targets) if self.grads is None else _per_item(self.grads, mesh)
-        if len(given) != len(targets):
-            raise LayoutError(f"For '{self.who}', 'in_grad_placements' has {len(given)} entries for {len(targets)} "
-                              "arguments.", "", "There is one entry per positional argument.",
-                              "write None for plain arguments")
+    def _cotangents(self, args, targets, own, mesh):
+        given: list[Any] = [None] * len(targets)
+        if self.grads is not None:
+            given = [entry for *_, entry in self._with_entries("in_grad_placements", self.grads, args, mesh)]
         return [None if t is None else t.gradient(own) if g is None else t.with_placements(g)
                 for t, g in zip(targets, given)]
 
@@ -203,9 +277,9 @@ class Mapping:
 
     def _ask(self, args, targets, entries, layouts, mesh) -> None:
         """The redistribution policy about all that a call is going to communicate by itself."""
-        for i, (x, t) in enumerate(zip(args, targets)):
+        for (place, x, _), t in zip(self._with_entries("", (None,) * len(args), args, mesh), targets):
             if t is not None:
-                policy.check_move(self.who, _layout(x), t, f"argument {i}")
+                policy.check_move(self.who, _layout(x), t, f"argument {place}")
         on = "\n".join(x.describe() for x in layouts)
         placed = [_expanded(e, mesh) for e in entries if e is not None]
         if placed and not self._shapes_are_told(layouts):
@@ -301,6 +375,17 @@ def _compared(who: str, drafts, mesh: DeviceMesh):
 
 def _layout(x) -> Any:
     return getattr(x, "_layout", None)
+
+
+def _is_differentiable(x) -> bool:
+    return dtype_name(x.dtype).startswith(DIFFERENTIABLE)
+
+
+def _form(value):
+    """Where tensors are in nested arguments."""
+    if isinstance(value, tuple | list | dict):
+        return tuple(map(_form, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, Tensor)
 
 
 def _is_placements(entry, mesh) -> bool:

@@ -17,7 +17,8 @@ from mindspore import Tensor, ops
 
 from ..comm import world_key
 from ..comm.world import pretended
-from ..core.tree import map_leaves
+from ..core.tree import first_dtensor, map_leaves
+from ..errors import MixedOperandError
 from ..internals.names import NoFallbackGuard
 from ..ops.rules.names import PRIMITIVES
 from . import modes
@@ -197,6 +198,9 @@ def _part(a, key, tensors) -> None:
         key.append(layout if layout is not None else (tuple(a._shape), str(a.dtype), a.__class__ is Tensor or is_number(a)))
     elif isinstance(a, np.ndarray):  # whose text leaves out what is in the middle
         key.append((a.shape, a.dtype.str, a.tobytes()))
+    elif a.__class__ is dict and first_dtensor((a,)) is not None:
+        raise MixedOperandError("For a call by rule, DTensors came in a dict.", "keys " + ", ".join(map(repr, a)),
+                                "A rule lays out arguments that are tensors, or lists of them.", "pass them one by one")
     else:
         key.append(a.__class__)  # np.float16(0.1) and np.float32(0.1) read alike
         key.append(str(a))

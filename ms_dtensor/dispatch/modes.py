@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import os
+from contextlib import ContextDecorator
 from contextvars import ContextVar
 from functools import partial
 from typing import NamedTuple
@@ -48,8 +49,8 @@ def _fold(blocks) -> None:
     mode.set(DEFAULT._replace(**{k: v for _, fields in blocks for k, v in fields.items()}) if blocks else DEFAULT)
 
 
-class _Block:
-    """A `with` block that replaces fields of the mode."""
+class _Block(ContextDecorator):
+    """A `with` block, or a decorator, that replaces fields of the mode."""
 
     def __init__(self, **fields):
         self._fields = fields

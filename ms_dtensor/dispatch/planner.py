@@ -261,10 +261,15 @@ def _promote(op, x, mesh, tensors, mode) -> Layout:
 
 
 def describe_operands(tensors) -> str:
-    """Operands as messages print them: layouts by axis name, plain tensors as such."""
+    """Operands as messages print them: layouts by axis name, plain tensors as such; ranks where only they tell meshes."""
     lines = []
+    meshes = {x._layout.mesh for x in tensors if getattr(x, "_layout", None) is not None}
+    alike = len({mesh.describe() for mesh in meshes}) < len(meshes) and not any(mesh.varies for mesh in meshes)
     for x in tensors:
         layout = getattr(x, "_layout", None)
-        lines.append(layout.describe() if layout is not None else
-                     f"{short_dtype(dtype_name(x.dtype))}{list(x._shape)} plain {type(x).__name__}")
+        if layout is None:
+            lines.append(f"{short_dtype(dtype_name(x.dtype))}{list(x._shape)} plain {type(x).__name__}")
+            continue
+        ranks = f" of ranks {np.array2string(layout.mesh.mesh.ravel(), separator=', ')}" if alike else ""
+        lines.append(layout.describe() + ranks)
     return "\n".join(lines)

@@ -111,7 +111,7 @@ class _Batch:
         self.shapes: list = []
 
     def global_shapes(self, rows: list[Tensor]) -> list[tuple[int, ...] | None]:
-        """The global shape of each; None where all ranks bring as many rows.
+        """The global shape of each; None on a mesh of one rank.
 
         Raises:
             LayoutError: on all ranks, if the pieces do not make one tensor.
@@ -130,7 +130,7 @@ class _Batch:
             whole = global_shape(pieces, self.mesh, [Shard(0)] * self.mesh.ndim)
             if whole is None:
                 raise self._unlike(everyone)
-            self.shapes.append(None if len({*pieces}) == 1 else whole)
+            self.shapes.append(whole)
         self.mine = mine
         return self.shapes
 

@@ -9,10 +9,12 @@ that would have to gather is refused.
 """
 from __future__ import annotations
 
+import mindspore as ms
 from mindspore import mint, ops
 
 from ..core.layout import Layout
 from ..dispatch.dispatcher import call
+from ..dispatch.labels import check_labels
 from ..dispatch.modes import LossParallelBlock
 from ..dispatch.operands import dtype_name, wrap
 from ..errors import LayoutError
@@ -23,13 +25,14 @@ def loss_parallel(logits: DTensor | None = None, labels=None, *, ignore_index: i
                   label_smoothing: float = 0.0):
     """Cross entropy of logits `f32[..., classes@tp]` and labels `i32[...]`; the logits are never gathered.
 
-    `with loss_parallel():` is PyTorch's form. Inside, `ops.cross_entropy`, `mint.nn.functional.cross_entropy` and their
-    cells take logits whose class dim is sharded (and plain labels and class weights, the same on every rank), and an op
-    that would gather a sharded operand raises `ImplicitCommError` instead. Nothing else may be plain there.
+    `with loss_parallel():` (or `@loss_parallel()`) is PyTorch's form. Inside, `ops.cross_entropy`,
+    `mint.nn.functional.cross_entropy` and their cells take logits whose class dim is sharded (and plain labels and class
+    weights, the same on every rank), and an op that would gather a sharded operand raises `ImplicitCommError` instead.
+    Nothing else may be plain there.
 
     Args:
         logits: DTensor, classes last, sharded or not; None for the context manager.
-        labels: class indices; a plain tensor counts as the same on every rank.
+        labels: class indices, of any integer dtype; a plain tensor counts as the same on every rank.
         ignore_index: label of rows that do not count.
         reduction: "mean" (over rows that count), "sum" or "none".
         label_smoothing: share of the target spread evenly over all classes.
@@ -39,6 +42,8 @@ def loss_parallel(logits: DTensor | None = None, labels=None, *, ignore_index: i
 
     Raises:
         LayoutError: `logits` is not a DTensor, shapes do not fit, or `reduction` is unknown.
+        IndexError: on CPU, a label that counts is no class, -1 among them; on all ranks, for which they exchange two
+            numbers where labels are sharded.
 
     Source: Shoeybi et al. 2019, section 3 (vocabulary-parallel cross entropy); meaning of the arguments as
     `torch.nn.functional.cross_entropy`.
@@ -66,17 +71,26 @@ def loss_parallel(logits: DTensor | None = None, labels=None, *, ignore_index: i
                           f"One label per row: {list(logits.shape[:-1])}.")
     if not isinstance(labels, DTensor):
         labels = wrap(labels, Layout(logits.device_mesh, None, tuple(labels.shape), dtype_name(labels.dtype)))
+    if dtype_name(labels.dtype) in ("int8", "uint8", "int16"):  # no lookup takes them
+        labels = labels.astype(ms.int32)
+    check_labels("loss_parallel", labels, logits.shape[-1], ignore_index)
     keep = labels != ignore_index
     target = mint.unsqueeze(labels * keep.astype(labels.dtype), -1)
     keep = keep.astype(logits.dtype)
+    rows = _losses(logits, target, label_smoothing) if labels.size else logits.sum(-1).reduce_partial()
+    loss = rows * keep
+    if reduction == "none":
+        return loss
+    total = loss.sum()
+    return total if reduction == "sum" else total / keep.sum()
+
+
+def _losses(logits, target, label_smoothing):
+    """The loss of each row."""
     top = call("row_max", input=ops.stop_gradient(logits)).reduce_partial()
     sums = call("class_sums", input=logits, target=target, top=top, smooth=bool(label_smoothing)).reduce_partial()
     log_total, picked = mint.log(sums[..., 0]), sums[..., 1]
     loss = log_total - picked
     if label_smoothing:
         loss = (1 - label_smoothing) * loss + label_smoothing * (log_total - sums[..., 2])
-    loss = loss * keep
-    if reduction == "none":
-        return loss
-    total = loss.sum()
-    return total if reduction == "sum" else total / keep.sum()
+    return loss

@@ -32,7 +32,7 @@ from ms_dtensor.compat.torch_names import register_sharding
 from ms_dtensor.errors import ConfigError, DTensorError, LayoutError, MeshError, OpRuleError, RedistributeError
 from ms_dtensor.custom_ops.register import unregister_rule
 from tests.cases import case
-from tests.dist.support import check_against_one_device, counted, data, equal, mesh_1d, mesh_2d, same_on_all_ranks
+from tests.dist.support import TOLD, check_against_one_device, counted, data, equal, mesh_1d, mesh_2d, same_on_all_ranks
 
 R, P, S = Replicate(), Partial(), Shard
 
@@ -274,7 +274,7 @@ def plans_by_pattern(world):
     assert net.first.weight.placements == (S(0),) and net.second.weight.placements == (S(1),)
     with counted() as count:
         out = net(x)
-    assert count[("all_reduce", "forward")] == 1 and sum(count.values()) == 1, count
+    assert count == {TOLD: 1, ("all_reduce", "forward"): 1}, count
     equal(out, plain(x))
     refused(world, DTensorError, "third", lambda: parallelize_module(Net(), mesh, {"third": ColwiseParallel()}))
     refused(world, ConfigError, "", lambda: parallelize_module(Net(), mesh, {"": object()}))
@@ -340,7 +340,12 @@ def meshes_of_the_wrong_size_are_explained(world):
     refused(world, MeshError, "needs 3 ranks, the world has 4", lambda: init_device_mesh("cpu", (3,)))
     refused(world, MeshError, "must be npu, gpu or cpu", lambda: init_device_mesh("tpu", (4,)))
     refused(world, MeshError, "each rank once", lambda: DeviceMesh("cpu", [0, 0]))
+    refused(world, MeshError, "has ranks [7], but the world has 4", lambda: DeviceMesh("cpu", [0, 7]))
     refused(world, MeshError, "'mesh_dim_names' must be", lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=("a",)))
+    x, y = (distribute_tensor(data(3, 4, 2), DeviceMesh("cpu", order), [S(0)]) for order in ([0, 1, 2, 3], [0, 1, 3, 2]))
+    for call in (lambda: x + y, lambda: local_map(lambda a, b: a, [S(0)])(x, y)):
+        for text in ("different meshes", "ranks [0, 1, 2, 3]", "ranks [0, 1, 3, 2]"):
+            refused(world, DTensorError, text, call)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))  # two disjoint meshes in a world of four
     assert mesh.rank_list == ((0, 1) if world.rank < 2 else (2, 3))
     equal(distribute_tensor(data(3, 4, 2), mesh, [S(0)]).sum(), data(3, 4, 2).asnumpy().sum())

@@ -22,7 +22,7 @@ from ms_dtensor import (
 from ms_dtensor.dispatch import modes
 from ms_dtensor.errors import ImplicitCommError
 from tests.cases import case
-from tests.dist.support import counted, data, equal, mesh_1d, mesh_2d, same_on_all_ranks
+from tests.dist.support import counted, data, equal, mesh_1d, mesh_2d, refusal, same_on_all_ranks
 
 R, P, S = Replicate(), Partial(), Shard
 LABELS = np.array([0, 10, -100, 4, -100, 7], np.int32)
@@ -164,4 +164,46 @@ def the_block_refuses_to_gather_logits(world):
     assert modes.mode.get() is modes.DEFAULT
     with implicit_replication(), loss_parallel(), loss_parallel():
         assert isinstance(x + data(1, 12), DTensor)
+    assert modes.mode.get() is modes.DEFAULT
+
+
+@case(world_size=4)
+def labels_that_are_no_class_are_refused_by_all_ranks(world):
+    mesh = mesh_2d()
+    x = data(6, 6, 11)
+    OWN = (ops.cross_entropy, mint.nn.functional.cross_entropy)  # noqa: N806
+    for bad, least, losses in ((11, 0, ()), (-1, 0, ()), (-12, -11, OWN), (11, -11, OWN)):
+        y = np.array([0, 3, -100, 4, 7, bad], np.int32)
+        for placements, whole in itertools.product(((S(0), S(1)), (R, S(1)), (S(0), R)), (True, False)):
+            dx = distribute_tensor(x, mesh, placements)
+            dy = distribute_tensor(Tensor(y), mesh, [R if p.is_shard(1) or whole else p for p in placements])
+            for fn, reduction in itertools.product(losses or (loss_parallel,), ("mean", "sum", "none")):
+                with loss_parallel():
+                    told = refusal(lambda f=fn, r=reduction: f(dx, dy, reduction=r), IndexError)
+                assert f"label {bad} is out of range [{least}, 11)" in told, told
+                same_on_all_ranks(world, told)
+    equal(loss_parallel(distribute_tensor(x, mesh, (S(0), S(1))), Tensor([0, 3, -1, 4, 7, 1]), ignore_index=-1),
+          loss_parallel(distribute_tensor(x, mesh, (S(0), S(1))), Tensor([0, 3, -100, 4, 7, 1])))
+
+
+@case(world_size=4)
+def small_integers_no_rows_and_decorated_functions(world):
+    mesh = mesh_1d()
+    x, y = data(3, 3, 9), np.array([1, 8, 3])
+    dx = distribute_tensor(x, mesh, [S(1)])
+    for dtype in (np.int8, np.int16, np.uint8, np.int32, np.int64):
+        equal(loss_parallel(dx, Tensor(y.astype(dtype))), reference(x.asnumpy(), y, "mean", 0.0)[0].astype(np.float32))
+    for placed, reduction in itertools.product(([S(1)], [S(0)], [R]), ("sum", "mean", "none")):
+        empty = distribute_tensor(Tensor(np.zeros((0, 9), np.float32)), mesh, placed)
+        got, slope = value_and_grad(lambda t, r=reduction: loss_parallel(t, Tensor(np.zeros(0, np.int32)), reduction=r).sum(),
+                                    0)(empty)
+        assert slope.shape == (0, 9)
+        value = float(got.full_tensor())
+        assert np.isnan(value) if reduction == "mean" else value == 0, (placed, reduction, value)
+
+    @loss_parallel()
+    def loss(t, labels):
+        return ops.cross_entropy(t, labels)
+    assert modes.mode.get() is modes.DEFAULT
+    equal(loss(dx, Tensor(y.astype(np.int32))), ops.cross_entropy(x, Tensor(y.astype(np.int32))))
     assert modes.mode.get() is modes.DEFAULT

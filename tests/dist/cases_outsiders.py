@@ -267,3 +267,34 @@ def sync_batch_norm_is_refused_with_what_to_use(world):
     one, all_ = nn.BatchNorm2d(3).set_train(), distribute_module(nn.BatchNorm2d(3), mesh).set_train()
     check_against_one_device(lambda t: (one(t) if not isinstance(t, DTensor) else all_(t)) ** 3, [x], [[S(0)]], mesh)
     equal(all_.moving_variance, one.moving_variance)
+
+
+@case(world_size=4)
+def halves_add_up_as_widely_as_on_one_device(world):
+    mesh = mesh_1d()
+    big = np.random.default_rng(1).uniform(20000, 40000, (40, 9)).astype(np.float16)
+    apart = np.where(np.random.default_rng(2).uniform(size=(8, 8)) < 0.5, 200, -200).astype(np.float16)
+    for name, fn, a in (("mean", lambda t: mint.mean(t, 0), big), ("mean of all", lambda t: t.mean(), big),
+                        ("ops.mean", lambda t: ops.mean(t, 1), big), ("var", lambda t: ops.var(t, 0), apart),
+                        ("std of all", lambda t: ops.std(t), apart), ("var_mean", lambda t: ops.var_mean(t, 0)[0], apart)):
+        for placement in (S(0), S(1)):
+            got = fn(laid(Tensor(a), mesh, placement))
+            want = fn(Tensor(a.astype(np.float32)))
+            assert got.dtype == ms.float16, (name, got.dtype)
+            equal(got, want.astype(ms.float16), name, rtol=2e-3)
+    x = laid(Tensor(apart), mesh, S(0))
+    equal(mint.nn.functional.mse_loss(x, x * 0), Tensor(40000, ms.float16), "mse_loss")
+
+
+@case(world_size=4)
+def what_is_written_from_itself_under_autograd(world):
+    def step(t):
+        y = t * 2
+        y[1:3] = mint.exp(y[1:3]) * 2
+        kept = y[4:] * 3
+        y[0] = 5.0
+        return (y * t).sum() + kept.sum()
+    x, mesh = data(5, 7, 6), mesh_1d()
+    want = ms.grad(step)(x)
+    for placement in (R, S(0), S(1)):  # one rank has no column
+        equal(md.grad(step)(laid(x, mesh, placement)), want, str(placement))

@@ -33,7 +33,7 @@ from ms_dtensor.errors import ConfigError, LayoutError
 from ms_dtensor.parallel import Fused
 from tests.cases import case
 from tests.dist.cases_styles import fill
-from tests.dist.support import array, counted, data, equal, mesh_1d, mesh_2d, same_on_all_ranks
+from tests.dist.support import TOLD, array, counted, data, equal, mesh_1d, mesh_2d, same_on_all_ranks
 
 R, S = Replicate(), Shard
 
@@ -92,6 +92,7 @@ def fused_qkv_is_cut_by_head(world):
         plan = {"qkv_proj": FusedColwiseParallel((24, 12, 12), units=4, use_local_output=local),
                 "o_proj": RowwiseParallel(use_local_output=False)}
         net, count = _compare(Attention, plan, mesh, x, x if local else distribute_tensor(x, mesh), tell)
+        assert count.pop(TOLD, 0) == local
         assert count == {("all_reduce", "forward"): 1}, (local, count)  # the input is no leaf that is differentiated
         w = net.qkv_proj.weight
         assert w.placements == (S(0),) and w.local_shape == (12, 10) and w.fused == Fused((24, 12, 12), 4)
@@ -124,6 +125,7 @@ def fused_gate_up_is_cut_by_block(world):
         plan = {"gate_up_proj": FusedColwiseParallel((12, 12), use_local_output=local),
                 "down_proj": RowwiseParallel(use_local_output=False)}
         net, count = _compare(GateUp, plan, mesh, x, x if local else distribute_tensor(x, mesh))
+        assert count.pop(TOLD, 0) == local
         assert count[("all_reduce", "forward")] == 1 and {op for op, _ in count} == {"all_reduce"}, count
         assert net.gate_up_proj.weight.fused.units == 12
 

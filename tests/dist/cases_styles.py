@@ -32,7 +32,7 @@ from ms_dtensor import (
 )
 from ms_dtensor.errors import ConfigError, LayoutError
 from tests.cases import case
-from tests.dist.support import counted, data, equal, mesh_1d, mesh_2d, same_on_all_ranks
+from tests.dist.support import counted, data, equal, mesh_1d, mesh_2d, refusal, same_on_all_ranks, trains_as_one_device
 
 R, S = Replicate(), Shard
 
@@ -341,3 +341,36 @@ def styles_refuse_what_they_cannot_do(world):
             raise AssertionError(f"{error.__name__} was not raised")
     same_on_all_ranks(world, "\n".join(texts))
     assert "did you mean 'up'" in texts[0]
+
+
+@case(world_size=4)
+def replicate_takes_unlike_rows_of_any_rank(world):
+    for rows in (7, 5, 3, 1):  # nn.Dense makes a matrix of a batch of 3 dims, whose rows lie otherwise
+        x = data(rows, rows, 5, 6)
+        mine = distribute_tensor(x, mesh_1d(4, "dp"), [S(0)], src_data_rank=None).to_local()
+        for styled in (False, True):
+            mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp"))
+            net, plain = fill(nn.Dense(6, 8)), fill(nn.Dense(6, 8))
+            if styled:  # the style's own hook takes the plain rows first
+                parallelize_module(net, mesh["tp"], ColwiseParallel(use_local_output=False))
+            replicate(net, mesh=mesh["dp"])
+            trains_as_one_device(net, plain, x, mine)
+
+
+@case(world_size=4)
+def styles_take_unlike_plain_shards(world):
+    mesh = mesh_1d()
+    for length in (7, 5, 2):
+        x = data(length, 2, length, 6)
+        local = distribute_tensor(x, mesh, [S(1)], src_data_rank=None).to_local()
+        net, plain = nn.LayerNorm((6,)), nn.LayerNorm((6,))
+        SequenceParallel(use_local_output=False).apply(net, mesh)
+        trains_as_one_device(net, plain, x, local)
+        with counted() as count:  # the ranks know what each holds
+            net(local)
+        assert not count, count
+    odd, other = Tensor(x.asnumpy()[:, :1 + world.rank]), nn.LayerNorm((6,))
+    SequenceParallel().apply(other, mesh)
+    text = refusal(lambda: other(odd), LayoutError)
+    assert "rank 3 holds [2, 2, 6]" in text, text
+    same_on_all_ranks(world, text)

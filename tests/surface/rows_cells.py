@@ -279,8 +279,7 @@ layered("nn.AdaptiveMaxPool2d", lambda: nn.AdaptiveMaxPool2d((2, 3)), 8, 3, 7, 6
 layered("nn.ConstantPad2d", lambda: nn.ConstantPad2d(1, 0.5), 8, 3, 5, 4)
 layered("nn.ReflectionPad2d", lambda: nn.ReflectionPad2d(1), 8, 3, 5, 4, refused=NO_RULE)
 layered("nn.PixelShuffle", lambda: nn.PixelShuffle(2), 8, 4, 3, 2)
-layered("nn.Upsample", lambda: nn.Upsample(scale_factor=2.0, mode="nearest", recompute_scale_factor=True), 8, 3, 4, 5,
-        refused=NO_RULE)
+layered("nn.Upsample", lambda: nn.Upsample(scale_factor=2.0, mode="nearest", recompute_scale_factor=True), 8, 3, 4, 5)
 layered("mint.nn.Linear, mint.nn.ReLU", lambda: nn.SequentialCell(
     mint.nn.Linear(6, 8), mint.nn.ReLU(), mint.nn.Linear(8, 5)), 8, 6, plan={"0": COL, "2": ROW})
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+from contextvars import ContextVar
 
 import mindspore as ms
 from mindspore import Tensor, mint
@@ -24,6 +25,7 @@ from ...internals.names import NoFallbackGuard
 from ...ops import rng
 from .. import modes, policy
 from ..dispatcher import plain_tree
+from ..labels import check_labels
 from ..operands import replicate_constant, wrap
 from .undo import Patched
 
@@ -153,7 +155,10 @@ def _filling(original, constants):
 
 
 def _labelling(original, at: int):
-    """`original`, with plain labels and weights laid out as the same on all ranks, which `loss_parallel()` says they are."""
+    """`original`, with plain labels and weights laid out as the same on all ranks, which `loss_parallel()` says they are.
+
+    Labels out of range are refused on all ranks; a negative one counts from the last class, as on one device.
+    """
     @functools.wraps(original)
     def call(*args, **kwargs):
         if modes.mode.get().no_gather:
@@ -161,8 +166,26 @@ def _labelling(original, at: int):
             if mesh is not None:
                 args = *args[:at], *(_whole(x, mesh, bool(i)) for i, x in enumerate(args[at:at + 2])), *args[at + 2:]
                 kwargs = {k: _whole(x, mesh, k == "weight") if k in ("target", "weight") else x for k, x in kwargs.items()}
+                if original.__name__ != "__call__" and not _labels_checked.get():
+                    return _on_checked_labels(original, args, kwargs)
         return original(*args, **kwargs)
     return call
+
+
+_labels_checked: ContextVar[bool] = ContextVar("ms_dtensor_labels_checked", default=False)  # by the loss around this one
+
+
+def _on_checked_labels(original, args, kwargs):
+    given = dict(zip(("input", "target", "weight", "ignore_index"), args)) | kwargs
+    x, labels = given.get("input"), given.get("target")
+    if getattr(labels, "_layout", None) is not None and not labels.is_floating_point() and x is not None and x.shape:
+        classes = x.shape[1 if len(x.shape) > 1 else 0]
+        check_labels(original.__name__, labels, classes, given.get("ignore_index", -100), -classes)
+    token = _labels_checked.set(True)
+    try:
+        return original(*args, **kwargs)
+    finally:
+        _labels_checked.reset(token)
 
 
 def _whole(x, mesh, weight: bool):

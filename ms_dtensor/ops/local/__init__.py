@@ -29,7 +29,7 @@ from . import (
     write,
 )
 from .dtypes import wrapper_in_float32
-from .run import fill_operands, run_local
+from .run import Nothing, StandIn, fill_operands, run_local
 
 FAMILIES = (basic, lookup, arrange, random, lists, write, conv, pool, attention, loss, by_data, moe)
 LOCAL_OPS: dict[str, Any] = {**cpu_index.FORMS, **cpu_matmul.FORMS}
@@ -46,4 +46,5 @@ def decomposition(name: str, attrs: dict):
     return functools.partial(fn, attrs=attrs) if fn is not None and hasattr(fn, "takes_attributes") else fn
 
 
-__all__ = ["CPU", "LOCAL_OPS", "WRITES", "decomposition", "fill_operands", "run_local", "wrapper_in_float32"]
+__all__ = ["CPU", "LOCAL_OPS", "WRITES", "Nothing", "StandIn", "decomposition", "fill_operands", "run_local",
+           "wrapper_in_float32"]

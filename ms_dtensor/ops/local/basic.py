@@ -16,7 +16,15 @@ from .run import zeros_of
 
 
 def slice_(x, bounds, drop):
-    """Basic indexing by (start, stop, step) per dim; `drop` are dims indexed by an integer."""
+    """Basic indexing by (start, stop, step) per dim; `drop` are dims indexed by an integer.
+
+    While recording, a copy as MindSpore's own indexing makes one: the backward of narrow asks for an `x` not written since.
+    """
+    if recording() and all(step == 1 and lo < hi for lo, hi, step in bounds) and 0 not in x._shape:
+        ends = [(lo, hi) for lo, hi, _ in bounds]
+        if any(hi - lo < n for (lo, hi), n in zip(ends, x._shape)):
+            x = ops.strided_slice(x, *(tuple(e) for e in zip(*ends)), (1,) * len(ends))
+        bounds = ()
     for d, (lo, hi, step) in enumerate(bounds):
         n = x._shape[d]
         if step == 1:

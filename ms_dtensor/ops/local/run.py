@@ -27,6 +27,20 @@ class StandIn(Function):
         return StandIn.apply(grad, ctx.like, 0), None, None
 
 
+class Nothing(Function):
+    """Zeros that depend on tensors, and whose gradients are zeros that depend on these and the cotangent, to any order."""
+
+    @staticmethod
+    def forward(ctx, shape, dtype, *tensors):
+        ctx.save_for_backward(*tensors)
+        return full(shape, 0, dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        tensors = ctx.saved_tensors
+        return None, None, *(Nothing.apply(tuple(x._shape), x.dtype, grad, *tensors) for x in tensors)
+
+
 def run_local(original, form, empty: EmptyShard | None, tensors, again=None):
     """One rank's part of a planned call.
 
