@@ -54,11 +54,9 @@ class Composition:
 
 
 def _must_compose(op, bound, tensors, mode) -> bool:
-    if not mode.implicit_replication and any(getattr(x, "_layout", None) is None for x in tensors):
-        return False  # `_promote` decides whether a plain operand is a constant or a mistake
     mesh = _common_mesh(op, tensors)
-    layouts = tuple(getattr(x, "_layout", None) or Layout(mesh, None, tuple(x._shape), dtype_name(x.dtype)) for x in tensors)
-    layouts = tuple(layout.without_small_axes() for layout in layouts)
+    found = (getattr(x, "_layout", None) or _promote(op, x, mesh, tensors, mode) for x in tensors)
+    layouts = tuple(layout.without_small_axes() for layout in found)
     operands = tuple(Operand(i, layout.shape, layout.dtype) for i, layout in enumerate(layouts))
     it = iter(operands)
     call = Call(op, {k: as_operands(v, it) for k, v in bound.items()}, operands)
@@ -82,6 +80,10 @@ def build_plan(name: str, call: OpCall, mode) -> OpPlan | Composition:
             "An array does not say how it is laid out, so one rank's data could pass for the whole.",
             ("distribute_tensor(Tensor(array), device_mesh, placements)", "x.full_tensor().asnumpy(), to work in NumPy"))
     if entry is None or entry[0] not in RULES:
+        if "Adam" in name:
+            raise OpRuleError(f"For '{name}', a DTensor was given to an optimizer's fused kernel.",
+                              describe_operands(call.tensors), "The kernel would see a shard for the whole.",
+                              ("ms_dtensor.optim.AdamW", "nn.AdamWeightDecay or nn.Adam, which work on the shards"))
         near = difflib.get_close_matches(name, PRIMITIVES, 1)
         raise OpRuleError(f"For '{name}', there is no rule for DTensors.", describe_operands(call.tensors),
                           "An op without a rule is refused; it never runs on local data by itself."
