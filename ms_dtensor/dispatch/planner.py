@@ -20,10 +20,10 @@ from ..ops.local import LOCAL_OPS, WRITES, decomposition, wrapper_in_float32
 from ..ops.local.extremes import winners_of_shard
 from ..ops.local.orders import to_any_order
 from ..ops.local.random import TABLE as RANDOM
-from ..ops.rules import RULES, Call, Local, Operand, has_empty_shard, local_part, result_dtype
+from ..ops.rules import RULES, Call, Local, Operand, has_empty_shard, has_thin_shard, local_part, result_dtype
 from ..ops.rules.names import NATIVE, PRIMITIVES
 from ..ops.rules.select import choose
-from ..ops.rules.view import view_kind
+from ..ops.rules.view import IN_ORDER, view_kind
 from ..ops.rules.write import INPLACE
 from . import inplace, modes, policy
 from .composite import COMPOSED
@@ -172,7 +172,10 @@ def plan_for(op: str, arguments: dict, tensors, mode, original: LocalRun | None 
         local = replace(local, form=(wrapper(form) if wrapper else form, template, keywords), in_float32=None,
                         places=_places(template, Operand, lambda i, operand: operand.index))
     kind = view_kind(spec_call) if getattr(tensors[0], "_layout", None) is not None else ""
-    view = (kind == "view" and steps[0].target is None, form is None and local.substitute is None) if kind else None
+    view = None
+    if kind:
+        strides = op in IN_ORDER and (op in ("unsqueeze", "squeeze") or not has_thin_shard(layouts[0]) or None)
+        view = (kind == "view" and steps[0].target is None, form is None and local.substitute is None, strides)
     winners = None
     if spec.winners is not None and drafts[0].has_nonlinear_partial:
         winners = partial(winners_of_shard, spec.winners, at.in_offset(0)[spec.winners.dims[0]])

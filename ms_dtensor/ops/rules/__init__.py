@@ -32,7 +32,7 @@ from . import (
     view,
     write,
 )
-from .nothing import has_empty_shard, local_part, results_of_nothing
+from .nothing import has_empty_shard, has_thin_shard, local_part, results_of_nothing
 from .spec import Call, Case, Local, LocalCall, Operand, OpSpec, Winners, result_dtype
 
 RULES: dict[str, Callable[[Call], OpSpec]] = {op: pointwise.pointwise for op in names.POINTWISE}
@@ -58,5 +58,5 @@ for family in FAMILIES:
     names.PRIMITIVES.update(names.parse(family.NAMES))
     RULES.update(family.RULES)
 
-__all__ = ["RULES", "Call", "Case", "LocalCall", "Local", "Operand", "OpSpec", "Winners", "has_empty_shard", "local_part",
-           "result_dtype", "results_of_nothing"]
+__all__ = ["RULES", "Call", "Case", "LocalCall", "Local", "Operand", "OpSpec", "Winners", "has_empty_shard",
+           "has_thin_shard", "local_part", "result_dtype", "results_of_nothing"]
