@@ -129,7 +129,7 @@ def _compared(reference: Reference, order: int, derived, gradients, exact: bool,
             continue
         slopes = [slope(program, order, i, gradients)]
         if order == 2:
-            slopes.append(slope_of_gradients(program, i))
+            slopes += slope_of_gradients(program, i)
         along = direction(have)
         told = float((have.astype(np.float64) * along).sum())
         measured = min(slopes, key=lambda s: abs(s - told))

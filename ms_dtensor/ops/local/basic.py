@@ -15,15 +15,31 @@ from .dtypes import as_dtype, full, rounded, wider
 from .run import zeros_of
 
 
-def slice_(x, bounds, drop):
-    """Basic indexing by (start, stop, step) per dim; `drop` are dims indexed by an integer.
+class _Piece(Function):
+    """Indices from start to stop along each dim; unlike narrow's, its backward does not ask for an `x` unwritten since."""
 
-    While recording, a copy as MindSpore's own indexing makes one: the backward of narrow asks for an `x` not written since.
-    """
-    if recording() and all(step == 1 and lo < hi for lo, hi, step in bounds) and 0 not in x._shape:
-        ends = [(lo, hi) for lo, hi, _ in bounds]
-        if any(hi - lo < n for (lo, hi), n in zip(ends, x._shape)):
-            x = ops.strided_slice(x, *(tuple(e) for e in zip(*ends)), (1,) * len(ends))
+    @staticmethod
+    def forward(ctx, x, bounds):
+        ctx.around = [(lo, n - hi) for (lo, hi, _), n in zip(bounds, x._shape)]
+        for d, (lo, hi, _) in enumerate(bounds):
+            x = mint.narrow(x, d, lo, hi - lo)
+        return x.copy()
+
+    @staticmethod
+    def backward(ctx, grad):
+        for d, sides in enumerate(ctx.around):
+            if any(sides):
+                shape = grad._shape
+                before, after = (full((*shape[:d], n, *shape[d + 1:]), 0, grad.dtype) for n in sides)
+                grad = mint.cat([x for x, n in ((before, sides[0]), (grad, 1), (after, sides[1])) if n], d)
+        return grad, None
+
+
+def slice_(x, bounds, drop):
+    """Basic indexing by (start, stop, step) per dim; `drop` are dims indexed by an integer."""
+    if recording() and x._requires_grad and all(step == 1 and lo < hi for lo, hi, step in bounds) and 0 not in x._shape:
+        if any(hi - lo < n for (lo, hi, _), n in zip(bounds, x._shape)):
+            x = _Piece.apply(x, bounds)
         bounds = ()
     for d, (lo, hi, step) in enumerate(bounds):
         n = x._shape[d]
