@@ -20,7 +20,8 @@ if TYPE_CHECKING:  # for editors and type checkers, who cannot see what loads on
     from .core import layout as layout, mesh as mesh, placements as placements
     from .core.layout import Layout as Layout
     from .core.mesh import DeviceMesh as DeviceMesh
-    from .core.placements import Partial as Partial, Placement as Placement, Replicate as Replicate, Shard as Shard
+    from .core.placements import (
+        FusedShard as FusedShard, Partial as Partial, Placement as Placement, Replicate as Replicate, Shard as Shard)
     from .custom_ops import function as function, register
     from .custom_ops.function import DFunction as DFunction
     from .custom_ops.local_map import local_map as local_map
@@ -49,7 +50,7 @@ if TYPE_CHECKING:  # for editors and type checkers, who cannot see what loads on
     random, registry, interop = rng, register, compat
 
 _EXPORTS = {
-    "core.placements": ("Shard", "Replicate", "Partial", "Placement"),
+    "core.placements": ("Shard", "FusedShard", "Replicate", "Partial", "Placement"),
     "core.mesh": ("DeviceMesh",),
     "core.layout": ("Layout",),
     "tensor.dtensor": ("DTensor",),

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, nn
 
+import ms_dtensor
 from model_zoo.llama.config import ModelConfig
 from model_zoo.llama.model import Llama, cross_entropy, init_weights
 from ms_dtensor import (
     ColwiseParallel,
     DTensor,
     FusedColwiseParallel,
+    FusedShard,
     PrepareModuleInput,
     PrepareModuleInputOutput,
     Replicate,
@@ -29,11 +32,10 @@ from ms_dtensor import (
     suggest_plan,
     value_and_grad,
 )
-from ms_dtensor.errors import ConfigError, LayoutError
-from ms_dtensor.parallel import Fused
+from ms_dtensor.errors import ConfigError, LayoutError, OpRuleError
 from tests.cases import case
 from tests.dist.cases_styles import fill
-from tests.dist.support import TOLD, array, counted, data, equal, mesh_1d, mesh_2d, same_on_all_ranks
+from tests.dist.support import TOLD, array, counted, data, equal, mesh_1d, mesh_2d, refusal, same_on_all_ranks
 
 R, S = Replicate(), Shard
 
@@ -77,8 +79,7 @@ def _compare(make, plan, mesh, x, dx, after=lambda net: net):
         got = value_and_grad(lambda t: (net(t) ** 2).mean(), None, net.trainable_params())(dx)
     equal(got[0], want[0], "loss")
     for p, g, w in zip(net.trainable_params(), got[1], want[1], strict=True):
-        order = p.__dict__.get("fused")
-        equal(order.restore(array(g)) if order else g, w, p.name)
+        equal(g, w, p.name)
     return net, count
 
 
@@ -95,8 +96,8 @@ def fused_qkv_is_cut_by_head(world):
         assert count.pop(TOLD, 0) == local
         assert count == {("all_reduce", "forward"): 1}, (local, count)  # the input is no leaf that is differentiated
         w = net.qkv_proj.weight
-        assert w.placements == (S(0),) and w.local_shape == (12, 10) and w.fused == Fused((24, 12, 12), 4)
-        np.testing.assert_array_equal(w.fused.restore(array(w)), fill(Attention()).qkv_proj.weight.asnumpy())
+        assert w.placements == (FusedShard(0, (24, 12, 12)),) and w.local_shape == (12, 10)
+        np.testing.assert_array_equal(array(w), fill(Attention()).qkv_proj.weight.asnumpy())
         mine = fill(Attention()).qkv_proj.weight.asnumpy()
         r = world.rank  # two query heads, a key head, a value head
         np.testing.assert_array_equal(w.to_local().asnumpy(), np.concatenate(
@@ -127,7 +128,7 @@ def fused_gate_up_is_cut_by_block(world):
         net, count = _compare(GateUp, plan, mesh, x, x if local else distribute_tensor(x, mesh))
         assert count.pop(TOLD, 0) == local
         assert count[("all_reduce", "forward")] == 1 and {op for op, _ in count} == {"all_reduce"}, count
-        assert net.gate_up_proj.weight.fused.units == 12
+        assert net.gate_up_proj.weight.placements == (FusedShard(0, (12, 12)),)
 
 
 @case(world_size=4)
@@ -137,7 +138,71 @@ def fused_weights_on_two_axes(world):
     plan = {"gate_up_proj": FusedColwiseParallel((12, 12), use_local_output=False),
             "down_proj": RowwiseParallel(use_local_output=False)}
     net, _ = _compare(GateUp, plan, mesh["tp"], x, share, lambda m: replicate(m, mesh=mesh["dp"]))
-    assert net.gate_up_proj.weight.placements == (R, S(0))
+    assert net.gate_up_proj.weight.placements == (R, FusedShard(0, (12, 12)))
+
+
+@case(world_size=4)
+def fused_weights_are_in_the_models_order_for_every_reader(world):
+    mesh, x = mesh_2d(), data(3, 8, 10)
+    plain, net = fill(Attention()), fill(Attention())
+    one = plain.qkv_proj.weight.asnumpy().copy()
+    parallelize_module(net, mesh["tp"], {"qkv_proj": FusedColwiseParallel((24, 12, 12), units=4, use_local_output=False),
+                                         "o_proj": RowwiseParallel(use_local_output=False)})
+    replicate(net, mesh=mesh["dp"])
+    w = net.qkv_proj.weight
+    for what, got in {"full": w, "value": w.value(), "dict": net.parameters_dict()["qkv_proj.weight"], "times": w * 1,
+                      "copy": copy.deepcopy(w), "moment": w.clone()}.items():
+        equal(got, one, what)
+        assert "f32[24+12+12@tp, 10]" in repr(got), what
+    for index in (slice(0, 4), slice(20, 30), (slice(None), slice(2, 7)), slice(None, None, 5), 25, [47, 0, 24]):
+        equal(w[index], one[index], str(index))
+    for how in ([R, S(0)], [S(0), S(0)], [S(1), R], [S(1), FusedShard(0, (24, 12, 12))], [FusedShard(0, (12,) * 4), R]):
+        equal(w.redistribute(placements=how), one, str(how))
+        equal(distribute_tensor(Tensor(one), mesh, how).redistribute(placements=w.placements), one, str(how))
+    equal(w.sum(0), one.sum(0), "sum")
+    equal(mint.cumsum(w, 0), one.cumsum(0), "cumsum")
+    for got, want in zip(mint.max(w, 0), (one.max(0), one.argmax(0)), strict=True):
+        equal(got, want, "max")
+    equal(mint.argmax(w, 0), one.argmax(0), "argmax")
+    equal(w.reshape((4, 12, 10)), one.reshape(4, 12, 10), "reshape")
+    equal(mint.nn.functional.embedding(distribute_tensor(Tensor([46, 3, 25]), mesh), w), one[[46, 3, 25]], "lookup")
+    new = data(9, 48, 10)
+    w.set_data(distribute_tensor(new, mesh, w.placements))
+    equal(w, new)
+    w.set_data(distribute_tensor(new * 2, mesh, [R, S(0)]))
+    equal(w, new * 2, "from another layout")
+    plain.qkv_proj.weight.set_data(new * 2)
+    equal(net(distribute_tensor(x, mesh, {"dp": S(0)})), plain(x), "after set_data")
+    told = refusal(lambda: w.__setitem__(slice(20, 30), 0), OpRuleError)  # rows that no rank holds as a run
+    assert "f32[24+12+12@tp, 10]" in told
+    w.zero_()
+    equal(w, np.zeros_like(one), "zeros")
+
+
+@case(world_size=4)
+def new_values_of_a_fused_shard_are_those_of_one_device(world):
+    mesh, how = mesh_2d(), [R, FusedShard(0, (6, 2, 4))]
+    values = []
+    for placed in (None, how):
+        ms_dtensor.manual_seed(3)
+        x = ms_dtensor.randn(12, 5, device_mesh=mesh, placements=placed)
+        ms_dtensor.init.xavier_uniform_(x)
+        values += [array(x), array(ms_dtensor.arange(12, device_mesh=mesh, placements=placed)),
+                   array(ms_dtensor.eye(12, 3, device_mesh=mesh, placements=placed)),
+                   array(mint.nn.functional.dropout(x, 0.5)), array(ms_dtensor.rand_like(x))]
+    for a, b in zip(values[:5], values[5:]):
+        np.testing.assert_array_equal(a, b)
+    x, whole = ms_dtensor.distribute_tensor(data(4, 12, 5), mesh, how), data(4, 12, 5).asnumpy()
+    chunks = x.__create_chunk_list__()
+    for chunk in chunks:
+        box = tuple(slice(at, at + n) for at, n in zip(*chunk))
+        np.testing.assert_array_equal(x.__get_tensor_shard__(chunk).asnumpy(), whole[box])
+    assert sum(c.sizes[0] for c in chunks) == 6 and len(chunks) == 3
+    factor = distribute_tensor(Tensor(whole[:, :1]), mesh)
+    with counted() as count:
+        g = ms.grad(lambda t: (t.redistribute(placements=[R, S(0)]) * factor).sum())(x)
+    equal(g, np.broadcast_to(whole[:, :1], (12, 5)), "gradient of a move")
+    assert g.placements == tuple(how) and count[("all_gather", "forward")] == 1, count
 
 
 @case(world_size=4)
