@@ -26,7 +26,8 @@ if TYPE_CHECKING:  # for editors and type checkers, who cannot see what loads on
     from .custom_ops.function import DFunction as DFunction
     from .custom_ops.local_map import local_map as local_map
     from .custom_ops.register import register_rule as register_rule, unregister_rule as unregister_rule
-    from .debug import verify as verify
+    from .debug import CommDebugMode as CommDebugMode, checks as checks, explain as explain, verify as verify
+    from .debug import visualize_sharding as visualize_sharding
     from .dispatch import modes as modes
     from .dispatch.modes import (
         SkipDTensorDispatch as SkipDTensorDispatch, implicit_replication as implicit_replication, redistribution_policy as
@@ -62,6 +63,7 @@ _EXPORTS = {
     "custom_ops.function": ("DFunction",),
     "custom_ops.register": ("register_rule", "unregister_rule"),
     "custom_ops.local_map": ("local_map",),
+    "debug": ("CommDebugMode", "checks", "explain", "visualize_sharding"),
     "dispatch.modes": ("SkipDTensorDispatch", "implicit_replication", "redistribution_policy"),
     "parallel": ("parallelize_module", "ParallelStyle", "ColwiseParallel", "RowwiseParallel", "SequenceParallel",
                  "PrepareModuleInput", "PrepareModuleOutput", "PrepareModuleInputOutput", "FusedColwiseParallel",

@@ -16,7 +16,7 @@ REDUCTIONS = ("mean", "sum", "none")
 
 
 def class_loss(who: str, logits, labels, ignore_index: int, reduction: str, label_smoothing: float, least: int = 0):
-    """The loss of `f32[..., classes]` and labels, both DTensors; labels below 0 count from the last class, down to `least`."""
+    """The loss of logits `f32[..., classes]` and labels, both DTensors; those from `least` to -1 count from the last."""
     if dtype_name(labels.dtype) in ("int8", "uint8", "int16"):  # no lookup takes them
         labels = labels.astype(ms.int32)
     classes = logits.shape[-1]

@@ -19,7 +19,7 @@ from ..core.placements import FusedShard, Placement, Replicate, Shard
 from ..dispatch.operands import dtype_name, wrap
 from ..errors import LayoutError
 from ..tensor.dtensor import DTensor
-from .layouts import convert_first, enter, hand_out, place, replicate_buffers, shard_parameter
+from .layouts import convert_first, enter, hand_out, hand_out_parts, place, replicate_buffers, shard_parameter
 from .styles import ColwiseParallel, ParallelStyle
 
 
@@ -101,7 +101,7 @@ class FusedColwiseParallel(ParallelStyle):
             # not mint.split: on CPU its backward takes what reshape and cat leave for dense memory
             done.append(wrap(mint.narrow(local, -1, at, mine).contiguous(), whole))
             at += mine
-        return tuple(done)
+        return hand_out_parts(done)
 
     def __repr__(self):
         return (f"FusedColwiseParallel({self.parts}, units={self.units}, input_layouts={self.input_layouts}, "

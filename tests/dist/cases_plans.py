@@ -179,6 +179,67 @@ def fused_weights_are_in_the_models_order_for_every_reader(world):
     equal(w, np.zeros_like(one), "zeros")
 
 
+_OTHER, _TALL = data(11, 8, 6), data(12, 6, 8)
+OPS = {
+    "scaled": lambda x, f: x * 3 - 1,
+    "self": lambda x, f: x * x + x,
+    "other": lambda x, f: x * f(_OTHER),
+    "row": lambda x, f: x + f(_OTHER[:1]),
+    "column": lambda x, f: x * f(_OTHER[:, :1]),
+    "matmul": lambda x, f: x @ f(_TALL),
+    "from the left": lambda x, f: f(_TALL) @ x,
+    "linear": lambda x, f: mint.nn.functional.linear(f(_OTHER), x),
+    "with itself": lambda x, f: x @ x.swapaxes(0, 1),
+    "gram": lambda x, f: x.swapaxes(0, 1) @ x,
+    "sum 0": lambda x, f: x.sum(0),
+    "sum 1": lambda x, f: x.sum(1),
+    "mean": lambda x, f: x.mean(),
+    "var": lambda x, f: mint.var(x, 0),
+    "softmax 0": lambda x, f: mint.softmax(x, 0),
+    "softmax 1": lambda x, f: mint.softmax(x, 1),
+    "max 0": lambda x, f: mint.amax(x, 0),
+    "max of all": lambda x, f: x.max(),
+    "first max": lambda x, f: mint.max(x, 0)[0],
+    "cumsum": lambda x, f: mint.cumsum(x, 0),
+    "cat 0": lambda x, f: mint.cat((x, x * 2), 0),
+    "cat 1": lambda x, f: mint.cat((x, f(_OTHER)), 1),
+    "chunk": lambda x, f: mint.chunk(x, 2, 0)[1],
+    "view": lambda x, f: x.reshape((4, 12)),
+    "flip": lambda x, f: mint.flip(x, (0,)),
+    "roll": lambda x, f: mint.roll(x, 1, 0),
+    "tril": lambda x, f: mint.tril(x),
+    "index": lambda x, f: x[2:7:2],
+    "rows": lambda x, f: x[[5, 0, 5]],
+    "repeat": lambda x, f: mint.repeat_interleave(x, 2, 0),
+    "tile": lambda x, f: mint.tile(x, (2, 1)),
+    "norm": lambda x, f: mint.norm(x),
+    "layer norm": lambda x, f: mint.nn.functional.layer_norm(x, (6,)),
+    "sort": lambda x, f: mint.sort(x, dim=0)[0],
+    "where": lambda x, f: mint.where(x > 0, x, x * 2),
+    "outer": lambda x, f: x[:, None] * x[None],
+    "gather": lambda x, f: mint.gather(x, 0, f(Tensor(np.array([[3, 1, 2, 0, 7, 5]])))),
+    "lse": lambda x, f: mint.logsumexp(x, 0),
+}
+
+
+@case(world_size=4, timeout=120)
+def ops_on_a_fused_shard_equal_one_device(world):
+    mesh, x = mesh_2d(), data(10, 8, 6)
+    for name, op in OPS.items():
+        def scalar(t, f, op=op):
+            out = op(t, f)
+            return (out * mint.sin(out)).sum()
+
+        def at(placed, scalar=scalar):
+            return value_and_grad(lambda t: scalar(t, lambda a: distribute_tensor(a, mesh)))(distribute_tensor(x, mesh, placed))
+        want = at(None)  # whole: a CPU has kernels for few of these, the library for all
+        for how in ([R, FusedShard(0, (4, 2, 2))], [S(1), FusedShard(0, (4, 2, 2))], [FusedShard(0, (6, 2)), S(1)],
+                    [FusedShard(0, (5, 3)), R]):  # unlike shards: 3 + 2 rows, 2 + 1
+            got = at(how)
+            equal(got[0], want[0], f"{name} {how}")
+            equal(got[1], want[1], f"{name} {how} gradient", rtol=1e-4)
+
+
 @case(world_size=4)
 def new_values_of_a_fused_shard_are_those_of_one_device(world):
     mesh, how = mesh_2d(), [R, FusedShard(0, (6, 2, 4))]
@@ -203,6 +264,69 @@ def new_values_of_a_fused_shard_are_those_of_one_device(world):
         g = ms.grad(lambda t: (t.redistribute(placements=[R, S(0)]) * factor).sum())(x)
     equal(g, np.broadcast_to(whole[:, :1], (12, 5)), "gradient of a move")
     assert g.placements == tuple(how) and count[("all_gather", "forward")] == 1, count
+
+
+def _told_why(fn, kind):
+    """What an error says, and that nobody waits for anybody."""
+    try:
+        fn()
+    except kind as e:
+        return str(e)
+    raise AssertionError("accepted")
+
+
+@case(world_size=4)
+def errors_of_fused_projections_name_what_is_right(world):
+    mesh, x = mesh_1d(), data(1, 5, 10)
+
+    class Unchanged(Attention):
+        def construct(self, x):
+            qkv = self.qkv_proj(x)
+            t = x.shape[0]
+            q = qkv.reshape((t, 16, 3))[:, :8]
+            return self.o_proj(q.reshape((t, 24)))
+
+    class Splits(Attention):
+        def construct(self, x):
+            return mint.split(self.qkv_proj(x), (24, 12, 12), -1)[0]
+    for make in (Unchanged, Splits):
+        for where in ({"qkv_proj": FusedColwiseParallel((24, 12, 12), units=4, use_local_output=False)},):
+            net = parallelize_module(fill(make()), mesh, where)
+            told = _told_why(lambda n=net: n(distribute_tensor(x, mesh)), LayoutError)
+            assert "a tuple of DTensors" in told and "q, k, v = self.qkv(x)" in told, told
+            assert "ColwiseParallel(use_local_output=False)" in told, told
+    net = parallelize_module(fill(Unchanged()), mesh, {"qkv_proj": ColwiseParallel()})
+    told = _told_why(lambda: net(x), LayoutError)
+    assert "use_local_output=False" in told and "FusedColwiseParallel" in told and "-1" not in told, told
+
+
+@case(world_size=4)
+def ids_that_all_ranks_pass_whole_are_no_pieces(world):
+    mesh, ids = mesh_1d(), Tensor(np.array([[3, 1, 2, 0]], np.int32))
+    cell = parallelize_module(fill(nn.Embedding(8, 6)), mesh, RowwiseParallel())
+    told = _told_why(lambda: cell(ids), LayoutError)
+    assert "input_layouts=Replicate()" in told, told
+    same_on_all_ranks(world, told)
+    table = fill(nn.Embedding(8, 6))
+    equal(cell(ids[:, world.rank:world.rank + 1]), table(ids), "pieces")
+    equal(parallelize_module(fill(nn.Embedding(8, 6)), mesh, RowwiseParallel(input_layouts=R))(ids), table(ids), "whole")
+
+
+@case(world_size=4)
+def a_model_on_one_axis_and_a_batch_on_the_whole_mesh(world):
+    mesh, x = mesh_2d(), data(1, 4, 8)
+
+    class Own(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Dense(8, 8)
+
+        def construct(self, x):
+            return mint.nn.functional.linear(x, self.up.weight)
+    net = parallelize_module(fill(Own()), mesh["tp"], {"up": ColwiseParallel(use_local_output=False)})
+    told = _told_why(lambda: net(distribute_tensor(x, mesh, {"dp": S(0)})), OpRuleError)
+    assert "replicate(net, mesh=mesh['dp'])" in told, told
+    equal(replicate(net, mesh=mesh["dp"])(distribute_tensor(x, mesh, {"dp": S(0)})), fill(Own())(x))
 
 
 @case(world_size=4)
@@ -332,6 +456,20 @@ def a_suggested_plan_knows_fused_and_indivisible_cells(world):
     assert repr(plan["*.attn.qkv_proj"]) == repr(FusedColwiseParallel((24, 12, 12), units=4, use_local_output=False))
     assert repr(plan["*.mlp.gate_up_proj"]) == repr(FusedColwiseParallel((12, 12), use_local_output=False))
     _compare(lambda: nn.SequentialCell(Block(), Block()), plan, mesh, x, distribute_tensor(x, mesh))
+
+    class NeoX(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.heads, self.embed_in, self.embed_out = 4, nn.Embedding(8, 12), nn.Dense(12, 8)
+            self.query_key_value, self.dense = nn.Dense(12, 36), nn.Dense(12, 12)
+            self.mlp = nn.Cell()
+            self.mlp.dense_h_to_4h, self.mlp.dense_4h_to_h = nn.Dense(12, 48), nn.Dense(48, 12)
+    plan, text = _told(lambda: suggest_plan(NeoX(), mesh))
+    assert {key: type(style) for key, style in plan.items()} == {
+        "embed_in": RowwiseParallel, "embed_out": ColwiseParallel, "query_key_value": ColwiseParallel, "dense": RowwiseParallel,
+        "mlp.dense_h_to_4h": ColwiseParallel, "mlp.dense_4h_to_h": RowwiseParallel}
+    assert repr(plan["query_key_value"]) == repr(ColwiseParallel(use_local_output=False))
+    assert world.rank or "the order of a fused projection is the model's" in text, text
     plan, text = _told(lambda: suggest_plan(Block(kv_heads=2), mesh))
     assert set(plan) == {"mlp.gate_up_proj", "mlp.down_proj"}
     assert world.rank or "left whole: attn.qkv_proj: 2 heads do not divide by 4" in text

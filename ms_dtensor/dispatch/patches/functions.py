@@ -172,9 +172,10 @@ def _labelling(original, at: int):
                 if original.__name__ in ("cross_entropy", "cross_entropy_ext"):
                     given = signature.bind(*args, **kwargs)
                     given.apply_defaults()
-                    if class_loss.fits(**given.arguments):
-                        x, labels, _, *how = given.arguments.values()
-                        return class_loss.class_loss(original.__name__, x, labels, *how, least=-x.shape[1])
+                    a = given.arguments
+                    if class_loss.fits(**a):
+                        return class_loss.class_loss(original.__name__, a["input"], a["target"], a["ignore_index"],
+                                                     a["reduction"], a["label_smoothing"], -a["input"].shape[1])
                 if original.__name__ != "__call__" and not _labels_checked.get():
                     return _on_checked_labels(original, args, kwargs)
         return original(*args, **kwargs)
