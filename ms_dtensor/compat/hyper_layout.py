@@ -18,6 +18,7 @@ from ..core.mesh import DeviceMesh as CoreMesh
 from ..core.placements import Partial, Placement
 from ..errors import LayoutError, MeshError
 from ..tensor import distribute
+from ..tensor.dtensor import DTensor
 
 
 class DeviceMesh(CoreMesh):
@@ -91,6 +92,29 @@ def _with_names(mesh: CoreMesh) -> DeviceMesh:
     out = DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
     out.varies = mesh.varies
     return out
+
+
+def for_mesh(mesh: CoreMesh, placements):
+    """Placements without those beyond the mesh's axes, which hyper_parallel does not read; only `Replicate` may be there."""
+    if not isinstance(placements, tuple | list):
+        return placements
+    extra = placements[mesh.ndim:]
+    return placements[:mesh.ndim] if all(isinstance(p, Placement) and p.is_replicate() for p in extra) else placements
+
+
+def distribute_tensor(tensor, device_mesh: CoreMesh | None = None, placements=None, *,
+                      src_data_rank: int | None = 0) -> DTensor:
+    """`ms_dtensor.distribute_tensor`; `Replicate` may be given for more axes than there are.
+
+    Example:
+        >>> import mindspore as ms
+        >>> from ms_dtensor.compat.hyper_parallel import Replicate, Shard, distribute_tensor, init_device_mesh
+        >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> distribute_tensor(ms.ops.ones((4, 2)), mesh, (Shard(0), Replicate()))
+        DTensor(f32[4@tp, 2], mesh=(tp=1), rank 0 holds [4, 2])
+    """
+    mesh = distribute.resolve_mesh(device_mesh, "distribute_tensor")
+    return distribute.distribute_tensor(tensor, mesh, for_mesh(mesh, placements), src_data_rank=src_data_rank)
 
 
 class Layout:

@@ -30,10 +30,10 @@ from ..parallel import (
     loss_parallel,
     parallelize_module,
 )
-from ..tensor.distribute import distribute_module, distribute_tensor
+from ..tensor.distribute import distribute_module
 from ..tensor.dtensor import DTensor
 from ..tensor.factories import empty, full, ones, zeros
-from .hyper_layout import DeviceMesh, Layout, get_platform, init_device_mesh
+from .hyper_layout import DeviceMesh, Layout, distribute_tensor, get_platform, init_device_mesh
 from .hyper_shard import (
     ShardingPlan,
     custom_shard,

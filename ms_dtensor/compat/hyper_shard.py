@@ -27,6 +27,7 @@ from ..tensor import deferred_init
 from ..tensor.autograd import value_and_grad
 from ..tensor.distribute import distribute_parameter, init_device_mesh, set_parameter
 from ..tensor.dtensor import DTensor
+from .hyper_layout import for_mesh
 
 
 @dataclass
@@ -117,7 +118,7 @@ def _parameter(model, name: str, entry):
 
 
 def _lay_out(model: nn.Cell, cell: nn.Cell, key: str, mesh: DeviceMesh, entry) -> None:
-    before = cell._params[key]
+    before, entry = cell._params[key], for_mesh(mesh, entry)
     param = current(before)
     new = distribute_parameter(param, mesh, entry) if not isinstance(param, DTensor) else param
     if new is param and param.layout is not param.layout.with_placements(entry):
@@ -148,7 +149,7 @@ def _one(entry) -> bool:
 
 
 def _move(x, mesh: DeviceMesh, placements):
-    return x.redistribute(mesh, placements) if isinstance(x, DTensor) and placements is not None else x
+    return x.redistribute(mesh, for_mesh(mesh, placements)) if isinstance(x, DTensor) and placements is not None else x
 
 
 def _move_inputs(mesh: DeviceMesh, entry, called: Callable | None = None) -> Callable:

@@ -16,6 +16,7 @@ import mindspore as ms
 from mindspore import mint, ops
 
 from ..core.layout import Layout
+from ..errors import OpRuleError
 from ..ops.local import cpu_math
 from ..ops.local.composites import batch_norm, nll_loss
 from ..ops.rules.loss import reduction_of
@@ -86,6 +87,16 @@ def log_softmax(name, input, dim=-1, dtype=None, **_):
     return off - mint.log(_reduce_partial(mint.sum(mint.exp(off), (dim,), keepdim=True)))
 
 
+def one_hot(name, index, depth, on=1, off=0, dim=-1, **_):
+    """`OneHotExt` without a number of classes: the largest label of all shards says it, and only that one travels."""
+    if name != "OneHotExt":
+        raise OpRuleError(f"For 'one_hot', the number of classes is {depth}.", "", "Only mint's one_hot counts them itself.",
+                          ("pass num_classes", "mint.nn.functional.one_hot(ids, -1)"))
+    index = _reduce_partial(index)
+    top = _reduce_partial(mint.amax(index))
+    return ops.one_hot(index, int(top.item()) + 1, on, off, dim)
+
+
 def _nll_sharded(call: Call, layouts) -> bool:
     x, t = call.args["input"], call.args["target"]
     if not x.shape or 0 in x.shape:
@@ -122,6 +133,7 @@ COMPOSED: dict[str, Composed] = {
                             cpu_math.vector_norm(input, p, dim, keepdim, dtype)),
     "logsumexp": Composed(_reduces_sharded, lambda name, input, dim, keepdim=False, **_:
                           cpu_math.logsumexp(input, dim, keepdim, _reduce_partial)),
+    "one_hot": Composed(lambda call, layouts: call.args["depth"] == -1, one_hot),
     "softmax": Composed(_reduces_sharded, softmax), "log_softmax": Composed(_reduces_sharded, log_softmax),
     "nll_loss": Composed(_nll_sharded, nll_loss),
     "batch_norm": Composed(_batch_norm_moves, batch_norm), "batch_norm_ext": Composed(_batch_norm_moves, batch_norm),

@@ -20,10 +20,10 @@ from ..ops.local import LOCAL_OPS, WRITES, decomposition, wrapper_in_float32
 from ..ops.local.extremes import winners_of_shard
 from ..ops.local.orders import to_any_order
 from ..ops.local.random import TABLE as RANDOM
-from ..ops.rules import RULES, Call, Local, Operand, has_empty_shard, local_part, result_dtype
+from ..ops.rules import RULES, Call, Local, Operand, has_empty_shard, has_thin_shard, local_part, result_dtype
 from ..ops.rules.names import NATIVE, PRIMITIVES
 from ..ops.rules.select import choose
-from ..ops.rules.view import view_kind
+from ..ops.rules.view import IN_ORDER, view_kind
 from ..ops.rules.write import INPLACE
 from . import inplace, modes, policy
 from .composite import COMPOSED
@@ -54,11 +54,9 @@ class Composition:
 
 
 def _must_compose(op, bound, tensors, mode) -> bool:
-    if not mode.implicit_replication and any(getattr(x, "_layout", None) is None for x in tensors):
-        return False  # `_promote` decides whether a plain operand is a constant or a mistake
     mesh = _common_mesh(op, tensors)
-    layouts = tuple(getattr(x, "_layout", None) or Layout(mesh, None, tuple(x._shape), dtype_name(x.dtype)) for x in tensors)
-    layouts = tuple(layout.without_small_axes() for layout in layouts)
+    found = (getattr(x, "_layout", None) or _promote(op, x, mesh, tensors, mode) for x in tensors)
+    layouts = tuple(layout.without_small_axes() for layout in found)
     operands = tuple(Operand(i, layout.shape, layout.dtype) for i, layout in enumerate(layouts))
     it = iter(operands)
     call = Call(op, {k: as_operands(v, it) for k, v in bound.items()}, operands)
@@ -82,6 +80,10 @@ def build_plan(name: str, call: OpCall, mode) -> OpPlan | Composition:
             "An array does not say how it is laid out, so one rank's data could pass for the whole.",
             ("distribute_tensor(Tensor(array), device_mesh, placements)", "x.full_tensor().asnumpy(), to work in NumPy"))
     if entry is None or entry[0] not in RULES:
+        if "Adam" in name:
+            raise OpRuleError(f"For '{name}', a DTensor was given to an optimizer's fused kernel.",
+                              describe_operands(call.tensors), "The kernel would see a shard for the whole.",
+                              ("ms_dtensor.optim.AdamW", "nn.AdamWeightDecay or nn.Adam, which work on the shards"))
         near = difflib.get_close_matches(name, PRIMITIVES, 1)
         raise OpRuleError(f"For '{name}', there is no rule for DTensors.", describe_operands(call.tensors),
                           "An op without a rule is refused; it never runs on local data by itself."
@@ -170,7 +172,10 @@ def plan_for(op: str, arguments: dict, tensors, mode, original: LocalRun | None 
         local = replace(local, form=(wrapper(form) if wrapper else form, template, keywords), in_float32=None,
                         places=_places(template, Operand, lambda i, operand: operand.index))
     kind = view_kind(spec_call) if getattr(tensors[0], "_layout", None) is not None else ""
-    view = (kind == "view" and steps[0].target is None, form is None and local.substitute is None) if kind else None
+    view = None
+    if kind:
+        strides = op in IN_ORDER and (op in ("unsqueeze", "squeeze") or not has_thin_shard(layouts[0]) or None)
+        view = (kind == "view" and steps[0].target is None, form is None and local.substitute is None, strides)
     winners = None
     if spec.winners is not None and drafts[0].has_nonlinear_partial:
         winners = partial(winners_of_shard, spec.winners, at.in_offset(0)[spec.winners.dims[0]])

@@ -25,6 +25,7 @@ class Form:
         args: generator -> arguments (arrays and static values), or a tuple of such functions, one per shape variant.
         raises: the error that a DTensor call must raise; such a form has no cases to verify.
         note: a reason or limit, for the reader of the coverage table.
+        travels: a value that ranks send each other decides a shape: pretended ranks cannot be asked whether they agree.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Form:
     args: Args | tuple[Args, ...]
     raises: type[Exception] | None = None
     note: str = ""
+    travels: bool = False
 
     def variants(self) -> list[tuple]:
         """The sample arguments, one tuple per shape variant; the same in every run and for every form that shares them."""

@@ -161,5 +161,6 @@ FORMS = [
     Form("x.histc(range of the data)", lambda x: x.histc(4), arrays((4, 3))),
     *(Form(name, fn, (repeated((4, 3)), repeated((5,)))) for name, fn in REPEATS.items()),
     Form("x[mask] of a shard", lambda x, m: x[m > 0], lambda rng: (rng.normal(size=(4, 3)), rng.normal(size=(4, 3))), raises=OpRuleError),
-    Form("F.one_hot without classes", lambda x: F.one_hot(x.astype(ms.int64)), arrays((4, 3)), raises=OpRuleError),
+    Form("F.one_hot without classes", lambda x, i: F.one_hot(i), (looked_up((1,), (4,), 5), looked_up((1,), (2, 3), 5)), travels=True),
+    Form("ops.one_hot without classes", lambda x: ops.one_hot(x.astype(ms.int64), -1), arrays((4, 3)), raises=OpRuleError),
 ]

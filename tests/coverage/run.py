@@ -30,7 +30,7 @@ def verify_form(form: Form, report: Report, missed: bool = False, quick: bool = 
         before = report.samples, len(report.wrong)
         try:
             check_rule(form.fn, *args, axes=((2,),) if quick else ONE_AXIS if i else TWO_AXES, report=report,
-                       **({"missed": True} if missed else {}))
+                       alike=not form.travels, **({"missed": True} if missed else {}))
         except Exception as e:  # noqa: BLE001  whatever MindSpore raises on plain tensors is a finding
             at = traceback.extract_tb(e.__traceback__)[-1]
             text = str(e).strip().splitlines()

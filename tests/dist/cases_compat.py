@@ -228,6 +228,24 @@ def shard_module_refuses_before_it_touches_anything(world):
 
 
 @case(world_size=4)
+def placements_beyond_the_axes_may_be_replicate(world):
+    mesh, x = mesh_2d(), data(3, 4, 8)
+    dx = distribute_tensor(x, mesh, (S(0), R, R, R))
+    assert dx.placements == (S(0), R)
+    net = shard_module(Net(), mesh, ShardingPlan(plan={"up": (R, S(1), R)}, output_plan={"output": (R, S(1), R)}))
+    assert net.up.placements == (R, S(1))
+    shard_module(net, mesh, ShardingPlan(plan={"up": (R, S(1), R), "down": (R, R)}))
+    out = net(dx)
+    assert out.placements == (R, S(1))
+    equal(out, Net()(x))
+    for placed in ((R, R, S(0)), (S(0),)):
+        with counted() as count:
+            said = refusal(lambda placed=placed: distribute_tensor(x, mesh, placed), LayoutError)
+        assert not count
+        same_on_all_ranks(world, said)
+
+
+@case(world_size=4)
 def tied_and_deferred_parameters_are_one_devices(world):
     class Tied(nn.Cell):
         def __init__(self):

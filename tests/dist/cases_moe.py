@@ -96,3 +96,26 @@ def summands_of_experts_join_the_residual_on_one_rank(world):
         equal(g, want, "gradient")
     assert sum(n for (_, phase), n in count.items() if phase == "forward") == 1, count
     equal(merged(distribute_tensor(rows, mesh, [S(1)], src_data_rank=None), *inputs), plain(rows, x1, bias, scales))
+
+
+@case(world_size=4)
+def labels_say_how_many_classes_there_are(world):
+    labels, w = np.array([1, 0, 6, 2, 1]), data(2, 7, 3)  # 2, 2, 1 and none; the largest is one rank's
+    want = np.eye(7)[labels]
+
+    def loss(w, ids):
+        return (mint.matmul(mint.nn.functional.one_hot(ids).astype(ms.float32), w) ** 2).sum()
+    value = ((want @ w.asnumpy()) ** 2).sum()
+    grad = 2 * want.T @ (want @ w.asnumpy())
+    for mesh, placed, traffic in ((mesh_1d(), [S(0)], 1), (mesh_1d(), [R], 0), (mesh_2d(), [R, S(0)], 1)):
+        ids = distribute_tensor(ms.Tensor(labels), mesh, placed, src_data_rank=None)
+        with counted() as count:
+            hot = mint.nn.functional.one_hot(ids, -1)
+        assert hot.shape == (5, 7) and list(hot.placements) == placed and sum(count.values()) == traffic, (hot, count)
+        assert np.array_equal(hot.full_tensor().asnumpy(), want)
+        got = value_and_grad(loss, 0)(distribute_tensor(w, mesh, [R] * mesh.ndim, src_data_rank=None), ids)
+        equal(got[0], ms.Tensor(value, ms.float32))
+        equal(got[1], ms.Tensor(grad, ms.float32))
+    labels[2] = 3  # the same call, other data
+    hot = mint.nn.functional.one_hot(distribute_tensor(ms.Tensor(labels), mesh_1d(), [S(0)], src_data_rank=None), -1)
+    assert np.array_equal(hot.full_tensor().asnumpy(), np.eye(4)[labels])

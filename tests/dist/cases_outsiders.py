@@ -298,3 +298,36 @@ def what_is_written_from_itself_under_autograd(world):
     want = ms.grad(step)(x)
     for placement in (R, S(0), S(1)):  # one rank has no column
         equal(md.grad(step)(laid(x, mesh, placement)), want, str(placement))
+
+
+@case(world_size=4)
+def a_softmax_of_one_number_spoils_no_later_gradient(world):
+    def weighted(t):
+        return (ops.Softmax(2)(t) * t).sum()  # along 2: nobody else's, so the first of its kernel in this process
+    one, x, mesh = data(1, 4, 3, 1), data(2, 4, 3, 5), mesh_1d()
+    for placement in (S(0), R):
+        equal(md.grad(weighted)(laid(one, mesh, placement)), Tensor(np.ones((4, 3, 1), np.float32)), str(placement))
+    a = x.asnumpy().astype(np.float64)
+    p = np.exp(a) / np.exp(a).sum(2, keepdims=True)
+    equal(md.grad(weighted)(laid(x, mesh, S(0))), p * (1 + a - (p * a).sum(2, keepdims=True)), "later")
+
+
+@case(world_size=4)
+def a_thin_shard_does_not_tell_how_the_whole_lies(world):
+    mesh = mesh_1d()
+    x = laid(data(6, 8, 4, 3), mesh, S(1)) * 1  # one index of dim 1 on each rank: its transpose is contiguous there
+    before, flat = array(x), mint.transpose(x, 0, 1).contiguous().view((4, 24))  # a copy on one device
+    text = refusal(lambda: flat.copy_(flat * 0))
+    assert "clone" in text, text
+    equal(x, before)
+    del flat
+    again = x.contiguous().view((8, 12))
+    again[0] = 5.0
+    assert (array(x)[0] == 5).all() and (array(x)[1:] == before[1:]).all()
+
+
+@case(world_size=4)
+def sums_over_no_elements_have_gradients(world):
+    nothing = laid(Tensor(np.zeros((5, 8, 0), np.float32)), mesh_1d(), S(1))
+    grads = md.grad(lambda t: mint.sum(mint.sum(t * t, -2), -1, keepdim=True).sum())(nothing)
+    assert grads.shape == (5, 8, 0) and grads.local_shape == (5, 2, 0)

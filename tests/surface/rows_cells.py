@@ -8,7 +8,7 @@ from mindspore import mint, nn, ops
 
 from ms_dtensor import ColwiseParallel, FusedColwiseParallel, RowwiseParallel
 from tests.surface.rows_state import drawn
-from tests.surface.table import random, row, seeded, values
+from tests.surface.table import COLUMNS, random, row, seeded, values
 
 ATTENTION, RECURRENT, NORMS, LAYERS, LOSSES = "attention", "recurrent cells", "norms", "layers", "losses"
 COL, ROW = ColwiseParallel(use_local_output=False), RowwiseParallel(use_local_output=False)
@@ -220,6 +220,20 @@ normed("nn.BatchNorm1d: statistics of the whole batch", lambda: nn.BatchNorm1d(6
 normed("nn.BatchNorm2d", lambda: nn.BatchNorm2d(3), 8, 3, 4, 5)
 normed("nn.BatchNorm2d(momentum=0.5, affine=False)", lambda: nn.BatchNorm2d(3, momentum=0.5, affine=False), 8, 3, 4, 5)
 normed("nn.BatchNorm3d", lambda: nn.BatchNorm3d(3), 4, 3, 2, 3, 2)
+
+
+NO_GROUP = "MindSpore's own groups: nn.BatchNorm2d of a DTensor normalizes over the global batch anyway"
+
+
+@row(NORMS, "nn.SyncBatchNorm", refused=dict.fromkeys(COLUMNS[4], NO_GROUP))
+def sync_batch_norm(s):
+    batches = [s.data(random(i, 8, 3, 4, 5)) for i in range(3)]  # before the first DTensor the refusal is MindSpore's
+    cell = nn.SyncBatchNorm if s.mesh is not None else nn.BatchNorm2d  # the ranks that compute the reference have no group
+    net = s.net(seeded(cell(3)))
+    net.set_train()
+    return [differentiated(net, x) for x in batches], values(net)
+
+
 normed("nn.LayerNorm", lambda: nn.LayerNorm((6,)), 8, 4, 6)
 normed("nn.LayerNorm on a sequence cut over tp", lambda: nn.LayerNorm((6,)), 8, 4, 6, lay="sequence")
 normed("nn.GroupNorm", lambda: nn.GroupNorm(2, 6), 8, 6, 4, 3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 from pathlib import Path
 
@@ -22,7 +23,9 @@ from mindspore.train import (
     Model,
     ModelCheckpoint,
     ReduceLROnPlateau,
+    SummaryCollector,
     TimeMonitor,
+    summary_pb2,
 )
 from mindspore.train import metrics as stock
 
@@ -251,6 +254,31 @@ def checkpoints(s):
     files = sorted(p.name for p in folder.glob("*.ckpt"))
     return files, {k: v.value() for k, v in ms.load_checkpoint(str(folder / files[-1])).items()
                    if k in dict(m._network.parameters_and_names())}, weights(m)
+
+
+def events(path: Path):
+    """What a summary file tells, by step and tag: the numbers, and of a histogram its extremes, count and sum."""
+    raw, at, told = path.read_bytes(), 0, {}
+    while at < len(raw):
+        size = int.from_bytes(raw[at:at + 8], "little")  # then 4 bytes of a checksum, and 4 behind the event
+        event = summary_pb2.Event.FromString(raw[at + 12:at + 12 + size])
+        at += 16 + size
+        for value in event.summary.value:
+            kind = value.WhichOneof("value")
+            if kind == "scalar_value":
+                told[f"{event.step} {value.tag}"] = value.scalar_value
+            elif kind == "histogram":
+                told[f"{event.step} {value.tag}"] = [value.histogram.min, value.histogram.max, value.histogram.count,
+                                                    value.histogram.sum]
+    return dict(sorted(told.items()))
+
+
+@row(CALLBACKS, "SummaryCollector")
+def summary(s):
+    folder = Path(shared_path(s, f"summary-{os.environ.get('RANK_ID')}"))
+    wanted = {"collect_graph": False, "collect_metric": True, "collect_input_data": False, "histogram_regular": ".*"}
+    _, m = printed(s, SummaryCollector(str(folder), collect_freq=1, collect_specified_data=wanted))
+    return [events(p) for p in folder.glob("*.summary.*_MS")], weights(m)
 
 
 # -- metrics --------------------------------------------------------------------------------------------------------------

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizers, parameter groups, schedules and clipping: parameters and states after five steps.
 
-Not here, because MindSpore 2.10 has no CPU kernel for them or they train nothing there: nn.Lamb, nn.LARS, mint.optim.
+Not here, because MindSpore 2.10 has no CPU kernel for them or they train nothing there: nn.Lamb, nn.LARS, and
+mint.optim but for its AdamW, which must be refused.
 """
 from __future__ import annotations
 
 import mindspore as ms
 import mindspore.experimental.optim as experimental
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, mint, nn, ops
 from mindspore.experimental.optim import lr_scheduler
 
 from ms_dtensor import ColwiseParallel, RowwiseParallel
@@ -88,6 +89,13 @@ rows("experimental.optim", {
     "experimental.optim.SGD(nesterov, maximize)": lambda ps: experimental.SGD(
         ps, lr=0.05, momentum=0.9, nesterov=True, maximize=True),
 })
+
+FUSED = "its fused kernel, on Ascend only, would see a shard for the whole: ms_dtensor.optim.AdamW or nn.AdamWeightDecay"
+
+
+@row("mint.optim", "mint.optim.AdamW", refused=FUSED)
+def fused_adamw(s):
+    return trained(s, lambda ps: mint.optim.AdamW(ps, lr=0.02) if s.mesh else experimental.AdamW(ps, lr=0.02))
 
 
 # -- groups and schedules -------------------------------------------------------------------------------------------------

@@ -46,6 +46,11 @@ def mean_of_shard(x, dims, keepdim, count, dtype):
     return rounded(wider(x).sum(dims, keepdim=keepdim) / (count or float("nan")), x)  # a factor would be float32
 
 
+def softmax_of_one(x):
+    """1 for each number, NaN for what is none."""
+    return mint.exp(x - x)
+
+
 def linear_bias_once(x, w, b, share):
     """Linear with a bias that counts only where `share` is 1: the summands of a contraction over shards, or of nothing."""
     if not x._shape[-1]:
@@ -111,7 +116,7 @@ def clone(input):
 
 TABLE = {
     "reshape": Tensor.reshape, "broadcast_to": mint.broadcast_to, "slice": slice_,  # to the local shape
-    "mean_of_shard": mean_of_shard,
+    "mean_of_shard": mean_of_shard, "softmax_of_one": softmax_of_one,
     "linear_bias_once": linear_bias_once, "bias_once": bias_once, "clone": clone,
     "added_once": added_once, "joined_once": joined_once,
     "tril": ops.tril, "triu": mint.triu,  # with the diagonal shifted by the shard's offset

@@ -8,7 +8,7 @@ from mindspore import Tensor, mint, ops
 from ...errors import OpRuleError
 from .dtypes import as_dtype, full
 from .lists import stack
-from .lookup import gather
+from .lookup import gather, host_values
 
 
 def embedding(input, weight, padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False):
@@ -104,7 +104,7 @@ TABLE = {
     "RepeatInterleaveInt": repeat_interleave, "Repeat": repeat, "Roll": roll, "ScatterAddExt": scatter_add,
     "ConstantPadND": pad, "MaskedFill": masked_fill,
     "OneHotExt": lambda tensor, num_classes, on_value, off_value, axis=-1: ops.one_hot(
-        tensor, num_classes, on_value, off_value, axis),
+        tensor, int(host_values(tensor).max()) + 1 if num_classes == -1 else num_classes, on_value, off_value, axis),
     "FullLike": lambda input, fill_value, dtype=None, **_: filled(input, input._shape, fill_value, dtype),
     "ZerosLikeExt": _like(0), "OnesLikeExt": _like(1), "EmptyLike": _like(0),
     "NewZeros": _new(0), "NewOnes": _new(1), "NewEmpty": _new(0),

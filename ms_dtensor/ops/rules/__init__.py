@@ -32,7 +32,7 @@ from . import (
     view,
     write,
 )
-from .nothing import has_empty_shard, local_part, results_of_nothing
+from .nothing import has_empty_shard, has_thin_shard, local_part, results_of_nothing
 from .spec import Call, Case, Local, LocalCall, Operand, OpSpec, Winners, result_dtype
 
 RULES: dict[str, Callable[[Call], OpSpec]] = {op: pointwise.pointwise for op in names.POINTWISE}
@@ -40,7 +40,7 @@ RULES.update(
     cast=pointwise.cast, where=pointwise.pointwise, masked_fill=pointwise.masked_fill, clamp=pointwise.pointwise,
     lerp=pointwise.pointwise, leaky_relu=pointwise.pointwise, elu=pointwise.pointwise, gelu=pointwise.pointwise,
     matmul=matmul.matmul, outer=matmul.outer, linear=matmul.linear, bias_add=matmul.bias_add,
-    softmax=reduce.along_dim,
+    softmax=reduce.softmax,
     reshape=view.reshape, view_as=view.view_as, flatten=view.flatten, flatten_primitive=view.flatten_primitive,
     permute=view.permute, swap=view.swap, matrix_transpose=view.matrix_transpose, unsqueeze=view.unsqueeze,
     squeeze=view.squeeze, expand=view.expand, tile=view.tile, split=view.split, chunk=view.chunk,
@@ -58,5 +58,5 @@ for family in FAMILIES:
     names.PRIMITIVES.update(names.parse(family.NAMES))
     RULES.update(family.RULES)
 
-__all__ = ["RULES", "Call", "Case", "LocalCall", "Local", "Operand", "OpSpec", "Winners", "has_empty_shard", "local_part",
-           "result_dtype", "results_of_nothing"]
+__all__ = ["RULES", "Call", "Case", "LocalCall", "Local", "Operand", "OpSpec", "Winners", "has_empty_shard",
+           "has_thin_shard", "local_part", "result_dtype", "results_of_nothing"]

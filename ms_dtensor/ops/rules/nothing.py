@@ -36,7 +36,8 @@ def local_part(call: Call, spec: OpSpec, at: Local) -> tuple[LocalCall | None, E
         at = Local(tuple(x.with_placements([REPLICATE] * x.mesh.ndim) if i in spec.shape_only else x
                          for i, x in enumerate(at.ins)), at.outs, at.coordinate)
     empty, results = None, results_of_nothing(call, at)
-    extended = results is not None and any(prod(x.shape) for x in at.outs)  # a kernel can reduce one element
+    # a kernel can reduce one element, and differentiate that
+    extended = results is not None and (call.op in _OF_NOTHING or any(prod(x.shape) for x in at.outs))
     sharded = results is None
     results = empty_results(at) if sharded else results
     if results is not None:
@@ -51,15 +52,20 @@ def local_part(call: Call, spec: OpSpec, at: Local) -> tuple[LocalCall | None, E
 
 def has_empty_shard(layout: Layout) -> bool:
     """Whether some rank holds no element of a tensor that has some."""
-    if not prod(layout.shape):
-        return False
+    return bool(prod(layout.shape)) and any(0 in extents for extents in _local_extents(layout))
+
+
+def has_thin_shard(layout: Layout) -> bool:
+    """Whether some rank holds one index, or none, of a dim that has several: there any order of dims is contiguous."""
+    return any(n > 1 and min(extents) < 2 for n, extents in zip(layout.shape, _local_extents(layout)))
+
+
+def _local_extents(layout: Layout):
     for extent, axes in zip(layout.shape, layout.dim_axes):
         extents = {extent}
         for a in axes:
             extents = {hi - lo for n in extents for lo, hi in layout.placements[a].bounds(n, layout.mesh.shape[a])}
-        if 0 in extents:
-            return True
-    return False
+        yield extents
 
 
 def empty_results(at: Local) -> Fills | None:

@@ -86,12 +86,13 @@ def scatter_nd(call: Call) -> OpSpec:
 
 
 def one_hot(call: Call) -> OpSpec:
-    """A new dim of `depth` classes; index dims may be split."""
+    """A new dim of `depth` classes, -1 for as many as the labels need; index dims may be split."""
     ids, depth = call.args["index"], int(call.args["depth"])
-    if depth < 0:
-        raise OpRuleError("For 'one_hot', the number of classes is not given.", "",
-                          "It would be the largest label, so the result's shape would depend on data.",
-                          "pass num_classes")
+    if depth < -1:
+        raise OpRuleError(f"For 'one_hot', the number of classes is {depth}.", "", "",
+                          ("pass num_classes", "-1, for one more than the largest label"))
+    if depth == -1:
+        return OpSpec((None,), (), by_data=True)
     d = int(call.get("dim", -1)) % (ids.ndim + 1)
     cases = [_case(call, S(j + (j >= d)), index=S(j)) for j in range(ids.ndim)]
     on = call.args["on"]

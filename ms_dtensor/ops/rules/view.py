@@ -20,6 +20,10 @@ VIEWS = frozenset("reshape view_as flatten flatten_order permute swap matrix_tra
 
 
 
+# Those of them that leave the elements in their order; of a strided operand one device copies all but the last two.
+IN_ORDER = frozenset("reshape view_as flatten flatten_order identity unsqueeze squeeze".split())
+
+
 def view_kind(call: Call) -> str:
     """"" for no view; "view" where the local form shares storage; "copy" where one device has a view and shards do not."""
     if call.op not in VIEWS:
