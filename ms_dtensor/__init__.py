@@ -20,12 +20,14 @@ if TYPE_CHECKING:  # for editors and type checkers, who cannot see what loads on
     from .core import layout as layout, mesh as mesh, placements as placements
     from .core.layout import Layout as Layout
     from .core.mesh import DeviceMesh as DeviceMesh
-    from .core.placements import Partial as Partial, Placement as Placement, Replicate as Replicate, Shard as Shard
+    from .core.placements import (
+        FusedShard as FusedShard, Partial as Partial, Placement as Placement, Replicate as Replicate, Shard as Shard)
     from .custom_ops import function as function, register
     from .custom_ops.function import DFunction as DFunction
     from .custom_ops.local_map import local_map as local_map
     from .custom_ops.register import register_rule as register_rule, unregister_rule as unregister_rule
-    from .debug import verify as verify
+    from .debug import CommDebugMode as CommDebugMode, checks as checks, explain as explain, verify as verify
+    from .debug import visualize_sharding as visualize_sharding
     from .dispatch import modes as modes
     from .dispatch.modes import (
         SkipDTensorDispatch as SkipDTensorDispatch, implicit_replication as implicit_replication, redistribution_policy as
@@ -49,7 +51,7 @@ if TYPE_CHECKING:  # for editors and type checkers, who cannot see what loads on
     random, registry, interop = rng, register, compat
 
 _EXPORTS = {
-    "core.placements": ("Shard", "Replicate", "Partial", "Placement"),
+    "core.placements": ("Shard", "FusedShard", "Replicate", "Partial", "Placement"),
     "core.mesh": ("DeviceMesh",),
     "core.layout": ("Layout",),
     "tensor.dtensor": ("DTensor",),
@@ -61,6 +63,7 @@ _EXPORTS = {
     "custom_ops.function": ("DFunction",),
     "custom_ops.register": ("register_rule", "unregister_rule"),
     "custom_ops.local_map": ("local_map",),
+    "debug": ("CommDebugMode", "checks", "explain", "visualize_sharding"),
     "dispatch.modes": ("SkipDTensorDispatch", "implicit_replication", "redistribution_policy"),
     "parallel": ("parallelize_module", "ParallelStyle", "ColwiseParallel", "RowwiseParallel", "SequenceParallel",
                  "PrepareModuleInput", "PrepareModuleOutput", "PrepareModuleInputOutput", "FusedColwiseParallel",

@@ -9,9 +9,10 @@ import pytest
 from mindspore import mint, ops
 from mindspore.mint.nn import functional as F
 
-from ms_dtensor import DeviceMesh, Layout, Partial, Replicate, Shard
+from ms_dtensor import DeviceMesh, FusedShard, Layout, Partial, Replicate, Shard
 from ms_dtensor.core.placements import chunk_bounds
 from ms_dtensor.debug.verify import check_rule
+from ms_dtensor.errors import LayoutError
 from ms_dtensor.ops.rules import RULES, Call, Operand
 from ms_dtensor.ops.rules.select import choose
 from ms_dtensor.redistribute.plan import plan, relabels
@@ -68,6 +69,51 @@ def test_no_collective_is_planned_over_it():
     assert [m.kind for m in plan(x, Layout(MESH, [R, R], (5, 4)))] == ["all_reduce", "exchange"]
     assert [m.kind for m in plan(x, Layout(MESH, [P, S(0)], (5, 4)))] == ["exchange"]
     assert not relabels(Layout(MESH, [R, S(0)], (5, 4)), Layout(MESH, [R, B(0)], (5, 4)))
+
+
+FS = FusedShard(0, (4, 2, 2))
+
+
+@pytest.mark.parametrize("op, operands, static, targets, outs", [
+    ("add", [((8, 4), [R, FS]), ((8, 4), [R, FS])], {}, [(R, FS)] * 2, (R, FS)),
+    ("matmul", [((5, 8), [S(0), FS.with_dim(1)]), ((8, 3), [R, FS])], {}, [(S(0), FS.with_dim(1)), (R, FS)], (S(0), P)),
+    ("sum", [((8, 6), [S(1), FS])], {"dim": 1}, [(S(1), FS)], (P, FS)),
+    ("swap", [((8, 6), [R, FS])], {"dim0": 0, "dim1": 1}, [(R, FS)], (R, FS.with_dim(1))),
+])
+def test_rules_that_work_row_by_row_keep_a_fused_shard(op, operands, static, targets, outs):
+    assert chosen(op, *operands, **static) == (targets, [outs])
+
+
+@pytest.mark.parametrize("op, operands, static", [
+    ("add", [((8, 4), [FS, R]), ((8, 4), [R, S(0)])], {}),  # no second axis joins
+    ("add", [((8, 4), [S(0), R]), ((8, 4), [R, FS])], {}),
+    ("tril", [((8, 8), [R, FS])], {"diagonal": 0}), ("cumsum", [((8, 4), [R, FS])], {"dim": 0}),
+    ("add", [((8, 4), [R, FS]), ((8, 4), [R, FusedShard(0, (2, 6))])], {}),
+])
+def test_no_layout_is_planned_that_a_fused_shard_cannot_have(op, operands, static):
+    for placements in (*chosen(op, *operands, **static)[0], *chosen(op, *operands, **static)[1]):
+        assert sum(p.is_shard(0) for p in placements) < 2 or FusedShard not in map(type, placements)
+        Layout(MESH, placements, (8, 8 if op == "tril" else 4))
+
+
+def test_a_fused_shard_is_gathered_and_put_in_order():
+    x = Layout(MESH, [P, FS], (8, 4))
+    for dst, kinds in (([R, FS], ["all_reduce"]), ([P, R], ["all_gather", "reorder"]),
+                       ([P, S(0)], ["all_gather", "reorder", "cut"])):
+        assert [m.kind for m in plan(x, Layout(MESH, dst, (8, 4)))] == kinds
+    assert [m.kind for m in plan(Layout(MESH, [R, R], (8, 4)), Layout(MESH, [R, FS], (8, 4)))] == ["reorder", "cut"]
+    assert not relabels(Layout(MESH, [R, S(0)], (8, 4)), Layout(MESH, [R, FS], (8, 4)))
+    assert [Layout(MESH, [R, FS], (8, 4)).pieces((0, t))[0] for t in (0, 1)] == [
+        ((0, 2), (4, 5), (6, 7)), ((2, 4), (5, 6), (7, 8))]
+    assert repr(FS) == "FusedShard(0, (4, 2, 2))" and FS.with_dim(1) != FS != S(0) and FS == FusedShard(0, [4, 2, 2])
+
+
+@pytest.mark.parametrize("make", [lambda: FusedShard(0, ()), lambda: FusedShard(0, (3, -1)),
+                                  lambda: Layout(MESH, [R, FS], (7, 4)), lambda: Layout(MESH, [S(0), FS], (8, 4)),
+                                  lambda: Layout(MESH, [R, FS], (8, 4)).local_offset((0, 0))])
+def test_what_a_fused_shard_cannot_be(make):
+    with pytest.raises(LayoutError):
+        make()
 
 
 _A, _B, _C, _D, _E = (np.random.default_rng(i).normal(size=s).astype(np.float32)

@@ -15,9 +15,11 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+import numpy as np
+
 from ..errors import LayoutError
 from .mesh import DeviceMesh
-from .placements import PARTIAL, REPLICATE, Placement, Replicate, Shard
+from .placements import PARTIAL, REPLICATE, FusedShard, Placement, Replicate, Shard
 
 _SHORT = {"float": "f", "int": "i", "uint": "u", "complex": "c", "bfloat": "bf"}
 _interned: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
@@ -69,6 +71,9 @@ class Layout:
     def __new__(cls, mesh, placements, shape, dtype="float32", order=None):
         shape = tuple(int(s) for s in shape)
         placed, order = normalize(mesh, placements, len(shape), order)
+        for p in placed:
+            if isinstance(p, FusedShard):
+                _check_fused(p, placed, mesh, shape)
         return _intern(mesh, placed, shape, str(dtype), _dim_axes(placed, len(shape), order))
 
     def __setattr__(self, name, value):
@@ -152,7 +157,10 @@ class Layout:
 
     # -- arithmetic -----------------------------------------------------------------------------------------------
     def local_box(self, coordinate: Sequence[int] | None = None) -> tuple[tuple[int, int], ...]:
-        """(start, stop) per dim of the shard at a coordinate (default: this process's)."""
+        """(start, stop) per dim of the shard at a coordinate (default: this process's).
+
+        Of a `FusedShard` they count rows in the order in which ranks hold them; see `pieces`.
+        """
         if coordinate is None:
             coordinate = self.mesh.get_coordinate()
         if coordinate is None:  # a process outside the mesh holds an empty shard
@@ -174,8 +182,35 @@ class Layout:
         """Shape of the shard at a coordinate (default: this process's)."""
         return tuple(hi - lo for lo, hi in self.local_box(coordinate))
 
+    @property
+    def fused(self) -> tuple[tuple[int, FusedShard], ...]:
+        """(axis, placement) of each `FusedShard` over several ranks."""
+        return tuple((a, p) for a, p in enumerate(self.placements)
+                     if isinstance(p, FusedShard) and self.mesh.shape[a] > 1)
+
+    def pieces(self, coordinate: Sequence[int] | None = None) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Per dim, (start, stop) of the runs of rows that the shard is made of: one, but for a `FusedShard`."""
+        here = self.mesh.get_coordinate() if coordinate is None else coordinate
+        runs: list[tuple[tuple[int, int], ...]] = [(extent,) for extent in self.local_box(here)]
+        if here is not None:
+            for a, p in self.fused:
+                runs[p.dim] = p.pieces(self.mesh.shape[a])[here[a]]
+        return tuple(runs)
+
+    def assemble(self, of_box, coordinate: Sequence[int] | None = None) -> np.ndarray:
+        """The array of a shard, from what `of_box` gives of each box of the tensor that it is made of."""
+        def along(runs, box):
+            if not runs:
+                return of_box(box)
+            arrays = [along(runs[1:], (*box, extent)) for extent in runs[0]]
+            return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, len(box))
+        return along(self.pieces(coordinate), ())
+
     def local_offset(self, coordinate: Sequence[int] | None = None) -> tuple[int, ...]:
         """Global index of the first element of the shard at a coordinate (default: this process's)."""
+        if self.fused:
+            raise LayoutError("For 'local_offset', the shard is no single box of the tensor.", self.describe(),
+                              "A FusedShard holds a chunk of every part.", ("layout.pieces()", "redistribute to Shard(dim)"))
         return tuple(lo for lo, _ in self.local_box(coordinate))
 
     def is_replicated(self) -> bool:
@@ -196,7 +231,9 @@ class Layout:
     # -- printing -------------------------------------------------------------------------------------------------
     def __repr__(self):
         names = self.mesh.mesh_dim_names
-        dims = [str(s) + "".join("@" + names[a] for a in axes) for s, axes in zip(self.shape, self.dim_axes)]
+        parts = {p.dim: p.parts for p in self.placements if p.parts}
+        dims = ["+".join(map(str, parts.get(d, (s,)))) + "".join("@" + names[a] for a in axes)
+                for d, (s, axes) in enumerate(zip(self.shape, self.dim_axes))]
         partial = [f"{self.placements[a].reduce_op}: {names[a]}" for a in self.partial_axes]
         return f"{short_dtype(self.dtype)}[{', '.join(dims)}]" + (f"{{{', '.join(partial)}}}" if partial else "")
 
@@ -219,10 +256,13 @@ def known_layout(mesh, placements, shape, dtype: str, even: bool = False) -> Lay
     except TypeError:  # one placement alone, or lists of names
         key = layout = None
     if layout is None:
-        layout = Layout(mesh, placements, shape, dtype)
         if even:
-            layout = Layout(mesh, layout.placements, [n * layout.divisor(d) for d, n in enumerate(shape)], dtype,
-                            layout.order)
+            placed, order = normalize(mesh, placements, len(shape))
+            whole = [n * math.prod(mesh.shape[a] for a in axes)
+                     for n, axes in zip(shape, _dim_axes(placed, len(shape), order))]
+            layout = Layout(mesh, placed, whole, dtype, order)
+        else:
+            layout = Layout(mesh, placements, shape, dtype)
         if key is not None and all(isinstance(p, Placement) for p in placements or ()):
             if len(_known) >= _KNOWN_LIMIT:
                 _known.clear()
@@ -233,6 +273,16 @@ def known_layout(mesh, placements, shape, dtype: str, even: bool = False) -> Lay
 def remembered() -> tuple[int, int]:
     """How many layouts `known_layout` holds, and may hold."""
     return len(_known), _KNOWN_LIMIT
+
+
+def _check_fused(p: FusedShard, placed, mesh: DeviceMesh, shape) -> None:
+    where = f"{list(shape)} on mesh({mesh.describe()})"
+    if sum(p.parts) != shape[p.dim]:
+        raise LayoutError(f"For 'FusedShard', the parts {p.parts} have {sum(p.parts)} rows, dim {p.dim} has "
+                          f"{shape[p.dim]}.", where, "The parts are all of the dim.", "correct 'parts'")
+    if sum(q.is_shard(p.dim) and n > 1 for q, n in zip(placed, mesh.shape)) > 1:
+        raise LayoutError(f"For 'FusedShard', two axes would shard dim {p.dim}: {placed}.", where,
+                          "A dim that is cut part by part is cut by one axis.", f"use Shard({p.dim}) on both")
 
 
 def _intern(mesh, placements, shape, dtype, dim_axes) -> Layout:

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Placements: what one mesh axis does to a tensor. Three tiny values, no tensor and no mesh in sight.
+"""Placements: what one mesh axis does to a tensor. Four tiny values, no tensor and no mesh in sight.
 
 A placement belongs to one axis; a layout has one per axis. Placements are interned, so `is` and `==` agree for
 normalised ones, and they print as they are written. Read next: `core/layout.py`.
 """
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+
+import numpy as np
 
 from ..errors import LayoutError
 
@@ -48,6 +50,7 @@ class Placement:
     _letter: str  # in case notation
     dim: int  # of a Shard
     reduce_op: str  # of a Partial
+    parts: tuple[int, ...] = ()  # of a FusedShard
 
     def is_shard(self, dim: int | None = None) -> bool:
         """True for `Shard` (of this `dim`, if given)."""
@@ -107,6 +110,50 @@ class Shard(Placement):
 
     def __repr__(self):
         return f"{type(self).__name__}({self.dim})"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class FusedShard(Shard):
+    """The dim is several parts one after the other, and the axis splits each: a shard is a chunk of every part.
+
+    So is a fused projection laid out by head: rank 0 holds its rows of q, then of k, then of v. The tensor keeps its own
+    order; `full_tensor`, indexing and checkpoints see nothing of the cut. No other axis may shard that dim. Ops that work
+    row by row keep it, others bring it to `Shard` first.
+
+    Args:
+        dim: as for `Shard`.
+        parts: how many rows each part has.
+
+    Example:
+        >>> from ms_dtensor import DeviceMesh, FusedShard, Layout
+        >>> mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",))
+        >>> layout = Layout(mesh, [FusedShard(0, (4, 2, 2))], (8, 3))
+        >>> layout, layout.pieces((1,))[0]
+        (f32[4+2+2@tp, 3], ((2, 4), (5, 6), (7, 8)))
+    """
+
+    parts: tuple[int, ...] = field()
+
+    def __post_init__(self):
+        Shard.__post_init__(self)
+        object.__setattr__(self, "parts", tuple(int(n) for n in self.parts))
+        if not self.parts or min(self.parts) < 0:
+            raise LayoutError(f"For 'FusedShard', 'parts' must be numbers of rows, but got {self.parts}.", "",
+                              "The parts are all of the dim.", "write FusedShard(0, (q_rows, k_rows, v_rows))")
+
+    def bounds(self, size: int, parts: int) -> tuple[tuple[int, int], ...]:  # type: ignore[override]  # knows its parts
+        """Start and stop of each rank's rows once these are put one rank after the other."""
+        ends = np.cumsum([0, *(sum(hi - lo for lo, hi in held) for held in self.pieces(parts))]).tolist()
+        return tuple(zip(ends, ends[1:]))
+
+    def pieces(self, ranks: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Start and stop, per rank, of each chunk that it holds."""
+        starts = np.cumsum((0, *self.parts)).tolist()
+        chunks = [[(at + lo, at + hi) for lo, hi in chunk_bounds(n, ranks)] for at, n in zip(starts, self.parts)]
+        return tuple(zip(*chunks))
+
+    def __repr__(self):
+        return f"FusedShard({self.dim}, {self.parts})"
 
 
 @dataclass(frozen=True, slots=True)

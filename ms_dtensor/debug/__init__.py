@@ -25,3 +25,6 @@ else:
         value = getattr(importlib.import_module(_HOME[name], __name__), name)
         globals()[name] = value
         return value
+
+    def __dir__():
+        return sorted(__all__)

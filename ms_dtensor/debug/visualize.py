@@ -8,6 +8,7 @@ a partial axis is named beneath, for there a rank holds a summand of the block. 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -110,21 +111,21 @@ def plane(layout: Layout, dims: Sequence[int] | None, at: dict[int, int]) -> Pic
     cut = {d: 0 for d in range(ndim) if d not in chosen}
     cut.update((d % ndim, i) for d, i in at.items())
     held: dict[tuple, list[int]] = {}
-    empty, elsewhere = [], []
+    empty: list[int] = []
+    elsewhere: list[int] = []
     for here in coordinates(layout.mesh):
-        rank, box = int(layout.mesh.mesh[here]), layout.local_box(here)
-        if any(lo == hi for lo, hi in box):
-            empty.append(rank)
-        elif any(not box[d][0] <= i < box[d][1] for d, i in cut.items()):
-            elsewhere.append(rank)
-        else:
+        rank = int(layout.mesh.mesh[here])
+        boxes = [box for box in itertools.product(*layout.pieces(here)) if all(lo < hi for lo, hi in box)]
+        drawn = [box for box in boxes if all(box[d][0] <= i < box[d][1] for d, i in cut.items())]
+        if not drawn:
+            (elsewhere if boxes else empty).append(rank)
+        for box in drawn:
             held.setdefault(tuple((0, 1) if d is None else box[d] for d in chosen), []).append(rank)
     blocks = tuple(Block(rows, cols, tuple(ranks)) for (rows, cols), ranks in sorted(held.items()))
     through = ", ".join(f"dim {d} at {i}" for d, i in sorted(cut.items()))
-    drawn = [d for d in chosen if d is not None]
     title = layout.describe()
-    if through and len(drawn) == 2:
-        title += f", dims {drawn[0]} and {drawn[1]}, through {through}"
+    if through and None not in chosen:
+        title += f", dims {chosen[0]} and {chosen[1]}, through {through}"
     return Picture(layout, chosen, blocks, tuple(empty), tuple(elsewhere), title)
 
 

@@ -243,7 +243,10 @@ def _to_one_mesh(meshes, tensors) -> tuple[str, ...]:
         return (f"x.redistribute({meshes[0]}, placements) brings one to the other",)
     layout = next(x._layout for x in tensors if getattr(x, "_layout", None) is not None and x._layout.mesh.varies)
     placed = {a: p for a, p in zip(layout.mesh.mesh_dim_names, layout.placements) if not p.is_replicate()}
-    return (f"distribute_tensor(t, mesh, {placed}) lays it out on mesh({root.describe()}) in the first place",
+    others = ", ".join(repr(a) for a in root.mesh_dim_names if a not in layout.mesh.mesh_dim_names)
+    whole = [f"replicate(net, mesh=mesh[{others}]), of the model that was cut on mesh({layout.mesh.describe()})"] if any(
+        isinstance(x, Parameter) and x._layout is layout for x in tensors) else []
+    return (*whole, f"distribute_tensor(t, mesh, {placed}) lays it out on mesh({root.describe()}) in the first place",
             f"DTensor.from_local(x.to_local(), mesh, {placed}, shape=x.shape), if x is the same along the other axes")
 
 

@@ -166,13 +166,24 @@ PROBES = (_the_hook_is_asked, _the_guard_guards, _a_class_can_be_assigned, _an_a
           _nodes_hooks_and_callbacks_run, _gradients_pass_one_door, _tensors_tell_their_state)
 
 
+PYNATIVE = "ms.set_context(mode=ms.PYNATIVE_MODE)"
+
+
+def in_graph_mode() -> bool:
+    """Whether MindSpore compiles every cell, and so asks no tensor's class."""
+    return ms.get_context("mode") == ms.GRAPH_MODE
+
+
 @cache
 def check_internals() -> None:
     """Runs every probe, once.
 
     Raises:
-        ConfigError: this MindSpore behaves otherwise; names the probe.
+        ConfigError: MindSpore is in graph mode, or behaves otherwise; names the probe.
     """
+    if in_graph_mode():
+        raise ConfigError("For 'ms_dtensor', MindSpore is in GRAPH_MODE.", "ms.get_context('mode')",
+                          "A compiled graph does not dispatch: it would compute on this rank's shard.", PYNATIVE)
     for probe in PROBES:
         try:
             found = probe()

@@ -8,7 +8,7 @@ uses only the public DTensor API: what a style does, a user could write.
 from __future__ import annotations
 
 from .data import replicate
-from .fused import Fused, FusedColwiseParallel
+from .fused import FusedColwiseParallel
 from .loss import loss_parallel
 from .module import parallelize_module
 from .styles import (
@@ -22,6 +22,6 @@ from .styles import (
 )
 from .suggest import suggest_plan
 
-__all__ = ["ColwiseParallel", "Fused", "FusedColwiseParallel", "ParallelStyle", "PrepareModuleInput",
+__all__ = ["ColwiseParallel", "FusedColwiseParallel", "ParallelStyle", "PrepareModuleInput",
            "PrepareModuleInputOutput", "PrepareModuleOutput", "RowwiseParallel", "SequenceParallel", "loss_parallel",
            "parallelize_module", "replicate", "suggest_plan"]

@@ -8,6 +8,7 @@ noted for that cell (the batch), else Replicate.
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from types import MethodType
@@ -29,8 +30,12 @@ OUTER = "_ms_dtensor_outer"  # cell attribute: (whole mesh, {axis: placement of 
 _TOLD = "_ms_dtensor_extents"  # cell attribute: of plain inputs at the last call, this rank's and the whole ones
 ROOT = "_ms_dtensor_replicated"  # cell attribute: replicate was applied to this very cell
 _handed_out = 0  # how many there have been
+_parts_out = 0  # how many outputs as tuples of parts
+_FUSED = ("FusedColwiseParallel for a fused projection (q, k, v, or gate and up, in one weight): of a contiguous cut the "
+          "first ranks hold q")
 _KEEP = "use_local_output=False in the styles, which keeps DTensors of global shape"
 _ABOUT_SIZES = re.compile("proposed_shape|shape|dimension|split")  # as MindSpore's own refusals speak
+_ABOUT_PARTS = re.compile("'tuple' object|Tuple<Tensor")
 
 
 def by_axis(placement, mesh: DeviceMesh, who: str) -> dict[str, Placement]:
@@ -106,8 +111,16 @@ def _asked(x: Tensor, cell: nn.Cell, layout: Layout, who: str) -> tuple[int, ...
     mine, told = tuple(x.shape[d] for d in cut), cell.__dict__.setdefault(_TOLD, {})
     key = who, x.ndim, layout.placements
     if key not in told or told[key][0] != mine:
+        same = None if x.is_floating_point() else zlib.crc32(x.asnumpy().tobytes())
         with comm.annotate(src=f"{who}: extents of a plain input", dst=str(mine)):
-            pieces = list(map(tuple, mesh.get_group().all_gather_object(list(x.shape))))
+            got = mesh.get_group().all_gather_object([same, *x.shape])
+        if same is not None and len({tuple(piece) for piece in got}) == 1 and x.size > 1:
+            raise LayoutError(f"For '{who}', a plain input of integers is the same on all ranks.",
+                              f"{x.dtype}{list(x.shape)}, mesh({mesh.describe()})",
+                              f"It was said to be laid out as {layout.placements}: each rank passes its own piece.",
+                              ("input_layouts=Replicate(), if every rank passes the whole",
+                               "distribute_tensor(whole, mesh, placements), if it is cut"))
+        pieces = [tuple(piece[1:]) for piece in got]
         whole = global_shape(pieces, mesh, layout.placements)
         if whole is None:
             raise LayoutError(f"For '{who}', the ranks' plain inputs are not the shards of one tensor.",
@@ -147,26 +160,40 @@ def count_handed_out() -> int:
     return _handed_out
 
 
+def hand_out_parts(parts: list) -> tuple:
+    """A fused projection's output, part by part."""
+    global _parts_out
+    _parts_out += 1
+    return tuple(parts)
+
+
 def explain_views(module: nn.Cell) -> None:
     """Lets a cell, whose styles hand out plain tensors, say why code that reads global sizes, or holds DTensors, fails."""
     module.__dict__["construct"] = MethodType(_construct, module)  # a method, so that a copy of the cell runs its own
 
 
 def _construct(self, *args, **kwargs):
-    before = _handed_out
+    before, parts = _handed_out, _parts_out
     try:
         return type(self).construct(self, *args, **kwargs)
     except MixedOperandError as e:
         if _handed_out == before or _KEEP in e.fix:
             raise
         raise MixedOperandError(e.attempt, e.operands, e.rule, (_KEEP, *e.fix)) from e
-    except (ValueError, RuntimeError) as e:
+    except (AttributeError, TypeError, ValueError, RuntimeError) as e:
         first = str(e).split("\n")[0].rstrip(".")
-        if _handed_out == before or isinstance(e, DTensorError) or not _ABOUT_SIZES.search(first):
+        if _parts_out != parts and not isinstance(e, DTensorError) and _ABOUT_PARTS.search(first):
+            raise LayoutError(f"For '{type(self).__name__}', an op on the output of a fused projection failed: {first}.",
+                              "a tuple of DTensors, one per part", "FusedColwiseParallel(use_local_output=False) hands out "
+                              "the parts, where the plain cell gives one tensor to split.",
+                              ("q, k, v = self.qkv(x), without the split or reshape that follows it",
+                               "ColwiseParallel(use_local_output=False), which needs no change of the model")) from e
+        about_sizes = isinstance(e, ValueError | RuntimeError) and _ABOUT_SIZES.search(first)
+        if _handed_out == before or isinstance(e, DTensorError) or not about_sizes:
             raise
         raise LayoutError(f"For '{type(self).__name__}', an op on a plain tensor failed: {first}.",
                           "plain outputs of styles", "They are this rank's shards: of the heads, say, its own number.",
-                          (_KEEP, "-1 for the extent that is sharded")) from e
+                          (_KEEP, _FUSED)) from e
 
 
 def taken_back(x: Tensor, cell: nn.Cell, before: int) -> Tensor:

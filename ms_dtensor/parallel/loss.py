@@ -2,19 +2,15 @@
 """Cross entropy on logits whose classes are sharded: two small reductions instead of gathering the logits.
 
 With classes cut over an axis, log-sum-exp needs the maximum and the sum over shards, and the label's logit is on one
-shard; the maximum travels first, the other per-row numbers together. Written in DTensor ops and two of our own, so
-layouts, gradients and any further axes follow from the rules. One name, two uses: with logits it is the loss; without,
-PyTorch's context manager, in which MindSpore's own cross entropies work the same way (`dispatch/composite.py`) and an op
-that would have to gather is refused.
+shard; the maximum travels first, the other per-row numbers together. Written in DTensor ops and two of our own
+(`dispatch/class_loss.py`), so layouts, gradients and any further axes follow from the rules. One name, two uses: with
+logits it is the loss; without, PyTorch's context manager, in which MindSpore's own `cross_entropy` does the same, its other
+losses and cases go op by op (`dispatch/composite.py`) and an op that would have to gather is refused.
 """
 from __future__ import annotations
 
-import mindspore as ms
-from mindspore import mint, ops
-
 from ..core.layout import Layout
-from ..dispatch.dispatcher import call
-from ..dispatch.labels import check_labels
+from ..dispatch.class_loss import REDUCTIONS, class_loss
 from ..dispatch.modes import LossParallelBlock
 from ..dispatch.operands import dtype_name, wrap
 from ..errors import LayoutError
@@ -64,33 +60,11 @@ def loss_parallel(logits: DTensor | None = None, labels=None, *, ignore_index: i
         return LossParallelBlock()
     if not isinstance(logits, DTensor):
         raise LayoutError(f"For 'loss_parallel', 'logits' must be a DTensor, but got {type(logits).__name__}.")
-    if reduction not in ("mean", "sum", "none"):
+    if reduction not in REDUCTIONS:
         raise LayoutError(f"For 'loss_parallel', 'reduction' must be mean, sum or none, but got {reduction!r}.")
     if tuple(labels.shape) != logits.shape[:-1]:
         raise LayoutError(f"For 'loss_parallel', 'labels' has shape {list(labels.shape)}.", logits.layout.describe(),
                           f"One label per row: {list(logits.shape[:-1])}.")
     if not isinstance(labels, DTensor):
         labels = wrap(labels, Layout(logits.device_mesh, None, tuple(labels.shape), dtype_name(labels.dtype)))
-    if dtype_name(labels.dtype) in ("int8", "uint8", "int16"):  # no lookup takes them
-        labels = labels.astype(ms.int32)
-    check_labels("loss_parallel", labels, logits.shape[-1], ignore_index)
-    keep = labels != ignore_index
-    target = mint.unsqueeze(labels * keep.astype(labels.dtype), -1)
-    keep = keep.astype(logits.dtype)
-    rows = _losses(logits, target, label_smoothing) if labels.size else logits.sum(-1).reduce_partial()
-    loss = rows * keep
-    if reduction == "none":
-        return loss
-    total = loss.sum()
-    return total if reduction == "sum" else total / keep.sum()
-
-
-def _losses(logits, target, label_smoothing):
-    """The loss of each row."""
-    top = call("row_max", input=ops.stop_gradient(logits)).reduce_partial()
-    sums = call("class_sums", input=logits, target=target, top=top, smooth=bool(label_smoothing)).reduce_partial()
-    log_total, picked = mint.log(sums[..., 0]), sums[..., 1]
-    loss = log_total - picked
-    if label_smoothing:
-        loss = (1 - label_smoothing) * loss + label_smoothing * (log_total - sums[..., 2])
-    return loss
+    return class_loss("loss_parallel", logits, labels, ignore_index, reduction, label_smoothing)

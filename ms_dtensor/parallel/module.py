@@ -17,6 +17,7 @@ from ..core.mesh import DeviceMesh, resolve_mesh
 from ..errors import ConfigError
 from ..tensor import deferred_init
 from ..tensor.distribute import check_source
+from .fused import FusedColwiseParallel
 from .layouts import check_ties, explain_views
 from .styles import ParallelStyle
 
@@ -89,7 +90,8 @@ def parallelize_module(module: nn.Cell, device_mesh: DeviceMesh | None = None,
     for _, style, matched in work:
         for cell in matched.values():
             _apply(style, cell, mesh, src_data_rank)
-    if any(getattr(style, "use_local_output", False) for style in parallelize_plan.values()):
+    if any(getattr(style, "use_local_output", False) or isinstance(style, FusedColwiseParallel)
+           for style in parallelize_plan.values()):
         explain_views(module)
     return module
 

@@ -20,10 +20,12 @@ from .styles import ColwiseParallel, ParallelStyle, RowwiseParallel, _is_embeddi
 
 _QUERY, _KEY, _VALUE = ("wq", "q_proj", "q", "query"), ("wk", "k_proj", "k", "key"), ("wv", "v_proj", "v", "value")
 _OUT = ("wo", "o_proj", "o", "out_proj", "dense")
-_QKV = ("wqkv", "qkv_proj", "qkv", "query_key_value")
-_GATE, _UP, _DOWN = ("w1", "gate_proj", "gate", "fc1"), ("w3", "up_proj", "up"), ("w2", "down_proj", "down", "fc2")
+_QKV, _BY_HEAD = ("wqkv", "qkv_proj", "qkv"), "query_key_value"  # GPT-NeoX, BLOOM and Falcon order its rows head by head
+_GATE, _UP, _DOWN = ("w1", "gate_proj", "gate", "fc1", "dense_h_to_4h"), ("w3", "up_proj", "up"), (
+    "w2", "down_proj", "down", "fc2", "dense_4h_to_h")
 _GATE_UP = ("gate_up_proj", "w13", "gate_up")
-_HEAD, _TABLE = ("output", "lm_head", "head"), ("tok_embeddings", "embed_tokens", "embedding", "wte", "embed")
+_HEAD, _TABLE = ("output", "lm_head", "head", "embed_out"), ("tok_embeddings", "embed_tokens", "embedding", "wte", "embed",
+                                                             "embed_in")
 _HEADS, _KV_HEADS = ("n_heads", "num_heads", "num_attention_heads", "heads"), ("n_kv_heads", "num_kv_heads",
                                                                                "num_key_value_heads", "kv_heads")
 
@@ -46,7 +48,8 @@ def suggest_plan(module: nn.Cell, device_mesh: DeviceMesh | None = None) -> dict
     Returns:
         {pattern: style}, to read, change and pass on: nothing is applied. Its styles keep activations DTensors
         (`use_local_output=False`), because such models speak of global sizes; `distribute_module` afterwards replicates
-        norms and buffers.
+        norms and buffers. The order of the rows of a fused q, k, v is the model's, which no shape tells: `qkv_proj` and its
+        like are taken as q, k, v one under the other, `query_key_value` is cut so that any order is right.
 
     Raises:
         ConfigError: a mesh of several axes, or a model in which nothing is recognised.
@@ -92,6 +95,9 @@ def suggest_plan(module: nn.Cell, device_mesh: DeviceMesh | None = None) -> dict
             print(f"  {pattern:<{wide}}  {type(style).__name__:<17} {n} cell{'s' if n > 1 else ''}")
         for line in dict.fromkeys(alone):
             print(f"  left whole: {line}")
+        if any(_is_fused_qkv(pattern) for pattern in plan):
+            print("  the order of a fused projection is the model's: FusedColwiseParallel takes all q, then k, then v;\n"
+                  "  ColwiseParallel(use_local_output=False) is right for any order")
         print("then: parallelize_module(model, mesh, plan); distribute_module(model, mesh)", flush=True)
     return plan
 
@@ -113,6 +119,10 @@ def _found(module: nn.Cell, ranks: int):
                 yield prefix + key, RowwiseParallel(input_layouts=Replicate(), use_local_output=False), ""
             elif key in _HEAD and key in linear:
                 yield prefix + key, ColwiseParallel(output_layouts=Shard(-1), use_local_output=False), ""
+
+
+def _is_fused_qkv(pattern: str) -> bool:
+    return pattern.rsplit(".", 1)[-1] in (*_QKV, _BY_HEAD)
 
 
 def _one(cells: dict, names: tuple[str, ...]) -> str | None:
@@ -139,14 +149,15 @@ def _attention(cell, linear, ranks, columns) -> _Block | None:
     separate = [key for key in (_one(linear, names) for names in (_QUERY, _KEY, _VALUE)) if key is not None]
     if len(separate) == 3 and _sizes(linear[separate[0]])[0] == _sizes(linear[out])[1]:
         return _Block({k: ColwiseParallel(**columns) for k in separate}, out, problem)
-    fused = _one(linear, _QKV)
+    fused = _one(linear, (*_QKV, _BY_HEAD))
     if fused is None or not kv_heads or not heads:
         return None
     q = _sizes(linear[out])[1]
     kv = (_sizes(linear[fused])[0] - q) // 2
     if kv <= 0 or kv * heads != q * kv_heads:
         return None
-    return _Block({fused: FusedColwiseParallel((q, kv, kv), units=kv_heads, **columns)}, out, problem)
+    by_parts = FusedColwiseParallel((q, kv, kv), units=kv_heads, **columns)
+    return _Block({fused: ColwiseParallel(**columns) if fused == _BY_HEAD else by_parts}, out, problem)
 
 
 def _feed_forward(linear, ranks, columns) -> _Block | None:

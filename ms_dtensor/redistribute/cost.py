@@ -34,7 +34,7 @@ class CostModel:
 
         An exchange pays alpha for each of `messages`, a collective once.
         """
-        if kind == "cut":
+        if kind in ("cut", "reorder"):
             return self.gamma * after
         alphas = messages if kind == "exchange" else 1
         return self.alpha * alphas + self.beta * sent_bytes(kind, ranks, before, after) + self.gamma * after
@@ -48,7 +48,7 @@ def sent_bytes(kind: str, ranks: int, before: int, after: int) -> float:
         >>> sent_bytes("all_gather", 4, 100, 400), sent_bytes("all_reduce", 4, 100, 100)
         (300, 150.0)
     """
-    if kind == "cut":
+    if kind in ("cut", "reorder"):
         return 0
     if kind == "all_gather":
         return before * (ranks - 1)

@@ -40,7 +40,7 @@ def run(moves: tuple[Move, ...], x, works: list | None = None):
         if works is None or not moves:
             return x
         last = moves[-1]
-        if last.kind in ("cut", "exchange"):
+        if last.kind in ("cut", "reorder", "exchange"):
             return _EXECUTORS[last.kind](last, x)
         work = _EXECUTORS[last.kind](last, x, async_op=True)
         if work.pending_result is None:
@@ -81,6 +81,12 @@ def _cut(move: Move, x):
     return slice_local(x, relative(move.dst.local_box(), move.src.local_box()), copy=True)
 
 
+def _reorder(move: Move, x):
+    axis, = move.axes
+    (_, p), = (pair for pair in (move.src.fused or move.dst.fused) if pair[0] == axis)
+    return in_order(x, p, move.src.mesh.shape[axis], back=move.src.placements[axis] is p)
+
+
 def _exchange(move: Move, x):
     src, dst = move.src, move.dst
     me = src.mesh.get_rank()
@@ -99,6 +105,22 @@ def _exchange(move: Move, x):
     return out
 
 
+def in_order(x, p, ranks: int, back: bool = False):
+    """A tensor whose dim is whole, its rows as the ranks hold them by this `FusedShard`; or `back` from there."""
+    rows = np.concatenate([np.arange(lo, hi) for held in p.pieces(ranks) for lo, hi in held])
+    rows = np.argsort(rows) if back else rows
+    if on_cpu():
+        return Tensor.from_numpy(np.ascontiguousarray(np.take(x.asnumpy(), rows, p.dim)))
+    return ms.mint.index_select(x, p.dim, Tensor(rows, ms.int64))
+
+
+def cut_whole(x, layout: Layout):
+    """This rank's shard of a plain tensor that is all of it."""
+    for a, p in layout.fused:
+        x = in_order(x, p, layout.mesh.shape[a])
+    return slice_local(x, relative(layout.local_box(), tuple((0, n) for n in layout.shape)))
+
+
 def _place(out, slices, piece, device_type: str) -> None:
     if device_type == "cpu":  # MindSpore's setitem has no kernel for every dtype there; its arrays are views
         out.asnumpy()[slices] = piece.asnumpy()
@@ -107,7 +129,7 @@ def _place(out, slices, piece, device_type: str) -> None:
 
 
 _EXECUTORS: dict[str, Callable] = {"all_gather": _all_gather, "all_reduce": _all_reduce, "cut": _cut, "exchange": _exchange,
-                                   "reduce_scatter": _reduce_scatter, "all_to_all": _all_to_all}
+                                   "reorder": _reorder, "reduce_scatter": _reduce_scatter, "all_to_all": _all_to_all}
 
 
 def slice_local(x, slices, copy: bool = False):
@@ -190,7 +212,7 @@ def _as_summand(x, src: Layout, dst: Layout):
         return x, src
     whole = src.with_placements([REPLICATE if a in axes else p for a, p in enumerate(src.placements)], src.order)
     cut = [a for a in axes if not src.placements[a].is_replicate()]
-    if all(src.placements[a].is_shard() and src.dim_axes[src.placements[a].dim] == (a,) for a in cut):
+    if all(p.is_shard() and not p.parts and src.dim_axes[p.dim] == (a,) for a in cut for p in (src.placements[a],)):
         for d in sorted(src.placements[a].dim for a in cut):
             x = _among_zeros(x, d, *src.local_box()[d], src.shape[d])
     else:

@@ -9,6 +9,7 @@ A state is (which axes shard each dim, in order; which axes are partial). The si
 4. all_to_all      the innermost axes of one dim become the innermost of another, in the same order
 5. cut             replicated axes, in any order, become the innermost shards of a dim; nothing is sent
 6. exchange        any shards to any shards, by point-to-point slices: other axis orders, other meshes
+7. reorder         rows of a dim that is whole take the order in which a `FusedShard` cuts them, or leave it; nothing is sent
 
 Several axes move as one flattened group. Of all paths that never need more memory than the larger endpoint, `search.py`
 finds a cheapest one under `cost.py`; replicated axes may share the work of a reduction. Axes of one rank take no part.
@@ -80,6 +81,14 @@ def plan(src: Layout, dst: Layout, model: CostModel | None = None) -> tuple[Move
 @lru_cache(maxsize=8192)
 def _plan(src: Layout, dst: Layout, model: CostModel) -> tuple[Move, ...]:
     check_reachable(src, dst)
+    for a, p in src.fused:
+        if src.mesh != dst.mesh or dst.placements[a] != p:
+            whole = _with(src, a, REPLICATE)
+            return (Move("all_gather", (a,), src, whole, p.dim), Move("reorder", (a,), src, whole), *plan(whole, dst, model))
+    for a, p in dst.fused:
+        if src.mesh != dst.mesh or src.placements[a] != p:
+            whole = _with(dst, a, REPLICATE)
+            return (*plan(src, whole, model), Move("reorder", (a,), whole, dst), Move("cut", (a,), whole, dst, None, p.dim))
     if src.mesh != dst.mesh:
         whole = src.reduced()
         return (*plan(src, whole, model), Move("exchange", (), whole, dst))
@@ -165,6 +174,10 @@ def _special(layout: Layout) -> list[tuple[int, Placement]]:
     """Axes whose shards are cut in another way than `Shard`'s, and how."""
     return [(a, p) for a, p in enumerate(layout.placements)
             if p.is_shard() and p.__class__ is not Shard and layout.mesh.shape[a] > 1]
+
+
+def _with(layout: Layout, axis: int, placement: Placement) -> Layout:
+    return layout.with_placements([placement if a == axis else p for a, p in enumerate(layout.placements)], layout.order)
 
 
 def _layout(like: Layout, state: State) -> Layout:

@@ -23,8 +23,7 @@ from mindspore.common import initializer as ms_init
 from ..core.layout import Layout
 from ..core.mesh import DeviceMesh
 from ..dispatch.operands import local_alias
-from ..redistribute.boxes import relative
-from ..redistribute.execute import slice_local
+from ..redistribute.execute import cut_whole
 
 _STATE = "_ms_dtensor_random_state"  # Parameter attribute: NumPy's generator just before its eager initialisation
 _ONE_DRAW = (ms_init.Normal, ms_init.Uniform, ms_init.TruncatedNormal, ms_init.XavierNormal, ms_init.XavierUniform,
@@ -65,8 +64,7 @@ def materialise(param: Parameter, layout: Layout, src_data_rank: int | None) -> 
     if state is None:  # it was given alone
         state = _agreed(np.random.get_state(), layout.mesh, src_data_rank)
         _draw(param)
-    box = layout.local_box()
-    if isinstance(init, _CONSTANT) and all(lo < hi for lo, hi in box):
+    if isinstance(init, _CONSTANT) and all(layout.local_shape()):
         return ms_init.initializer(init, layout.local_shape(), dtype).init_data()
     after = np.random.get_state()
     np.random.set_state(state)
@@ -74,7 +72,7 @@ def materialise(param: Parameter, layout: Layout, src_data_rank: int | None) -> 
         whole = ms_init.initializer(init, layout.shape, dtype).init_data()
     finally:
         np.random.set_state(after)
-    local = slice_local(local_alias(whole), relative(box, tuple((0, n) for n in layout.shape)))
+    local = cut_whole(local_alias(whole), layout)
     return Tensor(local.asnumpy().copy()) if local.size and local.size < whole.size else local
 
 

@@ -24,8 +24,7 @@ from ..dispatch.patches.hooks import move_hooks
 from ..dispatch.replaced import PLACE, current, remember
 from ..errors import LayoutError, MeshError
 from ..internals.names import NoFallbackGuard
-from ..redistribute.boxes import relative
-from ..redistribute.execute import slice_local
+from ..redistribute.execute import cut_whole
 from . import deferred_init
 from .dtensor import DTensor
 
@@ -149,8 +148,7 @@ def _source_data(tensor, mesh: DeviceMesh, src_data_rank: int | None):
 
 
 def _cut(tensor, layout: Layout):
-    whole = tuple((0, n) for n in layout.shape)
-    local = slice_local(local_alias(tensor), relative(layout.local_box(), whole))
+    local = cut_whole(local_alias(tensor), layout)
     return Tensor(local.asnumpy().copy()) if local.data_ptr() == tensor.data_ptr() and local.size else local
 
 

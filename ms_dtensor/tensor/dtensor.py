@@ -372,7 +372,7 @@ class DTensor(Measures, Tensor):
 
     def _facts(self):
         if isinstance(self, Parameter):
-            return self._layout, self.name, self.requires_grad, self.__dict__.get("fused")
+            return self._layout, self.name, self.requires_grad
         return self._layout, None, None
 
 
@@ -449,13 +449,11 @@ classes.bind(DTensor, DTensorParameter, AsyncDTensor)
 Parameter._base_type["Parameter" + DTensor.__name__] = DTensorParameter
 
 
-def _unpickle(array, layout, name, requires_grad, fused=None):
+def _unpickle(array, layout, name, requires_grad):
     patches.install()
     out = wrap(Tensor(array), layout)
     if name is not None:
         out = Parameter(out, name=name, requires_grad=requires_grad)
-        if fused is not None:  # the order of its rows (`parallel/fused.py`)
-            out.__dict__["fused"] = fused
     return out
 
 

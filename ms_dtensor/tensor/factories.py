@@ -55,7 +55,8 @@ def _filled(value, layout: Layout, dtype) -> DTensor:
 
 
 def _drawn(draw, layout: Layout, dtype) -> DTensor:
-    array = draw(rng.next_key(), layout.shape, layout.local_box(), kind(dtype))
+    key = rng.next_key()
+    array = layout.assemble(lambda box: draw(key, layout.shape, box, kind(dtype)))
     rng.agree(layout.mesh)
     return _made(array, layout, dtype)
 
@@ -176,8 +177,8 @@ def arange(start, end=None, step=1, *, dtype=None, device_mesh=None, placements=
     dtype = dtype or (ms.int64 if integral else ms.float32)
     size = max(0, -(-(end - start) // step) if integral else int(np.ceil((end - start) / step)))
     layout = _layout("arange", (size,), dtype, device_mesh, placements)
-    (lo, hi), = layout.local_box()
-    return _made(start + step * np.arange(lo, hi, dtype=np.int64 if integral else np.float64), layout, dtype)
+    kind_ = np.int64 if integral else np.float64
+    return _made(layout.assemble(lambda box: start + step * np.arange(*box[0], dtype=kind_)), layout, dtype)
 
 
 def linspace(start, end, steps, *, dtype=None, device_mesh=None, placements=None) -> DTensor:
@@ -190,8 +191,8 @@ def linspace(start, end, steps, *, dtype=None, device_mesh=None, placements=None
         [0.0, 0.5, 1.0]
     """
     layout = _layout("linspace", (int(steps),), dtype or ms.float32, device_mesh, placements)
-    (lo, hi), = layout.local_box()
-    return _made(np.linspace(start, end, int(steps))[lo:hi], layout, dtype or ms.float32)
+    whole = np.linspace(start, end, int(steps))
+    return _made(layout.assemble(lambda box: whole[slice(*box[0])]), layout, dtype or ms.float32)
 
 
 def eye(n, m=None, *, dtype=None, device_mesh=None, placements=None) -> DTensor:
@@ -204,8 +205,7 @@ def eye(n, m=None, *, dtype=None, device_mesh=None, placements=None) -> DTensor:
         [[1.0, 0.0], [0.0, 1.0]]
     """
     layout = _layout("eye", (n, n if m is None else m), dtype or ms.float32, device_mesh, placements)
-    (top, bottom), (left, right) = layout.local_box()
-    array = np.arange(top, bottom)[:, None] == np.arange(left, right)[None, :]
+    array = layout.assemble(lambda box: np.arange(*box[0])[:, None] == np.arange(*box[1])[None, :])
     return _made(array.astype(np.float32), layout, dtype or ms.float32)
 
 

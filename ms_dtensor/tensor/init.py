@@ -28,9 +28,10 @@ def _write(name: str, x, values) -> DTensor:
         raise LayoutError(f"For '{name}', a Partial tensor cannot be initialised.", layout.describe(),
                           "Which summand would each rank hold?", "use a tensor that is not Partial")
     rng.agree(layout.mesh)
-    array = values(rng.next_key(), layout.shape, layout.local_box(), kind(x.dtype))
+    key = rng.next_key()
+    array = layout.assemble(lambda box: np.asarray(values(key, layout.shape, box, kind(x.dtype))))
     with NoFallbackGuard():
-        Tensor.assign_value(x, tensor(np.asarray(array), x.dtype))
+        Tensor.assign_value(x, tensor(array, x.dtype))
     return x
 
 

@@ -7,6 +7,7 @@ planner need not communicate to write everything once. Not here: files.
 """
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 from mindspore import Tensor
@@ -14,7 +15,6 @@ from mindspore import Tensor
 from ..core.layout import Layout
 from ..dispatch.operands import local_alias
 from ..errors import LayoutError
-from ..redistribute.boxes import relative
 from ..redistribute.execute import slice_local
 
 
@@ -36,12 +36,12 @@ class WriteItem(NamedTuple):
 
 
 def chunk_list(layout: Layout) -> list[Chunk]:
-    """This rank's rectangle, or none where its shard is empty or it is outside the mesh."""
+    """This rank's rectangle (of a `FusedShard` one per part), or none where it is empty or the rank outside the mesh."""
     _check_whole(layout)
-    sizes = layout.local_shape()
-    if layout.mesh.get_coordinate() is None or 0 in sizes:
+    if layout.mesh.get_coordinate() is None:
         return []
-    return [Chunk(layout.local_offset(), sizes)]
+    boxes = [box for box in itertools.product(*layout.pieces()) if all(lo < hi for lo, hi in box)]
+    return [Chunk(tuple(lo for lo, _ in box), tuple(hi - lo for lo, hi in box)) for box in boxes]
 
 
 def write_items(layout: Layout, name: str) -> list[WriteItem]:
@@ -64,14 +64,21 @@ def shard_at(x, index) -> Tensor:
     layout = x._layout
     _check_whole(layout)
     offsets = getattr(index, "offsets", getattr(index, "offset", index))
-    box = layout.local_box()
-    offsets = layout.local_offset() if offsets is None else tuple(offsets)
+    box, begin = layout.local_box(), [0] * len(layout.shape)
+    if offsets is None:
+        offsets = layout.local_offset()
+    for d, runs in enumerate(layout.pieces() if len(offsets) == len(box) else ()):
+        if len(runs) > 1:  # the run that has the rectangle, and where in the shard it begins
+            at = next((i for i, (lo, hi) in enumerate(runs) if lo <= offsets[d] < hi), 0)
+            begin[d] = sum(hi - lo for lo, hi in runs[:at])
+            box = (*box[:d], runs[at], *box[d + 1:])
     sizes = getattr(index, "sizes", None) or tuple(hi - at for at, (_, hi) in zip(offsets, box))
     wanted = tuple((at, at + n) for at, n in zip(offsets, sizes))
     if len(wanted) != len(box) or any(not lo <= a <= b <= hi for (a, b), (lo, hi) in zip(wanted, box)):
         raise LayoutError(f"For 'DTensor', this rank does not hold the rectangle at {list(offsets)}.",
                           layout.describe(), "", "ask __create_chunk_list__() what it holds")
-    return slice_local(local_alias(x), relative(wanted, box))
+    return slice_local(local_alias(x), tuple(slice(a - lo + at, b - lo + at) for (a, b), (lo, _), at in
+                                             zip(wanted, box, begin)))
 
 
 def _check_whole(layout: Layout) -> None:

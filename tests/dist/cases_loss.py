@@ -2,6 +2,7 @@
 """Real ranks: cross entropy on class-sharded logits equals one device and never gathers a logit, in every form."""
 from __future__ import annotations
 
+import contextlib
 import itertools
 
 import mindspore as ms
@@ -73,6 +74,23 @@ def two_small_reductions_forward_and_none_backward(world):
 
 
 @case(world_size=4)
+def the_blocks_cross_entropy_costs_what_the_function_does(world):
+    mesh = mesh_2d()
+    x, y = distribute_tensor(data(6, 6, 16), mesh, [S(0), S(1)]), np.array([0, 15, -100, 4, -100, 7], np.int32)
+    labels = distribute_tensor(Tensor(y), mesh, {"dp": S(0)})
+
+    def cost(fn, block):
+        with counted() as count, block():
+            value_and_grad(lambda t: fn(t, labels), 0)(x)
+        return count
+    want = cost(loss_parallel, contextlib.nullcontext)
+    assert sum(want.values()) <= 4, want
+    for fn in (ops.cross_entropy, mint.nn.functional.cross_entropy, nn.CrossEntropyLoss(), mint.nn.CrossEntropyLoss()):
+        assert cost(fn, loss_parallel) == want, fn
+    assert sum(cost(ops.cross_entropy, contextlib.nullcontext).values()) > sum(want.values())
+
+
+@case(world_size=4)
 def another_index_may_be_ignored(world):
     mesh = mesh_1d()
     x, y = data(7, 6, 11), np.array([3, 0, 3, 1, 2, 10], np.int32)
@@ -113,7 +131,7 @@ def mindspores_own_losses_inside_the_block(world):
             what = f"{fn.__name__} {placements} {reduction} {weight is not None} {smoothing}"
             equal(got[0], want[0], what)
             equal(got[1], want[1], what + " gradient")
-            if fn is not ops.cross_entropy:
+            if fn is not ops.cross_entropy or weight is None:
                 assert {op for op, _ in count} <= {"all_reduce"}, (what, count)
 
 

@@ -9,12 +9,14 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, nn
 
+import ms_dtensor
 from model_zoo.llama.config import ModelConfig
 from model_zoo.llama.model import Llama, cross_entropy, init_weights
 from ms_dtensor import (
     ColwiseParallel,
     DTensor,
     FusedColwiseParallel,
+    FusedShard,
     PrepareModuleInput,
     PrepareModuleInputOutput,
     Replicate,
@@ -29,11 +31,10 @@ from ms_dtensor import (
     suggest_plan,
     value_and_grad,
 )
-from ms_dtensor.errors import ConfigError, LayoutError
-from ms_dtensor.parallel import Fused
+from ms_dtensor.errors import ConfigError, LayoutError, OpRuleError
 from tests.cases import case
 from tests.dist.cases_styles import fill
-from tests.dist.support import TOLD, array, counted, data, equal, mesh_1d, mesh_2d, same_on_all_ranks
+from tests.dist.support import TOLD, array, counted, data, equal, mesh_1d, mesh_2d, refusal, same_on_all_ranks
 
 R, S = Replicate(), Shard
 
@@ -77,8 +78,7 @@ def _compare(make, plan, mesh, x, dx, after=lambda net: net):
         got = value_and_grad(lambda t: (net(t) ** 2).mean(), None, net.trainable_params())(dx)
     equal(got[0], want[0], "loss")
     for p, g, w in zip(net.trainable_params(), got[1], want[1], strict=True):
-        order = p.__dict__.get("fused")
-        equal(order.restore(array(g)) if order else g, w, p.name)
+        equal(g, w, p.name)
     return net, count
 
 
@@ -95,8 +95,8 @@ def fused_qkv_is_cut_by_head(world):
         assert count.pop(TOLD, 0) == local
         assert count == {("all_reduce", "forward"): 1}, (local, count)  # the input is no leaf that is differentiated
         w = net.qkv_proj.weight
-        assert w.placements == (S(0),) and w.local_shape == (12, 10) and w.fused == Fused((24, 12, 12), 4)
-        np.testing.assert_array_equal(w.fused.restore(array(w)), fill(Attention()).qkv_proj.weight.asnumpy())
+        assert w.placements == (FusedShard(0, (24, 12, 12)),) and w.local_shape == (12, 10)
+        np.testing.assert_array_equal(array(w), fill(Attention()).qkv_proj.weight.asnumpy())
         mine = fill(Attention()).qkv_proj.weight.asnumpy()
         r = world.rank  # two query heads, a key head, a value head
         np.testing.assert_array_equal(w.to_local().asnumpy(), np.concatenate(
@@ -127,7 +127,7 @@ def fused_gate_up_is_cut_by_block(world):
         net, count = _compare(GateUp, plan, mesh, x, x if local else distribute_tensor(x, mesh))
         assert count.pop(TOLD, 0) == local
         assert count[("all_reduce", "forward")] == 1 and {op for op, _ in count} == {"all_reduce"}, count
-        assert net.gate_up_proj.weight.fused.units == 12
+        assert net.gate_up_proj.weight.placements == (FusedShard(0, (12, 12)),)
 
 
 @case(world_size=4)
@@ -137,7 +137,70 @@ def fused_weights_on_two_axes(world):
     plan = {"gate_up_proj": FusedColwiseParallel((12, 12), use_local_output=False),
             "down_proj": RowwiseParallel(use_local_output=False)}
     net, _ = _compare(GateUp, plan, mesh["tp"], x, share, lambda m: replicate(m, mesh=mesh["dp"]))
-    assert net.gate_up_proj.weight.placements == (R, S(0))
+    assert net.gate_up_proj.weight.placements == (R, FusedShard(0, (12, 12)))
+
+
+def _told_why(fn, kind):
+    """What an error says, and that nobody waits for anybody."""
+    try:
+        fn()
+    except kind as e:
+        return str(e)
+    raise AssertionError("accepted")
+
+
+@case(world_size=4)
+def errors_of_fused_projections_name_what_is_right(world):
+    mesh, x = mesh_1d(), data(1, 5, 10)
+
+    class Unchanged(Attention):
+        def construct(self, x):
+            qkv = self.qkv_proj(x)
+            t = x.shape[0]
+            q = qkv.reshape((t, 16, 3))[:, :8]
+            return self.o_proj(q.reshape((t, 24)))
+
+    class Splits(Attention):
+        def construct(self, x):
+            return mint.split(self.qkv_proj(x), (24, 12, 12), -1)[0]
+    for make in (Unchanged, Splits):
+        for where in ({"qkv_proj": FusedColwiseParallel((24, 12, 12), units=4, use_local_output=False)},):
+            net = parallelize_module(fill(make()), mesh, where)
+            told = _told_why(lambda n=net: n(distribute_tensor(x, mesh)), LayoutError)
+            assert "a tuple of DTensors" in told and "q, k, v = self.qkv(x)" in told, told
+            assert "ColwiseParallel(use_local_output=False)" in told, told
+    net = parallelize_module(fill(Unchanged()), mesh, {"qkv_proj": ColwiseParallel()})
+    told = _told_why(lambda: net(x), LayoutError)
+    assert "use_local_output=False" in told and "FusedColwiseParallel" in told and "-1" not in told, told
+
+
+@case(world_size=4)
+def ids_that_all_ranks_pass_whole_are_no_pieces(world):
+    mesh, ids = mesh_1d(), Tensor(np.array([[3, 1, 2, 0]], np.int32))
+    cell = parallelize_module(fill(nn.Embedding(8, 6)), mesh, RowwiseParallel())
+    told = _told_why(lambda: cell(ids), LayoutError)
+    assert "input_layouts=Replicate()" in told, told
+    same_on_all_ranks(world, told)
+    table = fill(nn.Embedding(8, 6))
+    equal(cell(ids[:, world.rank:world.rank + 1]), table(ids), "pieces")
+    equal(parallelize_module(fill(nn.Embedding(8, 6)), mesh, RowwiseParallel(input_layouts=R))(ids), table(ids), "whole")
+
+
+@case(world_size=4)
+def a_model_on_one_axis_and_a_batch_on_the_whole_mesh(world):
+    mesh, x = mesh_2d(), data(1, 4, 8)
+
+    class Own(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Dense(8, 8)
+
+        def construct(self, x):
+            return mint.nn.functional.linear(x, self.up.weight)
+    net = parallelize_module(fill(Own()), mesh["tp"], {"up": ColwiseParallel(use_local_output=False)})
+    told = _told_why(lambda: net(distribute_tensor(x, mesh, {"dp": S(0)})), OpRuleError)
+    assert "replicate(net, mesh=mesh['dp'])" in told, told
+    equal(replicate(net, mesh=mesh["dp"])(distribute_tensor(x, mesh, {"dp": S(0)})), fill(Own())(x))
 
 
 @case(world_size=4)
@@ -267,6 +330,20 @@ def a_suggested_plan_knows_fused_and_indivisible_cells(world):
     assert repr(plan["*.attn.qkv_proj"]) == repr(FusedColwiseParallel((24, 12, 12), units=4, use_local_output=False))
     assert repr(plan["*.mlp.gate_up_proj"]) == repr(FusedColwiseParallel((12, 12), use_local_output=False))
     _compare(lambda: nn.SequentialCell(Block(), Block()), plan, mesh, x, distribute_tensor(x, mesh))
+
+    class NeoX(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.heads, self.embed_in, self.embed_out = 4, nn.Embedding(8, 12), nn.Dense(12, 8)
+            self.query_key_value, self.dense = nn.Dense(12, 36), nn.Dense(12, 12)
+            self.mlp = nn.Cell()
+            self.mlp.dense_h_to_4h, self.mlp.dense_4h_to_h = nn.Dense(12, 48), nn.Dense(48, 12)
+    plan, text = _told(lambda: suggest_plan(NeoX(), mesh))
+    assert {key: type(style) for key, style in plan.items()} == {
+        "embed_in": RowwiseParallel, "embed_out": ColwiseParallel, "query_key_value": ColwiseParallel, "dense": RowwiseParallel,
+        "mlp.dense_h_to_4h": ColwiseParallel, "mlp.dense_4h_to_h": RowwiseParallel}
+    assert repr(plan["query_key_value"]) == repr(ColwiseParallel(use_local_output=False))
+    assert world.rank or "the order of a fused projection is the model's" in text, text
     plan, text = _told(lambda: suggest_plan(Block(kv_heads=2), mesh))
     assert set(plan) == {"mlp.gate_up_proj", "mlp.down_proj"}
     assert world.rank or "left whole: attn.qkv_proj: 2 heads do not divide by 4" in text

@@ -28,12 +28,9 @@ _installed = Patched()
 
 
 def _whole(param, writes: bool):
-    """All of a parameter, in the model's own order of rows; only the writer keeps it."""
+    """All of a parameter; only the writer keeps it."""
     layout = param._layout
     whole = local_alias(redistribute(param, layout.replicated(), implicit="save_checkpoint"))
-    fused = param.__dict__.get("fused")
-    if writes and fused is not None:
-        return Tensor(fused.restore(whole.asnumpy()), whole.dtype)
     return whole if writes else None
 
 
@@ -93,10 +90,8 @@ def _load(param, value) -> None:
     if getattr(value, "_layout", None) is not None:
         param.set_data(value.astype(param.dtype))
         return
-    array, fused = value.asnumpy(), param.__dict__.get("fused")
-    if fused is not None:
-        array = fused.interleave(array)
-    shard = np.ascontiguousarray(array[tuple(slice(*extent) for extent in param._layout.local_box())])
+    array = value.asnumpy()
+    shard = np.ascontiguousarray(param._layout.assemble(lambda box: array[tuple(slice(*extent) for extent in box)]))
     param.set_data(Tensor(shard, param.dtype))
 
 

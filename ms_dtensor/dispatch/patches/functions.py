@@ -23,7 +23,7 @@ from ...core.tree import first_dtensor, leaves
 from ...errors import ConfigError
 from ...internals.names import NoFallbackGuard
 from ...ops import rng
-from .. import modes, policy
+from .. import class_loss, modes, policy
 from ..dispatcher import plain_tree
 from ..labels import check_labels
 from ..operands import replicate_constant, wrap
@@ -157,8 +157,11 @@ def _filling(original, constants):
 def _labelling(original, at: int):
     """`original`, with plain labels and weights laid out as the same on all ranks, which `loss_parallel()` says they are.
 
-    Labels out of range are refused on all ranks; a negative one counts from the last class, as on one device.
+    Labels out of range are refused on all ranks; a negative one counts from the last class, as on one device. A cross
+    entropy that `loss_parallel(logits, labels)` computes, too, is computed so, which communicates less than op by op.
     """
+    signature = inspect.signature(original)
+
     @functools.wraps(original)
     def call(*args, **kwargs):
         if modes.mode.get().no_gather:
@@ -166,6 +169,13 @@ def _labelling(original, at: int):
             if mesh is not None:
                 args = *args[:at], *(_whole(x, mesh, bool(i)) for i, x in enumerate(args[at:at + 2])), *args[at + 2:]
                 kwargs = {k: _whole(x, mesh, k == "weight") if k in ("target", "weight") else x for k, x in kwargs.items()}
+                if original.__name__ in ("cross_entropy", "cross_entropy_ext"):
+                    given = signature.bind(*args, **kwargs)
+                    given.apply_defaults()
+                    a = given.arguments
+                    if class_loss.fits(**a):
+                        return class_loss.class_loss(original.__name__, a["input"], a["target"], a["ignore_index"],
+                                                     a["reduction"], a["label_smoothing"], -a["input"].shape[1])
                 if original.__name__ != "__call__" and not _labels_checked.get():
                     return _on_checked_labels(original, args, kwargs)
         return original(*args, **kwargs)

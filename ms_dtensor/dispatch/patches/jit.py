@@ -16,8 +16,9 @@ from mindspore import Parameter, Tensor, nn
 
 from ... import comm
 from ...core.tree import leaves, map_leaves
-from ...errors import OpRuleError
+from ...errors import DTensorError, OpRuleError
 from ...internals.names import jit_api, jit_trace, pijit_context
+from ...internals.probes import PYNATIVE, in_graph_mode
 from .. import classes, modes, policy
 from ..operands import local_alias, redistribute
 from .undo import Patched
@@ -29,6 +30,9 @@ _ELEMENTWISE = frozenset((
 _met: list[Tensor] | None = None  # DTensors that the compilation under way has met; None: there is none
 _refused: dict[int, tuple] = {}  # by id: (a function in bytecode mode that captures a DTensor, the error)
 _asking, _installed = Patched(), Patched()
+
+
+_RULE = "A compiled graph does not dispatch: it would compute on this rank's shard."
 
 
 def _asked(x):
@@ -49,8 +53,10 @@ def forget_compiled() -> None:
 
 def _refusal(x, what: str) -> OpRuleError:
     name = f"parameter '{x.name}', " if isinstance(x, Parameter) else ""
+    if in_graph_mode():
+        return OpRuleError(f"For 'GRAPH_MODE', {what} is {name}a DTensor.", x._layout.describe(), _RULE, PYNATIVE)
     return OpRuleError(f"For 'ms.jit', {what} is {name}a DTensor.", x._layout.describe(),
-                       "A compiled graph does not dispatch: it would compute on this rank's shard.",
+                       _RULE,
                        ("call it on local tensors inside local_map", "run this part without ms.jit"))
 
 
@@ -81,6 +87,10 @@ class _Watch:
             _asking.take_back()
         if found:
             raise _refusal(found[0], "what the function captures") from None
+        if isinstance(error, Exception) and not isinstance(error, DTensorError) and in_graph_mode():
+            first = str(error).split("\n")[0].rstrip(".")
+            raise OpRuleError(f"For 'GRAPH_MODE', a function was not compiled: {first}.", "a program with DTensors",
+                              "Hooks and parameters of distributed cells cannot be compiled.", PYNATIVE) from error
 
 
 # -- the doors ------------------------------------------------------------------------------------------------------
@@ -128,6 +138,8 @@ def _compile_cell(original):
     @functools.wraps(original)
     def compile_(self, obj, *args, **kwargs):
         _refuse("an argument", args, kwargs)
+        if isinstance(obj, nn.Cell) and in_graph_mode():
+            _refuse("what the cell holds", list(obj.get_parameters()))
         with _Watch():
             return original(self, obj, *args, **kwargs)
     return compile_

@@ -30,7 +30,8 @@ def like(call: Call) -> OpSpec:
     x = call.operands[0]
     value = _VALUE.get(call.op, call.args.get("fill_value"))
     dtype = call.args.get("dtype")
-    return OpSpec((x.shape,), tuple(like_cases(call)), lambda at: LocalCall("filled", (x, at.out_shape(), value, dtype)))
+    return OpSpec((x.shape,), tuple(like_cases(call)), lambda at: LocalCall("filled", (x, at.out_shape(), value, dtype)),
+                  any_rows=True)
 
 
 def new(call: Call) -> OpSpec:

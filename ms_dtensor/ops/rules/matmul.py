@@ -80,7 +80,7 @@ def matmul(call: Call) -> OpSpec:
         unlike = x.ndim > 2 and (y.ndim > 2 and x.ndim != y.ndim or y.ndim <= 2 and prod(mine[:-1]) == 1)
         return LocalCall("matmul", (x, y)) if unlike and "transpose_a" not in call.args else None
     return OpSpec((_out_shape(labels, out, shapes),), tuple(_reorder(call, [x, y], einsum_cases(labels, out, shapes))),
-                  local)
+                  local, any_rows=True)
 
 
 def _reorder(call: Call, operands: list[Operand], cases: Sequence[Case]) -> Sequence[Case]:
@@ -118,7 +118,7 @@ def linear(call: Call) -> OpSpec:
             continue
         with_bias.append(Case((*c.ins, S(0) if result.is_shard(len(shape) - 1) and b.ndim else R), c.outs))
     return OpSpec((shape,), tuple(_reorder(call, [x, w, b], with_bias)),
-                  _bias_once("linear_bias_once", x, w, b, always=0 in x.shape))
+                  _bias_once("linear_bias_once", x, w, b, always=0 in x.shape), any_rows=True)
 
 
 def _bias_once(name: str, *operands: Operand, always: bool = False):
@@ -135,7 +135,7 @@ def bias_add(call: Call) -> OpSpec:
     channel = 1 if x.ndim > 1 else 0
     cases = [Case((S(d), S(0) if d == channel else R), (S(d),)) for d in range(x.ndim)]
     cases.append(Case((P, R), (P,)))
-    return OpSpec((x.shape,), tuple(cases), _bias_once("bias_once", x, b))
+    return OpSpec((x.shape,), tuple(cases), _bias_once("bias_once", x, b), any_rows=True)
 
 
 def _filled(ins, operands) -> tuple[tuple[int, int, int], ...]:

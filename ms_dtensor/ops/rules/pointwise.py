@@ -72,7 +72,7 @@ def pointwise(call: Call) -> OpSpec:
     if call.op in EXTREMES and len(shapes) == 2:
         sums.append(Case((EXTREMES[call.op],) * 2, (EXTREMES[call.op],)))
     if sums and call.op in ("add", "sub"):
-        return OpSpec((out,), (*cases, *sums, *mixed_sums(2)), lambda at: _added_once(call, at))
+        return OpSpec((out,), (*cases, *sums, *mixed_sums(2)), lambda at: _added_once(call, at), any_rows=True)
     return OpSpec((out,), (*cases, *sums))
 
 

@@ -5,7 +5,8 @@ Axes are decided one after another, in mesh order, so no product over axes is ev
 axis: what it takes to bring each operand's placement on that axis to the case's, in seconds of the cost model; ties
 go to fewer collectives, then to fewer changed operands, then to the order in which the rule lists its cases.
 A case's `S(d)` matches any way of cutting dim d: where an operand is cut in a way of its own, each case is also tried
-with that way in all its operands and results, after the plain one.
+with that way in all its operands and results, after the plain one. A `FusedShard` is no run of rows, so it stays only
+where the local form works row by row and nowhere asks which rows they are.
 Invariant: the choice depends on layouts and static arguments only, so every rank makes the same one.
 """
 from __future__ import annotations
@@ -65,11 +66,15 @@ def choose(call: Call, spec: OpSpec, layouts: tuple[Layout, ...], keep: bool = F
     model = costs(mesh.device_type)
     sizes = [shard_bytes(x) for x in layouts]
     split: dict[tuple[int, int], int] = {}  # (operand, dim) -> into how many shards, by the axes decided so far
+    fused = any(p.parts for x in layouts for p in x.placements)
     for axis in range(mesh.ndim):
         n = mesh.shape[axis]
         best, best_cost = None, None
         special = {p.with_dim(0): None for x in layouts if (p := x.placements[axis]).__class__ is not Shard and p.is_shard()}
-        for i, case in enumerate((*cases, *(c.cut_like(p) for p in special for c in cases)) if special else cases):
+        ways = (*cases, *(c.cut_like(p) for p in special for c in cases if not p.parts or _row_by_row(spec, c)))
+        for i, case in enumerate(ways if special else cases):
+            if fused and not _fits(case, layouts, spec, split, n):
+                continue
             if any(extent % (split.get((o, d), 1) * n) for o, d, extent in case.even):
                 continue
             if keep and not case.ins[0] == case.outs[0] == layouts[0].placements[axis]:
@@ -88,7 +93,7 @@ def choose(call: Call, spec: OpSpec, layouts: tuple[Layout, ...], keep: bool = F
         chosen.append(best)
         for o, p in enumerate(best.ins):
             if p.is_shard():
-                split[o, p.dim] = split.get((o, p.dim), 1) * n
+                split[o, p.dim] = -1 if p.parts and n > 1 else split.get((o, p.dim), 1) * n
     order = layouts[0].order if keep else _order(layouts, chosen)
     targets = tuple(x.with_placements([c.ins[o] for c in chosen], order) for o, x in enumerate(layouts))
     own = tuple(tuple(a for a, c in enumerate(chosen)
@@ -96,6 +101,21 @@ def choose(call: Call, spec: OpSpec, layouts: tuple[Layout, ...], keep: bool = F
                 for o in range(len(layouts)))
     outs = tuple(Result(tuple(c.outs[j] for c in chosen), order, shape) for j, shape in enumerate(spec.shapes))
     return Choice(targets, own, outs, tuple(chosen))
+
+
+def _row_by_row(spec: OpSpec, case: Case) -> bool:
+    return (spec.local is None or spec.any_rows) and spec.winners is None and not case.even
+
+
+def _fits(case: Case, layouts, spec: OpSpec, split, n: int) -> bool:
+    """Whether a dim that is cut part by part stays one that its parts fill, and that no other axis cuts."""
+    for o, p in enumerate(case.ins):
+        if p.parts and layouts[o].shape[p.dim] != sum(p.parts):
+            return False
+        before = split.get((o, p.dim), 1) if p.is_shard() and n > 1 else 1
+        if before < 0 or p.parts and before > 1:
+            return False
+    return all(not p.parts or shape is not None and shape[p.dim] == sum(p.parts) for p, shape in zip(case.outs, spec.shapes))
 
 
 def _cost(case: Case, layouts, sizes, axis: int, n: int, model: CostModel, no_gather: bool):

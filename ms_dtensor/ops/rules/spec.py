@@ -166,6 +166,7 @@ class OpSpec:
         writes: operands that the op changes in place besides giving results; no gradient passes through them.
         by_data: the shapes depend on data, so operands must come whole: nothing is gathered, and no shape is remembered.
         winners: of an extreme whose reduced dims may be sharded: who its gradient belongs to.
+        any_rows: `local` does not ask which rows its shards are, so that they need be no run of rows (`FusedShard`).
         shape_only: operands of which nothing but the global shape is read; a rank without elements of one has work to do.
     """
 
@@ -177,6 +178,7 @@ class OpSpec:
     by_data: bool = False
     winners: Winners | None = None
     shape_only: tuple[int, ...] = ()
+    any_rows: bool = False
 
 
 _WIDTH = ("bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 bfloat16 float16 float32 float64 complex64 "

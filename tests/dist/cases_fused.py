@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real ranks: a tensor cut part by part (`FusedShard`) is in its own order for every reader, op, move and new value."""
+from __future__ import annotations
+
+import copy
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, mint
+
+import ms_dtensor
+from ms_dtensor import (
+    FusedColwiseParallel,
+    FusedShard,
+    Replicate,
+    RowwiseParallel,
+    Shard,
+    distribute_tensor,
+    parallelize_module,
+    replicate,
+    value_and_grad,
+)
+from ms_dtensor.errors import OpRuleError
+from tests.cases import case
+from tests.dist.cases_plans import Attention
+from tests.dist.cases_styles import fill
+from tests.dist.support import array, counted, data, equal, mesh_2d, refusal
+
+R, S = Replicate(), Shard
+
+
+@case(world_size=4)
+def fused_weights_are_in_the_models_order_for_every_reader(world):
+    mesh, x = mesh_2d(), data(3, 8, 10)
+    plain, net = fill(Attention()), fill(Attention())
+    one = plain.qkv_proj.weight.asnumpy().copy()
+    parallelize_module(net, mesh["tp"], {"qkv_proj": FusedColwiseParallel((24, 12, 12), units=4, use_local_output=False),
+                                         "o_proj": RowwiseParallel(use_local_output=False)})
+    replicate(net, mesh=mesh["dp"])
+    w = net.qkv_proj.weight
+    for what, got in {"full": w, "value": w.value(), "dict": net.parameters_dict()["qkv_proj.weight"], "times": w * 1,
+                      "copy": copy.deepcopy(w), "moment": w.clone()}.items():
+        equal(got, one, what)
+        assert "f32[24+12+12@tp, 10]" in repr(got), what
+    for index in (slice(0, 4), slice(20, 30), (slice(None), slice(2, 7)), slice(None, None, 5), 25, [47, 0, 24]):
+        equal(w[index], one[index], str(index))
+    for how in ([R, S(0)], [S(0), S(0)], [S(1), R], [S(1), FusedShard(0, (24, 12, 12))], [FusedShard(0, (12,) * 4), R]):
+        equal(w.redistribute(placements=how), one, str(how))
+        equal(distribute_tensor(Tensor(one), mesh, how).redistribute(placements=w.placements), one, str(how))
+    equal(w.sum(0), one.sum(0), "sum")
+    equal(mint.cumsum(w, 0), one.cumsum(0), "cumsum")
+    for got, want in zip(mint.max(w, 0), (one.max(0), one.argmax(0)), strict=True):
+        equal(got, want, "max")
+    equal(mint.argmax(w, 0), one.argmax(0), "argmax")
+    equal(w.reshape((4, 12, 10)), one.reshape(4, 12, 10), "reshape")
+    equal(mint.nn.functional.embedding(distribute_tensor(Tensor([46, 3, 25]), mesh), w), one[[46, 3, 25]], "lookup")
+    new = data(9, 48, 10)
+    w.set_data(distribute_tensor(new, mesh, w.placements))
+    equal(w, new)
+    w.set_data(distribute_tensor(new * 2, mesh, [R, S(0)]))
+    equal(w, new * 2, "from another layout")
+    plain.qkv_proj.weight.set_data(new * 2)
+    equal(net(distribute_tensor(x, mesh, {"dp": S(0)})), plain(x), "after set_data")
+    told = refusal(lambda: w.__setitem__(slice(20, 30), 0), OpRuleError)  # rows that no rank holds as a run
+    assert "f32[24+12+12@tp, 10]" in told
+    w.zero_()
+    equal(w, np.zeros_like(one), "zeros")
+
+
+_OTHER, _TALL = data(11, 8, 6), data(12, 6, 8)
+OPS = {
+    "scaled": lambda x, f: x * 3 - 1,
+    "self": lambda x, f: x * x + x,
+    "other": lambda x, f: x * f(_OTHER),
+    "row": lambda x, f: x + f(_OTHER[:1]),
+    "column": lambda x, f: x * f(_OTHER[:, :1]),
+    "matmul": lambda x, f: x @ f(_TALL),
+    "from the left": lambda x, f: f(_TALL) @ x,
+    "linear": lambda x, f: mint.nn.functional.linear(f(_OTHER), x),
+    "with itself": lambda x, f: x @ x.swapaxes(0, 1),
+    "gram": lambda x, f: x.swapaxes(0, 1) @ x,
+    "sum 0": lambda x, f: x.sum(0),
+    "sum 1": lambda x, f: x.sum(1),
+    "mean": lambda x, f: x.mean(),
+    "var": lambda x, f: mint.var(x, 0),
+    "softmax 0": lambda x, f: mint.softmax(x, 0),
+    "softmax 1": lambda x, f: mint.softmax(x, 1),
+    "max 0": lambda x, f: mint.amax(x, 0),
+    "max of all": lambda x, f: x.max(),
+    "first max": lambda x, f: mint.max(x, 0)[0],
+    "cumsum": lambda x, f: mint.cumsum(x, 0),
+    "cat 0": lambda x, f: mint.cat((x, x * 2), 0),
+    "cat 1": lambda x, f: mint.cat((x, f(_OTHER)), 1),
+    "chunk": lambda x, f: mint.chunk(x, 2, 0)[1],
+    "view": lambda x, f: x.reshape((4, 12)),
+    "flip": lambda x, f: mint.flip(x, (0,)),
+    "roll": lambda x, f: mint.roll(x, 1, 0),
+    "tril": lambda x, f: mint.tril(x),
+    "index": lambda x, f: x[2:7:2],
+    "rows": lambda x, f: x[[5, 0, 5]],
+    "repeat": lambda x, f: mint.repeat_interleave(x, 2, 0),
+    "tile": lambda x, f: mint.tile(x, (2, 1)),
+    "norm": lambda x, f: mint.norm(x),
+    "layer norm": lambda x, f: mint.nn.functional.layer_norm(x, (6,)),
+    "sort": lambda x, f: mint.sort(x, dim=0)[0],
+    "where": lambda x, f: mint.where(x > 0, x, x * 2),
+    "outer": lambda x, f: x[:, None] * x[None],
+    "gather": lambda x, f: mint.gather(x, 0, f(Tensor(np.array([[3, 1, 2, 0, 7, 5]])))),
+    "lse": lambda x, f: mint.logsumexp(x, 0),
+}
+
+
+@case(world_size=4, timeout=120)
+def ops_on_a_fused_shard_equal_one_device(world):
+    mesh, x = mesh_2d(), data(10, 8, 6)
+    for name, op in OPS.items():
+        def scalar(t, f, op=op):
+            out = op(t, f)
+            return (out * mint.sin(out)).sum()
+
+        def at(placed, scalar=scalar):
+            return value_and_grad(lambda t: scalar(t, lambda a: distribute_tensor(a, mesh)))(distribute_tensor(x, mesh, placed))
+        want = at(None)  # whole: a CPU has kernels for few of these, the library for all
+        for how in ([R, FusedShard(0, (4, 2, 2))], [S(1), FusedShard(0, (4, 2, 2))], [FusedShard(0, (6, 2)), S(1)],
+                    [FusedShard(0, (5, 3)), R]):  # unlike shards: 3 + 2 rows, 2 + 1
+            got = at(how)
+            equal(got[0], want[0], f"{name} {how}")
+            equal(got[1], want[1], f"{name} {how} gradient", rtol=1e-4)
+
+
+@case(world_size=4)
+def new_values_of_a_fused_shard_are_those_of_one_device(world):
+    mesh, how = mesh_2d(), [R, FusedShard(0, (6, 2, 4))]
+    values = []
+    for placed in (None, how):
+        ms_dtensor.manual_seed(3)
+        x = ms_dtensor.randn(12, 5, device_mesh=mesh, placements=placed)
+        ms_dtensor.init.xavier_uniform_(x)
+        values += [array(x), array(ms_dtensor.arange(12, device_mesh=mesh, placements=placed)),
+                   array(ms_dtensor.eye(12, 3, device_mesh=mesh, placements=placed)),
+                   array(mint.nn.functional.dropout(x, 0.5)), array(ms_dtensor.rand_like(x))]
+    for a, b in zip(values[:5], values[5:]):
+        np.testing.assert_array_equal(a, b)
+    x, whole = ms_dtensor.distribute_tensor(data(4, 12, 5), mesh, how), data(4, 12, 5).asnumpy()
+    chunks = x.__create_chunk_list__()
+    for chunk in chunks:
+        box = tuple(slice(at, at + n) for at, n in zip(*chunk))
+        np.testing.assert_array_equal(x.__get_tensor_shard__(chunk).asnumpy(), whole[box])
+    assert sum(c.sizes[0] for c in chunks) == 6 and len(chunks) == 3
+    factor = distribute_tensor(Tensor(whole[:, :1]), mesh)
+    with counted() as count:
+        g = ms.grad(lambda t: (t.redistribute(placements=[R, S(0)]) * factor).sum())(x)
+    equal(g, np.broadcast_to(whole[:, :1], (12, 5)), "gradient of a move")
+    assert g.placements == tuple(how) and count[("all_gather", "forward")] == 1, count
