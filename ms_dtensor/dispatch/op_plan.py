@@ -54,7 +54,9 @@ class LocalRun:
     empty: EmptyShard | None = None  # stand-ins for operands and results, if this rank's shards hold nothing
     in_float32: Callable[[Callable], Callable] | None = None  # wraps a function that has no kernel for bfloat16
     native: bool = True  # False: as a method, the op may run MindSpore's Python, which asks operands for their shape
-    constants: tuple[int, ...] = ()  # boolean operands of arithmetic: MindSpore 2.10 cannot add up two cotangents of one
+    # Boolean operands of arithmetic: MindSpore 2.10 cannot add up two cotangents of one. What becomes an integer: its
+    # cotangents would be rounded to integers, each use's by itself, and handed on.
+    constants: tuple[int, ...] = ()
     again: Callable | None = None  # runs it such that it can be differentiated again, see `ops/local/orders.py`
     places: tuple[tuple[int, int], ...] = ()  # (place among the arguments, operand); none where some operand is nested
 

@@ -156,8 +156,10 @@ def plan_for(op: str, arguments: dict, tensors, mode, original: LocalRun | None 
     if mesh.device_type == "cpu" and not as_it_is:
         in_float32 = wrapper_in_float32(op, tensors, promised, dtype_place)
     again = _again(op, tensors, layouts) if mode.higher_order and not as_it_is else None
-    booleans = tuple(i for i, x in enumerate(layouts) if x.dtype == "bool") if op in _ARITHMETIC else ()
-    local = replace(original or LocalRun(), in_float32=in_float32, again=again, constants=booleans)
+    constants = tuple(i for i, x in enumerate(layouts) if x.dtype == "bool") if op in _ARITHMETIC else ()
+    if op == "cast" and not promised[0].startswith(DIFFERENTIABLE):
+        constants = (0,)
+    local = replace(original or LocalRun(), in_float32=in_float32, again=again, constants=constants)
     if None in spec.shapes:  # a rule in case notation alone: the first local results tell (see custom_ops/register.py)
         return OpPlan(op, steps, local, Results(op, mesh, [(o, None) for o in choice.outs], spec.by_data))
     drafts = tuple(Layout(mesh, p, shape, layouts[0].dtype, order) for p, order, shape in choice.outs)

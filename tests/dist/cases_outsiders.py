@@ -331,3 +331,14 @@ def sums_over_no_elements_have_gradients(world):
     nothing = laid(Tensor(np.zeros((5, 8, 0), np.float32)), mesh_1d(), S(1))
     grads = md.grad(lambda t: mint.sum(mint.sum(t * t, -2), -1, keepdim=True).sum())(nothing)
     assert grads.shape == (5, 8, 0) and grads.local_shape == (5, 2, 0)
+
+
+@case(world_size=4)
+def integers_have_no_gradient(world):
+    x, mesh = data(8, 2, 6), mesh_1d()
+
+    def fn(t):
+        whole = (t * 3).astype(ms.int32).astype(ms.float32)
+        return (t * 0.5).sum() + (whole * whole).sum() * 0.3 + (whole * 0.7).sum()
+    for placement in (R, S(0), S(1)):
+        equal(md.grad(fn)(laid(x, mesh, placement)), np.full((2, 6), 0.5, np.float32), str(placement))

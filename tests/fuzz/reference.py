@@ -119,7 +119,7 @@ def slope(program: Program, order: int, i: int, gradients) -> float:
 def slope_of_gradients(program: Program, i: int) -> list[float]:
     """The slope, along `direction` of input i, of the squares' sum of plain MindSpore's first gradients.
 
-    Its rounding is divided by the step once only; but it is right only where those gradients are, and there only if they are.
+    Its rounding is divided by the step once only; but it is there, and right, only where those gradients are.
     """
     wide, arrays = in_float64(program), input_arrays(program)
     held: list = []
