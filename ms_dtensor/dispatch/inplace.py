@@ -36,6 +36,9 @@ def check_writable(x, op: str, recording: bool) -> None:
                                 ("x = x + value and the like, which makes a DTensor",
                                  "distribute_tensor(x, device_mesh, placements) first",
                                  "x.copy_(value.to_local()), on purpose"))
+    if x._memo is not None and x._memo.kin is not None and x._memo.kin.repeated:
+        raise OpRuleError("For an in-place op, several elements of the target share one place.", x._layout.describe(),
+                          "It is an expanded view.", "x = x.clone() first")
     relatives = list(relatives_of(x))
     for other, shared in relatives:
         if not shared:
@@ -105,9 +108,6 @@ def _write_strided(x, local) -> None:
         if memory.ctypes.data != Tensor.data_ptr(other):  # a copy
             continue
         strides, shape = Tensor.stride(x), tuple(x._shape)
-        if any(s == 0 and n > 1 for s, n in zip(strides, shape)):
-            raise OpRuleError("For an in-place op, several elements of the target share one place.", x._layout.describe(),
-                              "It is an expanded view.", "x = x.clone() first")
         at = Tensor.storage_offset(x) - Tensor.storage_offset(other)
         np.lib.stride_tricks.as_strided(memory[at:], shape, [s * memory.itemsize for s in strides])[...] = local.asnumpy()
         return

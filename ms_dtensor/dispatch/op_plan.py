@@ -146,7 +146,7 @@ class OpPlan:
     steps: tuple[Step, ...]
     local: LocalRun
     results: Results
-    view: tuple[bool, bool, bool | None] | None = None  # a view on one device, what `views.link` is told of it
+    view: tuple[bool, bool, str] | None = None  # a view on one device, what `views.link` is told of it
     writes: bool = False  # the result is put into the first operand, which stays where it is
     uneven: bool = False  # some rank's shard of an operand is empty: there, what is handed back as it came is a node
     draws: bool = False  # from the random stream, which all ranks of the mesh must have

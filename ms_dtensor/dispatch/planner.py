@@ -23,7 +23,7 @@ from ..ops.local.random import TABLE as RANDOM
 from ..ops.rules import RULES, Call, Local, Operand, has_empty_shard, has_thin_shard, local_part, result_dtype
 from ..ops.rules.names import NATIVE, PRIMITIVES
 from ..ops.rules.select import choose
-from ..ops.rules.view import IN_ORDER, view_kind
+from ..ops.rules.view import order_of_view, view_kind
 from ..ops.rules.write import INPLACE
 from . import inplace, modes, policy
 from .composite import COMPOSED
@@ -176,8 +176,8 @@ def plan_for(op: str, arguments: dict, tensors, mode, original: LocalRun | None 
     kind = view_kind(spec_call) if getattr(tensors[0], "_layout", None) is not None else ""
     view = None
     if kind:
-        strides = op in IN_ORDER and (op in ("unsqueeze", "squeeze") or not has_thin_shard(layouts[0]) or None)
-        view = (kind == "view" and steps[0].target is None, form is None and local.substitute is None, strides)
+        view = (kind == "view" and steps[0].target is None, form is None and local.substitute is None,
+                order_of_view(spec_call, spec.shapes[0] or (), has_thin_shard(layouts[0])))
     winners = None
     if spec.winners is not None and drafts[0].has_nonlinear_partial:
         winners = partial(winners_of_shard, spec.winners, at.in_offset(0)[spec.winners.dims[0]])

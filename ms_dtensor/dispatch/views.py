@@ -19,15 +19,16 @@ from .memo import Memo, memo_of
 class Kin:
     """Where one tensor stands among the views of one tensor."""
 
-    __slots__ = ("in_order", "members", "native", "parent", "storage")
+    __slots__ = ("in_order", "members", "native", "parent", "repeated", "storage")
     members: list[weakref.ref]  # all tensors of the family; one list that all share
     parent: Kin | None  # of what this one is a view of
     storage: object  # a token that those have in common who share storage by what was planned
     in_order: bool  # the elements lie as in what the family comes from
+    repeated: bool  # several elements share one place
     native: bool  # only MindSpore's own ops led here, so what is no view here is none on one device either
 
 
-def link(source, result: Any, shares: bool, native: bool, in_order: bool | None) -> None:
+def link(source, result: Any, shares: bool, native: bool, order: str) -> None:
     """Remembers that `result` is on one device a view of `source`.
 
     Args:
@@ -35,19 +36,18 @@ def link(source, result: Any, shares: bool, native: bool, in_order: bool | None)
         result: the view, or a tuple of views; made just now.
         shares: by what was planned the storage is the source's.
         native: MindSpore's own op ran, so what is no view here is none on one device either.
-        in_order: the elements' order stays; None: it does, but one device copies what lies strided, and of a shard that is
-            thin nobody can tell how the whole lies.
+        order: see `order_of_view`.
     """
     if result.__class__ in (tuple, list):
         for r in result:
-            link(source, r, shares, native, in_order)
+            link(source, r, shares, native, order)
         return
     memo = source._memo
     parent = None if memo is None else memo.kin
     if parent is None:
         parent = memo_of(source).kin = Kin()
         parent.members, parent.native, parent.parent, parent.storage = [weakref.ref(source)], True, None, object()
-        parent.in_order = True
+        parent.in_order, parent.repeated = True, False
     members = parent.members
     if not len(members) & 31:
         members[:] = [ref for ref in members if ref() is not None]
@@ -57,8 +57,18 @@ def link(source, result: Any, shares: bool, native: bool, in_order: bool | None)
     kin.members = members
     kin.parent = parent
     kin.native = native and parent.native
-    kin.in_order = parent.in_order and in_order is not False
-    kin.storage = parent.storage if shares and (in_order is not None or parent.in_order) else object()
+    kin.in_order = parent.in_order and order in ("same", "unsure")
+    kin.repeated = order == "repeated" or (shares and parent.repeated)
+    kin.storage = parent.storage if shares and (order != "unsure" or parent.in_order) else object()
+
+
+def contiguous(x):
+    """`x`, or a copy of a view in another order, as one device makes one as a rule; writes to either are refused."""
+    if x._memo is None or x._memo.kin is None or x._memo.kin.in_order:
+        return x
+    out = x.clone()
+    link(x, out, False, False, "unsure")
+    return out
 
 
 def refuse_view(x, what: str, *fix: str) -> None:

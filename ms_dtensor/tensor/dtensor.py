@@ -16,7 +16,7 @@ from mindspore import Parameter, Tensor
 from .. import comm
 from ..core.layout import Layout, known_layout, layout_strides
 from ..core.mesh import DeviceMesh, resolve_mesh
-from ..dispatch import classes, inplace, modes, patches, policy
+from ..dispatch import classes, inplace, modes, patches, policy, views
 from ..dispatch.dispatcher import call, dispatch, plain_tree
 from ..dispatch.memo import Memo
 from ..dispatch.operands import as_local, dtype_name, local_alias, make, recording, redistribute, wrap
@@ -358,8 +358,8 @@ class DTensor(Measures, Tensor):
         return ms.mint.full_like(self, value)
 
     def contiguous(self) -> DTensor:
-        """Itself: shards are contiguous."""
-        return self
+        """Itself, or a copy of a view that is not in its family's order; see `views.contiguous`."""
+        return views.contiguous(self)
 
     def __copy__(self):
         return wrap(local_alias(self), self._layout)

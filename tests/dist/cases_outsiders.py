@@ -15,7 +15,7 @@ from ms_dtensor.errors import ConfigError, LayoutError, MixedOperandError, OpRul
 from ms_dtensor.ops.rules import RULES
 from ms_dtensor.ops.rules.spec import Case, OpSpec
 from tests.cases import case
-from tests.dist.support import array, check_against_one_device, counted, data, equal, mesh_1d, mesh_2d, refusal
+from tests.dist.support import array, check_against_one_device, counted, data, equal, mesh_1d, mesh_2d, refusal, same_on_all_ranks
 
 R, P, S = Replicate(), Partial(), Shard
 ROWS, COLUMNS = ([S(0), R], [R, S(1)])
@@ -342,3 +342,12 @@ def integers_have_no_gradient(world):
         return (t * 0.5).sum() + (whole * whole).sum() * 0.3 + (whole * 0.7).sum()
     for placement in (R, S(0), S(1)):
         equal(md.grad(fn)(laid(x, mesh, placement)), np.full((2, 6), 0.5, np.float32), str(placement))
+
+
+@case(world_size=4)
+def an_expanded_view_is_not_written_on_any_rank(world):
+    x = laid(data(9, 6, 4), mesh_1d(), S(0)) * 1  # the last rank has no row
+    wide = mint.unsqueeze(x, 0).expand((2, 6, 4))
+    text = refusal(lambda: wide.copy_(wide * 2))
+    assert "share one place" in text, text
+    same_on_all_ranks(world, text)

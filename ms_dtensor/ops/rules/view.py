@@ -20,16 +20,25 @@ VIEWS = frozenset("reshape view_as flatten flatten_order permute swap matrix_tra
 
 
 
-# Those of them that leave the elements in their order; of a strided operand one device copies all but the last two.
-IN_ORDER = frozenset("reshape view_as flatten flatten_order identity unsqueeze squeeze".split())
-
-
 def view_kind(call: Call) -> str:
     """"" for no view; "view" where the local form shares storage; "copy" where one device has a view and shards do not."""
     if call.op not in VIEWS:
         return ""
     steps = [b[2] for b in call.get("bounds", ())] + list(call.get("strides", ()))
     return "view" if all(s == 1 for s in steps) and "_view" not in call.op else "copy"
+
+
+def order_of_view(call: Call, shape, thin: bool) -> str:
+    """How a view's elements lie to those of its operand: "same", "other", "repeated", or "unsure".
+
+    A reshape keeps them, but one device copies what lies strided; of a thin shard nobody can tell how the whole lies. What
+    is contiguous MindSpore copies too if it does not begin where its storage does.
+    """
+    if call.op in ("unsqueeze", "squeeze"):
+        return "same"
+    if call.op in ("reshape", "view_as", "flatten", "flatten_order", "identity"):
+        return "unsure" if thin or call.op == "identity" else "same"
+    return "repeated" if prod(shape) > prod(call.operands[0].shape) else "other"
 
 
 def rearrange(call: Call, out, mapping: dict[int, int], even=(), local=None, results: int = 1) -> OpSpec:
