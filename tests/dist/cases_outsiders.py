@@ -351,3 +351,13 @@ def an_expanded_view_is_not_written_on_any_rank(world):
     text = refusal(lambda: wide.copy_(wide * 2))
     assert "share one place" in text, text
     same_on_all_ranks(world, text)
+
+
+@case(world_size=4)
+def a_cast_to_its_own_dtype_stays_in_the_family(world):
+    x = laid(data(10, 2, 8), mesh_1d(), S(1)).argmax(0)
+    (whole,) = mint.split(x, [8], 0)  # a view on one device, gathered here
+    same = whole.astype(whole.dtype)
+    text = refusal(lambda: same.fill_(7))
+    assert "a copy here" in text, text
+    same_on_all_ranks(world, text)

@@ -11,7 +11,21 @@ from __future__ import annotations
 from math import prod
 
 from ...errors import OpRuleError
-from .spec import PARTIALS, Call, Case, Local, LocalCall, OpSpec, R, S, any_layout, dims_of, mixed_sums, taken_once
+from .spec import (
+    PARTIALS,
+    Call,
+    Case,
+    Local,
+    LocalCall,
+    OpSpec,
+    R,
+    S,
+    any_layout,
+    dims_of,
+    mixed_sums,
+    result_dtype,
+    taken_once,
+)
 
 # Ops whose result is, on one device, a view of the first operand: a write to one of them is seen by the other.
 VIEWS = frozenset("reshape view_as flatten flatten_order permute swap matrix_transpose unsqueeze squeeze "
@@ -22,6 +36,8 @@ VIEWS = frozenset("reshape view_as flatten flatten_order permute swap matrix_tra
 
 def view_kind(call: Call) -> str:
     """"" for no view; "view" where the local form shares storage; "copy" where one device has a view and shards do not."""
+    if call.op == "cast":  # to its own dtype one device hands the operand back
+        return "view" if result_dtype(call) == call.operands[0].dtype else ""
     if call.op not in VIEWS:
         return ""
     steps = [b[2] for b in call.get("bounds", ())] + list(call.get("strides", ()))
@@ -34,7 +50,7 @@ def order_of_view(call: Call, shape, thin: bool) -> str:
     A reshape keeps them, but one device copies what lies strided; of a thin shard nobody can tell how the whole lies. What
     is contiguous MindSpore copies too if it does not begin where its storage does.
     """
-    if call.op in ("unsqueeze", "squeeze"):
+    if call.op in ("unsqueeze", "squeeze", "cast"):
         return "same"
     if call.op in ("reshape", "view_as", "flatten", "flatten_order", "identity"):
         return "unsure" if thin or call.op == "identity" else "same"
