@@ -150,7 +150,7 @@ class Layout:
             raise MeshError(f"For 'Layout', 'rank_list' has {len(ranks)} ranks for a mesh of shape {tuple(mesh_shape)}.")
         world = comm.current_world()
         self.mesh = DeviceMesh("npu" if world is None else world.device_type, np.reshape(ranks, mesh_shape),
-                                         mesh_dim_names=alias_name)
+                               mesh_dim_names=alias_name)
         self._given: tuple[Placement, ...] | None = None
         self._core: CoreLayout | None = None
         self._shape: tuple[int, ...] | None = None

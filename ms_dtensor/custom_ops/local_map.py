@@ -129,8 +129,7 @@ class Mapping:
             if len(self._known) >= 256:
                 self._known.clear()
             self._known[key] = self._work_out(found, args, named)
-        mesh, targets, outs, own, cotangents = self._known[key]
-        layouts = [t for t in (*targets, *named) if t is not None]
+        mesh, targets, outs, own, cotangents, layouts, uneven = self._known[key]
         if mode.policy != "auto" or mode.no_gather:
             self._ask(args, targets, outs[0], layouts, self.mesh or mesh)
         local = [x if t is None else as_local(self._moved(x, t), c) for x, t, c in zip(tensors, targets, cotangents)]
@@ -140,7 +139,6 @@ class Mapping:
             it = iter(tensors)
             refilled = (map_leaves(lambda _: next(it), v, Tensor) for v in (args, kwargs))
             return fn(*next(refilled), **next(refilled))
-        uneven = any(map(has_empty_shard, layouts))
         result = self._with_nodes_of_all(on, local, layouts, outs, mesh) if uneven else on(local)
         return self._wrap(result, outs, self.mesh or mesh, layouts)
 
@@ -179,12 +177,16 @@ class Mapping:
         return [i for i, p in enumerate(placed) if p is not None and any(p[a].is_partial("sum") for a in empty)]
 
     def _work_out(self, found, args, named):
-        """(mesh, layouts that the arguments' tensors must have, results, axes with work of their own, their cotangents)"""
+        """(mesh, layouts that the arguments' tensors must have, results, axes with work of their own, their cotangents,
+        all layouts, whether some rank's shard of one is empty)
+        """
         mesh = self._common_mesh(found)
         targets = self._targets(args, mesh)
         outs = self._out_placements(mesh)
         own = self._varying_axes((*targets, *named), outs, mesh)
-        return mesh, targets, outs, own, self._cotangents(args, targets, own, mesh)
+        layouts = [t for t in (*targets, *named) if t is not None]
+        return (mesh, targets, outs, own, self._cotangents(args, targets, own, mesh), layouts,
+                any(map(has_empty_shard, layouts)))
 
     # -- what was declared ------------------------------------------------------------------------------------------
     def _common_mesh(self, found) -> DeviceMesh:

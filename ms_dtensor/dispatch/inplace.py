@@ -20,7 +20,7 @@ from mindspore import Parameter, Tensor
 from ..errors import MixedOperandError, OpRuleError
 from ..internals.names import NoFallbackGuard
 from .operands import wrap
-from .views import relatives_of
+from .views import kin_of, relatives_of
 
 
 def check_writable(x, op: str, recording: bool) -> None:
@@ -36,7 +36,8 @@ def check_writable(x, op: str, recording: bool) -> None:
                                 ("x = x + value and the like, which makes a DTensor",
                                  "distribute_tensor(x, device_mesh, placements) first",
                                  "x.copy_(value.to_local()), on purpose"))
-    if x._memo is not None and x._memo.kin is not None and x._memo.kin.repeated:
+    kin = kin_of(x)
+    if kin is not None and kin.repeated:
         raise OpRuleError("For an in-place op, several elements of the target share one place.", x._layout.describe(),
                           "It is an expanded view.", "x = x.clone() first")
     relatives = list(relatives_of(x))

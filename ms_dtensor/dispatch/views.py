@@ -62,9 +62,15 @@ def link(source, result: Any, shares: bool, native: bool, order: str) -> None:
     kin.storage = parent.storage if shares and (order != "unsure" or parent.in_order) else object()
 
 
+def kin_of(x) -> Kin | None:
+    """Where a DTensor stands in a family of views; None: in none."""
+    return None if x._memo is None else x._memo.kin
+
+
 def contiguous(x):
     """`x`, or a copy of a view in another order, as one device makes one as a rule; writes to either are refused."""
-    if x._memo is None or x._memo.kin is None or x._memo.kin.in_order:
+    kin = kin_of(x)
+    if kin is None or kin.in_order:
         return x
     out = x.clone()
     link(x, out, False, False, "unsure")
@@ -73,14 +79,15 @@ def contiguous(x):
 
 def refuse_view(x, what: str, *fix: str) -> None:
     """Raises if `x` is a view of another tensor: of how its global memory is arranged nothing is known here."""
-    if x._memo is not None and x._memo.kin is not None and x._memo.kin.parent is not None:
+    kin = kin_of(x)
+    if kin is not None and kin.parent is not None:
         raise OpRuleError(f"For '{what}', the tensor is a view.", x._layout.describe(),
                           "On one device it lies as what it is a view of; shards lie each for itself.", fix)
 
 
 def relatives_of(x):
     """(tensor, shares storage) of the living tensors that are views of `x`, that it is a view of, and their other views."""
-    kin = None if x._memo is None else x._memo.kin
+    kin = kin_of(x)
     if kin is None:
         return
     for ref in kin.members:

@@ -18,8 +18,9 @@ from ..core.mesh import DeviceMesh
 from ..core.placements import FusedShard, Placement, Replicate, Shard
 from ..dispatch.operands import dtype_name, wrap
 from ..errors import LayoutError
+from ..tensor.distribute import replicate_buffers
 from ..tensor.dtensor import DTensor
-from .layouts import convert_first, enter, hand_out, hand_out_parts, place, replicate_buffers, shard_parameter
+from .layouts import convert_first, enter, hand_out, hand_out_parts, place, shard_parameter
 from .styles import ColwiseParallel, ParallelStyle
 
 

@@ -16,14 +16,14 @@ from types import MethodType
 from mindspore import Tensor, nn
 
 from .. import comm
-from ..core.layout import Layout
+from ..core.layout import Layout, known_layout
 from ..core.mesh import DeviceMesh, coordinates
 from ..core.placements import REPLICATE, Placement
 from ..core.tree import leaves
-from ..dispatch.operands import LAID_OUT, wrap
+from ..dispatch.operands import LAID_OUT, dtype_name, wrap
 from ..dispatch.replaced import current
 from ..errors import DTensorError, LayoutError, MixedOperandError
-from ..tensor.distribute import distribute_parameter, distribute_tensor, set_parameter
+from ..tensor.distribute import distribute_parameter, set_parameter
 from ..tensor.dtensor import DTensor
 
 OUTER = "_ms_dtensor_outer"  # cell attribute: (whole mesh, {axis: placement of plain inputs}), set by replicate
@@ -90,7 +90,8 @@ def enter(x, cell: nn.Cell, mesh: DeviceMesh, placement, who: str, shape=None, b
         whole = union_mesh(whole, other.device_mesh)
     placed = {**outer, **by_axis(placement, mesh, who)}
     if shape is None:
-        shape = _asked(x, cell, Layout(whole, [placed.get(a, REPLICATE) for a in whole.mesh_dim_names], x.shape), who)
+        placements = tuple(placed.get(a, REPLICATE) for a in whole.mesh_dim_names)
+        shape = _asked(x, cell, known_layout(whole, placements, x.shape, dtype_name(x.dtype)), who)
     out = DTensor.from_local(x, whole, placed, shape=shape)
     x.__dict__[LAID_OUT] = out.layout
     return out
@@ -272,13 +273,6 @@ def shard_parameter(cell: nn.Cell, key: str, mesh: DeviceMesh, placement, src_da
     else:
         param = distribute_parameter(param, mesh, placement, src_data_rank=src_data_rank)
     set_parameter(cell, key, param)
-
-
-def replicate_buffers(cell: nn.Cell, mesh: DeviceMesh, src_data_rank: int | None) -> None:
-    """Makes the buffers of a cell DTensors, whole on every rank: what comes into a cell with a style is a DTensor."""
-    for key, buffer in getattr(cell, "_buffers", {}).items():
-        if isinstance(buffer, Tensor) and not isinstance(buffer, DTensor):
-            cell._buffers[key] = distribute_tensor(buffer, mesh, None, src_data_rank=src_data_rank)
 
 
 def union_mesh(a: DeviceMesh, b: DeviceMesh) -> DeviceMesh:

@@ -16,8 +16,9 @@ from mindspore import Tensor, mint, nn
 from ..core.mesh import DeviceMesh
 from ..core.placements import Placement, Replicate, Shard
 from ..errors import ConfigError, LayoutError
+from ..tensor.distribute import replicate_buffers
 from ..tensor.dtensor import DTensor
-from .layouts import by_axis, convert_first, enter, hand_out, place, replicate_buffers, shard_parameter
+from .layouts import by_axis, convert_first, enter, hand_out, place, shard_parameter
 
 
 class ParallelStyle(ABC):

@@ -214,7 +214,7 @@ def _as_summand(x, src: Layout, dst: Layout):
     cut = [a for a in axes if not src.placements[a].is_replicate()]
     if all(p.is_shard() and not p.parts and src.dim_axes[p.dim] == (a,) for a in cut for p in (src.placements[a],)):
         for d in sorted(src.placements[a].dim for a in cut):
-            x = _among_zeros(x, d, *src.local_box()[d], src.shape[d])
+            x = among_zeros(x, d, *src.local_box()[d], src.shape[d])
     else:
         x, cut = run(plan(src, whole), x), []
     here = src.mesh.get_coordinate() or (0,) * src.mesh.ndim
@@ -224,7 +224,7 @@ def _as_summand(x, src: Layout, dst: Layout):
     return x, whole.with_placements(placements, whole.order)
 
 
-def _among_zeros(x, dim: int, start: int, stop: int, size: int):
+def among_zeros(x, dim: int, start: int, stop: int, size: int):
     """A dim's elements from start to stop, with zeros around."""
     def zeros(n):
         return ms.ops.zeros((*x._shape[:dim], n, *x._shape[dim + 1:]), x.dtype)

@@ -205,15 +205,20 @@ def distribute_module(module: nn.Cell, device_mesh: DeviceMesh | None = None, pa
             if param is not None:
                 param = current(param)
                 set_parameter(cell, key, param if isinstance(param, DTensor) else distribute_parameter(param, mesh, None))
-        for key, buffer in list(getattr(cell, "_buffers", {}).items()):
-            if isinstance(buffer, Tensor) and not isinstance(buffer, DTensor):
-                cell._buffers[key] = distribute_tensor(buffer, mesh, None)
+        replicate_buffers(cell, mesh, 0)
     if before is not None:
         module.register_forward_pre_hook(lambda cell, inputs: before(cell, inputs))
     if after is not None:
         module.register_forward_hook(lambda cell, inputs, outputs: after(cell, outputs))
     module.__dict__[_DONE] = True
     return module
+
+
+def replicate_buffers(cell: nn.Cell, mesh: DeviceMesh, src_data_rank: int | None) -> None:
+    """Makes the buffers that a cell holds itself DTensors, whole on every rank."""
+    for key, buffer in getattr(cell, "_buffers", {}).items():
+        if isinstance(buffer, Tensor) and not isinstance(buffer, DTensor):
+            cell._buffers[key] = distribute_tensor(buffer, mesh, None, src_data_rank=src_data_rank)
 
 
 def _partition(partition_fn, name: str, cell: nn.Cell, mesh: DeviceMesh) -> None:

@@ -76,11 +76,12 @@ def test_the_naive_plan_is_right_and_cheaper_only_with_more_memory():
 def test_a_dtensor_may_be_the_target(capsys):
     with comm.fake_world(4):
         mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-        x = distribute_tensor(Tensor(np.ones((8, 4), np.float32)), mesh, [Shard(0)], src_data_rank=None)
-        y = distribute_tensor(Tensor(np.ones((8, 4), np.float32)), mesh, [Shard(1)], src_data_rank=None)
+        values = Tensor(np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32))
+        x = distribute_tensor(values, mesh, [Shard(0)], src_data_rank=None)
+        y = distribute_tensor(values, mesh, [Shard(1)], src_data_rank=None)
         explain(x, y)
         assert "all_to_all(tp)" in capsys.readouterr().out
-        for target in (distribute_tensor(Tensor(np.ones((4, 8), np.float32)), mesh, [Shard(1)], src_data_rank=None),
+        for target in (distribute_tensor(values.T, mesh, [Shard(1)], src_data_rank=None),
                        Layout(mesh, [Shard(0)], (4, 8))):
             with pytest.raises(ConfigError, match="another shape"):
                 explain(x, target)

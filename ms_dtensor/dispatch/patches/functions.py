@@ -160,7 +160,8 @@ def _labelling(original, at: int):
     Labels out of range are refused on all ranks; a negative one counts from the last class, as on one device. A cross
     entropy that `loss_parallel(logits, labels)` computes, too, is computed so, which communicates less than op by op.
     """
-    signature = inspect.signature(original)
+    name = original.__name__
+    signature = inspect.signature(original) if name in ("cross_entropy", "cross_entropy_ext") else None
 
     @functools.wraps(original)
     def call(*args, **kwargs):
@@ -169,14 +170,14 @@ def _labelling(original, at: int):
             if mesh is not None:
                 args = *args[:at], *(_whole(x, mesh, bool(i)) for i, x in enumerate(args[at:at + 2])), *args[at + 2:]
                 kwargs = {k: _whole(x, mesh, k == "weight") if k in ("target", "weight") else x for k, x in kwargs.items()}
-                if original.__name__ in ("cross_entropy", "cross_entropy_ext"):
+                if signature is not None:
                     given = signature.bind(*args, **kwargs)
                     given.apply_defaults()
                     a = given.arguments
                     if class_loss.fits(**a):
-                        return class_loss.class_loss(original.__name__, a["input"], a["target"], a["ignore_index"],
+                        return class_loss.class_loss(name, a["input"], a["target"], a["ignore_index"],
                                                      a["reduction"], a["label_smoothing"], -a["input"].shape[1])
-                if original.__name__ != "__call__" and not _labels_checked.get():
+                if name != "__call__" and not _labels_checked.get():
                     return _on_checked_labels(original, args, kwargs)
         return original(*args, **kwargs)
     return call

@@ -9,8 +9,8 @@ from __future__ import annotations
 import mindspore as ms
 from mindspore import Tensor, mint, ops
 
-from ...internals.names import Function
-from ...redistribute.execute import recording
+from ...internals.names import Function, recording
+from ...redistribute.execute import among_zeros
 from .dtypes import as_dtype, full, rounded, wider
 from .run import zeros_of
 
@@ -20,18 +20,16 @@ class _Piece(Function):
 
     @staticmethod
     def forward(ctx, x, bounds):
-        ctx.around = [(lo, n - hi) for (lo, hi, _), n in zip(bounds, x._shape)]
+        ctx.bounds, ctx.extents = bounds, x._shape
         for d, (lo, hi, _) in enumerate(bounds):
             x = mint.narrow(x, d, lo, hi - lo)
         return x.copy()
 
     @staticmethod
     def backward(ctx, grad):
-        for d, sides in enumerate(ctx.around):
-            if any(sides):
-                shape = grad._shape
-                before, after = (full((*shape[:d], n, *shape[d + 1:]), 0, grad.dtype) for n in sides)
-                grad = mint.cat([x for x, n in ((before, sides[0]), (grad, 1), (after, sides[1])) if n], d)
+        for d, ((lo, hi, _), n) in enumerate(zip(ctx.bounds, ctx.extents)):
+            if hi - lo < n:
+                grad = among_zeros(grad, d, lo, hi, n)
         return grad, None
 
 

@@ -15,8 +15,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, ops
 
-from ...internals.names import Function, NoFallbackGuard, executor
-from ...redistribute.execute import recording
+from ...internals.names import Function, NoFallbackGuard, executor, recording
 
 # element by element, or without a gradient: MindSpore's own backward makes no view, if all operands have one shape
 AGAIN = frozenset("""

@@ -70,9 +70,8 @@ def write_add(x, value, dims, indices, offset, value_offset, value_shape, shape,
             position = position + (at * strides[v]).reshape(-1, *(1,) * (len(region) - r - 1))
     flat, mine = np.zeros(wide, np.int64), np.ones(wide, bool)
     for ids, d in zip(map(host_values, indices), dims):
-        _check_range(ids, d, shape[d])
-        own = np.where(ids < 0, ids + shape[d], ids) - offset[d]
-        mine = mine & (own >= 0) & (own < local[d])
+        own, here = _own_rows(ids, d, shape[d], offset[d], local[d])
+        mine = mine & here
         flat = flat * local[d] + own
     rows = np.where(mine, flat, 0).reshape(-1, 1)
     order = (*range(first, first + len(wide)), *range(first), *range(first + len(wide), len(region)))
@@ -98,9 +97,12 @@ def index_put(x, value, indices, attrs):
 vars(index_put)["takes_attributes"] = True
 
 
-def _check_range(ids, dim: int, n: int) -> None:
+def _own_rows(ids, dim: int, n: int, offset: int, extent: int):
+    """Where in this shard the rows are that an index of `dim`, which has `n`, addresses; and which of them are here."""
     if ids.size and (ids.min() < -n or ids.max() >= n):
         raise IndexError(f"For 'DTensor', an index is out of range for dim {dim} of size {n}.")
+    own = np.where(ids < 0, ids + n, ids) - offset
+    return own, (own >= 0) & (own < extent)
 
 
 def _strides(shape):
@@ -121,10 +123,8 @@ def _at_indices(table, wide, region, step, indices, dims, bounds, offset, local)
     mine = np.ones(size, bool)
     at = []
     for ids, d in zip(indices, dims):
-        n = bounds[d][1]
-        _check_range(ids, d, n)
-        own = np.broadcast_to(np.where(ids < 0, ids + n, ids), wide).reshape(-1) - offset[d]
-        mine &= (own >= 0) & (own < local[d])
+        own, here = (np.broadcast_to(a, wide).reshape(-1) for a in _own_rows(ids, d, bounds[d][1], offset[d], local[d]))
+        mine &= here
         at.append(own)
     out = np.full((*(local[d] for d in dims), *table.shape), -1, np.int64)
     rows = np.where(table >= 0, base.reshape(-1)[mine].reshape(-1, *(1,) * table.ndim) + table, -1)
