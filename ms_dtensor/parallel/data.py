@@ -50,10 +50,15 @@ def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = 25) -> nn
     """
     outer = dict.fromkeys(mesh.mesh_dim_names, Shard(0))
     whole = mesh
-    for _, param in module.parameters_and_names():
-        if isinstance(current(param), DTensor):
-            whole = union_mesh(current(param).device_mesh, mesh)
-            break
+    for param in (current(p) for _, p in module.parameters_and_names()):
+        if isinstance(param, DTensor):
+            cut = [a for a, p in zip(param.device_mesh.mesh_dim_names, param.placements)
+                   if a in mesh.mesh_dim_names and not p.is_replicate()]
+            if cut:
+                raise LayoutError(f"For 'replicate', parameter '{param.name}' is laid out over '{cut[0]}' already.",
+                                  param.layout.describe(), "A parameter is copied or cut over an axis, not both.",
+                                  "fully_shard(module, mesh=...) for a cell of which some parameters are cut")
+            whole = union_mesh(param.device_mesh, whole)
     deferred_init.remember(module, whole, 0)
     new: list[Parameter] = []
     for _, cell in module.cells_and_names():
@@ -70,7 +75,15 @@ def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = 25) -> nn
                 cell._buffers[key] = _replicated(buffer, mesh, whole)
         cell.__dict__[OUTER] = (whole, outer)
 
-    batch = _Batch(mesh)
+    batch_over(module, mesh, "replicate")
+    if bucket_mb and mesh.size() > 1:
+        make_buckets([p for p in new if p.requires_grad], mesh, bucket_mb)
+    return module
+
+
+def batch_over(module: nn.Cell, mesh: DeviceMesh, who: str) -> None:
+    """Lets a cell take plain inputs as rows of the global batch, and return DTensors."""
+    batch = _Batch(mesh, who)
 
     def before(cell, inputs, kwargs):
         cell.__dict__[ROOT] = count_handed_out()
@@ -78,7 +91,7 @@ def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = 25) -> nn
         shapes = dict(zip(map(id, plain), batch.global_shapes(plain)))
 
         def place(x):
-            return enter(x, cell, mesh, {a: Shard(0) for a in mesh.mesh_dim_names}, "replicate", shapes[id(x)],
+            return enter(x, cell, mesh, {a: Shard(0) for a in mesh.mesh_dim_names}, who, shapes[id(x)],
                          (inputs, kwargs)) if _is_rows(x) else x
         return tuple(place(x) for x in inputs), {k: place(x) for k, x in kwargs.items()}
 
@@ -89,9 +102,6 @@ def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = 25) -> nn
     module.__dict__[ROOT] = 0
     module.register_forward_pre_hook(before, with_kwargs=True)
     module.register_forward_hook(after)
-    if bucket_mb and mesh.size() > 1:
-        make_buckets([p for p in new if p.requires_grad], mesh, bucket_mb)
-    return module
 
 
 def _is_rows(x) -> bool:
@@ -105,8 +115,8 @@ class _Batch:
     change misses that another rank's did; that rank then waits in a collective which no other calls, and all are told.
     """
 
-    def __init__(self, mesh: DeviceMesh):
-        self.mesh = mesh
+    def __init__(self, mesh: DeviceMesh, who: str):
+        self.mesh, self.who = mesh, who
         self.mine: list | None = None
         self.shapes: list = []
 
@@ -121,7 +131,7 @@ class _Batch:
             return self.shapes
         if self.mesh.size() == 1 or not mine:
             return [None] * len(mine)
-        with comm.annotate(src="replicate: rows of the batch", dst=str(mine)):
+        with comm.annotate(src=f"{self.who}: rows of the batch", dst=str(mine)):
             everyone = self.mesh.get_group().all_gather_object(mine)
         self.mine, self.shapes = None, []
         if any(len(theirs) != len(mine) for theirs in everyone):
@@ -137,7 +147,7 @@ class _Batch:
     def _unlike(self, everyone) -> LayoutError:
         held = "\n".join(f"rank {rank} brings {', '.join(str(list(shape)) for shape in theirs)}"
                          for rank, theirs in zip(self.mesh.rank_list, everyone))
-        return LayoutError("For 'replicate', the ranks' plain inputs are not the rows of one batch.", held,
+        return LayoutError(f"For '{self.who}', the ranks' plain inputs are not the rows of one batch.", held,
                            "Ranks bring as many rows each, or chunks: of 7 rows on 4 ranks 2, 2, 2 and 1; other dims agree.",
                            ("drop the last batch, if it is smaller (drop_remainder=True)",
                             "cut the whole batch with distribute_tensor(batch, mesh, {'dp': Shard(0)})"))

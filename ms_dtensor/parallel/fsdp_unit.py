@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters that are gathered together: one flat collective before use, one after, and memory that comes and goes.
+
+A unit is what `fully_shard` was applied to. Its parameters are DTensors cut over the data axis; while its cell runs, one
+autograd node stands for all of them: forward it hands out whole tensors that lie in one piece of memory, backward it has
+all their gradients at once and reduces them in one collective. Autograd says when that is. So a parameter that is used
+elsewhere, past its unit, is an ordinary cut DTensor there, and right.
+
+What autograd saved lies in memory that was given back after the forward (`fsdp_memory.py`); a node behind the cell's
+outputs fills it again before their gradient goes in.
+"""
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor
+
+from .. import comm
+from ..core.layout import Layout
+from ..core.placements import REPLICATE
+from ..dispatch.memo import memo_of
+from ..dispatch.operands import dtype_name, local_alias, wrap
+from ..errors import LayoutError, OpRuleError
+from ..internals.names import Function, NoFallbackGuard, recording
+from ..internals.target import on_cpu
+from ..redistribute.boxes import sizes_along
+from ..redistribute.execute import redistribute_local
+from .fsdp_memory import DeviceMemory, HostMemory
+
+
+class Block:
+    """Parameters of one dtype of a unit: what one collective gathers, and one reduces.
+
+    Args:
+        params: cut DTensor Parameters.
+        whole: their layouts while gathered.
+        dtype: MindSpore's dtype in which they are gathered and computed with.
+        group: the ranks that a parameter is cut over.
+        axis: that axis of the parameters' mesh.
+        reduce_dtype: in which gradients are summed; None: as they come.
+    """
+
+    def __init__(self, params: list, whole: list[Layout], dtype, group, axis: int, reduce_dtype):
+        self.params, self.whole, self.dtype, self.group, self.reduce_dtype = params, whole, dtype, group, reduce_dtype
+        self.shapes = [layout.local_shape() for layout in whole]
+        self.dims = [p.placements[axis].dim for p in params]
+        here = params[0].device_mesh.get_coordinate()
+        self.sizes = [sizes_along(p.layout, (axis,), d, here) for p, d in zip(params, self.dims)]
+        self.memory: Any = None
+        self._work: Any = None
+
+    def start(self, phase: str) -> None:
+        """Begins to gather; does nothing if that has begun."""
+        if self._work is not None:
+            return
+        with NoFallbackGuard(), comm.annotate(phase=phase, src="fully_shard", dst="gathered parameters"):
+            pieces = [local_alias(p).astype(self.dtype) for p in self.params]
+            self._work = self.group.all_gather(_flat(pieces), 0, self._totals(range(len(self.params))), async_op=True)
+
+    def finish(self, phase: str) -> None:
+        """The memory holds the whole parameters."""
+        self.start(phase)
+        gathered, self._work = self._work.wait(), None
+        if self.memory is None:
+            self.memory = (HostMemory if on_cpu() else DeviceMemory)(self.shapes, self.dtype)
+        with NoFallbackGuard():
+            self.memory.claim()
+            at = 0
+            for r in range(self.group.size):
+                for i in range(len(self.params)):
+                    index, count = self._piece(i, r)
+                    if count:
+                        self.memory.write(i, index, _part(gathered, at, count))
+                    at += count
+
+    def drop(self) -> None:
+        """Forgets a gathering that nobody waited for."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+    def reduce(self, grads: dict[int, Tensor], copies) -> dict[int, Tensor]:
+        """This rank's shards of the sums of all ranks' gradients, by number of the parameter."""
+        numbers = list(grads)
+        with NoFallbackGuard(), comm.annotate(phase="backward", src="fully_shard", dst="sharded gradients"):
+            kind = self.reduce_dtype or grads[numbers[0]].dtype
+            given = {i: g if g.dtype == kind else g.astype(kind) for i, g in grads.items()}
+            pieces = [_cut(given[i], *self._piece(i, r)) for r in range(self.group.size) for i in numbers]
+            flat = self.group.reduce_scatter(_flat(pieces), "sum", 0, self._totals(numbers))
+            if copies is not None:
+                flat = copies.all_reduce(flat, "sum")
+            out, at = {}, 0
+            for i in numbers:
+                index, count = self._piece(i, self.group.rank_index)
+                shape = list(self.shapes[i])
+                shape[self.dims[i]] = self.sizes[i][self.group.rank_index]
+                out[i] = ms.mint.reshape(_part(flat, at, count), tuple(shape)).astype(self.params[i].dtype)
+                at += count
+            return out
+
+    def _piece(self, i: int, rank: int) -> tuple[tuple[slice, ...], int]:
+        """Where a rank's piece of parameter `i` lies in the whole one, and how many elements it has."""
+        dim, sizes, shape = self.dims[i], self.sizes[i], self.shapes[i]
+        start = sum(sizes[:rank])
+        count = sizes[rank] * math.prod(shape[:dim] + shape[dim + 1:])
+        return (*(slice(None),) * dim, slice(start, start + sizes[rank])), count
+
+    def _totals(self, numbers) -> list[int]:
+        return [sum(self._piece(i, r)[1] for i in numbers) for r in range(self.group.size)]
+
+
+def _flat(pieces: list[Tensor]) -> Tensor:
+    if on_cpu():
+        return Tensor.from_numpy(np.concatenate([p.asnumpy().reshape(-1) for p in pieces]))
+    return ms.mint.cat([ms.mint.reshape(p.contiguous(), (-1,)) for p in pieces])
+
+
+def _part(flat: Tensor, at: int, count: int) -> Tensor:
+    return Tensor.from_numpy(flat.asnumpy()[at:at + count]) if on_cpu() else ms.mint.narrow(flat, 0, at, count)
+
+
+def _cut(x: Tensor, index: tuple[slice, ...], count: int) -> Tensor:
+    if on_cpu():
+        return Tensor.from_numpy(np.ascontiguousarray(x.asnumpy()[index]))
+    return ms.mint.narrow(x, len(index) - 1, index[-1].start, index[-1].stop - index[-1].start)
+
+
+class Call:
+    """One recorded run of a unit's cell: between its outputs' gradient and its parameters' the memory is needed."""
+
+    def __init__(self, unit: Unit):
+        self.unit, self.entered = unit, False
+
+    def enter(self) -> None:
+        """The backward is about to go into the cell."""
+        if not self.entered:
+            self.entered = True
+            self.unit.running += 1
+            self.unit.gather(backward=True)
+
+    def leave(self) -> None:
+        """All of the parameters' gradients are there."""
+        if not self.entered and not self.unit.full:
+            raise LayoutError(f"For 'fully_shard', the backward reached {self.unit.name} past the cell's outputs.",
+                              f"{sum(len(b.params) for b in self.unit.blocks)} parameters, given back after the forward",
+                              "They are gathered again when the gradient of what the cell returned arrives.",
+                              ("reshard_after_forward=False for this cell",
+                               "return all tensors that the loss depends on, in tuples, lists or dicts"))
+        if self.entered:
+            self.entered = False
+            self.unit.running -= 1
+        if self.unit.running == 0:
+            self.unit.release()
+
+
+class Whole(Function):
+    """A unit's trainable parameters, gathered; the one node whose backward reduces all their gradients."""
+
+    @staticmethod
+    def forward(ctx, call: Call, numbers: tuple[tuple[int, int], ...], *params):
+        ctx.call, ctx.numbers = call, numbers
+        tensors = [block.memory.tensors() for block in call.unit.blocks]
+        return tuple(tensors[b][i] for b, i in numbers)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        call, unit = ctx.call, ctx.call.unit
+        if recording():
+            raise OpRuleError("For 'fully_shard', a derivative of a parameter's gradient was asked for.", unit.name,
+                              "Gradients of sharded parameters are reduced outside autograd.",
+                              ("distribute_module(cell, device_mesh) instead of fully_shard()",
+                               "take the inner gradient with respect to the inputs"))
+        call.leave()
+        return None, None, *unit.reduced(ctx.numbers, grads)
+
+
+class Again(Function):
+    """An output of a unit's cell; its gradient is the first to arrive in the backward."""
+
+    @staticmethod
+    def forward(ctx, x, call: Call):
+        ctx.call = call
+        return x.view(x._shape)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.call.enter()
+        return grad, None
+
+
+class Unit:
+    """What one `fully_shard` gathers and gives back together; its state, and its way through a step.
+
+    Args:
+        name: for messages.
+        slots: (cell, key, parameter) of every place that holds one of its parameters.
+        mesh: the data axes: the last one cuts, one before it copies.
+        reshard: give the memory back after the forward.
+        policy: `MixedPrecisionPolicy` or None.
+    """
+
+    def __init__(self, name: str, slots: list, mesh, reshard: bool, policy):
+        self.name, self.slots, self.reshard = name, slots, reshard
+        self.sync, self.kept, self.full, self.running = True, False, False, 0
+        self.before: Unit | None = None  # in the order of the last forward
+        self.after: Unit | None = None
+        axes = mesh.mesh_dim_names
+        self.copies = mesh.get_group(axes[0]) if mesh.ndim == 2 and mesh.shape[0] > 1 else None
+        by_dtype: dict[str, list] = {}
+        for p in {id(p): p for _, _, p in slots}.values():
+            by_dtype.setdefault(dtype_name(_compute_dtype(p, policy)), []).append(p)
+        self.blocks, self.place = [], {}
+        for b, params in enumerate(by_dtype.values()):
+            axis = params[0].device_mesh.axis_index(axes[-1])
+            own = [params[0].device_mesh.axis_index(a) for a in axes]
+            dtype = _compute_dtype(params[0], policy)
+            whole = [gathered(p.layout, own, dtype_name(dtype)) for p in params]
+            self.blocks.append(Block(params, whole, dtype, mesh.get_group(axes[-1]), axis,
+                                     None if policy is None else policy.reduce_dtype))
+            self.place.update({id(p): (b, i) for i, p in enumerate(params)})
+        self.partial_on = {id(p): tuple(p.device_mesh.axis_index(a) for a in axes) for _, _, p in slots}
+        self._unsent: dict[tuple[int, int], Tensor] = {}  # gradients of steps without communication
+
+    def gather(self, backward: bool = False) -> None:
+        """The memory holds the whole parameters; the next unit's are on their way."""
+        phase = "backward" if backward else "forward"
+        if not self.full:
+            for block in self.blocks:
+                block.start(phase)
+            for block in self.blocks:
+                block.finish(phase)
+            self.full = True
+        coming = self.before if backward else self.after
+        if coming is not None and not coming.full:
+            for block in coming.blocks:
+                block.start(phase)
+
+    def release(self) -> None:
+        """Gives the memory back, unless the user keeps it."""
+        for block in self.blocks:
+            block.drop()
+            if self.full and not self.kept:
+                block.memory.release()
+        self.full = self.full and self.kept
+
+    def tensors(self, call: Call | None) -> dict[int, Tensor]:
+        """The whole parameters as DTensors, by id of the sharded ones; recorded where a gradient is asked for."""
+        params = {id(p): p for _, _, p in self.slots}
+        trained = {k: p for k, p in params.items() if call is not None and p.requires_grad}
+        out: dict[int, Tensor] = {}
+        with NoFallbackGuard():
+            if trained:
+                got = Whole.apply(call, tuple(self.place[k] for k in trained), *trained.values())
+                out.update(zip(trained, got if isinstance(got, tuple) else (got,)))
+            if len(trained) < len(params):
+                constants = [block.memory.tensors() for block in self.blocks]
+                out.update({k: constants[b][i] for k, (b, i) in self.place.items() if k not in trained})
+        for k, local in out.items():
+            b, i = self.place[k]
+            layout = self.blocks[b].whole[i]
+            if k in trained:  # the node takes summands; of a whole cotangent, one rank's is all
+                summand = layout.gradient(self.partial_on[k])
+                out[k] = wrap(redistribute_local(local, layout, layout, layout.gradient(), summand, data=local), layout)
+                memo_of(out[k]).source = local, layout, summand
+            else:
+                out[k] = wrap(local, layout)
+            out[k].inited_param = params[k]  # which cells then list in its place
+        return out
+
+    def reduced(self, numbers, grads) -> list[Tensor]:
+        """The gradients of this backward as shards; zeros while they are only gathered up."""
+        given = dict(zip(numbers, grads))
+        with NoFallbackGuard():
+            for at, earlier in list(self._unsent.items()):
+                if at in given:
+                    given[at] = earlier + given[at].astype(earlier.dtype)
+        if not self.sync:
+            for (b, i), g in given.items():
+                kind = self.blocks[b].reduce_dtype
+                self._unsent[b, i] = g * 1 if kind is None else g.astype(kind)
+            return [ms.ops.zeros(self._param(at).local_shape, self._param(at).dtype) for at in numbers]
+        out: dict[tuple[int, int], Tensor] = {}
+        for b, block in enumerate(self.blocks):
+            mine = {i: g for (c, i), g in given.items() if c == b}
+            if mine:
+                out.update({(b, i): g for i, g in block.reduce(mine, self.copies).items()})
+        self._unsent = {at: g for at, g in self._unsent.items() if at not in given}
+        return [out[at] for at in numbers]
+
+    def _param(self, at: tuple[int, int]):
+        return self.blocks[at[0]].params[at[1]]
+
+
+def _compute_dtype(param, policy):
+    wanted = None if policy is None else policy.param_dtype
+    return wanted if wanted is not None and param.is_floating_point() else param.dtype
+
+
+def gathered(layout: Layout, axes: list[int], dtype: str | None = None) -> Layout:
+    """A cut parameter's layout while it is whole on the data axes."""
+    placed = [REPLICATE if a in axes else p for a, p in enumerate(layout.placements)]
+    return Layout(layout.mesh, placed, layout.shape, dtype or layout.dtype, layout.order)
