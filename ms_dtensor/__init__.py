@@ -38,7 +38,8 @@ if TYPE_CHECKING:  # for editors and type checkers, who cannot see what loads on
         ColwiseParallel as ColwiseParallel, FusedColwiseParallel as FusedColwiseParallel, ParallelStyle as ParallelStyle,
         PrepareModuleInput as PrepareModuleInput, PrepareModuleInputOutput as PrepareModuleInputOutput, PrepareModuleOutput
         as PrepareModuleOutput, RowwiseParallel as RowwiseParallel, SequenceParallel as SequenceParallel, loss_parallel as
-        loss_parallel, fully_shard as fully_shard, parallelize_module as parallelize_module, replicate as replicate,
+        loss_parallel, checkpoint_wrapper as checkpoint_wrapper, fully_shard as fully_shard,
+        parallelize_module as parallelize_module, replicate as replicate,
         suggest_plan as suggest_plan)
     from .tensor import dtensor as dtensor, factories as factories, init as init
     from .tensor.autograd import grad as grad, value_and_grad as value_and_grad
@@ -68,7 +69,7 @@ _EXPORTS = {
     "dispatch.modes": ("SkipDTensorDispatch", "implicit_replication", "redistribution_policy"),
     "parallel": ("parallelize_module", "ParallelStyle", "ColwiseParallel", "RowwiseParallel", "SequenceParallel",
                  "PrepareModuleInput", "PrepareModuleOutput", "PrepareModuleInputOutput", "FusedColwiseParallel",
-                 "fully_shard", "loss_parallel", "replicate", "suggest_plan"),
+                 "checkpoint_wrapper", "fully_shard", "loss_parallel", "replicate", "suggest_plan"),
 }
 # import paths that people use -> where the module is
 _ALIASES = {

@@ -2,7 +2,8 @@
 """Parallel training as declarative styles: they rewrite a cell's parameters and register forward hooks, nothing more.
 
 `module.py` applies a plan of styles, `suggest.py` computes one; `styles.py` holds the tensor- and sequence-parallel ones,
-`fused.py` that for fused projections; `data.py` data parallelism, `fsdp.py` that with parameters cut over the ranks;
+`fused.py` that for fused projections; `data.py` data parallelism, `fsdp.py` that with parameters cut over the ranks; `recompute.py` chooses
+cells to run again;
 `loss.py` the vocabulary-parallel loss. Everything here uses only the public DTensor API: what a style does, a user could
 write.
 """
@@ -13,6 +14,7 @@ from .fsdp import fully_shard
 from .fused import FusedColwiseParallel
 from .loss import loss_parallel
 from .module import parallelize_module
+from .recompute import checkpoint_wrapper
 from .styles import (
     ColwiseParallel,
     ParallelStyle,
@@ -25,5 +27,5 @@ from .styles import (
 from .suggest import suggest_plan
 
 __all__ = ["ColwiseParallel", "FusedColwiseParallel", "ParallelStyle", "PrepareModuleInput",
-           "PrepareModuleInputOutput", "PrepareModuleOutput", "RowwiseParallel", "SequenceParallel", "fully_shard",
-           "loss_parallel", "parallelize_module", "replicate", "suggest_plan"]
+           "PrepareModuleInputOutput", "PrepareModuleOutput", "RowwiseParallel", "SequenceParallel", "checkpoint_wrapper",
+           "fully_shard", "loss_parallel", "parallelize_module", "replicate", "suggest_plan"]

@@ -29,7 +29,7 @@ from ..redistribute.execute import slice_local
 from ..tensor import deferred_init
 from ..tensor.distribute import distribute_parameter, like_parameter, replicate_buffers, set_parameter
 from ..tensor.dtensor import DTensor
-from .data import batch_over
+from .batch import batch_over
 from .fsdp_unit import Again, Call, Unit, gathered
 from .layouts import OUTER, union_mesh
 

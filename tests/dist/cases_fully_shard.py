@@ -11,6 +11,7 @@ from ms_dtensor import (
     ColwiseParallel,
     RowwiseParallel,
     Shard,
+    checkpoint_wrapper,
     fully_shard,
     init_device_mesh,
     optim,
@@ -126,6 +127,23 @@ def optimizers_step_on_shards(world):
         with counted() as count:
             many(grads)
         assert not count, count
+    for p, q in zip(net.trainable_params(), plain.trainable_params(), strict=True):
+        equal(p, q, p.name)
+
+
+@case(4)
+def the_optimizer_divided(world):
+    mesh, plain = fsdp(), filled(Net())
+    net = replicate(filled(Net()), mesh=mesh, zero1=True)
+    for _ in range(2):
+        count = same_step(net, plain, mesh)
+        count.pop(ASKED, None)
+        assert count == {("all_gather", "forward"): 1, ("reduce_scatter", "backward"): 1}, count
+    one, many = optim.AdamW(plain.trainable_params(), 0.01), optim.AdamW(net.trainable_params(), 0.01)
+    sizes = [m.size for m, _ in many.state_dict()["moments"].values()]
+    assert sizes == [int(np.prod(p.local_shape)) for p in net.trainable_params()], sizes
+    one(ms.value_and_grad(loss_of(plain), None, plain.trainable_params())(Tensor(ROWS))[1])
+    many(value_and_grad(loss_of(net), None, net.trainable_params())(mine(mesh))[1])
     for p, q in zip(net.trainable_params(), plain.trainable_params(), strict=True):
         equal(p, q, p.name)
 
@@ -271,8 +289,7 @@ def blocks_run_again_in_the_backward(world):
                 block.recompute()
         cut_up(net, mesh)
         if when == "after":
-            for block in net.blocks:
-                block.recompute()
+            checkpoint_wrapper(net.blocks)
         for _ in range(2):
             count = same_step(net, plain, mesh)
             count.pop(ASKED, None)
