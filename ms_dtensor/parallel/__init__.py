@@ -2,10 +2,9 @@
 """Parallel training as declarative styles: they rewrite a cell's parameters and register forward hooks, nothing more.
 
 `module.py` applies a plan of styles, `suggest.py` computes one; `styles.py` holds the tensor- and sequence-parallel ones,
-`fused.py` that for fused projections; `data.py` data parallelism, `fsdp.py` that with parameters cut over the ranks; `recompute.py` chooses
-cells to run again;
-`loss.py` the vocabulary-parallel loss. Everything here uses only the public DTensor API: what a style does, a user could
-write.
+`fused.py` that for fused projections; `data.py` data parallelism, `fsdp.py` that with parameters cut over the ranks,
+`batch.py` what both do with the batch; `recompute.py` chooses cells to run again; `loss.py` the vocabulary-parallel loss.
+Everything here uses only the public DTensor API: what a style does, a user could write.
 """
 from __future__ import annotations
 
