@@ -34,9 +34,9 @@ def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = 25, zero1
         mesh: one axis of a mesh, e.g. `mesh["dp"]`.
         bucket_mb: gradients are reduced together in buckets of this many MiB; 0 reduces each by itself.
         zero1: divide the optimizer's work and state over the axis (ZeRO-1): each rank reduces, updates and hands out its
-            part of the parameters. The bytes are the same, one all-gather and one reduce-scatter a step; parameters are DTensors
-            cut over the axis, whole between a step's forward and backward. It is `fully_shard` of the whole cell with
-            `reshard_after_forward=False`; call that block by block where communication is to overlap.
+            part of the parameters. The bytes are the same, one all-gather and one reduce-scatter a step; parameters are
+            DTensors cut over the axis, whole between a step's forward and backward. It is `fully_shard` of the whole cell
+            with `reshard_after_forward=False`; call that block by block where communication is to overlap.
 
     Returns:
         The same cell. Plain inputs are taken as this rank's rows of the global batch (`Shard(0)`), whose sizes the ranks
