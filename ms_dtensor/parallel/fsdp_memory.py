@@ -8,12 +8,22 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
 from ..comm.packing import numpy_dtype
+
+Index: TypeAlias = tuple[slice, ...]
+
+
+def _at(x: Tensor, index: Index) -> Tensor:
+    for d, s in enumerate(index):
+        if s != slice(None):
+            x = ms.mint.narrow(x, d, s.start, s.stop - s.start)
+    return x
 
 
 class HostMemory:
@@ -30,11 +40,26 @@ class HostMemory:
             self.arrays.append(flat[at:at + size].view(kind).reshape(shape))
             at += size
 
+    @staticmethod
+    def pack(pieces: Sequence[tuple[Tensor, Index]], dtype) -> Tensor:
+        """`x[index]` of each pair, flat, one behind another."""
+        parts = [x.asnumpy()[index] for x, index in pieces]
+        out, at = np.empty(sum(p.size for p in parts), numpy_dtype(dtype)), 0
+        for p in parts:
+            out[at:at + p.size].reshape(p.shape)[...] = p
+            at += p.size
+        return Tensor.from_numpy(out)
+
+    @staticmethod
+    def part(flat: Tensor, at: int, count: int) -> Tensor:
+        """Some of a flat tensor."""
+        return Tensor.from_numpy(flat.asnumpy()[at:at + count])
+
     def tensors(self) -> list[Tensor]:
         """New tensors on the memory; autograd knows nothing of them."""
         return [Tensor.from_numpy(a) for a in self.arrays]
 
-    def write(self, i: int, index, piece: Tensor) -> None:
+    def write(self, i: int, index: Index, piece: Tensor) -> None:
         """Puts a piece into tensor `i`."""
         self.arrays[i][index] = piece.asnumpy().reshape(self.arrays[i][index].shape)
 
@@ -54,6 +79,16 @@ class DeviceMemory:
         self._flat = ms.mint.empty((max(sum(self.counts), 1),), dtype=dtype)
         self._bytes = self._flat.untyped_storage().size()
 
+    @staticmethod
+    def pack(pieces: Sequence[tuple[Tensor, Index]], dtype) -> Tensor:
+        """`x[index]` of each pair, flat, one behind another."""
+        return ms.mint.cat([ms.mint.reshape(_at(x, index).contiguous(), (-1,)).astype(dtype) for x, index in pieces])
+
+    @staticmethod
+    def part(flat: Tensor, at: int, count: int) -> Tensor:
+        """Some of a flat tensor."""
+        return ms.mint.narrow(flat, 0, at, count)
+
     def tensors(self) -> list[Tensor]:
         """New tensors on the memory."""
         out, at = [], 0
@@ -62,12 +97,9 @@ class DeviceMemory:
             at += count
         return out
 
-    def write(self, i: int, index, piece: Tensor) -> None:
+    def write(self, i: int, index: Index, piece: Tensor) -> None:
         """Puts a piece into tensor `i`."""
-        target = self.tensors()[i]
-        for d, s in enumerate(index):
-            if s != slice(None):
-                target = ms.mint.narrow(target, d, s.start, s.stop - s.start)
+        target = _at(self.tensors()[i], index)
         target.copy_(ms.mint.reshape(piece, target.shape))
 
     def release(self) -> None:

@@ -15,7 +15,6 @@ import math
 from typing import Any
 
 import mindspore as ms
-import numpy as np
 from mindspore import Tensor
 
 from .. import comm
@@ -49,7 +48,8 @@ class Block:
         self.dims = [p.placements[axis].dim for p in params]
         here = params[0].device_mesh.get_coordinate()
         self.sizes = [sizes_along(p.layout, (axis,), d, here) for p, d in zip(params, self.dims)]
-        self.memory: Any = None
+        self._kind = HostMemory if on_cpu() else DeviceMemory
+        self.memory: HostMemory | DeviceMemory | None = None
         self._work: Any = None
 
     def start(self, phase: str) -> None:
@@ -57,15 +57,15 @@ class Block:
         if self._work is not None:
             return
         with NoFallbackGuard(), comm.annotate(phase=phase, src="fully_shard", dst="gathered parameters"):
-            pieces = [local_alias(p).astype(self.dtype) for p in self.params]
-            self._work = self.group.all_gather(_flat(pieces), 0, self._totals(range(len(self.params))), async_op=True)
+            own = self._kind.pack([(local_alias(p), ()) for p in self.params], self.dtype)
+            self._work = self.group.all_gather(own, 0, self._totals(range(len(self.params))), async_op=True)
 
     def finish(self, phase: str) -> None:
         """The memory holds the whole parameters."""
         self.start(phase)
         gathered, self._work = self._work.wait(), None
         if self.memory is None:
-            self.memory = (HostMemory if on_cpu() else DeviceMemory)(self.shapes, self.dtype)
+            self.memory = self._kind(self.shapes, self.dtype)
         with NoFallbackGuard():
             self.memory.claim()
             at = 0
@@ -73,8 +73,17 @@ class Block:
                 for i in range(len(self.params)):
                     index, count = self._piece(i, r)
                     if count:
-                        self.memory.write(i, index, _part(gathered, at, count))
+                        self.memory.write(i, index, self._kind.part(gathered, at, count))
                     at += count
+
+    def tensors(self) -> list[Tensor]:
+        """New tensors on the memory, which is full."""
+        return [] if self.memory is None else self.memory.tensors()
+
+    def release(self) -> None:
+        """The memory goes."""
+        if self.memory is not None:
+            self.memory.release()
 
     def drop(self) -> None:
         """Forgets a gathering that nobody waited for."""
@@ -87,9 +96,8 @@ class Block:
         numbers = list(grads)
         with NoFallbackGuard(), comm.annotate(phase="backward", src="fully_shard", dst="sharded gradients"):
             kind = self.reduce_dtype or grads[numbers[0]].dtype
-            given = {i: g if g.dtype == kind else g.astype(kind) for i, g in grads.items()}
-            pieces = [_cut(given[i], *self._piece(i, r)) for r in range(self.group.size) for i in numbers]
-            flat = self.group.reduce_scatter(_flat(pieces), "sum", 0, self._totals(numbers))
+            pieces = [(grads[i], self._piece(i, r)[0]) for r in range(self.group.size) for i in numbers]
+            flat = self.group.reduce_scatter(self._kind.pack(pieces, kind), "sum", 0, self._totals(numbers))
             if copies is not None:
                 flat = copies.all_reduce(flat, "sum")
             out, at = {}, 0
@@ -97,7 +105,7 @@ class Block:
                 index, count = self._piece(i, self.group.rank_index)
                 shape = list(self.shapes[i])
                 shape[self.dims[i]] = self.sizes[i][self.group.rank_index]
-                out[i] = ms.mint.reshape(_part(flat, at, count), tuple(shape)).astype(self.params[i].dtype)
+                out[i] = ms.mint.reshape(self._kind.part(flat, at, count), tuple(shape)).astype(self.params[i].dtype)
                 at += count
             return out
 
@@ -110,22 +118,6 @@ class Block:
 
     def _totals(self, numbers) -> list[int]:
         return [sum(self._piece(i, r)[1] for i in numbers) for r in range(self.group.size)]
-
-
-def _flat(pieces: list[Tensor]) -> Tensor:
-    if on_cpu():
-        return Tensor.from_numpy(np.concatenate([p.asnumpy().reshape(-1) for p in pieces]))
-    return ms.mint.cat([ms.mint.reshape(p.contiguous(), (-1,)) for p in pieces])
-
-
-def _part(flat: Tensor, at: int, count: int) -> Tensor:
-    return Tensor.from_numpy(flat.asnumpy()[at:at + count]) if on_cpu() else ms.mint.narrow(flat, 0, at, count)
-
-
-def _cut(x: Tensor, index: tuple[slice, ...], count: int) -> Tensor:
-    if on_cpu():
-        return Tensor.from_numpy(np.ascontiguousarray(x.asnumpy()[index]))
-    return ms.mint.narrow(x, len(index) - 1, index[-1].start, index[-1].stop - index[-1].start)
 
 
 class Call:
@@ -162,7 +154,7 @@ class Whole(Function):
     @staticmethod
     def forward(ctx, call: Call, numbers: tuple[tuple[int, int], ...], *params):
         ctx.call, ctx.numbers = call, numbers
-        tensors = [block.memory.tensors() for block in call.unit.blocks]
+        tensors = [block.tensors() for block in call.unit.blocks]
         return tuple(tensors[b][i] for b, i in numbers)
 
     @staticmethod
@@ -243,7 +235,7 @@ class Unit:
         for block in self.blocks:
             block.drop()
             if self.full and not self.kept:
-                block.memory.release()
+                block.release()
         self.full = self.full and self.kept
 
     def tensors(self, call: Call | None) -> dict[int, Tensor]:
@@ -256,7 +248,7 @@ class Unit:
                 got = Whole.apply(call, tuple(self.place[k] for k in trained), *trained.values())
                 out.update(zip(trained, got if isinstance(got, tuple) else (got,)))
             if len(trained) < len(params):
-                constants = [block.memory.tensors() for block in self.blocks]
+                constants = [block.tensors() for block in self.blocks]
                 out.update({k: constants[b][i] for k, (b, i) in self.place.items() if k not in trained})
         for k, local in out.items():
             b, i = self.place[k]
