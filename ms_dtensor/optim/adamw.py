@@ -90,7 +90,7 @@ class AdamW:
                 self._step_host(param, grad, m, v, master)
 
     def state_dict(self) -> dict:
-        """Step count, moments and masters by parameter name; all but the count are local shards in the parameter's layout."""
+        """Step count, moments and masters by parameter name; local shards in the parameter's layout."""
         return {"step": self.step, "moments": {p.name: mv for p, mv in zip(self.params, self._moments, strict=True)},
                 "masters": {p.name: w for p, w in zip(self.params, self._masters, strict=True) if w is not None}}
 
