@@ -13,10 +13,10 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, ops
 
-from ms_dtensor.comm.packing import on_cpu
 from ms_dtensor.errors import LayoutError
 
 from ..internals.names import NoFallbackGuard
+from ..internals.target import on_cpu
 from ._storage import CHUNK, layout_of, local_array, local_view
 
 _LARGE = 1 << 16  # elements: up to here a call of the fused kernel (300 us) costs more than NumPy's passes
@@ -95,7 +95,7 @@ class AdamW:
             return np.zeros(size.size, kind), np.zeros(size.size, kind)
         with NoFallbackGuard():
             kind = ms.float64 if param.dtype == ms.float64 else ms.float32
-            return tuple(Parameter(ops.zeros(Tensor.asnumpy(param).shape, kind), requires_grad=False) for _ in "mv")
+            return tuple(Parameter(ops.zeros(param._shape, kind), requires_grad=False) for _ in "mv")
 
     def _factors(self, b1: float, b2: float) -> tuple[float, float, float]:
         """decay, step size over the first correction, 1 / root of the second correction"""
