@@ -11,11 +11,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import mindspore
 import numpy as np
 from mindspore import Tensor, mint
 from mindspore import dtype as mstype
 
+from ..internals.target import on_cpu
 from .protocol import cut
 from .shm.reduce import reduce_into
 
@@ -123,11 +123,6 @@ def numpy_dtype(dtype: Any) -> np.dtype:
             made = np.dtype(mstype.dtype_to_nptype(dtype))
         known = _dtypes[id(dtype)] = made, dtype
     return known[0]
-
-
-def on_cpu() -> bool:
-    """Whether tensors live in host memory."""
-    return mindspore.get_context("device_target") == "CPU"
 
 
 def copy(x: Tensor) -> Tensor:

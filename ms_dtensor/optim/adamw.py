@@ -18,7 +18,7 @@ from mindspore.ops.auto_generate import gen_ops_prim
 from ms_dtensor.errors import LayoutError
 
 from ..internals.names import NoFallbackGuard
-from ..internals.target import cpu_kernels, on_cpu, target
+from ..internals.target import ascend_kernels, on_cpu
 from ._storage import CHUNK, layout_of, local_array, local_view
 
 _LARGE = 1 << 16  # elements: up to here a call of the fused kernel (300 us) costs more than NumPy's passes
@@ -181,7 +181,7 @@ class AdamW:
             if master is not None:
                 wide = param.astype(master.dtype)
                 master.copy_(ops.select(master.astype(param.dtype).astype(master.dtype) == wide, master, wide))
-            if target() == "Ascend" and not cpu_kernels():
+            if ascend_kernels():
                 # one kernel; it counts steps from 0, as `mint.optim.AdamW` tells it
                 gen_ops_prim.AdamW()(weight, m, v, v, g, Tensor([self.step - 1], ms.float32), float(self.lr), *self.betas,
                                      float(self.weight_decay), float(self.eps), False, False)

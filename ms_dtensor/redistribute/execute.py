@@ -17,12 +17,12 @@ import numpy as np
 from mindspore import Tensor
 
 from .. import comm
-from ..comm.packing import on_cpu
 from ..comm.record import active
 from ..core.layout import Layout
 from ..core.placements import PARTIAL, REPLICATE
 from ..errors import RedistributeError
 from ..internals.names import Function, NoFallbackGuard, recording
+from ..internals.target import on_cpu
 from .boxes import relative, sizes_along, transfers
 from .plan import Move, plan
 
@@ -102,7 +102,7 @@ def _exchange(move: Move, x):
     if me in dst.mesh.rank_list:
         mine = [] if keeps is None else [(keeps, slice_local(x, relative(keeps, held)))]
         for box, piece in [*mine, *((box, t) for (_, box), t in zip(wanted, got))]:
-            _place(out, relative(box, need), piece, dst.mesh.device_type)
+            _place(out, relative(box, need), piece)
     return out
 
 
@@ -122,8 +122,8 @@ def cut_whole(x, layout: Layout):
     return slice_local(x, relative(layout.local_box(), tuple((0, n) for n in layout.shape)))
 
 
-def _place(out, slices, piece, device_type: str) -> None:
-    if device_type == "cpu":  # MindSpore's setitem has no kernel for every dtype there; its arrays are views
+def _place(out, slices, piece) -> None:
+    if on_cpu():  # MindSpore's setitem has no kernel for every dtype there; its arrays are views
         out.asnumpy()[slices] = piece.asnumpy()
     else:
         out[slices] = piece

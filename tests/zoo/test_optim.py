@@ -143,8 +143,7 @@ def test_on_ascend_one_kernel_steps_the_master(monkeypatch):
             for x, value in ((m, first), (v, second), (var, var.asnumpy() * (1 - lr * decay) - moved)):
                 x.copy_(Tensor(value.astype(np.float32)))
 
-    monkeypatch.setattr(adamw, "target", lambda: "Ascend")
-    monkeypatch.setattr(adamw, "cpu_kernels", lambda: False)
+    monkeypatch.setattr(adamw, "ascend_kernels", lambda: True)
     monkeypatch.setattr(adamw.gen_ops_prim, "AdamW", Kernel)
     start, steps = arrays(0, SHAPES[:2]), [arrays(s, SHAPES[:2]) for s in range(1, 4)]
     params = [Parameter(Tensor(start[0]), name="a"), Parameter(Tensor(start[1]).astype(ms.bfloat16), name="b")]
