@@ -2,7 +2,8 @@
 """Parallel training as declarative styles: they rewrite a cell's parameters and register forward hooks, nothing more.
 
 `module.py` applies a plan of styles, `suggest.py` computes one; `styles.py` holds the tensor- and sequence-parallel ones,
-`fused.py` that for fused projections; `data.py` data parallelism; `loss.py` the vocabulary-parallel loss. Everything here
+`fused.py` that for fused projections; `data.py` data parallelism; `precision.py` mixed precision;
+`loss.py` the vocabulary-parallel loss. Everything here
 uses only the public DTensor API: what a style does, a user could write.
 """
 from __future__ import annotations
@@ -11,6 +12,7 @@ from .data import replicate
 from .fused import FusedColwiseParallel
 from .loss import loss_parallel
 from .module import parallelize_module
+from .precision import MixedPrecisionPolicy
 from .styles import (
     ColwiseParallel,
     ParallelStyle,
@@ -22,6 +24,6 @@ from .styles import (
 )
 from .suggest import suggest_plan
 
-__all__ = ["ColwiseParallel", "FusedColwiseParallel", "ParallelStyle", "PrepareModuleInput",
+__all__ = ["ColwiseParallel", "FusedColwiseParallel", "MixedPrecisionPolicy", "ParallelStyle", "PrepareModuleInput",
            "PrepareModuleInputOutput", "PrepareModuleOutput", "RowwiseParallel", "SequenceParallel", "loss_parallel",
            "parallelize_module", "replicate", "suggest_plan"]

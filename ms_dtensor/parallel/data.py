@@ -21,11 +21,13 @@ from ..tensor.distribute import distribute_parameter, distribute_tensor, like_pa
 from ..tensor.dtensor import DTensor
 from .buckets import make_buckets
 from .layouts import OUTER, ROOT, count_handed_out, enter, global_shape, lift, taken_back, union_mesh
+from .precision import MixedPrecisionPolicy
 
 _OVER = "_ms_dtensor_replicated_over"  # parameter attribute: axes that replicate has dealt with
 
 
-def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = 25) -> nn.Cell:
+def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = 25,
+              mp_policy: MixedPrecisionPolicy | None = None) -> nn.Cell:
     """Makes a cell data parallel over an axis, in place; after tensor-parallel styles, which refuse a replicated cell.
 
     Args:
@@ -33,6 +35,7 @@ def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = 25) -> nn
             both, replicated over the new axis; values are those of its coordinate 0.
         mesh: one axis of a mesh, e.g. `mesh["dp"]`.
         bucket_mb: gradients are reduced together in buckets of this many MiB; 0 reduces each by itself.
+        mp_policy: in which dtypes the cell computes and gradients are reduced, see `MixedPrecisionPolicy`.
 
     Returns:
         The same cell. Plain inputs are taken as this rank's rows of the global batch (`Shard(0)`), whose sizes the ranks
@@ -89,8 +92,11 @@ def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = 25) -> nn
     module.__dict__[ROOT] = 0
     module.register_forward_pre_hook(before, with_kwargs=True)
     module.register_forward_hook(after)
+    if mp_policy is not None:
+        mp_policy.apply(module)
     if bucket_mb and mesh.size() > 1:
-        make_buckets([p for p in new if p.requires_grad], mesh, bucket_mb)
+        dtype = mp_policy and (mp_policy.reduce_dtype or mp_policy.param_dtype)
+        make_buckets([p for p in new if p.requires_grad], mesh, bucket_mb, dtype)
     return module
 
 
