@@ -17,6 +17,7 @@ import numpy as np
 from mindspore import Tensor
 
 from .. import comm
+from ..comm.packing import copy as fresh_copy
 from ..comm.record import active
 from ..core.layout import Layout
 from ..core.placements import PARTIAL, REPLICATE
@@ -143,7 +144,7 @@ def slice_local(x, slices, copy: bool = False):
         return Tensor.from_numpy(np.array(x.asnumpy()[tuple(slices)], order="C"))
     for d, s in part:
         x = ms.mint.narrow(x, d, s.start, s.stop - s.start)
-    return x.clone() if copy and not part else x.contiguous()
+    return fresh_copy(x) if copy and (not part or x.is_contiguous()) else x.contiguous()
 
 
 @dataclass(slots=True)
