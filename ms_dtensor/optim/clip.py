@@ -14,10 +14,10 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, ops
 
-from ms_dtensor.comm.packing import on_cpu
 from ms_dtensor.errors import LayoutError
 
 from ..internals.names import NoFallbackGuard
+from ..internals.target import on_cpu
 from ._storage import CHUNK, layout_of, local_array, local_view
 
 

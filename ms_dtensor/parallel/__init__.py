@@ -3,8 +3,8 @@
 
 `module.py` applies a plan of styles, `suggest.py` computes one; `styles.py` holds the tensor- and sequence-parallel ones,
 `fused.py` that for fused projections; `data.py` data parallelism, `fsdp.py` that with parameters cut over the ranks,
-`batch.py` what both do with the batch; `recompute.py` chooses cells to run again; `loss.py` the vocabulary-parallel loss.
-Everything here uses only the public DTensor API: what a style does, a user could write.
+`batch.py` what both do with the batch; `precision.py` mixed precision; `recompute.py` chooses cells to run again; `loss.py`
+the vocabulary-parallel loss. Everything here uses only the public DTensor API: what a style does, a user could write.
 """
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from .fsdp import fully_shard
 from .fused import FusedColwiseParallel
 from .loss import loss_parallel
 from .module import parallelize_module
+from .precision import MixedPrecisionPolicy
 from .recompute import checkpoint_wrapper
 from .styles import (
     ColwiseParallel,
@@ -25,6 +26,6 @@ from .styles import (
 )
 from .suggest import suggest_plan
 
-__all__ = ["ColwiseParallel", "FusedColwiseParallel", "ParallelStyle", "PrepareModuleInput",
+__all__ = ["ColwiseParallel", "FusedColwiseParallel", "MixedPrecisionPolicy", "ParallelStyle", "PrepareModuleInput",
            "PrepareModuleInputOutput", "PrepareModuleOutput", "RowwiseParallel", "SequenceParallel", "checkpoint_wrapper",
            "fully_shard", "loss_parallel", "parallelize_module", "replicate", "suggest_plan"]

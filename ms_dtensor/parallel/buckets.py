@@ -32,12 +32,13 @@ class Bucket:
     Args:
         params: DTensor Parameters, in the order in which the backward is expected to reach them.
         group: the ranks to sum over.
+        dtype: in which to add up; None: that of the gradients.
     """
 
-    def __init__(self, params, group):
-        self.group, self.size = group, len(params)
+    def __init__(self, params, group, dtype=None):
+        self.group, self.size, self.dtype = group, len(params), dtype
         self.elements = sum(math.prod(p.local_shape) for p in params)
-        self.on_host = group.backend.on_host
+        self.on_host = group.backend.on_host and dtype is None
         self.arrived: dict[int, Any] = {}  # gradients, each of its parameter's local shape, by number of the parameter
         # on host: [elements], where the gradients lie one after another in order of arrival; new for every backward
         self.flat: np.ndarray | None = None
@@ -82,7 +83,8 @@ class Bucket:
             if flat is not None:
                 self.group.all_reduce_(ms.Tensor.from_numpy(flat[:sum(g.size for g in grads)]), "sum")
                 return
-            total, at = self.group.all_reduce(ms.mint.cat([ms.mint.reshape(g, (-1,)) for g in grads]), "sum"), 0
+            flat, at = ms.mint.cat([ms.mint.reshape(g, (-1,)) for g in grads]), 0
+            total = self.group.all_reduce(flat if self.dtype is None else flat.astype(self.dtype), "sum").astype(flat.dtype)
             for g in grads:
                 g.copy_(ms.mint.reshape(ms.mint.narrow(total, 0, at, g.size), g.shape))
                 at += g.size
@@ -105,7 +107,7 @@ class Bucket:
                     grad.copy_(changed)
 
 
-def make_buckets(params, mesh, bucket_mb: float) -> list[Bucket]:
+def make_buckets(params, mesh, bucket_mb: float, dtype=None) -> list[Bucket]:
     """Buckets of at most `bucket_mb` MiB over the ranks of `mesh`, filled in reverse order of `params`."""
     group = mesh.get_group()
     limit = bucket_mb * 2 ** 20
@@ -120,4 +122,5 @@ def make_buckets(params, mesh, bucket_mb: float) -> list[Bucket]:
             done.append(open_.pop(kind))
         open_.setdefault(kind, []).append(p)
         size[kind] = need + (size[kind] if len(open_[kind]) > 1 else 0)
-    return [Bucket(members, group) for members in (*done, *open_.values())]
+    return [Bucket(members, group, None if dtype in (None, members[0].dtype) else dtype)
+            for members in (*done, *open_.values())]

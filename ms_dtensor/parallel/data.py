@@ -21,11 +21,13 @@ from .batch import batch_over
 from .buckets import make_buckets
 from .fsdp import fully_shard
 from .layouts import OUTER, lift, union_mesh
+from .precision import MixedPrecisionPolicy
 
 _OVER = "_ms_dtensor_replicated_over"  # parameter attribute: axes that replicate has dealt with
 
 
-def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = 25, zero1: bool = False) -> nn.Cell:
+def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = 25, mp_policy: MixedPrecisionPolicy | None = None,
+              zero1: bool = False) -> nn.Cell:
     """Makes a cell data parallel over an axis, in place; after tensor-parallel styles, which refuse a replicated cell.
 
     Args:
@@ -33,6 +35,7 @@ def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = 25, zero1
             both, replicated over the new axis; values are those of its coordinate 0.
         mesh: one axis of a mesh, e.g. `mesh["dp"]`.
         bucket_mb: gradients are reduced together in buckets of this many MiB; 0 reduces each by itself.
+        mp_policy: in which dtypes the cell computes and gradients are reduced, see `MixedPrecisionPolicy`.
         zero1: divide the optimizer's work and state over the axis (ZeRO-1): each rank reduces, updates and hands out its
             part of the parameters. The bytes are the same, one all-gather and one reduce-scatter a step; parameters are
             DTensors cut over the axis, whole between a step's forward and backward. It is `fully_shard` of the whole cell
@@ -53,7 +56,7 @@ def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = 25, zero1
         DTensor(Parameter 'weight', f32[2, 4], mesh=(dp=1), rank 0 holds [2, 4])
     """
     if zero1:
-        return fully_shard(module, mesh=mesh, reshard_after_forward=False)
+        return fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=mp_policy)
     outer = dict.fromkeys(mesh.mesh_dim_names, Shard(0))
     whole = mesh
     for param in (current(p) for _, p in module.parameters_and_names()):
@@ -82,8 +85,11 @@ def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = 25, zero1
         cell.__dict__[OUTER] = (whole, outer)
 
     batch_over(module, mesh, "replicate")
+    if mp_policy is not None:
+        mp_policy.apply(module)
     if bucket_mb and mesh.size() > 1:
-        make_buckets([p for p in new if p.requires_grad], mesh, bucket_mb)
+        dtype = mp_policy and (mp_policy.reduce_dtype or mp_policy.param_dtype)
+        make_buckets([p for p in new if p.requires_grad], mesh, bucket_mb, dtype)
     return module
 
 

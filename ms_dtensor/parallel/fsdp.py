@@ -32,13 +32,15 @@ from ..tensor.dtensor import DTensor
 from .batch import batch_over
 from .fsdp_unit import Again, Call, Unit, gathered
 from .layouts import OUTER, union_mesh
+from .precision import MixedPrecisionPolicy
 
 _UNIT = "_ms_dtensor_unit"  # cell attribute: the `Unit` that `fully_shard` made of it
 _TAKEN = "_ms_dtensor_sharded_by"  # parameter attribute: the name of the unit that has it
 
 
 def fully_shard(module: nn.Cell, *, mesh: DeviceMesh, reshard_after_forward: bool = True,
-                shard_placement_fn: Callable[[Parameter], Shard | None] | None = None, mp_policy=None,
+                shard_placement_fn: Callable[[Parameter], Shard | None] | None = None,
+                mp_policy: MixedPrecisionPolicy | None = None,
                 ignored_params: Iterable[Parameter] = ()) -> nn.Cell:
     """Cuts a cell's parameters over a data axis, in place, gathering them while the cell runs (FSDP2, HSDP).
 
@@ -107,7 +109,8 @@ def fully_shard(module: nn.Cell, *, mesh: DeviceMesh, reshard_after_forward: boo
         cell.__dict__[OUTER] = (whole, dict.fromkeys(mesh.mesh_dim_names, Shard(0)))
     unit = Unit(name, [(cell, key, made[id(p)]) for cell, key, p in slots], mesh, reshard_after_forward, mp_policy)
     module.__dict__[_UNIT] = unit
-    module.__dict__["construct"] = MethodType(_Construct(unit, module.construct, mp_policy), module)
+    given = module.__dict__["construct"].__func__ if "construct" in module.__dict__ else type(module).construct
+    module.__dict__["construct"] = MethodType(_Construct(given), module)
     if isinstance(module._recompute_cell, RecomputeCell):  # it has noted which `construct` to run again
         module._recompute_cell.wrap_cell.function = module.construct
     for method in (unshard, reshard, set_requires_gradient_sync, set_reshard_after_forward):
@@ -150,22 +153,22 @@ def _sharded(p: Parameter, mesh: DeviceMesh, target: Layout) -> Parameter:
 class _Construct:
     """A unit's cell at work: its parameters stand in its slots as whole tensors, and go whatever happens."""
 
-    def __init__(self, unit: Unit, construct: Callable, policy):
-        self.unit, self.given, self.policy = unit, construct, policy
+    def __init__(self, given: Callable):
+        self.given = given
 
     def __call__(self, cell: nn.Cell, *args, **kwargs):
-        unit, again = self.unit, recomputing()
-        call = Call(unit) if recording() else None
-        if self.policy is not None and self.policy.param_dtype is not None and self.policy.cast_forward_inputs:
-            args, kwargs = _cast((args, kwargs), self.policy.param_dtype)
+        unit, again = _unit(cell), recomputing()
+        call, policy = Call(unit) if recording() else None, unit.policy
+        if policy is not None and policy.param_dtype is not None and policy.cast_forward_inputs:
+            args, kwargs = _cast((args, kwargs), policy.param_dtype)
         with _in_step(cell, again) as root:
             unit.gather(backward=again)
             with _swapped(unit.slots, unit.tensors(call)):
-                outputs = self.given(*args, **kwargs)
+                outputs = self.given(cell, *args, **kwargs)
         if call is None or (unit.reshard and not root and not again and not unit.running):
             unit.release()
-        if self.policy is not None and self.policy.output_dtype is not None:
-            outputs = _cast(outputs, self.policy.output_dtype)
+        if policy is not None and policy.output_dtype is not None:
+            outputs = _cast(outputs, policy.output_dtype)
         return outputs if call is None else map_leaves(lambda x: _entrance(x, call), outputs, Tensor)
 
 

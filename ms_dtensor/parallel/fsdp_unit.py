@@ -11,6 +11,7 @@ outputs fills it again before their gradient goes in.
 """
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -20,6 +21,7 @@ from mindspore import Tensor
 from .. import comm
 from ..core.layout import Layout
 from ..core.placements import REPLICATE
+from ..dispatch.cotangent import as_copy
 from ..dispatch.memo import memo_of
 from ..dispatch.operands import dtype_name, local_alias, wrap
 from ..errors import LayoutError, OpRuleError
@@ -195,7 +197,7 @@ class Unit:
     """
 
     def __init__(self, name: str, slots: list, mesh, reshard: bool, policy):
-        self.name, self.slots, self.reshard = name, slots, reshard
+        self.name, self.slots, self.mesh, self.reshard, self.policy = name, slots, mesh, reshard, policy
         self.sync, self.kept, self.full, self.running = True, False, False, 0
         self.before: Unit | None = None  # in the order of the last forward
         self.after: Unit | None = None
@@ -215,6 +217,11 @@ class Unit:
             self.place.update({id(p): (b, i) for i, p in enumerate(params)})
         self.partial_on = {id(p): tuple(p.device_mesh.axis_index(a) for a in axes) for _, _, p in slots}
         self._unsent: dict[tuple[int, int], Tensor] = {}  # gradients of steps without communication
+
+    def __deepcopy__(self, memo) -> Unit:
+        out = Unit(self.name, copy.deepcopy(self.slots, memo), self.mesh, self.reshard, self.policy)
+        out.sync = self.sync
+        return out
 
     def gather(self, backward: bool = False) -> None:
         """The memory holds the whole parameters; the next unit's are on their way."""
@@ -254,12 +261,24 @@ class Unit:
             b, i = self.place[k]
             layout = self.blocks[b].whole[i]
             if k in trained:  # the node takes summands; of a whole cotangent, one rank's is all
-                summand = layout.gradient(self.partial_on[k])
-                out[k] = wrap(redistribute_local(local, layout, layout, layout.gradient(), summand, data=local), layout)
-                memo_of(out[k]).source = local, layout, summand
+                out[k] = self._connected(local, layout, self.partial_on[k], self.blocks[b].reduce_dtype)
             else:
                 out[k] = wrap(local, layout)
             out[k].inited_param = params[k]  # which cells then list in its place
+        return out
+
+    @staticmethod
+    def _connected(local: Tensor, layout: Layout, partial_on: tuple[int, ...], reduce_dtype):
+        """What the node handed out as a DTensor, of which it expects summands of the cotangent, reduced on other axes."""
+        if reduce_dtype is None:
+            summand = layout.gradient(partial_on)
+            out = wrap(redistribute_local(local, layout, layout, layout.gradient(), summand, data=local), layout)
+            memo_of(out).source = local, layout, summand
+            return out
+        node = wrap(local, layout)
+        memo_of(node).partial_grad_axes = partial_on
+        out = wrap(as_copy(local, node, reduce_dtype, layout.gradient()), layout)
+        memo_of(out).copy_of = node, reduce_dtype
         return out
 
     def reduced(self, numbers, grads) -> list[Tensor]:

@@ -2,6 +2,8 @@
 """`fully_shard` against one device: whatever a cell is, and whatever happens to it in a step."""
 from __future__ import annotations
 
+import copy
+
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, mint, nn, ops
@@ -9,9 +11,13 @@ from mindspore.nn.utils import no_init_parameters
 
 from ms_dtensor import (
     ColwiseParallel,
+    DTensor,
+    MixedPrecisionPolicy,
     RowwiseParallel,
     Shard,
     checkpoint_wrapper,
+    comm,
+    distribute_module,
     fully_shard,
     init_device_mesh,
     optim,
@@ -460,6 +466,61 @@ def hooks_see_reduced_gradients(world):
         n.blocks[0].up.weight.register_hook(lambda g: seen.append(g) or g * 3)
     same_step(net, plain, mesh)
     assert seen[0].shape == seen[1].shape and seen[1].placements == (Shard(0),) or seen[0].placements == (Shard(0),), seen
+
+
+@case(4)
+def a_copy_of_a_cell_runs_on_its_own(world):
+    mesh, plain = fsdp(), filled(Net())
+    net = cut_up(filled(Net()), mesh)
+    same_step(net, plain, mesh)
+    twin = copy.deepcopy(net)
+    for p, q in zip(twin.get_parameters(), plain.get_parameters(), strict=True):
+        p.set_data(p * 2)
+        q.set_data(q * 2)
+    count = same_step(twin, plain, mesh)
+    assert count["all_gather", "backward"] == 3 and count["reduce_scatter", "backward"] == 4, count
+    same_step(net, filled(Net()), mesh)
+
+
+@case(4)
+def computing_in_bfloat16(world):
+    policy = MixedPrecisionPolicy(ms.bfloat16, ms.float32, output_dtype=ms.float32)
+    for mesh, tp in ((fsdp(), None), (mesh_2d()["dp"], mesh_2d()["tp"])):
+        plain, net = filled(Net()), filled(Net())
+        if tp is not None:
+            parallelize_module(net, tp, {"blocks.*.up": ColwiseParallel(use_local_output=False),
+                                         "blocks.*.down": RowwiseParallel(use_local_output=False)})
+        cut_up(net, mesh, mp_policy=policy)
+        with comm.record() as events:
+            same_step(net, plain, mesh, rtol=6e-2)  # of the largest element: bfloat16's 2^-9 through four layers and a square
+        gathered = [e.dtype for e in events if e.op == "all_gather" and e.axes == ("dp",)]
+        assert gathered[:7] == ["BFloat16"] * 7, gathered
+        reduced = [e for e in events if e.phase == "backward" and e.op in ("reduce_scatter", "all_reduce") and e.axes == ("dp",)]
+        assert reduced and {e.dtype for e in reduced} == {"Float32"}, reduced
+
+
+@case(4)
+def summands_are_added_up_in_reduce_dtype_on_every_axis(world):
+    """Three ranks' summands are half a unit in the last place of the first rank's: bfloat16 loses or rounds them."""
+    mesh, small = mesh_2d(), 2.0**-9
+    x = DTensor.from_local(Tensor(np.full((1, 6), 1.0 if world.rank == 0 else small, np.float32)), mesh, [Shard(0), Shard(0)])
+    for reduce_dtype, dtype in ((ms.float32, "Float32"), (None, "BFloat16")):
+        class Scale(nn.Cell):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight = Parameter(Tensor(np.ones(6, np.float32)), name="weight")
+
+            def construct(self, t):
+                return t * self.weight
+        net = fully_shard(distribute_module(Scale(), mesh["tp"]), mesh=mesh["dp"],
+                          mp_policy=MixedPrecisionPolicy(ms.bfloat16, reduce_dtype))
+        with comm.record() as events:
+            _, (grad,) = value_and_grad(lambda t, net=net: net(t).sum(), None, net.trainable_params())(x)
+        moved = [(e.op, e.axes, e.dtype) for e in events if e.phase == "backward" and "reduce" in e.op]
+        assert moved == [("all_reduce", ("tp",), dtype), ("reduce_scatter", ("dp",), dtype)], moved
+        assert grad.dtype == ms.float32
+        if dtype == "Float32":  # rounded once, between the axes
+            assert (grad.full_tensor().asnumpy() > 1 + 2 * small).all(), grad.full_tensor()
 
 
 @case(4)
