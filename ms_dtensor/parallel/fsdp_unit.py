@@ -82,6 +82,15 @@ class Block:
         """New tensors on the memory, which is full."""
         return [] if self.memory is None else self.memory.tensors()
 
+    def handed_out(self) -> list[Tensor]:
+        """What the node gives: the whole parameters; or, as MindSpore casts a gradient to its tensor's dtype, stand-ins.
+
+        A stand-in has the dtype in which gradients are reduced, and the memory of one number.
+        """
+        if self.reduce_dtype in (None, self.dtype):
+            return self.tensors()
+        return [ms.ops.zeros((1,) * len(shape), self.reduce_dtype).expand(shape) for shape in self.shapes]
+
     def release(self) -> None:
         """The memory goes."""
         if self.memory is not None:
@@ -156,8 +165,8 @@ class Whole(Function):
     @staticmethod
     def forward(ctx, call: Call, numbers: tuple[tuple[int, int], ...], *params):
         ctx.call, ctx.numbers = call, numbers
-        tensors = [block.tensors() for block in call.unit.blocks]
-        return tuple(tensors[b][i] for b, i in numbers)
+        handed = [block.handed_out() for block in call.unit.blocks]
+        return tuple(handed[b][i] for b, i in numbers)
 
     @staticmethod
     def backward(ctx, *grads):
@@ -251,34 +260,28 @@ class Unit:
         trained = {k: p for k, p in params.items() if call is not None and p.requires_grad}
         out: dict[int, Tensor] = {}
         with NoFallbackGuard():
-            if trained:
-                got = Whole.apply(call, tuple(self.place[k] for k in trained), *trained.values())
-                out.update(zip(trained, got if isinstance(got, tuple) else (got,)))
-            if len(trained) < len(params):
-                constants = [block.tensors() for block in self.blocks]
-                out.update({k: constants[b][i] for k, (b, i) in self.place.items() if k not in trained})
-        for k, local in out.items():
-            b, i = self.place[k]
-            layout = self.blocks[b].whole[i]
-            if k in trained:  # the node takes summands; of a whole cotangent, one rank's is all
-                out[k] = self._connected(local, layout, self.partial_on[k], self.blocks[b].reduce_dtype)
-            else:
-                out[k] = wrap(local, layout)
+            held = [block.tensors() for block in self.blocks]
+            nodes = Whole.apply(call, tuple(self.place[k] for k in trained), *trained.values()) if trained else ()
+            of = dict(zip(trained, nodes if isinstance(nodes, tuple) else (nodes,)))
+        for k, (b, i) in self.place.items():
+            layout, kind = self.blocks[b].whole[i], self.blocks[b].reduce_dtype
+            out[k] = wrap(held[b][i], layout) if k not in of else self._connected(
+                of[k], held[b][i], layout, self.partial_on[k], None if kind == self.blocks[b].dtype else kind)
             out[k].inited_param = params[k]  # which cells then list in its place
         return out
 
     @staticmethod
-    def _connected(local: Tensor, layout: Layout, partial_on: tuple[int, ...], reduce_dtype):
-        """What the node handed out as a DTensor, of which it expects summands of the cotangent, reduced on other axes."""
+    def _connected(node: Tensor, data: Tensor, layout: Layout, partial_on: tuple[int, ...], reduce_dtype):
+        """What the node handed out as a DTensor: it expects summands of the cotangent, which is reduced on other axes."""
         if reduce_dtype is None:
             summand = layout.gradient(partial_on)
-            out = wrap(redistribute_local(local, layout, layout, layout.gradient(), summand, data=local), layout)
-            memo_of(out).source = local, layout, summand
+            out = wrap(redistribute_local(node, layout, layout, layout.gradient(), summand, data=node), layout)
+            memo_of(out).source = node, layout, summand
             return out
-        node = wrap(local, layout)
-        memo_of(node).partial_grad_axes = partial_on
-        out = wrap(as_copy(local, node, reduce_dtype, layout.gradient()), layout)
-        memo_of(out).copy_of = node, reduce_dtype
+        stand_in = wrap(node, layout)
+        memo_of(stand_in).partial_grad_axes = partial_on
+        out = wrap(as_copy(data, stand_in, reduce_dtype, layout.gradient()), layout)
+        memo_of(out).copy_of = stand_in, reduce_dtype
         return out
 
     def reduced(self, numbers, grads) -> list[Tensor]:
