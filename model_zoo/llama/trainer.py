@@ -14,7 +14,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
-from ms_dtensor import DeviceMesh, DTensor, MixedPrecisionPolicy, Replicate, Shard, loss_parallel, value_and_grad
+from ms_dtensor import DeviceMesh, DTensor, MixedPrecisionPolicy, Shard, loss_parallel, value_and_grad
 from ms_dtensor.errors import ConfigError
 from ms_dtensor.internals.target import on_cpu
 from ms_dtensor.optim import AdamW, clip_grad_norm_
@@ -23,7 +23,7 @@ from .config import Config
 from .cpu import compile_attention
 from .data import Text
 from .model import Llama, cross_entropy, init_weights
-from .parallelize import parallelize
+from .parallelize import data_axes, parallelize
 from .schedule import learning_rate
 
 
@@ -41,7 +41,7 @@ class Trainer:
     Args:
         cfg: a checked configuration.
         text: tokens; every rank holds all of them and draws the same global batches.
-        mesh: axes ("dp", "tp"), or None for plain tensors on one device.
+        mesh: of `parallelize.make_mesh`, or None for plain tensors on one device.
         initialize: fills the model's weights before it is laid out; by default `init_weights` with train.seed.
     """
 
@@ -64,6 +64,7 @@ class Trainer:
         if cfg.train.recompute:
             for layer in self.model.layers:
                 layer.recompute()
+        self.cut = mesh is not None and (cfg.parallel.fsdp or cfg.parallel.zero1)
         self.params = tuple(self.model.trainable_params())
         o = cfg.optim
         self.optimizer = AdamW(self.params, o.lr, o.betas, o.eps, o.weight_decay)
@@ -84,9 +85,10 @@ class Trainer:
         """This rank's part of a global batch: rows cut over dp, the same over tp."""
         if self.mesh is None:
             return Tensor(rows)
+        data = data_axes(self.mesh)
         each = len(rows) // self.cfg.parallel.dp
-        first = self.mesh.get_local_rank("dp") * each
-        return DTensor.from_local(Tensor(rows[first:first + each]), self.mesh, (Shard(0), Replicate()))
+        first = data.get_group().rank_index * each
+        return DTensor.from_local(Tensor(rows[first:first + each]), self.mesh, dict.fromkeys(data.mesh_dim_names, Shard(0)))
 
     def parts(self, ids: np.ndarray, labels: np.ndarray) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's parts of the micro-batches of a global batch."""
@@ -97,7 +99,9 @@ class Trainer:
     def gradients(self, ids: np.ndarray, labels: np.ndarray) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Loss and gradients (in the order of `params`) of a global batch."""
         loss, grads = None, ()
-        for part in self.parts(ids, labels):
+        for i, part in enumerate(self.parts(ids, labels), 1):
+            if self.cut:  # summed up before they are reduced
+                self.model.set_requires_gradient_sync(i == self.cfg.train.micro_batches)
             one, mine = self.value_and_grad(*part)
             loss, grads = (one, mine) if loss is None else (loss + one, tuple(map(add, grads, mine)))
         return loss, grads
