@@ -68,14 +68,17 @@ def launched(device, out) -> None:
 def _written(original, name, device):
     """An in-place method that writes: NumPy into the tensor's own memory. MindSpore's still checks and counts versions."""
     def write(self, *args, **kwargs):
-        if hasattr(self, "_layout") or recording():  # dispatch's own, or autograd's
+        if recording() or name == "copy_" and hasattr(self, "_layout"):  # autograd's, or dispatch's own
             return original(self, *args, **kwargs)
         if name == "copy_":
             values = memory(args[0]).astype(memory(self).dtype)
             if sys._getframe(1).f_code.co_filename.endswith(PACKS):
                 launched(device, self)
         else:
-            values = memory(original(self, *args, **kwargs)).copy()
+            result = original(self, *args, **kwargs)
+            if hasattr(result, "_layout"):  # dispatched, and written there
+                return result
+            values = memory(result).copy()
         bump(self, values)
         memory(self)[...] = values
         return self
