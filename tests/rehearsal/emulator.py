@@ -3,7 +3,7 @@
 
 A collective takes place when it is called, but its result is garbage until the compute stream would have it: until its
 handle, or that of a later one of the same communicator, is waited for. What it reads must not change before. The invariant:
-a program that this does not refuse, and whose numbers are right, has every wait that it needs; `seconds` says how many of
+a program that this does not refuse, and whose numbers are right, has every wait that it needs; `times` says how many of
 them it could have had later.
 """
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Device:
         calls: the calls so far, by name, communicator and shapes.
         counts: "launches" of collectives; `kernels.py` adds "kernels", "copied" bytes and "syncs".
         syncs: lines of host synchronisations.
-        seconds: by communicator, how long its collectives took and how long the compute stream stood still for them.
+        times: of each collective waited for: name, communicator, its seconds, those the compute stream stood still for it.
     """
 
     def __init__(self, under, table, rates=RATES):
@@ -101,7 +101,7 @@ class Device:
         self.compute, self.stream = 0.0, Counter()
         self.counts: Counter = Counter()
         self.syncs: list[str] = []
-        self.seconds: dict[str, list[float]] = {}
+        self.times: list[tuple[str, str, float, float]] = []
 
     # -- communicators -------------------------------------------------------------------------------------------------
     def create_group(self, name, ranks, options=None):
@@ -177,17 +177,13 @@ class Device:
         for t in done:
             for tensor, result in t.outputs:
                 memory(tensor)[...] = result
-            busy = self.seconds.setdefault(t.comm, [0.0, 0.0])
-            still = max(0.0, min(t.seconds, t.ends - self.compute))
+            self.times.append((t.name, t.comm, t.seconds, max(0.0, min(t.seconds, t.ends - self.compute))))
             self.compute = max(self.compute, t.ends)
-            busy[0] += t.seconds
-            busy[1] += still
 
-    def overlapped(self, *comms: str) -> float:
-        """Which part of the time of these communicators (default all) the compute stream did not stand still for."""
-        pairs = [v for name, v in self.seconds.items() if not comms or name in comms]
-        total = sum(t for t, _ in pairs)
-        return 1 - sum(s for _, s in pairs) / total if total else 1.0
+    def overlapped(self, name: str, comm: str = "") -> float:
+        """Which part of the time of these collectives the compute stream did not stand still for."""
+        mine = [(seconds, still) for n, c, seconds, still in self.times if n == name and comm in ("", c)]
+        return 1 - sum(still for _, still in mine) / sum(seconds for seconds, _ in mine)
 
     def close(self) -> None:
         """Every collective has been waited for."""

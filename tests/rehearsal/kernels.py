@@ -85,7 +85,7 @@ def _written(original, name, device):
     bump_copy = Tensor.copy_
 
     def bump(target, values):
-        if values.size and target.is_contiguous() and target.storage_offset() == 0:
+        if values.size and target.is_contiguous() and target.untyped_storage().nbytes() == values.size * target.itemsize:
             bump_copy(target, Tensor.from_numpy(np.array(np.broadcast_to(values, target._shape), order="C")))
     return write
 
