@@ -88,11 +88,17 @@ class TrainConfig:
     batch: int = 8
     seq: int = 128
     seed: int = 0
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the computation; parameters, their gradients and what is added up over ranks are float32 in either."""
+    micro_batches: int = 1
+    """The batch goes through the model in so many parts, whose gradients are added up."""
+    recompute: bool = False
+    """Of each block only the input is kept for the backward, which computes the block again."""
     eval_every: int = 0
     """Held-out loss every so many steps, besides start and end; 0: only those two."""
     eval_batches: int = 2
     compile: bool = False
-    """The core of attention runs as one compiled graph."""
+    """On a CPU, the core of attention runs as one compiled graph."""
     log_dir: str = "runs/llama"
 
 
@@ -119,6 +125,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "optim.lr": (0, 1e3), "optim.betas": (0, 1 - 1e-9), "optim.eps": (1e-30, 1), "optim.weight_decay": (0, 1e3),
     "optim.warmup": (0, 2 ** 53), "optim.min_lr_ratio": (0, 1), "optim.clip_norm": (0, 1e9),
     "train.steps": (0, 2 ** 53), "train.batch": _COUNT, "train.seq": _COUNT, "train.seed": (0, 2 ** 32 - 1),
+    "train.micro_batches": _COUNT,
     "train.eval_every": (0, 2 ** 53), "train.eval_batches": _COUNT,
 }
 
@@ -133,12 +140,15 @@ def check(cfg: Config, world: int) -> None:
     _check_ranges(cfg)
     _check_model(cfg.model)
     _check_degrees(cfg, world)
-    if cfg.train.batch % cfg.parallel.dp:
+    shares = cfg.parallel.dp * cfg.train.micro_batches
+    if cfg.train.batch % shares:
         raise ConfigError(f"For the configuration, train.batch = {cfg.train.batch} cannot be shared out over "
-                          f"dp = {cfg.parallel.dp}.",
-                          f"train.batch = {cfg.train.batch}, parallel.dp = {cfg.parallel.dp}",
-                          "Every data-parallel rank takes the same number of sequences.",
-                          f"--train.batch {-(-cfg.train.batch // cfg.parallel.dp) * cfg.parallel.dp}")
+                          f"dp = {cfg.parallel.dp}" + (f" and {cfg.train.micro_batches} micro-batches."
+                                                       if cfg.train.micro_batches > 1 else "."),
+                          f"train.batch = {cfg.train.batch}, parallel.dp = {cfg.parallel.dp}, "
+                          f"train.micro_batches = {cfg.train.micro_batches}",
+                          "Every data-parallel rank takes the same number of sequences, in each micro-batch.",
+                          f"--train.batch {-(-cfg.train.batch // shares) * shares}")
 
 
 def _check_ranges(cfg: Config) -> None:

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from mindspore import nn
 
-from ms_dtensor import DeviceMesh, Replicate, Shard, local_map
+from ms_dtensor import DeviceMesh, MixedPrecisionPolicy, Replicate, Shard, implicit_replication, local_map
+from ms_dtensor.internals.target import on_cpu
 from ms_dtensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -55,16 +56,31 @@ def tensor_plan(cfg: ParallelConfig) -> dict[str, ParallelStyle]:
     return plan
 
 
-def parallelize(model: nn.Cell, mesh: DeviceMesh, cfg: ParallelConfig) -> nn.Cell:
-    """Applies the plan over mesh["tp"], maps attention over its heads, then data parallelism over mesh["dp"].
+def parallelize(model: nn.Cell, mesh: DeviceMesh, cfg: ParallelConfig,
+                mp_policy: MixedPrecisionPolicy | None = None) -> nn.Cell:
+    """Applies the plan over mesh["tp"], lays attention out over its heads, then data parallelism over mesh["dp"].
 
     Returns `model`.
 
     Initial weights are those of rank 0 of each axis. Afterwards every parameter and buffer is a DTensor on `mesh`.
     """
     parallelize_module(model, mesh["tp"], tensor_plan(cfg))
-    heads = [Shard(0), Shard(2)]  # f32[b@dp, t, heads@tp, e]
     for layer in model.layers:
-        layer.attention.core = local_map(layer.attention.core, heads, (heads, heads, heads), device_mesh=mesh,
-                                         redistribute_inputs=True, out_shapes=lambda q, key, value: q)
-    return replicate(model, mesh=mesh["dp"])
+        layer.attention.core = _on_heads(layer.attention.core, mesh)
+    return replicate(model, mesh=mesh["dp"], mp_policy=mp_policy)
+
+
+def _on_heads(core, mesh: DeviceMesh):
+    """Attention, whose sequences and heads know nothing of each other: f32[b@dp, t, heads@tp, e] throughout.
+
+    The ops that a device has for it have rules which say so; the CPU's form is mapped over shards as it is.
+    """
+    if on_cpu():
+        heads = [Shard(0), Shard(2)]
+        return local_map(core, heads, (heads, heads, heads), device_mesh=mesh, redistribute_inputs=True,
+                         out_shapes=lambda q, key, value: q)
+
+    def run(q, key, value):
+        with implicit_replication():  # tables and mask
+            return core(q, key, value)
+    return run

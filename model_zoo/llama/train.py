@@ -70,7 +70,8 @@ def run(argv: list[str]) -> None:
     from ms_dtensor import init_device_mesh
 
     p, t = cfg.parallel, cfg.train
-    mesh = init_device_mesh(device, (p.dp, p.tp), mesh_dim_names=("dp", "tp")) if world > 1 else None
+    mesh = init_device_mesh(device, (p.dp, p.tp), mesh_dim_names=("dp", "tp")) \
+        if world > 1 or t.dtype != "float32" else None
     log_dir = Path(t.log_dir)
     report = Reporter(log_dir, t.steps, mesh is None or mesh.get_rank() == 0)
     if report.speaks:
