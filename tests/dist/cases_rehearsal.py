@@ -183,9 +183,9 @@ def the_llama_trains_as_on_the_cpu(world):
     from model_zoo.llama.config import Config, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
     from model_zoo.llama.trainer import Trainer
     for dp, tp in ((2, 2), (1, 4)):
-        cfg = Config(ModelConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=48, vocab_size=64),
+        cfg = Config(ModelConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=96, vocab_size=64),
                      parallel=ParallelConfig(dp=dp, tp=tp, sequence_parallel=True), optim=OptimConfig(warmup=1),
-                     train=TrainConfig(steps=4, batch=4, seq=8))
+                     train=TrainConfig(steps=4, batch=4, seq=8, dtype="bfloat16", micro_batches=3 - dp, recompute=tp == 2))
 
         def run(kind, cfg=cfg, dp=dp, tp=tp):
             mesh = init_device_mesh(kind, (dp, tp), mesh_dim_names=("dp", "tp"))
@@ -196,7 +196,8 @@ def the_llama_trains_as_on_the_cpu(world):
                 out += [loss, trainer.update(grads, i)[0]]
             return [np.asarray(array(v)) for v in (*out, *trainer.params)]
         want, got, _ = on_both(run)
-        all_equal(got, want, f"dp={dp} tp={tp}", 2e-4)
+        all_equal(got[:4], want[:4], f"dp={dp} tp={tp}: loss, norm", 2e-2)  # bfloat16, and other products on the CPU
+        all_equal(got[4:], want[4:], f"dp={dp} tp={tp}: weight", 0.1)  # Adam's first steps are signs
 
 
 @case(world_size=2)
