@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Llama's two forms: each fused op that the model names against its CPU twin, values and gradients, plain and on DTensors.
+"""The Llama's two forms: each fused op that the model names against its CPU twin, values and gradients.
 
 The fused ops run with the library's own CPU forms of them, which `tests/coverage` proves by definition, under a rehearsal.
 """
@@ -45,8 +45,10 @@ TWINS = {  # the fused form as the model calls it, its twin, and what both take
                   lambda w: cpu.embedding(Tensor(IDS) if type(w) is Tensor else
                                           md.distribute_tensor(Tensor(IDS), w.device_mesh), w), (rows(37, 8),)),
     "rms_norm": (lambda x, w: ops.rms_norm(x, w, 1e-5)[0], lambda x, w: cpu.rms_norm(x, w, 1e-5), (rows(7, 24), rows(24))),
-    "swiglu": (lambda g, u: ops.swiglu(mint.stack((g, u), 1), 1).reshape(g.shape), cpu.swiglu, (rows(7, 24), rows(7, 25)[:, :24])),
-    "attend": (attend, lambda *qkv: cpu.attend(CFG, *qkv), (rows(B, T, H, E), rows(B, T, K, E), rows(B, T, K, E + 1)[..., :E])),
+    "swiglu": (lambda g, u: ops.swiglu(mint.stack((g, u), 1), 1).reshape(g.shape), cpu.swiglu,
+               (rows(7, 24), rows(7, 25)[:, :24])),
+    "attend": (attend, lambda *qkv: cpu.attend(CFG, *qkv),
+               (rows(B, T, H, E), rows(B, T, K, E), rows(B, T, K, E + 1)[..., :E])),
 }
 
 
