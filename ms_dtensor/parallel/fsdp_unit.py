@@ -25,7 +25,7 @@ from ..dispatch.cotangent import as_copy
 from ..dispatch.memo import memo_of
 from ..dispatch.operands import dtype_name, local_alias, wrap
 from ..errors import LayoutError, OpRuleError
-from ..internals.names import Function, NoFallbackGuard, recording
+from ..internals.names import Function, NoFallbackGuard, no_grad, recording
 from ..internals.target import on_cpu
 from ..redistribute.boxes import sizes_along
 from ..redistribute.execute import redistribute_local
@@ -235,16 +235,17 @@ class Unit:
     def gather(self, backward: bool = False) -> None:
         """The memory holds the whole parameters; the next unit's are on their way."""
         phase = "backward" if backward else "forward"
-        if not self.full:
-            for block in self.blocks:
-                block.start(phase)
-            for block in self.blocks:
-                block.finish(phase)
-            self.full = True
         coming = self.before if backward else self.after
-        if coming is not None and not coming.full:
-            for block in coming.blocks:
-                block.start(phase)
+        with no_grad():
+            if not self.full:
+                for block in self.blocks:
+                    block.start(phase)
+                for block in self.blocks:
+                    block.finish(phase)
+                self.full = True
+            if coming is not None and not coming.full:
+                for block in coming.blocks:
+                    block.start(phase)
 
     def release(self) -> None:
         """Gives the memory back, unless the user keeps it."""

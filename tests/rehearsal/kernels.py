@@ -18,7 +18,7 @@ import numpy as np
 from mindspore import Tensor, mint
 
 from ms_dtensor.comm import packing
-from ms_dtensor.internals.names import recording
+from ms_dtensor.internals.names import executor, recording
 from tests.rehearsal.emulator import memory
 
 IN_PLACE = ("add_", "sub_", "mul_", "div_")
@@ -68,7 +68,8 @@ def launched(device, out) -> None:
 def _written(original, name, device):
     """An in-place method that writes: NumPy into the tensor's own memory. MindSpore's still checks and counts versions."""
     def write(self, *args, **kwargs):
-        if recording() or name == "copy_" and hasattr(self, "_layout"):  # autograd's, or dispatch's own
+        recorded = recording() and executor.enable_grad()
+        if recorded or name == "copy_" and hasattr(self, "_layout"):  # autograd's, or dispatch's own
             return original(self, *args, **kwargs)
         if name == "copy_":
             values = memory(args[0]).astype(memory(self).dtype)
