@@ -102,7 +102,7 @@ class Trainer:
             loss, grads = (one, mine) if loss is None else (loss + one, tuple(map(add, grads, mine)))
         return loss, grads
 
-    def update(self, grads: tuple[Tensor, ...], step: int) -> tuple[float, float]:
+    def update(self, grads: tuple[Tensor, ...], step: int) -> tuple[float | Tensor, float]:
         """Clips, steps the optimizer; the gradient norm and the learning rate used."""
         o = self.cfg.optim
         norm = clip_grad_norm_(zip(self.params, grads, strict=True), o.clip_norm or float("inf"))
@@ -118,7 +118,8 @@ class Trainer:
     def step(self, step: int) -> StepResult:
         """Forward, backward and update number `step` (from 0)."""
         loss, grads = self.gradients(*self.batch(step))
-        return StepResult(float(loss), *self.update(grads, step))
+        norm, lr = self.update(grads, step)
+        return StepResult(float(loss), float(norm), lr)  # last: a device is waited for
 
     def held_out_loss(self) -> float:
         """Mean loss on fixed held-out batches."""

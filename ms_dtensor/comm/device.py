@@ -23,12 +23,13 @@ from ..errors import CommError
 from .agree import Agreement, check_every
 from .objects import decode, encode
 from .owner import Owner
-from .packing import TensorOps, blocks, first, joined, last_back, padded, unpadded
+from .packing import TensorOps, blocks, first, last_back, padded, unpadded
 from .protocol import Backend, Ranks, Result, Work, offsets, with_dim
 from .protocol import kind as _kind
 
 Handle = Any  # MindSpore's CommHandle, or None when the call was synchronous
 Flat = tuple[Tensor, Handle]
+_Cast = Callable[[Tensor], Tensor]
 
 
 def communicator_name(ranks: Ranks) -> str:
@@ -91,41 +92,42 @@ class DeviceBackend(Backend):
 
     def _gather_number(self, number: int, group: Ranks) -> list[tuple[int, int]]:
         halves = Tensor(np.array([number >> 16, number & 0xFFFF], np.int32))
-        got, handle = self._all_gather_flat(halves, self._comm(group)[0], len(group), False)
+        got, handle = self._all_gather_flat(halves, (2 * len(group),), self._comm(group)[0], False)
         if handle is not None:
             handle.wait()
         return list(map(tuple, got.asnumpy().reshape(-1, 2).tolist()))
 
-    # -- primitives of the subclass: flat, equal, not empty; give (result, handle or None) ---------------------------
+    # -- primitives of the subclass: contiguous, equal, not empty; give (result, handle or None) ----------------------
 
     @abstractmethod
-    def _all_reduce_flat(self, flat: Tensor, op: str, comm: str, async_op: bool) -> Flat:
-        """All-reduce; may write into `flat`."""
+    def _all_reduce_flat(self, x: Tensor, op: str, comm: str, async_op: bool) -> Flat:
+        """All-reduce; may write into `x`, and then that is the result."""
 
     @abstractmethod
-    def _all_gather_flat(self, flat: Tensor, comm: str, size: int, async_op: bool) -> Flat:
-        """All blocks, in communicator order."""
+    def _all_gather_flat(self, x: Tensor, shape: Sequence[int], comm: str, async_op: bool) -> Flat:
+        """All blocks, in communicator order, as a tensor of this shape."""
 
     @abstractmethod
-    def _reduce_scatter_flat(self, flat: Tensor, op: str, comm: str, size: int, position: int, async_op: bool) -> Flat:
-        """Reduce-scatter of `size` equal blocks; this rank's is at `position`."""
+    def _reduce_scatter_flat(self, x: Tensor, shape: Sequence[int], op: str, comm: str, position: int,
+                             async_op: bool) -> Flat:
+        """Reduce-scatter of equal blocks of this shape; this rank's is at `position`."""
 
     @abstractmethod
-    def _all_to_all_flat(self, flat: Tensor, sends: Sequence[int], recvs: Sequence[int], comm: str, position: int,
-                         async_op: bool) -> Flat:
-        """All-to-all of pieces of these lengths, which are all one unless `uneven_pieces`."""
+    def _all_to_all_flat(self, x: Tensor, shape: Sequence[int], sends: Sequence[int], recvs: Sequence[int], comm: str,
+                         position: int, async_op: bool) -> Flat:
+        """All-to-all of pieces of a flat tensor, in these lengths, which are all one unless `uneven_pieces`."""
 
     @abstractmethod
-    def _broadcast_flat(self, flat: Tensor, src: int, comm: str, async_op: bool) -> Flat:
-        """Global rank `src`'s block; may overwrite `flat`."""
+    def _broadcast_flat(self, x: Tensor, src: int, comm: str, async_op: bool) -> Flat:
+        """Global rank `src`'s block; may overwrite `x`, and then that is the result."""
 
     @abstractmethod
     def _exchange_flat(self, sends: list[tuple[int, Tensor]], recvs: list[tuple[int, Tensor]]) -> None:
-        """Point-to-point of not empty flat tensors, `recvs` written in place."""
+        """Point-to-point of not empty tensors, `recvs` written in place."""
 
     # -- dtypes ----------------------------------------------------------------------------------------------------
 
-    def _wire(self, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
+    def _wire(self, x: Tensor) -> tuple[Tensor, _Cast | None]:
         """The tensor in a dtype that can be moved, and the way back if that is another."""
         carrier = self.carriers.get(x.dtype)
         if carrier is not None:
@@ -135,50 +137,49 @@ class DeviceBackend(Backend):
                             "The device library moves no complex numbers.", "move real and imaginary part apart")
         return x, None
 
-    def _finish(self, out: Tensor, handle: Handle, arrange: Callable[[Tensor], Tensor], shape: Sequence[int], async_op: bool,
-                back: Callable[[Tensor], Tensor] | None = None, kernels: bool = False) -> Result:
+    def _finish(self, out: Tensor, handle: Handle, shape: Sequence[int], async_op: bool, back: _Cast | None,
+                view: Callable[[Tensor], Tensor] | None = None, made: Callable[[Tensor], Tensor] | None = None) -> Result:
         """What the caller gets of the device's `out`: at once, or with a `Work` that has it after its wait.
+
+        It is no view: MindSpore's `assign` refuses to write into one, and a view of a padded block keeps all of it.
 
         Args:
             out: written by the collective that `handle` is of.
             handle: None if the stream has been made to wait already.
-            arrange: from `out` a view that has the elements of the result in order; its dims may be apart.
-            shape: of the result.
+            shape: of the result, which is `out` as it is unless `view` or `made` says how to get it.
             async_op: a `Work` is wanted, if possible with the tensor that will hold the result.
             back: the way back from the dtype that was moved.
-            kernels: `arrange` is more than a view.
+            view: of `out`, with the elements of the result in order; its dims may be apart.
+            made: a new tensor from `out`.
         """
-        def result() -> Tensor:
-            y = self.ops.shaped(self.ops.flat(arrange(out)), shape)
+        def result(holds: Tensor | None = None) -> Tensor:
+            if handle is not None:
+                handle.wait()
+            y = made(out) if made is not None else out if holds is out else self._put(holds, view(out))  # type: ignore[misc]
             return y if back is None else back(y)
-        if handle is None:
-            return self._give(result(), async_op)
+        if made is not None:
+            return Work(finish=result) if async_op else result()
+        holds = out if view is None else self.ops.empty(shape, out.dtype)
+        if not async_op:
+            return result(holds)
+        return Work(holds if back is None else None, lambda: result(holds))
 
-        def late() -> Tensor:
-            handle.wait()
-            return result()
-        if back is not None or kernels:
-            return Work(finish=late)
-        view = arrange(out)
-        if self.ops.lies_as_it_is(view):
-            holds = self.ops.shaped(view, shape)
-            return Work(holds, lambda: (handle.wait(), holds)[1])
-        holds = self.ops.empty(shape, out.dtype)
+    def _put(self, holds: Tensor, view: Tensor) -> Tensor:
+        self.ops.write(self.ops.shaped(holds, view.shape), view)
+        return holds
 
-        def written() -> Tensor:
-            handle.wait()
-            self.ops.write(self.ops.shaped(holds, view.shape), view)
-            return holds
-        return Work(holds, written)
+    def _not_0d(self, x: Tensor) -> Tensor:
+        return x if x.shape else self.ops.shaped(x, (1,))
 
     @staticmethod
     def _give(result: Tensor, async_op: bool) -> Result:
         return Work(result) if async_op else result
 
-    def _reduced(self, y: Tensor, block: int, order: list[int], op: str) -> Tensor:
-        """What a device does not reduce by itself: the members' blocks, in the order of the group."""
-        places = [order.index(i) * block for i in range(len(order))]
-        return self.ops.reduce([self.ops.take(y, 0, at, at + block) for at in places], op)
+    def _reduced(self, y: Tensor, block: Sequence[int], order: list[int], op: str) -> Tensor:
+        """What a device does not reduce by itself: the members' blocks of this shape, in the order of the group."""
+        n = math.prod(block)
+        places = [order.index(i) * n for i in range(len(order))]
+        return self.ops.reduce([self.ops.shaped(self.ops.take(y, 0, at, at + n), block) for at in places], op)
 
     def _native(self, op: str, x: Tensor) -> str | None:
         """The device's reduction for this one, or None: an average is a sum of parts."""
@@ -195,27 +196,24 @@ class DeviceBackend(Backend):
         comm, order = self._comm(group)
         native = self._native(op, wire)
         if native is None:
-            flat = self.ops.flat(wire)
-            out, handle = self._all_gather_flat(flat, comm, n, async_op)
-            block = math.prod(shape)
-            return self._finish(out, handle, lambda y: self._reduced(y, block, order, op), shape, async_op, back, True)
+            out, handle = self._all_gather_flat(self.ops.flat(wire), (n * math.prod(shape),), comm, async_op)
+            return self._finish(out, handle, shape, async_op, back, made=lambda y: self._reduced(y, shape, order, op))
         own = self.ops.scaled(wire, 1 / n) if op == "avg" else self.ops.copy(wire) if back is None else wire
-        out, handle = self._all_reduce_flat(self.ops.flat(own), native, comm, async_op)
-        return self._finish(out, handle, lambda y: y, shape, async_op, back)
+        out, handle = self._all_reduce_flat(self._not_0d(own), native, comm, async_op)
+        return self._finish(out, handle, shape, async_op, back, None if shape else lambda y: y)
 
     def all_reduce_(self, x: Tensor, op: str, group: Ranks) -> Work[Tensor]:
         native = self._native(op, x)
-        if native is None or op == "avg" or not self.ops.lies_as_it_is(x):
+        if native is None or op == "avg" or not x.shape or not self.ops.lies_as_it_is(x):
             work = self.all_reduce(x, op, group, async_op=True)
             return Work(finish=lambda: self.ops.write(x, work.wait()))
         self._agree("all_reduce", f"{op} {_kind(x)}", group)
-        flat = self.ops.shaped(x, (-1,))
-        out, handle = self._all_reduce_flat(flat, native, self._comm(group)[0], True)
+        out, handle = self._all_reduce_flat(x, native, self._comm(group)[0], True)
 
         def written() -> Tensor:
             if handle is not None:
                 handle.wait()
-            return x if out is flat else self.ops.write(x, self.ops.shaped(out, x.shape))
+            return x if out is x else self.ops.write(x, out)
         return Work(x, written)
 
     def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int], group: Ranks, async_op: bool = False) -> Result:
@@ -226,14 +224,17 @@ class DeviceBackend(Backend):
             return self._give(self.ops.empty(result, x.dtype), async_op)
         comm, order = self._comm(group)
         if min(sizes) == rows and order == sorted(order):
-            out, handle = self._all_gather_flat(self.ops.flat(wire), comm, n, async_op)
-            return self._finish(out, handle, lambda y: joined(y, shape, dim, n, self.ops), result, async_op, back)
-        out, handle = self._all_gather_flat(padded([wire], dim, rows, self.ops), comm, n, async_op)
+            out, handle = self._all_gather_flat(self.ops.in_order(wire), with_dim(shape, 0, n * shape[0]), comm, async_op)
+            return self._finish(out, handle, result, async_op, back, None if dim == 0 else
+                                lambda y: last_back(self.ops.shaped(y, (n, *shape)), dim, self.ops))
+        flat = padded([wire], dim, rows, self.ops)
+        out, handle = self._all_gather_flat(flat, (n * flat.shape[0],), comm, async_op)
 
-        def arrange(y: Tensor) -> Tensor:
-            return self.ops.join([unpadded(y, with_dim(shape, dim, s), dim, rows, order.index(i), self.ops)
-                                  for i, s in enumerate(sizes) if s], dim)
-        return self._finish(out, handle, arrange, result, async_op, back, True)
+        def made(y: Tensor) -> Tensor:
+            pieces = [unpadded(y, with_dim(shape, dim, s), dim, rows, order.index(i), self.ops)
+                      for i, s in enumerate(sizes) if s]
+            return self.ops.join(pieces, dim) if len(pieces) > 1 else self.ops.copy(pieces[0])
+        return self._finish(out, handle, result, async_op, back, made=made)
 
     def reduce_scatter(self, x: Tensor, op: str, dim: int, sizes: Sequence[int], group: Ranks,
                        async_op: bool = False) -> Result:
@@ -248,16 +249,20 @@ class DeviceBackend(Backend):
         native = self._native(op, wire)
         if native is not None and op == "avg":
             wire = self.ops.scaled(wire, 1 / n)
-        even = min(sizes) == rows and order == sorted(order)
-        flat = self.ops.flat(blocks(wire, dim, n, self.ops)) if even else self._padded(wire, dim, sizes, order)
+        position, even = order.index(me), min(sizes) == rows and order == sorted(order)
+        flat = self._padded(wire, dim, sizes, order) if not even else self.ops.in_order(wire) if dim == 0 else \
+            self.ops.shaped(self.ops.in_order(blocks(wire, dim, n, self.ops)), with_dim(shape, 0, n * shape[0]))
+        lies = shape if even else (block,)
 
-        def arrange(y: Tensor) -> Tensor:
-            return self.ops.shaped(y, shape) if even else unpadded(y, shape, dim, rows, 0, self.ops)
+        def view(y: Tensor) -> Tensor:
+            return y if even else unpadded(y, shape, dim, rows, 0, self.ops)
         if native is not None:
-            out, handle = self._reduce_scatter_flat(flat, native, comm, n, order.index(me), async_op)
-            return self._finish(out, handle, arrange, shape, async_op, back)
-        out, handle = self._all_to_all_flat(flat, (block,) * n, (block,) * n, comm, order.index(me), async_op)
-        return self._finish(out, handle, lambda y: arrange(self._reduced(y, block, order, op)), shape, async_op, back, True)
+            out, handle = self._reduce_scatter_flat(flat, lies, native, comm, position, async_op)
+            return self._finish(out, handle, shape, async_op, back, None if even else view)
+        equal = [block] * n
+        out, handle = self._all_to_all_flat(self.ops.flat(flat), (n * block,), equal, equal, comm, position, async_op)
+        return self._finish(out, handle, shape, async_op, back, made=lambda y: self._put(
+            self.ops.empty(shape, y.dtype), view(self._reduced(y, lies, order, op))))
 
     def _padded(self, x: Tensor, dim: int, sizes: Sequence[int], order: list[int]) -> Tensor:
         at = offsets(sizes)
@@ -281,9 +286,10 @@ class DeviceBackend(Backend):
         ordered = order == sorted(order)
         if ordered and min(split_sizes) == max(split_sizes) and min(concat_sizes) == max(concat_sizes):
             flat = self.ops.flat(blocks(wire, split_dim, n, self.ops))
-            out, handle = self._all_to_all_flat(flat, (block,) * n, (block,) * n, comm, me, async_op)
-            return self._finish(out, handle, lambda y: joined(y, piece(me, me), concat_dim, n, self.ops), result, async_op,
-                                back)
+            lies = result if concat_dim == 0 else (n * block,)
+            out, handle = self._all_to_all_flat(flat, lies, [block] * n, [block] * n, comm, me, async_op)
+            return self._finish(out, handle, result, async_op, back, None if concat_dim == 0 else
+                                lambda y: last_back(self.ops.shaped(y, (n, *piece(me, me))), concat_dim, self.ops))
         # a piece lies with the split dim in front: so the pieces lie one behind another
         flat = self.ops.flat(first(wire, split_dim, self.ops))
         sends, recvs = ([math.prod(p) for p in pieces] for pieces in (
@@ -298,17 +304,19 @@ class DeviceBackend(Backend):
                 parts += [self.ops.empty((block - sends[j],), flat.dtype)] if sends[j] < block else []
             flat, starts = self.ops.join(parts, 0), [order.index(i) * block for i in range(n)]
             lengths = [block] * n, [block] * n
-        out, handle = self._all_to_all_flat(flat, *lengths, comm, order.index(me), async_op)
+        out, handle = self._all_to_all_flat(flat, (sum(lengths[1]),), *lengths, comm, order.index(me), async_op)
 
-        def arrange(y: Tensor) -> Tensor:
+        def made(y: Tensor) -> Tensor:
             pieces = []
             for i in (i for i in range(n) if recvs[i]):
                 dims = piece(i, me)
                 lies = self.ops.shaped(self.ops.take(y, 0, starts[i], starts[i] + recvs[i]),
                                        (dims[split_dim], *dims[:split_dim], *dims[split_dim + 1:]))
                 pieces.append(last_back(lies, split_dim, self.ops))
-            return self.ops.join(pieces, concat_dim) if pieces else self.ops.empty(result, y.dtype)
-        return self._finish(out, handle, arrange, result, async_op, back, True)
+            if len(pieces) > 1:
+                return self.ops.join(pieces, concat_dim)
+            return self.ops.copy(pieces[0]) if pieces else self.ops.empty(result, y.dtype)
+        return self._finish(out, handle, result, async_op, back, made=made)
 
     def broadcast(self, x: Tensor, src: int, group: Ranks, async_op: bool = False) -> Result:
         self._agree("broadcast", f"{_kind(x)} from {src}", group)
@@ -316,9 +324,9 @@ class DeviceBackend(Backend):
             return self._give(self.ops.copy(x), async_op)
         shape, (wire, back) = tuple(x.shape), self._wire(x)
         # broadcast in place, and the input stays untouched
-        flat = self.ops.flat(self.ops.copy(wire) if self.rank == src else self.ops.empty(shape, wire.dtype))
-        out, handle = self._broadcast_flat(flat, src, self._comm(group)[0], async_op)
-        return self._finish(out, handle, lambda y: y, shape, async_op, back)
+        own = self.ops.copy(wire) if self.rank == src else self.ops.empty(shape, wire.dtype)
+        out, handle = self._broadcast_flat(self._not_0d(own), src, self._comm(group)[0], async_op)
+        return self._finish(out, handle, shape, async_op, back, None if shape else lambda y: y)
 
     def scatter(self, x: Tensor | None, dim: int, sizes: Sequence[int], src: int, group: Ranks, *, shape: Sequence[int],
                 dtype: Any, async_op: bool = False) -> Result:
@@ -337,15 +345,16 @@ class DeviceBackend(Backend):
         mine = [self.ops.copy(x) for dst, x in sends if dst == self.rank]
 
         def buffer(shape: Sequence[int], dtype: Any) -> Tensor:
-            return self.ops.empty((math.prod(shape),), self.carriers.get(dtype, dtype))
+            return self.ops.empty(shape or (1,), self.carriers.get(dtype, dtype))
         got = [mine.pop(0) if src == self.rank else buffer(shape, dtype) for src, shape, dtype in recvs]
         # both ends know what is empty
-        leaving = [(dst, self.ops.flat(self._wire(x)[0])) for dst, x in sends if dst != self.rank and math.prod(x.shape)]
+        leaving = [(dst, self.ops.in_order(self._not_0d(self._wire(x)[0]))) for dst, x in sends
+                   if dst != self.rank and math.prod(x.shape)]
         arriving = [(src, y) for (src, shape, _), y in zip(recvs, got) if src != self.rank and 0 not in shape]
         if leaving or arriving:
             self._exchange_flat(leaving, arriving)
-        return [self.ops.shaped(self.ops.cast(y, dtype) if y.dtype != dtype else y, shape)
-                for y, (_, shape, dtype) in zip(got, recvs)]
+        got = [self.ops.cast(y, dtype) if y.dtype != dtype else y for y, (_, _, dtype) in zip(got, recvs)]
+        return [y if tuple(y.shape) == tuple(shape) else self.ops.shaped(y, shape) for y, (_, shape, _) in zip(got, recvs)]
 
     def _in_order(self, sends: list[tuple[int, Tensor]],
                   recvs: list[tuple[int, Tensor]]) -> Iterator[tuple[str, int, int, Tensor]]:

@@ -50,26 +50,27 @@ class HcclBackend(DeviceBackend):
             return communication.create_group(name, ranks, options)
         return cls(dist.get_rank(), dist.get_world_size(), GlobalComm.WORLD_COMM_GROUP, create_group, dist)
 
-    def _all_reduce_flat(self, flat: Tensor, op: str, comm: str, async_op: bool) -> Flat:
-        return flat, self._api.all_reduce(flat, op=op, group=comm, async_op=async_op)
+    def _all_reduce_flat(self, x: Tensor, op: str, comm: str, async_op: bool) -> Flat:
+        return x, self._api.all_reduce(x, op=op, group=comm, async_op=async_op)
 
-    def _all_gather_flat(self, flat: Tensor, comm: str, size: int, async_op: bool) -> Flat:
-        out = self.ops.empty((flat.shape[0] * size,), flat.dtype)
-        return out, self._api.all_gather_into_tensor(out, flat, group=comm, async_op=async_op)
+    def _all_gather_flat(self, x: Tensor, shape: Sequence[int], comm: str, async_op: bool) -> Flat:
+        out = self.ops.empty(shape, x.dtype)
+        return out, self._api.all_gather_into_tensor(out, x, group=comm, async_op=async_op)
 
-    def _reduce_scatter_flat(self, flat: Tensor, op: str, comm: str, size: int, position: int, async_op: bool) -> Flat:
-        out = self.ops.empty((flat.shape[0] // size,), flat.dtype)
-        return out, self._api.reduce_scatter_tensor(out, flat, op=op, group=comm, async_op=async_op)
+    def _reduce_scatter_flat(self, x: Tensor, shape: Sequence[int], op: str, comm: str, position: int,
+                             async_op: bool) -> Flat:
+        out = self.ops.empty(shape, x.dtype)
+        return out, self._api.reduce_scatter_tensor(out, x, op=op, group=comm, async_op=async_op)
 
-    def _all_to_all_flat(self, flat: Tensor, sends: Sequence[int], recvs: Sequence[int], comm: str, position: int,
-                         async_op: bool) -> Flat:
-        out = self.ops.empty((sum(recvs),), flat.dtype)
+    def _all_to_all_flat(self, x: Tensor, shape: Sequence[int], sends: Sequence[int], recvs: Sequence[int], comm: str,
+                         position: int, async_op: bool) -> Flat:
+        out = self.ops.empty(shape, x.dtype)
         even = len({*sends, *recvs}) == 1
         sizes = {} if even else {"output_split_sizes": list(recvs), "input_split_sizes": list(sends)}
-        return out, self._api.all_to_all_single(out, flat, **sizes, group=comm, async_op=async_op)
+        return out, self._api.all_to_all_single(out, x, **sizes, group=comm, async_op=async_op)
 
-    def _broadcast_flat(self, flat: Tensor, src: int, comm: str, async_op: bool) -> Flat:
-        return flat, self._api.broadcast(flat, src, group=comm, async_op=async_op)
+    def _broadcast_flat(self, x: Tensor, src: int, comm: str, async_op: bool) -> Flat:
+        return x, self._api.broadcast(x, src, group=comm, async_op=async_op)
 
     def _exchange_flat(self, sends: list[tuple[int, Tensor]], recvs: list[tuple[int, Tensor]]) -> None:
         d = self._api

@@ -48,22 +48,24 @@ class NcclBackend(DeviceBackend):
             self._made[key] = getattr(self._api, kind)(*args, **kwargs)
         return self._made[key]
 
-    def _all_reduce_flat(self, flat: Tensor, op: str, comm: str, async_op: bool) -> Flat:
-        return self._primitive("AllReduce", op, comm)(flat), None
+    def _all_reduce_flat(self, x: Tensor, op: str, comm: str, async_op: bool) -> Flat:
+        return self._primitive("AllReduce", op, comm)(x), None
 
-    def _all_gather_flat(self, flat: Tensor, comm: str, size: int, async_op: bool) -> Flat:
-        return self._primitive("AllGather", comm)(flat), None
+    def _all_gather_flat(self, x: Tensor, shape: Sequence[int], comm: str, async_op: bool) -> Flat:
+        return self._primitive("AllGather", comm)(x), None
 
-    def _reduce_scatter_flat(self, flat: Tensor, op: str, comm: str, size: int, position: int, async_op: bool) -> Flat:
-        return self._primitive("ReduceScatter", op, comm)(flat), None
+    def _reduce_scatter_flat(self, x: Tensor, shape: Sequence[int], op: str, comm: str, position: int,
+                             async_op: bool) -> Flat:
+        return self._primitive("ReduceScatter", op, comm)(x), None
 
-    def _all_to_all_flat(self, flat: Tensor, sends: Sequence[int], recvs: Sequence[int], comm: str, position: int,
-                         async_op: bool) -> Flat:
-        return self._primitive("AlltoAll", split_count=len(sends), split_dim=0, concat_dim=0, group=comm)(flat), None
+    def _all_to_all_flat(self, x: Tensor, shape: Sequence[int], sends: Sequence[int], recvs: Sequence[int], comm: str,
+                         position: int, async_op: bool) -> Flat:
+        out = self._primitive("AlltoAll", split_count=len(sends), split_dim=0, concat_dim=0, group=comm)(x)
+        return self.ops.shaped(out, shape), None
 
-    def _broadcast_flat(self, flat: Tensor, src: int, comm: str, async_op: bool) -> Flat:
+    def _broadcast_flat(self, x: Tensor, src: int, comm: str, async_op: bool) -> Flat:
         ranks = next(r for r, name in self._names.items() if name == comm)
-        return self._primitive("Broadcast", ranks.index(src), comm)((flat,))[0], None
+        return self._primitive("Broadcast", ranks.index(src), comm)((x,))[0], None
 
     def _exchange_flat(self, sends: list[tuple[int, Tensor]], recvs: list[tuple[int, Tensor]]) -> None:
         world = self._names[tuple(range(self.size))]

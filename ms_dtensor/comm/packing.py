@@ -4,7 +4,7 @@
 Not communication. A block is 1-d, so nothing is ever 0-d on the wire. Equal pieces of dim 0 are such blocks as they lie;
 of another dim they are one strided view, copied once; uneven ones are joined with padding, one kernel too. Two sets of
 local operations do the work: `TensorOps` on the device, `HostOps` through NumPy on CPU, where MindSpore lacks kernels for
-several dtypes. The invariant: what `blocks` or `padded` cut, `joined` or `unpadded` puts together.
+several dtypes. The invariant: what `blocks` or `padded` cut, `last_back` or `unpadded` puts together.
 """
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mindspore import Tensor, mint
 from mindspore import dtype as mstype
 
 from ..internals.target import on_cpu
-from .protocol import cut, with_dim
+from .protocol import cut
 from .shm.reduce import reduce_into
 
 
@@ -28,6 +28,11 @@ class TensorOps:
     def flat(x: Tensor) -> Tensor:
         """All elements in row-major order, contiguous; a copy only where they do not lie so."""
         return mint.reshape(x.contiguous(), (-1,))
+
+    @staticmethod
+    def in_order(x: Tensor) -> Tensor:
+        """Contiguous; a copy only where it is not."""
+        return x.contiguous()
 
     @staticmethod
     def shaped(x: Tensor, shape: Sequence[int]) -> Tensor:
@@ -83,7 +88,7 @@ class TensorOps:
 
     @staticmethod
     def reduce(parts: Sequence[Tensor], op: str) -> Tensor:
-        """The reduction of equal flat tensors, in order."""
+        """The reduction of equal tensors, in order."""
         step = {"sum": mint.add, "avg": mint.add, "max": mint.maximum, "min": mint.minimum, "prod": mint.mul}[op]
         acc = parts[0]
         for p in parts[1:]:
@@ -97,6 +102,10 @@ class HostOps(TensorOps):
     @staticmethod
     def flat(x: Tensor) -> Tensor:
         return Tensor.from_numpy(np.ascontiguousarray(x.asnumpy()).reshape(-1).copy())
+
+    @staticmethod
+    def in_order(x: Tensor) -> Tensor:
+        return Tensor.from_numpy(np.array(x.asnumpy(), order="C"))
 
     @staticmethod
     def shaped(x: Tensor, shape: Sequence[int]) -> Tensor:
@@ -144,7 +153,7 @@ class HostOps(TensorOps):
     def reduce(parts: Sequence[Tensor], op: str) -> Tensor:
         arrays = [p.asnumpy() for p in parts]
         out = np.empty_like(arrays[0])
-        reduce_into([out], op, arrays)
+        reduce_into([out.reshape(-1)], op, [a.reshape(-1) for a in arrays])
         return Tensor.from_numpy(out)
 
 
@@ -174,7 +183,7 @@ def first(x: Tensor, dim: int, ops: type[TensorOps]) -> Tensor:
 
 
 def last_back(x: Tensor, dim: int, ops: type[TensorOps]) -> Tensor:
-    """The first dim back at its place, as a view."""
+    """The first dim back at its place, as a view; of `count` equal pieces, what they make joined on it."""
     return x if dim == 0 else ops.permute(x, (*range(1, dim + 1), 0, *range(dim + 1, len(x.shape))))
 
 
@@ -182,12 +191,6 @@ def blocks(x: Tensor, dim: int, count: int, ops: type[TensorOps]) -> Tensor:
     """`count` equal pieces of a dim as a first dim of their own, as a view."""
     shape = tuple(x.shape)
     return first(ops.shaped(x, (*shape[:dim], count, shape[dim] // count, *shape[dim + 1:])), dim, ops)
-
-
-def joined(flat: Tensor, shape: Sequence[int], dim: int, count: int, ops: type[TensorOps]) -> Tensor:
-    """`count` flat pieces of this shape, joined on a dim: a view still, whose dim is apart in two if it is not the first."""
-    pieces = last_back(ops.shaped(flat, (count, *shape)), dim, ops)
-    return ops.shaped(pieces, with_dim(shape, dim, shape[dim] * count)) if dim == 0 else pieces
 
 
 def padded(pieces: Sequence[Tensor], dim: int, rows: int, ops: type[TensorOps]) -> Tensor:

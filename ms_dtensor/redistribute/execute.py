@@ -144,7 +144,7 @@ def slice_local(x, slices, copy: bool = False):
         return Tensor.from_numpy(np.array(x.asnumpy()[tuple(slices)], order="C"))
     for d, s in part:
         x = ms.mint.narrow(x, d, s.start, s.stop - s.start)
-    return fresh_copy(x) if copy and (not part or x.is_contiguous()) else x.contiguous()
+    return fresh_copy(x) if copy or part else x.contiguous()
 
 
 @dataclass(slots=True)

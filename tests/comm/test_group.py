@@ -263,15 +263,15 @@ def test_hccl_calls(tensor):
         g.all_gather(tensor(2, dtype="bool"), 0, [2] * 4)
         g.exchange([(0, tensor(2, 2)), (1, tensor(1))], [(3, (3, 1), tensor(1).dtype), (1, (1,), tensor(1).dtype)])
     assert calls("hccl", run) == [
-        ("all_reduce", (6,), {"op": "sum"}),                              # of what was divided before
+        ("all_reduce", (2, 3), {"op": "sum"}),                            # of what was divided before
         ("all_gather_into_tensor", (24,), (6,), {}),
         ("reduce_scatter_tensor", (6,), (24,), {"op": "max"}),
         ("all_to_all_single", (4,), (4,), {}),
         ("broadcast", (1,), {"src": 2}),
         ("all_gather_into_tensor", (12,), (3,), {}),
         ("all_gather_into_tensor", (8,), (2,), {}),
-        ("isend", (4,), {"peer": 0}),
-        ("irecv", (3,), {"peer": 3}),
+        ("isend", (2, 2), {"peer": 0}),
+        ("irecv", (3, 1), {"peer": 3}),
     ]
 
 
@@ -286,14 +286,14 @@ def test_nccl_calls(tensor):
         g.broadcast(tensor(), 2)
         g.exchange([(0, tensor(2, 2)), (3, tensor(1))], [(0, (3, 1), tensor(1).dtype), (3, (1,), tensor(1).dtype)])
     assert calls("nccl", run) == [
-        ("AllReduce", (6,), {"op": "sum"}),
-        ("AllReduce", (6,), {"op": "sum"}),
+        ("AllReduce", (2, 3), {"op": "sum"}),
+        ("AllReduce", (2, 3), {"op": "sum"}),
         ("AllGather", (6,), {}),
         ("ReduceScatter", (24,), {"op": "max"}),
         ("AlltoAll", (4,), {}),
         ("Broadcast", (1,), {"root": 2}),
         ("Receive", {"of": 0, "tag": 0}),                                 # the lower rank of a pair sends first
-        ("Send", (4,), {"to": 0, "tag": 0}),
+        ("Send", (2, 2), {"to": 0, "tag": 0}),
         ("Send", (1,), {"to": 3, "tag": 0}),
         ("Receive", {"of": 3, "tag": 0}),
     ]

@@ -94,7 +94,7 @@ def cross_entropy(x, t, w=None, how=1, ignored=-100, smooth=0.0):
     at = np.where(kept, t, 0)
     loss = -(1 - smooth) * np.take_along_axis(log, at[:, None], 1)[:, 0] * w[at] - smooth * (log * w).mean(-1)
     loss = loss * kept
-    return {0: loss.sum(), 1: loss.sum() / (w[at] * kept).sum(), 2: loss}[how], log, np.zeros(()), np.zeros(())
+    return np.reshape({0: loss.sum(), 1: loss.sum() / (w[at] * kept).sum(), 2: loss}[how], -1), log, np.zeros(0), np.zeros(0)
 
 
 def distinct(x, inverse=False, counts=False, dim=None):

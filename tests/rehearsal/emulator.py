@@ -3,7 +3,7 @@
 
 A collective takes place when it is called, but its result is garbage until the compute stream would have it: until its
 handle, or that of a later one of the same communicator, is waited for. What it reads must not change before. The invariant:
-a program that this does not refuse, and whose numbers are right, has every wait that it needs; `seconds` says how many of
+a program that this does not refuse, and whose numbers are right, has every wait that it needs; `times` says how many of
 them it could have had later.
 """
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Device:
         calls: the calls so far, by name, communicator and shapes.
         counts: "launches" of collectives; `kernels.py` adds "kernels", "copied" bytes and "syncs".
         syncs: lines of host synchronisations.
-        seconds: by communicator, how long its collectives took and how long the compute stream stood still for them.
+        times: of each collective waited for: name, communicator, its seconds, those the compute stream stood still for it.
     """
 
     def __init__(self, under, table, rates=RATES):
@@ -101,7 +101,7 @@ class Device:
         self.compute, self.stream = 0.0, Counter()
         self.counts: Counter = Counter()
         self.syncs: list[str] = []
-        self.seconds: dict[str, list[float]] = {}
+        self.times: list[tuple[str, str, float, float]] = []
 
     # -- communicators -------------------------------------------------------------------------------------------------
     def create_group(self, name, ranks, options=None):
@@ -117,7 +117,7 @@ class Device:
         """Notes a call of tensors that a device takes; the members of its communicator."""
         check(comm in self.comms, name, "on unknown communicator", comm)
         for t in tensors:
-            check(type(t) is Tensor and t.ndim == 1 and t.shape[0] > 0, name, "takes flat tensors that hold something", t)
+            check(type(t) is Tensor and t.ndim > 0 and t.size > 0, name, "takes tensors of a dim that hold something", t)
             check(_contiguous(t), name, "takes contiguous tensors")
             check(str(t.dtype) in self.table.moved, name, "does not move", t.dtype)
         if "op" in kw:
@@ -177,17 +177,13 @@ class Device:
         for t in done:
             for tensor, result in t.outputs:
                 memory(tensor)[...] = result
-            busy = self.seconds.setdefault(t.comm, [0.0, 0.0])
-            still = max(0.0, min(t.seconds, t.ends - self.compute))
+            self.times.append((t.name, t.comm, t.seconds, max(0.0, min(t.seconds, t.ends - self.compute))))
             self.compute = max(self.compute, t.ends)
-            busy[0] += t.seconds
-            busy[1] += still
 
-    def overlapped(self, *comms: str) -> float:
-        """Which part of the time of these communicators (default all) the compute stream did not stand still for."""
-        pairs = [v for name, v in self.seconds.items() if not comms or name in comms]
-        total = sum(t for t, _ in pairs)
-        return 1 - sum(s for _, s in pairs) / total if total else 1.0
+    def overlapped(self, name: str, comm: str = "") -> float:
+        """Which part of the time of these collectives the compute stream did not stand still for."""
+        mine = [(seconds, still) for n, c, seconds, still in self.times if n == name and comm in ("", c)]
+        return 1 - sum(still for _, still in mine) / sum(seconds for seconds, _ in mine)
 
     def close(self) -> None:
         """Every collective has been waited for."""
@@ -208,14 +204,15 @@ class MintDistributed(Device):
 
     def all_gather_into_tensor(self, output_tensor, input_tensor, group=None, async_op=False):
         ranks = self.begin("all_gather_into_tensor", group, [output_tensor, input_tensor])
-        n = input_tensor.shape[0]
-        check(output_tensor.shape[0] == n * len(ranks), "all_gather: sizes", output_tensor.shape, input_tensor.shape)
+        n, rest = input_tensor.shape[0], input_tensor.shape[1:]
+        check(output_tensor.shape == (n * len(ranks), *rest), "all_gather: sizes", output_tensor.shape, input_tensor.shape)
         got = self.under.all_gather(self.read(input_tensor, group), 0, [n] * len(ranks), ranks)
         return self.end("all_gather_into_tensor", group, [input_tensor], [(output_tensor, got)], async_op)
 
     def reduce_scatter_tensor(self, output, input, op="sum", group=None, async_op=False):
         ranks = self.begin("reduce_scatter_tensor", group, [output, input], op=op)
-        check(input.shape[0] == output.shape[0] * len(ranks), "reduce_scatter: sizes", output.shape, input.shape)
+        check(input.shape == (output.shape[0] * len(ranks), *output.shape[1:]), "reduce_scatter: sizes", output.shape,
+              input.shape)
         got = self.under.reduce_scatter(self.read(input, group), op, 0, [output.shape[0]] * len(ranks), ranks)
         return self.end("reduce_scatter_tensor", group, [input], [(output, got)], async_op)
 
@@ -224,8 +221,9 @@ class MintDistributed(Device):
         ranks = self.begin("all_to_all_single", group, [output, input])
         sends, recvs = (sizes or even(t, ranks) for sizes, t in ((input_split_sizes, input), (output_split_sizes, output)))
         check(sum(sends) == input.shape[0] and sum(recvs) == output.shape[0], "all_to_all: sizes", sends, recvs)
-        got = swap(self.under, memory(self.read(input, group)), sends, recvs, ranks, input.dtype)
-        return self.end("all_to_all_single", group, [input], [(output, got)], async_op)
+        sends, recvs = ([n * (t.size // t.shape[0]) for n in sizes] for sizes, t in ((sends, input), (recvs, output)))
+        got = swap(self.under, memory(self.read(input, group)).reshape(-1), sends, recvs, ranks, input.dtype)
+        return self.end("all_to_all_single", group, [input], [(output, got.reshape(output.shape))], async_op)
 
     def broadcast(self, tensor, src, group=None, async_op=False):
         ranks = self.begin("broadcast", group, [tensor], src=src)
@@ -296,6 +294,7 @@ class Primitives(Device):
             ranks = self.begin("AlltoAll", group, [x])
             check(split_count == len(ranks) and split_dim == concat_dim == 0, "AlltoAll", split_count, split_dim, concat_dim)
             sizes = even(x, ranks)
+            check(x.ndim == 1, "AlltoAll")  # as ours are
             got = swap(self.under, memory(x), sizes, sizes, ranks, x.dtype)
             return self._give("AlltoAll", group, x, Tensor.from_numpy(got))
         return call

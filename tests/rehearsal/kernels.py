@@ -68,21 +68,24 @@ def launched(device, out) -> None:
 def _written(original, name, device):
     """An in-place method that writes: NumPy into the tensor's own memory. MindSpore's still checks and counts versions."""
     def write(self, *args, **kwargs):
-        if hasattr(self, "_layout") or recording():  # dispatch's own, or autograd's
+        if recording() or name == "copy_" and hasattr(self, "_layout"):  # autograd's, or dispatch's own
             return original(self, *args, **kwargs)
         if name == "copy_":
             values = memory(args[0]).astype(memory(self).dtype)
             if sys._getframe(1).f_code.co_filename.endswith(PACKS):
                 launched(device, self)
         else:
-            values = memory(original(self, *args, **kwargs)).copy()
+            result = original(self, *args, **kwargs)
+            if hasattr(result, "_layout"):  # dispatched, and written there
+                return result
+            values = memory(result).copy()
         bump(self, values)
         memory(self)[...] = values
         return self
     bump_copy = Tensor.copy_
 
     def bump(target, values):
-        if values.size and target.is_contiguous() and target.storage_offset() == 0:
+        if values.size and target.is_contiguous() and target.untyped_storage().nbytes() == values.size * target.itemsize:
             bump_copy(target, Tensor.from_numpy(np.array(np.broadcast_to(values, target._shape), order="C")))
     return write
 

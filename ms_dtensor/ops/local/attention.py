@@ -45,7 +45,7 @@ def composed(query, key, value, real_shift, attn_mask, heads, scale, pre_tokens,
     total = mint.sum(weights, (3,), keepdim=True)
     out = mint.matmul(weights / total, v)
     stats = [mint.broadcast_to(s, (*s._shape[:3], 8)) for s in (top, ops.stop_gradient(total))]
-    return stats[0], stats[1], ops.zeros((), query.dtype), _back(out, form).astype(query.dtype)
+    return stats[0], stats[1], ops.zeros((1,), query.dtype), _back(out, form).astype(query.dtype)
 
 
 def _bnsd(x, form, depth):

@@ -90,7 +90,7 @@ def _batch_norm(name, input, weight=None, bias=None, running_mean=None, running_
                 eps=1e-5):
     if training:
         return batch_norm(name, input, weight, bias, running_mean, running_var, True, momentum, eps, input._shape)
-    unused = (0,) * 2 if name == "BatchNormExt" else (input._shape[1],) * 4
+    unused = (input._shape[1],) * (2 if name == "BatchNormExt" else 4)
     if 0 in input._shape:  # the gradients of weight and bias would be empty sums
         return StandIn.apply(input, input._shape, 0), *(ops.zeros((n,), input.dtype) for n in unused)
     shape = tuple(n if d == 1 else 1 for d, n in enumerate(input._shape))

@@ -109,7 +109,7 @@ def kl_div(input, target, reduction=1, log_target=False):
 
 
 def cross_entropy(input, target, weight=None, reduction=1, ignore_index=-100, label_smoothing=0.0, *_):
-    """`CrossEntropyLoss`, without z-loss: (loss, log-probabilities, 0, 0)."""
+    """`CrossEntropyLoss`, without z-loss: (loss, log-probabilities, nothing, nothing)."""
     log, classes = ops.log_softmax(input, -1), input._shape[-1]
     ignored = target == ignore_index
     hot = ops.one_hot(mint.where(ignored, ops.zeros_like(target), target), classes)
@@ -118,9 +118,9 @@ def cross_entropy(input, target, weight=None, reduction=1, ignore_index=-100, la
     weights = (hot * share).sum(-1) * counted
     smooth = -(log * share).sum(-1) * counted * (label_smoothing / classes)
     loss = -(log * hot * share).sum(-1) * counted * (1 - label_smoothing) + smooth
-    kind, nothing = _REDUCTION.get(reduction, reduction), ops.zeros((), input.dtype)
+    kind, nothing = _REDUCTION.get(reduction, reduction), ops.zeros((0,), input.dtype)
     loss = loss.sum() / weights.sum() if kind == "mean" else reduced(loss, kind)
-    return loss, log, nothing, nothing
+    return mint.reshape(loss, (-1,)), log, nothing, nothing
 
 
 TABLE = {

@@ -13,7 +13,9 @@ import numpy as np
 from mindspore import Tensor, mint, ops
 
 from ..rules.conv import per_dim
+from ..rules.pool import mask_shape
 from .cpu_matmul import matmul
+from .dtypes import full
 
 
 def _batched(fn, spatial: int):
@@ -27,9 +29,11 @@ def _batched(fn, spatial: int):
 
 
 def max_pool2d(input, kernel_size, stride=None, padding=0, dilation=(1, 1), ceil_mode=False, return_indices=False):
-    """`FuncMaxPool2D`: (maxima, positions), whether positions are wanted or not."""
+    """`FuncMaxPool2D`: (maxima, positions), or where these are not wanted, a mask that nobody reads."""
     out, at = ops.max_pool2d(input, kernel_size, kernel_size if stride is None else stride, padding, dilation,
                              return_indices=True, ceil_mode=ceil_mode)
+    if not return_indices:
+        return out, full(mask_shape(out._shape, per_dim(kernel_size, 2)), 0, ms.int8)
     return out, at.astype(ms.int64)
 
 

@@ -71,8 +71,9 @@ def bernoulli_like(x, p, shape, box):
 
 
 def normal_of(mean, std, shape, box):
-    """Normal numbers with mean and deviation per element."""
-    return Tensor(rng.normal(rng.next_key(), shape, box)) * std + mean
+    """Normal numbers with mean and deviation per element, in the dtype of the first tensor of the two."""
+    first = mean if isinstance(mean, Tensor) else std
+    return (Tensor(rng.normal(rng.next_key(), shape, box)) * std + mean).astype(first.dtype)
 
 
 def multinomial(p, count, replacement, wide, shape, box):

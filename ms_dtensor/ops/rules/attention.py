@@ -69,7 +69,7 @@ def flash_attention(call: Call) -> OpSpec:
     if call.get("padding_mask") is not None or call.get("actual_q") is not None or call.get("actual_kv") is not None:
         raise OpRuleError("For 'flash_attention_score', padding masks and sequence lengths are not supported on DTensors.",
                           "", "MindSpore itself does not support them outside packed layouts.", "use attn_mask")
-    return OpSpec((stats, stats, (), q.shape), tuple(cases), local,
+    return OpSpec((stats, stats, (1,), q.shape), tuple(cases), local,
                   ("float32", "float32", q.dtype, q.dtype))
 
 
@@ -98,7 +98,7 @@ def rotary(call: Call) -> OpSpec:
         split = (o for o in call.operands if o is x or o.shape[d] == x.shape[d] != 1)
         cases.append(call.case({o.index: S(d) for o in split}, S(d)))
     cases.append(call.case({x.index: P}, P))
-    return OpSpec((x.shape,), tuple(cases))
+    return OpSpec((x.shape,), tuple(cases), dtypes=(x.dtype,))
 
 
 RULES = {"flash_attention": flash_attention, "prompt_attention": refused, "apply_rotary": refused, "rotary": rotary}

@@ -105,14 +105,14 @@ def fused_cross_entropy(call: Call) -> OpSpec:
 
     Raises:
         OpRuleError: the z-loss is asked for.
-    """
+    """  # the shapes are those of the kernel: one loss is a vector of one, nothing a vector of none
     x, kind = call.args["input"], reduction_of(call)
     if call.get("return_zloss") or call.get("zloss_scale"):
         raise OpRuleError("For 'cross_entropy_loss', the z-loss is not supported on DTensors.", "",
                           "Its kernel's results are not documented.", "(mint.logsumexp(x, -1) ** 2).mean() * scale, besides")
     loss = P if kind == "sum" else S(0)
     cases = [call.case({x.index: S(0), call.args["target"].index: S(0)}, loss, S(0), R, R)] if kind != "mean" else []
-    return OpSpec((x.shape[:1] if kind == "none" else (), x.shape, (), ()), tuple(cases))
+    return OpSpec((x.shape[:1] if kind == "none" else (1,), x.shape, (0,), (0,)), tuple(cases))
 
 
 def row_max(call: Call) -> OpSpec:

@@ -54,18 +54,19 @@ def group_norm(call: Call) -> OpSpec:
 
 
 def batch_norm(call: Call) -> OpSpec:
-    """(y, statistics: four, or the two of `mint`, which are empty in evaluation): per channel, so channels may be sharded
-    alike; in evaluation any dim of the input."""
+    """(y, statistics: four, or the two of `mint`): per channel, so channels may be sharded alike; in evaluation any dim of
+    the input."""
     x, training, ext = call.args["input"], bool(call.get("training")), call.op == "batch_norm_ext"
     stats, rest = 2 if ext else 4, len(call.operands) - 1
     if str(call.get("data_format", 0)).upper() not in ("0", "NCHW"):
         return OpSpec((x.shape, *((x.shape[-1],),) * stats), ())
-    n = 0 if ext and not training else x.shape[1]
     cases = [Case((S(1), *(S(0),) * rest), (S(1), *(S(0),) * stats))]
     if not training:
         cases += [Case((S(d), *(R,) * rest), (S(d), *(R,) * stats)) for d in range(x.ndim) if d != 1]
     held = (call.args.get(k) for k in ("running_mean", "running_var")) if training else ()
-    return OpSpec((x.shape, *((n,),) * stats), tuple(cases), writes=tuple(v.index for v in held if v is not None))
+    wide = call.args["weight"].dtype if call.get("weight") is not None else x.dtype
+    return OpSpec((x.shape, *((x.shape[1],),) * stats), tuple(cases), dtypes=(x.dtype, *(wide,) * stats),
+                  writes=tuple(v.index for v in held if v is not None))
 
 
 def lrn(call: Call) -> OpSpec:

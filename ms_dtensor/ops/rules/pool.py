@@ -7,7 +7,7 @@ linear and let a Partial through; maxima do not. The native call works on a shar
 from __future__ import annotations
 
 from dataclasses import replace
-from math import ceil, floor
+from math import ceil, floor, prod
 
 from .conv import per_dim
 from .spec import SUMS, Call, Case, Local, LocalCall, OpSpec, R, S
@@ -90,7 +90,15 @@ def pool_ext(call: Call) -> OpSpec:
     x = call.operands[0]
     n = {"avg_pool_1d": 1, "avg_pool_3d_ext": 3}.get(call.op, 2)
     shape = (*x.shape[:x.ndim - n], *window(call, n))
-    return _leading(call, x.ndim - n, *(shape,) * (1 + (call.op == "max_pool_ext")))
+    if call.op != "max_pool_ext":
+        return _leading(call, x.ndim - n, shape)
+    at = shape if call.get("return_indices") else mask_shape(shape, per_dim(call.args["kernel"], 2))
+    return replace(_leading(call, x.ndim - n, shape, at), dtypes=(x.dtype, "int64" if at is shape else "int8"))
+
+
+def mask_shape(shape, kernel) -> tuple[int, ...]:
+    """Of the second result of a maximum whose positions are not wanted: bits for each place of the window, padded."""
+    return *shape[:-2], prod(kernel), 32 * (-(-shape[-2] * shape[-1] // 16) + 1)
 
 
 def pool_argmax(call: Call) -> OpSpec:

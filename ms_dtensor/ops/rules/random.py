@@ -88,7 +88,7 @@ def normal_of(call: Call) -> OpSpec:
     shape = broadcast_shapes(*(m.shape for m in members))
     rest = (R,) * (len(call.operands) - len(members))
     cases = tuple(Case((*c.ins, *rest), c.outs) for c in shard_cases([m.shape for m in members], shape))
-    return OpSpec((shape,), cases, lambda at: LocalCall("normal_of", (mean, std, *_box(at))), ("float32",))
+    return OpSpec((shape,), cases, lambda at: LocalCall("normal_of", (mean, std, *_box(at))), (members[0].dtype,))
 
 
 def into(call: Call) -> OpSpec:
