@@ -5,7 +5,8 @@
 
 One rank, the recipe of `configs/quickstart.yaml` but for the number of steps, the same initial weights and batches
 everywhere. PyTorch computes with bfloat16 copies of float32 parameters, as its FSDP does with
-`MixedPrecisionPolicy(bfloat16, float32)`. Prints JSON; exits non-zero if a loss, averaged over ten steps, is off by more than 1 %.
+`MixedPrecisionPolicy(bfloat16, float32)`. Prints JSON; exits non-zero if a loss, averaged over ten steps, is off by more
+than 1 %.
 """
 from __future__ import annotations
 

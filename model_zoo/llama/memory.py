@@ -3,8 +3,8 @@
 
     python -m model_zoo.llama.memory --config model_zoo/llama/configs/llama3_8b.yaml [--section.key value ...]
 
-Not measured on hardware. What is counted are tensors; `tests/zoo/test_llama_memory.py` compares with what autograd saves of a
-small model on a fake mesh. MindSpore's and CANN's own memory, and what lies between tensors, come on top.
+Not measured on hardware. What is counted are tensors; `tests/zoo/test_llama_memory.py` compares with what autograd saves
+of a small model on a fake mesh. MindSpore's and CANN's own memory, and what lies between tensors, come on top.
 """
 from __future__ import annotations
 
