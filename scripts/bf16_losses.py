@@ -4,8 +4,9 @@
     python scripts/bf16_losses.py [--steps 200] [--no-torch] [--write scripts/quickstart_losses.json]
 
 One rank, the recipe of `configs/quickstart.yaml` but for the number of steps, the same initial weights and batches
-everywhere. PyTorch computes with bfloat16 copies of float32 parameters, as its FSDP does with `MixedPrecisionPolicy(bfloat16,
-float32)`. Prints JSON; exits non-zero if a loss, averaged over ten steps, is off by more than 1 %.
+everywhere. PyTorch computes with bfloat16 copies of float32 parameters, as its FSDP does with
+`MixedPrecisionPolicy(bfloat16, float32)`. Prints JSON; exits non-zero if a loss, averaged over ten steps, is off by more
+than 1 %.
 """
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ BOUND, WINDOW = 0.01, 10  # of the loss; steps it is averaged over, as single ba
 
 
 def config(steps: int, dtype: str) -> Config:
-    cfg, _ = load(["--config", str(ROOT / "model_zoo/llama/configs/quickstart.yaml")], world=8)
+    cfg, _ = load(["--config", str(ROOT / "model_zoo/llama/configs/quickstart.yaml")])
     return replace(cfg, parallel=ParallelConfig(), train=replace(cfg.train, steps=steps, dtype=dtype))
 
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """One small Llama on many meshes against one device: twenty losses, the first step's gradients, the last parameters.
 
-    python scripts/compare_losses.py [--worlds 1,2,4,8] [--table docs/parity.md]
+    python scripts/compare_losses.py [--worlds 1,2,4,8] [--table docs/parity.md] [--rehearse]
 
 The truth is the same model on plain MindSpore tensors in this process. One msrun launch per number of ranks covers all
 meshes of that size. Writes the table (only when all sizes ran) and exits non-zero if a mesh is out of bounds.
+`--rehearse` runs the same meshes on the library's Ascend branch over the emulator of `tests/rehearsal`, and writes no table.
 """
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import json
 import sys
 import tempfile
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -105,9 +107,30 @@ def train(case: Case, device: str, on_mesh: bool) -> tuple[list[float], dict[str
     return losses, whole
 
 
-def rank_side(folder: Path) -> None:
-    """On a rank: all cases of this world size; rank 0 leaves the answers in `folder`."""
+@contextmanager
+def as_device(rehearse: bool):
+    """The device's name. A rehearsal's model keeps its float32 form for CPU, as fused attention takes 16 bits only."""
     device = start_device()
+    if not rehearse:
+        yield device
+        return
+    from model_zoo.llama import model, parallelize, trainer
+    from ms_dtensor import comm
+    from tests.rehearsal.session import rehearsed
+    comm.start(device)
+    for module in (model, parallelize, trainer):
+        module.on_cpu = lambda: True
+    with rehearsed(clock=False):
+        yield "npu"
+
+
+def rank_side(folder: Path, rehearse: bool) -> None:
+    """On a rank: all cases of this world size; rank 0 leaves the answers in `folder`."""
+    with as_device(rehearse) as device:
+        _run_cases(folder, device)
+
+
+def _run_cases(folder: Path, device: str) -> None:
     for number, case in enumerate(CASES):
         if case.dp * case.tp != world_size():
             continue
@@ -173,10 +196,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worlds", default="1,2,4,8", help="numbers of ranks to run")
     parser.add_argument("--table", type=Path, default=ROOT / "docs/parity.md")
+    parser.add_argument("--rehearse", action="store_true", help="as on Ascend, over the emulator")
     parser.add_argument("--answers", type=Path, help=argparse.SUPPRESS)  # given to the ranks
     options = parser.parse_args()
     if options.answers:
-        return guarded(lambda: rank_side(options.answers))
+        return guarded(lambda: rank_side(options.answers, options.rehearse))
     worlds = [int(w) for w in options.worlds.split(",")]
     device = start_device()
     cases = [(number, case) for number, case in enumerate(CASES) if case.dp * case.tp in worlds]
@@ -188,7 +212,8 @@ def main() -> int:
         folder = Path(name)
         for world in worlds:
             start = time.perf_counter()
-            if Run(Path(__file__).resolve(), world, folder, ["--answers", name], show=False).wait():
+            more = ["--rehearse"] if options.rehearse else []
+            if Run(Path(__file__).resolve(), world, folder, ["--answers", name, *more], show=False).wait():
                 raise SystemExit(f"{world} ranks: {first_failure(folder)}")
             print(f"{world} ranks: {time.perf_counter() - start:.0f} s")
             for number, case in cases:
@@ -198,7 +223,7 @@ def main() -> int:
                     print(f"  {'ok  ' if row['ok'] else 'FAIL'} {case.name:<36} vocabulary {case.vocab}  "
                           f"loss {row['loss']:.1e}  gradient {row['grad']:.1e} ({row['worst']})  "
                           f"parameters {row['end']:.1e}", flush=True)
-    if {case.dp * case.tp for case in CASES} <= set(worlds):
+    if not options.rehearse and {case.dp * case.tp for case in CASES} <= set(worlds):
         options.table.parent.mkdir(exist_ok=True)
         options.table.write_text(table(rows), encoding="utf-8")
         print(f"table written to {options.table}")

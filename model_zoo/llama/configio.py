@@ -24,8 +24,11 @@ _MOST_BYTES = 64 << 10
 USAGE = "[--config FILE.yaml] [--section.key value ...] [--print-config]"
 
 
-def load(argv: Sequence[str], world: int) -> tuple[Config, bool]:
-    """The checked configuration of a command line, and whether `--print-config` was asked for."""
+def load(argv: Sequence[str], world: int | None = None) -> tuple[Config, bool]:
+    """The checked configuration of a command line, and whether `--print-config` was asked for.
+
+    `world` is the number of workers; None: as many as the configuration asks for.
+    """
     tree: dict = {}
     overrides, show, rest = [], False, list(argv)
     while rest:
@@ -53,7 +56,7 @@ def load(argv: Sequence[str], world: int) -> tuple[Config, bool]:
             node[name] = node = node[name] if isinstance(node.get(name), dict) else {}
         node[last] = _scalar(value)
     cfg = build(Config, tree)
-    check(cfg, world)
+    check(cfg, cfg.parallel.dp * cfg.parallel.tp if world is None else world)
     return cfg, show
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from mindspore import Tensor
 
+from ..errors import ConfigError
 from ..internals.names import GroupOptions
 from .device import DeviceBackend, Flat
 
@@ -25,7 +26,11 @@ _NO_PRODUCT = ("BFloat16", "Int16")
 
 def buffer_megabytes() -> int:
     """Size of one of a communicator's two buffers, by HCCL_BUFFSIZE; equal on all ranks, or HCCL refuses."""
-    return int(os.environ.get("HCCL_BUFFSIZE", "200"))
+    text = os.environ.get("HCCL_BUFFSIZE", "200")
+    if not text.isdecimal() or not 0 < int(text) < 2**32:
+        raise ConfigError("For 'HCCL_BUFFSIZE', the value is no number of MiB.", f"HCCL_BUFFSIZE={text[:40]!r}",
+                          "Each communicator takes twice so much memory of the device.", "leave it out, which means 200")
+    return int(text)
 
 
 class HcclBackend(DeviceBackend):

@@ -212,8 +212,8 @@ class DTensor(Measures, Tensor):
         Args:
             device_mesh: another mesh, or None for this one.
             placements: any form `Layout` accepts; default all Replicate.
-            async_op: return while the data moves, where the backend can (`shm`: the last collective of the plan; devices
-                order their streams by themselves); waits on first use. Do not write to this tensor before that.
+            async_op: return while the data moves, where the backend can (`shm` and `hccl`: the last collective of the
+                plan); waits on first use. Do not write to this tensor before that.
 
         Raises:
             RedistributeError: the target is Partial where this tensor is not.

@@ -222,7 +222,8 @@ class MintDistributed(Device):
         sends, recvs = (sizes or even(t, ranks) for sizes, t in ((input_split_sizes, input), (output_split_sizes, output)))
         check(sum(sends) == input.shape[0] and sum(recvs) == output.shape[0], "all_to_all: sizes", sends, recvs)
         sends, recvs = ([n * (t.size // t.shape[0]) for n in sizes] for sizes, t in ((sends, input), (recvs, output)))
-        got = swap(self.under, memory(self.read(input, group)).reshape(-1), sends, recvs, ranks, input.dtype)
+        given = self.read(input, group)  # kept: `memory` does not
+        got = swap(self.under, memory(given).reshape(-1), sends, recvs, ranks, input.dtype)
         return self.end("all_to_all_single", group, [input], [(output, got.reshape(output.shape))], async_op)
 
     def broadcast(self, tensor, src, group=None, async_op=False):

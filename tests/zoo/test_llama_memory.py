@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The recipe's memory formula against a count: shapes of parameters, and what autograd really saves, on a fake mesh."""
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor
+from mindspore.common._grad_function import _Function
+
+import ms_dtensor as md
+from model_zoo.llama import memory, model
+from model_zoo.llama.config import Config, ModelConfig, ParallelConfig, TrainConfig
+from model_zoo.llama.configio import load
+from model_zoo.llama.parallelize import parallelize
+from ms_dtensor.comm import fake_world
+from ms_dtensor.internals.target import rehearsal
+
+pytestmark = pytest.mark.usefixtures("cpu")
+CONFIGS = Path(__file__).resolve().parents[2] / "model_zoo/llama/configs"
+SMALL = ModelConfig(dim=64, n_layers=2, n_heads=8, n_kv_heads=4, ffn_dim=96, vocab_size=72)
+MESHES = [ParallelConfig(1, 1), ParallelConfig(2, 4, sequence_parallel=True), ParallelConfig(1, 4),
+          ParallelConfig(2, 2, sequence_parallel=True, loss_parallel=True)]
+
+
+def small(parallel: ParallelConfig) -> Config:
+    return Config(model=SMALL, parallel=parallel, train=TrainConfig(batch=4, seq=16))
+
+
+class Saved:
+    """What was saved, known by its values: a CPU kernel saves a copy of an operand that is a view, a device's the view."""
+
+    def __init__(self):
+        self.sizes: dict[bytes, int] = {}
+
+    def add(self, x):
+        if x.is_floating_point() and x._shape:
+            values = Tensor._make_subclass(Tensor, x).asnumpy().tobytes()
+            self.sizes[values] = len(values)
+        return x
+
+    def without(self, *others) -> int:
+        """Bytes of all that the others have not."""
+        return sum(size for values, size in self.sizes.items() if not any(values in o.sizes for o in others))
+
+
+def fused_ops(saved: Saved):
+    """Opaque nodes in the place of the fused ops, saving what their kernels' backwards read; numbers are any that differ."""
+    draw = np.random.default_rng(0)
+
+    def some(shape):
+        return Tensor(draw.normal(size=shape).astype(np.float32))
+
+    class Node(_Function):
+        @staticmethod
+        def forward(ctx, operands, statistics, shape, *tensors):
+            ctx.shapes = [x._shape for x in tensors]
+            out = some(shape(*ctx.shapes))
+            for x in (*(tensors[i] for i in operands), *map(some, statistics(*ctx.shapes))):
+                saved.add(x)
+            return out
+
+        @staticmethod
+        def backward(ctx, grad):
+            return (None,) * 3 + tuple(map(some, ctx.shapes))
+
+    def on_shards(*call):
+        def run(*tensors):
+            lies = [x.placements for x in tensors]
+            return md.local_map(lambda *xs: Node.apply(*call, *xs), lies[0], tuple(lies), device_mesh=tensors[0].device_mesh,
+                                out_shapes=lambda x, *rest: tuple(call[2](x, *rest)))(*tensors)
+        return run
+
+    def same(x, *rest):
+        return x
+    norm = on_shards((0,), lambda x, w: [x[:1]], same)
+    turn = on_shards((0,), lambda x: [], same)
+    halves = on_shards((0,), lambda x: [], lambda x: (x[0], 1, x[2]))
+    flash = on_shards((0, 1, 2), lambda q, k, v: [(2, q[0], q[2], q[1], 8)], same)
+    return SimpleNamespace(
+        rms_norm=lambda x, w, eps: (norm(x, w),), rotary_position_embedding=lambda x, cos, sin, mode: turn(x),
+        swiglu=lambda x, dim: halves(x), flash_attention_score=lambda q, k, v, heads, **how: flash(q, k, v))
+
+
+def counted(cfg: Config, monkeypatch):
+    """Bytes saved by the blocks and by all the rest, weights apart; parameters of the first rank."""
+    p, t = cfg.parallel, cfg.train
+    weights, blocks, rest = Saved(), Saved(), Saved()
+    into = [rest]
+    with fake_world(p.dp * p.tp), rehearsal("Ascend"):
+        mesh = md.init_device_mesh("cpu", (p.dp, p.tp), mesh_dim_names=("dp", "tp"))
+        net = model.Llama(cfg.model)
+        model.init_weights(net, 0)
+        parallelize(net, mesh, p)
+        params = net.trainable_params()
+        for w in params:
+            weights.add(w)
+        monkeypatch.setattr(model, "ops", fused_ops(SimpleNamespace(add=lambda x: into[0].add(x))))
+        ids = np.random.default_rng(0).integers(0, cfg.model.vocab_size, (t.batch // p.dp, t.seq)).astype(np.int32)
+
+        def loss(x):
+            y = net.tok_embeddings(x.reshape(-1))
+            into[0] = blocks
+            for layer in net.layers:
+                y = layer(y, t.seq)
+            into[0] = rest
+            logits = net.output(net.norm(y))
+            return (md.loss_parallel if p.tp > 1 and p.loss_parallel else model.cross_entropy)(logits, x.reshape(-1))
+        with ms.saved_tensors_hooks(lambda x: into[0].add(x), lambda x: x):
+            md.value_and_grad(loss, None, params)(md.DTensor.from_local(Tensor(ids), mesh, (md.Shard(0), md.Replicate())))
+        held = sum(int(np.prod(w.local_shape)) for w in params)
+    return blocks.without(weights), rest.without(weights, blocks), held
+
+
+@pytest.mark.parametrize("parallel", MESHES, ids=str)
+def test_the_formula_is_the_count(parallel, monkeypatch):
+    cfg = small(parallel)
+    blocks, rest, parameters = counted(cfg, monkeypatch)
+    assert parameters == memory.Sizes(cfg).parameters
+    assert blocks == cfg.model.n_layers * memory.saved_by_block(cfg, 4)
+    assert rest <= memory.per_rank(cfg)["logits and loss"] + 3 * memory.Sizes(cfg).tokens * cfg.model.dim * 4
+
+
+@pytest.mark.parametrize("name", ["llama3_1b", "llama3_8b"])
+def test_shapes_of_the_published_models_are_counted(name):
+    """By the layouts that the plan gives them, on all ranks; nothing is made."""
+    cfg, _ = load(["--config", str(CONFIGS / f"{name}.yaml")])
+    m = cfg.model
+    every = {"llama3_1b": 1_235_814_400, "llama3_8b": 8_030_261_248}[name]
+    whole = replace(cfg, parallel=ParallelConfig())
+    assert memory.Sizes(whole).parameters == every, m
+    assert every / cfg.parallel.tp <= memory.Sizes(cfg).parameters <= 1.001 * every / cfg.parallel.tp
+
+
+@pytest.mark.parametrize("name", ["llama3_1b", "llama3_8b"])
+def test_the_published_models_fit_and_their_files_say_how(name):
+    file = CONFIGS / f"{name}.yaml"
+    cfg, _ = load(["--config", str(file)])
+    total = sum(memory.per_rank(cfg).values())
+    assert total < 0.8 * memory.USABLE, memory.report(cfg)
+    assert f"{total / 2**30:.1f} GiB" in file.read_text(), f"{total / 2**30:.1f}"
