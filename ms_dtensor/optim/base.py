@@ -13,8 +13,9 @@ from typing import Any, ClassVar
 
 from mindspore import Parameter, Tensor
 
-from ms_dtensor.errors import LayoutError
+from ms_dtensor.errors import ConfigError, LayoutError
 
+from ..dispatch.replaced import current
 from ..internals.names import NoFallbackGuard
 from ._storage import layout_of
 from .arrays import Array, new_master, to_array, write
@@ -66,6 +67,7 @@ class Optimizer:
         """
         if len(grads) != len(self.params):
             raise ValueError(f"For '{self._who}', there are {len(self.params)} parameters but {len(grads)} gradients.")
+        check_current(self._who, self.params)
         for param, grad in zip(self.params, grads, strict=True):
             if grad is not None:
                 check_gradient(self._who, param, grad)
@@ -169,6 +171,16 @@ def _parts(state) -> tuple:
 
 def _shapes(state) -> list[tuple[int, ...]]:
     return [tuple(x.shape) for x in _parts(state)]
+
+
+def check_current(who: str, params: Sequence[Parameter]) -> None:
+    """The parameters are those of the model, not what stood in their places before it was distributed."""
+    for param in params:
+        new = current(param)
+        if new is not param:
+            raise ConfigError(f"For '{who}', a DTensor took the place of the parameter '{param.name}'.",
+                              f"it is now {layout_of(new) or tuple(new.shape)}", "State is made like the parameters given.",
+                              f"make the {who} after the model was distributed")
 
 
 def check_gradient(who: str, param, grad) -> None:

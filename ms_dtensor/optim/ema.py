@@ -12,7 +12,7 @@ from ..internals.names import NoFallbackGuard
 from ..internals.target import on_cpu
 from ._storage import local_array
 from .arrays import chunks, precision, values, write, zeros
-from .base import named, restore
+from .base import check_current, named, restore
 
 
 class EMA:
@@ -48,7 +48,7 @@ class EMA:
 
     def update(self) -> None:
         """Takes the parameters' values in; to be called after each step."""
-        self._refuse_swapped("update")
+        self._check("update")
         with NoFallbackGuard():
             for param, average in zip(self.params, self._averages, strict=True):
                 for a, p in chunks(average, values(param, precision(param))):
@@ -57,7 +57,7 @@ class EMA:
     @contextmanager
     def swapped(self) -> Iterator[None]:
         """Inside, the parameters have the averages' values; their own are kept and come back, bit by bit."""
-        self._refuse_swapped("swapped")
+        self._check("swapped")
         with NoFallbackGuard():
             own = [local_array(p).copy() if on_cpu() else Tensor.copy(p) for p in self.params]
             self._write(self._averages)
@@ -81,6 +81,7 @@ class EMA:
         for param, array in zip(self.params, arrays, strict=True):
             write(param, array)
 
-    def _refuse_swapped(self, what: str) -> None:
+    def _check(self, what: str) -> None:
+        check_current("EMA", self.params)
         if self._swapped:
             raise RuntimeError(f"For 'EMA.{what}', the parameters hold the averages: leave 'swapped' first.")

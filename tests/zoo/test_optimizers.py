@@ -276,6 +276,24 @@ def test_refusals(build, text):
         build(optim, Parameter(Tensor(np.ones((2, 2), np.float32)), name="w"))
 
 
+def test_parameters_from_before_the_model_was_distributed_are_refused():
+    import mindspore as ms
+    from mindspore import nn
+
+    from ms_dtensor import distribute_module, init_device_mesh
+    from ms_dtensor.errors import ConfigError
+    from ms_dtensor.optim import EMA, SGD
+
+    net = nn.Dense(2, 2)
+    optimizer, ema = SGD(net.trainable_params()), EMA(net.trainable_params())
+    distribute_module(net, init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)))
+    grads = [ms.ops.ones_like(p) for p in optimizer.params]
+    for use in (lambda: optimizer(grads), ema.update, lambda: ema.swapped().__enter__()):
+        with pytest.raises(ConfigError, match="after the model was distributed"):
+            use()
+    assert optimizer.step == 0
+
+
 def test_schedules():
     from ms_dtensor.optim import cosine, linear, wsd
 
