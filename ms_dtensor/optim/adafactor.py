@@ -44,13 +44,15 @@ class Adafactor(Optimizer):
         [0.842, 1.842, 1.842, 0.842]
     """
 
-    _BELOW = {"lr": math.inf, "d": math.inf, "weight_decay": math.inf}
+    _BELOW = {"lr": math.inf, "weight_decay": math.inf}
 
     def __init__(self, params: Params, lr: float = 1e-2, beta2_decay: float = -0.8, eps: tuple[float, float] = (1e-30, 1e-3),
                  d: float = 1.0, weight_decay: float = 0.0, *, schedule: Schedule | None = None):
         super().__init__(params, schedule, lr=lr, beta2_decay=beta2_decay, eps=eps, d=d, weight_decay=weight_decay)
 
     def _new_state(self, i):
+        if not self._option(i, "d") > 0:
+            raise ValueError(f"For 'Adafactor', 'd' = {self._option(i, 'd')} is out of range: greater than 0.")
         param = self.params[i]
         shape, dtype = param._shape, precision(param)
         if len(shape) < 2:

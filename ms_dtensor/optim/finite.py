@@ -20,8 +20,8 @@ def step_if_finite(optimizer, grads: Sequence[Tensor | None], max_norm: float = 
         max_norm: the bound of the norm.
 
     Returns the norm from before clipping. It is the same number on every rank, so all of them step or none does, and what
-    it communicates is what `clip_grad_norm_` does: the guard costs nothing beside clipping. After a step that was left out
-    the gradients are of no use.
+    it communicates is what `clip_grad_norm_` does; on a device the guard waits for it. After a step that was left out the
+    gradients are of no use.
 
     Example:
         >>> import mindspore as ms
@@ -34,7 +34,7 @@ def step_if_finite(optimizer, grads: Sequence[Tensor | None], max_norm: float = 
     """
     params = optimizer.params if hasattr(optimizer, "params") else optimizer.parameters
     with np.errstate(invalid="ignore"):  # of an infinite norm clipping makes 0 * inf
-        norm = clip_grad_norm_(zip(params, grads, strict=True), max_norm)
+        norm = float(clip_grad_norm_(zip(params, grads, strict=True), max_norm))
     if math.isfinite(norm):
         optimizer(tuple(grads))
     return norm

@@ -261,6 +261,7 @@ def test_groups_options_and_schedules():
     (lambda o, p: o.SGD([p], lr=-1.0), "'lr' = -1.0 is out of range"),
     (lambda o, p: o.SGD([{"params": [p], "momentum": 1.0}]), "and below 1"),
     (lambda o, p: o.SGD([p], nesterov=True), "needs a 'momentum'"),
+    (lambda o, p: o.Adafactor([p], d=0.0), "greater than 0"),
     (lambda o, p: o.Muon([p], adjust_lr_fn="most"), "none of 'original'"),
     (lambda o, p: o.Muon([{"params": [p], "use_muon": False, "momentum": 0.5}]), "the option 'momentum'"),
     (lambda o, p: o.EMA([p], 1.0), "out of range"),
