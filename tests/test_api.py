@@ -36,7 +36,7 @@ PROMISED = {
         PrepareModuleInput PrepareModuleOutput PrepareModuleInputOutput loss_parallel replicate""",
     "ms_dtensor.parallel": "parallelize_module ParallelStyle ColwiseParallel RowwiseParallel loss_parallel replicate",
     "ms_dtensor.verify": "check_rule",
-    "ms_dtensor.optim": "clip_grad_norm_ AdamW",
+    "ms_dtensor.optim": "clip_grad_norm_ AdamW SGD Adafactor Muon EMA cosine linear wsd step_if_finite",
     "ms_dtensor.debug": "visualize_sharding",
     "ms_dtensor.comm": "get_backend set_cpu_backend register_backend fake_world",
 }

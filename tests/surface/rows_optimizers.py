@@ -70,7 +70,7 @@ rows("nn optimizers", {
     "nn.Rprop": lambda ps: nn.Rprop(ps, 0.02),
     "nn.SGD": lambda ps: nn.SGD(ps, 0.1, momentum=0.9, weight_decay=0.01),
     "nn.SGD(nesterov)": lambda ps: nn.SGD(ps, 0.1, momentum=0.9, nesterov=True),
-}, {"nn.AdaFactor": "its factors are means of whole rows and columns, a shard has parts: ms_dtensor.optim.AdamW"})
+}, {"nn.AdaFactor": "its factors are means of whole rows and columns, a shard has parts: ms_dtensor.optim.Adafactor"})
 
 rows("experimental.optim", {
     "experimental.optim.ASGD": lambda ps: experimental.ASGD(ps, lr=0.05),

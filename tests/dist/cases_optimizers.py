@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real ranks: SGD, Adafactor, Muon and EMA on any layout equal one device; what they communicate is counted, to the byte."""
+from __future__ import annotations
+
+import math
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, mint, nn
+
+import ms_dtensor as md
+from ms_dtensor import (
+    ColwiseParallel,
+    DTensor,
+    FusedShard,
+    Layout,
+    Replicate,
+    RowwiseParallel,
+    Shard,
+    comm,
+    distribute_tensor,
+    optim,
+    parallelize_module,
+    replicate,
+)
+from ms_dtensor.errors import LayoutError
+from ms_dtensor.internals.target import rehearsal
+from ms_dtensor.tensor.distribute import like_parameter
+from tests.cases import case
+from tests.dist.support import array, counted, data, equal, mesh_1d, mesh_2d, refusal, same_on_all_ranks
+
+R, S = Replicate(), Shard
+STEPS, CLOSE = 5, 1e-5  # of the largest element, after 5 steps
+BUILD = {
+    "SGD": lambda ps: optim.SGD(ps, 0.1, momentum=0.9, weight_decay=0.01, nesterov=True, schedule=optim.cosine(8, warmup=2)),
+    "Adafactor": lambda ps: optim.Adafactor(ps, 0.3, weight_decay=0.1),
+    "Muon": lambda ps: optim.Muon(ps, 0.1, adamw={"lr": 0.05}, schedule=optim.wsd(8, decay=4)),
+}
+# shape, layout on dp=2 x tp=2: replicated, even, uneven, empty, both dims, one dim twice, inside out, fused, stacks, vectors
+PIECES = [((6, 5), [R, R]), ((6, 4), [S(0), R]), ((5, 7), [R, S(1)]), ((7, 5), [S(1), S(0)]),
+          ((1, 6), [S(0), R]), ((6, 3), [S(0), S(0)]), ((5, 3), [S(0), S(0)]), ((3, 5), [S(0), S(0)]),
+          ((9, 4), (("tp", "dp"), "None")), ((10, 4), [R, FusedShard(0, (4, 3, 3))]),
+          ((4, 10), [S(0), FusedShard(1, (5, 5))]), ((3, 4, 5), [S(0), S(2)]), ((2, 5, 3), [S(2), S(1)]),
+          ((5,), [S(0), R]), ((1,), [S(0), S(0)]), ((), [R, R])]
+
+
+def _laid(value, mesh, placements):
+    """This rank's shard of a value that all have."""
+    return distribute_tensor(value, mesh, placements, src_data_rank=None)
+
+
+def _parameter(value, name, *laid):
+    param = Parameter(value, name=name)
+    return param if not laid else like_parameter(_laid(value, *laid), param)
+
+
+def _values(step, pieces, kinds=None):
+    draw = np.random.default_rng(100 + step)
+    arrays = [draw.normal(size=shape).astype(np.float32) for shape, *_ in pieces]
+    return [Tensor(a).astype(kind) for a, kind in zip(arrays, kinds or [ms.float32] * len(arrays), strict=True)]
+
+
+def _compare(build, pieces, meshes, kinds=None, close=CLOSE):
+    """Steps on shards against one device; communication of the steps on this rank."""
+    laid = [(mesh, placements) for mesh, (_, placements) in zip(meshes, pieces, strict=True)]
+    start = _values(0, pieces, kinds)
+    plain = [Parameter(v.copy(), name=f"p{i}") for i, v in enumerate(start)]
+    params = [_parameter(v, f"p{i}", *lay) for i, (v, lay) in enumerate(zip(start, laid, strict=True))]
+    one, many = build(plain), build(params)
+    events = []
+    for step in range(1, STEPS + 1):
+        grads = _values(step, pieces, kinds)
+        one(grads)
+        own = [_laid(g, *lay) for g, lay in zip(grads, laid, strict=True)]
+        with comm.record() as heard:
+            many(own if step % 2 else [g.to_local() for g in own])
+        events += heard
+    for p, w, s, piece in zip(params, plain, start, pieces, strict=True):
+        assert p.local_shape == p.layout.local_shape(), p
+        equal(p, w.astype(ms.float32) if p.dtype == ms.bfloat16 else w, f"{piece}", rtol=close)
+        assert np.abs(array(w).astype(np.float64) - array(s).astype(np.float64)).max() > 1e-3, f"{piece} did not move"
+    return events, many
+
+
+@case(world_size=4, timeout=120)
+def sgd_steps_on_any_layout_and_says_nothing(world):
+    events, _ = _compare(BUILD["SGD"], PIECES, [mesh_2d()] * len(PIECES))
+    assert not events
+
+
+@case(world_size=4, timeout=120)
+def adafactor_equals_one_device_with_two_reductions_an_axis(world):
+    mesh = mesh_2d()
+    events, optimizer = _compare(BUILD["Adafactor"], PIECES, [mesh] * len(PIECES))
+    assert [(e.op, e.axes) for e in events] == [("all_reduce", (a,)) for _ in range(2 * STEPS) for a in ("dp", "tp")]
+    for axis, name in enumerate(mesh.mesh_dim_names):  # rows where columns are cut, columns where rows are, and numbers
+        numbers = 0
+        for shape, placements in PIECES:
+            layout = Layout(mesh, placements, shape)
+            local, p = layout.local_shape(), layout.placements[axis]
+            if p.is_shard() and len(shape) > 1:
+                last, rest = len(shape) - 1, math.prod(local[:-2])
+                numbers += {last: rest * (local[-2] + 1), last - 1: rest * (local[-1] + 1)}.get(p.dim, 0)
+            numbers += 2 * p.is_shard()
+        sent = sum(math.prod(e.shape) for e in events if e.axes == (name,))
+        assert sent == numbers * STEPS, (name, sent, numbers)
+    state = optimizer.state_dict()
+    assert state["rows"]["p3"].shape == (PIECES[3][0][0] // 2 + (mesh.get_local_rank("tp") == 0),)
+
+
+@case(world_size=4, timeout=120)
+def muon_equals_one_device_with_two_exchanges(world):
+    mesh = mesh_2d()
+    events, optimizer = _compare(BUILD["Muon"], PIECES, [mesh] * len(PIECES))
+    assert {e.op for e in events} == {"exchange"} and len(events) == 2 * STEPS, events
+    assert {e.axes for e in events} == {("dp", "tp")}
+    matrices = [i for i, (shape, _) in enumerate(PIECES) if len(shape) == 2]
+    assert sorted(optimizer.state_dict()["momentum"]) == sorted(f"p{i}" for i in matrices)
+    assert len(set(optimizer._owners.values())) == 4, "every rank works"
+    wanted = 0  # of this rank: its shard, where another rank of its copy works on it, and all others' of its own matrices
+    for i, owner in optimizer._owners.items():
+        layout = Layout(mesh, PIECES[i][1], PIECES[i][0])
+        sizes = {r: math.prod(layout.local_shape(mesh.coordinate_of(r))) for r in mesh.rank_list}
+        there = mesh.coordinate_of(owner)
+        cut = [a for a, p in enumerate(layout.placements) if p.is_shard()]
+        copy = mesh.ranks_along(cut, there)
+        mine = sum(n for r, n in sizes.items() if r != owner) if owner == world.rank else sizes[world.rank] * (
+            world.rank in copy)
+        wanted += mine
+    assert sum(e.bytes for e in events) == 4 * wanted * STEPS
+
+
+@case(world_size=4)
+def muon_on_one_axis_sends_no_more_than_it_must(world):
+    mesh = mesh_1d(4, "fsdp")
+    pieces = [((8, 8), [S(0)])] * 4
+    events, _ = _compare(BUILD["Muon"], pieces, [mesh] * 4)
+    # 3 shards of the own matrix come, 3 go; an all-gather would bring 9 shards, and all ranks would do all the work
+    assert [e.bytes for e in events] == [3 * 16 * 4] * 2 * STEPS
+    events, _ = _compare(BUILD["Muon"], [((8, 8), [R])] * 4, [mesh] * 4)
+    assert [e.bytes for e in events] == [3 * 64 * 4] * STEPS, "nothing to gather where all have it whole"
+
+
+@case(world_size=4, timeout=120)
+def optimizers_take_several_meshes_dtypes_and_plain_parameters(world):
+    meshes = [mesh_2d(), mesh_1d(4), mesh_2d()["tp"]]
+    pieces = [((6, 5), [S(0), S(1)]), ((6, 5), [S(0)]), ((5, 5), [S(0)])]
+    for name, build in BUILD.items():
+        for kinds in (None, [ms.float64, ms.float32, ms.float64]):
+            _compare(build, pieces, meshes, kinds)
+        _compare(build, pieces[:1] * 3, meshes[:1] * 3, [ms.bfloat16] * 3, 2e-2)
+        start = data(5, 6, 5)
+        plain, mixed = (_parameter(start, "a"), _parameter(start, "b")), (_parameter(start, "a"), _parameter(
+            start, "b", meshes[0], [S(1), S(0)]))
+        for params in (plain, mixed):
+            optimizer = build(list(params))
+            for step in range(2):
+                grads = data(6 + step, 6, 5), data(8 + step, 6, 5)
+                optimizer([grads[0], grads[1] if params is plain else _laid(grads[1], meshes[0], [S(1), S(0)])])
+        for p, w in zip(mixed, plain, strict=True):
+            equal(p, w, name, rtol=CLOSE)
+
+
+@case(world_size=4, timeout=120)
+def the_branch_for_devices_does_the_same(world):
+    pieces = [piece for piece in PIECES if all(piece[0])]
+    for build in BUILD.values():
+        with rehearsal("GPU"):
+            _compare(build, pieces, [mesh_2d()] * len(pieces))
+
+
+@case(world_size=4)
+def ranks_outside_a_mesh_step_their_own_parameters(world):
+    here, there = mesh_2d(), md.DeviceMesh("cpu", [1, 3], mesh_dim_names=("x",))
+    for name, build in BUILD.items():
+        start, plain = [data(1, 6, 5), data(2, 4, 6)], []
+        plain = [Parameter(t.copy(), name=n) for t, n in zip(start, "ab", strict=True)]
+        lay = [(here, [S(0), R]), (there, [S(1)])]
+        params = [_parameter(t, n, *where) for t, n, where in zip(start, "ab", lay, strict=True)]
+        one, many = build(plain), build(params)
+        for step in range(3):
+            grads = data(10 + step, 6, 5), data(20 + step, 4, 6)
+            one(grads)
+            many([_laid(g, *where) for g, where in zip(grads, lay, strict=True)])
+        equal(params[0], plain[0], name, rtol=CLOSE)
+        if world.rank in (1, 3):
+            equal(params[1], plain[1], name, rtol=CLOSE)
+        else:
+            assert math.prod(params[1].local_shape) == 0
+
+
+class Net(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Dense(6, 10), nn.Dense(10, 3)
+        for i, p in enumerate(self.get_parameters()):
+            p.set_data(Tensor(np.random.default_rng(i).normal(size=p.shape).astype(np.float32)))
+
+    def construct(self, x):
+        return self.down(mint.tanh(self.up(x)))
+
+
+@case(world_size=4, timeout=120)
+def training_equals_one_device(world):
+    mesh, x = mesh_2d(), data(3, 8, 6)
+    for name, build in BUILD.items():
+        plain, net = Net(), Net()
+        parallelize_module(net, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        replicate(net, mesh=mesh["dp"])
+        mine = x[world.rank // 2 * 4:][:4]
+        losses = []
+        for model, inputs in ((plain, x), (net, mine)):
+            params = model.trainable_params()
+            optimizer, ema = build(params), optim.EMA(params, 0.5)
+            run = ms.value_and_grad(lambda t, model=model: (model(t) ** 2).mean(), None, params)
+            for _ in range(STEPS):
+                loss, grads = run(inputs)
+                norm = optim.step_if_finite(optimizer, grads, 1.0)
+                assert math.isfinite(norm)
+                with counted() as count:
+                    ema.update()
+                assert not count
+            with ema.swapped():
+                losses.append(float(run(inputs)[0]))
+            losses.append(float(run(inputs)[0]))
+        assert np.allclose(losses[:2], losses[2:], rtol=CLOSE), (name, losses)
+        for p, w in zip(net.trainable_params(), plain.trainable_params(), strict=True):
+            equal(p, w, f"{name} {p.name}", rtol=CLOSE)
+
+
+@case(world_size=4)
+def one_ranks_overflow_stops_the_step_of_all(world):
+    mesh = mesh_2d()
+    for build in (*BUILD.values(), lambda ps: nn.Momentum(ps, 0.1, 0.9)):
+        params = [_parameter(data(1, 6, 5), "a", mesh, [S(0), R]), _parameter(data(2, 5, 3), "b", mesh, [R, S(1)])]
+        before, optimizer = [array(p).copy() for p in params], build(params)
+
+        def grads(largest, mesh=mesh):
+            first = _laid(data(3, 6, 5), mesh, [S(0), R]).to_local().asnumpy().copy()
+            first[0, 0] = largest
+            return [DTensor.from_local(Tensor(first), mesh, [S(0), R]), _laid(data(4, 5, 3), mesh, [R, S(1)])]
+        with counted() as count:
+            norm = optim.step_if_finite(optimizer, grads(np.inf if world.rank < 2 else 1.0), 1.0)  # in one of two shards
+        assert norm == math.inf and count == {("all_reduce", "forward"): 2}, (norm, count)
+        same_on_all_ranks(world, str(norm))
+        assert all(np.array_equal(array(p), b) for p, b in zip(params, before, strict=True))
+        assert math.isfinite(optim.step_if_finite(optimizer, grads(1.0), 1.0))
+        assert all(np.abs(array(p) - b).max() > 1e-4 for p, b in zip(params, before, strict=True))
+
+
+@case(world_size=4)
+def gradients_and_states_of_other_layouts_are_refused_on_all_ranks(world):
+    mesh, value = mesh_2d(), data(1, 8, 4)
+    for build in BUILD.values():
+        param = _parameter(value, "w", mesh, [S(0), S(0)])
+        optimizer = build([param])
+        for wrong in (_laid(value, mesh, [R, S(0)]), _laid(value, mesh, (("tp", "dp"), "None"))):
+            with counted() as count:
+                text = refusal(lambda wrong=wrong, optimizer=optimizer: optimizer([wrong]), LayoutError)
+            assert "laid out differently" in text and not count
+            same_on_all_ranks(world, text)
+        other = build([_parameter(value, "w", mesh, [S(0), R])])
+        refusal(lambda other=other, optimizer=optimizer: other.load_state_dict(optimizer.state_dict()), LayoutError)
