@@ -58,6 +58,8 @@ KNOWN = {
     "Vdot": ("Not implement", "MindSpore 2.10 composes it"),
     "IndexPut": ("the rank of x2 must be equal to 1", "an index of two dims, which MindSpore 2.10 takes on CPU only"),
     "Gmm": ("must be an incrementing sequence", "counts by expert; the check is that of ends"),
+    "Div": ("[((), 'float32')]", "`ops.div` of a 0-d float by a number, which `/` and `mint.div` (`Divs`) do not make wider"),
+    "MoeFinalizeRouting": ("[bias] must be Tensor but got None", "a compiled call needs the bias that the function may lack"),
     "Nansum": ("int64", "MindSpore's CPU kernel keeps int32; a result's dtype is the kernel's"),
 }
 
