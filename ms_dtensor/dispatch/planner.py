@@ -20,7 +20,7 @@ from ..internals.target import cpu_kernels
 from ..ops.local import LOCAL_OPS, WRITES, decomposition, wrapper_in_float32
 from ..ops.local.extremes import winners_of_shard
 from ..ops.local.orders import to_any_order
-from ..ops.local.random import TABLE as RANDOM
+from ..ops.local.random import DRAWS
 from ..ops.rules import CONSTANTS, RULES, Call, Local, Operand, has_empty_shard, has_thin_shard, local_part, result_dtype
 from ..ops.rules.names import NATIVE, PRIMITIVES
 from ..ops.rules.select import choose
@@ -184,7 +184,7 @@ def plan_for(op: str, arguments: dict, tensors, mode, original: LocalRun | None 
     if spec.winners is not None and drafts[0].has_nonlinear_partial:
         winners = partial(winners_of_shard, spec.winners, at.in_offset(0)[spec.winners.dims[0]])
     return OpPlan(op, steps, replace(local, empty=empty), Results(op, mesh, list(zip(choice.outs, drafts))), view, writes,
-                  any(map(has_empty_shard, choice.targets)), named is not None and named.name in RANDOM, winners)
+                  any(map(has_empty_shard, choice.targets)), named is not None and named.name in DRAWS, winners)
 
 
 def _again(op: str, tensors, layouts):

@@ -42,6 +42,18 @@ def compressed(*shapes):
     return lambda rng: (*of(*shapes)(rng), TRIANGLE)
 
 
+def _speed(form, **static):
+    return lambda q, k, v: ops.speed_fusion_attention(q, k, v, N, form, scale=0.5, **static)[:4]
+
+
+def _two_results(rng):
+    """Arguments of `ring_attention_update`: eight equal statistics per row."""
+    def result():
+        top, total = (np.repeat(rng.uniform(0.5, 2, (B, N, S, 1)), 8, -1).astype(np.float32) for _ in range(2))
+        return rng.normal(size=(S, B, N * D)).astype(np.float32), top, total
+    return *result(), *result()
+
+
 def _turn(mode):
     return lambda x, c, s: ops.rotary_position_embedding(x, c, s, mode)
 
@@ -83,6 +95,21 @@ FORMS = [
     *(Form(f"ops.rotary_position_embedding(mode={m})", _turn(m), of(*TURNED)) for m in (1, 2, 3)),
     Form("ops.rotary_position_embedding(mode=4)", _turn(4), of(*TURNED), raises=OpRuleError),
     Form("ops.rotary_position_embedding(mode=2, 6)", _turn(2), of(*((2, 3, 4, 6),) * 3), raises=OpRuleError),
+    *(Form(f"ops.speed_fusion_attention({form}, {static})", _speed(form, **static), args) for form, static, args in (
+        ("BNSD", {}, of(*BNSD)), ("BSH", {"keep_prob": 0.6}, of((B, 4, N * D), (B, 8, N * D), (B, 8, N * D))),
+        ("TND", ENDS, of(*PACKED)))),
+    Form("ops.speed_fusion_attention(sparse_mode=3)",
+         lambda q, k, v, m: ops.speed_fusion_attention(q, k, v, N, "BSND", atten_mask=m, sparse_mode=3), compressed(*BSND)),
+    Form("ops.speed_fusion_attention(pse_type=2)", _speed("BNSD", pse_type=2), of(*BNSD), raises=OpRuleError),
+    Form("auto_generate.ring_attention_update", ops.auto_generate.ring_attention_update, _two_results),
+    Form("auto_generate.ring_attention_update(TND)",
+         lambda *xs: ops.auto_generate.ring_attention_update(*xs, layout="TND"),
+         of((8, N, D), (8, N, 8), (8, N, 8), (8, N, D), (8, N, 8), (8, N, 8)), raises=OpRuleError),
+    Form("ops.ApplyRotaryPosEmb", lambda q, k, c, s, p: ops.ApplyRotaryPosEmb(2)(q, k, c, s, p),
+         lambda rng: (*of((2, 8, 16), (2, 8, 8), (32, 4), (32, 4))(rng), np.zeros(2, np.int32)), raises=OpRuleError),
+    Form("ops.all_gather_matmul", lambda x, w: ops.all_gather_matmul(x, w, "a group", 2), of((4, 6), (6, 2)), raises=OpRuleError),
+    Form("ops.matmul_reduce_scatter", lambda x, w: ops.matmul_reduce_scatter(x, w, "a group", 2), of((4, 6), (6, 2)),
+         raises=OpRuleError),
     Form("ops.prompt_flash_attention",
          lambda q, k, v: ops.prompt_flash_attention(q, k, v, None, num_heads=N, input_layout="BNSD"), of(*BNSD),
          raises=OpRuleError),

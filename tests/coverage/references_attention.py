@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .references import FLAT, TRUE, Q, a, softmax
+from .references import FLAT, TRUE, Q, a, pos, softmax
 
 FAR = 2**31 - 1
 TRIANGLE = np.triu(TRUE((2048, 2048), np.uint8), 1)
@@ -77,6 +77,24 @@ def rotate(x, c, s, mode):
     return x * c + turned * s
 
 
+def speed(q, k, v, heads, layout, seed, offset, pse, padding, mask, scale, keep, *rest):
+    (pre, nxt, _, _, *ends), mode = rest[:6], rest[6]
+    out = of_form(q, k, v, pse, None, None, mask, None, *ends, heads, keep, scale, pre, nxt, 0, layout, mode)[3]
+    return out, None, None, np.zeros(0), *[np.zeros((), int)] * 3
+
+
+def both(first, top, total, second, other_top, other_total):
+    """As if all weights had been summed in one go, [S, B, H]."""
+    highest = np.maximum(top, other_top)
+    weights = [s * np.exp(t - highest) for s, t in ((total, top), (other_total, other_top))]
+    by_row = [np.repeat(w[..., 0].transpose(2, 0, 1), first.shape[2] // top.shape[1], -1) for w in weights]
+    return (first * by_row[0] + second * by_row[1]) / sum(by_row), highest, sum(weights)
+
+
+def statistics(*shape):
+    return np.repeat(pos(*shape, 1), 8, -1)
+
+
 SWAPPED = tuple(x.swapaxes(1, 2).copy() for x in Q)
 GROUPED = (a(3, 2, 8), a(5, 2, 4), a(5, 2, 6))
 ATTENTION = {
@@ -88,5 +106,10 @@ ATTENTION = {
         flash(*SWAPPED, layout=3, mask=FUTURE), *(flash(*PACKED, ends=ENDS, layout=4, **k) for k in (
             {}, {"mask": TRIANGLE, "sparse": 2}, {"mask": TRIANGLE, "sparse": 3},
             {"mask": TRIANGLE, "sparse": 4, "pre": 1, "next": 1})))],
+    "SpeedFusionAttention": [((*Q, 4, 1, np.zeros((), int), np.ones((), int), pse, None, mask, 0.5, 1.0, FAR, FAR, 0, None,
+                               None, None, mode), speed)
+                             for pse, mask, mode in ((None, None, 0), (a(2, 4, 3, 5), None, 0), (None, TRIANGLE, 3))],
+    "RingAttentionUpdate": [((a(3, 2, 8), statistics(2, 4, 3), statistics(2, 4, 3), a(3, 2, 8), statistics(2, 4, 3) + 1,
+                              statistics(2, 4, 3)), both)],
     "RotaryPositionEmbedding": [((a(2, 3, 8), a(1, 3, 8), a(1, 3, 8), m), rotate) for m in range(4)],
 }

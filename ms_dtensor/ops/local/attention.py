@@ -117,6 +117,39 @@ def _hidden(mask, rows: int, cols: int, pre: int, nxt: int, sparse_mode: int):
     return hidden
 
 
+def speed_attention(*args, lengths=None, dropped=None):
+    """`flash_attention` in the order of `SpeedFusionAttention`."""
+    return _speed_results(*flash_attention(*args, lengths=lengths, dropped=dropped))
+
+
+def _speed_results(top, total, nothing, out):
+    """The kernel's seed, offset and size of its mask are zeros: it draws nothing."""
+    return out, top, total, mint.narrow(nothing, 0, 0, 0), *(ops.zeros((), ms.int64) for _ in range(3))
+
+
+def speed_fusion_attention(query, key, value, head_num, input_layout, seed, offset, pse=None, padding_mask=None,
+                           atten_mask=None, scale=1.0, keep_prob=1.0, pre_tokens=FAR, next_tokens=FAR, inner_precise=0,
+                           prefix=None, actual_q=None, actual_kv=None, sparse_mode=0, *_):
+    """`SpeedFusionAttention`; what is dropped comes from our stream."""
+    return _speed_results(*flash_attention_score(
+        query, key, value, pse, None, None, atten_mask, None, actual_q, actual_kv, head_num, keep_prob, scale, pre_tokens,
+        next_tokens, 0, input_layout, sparse_mode))
+
+
+def ring_update(attn_out, softmax_max, softmax_sum, other_out, other_max, other_sum, actual_seq_qlen=None, layout="SBH"):
+    """`RingAttentionUpdate` of [S, B, H]: each result counts as much as the sum of its weights."""
+    top = mint.maximum(softmax_max, other_max)
+    mine, its = softmax_sum * mint.exp(softmax_max - top), other_sum * mint.exp(other_max - top)
+    total = mine + its
+
+    def share(out, part):
+        heads = part._shape[1]
+        x = mint.reshape(out.astype(ms.float32), (*out._shape[:2], heads, out._shape[2] // heads))
+        return x * mint.permute(mint.narrow(part / total, 3, 0, 1), (2, 0, 1, 3))
+    out = mint.reshape(share(attn_out, mine) + share(other_out, its), attn_out._shape)
+    return out.astype(attn_out.dtype), top, total
+
+
 def flash_attention_score(query, key, value, real_shift=None, drop_mask=None, padding_mask=None, attn_mask=None,
                           prefix=None, actual_q=None, actual_kv=None, head_num=1, keep_prob=1.0, scale=1.0,
                           pre_tokens=FAR, next_tokens=FAR, inner_precise=0, input_layout="BSH", sparse_mode=0):
@@ -130,5 +163,7 @@ def flash_attention_score(query, key, value, real_shift=None, drop_mask=None, pa
                     (actual_q, actual_kv), kept, keep_prob)
 
 
-TABLE = {"flash_attention": flash_attention}
-CPU = {"FlashAttentionScore": flash_attention_score}
+TABLE = {"flash_attention": flash_attention, "dropout_attention": flash_attention, "speed_attention": speed_attention,
+         "dropout_speed_attention": speed_attention}
+CPU = {"FlashAttentionScore": flash_attention_score, "SpeedFusionAttention": speed_fusion_attention,
+       "RingAttentionUpdate": ring_update}

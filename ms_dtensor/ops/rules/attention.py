@@ -8,13 +8,20 @@ global scores. What Ascend's documents rule out, or leave open, is refused on ev
 """
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ...errors import OpRuleError
 from .spec import Call, Case, Local, LocalCall, Operand, OpSpec, P, R, S
 
 _FLASH = ("query key value real_shift drop_mask padding_mask attn_mask prefix actual_q actual_kv head_num keep_prob scale "
           "pre_tokens next_tokens inner_precise input_layout sparse_mode")
+_SPEED = ("query key value head_num input_layout seed offset real_shift padding_mask attn_mask scale keep_prob pre_tokens "
+          "next_tokens inner_precise prefix actual_q actual_kv sparse_mode gen_mask_parallel sync pse_type q_start kv_start")
+_RING = "attn_out softmax_max softmax_sum other_out other_max other_sum actual_q layout"
 NAMES = f"""
 flash_attention:FlashAttentionScore:{_FLASH}
+speed_attention:SpeedFusionAttention:{_SPEED}
+ring_update:RingAttentionUpdate:{_RING}
 prompt_attention:PromptFlashAttention,IncreFlashAttention,FusedInferAttentionScore,PagedAttention:*args
 """
 
@@ -109,7 +116,8 @@ def flash_attention(call: Call) -> OpSpec:
                                                                  (0, rows)))
         tensors = (call.args.get(n) for n in ("query", "key", "value", "real_shift", "attn_mask"))
         tokens = (int(call.get(n, FAR)) for n in ("pre_tokens", "next_tokens"))
-        return LocalCall("flash_attention", (*tensors, mine, keep, float(call.get("scale", 1.0)), *tokens, form, mode),
+        name = "flash_attention" if box is None else "dropout_attention"
+        return LocalCall(name, (*tensors, mine, keep, float(call.get("scale", 1.0)), *tokens, form, mode),
                          {"lengths": lengths, "dropped": box})
     return OpSpec((stats, stats, (1,), result), tuple(cases), local, ("float32", "float32", q.dtype, q.dtype))
 
@@ -158,6 +166,44 @@ def _sequences(call: Call, q0: int, k0: int, rows: int, cols: int):
     return tuple(q for q, _ in kept), tuple(k for _, k in kept)
 
 
+_SPEED_FORM = {"flash_attention": "speed_attention", "dropout_attention": "dropout_speed_attention"}
+
+
+def speed_attention(call: Call) -> OpSpec:
+    """`speed_fusion_attention`: (result, softmax max, softmax sum, nothing, seed, offset, size of a mask): see above.
+
+    Its kernel would draw by local places, so a mask comes from our stream here, too, and from the other kernel.
+    """
+    if call.get("pse_type", 1) != 1 or call.get("q_start") is not None or call.get("kv_start") is not None:
+        raise refuse("positions that the kernel makes, and pse_type other than 1, are not supported on DTensors",
+                     "They count from the first local row.", "pass pse, with pse_type=1")
+    spec = flash_attention(call)
+    top, total, nothing, result = spec.shapes
+    cases = tuple(Case(c.ins, (c.outs[3], *c.outs[:3], R, R, R), c.even, c.invariant) for c in spec.cases)
+
+    def local(at: Local) -> LocalCall | None:
+        outs = *at.outs[1:4], at.outs[0]
+        made = None if spec.local is None else spec.local(Local(at.ins, outs, at.coordinate))
+        return made and replace(made, name=_SPEED_FORM[made.name])
+    return replace(spec, shapes=(result, top, total, (0,), (), (), ()), cases=cases, local=local,
+                   dtypes=(call.operands[0].dtype, "float32", "float32", call.operands[0].dtype, *("int64",) * 3))
+
+
+def ring_update(call: Call) -> OpSpec:
+    """`ring_attention_update`: two results of attention as one, (result, softmax max, softmax sum), over [S, B, H]."""
+    if str(call.get("layout", "SBH")) not in ("SBH", "2") or call.get("actual_q") is not None:
+        raise OpRuleError("For 'ring_attention_update', only the layout SBH is supported on DTensors.", "",
+                          "In TND the order of the statistics within a sequence is not documented.",
+                          ("layout='SBH'", "run it on shards with local_map"))
+    out, stat = call.args["attn_out"], call.args["softmax_max"]
+    outs, stats = ("attn_out", "other_out"), ("softmax_max", "softmax_sum", "other_max", "other_sum")
+    cases = []
+    for d, s in ((0, 2), (1, 0), (2, 1)):
+        at = {**{call.args[n].index: S(d) for n in outs}, **{call.args[n].index: S(s) for n in stats}}
+        cases.append(call.case(at, S(d), S(s), S(s), even=((0, d, stat.shape[1]),) if s == 1 else ()))
+    return OpSpec((out.shape, stat.shape, stat.shape), tuple(cases), dtypes=(out.dtype, "float32", "float32"))
+
+
 def refused(call: Call) -> OpSpec:
     """Inference kernels that keep a cache."""
     raise OpRuleError(f"For '{call.op}', there is no rule for DTensors.", "",
@@ -165,5 +211,6 @@ def refused(call: Call) -> OpSpec:
                       ("use flash_attention_score", "run it on shards with local_map"))
 
 
-RULES = {"flash_attention": flash_attention, "prompt_attention": refused}
-CONSTANTS = {"flash_attention": constants}
+RULES = {"flash_attention": flash_attention, "speed_attention": speed_attention, "ring_update": ring_update,
+         "prompt_attention": refused}
+CONSTANTS = dict.fromkeys(("flash_attention", "speed_attention"), constants)

@@ -27,4 +27,12 @@ def rotary(call: Call) -> OpSpec:
     return OpSpec((x.shape,), tuple(cases), dtypes=(x.dtype,))
 
 
-RULES = {"rotary": rotary}
+def refused(call: Call) -> OpSpec:
+    """The kernel for inference, which reads its angles at positions."""
+    raise OpRuleError("For 'ApplyRotaryPosEmb', there is no rule for DTensors.", "",
+                      "It is a serving engine's kernel; what its formats of angles mean is not documented.",
+                      ("ops.rotary_position_embedding(x, cos, sin, 0) of queries and of keys, with their angles looked up",
+                       "run it on shards with local_map"))
+
+
+RULES = {"rotary": rotary, "apply_rotary": refused}
