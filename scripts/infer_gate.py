@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """MindSpore's own inference of shapes and dtypes against every rule and CPU form; prints JSON, fails on a mismatch.
 
-    python scripts/infer_gate.py                    every primitive of the corpus and of the Llama, up to four calls each
+    python scripts/infer_gate.py                    every primitive of the corpus and of the Llama, up to four calls a family
     python scripts/infer_gate.py attention norm     only tests/coverage/forms_attention.py and forms_norm.py
 
 No kernel is run for the questions, so they hold for the primitives that only Ascend has. See `tests/coverage/infer.py`.
@@ -9,30 +9,56 @@ No kernel is run for the questions, so they hold for the primitives that only As
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def main() -> int:
     """Command line; returns the exit code."""
+    if sys.argv[1:2] == ["--of"]:
+        print(json.dumps(asked(sys.argv[2])))
+        return 0
+    started, agree, wrong, unasked = time.time(), Counter(), [], {}
+    known = [p.stem.removeprefix("forms_") for p in sorted((ROOT / "tests" / "coverage").glob("forms_*.py"))]
+    with ThreadPoolExecutor(2) as pool:  # a process each, as MindSpore keeps what it compiled
+        for answer in pool.map(in_process, sys.argv[1:] or ["the llama", *known]):
+            agree.update(answer["agree"])
+            wrong += answer["wrong"]
+            unasked |= answer["unasked"]
+    print(json.dumps({"primitives": len(agree), "calls": sum(agree.values()), "mismatches": wrong,
+                      "not_asked": {name: why for name, why in sorted(unasked.items()) if name not in agree},
+                      "seconds": round(time.time() - started, 1)}, indent=1))
+    return 1 if wrong or not agree else 0
+
+
+def in_process(family: str) -> dict:
+    """One family's answers, from a process of its own."""
+    done = subprocess.run([sys.executable, __file__, "--of", family], stdout=subprocess.PIPE, text=True, check=True,
+                          env={**os.environ, "OMP_NUM_THREADS": "1", "GLOG_v": "4"})
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def asked(family: str) -> dict:
+    """One family's answers, in this process."""
+    sys.path.insert(0, str(ROOT))
     import mindspore as ms
     ms.set_device("CPU")
     ms.runtime.launch_blocking()
     from tests.coverage.infer import Gate, ask, calls_of_corpus, calls_of_llama
 
-    started, gate, families = time.time(), Gate(), sys.argv[1:]
+    gate = Gate()
+    calls = calls_of_llama() if family == "the llama" else calls_of_corpus((family,), limit=4)
     with tempfile.TemporaryDirectory() as folder:
-        ask(calls_of_corpus(families, limit=4), gate, 3, folder)
-        if not families:
-            ask(calls_of_llama(), gate, 4, folder)
-    unasked = {name: why for name, why in gate.unasked.items() if name not in gate.agree}
-    print(json.dumps({"primitives": len(gate.agree), "calls": sum(gate.agree.values()), "mismatches": gate.wrong,
-                      "not_asked": unasked, "seconds": round(time.time() - started, 1)}, indent=1))
-    return 1 if gate.wrong or not gate.agree else 0
+        ask(calls, gate, 3, folder)
+    return {"agree": gate.agree, "wrong": gate.wrong, "unasked": gate.unasked}
 
 
 if __name__ == "__main__":

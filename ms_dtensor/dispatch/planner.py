@@ -20,8 +20,8 @@ from ..internals.target import cpu_kernels
 from ..ops.local import LOCAL_OPS, WRITES, decomposition, wrapper_in_float32
 from ..ops.local.extremes import winners_of_shard
 from ..ops.local.orders import to_any_order
-from ..ops.local.random import TABLE as RANDOM
-from ..ops.rules import RULES, Call, Local, Operand, has_empty_shard, has_thin_shard, local_part, result_dtype
+from ..ops.local.random import DRAWS
+from ..ops.rules import CONSTANTS, RULES, Call, Local, Operand, has_empty_shard, has_thin_shard, local_part, result_dtype
 from ..ops.rules.names import NATIVE, PRIMITIVES
 from ..ops.rules.select import choose
 from ..ops.rules.view import order_of_view, view_kind
@@ -145,13 +145,14 @@ def plan_for(op: str, arguments: dict, tensors, mode, original: LocalRun | None 
         dtype_place: where the original call takes a dtype, if positionally.
     """
     mesh = _common_mesh(op, tensors)
-    layouts = [getattr(x, "_layout", None) or _promote(op, x, mesh, tensors, mode) for x in tensors]
+    alike = {id(arguments[name]) for name in CONSTANTS[op](arguments)} if op in CONSTANTS else ()
+    layouts = [getattr(x, "_layout", None) or _promote(op, x, mesh, tensors, mode, id(x) in alike) for x in tensors]
     operands = tuple(Operand(i, layout.shape, layout.dtype) for i, layout in enumerate(layouts))
     it = iter(operands)
     spec_call = Call(op, {k: as_operands(v, it) for k, v in arguments.items()}, operands)
     spec = RULES[op](spec_call)
     choice = choose(spec_call, spec, tuple(layouts), writes, mode.no_gather)
-    steps = tuple(map(_step, tensors, layouts, choice.targets, choice.own))
+    steps = tuple(_step(x, *made, id(x) in alike) for x, *made in zip(tensors, layouts, choice.targets, choice.own))
     promised = (layouts[0].dtype,) if writes else spec.dtypes or (result_dtype(spec_call),) * len(spec.shapes)
     in_float32 = None
     if cpu_kernels() and not as_it_is:
@@ -183,7 +184,7 @@ def plan_for(op: str, arguments: dict, tensors, mode, original: LocalRun | None 
     if spec.winners is not None and drafts[0].has_nonlinear_partial:
         winners = partial(winners_of_shard, spec.winners, at.in_offset(0)[spec.winners.dims[0]])
     return OpPlan(op, steps, replace(local, empty=empty), Results(op, mesh, list(zip(choice.outs, drafts))), view, writes,
-                  any(map(has_empty_shard, choice.targets)), named is not None and named.name in RANDOM, winners)
+                  any(map(has_empty_shard, choice.targets)), named is not None and named.name in DRAWS, winners)
 
 
 def _again(op: str, tensors, layouts):
@@ -200,9 +201,9 @@ def _again(op: str, tensors, layouts):
     return run
 
 
-def _step(x, layout: Layout, target: Layout, varying) -> Step:
+def _step(x, layout: Layout, target: Layout, varying, constant: bool) -> Step:
     is_dtensor = getattr(x, "_layout", None) is not None
-    if not is_dtensor and not layout.shape:  # a constant
+    if not is_dtensor and (constant or not layout.shape):
         return Step(None, None, None)
     # a sum over one rank is the value itself, and integers have no cotangent
     varying = [a for a in varying if layout.mesh.shape[a] > 1 and layout.dtype.startswith(DIFFERENTIABLE)]
@@ -253,9 +254,9 @@ def _to_one_mesh(meshes, tensors) -> tuple[str, ...]:
             f"DTensor.from_local(x.to_local(), mesh, {placed}, shape=x.shape), if x is the same along the other axes")
 
 
-def _promote(op, x, mesh, tensors, mode) -> Layout:
-    """Layout of a plain operand: a number, or anything under implicit_replication, counts as Replicate."""
-    if mode.implicit_replication or is_number(x):
+def _promote(op, x, mesh, tensors, mode, constant: bool = False) -> Layout:
+    """Layout of a plain operand: a number, a constant, or anything under implicit_replication, counts as Replicate."""
+    if constant or mode.implicit_replication or is_number(x):
         return Layout(mesh, None, tuple(x._shape), dtype_name(x.dtype))
     which = f"parameter '{x.name}'" if isinstance(x, Parameter) else "a plain Tensor"
     raise MixedOperandError(

@@ -141,28 +141,6 @@ def cubic_1d(x, out, d):
     return np.moveaxis(np.stack(rows, -1), -1, d)
 
 
-def attention(q, k, v, hidden=None, scale=1.0):
-    """Heads apart: [batch, heads, sequence, depth]."""
-    k, v = (np.repeat(t, q.shape[1] // t.shape[1], 1) for t in (k, v))
-    scores = q @ k.swapaxes(-1, -2) * scale
-    if hidden is not None:
-        scores = np.where(hidden, -1e30, scores)
-    return softmax(scores) @ v
-
-
-def apart(x, heads):
-    return x.reshape(*x.shape[:2], heads, -1).swapaxes(1, 2)
-
-
-def rotate(x, c, s, neighbours):
-    if neighbours:
-        turned = np.stack([-x[..., 1::2], x[..., 0::2]], -1).reshape(x.shape)
-    else:
-        h = x.shape[-1] // 2
-        turned = np.concatenate([-x[..., h:], x[..., :h]], -1)
-    return x * c + turned * s
-
-
 def scatter_add(x, dim, index, src):
     out = x.copy()
     for at in np.ndindex(index.shape):
@@ -191,14 +169,6 @@ I32, TRUE = np.int32, np.ones
 ROWS = np.array([[0, 2], [1, 1]], I32)
 X, Y, Q = a(4, 5), a(4, 5), (a(2, 4, 3, 4), a(2, 2, 5, 4), a(2, 2, 5, 4))
 FLAT = (a(2, 3, 8), a(2, 3, 8), a(2, 3, 8))
-FUTURE, RIGHT = np.triu(np.ones((3, 5), bool), 1), np.triu(np.ones((3, 5), bool), 3)
-
-
-def flash(*tensors, mask=None, **static):
-    """FlashAttentionScore's arguments."""
-    values = {"head_num": 4, "keep_prob": 1.0, "scale": 0.5, "pre": 2**31 - 1, "next": 2**31 - 1, "precise": 0,
-              "layout": 1, "sparse": 0, **static}
-    return (*tensors, None, None, None, mask, None, None, None, *values.values())
 
 
 REFERENCES: dict = {
@@ -319,13 +289,6 @@ REFERENCES: dict = {
     "UpsampleBicubic2D": [((a(1, 2, 4, 5), (7, 6), None, False), lambda x, *_: cubic_1d(cubic_1d(x, 7, 2), 6, 3))],
     "Im2ColExt": [((a(2, 3, 4, 4), (2, 2)), lambda x, k: patches(x, 2))],
     "Col2ImExt": [((a(2, 8, 9), (4, 4), (2, 2)), lambda x, s, k: unpatch(x, (4, 4), 2))],
-    "FlashAttentionScore": [
-        (flash(*Q), lambda q, k, v, *_: (None, None, None, attention(q, k, v, None, 0.5))),
-        (flash(*Q, mask=FUTURE), lambda q, k, v, *_: (None, None, None, attention(q, k, v, FUTURE, 0.5))),
-        (flash(*Q, sparse=3), lambda q, k, v, *_: (None, None, None, attention(q, k, v, RIGHT, 0.5))),
-        (flash(*FLAT, layout=0), lambda q, k, v, *_: (None, None, None, attention(
-            apart(q, 4), apart(k, 4), apart(v, 4), None, 0.5).swapaxes(1, 2).reshape(q.shape)))],
-    "RotaryPositionEmbedding": [((a(2, 3, 6), a(1, 3, 6), a(1, 3, 6), m), rotate) for m in (0, 1)],
 }
 
 

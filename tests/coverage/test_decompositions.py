@@ -9,6 +9,7 @@ from mindspore import Tensor
 
 from ms_dtensor.ops.local import CPU
 from tests.coverage.references import REFERENCES
+from tests.coverage.references_attention import ATTENTION
 from tests.coverage.references_moe import MOE
 from tests.coverage.references_more import MORE, NO_GRADIENT
 
@@ -19,7 +20,7 @@ GRAD_ATOL = 5e-4
 CONSTANT = frozenset(("FullLike", "ZerosLikeExt", "OnesLikeExt", "EmptyLike", "NewZeros", "NewOnes", "NewEmpty",
                       "NewFull", "CountNonZero", "ArgSort", "ArgMaxExt", "ArgMinExt", "OneHotExt", "Any", "AnyExt",
                       "ReduceAny", "MoeComputeExpertTokens")) | NO_GRADIENT
-REFERENCES = {**REFERENCES, **MORE, **MOE}
+REFERENCES = {**REFERENCES, **MORE, **MOE, **ATTENTION}
 # Drawn from the library's own stream: tests/test_random.py compares them across meshes and with their distributions.
 DRAWN = frozenset(("Bernoulli", "BernoulliExt", "Dropout", "Dropout2D", "Dropout2dExt", "Dropout3D", "FuncDropoutExt",
                    "NormalFloatTensor", "NormalTensorFloat", "NormalTensorTensor", "RandIntLike", "RandLikeExt",

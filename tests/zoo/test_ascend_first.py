@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ spec.loader.exec_module(ascend_first)
 def test_every_part_runs_here_over_the_emulator(tmp_path):
     out = tmp_path / "report.txt"
     done = subprocess.run([str(SCRIPT.with_suffix(".sh")), "--rehearse", "--out", str(out)], capture_output=True, text=True,
-                          timeout=1100, env={**__import__("os").environ, "PYTHON": sys.executable})
+                          timeout=1100, env={**os.environ, "PYTHON": sys.executable})
     text = out.read_text()
     assert done.returncode == 0, text
     assert text.startswith("REHEARSED") and text.count("==== ") == 7 and "FAILED" not in text
@@ -44,14 +45,16 @@ def test_a_part_that_fails_is_written_down_and_the_rest_goes_on(tmp_path):
 def test_off_ops_and_missing_ones_are_failures(tmp_path, monkeypatch):
     import numpy as np
 
+    given = {}
     right = {"a value": np.ones(3, np.float32), "b value": np.ones(2, np.float32)}
 
     def launched(name, ranks, options, folder):
         np.savez(folder / "cpu.npz", **right)
-        np.savez(folder / "device.npz", **answers)
+        np.savez(folder / "device.npz", **given["answers"])
         return [], None
     monkeypatch.setattr(ascend_first, "on_ranks", launched)
     monkeypatch.setattr(ascend_first.subprocess, "run", lambda *args, **how: subprocess.CompletedProcess(args, 0, "", ""))
     for answers, fine in ((right, True), ({**right, "b value": right["b value"] * 1.1}, False),
                           ({"a value": right["a value"]}, False)):
+        given["answers"] = answers
         assert ascend_first.ops_part(None, tmp_path)[1] is fine

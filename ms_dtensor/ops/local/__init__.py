@@ -26,12 +26,13 @@ from . import (
     moe,
     pool,
     random,
+    rotary,
     write,
 )
 from .dtypes import wrapper_in_float32
 from .run import Nothing, StandIn, fill_operands, run_local
 
-FAMILIES = (basic, lookup, arrange, random, lists, write, conv, pool, attention, loss, by_data, moe)
+FAMILIES = (basic, lookup, arrange, random, lists, write, conv, pool, attention, loss, by_data, moe, rotary)
 LOCAL_OPS: dict[str, Any] = {**cpu_index.FORMS, **cpu_matmul.FORMS}
 CPU: dict[str, Any] = {**cpu.TABLE}
 WRITES: dict[str, Any] = write.WRITES

@@ -132,6 +132,7 @@ TABLE = {
     "exponential_into": _like(lambda key, shape, box, t, rate: rng.exponential(key, shape, box, t) / t(rate)),
 }
 
+DRAWS = frozenset((*TABLE, "dropout_attention", "dropout_speed_attention"))  # local forms that take numbers of the stream
 CPU = {
     "Dropout2D": _classic_channels, "Dropout3D": _classic_channels,
     "Dropout": lambda x, keep_prob=0.5, *_: dropout(x, keep_prob, *_whole(x)),

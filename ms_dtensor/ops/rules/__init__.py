@@ -27,6 +27,7 @@ from . import (
     pool,
     random,
     reduce,
+    rotary,
     scatter,
     statistics,
     view,
@@ -53,10 +54,12 @@ RULES.update({op: reduce.reduction for op in ("sum", "mean", "max", "min", "prod
 
 # Further families bring their own names and rules: `NAMES` in the notation of `names.parse`, `RULES` by canonical op.
 FAMILIES: tuple = (arrange, index, scatter, random, create, lists, matmul, write, conv,
-                   elementwise, statistics, norm, loss, pool, attention, linalg, moe)
+                   elementwise, statistics, norm, loss, pool, attention, rotary, linalg, moe)
+CONSTANTS: dict[str, Callable[[dict], tuple[str, ...]]] = {}  # arguments that may be plain tensors, by canonical op
 for family in FAMILIES:
+    CONSTANTS.update(getattr(family, "CONSTANTS", {}))
     names.PRIMITIVES.update(names.parse(family.NAMES))
     RULES.update(family.RULES)
 
-__all__ = ["RULES", "Call", "Case", "LocalCall", "Local", "Operand", "OpSpec", "Winners", "has_empty_shard",
+__all__ = ["CONSTANTS", "RULES", "Call", "Case", "LocalCall", "Local", "Operand", "OpSpec", "Winners", "has_empty_shard",
            "has_thin_shard", "local_part", "result_dtype", "results_of_nothing"]

@@ -175,7 +175,19 @@ def add_product(call: Call) -> OpSpec:
     return OpSpec((shape,), tuple(_reorder(call, [x, y, z], cases)), local)
 
 
+def with_communication(call: Call) -> OpSpec:
+    """Kernels that gather or reduce within a group that they are told."""
+    raise OpRuleError(f"For '{call.op}', a DTensor was given to a kernel that communicates.",
+                      ", ".join(f"{o.dtype}{list(o.shape)}" for o in call.operands),
+                      "It gathers or reduces what each rank holds, in a group of its own; a DTensor knows how it is cut.",
+                      ("mint.matmul(x, w) of the DTensors, and redistribute: each cut says what is gathered or reduced",
+                       "x.to_local(), or local_map, for this kernel itself"))
+
+
 NAMES = """
+all_gather_matmul:AllGatherMatmul:*args
+matmul_reduce_scatter:MatmulReduceScatter:*args
+matmul_all_reduce_add_rms_norm:MatmulAllReduceAddRmsNorm:*args
 matmul:Vdot:input other
 outer:Ger:input other
 addmm:Addmm:input mat1 mat2 beta alpha
@@ -183,4 +195,5 @@ addmv:Addmv:input mat vec beta alpha
 baddbmm:Baddbmm:input batch1 batch2 beta alpha
 addbmm:Addbmm:input batch1 batch2 beta alpha
 """
-RULES = dict.fromkeys(_PRODUCT, add_product)
+RULES = {**dict.fromkeys(_PRODUCT, add_product), **dict.fromkeys(
+    ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce_add_rms_norm"), with_communication)}
