@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What HCCL, NCCL and MCCL backends share: packing around a few flat primitives, and communicators.
+"""What HCCL, NCCL and MCCL backends share: packing around a few primitives, and communicators.
 
-A subclass supplies collectives on equal, non-empty, 1-d blocks (the methods named `_*_flat`); everything uneven, on
-other dims, empty or of an unsupported dtype is handled here. Even pieces of dim 0 go as they lie, in one kernel; others
+A subclass supplies collectives on equal, non-empty blocks that lie one behind another (the methods named `_*_flat`);
+everything uneven, on other dims, empty or of an unsupported dtype is handled here. Even pieces of dim 0 go as they lie, in one kernel; others
 take a kernel before, a kernel after, or both. An average is the sum of values divided before, so that it cannot overflow.
 The invariant: whether a call communicates is decided from what all members know (shapes, sizes, dtype), never from local
 data.
@@ -199,7 +199,7 @@ class DeviceBackend(Backend):
             out, handle = self._all_gather_flat(self.ops.flat(wire), (n * math.prod(shape),), comm, async_op)
             return self._finish(out, handle, shape, async_op, back, made=lambda y: self._reduced(y, shape, order, op))
         own = self.ops.scaled(wire, 1 / n) if op == "avg" else self.ops.copy(wire) if back is None else wire
-        out, handle = self._all_reduce_flat(self._not_0d(own), native, comm, async_op)
+        out, handle = self._all_reduce_flat(self._not_0d(self.ops.in_order(own)), native, comm, async_op)
         return self._finish(out, handle, shape, async_op, back, None if shape else lambda y: y)
 
     def all_reduce_(self, x: Tensor, op: str, group: Ranks) -> Work[Tensor]:

@@ -40,7 +40,8 @@ def small(dp: int, tp: int, layers: int | None):
     cfg = load(["--config", str(CONFIG)], 8)[0]
     m = cfg.model
     model = replace(m, dim=16 * m.n_heads, ffn_dim=256, vocab_size=512, n_layers=layers or m.n_layers)
-    train = replace(cfg.train, batch=2 * dp * cfg.train.micro_batches, seq=16, dtype="bfloat16", steps=10)
+    micro = cfg.train.micro_batches if dp == 1 else 1  # each micro-batch reduces its gradients
+    train = replace(cfg.train, batch=2 * dp * micro, micro_batches=micro, seq=16, dtype="bfloat16", steps=10)
     return replace(cfg, model=model, parallel=replace(cfg.parallel, dp=dp, tp=tp), train=train), \
         sizes(model) / sizes(replace(m, n_layers=model.n_layers))
 

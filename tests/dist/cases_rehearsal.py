@@ -217,6 +217,24 @@ def a_bucket_may_add_up_in_float32(world):
 
 
 @case(world_size=2)
+def hooks_see_what_is_reduced_and_a_bucket_may_stay_open(world):
+    """A user's hook doubles a reduced gradient; a parameter without a gradient leaves its bucket open to the end."""
+    def run(kind):
+        mesh = init_device_mesh(kind, (world.size,), mesh_dim_names=("dp",))
+        net = replicate(Net(3), mesh=mesh["dp"])
+        params = net.trainable_params()
+        seen = []
+        params[0].register_hook(lambda grad: seen.append(grad.asnumpy()) or grad * 2)
+        x = distribute_tensor(data(3, 4 * world.size, 8), mesh, [S(0)])
+        _, grads = value_and_grad(lambda x: (net.blocks[1](net.blocks[0](x)) ** 2).sum(), None, params[:4])(x)
+        return [*seen, *map(array, grads)]
+    want, got, _ = on_both(run)
+    assert len(got) == 5
+    all_equal(got, want, "gradient")
+    equal(got[1], got[0] * 2)
+
+
+@case(world_size=2)
 def the_same_over_nccls_primitives(world):
     def run(kind):
         return trained("gpu" if kind == "npu" else kind, world, steps=2)

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The device's branch in one process: in MindSpore's asynchronous pipeline, which real ranks on CPU do not use."""
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+STEPS = """
+import sys
+import mindspore as ms
+import numpy as np
+from ms_dtensor import comm
+from tests.dist.cases_rehearsal import trained
+from tests.rehearsal.session import rehearsed
+
+ms.set_device("CPU")
+if sys.argv[1] == "blocking":
+    ms.runtime.launch_blocking()
+with comm.fake_world(2) as world, rehearsed():
+    print("sums", [float(np.abs(x).sum()) for x in trained("npu", world)])
+"""
+
+
+def sums(mode: str) -> str:
+    done = subprocess.run([sys.executable, "-c", STEPS, mode], env=dict(os.environ, PYTHONPATH=str(ROOT), GLOG_v="3"),
+                          capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return next(line for line in done.stdout.splitlines() if line.startswith("sums"))
+
+
+def test_steps_of_the_asynchronous_pipeline_are_those_of_the_blocking_one():
+    assert sums("asynchronous") == sums("blocking")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_step_of_the_8b_configuration_asks_little_of_a_device():
+    done = subprocess.run([sys.executable, ROOT / "scripts/bench/rehearse_counts.py", "--layers", "4"], capture_output=True,
+                          text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    tensor_parallel, data_parallel = json.loads(done.stdout[done.stdout.index('{\n "config"'):])["steps"]
+    for step in (tensor_parallel, data_parallel):
+        assert step["kernels_per_collective"] <= 3 and len(step["host_waits"]) <= 2, step
+    assert data_parallel["overlapped"] >= 0.9, data_parallel
