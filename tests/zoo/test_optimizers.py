@@ -174,12 +174,13 @@ def test_parameters_of_other_dtypes(name, dtype, branch):
     from ms_dtensor import optim
 
     build = lambda ps: getattr(optim, name)(ps, **OPTIMIZERS[name])  # noqa: E731
-    shapes = ((6, 5), (60, 40))
+    shapes = ((6, 5), (60, 40), (0, 4))
     got, optimizer = stepped(build, dtype, shapes=shapes)
     want, _ = stepped(build, shapes=shapes)
     for g, w in zip(got, want, strict=True):
         assert np.allclose(g, w, atol={"float64": 1e-5, "float16": 5e-3, "bfloat16": 5e-2}[dtype])
-    assert len(optimizer.state_dict()["masters"]) == (0 if dtype == "float64" else 2)
+    masters = set(optimizer.state_dict()["masters"])
+    assert not masters if dtype == "float64" else masters >= {"p0", "p1"}
 
 
 def test_small_steps_of_16_bits_add_up_and_loaded_weights_count(branch):
@@ -327,7 +328,7 @@ def test_the_mean_is_swapped_in_and_out(branch, dtype):
 
     from ms_dtensor.optim import EMA
 
-    (start, *steps), kind = drawn(((4, 5), (70000,), ())), getattr(ms, dtype)
+    (start, *steps), kind = drawn(((4, 5), (70000,), (), (0, 3))), getattr(ms, dtype)
     params = [Parameter(Tensor(v).astype(kind), name=f"p{i}") for i, v in enumerate(start)]
     ema, want = EMA(params, 0.75), [p.astype(ms.float32).asnumpy().astype(np.float64) for p in params]
     for values in steps:
