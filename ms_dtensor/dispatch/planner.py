@@ -152,7 +152,8 @@ def plan_for(op: str, arguments: dict, tensors, mode, original: LocalRun | None 
     spec_call = Call(op, {k: as_operands(v, it) for k, v in arguments.items()}, operands)
     spec = RULES[op](spec_call)
     choice = choose(spec_call, spec, tuple(layouts), writes, mode.no_gather)
-    steps = tuple(_step(x, *made, id(x) in alike) for x, *made in zip(tensors, layouts, choice.targets, choice.own))
+    steps = tuple(_step(x, layout, target, varying, id(x) in alike)
+                  for x, layout, target, varying in zip(tensors, layouts, choice.targets, choice.own))
     promised = (layouts[0].dtype,) if writes else spec.dtypes or (result_dtype(spec_call),) * len(spec.shapes)
     in_float32 = None
     if cpu_kernels() and not as_it_is:

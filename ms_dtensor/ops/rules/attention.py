@@ -90,7 +90,7 @@ def flash_attention(call: Call) -> OpSpec:
     result = (*q.shape[:-1], v.shape[-1] if "N" in form else heads * (v.shape[-1] // groups))
     cases = [*_heads(call, q, k, v, head, heads, groups), call.case({v.index: P}, R, R, R, P)]
     if form == "TND":
-        stats = (q.shape[0], heads, 8)
+        stats: tuple[int, ...] = (q.shape[0], heads, 8)
         cases += _between_sequences(call, q, k, v)
     else:
         batch, seq = form.index("B"), form.index("S")
