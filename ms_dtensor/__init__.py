@@ -35,10 +35,13 @@ if TYPE_CHECKING:  # for editors and type checkers, who cannot see what loads on
     from .ops import rng, rules as rules
     from .ops.rng import get_rng_state as get_rng_state, manual_seed as manual_seed, set_rng_state as set_rng_state
     from .parallel import (
-        ColwiseParallel as ColwiseParallel, FusedColwiseParallel as FusedColwiseParallel, ParallelStyle as ParallelStyle,
+        ColwiseParallel as ColwiseParallel, FusedColwiseParallel as FusedColwiseParallel, MixedPrecisionPolicy as
+        MixedPrecisionPolicy, ParallelStyle as ParallelStyle,
         PrepareModuleInput as PrepareModuleInput, PrepareModuleInputOutput as PrepareModuleInputOutput, PrepareModuleOutput
         as PrepareModuleOutput, RowwiseParallel as RowwiseParallel, SequenceParallel as SequenceParallel, loss_parallel as
-        loss_parallel, parallelize_module as parallelize_module, replicate as replicate, suggest_plan as suggest_plan)
+        loss_parallel, checkpoint_wrapper as checkpoint_wrapper, fully_shard as fully_shard,
+        parallelize_module as parallelize_module, replicate as replicate,
+        suggest_plan as suggest_plan)
     from .tensor import dtensor as dtensor, factories as factories, init as init
     from .tensor.autograd import grad as grad, value_and_grad as value_and_grad
     from .tensor.distribute import (
@@ -67,7 +70,7 @@ _EXPORTS = {
     "dispatch.modes": ("SkipDTensorDispatch", "implicit_replication", "redistribution_policy"),
     "parallel": ("parallelize_module", "ParallelStyle", "ColwiseParallel", "RowwiseParallel", "SequenceParallel",
                  "PrepareModuleInput", "PrepareModuleOutput", "PrepareModuleInputOutput", "FusedColwiseParallel",
-                 "loss_parallel", "replicate", "suggest_plan"),
+                 "MixedPrecisionPolicy", "checkpoint_wrapper", "fully_shard", "loss_parallel", "replicate", "suggest_plan"),
 }
 # import paths that people use -> where the module is
 _ALIASES = {

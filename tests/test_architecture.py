@@ -85,6 +85,19 @@ def test_the_root_is_a_list_of_the_layers():
     assert crowded(["a.py", "b.py", "c.py", "d.py", "py.typed"]) and crowded([f"folder{i}" for i in range(13)])
 
 
+# -- which device -----------------------------------------------------------------------------------------------------
+ASKED = re.compile(r"""device_target|current_target|device_type *[!=]= *["']|["'] *[!=]= *[\w.]*device_type""")
+MAY_ASK = {"internals.target"}
+
+
+def test_one_place_asks_which_device():
+    wrong = {module: ASKED.findall(path.read_text("utf-8")) for module, path in SOURCES.items() if module not in MAY_ASK}
+    assert not {module: found for module, found in wrong.items() if found}, "ask internals.target: on_cpu() or cpu_kernels()"
+    for text in ('get_context("device_target")', 'mesh.device_type == "cpu"', '"cpu" != self.mesh.device_type'):
+        assert ASKED.search(text), text
+    assert not ASKED.search("elif _started.device_type != device:")
+
+
 # -- words -------------------------------------------------------------------------------------------------------------
 # Home-made words that the field has others for. Checked as names: of modules, and of functions, classes, parameters and
 # module variables without a leading underscore, whole or as a part between underscores. In prose most of them are good

@@ -64,6 +64,12 @@ class ParallelConfig:
     """Norms and residuals sharded over tp along the sequence."""
     loss_parallel: bool = True
     """Logits stay sharded by vocabulary over tp up to the loss."""
+    fsdp: bool = False
+    """Parameters, gradients and optimizer state are cut over dp, and gathered block by block."""
+    hsdp: int = 1
+    """With fsdp: they are cut over each of so many parts of dp, and copied between these."""
+    zero1: bool = False
+    """Only the optimizer's work and state are divided over dp."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +94,17 @@ class TrainConfig:
     batch: int = 8
     seq: int = 128
     seed: int = 0
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the computation; parameters, their gradients and what is added up over ranks are float32 in either."""
+    micro_batches: int = 1
+    """The batch goes through the model in so many parts, whose gradients are added up."""
+    recompute: bool = False
+    """Of each block only the input is kept for the backward, which computes the block again."""
     eval_every: int = 0
     """Held-out loss every so many steps, besides start and end; 0: only those two."""
     eval_batches: int = 2
     compile: bool = False
-    """The core of attention runs as one compiled graph."""
+    """On a CPU, the core of attention runs as one compiled graph."""
     log_dir: str = "runs/llama"
 
 
@@ -116,9 +128,11 @@ RANGES: dict[str, tuple[float, float]] = {
     "model.rope_scaling.low_freq_factor": (1e-3, 1e6),
     "model.rope_scaling.high_freq_factor": (1e-3, 1e6), "model.rope_scaling.original_max_seq_len": _COUNT,
     "data.max_bytes": (1, 2 ** 40), "data.held_out_every": _COUNT, "parallel.dp": (1, 2 ** 20), "parallel.tp": (1, 2 ** 20),
+    "parallel.hsdp": (1, 2 ** 20),
     "optim.lr": (0, 1e3), "optim.betas": (0, 1 - 1e-9), "optim.eps": (1e-30, 1), "optim.weight_decay": (0, 1e3),
     "optim.warmup": (0, 2 ** 53), "optim.min_lr_ratio": (0, 1), "optim.clip_norm": (0, 1e9),
     "train.steps": (0, 2 ** 53), "train.batch": _COUNT, "train.seq": _COUNT, "train.seed": (0, 2 ** 32 - 1),
+    "train.micro_batches": _COUNT,
     "train.eval_every": (0, 2 ** 53), "train.eval_batches": _COUNT,
 }
 
@@ -133,12 +147,15 @@ def check(cfg: Config, world: int) -> None:
     _check_ranges(cfg)
     _check_model(cfg.model)
     _check_degrees(cfg, world)
-    if cfg.train.batch % cfg.parallel.dp:
+    shares = cfg.parallel.dp * cfg.train.micro_batches
+    if cfg.train.batch % shares:
         raise ConfigError(f"For the configuration, train.batch = {cfg.train.batch} cannot be shared out over "
-                          f"dp = {cfg.parallel.dp}.",
-                          f"train.batch = {cfg.train.batch}, parallel.dp = {cfg.parallel.dp}",
-                          "Every data-parallel rank takes the same number of sequences.",
-                          f"--train.batch {-(-cfg.train.batch // cfg.parallel.dp) * cfg.parallel.dp}")
+                          f"dp = {cfg.parallel.dp}" + (f" and {cfg.train.micro_batches} micro-batches."
+                                                       if cfg.train.micro_batches > 1 else "."),
+                          f"train.batch = {cfg.train.batch}, parallel.dp = {cfg.parallel.dp}, "
+                          f"train.micro_batches = {cfg.train.micro_batches}",
+                          "Every data-parallel rank takes the same number of sequences, in each micro-batch.",
+                          f"--train.batch {-(-cfg.train.batch // shares) * shares}")
 
 
 def _check_ranges(cfg: Config) -> None:
@@ -189,6 +206,11 @@ def _check_degrees(cfg: Config, world: int) -> None:
             "The degrees of the mesh axes multiply to the number of workers.",
             [f"with {world} {'workers' if world != 1 else 'worker'}: " + ", ".join(f"dp={d} tp={t}" for d, t in pairs),
              f"start {p.dp * p.tp} workers: --worker_num={p.dp * p.tp} --local_worker_num={p.dp * p.tp}"])
+    if p.dp % p.hsdp or (p.hsdp > 1 and not p.fsdp) or (p.fsdp and p.zero1):
+        raise ConfigError("For the configuration, the ways of cutting parameters over dp do not fit each other.",
+                          f"parallel.dp = {p.dp}, fsdp = {p.fsdp}, hsdp = {p.hsdp}, zero1 = {p.zero1}",
+                          "hsdp divides dp and goes with fsdp; fsdp and zero1 exclude each other.",
+                          ["--parallel.fsdp true", f"--parallel.hsdp with one of {divisors(p.dp)}", "--parallel.hsdp 1"])
     bad = [name for name, n in (("model.n_heads", m.n_heads), ("model.n_kv_heads", m.n_kv_heads)) if n % p.tp]
     if bad:
         runnable = [t for t in tp_ok if world % t == 0]

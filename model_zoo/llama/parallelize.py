@@ -13,13 +13,23 @@ from __future__ import annotations
 
 from mindspore import nn
 
-from ms_dtensor import DeviceMesh, Replicate, Shard, local_map
+from ms_dtensor import (
+    DeviceMesh,
+    MixedPrecisionPolicy,
+    Replicate,
+    Shard,
+    implicit_replication,
+    init_device_mesh,
+    local_map,
+)
+from ms_dtensor.internals.target import on_cpu
 from ms_dtensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
+    fully_shard,
     parallelize_module,
     replicate,
 )
@@ -55,16 +65,47 @@ def tensor_plan(cfg: ParallelConfig) -> dict[str, ParallelStyle]:
     return plan
 
 
-def parallelize(model: nn.Cell, mesh: DeviceMesh, cfg: ParallelConfig) -> nn.Cell:
-    """Applies the plan over mesh["tp"], maps attention over its heads, then data parallelism over mesh["dp"].
+def parallelize(model: nn.Cell, mesh: DeviceMesh, cfg: ParallelConfig,
+                mp_policy: MixedPrecisionPolicy | None = None) -> nn.Cell:
+    """Applies the plan over mesh["tp"], lays attention out over its heads, then data parallelism over mesh["dp"].
 
     Returns `model`.
 
     Initial weights are those of rank 0 of each axis. Afterwards every parameter and buffer is a DTensor on `mesh`.
     """
     parallelize_module(model, mesh["tp"], tensor_plan(cfg))
-    heads = [Shard(0), Shard(2)]  # f32[b@dp, t, heads@tp, e]
     for layer in model.layers:
-        layer.attention.core = local_map(layer.attention.core, heads, (heads, heads, heads), device_mesh=mesh,
-                                         redistribute_inputs=True, out_shapes=lambda q, key, value: q)
-    return replicate(model, mesh=mesh["dp"])
+        layer.attention.core = _on_heads(layer.attention.core, mesh)
+    if not cfg.fsdp:
+        return replicate(model, mesh=data_axes(mesh), mp_policy=mp_policy, zero1=cfg.zero1)
+    for layer in model.layers:
+        fully_shard(layer, mesh=data_axes(mesh), mp_policy=mp_policy)
+    return fully_shard(model, mesh=data_axes(mesh), mp_policy=mp_policy)
+
+
+def make_mesh(device: str, cfg: ParallelConfig) -> DeviceMesh:
+    """All ranks as ("dp", "tp"); with parameters copied between parts of dp, ("copies", "dp", "tp")."""
+    if cfg.hsdp == 1:
+        return init_device_mesh(device, (cfg.dp, cfg.tp), mesh_dim_names=("dp", "tp"))
+    return init_device_mesh(device, (cfg.hsdp, cfg.dp // cfg.hsdp, cfg.tp), mesh_dim_names=("copies", "dp", "tp"))
+
+
+def data_axes(mesh: DeviceMesh) -> DeviceMesh:
+    """The axes over which the batch is cut."""
+    return mesh["copies", "dp"] if "copies" in mesh.mesh_dim_names else mesh["dp"]
+
+
+def _on_heads(core, mesh: DeviceMesh):
+    """Attention, whose sequences and heads know nothing of each other: f32[b@dp, t, heads@tp, e] throughout.
+
+    The ops that a device has for it have rules which say so; the CPU's form is mapped over shards as it is.
+    """
+    if on_cpu():
+        heads = {a: Shard(2) if a == "tp" else Shard(0) for a in mesh.mesh_dim_names}
+        return local_map(core, heads, (heads, heads, heads), device_mesh=mesh, redistribute_inputs=True,
+                         out_shapes=lambda q, key, value: q)
+
+    def run(q, key, value):
+        with implicit_replication():  # tables and mask
+            return core(q, key, value)
+    return run

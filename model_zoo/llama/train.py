@@ -66,11 +66,11 @@ def run(argv: list[str]) -> None:
 
     device = start_device()  # MindSpore is imported from here on
 
+    from model_zoo.llama.parallelize import make_mesh
     from model_zoo.llama.trainer import Trainer
-    from ms_dtensor import init_device_mesh
 
     p, t = cfg.parallel, cfg.train
-    mesh = init_device_mesh(device, (p.dp, p.tp), mesh_dim_names=("dp", "tp")) if world > 1 else None
+    mesh = make_mesh(device, p) if world > 1 or t.dtype != "float32" else None
     log_dir = Path(t.log_dir)
     report = Reporter(log_dir, t.steps, mesh is None or mesh.get_rank() == 0)
     if report.speaks:
@@ -78,7 +78,8 @@ def run(argv: list[str]) -> None:
     trainer = Trainer(cfg, text, mesh)
     weights = sum(int(x.size) for x in trainer.model.trainable_params())
     report.say(f"{weights / 1e6:.2f} M parameters on {world} {'ranks' if world > 1 else 'rank'}: dp={p.dp} tp={p.tp}"
-               f"{' sequence-parallel' if p.sequence_parallel and p.tp > 1 else ''}; "
+               f"{' sequence-parallel' if p.sequence_parallel and p.tp > 1 else ''}"
+               f"{' fsdp' if p.fsdp else ' zero1' if p.zero1 else ''}{f' hsdp={p.hsdp}' if p.hsdp > 1 else ''}; "
                f"{t.batch} x {t.seq} tokens a step; log in {log_dir}")
     report.held_out(0, trainer.held_out_loss())
     report.heading()

@@ -6,20 +6,24 @@ and train, `step(i)` computes the same numbers on every mesh, up to the rounding
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from operator import add
 from typing import NamedTuple
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
-from ms_dtensor import DeviceMesh, DTensor, Replicate, Shard, loss_parallel, value_and_grad
+from ms_dtensor import DeviceMesh, DTensor, MixedPrecisionPolicy, Shard, loss_parallel, value_and_grad
+from ms_dtensor.errors import ConfigError
+from ms_dtensor.internals.target import on_cpu
 from ms_dtensor.optim import AdamW, clip_grad_norm_
 
 from .config import Config
+from .cpu import compile_attention
 from .data import Text
-from .model import Llama, compile_attention, cross_entropy, init_weights
-from .parallelize import parallelize
+from .model import Llama, cross_entropy, init_weights
+from .parallelize import data_axes, parallelize
 from .schedule import learning_rate
 
 
@@ -37,22 +41,30 @@ class Trainer:
     Args:
         cfg: a checked configuration.
         text: tokens; every rank holds all of them and draws the same global batches.
-        mesh: axes ("dp", "tp"), or None for plain tensors on one device.
+        mesh: of `parallelize.make_mesh`, or None for plain tensors on one device.
         initialize: fills the model's weights before it is laid out; by default `init_weights` with train.seed.
     """
 
     def __init__(self, cfg: Config, text: Text | None, mesh: DeviceMesh | None,
                  initialize: Callable[[Llama], None] | None = None):
+        _check_device(cfg, mesh)
         self.cfg, self.text, self.mesh = cfg, text, mesh
         self.model = Llama(cfg.model)
         if initialize is None:
             init_weights(self.model, cfg.train.seed)
         else:
             initialize(self.model)
-        if cfg.train.compile:
-            compile_attention(self.model)
+        if cfg.train.compile and on_cpu():
+            compile_attention(self.model, cfg.model)
+        policy = MixedPrecisionPolicy(ms.bfloat16, ms.float32) if cfg.train.dtype == "bfloat16" else None
         if mesh is not None:
-            parallelize(self.model, mesh, cfg.parallel)
+            parallelize(self.model, mesh, cfg.parallel, policy)
+        elif policy is not None:
+            policy.apply(self.model)
+        if cfg.train.recompute:
+            for layer in self.model.layers:
+                layer.recompute()
+        self.cut = mesh is not None and (cfg.parallel.fsdp or cfg.parallel.zero1)
         self.params = tuple(self.model.trainable_params())
         o = cfg.optim
         self.optimizer = AdamW(self.params, o.lr, o.betas, o.eps, o.weight_decay)
@@ -60,25 +72,41 @@ class Trainer:
         self.value_and_grad = make(self.loss, None, self.params)
 
     def loss(self, ids: Tensor, labels: Tensor) -> Tensor:
-        """Mean over the global batch."""
+        """A micro-batch's summand of the mean over the global batch."""
         logits = self.model(ids)
         if self.mesh is not None and self.cfg.parallel.loss_parallel and self.cfg.parallel.tp > 1:
-            return loss_parallel(logits, labels.reshape(-1))
-        return cross_entropy(logits, labels)
+            loss = loss_parallel(logits, labels.reshape(-1))
+        else:
+            loss = cross_entropy(logits, labels)
+        count = self.cfg.train.micro_batches
+        return loss if count == 1 else loss / count
 
     def share(self, rows: np.ndarray) -> Tensor:
         """This rank's part of a global batch: rows cut over dp, the same over tp."""
         if self.mesh is None:
             return Tensor(rows)
+        data = data_axes(self.mesh)
         each = len(rows) // self.cfg.parallel.dp
-        first = self.mesh.get_local_rank("dp") * each
-        return DTensor.from_local(Tensor(rows[first:first + each]), self.mesh, (Shard(0), Replicate()))
+        first = data.get_group().rank_index * each
+        return DTensor.from_local(Tensor(rows[first:first + each]), self.mesh, dict.fromkeys(data.mesh_dim_names, Shard(0)))
+
+    def parts(self, ids: np.ndarray, labels: np.ndarray) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's parts of the micro-batches of a global batch."""
+        count = self.cfg.train.micro_batches
+        for rows in zip(np.split(ids, count), np.split(labels, count), strict=True):
+            yield tuple(map(self.share, rows))
 
     def gradients(self, ids: np.ndarray, labels: np.ndarray) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Loss and gradients (in the order of `params`) of a global batch."""
-        return self.value_and_grad(self.share(ids), self.share(labels))
+        loss, grads = None, ()
+        for i, part in enumerate(self.parts(ids, labels), 1):
+            if self.cut:  # summed up before they are reduced
+                self.model.set_requires_gradient_sync(i == self.cfg.train.micro_batches)
+            one, mine = self.value_and_grad(*part)
+            loss, grads = (one, mine) if loss is None else (loss + one, tuple(map(add, grads, mine)))
+        return loss, grads
 
-    def update(self, grads: tuple[Tensor, ...], step: int) -> tuple[float, float]:
+    def update(self, grads: tuple[Tensor, ...], step: int) -> tuple[float | Tensor, float]:
         """Clips, steps the optimizer; the gradient norm and the learning rate used."""
         o = self.cfg.optim
         norm = clip_grad_norm_(zip(self.params, grads, strict=True), o.clip_norm or float("inf"))
@@ -94,10 +122,29 @@ class Trainer:
     def step(self, step: int) -> StepResult:
         """Forward, backward and update number `step` (from 0)."""
         loss, grads = self.gradients(*self.batch(step))
-        return StepResult(float(loss), *self.update(grads, step))
+        norm, lr = self.update(grads, step)
+        return StepResult(float(loss), float(norm), lr)  # last: a device is waited for
 
     def held_out_loss(self) -> float:
         """Mean loss on fixed held-out batches."""
         t = self.cfg.train
         batches = (self.text.held_out_batch(i, t.eval_batches, t.batch, t.seq) for i in range(t.eval_batches))
-        return sum(float(self.loss(self.share(ids), self.share(labels))) for ids, labels in batches) / t.eval_batches
+        return sum(float(self.loss(*part)) for batch in batches for part in self.parts(*batch)) / t.eval_batches
+
+
+def _check_device(cfg: Config, mesh: DeviceMesh | None) -> None:
+    """What a kind of device cannot run: its fused attention takes 16 bits only, and a CPU has no other kernels for them.
+
+    Raises:
+        ConfigError: on every rank alike, before anything is made.
+    """
+    dtype, width = cfg.train.dtype, cfg.model.head_dim
+    if on_cpu() and dtype != "float32" and mesh is None:
+        raise ConfigError(f"For 'Trainer', a CPU cannot compute with plain tensors of {dtype}.", f"train.dtype = {dtype}",
+                          "MindSpore has kernels for float32; DTensors of 16 bits are computed in that.",
+                          "a mesh, of one rank if need be: init_device_mesh('cpu', (1, 1), mesh_dim_names=('dp', 'tp'))")
+    if not on_cpu() and (dtype == "float32" or width % 16):
+        raise ConfigError("For 'Trainer', fused attention cannot run this model.",
+                          f"train.dtype = {dtype}, model.dim / model.n_heads = {width}",
+                          "It takes 16-bit floats, and heads whose width is a multiple of 16.",
+                          ["--train.dtype bfloat16", "a --model.n_heads that makes wider heads"])

@@ -114,11 +114,13 @@ class Group:
         self._check("all_reduce", x, op)
         return self._collective("all_reduce", x, 2 * (self.size - 1) / self.size, async_op, op)
 
-    def all_reduce_(self, x: Tensor, op: str = "sum") -> None:
-        """As `all_reduce`, into `x` itself, whose memory is of `backend.buffer`. Where `backend.on_host` only."""
+    def all_reduce_(self, x: Tensor, op: str = "sum") -> Work[Tensor]:
+        """As `all_reduce`, into `x` itself, which has the reduction after the wait; on host it is of `backend.buffer`."""
         self._check("all_reduce", x, op)
-        if self.size > 1:
-            self._done("all_reduce", x, 2 * (self.size - 1) / self.size, lambda: self.backend.all_reduce_(x, op, self.ranks))
+        if self.size == 1:
+            return Work(x)
+        fraction = 2 * (self.size - 1) / self.size
+        return self._done("all_reduce", x, fraction, lambda: self.backend.all_reduce_(x, op, self.ranks))
 
     def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int], *, async_op: bool = False) -> Result:
         """The members' tensors joined on `dim`, where member i has `sizes[i]` (uneven and zero are fine)."""

@@ -7,6 +7,8 @@ communication for good. The invariant: only calls known to work on every group s
 """
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 from mindspore import Tensor
@@ -29,9 +31,8 @@ class McclBackend(DeviceBackend):
     ops = HostOps
     check_every = 1
     _broken: Exception | None = None
-    # Half-precision sums run in float32 (see `_all_reduce_flat`); avg runs as sum and one division.
-    reducible = frozenset({f"{op} {t}" for op in ("sum", "max", "min", "prod") for t in _NUMBERS}
-                          | {f"{op} {t}" for op in ("sum", "max", "min", "prod", "avg") for t in (*_HALF, "Float32")})
+    # half-precision sums run in float32, see `_all_reduce_flat`
+    reducible = frozenset(f"{op} {t}" for op in ("sum", "max", "min", "prod") for t in (*_NUMBERS, *_HALF))
 
     @classmethod
     def start(cls, rank: int, size: int, blocking: bool) -> McclBackend:
@@ -64,42 +65,42 @@ class McclBackend(DeviceBackend):
     def _wire(self, x: Tensor) -> tuple[Tensor, Any]:
         if x.dtype in (mstype.complex64, mstype.complex128, mstype.uint16, mstype.uint32, mstype.uint64, mstype.int16):
             # Redistribute as bytes: MCCL has no kernel for them. Reductions gather, and reduce locally on the way back.
-            return x, lambda y: y
+            return x, None
         return super()._wire(x)
 
-    def _all_reduce_flat(self, flat: Tensor, op: str, comm: str, size: int, async_op: bool) -> Flat:
-        dtype, half = flat.dtype, str(flat.dtype) in _HALF
-        out = self.ops.cast(flat, mstype.float32) if half else self.ops.copy(flat)
-        self._call("all_reduce", out, op="sum" if op == "avg" else op, group=comm)
-        if op == "avg":
-            a = out.asnumpy()
-            a /= size
+    def _all_reduce_flat(self, x: Tensor, op: str, comm: str, async_op: bool) -> Flat:
+        dtype, half = x.dtype, str(x.dtype) in _HALF
+        out = self.ops.cast(x, mstype.float32) if half else x
+        self._call("all_reduce", out, op=op, group=comm)
         return self.ops.cast(out, dtype) if half else out, None
 
-    def _all_gather_flat(self, flat: Tensor, comm: str, size: int, async_op: bool) -> Flat:
-        data = flat.asnumpy().view("uint8")  # bytes: one kernel for every dtype
-        parts = [Tensor.from_numpy(data * 0) for _ in range(size)]
+    def _all_gather_flat(self, x: Tensor, shape: Sequence[int], comm: str, async_op: bool) -> Flat:
+        array = x.asnumpy()
+        data = array.reshape(-1).view("uint8")  # bytes: one kernel for every dtype
+        parts = [Tensor.from_numpy(data * 0) for _ in range(math.prod(shape) // array.size)]
         self._call("all_gather", parts, Tensor.from_numpy(data), group=comm)
-        joined = self.ops.join(parts, 0).asnumpy()
-        return Tensor.from_numpy(joined.view(flat.asnumpy().dtype)), None
+        return Tensor.from_numpy(self.ops.join(parts, 0).asnumpy().view(array.dtype).reshape(shape)), None
 
-    def _reduce_scatter_flat(self, flat: Tensor, op: str, comm: str, size: int, position: int, async_op: bool) -> Flat:
-        out, _ = self._all_reduce_flat(flat, op, comm, size, False)
-        block = flat.shape[0] // size
-        return self.ops.take(out, 0, position * block, (position + 1) * block), None
+    def _reduce_scatter_flat(self, x: Tensor, shape: Sequence[int], op: str, comm: str, position: int,
+                             async_op: bool) -> Flat:
+        out, _ = self._all_reduce_flat(x, op, comm, False)
+        n = math.prod(shape)
+        return Tensor.from_numpy(out.asnumpy().reshape(-1)[position * n:(position + 1) * n].reshape(shape).copy()), None
 
-    def _all_to_all_flat(self, flat: Tensor, block: int, comm: str, size: int, position: int, async_op: bool) -> Flat:
-        everything = self._all_gather_flat(flat, comm, size, False)[0].asnumpy().reshape(size, size, block)
-        return Tensor.from_numpy(everything[:, position].reshape(-1).copy()), None
+    def _all_to_all_flat(self, x: Tensor, shape: Sequence[int], sends: Sequence[int], recvs: Sequence[int], comm: str,
+                         position: int, async_op: bool) -> Flat:
+        n = len(sends)
+        everything = self._all_gather_flat(x, (n * sum(sends),), comm, False)[0].asnumpy().reshape(n, n, -1)
+        return Tensor.from_numpy(everything[:, position].reshape(shape).copy()), None
 
-    def _broadcast_flat(self, flat: Tensor, src: int, comm: str, async_op: bool) -> Flat:
-        self._call("broadcast", Tensor.from_numpy(flat.asnumpy().view("uint8")), src, group=comm)
-        return flat, None
+    def _broadcast_flat(self, x: Tensor, src: int, comm: str, async_op: bool) -> Flat:
+        self._call("broadcast", Tensor.from_numpy(x.asnumpy().reshape(-1).view("uint8")), src, group=comm)
+        return x, None
 
     def _exchange_flat(self, sends: list[tuple[int, Tensor]], recvs: list[tuple[int, Tensor]]) -> None:
         world = self._names[tuple(range(self.size))]
         for what, peer, _, x in self._in_order(sends, recvs):  # not to lean on MCCL's buffering
-            self._call(what, Tensor.from_numpy(x.asnumpy().view("uint8")), peer, group=world)
+            self._call(what, Tensor.from_numpy(x.asnumpy().reshape(-1).view("uint8")), peer, group=world)
 
     def barrier(self, group: Ranks) -> None:
         self._agree("barrier", "", group)

@@ -3,13 +3,15 @@
 
 On GPU MindSpore has kernels for the classic primitives (`ops.AllReduce` ...), not for `mint.distributed`. A primitive
 is bound to a communicator when it is made, so they are made once and kept. Written against MindSpore 2.10's API and
-tested call by call with a double; it has not run on a device. The invariant is `DeviceBackend`'s.
+rehearsed against an emulator; it has not run on a device. The invariant is `DeviceBackend`'s.
 """
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 from mindspore import Tensor
+from mindspore import dtype as mstype
 
 from .device import DeviceBackend, Flat
 
@@ -20,7 +22,10 @@ class NcclBackend(DeviceBackend):
     """Collectives of `mindspore.ops`."""
 
     name = "nccl"
-    # `avg` is no NCCL primitive in MindSpore, `prod` is not documented for GPU: both go through gather.
+    # MindSpore's own check lets none of these through on GPU but bool, which NCCL has not
+    carriers: ClassVar[dict[Any, Any]] = {mstype.bfloat16: mstype.float32, **dict.fromkeys(
+        (mstype.bool_, mstype.uint8, mstype.int16, mstype.uint16), mstype.int32)}
+    # `prod` is not documented for GPU and goes through gather
     reducible = frozenset(f"{op} {t}" for op in ("sum", "max", "min") for t in _NUMBERS)
 
     def __init__(self, *args: Any):
@@ -43,21 +48,24 @@ class NcclBackend(DeviceBackend):
             self._made[key] = getattr(self._api, kind)(*args, **kwargs)
         return self._made[key]
 
-    def _all_reduce_flat(self, flat: Tensor, op: str, comm: str, size: int, async_op: bool) -> Flat:
-        return self._primitive("AllReduce", op, comm)(flat), None
+    def _all_reduce_flat(self, x: Tensor, op: str, comm: str, async_op: bool) -> Flat:
+        return self._primitive("AllReduce", op, comm)(x), None
 
-    def _all_gather_flat(self, flat: Tensor, comm: str, size: int, async_op: bool) -> Flat:
-        return self._primitive("AllGather", comm)(flat), None
+    def _all_gather_flat(self, x: Tensor, shape: Sequence[int], comm: str, async_op: bool) -> Flat:
+        return self._primitive("AllGather", comm)(x), None
 
-    def _reduce_scatter_flat(self, flat: Tensor, op: str, comm: str, size: int, position: int, async_op: bool) -> Flat:
-        return self._primitive("ReduceScatter", op, comm)(flat), None
+    def _reduce_scatter_flat(self, x: Tensor, shape: Sequence[int], op: str, comm: str, position: int,
+                             async_op: bool) -> Flat:
+        return self._primitive("ReduceScatter", op, comm)(x), None
 
-    def _all_to_all_flat(self, flat: Tensor, block: int, comm: str, size: int, position: int, async_op: bool) -> Flat:
-        return self._primitive("AlltoAll", split_count=size, split_dim=0, concat_dim=0, group=comm)(flat), None
+    def _all_to_all_flat(self, x: Tensor, shape: Sequence[int], sends: Sequence[int], recvs: Sequence[int], comm: str,
+                         position: int, async_op: bool) -> Flat:
+        out = self._primitive("AlltoAll", split_count=len(sends), split_dim=0, concat_dim=0, group=comm)(x)
+        return self.ops.shaped(out, shape), None
 
-    def _broadcast_flat(self, flat: Tensor, src: int, comm: str, async_op: bool) -> Flat:
+    def _broadcast_flat(self, x: Tensor, src: int, comm: str, async_op: bool) -> Flat:
         ranks = next(r for r, name in self._names.items() if name == comm)
-        return self._primitive("Broadcast", ranks.index(src), comm)((flat,))[0], None
+        return self._primitive("Broadcast", ranks.index(src), comm)((x,))[0], None
 
     def _exchange_flat(self, sends: list[tuple[int, Tensor]], recvs: list[tuple[int, Tensor]]) -> None:
         world = self._names[tuple(range(self.size))]

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From uneven pieces on any dim to the equal flat blocks that device collectives move, and back.
+"""From pieces on any dim to the flat blocks that device collectives move, and back.
 
-Not communication. A block is 1-d, so nothing is ever 0-d on the wire, and padded to the largest piece, so nothing is
-uneven. Two sets of local operations do the work: `TensorOps` on the device, `HostOps` through NumPy on CPU, where
-MindSpore lacks kernels for several dtypes. The invariant: `unpack(pack(pieces)) == pieces`.
+Not communication. A block is 1-d, so nothing is ever 0-d on the wire. Equal pieces of dim 0 are such blocks as they lie;
+of another dim they are one strided view, copied once; uneven ones are joined with padding, one kernel too. Two sets of
+local operations do the work: `TensorOps` on the device, `HostOps` through NumPy on CPU, where MindSpore lacks kernels for
+several dtypes. The invariant: what `blocks` or `padded` cut, `last_back` or `unpadded` puts together.
 """
 from __future__ import annotations
 
@@ -11,27 +12,37 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import mindspore
 import numpy as np
 from mindspore import Tensor, mint
 from mindspore import dtype as mstype
 
+from ..internals.target import on_cpu
 from .protocol import cut
 from .shm.reduce import reduce_into
 
 
 class TensorOps:
-    """Local tensor work with MindSpore ops; runs where the tensors are."""
+    """Local tensor work with MindSpore ops; runs where the tensors are. `reshape`, `permute` and `take` are views."""
 
     @staticmethod
     def flat(x: Tensor) -> Tensor:
-        """All elements in row-major order, contiguous."""
+        """All elements in row-major order, contiguous; a copy only where they do not lie so."""
         return mint.reshape(x.contiguous(), (-1,))
 
     @staticmethod
+    def in_order(x: Tensor) -> Tensor:
+        """Contiguous; a copy only where it is not."""
+        return x.contiguous()
+
+    @staticmethod
     def shaped(x: Tensor, shape: Sequence[int]) -> Tensor:
-        """A flat tensor with a shape."""
+        """A tensor whose dims are split or merged."""
         return mint.reshape(x, tuple(shape))
+
+    @staticmethod
+    def permute(x: Tensor, order: Sequence[int]) -> Tensor:
+        """Its dims in another order, in place."""
+        return mint.permute(x, tuple(order))
 
     @staticmethod
     def take(x: Tensor, dim: int, start: int, stop: int) -> Tensor:
@@ -40,13 +51,13 @@ class TensorOps:
 
     @staticmethod
     def join(parts: Sequence[Tensor], dim: int) -> Tensor:
-        """Concatenation."""
+        """Concatenation of views, which is one kernel, or what is alone already."""
         return parts[0] if len(parts) == 1 else mint.cat(tuple(parts), dim)
 
     @staticmethod
-    def empty(count: int, dtype: Any) -> Tensor:
-        """A flat tensor to be written."""
-        return mint.zeros((count,), dtype=dtype)
+    def empty(shape: Sequence[int], dtype: Any) -> Tensor:
+        """A tensor to be written."""
+        return mint.empty(tuple(shape), dtype=dtype)
 
     @staticmethod
     def cast(x: Tensor, dtype: Any) -> Tensor:
@@ -54,16 +65,30 @@ class TensorOps:
         return x.astype(dtype)
 
     @staticmethod
-    def copy(x: Tensor) -> Tensor:
-        """Memory of its own."""
-        # `copy_` refuses a source that is a view of a larger tensor, `copy` is arithmetic: joining with nothing copies.
-        flat = x if x.ndim == 1 else mint.reshape(x, (-1,))
-        out = mint.cat((flat, mint.zeros((0,), dtype=x.dtype)), 0)
-        return out if x.ndim == 1 else mint.reshape(out, tuple(x.shape))
+    def lies_as_it_is(x: Tensor) -> bool:
+        """Whether the elements lie in row-major order."""
+        return x.is_contiguous()
+
+    @classmethod
+    def copy(cls, x: Tensor) -> Tensor:
+        """Memory of its own; one kernel."""
+        out = cls.empty(x.shape, x.dtype)
+        return cls.write(out, x) if math.prod(x.shape) else out
+
+    @staticmethod
+    def write(out: Tensor, x: Tensor) -> Tensor:
+        """`out`, with the values of `x`; one kernel, which also casts."""
+        out.copy_(x)
+        return out
+
+    @staticmethod
+    def scaled(x: Tensor, factor: float) -> Tensor:
+        """A new tensor with every element times a number."""
+        return mint.mul(x, factor)
 
     @staticmethod
     def reduce(parts: Sequence[Tensor], op: str) -> Tensor:
-        """The reduction of equal flat tensors, in order."""
+        """The reduction of equal tensors, in order."""
         step = {"sum": mint.add, "avg": mint.add, "max": mint.maximum, "min": mint.minimum, "prod": mint.mul}[op]
         acc = parts[0]
         for p in parts[1:]:
@@ -79,8 +104,16 @@ class HostOps(TensorOps):
         return Tensor.from_numpy(np.ascontiguousarray(x.asnumpy()).reshape(-1).copy())
 
     @staticmethod
+    def in_order(x: Tensor) -> Tensor:
+        return Tensor.from_numpy(np.array(x.asnumpy(), order="C"))
+
+    @staticmethod
     def shaped(x: Tensor, shape: Sequence[int]) -> Tensor:
         return Tensor.from_numpy(x.asnumpy().reshape(tuple(shape)))
+
+    @staticmethod
+    def permute(x: Tensor, order: Sequence[int]) -> Tensor:
+        return Tensor.from_numpy(np.ascontiguousarray(x.asnumpy().transpose(tuple(order))))
 
     @staticmethod
     def take(x: Tensor, dim: int, start: int, stop: int) -> Tensor:
@@ -91,22 +124,36 @@ class HostOps(TensorOps):
         return Tensor.from_numpy(np.concatenate([p.asnumpy() for p in parts], dim))
 
     @staticmethod
-    def empty(count: int, dtype: Any) -> Tensor:
-        return Tensor.from_numpy(np.zeros((count,), numpy_dtype(dtype)))
+    def empty(shape: Sequence[int], dtype: Any) -> Tensor:
+        return Tensor.from_numpy(np.zeros(tuple(shape), numpy_dtype(dtype)))
 
     @staticmethod
     def cast(x: Tensor, dtype: Any) -> Tensor:
         return Tensor.from_numpy(x.asnumpy().astype(numpy_dtype(dtype)))
 
     @staticmethod
-    def copy(x: Tensor) -> Tensor:
+    def lies_as_it_is(x: Tensor) -> bool:
+        return True
+
+    @classmethod
+    def copy(cls, x: Tensor) -> Tensor:
         return Tensor.from_numpy(x.asnumpy().copy())
+
+    @staticmethod
+    def write(out: Tensor, x: Tensor) -> Tensor:
+        out.asnumpy()[...] = x.asnumpy()
+        return out
+
+    @staticmethod
+    def scaled(x: Tensor, factor: float) -> Tensor:
+        array = x.asnumpy()
+        return Tensor.from_numpy(np.array(array * array.dtype.type(factor), array.dtype))
 
     @staticmethod
     def reduce(parts: Sequence[Tensor], op: str) -> Tensor:
         arrays = [p.asnumpy() for p in parts]
         out = np.empty_like(arrays[0])
-        reduce_into([out], op, arrays)
+        reduce_into([out.reshape(-1)], op, [a.reshape(-1) for a in arrays])
         return Tensor.from_numpy(out)
 
 
@@ -125,28 +172,40 @@ def numpy_dtype(dtype: Any) -> np.dtype:
     return known[0]
 
 
-def on_cpu() -> bool:
-    """Whether tensors live in host memory."""
-    return mindspore.get_context("device_target") == "CPU"
-
-
 def copy(x: Tensor) -> Tensor:
     """A copy with memory of its own (`Tensor.copy` is arithmetic in MindSpore)."""
     return (HostOps if on_cpu() else TensorOps).copy(x)
 
 
-def pack(pieces: Sequence[Tensor], block: int, ops: type[TensorOps]) -> Tensor:
-    """The pieces as flat blocks of `block` elements, one behind the other."""
+def first(x: Tensor, dim: int, ops: type[TensorOps]) -> Tensor:
+    """A dim in front of the others, as a view."""
+    return x if dim == 0 else ops.permute(x, (dim, *(d for d in range(len(x.shape)) if d != dim)))
+
+
+def last_back(x: Tensor, dim: int, ops: type[TensorOps]) -> Tensor:
+    """The first dim back at its place, as a view; of `count` equal pieces, what they make joined on it."""
+    return x if dim == 0 else ops.permute(x, (*range(1, dim + 1), 0, *range(dim + 1, len(x.shape))))
+
+
+def blocks(x: Tensor, dim: int, count: int, ops: type[TensorOps]) -> Tensor:
+    """`count` equal pieces of a dim as a first dim of their own, as a view."""
+    shape = tuple(x.shape)
+    return first(ops.shaped(x, (*shape[:dim], count, shape[dim] // count, *shape[dim + 1:])), dim, ops)
+
+
+def padded(pieces: Sequence[Tensor], dim: int, rows: int, ops: type[TensorOps]) -> Tensor:
+    """Pieces with a dim in front, each filled up to so many rows: flat blocks one behind another."""
     parts = []
-    for piece in pieces:
-        count = math.prod(piece.shape)
-        if count:
-            parts.append(ops.flat(piece))
-        if count < block:
-            parts.append(ops.empty(block - count, piece.dtype))
-    return ops.join(parts, 0)
+    for piece in (first(x, dim, ops) for x in pieces):
+        have = piece.shape[0]
+        parts += [piece] if have else []
+        parts += [ops.empty((rows - have, *piece.shape[1:]), piece.dtype)] if have < rows else []
+    return ops.flat(ops.join(parts, 0))
 
 
-def unpack(blocks: Tensor, block: int, index: int, shape: Sequence[int], ops: type[TensorOps]) -> Tensor:
-    """The piece in block `index`."""
-    return ops.shaped(ops.take(blocks, 0, index * block, index * block + math.prod(shape)), shape)
+def unpadded(flat: Tensor, shape: Sequence[int], dim: int, rows: int, index: int, ops: type[TensorOps]) -> Tensor:
+    """The piece in block `index`, as a view."""
+    rest = (*shape[:dim], *shape[dim + 1:])
+    at = index * rows * math.prod(rest)
+    block = ops.take(flat, 0, at, at + math.prod(shape))
+    return last_back(ops.shaped(block, (shape[dim], *rest)), dim, ops)

@@ -80,9 +80,10 @@ class Backend(ABC):
     def all_reduce(self, x: Tensor, op: str, group: Ranks, async_op: bool = False) -> Result:
         """The reduction of every member's `x`, in a new tensor; bit-identical on every member."""
 
-    def all_reduce_(self, x: Tensor, op: str, group: Ranks) -> None:
-        """Writes the reduction into `x`, which lies in a `buffer`. Host backends only."""
+    def all_reduce_(self, x: Tensor, op: str, group: Ranks) -> Work[Tensor]:
+        """Writes the reduction into `x` (on host it lies in a `buffer`), which has it after the wait."""
         x.asnumpy()[...] = self.all_reduce(x, op, group).asnumpy()
+        return Work(x)
 
     def buffer(self, count: int, dtype: np.dtype) -> np.ndarray:
         """Fresh memory from which `all_reduce_` has the least to copy. Host backends only."""

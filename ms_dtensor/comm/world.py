@@ -103,6 +103,7 @@ def start(device_type: str = "cpu") -> World:
 def _start(device: str) -> World:
     import mindspore
 
+    from ..internals.target import cpu_kernels
     from .fake import FakeBackend
     role, rank, size = _environment(device)
     kind = FakeBackend if size == 1 and role != "MS_SCHED" else registry.load(registry.serving[device])
@@ -116,7 +117,7 @@ def _start(device: str) -> World:
             mindspore.runtime.launch_blocking()
         except RuntimeError:  # an op has run already, so the runtime has started as it is
             blocking = False
-            if mindspore.get_context("device_target") != "CPU":
+            if not cpu_kernels():
                 raise
     if role:
         launcher.end_with_msrun()

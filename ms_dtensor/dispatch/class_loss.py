@@ -25,8 +25,8 @@ def class_loss(who: str, logits, labels, ignore_index: int, reduction: str, labe
     if least < 0:
         labels = labels + (labels < 0).astype(labels.dtype) * classes
     target = mint.unsqueeze(labels * keep.astype(labels.dtype), -1)
-    keep = keep.astype(logits.dtype)
     rows = _losses(logits, target, label_smoothing) if labels.size else logits.sum(-1).reduce_partial()
+    keep = keep.astype(rows.dtype)
     loss = rows * keep
     if reduction == "none":
         return loss

@@ -49,7 +49,9 @@ def with_cotangent(x, cotangent: Layout):
         return redistribute_local(x, layout, layout, cotangent, wanted, data=x)
     memo = memo_of(x)
     out = _through_viewed(x, memo, cotangent)
-    if out is None:
+    if memo.copy_of is not None:
+        out = as_copy(x, memo.copy_of[0], memo.copy_of[1], cotangent)
+    elif out is None:
         moved, frm, gradient = memo.source or (x, layout, wanted)
         out = redistribute_local(moved, frm, layout, cotangent, gradient, data=x)
     memo.with_cotangent = {**(memo.with_cotangent or {}), cotangent: out}
@@ -71,3 +73,11 @@ def _through_viewed(x, memo, cotangent: Layout):
     taken = with_cotangent(source, source._layout.gradient(varying))
     with NoFallbackGuard():
         return plan.local.run(OpCall(*called), [taken])
+
+
+def as_copy(data, param, reduce_dtype, cotangent: Layout):
+    """`data`, a parameter's values in another dtype, connected to it: the gradient is reduced in `reduce_dtype`."""
+    layout, cotangent, wanted = (
+        Layout(at.mesh, at.placements, at.shape, str(reduce_dtype).lower(), at.order)
+        for at in (param._layout, cotangent, grad_layout(param)))
+    return redistribute_local(param, layout, layout, cotangent, wanted, data=data, through=reduce_dtype)

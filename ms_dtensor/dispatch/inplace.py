@@ -19,6 +19,7 @@ from mindspore import Parameter, Tensor
 
 from ..errors import MixedOperandError, OpRuleError
 from ..internals.names import NoFallbackGuard
+from ..internals.target import cpu_kernels
 from .operands import wrap
 from .views import kin_of, relatives_of
 
@@ -81,7 +82,7 @@ def store(x, new, recording: bool) -> None:
         local = Tensor._make_subclass(Tensor, new)
         if recording and isinstance(x, Parameter):  # as `assign` on one device: what requires no gradient takes no history
             local = ms.ops.stop_gradient(local)
-        if _owns_storage(x) or ms.get_context("device_target") != "CPU":
+        if _owns_storage(x) or not cpu_kernels():
             Tensor.copy_(x, local)
         elif not recording:
             _write_strided(x, local)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mindspore as ms
 import numpy as np
 
+from ..internals.target import on_cpu
 from ..ops.local.lookup import host_values
 
 
@@ -18,7 +19,7 @@ def check_labels(who: str, labels, classes: int, ignore_index: int, least: int =
     """
     layout = labels._layout
     mesh = layout.mesh
-    if ms.get_context("device_target") != "CPU" or mesh.get_coordinate() is None or layout.has_partial():
+    if not on_cpu() or mesh.get_coordinate() is None or layout.has_partial():
         return
     values = host_values(labels)
     wrong = values[((values < least) | (values >= classes)) & (values != ignore_index)]

@@ -16,6 +16,7 @@ class Memo:
     moved: dict | None = None  # of a recorded tensor: layout -> itself there
     source: tuple | None = None  # of the result of a recorded move: (what was moved, its layout, that of its gradient)
     view_of: tuple | None = None  # of a recorded view: (what it is a view of, the plan that made it, the call's arguments)
+    copy_of: tuple | None = None  # of a parameter's compute copy: (the parameter, the dtype in which gradients are reduced)
     kin: Any = None  # where it stands among the views of one tensor (`views.py`)
     work: Any = None  # data under way (`tensor/async_tensor.py`)
     partial_grad_axes: tuple[int, ...] = ()  # of a Parameter: axes on which its gradient stays partial (`buckets.py`)

@@ -2,11 +2,11 @@
 """One call as it reached dispatch, and its arguments by the names that rules use."""
 from __future__ import annotations
 
-import mindspore as ms
 from mindspore import Tensor
 
 from ..errors import OpRuleError
 from ..internals.names import TensorOverloadCall
+from ..internals.target import cpu_kernels
 from ..ops.rules.names import ALIASES, METHODS
 
 _OWN = frozenset(("name", "attrs", "init_attrs", "_update_parameter", "input_names", "output_names"))
@@ -30,7 +30,7 @@ class OpCall:
 
 def op_name(func) -> str:
     """The op that a call runs on this device: MindSpore names a method's operator even where it runs other code."""
-    if func.__class__ is TensorOverloadCall and ms.get_context("device_target") == "CPU":
+    if func.__class__ is TensorOverloadCall and cpu_kernels():
         return METHODS.get(func.name, func.name)
     return func.name
 

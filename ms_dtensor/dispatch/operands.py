@@ -6,18 +6,18 @@ activation, so that all its readers share them. In which layout a cotangent arri
 """
 from __future__ import annotations
 
-from mindspore import Tensor
+from mindspore import Tensor, ops
 
 from .. import comm
 from ..comm.record import active
 from ..core.layout import Layout
 from ..core.placements import REPLICATE
-from ..internals.names import recording
+from ..internals.names import NoFallbackGuard, recording
 from ..redistribute.execute import redistribute_local, run
 from ..redistribute.plan import plan as plan_moves
 from ..redistribute.plan import relabels
 from . import classes, policy
-from .cotangent import grad_layout, with_cotangent
+from .cotangent import as_copy, grad_layout, with_cotangent
 from .memo import memo_of
 
 make = Tensor._make_subclass
@@ -138,6 +138,23 @@ def as_local(x, cotangent: Layout | None = None):
         return out
     # an alias of a leaf would cut its gradient
     return redistribute_local(x, layout, layout, cotangent, cotangent, data=x) if x._is_leaf else local_alias(x)
+
+
+def compute_copy(param, dtype, reduce_dtype):
+    """A DTensor Parameter's values in the dtype of a computation.
+
+    The copy belongs to one recorded forward. Its gradients are reduced in `reduce_dtype` and arrive in the parameter's own;
+    a plain cast's would be reduced as they come out of the computation, in 16 bits.
+    """
+    layout = param._layout
+    layout = Layout(layout.mesh, layout.placements, layout.shape, dtype_name(dtype), layout.order)
+    with NoFallbackGuard():
+        local = ops.stop_gradient(param).astype(dtype)
+    if not recording() or not param.requires_grad:
+        return wrap(local, layout)
+    out = wrap(as_copy(local, param, reduce_dtype, layout.gradient()), layout)
+    memo_of(out).copy_of = param, reduce_dtype
+    return out
 
 
 _names: dict[int, tuple[str, object]] = {}  # by the id of MindSpore's dtype, which is kept

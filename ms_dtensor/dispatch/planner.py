@@ -16,6 +16,7 @@ from mindspore import Parameter, Tensor
 from ..core.layout import Layout, short_dtype
 from ..core.tree import leaves
 from ..errors import MixedOperandError, OpRuleError
+from ..internals.target import cpu_kernels
 from ..ops.local import LOCAL_OPS, WRITES, decomposition, wrapper_in_float32
 from ..ops.local.extremes import winners_of_shard
 from ..ops.local.orders import to_any_order
@@ -98,7 +99,7 @@ def build_plan(name: str, call: OpCall, mode) -> OpPlan | Composition:
     if op in COMPOSED and _must_compose(op, bound, call.tensors, mode):
         return Composition(name, op, params)
     return plan_for(op, bound, call.tensors, mode,
-                    LocalRun(None, _substitute(op, name, call), native=name in NATIVE, places=_places_in_call(call)),
+                    LocalRun(None, _substitute(name, call), native=name in NATIVE, places=_places_in_call(call)),
                     dtype_place=params.index("dtype") if "dtype" in params else None)
 
 
@@ -119,9 +120,9 @@ def plan_write(op: str, arguments: dict, tensors, mode) -> OpPlan:
     return plan_for(op, arguments, tensors, mode, form=WRITES.get(op), writes=True)
 
 
-def _substitute(op: str, name: str, call: OpCall):
+def _substitute(name: str, call: OpCall):
     """On CPU Python code in the place of a primitive that has no kernel there; else None."""
-    if _common_mesh(op, call.tensors).device_type != "cpu":
+    if not cpu_kernels():
         return None
     substitute = decomposition(name, {} if call.primitive is None else attributes(call.primitive))
     unneeded = getattr(substitute, "unneeded", None)  # a function of the operands' shapes
@@ -153,7 +154,7 @@ def plan_for(op: str, arguments: dict, tensors, mode, original: LocalRun | None 
     steps = tuple(map(_step, tensors, layouts, choice.targets, choice.own))
     promised = (layouts[0].dtype,) if writes else spec.dtypes or (result_dtype(spec_call),) * len(spec.shapes)
     in_float32 = None
-    if mesh.device_type == "cpu" and not as_it_is:
+    if cpu_kernels() and not as_it_is:
         in_float32 = wrapper_in_float32(op, tensors, promised, dtype_place)
     again = _again(op, tensors, layouts) if mode.higher_order and not as_it_is else None
     constants = tuple(i for i, x in enumerate(layouts) if x.dtype == "bool") if op in _ARITHMETIC else ()

@@ -23,8 +23,10 @@ def _private(module: str, name: str) -> Any:
 
 NoFallbackGuard = _private("mindspore._c_expression", "NoFallbackGuard")  # inside, no operand's `__fallback__` is asked
 TensorOverloadCall = _private("mindspore._c_expression", "TensorOverloadCall")  # the class of `mint.add`, `Tensor.add`, ...
+GroupOptions = _private("mindspore._c_expression", "GroupOptions")  # what a communicator is made with
 Function = _private("mindspore.common._grad_function", "_Function")  # an autograd node written in Python
 executor = _private("mindspore.graph.api", "_pynative_executor")  # autograd's state: recording, gradients, callbacks
+no_grad = _private("mindspore.graph.api", "_no_grad")  # inside, nothing is recorded
 recording = executor._executor.grad_flag  # the C++ method: the Python one around it costs as much again
 RecomputeCell = _private("mindspore.common.recompute", "_RecomputeCell")  # what `cell.recompute()` runs
 CellBackwardHook = _private("mindspore.ops.operations._inner_ops", "CellBackwardHook")

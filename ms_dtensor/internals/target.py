@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which device: the one place that asks MindSpore, so that a rehearsal can walk the device's branch on a machine without one."""
+"""Which device: one place asks MindSpore, so that a rehearsal can walk a device's branch on a machine without one."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +22,11 @@ def on_cpu() -> bool:
 def cpu_kernels() -> bool:
     """Whether the kernels that run are MindSpore's CPU kernels, with their gaps and faults: true in a rehearsal too."""
     return mindspore.get_context("device_target") == "CPU"
+
+
+def ascend_kernels() -> bool:
+    """Whether the primitives that only Ascend has kernels for can run."""
+    return mindspore.get_context("device_target") == "Ascend"
 
 
 @contextmanager

@@ -3,7 +3,8 @@
 
 Not a `mindspore.nn.Optimizer`: those differ in the formula (`nn.AdamWeightDecay` has no bias correction). The one
 invariant: after a step every rank holds exactly the shard of what one device would hold, since the update is
-elementwise and a gradient has its parameter's own layout.
+elementwise and a gradient has its parameter's own layout. A parameter of 16 bits has a float32 master, which the steps
+move: in bfloat16 1.0 - 3e-4 is 1.0, and a model would stand still.
 """
 from __future__ import annotations
 
@@ -12,11 +13,12 @@ from collections.abc import Iterable, Sequence
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, ops
+from mindspore.ops.auto_generate import gen_ops_prim
 
-from ms_dtensor.comm.packing import on_cpu
 from ms_dtensor.errors import LayoutError
 
 from ..internals.names import NoFallbackGuard
+from ..internals.target import ascend_kernels, on_cpu
 from ._storage import CHUNK, layout_of, local_array, local_view
 
 _LARGE = 1 << 16  # elements: up to here a call of the fused kernel (300 us) costs more than NumPy's passes
@@ -32,7 +34,9 @@ class AdamW:
         eps: added to the root of the corrected second moment.
         weight_decay: each step multiplies parameters by 1 - lr * weight_decay.
 
-    Moments are float32 (float64 for float64 parameters) and have the local shape of their parameter.
+    Moments are float32 (float64 for float64 parameters) and have the local shape of their parameter, and so have the float32
+    master weights of parameters of 16 bits: a step moves the master and rounds it into the parameter. Where a parameter no
+    longer is its master rounded (weights were loaded, an average was written), the master starts anew from it.
 
     Example:
         >>> import mindspore as ms
@@ -60,6 +64,7 @@ class AdamW:
         self._host = on_cpu()
         self._fused = ops.Adam()
         self._moments = [self._new_moments(p) for p in self.params]
+        self._masters = [self._new_master(p) for p in self.params]
         self._scratch: dict[np.dtype, tuple[np.ndarray, np.ndarray]] = {}
 
     def __call__(self, grads: Sequence[Tensor | None]) -> None:
@@ -76,17 +81,18 @@ class AdamW:
         self.step += 1
         large = self._host and any(m.size >= _LARGE for m, _ in self._moments)
         scalars = self._scalars() if large else ()
-        for param, grad, (m, v) in zip(self.params, grads, self._moments, strict=True):
+        for param, grad, (m, v), master in zip(self.params, grads, self._moments, self._masters, strict=True):
             if grad is None:
                 continue
             if not self._host:
-                self._step_device(param, grad, m, v)
+                self._step_device(param, grad, m, v, master)
             elif m.size < _LARGE or not self._step_fused(param, grad, m, v, scalars):
-                self._step_host(param, grad, m, v)
+                self._step_host(param, grad, m, v, master)
 
     def state_dict(self) -> dict:
-        """Step count and moments by parameter name; moments are local shards in the parameter's layout."""
-        return {"step": self.step, "moments": {p.name: mv for p, mv in zip(self.params, self._moments, strict=True)}}
+        """Step count, moments and masters by parameter name; local shards in the parameter's layout."""
+        return {"step": self.step, "moments": {p.name: mv for p, mv in zip(self.params, self._moments, strict=True)},
+                "masters": {p.name: w for p, w in zip(self.params, self._masters, strict=True) if w is not None}}
 
     def _new_moments(self, param):
         if self._host:
@@ -95,7 +101,15 @@ class AdamW:
             return np.zeros(size.size, kind), np.zeros(size.size, kind)
         with NoFallbackGuard():
             kind = ms.float64 if param.dtype == ms.float64 else ms.float32
-            return tuple(Parameter(ops.zeros(Tensor.asnumpy(param).shape, kind), requires_grad=False) for _ in "mv")
+            return tuple(Parameter(ops.zeros(param._shape, kind), requires_grad=False) for _ in "mv")
+
+    def _new_master(self, param):
+        if param.dtype not in (ms.float16, ms.bfloat16):
+            return None
+        if self._host:
+            return local_array(param).astype(np.float32)
+        with NoFallbackGuard():
+            return Parameter(ops.stop_gradient(param).astype(ms.float32), requires_grad=False)
 
     def _factors(self, b1: float, b2: float) -> tuple[float, float, float]:
         """decay, step size over the first correction, 1 / root of the second correction"""
@@ -125,7 +139,7 @@ class AdamW:
             self._fused(param, Tensor.from_numpy(m.reshape(shape)), Tensor.from_numpy(v.reshape(shape)), *scalars, grad)
         return True
 
-    def _step_host(self, param, grad, m, v) -> None:
+    def _step_host(self, param, grad, m, v, master) -> None:
         (b1, b2), (decay, size, root) = self.betas, self._factors(*self.betas)
         shared, g = local_view(param), local_array(grad)
         value = local_array(param).copy() if shared is None else shared
@@ -150,23 +164,34 @@ class AdamW:
             if p.dtype == m.dtype:
                 p *= decay
                 p -= b
-            else:  # a low-precision parameter: one rounding, at the end
-                np.copyto(a, p, casting="unsafe")
-                a *= decay
-                a -= b
-                np.copyto(p, a, casting="unsafe")
+            else:
+                w = master[part]
+                np.copyto(w, p, where=w.astype(p.dtype) != p, casting="unsafe")
+                w *= decay
+                w -= b
+                np.copyto(p, w, casting="unsafe")
         if shared is None:
             with NoFallbackGuard():
                 ops.assign(param, Tensor(value.reshape(param._shape)))
 
-    def _step_device(self, param, grad, m, v) -> None:
-        (b1, b2), (decay, size, root) = self.betas, self._factors(*self.betas)
+    def _step_device(self, param, grad, m, v, master) -> None:
+        """Nothing here asks the device for a value, so the host runs ahead of it."""
         with NoFallbackGuard():
-            g = grad.astype(m.dtype)
-            ops.assign(m, m * b1 + g * (1.0 - b1))
-            ops.assign(v, v * b2 + g * g * (1.0 - b2))
-            new = param.astype(m.dtype) * decay - m / (ops.sqrt(v) * root + self.eps) * size
-            ops.assign(param, new.astype(param.dtype))
+            weight, g = (param if master is None else master), grad.astype(m.dtype)
+            if master is not None:
+                wide = param.astype(master.dtype)
+                master.copy_(ops.select(master.astype(param.dtype).astype(master.dtype) == wide, master, wide))
+            if ascend_kernels():
+                # one kernel; it counts steps from 0, as `mint.optim.AdamW` tells it
+                gen_ops_prim.AdamW()(weight, m, v, v, g, Tensor([self.step - 1], ms.float32), float(self.lr), *self.betas,
+                                     float(self.weight_decay), float(self.eps), False, False)
+            else:
+                (b1, b2), (decay, size, root) = self.betas, self._factors(*self.betas)
+                m.copy_(m * b1 + g * (1.0 - b1))
+                v.copy_(v * b2 + g * g * (1.0 - b2))
+                weight.copy_(weight * decay - m / (ops.sqrt(v) * root + self.eps) * size)
+            if master is not None:
+                param.copy_(master.astype(param.dtype))
 
 
 def _check(param, grad) -> None:

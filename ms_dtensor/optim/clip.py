@@ -3,7 +3,8 @@
 
 The one invariant: every element of every global gradient counts once. Local sums are reduced over exactly the axes
 that shard a gradient; over the axes that replicate it the ranks hold the same numbers and nothing is summed. All
-gradients sharded by the same axes travel in one number, all numbers of one axis in one all-reduce.
+gradients sharded by the same axes travel in one number, all numbers of one axis in one all-reduce. On devices numbers and
+norm stay there: the host waits for nothing.
 """
 from __future__ import annotations
 
@@ -12,16 +13,16 @@ from collections.abc import Iterable
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, ops
+from mindspore import Tensor, mint, ops
 
-from ms_dtensor.comm.packing import on_cpu
 from ms_dtensor.errors import LayoutError
 
 from ..internals.names import NoFallbackGuard
+from ..internals.target import on_cpu
 from ._storage import CHUNK, layout_of, local_array, local_view
 
 
-def clip_grad_norm_(parameters_or_grads: Iterable, max_norm: float, norm_type: float = 2.0) -> float:
+def clip_grad_norm_(parameters_or_grads: Iterable, max_norm: float, norm_type: float = 2.0) -> float | Tensor:
     """Scales gradients in place so that their joint norm is at most `max_norm`; returns the norm from before.
 
     Args:
@@ -31,7 +32,8 @@ def clip_grad_norm_(parameters_or_grads: Iterable, max_norm: float, norm_type: f
         max_norm: the bound; `math.inf` only measures.
         norm_type: p of the p-norm, or `math.inf`.
 
-    The same number on every rank. Communicates: one all-reduce of a few numbers per mesh axis that shards a gradient.
+    The same number on every rank: a float on CPU, elsewhere a tensor of no dims, whose `float()` waits for the device.
+    Communicates: one all-reduce of a few numbers per mesh axis that shards a gradient.
 
     Example:
         >>> import ms_dtensor as md
@@ -42,7 +44,7 @@ def clip_grad_norm_(parameters_or_grads: Iterable, max_norm: float, norm_type: f
     """
     grads = [_with_layout(entry) for entry in parameters_or_grads]
     grads = [(grad, layout) for grad, layout in grads if grad is not None]
-    parts: dict[tuple, float] = {}  # (mesh, axes that shard) -> sum over this rank's elements
+    parts: dict[tuple, list] = {}  # (mesh, axes that shard) -> the gradients' sums over this rank's elements
     for grad, layout in grads:
         key: tuple = (None, ())
         if layout is not None:
@@ -51,8 +53,12 @@ def clip_grad_norm_(parameters_or_grads: Iterable, max_norm: float, norm_type: f
                 layout = layout_of(grad)
             key = (layout.mesh, tuple(axis for axis, p in enumerate(layout.placements)
                                       if p.is_shard() and layout.mesh.shape[axis] > 1))
-        parts[key] = _join(norm_type, [parts.get(key, 0.0), _measure(grad, norm_type)])
-    total = _join(norm_type, _over_ranks(parts, norm_type))
+        parts.setdefault(key, []).append((_measure if on_cpu() else _measure_there)(grad, norm_type))
+    if parts and not on_cpu():
+        with NoFallbackGuard():
+            return _clip_there([grad for grad, _ in grads], parts, max_norm, norm_type)
+    sums = {key: _join(norm_type, values) for key, values in parts.items()}
+    total = _join(norm_type, [0.0, *_over_ranks(sums, norm_type)])
     norm = total if norm_type == math.inf else total ** (1.0 / norm_type)
     factor = max_norm / (norm + 1e-6)
     if factor < 1.0:
@@ -81,12 +87,6 @@ def _join(norm_type: float, values: list[float]) -> float:
 
 def _measure(grad, p: float) -> float:
     """Sum of |g|^p, or the largest |g|, over this rank's elements, in double precision between chunks."""
-    if not on_cpu():
-        with NoFallbackGuard():
-            g = ops.abs(grad.astype(ms.float32))
-            if g.numel() == 0:
-                return 0.0
-            return float((g.max() if p == math.inf else (g * g if p == 2.0 else g ** p).sum()).asnumpy())
     flat, out = local_array(grad), 0.0
     for lo in range(0, flat.size, CHUNK):
         part = flat[lo:lo + CHUNK]
@@ -124,9 +124,52 @@ def _scale(grads: list, factor: float) -> None:
         if empty or where in seen:
             continue
         seen.add(where)
-        view = local_view(grad) if on_cpu() else None
+        view = local_view(grad)
         if view is not None:
             np.multiply(view, factor, out=view, casting="unsafe")
         else:
             with NoFallbackGuard():  # copy_ into a non-contiguous tensor silently changes nothing on CPU
                 Tensor.assign_value(grad, (grad * factor).contiguous())
+
+
+def _measure_there(grad, p: float) -> Tensor:
+    """`_measure` as a tensor [1] on the device, in float32."""
+    with NoFallbackGuard():
+        if not Tensor.numel(grad):
+            return mint.zeros((1,), dtype=ms.float32)
+        g = grad.astype(ms.float32)
+        value = ops.abs(g).max() if p == math.inf else (g * g if p == 2.0 else ops.abs(g) ** p).sum()
+        return mint.reshape(value, (1,))
+
+
+def _clip_there(grads: list, parts: dict, max_norm: float, p: float) -> Tensor:
+    """The norm as a tensor, of which the device itself makes the factor."""
+    def joined(values):
+        return mint.reshape(values.max() if p == math.inf else values.sum(), (1,))
+    sums = {key: joined(mint.cat(values)) for key, values in parts.items()}
+    for mesh, axis in dict.fromkeys((mesh, axis) for mesh, axes in sums for axis in axes):
+        keys = [key for key in sums if key[0] == mesh and axis in key[1]]
+        result = mesh.get_group(axis).all_reduce(mint.cat([sums[key] for key in keys]), "max" if p == math.inf else "sum")
+        sums.update((key, mint.narrow(result, 0, i, 1)) for i, key in enumerate(keys))
+    norm = mint.reshape(joined(mint.cat(list(sums.values()))), ())
+    norm = norm if p == math.inf else norm ** (1.0 / p)
+    if max_norm != math.inf:
+        _scale_there(grads, mint.clamp(max_norm / (norm + 1e-6), max=1.0))
+    return norm
+
+
+def _scale_there(grads: list, factor: Tensor) -> None:
+    """In place, each storage once: gradients of two parameters may be one, and a write to one counts as one to both.
+
+    The address would tell, too, but it waits for the device.
+    """
+    places: dict[tuple, list] = {}
+    for grad in grads:
+        if Tensor.numel(grad):
+            places.setdefault((Tensor.storage_offset(grad), grad._shape), []).append(grad)
+    for alike in places.values():
+        while alike:
+            grad, *others = alike
+            versions = [other._version for other in others]
+            Tensor.mul_(grad, factor)
+            alike = [other for other, version in zip(others, versions) if other is not grad and other._version == version]

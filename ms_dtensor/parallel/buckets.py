@@ -2,10 +2,11 @@
 """Gradient buckets: a data-parallel parameter keeps its gradient partial, and many are reduced in one all-reduce.
 
 A parameter marked here gets its gradient as Partial on the data-parallel axes: each rank's own summand, not yet reduced
-(its memo's `partial_grad_axes`). Its hook keeps that gradient; when the last one of a bucket has arrived, or the backward
-ends, all are reduced together, given to the hooks that users registered, and written back in place. So the caller sees
-reduced gradients, and the number of collectives does not grow with the number of parameters. On host all buckets wait for
-the end: nobody would reduce them meanwhile, and each meeting costs a wait for the slower rank.
+(its memo's `partial_grad_axes`). Its hook puts that gradient into the bucket's memory, and hands out the place; when the
+last one of a bucket has arrived, or the backward ends, all are reduced there together. On a device that is only begun: the
+backward goes on, and its end waits for all buckets and gives the gradients to the hooks that users registered. So the
+caller sees reduced gradients, and the number of collectives does not grow with the number of parameters. On host all
+buckets are reduced at the end: nobody would reduce them meanwhile, and each meeting costs a wait for the slower rank.
 """
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ import numpy as np
 from mindspore import Tensor
 
 from .. import comm
+from ..comm.packing import copy, numpy_dtype
 from ..dispatch.memo import memo_of
 from ..dispatch.operands import recording
 from ..dispatch.patches.hooks import given_hooks, replaced_by
@@ -32,15 +34,18 @@ class Bucket:
     Args:
         params: DTensor Parameters, in the order in which the backward is expected to reach them.
         group: the ranks to sum over.
+        dtype: in which to add up; None: that of the gradients.
     """
 
-    def __init__(self, params, group):
-        self.group, self.size = group, len(params)
+    def __init__(self, params, group, dtype=None):
+        self.group, self.size, self.dtype = group, len(params), dtype
         self.elements = sum(math.prod(p.local_shape) for p in params)
         self.on_host = group.backend.on_host
         self.arrived: dict[int, Any] = {}  # gradients, each of its parameter's local shape, by number of the parameter
-        # on host: [elements], where the gradients lie one after another in order of arrival; new for every backward
-        self.flat: np.ndarray | None = None
+        # [elements], where the gradients lie one after another in order of arrival; new for every backward
+        self.flat: Any = None
+        self.places: list = []  # theirs in it
+        self.work: comm.Work | None = None  # the reduction, once it has begun
         self.params = [weakref.ref(p) for p in params]
         for number, p in enumerate(params):
             Tensor.register_hook(p, lambda grad, number=number: self._arrive(number, grad))
@@ -53,39 +58,62 @@ class Bucket:
                                "take the inner gradient with respect to the inputs"))
         with NoFallbackGuard():
             if number in self.arrived:  # left behind by a backward that raised
-                self.arrived, self.flat = {}, None
+                self._forget()
             executor.queue_backward_final_callback(self.flush)  # each time: the first may have been in that one
-            # storage of its own: the sum is written into it after the caller has been handed it
-            own = self._in_flat(grad.asnumpy()) if self.on_host else grad * 1
-            self.arrived[number] = own
+            own = self.arrived[number] = self._take(grad)
             if len(self.arrived) == self.size and not self.on_host:
-                self.flush()
+                self._begin()
             return own
 
-    def _in_flat(self, grad: np.ndarray):
+    def _take(self, grad):
+        """The gradient as the caller gets it, storage of its own into which the sum is written later."""
+        dtype = self.dtype or grad.dtype
         if self.flat is None:
-            self.flat = self.group.backend.buffer(self.elements, grad.dtype)
-        at = sum(g.size for g in self.arrived.values())
-        place = self.flat[at:at + grad.size].reshape(grad.shape)
-        np.copyto(place, grad)
-        return ms.Tensor.from_numpy(place)
+            self.flat = self._memory(dtype)
+        at, n, shape = sum(place.size for place in self.places), math.prod(grad._shape), tuple(grad._shape)
+        place = ms.mint.reshape(ms.mint.narrow(self.flat, 0, at, n), shape) if not self.on_host else \
+            Tensor.from_numpy(self.flat.asnumpy()[at:at + n].reshape(shape))
+        self.places.append(place)
+        if self.on_host:
+            np.copyto(place.asnumpy(), grad.asnumpy(), casting="unsafe")
+        else:
+            place.copy_(grad)
+        return place if dtype == grad.dtype else copy(grad)
+
+    def _memory(self, dtype):
+        if self.on_host:
+            return Tensor.from_numpy(self.group.backend.buffer(self.elements, numpy_dtype(dtype)))
+        return ms.mint.empty((self.elements,), dtype=dtype)
+
+    def _forget(self) -> tuple[dict[int, Any], list]:
+        """What has arrived, reduced; the bucket is empty again."""
+        if self.work is not None:
+            self.work.wait()
+        held = self.arrived, self.places
+        self.arrived, self.places, self.flat, self.work = {}, [], None, None
+        return held
+
+    def _begin(self) -> None:
+        """Reduces what has arrived, or begins to."""
+        used = sum(place.size for place in self.places)
+        with NoFallbackGuard(), comm.annotate(phase="backward", src="gradient bucket", dst="gradient bucket"):
+            flat = self.flat
+            if used < self.elements:
+                flat = Tensor.from_numpy(flat.asnumpy()[:used]) if self.on_host else ms.mint.narrow(flat, 0, 0, used)
+            self.work = self.group.all_reduce_(flat, "sum")
 
     def flush(self) -> None:
-        """Reduces what has arrived; a second call does nothing."""
-        (arrived, self.arrived), (flat, self.flat) = (self.arrived, {}), (self.flat, None)
-        if arrived:
-            self._reduce(list(arrived.values()), flat)
-            self._run_hooks(arrived)
-
-    def _reduce(self, grads: list, flat) -> None:
-        with NoFallbackGuard(), comm.annotate(phase="backward", src="gradient bucket", dst="gradient bucket"):
-            if flat is not None:
-                self.group.all_reduce_(ms.Tensor.from_numpy(flat[:sum(g.size for g in grads)]), "sum")
-                return
-            total, at = self.group.all_reduce(ms.mint.cat([ms.mint.reshape(g, (-1,)) for g in grads]), "sum"), 0
-            for g in grads:
-                g.copy_(ms.mint.reshape(ms.mint.narrow(total, 0, at, g.size), g.shape))
-                at += g.size
+        """Ends the reduction of what has arrived; a second call does nothing."""
+        if not self.arrived:
+            return
+        if self.work is None:
+            self._begin()
+        arrived, places = self._forget()
+        with NoFallbackGuard():
+            for own, place in zip(arrived.values(), places):
+                if own is not place:
+                    _write(own, place, self.on_host)
+        self._run_hooks(arrived)
 
     def _run_hooks(self, arrived: dict[int, Any]) -> None:
         """The users' hooks, on what is reduced now; what they return is written back, too."""
@@ -99,13 +127,17 @@ class Bucket:
             for hook in hooks:
                 changed = replaced_by(hook, changed, param.layout.gradient())
             with NoFallbackGuard():
-                if self.on_host:
-                    np.copyto(grad.asnumpy(), changed.asnumpy())
-                else:
-                    grad.copy_(changed)
+                _write(grad, changed, self.on_host)
 
 
-def make_buckets(params, mesh, bucket_mb: float) -> list[Bucket]:
+def _write(grad, values, on_host: bool) -> None:
+    if on_host:
+        np.copyto(grad.asnumpy(), values.asnumpy(), casting="unsafe")
+    else:
+        grad.copy_(values)
+
+
+def make_buckets(params, mesh, bucket_mb: float, dtype=None) -> list[Bucket]:
     """Buckets of at most `bucket_mb` MiB over the ranks of `mesh`, filled in reverse order of `params`."""
     group = mesh.get_group()
     limit = bucket_mb * 2 ** 20
@@ -120,4 +152,5 @@ def make_buckets(params, mesh, bucket_mb: float) -> list[Bucket]:
             done.append(open_.pop(kind))
         open_.setdefault(kind, []).append(p)
         size[kind] = need + (size[kind] if len(open_[kind]) > 1 else 0)
-    return [Bucket(members, group) for members in (*done, *open_.values())]
+    return [Bucket(members, group, None if dtype in (None, members[0].dtype) else dtype)
+            for members in (*done, *open_.values())]

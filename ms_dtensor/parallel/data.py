@@ -9,23 +9,25 @@ from __future__ import annotations
 
 from mindspore import Parameter, Tensor, nn
 
-from .. import comm
 from ..core.mesh import DeviceMesh
 from ..core.placements import REPLICATE, Shard
-from ..core.tree import leaves, map_leaves
 from ..dispatch.operands import local_alias, wrap
 from ..dispatch.replaced import current
 from ..errors import LayoutError
 from ..tensor import deferred_init
 from ..tensor.distribute import distribute_parameter, distribute_tensor, like_parameter, set_parameter
 from ..tensor.dtensor import DTensor
+from .batch import batch_over
 from .buckets import make_buckets
-from .layouts import OUTER, ROOT, count_handed_out, enter, global_shape, lift, taken_back, union_mesh
+from .fsdp import fully_shard
+from .layouts import OUTER, lift, union_mesh
+from .precision import MixedPrecisionPolicy
 
 _OVER = "_ms_dtensor_replicated_over"  # parameter attribute: axes that replicate has dealt with
 
 
-def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = 25) -> nn.Cell:
+def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = 25, mp_policy: MixedPrecisionPolicy | None = None,
+              zero1: bool = False) -> nn.Cell:
     """Makes a cell data parallel over an axis, in place; after tensor-parallel styles, which refuse a replicated cell.
 
     Args:
@@ -33,6 +35,11 @@ def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = 25) -> nn
             both, replicated over the new axis; values are those of its coordinate 0.
         mesh: one axis of a mesh, e.g. `mesh["dp"]`.
         bucket_mb: gradients are reduced together in buckets of this many MiB; 0 reduces each by itself.
+        mp_policy: in which dtypes the cell computes and gradients are reduced, see `MixedPrecisionPolicy`.
+        zero1: divide the optimizer's work and state over the axis (ZeRO-1): each rank reduces, updates and hands out its
+            part of the parameters. The bytes are the same, one all-gather and one reduce-scatter a step; parameters are
+            DTensors cut over the axis, whole between a step's forward and backward. It is `fully_shard` of the whole cell
+            with `reshard_after_forward=False`; call that block by block where communication is to overlap.
 
     Returns:
         The same cell. Plain inputs are taken as this rank's rows of the global batch (`Shard(0)`), whose sizes the ranks
@@ -48,12 +55,19 @@ def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = 25) -> nn
         >>> md.replicate(nn.Dense(4, 2), mesh=mesh).weight
         DTensor(Parameter 'weight', f32[2, 4], mesh=(dp=1), rank 0 holds [2, 4])
     """
+    if zero1:
+        return fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=mp_policy)
     outer = dict.fromkeys(mesh.mesh_dim_names, Shard(0))
     whole = mesh
-    for _, param in module.parameters_and_names():
-        if isinstance(current(param), DTensor):
-            whole = union_mesh(current(param).device_mesh, mesh)
-            break
+    for param in (current(p) for _, p in module.parameters_and_names()):
+        if isinstance(param, DTensor):
+            cut = [a for a, p in zip(param.device_mesh.mesh_dim_names, param.placements)
+                   if a in mesh.mesh_dim_names and not p.is_replicate()]
+            if cut:
+                raise LayoutError(f"For 'replicate', parameter '{param.name}' is laid out over '{cut[0]}' already.",
+                                  param.layout.describe(), "A parameter is copied or cut over an axis, not both.",
+                                  "fully_shard(module, mesh=...) for a cell of which some parameters are cut")
+            whole = union_mesh(param.device_mesh, whole)
     deferred_init.remember(module, whole, 0)
     new: list[Parameter] = []
     for _, cell in module.cells_and_names():
@@ -70,77 +84,13 @@ def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = 25) -> nn
                 cell._buffers[key] = _replicated(buffer, mesh, whole)
         cell.__dict__[OUTER] = (whole, outer)
 
-    batch = _Batch(mesh)
-
-    def before(cell, inputs, kwargs):
-        cell.__dict__[ROOT] = count_handed_out()
-        plain = [x for x in (*inputs, *kwargs.values()) if _is_rows(x)]
-        shapes = dict(zip(map(id, plain), batch.global_shapes(plain)))
-
-        def place(x):
-            return enter(x, cell, mesh, {a: Shard(0) for a in mesh.mesh_dim_names}, "replicate", shapes[id(x)],
-                         (inputs, kwargs)) if _is_rows(x) else x
-        return tuple(place(x) for x in inputs), {k: place(x) for k, x in kwargs.items()}
-
-    def after(cell, inputs, outputs):
-        if all(isinstance(x, DTensor) for x in leaves(outputs, Tensor)):
-            return None
-        return map_leaves(lambda x: taken_back(x, cell, cell.__dict__[ROOT]), outputs, Tensor)
-    module.__dict__[ROOT] = 0
-    module.register_forward_pre_hook(before, with_kwargs=True)
-    module.register_forward_hook(after)
+    batch_over(module, mesh, "replicate")
+    if mp_policy is not None:
+        mp_policy.apply(module)
     if bucket_mb and mesh.size() > 1:
-        make_buckets([p for p in new if p.requires_grad], mesh, bucket_mb)
+        dtype = mp_policy and (mp_policy.reduce_dtype or mp_policy.param_dtype)
+        make_buckets([p for p in new if p.requires_grad], mesh, bucket_mb, dtype)
     return module
-
-
-def _is_rows(x) -> bool:
-    return isinstance(x, Tensor) and not isinstance(x, DTensor) and x.ndim > 0
-
-
-class _Batch:
-    """Global shapes of batches of which every rank brings its rows.
-
-    Asking at every call would cost a message a step, and on devices a host synchronisation. Asking when the own shapes
-    change misses that another rank's did; that rank then waits in a collective which no other calls, and all are told.
-    """
-
-    def __init__(self, mesh: DeviceMesh):
-        self.mesh = mesh
-        self.mine: list | None = None
-        self.shapes: list = []
-
-    def global_shapes(self, rows: list[Tensor]) -> list[tuple[int, ...] | None]:
-        """The global shape of each; None on a mesh of one rank.
-
-        Raises:
-            LayoutError: on all ranks, if the pieces do not make one tensor.
-        """
-        mine = [tuple(x.shape) for x in rows]
-        if mine == self.mine:
-            return self.shapes
-        if self.mesh.size() == 1 or not mine:
-            return [None] * len(mine)
-        with comm.annotate(src="replicate: rows of the batch", dst=str(mine)):
-            everyone = self.mesh.get_group().all_gather_object(mine)
-        self.mine, self.shapes = None, []
-        if any(len(theirs) != len(mine) for theirs in everyone):
-            raise self._unlike(everyone)
-        for pieces in ([tuple(piece) for piece in each] for each in zip(*everyone)):
-            whole = global_shape(pieces, self.mesh, [Shard(0)] * self.mesh.ndim)
-            if whole is None:
-                raise self._unlike(everyone)
-            self.shapes.append(whole)
-        self.mine = mine
-        return self.shapes
-
-    def _unlike(self, everyone) -> LayoutError:
-        held = "\n".join(f"rank {rank} brings {', '.join(str(list(shape)) for shape in theirs)}"
-                         for rank, theirs in zip(self.mesh.rank_list, everyone))
-        return LayoutError("For 'replicate', the ranks' plain inputs are not the rows of one batch.", held,
-                           "Ranks bring as many rows each, or chunks: of 7 rows on 4 ranks 2, 2, 2 and 1; other dims agree.",
-                           ("drop the last batch, if it is smaller (drop_remainder=True)",
-                            "cut the whole batch with distribute_tensor(batch, mesh, {'dp': Shard(0)})"))
 
 
 def _replicated(x, mesh: DeviceMesh, whole: DeviceMesh):

@@ -34,7 +34,8 @@ def loss_parallel(logits: DTensor | None = None, labels=None, *, ignore_index: i
         label_smoothing: share of the target spread evenly over all classes.
 
     Returns:
-        The loss as a DTensor, equal to the one-device loss; its gradient is too. Without arguments, the context manager.
+        The loss as a DTensor, equal to the one-device loss; its gradient is too. Of 16-bit logits it is float32. Without
+        arguments, the context manager.
 
     Raises:
         LayoutError: `logits` is not a DTensor, shapes do not fit, or `reduction` is unknown.

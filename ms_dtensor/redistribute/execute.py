@@ -10,18 +10,20 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
 from .. import comm
-from ..comm.packing import on_cpu
+from ..comm.packing import copy as fresh_copy
 from ..comm.record import active
 from ..core.layout import Layout
 from ..core.placements import PARTIAL, REPLICATE
 from ..errors import RedistributeError
 from ..internals.names import Function, NoFallbackGuard, recording
+from ..internals.target import on_cpu
 from .boxes import relative, sizes_along, transfers
 from .plan import Move, plan
 
@@ -101,7 +103,7 @@ def _exchange(move: Move, x):
     if me in dst.mesh.rank_list:
         mine = [] if keeps is None else [(keeps, slice_local(x, relative(keeps, held)))]
         for box, piece in [*mine, *((box, t) for (_, box), t in zip(wanted, got))]:
-            _place(out, relative(box, need), piece, dst.mesh.device_type)
+            _place(out, relative(box, need), piece)
     return out
 
 
@@ -121,8 +123,8 @@ def cut_whole(x, layout: Layout):
     return slice_local(x, relative(layout.local_box(), tuple((0, n) for n in layout.shape)))
 
 
-def _place(out, slices, piece, device_type: str) -> None:
-    if device_type == "cpu":  # MindSpore's setitem has no kernel for every dtype there; its arrays are views
+def _place(out, slices, piece) -> None:
+    if on_cpu():  # MindSpore's setitem has no kernel for every dtype there; its arrays are views
         out.asnumpy()[slices] = piece.asnumpy()
     else:
         out[slices] = piece
@@ -142,7 +144,7 @@ def slice_local(x, slices, copy: bool = False):
         return Tensor.from_numpy(np.array(x.asnumpy()[tuple(slices)], order="C"))
     for d, s in part:
         x = ms.mint.narrow(x, d, s.start, s.stop - s.start)
-    return x.clone() if copy and not part else x.contiguous()
+    return fresh_copy(x) if copy or part else x.contiguous()
 
 
 @dataclass(slots=True)
@@ -161,6 +163,7 @@ class Conversion:
     context: contextvars.Context
     fresh: Callable
     winners: Tensor | int | None
+    through: Any = None
 
 
 class Redistribute(Function):
@@ -170,6 +173,8 @@ class Redistribute(Function):
     def forward(ctx, x, what: Conversion):
         src, dst = what.src, what.dst
         ctx.move = src, dst, what.cotangent, what.wanted, what.context
+        if what.through is not None:
+            ctx.dtypes = what.through, x.dtype
         if what.data is not None:
             return x if what.data is x else what.fresh(what.data)
         local = Tensor._make_subclass(Tensor, x)
@@ -189,7 +194,9 @@ class Redistribute(Function):
         src, dst, cotangent, wanted, context = ctx.move
         extremum = getattr(ctx, "extremum", None)
         # Backends that run asynchronously call this on a thread of their own, without the user's contextvars.
+        through, back = getattr(ctx, "dtypes", (None, None))
         with NoFallbackGuard():
+            grad = grad if through is None else grad.astype(through)
             if cotangent is not wanted or recording():
                 grad = context.copy().run(_backward, grad, src, dst, cotangent, wanted)
             scale = _average(src, dst) if src.partial_axes else 1
@@ -197,6 +204,7 @@ class Redistribute(Function):
                 grad = grad * scale
             if extremum is not None:
                 grad = grad * context.copy().run(_winners_share, *extremum)
+            grad = grad if back is None else grad.astype(back)
         return grad, None
 
 
@@ -287,7 +295,7 @@ def _backward(grad, src: Layout, dst: Layout, cotangent: Layout, wanted: Layout)
 
 
 def redistribute_local(x, src: Layout, dst: Layout, cotangent: Layout, wanted: Layout, data=None, works=None, fresh=None,
-                       winners=None):
+                       winners=None, through=None):
     """Differentiable `plan(src, dst)` on the tensor `x` whose storage is a shard of `src`; returns a plain tensor.
 
     Args:
@@ -301,6 +309,7 @@ def redistribute_local(x, src: Layout, dst: Layout, cotangent: Layout, wanted: L
         fresh: makes a tensor of its own of the result; default a view.
         winners: of an extreme, who attains it on this rank: how many elements, or from where if the first takes all. Without
             it each rank holds one candidate.
+        through: the dtype in which the gradient is moved, where `data` is a copy of `x` in another dtype.
     """
     if active():  # the backward's communication is told by the line that caused it
         with comm.annotate(site=comm.user_site()):
@@ -308,7 +317,8 @@ def redistribute_local(x, src: Layout, dst: Layout, cotangent: Layout, wanted: L
     else:
         context = contextvars.copy_context()
     with NoFallbackGuard():
-        return Redistribute.apply(x, Conversion(src, dst, cotangent, wanted, data, works, context, fresh or _view, winners))
+        return Redistribute.apply(x, Conversion(src, dst, cotangent, wanted, data, works, context, fresh or _view, winners,
+                                                through))
 
 
 def recorded_gradient(grad, layout: Layout):

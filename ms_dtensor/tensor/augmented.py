@@ -11,6 +11,8 @@ import operator
 
 from mindspore import Tensor
 
+from ..internals.target import on_cpu
+
 
 def augmented_assignment(cls):
     """Gives a class of DTensors `+= -= *= /= //= %=`; Python makes the others of the operators themselves."""
@@ -21,5 +23,5 @@ def augmented_assignment(cls):
 
 def _assignment(new, in_place):
     def assign(self, other):
-        return (new if self._layout.mesh.device_type == "cpu" else in_place)(self, other)
+        return (new if on_cpu() else in_place)(self, other)
     return assign

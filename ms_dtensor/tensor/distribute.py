@@ -24,6 +24,7 @@ from ..dispatch.patches.hooks import move_hooks
 from ..dispatch.replaced import PLACE, current, remember
 from ..errors import LayoutError, MeshError
 from ..internals.names import NoFallbackGuard
+from ..internals.target import on_cpu
 from ..redistribute.execute import cut_whole
 from . import deferred_init
 from .dtensor import DTensor
@@ -77,6 +78,9 @@ def init_device_mesh(device_type: str, mesh_shape: Sequence[int], *, mesh_dim_na
                         f"but got {ranks}.")
     mesh = DeviceMesh(device_type, np.array(ranks).reshape(shape), mesh_dim_names=mesh_dim_names)
     mesh.varies = blocks
+    if not on_cpu() and mesh.get_coordinate() is not None:
+        for axis in (a for a, n in enumerate(shape) if n > 1):  # to make a communicator takes seconds, and one order
+            mesh.get_group(axis)
     return mesh
 
 

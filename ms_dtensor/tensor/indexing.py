@@ -19,6 +19,7 @@ from mindspore import Tensor
 from ..dispatch.dispatcher import call, write
 from ..dispatch.operands import replicate_constant
 from ..errors import OpRuleError
+from ..internals.target import on_cpu
 from ..ops.rules.write import labels
 
 
@@ -133,7 +134,7 @@ def _is_int(item) -> bool:
 def _as_index(item, dim: int, n: int):
     if isinstance(item, Tensor):
         kind = "bool" if item.dtype == ms.bool_ else "int" if "Int" in str(item.dtype) else str(item.dtype)
-        if kind == "int" and ms.get_context("device_target") == "CPU":
+        if kind == "int" and on_cpu():
             _check_range(item, dim, n)
     else:
         item = np.asarray(item)

@@ -11,7 +11,8 @@ import numpy as np
 from mindspore import Parameter, Tensor, mint, ops
 from mindspore.common._grad_function import _Function
 
-from model_zoo.llama.model import Llama, compile_attention, cross_entropy, init_weights
+from model_zoo.llama.cpu import compile_attention
+from model_zoo.llama.model import Llama, cross_entropy, init_weights
 from ms_dtensor.optim import AdamW
 
 GROUP = None  # the ranks; set by `Step`
@@ -74,7 +75,7 @@ class Step:
         self.model = Llama(cfg.model)
         init_weights(self.model, cfg.train.seed)
         if cfg.train.compile:
-            compile_attention(self.model)
+            compile_attention(self.model, cfg.model)
         self.tensor_parallel = cfg.parallel.tp > 1
         if self.tensor_parallel:
             _cut_model(self.model, rank, self.size)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run by msrun: the contract on tensors, through `Group`, on a real backend; then HCCL's and NCCL's code on doubles.
+"""Run by msrun: the contract on tensors, through `Group`, on a real backend; then HCCL's and NCCL's code on their emulator.
 
 The world is MCCL's; the shared-memory backend is made beside it, so that one launch serves both.
 """
@@ -17,15 +17,16 @@ from mindspore import Tensor, mint, ops
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 from contract import ALL, CASES, groups  # noqa: E402
-from doubles import doubled  # noqa: E402
 
 from ms_dtensor import DeviceMesh, comm  # noqa: E402
 from ms_dtensor.comm.agree import Agreement  # noqa: E402
 from ms_dtensor.comm.shm.backend import ShmBackend  # noqa: E402
 from ms_dtensor.errors import CollectiveMismatch  # noqa: E402
 from tests.msrun import report  # noqa: E402
+from tests.rehearsal.emulator import emulated  # noqa: E402
+from tests.rehearsal.kernels import stood_in  # noqa: E402
 
-DEVICE = ("float16", "float32", "float64", "int8", "int32", "int64", "uint8", "bool")
+DEVICE = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool")
 
 
 class Tensors:
@@ -62,7 +63,7 @@ class Tensors:
         if self._backend.on_host and x.size:
             place = self._backend.buffer(x.size, x.dtype)
             place[...] = x.reshape(-1)
-            assert self._group(ranks).all_reduce_(Tensor.from_numpy(place), op) is None
+            self._group(ranks).all_reduce_(Tensor.from_numpy(place), op).wait()
             np.testing.assert_array_equal(place, out.reshape(-1))
         return out
 
@@ -203,10 +204,12 @@ def main():
         count += timed(f"shm {len(ranks)}", Tensors(shm), ranks)
     bfloat16(shm, exact=True)
     for kind, ranks in (("hccl", reverse), ("nccl", half)):
-        backend = doubled(kind, shm)
-        count += timed(kind, Tensors(backend, exact=False, dtypes=DEVICE), ranks)
-        bfloat16(backend, exact=False)
-        desync(backend)
+        backend = emulated(kind, shm)
+        with stood_in(backend.double, clock=False):
+            count += timed(kind, Tensors(backend, exact=False, dtypes=DEVICE), ranks)
+            bfloat16(backend, exact=False)
+            desync(backend)
+        backend.double.close()
     for ranks in (tuple(range(world.size)), half[::-1]):  # each communicator of MCCL costs a second
         count += timed(f"mccl {len(ranks)}", Tensors(world.backend, exact=False), ranks)
     bfloat16(world.backend, exact=False)

@@ -65,6 +65,20 @@ def the_function_equals_the_definition(world):
 
 
 @case(world_size=4)
+def of_bfloat16_logits_the_statistics_and_the_loss_are_float32(world):
+    mesh, x = mesh_2d(), (data(6, 6, 11) * 3).astype(ms.bfloat16)
+    exact = x.astype(ms.float32).asnumpy()
+    for placements, reduction in itertools.product(((R, S(1)), (S(0), S(1)), (S(0), R)), ("mean", "none")):
+        want = reference(exact, LABELS, reduction, 0.0)
+        dx = distribute_tensor(x, mesh, placements)
+        dy = distribute_tensor(Tensor(LABELS), mesh, [R if p.is_shard(1) else p for p in placements])
+        loss, grad = value_and_grad(lambda t, y=dy, r=reduction: loss_parallel(t, y, reduction=r), 0)(dx)
+        assert loss.dtype == ms.float32 and grad.dtype == ms.bfloat16
+        equal(loss, want[0].astype(np.float32), f"{placements} {reduction}")
+        equal(grad.float(), want[1].astype(np.float32), f"{placements} {reduction} gradient", rtol=2.0**-8)
+
+
+@case(world_size=4)
 def two_small_reductions_forward_and_none_backward(world):
     mesh = mesh_1d()
     dx = distribute_tensor(data(6, 6, 16), mesh, [S(1)])

@@ -9,7 +9,8 @@ from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore.common._grad_function import _Function
 
 from model_zoo.llama.config import ModelConfig, ParallelConfig
-from model_zoo.llama.model import Llama, compile_attention, cross_entropy, init_weights
+from model_zoo.llama.cpu import compile_attention
+from model_zoo.llama.model import Llama, cross_entropy, init_weights
 from model_zoo.llama.parallelize import parallelize
 from ms_dtensor import (
     ColwiseParallel,
@@ -304,7 +305,7 @@ def a_llama_on_two_axes_equals_one_device(world):
         for m in (plain, model):
             init_weights(m, 5)
         if compiled:
-            compile_attention(model)
+            compile_attention(model, cfg)
         want = ms.value_and_grad(lambda i, y, m=plain: cross_entropy(m(i), y), None, plain.trainable_params())(
             Tensor(ids[:, :-1]), Tensor(ids[:, 1:]))
         parallelize(model, mesh, ParallelConfig(dp=2, tp=2, sequence_parallel=sequence, loss_parallel=parallel_loss))

@@ -28,6 +28,14 @@ def arrays(seed, shapes=SHAPES):
     return [draw.standard_normal(s).astype(np.float32) for s in shapes]
 
 
+def on_device(optimizer):
+    """The optimizer, taking the branch of devices."""
+    optimizer._host = False
+    optimizer._moments = [optimizer._new_moments(p) for p in optimizer.params]
+    optimizer._masters = [optimizer._new_master(p) for p in optimizer.params]
+    return optimizer
+
+
 @pytest.mark.parametrize("host", [True, False], ids=["numpy", "device ops"])
 def test_adamw_equals_numpy(host):
     from mindspore import Parameter, Tensor
@@ -39,8 +47,7 @@ def test_adamw_equals_numpy(host):
     params = [Parameter(Tensor(v), name=f"p{i}") for i, v in enumerate(start)]
     optimizer = AdamW(params, 1e-2, (0.9, 0.95), 1e-8, 0.1)
     if not host:
-        optimizer._host = False
-        optimizer._moments = [optimizer._new_moments(p) for p in params]
+        on_device(optimizer)
     for grads in steps:
         optimizer([Tensor(g) for g in grads])
     for param, want in zip(params, numpy_adamw(start, steps, 1e-2, (0.9, 0.95), 1e-8, 0.1)):
@@ -78,16 +85,77 @@ def test_the_update_is_seen_by_the_next_forward():
     assert losses == pytest.approx([16.0, 8.0, 0.0], abs=1e-4)
 
 
-def test_low_precision_parameters_keep_float32_moments():
+def rounded(values, dtype):
+    """float32 values as a parameter of 16 bits holds them."""
+    from mindspore import Tensor
+
+    return Tensor(values).astype(dtype).astype("float32").asnumpy()
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+@pytest.mark.parametrize("host", [True, False], ids=["numpy", "device ops"])
+def test_parameters_of_16_bits_move_by_their_float32_masters(host, name):
+    """Steps of 3e-4 that a parameter at 1.0 cannot see by themselves; and weights that are loaded later count."""
+    import mindspore as ms
     from mindspore import Parameter, Tensor
 
     from ms_dtensor.optim import AdamW
 
-    value = np.linspace(-1, 1, 9).astype(np.float16)
-    param = Parameter(Tensor(value), name="w")
-    AdamW([param], 1e-2, (0.9, 0.95), 1e-8, 0.1)([Tensor(value)])
-    want = numpy_adamw([value], [[value]], 1e-2, (0.9, 0.95), 1e-8, 0.1)[0]
-    assert param.asnumpy().dtype == np.float16 and np.allclose(param.asnumpy(), want, atol=6e-4)
+    dtype = getattr(ms, name)
+    start = rounded(np.linspace(-1, 1, 9, dtype=np.float32), dtype)
+    grads = [rounded(arrays(s, [(9,)])[0], dtype) for s in range(1, 9)]
+    param = Parameter(Tensor(start).astype(dtype), name="w")
+    optimizer = AdamW([param], 3e-4, (0.9, 0.95), 1e-8, 0.1)
+    if not host:
+        on_device(optimizer)
+    for grad in grads:
+        optimizer([Tensor(grad).astype(dtype)])
+    want = numpy_adamw([start], [[g] for g in grads], 3e-4, (0.9, 0.95), 1e-8, 0.1)[0]
+    master = np.asarray(optimizer.state_dict()["masters"]["w"])
+    assert param.dtype == dtype and np.allclose(master, want, rtol=1e-6, atol=1e-7)
+    assert np.array_equal(param.astype(ms.float32).asnumpy(), rounded(master, dtype))
+    loaded = rounded(np.linspace(2, 3, 9, dtype=np.float32), dtype)
+    with_one = np.where(np.arange(9) == 4, loaded, param.astype(ms.float32).asnumpy())
+    param.set_data(Tensor(with_one).astype(dtype))
+    optimizer.lr = 0.0
+    optimizer([Tensor(grads[0]).astype(dtype)])
+    master = np.asarray(optimizer.state_dict()["masters"]["w"])
+    assert master[4] == loaded[4] and np.allclose(np.delete(master, 4), np.delete(want, 4), rtol=1e-6, atol=1e-7)
+
+
+def test_on_ascend_one_kernel_steps_the_master(monkeypatch):
+    """What `aclnnApplyAdamWV2` is given: float32 everything, steps counted from 0, scalars as numbers."""
+    import mindspore as ms
+    from mindspore import Parameter, Tensor
+
+    from ms_dtensor.optim import AdamW, adamw
+
+    seen = []
+
+    class Kernel:
+        def __call__(self, var, m, v, max_v, grad, step, lr, b1, b2, decay, eps, amsgrad, maximize):
+            assert {x.dtype for x in (var, m, v, max_v, grad, step)} == {ms.float32} and max_v is v
+            assert all(type(x) is float for x in (lr, b1, b2, decay, eps)) and (amsgrad, maximize) == (False, False)
+            t, g = float(step.asnumpy()[0]) + 1, grad.asnumpy()
+            seen.append(t)
+            first, second = b1 * m.asnumpy() + (1 - b1) * g, b2 * v.asnumpy() + (1 - b2) * g * g
+            moved = lr * (first / (1 - b1 ** t)) / (np.sqrt(second / (1 - b2 ** t)) + eps)
+            for x, value in ((m, first), (v, second), (var, var.asnumpy() * (1 - lr * decay) - moved)):
+                x.copy_(Tensor(value.astype(np.float32)))
+
+    monkeypatch.setattr(adamw, "ascend_kernels", lambda: True)
+    monkeypatch.setattr(adamw.gen_ops_prim, "AdamW", Kernel)
+    start, steps = arrays(0, SHAPES[:2]), [arrays(s, SHAPES[:2]) for s in range(1, 4)]
+    params = [Parameter(Tensor(start[0]), name="a"), Parameter(Tensor(start[1]).astype(ms.bfloat16), name="b")]
+    start[1] = rounded(start[1], ms.bfloat16)
+    optimizer = on_device(AdamW(params, 1e-2, (0.9, 0.95), 1e-8, 0.1))
+    for grads in steps:
+        grads[1] = rounded(grads[1], ms.bfloat16)
+        optimizer([Tensor(grads[0]), Tensor(grads[1]).astype(ms.bfloat16)])
+    want = numpy_adamw(start, steps, 1e-2, (0.9, 0.95), 1e-8, 0.1)
+    assert seen == [1.0, 1.0, 2.0, 2.0, 3.0, 3.0]
+    assert np.allclose(params[0].asnumpy(), want[0], rtol=2e-6, atol=2e-6)
+    assert np.allclose(optimizer._masters[1].asnumpy(), want[1], rtol=2e-6, atol=2e-6)
 
 
 def test_a_missing_gradient_leaves_its_parameter_and_a_wrong_one_is_refused():

@@ -113,8 +113,9 @@ class ShmBackend(Backend):
     def all_reduce(self, x: Tensor, op: str, group: Ranks, async_op: bool = False) -> Result:
         return _give(self._engine.all_reduce(self._array(x, async_op), op, group, async_op=async_op))
 
-    def all_reduce_(self, x: Tensor, op: str, group: Ranks) -> None:
+    def all_reduce_(self, x: Tensor, op: str, group: Ranks) -> Work[Tensor]:
         self._engine.all_reduce(self._array(x), op, group, inplace=True)
+        return Work(x)
 
     def buffer(self, count: int, dtype: np.dtype) -> np.ndarray:
         return self._engine.buffer(count, _carrier(dtype)).view(dtype)

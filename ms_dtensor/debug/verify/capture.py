@@ -22,6 +22,7 @@ from ...dispatch.op_call import OpCall, attributes, bind_arguments, op_name
 from ...dispatch.operands import dtype_name
 from ...dispatch.planner import as_operands
 from ...internals.names import NoFallbackGuard
+from ...internals.target import cpu_kernels
 from ...ops.local import CPU, LOCAL_OPS, WRITES, decomposition, fill_operands
 from ...ops.rules import RULES, Call, Local, Operand
 from ...ops.rules.write import INPLACE
@@ -72,7 +73,7 @@ class Probe(Tensor):
         args, kwargs = _plain(tuple(args)), _plain(kwargs)
         before = copied(args), copied(kwargs)  # the op may write into an operand, and a later one into its result
         compute = OpCall(func, primitive, args, kwargs, []).compute
-        if name in CPU and ms.get_context("device_target") == "CPU":  # there is no kernel; dispatch does the same
+        if name in CPU and cpu_kernels():  # there is no kernel; dispatch does the same
             compute = decomposition(name, {} if primitive is None else attributes(primitive))
         with NoFallbackGuard():
             result = compute(*args, **kwargs)

@@ -192,6 +192,11 @@ def _recomputed(original):
     return construct
 
 
+def recomputing() -> bool:
+    """Whether a cell under `recompute()` runs its forward again, in the backward."""
+    return _local.get()
+
+
 def _recomputing(original):
     @functools.wraps(original)
     def bprop(self, *args):

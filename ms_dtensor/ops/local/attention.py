@@ -10,6 +10,7 @@ import numpy as np
 from mindspore import Tensor, mint, ops
 
 from ...errors import OpRuleError
+from ...internals.target import ascend_kernels
 from ..rules.attention import layout_name
 
 _EVERYTHING = 2**31 - 1
@@ -19,7 +20,7 @@ _TO_BNSD = {"BNSD": (0, 1, 2, 3), "BSND": (0, 2, 1, 3), "BSH": (0, 2, 1, 3), "SB
 
 def flash_attention(query, key, value, real_shift, attn_mask, heads, scale, pre_tokens, next_tokens, form, sparse_mode):
     """(softmax max, softmax sum, nothing, result) for `heads` local query heads."""
-    if ms.get_context("device_target") == "Ascend":
+    if ascend_kernels():
         kernel = ops.operations.nn_ops.FlashAttentionScore(heads, 1.0, scale, pre_tokens, next_tokens, 0, form, sparse_mode)
         return kernel(query, key, value, real_shift, None, None, attn_mask, None)
     return composed(query, key, value, real_shift, attn_mask, heads, scale, pre_tokens, next_tokens, form, sparse_mode)

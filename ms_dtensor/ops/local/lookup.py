@@ -12,10 +12,12 @@ from typing import Any
 import mindspore as ms
 from mindspore import mint, ops
 
+from ...internals.target import on_cpu
+
 
 def _checked(ids, n: int):
     """Indices wrapped into 0..n-1; on CPU, where values are at hand, an index out of range raises."""
-    if ms.get_context("device_target") == "CPU":
+    if on_cpu():
         values = host_values(ids)
         if values.size and (values.min() < -n or values.max() >= n):
             raise IndexError(f"For 'gather', an index is out of range [{-n}, {n}) of the dim it looks up.")

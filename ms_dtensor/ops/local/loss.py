@@ -7,6 +7,7 @@ from typing import Any
 from mindspore import Tensor, mint, ops
 
 from ...core.tree import map_leaves
+from ...internals.target import cpu_kernels
 from .cpu_elementwise import bce_with_logits, binary_cross_entropy
 from .cpu_nn import kl_div, log_sigmoid, softplus
 from .dtypes import rounded, wider
@@ -47,9 +48,12 @@ def row_max(logits):
 
 def class_sums(logits, labels, top, lo, classes, smooth):
     """This shard's share of each row, with logits relative to the row's `top` [..., 1]: sum of exp, the label's logit,
-    and, if `smooth`, the mean. The shard has the classes from `lo` on; labels [..., 1] count from the first of all."""
-    width = logits._shape[-1]
-    off = logits - ops.tile(top, (*(1,) * (len(logits._shape) - 1), width))  # broadcasting takes ten times as long on CPU
+    and, if `smooth`, the mean, of 16-bit logits in float32. The shard has the classes from `lo` on; labels [..., 1] count
+    from the first of all."""
+    width, top = logits._shape[-1], wider(top)
+    if cpu_kernels():  # which take ten times as long where one operand is broadcast; elsewhere that would be memory
+        top = ops.tile(top, (*(1,) * (len(logits._shape) - 1), width))
+    off = wider(logits) - top
     local, mine = own_rows(labels, lo, width, classes)
     sums = [mint.sum(mint.exp(off), -1, keepdim=True), masked(ops.gather_elements(off, len(logits._shape) - 1, local), mine)]
     return mint.cat([*sums, mint.sum(off, -1, keepdim=True) / classes] if smooth else sums, -1)

@@ -10,13 +10,10 @@ import numpy as np
 from mindspore import Tensor, mint, ops
 from mindspore.ops import auto_generate
 
+from ...internals.target import ascend_kernels
 from .basic import TakenOnce
 from .cpu_math import topk
 from .run import zeros_of
-
-
-def _on_ascend() -> bool:
-    return ms.get_context("device_target") == "Ascend"
 
 
 def _sorted(experts) -> np.ndarray:
@@ -69,7 +66,7 @@ def _row_numbers(rows: int, k: int, of: int, offset: int) -> Tensor:
 
 def gating_of_rows(x, k, of, offset):
     """The same for some rows `of` many, from `offset` on."""
-    values, experts, _ = auto_generate.moe_gating_top_k_softmax_op(x, None, k) if _on_ascend() else gating(x, None, k)
+    values, experts, _ = auto_generate.moe_gating_top_k_softmax_op(x, None, k) if ascend_kernels() else gating(x, None, k)
     return values, experts, _row_numbers(x._shape[0], k, of, offset)
 
 
@@ -117,7 +114,7 @@ def finalize(rows, x1, x2=None, bias=None, scales=None, row_idx=None, expert_idx
 def finalize_once(rows, x1, x2, bias, scales, row_idx, expert_idx, mine):
     """The same of rows that are summands: one rank takes in what is whole."""
     x1, x2, bias = (None if x is None else TakenOnce.apply(x, mine, -0.0) for x in (x1, x2, bias))
-    run = auto_generate.moe_finalize_routing if _on_ascend() else finalize
+    run = auto_generate.moe_finalize_routing if ascend_kernels() else finalize
     return run(rows, x1, x2, bias, scales, row_idx, expert_idx)
 
 

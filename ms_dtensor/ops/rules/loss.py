@@ -131,7 +131,8 @@ def class_sums(call: Call) -> OpSpec:
     def local(at: Local) -> LocalCall:
         return LocalCall("class_sums", (x, t, top, at.in_offset(0)[last], x.shape[last], smooth))
     return OpSpec(((*x.shape[:last], 2 + smooth),), (Case((S(last), R, R), (P,)),
-                                                     *(Case((S(d),) * 3, (S(d),)) for d in range(last))), local)
+                                                     *(Case((S(d),) * 3, (S(d),)) for d in range(last))), local,
+                  ("float64" if x.dtype == "float64" else "float32",))
 
 
 RULES = {

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The batch of data parallelism: plain inputs are this rank's rows, and what comes back is of the global batch."""
+from __future__ import annotations
+
+from mindspore import Tensor, nn
+
+from .. import comm
+from ..core.mesh import DeviceMesh
+from ..core.placements import Shard
+from ..core.tree import leaves, map_leaves
+from ..errors import LayoutError
+from ..tensor.dtensor import DTensor
+from .layouts import ROOT, count_handed_out, enter, global_shape, taken_back
+
+
+def batch_over(module: nn.Cell, mesh: DeviceMesh, who: str) -> None:
+    """Lets a cell take plain inputs as rows of the global batch, and return DTensors."""
+    batch = _Batch(mesh, who)
+
+    def before(cell, inputs, kwargs):
+        cell.__dict__[ROOT] = count_handed_out()
+        plain = [x for x in (*inputs, *kwargs.values()) if _is_rows(x)]
+        shapes = dict(zip(map(id, plain), batch.global_shapes(plain)))
+
+        def place(x):
+            return enter(x, cell, mesh, {a: Shard(0) for a in mesh.mesh_dim_names}, who, shapes[id(x)],
+                         (inputs, kwargs)) if _is_rows(x) else x
+        return tuple(place(x) for x in inputs), {k: place(x) for k, x in kwargs.items()}
+
+    def after(cell, inputs, outputs):
+        if all(isinstance(x, DTensor) for x in leaves(outputs, Tensor)):
+            return None
+        return map_leaves(lambda x: taken_back(x, cell, cell.__dict__[ROOT]), outputs, Tensor)
+    module.__dict__[ROOT] = 0
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_hook(after)
+
+
+def _is_rows(x) -> bool:
+    return isinstance(x, Tensor) and not isinstance(x, DTensor) and x.ndim > 0
+
+
+class _Batch:
+    """Global shapes of batches of which every rank brings its rows.
+
+    Asking at every call would cost a message a step, and on devices a host synchronisation. Asking when the own shapes
+    change misses that another rank's did; that rank then waits in a collective which no other calls, and all are told.
+    """
+
+    def __init__(self, mesh: DeviceMesh, who: str):
+        self.mesh, self.who = mesh, who
+        self.mine: list | None = None
+        self.shapes: list = []
+
+    def global_shapes(self, rows: list[Tensor]) -> list[tuple[int, ...] | None]:
+        """The global shape of each; None on a mesh of one rank.
+
+        Raises:
+            LayoutError: on all ranks, if the pieces do not make one tensor.
+        """
+        mine = [tuple(x.shape) for x in rows]
+        if mine == self.mine:
+            return self.shapes
+        if self.mesh.size() == 1 or not mine:
+            return [None] * len(mine)
+        with comm.annotate(src=f"{self.who}: rows of the batch", dst=str(mine)):
+            everyone = self.mesh.get_group().all_gather_object(mine)
+        self.mine, self.shapes = None, []
+        if any(len(theirs) != len(mine) for theirs in everyone):
+            raise self._unlike(everyone)
+        for pieces in ([tuple(piece) for piece in each] for each in zip(*everyone)):
+            whole = global_shape(pieces, self.mesh, [Shard(0)] * self.mesh.ndim)
+            if whole is None:
+                raise self._unlike(everyone)
+            self.shapes.append(whole)
+        self.mine = mine
+        return self.shapes
+
+    def _unlike(self, everyone) -> LayoutError:
+        held = "\n".join(f"rank {rank} brings {', '.join(str(list(shape)) for shape in theirs)}"
+                         for rank, theirs in zip(self.mesh.rank_list, everyone))
+        return LayoutError(f"For '{self.who}', the ranks' plain inputs are not the rows of one batch.", held,
+                           "Ranks bring as many rows each, or chunks: of 7 rows on 4 ranks 2, 2, 2 and 1; other dims agree.",
+                           ("drop the last batch, if it is smaller (drop_remainder=True)",
+                            "cut the whole batch with distribute_tensor(batch, mesh, {'dp': Shard(0)})"))

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`fully_shard`: data parallelism whose parameters, gradients and optimizer state are cut over the ranks (ZeRO-3, FSDP).
+
+Applied to blocks first and to the model last: each call takes the parameters that no inner call took, as one unit
+(`fsdp_unit.py`). The batch is laid out as by `replicate`, and so is the meaning: the loss is that of the global batch, and
+gradients are those of one device; nothing is scaled.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import MethodType
+from typing import Any
+
+from mindspore import Parameter, Tensor, nn
+
+from ..core.layout import Layout
+from ..core.mesh import DeviceMesh
+from ..core.placements import REPLICATE, Shard
+from ..core.tree import map_leaves
+from ..dispatch.operands import LAID_OUT, dtype_name, local_alias, wrap
+from ..dispatch.patches.gradients import recomputing
+from ..dispatch.replaced import current
+from ..errors import ConfigError, LayoutError
+from ..internals.names import NoFallbackGuard, RecomputeCell, recording
+from ..redistribute.boxes import relative
+from ..redistribute.execute import slice_local
+from ..tensor import deferred_init
+from ..tensor.distribute import distribute_parameter, like_parameter, replicate_buffers, set_parameter
+from ..tensor.dtensor import DTensor
+from .batch import batch_over
+from .fsdp_unit import Again, Call, Unit, gathered
+from .layouts import OUTER, union_mesh
+from .precision import MixedPrecisionPolicy
+
+_UNIT = "_ms_dtensor_unit"  # cell attribute: the `Unit` that `fully_shard` made of it
+_TAKEN = "_ms_dtensor_sharded_by"  # parameter attribute: the name of the unit that has it
+
+
+def fully_shard(module: nn.Cell, *, mesh: DeviceMesh, reshard_after_forward: bool = True,
+                shard_placement_fn: Callable[[Parameter], Shard | None] | None = None,
+                mp_policy: MixedPrecisionPolicy | None = None,
+                ignored_params: Iterable[Parameter] = ()) -> nn.Cell:
+    """Cuts a cell's parameters over a data axis, in place, gathering them while the cell runs (FSDP2, HSDP).
+
+    Apply it to each block and then to the model: one call's parameters are gathered in one collective before its cell
+    runs (forward, and again for the backward), and their gradients reduced in one; the model's own are kept between
+    forward and backward. Tensor-parallel styles come before it.
+
+    Args:
+        module: the cell; parameters that inner calls took are left to them. Plain parameters, DTensors of styles, tied and
+            frozen ones, and deferred ones (`no_init_parameters`), of which only shards are made.
+        mesh: one axis, over which parameters are cut; or two: they are copied over the first and cut over the second (HSDP).
+        reshard_after_forward: whether the whole parameters are given back between forward and backward.
+        shard_placement_fn: `param -> Shard(dim)`, or None for dim 0.
+        mp_policy: `MixedPrecisionPolicy`: dtypes of computing, of reducing gradients, and of what the cell returns.
+        ignored_params: parameters to leave as they are.
+
+    Returns:
+        The same cell, with the methods `unshard()` and `reshard()` (gather now and keep; give back),
+        `set_requires_gradient_sync(bool, recurse=True)` (False: gradients are added up on each rank, and handed out as
+        zeros, until a step with True) and `set_reshard_after_forward(bool, recurse=True)`. Parameters are DTensors, cut; so
+        are their gradients. Plain inputs are this rank's rows of the global batch, as for `replicate`.
+
+    Raises:
+        LayoutError: the cell was sharded before; a parameter is laid out over the axis already; a dim it does not have.
+        ConfigError: a mesh of more than two axes.
+
+    The meaning is that of `torch.distributed.fsdp.fully_shard`.
+
+    Example:
+        >>> import ms_dtensor as md
+        >>> from mindspore import nn
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+        >>> net = nn.SequentialCell(nn.Dense(4, 8), nn.ReLU(), nn.Dense(8, 2))
+        >>> for cell in (net[0], net[2], net):
+        ...     _ = md.fully_shard(cell, mesh=mesh)
+        >>> net[0].weight
+        DTensor(Parameter '0.weight', f32[8@dp, 4], mesh=(dp=1), rank 0 holds [8, 4])
+    """
+    name = type(module).__name__
+    if mesh.ndim > 2:
+        raise ConfigError(f"For 'fully_shard', 'mesh' has {mesh.ndim} axes.", f"mesh({mesh.describe()})",
+                          "One axis cuts; one before it may copy.", 'pass mesh["dp"], or mesh["replicate", "shard"]')
+    if _UNIT in module.__dict__:
+        raise LayoutError(f"For 'fully_shard', this {name} was sharded already.", f"mesh({mesh.describe()})",
+                          "Its parameters would be gathered twice.", "call it once for each cell, blocks first")
+    if not isinstance(reshard_after_forward, bool):
+        raise ConfigError(f"For 'fully_shard', 'reshard_after_forward' must be a bool, but got {reshard_after_forward!r}.")
+    ignored = {id(current(p)) for p in ignored_params}
+    found = [(cell, key, current(p)) for _, cell in module.cells_and_names() for key, p in cell._params.items()
+             if p is not None and id(current(p)) not in ignored]
+    slots = [(cell, key, p) for cell, key, p in found if _TAKEN not in p.__dict__]
+    whole = mesh
+    for _, _, p in found:
+        if isinstance(p, DTensor):
+            whole = union_mesh(p.device_mesh, whole)
+    wanted = {id(p): _target(p, mesh, whole, shard_placement_fn) for _, _, p in slots}  # refuses before anything moves
+    deferred_init.remember(module, whole, 0)
+    made: dict[int, Parameter] = {}
+    for cell, key, p in found:
+        if id(p) in wanted and id(p) not in made:
+            made[id(p)] = _sharded(p, mesh, wanted[id(p)])
+            made[id(p)].__dict__[_TAKEN] = name
+        set_parameter(cell, key, made.get(id(p), p))  # one that an inner unit took may be tied to this slot
+    for _, cell in module.cells_and_names():
+        replicate_buffers(cell, whole, 0)
+        cell.__dict__[OUTER] = (whole, dict.fromkeys(mesh.mesh_dim_names, Shard(0)))
+    unit = Unit(name, [(cell, key, made[id(p)]) for cell, key, p in slots], mesh, reshard_after_forward, mp_policy)
+    module.__dict__[_UNIT] = unit
+    given = module.__dict__["construct"].__func__ if "construct" in module.__dict__ else type(module).construct
+    module.__dict__["construct"] = MethodType(_Construct(given), module)
+    if isinstance(module._recompute_cell, RecomputeCell):  # it has noted which `construct` to run again
+        module._recompute_cell.wrap_cell.function = module.construct
+    for method in (unshard, reshard, set_requires_gradient_sync, set_reshard_after_forward):
+        module.__dict__[method.__name__] = MethodType(method, module)
+    batch_over(module, mesh, "fully_shard")
+    return module
+
+
+def _target(p: Parameter, mesh: DeviceMesh, whole: DeviceMesh, placement_fn) -> Layout:
+    """Where a parameter goes: as it lies on other axes, then cut over the last axis of `mesh`."""
+    layout = p.layout if isinstance(p, DTensor) else None
+    placed: dict[str, Any] = {} if layout is None else dict(zip(layout.mesh.mesh_dim_names, layout.placements))
+    order = [] if layout is None else [layout.mesh.mesh_dim_names[a] for a in layout.order]
+    doubly = [a for a in mesh.mesh_dim_names if not placed.get(a, REPLICATE).is_replicate()]
+    shape = tuple(p.shape)
+    where = (placement_fn(p) if placement_fn is not None else None) or Shard(0)
+    if doubly or not where.is_shard() or not shape or not -len(shape) <= where.dim < len(shape):
+        raise LayoutError(f"For 'fully_shard', parameter '{p.name}' cannot be cut over '{mesh.mesh_dim_names[-1]}'.",
+                          f"{list(shape)} as {where}" if layout is None else layout.describe(),
+                          f"It is laid out over '{doubly[0]}' already." if doubly else "It has no such dim.",
+                          ("pass it in ignored_params=", "give its dim by shard_placement_fn=lambda p: Shard(dim)"))
+    placed[mesh.mesh_dim_names[-1]] = where
+    dtype = dtype_name(p.dtype) if layout is None else layout.dtype
+    return Layout(whole, {a: placed.get(a, REPLICATE) for a in whole.mesh_dim_names}, shape, dtype,
+                  [*order, *(a for a in whole.mesh_dim_names if a not in order)])
+
+
+def _sharded(p: Parameter, mesh: DeviceMesh, target: Layout) -> Parameter:
+    if not isinstance(p, DTensor):
+        return distribute_parameter(p, target.mesh, list(target.placements))
+    group, local = mesh.get_group(), local_alias(p)
+    if group.size > 1:
+        local = group.broadcast(local, group.ranks[0])
+    axes = [target.mesh.axis_index(a) for a in mesh.mesh_dim_names]
+    with NoFallbackGuard():
+        cut = slice_local(local, relative(target.local_box(), gathered(target, axes).local_box()), copy=True)
+    return like_parameter(wrap(cut, target), p)
+
+
+class _Construct:
+    """A unit's cell at work: its parameters stand in its slots as whole tensors, and go whatever happens."""
+
+    def __init__(self, given: Callable):
+        self.given = given
+
+    def __call__(self, cell: nn.Cell, *args, **kwargs):
+        unit, again = _unit(cell), recomputing()
+        call, policy = Call(unit) if recording() else None, unit.policy
+        if policy is not None and policy.param_dtype is not None and policy.cast_forward_inputs:
+            args, kwargs = _cast((args, kwargs), policy.param_dtype)
+        with _in_step(cell, again) as root:
+            unit.gather(backward=again)
+            with _swapped(unit.slots, unit.tensors(call)):
+                outputs = self.given(cell, *args, **kwargs)
+        if call is None or (unit.reshard and not root and not again and not unit.running):
+            unit.release()
+        if policy is not None and policy.output_dtype is not None:
+            outputs = _cast(outputs, policy.output_dtype)
+        return outputs if call is None else map_leaves(lambda x: _entrance(x, call), outputs, Tensor)
+
+
+class _Step:
+    """A forward of the outermost unit: which unit ran last."""
+
+    last: Unit | None = None
+
+
+_step: ContextVar[_Step | None] = ContextVar("ms_dtensor_fully_shard_step", default=None)
+
+
+@contextmanager
+def _in_step(cell: nn.Cell, again: bool) -> Iterator[bool]:
+    """Notes the order of units, which tells whom to gather next; whether this is the outermost of several is yielded."""
+    unit, step = cell.__dict__[_UNIT], _step.get()
+    if step is not None or again:
+        if step is not None:
+            unit.before, step.last = step.last, unit
+            if unit.before is not None:
+                unit.before.after = unit
+        yield False
+        return
+    inner = _units(cell)
+    for u in inner:  # what an earlier step that raised, or another order, has left
+        u.running = 0
+        u.release()
+    step = _Step()
+    step.last, token = unit, _step.set(step)
+    try:
+        yield len(inner) > 1
+    finally:
+        _step.reset(token)
+
+
+def _units(cell: nn.Cell) -> list[Unit]:
+    return [c.__dict__[_UNIT] for _, c in cell.cells_and_names() if _UNIT in c.__dict__]
+
+
+@contextmanager
+def _swapped(slots: list, tensors: dict[int, Tensor]) -> Iterator[None]:
+    """The slots hold these tensors, by id of their parameters, inside."""
+    def put(held: Callable) -> None:
+        for cell, key, p in slots:
+            cell._params[key] = held(p)
+            if key in cell.__dict__:
+                cell.__dict__[key] = held(p)
+    put(lambda p: tensors[id(p)])
+    try:
+        yield
+    finally:
+        put(lambda p: p)
+
+
+def _cast(tree, dtype):
+    return map_leaves(lambda x: x.astype(dtype) if x.is_floating_point() and x.dtype != dtype else x, tree, Tensor)
+
+
+def _entrance(x: Tensor, call: Call) -> Tensor:
+    """An output behind a node that gathers the parameters again when its gradient arrives."""
+    if not x._requires_grad or not x.is_floating_point():
+        return x
+    with NoFallbackGuard():
+        out = Again.apply(x, call)
+    if isinstance(x, DTensor):
+        out = wrap(out, x.layout)
+    elif LAID_OUT in x.__dict__:
+        out.__dict__[LAID_OUT] = x.__dict__[LAID_OUT]
+    return out
+
+
+def _unit(cell: nn.Cell) -> Unit:
+    return cell.__dict__[_UNIT]
+
+
+def unshard(self) -> None:
+    """Gathers this cell's parameters now, and keeps them until `reshard()`: for many forwards without a step between."""
+    _unit(self).gather()
+    _unit(self).kept = True
+
+
+def reshard(self) -> None:
+    """Gives the gathered parameters back."""
+    _unit(self).kept = False
+    _unit(self).release()
+
+
+def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+    """Whether backwards reduce gradients; while not, they are gathered up on each rank, and handed out as zeros."""
+    for unit in _units(self) if recurse else [_unit(self)]:
+        unit.sync = requires_gradient_sync
+
+
+def set_reshard_after_forward(self, reshard_after_forward: bool, *, recurse: bool = True) -> None:
+    """Whether the gathered parameters are given back between forward and backward."""
+    for unit in _units(self) if recurse else [_unit(self)]:
+        unit.reshard = reshard_after_forward

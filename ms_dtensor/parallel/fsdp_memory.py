@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory for whole parameters that comes and goes under the tensors on it, which keep their address.
+
+So what autograd saved of a forward is right again in the backward, once the parameters have been gathered again.
+"""
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor
+
+from ..comm.packing import numpy_dtype
+
+Index: TypeAlias = tuple[slice, ...]
+
+
+def _at(x: Tensor, index: Index) -> Tensor:
+    for d, s in enumerate(index):
+        if s != slice(None):
+            x = ms.mint.narrow(x, d, s.start, s.stop - s.start)
+    return x
+
+
+class HostMemory:
+    """Tensors side by side; their pages can be given back to the system, and come again at the same address."""
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]], dtype):
+        kind = numpy_dtype(dtype)
+        counts = [math.prod(shape) for shape in shapes]
+        self._map = mmap.mmap(-1, max(sum(counts) * kind.itemsize, 1))
+        flat, at = np.frombuffer(self._map, np.uint8), 0
+        self.arrays = []
+        for shape, count in zip(shapes, counts):
+            size = count * kind.itemsize
+            self.arrays.append(flat[at:at + size].view(kind).reshape(shape))
+            at += size
+
+    @staticmethod
+    def pack(pieces: Sequence[tuple[Tensor, Index]], dtype) -> Tensor:
+        """`x[index]` of each pair, flat, one behind another."""
+        parts = [x.asnumpy()[index] for x, index in pieces]
+        out, at = np.empty(sum(p.size for p in parts), numpy_dtype(dtype)), 0
+        for p in parts:
+            out[at:at + p.size].reshape(p.shape)[...] = p
+            at += p.size
+        return Tensor.from_numpy(out)
+
+    @staticmethod
+    def part(flat: Tensor, at: int, count: int) -> Tensor:
+        """Some of a flat tensor."""
+        return Tensor.from_numpy(flat.asnumpy()[at:at + count])
+
+    def tensors(self) -> list[Tensor]:
+        """New tensors on the memory; autograd knows nothing of them."""
+        return [Tensor.from_numpy(a) for a in self.arrays]
+
+    def write(self, i: int, index: Index, piece: Tensor) -> None:
+        """Puts a piece into tensor `i`."""
+        self.arrays[i][index] = piece.asnumpy().reshape(self.arrays[i][index].shape)
+
+    def release(self) -> None:
+        """Gives the pages back."""
+        self._map.madvise(mmap.MADV_DONTNEED)
+
+    def claim(self) -> None:
+        """Pages come when they are written."""
+
+
+class DeviceMemory:
+    """The same on a device, where the storage of one flat tensor shrinks to nothing and grows again."""
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]], dtype):
+        self.shapes, self.counts = list(shapes), [math.prod(shape) for shape in shapes]
+        self._flat = ms.mint.empty((max(sum(self.counts), 1),), dtype=dtype)
+        self._bytes = self._flat.untyped_storage().size()
+
+    @staticmethod
+    def pack(pieces: Sequence[tuple[Tensor, Index]], dtype) -> Tensor:
+        """`x[index]` of each pair, flat, one behind another."""
+        return ms.mint.cat([ms.mint.reshape(_at(x, index).contiguous(), (-1,)).astype(dtype) for x, index in pieces])
+
+    @staticmethod
+    def part(flat: Tensor, at: int, count: int) -> Tensor:
+        """Some of a flat tensor."""
+        return ms.mint.narrow(flat, 0, at, count)
+
+    def tensors(self) -> list[Tensor]:
+        """New tensors on the memory."""
+        out, at = [], 0
+        for shape, count in zip(self.shapes, self.counts):
+            out.append(ms.mint.reshape(ms.mint.narrow(self._flat, 0, at, count), shape))
+            at += count
+        return out
+
+    def write(self, i: int, index: Index, piece: Tensor) -> None:
+        """Puts a piece into tensor `i`."""
+        target = _at(self.tensors()[i], index)
+        target.copy_(ms.mint.reshape(piece, target.shape))
+
+    def release(self) -> None:
+        """Gives the storage back to MindSpore's pool."""
+        self._flat.untyped_storage().resize_(0)
+
+    def claim(self) -> None:
+        """Takes storage again."""
+        if self._flat.untyped_storage().size() == 0:
+            self._flat.untyped_storage().resize_(self._bytes)

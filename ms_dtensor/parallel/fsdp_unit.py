@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters that are gathered together: one flat collective before use, one after, and memory that comes and goes.
+
+A unit is what `fully_shard` was applied to. Its parameters are DTensors cut over the data axis; while its cell runs, one
+autograd node stands for all of them: forward it hands out whole tensors that lie in one piece of memory, backward it has
+all their gradients at once and reduces them in one collective. Autograd says when that is. So a parameter that is used
+elsewhere, past its unit, is an ordinary cut DTensor there, and right.
+
+What autograd saved lies in memory that was given back after the forward (`fsdp_memory.py`); a node behind the cell's
+outputs fills it again before their gradient goes in.
+"""
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import mindspore as ms
+from mindspore import Tensor
+
+from .. import comm
+from ..core.layout import Layout
+from ..core.placements import REPLICATE
+from ..dispatch.cotangent import as_copy
+from ..dispatch.memo import memo_of
+from ..dispatch.operands import dtype_name, local_alias, wrap
+from ..errors import LayoutError, OpRuleError
+from ..internals.names import Function, NoFallbackGuard, no_grad, recording
+from ..internals.target import on_cpu
+from ..redistribute.boxes import sizes_along
+from ..redistribute.execute import redistribute_local
+from .fsdp_memory import DeviceMemory, HostMemory
+
+
+class Block:
+    """Parameters of one dtype of a unit: what one collective gathers, and one reduces.
+
+    Args:
+        params: cut DTensor Parameters.
+        whole: their layouts while gathered.
+        dtype: MindSpore's dtype in which they are gathered and computed with.
+        group: the ranks that a parameter is cut over.
+        axis: that axis of the parameters' mesh.
+        reduce_dtype: in which gradients are summed; None: as they come.
+    """
+
+    def __init__(self, params: list, whole: list[Layout], dtype, group, axis: int, reduce_dtype):
+        self.params, self.whole, self.dtype, self.group, self.reduce_dtype = params, whole, dtype, group, reduce_dtype
+        self.shapes = [layout.local_shape() for layout in whole]
+        self.dims = [p.placements[axis].dim for p in params]
+        here = params[0].device_mesh.get_coordinate()
+        self.sizes = [sizes_along(p.layout, (axis,), d, here) for p, d in zip(params, self.dims)]
+        self._kind = HostMemory if on_cpu() else DeviceMemory
+        self.memory: HostMemory | DeviceMemory | None = None
+        self._work: Any = None
+
+    def start(self, phase: str) -> None:
+        """Begins to gather; does nothing if that has begun."""
+        if self._work is not None:
+            return
+        with NoFallbackGuard(), comm.annotate(phase=phase, src="fully_shard", dst="gathered parameters"):
+            own = self._kind.pack([(local_alias(p), ()) for p in self.params], self.dtype)
+            self._work = self.group.all_gather(own, 0, self._totals(range(len(self.params))), async_op=True)
+
+    def finish(self, phase: str) -> None:
+        """The memory holds the whole parameters."""
+        self.start(phase)
+        gathered, self._work = self._work.wait(), None
+        if self.memory is None:
+            self.memory = self._kind(self.shapes, self.dtype)
+        with NoFallbackGuard():
+            self.memory.claim()
+            at = 0
+            for r in range(self.group.size):
+                for i in range(len(self.params)):
+                    index, count = self._piece(i, r)
+                    if count:
+                        self.memory.write(i, index, self._kind.part(gathered, at, count))
+                    at += count
+
+    def tensors(self) -> list[Tensor]:
+        """New tensors on the memory, which is full."""
+        return [] if self.memory is None else self.memory.tensors()
+
+    def handed_out(self) -> list[Tensor]:
+        """What the node gives: the whole parameters; or, as MindSpore casts a gradient to its tensor's dtype, stand-ins.
+
+        A stand-in has the dtype in which gradients are reduced, and the memory of one number.
+        """
+        if self.reduce_dtype in (None, self.dtype):
+            return self.tensors()
+        return [ms.ops.zeros((1,) * len(shape), self.reduce_dtype).expand(shape) for shape in self.shapes]
+
+    def release(self) -> None:
+        """The memory goes."""
+        if self.memory is not None:
+            self.memory.release()
+
+    def drop(self) -> None:
+        """Forgets a gathering that nobody waited for."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+    def reduce(self, grads: dict[int, Tensor], copies) -> dict[int, Tensor]:
+        """This rank's shards of the sums of all ranks' gradients, by number of the parameter."""
+        numbers = list(grads)
+        with NoFallbackGuard(), comm.annotate(phase="backward", src="fully_shard", dst="sharded gradients"):
+            kind = self.reduce_dtype or grads[numbers[0]].dtype
+            pieces = [(grads[i], self._piece(i, r)[0]) for r in range(self.group.size) for i in numbers]
+            flat = self.group.reduce_scatter(self._kind.pack(pieces, kind), "sum", 0, self._totals(numbers))
+            if copies is not None:
+                flat = copies.all_reduce(flat, "sum")
+            out, at = {}, 0
+            for i in numbers:
+                index, count = self._piece(i, self.group.rank_index)
+                shape = list(self.shapes[i])
+                shape[self.dims[i]] = self.sizes[i][self.group.rank_index]
+                out[i] = ms.mint.reshape(self._kind.part(flat, at, count), tuple(shape)).astype(self.params[i].dtype)
+                at += count
+            return out
+
+    def _piece(self, i: int, rank: int) -> tuple[tuple[slice, ...], int]:
+        """Where a rank's piece of parameter `i` lies in the whole one, and how many elements it has."""
+        dim, sizes, shape = self.dims[i], self.sizes[i], self.shapes[i]
+        start = sum(sizes[:rank])
+        count = sizes[rank] * math.prod(shape[:dim] + shape[dim + 1:])
+        return (*(slice(None),) * dim, slice(start, start + sizes[rank])), count
+
+    def _totals(self, numbers) -> list[int]:
+        return [sum(self._piece(i, r)[1] for i in numbers) for r in range(self.group.size)]
+
+
+class Call:
+    """One recorded run of a unit's cell: between its outputs' gradient and its parameters' the memory is needed."""
+
+    def __init__(self, unit: Unit):
+        self.unit, self.entered = unit, False
+
+    def enter(self) -> None:
+        """The backward is about to go into the cell."""
+        if not self.entered:
+            self.entered = True
+            self.unit.running += 1
+            self.unit.gather(backward=True)
+
+    def leave(self) -> None:
+        """All of the parameters' gradients are there."""
+        if not self.entered and not self.unit.full:
+            raise LayoutError(f"For 'fully_shard', the backward reached {self.unit.name} past the cell's outputs.",
+                              f"{sum(len(b.params) for b in self.unit.blocks)} parameters, given back after the forward",
+                              "They are gathered again when the gradient of what the cell returned arrives.",
+                              ("reshard_after_forward=False for this cell",
+                               "return all tensors that the loss depends on, in tuples, lists or dicts"))
+        if self.entered:
+            self.entered = False
+            self.unit.running -= 1
+        if self.unit.running == 0:
+            self.unit.release()
+
+
+class Whole(Function):
+    """A unit's trainable parameters, gathered; the one node whose backward reduces all their gradients."""
+
+    @staticmethod
+    def forward(ctx, call: Call, numbers: tuple[tuple[int, int], ...], *params):
+        ctx.call, ctx.numbers = call, numbers
+        handed = [block.handed_out() for block in call.unit.blocks]
+        return tuple(handed[b][i] for b, i in numbers)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        call, unit = ctx.call, ctx.call.unit
+        if recording():
+            raise OpRuleError("For 'fully_shard', a derivative of a parameter's gradient was asked for.", unit.name,
+                              "Gradients of sharded parameters are reduced outside autograd.",
+                              ("distribute_module(cell, device_mesh) instead of fully_shard()",
+                               "take the inner gradient with respect to the inputs"))
+        call.leave()
+        return None, None, *unit.reduced(ctx.numbers, grads)
+
+
+class Again(Function):
+    """An output of a unit's cell; its gradient is the first to arrive in the backward."""
+
+    @staticmethod
+    def forward(ctx, x, call: Call):
+        ctx.call = call
+        return x.view(x._shape)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.call.enter()
+        return grad, None
+
+
+class Unit:
+    """What one `fully_shard` gathers and gives back together; its state, and its way through a step.
+
+    Args:
+        name: for messages.
+        slots: (cell, key, parameter) of every place that holds one of its parameters.
+        mesh: the data axes: the last one cuts, one before it copies.
+        reshard: give the memory back after the forward.
+        policy: `MixedPrecisionPolicy` or None.
+    """
+
+    def __init__(self, name: str, slots: list, mesh, reshard: bool, policy):
+        self.name, self.slots, self.mesh, self.reshard, self.policy = name, slots, mesh, reshard, policy
+        self.sync, self.kept, self.full, self.running = True, False, False, 0
+        self.before: Unit | None = None  # in the order of the last forward
+        self.after: Unit | None = None
+        axes = mesh.mesh_dim_names
+        self.copies = mesh.get_group(axes[0]) if mesh.ndim == 2 and mesh.shape[0] > 1 else None
+        by_dtype: dict[str, list] = {}
+        for p in {id(p): p for _, _, p in slots}.values():
+            by_dtype.setdefault(dtype_name(_compute_dtype(p, policy)), []).append(p)
+        self.blocks, self.place = [], {}
+        for b, params in enumerate(by_dtype.values()):
+            axis = params[0].device_mesh.axis_index(axes[-1])
+            own = [params[0].device_mesh.axis_index(a) for a in axes]
+            dtype = _compute_dtype(params[0], policy)
+            whole = [gathered(p.layout, own, dtype_name(dtype)) for p in params]
+            self.blocks.append(Block(params, whole, dtype, mesh.get_group(axes[-1]), axis,
+                                     None if policy is None else policy.reduce_dtype))
+            self.place.update({id(p): (b, i) for i, p in enumerate(params)})
+        self.partial_on = {id(p): tuple(p.device_mesh.axis_index(a) for a in axes) for _, _, p in slots}
+        self._unsent: dict[tuple[int, int], Tensor] = {}  # gradients of steps without communication
+
+    def __deepcopy__(self, memo) -> Unit:
+        out = Unit(self.name, copy.deepcopy(self.slots, memo), self.mesh, self.reshard, self.policy)
+        out.sync = self.sync
+        return out
+
+    def gather(self, backward: bool = False) -> None:
+        """The memory holds the whole parameters; the next unit's are on their way."""
+        phase = "backward" if backward else "forward"
+        coming = self.before if backward else self.after
+        with no_grad():
+            if not self.full:
+                for block in self.blocks:
+                    block.start(phase)
+                for block in self.blocks:
+                    block.finish(phase)
+                self.full = True
+            if coming is not None and not coming.full:
+                for block in coming.blocks:
+                    block.start(phase)
+
+    def release(self) -> None:
+        """Gives the memory back, unless the user keeps it."""
+        for block in self.blocks:
+            block.drop()
+            if self.full and not self.kept:
+                block.release()
+        self.full = self.full and self.kept
+
+    def tensors(self, call: Call | None) -> dict[int, Tensor]:
+        """The whole parameters as DTensors, by id of the sharded ones; recorded where a gradient is asked for."""
+        params = {id(p): p for _, _, p in self.slots}
+        trained = {k: p for k, p in params.items() if call is not None and p.requires_grad}
+        out: dict[int, Tensor] = {}
+        with NoFallbackGuard():
+            held = [block.tensors() for block in self.blocks]
+            nodes = Whole.apply(call, tuple(self.place[k] for k in trained), *trained.values()) if trained else ()
+            of = dict(zip(trained, nodes if isinstance(nodes, tuple) else (nodes,)))
+        for k, (b, i) in self.place.items():
+            layout, kind = self.blocks[b].whole[i], self.blocks[b].reduce_dtype
+            out[k] = wrap(held[b][i], layout) if k not in of else self._connected(
+                of[k], held[b][i], layout, self.partial_on[k], None if kind == self.blocks[b].dtype else kind)
+            out[k].inited_param = params[k]  # which cells then list in its place
+        return out
+
+    @staticmethod
+    def _connected(node: Tensor, data: Tensor, layout: Layout, partial_on: tuple[int, ...], reduce_dtype):
+        """What the node handed out as a DTensor: it expects summands of the cotangent, which is reduced on other axes."""
+        if reduce_dtype is None:
+            summand = layout.gradient(partial_on)
+            out = wrap(redistribute_local(node, layout, layout, layout.gradient(), summand, data=node), layout)
+            memo_of(out).source = node, layout, summand
+            return out
+        stand_in = wrap(node, layout)
+        memo_of(stand_in).partial_grad_axes = partial_on
+        out = wrap(as_copy(data, stand_in, reduce_dtype, layout.gradient()), layout)
+        memo_of(out).copy_of = stand_in, reduce_dtype
+        return out
+
+    def reduced(self, numbers, grads) -> list[Tensor]:
+        """The gradients of this backward as shards; zeros while they are only gathered up."""
+        given = dict(zip(numbers, grads))
+        with NoFallbackGuard():
+            for at, earlier in list(self._unsent.items()):
+                if at in given:
+                    given[at] = earlier + given[at].astype(earlier.dtype)
+        if not self.sync:
+            for (b, i), g in given.items():
+                kind = self.blocks[b].reduce_dtype
+                self._unsent[b, i] = g * 1 if kind is None else g.astype(kind)
+            return [ms.ops.zeros(self._param(at).local_shape, self._param(at).dtype) for at in numbers]
+        out: dict[tuple[int, int], Tensor] = {}
+        for b, block in enumerate(self.blocks):
+            mine = {i: g for (c, i), g in given.items() if c == b}
+            if mine:
+                out.update({(b, i): g for i, g in block.reduce(mine, self.copies).items()})
+        self._unsent = {at: g for at, g in self._unsent.items() if at not in given}
+        return [out[at] for at in numbers]
+
+    def _param(self, at: tuple[int, int]):
+        return self.blocks[at[0]].params[at[1]]
+
+
+def _compute_dtype(param, policy):
+    wanted = None if policy is None else policy.param_dtype
+    return wanted if wanted is not None and param.is_floating_point() else param.dtype
+
+
+def gathered(layout: Layout, axes: list[int], dtype: str | None = None) -> Layout:
+    """A cut parameter's layout while it is whole on the data axes."""
+    placed = [REPLICATE if a in axes else p for a, p in enumerate(layout.placements)]
+    return Layout(layout.mesh, placed, layout.shape, dtype or layout.dtype, layout.order)

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixed precision: parameters keep their dtype, the computation sees copies in a shorter one.
+
+The copies stand in the place of a cell's own parameters while its `construct` runs, and nowhere else: optimizers,
+checkpoints and `trainable_params()` meet the parameters themselves, whose gradients have their dtype. The invariant: what
+several ranks hold summands of is added up in `reduce_dtype`, on every axis. Not here: master weights of parameters that are
+short themselves, which `optim.AdamW` keeps.
+"""
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import mindspore as ms
+from mindspore import Tensor, nn
+
+from ..core.tree import map_leaves
+from ..dispatch.operands import compute_copy
+from ..dispatch.replaced import current
+from ..errors import ConfigError
+from ..tensor.dtensor import DTensor
+
+_POLICY = "_ms_dtensor_precision"  # cell attribute: the policy under which its `construct` runs
+_kinds: dict[type, type] = {}  # a class of cells -> the same, computing with copies
+
+
+@dataclass(frozen=True, slots=True)
+class MixedPrecisionPolicy:
+    """In which dtypes a cell computes, reduces gradients and answers; names and meanings are PyTorch's.
+
+    Args:
+        param_dtype: of the parameters as the computation sees them; None: their own.
+        reduce_dtype: in which gradients are added up over ranks; None: the dtype of the computation.
+        output_dtype: of the floating-point outputs of the cell the policy is applied to; None: as they come.
+        cast_forward_inputs: whether that cell's floating-point inputs are cast to `param_dtype`.
+
+    With float32 parameters, `MixedPrecisionPolicy(mindspore.bfloat16, mindspore.float32)` is training in bfloat16 with
+    float32 master weights. `replicate(cell, mesh=mesh, mp_policy=policy)` applies it, or `apply` by itself: to a plain cell,
+    or to one that `parallelize_module` has laid out. MindSpore's CPU kernels hardly know bfloat16 on plain tensors;
+    DTensors, of a mesh of one rank too, do.
+
+    Example:
+        >>> import mindspore as ms, ms_dtensor as md
+        >>> from mindspore import nn
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+        >>> policy = md.MixedPrecisionPolicy(ms.bfloat16, ms.float32)
+        >>> net = md.replicate(nn.Dense(4, 2), mesh=mesh, mp_policy=policy)
+        >>> net(ms.ops.ones((3, 4))).dtype, net.weight.dtype
+        (mindspore.bfloat16, mindspore.float32)
+    """
+
+    param_dtype: ms.dtype.TensorType | None = None
+    reduce_dtype: ms.dtype.TensorType | None = None
+    output_dtype: ms.dtype.TensorType | None = None
+    cast_forward_inputs: bool = True
+
+    def apply(self, module: nn.Cell) -> nn.Cell:
+        """Lets a cell and its sub-cells compute under this policy, in place; before any `recompute()`.
+
+        Raises:
+            ConfigError: a cell that has parameters of its own was told to recompute, or has a policy, already.
+        """
+        owners = [(name, cell) for name, cell in module.cells_and_names() if any(map(_is_float, cell._params.values()))]
+        for name, cell in owners:
+            if cell._recompute_cell is not None:
+                raise ConfigError(f"For 'MixedPrecisionPolicy', the cell '{name}' recomputes already.", type(cell).__name__,
+                                  "What recomputes wrote down how the cell computed before.", "recompute() after the policy")
+            if _POLICY in cell.__dict__ and cell.__dict__[_POLICY] != self:
+                raise ConfigError(f"For 'MixedPrecisionPolicy', the cell '{name}' has a policy already.",
+                                  f"{cell.__dict__[_POLICY]}", "A parameter is computed with in one dtype.",
+                                  "apply one policy")
+        for _, cell in owners if self.param_dtype is not None or self.reduce_dtype is not None else ():
+            if _POLICY not in cell.__dict__:
+                cell.__class__ = _computing_with_copies(type(cell))
+                cell.__dict__[_POLICY] = self
+        if self.cast_forward_inputs and self.param_dtype is not None:
+            module.register_forward_pre_hook(lambda cell, args, kwargs: (_cast(args, self.param_dtype),
+                                                                         _cast(kwargs, self.param_dtype)), with_kwargs=True)
+        if self.output_dtype is not None:
+            module.register_forward_hook(lambda cell, args, output: _cast(output, self.output_dtype))
+        return module
+
+    def copy_of(self, param):
+        """A parameter as the computation sees it."""
+        dtype = self.param_dtype or param.dtype
+        reduce_dtype = self.reduce_dtype or dtype
+        if isinstance(param, DTensor):
+            return param if dtype == reduce_dtype == param.dtype else compute_copy(param, dtype, reduce_dtype)
+        return param if dtype == param.dtype else param.astype(dtype)
+
+
+def _is_float(x) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def _cast(value, dtype):
+    return map_leaves(lambda x: x.astype(dtype) if _is_float(x) and x.dtype != dtype else x, value, Tensor)
+
+
+def _computing_with_copies(kind: Any) -> type:
+    """A subclass whose `construct` finds copies in the place of parameters; a class, so that copies of a cell have it."""
+    if kind not in _kinds:
+        @functools.wraps(kind.construct)
+        def construct(self, *args, **kwargs):
+            copies = {key: self.__dict__[_POLICY].copy_of(current(p)) for key, p in self._params.items() if _is_float(p)}
+            self.__dict__.update(copies)
+            try:
+                return kind.construct(self, *args, **kwargs)
+            finally:
+                for key in copies:
+                    self.__dict__.pop(key, None)
+        _kinds[kind] = type(kind.__name__, (kind,), {"construct": construct, "__module__": kind.__module__,
+                                                     "__qualname__": kind.__qualname__, "__doc__": kind.__doc__})
+    return _kinds[kind]

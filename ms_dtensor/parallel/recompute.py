@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Activation recompute: which cells of a model run their forward again in the backward instead of keeping what it made.
+
+MindSpore's `cell.recompute()` does the work, on DTensors too, before or after styles, `replicate` and `fully_shard`, with
+the same random numbers; this only chooses the cells.
+"""
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from mindspore import nn
+
+from ..errors import ConfigError
+
+
+def checkpoint_wrapper(module: nn.Cell, policy: str | Callable[[str, nn.Cell], bool] = "full") -> nn.Cell:
+    """Lets cells run again in the backward (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost").
+
+    Args:
+        module: a cell; or a `CellList` or `SequentialCell` of blocks, each of which is chosen or not.
+        policy: "full": every block; "every:n": the first of each n blocks; or `(path, cell) -> bool`, asked of every cell
+            inside, outermost first: one inside a chosen cell is not asked.
+
+    Returns:
+        The same module.
+
+    Raises:
+        ConfigError: another policy, "every" without blocks, or a function that chose nothing.
+
+    Example:
+        >>> import ms_dtensor as md
+        >>> from mindspore import nn
+        >>> blocks = nn.CellList([nn.Dense(4, 4) for _ in range(4)])
+        >>> _ = md.checkpoint_wrapper(blocks, "every:2")
+        >>> [block._recompute_cell is not None for block in blocks]
+        [True, False, True, False]
+    """
+    blocks = list(module) if isinstance(module, nn.CellList | nn.SequentialCell) else None
+    every = re.fullmatch(r"every:([1-9]\d*)", policy) if isinstance(policy, str) else None
+    if policy == "full":
+        chosen = blocks or [module]
+    elif every and blocks:
+        chosen = blocks[::int(every[1])]
+    elif callable(policy):
+        chosen, taken = [], list[str]()
+        for path, cell in module.cells_and_names():
+            if path and not path.startswith(tuple(f"{t}." for t in taken)) and policy(path, cell):
+                chosen.append(cell)
+                taken.append(path)
+    else:
+        chosen = []
+    if not chosen:
+        raise ConfigError(f"For 'checkpoint_wrapper', the policy {policy!r} chooses no cell.",
+                          f"{type(module).__name__} of {len(dict(module.cells_and_names()))} cells",
+                          '"full", "every:n" of a list of blocks, or a function that is true for some cell.',
+                          ("pass the CellList of blocks", 'policy="full" for this one cell'))
+    for cell in chosen:
+        cell.recompute()
+    return module

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixed precision on four ranks: values and gradients within bfloat16's rounding, sums over ranks in `reduce_dtype`."""
+from __future__ import annotations
+
+import copy
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, nn, ops
+
+import ms_dtensor as md
+from ms_dtensor import DTensor, MixedPrecisionPolicy, Shard, comm, distribute_module, distribute_tensor, replicate
+from ms_dtensor.errors import ConfigError
+from tests.cases import case
+from tests.dist.cases_buckets import READERS, SEVERAL, filled, gradients, one_device
+from tests.dist.support import counted, equal, mesh_1d, mesh_2d
+
+BF16 = MixedPrecisionPolicy(ms.bfloat16, ms.float32)
+ROUNDING = 2.5e-2  # of the largest element: a few roundings to 8 bits, each 2^-9, through a square and a root
+
+
+@case(world_size=4, timeout=240)
+def whichever_op_reads_a_parameter_it_sees_bfloat16_and_the_gradient_is_float32(world):
+    mesh, both = mesh_1d(4, "dp"), mesh_2d()
+    for name, (make, x) in READERS.items():
+        if name in ("nn.BatchNorm2d", "nn.Conv2dTranspose", "masked_fill, clamp"):
+            continue  # statistics of few numbers, and values that rounding takes across a border
+        want = one_device(make, x, mesh)
+        for axis, net in ((mesh, filled(make())), (both["dp"], distribute_module(filled(make()), both["tp"]))):
+            net = replicate(net, mesh=axis, mp_policy=BF16)
+            rows = Tensor(np.array_split(x, axis.size())[axis.get_local_rank()])
+            assert net(rows).dtype == ms.bfloat16, name
+            with counted() as count:
+                got = gradients(net, rows)
+            for g, w in zip(got[1:], want[1:], strict=True):
+                assert g.dtype == ms.float32
+                equal(g, w, name, rtol=ROUNDING)
+            equal(got[0].float(), want[0], name, rtol=ROUNDING)
+            assert name in SEVERAL or count["all_reduce", "backward"] == 1, (name, count)
+            assert all(p.dtype == ms.float32 for p in net.trainable_params())
+
+
+class Scale(nn.Cell):
+    """x * weight."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.weight = Parameter(Tensor(np.ones(width, np.float32)), name="weight")
+
+    def construct(self, x):
+        return x * self.weight
+
+
+@case(world_size=4)
+def summands_of_a_gradient_are_added_up_in_reduce_dtype_on_every_axis(world):
+    """Three ranks' summands are half a unit in the last place of the first rank's: bfloat16 loses or rounds them."""
+    mesh = mesh_2d()
+    small = 2.0**-9
+    mine = np.full((1, 3), 1.0 if world.rank == 0 else small, np.float32)
+    x = DTensor.from_local(Tensor(mine), mesh, [Shard(0), Shard(0)])
+    for reduce_dtype, dtype, want in ((ms.float32, "Float32", 1 + 3 * small), (None, "BFloat16", None)):
+        for bucket_mb in (25, 0):
+            net = distribute_module(Scale(3), mesh["tp"])
+            replicate(net, mesh=mesh["dp"], bucket_mb=bucket_mb, mp_policy=MixedPrecisionPolicy(ms.bfloat16, reduce_dtype))
+            with comm.record() as events:
+                _, (grad,) = md.value_and_grad(lambda t, net=net: net(t).sum(), None, net.trainable_params())(x)
+            assert grad.dtype == ms.float32 and grad.layout.is_replicated
+            moved = [e for e in events if e.phase == "backward"]
+            # one all-reduce an axis; without a bucket one over both, as for a parameter in its own dtype
+            assert [e.op for e in moved] == ["all_reduce"] * (2 if bucket_mb else len(moved)) and len(moved) <= 2, moved
+            assert {e.dtype for e in moved} == {dtype}, moved
+            got = grad.to_local().asnumpy()
+            if want is not None:
+                assert (got == want).all(), got
+            else:
+                assert (got != 1 + 3 * small).all() and np.allclose(got, 1.0, atol=2 * 2.0**-7), got
+
+
+@case(world_size=4)
+def a_tied_table_has_both_gradients_in_float32(world):
+    make, x = READERS["tied"]
+    mesh = mesh_1d(4, "dp")
+    net = replicate(filled(make()), mesh=mesh, mp_policy=BF16)
+    assert net.head.weight is net.table.embedding_table
+    got = gradients(net, Tensor(np.array_split(x, 4)[world.rank]))
+    for g, w in zip(got[1:], one_device(make, x, mesh)[1:], strict=True):
+        equal(g, w, rtol=ROUNDING)
+
+
+@case(world_size=4)
+def inputs_outputs_errors_copies_and_what_recomputes(world):
+    mesh, rows = mesh_1d(4, "dp"), Tensor(np.ones((2, 6), np.float32))
+    asked = MixedPrecisionPolicy(ms.bfloat16, ms.float32, output_dtype=ms.float32)
+    net = replicate(filled(nn.SequentialCell(nn.Dense(6, 5), nn.Dense(5, 3))), mesh=mesh, mp_policy=asked)
+    assert net(rows).dtype == ms.float32
+    twin = copy.deepcopy(net)
+    for p in twin.trainable_params():
+        p.set_data(p * 2)
+    assert not np.allclose(twin(rows).full_tensor().asnumpy(), net(rows).full_tensor().asnumpy()), "computes with its own"
+    try:
+        net(Tensor(np.ones((2, 7), np.float32)))
+    except (RuntimeError, ValueError):
+        pass
+    else:
+        raise AssertionError("taken")
+    assert "weight" not in net[0].__dict__ and net[0].weight.dtype == ms.float32  # no copy is left behind
+    plain = replicate(filled(nn.Dense(6, 5)), mesh=mesh,
+                      mp_policy=MixedPrecisionPolicy(ms.bfloat16, cast_forward_inputs=False))
+    assert plain(rows).dtype == ms.float32, "a float32 input stays, and wins"
+    early = nn.Dense(6, 5)
+    early.recompute()
+    for cell, text in ((early, "recomputes already"), (net, "has a policy already")):
+        try:
+            BF16.apply(cell)
+        except ConfigError as e:
+            assert text in str(e), e
+        else:
+            raise AssertionError(text)
+    want = gradients(net, rows)
+    net[0].recompute()
+    for g, w in zip(gradients(net, rows), want, strict=True):
+        equal(g.float(), w.float())
+
+
+@case(world_size=4)
+def a_second_derivative_goes_through_the_copies(world):
+    """In float64, as MindSpore's CPU kernels differentiate nothing twice in 16 bits."""
+    w = distribute_module(filled(Scale(4)), mesh_1d(4, "tp"))
+    MixedPrecisionPolicy(ms.float64, ms.float32).apply(w)
+    x = Tensor(np.arange(32, dtype=np.float32).reshape(8, 4) / 4)
+    dx = distribute_tensor(x, w.weight.device_mesh, [Shard(0)])
+
+    def slope(t):
+        return md.grad(lambda s: ops.square(w(s)).sum())(t).sum()
+    got = md.grad(slope, None, w.trainable_params())(dx)
+    got = got[0] if isinstance(got, tuple | list) else got
+    assert got.dtype == ms.float32
+    equal(got, 4 * (x.asnumpy() * w.weight.full_tensor().asnumpy()).sum(0))  # d/dw of sum 2 w^2 x

@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`fully_shard` on four real ranks; one launch."""
+from __future__ import annotations
+
+import pytest
+
+from tests.cases import case_params
+
+
+@pytest.mark.parametrize("case", case_params("tests.dist.cases_fully_shard", 4, group="fsdp4"))
+def test_fully_shard(case, ranks):
+    ranks.check(case)

@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The device's branch over the strict emulator, on two and on four real ranks; a launch each."""
+from __future__ import annotations
+
+import pytest
+
+from tests.cases import case_params
+
+MODULE = "tests.dist.cases_rehearsal"
+
+
+@pytest.mark.parametrize("case", [*case_params(MODULE, 2, group="rehearsal2"), *case_params(MODULE, 4, group="rehearsal4")])
+def test_rehearsal(case, ranks):
+    ranks.check(case)

@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The device's branch of the library on a machine without one: communication emulated strictly, kernels stood in for.
+
+`tables.py` what the vendors' documents allow; `emulator.py` MindSpore's communication over another backend; `kernels.py`
+what the branch needs of kernels, and the counts; `session.py` enters it all.
+"""

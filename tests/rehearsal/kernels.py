@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a device's branch needs of kernels that MindSpore's CPU plugin lacks or gets wrong, and the counts of what it runs.
+
+Stood in for: in-place ops, which on CPU leave the tensor as it was, and `copy_` from and into views, which is refused or
+lost there. Counted: kernels that the packing of collectives launches and the bytes they write; what makes the host wait
+(`asnumpy`, `float()`, `data_ptr`, `assign_value`, ...), by line, except where the line is there for CPU kernels only; and
+computation, as the bytes that are saved for the backward, and read again by it.
+"""
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, mint
+
+from ms_dtensor.comm import packing
+from ms_dtensor.internals.names import executor, recording
+from tests.rehearsal.emulator import memory
+
+IN_PLACE = ("add_", "sub_", "mul_", "div_")
+SYNCS = ("asnumpy", "numpy", "item", "tolist", "data_ptr", "assign_value", "__float__", "__int__", "__bool__", "__index__",
+         "__array__")
+# lines that only run because the kernels, or the wires, are the CPU's
+EXEMPT = ("/tests/rehearsal/", "/comm/shm/", "/comm/fake.py", "/ops/local/",
+          "/dispatch/inplace.py", "/dispatch/class_loss.py")
+PACKS = ("/comm/packing.py", "/comm/device.py", "/comm/hccl.py", "/comm/nccl.py")
+
+
+def _site() -> str:
+    """The innermost line that is neither MindSpore's nor this file's."""
+    frame = sys._getframe(2)
+    while frame is not None and ("/mindspore/" in frame.f_code.co_filename or frame.f_code.co_filename == __file__):
+        frame = frame.f_back
+    return "?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+class _Mint:
+    """`mint` as packing sees it, counting its kernels; views are none."""
+
+    views = ("permute", "narrow", "empty")
+
+    def __init__(self, device):
+        self._device = device
+
+    def __getattr__(self, name):
+        call = getattr(mint, name)
+
+        def counted(*args, **kwargs):
+            out = call(*args, **kwargs)
+            kernel = name not in self.views
+            if name == "reshape":  # a view, where the elements lie in order
+                kernel = not args[0].is_contiguous() and math.prod(args[0]._shape) > 1
+            if kernel:
+                launched(self._device, out)
+            return out
+        return counted
+
+
+def launched(device, out) -> None:
+    device.counts["kernels"] += 1
+    device.counts["copied"] += memory(out).nbytes
+
+
+def _written(original, name, device):
+    """An in-place method that writes: NumPy into the tensor's own memory. MindSpore's still checks and counts versions."""
+    def write(self, *args, **kwargs):
+        recorded = recording() and executor.enable_grad()
+        if recorded or name == "copy_" and hasattr(self, "_layout"):  # autograd's, or dispatch's own
+            return original(self, *args, **kwargs)
+        if name == "copy_":
+            values = memory(args[0]).astype(memory(self).dtype)
+            if sys._getframe(1).f_code.co_filename.endswith(PACKS):
+                launched(device, self)
+        else:
+            result = original(self, *args, **kwargs)
+            if hasattr(result, "_layout"):  # dispatched, and written there
+                return result
+            values = memory(result).copy()
+        bump(self, values)
+        memory(self)[...] = values
+        return self
+    bump_copy = Tensor.copy_
+
+    def bump(target, values):
+        if values.size and target.is_contiguous() and target.untyped_storage().nbytes() == values.size * target.itemsize:
+            bump_copy(target, Tensor.from_numpy(np.array(np.broadcast_to(values, target._shape), order="C")))
+    return write
+
+
+def _launching(original, name, device):
+    """A method that is a kernel unless it has nothing to do."""
+    def call(self, *args, **kwargs):
+        out = original(self, *args, **kwargs)
+        if sys._getframe(1).f_code.co_filename.endswith(PACKS):
+            if not self.is_contiguous() if name == "contiguous" else self.dtype != out.dtype:
+                launched(device, out)
+        return out
+    return call
+
+
+def _waiting(original, state, device):
+    def call(self, *args, **kwargs):
+        if state["inside"]:
+            return original(self, *args, **kwargs)
+        state["inside"] = True
+        try:
+            site = _site()
+            if not any(part in site for part in EXEMPT):
+                device.counts["syncs"] += 1
+                device.syncs.append(site)
+            return original(self, *args, **kwargs)
+        finally:
+            state["inside"] = False
+    return call
+
+
+@contextmanager
+def stood_in(device, clock: bool = True) -> Iterator[None]:
+    """Inside, the kernels are stood in for and counted on `device`; `clock` also lets its compute clock go."""
+    state = {"inside": False}
+    new = {name: _written(getattr(Tensor, name), name, device) for name in (*IN_PLACE, "copy_")}
+    new |= {name: _launching(getattr(Tensor, name), name, device) for name in ("contiguous", "astype")}
+    new |= {name: _waiting(getattr(Tensor, name), state, device) for name in SYNCS if hasattr(Tensor, name)}
+    before = {name: Tensor.__dict__.get(name) for name in new}
+
+    def tick(x):
+        device.compute += math.prod(x._shape) * Tensor.itemsize.__get__(x) / device.rates.saved
+        return x
+    packing.mint = _Mint(device)
+    for name, function in new.items():
+        setattr(Tensor, name, function)
+    try:
+        if clock:
+            with ms.saved_tensors_hooks(tick, tick):
+                yield
+        else:
+            yield
+    finally:
+        packing.mint = mint
+        for name, function in before.items():
+            if function is None:
+                delattr(Tensor, name)
+            else:
+                setattr(Tensor, name, function)

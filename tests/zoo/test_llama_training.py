@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the recipe's options train: bfloat16 against float32 and PyTorch, micro-batches and recompute against neither."""
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from model_zoo.llama.configio import load
+from model_zoo.llama.data import load_text
+from ms_dtensor.errors import ConfigError
+
+pytestmark = pytest.mark.usefixtures("cpu")
+ROOT = Path(__file__).resolve().parents[2]
+F32 = 2e-6  # sums over micro-batches in another order
+spec = importlib.util.spec_from_file_location("bf16_losses", ROOT / "scripts/bf16_losses.py")
+bf16_losses = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(bf16_losses)
+
+
+def tiny(**options):
+    cfg, _ = load(["--config", str(ROOT / "model_zoo/llama/configs/tiny.yaml")], 1)
+    return replace(cfg, data=replace(cfg.data, max_bytes=300_000), train=replace(cfg.train, **options))
+
+
+def trained(cfg, on_mesh: bool):
+    """Losses of three steps, the first one's gradients, and the held-out loss."""
+    from model_zoo.llama.trainer import Trainer
+    from ms_dtensor import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp")) if on_mesh else None
+    trainer = Trainer(cfg, load_text(cfg.data, cfg.model.vocab_size, cfg.train.seq), mesh)
+    _, grads = trainer.gradients(*trainer.batch(0))
+    grads = [(g.full_tensor() if on_mesh else g).asnumpy() for g in grads]
+    return [*(trainer.step(step).loss for step in range(3)), trainer.held_out_loss()], grads
+
+
+@pytest.mark.parametrize("on_mesh", [False, True], ids=["plain", "mesh"])
+@pytest.mark.parametrize("options", [{"micro_batches": 2}, {"recompute": True}, {"micro_batches": 4, "recompute": True}],
+                         ids=str)
+def test_micro_batches_and_recompute_change_no_number(options, on_mesh):
+    want, grads = trained(tiny(), False)
+    got, theirs = trained(tiny(**options), on_mesh)
+    assert np.allclose(got, want, rtol=F32)
+    for a, b in zip(theirs, grads, strict=True):
+        assert np.linalg.norm(a - b) <= 5 * F32 * np.linalg.norm(b)
+
+
+def test_bfloat16_recomputed_in_parts_is_bfloat16():
+    want, grads = trained(tiny(dtype="bfloat16"), True)
+    got, theirs = trained(tiny(dtype="bfloat16", micro_batches=2, recompute=True), True)
+    assert np.allclose(got, want, rtol=1e-4)
+    for a, b in zip(theirs, grads, strict=True):
+        assert a.dtype == np.float32 and np.linalg.norm(a - b) <= 5e-3 * np.linalg.norm(b)
+
+
+def test_the_quickstart_in_bfloat16_follows_float32_and_pytorchs():
+    """Its first steps; 200 of them are the script's business."""
+    low, full = (bf16_losses.config(4, dtype) for dtype in ("bfloat16", "float32"))
+    text = load_text(low.data, low.model.vocab_size, low.train.seq)
+    losses = bf16_losses.ours(low, text)
+    assert losses[-1] < 0.8 * losses[0]
+    others = [bf16_losses.ours(full, text)]
+    if importlib.util.find_spec("torch"):
+        others.append(bf16_losses.theirs(low, text))
+    for other in others:
+        assert np.allclose(losses, other, rtol=bf16_losses.BOUND), (losses, other)
+
+
+def test_what_a_device_cannot_run_is_refused_before_anything_is_made():
+    from model_zoo.llama.trainer import Trainer
+    from ms_dtensor.internals.target import rehearsal
+
+    with pytest.raises(ConfigError, match="plain tensors of bfloat16"):
+        Trainer(tiny(dtype="bfloat16"), None, None)
+    with rehearsal("Ascend"):
+        for cfg in (tiny(dtype="float32"), tiny(dtype="bfloat16")):
+            with pytest.raises(ConfigError, match="fused attention cannot run"):
+                Trainer(cfg, None, None)
+
+
+def test_micro_batches_share_the_batch_with_dp():
+    with pytest.raises(ConfigError, match="dp = 2 and 3 micro-batches") as error:
+        load(["--parallel.dp", "2", "--train.batch", "8", "--train.micro_batches", "3"], 2)
+    assert "--train.batch 12" in str(error.value)
