@@ -179,7 +179,8 @@ def test_parameters_of_other_dtypes(name, dtype, branch):
     want, _ = stepped(build, shapes=shapes)
     for g, w in zip(got, want, strict=True):
         assert np.allclose(g, w, atol={"float64": 1e-5, "float16": 5e-3, "bfloat16": 5e-2}[dtype])
-    assert len(optimizer.state_dict()["masters"]) == (0 if dtype == "float64" else 2 if name == "Muon" else 3)
+    masters = set(optimizer.state_dict()["masters"])
+    assert not masters if dtype == "float64" else masters >= {"p0", "p1"}
 
 
 def test_small_steps_of_16_bits_add_up_and_loaded_weights_count(branch):
