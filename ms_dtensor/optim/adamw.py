@@ -15,11 +15,10 @@ import numpy as np
 from mindspore import Parameter, Tensor, ops
 from mindspore.ops.auto_generate import gen_ops_prim
 
-from ms_dtensor.errors import LayoutError
-
 from ..internals.names import NoFallbackGuard
 from ..internals.target import ascend_kernels, on_cpu
-from ._storage import CHUNK, layout_of, local_array, local_view
+from ._storage import CHUNK, local_array, local_view
+from .base import check_current, check_gradient
 
 _LARGE = 1 << 16  # elements: up to here a call of the fused kernel (300 us) costs more than NumPy's passes
 
@@ -75,9 +74,10 @@ class AdamW:
         """
         if len(grads) != len(self.params):
             raise ValueError(f"For 'AdamW', there are {len(self.params)} parameters but {len(grads)} gradients.")
+        check_current("AdamW", self.params)
         for param, grad in zip(self.params, grads, strict=True):
             if grad is not None:
-                _check(param, grad)
+                check_gradient("AdamW", param, grad)
         self.step += 1
         large = self._host and any(m.size >= _LARGE for m, _ in self._moments)
         scalars = self._scalars() if large else ()
@@ -192,18 +192,3 @@ class AdamW:
                 weight.copy_(weight * decay - m / (ops.sqrt(v) * root + self.eps) * size)
             if master is not None:
                 param.copy_(master.astype(param.dtype))
-
-
-def _check(param, grad) -> None:
-    """A gradient belongs to its parameter: same layout, same number of local elements."""
-    mine, its = layout_of(param), layout_of(grad)
-    if its is not None and mine is not None and mine is not its and mine.placements != its.placements:
-        raise LayoutError(f"For 'AdamW', the gradient of '{param.name}' is laid out differently from the parameter.",
-                          f"parameter {mine}, gradient {its}", "A step is local: shard by shard.",
-                          "grad.redistribute(placements=param.placements)")
-    with NoFallbackGuard():
-        want, got = Tensor.numel(param), Tensor.numel(grad)
-    if want != got:
-        raise LayoutError(f"For 'AdamW', the gradient of '{param.name}' has {got} local elements, the parameter has "
-                          f"{want}.", f"parameter {mine or tuple(param.shape)}",
-                          "A gradient has its parameter's own layout.")
