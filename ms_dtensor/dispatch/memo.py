@@ -19,6 +19,7 @@ class Memo:
     copy_of: tuple | None = None  # of a parameter's compute copy: (the parameter, the dtype in which gradients are reduced)
     kin: Any = None  # where it stands among the views of one tensor (`views.py`)
     work: Any = None  # data under way (`tensor/async_tensor.py`)
+    late_gradient: bool = False  # of a Parameter: its gradient is completed when the backward ends (`fsdp_late.py`)
     partial_grad_axes: tuple[int, ...] = ()  # of a Parameter: axes on which its gradient stays partial (`buckets.py`)
 
     def forget_values(self) -> None:

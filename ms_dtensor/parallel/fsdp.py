@@ -196,6 +196,8 @@ def _in_step(cell: nn.Cell, again: bool) -> Iterator[bool]:
     for u in inner:  # what an earlier step that raised, or another order, has left
         u.running = 0
         u.release()
+        if u.late is not None:
+            u.late.finish()
     step = _Step()
     step.last, token = unit, _step.set(step)
     try:

@@ -12,13 +12,16 @@ outputs fills it again before their gradient goes in.
 from __future__ import annotations
 
 import copy
+import functools
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import mindspore as ms
 from mindspore import Tensor
 
 from .. import comm
+from ..comm.protocol import Work
 from ..core.layout import Layout
 from ..core.placements import REPLICATE
 from ..dispatch.cotangent import as_copy
@@ -29,6 +32,7 @@ from ..internals.names import Function, NoFallbackGuard, no_grad, recording
 from ..internals.target import on_cpu
 from ..redistribute.boxes import sizes_along
 from ..redistribute.execute import redistribute_local
+from .fsdp_late import LateGradients
 from .fsdp_memory import DeviceMemory, HostMemory
 
 
@@ -102,23 +106,32 @@ class Block:
             self._work.wait()
             self._work = None
 
-    def reduce(self, grads: dict[int, Tensor], copies) -> dict[int, Tensor]:
-        """This rank's shards of the sums of all ranks' gradients, by number of the parameter."""
-        numbers = list(grads)
+    def reduce(self, grads: dict[int, Tensor]) -> Work:
+        """Begins to add up all ranks' gradients, given by number of the parameter; the work has this rank's part, flat."""
         with NoFallbackGuard(), comm.annotate(phase="backward", src="fully_shard", dst="sharded gradients"):
+            numbers = list(grads)
             kind = self.reduce_dtype or grads[numbers[0]].dtype
             pieces = [(grads[i], self._piece(i, r)[0]) for r in range(self.group.size) for i in numbers]
-            flat = self.group.reduce_scatter(self._kind.pack(pieces, kind), "sum", 0, self._totals(numbers))
+            return self.group.reduce_scatter(self._kind.pack(pieces, kind), "sum", 0, self._totals(numbers), async_op=True)
+
+    def shards(self, numbers: Iterable[int], work: Work, copies) -> dict[int, Tensor]:
+        """What `reduce` adds up, by number of the parameter, and added up over the ranks that have copies."""
+        with NoFallbackGuard(), comm.annotate(phase="backward", src="fully_shard", dst="sharded gradients"):
+            flat = work.wait()
             if copies is not None:
                 flat = copies.all_reduce(flat, "sum")
             out, at = {}, 0
             for i in numbers:
-                index, count = self._piece(i, self.group.rank_index)
+                count = self._piece(i, self.group.rank_index)[1]
                 shape = list(self.shapes[i])
                 shape[self.dims[i]] = self.sizes[i][self.group.rank_index]
                 out[i] = ms.mint.reshape(self._kind.part(flat, at, count), tuple(shape)).astype(self.params[i].dtype)
                 at += count
             return out
+
+    def named_shards(self, numbers: Iterable[int], work: Work, copies) -> dict[int, Tensor]:
+        """The same by id of the parameter."""
+        return {id(self.params[i]): g for i, g in self.shards(numbers, work, copies).items()}
 
     def _piece(self, i: int, rank: int) -> tuple[tuple[slice, ...], int]:
         """Where a rank's piece of parameter `i` lies in the whole one, and how many elements it has."""
@@ -226,6 +239,7 @@ class Unit:
             self.place.update({id(p): (b, i) for i, p in enumerate(params)})
         self.partial_on = {id(p): tuple(p.device_mesh.axis_index(a) for a in axes) for _, _, p in slots}
         self._unsent: dict[tuple[int, int], Tensor] = {}  # gradients of steps without communication
+        self.late = None if on_cpu() else LateGradients(p for block in self.blocks for p in block.params)
 
     def __deepcopy__(self, memo) -> Unit:
         out = Unit(self.name, copy.deepcopy(self.slots, memo), self.mesh, self.reshard, self.policy)
@@ -296,17 +310,22 @@ class Unit:
             for (b, i), g in given.items():
                 kind = self.blocks[b].reduce_dtype
                 self._unsent[b, i] = g * 1 if kind is None else g.astype(kind)
-            return [ms.ops.zeros(self._param(at).local_shape, self._param(at).dtype) for at in numbers]
+            return self._zeros(numbers)
+        self._unsent = {at: g for at, g in self._unsent.items() if at not in given}
         out: dict[tuple[int, int], Tensor] = {}
         for b, block in enumerate(self.blocks):
             mine = {i: g for (c, i), g in given.items() if c == b}
             if mine:
-                out.update({(b, i): g for i, g in block.reduce(mine, self.copies).items()})
-        self._unsent = {at: g for at, g in self._unsent.items() if at not in given}
-        return [out[at] for at in numbers]
+                work = block.reduce(mine)
+                if self.late is None:
+                    out.update({(b, i): g for i, g in block.shards(mine, work, self.copies).items()})
+                else:
+                    self.late.add(functools.partial(block.named_shards, tuple(mine), work, self.copies))
+        return [out[at] for at in numbers] if self.late is None else self._zeros(numbers)
 
-    def _param(self, at: tuple[int, int]):
-        return self.blocks[at[0]].params[at[1]]
+    def _zeros(self, numbers) -> list[Tensor]:
+        params = [self.blocks[b].params[i] for b, i in numbers]
+        return [ms.ops.zeros(p.local_shape, p.dtype) for p in params]
 
 
 def _compute_dtype(param, policy):

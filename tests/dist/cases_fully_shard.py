@@ -548,6 +548,27 @@ def on_emulated_devices_as_on_the_cpu(world):
     stood = [still for name, _, _, still in device.times if name == "all_gather_into_tensor"]
     # of a step's 7 the first and, its block having just been given back, the backward's first; the first step knows no order
     assert sum(still == 0 for still in stood) == 2 + 5 + 5, stood
+    stood = [still for name, _, _, still in device.times if name == "reduce_scatter_tensor"]
+    assert [still == 0 for still in stood] == [True, True, True, False] * 3, stood  # after the last there is no computation
+
+
+@case(4, timeout=240)
+def gradients_completed_late_are_whole_for_whoever_asks(world):
+    def run(kind: str):
+        mesh, seen, out = init_device_mesh(kind, (4,), mesh_dim_names=("dp",)), [], []
+        for order in ((0, 1, 2), (1, 1, 2)):  # a unit that runs twice has two sums under way
+            net = cut_up(filled(Net(order)), mesh)
+            net.blocks[1].up.weight.register_hook(lambda g, seen=seen: seen.append(g) or g * 3)
+            outside = net.blocks[1].down.weight  # used past its unit as well
+            step = value_and_grad(lambda x, net=net, w=outside: (net(x) ** 2).mean() + (w ** 2).sum(), None,
+                                  net.trainable_params()[:-1])
+            out += step(mine(mesh))[1]
+        return [x.full_tensor().asnumpy() for x in (*out, *seen)]
+    want = run("cpu")
+    with rehearsed():
+        got = run("npu")
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        equal(a, b, str(i))
 
 
 @case(4)

@@ -66,8 +66,9 @@ def register_hook(self, hook):
 
     def on_local(grad):
         x = ref()
-        in_bucket = x is not None and x._memo is not None and x._memo.partial_grad_axes
-        return grad if in_bucket else replaced_by(hook, grad, layout)
+        memo = None if x is None else x._memo
+        later = memo is not None and (memo.partial_grad_axes or memo.late_gradient)  # when it has been reduced
+        return grad if later else replaced_by(hook, grad, layout)
     setattr(on_local, _GIVEN, hook)
     return Tensor.register_hook(self, on_local)
 
