@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which device: the one place that asks MindSpore, so that a rehearsal can walk the device's branch on a machine without one."""
+"""Which device: one place asks MindSpore, so that a rehearsal can walk a device's branch on a machine without one."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
