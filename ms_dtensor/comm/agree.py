@@ -2,7 +2,7 @@
 """Do all members of a group make the same calls? Asked of backends that do not see it by themselves, every k-th time.
 
 Each rank keeps the calls since the last check and their checksum. Every k-th call of a group first gathers the checksums,
-which is one tiny collective; only if they differ are the calls themselves gathered. k is 1 on CPU and 1024 on devices, where
+which is one tiny collective; only if they differ are the calls themselves gathered. k is 1 on CPU and 4096 on devices, where
 the answer makes the host wait; MS_DTENSOR_CHECK_EVERY sets it, 0 switches the check off. With k above 1 a device may hang in
 a call that differs before the check comes to it. The invariant: members that agree do not notice.
 """

@@ -2,10 +2,10 @@
 """What HCCL, NCCL and MCCL backends share: packing around a few primitives, and communicators.
 
 A subclass supplies collectives on equal, non-empty blocks that lie one behind another (the methods named `_*_flat`);
-everything uneven, on other dims, empty or of an unsupported dtype is handled here. Even pieces of dim 0 go as they lie, in one kernel; others
-take a kernel before, a kernel after, or both. An average is the sum of values divided before, so that it cannot overflow.
-The invariant: whether a call communicates is decided from what all members know (shapes, sizes, dtype), never from local
-data.
+everything uneven, on other dims, empty or of an unsupported dtype is handled here. Even pieces of dim 0 go as they lie,
+in one kernel; others take a kernel before, a kernel after, or both. An average is the sum of values divided before, so
+that it cannot overflow. The invariant: whether a call communicates is decided from what all members know (shapes, sizes,
+dtype), never from local data.
 """
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class DeviceBackend(Backend):
     #: dtypes that are moved as another
     carriers: ClassVar[dict[Any, Any]] = {mstype.bool_: mstype.uint8}
     #: after how many collectives of a group its members compare what they called, see `agree`
-    check_every: int = 1024
+    check_every: int = 4096
     #: whether `_all_to_all_flat` takes pieces of different lengths
     uneven_pieces: bool = False
 

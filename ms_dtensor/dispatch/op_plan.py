@@ -19,6 +19,7 @@ from ..errors import OpRuleError
 from ..internals.names import NoFallbackGuard, TensorOverloadCall
 from ..ops import rng
 from ..ops.local import run_local
+from ..ops.local.basic import clone
 from ..ops.rules.spec import EmptyShard
 from . import classes, inplace, modes, policy
 from .cotangent import grad_layout, partial_grad_axes, with_cotangent
@@ -34,7 +35,7 @@ from .operands import (
     retag,
     wrap,
 )
-from .views import link
+from .views import is_view, link
 
 
 class Step(NamedTuple):
@@ -162,7 +163,7 @@ class OpPlan:
         object.__setattr__(self, "reduced", tuple(sorted({
             a for (placements, *_), _ in self.results.drafts for a, p in enumerate(placements)
             if p.is_partial() and not p.is_partial("sum")})))
-        object.__setattr__(self, "short", bool(local.places) and not (
+        object.__setattr__(self, "short", bool(local.places) and (self.view is None or self.op != "cast") and not (
             moves or plain or self.writes or self.draws or self.results.by_data or local.again or local.constants
             or local.empty is not None or local.in_float32 is not None))
 
@@ -194,8 +195,12 @@ class OpPlan:
                     x = with_cotangent(x, x._layout.gradient())
                 parameter = parameter or (x.__class__ is not classes.DTENSOR and _is_parameter(x))
             operands.append(x)
+        # a cast to its own dtype: one device hands a tensor back, but copies a view
+        copied = self.view is not None and self.op == "cast" and is_view(first)
         with NoFallbackGuard():
             result = self.local.run(call, operands)
+            if copied:
+                result = clone(result)
             if (parameter or (grad and self.uneven)) and (result.__class__ is not Tensor or result._is_leaf):
                 result = _as_nodes(result)
             winners = self.winners(operands[0], result) if grad and self.winners is not None else None
@@ -203,7 +208,7 @@ class OpPlan:
         if self.writes:
             inplace.store(first, out, grad)
             return first
-        if self.view is not None:
+        if self.view is not None and not copied:
             link(first, out, *self.view)
         if grad and (self.view is not None or self.op == "cast") and out.__class__ is classes.DTENSOR:
             if (operands[0] is first and not first._is_leaf) or partial_grad_axes(first):

@@ -21,7 +21,7 @@ class Kin:
 
     __slots__ = ("in_order", "members", "native", "parent", "repeated", "storage")
     members: list[weakref.ref]  # all tensors of the family; one list that all share
-    parent: Kin | None  # of what this one is a view of
+    parent: Kin | None  # of what this one is a view of; None: of nothing, or it is a tensor that was handed back
     storage: object  # a token that those have in common who share storage by what was planned
     in_order: bool  # the elements lie as in what the family comes from
     repeated: bool  # several elements share one place
@@ -55,9 +55,9 @@ def link(source, result: Any, shares: bool, native: bool, order: str) -> None:
     result._memo = memo = Memo()
     memo.kin = kin = Kin()
     kin.members = members
-    kin.parent = parent
+    kin.parent = parent.parent if order == "itself" else parent
     kin.native = native and parent.native
-    kin.in_order = parent.in_order and order in ("same", "unsure")
+    kin.in_order = parent.in_order and order in ("same", "unsure", "itself")
     kin.repeated = order == "repeated" or (shares and parent.repeated)
     kin.storage = parent.storage if shares and (order != "unsure" or parent.in_order) else object()
 
@@ -65,6 +65,12 @@ def link(source, result: Any, shares: bool, native: bool, order: str) -> None:
 def kin_of(x) -> Kin | None:
     """Where a DTensor stands in a family of views; None: in none."""
     return None if x._memo is None else x._memo.kin
+
+
+def is_view(x) -> bool:
+    """Whether a DTensor is on one device a view of another."""
+    kin = kin_of(x)
+    return kin is not None and kin.parent is not None
 
 
 def contiguous(x):
@@ -79,8 +85,7 @@ def contiguous(x):
 
 def refuse_view(x, what: str, *fix: str) -> None:
     """Raises if `x` is a view of another tensor: of how its global memory is arranged nothing is known here."""
-    kin = kin_of(x)
-    if kin is not None and kin.parent is not None:
+    if is_view(x):
         raise OpRuleError(f"For '{what}', the tensor is a view.", x._layout.describe(),
                           "On one device it lies as what it is a view of; shards lie each for itself.", fix)
 

@@ -169,6 +169,9 @@ def _run(x, op: str, **arguments):
 def get_item(x, index):
     """`x[index]`."""
     at = parse(tuple(x.shape), index)
+    if (index is Ellipsis or isinstance(index, tuple)) and not (at.new or at.arrays or at.drop) \
+            and all(b == (0, n, 1) for b, n in zip(at.bounds, at.shape)) and hasattr(x, "_layout"):
+        return x  # itself, as MindSpore does; x[:] is a view
     for d in at.new:
         x = ms.mint.unsqueeze(x, d)
     if at.drop or any(b != (0, n, 1) for b, n in zip(at.bounds, at.shape)) or not (at.new or at.arrays):

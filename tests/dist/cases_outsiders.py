@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import mindspore as ms
 import numpy as np
@@ -354,10 +355,35 @@ def an_expanded_view_is_not_written_on_any_rank(world):
 
 
 @case(world_size=4)
-def a_cast_to_its_own_dtype_stays_in_the_family(world):
-    x = laid(data(10, 2, 8), mesh_1d(), S(1)).argmax(0)
-    (whole,) = mint.split(x, [8], 0)  # a view on one device, gathered here
-    same = whole.astype(whole.dtype)
-    text = refusal(lambda: same.fill_(7))
-    assert "a copy here" in text, text
-    same_on_all_ranks(world, text)
+def a_cast_to_its_own_dtype_shares_a_tensor_and_copies_a_view(world):
+    views = {"itself": lambda t: t, "computed": lambda t: t * 2, "narrow": lambda t: mint.narrow(t, 1, 0, 2),
+             "rows": lambda t: t[:], "turned": lambda t: mint.transpose(t, 0, 1), "split": lambda t: mint.split(t, [3], 0)[0],
+             "cast": lambda t: t.astype(t.dtype)}
+    casts = {"astype": lambda t: t.astype(t.dtype), "to": lambda t: t.to(t.dtype), "cast": lambda t: ops.cast(t, t.dtype)}
+    meshes = (mesh_1d(), [S(0)]), (mesh_1d(), [R]), (mesh_2d(), [S(0), S(1)])
+    for dtype in (np.float32, np.int64):
+        values = np.random.default_rng(3).integers(-9, 9, (3, 2)).astype(dtype)  # one rank's shard is empty
+        for (mesh, placed), (kind, view), (name, cast) in itertools.product(meshes, views.items(), casts.items()):
+            def tensors(x, view=view, cast=cast):
+                v = view(x)
+                c = cast(v)
+                c[0, :] = 50
+                return x, v, c
+            want = tensors(Tensor(values))
+            try:
+                got = tensors(distribute_tensor(Tensor(values), mesh, placed))
+            except OpRuleError as e:  # what is a view on one device, and a copy of shards here
+                assert "a copy here" in str(e) and (kind == "split" or name == "cast"), (kind, name, e)
+                continue
+            for g, w in zip(got, want, strict=True):
+                equal(g, w, f"{kind} {name} {dtype}")
+
+
+@case(world_size=4)
+def an_index_of_everything_hands_the_tensor_back_where_one_device_does(world):
+    values = np.random.default_rng(4).normal(size=(3, 2)).astype(np.float32)
+    plain, x = Tensor(values), distribute_tensor(Tensor(values), mesh_1d(), [S(0)])
+    for index in (..., (...,), (), (slice(None),), (slice(0, 3), ...), (slice(None), slice(-2, None)), slice(None), slice(0, 9),
+                  (slice(0, 2),), (..., slice(1, 2)), None, (None, ...), (slice(None, None, -1),) * 0):
+        assert (plain[index] is plain) == (x[index] is x), index
+        equal(x[index], plain[index], str(index))

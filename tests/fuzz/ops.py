@@ -217,13 +217,11 @@ def _index(xs, at):
 
 
 def _split(xs, sizes, d):
-    """The backward of plain MindSpore's split on CPU reads a strided cotangent as contiguous; that of slices is right."""
+    """The backward of plain MindSpore's split on CPU reads a strided cotangent as contiguous; that of narrow is right."""
     x = xs[0]
     if type(x) is not Tensor:
         return mint.split(x, sizes, d)
-    ends = [sum(sizes[:k]) for k in range(len(sizes) + 1)]
-    before = (slice(None),) * (d % len(x.shape))
-    return tuple(_index(xs, (*before, slice(a, b))) for a, b in zip(ends, ends[1:]))
+    return tuple(mint.narrow(x, d, sum(sizes[:k]), n) for k, n in enumerate(sizes))
 
 
 def _set(xs, at, value):

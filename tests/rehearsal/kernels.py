@@ -25,8 +25,7 @@ IN_PLACE = ("add_", "sub_", "mul_", "div_")
 SYNCS = ("asnumpy", "numpy", "item", "tolist", "data_ptr", "assign_value", "__float__", "__int__", "__bool__", "__index__",
          "__array__")
 # lines that only run because the kernels, or the wires, are the CPU's
-EXEMPT = ("/tests/rehearsal/", "/comm/shm/", "/comm/fake.py", "/ops/local/",
-          "/dispatch/inplace.py", "/dispatch/class_loss.py")
+EXEMPT = ("/tests/rehearsal/", "/comm/shm/", "/comm/fake.py", "/dispatch/inplace.py")
 PACKS = ("/comm/packing.py", "/comm/device.py", "/comm/hccl.py", "/comm/nccl.py")
 
 

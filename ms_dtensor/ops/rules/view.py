@@ -50,7 +50,9 @@ def order_of_view(call: Call, shape, thin: bool) -> str:
     A reshape keeps them, but one device copies what lies strided; of a thin shard nobody can tell how the whole lies. What
     is contiguous MindSpore copies too if it does not begin where its storage does.
     """
-    if call.op in ("unsqueeze", "squeeze", "cast"):
+    if call.op == "cast":
+        return "itself"
+    if call.op in ("unsqueeze", "squeeze"):
         return "same"
     if call.op in ("reshape", "view_as", "flatten", "flatten_order", "identity"):
         return "unsure" if thin or call.op == "identity" else "same"
