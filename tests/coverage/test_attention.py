@@ -9,6 +9,7 @@ from mindspore import Tensor, ops
 from ms_dtensor import DTensor, Replicate, Shard, comm, init_device_mesh, manual_seed
 from ms_dtensor.comm import fake_world
 from ms_dtensor.errors import MixedOperandError, OpRuleError
+from ms_dtensor.ops import rng
 from tests.coverage.references_attention import TRIANGLE
 
 pytestmark = pytest.mark.usefixtures("cpu")
@@ -56,6 +57,17 @@ def test_dropout_goes_on_in_the_stream():
     manual_seed(3)
     assert not np.array_equal(first, second)
     np.testing.assert_array_equal(first, run())
+
+
+def test_ranks_compare_seeds_before_they_drop(monkeypatch):
+    asked = []
+    monkeypatch.setattr(rng, "agree", asked.append)
+    xs = on_one_rank(*layers(2, 4, 8, 4))
+    ops.flash_attention_score(*xs, 4, input_layout="BNSD")
+    assert not asked
+    ops.flash_attention_score(*xs, 4, keep_prob=0.5, input_layout="BNSD")
+    ops.speed_fusion_attention(*xs, 4, "BNSD", keep_prob=0.5)
+    assert len(asked) == 2
 
 
 @pytest.mark.parametrize(("form", "shape", "dim"), [

@@ -201,7 +201,7 @@ def ring_update(call: Call) -> OpSpec:
     for d, s in ((0, 2), (1, 0), (2, 1)):
         at = {**{call.args[n].index: S(d) for n in outs}, **{call.args[n].index: S(s) for n in stats}}
         cases.append(call.case(at, S(d), S(s), S(s), even=((0, d, stat.shape[1]),) if s == 1 else ()))
-    return OpSpec((out.shape, stat.shape, stat.shape), tuple(cases), dtypes=(out.dtype, "float32", "float32"))
+    return OpSpec((out.shape, stat.shape, stat.shape), tuple(cases), dtypes=(out.dtype, stat.dtype, stat.dtype))
 
 
 def refused(call: Call) -> OpSpec:
