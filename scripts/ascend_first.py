@@ -6,9 +6,9 @@
 
 What it does, each part in processes and within seconds of its own: `environment`, `contract` (every collective, on 2 and
 on all ranks), `ops` (each fused op of the Llama against its CPU reference, values and gradients), `quickstart` (losses
-against `quickstart_losses.json`, which a CPU wrote), `step` (the 1B configuration: memory and tokens/s) and `collectives` (a
-table in the columns of hccl_test and nccl-tests). A part that fails is written down, and the rest goes on. Exits non-zero if
-one did.
+against `quickstart_losses.json`, which `bf16_losses.py` wrote on a CPU), `step` (the 1B configuration: memory and tokens/s)
+and `collectives` (a table in the columns of hccl_test and nccl-tests). A part that fails is written down, and the rest goes
+on. Exits non-zero if one did.
 """
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def ops(world, options) -> dict:
 
 
 def trained(world, options, cfg, steps: int) -> dict:
-    """Some steps of a configuration on all ranks, tensor parallel over up to four of them."""
+    """Some steps of a configuration on all ranks, tensor and sequence parallel over up to four of them."""
     import mindspore as ms
 
     from model_zoo.llama import memory
@@ -157,7 +157,7 @@ def trained(world, options, cfg, steps: int) -> dict:
     from ms_dtensor import init_device_mesh
 
     tp = next(n for n in (4, 2, 1) if world.size % n == 0)
-    cfg = replace(cfg, parallel=replace(cfg.parallel, dp=world.size // tp, tp=tp),
+    cfg = replace(cfg, parallel=replace(cfg.parallel, dp=world.size // tp, tp=tp, sequence_parallel=True),
                   train=replace(cfg.train, dtype="bfloat16", compile=False))
     mesh = init_device_mesh(options.kind, (world.size // tp, tp), mesh_dim_names=("dp", "tp"))
     trainer = Trainer(cfg, load_text(cfg.data, cfg.model.vocab_size, cfg.train.seq), mesh)
@@ -176,14 +176,11 @@ def trained(world, options, cfg, steps: int) -> dict:
 
 
 def quickstart(world, options) -> dict:
-    from model_zoo.llama.configio import load
+    from scripts.bf16_losses import config
 
-    steps = 3 if options.rehearse else 20
-    cfg = load(["--config", str(CONFIGS / "quickstart.yaml")])[0]
-    want = json.loads(LOSSES.read_text())[:steps]
-    # the learning rate of a step follows the number of steps that the losses were written with
-    cfg = replace(cfg, train=replace(cfg.train, steps=len(json.loads(LOSSES.read_text()))))
-    got = trained(world, options, cfg, steps)
+    losses, steps = json.loads(LOSSES.read_text()), 3 if options.rehearse else 50
+    want = losses[:steps]
+    got = trained(world, options, config(len(losses), "bfloat16"), steps)  # its rates follow the number of all steps
     worst = max(abs(a / b - 1) for a, b in zip(got["losses"], want, strict=True))
     return {**got, "losses_of_a_cpu": want, "worst_relative": round(worst, 5), "bound": LOSS_BOUND,
             "failed": {} if worst <= LOSS_BOUND else {"losses": f"{worst:.4f} apart"}}

@@ -3,10 +3,13 @@
 
     python scripts/bf16_losses.py [--steps 200] [--no-torch] [--write scripts/quickstart_losses.json]
 
-One rank, the recipe of `configs/quickstart.yaml` but for the number of steps, the same initial weights and batches
-everywhere. PyTorch computes with bfloat16 copies of float32 parameters, as its FSDP does with
-`MixedPrecisionPolicy(bfloat16, float32)`. Prints JSON; exits non-zero if a loss, averaged over ten steps, is off by more
-than 1 %.
+One rank, the recipe of `configs/quickstart.yaml` but for the number of steps and half its learning rate, the same initial
+weights and batches everywhere. PyTorch computes with bfloat16 copies of float32 parameters, as its FSDP does with
+`MixedPrecisionPolicy(bfloat16, float32)`. Prints JSON; exits non-zero if the mean loss of the run is off by more than 1 %.
+
+Single steps, and means of ten, are printed and not judged: after 100 steps they are a matter of chance. Two runs of
+PyTorch in float32, at the quickstart's own rate, whose initial weights differ by 1e-5 of themselves, are up to 3.1 % apart
+in a step, 1.9 % in the mean of ten and 0.6 % in that of the run.
 """
 from __future__ import annotations
 
@@ -28,12 +31,14 @@ from model_zoo.llama.ranks import start_device  # noqa: E402
 from model_zoo.llama.rope import angles  # noqa: E402
 from model_zoo.llama.schedule import learning_rate  # noqa: E402
 
-BOUND, WINDOW = 0.01, 10  # of the loss; steps it is averaged over, as single batches jump
+RATE = 0.003
+BOUND = 0.01  # of the mean loss
 
 
 def config(steps: int, dtype: str) -> Config:
     cfg, _ = load(["--config", str(ROOT / "model_zoo/llama/configs/quickstart.yaml")])
-    return replace(cfg, parallel=ParallelConfig(), train=replace(cfg.train, steps=steps, dtype=dtype))
+    return replace(cfg, parallel=ParallelConfig(), optim=replace(cfg.optim, lr=RATE),
+                   train=replace(cfg.train, steps=steps, dtype=dtype))
 
 
 def ours(cfg: Config, text) -> list[float]:
@@ -102,11 +107,13 @@ def theirs(cfg: Config, text) -> list[float]:
 
 
 def apart(losses, others) -> dict:
-    """How far two runs are apart, relative to the second: at single steps, and averaged over `WINDOW` of them."""
+    """How far two runs are apart, relative to the second: in the mean, and at worst in that of ten steps and in one."""
     a, b = (np.asarray(x) for x in (losses, others))
-    mean = [np.convolve(x, np.ones(WINDOW) / WINDOW, "valid") for x in (a, b)]
-    return {"worst_step": round(float(np.abs(a / b - 1).max()), 5),
-            f"worst_mean_of_{WINDOW}": round(float(np.abs(mean[0] / mean[1] - 1).max()), 5)}
+    out = {"mean": abs(a.mean() / b.mean() - 1)}
+    for steps in (10, 1):
+        one, other = (np.convolve(x, np.ones(steps) / steps, "valid") for x in (a, b))
+        out[f"worst_of_{steps}"] = np.abs(one / other - 1).max()
+    return {name: round(float(value), 5) for name, value in out.items()}
 
 
 def main() -> int:
@@ -124,7 +131,7 @@ def main() -> int:
         judged["bfloat16 / torch_bfloat16"] = apart(runs["bfloat16"], runs["torch_bfloat16"])
     if options.write:
         options.write.write_text(json.dumps([round(x, 5) for x in runs["bfloat16"]]) + "\n")
-    ok = all(value[f"worst_mean_of_{WINDOW}"] <= BOUND for value in judged.values())
+    ok = all(value["mean"] <= BOUND for value in judged.values())
     shown = {name: [round(x, 4) for x in losses[:5] + losses[9::10]] for name, losses in runs.items()}
     report = {"steps": options.steps, "losses of steps 1 to 5, 10, 20, ...": shown, **judged, "bound": BOUND, "ok": ok}
     print("{" + ",\n ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in report.items()) + "}")

@@ -62,7 +62,7 @@ def test_the_quickstart_in_bfloat16_follows_float32_and_pytorchs():
     low, full = (bf16_losses.config(4, dtype) for dtype in ("bfloat16", "float32"))
     text = load_text(low.data, low.model.vocab_size, low.train.seq)
     losses = bf16_losses.ours(low, text)
-    assert losses[-1] < 0.8 * losses[0]
+    assert losses[-1] < 0.95 * losses[0]
     others = [bf16_losses.ours(full, text)]
     if importlib.util.find_spec("torch"):
         others.append(bf16_losses.theirs(low, text))
