@@ -25,7 +25,7 @@ def test_primitives_without_a_cpu_kernel(tmp_path):
     calls = calls_of_corpus(limit=1)
     ask({name: each for name, each in calls.items() if name in CPU}, gate, 1, tmp_path)
     assert not gate.wrong, gate.wrong[:5]
-    assert len(gate.agree) > 200
+    assert len(gate.agree) > 190
 
 
 def test_the_llama(tmp_path):
