@@ -10,3 +10,8 @@ from tests.cases import case_params
 @pytest.mark.parametrize("case", case_params("tests.dist.cases_fully_shard", 4, group="fsdp4"))
 def test_fully_shard(case, ranks):
     ranks.check(case)
+
+
+@pytest.mark.parametrize("case", case_params("tests.dist.cases_fsdp_devices", 4, group="fsdp4"))
+def test_fully_shard_on_devices(case, ranks):
+    ranks.check(case)

@@ -18,7 +18,7 @@ from model_zoo.llama.config import Config, ModelConfig, ParallelConfig, TrainCon
 from model_zoo.llama.configio import load
 from model_zoo.llama.parallelize import parallelize
 from ms_dtensor.comm import fake_world
-from ms_dtensor.internals.target import rehearsal
+from tests.rehearsal.session import rehearsed
 
 pytestmark = pytest.mark.usefixtures("cpu")
 CONFIGS = Path(__file__).resolve().parents[2] / "model_zoo/llama/configs"
@@ -91,8 +91,8 @@ def counted(cfg: Config, monkeypatch):
     p, t = cfg.parallel, cfg.train
     weights, blocks, rest = Saved(), Saved(), Saved()
     into = [rest]
-    with fake_world(p.dp * p.tp), rehearsal("Ascend"):
-        mesh = md.init_device_mesh("cpu", (p.dp, p.tp), mesh_dim_names=("dp", "tp"))
+    with fake_world(p.dp * p.tp), rehearsed(clock=False):
+        mesh = md.init_device_mesh("npu", (p.dp, p.tp), mesh_dim_names=("dp", "tp"))
         net = model.Llama(cfg.model)
         model.init_weights(net, 0)
         parallelize(net, mesh, p)
