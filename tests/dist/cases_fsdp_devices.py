@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fully_shard` in other dtypes, and on emulated devices."""
+"""`fully_shard` in other dtypes, copied, and on emulated devices."""
 from __future__ import annotations
+
+import copy
 
 import mindspore as ms
 import numpy as np
@@ -129,3 +131,17 @@ def several_dtypes_in_a_unit(world):
     fully_shard(net, mesh=mesh)
     count = same_step(net, plain, mesh, rtol=1e-3)  # float16's rounding of one gradient
     assert count["all_gather", "forward"] == 3 and count["reduce_scatter", "backward"] == 3, count
+
+
+@case(4)
+def a_copy_of_a_cell_runs_on_its_own(world):
+    mesh, plain = fsdp(), filled(Net())
+    net = cut_up(filled(Net()), mesh)
+    same_step(net, plain, mesh)
+    twin = copy.deepcopy(net)
+    for p, q in zip(twin.get_parameters(), plain.get_parameters(), strict=True):
+        p.set_data(p * 2)
+        q.set_data(q * 2)
+    count = same_step(twin, plain, mesh)
+    assert count["all_gather", "backward"] == 3 and count["reduce_scatter", "backward"] == 4, count
+    same_step(net, filled(Net()), mesh)

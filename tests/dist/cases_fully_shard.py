@@ -2,8 +2,6 @@
 """`fully_shard` against one device: whatever a cell is, and whatever happens to it in a step."""
 from __future__ import annotations
 
-import copy
-
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, mint, nn, ops
@@ -451,20 +449,6 @@ def hooks_see_reduced_gradients(world):
         n.blocks[0].up.weight.register_hook(lambda g: seen.append(g) or g * 3)
     same_step(net, plain, mesh)
     assert seen[0].shape == seen[1].shape and seen[1].placements == (Shard(0),) or seen[0].placements == (Shard(0),), seen
-
-
-@case(4)
-def a_copy_of_a_cell_runs_on_its_own(world):
-    mesh, plain = fsdp(), filled(Net())
-    net = cut_up(filled(Net()), mesh)
-    same_step(net, plain, mesh)
-    twin = copy.deepcopy(net)
-    for p, q in zip(twin.get_parameters(), plain.get_parameters(), strict=True):
-        p.set_data(p * 2)
-        q.set_data(q * 2)
-    count = same_step(twin, plain, mesh)
-    assert count["all_gather", "backward"] == 3 and count["reduce_scatter", "backward"] == 4, count
-    same_step(net, filled(Net()), mesh)
 
 
 @case(4)
