@@ -32,12 +32,13 @@ from model_zoo.llama.rope import angles  # noqa: E402
 from model_zoo.llama.schedule import learning_rate  # noqa: E402
 
 RATE = 0.003
+TEXT = ROOT / "scripts/quickstart_text.txt"  # the recipe's own, Python's sources, differs from version to version
 BOUND = 0.01  # of the mean loss
 
 
 def config(steps: int, dtype: str) -> Config:
     cfg, _ = load(["--config", str(ROOT / "model_zoo/llama/configs/quickstart.yaml")])
-    return replace(cfg, parallel=ParallelConfig(), optim=replace(cfg.optim, lr=RATE),
+    return replace(cfg, parallel=ParallelConfig(), optim=replace(cfg.optim, lr=RATE), data=replace(cfg.data, path=str(TEXT)),
                    train=replace(cfg.train, steps=steps, dtype=dtype))
 
 

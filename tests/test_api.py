@@ -72,7 +72,8 @@ def surface() -> str:
                 lines.append(f"class {where}{_signature(value)}")
                 parts = [c for c in value.__mro__[1:] if c.__module__[:11] == "ms_dtensor." and not hasattr(md, c.__name__)]
                 for key, member in sorted({k: v for c in (*parts, value) for k, v in vars(c).items()}.items()):
-                    if not key.startswith("_"):
+                    again = (name, key) == ("FusedShard", "dim")  # Python 3.10 makes a slot of an inherited field again
+                    if not key.startswith("_") and not again:
                         plain = member.__func__ if isinstance(member, staticmethod | classmethod) else member
                         lines.append(f"    {where}.{key}" + (_signature(plain) if callable(plain) else ""))
             else:

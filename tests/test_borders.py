@@ -60,7 +60,7 @@ import ms_dtensor as md
 from ms_dtensor.errors import OpRuleError
 mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
 x = md.ones((3, 2), mesh, [md.Shard(0)])
-for mode in ("trace", "bytecode"):
+for mode in {modes}:
     def twice(t):
         return t * 2
     def captured(t):
@@ -78,13 +78,14 @@ for mode in ("trace", "bytecode"):
 def test_other_capture_modes_refuse_too(tmp_path):
     """In a process of their own: they leave MindSpore's interpreter state as it should not be left."""
     script = tmp_path / "modes.py"
-    script.write_text(OTHER_MODES)
+    modes = ("trace", "bytecode") if sys.version_info < (3, 12) else ("trace",)  # MindSpore 2.10 has no bytecode mode there
+    script.write_text(OTHER_MODES.replace("{modes}", repr(modes)))
     told = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False,
                           env={**os.environ, "PYTHONPATH": str(SCRIPT.parent.parent)}).stdout
     argument = "For 'ms.jit', an argument is a DTensor."
     capture = {"trace": "For 'ms.jit', a result is a DTensor.",
                "bytecode": "For 'ms.jit', what the function captures is a DTensor."}
-    wanted = [f"{mode} {turn} {text}" for mode in capture for turn in range(2) for text in (argument, capture[mode])]
+    wanted = [f"{mode} {turn} {text}" for mode in modes for turn in range(2) for text in (argument, capture[mode])]
     assert told.splitlines() == wanted, told
 
 

@@ -109,8 +109,11 @@ def test_the_path_of_a_product_and_its_sum_is_the_one_shown(cpu):
         step = md.value_and_grad(loss, None, [w])
         clear_cache()
         first, later = traced(lambda: step(x)), traced(lambda: step(x))
-    always = [(path, name) for path, name, when in STEPS if not when]
-    assert not in_order([(path, name) for path, name, _ in STEPS], first)
+    # Python 3.10's profiler holds what a traced call returns: who counts references sees one more, and wraps
+    retag = ("dispatch/operands.py", "retag" if sys.version_info >= (3, 11) else "wrap")
+    steps = [(retag if name == "retag" else (path, name), when) for path, name, when in STEPS]
+    always = [step for step, when in steps if not when]
+    assert not in_order([step for step, _ in steps], first)
     assert not in_order(always, later)
     assert not {(path, name) for path, name, when in STEPS if when} & set(later)
     engine = {path for path, _ in later if path.startswith(("dispatch/", "tensor/", "ops/"))}
