@@ -61,6 +61,10 @@ class Adafactor(Optimizer):
         return {"rows": zeros(shape[:-1], dtype), "columns": zeros((*shape[:-2], shape[-1]), dtype),
                 "mean": zeros(shape[:-2], dtype)}
 
+    def _state_dims(self, kind, ndim):
+        dims = range(ndim)
+        return {"rows": dims[:-1], "columns": (*dims[:-2], ndim - 1), "mean": dims[:-2]}.get(kind, dims)
+
     def _step(self, grads):
         sums = self._summed({i: self._squares(i, grad) for i, grad in grads.items()})
         for i, grad in grads.items():

@@ -8,7 +8,7 @@ move: in bfloat16 1.0 - 3e-4 is 1.0, and a model would stand still.
 """
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import mindspore as ms
 import numpy as np
@@ -18,7 +18,7 @@ from mindspore.ops.auto_generate import gen_ops_prim
 from ..internals.names import NoFallbackGuard
 from ..internals.target import ascend_kernels, on_cpu
 from ._storage import CHUNK, local_array, local_view
-from .base import check_current, check_gradient
+from .base import check_current, check_gradient, tensors_of
 
 _LARGE = 1 << 16  # elements: up to here a call of the fused kernel (300 us) costs more than NumPy's passes
 
@@ -93,6 +93,15 @@ class AdamW:
         """Step count, moments and masters by parameter name; local shards in the parameter's layout."""
         return {"step": self.step, "moments": {p.name: mv for p, mv in zip(self.params, self._moments, strict=True)},
                 "masters": {p.name: w for p, w in zip(self.params, self._masters, strict=True) if w is not None}}
+
+    def checkpoint_state(self) -> dict:
+        """What `state_dict` tells, as tensors in their global layouts on the same storage: what `checkpoint` saves."""
+        return {kind: tensors_of(self.params, held) if isinstance(held, dict) else held
+                for kind, held in self.state_dict().items()}
+
+    def load_checkpoint_state(self, state: Mapping) -> None:
+        """Takes over the numbers of a `checkpoint_state` whose tensors have been written."""
+        self.step = int(state["step"])
 
     def _new_moments(self, param):
         if self._host:

@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, ClassVar
 
+import numpy as np
 from mindspore import Parameter, Tensor
 
 from ms_dtensor.errors import ConfigError, LayoutError
 
+from ..dispatch.operands import dtype_name, wrap
 from ..dispatch.replaced import current
 from ..internals.names import NoFallbackGuard
 from ._storage import layout_of
@@ -88,7 +90,20 @@ class Optimizer:
         restore(self._who, self.state_dict(), state)
         self.step = int(state["step"])
 
+    def checkpoint_state(self) -> dict[str, Any]:
+        """What `state_dict` tells, as tensors in their global layouts on the same storage: what `checkpoint` saves."""
+        return {kind: tensors_of(self.params, by_name, lambda ndim, kind=kind: self._state_dims(kind, ndim))
+                if isinstance(by_name, dict) else by_name for kind, by_name in self.state_dict().items()}
+
+    def load_checkpoint_state(self, state: Mapping[str, Any]) -> None:
+        """Takes over the numbers of a `checkpoint_state` whose tensors have been written."""
+        self.step = int(state["step"])
+
     # -- for optimizers ------------------------------------------------------------------------------------------------
+    def _state_dims(self, kind: str, ndim: int) -> Sequence[int]:
+        """Which of a parameter's dims a kind of its state has."""
+        return range(ndim)
+
     def _step(self, grads: dict[int, Tensor]) -> None:
         """Steps the parameters of these indices."""
         raise NotImplementedError
@@ -146,6 +161,32 @@ def named(who: str, params: Sequence[Parameter], items: Sequence) -> dict[str, A
         twice = sorted({n for n in names if names.count(n) > 1})
         raise ValueError(f"For '{who}', state is kept by parameter name, but several parameters are called {twice}.")
     return {name: item for name, item in zip(names, items, strict=True) if item is not None}
+
+
+def tensors_of(params: Sequence[Parameter], by_name: Mapping[str, Any], dims_of: Callable[[int], Sequence[int]] = range
+               ) -> dict[str, Any]:
+    """Local states by parameter name as DTensors (of plain parameters as tensors), on the states' own storage.
+
+    Args:
+        params: the parameters.
+        by_name: states, or tuples of them.
+        dims_of: which of the parameter's dims a state has, by their number.
+    """
+    named_params = {p.name: p for p in params}
+    out: dict[str, Any] = {}
+    with NoFallbackGuard():
+        for name, state in by_name.items():
+            made = tuple(_in_layout(x, named_params[name], dims_of) for x in _parts(state))
+            out[name] = made if isinstance(state, tuple) else made[0]
+    return out
+
+
+def _in_layout(x: Array, param: Parameter, dims_of: Callable[[int], Sequence[int]]) -> Tensor:
+    layout = layout_of(param)
+    dims = dims_of(len(param.shape))
+    shape = tuple(param._shape[d] for d in dims)
+    local = Tensor.from_numpy(x.reshape(shape)) if isinstance(x, np.ndarray) else x
+    return local if layout is None else wrap(local, layout.of_dims(dims, dtype_name(local.dtype)))
 
 
 def restore(who: str, live: Mapping[str, Any], saved: Mapping[str, Any]) -> None:

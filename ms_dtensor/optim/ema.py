@@ -12,7 +12,7 @@ from ..internals.names import NoFallbackGuard
 from ..internals.target import on_cpu
 from ._storage import local_array
 from .arrays import chunks, precision, values, write, zeros
-from .base import check_current, named, restore
+from .base import check_current, named, restore, tensors_of
 
 
 class EMA:
@@ -76,6 +76,13 @@ class EMA:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over the values of a `state_dict` of the same parameters in the same layouts."""
         restore("EMA", self.state_dict(), state)
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        """What `state_dict` tells, as tensors in their global layouts on the same storage: what `checkpoint` saves."""
+        return {"averages": tensors_of(self.params, self.state_dict()["averages"])}
+
+    def load_checkpoint_state(self, state: Mapping[str, Any]) -> None:
+        """Nothing is left to do once the tensors of a `checkpoint_state` have been written."""
 
     def _write(self, arrays) -> None:
         for param, array in zip(self.params, arrays, strict=True):

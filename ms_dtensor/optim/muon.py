@@ -88,6 +88,12 @@ class Muon(Optimizer):
         for inner, _, _ in self._inner:
             inner.step = self.step
 
+    def load_checkpoint_state(self, state: Mapping[str, Any]) -> None:
+        """Takes over the numbers of a `checkpoint_state` whose tensors have been written."""
+        super().load_checkpoint_state(state)
+        for inner, _, _ in self._inner:
+            inner.step = self.step
+
     def _moves(self, i):
         shape = self.params[i].shape
         return len(shape) == 2 and math.prod(shape) > 0 and self._group_of[i].get("use_muon", True)
