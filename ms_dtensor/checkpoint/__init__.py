@@ -12,13 +12,16 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from .background import AsyncSave as AsyncSave
     from .background import wait as wait
+    from .converting import convert as convert
     from .folder import latest as latest
     from .loading import Loaded as Loaded
     from .loading import load as load
+    from .random_state import RandomState as RandomState
     from .saving import save as save
+    from .verifying import verify as verify
 
 _HOME = {"AsyncSave": "background", "wait": "background", "latest": "folder", "Loaded": "loading", "load": "loading",
-         "save": "saving"}
+         "save": "saving", "RandomState": "random_state", "verify": "verifying", "convert": "converting"}
 __all__ = list(_HOME)
 
 if not TYPE_CHECKING:
