@@ -107,7 +107,8 @@ def fully_shard(module: nn.Cell, *, mesh: DeviceMesh, reshard_after_forward: boo
     for _, cell in module.cells_and_names():
         replicate_buffers(cell, whole, 0)
         cell.__dict__[OUTER] = (whole, dict.fromkeys(mesh.mesh_dim_names, Shard(0)))
-    unit = Unit(name, [(cell, key, made[id(p)]) for cell, key, p in slots], mesh, reshard_after_forward, mp_policy)
+    unit = Unit(name, [(cell, key, made[id(p)]) for cell, key, p in slots], mesh, reshard_after_forward,
+                mp_policy or MixedPrecisionPolicy())
     module.__dict__[_UNIT] = unit
     given = module.__dict__["construct"].__func__ if "construct" in module.__dict__ else type(module).construct
     module.__dict__["construct"] = MethodType(_Construct(given), module)
@@ -159,16 +160,14 @@ class _Construct:
     def __call__(self, cell: nn.Cell, *args, **kwargs):
         unit, again = _unit(cell), recomputing()
         call, policy = Call(unit) if recording() else None, unit.policy
-        if policy is not None and policy.param_dtype is not None and policy.cast_forward_inputs:
-            args, kwargs = _cast((args, kwargs), policy.param_dtype)
+        args, kwargs = policy.cast_inputs(args, kwargs)
         with _in_step(cell, again) as root:
             unit.gather(backward=again)
             with _swapped(unit.slots, unit.tensors(call)):
                 outputs = self.given(cell, *args, **kwargs)
         if call is None or (unit.reshard and not root and not again and not unit.running):
             unit.release()
-        if policy is not None and policy.output_dtype is not None:
-            outputs = _cast(outputs, policy.output_dtype)
+        outputs = policy.cast_output(outputs)
         return outputs if call is None else map_leaves(lambda x: _entrance(x, call), outputs, Tensor)
 
 
@@ -223,10 +222,6 @@ def _swapped(slots: list, tensors: dict[int, Tensor]) -> Iterator[None]:
         yield
     finally:
         put(lambda p: p)
-
-
-def _cast(tree, dtype):
-    return map_leaves(lambda x: x.astype(dtype) if x.is_floating_point() and x.dtype != dtype else x, tree, Tensor)
 
 
 def _entrance(x: Tensor, call: Call) -> Tensor:

@@ -215,7 +215,7 @@ class Unit:
         slots: (cell, key, parameter) of every place that holds one of its parameters.
         mesh: the data axes: the last one cuts, one before it copies.
         reshard: give the memory back after the forward.
-        policy: `MixedPrecisionPolicy` or None.
+        policy: `MixedPrecisionPolicy`.
     """
 
     def __init__(self, name: str, slots: list, mesh, reshard: bool, policy):
@@ -227,15 +227,14 @@ class Unit:
         self.copies = mesh.get_group(axes[0]) if mesh.ndim == 2 and mesh.shape[0] > 1 else None
         by_dtype: dict[str, list] = {}
         for p in {id(p): p for _, _, p in slots}.values():
-            by_dtype.setdefault(dtype_name(_compute_dtype(p, policy)), []).append(p)
+            by_dtype.setdefault(dtype_name(policy.compute_dtype(p)), []).append(p)
         self.blocks, self.place = [], {}
         for b, params in enumerate(by_dtype.values()):
             axis = params[0].device_mesh.axis_index(axes[-1])
             own = [params[0].device_mesh.axis_index(a) for a in axes]
-            dtype = _compute_dtype(params[0], policy)
+            dtype = policy.compute_dtype(params[0])
             whole = [gathered(p.layout, own, dtype_name(dtype)) for p in params]
-            self.blocks.append(Block(params, whole, dtype, mesh.get_group(axes[-1]), axis,
-                                     None if policy is None else policy.reduce_dtype))
+            self.blocks.append(Block(params, whole, dtype, mesh.get_group(axes[-1]), axis, policy.reduce_dtype))
             self.place.update({id(p): (b, i) for i, p in enumerate(params)})
         self.partial_on = {id(p): tuple(p.device_mesh.axis_index(a) for a in axes) for _, _, p in slots}
         self._unsent: dict[tuple[int, int], Tensor] = {}  # gradients of steps without communication
@@ -326,11 +325,6 @@ class Unit:
     def _zeros(self, numbers) -> list[Tensor]:
         params = [self.blocks[b].params[i] for b, i in numbers]
         return [ms.ops.zeros(p.local_shape, p.dtype) for p in params]
-
-
-def _compute_dtype(param, policy):
-    wanted = None if policy is None else policy.param_dtype
-    return wanted if wanted is not None and param.is_floating_point() else param.dtype
 
 
 def gathered(layout: Layout, axes: list[int], dtype: str | None = None) -> Layout:
