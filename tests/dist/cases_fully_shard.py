@@ -23,7 +23,7 @@ from ms_dtensor import (
     replicate,
     value_and_grad,
 )
-from ms_dtensor.errors import ConfigError, LayoutError, OpRuleError
+from ms_dtensor.errors import ConfigError, LayoutError, MeshError, OpRuleError
 from tests.cases import case
 from tests.dist.support import counted, equal, mesh_2d
 from tests.rehearsal.session import rehearsed
@@ -474,7 +474,10 @@ def refusals(world):
             (LayoutError, "no such dim", lambda: fully_shard(Scalar(), mesh=mesh)),
             (LayoutError, "no such dim", lambda: fully_shard(nn.Dense(4, 4), mesh=mesh, shard_placement_fn=lambda p: Shard(2))),
             (ConfigError, "3 axes", lambda: fully_shard(nn.Dense(4, 4), mesh=three)),
-            (ConfigError, "must be a bool", lambda: fully_shard(nn.Dense(4, 4), mesh=mesh, reshard_after_forward="no"))):
+            (MeshError, "no axis 'pp'", lambda: fully_shard(nn.Dense(4, 4), mesh=two["pp"])),
+            (ConfigError, "a number that divides the 4 ranks",
+             lambda: fully_shard(nn.Dense(4, 4), mesh=mesh, reshard_after_forward="no")),
+            (ConfigError, "= 3 is out of range", lambda: fully_shard(nn.Dense(4, 4), mesh=mesh, reshard_after_forward=3))):
         with counted() as count:
             try:
                 call()
