@@ -45,6 +45,7 @@ class Adafactor(Optimizer):
     """
 
     _BELOW = {"lr": math.inf, "weight_decay": math.inf}
+    _LACKS = {"rows": (-1,), "columns": (-2,), "mean": (-1, -2)}
 
     def __init__(self, params: Params, lr: float = 1e-2, beta2_decay: float = -0.8, eps: tuple[float, float] = (1e-30, 1e-3),
                  d: float = 1.0, weight_decay: float = 0.0, *, schedule: Schedule | None = None):
