@@ -13,12 +13,14 @@ if TYPE_CHECKING:
     from .background import AsyncSave as AsyncSave
     from .background import wait as wait
     from .folder import latest as latest
+    from .hf import load_hf as load_hf
+    from .hf import save_hf as save_hf
     from .loading import Loaded as Loaded
     from .loading import load as load
     from .saving import save as save
 
 _HOME = {"AsyncSave": "background", "wait": "background", "latest": "folder", "Loaded": "loading", "load": "loading",
-         "save": "saving"}
+         "save": "saving", "load_hf": "hf", "save_hf": "hf"}
 __all__ = list(_HOME)
 
 if not TYPE_CHECKING:
