@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent
 
 def version() -> str:
     # Read as text: importing the package would need MindSpore before it is installed.
-    text = (ROOT / "ms_dtensor" / "_version.py").read_text(encoding="utf-8")
+    text = (ROOT / "ms_dtensor" / "core" / "version.py").read_text(encoding="utf-8")
     return re.search(r'^__version__ = "([^"]+)"', text, re.MULTILINE).group(1)
 
 

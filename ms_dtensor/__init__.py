@@ -12,7 +12,7 @@ import logging
 import sys
 import types
 
-from ._version import __version__
+from .core.version import __version__
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # for editors and type checkers, who cannot see what loads on first use; a test compares the lists

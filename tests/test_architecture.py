@@ -16,7 +16,7 @@ import ms_dtensor
 
 ROOT = Path(ms_dtensor.__file__).parent
 LAYERS = re.search(r"only those before it: (.*?)\.\n", ms_dtensor.__doc__ or "", re.DOTALL)[1].replace(",", " ").split()
-LOWEST = ("", "_version", "errors")  # the table of contents and what needs nothing; every folder may use the last two
+LOWEST = ("", "errors")  # the table of contents, and what needs nothing and every folder may use
 SOURCES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("__init__").rstrip("."): path
            for path in ROOT.rglob("*.py")}
 TESTS = ROOT.parent / "tests"
@@ -43,7 +43,7 @@ def imports(name: str, text: str, package: bool, known) -> set[str]:
 
 def upward(graph: dict[str, set[str]]) -> list[str]:
     """Imports of a folder that stands later in the list of layers, or of the package's own table of contents."""
-    height = {**dict.fromkeys(LOWEST, -1), **{folder: i for i, folder in enumerate(LAYERS)}}
+    height = {**dict.fromkeys(LOWEST, -1), **{folder: i for i, folder in enumerate(LAYERS)}, "__main__": len(LAYERS)}
     return [f"{a} -> {b}" for a, targets in graph.items() for b in sorted(targets)
             if not b or height[b.split(".")[0]] > height[a.split(".")[0]] and a]
 

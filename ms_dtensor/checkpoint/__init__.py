@@ -12,15 +12,19 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from .background import AsyncSave as AsyncSave
     from .background import wait as wait
+    from .converting import convert as convert
     from .folder import latest as latest
     from .hf import load_hf as load_hf
     from .hf import save_hf as save_hf
     from .loading import Loaded as Loaded
     from .loading import load as load
+    from .random_state import RandomState as RandomState
     from .saving import save as save
+    from .verifying import verify as verify
 
 _HOME = {"AsyncSave": "background", "wait": "background", "latest": "folder", "Loaded": "loading", "load": "loading",
-         "save": "saving", "load_hf": "hf", "save_hf": "hf"}
+         "save": "saving", "RandomState": "random_state", "verify": "verifying", "convert": "converting", "load_hf": "hf",
+         "save_hf": "hf"}
 __all__ = list(_HOME)
 
 if not TYPE_CHECKING:

@@ -39,7 +39,8 @@ class AsyncSave:
     """
 
     def __init__(self, group: Group | None, work: Callable[[], None]):
-        self._group, self._error, self._told = group, None, False
+        self._group, self._told = group, False
+        self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, args=(work,), name="ms_dtensor.checkpoint")
         self._thread.start()
 
@@ -105,11 +106,13 @@ def start(group: Group | None, where: Path, folder: Folder | None, write: Callab
                 raise error
             return
         try:
-            others = [] if group is None else _notes(where, group.size, error is not None)
-            if error is not None:
-                raise error
-            raise_for_all("save", [None, *(e for e, _ in others)])
-            complete([written, *(w for _, w in others)])
+            others, missing = attempted(lambda: _notes(where, 1 if group is None else group.size))
+            if others is None or error is not None:  # only now: the others' folder must not go while they write
+                raise error or missing or AssertionError
+            if any(e is not None for e, _ in others):  # they raise it
+                folder.abandon()
+            else:
+                complete([written, *(w for _, w in others)])
         except BaseException:
             folder.abandon()
             raise
@@ -125,8 +128,8 @@ def _note(where: Path, rank: int, told_of: list) -> None:
         os.replace(temporary, where / f"rank-{rank}.json")
 
 
-def _notes(where: Path, size: int, stop: bool) -> list[list]:
-    """The notes of all other ranks, as they come; removed. With `stop` only those that are there."""
+def _notes(where: Path, size: int) -> list[list]:
+    """The notes of all other ranks, as they come; removed."""
     found: list[list] = []
     begun, ended, pause = time.monotonic(), None, 0.002
     for rank in range(1, size):
@@ -142,9 +145,7 @@ def _notes(where: Path, size: int, stop: bool) -> list[list]:
             if ended is None and not threading.main_thread().is_alive():
                 ended = now
             over = ended is not None and (now > ended + AT_EXIT or getattr(sys, "last_type", None) is not None)
-            if stop or over or now > begun + PATIENCE:
-                if stop:
-                    return found
+            if over or now > begun + PATIENCE:
                 raise CheckpointError(f"For 'save', rank {rank} has not written its file after {now - begun:.0f} s.",
                                       str(where), "All ranks write into one folder, which all of them see.",
                                       "see whether the rank has ended, or sees another file system")

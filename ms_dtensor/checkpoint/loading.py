@@ -17,6 +17,7 @@ from ..errors import CheckpointError
 from .background import wait
 from .folder import find
 from .index import Index, TensorInfo
+from .pieces import view
 from .plan import within
 from .ranks import all_ranks, together
 from .reader import Reader
@@ -34,6 +35,14 @@ class Loaded(NamedTuple):
         step: its step, or None.
         missing: keys of the state that the checkpoint lacks; they are as they were.
         unused: keys of the checkpoint that the state lacks.
+
+    Example:
+        >>> import tempfile, ms_dtensor as md
+        >>> root = tempfile.mkdtemp()
+        >>> md.checkpoint.save({"a": 1, "b": 2}, root, step=5)
+        >>> done = md.checkpoint.load({"a": 0, "c": 0}, root, strict=False)
+        >>> done.step, done.missing, done.unused
+        (5, ('c',), ('b',))
     """
 
     path: Path
@@ -166,7 +175,7 @@ def _read(held: State, reader: Reader, tensors: Mapping[str, TensorInfo]) -> Non
             continue
         array, direct = leaf.target()
         boxes = [box for box in itertools.product(*leaf.pieces) if all(lo < hi for lo, hi in box)]
-        jobs = [(info, key, box, array[(*within(box, leaf.pieces), ...)]) for box in boxes]
+        jobs = [(info, key, box, view(array, within(box, leaf.pieces))) for box in boxes]
         if direct:
             wanted += jobs
         else:  # one at a time, so that only one tensor is in memory twice

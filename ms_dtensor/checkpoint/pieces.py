@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +25,14 @@ def piece_size(shape: Sequence[int], itemsize: int) -> int:
 
 def as_bytes(array: np.ndarray) -> memoryview:
     """The bytes of a contiguous array."""
-    return memoryview(array.reshape(-1).view(np.uint8)) if array.size else memoryview(b"")
+    flat: Any = array.reshape(-1).view(np.uint8) if array.size else b""
+    return memoryview(flat)
+
+
+def view(array: np.ndarray, index: Sequence[slice]) -> np.ndarray:
+    """A view of a box of an array, also of one without dims."""
+    cut: Any = (*index, ...)
+    return array[cut]
 
 
 def crc(data) -> int:

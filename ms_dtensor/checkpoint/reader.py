@@ -23,7 +23,7 @@ import numpy as np
 from ..errors import CheckpointError
 from ..redistribute.boxes import Box, relative
 from .index import ID, NAME, Chunk, Index, TensorInfo, parse
-from .pieces import PIECE, as_bytes, crc
+from .pieces import PIECE, as_bytes, crc, view
 from .plan import common, part_name, volume
 from .safetensors_file import CODES, DTYPES, SafetensorsFile
 
@@ -66,6 +66,11 @@ class Reader:
         self.folder = Path(folder)
         self.index = read_index(self.folder)
         self.bytes_read = 0
+        self._entries: dict[str, dict] = {name: {} for name in self.index.files}  # what each header should tell
+        for key, t in self.index.tensors.items():
+            for c in t.chunks:
+                shape = tuple(hi - lo for lo, hi in c.box)
+                self._entries[c.file][part_name(key, t.shape, c.box)] = t.dtype, shape, c.begin
         self._files: dict[str, int] = {}
         self._lock, self._scratch = threading.Lock(), threading.local()
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
@@ -115,8 +120,20 @@ class Reader:
         for one in work:
             one.result()
 
+    def check_file(self, name: str) -> None:
+        """Whether a file is there, of its size, and with the header that was written.
+
+        Raises:
+            CheckpointError: it is not.
+        """
+        self._file(name)
+
     def check(self, key: str, tensor: TensorInfo, chunk: Chunk) -> None:
-        """Reads a chunk for its hashes only."""
+        """Reads a chunk for its hashes only.
+
+        Raises:
+            CheckpointError: one of them is not what is there.
+        """
         size = volume(chunk.box) * tensor.itemsize
         for begin in range(0, size, max(BLOCK // chunk.piece, 1) * chunk.piece):
             self._verified(key, chunk, size, begin, min(begin + max(BLOCK // chunk.piece, 1) * chunk.piece, size), None)
@@ -128,7 +145,7 @@ class Reader:
             return
         shape = tuple(hi - lo for lo, hi in chunk.box)
         cut, item = relative(both, chunk.box), tensor.itemsize
-        target = out[(*relative(both, box), ...)]  # a view, also of no dims
+        target = view(out, relative(both, box))
         if not shape:
             yield _Run(0, item, (), (), target)
             return
@@ -184,7 +201,7 @@ class Reader:
                 done += got
             if crc(part) != chunk.hashes[at // chunk.piece]:
                 raise _damaged(self.folder, chunk.file, f"bytes {chunk.begin + at} to {chunk.begin + at + len(part)}, of "
-                               f"'{part_name(key, [hi for _, hi in chunk.box], chunk.box)}', are not what was written.")
+                               f"'{key}', are not what was written.")
         with self._lock:
             self.bytes_read += last - first
         return into
@@ -210,10 +227,21 @@ class Reader:
             header = os.pread(fd, info.data, 0)
             if crc(header) != info.header or len(header) != info.data:
                 raise _damaged(self.folder, name, _other_save(path, self.index) or "its header is not what was written.")
+            self._check_header(path, name)
             return fd
         except BaseException:
             os.close(fd)
             raise
+
+
+    def _check_header(self, path: Path, name: str) -> None:
+        """A shard tells readers that know nothing of the index what the index tells."""
+        file = SafetensorsFile(path)
+        if file.metadata.get(ID) != self.index.id:
+            raise _damaged(self.folder, name, _other_save(path, self.index))
+        told = {entry: (e.dtype, e.shape, e.begin) for entry, e in file.tensors.items()}
+        if told != self._entries[name]:
+            raise _damaged(self.folder, name, "its header does not tell what the index tells.")
 
 
 def read_index(folder: Path) -> Index:

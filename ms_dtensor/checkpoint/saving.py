@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from .._version import __version__
 from ..comm.group import Group
+from ..core.version import __version__
 from ..errors import CheckpointError
 from . import background
 from .folder import Folder, point_latest, refusals, retire, step_name, write_synced

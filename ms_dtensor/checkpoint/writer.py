@@ -17,7 +17,7 @@ import numpy as np
 
 from ..errors import CheckpointError
 from .index import ID, Chunk, FileInfo, TensorInfo
-from .pieces import crc, piece_size, pieces
+from .pieces import crc, piece_size, pieces, view
 from .plan import Part, part_name, within
 from .safetensors_file import write_safetensors
 from .state import Leaf
@@ -33,7 +33,7 @@ def file_name(rank: int, size: int) -> str:
 def array_of(part: Part, leaves: Mapping[str, Leaf]) -> np.ndarray:
     """The values of a part that is here; a view where that can be."""
     leaf = leaves[part.key]
-    return leaf.array()[(*within(part.box, leaf.pieces), ...)]
+    return view(leaf.array(), within(part.box, leaf.pieces))
 
 
 def write(path: Path, parts: Sequence[Part], leaves: Mapping[str, Leaf], values: Callable[[Part], np.ndarray], save_id: str

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -92,8 +93,8 @@ class Optimizer:
 
     def checkpoint_state(self) -> dict[str, Any]:
         """What `state_dict` tells, as tensors in their global layouts on the same storage: what `checkpoint` saves."""
-        return {kind: tensors_of(self.params, by_name, lambda ndim, kind=kind: self._state_dims(kind, ndim))
-                if isinstance(by_name, dict) else by_name for kind, by_name in self.state_dict().items()}
+        return {kind: tensors_of(self.params, held, partial(self._state_dims, kind)) if isinstance(held, dict) else held
+                for kind, held in self.state_dict().items()}
 
     def load_checkpoint_state(self, state: Mapping[str, Any]) -> None:
         """Takes over the numbers of a `checkpoint_state` whose tensors have been written."""
