@@ -19,6 +19,7 @@ from ms_dtensor.errors import ConfigError
 from ms_dtensor.internals.target import on_cpu
 from ms_dtensor.optim import AdamW, clip_grad_norm_, cosine, wsd
 
+from . import hf
 from .config import Config, OptimConfig
 from .cpu import compile_attention
 from .data import Text
@@ -49,7 +50,8 @@ class Trainer:
         cfg: a checked configuration.
         text: tokens; every rank holds all of them and draws the same global batches.
         mesh: of `parallelize.make_mesh`, or None for plain tensors on one device.
-        initialize: fills the model's weights before it is laid out; by default `init_weights` with train.seed.
+        initialize: fills the model's weights before it is laid out; by default `init_weights` with train.seed, or nothing
+            where train.init_hf says whose weights to begin with.
     """
 
     def __init__(self, cfg: Config, text: Text | None, mesh: DeviceMesh | None,
@@ -57,10 +59,10 @@ class Trainer:
         _check_device(cfg, mesh)
         self.cfg, self.text, self.mesh = cfg, text, mesh
         self.model = Llama(cfg.model)
-        if initialize is None:
-            init_weights(self.model, cfg.train.seed)
-        else:
+        if initialize is not None:
             initialize(self.model)
+        elif cfg.train.init_hf is None:
+            init_weights(self.model, cfg.train.seed)
         if cfg.train.compile and on_cpu():
             compile_attention(self.model, cfg.model)
         policy = MixedPrecisionPolicy(ms.bfloat16, ms.float32) if cfg.train.dtype == "bfloat16" else None
@@ -68,6 +70,8 @@ class Trainer:
             parallelize(self.model, mesh, cfg.parallel, policy)
         elif policy is not None:
             policy.apply(self.model)
+        if cfg.train.init_hf is not None:  # each rank its shards
+            hf.load(self.model, cfg.train.init_hf)
         if cfg.train.recompute:
             for layer in self.model.layers:
                 layer.recompute()
