@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from ..comm.group import Group
@@ -38,14 +39,15 @@ class AsyncSave:
         True
     """
 
-    def __init__(self, group: Group | None, work: Callable[[], None]):
+    def __init__(self, group: Group | None, work: Callable[[threading.Event], None]):
         self._group, self._told = group, False
         self._error: Exception | None = None
+        self._alone = threading.Event()  # the other ranks have gone
         self._thread = threading.Thread(target=self._run, args=(work,), name="ms_dtensor.checkpoint")
         self._thread.start()
 
-    def _run(self, work: Callable[[], None]) -> None:
-        _, self._error = attempted(work)
+    def _run(self, work: Callable[[threading.Event], None]) -> None:
+        _, self._error = attempted(partial(work, self._alone))
         if self._error is not None:
             _log.error("the asynchronous save failed: %s", self._error)
 
@@ -63,10 +65,16 @@ class AsyncSave:
         global _current
         if _current is self:
             _current = None
-        self._thread.join()
         if self._told:
             return
         self._told = True
+        try:
+            while self._group is not None and not all(gathered(self._group, self.done)):  # so that a lost rank is noticed
+                self._thread.join(0.02)
+        except BaseException:
+            self._alone.set()
+            raise
+        self._thread.join()
         if self._group is None:
             if self._error is not None:
                 raise self._error
@@ -98,7 +106,7 @@ def start(group: Group | None, where: Path, folder: Folder | None, write: Callab
     """
     global _current
 
-    def work() -> None:
+    def work(alone: threading.Event) -> None:
         written, error = attempted(write)
         if folder is None:
             _note(where, rank_of(group), [None if error is None else told(error), written])
@@ -106,7 +114,7 @@ def start(group: Group | None, where: Path, folder: Folder | None, write: Callab
                 raise error
             return
         try:
-            others, missing = attempted(lambda: _notes(where, 1 if group is None else group.size))
+            others, missing = attempted(lambda: _notes(where, 1 if group is None else group.size, alone))
             if others is None or error is not None:  # only now: the others' folder must not go while they write
                 raise error or missing or AssertionError
             if any(e is not None for e, _ in others):  # they raise it
@@ -128,7 +136,7 @@ def _note(where: Path, rank: int, told_of: list) -> None:
         os.replace(temporary, where / f"rank-{rank}.json")
 
 
-def _notes(where: Path, size: int) -> list[list]:
+def _notes(where: Path, size: int, alone: threading.Event) -> list[list]:
     """The notes of all other ranks, as they come; removed."""
     found: list[list] = []
     begun, ended, pause = time.monotonic(), None, 0.002
@@ -144,7 +152,8 @@ def _notes(where: Path, size: int) -> list[list]:
             now = time.monotonic()
             if ended is None and not threading.main_thread().is_alive():
                 ended = now
-            over = ended is not None and (now > ended + AT_EXIT or getattr(sys, "last_type", None) is not None)
+            over = alone.is_set() or ended is not None and (
+                now > ended + AT_EXIT or getattr(sys, "last_type", None) is not None)
             if over or now > begun + PATIENCE:
                 raise CheckpointError(f"For 'save', rank {rank} has not written its file after {now - begun:.0f} s.",
                                       str(where), "All ranks write into one folder, which all of them see.",

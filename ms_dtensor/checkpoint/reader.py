@@ -185,7 +185,7 @@ class Reader:
         if into is None:
             scratch = getattr(self._scratch, "buffer", None)
             if scratch is None or len(scratch) < last - first:
-                scratch = self._scratch.buffer = bytearray(max(last - first, BLOCK))
+                scratch = self._scratch.buffer = bytearray(last - first)
             into = memoryview(scratch)[:last - first]
         for at in range(first, last, chunk.piece):
             part = into[at - first:min(at + chunk.piece, last) - first]

@@ -19,15 +19,15 @@ A, B = file_name(0, 2), file_name(1, 2)
 SHAPES = {"large": (900, 1200), "same": (900, 1200), "small": (3, 50), "scalar": ()}
 
 
-def arrays(seed: int = 0) -> dict[str, np.ndarray]:
-    """The values of a checkpoint."""
+def arrays(seed: int = 0, scale: int = 1) -> dict[str, np.ndarray]:
+    """The values of a checkpoint, with fewer rows at a larger scale."""
     rng = np.random.default_rng(seed)
-    return {key: rng.normal(size=shape).astype(np.float32) for key, shape in SHAPES.items()}
+    return {key: rng.normal(size=tuple(n // scale for n in shape)).astype(np.float32) for key, shape in SHAPES.items()}
 
 
-def make(folder: Path, seed: int = 0) -> None:
+def make(folder: Path, seed: int = 0, scale: int = 1) -> None:
     """A checkpoint as two ranks write it."""
-    values = arrays(seed)
+    values = arrays(seed, scale)
     leaves = {key: Leaf(key, array) for key, array in values.items()}
     plan = assign([Request(key, 4, whole_box(array.shape, (0, 1))) for key, array in values.items()])
     folder.mkdir()

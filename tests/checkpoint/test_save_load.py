@@ -217,12 +217,14 @@ def test_the_page_runs_as_it_stands():
 
 def test_random_streams_go_on(tmp_path):
     def draw():
-        return (md.randn(3, device_mesh=mesh).asnumpy().tolist(), ms.mint.rand(3).tolist(), np.random.normal(),
-                np.random.normal())
+        return md.randn(3, device_mesh=mesh).asnumpy().tolist(), np.random.normal(), np.random.normal()
     mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
     np.random.normal()  # a second one is kept ready
     state = {"random": checkpoint.RandomState()}
     checkpoint.save(state, tmp_path / "a")
-    first, second = draw(), draw()
+    first, second, of_mindspore = draw(), draw(), ms.get_rng_state().asnumpy().copy()
+    ms.manual_seed(77)
+    assert not np.array_equal(ms.get_rng_state().asnumpy(), of_mindspore)
     checkpoint.load(state, tmp_path / "a")
     assert (draw(), draw()) == (first, second) and first != second
+    assert np.array_equal(ms.get_rng_state().asnumpy(), of_mindspore)

@@ -2,35 +2,28 @@
 """Real ranks: what one layout saved, every other loads bit for bit, optimizers too; one error on all ranks, no hang."""
 from __future__ import annotations
 
-import itertools
 import os
 import tempfile
 from pathlib import Path
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor, mint, nn
+from mindspore import Tensor, nn
 
 import ms_dtensor as md
 from ms_dtensor import (
-    ColwiseParallel,
     DTensor,
-    FusedShard,
     Partial,
     Replicate,
-    RowwiseParallel,
     Shard,
     checkpoint,
     comm,
     distribute_tensor,
-    fully_shard,
     optim,
-    parallelize_module,
-    replicate,
 )
 from ms_dtensor.errors import CheckpointError
-from ms_dtensor.tensor.distribute import like_parameter
 from tests.cases import case
+from tests.checkpoint.programs import BY_RANKS, Net
 from tests.dist.support import array, counted, data, mesh_1d, mesh_2d, refusal, same_on_all_ranks
 
 R, S = Replicate(), Shard
@@ -41,59 +34,14 @@ def folder(world) -> Path:
     return Path(comm.group(tuple(range(world.size))).broadcast_object(tempfile.mkdtemp(dir=os.getcwd()), 0))
 
 
-class Net(nn.Cell):
-    """Sizes that do not divide by four, a tied weight, a 16-bit one."""
-
-    def __init__(self, seed):
-        super().__init__()
-        self.up, self.down, self.again = nn.Dense(6, 10), nn.Dense(10, 5), nn.Dense(6, 10)
-        self.again.weight = self.up.weight
-        self.half = Parameter(Tensor(np.zeros((7, 3)), ms.bfloat16), name="half")
-        rng = np.random.default_rng(seed)
-        for p in self.get_parameters():
-            p.set_data(Tensor(rng.normal(size=p.shape).astype(np.float32)).astype(p.dtype))
-
-    def construct(self, x):
-        return self.down(mint.tanh(self.up(x) + self.again(x))) + self.half.astype(ms.float32).sum()
-
-
-STYLES = {"up": ColwiseParallel(), "again": ColwiseParallel(), "down": RowwiseParallel()}
-
-
-def _fully(net, mesh, **options):
-    for cell in (net.up, net.down, net):
-        fully_shard(cell, mesh=mesh, **options)
-
-
-def _uneven(net, mesh):
-    """Another layout for each parameter: inside out, uneven, empty shards."""
-    places = itertools.cycle([(("tp", "dp"), "None"), ("None", ("dp", "tp")), ("dp", "tp"), ("tp", "dp")])
-    for _, cell in net.cells_and_names():
-        for key, p in cell._params.items():
-            if not isinstance(p, DTensor):
-                where = next(places)
-                where = where if len(p.shape) == 2 else [S(0), S(0)]
-                cell._params[key] = like_parameter(distribute_tensor(p, mesh, where, src_data_rank=None), p)
-    md.distribute_module(net, mesh)
-
-
-LAYOUTS = {
-    "plain": lambda net: None,
-    "tp=4": lambda net: parallelize_module(net, mesh_1d(4, "tp"), STYLES),
-    "dp=2 x tp=2": lambda net: replicate(parallelize_module(net, mesh_2d()["tp"], STYLES), mesh=mesh_2d()["dp"]),
-    "zero1=4": lambda net: replicate(net, mesh=mesh_1d(4, "dp"), zero1=True),
-    "fsdp=4": lambda net: _fully(net, mesh_1d(4, "dp")),
-    "fsdp=2 x tp=2": lambda net: _fully(parallelize_module(net, mesh_2d()["tp"], STYLES), mesh_2d()["dp"]),
-    "hsdp=2x2": lambda net: _fully(net, mesh_2d()),
-    "uneven, other orders": lambda net: _uneven(net, mesh_2d()),
-}
+LAYOUTS = BY_RANKS[4]
 BUILD = {
     "AdamW": lambda ps: optim.AdamW(ps, 0.1), "Muon": lambda ps: optim.Muon(ps, 0.1),
     "Adafactor": lambda ps: optim.Adafactor(ps, 0.3), "nn.Adam": lambda ps: nn.Adam(ps, 0.1),
 }
 
 
-def program(layout, seed, build="AdamW"):
+def stepped(layout, seed, build="AdamW"):
     """A model that is laid out, its optimizer after two steps, and an average."""
     net = Net(seed)
     LAYOUTS[layout](net)
@@ -136,11 +84,11 @@ def what_one_layout_saves_every_other_loads_bit_for_bit(world):
     saved = {}
     root = folder(world)
     for layout in LAYOUTS:
-        state = program(layout, 1)
+        state = stepped(layout, 1)
         checkpoint.save(state, root / layout.replace(" ", "_"))
         saved[layout] = values(state)
     for layout in LAYOUTS:
-        state = program(layout, 2)
+        state = stepped(layout, 2)
         params = {p.name: (id(p), p.layout if isinstance(p, DTensor) else None) for p in state["model"].get_parameters()}
         for source in LAYOUTS:
             checkpoint.load(state, root / source.replace(" ", "_"))
@@ -153,11 +101,11 @@ def what_one_layout_saves_every_other_loads_bit_for_bit(world):
 def every_optimizer_comes_back_bit_for_bit(world):
     root = folder(world)
     for build in list(BUILD)[1:]:
-        state = program("fsdp=2 x tp=2", 1, build)
+        state = stepped("fsdp=2 x tp=2", 1, build)
         want = values(state)
         checkpoint.save(state, root, step=3)
-        for layout in ("uneven, other orders", "plain", "hsdp=2x2"):
-            other = program(layout, 2, build)
+        for layout in ("uneven, other orders", "whole on 4", "hsdp=2x2"):
+            other = stepped(layout, 2, build)
             assert checkpoint.load(other, root).step == 3
             _same(values(other), want, f"{build} {layout}")
 
@@ -191,7 +139,7 @@ def states_that_differ_or_have_no_place_are_refused_before_a_file_is_made(world)
                          ({"step": world.rank}, ("differ in 1 keys", "'step': rank 0 0; rank 1 1")),
                          ({"w": data(world.rank, 3)}, ("differ", "DTensor.from_local")),
                          ({f"w{world.rank % 2}": 1}, ("differ in 2 keys", "rank 1 has none")),
-                         ({"f": sorted} if world.rank == 2 else {"f": 1}, ("1 of 4 ranks failed, the first is rank 2", "code"))):
+                         ({"f": sorted if world.rank == 2 else 1}, ("1 of 4 ranks failed, the first is rank 2", "code"))):
         with counted() as count:
             text = refusal(lambda state=state: checkpoint.save(state, root / "a"), CheckpointError)
         assert all(word in text for word in words), text
@@ -259,10 +207,10 @@ def a_shard_that_one_rank_finds_damaged_is_an_error_on_all(world):
 
 @case(world_size=4, timeout=120)
 def an_asynchronous_save_holds_the_values_of_its_moment(world):
-    root, state = folder(world), program("fsdp=2 x tp=2", 1)
+    root, state = folder(world), stepped("fsdp=2 x tp=2", 1)
     want = values(state)
     saving = checkpoint.save(state, root, step=1, async_save=True)
-    other = program("fsdp=2 x tp=2", 2)
+    other = stepped("fsdp=2 x tp=2", 2)
     for p, q in zip(state["model"].get_parameters(), other["model"].get_parameters()):
         p.copy_(q)
     saving.wait()
