@@ -121,6 +121,23 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointConfig:
+    """When a run saves, and where it goes on; see docs/checkpoints.md."""
+
+    dir: str | None = None
+    """null: `checkpoints` in train.log_dir."""
+    interval: int = 0
+    """Save after each so many steps, and after the last; 0: never."""
+    resume: str | None = None
+    """`latest`: go on from the last checkpoint in dir, if there is one. Or the folder of one."""
+    keep_last: int = 2
+    async_save: bool = False
+    """The step goes on while files are written."""
+    on_sigterm: bool = False
+    """On SIGTERM save after the step at work, and end."""
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """The tree; section names are the prefixes of the command line."""
 
@@ -129,6 +146,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
 
 _COUNT = (1, 2 ** 31 - 1)
@@ -146,6 +164,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "optim.warmup": (0, 2 ** 53), "optim.min_lr_ratio": (0, 1), "optim.clip_norm": (0, 1e9),
     "train.steps": (0, 2 ** 53), "train.batch": _COUNT, "train.seq": _COUNT, "train.seed": (0, 2 ** 32 - 1),
     "train.micro_batches": _COUNT,
+    "checkpoint.interval": (0, 2 ** 53), "checkpoint.keep_last": _COUNT,
     "train.eval_every": (0, 2 ** 53), "train.eval_batches": _COUNT,
 }
 
@@ -160,6 +179,9 @@ def check(cfg: Config, world: int) -> None:
     _check_ranges(cfg)
     _check_model(cfg.model)
     _check_degrees(cfg, world)
+    if cfg.checkpoint.on_sigterm and not cfg.checkpoint.interval:
+        raise ConfigError("For the configuration, checkpoint.on_sigterm is set, and checkpoint.interval is 0.", "",
+                          "A run that never saves does not on SIGTERM either.", "--checkpoint.interval 100")
     shares = cfg.parallel.dp * cfg.train.micro_batches
     if cfg.train.batch % shares:
         raise ConfigError(f"For the configuration, train.batch = {cfg.train.batch} cannot be shared out over "
@@ -181,7 +203,8 @@ def _check_ranges(cfg: Config) -> None:
                 raise ConfigError(f"For the configuration, {key} = {value} is out of range.", f"{key} = {node}",
                                   f"{key} is at least {least} and at most {most}.", f"--{key} with a number in this range")
     for key, path in (("data.path", cfg.data.path or ""), ("train.log_dir", cfg.train.log_dir),
-                      ("train.init_hf", cfg.train.init_hf or "")):
+                      ("train.init_hf", cfg.train.init_hf or ""), ("checkpoint.dir", cfg.checkpoint.dir or ""),
+                      ("checkpoint.resume", cfg.checkpoint.resume or "")):
         if "\0" in path or len(path.encode(errors="replace")) > 4000 or \
                 max(len(part.encode(errors="replace")) for part in path.split("/")) > 255:
             raise ConfigError(f"For the configuration, {key} cannot be a path.", f"{key} = {path[:60]!r}...",

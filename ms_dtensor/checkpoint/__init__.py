@@ -12,6 +12,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from .background import AsyncSave as AsyncSave
     from .background import wait as wait
+    from .callback import CheckpointCallback as CheckpointCallback
+    from .checkpointer import Checkpointer as Checkpointer
     from .converting import convert as convert
     from .folder import latest as latest
     from .hf import load_hf as load_hf
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
 _HOME = {"AsyncSave": "background", "wait": "background", "latest": "folder", "Loaded": "loading", "load": "loading",
          "save": "saving", "RandomState": "random_state", "verify": "verifying", "convert": "converting", "load_hf": "hf",
-         "save_hf": "hf"}
+         "save_hf": "hf", "Checkpointer": "checkpointer", "CheckpointCallback": "callback"}
 __all__ = list(_HOME)
 
 if not TYPE_CHECKING:
