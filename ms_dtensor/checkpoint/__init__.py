@@ -12,8 +12,12 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from .background import AsyncSave as AsyncSave
     from .background import wait as wait
+    from .callback import CheckpointCallback as CheckpointCallback
+    from .checkpointer import Checkpointer as Checkpointer
     from .converting import convert as convert
     from .folder import latest as latest
+    from .hf import load_hf as load_hf
+    from .hf import save_hf as save_hf
     from .loading import Loaded as Loaded
     from .loading import load as load
     from .random_state import RandomState as RandomState
@@ -21,7 +25,8 @@ if TYPE_CHECKING:
     from .verifying import verify as verify
 
 _HOME = {"AsyncSave": "background", "wait": "background", "latest": "folder", "Loaded": "loading", "load": "loading",
-         "save": "saving", "RandomState": "random_state", "verify": "verifying", "convert": "converting"}
+         "save": "saving", "RandomState": "random_state", "verify": "verifying", "convert": "converting", "load_hf": "hf",
+         "save_hf": "hf", "Checkpointer": "checkpointer", "CheckpointCallback": "callback"}
 __all__ = list(_HOME)
 
 if not TYPE_CHECKING:

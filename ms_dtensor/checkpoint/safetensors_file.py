@@ -14,7 +14,6 @@ import math
 import mmap
 import os
 import stat
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from os import PathLike
@@ -24,6 +23,7 @@ import ml_dtypes
 import numpy as np
 
 from ..errors import CheckpointError
+from .strict_json import short, strict_json
 
 DTYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype(np.bool_), "U8": np.dtype(np.uint8), "I8": np.dtype(np.int8), "U16": np.dtype("<u2"),
@@ -37,7 +37,7 @@ DTYPES: dict[str, np.dtype] = {
 CODES = {dtype.name: code for code, dtype in DTYPES.items()}
 MAX_HEADER = 100_000_000  # bytes; the format's own limit
 MAX_DIMS = 32  # NumPy's
-BLOCK = 16 << 20  # bytes of the file that `read` has mapped in at a time
+BLOCK = 4 << 20  # bytes of the file that `read` has mapped in at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,22 +103,24 @@ class SafetensorsFile:
                 self.tensors[name] = self._entry(name, entry, 8 + header)
         self._check_cover(8 + header)
 
-    def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
+    def read(self, name: str, index: tuple[slice, ...] | None = None, out: np.ndarray | None = None) -> np.ndarray:
         """A copy of a tensor, or of a box of it: of the file's pages only the box's are read, and none stay mapped in.
 
         Args:
             name: the tensor.
             index: one slice with step 1 for each of the first dims; None: the whole tensor.
+            out: where the copy goes, an array of the box's shape; values are converted to its dtype.
         """
         entry = self._of(name)
         cuts: list[Any] = [slice(None)] * len(entry.shape) if index is None else list(index)
         if len(cuts) > len(entry.shape) or any(cut.step not in (None, 1) for cut in cuts):
             raise CheckpointError(f"For 'read', {index} is no box of '{name}'.", f"{list(entry.shape)} in '{self.path}'",
                                   "An index has a slice with step 1 for each dim.", "read the box and take the rest of it")
-        dtype = DTYPES[CODES[entry.dtype]]
-        whole = np.frombuffer(self._bytes(entry), dtype).reshape(entry.shape)
-        part = whole[(*cuts, ...)]  # a view, also of no dims
-        out = np.empty(part.shape, dtype)
+        whole = np.frombuffer(self._bytes(entry), DTYPES[CODES[entry.dtype]]).reshape(entry.shape)
+        part = whole[tuple(cuts) + (...,)]  # a view, also of no dims
+        out = np.empty(part.shape, part.dtype) if out is None else out
+        if out.shape != part.shape:
+            raise CheckpointError(f"For 'read', 'out' has shape {list(out.shape)}, the box of '{name}' {list(part.shape)}.")
         self._copy(part, out, whole.__array_interface__["data"][0] - entry.begin)
         return out
 
@@ -129,8 +131,8 @@ class SafetensorsFile:
     def _of(self, name: str) -> TensorEntry:
         entry = self.tensors.get(name)
         if entry is None:
-            raise CheckpointError(f"For '{self.path}', there is no tensor {_short(name)}.", f"{len(self.tensors)} tensors: "
-                                  + ", ".join(map(_short, list(self.tensors)[:3])) + ("..." * (len(self.tensors) > 3)))
+            raise CheckpointError(f"For '{self.path}', there is no tensor {short(name)}.", f"{len(self.tensors)} tensors: "
+                                  + ", ".join(map(short, list(self.tensors)[:3])) + ("..." * (len(self.tensors) > 3)))
         return entry
 
     def _bytes(self, entry: TensorEntry) -> memoryview:
@@ -155,7 +157,7 @@ class SafetensorsFile:
                 return
             if len(part) == 1:
                 return self._copy(part[0], out[0, ...], base)
-        out[...] = part
+        put(out, part)
         begin = part.__array_interface__["data"][0] - base
         page = begin // mmap.PAGESIZE * mmap.PAGESIZE
         self._map.madvise(mmap.MADV_DONTNEED, page, begin + span - page)
@@ -167,31 +169,7 @@ class SafetensorsFile:
                               "restore the file from where it came from")
 
     def _header(self, length: int) -> dict[str, Any]:
-        def once(pairs):
-            found = dict(pairs)
-            if len(found) < len(pairs):
-                (name, _), = Counter(name for name, _ in pairs).most_common(1)
-                self._refuse(f"its header has {_short(name)} twice.")
-            return found
-
-        def integer(text: str) -> int:
-            return int(text) if len(text) <= 20 else self._refuse(f"its header has a number of {len(text)} digits.")
-
-        def none_such(text: str):
-            self._refuse(f"its header has the number {_short(text)}; all are whole.")
-
-        text = self._map[8:8 + length]
-        if not text.startswith(b"{"):
-            self._refuse("its header does not begin with '{'.")
-        try:
-            return json.loads(text.decode("utf-8"), object_pairs_hook=once, parse_int=integer, parse_float=none_such,
-                              parse_constant=none_such)
-        except UnicodeDecodeError as e:
-            self._refuse(f"its header is no UTF-8 at byte {e.start}.")
-        except json.JSONDecodeError as e:
-            self._refuse(f"its header is no JSON: {e.msg} at character {e.pos}.")
-        except RecursionError:
-            self._refuse("its header is nested too deeply.")
+        return strict_json(self._map[8:8 + length], lambda why: self._refuse(f"of its header: {why}"))
 
     def _texts(self, entry: Any) -> dict[str, str]:
         if not isinstance(entry, dict) or not all(isinstance(text, str) for text in entry.values()):
@@ -200,28 +178,28 @@ class SafetensorsFile:
 
     def _entry(self, name: str, entry: Any, data: int) -> TensorEntry:
         if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-            self._refuse(f"the entry of {_short(name)} does not have just dtype, shape and data_offsets.")
+            self._refuse(f"the entry of {short(name)} does not have just dtype, shape and data_offsets.")
         code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
         dtype = DTYPES.get(code) if isinstance(code, str) else None
         if dtype is None:
-            self._refuse(f"'dtype' of {_short(name)} is {_short(code)}; those read are {', '.join(DTYPES)}.")
+            self._refuse(f"'dtype' of {short(name)} is {short(code)}; those read are {', '.join(DTYPES)}.")
         if not _sizes(shape) or len(shape) > MAX_DIMS:
-            self._refuse(f"'shape' of {_short(name)} is {_short(shape)}, no list of at most {MAX_DIMS} sizes.")
+            self._refuse(f"'shape' of {short(name)} is {short(shape)}, no list of at most {MAX_DIMS} sizes.")
         if math.prod(max(n, 1) for n in shape) * dtype.itemsize >= 2 ** 62:  # empty or not, no array has such dims
-            self._refuse(f"'shape' of {_short(name)} is {_short(shape)}, larger than any memory.")
+            self._refuse(f"'shape' of {short(name)} is {short(shape)}, larger than any memory.")
         if not _sizes(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] <= self._size - data:
-            self._refuse(f"'data_offsets' of {_short(name)} are {_short(offsets)}; the file has {self._size - data} bytes "
+            self._refuse(f"'data_offsets' of {short(name)} are {short(offsets)}; the file has {self._size - data} bytes "
                          "of data.")
         need = math.prod(shape) * dtype.itemsize
         if offsets[1] - offsets[0] != need:
-            self._refuse(f"{_short(name)} has {offsets[1] - offsets[0]} bytes; {code} of {_short(shape)} needs {need}.")
+            self._refuse(f"{short(name)} has {offsets[1] - offsets[0]} bytes; {code} of {short(shape)} needs {need}.")
         return TensorEntry(dtype.name, tuple(shape), data + offsets[0], data + offsets[1])
 
     def _check_cover(self, data: int) -> None:
         at = data
         for name, entry in sorted(self.tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
             if entry.begin != at:
-                self._refuse(f"{_short(name)} begins at byte {entry.begin - data} of the data, where byte {at - data} is "
+                self._refuse(f"{short(name)} begins at byte {entry.begin - data} of the data, where byte {at - data} is "
                              f"next: {'a gap' if entry.begin > at else 'an overlap'}.")
             at = entry.end
         if at != self._size:
@@ -267,12 +245,25 @@ def write_safetensors(path: str | PathLike, entries: Mapping[str, tuple[str, tup
                 for buffer in entries[name][2]:
                     written += _write(file, buffer)
                 if written != entry.end - entry.begin:
-                    raise CheckpointError(f"For '{path}', tensor {_short(name)} came with {written} bytes.",
+                    raise CheckpointError(f"For '{path}', tensor {short(name)} came with {written} bytes.",
                                           f"{entry.dtype}{list(entry.shape)}", f"It has {entry.end - entry.begin}.")
             os.fsync(file.fileno())
     except OSError as e:
         raise CheckpointError(f"For '{path}', the file cannot be written: {e.strerror or e}.") from e
     return placed
+
+
+def put(out: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """The array `out`, of the same shape and any dtype, with the values written into it."""
+    if not values.size:
+        return out  # NumPy crashes where it copies no elements of MindSpore's bfloat16
+    kinds = out.dtype.kind + values.dtype.kind
+    if kinds == "VV" and out.dtype.name == values.dtype.name:  # MindSpore has a bfloat16 of its own
+        out, values = out.view(f"u{out.itemsize}"), values.view(f"u{out.itemsize}")
+    elif "V" in kinds:  # dtypes of two libraries know nothing of each other
+        values = values.astype(np.float32)
+    np.copyto(out, values, casting="unsafe")
+    return out
 
 
 def _write(file, buffer) -> int:
@@ -288,15 +279,10 @@ def _write(file, buffer) -> int:
 
 def _dtype(name: str, dtype: str) -> np.dtype:
     if dtype not in CODES:
-        raise CheckpointError(f"For 'write_safetensors', tensor {_short(name)} is {dtype!r}.", "",
+        raise CheckpointError(f"For 'write_safetensors', tensor {short(name)} is {dtype!r}.", "",
                               "The format has " + ", ".join(CODES) + ".", "convert it before")
     return DTYPES[CODES[dtype]]
 
 
 def _sizes(value: Any) -> bool:
     return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)  # a bool is an int, but no size
-
-
-def _short(value: Any) -> str:
-    text = ascii(value) if not isinstance(value, list) else ascii(value[:40])
-    return text if len(text) <= 100 else text[:97] + "..."
