@@ -67,19 +67,19 @@ def save(state: Any, path: str | os.PathLike, *, step: int | None = None, async_
     background.wait()
     group = all_ranks()
     held = together(group, "save", partial(_described, state, step, keep_last, keep_every))
-    _agree(group, held)
+    _agree(group, held, f"step={step}, async_save={async_save}, keep_last={keep_last}, keep_every={keep_every}")
     root = Path(os.path.abspath(path))
     target = root if step is None else root / step_name(step)
-    folder, save_id = _begun(group, target)
+    folder, save_id, hidden = _begun(group, target)
     held_by = {key: whole_box(leaf.shape, range(group.size if group else 1)) if leaf.layout is None else
                held_boxes(leaf.layout) for key, leaf in held.tensors.items()}
     plan = assign([Request(key, leaf.itemsize, held_by[key]) for key, leaf in held.tensors.items()])
     rank = rank_of(group)
     mine = plan.get(rank, [])
-    path_in = target.parent / f".{target.name}.saving" / file_name(rank, group.size if group else 1)
+    file = hidden / file_name(rank, group.size if group else 1)
 
     def write_mine(values) -> Written | None:
-        return write(path_in, mine, held.tensors, values, save_id) if mine else None
+        return write(file, mine, held.tensors, values, save_id) if mine else None
 
     def complete(written: Sequence[Written | None]) -> None:
         """On rank 0: everything is on the disk but the index."""
@@ -96,7 +96,7 @@ def save(state: Any, path: str | os.PathLike, *, step: int | None = None, async_
 
     if async_save:
         copies, error = attempted(lambda: {part: array_of(part, held.tensors).copy() for part in mine})
-        return background.start(group, path_in.parent, folder, partial(_from_copies, write_mine, copies, error), complete)
+        return background.start(group, hidden, folder, partial(_from_copies, write_mine, copies, error), complete)
     written, error = attempted(lambda: write_mine(partial(array_of, leaves=held.tensors)))
     everyone = gathered(group, [None if error is None else told(error), written])
     _finish(group, folder, error, everyone, complete)
@@ -136,21 +136,21 @@ def _described(state: Any, step: int | None, keep_last: int | None, keep_every: 
     return State(state, "save")
 
 
-def _begun(group: Group | None, target: Path) -> tuple[Folder | None, str]:
-    """Rank 0's hidden folder, and the id of this save."""
+def _begun(group: Group | None, target: Path) -> tuple[Folder | None, str, Path]:
+    """On rank 0 the folder in the making; the id of this save, and where ranks write (they may run in other folders)."""
     folder, error = attempted(lambda: Folder(target)) if rank_of(group) == 0 else (None, None)
-    everyone = gathered(group, [None if error is None else told(error), uuid.uuid4().hex])
+    everyone = gathered(group, [None if error is None else told(error), uuid.uuid4().hex, str(folder and folder.path)])
     if error is not None and group is None:
         raise error
     raise_for_all("save", [everyone[0][0]] * len(everyone))  # the others have done nothing that could fail
-    return folder, everyone[0][1]
+    return folder, everyone[0][1], Path(everyone[0][2])
 
 
-def _agree(group: Group | None, state: State) -> None:
-    """All ranks save the same names, layouts and plain values."""
+def _agree(group: Group | None, state: State, arguments: str) -> None:
+    """All ranks save the same names, layouts and plain values, in the same way."""
     if group is None:
         return
-    table = {key: _identity(leaf) for key, leaf in state.tensors.items()}
+    table = {"the arguments of save": arguments} | {key: _identity(leaf) for key, leaf in state.tensors.items()}
     table |= {key: repr(value) for key, value in state.values.items()}
     table |= {key: f"the same as '{first}'" for key, first in state.tied.items()}
     digest = hashlib.blake2b(repr(sorted(table.items())).encode(), digest_size=16).hexdigest()

@@ -147,9 +147,40 @@ def states_that_differ_or_have_no_place_are_refused_before_a_file_is_made(world)
         assert not os.listdir(root) and {op for op, _ in count} == {"all_gather_object"}
     text = refusal(lambda: checkpoint.save({"w": 1}, root / "a", keep_last=world.rank + 1), CheckpointError)
     same_on_all_ranks(world, text)
+    text = refusal(lambda: checkpoint.save({"w": 1}, root / "a", step=world.rank), CheckpointError)
+    assert "the arguments of save" in text and not os.listdir(root), text
     text = refusal(lambda: checkpoint.load({"w": 1}, root / "none"), CheckpointError)
     assert "there is no checkpoint" in text
     same_on_all_ranks(world, text)
+
+
+@case(world_size=4)
+def ranks_that_run_in_other_folders_write_where_the_first_one_says(world):
+    root, mesh, here = folder(world), mesh_1d(4), os.getcwd()
+    state = {"w": distribute_tensor(data(1, 8, 3), mesh, [S(0)], src_data_rank=None)}
+    os.makedirs(root / str(world.rank))
+    os.chdir(root / str(world.rank))
+    try:
+        for asynchronous in (False, True):
+            checkpoint.save(state, "a", async_save=asynchronous)
+            checkpoint.load(state, root / "0" / "a")
+            assert not os.listdir(root / "1")
+    finally:
+        os.chdir(here)
+
+
+@case(world_size=4, timeout=120)
+def parameters_that_are_kept_whole_are_gathered_anew_after_a_load(world):
+    root, x = folder(world), data(3, 4, 6)[world.rank:world.rank + 1]
+    state = stepped("fsdp=4", 1)
+    want = array(state["model"](x))
+    checkpoint.save(state, root / "a")
+    other = stepped("fsdp=4", 2)
+    for cell in (other["model"].up, other["model"].down, other["model"]):
+        cell.unshard()
+    assert not np.array_equal(array(other["model"](x)), want)
+    checkpoint.load(other, root / "a")
+    assert np.array_equal(array(other["model"](x)), want)
 
 
 @case(world_size=4, timeout=120)
