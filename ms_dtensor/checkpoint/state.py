@@ -194,10 +194,6 @@ class State:
             new = self._put(told, key, values)
             if not isinstance(node, nn.Cell):
                 node.load_state_dict(new)
-                return node
-            for _, cell in node.cells_and_names():
-                if "reshard" in cell.__dict__:  # of `fully_shard`: what `unshard()` keeps whole is of the old values
-                    cell.reshard()
             return node
         if isinstance(node, Mapping):
             for name, child in list(node.items()):
