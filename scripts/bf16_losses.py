@@ -29,7 +29,7 @@ from model_zoo.llama.configio import load  # noqa: E402
 from model_zoo.llama.data import load_text  # noqa: E402
 from model_zoo.llama.ranks import start_device  # noqa: E402
 from model_zoo.llama.rope import angles  # noqa: E402
-from model_zoo.llama.schedule import learning_rate  # noqa: E402
+from model_zoo.llama.trainer import schedule  # noqa: E402
 
 RATE = 0.003
 TEXT = ROOT / "scripts/quickstart_text.txt"  # the recipe's own, Python's sources, differs from version to version
@@ -101,7 +101,7 @@ def theirs(cfg: Config, text) -> list[float]:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(weights.values(), o.clip_norm)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(o, step, t.steps)
+            group["lr"] = o.lr * schedule(o, t.steps)(step)
         optimizer.step()
         losses.append(loss.item())
     return losses

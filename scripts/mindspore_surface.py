@@ -3,6 +3,7 @@
 
     python scripts/mindspore_surface.py                     everything; the page
     python scripts/mindspore_surface.py --only "amp"        rows whose group or name contains the text; JSON only
+    python scripts/mindspore_surface.py --columns "fsdp;tp" these columns; JSON only
 
 Prints JSON; fails on a cell that is neither equal nor refused for a stated reason.
 """
@@ -23,10 +24,11 @@ def main() -> int:
     """Command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="")
+    parser.add_argument("--columns", default="")
     options = parser.parse_args()
-    cells = run_table(options.only)
+    cells = run_table(options.only, columns=options.columns)
     wrong = unexplained(cells)
-    if not options.only and not wrong:
+    if not (options.only or options.columns or wrong):
         PAGE.write_text(page(), encoding="utf-8")
     states: dict[str, int] = {}
     for cell in cells:

@@ -19,15 +19,22 @@ from ms_dtensor import DeviceMesh, DTensor, MixedPrecisionPolicy, Shard, loss_pa
 from ms_dtensor.checkpoint import RandomState
 from ms_dtensor.errors import ConfigError
 from ms_dtensor.internals.target import on_cpu
-from ms_dtensor.optim import AdamW, clip_grad_norm_
+from ms_dtensor.optim import AdamW, clip_grad_norm_, cosine, wsd
 
 from . import hf
-from .config import Config
+from .config import Config, OptimConfig
 from .cpu import compile_attention
 from .data import Text
 from .model import Llama, cross_entropy, init_weights
 from .parallelize import data_axes, parallelize
-from .schedule import learning_rate
+
+
+def schedule(cfg: OptimConfig, steps: int) -> Callable[[int], float]:
+    """The factor of the learning rate by step, in a run of so many; one may end while it warms up."""
+    steps = max(steps, cfg.warmup)
+    if cfg.schedule == "constant":
+        return wsd(steps, decay=0, warmup=cfg.warmup, low=1.0)
+    return cosine(steps, warmup=cfg.warmup, low=cfg.min_lr_ratio)
 
 
 class StepResult(NamedTuple):
@@ -77,6 +84,7 @@ class Trainer:
         self.params = tuple(self.model.trainable_params())
         o = cfg.optim
         self.optimizer = AdamW(self.params, o.lr, o.betas, o.eps, o.weight_decay)
+        self.schedule = schedule(o, cfg.train.steps)
         make = ms.value_and_grad if mesh is None else value_and_grad
         self.value_and_grad = make(self.loss, None, self.params)
 
@@ -119,7 +127,7 @@ class Trainer:
         """Clips, steps the optimizer; the gradient norm and the learning rate used."""
         o = self.cfg.optim
         norm = clip_grad_norm_(zip(self.params, grads, strict=True), o.clip_norm or float("inf"))
-        self.optimizer.lr = learning_rate(o, step, self.cfg.train.steps)
+        self.optimizer.lr = o.lr * self.schedule(step)
         self.optimizer(grads)
         return norm, self.optimizer.lr
 

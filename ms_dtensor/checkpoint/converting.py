@@ -15,7 +15,7 @@ from ..core.version import __version__
 from ..errors import CheckpointError
 from .folder import Folder, find, write_synced
 from .index import ID, NAME, Chunk, FileInfo, Index, TensorInfo, dump
-from .pieces import crc, piece_size, pieces
+from .pieces import crc, piece_hash, piece_size, pieces
 from .reader import Reader
 from .safetensors_file import CODES, DTYPES, SafetensorsFile, write_safetensors
 
@@ -70,7 +70,7 @@ def _floating(dtype: str) -> bool:
 
 def _stream(read: Callable[[], np.ndarray], dtype: str, hashes: list[int], progress) -> Iterator[memoryview]:
     array = np.ascontiguousarray(read().astype(DTYPES[CODES[dtype]], copy=False))
-    yield from pieces(array, lambda piece: hashes.append(crc(piece)))
+    yield from pieces(array, lambda piece: hashes.append(piece_hash(piece)))
     if progress is not None:
         progress(array.nbytes)
 

@@ -33,7 +33,7 @@ _DIGITS = 1000  # of the longest whole number
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A part of a tensor in a file: bytes from `begin` on, in pieces of `piece` bytes with a CRC-32 each."""
+    """A part of a tensor in a file: bytes from `begin` on, in pieces of `piece` bytes with a hash each (`pieces.py`)."""
 
     box: Box
     file: str
@@ -104,7 +104,7 @@ def dump(index: Index) -> bytes:
         "files": {name: {"size": f.size, "data": f.data, "header": f.header} for name, f in index.files.items()},
         "tensors": {key: {"dtype": CODES[t.dtype], "shape": list(t.shape), "chunks": [
             {"box": [list(extent) for extent in c.box], "file": c.file, "begin": c.begin, "piece": c.piece,
-             "crc32": "".join(f"{h:08x}" for h in c.hashes)} for c in t.chunks]} for key, t in index.tensors.items()},
+             "hashes": "".join(f"{h:016x}" for h in c.hashes)} for c in t.chunks]} for key, t in index.tensors.items()},
         "values": {key: _written(value) for key, value in index.values.items()}, "tied": index.tied}
     return sealed(json.dumps(body, indent=1).encode())
 
@@ -227,8 +227,8 @@ class _Parser:
         return TensorInfo(dtype.name, tuple(shape), found)
 
     def _chunk(self, key: str, c: Any, shape: list[int], itemsize: int, files: Mapping[str, FileInfo]) -> Chunk:
-        self.fields(c, f"a chunk of {_short(key)}", "box", "file", "begin", "piece", "crc32")
-        box, name, begin, piece, text = c["box"], c["file"], c["begin"], c["piece"], c["crc32"]
+        self.fields(c, f"a chunk of {_short(key)}", "box", "file", "begin", "piece", "hashes")
+        box, name, begin, piece, text = c["box"], c["file"], c["begin"], c["piece"], c["hashes"]
         if not isinstance(box, list) or len(box) != len(shape) or not all(
                 isinstance(e, list) and len(e) == 2 and all(map(_natural, e)) and e[0] < e[1] <= n
                 for e, n in zip(box, shape)):
@@ -239,9 +239,9 @@ class _Parser:
         if not _natural(begin) or not files[name].data <= begin <= files[name].size - size:
             self.refuse(f"a chunk of {_short(key)} is at byte {_short(begin)} of {name}, which has {files[name].size}.")
         if not _natural(piece) or piece < itemsize or piece % itemsize or not isinstance(text, str) or \
-                len(text) != 8 * -(-size // piece) or not re.fullmatch("[0-9a-f]*", text):
+                len(text) != 16 * -(-size // piece) or not re.fullmatch("[0-9a-f]*", text):
             self.refuse(f"the hashes of a chunk of {_short(key)} are not one for each piece.")
-        hashes = tuple(int(text[i:i + 8], 16) for i in range(0, len(text), 8))
+        hashes = tuple(int(text[i:i + 16], 16) for i in range(0, len(text), 16))
         return Chunk(tuple((lo, hi) for lo, hi in box), name, begin, piece, hashes)
 
     def _check_files(self, files: Mapping[str, FileInfo], tensors: Mapping[str, TensorInfo]) -> None:

@@ -27,13 +27,13 @@ class RandomState:
         True
     """
 
-    def checkpoint_state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """The streams' states."""
         _, keys, at, has_gauss, gauss = np.random.get_state(legacy=True)
         return {"ms_dtensor": get_rng_state(), "mindspore": ms.get_rng_state(),
                 "numpy": {"keys": np.array(keys), "at": at, "has_gauss": has_gauss, "gauss": gauss}}
 
-    def load_checkpoint_state(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from such a state."""
         set_rng_state(state["ms_dtensor"])
         ms.set_rng_state(state["mindspore"])

@@ -23,7 +23,7 @@ import numpy as np
 from ..errors import CheckpointError
 from ..redistribute.boxes import Box, relative
 from .index import ID, NAME, Chunk, Index, TensorInfo, parse
-from .pieces import PIECE, as_bytes, crc, view
+from .pieces import PIECE, as_bytes, crc, piece_hash, view
 from .plan import common, part_name, volume
 from .safetensors_file import CODES, DTYPES, SafetensorsFile
 
@@ -199,7 +199,7 @@ class Reader:
                 if not got:
                     raise _damaged(self.folder, chunk.file, f"it ends at byte {chunk.begin + at + done}, within '{key}'.")
                 done += got
-            if crc(part) != chunk.hashes[at // chunk.piece]:
+            if piece_hash(part) != chunk.hashes[at // chunk.piece]:
                 raise _damaged(self.folder, chunk.file, f"bytes {chunk.begin + at} to {chunk.begin + at + len(part)}, of "
                                f"'{key}', are not what was written.")
         with self._lock:

@@ -2,8 +2,8 @@
 """A program's state as a flat table: key -> tensor or plain value; and back into the program, in place.
 
 Keys are names joined by dots, as `Cell.parameters_dict()` has them. Cells bring their parameters and persistent buffers,
-MindSpore's optimizers what they keep beside the parameters that they step; whatever has `checkpoint_state` or `state_dict`
-with its loading counterpart brings that. Invariant: a tensor is written once, however many names it has, and a load writes
+MindSpore's optimizers what they keep beside the parameters that they step; whatever has `state_dict`
+and `load_state_dict` brings that. Invariant: a tensor is written once, however many names it has, and a load writes
 into the storage that is there.
 """
 from __future__ import annotations
@@ -192,9 +192,7 @@ class State:
         told = self._told.get(id(node))
         if told is not None:
             new = self._put(told, key, values)
-            if hasattr(node, "load_checkpoint_state"):
-                node.load_checkpoint_state(new)
-            elif not isinstance(node, nn.Cell):
+            if not isinstance(node, nn.Cell):
                 node.load_state_dict(new)
             return node
         if isinstance(node, Mapping):
@@ -217,8 +215,6 @@ class State:
 
 def _told_by(node: Any) -> dict | None:
     """What an object tells of its state, by name; None of other things."""
-    if hasattr(node, "checkpoint_state") and hasattr(node, "load_checkpoint_state"):
-        return node.checkpoint_state()
     if isinstance(node, nn.Optimizer):
         stepped = {id(p) for p in node._parameters}
         return {p.name: p for p in node.get_parameters() if id(p) not in stepped}

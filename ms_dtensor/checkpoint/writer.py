@@ -17,7 +17,7 @@ import numpy as np
 
 from ..errors import CheckpointError
 from .index import ID, Chunk, FileInfo, TensorInfo
-from .pieces import crc, piece_size, pieces, view
+from .pieces import crc, piece_hash, piece_size, pieces, view
 from .plan import Part, part_name, within
 from .safetensors_file import write_safetensors
 from .state import Leaf
@@ -59,7 +59,7 @@ def write(path: Path, parts: Sequence[Part], leaves: Mapping[str, Leaf], values:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     with ThreadPoolExecutor(1) as thread:
         def note(noted: list, piece: memoryview) -> None:  # hashed while it is written, where there is a core for that
-            noted.append(thread.submit(crc, piece) if cores > 1 and len(piece) > 1 << 16 else crc(piece))
+            noted.append(thread.submit(piece_hash, piece) if cores > 1 and len(piece) > 1 << 16 else piece_hash(piece))
 
         def stream(part: Part, noted: list) -> Iterator[memoryview]:
             yield from pieces(values(part), partial(note, noted))
@@ -72,7 +72,7 @@ def write(path: Path, parts: Sequence[Part], leaves: Mapping[str, Leaf], values:
         header = crc(file.read(data))
     return {"file": path.name, "size": max(entry.end for entry in placed.values()), "data": data, "header": header,
             "begin": [placed[name].begin for name in names],
-            "crc32": [[h if isinstance(h, int) else h.result() for h in noted] for noted in hashes]}
+            "hashes": [[h if isinstance(h, int) else h.result() for h in noted] for noted in hashes]}
 
 
 def merged(plan: Mapping[int, Sequence[Part]], written: Sequence[Written | None], leaves: Mapping[str, Leaf]
@@ -84,7 +84,7 @@ def merged(plan: Mapping[int, Sequence[Part]], written: Sequence[Written | None]
         if told is None:
             continue
         files[told["file"]] = FileInfo(told["size"], told["data"], told["header"])
-        for part, begin, hashes in zip(plan[rank], told["begin"], told["crc32"], strict=True):
+        for part, begin, hashes in zip(plan[rank], told["begin"], told["hashes"], strict=True):
             leaf = leaves[part.key]
             size = piece_size([hi - lo for lo, hi in part.box], leaf.itemsize)
             chunks[part.key].append(Chunk(part.box, told["file"], begin, size, tuple(hashes)))

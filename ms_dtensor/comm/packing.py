@@ -177,6 +177,11 @@ def copy(x: Tensor) -> Tensor:
     return (HostOps if on_cpu() else TensorOps).copy(x)
 
 
+def write(out: Tensor, x: Tensor) -> Tensor:
+    """`out`, with the values of `x` cast to its dtype."""
+    return (HostOps if on_cpu() else TensorOps).write(out, x)
+
+
 def first(x: Tensor, dim: int, ops: type[TensorOps]) -> Tensor:
     """A dim in front of the others, as a view."""
     return x if dim == 0 else ops.permute(x, (dim, *(d for d in range(len(x.shape)) if d != dim)))

@@ -4,14 +4,14 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import mindspore
+from .names import context, context_keys
 
 _rehearsed: str | None = None  # of the process, as MindSpore's own target is: a backward runs on MindSpore's thread
 
 
 def target() -> str:
     """The device the library works for: ``"CPU"``, ``"Ascend"`` or ``"GPU"``; a rehearsal's, where one is under way."""
-    return _rehearsed or mindspore.get_context("device_target")
+    return _rehearsed or context.get_param(context_keys.device_target)
 
 
 def on_cpu() -> bool:
@@ -21,12 +21,12 @@ def on_cpu() -> bool:
 
 def cpu_kernels() -> bool:
     """Whether the kernels that run are MindSpore's CPU kernels, with their gaps and faults: true in a rehearsal too."""
-    return mindspore.get_context("device_target") == "CPU"
+    return context.get_param(context_keys.device_target) == "CPU"
 
 
 def ascend_kernels() -> bool:
     """Whether the primitives that only Ascend has kernels for can run."""
-    return mindspore.get_context("device_target") == "Ascend"
+    return context.get_param(context_keys.device_target) == "Ascend"
 
 
 @contextmanager

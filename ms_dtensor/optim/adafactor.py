@@ -45,6 +45,7 @@ class Adafactor(Optimizer):
     """
 
     _BELOW = {"lr": math.inf, "weight_decay": math.inf}
+    _LACKS = {"rows": (-1,), "columns": (-2,), "mean": (-1, -2)}
 
     def __init__(self, params: Params, lr: float = 1e-2, beta2_decay: float = -0.8, eps: tuple[float, float] = (1e-30, 1e-3),
                  d: float = 1.0, weight_decay: float = 0.0, *, schedule: Schedule | None = None):
@@ -60,10 +61,6 @@ class Adafactor(Optimizer):
         # the mean of all rows' moments is kept, so that none of the sums must wait for another
         return {"rows": zeros(shape[:-1], dtype), "columns": zeros((*shape[:-2], shape[-1]), dtype),
                 "mean": zeros(shape[:-2], dtype)}
-
-    def _state_dims(self, kind, ndim):
-        dims = range(ndim)
-        return {"rows": dims[:-1], "columns": (*dims[:-2], ndim - 1), "mean": dims[:-2]}.get(kind, dims)
 
     def _step(self, grads):
         sums = self._summed({i: self._squares(i, grad) for i, grad in grads.items()})

@@ -113,7 +113,8 @@ def opened(param, master: Array | None) -> Iterator[Array]:
         return
     if on_cpu():
         now = local_array(param).reshape(master.shape)
-        np.copyto(master, now, where=master.astype(now.dtype) != now, casting="unsafe")
+        for m, p in chunks(master, now):
+            np.copyto(m, p, where=m.astype(p.dtype) != p, casting="unsafe")
     else:
         now = param.astype(master.dtype)
         write(master, ops.select(master.astype(param.dtype).astype(master.dtype) == now, master, now))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,11 +16,12 @@ from mindspore import Parameter, Tensor
 
 from ms_dtensor.errors import ConfigError, LayoutError
 
-from ..dispatch.operands import dtype_name, wrap
+from ..core.layout import Layout
+from ..dispatch.operands import dtype_name, local_alias, wrap
 from ..dispatch.replaced import current
 from ..internals.names import NoFallbackGuard
 from ._storage import layout_of
-from .arrays import Array, new_master, to_array, write
+from .arrays import Array, new_master, precision, values, write
 
 Params = Iterable[Parameter] | Iterable[Mapping[str, Any]]
 Schedule = Callable[[int], float]
@@ -37,7 +37,8 @@ class Optimizer:
         step: steps done.
     """
 
-    _BELOW: ClassVar[Mapping[str, float]] = {}  # options that are a number: at least 0, and less than this
+    _BELOW: ClassVar[Mapping[str, float]] = {}  # options that are numbers: at least 0, and less than this
+    _LACKS: ClassVar[Mapping[str, tuple[int, ...]]] = {}  # dims of the parameter, from its last, that a kind of state lacks
 
     def __init__(self, params: Params, schedule: Schedule | None, **options: Any):
         self.__dict__.update(options)
@@ -79,32 +80,20 @@ class Optimizer:
         with NoFallbackGuard():
             self._step({i: grad for i, grad in enumerate(grads) if grad is not None})
 
-    def state_dict(self) -> dict[str, Any]:
-        """Steps done, and each kind of state by parameter name; local shards in the parameter's layout, not copies."""
-        kinds = sorted({kind for state in self._state for kind in state})
-        return {"step": self.step, **{kind: named(self._who, self.params, [state.get(kind) for state in self._state])
-                                      for kind in kinds},
-                "masters": named(self._who, self.params, self._masters)}
+    def state_dict(self) -> dict[str, dict[str, Tensor | int]]:
+        """Of each parameter by name: "step", the steps done, and each kind of its state, not copies.
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        States of a DTensor are DTensors with its placements, less the dims that a state lacks; of a plain one plain tensors.
+        To keep them past the next step take `x.copy()`: `copy.deepcopy` of a MindSpore tensor shares its storage.
+        """
+        check_names(self._who, self.params)
+        return {p.name: {"step": self.step, **self._tensors(i)} for i, p in enumerate(self.params) if self._moves(i)}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Takes over the values of a `state_dict` of the same parameters in the same layouts."""
-        restore(self._who, self.state_dict(), state)
-        self.step = int(state["step"])
-
-    def checkpoint_state(self) -> dict[str, Any]:
-        """What `state_dict` tells, as tensors in their global layouts on the same storage: what `checkpoint` saves."""
-        return {kind: tensors_of(self.params, held, partial(self._state_dims, kind)) if isinstance(held, dict) else held
-                for kind, held in self.state_dict().items()}
-
-    def load_checkpoint_state(self, state: Mapping[str, Any]) -> None:
-        """Takes over the numbers of a `checkpoint_state` whose tensors have been written."""
-        self.step = int(state["step"])
+        self.step = restore(self._who, self.state_dict(), state)
 
     # -- for optimizers ------------------------------------------------------------------------------------------------
-    def _state_dims(self, kind: str, ndim: int) -> Sequence[int]:
-        """Which of a parameter's dims a kind of its state has."""
-        return range(ndim)
-
     def _step(self, grads: dict[int, Tensor]) -> None:
         """Steps the parameters of these indices."""
         raise NotImplementedError
@@ -128,6 +117,14 @@ class Optimizer:
     def _lr(self, i: int) -> float:
         return self._option(i, "lr") * self._factor
 
+    def _tensors(self, i: int) -> dict[str, Tensor]:
+        """The state of parameter `i`, its master too, as tensors on the same storage."""
+        state = {kind: (array, self._LACKS.get(kind, ())) for kind, array in self._state[i].items()}
+        if self._masters[i] is not None:
+            state["master"] = self._masters[i], ()
+        layout = layout_of(self.params[i])
+        return {kind: state_tensor(array, layout, dims) for kind, (array, dims) in state.items()}
+
     # -- checks --------------------------------------------------------------------------------------------------------
     def _grouped(self, params: Params, options: Mapping[str, Any]) -> list[dict[str, Any]]:
         entries = list(params)
@@ -142,10 +139,12 @@ class Optimizer:
                     near = get_close_matches(key, allowed, 1)
                     raise ValueError(f"For '{self._who}', a group has the option '{key}'; there are {sorted(allowed)}."
                                      + (f" Is '{near[0]}' meant?" if near else ""))
-                high = self._BELOW.get(key)
-                if high is not None and not 0 <= value < high:
-                    raise ValueError(f"For '{self._who}', '{key}' = {value} is out of range: at least 0"
-                                     + ("." if high == math.inf else f" and below {high:g}."))
+                for k, number in enumerate(value if isinstance(value, Sequence) else (value,)):
+                    high = self._BELOW.get(key)
+                    if high is not None and not 0 <= number < high:
+                        name = f"{key}[{k}]" if isinstance(value, Sequence) else key
+                        raise ValueError(f"For '{self._who}', '{name}' = {number} is out of range: at least 0"
+                                         + ("." if high == math.inf else f" and below {high:g}."))
         for group in groups:
             if "params" not in group:
                 raise ValueError(f"For '{self._who}', a group has no 'params'.")
@@ -155,64 +154,54 @@ class Optimizer:
         return groups
 
 
-def named(who: str, params: Sequence[Parameter], items: Sequence) -> dict[str, Any]:
-    """Items, one per parameter, by parameter name; those that are None are left out."""
+def check_names(who: str, params: Sequence[Parameter]) -> None:
+    """State by parameter name needs one name each."""
     names = [p.name for p in params]
     if len(set(names)) < len(names):
         twice = sorted({n for n in names if names.count(n) > 1})
         raise ValueError(f"For '{who}', state is kept by parameter name, but several parameters are called {twice}.")
-    return {name: item for name, item in zip(names, items, strict=True) if item is not None}
 
 
-def tensors_of(params: Sequence[Parameter], by_name: Mapping[str, Any], dims_of: Callable[[int], Sequence[int]] = range
-               ) -> dict[str, Any]:
-    """Local states by parameter name as DTensors (of plain parameters as tensors), on the states' own storage.
-
-    Args:
-        params: the parameters.
-        by_name: states, or tuples of them.
-        dims_of: which of the parameter's dims a state has, by their number.
-    """
-    named_params = {p.name: p for p in params}
-    out: dict[str, Any] = {}
-    with NoFallbackGuard():
-        for name, state in by_name.items():
-            made = tuple(_in_layout(x, named_params[name], dims_of) for x in _parts(state))
-            out[name] = made if isinstance(state, tuple) else made[0]
-    return out
+def state_tensor(array: Array, layout: Layout | None, lacks: Sequence[int] = ()) -> Tensor:
+    """A state as a tensor on the same storage: a DTensor if its parameter has a layout, less the dims that it lacks."""
+    tensor = Tensor.from_numpy(array) if isinstance(array, np.ndarray) else local_alias(array)
+    if layout is None:
+        return tensor
+    dims = [d for d in range(len(layout.shape)) if d - len(layout.shape) not in lacks]
+    return wrap(tensor, layout.of_dims(dims, dtype_name(tensor.dtype)))
 
 
-def _in_layout(x: Array, param: Parameter, dims_of: Callable[[int], Sequence[int]]) -> Tensor:
-    layout = layout_of(param)
-    dims = dims_of(len(param.shape))
-    shape = tuple(param._shape[d] for d in dims)
-    local = Tensor.from_numpy(x.reshape(shape)) if isinstance(x, np.ndarray) else x
-    return local if layout is None else wrap(local, layout.of_dims(dims, dtype_name(local.dtype)))
-
-
-def restore(who: str, live: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Writes saved states into the live ones, after all of them were compared."""
+def restore(who: str, live: Mapping[str, Mapping[str, Any]], saved: Mapping[str, Mapping[str, Any]]) -> int:
+    """Writes saved states into the live ones, after all of them were compared; the steps done."""
     wrong = sorted(set(live) ^ set(saved))
-    for kind in live.keys() & saved.keys() - {"step"}:
-        wrong += sorted(f"{kind} of '{name}'" for name in set(live[kind]) ^ set(saved[kind]))
-        wrong += sorted(f"{kind} of '{name}', local shape" for name in live[kind].keys() & saved[kind].keys()
-                        if _shapes(live[kind][name]) != _shapes(saved[kind][name]))
-    if wrong:
-        raise LayoutError(f"For '{who}.load_state_dict', the state is of other parameters.", "; ".join(wrong[:5]),
-                          "State is local shards by parameter name.", "load into the layouts in which it was saved")
+    for name in live.keys() & saved.keys():
+        mine, its = live[name], saved[name]
+        wrong += sorted(f"{kind} of '{name}'" for kind in set(mine) ^ set(its))
+        wrong += sorted(f"{kind} of '{name}': {_described(its[kind])} for {_described(mine[kind])}"
+                        for kind in mine.keys() & its.keys() - {"step"} if not _fits(mine[kind], its[kind]))
+    steps = {int(state["step"]) for state in saved.values() if "step" in state}
+    if wrong or len(steps) > 1:
+        raise LayoutError(f"For '{who}.load_state_dict', the state is of other parameters, layouts or steps.",
+                          "; ".join(wrong[:5]) or f"steps {sorted(steps)}",
+                          "State is taken over as it is, shard by shard, by parameter name.",
+                          "redistribute the state's DTensors to the placements that state_dict() shows")
     with NoFallbackGuard():
-        for kind in live.keys() - {"step"}:
-            for name, state in live[kind].items():
-                for mine, its in zip(_parts(state), _parts(saved[kind][name]), strict=True):
-                    write(mine, to_array(its))
+        for name, state in live.items():
+            for kind in state.keys() - {"step"}:
+                write(state[kind], values(saved[name][kind], precision(state[kind])))
+    return steps.pop() if steps else 0
 
 
-def _parts(state) -> tuple:
-    return state if isinstance(state, tuple) else (state,)
+def _fits(mine: Tensor, its: Any) -> bool:
+    a, b = layout_of(mine), layout_of(its)
+    if a is None or b is None:
+        return a is b and isinstance(its, Tensor) and tuple(mine.shape) == tuple(its.shape)
+    return _alike(a, b)
 
 
-def _shapes(state) -> list[tuple[int, ...]]:
-    return [tuple(x.shape) for x in _parts(state)]
+def _described(x: Any) -> str:
+    layout = layout_of(x)
+    return str(list(x.shape) if isinstance(x, Tensor) else x) if layout is None else layout.describe()
 
 
 def check_current(who: str, params: Sequence[Parameter]) -> None:

@@ -10,9 +10,9 @@ from mindspore import Parameter, Tensor
 
 from ..internals.names import NoFallbackGuard
 from ..internals.target import on_cpu
-from ._storage import local_array
+from ._storage import layout_of, local_array
 from .arrays import chunks, precision, values, write, zeros
-from .base import check_current, named, restore, tensors_of
+from .base import check_current, check_names, restore, state_tensor
 
 
 class EMA:
@@ -69,20 +69,14 @@ class EMA:
             with NoFallbackGuard():
                 self._write(own)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The averages by parameter name; local shards in the parameter's layout, not copies."""
-        return {"averages": named("EMA", self.params, self._averages)}
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """Of each parameter by name its "average": a tensor in the parameter's layout, not a copy."""
+        check_names("EMA", self.params)
+        return {p.name: {"average": state_tensor(a, layout_of(p))} for p, a in zip(self.params, self._averages, strict=True)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Takes over the values of a `state_dict` of the same parameters in the same layouts."""
         restore("EMA", self.state_dict(), state)
-
-    def checkpoint_state(self) -> dict[str, Any]:
-        """What `state_dict` tells, as tensors in their global layouts on the same storage: what `checkpoint` saves."""
-        return {"averages": tensors_of(self.params, self.state_dict()["averages"])}
-
-    def load_checkpoint_state(self, state: Mapping[str, Any]) -> None:
-        """Nothing is left to do once the tensors of a `checkpoint_state` have been written."""
 
     def _write(self, arrays) -> None:
         for param, array in zip(self.params, arrays, strict=True):

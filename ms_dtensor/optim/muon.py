@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from mindspore import Tensor
+
 from ._storage import layout_of
 from .adamw import AdamW
 from .arrays import Array, opened, precision, total, values, write, xp, zeros
@@ -73,24 +75,16 @@ class Muon(Optimizer):
         owners = assign([layout_of(self.params[i]) for i in matrices], lambda shape: math.prod(shape) * min(shape))
         self._owners = dict(zip(matrices, owners, strict=True))
 
-    def state_dict(self) -> dict[str, Any]:
-        """As of all optimizers; the inner AdamW's among the others."""
+    def state_dict(self) -> dict[str, dict[str, Tensor | int]]:
+        """As of all optimizers; the parameters of the inner AdamW among the others."""
         out = super().state_dict()
         for inner, _, _ in self._inner:
-            for kind, by_name in inner.state_dict().items():
-                if kind != "step":
-                    out[kind] = {**out.get(kind, {}), **by_name}
+            out.update(inner.state_dict())
         return out
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Takes over the values of a `state_dict` of the same parameters in the same layouts."""
         super().load_state_dict(state)
-        for inner, _, _ in self._inner:
-            inner.step = self.step
-
-    def load_checkpoint_state(self, state: Mapping[str, Any]) -> None:
-        """Takes over the numbers of a `checkpoint_state` whose tensors have been written."""
-        super().load_checkpoint_state(state)
         for inner, _, _ in self._inner:
             inner.step = self.step
 

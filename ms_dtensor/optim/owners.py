@@ -7,6 +7,7 @@ of all would bring it every matrix whole. All matrices travel together, in two e
 """
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -36,11 +37,7 @@ def on_owners(mesh: DeviceMesh, items: Sequence[tuple[Layout, int, Array]],
         items: layout, owner and this rank's shard of every matrix, all of one dtype.
         work: one per matrix, whose shape it keeps.
     """
-    def at(rank: int) -> Coordinate:
-        coordinate = mesh.coordinate_of(rank)
-        assert coordinate is not None, (rank, mesh)
-        return coordinate
-
+    at = dict(zip(mesh.rank_list, itertools.product(*map(range, mesh.shape)), strict=True)).__getitem__
     me = mesh.get_rank()
     here = at(me)
     sends: dict[int, list[Array]] = {}

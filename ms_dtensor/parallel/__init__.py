@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from .data import replicate
 from .fsdp import fully_shard
+from .fsdp_memory import CPUOffloadPolicy, OffloadPolicy
 from .fused import FusedColwiseParallel
 from .loss import loss_parallel
 from .module import parallelize_module
@@ -26,6 +27,7 @@ from .styles import (
 )
 from .suggest import suggest_plan
 
-__all__ = ["ColwiseParallel", "FusedColwiseParallel", "MixedPrecisionPolicy", "ParallelStyle", "PrepareModuleInput",
-           "PrepareModuleInputOutput", "PrepareModuleOutput", "RowwiseParallel", "SequenceParallel", "checkpoint_wrapper",
-           "fully_shard", "loss_parallel", "parallelize_module", "replicate", "suggest_plan"]
+__all__ = ["CPUOffloadPolicy", "ColwiseParallel", "FusedColwiseParallel", "MixedPrecisionPolicy", "OffloadPolicy",
+           "ParallelStyle", "PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput", "RowwiseParallel",
+           "SequenceParallel", "checkpoint_wrapper", "fully_shard", "loss_parallel", "parallelize_module", "replicate",
+           "suggest_plan"]

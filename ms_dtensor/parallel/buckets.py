@@ -15,14 +15,13 @@ import weakref
 from typing import Any
 
 import mindspore as ms
-import numpy as np
 from mindspore import Tensor
 
 from .. import comm
-from ..comm.packing import copy, numpy_dtype
+from ..comm.packing import copy, numpy_dtype, write
 from ..dispatch.memo import memo_of
 from ..dispatch.operands import recording
-from ..dispatch.patches.hooks import given_hooks, replaced_by
+from ..dispatch.patches.hooks import run_hooks
 from ..errors import OpRuleError
 from ..internals.names import NoFallbackGuard, executor
 from ..redistribute.cost import nbytes
@@ -74,10 +73,7 @@ class Bucket:
         place = ms.mint.reshape(ms.mint.narrow(self.flat, 0, at, n), shape) if not self.on_host else \
             Tensor.from_numpy(self.flat.asnumpy()[at:at + n].reshape(shape))
         self.places.append(place)
-        if self.on_host:
-            np.copyto(place.asnumpy(), grad.asnumpy(), casting="unsafe")
-        else:
-            place.copy_(grad)
+        write(place, grad)
         return place if dtype == grad.dtype else copy(grad)
 
     def _memory(self, dtype):
@@ -112,29 +108,9 @@ class Bucket:
         with NoFallbackGuard():
             for own, place in zip(arrived.values(), places):
                 if own is not place:
-                    _write(own, place, self.on_host)
-        self._run_hooks(arrived)
-
-    def _run_hooks(self, arrived: dict[int, Any]) -> None:
-        """The users' hooks, on what is reduced now; what they return is written back, too."""
+                    write(own, place)
         for number, grad in arrived.items():
-            param = self.params[number]()
-            hooks = [] if param is None else given_hooks(param)
-            if param is None or not hooks:
-                continue
-            with NoFallbackGuard():
-                changed = grad * 1  # a hook may keep it
-            for hook in hooks:
-                changed = replaced_by(hook, changed, param.layout.gradient())
-            with NoFallbackGuard():
-                _write(grad, changed, self.on_host)
-
-
-def _write(grad, values, on_host: bool) -> None:
-    if on_host:
-        np.copyto(grad.asnumpy(), values.asnumpy(), casting="unsafe")
-    else:
-        grad.copy_(values)
+            run_hooks(self.params[number](), grad)
 
 
 def make_buckets(params, mesh, bucket_mb: float, dtype=None) -> list[Bucket]:

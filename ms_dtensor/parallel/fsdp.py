@@ -20,27 +20,28 @@ from ..core.mesh import DeviceMesh
 from ..core.placements import REPLICATE, Shard
 from ..core.tree import map_leaves
 from ..dispatch.operands import LAID_OUT, dtype_name, local_alias, wrap
-from ..dispatch.patches.gradients import recomputing
+from ..dispatch.patches.gradients import SHARDED_BY, in_this_gradient, recomputing
 from ..dispatch.replaced import current
 from ..errors import ConfigError, LayoutError
 from ..internals.names import NoFallbackGuard, RecomputeCell, recording
+from ..internals.target import on_cpu
 from ..redistribute.boxes import relative
 from ..redistribute.execute import slice_local
 from ..tensor import deferred_init
 from ..tensor.distribute import distribute_parameter, like_parameter, replicate_buffers, set_parameter
 from ..tensor.dtensor import DTensor
 from .batch import batch_over
-from .fsdp_unit import Again, Call, Unit, gathered
+from .fsdp_memory import CPUOffloadPolicy, OffloadPolicy
+from .fsdp_unit import Again, Call, Unit, gather_changed, gathered
 from .layouts import OUTER, union_mesh
 from .precision import MixedPrecisionPolicy
 
 _UNIT = "_ms_dtensor_unit"  # cell attribute: the `Unit` that `fully_shard` made of it
-_TAKEN = "_ms_dtensor_sharded_by"  # parameter attribute: the name of the unit that has it
 
 
-def fully_shard(module: nn.Cell, *, mesh: DeviceMesh, reshard_after_forward: bool = True,
+def fully_shard(module: nn.Cell, *, mesh: DeviceMesh, reshard_after_forward: bool | int = True,
                 shard_placement_fn: Callable[[Parameter], Shard | None] | None = None,
-                mp_policy: MixedPrecisionPolicy | None = None,
+                mp_policy: MixedPrecisionPolicy | None = None, offload_policy: OffloadPolicy | None = None,
                 ignored_params: Iterable[Parameter] = ()) -> nn.Cell:
     """Cuts a cell's parameters over a data axis, in place, gathering them while the cell runs (FSDP2, HSDP).
 
@@ -52,9 +53,12 @@ def fully_shard(module: nn.Cell, *, mesh: DeviceMesh, reshard_after_forward: boo
         module: the cell; parameters that inner calls took are left to them. Plain parameters, DTensors of styles, tied and
             frozen ones, and deferred ones (`no_init_parameters`), of which only shards are made.
         mesh: one axis, over which parameters are cut; or two: they are copied over the first and cut over the second (HSDP).
-        reshard_after_forward: whether the whole parameters are given back between forward and backward.
+        reshard_after_forward: whether the whole parameters are given back between forward and backward. A number n: each
+            rank keeps an n-th meanwhile, and the backward gathers among n neighbours on the axis, of one node, say.
         shard_placement_fn: `param -> Shard(dim)`, or None for dim 0.
         mp_policy: `MixedPrecisionPolicy`: dtypes of computing, of reducing gradients, and of what the cell returns.
+        offload_policy: `CPUOffloadPolicy()` keeps parameters, gradients and optimizer state in host memory. On a CPU they
+            are there: it changes nothing. On devices it is refused.
         ignored_params: parameters to leave as they are.
 
     Returns:
@@ -65,7 +69,11 @@ def fully_shard(module: nn.Cell, *, mesh: DeviceMesh, reshard_after_forward: boo
 
     Raises:
         LayoutError: the cell was sharded before; a parameter is laid out over the axis already; a dim it does not have.
-        ConfigError: a mesh of more than two axes.
+        ConfigError: a mesh of more than two axes; a number of neighbours that does not divide the axis; offloading on a
+            device. Later, by a forward: a parameter of the cell was replaced, or taken out.
+
+    A step that raises leaves nothing behind; what was gathered up without synchronising is forgotten with it, so begin again
+    with the first micro-batch.
 
     The meaning is that of `torch.distributed.fsdp.fully_shard`.
 
@@ -86,12 +94,14 @@ def fully_shard(module: nn.Cell, *, mesh: DeviceMesh, reshard_after_forward: boo
     if _UNIT in module.__dict__:
         raise LayoutError(f"For 'fully_shard', this {name} was sharded already.", f"mesh({mesh.describe()})",
                           "Its parameters would be gathered twice.", "call it once for each cell, blocks first")
-    if not isinstance(reshard_after_forward, bool):
-        raise ConfigError(f"For 'fully_shard', 'reshard_after_forward' must be a bool, but got {reshard_after_forward!r}.")
-    ignored = {id(current(p)) for p in ignored_params}
+    neighbours = _neighbours(mesh, reshard_after_forward)
+    if isinstance(offload_policy, CPUOffloadPolicy) and not on_cpu():
+        raise ConfigError("For 'fully_shard', 'CPUOffloadPolicy' is for CPUs only.", f"mesh({mesh.describe()})",
+                          "A MindSpore Parameter lies where its device is.", "more ranks, or optimizer state of fewer bytes")
+    ignored = {id(p): p.__dict__.setdefault(SHARDED_BY, "") for p in map(current, ignored_params)}
     found = [(cell, key, current(p)) for _, cell in module.cells_and_names() for key, p in cell._params.items()
              if p is not None and id(current(p)) not in ignored]
-    slots = [(cell, key, p) for cell, key, p in found if _TAKEN not in p.__dict__]
+    slots = [(cell, key, p) for cell, key, p in found if not p.__dict__.get(SHARDED_BY)]
     whole = mesh
     for _, _, p in found:
         if isinstance(p, DTensor):
@@ -102,12 +112,13 @@ def fully_shard(module: nn.Cell, *, mesh: DeviceMesh, reshard_after_forward: boo
     for cell, key, p in found:
         if id(p) in wanted and id(p) not in made:
             made[id(p)] = _sharded(p, mesh, wanted[id(p)])
-            made[id(p)].__dict__[_TAKEN] = name
+            made[id(p)].__dict__[SHARDED_BY] = name
         set_parameter(cell, key, made.get(id(p), p))  # one that an inner unit took may be tied to this slot
     for _, cell in module.cells_and_names():
         replicate_buffers(cell, whole, 0)
         cell.__dict__[OUTER] = (whole, dict.fromkeys(mesh.mesh_dim_names, Shard(0)))
-    unit = Unit(name, [(cell, key, made[id(p)]) for cell, key, p in slots], mesh, reshard_after_forward, mp_policy)
+    unit = Unit(name, [(cell, key, made[id(p)]) for cell, key, p in slots], mesh, neighbours,
+                mp_policy or MixedPrecisionPolicy())
     module.__dict__[_UNIT] = unit
     given = module.__dict__["construct"].__func__ if "construct" in module.__dict__ else type(module).construct
     module.__dict__["construct"] = MethodType(_Construct(given), module)
@@ -117,6 +128,18 @@ def fully_shard(module: nn.Cell, *, mesh: DeviceMesh, reshard_after_forward: boo
         module.__dict__[method.__name__] = MethodType(method, module)
     batch_over(module, mesh, "fully_shard")
     return module
+
+
+def _neighbours(mesh: DeviceMesh, reshard_after_forward: bool | int) -> int:
+    """Among how many ranks of the axis the backward gathers; 0: it does not."""
+    size = mesh.shape[-1]
+    if isinstance(reshard_after_forward, bool):
+        return size if reshard_after_forward else 0
+    if not isinstance(reshard_after_forward, int) or reshard_after_forward < 1 or size % reshard_after_forward:
+        raise ConfigError(f"For 'fully_shard', 'reshard_after_forward' = {reshard_after_forward!r} is out of range.",
+                          f"mesh({mesh.describe()})", f"A bool, or a number that divides the {size} ranks of the axis.",
+                          "reshard_after_forward=True")
+    return reshard_after_forward if reshard_after_forward > 1 else 0
 
 
 def _target(p: Parameter, mesh: DeviceMesh, whole: DeviceMesh, placement_fn) -> Layout:
@@ -158,39 +181,44 @@ class _Construct:
 
     def __call__(self, cell: nn.Cell, *args, **kwargs):
         unit, again = _unit(cell), recomputing()
+        unit.check()
         call, policy = Call(unit) if recording() else None, unit.policy
-        if policy is not None and policy.param_dtype is not None and policy.cast_forward_inputs:
-            args, kwargs = _cast((args, kwargs), policy.param_dtype)
-        with _in_step(cell, again) as root:
+        args, kwargs = policy.cast_inputs(args, kwargs)
+        with _in_step(cell, again) as step:
             unit.gather(backward=again)
             with _swapped(unit.slots, unit.tensors(call)):
                 outputs = self.given(cell, *args, **kwargs)
+        root = step is not None and len(step.units) > 1
         if call is None or (unit.reshard and not root and not again and not unit.running):
-            unit.release()
-        if policy is not None and policy.output_dtype is not None:
-            outputs = _cast(outputs, policy.output_dtype)
-        return outputs if call is None else map_leaves(lambda x: _entrance(x, call), outputs, Tensor)
+            unit.release(keep_part=call is not None)
+        outputs = policy.cast_output(outputs)
+        if call is None:
+            return outputs
+        unused = [] if step is None else [node for u in step.units if u not in step.ran for node in u.unsent_nodes()]
+        return map_leaves(lambda x: _entrance(x, call, unused), outputs, Tensor)
 
 
 class _Step:
-    """A forward of the outermost unit: which unit ran last."""
+    """A forward of the outermost unit: which units ran, and which one last."""
 
-    last: Unit | None = None
+    def __init__(self, unit: Unit, units: list[Unit]):
+        self.last, self.units, self.ran = unit, units, {unit}
 
 
 _step: ContextVar[_Step | None] = ContextVar("ms_dtensor_fully_shard_step", default=None)
 
 
 @contextmanager
-def _in_step(cell: nn.Cell, again: bool) -> Iterator[bool]:
-    """Notes the order of units, which tells whom to gather next; whether this is the outermost of several is yielded."""
+def _in_step(cell: nn.Cell, again: bool) -> Iterator[_Step | None]:
+    """Notes the order of units, which tells whom to gather next; the outermost one is given the step."""
     unit, step = cell.__dict__[_UNIT], _step.get()
     if step is not None or again:
         if step is not None:
+            step.ran.add(unit)
             unit.before, step.last = step.last, unit
             if unit.before is not None:
                 unit.before.after = unit
-        yield False
+        yield None
         return
     inner = _units(cell)
     for u in inner:  # what an earlier step that raised, or another order, has left
@@ -198,10 +226,13 @@ def _in_step(cell: nn.Cell, again: bool) -> Iterator[bool]:
         u.release()
         if u.late is not None:
             u.late.finish()
-    step = _Step()
-    step.last, token = unit, _step.set(step)
+    gather_changed(inner)
+    if recording():
+        in_this_gradient.update(inner)
+    step = _Step(unit, inner)
+    token = _step.set(step)
     try:
-        yield len(inner) > 1
+        yield step
     finally:
         _step.reset(token)
 
@@ -225,16 +256,13 @@ def _swapped(slots: list, tensors: dict[int, Tensor]) -> Iterator[None]:
         put(lambda p: p)
 
 
-def _cast(tree, dtype):
-    return map_leaves(lambda x: x.astype(dtype) if x.is_floating_point() and x.dtype != dtype else x, tree, Tensor)
-
-
-def _entrance(x: Tensor, call: Call) -> Tensor:
-    """An output behind a node that gathers the parameters again when its gradient arrives."""
+def _entrance(x: Tensor, call: Call, unused: list[Tensor]) -> Tensor:
+    """An output behind a node that gathers the parameters again when its gradient arrives; the first has `unused`, too."""
     if not x._requires_grad or not x.is_floating_point():
         return x
     with NoFallbackGuard():
-        out = Again.apply(x, call)
+        out = Again.apply(x, call, *unused)
+    unused.clear()
     if isinstance(x, DTensor):
         out = wrap(out, x.layout)
     elif LAID_OUT in x.__dict__:
@@ -247,7 +275,11 @@ def _unit(cell: nn.Cell) -> Unit:
 
 
 def unshard(self) -> None:
-    """Gathers this cell's parameters now, and keeps them until `reshard()`: for many forwards without a step between."""
+    """Gathers this cell's parameters now, and keeps them until `reshard()`: for many forwards.
+
+    A forward asks whether they were changed (one number of all ranks), and gathers them again if so.
+    """
+    _unit(self).release()
     _unit(self).gather()
     _unit(self).kept = True
 

@@ -13,7 +13,7 @@ from mindspore import Tensor
 
 from ..comm.packing import copy
 from ..dispatch.memo import memo_of
-from ..dispatch.patches.hooks import given_hooks, replaced_by
+from ..dispatch.patches.hooks import run_hooks
 from ..internals.names import NoFallbackGuard, executor
 
 
@@ -52,12 +52,4 @@ class LateGradients:
                     if key in arrived:  # else nobody asked for it
                         arrived[key].add_(shard)
         for key, grad in arrived.items():
-            param = self._params[key]()
-            if param is None:
-                continue
-            for hook in given_hooks(param):
-                with NoFallbackGuard():
-                    shown = copy(grad)  # a hook may keep it
-                changed = replaced_by(hook, shown, param.layout.gradient())
-                with NoFallbackGuard():
-                    grad.copy_(changed)
+            run_hooks(self._params[key](), grad)

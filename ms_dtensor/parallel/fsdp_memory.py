@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import mindspore as ms
@@ -17,6 +18,22 @@ from mindspore import Tensor
 from ..comm.packing import numpy_dtype
 
 Index: TypeAlias = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """Where `fully_shard` keeps parameters, gradients and optimizer state: on the device."""
+
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """In host memory, where they are on a CPU; refused on devices.
+
+    Args:
+        pin_memory: of no meaning on a CPU.
+    """
+
+    pin_memory: bool = True
 
 
 def _at(x: Tensor, index: Index) -> Tensor:
@@ -32,7 +49,8 @@ class HostMemory:
     def __init__(self, shapes: Sequence[tuple[int, ...]], dtype):
         kind = numpy_dtype(dtype)
         counts = [math.prod(shape) for shape in shapes]
-        self._map = mmap.mmap(-1, max(sum(counts) * kind.itemsize, 1))
+        # private: of a shared mapping the system keeps the pages that a process gives back
+        self._map = mmap.mmap(-1, max(sum(counts) * kind.itemsize, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         flat, at = np.frombuffer(self._map, np.uint8), 0
         self.arrays = []
         for shape, count in zip(shapes, counts):

@@ -18,16 +18,18 @@ from collections.abc import Iterable
 from typing import Any
 
 import mindspore as ms
+import numpy as np
 from mindspore import Tensor
 
 from .. import comm
 from ..comm.protocol import Work
 from ..core.layout import Layout
+from ..core.mesh import DeviceMesh
 from ..core.placements import REPLICATE
 from ..dispatch.cotangent import as_copy
 from ..dispatch.memo import memo_of
 from ..dispatch.operands import dtype_name, local_alias, wrap
-from ..errors import LayoutError, OpRuleError
+from ..errors import ConfigError, LayoutError, OpRuleError
 from ..internals.names import Function, NoFallbackGuard, no_grad, recording
 from ..internals.target import on_cpu
 from ..redistribute.boxes import sizes_along
@@ -46,10 +48,12 @@ class Block:
         group: the ranks that a parameter is cut over.
         axis: that axis of the parameters' mesh.
         reduce_dtype: in which gradients are summed; None: as they come.
+        near: of `group`, the neighbours among whom the backward gathers; None: all.
     """
 
-    def __init__(self, params: list, whole: list[Layout], dtype, group, axis: int, reduce_dtype):
+    def __init__(self, params: list, whole: list[Layout], dtype, group, axis: int, reduce_dtype, near):
         self.params, self.whole, self.dtype, self.group, self.reduce_dtype = params, whole, dtype, group, reduce_dtype
+        self.near, self._part = near, None  # this rank's part of what the neighbours have together
         self.shapes = [layout.local_shape() for layout in whole]
         self.dims = [p.placements[axis].dim for p in params]
         here = params[0].device_mesh.get_coordinate()
@@ -63,13 +67,18 @@ class Block:
         if self._work is not None:
             return
         with NoFallbackGuard(), comm.annotate(phase=phase, src="fully_shard", dst="gathered parameters"):
-            own = self._kind.pack([(local_alias(p), ()) for p in self.params], self.dtype)
-            self._work = self.group.all_gather(own, 0, self._totals(range(len(self.params))), async_op=True)
+            totals = self._totals(range(len(self.params)))
+            if self._part is None:
+                self._work = self.group.all_gather(self._own(), 0, totals, async_op=True)
+            else:
+                each = self.group.size // self.near.size
+                totals = [sum(totals[r:r + each]) for r in range(0, len(totals), each)]
+                self._work = self.near.all_gather(self._part, 0, totals, async_op=True)
 
     def finish(self, phase: str) -> None:
         """The memory holds the whole parameters."""
         self.start(phase)
-        gathered, self._work = self._work.wait(), None
+        gathered, self._work, self._part = self._work.wait(), None, None
         if self.memory is None:
             self.memory = self._kind(self.shapes, self.dtype)
         with NoFallbackGuard():
@@ -86,25 +95,44 @@ class Block:
         """New tensors on the memory, which is full."""
         return [] if self.memory is None else self.memory.tensors()
 
-    def handed_out(self) -> list[Tensor]:
+    def handed_out(self, full: bool) -> list[Tensor]:
         """What the node gives: the whole parameters; or, as MindSpore casts a gradient to its tensor's dtype, stand-ins.
 
         A stand-in has the dtype in which gradients are reduced, and the memory of one number.
         """
-        if self.reduce_dtype in (None, self.dtype):
+        if full and self.reduce_dtype in (None, self.dtype):
             return self.tensors()
-        return [ms.ops.zeros((1,) * len(shape), self.reduce_dtype).expand(shape) for shape in self.shapes]
+        return [ms.ops.zeros((1,) * len(shape), self.reduce_dtype or self.dtype).expand(shape) for shape in self.shapes]
 
-    def release(self) -> None:
-        """The memory goes."""
-        if self.memory is not None:
-            self.memory.release()
+    def release(self, keep_part: bool) -> None:
+        """The memory goes, but for what this rank keeps for its neighbours."""
+        if self.memory is None:
+            return
+        if keep_part and self.near is not None:
+            each, whole = self.group.size // self.near.size, self.tensors()
+            first = self.near.rank_index * each
+            with NoFallbackGuard():
+                self._part = self._kind.pack([(whole[i], self._piece(i, r)[0]) for r in range(first, first + each)
+                                              for i in range(len(self.params))], self.dtype)
+        self.memory.release()
 
     def drop(self) -> None:
-        """Forgets a gathering that nobody waited for."""
+        """Forgets a gathering that nobody waited for, and a part that nobody asked for."""
+        self._part = None
         if self._work is not None:
             self._work.wait()
             self._work = None
+
+    def changed(self) -> bool:
+        """Whether this rank's shards are no longer what lies in the memory."""
+        with NoFallbackGuard():
+            there = [(x, self._piece(i, self.group.rank_index)[0]) for i, x in enumerate(self.tensors())]
+            pairs = self._own(), self._kind.pack(there, self.dtype)
+            a, b = (x.asnumpy().view(np.uint8) for x in pairs)
+        return not np.array_equal(a, b)
+
+    def _own(self) -> Tensor:
+        return self._kind.pack([(local_alias(p), ()) for p in self.params], self.dtype)
 
     def reduce(self, grads: dict[int, Tensor]) -> Work:
         """Begins to add up all ranks' gradients, given by number of the parameter; the work has this rank's part, flat."""
@@ -178,7 +206,7 @@ class Whole(Function):
     @staticmethod
     def forward(ctx, call: Call, numbers: tuple[tuple[int, int], ...], *params):
         ctx.call, ctx.numbers = call, numbers
-        handed = [block.handed_out() for block in call.unit.blocks]
+        handed = [block.handed_out(call.unit.full) for block in call.unit.blocks]
         return tuple(handed[b][i] for b, i in numbers)
 
     @staticmethod
@@ -194,17 +222,20 @@ class Whole(Function):
 
 
 class Again(Function):
-    """An output of a unit's cell; its gradient is the first to arrive in the backward."""
+    """An output of a unit's cell; its gradient is the first to arrive in the backward.
+
+    What it does not depend on may go in with it: the nodes of units that did not run and owe gradients of earlier steps.
+    """
 
     @staticmethod
-    def forward(ctx, x, call: Call):
-        ctx.call = call
+    def forward(ctx, x, call: Call, *unused):
+        ctx.call, ctx.unused = call, [(node._shape, node.dtype) for node in unused]
         return x.view(x._shape)
 
     @staticmethod
     def backward(ctx, grad):
         ctx.call.enter()
-        return grad, None
+        return grad, None, *(ms.ops.zeros(shape, dtype) for shape, dtype in ctx.unused)
 
 
 class Unit:
@@ -214,37 +245,66 @@ class Unit:
         name: for messages.
         slots: (cell, key, parameter) of every place that holds one of its parameters.
         mesh: the data axes: the last one cuts, one before it copies.
-        reshard: give the memory back after the forward.
-        policy: `MixedPrecisionPolicy` or None.
+        neighbours: among how many ranks of the last axis the backward gathers again; 0: the memory is kept till then.
+        policy: `MixedPrecisionPolicy`.
     """
 
-    def __init__(self, name: str, slots: list, mesh, reshard: bool, policy):
-        self.name, self.slots, self.mesh, self.reshard, self.policy = name, slots, mesh, reshard, policy
+    def __init__(self, name: str, slots: list, mesh, neighbours: int, policy):
+        self.name, self.slots, self.mesh, self.neighbours, self.policy = name, slots, mesh, neighbours, policy
+        self.reshard = neighbours > 0
         self.sync, self.kept, self.full, self.running = True, False, False, 0
         self.before: Unit | None = None  # in the order of the last forward
         self.after: Unit | None = None
         axes = mesh.mesh_dim_names
+        near = _near(mesh, neighbours) if 0 < neighbours < mesh.shape[-1] else None
         self.copies = mesh.get_group(axes[0]) if mesh.ndim == 2 and mesh.shape[0] > 1 else None
         by_dtype: dict[str, list] = {}
         for p in {id(p): p for _, _, p in slots}.values():
-            by_dtype.setdefault(dtype_name(_compute_dtype(p, policy)), []).append(p)
+            by_dtype.setdefault(dtype_name(policy.compute_dtype(p)), []).append(p)
         self.blocks, self.place = [], {}
         for b, params in enumerate(by_dtype.values()):
             axis = params[0].device_mesh.axis_index(axes[-1])
             own = [params[0].device_mesh.axis_index(a) for a in axes]
-            dtype = _compute_dtype(params[0], policy)
+            dtype = policy.compute_dtype(params[0])
             whole = [gathered(p.layout, own, dtype_name(dtype)) for p in params]
-            self.blocks.append(Block(params, whole, dtype, mesh.get_group(axes[-1]), axis,
-                                     None if policy is None else policy.reduce_dtype))
+            self.blocks.append(Block(params, whole, dtype, mesh.get_group(axes[-1]), axis, policy.reduce_dtype, near))
             self.place.update({id(p): (b, i) for i, p in enumerate(params)})
         self.partial_on = {id(p): tuple(p.device_mesh.axis_index(a) for a in axes) for _, _, p in slots}
         self._unsent: dict[tuple[int, int], Tensor] = {}  # gradients of steps without communication
         self.late = None if on_cpu() else LateGradients(p for block in self.blocks for p in block.params)
 
     def __deepcopy__(self, memo) -> Unit:
-        out = Unit(self.name, copy.deepcopy(self.slots, memo), self.mesh, self.reshard, self.policy)
-        out.sync = self.sync
+        out = Unit(self.name, copy.deepcopy(self.slots, memo), self.mesh, self.neighbours, self.policy)
+        out.sync, out.reshard = self.sync, self.reshard
         return out
+
+    def check(self) -> None:
+        """The cell's parameters are those that were cut.
+
+        Raises:
+            ConfigError: before anything is gathered.
+        """
+        gone = [key for cell, key, p in self.slots if cell._params.get(key) is not p]
+        if gone:
+            raise ConfigError(f"For 'fully_shard', parameters of {self.name} were replaced or taken out since.",
+                              ", ".join(sorted(set(gone))), "A unit gathers the parameters that it was given.",
+                              ("parameter.set_data(value) keeps its place", "replace parameters before fully_shard()"))
+
+    def abandon(self) -> None:
+        """The gradient that was under way has raised."""
+        self._unsent = {}
+
+    def unsent_nodes(self) -> list[Tensor]:
+        """Nodes for the gradients of earlier steps, where this step is to send them and does not run the cell."""
+        params = {(b, i): self.blocks[b].params[i] for b, i in self._unsent}
+        owed = {at: p for at, p in params.items() if self.sync and p.requires_grad}
+        if not owed:
+            return []
+        call = Call(self)
+        call.entered, self.running = True, self.running + 1
+        with NoFallbackGuard():
+            nodes = Whole.apply(call, tuple(owed), *owed.values())
+        return list(nodes) if isinstance(nodes, tuple) else [nodes]
 
     def gather(self, backward: bool = False) -> None:
         """The memory holds the whole parameters; the next unit's are on their way."""
@@ -261,12 +321,12 @@ class Unit:
                 for block in coming.blocks:
                     block.start(phase)
 
-    def release(self) -> None:
+    def release(self, keep_part: bool = False) -> None:
         """Gives the memory back, unless the user keeps it."""
         for block in self.blocks:
             block.drop()
             if self.full and not self.kept:
-                block.release()
+                block.release(keep_part)
         self.full = self.full and self.kept
 
     def tensors(self, call: Call | None) -> dict[int, Tensor]:
@@ -328,9 +388,24 @@ class Unit:
         return [ms.ops.zeros(p.local_shape, p.dtype) for p in params]
 
 
-def _compute_dtype(param, policy):
-    wanted = None if policy is None else policy.param_dtype
-    return wanted if wanted is not None and param.is_floating_point() else param.dtype
+def _near(mesh, size: int):
+    """The group of this rank and its neighbours on the last axis, so many together."""
+    ranks = mesh.mesh.reshape(*mesh.shape[:-1], -1, size)
+    names = (*mesh.mesh_dim_names[:-1], "far", "near")
+    return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=names).get_group("near")
+
+
+def gather_changed(units: list[Unit]) -> None:
+    """Of what users keep gathered, lets go what was changed on any rank."""
+    for unit in units:
+        if unit.kept and unit.full:
+            changed = Tensor(np.array([any([block.changed() for block in unit.blocks])], np.float32))
+            with comm.annotate(phase="forward", src="fully_shard", dst="were kept parameters changed"):
+                changed = unit.mesh.get_group().all_reduce(changed, "max")
+            if changed.asnumpy()[0]:
+                for block in unit.blocks:
+                    block.release(keep_part=False)
+                unit.full = False
 
 
 def gathered(layout: Layout, axes: list[int], dtype: str | None = None) -> Layout:

@@ -75,15 +75,26 @@ class MixedPrecisionPolicy:
                 cell.__class__ = _computing_with_copies(type(cell))
                 cell.__dict__[_POLICY] = self
         if self.cast_forward_inputs and self.param_dtype is not None:
-            module.register_forward_pre_hook(lambda cell, args, kwargs: (_cast(args, self.param_dtype),
-                                                                         _cast(kwargs, self.param_dtype)), with_kwargs=True)
+            module.register_forward_pre_hook(lambda cell, args, kwargs: self.cast_inputs(args, kwargs), with_kwargs=True)
         if self.output_dtype is not None:
-            module.register_forward_hook(lambda cell, args, output: _cast(output, self.output_dtype))
+            module.register_forward_hook(lambda cell, args, output: self.cast_output(output))
         return module
+
+    def cast_inputs(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """What a cell is called with, as it computes with it."""
+        return _cast((args, kwargs), self.param_dtype if self.cast_forward_inputs else None)
+
+    def cast_output(self, output):
+        """What a cell returns, as its caller gets it."""
+        return _cast(output, self.output_dtype)
+
+    def compute_dtype(self, param) -> ms.dtype.TensorType:
+        """Of a parameter as the computation sees it."""
+        return self.param_dtype if self.param_dtype is not None and param.is_floating_point() else param.dtype
 
     def copy_of(self, param):
         """A parameter as the computation sees it."""
-        dtype = self.param_dtype or param.dtype
+        dtype = self.compute_dtype(param)
         reduce_dtype = self.reduce_dtype or dtype
         if isinstance(param, DTensor):
             return param if dtype == reduce_dtype == param.dtype else compute_copy(param, dtype, reduce_dtype)
@@ -95,6 +106,8 @@ def _is_float(x) -> bool:
 
 
 def _cast(value, dtype):
+    if dtype is None:
+        return value
     return map_leaves(lambda x: x.astype(dtype) if _is_float(x) and x.dtype != dtype else x, value, Tensor)
 
 

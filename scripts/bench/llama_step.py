@@ -1,21 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Llama training step: one rank, tensor parallel and data parallel over two, by hand, and in PyTorch, in turns.
+"""A Llama training step: one rank, and two in all the library's ways, by hand, and in PyTorch, in turns; peak memory.
 
-    python scripts/bench/llama_step.py [--size small|toy] [--rounds 6] [--no-torch] [--no-save]
+    python scripts/bench/llama_step.py [--size small|medium|toy] [--rounds 6] [--variants single,tp,dp,...] [--no-save]
 
-"small" is 21 M parameters (dim 512, 4 layers, 8192 words, 4 x 256 tokens), "toy" 0.66 M. One thread and one core a
-process. In every round each variant makes one step while the others wait, so what else runs on the machine hits all
-alike, and every other round goes backwards; figures are medians over rounds after the first two. "two at once" is the
-single-rank step on both ranks at the same time, without communication: how far two ranks that never wait for each other
-hinder each other; "half at once" the same on half a batch each: a data-parallel step whose reduction takes no time,
-the bound of data parallelism on this machine. "hand" is the same model with Megatron's collectives written out
-in plain MindSpore (megatron.py), without DTensors. The core of attention is compiled in all of MindSpore's variants.
+"small" is 21 M parameters (dim 512, 4 layers, 8192 words, 4 x 256 tokens), "medium" 98 M (dim 768, 12 layers, 4 x 128
+tokens), "toy" 0.66 M. Each variant has processes of its own, so that peaks of resident memory are its own, too; one thread
+and one core a process. In every round each variant makes one step while the others wait, so what else runs on the machine
+hits all alike, and every other round goes backwards; figures are medians over rounds after the first two. "two at once" is
+the single-rank step on both ranks at the same time, without communication: how far two ranks that never wait for each other
+hinder each other; "half at once" the same on half a batch each: a data-parallel step whose reduction takes no time, the
+bound of data parallelism on this machine. "hand" is the same model with Megatron's collectives written out in plain
+MindSpore (megatron.py), without DTensors. The core of attention is compiled in all of MindSpore's variants.
+
+All variants of "medium" at once want more memory than 24 GB: say which ones.
 """
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import re
+import resource
 import statistics
 import subprocess
 import sys
@@ -32,13 +37,21 @@ from model_zoo.llama.config import Config, ModelConfig, OptimConfig, ParallelCon
 
 SIZES = {
     "small": (ModelConfig(dim=512, n_layers=4, n_heads=8, n_kv_heads=8, ffn_dim=1408, vocab_size=8192), 4, 256),
+    "medium": (ModelConfig(dim=768, n_layers=12, n_heads=12, n_kv_heads=12, ffn_dim=2048, vocab_size=8192), 4, 128),
     "toy": (ModelConfig(dim=128, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=352, vocab_size=1024), 4, 64),
 }
 
 
-def config(size: str, dp: int = 1, tp: int = 1) -> Config:
+WAYS = {"tp": ParallelConfig(tp=2), "dp": ParallelConfig(dp=2), "fsdp": ParallelConfig(dp=2, fsdp=True),
+        "zero1": ParallelConfig(dp=2, zero1=True)}
+ALONE = ("single", "two at once", "half at once")  # without a mesh
+VARIANTS = (*ALONE, *(f"ours {way}" for way in WAYS), "hand tp", "hand dp",
+            *(f"torch {way}" for way in ("single", "tp", "dp", "fsdp")))
+
+
+def config(size: str, parallel: ParallelConfig = ParallelConfig()) -> Config:  # noqa: B008  frozen
     model, batch, seq = SIZES[size]
-    return Config(model=model, parallel=ParallelConfig(dp=dp, tp=tp), train=TrainConfig(batch=batch, seq=seq, compile=True),
+    return Config(model=model, parallel=parallel, train=TrainConfig(batch=batch, seq=seq, compile=True),
                   optim=OptimConfig(clip_norm=0.0))
 
 
@@ -67,24 +80,24 @@ class Turns:
             if turn != self.seen and turn.startswith(who + " "):
                 self.seen = turn
                 return True
-            time.sleep(0.005)
+            time.sleep(0.02)
 
-    def done(self, seconds: dict) -> None:
+    def done(self, answer_of_rank_0: dict) -> None:
         answer = self.folder / "answer.new"
-        answer.write_text(json.dumps([self.seen, seconds]))
+        answer.write_text(json.dumps([self.seen, answer_of_rank_0]))
         answer.rename(self.folder / "answer")
 
     def ask(self, who: str, number: int, processes, limit: float = 200) -> dict:
-        """The parent's side: gives the turn, and waits for the seconds."""
+        """The parent's side: gives the turn, and waits for the answer."""
         turn, until = f"{who} {number}", time.monotonic() + limit
         self._say(turn)
         while time.monotonic() < until:
             if any(p.poll() is not None for p in processes):
                 raise RuntimeError(f"{who}: a process ended; see {self.folder}")
             try:
-                name, seconds = json.loads((self.folder / "answer").read_text())
+                name, answer = json.loads((self.folder / "answer").read_text())
                 if name == turn:
-                    return seconds
+                    return answer
             except FileNotFoundError:
                 pass
             time.sleep(0.005)
@@ -98,95 +111,101 @@ class Turns:
         (self.folder / "turn.new").rename(self.folder / "turn")
 
 
-def rank_main(size: str, folder: str) -> None:
-    """What each of the two MindSpore ranks runs."""
+def peaks() -> dict:
+    """MiB: the most that this process ever held, and since `forget_peak`."""
+    kb = int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+    return {"peak_mib": round(kb / 1024), "ever_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)}
+
+
+def forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def take_turns(turns: Turns, who: str, rank: int, step, barrier) -> None:
+    """A rank's side: a step whenever it is asked for one."""
+    number = 0
+    while turns.wait(who):
+        if number == 1:
+            forget_peak()  # building the model, and what is made once, is over
+        number += 1
+        barrier()
+        start = time.perf_counter()
+        loss = step()
+        barrier()  # a step takes as long as its slowest rank
+        seconds = time.perf_counter() - start
+        if rank == 0:
+            turns.done({"seconds": seconds, "loss": loss, **peaks()})
+
+
+def rank_main(who: str, size: str, folder: str) -> None:
+    """What each MindSpore rank of a variant runs."""
     import megatron
 
     from model_zoo.llama.trainer import Trainer
     from ms_dtensor import init_device_mesh
 
-    meshes = {"tp": init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")),
-              "dp": init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))}
-    rank, group = meshes["tp"].get_rank(), meshes["tp"].get_group()
-    configs = {"tp": config(size, tp=2), "dp": config(size, dp=2), "single": config(size)}
-    batch = data(configs["single"])
-
-    def ours(kind, mesh, rows=slice(None)):
-        trainer = Trainer(configs[kind], None, mesh)
+    library, _, way = who.partition(" ")
+    ranks = 1 if who == "single" else 2
+    cfg = config(size, WAYS.get(way, ParallelConfig()))
+    tp = cfg.parallel.tp
+    mesh = init_device_mesh("cpu", (ranks // tp, tp), mesh_dim_names=("dp", "tp"))
+    group = init_device_mesh("cpu", (ranks,)).get_group()
+    rank = group.rank_index
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[0]})
+    batch = tuple(x[:len(x) // 2] for x in data(cfg)) if who == "half at once" else data(cfg)
+    if library == "hand":
+        by_hand = megatron.Step(cfg, group, rank)
+        step = lambda: by_hand.step(*batch)  # noqa: E731
+    else:
+        trainer = Trainer(cfg, None, None if who in ALONE else mesh)
 
         def step():
-            loss, grads = trainer.gradients(*(x[rows] for x in batch))
+            loss, grads = trainer.gradients(*batch)
             trainer.optimizer(grads)
             return float(loss)
-        return step
-    half = slice(0, len(batch[0]) // 2)
-    steps = {"single": ours("single", None) if rank == 0 else None, "two at once": ours("single", None),
-             "half at once": ours("single", None, half)}
-    for kind, mesh in meshes.items():
-        steps[f"ours {kind}"] = ours(kind, mesh)
-        by_hand = megatron.Step(configs[kind], group, rank)
-        steps[f"hand {kind}"] = lambda by_hand=by_hand: by_hand.step(*batch)
-    turns = Turns(folder)
-    while turns.wait("mindspore"):
-        seconds, losses = {}, {}
-        backwards = int(turns.seen.split()[1]) % 2  # what ran before leaves its traces in the caches
-        for name, step in list(steps.items())[::-1 if backwards else 1]:
-            group.barrier()
-            if step is not None:
-                start = time.perf_counter()
-                losses[name] = step()
-                if name != "single":
-                    group.barrier()  # a step takes as long as its slowest rank
-                seconds[name] = time.perf_counter() - start
-        if rank == 0:
-            turns.done({**seconds, "losses": losses})
+    take_turns(Turns(folder), who, rank, step, group.barrier)
 
 
-def torch_main(rank: str, size: str, folder: str) -> None:
+def torch_main(rank: str, who: str, size: str, folder: str) -> None:
     import torch_llama
 
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[int(rank)]})  # as ours
-    cfg = config(size)
-    torch_llama.worker(int(rank), cfg, data(cfg), Turns(folder), f"{folder}/store")
+    cfg, way = config(size), who.removeprefix("torch ")
+    store = f"{folder}/store_{way}"
+    step, barrier = torch_llama.prepare(way, int(rank), 1 if way == "single" else 2, cfg, data(cfg), store)
+    take_turns(Turns(folder), who, int(rank), step, barrier)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--size", choices=SIZES, default="small")
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--no-torch", action="store_true")
-    parser.add_argument("--no-save", action="store_true")
-    parser.add_argument("--rank", nargs=2, metavar=("SIZE", "FOLDER"))
-    parser.add_argument("--torch", nargs=3, metavar=("RANK", "SIZE", "FOLDER"))
-    args = parser.parse_args()
-    if args.rank:
-        rank_main(*args.rank)
-        return
-    if args.torch:
-        torch_main(*args.torch)
-        return
+def start(who: str, size: str, folder: str) -> list[subprocess.Popen]:
+    """The processes of a variant."""
     from model_zoo.llama.launch import environment, msrun_command
 
+    script, ranks = Path(__file__).resolve(), 1 if who in ("single", "torch single") else 2
+    name = who.replace(" ", "_")
+    if not who.startswith("torch "):
+        logs = Path(folder) / name
+        logs.mkdir()
+        return [subprocess.Popen(msrun_command(script, ranks, logs, ["--rank", who, size, folder]), env=environment(),
+                                 stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)]
+    processes = []
+    for rank in range(ranks):
+        with open(f"{folder}/{name}_{rank}.log", "wb") as log:
+            processes.append(subprocess.Popen([sys.executable, str(script), "--torch", str(rank), who, size, folder],
+                                              stdout=log, stderr=subprocess.STDOUT, env=environment()))
+    return processes
+
+
+def measure(variants, size: str, rounds: int) -> dict[str, list[dict]]:
+    """Each variant's answers, round by round."""
     folder = tempfile.mkdtemp(prefix="ms_dtensor_llama_step_")
-    script = Path(__file__).resolve()
-    processes = [subprocess.Popen(msrun_command(script, 2, Path(folder), ["--rank", args.size, folder]),
-                                  env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)]
-    who = ["mindspore"]
-    if not args.no_torch:
-        who.append("torch")
-        for rank in "01":
-            with open(f"{folder}/torch_{rank}.log", "wb") as log:
-                processes.append(subprocess.Popen([sys.executable, str(script), "--torch", rank, args.size, folder],
-                                                  stdout=log, stderr=subprocess.STDOUT, env=environment()))
-    turns, seen, losses = Turns(folder), {}, []
+    processes, turns, seen = [], Turns(folder), {who: [] for who in variants}
     try:
-        for number in range(args.rounds + 2):
-            for library in who:
-                answer = turns.ask(library, number, processes)
-                if "losses" in answer:
-                    losses.append(answer.pop("losses"))
-                for name, seconds in answer.items():
-                    seen.setdefault(name, []).append(seconds)
+        for who in variants:
+            processes += start(who, size, folder)
+            seen[who].append(turns.ask(who, 0, processes))  # one after the other: starting takes both cores
+        for number in range(1, rounds + 2):
+            for who in variants[::-1 if number % 2 else 1]:  # what ran before leaves its traces in the caches
+                seen[who].append(turns.ask(who, number, processes))
     finally:
         turns.end()
         for process in processes:
@@ -194,23 +213,46 @@ def main() -> None:
                 process.wait(60)
             except subprocess.TimeoutExpired:
                 process.kill()
+    return seen
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--variants", default=",".join(VARIANTS), help=", ".join(VARIANTS))
+    parser.add_argument("--no-save", action="store_true")
+    parser.add_argument("--rank", nargs=3, metavar=("VARIANT", "SIZE", "FOLDER"), help=argparse.SUPPRESS)
+    parser.add_argument("--torch", nargs=4, metavar=("RANK", "VARIANT", "SIZE", "FOLDER"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank:
+        rank_main(*args.rank)
+        return
+    if args.torch:
+        torch_main(*args.torch)
+        return
+    seen = measure(args.variants.split(","), args.size, args.rounds)
     cfg = config(args.size)
     tokens = cfg.train.batch * cfg.train.seq
-    result, table = {}, [("", "ms", "least", "tokens/s", "speed-up")]
-    for name, values in seen.items():
-        values = values[2:]
-        base = seen["torch single" if name.startswith("torch") else "single"][2:]
+    times = {who: [answer["seconds"] for answer in answers[2:]] for who, answers in seen.items()}
+    result, table = {}, [("", "ms", "least", "tokens/s", "speed-up", "peak MiB", "with start")]
+    for who, values in times.items():
+        base = times.get("torch single" if who.startswith("torch") else "single", values)
         gain = statistics.median(b / v for b, v in zip(base, values))
-        result[name] = {"ms": round(statistics.median(values) * 1e3, 1), "least": round(min(values) * 1e3, 1),
-                        "tokens_per_s": round(tokens / statistics.median(values)), "speedup": round(gain, 2),
-                        "all_ms": [round(v * 1e3, 1) for v in values]}
-        table.append((name, *(result[name][k] for k in ("ms", "least", "tokens_per_s", "speedup"))))
-    for kind in ("tp", "dp"):
-        ratio = statistics.median(a / b for a, b in zip(seen[f"ours {kind}"][2:], seen[f"hand {kind}"][2:]))
-        result[f"ours {kind}"]["over_hand"] = round(ratio, 3)
-        table.append((f"ours / hand {kind}", f"{ratio:.3f}", "", "", ""))
-    finish(f"llama_{args.size}", {"unit": "ms", "rounds": args.rounds, "tokens": tokens, "rows": result,
-                                  "losses": [losses[0], losses[-1]]}, table, not args.no_save)
+        last = seen[who][-1]
+        result[who] = {"ms": round(statistics.median(values) * 1e3, 1), "least": round(min(values) * 1e3, 1),
+                       "tokens_per_s": round(tokens / statistics.median(values)), "speedup": round(gain, 2),
+                       "peak_mib": last["peak_mib"], "ever_mib": last["ever_mib"],
+                       "all_ms": [round(v * 1e3, 1) for v in values]}
+        table.append((who, *list(result[who].values())[:-1]))
+    for way in ("tp", "dp"):
+        if {f"ours {way}", f"hand {way}"} <= times.keys():
+            ratio = statistics.median(a / b for a, b in zip(times[f"ours {way}"], times[f"hand {way}"]))
+            result[f"ours {way}"]["over_hand"] = round(ratio, 3)
+            table.append((f"ours / hand {way}", f"{ratio:.3f}", *[""] * 5))
+    losses = [{who: answers[at]["loss"] for who, answers in seen.items()} for at in (0, -1)]
+    finish(f"llama_{args.size}", {"unit": "ms", "rounds": args.rounds, "tokens": tokens, "rows": result, "losses": losses},
+           table, not args.no_save)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ def main() -> None:
 
     import mindspore as ms
     import numpy as np
-    from llama_step import config, data
+    from llama_step import WAYS, config, data
     from mindspore import Parameter, Tensor
 
     from model_zoo.llama.trainer import Trainer
@@ -39,7 +39,7 @@ def main() -> None:
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
         ms.runtime.launch_blocking()
         for size in ("small", "toy"):
-            cfg = config(size, tp=2)
+            cfg = config(size, WAYS["tp"])
             cfg = dataclasses.replace(cfg, parallel=dataclasses.replace(cfg.parallel, sequence_parallel=True))
             trainer = Trainer(cfg, None, mesh)
             with comm.record() as backward:

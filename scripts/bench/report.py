@@ -87,7 +87,7 @@ and on two cores they take their time from it.
 
 
 def llama(run: dict, title: str) -> str:
-    rows = [(name, r["ms"], r["least"], r["tokens_per_s"], r["speedup"], r.get("over_hand", ""))
+    rows = [(name, r["ms"], r["least"], r["tokens_per_s"], r["speedup"], r.get("over_hand", ""), r.get("peak_mib", ""))
             for name, r in run["rows"].items()]
     first, last = run["losses"]
     losses = ", ".join(f"{k} {first[k]:.6f} -> {last[k]:.6f}" for k in first)
@@ -109,9 +109,10 @@ of one.
 {bound}
 {stamp(run)}
 
-{warning if busy else ""}{table(("", "ms", "least ms", "tokens/s", "speed-up", "ours / hand"), rows)}
+{warning if busy else ""}{table(("", "ms", "least ms", "tokens/s", "speed-up", "ours / hand", "peak MiB a rank"), rows)}
 
-Losses of the first and the last step: {losses}.
+Peaks are of resident memory after the first step, of a process that runs nothing else. Losses of the first and the last
+step: {losses}.
 """
 
 
@@ -157,7 +158,7 @@ def plot_dispatch(run: dict) -> None:
 
 
 def plot_llama(run: dict) -> None:
-    rows, kinds = run["rows"], ("dp", "tp")
+    rows, kinds = run["rows"], ("dp", "fsdp", "tp")
     fig, ax = plt.subplots(figsize=(7, 4))
     for k, (variant, label) in enumerate((("ours", "ms_dtensor"), ("hand", "by hand"), ("torch", "PyTorch"))):
         values = [rows.get(f"{variant} {kind}", {}).get("speedup", 0) for kind in kinds]
@@ -166,7 +167,7 @@ def plot_llama(run: dict) -> None:
     if "half at once" in rows:
         ax.axhline(rows["half at once"]["speedup"], color="black", linestyle="--", linewidth=1,
                    label="half a batch each, no communication")
-    ax.set_xticks(range(len(kinds)), ["data parallel", "tensor parallel"])
+    ax.set_xticks(range(len(kinds)), ["data parallel", "fully sharded", "tensor parallel"])
     ax.set_ylabel("speed-up of two ranks over one")
     ax.legend(loc="lower right")
     save(fig, "llama_small")
@@ -182,6 +183,7 @@ def main() -> None:
     for name, script, write, plot in (
             ("dispatch", "dispatch.py", dispatch, plot_dispatch),
             ("llama_small", "llama_step.py --size small", lambda run: llama(run, "21 M parameters"), plot_llama),
+            ("llama_medium", "llama_step.py --size medium", lambda run: llama(run, "98 M parameters"), None),
             ("llama_toy", "llama_step.py --size toy", lambda run: llama(run, "toy size, 0.66 M parameters"), None),
             ("optimizer", "optimizer.py", optimizer, None), ("startup", "startup.py", startup, None)):
         run = load(name)

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same Llama in PyTorch, in turns with ours: one rank, tensor parallel (DTensor styles), data parallel (DDP).
+"""The same Llama in PyTorch, in turns with ours: one rank, tensor parallel (DTensor styles), data parallel (DDP, FSDP2).
 
 Not a comparison of kernels to the last percent: PyTorch uses its fused attention and RMSNorm is spelled out in both.
 """
 from __future__ import annotations
 
+import contextlib
 import os
-import time
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  PyTorch's habit
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -102,42 +103,34 @@ def tensor_parallel(model, mesh):
     return model
 
 
-def worker(rank, cfg, batch, turns, store):
-    """One rank: waits for its turn, steps every variant once, reports seconds."""
+def prepare(way, rank, ranks, cfg, batch, store):
+    """One rank of "single", "tp", "dp" (DDP) or "fsdp" (FSDP2 of blocks): a step that returns the loss, and a barrier."""
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    mesh = init_device_mesh("cpu", (2,))
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     m, t = cfg.model, cfg.train
     angle = torch.outer(torch.arange(t.seq), m.rope_theta ** (-torch.arange(0, m.head_dim, 2) / m.head_dim)).repeat(1, 2)
     cos, sin = angle.cos(), angle.sin()
-    ids, labels = (torch.from_numpy(a).long() for a in batch)
-    models = {"single": Llama(m) if rank == 0 else None, "tp": tensor_parallel(Llama(m), mesh),
-              "dp": nn.parallel.DistributedDataParallel(Llama(m))}
-    optimizers = {k: torch.optim.AdamW(v.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
-                  for k, v in models.items() if v is not None}
+    cut_rows = way in ("dp", "fsdp")
+    rows = slice(rank * t.batch // 2, (rank + 1) * t.batch // 2) if cut_rows else slice(None)
+    ids, labels = (torch.from_numpy(a).long()[rows] for a in batch)
+    model = Llama(m)
+    if way == "tp":
+        tensor_parallel(model, init_device_mesh("cpu", (ranks,)))
+    elif way == "dp":
+        model = nn.parallel.DistributedDataParallel(model)
+    elif way == "fsdp":
+        mesh = init_device_mesh("cpu", (ranks,))
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
 
-    def step(kind):
-        rows = slice(rank * len(ids) // 2, (rank + 1) * len(ids) // 2) if kind == "dp" else slice(None)
-        x, y = ids[rows], labels[rows]
-        if kind == "tp":
-            with loss_parallel():
-                F.cross_entropy(models[kind](x, cos, sin).flatten(0, 1), y.flatten()).backward()
-        else:
-            F.cross_entropy(models[kind](x, cos, sin).flatten(0, 1), y.flatten()).backward()
-        optimizers[kind].step()
-        optimizers[kind].zero_grad()
-
-    while turns.wait("torch"):
-        seconds = {}
-        for kind in models:
-            dist.barrier()
-            if kind == "single" and rank:
-                continue
-            start = time.perf_counter()
-            step(kind)
-            seconds[f"torch {kind}"] = time.perf_counter() - start
-        dist.barrier()
-        if rank == 0:
-            turns.done(seconds)
-    dist.destroy_process_group()
+    def step():
+        with loss_parallel() if way == "tp" else contextlib.nullcontext():
+            loss = F.cross_entropy(model(ids, cos, sin).flatten(0, 1), labels.flatten())
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss)  # of this rank's rows
+    return step, dist.barrier

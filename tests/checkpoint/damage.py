@@ -114,7 +114,7 @@ KINDS: dict[str, Callable[[Path], None]] = {
     "a folder in place of a shard": _instead(lambda path: path.mkdir()),
     "a pipe in place of a shard": _instead(os.mkfifo),
     "an index that exchanges two places": _index(_swap_offsets), "an index that exchanges two names": _index(_swap_names),
-    "an index with another hash": _index(lambda b: b["tensors"]["small"]["chunks"][0].update(crc32="00000000")),
+    "an index with another hash": _index(lambda b: b["tensors"]["small"]["chunks"][0].update(hashes="0" * 16)),
     "an index with another dtype": _index(lambda b: b["tensors"]["large"].update(dtype="I32")),
     "an index with another id": _index(lambda b: b.update(id="f" * 32)),
 }

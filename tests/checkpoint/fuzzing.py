@@ -45,7 +45,7 @@ def mutate(node: Any, rng: random.Random) -> Any:
         elif what == 3 and isinstance(holder[key], int):
             holder[key] += rng.choice((-1, 1, 4, 8, 4096, -8))
         else:
-            holder[key] = rng.choice(ODD) if rng.random() < 0.7 else copy.deepcopy(rng.choice([h[k] for h, k in path]))
+            holder[key] = copy.deepcopy(rng.choice(ODD if rng.random() < 0.7 else [h[k] for h, k in path]))
     return node
 
 

@@ -24,7 +24,7 @@ def test_an_index_comes_back():
     assert parse(dump(INDEX), "x") == INDEX
     again = parse(dump(replace(INDEX, step=None, values={"n": math.nan})), "x")
     assert again.step is None and math.isnan(again.values["n"])
-    assert json.loads(dump(INDEX))["index"]["tensors"]["w"]["chunks"][1]["crc32"] == "ffffffff"
+    assert json.loads(dump(INDEX))["index"]["tensors"]["w"]["chunks"][1]["hashes"] == "00000000ffffffff"
 
 
 def _changed(change):
@@ -56,7 +56,7 @@ WRONG = {
     "do not cover it once": _set("tensors", "w", "shape", [2, 4]), "is no map": _set("values", []),
     "the box": _set(*CHUNK, "box", [[0, 1], [0, 4]]), "is no file of the index": _set(*CHUNK, "file", "/etc/passwd"),
     "is at byte": _set(*CHUNK, "begin", 0), "is at byte 1000000": _set(*CHUNK, "begin", 10 ** 6),
-    "one begins at 68": _set(*CHUNK, "begin", 68), "not one for each piece": _set(*CHUNK, "crc32", "0"),
+    "one begins at 68": _set(*CHUNK, "begin", 68), "not one for each piece": _set(*CHUNK, "hashes", "0"),
     "hashes of a chunk": _set(*CHUNK, "piece", 0), "a chunk of 'w' does not have": _set(*CHUNK, "box", ...),
     "is tied to": _set("tied", "v", "x"), "is two things": _set("values", "w", 1), "the value of": _set("values", "a", [1]),
     "no list": _set("tensors", "w", "chunks", None), "a file in this folder": _set("files", "a\u0000.safetensors", {}),

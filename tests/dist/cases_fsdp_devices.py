@@ -8,20 +8,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn
 
-from ms_dtensor import (
-    ColwiseParallel,
-    DTensor,
-    MixedPrecisionPolicy,
-    RowwiseParallel,
-    Shard,
-    comm,
-    distribute_module,
-    fully_shard,
-    init_device_mesh,
-    optim,
-    parallelize_module,
-    value_and_grad,
-)
+import ms_dtensor as md
 from tests.cases import case
 from tests.dist.cases_fully_shard import Net, cut_up, filled, fsdp, loss_of, mine, same_step
 from tests.dist.support import equal, mesh_2d
@@ -31,14 +18,14 @@ from tests.rehearsal.tables import Rates
 
 @case(4)
 def computing_in_bfloat16(world):
-    policy = MixedPrecisionPolicy(ms.bfloat16, ms.float32, output_dtype=ms.float32)
+    policy = md.MixedPrecisionPolicy(ms.bfloat16, ms.float32, output_dtype=ms.float32)
     for mesh, tp in ((fsdp(), None), (mesh_2d()["dp"], mesh_2d()["tp"])):
         plain, net = filled(Net()), filled(Net())
         if tp is not None:
-            parallelize_module(net, tp, {"blocks.*.up": ColwiseParallel(use_local_output=False),
-                                         "blocks.*.down": RowwiseParallel(use_local_output=False)})
+            md.parallelize_module(net, tp, {"blocks.*.up": md.ColwiseParallel(use_local_output=False),
+                                            "blocks.*.down": md.RowwiseParallel(use_local_output=False)})
         cut_up(net, mesh, mp_policy=policy)
-        with comm.record() as events:
+        with md.comm.record() as events:
             same_step(net, plain, mesh, rtol=6e-2)  # of the largest element: bfloat16's 2^-9 through four layers and a square
         gathered = [e.dtype for e in events if e.op == "all_gather" and e.axes == ("dp",)]
         assert gathered[:7] == ["BFloat16"] * 7, gathered
@@ -50,7 +37,7 @@ def computing_in_bfloat16(world):
 def summands_are_added_up_in_reduce_dtype_on_every_axis(world):
     """Three ranks' summands are half a unit in the last place of the first rank's: bfloat16 loses or rounds them."""
     mesh, small = mesh_2d(), 2.0**-9
-    x = DTensor.from_local(Tensor(np.full((1, 6), 1.0 if world.rank == 0 else small, np.float32)), mesh, [Shard(0), Shard(0)])
+    x = md.DTensor.from_local(Tensor(np.full((1, 6), 1.0 if world.rank == 0 else small, np.float32)), mesh, [md.Shard(0), md.Shard(0)])
     for reduce_dtype, dtype in ((ms.float32, "Float32"), (None, "BFloat16")):
         class Scale(nn.Cell):
             def __init__(self) -> None:
@@ -59,10 +46,10 @@ def summands_are_added_up_in_reduce_dtype_on_every_axis(world):
 
             def construct(self, t):
                 return t * self.weight
-        net = fully_shard(distribute_module(Scale(), mesh["tp"]), mesh=mesh["dp"],
-                          mp_policy=MixedPrecisionPolicy(ms.bfloat16, reduce_dtype))
-        with comm.record() as events:
-            _, (grad,) = value_and_grad(lambda t, net=net: net(t).sum(), None, net.trainable_params())(x)
+        net = md.fully_shard(md.distribute_module(Scale(), mesh["tp"]), mesh=mesh["dp"],
+                          mp_policy=md.MixedPrecisionPolicy(ms.bfloat16, reduce_dtype))
+        with md.comm.record() as events:
+            _, (grad,) = md.value_and_grad(lambda t, net=net: net(t).sum(), None, net.trainable_params())(x)
         moved = [(e.op, e.axes, e.dtype) for e in events if e.phase == "backward" and "reduce" in e.op]
         assert moved == [("all_reduce", ("tp",), dtype), ("reduce_scatter", ("dp",), dtype)], moved
         assert grad.dtype == ms.float32
@@ -72,13 +59,13 @@ def summands_are_added_up_in_reduce_dtype_on_every_axis(world):
 @case(4, timeout=240)
 def on_emulated_devices_as_on_the_cpu(world):
     def run(kind: str, **how):
-        mesh, out = init_device_mesh(kind, (4,), mesh_dim_names=("dp",)), []
+        mesh, out = md.init_device_mesh(kind, (4,), mesh_dim_names=("dp",)), []
         net = cut_up(filled(Net()), mesh, **how)
-        optimizer = optim.AdamW(net.trainable_params(), 0.01)
-        step = value_and_grad(loss_of(net), None, net.trainable_params())
+        optimizer = md.optim.AdamW(net.trainable_params(), 0.01)
+        step = md.value_and_grad(loss_of(net), None, net.trainable_params())
         for _ in range(3):
             loss, grads = step(mine(mesh))
-            optim.clip_grad_norm_(list(zip(net.trainable_params(), grads)), 0.5)
+            md.optim.clip_grad_norm_(list(zip(net.trainable_params(), grads)), 0.5)
             optimizer(grads)
             out.append(loss)
         return [x.full_tensor().asnumpy() for x in (*out, *net.trainable_params())]
@@ -100,12 +87,12 @@ def on_emulated_devices_as_on_the_cpu(world):
 @case(4, timeout=240)
 def gradients_completed_late_are_whole_for_whoever_asks(world):
     def run(kind: str):
-        mesh, seen, out = init_device_mesh(kind, (4,), mesh_dim_names=("dp",)), [], []
+        mesh, seen, out = md.init_device_mesh(kind, (4,), mesh_dim_names=("dp",)), [], []
         for order in ((0, 1, 2), (1, 1, 2)):  # a unit that runs twice has two sums under way
             net = cut_up(filled(Net(order)), mesh)
             net.blocks[1].up.weight.register_hook(lambda g, seen=seen: seen.append(g) or g * 3)
             outside = net.blocks[1].down.weight  # used past its unit as well
-            step = value_and_grad(lambda x, net=net, w=outside: (net(x) ** 2).mean() + (w ** 2).sum(), None,
+            step = md.value_and_grad(lambda x, net=net, w=outside: (net(x) ** 2).mean() + (w ** 2).sum(), None,
                                   net.trainable_params()[:-1])
             out += step(mine(mesh))[1]
         return [x.full_tensor().asnumpy() for x in (*out, *seen)]
@@ -128,7 +115,7 @@ def several_dtypes_in_a_unit(world):
         def construct(self, x):
             return self.one(x) * self.scale.astype(ms.float32) + self.shift.astype(ms.float32)
     mesh, plain, net = fsdp(), filled(Mixed()), filled(Mixed())
-    fully_shard(net, mesh=mesh)
+    md.fully_shard(net, mesh=mesh)
     count = same_step(net, plain, mesh, rtol=1e-3)  # float16's rounding of one gradient
     assert count["all_gather", "forward"] == 3 and count["reduce_scatter", "backward"] == 3, count
 

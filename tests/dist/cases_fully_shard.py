@@ -23,7 +23,7 @@ from ms_dtensor import (
     replicate,
     value_and_grad,
 )
-from ms_dtensor.errors import ConfigError, LayoutError, OpRuleError
+from ms_dtensor.errors import ConfigError, LayoutError, MeshError, OpRuleError
 from tests.cases import case
 from tests.dist.support import counted, equal, mesh_2d
 from tests.rehearsal.session import rehearsed
@@ -146,8 +146,9 @@ def the_optimizer_divided(world):
         count.pop(ASKED, None)
         assert count == {("all_gather", "forward"): 1, ("reduce_scatter", "backward"): 1}, count
     one, many = optim.AdamW(plain.trainable_params(), 0.01), optim.AdamW(net.trainable_params(), 0.01)
-    sizes = [m.size for m, _ in many.state_dict()["moments"].values()]
-    assert sizes == [int(np.prod(p.local_shape)) for p in net.trainable_params()], sizes
+    for p in net.trainable_params():
+        state = many.state_dict()[p.name]
+        assert state["exp_avg"].layout is p.layout and state["exp_avg"].local_shape == p.local_shape, (p, state)
     one(ms.value_and_grad(loss_of(plain), None, plain.trainable_params())(Tensor(ROWS))[1])
     many(value_and_grad(loss_of(net), None, net.trainable_params())(mine(mesh))[1])
     for p, q in zip(net.trainable_params(), plain.trainable_params(), strict=True):
@@ -473,7 +474,10 @@ def refusals(world):
             (LayoutError, "no such dim", lambda: fully_shard(Scalar(), mesh=mesh)),
             (LayoutError, "no such dim", lambda: fully_shard(nn.Dense(4, 4), mesh=mesh, shard_placement_fn=lambda p: Shard(2))),
             (ConfigError, "3 axes", lambda: fully_shard(nn.Dense(4, 4), mesh=three)),
-            (ConfigError, "must be a bool", lambda: fully_shard(nn.Dense(4, 4), mesh=mesh, reshard_after_forward="no"))):
+            (MeshError, "no axis 'pp'", lambda: fully_shard(nn.Dense(4, 4), mesh=two["pp"])),
+            (ConfigError, "a number that divides the 4 ranks",
+             lambda: fully_shard(nn.Dense(4, 4), mesh=mesh, reshard_after_forward="no")),
+            (ConfigError, "= 3 is out of range", lambda: fully_shard(nn.Dense(4, 4), mesh=mesh, reshard_after_forward=3))):
         with counted() as count:
             try:
                 call()

@@ -106,7 +106,9 @@ def adafactor_equals_one_device_with_two_reductions_an_axis(world):
         sent = sum(math.prod(e.shape) for e in events if e.axes == (name,))
         assert sent == numbers * STEPS, (name, sent, numbers)
     state = optimizer.state_dict()
-    assert state["rows"]["p3"].shape == (PIECES[3][0][0] // 2 + (mesh.get_local_rank("tp") == 0),)
+    rows, columns = state["p3"]["rows"], state["p3"]["columns"]
+    assert rows.local_shape == (PIECES[3][0][0] // 2 + (mesh.get_local_rank("tp") == 0),)
+    assert (rows.placements, columns.placements) == ((R, S(0)), (S(0), R)), (rows, columns)
 
 
 @case(world_size=4, timeout=120)
@@ -116,7 +118,9 @@ def muon_equals_one_device_with_two_exchanges(world):
     assert {e.op for e in events} == {"exchange"} and len(events) == 2 * STEPS, events
     assert {e.axes for e in events} == {("dp", "tp")}
     matrices = [i for i, (shape, _) in enumerate(PIECES) if len(shape) == 2]
-    assert sorted(optimizer.state_dict()["momentum"]) == sorted(f"p{i}" for i in matrices)
+    state = optimizer.state_dict()
+    assert sorted(n for n, kinds in state.items() if "momentum" in kinds) == sorted(f"p{i}" for i in matrices)
+    assert len(state) == len(PIECES) and all({"exp_avg", "momentum"} & kinds.keys() for kinds in state.values())
     assert len(set(optimizer._owners.values())) == 4, "every rank works"
     wanted = 0  # of this rank: its shard, where another rank of its copy works on it, and all others' of its own matrices
     for i, owner in optimizer._owners.items():
@@ -311,4 +315,31 @@ def gradients_and_states_of_other_layouts_are_refused_on_all_ranks(world):
             assert "laid out differently" in text and not count
             same_on_all_ranks(world, text)
         other = build([_parameter(value, "w", mesh, [S(0), R])])
-        refusal(lambda other=other, optimizer=optimizer: other.load_state_dict(optimizer.state_dict()), LayoutError)
+        text = refusal(lambda other=other, optimizer=optimizer: other.load_state_dict(optimizer.state_dict()), LayoutError)
+        same_on_all_ranks(world, text)
+
+
+@case(world_size=4, timeout=120)
+def the_state_of_shards_is_the_one_device_state_cut(world):
+    mesh, kinds = mesh_2d(), [ms.bfloat16 if i % 3 == 1 else ms.float32 for i in range(len(PIECES))]
+    for build in (*BUILD.values(), lambda ps: optim.AdamW([{"params": ps[::2]}, {"params": ps[1::2], "lr": 0.02}], 0.05)):
+        start, grads = _values(0, PIECES, kinds), _values(1, PIECES, kinds)
+        plain = [Parameter(v.copy(), name=f"p{i}") for i, v in enumerate(start)]
+        params = [_parameter(v, f"p{i}", mesh, placements) for i, (v, (_, placements)) in enumerate(zip(start, PIECES))]
+        one, many, again = build(plain), build(params), build(params)
+        numbers = [int(p.name[1:]) for p in one.params]
+        one([grads[i] for i in numbers])
+        many([_laid(grads[i], mesh, PIECES[i][1]) for i in numbers])
+        want, got = one.state_dict(), many.state_dict()
+        assert sorted(want) == sorted(got) == sorted(p.name for p in params)
+        for name, state in want.items():
+            assert [*state] == [*got[name]] and state["step"] == got[name]["step"] == 1
+            for kind in [*state][1:]:
+                assert isinstance(got[name][kind], DTensor) and not isinstance(state[kind], DTensor)
+                equal(got[name][kind], state[kind], f"{kind} of {name}", rtol=CLOSE)
+        again.load_state_dict({name: {kind: x if kind == "step" else x.copy() for kind, x in state.items()}
+                               for name, state in got.items()})
+        assert again.step == 1
+        for name, state in again.state_dict().items():
+            for kind in [*state][1:]:
+                equal(state[kind], want[name][kind], f"{kind} of {name}", rtol=CLOSE)

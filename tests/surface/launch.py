@@ -8,13 +8,15 @@ from tests.msrun import launch
 from tests.surface.table import COLUMNS
 
 
-def run_table(text: str = "", folder: Path | None = None) -> list[dict]:
+def run_table(text: str = "", folder: Path | None = None, columns: str = "") -> list[dict]:
     """Every cell as {"group", "name", "column", "state", "text"}; a launch that died costs the cell it was in."""
     cells: list[dict] = []
-    for size in COLUMNS:
+    for size, there in COLUMNS.items():
+        if columns and not set(there) & set(columns.split(";")):
+            continue
         first = 0
         while True:
-            outcome = launch("tests.surface.ranks", size, [first, text], 1500,
+            outcome = launch("tests.surface.ranks", size, [first, columns, text], 1500,
                              log_dir=folder and folder / f"surface-{size}-{first}")
             lines = sorted((line for rank in outcome.reports for line in rank if "state" in line), key=lambda c: c["number"])
             cells += {line["number"]: line for line in reversed(lines)}.values()

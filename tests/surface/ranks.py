@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every rank of the table's launch runs: `python -m tests.surface.ranks FIRST [TEXT]`, cells from number FIRST on.
+"""What every rank of the table's launch runs: `python -m tests.surface.ranks FIRST COLUMNS [TEXT]`, cells from FIRST on.
 
 Rank 0 reports {"begins": number} before and the cell after it. Where ranks do not answer alike the cell is "parted"; where
 they lost step the launch ends and the next one goes on behind the cell.
@@ -18,12 +18,12 @@ from tests.surface.table import COLUMNS, SLICE, Laid, all_rows, reference, run
 LIMIT = 90.0  # seconds for one cell
 
 
-def main(first: int, text: str) -> int:
+def main(first: int, columns: str, text: str) -> int:
     from ms_dtensor import comm
 
     faulthandler.enable()
     world = comm.start("cpu")
-    cells = cells_of(world.size, text)
+    cells = [cell for cell in cells_of(world.size, text) if not columns or cell[1] in columns.split(";")]
     sync = os.open(Path(os.environ[REPORTS]) / "sync.bin", os.O_RDWR | os.O_CREAT)
     os.ftruncate(sync, len(cells) * world.size)
     everyone = comm.group(tuple(range(world.size)))
@@ -60,4 +60,4 @@ def cells_of(size: int, text: str) -> list:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), " ".join(sys.argv[2:])))
+    sys.exit(main(int(sys.argv[1]), sys.argv[2], " ".join(sys.argv[3:])))

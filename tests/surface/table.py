@@ -25,8 +25,9 @@ from ms_dtensor import ColwiseParallel, DTensor, Replicate, RowwiseParallel, Seq
 from ms_dtensor.errors import DTensorError
 from tests.msrun import REPORTS
 
-SHAPES = {"replicate": {"dp": 4}, "tp": {"tp": 4}, "dp x tp, sp": {"dp": 2, "tp": 2}, "one rank": {"dp": 1, "tp": 1}}
-COLUMNS = {4: ("replicate", "tp", "dp x tp, sp"), 1: ("one rank",)}  # by world size
+SHAPES = {"replicate": {"dp": 4}, "tp": {"tp": 4}, "dp x tp, sp": {"dp": 2, "tp": 2}, "fsdp": {"dp": 4},
+          "fsdp x tp, sp": {"dp": 2, "tp": 2}, "one rank": {"dp": 1, "tp": 1}}
+COLUMNS = {4: ("replicate", "tp", "dp x tp, sp", "fsdp", "fsdp x tp, sp"), 1: ("one rank",)}  # by world size
 SLICE = "a slice"  # in place of a text: every row in one column, by turns
 RTOL = 2e-5  # float32: sums in another order, over 5 steps
 
@@ -144,7 +145,13 @@ class Laid(Plain):
         if self.tp is not None:
             md.parallelize_module(cell, self.tp, plan or {})
             md.distribute_module(cell, self.tp)  # what the plan does not name: replicated
-        return cell if self.dp is None else md.replicate(cell, mesh=self.dp)
+        if self.dp is None:
+            return cell
+        if not self.column.startswith("fsdp"):
+            return md.replicate(cell, mesh=self.dp)
+        for inner in (cell.up, cell.down) if isinstance(cell, Net) else ():
+            md.fully_shard(inner, mesh=self.dp)
+        return md.fully_shard(cell, mesh=self.dp)
 
     def plan(self) -> dict:
         """The plan of `Net`."""

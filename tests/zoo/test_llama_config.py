@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from model_zoo.llama.config import RANGES, Config, OptimConfig, divisors
+from model_zoo.llama.config import RANGES, Config, divisors
 from model_zoo.llama.configio import dump, load
 from model_zoo.llama.data import load_text
-from model_zoo.llama.schedule import learning_rate
 from ms_dtensor.errors import ConfigError
 
 CONFIGS = Path(__file__).resolve().parents[2] / "model_zoo/llama/configs"
@@ -101,15 +100,6 @@ def test_a_missing_data_path_and_a_small_vocabulary_are_refused(tmp_path):
         load_text(cfg.data, 256, 8)
     with pytest.raises(ConfigError, match="Tokens are bytes"):
         load_text(cfg.data, 128, 8)
-
-
-def test_learning_rate_warms_up_and_decays():
-    cfg = OptimConfig(lr=1.0, warmup=4, min_lr_ratio=0.1)
-    rates = [learning_rate(cfg, step, 20) for step in range(20)]
-    assert rates[:4] == [0.25, 0.5, 0.75, 1.0] and rates[4] == 1.0
-    assert all(a > b for a, b in zip(rates[4:], rates[5:])) and 0.1 < rates[-1] < 0.12
-    constant = OptimConfig(lr=1.0, warmup=0, schedule="constant")
-    assert {learning_rate(constant, step, 20) for step in range(20)} == {1.0}
 
 
 # -- hostile files and values ----------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -28,26 +29,22 @@ def arrays(seed, shapes=SHAPES):
     return [draw.standard_normal(s).astype(np.float32) for s in shapes]
 
 
-def on_device(optimizer):
-    """The optimizer, taking the branch of devices."""
-    optimizer._host = False
-    optimizer._moments = [optimizer._new_moments(p) for p in optimizer.params]
-    optimizer._masters = [optimizer._new_master(p) for p in optimizer.params]
-    return optimizer
+@pytest.fixture(params=["host", "device"])
+def branch(request):
+    from ms_dtensor.internals.target import rehearsal
+    with nullcontext() if request.param == "host" else rehearsal("GPU"):
+        yield request.param
 
 
-@pytest.mark.parametrize("host", [True, False], ids=["numpy", "device ops"])
-def test_adamw_equals_numpy(host):
+def test_adamw_equals_numpy(branch):
     from mindspore import Parameter, Tensor
 
     from ms_dtensor.optim import AdamW
 
-    shapes = SHAPES if host else SHAPES[:3]
+    shapes = SHAPES if branch == "host" else SHAPES[:3]
     start, steps = arrays(0, shapes), [arrays(s, shapes) for s in range(1, 6)]
     params = [Parameter(Tensor(v), name=f"p{i}") for i, v in enumerate(start)]
     optimizer = AdamW(params, 1e-2, (0.9, 0.95), 1e-8, 0.1)
-    if not host:
-        on_device(optimizer)
     for grads in steps:
         optimizer([Tensor(g) for g in grads])
     for param, want in zip(params, numpy_adamw(start, steps, 1e-2, (0.9, 0.95), 1e-8, 0.1)):
@@ -93,8 +90,7 @@ def rounded(values, dtype):
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
-@pytest.mark.parametrize("host", [True, False], ids=["numpy", "device ops"])
-def test_parameters_of_16_bits_move_by_their_float32_masters(host, name):
+def test_parameters_of_16_bits_move_by_their_float32_masters(branch, name):
     """Steps of 3e-4 that a parameter at 1.0 cannot see by themselves; and weights that are loaded later count."""
     import mindspore as ms
     from mindspore import Parameter, Tensor
@@ -106,12 +102,10 @@ def test_parameters_of_16_bits_move_by_their_float32_masters(host, name):
     grads = [rounded(arrays(s, [(9,)])[0], dtype) for s in range(1, 9)]
     param = Parameter(Tensor(start).astype(dtype), name="w")
     optimizer = AdamW([param], 3e-4, (0.9, 0.95), 1e-8, 0.1)
-    if not host:
-        on_device(optimizer)
     for grad in grads:
         optimizer([Tensor(grad).astype(dtype)])
     want = numpy_adamw([start], [[g] for g in grads], 3e-4, (0.9, 0.95), 1e-8, 0.1)[0]
-    master = np.asarray(optimizer.state_dict()["masters"]["w"])
+    master = optimizer.state_dict()["w"]["master"].asnumpy().copy()
     assert param.dtype == dtype and np.allclose(master, want, rtol=1e-6, atol=1e-7)
     assert np.array_equal(param.astype(ms.float32).asnumpy(), rounded(master, dtype))
     loaded = rounded(np.linspace(2, 3, 9, dtype=np.float32), dtype)
@@ -119,7 +113,7 @@ def test_parameters_of_16_bits_move_by_their_float32_masters(host, name):
     param.set_data(Tensor(with_one).astype(dtype))
     optimizer.lr = 0.0
     optimizer([Tensor(grads[0]).astype(dtype)])
-    master = np.asarray(optimizer.state_dict()["masters"]["w"])
+    master = optimizer.state_dict()["w"]["master"].asnumpy().copy()
     assert master[4] == loaded[4] and np.allclose(np.delete(master, 4), np.delete(want, 4), rtol=1e-6, atol=1e-7)
 
 
@@ -128,6 +122,7 @@ def test_on_ascend_one_kernel_steps_the_master(monkeypatch):
     import mindspore as ms
     from mindspore import Parameter, Tensor
 
+    from ms_dtensor.internals import target
     from ms_dtensor.optim import AdamW, adamw
 
     seen = []
@@ -148,10 +143,11 @@ def test_on_ascend_one_kernel_steps_the_master(monkeypatch):
     start, steps = arrays(0, SHAPES[:2]), [arrays(s, SHAPES[:2]) for s in range(1, 4)]
     params = [Parameter(Tensor(start[0]), name="a"), Parameter(Tensor(start[1]).astype(ms.bfloat16), name="b")]
     start[1] = rounded(start[1], ms.bfloat16)
-    optimizer = on_device(AdamW(params, 1e-2, (0.9, 0.95), 1e-8, 0.1))
-    for grads in steps:
-        grads[1] = rounded(grads[1], ms.bfloat16)
-        optimizer([Tensor(grads[0]), Tensor(grads[1]).astype(ms.bfloat16)])
+    with target.rehearsal("GPU"):
+        optimizer = AdamW(params, 1e-2, (0.9, 0.95), 1e-8, 0.1)
+        for grads in steps:
+            grads[1] = rounded(grads[1], ms.bfloat16)
+            optimizer([Tensor(grads[0]), Tensor(grads[1]).astype(ms.bfloat16)])
     want = numpy_adamw(start, steps, 1e-2, (0.9, 0.95), 1e-8, 0.1)
     assert seen == [1.0, 1.0, 2.0, 2.0, 3.0, 3.0]
     assert np.allclose(params[0].asnumpy(), want[0], rtol=2e-6, atol=2e-6)
@@ -224,11 +220,13 @@ def test_adamw_writes_through_whatever_holds_the_parameter(monkeypatch):
     from mindspore import Parameter, Tensor
 
     from ms_dtensor.optim import AdamW, adamw
+    from ms_dtensor.optim import arrays as storage
 
     value = arrays(3, ((6, 5),))[0]
     params = [Parameter(Tensor(value), name=n) for n in "ab"]
     AdamW(params[:1])([Tensor(value)])
-    monkeypatch.setattr(adamw, "local_view", lambda x: None)
+    for module in (adamw, storage):
+        monkeypatch.setattr(module, "local_view", lambda x: None)
     AdamW(params[1:])([Tensor(value)])
     assert np.array_equal((params[0] * 1).asnumpy(), (params[1] * 1).asnumpy())
     assert not np.array_equal(params[1].asnumpy(), value)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from contextvars import ContextVar
 from typing import Any
 
@@ -28,6 +29,9 @@ _LIMIT = 256
 _outputs: dict[int, list] = {}  # by id of a function: layouts of its outputs; every forward says them anew
 _local: ContextVar[bool] = ContextVar("ms_dtensor_local_gradients", default=False)  # inside a recomputation's backward
 _installed = Patched()
+# what takes part in the gradient that is under way, and is told by its method `abandon()` if that raises
+in_this_gradient: weakref.WeakSet = weakref.WeakSet()
+SHARDED_BY = "_ms_dtensor_sharded_by"  # parameter attribute: the name of the `fully_shard` unit that has it; "": ignored
 # whose frames are there while MindSpore records, or runs what was recorded
 _RECORDERS = {f.__code__ for f in (composite._pynative_func_grad_forward, composite._pynative_func_grad_backward,
                                    nn.Cell._complex_call)}
@@ -43,6 +47,7 @@ def _grad(original):
             return original(fn, operation, weights, grad_position, has_aux, *args)
         if weights is not None:
             weights = _current(weights)
+            _check_left_over(weights)
         inputs = args
         if operation.sens_param:
             inputs = args[:-1]
@@ -53,6 +58,8 @@ def _grad(original):
         except BaseException:
             _clean(outermost)
             raise
+        if outermost and in_this_gradient:
+            in_this_gradient.clear()
         layouts = _layouts(_differentiated(fn, operation, weights, grad_position, inputs))
         if not any(layouts):
             return out
@@ -101,6 +108,18 @@ def _current(weights):
     return weights if all(a is b for a, b in zip(now, weights)) else type(weights)(now)
 
 
+def _check_left_over(weights) -> None:
+    """A plain parameter beside sharded ones: what flows into a sharded cell gives it the gradient of this rank's rows."""
+    params = (weights,) if isinstance(weights, Tensor) else weights
+    if not any(SHARDED_BY in p.__dict__ for p in params):
+        return
+    left = [p.name for p in params if getattr(p, "_layout", None) is None and SHARDED_BY not in p.__dict__]
+    if left:
+        raise LayoutError("For a gradient, parameters were left over by 'fully_shard'.", f"plain: {', '.join(left[:5])}",
+                          "Their gradients would be of this rank's rows only.",
+                          ("fully_shard(model, mesh=mesh) after its blocks", "pass them in ignored_params="))
+
+
 # -- what an output is weighted with ----------------------------------------------------------------------------------
 
 
@@ -143,6 +162,9 @@ def _clean(outermost: bool) -> None:
     if outermost:
         executor.clear_res()
         executor.set_grad_flag(False)
+        for taking_part in list(in_this_gradient):
+            taking_part.abandon()
+        in_this_gradient.clear()
 
 
 def _end_abandoned() -> None:

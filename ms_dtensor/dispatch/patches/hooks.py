@@ -16,6 +16,7 @@ from typing import Any
 
 from mindspore import Tensor, nn
 
+from ...comm.packing import copy, write
 from ...core.layout import Layout
 from ...errors import LayoutError, OpRuleError
 from ...internals.names import CellBackwardHook, Function, HookBackward, InsertGradientOf, NoFallbackGuard, TensorHookHandle
@@ -68,7 +69,7 @@ def register_hook(self, hook):
         x = ref()
         memo = None if x is None else x._memo
         later = memo is not None and (memo.partial_grad_axes or memo.late_gradient)  # when it has been reduced
-        return grad if later else replaced_by(hook, grad, layout)
+        return grad if later else _local(hook(wrap(grad, layout)), grad, layout)
     setattr(on_local, _GIVEN, hook)
     return Tensor.register_hook(self, on_local)
 
@@ -77,6 +78,19 @@ def given_hooks(param) -> list:
     """The hooks that users registered on a parameter."""
     hooks = param.hooks()
     return [getattr(h, _GIVEN) for h in hooks if hasattr(h, _GIVEN)] if hasattr(param, "_layout") else hooks
+
+
+def run_hooks(param, grad: Tensor) -> None:
+    """The users' hooks on a gradient that the caller has already, and that is reduced now: what they return is written."""
+    hooks = [] if param is None else given_hooks(param)
+    if not hooks:
+        return
+    with NoFallbackGuard():
+        changed = copy(grad)  # a hook may keep it
+    for hook in hooks:
+        changed = _local(hook(wrap(changed, param.layout.gradient())), changed, param.layout.gradient())
+    with NoFallbackGuard():
+        write(grad, changed)
 
 
 class _MovedHandle(TensorHookHandle):
@@ -112,11 +126,6 @@ def move_hooks(old, new) -> None:
         moved.append(moved.pop(at))
         if moved[-1] is not None:
             handle.__class__, handle.moved = _MovedHandle, moved[-1]
-
-
-def replaced_by(hook, grad, layout: Layout):
-    """The local gradient after a hook."""
-    return _local(hook(wrap(grad, layout)), grad, layout)
 
 
 def _local(result, grad, layout: Layout):

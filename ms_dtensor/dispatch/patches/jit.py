@@ -103,7 +103,7 @@ def _call(original):
         if isinstance(self.obj, nn.Cell) and _is_elementwise(self.obj):
             if _dtensors(*given, list(self.obj.parameters)):
                 args = self.obj, *_shards(self.obj, args[1:])
-                with _StandIns(self.obj):
+                with _StandIns(self.obj, args[1:]):
                     return original(self, *args, **map_leaves(_shard, kwargs, Tensor))
         elif self.fn.__module__ == "mindspore.amp" and _dtensors(*given):
             return _all_finite(*args) if self.fn.__name__ == "_all_finite" else self.fn(*args, **kwargs)
@@ -248,10 +248,10 @@ def _stand_in(x):
 
 
 class _StandIns:
-    """Inside, an optimizer's parameters and states that are empty on this rank have an element each, of no meaning."""
+    """Inside, parameters (also as gradients) and states that are empty on this rank have an element each, of no meaning."""
 
-    def __init__(self, optimizer):
-        held = {id(p): p for p in (*optimizer.get_parameters(), *optimizer.parameters)}
+    def __init__(self, optimizer, args):
+        held = {id(p): p for p in (*optimizer.get_parameters(), *optimizer.parameters, *leaves(args, Parameter))}
         self.empty = [(p, local_alias(p)) for p in _dtensors(list(held.values())) if 0 in p._shape]
 
     def __enter__(self):
@@ -269,7 +269,7 @@ def _eager_optimizer(original):
         if not _dtensors(gradients, list(self.parameters)):
             return original(self, gradients)
         (gradients,) = _shards(self, (gradients,))
-        with modes.SkipDTensorDispatch(), _StandIns(self):
+        with modes.SkipDTensorDispatch(), _StandIns(self, gradients):
             return original(self, gradients)
     return construct
 

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`fully_shard` from step to step: what stays gathered, what is owed, what raised, and what changed in between."""
+from __future__ import annotations
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, nn
+
+import ms_dtensor as md
+from ms_dtensor import comm, optim
+from ms_dtensor.errors import ConfigError, DTensorError, LayoutError, MixedOperandError
+from ms_dtensor.parallel import CPUOffloadPolicy, OffloadPolicy
+from tests.cases import case
+from tests.dist.cases_fully_shard import ASKED, ROWS, Net, cut_up, filled, fsdp, loss_of, mine, same_step
+from tests.dist.support import counted, equal, refusal, same_on_all_ranks
+from tests.rehearsal.session import rehearsed
+
+
+@case(4)
+def neighbours_keep_the_parameters_between_forward_and_backward(world):
+    mesh, plain = fsdp(), filled(Net())
+    net, all_ = cut_up(filled(Net()), mesh, reshard_after_forward=2), cut_up(filled(Net()), mesh)
+    for order in ((0, 1, 2), (0, 1, 2), (1, 1, 0, 1)):
+        plain.order = net.order = all_.order = order
+        with comm.record() as events:
+            count = same_step(net, plain, mesh)
+        count.pop(ASKED, None)
+        wanted = same_step(all_, plain, mesh)
+        wanted.pop(ASKED, None)
+        assert count == wanted, (count, wanted)
+        gathered = [(e.phase, e.axes) for e in events if e.op == "all_gather"][:7]
+        if order == (0, 1, 2):
+            assert gathered == [("forward", ("dp",))] * 4 + [("backward", ("near",))] * 3, gathered
+    plain.order = net.order = (0, 1, 2)
+    net.set_reshard_after_forward(False)
+    count = same_step(net, plain, mesh)
+    assert ("all_gather", "backward") not in count, count
+    one = cut_up(filled(Net()), mesh, reshard_after_forward=1)
+    assert ("all_gather", "backward") not in same_step(one, plain, mesh)
+    both = cut_up(filled(Net()), md.init_device_mesh("cpu", (1, 4), mesh_dim_names=("copies", "cut")), reshard_after_forward=2)
+    same_step(both, plain, mesh)
+
+
+@case(4)
+def what_neighbours_keep_is_not_used_for_the_next_step(world):
+    mesh, plain = fsdp(), filled(Net())
+    net = cut_up(filled(Net()), mesh, reshard_after_forward=2)
+    md.value_and_grad(loss_of(net), None, [net.head.weight])(mine(mesh))  # its backward does not reach the blocks
+    for n in (net, plain):
+        for p in n.get_parameters():
+            p.set_data(p * 1.5)
+    net.blocks[1].unshard()
+    equal(net(mine(mesh)), plain(Tensor(ROWS)))
+    net.blocks[1].reshard()
+    same_step(net, plain, mesh)
+
+
+@case(4)
+def kept_parameters_are_gathered_again_when_they_were_changed(world):
+    for build in (lambda ps: optim.AdamW(ps, 0.1), lambda ps: nn.SGD(ps, 0.1)):
+        mesh, plain = fsdp(), filled(Net())
+        net = cut_up(filled(Net()), mesh)
+        one, many = build(plain.trainable_params()), build(net.trainable_params())
+        grads = md.value_and_grad(loss_of(net), None, net.trainable_params())(mine(mesh))[1]
+        wanted = ms.value_and_grad(loss_of(plain), None, plain.trainable_params())(Tensor(ROWS))[1]
+        for block in net.blocks:
+            block.unshard()
+        many(tuple(grads))
+        one(tuple(wanted))
+        with counted() as count:
+            equal(net(mine(mesh)), plain(Tensor(ROWS)))
+        assert count["all_gather", "forward"] == 4 + 1, count  # one is `equal`'s
+        same_step(net, plain, mesh)
+        with counted() as count:
+            net(mine(mesh))
+        assert count["all_gather", "forward"] == 1 and count["all_reduce", "forward"] == 3, count
+        p, q = net.blocks[0].norm.beta, plain.blocks[0].norm.beta  # 6 elements: a rank's shard is empty
+        for x in (p, q):
+            x.set_data(x + 1)
+        same_step(net, plain, mesh)
+
+
+@case(4)
+def two_forwards_before_a_gradient(world):
+    mesh = fsdp()
+
+    def twice(n):
+        return lambda x: (n(x) ** 2).mean() + (n(x * 2) * n(x)).mean()
+    for how in ({}, {"reshard_after_forward": False}, {"reshard_after_forward": 2}):
+        plain, net = filled(Net()), cut_up(filled(Net()), mesh, **how)
+        for _ in range(2):
+            same_step(net, plain, mesh, twice)
+        equal(net(mine(mesh)), plain(Tensor(ROWS)))
+        same_step(net, plain, mesh)
+
+
+@case(4)
+def a_cell_that_the_last_micro_batch_does_not_run_sends_what_it_owes(world):
+    for policy in (None, md.MixedPrecisionPolicy(None, ms.float32)):
+        mesh, plain = fsdp(), filled(Net())
+        net = cut_up(filled(Net()), mesh, mp_policy=policy)
+        wanted, total = None, None
+        for i, order in enumerate(((0, 1, 2), (1, 0), (2,))):
+            plain.order = net.order = order
+            net.set_requires_gradient_sync(i == 2)
+            want = ms.value_and_grad(loss_of(plain), None, plain.trainable_params())(Tensor(ROWS))[1]
+            with counted() as count:
+                grads = md.value_and_grad(loss_of(net), None, net.trainable_params())(mine(mesh))[1]
+            wanted = want if wanted is None else [a + b for a, b in zip(wanted, want)]
+            total = grads if total is None else [a + b for a, b in zip(total, grads)]
+        assert count["reduce_scatter", "backward"] == 4 and count["all_gather", "forward"] <= 3, count  # one ahead of use
+        for p, g, w in zip(net.trainable_params(), total, wanted, strict=True):
+            equal(g, w, p.name)
+        plain.order = net.order = (0, 1, 2)
+        same_step(net, plain, mesh)  # nothing is left over
+
+
+@case(4)
+def a_step_that_raises_forgets_what_was_gathered_up(world):
+    mesh, plain = fsdp(), filled(Net())
+    net = cut_up(filled(Net()), mesh)
+    step = md.value_and_grad(loss_of(net), None, net.trainable_params())
+
+    armed = []
+
+    def refuse(*_):
+        if armed:
+            raise ValueError("on purpose")
+
+    def raising(register, sync):
+        net.set_requires_gradient_sync(False)
+        step(mine(mesh))
+        net.set_requires_gradient_sync(sync)
+        armed.append(True)
+        place = register(refuse)
+        assert "on purpose" in refusal(lambda: step(mine(mesh)), ValueError)
+        armed.clear()  # MindSpore does not take back a parameter's hook that has raised
+        place.remove()
+    for register in (net.blocks[1].up.register_forward_hook, net.blocks[1].up.register_backward_hook,
+                     net.blocks[1].up.weight.register_hook):
+        for sync in (False, True):
+            raising(register, sync)
+            total = None
+            for i in range(2):
+                net.set_requires_gradient_sync(i == 1)
+                grads = step(mine(mesh))[1]
+                total = grads if total is None else [a + b for a, b in zip(total, grads)]
+            want = ms.value_and_grad(loss_of(plain), None, plain.trainable_params())(Tensor(ROWS))[1]
+            for p, g, w in zip(net.trainable_params(), total, want, strict=True):
+                equal(g, 2 * w, p.name)
+            same_step(net, plain, mesh)
+
+
+@case(4)
+def another_set_of_parameters_is_refused(world):
+    mesh, plain = fsdp(), filled(Net())
+    net = cut_up(filled(Net()), mesh)
+    dense = net.blocks[1].up
+    given, params = dense.weight, dict(dense._params)
+    for change in (lambda: setattr(dense, "weight", Parameter(Tensor(np.ones((10, 6), np.float32)), name="new")),
+                   lambda: dense._params.pop("weight"), lambda: setattr(dense, "weight", None)):
+        change()
+        with counted() as count:
+            text = refusal(lambda: net.blocks[1](mine(mesh, np.ones((8, 6), np.float32))), ConfigError)
+        assert "were replaced or taken out" in text and count.pop(ASKED, None) in (1, None) and not count, (text, count)
+        same_on_all_ranks(world, text)
+        dense._params.clear()
+        dense._params.update(params)
+        dense.__dict__["weight"] = given
+        same_step(net, plain, mesh)
+    net.head.insert_param_to_cell("extra", Parameter(Tensor(np.ones(3, np.float32)), name="extra"))
+    text = refusal(lambda: md.value_and_grad(loss_of(net), None, net.trainable_params())(mine(mesh)), LayoutError)
+    assert "plain: extra" in text
+    same_on_all_ranks(world, text)
+
+
+@case(4)
+def parameters_left_over_are_refused(world):
+    mesh, plain, net = fsdp(), filled(Net()), filled(Net())
+    for block in net.blocks:
+        md.fully_shard(block, mesh=mesh)
+    md.fully_shard(net.head, mesh=mesh)
+    text = refusal(lambda: md.value_and_grad(loss_of(net), None, net.trainable_params())(mine(mesh)), LayoutError)
+    assert "inner.weight, inner.bias" in text and "fully_shard(model" in text
+    same_on_all_ranks(world, text)
+    md.fully_shard(net, mesh=mesh)
+    same_step(net, plain, mesh)
+    net = filled(Net())
+    for block in net.blocks:
+        md.fully_shard(block, mesh=mesh)
+    refusal(lambda: net(mine(mesh)), MixedOperandError)  # the head's plain weights
+
+
+@case(4)
+def an_optimizer_from_before_is_refused(world):
+    mesh, plain = fsdp(), filled(Net())
+    for build in (lambda ps: optim.AdamW(ps), lambda ps: optim.SGD(ps, 0.1), lambda ps: nn.Momentum(ps, 0.1, 0.9),
+                  lambda ps: ms.experimental.optim.SGD(ps, 0.1), lambda ps: nn.AdamWeightDecay(ps, 0.1)):
+        net = filled(Net())
+        optimizer = build(net.trainable_params())
+        cut_up(net, mesh)
+        grads = md.value_and_grad(loss_of(net), None, net.trainable_params())(mine(mesh))[1]
+        with counted() as count:
+            text = refusal(lambda optimizer=optimizer, grads=grads: optimizer(tuple(grads)), DTensorError)
+        assert not count, count
+        same_on_all_ranks(world, text)
+        same_step(net, plain, mesh)
+
+
+@case(4)
+def offloading_is_what_a_cpu_does_anyway(world):
+    mesh, plain = fsdp(), filled(Net())
+    for policy in (CPUOffloadPolicy(), OffloadPolicy(), None):
+        same_step(cut_up(filled(Net()), mesh, offload_policy=policy), plain, mesh)
+    with rehearsed():
+        device = md.init_device_mesh("npu", (4,), mesh_dim_names=("dp",))
+        assert "for CPUs only" in refusal(lambda: cut_up(filled(Net()), device, offload_policy=CPUOffloadPolicy()), ConfigError)
