@@ -11,6 +11,7 @@ It ends only processes that it started: msrun's children, by id and start time.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import re
@@ -123,10 +124,8 @@ class Run:
             sys.exit(143)  # so that `finally` runs
         self.asked = True
         for pid in self.ranks:
-            try:
+            with contextlib.suppress(psutil.NoSuchProcess):
                 self.known[pid].terminate()
-            except psutil.NoSuchProcess:
-                continue
 
     def _look(self) -> None:
         try:
@@ -134,6 +133,8 @@ class Run:
                 self.known.setdefault(child.pid, child)
                 if child.pid not in self.ranks and child.ppid() == self.msrun.pid and _role(child) == "MS_WORKER":
                     self.ranks[child.pid] = child.environ().get("RANK_ID", "?")
+                    if self.asked:  # before it was there
+                        child.terminate()
         except psutil.Error:
             pass
 

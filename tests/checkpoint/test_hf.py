@@ -133,6 +133,16 @@ def test_all_that_does_not_fit_is_one_error_and_nothing_is_read(tmp_path, monkey
     assert all(np.array_equal(before[n], v) for n, v in values(net).items())
 
 
+def test_parameters_without_values_yet_get_them(tmp_path):
+    """Of `no_init_parameters`."""
+    with nn.utils.no_init_parameters():
+        net = nn.Dense(4, 6)
+    want = {"weight": np.random.default_rng(0).random((6, 4), np.float32), "bias": np.arange(6, dtype=np.float32)}
+    save_file(want, tmp_path / "a.safetensors")
+    load_hf(net, tmp_path / "a.safetensors")
+    assert all(np.array_equal(values(net)[name], want[name]) for name in want)
+
+
 def test_what_is_to_be_ignored_is(tmp_path):
     want, net = tensors(), Net()
     given = {**want, "model.layers.0.rotary.inv_freq": np.zeros(2, np.float32)}
@@ -163,6 +173,26 @@ def test_an_index_leads_nowhere_else(tmp_path, name, monkeypatch):
     with pytest.raises(CheckpointError, match="lm_head.weight"):
         Weights(folder)
     assert all(Path(path).resolve().parent == folder for path in opened)
+
+
+def test_mutated_indexes_are_refused_or_right(tmp_path, monkeypatch):
+    """A slice of the fuzz: no other error, nothing opened outside the folder."""
+    folder = save_sharded(tmp_path / "in", tensors())
+    good, draw, loaded, opened = (folder / INDEX).read_bytes(), np.random.default_rng(2), 0, set()
+    real = os.open
+    monkeypatch.setattr(os, "open", lambda path, *rest, **more: opened.add(str(path)) or real(path, *rest, **more))
+    for _ in range(600):
+        bad = bytearray(good)
+        for _ in range(draw.integers(1, 4)):
+            at = int(draw.integers(len(bad) - 1))
+            words = [b"../", b"/", b'"', b"9" * 30, b"[", b"{", b"\\u002e", b"\0", b"\xff", b"", b"1.5", b"null"]
+            bad[at:at + int(draw.integers(0, 3))] = words[draw.integers(len(words))]
+        (folder / INDEX).write_bytes(bad)
+        try:
+            loaded += len(Weights(folder).tensors) == len(tensors())
+        except CheckpointError as e:
+            assert len(str(e)) < 2000
+    assert 0 < loaded < 300 and {Path(path).parent for path in opened} == {folder}
 
 
 def test_folders_that_are_no_weights(tmp_path):
