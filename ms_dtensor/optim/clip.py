@@ -159,7 +159,7 @@ def _clip_there(grads: list, parts: dict, max_norm: float, p: float) -> Tensor:
 
     def joined(values):
         values = mint.reshape(values, (-1, width))
-        return values.max(0) if extreme else values.sum(0)
+        return values.max(0)[0] if extreme else values.sum(0)
     sums = {key: joined(mint.cat(values)) for key, values in parts.items()}
     for mesh, axis in dict.fromkeys((mesh, axis) for mesh, axes in sums for axis in axes):
         keys = [key for key in sums if key[0] == mesh and axis in key[1]]
