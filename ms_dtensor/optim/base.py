@@ -18,7 +18,6 @@ from mindspore import Parameter, Tensor
 from ms_dtensor.errors import ConfigError, LayoutError
 
 from ..core.layout import Layout
-from ..core.placements import REPLICATE
 from ..dispatch.operands import dtype_name, local_alias, wrap
 from ..dispatch.replaced import current
 from ..internals.names import NoFallbackGuard
@@ -186,11 +185,8 @@ def state_tensor(array: Array, layout: Layout | None, lacks: Sequence[int] = ())
     tensor = Tensor.from_numpy(array) if isinstance(array, np.ndarray) else local_alias(array)
     if layout is None:
         return tensor
-    kept = [d for d in range(len(layout.shape)) if d - len(layout.shape) not in lacks]
-    placements = [p if not p.is_shard() else p.with_dim(kept.index(p.dim)) if p.dim in kept else REPLICATE
-                  for p in layout.placements]
-    shape = [layout.shape[d] for d in kept]
-    return wrap(tensor, Layout(layout.mesh, placements, shape, dtype_name(tensor.dtype), layout.order))
+    dims = [d for d in range(len(layout.shape)) if d - len(layout.shape) not in lacks]
+    return wrap(tensor, layout.of_dims(dims, dtype_name(tensor.dtype)))
 
 
 def restore(who: str, live: Mapping[str, Mapping[str, Any]], saved: Mapping[str, Mapping[str, Any]]) -> int:

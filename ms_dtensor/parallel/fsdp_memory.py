@@ -49,7 +49,8 @@ class HostMemory:
     def __init__(self, shapes: Sequence[tuple[int, ...]], dtype):
         kind = numpy_dtype(dtype)
         counts = [math.prod(shape) for shape in shapes]
-        self._map = mmap.mmap(-1, max(sum(counts) * kind.itemsize, 1))
+        # private: of a shared mapping the system keeps the pages that a process gives back
+        self._map = mmap.mmap(-1, max(sum(counts) * kind.itemsize, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         flat, at = np.frombuffer(self._map, np.uint8), 0
         self.arrays = []
         for shape, count in zip(shapes, counts):
