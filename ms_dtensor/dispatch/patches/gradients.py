@@ -32,6 +32,7 @@ _installed = Patched()
 # what takes part in the gradient that is under way, and is told by its method `abandon()` if that raises
 in_this_gradient: weakref.WeakSet = weakref.WeakSet()
 SHARDED_BY = "_ms_dtensor_sharded_by"  # parameter attribute: the name of the `fully_shard` unit that has it; "": ignored
+_RANDOM = "_ms_dtensor_random_states"  # attribute of a cell that recomputes: random state by place of a call among its calls
 # whose frames are there while MindSpore records, or runs what was recorded
 _RECORDERS = {f.__code__ for f in (composite._pynative_func_grad_forward, composite._pynative_func_grad_backward,
                                    nn.Cell._complex_call)}
@@ -210,7 +211,11 @@ def _recomputed(original):
     @functools.wraps(original)
     def construct(self, *args, **kwargs):  # its parameters were listed when `recompute()` was called
         self.internal_params[:] = [current(p) for p in self.internal_params]
-        return original(self, *args, **kwargs)
+        call = len(self.args)
+        out = original(self, *args, **kwargs)
+        # MindSpore keeps the arguments of every call until its backward, but the random state of the last call alone
+        self.__dict__.setdefault(_RANDOM, {})[call] = self.cpu_rng_state
+        return out
     return construct
 
 
@@ -223,6 +228,7 @@ def _recomputing(original):
     @functools.wraps(original)
     def bprop(self, *args):
         token = _local.set(True)
+        self.cpu_rng_state = self.__dict__.get(_RANDOM, {}).pop(len(self.args) - 1, self.cpu_rng_state)
         try:
             return original(self, *args)
         finally:
