@@ -54,7 +54,8 @@ def with_cotangent(x, cotangent: Layout):
     elif out is None:
         moved, frm, gradient = memo.source or (x, layout, wanted)
         out = redistribute_local(moved, frm, layout, cotangent, gradient, data=x)
-    memo.with_cotangent = {**(memo.with_cotangent or {}), cotangent: out}
+    if out._requires_grad:  # else it was made where nothing is recorded: elsewhere it would cut the gradient
+        memo.with_cotangent = {**(memo.with_cotangent or {}), cotangent: out}
     return out
 
 

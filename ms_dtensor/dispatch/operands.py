@@ -122,9 +122,12 @@ def redistribute_operand(x, target: Layout, grad, who: str):
     memo = memo_of(x)
     if memo.moved is None:
         memo.moved = {}
-    if target not in memo.moved:
-        memo.moved[target] = redistribute(x, target, implicit=who)
-    return memo.moved[target]
+    out = memo.moved.get(target)
+    if out is None:
+        out = redistribute(x, target, implicit=who)
+        if out._requires_grad or not x._requires_grad:  # else nothing is recorded here, but may be elsewhere
+            memo.moved[target] = out
+    return out
 
 
 def as_local(x, cotangent: Layout | None = None):

@@ -20,7 +20,8 @@ from ..core.mesh import DeviceMesh
 from ..core.placements import REPLICATE, Shard
 from ..core.tree import map_leaves
 from ..dispatch.operands import LAID_OUT, dtype_name, local_alias, wrap
-from ..dispatch.patches.gradients import SHARDED_BY, in_this_gradient, recomputing
+from ..dispatch.patches.gradients import SHARDED_BY, in_this_gradient
+from ..dispatch.patches.recomputed import recomputing, standing_in
 from ..dispatch.replaced import current
 from ..errors import ConfigError, LayoutError
 from ..internals.names import NoFallbackGuard, RecomputeCell, recording
@@ -32,7 +33,7 @@ from ..tensor.distribute import distribute_parameter, like_parameter, replicate_
 from ..tensor.dtensor import DTensor
 from .batch import batch_over
 from .fsdp_memory import CPUOffloadPolicy, OffloadPolicy
-from .fsdp_unit import Again, Call, Unit, gather_changed, gathered
+from .fsdp_unit import Again, Call, Unit, gather_changed, gathered, swapped
 from .layouts import OUTER, union_mesh
 from .precision import MixedPrecisionPolicy
 
@@ -186,7 +187,7 @@ class _Construct:
         args, kwargs = policy.cast_inputs(args, kwargs)
         with _in_step(cell, again) as step:
             unit.gather(backward=again)
-            with _swapped(unit.slots, unit.tensors(call)):
+            with _standing_in(unit.slots, unit.tensors(call), call):
                 outputs = self.given(cell, *args, **kwargs)
         root = step is not None and len(step.units) > 1
         if call is None or (unit.reshard and not root and not again and not unit.running):
@@ -242,18 +243,16 @@ def _units(cell: nn.Cell) -> list[Unit]:
 
 
 @contextmanager
-def _swapped(slots: list, tensors: dict[int, Tensor]) -> Iterator[None]:
-    """The slots hold these tensors, by id of their parameters, inside."""
-    def put(held: Callable) -> None:
-        for cell, key, p in slots:
-            cell._params[key] = held(p)
-            if key in cell.__dict__:
-                cell.__dict__[key] = held(p)
-    put(lambda p: tensors[id(p)])
+def _standing_in(slots: list, tensors: dict[int, Tensor], call: Call | None) -> Iterator[None]:
+    """The slots hold these tensors of a call inside; what is recomputed there knows of it."""
+    token = standing_in.set(standing_in.get() if call is None else (*standing_in.get(), call))
     try:
-        yield
+        with swapped(slots, tensors):
+            yield
     finally:
-        put(lambda p: p)
+        standing_in.reset(token)
+        if call is not None:
+            call.nodes = {}  # they know the call, in memory that Python does not see
 
 
 def _entrance(x: Tensor, call: Call, unused: list[Tensor]) -> Tensor:
