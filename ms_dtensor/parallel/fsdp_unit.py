@@ -22,6 +22,7 @@ import numpy as np
 from mindspore import Tensor
 
 from .. import comm
+from ..comm.packing import write
 from ..comm.protocol import Work
 from ..core.layout import Layout
 from ..core.mesh import DeviceMesh
@@ -34,6 +35,7 @@ from ..internals.names import Function, NoFallbackGuard, no_grad, recording
 from ..internals.target import on_cpu
 from ..redistribute.boxes import sizes_along
 from ..redistribute.execute import redistribute_local
+from ..tensor.dtensor import DTensor
 from .fsdp_late import LateGradients
 from .fsdp_memory import DeviceMemory, HostMemory
 
@@ -130,6 +132,14 @@ class Block:
             pairs = self._own(), self._kind.pack(there, self.dtype)
             a, b = (x.asnumpy().view(np.uint8) for x in pairs)
         return not np.array_equal(a, b)
+
+    def write_own(self, i: int) -> None:
+        """This rank's shard of parameter `i` becomes what lies in the memory."""
+        with NoFallbackGuard():
+            own = local_alias(self.params[i])
+            piece = self._kind.pack([(self.tensors()[i], self._piece(i, self.group.rank_index)[0])], self.dtype)
+            if piece.size:
+                write(own, ms.mint.reshape(piece, own.shape))
 
     def _own(self) -> Tensor:
         return self._kind.pack([(local_alias(p), ()) for p in self.params], self.dtype)
@@ -344,6 +354,21 @@ class Unit:
                 of[k], held[b][i], layout, self.partial_on[k], None if kind == self.blocks[b].dtype else kind)
             out[k].inited_param = params[k]  # which cells then list in its place
         return out
+
+    def take_back(self, whole: dict[int, Tensor], versions: dict[int, int]) -> None:
+        """What the cell wrote into gathered parameters, running statistics, say, is written into this rank's shards."""
+        for k, (b, i) in self.place.items():
+            if whole[k]._version != versions[k]:
+                self.blocks[b].write_own(i)
+
+    def lends(self, x: Tensor, whole: dict[int, Tensor]) -> bool:
+        """Whether a tensor lies in the memory of the gathered parameters `whole`, which goes."""
+        if on_cpu():
+            return any(isinstance(block.memory, HostMemory) and block.memory.holds(x) for block in self.blocks)
+        # its address would wait for the device
+        while isinstance(x, DTensor) and x._memo is not None and x._memo.view_of is not None:
+            x = x._memo.view_of[0]
+        return any(x is w for w in whole.values())
 
     @staticmethod
     def _connected(node: Tensor, data: Tensor, layout: Layout, partial_on: tuple[int, ...], reduce_dtype):
