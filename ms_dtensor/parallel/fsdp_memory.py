@@ -52,11 +52,11 @@ class HostMemory:
         counts = [math.prod(shape) for shape in shapes]
         # private: of a shared mapping the system keeps the pages that a process gives back
         self._map = mmap.mmap(-1, max(sum(counts) * kind.itemsize, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        flat, at = np.frombuffer(self._map, np.uint8), 0
+        self._flat, at = np.frombuffer(self._map, np.uint8), 0
         self.arrays = []
         for shape, count in zip(shapes, counts):
             size = count * kind.itemsize
-            self.arrays.append(flat[at:at + size].view(kind).reshape(shape))
+            self.arrays.append(self._flat[at:at + size].view(kind).reshape(shape))
             at += size
 
     @staticmethod
@@ -81,6 +81,11 @@ class HostMemory:
     def write(self, i: int, index: Index, piece: Tensor) -> None:
         """Puts a piece into tensor `i`."""
         self.arrays[i][index] = piece.asnumpy().reshape(self.arrays[i][index].shape)
+
+    def holds(self, x: Tensor) -> bool:
+        """Whether a tensor lies here."""
+        at = Tensor.data_ptr(x) - self._flat.ctypes.data
+        return 0 <= at < self._flat.size
 
     def release(self) -> None:
         """Gives the pages back."""

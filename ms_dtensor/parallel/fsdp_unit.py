@@ -23,6 +23,7 @@ import numpy as np
 from mindspore import Tensor, nn
 
 from .. import comm
+from ..comm.packing import write
 from ..comm.protocol import Work
 from ..core.layout import Layout
 from ..core.mesh import DeviceMesh
@@ -35,6 +36,7 @@ from ..internals.names import Function, NoFallbackGuard, no_grad, recording
 from ..internals.target import on_cpu
 from ..redistribute.boxes import sizes_along
 from ..redistribute.execute import redistribute_local
+from ..tensor.dtensor import DTensor
 from .fsdp_late import LateGradients
 from .fsdp_memory import DeviceMemory, HostMemory
 
@@ -133,6 +135,14 @@ class Block:
             a, b = (x.asnumpy().view(np.uint8) for x in pairs)
         return not np.array_equal(a, b)
 
+    def write_own(self, i: int) -> None:
+        """This rank's shard of parameter `i` becomes what lies in the memory."""
+        with NoFallbackGuard():
+            own = local_alias(self.params[i])
+            piece = self._kind.pack([(self.tensor(i), self._piece(i, self.group.rank_index)[0])], self.dtype)
+            if piece.size:
+                write(own, ms.mint.reshape(piece, own.shape))
+
     def _own(self) -> Tensor:
         return self._kind.pack([(local_alias(p), ()) for p in self.params], self.dtype)
 
@@ -190,7 +200,7 @@ class Call:
         cells = {id(c) for _, c in cell.cells_and_names()}
         slots = [slot for slot in self.unit.slots if id(slot[0]) in cells]
         call = Call(self.unit, {})
-        with swapped(slots, self.unit.tensors(call, slots)):
+        with self.unit.in_place(call, slots):
             yield call
 
     def enter(self) -> None:
@@ -276,7 +286,9 @@ class Unit:
         near = _near(mesh, neighbours) if 0 < neighbours < mesh.shape[-1] else None
         self.copies = mesh.get_group(axes[0]) if mesh.ndim == 2 and mesh.shape[0] > 1 else None
         by_dtype: dict[str, list] = {}
-        for p in {id(p): p for _, _, p in slots}.values():
+        last = {id(p): p.placements[p.device_mesh.axis_index(axes[-1])] for _, _, p in slots}
+        # what is kept whole is here for its dtype only
+        for p in {id(p): p for _, _, p in slots if not last[id(p)].is_replicate()}.values():
             by_dtype.setdefault(dtype_name(policy.compute_dtype(p)), []).append(p)
         self.blocks, self.place = [], {}
         for b, params in enumerate(by_dtype.values()):
@@ -306,6 +318,11 @@ class Unit:
             raise ConfigError(f"For 'fully_shard', parameters of {self.name} were replaced or taken out since.",
                               ", ".join(sorted(set(gone))), "A unit gathers the parameters that it was given.",
                               ("parameter.set_data(value) keeps its place", "replace parameters before fully_shard()"))
+        other = [p.name for block in self.blocks for p in block.params if dtype_name(p.dtype) != p.layout.dtype]
+        if other:
+            raise ConfigError(f"For 'fully_shard', parameters of {self.name} have got another dtype since.",
+                              ", ".join(other), "A unit gathers in the dtypes that it was given.",
+                              ("set_dtype before fully_shard()", "MixedPrecisionPolicy(param_dtype=...)"))
 
     def abandon(self) -> None:
         """The gradient that was under way has raised."""
@@ -346,23 +363,60 @@ class Unit:
                 block.release(keep_part)
         self.full = self.full and self.kept
 
-    def tensors(self, call: Call | None, slots: list | None = None) -> dict[int, Tensor]:
+    def tensors(self, call: Call | None, slots: list) -> dict[int, Tensor]:
         """The whole parameters as DTensors, by id of the sharded ones; recorded where a gradient is asked for."""
-        params = {id(p): p for _, _, p in (self.slots if slots is None else slots)}
-        trained = {k: p for k, p in params.items() if call is not None and p.requires_grad}
+        params = {id(p): p for _, _, p in slots}
+        trained = {k: p for k, p in params.items() if call is not None and p.requires_grad and k in self.place}
         out: dict[int, Tensor] = {}
         with NoFallbackGuard():
             nodes = Whole.apply(call, tuple(self.place[k] for k in trained), *trained.values()) if trained else ()
             of = dict(zip(trained, nodes if isinstance(nodes, tuple) else (nodes,)))
         if call is not None:
             call.nodes = of
-        for k in params:
+        for k, p in params.items():
+            if k not in self.place:
+                out[k] = self.policy.copy_of(p)
+                out[k].inited_param = p
+                continue
             b, i = self.place[k]
             layout, kind, held = self.blocks[b].whole[i], self.blocks[b].reduce_dtype, self.blocks[b].tensor(i)
             out[k] = wrap(held, layout) if k not in of else self._connected(
                 of[k], held, layout, self.partial_on[k], None if kind == self.blocks[b].dtype else kind)
             out[k].inited_param = params[k]  # which cells then list in its place
         return out
+
+    @contextmanager
+    def in_place(self, call: Call | None, slots: list) -> Iterator[dict[int, Tensor]]:
+        """The slots hold the whole parameters inside; what the cell writes into them reaches the shards."""
+        whole = self.tensors(call, slots)
+        versions = {k: x._version for k, x in whole.items()}
+
+        def put(held: Callable) -> None:
+            for cell, key, p in slots:
+                cell._params[key] = held(p)
+                if key in cell.__dict__:
+                    cell.__dict__[key] = held(p)
+        put(lambda p: whole[id(p)])
+        try:
+            yield whole
+        finally:
+            put(lambda p: p)
+        for k, x in whole.items():
+            if x._version != versions[k]:
+                if k in self.place:
+                    b, i = self.place[k]
+                    self.blocks[b].write_own(i)
+                else:
+                    write(local_alias(x.inited_param), local_alias(x))
+
+    def lends(self, x: Tensor, whole: dict[int, Tensor]) -> bool:
+        """Whether a tensor lies in the memory of the gathered parameters `whole`, which goes."""
+        if on_cpu():
+            return any(isinstance(block.memory, HostMemory) and block.memory.holds(x) for block in self.blocks)
+        # its address would wait for the device
+        while isinstance(x, DTensor) and x._memo is not None and x._memo.view_of is not None:
+            x = x._memo.view_of[0]
+        return any(x is w for w in whole.values())
 
     @staticmethod
     def _connected(node: Tensor, data: Tensor, layout: Layout, partial_on: tuple[int, ...], reduce_dtype):
@@ -426,21 +480,6 @@ def gather_changed(units: list[Unit]) -> None:
                 for block in unit.blocks:
                     block.release(keep_part=False)
                 unit.full = False
-
-
-@contextmanager
-def swapped(slots: list, tensors: dict[int, Tensor]) -> Iterator[None]:
-    """The slots hold these tensors, by id of their parameters, inside."""
-    def put(held: Callable) -> None:
-        for cell, key, p in slots:
-            cell._params[key] = held(p)
-            if key in cell.__dict__:
-                cell.__dict__[key] = held(p)
-    put(lambda p: tensors[id(p)])
-    try:
-        yield
-    finally:
-        put(lambda p: p)
 
 
 def gathered(layout: Layout, axes: list[int], dtype: str | None = None) -> Layout:

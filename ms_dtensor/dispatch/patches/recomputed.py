@@ -38,7 +38,7 @@ def _first(original):
         nodes = {key: (x, whose) for whose in standing_in.get() for key, x in whose.nodes.items()}
         there = [nodes.get(id(p), (p, None)) for p in listed]
         self.internal_params[:] = [x for x, _ in there]
-        self.__dict__.setdefault(_ENTERED, []).append(there)  # as MindSpore does with the arguments
+        self.__dict__.setdefault(_ENTERED, []).append((there, standing_in.get()))  # as MindSpore does with the arguments
         return original(self, *args, **kwargs)
     return construct
 
@@ -46,14 +46,14 @@ def _first(original):
 def _again(original):
     @functools.wraps(original)
     def bprop(self, *args):
-        there, listed = self.__dict__[_ENTERED].pop(), self.__dict__[_LISTED]
+        (there, present), listed = self.__dict__[_ENTERED].pop(), self.__dict__[_LISTED]
         self.internal_params[:] = listed
         net, function = self.net, self.wrap_cell.function
         cell, anew = getattr(function, "__self__", function), {}
 
         def run(*args, **kwargs):  # inside the second graph
             with ExitStack() as stack:
-                for whose in dict.fromkeys(whose for _, whose in there if whose is not None):
+                for whose in present:
                     anew[whose] = stack.enter_context(whose.again(cell))
                 around = standing_in.set(tuple(anew.values()))
                 try:
