@@ -12,7 +12,7 @@ from .. import comm
 from ..comm.record import active
 from ..core.layout import Layout
 from ..core.placements import REPLICATE
-from ..internals.names import NoFallbackGuard, recording
+from ..internals.names import NoFallbackGuard, enabled, recording
 from ..redistribute.execute import redistribute_local, run
 from ..redistribute.plan import plan as plan_moves
 from ..redistribute.plan import relabels
@@ -125,7 +125,7 @@ def redistribute_operand(x, target: Layout, grad, who: str):
     out = memo.moved.get(target)
     if out is None:
         out = redistribute(x, target, implicit=who)
-        if out._requires_grad or not x._requires_grad:  # else nothing is recorded here, but may be elsewhere
+        if enabled():  # what is made unrecorded would cut the gradient of who reads `x` later
             memo.moved[target] = out
     return out
 

@@ -64,7 +64,7 @@ def fully_shard(module: nn.Cell, *, mesh: DeviceMesh, reshard_after_forward: boo
         mp_policy: `MixedPrecisionPolicy`: dtypes of computing, of reducing gradients, and of what the cell returns.
         offload_policy: `CPUOffloadPolicy()` keeps parameters, gradients and optimizer state in host memory. On a CPU they
             are there: it changes nothing. On devices it is refused.
-        ignored_params: parameters to leave as they are.
+        ignored_params: parameters to leave as they are; others than the cell's own mean nothing.
 
     Returns:
         The same cell, with the methods `unshard()` and `reshard()` (gather now and keep; give back),
@@ -110,11 +110,6 @@ def fully_shard(module: nn.Cell, *, mesh: DeviceMesh, reshard_after_forward: boo
     if isinstance(offload_policy, CPUOffloadPolicy) and not on_cpu():
         raise ConfigError("For 'fully_shard', 'CPUOffloadPolicy' is for CPUs only.", f"mesh({mesh.describe()})",
                           "A MindSpore Parameter lies where its device is.", "more ranks, or optimizer state of fewer bytes")
-    there = {id(current(p)) for _, p in module.parameters_and_names()}
-    strangers = [p.name for p in map(current, ignored_params) if id(p) not in there]
-    if strangers:
-        raise ConfigError(f"For 'fully_shard', parameters in 'ignored_params' are none of this {name}.",
-                          ", ".join(strangers), "They are left alone where they are.", "pass [cell.weight, ...] of its own")
     ignored = {id(p): p.__dict__.setdefault(SHARDED_BY, "") for p in map(current, ignored_params)}
     found = [(cell, key, current(p)) for _, cell in module.cells_and_names() for key, p in cell._params.items()
              if p is not None and id(current(p)) not in ignored]
@@ -277,8 +272,6 @@ def _known(call: Call | None) -> Iterator[None]:
         yield
     finally:
         standing_in.reset(token)
-        if call is not None:
-            call.nodes = {}  # they know the call, in memory that Python does not see
 
 
 def _entrance(x: Tensor, call: Call, unused: list[Tensor]) -> Tensor:

@@ -401,6 +401,8 @@ class Unit:
             yield whole
         finally:
             put(lambda p: p)
+            if call is not None:
+                call.nodes = {}  # they know the call, in memory that Python does not see
         for k, x in whole.items():
             if x._version != versions[k]:
                 if k in self.place:

@@ -53,7 +53,7 @@ def cells_of_a_larger_unit_run_again(world):
             for _ in range(2):
                 count = same_step(net, plain, mesh)
                 count.pop(ASKED, None)
-                assert count["reduce_scatter", "backward"] == 1 and sum(count.values()) == 2, count
+                assert count["reduce_scatter", "backward"] == 1 and sum(count.values()) == (3 if cut is whole else 2), count
             for order in ((1, 1, 0), (2,), ()):
                 plain.order = net.order = order
                 same_step(net, plain, mesh)
@@ -129,7 +129,7 @@ def empty_shards_of_bfloat16(world):
                               (ms.float32, MixedPrecisionPolicy(ms.bfloat16, ms.float32))):
             net = cut(Five(dtype), mesh, mp_policy=policy)
             x = mine(mesh).astype(ms.bfloat16)
-            value, grads = md.value_and_grad(lambda x, net=net: (net(x).float() ** 2).mean(), None, [net.v])(x)
+            value, grads = md.value_and_grad(lambda x, net=net: (net(x).astype(ms.float32) ** 2).mean(), None, [net.v])(x)
             equal(value, want, "value", 2e-2)
             assert grads[0].dtype == dtype and grads[0].shape == (5, 6)
             md.optim.AdamW([net.v])(grads)
@@ -156,7 +156,6 @@ def arguments_of_other_kinds(world):
             ("'mesh' does not take None", lambda: fully_shard(net, mesh=None)),
             ("'mp_policy' does not take 'bf16'", lambda: fully_shard(net, mesh=mesh, mp_policy="bf16")),
             ("'ignored_params' does not take 'up.weight'", lambda: fully_shard(net, mesh=mesh, ignored_params=["up.weight"])),
-            ("are none of this Block", lambda: fully_shard(net, mesh=mesh, ignored_params=[Parameter(Tensor([1.0]))])),
             ("gave 1 for parameter", lambda: fully_shard(net, mesh=mesh, shard_placement_fn=lambda p: 1)),
             ("is no floating-point dtype", lambda: MixedPrecisionPolicy(ms.int32)),
             ("is no floating-point dtype", lambda: MixedPrecisionPolicy(None, "float16")),
