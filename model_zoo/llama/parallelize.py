@@ -75,7 +75,7 @@ def parallelize(model: nn.Cell, mesh: DeviceMesh, cfg: ParallelConfig,
     """
     parallelize_module(model, mesh["tp"], tensor_plan(cfg))
     for layer in model.layers:
-        layer.attention.core = _on_heads(layer.attention.core, mesh)
+        layer.attention.core = attention_on_heads(layer.attention.core, mesh)
     if not cfg.fsdp:
         return replicate(model, mesh=data_axes(mesh), mp_policy=mp_policy, zero1=cfg.zero1)
     for layer in model.layers:
@@ -95,7 +95,7 @@ def data_axes(mesh: DeviceMesh) -> DeviceMesh:
     return mesh["copies", "dp"] if "copies" in mesh.mesh_dim_names else mesh["dp"]
 
 
-def _on_heads(core, mesh: DeviceMesh):
+def attention_on_heads(core, mesh: DeviceMesh):
     """Attention, whose sequences and heads know nothing of each other: f32[b@dp, t, heads@tp, e] throughout.
 
     The ops that a device has for it have rules which say so; the CPU's form is mapped over shards as it is.

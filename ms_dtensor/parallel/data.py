@@ -10,17 +10,16 @@ from __future__ import annotations
 from mindspore import Parameter, Tensor, nn
 
 from ..core.mesh import DeviceMesh
-from ..core.placements import REPLICATE, Shard
-from ..dispatch.operands import local_alias, wrap
+from ..core.placements import Shard
 from ..dispatch.replaced import current
 from ..errors import LayoutError
 from ..tensor import deferred_init
-from ..tensor.distribute import distribute_parameter, distribute_tensor, like_parameter, set_parameter
+from ..tensor.distribute import set_parameter
 from ..tensor.dtensor import DTensor
 from .batch import batch_over
 from .buckets import make_buckets
 from .fsdp import fully_shard
-from .layouts import OUTER, lift, union_mesh
+from .layouts import OUTER, replicated_over, union_mesh
 from .precision import MixedPrecisionPolicy
 
 _OVER = "_ms_dtensor_replicated_over"  # parameter attribute: axes that replicate has dealt with
@@ -76,13 +75,13 @@ def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = 25, mp_po
             if param is not None:
                 param = current(param)
                 if not set(mesh.mesh_dim_names) <= set(param.__dict__.get(_OVER, ())):  # else a tied cell has been here
-                    param = _replicated(param, mesh, whole)
+                    param = replicated_over(param, mesh, whole)
                     param.__dict__[_OVER] = (*param.__dict__.get(_OVER, ()), *mesh.mesh_dim_names)
                     new.append(param)
                 set_parameter(cell, key, param)
         for key, buffer in list(getattr(cell, "_buffers", {}).items()):
             if isinstance(buffer, Tensor):
-                cell._buffers[key] = _replicated(buffer, mesh, whole)
+                cell._buffers[key] = replicated_over(buffer, mesh, whole)
         cell.__dict__[OUTER] = (whole, outer)
 
     batch_over(module, mesh, "replicate")
@@ -92,16 +91,3 @@ def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = 25, mp_po
         dtype = mp_policy and (mp_policy.reduce_dtype or mp_policy.param_dtype)
         make_buckets([p for p in new if p.requires_grad], mesh, bucket_mb, dtype)
     return module
-
-
-def _replicated(x, mesh: DeviceMesh, whole: DeviceMesh):
-    if not isinstance(x, DTensor):
-        if isinstance(x, Parameter):
-            return distribute_parameter(x, whole, [REPLICATE] * whole.ndim)
-        return distribute_tensor(x, whole, [REPLICATE] * whole.ndim)
-    group = mesh.get_group()
-    local = local_alias(x)
-    if group.size > 1:
-        local = group.broadcast(local, group.ranks[0])
-    out = wrap(local, lift(x, whole))
-    return like_parameter(out, x) if isinstance(x, Parameter) else out

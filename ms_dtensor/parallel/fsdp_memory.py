@@ -5,6 +5,7 @@ So what autograd saved of a forward is right again in the backward, once the par
 """
 from __future__ import annotations
 
+import itertools
 import math
 import mmap
 from collections.abc import Sequence
@@ -51,11 +52,11 @@ class HostMemory:
         counts = [math.prod(shape) for shape in shapes]
         # private: of a shared mapping the system keeps the pages that a process gives back
         self._map = mmap.mmap(-1, max(sum(counts) * kind.itemsize, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        flat, at = np.frombuffer(self._map, np.uint8), 0
+        self._flat, at = np.frombuffer(self._map, np.uint8), 0
         self.arrays = []
         for shape, count in zip(shapes, counts):
             size = count * kind.itemsize
-            self.arrays.append(flat[at:at + size].view(kind).reshape(shape))
+            self.arrays.append(self._flat[at:at + size].view(kind).reshape(shape))
             at += size
 
     @staticmethod
@@ -63,7 +64,7 @@ class HostMemory:
         """`x[index]` of each pair, flat, one behind another."""
         parts = [x.asnumpy()[index] for x, index in pieces]
         out, at = np.empty(sum(p.size for p in parts), numpy_dtype(dtype)), 0
-        for p in parts:
+        for p in (p for p in parts if p.size):  # NumPy crashes where it copies no elements of MindSpore's bfloat16
             out[at:at + p.size].reshape(p.shape)[...] = p
             at += p.size
         return Tensor.from_numpy(out)
@@ -73,13 +74,18 @@ class HostMemory:
         """Some of a flat tensor."""
         return Tensor.from_numpy(flat.asnumpy()[at:at + count])
 
-    def tensors(self) -> list[Tensor]:
-        """New tensors on the memory; autograd knows nothing of them."""
-        return [Tensor.from_numpy(a) for a in self.arrays]
+    def tensor(self, i: int) -> Tensor:
+        """A new tensor on the memory; autograd knows nothing of it."""
+        return Tensor.from_numpy(self.arrays[i])
 
     def write(self, i: int, index: Index, piece: Tensor) -> None:
         """Puts a piece into tensor `i`."""
         self.arrays[i][index] = piece.asnumpy().reshape(self.arrays[i][index].shape)
+
+    def holds(self, x: Tensor) -> bool:
+        """Whether a tensor lies here."""
+        at = Tensor.data_ptr(x) - self._flat.ctypes.data
+        return 0 <= at < self._flat.size
 
     def release(self) -> None:
         """Gives the pages back."""
@@ -94,6 +100,7 @@ class DeviceMemory:
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], dtype):
         self.shapes, self.counts = list(shapes), [math.prod(shape) for shape in shapes]
+        self.starts = list(itertools.accumulate(self.counts, initial=0))
         self._flat = ms.mint.empty((max(sum(self.counts), 1),), dtype=dtype)
         self._bytes = self._flat.untyped_storage().size()
 
@@ -107,17 +114,13 @@ class DeviceMemory:
         """Some of a flat tensor."""
         return ms.mint.narrow(flat, 0, at, count)
 
-    def tensors(self) -> list[Tensor]:
-        """New tensors on the memory."""
-        out, at = [], 0
-        for shape, count in zip(self.shapes, self.counts):
-            out.append(ms.mint.reshape(ms.mint.narrow(self._flat, 0, at, count), shape))
-            at += count
-        return out
+    def tensor(self, i: int) -> Tensor:
+        """A new tensor on the memory."""
+        return ms.mint.reshape(ms.mint.narrow(self._flat, 0, self.starts[i], self.counts[i]), self.shapes[i])
 
     def write(self, i: int, index: Index, piece: Tensor) -> None:
         """Puts a piece into tensor `i`."""
-        target = _at(self.tensors()[i], index)
+        target = _at(self.tensor(i), index)
         target.copy_(ms.mint.reshape(piece, target.shape))
 
     def release(self) -> None:

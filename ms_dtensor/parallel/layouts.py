@@ -13,17 +13,17 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from types import MethodType
 
-from mindspore import Tensor, nn
+from mindspore import Parameter, Tensor, nn
 
 from .. import comm
 from ..core.layout import Layout, known_layout
 from ..core.mesh import DeviceMesh, coordinates
 from ..core.placements import REPLICATE, Placement
 from ..core.tree import leaves
-from ..dispatch.operands import LAID_OUT, dtype_name, wrap
+from ..dispatch.operands import LAID_OUT, dtype_name, local_alias, wrap
 from ..dispatch.replaced import current
 from ..errors import DTensorError, LayoutError, MixedOperandError
-from ..tensor.distribute import distribute_parameter, set_parameter
+from ..tensor.distribute import distribute_parameter, distribute_tensor, like_parameter, set_parameter
 from ..tensor.dtensor import DTensor
 
 OUTER = "_ms_dtensor_outer"  # cell attribute: (whole mesh, {axis: placement of plain inputs}), set by replicate
@@ -297,3 +297,17 @@ def lift(x: DTensor, whole: DeviceMesh) -> Layout:
     placed = {a: p for a, p in zip(layout.mesh.mesh_dim_names, layout.placements)}
     order = [layout.mesh.mesh_dim_names[a] for a in layout.order]
     return Layout(whole, {a: placed.get(a, REPLICATE) for a in whole.mesh_dim_names}, layout.shape, layout.dtype, order)
+
+
+def replicated_over(x, mesh: DeviceMesh, whole: DeviceMesh):
+    """A parameter or buffer on `whole`, where it lies copied over the axes of `mesh`: values are those of coordinate 0."""
+    if not isinstance(x, DTensor):
+        if isinstance(x, Parameter):
+            return distribute_parameter(x, whole, [REPLICATE] * whole.ndim)
+        return distribute_tensor(x, whole, [REPLICATE] * whole.ndim)
+    group = mesh.get_group()
+    local = local_alias(x)
+    if group.size > 1:
+        local = group.broadcast(local, group.ranks[0])
+    out = wrap(local, lift(x, whole))
+    return like_parameter(out, x) if isinstance(x, Parameter) else out

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fully_shard` in other dtypes, copied, and on emulated devices."""
+"""`fully_shard` in other dtypes, beside parameters kept whole, copied, and on emulated devices."""
 from __future__ import annotations
 
 import copy
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor, nn
+from mindspore import Parameter, Tensor, mint, nn
 
 import ms_dtensor as md
 from tests.cases import case
-from tests.dist.cases_fully_shard import Net, cut_up, filled, fsdp, loss_of, mine, same_step
+from tests.dist.cases_fully_shard import ROWS, Net, Scalar, cut_up, filled, fsdp, loss_of, mine, same_step
 from tests.dist.support import equal, mesh_2d
 from tests.rehearsal.session import rehearsed
 from tests.rehearsal.tables import Rates
@@ -132,3 +132,32 @@ def a_copy_of_a_cell_runs_on_its_own(world):
     count = same_step(twin, plain, mesh)
     assert count["all_gather", "backward"] == 3 and count["reduce_scatter", "backward"] == 4, count
     same_step(net, filled(Net()), mesh)
+
+
+@case(4)
+def parameters_kept_whole(world):
+    mesh, plain, net = fsdp(), filled(Net()), filled(Net())
+    cut_up(net, mesh, shard_placement_fn=lambda p: md.Replicate() if p.ndim == 1 else None)
+    assert net.head.bias.placements == (md.Replicate(),) and net.head.weight.placements == (md.Shard(0),)
+    for sync in (False, True):
+        net.set_requires_gradient_sync(sync)
+        grads = md.value_and_grad(loss_of(net), None, net.trainable_params())(mine(mesh))[1]
+        total = [a + b for a, b in zip(total, grads)] if sync else grads
+    want = ms.value_and_grad(loss_of(plain), None, plain.trainable_params())(Tensor(ROWS))[1]
+    for p, g, w in zip(net.trainable_params(), total, want, strict=True):
+        equal(g, 2 * w, p.name)
+    count = same_step(net, plain, mesh)
+    assert count["reduce_scatter", "backward"] == 4 and count["all_reduce", "backward"] == 4, count
+    scale = filled(Scalar())
+    md_scale = md.fully_shard(filled(Scalar()), mesh=mesh, shard_placement_fn=lambda p: md.Replicate())
+    same_step(md_scale, scale, mesh)
+    fused, whole = nn.Dense(5, 12), nn.Dense(5, 12)
+    filled(whole)
+    md.parallelize_module(filled(fused), mesh_2d()["tp"], md.parallel.FusedColwiseParallel((4, 4, 4), use_local_output=False))
+    md.fully_shard(fused, mesh=mesh_2d()["dp"])
+    assert fused.weight.placements[0] == md.Shard(1) and fused.bias.placements[0] == md.Replicate(), fused.weight
+    x = md.value_and_grad(lambda x: sum((y ** 2).mean() for y in fused(x)), None, fused.trainable_params())(mine(mesh_2d()["dp"]))
+    y = ms.value_and_grad(lambda x: sum((y ** 2).mean() for y in mint.split(whole(x), 4, 1)), None,
+                          whole.trainable_params())(Tensor(ROWS))
+    for g, w in zip((x[0], *x[1]), (y[0], *y[1]), strict=True):
+        equal(g, w)

@@ -215,3 +215,23 @@ def offloading_is_what_a_cpu_does_anyway(world):
     with rehearsed():
         device = md.init_device_mesh("npu", (4,), mesh_dim_names=("dp",))
         assert "for CPUs only" in refusal(lambda: cut_up(filled(Net()), device, offload_policy=CPUOffloadPolicy()), ConfigError)
+
+
+@case(4)
+def statistics_that_a_forward_writes_stay(world):
+    class Normed(nn.Cell):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.bn, self.two = nn.Dense(5, 6, has_bias=False), nn.BatchNorm1d(6), nn.Dense(6, 3)
+
+        def construct(self, x):
+            return self.two(self.bn(self.one(x)))
+    mesh, plain, net = fsdp(), filled(Normed()), filled(Normed())
+    md.fully_shard(net.bn, mesh=mesh)
+    md.fully_shard(net, mesh=mesh)
+    for n in (plain, net):
+        n.set_train()
+    for _ in range(2):
+        same_step(net, plain, mesh)
+        for p, q in zip(net.get_parameters(), plain.get_parameters(), strict=True):
+            equal(p, q, p.name)

@@ -368,6 +368,15 @@ def other_dims_and_parameters_left_alone(world):
     same_step(net, plain, mesh)
 
 
+class Scalar(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = Parameter(Tensor(2.0, ms.float32), name="scale")
+
+    def construct(self, x):
+        return x * self.scale
+
+
 @case(4)
 def a_model_that_never_was_whole(world):
     def make(mesh):
@@ -458,20 +467,12 @@ def refusals(world):
     net = cut_up(filled(Net()), mesh)
     two = mesh_2d()
 
-    class Scalar(nn.Cell):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = Parameter(Tensor(2.0, ms.float32), name="scale")
-
-        def construct(self, x):
-            return x * self.scale
     cut = parallelize_module(nn.Dense(4, 8), two["dp"], ColwiseParallel())
     three = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))
     for kind, what, call in (
             (LayoutError, "was sharded already", lambda: fully_shard(net, mesh=mesh)),
             (LayoutError, "laid out over 'dp' already", lambda: fully_shard(cut, mesh=two["dp"])),
             (LayoutError, "laid out over 'dp' already", lambda: replicate(net.head, mesh=mesh)),
-            (LayoutError, "no such dim", lambda: fully_shard(Scalar(), mesh=mesh)),
             (LayoutError, "no such dim", lambda: fully_shard(nn.Dense(4, 4), mesh=mesh, shard_placement_fn=lambda p: Shard(2))),
             (ConfigError, "3 axes", lambda: fully_shard(nn.Dense(4, 4), mesh=three)),
             (MeshError, "no axis 'pp'", lambda: fully_shard(nn.Dense(4, 4), mesh=two["pp"])),

@@ -158,7 +158,7 @@ def parameter_hook(s):
     with_hook = gradients(net, s)
     for handle in handles:
         handle.remove()
-    return with_hook, gradients(net, s), seen
+    return with_hook, gradients(net, s), sorted(seen, key=lambda grad: grad.ndim)  # a unit's gradients come together
 
 
 @row(HOOKS, "Parameter.register_hook on every parameter: gradient norms over three steps")

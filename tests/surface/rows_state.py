@@ -322,13 +322,14 @@ SHARDED = "asnumpy() gathers nothing behind one's back, on one rank neither: x.f
 
 
 @row(TENSORS, "np.asarray of a batch cut over dp", refused={
-    "replicate": SHARDED, "dp x tp, sp": SHARDED, "one rank": SHARDED})
+    "replicate": SHARDED, "dp x tp, sp": SHARDED, "fsdp": SHARDED, "fsdp x tp, sp": SHARDED, "one rank": SHARDED})
 def sharded_arrays(s):
     x = s.data(random(3, 8, 5))
     return np.asarray(x).mean(), np.array(x)
 
 
-@row(TENSORS, "np.asarray of a weight cut over tp", refused={"tp": SHARDED, "dp x tp, sp": SHARDED, "one rank": SHARDED})
+@row(TENSORS, "np.asarray of a weight cut over tp", refused={
+    "tp": SHARDED, "dp x tp, sp": SHARDED, "fsdp": SHARDED, "fsdp x tp, sp": SHARDED, "one rank": SHARDED})
 def weight_array(s):
     return np.asarray(s.net().up.weight)
 
