@@ -23,7 +23,14 @@ Index: TypeAlias = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """Where `fully_shard` keeps parameters, gradients and optimizer state: on the device."""
+    """Where `fully_shard` keeps parameters, gradients and optimizer state: on the device.
+
+    Example:
+        >>> import ms_dtensor as md
+        >>> from mindspore import nn
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+        >>> _ = md.fully_shard(nn.Dense(4, 2), mesh=mesh, offload_policy=md.parallel.OffloadPolicy())
+    """
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,12 @@ class CPUOffloadPolicy(OffloadPolicy):
 
     Args:
         pin_memory: of no meaning on a CPU.
+
+    Example:
+        >>> import ms_dtensor as md
+        >>> from mindspore import nn
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+        >>> _ = md.fully_shard(nn.Dense(4, 2), mesh=mesh, offload_policy=md.parallel.CPUOffloadPolicy())
     """
 
     pin_memory: bool = True
