@@ -37,6 +37,11 @@ def is_number(x) -> bool:
     return x._shape == () and (x.__class__ is Tensor or not (recording() and x.requires_grad))
 
 
+def differentiated(x) -> bool:
+    """Whether a cotangent of a plain operand is being recorded; its ranks' parts are summed as those of any replica."""
+    return recording() and x._requires_grad
+
+
 def replicate_constant(tensor, mesh):
     """A constant that every rank computed alike (an index list, a mask) as a replicated DTensor."""
     return wrap(tensor, Layout(mesh, None, tuple(tensor._shape), dtype_name(tensor.dtype)))

@@ -21,7 +21,7 @@ from ..replaced import current
 # which it has done so anew for the cells in `cell`; what that gives has `taken`: the gradients, by id of the parameter.
 standing_in: ContextVar[tuple] = ContextVar("ms_dtensor_standing_in", default=())
 _LISTED = "_ms_dtensor_listed"  # attribute of a `RecomputeCell`: its parameters
-_ENTERED = "_ms_dtensor_entered"  # the same: for each run that awaits its backward, what stood there, and whose it was
+_ENTERED = "_ms_dtensor_entered"  # for each run that awaits its backward: what stood there, whose it was, random state
 _running: ContextVar[bool] = ContextVar("ms_dtensor_recomputing", default=False)
 
 
@@ -38,15 +38,18 @@ def _first(original):
         nodes = {key: (x, whose) for whose in standing_in.get() for key, x in whose.nodes.items()}
         there = [nodes.get(id(p), (p, None)) for p in listed]
         self.internal_params[:] = [x for x, _ in there]
-        self.__dict__.setdefault(_ENTERED, []).append((there, standing_in.get()))  # as MindSpore does with the arguments
-        return original(self, *args, **kwargs)
+        entered = [there, standing_in.get(), None]
+        self.__dict__.setdefault(_ENTERED, []).append(entered)  # as MindSpore does with the arguments
+        out = original(self, *args, **kwargs)
+        entered[2] = self.cpu_rng_state  # of which MindSpore keeps the last call's alone
+        return out
     return construct
 
 
 def _again(original):
     @functools.wraps(original)
     def bprop(self, *args):
-        (there, present), listed = self.__dict__[_ENTERED].pop(), self.__dict__[_LISTED]
+        (there, present, self.cpu_rng_state), listed = self.__dict__[_ENTERED].pop(), self.__dict__[_LISTED]
         self.internal_params[:] = listed
         net, function = self.net, self.wrap_cell.function
         cell, anew = getattr(function, "__self__", function), {}
