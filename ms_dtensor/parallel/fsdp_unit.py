@@ -96,7 +96,8 @@ class Block:
 
     def tensor(self, i: int) -> Tensor:
         """A new tensor on the memory, which is full."""
-        return self.memory.tensor(i)
+        memory: Any = self.memory
+        return memory.tensor(i)
 
     def handed_out(self, i: int, full: bool) -> Tensor:
         """What the node gives: the whole parameter; or, as MindSpore casts a gradient to its tensor's dtype, a stand-in.
