@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent
 
 def version() -> str:
     # Read as text: importing the package would need MindSpore before it is installed.
-    text = (ROOT / "ms_dtensor" / "_version.py").read_text(encoding="utf-8")
+    text = (ROOT / "ms_dtensor" / "core" / "version.py").read_text(encoding="utf-8")
     return re.search(r'^__version__ = "([^"]+)"', text, re.MULTILINE).group(1)
 
 
@@ -39,6 +39,7 @@ setup(
         "viz": ["rich", "matplotlib"],
         "tracking": ["tensorboard"],
         "docs": ["mkdocs", "mkdocs-material"],
+        "hf": ["transformers==4.57.6", "torch==2.13.0"],  # for tests: what it saves, and what it says of what we saved
         "bench": ["torch==2.13.0"],
         # Empty on purpose: the release on PyPI (0.1.0, 2023) fails to import under MindSpore 2.10 (seen 2026-11).
         "msadapter": [],

@@ -73,6 +73,10 @@ class ConfigError(DTensorError, ValueError):
     """A configuration, plan or launch that does not fit together."""
 
 
+class CheckpointError(DTensorError, RuntimeError):
+    """Files that cannot be written or read, are damaged, or do not hold what is asked of them."""
+
+
 class CommError(DTensorError, RuntimeError):
     """Something went wrong between ranks.
 

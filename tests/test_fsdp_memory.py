@@ -14,7 +14,7 @@ def test_pages_given_back_are_the_systems():
     from ms_dtensor.parallel.fsdp_memory import HostMemory
 
     memory = HostMemory([(300, 400), (5,)], ms.float32)
-    first, second = memory.tensors()
+    first, second = memory.tensor(0), memory.tensor(1)
     value = np.random.default_rng(0).normal(size=(300, 400)).astype(np.float32)
     for _ in range(2):
         memory.claim()

@@ -16,8 +16,9 @@ from ms_dtensor.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """Llama-3's stretch of the rotary wave lengths."""
+    """A stretch of the rotary wave lengths: of the long ones, as Llama-3 does it, or of all (linear)."""
 
+    kind: Literal["llama3", "linear"] = "llama3"
     factor: float = 8.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -38,10 +39,19 @@ class ModelConfig:
     rope_theta: float = 500000.0
     rope_scaling: RopeScaling | None = None
     tied_head: bool = False
+    head_width: int | None = None
+    """Of q, k and v; null: dim / n_heads."""
+    qkv_bias: bool = False
+    out_bias: bool = False
+    """Of attention's output."""
+    qk_norm: bool = False
+    """Each head of q and of k is normed before it is turned."""
+    sliding_window: int | None = None
+    """A token sees so many, itself the last of them; null: all before it."""
 
     @property
     def head_dim(self) -> int:
-        return self.dim // self.n_heads
+        return self.head_width or self.dim // self.n_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +116,25 @@ class TrainConfig:
     compile: bool = False
     """On a CPU, the core of attention runs as one compiled graph."""
     log_dir: str = "runs/llama"
+    init_hf: str | None = None
+    """Begin with these weights: a Hugging Face folder, whose config.json gives the section `model`; see `hf.py`."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointConfig:
+    """When a run saves, and where it goes on; see docs/checkpoints.md."""
+
+    dir: str | None = None
+    """null: `checkpoints` in train.log_dir."""
+    interval: int = 0
+    """Save after each so many steps, and after the last; 0: never."""
+    resume: str | None = None
+    """`latest`: go on from the last checkpoint in dir, if there is one. Or the folder of one."""
+    keep_last: int = 2
+    async_save: bool = False
+    """The step goes on while files are written."""
+    on_sigterm: bool = False
+    """On SIGTERM save after the step at work, and end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +146,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
 
 _COUNT = (1, 2 ** 31 - 1)
@@ -124,6 +154,7 @@ _COUNT = (1, 2 ** 31 - 1)
 RANGES: dict[str, tuple[float, float]] = {
     "model.dim": (1, 2 ** 24), "model.n_layers": (1, 2 ** 16), "model.n_heads": (1, 2 ** 20),
     "model.n_kv_heads": (1, 2 ** 20), "model.ffn_dim": (1, 2 ** 24), "model.vocab_size": (1, 2 ** 28),
+    "model.head_width": (2, 2 ** 16), "model.sliding_window": _COUNT,
     "model.norm_eps": (0, 1), "model.rope_theta": (1, 1e12), "model.rope_scaling.factor": (1, 1e6),
     "model.rope_scaling.low_freq_factor": (1e-3, 1e6),
     "model.rope_scaling.high_freq_factor": (1e-3, 1e6), "model.rope_scaling.original_max_seq_len": _COUNT,
@@ -133,6 +164,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "optim.warmup": (0, 2 ** 53), "optim.min_lr_ratio": (0, 1), "optim.clip_norm": (0, 1e9),
     "train.steps": (0, 2 ** 53), "train.batch": _COUNT, "train.seq": _COUNT, "train.seed": (0, 2 ** 32 - 1),
     "train.micro_batches": _COUNT,
+    "checkpoint.interval": (0, 2 ** 53), "checkpoint.keep_last": _COUNT,
     "train.eval_every": (0, 2 ** 53), "train.eval_batches": _COUNT,
 }
 
@@ -147,6 +179,9 @@ def check(cfg: Config, world: int) -> None:
     _check_ranges(cfg)
     _check_model(cfg.model)
     _check_degrees(cfg, world)
+    if cfg.checkpoint.on_sigterm and not cfg.checkpoint.interval:
+        raise ConfigError("For the configuration, checkpoint.on_sigterm is set, and checkpoint.interval is 0.", "",
+                          "A run that never saves does not on SIGTERM either.", "--checkpoint.interval 100")
     shares = cfg.parallel.dp * cfg.train.micro_batches
     if cfg.train.batch % shares:
         raise ConfigError(f"For the configuration, train.batch = {cfg.train.batch} cannot be shared out over "
@@ -167,7 +202,9 @@ def _check_ranges(cfg: Config) -> None:
             if not least <= value <= most:
                 raise ConfigError(f"For the configuration, {key} = {value} is out of range.", f"{key} = {node}",
                                   f"{key} is at least {least} and at most {most}.", f"--{key} with a number in this range")
-    for key, path in (("data.path", cfg.data.path or ""), ("train.log_dir", cfg.train.log_dir)):
+    for key, path in (("data.path", cfg.data.path or ""), ("train.log_dir", cfg.train.log_dir),
+                      ("train.init_hf", cfg.train.init_hf or ""), ("checkpoint.dir", cfg.checkpoint.dir or ""),
+                      ("checkpoint.resume", cfg.checkpoint.resume or "")):
         if "\0" in path or len(path.encode(errors="replace")) > 4000 or \
                 max(len(part.encode(errors="replace")) for part in path.split("/")) > 255:
             raise ConfigError(f"For the configuration, {key} cannot be a path.", f"{key} = {path[:60]!r}...",
@@ -181,7 +218,7 @@ def _check_model(m: ModelConfig) -> None:
         raise ConfigError("For the configuration, the bounds of model.rope_scaling are not in order.", str(scaling),
                           "high_freq_factor is above low_freq_factor.",
                           "--model.rope_scaling.high_freq_factor with a larger number")
-    if m.dim % m.n_heads or m.head_dim % 2:
+    if m.head_width is None and m.dim % m.n_heads or m.head_dim % 2:
         raise ConfigError(f"For the configuration, model.dim = {m.dim} does not make model.n_heads = {m.n_heads} "
                           "heads.",
                           f"model.dim / model.n_heads = {m.dim / m.n_heads:g}",

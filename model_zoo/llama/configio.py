@@ -11,7 +11,7 @@ import difflib
 import types
 import typing
 from collections.abc import Sequence
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 
 import yaml
@@ -19,6 +19,7 @@ import yaml
 from ms_dtensor.errors import ConfigError
 
 from .config import Config, check
+from .hf import read_config
 
 _MOST_BYTES = 64 << 10
 USAGE = "[--config FILE.yaml] [--section.key value ...] [--print-config]"
@@ -55,9 +56,23 @@ def load(argv: Sequence[str], world: int | None = None) -> tuple[Config, bool]:
         for name in sections:
             node[name] = node = node[name] if isinstance(node.get(name), dict) else {}
         node[last] = _scalar(value)
-    cfg = build(Config, tree)
+    cfg = _with_published_sizes(build(Config, tree), tree)
     check(cfg, cfg.parallel.dp * cfg.parallel.tp if world is None else world)
     return cfg, show
+
+
+def _with_published_sizes(cfg: Config, tree: dict) -> Config:
+    """`train.init_hf` brings the section `model`; one that is given too must say the same."""
+    if cfg.train.init_hf is None:
+        return cfg
+    model = read_config(cfg.train.init_hf)
+    given = tree.get("model") or {}
+    unlike = [key for key in given if getattr(cfg.model, key) != getattr(model, key)]
+    if unlike:
+        raise ConfigError(f"For the configuration, model.{unlike[0]} is not that of train.init_hf.",
+                          f"{getattr(cfg.model, unlike[0])}, and {getattr(model, unlike[0])} in '{cfg.train.init_hf}'",
+                          "Weights have the sizes of their config.json.", "leave the section 'model' out")
+    return replace(cfg, model=model)
 
 
 def build(kind: type, tree: dict, where: str = ""):

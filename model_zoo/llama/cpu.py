@@ -40,8 +40,9 @@ def embedding(ids: Tensor, weight: Tensor) -> Tensor:
 
 @rounding_once
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`ops.rms_norm` of x [n, d]; both factors of x in one outer product."""
-    return x * product(mint.rsqrt((x * x).mean(-1, keep_dims=True) + eps), weight.reshape(1, -1))
+    """`ops.rms_norm`; of x [n, d] both factors in one outer product."""
+    scale = mint.rsqrt((x * x).mean(-1, keep_dims=True) + eps)
+    return x * (product(scale, weight.reshape(1, -1)) if x.ndim == 2 else scale * weight)
 
 
 @rounding_once
@@ -87,9 +88,12 @@ def constants(cfg: ModelConfig, b: int, t: int, heads: int) -> Constants:
 
 
 @lru_cache(maxsize=8)
-def causal_mask(t: int) -> Tensor:
+def causal_mask(t: int, window: int | None) -> Tensor:
     """f32[t*t], added to the scores."""
-    return Tensor(np.triu(np.full((t, t), MASKED, np.float32), 1).reshape(-1))
+    hidden = np.triu(np.full((t, t), MASKED, np.float32), 1)
+    if window is not None:
+        hidden += np.tril(np.full((t, t), MASKED, np.float32), -window)
+    return Tensor(hidden.reshape(-1))
 
 
 def rotary(rows: Tensor, cos: Tensor, sin: Tensor, turn: Tensor) -> Tensor:
@@ -120,7 +124,8 @@ def attend(cfg: ModelConfig, q: Tensor, key: Tensor, value: Tensor, core=attenti
     """`model.attend` on plain tensors; `core` is `attention`, or that compiled."""
     b, t, h, _ = q.shape
     form = rounding_once(lambda q, key, value: core(
-        q, key, value, tuple(constants(cfg, b, t, h)), tuple(constants(cfg, b, t, key.shape[2])), causal_mask(t)))
+        q, key, value, tuple(constants(cfg, b, t, h)), tuple(constants(cfg, b, t, key.shape[2])),
+        causal_mask(t, cfg.sliding_window)))
     return form(q, key, value)
 
 

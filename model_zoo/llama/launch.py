@@ -3,12 +3,15 @@
 
     python model_zoo/llama/launch.py --workers 8 --config model_zoo/llama/configs/quickstart.yaml [--section.key value]
 
-Shows rank 0's output as it comes. When a rank fails it prints the traceback of the rank that failed first, ends what is
-left of this run and exits non-zero. It ends only processes that it started: msrun's children, by id and start time.
+Shows rank 0's output as it comes. When a rank fails or is killed it prints the traceback of the rank that failed first, ends
+what is left of this run within seconds and exits non-zero. With `--max_restarts N` it then starts again, up to N times, from
+the latest checkpoint (see --checkpoint.interval). SIGTERM is passed on to the ranks, which may save and end by themselves.
+It ends only processes that it started: msrun's children, by id and start time.
 """
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import re
@@ -30,6 +33,7 @@ from model_zoo.llama.ranks import FAILED
 
 HERE = Path(__file__).resolve().parent
 REASON = re.compile(rf"^{FAILED} rank=(\S+) time=([\d.]+)\n", re.M)
+KILLED = re.compile(r"Worker process (\d+) exit with exception. Error code: -(\d+)")  # msrun's words of what a signal ended
 GRACE = 5.0  # seconds the scheduler gets to leave by itself once no worker is left
 
 
@@ -71,6 +75,9 @@ class Run:
                                           stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
                                           start_new_session=True)
         self.known: dict[int, psutil.Process] = {}
+        self.ranks: dict[int, str] = {}  # by process id
+        self.killed = ""  # says which rank a signal ended
+        self.asked = False  # to end
         self.shown = 0
 
     def wait(self) -> int:
@@ -79,8 +86,11 @@ class Run:
             while self.msrun.poll() is None:
                 self._look()
                 self._print_new()
+                self._look_for_killed()
+                if self.killed:
+                    break
                 living = [p for p in self.known.values() if _alive(p)]
-                if len(self.known) > self.workers and all(_is_scheduler(p) for p in living):
+                if len(self.known) > self.workers and all(_role(p) == "MS_SCHED" for p in living):
                     # no rank is left; after a failure msrun's scheduler would take half a minute to notice
                     alone_since = alone_since or time.monotonic()
                     if time.monotonic() - alone_since > GRACE:
@@ -90,9 +100,13 @@ class Run:
                 time.sleep(0.2)
         finally:
             self.end()
+            if self.killed and self.msrun.poll() is None:  # it would wait for its scheduler's word
+                self.msrun.kill()
             self.msrun.wait()
         self._print_new()
-        return self.msrun.returncode if self.msrun.returncode >= 0 else 1
+        if self.asked:
+            return 143 if self.msrun.returncode else 0
+        return 1 if self.killed or self.msrun.returncode < 0 else self.msrun.returncode
 
     def end(self) -> None:
         """Ends the scheduler and workers that are still there; psutil checks that an id was not reused."""
@@ -104,12 +118,32 @@ class Run:
                 continue
         psutil.wait_procs(list(self.known.values()), timeout=5)
 
+    def ask_to_end(self, *_) -> None:
+        """SIGTERM for the ranks, who may save then (--checkpoint.on_sigterm); the second time all is ended."""
+        if self.asked:
+            sys.exit(143)  # so that `finally` runs
+        self.asked = True
+        for pid in self.ranks:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self.known[pid].terminate()
+
     def _look(self) -> None:
         try:
             for child in psutil.Process(self.msrun.pid).children(recursive=True):
                 self.known.setdefault(child.pid, child)
-        except psutil.NoSuchProcess:
+                if child.pid not in self.ranks and child.ppid() == self.msrun.pid and _role(child) == "MS_WORKER":
+                    self.ranks[child.pid] = child.environ().get("RANK_ID", "?")
+                    if self.asked:  # before it was there
+                        child.terminate()
+        except psutil.Error:
             pass
+
+    def _look_for_killed(self) -> None:
+        found = KILLED.search((self.log_dir / "msrun.log").read_text(errors="replace"))
+        if found and not self.asked:
+            rank, number = self.ranks.get(int(found[1]), "?"), int(found[2])
+            why = " (by somebody, or by the system for want of memory)" if number == signal.SIGKILL else ""
+            self.killed = f"rank {rank} was ended by {signal.Signals(number).name}{why}:\n" + _tail(self.log_dir, rank)
 
     def _print_new(self) -> None:
         log = self.log_dir / "worker_0.log"
@@ -130,11 +164,16 @@ def _alive(process: psutil.Process) -> bool:
         return False
 
 
-def _is_scheduler(process: psutil.Process) -> bool:
+def _role(process: psutil.Process) -> str:
     try:
-        return process.environ().get("MS_ROLE") == "MS_SCHED"
+        return process.environ().get("MS_ROLE", "")
     except psutil.Error:
-        return False
+        return ""
+
+
+def _tail(log_dir: Path, rank: str) -> str:
+    log = log_dir / f"worker_{rank}.log"
+    return "".join(log.read_text(errors="replace").splitlines(True)[-5:]) if log.exists() else ""
 
 
 def failures(log_dir: Path) -> Iterator[tuple[float, str, str]]:
@@ -160,18 +199,32 @@ def main() -> int:
                                      allow_abbrev=False)
     parser.add_argument("--workers", type=int, default=8, help="number of ranks on this machine")
     parser.add_argument("--log-dir", type=Path, help="where the logs of all ranks go; default: a temporary folder")
+    parser.add_argument("--max_restarts", type=int, default=0, help="start so many times again after a failure")
     options, rest = parser.parse_known_args()
-    log_dir = (options.log_dir or Path(tempfile.mkdtemp(prefix="ms_dtensor_llama_"))).resolve()
-    log_dir.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` runs
-    print(f"starting {options.workers} ranks; logs of all ranks in {log_dir}", flush=True)
-    try:
-        code = Run(HERE / "train.py", options.workers, log_dir, rest).wait()
-    except KeyboardInterrupt:
-        return 130
-    if code:
-        print(f"\nlaunch.py: {first_failure(log_dir)}\nlogs: {log_dir}", file=sys.stderr)
+    root = (options.log_dir or Path(tempfile.mkdtemp(prefix="ms_dtensor_llama_"))).resolve()
+    for attempt in range(options.max_restarts + 1):
+        log_dir = root / f"restart_{attempt}" if attempt else root
+        log_dir.mkdir(parents=True, exist_ok=True)
+        print(f"starting {options.workers} ranks; logs of all ranks in {log_dir}", flush=True)
+        run = Run(HERE / "train.py", options.workers, log_dir, rest)
+        signal.signal(signal.SIGTERM, run.ask_to_end)
+        try:
+            code = run.wait()
+        except KeyboardInterrupt:
+            return 130
+        if not code:
+            return 0
+        why = (run.killed or first_failure(log_dir)).rstrip()
+        print(f"\nlaunch.py: {why}\nlogs: {log_dir}", file=sys.stderr, flush=True)
+        if run.asked or "ConfigError: " in why.partition("\n")[2][:40]:  # it would be refused again
+            break
+        rest = resumed(rest)
     return code
+
+
+def resumed(args: list[str]) -> list[str]:
+    """The arguments of a run that goes on from its latest checkpoint."""
+    return [*args, "--checkpoint.resume", "latest"]
 
 
 if __name__ == "__main__":

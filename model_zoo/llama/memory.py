@@ -36,7 +36,8 @@ class Sizes:
     def block_parameters(self) -> int:
         m = self.cfg.model
         heads, keys = self._cut(m.n_heads) * m.head_dim, self._cut(m.n_kv_heads) * m.head_dim
-        return m.dim * (2 * heads + 2 * keys + 3 * self._cut(m.ffn_dim) + 2)
+        biases = m.qkv_bias * (heads + 2 * keys) + m.out_bias * m.dim + m.qk_norm * 2 * m.head_dim
+        return m.dim * (2 * heads + 2 * keys + 3 * self._cut(m.ffn_dim) + 2) + biases
 
     @property
     def other_parameters(self) -> int:

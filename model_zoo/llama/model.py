@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Llama-3 as plain MindSpore cells, written as for one device.
+"""Llama-3 as plain MindSpore cells, written as for one device; by its config also Llama-2, Qwen2, Qwen3 and Mistral.
 
 Not here: anything parallel. Every size in the code is a *global* size taken from the config, never from a local
 width, so the same lines run on plain Tensors and on DTensors (whose `.shape` is the global shape).
@@ -51,13 +51,16 @@ def attend(cfg: ModelConfig, q: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return cpu.attend(cfg, q, key, value)
     cos, sin = rotary_tables(cfg, q.shape[1], q.dtype)
     q, key = (ops.rotary_position_embedding(x, cos, sin, 0) for x in (q, key))
+    seen = {"sparse_mode": 2}  # what is before a token, or a band of it
+    if cfg.sliding_window is not None:
+        seen = {"sparse_mode": 4, "pre_tokens": cfg.sliding_window - 1, "next_tokens": 0}
     return ops.flash_attention_score(q, key, value, q.shape[2], attn_mask=causal_mask(), scalar_value=cfg.head_dim ** -0.5,
-                                     input_layout="BSND", sparse_mode=2)
+                                     input_layout="BSND", **seen)
 
 
-def linear(d_in: int, d_out: int) -> nn.Dense:
-    """y = x @ weight.T with weight [d_out, d_in]; filled by `init_weights`."""
-    return nn.Dense(d_in, d_out, weight_init="zeros", has_bias=False)
+def linear(d_in: int, d_out: int, bias: bool = False) -> nn.Dense:
+    """y = x @ weight.T + bias with weight [d_out, d_in]; filled by `init_weights`."""
+    return nn.Dense(d_in, d_out, weight_init="zeros", bias_init="zeros", has_bias=bias)
 
 
 class Embedding(mint.nn.Embedding):
@@ -71,7 +74,7 @@ class Embedding(mint.nn.Embedding):
 
 
 class RMSNorm(nn.Cell):
-    """x / rms(x) * weight over the last dim of x [n, d]."""
+    """x / rms(x) * weight over the last dim of x [..., d]."""
 
     def __init__(self, dim: int, eps: float):
         super().__init__()
@@ -88,16 +91,17 @@ class Attention(nn.Cell):
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = cfg.n_heads, cfg.n_kv_heads, cfg.head_dim
-        self.wq = linear(cfg.dim, cfg.n_heads * cfg.head_dim)
-        self.wk = linear(cfg.dim, cfg.n_kv_heads * cfg.head_dim)
-        self.wv = linear(cfg.dim, cfg.n_kv_heads * cfg.head_dim)
-        self.wo = linear(cfg.n_heads * cfg.head_dim, cfg.dim)
+        self.wq = linear(cfg.dim, cfg.n_heads * cfg.head_dim, cfg.qkv_bias)
+        self.wk = linear(cfg.dim, cfg.n_kv_heads * cfg.head_dim, cfg.qkv_bias)
+        self.wv = linear(cfg.dim, cfg.n_kv_heads * cfg.head_dim, cfg.qkv_bias)
+        self.wo = linear(cfg.n_heads * cfg.head_dim, cfg.dim, cfg.out_bias)
+        self.q_norm, self.k_norm = (RMSNorm(cfg.head_dim, cfg.norm_eps) if cfg.qk_norm else nn.Identity() for _ in "qk")
         self.core = partial(attend, cfg)  # of q, key and value alone: on a mesh `parallelize.py` sets what runs there
 
     def construct(self, x, t):
         b, h, k, e = x.shape[0] // t, self.heads, self.kv_heads, self.head_dim
         q, key, value = (w(x).reshape(b, t, n, e) for w, n in ((self.wq, h), (self.wk, k), (self.wv, k)))
-        return self.wo(self.core(q, key, value).reshape(b * t, h * e))
+        return self.wo(self.core(self.q_norm(q), self.k_norm(key), value).reshape(b * t, h * e))
 
 
 class FeedForward(nn.Cell):
@@ -168,7 +172,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> T
 
 
 def init_weights(model: Llama, seed: int, std: float = 0.02) -> None:
-    """Normal(0, std) for every matrix, ones for the norms; residual outputs (wo, w2) scaled by 1/sqrt(2 * layers).
+    """Normal(0, std) for matrices, ones for norms, zeros for biases; residual outputs (wo, w2) scaled by 1/sqrt(2 * layers).
 
     Each parameter draws from its own Philox stream keyed by (seed, name): the values depend on neither the order of
     creation nor the number of ranks. Call it before `parallelize`.
@@ -176,7 +180,7 @@ def init_weights(model: Llama, seed: int, std: float = 0.02) -> None:
     residual = 1.0 / np.sqrt(2.0 * len(model.layers))
     for name, param in model.parameters_and_names():
         if param.ndim == 1:
-            value = np.ones(param.shape, np.float32)
+            value = np.full(param.shape, not name.endswith("bias"), np.float32)
         else:
             stream = np.random.Generator(np.random.Philox(key=[seed, zlib.crc32(name.encode())]))
             scale = std * (residual if name.endswith(("wo.weight", "w2.weight")) else 1.0)

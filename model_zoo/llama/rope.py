@@ -8,15 +8,15 @@ from .config import ModelConfig, RopeScaling
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
-    """f64[e/2]: rotation per position of each pair, with Llama-3's frequency scaling when asked for.
+    """f64[e/2]: rotation per position of each pair, with a scaling of the frequencies when asked for.
 
-    Wave lengths longer than the old context / low_freq_factor are stretched by `factor`, those shorter than the old
-    context / high_freq_factor are kept, and a linear ramp joins the two.
+    Linear: all wave lengths are stretched by `factor`. Llama-3's: those longer than the old context / low_freq_factor are,
+    those shorter than the old context / high_freq_factor are kept, and a linear ramp joins the two.
     """
     half = head_dim // 2
     freq = theta ** (-np.arange(half, dtype=np.float64) / half)
-    if scaling is None:
-        return freq
+    if scaling is None or scaling.kind == "linear":
+        return freq if scaling is None else freq / scaling.factor
     turns = scaling.original_max_seq_len * freq / (2 * np.pi)  # rotations within the old context
     ramp = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     keep = np.clip(ramp, 0.0, 1.0)

@@ -6,19 +6,22 @@ and train, `step(i)` computes the same numbers on every mesh, up to the rounding
 """
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator
 from operator import add
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
-from ms_dtensor import DeviceMesh, DTensor, MixedPrecisionPolicy, Shard, loss_parallel, value_and_grad
+from ms_dtensor import DeviceMesh, DTensor, MixedPrecisionPolicy, Shard, loss_parallel, manual_seed, value_and_grad
+from ms_dtensor.checkpoint import RandomState
 from ms_dtensor.errors import ConfigError
 from ms_dtensor.internals.target import on_cpu
 from ms_dtensor.optim import AdamW, clip_grad_norm_, cosine, wsd
 
+from . import hf
 from .config import Config, OptimConfig
 from .cpu import compile_attention
 from .data import Text
@@ -49,18 +52,22 @@ class Trainer:
         cfg: a checked configuration.
         text: tokens; every rank holds all of them and draws the same global batches.
         mesh: of `parallelize.make_mesh`, or None for plain tensors on one device.
-        initialize: fills the model's weights before it is laid out; by default `init_weights` with train.seed.
+        initialize: fills the model's weights before it is laid out; by default `init_weights` with train.seed, or nothing
+            where train.init_hf says whose weights to begin with.
     """
 
     def __init__(self, cfg: Config, text: Text | None, mesh: DeviceMesh | None,
                  initialize: Callable[[Llama], None] | None = None):
         _check_device(cfg, mesh)
+        ms.set_seed(cfg.train.seed)  # whatever is to be drawn is drawn alike on every rank, and again after a restart
+        ms.manual_seed(cfg.train.seed)
+        manual_seed(cfg.train.seed)
         self.cfg, self.text, self.mesh = cfg, text, mesh
         self.model = Llama(cfg.model)
-        if initialize is None:
-            init_weights(self.model, cfg.train.seed)
-        else:
+        if initialize is not None:
             initialize(self.model)
+        elif cfg.train.init_hf is None:
+            init_weights(self.model, cfg.train.seed)
         if cfg.train.compile and on_cpu():
             compile_attention(self.model, cfg.model)
         policy = MixedPrecisionPolicy(ms.bfloat16, ms.float32) if cfg.train.dtype == "bfloat16" else None
@@ -68,6 +75,8 @@ class Trainer:
             parallelize(self.model, mesh, cfg.parallel, policy)
         elif policy is not None:
             policy.apply(self.model)
+        if cfg.train.init_hf is not None:  # each rank its shards
+            hf.load(self.model, cfg.train.init_hf)
         if cfg.train.recompute:
             for layer in self.model.layers:
                 layer.recompute()
@@ -126,6 +135,12 @@ class Trainer:
         """Inputs and labels of the global batch of a step."""
         t = self.cfg.train
         return self.text.batch(t.seed, step, t.batch, t.seq)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds. Batches are a function of the text, the seed and the step, which a checkpoint knows."""
+        t, text = self.cfg.train, self.text
+        stream = {"seed": t.seed, "batch": t.batch, "seq": t.seq, "text": 0 if text is None else zlib.crc32(text.train)}
+        return {"model": self.model, "optimizer": self.optimizer, "data": stream, "random": RandomState()}
 
     def step(self, step: int) -> StepResult:
         """Forward, backward and update number `step` (from 0)."""

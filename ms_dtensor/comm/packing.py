@@ -141,7 +141,8 @@ class HostOps(TensorOps):
 
     @staticmethod
     def write(out: Tensor, x: Tensor) -> Tensor:
-        out.asnumpy()[...] = x.asnumpy()
+        if math.prod(x.shape):  # NumPy crashes where it copies no elements of MindSpore's bfloat16
+            out.asnumpy()[...] = x.asnumpy()
         return out
 
     @staticmethod

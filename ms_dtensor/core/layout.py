@@ -136,6 +136,23 @@ class Layout:
         """This tensor with its partial axes reduced to Replicate (or another placement); the others stay."""
         return self.with_placements([to if p.is_partial() else p for p in self.placements], self.order)
 
+    def of_dims(self, dims: Sequence[int], dtype: str | None = None) -> Layout:
+        """The layout of what is kept of a tensor's dims, all alike along the others: sums of its rows, say.
+
+        Args:
+            dims: those that are left, in order.
+            dtype: of it; default this one's.
+
+        Example:
+            >>> from ms_dtensor import DeviceMesh, Layout, Shard
+            >>> mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
+            >>> Layout(mesh, [Shard(1), Shard(0)], (5, 4)).of_dims([1])
+            f32[4@dp]
+        """
+        new = {d: i for i, d in enumerate(dims)}
+        placed = [p if not p.is_shard() else p.with_dim(new[p.dim]) if p.dim in new else REPLICATE for p in self.placements]
+        return Layout(self.mesh, placed, [self.shape[d] for d in dims], dtype or self.dtype, self.order)
+
     def gradient(self, partial_on: Sequence[int] = ()) -> Layout:
         """The layout of this value's cotangent: Shard stays, Partial and Replicate become Replicate.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from ..core.layout import Layout
 from ..core.placements import PARTIAL
-from ..internals.names import NoFallbackGuard
+from ..internals.names import NoFallbackGuard, enabled
 from ..redistribute.execute import redistribute_local
 from ..redistribute.plan import relabels
 from .memo import memo_of
@@ -54,7 +54,8 @@ def with_cotangent(x, cotangent: Layout):
     elif out is None:
         moved, frm, gradient = memo.source or (x, layout, wanted)
         out = redistribute_local(moved, frm, layout, cotangent, gradient, data=x)
-    memo.with_cotangent = {**(memo.with_cotangent or {}), cotangent: out}
+    if enabled():  # what is made unrecorded would cut the gradient of who reads `x` later
+        memo.with_cotangent = {**(memo.with_cotangent or {}), cotangent: out}
     return out
 
 

@@ -25,7 +25,7 @@ from . import modes
 from .cached import CachedCall
 from .classes import ATOM, KINDS, LIST, OURS
 from .op_call import OpCall, attributes, op_name
-from .operands import as_local, is_number
+from .operands import as_local, differentiated, is_number
 from .planner import build_plan, plan_by_rule, plan_own, plan_write
 
 _log = logging.getLogger("ms_dtensor")
@@ -195,7 +195,8 @@ def _part(a, key, tensors) -> None:
     elif isinstance(a, Tensor):
         tensors.append(a)
         layout = getattr(a, "_layout", None)
-        key.append(layout if layout is not None else (tuple(a._shape), str(a.dtype), a.__class__ is Tensor or is_number(a)))
+        key.append(layout if layout is not None else (
+            tuple(a._shape), str(a.dtype), a.__class__ is Tensor or is_number(a), differentiated(a)))
     elif isinstance(a, np.ndarray):  # whose text leaves out what is in the middle
         key.append((a.shape, a.dtype.str, a.tobytes()))
     elif a.__class__ is dict and first_dtensor((a,)) is not None:

@@ -12,7 +12,7 @@ from .. import comm
 from ..comm.record import active
 from ..core.layout import Layout
 from ..core.placements import REPLICATE
-from ..internals.names import NoFallbackGuard, recording
+from ..internals.names import NoFallbackGuard, enabled, recording
 from ..redistribute.execute import redistribute_local, run
 from ..redistribute.plan import plan as plan_moves
 from ..redistribute.plan import relabels
@@ -35,6 +35,11 @@ def wrap(local, layout: Layout):
 def is_number(x) -> bool:
     """Whether a plain operand counts as a number: it is 0-d, and no Parameter whose gradient is being recorded."""
     return x._shape == () and (x.__class__ is Tensor or not (recording() and x.requires_grad))
+
+
+def differentiated(x) -> bool:
+    """Whether a cotangent of a plain operand is being recorded; its ranks' parts are summed as those of any replica."""
+    return recording() and x._requires_grad
 
 
 def replicate_constant(tensor, mesh):
@@ -122,9 +127,12 @@ def redistribute_operand(x, target: Layout, grad, who: str):
     memo = memo_of(x)
     if memo.moved is None:
         memo.moved = {}
-    if target not in memo.moved:
-        memo.moved[target] = redistribute(x, target, implicit=who)
-    return memo.moved[target]
+    out = memo.moved.get(target)
+    if out is None:
+        out = redistribute(x, target, implicit=who)
+        if enabled():  # what is made unrecorded would cut the gradient of who reads `x` later
+            memo.moved[target] = out
+    return out
 
 
 def as_local(x, cotangent: Layout | None = None):

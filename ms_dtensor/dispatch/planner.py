@@ -30,7 +30,7 @@ from . import inplace, modes, policy
 from .composite import COMPOSED
 from .op_call import OpCall, attributes, bind_arguments
 from .op_plan import LocalRun, OpPlan, Results, Step
-from .operands import DIFFERENTIABLE, dtype_name, is_number
+from .operands import DIFFERENTIABLE, differentiated, dtype_name, is_number
 
 _ARITHMETIC = frozenset("add sub mul div pow maximum minimum".split())
 
@@ -204,10 +204,10 @@ def _again(op: str, tensors, layouts):
 
 def _step(x, layout: Layout, target: Layout, varying, constant: bool) -> Step:
     is_dtensor = getattr(x, "_layout", None) is not None
-    if not is_dtensor and (constant or not layout.shape):
-        return Step(None, None, None)
     # a sum over one rank is the value itself, and integers have no cotangent
     varying = [a for a in varying if layout.mesh.shape[a] > 1 and layout.dtype.startswith(DIFFERENTIABLE)]
+    if not is_dtensor and (constant or not layout.shape) and not (varying and differentiated(x)):
+        return Step(None, None, None)
     return Step(None if is_dtensor else layout, None if target is layout else target,
                 target.gradient(varying) if varying else None)
 

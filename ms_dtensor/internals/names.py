@@ -28,6 +28,7 @@ Function = _private("mindspore.common._grad_function", "_Function")  # an autogr
 executor = _private("mindspore.graph.api", "_pynative_executor")  # autograd's state: recording, gradients, callbacks
 no_grad = _private("mindspore.graph.api", "_no_grad")  # inside, nothing is recorded
 recording = executor._executor.grad_flag  # the C++ method: the Python one around it costs as much again
+enabled = executor._executor.enable_grad  # whether `no_grad` is not around; `recording` goes on inside it
 context = _private("mindspore.context", "_context")()._context_handle  # its C++ half: `get_context` costs 40 times as much
 context_keys = _private("mindspore._c_expression", "ms_ctx_param")
 RecomputeCell = _private("mindspore.common.recompute", "_RecomputeCell")  # what `cell.recompute()` runs

@@ -44,7 +44,7 @@ class Adafactor(Optimizer):
         [0.842, 1.842, 1.842, 0.842]
     """
 
-    _BELOW = {"lr": math.inf, "weight_decay": math.inf}
+    _BELOW = {"lr": math.inf, "eps": math.inf, "weight_decay": math.inf}
     _LACKS = {"rows": (-1,), "columns": (-2,), "mean": (-1, -2)}
 
     def __init__(self, params: Params, lr: float = 1e-2, beta2_decay: float = -0.8, eps: tuple[float, float] = (1e-30, 1e-3),
@@ -54,6 +54,9 @@ class Adafactor(Optimizer):
     def _new_state(self, i):
         if not self._option(i, "d") > 0:
             raise ValueError(f"For 'Adafactor', 'd' = {self._option(i, 'd')} is out of range: greater than 0.")
+        power = self._option(i, "beta2_decay")
+        if not power <= 0:
+            raise ValueError(f"For 'Adafactor', 'beta2_decay' = {power} is out of range: at most 0.")
         param = self.params[i]
         shape, dtype = param._shape, precision(param)
         if len(shape) < 2:
@@ -106,6 +109,8 @@ class Adafactor(Optimizer):
         if "variance" in state:
             return g / state["variance"] ** 0.5
         rows, columns, mean = state["rows"], state["columns"], state["mean"]
+        if not math.prod(g.shape):
+            return g
         rows = rows / mean.reshape((*mean.shape, 1))  # first, as the product of two small numbers may be 0
         return g / rows.reshape((*rows.shape, 1)) ** 0.5 / columns.reshape((*mean.shape, 1, columns.shape[-1])) ** 0.5
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from numbers import Real
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,7 +18,6 @@ from mindspore import Parameter, Tensor
 from ms_dtensor.errors import ConfigError, LayoutError
 
 from ..core.layout import Layout
-from ..core.placements import REPLICATE
 from ..dispatch.operands import dtype_name, local_alias, wrap
 from ..dispatch.replaced import current
 from ..internals.names import NoFallbackGuard
@@ -47,8 +47,7 @@ class Optimizer:
         pairs = [(p, group) for group in self.groups for p in group["params"]]
         self.params: tuple[Parameter, ...] = tuple(p for p, _ in pairs)
         self._group_of = [group for _, group in pairs]
-        if len({id(p) for p in self.params}) < len(self.params):
-            raise ValueError(f"For '{self._who}', a parameter is in 'params' twice.")
+        check_params(self._who, self.params)
         self.schedule, self.step, self._factor = schedule, 0, 1.0
         for p in self.params:
             layout = layout_of(p)
@@ -140,10 +139,13 @@ class Optimizer:
                     near = get_close_matches(key, allowed, 1)
                     raise ValueError(f"For '{self._who}', a group has the option '{key}'; there are {sorted(allowed)}."
                                      + (f" Is '{near[0]}' meant?" if near else ""))
-                for k, number in enumerate(value if isinstance(value, Sequence) else (value,)):
+                several = isinstance(value, list | tuple)
+                for k, number in enumerate(value if several else (value,)):
                     high = self._BELOW.get(key)
+                    name = f"{key}[{k}]" if several else key
+                    if high is not None and not isinstance(number, Real):
+                        raise ValueError(f"For '{self._who}', '{name}' = {number!r} is no number.")
                     if high is not None and not 0 <= number < high:
-                        name = f"{key}[{k}]" if isinstance(value, Sequence) else key
                         raise ValueError(f"For '{self._who}', '{name}' = {number} is out of range: at least 0"
                                          + ("." if high == math.inf else f" and below {high:g}."))
         for group in groups:
@@ -153,6 +155,21 @@ class Optimizer:
         if not any(group["params"] for group in groups):
             raise ValueError(f"For '{self._who}', 'params' is empty.")
         return groups
+
+
+def check_params(who: str, params: Sequence[Parameter]) -> None:
+    """What is stepped or averaged: parameters, each once, of real numbers."""
+    for p in params:
+        if not isinstance(p, Parameter):
+            raise ConfigError(f"For '{who}', 'params' holds a {type(p).__name__}, not a Parameter.", repr(p)[:80],
+                              "What is stepped has a name, and a gradient.", "net.trainable_params()")
+        if not p.is_floating_point():
+            raise ConfigError(f"For '{who}', the parameter '{p.name}' is not of real numbers.", f"{p.dtype}{list(p.shape)}",
+                              "A step would be rounded to integers, or lose the imaginary part.",
+                              ("leave it out: [p for p in net.trainable_params() if p.is_floating_point()]",
+                               "two parameters, of the real and the imaginary part, for a complex one"))
+    if len({id(p) for p in params}) < len(params):
+        raise ValueError(f"For '{who}', a parameter is in 'params' twice.")
 
 
 def check_names(who: str, params: Sequence[Parameter]) -> None:
@@ -168,11 +185,8 @@ def state_tensor(array: Array, layout: Layout | None, lacks: Sequence[int] = ())
     tensor = Tensor.from_numpy(array) if isinstance(array, np.ndarray) else local_alias(array)
     if layout is None:
         return tensor
-    kept = [d for d in range(len(layout.shape)) if d - len(layout.shape) not in lacks]
-    placements = [p if not p.is_shard() else p.with_dim(kept.index(p.dim)) if p.dim in kept else REPLICATE
-                  for p in layout.placements]
-    shape = [layout.shape[d] for d in kept]
-    return wrap(tensor, Layout(layout.mesh, placements, shape, dtype_name(tensor.dtype), layout.order))
+    dims = [d for d in range(len(layout.shape)) if d - len(layout.shape) not in lacks]
+    return wrap(tensor, layout.of_dims(dims, dtype_name(tensor.dtype)))
 
 
 def restore(who: str, live: Mapping[str, Mapping[str, Any]], saved: Mapping[str, Mapping[str, Any]]) -> int:

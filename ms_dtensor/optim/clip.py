@@ -30,9 +30,11 @@ def clip_grad_norm_(parameters_or_grads: Iterable, max_norm: float, norm_type: f
             rank has the whole), or pairs `(parameter, gradient)` whose gradient may be the local tensor that
             `mindspore.value_and_grad` returns: its layout is the parameter's. None gradients are skipped.
         max_norm: the bound; `math.inf` only measures.
-        norm_type: p of the p-norm, or `math.inf`.
+        norm_type: p of the p-norm, greater than 0; `math.inf` for the largest |g|, `-math.inf` for the smallest.
 
     The same number on every rank: a float on CPU, elsewhere a tensor of no dims, whose `float()` waits for the device.
+    It is not a number where an element is not. On CPU sums are taken in float64, elsewhere in float32, so there the norm
+    of elements above 1e19 is infinite.
     Communicates: one all-reduce of a few numbers per mesh axis that shards a gradient.
 
     Example:
@@ -42,6 +44,8 @@ def clip_grad_norm_(parameters_or_grads: Iterable, max_norm: float, norm_type: f
         >>> clip_grad_norm_([md.full((4,), 3.0, device_mesh=mesh, placements=[md.Shard(0)])], 1.0)
         6.0
     """
+    if not norm_type > 0 and norm_type != -math.inf:
+        raise ValueError(f"For 'clip_grad_norm_', 'norm_type' = {norm_type} is out of range: greater than 0, or -inf.")
     grads = [_with_layout(entry) for entry in parameters_or_grads]
     grads = [(grad, layout) for grad, layout in grads if grad is not None]
     parts: dict[tuple, list] = {}  # (mesh, axes that shard) -> the gradients' sums over this rank's elements
@@ -58,8 +62,8 @@ def clip_grad_norm_(parameters_or_grads: Iterable, max_norm: float, norm_type: f
         with NoFallbackGuard():
             return _clip_there([grad for grad, _ in grads], parts, max_norm, norm_type)
     sums = {key: _join(norm_type, values) for key, values in parts.items()}
-    total = _join(norm_type, [0.0, *_over_ranks(sums, norm_type)])
-    norm = total if norm_type == math.inf else total ** (1.0 / norm_type)
+    total = _join(norm_type, _over_ranks(sums, norm_type))
+    norm = abs(total) if math.isinf(norm_type) else total ** (1.0 / norm_type)
     factor = max_norm / (norm + 1e-6)
     if factor < 1.0:
         _scale([grad for grad, _ in grads], factor)
@@ -82,33 +86,36 @@ def _reduced(grad):
 
 
 def _join(norm_type: float, values: list[float]) -> float:
-    return max(values) if norm_type == math.inf else math.fsum(values)
+    return float(np.max(values, initial=0.0 if norm_type > 0 else -math.inf)) if math.isinf(norm_type) else math.fsum(values)
 
 
 def _measure(grad, p: float) -> float:
-    """Sum of |g|^p, or the largest |g|, over this rank's elements, in double precision between chunks."""
-    flat, out = local_array(grad), 0.0
+    """Sum of |g|^p over this rank's elements, in double precision between chunks; the largest of |g|, or of -|g|."""
+    flat, out = local_array(grad), 0.0 if p > 0 else -math.inf
     for lo in range(0, flat.size, CHUNK):
         part = flat[lo:lo + CHUNK]
         if part.dtype not in (np.float32, np.float64):
             part = part.astype(np.float32)
-        if p == math.inf:
-            out = max(out, float(np.abs(part).max()))
+        if math.isinf(p):
+            out = float(np.maximum(out, (np.abs(part) if p > 0 else -np.abs(part)).max()))  # of a NaN NaN; `max` drops it
+        elif p == 2.0:
+            square = float(np.dot(part, part))
+            out += square if square < math.inf else float(np.square(part, dtype=np.float64).sum())  # float32 ends at 3e38
         else:
-            out += float(np.dot(part, part)) if p == 2.0 else float((np.abs(part).astype(np.float64) ** p).sum())
+            out += float((np.abs(part).astype(np.float64) ** p).sum())
     return out
 
 
 def _over_ranks(parts: dict, norm_type: float) -> list[float]:
     """The sums over all ranks; per mesh axis one all-reduce of the sums that the axis shards."""
-    op = "max" if norm_type == math.inf else "sum"
+    op = "max" if math.isinf(norm_type) else "sum"
     meshes = list(dict.fromkeys(mesh for mesh, _ in parts))
     for mesh in meshes:
         for axis in range(mesh.ndim) if mesh is not None else ():
             keys = [k for k in parts if k[0] == mesh and axis in k[1]]
             if not keys:
                 continue
-            numbers = Tensor(np.array([parts[k] for k in keys], np.float32))
+            numbers = Tensor(np.array([parts[k] for k in keys], np.float64))
             result = mesh.get_group(axis).all_reduce(numbers, op)
             for key, value in zip(keys, (numbers if result is None else result).asnumpy().tolist(), strict=True):
                 parts[key] = value
@@ -133,26 +140,34 @@ def _scale(grads: list, factor: float) -> None:
 
 
 def _measure_there(grad, p: float) -> Tensor:
-    """`_measure` as a tensor [1] on the device, in float32."""
+    """`_measure` as a tensor [1] on the device, in float32; of extremes [2], whether an element is no number beside it."""
     with NoFallbackGuard():
         if not Tensor.numel(grad):
-            return mint.zeros((1,), dtype=ms.float32)
-        g = grad.astype(ms.float32)
-        value = ops.abs(g).max() if p == math.inf else (g * g if p == 2.0 else ops.abs(g) ** p).sum()
-        return mint.reshape(value, (1,))
+            return Tensor([-math.inf if p < 0 else 0.0] + [0.0] * math.isinf(p), ms.float32)
+        g = ops.abs(grad.astype(ms.float32))
+        if not math.isinf(p):
+            return mint.reshape((g * g if p == 2.0 else g ** p).sum(), (1,))
+        nan = g != g  # noqa: PLR0124  what `max` makes of one differs between devices
+        g = mint.where(nan, ms.Tensor(0.0, ms.float32), g if p > 0 else -g)
+        return mint.cat([mint.reshape(g.max(), (1,)), mint.reshape(nan.astype(ms.float32).max(), (1,))])
 
 
 def _clip_there(grads: list, parts: dict, max_norm: float, p: float) -> Tensor:
     """The norm as a tensor, of which the device itself makes the factor."""
+    extreme = math.isinf(p)
+    width = 1 + extreme
+
     def joined(values):
-        return mint.reshape(values.max() if p == math.inf else values.sum(), (1,))
+        values = mint.reshape(values, (-1, width))
+        return values.max(0)[0] if extreme else values.sum(0)
     sums = {key: joined(mint.cat(values)) for key, values in parts.items()}
     for mesh, axis in dict.fromkeys((mesh, axis) for mesh, axes in sums for axis in axes):
         keys = [key for key in sums if key[0] == mesh and axis in key[1]]
-        result = mesh.get_group(axis).all_reduce(mint.cat([sums[key] for key in keys]), "max" if p == math.inf else "sum")
-        sums.update((key, mint.narrow(result, 0, i, 1)) for i, key in enumerate(keys))
-    norm = mint.reshape(joined(mint.cat(list(sums.values()))), ())
-    norm = norm if p == math.inf else norm ** (1.0 / p)
+        result = mesh.get_group(axis).all_reduce(mint.cat([sums[key] for key in keys]), "max" if extreme else "sum")
+        sums.update((key, mint.narrow(result, 0, i * width, width)) for i, key in enumerate(keys))
+    total = joined(mint.cat(list(sums.values())))
+    norm = mint.reshape(mint.narrow(total, 0, 0, 1), ())
+    norm = ops.abs(norm) + 0.0 / (1.0 - mint.reshape(mint.narrow(total, 0, 1, 1), ())) if extreme else norm ** (1.0 / p)
     if max_norm != math.inf:
         _scale_there(grads, mint.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm

@@ -12,7 +12,7 @@ from ..internals.names import NoFallbackGuard
 from ..internals.target import on_cpu
 from ._storage import layout_of, local_array
 from .arrays import chunks, precision, values, write, zeros
-from .base import check_current, check_names, restore, state_tensor
+from .base import check_current, check_names, check_params, restore, state_tensor
 
 
 class EMA:
@@ -40,6 +40,7 @@ class EMA:
         if not 0 <= decay < 1:
             raise ValueError(f"For 'EMA', 'decay' = {decay} is out of range: at least 0 and below 1.")
         self.params, self.decay = tuple(params), decay
+        check_params("EMA", self.params)
         self._swapped = False
         with NoFallbackGuard():
             self._averages = [zeros(p._shape, precision(p)) for p in self.params]

@@ -100,6 +100,9 @@ class Muon(Optimizer):
         return {**self.adamw, **{k: v for k, v in of_group.items() if k not in ("params", "use_muon")}}
 
     def _new_state(self, i):
+        steps = self._option(i, "ns_steps")
+        if not isinstance(steps, int) or steps < 1:
+            raise ValueError(f"For 'Muon', 'ns_steps' = {steps} is out of range: a whole number of at least 1.")
         return {"momentum": zeros(self.params[i]._shape, precision(self.params[i]))}
 
     def _step(self, grads):

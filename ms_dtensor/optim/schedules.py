@@ -56,6 +56,8 @@ def _warmed(steps: int, warmup: int, low: float, shape, decay: int) -> Schedule:
         raise ValueError(f"A schedule of {steps} steps has no room for {warmup} of warm-up and {decay} of decay.")
 
     def schedule(step: int) -> float:
+        if not step >= 0:
+            raise ValueError(f"For a schedule, step {step} is out of range: steps count from 0.")
         if step < warmup:
             return (step + 1) / warmup
         done = min(max(step - (steps - decay), 0) / max(decay, 1), 1.0) if step < steps else 1.0

@@ -42,7 +42,8 @@ def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = 25, mp_po
 
     Returns:
         The same cell. Plain inputs are taken as this rank's rows of the global batch (`Shard(0)`), whose sizes the ranks
-        tell each other when they change (one small message): the last ranks may have fewer rows, as chunks do. Outputs are
+        tell each other at every call (one small message, on devices a wait of the host; none for DTensors, as
+        `DTensor.from_local` makes them): the last ranks may have fewer rows, as chunks do. Outputs are
         DTensors, also where a style inside hands out plain tensors, so compute the loss on them: its value and gradients
         are those of the global batch. A loss cell is replicated in the same way: its plain labels are this rank's rows,
         on whatever larger mesh the logits live.

@@ -21,7 +21,8 @@ from ..core.mesh import DeviceMesh
 from ..core.placements import REPLICATE, Placement, Shard
 from ..core.tree import map_leaves
 from ..dispatch.operands import LAID_OUT, dtype_name, local_alias, wrap
-from ..dispatch.patches.gradients import SHARDED_BY, in_this_gradient, recomputing
+from ..dispatch.patches.gradients import SHARDED_BY, in_this_gradient
+from ..dispatch.patches.recomputed import recomputing, standing_in
 from ..dispatch.replaced import current
 from ..errors import ConfigError, LayoutError
 from ..internals.names import NoFallbackGuard, RecomputeCell, recording
@@ -63,7 +64,7 @@ def fully_shard(module: nn.Cell, *, mesh: DeviceMesh, reshard_after_forward: boo
         mp_policy: `MixedPrecisionPolicy`: dtypes of computing, of reducing gradients, and of what the cell returns.
         offload_policy: `CPUOffloadPolicy()` keeps parameters, gradients and optimizer state in host memory. On a CPU they
             are there: it changes nothing. On devices it is refused.
-        ignored_params: parameters to leave as they are.
+        ignored_params: parameters to leave as they are; others than the cell's own mean nothing.
 
     Returns:
         The same cell, with the methods `unshard()` and `reshard()` (gather now and keep; give back),
@@ -91,7 +92,14 @@ def fully_shard(module: nn.Cell, *, mesh: DeviceMesh, reshard_after_forward: boo
         >>> net[0].weight
         DTensor(Parameter '0.weight', f32[8@dp, 4], mesh=(dp=1), rank 0 holds [8, 4])
     """
-    name = type(module).__name__
+    name, ignored_params = type(module).__name__, list(ignored_params)
+    for what, value, kinds in (("module", module, nn.Cell), ("mesh", mesh, DeviceMesh),
+                               ("mp_policy", mp_policy, MixedPrecisionPolicy | None),
+                               ("offload_policy", offload_policy, OffloadPolicy | None),
+                               *(("ignored_params", p, Parameter) for p in ignored_params)):
+        if not isinstance(value, kinds):
+            raise ConfigError(f"For 'fully_shard', '{what}' does not take {value!r}.", type(value).__name__,
+                              f"It takes: {getattr(kinds, '__name__', kinds)}.", "call it for each cell of a list")
     if mesh.ndim > 2:
         raise ConfigError(f"For 'fully_shard', 'mesh' has {mesh.ndim} axes.", f"mesh({mesh.describe()})",
                           "One axis cuts; one before it may copy.", 'pass mesh["dp"], or mesh["replicate", "shard"]')
@@ -127,7 +135,8 @@ def fully_shard(module: nn.Cell, *, mesh: DeviceMesh, reshard_after_forward: boo
     kept = {i for i, layout in wanted.items() if layout.placements[whole.axis_index(mesh.mesh_dim_names[-1])].is_replicate()}
     if kept and mesh.size() > 1:
         make_buckets([made[i] for i in kept if made[i].requires_grad], mesh, _BUCKET_MB, policy.reduce_dtype)
-    unit = Unit(name, [(cell, key, made[id(p)]) for cell, key, p in slots if id(p) not in kept], mesh, neighbours, policy)
+    mine = [(cell, key, made[id(p)]) for cell, key, p in slots if id(p) not in kept or policy.compute_dtype(p) != p.dtype]
+    unit = Unit(name, mine, mesh, neighbours, policy)
     module.__dict__[_UNIT] = unit
     given = module.__dict__["construct"].__func__ if "construct" in module.__dict__ else type(module).construct
     module.__dict__["construct"] = MethodType(_constructing(given), module)
@@ -158,10 +167,14 @@ def _target(p: Parameter, mesh: DeviceMesh, whole: DeviceMesh, placement_fn) -> 
     order = [] if layout is None else [layout.mesh.mesh_dim_names[a] for a in layout.order]
     doubly = [a for a in mesh.mesh_dim_names if not placed.get(a, REPLICATE).is_replicate()]
     shape = tuple(p.shape)
-    default: Placement = Shard(0)
+    default: Placement = Shard(0) if shape else REPLICATE  # a number is kept by every rank
     if layout is not None and any(f.dim == 0 for _, f in layout.fused):  # a dim that is cut by parts is cut once
         default = Shard(1) if len(shape) > 1 else REPLICATE
-    where = (placement_fn(p) if placement_fn is not None else None) or default
+    where = placement_fn(p) if placement_fn is not None and shape else None
+    where = default if where is None else where
+    if not isinstance(where, Placement):
+        raise ConfigError(f"For 'fully_shard', 'shard_placement_fn' gave {where!r} for parameter '{p.name}'.",
+                          f"{list(shape)}", "It gives a placement, or None for dim 0.", ("Shard(dim)", "Replicate()"))
     if doubly or where.is_partial() or isinstance(where, Shard) and not -len(shape) <= where.dim < len(shape):
         raise LayoutError(f"For 'fully_shard', parameter '{p.name}' cannot be cut over '{mesh.mesh_dim_names[-1]}'.",
                           f"{list(shape)} as {where}" if layout is None else layout.describe(),
@@ -195,11 +208,8 @@ def _constructing(given: Callable) -> Callable:
         args, kwargs = policy.cast_inputs(args, kwargs)
         with _in_step(cell, again) as step:
             unit.gather(backward=again)
-            whole = unit.tensors(call)
-            versions = {k: x._version for k, x in whole.items()}
-            with _swapped(unit.slots, whole):
+            with _known(call), unit.in_place(call, unit.slots) as whole:
                 outputs = map_leaves(lambda x: x * 1 if unit.lends(x, whole) else x, given(cell, *args, **kwargs), Tensor)
-            unit.take_back(whole, versions)
         root = step is not None and len(step.units) > 1
         if call is None or (unit.reshard and not root and not again and not unit.running):
             unit.release(keep_part=call is not None)
@@ -255,18 +265,13 @@ def _units(cell: nn.Cell) -> list[Unit]:
 
 
 @contextmanager
-def _swapped(slots: list, tensors: dict[int, Tensor]) -> Iterator[None]:
-    """The slots hold these tensors, by id of their parameters, inside."""
-    def put(held: Callable) -> None:
-        for cell, key, p in slots:
-            cell._params[key] = held(p)
-            if key in cell.__dict__:
-                cell.__dict__[key] = held(p)
-    put(lambda p: tensors[id(p)])
+def _known(call: Call | None) -> Iterator[None]:
+    """What is recomputed inside knows who has put tensors in the place of parameters."""
+    token = standing_in.set(standing_in.get() if call is None else (*standing_in.get(), call))
     try:
         yield
     finally:
-        put(lambda p: p)
+        standing_in.reset(token)
 
 
 def _entrance(x: Tensor, call: Call, unused: list[Tensor]) -> Tensor:
@@ -305,6 +310,9 @@ def reshard(self) -> None:
 
 def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
     """Whether backwards reduce gradients; while not, they are gathered up on each rank, and handed out as zeros."""
+    if not isinstance(requires_gradient_sync, bool):
+        raise ConfigError(f"For 'set_requires_gradient_sync', {requires_gradient_sync!r} is no bool.", type(self).__name__,
+                          "True: backwards reduce gradients.", "True, or False")
     for unit in _units(self) if recurse else [_unit(self)]:
         unit.sync = requires_gradient_sync
 

@@ -5,6 +5,7 @@ So what autograd saved of a forward is right again in the backward, once the par
 """
 from __future__ import annotations
 
+import itertools
 import math
 import mmap
 from collections.abc import Sequence
@@ -63,7 +64,7 @@ class HostMemory:
         """`x[index]` of each pair, flat, one behind another."""
         parts = [x.asnumpy()[index] for x, index in pieces]
         out, at = np.empty(sum(p.size for p in parts), numpy_dtype(dtype)), 0
-        for p in parts:
+        for p in (p for p in parts if p.size):  # NumPy crashes where it copies no elements of MindSpore's bfloat16
             out[at:at + p.size].reshape(p.shape)[...] = p
             at += p.size
         return Tensor.from_numpy(out)
@@ -73,9 +74,9 @@ class HostMemory:
         """Some of a flat tensor."""
         return Tensor.from_numpy(flat.asnumpy()[at:at + count])
 
-    def tensors(self) -> list[Tensor]:
-        """New tensors on the memory; autograd knows nothing of them."""
-        return [Tensor.from_numpy(a) for a in self.arrays]
+    def tensor(self, i: int) -> Tensor:
+        """A new tensor on the memory; autograd knows nothing of it."""
+        return Tensor.from_numpy(self.arrays[i])
 
     def write(self, i: int, index: Index, piece: Tensor) -> None:
         """Puts a piece into tensor `i`."""
@@ -99,6 +100,7 @@ class DeviceMemory:
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], dtype):
         self.shapes, self.counts = list(shapes), [math.prod(shape) for shape in shapes]
+        self.starts = list(itertools.accumulate(self.counts, initial=0))
         self._flat = ms.mint.empty((max(sum(self.counts), 1),), dtype=dtype)
         self._bytes = self._flat.untyped_storage().size()
 
@@ -112,17 +114,13 @@ class DeviceMemory:
         """Some of a flat tensor."""
         return ms.mint.narrow(flat, 0, at, count)
 
-    def tensors(self) -> list[Tensor]:
-        """New tensors on the memory."""
-        out, at = [], 0
-        for shape, count in zip(self.shapes, self.counts):
-            out.append(ms.mint.reshape(ms.mint.narrow(self._flat, 0, at, count), shape))
-            at += count
-        return out
+    def tensor(self, i: int) -> Tensor:
+        """A new tensor on the memory."""
+        return ms.mint.reshape(ms.mint.narrow(self._flat, 0, self.starts[i], self.counts[i]), self.shapes[i])
 
     def write(self, i: int, index: Index, piece: Tensor) -> None:
         """Puts a piece into tensor `i`."""
-        target = _at(self.tensors()[i], index)
+        target = _at(self.tensor(i), index)
         target.copy_(ms.mint.reshape(piece, target.shape))
 
     def release(self) -> None:

@@ -15,12 +15,13 @@ import copy
 import functools
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor
+from mindspore import Tensor, nn
 
 from .. import comm
 from ..comm.packing import write
@@ -95,25 +96,26 @@ class Block:
                         self.memory.write(i, index, self._kind.part(gathered, at, count))
                     at += count
 
-    def tensors(self) -> list[Tensor]:
-        """New tensors on the memory, which is full."""
-        return [] if self.memory is None else self.memory.tensors()
+    def tensor(self, i: int) -> Tensor:
+        """A new tensor on the memory, which is full."""
+        return self.memory.tensor(i)
 
-    def handed_out(self, full: bool) -> list[Tensor]:
-        """What the node gives: the whole parameters; or, as MindSpore casts a gradient to its tensor's dtype, stand-ins.
+    def handed_out(self, i: int, full: bool) -> Tensor:
+        """What the node gives: the whole parameter; or, as MindSpore casts a gradient to its tensor's dtype, a stand-in.
 
         A stand-in has the dtype in which gradients are reduced, and the memory of one number.
         """
         if full and self.reduce_dtype in (None, self.dtype):
-            return self.tensors()
-        return [ms.ops.zeros((1,) * len(shape), self.reduce_dtype or self.dtype).expand(shape) for shape in self.shapes]
+            return self.tensor(i)
+        shape = self.shapes[i]
+        return ms.ops.zeros((1,) * len(shape), self.reduce_dtype or self.dtype).expand(shape)
 
     def release(self, keep_part: bool) -> None:
         """The memory goes, but for what this rank keeps for its neighbours."""
         if self.memory is None:
             return
         if keep_part and self.near is not None:
-            each, whole = self.group.size // self.near.size, self.tensors()
+            each, whole = self.group.size // self.near.size, [self.tensor(i) for i in range(len(self.params))]
             first = self.near.rank_index * each
             with NoFallbackGuard():
                 self._part = self._kind.pack([(whole[i], self._piece(i, r)[0]) for r in range(first, first + each)
@@ -130,7 +132,7 @@ class Block:
     def changed(self) -> bool:
         """Whether this rank's shards are no longer what lies in the memory."""
         with NoFallbackGuard():
-            there = [(x, self._piece(i, self.group.rank_index)[0]) for i, x in enumerate(self.tensors())]
+            there = [(self.tensor(i), self._piece(i, self.group.rank_index)[0]) for i in range(len(self.params))]
             pairs = self._own(), self._kind.pack(there, self.dtype)
             a, b = (x.asnumpy().view(np.uint8) for x in pairs)
         return not np.array_equal(a, b)
@@ -139,7 +141,7 @@ class Block:
         """This rank's shard of parameter `i` becomes what lies in the memory."""
         with NoFallbackGuard():
             own = local_alias(self.params[i])
-            piece = self._kind.pack([(self.tensors()[i], self._piece(i, self.group.rank_index)[0])], self.dtype)
+            piece = self._kind.pack([(self.tensor(i), self._piece(i, self.group.rank_index)[0])], self.dtype)
             if piece.size:
                 write(own, ms.mint.reshape(piece, own.shape))
 
@@ -185,10 +187,23 @@ class Block:
 
 
 class Call:
-    """One recorded run of a unit's cell: between its outputs' gradient and its parameters' the memory is needed."""
+    """One recorded run of a unit's cell: between its outputs' gradient and its parameters' the memory is needed.
 
-    def __init__(self, unit: Unit):
-        self.unit, self.entered = unit, False
+    Or, with `taken`, the second run of a cell in it, in the backward, which gathers the gradients up there.
+    """
+
+    def __init__(self, unit: Unit, taken: dict[int, Tensor] | None = None):
+        self.unit, self.entered, self.taken = unit, False, taken
+        self.nodes: dict[int, Tensor] = {}  # while the cell runs: what the node handed out, by id of the parameter
+
+    @contextmanager
+    def again(self, cell: nn.Cell) -> Iterator[Call]:
+        """The whole tensors stand once more in the slots of a cell, which runs again."""
+        cells = {id(c) for _, c in cell.cells_and_names()}
+        slots = [slot for slot in self.unit.slots if id(slot[0]) in cells]
+        call = Call(self.unit, {})
+        with self.unit.in_place(call, slots):
+            yield call
 
     def enter(self) -> None:
         """The backward is about to go into the cell."""
@@ -218,8 +233,7 @@ class Whole(Function):
     @staticmethod
     def forward(ctx, call: Call, numbers: tuple[tuple[int, int], ...], *params):
         ctx.call, ctx.numbers = call, numbers
-        handed = [block.handed_out(call.unit.full) for block in call.unit.blocks]
-        return tuple(handed[b][i] for b, i in numbers)
+        return tuple(call.unit.blocks[b].handed_out(i, call.unit.full) for b, i in numbers)
 
     @staticmethod
     def backward(ctx, *grads):
@@ -229,6 +243,9 @@ class Whole(Function):
                               "Gradients of sharded parameters are reduced outside autograd.",
                               ("distribute_module(cell, device_mesh) instead of fully_shard()",
                                "take the inner gradient with respect to the inputs"))
+        if call.taken is not None:
+            call.taken.update((id(unit.blocks[b].params[i]), g) for (b, i), g in zip(ctx.numbers, grads))
+            return None, None, *unit.zeros(ctx.numbers)
         call.leave()
         return None, None, *unit.reduced(ctx.numbers, grads)
 
@@ -271,7 +288,9 @@ class Unit:
         near = _near(mesh, neighbours) if 0 < neighbours < mesh.shape[-1] else None
         self.copies = mesh.get_group(axes[0]) if mesh.ndim == 2 and mesh.shape[0] > 1 else None
         by_dtype: dict[str, list] = {}
-        for p in {id(p): p for _, _, p in slots}.values():
+        last = {id(p): p.placements[p.device_mesh.axis_index(axes[-1])] for _, _, p in slots}
+        # what is kept whole is here for its dtype only
+        for p in {id(p): p for _, _, p in slots if not last[id(p)].is_replicate()}.values():
             by_dtype.setdefault(dtype_name(policy.compute_dtype(p)), []).append(p)
         self.blocks, self.place = [], {}
         for b, params in enumerate(by_dtype.values()):
@@ -301,6 +320,11 @@ class Unit:
             raise ConfigError(f"For 'fully_shard', parameters of {self.name} were replaced or taken out since.",
                               ", ".join(sorted(set(gone))), "A unit gathers the parameters that it was given.",
                               ("parameter.set_data(value) keeps its place", "replace parameters before fully_shard()"))
+        other = [p.name for block in self.blocks for p in block.params if dtype_name(p.dtype) != p.layout.dtype]
+        if other:
+            raise ConfigError(f"For 'fully_shard', parameters of {self.name} have got another dtype since.",
+                              ", ".join(other), "A unit gathers in the dtypes that it was given.",
+                              ("set_dtype before fully_shard()", "MixedPrecisionPolicy(param_dtype=...)"))
 
     def abandon(self) -> None:
         """The gradient that was under way has raised."""
@@ -341,27 +365,53 @@ class Unit:
                 block.release(keep_part)
         self.full = self.full and self.kept
 
-    def tensors(self, call: Call | None) -> dict[int, Tensor]:
+    def tensors(self, call: Call | None, slots: list) -> dict[int, Tensor]:
         """The whole parameters as DTensors, by id of the sharded ones; recorded where a gradient is asked for."""
-        params = {id(p): p for _, _, p in self.slots}
-        trained = {k: p for k, p in params.items() if call is not None and p.requires_grad}
+        params = {id(p): p for _, _, p in slots}
+        trained = {k: p for k, p in params.items() if call is not None and p.requires_grad and k in self.place}
         out: dict[int, Tensor] = {}
         with NoFallbackGuard():
-            held = [block.tensors() for block in self.blocks]
             nodes = Whole.apply(call, tuple(self.place[k] for k in trained), *trained.values()) if trained else ()
             of = dict(zip(trained, nodes if isinstance(nodes, tuple) else (nodes,)))
-        for k, (b, i) in self.place.items():
-            layout, kind = self.blocks[b].whole[i], self.blocks[b].reduce_dtype
-            out[k] = wrap(held[b][i], layout) if k not in of else self._connected(
-                of[k], held[b][i], layout, self.partial_on[k], None if kind == self.blocks[b].dtype else kind)
+        if call is not None:
+            call.nodes = of
+        for k, p in params.items():
+            if k not in self.place:
+                out[k] = self.policy.copy_of(p)
+                out[k].inited_param = p
+                continue
+            b, i = self.place[k]
+            layout, kind, held = self.blocks[b].whole[i], self.blocks[b].reduce_dtype, self.blocks[b].tensor(i)
+            out[k] = wrap(held, layout) if k not in of else self._connected(
+                of[k], held, layout, self.partial_on[k], None if kind == self.blocks[b].dtype else kind)
             out[k].inited_param = params[k]  # which cells then list in its place
         return out
 
-    def take_back(self, whole: dict[int, Tensor], versions: dict[int, int]) -> None:
-        """What the cell wrote into gathered parameters, running statistics, say, is written into this rank's shards."""
-        for k, (b, i) in self.place.items():
-            if whole[k]._version != versions[k]:
-                self.blocks[b].write_own(i)
+    @contextmanager
+    def in_place(self, call: Call | None, slots: list) -> Iterator[dict[int, Tensor]]:
+        """The slots hold the whole parameters inside; what the cell writes into them reaches the shards."""
+        whole = self.tensors(call, slots)
+        versions = {k: x._version for k, x in whole.items()}
+
+        def put(held: Callable) -> None:
+            for cell, key, p in slots:
+                cell._params[key] = held(p)
+                if key in cell.__dict__:
+                    cell.__dict__[key] = held(p)
+        put(lambda p: whole[id(p)])
+        try:
+            yield whole
+        finally:
+            put(lambda p: p)
+            if call is not None:
+                call.nodes = {}  # they know the call, in memory that Python does not see
+        for k, x in whole.items():
+            if x._version != versions[k]:
+                if k in self.place:
+                    b, i = self.place[k]
+                    self.blocks[b].write_own(i)
+                else:
+                    write(local_alias(x.inited_param), local_alias(x))
 
     def lends(self, x: Tensor, whole: dict[int, Tensor]) -> bool:
         """Whether a tensor lies in the memory of the gathered parameters `whole`, which goes."""
@@ -397,7 +447,7 @@ class Unit:
             for (b, i), g in given.items():
                 kind = self.blocks[b].reduce_dtype
                 self._unsent[b, i] = g * 1 if kind is None else g.astype(kind)
-            return self._zeros(numbers)
+            return self.zeros(numbers)
         self._unsent = {at: g for at, g in self._unsent.items() if at not in given}
         out: dict[tuple[int, int], Tensor] = {}
         for b, block in enumerate(self.blocks):
@@ -408,9 +458,10 @@ class Unit:
                     out.update({(b, i): g for i, g in block.shards(mine, work, self.copies).items()})
                 else:
                     self.late.add(functools.partial(block.named_shards, tuple(mine), work, self.copies))
-        return [out[at] for at in numbers] if self.late is None else self._zeros(numbers)
+        return [out[at] for at in numbers] if self.late is None else self.zeros(numbers)
 
-    def _zeros(self, numbers) -> list[Tensor]:
+    def zeros(self, numbers) -> list[Tensor]:
+        """Shards of no gradient."""
         params = [self.blocks[b].params[i] for b, i in numbers]
         return [ms.ops.zeros(p.local_shape, p.dtype) for p in params]
 

@@ -55,6 +55,13 @@ class MixedPrecisionPolicy:
     output_dtype: ms.dtype.TensorType | None = None
     cast_forward_inputs: bool = True
 
+    def __post_init__(self):
+        for what in ("param_dtype", "reduce_dtype", "output_dtype"):
+            dtype = getattr(self, what)
+            if dtype not in (None, ms.float16, ms.bfloat16, ms.float32, ms.float64):
+                raise ConfigError(f"For 'MixedPrecisionPolicy', '{what}' = {dtype!r} is no floating-point dtype.", "",
+                                  "mindspore.float16, bfloat16, float32 or float64; or None.", "mindspore.bfloat16")
+
     def apply(self, module: nn.Cell) -> nn.Cell:
         """Lets a cell and its sub-cells compute under this policy, in place; before any `recompute()`.
 

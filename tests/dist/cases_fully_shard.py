@@ -473,7 +473,6 @@ def refusals(world):
             (LayoutError, "was sharded already", lambda: fully_shard(net, mesh=mesh)),
             (LayoutError, "laid out over 'dp' already", lambda: fully_shard(cut, mesh=two["dp"])),
             (LayoutError, "laid out over 'dp' already", lambda: replicate(net.head, mesh=mesh)),
-            (LayoutError, "no such dim", lambda: fully_shard(Scalar(), mesh=mesh)),
             (LayoutError, "no such dim", lambda: fully_shard(nn.Dense(4, 4), mesh=mesh, shard_placement_fn=lambda p: Shard(2))),
             (ConfigError, "3 axes", lambda: fully_shard(nn.Dense(4, 4), mesh=three)),
             (MeshError, "no axis 'pp'", lambda: fully_shard(nn.Dense(4, 4), mesh=two["pp"])),

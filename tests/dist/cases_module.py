@@ -20,13 +20,14 @@ from ms_dtensor import (
     Shard,
     distribute_module,
     distribute_tensor,
+    fully_shard,
     parallelize_module,
     replicate,
     value_and_grad,
 )
 from ms_dtensor.errors import LayoutError
 from tests.cases import case
-from tests.dist.support import array, counted, data, equal, mesh_1d, mesh_2d, same_on_all_ranks, trains_as_one_device
+from tests.dist.support import array, counted, data, equal, mesh_1d, mesh_2d, refusal, same_on_all_ranks, trains_as_one_device
 
 R, S = Replicate(), Shard
 
@@ -338,3 +339,28 @@ def chunks_tile_the_tensor_and_each_has_one_owner(world):
             assert np.isnan(whole[box]).all(), "two owners"
             whole[box] = values
         np.testing.assert_array_equal(whole, data(1, *shape).asnumpy())
+
+
+@case(world_size=4)
+def batches_of_any_number_of_rows_follow_each_other(world):
+    """Of 7 rows after 8, or of 5 after 6, some ranks bring as many as before: all are told nevertheless."""
+    def filled(net):
+        for i, p in enumerate(net.get_parameters()):
+            p.set_data(data(i, *p.shape))
+        return net
+    plain = filled(nn.SequentialCell(nn.Dense(6, 5), nn.Tanh(), nn.Dense(5, 3)))
+    for wrap in (replicate, fully_shard):
+        net = wrap(filled(nn.SequentialCell(nn.Dense(6, 5), nn.Tanh(), nn.Dense(5, 3))), mesh=mesh_1d())
+        for step, n in enumerate((8, 7, 8, 6, 5, 8, 2)):
+            x, each = data(step, n, 6), -(-n // 4)
+            with counted() as count:
+                got = value_and_grad(lambda t, net=net: (net(t) ** 2).mean(), None, net.trainable_params())(
+                    Tensor(x.asnumpy()[each * world.rank:each * (world.rank + 1)]))
+            want = ms.value_and_grad(lambda t: (plain(t) ** 2).mean(), None, plain.trainable_params())(x)
+            assert count["all_gather_object", "forward"] == 1, count
+            equal(got[0], want[0], f"{wrap.__name__} {n}")
+            for g, w in zip(got[1], want[1], strict=True):
+                equal(g, w, f"{wrap.__name__} {n}")
+        text = refusal(lambda net=net: net(data(1, 3 if world.rank == 1 else 2, 6)), LayoutError)
+        assert "rank 1 brings [3, 6]" in text
+        same_on_all_ranks(world, text)

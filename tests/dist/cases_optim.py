@@ -2,12 +2,16 @@
 """Real ranks: MindSpore's optimizers step DTensor parameters like one device does, and communicate nothing."""
 from __future__ import annotations
 
+import math
+from contextlib import nullcontext
+
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, mint, nn
 
 import ms_dtensor as md
 from ms_dtensor import Replicate, Shard, distribute_tensor
+from ms_dtensor.internals.target import rehearsal
 from ms_dtensor.tensor.distribute import distribute_parameter
 from ms_dtensor.errors import ConfigError
 from ms_dtensor.optim import AdamW, clip_grad_norm_
@@ -121,6 +125,24 @@ def our_adamw_steps_and_the_norm_is_the_global_one(world):
     mesh = mesh_2d()
     grads = [distribute_tensor(Tensor(np.full(s, 2.0, np.float32)), mesh, p) for s, p in zip(SHAPES, LAYOUTS)]
     assert abs(float(clip_grad_norm_(grads, 1e9)) - 2 * np.sqrt(30 + 5 + 15)) < 1e-4
+
+
+@case(world_size=4)
+def a_norm_of_large_or_spoiled_gradients_is_one_devices_on_every_rank(world):
+    mesh, x = mesh_2d(), data(3, 6, 5).asnumpy()
+    spoiled = x.copy()
+    spoiled[5, 4] = np.nan  # of the last rank
+    for placements in (*LAYOUTS, [S(0), S(1)]):
+        grads = [distribute_tensor(Tensor(v), mesh, placements, src_data_rank=None) for v in (x, spoiled)]
+        for p in (math.inf, -math.inf, 2.0, 3.0):
+            for device in (False, True):
+                with rehearsal("GPU") if device else nullcontext():
+                    norms = [float(clip_grad_norm_(grads[:n], math.inf, p)) for n in (1, 2)]
+                equal(norms[0], np.linalg.norm(x.reshape(-1), p), f"{p} {placements}")
+                assert math.isnan(norms[1]), (p, placements, device)
+    grad = distribute_tensor(Tensor(x * np.float32(1e30)), mesh, [S(0), R])
+    equal(clip_grad_norm_([grad], 1.0), np.linalg.norm(x.astype(np.float64)) * 1e30)
+    equal(grad, x / np.linalg.norm(x))
 
 
 @case(world_size=4)

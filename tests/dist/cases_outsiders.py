@@ -387,3 +387,52 @@ def an_index_of_everything_hands_the_tensor_back_where_one_device_does(world):
                   (slice(0, 2),), (..., slice(1, 2)), None, (None, ...), (slice(None, None, -1),) * 0):
         assert (plain[index] is plain) == (x[index] is x), index
         equal(x[index], plain[index], str(index))
+
+
+def _filled(x, s):
+    y = x * 1
+    y[1] = s
+    return y
+
+
+PLAIN_NUMBERS = {  # ops that take a plain 0-d tensor beside a DTensor
+    "+": lambda s, x: x + s, "-": lambda s, x: s - x, "mint.sub alpha": lambda s, x: mint.sub(x, s, alpha=3),
+    "*": lambda s, x: s * x, "/": lambda s, x: x / s, "0-d / x": lambda s, x: s / (x * x + 1),
+    "**": lambda s, x: (x * x + 1) ** s, "0-d ** x": lambda s, x: s ** x, "where": lambda s, x: ops.where(x > 0, x, s),
+    "lerp": lambda s, x: ops.lerp(x, x * 2, s), "addcmul": lambda s, x: ops.addcmul(x, x, x + 1, s),
+    "clamp": lambda s, x: ops.clamp(x, -s, s), "maximum": lambda s, x: mint.maximum(x, s), "atan2": lambda s, x: ops.atan2(x, s),
+    "masked_fill": lambda s, x: x.masked_fill(x > 0, s), "stack": lambda s, x: ops.stack([(x * x).mean(), s]),
+    "addmm": lambda s, x: ops.addmm(s, x, x.T), "of a sum": lambda s, x: x.sum(0) * s + s, "x[1] = 0-d": lambda s, x: _filled(x, s),
+    "full_like": lambda s, x: ops.full_like(x, s) * x,
+    "derived": lambda s, x: x * (s * 2).exp(), "softmax": lambda s, x: ops.softmax(x / s, 0)}
+
+
+@case(world_size=4)
+def a_plain_number_has_one_devices_gradient(world):
+    """Forward, a plain 0-d tensor is the same on all ranks; each rank's part of its cotangent is not."""
+    s, x = Tensor(0.7, ms.float32), data(3, 5, 6)
+    laid_out = [(mesh_1d(), [S(0)]), (mesh_1d(), [S(1)]), (mesh_2d(), [S(1), S(0)]), (mesh_1d(), [P])]
+    for name, fn in PLAIN_NUMBERS.items():
+        def loss(s, x, fn=fn):
+            return (ops.tanh(fn(s, x)) ** 2).mean()
+        want = ms.grad(loss, (0, 1))(s, x)
+        for mesh, placements in laid_out[:3 if name == "x[1] = 0-d" else 4]:  # what is written stays Partial: refused
+            dx = DTensor.from_local(x * ((world.rank + 1) / 10), mesh, [P], shape=(5, 6)) if P in placements else laid(
+                x, mesh, *placements)
+            for g, w in zip(md.grad(loss, (0, 1))(s, dx), want):
+                equal(g, w, f"{name} {placements}", rtol=1e-4)
+
+    def product(s, x):
+        return (ops.tanh(x * s * Tensor(2.0, ms.float32)) ** 2).mean()
+    dx = laid(x, mesh_1d(), S(0))
+    with counted() as of_both:
+        md.grad(product, (0, 1))(s, dx)
+    with counted() as of_x:
+        md.grad(product, 1)(s, dx)
+    assert of_both == {("all_reduce", "backward"): 1} and not of_x, (of_both, of_x)  # none for the constant 2
+    equal(md.grad(lambda s, x: md.grad(product)(s, x) ** 2)(s, dx), ms.grad(lambda s, x: ms.grad(product)(s, x) ** 2)(s, x))
+    equal(md.grad(lambda s, x: x.new_full((5, 3), s).sum())(s, dx), np.float32(15), "new_full")
+    p = Parameter(s, name="p")
+    equal(md.grad(lambda x: product(p * 1, x), None, [p])(dx)[0], ms.grad(product)(s, x), "a parameter, by what is made of it")
+    with md.implicit_replication():
+        equal(md.grad(lambda x: product(p, x), None, [p])(dx)[0], ms.grad(product)(s, x), "a parameter")

@@ -20,3 +20,8 @@ def test_steps_of_fully_shard(case, ranks):
 @pytest.mark.parametrize("case", case_params("tests.dist.cases_fsdp_devices", 4, group="fsdp4"))
 def test_fully_shard_on_devices(case, ranks):
     ranks.check(case)
+
+
+@pytest.mark.parametrize("case", case_params("tests.dist.cases_fsdp_inside", 4, group="fsdp4"))
+def test_inside_a_unit(case, ranks):
+    ranks.check(case)

@@ -19,6 +19,7 @@ from tests.fuzz.programs import TABLE, Program, in_float64, input_arrays, run
 
 WRITES = frozenset(op.name for op in TABLE.values() if op.writes)
 ONCE = frozenset(op.name for op in TABLE.values() if op.orders < 1)
+ROUNDING = 5e-16  # of a value, in a difference of it: float64's, times the weights of `_difference`
 STEP = 1e-4  # of the differences; their error is its fourth power, and float64's rounding through it
 
 
@@ -91,8 +92,8 @@ def direction(a: np.ndarray) -> np.ndarray:
     return x / max(np.linalg.norm(x), 1e-9)
 
 
-def slope(program: Program, order: int, i: int, gradients) -> float:
-    """The slope, along `direction` of input i, of the loss; for order 2 of the gradients' squares' sum.
+def slope(program: Program, order: int, i: int, gradients) -> tuple[float, float]:
+    """The slope, along `direction` of input i, of the loss; for order 2 of the gradients' squares' sum. And its rounding.
 
     That one is 2 g . H d: the mixed difference of the loss along d and along the `gradients` g, held fixed.
     """
@@ -107,19 +108,20 @@ def slope(program: Program, order: int, i: int, gradients) -> float:
                  for k, a in enumerate(arrays)]
         held.append(0)
         return float(loss(*map(Tensor, moved)).asnumpy())
-    at([])
+    rounding = ROUNDING * abs(at([]))
     if order == 1:
-        return _difference(lambda e: at([(e, along)]), STEP)
+        return _difference(lambda e: at([(e, along)]), STEP), rounding / STEP
     size = max(np.sqrt(sum(float((np.asarray(g, np.float64) ** 2).sum()) for g in gradients)), 1e-9)
     unit = {k: np.asarray(g, np.float64) / size for k, g in zip(wrt, gradients)}
     wide = 10 * STEP  # rounding is divided by its square here
-    return 2 * size * _difference(lambda e: _difference(lambda s: at([(e, along), (s, unit)]), wide), wide)
+    mixed = _difference(lambda e: _difference(lambda s: at([(e, along), (s, unit)]), wide), wide)
+    return 2 * size * mixed, 2 * size * rounding / wide ** 2
 
 
-def slope_of_gradients(program: Program, i: int) -> list[float]:
+def slope_of_gradients(program: Program, i: int) -> list[tuple[float, float]]:
     """The slope, along `direction` of input i, of the squares' sum of plain MindSpore's first gradients.
 
-    Its rounding is divided by the step once only; but it is there, and right, only where those gradients are.
+    Its rounding, told too, is divided by the step once only; but it is there, and right, only where those gradients are.
     """
     wide, arrays = in_float64(program), input_arrays(program)
     held: list = []
@@ -130,10 +132,12 @@ def slope_of_gradients(program: Program, i: int) -> list[float]:
         moved[i] = moved[i] + e * direction(arrays[i])
         held.append(0)
         return take(loss)(*map(Tensor, moved))
+
+    def squares(e: float) -> float:
+        return sum(float((g.asnumpy() ** 2).sum()) for g in at(e, lambda f: ms.grad(f, differentiated(program))))
     try:
         at(0.0, lambda f: f)
-        return [_difference(lambda e: sum(float((g.asnumpy() ** 2).sum()) for g in at(
-            e, lambda f: ms.grad(f, differentiated(program)))), STEP)]
+        return [(_difference(squares, STEP), ROUNDING * squares(0.0) / STEP)]
     except Exception:  # in float64 plain MindSpore has no such gradient
         ms.common.api._pynative_executor.clear_res()
         return []

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Llama-3's forward in float64 NumPy, written from the paper's formulas and not from our model: the tests' oracle.
+"""The forward of Llama-3, Qwen and Mistral in float64 NumPy, written from the papers' formulas and not from our model.
 
-Not fast, not reusable: loops over heads, repeats keys, complex numbers for rotary embeddings.
+The tests' oracle. Not fast, not reusable: loops over heads, repeats keys, complex numbers for rotary embeddings.
 """
 from __future__ import annotations
 
@@ -25,15 +25,20 @@ def softmax(x):
 
 
 def attention(x, w, prefix, cfg, frequencies):
-    e, group = cfg.dim // cfg.n_heads, cfg.n_heads // cfg.n_kv_heads
-    q, k, v = (x @ w[f"{prefix}.{name}.weight"].T for name in ("wq", "wk", "wv"))
-    later = np.triu(np.ones((len(x), len(x)), bool), 1)
+    e, group = cfg.head_width or cfg.dim // cfg.n_heads, cfg.n_heads // cfg.n_kv_heads
+    q, k, v = (x @ w[f"{prefix}.{name}.weight"].T + w.get(f"{prefix}.{name}.bias", 0) for name in ("wq", "wk", "wv"))
+    behind = np.arange(len(x))[:, None] - np.arange(len(x))[None, :]
+    hidden = (behind < 0) | (behind >= (cfg.sliding_window or len(x)))
     heads = []
     for head in range(cfg.n_heads):
         mine, shared = slice(head * e, (head + 1) * e), slice(head // group * e, (head // group + 1) * e)
-        scores = rope(q[:, mine], frequencies) @ rope(k[:, shared], frequencies).T / np.sqrt(e)
-        heads.append(softmax(np.where(later, -np.inf, scores)) @ v[:, shared])
-    return np.concatenate(heads, -1) @ w[f"{prefix}.wo.weight"].T
+        query, key = q[:, mine], k[:, shared]
+        if cfg.qk_norm:
+            query = rms_norm(query, w[f"{prefix}.q_norm.weight"], cfg.norm_eps)
+            key = rms_norm(key, w[f"{prefix}.k_norm.weight"], cfg.norm_eps)
+        scores = rope(query, frequencies) @ rope(key, frequencies).T / np.sqrt(e)
+        heads.append(softmax(np.where(hidden, -np.inf, scores)) @ v[:, shared])
+    return np.concatenate(heads, -1) @ w[f"{prefix}.wo.weight"].T + w.get(f"{prefix}.wo.bias", 0)
 
 
 def feed_forward(x, w, prefix):

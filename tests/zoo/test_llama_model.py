@@ -18,6 +18,10 @@ MODELS = {
     "multi-query, tied head": ModelConfig(n_heads=4, n_kv_heads=1, tied_head=True, **SIZES),
     "scaled rotary": ModelConfig(n_heads=4, n_kv_heads=2, rope_theta=100.0,
                                  rope_scaling=RopeScaling(original_max_seq_len=16), **SIZES),
+    "biases, linear scaling": ModelConfig(n_heads=4, n_kv_heads=2, qkv_bias=True, out_bias=True,
+                                          rope_scaling=RopeScaling("linear", 3.0), **SIZES),
+    "normed wide heads": ModelConfig(n_heads=4, n_kv_heads=2, qk_norm=True, head_width=12, **SIZES),
+    "sliding window": ModelConfig(n_heads=4, n_kv_heads=2, sliding_window=5, **SIZES),
 }
 
 
@@ -26,6 +30,10 @@ def build(cfg: ModelConfig, seq: int, seed: int = 3):
 
     model = Llama(cfg)
     init_weights(model, seed, std=0.3)  # large, so that attention is far from uniform
+    draw = np.random.default_rng(seed)
+    for name, p in model.parameters_and_names():
+        if name.endswith((".bias", "q_norm.weight", "k_norm.weight")):  # neither zeros nor ones
+            p.asnumpy()[...] = draw.normal(1.0, 0.5, p.shape)
     return model
 
 

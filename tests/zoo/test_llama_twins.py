@@ -5,6 +5,8 @@ The fused ops run with the library's own CPU forms of them, which `tests/coverag
 """
 from __future__ import annotations
 
+from dataclasses import replace
+
 import mindspore as ms
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ F32 = 2e-5  # of the largest element: sums in another order
 BF16 = 2.0**-6  # the fused form rounds tables and turned queries too, the twin once, at the end
 CFG = ModelConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=40, vocab_size=37, rope_theta=100.0,
                   rope_scaling=RopeScaling(original_max_seq_len=16))
+OTHER = replace(CFG, qkv_bias=True, out_bias=True, qk_norm=True, head_width=32, sliding_window=5, tied_head=True)
 B, T, H, K, E = 2, 12, 4, 2, 16
 
 
@@ -86,15 +89,16 @@ def test_a_twin_equals_the_fused_op(name, mesh):
     close(slopes(on_dtensors, placed(ms.bfloat16)), want, BF16)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_model_is_the_same_on_either_kind_of_device(dtype, mesh):
+@pytest.mark.parametrize("cfg, dtype", [(CFG, "float32"), (CFG, "bfloat16"), (OTHER, "float32")],
+                         ids=["float32", "bfloat16", "biases, norms and a window"])
+def test_the_model_is_the_same_on_either_kind_of_device(cfg, dtype, mesh):
     """Logits, loss and every gradient of the device's branch against the CPU's."""
     ids = np.random.default_rng(0).integers(0, 37, (2, T + 1)).astype(np.int32)
     x, y = (md.distribute_tensor(Tensor(np.ascontiguousarray(a)), mesh) for a in (ids[:, :-1], ids[:, 1:]))
     policy = MixedPrecisionPolicy(ms.bfloat16, ms.float32) if dtype == "bfloat16" else None
 
     def run():
-        net = model.Llama(CFG)
+        net = model.Llama(cfg)
         model.init_weights(net, 3, std=0.3)
         parallelize(net, mesh, ParallelConfig(loss_parallel=False), policy)
         loss, grads = md.value_and_grad(lambda a, b: model.cross_entropy(net(a), b), None, net.trainable_params())(x, y)

@@ -272,6 +272,16 @@ def test_groups_options_and_schedules():
     (lambda o, p: o.EMA([p], 1.0), "out of range"),
     (lambda o, p: o.cosine(3, warmup=4), "no room"),
     (lambda o, p: o.SGD([p])([]), "1 parameters but 0 gradients"),
+    (lambda o, p: o.EMA([p, p]), "twice"),
+    (lambda o, p: o.SGD([p * 1]), "not a Parameter"),
+    (lambda o, p: o.AdamW([p], lr=math.nan), "'lr' = nan is out of range"),
+    (lambda o, p: o.AdamW([p], lr="x"), "'lr' = 'x' is no number"),
+    (lambda o, p: o.Muon([p], ns_steps=0), "'ns_steps' = 0 is out of range"),
+    (lambda o, p: o.Adafactor([p], beta2_decay=1.0), "'beta2_decay' = 1.0 is out of range"),
+    (lambda o, p: o.Adafactor([p], eps=(1e-30, -1e-3)), r"eps\[1\]' = -0.001 is out of range"),
+    (lambda o, p: o.cosine(5)(-1), "steps count from 0"),
+    (lambda o, p: o.clip_grad_norm_([p], 1.0, 0.0), "'norm_type' = 0.0 is out of range"),
+    (lambda o, p: o.clip_grad_norm_([p], 1.0, math.nan), "'norm_type' = nan is out of range"),
 ])
 def test_refusals(build, text):
     from mindspore import Parameter, Tensor
@@ -280,6 +290,56 @@ def test_refusals(build, text):
 
     with pytest.raises(ValueError, match=text):
         build(optim, Parameter(Tensor(np.ones((2, 2), np.float32)), name="w"))
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "int32", "bool_"])
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "Adafactor", "Muon", "EMA"])
+def test_what_no_step_can_move_is_refused(name, dtype):
+    from mindspore import Parameter, Tensor
+
+    from ms_dtensor import optim
+    from ms_dtensor.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="the parameter 'w' is not of real numbers"):
+        getattr(optim, name)([Parameter(Tensor(np.ones((2, 2), getattr(np, dtype))), name="w")])
+
+
+def test_adafactor_says_nothing_of_an_empty_matrix(branch):
+    from mindspore import Parameter, Tensor
+
+    from ms_dtensor.optim import Adafactor
+
+    params = [Parameter(Tensor(np.ones(shape, np.float32)), name=f"w{shape}") for shape in ((3, 0), (0, 3), (2, 2))]
+    with np.errstate(all="raise"):
+        Adafactor(params)([Tensor(np.ones(p.shape, np.float32)) for p in params])
+    assert (params[2].asnumpy() < 1).all()
+
+
+@pytest.mark.parametrize("at", [0, -1])
+def test_the_extreme_norms(at, branch):
+    from mindspore import Tensor
+
+    from ms_dtensor.optim import clip_grad_norm_
+
+    values = [np.float32([[3, -0.5], [-7, 2]]), np.float32([0.25, 4])]
+    for p, want in ((math.inf, 7.0), (-math.inf, 0.25)):
+        assert float(clip_grad_norm_(map(Tensor, values), math.inf, p)) == want
+        assert float(clip_grad_norm_([Tensor(np.zeros((0, 3), np.float32)), *map(Tensor, values)], math.inf, p)) == want
+        for which in (0, 1):
+            spoiled = [v.copy() for v in values]
+            spoiled[which].reshape(-1)[at] = math.nan
+            for q in (p, 2.0, 3.0):
+                assert math.isnan(float(clip_grad_norm_(map(Tensor, spoiled), math.inf, q))), (p, q, which)
+
+
+def test_the_norm_of_large_gradients_is_finite():
+    from mindspore import Tensor
+
+    from ms_dtensor.optim import clip_grad_norm_
+
+    grads = [Tensor(np.full((40, 1000), 1e30, np.float32)), Tensor(np.float32([2.0]))]
+    assert clip_grad_norm_(grads, 1.0) == pytest.approx(2e32)
+    assert np.allclose(grads[0].asnumpy(), 5e-3)
 
 
 def test_parameters_from_before_the_model_was_distributed_are_refused():

@@ -10,24 +10,24 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from contextvars import ContextVar
 from typing import Any
 
 from mindspore import Parameter, Tensor, nn
 
 from ...core.tree import leaves, map_leaves
 from ...errors import LayoutError, MixedOperandError
-from ...internals.names import RecomputeCell, composite, executor, grad_func
+from ...internals.names import composite, executor, grad_func
 from ...redistribute.execute import recorded_gradient
 from .. import classes, modes
 from ..cotangent import summed_gradient
 from ..operands import local_alias, recording, redistribute, retag
 from ..replaced import current
+from . import recomputed
+from .recomputed import recomputing
 from .undo import Patched
 
 _LIMIT = 256
 _outputs: dict[int, list] = {}  # by id of a function: layouts of its outputs; every forward says them anew
-_local: ContextVar[bool] = ContextVar("ms_dtensor_local_gradients", default=False)  # inside a recomputation's backward
 _installed = Patched()
 # what takes part in the gradient that is under way, and is told by its method `abandon()` if that raises
 in_this_gradient: weakref.WeakSet = weakref.WeakSet()
@@ -43,7 +43,7 @@ def _layouts(tensors) -> list:
 
 def _grad(original):
     def grad(fn, operation, weights, grad_position, has_aux, *args):
-        if _local.get():
+        if recomputing():  # its gradients stay local
             return original(fn, operation, weights, grad_position, has_aux, *args)
         if weights is not None:
             weights = _current(weights)
@@ -206,35 +206,11 @@ def _complex_call(original):
     return complex_call
 
 
-def _recomputed(original):
-    @functools.wraps(original)
-    def construct(self, *args, **kwargs):  # its parameters were listed when `recompute()` was called
-        self.internal_params[:] = [current(p) for p in self.internal_params]
-        return original(self, *args, **kwargs)
-    return construct
-
-
-def recomputing() -> bool:
-    """Whether a cell under `recompute()` runs its forward again, in the backward."""
-    return _local.get()
-
-
-def _recomputing(original):
-    @functools.wraps(original)
-    def bprop(self, *args):
-        token = _local.set(True)
-        try:
-            return original(self, *args)
-        finally:
-            _local.reset(token)
-    return bprop
-
-
 _DOORS = (
     (executor, "grad", _grad), (executor, "end_graph", _end_graph),
     (composite, "_pynative_func_grad_forward", _forward), (grad_func, "_pynative_func_grad_forward", _forward),
     (nn.Cell, "_complex_call", _complex_call),
-    (RecomputeCell, "construct", _recomputed), (RecomputeCell, "bprop", _recomputing),
+    *recomputed.DOORS,
 )
 
 

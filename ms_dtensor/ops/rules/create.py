@@ -22,7 +22,12 @@ _VALUE = {"empty_like": 0, "new_zeros": 0, "new_ones": 1, "new_empty": 0}
 
 def like_cases(call: Call) -> list[Case]:
     """Operand 0 sharded as the result, or Partial with a replicated result; further operands replicated."""
-    return call.like_first(range(call.operands[0].ndim)) + [call.case({call.operands[0].index: p}, R) for p in PARTIALS]
+    return call.like_first(range(call.operands[0].ndim)) + [_whole(call, p) for p in PARTIALS]
+
+
+def _whole(call: Call, p) -> Case:
+    """Every rank makes the whole result, whatever it has of operand 0, and so has the fill value's whole cotangent."""
+    return Case((p, *(R,) * (len(call.operands) - 1)), (R,), invariant=tuple(o.index for o in call.operands[1:]))
 
 
 def like(call: Call) -> OpSpec:
@@ -41,7 +46,7 @@ def new(call: Call) -> OpSpec:
     if shape == x.shape:
         return like(call)
     value = _VALUE.get(call.op, call.args.get("fill_value"))
-    cases = [call.case({x.index: p}, R) for p in (*map(S, range(x.ndim)), *PARTIALS)]
+    cases = [_whole(call, p) for p in (*map(S, range(x.ndim)), *PARTIALS)]
     return OpSpec((shape,), tuple(cases), lambda at: LocalCall("filled", (x, shape, value, call.args.get("dtype"))))
 
 

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hugging Face's Llama, Qwen2, Qwen3, Mistral and Mixtral: their configs as ours, and what they call the parameters.
+
+Files are read and written by `ms_dtensor.checkpoint`; neither PyTorch nor `transformers` is needed. The one invariant: a
+config that this recipe's model would not compute exactly is refused. (Mixtral's tensors have names here; its model is not
+part of this recipe.) No import of MindSpore before weights are asked for.
+"""
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ms_dtensor.errors import ConfigError
+
+from .config import ModelConfig, RopeScaling
+
+ATTENTION = {
+    "tok_embeddings.weight": "model.embed_tokens.weight",
+    "layers.*.attention_norm.weight": "model.layers.*.input_layernorm.weight",
+    "layers.*.attention.wq.*": "model.layers.*.self_attn.q_proj.*",
+    "layers.*.attention.wk.*": "model.layers.*.self_attn.k_proj.*",
+    "layers.*.attention.wv.*": "model.layers.*.self_attn.v_proj.*",
+    "layers.*.attention.wo.*": "model.layers.*.self_attn.o_proj.*",
+    "layers.*.attention.q_norm.weight": "model.layers.*.self_attn.q_norm.weight",
+    "layers.*.attention.k_norm.weight": "model.layers.*.self_attn.k_norm.weight",
+    "layers.*.ffn_norm.weight": "model.layers.*.post_attention_layernorm.weight",
+    "norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+NAMES = {
+    **ATTENTION,
+    "layers.*.feed_forward.w1.weight": "model.layers.*.mlp.gate_proj.weight",
+    "layers.*.feed_forward.w2.weight": "model.layers.*.mlp.down_proj.weight",
+    "layers.*.feed_forward.w3.weight": "model.layers.*.mlp.up_proj.weight",
+}
+"""Llama, Qwen2, Qwen3, Mistral."""
+MIXTRAL = {
+    **ATTENTION,
+    "layers.*.feed_forward.gate.weight": "model.layers.*.block_sparse_moe.gate.weight",
+    "layers.*.feed_forward.w1": "model.layers.*.block_sparse_moe.experts.*.w1.weight",
+    "layers.*.feed_forward.w2": "model.layers.*.block_sparse_moe.experts.*.w2.weight",
+    "layers.*.feed_forward.w3": "model.layers.*.block_sparse_moe.experts.*.w3.weight",
+}
+"""The experts of a layer are one parameter [experts, out, in]."""
+MINDFORMERS = {
+    "tok_embeddings.weight": "model.tok_embeddings.embedding_weight",
+    "layers.*.attention.*.*": "model.layers.*.attention.*.*",
+    "layers.*.feed_forward.*.weight": "model.layers.*.feed_forward.*.weight",
+    "layers.*.attention_norm.weight": "model.layers.*.attention_norm.weight",
+    "layers.*.ffn_norm.weight": "model.layers.*.ffn_norm.weight",
+    "norm.weight": "model.norm_out.weight",
+    "output.weight": "lm_head.weight",
+}
+"""MindFormers' Llama, with q, k and v as three matrices (`qkv_concat: False`)."""
+NOT_WEIGHTS = ("model.layers.*.self_attn.rotary_emb.inv_freq",)  # a table that old files have
+
+
+def load(model, path: str | Path) -> None:
+    """Fills a Llama, laid out or not, with published weights: Hugging Face's, MindFormers', or this recipe's own names."""
+    from ms_dtensor.checkpoint import load_hf
+    from ms_dtensor.checkpoint.weights import Weights
+
+    weights = Weights(path)
+    names = next((n for n in (NAMES, MINDFORMERS) if n["tok_embeddings.weight"] in weights.tensors), None)
+    load_hf(model, weights, names, ignore=NOT_WEIGHTS)
+
+
+def save(model, cfg: ModelConfig, path: str | Path, *, max_positions: int, dtype: str | None = None,
+         max_shard_size: int = 5 * 10 ** 9) -> None:
+    """Writes a Llama as a folder that `transformers` loads; `max_positions` is the longest sequence it is meant for."""
+    from ms_dtensor.checkpoint import save_hf
+
+    save_hf(model, path, NAMES, config=to_hf(cfg, max_positions, dtype or "float32"), dtype=dtype,
+            max_shard_size=max_shard_size)
+
+
+def read_config(path: str | Path) -> ModelConfig:
+    """The sizes that a folder's `config.json` tells."""
+    from ms_dtensor.checkpoint.strict_json import strict_json
+
+    def refuse(why: str):
+        raise ConfigError(f"For '{file}', this is no config: {why}")
+
+    file = Path(path) / "config.json"
+    try:
+        data = file.read_bytes()
+    except OSError as e:
+        raise ConfigError(f"For '{file}', the config cannot be read: {e.strerror or e}.", "",
+                          "A Hugging Face folder has its model's sizes there.", "pass such a folder") from e
+    try:
+        return from_hf(strict_json(data, refuse, fractions=True))
+    except (KeyError, TypeError, ValueError, AttributeError) as e:  # a text where a number is to be, say
+        if isinstance(e, ConfigError):
+            raise
+        raise ConfigError(f"For '{file}', this is no config: {type(e).__name__}: {e}") from e
+
+
+# -- configs -----------------------------------------------------------------------------------------------------------
+_SIZES = {"dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads",
+          "ffn_dim": "intermediate_size", "vocab_size": "vocab_size"}
+# what else tells what is computed, and the values with which it is what `model.py` computes
+_FIXED: dict[str, tuple] = {"hidden_act": ("silu",), "mlp_bias": (False,), "pretraining_tp": (1,), "attention_dropout": (0,),
+                            "partial_rotary_factor": (1,)}
+_FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+
+
+def from_hf(config: dict[str, Any]) -> ModelConfig:
+    """A `config.json` as the recipe's sizes.
+
+    Raises:
+        ConfigError: another kind of model, a key that is missing, or an option that the recipe's model does not have.
+
+    Example:
+        >>> from model_zoo.llama.hf import from_hf
+        >>> cfg = from_hf({"model_type": "qwen2", "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14,
+        ...                "num_key_value_heads": 2, "intermediate_size": 4864, "vocab_size": 151936, "rms_norm_eps": 1e-6})
+        >>> cfg.head_dim, cfg.n_kv_heads, cfg.qkv_bias
+        (64, 2, True)
+    """
+    kind = config.get("model_type")
+    if kind not in _FAMILIES:
+        raise _refused("model_type", kind, f"It is one of {', '.join(_FAMILIES)}.")
+    missing = [name for name in (*_SIZES.values(), "rms_norm_eps") if name not in config]
+    if missing:
+        raise ConfigError(f"For the config of a {kind}, '{missing[0]}' is missing.")
+    for name, values in _FIXED.items():
+        if config.get(name, values[0]) not in values:
+            raise _refused(name, config[name], f"The model computes with {values[0]!r}.")
+    sizes = {ours: config[name] for ours, name in _SIZES.items()}
+    for name in (*_SIZES.values(), "num_key_value_heads", "head_dim"):
+        value = config.get(name)
+        if value is not None and (type(value) is not int or value < 1):
+            raise _refused(name, value, "It is a positive whole number.")
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}  # of transformers 5, and before
+    bias = bool(config.get("attention_bias"))
+    width = config.get("head_dim", 128 if kind == "qwen3" else None)
+    return ModelConfig(
+        **sizes, n_kv_heads=config.get("num_key_value_heads") or sizes["n_heads"], norm_eps=float(config["rms_norm_eps"]),
+        rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0), rope_scaling=_scaling(rope),
+        tied_head=bool(config.get("tie_word_embeddings")),
+        head_width=None if width is None or width * sizes["n_heads"] == sizes["dim"] else width,
+        qkv_bias=bias or kind == "qwen2", out_bias=bias and kind != "qwen2", qk_norm=kind == "qwen3",
+        sliding_window=_window(config, kind, sizes["n_layers"]))
+
+
+def _scaling(rope: dict[str, Any]) -> RopeScaling | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return RopeScaling("linear", float(rope["factor"]))
+    if kind != "llama3":
+        raise _refused("rope_scaling", rope, "It is 'llama3', 'linear', or not there.")
+    return RopeScaling("llama3", float(rope["factor"]), float(rope["low_freq_factor"]), float(rope["high_freq_factor"]),
+                       int(rope["original_max_position_embeddings"]))
+
+
+def _window(config: dict[str, Any], kind: str, layers: int) -> int | None:
+    """The sliding window, which all layers have or none."""
+    if kind == "llama" or kind != "mistral" and not config.get("use_sliding_window"):
+        return None
+    window = config.get("sliding_window", 4096)  # the published files say null where there is none
+    types = config.get("layer_types") or ["full_attention" if kind != "mistral" and i < config.get("max_window_layers", 28)
+                                          else "sliding_attention" for i in range(layers)]
+    if window is None or "sliding_attention" not in types:
+        return None
+    if set(types) != {"sliding_attention"}:
+        raise _refused("layer_types", types, "All layers have a sliding window, or none.")
+    return int(window)
+
+
+def to_hf(cfg: ModelConfig, max_positions: int, dtype: str = "float32") -> dict[str, Any]:
+    """The recipe's sizes as a `config.json`, of the kind of model that has just these options."""
+    if cfg.qk_norm:
+        kind, name = "qwen3", "Qwen3"
+    elif cfg.qkv_bias and not cfg.out_bias:
+        kind, name = "qwen2", "Qwen2"
+    elif cfg.sliding_window is not None:
+        kind, name = "mistral", "Mistral"
+    else:
+        kind, name = "llama", "Llama"
+    config: dict[str, Any] = {
+        "architectures": [f"{name}ForCausalLM"], "model_type": kind,
+        **{theirs: getattr(cfg, ours) for ours, theirs in _SIZES.items()},
+        "num_key_value_heads": cfg.n_kv_heads, "head_dim": cfg.head_dim, "hidden_act": "silu", "rms_norm_eps": cfg.norm_eps,
+        "max_position_embeddings": max_positions, "rope_theta": cfg.rope_theta, "tie_word_embeddings": cfg.tied_head,
+        "torch_dtype": dtype}
+    if cfg.rope_scaling is not None:
+        s = cfg.rope_scaling
+        config["rope_scaling"] = {"rope_type": s.kind, "factor": s.factor} if s.kind == "linear" else {
+            "rope_type": s.kind, "factor": s.factor, "low_freq_factor": s.low_freq_factor,
+            "high_freq_factor": s.high_freq_factor, "original_max_position_embeddings": s.original_max_seq_len}
+    if kind in ("llama", "qwen3"):
+        config["attention_bias"] = cfg.qkv_bias
+    if kind == "mistral":
+        config["sliding_window"] = cfg.sliding_window
+    elif kind != "llama" and cfg.sliding_window is not None:
+        config |= {"use_sliding_window": True, "sliding_window": cfg.sliding_window, "max_window_layers": 0}
+    if from_hf(config) != cfg:
+        raise ConfigError("For 'save', no kind of model in Hugging Face's files has just these options.", str(cfg),
+                          "Llama, Qwen2, Qwen3 and Mistral are known.", "save the weights by ms_dtensor.checkpoint.save")
+    return config
+
+
+def _refused(name: str, value: Any, rule: str) -> ConfigError:
+    return ConfigError(f"For the config of a Hugging Face model, '{name}' is {value!r:.100}.", "", rule,
+                       "use a model that this recipe computes")

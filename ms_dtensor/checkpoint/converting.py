@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints into safetensors files and back, without MindSpore, one tensor in memory at a time."""
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..core.version import __version__
+from ..errors import CheckpointError
+from .folder import Folder, find, write_synced
+from .index import ID, NAME, Chunk, FileInfo, Index, TensorInfo, dump
+from .pieces import crc, piece_hash, piece_size, pieces
+from .reader import Reader
+from .safetensors_file import CODES, DTYPES, SafetensorsFile, write_safetensors
+
+Source = Mapping[str, tuple[str, tuple[int, ...], Callable[[], np.ndarray]]]  # dtype, shape, and how to read it
+
+
+def convert(source: str | os.PathLike, target: str | os.PathLike, *, dtype: str | None = None, strip: str = "",
+            progress: Callable[[int], None] | None = None) -> dict[str, int]:
+    """Copies a checkpoint into one safetensors file, or safetensors files into a checkpoint.
+
+    Args:
+        source: a checkpoint, a `.safetensors` file, or a folder of such files.
+        target: a name that ends in `.safetensors`; or the folder of a checkpoint.
+        dtype: what floating tensors become.
+        strip: a beginning of keys, "model." say, that is left out; keys without it are not copied.
+        progress: is told the number of bytes of each tensor that was written.
+
+    Returns:
+        How many tensors and bytes were written.
+
+    Example:
+        >>> import tempfile, numpy as np, ms_dtensor as md
+        >>> folder = tempfile.mkdtemp()
+        >>> md.checkpoint.save({"model": {"w": np.ones(3, np.float32)}, "step": 1}, folder + "/one")
+        >>> md.checkpoint.convert(folder + "/one", folder + "/w.safetensors", dtype="bfloat16", strip="model.")
+        {'tensors': 1, 'bytes': 6}
+    """
+    if dtype is not None and (dtype not in CODES or not _floating(dtype)):
+        raise CheckpointError(f"For 'convert', 'dtype' is {dtype!r}.", "", "It is the name of a floating dtype.",
+                              "bfloat16, float16, float32, float64")
+    with ExitStack() as stack:
+        found, values, tied = _open(Path(source), stack)
+        kept = {key.removeprefix(strip): entry for key, entry in found.items() if key.startswith(strip)}
+        if not kept:
+            raise CheckpointError(f"For 'convert', no tensor of '{source}' begins with {strip!r}.", ", ".join([*found][:5]))
+        hashes: dict[str, list[int]] = {key: [] for key in kept}
+        entries = {}
+        for key, (name, shape, read) in kept.items():
+            kind = dtype if dtype is not None and _floating(name) else name
+            entries[key] = kind, shape, _stream(read, kind, hashes[key], progress)
+        if Path(target).suffix == ".safetensors":
+            placed = write_safetensors(target, entries, {"format": "pt"})
+        else:
+            placed = _write_checkpoint(Path(target), entries, hashes, {k.removeprefix(strip): v for k, v in values.items() if
+                                                                       k.startswith(strip)}, tied, strip)
+    return {"tensors": len(placed), "bytes": sum(e.end - e.begin for e in placed.values())}
+
+
+def _floating(dtype: str) -> bool:
+    return DTYPES[CODES[dtype]].kind in "fV"
+
+
+def _stream(read: Callable[[], np.ndarray], dtype: str, hashes: list[int], progress) -> Iterator[memoryview]:
+    array = np.ascontiguousarray(read().astype(DTYPES[CODES[dtype]], copy=False))
+    yield from pieces(array, lambda piece: hashes.append(piece_hash(piece)))
+    if progress is not None:
+        progress(array.nbytes)
+
+
+def _open(path: Path, stack: ExitStack) -> tuple[Source, dict[str, Any], dict[str, str]]:
+    """Tensors, plain values and ties of a source."""
+    if path.is_file() or path.is_dir() and not (find(path) / NAME).is_file():
+        paths = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+        if not paths:
+            raise CheckpointError(f"For 'convert', '{path}' is no checkpoint and has no safetensors files.")
+        found: dict[str, Any] = {}
+        for file in map(SafetensorsFile, paths):
+            for key, e in file.tensors.items():
+                if key in found:
+                    raise CheckpointError(f"For 'convert', '{key}' is in two files of '{path}'.")
+                found[key] = e.dtype, e.shape, lambda file=file, key=key: file.read(key)
+        return found, {}, {}
+    reader = stack.enter_context(Reader(find(path)))
+    index = reader.index
+    return {key: (t.dtype, t.shape, lambda key=key: reader.array(key)) for key, t in index.tensors.items()}, \
+        index.values, index.tied
+
+
+def _write_checkpoint(target: Path, entries, hashes, values: dict[str, Any], tied: dict[str, str], strip: str):
+    folder = Folder(Path(os.path.abspath(target)))
+    try:
+        name, save_id = "shard-00000-of-00001.safetensors", uuid.uuid4().hex
+        placed = write_safetensors(folder.path / name, entries, {ID: save_id})
+        data = min(e.begin for e in placed.values())
+        with open(folder.path / name, "rb") as file:
+            header = crc(file.read(data))
+        tensors = {}
+        for key, e in placed.items():
+            size = piece_size(e.shape, DTYPES[CODES[e.dtype]].itemsize)
+            box = tuple((0, n) for n in e.shape)
+            chunks = (Chunk(box, name, e.begin, size, tuple(hashes[key])),) if e.end > e.begin else ()
+            tensors[key] = TensorInfo(e.dtype, e.shape, chunks)
+        ties = {k.removeprefix(strip): v.removeprefix(strip) for k, v in tied.items() if v.removeprefix(strip) in tensors}
+        size = max(e.end for e in placed.values())
+        index = Index(save_id, None, __version__, {name: FileInfo(size, data, header)}, tensors, values, ties)
+        write_synced(folder.path / NAME, dump(index))
+        folder.commit()
+        return placed
+    except BaseException:
+        folder.abandon()
+        raise

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders that are there whole or not at all: written aside, renamed; `latest`; which to keep. No ranks, no tensors.
+
+A save writes into a hidden folder beside its target, `.NAME.saving`, has every file on the disk, and renames it; what was
+there under the name is exchanged with it in the same system call. The hidden folder is locked while its save runs, so that
+a leftover is told from a save at work. Invariant: after a kill at any moment, each name holds a whole checkpoint or
+nothing, and `latest` names one that is there.
+"""
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import re
+import shutil
+from pathlib import Path
+
+from ..errors import CheckpointError
+from .index import NAME
+
+LATEST = "latest"
+_SAVING, _OLD, _RETIRED = ".saving", ".replaced", ".retired"
+_STEP = re.compile(r"step-(\d{8,})")
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+def step_name(step: int) -> str:
+    """The folder of a step."""
+    return f"step-{step:08d}"
+
+
+def steps(root: str | os.PathLike) -> list[int]:
+    """The steps whose checkpoints are in a folder, in order."""
+    try:
+        names = os.listdir(root)
+    except OSError:
+        return []
+    found = [_STEP.fullmatch(name) for name in names]
+    return sorted(int(match[1]) for match in found if match and (Path(root) / match[0] / NAME).is_file())
+
+
+def latest(root: str | os.PathLike) -> Path | None:
+    """The checkpoint that the last complete `save(..., step=)` into a folder made; None if there is none.
+
+    Example:
+        >>> import tempfile, ms_dtensor as md
+        >>> root = tempfile.mkdtemp()
+        >>> md.checkpoint.latest(root) is None
+        True
+        >>> for step in (10, 20):
+        ...     md.checkpoint.save({"loss": 1.5}, root, step=step)
+        >>> md.checkpoint.latest(root).name
+        'step-00000020'
+    """
+    try:
+        name = (Path(root) / LATEST).read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        name = ""
+    if _STEP.fullmatch(name) and (Path(root) / name / NAME).is_file():
+        return Path(root) / name
+    found = steps(root)  # the very first save was killed before its last step, or somebody removed the file
+    return Path(root) / step_name(found[-1]) if found else None
+
+
+def find(path: str | os.PathLike) -> Path:
+    """The checkpoint that a path means: itself, or the `latest` of a folder of steps."""
+    path = Path(path)
+    if (path / NAME).is_file():
+        return path
+    old = path.parent / f".{path.name}{_OLD}"
+    if not path.exists() and (old / NAME).is_file():  # killed between two renames, where they cannot be one
+        return old
+    return latest(path) or path
+
+
+class Folder:
+    """A checkpoint folder in the making. `commit` makes it visible; without it nothing has changed.
+
+    Args:
+        target: where it will be.
+
+    Raises:
+        CheckpointError: another save is at work there, what is there is no checkpoint, or the system refuses.
+    """
+
+    def __init__(self, target: Path):
+        self.target = target
+        self.path = target.parent / f".{target.name}{_SAVING}"
+        with refusals(f"For 'save', '{target}' cannot be made"):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            self._check_target()
+            self._lock = _locked(self.path)
+            if self._lock is None:
+                raise CheckpointError(f"For 'save', another save is writing '{target}' at this moment.", str(self.path),
+                                      "Two saves into one folder would mix.",
+                                      ("wait for it", "save into another folder", "end the other job"))
+            try:
+                for name in os.listdir(self.path):
+                    _remove(self.path / name)
+                clean(target.parent, self.path)
+            except BaseException:
+                self.close()
+                raise
+
+    def _check_target(self) -> None:
+        if self.target.is_symlink() or self.target.exists() and not self.target.is_dir() or self.target.is_dir() and \
+                os.listdir(self.target) and not (self.target / NAME).is_file():
+            raise CheckpointError(f"For 'save', '{self.target}' is there and is no checkpoint.", "",
+                                  "A checkpoint is replaced by the next one under its name; other things are not.",
+                                  ("save into a folder of its own", "save(..., step=N) makes a folder for each step"))
+
+    def commit(self) -> None:
+        """Makes it the target. All files in it are on the disk already; so is this on return."""
+        with refusals(f"For 'save', '{self.target}' cannot be put in its place"):
+            sync(self.path)
+            old = self.target.parent / f".{self.target.name}{_OLD}"
+            if not self.target.exists():
+                os.rename(self.path, self.target)
+            elif _exchange(self.path, self.target):
+                os.rename(self.path, old)
+            else:
+                os.rename(self.target, old)
+                os.rename(self.path, self.target)
+            sync(self.target.parent)
+            shutil.rmtree(old, ignore_errors=True)
+        self.close()
+
+    def abandon(self) -> None:
+        """Removes what was written so far."""
+        with contextlib.suppress(OSError):
+            _remove(self.path)
+        self.close()
+
+    def close(self) -> None:
+        """Lets the lock go."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            os.close(lock)
+
+
+def point_latest(root: Path, name: str) -> None:
+    """Moves `latest`, in one step."""
+    with refusals(f"For 'save', '{root / LATEST}' cannot be written"):
+        temporary = root / f".{LATEST}{_SAVING}"
+        write_synced(temporary, f"{name}\n".encode())
+        os.replace(temporary, root / LATEST)
+        sync(root)
+
+
+def retire(root: Path, keep_last: int, keep_every: int | None) -> list[int]:
+    """Removes the steps that are neither among the last ones nor multiples of `keep_every`, nor `latest`; returns them."""
+    found, now = steps(root), latest(root)
+    gone = [s for s in found[:-keep_last] if not (keep_every and s % keep_every == 0)
+            and root / step_name(s) != now]
+    for s in gone:
+        hidden = root / f".{step_name(s)}{_RETIRED}"
+        with refusals(f"For 'save', '{root / step_name(s)}' cannot be removed"):
+            os.rename(root / step_name(s), hidden)  # whole, or not there
+            shutil.rmtree(hidden)
+    return gone
+
+
+def clean(parent: Path, but: Path | None = None) -> None:
+    """Removes what interrupted saves have left in a folder, and finishes an interrupted exchange."""
+    for name in os.listdir(parent) if parent.is_dir() else ():
+        path = parent / name
+        if not name.startswith("."):
+            continue
+        if name.endswith(_RETIRED):
+            shutil.rmtree(path, ignore_errors=True)
+        elif name.endswith(_OLD):
+            target = parent / name[1:-len(_OLD)]
+            if target.exists():
+                shutil.rmtree(path, ignore_errors=True)
+            elif (path / NAME).is_file():
+                os.rename(path, target)
+        elif name.endswith(_SAVING) and path != but:
+            if not path.is_dir():  # a `latest` that was not yet moved
+                path.unlink(missing_ok=True)
+                continue
+            lock = _locked(path, make=False)
+            if lock is not None:
+                shutil.rmtree(path, ignore_errors=True)
+                os.close(lock)
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """A file that is on the disk on return."""
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync(folder: Path) -> None:
+    """Has the names in a folder on the disk."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    except OSError as e:
+        if e.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems have nothing to sync in a folder
+            raise
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def refusals(attempt: str):
+    """The system's refusals as our error."""
+    try:
+        yield
+    except OSError as e:
+        raise CheckpointError(f"{attempt}: {e.strerror or e}.", str(e.filename or ""), "The previous checkpoint stays.",
+                              _FIXES.get(e.errno or 0, ())) from e
+
+
+_FULL = "free space, or keep fewer checkpoints: save(..., keep_last=2)"
+_CLOSED = "save into a folder that this user may write"
+_FIXES = {errno.ENOSPC: _FULL, errno.EDQUOT: _FULL, errno.EACCES: _CLOSED, errno.EPERM: _CLOSED, errno.EROFS: _CLOSED}
+
+
+def _locked(path: Path, make: bool = True) -> int | None:
+    """A descriptor that holds the folder's lock, which the system lets go with the process; None if another has it."""
+    for _ in range(100):
+        if make:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(path)
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:  # its save has just been completed
+            if make:
+                continue
+            return None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with contextlib.suppress(FileNotFoundError):
+                if os.stat(path).st_ino == os.fstat(fd).st_ino:
+                    return fd
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        except OSError:  # a file system without locks: what is there counts as a leftover
+            return fd
+        os.close(fd)
+    return None
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Two names change places in one system call; False where the system has no such call."""
+    try:
+        call = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return False
+    return call(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

@@ -1,0 +1,351 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model's weights from and to Hugging Face's files, on any mesh; neither PyTorch nor `transformers` is needed.
+
+What parameters are called there is said by a key map (`key_map.py`), in which files they are by `weights.py`. Matrices need
+no transposing: `nn.Dense` and `mint.nn.Linear` keep weights as PyTorch does, [out, in].
+
+Invariants: before a value is read, all names, shapes and kinds of dtypes have been compared; a rank reads what its layout
+has of a tensor and nothing else; a rank that writes has one tensor more than its shards at a time.
+"""
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn
+
+from ..comm.group import Group
+from ..dispatch.replaced import current
+from ..errors import CheckpointError
+from .folder import refusals, sync, write_synced
+from .key_map import Names, matches, translate
+from .plan import common, held_boxes, whole_box, within
+from .ranks import all_ranks, attempted, gathered, raise_for_all, rank_of, together, told
+from .safetensors_file import CODES, DTYPES, put, write_safetensors
+from .state import PARTIAL_FIX, Leaf
+from .strict_json import short
+from .weights import INDEX, SINGLE, Weights
+
+PARTIAL = ".partial"  # folder in the target in which files are made
+
+
+class _Slot(NamedTuple):
+    """A parameter, and what the files call it."""
+
+    leaf: Leaf
+    there: Names
+    also: tuple[str, ...]  # of the same value under the names that are tied to it
+
+
+def load_hf(module: nn.Cell, path: str | PathLike | Weights, key_map: Mapping[str, str] | None = None, *,
+            ignore: Sequence[str] = ()) -> None:
+    """Fills a cell's parameters with weights from files, in place; all ranks call it.
+
+    Each rank reads its shards' slices only. Values are converted to the parameters' dtypes. Load before making an optimizer,
+    or anything else that copies parameters.
+
+    Args:
+        module: plain, or laid out in any way (`parallelize_module`, `fully_shard`, `replicate`).
+        path: a Hugging Face folder, a safetensors file, a MindSpore `.ckpt`; or the `Weights` of one of these.
+        key_map: the files' names by the parameters' (the paths of cells), as patterns; see above. None: the same names.
+        ignore: patterns of names in the files that are not for this module.
+
+    Raises:
+        CheckpointError: tensors that are missing, too many, or of another shape; two values for one parameter; unsound
+            files. The same on all ranks.
+
+    Example:
+        >>> import tempfile, numpy as np, ms_dtensor as md
+        >>> from mindspore import nn
+        >>> from ms_dtensor.checkpoint.safetensors_file import write_safetensors
+        >>> folder = tempfile.mkdtemp()
+        >>> _ = write_safetensors(folder + "/model.safetensors", {"proj.weight": ("float32", (1, 2), [np.float32([3, 4])])})
+        >>> net = nn.Dense(2, 1, has_bias=False)
+        >>> md.checkpoint.load_hf(net, folder, {"weight": "proj.weight"})
+        >>> net.weight.asnumpy().tolist()
+        [[3.0, 4.0]]
+    """
+    group = all_ranks()
+
+    def compared() -> tuple[Weights, list[_Slot]]:
+        weights = path if isinstance(path, Weights) else Weights(path)
+        return weights, _matched(_slots(module, key_map, "load_hf"), weights, ignore)
+
+    def filled() -> None:
+        for slot in slots:
+            _fill(slot, weights)
+
+    weights, slots = together(group, "load_hf", compared)
+    together(group, "load_hf", filled)
+
+
+def save_hf(module: nn.Cell, path: str | PathLike, key_map: Mapping[str, str] | None = None, *,
+            config: Mapping[str, Any] | None = None, dtype: str | None = None, max_shard_size: int = 5 * 10 ** 9) -> None:
+    """Writes a cell's parameters as a folder that `transformers` loads; all ranks call it.
+
+    Files are shared out over ranks. Whoever writes a file is sent one tensor of it at a time. Parameters that are tied are
+    written once. Under their names files appear when all are whole, the index last.
+
+    Args:
+        module: plain, or laid out in any way.
+        path: a folder without weights in it; made if need be. The ranks share its file system.
+        key_map: as for `load_hf`.
+        config: written to `config.json`.
+        dtype: name of a dtype to convert floats to; None: each parameter's own.
+        max_shard_size: bytes of tensors in a file, unless one alone is larger.
+
+    Raises:
+        CheckpointError: on all ranks the same; the folder has weights, or cannot be written.
+
+    Example:
+        >>> import os, tempfile, ms_dtensor as md
+        >>> from mindspore import nn
+        >>> from ms_dtensor.checkpoint.weights import Weights
+        >>> folder = tempfile.mkdtemp()
+        >>> md.checkpoint.save_hf(nn.Dense(2, 1), folder, {"*": "proj.*"}, config={"model_type": "mine"})
+        >>> sorted(os.listdir(folder)), sorted(Weights(folder).tensors)
+        (['config.json', 'model.safetensors'], ['proj.bias', 'proj.weight'])
+    """
+    group, folder = all_ranks(), Path(path)
+    if dtype is not None and dtype not in CODES:
+        raise CheckpointError(f"For 'save_hf', 'dtype' is {dtype!r}.", "", f"Safetensors files have {', '.join(CODES)}.")
+    files = _files(_slots(module, key_map, "save_hf"), dtype, max_shard_size)
+    first = rank_of(group) == 0
+    together(group, "save_hf", lambda: _prepare(folder) if first else None)
+    error = None
+    for i, (name, tensors) in enumerate(files.items()):
+        failed = _write(folder / PARTIAL / name, tensors, i % (group.size if group else 1), group)
+        error = error or failed
+    raise_for_all("save_hf", gathered(group, None if error is None else told(error)))
+    together(group, "save_hf", lambda: _publish(folder, files, config) if first else None)
+
+
+# -- names -----------------------------------------------------------------------------------------------------------------
+def _slots(module: nn.Cell, key_map: Mapping[str, str] | None, who: str) -> list[_Slot]:
+    """Every parameter once, with its names in the files."""
+    names: dict[int, list[str]] = {}
+    params = {}
+    for path, cell in module.cells_and_names():
+        for key, param in cell._params.items():
+            if param is not None:
+                param = current(param)
+                params[id(param)] = param
+                names.setdefault(id(param), []).append(f"{path}.{key}" if path else key)
+    slots, nameless = [], []
+    for which, param in params.items():
+        leaf = Leaf(names[which][0], param)
+        if leaf.dtype not in CODES:
+            raise CheckpointError(f"For '{who}', parameter '{leaf.key}' is {leaf.dtype}.", "",
+                                  "Safetensors files have " + ", ".join(CODES) + ".")
+        if leaf.layout is not None and leaf.layout.has_partial():
+            raise CheckpointError(f"For '{who}', parameter '{leaf.key}' is Partial.", leaf.describe(),
+                                  "Files hold values, and each rank has a summand only.", PARTIAL_FIX)
+        found = [f for f in (translate(name, key_map, leaf.shape) for name in names[which]) if f is not None]
+        if found:
+            slots.append(_Slot(leaf, found[0], tuple(f.names[0] for f in found[1:] if f != found[0] and not f.stacked)))
+        else:
+            nameless.append(leaf.key)
+    if nameless:
+        raise CheckpointError(f"For '{who}', 'key_map' has no name for {len(nameless)} of {len(params)} parameters.",
+                              _few(nameless), "Every parameter is in the files.", "add a pattern for them to 'key_map'")
+    taken: dict[str, str] = {}
+    for slot in slots:
+        for name in slot.there.names:
+            if name in taken:
+                raise CheckpointError(f"For '{who}', 'key_map' gives two parameters one name.",
+                                      f"'{taken[name]}' and '{slot.leaf.key}' -> '{name}'")
+            taken[name] = slot.leaf.key
+    return slots
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f", and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _view(array: np.ndarray, index: tuple[Any, ...]) -> np.ndarray:
+    return array[index + (...,)]  # the dots, as of an array without dims there would be a copy
+
+
+# -- loading ---------------------------------------------------------------------------------------------------------------
+def _matched(slots: list[_Slot], weights: Weights, ignore: Sequence[str]) -> list[_Slot]:
+    """The slots with names that the files have.
+
+    Raises:
+        CheckpointError: names all that does not fit, before anything is read.
+    """
+    there, out = weights.tensors, []
+    missing, odd, used = [], [], set()
+    for slot in slots:
+        names, stacked = slot.there
+        also = tuple(n for n in slot.also if n in there)
+        if also and names[0] not in there:  # tied: one of its names is enough
+            names, also = also[:1], also[1:]
+        out.append(slot._replace(there=Names(names, stacked), also=also))
+        used |= {*names, *also}
+        shape = slot.leaf.shape[1:] if stacked else slot.leaf.shape
+        for name in (*names, *also):
+            if name not in there:
+                missing.append(name)
+            elif there[name].shape != shape:
+                odd.append(f"{name} {list(there[name].shape)} for {slot.leaf.key} {list(shape)}")
+            elif _kind(there[name].dtype) != _kind(slot.leaf.dtype):
+                odd.append(f"{name} {there[name].dtype} for {slot.leaf.key} {slot.leaf.dtype}")
+    more = [short(n)[1:-1] for n in there if n not in used and not matches(n, ignore)]
+    if missing or more or odd:
+        lists = (("missing", missing), ("not for this module", more), ("of another shape or kind", odd))
+        raise CheckpointError(
+            f"For 'load_hf', the tensors of '{weights.path}' are not those of the module.",
+            "\n".join(f"{len(names)} {what}: {_few(names)}" for what, names in lists if names),
+            "Each parameter has its tensor, of its shape, and each tensor is used; nothing has been read.",
+            ("build the model from the weights' own config", "correct 'key_map'", "ignore=[patterns of what is not wanted]"))
+    return out
+
+
+def _kind(dtype: str) -> str:
+    return "float" if "float" in dtype else dtype
+
+
+def _fill(slot: _Slot, weights: Weights) -> None:
+    """Reads what this rank has of a parameter into its storage."""
+    leaf = slot.leaf
+    if not leaf.here():
+        return
+    target, is_storage = leaf.target()
+    for box in product(*leaf.pieces):
+        if not all(lo < hi for lo, hi in box):
+            continue
+        part, index = _view(target, within(box, leaf.pieces)), tuple(slice(lo, hi) for lo, hi in box)
+        if slot.there.stacked:
+            for at, i in enumerate(range(*box[0])):
+                weights.read(slot.there.names[i], index[1:], part[at, ...])
+            continue
+        weights.read(slot.there.names[0], index, part)
+        for other in slot.also:
+            values = weights.read(other, index)
+            if part.tobytes() != put(np.empty_like(part), values).tobytes():
+                raise CheckpointError(f"For 'load_hf', the module ties what '{weights.path}' has two values of.",
+                                      f"{leaf.key}: {slot.there.names[0]} and {other}", "A tied parameter has one value.",
+                                      "build the model without tied weights")
+    if not is_storage:
+        leaf.store(target)
+    leaf.loaded()
+
+
+# -- saving ----------------------------------------------------------------------------------------------------------------
+class _Out(NamedTuple):
+    """A tensor to write: a parameter, or one row of a stacked one."""
+
+    name: str
+    leaf: Leaf
+    row: int | None
+    dtype: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.leaf.shape if self.row is None else self.leaf.shape[1:]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[CODES[self.dtype]].itemsize
+
+
+def _files(slots: list[_Slot], dtype: str | None, max_shard_size: int) -> dict[str, list[_Out]]:
+    """What goes into which file. A pure function of the module, so ranks agree."""
+    outs = [_Out(name, leaf, i if there.stacked else None, dtype if dtype and _kind(leaf.dtype) == "float" else leaf.dtype)
+            for leaf, there, _ in slots for i, name in enumerate(there.names)]
+    outs.sort(key=lambda o: -DTYPES[CODES[o.dtype]].itemsize)  # stable; as a file has them
+    shards: list[list[_Out]] = [[]]
+    size = 0
+    for out in outs:
+        if shards[-1] and size + out.nbytes > max_shard_size:
+            shards.append([])
+            size = 0
+        shards[-1].append(out)
+        size += out.nbytes
+    if len(shards) == 1:
+        return {SINGLE: shards[0]}
+    return {f"model-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, 1)}
+
+
+def _prepare(folder: Path) -> None:
+    """Makes the folder in which files are made; what an interrupted save has left there goes."""
+    with refusals(f"For 'save_hf', '{folder}' cannot be made"):
+        (folder / PARTIAL).mkdir(parents=True, exist_ok=True)
+        there = sorted(p.name for p in folder.iterdir() if p.name.endswith((".safetensors", ".bin", INDEX)))
+        if there:
+            raise CheckpointError(f"For 'save_hf', '{folder}' has weights already.", _few(there),
+                                  "Files of two models in one folder would be read as one.", "save into an empty folder")
+        for old in (folder / PARTIAL).iterdir():
+            old.unlink()
+
+
+def _write(path: Path, tensors: list[_Out], writer: int, group: Group | None) -> Exception | None:
+    """Writes a file on one rank, to which the others send; gives what went wrong there, after all has been sent."""
+    stream = (_sent(out, writer, group) for out in tensors)
+    error = None
+    if rank_of(group) == writer:
+        entries = {out.name: (out.dtype, out.shape, _one(stream)) for out in tensors}
+        _, error = attempted(lambda: write_safetensors(path, entries, {"format": "pt"}))
+    for _ in stream:  # the others wait in it
+        pass
+    return error
+
+
+def _one(stream: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+    yield next(stream)
+
+
+def _sent(out: _Out, writer: int, group: Group | None) -> np.ndarray:
+    """A tensor whole, on the rank that writes it; elsewhere it means nothing. The ranks that have pieces of it send them."""
+    leaf, here = out.leaf, rank_of(group)
+    wanted = tuple((0, n) for n in leaf.shape) if out.row is None else ((out.row, out.row + 1),
+                                                                        *((0, n) for n in leaf.shape[1:]))
+    own = DTYPES[CODES[leaf.dtype]]
+    whole = np.empty([hi - lo for lo, hi in wanted] if here == writer else 0, own)
+    held = whole_box(leaf.shape, [writer]) if leaf.layout is None else held_boxes(leaf.layout)
+    sends, comes = [], []
+    for box, ranks in held:
+        both = common(box, wanted)
+        source = writer if writer in ranks else ranks[0]
+        if both is None or here not in (source, writer):
+            continue
+        piece = _view(leaf.array(), within(both, leaf.pieces)) if here == source else None
+        place = tuple(slice(lo - at, hi - at) for (lo, hi), (at, _) in zip(both, wanted))
+        if piece is not None and here == writer:
+            put(_view(whole, place), piece)
+        elif piece is not None:
+            sends.append((writer, Tensor.from_numpy(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).copy())))
+        else:
+            comes.append((source, place, tuple(hi - lo for lo, hi in both)))
+    if group is not None and (sends or comes):
+        got = group.exchange(sends, [(source, (math.prod(shape) * own.itemsize,), ms.uint8) for source, _, shape in comes])
+        for (_, place, shape), data in zip(comes, got, strict=True):
+            _view(whole, place)[...] = data.asnumpy().view(own).reshape(shape)
+    if here != writer:
+        return whole
+    return put(np.empty(out.shape, DTYPES[CODES[out.dtype]]), whole.reshape(out.shape)) if out.dtype != leaf.dtype else whole
+
+
+def _publish(folder: Path, files: Mapping[str, list[_Out]], config: Mapping[str, Any] | None) -> None:
+    """Moves whole files to their names, the index last."""
+    with refusals(f"For 'save_hf', '{folder}' cannot be completed"):
+        if config is not None:
+            write_synced(folder / "config.json", json.dumps(config, indent=2).encode() + b"\n")
+        for name in files:
+            os.replace(folder / PARTIAL / name, folder / name)
+        if len(files) > 1:
+            places = {out.name: name for name, tensors in files.items() for out in tensors}
+            index = {"metadata": {"total_size": sum(out.nbytes for tensors in files.values() for out in tensors)},
+                     "weight_map": dict(sorted(places.items()))}
+            write_synced(folder / PARTIAL / INDEX, json.dumps(index, indent=2).encode() + b"\n")
+            os.replace(folder / PARTIAL / INDEX, folder / INDEX)
+        (folder / PARTIAL).rmdir()
+        sync(folder)

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`load`: from any checkpoint into any program, in place; each rank reads what its shards need and no more.
+
+Everything is compared before anything is written: names, shapes, dtypes. Ranks communicate to agree that all may go on, and
+again when all are done; no data travel.
+"""
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import CheckpointError
+from .background import wait
+from .folder import find
+from .index import Index, TensorInfo
+from .pieces import view
+from .plan import within
+from .ranks import all_ranks, together
+from .reader import Reader
+from .safetensors_file import CODES, DTYPES
+from .state import Leaf, State
+
+KeyMap = Mapping[str, str] | Callable[[str], str]
+
+
+class Loaded(NamedTuple):
+    """What a load did.
+
+    Attributes:
+        path: the checkpoint.
+        step: its step, or None.
+        missing: keys of the state that the checkpoint lacks; they are as they were.
+        unused: keys of the checkpoint that the state lacks.
+
+    Example:
+        >>> import tempfile, ms_dtensor as md
+        >>> root = tempfile.mkdtemp()
+        >>> md.checkpoint.save({"a": 1, "b": 2}, root, step=5)
+        >>> done = md.checkpoint.load({"a": 0, "c": 0}, root, strict=False)
+        >>> done.step, done.missing, done.unused
+        (5, ('c',), ('b',))
+    """
+
+    path: Path
+    step: int | None
+    missing: tuple[str, ...]
+    unused: tuple[str, ...]
+
+
+def load(state: Any, path: str | os.PathLike, *, strict: bool = True, key_map: KeyMap | None = None,
+         cast: bool = False) -> Loaded:
+    """Loads a checkpoint into a program's state, in place; every rank of the job calls it.
+
+    Args:
+        state: as for `save`, with tensors of the wanted layouts, on any mesh or none: their values are overwritten, they
+            stay the same objects. Numbers and texts in dicts and lists are replaced.
+        path: the checkpoint's folder; or one with `latest` in it.
+        strict: False: keys that only the state, or only the checkpoint, has are passed over, and returned.
+        key_map: from keys of the state to keys of the checkpoint, a dict or a function; keys not in the dict are the same.
+        cast: convert dtypes where they differ, among floating and among whole numbers.
+
+    Returns:
+        The checkpoint's step, and the keys that were passed over.
+
+    Raises:
+        CheckpointError: on all ranks the same: no or a damaged checkpoint, keys, shapes or dtypes that do not fit. If a
+            hash is wrong, tensors may have been written already.
+
+    Example:
+        >>> import tempfile, numpy as np, ms_dtensor as md
+        >>> folder = tempfile.mkdtemp() + "/one"
+        >>> md.checkpoint.save({"w": np.ones(2, np.float32), "b": np.zeros(2), "step": 7}, folder)
+        >>> state = {"weight": np.zeros(2, np.float64), "step": 0}
+        >>> done = md.checkpoint.load(state, folder, strict=False, key_map={"weight": "w"}, cast=True)
+        >>> state["weight"].tolist(), state["step"], done.unused
+        ([1.0, 1.0], 7, ('b',))
+    """
+    wait()
+    group = all_ranks()
+    held, reader, found = together(group, "load", partial(_compared, state, Path(path), strict, key_map, cast))
+    with reader:
+        together(group, "load", partial(_read, held, reader, found.tensors))
+        together(group, "load", partial(held.restore, found.values))
+    return Loaded(reader.folder, reader.index.step, found.missing, found.unused)
+
+
+class _Found(NamedTuple):
+    tensors: dict[str, TensorInfo]  # by key of the state
+    values: dict[str, Any]
+    missing: tuple[str, ...]
+    unused: tuple[str, ...]
+
+
+def _compared(state: Any, path: Path, strict: bool, key_map: KeyMap | None, cast: bool) -> tuple[State, Reader, _Found]:
+    held = State(state, "load")
+    reader = Reader(find(path))
+    try:
+        return held, reader, _match(held, reader.index, str(reader.folder), strict, key_map, cast)
+    except BaseException:
+        reader.close()
+        raise
+
+
+def _match(held: State, index: Index, where: str, strict: bool, key_map: KeyMap | None, cast: bool) -> _Found:
+    name: Callable[[str], str] = (lambda key: key) if key_map is None else \
+        key_map if callable(key_map) else lambda key: key_map.get(key, key)
+    names = {key: name(key) for key in (*held.tensors, *held.values, *held.tied)}
+    tensors: dict[str, TensorInfo] = {}
+    values, missing, wrong = {}, [], []
+    for key, leaf in held.tensors.items():
+        every = [key, *(alias for alias, first in held.tied.items() if first == key)]
+        theirs = {index.tied.get(names[k], names[k]): names[k] for k in every if index.tensor(names[k]) is not None}
+        if len(theirs) > 1 and strict:
+            there = " and ".join(map(repr, theirs.values()))
+            wrong.append(f"'{key}' is one tensor here, in the checkpoint there are {there}")
+        elif theirs:
+            tensors[key] = index.tensors[next(iter(theirs))]
+            wrong += _unlike(key, leaf, tensors[key], cast)
+        elif names[key] in index.values:
+            wrong.append(f"'{key}' is a tensor here, in the checkpoint {index.values[names[key]]!r}")
+        else:
+            missing.append(key)
+    for key in held.values:
+        if names[key] in index.values:
+            values[key] = index.values[names[key]]
+        elif index.tensor(names[key]) is not None:
+            wrong.append(f"'{key}' is {held.values[key]!r} here, in the checkpoint a tensor")
+        else:
+            missing.append(key)
+    if wrong:
+        raise CheckpointError(f"For 'load', {len(wrong)} entries of '{where}' do not fit.", _some(wrong),
+                              "A load changes layouts, and no shapes; dtypes if asked to.",
+                              ("load(..., cast=True) converts dtypes", "load(..., key_map={here: there})"))
+    asked = {index.tied.get(n, n) for n in names.values()}
+    unused = [key for key in (*index.tensors, *index.values) if key not in asked]
+    if strict and (missing or unused):
+        lines = [f"only the program has '{key}'" for key in missing[:5]]
+        lines += [f"only the checkpoint has '{key}'" for key in unused[:5]]
+        raise CheckpointError(f"For 'load', the program has {len(missing)} keys that '{where}' lacks, and lacks "
+                              f"{len(unused)} of its keys.", "\n".join(lines), "Every key is on both sides, unless told "
+                              "otherwise.",
+                              ("load(..., strict=False) loads what both have", "load(..., key_map={here: there}) renames",
+                               f"python -m ms_dtensor ckpt ls {where}"))
+    return _Found(tensors, values, tuple(missing), tuple(unused))
+
+
+def _unlike(key: str, leaf: Leaf, info: TensorInfo, cast: bool) -> list[str]:
+    if leaf.shape != info.shape:
+        return [f"'{key}' is {leaf.describe()} here, {info.dtype}{list(info.shape)} in the checkpoint"]
+    if leaf.dtype == info.dtype:
+        return []
+    ours, theirs = (_kind(name) for name in (leaf.dtype, info.dtype))
+    return [] if cast and ours == theirs else [f"'{key}' is {leaf.dtype} here, {info.dtype} in the checkpoint" + (
+        ", which are no kinds of numbers that convert" if cast else "")]
+
+
+def _kind(dtype: str) -> str:
+    kind = DTYPES[CODES[dtype]].kind
+    return "float" if kind in "fV" else "integer" if kind in "iu" else kind
+
+
+def _some(lines: list[str]) -> str:
+    return "\n".join(lines[:5]) + (f"\nand {len(lines) - 5} more" if len(lines) > 5 else "")
+
+
+def _read(held: State, reader: Reader, tensors: Mapping[str, TensorInfo]) -> None:
+    wanted = []
+    for key, info in tensors.items():
+        leaf = held.tensors[key]
+        if not leaf.here():
+            continue
+        array, direct = leaf.target()
+        boxes = [box for box in itertools.product(*leaf.pieces) if all(lo < hi for lo, hi in box)]
+        jobs = [(info, key, box, view(array, within(box, leaf.pieces))) for box in boxes]
+        if direct:
+            wanted += jobs
+        else:  # one at a time, so that only one tensor is in memory twice
+            reader.read(jobs)
+            leaf.store(array)
+    reader.read(wanted)
+    for key in tensors:
+        held.tensors[key].loaded()

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A recomputation sees what the forward saw: where other tensors stood in the place of parameters, so they do again.
+
+MindSpore's recomputed cell runs without being recorded; its node in the graph gives gradients to a list of parameters. In
+the backward it runs again, in a graph of its own. A cell around it (a unit of `fully_shard`) may have put whole tensors in
+the place of cut parameters. Then the node's list has these tensors, and the second run gets new ones, whose gradients are
+collected and go where the first ones came from. So a parameter's gradients meet in the one node that handed it out.
+"""
+from __future__ import annotations
+
+import functools
+from contextlib import ExitStack
+from contextvars import ContextVar
+
+from mindspore import ops
+
+from ...internals.names import RecomputeCell
+from ..replaced import current
+
+# Who has put tensors in the place of parameters. Each has `nodes`, these by id of the parameter, and `again(cell)`, inside
+# which it has done so anew for the cells in `cell`; what that gives has `taken`: the gradients, by id of the parameter.
+standing_in: ContextVar[tuple] = ContextVar("ms_dtensor_standing_in", default=())
+_LISTED = "_ms_dtensor_listed"  # attribute of a `RecomputeCell`: its parameters
+_ENTERED = "_ms_dtensor_entered"  # for each run that awaits its backward: what stood there, whose it was, random state
+_running: ContextVar[bool] = ContextVar("ms_dtensor_recomputing", default=False)
+
+
+def recomputing() -> bool:
+    """Whether a cell under `recompute()` runs its forward again, in the backward."""
+    return _running.get()
+
+
+def _first(original):
+    @functools.wraps(original)
+    def construct(self, *args, **kwargs):
+        listed = self.__dict__.setdefault(_LISTED, list(self.internal_params))
+        listed[:] = [current(p) for p in listed]  # they were listed when `recompute()` was called
+        nodes = {key: (x, whose) for whose in standing_in.get() for key, x in whose.nodes.items()}
+        there = [nodes.get(id(p), (p, None)) for p in listed]
+        self.internal_params[:] = [x for x, _ in there]
+        entered = [there, standing_in.get(), None]
+        self.__dict__.setdefault(_ENTERED, []).append(entered)  # as MindSpore does with the arguments
+        out = original(self, *args, **kwargs)
+        entered[2] = self.cpu_rng_state  # of which MindSpore keeps the last call's alone
+        return out
+    return construct
+
+
+def _again(original):
+    @functools.wraps(original)
+    def bprop(self, *args):
+        (there, present, self.cpu_rng_state), listed = self.__dict__[_ENTERED].pop(), self.__dict__[_LISTED]
+        self.internal_params[:] = listed
+        net, function = self.net, self.wrap_cell.function
+        cell, anew = getattr(function, "__self__", function), {}
+
+        def run(*args, **kwargs):  # inside the second graph
+            with ExitStack() as stack:
+                for whose in present:
+                    anew[whose] = stack.enter_context(whose.again(cell))
+                around = standing_in.set(tuple(anew.values()))
+                try:
+                    return function(*args, **kwargs)
+                finally:
+                    standing_in.reset(around)
+        token, self.net, self.wrap_cell.function = _running.set(True), self.wrap_cell, run
+        try:
+            inputs, weights = original(self, *args)
+        finally:
+            self.net, self.wrap_cell.function = net, function
+            _running.reset(token)
+        for p, (x, whose) in zip(listed, there):
+            if whose is not None:
+                del weights[p]
+                taken = anew[whose].taken
+                weights[x] = taken[id(p)] if id(p) in taken else ops.zeros(x._shape, x.dtype)  # else it was not used
+        return inputs, weights
+    return bprop
+
+
+DOORS = ((RecomputeCell, "construct", _first), (RecomputeCell, "bprop", _again))

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints under everything that can happen to them. Prints JSON; exits non-zero if anything is wrong.
+
+    python scripts/check_checkpoints.py grid | kills | damage | fuzz | memory [--runs N] [--seed 0] [--gib 4]
+
+grid     jobs of 1, 2, 3 and 4 ranks save a model, AdamW with masters and an average in every layout they can have (tensor
+         parallel, replicated, ZeRO-1, FSDP, HSDP, uneven, other orders), and load every checkpoint into each: bit by bit
+kills    SIGKILL of a random rank, or of all, at a random moment of jobs that save without pause: `latest` loads and
+         verifies, no save that was reported is lost, the others end, and the next save leaves no litter
+damage   every kind of damage is named by `verify` and refused by `load`; two saves at once, too
+fuzz     changed headers and indexes: a clear error each, no other exception, no file outside the folder, no memory
+memory   a large file loaded as one rank of four: the peak above the shard
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("GLOG_v", "3")
+
+import numpy as np  # noqa: E402
+
+
+def grid(args, folder: Path) -> dict:
+    from tests.msrun import run_ranks
+
+    def job(ranks: int, what: str) -> list[dict]:
+        if ranks > 1:
+            return sum(run_ranks("tests.checkpoint.programs", ranks, [what, str(folder)]), [])
+        done = subprocess.run([sys.executable, "-m", "tests.checkpoint.programs", what, str(folder)], cwd=ROOT, check=True,
+                              capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+        return [json.loads(done.stdout.splitlines()[-1])] if what == "load" else []
+    for ranks in (1, 2, 3, 4):
+        job(ranks, "save")
+    wrong: dict[str, list[str]] = {}
+    pairs = set()
+    for ranks in (1, 2, 3, 4):
+        for told in job(ranks, "load"):
+            pairs |= set(told)
+            for pair, keys in told.items():
+                wrong.setdefault(pair, []).extend(keys)
+    return {"checkpoints": sorted(os.listdir(folder)), "pairs": len(pairs),
+            "wrong": {pair: keys for pair, keys in wrong.items() if keys}}
+
+
+def kills(args, folder: Path) -> dict:
+    from tests.checkpoint.killing import kill_once, left_over
+
+    runs = [kill_once(folder, args.seed + i) for i in range(args.runs or 60)]
+    litter = left_over(folder)
+    return {"runs": len(runs), "killed": dict(Counter("all" if r["killed"] == "all" else "one" for r in runs)),
+            "while_saving": sum(r["under_way"] for r in runs), "asynchronous": sum(r["asynchronous"] for r in runs),
+            "last_step": runs[-1]["step"], "litter": litter, "wrong": [r for r in runs if r["wrong"]] + litter}
+
+
+def damage(args, folder: Path) -> dict:
+    from ms_dtensor import checkpoint
+    from ms_dtensor.checkpoint.folder import Folder
+    from ms_dtensor.errors import CheckpointError
+    from tests.checkpoint.damage import KINDS, arrays, make
+
+    def load(path: Path) -> str:
+        try:
+            checkpoint.load({**{k: np.zeros_like(a) for k, a in arrays().items()}, "step": 0}, path)
+        except CheckpointError as e:
+            return e.attempt
+        return ""
+    told = {}
+    for kind, spoil in KINDS.items():
+        make(folder / "a")
+        spoil(folder / "a")
+        told[kind] = {"verify": checkpoint.verify(folder / "a"), "load": load(folder / "a")}
+        shutil.rmtree(folder)
+        folder.mkdir()
+    held = Folder(folder / "b")
+    try:
+        checkpoint.save({"a": 1}, folder / "b")
+        told["two saves at once"] = {"verify": [], "load": ""}
+    except CheckpointError as e:
+        told["two saves at once"] = {"verify": [e.attempt], "load": e.attempt}
+    held.abandon()
+    return {"kinds": told, "count": len(told), "wrong": [k for k, t in told.items() if not t["verify"] or not t["load"]]}
+
+
+def fuzz(args, folder: Path) -> dict:
+    from tests.checkpoint.fuzzing import fuzz
+
+    out = fuzz(folder, args.runs or 10_000, args.seed)
+    wrong = out["wrong"] + out["outside"] + ([f"memory grew by {out['grown']}"] if out["grown"] > out["size"] else [])
+    return {**out, "wrong": wrong}
+
+
+def memory(args, folder: Path) -> dict:
+    """The peak of a load of a quarter, by rows and by columns, as this process's own counters tell."""
+    code = """
+import sys, json, numpy as np, mindspore as ms, ms_dtensor as md
+def status(key):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key)) // 1024
+folder, gib = sys.argv[1], float(sys.argv[2])
+rows, out = int(gib * 2 ** 30 / 4 / 8192), {}
+for name, place in (("rows", 0), ("columns", 1)):
+    with md.comm.fake_world(4, rank=2):
+        mesh = md.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+        shape = [rows, 8192]
+        shape[place] //= 4
+        local = ms.Tensor.from_numpy(np.ones(shape, np.float32))
+        w = md.DTensor.from_local(local, mesh, [md.Shard(place)])
+        md.checkpoint.load({"small": np.zeros(3)}, folder, strict=False)
+        open("/proc/self/clear_refs", "w").write("5")
+        before = status("VmRSS")
+        md.checkpoint.load({"w": w}, folder, strict=False)
+        peak = status("VmHWM")
+        part = w.to_local().asnumpy()
+        first = 2 * shape[place]
+        right = all(part[i, j] == ((i + first * (place == 0)) * 8192 + j + first * (place == 1)) % 65521
+                    for i in (0, shape[0] // 3, shape[0] - 1) for j in (0, shape[1] // 3, shape[1] - 1))
+    out[name] = {"shard_mib": part.nbytes >> 20, "before_mib": before, "peak_mib": peak, "above_mib": peak - before,
+                 "right": bool(right)}
+    del w, local, part
+print(json.dumps(out))
+"""
+    from ms_dtensor import checkpoint
+
+    rows = int(args.gib * 2 ** 30 / 4 / 8192)
+    whole = np.empty((rows, 8192), np.float32)
+    for at in range(0, rows, 1024):
+        block = np.arange(at * 8192, min(at + 1024, rows) * 8192, dtype=np.int64) % 65521
+        whole[at:at + 1024] = block.reshape(-1, 8192)
+    checkpoint.save({"w": whole, "small": np.zeros(3)}, folder / "a")
+    del whole
+    done = subprocess.run([sys.executable, "-c", code, str(folder / "a"), str(args.gib)], cwd=ROOT, capture_output=True,
+                          text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    if done.returncode:
+        return {"wrong": [done.stderr[-2000:]]}
+    out = json.loads(done.stdout.splitlines()[-1])
+    size = sum(p.stat().st_size for p in (folder / "a").iterdir())
+    return {"bytes": size, **out, "wrong": [k for k, r in out.items() if not r["right"] or r["above_mib"] > 64]}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("grid", "kills", "damage", "fuzz", "memory"))
+    parser.add_argument("--runs", type=int, help="of kills (60) and fuzz (10000)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--gib", type=float, default=4, help="of memory")
+    parser.add_argument("--folder", default=None, help="where to write; default: the system's temporary folder")
+    args = parser.parse_args()
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        root = Path(folder) / "run"
+        root.mkdir()
+        out = globals()[args.what](args, root)
+    print(json.dumps({"check": args.what, "seconds": round(time.monotonic() - begun, 1), **out}, indent=1))
+    return 1 if out["wrong"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever is damaged is named by `verify` and refused by `load`; the command line says the same."""
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ms_dtensor import checkpoint
+from ms_dtensor.checkpoint.cli import main
+from ms_dtensor.checkpoint.safetensors_file import SafetensorsFile, write_safetensors
+from ms_dtensor.errors import CheckpointError
+from tests.checkpoint.damage import KINDS, arrays, make
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def zeros():
+    return {**{key: np.zeros_like(a) for key, a in arrays().items()}, "step": 0}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_damage_is_named_and_refused(tmp_path, kind):
+    make(tmp_path / "a")
+    KINDS[kind](tmp_path / "a")
+    found = checkpoint.verify(tmp_path / "a")
+    assert found and all(str(tmp_path / "a") in line for line in found), found
+    with pytest.raises(CheckpointError):
+        checkpoint.load(zeros(), tmp_path / "a")
+
+
+def test_a_sound_one_is_sound_and_what_else_is_in_the_folder_is_named(tmp_path):
+    make(tmp_path / "a")
+    assert checkpoint.verify(tmp_path / "a") == []
+    checkpoint.load(target := zeros(), tmp_path / "a")
+    assert all(np.array_equal(target[key], a) for key, a in arrays().items())
+    (tmp_path / "a" / "more").write_text("x")
+    assert "is no file of this checkpoint" in checkpoint.verify(tmp_path / "a")[0]
+
+
+def run(capsys, *arguments):
+    code = main(["ckpt", *map(str, arguments)])
+    return code, capsys.readouterr().out
+
+
+def told(capsys, *arguments):
+    code, out = run(capsys, *arguments, "--json")
+    return code, json.loads(out)
+
+
+def test_ls(tmp_path, capsys):
+    make(tmp_path / "a")
+    code, out = run(capsys, "ls", tmp_path / "a")
+    assert code == 0 and "f32[900, 1200]" in out and "4.12 MiB" in out and "in 2 files, step 1" in out, out
+    code, got = told(capsys, "ls", tmp_path / "a")
+    assert code == 0 and got["tensors"]["small"] == {"dtype": "float32", "shape": [3, 50], "bytes": 600, "parts": 1}
+    for step in (5, 10):
+        os.makedirs(tmp_path / "run", exist_ok=True)
+        make(tmp_path / "run" / f"step-{step:08d}")
+    (tmp_path / "run" / "latest").write_text("step-00000005\n")
+    code, got = told(capsys, "ls", tmp_path / "run")
+    assert code == 0 and [(row["step"], row["latest"]) for row in got] == [(5, True), (10, False)]
+    assert main(["ckpt", "ls", str(tmp_path / "none")]) == 2 and "there is no checkpoint" in capsys.readouterr().err
+
+
+def test_verify(tmp_path, capsys):
+    make(tmp_path / "a")
+    assert run(capsys, "verify", tmp_path / "a") == (0, f"{tmp_path / 'a'}: sound\n")
+    KINDS["a shard removed"](tmp_path / "a")
+    code, got = told(capsys, "verify", tmp_path / "a")
+    assert code == 1 and not got["sound"] and "cannot be opened" in got["checkpoints"][str(tmp_path / "a")][0]
+
+
+def test_diff(tmp_path, capsys):
+    make(tmp_path / "a")
+    make(tmp_path / "b")
+    assert told(capsys, "diff", tmp_path / "a", tmp_path / "b") == (0, {"equal": True, "compared": 4, "different": {}})
+    values = arrays()
+    values["large"][5, 7] += 2
+    values["new"] = values.pop("small")
+    checkpoint.save({**values, "step": 2}, tmp_path / "c")
+    code, got = told(capsys, "diff", tmp_path / "a", tmp_path / "c")
+    assert code == 1 and got["different"] == {
+        "small": "only in the first", "new": "only in the second", "step": "1, in the second 2",
+        "large": "1 of 1080000 elements, the largest difference is 2"}
+
+
+def test_convert(tmp_path, capsys):
+    checkpoint.save({"model": {"w": arrays()["large"], "n": np.arange(3)}, "other": np.ones(2)}, tmp_path / "a")
+    options = "--dtype", "float16", "--strip", "model."
+    code, got = told(capsys, "convert", tmp_path / "a", tmp_path / "w.safetensors", *options)
+    file = SafetensorsFile(tmp_path / "w.safetensors")
+    assert code == 0 and got == {"tensors": 2, "bytes": 2 * 1080000 + 24} and file.tensors["n"].dtype == "int64"
+    assert np.array_equal(file.read("w"), arrays()["large"].astype(np.float16))
+    write_safetensors(tmp_path / "more.safetensors", {"m": ("float32", (2,), [np.ones(2, np.float32)])})
+    os.makedirs(tmp_path / "hf")
+    for name in ("w", "more"):
+        os.rename(tmp_path / f"{name}.safetensors", tmp_path / "hf" / f"{name}.safetensors")
+    code, got = told(capsys, "convert", tmp_path / "hf", tmp_path / "b")
+    assert code == 0 and checkpoint.verify(tmp_path / "b") == []
+    checkpoint.load(target := {"w": np.zeros((900, 1200), np.float16), "n": np.zeros(3, int), "m": np.zeros(2, np.float32)},
+                    tmp_path / "b")
+    assert np.array_equal(target["w"], file.read("w")) and target["m"].tolist() == [1, 1]
+    assert told(capsys, "convert", tmp_path / "hf", tmp_path / "b", "--strip", "x.")[0] == 2
+    assert told(capsys, "convert", tmp_path / "hf", tmp_path / "b", "--dtype", "int8")[0] == 2
+
+
+def test_the_command_needs_no_mindspore(tmp_path):
+    make(tmp_path / "a")
+    code = ("import sys, runpy; sys.modules['mindspore'] = None; sys.argv = ['x', 'ckpt', 'verify', sys.argv[1], '--json'];"
+            "runpy.run_module('ms_dtensor', run_name='__main__')")
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "a")], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and json.loads(done.stdout)["sound"], done.stderr

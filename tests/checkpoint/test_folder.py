@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pure: folders that appear whole or not at all, whatever a killed save has left."""
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ms_dtensor.checkpoint import folder as module
+from ms_dtensor.checkpoint.folder import Folder, clean, find, latest, point_latest, retire, step_name, steps
+from ms_dtensor.errors import CheckpointError
+
+
+def made(target: Path, text: str = "x") -> None:
+    folder = Folder(target)
+    (folder.path / "index.json").write_text(text)
+    folder.commit()
+
+
+def test_a_checkpoint_is_there_after_commit_only_and_replaced_at_once(tmp_path):
+    target = tmp_path / "a"
+    folder = Folder(target)
+    (folder.path / "index.json").write_text("1")
+    assert not target.exists()
+    folder.commit()
+    assert (target / "index.json").read_text() == "1" and os.listdir(tmp_path) == ["a"]
+    made(target, "2")
+    assert (target / "index.json").read_text() == "2" and os.listdir(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("point", ["before", "between"])
+def test_where_names_cannot_be_exchanged_an_interruption_is_finished(tmp_path, monkeypatch, point):
+    monkeypatch.setattr(module, "_exchange", lambda a, b: False)
+    target = tmp_path / "a"
+    made(target, "1")
+    folder = Folder(target)
+    (folder.path / "index.json").write_text("2")
+    real, calls = os.rename, []
+
+    def rename(a, b):
+        calls.append(b)
+        if len(calls) == (1 if point == "before" else 2):
+            raise KeyboardInterrupt
+        real(a, b)
+    monkeypatch.setattr(os, "rename", rename)
+    with pytest.raises(KeyboardInterrupt):
+        folder.commit()
+    folder.close()
+    monkeypatch.undo()
+    assert (find(target) / "index.json").read_text() == "1"
+    clean(tmp_path)
+    assert os.listdir(tmp_path) == ["a"] and (target / "index.json").read_text() == "1"
+
+
+def test_leftovers_of_killed_saves_are_removed_and_saves_at_work_are_not(tmp_path):
+    code = ("import sys, os; from pathlib import Path; from ms_dtensor.checkpoint.folder import Folder;"
+            "f = Folder(Path(sys.argv[1])); (f.path / 'part').write_text('x'); print('ready', flush=True); sys.stdin.read()")
+    runs = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path / name)], stdin=subprocess.PIPE,
+                             stdout=subprocess.PIPE, cwd=module.__file__.split("/ms_dtensor/")[0]) for name in "ab"]
+    try:
+        for run in runs:
+            assert run.stdout.readline() == b"ready\n"
+        with pytest.raises(CheckpointError, match="another save is writing"):
+            Folder(tmp_path / "a")
+        runs[0].kill()
+        runs[0].wait()
+        made(tmp_path / "c")
+        assert sorted(os.listdir(tmp_path)) == [".b.saving", "c"]
+        made(tmp_path / "a")
+    finally:
+        for run in runs:
+            run.kill()
+            run.communicate()
+
+
+def test_other_things_are_not_replaced(tmp_path):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("x")
+    (tmp_path / "link").symlink_to(tmp_path / "full")
+    for name in ("file", "full", "link"):
+        with pytest.raises(CheckpointError, match="is there and is no checkpoint"):
+            Folder(tmp_path / name)
+    (tmp_path / "empty").mkdir()
+    made(tmp_path / "empty")
+    with pytest.raises(CheckpointError, match="cannot be made"):
+        Folder(tmp_path / "file" / "below")
+
+
+def test_steps_latest_and_which_stay(tmp_path):
+    assert latest(tmp_path) is None and latest(tmp_path / "none") is None and steps(tmp_path / "none") == []
+    for step in range(10, 100, 10):
+        made(tmp_path / step_name(step))
+        point_latest(tmp_path, step_name(step))
+        retire(tmp_path, 2, 40)
+    assert steps(tmp_path) == [40, 80, 90] and latest(tmp_path) == tmp_path / step_name(90) == find(tmp_path)
+    (tmp_path / "latest").write_text("step-00000040")
+    made(tmp_path / step_name(100))
+    assert latest(tmp_path) == tmp_path / step_name(40), "`latest` counts, not the number"
+    assert retire(tmp_path, 1, None) == [80, 90] and steps(tmp_path) == [40, 100]
+    for text in ("../step-00000040", "step-00000041", ""):
+        (tmp_path / "latest").write_text(text)
+        assert latest(tmp_path) == tmp_path / step_name(100)

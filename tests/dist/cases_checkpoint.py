@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real ranks: what one layout saved, every other loads bit for bit, optimizers too; one error on all ranks, no hang."""
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn
+
+import ms_dtensor as md
+from ms_dtensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    checkpoint,
+    comm,
+    distribute_tensor,
+    optim,
+)
+from ms_dtensor.errors import CheckpointError
+from tests.cases import case
+from tests.checkpoint.programs import BY_RANKS, Net
+from tests.dist.support import array, counted, data, mesh_1d, mesh_2d, refusal, same_on_all_ranks
+
+R, S = Replicate(), Shard
+
+
+def folder(world) -> Path:
+    """A new one, the same on all ranks."""
+    return Path(comm.group(tuple(range(world.size))).broadcast_object(tempfile.mkdtemp(dir=os.getcwd()), 0))
+
+
+LAYOUTS = BY_RANKS[4]
+BUILD = {
+    "AdamW": lambda ps: optim.AdamW(ps, 0.1), "Muon": lambda ps: optim.Muon(ps, 0.1),
+    "Adafactor": lambda ps: optim.Adafactor(ps, 0.3), "nn.Adam": lambda ps: nn.Adam(ps, 0.1),
+}
+
+
+def stepped(layout, seed, build="AdamW"):
+    """A model that is laid out, its optimizer after two steps, and an average."""
+    net = Net(seed)
+    LAYOUTS[layout](net)
+    params = [p for p in net.trainable_params() if build[:2] != "nn" or p.dtype == ms.float32]  # it has no such kernels
+    optimizer, ema = BUILD[build](params), optim.EMA(params, 0.5)
+    for step in range(2):
+        draw = np.random.default_rng(seed + step)
+        grads = [Tensor(draw.normal(size=p.shape).astype(np.float32)).astype(p.dtype) for p in params]
+        optimizer(tuple(distribute_tensor(g, p.device_mesh, p.layout.placements, src_data_rank=None)
+                        if isinstance(p, DTensor) and p.layout.order == tuple(range(p.layout.mesh.ndim)) else
+                        _like(g, p) for g, p in zip(grads, params)))
+        ema.update()
+    return {"model": net, "optimizer": optimizer, "ema": ema, "step": seed, "words": ["a", None, True, 0.1 + seed]}
+
+
+def _like(value, p):
+    if not isinstance(p, DTensor):
+        return value
+    whole = DTensor.from_local(value, p.device_mesh, [R] * p.device_mesh.ndim)
+    from ms_dtensor.dispatch.operands import redistribute
+    return redistribute(whole, p.layout)
+
+
+def values(state):
+    """Every tensor's global values, by key, and the plain values."""
+    from ms_dtensor.checkpoint.state import State
+    held = State(state, "test")
+    return {key: array(leaf.tensor).copy() for key, leaf in held.tensors.items()}, held.values
+
+
+def _same(got, want, what):
+    assert got[0].keys() == want[0].keys() and got[1] == want[1], what
+    for key in want[0]:
+        a, b = got[0][key], want[0][key]
+        assert a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes(), (what, key)
+
+
+@case(world_size=4, timeout=300)
+def what_one_layout_saves_every_other_loads_bit_for_bit(world):
+    saved = {}
+    root = folder(world)
+    for layout in LAYOUTS:
+        state = stepped(layout, 1)
+        checkpoint.save(state, root / layout.replace(" ", "_"))
+        saved[layout] = values(state)
+    for layout in LAYOUTS:
+        state = stepped(layout, 2)
+        params = {p.name: (id(p), p.layout if isinstance(p, DTensor) else None) for p in state["model"].get_parameters()}
+        for source in LAYOUTS:
+            checkpoint.load(state, root / source.replace(" ", "_"))
+            _same(values(state), saved[source], f"{source} -> {layout}")
+        assert params == {p.name: (id(p), p.layout if isinstance(p, DTensor) else None)
+                          for p in state["model"].get_parameters()}
+
+
+@case(world_size=4, timeout=300)
+def every_optimizer_comes_back_bit_for_bit(world):
+    root = folder(world)
+    for build in list(BUILD)[1:]:
+        state = stepped("fsdp=2 x tp=2", 1, build)
+        want = values(state)
+        checkpoint.save(state, root, step=3)
+        for layout in ("uneven, other orders", "whole on 4", "hsdp=2x2"):
+            other = stepped(layout, 2, build)
+            assert checkpoint.load(other, root).step == 3
+            _same(values(other), want, f"{build} {layout}")
+
+
+@case(world_size=4, timeout=120)
+def bytes_are_written_once_evenly_and_only_those_needed_are_read(world):
+    root, mesh = folder(world), mesh_2d()
+    value = np.random.default_rng(1).normal(size=(4096, 1024)).astype(np.float32)  # 16 MiB
+    layouts = {"whole": [R, R], "rows": [S(0), R], "rows twice": [S(0), S(0)], "columns": [R, S(1)]}
+    state = {name: distribute_tensor(Tensor(value), mesh, lay, src_data_rank=None) for name, lay in layouts.items()}
+    with counted() as count:
+        checkpoint.save(state, root / "a")
+    assert set(count) == {("all_gather_object", "forward")}, "nothing but words is sent"
+    sizes = [path.stat().st_size for path in sorted((root / "a").glob("*.safetensors"))]
+    assert len(sizes) == 4 and sum(sizes) < 4 * value.nbytes + 4 * 4096 and max(sizes) < 1.02 * min(sizes), sizes
+    from ms_dtensor.checkpoint.loading import _compared, _read
+    for name, lay, share in (("whole", [S(0), S(0)], 4), ("columns", [R, S(0)], 2), ("rows", [S(0), S(0)], 4)):
+        target = {name: md.zeros(4096, 1024, device_mesh=mesh, placements=lay)}
+        held, reader, found = _compared(target, root / "a", False, None, False)
+        with reader:
+            _read(held, reader, found.tensors)
+        assert reader.bytes_read <= value.nbytes // share + (2 << 20), (name, reader.bytes_read)
+        assert np.array_equal(array(target[name]), value)
+
+
+@case(world_size=4, timeout=120)
+def states_that_differ_or_have_no_place_are_refused_before_a_file_is_made(world):
+    root, mesh = folder(world), mesh_1d(4)
+    partial_sum = DTensor.from_local(data(1, 3, 2), mesh, [Partial()])
+    for state, words in (({"w": partial_sum}, ("Partial", "reduce_partial")),
+                         ({"step": world.rank}, ("differ in 1 keys", "'step': rank 0 0; rank 1 1")),
+                         ({"w": data(world.rank, 3)}, ("differ", "DTensor.from_local")),
+                         ({f"w{world.rank % 2}": 1}, ("differ in 2 keys", "rank 1 has none")),
+                         ({"f": sorted if world.rank == 2 else 1}, ("1 of 4 ranks failed, the first is rank 2", "code"))):
+        with counted() as count:
+            text = refusal(lambda state=state: checkpoint.save(state, root / "a"), CheckpointError)
+        assert all(word in text for word in words), text
+        same_on_all_ranks(world, text)
+        assert not os.listdir(root) and {op for op, _ in count} == {"all_gather_object"}
+    text = refusal(lambda: checkpoint.save({"w": 1}, root / "a", keep_last=world.rank + 1), CheckpointError)
+    same_on_all_ranks(world, text)
+    text = refusal(lambda: checkpoint.save({"w": 1}, root / "a", step=world.rank), CheckpointError)
+    assert "the arguments of save" in text and not os.listdir(root), text
+    text = refusal(lambda: checkpoint.load({"w": 1}, root / "none"), CheckpointError)
+    assert "there is no checkpoint" in text
+    same_on_all_ranks(world, text)
+
+
+@case(world_size=4)
+def ranks_that_run_in_other_folders_write_where_the_first_one_says(world):
+    root, mesh, here = folder(world), mesh_1d(4), os.getcwd()
+    state = {"w": distribute_tensor(data(1, 8, 3), mesh, [S(0)], src_data_rank=None)}
+    os.makedirs(root / str(world.rank))
+    os.chdir(root / str(world.rank))
+    try:
+        for asynchronous in (False, True):
+            checkpoint.save(state, "a", async_save=asynchronous)
+            checkpoint.load(state, root / "0" / "a")
+            assert not os.listdir(root / "1")
+    finally:
+        os.chdir(here)
+
+
+@case(world_size=4, timeout=120)
+def parameters_that_are_kept_whole_are_gathered_anew_after_a_load(world):
+    root, x = folder(world), data(3, 4, 6)[world.rank:world.rank + 1]
+    state = stepped("fsdp=4", 1)
+    want = array(state["model"](x))
+    checkpoint.save(state, root / "a")
+    other = stepped("fsdp=4", 2)
+    for cell in (other["model"].up, other["model"].down, other["model"]):
+        cell.unshard()
+    assert not np.array_equal(array(other["model"](x)), want)
+    checkpoint.load(other, root / "a")
+    assert np.array_equal(array(other["model"](x)), want)
+
+
+@case(world_size=4, timeout=120)
+def one_ranks_failure_is_raised_on_all_and_the_previous_checkpoint_stays(world):
+    from ms_dtensor.checkpoint import saving
+    root, mesh = folder(world), mesh_1d(4)
+    first, second = ({"w": distribute_tensor(data(i, 8, 3), mesh, [S(0)], src_data_rank=None)} for i in (1, 2))
+    checkpoint.save(first, root, step=1)
+    real = saving.write
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+    for asynchronous in (False, True):
+        for rank in (0, 3):
+            saving.write = full if world.rank == rank else real
+            try:
+                if asynchronous:
+                    saved = checkpoint.save(second, root, step=2, async_save=True)
+                    text = refusal(saved.wait, CheckpointError)
+                else:
+                    text = refusal(lambda: checkpoint.save(second, root, step=2), CheckpointError)
+            finally:
+                saving.write = real
+            assert f"1 of 4 ranks failed, the first is rank {rank}" in text and "No space left" in text, text
+            same_on_all_ranks(world, text)
+            assert sorted(os.listdir(root)) == ["latest", "step-00000001"], os.listdir(root)
+    saving.write = full if world.rank == 1 else real
+    checkpoint.save(second, root, step=3, async_save=True)
+    saving.write = real
+    text = refusal(lambda: checkpoint.save(second, root, step=4), CheckpointError)
+    assert "rank 1" in text and "No space left" in text, "the next save tells"
+    checkpoint.save(second, root, step=4)
+    assert checkpoint.load(first, root).step == 4 and np.array_equal(array(first["w"]), array(second["w"]))
+
+
+@case(world_size=4, timeout=120)
+def a_shard_that_one_rank_finds_damaged_is_an_error_on_all(world):
+    root, mesh = folder(world), mesh_1d(4)
+    value = data(1, 8, 300)
+    checkpoint.save({"w": distribute_tensor(value, mesh, [S(0)], src_data_rank=None)}, root / "a")
+    path = root / "a" / "shard-00002-of-00004.safetensors"
+    if world.rank == 0:
+        whole = bytearray(path.read_bytes())
+        whole[-5] ^= 1
+        path.write_bytes(whole)
+    target = {"w": md.zeros(8, 300, device_mesh=mesh, placements=[S(0)])}
+    for spoil in (lambda: None, lambda: path.write_bytes(path.read_bytes()[:-4]), path.unlink):
+        if world.rank == 0:
+            spoil()
+        comm.group(tuple(range(4))).barrier()
+        text = refusal(lambda: checkpoint.load(target, root / "a"), CheckpointError)
+        assert "1 of 4 ranks failed, the first is rank 2" in text and path.name in text, text
+        same_on_all_ranks(world, text)
+
+
+@case(world_size=4, timeout=120)
+def an_asynchronous_save_holds_the_values_of_its_moment(world):
+    root, state = folder(world), stepped("fsdp=2 x tp=2", 1)
+    want = values(state)
+    saving = checkpoint.save(state, root, step=1, async_save=True)
+    other = stepped("fsdp=2 x tp=2", 2)
+    for p, q in zip(state["model"].get_parameters(), other["model"].get_parameters()):
+        p.copy_(q)
+    saving.wait()
+    assert saving.done and checkpoint.latest(root) == root / "step-00000001"
+    checkpoint.load(other, root)
+    _same(values(other), want, "asynchronous")
+    checkpoint.save(other, root, step=2, async_save=True, keep_last=1)
+    assert checkpoint.load(other, root).step == 2, "a load waits for the save under way"
+    assert sorted(os.listdir(root)) == ["latest", "step-00000002"]

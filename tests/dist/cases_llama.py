@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real ranks: the recipe's Llama with the options of Qwen and Mistral trains as on one device."""
+from __future__ import annotations
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor
+
+from model_zoo.llama.config import ModelConfig, ParallelConfig
+from model_zoo.llama.model import Llama, cross_entropy, init_weights
+from model_zoo.llama.parallelize import make_mesh, parallelize
+from ms_dtensor import DTensor, Shard, value_and_grad
+from tests.cases import case
+from tests.dist.support import equal
+
+SIZES = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 40, "vocab_size": 37}
+MODELS = {"qwen2": ModelConfig(qkv_bias=True, tied_head=True, **SIZES),
+          "qwen3": ModelConfig(qk_norm=True, head_width=12, **SIZES),
+          "mistral, all biases": ModelConfig(sliding_window=5, qkv_bias=True, out_bias=True, **SIZES)}
+LAYOUTS = {"dp x tp": ParallelConfig(2, 2, loss_parallel=False),
+           "sequence parallel": ParallelConfig(2, 2, sequence_parallel=True, loss_parallel=False),
+           "fsdp x tp": ParallelConfig(2, 2, fsdp=True, loss_parallel=False)}
+
+
+def model(cfg: ModelConfig) -> Llama:
+    net = Llama(cfg)
+    init_weights(net, 3, std=0.3)
+    for name, p in net.parameters_and_names():
+        if p.ndim == 1:
+            p.asnumpy()[...] = np.random.default_rng(len(name)).normal(1.0, 0.5, p.shape)
+    return net
+
+
+@case(world_size=4, timeout=120)
+def options_of_other_families_train_as_on_one_device(world):
+    ids = np.random.default_rng(1).integers(0, 37, (4, 13)).astype(np.int32)
+    x, y = (np.ascontiguousarray(a) for a in (ids[:, :-1], ids[:, 1:]))
+    for name, cfg in MODELS.items():
+        plain = model(cfg)
+        run = ms.value_and_grad(lambda a, b, m=plain: cross_entropy(m(a), b), None, plain.trainable_params())
+        want, wanted = run(Tensor(x), Tensor(y))
+        for layout, parallel in LAYOUTS.items():
+            mesh, net = make_mesh("cpu", parallel), model(cfg)
+            parallelize(net, mesh, parallel)
+            rows = slice(2 * mesh.get_local_rank("dp"), 2 * mesh.get_local_rank("dp") + 2)
+            a, b = (DTensor.from_local(Tensor(v[rows]), mesh, {"dp": Shard(0)}) for v in (x, y))
+            got, grads = value_and_grad(lambda a, b, m=net: cross_entropy(m(a), b), None, net.trainable_params())(a, b)
+            equal(got, want, f"{name} {layout} loss")
+            for p, g, w in zip(plain.trainable_params(), grads, wanted, strict=True):
+                equal(g, w, f"{name} {layout} {p.name}", rtol=1e-4)

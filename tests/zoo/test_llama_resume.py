@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole jobs that are killed or asked to end: launch.py names the rank, starts again, and the run is the one it would be."""
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from ms_dtensor.checkpoint import latest
+from ms_dtensor.checkpoint.reader import Reader
+from ms_dtensor.errors import CheckpointError, ConfigError
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
+LLAMA = Path(__file__).resolve().parents[2] / "model_zoo/llama"
+OPTIONS = ["--config", str(LLAMA / "configs/tiny.yaml"), "--data.max_bytes", "200000", "--train.steps", "20"]
+
+
+class Job:
+    """launch.py at work."""
+
+    def __init__(self, folder: Path, workers: int, *options: str):
+        self.folder, self.out = folder, folder / "out.txt"
+        folder.mkdir()
+        command = [sys.executable, str(LLAMA / "launch.py"), "--workers", str(workers), "--log-dir", str(folder / "logs"),
+                   *OPTIONS, "--train.log_dir", str(folder / "run"), *options]
+        with open(self.out, "wb") as out:
+            self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+
+    def steps(self) -> dict[int, float]:
+        path = self.folder / "run/metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return {r["step"]: r["loss"] for r in map(json.loads, lines) if "loss" in r}
+
+    def until(self, happened, limit: float = 180) -> float:
+        """Seconds until something is so."""
+        begun = time.monotonic()
+        while not happened():
+            assert self.process.poll() is None and time.monotonic() - begun < limit, self.text()
+            time.sleep(0.02)
+        return time.monotonic() - begun
+
+    def text(self) -> str:
+        return self.out.read_text(errors="replace")
+
+    def ended(self, code: int = 0) -> str:
+        assert self.process.wait(300) == code, self.text()
+        return self.text()
+
+    def kill_rank(self, rank: int) -> None:
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            try:
+                env = process.environ()
+            except psutil.Error:
+                continue
+            if env.get("MS_ROLE") == "MS_WORKER" and env.get("RANK_ID") == str(rank):
+                process.kill()
+                return
+        raise AssertionError(f"no rank {rank}")
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Starts jobs; those that a failed test leaves are ended."""
+    started = []
+
+    def start(name: str, workers: int, *options: str) -> Job:
+        started.append(Job(tmp_path / name, workers, *options))
+        return started[-1]
+    yield start
+    for one in started:
+        for _ in range(2):  # the second time launch.py ends all of its run
+            if one.process.poll() is None:
+                one.process.send_signal(signal.SIGTERM)
+                time.sleep(1)
+        one.process.wait(60)
+
+
+def train(folder: Path, *options: str) -> None:
+    """train.py in this process."""
+    from model_zoo.llama.train import run
+
+    run([*OPTIONS, "--train.log_dir", str(folder), "--checkpoint.interval", "1000", *options])
+
+
+def tensors(root: Path) -> dict[str, np.ndarray]:
+    with Reader(latest(root)) as reader:
+        return {key: reader.array(key) for key in reader.index.tensors}
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_named_and_the_run_ends_as_if_nothing_had_been(tmp_path, job):
+    """dp=2 x tp=2: twenty steps straight, and with a rank killed after the tenth was saved: bit for bit the same state."""
+    mesh = ["--parallel.dp", "2", "--parallel.tp", "2", "--checkpoint.interval", "10"]
+    straight = job("straight", 4, *mesh)
+    straight.ended()
+    cut = job("cut", 4, *mesh, "--max_restarts", "1")
+    cut.until(lambda: 13 <= max(cut.steps(), default=0) and (tmp_path / "cut/run/checkpoints/latest").exists())
+    cut.kill_rank(3)
+    assert cut.until(lambda: "rank 3 was ended by SIGKILL" in cut.text()) < 10
+    assert "going on after step 10" in cut.ended() and cut.text().count("starting 4 ranks") == 2
+    assert len(cut.steps()) == 20 and cut.steps() == straight.steps()
+    one, other = (tensors(tmp_path / name / "run/checkpoints") for name in ("straight", "cut"))
+    assert set(one) == set(other) and all(one[k].tobytes() == other[k].tobytes() for k in one)
+
+
+def test_sigterm_ends_a_job_cleanly_and_another_goes_on(tmp_path, job, cpu, capsys):
+    one = job("job", 2, "--parallel.tp", "2", "--checkpoint.interval", "1000", "--checkpoint.on_sigterm", "true",
+              "--max_restarts", "3")
+    one.until(lambda: len(one.steps()) >= 3)
+    one.process.send_signal(signal.SIGTERM)
+    text = one.ended()
+    step = len(one.steps())
+    assert f"ended by SIGTERM after step {step}, which is saved" in text and text.count("starting 2 ranks") == 1
+    assert latest(tmp_path / "job/run/checkpoints").name == f"step-{step:08}" and step < 20
+    train(tmp_path / "job/run", "--checkpoint.resume", "latest")
+    assert f"going on after step {step}" in capsys.readouterr().out and sorted(one.steps()) == list(range(1, 21))
+    train(tmp_path / "straight")
+    metrics = (tmp_path / "straight/metrics.jsonl").read_text().splitlines()
+    want = {r["step"]: r["loss"] for r in map(json.loads, metrics) if "loss" in r}
+    assert all(abs(one.steps()[i] / want[i] - 1) < 1e-5 for i in want), "two ranks, then one: as one"
+
+
+def test_what_keeps_a_run_from_going_on_is_named(tmp_path, cpu):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=f"For 'save', '{tmp_path}/file/checkpoints"):
+        train(tmp_path / "run", "--train.steps", "1", "--checkpoint.dir", str(tmp_path / "file/checkpoints"))
+    train(tmp_path / "run", "--train.steps", "1")
+    with pytest.raises(ConfigError, match="'seed' differs"):
+        train(tmp_path / "run", "--checkpoint.resume", "latest", "--train.seed", "5")
+    with pytest.raises(CheckpointError, match="has checkpoints of a run"):
+        train(tmp_path / "run")
+    with pytest.raises(ConfigError, match="checkpoint.interval is 0"):
+        train(tmp_path / "other", "--checkpoint.interval", "0", "--checkpoint.on_sigterm", "true")
