@@ -67,7 +67,7 @@ class _Batch:
             return self.shapes
         if any(len(theirs) != len(mine) for theirs in everyone):
             raise self._unlike(everyone)
-        shapes = []
+        shapes: list[tuple[int, ...] | None] = []
         for pieces in ([tuple(piece) for piece in each] for each in zip(*everyone)):
             whole = global_shape(pieces, self.mesh, [Shard(0)] * self.mesh.ndim)
             if whole is None:

@@ -98,7 +98,7 @@ def fsdp(n: int = 4):
     return init_device_mesh("cpu", (n,), mesh_dim_names=("dp",))
 
 
-ASKED = ("all_gather_object", "forward")  # the rows of the batch, told when they change
+ASKED = ("all_gather_object", "forward")  # the rows of the batch, told at every call
 
 
 @case(4)

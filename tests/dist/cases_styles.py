@@ -164,7 +164,7 @@ def replicate_equals_one_device_in_buckets_and_without(world):
     share = Tensor(x.asnumpy()[2 * world.rank:2 * world.rank + 2])
     for bucket, reductions in ((25, 1), (0, 4), (0.001, 2)):
         count = _compare(lambda: fill(Mlp("nn")), lambda m, b=bucket: replicate(m, mesh=mesh, bucket_mb=b), x, share)
-        told = {("all_gather_object", "forward"): 1}  # how many rows each rank has, at the first batch
+        told = {("all_gather_object", "forward"): 1}  # how many rows each rank has
         assert count == {**told, ("all_reduce", "backward"): reductions}, (bucket, count)
 
     def regularised(y):  # a use of the weights that no batch takes part in
