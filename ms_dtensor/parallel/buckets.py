@@ -44,6 +44,7 @@ class Bucket:
         # [elements], where the gradients lie one after another in order of arrival; new for every backward
         self.flat: Any = None
         self.places: list = []  # theirs in it
+        self.used = 0  # elements of it
         self.work: comm.Work | None = None  # the reduction, once it has begun
         self.params = [weakref.ref(p) for p in params]
         for number, p in enumerate(params):
@@ -69,10 +70,11 @@ class Bucket:
         dtype = self.dtype or grad.dtype
         if self.flat is None:
             self.flat = self._memory(dtype)
-        at, n, shape = sum(place.size for place in self.places), math.prod(grad._shape), tuple(grad._shape)
+        at, n, shape = self.used, math.prod(grad._shape), tuple(grad._shape)
         place = ms.mint.reshape(ms.mint.narrow(self.flat, 0, at, n), shape) if not self.on_host else \
             Tensor.from_numpy(self.flat.asnumpy()[at:at + n].reshape(shape))
         self.places.append(place)
+        self.used += n
         write(place, grad)
         return place if dtype == grad.dtype else copy(grad)
 
@@ -86,12 +88,12 @@ class Bucket:
         if self.work is not None:
             self.work.wait()
         held = self.arrived, self.places
-        self.arrived, self.places, self.flat, self.work = {}, [], None, None
+        self.arrived, self.places, self.used, self.flat, self.work = {}, [], 0, None, None
         return held
 
     def _begin(self) -> None:
         """Reduces what has arrived, or begins to."""
-        used = sum(place.size for place in self.places)
+        used = self.used
         with NoFallbackGuard(), comm.annotate(phase="backward", src="gradient bucket", dst="gradient bucket"):
             flat = self.flat
             if used < self.elements:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -61,6 +62,7 @@ class Block:
         self.dims = [p.placements[axis].dim for p in params]
         here = params[0].device_mesh.get_coordinate()
         self.sizes = [sizes_along(p.layout, (axis,), d, here) for p, d in zip(params, self.dims)]
+        self.starts = [[0, *itertools.accumulate(sizes)] for sizes in self.sizes]
         self._kind = HostMemory if on_cpu() else DeviceMemory
         self.memory: HostMemory | DeviceMemory | None = None
         self._work: Any = None
@@ -177,7 +179,7 @@ class Block:
     def _piece(self, i: int, rank: int) -> tuple[tuple[slice, ...], int]:
         """Where a rank's piece of parameter `i` lies in the whole one, and how many elements it has."""
         dim, sizes, shape = self.dims[i], self.sizes[i], self.shapes[i]
-        start = sum(sizes[:rank])
+        start = self.starts[i][rank]
         count = sizes[rank] * math.prod(shape[:dim] + shape[dim + 1:])
         return (*(slice(None),) * dim, slice(start, start + sizes[rank])), count
 

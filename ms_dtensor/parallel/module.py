@@ -76,7 +76,10 @@ def parallelize_module(module: nn.Cell, device_mesh: DeviceMesh | None = None,
             raise ConfigError(f"For 'parallelize_module', the plan's entry {pattern!r} must be a ParallelStyle, but got "
                               f"{type(style).__name__}.")
         among = cells if _WRAPPED in pattern.split(".") else inner
-        matched = {name: cell for name, cell in among.items() if _match(pattern, name)}
+        if set("*?[") & set(pattern):
+            matched = {name: cell for name, cell in among.items() if _match(pattern, name)}
+        else:  # thousands of exact patterns would each be compared with thousands of names
+            matched = {pattern: among[pattern]} if pattern in among else {}
         if not matched:
             near = difflib.get_close_matches(pattern, inner, 2, 0.4)
             raise ConfigError(f"For 'parallelize_module', the pattern {pattern!r} matches no cell.",

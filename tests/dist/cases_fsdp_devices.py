@@ -34,6 +34,20 @@ def computing_in_bfloat16(world):
 
 
 @case(4)
+def bfloat16_is_one_devices_bfloat16(world):
+    """The loss within 2^-7, gradients within 2^-6 of the largest: each rank rounds its rows' summands by itself."""
+    policy, mesh = md.MixedPrecisionPolicy(ms.bfloat16, ms.float32, output_dtype=ms.float32), fsdp()
+    alone = md.DeviceMesh("cpu", [world.rank], mesh_dim_names=("dp",))
+    one = md.replicate(filled(Net()), mesh=alone, mp_policy=policy)
+    many = cut_up(filled(Net()), mesh, mp_policy=policy)
+    (want, wanted), (got, grads) = (md.value_and_grad(loss_of(n), None, n.trainable_params())(x)
+                                    for n, x in ((one, Tensor(ROWS)), (many, mine(mesh))))
+    equal(got, want.to_local(), "loss", rtol=2**-7)
+    for p, g, w in zip(many.trainable_params(), grads, wanted, strict=True):
+        equal(g, w.to_local(), p.name, rtol=2**-6)
+
+
+@case(4)
 def summands_are_added_up_in_reduce_dtype_on_every_axis(world):
     """Three ranks' summands are half a unit in the last place of the first rank's: bfloat16 loses or rounds them."""
     mesh, small = mesh_2d(), 2.0**-9

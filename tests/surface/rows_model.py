@@ -55,6 +55,8 @@ def fed(s, cell: nn.Cell, inputs: int = 2) -> nn.Cell:
     """The cell takes plain tensors: this rank's rows where there is "dp", else the same on every rank."""
     if s.mesh is None:
         return cell
+    if s.column.startswith("fsdp"):
+        return cell if hasattr(cell, "unshard") else md.fully_shard(cell, mesh=s.dp)
     if s.dp is not None:
         return md.replicate(cell, mesh=s.dp)
     return md.parallelize_module(cell, s.tp, PrepareModuleInput(

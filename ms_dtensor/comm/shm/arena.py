@@ -4,7 +4,7 @@
 A block comes back when the last array on it is gone and is used again for the next result of about its size: its pages
 are there already, and a first touch costs more than the copy itself. Not a general allocator: sizes are rounded up by at
 most an eighth so that few distinct ones exist, and space in the file, which is virtual, is never joined again. Invariant:
-at most `KEEP` bytes that nobody uses stay in memory.
+at most `KEEP` bytes that nobody uses stay in memory, or as many as buckets of gradients take, which come again every step.
 """
 from __future__ import annotations
 
@@ -46,9 +46,11 @@ class Arena:
         self._free: dict[int, list[int]] = {}               # by size
         self._warm: dict[int, int] = {}                     # free blocks whose pages exist, oldest first: offset, size
         self._kept = 0
+        self._again: dict[int, int] = {}                    # of buckets: offset, size
+        self._keep = KEEP
 
-    def array(self, shape: Sequence[int], dtype: np.dtype, nbytes: int) -> tuple[np.ndarray, int]:
-        """An array to be written, and its offset in the segment."""
+    def array(self, shape: Sequence[int], dtype: np.dtype, nbytes: int, again: bool = False) -> tuple[np.ndarray, int]:
+        """An array to be written, and its offset in the segment; `again`: such a one is asked for every step."""
         while self._given:
             self._back(*self._given.popleft())
         step = max(_LEAST, 1 << max(nbytes.bit_length() - 4, 0))
@@ -64,6 +66,9 @@ class Arena:
                 raise CommError("For 'shm', results do not fit into shared memory any more.", f"one of {nbytes} bytes",
                                 "All results that are in use may take as much as the host's memory.",
                                 "free results earlier, or use fewer ranks on this host")
+        if again and offset not in self._again:
+            self._again[offset] = size
+            self._keep = max(KEEP, sum(self._again.values()))
         block = _Block((size,), np.uint8, self._memory, offset)
         block._home, block._offset, block._size = self._given, offset, size
         return np.ndarray(shape, dtype, block), offset
@@ -72,7 +77,7 @@ class Arena:
         self._free.setdefault(size, []).append(offset)
         self._warm[offset] = size
         self._kept += size
-        while self._kept > KEEP:
+        while self._kept > self._keep:
             oldest = next(iter(self._warm))
             gone = self._warm.pop(oldest)
             self._kept -= gone

@@ -249,7 +249,7 @@ class Engine:
 
     def buffer(self, count: int, dtype: np.dtype) -> np.ndarray:
         """Memory in which all-reduces need no copies."""
-        return self._result((count,), np.dtype(dtype), True)[0]
+        return self._memory.arena.array((count,), np.dtype(dtype), count * np.dtype(dtype).itemsize, again=True)[0]
 
     def all_gather(self, x: np.ndarray, dim: int, sizes: Sequence[int], ranks: Ranks, async_op: bool = False) -> Any:
         """See `Backend.all_gather`."""
