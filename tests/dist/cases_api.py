@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor, mint, nn, ops
+from mindspore import Parameter, mint, nn, ops
 
 import ms_dtensor as md
 from ms_dtensor import (
@@ -29,8 +29,8 @@ from ms_dtensor import (
     zeros,
 )
 from ms_dtensor.compat.torch_names import register_sharding
-from ms_dtensor.errors import ConfigError, DTensorError, LayoutError, MeshError, OpRuleError, RedistributeError
 from ms_dtensor.custom_ops.register import unregister_rule
+from ms_dtensor.errors import ConfigError, DTensorError, LayoutError, MeshError, OpRuleError, RedistributeError
 from tests.cases import case
 from tests.dist.support import TOLD, check_against_one_device, counted, data, equal, mesh_1d, mesh_2d, same_on_all_ranks
 

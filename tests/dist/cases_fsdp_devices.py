@@ -156,7 +156,7 @@ def parameters_kept_whole(world):
     for sync in (False, True):
         net.set_requires_gradient_sync(sync)
         grads = md.value_and_grad(loss_of(net), None, net.trainable_params())(mine(mesh))[1]
-        total = [a + b for a, b in zip(total, grads)] if sync else grads
+        total = [a + b for a, b in zip(total, grads)] if sync else grads  # noqa: F821
     want = ms.value_and_grad(loss_of(plain), None, plain.trainable_params())(Tensor(ROWS))[1]
     for p, g, w in zip(net.trainable_params(), total, want, strict=True):
         equal(g, 2 * w, p.name)

@@ -9,13 +9,9 @@ from mindspore.nn.utils import no_init_parameters
 
 from ms_dtensor import (
     ColwiseParallel,
-    DTensor,
-    MixedPrecisionPolicy,
     RowwiseParallel,
     Shard,
     checkpoint_wrapper,
-    comm,
-    distribute_module,
     fully_shard,
     init_device_mesh,
     optim,
@@ -26,8 +22,6 @@ from ms_dtensor import (
 from ms_dtensor.errors import ConfigError, LayoutError, MeshError, OpRuleError
 from tests.cases import case
 from tests.dist.support import counted, equal, mesh_2d
-from tests.rehearsal.session import rehearsed
-from tests.rehearsal.tables import Rates
 
 ROWS = np.random.default_rng(7).normal(size=(8, 5)).astype(np.float32)
 

@@ -27,7 +27,17 @@ from ms_dtensor import (
 )
 from ms_dtensor.errors import LayoutError
 from tests.cases import case
-from tests.dist.support import array, counted, data, equal, mesh_1d, mesh_2d, refusal, same_on_all_ranks, trains_as_one_device
+from tests.dist.support import (
+    array,
+    counted,
+    data,
+    equal,
+    mesh_1d,
+    mesh_2d,
+    refusal,
+    same_on_all_ranks,
+    trains_as_one_device,
+)
 
 R, S = Replicate(), Shard
 

@@ -11,10 +11,10 @@ from mindspore import Parameter, Tensor, mint, nn
 
 import ms_dtensor as md
 from ms_dtensor import Replicate, Shard, distribute_tensor
-from ms_dtensor.internals.target import rehearsal
-from ms_dtensor.tensor.distribute import distribute_parameter
 from ms_dtensor.errors import ConfigError
+from ms_dtensor.internals.target import rehearsal
 from ms_dtensor.optim import AdamW, clip_grad_norm_
+from ms_dtensor.tensor.distribute import distribute_parameter
 from tests.cases import case
 from tests.dist.support import array, counted, data, equal, mesh_2d, refusal, same_on_all_ranks
 

@@ -16,7 +16,17 @@ from ms_dtensor.errors import ConfigError, LayoutError, MixedOperandError, OpRul
 from ms_dtensor.ops.rules import RULES
 from ms_dtensor.ops.rules.spec import Case, OpSpec
 from tests.cases import case
-from tests.dist.support import array, check_against_one_device, counted, data, equal, mesh_1d, mesh_2d, refusal, same_on_all_ranks
+from tests.dist.support import (
+    array,
+    check_against_one_device,
+    counted,
+    data,
+    equal,
+    mesh_1d,
+    mesh_2d,
+    refusal,
+    same_on_all_ranks,
+)
 
 R, P, S = Replicate(), Partial(), Shard
 ROWS, COLUMNS = ([S(0), R], [R, S(1)])
@@ -318,7 +328,7 @@ def a_thin_shard_does_not_tell_how_the_whole_lies(world):
     mesh = mesh_1d()
     x = laid(data(6, 8, 4, 3), mesh, S(1)) * 1  # one index of dim 1 on each rank: its transpose is contiguous there
     before, flat = array(x), mint.transpose(x, 0, 1).contiguous().view((4, 24))  # a copy on one device
-    text = refusal(lambda: flat.copy_(flat * 0))
+    text = refusal(lambda: flat.copy_(flat * 0))  # noqa: F821
     assert "clone" in text, text
     equal(x, before)
     del flat

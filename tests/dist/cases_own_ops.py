@@ -9,7 +9,7 @@ import numpy as np
 from mindspore import ops
 
 from ms_dtensor import DFunction, DTensor, Partial, Replicate, Shard, distribute_tensor, grad, local_map, register_rule
-from ms_dtensor.errors import LayoutError, MixedOperandError, OpRuleError
+from ms_dtensor.errors import LayoutError, MixedOperandError
 from tests.cases import case
 from tests.dist.support import check_against_one_device, counted, data, equal, mesh_1d, refusal, same_on_all_ranks
 

@@ -22,8 +22,8 @@ from ms_dtensor import (
     init_device_mesh,
     value_and_grad,
 )
-from ms_dtensor.tensor import init as md_init
 from ms_dtensor.errors import LayoutError, MixedOperandError, OpRuleError
+from ms_dtensor.tensor import init as md_init
 from tests.cases import case
 from tests.dist.support import array, counted, data, equal, mesh_1d, mesh_2d, same_on_all_ranks
 

@@ -9,7 +9,6 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, nn
 
-import ms_dtensor
 from model_zoo.llama.config import ModelConfig
 from model_zoo.llama.model import Llama, cross_entropy, init_weights
 from ms_dtensor import (
@@ -34,7 +33,7 @@ from ms_dtensor import (
 from ms_dtensor.errors import ConfigError, LayoutError, OpRuleError
 from tests.cases import case
 from tests.dist.cases_styles import fill
-from tests.dist.support import TOLD, array, counted, data, equal, mesh_1d, mesh_2d, refusal, same_on_all_ranks
+from tests.dist.support import TOLD, array, counted, data, equal, mesh_1d, mesh_2d, same_on_all_ranks
 
 R, S = Replicate(), Shard
 

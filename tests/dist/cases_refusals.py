@@ -39,7 +39,6 @@ from ms_dtensor import (
     redistribution_policy,
     register_rule,
 )
-from ms_dtensor.tensor import init as md_init
 from ms_dtensor.debug import explain, visualize_sharding
 from ms_dtensor.errors import (
     ConfigError,
@@ -51,6 +50,7 @@ from ms_dtensor.errors import (
     OpRuleError,
     RedistributeError,
 )
+from ms_dtensor.tensor import init as md_init
 from tests.cases import case
 from tests.dist.support import counted, data, equal, mesh_1d, mesh_2d, same_on_all_ranks
 

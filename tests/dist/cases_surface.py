@@ -22,9 +22,19 @@ from ms_dtensor import (
     parallelize_module,
     replicate,
 )
-from ms_dtensor.errors import DTensorError, ImplicitCommError, LayoutError, MixedOperandError, OpRuleError
+from ms_dtensor.errors import DTensorError, ImplicitCommError, LayoutError, MixedOperandError
 from tests.cases import case
-from tests.dist.support import array, counted, data, equal, mesh_1d, mesh_2d, refusal, same_on_all_ranks, trains_as_one_device
+from tests.dist.support import (
+    array,
+    counted,
+    data,
+    equal,
+    mesh_1d,
+    mesh_2d,
+    refusal,
+    same_on_all_ranks,
+    trains_as_one_device,
+)
 
 R, P, S = Replicate(), Partial(), Shard
 LAYOUTS = ([S(0), R], [R, S(1)])  # of the input and of the weight, on (dp, tp)
