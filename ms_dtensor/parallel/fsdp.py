@@ -202,7 +202,7 @@ def _constructing(given: Callable) -> Callable:
     """A unit's cell at work: its parameters stand in its slots as whole tensors, and go whatever happens."""
     @functools.wraps(given)
     def construct(cell: nn.Cell, *args, **kwargs):
-        unit, again = _unit(cell), recomputing()
+        unit, again = _unit(cell), recomputing.get()
         unit.check()
         call, policy = Call(unit) if recording() else None, unit.policy
         args, kwargs = policy.cast_inputs(args, kwargs)

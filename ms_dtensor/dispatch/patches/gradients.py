@@ -23,7 +23,6 @@ from ..cotangent import summed_gradient
 from ..operands import local_alias, recording, redistribute, retag
 from ..replaced import current
 from . import recomputed
-from .recomputed import recomputing
 from .undo import Patched
 
 _LIMIT = 256
@@ -43,7 +42,7 @@ def _layouts(tensors) -> list:
 
 def _grad(original):
     def grad(fn, operation, weights, grad_position, has_aux, *args):
-        if recomputing():  # its gradients stay local
+        if recomputed.recomputing.get():  # its gradients stay local
             return original(fn, operation, weights, grad_position, has_aux, *args)
         if weights is not None:
             weights = _current(weights)

@@ -22,12 +22,8 @@ from ..replaced import current
 standing_in: ContextVar[tuple] = ContextVar("ms_dtensor_standing_in", default=())
 _LISTED = "_ms_dtensor_listed"  # attribute of a `RecomputeCell`: its parameters
 _ENTERED = "_ms_dtensor_entered"  # for each run that awaits its backward: what stood there, whose it was, random state
-_running: ContextVar[bool] = ContextVar("ms_dtensor_recomputing", default=False)
-
-
-def recomputing() -> bool:
-    """Whether a cell under `recompute()` runs its forward again, in the backward."""
-    return _running.get()
+# Whether a cell under `recompute()` runs its forward again, in the backward.
+recomputing: ContextVar[bool] = ContextVar("ms_dtensor_recomputing", default=False)
 
 
 def _first(original):
@@ -63,12 +59,17 @@ def _again(original):
                     return function(*args, **kwargs)
                 finally:
                     standing_in.reset(around)
-        token, self.net, self.wrap_cell.function = _running.set(True), self.wrap_cell, run
+        token, own = recomputing.set(True), self.wrap_cell.__dict__
+        held = own.get("function")  # a bound method; a cell stands among the sub-cells, behind what is put here
         try:
+            self.net, own["function"] = self.wrap_cell, run
             inputs, weights = original(self, *args)
         finally:
-            self.net, self.wrap_cell.function = net, function
-            _running.reset(token)
+            self.net = net
+            own.pop("function", None)
+            if held is not None:
+                own["function"] = held
+            recomputing.reset(token)
         for p, (x, whose) in zip(listed, there):
             if whose is not None:
                 del weights[p]
