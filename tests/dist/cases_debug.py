@@ -82,7 +82,7 @@ def each_cell_is_charged_with_its_own_communication(world):
     x = data(3 + mesh.get_local_rank("dp"), 2, 8)  # this rank's rows
     plan_ = {"layers.*.wq": ColwiseParallel(), "layers.*.wo": RowwiseParallel(use_local_output=False)}
     net = replicate(parallelize_module(_Net(), mesh["tp"], plan_), mesh=mesh["dp"])
-    net(x)  # the ranks tell each other how many rows they bring
+    net(x)  # makes what is made once
     with comm.record() as plainly:
         value_and_grad(lambda t: (net(t) ** 2).mean(), None, net.trainable_params())(x)
     with CommDebugMode() as mode:
@@ -92,11 +92,12 @@ def each_cell_is_charged_with_its_own_communication(world):
     for i in (0, 1):
         assert counts.pop((f"layers.{i}.wo", "all_reduce", ("tp",), "forward")) == 1, counts
         assert counts.pop((f"layers.{i}.wq", "all_reduce", ("tp",), "backward")) == 1, counts
+    assert counts.pop(("_Net", "all_gather_object", ("dp",), "forward")) == 1, counts  # how many rows each rank brings
     assert set(counts) == {("", "all_reduce", ("dp",), "backward")}, counts  # the gradient buckets, of no cell
     sizes = mode.get_comm_bytes("module")
     assert sizes["layers.0.wo"] == 2 * 2 * 8 * 4 // 2, sizes  # 2 * 1/2 of a shard of 2 rows of 8 floats
     lines = mode.generate_comm_debug_tracing_table(0).split("\n")
-    assert lines[1].split()[:2] == ["(in", "no"] and lines[2].split()[:2] == ["_Net", "2"], lines
+    assert lines[1].split()[:2] == ["(in", "no"] and lines[2].split()[:2] == ["_Net", "3"], lines
     same_on_all_ranks(world, "\n".join(lines))
     assert mode.get_sharding_info()["layers.1.wo.weight"] == (R, S(1))
 

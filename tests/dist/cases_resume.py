@@ -58,7 +58,7 @@ def held(one: Trainer) -> list[np.ndarray]:
                 yield from walk(child)
         elif node is not None and not isinstance(node, int):
             yield array(node)
-    found = list(walk([one.params, one.optimizer.checkpoint_state()]))
+    found = list(walk([one.params, one.optimizer.state_dict()]))
     assert len(found) == 3 * len(one.params)
     return found
 
