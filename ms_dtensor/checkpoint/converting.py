@@ -17,7 +17,7 @@ from .folder import Folder, find, write_synced
 from .index import ID, NAME, Chunk, FileInfo, Index, TensorInfo, dump
 from .pieces import crc, piece_hash, piece_size, pieces
 from .reader import Reader
-from .safetensors_file import CODES, DTYPES, SafetensorsFile, write_safetensors
+from .safetensors_file import CODES, DTYPES, SafetensorsFile, put, write_safetensors
 
 Source = Mapping[str, tuple[str, tuple[int, ...], Callable[[], np.ndarray]]]  # dtype, shape, and how to read it
 
@@ -43,7 +43,7 @@ def convert(source: str | os.PathLike, target: str | os.PathLike, *, dtype: str 
         >>> md.checkpoint.convert(folder + "/one", folder + "/w.safetensors", dtype="bfloat16", strip="model.")
         {'tensors': 1, 'bytes': 6}
     """
-    if dtype is not None and (dtype not in CODES or not _floating(dtype)):
+    if dtype is not None and (not isinstance(dtype, str) or dtype not in CODES or not _floating(dtype)):
         raise CheckpointError(f"For 'convert', 'dtype' is {dtype!r}.", "", "It is the name of a floating dtype.",
                               "bfloat16, float16, float32, float64")
     with ExitStack() as stack:
@@ -55,7 +55,7 @@ def convert(source: str | os.PathLike, target: str | os.PathLike, *, dtype: str 
         entries = {}
         for key, (name, shape, read) in kept.items():
             kind = dtype if dtype is not None and _floating(name) else name
-            entries[key] = kind, shape, _stream(read, kind, hashes[key], progress)
+            entries[key] = kind, shape, _stream(key, read, kind, hashes[key], progress)
         if Path(target).suffix == ".safetensors":
             placed = write_safetensors(target, entries, {"format": "pt"})
         else:
@@ -68,8 +68,11 @@ def _floating(dtype: str) -> bool:
     return DTYPES[CODES[dtype]].kind in "fV"
 
 
-def _stream(read: Callable[[], np.ndarray], dtype: str, hashes: list[int], progress) -> Iterator[memoryview]:
-    array = np.ascontiguousarray(read().astype(DTYPES[CODES[dtype]], copy=False))
+def _stream(key: str, read: Callable[[], np.ndarray], dtype: str, hashes: list[int], progress) -> Iterator[memoryview]:
+    array = read()
+    if array.dtype.name != dtype:
+        array = put(np.empty(array.shape, DTYPES[CODES[dtype]]), array, key)
+    array = np.ascontiguousarray(array)
     yield from pieces(array, lambda piece: hashes.append(piece_hash(piece)))
     if progress is not None:
         progress(array.nbytes)

@@ -23,6 +23,7 @@ from .index import NAME
 LATEST = "latest"
 _SAVING, _OLD, _RETIRED = ".saving", ".replaced", ".retired"
 _STEP = re.compile(r"step-(\d{8,})")
+_OWN = re.compile(r"index\.json|shard-\d+-of-\d+\.safetensors|\.nfs.*")  # the last: removed files that NFS holds open
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -65,9 +66,19 @@ def latest(root: str | os.PathLike) -> Path | None:
 
 
 def find(path: str | os.PathLike) -> Path:
-    """The checkpoint that a path means: itself, or the `latest` of a folder of steps."""
+    """The checkpoint that a path means: itself, or the `latest` of a folder of steps.
+
+    Raises:
+        CheckpointError: it is both.
+    """
     path = Path(path)
     if (path / NAME).is_file():
+        step = latest(path)
+        if step is not None:
+            raise CheckpointError(f"For '{path}', there are two checkpoints: the folder is one, and '{step.name}' is in it.",
+                                  "", "A path means one checkpoint.",
+                                  (f"for the step pass '{step}'",
+                                   f"for the other move '{NAME}' and its shards into a folder of their own"))
         return path
     old = path.parent / f".{path.name}{_OLD}"
     if not path.exists() and (old / NAME).is_file():  # killed between two renames, where they cannot be one
@@ -82,7 +93,8 @@ class Folder:
         target: where it will be.
 
     Raises:
-        CheckpointError: another save is at work there, what is there is no checkpoint, or the system refuses.
+        CheckpointError: another save is at work there, something else than one checkpoint is there, the folder of steps is
+            itself a checkpoint, or the system refuses.
     """
 
     def __init__(self, target: Path):
@@ -105,15 +117,27 @@ class Folder:
                 raise
 
     def _check_target(self) -> None:
-        if self.target.is_symlink() or self.target.exists() and not self.target.is_dir() or self.target.is_dir() and \
-                os.listdir(self.target) and not (self.target / NAME).is_file():
-            raise CheckpointError(f"For 'save', '{self.target}' is there and is no checkpoint.", "",
-                                  "A checkpoint is replaced by the next one under its name; other things are not.",
-                                  ("save into a folder of its own", "save(..., step=N) makes a folder for each step"))
+        """What would be replaced is a checkpoint and nothing else; what is above a step is none."""
+        target, fixes = self.target, ("save into a folder of its own", "save(..., step=N) makes a folder for each step")
+        rule = "A checkpoint is replaced by the next one under its name; other things are not."
+        there = sorted(os.listdir(target)) if target.is_dir() else []
+        if target.is_symlink() or target.exists() and not target.is_dir() or there and not (target / NAME).is_file():
+            raise CheckpointError(f"For 'save', '{target}' is there and is no checkpoint.", "", rule, fixes)
+        other = [name for name in there if not _OWN.fullmatch(name) or (target / name).is_dir()]
+        if other:
+            more = f" and {len(other) - 5} more" if len(other) > 5 else ""
+            raise CheckpointError(f"For 'save', '{target}' has other things in it than a checkpoint.",
+                                  ", ".join(other[:5]) + more, rule, fixes)
+        if _STEP.fullmatch(target.name) and (target.parent / NAME).is_file():
+            raise CheckpointError(f"For 'save', '{target.parent}' is itself a checkpoint, of no step.", f"{target.name}",
+                                  "A folder is a checkpoint, or holds one for each step.",
+                                  ("save steps into another folder",
+                                   f"move '{NAME}' and its shards into a folder of their own"))
 
     def commit(self) -> None:
         """Makes it the target. All files in it are on the disk already; so is this on return."""
         with refusals(f"For 'save', '{self.target}' cannot be put in its place"):
+            self._check_target()  # again: what came since is not ours either
             sync(self.path)
             old = self.target.parent / f".{self.target.name}{_OLD}"
             if not self.target.exists():

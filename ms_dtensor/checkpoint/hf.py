@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from os import PathLike
@@ -28,7 +29,7 @@ from ..errors import CheckpointError
 from .folder import refusals, sync, write_synced
 from .key_map import Names, matches, translate
 from .plan import common, held_boxes, whole_box, within
-from .ranks import all_ranks, attempted, gathered, raise_for_all, rank_of, together, told
+from .ranks import all_ranks, attempted, folder_of, gathered, raise_for_all, rank_of, together, told, unlike
 from .safetensors_file import CODES, DTYPES, put, write_safetensors
 from .state import PARTIAL_FIX, Leaf
 from .strict_json import short
@@ -114,18 +115,33 @@ def save_hf(module: nn.Cell, path: str | PathLike, key_map: Mapping[str, str] | 
         >>> sorted(os.listdir(folder)), sorted(Weights(folder).tensors)
         (['config.json', 'model.safetensors'], ['proj.bias', 'proj.weight'])
     """
-    group, folder = all_ranks(), Path(path)
-    if dtype is not None and dtype not in CODES:
-        raise CheckpointError(f"For 'save_hf', 'dtype' is {dtype!r}.", "", f"Safetensors files have {', '.join(CODES)}.")
-    files = _files(_slots(module, key_map, "save_hf"), dtype, max_shard_size)
+    group = all_ranks()
+
+    def compared() -> tuple[Path, bytes | None, dict[str, list[_Out]]]:
+        folder = folder_of(path, "save_hf")
+        _check(dtype, max_shard_size)
+        return folder, _config(config), _files(_slots(module, key_map, "save_hf"), dtype, max_shard_size)
+
+    folder, text, files = together(group, "save_hf", compared)
+    bad = unlike(group, {"path": str(folder), "config": repr(text)} | {
+        name: "; ".join(f"{o.name} {o.dtype} {o.leaf.describe()}" for o in outs) for name, outs in files.items()})
+    if bad:
+        raise CheckpointError(f"For 'save_hf', the ranks' arguments differ: {', '.join([*bad][:4])}.",
+                              "\n".join([*bad.values()][:4]), "All ranks write one folder together.",
+                              "give each rank the same arguments")
     first = rank_of(group) == 0
     together(group, "save_hf", lambda: _prepare(folder) if first else None)
     error = None
     for i, (name, tensors) in enumerate(files.items()):
         failed = _write(folder / PARTIAL / name, tensors, i % (group.size if group else 1), group)
         error = error or failed
-    raise_for_all("save_hf", gathered(group, None if error is None else told(error)))
-    together(group, "save_hf", lambda: _publish(folder, files, config) if first else None)
+    errors = gathered(group, None if error is None else told(error))
+    if first and any(errors):
+        shutil.rmtree(folder / PARTIAL, ignore_errors=True)
+    if error is not None and group is None:
+        raise error
+    raise_for_all("save_hf", errors)
+    together(group, "save_hf", lambda: _publish(folder, files, text) if first else None)
 
 
 # -- names -----------------------------------------------------------------------------------------------------------------
@@ -230,7 +246,7 @@ def _fill(slot: _Slot, weights: Weights) -> None:
         weights.read(slot.there.names[0], index, part)
         for other in slot.also:
             values = weights.read(other, index)
-            if part.tobytes() != put(np.empty_like(part), values).tobytes():
+            if part.tobytes() != put(np.empty_like(part), values, other).tobytes():
                 raise CheckpointError(f"For 'load_hf', the module ties what '{weights.path}' has two values of.",
                                       f"{leaf.key}: {slot.there.names[0]} and {other}", "A tied parameter has one value.",
                                       "build the model without tied weights")
@@ -275,14 +291,32 @@ def _files(slots: list[_Slot], dtype: str | None, max_shard_size: int) -> dict[s
     return {f"model-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, 1)}
 
 
+def _check(dtype: Any, max_shard_size: Any) -> None:
+    if dtype is not None and (not isinstance(dtype, str) or dtype not in CODES or _kind(dtype) != "float"):
+        raise CheckpointError(f"For 'save_hf', 'dtype' is {dtype!r}.", "", "It is the name of a floating dtype; other "
+                              "parameters keep theirs.", "bfloat16, float16, float32, float64")
+    if isinstance(max_shard_size, bool) or not isinstance(max_shard_size, int) or max_shard_size < 1:
+        raise CheckpointError(f"For 'save_hf', 'max_shard_size' is {max_shard_size!r}.", "", "It is a number of bytes.")
+
+
+def _config(config: Mapping[str, Any] | None) -> bytes | None:
+    """The text of `config.json`."""
+    try:
+        return None if config is None else json.dumps(config, indent=2, allow_nan=False).encode() + b"\n"
+    except (TypeError, ValueError, RecursionError) as e:
+        raise CheckpointError(f"For 'save_hf', 'config' is no JSON: {e}.", "", "It has dicts, lists, texts, finite numbers, "
+                              "booleans and None.") from e
+
+
 def _prepare(folder: Path) -> None:
     """Makes the folder in which files are made; what an interrupted save has left there goes."""
     with refusals(f"For 'save_hf', '{folder}' cannot be made"):
-        (folder / PARTIAL).mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         there = sorted(p.name for p in folder.iterdir() if p.name.endswith((".safetensors", ".bin", INDEX)))
         if there:
             raise CheckpointError(f"For 'save_hf', '{folder}' has weights already.", _few(there),
                                   "Files of two models in one folder would be read as one.", "save into an empty folder")
+        (folder / PARTIAL).mkdir(exist_ok=True)
         for old in (folder / PARTIAL).iterdir():
             old.unlink()
 
@@ -292,15 +326,18 @@ def _write(path: Path, tensors: list[_Out], writer: int, group: Group | None) ->
     stream = (_sent(out, writer, group) for out in tensors)
     error = None
     if rank_of(group) == writer:
-        entries = {out.name: (out.dtype, out.shape, _one(stream)) for out in tensors}
+        entries = {out.name: (out.dtype, out.shape, _one(out, stream)) for out in tensors}
         _, error = attempted(lambda: write_safetensors(path, entries, {"format": "pt"}))
     for _ in stream:  # the others wait in it
         pass
     return error
 
 
-def _one(stream: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
-    yield next(stream)
+def _one(out: _Out, stream: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+    """The next tensor, of the dtype it is to have; not converted in `_sent`, as what fails there would end the stream."""
+    whole = next(stream)
+    yield whole if out.dtype == out.leaf.dtype else put(
+        np.empty(out.shape, DTYPES[CODES[out.dtype]]), whole.reshape(out.shape), out.name)
 
 
 def _sent(out: _Out, writer: int, group: Group | None) -> np.ndarray:
@@ -320,7 +357,7 @@ def _sent(out: _Out, writer: int, group: Group | None) -> np.ndarray:
         piece = _view(leaf.array(), within(both, leaf.pieces)) if here == source else None
         place = tuple(slice(lo - at, hi - at) for (lo, hi), (at, _) in zip(both, wanted))
         if piece is not None and here == writer:
-            put(_view(whole, place), piece)
+            put(_view(whole, place), piece, out.name)
         elif piece is not None:
             sends.append((writer, Tensor.from_numpy(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).copy())))
         else:
@@ -329,16 +366,14 @@ def _sent(out: _Out, writer: int, group: Group | None) -> np.ndarray:
         got = group.exchange(sends, [(source, (math.prod(shape) * own.itemsize,), ms.uint8) for source, _, shape in comes])
         for (_, place, shape), data in zip(comes, got, strict=True):
             _view(whole, place)[...] = data.asnumpy().view(own).reshape(shape)
-    if here != writer:
-        return whole
-    return put(np.empty(out.shape, DTYPES[CODES[out.dtype]]), whole.reshape(out.shape)) if out.dtype != leaf.dtype else whole
+    return whole
 
 
-def _publish(folder: Path, files: Mapping[str, list[_Out]], config: Mapping[str, Any] | None) -> None:
+def _publish(folder: Path, files: Mapping[str, list[_Out]], config: bytes | None) -> None:
     """Moves whole files to their names, the index last."""
     with refusals(f"For 'save_hf', '{folder}' cannot be completed"):
         if config is not None:
-            write_synced(folder / "config.json", json.dumps(config, indent=2).encode() + b"\n")
+            write_synced(folder / "config.json", config)
         for name in files:
             os.replace(folder / PARTIAL / name, folder / name)
         if len(files) > 1:

@@ -28,6 +28,7 @@ ID = "ms_dtensor.id"  # where a shard's header carries the id of its save
 _OPENING = re.compile(rb'\A\{"digest": "([0-9a-f]{32})",\n"index": ')
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.safetensors")
 _ID = re.compile(r"[0-9a-f]{32}")
+MAX_INDEX = 1 << 30  # bytes
 _DIGITS = 1000  # of the longest whole number
 
 
@@ -106,7 +107,11 @@ def dump(index: Index) -> bytes:
             {"box": [list(extent) for extent in c.box], "file": c.file, "begin": c.begin, "piece": c.piece,
              "hashes": "".join(f"{h:016x}" for h in c.hashes)} for c in t.chunks]} for key, t in index.tensors.items()},
         "values": {key: _written(value) for key, value in index.values.items()}, "tied": index.tied}
-    return sealed(json.dumps(body, indent=1).encode())
+    data = sealed(json.dumps(body, indent=1).encode())
+    if len(data) > MAX_INDEX:
+        raise CheckpointError(f"For 'save', the index would have {len(data)} bytes.", "", f"One has at most {MAX_INDEX}.",
+                              "texts that are long: save them as arrays of bytes")
+    return data
 
 
 def sealed(body: bytes) -> bytes:

@@ -32,6 +32,8 @@ def translate(name: str, key_map: Mapping[str, str] | None, shape: Sequence[int]
     """
     if key_map is None:
         return Names((name,), False)
+    if not isinstance(key_map, Mapping):
+        raise CheckpointError(f"For 'key_map', {key_map!r} is no dict.", "", "It has a pattern of names by another.")
     for pattern, other in key_map.items():
         found = _regex(pattern).fullmatch(name)
         if found is None:

@@ -13,13 +13,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..comm.group import Group
 from ..errors import CheckpointError
 from .background import wait
 from .folder import find
 from .index import Index, TensorInfo
 from .pieces import view
 from .plan import within
-from .ranks import all_ranks, together
+from .ranks import all_ranks, folder_of, together, unlike
 from .reader import Reader
 from .safetensors_file import CODES, DTYPES
 from .state import Leaf, State
@@ -68,7 +69,8 @@ def load(state: Any, path: str | os.PathLike, *, strict: bool = True, key_map: K
 
     Raises:
         CheckpointError: on all ranks the same: no or a damaged checkpoint, keys, shapes or dtypes that do not fit. If a
-            hash is wrong, tensors may have been written already.
+            hash is wrong, or `cast` meets a value that the other dtype has none for (300 as int8, 1e10 as float16),
+            tensors may have been written already.
 
     Example:
         >>> import tempfile, numpy as np, ms_dtensor as md
@@ -81,8 +83,9 @@ def load(state: Any, path: str | os.PathLike, *, strict: bool = True, key_map: K
     """
     wait()
     group = all_ranks()
-    held, reader, found = together(group, "load", partial(_compared, state, Path(path), strict, key_map, cast))
+    held, reader, found = together(group, "load", partial(_compared, state, path, strict, key_map, cast))
     with reader:
+        _agree(group, reader, found, bool(cast))
         together(group, "load", partial(_read, held, reader, found.tensors))
         together(group, "load", partial(held.restore, found.values))
     return Loaded(reader.folder, reader.index.step, found.missing, found.unused)
@@ -95,9 +98,22 @@ class _Found(NamedTuple):
     unused: tuple[str, ...]
 
 
-def _compared(state: Any, path: Path, strict: bool, key_map: KeyMap | None, cast: bool) -> tuple[State, Reader, _Found]:
+def _agree(group: Group | None, reader: Reader, found: _Found, cast: bool) -> None:
+    """All ranks load the same of one checkpoint; it may be a copy on each node's own disk."""
+    bad = unlike(group, {"checkpoint": f"{reader.index.id}, step {reader.index.step}", "cast": str(cast),
+                         "missing": ", ".join(found.missing), "unused": ", ".join(found.unused)})
+    if bad:
+        raise CheckpointError(f"For 'load', the ranks do not load the same: {', '.join(bad)}.", "\n".join(bad.values()),
+                              "All ranks load one checkpoint together.", "give each rank the same state and arguments")
+
+
+def _compared(state: Any, path: Any, strict: bool, key_map: KeyMap | None, cast: bool) -> tuple[State, Reader, _Found]:
+    folder = folder_of(path, "load")
+    if key_map is not None and not isinstance(key_map, Mapping) and not callable(key_map):
+        raise CheckpointError(f"For 'load', 'key_map' is {key_map!r}.", "", "It is a dict, or a function, from keys of the "
+                              "state to keys of the checkpoint.", "load(..., key_map={here: there})")
     held = State(state, "load")
-    reader = Reader(find(path))
+    reader = Reader(find(folder))
     try:
         return held, reader, _match(held, reader.index, str(reader.folder), strict, key_map, cast)
     except BaseException:
@@ -109,6 +125,9 @@ def _match(held: State, index: Index, where: str, strict: bool, key_map: KeyMap 
     name: Callable[[str], str] = (lambda key: key) if key_map is None else \
         key_map if callable(key_map) else lambda key: key_map.get(key, key)
     names = {key: name(key) for key in (*held.tensors, *held.values, *held.tied)}
+    odd = [f"'{key}' -> {there!r}" for key, there in names.items() if not isinstance(there, str)]
+    if odd:
+        raise CheckpointError("For 'load', 'key_map' gives names that are no texts.", _some(odd))
     tensors: dict[str, TensorInfo] = {}
     values, missing, wrong = {}, [], []
     for key, leaf in held.tensors.items():

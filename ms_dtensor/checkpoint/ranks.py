@@ -6,8 +6,10 @@ here, no rank leaves by an exception.
 """
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from .. import comm
@@ -54,6 +56,26 @@ def together(group: Group | None, what: str, work: Callable[[], T]) -> T:
         return result  # type: ignore[return-value]
     raise_for_all(what, group.all_gather_object(None if error is None else told(error)))
     return result  # type: ignore[return-value]
+
+
+def unlike(group: Group | None, table: Mapping[str, str]) -> dict[str, str]:
+    """What the ranks do not tell alike, as lines by key; the same on all of them."""
+    digest = hashlib.blake2b(repr(sorted(table.items())).encode(errors="backslashreplace"), digest_size=16).hexdigest()
+    if len(set(gathered(group, digest))) == 1:
+        return {}
+    tables = gathered(group, dict(table))
+    keys = [key for key in sorted(set().union(*tables)) if len({t.get(key) for t in tables}) > 1]
+    return {key: f"'{key}': " + "; ".join(f"rank {rank} {t.get(key, 'has none')}" for rank, t in enumerate(tables[:4]))
+            for key in keys}
+
+
+def folder_of(path: Any, who: str) -> Path:
+    """The path that the user gave."""
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise CheckpointError(f"For '{who}', 'path' is {path!r}.", "", "It is a text or a pathlib.Path.",
+                              (f"{who}(state, 'run')", "'.' means the folder that the program runs in"))
+    return Path(text)
 
 
 def attempted(work: Callable[[], T]) -> tuple[T | None, Exception | None]:

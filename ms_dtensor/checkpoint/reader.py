@@ -22,10 +22,10 @@ import numpy as np
 
 from ..errors import CheckpointError
 from ..redistribute.boxes import Box, relative
-from .index import ID, NAME, Chunk, Index, TensorInfo, parse
+from .index import ID, MAX_INDEX, NAME, Chunk, Index, TensorInfo, parse
 from .pieces import PIECE, as_bytes, crc, piece_hash, view
 from .plan import common, part_name, volume
-from .safetensors_file import CODES, DTYPES, SafetensorsFile
+from .safetensors_file import CODES, DTYPES, SafetensorsFile, put
 
 BLOCK = 4 * PIECE  # bytes that a thread reads at a time
 
@@ -177,7 +177,7 @@ class Reader:
             return
         data = self._verified(key, chunk, size, first, last, None)
         rows = np.frombuffer(data, dtype, (run.end - run.begin) // dtype.itemsize, run.begin - first).reshape(run.shape)
-        np.copyto(target, rows[run.cut] if run.shape else rows, casting="unsafe")
+        put(target, rows[run.cut] if run.shape else rows.reshape(()), key)
 
     def _verified(self, key: str, chunk: Chunk, size: int, first: int, last: int, into: memoryview | None) -> memoryview:
         """Bytes of a chunk from the begin of a piece to the end of one."""
@@ -256,6 +256,9 @@ def read_index(folder: Path) -> Index:
         with os.fdopen(fd, "rb") as file:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise CheckpointError(f"For '{path}', the index is no regular file.")
+            if os.fstat(fd).st_size > MAX_INDEX:
+                raise CheckpointError(f"For '{path}', the index has {os.fstat(fd).st_size} bytes.", "",
+                                      f"It is read whole; one has at most {MAX_INDEX}.")
             data = file.read()
     except OSError as e:
         raise CheckpointError(f"For '{folder}', there is no checkpoint: '{NAME}' cannot be read, {e.strerror or e}.", "",

@@ -121,7 +121,7 @@ class SafetensorsFile:
         out = np.empty(part.shape, part.dtype) if out is None else out
         if out.shape != part.shape:
             raise CheckpointError(f"For 'read', 'out' has shape {list(out.shape)}, the box of '{name}' {list(part.shape)}.")
-        self._copy(part, out, whole.__array_interface__["data"][0] - entry.begin)
+        self._copy(part, out, whole.__array_interface__["data"][0] - entry.begin, name)
         return out
 
     def raw(self, name: str) -> memoryview:
@@ -144,7 +144,7 @@ class SafetensorsFile:
             self._refuse(f"it had {self._size} bytes when it was opened, and has {size} now.")
         return memoryview(self._map)[entry.begin:entry.end]
 
-    def _copy(self, part: np.ndarray, out: np.ndarray, base: int) -> None:
+    def _copy(self, part: np.ndarray, out: np.ndarray, base: int, name: str) -> None:
         """Copies by blocks, and lets the file's pages go after each: they would count as this process's memory."""
         if not part.size:
             return
@@ -153,11 +153,11 @@ class SafetensorsFile:
             rows = max(1, BLOCK // part.strides[0])
             if rows < len(part):
                 for i in range(0, len(part), rows):
-                    self._copy(part[i:i + rows], out[i:i + rows], base)
+                    self._copy(part[i:i + rows], out[i:i + rows], base, name)
                 return
             if len(part) == 1:
-                return self._copy(part[0], out[0, ...], base)
-        put(out, part)
+                return self._copy(part[0], out[0, ...], base, name)
+        put(out, part, name)
         begin = part.__array_interface__["data"][0] - base
         page = begin // mmap.PAGESIZE * mmap.PAGESIZE
         self._map.madvise(mmap.MADV_DONTNEED, page, begin + span - page)
@@ -253,17 +253,43 @@ def write_safetensors(path: str | PathLike, entries: Mapping[str, tuple[str, tup
     return placed
 
 
-def put(out: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """The array `out`, of the same shape and any dtype, with the values written into it."""
+def put(out: np.ndarray, values: np.ndarray, name: str) -> np.ndarray:
+    """The array `out`, of the same shape and any dtype, with the values of tensor `name` in it, rounded if need be.
+
+    Raises:
+        CheckpointError: a value is out of the range of the dtype of `out`: it would wrap around, or become infinite.
+    """
     if not values.size:
         return out  # NumPy crashes where it copies no elements of MindSpore's bfloat16
     kinds = out.dtype.kind + values.dtype.kind
     if kinds == "VV" and out.dtype.name == values.dtype.name:  # MindSpore has a bfloat16 of its own
         out, values = out.view(f"u{out.itemsize}"), values.view(f"u{out.itemsize}")
-    elif "V" in kinds:  # dtypes of two libraries know nothing of each other
+    elif values.dtype.kind == "V":  # dtypes of two libraries know nothing of each other
         values = values.astype(np.float32)
-    np.copyto(out, values, casting="unsafe")
+    if out.dtype == values.dtype:
+        np.copyto(out, values)
+        return out
+    narrow = not np.can_cast(values.dtype, out.dtype, "safe")
+    if narrow and out.dtype.kind in "iu":
+        info, low, high = np.iinfo(out.dtype), int(values.min()), int(values.max())
+        if low < info.min or high > info.max:
+            raise _out_of_range(name, low if low < info.min else high, values, out)
+    with np.errstate(over="ignore", invalid="ignore"):
+        np.copyto(out, values.astype(np.float32) if out.dtype.kind == "V" else values, casting="unsafe")
+    if narrow and out.dtype.kind not in "iub":
+        bad = ~np.isfinite(out.astype(np.float32) if out.dtype.kind == "V" else out)
+        if bad.any():
+            bad &= np.isfinite(values)
+            if bad.any():
+                raise _out_of_range(name, values[bad][0], values, out)
     return out
+
+
+def _out_of_range(name: str, value: Any, values: np.ndarray, out: np.ndarray) -> CheckpointError:
+    return CheckpointError(f"For tensor {short(name)}, the value {value} is out of the range of {out.dtype.name}.",
+                           f"{values.dtype.name} -> {out.dtype.name}{list(out.shape)}",
+                           "Values are rounded where dtypes differ; none wraps around or becomes infinite.",
+                           "a dtype that holds the values")
 
 
 def _write(file, buffer) -> int:

@@ -7,7 +7,6 @@ in that folder, since communication belongs to the main thread. Read next: `plan
 """
 from __future__ import annotations
 
-import hashlib
 import os
 import uuid
 from collections.abc import Mapping, Sequence
@@ -25,7 +24,8 @@ from .folder import Folder, point_latest, refusals, retire, step_name, write_syn
 from .index import NAME, Index, dump
 from .pieces import as_bytes, crc
 from .plan import Part, Request, assign, held_boxes, whole_box
-from .ranks import all_ranks, attempted, gathered, raise_for_all, rank_of, together, told
+from .random_state import DIFFER, RandomState
+from .ranks import all_ranks, attempted, folder_of, gathered, raise_for_all, rank_of, together, told, unlike
 from .state import State
 from .writer import Written, array_of, file_name, merged, write
 
@@ -66,9 +66,11 @@ def save(state: Any, path: str | os.PathLike, *, step: int | None = None, async_
     """
     background.wait()
     group = all_ranks()
-    held = together(group, "save", partial(_described, state, step, keep_last, keep_every))
-    _agree(group, held, f"step={step}, async_save={async_save}, keep_last={keep_last}, keep_every={keep_every}")
-    root = Path(os.path.abspath(path))
+    step, keep_last, keep_every = (int(n) if isinstance(n, np.integer) else n for n in (step, keep_last, keep_every))
+    held, given = together(group, "save", partial(_described, state, path, step, keep_last, keep_every))
+    _agree(group, held, {"path": str(given), "step": repr(step), "async_save": repr(bool(async_save)),
+                         "keep_last": repr(keep_last), "keep_every": repr(keep_every)})
+    root = Path(os.path.abspath(given))
     target = root if step is None else root / step_name(step)
     folder, save_id, hidden = _begun(group, target)
     held_by = {key: whole_box(leaf.shape, range(group.size if group else 1)) if leaf.layout is None else
@@ -125,7 +127,9 @@ def _finish(group: Group | None, folder: Folder | None, error: Exception | None,
     raise_for_all("save", group.all_gather_object(None if error is None else told(error)))
 
 
-def _described(state: Any, step: int | None, keep_last: int | None, keep_every: int | None) -> State:
+def _described(state: Any, path: Any, step: int | None, keep_last: int | None, keep_every: int | None
+               ) -> tuple[State, Path]:
+    given = folder_of(path, "save")
     for name, value, least in (("step", step, 0), ("keep_last", keep_last, 1), ("keep_every", keep_every, 1)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
             raise CheckpointError(f"For 'save', '{name}' is {value!r}.", "", f"It is a whole number, at least {least}.")
@@ -133,7 +137,7 @@ def _described(state: Any, step: int | None, keep_last: int | None, keep_every: 
         raise CheckpointError("For 'save', there is nothing that could be kept.", f"{step=}, {keep_last=}, {keep_every=}",
                               "'keep_last' is of steps; 'keep_every' adds to what 'keep_last' keeps.",
                               "save(state, path, step=N, keep_last=3, keep_every=1000)")
-    return State(state, "save")
+    return State(state, "save"), given
 
 
 def _begun(group: Group | None, target: Path) -> tuple[Folder | None, str, Path]:
@@ -146,23 +150,25 @@ def _begun(group: Group | None, target: Path) -> tuple[Folder | None, str, Path]
     return folder, everyone[0][1], Path(everyone[0][2])
 
 
-def _agree(group: Group | None, state: State, arguments: str) -> None:
+def _agree(group: Group | None, state: State, arguments: dict[str, str]) -> None:
     """All ranks save the same names, layouts and plain values, in the same way."""
     if group is None:
         return
-    table = {"the arguments of save": arguments} | {key: _identity(leaf) for key, leaf in state.tensors.items()}
+    bad = unlike(group, arguments)
+    if bad:
+        raise CheckpointError(f"For 'save', the ranks' arguments differ: {', '.join(bad)}.", "\n".join(bad.values()),
+                              "All ranks save one checkpoint together.", "give each rank the same arguments")
+    table = {key: _identity(leaf) for key, leaf in state.tensors.items()}
     table |= {key: repr(value) for key, value in state.values.items()}
     table |= {key: f"the same as '{first}'" for key, first in state.tied.items()}
-    digest = hashlib.blake2b(repr(sorted(table.items())).encode(), digest_size=16).hexdigest()
-    if len(set(group.all_gather_object(digest))) == 1:
+    bad = unlike(group, table)
+    if not bad:
         return
-    tables = group.all_gather_object(table)
-    unlike = [key for key in sorted(set().union(*tables)) if len({t.get(key) for t in tables}) > 1]
-    lines = [f"'{key}': " + "; ".join(f"rank {rank} {t.get(key, 'has none')}" for rank, t in enumerate(tables[:4]))
-             for key in unlike[:4]]
-    raise CheckpointError(f"For 'save', the ranks' states differ in {len(unlike)} keys.", "\n".join(lines),
+    random = tuple(f"{key}." if key else "" for key, node in state.objects.items() if isinstance(node, RandomState))
+    raise CheckpointError(f"For 'save', the ranks' states differ in {len(bad)} keys.", "\n".join([*bad.values()][:4]),
                           "A checkpoint is one state; what is not laid out over the ranks is the same on all of them.",
-                          ("DTensor.from_local(x, mesh, [Shard(0)]) for what each rank has of its own",
+                          (*((DIFFER,) if any(key.startswith(random) for key in bad) else ()),
+                           "DTensor.from_local(x, mesh, [Shard(0)]) for what each rank has of its own",
                            "save what rank 0 has: broadcast it first"))
 
 

@@ -69,7 +69,8 @@ class Leaf:
     def array(self) -> np.ndarray:
         """What is here of it, not to be written; a view where that can be."""
         if not isinstance(self.tensor, Tensor):
-            return self.tensor
+            plain = np.asarray(self.tensor)  # a matrix has two dims whatever one does
+            return plain if plain.dtype.isnative else plain.astype(plain.dtype.newbyteorder("="))
         with NoFallbackGuard():
             return _known(Tensor.asnumpy(self.tensor)).reshape(tuple(self.tensor._shape))
 
@@ -77,7 +78,7 @@ class Leaf:
         """An array to load into, and whether it is the storage itself; if not, `store` puts it there."""
         if not isinstance(self.tensor, Tensor):
             if self.tensor.flags.writeable:
-                return self.tensor, True
+                return np.asarray(self.tensor), True
             raise CheckpointError(f"For 'load', the array '{self.key}' cannot be written.", self.describe(),
                                   "A load writes into what is there.", "pass a copy of it")
         shape = tuple(self.tensor._shape)
@@ -115,6 +116,7 @@ class State:
         tensors: by key; a tensor with several names is under the first of them.
         values: plain values by key.
         tied: further names -> the first one.
+        objects: what told its own state, by key.
 
     Raises:
         CheckpointError: something that has no place in a checkpoint.
@@ -125,7 +127,9 @@ class State:
         self.tensors: dict[str, Leaf] = {}
         self.values: dict[str, Value] = {}
         self.tied: dict[str, str] = {}
+        self.objects: dict[str, Any] = {}
         self._of: dict[int, str] = {}
+        self._above: set[int] = set()  # what the node at hand is in
         self._told: dict[int, Any] = {}  # what objects told of themselves, by id of the object; kept until `restore`
         self._root = state
         if not isinstance(state, Mapping | list | tuple) and _told_by(state) is None:
@@ -139,10 +143,31 @@ class State:
 
     # -- inside ----------------------------------------------------------------------------------------------------------
     def _walk(self, node: Any, key: str) -> None:
+        if id(node) in self._above:
+            raise CheckpointError(f"For '{self.who}', the state{_at(key)} is in itself.", "", "A checkpoint is a tree.",
+                                  "leave one of the two out")
         told = _told_by(node)
         if told is not None:
-            self._told[id(node)] = told
-            node = told
+            self._told[id(node)], self.objects[key] = told, node
+        if told is not None or isinstance(node, Mapping | list | tuple):
+            self._above.add(id(node))
+            self._walk_into(node if told is None else told, key)
+            self._above.discard(id(node))
+        else:
+            self._leaf(node, key)
+
+    def _walk_into(self, node: Any, key: str) -> None:
+        if isinstance(node, Mapping):
+            for name, child in node.items():
+                if not isinstance(name, str | int) or isinstance(name, bool):
+                    raise CheckpointError(f"For '{self.who}', a dict{_at(key)} has the key {name!r}.", "",
+                                          "Keys are texts or whole numbers.", "name it by a text")
+                self._walk(child, _join(key, name))
+        else:
+            for i, child in enumerate(node):
+                self._walk(child, _join(key, i))
+
+    def _leaf(self, node: Any, key: str) -> None:
         if isinstance(node, np.generic):
             node = node.item()
         if isinstance(node, Tensor | np.ndarray):
@@ -150,15 +175,6 @@ class State:
         elif node is None or isinstance(node, bool | int | float | str):
             self._once(key)
             self.values[key] = node
-        elif isinstance(node, Mapping):
-            for name, child in node.items():
-                if not isinstance(name, str | int) or isinstance(name, bool):
-                    raise CheckpointError(f"For '{self.who}', a dict{_at(key)} has the key {name!r}.", "",
-                                          "Keys are texts or whole numbers.", "name it by a text")
-                self._walk(child, _join(key, name))
-        elif isinstance(node, list | tuple):
-            for i, child in enumerate(node):
-                self._walk(child, _join(key, i))
         else:
             raise CheckpointError(
                 f"For '{self.who}', '{key}' is a {type(node).__module__}.{type(node).__qualname__}.", "",
@@ -173,6 +189,9 @@ class State:
             self.tied[key] = first
             return
         leaf = Leaf(key, tensor)
+        if isinstance(tensor, np.ma.MaskedArray):
+            raise CheckpointError(f"For '{self.who}', '{key}' is a masked array.", leaf.describe(), "Files have no masks.",
+                                  "save x.filled(0) and np.ma.getmaskarray(x)")
         if leaf.dtype not in CODES:
             raise CheckpointError(f"For '{self.who}', the tensor '{key}' is {leaf.dtype}.", leaf.describe(),
                                   "Safetensors files have " + ", ".join(CODES) + ".",
@@ -183,7 +202,10 @@ class State:
         self.tensors[key] = leaf
 
     def _once(self, key: str) -> None:
-        if key in self.tensors or key in self.values or key in self.tied or not key or key == "__metadata__":
+        if key in ("", "__metadata__"):
+            rule = "Safetensors files keep that name for themselves." if key else "What is in a state has a name."
+            raise CheckpointError(f"For '{self.who}', something is called '{key}'.", "", rule, "give it another name")
+        if key in self.tensors or key in self.values or key in self.tied:
             raise CheckpointError(f"For '{self.who}', two things are called '{key}'.", "",
                                   "Names of nested dicts are joined by dots.", "rename one of them")
 

@@ -122,4 +122,4 @@ class _CkptFile:
         part = self.arrays[name][() if index is None else index]
         if out is None:
             return np.array(part)
-        return put(out, part)
+        return put(out, part, name)

@@ -38,6 +38,7 @@ composite = _private("mindspore.ops.composite", "base")  # `GradOperation`
 grad_func = _private("mindspore.ops.function.grad", "grad_func")  # `grad`, `value_and_grad`, `vjp`, ...
 jit_api = _private("mindspore.graph", "api")
 jit_trace = _private("mindspore.graph", "jit_trace")
+seeds: Any = import_module("mindspore.common.seed")  # `_GLOBAL_SEED` and `_KERNEL_SEED`: whence `ops.dropout` draws
 pijit_context = _private("mindspore.graph._utils", "pijit_context")
 TensorHookHandle = _private("mindspore.common.hook_handle", "_TensorHookHandle")
 HookBackward = _private("mindspore.ops.operations.debug_ops", "HookBackward")

@@ -90,6 +90,35 @@ def test_other_things_are_not_replaced(tmp_path):
         Folder(tmp_path / "file" / "below")
 
 
+def test_a_folder_with_anything_but_one_checkpoint_is_not_replaced(tmp_path):
+    target = tmp_path / "run"
+    made(target, "1")
+    with pytest.raises(CheckpointError, match="'.*run' is itself a checkpoint"):
+        Folder(target / step_name(1))
+    assert os.listdir(target) == ["index.json"]
+    for name in ("notes.txt", "latest", "step-00000001", "shard-00000-of-00001.safetensors"):
+        (target / name).mkdir() if name[:2] in ("st", "sh") else (target / name).write_text("mine")
+        with pytest.raises(CheckpointError, match=f"has other things in it than a checkpoint.*\n.*{name}"):
+            Folder(target)
+        (target / name).rmdir() if name[:2] in ("st", "sh") else (target / name).unlink()
+    (target / "shard-00000-of-00001.safetensors").write_text("x")
+    folder = Folder(target)
+    (folder.path / "index.json").write_text("2")
+    (target / "late.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="late.txt"):
+        folder.commit()
+    folder.abandon()
+    assert (target / "late.txt").read_text() == "mine" and (target / "index.json").read_text() == "1"
+
+
+def test_a_path_that_means_two_checkpoints_is_refused(tmp_path):
+    made(tmp_path / step_name(7))
+    (tmp_path / "index.json").write_text("x")
+    with pytest.raises(CheckpointError, match="there are two checkpoints: .*'step-00000007' is in it"):
+        find(tmp_path)
+    assert find(tmp_path / step_name(7)) == tmp_path / step_name(7)
+
+
 def test_steps_latest_and_which_stay(tmp_path):
     assert latest(tmp_path) is None and latest(tmp_path / "none") is None and steps(tmp_path / "none") == []
     for step in range(10, 100, 10):

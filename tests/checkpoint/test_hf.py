@@ -265,11 +265,33 @@ def test_a_save_that_fails_leaves_no_weights(tmp_path, monkeypatch):
             save_hf(Net(), tmp_path / "out", NAMES, config={"a": 1})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert [p.name for p in (tmp_path / "out").iterdir()] == [".partial"]
+    assert not [*(tmp_path / "out").iterdir()]
     with pytest.raises(CheckpointError, match="no safetensors file"):
         Weights(tmp_path / "out")
     save_hf(Net(), tmp_path / "out", NAMES, config={"a": 1})
     assert {p.name for p in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors"}
+
+
+@pytest.mark.parametrize(("options", "text"), [
+    ({"dtype": "int8"}, "'dtype' is 'int8'"), ({"dtype": "f32"}, "'dtype' is 'f32'"), ({"dtype": ["float32"]}, "'dtype' is"),
+    ({"max_shard_size": -1}, "'max_shard_size' is -1"), ({"max_shard_size": 0}, "'max_shard_size' is 0"),
+    ({"max_shard_size": 2.5}, "'max_shard_size' is 2.5"), ({"config": {"a": float("nan")}}, "'config' is no JSON"),
+    ({"config": {"a": object()}}, "'config' is no JSON")])
+def test_arguments_of_a_save_are_checked_before_anything_is_written(tmp_path, options, text):
+    with pytest.raises(CheckpointError, match=text):
+        save_hf(Net(), tmp_path / "out", NAMES, **options)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_values_out_of_a_dtypes_range_are_refused(tmp_path):
+    net = Net()
+    net.tail.head.set_data(ms.Tensor(np.full((5, 4), 1e10, np.float32)))
+    with pytest.raises(CheckpointError, match="'lm_head.weight', the value 10000000000.0 is out of the range of float16"):
+        save_hf(net, tmp_path / "out", NAMES, dtype="float16")
+    assert not [*(tmp_path / "out").iterdir()]
+    save_hf(net, tmp_path / "out", NAMES, dtype="bfloat16")
+    with pytest.raises(CheckpointError, match="tensor 'lm_head.weight'.*out of the range of float16"):
+        load_hf(Net(ms.float16), tmp_path / "out", NAMES)
 
 
 def test_a_file_where_the_folder_should_be(tmp_path):

@@ -2,6 +2,7 @@
 """One process: every kind of state comes back; what does not fit is refused before anything is written."""
 from __future__ import annotations
 
+import os
 import re
 from collections import namedtuple
 from pathlib import Path
@@ -179,10 +180,24 @@ def test_keys_shapes_and_dtypes_that_do_not_fit_are_refused_whole(tmp_path):
         checkpoint.load(frozen, tmp_path / "a")
 
 
+class Endless:
+    def state_dict(self):
+        return {"me": self}
+
+    def load_state_dict(self, state):
+        pass
+
+
+CYCLE: dict = {"a": {}}
+CYCLE["a"]["b"] = CYCLE
+
+
 @pytest.mark.parametrize(("state", "text"), [
     ({"f": len}, "'f' is a builtins.builtin_function_or_method"), ({"a": {"b": 1}, "a.b": 2}, "two things are called 'a.b'"),
     ({(1, 2): 3}, r"has the key \(1, 2\)"), (5, "'state' is a int"), ({"c": np.zeros(2, complex)}, "real and imaginary"),
-    ({"o": np.array(["x"])}, "the tensor 'o' is str"), ({"": 1}, "two things are called ''")])
+    ({"o": np.array(["x"])}, "the tensor 'o' is str"), ({"": 1}, "something is called ''"),
+    ({"__metadata__": 1}, "called '__metadata__'"), ({"m": np.ma.array([1., 2.], mask=[0, 1])}, "'m' is a masked array"),
+    (CYCLE, "the state at 'a.b' is in itself"), (Endless(), "the state at 'me' is in itself")])
 def test_what_has_no_place_in_a_checkpoint_is_refused(tmp_path, state, text):
     with pytest.raises(CheckpointError, match=text):
         checkpoint.save(state, tmp_path / "a")
@@ -194,6 +209,77 @@ def test_arguments_are_checked(tmp_path):
                     {"keep_every": 2, "step": 1}):
         with pytest.raises(CheckpointError, match="For 'save'"):
             checkpoint.save({"a": 1}, tmp_path / "a", **options)
+    checkpoint.save({"a": 1}, tmp_path, step=np.int64(5), keep_last=np.int32(1))
+    for key_map in (3, {"a": 3}, lambda key: None):
+        with pytest.raises(CheckpointError, match="'key_map'"):
+            checkpoint.load({"a": 0}, tmp_path, key_map=key_map)
+    for path in ("", b"run", "a\0b", None, 3):
+        for call in (checkpoint.save, checkpoint.load):
+            with pytest.raises(CheckpointError, match="'path' is"):
+                call({"a": 1}, path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000005"]
+
+
+@pytest.mark.parametrize("dtype", [">f4", ">i2", ">f8", ">u8", "<f4"])
+def test_arrays_of_another_byte_order_keep_their_values(tmp_path, dtype):
+    value = np.arange(6).reshape(2, 3).astype(dtype)
+    checkpoint.save({"x": value, "turned": value.T}, tmp_path / "a")
+    assert load_file(tmp_path / "a" / "shard-00000-of-00001.safetensors")["x"].tolist() == value.tolist()
+    for there in (value.dtype, value.dtype.newbyteorder()):
+        target = {"x": np.zeros((2, 3), there), "turned": np.zeros((3, 2), there)}
+        checkpoint.load(target, tmp_path / "a")
+        assert target["x"].tolist() == value.tolist() and target["turned"].tolist() == value.T.tolist()
+
+
+def test_a_matrix_has_two_dims_in_all_of_its_parts(tmp_path):
+    checkpoint.save({"m": np.array([[1., 2.], [3., 4.]]).view(np.matrix)}, tmp_path / "m")
+    checkpoint.load(target := {"m": np.zeros((2, 2)).view(np.matrix)}, tmp_path / "m")
+    assert target["m"].tolist() == [[1, 2], [3, 4]]
+
+
+@pytest.mark.parametrize(("have", "want"), [
+    (np.array([1, 300]), np.int8), (np.array([-1, 3]), np.uint64), (np.array([2 ** 63], np.uint64), np.int64),
+    (np.array([1, 1e10]), np.float16), (np.array([1e300]), np.float32), (np.array([1e300]), ml_dtypes.bfloat16),
+    (np.array([1e6]), ml_dtypes.float8_e4m3fn), (np.array([1e30], ml_dtypes.bfloat16), np.float16)])
+def test_a_cast_refuses_values_that_do_not_fit(tmp_path, have, want):
+    checkpoint.save({"w": have, "small": (have * 0 + 1).astype(have.dtype)}, tmp_path / "a")
+    zero = np.zeros(have.shape, want)
+    with pytest.raises(CheckpointError, match=f"tensor 'w', the value .* is out of the range of {np.dtype(want).name}"):
+        checkpoint.load({"w": zero, "small": zero.copy()}, tmp_path / "a", cast=True)
+    with pytest.raises(CheckpointError, match="out of the range"):
+        checkpoint.convert(tmp_path / "a", tmp_path / "b.safetensors", dtype="float16") if have.dtype.kind == "f" and abs(
+            have).max() > 1e7 else checkpoint.load({"w": zero}, tmp_path / "a", cast=True, strict=False)
+    checkpoint.load(target := {"small": zero.copy()}, tmp_path / "a", cast=True, strict=False)
+    assert target["small"].astype(float).tolist() == np.ones(have.shape).tolist()
+
+
+def test_a_cast_keeps_what_is_not_finite(tmp_path):
+    checkpoint.save({"w": np.array([np.inf, -np.inf, np.nan, 0.1])}, tmp_path / "a")
+    checkpoint.load(target := {"w": np.zeros(4, np.float16)}, tmp_path / "a", cast=True)
+    assert np.array_equal(target["w"], np.array([np.inf, -np.inf, np.nan, 0.1], np.float16), equal_nan=True)
+
+
+def test_a_folder_of_steps_is_no_checkpoint_and_a_checkpoint_none_of_steps(tmp_path):
+    checkpoint.save({"a": 1}, tmp_path / "one")
+    with pytest.raises(CheckpointError, match="one' is itself a checkpoint, of no step"):
+        checkpoint.save({"a": 2}, tmp_path / "one", step=1)
+    checkpoint.save({"a": 3}, tmp_path / "run", step=1)
+    with pytest.raises(CheckpointError, match="is there and is no checkpoint"):
+        checkpoint.save({"a": 4}, tmp_path / "run")
+    (tmp_path / "one" / "index.json").rename(tmp_path / "run" / "index.json")
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="other things in it"):
+        checkpoint.save({"a": 5}, tmp_path / "run")
+    with pytest.raises(CheckpointError, match="run', there are two checkpoints: the folder is one, and 'step-00000001'"):
+        checkpoint.load({"a": 0}, tmp_path / "run")
+    assert (tmp_path / "run" / "notes.txt").exists() and (tmp_path / "run" / "step-00000001").is_dir()
+
+
+def test_an_index_larger_than_any_is_not_read(tmp_path):
+    checkpoint.save({"a": 1}, tmp_path / "a")
+    os.truncate(tmp_path / "a" / "index.json", (1 << 30) + 1)
+    with pytest.raises(CheckpointError, match="the index has 1073741825 bytes"):
+        checkpoint.load({"a": 1}, tmp_path / "a")
 
 
 def test_leaves_keep_their_gradients_and_a_dtensors_memo_goes(tmp_path):
@@ -213,6 +299,23 @@ def test_the_page_runs_as_it_stands():
     names: dict = {}
     for block in blocks:
         exec(compile(block, page.name, "exec"), names)
+
+
+@pytest.mark.parametrize("draw", [lambda: ms.ops.randn(3), lambda: ms.ops.standard_normal((3,)),
+                                  lambda: ms.ops.dropout(ms.ops.ones(64), 0.5)])
+def test_the_streams_of_plain_ops_go_on_where_they_are_seeded(tmp_path, draw, monkeypatch):
+    seeds = md.internals.names.seeds
+    monkeypatch.setattr(seeds, "_GLOBAL_SEED", seeds._GLOBAL_SEED)
+    monkeypatch.setattr(seeds, "_KERNEL_SEED", dict(seeds._KERNEL_SEED))
+    ms.set_seed(3)
+    ms.ops.ones(1) + draw().sum()
+    state = {"random": checkpoint.RandomState()}
+    checkpoint.save(state, tmp_path / "a")
+    first = [draw().asnumpy().tolist() for _ in range(2)]
+    ms.set_seed(4)
+    draw()
+    checkpoint.load(state, tmp_path / "a")
+    assert [draw().asnumpy().tolist() for _ in range(2)] == first and first[0] != first[1] and ms.get_seed() == 3
 
 
 def test_random_streams_go_on(tmp_path):

@@ -147,8 +147,35 @@ def states_that_differ_or_have_no_place_are_refused_before_a_file_is_made(world)
         assert not os.listdir(root) and {op for op, _ in count} == {"all_gather_object"}
     text = refusal(lambda: checkpoint.save({"w": 1}, root / "a", keep_last=world.rank + 1), CheckpointError)
     same_on_all_ranks(world, text)
-    text = refusal(lambda: checkpoint.save({"w": 1}, root / "a", step=world.rank), CheckpointError)
-    assert "the arguments of save" in text and not os.listdir(root), text
+    one = world.rank == 1
+    for path, options, words in ((root / "a", {"step": world.rank}, ("differ: step", "rank 0 0; rank 1 1")),
+                                 (root / "a", {"async_save": one}, ("differ: async_save",)),
+                                 (root / f"d{world.rank}", {}, ("differ: path",)),
+                                 (None if one else root / "a", {}, ("1 of 4 ranks failed, the first is rank 1", "'path' is")),
+                                 ("a\0" if one else root / "a", {}, ("1 of 4 ranks failed, the first is rank 1", "'path' is"))):
+        text = refusal(lambda path=path, options=options: checkpoint.save({"w": 1}, path, **options), CheckpointError)
+        assert all(word in text for word in words) and not os.listdir(root), text
+        same_on_all_ranks(world, text)
+    state = {"random": checkpoint.RandomState()}
+    np.random.seed(world.rank)
+    text = refusal(lambda: checkpoint.save(state, root / "a"), CheckpointError)
+    assert "np.random.seed(n)" in text and "ms.set_seed(n) on all ranks" in text, text
+    ms.set_seed(1)
+    for name in "ab":
+        checkpoint.save(state | {"w": 1}, root / name)
+    for load in (lambda: checkpoint.load({"w": 1}, root / "ab"[one], strict=False),
+                 lambda: checkpoint.load({"w": 1} | ({} if one else state), root / "a", strict=False),
+                 lambda: checkpoint.load({"w": 1}, root / "a", strict=one),
+                 lambda: checkpoint.load({"w": 1}, root / "a", strict=False, cast=one),
+                 lambda: checkpoint.load({"w": 1}, None if one else root / "a", strict=False)):
+        same_on_all_ranks(world, refusal(load, CheckpointError))
+    checkpoint.load(state | {"w": 1}, root / "b")
+    for options in ({"max_shard_size": 7 if one else 1000}, {"dtype": "float16" if one else None}, {"config": {"a": one}},
+                    {"dtype": "int8" if one else None}):
+        net = nn.Dense(2, 3)
+        text = refusal(lambda net=net, options=options: checkpoint.save_hf(net, root / "hf", **options), CheckpointError)
+        same_on_all_ranks(world, text)
+        assert not (root / "hf").exists()
     text = refusal(lambda: checkpoint.load({"w": 1}, root / "none"), CheckpointError)
     assert "there is no checkpoint" in text
     same_on_all_ranks(world, text)

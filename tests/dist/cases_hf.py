@@ -80,8 +80,8 @@ def weights_of_any_layout_come_in_and_go_out(world):
     assert set(op for op, _ in count) == {"all_gather_object"}, "no data travel"
     for name, layout in layouts().items():
         got = net._params[name]
-        whole = put(np.empty(layout.shape, np.float32), got.full_tensor().asnumpy())
-        assert np.array_equal(whole, put(np.empty(layout.shape, np.float32), wanted(name, layout))), name
+        whole = put(np.empty(layout.shape, np.float32), got.full_tensor().asnumpy(), name)
+        assert np.array_equal(whole, put(np.empty(layout.shape, np.float32), wanted(name, layout), name)), name
     save_hf(net, f"{root}/out", NAMES, max_shard_size=150)
     saved = Weights(f"{root}/out")
     assert set(saved.tensors) == set(want) and len(list(os.scandir(f"{root}/out"))) > 5
