@@ -14,6 +14,7 @@ from mindspore import Tensor
 from ..comm.packing import copy
 from ..dispatch.memo import memo_of
 from ..dispatch.patches.hooks import run_hooks
+from ..dispatch.patches.recomputed import recomputing
 from ..internals.names import NoFallbackGuard, executor
 
 
@@ -45,6 +46,8 @@ class LateGradients:
 
     def finish(self) -> None:
         """The sums are in the gradients; a second call does nothing."""
+        if recomputing.get():  # a cell that runs again has a backward of its own inside this one, whose end is not the end
+            return
         (due, self._due), (arrived, self._arrived) = (self._due, []), (self._arrived, {})
         with NoFallbackGuard():
             for sums in due:
