@@ -183,7 +183,7 @@ def retire(root: Path, keep_last: int, keep_every: int | None) -> list[int]:
         hidden = root / f".{step_name(s)}{_RETIRED}"
         with refusals(f"For 'save', '{root / step_name(s)}' cannot be removed"):
             os.rename(root / step_name(s), hidden)  # whole, or not there
-            shutil.rmtree(hidden)
+            _remove(hidden)
     return gone
 
 
@@ -194,7 +194,8 @@ def clean(parent: Path, but: Path | None = None) -> None:
         if not name.startswith("."):
             continue
         if name.endswith(_RETIRED):
-            shutil.rmtree(path, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                _remove(path)
         elif name.endswith(_OLD):
             target = parent / name[1:-len(_OLD)]
             if target.exists():

@@ -137,8 +137,9 @@ def _described(state: Any, path: Any, step: int | None, keep_last: int | None, k
                ) -> tuple[State, Path]:
     given = folder_of(path, "save")
     for name, value, least in (("step", step, 0), ("keep_last", keep_last, 1), ("keep_every", keep_every, 1)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-            raise CheckpointError(f"For 'save', '{name}' is {value!r}.", "", f"It is a whole number, at least {least}.")
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not least <= value < 1 << 62):
+            raise CheckpointError(f"For 'save', '{name}' is {value!r}.", "", f"It is a whole number, at least {least}, "
+                                  "and less than 2**62.")
     if keep_last is not None and step is None or keep_every is not None and keep_last is None:
         raise CheckpointError("For 'save', there is nothing that could be kept.", f"{step=}, {keep_last=}, {keep_every=}",
                               "'keep_last' is of steps; 'keep_every' adds to what 'keep_last' keeps.",
