@@ -5,8 +5,8 @@ So a rank that reads a slice of a part verifies the pieces that it touches, and 
 is in the processor's cache. Only sums of it are fit for reading at the speed of memory in Python: of a piece as rows of 512
 words of 64 bits, the sums of its rows and of its columns, and the CRC-32 of both. No change of up to three words leaves all
 sums as they were, and none of one block, nor do pages change places; chance leaves the 64 bits as they were once in 2**64.
-In cache that is 14 GB/s, `zlib.crc32` of the bytes 5; a piece that has just been read from a file costs half as much again as
-to read it. It tells damage, not forgery.
+In cache that is 14 GB/s, `zlib.crc32` of the bytes 5; of what has just been read from a file it takes half as long as the
+reading. It tells damage, not forgery.
 """
 from __future__ import annotations
 
