@@ -142,7 +142,7 @@ class Group:
         self._check("reduce_scatter", x, op, [(dim, sizes, sum(sizes))])
         return self._collective("reduce_scatter", x, (self.size - 1) / self.size, async_op, op, dim, sizes)
 
-    def all_gather_into(self, own: Sequence[Tensor], window: Any, parts: Parts, dtype: Any, *,
+    def all_gather_into(self, pieces: Sequence[Tensor], window: Any, parts: Parts, dtype: Any, *,
                         async_op: bool = False) -> Work:
         """The members' pieces of tensors put together in a `backend.window`; one collective, recorded as such."""
         from .packing import numpy_dtype
@@ -150,7 +150,7 @@ class Group:
         kind = numpy_dtype(dtype)
         flat = _Flat((parts.totals[self.rank_index],), dtype, kind.itemsize)
         return self._done("all_gather", flat, self.size - 1,
-                          lambda: self.backend.all_gather_into(own, window, parts, kind, self.ranks, async_op))
+                          lambda: self.backend.all_gather_into(pieces, window, parts, kind, self.ranks, async_op))
 
     def reduce_scatter_from(self, wholes: dict[int, Tensor], parts: Parts, op: str = "sum") -> Tensor:
         """This member's pieces, one behind another, of the reduction of whole tensors, given by number in `parts`."""

@@ -95,7 +95,7 @@ class Backend(ABC):
         """Memory for `all_gather_into`, with `claim()` and `release()`, or None where there is no such memory."""
         return None
 
-    def all_gather_into(self, own: Sequence[Tensor], window: Any, parts: Parts, dtype: np.dtype, group: Ranks,
+    def all_gather_into(self, pieces: Sequence[Tensor], window: Any, parts: Parts, dtype: np.dtype, group: Ranks,
                         async_op: bool = False) -> Work:
         """Puts the members' pieces, cast to a dtype, together as whole tensors in a `window`; done after the wait."""
         raise NotImplementedError

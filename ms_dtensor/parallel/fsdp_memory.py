@@ -71,7 +71,7 @@ class HostMemory:
         if self.window is None:  # private: of a shared mapping the system keeps the pages that a process gives back
             self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._flat = np.frombuffer(self._map, np.uint8) if self.window is None else self.window
-        self.arrays = []
+        self.arrays: list[np.ndarray] = []
         for shape, count in zip(shapes, counts):
             self.arrays.append(np.ndarray(shape, kind, self._flat, at))
             at += count * kind.itemsize

@@ -56,7 +56,8 @@ class Block:
 
     def __init__(self, params: list, whole: list[Layout], dtype, group, axis: int, reduce_dtype, near):
         self.params, self.whole, self.dtype, self.group, self.reduce_dtype = params, whole, dtype, group, reduce_dtype
-        self.near, self._part = near, None  # this rank's part of what the neighbours have together
+        self.near = near
+        self._part: Any = None  # this rank's part of what the neighbours have together
         self.shapes, dims = [layout.local_shape() for layout in whole], [p.placements[axis].dim for p in params]
         here = params[0].device_mesh.get_coordinate()
         self.parts = Parts(self.shapes, dims, [sizes_along(p.layout, (axis,), d, here) for p, d in zip(params, dims)])

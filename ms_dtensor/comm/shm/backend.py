@@ -131,9 +131,9 @@ class ShmBackend(Backend):
     def window(self, nbytes: int) -> Any:
         return self._engine.window(nbytes)
 
-    def all_gather_into(self, own: Sequence[Tensor], window: Any, parts: Parts, dtype: np.dtype, group: Ranks,
+    def all_gather_into(self, pieces: Sequence[Tensor], window: Any, parts: Parts, dtype: np.dtype, group: Ranks,
                         async_op: bool = False) -> Work:
-        done = self._engine.all_gather_into([x.asnumpy() for x in own], window, parts, dtype, group, async_op)
+        done = self._engine.all_gather_into([x.asnumpy() for x in pieces], window, parts, dtype, group, async_op)
         return Work(finish=lambda: (done.wait(), None)[1]) if async_op else Work()
 
     def reduce_scatter_from(self, wholes: dict[int, Tensor], parts: Parts, op: str, group: Ranks) -> Tensor:
