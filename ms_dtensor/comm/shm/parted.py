@@ -53,7 +53,8 @@ class PartedEngine(Engine):
                 memory, start = (window, 0) if i == g.index else (g.members[i].map, g.result_of(i))
                 for t, piece in enumerate(pieces):
                     if piece.size:
-                        whole: np.ndarray = np.ndarray(parts.shapes[t], dtype, memory, start + parts.starts[t] * dtype.itemsize)
+                        at = start + parts.starts[t] * dtype.itemsize
+                        whole: np.ndarray = np.ndarray(parts.shapes[t], dtype, memory, at)
                         whole[parts.index(t, g.index)] = piece
                         self.sent += piece.size * dtype.itemsize * (i != g.index)
             self._signals.sync(g, "all_gather")
