@@ -69,17 +69,21 @@ def parallelize(model: nn.Cell, mesh: DeviceMesh, cfg: ParallelConfig,
                 mp_policy: MixedPrecisionPolicy | None = None) -> nn.Cell:
     """Applies the plan over mesh["tp"], lays attention out over its heads, then data parallelism over mesh["dp"].
 
+    Block by block: of a model made under `no_init_parameters` no rank has more at a time than its shards and a block.
+
     Returns `model`.
 
     Initial weights are those of rank 0 of each axis. Afterwards every parameter and buffer is a DTensor on `mesh`.
     """
-    parallelize_module(model, mesh["tp"], tensor_plan(cfg))
+    plan, inside = tensor_plan(cfg), "layers.*."
     for layer in model.layers:
+        parallelize_module(layer, mesh["tp"], {k.removeprefix(inside): v for k, v in plan.items() if k.startswith(inside)})
         layer.attention.core = attention_on_heads(layer.attention.core, mesh)
+        if cfg.fsdp:
+            fully_shard(layer, mesh=data_axes(mesh), mp_policy=mp_policy)
+    parallelize_module(model, mesh["tp"], {k: v for k, v in plan.items() if not k.startswith(inside)})
     if not cfg.fsdp:
         return replicate(model, mesh=data_axes(mesh), mp_policy=mp_policy, zero1=cfg.zero1)
-    for layer in model.layers:
-        fully_shard(layer, mesh=data_axes(mesh), mp_policy=mp_policy)
     return fully_shard(model, mesh=data_axes(mesh), mp_policy=mp_policy)
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from operator import add
 from typing import Any, NamedTuple
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor
+from mindspore.nn.utils import no_init_parameters
 
 from ms_dtensor import DeviceMesh, DTensor, MixedPrecisionPolicy, Shard, loss_parallel, manual_seed, value_and_grad
 from ms_dtensor.checkpoint import RandomState
@@ -63,11 +65,10 @@ class Trainer:
         ms.manual_seed(cfg.train.seed)
         manual_seed(cfg.train.seed)
         self.cfg, self.text, self.mesh = cfg, text, mesh
-        self.model = Llama(cfg.model)
+        with no_init_parameters() if mesh is not None and initialize is None else nullcontext():  # never whole on a rank
+            self.model = Llama(cfg.model)
         if initialize is not None:
             initialize(self.model)
-        elif cfg.train.init_hf is None:
-            init_weights(self.model, cfg.train.seed)
         if cfg.train.compile and on_cpu():
             compile_attention(self.model, cfg.model)
         policy = MixedPrecisionPolicy(ms.bfloat16, ms.float32) if cfg.train.dtype == "bfloat16" else None
@@ -77,6 +78,8 @@ class Trainer:
             policy.apply(self.model)
         if cfg.train.init_hf is not None:  # each rank its shards
             hf.load(self.model, cfg.train.init_hf)
+        elif initialize is None:
+            init_weights(self.model, cfg.train.seed)
         if cfg.train.recompute:
             for layer in self.model.layers:
                 layer.recompute()
