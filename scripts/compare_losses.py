@@ -36,7 +36,7 @@ LOSS_TOLERANCE = 1e-5  # relative; float32 sums taken in another order, over ten
 GRAD_TOLERANCE = 2e-5  # norm of the difference over norm of the one-device gradient
 PARAM_TOLERANCE = 1e-4  # the same of the parameters after all steps: AdamW divides by roots of small second moments
 # bfloat16 has 8 bits: where a sum is cut differently each number may round the other way, by 4e-3 of itself
-BF16_TOLERANCES = 2e-3, 3e-2, 3e-2
+BF16_TOLERANCES = 1e-3, 1e-2, 2e-2
 
 
 @dataclass(frozen=True, slots=True)

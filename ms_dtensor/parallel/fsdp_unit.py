@@ -416,12 +416,7 @@ class Unit:
             put(lambda p: p)
             if call is not None:
                 call.nodes = {}  # they know the call, in memory that Python does not see
-        for k, x in written.changed():
-            if k in self.place:
-                b, i = self.place[k]
-                self.blocks[b].write_own(i)
-            else:
-                write(local_alias(x.inited_param), local_alias(x))
+        written.keep(self.blocks, self.place)
 
     def lends(self, x: Tensor, whole: dict[int, Tensor]) -> bool:
         """Whether a tensor lies in the memory of the gathered parameters `whole`, which goes."""

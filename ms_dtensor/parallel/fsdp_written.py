@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator
 
 from mindspore import Tensor
 
+from ..comm.packing import write
 from ..dispatch.operands import local_alias
 from ..internals.names import NoFallbackGuard, no_grad
 from ..tensor.dtensor import DTensorParameter
@@ -32,6 +32,12 @@ class Written:
         self._given.add(k)
         return x
 
-    def changed(self) -> Iterator[tuple[int, Tensor]]:
-        """Those that have got other values."""
-        return ((k, x) for k, x in self._whole.items() if x._version != self._versions[k] or k in self._given)
+    def keep(self, blocks, place: dict[int, tuple[int, int]]) -> None:
+        """Other values reach the shards; `place` says in which block a parameter is, and where."""
+        for k, x in self._whole.items():
+            if x._version == self._versions[k] and k not in self._given:
+                continue
+            if k in place:
+                blocks[place[k][0]].write_own(place[k][1])
+            else:
+                write(local_alias(x.inited_param), local_alias(x))

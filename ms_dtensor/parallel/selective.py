@@ -9,6 +9,7 @@ first run. Not here: which cells do this (`recompute.py`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import mindspore as ms
@@ -76,11 +77,11 @@ class _Forward:
         return out
 
     def _ask(self, name: str, args: tuple):
-        keeps = self.keeps(modes.canonical(name), args)
-        self.calls.append((name, _Kept() if keeps else None))
-        return (lambda call: self._keep(call, self.calls[-1][1], args)) if keeps else None
+        kept = _Kept() if self.keeps(modes.canonical(name), args) else None
+        self.calls.append((name, kept))
+        return None if kept is None else partial(self._keep, kept, args)
 
-    def _keep(self, call: Callable, kept: _Kept, args: tuple):
+    def _keep(self, kept: _Kept, args: tuple, call: Callable):
         self.kept = kept, leaves(args, Tensor)
         try:
             with modes.Watched(None):
@@ -140,9 +141,9 @@ class _Forward:
         if known != name:
             raise self._unlike(f"{name}, the first time {known}")
         self.at += 1
-        return (lambda call: self._stand_in(kept, leaves(args, Tensor))) if kept is not None else None
+        return None if kept is None else partial(self._stand_in, kept, leaves(args, Tensor))
 
-    def _stand_in(self, kept: _Kept, operands: list[Tensor]):
+    def _stand_in(self, kept: _Kept, operands: list[Tensor], call: Callable):
         with NoFallbackGuard():
             for i in kept.saved:
                 if i is not None:
