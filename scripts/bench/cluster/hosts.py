@@ -72,7 +72,7 @@ def free_port() -> int:
 
 def msrun(hosts: list[Host], slots: int, node: int, port: int, logs: Path, argument: str) -> list[str]:
     """The command of a node. Argument: what `ranks.py` is given."""
-    address = "127.0.0.1" if all(h.local for h in hosts) else hosts[0].name
+    address = "127.0.0.1" if all(h.local for h in hosts) else hosts[0].name.rpartition("@")[2]
     return [str(Path(sys.executable).parent / "msrun"), f"--worker_num={len(hosts) * slots}", f"--local_worker_num={slots}",
             f"--master_addr={address}", f"--master_port={port}", f"--node_rank={node}", "--join=True",
             f"--log_dir={logs / f'node_{node}'}", "--tail_worker_log=99999",  # no such worker: the log files say it all
