@@ -90,11 +90,15 @@ class Trainer:
 
     def loss(self, ids: Tensor, labels: Tensor) -> Tensor:
         """A micro-batch's summand of the mean over the global batch."""
-        logits = self.model(ids)
+        logits, balance = self.model(ids), None
+        if isinstance(logits, tuple):
+            logits, balance = logits
         if self.mesh is not None and self.cfg.parallel.loss_parallel and self.cfg.parallel.tp > 1:
             loss = loss_parallel(logits, labels.reshape(-1))
         else:
             loss = cross_entropy(logits, labels)
+        if balance is not None:
+            loss = loss + self.cfg.model.experts.balance * balance
         count = self.cfg.train.micro_batches
         return loss if count == 1 else loss / count
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import CommError
 from .protocol import REDUCE_OPS, Backend, Result, Work
@@ -19,6 +19,16 @@ from .record import CommEvent, active, note, user_site
 
 if TYPE_CHECKING:
     from mindspore import Tensor
+
+    from .parts import Parts
+
+
+class _Flat(NamedTuple):
+    """What a collective of many tensors is in the record: one flat tensor."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    itemsize: int
 
 
 class Group:
@@ -131,6 +141,24 @@ class Group:
         """This member's slice, `sizes[rank_index]` on `dim`, of the reduction of all members' `x`."""
         self._check("reduce_scatter", x, op, [(dim, sizes, sum(sizes))])
         return self._collective("reduce_scatter", x, (self.size - 1) / self.size, async_op, op, dim, sizes)
+
+    def all_gather_into(self, pieces: Sequence[Tensor], window: Any, parts: Parts, dtype: Any, *,
+                        async_op: bool = False) -> Work:
+        """The members' pieces of tensors put together in a `backend.window`; one collective, recorded as such."""
+        from .packing import numpy_dtype
+        self._check("all_gather")
+        kind = numpy_dtype(dtype)
+        flat = _Flat((parts.totals[self.rank_index],), dtype, kind.itemsize)
+        return self._done("all_gather", flat, self.size - 1,
+                          lambda: self.backend.all_gather_into(pieces, window, parts, kind, self.ranks, async_op))
+
+    def reduce_scatter_from(self, wholes: dict[int, Tensor], parts: Parts, op: str = "sum") -> Tensor:
+        """This member's pieces, one behind another, of the reduction of whole tensors, given by number in `parts`."""
+        x = next(iter(wholes.values()))
+        self._check("reduce_scatter", x, op)
+        flat = _Flat((sum(parts.total(tuple(wholes), r) for r in range(self.size)),), x.dtype, x.itemsize)
+        return self._done("reduce_scatter", flat, (self.size - 1) / self.size,
+                          lambda: self.backend.reduce_scatter_from(wholes, parts, op, self.ranks))
 
     def all_to_all(self, x: Tensor, split_dim: int, split_sizes: Sequence[int], concat_dim: int, concat_sizes: Sequence[int],
                    *, async_op: bool = False) -> Result:

@@ -18,6 +18,8 @@ import numpy as np
 if TYPE_CHECKING:
     from mindspore import Tensor
 
+    from .parts import Parts
+
 T = TypeVar("T")
 Ranks = tuple[int, ...]
 Result: TypeAlias = Any  # a Tensor, or with `async_op=True` a Work[Tensor]: a union would have to be narrowed at every call
@@ -88,6 +90,22 @@ class Backend(ABC):
     def buffer(self, count: int, dtype: np.dtype) -> np.ndarray:
         """Fresh memory from which `all_reduce_` has the least to copy. Host backends only."""
         return np.empty(count, dtype)
+
+    def window(self, nbytes: int) -> Any:
+        """Memory for `all_gather_into`, with `claim()` and `release()`, or None where there is no such memory."""
+        return None
+
+    def all_gather_into(self, pieces: Sequence[Tensor], window: Any, parts: Parts, dtype: np.dtype, group: Ranks,
+                        async_op: bool = False) -> Work:
+        """Puts the members' pieces, cast to a dtype, together as whole tensors in a `window`; done after the wait."""
+        raise NotImplementedError
+
+    def reduce_scatter_from(self, wholes: dict[int, Tensor], parts: Parts, op: str, group: Ranks) -> Tensor:
+        """The reduction of whole tensors, by number in `parts`, as the caller's pieces one behind another.
+
+        Offered where windows are; the tensors are of one dtype.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int], group: Ranks, async_op: bool = False) -> Result:

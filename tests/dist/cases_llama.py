@@ -6,7 +6,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
-from model_zoo.llama.config import ModelConfig, ParallelConfig
+from model_zoo.llama.config import ExpertsConfig, ModelConfig, ParallelConfig
 from model_zoo.llama.model import Llama, cross_entropy, init_weights
 from model_zoo.llama.parallelize import make_mesh, parallelize
 from ms_dtensor import DTensor, Shard, value_and_grad
@@ -17,6 +17,8 @@ SIZES = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 40,
 MODELS = {"qwen2": ModelConfig(qkv_bias=True, tied_head=True, **SIZES),
           "qwen3": ModelConfig(qk_norm=True, head_width=12, **SIZES),
           "mistral, all biases": ModelConfig(sliding_window=5, qkv_bias=True, out_bias=True, **SIZES)}
+MIXTURES = {"dropless": ModelConfig(experts=ExpertsConfig(4, 2), **SIZES),
+            "with a capacity": ModelConfig(experts=ExpertsConfig(5, 2, capacity=0.8), **SIZES)}
 LAYOUTS = {"dp x tp": ParallelConfig(2, 2, loss_parallel=False),
            "sequence parallel": ParallelConfig(2, 2, sequence_parallel=True, loss_parallel=False),
            "fsdp x tp": ParallelConfig(2, 2, fsdp=True, loss_parallel=False)}
@@ -45,6 +47,36 @@ def options_of_other_families_train_as_on_one_device(world):
             rows = slice(2 * mesh.get_local_rank("dp"), 2 * mesh.get_local_rank("dp") + 2)
             a, b = (DTensor.from_local(Tensor(v[rows]), mesh, {"dp": Shard(0)}) for v in (x, y))
             got, grads = value_and_grad(lambda a, b, m=net: cross_entropy(m(a), b), None, net.trainable_params())(a, b)
+            equal(got, want, f"{name} {layout} loss")
+            for p, g, w in zip(plain.trainable_params(), grads, wanted, strict=True):
+                equal(g, w, f"{name} {layout} {p.name}", rtol=1e-4)
+
+
+def loss_of(net):
+    """Cross entropy and, so that the router has a gradient of its own, the auxiliary loss."""
+    def loss(ids, labels):
+        logits, balance = net(ids)
+        return cross_entropy(logits, labels) + 0.3 * balance
+    return loss
+
+
+@case(world_size=4, timeout=120)
+def mixtures_of_experts_train_as_on_one_device(world):
+    """Their widths cut over tp, or whole on each rank; the same choices are dropped on every mesh."""
+    ids = np.random.default_rng(1).integers(0, 37, (4, 13)).astype(np.int32)
+    x, y = (np.ascontiguousarray(a) for a in (ids[:, :-1], ids[:, 1:]))
+    copies = ParallelConfig(2, 2, sequence_parallel=True, loss_parallel=False, expert_tp=False)
+    for name, cfg in MIXTURES.items():
+        plain = model(cfg)
+        want, wanted = ms.value_and_grad(loss_of(plain), None, plain.trainable_params())(Tensor(x), Tensor(y))
+        for layout, parallel in (LAYOUTS | {"whole experts": copies}).items():
+            mesh, net = make_mesh("cpu", parallel), model(cfg)
+            parallelize(net, mesh, parallel)
+            if layout == "dp x tp":
+                assert net.layers[0].feed_forward.experts.w2.layout.placements[1] == Shard(2)
+            rows = slice(2 * mesh.get_local_rank("dp"), 2 * mesh.get_local_rank("dp") + 2)
+            a, b = (DTensor.from_local(Tensor(v[rows]), mesh, {"dp": Shard(0)}) for v in (x, y))
+            got, grads = value_and_grad(loss_of(net), None, net.trainable_params())(a, b)
             equal(got, want, f"{name} {layout} loss")
             for p, g, w in zip(plain.trainable_params(), grads, wanted, strict=True):
                 equal(g, w, f"{name} {layout} {p.name}", rtol=1e-4)
