@@ -18,7 +18,7 @@ from pathlib import Path
 if __package__ in (None, ""):  # run as a script: make the repository root importable, and not this folder
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from model_zoo.llama.ranks import guarded, start_device, world_size
+from model_zoo.llama.ranks import guarded, leave, start_device, world_size
 
 
 class Reporter:
@@ -129,4 +129,4 @@ def checkpoints(cfg, trainer, log_dir: Path):
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(lambda: run(sys.argv[1:])))
+    leave(guarded(lambda: run(sys.argv[1:])))
