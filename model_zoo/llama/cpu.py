@@ -18,7 +18,8 @@ from mindspore import Tensor, mint, nn, ops
 from .config import ModelConfig
 from .rope import angles
 
-product, scores, mix = ops.MatMul(), ops.BatchMatMul(transpose_b=True), ops.BatchMatMul()
+product, by_rows = ops.MatMul(), ops.MatMul(transpose_b=True)
+scores, mix = ops.BatchMatMul(transpose_b=True), ops.BatchMatMul()
 MASKED = -1e9  # finite, so that a row of the mask never makes a NaN; exp(MASKED - max) is exactly 0 in float32
 
 
@@ -58,6 +59,23 @@ def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
     picked = ops.gather_elements(ops.log_softmax(logits, -1), 1, labels * keep.astype(labels.dtype))
     keep = keep.astype(logits.dtype)
     return -(picked * keep).sum() / keep.sum()
+
+
+@rounding_once
+def mixture(x: Tensor, weights: Tensor, chosen: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+    """`experts.mixture`, dropless: rows sorted by expert in NumPy, one product each, and back."""
+    (n, k), flat = chosen.shape, chosen.asnumpy().reshape(-1)
+    order = np.argsort(flat, kind="stable").astype(np.int32)
+    parts = []
+    ends = np.bincount(flat, minlength=len(w1)).cumsum()[:-1]
+    for part, *w in zip(np.split(order, ends), *map(ops.unstack, (w1, w2, w3))):
+        if len(part):
+            gate, down, up = w
+            mine = ops.gather(x, Tensor(part // k), 0)
+            parts.append(by_rows(swiglu(by_rows(mine, gate), by_rows(mine, up)), down))
+    back = Tensor(np.argsort(order, kind="stable").astype(np.int32))
+    out = ops.gather(mint.cat(parts), back, 0).reshape(n, k, -1)
+    return (out * weights.reshape(n, k, 1)).sum(1)
 
 
 class Constants(NamedTuple):

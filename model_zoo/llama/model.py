@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Llama-3 as plain MindSpore cells, written as for one device; by its config also Llama-2, Qwen2, Qwen3 and Mistral.
+"""Llama-3 as plain MindSpore cells, written as for one device; by its config also Llama-2, Qwen2, Qwen3, Mistral, Mixtral.
 
 Not here: anything parallel. Every size in the code is a *global* size taken from the config, never from a local
 width, so the same lines run on plain Tensors and on DTensors (whose `.shape` is the global shape).
@@ -22,11 +22,14 @@ from functools import lru_cache, partial
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, nn, ops
+from mindspore.common.initializer import initializer
 
+from ms_dtensor import DTensor
 from ms_dtensor.internals.target import on_cpu
 
 from . import cpu
 from .config import ModelConfig
+from .experts import Experts, balance_loss
 from .rope import angles
 
 F = mint.nn.functional
@@ -67,7 +70,7 @@ class Embedding(mint.nn.Embedding):
     """Rows of the parameter `weight` [vocab, d]."""
 
     def __init__(self, vocab: int, dim: int):
-        super().__init__(vocab, dim, _weight=ops.zeros((vocab, dim), ms.float32))
+        super().__init__(vocab, dim, _weight=initializer("zeros", (vocab, dim), ms.float32))
 
     def construct(self, ids):
         return cpu.embedding(ids, self.weight) if on_cpu() else F.embedding(ids, self.weight)
@@ -127,15 +130,19 @@ class Block(nn.Cell):
         self.attention_norm = RMSNorm(cfg.dim, cfg.norm_eps)
         self.attention = Attention(cfg)
         self.ffn_norm = RMSNorm(cfg.dim, cfg.norm_eps)
-        self.feed_forward = FeedForward(cfg)
+        self.mixed = cfg.experts is not None
+        self.feed_forward = Experts(cfg) if self.mixed else FeedForward(cfg)
 
     def construct(self, x, t):
         x = x + self.attention(self.attention_norm(x), t)
-        return x + self.feed_forward(self.ffn_norm(x))
+        if not self.mixed:
+            return x + self.feed_forward(self.ffn_norm(x))
+        y, shares = self.feed_forward(self.ffn_norm(x), t)
+        return x + y, shares
 
 
 class Llama(nn.Cell):
-    """Token ids i32[b, t] -> logits [b*t, vocab].
+    """Token ids i32[b, t] -> logits [b*t, vocab]; of a mixture of experts, these and the auxiliary loss.
 
     Args:
         cfg: the sizes.
@@ -154,9 +161,14 @@ class Llama(nn.Cell):
 
     def construct(self, ids):
         x = self.tok_embeddings(ids.reshape(-1))
+        shares = []
         for layer in self.layers:
             x = layer(x, ids.shape[1])
-        return self.output(self.norm(x))
+            if layer.mixed:
+                x, share = x
+                shares.append(share)
+        logits = self.output(self.norm(x))
+        return (logits, balance_loss(shares)) if shares else logits
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> Tensor:
@@ -175,7 +187,7 @@ def init_weights(model: Llama, seed: int, std: float = 0.02) -> None:
     """Normal(0, std) for matrices, ones for norms, zeros for biases; residual outputs (wo, w2) scaled by 1/sqrt(2 * layers).
 
     Each parameter draws from its own Philox stream keyed by (seed, name): the values depend on neither the order of
-    creation nor the number of ranks. Call it before `parallelize`.
+    creation nor the number of ranks. Before `parallelize` or after it, when each rank keeps its shards of one at a time.
     """
     residual = 1.0 / np.sqrt(2.0 * len(model.layers))
     for name, param in model.parameters_and_names():
@@ -183,6 +195,9 @@ def init_weights(model: Llama, seed: int, std: float = 0.02) -> None:
             value = np.full(param.shape, not name.endswith("bias"), np.float32)
         else:
             stream = np.random.Generator(np.random.Philox(key=[seed, zlib.crc32(name.encode())]))
-            scale = std * (residual if name.endswith(("wo.weight", "w2.weight")) else 1.0)
+            scale = std * (residual if name.endswith(("wo.weight", "w2.weight", "experts.w2")) else 1.0)
             value = stream.standard_normal(param.shape, np.float32) * np.float32(scale)
-        param.set_data(Tensor(value))
+        if isinstance(param, DTensor):
+            layout = param.layout
+            value = value[tuple(slice(at, at + n) for at, n in zip(layout.local_offset(), layout.local_shape()))]
+        param.set_data(Tensor(np.ascontiguousarray(value)))

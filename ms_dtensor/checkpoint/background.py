@@ -19,8 +19,9 @@ from pathlib import Path
 
 from ..comm.group import Group
 from ..errors import CheckpointError
-from .folder import Folder, refusals
+from .folder import Folder
 from .ranks import attempted, gathered, raise_for_all, rank_of, told
+from .refusals import refusals
 
 PATIENCE = 3600.0  # seconds rank 0 waits for the slowest rank's file
 AT_EXIT = 120.0  # the same after its program has ended

@@ -35,7 +35,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         return args.run(args)
     except CheckpointError as e:
-        print(json.dumps({"error": str(e)}) if args.json else f"error: {e}", file=sys.stdout if args.json else sys.stderr)
+        print(json.dumps({"error": str(e)}) if args.json else _shown(f"error: {e}", "\n"),
+              file=sys.stdout if args.json else sys.stderr)
         return 2
     except BrokenPipeError:  # `| head`
         sys.stderr.close()
@@ -108,6 +109,8 @@ def _verify(args) -> int:
     folders = [args.path / step_name(step) for step in steps(args.path)]
     if (args.path / NAME).is_file() or not folders:
         folders = [find(args.path)]
+        if not any(folders[0].glob("*.safetensors")):  # nothing of a checkpoint that could be damaged
+            read_index(folders[0])
     total = 0
     for folder in folders:
         with contextlib.suppress(CheckpointError):
@@ -118,9 +121,9 @@ def _verify(args) -> int:
         print(json.dumps({"checkpoints": found, "bytes": total, "sound": not any(found.values())}))
     else:
         for folder, wrong in found.items():
-            print(f"{folder}: {'sound' if not wrong else f'{len(wrong)} faults'}")
+            print(_shown(f"{folder}: {'sound' if not wrong else '1 fault' if len(wrong) == 1 else f'{len(wrong)} faults'}"))
             for line in wrong:
-                print(f"  {line}")
+                print(_shown(f"  {line}"))
     return 1 if any(found.values()) else 0
 
 
@@ -198,9 +201,15 @@ def _size(count: int) -> str:
     return f"{size:.4g} TiB"
 
 
+def _shown(text: str, kept: str = "") -> str:
+    """A text from a file as a terminal may have it: a name there may hold what moves the cursor or worse."""
+    return "".join(c if c.isprintable() or c in kept else ascii(c)[1:-1] for c in text)
+
+
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     if not rows:
         return
+    rows = [[_shown(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
     for row in (head, *rows):
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())

@@ -13,11 +13,12 @@ import numpy as np
 
 from ..core.version import __version__
 from ..errors import CheckpointError
-from .folder import Folder, find, write_synced
+from .folder import Folder, find, sync, write_synced
 from .index import ID, NAME, Chunk, FileInfo, Index, TensorInfo, dump
 from .pieces import crc, piece_hash, piece_size, pieces
 from .reader import Reader
-from .safetensors_file import CODES, DTYPES, SafetensorsFile, put, write_safetensors
+from .refusals import refusals
+from .safetensors_file import CODES, DTYPES, SafetensorsFile, TensorEntry, put, write_safetensors
 
 Source = Mapping[str, tuple[str, tuple[int, ...], Callable[[], np.ndarray]]]  # dtype, shape, and how to read it
 
@@ -57,7 +58,7 @@ def convert(source: str | os.PathLike, target: str | os.PathLike, *, dtype: str 
             kind = dtype if dtype is not None and _floating(name) else name
             entries[key] = kind, shape, _stream(key, read, kind, hashes[key], progress)
         if Path(target).suffix == ".safetensors":
-            placed = write_safetensors(target, entries, {"format": "pt"})
+            placed = _write_file(Path(target), entries)
         else:
             placed = _write_checkpoint(Path(target), entries, hashes, {k.removeprefix(strip): v for k, v in values.items() if
                                                                        k.startswith(strip)}, tied, strip)
@@ -97,26 +98,37 @@ def _open(path: Path, stack: ExitStack) -> tuple[Source, dict[str, Any], dict[st
         index.values, index.tied
 
 
+def _write_file(target: Path, entries) -> dict[str, TensorEntry]:
+    """One file, under its name when it is whole."""
+    aside = target.with_name(f".{target.name}.saving")
+    with refusals(f"For 'convert', '{target}' cannot be written"):
+        try:
+            placed = write_safetensors(aside, entries, {"format": "pt"}).tensors
+            os.replace(aside, target)
+        except BaseException:
+            aside.unlink(missing_ok=True)
+            raise
+        sync(target.parent)
+    return placed
+
+
 def _write_checkpoint(target: Path, entries, hashes, values: dict[str, Any], tied: dict[str, str], strip: str):
     folder = Folder(Path(os.path.abspath(target)))
     try:
         name, save_id = "shard-00000-of-00001.safetensors", uuid.uuid4().hex
-        placed = write_safetensors(folder.path / name, entries, {ID: save_id})
-        data = min(e.begin for e in placed.values())
-        with open(folder.path / name, "rb") as file:
-            header = crc(file.read(data))
+        done = write_safetensors(folder.path / name, entries, {ID: save_id})
         tensors = {}
-        for key, e in placed.items():
+        for key, e in done.tensors.items():
             size = piece_size(e.shape, DTYPES[CODES[e.dtype]].itemsize)
             box = tuple((0, n) for n in e.shape)
             chunks = (Chunk(box, name, e.begin, size, tuple(hashes[key])),) if e.end > e.begin else ()
             tensors[key] = TensorInfo(e.dtype, e.shape, chunks)
         ties = {k.removeprefix(strip): v.removeprefix(strip) for k, v in tied.items() if v.removeprefix(strip) in tensors}
-        size = max(e.end for e in placed.values())
-        index = Index(save_id, None, __version__, {name: FileInfo(size, data, header)}, tensors, values, ties)
-        write_synced(folder.path / NAME, dump(index))
+        files = {name: FileInfo(done.size, len(done.head), crc(done.head))}
+        with refusals(f"For 'convert', '{folder.path / NAME}' cannot be written"):
+            write_synced(folder.path / NAME, dump(Index(save_id, None, __version__, files, tensors, values, ties)))
         folder.commit()
-        return placed
+        return done.tensors
     except BaseException:
         folder.abandon()
         raise

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 from .index import NAME
+from .refusals import refusals
 
 LATEST = "latest"
 _SAVING, _OLD, _RETIRED = ".saving", ".replaced", ".retired"
@@ -182,7 +183,7 @@ def retire(root: Path, keep_last: int, keep_every: int | None) -> list[int]:
         hidden = root / f".{step_name(s)}{_RETIRED}"
         with refusals(f"For 'save', '{root / step_name(s)}' cannot be removed"):
             os.rename(root / step_name(s), hidden)  # whole, or not there
-            shutil.rmtree(hidden)
+            _remove(hidden)
     return gone
 
 
@@ -193,7 +194,8 @@ def clean(parent: Path, but: Path | None = None) -> None:
         if not name.startswith("."):
             continue
         if name.endswith(_RETIRED):
-            shutil.rmtree(path, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                _remove(path)
         elif name.endswith(_OLD):
             target = parent / name[1:-len(_OLD)]
             if target.exists():
@@ -228,21 +230,6 @@ def sync(folder: Path) -> None:
             raise
     finally:
         os.close(fd)
-
-
-@contextlib.contextmanager
-def refusals(attempt: str):
-    """The system's refusals as our error."""
-    try:
-        yield
-    except OSError as e:
-        raise CheckpointError(f"{attempt}: {e.strerror or e}.", str(e.filename or ""), "The previous checkpoint stays.",
-                              _FIXES.get(e.errno or 0, ())) from e
-
-
-_FULL = "free space, or keep fewer checkpoints: save(..., keep_last=2)"
-_CLOSED = "save into a folder that this user may write"
-_FIXES = {errno.ENOSPC: _FULL, errno.EDQUOT: _FULL, errno.EACCES: _CLOSED, errno.EPERM: _CLOSED, errno.EROFS: _CLOSED}
 
 
 def _locked(path: Path, make: bool = True) -> int | None:

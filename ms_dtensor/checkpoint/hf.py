@@ -26,10 +26,11 @@ from mindspore import Tensor, nn
 from ..comm.group import Group
 from ..dispatch.replaced import current
 from ..errors import CheckpointError
-from .folder import refusals, sync, write_synced
+from .folder import sync, write_synced
 from .key_map import Names, matches, translate
 from .plan import common, held_boxes, whole_box, within
 from .ranks import all_ranks, attempted, folder_of, gathered, raise_for_all, rank_of, together, told, unlike
+from .refusals import refusals
 from .safetensors_file import CODES, DTYPES, put, write_safetensors
 from .state import PARTIAL_FIX, Leaf
 from .strict_json import short

@@ -151,9 +151,11 @@ def _match(held: State, index: Index, where: str, strict: bool, key_map: KeyMap 
         else:
             missing.append(key)
     if wrong:
+        dtypes = not cast and any(held.tensors[key].dtype != info.dtype for key, info in tensors.items())
         raise CheckpointError(f"For 'load', {len(wrong)} entries of '{where}' do not fit.", _some(wrong),
                               "A load changes layouts, and no shapes; dtypes if asked to.",
-                              ("load(..., cast=True) converts dtypes", "load(..., key_map={here: there})"))
+                              (*(("load(..., cast=True) converts dtypes",) if dtypes else ()),
+                               "load(..., key_map={here: there})"))
     asked = {index.tied.get(n, n) for n in names.values()}
     unused = [key for key in (*index.tensors, *index.values) if key not in asked]
     if strict and (missing or unused):

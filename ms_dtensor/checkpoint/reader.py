@@ -13,7 +13,7 @@ import math
 import os
 import stat
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -38,6 +38,9 @@ class _Run(NamedTuple):
     shape: tuple[int, ...]
     cut: tuple[slice, ...]  # of these rows what is wanted
     target: np.ndarray
+
+
+_Job = tuple[str, TensorInfo, Chunk, _Run]
 
 
 class Reader:
@@ -113,8 +116,8 @@ class Reader:
                 self._run(*job)
             return
         work = []
-        for job in jobs:
-            work.append(self._threads.submit(self._run, *job))
+        for batch in _batches(jobs):
+            work.append(self._threads.submit(lambda batch: [self._run(*job) for job in batch], batch))
             if len(work) > 64:  # so that the list of what is to be done stays short
                 work.pop(0).result()
         for one in work:
@@ -265,6 +268,19 @@ def read_index(folder: Path) -> Index:
                               "A checkpoint is a folder with an index and shards, or has a file 'latest' that names one.",
                               "pass the folder that was given to save()") from e
     return parse(data, str(path))
+
+
+def _batches(jobs: Iterable[_Job]) -> Iterator[list[_Job]]:
+    """Jobs in runs of about a block, so that a thread is not started for each small tensor."""
+    batch, size = [], 0
+    for job in jobs:
+        batch.append(job)
+        size += job[3].end - job[3].begin
+        if size >= BLOCK or len(batch) == 256:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def _other_save(path: Path, index: Index) -> str:

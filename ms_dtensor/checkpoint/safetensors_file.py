@@ -9,6 +9,7 @@ Not here: MindSpore, layouts, hashes, folders of several files.
 """
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import mmap
@@ -17,12 +18,13 @@ import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import ml_dtypes
 import numpy as np
 
 from ..errors import CheckpointError
+from .refusals import refusals
 from .strict_json import short, strict_json
 
 DTYPES: dict[str, np.dtype] = {
@@ -37,7 +39,9 @@ DTYPES: dict[str, np.dtype] = {
 CODES = {dtype.name: code for code, dtype in DTYPES.items()}
 MAX_HEADER = 100_000_000  # bytes; the format's own limit
 MAX_DIMS = 32  # NumPy's
+_SYNC_FILE_RANGE_WRITE = 2
 BLOCK = 4 << 20  # bytes of the file that `read` has mapped in at a time
+FLUSH = 8 << 20  # bytes after which a writer has the disk begin with them
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,14 @@ class TensorEntry:
     shape: tuple[int, ...]
     begin: int
     end: int
+
+
+class WrittenFile(NamedTuple):
+    """What was written."""
+
+    tensors: dict[str, TensorEntry]
+    head: bytes
+    size: int
 
 
 class SafetensorsFile:
@@ -207,7 +219,7 @@ class SafetensorsFile:
 
 
 def write_safetensors(path: str | PathLike, entries: Mapping[str, tuple[str, tuple[int, ...], Iterable]],
-                      metadata: Mapping[str, str] | None = None) -> dict[str, TensorEntry]:
+                      metadata: Mapping[str, str] | None = None) -> WrittenFile:
     """Writes a file, and has it on the disk on return. What is there under the name is replaced, not atomically.
 
     Args:
@@ -217,7 +229,7 @@ def write_safetensors(path: str | PathLike, entries: Mapping[str, tuple[str, tup
         metadata: texts for the header.
 
     Returns:
-        Where each tensor is.
+        Where each tensor is, and what stands before them.
 
     Raises:
         CheckpointError: the file cannot be written, or a tensor's buffers are not of its size.
@@ -235,22 +247,24 @@ def write_safetensors(path: str | PathLike, entries: Mapping[str, tuple[str, tup
     if len(text) > MAX_HEADER:
         raise CheckpointError(f"For '{path}', the header would have {len(text)} bytes.", f"{len(entries)} tensors",
                               f"A safetensors header has at most {MAX_HEADER}.", "write several files")
-    data = 8 + len(text)
-    placed = {name: TensorEntry(e.dtype, e.shape, data + e.begin, data + e.end) for name, e in placed.items()}
-    try:
+    head = len(text).to_bytes(8, "little") + text
+    placed = {name: TensorEntry(e.dtype, e.shape, len(head) + e.begin, len(head) + e.end) for name, e in placed.items()}
+    with refusals(f"For '{path}', the file cannot be written"):
         with open(path, "wb", buffering=0) as file:
-            _write(file, len(text).to_bytes(8, "little") + text)
+            at, flushed = _write(file, head), 0
             for name, entry in placed.items():
                 written = 0
                 for buffer in entries[name][2]:
                     written += _write(file, buffer)
+                    if at + written - flushed >= FLUSH:
+                        _start_flush(file.fileno(), flushed, at + written - flushed)
+                        flushed = at + written
+                at += written
                 if written != entry.end - entry.begin:
                     raise CheckpointError(f"For '{path}', tensor {short(name)} came with {written} bytes.",
                                           f"{entry.dtype}{list(entry.shape)}", f"It has {entry.end - entry.begin}.")
             os.fsync(file.fileno())
-    except OSError as e:
-        raise CheckpointError(f"For '{path}', the file cannot be written: {e.strerror or e}.") from e
-    return placed
+    return WrittenFile(placed, head, at)
 
 
 def put(out: np.ndarray, values: np.ndarray, name: str) -> np.ndarray:
@@ -301,6 +315,16 @@ def _write(file, buffer) -> int:
     while left:
         left = left[file.write(left):]
     return size
+
+
+def _start_flush(fd: int, begin: int, size: int) -> None:
+    """Has the system begin to put bytes on the disk, so that the fsync finds most of them there. It tells of failures."""
+    try:
+        call = ctypes.CDLL(None).sync_file_range
+    except (OSError, AttributeError):  # other systems than Linux
+        return
+    call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    call(fd, begin, size, _SYNC_FILE_RANGE_WRITE)
 
 
 def _dtype(name: str, dtype: str) -> np.dtype:

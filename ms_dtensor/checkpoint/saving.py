@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,14 @@ from ..comm.group import Group
 from ..core.version import __version__
 from ..errors import CheckpointError
 from . import background
-from .folder import Folder, point_latest, refusals, retire, step_name, write_synced
+from .folder import Folder, point_latest, retire, step_name, write_synced
 from .index import NAME, Index, dump
 from .pieces import as_bytes, crc
-from .plan import Part, Request, assign, held_boxes, whole_box
+from .plan import Request, assign, held_boxes, volume, whole_box
 from .random_state import DIFFER, RandomState
 from .ranks import all_ranks, attempted, folder_of, gathered, raise_for_all, rank_of, together, told, unlike
+from .refusals import refusals
+from .staging import Snapshot
 from .state import State
 from .writer import Written, array_of, file_name, merged, write
 
@@ -97,7 +99,8 @@ def save(state: Any, path: str | os.PathLike, *, step: int | None = None, async_
                 retire(root, keep_last, keep_every)
 
     if async_save:
-        copies, error = attempted(lambda: {part: array_of(part, held.tensors).copy() for part in mine})
+        sizes = [(part, volume(part.box) * held.tensors[part.key].itemsize) for part in mine]
+        copies, error = attempted(lambda: Snapshot(sizes, partial(array_of, leaves=held.tensors)))
         return background.start(group, hidden, folder, partial(_from_copies, write_mine, copies, error), complete)
     written, error = attempted(lambda: write_mine(partial(array_of, leaves=held.tensors)))
     everyone = gathered(group, [None if error is None else told(error), written])
@@ -105,10 +108,13 @@ def save(state: Any, path: str | os.PathLike, *, step: int | None = None, async_
     return None
 
 
-def _from_copies(write_mine, copies: Mapping[Part, np.ndarray] | None, error: Exception | None) -> Written | None:
+def _from_copies(write_mine, copies: Snapshot | None, error: Exception | None) -> Written | None:
     if error is not None or copies is None:
         raise error or AssertionError
-    return write_mine(copies.__getitem__)
+    try:
+        return write_mine(copies.__getitem__)
+    finally:
+        copies.release()
 
 
 def _finish(group: Group | None, folder: Folder | None, error: Exception | None, everyone: list, complete) -> None:
@@ -131,8 +137,9 @@ def _described(state: Any, path: Any, step: int | None, keep_last: int | None, k
                ) -> tuple[State, Path]:
     given = folder_of(path, "save")
     for name, value, least in (("step", step, 0), ("keep_last", keep_last, 1), ("keep_every", keep_every, 1)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-            raise CheckpointError(f"For 'save', '{name}' is {value!r}.", "", f"It is a whole number, at least {least}.")
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not least <= value < 1 << 62):
+            raise CheckpointError(f"For 'save', '{name}' is {value!r}.", "", f"It is a whole number, at least {least}, "
+                                  "and less than 2**62.")
     if keep_last is not None and step is None or keep_every is not None and keep_last is None:
         raise CheckpointError("For 'save', there is nothing that could be kept.", f"{step=}, {keep_last=}, {keep_every=}",
                               "'keep_last' is of steps; 'keep_every' adds to what 'keep_last' keeps.",

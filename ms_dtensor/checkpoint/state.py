@@ -26,6 +26,7 @@ from ..optim._storage import local_view
 from .safetensors_file import CODES, DTYPES
 
 Value = None | bool | int | float | str
+MAX_NUMBER = 10 ** 1000  # what `load` reads
 PARTIAL_FIX = "x.reduce_partial(), or x.redistribute(placements=[Shard(0), ...]), and save what it returns"
 
 
@@ -174,6 +175,9 @@ class State:
             self._add(key, node)
         elif node is None or isinstance(node, bool | int | float | str):
             self._once(key)
+            if isinstance(node, int) and abs(node) >= MAX_NUMBER:
+                raise CheckpointError(f"For '{self.who}', '{key}' is a number of {node.bit_length()} bits.", "",
+                                      "A checkpoint has numbers of at most 1000 digits.", "save it as an array of bytes")
             self.values[key] = node
         else:
             raise CheckpointError(
@@ -202,9 +206,10 @@ class State:
         self.tensors[key] = leaf
 
     def _once(self, key: str) -> None:
-        if key in ("", "__metadata__"):
-            rule = "Safetensors files keep that name for themselves." if key else "What is in a state has a name."
-            raise CheckpointError(f"For '{self.who}', something is called '{key}'.", "", rule, "give it another name")
+        if key in ("", "__metadata__") or not key.isascii() and key != key.encode(errors="replace").decode():
+            rule = "What is in a state has a name." if not key else "Safetensors files keep that name for themselves." if \
+                key == "__metadata__" else "Names are texts that UTF-8 can hold."
+            raise CheckpointError(f"For '{self.who}', something is called {ascii(key)}.", "", rule, "give it another name")
         if key in self.tensors or key in self.values or key in self.tied:
             raise CheckpointError(f"For '{self.who}', two things are called '{key}'.", "",
                                   "Names of nested dicts are joined by dots.", "rename one of them")

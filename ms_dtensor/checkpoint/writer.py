@@ -66,12 +66,9 @@ def write(path: Path, parts: Sequence[Part], leaves: Mapping[str, Leaf], values:
 
         entries = {name: (leaves[part.key].dtype, tuple(hi - lo for lo, hi in part.box), stream(part, noted))
                    for name, part, noted in zip(names, parts, hashes)}
-        placed = write_safetensors(path, entries, {ID: save_id})
-    data = min(entry.begin for entry in placed.values())
-    with open(path, "rb") as file:
-        header = crc(file.read(data))
-    return {"file": path.name, "size": max(entry.end for entry in placed.values()), "data": data, "header": header,
-            "begin": [placed[name].begin for name in names],
+        done = write_safetensors(path, entries, {ID: save_id})
+    return {"file": path.name, "size": done.size, "data": len(done.head), "header": crc(done.head),
+            "begin": [done.tensors[name].begin for name in names],
             "hashes": [[h if isinstance(h, int) else h.result() for h in noted] for noted in hashes]}
 
 

@@ -5,7 +5,9 @@
 
 A job of ours (msrun) and one of PyTorch (gloo) with as many ranks hold the same tensors: matrices cut over the ranks, and
 many small replicated ones. They take turns, as does this process, which writes and reads the same number of bytes one after
-the other, with fsync. Times are of the slowest rank. "cold": the files have left the page cache before.
+the other in blocks of 8 MiB, into memory that has been used: `write` and one `fsync`, `readinto`. It verifies nothing; nor
+does PyTorch. Times are of the slowest rank. "cold": the files have left the page cache before. "stall": how long
+`save(async_save=True)` takes to return; "copy": all local tensors into memory that has been used, "fresh copy": into new.
 """
 from __future__ import annotations
 
@@ -82,15 +84,24 @@ def ours(folder: Path, ranks: int, mib: int) -> None:
         saving.wait()
         return seconds
 
-    def copy(target):
+    copies: list[np.ndarray] = []
+
+    def fresh_copy(target):
         arrays = [x.to_local().asnumpy() for x in state.values()]
         begun = time.perf_counter()
-        copies = [a.copy() for a in arrays]
-        seconds = time.perf_counter() - begun
-        del copies
-        return seconds
+        copies[:] = [a.copy() for a in arrays]
+        return time.perf_counter() - begun
+
+    def copy(target):
+        if not copies:
+            fresh_copy(target)
+        arrays = [x.to_local().asnumpy() for x in state.values()]
+        begun = time.perf_counter()
+        for there, a in zip(copies, arrays):
+            np.copyto(there, a)
+        return time.perf_counter() - begun
     turns(folder, "ours", rank, group.barrier, {
-        "save": lambda target: checkpoint.save(state, target), "stall": stall, "copy": copy,
+        "save": lambda target: checkpoint.save(state, target), "stall": stall, "copy": copy, "fresh copy": fresh_copy,
         "load": lambda target: checkpoint.load(state, target) and None})
 
 
@@ -147,6 +158,11 @@ def forget(folder: Path) -> None:
             os.close(fd)
 
 
+def remove(target: Path) -> None:
+    shutil.rmtree(target) if target.is_dir() else target.unlink()
+    os.sync()  # what the disk does about it is nobody's who comes next
+
+
 def measure(args, folder: Path) -> dict[str, list[float]]:
     sys.path.insert(0, str(ROOT))
     me = [sys.executable, str(Path(__file__).resolve()), f"--mib={args.mib}", f"--ranks={args.ranks}", f"--turns={folder}"]
@@ -183,24 +199,24 @@ def measure(args, folder: Path) -> dict[str, list[float]]:
         wait_for(done)
         return max(float(path.read_text()) for path in done)
     wait_for([folder / f"ready_{who}_{rank}" for who in ("ours", "torch") for rank in range(args.ranks)])
+    names = ("plain", "ours", "torch")
     for i in range(args.rounds + 1):
-        targets = {who: folder / f"{who}_{i}" for who in ("plain", "ours", "torch")}
         found = {}
-        for who in ("plain", "ours", "torch") if i % 2 else ("torch", "ours", "plain"):
-            os.sync()
-            found[f"{who} save"] = plain_write(targets[who], data) if who == "plain" else turn(who, "save", targets[who])
-        for state in ("cold", "warm"):
-            for who in ("ours", "plain", "torch") if i % 2 else ("torch", "plain", "ours"):
-                if state == "cold":
-                    forget(targets[who])
-                found[f"{who} load {state}"] = plain_read(targets[who], data) if who == "plain" else \
-                    turn(who, "load", targets[who])
-        found["stall"], found["copy"] = turn("ours", "stall", folder / f"async_{i}"), turn("ours", "copy", folder)
-        for path in (*targets.values(), folder / f"async_{i}"):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-        if i:  # the first round warms up
-            for key, seconds in found.items():
-                times.setdefault(key, []).append(seconds)
+        for who in (*names[i % 3:], *names[:i % 3]):  # one after the other, each on a disk and in memory that are free
+            target = folder / f"{who}_{i}"
+            for what, work in (("save", plain_write), ("load cold", plain_read), ("load warm", plain_read)):
+                os.sync()
+                if what == "load cold":
+                    forget(target)
+                found[f"{who} {what}"] = work(target, data) if who == "plain" else turn(who, what.split()[0], target)
+            remove(target)
+        for what in ("stall", "copy", "fresh copy"):
+            found[what] = turn("ours", what, folder / f"async_{i}")
+        remove(folder / f"async_{i}")
+        if not i:  # the first round warms up; but of stalls the first is one of its own: its memory is new
+            found = {"first stall": found["stall"], "first copy": found["fresh copy"]}
+        for key, seconds in found.items():
+            times.setdefault(key, []).append(seconds)
     turn("", "end", folder)
     for job in jobs:
         job.wait(60)
@@ -236,7 +252,7 @@ def main() -> None:
               "time of torch's, save": ratio("ours save", "torch save"),
               "time of torch's, load cold": ratio("ours load cold", "torch load cold"),
               "time of torch's, load warm": ratio("ours load warm", "torch load warm"),
-              "stall / copy": ratio("stall", "copy")}
+              "stall / copy": ratio("stall", "copy"), "first stall / fresh copy": ratio("first stall", "first copy")}
     rows = [("", "seconds", "GB/s"), *((key, f"{s:.3f}", f"{size / s / 1e9:.2f}") for key, s in middle.items()),
             *((key, r["median"], f"{r['least']} to {r['most']}") for key, r in ratios.items())]
     finish(f"checkpoint_{args.ranks}", {"script": "checkpoint.py", "ranks": args.ranks, "bytes": size, "rounds": args.rounds,

@@ -76,6 +76,46 @@ def test_verify(tmp_path, capsys):
     assert code == 1 and not got["sound"] and "cannot be opened" in got["checkpoints"][str(tmp_path / "a")][0]
 
 
+def test_where_nothing_of_a_checkpoint_is_there_is_nothing_to_verify(tmp_path, capsys):
+    (tmp_path / "file").write_text("x")
+    for path in (tmp_path, tmp_path / "none", tmp_path / "file"):
+        code, got = told(capsys, "verify", path)
+        assert code == 2 and "there is no checkpoint" in got["error"]
+
+
+def test_names_from_files_do_nothing_to_a_terminal(tmp_path, capsys):
+    odd = "w\x1b[31m\n\u202eü"
+    for step in (1, 2):
+        checkpoint.save({odd: np.full(2, step), "v" + odd: step}, tmp_path / "run", step=step)
+    paths = [tmp_path / "run" / f"step-0000000{step}" for step in (1, 2)]
+    (paths[0] / f"{odd}.txt").write_text("")
+    (paths[1] / "shard-00000-of-00001.safetensors").unlink()
+    printed = [run(capsys, "ls", paths[0]), run(capsys, "verify", tmp_path / "run")]
+    main(["ckpt", "diff", *map(str, paths)])
+    printed.append((1, capsys.readouterr().err))
+    main(["ckpt", "convert", str(paths[0]), str(tmp_path / "x"), "--strip", "z"])
+    printed.append((1, capsys.readouterr().err))
+    for _, text in printed:
+        assert not set(text) & {"\x1b", "\u202e"}, ascii(text)
+    for _, text in printed[:2] + printed[3:]:
+        assert r"w\x1b[31m\n\u202eü" in text or r"w\x1b[31m" in text, ascii(text)
+    assert run(capsys, "diff", paths[0], paths[0]) == (0, "1 tensors in both, 0 differences\n")
+
+
+def test_a_file_is_converted_whole_or_not_at_all(tmp_path):
+    target = tmp_path / "w.safetensors"
+    checkpoint.save({"a": np.float32([1e-3, 2]), "b": np.float32([1e10])}, tmp_path / "one")
+    checkpoint.convert(tmp_path / "one", target)
+    before = target.read_bytes()
+    with pytest.raises(CheckpointError, match="out of the range of float16"):
+        checkpoint.convert(tmp_path / "one", target, dtype="float16")
+    assert target.read_bytes() == before and sorted(os.listdir(tmp_path)) == ["one", "w.safetensors"]
+    checkpoint.convert(target, target, dtype="bfloat16")  # in place
+    assert SafetensorsFile(target).tensors["b"].dtype == "bfloat16"
+    with pytest.raises(CheckpointError, match="cannot be written: No such file"):
+        checkpoint.convert(tmp_path / "one", tmp_path / "none" / "x.safetensors")
+
+
 def test_diff(tmp_path, capsys):
     make(tmp_path / "a")
     make(tmp_path / "b")

@@ -29,7 +29,7 @@ def array(shape, dtype):
 
 
 def write(path, arrays, metadata=None):
-    return write_safetensors(path, {n: (a.dtype.name, a.shape, [a]) for n, a in arrays.items()}, metadata)
+    return write_safetensors(path, {n: (a.dtype.name, a.shape, [a]) for n, a in arrays.items()}, metadata).tensors
 
 
 def test_what_we_write_is_read_by_the_package_and_by_us(tmp_path):

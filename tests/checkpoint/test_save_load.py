@@ -196,6 +196,7 @@ CYCLE["a"]["b"] = CYCLE
     ({"f": len}, "'f' is a builtins.builtin_function_or_method"), ({"a": {"b": 1}, "a.b": 2}, "two things are called 'a.b'"),
     ({(1, 2): 3}, r"has the key \(1, 2\)"), (5, "'state' is a int"), ({"c": np.zeros(2, complex)}, "real and imaginary"),
     ({"o": np.array(["x"])}, "the tensor 'o' is str"), ({"": 1}, "something is called ''"),
+    ({"\ud800": np.ones(1)}, r"something is called '\\ud800'"), ({"n": -10 ** 1000}, "'n' is a number of 3322 bits"),
     ({"__metadata__": 1}, "called '__metadata__'"), ({"m": np.ma.array([1., 2.], mask=[0, 1])}, "'m' is a masked array"),
     (CYCLE, "the state at 'a.b' is in itself"), (Endless(), "the state at 'me' is in itself")])
 def test_what_has_no_place_in_a_checkpoint_is_refused(tmp_path, state, text):
@@ -205,7 +206,7 @@ def test_what_has_no_place_in_a_checkpoint_is_refused(tmp_path, state, text):
 
 
 def test_arguments_are_checked(tmp_path):
-    for options in ({"step": -1}, {"step": True}, {"keep_last": 0, "step": 1}, {"keep_last": 2},
+    for options in ({"step": -1}, {"step": True}, {"step": 1 << 62}, {"keep_last": 0, "step": 1}, {"keep_last": 2},
                     {"keep_every": 2, "step": 1}):
         with pytest.raises(CheckpointError, match="For 'save'"):
             checkpoint.save({"a": 1}, tmp_path / "a", **options)

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the system refuses, a full disk or a folder that may not be written, as our error with what helps."""
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Iterator
+
+from ..errors import CheckpointError
+
+_FULL = "free space, or keep fewer checkpoints: save(..., keep_last=2)"
+_CLOSED = "save into a folder that this user may write"
+_LARGE = "a larger limit (ulimit -f), or a file system that has larger files"
+_FIXES = {errno.ENOSPC: _FULL, errno.EDQUOT: _FULL, errno.EACCES: _CLOSED, errno.EPERM: _CLOSED, errno.EROFS: _CLOSED,
+          errno.EFBIG: _LARGE}
+
+
+@contextlib.contextmanager
+def refusals(attempt: str) -> Iterator[None]:
+    """The system's refusals as our error."""
+    try:
+        yield
+    except OSError as e:
+        raise CheckpointError(f"{attempt}: {e.strerror or e}.", str(e.filename or ""), "The previous checkpoint stays.",
+                              _FIXES.get(e.errno or 0, ())) from e
