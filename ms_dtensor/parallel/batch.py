@@ -10,7 +10,7 @@ from ..core.placements import Shard
 from ..core.tree import leaves, map_leaves
 from ..errors import LayoutError
 from ..tensor.dtensor import DTensor
-from .layouts import ROOT, another_batch, count_handed_out, enter, global_shape, taken_back
+from .layouts import ROOT, count_handed_out, enter, global_shape, taken_back
 
 
 def batch_over(module: nn.Cell, mesh: DeviceMesh, who: str) -> None:
@@ -20,7 +20,6 @@ def batch_over(module: nn.Cell, mesh: DeviceMesh, who: str) -> None:
     def before(cell, inputs, kwargs):
         cell.__dict__[ROOT] = count_handed_out()
         plain = [x for x in (*inputs, *kwargs.values()) if _is_rows(x)]
-        batch.look_at([x._layout for x in (*inputs, *kwargs.values()) if isinstance(x, DTensor)])
         shapes = dict(zip(map(id, plain), batch.global_shapes(plain)))
 
         def place(x):
@@ -52,13 +51,6 @@ class _Batch:
         self.mesh, self.who = mesh, who
         self.everyone: list = []  # what was told at the last call
         self.shapes: list = []
-        self.layouts: list = []  # of DTensors at the last call
-
-    def look_at(self, layouts: list) -> None:
-        """Notes whether DTensors are laid out as at the last call."""
-        if layouts != self.layouts:
-            self.layouts = layouts
-            another_batch()
 
     def global_shapes(self, rows: list[Tensor]) -> list[tuple[int, ...] | None]:
         """The global shape of each; None on a mesh of one rank.
@@ -73,7 +65,6 @@ class _Batch:
             everyone = self.mesh.get_group().all_gather_object(mine)
         if everyone == self.everyone:
             return self.shapes
-        another_batch()
         if any(len(theirs) != len(mine) for theirs in everyone):
             raise self._unlike(everyone)
         shapes: list[tuple[int, ...] | None] = []

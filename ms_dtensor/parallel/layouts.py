@@ -29,7 +29,6 @@ from ..tensor.dtensor import DTensor
 OUTER = "_ms_dtensor_outer"  # cell attribute: (whole mesh, {axis: placement of plain inputs}), set by replicate
 _TOLD = "_ms_dtensor_extents"  # cell attribute: of plain inputs at the last call, this rank's and the whole ones
 ROOT = "_ms_dtensor_replicated"  # cell attribute: replicate was applied to this very cell
-_batches = 0  # how often a batch was another one than before, which all ranks know
 _handed_out = 0  # how many there have been
 _parts_out = 0  # how many outputs as tuples of parts
 _FUSED = ("FusedColwiseParallel for a fused projection (q, k, v, or gate and up, in one weight): of a contiguous cut the "
@@ -101,8 +100,7 @@ def enter(x, cell: nn.Cell, mesh: DeviceMesh, placement, who: str, shape=None, b
 def _asked(x: Tensor, cell: nn.Cell, layout: Layout, who: str) -> tuple[int, ...] | None:
     """The global shape of a plain input that ranks hold unlike shards of; None where the shards are alike.
 
-    They tell each other what they hold when the extents of the cut dims are not those of the last call, or the batch is not:
-    of 7 rows after 8 on 4 ranks the last one alone sees another extent (one small message).
+    They tell each other what they hold when the extents of the cut dims are not those of the last call (one small message).
     """
     mesh = layout.mesh
     cut = [d for d, axes in enumerate(layout.dim_axes) if any(mesh.shape[a] > 1 for a in axes)]
@@ -111,11 +109,11 @@ def _asked(x: Tensor, cell: nn.Cell, layout: Layout, who: str) -> tuple[int, ...
         return known.shape
     if not cut:
         return None
-    mine, told = (_batches, *(x.shape[d] for d in cut)), cell.__dict__.setdefault(_TOLD, {})
+    mine, told = tuple(x.shape[d] for d in cut), cell.__dict__.setdefault(_TOLD, {})
     key = who, x.ndim, layout.placements
     if key not in told or told[key][0] != mine:
         same = None if x.is_floating_point() else zlib.crc32(x.asnumpy().tobytes())
-        with comm.annotate(src=f"{who}: extents of a plain input", dst=str(mine[1:])):
+        with comm.annotate(src=f"{who}: extents of a plain input", dst=str(mine)):
             got = mesh.get_group().all_gather_object([same, *x.shape])
         if same is not None and len({tuple(piece) for piece in got}) == 1 and x.size > 1:
             raise LayoutError(f"For '{who}', a plain input of integers is the same on all ranks.",
@@ -133,12 +131,6 @@ def _asked(x: Tensor, cell: nn.Cell, layout: Layout, who: str) -> tuple[int, ...
         told[key] = mine, None if len({*pieces}) == 1 else {d: whole[d] for d in cut}
     extents = told[key][1]
     return extents and tuple(extents.get(d, n) for d, n in enumerate(x.shape))
-
-
-def another_batch() -> None:
-    """What ranks have told each other of extents holds no more."""
-    global _batches
-    _batches += 1
 
 
 def global_shape(pieces: list[tuple[int, ...]], mesh: DeviceMesh, placements) -> tuple[int, ...] | None:

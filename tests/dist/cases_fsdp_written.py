@@ -140,19 +140,3 @@ def micro_batches_that_were_broken_off_are_forgotten(world):
     net.set_requires_gradient_sync(True)
     net.forget_gradients()
     same_step(net, plain, mesh)
-
-
-@case(4)
-def rows_of_which_one_rank_alone_has_fewer(world):
-    """7 rows after 8: plain tensors inside, of which only the last rank can see that they are shorter."""
-    plain = filled(nn.SequentialCell(nn.Dense(5, 8), nn.ReLU(), nn.Dense(8, 3)))
-    mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp"))
-    for cut in (replicate, fully_shard):
-        for plain_rows in (True, False):
-            net = filled(nn.SequentialCell(nn.Dense(5, 8), nn.ReLU(), nn.Dense(8, 3)))
-            parallelize_module(net, mesh["tp"], {"0": md.ColwiseParallel(), "2": md.RowwiseParallel()})
-            cut(net, mesh=mesh["dp"])
-            for rows in (8, 7, 7, 8):
-                x = mine(mesh["dp"], ROWS[:rows]) if plain_rows else md.distribute_tensor(
-                    Tensor(ROWS[:rows]), mesh, {"dp": md.Shard(0)})
-                equal(net(x), plain(Tensor(ROWS[:rows])), f"{rows} rows")
