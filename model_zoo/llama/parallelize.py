@@ -11,10 +11,12 @@ Sequence parallelism cuts the list of tokens f32[n, d], which dp has cut already
 """
 from __future__ import annotations
 
-from mindspore import nn
+import numpy as np
+from mindspore import Tensor, nn
 
 from ms_dtensor import (
     DeviceMesh,
+    DTensor,
     MixedPrecisionPolicy,
     Partial,
     Replicate,
@@ -122,6 +124,17 @@ def make_mesh(device: str, cfg: ParallelConfig) -> DeviceMesh:
 def data_axes(mesh: DeviceMesh) -> DeviceMesh:
     """The axes over which the batch is cut."""
     return mesh["copies", "dp"] if "copies" in mesh.mesh_dim_names else mesh["dp"]
+
+
+def own_rows(rows: np.ndarray, mesh: DeviceMesh | None) -> Tensor:
+    """This rank's part of a global batch that every rank has: rows cut over the data axes, the same over tp."""
+    if mesh is None:
+        return Tensor(np.ascontiguousarray(rows))
+    data = data_axes(mesh)
+    each = len(rows) // data.size()
+    first = data.get_group().rank_index * each
+    return DTensor.from_local(Tensor(np.ascontiguousarray(rows[first:first + each])), mesh,
+                              dict.fromkeys(data.mesh_dim_names, Shard(0)))
 
 
 def attention_on_heads(core, mesh: DeviceMesh):
