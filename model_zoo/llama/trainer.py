@@ -6,7 +6,6 @@ and train, `step(i)` computes the same numbers on every mesh, up to the rounding
 """
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator
 from operator import add
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from ms_dtensor.errors import ConfigError
 from ms_dtensor.internals.target import on_cpu
 from ms_dtensor.optim import AdamW, clip_grad_norm_, cosine, wsd
 
-from . import hf
+from . import hf, lora
 from .config import Config, OptimConfig
 from .cpu import compile_attention
 from .data import Text
@@ -68,6 +67,8 @@ class Trainer:
             initialize(self.model)
         elif cfg.train.init_hf is None:
             init_weights(self.model, cfg.train.seed)
+        if cfg.lora is not None:
+            lora.add(self.model, cfg.lora, cfg.train.seed)
         if cfg.train.compile and on_cpu():
             compile_attention(self.model, cfg.model)
         policy = MixedPrecisionPolicy(ms.bfloat16, ms.float32) if cfg.train.dtype == "bfloat16" else None
@@ -76,7 +77,8 @@ class Trainer:
         elif policy is not None:
             policy.apply(self.model)
         if cfg.train.init_hf is not None:  # each rank its shards
-            hf.load(self.model, cfg.train.init_hf)
+            with lora.without_adapters(self.model):
+                hf.load(self.model, cfg.train.init_hf)
         if cfg.train.recompute:
             for layer in self.model.layers:
                 layer.recompute()
@@ -134,7 +136,7 @@ class Trainer:
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds. Batches are a function of the text, the seed and the step, which a checkpoint knows."""
         t, text = self.cfg.train, self.text
-        stream = {"seed": t.seed, "batch": t.batch, "seq": t.seq, "text": 0 if text is None else zlib.crc32(text.train)}
+        stream = {"seed": t.seed, "batch": t.batch, "seq": t.seq, "text": 0 if text is None else text.identity()}
         return {"model": self.model, "optimizer": self.optimizer, "data": stream, "random": RandomState()}
 
     def step(self, step: int) -> StepResult:

@@ -6,11 +6,12 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
-from model_zoo.llama.config import ExpertsConfig, ModelConfig, ParallelConfig
+from model_zoo.llama import lora
+from model_zoo.llama.config import ExpertsConfig, LoraConfig, ModelConfig, ParallelConfig
 from model_zoo.llama.evaluate import mean_loss
 from model_zoo.llama.generate import generate
 from model_zoo.llama.model import Llama, cross_entropy, init_weights
-from model_zoo.llama.parallelize import make_mesh, parallelize
+from model_zoo.llama.parallelize import make_mesh, own_rows, parallelize
 from ms_dtensor import DTensor, Shard, value_and_grad
 from tests.cases import case
 from tests.dist.support import equal, same_on_all_ranks
@@ -110,3 +111,35 @@ def generation_and_evaluation_are_those_of_one_device(world):
             assert np.array_equal(generate(net, cfg, mesh, prompt, 6), want), name
             drawn = generate(net, cfg, mesh, prompt, 6, temperature=1.5, top_k=9, seed=4)
             same_on_all_ranks(world, str(drawn))
+
+
+@case(world_size=4, timeout=120)
+def adapters_train_as_on_one_device_and_are_merged_in_any_layout(world):
+    """Their gradients, the frozen matrices without one, and the logits after `merge`."""
+    ids = np.random.default_rng(1).integers(0, 37, (4, 13)).astype(np.int32)
+    x, y = (np.ascontiguousarray(a) for a in (ids[:, :-1], ids[:, 1:]))
+
+    def made() -> Llama:
+        net = model(MODELS["qwen2"])
+        lora.add(net, LoraConfig(rank=3, where="all"), 5)
+        for name, cell in lora.adapted(net):
+            b = cell.lora_b.weight
+            b.set_data(Tensor(np.random.default_rng(len(name)).normal(0, 0.1, b.shape).astype(np.float32)))
+        return net
+    plain = made()
+    run = ms.value_and_grad(lambda a, b: cross_entropy(plain(a), b), None, plain.trainable_params())
+    want, wanted = run(Tensor(x), Tensor(y))
+    logits = plain(Tensor(x))
+    for layout, parallel in LAYOUTS.items():
+        mesh, net = make_mesh("cpu", parallel), made()
+        parallelize(net, mesh, parallel)
+        assert [p.name for p in net.trainable_params()] == [p.name for p in plain.trainable_params()]
+        a, b = own_rows(x, mesh), own_rows(y, mesh)
+        got, grads = value_and_grad(lambda a, b, m=net: cross_entropy(m(a), b), None, net.trainable_params())(a, b)
+        equal(got, want, f"{layout} loss")
+        for p, g, w in zip(plain.trainable_params(), grads, wanted, strict=True):
+            equal(g, w, f"{layout} {p.name}", rtol=1e-4)
+        lora.merge(net)
+        with lora.without_adapters(net):
+            assert not lora.adapted(net)[0][1]._cells
+        equal(net(a), logits, f"{layout} merged", rtol=1e-4)
