@@ -7,11 +7,21 @@ import numpy as np
 from mindspore import Tensor
 
 from model_zoo.llama import lora
-from model_zoo.llama.config import ExpertsConfig, LoraConfig, ModelConfig, ParallelConfig
+from model_zoo.llama.config import (
+    Config,
+    ExpertsConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    TrainConfig,
+)
+from model_zoo.llama.data import Text
 from model_zoo.llama.evaluate import mean_loss
 from model_zoo.llama.generate import generate
 from model_zoo.llama.model import Llama, cross_entropy, init_weights
 from model_zoo.llama.parallelize import make_mesh, own_rows, parallelize
+from model_zoo.llama.trainer import Trainer
 from ms_dtensor import DTensor, Shard, value_and_grad
 from tests.cases import case
 from tests.dist.support import equal, same_on_all_ranks
@@ -83,6 +93,28 @@ def mixtures_of_experts_train_as_on_one_device(world):
             equal(got, want, f"{name} {layout} loss")
             for p, g, w in zip(plain.trainable_params(), grads, wanted, strict=True):
                 equal(g, w, f"{name} {layout} {p.name}", rtol=1e-4)
+
+
+@case(world_size=4, timeout=120)
+def steps_of_the_recipe_are_those_of_one_device(world):
+    """A slice of `scripts/compare_losses.py`: AdamW, accumulated gradients, recompute, and weights made as shards."""
+    text = Text(*(np.random.default_rng(n).integers(0, 2, 400).cumsum().astype(np.uint8) % 37 for n in (1, 2)))
+
+    def steps(parallel: ParallelConfig, on_mesh: bool = True, **how):
+        cfg = Config(model=ModelConfig(**SIZES), parallel=parallel, optim=OptimConfig(lr=0.02, warmup=1),
+                     train=TrainConfig(steps=4, batch=8, seq=6, seed=3, **how))
+        trainer = Trainer(cfg, text, make_mesh("cpu", parallel) if on_mesh else None)
+        return [trainer.step(i).loss for i in range(4)], trainer.params
+    want, params = steps(ParallelConfig(), on_mesh=False)
+    assert want[-1] < want[0] - 0.1
+    for parallel, how in ((ParallelConfig(4, 1, fsdp=True), {"micro_batches": 2}),
+                          (ParallelConfig(4, 1, fsdp=True, hsdp=2), {"recompute": True}),
+                          (ParallelConfig(2, 2, True, fsdp=True), {"micro_batches": 2, "recompute": True}),
+                          (ParallelConfig(4, 1, zero1=True), {})):
+        got, cut = steps(parallel, **how)
+        assert np.allclose(got, want, rtol=1e-5), (parallel, got, want)
+        for p, w in zip(cut, params, strict=True):
+            equal(p, w, f"{parallel} {p.name}", rtol=1e-4)
 
 
 def greedy_without_cache(net: Llama, prompt: np.ndarray, tokens: int) -> np.ndarray:
