@@ -78,6 +78,8 @@ class DataConfig:
     format: Literal["text", "chat"] = "text"
     template: Literal["plain", "chatml", "llama3"] = "plain"
     """How conversations become text; see chat.py."""
+    documents: bool = False
+    """Of token files: a token sees its own document only, and positions begin anew in each."""
     tokenizer: str | None = None
     """A tokenizer.json or its folder, for conversations; null: bytes. Token files have been through theirs."""
     max_bytes: int = 4_000_000

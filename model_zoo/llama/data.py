@@ -55,22 +55,39 @@ class Files:
 
     train: TokenFile
     held_out: TokenFile
+    documents: bool = False
+    """A batch's third array tells each token's place in its document, of which a row may have the end only."""
 
-    def batch(self, seed: int, step: int, batch: int, seq: int) -> tuple[np.ndarray, np.ndarray]:
+    def batch(self, seed: int, step: int, batch: int, seq: int) -> tuple[np.ndarray, ...]:
         draw = np.random.Generator(np.random.Philox(key=[seed, step]))
-        return _read(self.train, draw.integers(0, len(self.train) - seq, batch), seq)
+        return self._read(self.train, draw.integers(0, len(self.train) - seq, batch), seq)
 
     def identity(self) -> int:
         return self.train.identity()
 
-    def held_out_batch(self, index: int, count: int, batch: int, seq: int) -> tuple[np.ndarray, np.ndarray]:
+    def held_out_batch(self, index: int, count: int, batch: int, seq: int) -> tuple[np.ndarray, ...]:
         starts = np.linspace(0, len(self.held_out) - seq - 1, count * batch).astype(np.int64)
-        return _read(self.held_out, starts[index * batch:(index + 1) * batch], seq)
+        return self._read(self.held_out, starts[index * batch:(index + 1) * batch], seq)
+
+    def _read(self, file: TokenFile, starts: np.ndarray, seq: int) -> tuple[np.ndarray, ...]:
+        both = np.stack([file.read(int(start), seq + 1) for start in starts]).astype(np.int32)
+        ids, labels = np.ascontiguousarray(both[:, :-1]), np.ascontiguousarray(both[:, 1:])
+        return (ids, labels, places(ids, file.end)) if self.documents else (ids, labels)
 
 
-def _read(file: TokenFile, starts: np.ndarray, seq: int) -> tuple[np.ndarray, np.ndarray]:
-    both = np.stack([file.read(int(start), seq + 1) for start in starts]).astype(np.int32)
-    return np.ascontiguousarray(both[:, :-1]), np.ascontiguousarray(both[:, 1:])
+def places(ids: np.ndarray, end: int) -> np.ndarray:
+    """i32[b, t]: how many tokens of its document are before each in its row; the token `end` is its document's last.
+
+    Example:
+        >>> import numpy as np
+        >>> from model_zoo.llama.data import places
+        >>> places(np.array([[5, 0, 7, 8, 0, 9]]), 0).tolist()
+        [[0, 1, 0, 1, 2, 0]]
+    """
+    at = np.arange(ids.shape[1], dtype=np.int32)
+    first = np.zeros(ids.shape, np.int32)
+    first[:, 1:] = np.where(ids[:, :-1] == end, at[1:], 0)
+    return at - np.maximum.accumulate(first, 1)
 
 
 def _windows(stream: np.ndarray, starts: np.ndarray, seq: int) -> tuple[np.ndarray, np.ndarray]:
@@ -85,10 +102,18 @@ def load_text(cfg: DataConfig, vocab_size: int, seq: int) -> Text | Files | Conv
         _check_vocabulary(tokens.size, vocab_size)
         return Conversations(Path(cfg.path or "chat.jsonl"), tokens, cfg.template, seq, cfg.held_out_every)
     if cfg.path is not None and (Path(cfg.path) / "train.tokens").exists():
-        files = Files(*(TokenFile(Path(cfg.path) / f"{name}.tokens") for name in ("train", "held_out")))
+        files = Files(*(TokenFile(Path(cfg.path) / f"{name}.tokens") for name in ("train", "held_out")), cfg.documents)
         _check_vocabulary(files.train.vocab, vocab_size)
         _check_length(len(files.train), len(files.held_out), seq, cfg.path, "tokens")
+        if cfg.documents and files.train.end is None:
+            raise ConfigError("For the configuration, data.documents is set, and data.path does not tell documents apart.",
+                              f"data.path = {cfg.path}", "Its tokenizer has a token that ends a text.",
+                              "--data.documents false")
         return files
+    if cfg.documents:
+        raise ConfigError("For the configuration, data.documents is set, and data.path names no token files.",
+                          f"data.path = {cfg.path}", "Token files tell documents apart.",
+                          "python model_zoo/llama/prepare_data.py")
     if vocab_size < 256:
         raise ConfigError(f"For the configuration, model.vocab_size = {vocab_size} is too small.", "",
                           "Tokens are bytes.", "--model.vocab_size 256 or more")

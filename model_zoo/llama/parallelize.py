@@ -161,12 +161,14 @@ def attention_on_heads(core, mesh: DeviceMesh):
     """
     if on_cpu():
         heads = {a: Shard(2) if a == "tp" else Shard(0) for a in mesh.mesh_dim_names}
-        return local_map(core, heads, (heads, heads, heads), device_mesh=mesh, redistribute_inputs=True,
-                         out_shapes=lambda q, key, value: q)
+        rows = heads | {"tp": Replicate()}
+        maps = {count: local_map(core, heads, (heads, heads, heads, rows)[:count], device_mesh=mesh,
+                                 redistribute_inputs=True, out_shapes=lambda q, *rest: q) for count in (3, 4)}
+        return lambda *operands: maps[len(operands)](*operands)
 
-    def run(q, key, value):
+    def run(*operands):
         with implicit_replication():  # tables and mask
-            return core(q, key, value)
+            return core(*operands)
     return run
 
 

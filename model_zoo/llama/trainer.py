@@ -99,9 +99,9 @@ class Trainer:
         make = ms.value_and_grad if mesh is None else value_and_grad
         self.value_and_grad = make(self.loss, None, self.params)
 
-    def loss(self, ids: Tensor, labels: Tensor) -> Tensor:
+    def loss(self, ids: Tensor, labels: Tensor, *places: Tensor) -> Tensor:
         """A micro-batch's summand of the mean over the global batch."""
-        logits, balance = self.model(ids), None
+        logits, balance = self.model(ids, *places), None
         if isinstance(logits, tuple):
             logits, balance = logits
         if self.mesh is not None and self.cfg.parallel.loss_parallel and self.cfg.parallel.tp > 1:
@@ -113,16 +113,16 @@ class Trainer:
         count = self.cfg.train.micro_batches
         return loss if count == 1 else loss / count
 
-    def parts(self, ids: np.ndarray, labels: np.ndarray) -> Iterator[tuple[Tensor, Tensor]]:
+    def parts(self, *batch: np.ndarray) -> Iterator[tuple[Tensor, ...]]:
         """This rank's parts of the micro-batches of a global batch."""
         count = self.cfg.train.micro_batches
-        for rows in zip(np.split(ids, count), np.split(labels, count), strict=True):
+        for rows in zip(*(np.split(x, count) for x in batch), strict=True):
             yield tuple(own_rows(x, self.mesh) for x in rows)
 
-    def gradients(self, ids: np.ndarray, labels: np.ndarray) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def gradients(self, *batch: np.ndarray) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Loss and gradients (in the order of `params`) of a global batch."""
         loss, grads = None, ()
-        for i, part in enumerate(self.parts(ids, labels), 1):
+        for i, part in enumerate(self.parts(*batch), 1):
             if self.cut:  # summed up before they are reduced
                 self.model.set_requires_gradient_sync(i == self.cfg.train.micro_batches)
             one, mine = self.value_and_grad(*part)
@@ -140,8 +140,8 @@ class Trainer:
         self.optimizer(grads)
         return norm, self.optimizer.lr
 
-    def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs and labels of the global batch of a step."""
+    def batch(self, step: int) -> tuple[np.ndarray, ...]:
+        """Inputs and labels of the global batch of a step, and where documents count, each token's place in its own."""
         t = self.cfg.train
         return self.text.batch(t.seed, step, t.batch, t.seq)
 

@@ -16,7 +16,7 @@ from model_zoo.llama.config import (
     ParallelConfig,
     TrainConfig,
 )
-from model_zoo.llama.data import Text
+from model_zoo.llama.data import Text, places
 from model_zoo.llama.evaluate import mean_loss
 from model_zoo.llama.generate import generate
 from model_zoo.llama.model import Llama, cross_entropy, init_weights
@@ -115,6 +115,37 @@ def steps_of_the_recipe_are_those_of_one_device(world):
         assert np.allclose(got, want, rtol=1e-5), (parallel, got, want)
         for p, w in zip(cut, params, strict=True):
             equal(p, w, f"{parallel} {p.name}", rtol=1e-4)
+
+
+@case(world_size=4, timeout=120)
+def packed_documents_know_nothing_of_each_other(world):
+    """The logits and gradients of packed rows are those of the documents alone; recomputed blocks too."""
+    cfg, ids = ModelConfig(sliding_window=4, **SIZES), np.random.default_rng(7).integers(1, 37, (4, 12)).astype(np.int32)
+    for row, at in ((0, 4), (0, 9), (1, 6), (3, 1)):
+        ids[row, at] = 0
+    where, plain = places(ids, 0), model(cfg)
+    alone = np.zeros((4, 12, 37), np.float32)
+    for row in range(4):
+        starts = [*np.flatnonzero(where[row] == 0), 12]
+        for a, b in zip(starts, starts[1:]):
+            alone[row, a:b] = plain(Tensor(ids[row:row + 1, a:b])).asnumpy()
+    equal(plain(Tensor(ids), Tensor(where)), alone.reshape(48, 37), "plain")
+    assert np.abs(plain(Tensor(ids)).asnumpy() - alone.reshape(48, 37)).max() > 0.1, "they would see each other"
+    weight = Tensor(np.random.default_rng(8).normal(size=(48, 37)).astype(np.float32))
+    run = ms.value_and_grad(lambda x, p: (plain(x, p) * weight).sum(), None, plain.trainable_params())
+    want, wanted = run(Tensor(ids), Tensor(where))
+    for layout, parallel in LAYOUTS.items():
+        mesh, net = make_mesh("cpu", parallel), model(cfg)
+        parallelize(net, mesh, parallel)
+        if layout == "dp x tp":
+            for layer in net.layers:
+                layer.recompute()
+        mine = own_rows(weight.asnumpy().reshape(4, 12 * 37), mesh)
+        loss = lambda x, p, m=net, w=mine: (m(x, p) * w.reshape(48, 37)).sum()  # noqa: E731
+        got, grads = value_and_grad(loss, None, net.trainable_params())(own_rows(ids, mesh), own_rows(where, mesh))
+        equal(got, want, f"{layout} loss", rtol=1e-4)
+        for p, g, w in zip(plain.trainable_params(), grads, wanted, strict=True):
+            equal(g, w, f"{layout} {p.name}", rtol=1e-4)
 
 
 def greedy_without_cache(net: Llama, prompt: np.ndarray, tokens: int) -> np.ndarray:
