@@ -83,7 +83,7 @@ def loss(pyplot: Any, runs: Sequence[Run]) -> Any:
         if held_out[0]:
             name = "held out" if len(runs) == 1 else f"{run.name}, held out"
             top.plot(*held_out, marker="os^D"[i % 4], linestyle="", color=COLOURS[i % len(COLOURS)], markeredgecolor="white",
-                     markersize=7, label=name, zorder=3)
+                     markersize=max(10 - 2 * i, 4), label=name, zorder=3)
     top.set_ylabel("loss")
     _titled(top, "Loss", runs)
     if len(runs) > 1:
@@ -108,7 +108,7 @@ def loss(pyplot: Any, runs: Sequence[Run]) -> Any:
 def _steps(axes: Any) -> None:
     from matplotlib.ticker import MaxNLocator
     axes.set_xlabel("step")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
 
 
 def throughput(pyplot: Any, runs: Sequence[Run]) -> Any:
@@ -142,16 +142,15 @@ def communication(pyplot: Any, runs: Sequence[Run]) -> Any:
     for axes, column, unit, scale in ((pair[0], 2, "ms a step", 1.0), (pair[1], 1, "MiB a step, sent by a rank", 2.0**-20)):
         left = [0.0] * len(runs)
         for i, key in enumerate((*shown, "other")):
-            other = [sum(v[column] for k, v in one.items() if k not in shown) for one in found]
-            widths = [scale * x for x in (other if key == "other" else [one.get(key, (0, 0, 0))[column] for one in found])]
-            if key != "other" or sum(other):
+            widths = [scale * sum(line[column] for k, line in one.items() if (k if k in shown else "other") == key)
+                      for one in found]
+            if key != "other" or any(widths):
                 axes.barh(range(len(runs)), widths, left=left, color=COLOURS[i], height=0.62, edgecolor="white",
                           label=_kind(key))
             left = [a + b for a, b in zip(left, widths, strict=True)]
         for y, end in enumerate(left):
             axes.text(end, y, f" {end:.3g}", va="center", fontsize=9, color="#444444")
-        axes.margins(x=0.18)
-        axes.set_xlim(left=0)
+        axes.set_xlim(0, 1.25 * max(*left, 1e-9))  # room for the numbers
         axes.set_xlabel(unit)
         axes.grid(axis="y", visible=False)
     pair[0].set_yticks(range(len(runs)), [_wrapped(run.name) for run in runs])
@@ -179,7 +178,7 @@ def memory(pyplot: Any, runs: Sequence[Run]) -> Any:
     figure, axes = pyplot.subplots(figsize=(7.5, 3.6))
     for i, run in enumerate(runs):
         axes.plot(*run.series("memory_gib"), label=run.name, **_line(i))
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.15 * max(max(run.series("memory_gib")[1], default=0.0) for run in runs))
     axes.set_ylabel("GiB")
     _titled(axes, "Memory of rank 0", runs)
     _steps(axes)
