@@ -17,8 +17,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "docs/figures"
 COMMON = ["2", "tiny", "--data.max_bytes", "400000", "--train.eval_every", "20"]
-RUNS = {"tp2": ["--parallel.tp", "2"], "dp2": ["--parallel.dp", "2"],
-        "dp2_bfloat16": ["--parallel.dp", "2", "--train.dtype", "bfloat16"]}
+FSDP = ["--parallel.dp", "2", "--parallel.fsdp", "true"]
+RUNS = {"tp2": ["--parallel.tp", "2", "--parallel.sequence_parallel", "true"], "fsdp2": FSDP,
+        "fsdp2_bfloat16": [*FSDP, "--train.dtype", "bfloat16"]}
 
 
 def main() -> int:

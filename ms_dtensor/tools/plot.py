@@ -61,10 +61,10 @@ def _line(i: int) -> dict[str, Any]:
     return {"color": COLOURS[i % len(COLOURS)], "linestyle": DASHES[i % len(DASHES)]}
 
 
-def _legend(figure: Any, axes: Any, count: int) -> None:
-    """Below the picture, where it hides nothing; one run needs none, its name is the title's."""
+def _legend(figure: Any, axes: Any, least: int = 2) -> None:
+    """Below the picture, where it hides nothing."""
     handles, labels = axes.get_legend_handles_labels()
-    if len(handles) > 1:
+    if len(handles) >= least:
         widest = max(map(len, labels))
         figure.legend(handles, labels, loc="outside lower center", ncols=max(1, min(len(labels), 90 // (widest + 6))))
 
@@ -83,7 +83,7 @@ def loss(pyplot: Any, runs: Sequence[Run]) -> Any:
         if held_out[0]:
             name = "held out" if len(runs) == 1 else f"{run.name}, held out"
             top.plot(*held_out, marker="os^D"[i % 4], linestyle="", color=COLOURS[i % len(COLOURS)], markeredgecolor="white",
-                     markersize=max(10 - 2 * i, 4), label=name, zorder=3)
+                     markersize=max(8 - 1.5 * i, 4), label=name, zorder=3)
     top.set_ylabel("loss")
     _titled(top, "Loss", runs)
     if len(runs) > 1:
@@ -101,7 +101,7 @@ def loss(pyplot: Any, runs: Sequence[Run]) -> Any:
         low.set_title("Gradient norm, before it is clipped")
         low.set_ylim(bottom=0)
     _steps(low)
-    _legend(figure, top, len(runs))
+    _legend(figure, top)
     return figure
 
 
@@ -124,7 +124,7 @@ def throughput(pyplot: Any, runs: Sequence[Run]) -> Any:
     axes.set_ylim(bottom=0)
     _titled(axes, "Throughput of all devices" if len(runs) > 1 else f"Throughput ({name})", runs)
     _steps(axes)
-    _legend(figure, axes, len(runs))
+    _legend(figure, axes)
     return figure
 
 
@@ -151,13 +151,14 @@ def communication(pyplot: Any, runs: Sequence[Run]) -> Any:
         for y, end in enumerate(left):
             axes.text(end, y, f" {end:.3g}", va="center", fontsize=9, color="#444444")
         axes.set_xlim(0, 1.25 * max(*left, 1e-9))  # room for the numbers
+        axes.locator_params(axis="x", nbins=5)
         axes.set_xlabel(unit)
         axes.grid(axis="y", visible=False)
     pair[0].set_yticks(range(len(runs)), [_wrapped(run.name) for run in runs])
-    pair[0].invert_yaxis()
+    pair[0].set_ylim(len(runs) - 0.4, -0.6)  # the first on top
     pair[0].set_title("Time in communication")
     pair[1].set_title("Data")
-    _legend(figure, pair[0], len(runs))
+    _legend(figure, pair[0], least=1)
     return figure
 
 
@@ -182,7 +183,7 @@ def memory(pyplot: Any, runs: Sequence[Run]) -> Any:
     axes.set_ylabel("GiB")
     _titled(axes, "Memory of rank 0", runs)
     _steps(axes)
-    _legend(figure, axes, len(runs))
+    _legend(figure, axes)
     return figure
 
 

@@ -177,11 +177,12 @@ def test_a_folder_that_cannot_be_written_is_one_message(tmp_path):
 def test_the_page_runs(tmp_path, cpu, monkeypatch, capsys):
     """docs/recipes_training.md: its configurations fit the worlds they name, its commands and its block do what it says."""
     text = (ROOT / "docs/recipes_training.md").read_text("utf-8")
-    for line in re.findall(r"^((?:\w+=\S+ )*)scripts/run_llama.sh (\d+) (\w+)(.*)$", text, re.M):
+    commands = "".join(re.findall(r"```bash\n(.*?)```", text, re.S))
+    for line in re.findall(r"^((?:\w+=\S+ )*)scripts/run_llama.sh (\d+) (\w+)(.*)$", commands, re.M):
         env, nproc, name, words = line
         nodes = int(dict(word.split("=") for word in env.split()).get("NNODES", "1"))
         load(["--config", str(ROOT / f"model_zoo/llama/configs/{name}.yaml"), *words.split()], nodes * int(nproc))
-    for line in re.findall(r"^python model_zoo/llama/train.py ((?:.*\\\n)*.*)$", text, re.M):
+    for line in re.findall(r"^python model_zoo/llama/train.py ((?:.*\\\n)*.*)$", commands, re.M):
         load(line.replace("\\\n", " ").replace("model_zoo/", f"{ROOT}/model_zoo/").split(), 1)
     monkeypatch.chdir(tmp_path)
     train(Path("runs/tiny"), "--train.steps", "2")
