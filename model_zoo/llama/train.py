@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 if __package__ in (None, ""):  # run as a script: make the repository root importable, and not this folder
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from model_zoo.llama.ranks import guarded, start_device, world_size
+from model_zoo.llama.ranks import guarded, leave, start_device, world_size
 
 if TYPE_CHECKING:
     from model_zoo.llama.config import Config
@@ -140,4 +140,4 @@ def checkpoints(cfg, trainer, log_dir: Path):
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(lambda: run(sys.argv[1:])))
+    leave(guarded(lambda: run(sys.argv[1:])))

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from operator import add
 from typing import Any, NamedTuple
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor
+from mindspore.nn.utils import no_init_parameters
 
-from ms_dtensor import DeviceMesh, DTensor, MixedPrecisionPolicy, Shard, comm, loss_parallel, manual_seed, value_and_grad
+from ms_dtensor import DeviceMesh, MixedPrecisionPolicy, comm, loss_parallel, manual_seed, value_and_grad
 from ms_dtensor.checkpoint import RandomState
 from ms_dtensor.errors import ConfigError
 from ms_dtensor.internals.target import on_cpu
@@ -27,7 +29,7 @@ from .config import Config, OptimConfig
 from .cpu import compile_attention
 from .data import Text
 from .model import Llama, cross_entropy, init_weights
-from .parallelize import data_axes, parallelize
+from .parallelize import own_rows, parallelize
 
 
 def schedule(cfg: OptimConfig, steps: int) -> Callable[[int], float]:
@@ -66,11 +68,10 @@ class Trainer:
         ms.manual_seed(cfg.train.seed)
         manual_seed(cfg.train.seed)
         self.cfg, self.text, self.mesh = cfg, text, mesh
-        self.model = Llama(cfg.model)
+        with no_init_parameters() if mesh is not None and initialize is None else nullcontext():  # never whole on a rank
+            self.model = Llama(cfg.model)
         if initialize is not None:
             initialize(self.model)
-        elif cfg.train.init_hf is None:
-            init_weights(self.model, cfg.train.seed)
         if cfg.train.compile and on_cpu():
             compile_attention(self.model, cfg.model)
         policy = MixedPrecisionPolicy(ms.bfloat16, ms.float32) if cfg.train.dtype == "bfloat16" else None
@@ -80,6 +81,8 @@ class Trainer:
             policy.apply(self.model)
         if cfg.train.init_hf is not None:  # each rank its shards
             hf.load(self.model, cfg.train.init_hf)
+        elif initialize is None:
+            init_weights(self.model, cfg.train.seed)
         if cfg.train.recompute:
             for layer in self.model.layers:
                 layer.recompute()
@@ -107,20 +110,11 @@ class Trainer:
         count = self.cfg.train.micro_batches
         return loss if count == 1 else loss / count
 
-    def share(self, rows: np.ndarray) -> Tensor:
-        """This rank's part of a global batch: rows cut over dp, the same over tp."""
-        if self.mesh is None:
-            return Tensor(rows)
-        data = data_axes(self.mesh)
-        each = len(rows) // self.cfg.parallel.dp
-        first = data.get_group().rank_index * each
-        return DTensor.from_local(Tensor(rows[first:first + each]), self.mesh, dict.fromkeys(data.mesh_dim_names, Shard(0)))
-
     def parts(self, ids: np.ndarray, labels: np.ndarray) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's parts of the micro-batches of a global batch."""
         count = self.cfg.train.micro_batches
         for rows in zip(np.split(ids, count), np.split(labels, count), strict=True):
-            yield tuple(map(self.share, rows))
+            yield tuple(own_rows(x, self.mesh) for x in rows)
 
     def gradients(self, ids: np.ndarray, labels: np.ndarray) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Loss and gradients (in the order of `params`) of a global batch."""

@@ -26,7 +26,8 @@ STYLE = {
     "axes.edgecolor": "#666666", "xtick.color": "#444444", "ytick.color": "#444444", "legend.frameon": False,
     "legend.fontsize": 9, "lines.linewidth": 1.6, "svg.hashsalt": "ms_dtensor", "svg.fonttype": "path",
 }
-KINDS = 6  # that a picture of communication tells apart; the rest is "other"
+OTHER = "#999999"
+KINDS = len(COLOURS)  # that a picture of communication tells apart; the rest is "other"
 
 
 def draw(folders: Sequence[Path], out: Path) -> list[Path]:
@@ -66,7 +67,7 @@ def _legend(figure: Any, axes: Any, least: int = 2) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if len(handles) >= least:
         widest = max(map(len, labels))
-        figure.legend(handles, labels, loc="outside lower center", ncols=max(1, min(len(labels), 90 // (widest + 6))))
+        figure.legend(handles, labels, loc="outside lower center", ncols=max(1, min(len(labels), 100 // (widest + 6))))
 
 
 def _titled(axes: Any, title: str, runs: Sequence[Run]) -> None:
@@ -145,7 +146,7 @@ def communication(pyplot: Any, runs: Sequence[Run]) -> Any:
             widths = [scale * sum(line[column] for k, line in one.items() if (k if k in shown else "other") == key)
                       for one in found]
             if key != "other" or any(widths):
-                axes.barh(range(len(runs)), widths, left=left, color=COLOURS[i], height=0.62, edgecolor="white",
+                axes.barh(range(len(runs)), widths, left=left, color=(*COLOURS, OTHER)[i], height=0.62, edgecolor="white",
                           label=_kind(key))
             left = [a + b for a, b in zip(left, widths, strict=True)]
         for y, end in enumerate(left):
