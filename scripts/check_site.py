@@ -97,8 +97,8 @@ def main() -> int:
     program = next(filter(None, map(shutil.which, names)), None)
     pages = sorted(options.folder.resolve().rglob("*.html"))
     if program is None or not pages:
-        print(f"check_site.py: {'no page in ' + str(options.folder) if program else 'no Chromium on PATH: ' + ', '.join(names)}",
-              file=sys.stderr)
+        why = f"no page in {options.folder}" if program else f"no Chromium on PATH: {', '.join(names)}"
+        print(f"check_site.py: {why}", file=sys.stderr)
         return 2
     if options.pictures:
         options.pictures.mkdir(parents=True, exist_ok=True)

@@ -54,9 +54,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="dtensor_tutorial_") as home:
         copy = Path(home) / "ms_dtensor"
         copy.mkdir()
-        files = subprocess.run(["git", "ls-files", "-z", "-co", "--exclude-standard"], cwd=ROOT, check=True, capture_output=True)
-        subprocess.run(["tar", "-C", copy, "-x"], check=True, input=subprocess.run(
-            ["tar", "-C", ROOT, "-c", "--null", "-T", "-"], check=True, input=files.stdout, capture_output=True).stdout)
+        pack = "git ls-files -z -co --exclude-standard | tar -c --null -T -"
+        packed = subprocess.run(pack, shell=True, cwd=ROOT, check=True, capture_output=True)
+        subprocess.run(["tar", "-x"], cwd=copy, check=True, input=packed.stdout)
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV", "MS_", "RANK"))}
         begun = time.monotonic()
         done = subprocess.run(["bash", "-c", script(found)], cwd=copy, env={**clean, "HOME": home}, text=True,

@@ -3,8 +3,8 @@
 
     python scripts/make_figures.py [--png]        writes docs/figures/*.svg; --png also *.png, to look at
 
-Needs matplotlib (pip install '.[plot]'). No figure is drawn from hand-made numbers: boxes are `Layout.local_offset`, arrows and
-bytes are `redistribute.plan`, a step's collectives are what `CommDebugMode` recorded in a fake world.
+Needs matplotlib (pip install '.[plot]'). No number is made by hand: boxes are `Layout.local_offset`, arrows and bytes
+are `redistribute.plan`, a step's collectives are what `CommDebugMode` recorded in a fake world.
 """
 from __future__ import annotations
 
@@ -181,8 +181,8 @@ def communication():
             shown = [e for e in recorded(sequence) if e.phase == phase]
             for i, e in enumerate(shown):
                 colour = {"all_reduce": RED, "reduce_scatter": GREEN}.get(e.op, BLUE)
-                box(ax, 1.0 + 4.1 * i, y, f"{e.op} over {' '.join(e.axes)}\n{e.bytes / 1024:g} KiB   {e.module or 'all gradients'}",
-                    colour, 3.7, 1.7)
+                text = f"{e.op} over {' '.join(e.axes)}\n{e.bytes / 1024:g} KiB   {e.module or 'all gradients'}"
+                box(ax, 1.0 + 4.1 * i, y, text, colour, 3.7, 1.7)
                 if i:
                     arrow(ax, (1.0 + 4.1 * (i - 1) + 1.9, y), (1.0 + 4.1 * i - 1.9, y), gap=0)
             if not shown:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The documentation holds: links lead somewhere, blocks run, commands have their options, every public name has its place."""
+"""The documentation holds: links lead somewhere, blocks run, commands have their options, public names have a place."""
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import importlib.util
 import os
@@ -92,9 +91,8 @@ def knows(file: Path, option: str) -> bool:
     """Whether a script, or one it hands its arguments to, has that option."""
     section, _, key = option.removeprefix("--").partition(".")
     if key:
-        fields = {f.name: f.default_factory() for f in dataclasses.fields(Config) if f.default_factory is not dataclasses.MISSING}
-        return section in fields and key in {f.name for f in dataclasses.fields(fields[section])}
-    files = [file, *file.parent.glob(f"{file.stem}.py"), *(file.parent / name for name in ("train.py", "configio.py", "ranks.py"))]
+        return hasattr(getattr(Config(), section, None), key.partition(".")[0])
+    files = [file, file.with_suffix(".py"), *(file.parent / name for name in ("train.py", "configio.py", "ranks.py"))]
     if file.suffix == ".sh":
         files += [ROOT / "model_zoo/llama/launch.py", ROOT / "model_zoo/llama/train.py"]
     return any(re.search(rf"{re.escape(option)}\b", path.read_text("utf-8")) for path in files if path.exists())
@@ -128,13 +126,19 @@ def test_commands_have_files_and_options(page):
             assert all(w.partition("=")[0] in MSRUN for w in before if w.startswith("--")), words
 
 
+def test_an_option_that_is_not_there_is_noticed():
+    launch = ROOT / "model_zoo/llama/launch.py"
+    assert knows(launch, "--parallel.tp") and knows(launch, "--workers")
+    assert not any(knows(launch, option) for option in ("--parallel.nonsense", "--nonsense.tp", "--nonsense"))
+
+
 def test_the_chinese_tutorial_has_the_same_blocks():
     assert cases_docs.blocks("zh/tutorial") == cases_docs.blocks("tutorial")
 
 
 def test_every_public_name_is_in_the_reference_once():
-    listed = re.findall(r"^::: (ms_dtensor[\w.]*)$", "\n".join(p.read_text("utf-8") for p in (DOCS / "reference").glob("*.md")),
-                        re.MULTILINE)
+    pages = "\n".join(page.read_text("utf-8") for page in (DOCS / "reference").glob("*.md"))
+    listed = re.findall(r"^::: (ms_dtensor[\w.]*)$", pages, re.MULTILINE)
     assert len(listed) == len(set(listed))
     shown = set()
     for path in listed:
@@ -159,9 +163,7 @@ def test_every_figure_is_shown():
 
 
 def test_every_page_is_in_the_navigation():
-    class Loader(yaml.SafeLoader):
-        pass
-    nav = str(yaml.load(SITE.read_text("utf-8"), Loader)["nav"])
+    nav = str(yaml.safe_load(SITE.read_text("utf-8"))["nav"])
     assert not [str(p.relative_to(DOCS)) for p in PAGES if f"'{p.relative_to(DOCS)}'" not in nav]
 
 
@@ -169,8 +171,9 @@ def test_the_site_builds_without_a_warning(tmp_path):
     pytest.importorskip("mkdocs", reason="an extra: pip install '.[docs]'")
     pytest.importorskip("material", reason="an extra: pip install '.[docs]'")
     pytest.importorskip("mkdocstrings_handlers.python", reason="an extra: pip install '.[docs]'")
-    done = subprocess.run([sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-f", str(SITE), "-d", str(tmp_path / "site")],
-                          cwd=ROOT, capture_output=True, text=True, timeout=170, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"})
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-f", str(SITE), "-d", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170,
+                          env={**os.environ, "NO_MKDOCS_2_WARNING": "1"})
     assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr[-3000:]
     assert (tmp_path / "site/zh/tutorial.html").is_file()
     reference = (tmp_path / "site/reference/parallel.html").read_text("utf-8")

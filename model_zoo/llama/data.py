@@ -16,7 +16,8 @@ import numpy as np
 
 from ms_dtensor.errors import ConfigError
 
-from .config import DataConfig
+from .config import Config, DataConfig
+from .tokens import load_tokens
 
 BLOCK = 16384  # text is split into train and held-out in blocks of this many bytes
 SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -92,3 +93,14 @@ def _files(path: str | None) -> tuple[list[Path], Path]:
                           "data.path is a text file, or a folder whose files are read in sorted order.",
                           "leave data.path out to train on the Python standard library's sources")
     return files, root
+
+
+def read_tokens(source: str, path: str | None, tokenizer: str | None, own: Config, seq: int) -> np.ndarray:
+    """What `evaluate.py` predicts: a text's tokens, or the held-out ones of a run's own data."""
+    if path is None:
+        return load_text(own.data, own.model.vocab_size, seq).held_out
+    files, _ = _files(path)
+    beside = Path(source) / "tokenizer.json"
+    tokens = load_tokens(tokenizer or (beside if beside.is_file() else None))
+    text = b"".join(file.read_bytes() for file in files).decode(errors="surrogateescape")
+    return np.array(tokens.encode(text))

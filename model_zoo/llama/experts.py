@@ -12,6 +12,7 @@ from functools import partial
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, mint, nn, ops
+from mindspore.common.initializer import initializer
 from mindspore.ops import auto_generate
 
 from ms_dtensor.internals.target import on_cpu
@@ -26,7 +27,7 @@ class Weights(nn.Cell):
     def __init__(self, count: int, dim: int, width: int):
         super().__init__()
         for name, shape in (("w1", (count, width, dim)), ("w2", (count, dim, width)), ("w3", (count, width, dim))):
-            self.insert_param_to_cell(name, Parameter(ops.zeros(shape, ms.float32), name=name))
+            self.insert_param_to_cell(name, Parameter(initializer("zeros", shape, ms.float32), name=name))
 
 
 class Experts(nn.Cell):

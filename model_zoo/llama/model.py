@@ -22,7 +22,9 @@ from functools import lru_cache, partial
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, nn, ops
+from mindspore.common.initializer import initializer
 
+from ms_dtensor import DTensor
 from ms_dtensor.internals.target import on_cpu
 
 from . import cpu
@@ -68,7 +70,7 @@ class Embedding(mint.nn.Embedding):
     """Rows of the parameter `weight` [vocab, d]."""
 
     def __init__(self, vocab: int, dim: int):
-        super().__init__(vocab, dim, _weight=ops.zeros((vocab, dim), ms.float32))
+        super().__init__(vocab, dim, _weight=initializer("zeros", (vocab, dim), ms.float32))
 
     def construct(self, ids):
         return cpu.embedding(ids, self.weight) if on_cpu() else F.embedding(ids, self.weight)
@@ -185,7 +187,7 @@ def init_weights(model: Llama, seed: int, std: float = 0.02) -> None:
     """Normal(0, std) for matrices, ones for norms, zeros for biases; residual outputs (wo, w2) scaled by 1/sqrt(2 * layers).
 
     Each parameter draws from its own Philox stream keyed by (seed, name): the values depend on neither the order of
-    creation nor the number of ranks. Call it before `parallelize`.
+    creation nor the number of ranks. Before `parallelize` or after it, when each rank keeps its shards of one at a time.
     """
     residual = 1.0 / np.sqrt(2.0 * len(model.layers))
     for name, param in model.parameters_and_names():
@@ -195,4 +197,7 @@ def init_weights(model: Llama, seed: int, std: float = 0.02) -> None:
             stream = np.random.Generator(np.random.Philox(key=[seed, zlib.crc32(name.encode())]))
             scale = std * (residual if name.endswith(("wo.weight", "w2.weight", "experts.w2")) else 1.0)
             value = stream.standard_normal(param.shape, np.float32) * np.float32(scale)
-        param.set_data(Tensor(value))
+        if isinstance(param, DTensor):
+            layout = param.layout
+            value = value[tuple(slice(at, at + n) for at, n in zip(layout.local_offset(), layout.local_shape()))]
+        param.set_data(Tensor(np.ascontiguousarray(value)))

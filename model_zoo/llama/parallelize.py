@@ -11,10 +11,12 @@ Sequence parallelism cuts the list of tokens f32[n, d], which dp has cut already
 """
 from __future__ import annotations
 
-from mindspore import nn
+import numpy as np
+from mindspore import Tensor, nn
 
 from ms_dtensor import (
     DeviceMesh,
+    DTensor,
     MixedPrecisionPolicy,
     Partial,
     Replicate,
@@ -89,22 +91,26 @@ def parallelize(model: nn.Cell, mesh: DeviceMesh, cfg: ParallelConfig,
                 mp_policy: MixedPrecisionPolicy | None = None) -> nn.Cell:
     """Applies the plan over mesh["tp"], lays attention out over its heads, then data parallelism over mesh["dp"].
 
+    Block by block: of a model made under `no_init_parameters` no rank has more at a time than its shards and a block.
+
     Returns `model`.
 
     Initial weights are those of rank 0 of each axis. Afterwards every parameter and buffer is a DTensor on `mesh`.
     """
-    mixed = model.layers[0].mixed
-    parallelize_module(model, mesh["tp"], tensor_plan(cfg, mixed))
+    mixed, inside = model.layers[0].mixed, "layers.*."
+    plan = tensor_plan(cfg, mixed)
     for layer in model.layers:
+        parallelize_module(layer, mesh["tp"], {k.removeprefix(inside): v for k, v in plan.items() if k.startswith(inside)})
         layer.attention.core = attention_on_heads(layer.attention.core, mesh)
         if mixed:
             layer.feed_forward.core = experts_on_widths(layer.feed_forward.core, mesh, cfg)
+        if cfg.fsdp:
+            # of the experts' weights, dim 0 has too few rows to be cut over many ranks
+            fully_shard(layer, mesh=data_axes(mesh), mp_policy=mp_policy,
+                        shard_placement_fn=lambda p: Shard(1) if p.ndim == 3 else None)
+    parallelize_module(model, mesh["tp"], {k: v for k, v in plan.items() if not k.startswith(inside)})
     if not cfg.fsdp:
         return replicate(model, mesh=data_axes(mesh), mp_policy=mp_policy, zero1=cfg.zero1)
-    for layer in model.layers:
-        # of the experts' weights, dim 0 has too few rows to be cut over many ranks
-        fully_shard(layer, mesh=data_axes(mesh), mp_policy=mp_policy,
-                    shard_placement_fn=lambda p: Shard(1) if p.ndim == 3 else None)
     return fully_shard(model, mesh=data_axes(mesh), mp_policy=mp_policy)
 
 
@@ -118,6 +124,17 @@ def make_mesh(device: str, cfg: ParallelConfig) -> DeviceMesh:
 def data_axes(mesh: DeviceMesh) -> DeviceMesh:
     """The axes over which the batch is cut."""
     return mesh["copies", "dp"] if "copies" in mesh.mesh_dim_names else mesh["dp"]
+
+
+def own_rows(rows: np.ndarray, mesh: DeviceMesh | None) -> Tensor:
+    """This rank's part of a global batch that every rank has: rows cut over the data axes, the same over tp."""
+    if mesh is None:
+        return Tensor(np.ascontiguousarray(rows))
+    data = data_axes(mesh)
+    each = len(rows) // data.size()
+    first = data.get_group().rank_index * each
+    return DTensor.from_local(Tensor(np.ascontiguousarray(rows[first:first + each])), mesh,
+                              dict.fromkeys(data.mesh_dim_names, Shard(0)))
 
 
 def attention_on_heads(core, mesh: DeviceMesh):

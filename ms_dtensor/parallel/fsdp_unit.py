@@ -39,6 +39,7 @@ from ..redistribute.execute import redistribute_local
 from ..tensor.dtensor import DTensor
 from .fsdp_late import LateGradients
 from .fsdp_memory import DeviceMemory, HostMemory
+from .fsdp_written import Written
 
 
 class Block:
@@ -337,7 +338,7 @@ class Unit:
                               ("set_dtype before fully_shard()", "MixedPrecisionPolicy(param_dtype=...)"))
 
     def abandon(self) -> None:
-        """The gradient that was under way has raised."""
+        """Forgets gradients of steps without communication: the one that was under way has raised, or the user says so."""
         self._unsent = {}
 
     def unsent_nodes(self) -> list[Tensor]:
@@ -401,7 +402,7 @@ class Unit:
     def in_place(self, call: Call | None, slots: list) -> Iterator[dict[int, Tensor]]:
         """The slots hold the whole parameters inside; what the cell writes into them reaches the shards."""
         whole = self.tensors(call, slots)
-        versions = {k: x._version for k, x in whole.items()}
+        written = Written(whole)
 
         def put(held: Callable) -> None:
             for cell, key, p in slots:
@@ -415,13 +416,7 @@ class Unit:
             put(lambda p: p)
             if call is not None:
                 call.nodes = {}  # they know the call, in memory that Python does not see
-        for k, x in whole.items():
-            if x._version != versions[k]:
-                if k in self.place:
-                    b, i = self.place[k]
-                    self.blocks[b].write_own(i)
-                else:
-                    write(local_alias(x.inited_param), local_alias(x))
+        written.keep(self.blocks, self.place)
 
     def lends(self, x: Tensor, whole: dict[int, Tensor]) -> bool:
         """Whether a tensor lies in the memory of the gathered parameters `whole`, which goes."""

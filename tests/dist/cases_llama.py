@@ -6,12 +6,16 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
-from model_zoo.llama.config import ExpertsConfig, ModelConfig, ParallelConfig
+from model_zoo.llama.config import Config, ExpertsConfig, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
+from model_zoo.llama.data import Text
+from model_zoo.llama.evaluate import mean_loss
+from model_zoo.llama.generate import generate
 from model_zoo.llama.model import Llama, cross_entropy, init_weights
 from model_zoo.llama.parallelize import make_mesh, parallelize
+from model_zoo.llama.trainer import Trainer
 from ms_dtensor import DTensor, Shard, value_and_grad
 from tests.cases import case
-from tests.dist.support import equal
+from tests.dist.support import equal, same_on_all_ranks
 
 SIZES = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 40, "vocab_size": 37}
 MODELS = {"qwen2": ModelConfig(qkv_bias=True, tied_head=True, **SIZES),
@@ -80,3 +84,53 @@ def mixtures_of_experts_train_as_on_one_device(world):
             equal(got, want, f"{name} {layout} loss")
             for p, g, w in zip(plain.trainable_params(), grads, wanted, strict=True):
                 equal(g, w, f"{name} {layout} {p.name}", rtol=1e-4)
+
+
+@case(world_size=4, timeout=120)
+def steps_of_the_recipe_are_those_of_one_device(world):
+    """A slice of `scripts/compare_losses.py`: AdamW, accumulated gradients, recompute, and weights made as shards."""
+    text = Text(*(np.random.default_rng(n).integers(0, 2, 400).cumsum().astype(np.uint8) % 37 for n in (1, 2)))
+
+    def steps(parallel: ParallelConfig, on_mesh: bool = True, **how):
+        cfg = Config(model=ModelConfig(**SIZES), parallel=parallel, optim=OptimConfig(lr=0.02, warmup=1),
+                     train=TrainConfig(steps=4, batch=8, seq=6, seed=3, **how))
+        trainer = Trainer(cfg, text, make_mesh("cpu", parallel) if on_mesh else None)
+        return [trainer.step(i).loss for i in range(4)], trainer.params
+    want, params = steps(ParallelConfig(), on_mesh=False)
+    assert want[-1] < want[0] - 0.1
+    for parallel, how in ((ParallelConfig(4, 1, fsdp=True), {"micro_batches": 2}),
+                          (ParallelConfig(4, 1, fsdp=True, hsdp=2), {"recompute": True}),
+                          (ParallelConfig(2, 2, True, fsdp=True), {"micro_batches": 2, "recompute": True}),
+                          (ParallelConfig(4, 1, zero1=True), {})):
+        got, cut = steps(parallel, **how)
+        assert np.allclose(got, want, rtol=1e-5), (parallel, got, want)
+        for p, w in zip(cut, params, strict=True):
+            equal(p, w, f"{parallel} {p.name}", rtol=1e-4)
+
+
+def greedy_without_cache(net: Llama, prompt: np.ndarray, tokens: int) -> np.ndarray:
+    """The likeliest tokens, the whole text through the model for each; plain tensors."""
+    ids = prompt
+    for _ in range(tokens):
+        out = net(Tensor(ids))
+        logits = (out[0] if isinstance(out, tuple) else out).asnumpy().reshape(*ids.shape, -1)
+        ids = np.concatenate((ids, logits[:, -1].argmax(-1).astype(np.int32)[:, None]), 1)
+    return ids
+
+
+@case(world_size=4, timeout=120)
+def generation_and_evaluation_are_those_of_one_device(world):
+    """With a cache, heads cut over tp: the tokens; drawn alike on all ranks; and the loss of a text with an odd end."""
+    prompt = np.array([[1, 5, 9], [30, 2, 2]], np.int32)
+    text = np.random.default_rng(3).integers(0, 37, 50)
+    for name, cfg in {"qwen2": MODELS["qwen2"], "mixture": MIXTURES["dropless"]}.items():
+        want = greedy_without_cache(model(cfg), prompt, 6)
+        loss = mean_loss(model(cfg), None, text, 7, 2)
+        for parallel in (ParallelConfig(2, 2), ParallelConfig(2, 2, loss_parallel=False)):
+            mesh, net = make_mesh("cpu", parallel), model(cfg)
+            parallelize(net, mesh, parallel)
+            got = mean_loss(net, mesh, text, 7, 2, parallel.loss_parallel)
+            assert abs(got - loss) < 1e-5 * loss, (name, got, loss)
+            assert np.array_equal(generate(net, cfg, mesh, prompt, 6), want), name
+            drawn = generate(net, cfg, mesh, prompt, 6, temperature=1.5, top_k=9, seed=4)
+            same_on_all_ranks(world, str(drawn))

@@ -30,3 +30,13 @@ def test_fully_shard_on_devices(case, ranks):
 @pytest.mark.parametrize("case", case_params("tests.dist.cases_fsdp_inside", 4, group="fsdp4"))
 def test_inside_a_unit(case, ranks):
     ranks.check(case)
+
+
+@pytest.mark.parametrize("case", case_params("tests.dist.cases_selective", 4, group="fsdp4"))
+def test_selective_recompute(case, ranks):
+    ranks.check(case)
+
+
+@pytest.mark.parametrize("case", case_params("tests.dist.cases_fsdp_written", 4, group="fsdp4"))
+def test_what_a_forward_writes(case, ranks):
+    ranks.check(case)
