@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 from ms_dtensor.errors import ConfigError
 
+from .config_watch import WATCH_RANGES, GuardConfig, MetricsConfig, ProfileConfig
+
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
@@ -162,6 +164,9 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
 
 _COUNT = (1, 2 ** 31 - 1)
@@ -183,6 +188,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "train.micro_batches": _COUNT,
     "checkpoint.interval": (0, 2 ** 53), "checkpoint.keep_last": _COUNT,
     "train.eval_every": (0, 2 ** 53), "train.eval_batches": _COUNT,
+    **WATCH_RANGES,
 }
 
 

@@ -17,11 +17,12 @@ import numpy as np
 from mindspore import Tensor
 from mindspore.nn.utils import no_init_parameters
 
-from ms_dtensor import DeviceMesh, MixedPrecisionPolicy, loss_parallel, manual_seed, value_and_grad
+from ms_dtensor import DeviceMesh, MixedPrecisionPolicy, comm, loss_parallel, manual_seed, value_and_grad
 from ms_dtensor.checkpoint import RandomState
 from ms_dtensor.errors import ConfigError
 from ms_dtensor.internals.target import on_cpu
 from ms_dtensor.optim import AdamW, clip_grad_norm_, cosine, wsd
+from ms_dtensor.tools.guard import Guard, Verdict, stopped
 
 from . import hf
 from .config import Config, OptimConfig
@@ -45,6 +46,8 @@ class StepResult(NamedTuple):
     grad_norm: float
     """norm of the whole gradient, before clipping"""
     lr: float
+    """0 if the guard left the update out"""
+    verdict: Verdict = Verdict("go")
 
 
 class Trainer:
@@ -88,6 +91,8 @@ class Trainer:
         o = cfg.optim
         self.optimizer = AdamW(self.params, o.lr, o.betas, o.eps, o.weight_decay)
         self.schedule = schedule(o, cfg.train.steps)
+        g = cfg.guard
+        self.guard = Guard(g.nan, g.spike, g.on_spike, g.window, g.patience)
         make = ms.value_and_grad if mesh is None else value_and_grad
         self.value_and_grad = make(self.loss, None, self.params)
 
@@ -121,10 +126,13 @@ class Trainer:
             loss, grads = (one, mine) if loss is None else (loss + one, tuple(map(add, grads, mine)))
         return loss, grads
 
-    def update(self, grads: tuple[Tensor, ...], step: int) -> tuple[float | Tensor, float]:
-        """Clips, steps the optimizer; the gradient norm and the learning rate used."""
+    def update(self, grads: tuple[Tensor, ...], step: int,
+               leave_out: Callable[[float | Tensor], bool] = lambda norm: False) -> tuple[float | Tensor, float]:
+        """Clips, steps the optimizer; the gradient norm and the learning rate used: 0 if by that norm it is left out."""
         o = self.cfg.optim
         norm = clip_grad_norm_(zip(self.params, grads, strict=True), o.clip_norm or float("inf"))
+        if leave_out(norm):
+            return norm, 0.0
         self.optimizer.lr = o.lr * self.schedule(step)
         self.optimizer(grads)
         return norm, self.optimizer.lr
@@ -141,10 +149,33 @@ class Trainer:
         return {"model": self.model, "optimizer": self.optimizer, "data": stream, "random": RandomState()}
 
     def step(self, step: int) -> StepResult:
-        """Forward, backward and update number `step` (from 0)."""
+        """Forward, backward and update number `step` (from 0).
+
+        Raises:
+            Diverged: the guard ends the run.
+        """
         loss, grads = self.gradients(*self.batch(step))
-        norm, lr = self.update(grads, step)
-        return StepResult(float(loss), float(norm), lr)  # last: a device is waited for
+        verdicts: list[Verdict] = []
+
+        def leave_out(norm: float | Tensor) -> bool:
+            verdicts.append(self._agreed(self.guard.judge(step, float(loss), float(norm))))
+            return verdicts[0].action in ("skip", "stop")
+
+        if self.guard.skips:  # a device is waited for before the update
+            norm, lr = self.update(grads, step, leave_out)
+        else:
+            norm, lr = self.update(grads, step)
+            verdicts.append(self.guard.judge(step, float(loss), float(norm)))
+        if verdicts[0].action == "stop":
+            raise stopped(verdicts[0].reason)
+        return StepResult(float(loss), float(norm), lr, verdicts[0])
+
+    def _agreed(self, verdict: Verdict) -> Verdict:
+        """Rank 0's: whether a step is left out may not hang on the last bit of a sum."""
+        if self.mesh is None:
+            return verdict
+        ranks = self.mesh.rank_list
+        return Verdict(*comm.group(ranks).broadcast_object(tuple(verdict), ranks[0]))
 
     def held_out_loss(self) -> float:
         """Mean loss on fixed held-out batches."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import CommError
+from . import tally as tallies
 from .protocol import REDUCE_OPS, Backend, Result, Work
 from .record import CommEvent, active, note, user_site
 
@@ -89,18 +90,22 @@ class Group:
 
     def _done(self, op: str, x: Any, fraction: float, call: Callable[[], Any]) -> Any:
         """Runs the call; records it if somebody listens. `fraction` of the payload leaves this rank."""
-        listeners = active()
-        if not listeners:
+        listeners, tally = active(), tallies.running
+        if not listeners and tally is None:
             return call()
         started = time.perf_counter()
         result = call()
         seconds = time.perf_counter() - started
         n = note()
-        shape, dtype, size = (), "", 0
-        if x is not None:
-            shape, dtype, size = tuple(x.shape), str(x.dtype), math.prod(x.shape) * x.itemsize
-        event = CommEvent(op, self.axes if n.axes is None else n.axes, self.ranks, shape, dtype, round(size * fraction),
-                          user_site(), n.phase, n.implicit, n.src, n.dst, seconds, started, n.module)
+        axes = self.axes if n.axes is None else n.axes
+        size = 0 if x is None else round(math.prod(x.shape) * x.itemsize * fraction)
+        if tally is not None:
+            tally.add(op, axes, size, seconds)
+        if not listeners:
+            return result
+        shape, dtype = ((), "") if x is None else (tuple(x.shape), str(x.dtype))
+        event = CommEvent(op, axes, self.ranks, shape, dtype, size, user_site(), n.phase, n.implicit, n.src, n.dst, seconds,
+                          started, n.module)
         for events in listeners:
             events.append(event)
         return result

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 
+from . import tally as tallies
+
 if TYPE_CHECKING:
     from mindspore import Tensor
 
@@ -44,7 +46,7 @@ class Work(Generic[T]):
         """Blocks (on a device: orders the stream) until the result may be used, and returns it."""
         if self._finish is not None:
             finish, self._finish = self._finish, None
-            self._result = finish()
+            self._result = finish() if tallies.running is None else tallies.running.waited(finish)
         return self._result  # type: ignore[return-value]
 
     @property

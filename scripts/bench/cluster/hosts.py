@@ -72,7 +72,7 @@ def free_port() -> int:
 
 def msrun(hosts: list[Host], slots: int, node: int, port: int, logs: Path, argument: str) -> list[str]:
     """The command of a node. Argument: what `ranks.py` is given."""
-    address = "127.0.0.1" if all(h.local for h in hosts) else hosts[0].name
+    address = "127.0.0.1" if all(h.local for h in hosts) else hosts[0].name.rpartition("@")[2]
     return [str(Path(sys.executable).parent / "msrun"), f"--worker_num={len(hosts) * slots}", f"--local_worker_num={slots}",
             f"--master_addr={address}", f"--master_port={port}", f"--node_rank={node}", "--join=True",
             f"--log_dir={logs / f'node_{node}'}", "--tail_worker_log=99999",  # no such worker: the log files say it all
@@ -145,7 +145,8 @@ def reason(logs: Path) -> str:
     from model_zoo.llama.launch import failures
     said = sorted(found for folder in sorted(logs.glob("node_*")) for found in failures(folder))
     if said:
-        return f"rank {said[0][1]}: {said[0][2].strip()[-3000:]}"
+        lines = [x for x in said[0][2].strip().splitlines() if not x.startswith(("[INFO]", "[WARNING]"))]  # MindSpore's, later
+        return "\n".join([f"rank {said[0][1]}:", *lines])[-3000:]
     tails = [f"{log.relative_to(logs)}: " + " | ".join(log.read_text(errors="replace").splitlines()[-3:])
              for log in sorted(logs.glob("node_*/*.log"))]
     return "no rank said why\n" + "\n".join(tails)[-3000:]

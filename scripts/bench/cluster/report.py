@@ -25,8 +25,9 @@ from scripts.bench.cluster.arithmetic import KNOWN  # noqa: E402
 
 STYLE = """
 :root{font:15px/1.5 system-ui,"Segoe UI","Noto Sans","Noto Sans CJK SC",sans-serif;color:#1b1f24;background:#fff}
-body{margin:0 auto;max-width:1180px;padding:0 14px 60px}h1{font-size:1.6rem;margin:1.2rem 0 .3rem}
+body{margin:0 auto;max-width:1240px;padding:0 14px 60px}h1{font-size:1.6rem;margin:1.2rem 0 .3rem}
 h2{font-size:1.25rem;border-top:1px solid #d5d9de;padding-top:1rem;margin-top:2rem}h3{font-size:1rem;margin:1.2rem 0 .3rem}
+h4{font-size:.9rem;margin:.9rem 0 .2rem}
 .warn{background:#fff4d6;border-left:4px solid #E69F00;padding:.5rem .8rem}nav a{margin-right:1em}
 .charts{display:flex;flex-wrap:wrap;gap:14px 26px;align-items:flex-start}.charts svg{max-width:100%;height:auto}
 svg text{font:11px system-ui,"Noto Sans",sans-serif;fill:#333;stroke:none}
@@ -34,7 +35,7 @@ svg text.title{font-weight:600;font-size:12.5px;fill:#111}
 svg .grid{stroke:#e3e6ea;fill:none}.legend{margin:.3rem 0}.legend span{white-space:nowrap;margin-right:1.2em}
 .legend svg{vertical-align:-1px}.scroll{overflow-x:auto;margin:.4rem 0}table{border-collapse:collapse;font-size:13px}
 th,td{padding:2px 9px;text-align:right;white-space:nowrap;border-bottom:1px solid #e8ebee;font-variant-numeric:tabular-nums}
-th{background:#f3f5f7;position:sticky;top:0}th:first-child,td:first-child{text-align:left}summary{cursor:pointer;color:#0b5cad}
+th{background:#f3f5f7;position:sticky;top:0}th:first-child,td:first-child{text-align:left;white-space:normal;min-width:4em}summary{cursor:pointer;color:#0b5cad}
 details{margin:.5rem 0}pre{white-space:pre-wrap;overflow-wrap:anywhere;background:#f3f5f7;padding:.5rem;font-size:12px}
 code{overflow-wrap:anywhere}
 """
@@ -134,7 +135,7 @@ def headlines(runs: Sequence[Loaded]) -> str:
 def collectives(runs: Sequence[Loaded]) -> str:
     rows = [(run, row) for run in runs for row in run.rows("collectives") if "op" in row]
     out = []
-    several = len(unique([row["algorithm"] for _, row in rows])) > 1
+    several = any(len({row["algorithm"] for run_, row in rows if run_ is run}) > 1 for run in runs)
     for group, dtype in unique([(row["group"], row["type"]) for _, row in rows]):
         here = [(run, row) for run, row in rows if (row["group"], row["type"]) == (group, dtype)]
         plots: list[str] = []
@@ -153,11 +154,13 @@ def collectives(runs: Sequence[Loaded]) -> str:
         wrong = sum((columns.best(row)["wrong"] or 0) + (row.get("in", {}).get("wrong") or 0) for _, row in here)
         out.append(f"<h3>{escape(group)}: {'/'.join(map(str, ranks))} ranks, {dtype}</h3>" + svg.legend(names, line=True)
                    + charts(*plots) + f"<p>{wrong} wrong numbers.</p>")
-        tables: dict[str, list] = {}
-        for run, row in here:
-            tables.setdefault(f"{run.name}: {row['op']} by {row['interface']} ({row['algorithm']})", []).append(row)
-        out += [details(name, "nccl-tests:", table(*columns.nccl(mine)), "hccl_test:", table(*columns.hccl(mine)))
-                for name, mine in tables.items()]
+        for run in runs:
+            tables: dict[str, list] = {}
+            for _, row in (pair for pair in here if pair[0] is run):
+                tables.setdefault(f"{row['op']} by {row['interface']} ({row['algorithm']})", []).append(row)
+            out.append(details(f"{run.name}: in the columns of nccl-tests and of hccl_test", *(
+                f"<h4>{escape(name)}</h4>{table(*columns.nccl(mine))}{table(*columns.hccl(mine))}"
+                for name, mine in tables.items())))
     lacks = unique([f"{r['interface']}: {', '.join(r['lacks'])}" for run in runs for r in run.rows("collectives")
                     if "lacks" in r])
     missing = f"<p>No such call on this device, by {escape('; '.join(lacks))}.</p>" if lacks else ""
@@ -204,13 +207,13 @@ def llama(runs: Sequence[Loaded]) -> str:
         out.append(charts(bar_section(runs, found, model, "tokens/s/p")))
         out += [details(f"{run.name}: all layouts", table(*columns.llama(rows)))
                 for run, rows in zip(runs, here, strict=True)]
-    for name, make in (("MindFormers", columns.mindformers), ("MindSpeed-LLM", columns.mindspeed)):
+    for name, key, make in (("MindFormers'", "mindformers", columns.mindformers),
+                            ("MindSpeed-LLM's", "mindspeed", columns.mindspeed)):
         head, rows = make([], "")
         for run, mine in zip(runs, plain, strict=True):
             hardware = f"{run.name}: {run.world['device']} x {run.world['ranks']}"
             rows = [*rows, *make(mine, hardware)[1][len(make([], "")[1]):]]  # the published ones once
-        out.append(f"<h3>In {name}'s columns</h3>{table(head, rows)}"
-                   f"<p>Published rows: {escape(KNOWN[name.lower().partition('-')[0]]['source'])}.</p>")
+        out.append(f"<h3>In {name} columns</h3>{table(head, rows)}<p>Published rows: {escape(KNOWN[key]['source'])}.</p>")
     return "".join(out)
 
 

@@ -90,7 +90,7 @@ def full(hosts: int, slots: int, out: str, algorithms: list[str]) -> list[Piece]
             pieces.append(llama(name, hosts, slots, layout, train, 10, 600))
     pieces += scaling("LLaMA3.1-8B", hosts, slots, 8192, "bfloat16", 8, 10, 600)
     folder = f"{out}/checkpoint_files"
-    files = {"mib": 4096, "folder": folder, "rounds": 3}
+    files = {"mib": 2048, "folder": folder, "rounds": 3}
     return [*pieces, Piece("checkpoint", "checkpoint", hosts, slots, "checkpoint", 900, files)]
 
 
