@@ -22,6 +22,21 @@ setup(
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    license_files=["LICENSE"],
+    keywords=["mindspore", "dtensor", "distributed training", "tensor parallel", "fsdp", "ascend"],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Topic :: System :: Distributed Computing",
+        "Typing :: Typed",
+    ],
     packages=find_packages(include=["ms_dtensor", "ms_dtensor.*"]),
     package_data={"ms_dtensor": ["py.typed"]},  # or type checkers would ignore every annotation of the installed package
     # MindSpore's wheels start at 3.9; dataclass(slots=True) needs 3.10.
@@ -34,11 +49,16 @@ setup(
         "PyYAML",
     ],
     extras_require={
+        "test": ["pytest>=8", "pytest-timeout", "hypothesis"],
         "dev": ["pytest>=8", "pytest-timeout", "hypothesis", "ruff", "mypy", "types-PyYAML", "setuptools"],
-        "llama": ["tokenizers"],  # only for text that is not byte-level
-        "viz": ["rich", "matplotlib"],
-        "tracking": ["tensorboard"],
-        "docs": ["mkdocs", "mkdocs-material"],
+        "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10", "mkdocstrings[python]>=0.29"],
+        "plot": ["matplotlib"],
+        "rich": ["rich"],  # colours on a terminal
+        "tokenizers": ["tokenizers"],  # for text that is not byte-level
+        "data": ["datasets"],  # Hugging Face's
+        "track": ["tensorboard"],
+        "wandb": ["wandb"],
+        "swanlab": ["swanlab"],
         "hf": ["transformers==4.57.6", "torch==2.13.0"],  # for tests: what it saves, and what it says of what we saved
         "bench": ["torch==2.13.0"],
         # Empty on purpose: the release on PyPI (0.1.0, 2023) fails to import under MindSpore 2.10 (seen 2026-11).

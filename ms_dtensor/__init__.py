@@ -3,7 +3,7 @@
 
 Names load on first use, so that the pure modules (layouts, plans, rules) can be used without MindSpore. The folders, low
 to high, each importing only those before it: core, internals, comm, redistribute, ops, dispatch, tensor, debug, custom_ops,
-parallel, optim, checkpoint, compat.
+parallel, optim, checkpoint, compat, tools.
 """
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `python -m ms_dtensor ckpt ls | diff | verify | convert`."""
+"""The command line: `python -m ms_dtensor --help` says what it can do."""
 import sys
 
-from .checkpoint.cli import main
+from .tools.cli import main
 
 sys.exit(main(sys.argv[1:]))

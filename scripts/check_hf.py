@@ -5,7 +5,7 @@
 
 Small models with random weights are saved in many files by `transformers` (`--by hand`: by the `safetensors` package alone,
 with our own logits of one process), loaded with tp=2 and with fsdp=2, run, saved from there, and loaded again by
-`transformers`. Of Mixtral there are only tensors. Exits non-zero if anything differs by more than it may.
+`transformers`. Exits non-zero if anything differs by more than it may.
 """
 from __future__ import annotations
 
@@ -90,14 +90,12 @@ def save_by_hand(kind: str, folder: Path) -> None:
     index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())},
              "weight_map": {name: file for file, part in files.items() for name in part}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    if kind == "mixtral":
-        return
     from mindspore import Tensor
 
     start_device()
     model = module_of(kind, folder)
     hf.load(model, folder)
-    np.save(folder / "logits.npy", model(Tensor(ids())).asnumpy())
+    np.save(folder / "logits.npy", logits_of(model, Tensor(ids())).asnumpy())
 
 
 def their_shapes(kind: str) -> dict[str, tuple[int, ...]]:
@@ -105,34 +103,24 @@ def their_shapes(kind: str) -> dict[str, tuple[int, ...]]:
 
     def row(shape, stacked):
         return shape[1:] if stacked else shape
-    module, key_map, shapes = module_of(kind), names_of(kind), {}
+    module, shapes = module_of(kind), {}
+    key_map = hf.names_of(module)
     for name, p in module.parameters_and_names():  # of what is tied, the first name
         there = translate(name, key_map, p.shape)
         shapes |= dict.fromkeys(there.names, row(tuple(p.shape), there.stacked))
     return shapes
 
 
-def names_of(kind: str) -> dict[str, str]:
-    return hf.MIXTRAL if kind == "mixtral" else hf.NAMES
-
-
 def module_of(kind: str, folder: Path | None = None):
-    """The model, of a folder's config; of Mixtral, cells that hold its parameters."""
+    """The model, of a folder's config."""
     from model_zoo.llama.model import Llama
 
-    if kind != "mixtral":
-        return Llama(hf.from_hf(config_of(kind)) if folder is None else hf.read_config(folder))
-    import mindspore as ms
-    from mindspore import nn
+    return Llama(hf.from_hf(config_of(kind)) if folder is None else hf.read_config(folder))
 
-    model = Llama(hf.from_hf(config_of(kind) | {"model_type": "mistral", "sliding_window": None}))
-    d, f, experts = SIZES["hidden_size"], SIZES["intermediate_size"], KINDS[kind]["num_local_experts"]
-    for layer in model.layers:
-        layer.feed_forward = nn.Cell()
-        layer.feed_forward.gate = nn.Dense(d, experts, has_bias=False)
-        for name, shape in (("w1", (experts, f, d)), ("w2", (experts, d, f)), ("w3", (experts, f, d))):
-            layer.feed_forward.insert_param_to_cell(name, ms.Parameter(ms.ops.zeros(shape), name=name))
-    return model
+
+def logits_of(model, tokens):
+    out = model(tokens)
+    return out[0] if isinstance(out, tuple) else out
 
 
 # -- on ranks ----------------------------------------------------------------------------------------------------------
@@ -141,13 +129,7 @@ def on_ranks(folder: Path) -> None:
     from mindspore import Tensor
 
     from model_zoo.llama.parallelize import make_mesh, parallelize
-    from ms_dtensor import DTensor, Shard, distribute_module, fully_shard
-    from ms_dtensor.checkpoint import load_hf, save_hf
-    from ms_dtensor.tensor.distribute import distribute_parameter, set_parameter
-
-    def columns(name, cell, mesh):
-        for key, p in cell._params.items():
-            set_parameter(cell, key, distribute_parameter(p, mesh["tp"], [Shard(p.ndim - 1)], src_data_rank=None))
+    from ms_dtensor import DTensor, Shard
 
     read = SafetensorsFile.read
     count = [0]
@@ -162,23 +144,15 @@ def on_ranks(folder: Path) -> None:
         for layout, cfg in LAYOUTS.items():
             mesh, out, source = make_mesh(device, cfg), {}, folder / kind
             module, count[0] = module_of(kind, source), 0
-            if kind != "mixtral":
-                parallelize(module, mesh, cfg)
-                hf.load(module, source)
-                own = slice(None) if layout == "tp=2" else slice(rank(), rank() + 1)
-                placed = {} if layout == "tp=2" else {"dp": Shard(0)}
-                logits = module(DTensor.from_local(Tensor(ids()[own]), mesh, placed)).full_tensor().asnumpy()
-                out["logits_off"] = float(np.abs(logits - np.load(source / "logits.npy")).max())
-            else:
-                distribute_module(module, mesh["tp"], columns) if layout == "tp=2" else fully_shard(module, mesh=mesh["dp"])
-                load_hf(module, source, hf.MIXTRAL)
+            parallelize(module, mesh, cfg)
+            hf.load(module, source)
+            own = slice(None) if layout == "tp=2" else slice(rank(), rank() + 1)
+            placed = {} if layout == "tp=2" else {"dp": Shard(0)}
+            logits = logits_of(module, DTensor.from_local(Tensor(ids()[own]), mesh, placed)).full_tensor().asnumpy()
+            out["logits_off"] = float(np.abs(logits - np.load(source / "logits.npy")).max())
             out["read_over_shards"] = count[0] / sum(4 * int(np.prod(p.local_shape)) for p in module.get_parameters())
             target = source / f"saved {layout}"
-            if kind != "mixtral":
-                hf.save(module, hf.read_config(source), target, max_positions=128, max_shard_size=SHARD)
-            else:
-                save_hf(module, target, hf.MIXTRAL, config=json.loads((source / "config.json").read_text()),
-                        max_shard_size=SHARD)
+            hf.save(module, hf.read_config(source), target, max_positions=128, max_shard_size=SHARD)
             results[f"{kind} {layout}"] = out
     (folder / f"rank{rank()}.json").write_text(json.dumps(results))
 

@@ -10,6 +10,7 @@ if [[ "${1:-}" == --python ]]; then
 fi
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 prepare_env dev
+(prepare_env docs) || echo "test.sh: the test of the documentation's site will be skipped"
 
 "$PYTHON" -m ruff check .
 "$PYTHON" -m mypy

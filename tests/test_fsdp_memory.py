@@ -11,9 +11,10 @@ pytestmark = pytest.mark.usefixtures("cpu")
 
 def test_pages_given_back_are_the_systems():
     """Of a shared mapping they would only leave the process's books: the system would keep them, values and all."""
+    from ms_dtensor.comm.fake import FakeBackend
     from ms_dtensor.parallel.fsdp_memory import HostMemory
 
-    memory = HostMemory([(300, 400), (5,)], ms.float32)
+    memory = HostMemory([(300, 400), (5,)], ms.float32, FakeBackend(1))
     first, second = memory.tensor(0), memory.tensor(1)
     value = np.random.default_rng(0).normal(size=(300, 400)).astype(np.float32)
     for _ in range(2):

@@ -42,7 +42,8 @@ x.chunk(2, 1); x.unbind(); x.isfinite(); x.exp(); x.log1p(); x.atan2(y); x[0].ou
 DEFECTS = {"x.any(1, True)"}
 
 
-MORE = {"int32": "; x[:, :3].addbmm(b, b)", "float32": "; x[:, :3].addbmm(b, b)"}  # kernels of other dtypes are few
+MORE = {"int32": "; x[:, :3].addbmm(b, b)", "float32": "; x[:, :3].addbmm(b, b); x.copysign(-1.5); "
+        "ms.ops.copysign(x, -2); ms.ops.copysign(x, ms.Tensor(-2.0))"}  # kernels of other dtypes are few
 
 
 def _mesh():

@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 from ms_dtensor.errors import ConfigError
 
+from .config_watch import WATCH_RANGES, GuardConfig, MetricsConfig, ProfileConfig
+
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
@@ -23,6 +25,18 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_seq_len: int = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """A mixture of experts in the place of each feed-forward: Mixtral's. Every token goes through `per_token` of them."""
+
+    count: int = 8
+    per_token: int = 2
+    capacity: float | None = None
+    """What an expert takes of a sequence: so many times its even share, the first tokens; null: all that choose it."""
+    balance: float = 0.0
+    """Weight of the auxiliary loss, which is least when the experts are chosen equally often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +62,7 @@ class ModelConfig:
     """Each head of q and of k is normed before it is turned."""
     sliding_window: int | None = None
     """A token sees so many, itself the last of them; null: all before it."""
+    experts: ExpertsConfig | None = None
 
     @property
     def head_dim(self) -> int:
@@ -56,9 +71,17 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class DataConfig:
-    """Byte-level text; `path` null means the Python standard library's own sources."""
+    """Text as bytes; `path` null means the Python standard library's own sources. Or token files; or conversations."""
 
     path: str | None = None
+    """A text file or a folder of them; a folder of `prepare_data.py`; with format `chat` a file of conversations."""
+    format: Literal["text", "chat"] = "text"
+    template: Literal["plain", "chatml", "llama3"] = "plain"
+    """How conversations become text; see chat.py."""
+    documents: bool = False
+    """Of token files: a token sees its own document only, and positions begin anew in each."""
+    tokenizer: str | None = None
+    """A tokenizer.json or its folder, for conversations; null: bytes. Token files have been through theirs."""
     max_bytes: int = 4_000_000
     held_out_every: int = 20
     """One block of text in this many is held out."""
@@ -80,6 +103,19 @@ class ParallelConfig:
     """With fsdp: they are cut over each of so many parts of dp, and copied between these."""
     zero1: bool = False
     """Only the optimizer's work and state are divided over dp."""
+    expert_tp: bool = True
+    """Each expert's width is cut over tp; false: every tp rank has all of all experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraConfig:
+    """Adapters beside frozen weights; see lora.py."""
+
+    rank: int = 8
+    alpha: float = 16.0
+    """What the adapters add is scaled by alpha / rank."""
+    where: Literal["attention", "all"] = "attention"
+    """Its four matrices; or those of feed-forwards too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +180,13 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    lora: LoraConfig | None = None
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
 
 _COUNT = (1, 2 ** 31 - 1)
@@ -155,17 +195,21 @@ RANGES: dict[str, tuple[float, float]] = {
     "model.dim": (1, 2 ** 24), "model.n_layers": (1, 2 ** 16), "model.n_heads": (1, 2 ** 20),
     "model.n_kv_heads": (1, 2 ** 20), "model.ffn_dim": (1, 2 ** 24), "model.vocab_size": (1, 2 ** 28),
     "model.head_width": (2, 2 ** 16), "model.sliding_window": _COUNT,
+    "model.experts.count": (1, 2 ** 16), "model.experts.per_token": (1, 2 ** 16), "model.experts.capacity": (1e-3, 1e6),
+    "model.experts.balance": (0, 1e6),
     "model.norm_eps": (0, 1), "model.rope_theta": (1, 1e12), "model.rope_scaling.factor": (1, 1e6),
     "model.rope_scaling.low_freq_factor": (1e-3, 1e6),
     "model.rope_scaling.high_freq_factor": (1e-3, 1e6), "model.rope_scaling.original_max_seq_len": _COUNT,
     "data.max_bytes": (1, 2 ** 40), "data.held_out_every": _COUNT, "parallel.dp": (1, 2 ** 20), "parallel.tp": (1, 2 ** 20),
     "parallel.hsdp": (1, 2 ** 20),
+    "lora.rank": (1, 2 ** 16), "lora.alpha": (0, 1e6),
     "optim.lr": (0, 1e3), "optim.betas": (0, 1 - 1e-9), "optim.eps": (1e-30, 1), "optim.weight_decay": (0, 1e3),
     "optim.warmup": (0, 2 ** 53), "optim.min_lr_ratio": (0, 1), "optim.clip_norm": (0, 1e9),
     "train.steps": (0, 2 ** 53), "train.batch": _COUNT, "train.seq": _COUNT, "train.seed": (0, 2 ** 32 - 1),
     "train.micro_batches": _COUNT,
     "checkpoint.interval": (0, 2 ** 53), "checkpoint.keep_last": _COUNT,
     "train.eval_every": (0, 2 ** 53), "train.eval_batches": _COUNT,
+    **WATCH_RANGES,
 }
 
 
@@ -197,12 +241,13 @@ def _check_ranges(cfg: Config) -> None:
     for key, (least, most) in RANGES.items():
         node: Any = cfg
         for name in key.split("."):
-            node = getattr(node, name, None)  # rope_scaling may be left out
+            node = getattr(node, name, None)  # rope_scaling and experts may be left out
         for value in node if isinstance(node, tuple) else () if node is None else (node,):
             if not least <= value <= most:
                 raise ConfigError(f"For the configuration, {key} = {value} is out of range.", f"{key} = {node}",
                                   f"{key} is at least {least} and at most {most}.", f"--{key} with a number in this range")
-    for key, path in (("data.path", cfg.data.path or ""), ("train.log_dir", cfg.train.log_dir),
+    for key, path in (("data.path", cfg.data.path or ""), ("data.tokenizer", cfg.data.tokenizer or ""),
+                      ("train.log_dir", cfg.train.log_dir),
                       ("train.init_hf", cfg.train.init_hf or ""), ("checkpoint.dir", cfg.checkpoint.dir or ""),
                       ("checkpoint.resume", cfg.checkpoint.resume or "")):
         if "\0" in path or len(path.encode(errors="replace")) > 4000 or \
@@ -224,6 +269,10 @@ def _check_model(m: ModelConfig) -> None:
                           f"model.dim / model.n_heads = {m.dim / m.n_heads:g}",
                           "The head width is a whole, even number (rotary embeddings turn pairs).",
                           f"--model.n_heads with one of {[h for h in divisors(m.dim) if m.dim // h % 2 == 0]}")
+    if m.experts is not None and m.experts.per_token > m.experts.count:
+        raise ConfigError(f"For the configuration, model.experts.per_token = {m.experts.per_token} is more than there are.",
+                          f"model.experts.count = {m.experts.count}", "A token goes through different experts.",
+                          f"--model.experts.per_token with at most {m.experts.count}")
     if m.n_heads % m.n_kv_heads:
         raise ConfigError(f"For the configuration, model.n_kv_heads = {m.n_kv_heads} does not divide "
                           f"model.n_heads = {m.n_heads}.", f"{m.n_heads} query heads, {m.n_kv_heads} key heads",

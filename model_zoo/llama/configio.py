@@ -114,6 +114,11 @@ def _value(hint, value, key: str):
     elif origin is typing.Literal:
         if value in args:
             return value
+    elif origin is tuple and args[-1] is Ellipsis:
+        if isinstance(value, (list, tuple)):
+            return tuple(_value(args[0], v, f"{key}[{i}]") for i, v in enumerate(value))
+        if not isinstance(value, dict):  # one is a list of one
+            return (_value(args[0], value, key),)
     elif origin is tuple:
         if isinstance(value, (list, tuple)) and len(value) == len(args):
             return tuple(_value(a, v, f"{key}[{i}]") for i, (a, v) in enumerate(zip(args, value, strict=True)))
@@ -144,6 +149,8 @@ def _describe(hint) -> str:
         return "a section with keys " + ", ".join(f.name for f in fields(hint))
     if typing.get_origin(hint) is typing.Literal:
         return "one of " + ", ".join(repr(a) for a in typing.get_args(hint))
+    if typing.get_origin(hint) is tuple and typing.get_args(hint)[-1] is Ellipsis:
+        return f"a list, each {_describe(typing.get_args(hint)[0])}"
     if typing.get_origin(hint) is tuple:
         return f"a list of {len(typing.get_args(hint))}: " + ", ".join(_describe(a) for a in typing.get_args(hint))
     return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(hint, str(hint))

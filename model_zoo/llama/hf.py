@@ -2,8 +2,7 @@
 """Hugging Face's Llama, Qwen2, Qwen3, Mistral and Mixtral: their configs as ours, and what they call the parameters.
 
 Files are read and written by `ms_dtensor.checkpoint`; neither PyTorch nor `transformers` is needed. The one invariant: a
-config that this recipe's model would not compute exactly is refused. (Mixtral's tensors have names here; its model is not
-part of this recipe.) No import of MindSpore before weights are asked for.
+config that this recipe's model would not compute exactly is refused. No import of MindSpore before weights are asked for.
 """
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from typing import Any
 
 from ms_dtensor.errors import ConfigError
 
-from .config import ModelConfig, RopeScaling
+from .config import ExpertsConfig, ModelConfig, RopeScaling
 
 ATTENTION = {
     "tok_embeddings.weight": "model.embed_tokens.weight",
@@ -37,9 +36,9 @@ NAMES = {
 MIXTRAL = {
     **ATTENTION,
     "layers.*.feed_forward.gate.weight": "model.layers.*.block_sparse_moe.gate.weight",
-    "layers.*.feed_forward.w1": "model.layers.*.block_sparse_moe.experts.*.w1.weight",
-    "layers.*.feed_forward.w2": "model.layers.*.block_sparse_moe.experts.*.w2.weight",
-    "layers.*.feed_forward.w3": "model.layers.*.block_sparse_moe.experts.*.w3.weight",
+    "layers.*.feed_forward.experts.w1": "model.layers.*.block_sparse_moe.experts.*.w1.weight",
+    "layers.*.feed_forward.experts.w2": "model.layers.*.block_sparse_moe.experts.*.w2.weight",
+    "layers.*.feed_forward.experts.w3": "model.layers.*.block_sparse_moe.experts.*.w3.weight",
 }
 """The experts of a layer are one parameter [experts, out, in]."""
 MINDFORMERS = {
@@ -55,13 +54,18 @@ MINDFORMERS = {
 NOT_WEIGHTS = ("model.layers.*.self_attn.rotary_emb.inv_freq",)  # a table that old files have
 
 
+def names_of(model) -> dict[str, str]:
+    """What Hugging Face calls the parameters of a Llama."""
+    return MIXTRAL if model.layers[0].mixed else NAMES
+
+
 def load(model, path: str | Path) -> None:
     """Fills a Llama, laid out or not, with published weights: Hugging Face's, MindFormers', or this recipe's own names."""
     from ms_dtensor.checkpoint import load_hf
     from ms_dtensor.checkpoint.weights import Weights
 
     weights = Weights(path)
-    names = next((n for n in (NAMES, MINDFORMERS) if n["tok_embeddings.weight"] in weights.tensors), None)
+    names = next((n for n in (names_of(model), MINDFORMERS) if n["tok_embeddings.weight"] in weights.tensors), None)
     load_hf(model, weights, names, ignore=NOT_WEIGHTS)
 
 
@@ -70,7 +74,7 @@ def save(model, cfg: ModelConfig, path: str | Path, *, max_positions: int, dtype
     """Writes a Llama as a folder that `transformers` loads; `max_positions` is the longest sequence it is meant for."""
     from ms_dtensor.checkpoint import save_hf
 
-    save_hf(model, path, NAMES, config=to_hf(cfg, max_positions, dtype or "float32"), dtype=dtype,
+    save_hf(model, path, names_of(model), config=to_hf(cfg, max_positions, dtype or "float32"), dtype=dtype,
             max_shard_size=max_shard_size)
 
 
@@ -100,8 +104,8 @@ _SIZES = {"dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num
           "ffn_dim": "intermediate_size", "vocab_size": "vocab_size"}
 # what else tells what is computed, and the values with which it is what `model.py` computes
 _FIXED: dict[str, tuple] = {"hidden_act": ("silu",), "mlp_bias": (False,), "pretraining_tp": (1,), "attention_dropout": (0,),
-                            "partial_rotary_factor": (1,)}
-_FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+                            "partial_rotary_factor": (1,), "router_jitter_noise": (0,)}
+_FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "mixtral")
 
 
 def from_hf(config: dict[str, Any]) -> ModelConfig:
@@ -140,7 +144,12 @@ def from_hf(config: dict[str, Any]) -> ModelConfig:
         tied_head=bool(config.get("tie_word_embeddings")),
         head_width=None if width is None or width * sizes["n_heads"] == sizes["dim"] else width,
         qkv_bias=bias or kind == "qwen2", out_bias=bias and kind != "qwen2", qk_norm=kind == "qwen3",
-        sliding_window=_window(config, kind, sizes["n_layers"]))
+        sliding_window=_window(config, kind, sizes["n_layers"]), experts=_experts(config) if kind == "mixtral" else None)
+
+
+def _experts(config: dict[str, Any]) -> ExpertsConfig:
+    return ExpertsConfig(int(config.get("num_local_experts", 8)), int(config.get("num_experts_per_tok", 2)), None,
+                         float(config.get("router_aux_loss_coef", 0.001)))
 
 
 def _scaling(rope: dict[str, Any]) -> RopeScaling | None:
@@ -157,10 +166,11 @@ def _scaling(rope: dict[str, Any]) -> RopeScaling | None:
 
 def _window(config: dict[str, Any], kind: str, layers: int) -> int | None:
     """The sliding window, which all layers have or none."""
-    if kind == "llama" or kind != "mistral" and not config.get("use_sliding_window"):
+    always = kind in ("mistral", "mixtral")
+    if kind == "llama" or not always and not config.get("use_sliding_window"):
         return None
-    window = config.get("sliding_window", 4096)  # the published files say null where there is none
-    types = config.get("layer_types") or ["full_attention" if kind != "mistral" and i < config.get("max_window_layers", 28)
+    window = config.get("sliding_window", None if kind == "mixtral" else 4096)  # published files say null for none
+    types = config.get("layer_types") or ["full_attention" if not always and i < config.get("max_window_layers", 28)
                                           else "sliding_attention" for i in range(layers)]
     if window is None or "sliding_attention" not in types:
         return None
@@ -171,7 +181,9 @@ def _window(config: dict[str, Any], kind: str, layers: int) -> int | None:
 
 def to_hf(cfg: ModelConfig, max_positions: int, dtype: str = "float32") -> dict[str, Any]:
     """The recipe's sizes as a `config.json`, of the kind of model that has just these options."""
-    if cfg.qk_norm:
+    if cfg.experts is not None:
+        kind, name = "mixtral", "Mixtral"
+    elif cfg.qk_norm:
         kind, name = "qwen3", "Qwen3"
     elif cfg.qkv_bias and not cfg.out_bias:
         kind, name = "qwen2", "Qwen2"
@@ -192,13 +204,17 @@ def to_hf(cfg: ModelConfig, max_positions: int, dtype: str = "float32") -> dict[
             "high_freq_factor": s.high_freq_factor, "original_max_position_embeddings": s.original_max_seq_len}
     if kind in ("llama", "qwen3"):
         config["attention_bias"] = cfg.qkv_bias
-    if kind == "mistral":
+    if cfg.experts is not None:
+        config |= {"num_local_experts": cfg.experts.count, "num_experts_per_tok": cfg.experts.per_token,
+                   "router_aux_loss_coef": cfg.experts.balance}
+    if kind in ("mistral", "mixtral"):
         config["sliding_window"] = cfg.sliding_window
     elif kind != "llama" and cfg.sliding_window is not None:
         config |= {"use_sliding_window": True, "sliding_window": cfg.sliding_window, "max_window_layers": 0}
     if from_hf(config) != cfg:
         raise ConfigError("For 'save', no kind of model in Hugging Face's files has just these options.", str(cfg),
-                          "Llama, Qwen2, Qwen3 and Mistral are known.", "save the weights by ms_dtensor.checkpoint.save")
+                          "Llama, Qwen2, Qwen3, Mistral and Mixtral (of no capacity) are known.",
+                          "save the weights by ms_dtensor.checkpoint.save")
     return config
 
 

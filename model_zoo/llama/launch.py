@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs `train.py` on several ranks of this machine with msrun: free port, own log folder, live output, clear failure.
+"""Runs `train.py` on several ranks with msrun: free port, dated log folder, live output, clear failure.
 
     python model_zoo/llama/launch.py --workers 8 --config model_zoo/llama/configs/quickstart.yaml [--section.key value]
 
-Shows rank 0's output as it comes. When a rank fails or is killed it prints the traceback of the rank that failed first, ends
-what is left of this run within seconds and exits non-zero. With `--max_restarts N` it then starts again, up to N times, from
-the latest checkpoint (see --checkpoint.interval). SIGTERM is passed on to the ranks, which may save and end by themselves.
-It ends only processes that it started: msrun's children, by id and start time.
+On several machines the same command on each, with NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT in the environment or as
+options; `--workers` is the number of ranks on each. A wrong configuration, missing data, a folder that cannot be written and
+a port in use are refused before msrun starts. Shows rank 0's output as it comes. When a rank fails or is killed it prints
+the traceback of the rank that failed first, ends what is left of this run within seconds and exits non-zero. With
+`--max_restarts N` it then starts again, up to N times, from the latest checkpoint (see --checkpoint.interval). SIGTERM is
+passed on to the ranks, which may save and end by themselves. It ends only processes that it started: msrun's children, by id
+and start time.
 """
 from __future__ import annotations
 
@@ -15,13 +18,14 @@ import contextlib
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -29,11 +33,14 @@ import psutil
 if __package__ in (None, ""):  # run as a script: make the repository root importable, and not this folder
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from model_zoo.llama.ranks import FAILED
+from model_zoo.llama.ranks import FAILED, NODE
+from ms_dtensor.errors import ConfigError
+from ms_dtensor.tools.screen import Screen
 
 HERE = Path(__file__).resolve().parent
 REASON = re.compile(rf"^{FAILED} rank=(\S+) time=([\d.]+)\n", re.M)
 KILLED = re.compile(r"Worker process (\d+) exit with exception. Error code: -(\d+)")  # msrun's words of what a signal ended
+STEP = re.compile(r"^ *(\d+)/(\d+)  ")
 GRACE = 5.0  # seconds the scheduler gets to leave by itself once no worker is left
 
 
@@ -49,29 +56,72 @@ def free_port() -> int:
     raise OSError("For 'launch.py', no free port was found between 20000 and 32000.")
 
 
-def msrun_command(script: Path, workers: int, log_dir: Path, args: list[str]) -> list[str]:
-    return [str(Path(sys.executable).parent / "msrun"), f"--worker_num={workers}", f"--local_worker_num={workers}",
-            "--master_addr=127.0.0.1", f"--master_port={free_port()}", "--join=True", f"--log_dir={log_dir}",
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """The machines of a run, and which of them this is."""
+
+    count: int = 1
+    rank: int = 0
+    address: str = "127.0.0.1"
+    port: int | None = None
+    """None: any that is free."""
+
+    def check(self) -> None:
+        """Refuses what cannot be, and a port that somebody has."""
+        if not 0 <= self.rank < self.count:
+            raise ConfigError("For 'launch.py', the node's number does not fit.",
+                              f"NODE_RANK = {self.rank}, NNODES = {self.count}", "Nodes count from 0 to NNODES - 1.",
+                              "NODE_RANK=0 on the machine that MASTER_ADDR names, 1 on the next")
+        if self.count > 1 and self.port is None:
+            raise ConfigError("For 'launch.py', MASTER_PORT is not given.", f"NNODES = {self.count}",
+                              "All nodes meet at one port of the first.", "MASTER_PORT=29500, the same on each")
+        if self.port is not None and not 1024 <= self.port < 65536:
+            raise ConfigError("For 'launch.py', MASTER_PORT cannot be a port.", f"MASTER_PORT = {self.port}",
+                              "Ports of users are 1024 to 65535.", "MASTER_PORT=29500")
+        if self.port is not None and self.rank == 0:
+            with socket.socket() as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind(("", self.port))
+                except OSError as error:
+                    raise ConfigError(f"For 'launch.py', port {self.port} is in use.", f"MASTER_PORT = {self.port}: "
+                                      f"{error.strerror}", "msrun's scheduler listens there, alone.",
+                                      [f"another, the same on each node: MASTER_PORT={free_port()}",
+                                       f"ss -ltnp | grep :{self.port}  says who has it",
+                                       "on one machine leave it out: a free one is taken"]) from None
+
+
+def msrun_command(script: Path, workers: int, log_dir: Path, args: list[str], nodes: Nodes = Nodes()) -> list[str]:
+    several = [f"--node_rank={nodes.rank}"] if nodes.count > 1 else []
+    return [str(Path(sys.executable).parent / "msrun"), f"--worker_num={workers * nodes.count}",
+            f"--local_worker_num={workers}", f"--master_addr={nodes.address}", f"--master_port={nodes.port or free_port()}",
+            *several, "--join=True", f"--log_dir={log_dir}",
             "--tail_worker_log=99999",  # no such worker: this file shows rank 0's log itself
             str(script), *args]
 
 
-def environment() -> dict[str, str]:
+def environment(nodes: Nodes = Nodes()) -> dict[str, str]:
     """Quiet logs, one thread a rank, quick retries while ranks find each other; the user's own settings win."""
+    # shared memory ends at the machine
+    several = {"MS_DTENSOR_CPU_BACKEND": "mccl", NODE: str(nodes.rank)} if nodes.count > 1 else {}
     defaults = {"GLOG_v": "3", "OMP_NUM_THREADS": "1", "MS_RETRY_INTERVAL_LOWER": "1", "MS_RETRY_INTERVAL_UPPER": "1"}
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # msrun starts "python"
-    return {**defaults, **os.environ, "PATH": path, "PYTHONUNBUFFERED": "1"}
+    return {**defaults, **several, **os.environ, "PATH": path, "PYTHONUNBUFFERED": "1"}
 
 
 class Run:
     """One launch; `wait` returns the exit code with nothing of it left alive."""
 
-    def __init__(self, script: Path, workers: int, log_dir: Path, args: list[str], show: bool = True):
-        self.workers, self.log_dir, self.show = workers, log_dir, show
+    def __init__(self, script: Path, workers: int, log_dir: Path, args: list[str], show: bool = True,
+                 nodes: Nodes = Nodes()):
+        self.log_dir, self.show = log_dir, show
+        self.count = workers + (nodes.rank == 0)  # with the scheduler
+        self.first = nodes.rank * workers  # of this machine's ranks; rank 0 alone has much to say
+        self.screen = Screen(show)
         for old in [*log_dir.glob("worker_*.log"), log_dir / "scheduler.log"]:
             old.unlink(missing_ok=True)
         with open(log_dir / "msrun.log", "wb") as log:
-            self.msrun = subprocess.Popen(msrun_command(script, workers, log_dir, args), env=environment(),
+            self.msrun = subprocess.Popen(msrun_command(script, workers, log_dir, args, nodes), env=environment(nodes),
                                           stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
                                           start_new_session=True)
         self.known: dict[int, psutil.Process] = {}
@@ -90,7 +140,7 @@ class Run:
                 if self.killed:
                     break
                 living = [p for p in self.known.values() if _alive(p)]
-                if len(self.known) > self.workers and all(_role(p) == "MS_SCHED" for p in living):
+                if len(self.known) >= self.count and all(_role(p) == "MS_SCHED" for p in living):
                     # no rank is left; after a failure msrun's scheduler would take half a minute to notice
                     alone_since = alone_since or time.monotonic()
                     if time.monotonic() - alone_since > GRACE:
@@ -99,6 +149,7 @@ class Run:
                     alone_since = None
                 time.sleep(0.2)
         finally:
+            self.screen.close()
             self.end()
             if self.killed and self.msrun.poll() is None:  # it would wait for its scheduler's word
                 self.msrun.kill()
@@ -146,15 +197,22 @@ class Run:
             self.killed = f"rank {rank} was ended by {signal.Signals(number).name}{why}:\n" + _tail(self.log_dir, rank)
 
     def _print_new(self) -> None:
-        log = self.log_dir / "worker_0.log"
+        log = self.log_dir / f"worker_{self.first}.log"
         if self.show and log.exists():
             with open(log, "rb") as file:
                 file.seek(self.shown)
                 new = file.read()
+            new = new[:new.rfind(b"\n") + 1] if self.msrun.poll() is None else new  # whole lines
             self.shown += len(new)
             output, failed, _ = new.decode(errors="replace").partition(FAILED)
             self.show = not failed  # what follows is said once, by `first_failure`
-            print(output, end="", flush=True)
+            for line in output.splitlines():
+                step = STEP.match(line)
+                if step:
+                    self.screen.begin(int(step[2]))
+                self.screen.say(line)
+                if step:
+                    self.screen.done(int(step[1]))
 
 
 def _alive(process: psutil.Process) -> bool:
@@ -197,16 +255,33 @@ def first_failure(log_dir: Path) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)
-    parser.add_argument("--workers", type=int, default=8, help="number of ranks on this machine")
-    parser.add_argument("--log-dir", type=Path, help="where the logs of all ranks go; default: a temporary folder")
+    env = os.environ
+    several = int(env.get("NNODES", "1")) > 1 if env.get("NNODES", "1").isdigit() else True
+    parser.add_argument("--workers", type=int, default=8, help="number of ranks on this machine; default: 8")
+    parser.add_argument("--log-dir", type=Path, help="where the logs of all ranks go; default: logs/DATE in train.log_dir")
     parser.add_argument("--max_restarts", type=int, default=0, help="start so many times again after a failure")
+    parser.add_argument("--nnodes", type=int, default=env.get("NNODES", "1"), help="machines; default: $NNODES or 1")
+    parser.add_argument("--node_rank", type=int, default=env.get("NODE_RANK", "0") if several else "0",
+                        help="which one this is, from 0; default: $NODE_RANK")
+    parser.add_argument("--master_addr", default=env.get("MASTER_ADDR", "127.0.0.1") if several else "127.0.0.1",
+                        help="address of machine 0; default: $MASTER_ADDR")
+    parser.add_argument("--master_port", type=int, default=env.get("MASTER_PORT") if several else None,
+                        help="a port of machine 0; default: $MASTER_PORT, on one machine any that is free")
     options, rest = parser.parse_known_args()
-    root = (options.log_dir or Path(tempfile.mkdtemp(prefix="ms_dtensor_llama_"))).resolve()
+    nodes = Nodes(options.nnodes, options.node_rank, options.master_addr, options.master_port)
+    try:
+        root = preflight(options, nodes, rest)
+    except ConfigError as error:
+        print(f"launch.py: ConfigError: {error}", file=sys.stderr)
+        return 2
+    if root is None:
+        return 0
     for attempt in range(options.max_restarts + 1):
         log_dir = root / f"restart_{attempt}" if attempt else root
         log_dir.mkdir(parents=True, exist_ok=True)
-        print(f"starting {options.workers} ranks; logs of all ranks in {log_dir}", flush=True)
-        run = Run(HERE / "train.py", options.workers, log_dir, rest)
+        on = f" on node {nodes.rank} of {nodes.count}" if nodes.count > 1 else ""
+        print(f"starting {options.workers} ranks{on}; logs of all ranks in {log_dir}", flush=True)
+        run = Run(HERE / "train.py", options.workers, log_dir, rest, nodes=nodes)
         signal.signal(signal.SIGTERM, run.ask_to_end)
         try:
             code = run.wait()
@@ -215,11 +290,35 @@ def main() -> int:
         if not code:
             return 0
         why = (run.killed or first_failure(log_dir)).rstrip()
+        if shutil.disk_usage(log_dir).free < 1 << 16:  # then ranks could not say it
+            why = f"no space is left on the disk of '{log_dir}': make room, or --train.log_dir elsewhere\n{why}"
         print(f"\nlaunch.py: {why}\nlogs: {log_dir}", file=sys.stderr, flush=True)
-        if run.asked or "ConfigError: " in why.partition("\n")[2][:40]:  # it would be refused again
+        if run.asked or re.match(r"(ConfigError|Diverged): ", why.partition("\n")[2]):  # it would happen again
             break
         rest = resumed(rest)
     return code
+
+
+def preflight(options: argparse.Namespace, nodes: Nodes, rest: list[str]) -> Path | None:
+    """Where the logs go, after everything that one process can refuse; None if the configuration was only to be printed."""
+    from model_zoo.llama.report import check_folder
+    from model_zoo.llama.train import prepare
+
+    if options.workers < 1 or nodes.count < 1:
+        raise ConfigError("For 'launch.py', a run has one rank at least.",
+                          f"--workers {options.workers}, --nnodes {nodes.count}", "Both count from 1.", "--workers 1")
+    nodes.check()
+    cfg, resolved, show, _ = prepare(rest, options.workers * nodes.count)
+    if show:
+        print(resolved, end="")
+        return None
+    if not (Path(sys.executable).parent / "msrun").is_file():
+        raise ConfigError("For 'launch.py', there is no msrun.", f"looked in {Path(sys.executable).parent}",
+                          "MindSpore brings it.", "python -m ms_dtensor doctor  says what else is missing")
+    date = time.strftime("%Y-%m-%d_%H-%M-%S") + (f"_node{nodes.rank}" if nodes.count > 1 else "")
+    root = (options.log_dir or Path(cfg.train.log_dir) / "logs" / date).resolve()
+    check_folder(root)
+    return root
 
 
 def resumed(args: list[str]) -> list[str]:

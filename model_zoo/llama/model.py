@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Llama-3 as plain MindSpore cells, written as for one device; by its config also Llama-2, Qwen2, Qwen3 and Mistral.
+"""Llama-3 as plain MindSpore cells, written as for one device; by its config also Llama-2, Qwen2, Qwen3, Mistral, Mixtral.
 
 Not here: anything parallel. Every size in the code is a *global* size taken from the config, never from a local
 width, so the same lines run on plain Tensors and on DTensors (whose `.shape` is the global shape).
@@ -17,16 +17,20 @@ Shapes: b sequences of t tokens, n = b*t, d dim, h query heads, k key heads that
 from __future__ import annotations
 
 import zlib
+from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, nn, ops
+from mindspore.common.initializer import initializer
 
+from ms_dtensor import DTensor
 from ms_dtensor.internals.target import on_cpu
 
 from . import cpu
 from .config import ModelConfig
+from .experts import Experts, balance_loss
 from .rope import angles
 
 F = mint.nn.functional
@@ -45,17 +49,39 @@ def causal_mask() -> Tensor:
     return Tensor(np.triu(np.ones((2048, 2048), np.uint8), 1))
 
 
-def attend(cfg: ModelConfig, q: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal grouped-query attention of q [b, t, h, e] over key and value [b, t, k, e] -> [b, t, h, e]."""
+def attend(cfg: ModelConfig, q: Tensor, key: Tensor, value: Tensor, places: Tensor | None = None) -> Tensor:
+    """Causal grouped-query attention of q [b, t, h, e] over key and value [b, t, k, e] -> [b, t, h, e].
+
+    With `places`, i32[b, t], a token sees as many before it as its place says, and is turned by it.
+    """
     if on_cpu():
-        return cpu.attend(cfg, q, key, value)
+        return cpu.attend(cfg, q, key, value, places)
     cos, sin = rotary_tables(cfg, q.shape[1], q.dtype)
+    if places is not None:
+        cos, sin = (ops.gather(table[0], places, 0) for table in (cos, sin))
     q, key = (ops.rotary_position_embedding(x, cos, sin, 0) for x in (q, key))
     seen = {"sparse_mode": 2}  # what is before a token, or a band of it
     if cfg.sliding_window is not None:
         seen = {"sparse_mode": 4, "pre_tokens": cfg.sliding_window - 1, "next_tokens": 0}
-    return ops.flash_attention_score(q, key, value, q.shape[2], attn_mask=causal_mask(), scalar_value=cfg.head_dim ** -0.5,
+    mask = causal_mask()
+    if places is not None:
+        at = ops.arange(q.shape[1]).astype(ms.int32)
+        least = at - (places if cfg.sliding_window is None else ops.minimum(places, cfg.sliding_window - 1))
+        mask = ops.logical_or(at > at.expand_dims(-1), at < least.expand_dims(-1)).expand_dims(1).astype(ms.uint8)
+        seen = {"sparse_mode": 0}  # by the mask alone, [b, 1, t, t]
+    return ops.flash_attention_score(q, key, value, q.shape[2], attn_mask=mask, scalar_value=cfg.head_dim ** -0.5,
                                      input_layout="BSND", **seen)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """In the place of the length of sequences, where rows hold several documents: the length, and each token's place.
+
+    No tuple: MindSpore recomputes no cell that is given tensors in one.
+    """
+
+    length: int
+    places: Tensor
 
 
 def linear(d_in: int, d_out: int, bias: bool = False) -> nn.Dense:
@@ -67,7 +93,7 @@ class Embedding(mint.nn.Embedding):
     """Rows of the parameter `weight` [vocab, d]."""
 
     def __init__(self, vocab: int, dim: int):
-        super().__init__(vocab, dim, _weight=ops.zeros((vocab, dim), ms.float32))
+        super().__init__(vocab, dim, _weight=initializer("zeros", (vocab, dim), ms.float32))
 
     def construct(self, ids):
         return cpu.embedding(ids, self.weight) if on_cpu() else F.embedding(ids, self.weight)
@@ -99,9 +125,10 @@ class Attention(nn.Cell):
         self.core = partial(attend, cfg)  # of q, key and value alone: on a mesh `parallelize.py` sets what runs there
 
     def construct(self, x, t):
+        t, *places = (t.length, t.places) if isinstance(t, Packed) else (t,)
         b, h, k, e = x.shape[0] // t, self.heads, self.kv_heads, self.head_dim
         q, key, value = (w(x).reshape(b, t, n, e) for w, n in ((self.wq, h), (self.wk, k), (self.wv, k)))
-        return self.wo(self.core(self.q_norm(q), self.k_norm(key), value).reshape(b * t, h * e))
+        return self.wo(self.core(self.q_norm(q), self.k_norm(key), value, *places).reshape(b * t, h * e))
 
 
 class FeedForward(nn.Cell):
@@ -127,15 +154,21 @@ class Block(nn.Cell):
         self.attention_norm = RMSNorm(cfg.dim, cfg.norm_eps)
         self.attention = Attention(cfg)
         self.ffn_norm = RMSNorm(cfg.dim, cfg.norm_eps)
-        self.feed_forward = FeedForward(cfg)
+        self.mixed = cfg.experts is not None
+        self.feed_forward = Experts(cfg) if self.mixed else FeedForward(cfg)
 
     def construct(self, x, t):
         x = x + self.attention(self.attention_norm(x), t)
-        return x + self.feed_forward(self.ffn_norm(x))
+        if not self.mixed:
+            return x + self.feed_forward(self.ffn_norm(x))
+        y, shares = self.feed_forward(self.ffn_norm(x), t.length if isinstance(t, Packed) else t)
+        return x + y, shares
 
 
 class Llama(nn.Cell):
-    """Token ids i32[b, t] -> logits [b*t, vocab].
+    """Token ids i32[b, t] -> logits [b*t, vocab]; of a mixture of experts, these and the auxiliary loss.
+
+    With `places`, i32[b, t], rows hold several documents: each token's place in its own, beyond which it sees nothing.
 
     Args:
         cfg: the sizes.
@@ -152,11 +185,17 @@ class Llama(nn.Cell):
         for name, param in self.parameters_and_names():
             param.name = name
 
-    def construct(self, ids):
+    def construct(self, ids, places=None):
         x = self.tok_embeddings(ids.reshape(-1))
+        t = ids.shape[1] if places is None else Packed(ids.shape[1], places)
+        shares = []
         for layer in self.layers:
-            x = layer(x, ids.shape[1])
-        return self.output(self.norm(x))
+            x = layer(x, t)
+            if layer.mixed:
+                x, share = x
+                shares.append(share)
+        logits = self.output(self.norm(x))
+        return (logits, balance_loss(shares)) if shares else logits
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> Tensor:
@@ -175,7 +214,7 @@ def init_weights(model: Llama, seed: int, std: float = 0.02) -> None:
     """Normal(0, std) for matrices, ones for norms, zeros for biases; residual outputs (wo, w2) scaled by 1/sqrt(2 * layers).
 
     Each parameter draws from its own Philox stream keyed by (seed, name): the values depend on neither the order of
-    creation nor the number of ranks. Call it before `parallelize`.
+    creation nor the number of ranks. Before `parallelize` or after it, when each rank keeps its shards of one at a time.
     """
     residual = 1.0 / np.sqrt(2.0 * len(model.layers))
     for name, param in model.parameters_and_names():
@@ -183,6 +222,9 @@ def init_weights(model: Llama, seed: int, std: float = 0.02) -> None:
             value = np.full(param.shape, not name.endswith("bias"), np.float32)
         else:
             stream = np.random.Generator(np.random.Philox(key=[seed, zlib.crc32(name.encode())]))
-            scale = std * (residual if name.endswith(("wo.weight", "w2.weight")) else 1.0)
+            scale = std * (residual if name.endswith(("wo.weight", "w2.weight", "experts.w2")) else 1.0)
             value = stream.standard_normal(param.shape, np.float32) * np.float32(scale)
-        param.set_data(Tensor(value))
+        if isinstance(param, DTensor):
+            layout = param.layout
+            value = value[tuple(slice(at, at + n) for at, n in zip(layout.local_offset(), layout.local_shape()))]
+        param.set_data(Tensor(np.ascontiguousarray(value)))

@@ -11,13 +11,18 @@ Sequence parallelism cuts the list of tokens f32[n, d], which dp has cut already
 """
 from __future__ import annotations
 
-from mindspore import nn
+import numpy as np
+from mindspore import Tensor, nn
 
 from ms_dtensor import (
     DeviceMesh,
+    DTensor,
     MixedPrecisionPolicy,
+    Partial,
+    Placement,
     Replicate,
     Shard,
+    distribute_module,
     implicit_replication,
     init_device_mesh,
     local_map,
@@ -33,11 +38,41 @@ from ms_dtensor.parallel import (
     parallelize_module,
     replicate,
 )
+from ms_dtensor.tensor.distribute import distribute_parameter, set_parameter
 
 from .config import ParallelConfig
+from .lora import adapted
 
 
-def tensor_plan(cfg: ParallelConfig) -> dict[str, ParallelStyle]:
+class Cut(ParallelStyle):
+    """Parameters of a cell that others compute with, or whose inputs lie as they are to: no hooks."""
+
+    def __init__(self, **placements: Placement):
+        self.placements = placements
+
+    def check(self, module, device_mesh):
+        return self.placements
+
+    def apply(self, module, device_mesh):
+        def cut(name, cell, mesh):
+            for key, placement in self.placements.items():
+                set_parameter(cell, key, distribute_parameter(cell._params[key], mesh, [placement], src_data_rank=0))
+        return distribute_module(module, device_mesh, cut)
+
+
+def adapter_plan(plan: dict[str, ParallelStyle], model: nn.Cell) -> dict[str, ParallelStyle]:
+    """LoRA's matrices beside those of a plan: B is cut as the outputs are, A as the inputs are, else they are whole."""
+    more: dict[str, ParallelStyle] = {}
+    for name, _ in adapted(model.layers[0]):
+        cell = f"layers.*.{name}"
+        if name.endswith(("wo", "w2")):
+            more[f"{cell}.lora_a"] = Cut(weight=Shard(1))
+        else:
+            more[f"{cell}.lora_b"] = Cut(weight=Shard(0))
+    return plan | more
+
+
+def tensor_plan(cfg: ParallelConfig, mixed: bool = False) -> dict[str, ParallelStyle]:
     """The plan over tp, by cell path. Between blocks the token list is cut (`Shard(0)`) or whole (`Replicate`)."""
     between = Shard(0) if cfg.sequence_parallel else Replicate()
     columns = {"use_local_output": False}
@@ -47,10 +82,13 @@ def tensor_plan(cfg: ParallelConfig) -> dict[str, ParallelStyle]:
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), **rows),
         "layers.*.attention.w[qkv]": ColwiseParallel(**columns),
         "layers.*.attention.wo": RowwiseParallel(**rows),
-        "layers.*.feed_forward.w[13]": ColwiseParallel(**columns),
-        "layers.*.feed_forward.w2": RowwiseParallel(**rows),
         "output": ColwiseParallel(input_layouts=between, output_layouts=logits, **columns),
     }
+    if not mixed:
+        plan |= {"layers.*.feed_forward.w[13]": ColwiseParallel(**columns),
+                 "layers.*.feed_forward.w2": RowwiseParallel(**rows)}
+    elif cfg.expert_tp:
+        plan["layers.*.feed_forward.experts"] = Cut(w1=Shard(1), w2=Shard(2), w3=Shard(1))
     if cfg.sequence_parallel:
         # one all-gather at the door of each half of a block, shared by q, k, v and by w1, w3
         whole, length = (Replicate(),), (None,)
@@ -59,7 +97,8 @@ def tensor_plan(cfg: ParallelConfig) -> dict[str, ParallelStyle]:
             "layers.*.attention": PrepareModuleInput(input_layouts=(between, *length),
                                                      desired_input_layouts=(*whole, *length)),
             "layers.*.ffn_norm": SequenceParallel(sequence_dim=0),
-            "layers.*.feed_forward": PrepareModuleInput(input_layouts=(between,), desired_input_layouts=whole),
+            "layers.*.feed_forward": PrepareModuleInput(input_layouts=(between, *length[:mixed]),
+                                                        desired_input_layouts=(*whole, *length[:mixed])),
             "norm": SequenceParallel(sequence_dim=0),
         }
     return plan
@@ -69,17 +108,26 @@ def parallelize(model: nn.Cell, mesh: DeviceMesh, cfg: ParallelConfig,
                 mp_policy: MixedPrecisionPolicy | None = None) -> nn.Cell:
     """Applies the plan over mesh["tp"], lays attention out over its heads, then data parallelism over mesh["dp"].
 
+    Block by block: of a model made under `no_init_parameters` no rank has more at a time than its shards and a block.
+
     Returns `model`.
 
     Initial weights are those of rank 0 of each axis. Afterwards every parameter and buffer is a DTensor on `mesh`.
     """
-    parallelize_module(model, mesh["tp"], tensor_plan(cfg))
+    mixed, inside = model.layers[0].mixed, "layers.*."
+    plan = adapter_plan(tensor_plan(cfg, mixed), model)
     for layer in model.layers:
+        parallelize_module(layer, mesh["tp"], {k.removeprefix(inside): v for k, v in plan.items() if k.startswith(inside)})
         layer.attention.core = attention_on_heads(layer.attention.core, mesh)
+        if mixed:
+            layer.feed_forward.core = experts_on_widths(layer.feed_forward.core, mesh, cfg)
+        if cfg.fsdp:
+            # of the experts' weights, dim 0 has too few rows to be cut over many ranks
+            fully_shard(layer, mesh=data_axes(mesh), mp_policy=mp_policy,
+                        shard_placement_fn=lambda p: Shard(1) if p.ndim == 3 else None)
+    parallelize_module(model, mesh["tp"], {k: v for k, v in plan.items() if not k.startswith(inside)})
     if not cfg.fsdp:
         return replicate(model, mesh=data_axes(mesh), mp_policy=mp_policy, zero1=cfg.zero1)
-    for layer in model.layers:
-        fully_shard(layer, mesh=data_axes(mesh), mp_policy=mp_policy)
     return fully_shard(model, mesh=data_axes(mesh), mp_policy=mp_policy)
 
 
@@ -95,6 +143,17 @@ def data_axes(mesh: DeviceMesh) -> DeviceMesh:
     return mesh["copies", "dp"] if "copies" in mesh.mesh_dim_names else mesh["dp"]
 
 
+def own_rows(rows: np.ndarray, mesh: DeviceMesh | None) -> Tensor:
+    """This rank's part of a global batch that every rank has: rows cut over the data axes, the same over tp."""
+    if mesh is None:
+        return Tensor(np.ascontiguousarray(rows))
+    data = data_axes(mesh)
+    each = len(rows) // data.size()
+    first = data.get_group().rank_index * each
+    return DTensor.from_local(Tensor(np.ascontiguousarray(rows[first:first + each])), mesh,
+                              dict.fromkeys(data.mesh_dim_names, Shard(0)))
+
+
 def attention_on_heads(core, mesh: DeviceMesh):
     """Attention, whose sequences and heads know nothing of each other: f32[b@dp, t, heads@tp, e] throughout.
 
@@ -102,10 +161,27 @@ def attention_on_heads(core, mesh: DeviceMesh):
     """
     if on_cpu():
         heads = {a: Shard(2) if a == "tp" else Shard(0) for a in mesh.mesh_dim_names}
-        return local_map(core, heads, (heads, heads, heads), device_mesh=mesh, redistribute_inputs=True,
-                         out_shapes=lambda q, key, value: q)
+        rows = heads | {"tp": Replicate()}
+        maps = {count: local_map(core, heads, (heads, heads, heads, rows)[:count], device_mesh=mesh,
+                                 redistribute_inputs=True, out_shapes=lambda q, *rest: q) for count in (3, 4)}
+        return lambda *operands: maps[len(operands)](*operands)
 
-    def run(q, key, value):
+    def run(*operands):
         with implicit_replication():  # tables and mask
-            return core(q, key, value)
+            return core(*operands)
+    return run
+
+
+def experts_on_widths(core, mesh: DeviceMesh, cfg: ParallelConfig):
+    """The experts of f32[n@dp, d]: with their widths cut, each tp rank has a summand of the result."""
+    rows = {a: Replicate() if a == "tp" else Shard(0) for a in mesh.mesh_dim_names}
+    between = rows | {"tp": Shard(0) if cfg.sequence_parallel else Replicate()}
+    if on_cpu():
+        weights = [{"tp": Shard(dim)} if cfg.expert_tp else {} for dim in (1, 2, 1)]
+        core = local_map(core, rows | ({"tp": Partial()} if cfg.expert_tp else {}), (rows, rows, rows, *weights, None),
+                         device_mesh=mesh, redistribute_inputs=True, out_shapes=lambda x, *rest: x)
+
+    def run(*operands):
+        with implicit_replication():  # tables that the device's ops need
+            return core(*operands).redistribute(placements=between)
     return run

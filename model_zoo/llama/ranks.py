@@ -12,8 +12,10 @@ import traceback
 from collections.abc import Callable
 
 from ms_dtensor.errors import ConfigError
+from ms_dtensor.tools.guard import Diverged
 
 FAILED = "ms_dtensor: failed"  # launch.py finds the rank that failed first by this line
+NODE = "MS_DTENSOR_NODE"  # which machine of the run this is; launch.py says it
 LINGER = 3.0  # seconds; msrun kills all ranks when the first one leaves, and each is to say its reason before
 DEVICES = {"Ascend": "npu", "GPU": "gpu", "CPU": "cpu"}
 
@@ -34,8 +36,8 @@ def guarded(run: Callable[[], None]) -> int:
         run()
     except Exception as error:
         who = "scheduler" if os.environ.get("MS_ROLE") == "MS_SCHED" else rank()
-        if isinstance(error, ConfigError):  # the user's mistake: the text says it all
-            why, code = f"ConfigError: {error}", 2
+        if isinstance(error, (ConfigError, Diverged)):  # the text says it all
+            why, code = f"{type(error).__name__}: {error}", 2 if isinstance(error, ConfigError) else 1
         else:
             why, code = traceback.format_exc(), 1
         print(f"{FAILED} rank={who} time={time.time():.3f}\n{why}", file=sys.stderr, flush=True)
@@ -45,11 +47,37 @@ def guarded(run: Callable[[], None]) -> int:
     return 0
 
 
+def leave(code: int) -> None:
+    """Ends the process with this exit code, once what it said is written.
+
+    After a success at once: MindSpore's own end takes up to two seconds, and has nothing left to do where no scheduler of
+    its own waits for word from the ranks.
+    """
+    if not code and "mindspore" in sys.modules:
+        from ms_dtensor import comm
+        from ms_dtensor.internals.target import on_cpu
+
+        world = comm.current_world()
+        if on_cpu() and (world is None or not world.backend.needs_scheduler):
+            comm.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+    sys.exit(code)
+
+
 def start_device() -> str:
     """The device type of this machine for `init_device_mesh`, ready to compute."""
+    if os.environ.get("MS_ROLE") == "MS_SCHED":
+        if os.environ.get(NODE, "0") != "0":
+            sys.exit(0)  # msrun starts one wherever it finds the master's address; two nodes on one machine have both
+        os.nice(10)  # what it does on one machine's CPUs is to see that there is nothing to do
     import mindspore as ms
 
     device = DEVICES[ms.get_context("device_target")]
+    if device == "cpu" and os.environ.get("MS_DTENSOR_CPU_BACKEND"):  # "mccl": ranks on several hosts
+        from ms_dtensor.comm import set_cpu_backend
+        set_cpu_backend(os.environ["MS_DTENSOR_CPU_BACKEND"])
     if device == "cpu":
         ms.runtime.launch_blocking()  # the asynchronous pipeline is far slower on CPU
     return device

@@ -5,100 +5,99 @@
     msrun --worker_num=8 --local_worker_num=8 --join=True model_zoo/llama/train.py \
         --config model_zoo/llama/configs/quickstart.yaml --train.steps 20
 
-`launch.py` beside it wraps the second form. Rank 0 prints one line a step and writes `metrics.jsonl` and the resolved
-`config.yaml` to `train.log_dir`. A bad configuration is refused before MindSpore starts, alike on every rank.
+`launch.py` beside it wraps the second form. Rank 0 prints one line a step (`report.py`) and writes `metrics.jsonl` and the
+resolved `config.yaml` to `train.log_dir`. What can be refused is refused before MindSpore starts, alike on every rank.
 """
 from __future__ import annotations
 
-import json
 import sys
-import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if __package__ in (None, ""):  # run as a script: make the repository root importable, and not this folder
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from model_zoo.llama.ranks import guarded, start_device, world_size
+from model_zoo.llama.ranks import guarded, leave, start_device, world_size
+
+if TYPE_CHECKING:
+    from model_zoo.llama.config import Config
+    from model_zoo.llama.data import Text
 
 
-class Reporter:
-    """Rank 0's lines on the terminal and in `metrics.jsonl`; silent elsewhere."""
+def prepare(argv: list[str], world: int | None) -> tuple[Config, str, bool, Text | None]:
+    """All that can be refused before MindSpore starts: the configuration, its trackers, the run's folder, the data.
 
-    def __init__(self, log_dir: Path, steps: int, speaks: bool):
-        self.steps, self.speaks, self.path = steps, speaks, log_dir / "metrics.jsonl"
-        if speaks:
-            log_dir.mkdir(parents=True, exist_ok=True)
+    Returns:
+        The configuration, itself as text, whether it is only to be printed, and the data.
+    """
+    from model_zoo.llama.configio import dump, load
+    from model_zoo.llama.data import load_text
+    from model_zoo.llama.report import check_folder
+    from ms_dtensor.tools import trackers
 
-    def begin(self, step: int) -> None:
-        """Begins the file; of an earlier run that is gone on with, the lines up to this step stay."""
-        if self.speaks:
-            kept = self.path.read_text("utf-8").splitlines(True) if step and self.path.exists() else []
-            kept = [line for line in kept if line.endswith("}\n") and json.loads(line)["step"] <= step]
-            self.path.write_text("".join(kept), "utf-8")
-
-    def say(self, line: str) -> None:
-        if self.speaks:
-            print(line, flush=True)
-
-    def record(self, **values) -> None:
-        if self.speaks:
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(values) + "\n")
-
-    def heading(self) -> None:
-        self.say(f"{'step':>9}  {'loss':>8}  {'grad norm':>9}  {'lr':>9}  {'ms':>7}  {'tokens/s':>9}")
-
-    def step(self, step: int, result, seconds: float, tokens: int) -> None:
-        self.say(f"{step + 1:>4}/{self.steps:<4}  {result.loss:8.4f}  {result.grad_norm:9.4f}  {result.lr:9.2e}  "
-                 f"{seconds * 1e3:7.0f}  {tokens / seconds:9.0f}")
-        self.record(step=step + 1, loss=result.loss, grad_norm=result.grad_norm, lr=result.lr,
-                    ms=seconds * 1e3, tokens_per_s=tokens / seconds)
-
-    def held_out(self, step: int, loss: float) -> None:
-        self.say(f"held-out loss at step {step}: {loss:.4f}")
-        self.record(step=step, held_out_loss=loss)
+    cfg, show = load(argv, world)
+    resolved = dump(cfg)
+    if show:
+        return cfg, resolved, show, None
+    trackers.check(cfg.metrics.trackers)
+    check_folder(Path(cfg.train.log_dir))
+    return cfg, resolved, show, load_text(cfg.data, cfg.model.vocab_size, cfg.train.seq)
 
 
 def run(argv: list[str]) -> None:
-    from model_zoo.llama.configio import dump, load
-    from model_zoo.llama.data import load_text
-
     world = world_size()
-    cfg, show = load(argv, world)
+    cfg, resolved, show, text = prepare(argv, world)
     if show:
-        print(dump(cfg), end="")
+        print(resolved, end="")
         return
-    text = load_text(cfg.data, cfg.model.vocab_size, cfg.train.seq)
 
     device = start_device()  # MindSpore is imported from here on
 
     from model_zoo.llama.parallelize import make_mesh
+    from model_zoo.llama.report import Reporter
     from model_zoo.llama.trainer import Trainer
+    from ms_dtensor.tools.window import Window
 
     p, t = cfg.parallel, cfg.train
     mesh = make_mesh(device, p) if world > 1 or t.dtype != "float32" else None
+    rank = 0 if mesh is None else mesh.get_rank()
     log_dir = Path(t.log_dir)
-    report = Reporter(log_dir, t.steps, mesh is None or mesh.get_rank() == 0)
-    if report.speaks:
-        (log_dir / "config.yaml").write_text(dump(cfg), encoding="utf-8")
+    report = Reporter(cfg, world, rank == 0, peak_tflops(cfg), device)
+    window = Window(log_dir / "profile", cfg.profile.first, cfg.profile.steps, rank, cfg.profile.mindspore)
     trainer = Trainer(cfg, text, mesh)
     saver, done = None, 0
     if cfg.checkpoint.interval or cfg.checkpoint.resume:
         saver, done = checkpoints(cfg, trainer, log_dir)
-    report.begin(done)
-    weights = sum(int(x.size) for x in trainer.model.trainable_params())
-    report.say(f"{weights / 1e6:.2f} M parameters on {world} {'ranks' if world > 1 else 'rank'}: dp={p.dp} tp={p.tp}"
-               f"{' sequence-parallel' if p.sequence_parallel and p.tp > 1 else ''}"
-               f"{' fsdp' if p.fsdp else ' zero1' if p.zero1 else ''}{f' hsdp={p.hsdp}' if p.hsdp > 1 else ''}; "
-               f"{t.batch} x {t.seq} tokens a step; log in {log_dir}")
-    if done:
-        report.say(f"going on after step {done}")
+    try:
+        report.begin(done, resolved)
+        weights = sum(int(x.size) for x in trainer.model.trainable_params())
+        report.say(f"{weights / 1e6:.2f} M parameters on {world} {'ranks' if world > 1 else 'rank'}: dp={p.dp} tp={p.tp}"
+                   f"{' sequence-parallel' if p.sequence_parallel and p.tp > 1 else ''}"
+                   f"{' fsdp' if p.fsdp else ' zero1' if p.zero1 else ''}{f' hsdp={p.hsdp}' if p.hsdp > 1 else ''}; "
+                   f"{t.batch} x {t.seq} tokens a step; log in {log_dir}")
+        if done:
+            report.say(f"going on after step {done}")
+        train(trainer, report, window, saver, done)
+    finally:
+        window.close()
+        report.close()
+
+
+def train(trainer, report, window, saver, done: int) -> None:
+    """Steps until the last one, or until somebody asks to end."""
+    t = trainer.cfg.train
     report.held_out(done, trainer.held_out_loss())
     report.heading()
     for step in range(done, t.steps):
-        start = time.perf_counter()
+        window.step(step + 1)
+        report.start_step()
         result = trainer.step(step)
-        report.step(step, result, time.perf_counter() - start, t.batch * t.seq)
+        report.step(step, result)
+        if result.verdict.action != "go":
+            report.warn(step, *result.verdict)
+        traced = window.stepped(step + 1)
+        if traced:
+            report.say(f"profile of steps {window.first} to {window.last} in {traced}")
         if t.eval_every and (step + 1) % t.eval_every == 0 and step + 1 < t.steps:
             report.held_out(step + 1, trainer.held_out_loss())
         if saver is not None and saver.after(step + 1):
@@ -108,6 +107,18 @@ def run(argv: list[str]) -> None:
     if saver is not None:
         saver.finish()
     report.held_out(t.steps, trainer.held_out_loss())
+
+
+def peak_tflops(cfg: Config) -> float | None:
+    """What a device computes at most in the run's dtype, if the configuration or the table says."""
+    import mindspore as ms
+
+    from ms_dtensor.tools.peaks import peak
+
+    if cfg.metrics.peak_tflops is not None:
+        return cfg.metrics.peak_tflops
+    known = peak(ms.hal.get_device_name(0))
+    return known.tflops if known is not None and cfg.train.dtype != "float32" else None
 
 
 def checkpoints(cfg, trainer, log_dir: Path):
@@ -129,4 +140,4 @@ def checkpoints(cfg, trainer, log_dir: Path):
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(lambda: run(sys.argv[1:])))
+    leave(guarded(lambda: run(sys.argv[1:])))

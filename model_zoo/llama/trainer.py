@@ -6,27 +6,29 @@ and train, `step(i)` computes the same numbers on every mesh, up to the rounding
 """
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from operator import add
 from typing import Any, NamedTuple
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor
+from mindspore.nn.utils import no_init_parameters
 
-from ms_dtensor import DeviceMesh, DTensor, MixedPrecisionPolicy, Shard, loss_parallel, manual_seed, value_and_grad
+from ms_dtensor import DeviceMesh, MixedPrecisionPolicy, comm, loss_parallel, manual_seed, value_and_grad
 from ms_dtensor.checkpoint import RandomState
 from ms_dtensor.errors import ConfigError
 from ms_dtensor.internals.target import on_cpu
 from ms_dtensor.optim import AdamW, clip_grad_norm_, cosine, wsd
+from ms_dtensor.tools.guard import Guard, Verdict, stopped
 
-from . import hf
+from . import hf, lora
 from .config import Config, OptimConfig
 from .cpu import compile_attention
 from .data import Text
 from .model import Llama, cross_entropy, init_weights
-from .parallelize import data_axes, parallelize
+from .parallelize import own_rows, parallelize
 
 
 def schedule(cfg: OptimConfig, steps: int) -> Callable[[int], float]:
@@ -43,6 +45,8 @@ class StepResult(NamedTuple):
     grad_norm: float
     """norm of the whole gradient, before clipping"""
     lr: float
+    """0 if the guard left the update out"""
+    verdict: Verdict = Verdict("go")
 
 
 class Trainer:
@@ -63,11 +67,12 @@ class Trainer:
         ms.manual_seed(cfg.train.seed)
         manual_seed(cfg.train.seed)
         self.cfg, self.text, self.mesh = cfg, text, mesh
-        self.model = Llama(cfg.model)
+        with no_init_parameters() if mesh is not None and initialize is None else nullcontext():  # never whole on a rank
+            self.model = Llama(cfg.model)
         if initialize is not None:
             initialize(self.model)
-        elif cfg.train.init_hf is None:
-            init_weights(self.model, cfg.train.seed)
+        if cfg.lora is not None:
+            lora.add(self.model, cfg.lora, cfg.train.seed)
         if cfg.train.compile and on_cpu():
             compile_attention(self.model, cfg.model)
         policy = MixedPrecisionPolicy(ms.bfloat16, ms.float32) if cfg.train.dtype == "bfloat16" else None
@@ -76,7 +81,11 @@ class Trainer:
         elif policy is not None:
             policy.apply(self.model)
         if cfg.train.init_hf is not None:  # each rank its shards
-            hf.load(self.model, cfg.train.init_hf)
+            with lora.without_adapters(self.model):
+                hf.load(self.model, cfg.train.init_hf)
+        elif initialize is None:
+            with lora.without_adapters(self.model):
+                init_weights(self.model, cfg.train.seed)
         if cfg.train.recompute:
             for layer in self.model.layers:
                 layer.recompute()
@@ -85,68 +94,91 @@ class Trainer:
         o = cfg.optim
         self.optimizer = AdamW(self.params, o.lr, o.betas, o.eps, o.weight_decay)
         self.schedule = schedule(o, cfg.train.steps)
+        g = cfg.guard
+        self.guard = Guard(g.nan, g.spike, g.on_spike, g.window, g.patience)
         make = ms.value_and_grad if mesh is None else value_and_grad
         self.value_and_grad = make(self.loss, None, self.params)
 
-    def loss(self, ids: Tensor, labels: Tensor) -> Tensor:
+    def loss(self, ids: Tensor, labels: Tensor, *places: Tensor) -> Tensor:
         """A micro-batch's summand of the mean over the global batch."""
-        logits = self.model(ids)
+        logits, balance = self.model(ids, *places), None
+        if isinstance(logits, tuple):
+            logits, balance = logits
         if self.mesh is not None and self.cfg.parallel.loss_parallel and self.cfg.parallel.tp > 1:
             loss = loss_parallel(logits, labels.reshape(-1))
         else:
             loss = cross_entropy(logits, labels)
+        if balance is not None:
+            loss = loss + self.cfg.model.experts.balance * balance
         count = self.cfg.train.micro_batches
         return loss if count == 1 else loss / count
 
-    def share(self, rows: np.ndarray) -> Tensor:
-        """This rank's part of a global batch: rows cut over dp, the same over tp."""
-        if self.mesh is None:
-            return Tensor(rows)
-        data = data_axes(self.mesh)
-        each = len(rows) // self.cfg.parallel.dp
-        first = data.get_group().rank_index * each
-        return DTensor.from_local(Tensor(rows[first:first + each]), self.mesh, dict.fromkeys(data.mesh_dim_names, Shard(0)))
-
-    def parts(self, ids: np.ndarray, labels: np.ndarray) -> Iterator[tuple[Tensor, Tensor]]:
+    def parts(self, *batch: np.ndarray) -> Iterator[tuple[Tensor, ...]]:
         """This rank's parts of the micro-batches of a global batch."""
         count = self.cfg.train.micro_batches
-        for rows in zip(np.split(ids, count), np.split(labels, count), strict=True):
-            yield tuple(map(self.share, rows))
+        for rows in zip(*(np.split(x, count) for x in batch), strict=True):
+            yield tuple(own_rows(x, self.mesh) for x in rows)
 
-    def gradients(self, ids: np.ndarray, labels: np.ndarray) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def gradients(self, *batch: np.ndarray) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Loss and gradients (in the order of `params`) of a global batch."""
         loss, grads = None, ()
-        for i, part in enumerate(self.parts(ids, labels), 1):
+        for i, part in enumerate(self.parts(*batch), 1):
             if self.cut:  # summed up before they are reduced
                 self.model.set_requires_gradient_sync(i == self.cfg.train.micro_batches)
             one, mine = self.value_and_grad(*part)
             loss, grads = (one, mine) if loss is None else (loss + one, tuple(map(add, grads, mine)))
         return loss, grads
 
-    def update(self, grads: tuple[Tensor, ...], step: int) -> tuple[float | Tensor, float]:
-        """Clips, steps the optimizer; the gradient norm and the learning rate used."""
+    def update(self, grads: tuple[Tensor, ...], step: int,
+               leave_out: Callable[[float | Tensor], bool] = lambda norm: False) -> tuple[float | Tensor, float]:
+        """Clips, steps the optimizer; the gradient norm and the learning rate used: 0 if by that norm it is left out."""
         o = self.cfg.optim
         norm = clip_grad_norm_(zip(self.params, grads, strict=True), o.clip_norm or float("inf"))
+        if leave_out(norm):
+            return norm, 0.0
         self.optimizer.lr = o.lr * self.schedule(step)
         self.optimizer(grads)
         return norm, self.optimizer.lr
 
-    def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs and labels of the global batch of a step."""
+    def batch(self, step: int) -> tuple[np.ndarray, ...]:
+        """Inputs and labels of the global batch of a step, and where documents count, each token's place in its own."""
         t = self.cfg.train
         return self.text.batch(t.seed, step, t.batch, t.seq)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds. Batches are a function of the text, the seed and the step, which a checkpoint knows."""
         t, text = self.cfg.train, self.text
-        stream = {"seed": t.seed, "batch": t.batch, "seq": t.seq, "text": 0 if text is None else zlib.crc32(text.train)}
+        stream = {"seed": t.seed, "batch": t.batch, "seq": t.seq, "text": 0 if text is None else text.identity()}
         return {"model": self.model, "optimizer": self.optimizer, "data": stream, "random": RandomState()}
 
     def step(self, step: int) -> StepResult:
-        """Forward, backward and update number `step` (from 0)."""
+        """Forward, backward and update number `step` (from 0).
+
+        Raises:
+            Diverged: the guard ends the run.
+        """
         loss, grads = self.gradients(*self.batch(step))
-        norm, lr = self.update(grads, step)
-        return StepResult(float(loss), float(norm), lr)  # last: a device is waited for
+        verdicts: list[Verdict] = []
+
+        def leave_out(norm: float | Tensor) -> bool:
+            verdicts.append(self._agreed(self.guard.judge(step, float(loss), float(norm))))
+            return verdicts[0].action in ("skip", "stop")
+
+        if self.guard.skips:  # a device is waited for before the update
+            norm, lr = self.update(grads, step, leave_out)
+        else:
+            norm, lr = self.update(grads, step)
+            verdicts.append(self.guard.judge(step, float(loss), float(norm)))
+        if verdicts[0].action == "stop":
+            raise stopped(verdicts[0].reason)
+        return StepResult(float(loss), float(norm), lr, verdicts[0])
+
+    def _agreed(self, verdict: Verdict) -> Verdict:
+        """Rank 0's: whether a step is left out may not hang on the last bit of a sum."""
+        if self.mesh is None:
+            return verdict
+        ranks = self.mesh.rank_list
+        return Verdict(*comm.group(ranks).broadcast_object(tuple(verdict), ranks[0]))
 
     def held_out_loss(self) -> float:
         """Mean loss on fixed held-out batches."""

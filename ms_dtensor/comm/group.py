@@ -11,14 +11,25 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import CommError
+from . import tally as tallies
 from .protocol import REDUCE_OPS, Backend, Result, Work
 from .record import CommEvent, active, note, user_site
 
 if TYPE_CHECKING:
     from mindspore import Tensor
+
+    from .parts import Parts
+
+
+class _Flat(NamedTuple):
+    """What a collective of many tensors is in the record: one flat tensor."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    itemsize: int
 
 
 class Group:
@@ -79,18 +90,22 @@ class Group:
 
     def _done(self, op: str, x: Any, fraction: float, call: Callable[[], Any]) -> Any:
         """Runs the call; records it if somebody listens. `fraction` of the payload leaves this rank."""
-        listeners = active()
-        if not listeners:
+        listeners, tally = active(), tallies.running
+        if not listeners and tally is None:
             return call()
         started = time.perf_counter()
         result = call()
         seconds = time.perf_counter() - started
         n = note()
-        shape, dtype, size = (), "", 0
-        if x is not None:
-            shape, dtype, size = tuple(x.shape), str(x.dtype), math.prod(x.shape) * x.itemsize
-        event = CommEvent(op, self.axes if n.axes is None else n.axes, self.ranks, shape, dtype, round(size * fraction),
-                          user_site(), n.phase, n.implicit, n.src, n.dst, seconds, started, n.module)
+        axes = self.axes if n.axes is None else n.axes
+        size = 0 if x is None else round(math.prod(x.shape) * x.itemsize * fraction)
+        if tally is not None:
+            tally.add(op, axes, size, seconds)
+        if not listeners:
+            return result
+        shape, dtype = ((), "") if x is None else (tuple(x.shape), str(x.dtype))
+        event = CommEvent(op, axes, self.ranks, shape, dtype, size, user_site(), n.phase, n.implicit, n.src, n.dst, seconds,
+                          started, n.module)
         for events in listeners:
             events.append(event)
         return result
@@ -131,6 +146,24 @@ class Group:
         """This member's slice, `sizes[rank_index]` on `dim`, of the reduction of all members' `x`."""
         self._check("reduce_scatter", x, op, [(dim, sizes, sum(sizes))])
         return self._collective("reduce_scatter", x, (self.size - 1) / self.size, async_op, op, dim, sizes)
+
+    def all_gather_into(self, pieces: Sequence[Tensor], window: Any, parts: Parts, dtype: Any, *,
+                        async_op: bool = False) -> Work:
+        """The members' pieces of tensors put together in a `backend.window`; one collective, recorded as such."""
+        from .packing import numpy_dtype
+        self._check("all_gather")
+        kind = numpy_dtype(dtype)
+        flat = _Flat((parts.totals[self.rank_index],), dtype, kind.itemsize)
+        return self._done("all_gather", flat, self.size - 1,
+                          lambda: self.backend.all_gather_into(pieces, window, parts, kind, self.ranks, async_op))
+
+    def reduce_scatter_from(self, wholes: dict[int, Tensor], parts: Parts, op: str = "sum") -> Tensor:
+        """This member's pieces, one behind another, of the reduction of whole tensors, given by number in `parts`."""
+        x = next(iter(wholes.values()))
+        self._check("reduce_scatter", x, op)
+        flat = _Flat((sum(parts.total(tuple(wholes), r) for r in range(self.size)),), x.dtype, x.itemsize)
+        return self._done("reduce_scatter", flat, (self.size - 1) / self.size,
+                          lambda: self.backend.reduce_scatter_from(wholes, parts, op, self.ranks))
 
     def all_to_all(self, x: Tensor, split_dim: int, split_sizes: Sequence[int], concat_dim: int, concat_sizes: Sequence[int],
                    *, async_op: bool = False) -> Result:

@@ -15,8 +15,12 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 
+from . import tally as tallies
+
 if TYPE_CHECKING:
     from mindspore import Tensor
+
+    from .parts import Parts
 
 T = TypeVar("T")
 Ranks = tuple[int, ...]
@@ -42,7 +46,8 @@ class Work(Generic[T]):
         """Blocks (on a device: orders the stream) until the result may be used, and returns it."""
         if self._finish is not None:
             finish, self._finish = self._finish, None
-            self._result = finish()
+            tally = tallies.running
+            self._result = finish() if tally is None else tally.waited(finish)
         return self._result  # type: ignore[return-value]
 
     @property
@@ -88,6 +93,22 @@ class Backend(ABC):
     def buffer(self, count: int, dtype: np.dtype) -> np.ndarray:
         """Fresh memory from which `all_reduce_` has the least to copy. Host backends only."""
         return np.empty(count, dtype)
+
+    def window(self, nbytes: int) -> Any:
+        """Memory for `all_gather_into`, with `claim()` and `release()`, or None where there is no such memory."""
+        return None
+
+    def all_gather_into(self, pieces: Sequence[Tensor], window: Any, parts: Parts, dtype: np.dtype, group: Ranks,
+                        async_op: bool = False) -> Work:
+        """Puts the members' pieces, cast to a dtype, together as whole tensors in a `window`; done after the wait."""
+        raise NotImplementedError
+
+    def reduce_scatter_from(self, wholes: dict[int, Tensor], parts: Parts, op: str, group: Ranks) -> Tensor:
+        """The reduction of whole tensors, by number in `parts`, as the caller's pieces one behind another.
+
+        Offered where windows are; the tensors are of one dtype.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int], group: Ranks, async_op: bool = False) -> Result:

@@ -107,7 +107,8 @@ def _start(device: str) -> World:
     from .fake import FakeBackend
     role, rank, size = _environment(device)
     kind = FakeBackend if size == 1 and role != "MS_SCHED" else registry.load(registry.serving[device])
-    if role == "MS_SCHED" and not kind.needs_scheduler:  # msrun runs the script once more as scheduler
+    # msrun runs the script once more as scheduler, whom a worker that is alone never calls
+    if role == "MS_SCHED" and (size == 1 or not kind.needs_scheduler):
         raise SystemExit(0)
     blocking = device == "CPU"
     if blocking:

@@ -9,6 +9,7 @@ said so, and nothing is communicated before every check has passed.
 from __future__ import annotations
 
 import logging
+from functools import partial
 from operator import is_
 from typing import Any
 
@@ -20,7 +21,6 @@ from ..comm.world import pretended
 from ..core.tree import first_dtensor, map_leaves
 from ..errors import MixedOperandError
 from ..internals.names import NoFallbackGuard
-from ..ops.rules.names import PRIMITIVES
 from . import modes
 from .cached import CachedCall
 from .classes import ATOM, KINDS, LIST, OURS
@@ -48,7 +48,10 @@ def dispatch(self, func, args=(), kwargs=None):
     key: Any = [func.name, func.__class__]  # a method may be another op than the function of its name
     mode = _mode()
     if mode is not _DEFAULT:
-        if mode.skip and not _kept(key[0], mode.no_skip):
+        if mode.watch is not None and (kept := mode.watch(key[0], args)) is not None:
+            given = args if primitive is None else (primitive, primitive.name, args)
+            return kept(partial(dispatch, self, func, given, kwargs))
+        if mode.skip and not modes.named(key[0], mode.no_skip):
             for a in args:
                 getattr(a, "_layout", None)  # waits, if its data are under way
             with NoFallbackGuard():  # the DTensors themselves: an alias of a Parameter would cut its gradient
@@ -120,7 +123,9 @@ def call_by_rule(op: str, func, names: tuple[str, ...], args: tuple, kwargs: dic
     key: Any = [plan_by_rule, op]
     mode = _mode()
     if mode is not _DEFAULT:
-        if mode.skip and not _kept(op, mode.no_skip):
+        if mode.watch is not None and (kept := mode.watch(op, args)) is not None:
+            return kept(partial(call_by_rule, op, func, names, args, kwargs))
+        if mode.skip and not modes.named(op, mode.no_skip):
             return func(*plain_tree(args), **plain_tree(kwargs))
         key.append(_mode_key(mode, args))
     for a in args:  # as in `dispatch`
@@ -237,6 +242,3 @@ def plain_tree(value):
     """Nested arguments with every DTensor as its local tensor."""
     return map_leaves(lambda x: as_local(x) if getattr(x, "_layout", None) is not None else x, value, Tensor)
 
-
-def _kept(name: str, no_skip) -> bool:
-    return bool(no_skip) and (name in no_skip or PRIMITIVES.get(name, ("",))[0] in no_skip)

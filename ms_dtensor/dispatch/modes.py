@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import difflib
 import os
-from contextlib import ContextDecorator
+from collections.abc import Iterator
+from contextlib import ContextDecorator, contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import ConfigError
 from ..ops.rules.names import PRIMITIVES
@@ -37,6 +38,7 @@ class Mode(NamedTuple):
     no_gather: bool = False
     check_rules: bool = False
     check_gradients: bool = False
+    watch: Any = None  # asked of each call before it runs, see `parallel/selective.py`
 
 
 DEFAULT = Mode(check_rules=os.environ.get("MS_DTENSOR_DEBUG", "0") not in ("", "0"))
@@ -47,6 +49,22 @@ _open: ContextVar[tuple] = ContextVar("ms_dtensor_open_modes", default=())
 def _fold(blocks) -> None:
     _open.set(blocks)
     mode.set(DEFAULT._replace(**{k: v for _, fields in blocks for k, v in fields.items()}) if blocks else DEFAULT)
+
+
+def open_blocks() -> tuple:
+    """Those in force, oldest first."""
+    return _open.get()
+
+
+@contextmanager
+def reopened(then: tuple) -> Iterator[None]:
+    """Inside, the blocks are open that were open then, and no others."""
+    now = _open.get()
+    _fold(then)
+    try:
+        yield
+    finally:
+        _fold(now)
 
 
 class _Block(ContextDecorator):
@@ -145,6 +163,13 @@ HigherOrderBlock = partial(_Block, higher_order=True)
 LossParallelBlock = partial(_Block, no_gather=True)  # what `loss_parallel()` without arguments returns; see there
 
 
+class Watched(_Block):
+    """Inside, `watch(op, arguments)` is asked of each call first: what it gives, unless None, is called with the call."""
+
+    def __init__(self, watch):
+        super().__init__(watch=watch)
+
+
 class SkipDTensorDispatch(_Block):
     """Inside, ops see the local tensors: results are plain and nothing is communicated.
 
@@ -165,16 +190,35 @@ class SkipDTensorDispatch(_Block):
     """
 
     def __init__(self, no_skip=None):
-        names = [_name_of(op) for op in ((no_skip,) if isinstance(no_skip, str) or callable(no_skip) else no_skip or ())]
-        known = {*PRIMITIVES, *(op for op, _ in PRIMITIVES.values()), *_PUBLIC}
-        squeezed = {p.lower(): p for p in PRIMITIVES}  # mint.transpose calls itself transpose_ext_view
-        names = [name if name in known else squeezed.get(name.replace("_", "").lower(), name) for name in names]
-        for name in names:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, 1)
-                raise ConfigError(f"For 'SkipDTensorDispatch', 'no_skip' names no op: {name!r}.", "", "",
-                                  f"did you mean {near[0]!r}?" if near else "pass the public function or its name")
-        super().__init__(skip=True, no_skip=frozenset(n for name in names for n in (name, *_PUBLIC.get(name, ()))))
+        super().__init__(skip=True, no_skip=op_names(no_skip, "SkipDTensorDispatch", "no_skip"))
+
+
+def op_names(given, who: str, what: str) -> frozenset[str]:
+    """Names of ops, as `named` compares them; `given` is one or many: callables, public names, or MindSpore's.
+
+    Raises:
+        ConfigError: one that names no op.
+    """
+    names = [_name_of(op) for op in ((given,) if isinstance(given, str) or callable(given) else given or ())]
+    known = {*PRIMITIVES, *(op for op, _ in PRIMITIVES.values()), *_PUBLIC, "redistribute"}
+    squeezed = {p.lower(): p for p in PRIMITIVES}  # mint.transpose calls itself transpose_ext_view
+    names = [name if name in known else squeezed.get(name.replace("_", "").lower(), name) for name in names]
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            raise ConfigError(f"For '{who}', '{what}' names no op: {name!r}.", "", "",
+                              f"did you mean {near[0]!r}?" if near else "pass the public function or its name")
+    return frozenset(n for name in names for n in (name, *_PUBLIC.get(name, ())))
+
+
+def canonical(name: str) -> str:
+    """An op of MindSpore as rules name it."""
+    return PRIMITIVES.get(name, (name,))[0]
+
+
+def named(name: str, names: frozenset[str]) -> bool:
+    """Whether an op of MindSpore is among `op_names`."""
+    return name in names or canonical(name) in names
 
 
 def _name_of(op) -> str:

@@ -6,6 +6,8 @@ activation, so that all its readers share them. In which layout a cotangent arri
 """
 from __future__ import annotations
 
+from functools import partial
+
 from mindspore import Tensor, ops
 
 from .. import comm
@@ -16,7 +18,7 @@ from ..internals.names import NoFallbackGuard, enabled, recording
 from ..redistribute.execute import redistribute_local, run
 from ..redistribute.plan import plan as plan_moves
 from ..redistribute.plan import relabels
-from . import classes, policy
+from . import classes, modes, policy
 from .cotangent import as_copy, grad_layout, with_cotangent
 from .memo import memo_of
 
@@ -74,6 +76,9 @@ def redistribute(x, dst: Layout, implicit: str = "", async_op: bool = False, win
     src = x._layout
     if src is dst:
         return x
+    watch = modes.mode.get().watch
+    if watch is not None and (kept := watch("redistribute", (x,))) is not None:
+        return kept(partial(redistribute, x, dst, implicit, async_op, winners))
     if implicit:
         policy.check_move(implicit, src, dst, back=grad_layout(x) if recording() and x._requires_grad else None)
     if active():  # the texts are for who listens

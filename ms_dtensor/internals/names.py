@@ -32,6 +32,7 @@ enabled = executor._executor.enable_grad  # whether `no_grad` is not around; `re
 context = _private("mindspore.context", "_context")()._context_handle  # its C++ half: `get_context` costs 40 times as much
 context_keys = _private("mindspore._c_expression", "ms_ctx_param")
 RecomputeCell = _private("mindspore.common.recompute", "_RecomputeCell")  # what `cell.recompute()` runs
+recompute_module: Any = import_module("mindspore.common.recompute")  # the random state that it saves and restores
 CellBackwardHook = _private("mindspore.ops.operations._inner_ops", "CellBackwardHook")
 functional_overload = _private("mindspore.ops", "functional_overload")  # the objects behind functions with overloads
 composite = _private("mindspore.ops.composite", "base")  # `GradOperation`

@@ -69,8 +69,9 @@ def fully_shard(module: nn.Cell, *, mesh: DeviceMesh, reshard_after_forward: boo
     Returns:
         The same cell, with the methods `unshard()` and `reshard()` (gather now and keep; give back),
         `set_requires_gradient_sync(bool, recurse=True)` (False: gradients are added up on each rank, and handed out as
-        zeros, until a step with True) and `set_reshard_after_forward(bool, recurse=True)`. Parameters are DTensors, cut; so
-        are their gradients. Plain inputs are this rank's rows of the global batch, as for `replicate`.
+        zeros, until a step with True), `forget_gradients(recurse=True)` (drops these) and
+        `set_reshard_after_forward(bool, recurse=True)`. Parameters are DTensors, cut; so are their gradients. Plain inputs
+        are this rank's rows of the global batch, as for `replicate`.
 
     Raises:
         LayoutError: the cell was sharded before; a parameter is laid out over the axis already; a dim it does not have.
@@ -78,7 +79,7 @@ def fully_shard(module: nn.Cell, *, mesh: DeviceMesh, reshard_after_forward: boo
             device. Later, by a forward: a parameter of the cell was replaced, or taken out.
 
     A step that raises leaves nothing behind; what was gathered up without synchronising is forgotten with it, so begin again
-    with the first micro-batch.
+    with the first micro-batch. What raises between two steps does not: call `forget_gradients()`.
 
     The meaning is that of `torch.distributed.fsdp.fully_shard`.
 
@@ -142,7 +143,7 @@ def fully_shard(module: nn.Cell, *, mesh: DeviceMesh, reshard_after_forward: boo
     module.__dict__["construct"] = MethodType(_constructing(given), module)
     if isinstance(module._recompute_cell, RecomputeCell):  # it has noted which `construct` to run again
         module._recompute_cell.wrap_cell.function = module.construct
-    for method in (unshard, reshard, set_requires_gradient_sync, set_reshard_after_forward):
+    for method in (unshard, reshard, set_requires_gradient_sync, forget_gradients, set_reshard_after_forward):
         module.__dict__[method.__name__] = MethodType(method, module)
     batch_over(module, mesh, "fully_shard")
     return module
@@ -315,6 +316,12 @@ def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: b
                           "True: backwards reduce gradients.", "True, or False")
     for unit in _units(self) if recurse else [_unit(self)]:
         unit.sync = requires_gradient_sync
+
+
+def forget_gradients(self, *, recurse: bool = True) -> None:
+    """Drops what backwards without synchronisation have gathered up; a sequence of micro-batches that was broken off."""
+    for unit in _units(self) if recurse else [_unit(self)]:
+        unit.abandon()
 
 
 def set_reshard_after_forward(self, reshard_after_forward: bool, *, recurse: bool = True) -> None:

@@ -17,7 +17,9 @@ import numpy as np
 from mindspore import Tensor
 
 from ..comm.packing import numpy_dtype
+from ..comm.protocol import Backend
 
+_SMALL = 512 << 10  # bytes
 Index: TypeAlias = tuple[slice, ...]
 
 
@@ -60,17 +62,19 @@ def _at(x: Tensor, index: Index) -> Tensor:
 class HostMemory:
     """Tensors side by side; their pages can be given back to the system, and come again at the same address."""
 
-    def __init__(self, shapes: Sequence[tuple[int, ...]], dtype):
-        kind = numpy_dtype(dtype)
+    def __init__(self, shapes: Sequence[tuple[int, ...]], dtype, backend: Backend):
+        kind, at = numpy_dtype(dtype), 0
         counts = [math.prod(shape) for shape in shapes]
-        # private: of a shared mapping the system keeps the pages that a process gives back
-        self._map = mmap.mmap(-1, max(sum(counts) * kind.itemsize, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._flat, at = np.frombuffer(self._map, np.uint8), 0
-        self.arrays = []
+        size = max(sum(counts) * kind.itemsize, 1)
+        # where the backend can write into it; of small ones packing costs less than that takes
+        self.window = backend.window(size) if size > _SMALL else None
+        if self.window is None:  # private: of a shared mapping the system keeps the pages that a process gives back
+            self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._flat = np.frombuffer(self._map, np.uint8) if self.window is None else self.window
+        self.arrays: list[np.ndarray] = []
         for shape, count in zip(shapes, counts):
-            size = count * kind.itemsize
-            self.arrays.append(self._flat[at:at + size].view(kind).reshape(shape))
-            at += size
+            self.arrays.append(np.ndarray(shape, kind, self._flat, at))
+            at += count * kind.itemsize
 
     @staticmethod
     def pack(pieces: Sequence[tuple[Tensor, Index]], dtype) -> Tensor:
@@ -102,16 +106,23 @@ class HostMemory:
 
     def release(self) -> None:
         """Gives the pages back."""
-        self._map.madvise(mmap.MADV_DONTNEED)
+        if self.window is not None:
+            self.window.release()
+        else:
+            self._map.madvise(mmap.MADV_DONTNEED)
 
     def claim(self) -> None:
-        """Pages come when they are written."""
+        """Pages come: to private memory when they are written."""
+        if self.window is not None:
+            self.window.claim()
 
 
 class DeviceMemory:
     """The same on a device, where the storage of one flat tensor shrinks to nothing and grows again."""
 
-    def __init__(self, shapes: Sequence[tuple[int, ...]], dtype):
+    window = None
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]], dtype, backend: Backend):
         self.shapes, self.counts = list(shapes), [math.prod(shape) for shape in shapes]
         self.starts = list(itertools.accumulate(self.counts, initial=0))
         self._flat = ms.mint.empty((max(sum(self.counts), 1),), dtype=dtype)

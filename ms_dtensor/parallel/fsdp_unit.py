@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +23,7 @@ from mindspore import Tensor, nn
 
 from .. import comm
 from ..comm.packing import write
+from ..comm.parts import Parts
 from ..comm.protocol import Work
 from ..core.layout import Layout
 from ..core.mesh import DeviceMesh
@@ -40,6 +39,7 @@ from ..redistribute.execute import redistribute_local
 from ..tensor.dtensor import DTensor
 from .fsdp_late import LateGradients
 from .fsdp_memory import DeviceMemory, HostMemory
+from .fsdp_written import Written
 
 
 class Block:
@@ -57,43 +57,56 @@ class Block:
 
     def __init__(self, params: list, whole: list[Layout], dtype, group, axis: int, reduce_dtype, near):
         self.params, self.whole, self.dtype, self.group, self.reduce_dtype = params, whole, dtype, group, reduce_dtype
-        self.near, self._part = near, None  # this rank's part of what the neighbours have together
-        self.shapes = [layout.local_shape() for layout in whole]
-        self.dims = [p.placements[axis].dim for p in params]
+        self.near = near
+        self._part: Any = None  # this rank's part of what the neighbours have together
+        self.shapes, dims = [layout.local_shape() for layout in whole], [p.placements[axis].dim for p in params]
         here = params[0].device_mesh.get_coordinate()
-        self.sizes = [sizes_along(p.layout, (axis,), d, here) for p, d in zip(params, self.dims)]
-        self.starts = [[0, *itertools.accumulate(sizes)] for sizes in self.sizes]
+        self.parts = Parts(self.shapes, dims, [sizes_along(p.layout, (axis,), d, here) for p, d in zip(params, dims)])
         self._kind = HostMemory if on_cpu() else DeviceMemory
         self.memory: HostMemory | DeviceMemory | None = None
-        self._work: Any = None
+        self._work: Work | None = None
 
-    def start(self, phase: str) -> None:
-        """Begins to gather; does nothing if that has begun."""
+    def start(self, phase: str, ahead: bool) -> None:
+        """Begins to gather; does nothing if that has begun. `ahead`: it is not waited for at once."""
         if self._work is not None:
             return
+        later = ahead or not on_cpu()  # on host a thread would have to be woken for it
         with NoFallbackGuard(), comm.annotate(phase=phase, src="fully_shard", dst="gathered parameters"):
-            totals = self._totals(range(len(self.params)))
-            if self._part is None:
-                self._work = self.group.all_gather(self._own(), 0, totals, async_op=True)
-            else:
-                each = self.group.size // self.near.size
+            if self._part is None and self._straight():
+                own = [local_alias(p) for p in self.params]
+                self._work = self.group.all_gather_into(own, self._memory().window, self.parts, self.dtype, async_op=later)
+                return
+            group, own, totals = self.group, self._own() if self._part is None else self._part, self.parts.totals
+            if self._part is not None:
+                group, each = self.near, self.group.size // self.near.size
                 totals = [sum(totals[r:r + each]) for r in range(0, len(totals), each)]
-                self._work = self.near.all_gather(self._part, 0, totals, async_op=True)
+            given = group.all_gather(own, 0, totals, async_op=later)
+            self._work = given if later else Work(given)
+
+    def _memory(self) -> HostMemory | DeviceMemory:
+        if self.memory is None:
+            self.memory = self._kind(self.shapes, self.dtype, self.group.backend)
+        return self.memory
+
+    def _straight(self) -> bool:
+        """Whether nothing is packed: the group writes into the memory, and reads where gradients lie."""
+        return on_cpu() and self.group.size > 1 and self._memory().window is not None
 
     def finish(self, phase: str) -> None:
         """The memory holds the whole parameters."""
-        self.start(phase)
-        gathered, self._work, self._part = self._work.wait(), None, None
-        if self.memory is None:
-            self.memory = self._kind(self.shapes, self.dtype)
+        self.start(phase, ahead=False)
+        work: Any = self._work
+        gathered, self._work, self._part = work.wait(), None, None
+        if gathered is None:  # it has been written there
+            return
         with NoFallbackGuard():
-            self.memory.claim()
-            at = 0
+            memory, at = self._memory(), 0
+            memory.claim()
             for r in range(self.group.size):
                 for i in range(len(self.params)):
-                    index, count = self._piece(i, r)
+                    count = self.parts.count(i, r)
                     if count:
-                        self.memory.write(i, index, self._kind.part(gathered, at, count))
+                        memory.write(i, self.parts.index(i, r), self._kind.part(gathered, at, count))
                     at += count
 
     def tensor(self, i: int) -> Tensor:
@@ -111,17 +124,18 @@ class Block:
         shape = self.shapes[i]
         return ms.ops.zeros((1,) * len(shape), self.reduce_dtype or self.dtype).expand(shape)
 
-    def release(self, keep_part: bool) -> None:
-        """The memory goes, but for what this rank keeps for its neighbours."""
+    def release(self, keep_part: bool, pages: bool = True) -> None:
+        """The memory goes, but for what this rank keeps for its neighbours; without `pages`, windows stay as they are."""
         if self.memory is None:
             return
         if keep_part and self.near is not None:
             each, whole = self.group.size // self.near.size, [self.tensor(i) for i in range(len(self.params))]
             first = self.near.rank_index * each
             with NoFallbackGuard():
-                self._part = self._kind.pack([(whole[i], self._piece(i, r)[0]) for r in range(first, first + each)
+                self._part = self._kind.pack([(whole[i], self.parts.index(i, r)) for r in range(first, first + each)
                                               for i in range(len(self.params))], self.dtype)
-        self.memory.release()
+        if pages or not self._straight():
+            self.memory.release()
 
     def drop(self) -> None:
         """Forgets a gathering that nobody waited for, and a part that nobody asked for."""
@@ -129,11 +143,13 @@ class Block:
         if self._work is not None:
             self._work.wait()
             self._work = None
+            if self.memory is not None:
+                self.memory.release()
 
     def changed(self) -> bool:
         """Whether this rank's shards are no longer what lies in the memory."""
         with NoFallbackGuard():
-            there = [(self.tensor(i), self._piece(i, self.group.rank_index)[0]) for i in range(len(self.params))]
+            there = [(self.tensor(i), self.parts.index(i, self.group.rank_index)) for i in range(len(self.params))]
             pairs = self._own(), self._kind.pack(there, self.dtype)
             a, b = (x.asnumpy().view(np.uint8) for x in pairs)
         return not np.array_equal(a, b)
@@ -142,7 +158,7 @@ class Block:
         """This rank's shard of parameter `i` becomes what lies in the memory."""
         with NoFallbackGuard():
             own = local_alias(self.params[i])
-            piece = self._kind.pack([(self.tensor(i), self._piece(i, self.group.rank_index)[0])], self.dtype)
+            piece = self._kind.pack([(self.tensor(i), self.parts.index(i, self.group.rank_index))], self.dtype)
             if piece.size:
                 write(own, ms.mint.reshape(piece, own.shape))
 
@@ -152,10 +168,12 @@ class Block:
     def reduce(self, grads: dict[int, Tensor]) -> Work:
         """Begins to add up all ranks' gradients, given by number of the parameter; the work has this rank's part, flat."""
         with NoFallbackGuard(), comm.annotate(phase="backward", src="fully_shard", dst="sharded gradients"):
-            numbers = list(grads)
-            kind = self.reduce_dtype or grads[numbers[0]].dtype
-            pieces = [(grads[i], self._piece(i, r)[0]) for r in range(self.group.size) for i in numbers]
-            return self.group.reduce_scatter(self._kind.pack(pieces, kind), "sum", 0, self._totals(numbers), async_op=True)
+            kind = self.reduce_dtype or next(iter(grads.values())).dtype
+            if self._straight() and all(g.dtype == kind for g in grads.values()):
+                return Work(self.group.reduce_scatter_from(grads, self.parts))
+            pieces = [(grads[i], self.parts.index(i, r)) for r in range(self.group.size) for i in grads]
+            totals = [self.parts.total(tuple(grads), r) for r in range(self.group.size)]
+            return self.group.reduce_scatter(self._kind.pack(pieces, kind), "sum", 0, totals, async_op=True)
 
     def shards(self, numbers: Iterable[int], work: Work, copies) -> dict[int, Tensor]:
         """What `reduce` adds up, by number of the parameter, and added up over the ranks that have copies."""
@@ -165,26 +183,16 @@ class Block:
                 flat = copies.all_reduce(flat, "sum")
             out, at = {}, 0
             for i in numbers:
-                count = self._piece(i, self.group.rank_index)[1]
-                shape = list(self.shapes[i])
-                shape[self.dims[i]] = self.sizes[i][self.group.rank_index]
-                out[i] = ms.mint.reshape(self._kind.part(flat, at, count), tuple(shape)).astype(self.params[i].dtype)
+                count = self.parts.count(i, self.group.rank_index)
+                out[i] = ms.mint.reshape(self._kind.part(flat, at, count), self.parts.shape(i, self.group.rank_index))
+                if out[i].dtype != self.params[i].dtype:
+                    out[i] = out[i].astype(self.params[i].dtype)
                 at += count
             return out
 
     def named_shards(self, numbers: Iterable[int], work: Work, copies) -> dict[int, Tensor]:
         """The same by id of the parameter."""
         return {id(self.params[i]): g for i, g in self.shards(numbers, work, copies).items()}
-
-    def _piece(self, i: int, rank: int) -> tuple[tuple[slice, ...], int]:
-        """Where a rank's piece of parameter `i` lies in the whole one, and how many elements it has."""
-        dim, sizes, shape = self.dims[i], self.sizes[i], self.shapes[i]
-        start = self.starts[i][rank]
-        count = sizes[rank] * math.prod(shape[:dim] + shape[dim + 1:])
-        return (*(slice(None),) * dim, slice(start, start + sizes[rank])), count
-
-    def _totals(self, numbers) -> list[int]:
-        return [sum(self._piece(i, r)[1] for i in numbers) for r in range(self.group.size)]
 
 
 class Call:
@@ -328,7 +336,7 @@ class Unit:
                               ("set_dtype before fully_shard()", "MixedPrecisionPolicy(param_dtype=...)"))
 
     def abandon(self) -> None:
-        """The gradient that was under way has raised."""
+        """Forgets gradients of steps without communication: the one that was under way has raised, or the user says so."""
         self._unsent = {}
 
     def unsent_nodes(self) -> list[Tensor]:
@@ -350,20 +358,20 @@ class Unit:
         with no_grad():
             if not self.full:
                 for block in self.blocks:
-                    block.start(phase)
+                    block.start(phase, ahead=False)
                 for block in self.blocks:
                     block.finish(phase)
                 self.full = True
             if coming is not None and not coming.full:
                 for block in coming.blocks:
-                    block.start(phase)
+                    block.start(phase, ahead=True)
 
     def release(self, keep_part: bool = False) -> None:
         """Gives the memory back, unless the user keeps it."""
         for block in self.blocks:
             block.drop()
             if self.full and not self.kept:
-                block.release(keep_part)
+                block.release(keep_part, pages=self.reshard)
         self.full = self.full and self.kept
 
     def tensors(self, call: Call | None, slots: list) -> dict[int, Tensor]:
@@ -392,7 +400,7 @@ class Unit:
     def in_place(self, call: Call | None, slots: list) -> Iterator[dict[int, Tensor]]:
         """The slots hold the whole parameters inside; what the cell writes into them reaches the shards."""
         whole = self.tensors(call, slots)
-        versions = {k: x._version for k, x in whole.items()}
+        written = Written(whole)
 
         def put(held: Callable) -> None:
             for cell, key, p in slots:
@@ -406,13 +414,7 @@ class Unit:
             put(lambda p: p)
             if call is not None:
                 call.nodes = {}  # they know the call, in memory that Python does not see
-        for k, x in whole.items():
-            if x._version != versions[k]:
-                if k in self.place:
-                    b, i = self.place[k]
-                    self.blocks[b].write_own(i)
-                else:
-                    write(local_alias(x.inited_param), local_alias(x))
+        written.keep(self.blocks, self.place)
 
     def lends(self, x: Tensor, whole: dict[int, Tensor]) -> bool:
         """Whether a tensor lies in the memory of the gathered parameters `whole`, which goes."""

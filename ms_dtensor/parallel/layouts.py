@@ -88,7 +88,7 @@ def enter(x, cell: nn.Cell, mesh: DeviceMesh, placement, who: str, shape=None, b
     whole, outer = getattr(cell, OUTER, (mesh, {}))
     for other in leaves(beside, DTensor):
         whole = union_mesh(whole, other.device_mesh)
-    placed = {**outer, **by_axis(placement, mesh, who)}
+    placed = {**(outer if x.ndim else {}), **by_axis(placement, mesh, who)}  # a number has no rows
     if shape is None:
         placements = tuple(placed.get(a, REPLICATE) for a in whole.mesh_dim_names)
         shape = _asked(x, cell, known_layout(whole, placements, x.shape, dtype_name(x.dtype)), who)

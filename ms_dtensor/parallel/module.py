@@ -21,6 +21,7 @@ from .fused import FusedColwiseParallel
 from .layouts import check_ties, explain_views
 from .styles import ParallelStyle
 
+_told: list[str] = []  # the last table that was printed; of blocks that are dealt with one by one it is said once
 _WRAPPED = "_backbone"  # the level that MindSpore's wrappers add (`amp`, `WithLossCell`); a pattern need not spell it
 
 
@@ -33,7 +34,7 @@ def parallelize_module(module: nn.Cell, device_mesh: DeviceMesh | None = None,
         module: the model.
         device_mesh: mesh of one axis, e.g. `mesh["tp"]`; default the current one.
         parallelize_plan: one style for `module` itself, or {pattern: style}; `suggest_plan` computes one. What matched
-            what is printed by one rank. Without a plan nothing happens, with a warning.
+            what is printed by one rank, once for blocks that match alike. Without a plan nothing happens, with a warning.
         src_data_rank: coordinate whose initial parameter values all take; None: every rank's own.
 
     Returns:
@@ -104,11 +105,14 @@ def _tell(mesh: DeviceMesh, work) -> None:
     if mesh.get_rank() != mesh.root.rank_list[0]:
         return
     wide = max((len(pattern) for pattern, _, _ in work), default=0)
-    print(f"parallelize_module over {mesh.describe()}:", flush=True)
+    lines = [f"parallelize_module over {mesh.describe()}:"]
     for pattern, style, matched in work:
         names = list(matched)
         shown = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]} ({len(names)} cells)"
-        print(f"  {pattern:<{wide}}  {type(style).__name__}: {shown}", flush=True)
+        lines.append(f"  {pattern:<{wide}}  {type(style).__name__}: {shown}")
+    if lines != _told:
+        _told[:] = lines
+        print("\n".join(lines), flush=True)
 
 
 def _apply(style: ParallelStyle, cell: nn.Cell, mesh: DeviceMesh, src_data_rank: int | None) -> nn.Cell:

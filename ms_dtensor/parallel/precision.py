@@ -15,13 +15,15 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor, nn
 
+from ..comm.packing import write
 from ..core.tree import map_leaves
-from ..dispatch.operands import compute_copy
+from ..dispatch.operands import compute_copy, local_alias
 from ..dispatch.replaced import current
 from ..errors import ConfigError
 from ..tensor.dtensor import DTensor
 
 _POLICY = "_ms_dtensor_precision"  # cell attribute: the policy under which its `construct` runs
+_STATISTICS = ("moving_mean", "moving_variance")  # of MindSpore's batch norms, which add to them in every forward
 _kinds: dict[type, type] = {}  # a class of cells -> the same, computing with copies
 
 
@@ -96,8 +98,9 @@ class MixedPrecisionPolicy:
         return _cast(output, self.output_dtype)
 
     def compute_dtype(self, param) -> ms.dtype.TensorType:
-        """Of a parameter as the computation sees it."""
-        return self.param_dtype if self.param_dtype is not None and param.is_floating_point() else param.dtype
+        """Of a parameter as the computation sees it; running statistics keep theirs, as the buffers they are in PyTorch."""
+        statistic = not param.requires_grad and param.name.rpartition(".")[2] in _STATISTICS
+        return param.dtype if self.param_dtype is None or statistic or not param.is_floating_point() else self.param_dtype
 
     def copy_of(self, param):
         """A parameter as the computation sees it."""
@@ -123,13 +126,19 @@ def _computing_with_copies(kind: Any) -> type:
     if kind not in _kinds:
         @functools.wraps(kind.construct)
         def construct(self, *args, **kwargs):
-            copies = {key: self.__dict__[_POLICY].copy_of(current(p)) for key, p in self._params.items() if _is_float(p)}
+            params = {key: current(p) for key, p in self._params.items() if _is_float(p)}
+            copies = {key: self.__dict__[_POLICY].copy_of(p) for key, p in params.items()}
+            versions = {key: copy._version for key, copy in copies.items()}
             self.__dict__.update(copies)
             try:
-                return kind.construct(self, *args, **kwargs)
+                out = kind.construct(self, *args, **kwargs)
             finally:
                 for key in copies:
                     self.__dict__.pop(key, None)
+            for key, copy in copies.items():
+                if copy is not params[key] and copy._version != versions[key]:  # what a forward writes is the parameter's
+                    write(local_alias(params[key]), local_alias(copy))
+            return out
         _kinds[kind] = type(kind.__name__, (kind,), {"construct": construct, "__module__": kind.__module__,
                                                      "__qualname__": kind.__qualname__, "__doc__": kind.__doc__})
     return _kinds[kind]

@@ -25,8 +25,8 @@ ROWS = ("add", "mul scalar", "matmul", "relu", "transpose", "view", "sum", "soft
 N = 4
 
 
-def mindspore_cases(blocking: bool = True, mesh_shape=(1,)) -> dict:
-    """row -> {variant: thunk}; forward rows, then "fb ..." rows."""
+def mindspore_cases(blocking: bool = True, mesh_shape=(1,), device: str = "cpu", ranks=None) -> dict:
+    """row -> {variant: thunk}; forward rows, then "fb ..." rows. `ranks`: those of the mesh, if not all."""
     import mindspore as ms
     import numpy as np
     from mindspore import Tensor, mint
@@ -50,7 +50,7 @@ def mindspore_cases(blocking: bool = True, mesh_shape=(1,)) -> dict:
 
     rng = np.random.default_rng(0)
     a, b = (Tensor(rng.standard_normal((N, N)).astype(np.float32)) for _ in range(2))
-    mesh = md.init_device_mesh("cpu", mesh_shape)
+    mesh = md.init_device_mesh(device, mesh_shape) if ranks is None else md.DeviceMesh(device, ranks)
     rest = [md.Replicate()] * (len(mesh_shape) - 1)
     cut0, cut1, whole = ([p, *rest] for p in (md.Shard(0), md.Shard(1), md.Replicate()))
 

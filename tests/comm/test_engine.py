@@ -288,6 +288,11 @@ def test_results_own_their_memory_and_give_it_back(size):
 
 
 @pytest.mark.parametrize("size", [2, 3])
+def test_tensors_that_are_never_packed(size):
+    succeed("parted", size)
+
+
+@pytest.mark.parametrize("size", [2, 3])
 def test_results_that_come_later(size):
     succeed("later", size)
 

@@ -64,3 +64,14 @@ def test_the_scheduler_of_msrun_has_nothing_to_do_with_shared_memory(monkeypatch
     with pytest.raises(SystemExit) as end:
         world._start("CPU")
     assert end.value.code == 0
+
+
+def test_the_scheduler_of_a_rank_alone_leaves_at_once(monkeypatch):
+    """The rank never calls it, so msrun would wait for it until the cluster's time is up; on devices as with mccl."""
+    monkeypatch.setenv("MS_ROLE", "MS_SCHED")
+    monkeypatch.setenv("MS_WORKER_NUM", "1")
+    monkeypatch.setitem(world.registry.serving, "CPU", "mccl")
+    monkeypatch.setattr("ms_dtensor.comm.mccl.McclBackend.start", lambda *args: pytest.fail("waits for a rank"))
+    with pytest.raises(SystemExit) as end:
+        world._start("CPU")
+    assert end.value.code == 0

@@ -6,17 +6,32 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
-from model_zoo.llama.config import ModelConfig, ParallelConfig
+from model_zoo.llama import lora
+from model_zoo.llama.config import (
+    Config,
+    ExpertsConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    TrainConfig,
+)
+from model_zoo.llama.data import Text, places
+from model_zoo.llama.evaluate import mean_loss
+from model_zoo.llama.generate import generate
 from model_zoo.llama.model import Llama, cross_entropy, init_weights
-from model_zoo.llama.parallelize import make_mesh, parallelize
+from model_zoo.llama.parallelize import make_mesh, own_rows, parallelize
+from model_zoo.llama.trainer import Trainer
 from ms_dtensor import DTensor, Shard, value_and_grad
 from tests.cases import case
-from tests.dist.support import equal
+from tests.dist.support import array, equal, same_on_all_ranks
 
 SIZES = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 40, "vocab_size": 37}
 MODELS = {"qwen2": ModelConfig(qkv_bias=True, tied_head=True, **SIZES),
           "qwen3": ModelConfig(qk_norm=True, head_width=12, **SIZES),
           "mistral, all biases": ModelConfig(sliding_window=5, qkv_bias=True, out_bias=True, **SIZES)}
+MIXTURES = {"dropless": ModelConfig(experts=ExpertsConfig(4, 2), **SIZES),
+            "with a capacity": ModelConfig(experts=ExpertsConfig(5, 2, capacity=0.8), **SIZES)}
 LAYOUTS = {"dp x tp": ParallelConfig(2, 2, loss_parallel=False),
            "sequence parallel": ParallelConfig(2, 2, sequence_parallel=True, loss_parallel=False),
            "fsdp x tp": ParallelConfig(2, 2, fsdp=True, loss_parallel=False)}
@@ -48,3 +63,147 @@ def options_of_other_families_train_as_on_one_device(world):
             equal(got, want, f"{name} {layout} loss")
             for p, g, w in zip(plain.trainable_params(), grads, wanted, strict=True):
                 equal(g, w, f"{name} {layout} {p.name}", rtol=1e-4)
+
+
+def loss_of(net):
+    """Cross entropy and, so that the router has a gradient of its own, the auxiliary loss."""
+    def loss(ids, labels):
+        logits, balance = net(ids)
+        return cross_entropy(logits, labels) + 0.3 * balance
+    return loss
+
+
+@case(world_size=4, timeout=120)
+def mixtures_of_experts_train_as_on_one_device(world):
+    """Their widths cut over tp, or whole on each rank; the same choices are dropped on every mesh."""
+    ids = np.random.default_rng(1).integers(0, 37, (4, 13)).astype(np.int32)
+    x, y = (np.ascontiguousarray(a) for a in (ids[:, :-1], ids[:, 1:]))
+    copies = ParallelConfig(2, 2, sequence_parallel=True, loss_parallel=False, expert_tp=False)
+    for name, cfg in MIXTURES.items():
+        plain = model(cfg)
+        want, wanted = ms.value_and_grad(loss_of(plain), None, plain.trainable_params())(Tensor(x), Tensor(y))
+        for layout, parallel in (LAYOUTS | {"whole experts": copies}).items():
+            mesh, net = make_mesh("cpu", parallel), model(cfg)
+            parallelize(net, mesh, parallel)
+            if layout == "dp x tp":
+                assert net.layers[0].feed_forward.experts.w2.layout.placements[1] == Shard(2)
+            rows = slice(2 * mesh.get_local_rank("dp"), 2 * mesh.get_local_rank("dp") + 2)
+            a, b = (DTensor.from_local(Tensor(v[rows]), mesh, {"dp": Shard(0)}) for v in (x, y))
+            got, grads = value_and_grad(loss_of(net), None, net.trainable_params())(a, b)
+            equal(got, want, f"{name} {layout} loss")
+            for p, g, w in zip(plain.trainable_params(), grads, wanted, strict=True):
+                equal(g, w, f"{name} {layout} {p.name}", rtol=1e-4)
+
+
+@case(world_size=4, timeout=120)
+def steps_of_the_recipe_are_those_of_one_device(world):
+    """A slice of `scripts/compare_losses.py`: AdamW, accumulated gradients, recompute, and weights made as shards."""
+    text = Text(*(np.random.default_rng(n).integers(0, 2, 400).cumsum().astype(np.uint8) % 37 for n in (1, 2)))
+
+    def steps(parallel: ParallelConfig, on_mesh: bool = True, **how):
+        cfg = Config(model=ModelConfig(**SIZES), parallel=parallel, optim=OptimConfig(lr=0.02, warmup=1),
+                     train=TrainConfig(steps=4, batch=8, seq=6, seed=3, **how))
+        trainer = Trainer(cfg, text, make_mesh("cpu", parallel) if on_mesh else None)
+        return [trainer.step(i).loss for i in range(4)], trainer.params
+    want, params = steps(ParallelConfig(), on_mesh=False)
+    assert want[-1] < want[0] - 0.1
+    for parallel, how in ((ParallelConfig(4, 1, fsdp=True), {"micro_batches": 2}),
+                          (ParallelConfig(4, 1, fsdp=True, hsdp=2), {"recompute": True}),
+                          (ParallelConfig(2, 2, True, fsdp=True), {"micro_batches": 2, "recompute": True}),
+                          (ParallelConfig(4, 1, zero1=True), {})):
+        got, cut = steps(parallel, **how)
+        assert np.allclose(got, want, rtol=1e-5), (parallel, got, want)
+        for p, w in zip(cut, params, strict=True):
+            # in norm: AdamW divides by roots of small second moments, so single elements are off by more
+            assert np.linalg.norm(array(p) - array(w)) <= 1e-4 * np.linalg.norm(array(w)), (parallel, p.name)
+
+
+@case(world_size=4, timeout=120)
+def packed_documents_know_nothing_of_each_other(world):
+    """The logits and gradients of packed rows are those of the documents alone; recomputed blocks too."""
+    cfg, ids = ModelConfig(sliding_window=4, **SIZES), np.random.default_rng(7).integers(1, 37, (4, 12)).astype(np.int32)
+    for row, at in ((0, 4), (0, 9), (1, 6), (3, 1)):
+        ids[row, at] = 0
+    where, plain = places(ids, 0), model(cfg)
+    alone = np.zeros((4, 12, 37), np.float32)
+    for row in range(4):
+        starts = [*np.flatnonzero(where[row] == 0), 12]
+        for a, b in zip(starts, starts[1:]):
+            alone[row, a:b] = plain(Tensor(ids[row:row + 1, a:b])).asnumpy()
+    equal(plain(Tensor(ids), Tensor(where)), alone.reshape(48, 37), "plain")
+    assert np.abs(plain(Tensor(ids)).asnumpy() - alone.reshape(48, 37)).max() > 0.1, "they would see each other"
+    weight = Tensor(np.random.default_rng(8).normal(size=(48, 37)).astype(np.float32))
+    run = ms.value_and_grad(lambda x, p: (plain(x, p) * weight).sum(), None, plain.trainable_params())
+    want, wanted = run(Tensor(ids), Tensor(where))
+    for layout, parallel in LAYOUTS.items():
+        mesh, net = make_mesh("cpu", parallel), model(cfg)
+        parallelize(net, mesh, parallel)
+        if layout == "dp x tp":
+            for layer in net.layers:
+                layer.recompute()
+        mine = own_rows(weight.asnumpy().reshape(4, 12 * 37), mesh)
+        loss = lambda x, p, m=net, w=mine: (m(x, p) * w.reshape(48, 37)).sum()  # noqa: E731
+        got, grads = value_and_grad(loss, None, net.trainable_params())(own_rows(ids, mesh), own_rows(where, mesh))
+        equal(got, want, f"{layout} loss", rtol=1e-4)
+        for p, g, w in zip(plain.trainable_params(), grads, wanted, strict=True):
+            equal(g, w, f"{layout} {p.name}", rtol=1e-4)
+
+
+def greedy_without_cache(net: Llama, prompt: np.ndarray, tokens: int) -> np.ndarray:
+    """The likeliest tokens, the whole text through the model for each; plain tensors."""
+    ids = prompt
+    for _ in range(tokens):
+        out = net(Tensor(ids))
+        logits = (out[0] if isinstance(out, tuple) else out).asnumpy().reshape(*ids.shape, -1)
+        ids = np.concatenate((ids, logits[:, -1].argmax(-1).astype(np.int32)[:, None]), 1)
+    return ids
+
+
+@case(world_size=4, timeout=120)
+def generation_and_evaluation_are_those_of_one_device(world):
+    """With a cache, heads cut over tp: the tokens; drawn alike on all ranks; and the loss of a text with an odd end."""
+    prompt = np.array([[1, 5, 9], [30, 2, 2]], np.int32)
+    text = np.random.default_rng(3).integers(0, 37, 50)
+    for name, cfg in {"qwen2": MODELS["qwen2"], "mixture": MIXTURES["dropless"]}.items():
+        want = greedy_without_cache(model(cfg), prompt, 6)
+        loss = mean_loss(model(cfg), None, text, 7, 2)
+        for parallel in (ParallelConfig(2, 2), ParallelConfig(2, 2, loss_parallel=False)):
+            mesh, net = make_mesh("cpu", parallel), model(cfg)
+            parallelize(net, mesh, parallel)
+            got = mean_loss(net, mesh, text, 7, 2, parallel.loss_parallel)
+            assert abs(got - loss) < 1e-5 * loss, (name, got, loss)
+            assert np.array_equal(generate(net, cfg, mesh, prompt, 6), want), name
+            drawn = generate(net, cfg, mesh, prompt, 6, temperature=1.5, top_k=9, seed=4)
+            same_on_all_ranks(world, str(drawn))
+
+
+@case(world_size=4, timeout=120)
+def adapters_train_as_on_one_device_and_are_merged_in_any_layout(world):
+    """Their gradients, the frozen matrices without one, and the logits after `merge`."""
+    ids = np.random.default_rng(1).integers(0, 37, (4, 13)).astype(np.int32)
+    x, y = (np.ascontiguousarray(a) for a in (ids[:, :-1], ids[:, 1:]))
+
+    def made() -> Llama:
+        net = model(MODELS["qwen2"])
+        lora.add(net, LoraConfig(rank=3, where="all"), 5)
+        for name, cell in lora.adapted(net):
+            b = cell.lora_b.weight
+            b.set_data(Tensor(np.random.default_rng(len(name)).normal(0, 0.1, b.shape).astype(np.float32)))
+        return net
+    plain = made()
+    run = ms.value_and_grad(lambda a, b: cross_entropy(plain(a), b), None, plain.trainable_params())
+    want, wanted = run(Tensor(x), Tensor(y))
+    logits = plain(Tensor(x))
+    for layout, parallel in LAYOUTS.items():
+        mesh, net = make_mesh("cpu", parallel), made()
+        parallelize(net, mesh, parallel)
+        assert [p.name for p in net.trainable_params()] == [p.name for p in plain.trainable_params()]
+        a, b = own_rows(x, mesh), own_rows(y, mesh)
+        got, grads = value_and_grad(lambda a, b, m=net: cross_entropy(m(a), b), None, net.trainable_params())(a, b)
+        equal(got, want, f"{layout} loss")
+        for p, g, w in zip(plain.trainable_params(), grads, wanted, strict=True):
+            equal(g, w, f"{layout} {p.name}", rtol=1e-4)
+        lora.merge(net)
+        with lora.without_adapters(net):
+            assert not lora.adapted(net)[0][1]._cells
+        equal(net(a), logits, f"{layout} merged", rtol=1e-4)

@@ -16,7 +16,7 @@ from model_zoo.llama.data import load_text
 from ms_dtensor.errors import ConfigError
 
 CONFIGS = Path(__file__).resolve().parents[2] / "model_zoo/llama/configs"
-WORLD = {"llama3_8b": 8, "llama3_1b": 8, "quickstart": 8, "tiny": 1}
+WORLD = {"quickstart": 8, "tiny": 1, "debug": 1}  # the others say themselves: test_llama_layouts.py
 
 
 def refusal(args: str, world: int = 1) -> str:
@@ -25,9 +25,9 @@ def refusal(args: str, world: int = 1) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda f: f.stem)
-def test_shipped_configurations_load(file):
-    cfg, _ = load(["--config", str(file)], WORLD[file.stem])
+@pytest.mark.parametrize("name", WORLD)
+def test_shipped_configurations_load(name):
+    cfg, _ = load(["--config", str(CONFIGS / f"{name}.yaml")], WORLD[name])
     assert isinstance(cfg, Config)
 
 
@@ -64,6 +64,7 @@ def test_printed_configuration_reads_back(tmp_path):
     ("--train.steps", ["no value"]),
     ("--train.batch 0", ["train.batch = 0 is out of range"]),
     ("--model.n_heads 7 --model.n_kv_heads 7", ["does not make model.n_heads = 7 heads"]),
+    ("--model.experts.count 2 --model.experts.per_token 3", ["more than there are", "model.experts.count = 2"]),
     ("--model.n_heads 8 --model.n_kv_heads 3", ["model.n_kv_heads = 3 does not divide", "[1, 2, 4, 8]"]),
 ])
 def test_a_wrong_key_or_value_is_explained(args, needed):
@@ -165,7 +166,7 @@ def test_every_number_of_the_tree_is_in_the_table_of_ranges():
                 hint = typing.get_args(hint)[0]
             if is_dataclass(hint):
                 yield from numbers(hint, f"{where}{f.name}.")
-            elif hint in (int, float) or typing.get_origin(hint) is tuple:
+            elif hint in (int, float) or typing.get_args(hint)[:1] == (float,):
                 yield f"{where}{f.name}"
     assert set(RANGES) == set(numbers(Config))
 

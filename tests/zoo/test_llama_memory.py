@@ -2,8 +2,6 @@
 """The recipe's memory formula against a count: shapes of parameters, and what autograd really saves, on a fake mesh."""
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import mindspore as ms
@@ -15,13 +13,11 @@ from mindspore.common._grad_function import _Function
 import ms_dtensor as md
 from model_zoo.llama import memory, model
 from model_zoo.llama.config import Config, ModelConfig, ParallelConfig, TrainConfig
-from model_zoo.llama.configio import load
 from model_zoo.llama.parallelize import parallelize
 from ms_dtensor.comm import fake_world
 from tests.rehearsal.session import rehearsed
 
 pytestmark = pytest.mark.usefixtures("cpu")
-CONFIGS = Path(__file__).resolve().parents[2] / "model_zoo/llama/configs"
 SMALL = ModelConfig(dim=64, n_layers=2, n_heads=8, n_kv_heads=4, ffn_dim=96, vocab_size=72)
 MESHES = [ParallelConfig(1, 1), ParallelConfig(2, 4, sequence_parallel=True), ParallelConfig(1, 4),
           ParallelConfig(2, 2, sequence_parallel=True, loss_parallel=True)]
@@ -123,23 +119,3 @@ def test_the_formula_is_the_count(parallel, monkeypatch):
     assert parameters == memory.Sizes(cfg).parameters
     assert blocks == cfg.model.n_layers * memory.saved_by_block(cfg, 4)
     assert rest <= memory.per_rank(cfg)["logits and loss"] + 3 * memory.Sizes(cfg).tokens * cfg.model.dim * 4
-
-
-@pytest.mark.parametrize("name", ["llama3_1b", "llama3_8b"])
-def test_shapes_of_the_published_models_are_counted(name):
-    """By the layouts that the plan gives them, on all ranks; nothing is made."""
-    cfg, _ = load(["--config", str(CONFIGS / f"{name}.yaml")])
-    m = cfg.model
-    every = {"llama3_1b": 1_235_814_400, "llama3_8b": 8_030_261_248}[name]
-    whole = replace(cfg, parallel=ParallelConfig())
-    assert memory.Sizes(whole).parameters == every, m
-    assert every / cfg.parallel.tp <= memory.Sizes(cfg).parameters <= 1.001 * every / cfg.parallel.tp
-
-
-@pytest.mark.parametrize("name", ["llama3_1b", "llama3_8b"])
-def test_the_published_models_fit_and_their_files_say_how(name):
-    file = CONFIGS / f"{name}.yaml"
-    cfg, _ = load(["--config", str(file)])
-    total = sum(memory.per_rank(cfg).values())
-    assert total < 0.8 * memory.USABLE, memory.report(cfg)
-    assert f"{total / 2**30:.1f} GiB" in file.read_text(), f"{total / 2**30:.1f}"

@@ -19,10 +19,11 @@ from mindspore import dtype as mstype
 from ...errors import ConfigError
 from ..cores import keep_to_share
 from ..packing import numpy_dtype
+from ..parts import Parts
 from ..protocol import Backend, Ranks, Result, Work
 from ..record import user_site
-from .engine import Engine
 from .future import Future
+from .parted import PartedEngine
 from .reduce import BFLOAT16, is_bfloat16
 from .rendezvous import job_name
 
@@ -99,7 +100,7 @@ class ShmBackend(Backend):
     def __init__(self, rank: int, size: int, port: str, timeout: float | None = None, blocking: bool = False):
         timeout = _timeout() if timeout is None else timeout
         self.rank, self.size, self._blocking = rank, size, blocking
-        self._engine = Engine(rank, size, job_name(port), timeout=timeout, start_timeout=timeout, site=user_site)
+        self._engine = PartedEngine(rank, size, job_name(port), timeout=timeout, start_timeout=timeout, site=user_site)
 
     @classmethod
     def start(cls, rank: int, size: int, blocking: bool) -> ShmBackend:
@@ -126,6 +127,18 @@ class ShmBackend(Backend):
     def reduce_scatter(self, x: Tensor, op: str, dim: int, sizes: Sequence[int], group: Ranks,
                        async_op: bool = False) -> Result:
         return _give(self._engine.reduce_scatter(self._array(x, async_op), op, dim, sizes, group, async_op=async_op))
+
+    def window(self, nbytes: int) -> Any:
+        return self._engine.window(nbytes)
+
+    def all_gather_into(self, pieces: Sequence[Tensor], window: Any, parts: Parts, dtype: np.dtype, group: Ranks,
+                        async_op: bool = False) -> Work:
+        done = self._engine.all_gather_into([x.asnumpy() for x in pieces], window, parts, dtype, group, async_op)
+        return Work(finish=lambda: (done.wait(), None)[1]) if async_op else Work()
+
+    def reduce_scatter_from(self, wholes: dict[int, Tensor], parts: Parts, op: str, group: Ranks) -> Tensor:
+        arrays = {i: _carried(x.asnumpy()) for i, x in wholes.items()}
+        return _tensor(self._engine.reduce_scatter_from(arrays, parts, op, group))
 
     def all_to_all(self, x: Tensor, split_dim: int, split_sizes: Sequence[int], concat_dim: int, concat_sizes: Sequence[int],
                    group: Ranks, async_op: bool = False) -> Result:

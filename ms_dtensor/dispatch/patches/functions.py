@@ -261,6 +261,17 @@ def _with_dtensors(original, ours):
     return call
 
 
+def _copysign(original):
+    """`ops.copysign` with a number, which MindSpore makes a plain tensor of the other's shape."""
+    @functools.wraps(original)
+    def copysign(x, other):
+        plain = isinstance(other, int | float) or (isinstance(other, Tensor) and getattr(other, "_layout", None) is None)
+        if plain and getattr(x, "_layout", None) is not None and not getattr(other, "shape", ()):
+            other = ms.ops.full_like(x, float(other), dtype=ms.float32)
+        return original(x, other)
+    return copysign
+
+
 def _pair(get, put):
     """Recompute's saving and restoring of random state, with ours beside MindSpore's."""
     def restore(state):
@@ -322,6 +333,9 @@ def install() -> None:
             _installed.put(holder, "clip_by_global_norm", _with_dtensors(holder.clip_by_global_norm, _clip_by_global_norm))
     for path in _MATH:
         _installed.put(_holder(path), "count_nonzero", _with_dtensors(_holder(path).count_nonzero, _count_nonzero))
+        _installed.put(_holder(path), "copysign", _copysign(_holder(path).copysign))
+    methods = importlib.import_module("mindspore.ops.functional").tensor_operator_registry
+    _installed.put(methods, "copysign", _copysign(methods.get("copysign")))
     _installed.put(rnns._RNNBase, "construct", _recurrent(rnns._RNNBase.construct))
     _installed.put(rnns._DynamicLSTMCPUGPU, "construct", _lstm_layer(rnns._DynamicLSTMCPUGPU.construct))
     seeds = importlib.import_module("mindspore.common.seed")

@@ -57,7 +57,8 @@ def _grad(original):
         except BaseException:
             _clean(outermost)
             raise
-        if outermost and in_this_gradient:
+        if outermost:
+            recomputed.forget()
             in_this_gradient.clear()
         layouts = _layouts(_differentiated(fn, operation, weights, grad_position, inputs))
         if not any(layouts):
@@ -159,6 +160,7 @@ def _sens(fn, sens):
 def _clean(outermost: bool) -> None:
     """After an exception in the outermost gradient nothing is recorded any more."""
     if outermost:
+        recomputed.forget()
         executor.clear_res()
         executor.set_grad_flag(False)
         for taking_part in list(in_this_gradient):

@@ -9,12 +9,14 @@ collected and go where the first ones came from. So a parameter's gradients meet
 from __future__ import annotations
 
 import functools
-from contextlib import ExitStack
+import itertools
+import weakref
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 
-from mindspore import ops
+from mindspore import Tensor, nn, ops
 
-from ...internals.names import RecomputeCell
+from ...internals.names import RecomputeCell, recompute_module
 from ..replaced import current
 
 # Who has put tensors in the place of parameters. Each has `nodes`, these by id of the parameter, and `again(cell)`, inside
@@ -22,6 +24,7 @@ from ..replaced import current
 standing_in: ContextVar[tuple] = ContextVar("ms_dtensor_standing_in", default=())
 _LISTED = "_ms_dtensor_listed"  # attribute of a `RecomputeCell`: its parameters
 _ENTERED = "_ms_dtensor_entered"  # for each run that awaits its backward: what stood there, whose it was, random state
+_awaiting: weakref.WeakSet = weakref.WeakSet()  # cells that have such runs
 # Whether a cell under `recompute()` runs its forward again, in the backward.
 recomputing: ContextVar[bool] = ContextVar("ms_dtensor_recomputing", default=False)
 
@@ -35,6 +38,7 @@ def _first(original):
         there = [nodes.get(id(p), (p, None)) for p in listed]
         self.internal_params[:] = [x for x, _ in there]
         entered = [there, standing_in.get(), None]
+        _awaiting.add(self)
         self.__dict__.setdefault(_ENTERED, []).append(entered)  # as MindSpore does with the arguments
         out = original(self, *args, **kwargs)
         entered[2] = self.cpu_rng_state  # of which MindSpore keeps the last call's alone
@@ -45,6 +49,7 @@ def _first(original):
 def _again(original):
     @functools.wraps(original)
     def bprop(self, *args):
+        _bring_last(self, args[:-1])
         (there, present, self.cpu_rng_state), listed = self.__dict__[_ENTERED].pop(), self.__dict__[_LISTED]
         self.internal_params[:] = listed
         net, function = self.net, self.wrap_cell.function
@@ -79,4 +84,60 @@ def _again(original):
     return bprop
 
 
-DOORS = ((RecomputeCell, "construct", _first), (RecomputeCell, "bprop", _again))
+def _bring_last(cell, inputs) -> None:
+    """The run that had these inputs becomes the last one, which MindSpore takes: a later one may have no backward."""
+    lists = cell.args, cell.kwargs, cell.__dict__[_ENTERED]
+    if len(cell.args) < 2:
+        return
+    wanted = _places(inputs)  # on a device this waits for it
+    for i in reversed(range(len(cell.args))):
+        if _places(cell.args[i]) == wanted:
+            for entries in lists:
+                entries.append(entries.pop(i))
+            return
+
+
+def _places(inputs) -> list[int]:
+    return [Tensor.data_ptr(x) for x in inputs if isinstance(x, Tensor) and x._shape]
+
+
+def forget() -> None:
+    """A gradient has ended: runs that still await a backward will have none."""
+    for cell in list(_awaiting):
+        for entries in (cell.args, cell.kwargs, cell.__dict__[_ENTERED]):
+            entries.clear()
+    _awaiting.clear()
+
+
+def _not_reentrant(original):
+    """What runs the same cell twice, recorded both times: the second graph, whose gradients nobody asks for, is dropped."""
+    @functools.wraps(original)
+    def recompute(block, output_recompute, early_stop, context_fn, *args, **kwargs):
+        present, runs, cell = standing_in.get(), itertools.count(), getattr(block, "__self__", block)
+        if isinstance(cell, nn.Cell) and cell is not block:  # `construct` as it was when `cell.recompute()` was called
+            block = getattr(cell, block.__name__)
+
+        def run(*args, **kwargs):
+            if not next(runs):
+                return block(*args, **kwargs)
+            with as_before(present, cell):
+                return block(*args, **kwargs)
+        return original(run, output_recompute, early_stop, context_fn, *args, **kwargs)
+    return recompute
+
+
+@contextmanager
+def as_before(present: tuple, cell):
+    """A cell runs again: who had put tensors in the place of parameters in its forward, `present`, does so anew."""
+    running, around = recomputing.set(True), standing_in.set(())
+    try:
+        with ExitStack() as stack:
+            standing_in.set(tuple(stack.enter_context(whose.again(cell)) for whose in present))
+            yield
+    finally:
+        standing_in.reset(around)
+        recomputing.reset(running)
+
+
+DOORS = ((RecomputeCell, "construct", _first), (RecomputeCell, "bprop", _again),
+         (recompute_module, "recompute_without_reentrant", _not_reentrant))

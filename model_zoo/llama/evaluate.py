@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Perplexity of a trained model on a text or a token file, on one process or many.
+
+    python model_zoo/llama/evaluate.py --from runs/quickstart                      # its own held-out text
+    msrun --worker_num=4 --local_worker_num=4 --join=True model_zoo/llama/evaluate.py --from Qwen3-0.6B --text book.txt
+
+`--from` is what `generate.py` takes. The text is cut into windows of --seq tokens and each token but the first of all is
+predicted once, from those before it in its window. Ranks share the windows out; the sum is the same on any mesh.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+
+if __package__ in (None, ""):  # run as a script: make the repository root importable, and not this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from model_zoo.llama.ranks import guarded, rank, start_device, world_size
+from ms_dtensor.errors import ConfigError
+
+IGNORED = -100  # label of what is not counted
+
+
+def windows(tokens: np.ndarray, seq: int, batch: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Inputs and labels i32[batch, seq] that predict each token but the first once; what is missing in the last is ignored.
+
+    Example:
+        >>> import numpy as np
+        >>> from model_zoo.llama.evaluate import windows
+        >>> [labels.tolist() for _, labels in windows(np.arange(6), 2, 2)]
+        [[[1, 2], [3, 4]], [[5, -100], [-100, -100]]]
+    """
+    count = -(-(len(tokens) - 1) // (seq * batch)) * batch
+    ids, labels = np.zeros(count * seq, np.int32), np.full(count * seq, IGNORED, np.int32)
+    ids[:len(tokens) - 1], labels[:len(tokens) - 1] = tokens[:-1], tokens[1:]
+    return list(zip(*(x.reshape(-1, batch, seq) for x in (ids, labels)), strict=True))
+
+
+def mean_loss(model, mesh, tokens: np.ndarray, seq: int, batch: int, loss_parallel: bool = False) -> float:
+    """Nats a token."""
+    import ms_dtensor as md
+    from model_zoo.llama.model import cross_entropy
+    from model_zoo.llama.parallelize import own_rows
+
+    total = 0.0
+    for ids, labels in windows(tokens, seq, batch):
+        logits, target = model(own_rows(ids, mesh)), own_rows(labels, mesh).reshape(-1)
+        logits = logits[0] if isinstance(logits, tuple) else logits
+        mean = md.loss_parallel(logits, target) if loss_parallel else cross_entropy(logits, target)
+        total += float(mean) * int((labels != IGNORED).sum())
+    return total / (len(tokens) - 1)
+
+
+def run(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--from", dest="source", required=True, help="a run's folder, a checkpoint, or Hugging Face's")
+    parser.add_argument("--text", help="a file or folder of text; default: the held-out part of the run's own data")
+    parser.add_argument("--tokenizer", help="tokenizer.json or its folder; default: the model's own, else bytes")
+    parser.add_argument("--seq", type=int, help="tokens in a window; default: the run's")
+    parser.add_argument("--batch", type=int, default=8, help="windows at a time to a data-parallel rank")
+    parser.add_argument("--max_tokens", type=int, help="of the text's beginning")
+    parser.add_argument("--tp", type=int, help="ranks to a copy of the model; default: as many as divide its heads")
+    parser.add_argument("--json", help="also write the figures there")
+    o = parser.parse_args(argv)
+    from model_zoo.llama.data import read_tokens
+    from model_zoo.llama.restore import restore, source_config
+
+    own = source_config(o.source)[0]
+    tokens = read_tokens(o.source, o.text, o.tokenizer, own, o.seq or own.train.seq)
+    tokens = tokens[:None if o.max_tokens is None else o.max_tokens + 1]
+    seq = o.seq or own.train.seq
+    if len(tokens) < 2 or seq < 1 or o.batch < 1:
+        raise ConfigError("For 'evaluate.py', there is nothing to predict.", f"{len(tokens)} tokens, --seq {seq}",
+                          "Two tokens or more, windows of one or more.", "a longer --text")
+    cfg, model, mesh, where = restore(o.source, start_device(), world_size(), tp=o.tp)
+    if int(np.max(tokens)) >= cfg.model.vocab_size:
+        raise ConfigError("For 'evaluate.py', the tokens are not this model's.", f"token {np.max(tokens)}",
+                          f"Ids are below model.vocab_size = {cfg.model.vocab_size}.", "--tokenizer with the model's own")
+    sharded = mesh is not None and cfg.parallel.loss_parallel and cfg.parallel.tp > 1
+    loss = mean_loss(model, mesh, tokens, seq, o.batch * cfg.parallel.dp, sharded)
+    if rank() == 0:
+        result = {"from": where, "tokens": len(tokens) - 1, "loss": loss, "perplexity": math.exp(loss)}
+        print(f"{result['tokens']:,} tokens: {loss:.4f} nats each, perplexity {result['perplexity']:.4f}  [{where}]")
+        if o.json:
+            Path(o.json).write_text(json.dumps(result) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(lambda: run(sys.argv[1:])))

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run says of each step: a line, a record in `metrics.jsonl`, numbers for the trackers. Rank 0's; silent elsewhere.
+
+Not here: what a step is, or any communication. The one invariant: a number that is not known is null, "n/a" on the line, and
+never a guess.
+"""
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+
+from ms_dtensor.comm.tally import Tally
+from ms_dtensor.errors import ConfigError
+from ms_dtensor.tools import trackers
+from ms_dtensor.tools.screen import Screen
+
+from .config import Config
+from .flops import flops_per_token
+
+GIB = 2**30
+
+
+class Reporter:
+    """Measures steps and reports them.
+
+    Args:
+        cfg: of the run.
+        devices: how many ranks compute.
+        speaks: whether this rank reports.
+        peak: TFLOP/s of a device, or None where nobody knows.
+        device: "cpu", or the kind of device whose memory is asked for.
+    """
+
+    def __init__(self, cfg: Config, devices: int, speaks: bool, peak: float | None, device: str):
+        self.cfg, self.devices, self.speaks, self.peak, self.device = cfg, devices, speaks, peak, device
+        self.folder = Path(cfg.train.log_dir)
+        self.tokens = cfg.train.batch * cfg.train.seq
+        self.flops = flops_per_token(cfg.model, cfg.train.seq) * self.tokens
+        self.screen = Screen(cfg.metrics.bar and speaks)
+        self.tally = Tally() if cfg.metrics.communication and speaks else None
+        self._file: IO[str] | None = None
+        self._trackers: list[trackers.Tracker] = []
+        self._process = psutil.Process()
+        self._started = 0.0
+
+    # -- begin and end -----------------------------------------------------------------------------------------------------
+    def begin(self, step: int, resolved: str) -> None:
+        """Opens the files; of an earlier run that is gone on with, the lines up to this step stay, others are put aside."""
+        if self.speaks:
+            with self._writing():
+                path = self.folder / "metrics.jsonl"
+                kept: list[str] = []
+                if step and path.exists():
+                    kept = path.read_text("utf-8").splitlines(True)
+                    kept = [line for line in kept if line.endswith("}\n") and json.loads(line)["step"] <= step]
+                elif path.exists():
+                    put_aside(path, self.folder / "config.yaml")
+                (self.folder / "config.yaml").write_text(resolved, encoding="utf-8")
+                self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115  until `close`
+                self._file.write("".join(kept))
+                self._file.flush()
+            names = self.cfg.metrics.trackers
+            self._trackers = trackers.start(names, self.folder, self.cfg.metrics.project, self.folder.name, asdict(self.cfg))
+        if self.tally is not None:
+            self.tally.__enter__()
+
+    def close(self) -> None:
+        """Ends the bar, the file and the trackers."""
+        if self.tally is not None and self._file is not None:
+            self.tally.__exit__()
+        self.screen.close()
+        for tracker in self._trackers:
+            tracker.close()
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # what a full disk did not take was said when it was written
+                self._file.close()
+            self._file = None
+
+    def _writing(self) -> _Writing:
+        return _Writing(self.folder)
+
+    # -- what is said ------------------------------------------------------------------------------------------------------
+    def say(self, line: str) -> None:
+        """A line for people."""
+        if self.speaks:
+            self.screen.say(line)
+
+    def record(self, **values: Any) -> None:
+        """A line of the file; what is no number is null there."""
+        if self._file is not None:
+            with self._writing():
+                self._file.write(json.dumps(values) + "\n")
+                self._file.flush()
+
+    def heading(self) -> None:
+        """What the columns of the steps are."""
+        self.say(f"{'step':>9}  {'loss':>8}  {'grad norm':>9}  {'lr':>9}  {'ms':>7}  {'tokens/s':>9}  {'/device':>8}  "
+                 f"{'TFLOP/s':>8}  {'MFU':>6}  {'memory':>9}  {'comm':>5}")
+        if self.speaks:
+            self.screen.begin(self.cfg.train.steps)
+
+    def start_step(self) -> None:
+        """A step begins now."""
+        if self.tally is not None:
+            self.tally.take()  # that of evaluations and checkpoints is no step's
+        self._started = time.perf_counter()
+
+    def step(self, step: int, result: Any) -> None:
+        """A step (from 0) has ended."""
+        seconds = time.perf_counter() - self._started
+        if not self.speaks:
+            return
+        values = {**{name: number(value) for name, value in (("loss", result.loss), ("grad_norm", result.grad_norm))},
+                  "lr": result.lr, "ms": seconds * 1e3, **self._rates(seconds)}
+        comm = {} if self.tally is None else self.tally.take()
+        if self.device == "cpu" and self.tally is not None:  # of a device the host's clock knows nothing
+            values["comm_share"] = sum(line.seconds for line in comm.values()) / seconds
+        lines = {f"{op} {','.join(axes)}".rstrip(): [line.calls, line.bytes, line.seconds * 1e3]
+                 for (op, axes), line in comm.items()}
+        mfu, share = values.get("mfu"), values.get("comm_share")
+        self.say(f"{step + 1:>4}/{self.cfg.train.steps:<4}  {result.loss:8.4f}  {result.grad_norm:9.4f}  {result.lr:9.2e}  "
+                 f"{values['ms']:7.0f}  {values['tokens_per_s']:9.0f}  {values['tokens_per_s_per_device']:8.0f}  "
+                 f"{_digits(values['tflops_per_device']):>8}  {'n/a' if mfu is None else f'{mfu:.1%}':>6}  "
+                 f"{values['memory_gib']:5.2f} GiB  {'n/a' if share is None else f'{share:.0%}':>5}")
+        self.screen.done(step + 1)
+        self.record(step=step + 1, **values, **({"comm": lines} if self.tally is not None else {}))
+        self._track(step + 1, values)
+
+    def _rates(self, seconds: float) -> dict[str, float | None]:
+        tflops = self.flops / seconds / self.devices / 1e12
+        return {"tokens_per_s": self.tokens / seconds, "tokens_per_s_per_device": self.tokens / seconds / self.devices,
+                "tflops_per_device": tflops, "mfu": None if self.peak is None else tflops / self.peak,
+                "memory_gib": self._memory() / GIB}
+
+    def _memory(self) -> int:
+        """Bytes: of a device what tensors had at most; of a CPU what this process has."""
+        if self.device == "cpu":
+            return self._process.memory_info().rss
+        import mindspore as ms
+        return ms.runtime.max_memory_allocated()
+
+    def held_out(self, step: int, loss: float) -> None:
+        """The loss on held-out text after so many steps."""
+        self.say(f"held-out loss at step {step}: {loss:.4f}")
+        self.record(step=step, held_out_loss=number(loss))
+        self._track(step, {"held_out_loss": loss})
+
+    def warn(self, step: int, action: str, reason: str) -> None:
+        """What the guard found."""
+        self.say(f"guard: {reason}" + ("; this step is left out" if action == "skip" else ""))
+        self.record(step=step + 1, guard=action, reason=reason)
+
+    def _track(self, step: int, values: dict[str, Any]) -> None:
+        numbers = {name: value for name, value in values.items() if value is not None}
+        for tracker in self._trackers:
+            tracker.log(step, numbers)
+
+
+def number(value: float) -> float | None:
+    """JSON has no NaN."""
+    return value if math.isfinite(value) else None
+
+
+def _digits(value: float) -> str:
+    return f"{value:.1f}" if value >= 10 else f"{value:.3g}" if value >= 1e-3 else f"{value:.1e}"
+
+
+def put_aside(*paths: Path) -> None:
+    """Renames what an earlier run left: metrics.jsonl to metrics-20261122-231500.jsonl, by its own time."""
+    when = time.strftime("%Y%m%d-%H%M%S", time.localtime(paths[0].stat().st_mtime))
+    for path in paths:
+        if path.exists():
+            os.replace(path, path.with_name(f"{path.stem}-{when}{path.suffix}"))
+
+
+def check_folder(folder: Path) -> None:
+    """Refuses a run's folder in which nothing can be written, before anything is made."""
+    with _Writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".probe-{os.getpid()}"
+        try:
+            probe.write_bytes(bytes(1 << 16))  # a full disk often still takes a name
+        finally:
+            probe.unlink(missing_ok=True)
+
+
+class _Writing:
+    """What cannot be written into a run's folder is said in one message."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, OSError):
+            raise ConfigError(
+                f"For 'train.log_dir', '{self.folder}' cannot be written.",
+                f"{error.strerror}: {error.filename or self.folder}",
+                "The run's metrics, its configuration and the logs of its ranks go there.",
+                ["--train.log_dir with a folder of yours, on a disk with room", "df -h; ls -ld the folder"]) from error

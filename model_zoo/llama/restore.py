@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trained model to use: of a run of `train.py`, of one checkpoint, or of a Hugging Face folder; on any mesh.
+
+No optimizer, no data. What `generate.py` and `evaluate.py` begin with.
+"""
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ms_dtensor.errors import ConfigError
+
+from .config import Config, ParallelConfig, check
+from .configio import load
+
+
+class Restored(NamedTuple):
+    cfg: Config
+    model: Any
+    mesh: Any
+    """None: plain tensors"""
+    source: str
+
+
+def source_config(source: str | Path, options: list[str] = ()) -> tuple[Config, Path, bool]:
+    """The configuration of a run's folder (`config.yaml`) or a Hugging Face folder (`config.json`), where its weights are,
+    and whether they are Hugging Face's."""
+    root = Path(source)
+    if (root / "config.json").is_file():
+        cfg, _ = load(["--train.init_hf", str(root), *options])
+        return cfg, root, True
+    for folder in (root, *list(root.parents)[:2]):  # a run, its checkpoints, one of these
+        if (folder / "config.yaml").is_file():
+            cfg, _ = load(["--config", str(folder / "config.yaml"), *options])
+            weights = Path(cfg.checkpoint.dir or folder / "checkpoints") if folder == root else root
+            return cfg, weights, False
+    raise ConfigError(f"For '{source}', there is no model.", "neither config.yaml nor config.json",
+                      "It is train.log_dir of a run that saved, a checkpoint of one, or a Hugging Face folder.",
+                      "train with --checkpoint.interval, or download a model's folder")
+
+
+def restore(source: str | Path, device: str, world: int, *, tp: int | None = None, options: list[str] = ()) -> Restored:
+    """The model with its weights, laid out over `world` ranks: tp of them to a copy, or as many as divide the heads."""
+    import mindspore as ms
+
+    from ms_dtensor import MixedPrecisionPolicy
+    from ms_dtensor.checkpoint import load as load_checkpoint
+
+    from . import hf, lora
+    from .model import Llama
+    from .parallelize import make_mesh, parallelize
+
+    cfg, weights, published = source_config(source, options)
+    m = cfg.model
+    degree = tp or next(t for t in range(world, 0, -1) if world % t == 0 == m.n_kv_heads % t)
+    parallel = ParallelConfig(world // degree, degree, loss_parallel=cfg.parallel.loss_parallel)
+    cfg = replace(cfg, parallel=parallel, train=replace(cfg.train, batch=parallel.dp, micro_batches=1))
+    check(cfg, world)
+    mesh = make_mesh(device, parallel) if world > 1 or cfg.train.dtype != "float32" else None
+    model = Llama(m)
+    if cfg.lora is not None:
+        lora.add(model, cfg.lora, 0)
+    policy = MixedPrecisionPolicy(ms.bfloat16, ms.float32) if cfg.train.dtype == "bfloat16" else None
+    if mesh is not None:
+        parallelize(model, mesh, parallel, policy)
+    if published:
+        hf.load(model, weights)
+    else:
+        done = load_checkpoint({"model": model}, weights, strict=False)
+        if done.missing:
+            raise ConfigError(f"For '{weights}', the checkpoint is not this model's.",
+                              f"missing: {', '.join(done.missing[:5])}",
+                              "All parameters are in it.", "the config.yaml of the run that saved it")
+        weights = done.path
+    model.set_train(False)
+    return Restored(cfg, model, mesh, str(weights))

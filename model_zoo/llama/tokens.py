@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text as token ids and back: bytes, or a tokenizer's file (`tokenizer.json`) by the `tokenizers` package.
+
+No import of MindSpore. Read next: `prepare_data.py`.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from ms_dtensor.errors import ConfigError
+
+ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<|eot_id|>", "<|im_end|>")  # what families call the end of a document
+
+
+class Tokens(Protocol):
+    """What the recipe asks of a tokenizer."""
+
+    size: int
+    """ids are below it"""
+    end: int | None
+    """of a document, if there is a token for it"""
+
+    def encode(self, text: str) -> list[int]: ...
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+class Bytes:
+    """UTF-8. A zero ends a document."""
+
+    size, end = 256, 0
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+
+class FromFile:
+    """A `tokenizer.json`; no special tokens are put in by themselves."""
+
+    def __init__(self, file: Path):
+        try:
+            from tokenizers import Tokenizer
+        except ImportError:
+            raise ConfigError(f"For the tokenizer '{file}', the package 'tokenizers' is not installed.", "",
+                              "Bytes need nothing, other tokens this package.",
+                              "pip install ms_dtensor[tokenizers]") from None
+        try:
+            self._tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # of its own: a bare Exception
+            raise ConfigError(f"For the tokenizer '{file}', the file cannot be read.", str(error)[:300],
+                              "It is a tokenizer.json of Hugging Face's.", "a folder or file that has one") from None
+        self.size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        found = (self._tokenizer.token_to_id(name) for name in ENDS)
+        self.end = next((i for i in found if i is not None), None)
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+def load_tokens(path: str | Path | None) -> Tokens:
+    """Bytes, or the tokenizer of a file or of the folder that it lies in.
+
+    Example:
+        >>> from model_zoo.llama.tokens import load_tokens
+        >>> load_tokens(None).encode("ab")
+        [97, 98]
+    """
+    if path is None:
+        return Bytes()
+    file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
+    if not file.is_file():
+        raise ConfigError(f"For the tokenizer, there is no file '{file}'.", "", "It is a tokenizer.json, or its folder.",
+                          "a folder as Hugging Face publishes them")
+    return FromFile(file)

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m ms_dtensor`: what it can do, and the commands. Each is imported when it is called."""
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..core.version import __version__
+
+HELP = """\
+ms_dtensor {version}: distributed tensors for MindSpore.
+
+usage: python -m ms_dtensor COMMAND ...
+
+  doctor              looks whether this machine is ready to train, and says how to mend what is not
+  plot RUN_DIR...     draws loss, throughput, communication and memory of runs that train.py recorded
+  ckpt ls PATH        what a checkpoint holds, or which steps a folder has
+  ckpt diff A B       how two checkpoints differ, whatever layouts they were saved in
+  ckpt verify PATH    reads every byte of a checkpoint and names what is wrong
+  ckpt convert A B    a checkpoint into a safetensors file, or such files into a checkpoint
+
+`python -m ms_dtensor COMMAND --help` explains one. All take --json. Exit codes: 0 all is well, 1 something is
+wrong with what was looked at, 2 it could not be done.
+
+To train:  scripts/run_llama.sh 8 quickstart          8 ranks of this machine
+           scripts/run_llama.sh --help                more, also several machines
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs a command; returns its exit code."""
+    command, rest = (arguments[0], arguments[1:]) if arguments else ("help", [])
+    if command in ("-h", "--help", "help"):
+        print(HELP.format(version=__version__), end="")
+        return 0
+    if command in ("-V", "--version"):
+        print(__version__)
+        return 0
+    if command == "ckpt":
+        from ..checkpoint.cli import main as ckpt
+        return ckpt(arguments)
+    parser = argparse.ArgumentParser(prog=f"python -m ms_dtensor {command}")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    if command == "doctor":
+        from . import doctor
+        parser.description, parser.formatter_class = doctor.DESCRIPTION, argparse.RawDescriptionHelpFormatter
+        return doctor.main(parser.parse_args(rest))
+    if command == "plot":
+        from . import plot
+        parser.description = "Draws loss, throughput, communication and memory of training runs, as PNG and SVG."
+        parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR",
+                            help="a folder with metrics.jsonl; the first one is what the others are compared with")
+        parser.add_argument("--out", type=Path, metavar="DIR",
+                            help="where pictures go; default: RUN_DIR/plots of the first run")
+        return plot.main(parser.parse_args(rest))
+    argparse.ArgumentParser(prog="python -m ms_dtensor").error(
+        f"'{command[:60]}' is no command; known are doctor, plot and ckpt. See python -m ms_dtensor --help")

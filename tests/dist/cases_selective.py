@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Selective recompute on ranks: one device's numbers, whatever is kept, with whatever it is combined; and what it sends."""
+from __future__ import annotations
+
+import mindspore as ms
+from mindspore import Tensor, mint, nn
+
+import ms_dtensor as md
+from ms_dtensor import MixedPrecisionPolicy, checkpoint_wrapper, fully_shard, parallelize_module, replicate, value_and_grad
+from tests.cases import case
+from tests.dist.cases_fsdp_inside import Tied, divided, whole
+from tests.dist.cases_fully_shard import ASKED, ROWS, Net, cut_up, filled, fsdp, loss_of, mine, same_step
+from tests.dist.support import equal, mesh_2d
+
+SAVED = (["matmul"], [mint.tanh, "layer_norm_classic"], lambda op, arguments: True, [])
+
+
+@case(4)
+def ops_of_units_are_kept(world):
+    mesh = fsdp()
+    for save in SAVED:
+        for before in (True, False):
+            plain, net = filled(Net()), filled(Net())
+            if before:
+                checkpoint_wrapper(net.blocks, save=save)
+            cut_up(net, mesh)
+            if not before:
+                checkpoint_wrapper(net.blocks, save=save)
+            for _ in range(2):
+                count = same_step(net, plain, mesh)
+                count.pop(ASKED, None)
+                assert count == {("all_gather", "forward"): 4, ("all_gather", "backward"): 3,
+                                 ("reduce_scatter", "backward"): 4}, (before, count)
+            plain.order = net.order = (1, 1, 0)
+            same_step(net, plain, mesh)
+
+
+@case(4)
+def ops_of_cells_of_a_larger_unit_are_kept(world):
+    mesh = fsdp()
+    for cut in (whole, divided, lambda net, mesh: replicate(net, mesh=mesh)):
+        for save in SAVED[:2]:
+            plain, net = filled(Net()), filled(Net())
+            checkpoint_wrapper(net.blocks[0], save)
+            cut(net, mesh)
+            checkpoint_wrapper(net, lambda path, cell: path == "blocks.2", save=save)
+            before = same_step(cut(filled(Net()), mesh), plain, mesh)
+            for _ in range(2):
+                assert same_step(net, plain, mesh) == before
+        plain, net = filled(Tied()), cut(filled(Tied()), mesh)
+        checkpoint_wrapper(net, ["matmul"])
+        checkpoint_wrapper(net.two, ["bias_add"])
+        same_step(net, plain, mesh)
+
+
+@case(4)
+def kept_moves_are_not_sent_again(world):
+    mesh, sent = mesh_2d(), {}
+    plan = {f"blocks.{i}.{part}": style(use_local_output=False) for i in range(3)
+            for part, style in (("up", md.ColwiseParallel), ("down", md.RowwiseParallel))}
+    for name, how in (("none", None), ("nothing", {}), ("matmul", {"save": ["matmul"]}),
+                      ("moves", {"save": ["matmul", "redistribute"]})):
+        plain, net = filled(Net()), parallelize_module(filled(Net()), mesh["tp"], plan)
+        cut_up(net, mesh["dp"])
+        if how is not None:
+            checkpoint_wrapper(net.blocks, **how)
+        same_step(net, plain, mesh["dp"])
+        sent[name] = same_step(net, plain, mesh["dp"])
+    again = sent["nothing"] - sent["none"]
+    assert sum(again.values()) == 3, sent  # each block's reduction after `down`
+    assert sent["matmul"] == sent["nothing"] and sent["moves"] == sent["none"], sent
+
+
+@case(4)
+def the_same_random_numbers_and_a_shorter_dtype(world):
+    class Noisy(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.up, self.drop, self.down = nn.Dense(5, 6), nn.Dropout(p=0.4), nn.Dense(6, 5)
+
+        def construct(self, x):
+            return self.drop(self.down(self.drop(mint.tanh(self.up(x))))) + x
+
+    mesh = fsdp()
+    policy = MixedPrecisionPolicy(ms.bfloat16, ms.float32)
+    for mp_policy in (None, policy):
+        def gradients(save):
+            net = filled(nn.SequentialCell(Noisy(), Noisy())).set_train()
+            if save is not None:
+                checkpoint_wrapper(net, save=save)
+            for block in net:
+                fully_shard(block, mesh=mesh, mp_policy=mp_policy)
+            fully_shard(net, mesh=mesh, mp_policy=mp_policy)
+            md.manual_seed(11)
+            loss, grads = value_and_grad(loss_of(net), None, net.trainable_params())(mine(mesh))
+            return [loss.float(), *grads], md.get_rng_state()
+        want, state = gradients(None)
+        for save in (["dropout"], ["matmul"], []):
+            got, after = gradients(save)
+            assert after == state
+            for g, w in zip(got, want, strict=True):
+                equal(g, w.full_tensor(), str(save), 1e-6)
+
+
+@case(4)
+def accumulated_and_not_reentrant(world):
+    mesh = fsdp()
+    for kind in ("save", "use_reentrant"):
+        for cut in (cut_up, whole):
+            plain, net = filled(Net()), filled(Net())
+            for block in net.blocks:
+                if kind == "save":
+                    checkpoint_wrapper(block, ["matmul"])
+                else:
+                    block.recompute(use_reentrant=False)
+            cut(net, mesh)
+            count = same_step(net, plain, mesh)
+            assert count == same_step(cut(filled(Net()), mesh), plain, mesh), (kind, count)
+            params = net.trainable_params()
+            step = value_and_grad(loss_of(net), None, params)
+            net.set_requires_gradient_sync(False)
+            step(mine(mesh)[:1])
+            net.set_requires_gradient_sync(True)
+            got = step(mine(mesh)[1:])[1]
+            want = [ms.value_and_grad(loss_of(plain), None, plain.trainable_params())(Tensor(rows))[1]
+                    for rows in (ROWS[::2], ROWS[1::2])]
+            for p, g, a, b in zip(params, got, *want, strict=True):
+                equal(g, a + b, f"{kind} {p.name}")

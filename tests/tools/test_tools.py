@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line and what surrounds a run: trackers, guard, peaks, plots, doctor. No ranks; MindSpore only where said."""
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ms_dtensor.errors import ConfigError
+from ms_dtensor.tools import cli, doctor, peaks, plot, runs, trackers
+from ms_dtensor.tools.guard import Guard
+
+
+# -- the command line --------------------------------------------------------------------------------------------------
+def test_help_names_every_command_and_imports_nothing_heavy(capsys):
+    assert cli.main([]) == 0 and cli.main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"\n  {command} " in out for command in ("doctor", "plot RUN_DIR...", "ckpt ls PATH", "ckpt convert A B"))
+    code = ("import sys; sys.modules['mindspore'] = None; from ms_dtensor.tools.cli import main; "
+            "sys.exit(main(['plot', 'x']))")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and "'x' is no run" in done.stderr + done.stdout and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("argv", [["plt"], ["plot"], ["ckpt"], ["doctor", "x"]])
+def test_a_wrong_command_is_refused(argv, capsys):
+    with pytest.raises(SystemExit) as refused:
+        cli.main(argv)
+    assert refused.value.code == 2 and "error:" in capsys.readouterr().err
+
+
+# -- the doctor --------------------------------------------------------------------------------------------------------
+def test_what_is_missing_is_said_with_what_mends_it(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(doctor, "CHECKS", (doctor._protobuf, doctor._numpy, doctor._msrun, doctor._ports, doctor._cuda,
+                                           doctor._shared_memory, doctor._files, doctor._disk, doctor._cores, doctor._extras,
+                                           lambda: 1 / 0))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    versions = {"protobuf": "6.33.6", "numpy": "2.1.0", "mindspore": "2.10.0"}
+    monkeypatch.setattr(doctor, "_text", lambda name: versions.get(name, "not installed"))
+    assert doctor.main(types.SimpleNamespace(json=True)) == 1
+    told = json.loads(capsys.readouterr().out)
+    found = {one["name"]: one for one in told["checks"]}
+    assert not told["ready"] and "protobuf>=7.34.1" in found["protobuf"]["fix"] and "numpy>=1.26,<2" in found["NumPy"]["fix"]
+    assert found["msrun"]["status"] == "warn" and "export PATH=" in found["msrun"]["fix"]
+    assert found["ports"]["status"] == "ok" and "could not be looked at" in found["<lambda>"]["found"]
+    assert all(one["fix"] for one in told["checks"] if one["status"] in ("warn", "fail"))
+
+
+def test_a_mindspore_that_cannot_be_imported_is_a_finding(monkeypatch, tmp_path, capsys):
+    (tmp_path / "mindspore").mkdir()
+    (tmp_path / "mindspore/__init__.py").write_text("raise ImportError('libascendcl.so: cannot open shared object file')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    found = doctor._mindspore()
+    assert found.status == "fail" and "libascendcl.so" in found.found and "set_env.sh" in found.fix
+
+
+# -- guard, peaks ------------------------------------------------------------------------------------------------------
+def test_skipped_steps_are_not_remembered_and_too_many_end_the_run():
+    guard = Guard(nan="skip", spike=5.0, on_spike="skip", patience=3)
+    assert guard.skips and not Guard(spike=5.0).skips and not Guard().skips
+    for step in range(20):
+        assert guard.judge(step, 3.0 + 0.01 * (step % 3), 1.0).action == "go"
+    assert [guard.judge(20 + i, x, 1.0).action for i, x in enumerate((9.0, math.nan, 3.0, 9.0, math.inf))] == [
+        "skip", "skip", "go", "skip", "skip"]
+    last = guard.judge(25, 3.0, math.nan)
+    assert last.action == "stop" and "3 steps in a row" in last.reason
+
+
+def test_no_early_step_and_no_flat_curve_has_a_spike():
+    guard = Guard(spike=3.0)
+    assert [guard.judge(i, x, 1.0).action for i, x in enumerate([5.0, 9.0, *[2.0] * 20, 2.001])] == ["go"] * 23
+
+
+@pytest.mark.parametrize(("name", "tflops"), [
+    ("Ascend910B2", 376), ("Ascend910B3", 313), ("Ascend910B2C", None), ("Ascend910B1", None),
+    ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("CPU", None), ("", None)])
+def test_a_peak_is_of_that_very_device(name, tflops):
+    found = peaks.peak(name)
+    assert (found and found.tflops) == tflops and (found is None or found.source)
+
+
+# -- trackers ----------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def packages(monkeypatch):
+    """Stands for wandb and swanlab: what they were told."""
+    said: list = []
+    run = types.SimpleNamespace(log=lambda values, step: said.append(("wandb", step, values)),
+                                finish=lambda: said.append(("wandb", "end")))
+    wandb = types.SimpleNamespace(init=lambda **options: said.append(("wandb", options)) or run)
+    swanlab = types.SimpleNamespace(init=lambda **options: said.append(("swanlab", options)),
+                                    log=lambda values, step: said.append(("swanlab", step, values)),
+                                    finish=lambda: said.append(("swanlab", "end")))
+    for name, module in (("wandb", wandb), ("swanlab", swanlab)):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: name in ("wandb", "swanlab") or None)
+    return said
+
+
+def test_trackers_get_the_numbers(packages, tmp_path):
+    started = trackers.start(["wandb", "swanlab"], tmp_path, "project", "run", {"train": {"steps": 3}})
+    for one in started:
+        one.log(2, {"loss": 1.5})
+        one.close()
+    assert ("wandb", 2, {"loss": 1.5}) in packages and ("swanlab", 2, {"loss": 1.5}) in packages
+    assert packages[0][1]["name"] == "run" and packages[0][1]["config"] == {"train": {"steps": 3}}
+    assert packages[-1] == ("swanlab", "end")
+
+
+def test_a_tracker_that_is_missing_or_fails_is_one_message(packages, tmp_path):
+    with pytest.raises(ConfigError, match="'tensorboard' is not installed") as refused:
+        trackers.check(["wandb", "tensorboard"])
+    assert "pip install tensorboard" in str(refused.value)
+    sys.modules["wandb"].init = lambda **options: 1 / 0
+    with pytest.raises(ConfigError, match="did not start.*\n.*ZeroDivisionError"):
+        trackers.start(["wandb"], tmp_path, "p", "r", {})
+
+
+def test_tensorboard_writes_what_it_reads_back(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+    (one,) = trackers.start(["tensorboard"], tmp_path, "p", "r", {})
+    one.log(7, {"loss": 2.5})
+    one.close()
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    values = [(event.step, v.tag, v.tensor.float_val[0]) for event in EventFileLoader(str(file)).Load()
+              for v in event.summary.value]
+    assert values == [(7, "loss", 2.5)]
+
+
+# -- runs and plots ----------------------------------------------------------------------------------------------------
+def recorded(folder: Path, seed: int, steps: int = 30) -> Path:
+    """A run as train.py records it."""
+    folder.mkdir(parents=True)
+    noise = np.random.default_rng(seed).normal(size=steps)
+    rows = [{"step": 0, "held_out_loss": 5.5}]
+    rows += [{"step": i + 1, "loss": 2 + 3 / (1 + 0.2 * i) + 0.02 * x, "grad_norm": 1 + 0.1 * x, "lr": 1e-3,
+              "ms": 100 + 3 * x, "tokens_per_s": 1e4 + 100 * x, "tokens_per_s_per_device": 5e3,
+              "tflops_per_device": 0.1, "mfu": None,
+              "memory_gib": 0.5, "comm_share": 0.2,
+              "comm": {"all_reduce tp": [4, 4096, 6.0], "all_gather dp": [2, 2048 * (1 + seed), 2.0], "wait": [1, 0, 0.5]}}
+             for i, x in enumerate(noise)]
+    rows[5]["loss"] = None  # a NaN
+    text = "".join(json.dumps(row) + "\n" for row in rows) + '{"step": 31, "lo'
+    (folder / "metrics.jsonl").write_text(text, encoding="utf-8")
+    return folder
+
+
+def test_a_run_is_read_back(tmp_path):
+    one, two = runs.read([recorded(tmp_path / "a/run", 0), recorded(tmp_path / "b/run", 1)])
+    assert (one.name, two.name) == ("a/run", "b/run") and len(one.series("loss")[0]) == 29
+    assert one.series("held_out_loss") == ([0], [5.5]) and one.series("mfu") == ([], [])
+    assert list(one.communication()) == ["all_reduce tp", "all_gather dp", "wait"]
+    assert two.communication()["all_gather dp"] == pytest.approx((2.0, 4096.0, 2.0))
+
+
+@pytest.mark.parametrize(("content", "said"), [(None, "is no run"), ("{}\nx\n{}\n", "line 2 of"),
+                                               ('{"step": 0}\n', "no step yet")])
+def test_what_is_no_run_is_refused(tmp_path, content, said, capsys):
+    if content is not None:
+        (tmp_path / "metrics.jsonl").write_text(content)
+    assert cli.main(["plot", str(tmp_path)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_pictures_are_drawn_and_hide_nothing(tmp_path, capsys):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    names = ("one", "two", "a_run_with_a_rather_long_name_of_its_own")
+    folders = [recorded(tmp_path / name, i) for i, name in enumerate(names)]
+    assert cli.main(["plot", "--json", *map(str, folders), "--out", str(tmp_path / "out")]) == 0
+    files = [Path(name) for name in json.loads(capsys.readouterr().out)["files"]]
+    assert {f.name for f in files} == {f"{p}.{k}" for p in plot.PICTURES for k in ("png", "svg")}
+    assert all(2_000 < f.stat().st_size < 200_000 for f in files)
+    for some in (folders[:1], folders):
+        with pyplot.rc_context(plot.STYLE):
+            for picture in plot.PICTURES.values():
+                figure = picture(pyplot, runs.read(some))
+                figure.canvas.draw()
+                inside = figure.bbox
+                for text in [t for axes in figure.axes for t in (axes.title, axes.xaxis.label, axes.yaxis.label,
+                                                                 *axes.texts, axes._left_title)]:
+                    box = text.get_window_extent()
+                    assert not text.get_text() or (inside.x0 <= box.x0 and box.x1 <= inside.x1 and inside.y0 <= box.y0
+                                                   and box.y1 <= inside.y1), (picture.__name__, text.get_text())
+                pyplot.close(figure)
+
+
+def test_without_matplotlib_plot_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert cli.main(["plot", str(recorded(tmp_path / "a", 0))]) == 2
+    assert "pip install matplotlib" in capsys.readouterr().err
+
+
+# -- what is counted, and the trace ------------------------------------------------------------------------------------
+def test_a_tally_adds_up_what_the_recorder_lists(cpu):
+    import mindspore as ms
+
+    import ms_dtensor as md
+    from ms_dtensor.comm import tally as tallies
+    with md.comm.fake_world(4), md.comm.record() as events, tallies.Tally() as tally:
+        mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        x = md.DTensor.from_local(ms.ops.ones((2, 8)), mesh, [md.Shard(0), md.Partial()])
+        for _ in range(3):
+            x.redistribute(placements=[md.Replicate(), md.Replicate()])
+        mesh.get_group("tp").all_gather(ms.ops.ones((2, 3)), 0, [2, 2], async_op=True).wait()
+    want: dict = {}
+    for e in events:
+        calls, nbytes = want.get((e.op, e.axes), (0, 0))
+        want[e.op, e.axes] = calls + 1, nbytes + e.bytes
+    got = tally.take()
+    assert {key: line[:2] for key, line in got.items() if key != ("wait", ())} == want and len(want) >= 2
+    assert all(line.seconds > 0 for line in got.values()) and tallies.running is None and not tally.take()
+
+
+def test_waiting_for_a_collective_is_counted():
+    from ms_dtensor.comm import Work
+    from ms_dtensor.comm.tally import Tally
+    with Tally() as tally:
+        assert Work(finish=lambda: 3).wait() == 3 and Work(4).wait() == 4
+    assert [(key, line.calls) for key, line in tally.take().items()] == [(("wait", ()), 1)]

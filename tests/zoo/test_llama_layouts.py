@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every configuration of a published model: its parameters counted, each layout that its file names laid out; that it fits.
+
+Nothing of these sizes is made: a small twin of the same structure is laid out over a fake world of the real size, and
+the shapes of its parameters are then read as the real ones.
+"""
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+import pytest
+
+import ms_dtensor as md
+from model_zoo.llama import memory
+from model_zoo.llama.config import ModelConfig
+from model_zoo.llama.configio import load
+from model_zoo.llama.hf import names_of, to_hf
+from model_zoo.llama.model import Llama
+from model_zoo.llama.parallelize import make_mesh, parallelize
+from ms_dtensor.checkpoint.key_map import translate
+from ms_dtensor.comm import fake_world
+from ms_dtensor.core.layout import Layout
+
+pytestmark = pytest.mark.usefixtures("cpu")
+CONFIGS = Path(__file__).resolve().parents[2] / "model_zoo/llama/configs"
+# Half the `total_size` of each one's model.safetensors.index.json (bfloat16); of models in one file, its header's count,
+# tied heads once.
+PUBLISHED = {
+    "llama_160m": 162_417_408, "llama3_1b": 1_235_814_400, "llama3_8b": 8_030_261_248, "llama3_70b": 70_553_706_496,
+    "llama3_405b": 405_853_388_800, "qwen2_0.5b": 494_032_768, "qwen2_7b": 7_615_616_512, "qwen2_72b": 72_706_203_648,
+    "qwen3_0.6b": 596_049_920, "qwen3_8b": 8_190_735_360, "qwen3_32b": 32_762_123_264, "mistral_7b": 7_248_023_552,
+    "mixtral_8x7b": 46_702_792_704, "mixtral_8x22b": 140_620_634_112,
+}
+KINDS = {"llama": "llama", "llama3": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "mistral": "llama", "mixtral": "mixtral"}
+
+
+def twin(m: ModelConfig) -> tuple[ModelConfig, dict[int, int]]:
+    """One layer of small sizes, no two alike, and which of the real ones each stands for."""
+    width = 2 if m.n_heads < 64 else 4
+    small = replace(m, n_layers=1, head_width=width, dim=2 * 8 * 11, ffn_dim=8 * 37, vocab_size=8 * 53,
+                    n_heads=m.n_heads, n_kv_heads=m.n_kv_heads)
+    real = {width: m.head_dim, small.dim: m.dim, small.ffn_dim: m.ffn_dim, small.vocab_size: m.vocab_size,
+            m.n_heads * width: m.n_heads * m.head_dim, m.n_kv_heads * width: m.n_kv_heads * m.head_dim}
+    if m.experts is not None:
+        real[m.experts.count] = m.experts.count
+    assert len(real) == 6 + (m.experts is not None) - (m.n_heads == m.n_kv_heads), "no two other sizes are alike"
+    return small, real
+
+
+LAYOUTS = [pytest.param(name, *row, id=f"{name} {row[0]} {' '.join(row[1])}")
+           for name in PUBLISHED for row in memory.documented(CONFIGS / f"{name}.yaml")]
+
+
+def test_every_configuration_of_a_published_model_is_in_the_table():
+    assert {file.stem for file in CONFIGS.glob("*.yaml")} == {*PUBLISHED, "quickstart", "tiny", "debug"}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_as_many_as_were_published(name):
+    """By the formula, and by the shapes of the cells; the family's names and config know all of them."""
+    file = CONFIGS / f"{name}.yaml"
+    m = load(["--config", str(file)])[0].model
+    small, real = twin(m)
+    count = {True: 0, False: 0}
+    model = Llama(small)
+    for p_name, p in model.parameters_and_names():
+        count[p_name.startswith("layers.")] += prod(real[n] for n in p.shape)
+        assert translate(p_name, names_of(model), p.shape).names
+    assert count[True] * m.n_layers + count[False] == PUBLISHED[name]
+    assert f"{PUBLISHED[name]:,}" in file.read_text()
+    assert to_hf(m, 4096)["model_type"] == KINDS[name.split("_")[0]]
+    worlds = [npus for npus, *_ in memory.documented(file)]
+    assert max(worlds) >= 512 and (8 in worlds or 64 in worlds or "Fewer than 256" in file.read_text())
+
+
+@pytest.mark.parametrize("name, npus, options, gib", LAYOUTS)
+def test_a_documented_layout_is_one_and_fits(name, npus, options, gib):
+    cfg, _ = load(["--config", str(CONFIGS / f"{name}.yaml"), *options], npus)
+    rows = memory.per_rank(cfg)
+    total = sum(rows.values())
+    assert total < 0.9 * memory.USABLE and abs(total / 2**30 - gib) <= 0.05, memory.report(cfg)
+    small, real = twin(cfg.model)
+    with fake_world(npus):
+        mesh = make_mesh("cpu", cfg.parallel)
+        model = parallelize(Llama(small), mesh, cfg.parallel)
+        held = 0
+        for p_name, p in model.parameters_and_names():
+            assert isinstance(p, md.DTensor) and p.device_mesh == mesh, p_name
+            lies = p.layout
+            mine = Layout(mesh, lies.placements, [real[n] for n in p.shape], lies.dtype, order=lies.order).local_shape()
+            held += prod(mine) * (cfg.model.n_layers if p_name.startswith("layers.") else 1)
+    formula = rows["parameters, float32"]  # chunks of few rows are uneven, and the first rank has the larger ones
+    assert -0.001 * formula <= 4 * held - formula <= max(0.02 * formula, 8 * memory.MIB)
