@@ -27,9 +27,9 @@ class Tokens(Protocol):
 
 
 class Bytes:
-    """UTF-8. No byte ends a document."""
+    """UTF-8. A zero ends a document."""
 
-    size, end = 256, None
+    size, end = 256, 0
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
