@@ -46,7 +46,8 @@ class FromFile:
             from tokenizers import Tokenizer
         except ImportError:
             raise ConfigError(f"For the tokenizer '{file}', the package 'tokenizers' is not installed.", "",
-                              "Bytes need nothing, other tokens this package.", "pip install ms_dtensor[llama]") from None
+                              "Bytes need nothing, other tokens this package.",
+                              "pip install ms_dtensor[tokenizers]") from None
         try:
             self._tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # of its own: a bare Exception

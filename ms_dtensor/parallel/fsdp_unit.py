@@ -143,7 +143,8 @@ class Block:
         if self._work is not None:
             self._work.wait()
             self._work = None
-            self._memory().release()
+            if self.memory is not None:
+                self.memory.release()
 
     def changed(self) -> bool:
         """Whether this rank's shards are no longer what lies in the memory."""
