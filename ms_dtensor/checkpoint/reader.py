@@ -23,11 +23,11 @@ import numpy as np
 from ..errors import CheckpointError
 from ..redistribute.boxes import Box, relative
 from .index import ID, MAX_INDEX, NAME, Chunk, Index, TensorInfo, parse
-from .pieces import PIECE, as_bytes, crc, piece_hash, view
+from .pieces import as_bytes, crc, piece_hash, view
 from .plan import common, part_name, volume
 from .safetensors_file import CODES, DTYPES, SafetensorsFile, put
 
-BLOCK = 4 * PIECE  # bytes that a thread reads at a time
+BLOCK = 4 << 20  # bytes that a thread reads at a time
 
 
 class _Run(NamedTuple):

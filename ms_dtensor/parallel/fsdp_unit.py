@@ -76,10 +76,8 @@ class Block:
                 own = [local_alias(p) for p in self.params]
                 self._work = self.group.all_gather_into(own, self._memory().window, self.parts, self.dtype, async_op=later)
                 return
-            group, own, totals = self.group, self._part, self.parts.totals
-            if own is None:
-                own = self._own()
-            else:
+            group, own, totals = self.group, self._own() if self._part is None else self._part, self.parts.totals
+            if self._part is not None:
                 group, each = self.near, self.group.size // self.near.size
                 totals = [sum(totals[r:r + each]) for r in range(0, len(totals), each)]
             given = group.all_gather(own, 0, totals, async_op=later)
@@ -126,8 +124,8 @@ class Block:
         shape = self.shapes[i]
         return ms.ops.zeros((1,) * len(shape), self.reduce_dtype or self.dtype).expand(shape)
 
-    def release(self, keep_part: bool) -> None:
-        """The memory goes, but for what this rank keeps for its neighbours."""
+    def release(self, keep_part: bool, pages: bool = True) -> None:
+        """The memory goes, but for what this rank keeps for its neighbours; without `pages`, windows stay as they are."""
         if self.memory is None:
             return
         if keep_part and self.near is not None:
@@ -136,7 +134,8 @@ class Block:
             with NoFallbackGuard():
                 self._part = self._kind.pack([(whole[i], self.parts.index(i, r)) for r in range(first, first + each)
                                               for i in range(len(self.params))], self.dtype)
-        self.memory.release()
+        if pages or not self._straight():
+            self.memory.release()
 
     def drop(self) -> None:
         """Forgets a gathering that nobody waited for, and a part that nobody asked for."""
@@ -169,12 +168,11 @@ class Block:
     def reduce(self, grads: dict[int, Tensor]) -> Work:
         """Begins to add up all ranks' gradients, given by number of the parameter; the work has this rank's part, flat."""
         with NoFallbackGuard(), comm.annotate(phase="backward", src="fully_shard", dst="sharded gradients"):
-            numbers = list(grads)
-            kind = self.reduce_dtype or grads[numbers[0]].dtype
+            kind = self.reduce_dtype or next(iter(grads.values())).dtype
             if self._straight() and all(g.dtype == kind for g in grads.values()):
                 return Work(self.group.reduce_scatter_from(grads, self.parts))
-            pieces = [(grads[i], self.parts.index(i, r)) for r in range(self.group.size) for i in numbers]
-            totals = [self.parts.total(numbers, r) for r in range(self.group.size)]
+            pieces = [(grads[i], self.parts.index(i, r)) for r in range(self.group.size) for i in grads]
+            totals = [self.parts.total(tuple(grads), r) for r in range(self.group.size)]
             return self.group.reduce_scatter(self._kind.pack(pieces, kind), "sum", 0, totals, async_op=True)
 
     def shards(self, numbers: Iterable[int], work: Work, copies) -> dict[int, Tensor]:
@@ -373,7 +371,7 @@ class Unit:
         for block in self.blocks:
             block.drop()
             if self.full and not self.kept:
-                block.release(keep_part)
+                block.release(keep_part, pages=self.reshard)
         self.full = self.full and self.kept
 
     def tensors(self, call: Call | None, slots: list) -> dict[int, Tensor]:

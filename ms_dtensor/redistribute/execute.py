@@ -8,6 +8,7 @@ it in, so asking for a value with another cotangent never communicates twice.
 from __future__ import annotations
 
 import contextvars
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -147,6 +148,9 @@ def slice_local(x, slices, copy: bool = False):
     return fresh_copy(x) if copy or part else x.contiguous()
 
 
+_LARGE = 1 << 16  # elements
+
+
 @dataclass(slots=True)
 class Conversion:
     """What `Redistribute` does to a tensor; the fields are the arguments of `redistribute_local`.
@@ -176,7 +180,7 @@ class Redistribute(Function):
         if what.through is not None:
             ctx.dtypes = what.through, x.dtype
         if what.data is not None:
-            return x if what.data is x else what.fresh(what.data)
+            return x if what.data is x and math.prod(x._shape) < _LARGE else what.fresh(what.data)
         local = Tensor._make_subclass(Tensor, x)
         # A maximum or minimum over ranks: its cotangent belongs to those that hold the winner. (A product is refused.)
         extremum = any(not p.is_partial("sum") and not p.is_partial("avg") and p != q
@@ -210,6 +214,8 @@ class Redistribute(Function):
 
 def _view(x):
     # A new tensor on the same storage: an alias would share the leaf's autograd identity and skip this node silently.
+    if on_cpu() and math.prod(x._shape) >= _LARGE:  # most CPU kernels copy a view, at every use; of a view, this copies
+        return Tensor.from_numpy(Tensor.asnumpy(x))
     return x.view(x._shape)
 
 
