@@ -6,9 +6,10 @@
 A job of ours (msrun) and one of PyTorch (gloo) with as many ranks hold the same tensors: matrices cut over the ranks, and
 many small replicated ones. They take turns, as does this process, which writes and reads the same number of bytes one after
 the other in blocks of 8 MiB, into memory that has been used: `write` and one `fsync`, `readinto`. It verifies nothing; nor
-does PyTorch. Times are of the slowest rank. "cold": the files have left the page cache before; the better of two
-loads, as the first takes pages that a virtual machine may have to ask its host for, which costs more than the disk. "stall": how long
-`save(async_save=True)` takes to return; "copy": all local tensors into memory that has been used, "fresh copy": into new.
+does PyTorch. Times are of the slowest rank. "cold": the files have left the page cache before; the better of two loads,
+as the first takes pages that a virtual machine may have to ask its host for, which costs more than the disk. "stall": how
+long `save(async_save=True)` takes to return; "copy": all local tensors into memory that has been used, "fresh copy": into
+new.
 """
 from __future__ import annotations
 
