@@ -88,7 +88,7 @@ CASES: dict[str, tuple[Callable[[], contextlib.AbstractContextManager[Made]], st
     "a log folder that cannot be": (file_in_the_way, "cannot be written"),
     "a log folder of the system": (lambda: arguments("--train.log_dir", "/proc/run"), "cannot be written"),
     "a full disk": (small_disk, "No space left on device"),
-    "a disk that fills up in the run": (lambda: small_disk("metrics.jsonl"), "o space"),
+    "a disk that fills up in the run": (lambda: small_disk("metrics.jsonl"), "No space left on device"),
     "a run that diverges": (lambda: arguments("--optim.lr", "1000", "--optim.clip_norm", "0", "--optim.warmup", "0"),
                             "the guard ends the run"),
 }

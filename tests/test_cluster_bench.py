@@ -149,6 +149,15 @@ def test_a_start_that_fails_is_not_tried_for_each_piece_and_a_spent_budget_blame
     assert len(seen) == 2 and not list(made.pieces_dir.iterdir()) and len(made.left()) == 3
 
 
+def test_a_folder_is_of_one_cluster(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run.Run, "all", lambda self: None)
+    for text, code in ((HOSTS, 0), (HOSTS, 0), ("localhost slots=1\n", 2), ("localhost slots\n", 2)):
+        (tmp_path / "hosts").write_text(text)
+        assert run.main(["--hostfile", str(tmp_path / "hosts"), "--out", str(tmp_path / "out"), "--suite", "toy"]) == code
+    err = capsys.readouterr().err
+    assert "has a run of {'nodes': 2}; this is one of {'nodes': 1}" in err and "line 1" in err
+
+
 # -- for real ----------------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory):

@@ -79,7 +79,8 @@ def test_no_python_file_outgrows_one_idea() -> None:
     assert not long, f"over {MAX_LINES} lines, split along the idea: {long}"
 
 
-@pytest.mark.parametrize("script", ["scripts/quickstart.sh", "scripts/test.sh", "scripts/_env.sh", ".ci/run"])
+@pytest.mark.parametrize("script", ["scripts/quickstart.sh", "scripts/run_llama.sh", "scripts/test.sh",
+                                    "scripts/_env.sh", ".ci/run"])
 def test_shell_script_parses(script: str) -> None:
     done = subprocess.run(["bash", "-n", script], cwd=ROOT, capture_output=True, text=True, timeout=20)
     assert done.returncode == 0, done.stderr

@@ -79,6 +79,28 @@ def test_a_list_as_the_policy_is_what_is_kept(mesh):
     assert RUNS.count("tanh") == 2 and RUNS.count("square") == 4
 
 
+def test_modes_of_the_forward_are_those_of_its_second_run(mesh):
+    class Mixed(nn.Cell):
+        def construct(self, x):
+            with md.redistribution_policy("explicit"):
+                y = mint.exp(x * 0.1)
+            return noted_tanh(noted_square(y + offset))
+
+    offset = Tensor(np.full((3, 6), 0.3, np.float32))
+    x = md.distribute_tensor(Tensor(np.random.default_rng(9).normal(size=(3, 6)).astype(np.float32)), mesh, [md.Shard(0)])
+    cell, out = Mixed(), []
+    for how in (None, {"save": ["noted_tanh"]}):
+        if how is not None:
+            md.checkpoint_wrapper(cell, **how)
+
+        def loss(x):
+            with md.implicit_replication():
+                return cell(x).sum()
+        RUNS.clear()
+        out.append(ms.grad(loss)(x).full_tensor().asnumpy())
+    assert np.array_equal(*out) and RUNS == ["square", "tanh", "square"]
+
+
 def test_nothing_runs_again_where_nothing_is_recorded(mesh):
     net = net_of(mesh, save=[])
     net(md.ones((3, 6), mesh, [md.Shard(0)]))

@@ -71,9 +71,17 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class DataConfig:
-    """Byte-level text; `path` null means the Python standard library's own sources."""
+    """Text as bytes; `path` null means the Python standard library's own sources. Or token files; or conversations."""
 
     path: str | None = None
+    """A text file or a folder of them; a folder of `prepare_data.py`; with format `chat` a file of conversations."""
+    format: Literal["text", "chat"] = "text"
+    template: Literal["plain", "chatml", "llama3"] = "plain"
+    """How conversations become text; see chat.py."""
+    documents: bool = False
+    """Of token files: a token sees its own document only, and positions begin anew in each."""
+    tokenizer: str | None = None
+    """A tokenizer.json or its folder, for conversations; null: bytes. Token files have been through theirs."""
     max_bytes: int = 4_000_000
     held_out_every: int = 20
     """One block of text in this many is held out."""
@@ -97,6 +105,17 @@ class ParallelConfig:
     """Only the optimizer's work and state are divided over dp."""
     expert_tp: bool = True
     """Each expert's width is cut over tp; false: every tp rank has all of all experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraConfig:
+    """Adapters beside frozen weights; see lora.py."""
+
+    rank: int = 8
+    alpha: float = 16.0
+    """What the adapters add is scaled by alpha / rank."""
+    where: Literal["attention", "all"] = "attention"
+    """Its four matrices; or those of feed-forwards too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +180,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    lora: LoraConfig | None = None
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -182,6 +202,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "model.rope_scaling.high_freq_factor": (1e-3, 1e6), "model.rope_scaling.original_max_seq_len": _COUNT,
     "data.max_bytes": (1, 2 ** 40), "data.held_out_every": _COUNT, "parallel.dp": (1, 2 ** 20), "parallel.tp": (1, 2 ** 20),
     "parallel.hsdp": (1, 2 ** 20),
+    "lora.rank": (1, 2 ** 16), "lora.alpha": (0, 1e6),
     "optim.lr": (0, 1e3), "optim.betas": (0, 1 - 1e-9), "optim.eps": (1e-30, 1), "optim.weight_decay": (0, 1e3),
     "optim.warmup": (0, 2 ** 53), "optim.min_lr_ratio": (0, 1), "optim.clip_norm": (0, 1e9),
     "train.steps": (0, 2 ** 53), "train.batch": _COUNT, "train.seq": _COUNT, "train.seed": (0, 2 ** 32 - 1),
@@ -225,7 +246,8 @@ def _check_ranges(cfg: Config) -> None:
             if not least <= value <= most:
                 raise ConfigError(f"For the configuration, {key} = {value} is out of range.", f"{key} = {node}",
                                   f"{key} is at least {least} and at most {most}.", f"--{key} with a number in this range")
-    for key, path in (("data.path", cfg.data.path or ""), ("train.log_dir", cfg.train.log_dir),
+    for key, path in (("data.path", cfg.data.path or ""), ("data.tokenizer", cfg.data.tokenizer or ""),
+                      ("train.log_dir", cfg.train.log_dir),
                       ("train.init_hf", cfg.train.init_hf or ""), ("checkpoint.dir", cfg.checkpoint.dir or ""),
                       ("checkpoint.resume", cfg.checkpoint.resume or "")):
         if "\0" in path or len(path.encode(errors="replace")) > 4000 or \

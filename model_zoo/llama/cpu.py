@@ -93,16 +93,26 @@ class Constants(NamedTuple):
 
 
 @lru_cache(maxsize=8)
-def constants(cfg: ModelConfig, b: int, t: int, heads: int) -> Constants:
-    """For b sequences of t tokens and this many heads."""
-    e = cfg.head_dim
-    angle = np.broadcast_to(angles(cfg, t)[None, :, None], (b, t, heads, e)).reshape(-1, e)
+def constants(cfg: ModelConfig, b: int, t: int, heads: int, places: bytes | None = None) -> Constants:
+    """For b sequences of t tokens and this many heads; of packed rows by the places that the bytes of i32[b, t] tell."""
+    e, angle = cfg.head_dim, angles(cfg, t)
+    angle = angle[None] if places is None else angle[np.frombuffer(places, np.int32).reshape(b, t)]
+    angle = np.broadcast_to(angle[:, :, None], (b, t, heads, e)).reshape(-1, e)
     turn = np.zeros((e, e), np.float32)
     pair = np.arange(e // 2)
     turn[e // 2 + pair, pair], turn[pair, e // 2 + pair] = -1.0, 1.0
     by_head = np.arange(b * t * heads, dtype=np.int32).reshape(b, t, heads).transpose(0, 2, 1).reshape(-1)
     return Constants(*map(Tensor, (np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32), turn,
                                    by_head, np.argsort(by_head).astype(np.int32))))
+
+
+@lru_cache(maxsize=2)
+def document_mask(t: int, window: int | None, places: bytes) -> Tensor:
+    """f32[b, 1, t*t], added to the scores: a token sees its document up to itself."""
+    at, place = np.arange(t), np.frombuffer(places, np.int32).reshape(-1, t)
+    least = at - (place if window is None else np.minimum(place, window - 1))
+    hidden = (at > at[:, None]) | (at < least[:, :, None])
+    return Tensor(np.where(hidden, MASKED, 0.0).astype(np.float32).reshape(len(place), 1, t * t))
 
 
 @lru_cache(maxsize=8)
@@ -133,17 +143,22 @@ def attention(q, key, value, mine: Constants, theirs: Constants, mask: Tensor) -
     q = ops.gather(q, by_head, 0).reshape(b * k, h // k * t, e)
     key = ops.gather(rotary(key.reshape(-1, e), key_cos, key_sin, turn), key_by_head, 0).reshape(b * k, t, e)
     value = ops.gather(value.reshape(-1, e), key_by_head, 0).reshape(b * k, t, e)
-    score = ops.bias_add(scores(q, key).reshape(b * h, t * t), mask)
+    score = scores(q, key)
+    if mask.ndim == 1:
+        score = ops.bias_add(score.reshape(b * h, t * t), mask)
+    else:  # of each row its own
+        score = score.reshape(b, h, t * t) + mask
     out = mix(mint.softmax(score.reshape(b * k, h // k * t, t), -1), value)
     return ops.gather(out.reshape(-1, e), by_token, 0).reshape(b, t, h, e)
 
 
-def attend(cfg: ModelConfig, q: Tensor, key: Tensor, value: Tensor, core=attention) -> Tensor:
+def attend(cfg: ModelConfig, q: Tensor, key: Tensor, value: Tensor, places: Tensor | None = None, core=attention) -> Tensor:
     """`model.attend` on plain tensors; `core` is `attention`, or that compiled."""
     b, t, h, _ = q.shape
+    of = None if places is None else places.asnumpy().tobytes()
+    mask = causal_mask(t, cfg.sliding_window) if of is None else document_mask(t, cfg.sliding_window, of)
     form = rounding_once(lambda q, key, value: core(
-        q, key, value, tuple(constants(cfg, b, t, h)), tuple(constants(cfg, b, t, key.shape[2])),
-        causal_mask(t, cfg.sliding_window)))
+        q, key, value, tuple(constants(cfg, b, t, h, of)), tuple(constants(cfg, b, t, key.shape[2], of)), mask))
     return form(q, key, value)
 
 

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real text as bytes: the Python standard library's own sources, or any file or folder.
+"""What a run reads: text as bytes (the Python standard library's own sources, or any file or folder), the token files of
+`prepare_data.py`, or conversations (`chat.py`).
 
-Not a data pipeline. The one invariant: a batch is a pure function of (text, seed, step), so every rank computes the
+The one invariant: a batch is a pure function of (text, seed, step), so every rank computes the
 same *global* batch with NumPy and takes its own rows; nothing is communicated and any mesh sees the same data.
 """
 from __future__ import annotations
 
 import os
 import sysconfig
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +18,9 @@ import numpy as np
 
 from ms_dtensor.errors import ConfigError
 
+from .chat import Conversations
 from .config import Config, DataConfig
+from .token_file import TokenFile
 from .tokens import load_tokens
 
 BLOCK = 16384  # text is split into train and held-out in blocks of this many bytes
@@ -35,10 +39,55 @@ class Text:
         draw = np.random.Generator(np.random.Philox(key=[seed, step]))
         return _windows(self.train, draw.integers(0, len(self.train) - seq, batch), seq)
 
+    def identity(self) -> int:
+        """A number that another text would not have."""
+        return zlib.crc32(self.train)
+
     def held_out_batch(self, index: int, count: int, batch: int, seq: int) -> tuple[np.ndarray, np.ndarray]:
         """Batch `index` of `count` that together spread evenly over the held-out text."""
         starts = np.linspace(0, len(self.held_out) - seq - 1, count * batch).astype(np.int64)
         return _windows(self.held_out, starts[index * batch:(index + 1) * batch], seq)
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """The same of two token files, which no rank reads whole."""
+
+    train: TokenFile
+    held_out: TokenFile
+    documents: bool = False
+    """A batch's third array tells each token's place in its document, of which a row may have the end only."""
+
+    def batch(self, seed: int, step: int, batch: int, seq: int) -> tuple[np.ndarray, ...]:
+        draw = np.random.Generator(np.random.Philox(key=[seed, step]))
+        return self._read(self.train, draw.integers(0, len(self.train) - seq, batch), seq)
+
+    def identity(self) -> int:
+        return self.train.identity()
+
+    def held_out_batch(self, index: int, count: int, batch: int, seq: int) -> tuple[np.ndarray, ...]:
+        starts = np.linspace(0, len(self.held_out) - seq - 1, count * batch).astype(np.int64)
+        return self._read(self.held_out, starts[index * batch:(index + 1) * batch], seq)
+
+    def _read(self, file: TokenFile, starts: np.ndarray, seq: int) -> tuple[np.ndarray, ...]:
+        both = np.stack([file.read(int(start), seq + 1) for start in starts]).astype(np.int32)
+        ids, labels = np.ascontiguousarray(both[:, :-1]), np.ascontiguousarray(both[:, 1:])
+        return (ids, labels, places(ids, file.end)) if self.documents else (ids, labels)
+
+
+def places(ids: np.ndarray, end: int) -> np.ndarray:
+    """i32[b, t]: how many tokens of its document are before each in its row; the token `end` is its document's last.
+
+    Example:
+        >>> import numpy as np
+        >>> from model_zoo.llama.data import places
+        >>> places(np.array([[5, 0, 7, 8, 0, 9]]), 0).tolist()
+        [[0, 1, 0, 1, 2, 0]]
+    """
+    at = np.arange(ids.shape[1], dtype=np.int32)
+    first = np.zeros(ids.shape, np.int32)
+    first[:, 1:] = np.where(ids[:, :-1] == end, at[1:], 0)
+    return at - np.maximum.accumulate(first, 1)
 
 
 def _windows(stream: np.ndarray, starts: np.ndarray, seq: int) -> tuple[np.ndarray, np.ndarray]:
@@ -46,8 +95,25 @@ def _windows(stream: np.ndarray, starts: np.ndarray, seq: int) -> tuple[np.ndarr
     return np.ascontiguousarray(both[:, :-1]), np.ascontiguousarray(both[:, 1:])
 
 
-def load_text(cfg: DataConfig, vocab_size: int, seq: int) -> Text:
-    """Reads the text and splits it; raises `ConfigError` when it is missing or too short."""
+def load_text(cfg: DataConfig, vocab_size: int, seq: int) -> Text | Files | Conversations:
+    """Opens what `cfg` names; raises `ConfigError` when it is missing, damaged or too short."""
+    if cfg.format == "chat":
+        tokens = load_tokens(cfg.tokenizer)
+        _check_vocabulary(tokens.size, vocab_size)
+        return Conversations(Path(cfg.path or "chat.jsonl"), tokens, cfg.template, seq, cfg.held_out_every)
+    if cfg.path is not None and (Path(cfg.path) / "train.tokens").exists():
+        files = Files(*(TokenFile(Path(cfg.path) / f"{name}.tokens") for name in ("train", "held_out")), cfg.documents)
+        _check_vocabulary(files.train.vocab, vocab_size)
+        _check_length(len(files.train), len(files.held_out), seq, cfg.path, "tokens")
+        if cfg.documents and files.train.end is None:
+            raise ConfigError("For the configuration, data.documents is set, and data.path does not tell documents apart.",
+                              f"data.path = {cfg.path}", "Its tokenizer has a token that ends a text.",
+                              "--data.documents false")
+        return files
+    if cfg.documents:
+        raise ConfigError("For the configuration, data.documents is set, and data.path names no token files.",
+                          f"data.path = {cfg.path}", "Token files tell documents apart.",
+                          "python model_zoo/llama/prepare_data.py")
     if vocab_size < 256:
         raise ConfigError(f"For the configuration, model.vocab_size = {vocab_size} is too small.", "",
                           "Tokens are bytes.", "--model.vocab_size 256 or more")
@@ -64,12 +130,23 @@ def load_text(cfg: DataConfig, vocab_size: int, seq: int) -> Text:
     block = max(1, min(BLOCK, len(stream) // (2 * cfg.held_out_every)))
     held = np.arange(len(stream)) // block % cfg.held_out_every == cfg.held_out_every - 1
     text = Text(stream[~held], stream[held])
-    if min(len(text.train), len(text.held_out)) < seq + 2:
+    _check_length(len(text.train), len(text.held_out), seq, root, "bytes")
+    return text
+
+
+def _check_length(train: int, held_out: int, seq: int, root, unit: str) -> None:
+    if min(train, held_out) < seq + 2:
         raise ConfigError(f"For the configuration, the text under '{root}' is too short.",
-                          f"{len(text.train)} bytes to train on, {len(text.held_out)} held out, train.seq = {seq}",
+                          f"{train} {unit} to train on, {held_out} held out, train.seq = {seq}",
                           "Both parts hold at least one sequence and the token after it.",
                           "--data.path with more text, or a shorter --train.seq")
-    return text
+
+
+def _check_vocabulary(tokens: int, model: int) -> None:
+    if tokens > model:
+        raise ConfigError(f"For the configuration, model.vocab_size = {model} is too small.",
+                          f"the tokenizer has {tokens} tokens", "The model has a row for each token.",
+                          f"--model.vocab_size {tokens}")
 
 
 def _sources(root: Path) -> Iterator[Path]:
@@ -96,11 +173,14 @@ def _files(path: str | None) -> tuple[list[Path], Path]:
 
 
 def read_tokens(source: str, path: str | None, tokenizer: str | None, own: Config, seq: int) -> np.ndarray:
-    """What `evaluate.py` predicts: a text's tokens, or the held-out ones of a run's own data."""
+    """What `evaluate.py` predicts: a text's tokens, a token file's, or the held-out ones of a run's own data."""
     if path is None:
-        return load_text(own.data, own.model.vocab_size, seq).held_out
+        held = load_text(own.data, own.model.vocab_size, seq).held_out
+        return held.read(0, len(held)) if isinstance(held, TokenFile) else np.asarray(held)
+    if Path(path).suffix == ".tokens":
+        file = TokenFile(path)
+        return file.read(0, len(file))
     files, _ = _files(path)
     beside = Path(source) / "tokenizer.json"
-    tokens = load_tokens(tokenizer or (beside if beside.is_file() else None))
-    text = b"".join(file.read_bytes() for file in files).decode(errors="surrogateescape")
-    return np.array(tokens.encode(text))
+    tokens = load_tokens(tokenizer or own.data.tokenizer or (beside if beside.is_file() else None))
+    return np.array(tokens.encode(b"".join(file.read_bytes() for file in files).decode(errors="replace")))

@@ -11,9 +11,12 @@ from .config import ModelConfig
 
 
 def weights_in_products(m: ModelConfig) -> int:
-    """Weights that a token is multiplied with: those of the blocks and of the head, tied or not; no table of embeddings."""
+    """Weights that a token is multiplied with: of the blocks, of experts those it goes to, and of the head, tied or not."""
     attention = m.dim * m.head_dim * (2 * m.n_heads + 2 * m.n_kv_heads)
-    return m.n_layers * (attention + 3 * m.dim * m.ffn_dim) + m.dim * m.vocab_size
+    one = 3 * m.dim * m.ffn_dim
+    experts = m.experts
+    ffn = one if experts is None else experts.per_token * one + m.dim * experts.count  # the router asks for all
+    return m.n_layers * (attention + ffn) + m.dim * m.vocab_size
 
 
 def seen(m: ModelConfig, seq: int) -> float:

@@ -112,11 +112,12 @@ def environment(nodes: Nodes = Nodes()) -> dict[str, str]:
 class Run:
     """One launch; `wait` returns the exit code with nothing of it left alive."""
 
-    def __init__(self, script: Path, workers: int, log_dir: Path, args: list[str], nodes: Nodes = Nodes()):
-        self.log_dir, self.show = log_dir, True
+    def __init__(self, script: Path, workers: int, log_dir: Path, args: list[str], show: bool = True,
+                 nodes: Nodes = Nodes()):
+        self.log_dir, self.show = log_dir, show
         self.count = workers + (nodes.rank == 0)  # with the scheduler
         self.first = nodes.rank * workers  # of this machine's ranks; rank 0 alone has much to say
-        self.screen = Screen()
+        self.screen = Screen(show)
         for old in [*log_dir.glob("worker_*.log"), log_dir / "scheduler.log"]:
             old.unlink(missing_ok=True)
         with open(log_dir / "msrun.log", "wb") as log:
@@ -280,7 +281,7 @@ def main() -> int:
         log_dir.mkdir(parents=True, exist_ok=True)
         on = f" on node {nodes.rank} of {nodes.count}" if nodes.count > 1 else ""
         print(f"starting {options.workers} ranks{on}; logs of all ranks in {log_dir}", flush=True)
-        run = Run(HERE / "train.py", options.workers, log_dir, rest, nodes)
+        run = Run(HERE / "train.py", options.workers, log_dir, rest, nodes=nodes)
         signal.signal(signal.SIGTERM, run.ask_to_end)
         try:
             code = run.wait()

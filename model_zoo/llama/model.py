@@ -17,6 +17,7 @@ Shapes: b sequences of t tokens, n = b*t, d dim, h query heads, k key heads that
 from __future__ import annotations
 
 import zlib
+from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import mindspore as ms
@@ -48,17 +49,39 @@ def causal_mask() -> Tensor:
     return Tensor(np.triu(np.ones((2048, 2048), np.uint8), 1))
 
 
-def attend(cfg: ModelConfig, q: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal grouped-query attention of q [b, t, h, e] over key and value [b, t, k, e] -> [b, t, h, e]."""
+def attend(cfg: ModelConfig, q: Tensor, key: Tensor, value: Tensor, places: Tensor | None = None) -> Tensor:
+    """Causal grouped-query attention of q [b, t, h, e] over key and value [b, t, k, e] -> [b, t, h, e].
+
+    With `places`, i32[b, t], a token sees as many before it as its place says, and is turned by it.
+    """
     if on_cpu():
-        return cpu.attend(cfg, q, key, value)
+        return cpu.attend(cfg, q, key, value, places)
     cos, sin = rotary_tables(cfg, q.shape[1], q.dtype)
+    if places is not None:
+        cos, sin = (ops.gather(table[0], places, 0) for table in (cos, sin))
     q, key = (ops.rotary_position_embedding(x, cos, sin, 0) for x in (q, key))
     seen = {"sparse_mode": 2}  # what is before a token, or a band of it
     if cfg.sliding_window is not None:
         seen = {"sparse_mode": 4, "pre_tokens": cfg.sliding_window - 1, "next_tokens": 0}
-    return ops.flash_attention_score(q, key, value, q.shape[2], attn_mask=causal_mask(), scalar_value=cfg.head_dim ** -0.5,
+    mask = causal_mask()
+    if places is not None:
+        at = ops.arange(q.shape[1]).astype(ms.int32)
+        least = at - (places if cfg.sliding_window is None else ops.minimum(places, cfg.sliding_window - 1))
+        mask = ops.logical_or(at > at.expand_dims(-1), at < least.expand_dims(-1)).expand_dims(1).astype(ms.uint8)
+        seen = {"sparse_mode": 0}  # by the mask alone, [b, 1, t, t]
+    return ops.flash_attention_score(q, key, value, q.shape[2], attn_mask=mask, scalar_value=cfg.head_dim ** -0.5,
                                      input_layout="BSND", **seen)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """In the place of the length of sequences, where rows hold several documents: the length, and each token's place.
+
+    No tuple: MindSpore recomputes no cell that is given tensors in one.
+    """
+
+    length: int
+    places: Tensor
 
 
 def linear(d_in: int, d_out: int, bias: bool = False) -> nn.Dense:
@@ -102,9 +125,10 @@ class Attention(nn.Cell):
         self.core = partial(attend, cfg)  # of q, key and value alone: on a mesh `parallelize.py` sets what runs there
 
     def construct(self, x, t):
+        t, *places = (t.length, t.places) if isinstance(t, Packed) else (t,)
         b, h, k, e = x.shape[0] // t, self.heads, self.kv_heads, self.head_dim
         q, key, value = (w(x).reshape(b, t, n, e) for w, n in ((self.wq, h), (self.wk, k), (self.wv, k)))
-        return self.wo(self.core(self.q_norm(q), self.k_norm(key), value).reshape(b * t, h * e))
+        return self.wo(self.core(self.q_norm(q), self.k_norm(key), value, *places).reshape(b * t, h * e))
 
 
 class FeedForward(nn.Cell):
@@ -137,12 +161,14 @@ class Block(nn.Cell):
         x = x + self.attention(self.attention_norm(x), t)
         if not self.mixed:
             return x + self.feed_forward(self.ffn_norm(x))
-        y, shares = self.feed_forward(self.ffn_norm(x), t)
+        y, shares = self.feed_forward(self.ffn_norm(x), t.length if isinstance(t, Packed) else t)
         return x + y, shares
 
 
 class Llama(nn.Cell):
     """Token ids i32[b, t] -> logits [b*t, vocab]; of a mixture of experts, these and the auxiliary loss.
+
+    With `places`, i32[b, t], rows hold several documents: each token's place in its own, beyond which it sees nothing.
 
     Args:
         cfg: the sizes.
@@ -159,11 +185,12 @@ class Llama(nn.Cell):
         for name, param in self.parameters_and_names():
             param.name = name
 
-    def construct(self, ids):
+    def construct(self, ids, places=None):
         x = self.tok_embeddings(ids.reshape(-1))
+        t = ids.shape[1] if places is None else Packed(ids.shape[1], places)
         shares = []
         for layer in self.layers:
-            x = layer(x, ids.shape[1])
+            x = layer(x, t)
             if layer.mixed:
                 x, share = x
                 shares.append(share)

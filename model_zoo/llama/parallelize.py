@@ -19,6 +19,7 @@ from ms_dtensor import (
     DTensor,
     MixedPrecisionPolicy,
     Partial,
+    Placement,
     Replicate,
     Shard,
     distribute_module,
@@ -40,19 +41,35 @@ from ms_dtensor.parallel import (
 from ms_dtensor.tensor.distribute import distribute_parameter, set_parameter
 
 from .config import ParallelConfig
+from .lora import adapted
 
 
-class CutExperts(ParallelStyle):
-    """The width of each expert is cut: dim 1 of w1 and w3, dim 2 of w2."""
+class Cut(ParallelStyle):
+    """Parameters of a cell that others compute with, or whose inputs lie as they are to: no hooks."""
+
+    def __init__(self, **placements: Placement):
+        self.placements = placements
 
     def check(self, module, device_mesh):
-        return {"w1": Shard(1), "w2": Shard(2), "w3": Shard(1)}
+        return self.placements
 
     def apply(self, module, device_mesh):
         def cut(name, cell, mesh):
-            for key, placement in self.check(cell, mesh).items():
+            for key, placement in self.placements.items():
                 set_parameter(cell, key, distribute_parameter(cell._params[key], mesh, [placement], src_data_rank=0))
         return distribute_module(module, device_mesh, cut)
+
+
+def adapter_plan(plan: dict[str, ParallelStyle], model: nn.Cell) -> dict[str, ParallelStyle]:
+    """LoRA's matrices beside those of a plan: B is cut as the outputs are, A as the inputs are, else they are whole."""
+    more: dict[str, ParallelStyle] = {}
+    for name, _ in adapted(model.layers[0]):
+        cell = f"layers.*.{name}"
+        if name.endswith(("wo", "w2")):
+            more[f"{cell}.lora_a"] = Cut(weight=Shard(1))
+        else:
+            more[f"{cell}.lora_b"] = Cut(weight=Shard(0))
+    return plan | more
 
 
 def tensor_plan(cfg: ParallelConfig, mixed: bool = False) -> dict[str, ParallelStyle]:
@@ -71,7 +88,7 @@ def tensor_plan(cfg: ParallelConfig, mixed: bool = False) -> dict[str, ParallelS
         plan |= {"layers.*.feed_forward.w[13]": ColwiseParallel(**columns),
                  "layers.*.feed_forward.w2": RowwiseParallel(**rows)}
     elif cfg.expert_tp:
-        plan["layers.*.feed_forward.experts"] = CutExperts()
+        plan["layers.*.feed_forward.experts"] = Cut(w1=Shard(1), w2=Shard(2), w3=Shard(1))
     if cfg.sequence_parallel:
         # one all-gather at the door of each half of a block, shared by q, k, v and by w1, w3
         whole, length = (Replicate(),), (None,)
@@ -98,7 +115,7 @@ def parallelize(model: nn.Cell, mesh: DeviceMesh, cfg: ParallelConfig,
     Initial weights are those of rank 0 of each axis. Afterwards every parameter and buffer is a DTensor on `mesh`.
     """
     mixed, inside = model.layers[0].mixed, "layers.*."
-    plan = tensor_plan(cfg, mixed)
+    plan = adapter_plan(tensor_plan(cfg, mixed), model)
     for layer in model.layers:
         parallelize_module(layer, mesh["tp"], {k.removeprefix(inside): v for k, v in plan.items() if k.startswith(inside)})
         layer.attention.core = attention_on_heads(layer.attention.core, mesh)
@@ -144,12 +161,14 @@ def attention_on_heads(core, mesh: DeviceMesh):
     """
     if on_cpu():
         heads = {a: Shard(2) if a == "tp" else Shard(0) for a in mesh.mesh_dim_names}
-        return local_map(core, heads, (heads, heads, heads), device_mesh=mesh, redistribute_inputs=True,
-                         out_shapes=lambda q, key, value: q)
+        rows = heads | {"tp": Replicate()}
+        maps = {count: local_map(core, heads, (heads, heads, heads, rows)[:count], device_mesh=mesh,
+                                 redistribute_inputs=True, out_shapes=lambda q, *rest: q) for count in (3, 4)}
+        return lambda *operands: maps[len(operands)](*operands)
 
-    def run(q, key, value):
+    def run(*operands):
         with implicit_replication():  # tables and mask
-            return core(q, key, value)
+            return core(*operands)
     return run
 
 

@@ -68,8 +68,10 @@ def leave(code: int) -> None:
 
 def start_device() -> str:
     """The device type of this machine for `init_device_mesh`, ready to compute."""
-    if os.environ.get("MS_ROLE") == "MS_SCHED" and os.environ.get(NODE, "0") != "0":
-        sys.exit(0)  # msrun starts a scheduler wherever it finds the master's address; two nodes on one machine have both
+    if os.environ.get("MS_ROLE") == "MS_SCHED":
+        if os.environ.get(NODE, "0") != "0":
+            sys.exit(0)  # msrun starts one wherever it finds the master's address; two nodes on one machine have both
+        os.nice(10)  # what it does on one machine's CPUs is to see that there is nothing to do
     import mindspore as ms
 
     device = DEVICES[ms.get_context("device_target")]

@@ -47,7 +47,7 @@ def restore(source: str | Path, device: str, world: int, *, tp: int | None = Non
     from ms_dtensor import MixedPrecisionPolicy
     from ms_dtensor.checkpoint import load as load_checkpoint
 
-    from . import hf
+    from . import hf, lora
     from .model import Llama
     from .parallelize import make_mesh, parallelize
 
@@ -59,6 +59,8 @@ def restore(source: str | Path, device: str, world: int, *, tp: int | None = Non
     check(cfg, world)
     mesh = make_mesh(device, parallel) if world > 1 or cfg.train.dtype != "float32" else None
     model = Llama(m)
+    if cfg.lora is not None:
+        lora.add(model, cfg.lora, 0)
     policy = MixedPrecisionPolicy(ms.bfloat16, ms.float32) if cfg.train.dtype == "bfloat16" else None
     if mesh is not None:
         parallelize(model, mesh, parallel, policy)

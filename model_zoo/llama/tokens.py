@@ -27,9 +27,9 @@ class Tokens(Protocol):
 
 
 class Bytes:
-    """UTF-8. No byte ends a document."""
+    """UTF-8. A zero ends a document."""
 
-    size, end = 256, None
+    size, end = 256, 0
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -46,7 +46,8 @@ class FromFile:
             from tokenizers import Tokenizer
         except ImportError:
             raise ConfigError(f"For the tokenizer '{file}', the package 'tokenizers' is not installed.", "",
-                              "Bytes need nothing, other tokens this package.", "pip install ms_dtensor[llama]") from None
+                              "Bytes need nothing, other tokens this package.",
+                              "pip install ms_dtensor[tokenizers]") from None
         try:
             self._tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # of its own: a bare Exception

@@ -6,7 +6,6 @@ and train, `step(i)` computes the same numbers on every mesh, up to the rounding
 """
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from operator import add
@@ -24,7 +23,7 @@ from ms_dtensor.internals.target import on_cpu
 from ms_dtensor.optim import AdamW, clip_grad_norm_, cosine, wsd
 from ms_dtensor.tools.guard import Guard, Verdict, stopped
 
-from . import hf
+from . import hf, lora
 from .config import Config, OptimConfig
 from .cpu import compile_attention
 from .data import Text
@@ -72,6 +71,8 @@ class Trainer:
             self.model = Llama(cfg.model)
         if initialize is not None:
             initialize(self.model)
+        if cfg.lora is not None:
+            lora.add(self.model, cfg.lora, cfg.train.seed)
         if cfg.train.compile and on_cpu():
             compile_attention(self.model, cfg.model)
         policy = MixedPrecisionPolicy(ms.bfloat16, ms.float32) if cfg.train.dtype == "bfloat16" else None
@@ -80,9 +81,11 @@ class Trainer:
         elif policy is not None:
             policy.apply(self.model)
         if cfg.train.init_hf is not None:  # each rank its shards
-            hf.load(self.model, cfg.train.init_hf)
+            with lora.without_adapters(self.model):
+                hf.load(self.model, cfg.train.init_hf)
         elif initialize is None:
-            init_weights(self.model, cfg.train.seed)
+            with lora.without_adapters(self.model):
+                init_weights(self.model, cfg.train.seed)
         if cfg.train.recompute:
             for layer in self.model.layers:
                 layer.recompute()
@@ -96,9 +99,9 @@ class Trainer:
         make = ms.value_and_grad if mesh is None else value_and_grad
         self.value_and_grad = make(self.loss, None, self.params)
 
-    def loss(self, ids: Tensor, labels: Tensor) -> Tensor:
+    def loss(self, ids: Tensor, labels: Tensor, *places: Tensor) -> Tensor:
         """A micro-batch's summand of the mean over the global batch."""
-        logits, balance = self.model(ids), None
+        logits, balance = self.model(ids, *places), None
         if isinstance(logits, tuple):
             logits, balance = logits
         if self.mesh is not None and self.cfg.parallel.loss_parallel and self.cfg.parallel.tp > 1:
@@ -110,16 +113,16 @@ class Trainer:
         count = self.cfg.train.micro_batches
         return loss if count == 1 else loss / count
 
-    def parts(self, ids: np.ndarray, labels: np.ndarray) -> Iterator[tuple[Tensor, Tensor]]:
+    def parts(self, *batch: np.ndarray) -> Iterator[tuple[Tensor, ...]]:
         """This rank's parts of the micro-batches of a global batch."""
         count = self.cfg.train.micro_batches
-        for rows in zip(np.split(ids, count), np.split(labels, count), strict=True):
+        for rows in zip(*(np.split(x, count) for x in batch), strict=True):
             yield tuple(own_rows(x, self.mesh) for x in rows)
 
-    def gradients(self, ids: np.ndarray, labels: np.ndarray) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def gradients(self, *batch: np.ndarray) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Loss and gradients (in the order of `params`) of a global batch."""
         loss, grads = None, ()
-        for i, part in enumerate(self.parts(ids, labels), 1):
+        for i, part in enumerate(self.parts(*batch), 1):
             if self.cut:  # summed up before they are reduced
                 self.model.set_requires_gradient_sync(i == self.cfg.train.micro_batches)
             one, mine = self.value_and_grad(*part)
@@ -137,15 +140,15 @@ class Trainer:
         self.optimizer(grads)
         return norm, self.optimizer.lr
 
-    def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs and labels of the global batch of a step."""
+    def batch(self, step: int) -> tuple[np.ndarray, ...]:
+        """Inputs and labels of the global batch of a step, and where documents count, each token's place in its own."""
         t = self.cfg.train
         return self.text.batch(t.seed, step, t.batch, t.seq)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds. Batches are a function of the text, the seed and the step, which a checkpoint knows."""
         t, text = self.cfg.train, self.text
-        stream = {"seed": t.seed, "batch": t.batch, "seq": t.seq, "text": 0 if text is None else zlib.crc32(text.train)}
+        stream = {"seed": t.seed, "batch": t.batch, "seq": t.seq, "text": 0 if text is None else text.identity()}
         return {"model": self.model, "optimizer": self.optimizer, "data": stream, "random": RandomState()}
 
     def step(self, step: int) -> StepResult:

@@ -181,7 +181,7 @@ def retire(root: Path, keep_last: int, keep_every: int | None) -> list[int]:
             and root / step_name(s) != now]
     for s in gone:
         hidden = root / f".{step_name(s)}{_RETIRED}"
-        with refusals(f"For 'save', '{root / step_name(s)}' cannot be removed"):
+        with refusals(f"For 'save', '{root / step_name(s)}' cannot be removed"), contextlib.suppress(FileNotFoundError):
             os.rename(root / step_name(s), hidden)  # whole, or not there
             _remove(hidden)
     return gone

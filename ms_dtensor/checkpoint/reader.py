@@ -23,11 +23,11 @@ import numpy as np
 from ..errors import CheckpointError
 from ..redistribute.boxes import Box, relative
 from .index import ID, MAX_INDEX, NAME, Chunk, Index, TensorInfo, parse
-from .pieces import PIECE, as_bytes, crc, piece_hash, view
+from .pieces import as_bytes, crc, piece_hash, view
 from .plan import common, part_name, volume
 from .safetensors_file import CODES, DTYPES, SafetensorsFile, put
 
-BLOCK = 4 * PIECE  # bytes that a thread reads at a time
+BLOCK = 4 << 20  # bytes that a thread reads at a time
 
 
 class _Run(NamedTuple):
@@ -111,13 +111,16 @@ class Reader:
         """
         jobs = ((key, tensor, chunk, run) for tensor, key, box, out in wanted for chunk in tensor.chunks
                 for run in self._runs(tensor, chunk, box, out))
-        if self._threads is None:
+
+        def run_all(jobs):
             for job in jobs:
                 self._run(*job)
+        if self._threads is None:
+            run_all(jobs)
             return
         work = []
         for batch in _batches(jobs):
-            work.append(self._threads.submit(lambda batch: [self._run(*job) for job in batch], batch))
+            work.append(self._threads.submit(run_all, batch))
             if len(work) > 64:  # so that the list of what is to be done stays short
                 work.pop(0).result()
         for one in work:

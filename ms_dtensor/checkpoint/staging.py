@@ -14,7 +14,7 @@ import numpy as np
 
 from .plan import Part
 
-SLAB = 16 << 20  # bytes that a thread copies at a time: where the memory is new, it takes more than one to be fast
+SLAB = 4 << 20  # bytes that a thread copies at a time
 _ALIGNED = 64
 _free: np.ndarray | None = None  # what the last save has left
 

@@ -262,7 +262,7 @@ def _at(key: str) -> str:
 
 def _known(array: np.ndarray) -> np.ndarray:
     """The array with the dtype of `ml_dtypes` in place of MindSpore's own of that name."""
-    wanted = getattr(ml_dtypes, array.dtype.name, None)
+    wanted = getattr(ml_dtypes, array.dtype.name, None) if array.dtype.isbuiltin != 1 else None
     if wanted is None or not array.size:
         return array if wanted is None else np.empty(array.shape, wanted)
     return array.view(wanted) if array.flags.c_contiguous else np.ascontiguousarray(array).view(wanted)

@@ -46,7 +46,8 @@ class Work(Generic[T]):
         """Blocks (on a device: orders the stream) until the result may be used, and returns it."""
         if self._finish is not None:
             finish, self._finish = self._finish, None
-            self._result = finish() if tallies.running is None else tallies.running.waited(finish)
+            tally = tallies.running
+            self._result = finish() if tally is None else tally.waited(finish)
         return self._result  # type: ignore[return-value]
 
     @property

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import difflib
 import os
-from contextlib import ContextDecorator
+from collections.abc import Iterator
+from contextlib import ContextDecorator, contextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
@@ -48,6 +49,22 @@ _open: ContextVar[tuple] = ContextVar("ms_dtensor_open_modes", default=())
 def _fold(blocks) -> None:
     _open.set(blocks)
     mode.set(DEFAULT._replace(**{k: v for _, fields in blocks for k, v in fields.items()}) if blocks else DEFAULT)
+
+
+def open_blocks() -> tuple:
+    """Those in force, oldest first."""
+    return _open.get()
+
+
+@contextmanager
+def reopened(then: tuple) -> Iterator[None]:
+    """Inside, the blocks are open that were open then, and no others."""
+    now = _open.get()
+    _fold(then)
+    try:
+        yield
+    finally:
+        _fold(now)
 
 
 class _Block(ContextDecorator):

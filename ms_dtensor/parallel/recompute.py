@@ -27,7 +27,8 @@ def checkpoint_wrapper(module: nn.Cell, policy: str | Callable[[str, nn.Cell], b
         save: ops whose results are kept, while the rest runs again (PyTorch's selective checkpointing: these are
             MUST_SAVE, others PREFER_RECOMPUTE): callables or names as for `SkipDTensorDispatch`, and "redistribute", which
             is communication; or `(op, arguments) -> bool`, asked of each call by the op's name in rules ("matmul"). Of a
-            kept op's operands nothing is kept. Ops on DTensors are seen, inside a `local_map` none.
+            kept op's operands nothing is kept but what it moved or cast itself. Ops on DTensors are seen, inside a
+            `local_map` none.
 
     Returns:
         The same module.

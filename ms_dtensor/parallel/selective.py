@@ -56,7 +56,7 @@ class _Forward:
     def __init__(self, cell: nn.Cell, keeps, args: tuple, kwargs: dict):
         self.cell, self.keeps = cell, keeps
         self.args, self.kwargs = map_leaves(_reader, args, Tensor), map_leaves(_reader, kwargs, Tensor)
-        self.mode, self.present, self.random = modes.mode.get(), standing_in.get(), recompute_module.get_rng_state()
+        self.blocks, self.present, self.random = modes.open_blocks(), standing_in.get(), recompute_module.get_rng_state()
         self.calls: list[tuple[str, _Kept | None]] = []  # ops that were asked about, in order
         self.wanted: list[tuple] = []  # shape and dtype of what autograd saved, by number
         self.values: dict[int, Tensor] = {}  # of them, once the second run has made them
@@ -122,14 +122,13 @@ class _Forward:
         grad, enable = executor.grad_flag(), executor.enable_grad()
         executor.set_grad_flag(True)
         executor.set_enable_grad(True)
-        mode = modes.mode.set(self.mode._replace(watch=self._ask_again))
         executor.new_empty_graph()
         try:
-            with as_before(self.present, self.cell), ms.saved_tensors_hooks(self._pack_again, lambda x: x):
+            with as_before(self.present, self.cell), modes.reopened(self.blocks), modes.Watched(self._ask_again), \
+                    ms.saved_tensors_hooks(self._pack_again, lambda x: x):
                 self.cell.construct(*self.args, **self.kwargs)
         finally:
             executor.end_empty_graph()
-            modes.mode.reset(mode)
             executor.set_grad_flag(grad)
             executor.set_enable_grad(enable)
             recompute_module.set_rng_state(state)

@@ -26,7 +26,8 @@ STYLE = {
     "axes.edgecolor": "#666666", "xtick.color": "#444444", "ytick.color": "#444444", "legend.frameon": False,
     "legend.fontsize": 9, "lines.linewidth": 1.6, "svg.hashsalt": "ms_dtensor", "svg.fonttype": "path",
 }
-KINDS = 6  # that a picture of communication tells apart; the rest is "other"
+OTHER = "#999999"
+KINDS = len(COLOURS)  # that a picture of communication tells apart; the rest is "other"
 
 
 def draw(folders: Sequence[Path], out: Path) -> list[Path]:
@@ -61,12 +62,12 @@ def _line(i: int) -> dict[str, Any]:
     return {"color": COLOURS[i % len(COLOURS)], "linestyle": DASHES[i % len(DASHES)]}
 
 
-def _legend(figure: Any, axes: Any, count: int) -> None:
-    """Below the picture, where it hides nothing; one run needs none, its name is the title's."""
+def _legend(figure: Any, axes: Any, least: int = 2) -> None:
+    """Below the picture, where it hides nothing."""
     handles, labels = axes.get_legend_handles_labels()
-    if len(handles) > 1:
+    if len(handles) >= least:
         widest = max(map(len, labels))
-        figure.legend(handles, labels, loc="outside lower center", ncols=max(1, min(len(labels), 90 // (widest + 6))))
+        figure.legend(handles, labels, loc="outside lower center", ncols=max(1, min(len(labels), 100 // (widest + 6))))
 
 
 def _titled(axes: Any, title: str, runs: Sequence[Run]) -> None:
@@ -83,7 +84,7 @@ def loss(pyplot: Any, runs: Sequence[Run]) -> Any:
         if held_out[0]:
             name = "held out" if len(runs) == 1 else f"{run.name}, held out"
             top.plot(*held_out, marker="os^D"[i % 4], linestyle="", color=COLOURS[i % len(COLOURS)], markeredgecolor="white",
-                     markersize=7, label=name, zorder=3)
+                     markersize=max(8 - 1.5 * i, 4), label=name, zorder=3)
     top.set_ylabel("loss")
     _titled(top, "Loss", runs)
     if len(runs) > 1:
@@ -101,14 +102,14 @@ def loss(pyplot: Any, runs: Sequence[Run]) -> Any:
         low.set_title("Gradient norm, before it is clipped")
         low.set_ylim(bottom=0)
     _steps(low)
-    _legend(figure, top, len(runs))
+    _legend(figure, top)
     return figure
 
 
 def _steps(axes: Any) -> None:
     from matplotlib.ticker import MaxNLocator
     axes.set_xlabel("step")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
 
 
 def throughput(pyplot: Any, runs: Sequence[Run]) -> Any:
@@ -124,7 +125,7 @@ def throughput(pyplot: Any, runs: Sequence[Run]) -> Any:
     axes.set_ylim(bottom=0)
     _titled(axes, "Throughput of all devices" if len(runs) > 1 else f"Throughput ({name})", runs)
     _steps(axes)
-    _legend(figure, axes, len(runs))
+    _legend(figure, axes)
     return figure
 
 
@@ -142,23 +143,23 @@ def communication(pyplot: Any, runs: Sequence[Run]) -> Any:
     for axes, column, unit, scale in ((pair[0], 2, "ms a step", 1.0), (pair[1], 1, "MiB a step, sent by a rank", 2.0**-20)):
         left = [0.0] * len(runs)
         for i, key in enumerate((*shown, "other")):
-            other = [sum(v[column] for k, v in one.items() if k not in shown) for one in found]
-            widths = [scale * x for x in (other if key == "other" else [one.get(key, (0, 0, 0))[column] for one in found])]
-            if key != "other" or sum(other):
-                axes.barh(range(len(runs)), widths, left=left, color=COLOURS[i], height=0.62, edgecolor="white",
+            widths = [scale * sum(line[column] for k, line in one.items() if (k if k in shown else "other") == key)
+                      for one in found]
+            if key != "other" or any(widths):
+                axes.barh(range(len(runs)), widths, left=left, color=(*COLOURS, OTHER)[i], height=0.62, edgecolor="white",
                           label=_kind(key))
             left = [a + b for a, b in zip(left, widths, strict=True)]
         for y, end in enumerate(left):
             axes.text(end, y, f" {end:.3g}", va="center", fontsize=9, color="#444444")
-        axes.margins(x=0.18)
-        axes.set_xlim(left=0)
+        axes.set_xlim(0, 1.25 * max(*left, 1e-9))  # room for the numbers
+        axes.locator_params(axis="x", nbins=5)
         axes.set_xlabel(unit)
         axes.grid(axis="y", visible=False)
     pair[0].set_yticks(range(len(runs)), [_wrapped(run.name) for run in runs])
-    pair[0].invert_yaxis()
+    pair[0].set_ylim(len(runs) - 0.4, -0.6)  # the first on top
     pair[0].set_title("Time in communication")
     pair[1].set_title("Data")
-    _legend(figure, pair[0], len(runs))
+    _legend(figure, pair[0], least=1)
     return figure
 
 
@@ -179,11 +180,11 @@ def memory(pyplot: Any, runs: Sequence[Run]) -> Any:
     figure, axes = pyplot.subplots(figsize=(7.5, 3.6))
     for i, run in enumerate(runs):
         axes.plot(*run.series("memory_gib"), label=run.name, **_line(i))
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.15 * max(max(run.series("memory_gib")[1], default=0.0) for run in runs))
     axes.set_ylabel("GiB")
     _titled(axes, "Memory of rank 0", runs)
     _steps(axes)
-    _legend(figure, axes, len(runs))
+    _legend(figure, axes)
     return figure
 
 

@@ -27,11 +27,23 @@ def blocks(page: str) -> list[tuple[str, str, str]]:
 
 
 def run_page(page: str, count: int) -> None:
-    code = [text for language, _, text in blocks(page) if language == "python"]
+    found = blocks(page)
+    code = [text for language, _, text in found if language == "python"]
     assert len(code) == count
     names: dict = {"__name__": __name__}  # MindSpore asks functions for their module
-    for text in code:
-        exec(compile(text, f"{page}.md", "exec"), names)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        for text in code:
+            exec(compile(text, "train.py", "exec"), names)
+    world = comm.current_world()
+    if world is None or world.rank == 0:
+        check_printed("".join(text for language, _, text in found if language == "text"), printed.getvalue())
+
+
+def check_printed(expected: str, printed: str) -> None:
+    """Each line that a page shows was printed, in that order."""
+    said = iter([line.rstrip() for line in printed.splitlines()])
+    absent = [line for line in expected.splitlines() if line.strip() and line.rstrip() not in said]
+    assert not absent, f"{absent[0]!r} is not in\n{printed}"
 
 
 def _case(page: str, count: int):
@@ -66,12 +78,10 @@ def tutorial(world):
         del sys.modules["net"]
     if world.rank:
         return
-    said = iter(line.rstrip() for line in printed.getvalue().splitlines())
     expected = "".join(text for language, _, text in every if language == "text")
     for old, new in (("parallelize_module over tp=4", "parallelize_module over tp=2"),
                      ("f32[64@dp, 16], mesh=(dp=8), rank 0 holds [8, 16]", "f32[64@dp, 16], mesh=(dp=4), rank 0 holds [16, 16]"),
                      ("saved/step-00000005: sound\n", "")):
         assert old in expected
         expected = expected.replace(old, new)
-    missing = [line for line in expected.splitlines() if line.strip() and line.rstrip() not in said]
-    assert not missing, (missing[0], printed.getvalue())
+    check_printed(expected, printed.getvalue())

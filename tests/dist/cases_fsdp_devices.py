@@ -72,11 +72,11 @@ def summands_are_added_up_in_reduce_dtype_on_every_axis(world):
 
 @case(4, timeout=240)
 def on_emulated_devices_as_on_the_cpu(world):
-    def run(kind: str, again: bool = False, **how):
+    def run(kind: str, again: dict | None = None, **how):
         mesh, out = md.init_device_mesh(kind, (4,), mesh_dim_names=("dp",)), []
         net = cut_up(filled(Net()), mesh, **how)
-        for block in net.blocks if again else ():
-            block.recompute()
+        if again is not None:
+            md.checkpoint_wrapper(net.blocks, **again)
         optimizer = md.optim.AdamW(net.trainable_params(), 0.01)
         step = md.value_and_grad(loss_of(net), None, net.trainable_params())
         for _ in range(3):
@@ -85,7 +85,7 @@ def on_emulated_devices_as_on_the_cpu(world):
             optimizer(grads)
             out.append(loss)
         return [x.full_tensor().asnumpy() for x in (*out, *net.trainable_params())]
-    for how in ({}, {"reshard_after_forward": False}, {"again": True}):
+    for how in ({}, {"reshard_after_forward": False}, {"again": {}}, {"again": {"save": ["matmul"]}}):
         want = run("cpu", **how)
         with rehearsed() as device:
             got = run("npu", **how)

@@ -391,3 +391,31 @@ def a_prefetch_needs_no_wait_before_its_use(world):
         x = np.tanh(x @ array(w))
     equal(value, x.sum(), rtol=2e-4)
     assert overlapped > 0.6, "only the first is waited for"
+
+
+@case(world_size=2, timeout=120)
+def cluster_benchmarks_take_the_branch_for_devices(world):
+    from scripts.bench.cluster import collectives, dispatch, llama, suites
+    from scripts.bench.cluster.world import Bench
+
+    class Rehearsed(Bench):
+        name = "Ascend910B2"
+    real = collectives.dist
+    with rehearsed(clock=False) as device:
+        bench = Rehearsed("npu", slots=1)
+        collectives.dist = device
+        try:
+            rows = collectives.run(bench, {"least": 256, "most": 256, "factor": 2, "times": 1, "dtypes": ["float", "bfloat16"]})
+        finally:
+            collectives.dist = real
+        toy = {**suites.MODELS["toy"], "dim": 128, "n_layers": 1}
+        issued = dispatch.run(bench, {"rounds": 1, "calls": 4, "rows": ["add"]})
+        step = llama.run(bench, {"name": "toy", "model": toy, "layout": {"dp": 2, "fsdp": True}, "steps": 1,
+                                 "train": {"batch": 4, "seq": 16, "dtype": "bfloat16", "micro_batches": 2, "recompute": True}})
+    assert {(r["op"], r["interface"], r["type"]) for r in rows} == set(itertools.product(
+        collectives.OPS, ("ms_dtensor", "mindspore"), ("float", "bfloat16")))
+    assert not any(r[way]["wrong"] for r in rows for way in ("in", "out") if way in r)
+    assert {(r["op"], r["interface"]) for r in rows if "in" in r} == {
+        ("all_reduce", "ms_dtensor"), ("all_reduce", "mindspore"), ("broadcast", "mindspore")}
+    assert [r["op"] for r in issued] == ["add", "fb add"] and issued[0]["mode"] == "issue"
+    assert step[0]["peak"] == 376 and step[0]["mfu"] > 0 and step[0]["memory_gib"] is not None

@@ -17,6 +17,7 @@ from model_zoo.llama.trainer import Trainer
 from ms_dtensor import comm
 from ms_dtensor.checkpoint import Checkpointer, latest
 from ms_dtensor.optim import AdamW
+from ms_dtensor.tools.guard import Verdict
 from tests.cases import case
 from tests.dist.support import array
 
@@ -99,3 +100,20 @@ def a_signal_to_one_rank_stops_all_at_one_step(world):
             break
     saver.finish()
     assert len(losses) == 4 and latest(root).name == "step-00000004"
+
+
+@case(world_size=4, timeout=120)
+def a_step_is_left_out_on_all_ranks_or_on_none(world):
+    """Rank 0 says so, whatever the others think of the last bit of a sum."""
+    for parallel in (SAME, OTHERS["zero1=4, sequence"]):
+        cfg = config(parallel)
+        one = Trainer(replace(cfg, guard=replace(cfg.guard, nan="skip")),
+                      load_text(cfg.data, cfg.model.vocab_size, cfg.train.seq), make_mesh("cpu", parallel))
+        one.step(0)
+        before = [a.copy() for a in held(one)]
+        one.guard.judge = lambda *numbers: Verdict("go" if world.rank else "skip", "rank 0's")
+        left_out = one.step(1)
+        assert left_out.verdict == Verdict("skip", "rank 0's") and left_out.lr == 0 and np.isfinite(left_out.loss)
+        assert all(np.array_equal(a, b) for a, b in zip(before, held(one), strict=True)) and one.optimizer.step == 1
+        one.guard.judge = lambda *numbers: Verdict("skip" if world.rank else "go")
+        assert one.step(2).verdict.action == "go" and not np.array_equal(before[0], held(one)[0])

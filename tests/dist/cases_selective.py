@@ -31,9 +31,8 @@ def ops_of_units_are_kept(world):
                 count.pop(ASKED, None)
                 assert count == {("all_gather", "forward"): 4, ("all_gather", "backward"): 3,
                                  ("reduce_scatter", "backward"): 4}, (before, count)
-            for order in ((1, 1, 0), (2,)):
-                plain.order = net.order = order
-                same_step(net, plain, mesh)
+            plain.order = net.order = (1, 1, 0)
+            same_step(net, plain, mesh)
 
 
 @case(4)
@@ -106,14 +105,14 @@ def the_same_random_numbers_and_a_shorter_dtype(world):
 @case(4)
 def accumulated_and_not_reentrant(world):
     mesh = fsdp()
-    for kind in ("save", "use_reentrant", "reentrant"):
-        for cut in (cut_up, whole, divided):
+    for kind in ("save", "use_reentrant"):
+        for cut in (cut_up, whole):
             plain, net = filled(Net()), filled(Net())
             for block in net.blocks:
                 if kind == "save":
                     checkpoint_wrapper(block, ["matmul"])
                 else:
-                    block.recompute(use_reentrant=kind == "reentrant")
+                    block.recompute(use_reentrant=False)
             cut(net, mesh)
             count = same_step(net, plain, mesh)
             assert count == same_step(cut(filled(Net()), mesh), plain, mesh), (kind, count)

@@ -2,11 +2,18 @@
 """Data: batches are pure functions of (text, seed, step); train and held-out text are disjoint."""
 from __future__ import annotations
 
+import json
+import sys
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
+from model_zoo.llama import prepare_data
 from model_zoo.llama.config import DataConfig
 from model_zoo.llama.data import load_text
+from model_zoo.llama.token_file import TokenFile
+from model_zoo.llama.tokens import load_tokens
 from ms_dtensor.errors import ConfigError
 
 
@@ -58,3 +65,144 @@ def test_too_short_a_text_is_refused(tmp_path):
     file.write_bytes(b"short" * 20)
     with pytest.raises(ConfigError, match="too short"):
         load_text(DataConfig(path=str(file)), 256, 64)
+
+
+# -- token files -------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def made(tmp_path):
+    """A folder of small texts, and the token files made of them."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for i in range(40):
+        (texts / f"{i:02}.txt").write_text(f"text {i} " * (20 + i))
+    (texts / "rows.jsonl").write_text("".join(json.dumps({"body": f"row {i}"}) + "\n" for i in range(9)))
+    prepare_data.run(["--out", str(tmp_path / "out"), "--text", str(texts), "--column", "body"])
+    return texts, tmp_path / "out"
+
+
+def test_texts_become_token_files_and_batches(made, capsys):
+    texts, out = made
+    assert sorted(f.name for f in out.iterdir()) == ["held_out.tokens", "train.tokens"]
+    train, held = (TokenFile(out / f"{name}.tokens") for name in ("train", "held_out"))
+    said = b"".join(f.read_bytes() + b"\0" for i, f in enumerate(sorted(texts.glob("*.txt"))) if i % 20 != 19)
+    whole = train.read(0, len(train)).astype(np.uint8).tobytes()
+    assert whole.startswith(said) and whole.endswith(b"row 7\0row 8\0") and train.end == 0 and train.vocab == 256
+    assert held.read(0, len(held)).astype(np.uint8).tobytes().startswith(b"text 19 ")
+    text = load_text(DataConfig(path=str(out)), 256, 16)
+    ids, labels = text.batch(7, 3, 4, 16)
+    assert ids.shape == (4, 16) and ids.dtype == np.int32 and np.array_equal(ids[:, 1:], labels[:, :-1])
+    assert np.array_equal(ids, text.batch(7, 3, 4, 16)[0]) and not np.array_equal(ids, text.batch(7, 4, 4, 16)[0])
+    assert text.held_out_batch(1, 2, 3, 16)[0].shape == (3, 16) and text.identity() == train.identity() != held.identity()
+    ids, _, where = load_text(DataConfig(path=str(out), documents=True), 256, 300).batch(1, 0, 4, 300)
+    for row, place in zip(ids, where):
+        assert place[0] == 0 and all(place[i] == (0 if row[i - 1] == 0 else place[i - 1] + 1) for i in range(1, 300))
+    assert (where[:, 1:] == 0).any()
+    with pytest.raises(ConfigError, match="names no token files"):
+        load_text(DataConfig(documents=True), 256, 16)
+    with pytest.raises(ConfigError, match="vocab_size = 100 is too small"):
+        load_text(DataConfig(path=str(out)), 100, 16)
+    prepare_data.run(["--verify", str(out)])
+    assert "as they were written" in capsys.readouterr().out
+
+
+def test_a_killed_preparation_goes_on_where_it_stopped(made, tmp_path, monkeypatch):
+    texts, out = made
+    argv = ["--out", str(tmp_path / "again"), "--text", str(texts), "--column", "body"]
+    monkeypatch.setattr(prepare_data, "SAVED_EVERY", 0.0)
+    encode, count = prepare_data.load_tokens(None).encode, [0]
+
+    class Dying:
+        size, end = 256, 0
+
+        def encode(self, text):
+            count[0] += 1
+            if count[0] == 25:
+                raise KeyboardInterrupt
+            return encode(text)
+    monkeypatch.setattr(prepare_data, "load_tokens", lambda path: Dying())
+    with pytest.raises(KeyboardInterrupt):
+        prepare_data.run(argv)
+    with pytest.raises(ConfigError, match="begun with another column"):
+        prepare_data.run([*argv[:-1], "title"])
+    prepare_data.run(argv)
+    assert count[0] == 25 + 25, "24 were done; 25 of 49 were left"
+    for name in ("train.tokens", "held_out.tokens"):
+        assert (tmp_path / "again" / name).read_bytes() == (out / name).read_bytes()
+
+
+@pytest.mark.parametrize("harm, says", [
+    (lambda b: b[:50], "does not begin as"), (lambda b: b"x" + b[1:], "does not begin as"), (lambda b: b[:-7], "too short"),
+    (lambda b: b + b"1", "more in it"), (lambda b: b[:20] + b"\7" + b[21:], "header is damaged"),
+    (lambda b: b[:-1] + bytes([b[-1] ^ 1]), "table is damaged"), (lambda b: b[:900] + b"\1" + b[901:], "are damaged"),
+    (lambda b: b"", "does not begin as"),
+])
+def test_a_damaged_token_file_is_told_in_one_message(made, harm, says):
+    file = made[1] / "train.tokens"
+    file.write_bytes(harm(file.read_bytes()))
+    with pytest.raises(ConfigError, match=says) as caught:
+        load_text(DataConfig(path=str(made[1])), 256, 16).batch(0, 0, 4, 16)
+    assert str(file) in str(caught.value) and "prepare_data.py" in str(caught.value)
+
+
+def test_a_tokenizer_of_a_file_is_used(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers", reason="an extra: pip install ms_dtensor[tokenizers]")
+    words = {"<|endoftext|>": 0, "[UNK]": 1, **{f"w{i}": i + 2 for i in range(70000)}}
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "[UNK]"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    model.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.txt").write_text("w5 w69999 what " * 30)
+    (tmp_path / "b.txt").write_text("w7 " * 30)
+    for name in "ab":
+        (tmp_path / "texts").mkdir(exist_ok=True)
+        (tmp_path / f"{name}.txt").rename(tmp_path / "texts" / f"{name}.txt")
+    prepare_data.run(["--out", str(tmp_path / "out"), "--text", str(tmp_path / "texts"), "--tokenizer", str(tmp_path),
+                      "--held_out_every", "2"])
+    train = TokenFile(tmp_path / "out/train.tokens")
+    assert train.read(0, 4).tolist() == [7, 70001, 1, 7] and train.read(90, 1)[0] == 0 and train.vocab == 70002
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_tokens(tmp_path)
+    with pytest.raises(ConfigError, match="there is no file"):
+        load_tokens(tmp_path / "none")
+
+
+def test_mindrecord_files_and_data_sets_are_read(tmp_path, monkeypatch):
+    """The second by a stand-in for the package `datasets`."""
+    from mindspore.mindrecord import FileWriter
+
+    writer = FileWriter(str(tmp_path / "a.mindrecord"), 1)
+    writer.add_schema({"text": {"type": "string"}})
+    writer.write_raw_data([{"text": f"record {i} " * 9} for i in range(4)])
+    writer.commit()
+    prepare_data.run(["--out", str(tmp_path / "out"), "--text", str(tmp_path / "a.mindrecord"), "--held_out_every", "4"])
+    assert TokenFile(tmp_path / "out/train.tokens").read(0, 8).astype(np.uint8).tobytes() == b"record 0"
+    asked = []
+
+    def load_dataset(*args, **kwargs):
+        asked.append((args, kwargs))
+        return [{"text": "one " * 9}, {"text": "two " * 9}]
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    prepare_data.run(["--out", str(tmp_path / "hub"), "--dataset", "some/set", "--held_out_every", "2"])
+    assert asked == [(("some/set", None), {"split": "train"})] and len(TokenFile(tmp_path / "hub/held_out.tokens")) == 37
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ConfigError, match="pip install"):
+        prepare_data.run(["--out", str(tmp_path / "hub"), "--dataset", "some/set"])
+
+
+# -- conversations -----------------------------------------------------------------------------------------------------
+def test_only_answers_have_labels(tmp_path):
+    file = tmp_path / "chat.jsonl"
+    talks = [[{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"yes {i}"}] for i in range(8)]
+    file.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    text = load_text(DataConfig(path=str(file), format="chat", held_out_every=4), 256, 64)
+    ids, labels = text.batch(0, 0, 6, 64)
+    answers = sorted(bytes(row[row >= 0].astype(np.uint8)) for row in labels)
+    assert answers == [b"yes %d<|end|>\n" % i for i in (0, 1, 2, 4, 5, 6)], "an epoch: each once"
+    row, at = labels[0], int(np.flatnonzero(labels[0] >= 0)[0])
+    assert ids[0, at] == ord("\n") and np.array_equal(ids[0, at + 1:at + 5], row[at:at + 4])
+    assert b"<|user|>" in ids[0].astype(np.uint8).tobytes() and not np.array_equal(text.batch(0, 1, 6, 64)[0], ids)
+    held = text.held_out_batch(0, 1, 2, 64)[1]
+    assert sorted(bytes(row[row >= 0].astype(np.uint8))[:5] for row in held) == [b"yes 3", b"yes 7"]
+    file.write_text('{"messages": 3}\n')
+    with pytest.raises(ConfigError, match="line 1 is no conversation"):
+        load_text(DataConfig(path=str(file), format="chat"), 256, 64)

@@ -2,8 +2,10 @@
 """What watches a run of the recipe: metrics and their file, operations counted, guard, profile; in this process."""
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,15 +13,17 @@ import numpy as np
 import pytest
 import yaml
 
-from model_zoo.llama.config import ModelConfig
+from model_zoo.llama.config import ExpertsConfig, ModelConfig
 from model_zoo.llama.configio import load
 from model_zoo.llama.data import load_text
 from model_zoo.llama.flops import flops_per_token, seen, weights_in_products
 from ms_dtensor.errors import ConfigError
+from ms_dtensor.tools import cli
 from ms_dtensor.tools.guard import Diverged
 
-TINY = ["--config", str(Path(__file__).resolve().parents[2] / "model_zoo/llama/configs/tiny.yaml"), "--data.max_bytes",
-        "200000", "--model.n_layers", "1", "--train.seq", "16"]
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ["--config", str(ROOT / "model_zoo/llama/configs/tiny.yaml"), "--data.max_bytes", "200000",
+        "--model.n_layers", "1", "--train.seq", "16"]
 
 
 def train(folder: Path, *options: str) -> list[dict]:
@@ -73,6 +77,12 @@ def test_weights_in_products_are_those_of_the_model(options, cpu):
     products = {p.name: int(np.prod(p.shape)) for p in Llama(m).trainable_params() if p.ndim == 2}
     tables = 0 if m.tied_head else 1  # a table that is also the head is multiplied with
     assert weights_in_products(m) == sum(products.values()) - tables * m.vocab_size * m.dim
+
+
+def test_a_token_is_multiplied_with_the_experts_it_goes_to():
+    dense = ModelConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=96)
+    more = weights_in_products(replace(dense, experts=ExpertsConfig(count=8, per_token=2))) - weights_in_products(dense)
+    assert more == 2 * (3 * 64 * 96 + 64 * 8)
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 12, 99])
@@ -161,3 +171,24 @@ def test_a_folder_that_cannot_be_written_is_one_message(tmp_path):
         prepare([*TINY, "--train.log_dir", str(tmp_path / "file/run")], 1)
     with pytest.raises(ConfigError, match="'tensorboard' is not installed|cannot be written"):
         prepare([*TINY, "--metrics.trackers", "tensorboard", "--train.log_dir", str(tmp_path / "file/run")], 1)
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+def test_the_page_runs(tmp_path, cpu, monkeypatch, capsys):
+    """docs/recipes_training.md: its configurations fit the worlds they name, its commands and its block do what it says."""
+    text = (ROOT / "docs/recipes_training.md").read_text("utf-8")
+    commands = "".join(re.findall(r"```bash\n(.*?)```", text, re.S))
+    for line in re.findall(r"^((?:\w+=\S+ )*)scripts/run_llama.sh (\d+) (\w+)(.*)$", commands, re.M):
+        env, nproc, name, words = line
+        nodes = int(dict(word.split("=") for word in env.split()).get("NNODES", "1"))
+        load(["--config", str(ROOT / f"model_zoo/llama/configs/{name}.yaml"), *words.split()], nodes * int(nproc))
+    for line in re.findall(r"^python model_zoo/llama/train.py ((?:.*\\\n)*.*)$", commands, re.M):
+        load(line.replace("\\\n", " ").replace("model_zoo/", f"{ROOT}/model_zoo/").split(), 1)
+    monkeypatch.chdir(tmp_path)
+    train(Path("runs/tiny"), "--train.steps", "2")
+    (block,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    exec(compile(block, "recipes_training.md", "exec"), {})
+    assert re.search(r"tiny: loss 5\.\d\d at step 1, 5\.\d\d at step 2", capsys.readouterr().out)
+    assert cli.main(["doctor"]) == 0 and "ready to train" in capsys.readouterr().out
+    if importlib.util.find_spec("matplotlib"):
+        assert cli.main(["plot", "runs/tiny"]) == 0 and Path("runs/tiny/plots/loss.png").exists()

@@ -5,8 +5,8 @@ Two interfaces over one transport: ms_dtensor's `Group`, which redistribution us
 Groups: the world; each axis of the mesh of nodes and their devices, all groups of an axis at once, as in training; the first
 and the last rank alone. `size` is what one rank holds of the whole: a gather's output, a scatter's input. Results are
 compared with the right ones, number by number; where sums may leave the integers that a dtype counts, "wrong" is None
-(hccl_test: NULL). In place: into the buffer that is sent. What an interface lacks on this device is left out, and named in
-`lacks`.
+(hccl_test: NULL). In place where the interface is: all-reduce and broadcast; whether HCCL gathers into a buffer of which it
+reads a part nobody says. What an interface lacks on this device is left out, and named in `lacks`.
 """
 from __future__ import annotations
 
@@ -66,11 +66,8 @@ def ours(op: str, group: comm.Group, x: Tensor) -> dict[str, Callable[[], Tensor
 def mindspores(op: str, group: comm.Group, x: Tensor, cpu: bool) -> dict[str, Callable[[], Tensor]]:
     """The same by MindSpore's own functions, on plain tensors."""
     n, name = group.size, group.backend.communicator(group.ranks)
-    each, i = x.size // n, group.rank_index
     if cpu and op not in ON_CPU or name is None:
         return {}
-    part = x[i * each:(i + 1) * each]  # a view: of the same memory
-    whole, slot = (None, None) if cpu else (mint.empty_like(x), mint.empty_like(part))
 
     def into(out: Tensor, call: Callable, *rest: Any) -> Tensor:
         call(out, *rest, group=name)
@@ -78,14 +75,11 @@ def mindspores(op: str, group: comm.Group, x: Tensor, cpu: bool) -> dict[str, Ca
     if op in ON_CPU:
         rest = ("sum",) if op == "all_reduce" else (group.ranks[0],)
         return {"in": lambda: into(x, getattr(dist, op), *rest)}
-    if op == "all_gather":
-        brought = x[:each] * 1
-        return {"out": lambda: into(whole, dist.all_gather_into_tensor, brought),
-                "in": lambda: into(x, dist.all_gather_into_tensor, part)}
-    if op == "reduce_scatter":
-        return {"out": lambda: into(slot, dist.reduce_scatter_tensor, x, "sum"),
-                "in": lambda: into(part, dist.reduce_scatter_tensor, x, "sum")}
-    return {"out": lambda: into(whole, dist.all_to_all_single, x)}
+    part = x[:x.size // n] * 1
+    whole, slot = mint.empty_like(x), mint.empty_like(part)
+    return {"all_gather": {"out": lambda: into(whole, dist.all_gather_into_tensor, part)},
+            "reduce_scatter": {"out": lambda: into(slot, dist.reduce_scatter_tensor, x, "sum")},
+            "all_to_all": {"out": lambda: into(whole, dist.all_to_all_single, x)}}[op]
 
 
 def groups(bench: Bench) -> list[tuple[str, comm.Group | None]]:
@@ -114,10 +108,7 @@ def one(bench: Bench, op: str, group: comm.Group | None, interface: str, size: i
         if group is not None:
             got = calls[way]()
             bench.wait()
-            if way == "in" and op == "all_gather":  # each brings the part at its own place
-                want = np.concatenate([values(count, i, dtype)[i * count // n:(i + 1) * count // n] for i in range(n)])
-            else:
-                want = answer(op, n, group.rank_index, count, dtype)
+            want = answer(op, n, group.rank_index, count, dtype)
             wrong = int((got.astype(ms.float32).asnumpy().reshape(-1) != want).sum())
             calls = make(_tensor(np.zeros(count, np.float32), dtype))  # sums in place of zeros stay finite
         taken = max(bench.seconds(calls.get(way), times, take_part=group is not None))

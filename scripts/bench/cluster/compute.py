@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor, mint, ops
+from mindspore import Parameter, Tensor, ops
 
 from model_zoo.llama import cpu, model
 from model_zoo.llama.config import ModelConfig
@@ -58,15 +58,15 @@ def attention(cfg: ModelConfig, dtype: str, t: int, tp: int, backward: bool, on_
 def fused(cfg: ModelConfig, dtype: str, tokens: int, tp: int, on_cpu: bool) -> dict[str, Case]:
     """What moves data; bytes read and written once."""
     wide, d, f, h, e = (2 if dtype != "float32" else 4), cfg.dim, cfg.ffn_dim // tp, cfg.n_heads // tp, cfg.head_dim
-    x, weight, gate, up = some(dtype, tokens, d), some(dtype, d), some(dtype, tokens, f), some(dtype, tokens, f)
-    q = some(dtype, 1, tokens, h, e)
+    x, weight, q = some(dtype, tokens, d), some(dtype, d), some(dtype, 1, tokens, h, e)
     if on_cpu:
         table = cpu.constants(cfg, 1, tokens, h)
+        gate, up = some(dtype, tokens, f), some(dtype, tokens, f)
         norm, gated = (lambda: cpu.rms_norm(x, weight, 1e-5)), (lambda: cpu.swiglu(gate, up))
         rows = q.reshape(-1, e)
         turned = lambda: cpu.rotary(rows, table.cos, table.sin, table.turn)  # noqa: E731
     else:
-        both, tables = mint.stack((gate, up), 1), model.rotary_tables(cfg, tokens, x.dtype)
+        both, tables = some(dtype, tokens, 2, f), model.rotary_tables(cfg, tokens, x.dtype)
         norm, gated = (lambda: ops.rms_norm(x, weight, 1e-5)), (lambda: ops.swiglu(both, 1))
         turned = lambda: ops.rotary_position_embedding(q, *tables, 0)  # noqa: E731
     w = Parameter(some("float32", f, d), name="w")

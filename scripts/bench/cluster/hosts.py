@@ -145,8 +145,8 @@ def reason(logs: Path) -> str:
     from model_zoo.llama.launch import failures
     said = sorted(found for folder in sorted(logs.glob("node_*")) for found in failures(folder))
     if said:
-        lines = [x for x in said[0][2].strip().splitlines() if not x.startswith(("[INFO]", "[WARNING]"))]  # MindSpore's, later
-        return "\n".join([f"rank {said[0][1]}:", *lines])[-3000:]
+        lines = [x for x in said[0][2].strip().splitlines() if x[:1] != "["]  # what MindSpore logs while it ends
+        return "\n".join([f"rank {said[0][1]}:", *filter(None, lines)])[-3000:]
     tails = [f"{log.relative_to(logs)}: " + " | ".join(log.read_text(errors="replace").splitlines()[-3:])
              for log in sorted(logs.glob("node_*/*.log"))]
     return "no rank said why\n" + "\n".join(tails)[-3000:]

@@ -45,13 +45,17 @@ class Run:
         self.tried: set[str] = set()
 
     def describe(self) -> None:
-        """What ran where, for the page; of the first time."""
-        file = self.out / "run.json"
+        """What ran where, for the page; of the first time. ValueError when this is another cluster than it was then."""
+        file, where = self.out / "run.json", {"nodes": len(self.hosts), "slots": self.hosts[0].slots,
+                                              "suite": self.options.suite, "algorithms": self.options.algorithm}
         if not file.exists():
             write(file, {"label": self.out.name, "date": time.strftime("%Y-%m-%d %H:%M"), "commit": commit(),
-                         "versions": versions(), "suite": self.options.suite, "nodes": len(self.hosts),
-                         "slots": self.hosts[0].slots, "peaks": self.options.peak,
-                         "algorithms": self.options.algorithm, "command": " ".join(sys.argv)})
+                         "versions": versions(), **where, "peaks": self.options.peak, "command": " ".join(sys.argv)})
+        before = json.loads(file.read_text(encoding="utf-8"))
+        if unlike := {key: before[key] for key in where if before[key] != where[key]}:
+            now = {key: where[key] for key in unlike}
+            raise ValueError(f"For '--out', {self.out} has a run of {unlike}; this is one of {now}.\n  rule:     What is "
+                             "done is skipped, so a folder is of one cluster.\n  fix:      another --out")
 
     def left(self) -> list[suites.Piece]:
         return [p for p in self.pieces if not (self.pieces_dir / f"{p.name}.json").exists() and p.name not in self.tried]
@@ -87,9 +91,10 @@ class Run:
         wrong = nodes.wait(deadline)
         missing = [p for p in pieces if not (self.pieces_dir / f"{p.name}.json").exists()]
         print(f"  {len(pieces) - len(missing)} done in {time.time() - began:.0f} s", flush=True)
-        if not wrong and not missing:
-            for piece in pieces:
+        for piece in pieces:
+            if piece not in missing:  # this time
                 (self.pieces_dir / f"{piece.name}.failed").unlink(missing_ok=True)
+        if not wrong and not missing:
             return
         if time.time() > self.until and wrong.startswith("not done"):
             return  # the budget ended it
@@ -146,10 +151,10 @@ def main(argv: list[str]) -> int:
     options = parse(argv)
     try:
         run = Run(options)
+        run.describe()
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
-    run.describe()
     try:
         run.all()
     except KeyboardInterrupt:

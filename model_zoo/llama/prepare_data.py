@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns texts into token files for training: `train.tokens` and `held_out.tokens` in a folder; goes on where it stopped.
+
+    python model_zoo/llama/prepare_data.py --out data/books --text books/ --tokenizer Qwen3-0.6B
+    python model_zoo/llama/prepare_data.py --out data/wiki --text wiki.jsonl --column text
+    python model_zoo/llama/prepare_data.py --out data/hub --dataset wikitext --name wikitext-2-raw-v1 --split train
+    python model_zoo/llama/prepare_data.py --verify data/books
+
+Then `--data.path data/books`. A document is a file, a line of a .jsonl file (its `--column`), a row of a data set, or a
+record of MindRecord files (.mindrecord); after each comes the tokenizer's token for the end of a text (of bytes: 0).
+One document in `--held_out_every` is held out. The `datasets` package is an extra, `tokenizers` too; bytes need neither.
+"""
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+if __package__ in (None, ""):  # run as a script: make the repository root importable, and not this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from model_zoo.llama.ranks import guarded
+from model_zoo.llama.token_file import BLOCK, TokenFile, write
+from model_zoo.llama.tokens import Tokens, load_tokens
+from ms_dtensor.errors import ConfigError
+
+PARTS = ("train", "held_out")
+SAVED_EVERY = 2.0  # seconds
+
+
+def documents(o: argparse.Namespace) -> Iterator[tuple[str, float]]:
+    """(text, share of the whole that is done with it), in a fixed order."""
+    if o.dataset:
+        try:
+            from datasets import load_dataset
+        except ImportError:
+            raise ConfigError("For 'prepare_data.py', the package 'datasets' is not installed.", f"--dataset {o.dataset}",
+                              "Data sets of Hugging Face's need it, files do not.", "pip install ms_dtensor[data]") from None
+        rows = load_dataset(o.dataset, o.name, split=o.split)
+        for i, row in enumerate(rows):
+            yield _column(row, o.column, o.dataset), (i + 1) / len(rows)
+        return
+    root = Path(o.text)
+    files = [root] if root.is_file() else sorted(f for f in root.rglob("*") if f.is_file() and f.suffix != ".db")
+    if not files:
+        raise ConfigError(f"For 'prepare_data.py', there is no text in '{root}'.", "", "A file, or a folder of files.",
+                          "--text with one")
+    sizes = np.cumsum([max(f.stat().st_size, 1) for f in files])
+    for file, done in zip(files, sizes / sizes[-1], strict=True):
+        if file.suffix == ".jsonl":
+            with open(file, encoding="utf-8") as lines:
+                for line in lines:
+                    yield _column(json.loads(line), o.column, str(file)), done
+        elif file.suffix == ".mindrecord":
+            import mindspore.dataset as ds
+            for row in ds.MindDataset(str(file), shuffle=False).create_dict_iterator(num_epochs=1, output_numpy=True):
+                text = _column(row, o.column, str(file))
+                yield text.item() if isinstance(text, np.ndarray) else text, done
+        else:
+            yield file.read_text("utf-8", errors="replace"), done
+
+
+def _column(row, column: str, where: str):
+    if column not in row:
+        raise ConfigError(f"For '{where}', a row has no '{column}'.", f"it has {', '.join(map(str, row))}",
+                          "--column names the text.", f"--column with one of {list(row)}")
+    return row[column]
+
+
+class Progress:
+    """Which documents are in the unfinished files: enough to go on after a kill at any moment."""
+
+    def __init__(self, out: Path, made_of: dict):
+        self.file, self.made_of, self.done, self.sizes = out / "progress.json", made_of, 0, dict.fromkeys(PARTS, 0)
+        if self.file.exists():
+            said = json.loads(self.file.read_text())
+            if said["made_of"] != made_of:
+                unlike = [key for key in made_of if said["made_of"].get(key) != made_of[key]]
+                raise ConfigError(f"For 'prepare_data.py', '{out}' was begun with another {unlike[0].replace('_', ' ')}.",
+                                  f"{said['made_of'].get(unlike[0])} there, {made_of[unlike[0]]} here",
+                                  "A folder is gone on with as it was begun.", [f"remove {self.file}", "another --out"])
+            self.done, self.sizes = said["done"], said["sizes"]
+
+    def save(self, done: int, files) -> None:
+        for name, file in files.items():
+            file.flush()
+            os.fsync(file.fileno())
+            self.sizes[name] = file.tell()
+        new = self.file.with_suffix(".new")
+        new.write_text(json.dumps({"made_of": self.made_of, "done": done, "sizes": self.sizes}))
+        os.replace(new, self.file)
+
+
+class Bar:
+    """A bar where a terminal is there, else a line every ten seconds."""
+
+    def __init__(self):
+        self.started, self.shown = time.monotonic(), 0.0
+
+    def show(self, share: float, documents: int, tokens: int, last: bool = False) -> None:
+        now, live = time.monotonic(), sys.stderr.isatty()
+        if not last and now - self.shown < (0.1 if live else 10):
+            return
+        self.shown, full = now, int(30 * share)
+        print(f"{chr(13) if live else ''}[{'#' * full}{'.' * (30 - full)}] {share:4.0%}  {documents:,} documents  "
+              f"{tokens:,} tokens  {tokens / max(now - self.started, 1e-9):,.0f}/s", end="\n" if last or not live else "",
+              file=sys.stderr, flush=True)
+
+
+def prepare(o: argparse.Namespace) -> dict[str, int]:
+    """Tokens by part, written."""
+    out, tokens = Path(o.out), load_tokens(o.tokenizer)
+    out.mkdir(parents=True, exist_ok=True)
+    dtype = "<u2" if tokens.size <= 2 ** 16 else "<u4"
+    progress = Progress(out, {"text": o.dataset or str(Path(o.text).resolve()), "tokenizer": o.tokenizer,
+                              "held_out_every": o.held_out_every, "column": o.column, "part_of_it": [o.name, o.split]})
+    with contextlib.ExitStack() as closing:
+        files = {name: closing.enter_context(open(out / f"{name}.unfinished", "r+b" if progress.done else "w+b"))
+                 for name in PARTS}
+        for name, file in files.items():
+            file.seek(progress.sizes[name])
+            file.truncate()
+        _fill(files, o, tokens, dtype, progress)
+    counts = {}
+    for name in PARTS:
+        unfinished = out / f"{name}.unfinished"
+        counts[name] = unfinished.stat().st_size // np.dtype(dtype).itemsize
+        whole = np.memmap(unfinished, dtype, "r") if counts[name] else np.zeros(0, dtype)
+        with open(out / f"{name}.new", "wb") as new:
+            write(new, dtype, tokens.size, tokens.end, counts[name],
+                  (whole[i:i + BLOCK] for i in range(0, counts[name], BLOCK)))
+        os.replace(out / f"{name}.new", out / f"{name}.tokens")
+    for name in PARTS:
+        (out / f"{name}.unfinished").unlink()
+    progress.file.unlink()
+    return counts
+
+
+def _fill(files: dict, o: argparse.Namespace, tokens: Tokens, dtype: str, progress: Progress) -> None:
+    """Writes what is left of the documents, noting now and then how far it is."""
+    bar, saved, done, first = Bar(), time.monotonic(), 0, progress.done
+    end = [] if tokens.end is None else [tokens.end]
+    for done, (text, share) in enumerate(documents(o), 1):
+        if done <= first:
+            continue
+        part = "held_out" if done % o.held_out_every == 0 else "train"
+        files[part].write(np.array([*tokens.encode(text), *end], dtype).tobytes())
+        if time.monotonic() - saved > SAVED_EVERY:
+            progress.save(done, files)
+            saved = time.monotonic()
+        bar.show(share, done, sum(f.tell() for f in files.values()) // np.dtype(dtype).itemsize)
+    progress.save(done, files)
+    bar.show(1.0, done, sum(f.tell() for f in files.values()) // np.dtype(dtype).itemsize, last=True)
+
+
+def run(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", help="folder of the token files")
+    parser.add_argument("--text", help="a file or a folder of them: text, .jsonl, .mindrecord")
+    parser.add_argument("--dataset", help="a data set of Hugging Face's, by name or path")
+    parser.add_argument("--name", help="which configuration of the data set")
+    parser.add_argument("--split", default="train")
+    parser.add_argument("--column", default="text", help="of a row, the one with the text")
+    parser.add_argument("--tokenizer", help="tokenizer.json or its folder; default: bytes")
+    parser.add_argument("--held_out_every", type=int, default=20, help="one document in so many is held out")
+    parser.add_argument("--verify", metavar="FOLDER", help="read every byte of token files that are there")
+    o = parser.parse_args(argv)
+    if o.verify:
+        for name in PARTS:
+            file = TokenFile(Path(o.verify) / f"{name}.tokens")
+            file.verify()
+            print(f"{file.path}: {len(file):,} tokens, as they were written")
+        return
+    if not o.out or bool(o.text) == bool(o.dataset) or o.held_out_every < 2:
+        raise ConfigError("For 'prepare_data.py', options are missing.", " ".join(argv),
+                          "--out, and --text or --dataset; --held_out_every is at least 2.",
+                          "python model_zoo/llama/prepare_data.py --help")
+    print(", ".join(f"{name}: {count:,} tokens" for name, count in prepare(o).items()))
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(lambda: run(sys.argv[1:])))

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fine-tuning: LoRA and SFT runs lower their held-out loss; `transformers` computes what is exported. Ranks: cases_llama."""
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mindspore import Tensor
+
+from model_zoo.llama import export, hf, lora
+from model_zoo.llama.config import LoraConfig, ModelConfig
+from model_zoo.llama.model import Llama
+from model_zoo.llama.restore import restore
+from model_zoo.llama.train import run
+from tests.dist.cases_llama import SIZES, model
+
+DEBUG = ["--config", str(Path(__file__).resolve().parents[2] / "model_zoo/llama/configs/debug.yaml")]
+
+
+def held_out(folder: Path) -> list[float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["held_out_loss"] for line in lines if "held_out_loss" in line]
+
+
+def conversations(file: Path) -> Path:
+    talks = [[{"role": "user", "content": f"say {'abc'[i % 3]}"}, {"role": "assistant", "content": 3 * f"{'abc'[i % 3]}!"}]
+             for i in range(24)]
+    file.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    return file
+
+
+def test_adapters_change_nothing_before_training_and_are_named_after_their_matrices(cpu):
+    cfg = ModelConfig(**SIZES)
+    ids = Tensor(np.arange(12, dtype=np.int32).reshape(2, 6))
+    net = model(cfg)
+    want = net(ids).asnumpy()
+    names = [name for name, _ in net.parameters_and_names()]
+    lora.add(net, LoraConfig(rank=2), 0)
+    assert np.array_equal(net(ids).asnumpy(), want)
+    assert [p.name for p in net.trainable_params()][:2] == ["layers.0.attention.wq.lora_a.weight",
+                                                           "layers.0.attention.wq.lora_b.weight"]
+    assert len(net.trainable_params()) == 2 * 4 * 2
+    with lora.without_adapters(net):
+        assert [name for name, _ in net.parameters_and_names()] == names
+    assert len(list(net.get_parameters())) == len(names) + 16
+
+
+def test_full_and_lora_tuning_of_a_published_model_lower_the_held_out_loss(tmp_path, cpu):
+    """Trained on text, exported; then on conversations, all weights and adapters only; merged; `transformers` reads it."""
+    run([*DEBUG, "--train.steps", "20", "--train.log_dir", str(tmp_path / "text"), "--checkpoint.interval", "20"])
+    export.run(["--from", str(tmp_path / "text"), "--out", str(tmp_path / "base")])
+    talk = ["--train.init_hf", str(tmp_path / "base"), "--data.path", str(conversations(tmp_path / "chat.jsonl")),
+            "--data.format", "chat", "--data.held_out_every", "4", "--train.seq", "64", "--train.steps", "12",
+            "--train.batch", "6", "--train.eval_batches", "1", "--checkpoint.interval", "12", "--optim.lr", "0.01"]
+    run([*talk, "--train.log_dir", str(tmp_path / "sft")])
+    run([*talk, "--train.log_dir", str(tmp_path / "lora"), "--lora.rank", "8", "--lora.where", "all", "--lora.alpha", "32",
+         "--train.steps", "40"])
+    for name, factor in (("sft", 0.6), ("lora", 0.9)):
+        losses = held_out(tmp_path / name)
+        assert losses[-1] < factor * losses[0], (name, losses)
+    ids = np.arange(40, dtype=np.int32).reshape(2, 20)
+    tuned = restore(tmp_path / "lora", "cpu", 1)
+    logits = tuned.model(Tensor(ids)).asnumpy()
+    export.run(["--from", str(tmp_path / "lora"), "--out", str(tmp_path / "merged")])
+    plain = Llama(hf.read_config(tmp_path / "merged"))
+    hf.load(plain, tmp_path / "merged")
+    assert np.abs(plain(Tensor(ids)).asnumpy() - logits).max() < 1e-4
+    base = Llama(hf.read_config(tmp_path / "base"))
+    hf.load(base, tmp_path / "base")
+    assert np.array_equal(base.tok_embeddings.weight.asnumpy(), plain.tok_embeddings.weight.asnumpy()), "frozen"
+    assert np.abs(base(Tensor(ids)).asnumpy() - logits).max() > 0.01
+    transformers = pytest.importorskip("transformers", reason="an extra: pip install ms_dtensor[hf]")
+    torch = pytest.importorskip("torch", reason="an extra: pip install ms_dtensor[hf]")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    with torch.no_grad():
+        got = theirs(torch.from_numpy(ids).long()).logits.numpy().reshape(logits.shape)
+    assert np.abs(got - logits).max() < 1e-4
