@@ -21,7 +21,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
+
 ROOT = Path(__file__).resolve().parents[1]
+sys.path[0] = str(ROOT)
+
+from model_zoo.llama.token_file import write  # noqa: E402
+
 LIMIT = 20.0
 TINY = ["2", "tiny", "--parallel.tp", "2", "--data.max_bytes", "200000", "--train.steps", "2000"]
 Made = tuple[list[str], dict[str, str]]  # arguments and environment
@@ -74,6 +80,20 @@ def file_in_the_way() -> Iterator[Made]:
         yield ["--train.log_dir", f"{file.name}/run"], {}
 
 
+@contextlib.contextmanager
+def tokens(broken: int) -> Iterator[Made]:
+    """Token files, in one of which a byte is another."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("train", "held_out"):
+            with open(f"{folder}/{name}.tokens", "w+b") as file:
+                write(file, "<u2", 256, 0, 4000, iter([np.arange(4000, dtype=np.uint16) % 251]))
+                file.seek(broken)
+                byte = file.read(1)
+                file.seek(broken)
+                file.write(bytes([byte[0] ^ 1]))
+        yield ["--data.path", folder], {}
+
+
 # what is wrong -> (how it is made, words that the message has)
 CASES: dict[str, tuple[Callable[[], contextlib.AbstractContextManager[Made]], str]] = {
     "a key that is none": (lambda: arguments("--train.stesp", "3"), "'train.steps' is the closest match"),
@@ -81,6 +101,8 @@ CASES: dict[str, tuple[Callable[[], contextlib.AbstractContextManager[Made]], st
     "a file that is not there": (lambda: arguments("--config", "nowhere.yaml"), "there is no file 'nowhere.yaml'"),
     "degrees for another world": (lambda: arguments("--parallel.dp", "4"), "world size = 2"),
     "missing data": (lambda: arguments("--data.path", "/no/such/file"), "/no/such/file"),
+    "a token file whose header is damaged": (lambda: tokens(20), "its header is damaged"),
+    "a token file with a damaged token": (lambda: tokens(4001), "tokens 0 to 1048576 are damaged"),
     "an unknown tracker": (lambda: arguments("--metrics.trackers", "mlflow"), "'tensorboard', 'wandb', 'swanlab'"),
     "a tracker that is not installed": (lambda: arguments("--metrics.trackers", "[swanlab]"), "'swanlab' is not installed"),
     "a port in use": (taken_port, "is in use"),
@@ -117,7 +139,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="cases whose name has this text")
     options = parser.parse_args()
     missed = 0
-    print(f"{'':7} {'what is wrong':34} {'exit':>4} {'s':>5}  first line of the message")
+    print(f"{'':7} {'what is wrong':37} {'exit':>4} {'s':>5}  first line of the message")
     for name, (make, said) in CASES.items():
         if options.only not in name:
             continue
@@ -125,14 +147,14 @@ def main() -> int:
             with tempfile.TemporaryDirectory(prefix="ms_dtensor_launch_") as folder, make() as made:
                 code, seconds, out = attempt(made, folder)
         except PermissionError as error:
-            print(f"{'left out':8}{name:34} {error}")
+            print(f"{'left out':8}{name:37} {error}")
             continue
         lines = out.splitlines()
         first = next((line for line in lines if "launch.py:" in line), lines[-1] if lines else "")
         ok = code not in (0, -signal.SIGTERM) and seconds < LIMIT and said in out and out.count(said) == 1
         missed += not ok
         shown = first.removeprefix("launch.py: ")[:110]
-        print(f"{'ok' if ok else 'MISSED':7} {name:34} {code:4} {seconds:5.1f}  {shown}", flush=True)
+        print(f"{'ok' if ok else 'MISSED':7} {name:37} {code:4} {seconds:5.1f}  {shown}", flush=True)
         if not ok:
             print("\n".join(f"        | {line}" for line in lines[-25:]))
     return 1 if missed else 0

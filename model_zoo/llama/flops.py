@@ -3,7 +3,7 @@
 
 Counted are the products of matrices, forward once and backward twice: 6 operations a weight, and attention over what a
 token sees (causal: half the sequence on the average; a sliding window: that much). Recomputation is not counted: it is no
-progress.
+progress. Of frozen weights (LoRA) the backward computes one product, not two; their adapters are too small to count.
 """
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ def seen(m: ModelConfig, seq: int) -> float:
     return width - width * (width - 1) / (2 * seq)
 
 
-def flops_per_token(m: ModelConfig, seq: int) -> float:
+def flops_per_token(m: ModelConfig, seq: int, frozen: bool = False) -> float:
     """Operations of a training step, per token of it."""
-    return 6 * weights_in_products(m) + 12 * m.n_layers * m.n_heads * m.head_dim * seen(m, seq)
+    return (4 if frozen else 6) * weights_in_products(m) + 12 * m.n_layers * m.n_heads * m.head_dim * seen(m, seq)

@@ -174,6 +174,8 @@ def run(argv: list[str]) -> None:
     if prompt.max() >= cfg.model.vocab_size:
         raise ConfigError("For 'generate.py', the tokenizer is not this model's.", f"token {prompt.max()}",
                           f"Ids are below model.vocab_size = {cfg.model.vocab_size}.", "--tokenizer with the model's own")
+    if rank() == 0 and prompt.shape[1] + o.tokens > cfg.train.seq and cfg.train.init_hf is None:
+        print(f"note: beyond {cfg.train.seq} tokens this model was not trained (train.seq)", file=sys.stderr)
     ids = generate(model, cfg.model, mesh, prompt, o.tokens, temperature=o.temperature, top_k=o.top_k, top_p=o.top_p,
                    seed=o.seed, end=tokens.end)
     if rank() == 0:

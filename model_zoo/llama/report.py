@@ -43,7 +43,7 @@ class Reporter:
         self.cfg, self.devices, self.speaks, self.peak, self.device = cfg, devices, speaks, peak, device
         self.folder = Path(cfg.train.log_dir)
         self.tokens = cfg.train.batch * cfg.train.seq
-        self.flops = flops_per_token(cfg.model, cfg.train.seq) * self.tokens
+        self.flops = flops_per_token(cfg.model, cfg.train.seq, cfg.lora is not None) * self.tokens
         self.screen = Screen(cfg.metrics.bar and speaks)
         self.tally = Tally() if cfg.metrics.communication and speaks else None
         self._file: IO[str] | None = None

@@ -20,11 +20,12 @@ if __package__ in (None, ""):  # run as a script: make the repository root impor
 from model_zoo.llama.ranks import guarded, leave, start_device, world_size
 
 if TYPE_CHECKING:
+    from model_zoo.llama.chat import Conversations
     from model_zoo.llama.config import Config
-    from model_zoo.llama.data import Text
+    from model_zoo.llama.data import Files, Text
 
 
-def prepare(argv: list[str], world: int | None) -> tuple[Config, str, bool, Text | None]:
+def prepare(argv: list[str], world: int | None) -> tuple[Config, str, bool, Text | Files | Conversations | None]:
     """All that can be refused before MindSpore starts: the configuration, its trackers, the run's folder, the data.
 
     Returns:

@@ -7,6 +7,8 @@ tracker gets numbers by name and step, nothing else, and never more often than t
 from __future__ import annotations
 
 import importlib.util
+import os
+import socket
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -67,19 +69,34 @@ def start(names: Iterable[str], folder: Path, project: str, run: str, config: Ma
                           ["offline: WANDB_MODE=offline, SWANLAB_MODE=offline", "leave it out"]) from error
 
 
+FLUSH = 5.0  # seconds until TensorBoard sees what was written
+
+
 class TensorBoard:
-    """Writes event files into `tensorboard` in the run's folder."""
+    """Writes an event file into `tensorboard` in the run's folder.
+
+    Not with TensorBoard's own writer, whose thread takes the interpreter from the training loop at each step.
+    """
 
     def __init__(self, folder: Path, project: str, run: str, config: Mapping[str, Any]):
         from tensorboard.compat.proto.event_pb2 import Event  # type: ignore[import-not-found]
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-not-found]
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter  # type: ignore[import-not-found]
+        from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-not-found]
 
-        self._event, self._summary, self._file = Event, Summary, EventFileWriter(str(folder / "tensorboard"))
+        self._event, self._summary, self._flushed = Event, Summary, time.monotonic()
+        (folder / "tensorboard").mkdir(exist_ok=True)
+        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
+        self._file = open(folder / "tensorboard" / name, "wb")  # noqa: SIM115  until `close`
+        self._records = RecordWriter(self._file)
+        self._records.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         rows = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._file.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=rows)))
+        event = self._event(wall_time=time.time(), step=step, summary=self._summary(value=rows))
+        self._records.write(event.SerializeToString())
+        if time.monotonic() - self._flushed > FLUSH:
+            self._file.flush()
+            self._flushed = time.monotonic()
 
     def close(self) -> None:
         self._file.close()

@@ -91,6 +91,7 @@ def test_what_a_token_sees_is_counted(window):
     want = np.mean([min(i + 1, window or 12) for i in range(12)])
     assert seen(m, 12) == pytest.approx(want)
     assert flops_per_token(m, 12) == pytest.approx(6 * weights_in_products(m) + 12 * m.n_layers * m.dim * want)
+    assert flops_per_token(m, 12) - flops_per_token(m, 12, frozen=True) == pytest.approx(2 * weights_in_products(m))
 
 
 # -- guard -------------------------------------------------------------------------------------------------------------
