@@ -158,20 +158,23 @@ class Trainer:
             Diverged: the guard ends the run.
         """
         loss, grads = self.gradients(*self.batch(step))
-        verdicts: list[Verdict] = []
+        known: list[tuple[float, float, Verdict]] = []  # what a device is asked for, once
 
-        def leave_out(norm: float | Tensor) -> bool:
-            verdicts.append(self._agreed(self.guard.judge(step, float(loss), float(norm))))
-            return verdicts[0].action in ("skip", "stop")
+        def judge(norm: float | Tensor) -> str:
+            numbers = float(loss), float(norm)
+            verdict = self.guard.judge(step, *numbers)
+            known.append((*numbers, self._agreed(verdict) if self.guard.skips else verdict))
+            return known[0][2].action
 
         if self.guard.skips:  # a device is waited for before the update
-            norm, lr = self.update(grads, step, leave_out)
+            _, lr = self.update(grads, step, lambda norm: judge(norm) in ("skip", "stop"))
         else:
             norm, lr = self.update(grads, step)
-            verdicts.append(self.guard.judge(step, float(loss), float(norm)))
-        if verdicts[0].action == "stop":
-            raise stopped(verdicts[0].reason)
-        return StepResult(float(loss), float(norm), lr, verdicts[0])
+            judge(norm)
+        (loss_now, norm_now, verdict), = known
+        if verdict.action == "stop":
+            raise stopped(verdict.reason)
+        return StepResult(loss_now, norm_now, lr, verdict)
 
     def _agreed(self, verdict: Verdict) -> Verdict:
         """Rank 0's: whether a step is left out may not hang on the last bit of a sum."""

@@ -72,6 +72,7 @@ def checkpoint_wrapper(module: nn.Cell, policy: str | Callable[[str, nn.Cell], b
         if keeps is None:
             cell.recompute()
         else:
+            cell._cells.pop("_recompute_cell", None)  # MindSpore's own, chosen before: a cell inside the cell
             cell._recompute_cell = Selective(cell, keeps)
     return module
 
