@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 
 def map_leaves(fn: Callable, tree, kind: type):
@@ -12,16 +12,19 @@ def map_leaves(fn: Callable, tree, kind: type):
     if isinstance(tree, kind):
         return fn(tree)
     if isinstance(tree, tuple | list):
-        return type(tree)(map_leaves(fn, v, kind) for v in tree)
+        values = (map_leaves(fn, v, kind) for v in tree)
+        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)  # a named tuple takes them singly
     if isinstance(tree, dict):
         return {k: map_leaves(fn, v, kind) for k, v in tree.items()}
     return tree
 
 
 def leaves(tree, kind: type) -> list:
-    """The leaves of a kind, in order of appearance."""
+    """The leaves of a kind, in order of appearance; in an object of another kind none."""
     if isinstance(tree, kind):
         return [tree]
+    if not isinstance(tree, Iterable):
+        return []
     out: list = []
     for v in tree.values() if isinstance(tree, dict) else tree:
         if isinstance(v, kind):  # without a call: this runs at every use of a DFunction

@@ -93,6 +93,12 @@ def store(x, new, recording: bool) -> None:
     for other in (x, *(o for o, _ in relatives_of(x))):
         if other._memo is not None:
             other._memo.forget_values()
+            other._memo.written = True
+
+
+def written_since(x, version: int) -> bool:
+    """Whether a tensor, or a view of it, was written since it had this `_version`, which counts no writes to views."""
+    return x._version != version or (getattr(x, "_memo", None) is not None and x._memo.written)
 
 
 def _owns_storage(x) -> bool:

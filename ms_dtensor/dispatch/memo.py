@@ -20,6 +20,8 @@ class Memo:
     kin: Any = None  # where it stands among the views of one tensor (`views.py`)
     work: Any = None  # data under way (`tensor/async_tensor.py`)
     late_gradient: bool = False  # of a Parameter: its gradient is completed when the backward ends (`fsdp_late.py`)
+    written: bool = False  # it, or what shares its memory, was the target of a write
+    lent: Any = None  # the unit in whose memory it lies, once that may go (`fsdp_lent.py`)
     partial_grad_axes: tuple[int, ...] = ()  # of a Parameter: axes on which its gradient stays partial (`buckets.py`)
 
     def forget_values(self) -> None:

@@ -34,6 +34,7 @@ from ..tensor.distribute import distribute_parameter, like_parameter, set_parame
 from ..tensor.dtensor import DTensor
 from .batch import batch_over
 from .buckets import make_buckets
+from .fsdp_lent import lend
 from .fsdp_memory import CPUOffloadPolicy, OffloadPolicy
 from .fsdp_unit import Again, Call, Unit, gather_changed, gathered
 from .layouts import OUTER, replicated_over, union_mesh
@@ -211,6 +212,7 @@ def _constructing(given: Callable) -> Callable:
             unit.gather(backward=again)
             with _known(call), unit.in_place(call, unit.slots) as whole:
                 outputs = map_leaves(lambda x: x * 1 if unit.lends(x, whole) else x, given(cell, *args, **kwargs), Tensor)
+        lend(unit, (w for k, w in whole.items() if k in unit.place))
         root = step is not None and len(step.units) > 1
         if call is None or (unit.reshard and not root and not again and not unit.running):
             unit.release(keep_part=call is not None)

@@ -8,6 +8,7 @@ import weakref
 from mindspore import Tensor
 
 from ..comm.packing import write
+from ..dispatch.inplace import written_since
 from ..dispatch.operands import local_alias
 from ..internals.names import NoFallbackGuard, no_grad
 from ..tensor.dtensor import DTensorParameter
@@ -35,7 +36,7 @@ class Written:
     def keep(self, blocks, place: dict[int, tuple[int, int]]) -> None:
         """Other values reach the shards; `place` says in which block a parameter is, and where."""
         for k, x in self._whole.items():
-            if x._version == self._versions[k] and k not in self._given:
+            if not written_since(x, self._versions[k]) and k not in self._given:
                 continue
             if k in place:
                 blocks[place[k][0]].write_own(place[k][1])

@@ -17,6 +17,7 @@ from mindspore import Tensor, nn
 
 from ..comm.packing import write
 from ..core.tree import map_leaves
+from ..dispatch.inplace import written_since
 from ..dispatch.operands import compute_copy, local_alias
 from ..dispatch.replaced import current
 from ..errors import ConfigError
@@ -136,7 +137,7 @@ def _computing_with_copies(kind: Any) -> type:
                 for key in copies:
                     self.__dict__.pop(key, None)
             for key, copy in copies.items():
-                if copy is not params[key] and copy._version != versions[key]:  # what a forward writes is the parameter's
+                if copy is not params[key] and written_since(copy, versions[key]):  # it is the parameter's
                     write(local_alias(params[key]), local_alias(copy))
             return out
         _kinds[kind] = type(kind.__name__, (kind,), {"construct": construct, "__module__": kind.__module__,

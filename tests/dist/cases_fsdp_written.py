@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import mindspore as ms
 import numpy as np
+import pytest
 from mindspore import Parameter, Tensor, nn, ops
 
 import ms_dtensor as md
 from ms_dtensor import MixedPrecisionPolicy, Replicate, fully_shard, init_device_mesh, parallelize_module, replicate
+from ms_dtensor.errors import LayoutError
 from tests.cases import case
 from tests.dist.cases_fully_shard import ROWS, Net, cut_up, filled, fsdp, loss_of, mine, same_step
 from tests.dist.support import equal, mesh_2d
@@ -140,3 +142,67 @@ def micro_batches_that_were_broken_off_are_forgotten(world):
     net.set_requires_gradient_sync(True)
     net.forget_gradients()
     same_step(net, plain, mesh)
+
+
+class Keeping(nn.Cell):
+    """Keeps what it was lent, writes through a view, and returns an object that is no container."""
+
+    class Out:
+        def __init__(self, x):
+            self.x = x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Dense(5, 7)
+        self.s = Parameter(Tensor(np.arange(7, dtype=np.float32)), name="s", requires_grad=False)
+        self.writes = self.wraps = False
+
+    def construct(self, x):
+        self.whole, self.turned = self.a.weight, self.a.weight.T
+        if self.writes:
+            part = self.s[1:6]
+            part[2:] = part[2:] + 3
+        y = self.a(x) * self.s
+        return self.Out(y) if self.wraps else y
+
+
+@case(4)
+def what_is_kept_past_its_cell_is_refused(world):
+    """Its memory is gone: it read as zeros, and the loss that used it was another one."""
+    mesh, plain = fsdp(), filled(Keeping())
+    net = fully_shard(filled(Keeping()), mesh=mesh)
+    loss, grads = md.value_and_grad(loss_of(net), None, net.trainable_params())(mine(mesh))
+    want, plain_grads = ms.value_and_grad(loss_of(plain), None, plain.trainable_params())(Tensor(ROWS))
+    equal(loss, want)
+    for g, w in zip(grads, plain_grads, strict=True):
+        equal(g, w, "gradient")
+    for run in (lambda: net(mine(mesh)), lambda: None):
+        run()
+        for kept in (net.whole, net.turned):
+            for use in (lambda x: x.sum(), lambda x: ops.relu(x), lambda x: x.to_local()):
+                with pytest.raises(LayoutError, match="used after its cell has returned"):
+                    use(kept)
+    net.unshard()
+    equal(net.turned, plain.a.weight.asnumpy().T)
+
+
+@case(4)
+def a_write_through_a_view_reaches_the_shards(world):
+    for make, bound in ((fully_shard, 1e-6), (lambda net, mesh: replicate(net, mesh=mesh, zero1=True), 1e-6),
+                        # the copy that was written, in 11 bits, becomes the parameter
+                        (lambda net, mesh: replicate(net, mesh=mesh, mp_policy=MixedPrecisionPolicy(ms.float16)), 1e-3)):
+        net, plain = make(filled(Keeping()), mesh=fsdp()), filled(Keeping())
+        net.writes = True
+        want = plain.s.asnumpy().copy()
+        for _ in range(2):
+            net(mine(fsdp()))
+            want[3:6] += 3
+            equal(net.s, want, rtol=bound)
+
+
+@case(4)
+def outputs_may_be_of_any_class(world):
+    for make in (fully_shard, replicate):
+        net, plain = make(filled(Keeping()), mesh=fsdp()), filled(Keeping())
+        net.wraps = True
+        equal(net(mine(fsdp())).x, plain(Tensor(ROWS)))
