@@ -4,7 +4,7 @@
     python scripts/bench/report.py
 
 Not a measurement: every figure comes from a JSON that one of the scripts wrote, with its machine, date and commit.
-The plots need matplotlib, which is in the `viz` extra.
+The plots need matplotlib, which is in the `plot` extra.
 """
 from __future__ import annotations
 
