@@ -43,9 +43,10 @@ def load(argv: Sequence[str], world: int | None = None) -> tuple[Config, bool]:
             raise ConfigError(f"For the command line, {_short(word)} is not an option.", f"{len(argv)} words",
                               "Options begin with two dashes.", f"usage: {USAGE}")
         if not eq:
-            if not rest:
+            if not rest or rest[0].startswith("--"):
                 raise ConfigError(f"For the command line, '--{key[:80]}' has no value.", f"{len(argv)} words",
-                                  "Each option but --print-config has one.", f"usage: {USAGE}")
+                                  "Each option but --print-config has one.",
+                                  [f"usage: {USAGE}", "--section.key=--text for one that begins with two dashes"])
             value = rest.pop(0)
         if key == "config":
             tree = _read_yaml(value)

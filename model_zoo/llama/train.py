@@ -66,7 +66,7 @@ def check_resume(cfg: Config) -> dict[str, Any]:
     if c.resume is None or c.resume == "latest" and there is None:
         return {}
     try:
-        where = there if c.resume == "latest" else find(c.resume)
+        where = there if there and c.resume == "latest" else find(c.resume)
         index = read_index(where)
     except CheckpointError as error:
         raise ConfigError(f"For 'checkpoint.resume', there is nothing to go on from in '{c.resume}'.", error.attempt,
@@ -85,6 +85,11 @@ def checkpoint_folder(cfg: Config) -> Path:
 
 
 def run(argv: list[str]) -> None:
+    if {"-h", "--help"} & set(argv):
+        from model_zoo.llama.configio import USAGE
+        print(f"usage: train.py {USAGE}\n\n{__doc__}\n"
+              "All keys and their values: --print-config; what they mean: model_zoo/llama/config.py.")
+        return
     world = world_size()
     cfg, resolved, show, text = prepare(argv, world)
     if show:
@@ -126,6 +131,12 @@ def run(argv: list[str]) -> None:
 def train(trainer, report, window, saver, done: int) -> None:
     """Steps until the last one, or until somebody asks to end."""
     t = trainer.cfg.train
+    if done and done >= t.steps:
+        report.say(f"nothing to do: {done} steps are done, and train.steps = {t.steps}")
+        if saver is not None:
+            saver.finish()
+        report.held_out(done, trainer.held_out_loss())
+        return
     report.held_out(done, trainer.held_out_loss())
     report.heading()
     for step in range(done, t.steps):

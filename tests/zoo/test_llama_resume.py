@@ -150,7 +150,8 @@ def test_a_run_goes_on_with_its_own_model_only(tmp_path, cpu, capsys, monkeypatc
     small = ["--model.n_layers", "1", "--train.steps", "1", "--train.eval_batches", "1"]
     for name, options, other, keys in (
             ("full", [], ["--model.n_heads", "8", "--model.n_kv_heads", "4", "--model.rope_theta", "1e4",
-                          "--model.sliding_window", "9"], "model.n_heads, model.n_kv_heads, model.rope_theta, model.sliding"),
+                          "--model.sliding_window", "9"],
+             "model.n_heads, model.n_kv_heads, model.rope_theta, model.sliding_window."),
             ("lora", ["--lora.rank", "2"], ["--lora.alpha", "64"], "lora.alpha.")):
         folder = tmp_path / name
         train(folder, *small, *options)
@@ -169,3 +170,16 @@ def test_a_run_goes_on_with_its_own_model_only(tmp_path, cpu, capsys, monkeypatc
     assert "does not say its model's configuration" in capsys.readouterr().out
     with Reader(latest(tmp_path / "old/checkpoints")) as reader:
         assert reader.index.step == 2 and reader.index.values["config.model.n_heads"] > 0, "from now on it says"
+
+
+def test_a_run_that_has_its_steps_says_so(tmp_path, cpu, capsys):
+    small = ["--model.n_layers", "1", "--train.steps", "2"]
+    train(tmp_path, *small)
+    capsys.readouterr()
+    for steps in ("1", "2"):
+        train(tmp_path, *small, "--train.steps", steps, "--checkpoint.resume", "latest")
+        said = capsys.readouterr().out
+        assert f"nothing to do: 2 steps are done, and train.steps = {steps}" in said and said.count("held-out") == 1
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["held_out_loss"] for line in lines if line["step"] == 2 and "held_out_loss" in line]
+    assert len(losses) == 3 and len(set(losses)) == 1 and not any("held_out_loss" in r for r in lines if r["step"] == 1)
