@@ -297,7 +297,8 @@ def _check_degrees(cfg: Config, world: int) -> None:
             f"parallel.dp = {p.dp} x parallel.tp = {p.tp} = {p.dp * p.tp}, world size = {world}",
             "The degrees of the mesh axes multiply to the number of workers.",
             [f"with {world} {'workers' if world != 1 else 'worker'}: " + ", ".join(f"dp={d} tp={t}" for d, t in pairs),
-             f"start {p.dp * p.tp} workers: --worker_num={p.dp * p.tp} --local_worker_num={p.dp * p.tp}"])
+             f"start {p.dp * p.tp} workers: launch.py --workers {p.dp * p.tp}, or "
+             f"msrun --worker_num={p.dp * p.tp} --local_worker_num={p.dp * p.tp}"])
     if p.dp % p.hsdp or (p.hsdp > 1 and not p.fsdp) or (p.fsdp and p.zero1):
         raise ConfigError("For the configuration, the ways of cutting parameters over dp do not fit each other.",
                           f"parallel.dp = {p.dp}, fsdp = {p.fsdp}, hsdp = {p.hsdp}, zero1 = {p.zero1}",
