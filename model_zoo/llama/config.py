@@ -36,7 +36,8 @@ class ExpertsConfig:
     capacity: float | None = None
     """What an expert takes of a sequence: so many times its even share, the first tokens; null: all that choose it."""
     balance: float = 0.0
-    """Weight of the auxiliary loss, which is least when the experts are chosen equally often."""
+    """Weight of the auxiliary loss, which is least when the experts are chosen equally often. It is a mean over a
+    micro-batch: with train.micro_batches above 1 the mean of those, which is not that of the whole batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,12 +264,17 @@ def _check_model(m: ModelConfig) -> None:
         raise ConfigError("For the configuration, the bounds of model.rope_scaling are not in order.", str(scaling),
                           "high_freq_factor is above low_freq_factor.",
                           "--model.rope_scaling.high_freq_factor with a larger number")
-    if m.head_width is None and m.dim % m.n_heads or m.head_dim % 2:
+    if m.head_width is not None and m.head_width % 2:
+        raise ConfigError(f"For the configuration, model.head_width = {m.head_width} is odd.", f"{m.n_heads} heads",
+                          "Rotary embeddings turn pairs.", f"--model.head_width {m.head_width + 1}")
+    if m.head_width is None and (m.dim % m.n_heads or m.head_dim % 2):
+        fits = [h for h in divisors(m.dim) if m.dim // h % 2 == 0]
         raise ConfigError(f"For the configuration, model.dim = {m.dim} does not make model.n_heads = {m.n_heads} "
                           "heads.",
                           f"model.dim / model.n_heads = {m.dim / m.n_heads:g}",
                           "The head width is a whole, even number (rotary embeddings turn pairs).",
-                          f"--model.n_heads with one of {[h for h in divisors(m.dim) if m.dim // h % 2 == 0]}")
+                          f"--model.n_heads with one of {fits}" if fits else
+                          f"--model.dim {-(-m.dim // (2 * m.n_heads)) * 2 * m.n_heads}")
     if m.experts is not None and m.experts.per_token > m.experts.count:
         raise ConfigError(f"For the configuration, model.experts.per_token = {m.experts.per_token} is more than there are.",
                           f"model.experts.count = {m.experts.count}", "A token goes through different experts.",
@@ -291,7 +297,8 @@ def _check_degrees(cfg: Config, world: int) -> None:
             f"parallel.dp = {p.dp} x parallel.tp = {p.tp} = {p.dp * p.tp}, world size = {world}",
             "The degrees of the mesh axes multiply to the number of workers.",
             [f"with {world} {'workers' if world != 1 else 'worker'}: " + ", ".join(f"dp={d} tp={t}" for d, t in pairs),
-             f"start {p.dp * p.tp} workers: --worker_num={p.dp * p.tp} --local_worker_num={p.dp * p.tp}"])
+             f"start {p.dp * p.tp} workers: launch.py --workers {p.dp * p.tp}, or "
+             f"msrun --worker_num={p.dp * p.tp} --local_worker_num={p.dp * p.tp}"])
     if p.dp % p.hsdp or (p.hsdp > 1 and not p.fsdp) or (p.fsdp and p.zero1):
         raise ConfigError("For the configuration, the ways of cutting parameters over dp do not fit each other.",
                           f"parallel.dp = {p.dp}, fsdp = {p.fsdp}, hsdp = {p.hsdp}, zero1 = {p.zero1}",

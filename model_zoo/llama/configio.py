@@ -13,6 +13,7 @@ import typing
 from collections.abc import Sequence
 from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -42,9 +43,10 @@ def load(argv: Sequence[str], world: int | None = None) -> tuple[Config, bool]:
             raise ConfigError(f"For the command line, {_short(word)} is not an option.", f"{len(argv)} words",
                               "Options begin with two dashes.", f"usage: {USAGE}")
         if not eq:
-            if not rest:
+            if not rest or rest[0].startswith("--"):
                 raise ConfigError(f"For the command line, '--{key[:80]}' has no value.", f"{len(argv)} words",
-                                  "Each option but --print-config has one.", f"usage: {USAGE}")
+                                  "Each option but --print-config has one.",
+                                  [f"usage: {USAGE}", "--section.key=--text for one that begins with two dashes"])
             value = rest.pop(0)
         if key == "config":
             tree = _read_yaml(value)
@@ -228,6 +230,36 @@ def _read_yaml(path: str) -> dict:
         raise ConfigError(f"For '--config', '{shown}' is not a tree of sections.", f"got {_short(tree)}",
                           f"Sections are {', '.join(f.name for f in fields(Config))}.", "write  section: {key: value}")
     return tree or {}
+
+
+def model_values(cfg: Config) -> dict[str, Any]:
+    """Of the sections `model` and `lora` every value by its dotted key: what a checkpoint's weights mean."""
+    def flat(value: Any, key: str) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            return {key: value}
+        return {k: v for name, child in value.items() for k, v in flat(child, f"{key}.{name}").items()}
+    tree = asdict(cfg)
+    return flat(tree["model"], "model") | flat(tree["lora"], "lora")
+
+
+def check_same_model(cfg: Config, held: dict[str, Any], where: str) -> None:
+    """Refuses to go on from a checkpoint whose `model_values` are other ones; keys that it lacks had their defaults."""
+    tree: dict[str, Any] = {}
+    for key, value in held.items():
+        *sections, last = key.split(".")
+        node = tree
+        for name in sections:
+            node = node.setdefault(name, {})
+        node[last] = value
+    theirs, ours = model_values(build(Config, tree)), model_values(cfg)
+    unlike = [key for key in (*ours, *(k for k in theirs if k not in ours))
+              if key not in ours or key not in theirs or ours[key] != theirs[key]]
+    if unlike:
+        lines = [f"{key}: {theirs.get(key, 'not there')} in the checkpoint, {ours.get(key, 'not there')} here"
+                 for key in unlike]
+        raise ConfigError(f"For the configuration, the model is not that of the checkpoint: {', '.join(unlike)}.",
+                          f"'{where}'\n" + "\n".join(lines), "A run goes on with the model that it began with.",
+                          ["the run's own settings", "another --train.log_dir begins a new run"])
 
 
 def dump(cfg: Config) -> str:

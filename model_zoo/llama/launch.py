@@ -307,6 +307,9 @@ def preflight(options: argparse.Namespace, nodes: Nodes, rest: list[str]) -> Pat
     if options.workers < 1 or nodes.count < 1:
         raise ConfigError("For 'launch.py', a run has one rank at least.",
                           f"--workers {options.workers}, --nnodes {nodes.count}", "Both count from 1.", "--workers 1")
+    if options.max_restarts < 0:
+        raise ConfigError("For 'launch.py', --max_restarts is out of range.", f"--max_restarts {options.max_restarts}",
+                          "It is 0 or more; a run starts once besides.", "--max_restarts 0")
     nodes.check()
     cfg, resolved, show, _ = prepare(rest, options.workers * nodes.count)
     if show:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if __package__ in (None, ""):  # run as a script: make the repository root importable, and not this folder
     sys.path[0] = str(Path(__file__).resolve().parents[2])
@@ -42,10 +42,54 @@ def prepare(argv: list[str], world: int | None) -> tuple[Config, str, bool, Text
         return cfg, resolved, show, None
     trackers.check(cfg.metrics.trackers)
     check_folder(Path(cfg.train.log_dir))
+    check_resume(cfg)
     return cfg, resolved, show, load_text(cfg.data, cfg.model.vocab_size, cfg.train.seq)
 
 
+def check_resume(cfg: Config) -> dict[str, Any]:
+    """Refuses a checkpoint that the run cannot go on from, and a new run in the folder of another, before anything starts.
+
+    Returns:
+        What the checkpoint says of its model (`model_values`): nothing where there is none, or an old one.
+    """
+    from model_zoo.llama.configio import check_same_model
+    from ms_dtensor.checkpoint.folder import find, latest
+    from ms_dtensor.checkpoint.reader import read_index
+    from ms_dtensor.errors import CheckpointError, ConfigError
+
+    c, root = cfg.checkpoint, checkpoint_folder(cfg)
+    there = latest(root)
+    if c.resume is None and there and c.interval:
+        raise ConfigError(f"For the configuration, '{root}' has checkpoints of a run.", str(there),
+                          "A new run's steps would mix with them.",
+                          ["--checkpoint.resume latest goes on with that run", "another --train.log_dir", "remove them"])
+    if c.resume is None or c.resume == "latest" and there is None:
+        return {}
+    try:
+        where = there if there and c.resume == "latest" else find(c.resume)
+        index = read_index(where)
+    except CheckpointError as error:
+        raise ConfigError(f"For 'checkpoint.resume', there is nothing to go on from in '{c.resume}'.", error.attempt,
+                          "It is `latest`, or the folder of a checkpoint.",
+                          ["--checkpoint.resume latest, which begins a run where there is none",
+                           f"a folder such as {root / 'step-00000100'}"]) from None
+    held = {key[len("config."):]: value for key, value in index.values.items() if key.startswith("config.")}
+    if held:
+        check_same_model(cfg, held, str(where))
+    return held
+
+
+def checkpoint_folder(cfg: Config) -> Path:
+    """Where the run saves."""
+    return Path(cfg.checkpoint.dir or Path(cfg.train.log_dir) / "checkpoints")
+
+
 def run(argv: list[str]) -> None:
+    if {"-h", "--help"} & set(argv):
+        from model_zoo.llama.configio import USAGE
+        print(f"usage: train.py {USAGE}\n\n{__doc__}\n"
+              "All keys and their values: --print-config; what they mean: model_zoo/llama/config.py.")
+        return
     world = world_size()
     cfg, resolved, show, text = prepare(argv, world)
     if show:
@@ -68,7 +112,7 @@ def run(argv: list[str]) -> None:
     trainer = Trainer(cfg, text, mesh)
     saver, done = None, 0
     if cfg.checkpoint.interval or cfg.checkpoint.resume:
-        saver, done = checkpoints(cfg, trainer, log_dir)
+        saver, done = checkpoints(cfg, trainer, report)
     try:
         report.begin(done, resolved)
         weights = sum(int(x.size) for x in trainer.model.trainable_params())
@@ -87,6 +131,12 @@ def run(argv: list[str]) -> None:
 def train(trainer, report, window, saver, done: int) -> None:
     """Steps until the last one, or until somebody asks to end."""
     t = trainer.cfg.train
+    if done and done >= t.steps:
+        report.say(f"nothing to do: {done} steps are done, and train.steps = {t.steps}")
+        if saver is not None:
+            saver.finish()
+        report.held_out(done, trainer.held_out_loss())
+        return
     report.held_out(done, trainer.held_out_loss())
     report.heading()
     for step in range(done, t.steps):
@@ -122,16 +172,22 @@ def peak_tflops(cfg: Config) -> float | None:
     return known.tflops if known is not None and cfg.train.dtype != "float32" else None
 
 
-def checkpoints(cfg, trainer, log_dir: Path):
+def checkpoints(cfg, trainer, report):
     """What saves the run, and how many steps of it have been done."""
-    from ms_dtensor.checkpoint import Checkpointer
+    from ms_dtensor.checkpoint import Checkpointer, latest
     from ms_dtensor.errors import ConfigError
 
     c, state = cfg.checkpoint, trainer.state()
     stream = dict(state["data"])
-    saver = Checkpointer(state, c.dir or log_dir / "checkpoints", interval=c.interval or None, keep_last=c.keep_last,
+    ours, held = state["config"], check_resume(cfg)
+    saver = Checkpointer(state, checkpoint_folder(cfg), interval=c.interval or None, keep_last=c.keep_last,
                          async_save=c.async_save, on_sigterm=c.on_sigterm)
+    if c.resume and (c.resume != "latest" or latest(saver.path)):
+        state["config"] = held  # its keys: a load wants the same on both sides
+        if not held:
+            report.say("this checkpoint does not say its model's configuration (it is an older one): it is not compared")
     done = saver.begin(c.resume)
+    state["config"] = ours
     unlike = [key for key in stream if stream[key] != state["data"][key]]
     if unlike:
         raise ConfigError(f"For the configuration, the data are not those of the checkpoint: '{unlike[0]}' differs.",

@@ -25,6 +25,7 @@ from ms_dtensor.tools.guard import Guard, Verdict, stopped
 
 from . import hf, lora
 from .config import Config, OptimConfig
+from .configio import model_values
 from .cpu import compile_attention
 from .data import Text
 from .model import Llama, cross_entropy, init_weights
@@ -149,7 +150,8 @@ class Trainer:
         """What a checkpoint holds. Batches are a function of the text, the seed and the step, which a checkpoint knows."""
         t, text = self.cfg.train, self.text
         stream = {"seed": t.seed, "batch": t.batch, "seq": t.seq, "text": 0 if text is None else text.identity()}
-        return {"model": self.model, "optimizer": self.optimizer, "data": stream, "random": RandomState()}
+        return {"model": self.model, "optimizer": self.optimizer, "data": stream, "random": RandomState(),
+                "config": model_values(self.cfg)}
 
     def step(self, step: int) -> StepResult:
         """Forward, backward and update number `step` (from 0).

@@ -52,6 +52,11 @@ def test_print_config_prints_and_trains_nothing():
     assert run.returncode == 0 and "  dim: 64\n" in run.stdout and "loss" not in run.stdout.replace("loss_parallel", "")
 
 
+def test_help_says_how_and_where_the_keys_are():
+    run = subprocess.run([sys.executable, str(TRAIN), "--help"], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0 and "usage: train.py [--config" in run.stdout and "--print-config;" in run.stdout, run.stderr
+
+
 def run_llama(nproc: int, *words: str, **env: str) -> subprocess.Popen:
     """scripts/run_llama.sh at work."""
     return subprocess.Popen(["bash", str(ROOT / "scripts/run_llama.sh"), str(nproc), *words], text=True,
@@ -61,6 +66,8 @@ def run_llama(nproc: int, *words: str, **env: str) -> subprocess.Popen:
 
 @pytest.mark.parametrize(("words", "env", "said"), [
     ([], {}, "parallel degrees make 2 ranks but 1 worker runs"),
+    (["--max_restarts", "-1", "--parallel.tp", "1"], {}, "--max_restarts is out of range"),
+    (["--checkpoint.resume", "nosuch", "--parallel.tp", "1"], {}, "nothing to go on from in 'nosuch'"),
     (["--train.stesp", "3"], {}, "'train.steps' is the closest match"),
     ([], {"NNODES": "2", "NODE_RANK": "1"}, "MASTER_PORT is not given"), ([], {"NNODES": "two"}, "invalid int value: 'two'"),
     ([], {"NNODES": "2", "NODE_RANK": "2", "MASTER_PORT": "29500"}, "Nodes count from 0"),

@@ -134,7 +134,52 @@ def test_what_keeps_a_run_from_going_on_is_named(tmp_path, cpu):
     train(tmp_path / "run", "--train.steps", "1")
     with pytest.raises(ConfigError, match="'seed' differs"):
         train(tmp_path / "run", "--checkpoint.resume", "latest", "--train.seed", "5")
-    with pytest.raises(CheckpointError, match="has checkpoints of a run"):
+    with pytest.raises(ConfigError, match="has checkpoints of a run(.|\n)*--checkpoint.resume latest"):
         train(tmp_path / "run")
+    with pytest.raises(ConfigError, match="nothing to go on from in 'nosuch'(.|\n)*--checkpoint.resume latest"):
+        train(tmp_path / "run", "--checkpoint.resume", "nosuch")
     with pytest.raises(ConfigError, match="checkpoint.interval is 0"):
         train(tmp_path / "other", "--checkpoint.interval", "0", "--checkpoint.on_sigterm", "true")
+
+
+def test_a_run_goes_on_with_its_own_model_only(tmp_path, cpu, capsys, monkeypatch):
+    """Of equal shapes is not the same; config.yaml stays what it was. A checkpoint of before it was kept still loads."""
+    from model_zoo.llama.restore import restore
+    from model_zoo.llama.trainer import Trainer
+
+    small = ["--model.n_layers", "1", "--train.steps", "1", "--train.eval_batches", "1"]
+    for name, options, other, keys in (
+            ("full", [], ["--model.n_heads", "8", "--model.n_kv_heads", "4", "--model.rope_theta", "1e4",
+                          "--model.sliding_window", "9"],
+             "model.n_heads, model.n_kv_heads, model.rope_theta, model.sliding_window."),
+            ("lora", ["--lora.rank", "2"], ["--lora.alpha", "64"], "lora.alpha.")):
+        folder = tmp_path / name
+        train(folder, *small, *options)
+        before = (folder / "config.yaml").read_bytes()
+        with pytest.raises(ConfigError, match=f"the model is not that of the checkpoint: {keys}") as error:
+            train(folder, *small, *options, *other, "--checkpoint.resume", "latest")
+        assert "in the checkpoint," in str(error.value) and (folder / "config.yaml").read_bytes() == before
+        assert restore(folder, "cpu", 1).source.endswith("step-00000001")
+        train(folder, *small, *options, "--train.steps", "2", "--checkpoint.resume", "latest")
+        assert "not compared" not in capsys.readouterr().out
+    state = Trainer.state
+    monkeypatch.setattr(Trainer, "state", lambda self: {**state(self), "config": {}})
+    train(tmp_path / "old", *small)
+    monkeypatch.undo()
+    train(tmp_path / "old", *small, "--train.steps", "2", "--checkpoint.resume", "latest")
+    assert "does not say its model's configuration" in capsys.readouterr().out
+    with Reader(latest(tmp_path / "old/checkpoints")) as reader:
+        assert reader.index.step == 2 and reader.index.values["config.model.n_heads"] > 0, "from now on it says"
+
+
+def test_a_run_that_has_its_steps_says_so(tmp_path, cpu, capsys):
+    small = ["--model.n_layers", "1", "--train.steps", "2"]
+    train(tmp_path, *small)
+    capsys.readouterr()
+    for steps in ("1", "2"):
+        train(tmp_path, *small, "--train.steps", steps, "--checkpoint.resume", "latest")
+        said = capsys.readouterr().out
+        assert f"nothing to do: 2 steps are done, and train.steps = {steps}" in said and said.count("held-out") == 1
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["held_out_loss"] for line in lines if line["step"] == 2 and "held_out_loss" in line]
+    assert len(losses) == 3 and len(set(losses)) == 1 and not any("held_out_loss" in r for r in lines if r["step"] == 1)
