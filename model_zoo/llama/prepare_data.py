@@ -26,17 +26,17 @@ import numpy as np
 if __package__ in (None, ""):  # run as a script: make the repository root importable, and not this folder
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from model_zoo.llama.ranks import guarded
-from model_zoo.llama.token_file import BLOCK, TokenFile, write
-from model_zoo.llama.tokens import Tokens, load_tokens
+from model_zoo.llama.ranks import script
+from model_zoo.llama.token_file import BLOCK, TokenFile, is_token_file, write
+from model_zoo.llama.tokens import Bytes, Tokens, decoded, load_tokens
 from ms_dtensor.errors import ConfigError
 
 PARTS = ("train", "held_out")
 SAVED_EVERY = 2.0  # seconds
 
 
-def documents(o: argparse.Namespace) -> Iterator[tuple[str, float]]:
-    """(text, share of the whole that is done with it), in a fixed order."""
+def documents(o: argparse.Namespace, raw: bool = False) -> Iterator[tuple[str | bytes, float]]:
+    """(text, share of the whole that is done with it), in a fixed order; `raw`: what is in a file as its bytes."""
     if o.dataset:
         try:
             from datasets import load_dataset
@@ -45,33 +45,69 @@ def documents(o: argparse.Namespace) -> Iterator[tuple[str, float]]:
                               "Data sets of Hugging Face's need it, files do not.", "pip install ms_dtensor[data]") from None
         rows = load_dataset(o.dataset, o.name, split=o.split)
         for i, row in enumerate(rows):
-            yield _column(row, o.column, o.dataset), (i + 1) / len(rows)
+            yield _column(row, o.column, f"{o.dataset}, row {i + 1}"), (i + 1) / len(rows)
         return
-    root = Path(o.text)
+    files = _files(Path(o.text))
+    sizes = np.cumsum([max(f.stat().st_size, 1) for f in files])
+    for file, done in zip(files, sizes / sizes[-1], strict=True):
+        try:
+            for text in _texts(file, o.column, raw):
+                yield text, done
+        except OSError as error:
+            raise ConfigError(f"For 'prepare_data.py', '{file}' cannot be read: {error.strerror or error}.", "",
+                              "Every file of --text is read.", "make it readable, or take it out") from None
+
+
+def _files(root: Path) -> list[Path]:
     files = [root] if root.is_file() else sorted(f for f in root.rglob("*") if f.is_file() and f.suffix != ".db")
     if not files:
         raise ConfigError(f"For 'prepare_data.py', there is no text in '{root}'.", "", "A file, or a folder of files.",
                           "--text with one")
-    sizes = np.cumsum([max(f.stat().st_size, 1) for f in files])
-    for file, done in zip(files, sizes / sizes[-1], strict=True):
-        if file.suffix == ".jsonl":
-            with open(file, encoding="utf-8") as lines:
-                for line in lines:
-                    yield _column(json.loads(line), o.column, str(file)), done
-        elif file.suffix == ".mindrecord":
-            import mindspore.dataset as ds
-            for row in ds.MindDataset(str(file), shuffle=False).create_dict_iterator(num_epochs=1, output_numpy=True):
-                text = _column(row, o.column, str(file))
-                yield text.item() if isinstance(text, np.ndarray) else text, done
-        else:
-            yield file.read_text("utf-8", errors="replace"), done
+    for file in files:
+        if file.suffix == ".tokens" and is_token_file(file):
+            raise ConfigError(f"For 'prepare_data.py', '{file}' is no text.", f"--text {root}",
+                              "It is a token file, what this script makes of texts.", "--text without it")
+    return files
 
 
-def _column(row, column: str, where: str):
+def _texts(file: Path, column: str, raw: bool) -> Iterator[str | bytes]:
+    """The documents of a file."""
+    if file.suffix == ".jsonl":
+        with open(file, "rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    try:
+                        row = json.loads(line.decode())
+                    except (ValueError, RecursionError) as error:
+                        raise ConfigError(f"For 'prepare_data.py', line {number} of '{file}' is not JSON.",
+                                          f"{line[:60]!r}: {error}"[:200], "One object a line, in UTF-8 without a mark.",
+                                          "mend the line") from None
+                    yield _column(row, column, f"{file}, line {number}")
+    elif file.suffix == ".mindrecord":
+        import mindspore.dataset as ds
+        rows = ds.MindDataset(str(file), shuffle=False).create_dict_iterator(num_epochs=1, output_numpy=True)
+        for number, row in enumerate(rows, 1):
+            yield _column(row, column, f"{file}, record {number}")
+    elif raw:
+        yield file.read_bytes()
+    else:
+        yield decoded(file.read_bytes(), file)
+
+
+def _column(row, column: str, where: str) -> str:
+    if not isinstance(row, dict):
+        raise ConfigError(f"For '{where}', there is no row.", f"{row!r}"[:80], "A row is an object of named columns.",
+                          "mend it")
     if column not in row:
-        raise ConfigError(f"For '{where}', a row has no '{column}'.", f"it has {', '.join(map(str, row))}",
-                          "--column names the text.", f"--column with one of {list(row)}")
-    return row[column]
+        raise ConfigError(f"For '{where}', a row has no '{column}'.", f"it has {', '.join(map(str, row))}"[:200],
+                          "--column names the text.", f"--column with one of {list(row)}"[:200])
+    text = row[column]
+    if isinstance(text, np.ndarray) and text.size == 1:
+        text = text.item()
+    if not isinstance(text, str):
+        raise ConfigError(f"For '{where}', '{column}' is no text.", f"{type(text).__name__}: {text!r}"[:80],
+                          "--column names a column of texts.", ["mend or take out the row", "another --column"])
+    return text
 
 
 class Progress:
@@ -116,8 +152,14 @@ class Bar:
 
 def prepare(o: argparse.Namespace) -> dict[str, int]:
     """Tokens by part, written."""
-    out, tokens = Path(o.out), load_tokens(o.tokenizer)
-    out.mkdir(parents=True, exist_ok=True)
+    out, tokens = _out(o), load_tokens(o.tokenizer)
+    if o.text:
+        _files(Path(o.text))
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"For 'prepare_data.py', --out = '{out}' cannot be made: {error.strerror}.", "",
+                          "It is the folder of the token files.", "--out with a folder") from None
     dtype = "<u2" if tokens.size <= 2 ** 16 else "<u4"
     progress = Progress(out, {"text": o.dataset or str(Path(o.text).resolve()), "tokenizer": o.tokenizer,
                               "held_out_every": o.held_out_every, "column": o.column, "part_of_it": [o.name, o.split]})
@@ -143,15 +185,32 @@ def prepare(o: argparse.Namespace) -> dict[str, int]:
     return counts
 
 
+def _out(o: argparse.Namespace) -> Path:
+    """Where the token files go; refused where they would be read as text."""
+    out = Path(o.out)
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"For 'prepare_data.py', --out = '{out}' is a file.", "", "It is the folder of the token files.",
+                          "--out with a folder")
+    if o.text and Path(o.text).is_dir() and out.resolve().is_relative_to(Path(o.text).resolve()):
+        raise ConfigError("For 'prepare_data.py', --out is inside of --text.", f"--out {out}, --text {o.text}",
+                          "Every file below --text is read: the token files would be, too.", "--out with another folder")
+    return out
+
+
 def _fill(files: dict, o: argparse.Namespace, tokens: Tokens, dtype: str, progress: Progress) -> None:
     """Writes what is left of the documents, noting now and then how far it is."""
     bar, saved, done, first = Bar(), time.monotonic(), 0, progress.done
     end = [] if tokens.end is None else [tokens.end]
-    for done, (text, share) in enumerate(documents(o), 1):
+    for done, (text, share) in enumerate(documents(o, isinstance(tokens, Bytes)), 1):
         if done <= first:
             continue
         part = "held_out" if done % o.held_out_every == 0 else "train"
-        files[part].write(np.array([*tokens.encode(text), *end], dtype).tobytes())
+        try:
+            ids = tokens.encode(text)
+        except UnicodeEncodeError as error:  # half of a pair, which JSON can spell
+            raise ConfigError(f"For 'prepare_data.py', document {done} is no text.", str(error)[:200],
+                              "Half of a surrogate pair is no character.", "mend the document") from None
+        files[part].write(np.array([*ids, *end], dtype).tobytes())
         if time.monotonic() - saved > SAVED_EVERY:
             progress.save(done, files)
             saved = time.monotonic()
@@ -178,12 +237,19 @@ def run(argv: list[str]) -> None:
             file.verify()
             print(f"{file.path}: {len(file):,} tokens, as they were written")
         return
-    if not o.out or bool(o.text) == bool(o.dataset) or o.held_out_every < 2:
-        raise ConfigError("For 'prepare_data.py', options are missing.", " ".join(argv),
-                          "--out, and --text or --dataset; --held_out_every is at least 2.",
+    wrong = ("--out is missing" if not o.out else "there is neither --text nor --dataset" if not o.text and not o.dataset
+             else "--text and --dataset are two sources" if o.text and o.dataset else
+             f"--held_out_every is {o.held_out_every}" if o.held_out_every < 2 else None)
+    if wrong:
+        raise ConfigError(f"For 'prepare_data.py', {wrong}.", " ".join(argv),
+                          "--out, and one of --text and --dataset; --held_out_every is at least 2: 1 would hold out all.",
                           "python model_zoo/llama/prepare_data.py --help")
-    print(", ".join(f"{name}: {count:,} tokens" for name, count in prepare(o).items()))
+    counts = prepare(o)
+    print(", ".join(f"{name}: {count:,} tokens" for name, count in counts.items()))
+    if not counts["held_out"]:
+        print(f"note: nothing is held out: there are fewer than {o.held_out_every} documents (--held_out_every). Training "
+              "needs some: cut the text into more documents, or a smaller --held_out_every", file=sys.stderr)
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(lambda: run(sys.argv[1:])))
+    sys.exit(script(lambda: run(sys.argv[1:])))

@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Callable
 
-from ms_dtensor.errors import ConfigError
+from ms_dtensor.errors import CommError, ConfigError, DTensorError
 from ms_dtensor.tools.guard import Diverged
 
 FAILED = "ms_dtensor: failed"  # launch.py finds the rank that failed first by this line
@@ -45,6 +45,18 @@ def guarded(run: Callable[[], None]) -> int:
             time.sleep(LINGER)
         return code
     return 0
+
+
+def script(run: Callable[[], None]) -> int:
+    """Exit code of `run()`, of a script that nothing starts again: what the library refuses is one message and 2."""
+    def refusing() -> None:
+        try:
+            run()
+        except DTensorError as error:
+            if isinstance(error, (ConfigError, CommError)):
+                raise
+            raise ConfigError(error.attempt, error.operands, error.rule, error.fix) from None
+    return guarded(refusing)
 
 
 def leave(code: int) -> None:

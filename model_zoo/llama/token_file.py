@@ -44,6 +44,12 @@ def _header(size: int, end: int | None, count: int, vocab: int, table: int) -> b
     return HEADER.pack(*fields, zlib.crc32(HEADER.pack(*fields, 0)))
 
 
+def is_token_file(path: Path) -> bool:
+    """Whether a file begins as one."""
+    with open(path, "rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
 class TokenFile:
     """Tokens by their numbers. What is wrong with a file is one `ConfigError`, at once or when the place is read.
 

@@ -27,12 +27,12 @@ class Tokens(Protocol):
 
 
 class Bytes:
-    """UTF-8. A zero ends a document."""
+    """UTF-8, or bytes as they are. A zero ends a document."""
 
     size, end = 256, 0
 
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
+    def encode(self, text: str | bytes) -> list[int]:
+        return list(text.encode() if isinstance(text, str) else text)
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
@@ -62,6 +62,16 @@ class FromFile:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+def decoded(data: bytes, where: str | Path) -> str:
+    """The text of a file, which a tokenizer other than bytes needs."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"For '{where}', it is not UTF-8.", f"byte {data[error.start]:#04x} at offset {error.start}",
+                          "A tokenizer's file is for text; bytes are taken as they are.",
+                          ["write the file as UTF-8", "no --tokenizer"]) from None
 
 
 def load_tokens(path: str | Path | None) -> Tokens:

@@ -12,9 +12,10 @@ import pytest
 from model_zoo.llama import prepare_data
 from model_zoo.llama.config import DataConfig
 from model_zoo.llama.data import load_text
+from model_zoo.llama.ranks import script
 from model_zoo.llama.token_file import TokenFile
 from model_zoo.llama.tokens import load_tokens
-from ms_dtensor.errors import ConfigError
+from ms_dtensor.errors import CheckpointError, ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +188,66 @@ def test_mindrecord_files_and_data_sets_are_read(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match="pip install"):
         prepare_data.run(["--out", str(tmp_path / "hub"), "--dataset", "some/set"])
+
+
+@pytest.mark.parametrize("out, text", [("texts", "texts"), ("texts/deep", "texts"), ("texts/00.txt", "texts/01.txt")])
+def test_token_files_go_where_no_text_is(made, tmp_path, out, text):
+    before = sorted(made[0].rglob("*"))
+    with pytest.raises(ConfigError, match="--out is inside of --text|--out = .* is a file"):
+        prepare_data.run(["--out", str(tmp_path / out), "--text", str(tmp_path / text)])
+    assert sorted(made[0].rglob("*")) == before
+    with pytest.raises(ConfigError, match=r"train.tokens' is no text"):
+        prepare_data.run(["--out", str(tmp_path / "more"), "--text", str(made[1] / "train.tokens")])
+    assert not (tmp_path / "more").exists()
+
+
+@pytest.mark.parametrize("line, says", [
+    (b"not json", "line 3 of '.*rows.jsonl' is not JSON"), (b'\xef\xbb\xbf{"text": "a"}', "line 3 of .* is not JSON"),
+    (b'{"text": "\xff"}', "line 3 of .* is not JSON"), (b'{"text": null}', "line 3', 'text' is no text"),
+    (b'{"text": 7}', "line 3', 'text' is no text"), (b"[1]", "line 3', there is no row"),
+    (b'{"body": "a"}', "line 3', a row has no 'text'"), (rb'{"text": "\ud800"}', "document 2 is no text"),
+])
+def test_a_line_that_is_no_row_is_told(tmp_path, line, says):
+    """A blank one is no row, and skipped."""
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(b'{"text": "ab"}\n \n' + line + b"\n")
+    argv = ["--out", str(tmp_path / "out"), "--text", str(file), "--held_out_every", "2"]
+    with pytest.raises(ConfigError, match=says):
+        prepare_data.run(argv)
+    file.write_bytes(b'{"text": "ab"}\n \n\n{"text": "c"}')
+    prepare_data.run(argv)
+    assert [len(TokenFile(tmp_path / f"out/{name}.tokens")) for name in ("train", "held_out")] == [3, 2]
+
+
+def test_bytes_are_taken_as_they_are_and_a_tokenizer_wants_text(tmp_path, capsys):
+    data = b"ok \xff\xfe\x80 b\r\ntes\n"
+    (tmp_path / "a.txt").write_bytes(data)
+    prepare_data.run(["--out", str(tmp_path / "out"), "--text", str(tmp_path / "a.txt")])
+    made = TokenFile(tmp_path / "out/train.tokens")
+    assert made.read(0, len(made)).astype(np.uint8).tobytes() == data + b"\0"
+    assert "nothing is held out" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="is not UTF-8") as caught:
+        list(prepare_data.documents(SimpleNamespace(text=tmp_path / "a.txt", dataset=None, column="text")))
+    assert "a.txt" in str(caught.value) and "0xff at offset 3" in str(caught.value)
+
+
+@pytest.mark.parametrize("argv, says", [
+    (["--text", "a"], "--out is missing"), (["--out", "a"], "neither --text nor --dataset"),
+    (["--out", "a", "--text", "b", "--dataset", "c"], "are two sources"),
+    (["--out", "a", "--text", "b", "--held_out_every", "1"], "--held_out_every is 1"),
+    (["--out", "a", "--text", "b", "--held_out_every", "0"], "--held_out_every is 0"),
+])
+def test_options_that_do_not_go_together_are_told(argv, says):
+    with pytest.raises(ConfigError, match=says):
+        prepare_data.run(argv)
+
+
+def test_what_the_library_refuses_is_one_message_of_a_script(capsys):
+    def refused():
+        raise CheckpointError("For 'x', no.", "y", "z", "w")
+    assert script(refused) == 2
+    said = capsys.readouterr().err
+    assert "For 'x', no." in said and "fix:  w" in said and "Traceback" not in said
 
 
 # -- conversations -----------------------------------------------------------------------------------------------------
