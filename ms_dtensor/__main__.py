@@ -2,6 +2,6 @@
 """The command line: `python -m ms_dtensor --help` says what it can do."""
 import sys
 
-from .tools.cli import main
+from .tools.cli import piped
 
-sys.exit(main(sys.argv[1:]))
+sys.exit(piped(sys.argv[1:]))

@@ -6,6 +6,7 @@ A file holds one conversation a line: {"messages": [{"role": "user", "content": 
 from __future__ import annotations
 
 import json
+import sys
 import zlib
 from pathlib import Path
 
@@ -13,8 +14,10 @@ import numpy as np
 
 from ms_dtensor.errors import ConfigError
 
+from .ranks import rank
 from .tokens import Tokens
 
+ROLES = ("system", "user", "assistant", "tool")
 IGNORED = -100  # label of what does not count
 # before a message, after it
 TEMPLATES = {
@@ -46,6 +49,24 @@ def tokenized(messages: list[dict], tokens: Tokens, template: str) -> tuple[list
     return ids, said
 
 
+def messages_of(line: bytes) -> list[dict]:
+    """The messages of a line; raises `ValueError` that says what is wrong with it."""
+    talk = json.loads(line)
+    messages = talk.get("messages") if isinstance(talk, dict) else None
+    if not isinstance(messages, list):
+        raise ValueError("it has no list 'messages'")
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict):
+            raise ValueError(f"message {number} is no object")
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                kind = "missing" if key not in message else "null" if message[key] is None else "no text"
+                raise ValueError(f"of message {number}, '{key}' is {kind}")
+        if message["role"] not in ROLES:
+            raise ValueError(f"of message {number}, the role is '{message['role']}'")
+    return messages
+
+
 class Conversations:
     """One conversation a row, cut or filled up to the length; the stream of batches is a function of (file, seed, step)."""
 
@@ -55,23 +76,33 @@ class Conversations:
         except OSError as error:
             raise ConfigError(f"For the configuration, data.path = '{path}' cannot be read: {error.strerror}.", "",
                               "It is a file of conversations.", "--data.path with one") from None
-        rows = []
+        rows, silent, cut = [], 0, 0
         for number, line in enumerate(data.splitlines(), 1):
+            if not line.strip():
+                continue
             try:
-                ids, said = tokenized(json.loads(line)["messages"], tokens, template)
-            except (ValueError, KeyError, TypeError) as error:
-                raise ConfigError(f"For '{path}', line {number} is no conversation.",
-                                  f"{type(error).__name__}: {error}"[:200],
-                                  '{"messages": [{"role": "user", "content": "..."}, ...]}', "mend the line") from None
+                ids, said = tokenized(messages_of(line), tokens, template)
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(f"For '{path}', line {number} is no conversation.", str(error)[:200],
+                                  '{"messages": [{"role": "user", "content": "..."}, ...]}; roles are '
+                                  f"{', '.join(ROLES)}, content is text.", "mend the line") from None
             if any(said[:seq + 1]):
                 rows.append((ids[:seq + 1], said[:seq + 1]))
+            elif any(said):
+                cut += 1
+            else:
+                silent += 1
+        for count, what in ((silent, "no answer"), (cut, f"no answer within train.seq = {seq} tokens")):
+            if count and rank() == 0:
+                print(f"note: {count} of {len(rows) + silent + cut} conversations of '{path}' have {what}: left out",
+                      file=sys.stderr)
         held = [i for i in range(len(rows)) if i % held_out_every == held_out_every - 1]
         self.held_out = [rows[i] for i in held]
         self.train = [row for i, row in enumerate(rows) if i not in set(held)]
         self._identity = zlib.crc32(data)
         if not self.train or not self.held_out:
             raise ConfigError(f"For '{path}', there are too few conversations.",
-                              f"{len(rows)} with an answer within train.seq",
+                              f"{len(rows)} with an answer within train.seq, {silent} without one, {cut} with a later one",
                               f"One in {held_out_every} is held out, of the others one or more is trained on.",
                               "more of them, or a smaller --data.held_out_every")
 
@@ -89,6 +120,11 @@ class Conversations:
     def held_out_batch(self, index: int, count: int, batch: int, seq: int) -> tuple[np.ndarray, np.ndarray]:
         at = np.linspace(0, len(self.held_out), count * batch, endpoint=False).astype(int)
         return _rows([self.held_out[i] for i in at[index * batch:(index + 1) * batch]], seq)
+
+    def held_out_batches(self, batch: int, seq: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Each held-out conversation once; what is missing in the last batch has no labels."""
+        rows = self.held_out + [([0], [False])] * (-len(self.held_out) % batch)
+        return [_rows(rows[i:i + batch], seq) for i in range(0, len(rows), batch)]
 
 
 def _rows(rows, seq: int) -> tuple[np.ndarray, np.ndarray]:

@@ -21,7 +21,7 @@ from ms_dtensor.errors import ConfigError
 from .chat import Conversations
 from .config import Config, DataConfig
 from .token_file import TokenFile
-from .tokens import load_tokens
+from .tokens import Bytes, decoded, load_tokens
 
 BLOCK = 16384  # text is split into train and held-out in blocks of this many bytes
 SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -183,4 +183,5 @@ def read_tokens(source: str, path: str | None, tokenizer: str | None, own: Confi
     files, _ = _files(path)
     beside = Path(source) / "tokenizer.json"
     tokens = load_tokens(tokenizer or own.data.tokenizer or (beside if beside.is_file() else None))
-    return np.array(tokens.encode(b"".join(file.read_bytes() for file in files).decode(errors="replace")))
+    data = [file.read_bytes() if isinstance(tokens, Bytes) else decoded(file.read_bytes(), file) for file in files]
+    return np.array(tokens.encode(data[0][:0].join(data)))

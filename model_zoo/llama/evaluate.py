@@ -6,12 +6,14 @@
 
 `--from` is what `generate.py` takes. The text is cut into windows of --seq tokens and each token but the first of all is
 predicted once, from those before it in its window. Ranks share the windows out; the sum is the same on any mesh.
+Of a run on conversations it is the held-out ones, one a window of train.seq, and only what the assistant says counts.
 """
 from __future__ import annotations
 
 import argparse
 import json
 import math
+import os
 import sys
 from pathlib import Path
 
@@ -20,7 +22,7 @@ import numpy as np
 if __package__ in (None, ""):  # run as a script: make the repository root importable, and not this folder
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from model_zoo.llama.ranks import guarded, rank, start_device, world_size
+from model_zoo.llama.ranks import rank, script, start_device, world_size
 from ms_dtensor.errors import ConfigError
 
 IGNORED = -100  # label of what is not counted
@@ -43,23 +45,30 @@ def windows(tokens: np.ndarray, seq: int, batch: int) -> list[tuple[np.ndarray, 
 
 def mean_loss(model, mesh, tokens: np.ndarray, seq: int, batch: int, loss_parallel: bool = False) -> float:
     """Nats a token."""
+    return loss_of(model, mesh, windows(tokens, seq, batch), loss_parallel)
+
+
+def loss_of(model, mesh, batches: list[tuple[np.ndarray, np.ndarray]], loss_parallel: bool = False) -> float:
+    """Nats a label that counts, of inputs and labels."""
     import ms_dtensor as md
     from model_zoo.llama.model import cross_entropy
     from model_zoo.llama.parallelize import own_rows
 
-    total = 0.0
-    for ids, labels in windows(tokens, seq, batch):
+    total, count = 0.0, 0
+    for ids, labels in batches:
         logits, target = model(own_rows(ids, mesh)), own_rows(labels, mesh).reshape(-1)
         logits = logits[0] if isinstance(logits, tuple) else logits
         mean = md.loss_parallel(logits, target) if loss_parallel else cross_entropy(logits, target)
-        total += float(mean) * int((labels != IGNORED).sum())
-    return total / (len(tokens) - 1)
+        counted = int((labels != IGNORED).sum())
+        total, count = total + float(mean) * counted, count + counted
+    return total / count
 
 
 def run(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--from", dest="source", required=True, help="a run's folder, a checkpoint, or Hugging Face's")
-    parser.add_argument("--text", help="a file or folder of text; default: the held-out part of the run's own data")
+    parser.add_argument("--text", help="a file or folder of text; default: the held-out part of the run's own data, "
+                        "text or conversations")
     parser.add_argument("--tokenizer", help="tokenizer.json or its folder; default: the model's own, else bytes")
     parser.add_argument("--seq", type=int, help="tokens in a window; default: the run's")
     parser.add_argument("--batch", type=int, default=8, help="windows at a time to a data-parallel rank")
@@ -67,28 +76,54 @@ def run(argv: list[str]) -> None:
     parser.add_argument("--tp", type=int, help="ranks to a copy of the model; default: as many as divide its heads")
     parser.add_argument("--json", help="also write the figures there")
     o = parser.parse_args(argv)
-    from model_zoo.llama.data import read_tokens
+    _check_options(o)
+    from model_zoo.llama.data import load_text, read_tokens
     from model_zoo.llama.restore import restore, source_config
 
     own = source_config(o.source)[0]
-    tokens = read_tokens(o.source, o.text, o.tokenizer, own, o.seq or own.train.seq)
-    tokens = tokens[:None if o.max_tokens is None else o.max_tokens + 1]
-    seq = o.seq or own.train.seq
-    if len(tokens) < 2 or seq < 1 or o.batch < 1:
-        raise ConfigError("For 'evaluate.py', there is nothing to predict.", f"{len(tokens)} tokens, --seq {seq}",
-                          "Two tokens or more, windows of one or more.", "a longer --text")
+    seq, talks = o.seq or own.train.seq, None
+    if own.data.format == "chat" and o.text is None:
+        if o.seq not in (None, own.train.seq) or o.max_tokens or o.tokenizer:
+            raise ConfigError("For 'evaluate.py', held-out conversations are those of the run.", " ".join(argv),
+                              "They are cut at train.seq and chosen as in training; --seq, --max_tokens and --tokenizer are "
+                              "for texts.", ["leave the option out", "--text with a text"])
+        talks = load_text(own.data, own.model.vocab_size, seq)
+        tokens = np.concatenate([np.asarray(ids, np.int64) for ids, _ in talks.held_out])
+    else:
+        tokens = read_tokens(o.source, o.text, o.tokenizer, own, seq)
+        tokens = tokens[:None if o.max_tokens is None else o.max_tokens + 1]
+        if len(tokens) < 2:
+            raise ConfigError("For 'evaluate.py', there is nothing to predict.", f"{len(tokens)} tokens",
+                              "The first token is not predicted: there are two or more.", "a longer --text")
     cfg, model, mesh, where = restore(o.source, start_device(), world_size(), tp=o.tp)
     if int(np.max(tokens)) >= cfg.model.vocab_size:
         raise ConfigError("For 'evaluate.py', the tokens are not this model's.", f"token {np.max(tokens)}",
                           f"Ids are below model.vocab_size = {cfg.model.vocab_size}.", "--tokenizer with the model's own")
     sharded = mesh is not None and cfg.parallel.loss_parallel and cfg.parallel.tp > 1
-    loss = mean_loss(model, mesh, tokens, seq, o.batch * cfg.parallel.dp, sharded)
+    batch = o.batch * cfg.parallel.dp
+    batches = windows(tokens, seq, batch) if talks is None else talks.held_out_batches(batch, seq)
+    loss = loss_of(model, mesh, batches, sharded)
     if rank() == 0:
-        result = {"from": where, "tokens": len(tokens) - 1, "loss": loss, "perplexity": math.exp(loss)}
+        counted = sum(int((labels != IGNORED).sum()) for _, labels in batches)
+        result = {"from": where, "tokens": counted, "loss": loss, "perplexity": math.exp(loss)}
         print(f"{result['tokens']:,} tokens: {loss:.4f} nats each, perplexity {result['perplexity']:.4f}  [{where}]")
         if o.json:
             Path(o.json).write_text(json.dumps(result) + "\n")
 
 
+def _check_options(o: argparse.Namespace) -> None:
+    """Before anything is read or computed."""
+    for name in ("seq", "batch", "max_tokens", "tp"):
+        if getattr(o, name) is not None and getattr(o, name) < 1:
+            raise ConfigError(f"For 'evaluate.py', --{name} = {getattr(o, name)} is out of range.", "", "It is 1 or more.",
+                              f"--{name} 1 or more")
+    if o.json:
+        file = Path(o.json)
+        if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+            why = "no such folder" if not file.parent.is_dir() else "a folder" if file.is_dir() else "no permission"
+            raise ConfigError(f"For 'evaluate.py', --json = '{file}' cannot be written.", why, "The figures go into a file.",
+                              "--json with a file in a folder that is there")
+
+
 if __name__ == "__main__":
-    sys.exit(guarded(lambda: run(sys.argv[1:])))
+    sys.exit(script(lambda: run(sys.argv[1:])))

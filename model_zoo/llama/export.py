@@ -13,7 +13,7 @@ from pathlib import Path
 if __package__ in (None, ""):  # run as a script: make the repository root importable, and not this folder
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from model_zoo.llama.ranks import guarded, rank, start_device, world_size
+from model_zoo.llama.ranks import rank, script, start_device, world_size
 
 
 def run(argv: list[str]) -> None:
@@ -40,4 +40,4 @@ def run(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(lambda: run(sys.argv[1:])))
+    sys.exit(script(lambda: run(sys.argv[1:])))

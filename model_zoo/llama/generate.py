@@ -18,7 +18,7 @@ import numpy as np
 if __package__ in (None, ""):  # run as a script: make the repository root importable, and not this folder
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from model_zoo.llama.ranks import guarded, rank, start_device, world_size
+from model_zoo.llama.ranks import rank, script, start_device, world_size
 from ms_dtensor.errors import ConfigError
 
 
@@ -184,4 +184,4 @@ def run(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(lambda: run(sys.argv[1:])))
+    sys.exit(script(lambda: run(sys.argv[1:])))

@@ -53,6 +53,11 @@ def restore(source: str | Path, device: str, world: int, *, tp: int | None = Non
 
     cfg, weights, published = source_config(source, options)
     m = cfg.model
+    if tp is not None and (tp < 1 or world % tp):
+        raise ConfigError(f"For '{source}', a copy of the model over --tp = {tp} ranks does not fit.",
+                          f"{world} process{'es' * (world > 1)}", "The processes are a multiple of --tp.",
+                          [f"msrun --worker_num={max(tp, 1)} --local_worker_num={max(tp, 1)} --join=True <this command>",
+                           "no --tp"])
     degree = tp or next(t for t in range(world, 0, -1) if world % t == 0 == m.n_kv_heads % t)
     parallel = ParallelConfig(world // degree, degree, loss_parallel=cfg.parallel.loss_parallel)
     cfg = replace(cfg, parallel=parallel, train=replace(cfg.train, batch=parallel.dp, micro_batches=1))

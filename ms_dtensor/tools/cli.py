@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,6 +28,17 @@ wrong with what was looked at, 2 it could not be done.
 To train:  scripts/run_llama.sh 8 quickstart          8 ranks of this machine
            scripts/run_llama.sh --help                more, also several machines
 """
+
+
+def piped(arguments: Sequence[str]) -> int:
+    """`main`, whose reader may leave before the end, as `head` does."""
+    try:
+        code = main(arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left when it ends
+        return 1
 
 
 def main(arguments: Sequence[str]) -> int:

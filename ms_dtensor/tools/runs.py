@@ -67,14 +67,17 @@ def _rows(folder: Path) -> tuple[dict[str, Any], ...]:
         raise ConfigError(f"For 'plot', '{folder}' is no run.", f"{FILE}: {error.strerror}",
                           f"train.py writes {FILE} into train.log_dir.",
                           f"below it are: {', '.join(map(str, near[:5]))}" if near else "name the folder of a run") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"For 'plot', '{path}' is no text.", f"byte {error.object[error.start]:#04x} at {error.start}",
+                          f"train.py writes {FILE}: one JSON object a line.", "name the folder of a run") from None
     rows = []
     for number, line in enumerate(lines, 1):
         try:
             if line.strip():
-                rows.append(json.loads(line))
-        except ValueError:
+                rows.append(dict(json.loads(line)))
+        except (ValueError, TypeError):
             if number < len(lines):  # the last one may be torn: the run goes on, or was killed
-                raise ConfigError(f"For 'plot', line {number} of '{path}' is not JSON.", line[:80], "One object a line.",
+                raise ConfigError(f"For 'plot', line {number} of '{path}' is no JSON object.", line[:80], "One a line.",
                                   "take the line out") from None
     if not any("loss" in row for row in rows):
         raise ConfigError(f"For 'plot', '{folder}' has no step yet.", f"{len(rows)} lines in {FILE}",

@@ -159,13 +159,21 @@ def test_a_run_is_read_back(tmp_path):
     assert two.communication()["all_gather dp"] == pytest.approx((2.0, 4096.0, 2.0))
 
 
-@pytest.mark.parametrize(("content", "said"), [(None, "is no run"), ("{}\nx\n{}\n", "line 2 of"),
+@pytest.mark.parametrize(("content", "said"), [(None, "is no run"), ("\udcff\udcfe\0", "is no text"),
+                                               ("{}\n7\n{}\n", "line 2 of"), ("{}\nx\n{}\n", "line 2 of"),
                                                ('{"step": 0}\n', "no step yet")])
 def test_what_is_no_run_is_refused(tmp_path, content, said, capsys):
     if content is not None:
-        (tmp_path / "metrics.jsonl").write_text(content)
+        (tmp_path / "metrics.jsonl").write_text(content, "utf-8", "surrogateescape")
     assert cli.main(["plot", str(tmp_path)]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_reader_that_leaves_early_is_no_fault():
+    made = subprocess.Popen([sys.executable, "-m", "ms_dtensor", "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    made.stdout.close()
+    assert made.stderr.read() == b"" and made.wait() == 1
+    made.stderr.close()
 
 
 def test_pictures_are_drawn_and_hide_nothing(tmp_path, capsys):

@@ -267,3 +267,28 @@ def test_only_answers_have_labels(tmp_path):
     file.write_text('{"messages": 3}\n')
     with pytest.raises(ConfigError, match="line 1 is no conversation"):
         load_text(DataConfig(path=str(file), format="chat"), 256, 64)
+
+
+@pytest.mark.parametrize("messages, says", [
+    ([{"role": "bot", "content": "a"}], "of message 1, the role is 'bot'"), (["a"], "message 1 is no object"),
+    ([{"role": "user", "content": None}], "'content' is null"), ([{"content": "a"}], "'role' is missing"),
+    ([{"role": "user", "content": [{"type": "text", "text": "a"}]}], "'content' is no text"),
+])
+def test_a_message_that_is_none_is_told_with_its_line(tmp_path, messages, says):
+    file = tmp_path / "chat.jsonl"
+    file.write_text('\n{"messages": []}\n' + json.dumps({"messages": messages}) + "\n")
+    with pytest.raises(ConfigError, match="line 3 is no conversation") as caught:
+        load_text(DataConfig(path=str(file), format="chat"), 256, 64)
+    assert says in str(caught.value) and "mend the line" in str(caught.value)
+
+
+def test_conversations_without_an_answer_are_counted(tmp_path, capsys):
+    file = tmp_path / "chat.jsonl"
+    answer = {"role": "assistant", "content": "b"}
+    talks = [[answer]] * 4 + [[], [{"role": "system", "content": "a"}], [{"role": "user", "content": "a" * 99}, answer]]
+    file.write_text("\n\n".join(json.dumps({"messages": talk}) for talk in talks))
+    text = load_text(DataConfig(path=str(file), format="chat", held_out_every=2), 256, 64)
+    said = capsys.readouterr().err
+    assert "2 of 7 conversations" in said and "1 of 7 conversations" in said and "no answer within train.seq = 64" in said
+    batches = text.held_out_batches(3, 64)
+    assert [(labels >= 0).any(1).tolist() for _, labels in batches] == [[True, True, False]]

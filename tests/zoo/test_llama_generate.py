@@ -79,3 +79,12 @@ def test_a_saved_run_speaks_and_is_measured(tmp_path, cpu, capsys):
         generate.run(["--from", str(tmp_path)])
     with pytest.raises(ConfigError, match="out of range"):
         generate.run(["--from", str(tmp_path / "run"), "--top_p", "0"])
+    with pytest.raises(ConfigError, match="msrun --worker_num=2"):
+        generate.run(["--from", str(tmp_path / "run"), "--tp", "2"])
+
+
+@pytest.mark.parametrize("option", [["--seq", "0"], ["--batch", "0"], ["--max_tokens", "-1"], ["--json", "/nonexistent/x"],
+                                    ["--json", "."]], ids=" ".join)
+def test_an_evaluation_that_cannot_be_is_refused_first(option):
+    with pytest.raises(ConfigError, match=f"{option[0]} = '?{option[1]}"):
+        evaluate.run(["--from", "no model is looked for", *option])

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from mindspore import Tensor
 
-from model_zoo.llama import export, hf, lora
+from model_zoo.llama import evaluate, export, hf, lora
 from model_zoo.llama.config import LoraConfig, ModelConfig
 from model_zoo.llama.model import Llama
 from model_zoo.llama.restore import restore
 from model_zoo.llama.train import run
+from ms_dtensor.errors import CheckpointError, ConfigError
 from tests.dist.cases_llama import SIZES, model
 
 DEBUG = ["--config", str(Path(__file__).resolve().parents[2] / "model_zoo/llama/configs/debug.yaml")]
@@ -60,6 +61,14 @@ def test_full_and_lora_tuning_of_a_published_model_lower_the_held_out_loss(tmp_p
     for name, factor in (("sft", 0.6), ("lora", 0.9)):
         losses = held_out(tmp_path / name)
         assert losses[-1] < factor * losses[0], (name, losses)
+    evaluate.run(["--from", str(tmp_path / "sft"), "--batch", "4", "--json", str(tmp_path / "out.json")])
+    said = json.loads((tmp_path / "out.json").read_text())
+    assert said["tokens"] == 6 * len("a!a!a!<|end|>\n"), "of the answers, all that are held out"
+    assert np.isclose(said["loss"], held_out(tmp_path / "sft")[-1], rtol=1e-4), "that of training"
+    with pytest.raises(ConfigError, match="are those of the run"):
+        evaluate.run(["--from", str(tmp_path / "sft"), "--seq", "32"])
+    with pytest.raises(CheckpointError):
+        export.run(["--from", str(tmp_path / "text"), "--out", str(tmp_path / "base")])
     ids = np.arange(40, dtype=np.int32).reshape(2, 20)
     tuned = restore(tmp_path / "lora", "cpu", 1)
     logits = tuned.model(Tensor(ids)).asnumpy()
