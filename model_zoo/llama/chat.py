@@ -96,9 +96,8 @@ class Conversations:
             if count and rank() == 0:
                 print(f"note: {count} of {len(rows) + silent + cut} conversations of '{path}' have {what}: left out",
                       file=sys.stderr)
-        held = [i for i in range(len(rows)) if i % held_out_every == held_out_every - 1]
-        self.held_out = [rows[i] for i in held]
-        self.train = [row for i, row in enumerate(rows) if i not in set(held)]
+        self.held_out = rows[held_out_every - 1::held_out_every]
+        self.train = [row for i, row in enumerate(rows, 1) if i % held_out_every]
         self._identity = zlib.crc32(data)
         if not self.train or not self.held_out:
             raise ConfigError(f"For '{path}', there are too few conversations.",
@@ -111,11 +110,10 @@ class Conversations:
 
     def batch(self, seed: int, step: int, batch: int, seq: int) -> tuple[np.ndarray, np.ndarray]:
         """Each epoch in an order of its own."""
-        numbers = []
-        for at in range(step * batch, (step + 1) * batch):
-            epoch, i = divmod(at, len(self.train))
-            numbers.append(np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(len(self.train))[i])
-        return _rows([self.train[i] for i in numbers], seq)
+        places = [divmod(at, len(self.train)) for at in range(step * batch, (step + 1) * batch)]
+        orders = {epoch: np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(len(self.train))
+                  for epoch in {epoch for epoch, _ in places}}
+        return _rows([self.train[orders[epoch][i]] for epoch, i in places], seq)
 
     def held_out_batch(self, index: int, count: int, batch: int, seq: int) -> tuple[np.ndarray, np.ndarray]:
         at = np.linspace(0, len(self.held_out), count * batch, endpoint=False).astype(int)

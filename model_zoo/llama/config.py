@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from ms_dtensor.errors import ConfigError
 
-from .config_watch import WATCH_RANGES, GuardConfig, MetricsConfig, ProfileConfig
+from .config_watch import COUNT, WATCH_RANGES, GuardConfig, MetricsConfig, ProfileConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,26 +190,25 @@ class Config:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
 
-_COUNT = (1, 2 ** 31 - 1)
 # Of every number in the tree the least and the greatest value; NaN is in no range. The greatest keep checks and sums quick.
 RANGES: dict[str, tuple[float, float]] = {
     "model.dim": (1, 2 ** 24), "model.n_layers": (1, 2 ** 16), "model.n_heads": (1, 2 ** 20),
     "model.n_kv_heads": (1, 2 ** 20), "model.ffn_dim": (1, 2 ** 24), "model.vocab_size": (1, 2 ** 28),
-    "model.head_width": (2, 2 ** 16), "model.sliding_window": _COUNT,
+    "model.head_width": (2, 2 ** 16), "model.sliding_window": COUNT,
     "model.experts.count": (1, 2 ** 16), "model.experts.per_token": (1, 2 ** 16), "model.experts.capacity": (1e-3, 1e6),
     "model.experts.balance": (0, 1e6),
     "model.norm_eps": (0, 1), "model.rope_theta": (1, 1e12), "model.rope_scaling.factor": (1, 1e6),
     "model.rope_scaling.low_freq_factor": (1e-3, 1e6),
-    "model.rope_scaling.high_freq_factor": (1e-3, 1e6), "model.rope_scaling.original_max_seq_len": _COUNT,
-    "data.max_bytes": (1, 2 ** 40), "data.held_out_every": _COUNT, "parallel.dp": (1, 2 ** 20), "parallel.tp": (1, 2 ** 20),
+    "model.rope_scaling.high_freq_factor": (1e-3, 1e6), "model.rope_scaling.original_max_seq_len": COUNT,
+    "data.max_bytes": (1, 2 ** 40), "data.held_out_every": COUNT, "parallel.dp": (1, 2 ** 20), "parallel.tp": (1, 2 ** 20),
     "parallel.hsdp": (1, 2 ** 20),
     "lora.rank": (1, 2 ** 16), "lora.alpha": (0, 1e6),
     "optim.lr": (0, 1e3), "optim.betas": (0, 1 - 1e-9), "optim.eps": (1e-30, 1), "optim.weight_decay": (0, 1e3),
     "optim.warmup": (0, 2 ** 53), "optim.min_lr_ratio": (0, 1), "optim.clip_norm": (0, 1e9),
-    "train.steps": (0, 2 ** 53), "train.batch": _COUNT, "train.seq": _COUNT, "train.seed": (0, 2 ** 32 - 1),
-    "train.micro_batches": _COUNT,
-    "checkpoint.interval": (0, 2 ** 53), "checkpoint.keep_last": _COUNT,
-    "train.eval_every": (0, 2 ** 53), "train.eval_batches": _COUNT,
+    "train.steps": (0, 2 ** 53), "train.batch": COUNT, "train.seq": COUNT, "train.seed": (0, 2 ** 32 - 1),
+    "train.micro_batches": COUNT,
+    "checkpoint.interval": (0, 2 ** 53), "checkpoint.keep_last": COUNT,
+    "train.eval_every": (0, 2 ** 53), "train.eval_batches": COUNT,
     **WATCH_RANGES,
 }
 

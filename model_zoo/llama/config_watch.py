@@ -46,8 +46,8 @@ class ProfileConfig:
     """MindSpore's profiler too, besides the trace of dispatch and communication."""
 
 
-_COUNT = (1, 2 ** 31 - 1)
+COUNT = (1, 2 ** 31 - 1)
 WATCH_RANGES: dict[str, tuple[float, float]] = {
-    "metrics.peak_tflops": (1e-3, 1e6), "guard.spike": (0, 1e6), "guard.window": (10, 100_000), "guard.patience": _COUNT,
+    "metrics.peak_tflops": (1e-3, 1e6), "guard.spike": (0, 1e6), "guard.window": (10, 100_000), "guard.patience": COUNT,
     "profile.first": (0, 2 ** 53), "profile.steps": (1, 1000),
 }

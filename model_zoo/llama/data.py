@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sysconfig
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,8 +36,7 @@ class Text:
 
     def batch(self, seed: int, step: int, batch: int, seq: int) -> tuple[np.ndarray, np.ndarray]:
         """Inputs and next-token labels of the global batch of `step`, i32[batch, seq] each."""
-        draw = np.random.Generator(np.random.Philox(key=[seed, step]))
-        return _windows(self.train, draw.integers(0, len(self.train) - seq, batch), seq)
+        return _windows(self.train, _drawn(self.train, seed, step, batch, seq), seq)
 
     def identity(self) -> int:
         """A number that another text would not have."""
@@ -45,8 +44,7 @@ class Text:
 
     def held_out_batch(self, index: int, count: int, batch: int, seq: int) -> tuple[np.ndarray, np.ndarray]:
         """Batch `index` of `count` that together spread evenly over the held-out text."""
-        starts = np.linspace(0, len(self.held_out) - seq - 1, count * batch).astype(np.int64)
-        return _windows(self.held_out, starts[index * batch:(index + 1) * batch], seq)
+        return _windows(self.held_out, _spread(self.held_out, index, count, batch, seq), seq)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +57,13 @@ class Files:
     """A batch's third array tells each token's place in its document, of which a row may have the end only."""
 
     def batch(self, seed: int, step: int, batch: int, seq: int) -> tuple[np.ndarray, ...]:
-        draw = np.random.Generator(np.random.Philox(key=[seed, step]))
-        return self._read(self.train, draw.integers(0, len(self.train) - seq, batch), seq)
+        return self._read(self.train, _drawn(self.train, seed, step, batch, seq), seq)
 
     def identity(self) -> int:
         return self.train.identity()
 
     def held_out_batch(self, index: int, count: int, batch: int, seq: int) -> tuple[np.ndarray, ...]:
-        starts = np.linspace(0, len(self.held_out) - seq - 1, count * batch).astype(np.int64)
-        return self._read(self.held_out, starts[index * batch:(index + 1) * batch], seq)
+        return self._read(self.held_out, _spread(self.held_out, index, count, batch, seq), seq)
 
     def _read(self, file: TokenFile, starts: np.ndarray, seq: int) -> tuple[np.ndarray, ...]:
         both = np.stack([file.read(int(start), seq + 1) for start in starts]).astype(np.int32)
@@ -88,6 +84,17 @@ def places(ids: np.ndarray, end: int) -> np.ndarray:
     first = np.zeros(ids.shape, np.int32)
     first[:, 1:] = np.where(ids[:, :-1] == end, at[1:], 0)
     return at - np.maximum.accumulate(first, 1)
+
+
+def _drawn(stream: Sized, seed: int, step: int, batch: int, seq: int) -> np.ndarray:
+    """Where the rows of a step's batch start."""
+    return np.random.Generator(np.random.Philox(key=[seed, step])).integers(0, len(stream) - seq, batch)
+
+
+def _spread(stream: Sized, index: int, count: int, batch: int, seq: int) -> np.ndarray:
+    """Where the rows of batch `index` start, of `count` batches spread evenly."""
+    starts = np.linspace(0, len(stream) - seq - 1, count * batch).astype(np.int64)
+    return starts[index * batch:(index + 1) * batch]
 
 
 def _windows(stream: np.ndarray, starts: np.ndarray, seq: int) -> tuple[np.ndarray, np.ndarray]:

@@ -22,10 +22,9 @@ import numpy as np
 if __package__ in (None, ""):  # run as a script: make the repository root importable, and not this folder
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+from model_zoo.llama.chat import IGNORED
 from model_zoo.llama.ranks import rank, script, start_device, world_size
 from ms_dtensor.errors import ConfigError
-
-IGNORED = -100  # label of what is not counted
 
 
 def windows(tokens: np.ndarray, seq: int, batch: int) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -167,7 +167,7 @@ def run(argv: list[str]) -> None:
 
     own = source_config(o.source)[0].data
     beside = Path(o.source) / "tokenizer.json"
-    tokens = load_tokens(o.tokenizer or (beside if beside.is_file() else getattr(own, "tokenizer", None)))
+    tokens = load_tokens(o.tokenizer or (beside if beside.is_file() else own.tokenizer))
     cfg, model, mesh, where = restore(o.source, start_device(), world_size(), tp=o.tp)
     rows = -(-o.samples // cfg.parallel.dp) * cfg.parallel.dp
     prompt = np.tile(np.array(tokens.encode(o.prompt), np.int32), (rows, 1))

@@ -49,7 +49,7 @@ def free_port() -> int:
     for port in random.SystemRandom().sample(range(20000, 32000), 100):
         with socket.socket() as probe:
             try:
-                probe.bind(("127.0.0.1", port))
+                probe.bind(("", port))  # on no address of this machine: other nodes may come by any
                 return port
             except OSError:
                 continue
@@ -311,7 +311,7 @@ def preflight(options: argparse.Namespace, nodes: Nodes, rest: list[str]) -> Pat
         raise ConfigError("For 'launch.py', --max_restarts is out of range.", f"--max_restarts {options.max_restarts}",
                           "It is 0 or more; a run starts once besides.", "--max_restarts 0")
     nodes.check()
-    cfg, resolved, show, _ = prepare(rest, options.workers * nodes.count)
+    cfg, resolved, show, *_ = prepare(rest, options.workers * nodes.count)
     if show:
         print(resolved, end="")
         return None

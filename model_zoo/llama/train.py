@@ -25,11 +25,12 @@ if TYPE_CHECKING:
     from model_zoo.llama.data import Files, Text
 
 
-def prepare(argv: list[str], world: int | None) -> tuple[Config, str, bool, Text | Files | Conversations | None]:
+def prepare(argv: list[str], world: int | None
+            ) -> tuple[Config, str, bool, Text | Files | Conversations | None, dict[str, Any]]:
     """All that can be refused before MindSpore starts: the configuration, its trackers, the run's folder, the data.
 
     Returns:
-        The configuration, itself as text, whether it is only to be printed, and the data.
+        The configuration, itself as text, whether it is only to be printed, the data, and what `check_resume` gave.
     """
     from model_zoo.llama.configio import dump, load
     from model_zoo.llama.data import load_text
@@ -39,11 +40,11 @@ def prepare(argv: list[str], world: int | None) -> tuple[Config, str, bool, Text
     cfg, show = load(argv, world)
     resolved = dump(cfg)
     if show:
-        return cfg, resolved, show, None
+        return cfg, resolved, show, None, {}
     trackers.check(cfg.metrics.trackers)
     check_folder(Path(cfg.train.log_dir))
-    check_resume(cfg)
-    return cfg, resolved, show, load_text(cfg.data, cfg.model.vocab_size, cfg.train.seq)
+    held = check_resume(cfg)
+    return cfg, resolved, show, load_text(cfg.data, cfg.model.vocab_size, cfg.train.seq), held
 
 
 def check_resume(cfg: Config) -> dict[str, Any]:
@@ -91,7 +92,7 @@ def run(argv: list[str]) -> None:
               "All keys and their values: --print-config; what they mean: model_zoo/llama/config.py.")
         return
     world = world_size()
-    cfg, resolved, show, text = prepare(argv, world)
+    cfg, resolved, show, text, held = prepare(argv, world)
     if show:
         print(resolved, end="")
         return
@@ -112,7 +113,7 @@ def run(argv: list[str]) -> None:
     trainer = Trainer(cfg, text, mesh)
     saver, done = None, 0
     if cfg.checkpoint.interval or cfg.checkpoint.resume:
-        saver, done = checkpoints(cfg, trainer, report)
+        saver, done = checkpoints(cfg, trainer, report, held)
     try:
         report.begin(done, resolved)
         weights = sum(int(x.size) for x in trainer.model.trainable_params())
@@ -172,14 +173,14 @@ def peak_tflops(cfg: Config) -> float | None:
     return known.tflops if known is not None and cfg.train.dtype != "float32" else None
 
 
-def checkpoints(cfg, trainer, report):
-    """What saves the run, and how many steps of it have been done."""
+def checkpoints(cfg, trainer, report, held: dict[str, Any]):
+    """What saves the run, and how many steps of it have been done; `held`: of `check_resume`."""
     from ms_dtensor.checkpoint import Checkpointer, latest
     from ms_dtensor.errors import ConfigError
 
     c, state = cfg.checkpoint, trainer.state()
     stream = dict(state["data"])
-    ours, held = state["config"], check_resume(cfg)
+    ours = state["config"]
     saver = Checkpointer(state, checkpoint_folder(cfg), interval=c.interval or None, keep_last=c.keep_last,
                          async_save=c.async_save, on_sigterm=c.on_sigterm)
     if c.resume and (c.resume != "latest" or latest(saver.path)):

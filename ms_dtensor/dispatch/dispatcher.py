@@ -241,4 +241,3 @@ def _attribute_key(primitive):
 def plain_tree(value):
     """Nested arguments with every DTensor as its local tensor."""
     return map_leaves(lambda x: as_local(x) if getattr(x, "_layout", None) is not None else x, value, Tensor)
-

@@ -15,14 +15,16 @@ from ..tensor.dtensor import DTensorParameter
 
 
 class Written:
-    """Watches the whole tensors of a unit, given by id of the parameter, which get a parameter's `set_data`."""
+    """Watches the whole tensors of a unit, given by id of the parameter, which get a parameter's `set_data`.
+
+    A parameter that is in its own place needs none of this.
+    """
 
     def __init__(self, whole: dict[int, Tensor]):
-        self._whole, self._given = whole, set[int]()
-        self._versions = {k: x._version for k, x in whole.items()}
-        for k, x in whole.items():
-            if isinstance(x, DTensorParameter):  # in its own place
-                continue
+        self._whole = {k: x for k, x in whole.items() if not isinstance(x, DTensorParameter)}
+        self._given = set[int]()
+        self._versions = {k: x._version for k, x in self._whole.items()}
+        for k, x in self._whole.items():
             x.set_data = x.assign_value = functools.partial(self._take, k, weakref.ref(x))
 
     def _take(self, k: int, ref, data, slice_shape: bool = False):

@@ -212,7 +212,7 @@ def test_a_tally_adds_up_what_the_recorder_lists(cpu):
     from ms_dtensor.comm import tally as tallies
     with md.comm.fake_world(4), md.comm.record() as events, tallies.Tally() as tally:
         mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        x = md.DTensor.from_local(ms.ops.ones((2, 8)), mesh, [md.Shard(0), md.Partial()])
+        x = md.DTensor.from_local(ms.ops.arange(16.0).reshape(2, 8), mesh, [md.Shard(0), md.Partial()])
         for _ in range(3):
             x.redistribute(placements=[md.Replicate(), md.Replicate()])
         mesh.get_group("tp").all_gather(ms.ops.ones((2, 3)), 0, [2, 2], async_op=True).wait()

@@ -8,7 +8,6 @@ and nothing else: SIGINT, by which msrun ends its workers, then the process itse
 from __future__ import annotations
 
 import os
-import random
 import re
 import shlex
 import signal
@@ -19,6 +18,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from model_zoo.llama.launch import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 LOCAL = ("localhost", "127.0.0.1", "::1")
@@ -56,18 +57,6 @@ def read_hosts(text: str) -> list[Host]:
         raise ValueError(f"For the hostfile, the first host is {hosts[0].name}.\n  rule:     All others reach the first by "
                          "its name.\n  fix:      write its name or address in the network")
     return hosts
-
-
-def free_port() -> int:
-    """A port that nobody listens on here, and so, one hopes, on the first host."""
-    while True:
-        port = random.SystemRandom().randrange(20000, 32000)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("", port))
-                return port
-            except OSError:
-                continue
 
 
 def msrun(hosts: list[Host], slots: int, node: int, port: int, logs: Path, argument: str) -> list[str]:
