@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -58,10 +58,15 @@ def together(group: Group | None, what: str, work: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
+def alike(group: Group | None, tables: Sequence[Mapping[str, str]]) -> bool:
+    """Whether all ranks tell the same."""
+    told_here = repr([sorted(table.items()) for table in tables]).encode(errors="backslashreplace")
+    return len(set(gathered(group, hashlib.blake2b(told_here, digest_size=16).hexdigest()))) == 1
+
+
 def unlike(group: Group | None, table: Mapping[str, str]) -> dict[str, str]:
     """What the ranks do not tell alike, as lines by key; the same on all of them."""
-    digest = hashlib.blake2b(repr(sorted(table.items())).encode(errors="backslashreplace"), digest_size=16).hexdigest()
-    if len(set(gathered(group, digest))) == 1:
+    if alike(group, [table]):
         return {}
     tables = gathered(group, dict(table))
     keys = [key for key in sorted(set().union(*tables)) if len({t.get(key) for t in tables}) > 1]

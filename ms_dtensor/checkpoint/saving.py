@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..comm.group import Group
+from ..core.layout import Layout
 from ..core.version import __version__
 from ..errors import CheckpointError
 from . import background
@@ -25,7 +26,7 @@ from .index import NAME, Index, dump
 from .pieces import as_bytes, crc
 from .plan import Request, assign, held_boxes, volume, whole_box
 from .random_state import DIFFER, RandomState
-from .ranks import all_ranks, attempted, folder_of, gathered, raise_for_all, rank_of, together, told, unlike
+from .ranks import alike, all_ranks, attempted, folder_of, gathered, raise_for_all, rank_of, together, told, unlike
 from .refusals import refusals
 from .staging import Snapshot
 from .state import State
@@ -161,16 +162,16 @@ def _agree(group: Group | None, state: State, arguments: dict[str, str]) -> None
     """All ranks save the same names, layouts and plain values, in the same way."""
     if group is None:
         return
+    table = {key: _identity(leaf) for key, leaf in state.tensors.items()}
+    table |= {key: repr(value) for key, value in state.values.items()}
+    table |= {key: f"the same as '{first}'" for key, first in state.tied.items()}
+    if alike(group, [arguments, table]):
+        return
     bad = unlike(group, arguments)
     if bad:
         raise CheckpointError(f"For 'save', the ranks' arguments differ: {', '.join(bad)}.", "\n".join(bad.values()),
                               "All ranks save one checkpoint together.", "give each rank the same arguments")
-    table = {key: _identity(leaf) for key, leaf in state.tensors.items()}
-    table |= {key: repr(value) for key, value in state.values.items()}
-    table |= {key: f"the same as '{first}'" for key, first in state.tied.items()}
     bad = unlike(group, table)
-    if not bad:
-        return
     random = tuple(f"{key}." if key else "" for key, node in state.objects.items() if isinstance(node, RandomState))
     raise CheckpointError(f"For 'save', the ranks' states differ in {len(bad)} keys.", "\n".join([*bad.values()][:4]),
                           "A checkpoint is one state; what is not laid out over the ranks is the same on all of them.",
@@ -181,5 +182,10 @@ def _agree(group: Group | None, state: State, arguments: dict[str, str]) -> None
 
 def _identity(leaf) -> str:
     if leaf.layout is not None:
-        return f"{leaf.layout.describe()} {leaf.layout.placements} ranks {leaf.layout.mesh.rank_list}"
+        return _place(leaf.layout)
     return f"{leaf.describe()} crc32 {crc(as_bytes(np.ascontiguousarray(leaf.array()))):08x}"
+
+
+@lru_cache(maxsize=4096)
+def _place(layout: Layout) -> str:
+    return f"{layout.describe()} {layout.placements} ranks {layout.mesh.rank_list}"

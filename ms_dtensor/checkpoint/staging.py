@@ -35,12 +35,13 @@ class Snapshot:
             del memory  # before there is other
             memory = np.empty(need, np.uint8)
         self._memory, self._arrays, at = memory, {}, 0
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1) as threads:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+        with ThreadPoolExecutor(cores) as threads:
             for part, size in parts:
                 source = array_of(part)
                 copy = self._arrays[part] = memory[at:at + size].view(source.dtype).reshape(source.shape)
                 at += -(-size // _ALIGNED) * _ALIGNED
-                if size <= SLAB:
+                if cores == 1 or size <= SLAB:
                     np.copyto(copy, source)
                 else:
                     list(threads.map(np.copyto, _slabs(copy), _slabs(source)))
