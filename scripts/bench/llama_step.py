@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Llama training step: one rank, and two in all the library's ways, by hand, and in PyTorch, in turns; peak memory.
 
-    python scripts/bench/llama_step.py [--size small|medium|toy] [--rounds 6] [--variants single,tp,dp,...] [--no-save]
+    python scripts/bench/llama_step.py [--size small|medium|large|toy] [--rounds 6] [--variants single,tp,dp,...] [--no-save]
 
 "small" is 21 M parameters (dim 512, 4 layers, 8192 words, 4 x 256 tokens), "medium" 98 M (dim 768, 12 layers, 4 x 128
 tokens), "toy" 0.66 M. Each variant has processes of its own, so that peaks of resident memory are its own, too; one thread
@@ -12,7 +12,7 @@ hinder each other; "half at once" the same on half a batch each: a data-parallel
 bound of data parallelism on this machine. "hand" is the same model with Megatron's collectives written out in plain
 MindSpore (megatron.py), without DTensors. The core of attention is compiled in all of MindSpore's variants.
 
-All variants of "medium" at once want more memory than 24 GB: say which ones.
+All variants of "medium" (98 M) or "large" (325 M) at once want more memory than 24 GB: say which ones.
 """
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ from model_zoo.llama.config import Config, ModelConfig, OptimConfig, ParallelCon
 SIZES = {
     "small": (ModelConfig(dim=512, n_layers=4, n_heads=8, n_kv_heads=8, ffn_dim=1408, vocab_size=8192), 4, 256),
     "medium": (ModelConfig(dim=768, n_layers=12, n_heads=12, n_kv_heads=12, ffn_dim=2048, vocab_size=8192), 4, 128),
+    "large": (ModelConfig(dim=1024, n_layers=24, n_heads=16, n_kv_heads=16, ffn_dim=2816, vocab_size=8192), 2, 64),
     "toy": (ModelConfig(dim=128, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=352, vocab_size=1024), 4, 64),
 }
 
