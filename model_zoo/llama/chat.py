@@ -5,19 +5,22 @@ A file holds one conversation a line: {"messages": [{"role": "user", "content": 
 """
 from __future__ import annotations
 
-import json
+import codecs
 import sys
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ms_dtensor.errors import ConfigError
 
 from .ranks import rank
-from .tokens import Tokens
+from .tokens import Tokens, json_row
 
 ROLES = ("system", "user", "assistant", "tool")
+READ = ("role", "content", "weight")
+UNREAD = ("tool_calls", "function_call")  # what the model said, too, and no template has a place for
 IGNORED = -100  # label of what does not count
 # before a message, after it
 TEMPLATES = {
@@ -28,7 +31,8 @@ TEMPLATES = {
 
 
 def tokenized(messages: list[dict], tokens: Tokens, template: str) -> tuple[list[int], list[bool]]:
-    """Tokens of a conversation, and which of them the model is to say: what an assistant says and the end of it.
+    """Tokens of a conversation, and which of them the model is to say: what an assistant says, unless its message has
+    "weight": 0, and the end of it.
 
     Example:
         >>> from model_zoo.llama.chat import tokenized
@@ -42,7 +46,7 @@ def tokenized(messages: list[dict], tokens: Tokens, template: str) -> tuple[list
     ids, said = [], []
     for message in messages:
         for text, counts in ((before.format(role=message["role"]), False),
-                             (message["content"] + after, message["role"] == "assistant")):
+                             (message["content"] + after, message["role"] == "assistant" and message.get("weight") != 0)):
             new = tokens.encode(text)
             ids += new
             said += [counts] * len(new)
@@ -51,7 +55,7 @@ def tokenized(messages: list[dict], tokens: Tokens, template: str) -> tuple[list
 
 def messages_of(line: bytes) -> list[dict]:
     """The messages of a line; raises `ValueError` that says what is wrong with it."""
-    talk = json.loads(line)
+    talk = json_row(line)
     messages = talk.get("messages") if isinstance(talk, dict) else None
     if not isinstance(messages, list):
         raise ValueError("it has no list 'messages'")
@@ -64,48 +68,61 @@ def messages_of(line: bytes) -> list[dict]:
                 raise ValueError(f"of message {number}, '{key}' is {kind}")
         if message["role"] not in ROLES:
             raise ValueError(f"of message {number}, the role is '{message['role']}'")
+        if message.get("weight", 1) not in (0, 1):
+            raise ValueError(f"of message {number}, 'weight' is {message['weight']!r:.40}: 0 and 1 are known")
+        for key in UNREAD:
+            if message.get(key):
+                raise ValueError(f"message {number} has '{key}', which no template has a place for")
     return messages
 
 
 class Conversations:
     """One conversation a row, cut or filled up to the length; the stream of batches is a function of (file, seed, step)."""
 
-    def __init__(self, path: Path, tokens: Tokens, template: str, seq: int, held_out_every: int):
+    def __init__(self, path: Path, tokens: Tokens, template: str, seq: int, held_out_every: int, tokenizer: int = 0):
         try:
             data = path.read_bytes()
         except OSError as error:
             raise ConfigError(f"For the configuration, data.path = '{path}' cannot be read: {error.strerror}.", "",
                               "It is a file of conversations.", "--data.path with one") from None
-        rows, silent, cut = [], 0, 0
-        for number, line in enumerate(data.splitlines(), 1):
+        rows, silent, cut, shortened = [], 0, 0, 0
+        others: set[str] = set()
+        for number, line in enumerate(data.removeprefix(codecs.BOM_UTF8).splitlines(), 1):
             if not line.strip():
                 continue
             try:
-                ids, said = tokenized(messages_of(line), tokens, template)
+                messages = messages_of(line)
+                others.update(key for message in messages for key in message if key not in READ + UNREAD)
+                ids, said = tokenized(messages, tokens, template)
             except (ValueError, RecursionError) as error:
                 raise ConfigError(f"For '{path}', line {number} is no conversation.", str(error)[:200],
                                   '{"messages": [{"role": "user", "content": "..."}, ...]}; roles are '
                                   f"{', '.join(ROLES)}, content is text.", "mend the line") from None
             if any(said[:seq + 1]):
                 rows.append((ids[:seq + 1], said[:seq + 1]))
+                shortened += any(said[seq + 1:])
             elif any(said):
                 cut += 1
             else:
                 silent += 1
-        for count, what in ((silent, "no answer"), (cut, f"no answer within train.seq = {seq} tokens")):
-            if count and rank() == 0:
-                print(f"note: {count} of {len(rows) + silent + cut} conversations of '{path}' have {what}: left out",
-                      file=sys.stderr)
+        notes = [f"{count} of {len(rows) + silent + cut} conversations of '{path}' have {what}" for count, what in (
+            (silent, "no answer: left out"), (cut, f"no answer within train.seq = {seq} tokens: left out"),
+            (shortened, f"answers beyond train.seq = {seq} tokens: cut off there")) if count]
+        if others:
+            notes.append(f"of messages of '{path}' {', '.join(READ)} are read, and not {', '.join(sorted(others))}"[:500])
+        for note in notes if rank() == 0 else ():
+            print(f"note: {note}", file=sys.stderr)
         self.held_out = rows[held_out_every - 1::held_out_every]
         self.train = [row for i, row in enumerate(rows, 1) if i % held_out_every]
-        self._identity = zlib.crc32(data)
+        self._identity = {"format": "chat", "text": zlib.crc32(data), "template": template, "tokenizer": tokenizer,
+                          "held_out_every": held_out_every}
         if not self.train or not self.held_out:
             raise ConfigError(f"For '{path}', there are too few conversations.",
                               f"{len(rows)} with an answer within train.seq, {silent} without one, {cut} with a later one",
                               f"One in {held_out_every} is held out, of the others one or more is trained on.",
                               "more of them, or a smaller --data.held_out_every")
 
-    def identity(self) -> int:
+    def identity(self) -> dict[str, Any]:
         return self._identity
 
     def batch(self, seed: int, step: int, batch: int, seq: int) -> tuple[np.ndarray, np.ndarray]:

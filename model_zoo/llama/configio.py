@@ -3,11 +3,12 @@
 
 Not here: ranges, and what values mean together (`config.check`). A wrong key names its closest match; a wrong type says
 what was expected. Nothing is coerced but int -> float and list -> tuple. Of YAML only what a configuration needs is read:
-no tags, no aliases, no dates, no key twice, and little of it.
+no tags, no aliases, no dates, no key twice, of numbers the decimal ones, and little of it.
 """
 from __future__ import annotations
 
 import difflib
+import re
 import types
 import typing
 from collections.abc import Sequence
@@ -127,11 +128,12 @@ def _value(hint, value, key: str):
     elif hint is float:
         if isinstance(value, float) or _is_int(value):
             return float(value)
-    elif isinstance(value, hint) and (hint is not int or _is_int(value)):
+    elif isinstance(value, hint) and (hint is not int or _is_int(value)) and value != "":
         return value
+    whole = hint is int and isinstance(value, float) and value.is_integer() and _is_int(int(value))
     raise ConfigError(f"For the configuration, {key} cannot be {_short(value)}.",
                       f"got {type(value).__name__} {_short(value)}", f"{key} is {_describe(hint)}.",
-                      f"--{key} with such a value")
+                      f"--{key} {int(value)}" if whole else f"--{key} with such a value")
 
 
 def _is_int(value) -> bool:
@@ -155,12 +157,15 @@ def _describe(hint) -> str:
         return f"a list, each {_describe(typing.get_args(hint)[0])}"
     if typing.get_origin(hint) is tuple:
         return f"a list of {len(typing.get_args(hint))}: " + ", ".join(_describe(a) for a in typing.get_args(hint))
-    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(hint, str(hint))
+    return {int: "a whole number, written plainly: 10, and not 1e1, 10.0, 010, 1_0 or 0xa",
+            float: "a number, such as 10, 0.5 or 1e-3",
+            bool: "true or false", str: "text, of one character at least"}.get(hint, str(hint))
 
 
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers = {first: [(tag, pattern) for tag, pattern in kinds if not tag.endswith("timestamp")]
-                               for first, kinds in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in kinds if not tag.endswith(("timestamp", ":int", ":float"))]
+        for first, kinds in yaml.SafeLoader.yaml_implicit_resolvers.items()}
     depth = 0
 
     def compose_node(self, parent, index):
@@ -181,35 +186,28 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+# YAML 1.1 also takes 010 for eight and 1:30 for ninety, and 1e-3 for text
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?(0|[1-9][0-9]*)$"), list("-+0123456789"))
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(
+    r"[-+]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?$|[-+]?\.inf$|\.nan$"), list("-+.0123456789"))
+
+
 def _yaml(text: str | bytes):
     """What YAML says, or why not, as ValueError."""
     if len(text) > _MOST_BYTES:
         raise ValueError(f"{len(text)} bytes")
     try:
-        return _numbers(yaml.load(text, _Loader))  # noqa: S506  a SafeLoader
+        return yaml.load(text, _Loader)  # noqa: S506  a SafeLoader
     except (yaml.YAMLError, UnicodeError, OverflowError) as error:
         raise ValueError(str(error)) from None
 
 
 def _scalar(text: str):
-    """A command-line value as YAML reads it, and numbers such as 1e-3, which YAML 1.1 takes for text."""
+    """A command-line value as YAML reads it; nothing is an empty text, as of a shell's variable that is not set."""
     try:
-        return _yaml(text)
+        return _yaml(text) if text.strip() else ""
     except ValueError:
         return text
-
-
-def _numbers(value):
-    if isinstance(value, dict):
-        return {k: _numbers(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_numbers(v) for v in value]
-    if isinstance(value, str):
-        try:
-            return float(value) if value[:1] in "+-.0123456789" and "e" in value.lower() else value
-        except ValueError:
-            return value
-    return value
 
 
 def _read_yaml(path: str) -> dict:

@@ -11,17 +11,18 @@ import os
 import sysconfig
 import zlib
 from collections.abc import Iterator, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ms_dtensor.errors import ConfigError
 
 from .chat import Conversations
-from .config import Config, DataConfig
-from .token_file import TokenFile
-from .tokens import Bytes, decoded, load_tokens
+from .config import Config, DataConfig, TrainConfig
+from .token_file import TokenFile, is_token_file
+from .tokens import Bytes, decoded, fingerprint, load_tokens
 
 BLOCK = 16384  # text is split into train and held-out in blocks of this many bytes
 SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -33,14 +34,16 @@ class Text:
 
     train: np.ndarray
     held_out: np.ndarray
+    held_out_every: int = 0
 
     def batch(self, seed: int, step: int, batch: int, seq: int) -> tuple[np.ndarray, np.ndarray]:
         """Inputs and next-token labels of the global batch of `step`, i32[batch, seq] each."""
         return _windows(self.train, _drawn(self.train, seed, step, batch, seq), seq)
 
-    def identity(self) -> int:
-        """A number that another text would not have."""
-        return zlib.crc32(self.train)
+    def identity(self) -> dict[str, Any]:
+        """What batches depend on: settings, and sums that other contents would not have."""
+        return {"format": "text", "text": zlib.crc32(self.train), "held_out": zlib.crc32(self.held_out),
+                "held_out_every": self.held_out_every}
 
     def held_out_batch(self, index: int, count: int, batch: int, seq: int) -> tuple[np.ndarray, np.ndarray]:
         """Batch `index` of `count` that together spread evenly over the held-out text."""
@@ -59,8 +62,9 @@ class Files:
     def batch(self, seed: int, step: int, batch: int, seq: int) -> tuple[np.ndarray, ...]:
         return self._read(self.train, _drawn(self.train, seed, step, batch, seq), seq)
 
-    def identity(self) -> int:
-        return self.train.identity()
+    def identity(self) -> dict[str, Any]:
+        return {"format": "tokens", "text": self.train.identity(), "held_out": self.held_out.identity(),
+                "documents": self.documents}
 
     def held_out_batch(self, index: int, count: int, batch: int, seq: int) -> tuple[np.ndarray, ...]:
         return self._read(self.held_out, _spread(self.held_out, index, count, batch, seq), seq)
@@ -107,10 +111,18 @@ def load_text(cfg: DataConfig, vocab_size: int, seq: int) -> Text | Files | Conv
     if cfg.format == "chat":
         tokens = load_tokens(cfg.tokenizer)
         _check_vocabulary(tokens.size, vocab_size)
-        return Conversations(Path(cfg.path or "chat.jsonl"), tokens, cfg.template, seq, cfg.held_out_every)
-    if cfg.path is not None and (Path(cfg.path) / "train.tokens").exists():
-        files = Files(*(TokenFile(Path(cfg.path) / f"{name}.tokens") for name in ("train", "held_out")), cfg.documents)
-        _check_vocabulary(files.train.vocab, vocab_size)
+        return Conversations(Path(cfg.path or "chat.jsonl"), tokens, cfg.template, seq, cfg.held_out_every,
+                             fingerprint(cfg.tokenizer))
+    train = _train_file(cfg)
+    if train is not None:
+        files = Files(train, TokenFile(train.path.parent / "held_out.tokens"), cfg.documents)
+        _check_vocabulary(train.vocab, vocab_size)
+        own_tokenizer(cfg)
+        both = [f"{f.vocab} tokens, end {f.end}, tokenizer {f.tokenizer:#x}" for f in (train, files.held_out)]
+        if both[0] != both[1]:
+            raise ConfigError(f"For the configuration, the token files of data.path = '{cfg.path}' do not belong together.",
+                              f"train: {both[0]}; held_out: {both[1]}", "One tokenizer made both.",
+                              "make them again: python model_zoo/llama/prepare_data.py")
         _check_length(len(files.train), len(files.held_out), seq, cfg.path, "tokens")
         if cfg.documents and files.train.end is None:
             raise ConfigError("For the configuration, data.documents is set, and data.path does not tell documents apart.",
@@ -121,6 +133,11 @@ def load_text(cfg: DataConfig, vocab_size: int, seq: int) -> Text | Files | Conv
         raise ConfigError("For the configuration, data.documents is set, and data.path names no token files.",
                           f"data.path = {cfg.path}", "Token files tell documents apart.",
                           "python model_zoo/llama/prepare_data.py")
+    if cfg.tokenizer is not None:
+        raise ConfigError("For the configuration, data.tokenizer is set, and data.path names a text.",
+                          f"data.path = {cfg.path}, data.tokenizer = {cfg.tokenizer}",
+                          "A text is trained on as bytes; conversations and token files go through a tokenizer.",
+                          ["python model_zoo/llama/prepare_data.py --tokenizer makes token files", "no data.tokenizer"])
     if vocab_size < 256:
         raise ConfigError(f"For the configuration, model.vocab_size = {vocab_size} is too small.", "",
                           "Tokens are bytes.", "--model.vocab_size 256 or more")
@@ -136,7 +153,7 @@ def load_text(cfg: DataConfig, vocab_size: int, seq: int) -> Text | Files | Conv
     # a short text is cut into smaller blocks, so that one block in `held_out_every` still exists
     block = max(1, min(BLOCK, len(stream) // (2 * cfg.held_out_every)))
     held = np.arange(len(stream)) // block % cfg.held_out_every == cfg.held_out_every - 1
-    text = Text(stream[~held], stream[held])
+    text = Text(stream[~held], stream[held], cfg.held_out_every)
     _check_length(len(text.train), len(text.held_out), seq, root, "bytes")
     return text
 
@@ -165,30 +182,92 @@ def _sources(root: Path) -> Iterator[Path]:
 def _files(path: str | None) -> tuple[list[Path], Path]:
     """Files in a fixed order. Inside the default folder tests and installed packages are left out."""
     root = Path(path) if path is not None else Path(sysconfig.get_paths()["stdlib"])
-    if root.is_file():
-        return [root], root
     if path is None:
         files = sorted(_sources(root))
     else:
-        files = sorted(f for f in root.rglob("*") if f.is_file()) if root.is_dir() else []
+        files = [root] if root.is_file() else sorted(f for f in root.rglob("*") if f.is_file())
     if not files:
         raise ConfigError(f"For the configuration, data.path = '{root}' holds no text.",
                           "no such file or folder" if not root.exists() else "the folder has no files",
                           "data.path is a text file, or a folder whose files are read in sorted order.",
                           "leave data.path out to train on the Python standard library's sources")
+    tokens = None if path is None else next((file for file in files if is_token_file(file)), None)
+    if tokens is not None:
+        raise ConfigError(f"For '{root}', the file '{tokens}' is no text.", f"{len(files)} files",
+                          "It is a token file of prepare_data.py: data.path names its folder, evaluate.py --text itself.",
+                          [f"evaluate.py --text {tokens}", f"--data.path {tokens.parent}", "a folder of texts only"])
     return files, root
+
+
+def stream_values(cfg: TrainConfig, text: Text | Files | Conversations | None) -> dict[str, Any]:
+    """All that decides a run's batches, as a checkpoint holds it."""
+    return {"seed": cfg.seed, "batch": cfg.batch, "seq": cfg.seq, **({"text": 0} if text is None else text.identity())}
+
+
+def check_same_data(cfg: TrainConfig, text: Text | Files | Conversations, held: dict[str, Any]) -> None:
+    """Refuses to go on from a checkpoint of other `stream_values`; an older one has but some of them."""
+    ours = stream_values(cfg, text)
+    keys = [*ours, *(key for key in held if key not in ours)] if "format" in held else [key for key in ours if key in held]
+    unlike = [key for key in keys if key not in ours or key not in held or ours[key] != held[key]]
+    if unlike:
+        lines = [f"{key}: {held.get(key, 'not there')} in the checkpoint, {ours.get(key, 'not there')} here"
+                 for key in unlike]
+        raise ConfigError(f"For the configuration, the data are not those of the checkpoint: {', '.join(unlike)}.",
+                          "\n".join(lines),
+                          "The stream of batches goes on where it stopped; files are compared by sums over their bytes.",
+                          ["the run's own settings and files", "--train.init_hf to begin a new run with its weights"])
+
+
+# -- tokenizers --------------------------------------------------------------------------------------------------------
+def _train_file(cfg: DataConfig) -> TokenFile | None:
+    """Of a folder of token files."""
+    file = None if cfg.path is None or cfg.format == "chat" else Path(cfg.path) / "train.tokens"
+    return None if file is None or not file.exists() else TokenFile(file)
+
+
+def own_tokenizer(cfg: DataConfig) -> str | None:
+    """What the data go through, or have been through: data.tokenizer, or what lies beside the token files. None: bytes."""
+    file, path = _train_file(cfg), cfg.tokenizer
+    if file is not None:
+        if path is None and file.tokenizer:
+            path = str(file.path.parent / "tokenizer.json")
+        if path is not None:
+            _check_made_by(file, path)
+    return path
+
+
+def _check_made_by(file: TokenFile, path: str | Path | None) -> None:
+    """An older file does not say by which tokenizer it was made: the number of tokens is compared."""
+    if fingerprint(path) != file.tokenizer if file.tokenizer else load_tokens(path).size != file.vocab:
+        raise ConfigError(f"For the token file '{file.path}', the tokenizer is not the one that made it.",
+                          f"{'bytes' if path is None else f'{str(path)!r}'} here, {file.vocab} tokens there",
+                          "Its numbers are tokens of prepare_data.py's --tokenizer.",
+                          ["--tokenizer with that one (of train.py: --data.tokenizer)", "make the file again"])
+
+
+def find_tokenizer(source: str | Path, own: DataConfig, given: str | None) -> str | Path | None:
+    """A model's tokenizer: the given one, else that of its run's data, else the one beside its weights. None: bytes."""
+    beside = Path(source) / "tokenizer.json"
+    path = given or own_tokenizer(own) or (beside if beside.is_file() else None)
+    file = None if path is not None else _train_file(own)
+    if file is not None and file.vocab != Bytes.size:
+        raise ConfigError(f"For '{source}', it is not known which tokenizer the model has.",
+                          f"'{file.path}' of {file.vocab} tokens is older than prepare_data.py's note of its tokenizer",
+                          "Token files bring theirs.", "--tokenizer with the one that made them")
+    return path
 
 
 def read_tokens(source: str, path: str | None, tokenizer: str | None, own: Config, seq: int) -> np.ndarray:
     """What `evaluate.py` predicts: a text's tokens, a token file's, or the held-out ones of a run's own data."""
     if path is None:
-        held = load_text(own.data, own.model.vocab_size, seq).held_out
+        held = load_text(replace(own.data, tokenizer=tokenizer or own.data.tokenizer), own.model.vocab_size, seq).held_out
         return held.read(0, len(held)) if isinstance(held, TokenFile) else np.asarray(held)
-    if Path(path).suffix == ".tokens":
+    if Path(path).suffix == ".tokens" or Path(path).is_file() and is_token_file(Path(path)):
         file = TokenFile(path)
+        if file.tokenizer:
+            _check_made_by(file, find_tokenizer(source, own.data, tokenizer))
         return file.read(0, len(file))
     files, _ = _files(path)
-    beside = Path(source) / "tokenizer.json"
-    tokens = load_tokens(tokenizer or own.data.tokenizer or (beside if beside.is_file() else None))
+    tokens = load_tokens(find_tokenizer(source, own.data, tokenizer))
     data = [file.read_bytes() if isinstance(tokens, Bytes) else decoded(file.read_bytes(), file) for file in files]
     return np.array(tokens.encode(data[0][:0].join(data)))

@@ -7,6 +7,9 @@
 `--from` is what `generate.py` takes. The text is cut into windows of --seq tokens and each token but the first of all is
 predicted once, from those before it in its window. Ranks share the windows out; the sum is the same on any mesh.
 Of a run on conversations it is the held-out ones, one a window of train.seq, and only what the assistant says counts.
+
+Text becomes tokens by --tokenizer, else by that of the run's data (data.tokenizer, or what lies beside its token files),
+else by the tokenizer.json beside the weights, else as bytes: in generate.py, evaluate.py and export.py alike.
 """
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ import json
 import math
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -66,9 +70,9 @@ def loss_of(model, mesh, batches: list[tuple[np.ndarray, np.ndarray]], loss_para
 def run(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--from", dest="source", required=True, help="a run's folder, a checkpoint, or Hugging Face's")
-    parser.add_argument("--text", help="a file or folder of text; default: the held-out part of the run's own data, "
-                        "text or conversations")
-    parser.add_argument("--tokenizer", help="tokenizer.json or its folder; default: the model's own, else bytes")
+    parser.add_argument("--text", help="a file or folder of text, or a token file; default: the held-out part of "
+                        "the run's own data, text or conversations")
+    parser.add_argument("--tokenizer", help="tokenizer.json or its folder; default: see above")
     parser.add_argument("--seq", type=int, help="tokens in a window; default: the run's")
     parser.add_argument("--batch", type=int, default=8, help="windows at a time to a data-parallel rank")
     parser.add_argument("--max_tokens", type=int, help="of the text's beginning")
@@ -76,17 +80,18 @@ def run(argv: list[str]) -> None:
     parser.add_argument("--json", help="also write the figures there")
     o = parser.parse_args(argv)
     _check_options(o)
-    from model_zoo.llama.data import load_text, read_tokens
+    from model_zoo.llama.data import find_tokenizer, load_text, read_tokens
     from model_zoo.llama.restore import restore, source_config
 
     own = source_config(o.source)[0]
     seq, talks = o.seq or own.train.seq, None
     if own.data.format == "chat" and o.text is None:
-        if o.seq not in (None, own.train.seq) or o.max_tokens or o.tokenizer:
+        if o.seq not in (None, own.train.seq) or o.max_tokens:
             raise ConfigError("For 'evaluate.py', held-out conversations are those of the run.", " ".join(argv),
-                              "They are cut at train.seq and chosen as in training; --seq, --max_tokens and --tokenizer are "
-                              "for texts.", ["leave the option out", "--text with a text"])
-        talks = load_text(own.data, own.model.vocab_size, seq)
+                              "They are cut at train.seq and chosen as in training; --seq and --max_tokens are for texts.",
+                              ["leave the option out", "--text with a text"])
+        data = replace(own.data, tokenizer=find_tokenizer(o.source, own.data, o.tokenizer))
+        talks = load_text(data, own.model.vocab_size, seq)
         tokens = np.concatenate([np.asarray(ids, np.int64) for ids, _ in talks.held_out])
     else:
         tokens = read_tokens(o.source, o.text, o.tokenizer, own, seq)
@@ -107,7 +112,12 @@ def run(argv: list[str]) -> None:
         result = {"from": where, "tokens": counted, "loss": loss, "perplexity": math.exp(loss)}
         print(f"{result['tokens']:,} tokens: {loss:.4f} nats each, perplexity {result['perplexity']:.4f}  [{where}]")
         if o.json:
-            Path(o.json).write_text(json.dumps(result) + "\n")
+            try:
+                Path(o.json).write_text(json.dumps(result) + "\n")
+            except OSError as error:
+                raise ConfigError(f"For 'evaluate.py', --json = '{o.json}' cannot be written: {error.strerror or error}.",
+                                  "they are printed above", "The figures go into a file.",
+                                  "--json with another file") from None
 
 
 def _check_options(o: argparse.Namespace) -> None:

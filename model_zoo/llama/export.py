@@ -2,11 +2,14 @@
 """Writes a run's model as a folder that `transformers` loads, adapters merged into their matrices.
 
     python model_zoo/llama/export.py --from runs/sft --out sft_hf [--dtype bfloat16] [--max_positions 8192]
+
+The tokenizer goes with it: --tokenizer, else that of the run's data (data.tokenizer, or what lies beside its token files),
+else the tokenizer.json beside the weights; none where tokens are bytes. As generate.py and evaluate.py find theirs.
 """
 from __future__ import annotations
 
 import argparse
-import shutil
+import os
 import sys
 from pathlib import Path
 
@@ -14,6 +17,7 @@ if __package__ in (None, ""):  # run as a script: make the repository root impor
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from model_zoo.llama.ranks import rank, script, start_device, world_size
+from ms_dtensor.errors import ConfigError
 
 
 def run(argv: list[str]) -> None:
@@ -21,21 +25,42 @@ def run(argv: list[str]) -> None:
     parser.add_argument("--from", dest="source", required=True, help="a run's folder, a checkpoint, or Hugging Face's")
     parser.add_argument("--out", required=True, help="a new folder")
     parser.add_argument("--dtype", choices=["float32", "float16", "bfloat16"])
-    parser.add_argument("--max_positions", type=int, help="the longest text it is meant for; default: train.seq")
+    parser.add_argument("--max_positions", type=int, help="the longest text it is meant for; default: that of the published "
+                        "model that it is or began with, else train.seq")
+    parser.add_argument("--tokenizer", help="tokenizer.json or its folder; default: see above")
     o = parser.parse_args(argv)
-    from model_zoo.llama.restore import restore
-
-    cfg, model, _, where = restore(o.source, start_device(), world_size())
-
     from model_zoo.llama import hf, lora
+    from model_zoo.llama.data import find_tokenizer
+    from model_zoo.llama.restore import restore, source_config
+    from model_zoo.llama.tokens import copy_tokenizer, tokenizer_file
 
+    own = source_config(o.source)[0]  # what can be refused is, before weights are read
+    positions = o.max_positions
+    if positions is None:
+        positions = own.train.seq if own.train.init_hf is None else hf.read_positions(own.train.init_hf)
+    if positions < 1:
+        raise ConfigError(f"For 'export.py', --max_positions = {positions} is out of range.", "", "It is 1 or more.",
+                          "--max_positions 1 or more")
+    tokenizer = find_tokenizer(o.source, own.data, o.tokenizer)
+    if tokenizer is not None:
+        tokenizer_file(tokenizer)
+    there = sorted(os.listdir(o.out)) if Path(o.out).is_dir() else [o.out] if Path(o.out).exists() else []
+    there = [name for name in there if name.endswith((".safetensors", ".bin", ".index.json")) or name == o.out]
+    if there:
+        raise ConfigError(f"For 'export.py', --out = '{o.out}' has a model already, or is a file.", ", ".join(there[:5]),
+                          "Files of two models in one folder would be read as one.", "--out with a new folder")
+    cfg, model, _, where = restore(o.source, start_device(), world_size())
     lora.merge(model)
     with lora.without_adapters(model):
-        hf.save(model, cfg.model, o.out, max_positions=o.max_positions or cfg.train.seq, dtype=o.dtype)
+        hf.save(model, cfg.model, o.out, max_positions=positions, dtype=o.dtype)
     if rank() == 0:
-        for folder in (o.source, cfg.train.init_hf, cfg.data.tokenizer):  # what says how its tokens are made
-            for file in Path(folder or ".").glob("tokenizer*.json") if folder and Path(folder).is_dir() else ():
-                shutil.copy(file, Path(o.out) / file.name)
+        if tokenizer is not None:
+            try:
+                copy_tokenizer(tokenizer, Path(o.out))
+            except OSError as error:
+                raise ConfigError(f"For 'export.py', the tokenizer cannot be copied into '{o.out}': {error.strerror}.", "",
+                                  "The model is there whole, its tokenizer not.",
+                                  f"copy '{tokenizer}' there by hand, or export again into another folder") from None
         print(f"{where} -> {o.out}")
 
 

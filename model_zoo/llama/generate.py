@@ -4,8 +4,11 @@
     python model_zoo/llama/generate.py --from runs/quickstart --prompt "def " --tokens 200 --temperature 0.8
     msrun --worker_num=2 --local_worker_num=2 --join=True model_zoo/llama/generate.py --from Qwen3-0.6B --prompt "Once"
 
-`--from` is train.log_dir of a run that saved, one of its checkpoints, or a Hugging Face folder (whose tokenizer.json is
-used). All ranks draw the same tokens: logits are gathered bit by bit alike, and a draw is a function of (seed, position).
+`--from` is train.log_dir of a run that saved, one of its checkpoints, or a Hugging Face folder. All ranks draw the same
+tokens: logits are gathered bit by bit alike, and a draw is a function of (seed, position).
+
+Text becomes tokens by --tokenizer, else by that of the run's data (data.tokenizer, or what lies beside its token files),
+else by the tokenizer.json beside the weights, else as bytes: in generate.py, evaluate.py and export.py alike.
 """
 from __future__ import annotations
 
@@ -149,7 +152,7 @@ def run(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--from", dest="source", required=True, help="a run's folder, a checkpoint, or Hugging Face's")
     parser.add_argument("--prompt", default="\n", help="what the text begins with")
-    parser.add_argument("--tokenizer", help="tokenizer.json or its folder; default: the model's own, else bytes")
+    parser.add_argument("--tokenizer", help="tokenizer.json or its folder; default: see above")
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--samples", type=int, default=1, help="so many texts")
     parser.add_argument("--temperature", type=float, default=1.0, help="0: always the likeliest token")
@@ -162,12 +165,11 @@ def run(argv: list[str]) -> None:
         raise ConfigError("For 'generate.py', an option is out of range.", " ".join(argv),
                           "temperature >= 0, 0 < top_p <= 1, top_k >= 0, tokens and samples >= 1, a prompt.",
                           "python model_zoo/llama/generate.py --help")
+    from model_zoo.llama.data import find_tokenizer
     from model_zoo.llama.restore import restore, source_config
     from model_zoo.llama.tokens import load_tokens
 
-    own = source_config(o.source)[0].data
-    beside = Path(o.source) / "tokenizer.json"
-    tokens = load_tokens(o.tokenizer or (beside if beside.is_file() else own.tokenizer))
+    tokens = load_tokens(find_tokenizer(o.source, source_config(o.source)[0].data, o.tokenizer))
     cfg, model, mesh, where = restore(o.source, start_device(), world_size(), tp=o.tp)
     rows = -(-o.samples // cfg.parallel.dp) * cfg.parallel.dp
     prompt = np.tile(np.array(tokens.encode(o.prompt), np.int32), (rows, 1))

@@ -6,13 +6,15 @@ config that this recipe's model would not compute exactly is refused. No import 
 """
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ms_dtensor.errors import ConfigError
 
 from .config import ExpertsConfig, ModelConfig, RopeScaling
 
+T = TypeVar("T")
 ATTENTION = {
     "tok_embeddings.weight": "model.embed_tokens.weight",
     "layers.*.attention_norm.weight": "model.layers.*.input_layernorm.weight",
@@ -80,6 +82,15 @@ def save(model, cfg: ModelConfig, path: str | Path, *, max_positions: int, dtype
 
 def read_config(path: str | Path) -> ModelConfig:
     """The sizes that a folder's `config.json` tells."""
+    return _read(path, from_hf)
+
+
+def read_positions(path: str | Path) -> int:
+    """The longest text that a published model is meant for, as its `config.json` or its kind in `transformers` says."""
+    return _read(path, lambda config: config.get("max_position_embeddings") or _POSITIONS[config["model_type"]])
+
+
+def _read(path: str | Path, told: Callable[[dict[str, Any]], T]) -> T:
     from ms_dtensor.checkpoint.strict_json import strict_json
 
     def refuse(why: str):
@@ -92,7 +103,7 @@ def read_config(path: str | Path) -> ModelConfig:
         raise ConfigError(f"For '{file}', the config cannot be read: {e.strerror or e}.", "",
                           "A Hugging Face folder has its model's sizes there.", "pass such a folder") from e
     try:
-        return from_hf(strict_json(data, refuse, fractions=True))
+        return told(strict_json(data, refuse, fractions=True))
     except (KeyError, TypeError, ValueError, AttributeError) as e:  # a text where a number is to be, say
         if isinstance(e, ConfigError):
             raise
@@ -105,7 +116,8 @@ _SIZES = {"dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num
 # what else tells what is computed, and the values with which it is what `model.py` computes
 _FIXED: dict[str, tuple] = {"hidden_act": ("silu",), "mlp_bias": (False,), "pretraining_tp": (1,), "attention_dropout": (0,),
                             "partial_rotary_factor": (1,), "router_jitter_noise": (0,)}
-_FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "mixtral")
+_POSITIONS = {"llama": 2048, "qwen2": 32768, "qwen3": 32768, "mistral": 131072, "mixtral": 131072}  # where none are told
+_FAMILIES = tuple(_POSITIONS)
 
 
 def from_hf(config: dict[str, Any]) -> ModelConfig:
@@ -131,7 +143,7 @@ def from_hf(config: dict[str, Any]) -> ModelConfig:
         if config.get(name, values[0]) not in values:
             raise _refused(name, config[name], f"The model computes with {values[0]!r}.")
     sizes = {ours: config[name] for ours, name in _SIZES.items()}
-    for name in (*_SIZES.values(), "num_key_value_heads", "head_dim"):
+    for name in (*_SIZES.values(), "num_key_value_heads", "head_dim", "max_position_embeddings"):
         value = config.get(name)
         if value is not None and (type(value) is not int or value < 1):
             raise _refused(name, value, "It is a positive whole number.")

@@ -8,12 +8,14 @@
 
 Then `--data.path data/books`. A document is a file, a line of a .jsonl file (its `--column`), a row of a data set, or a
 record of MindRecord files (.mindrecord); after each comes the tokenizer's token for the end of a text (of bytes: 0).
-One document in `--held_out_every` is held out. The `datasets` package is an extra, `tokenizers` too; bytes need neither.
+One document in `--held_out_every` is held out. The tokenizer is copied beside the token files, which know it again.
+The `datasets` package is an extra, `tokenizers` too; bytes need neither.
 """
 from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import json
 import os
 import sys
@@ -28,7 +30,7 @@ if __package__ in (None, ""):  # run as a script: make the repository root impor
 
 from model_zoo.llama.ranks import script
 from model_zoo.llama.token_file import BLOCK, TokenFile, is_token_file, write
-from model_zoo.llama.tokens import Bytes, Tokens, decoded, load_tokens
+from model_zoo.llama.tokens import Bytes, Tokens, copy_tokenizer, decoded, fingerprint, json_row, load_tokens
 from ms_dtensor.errors import ConfigError
 
 PARTS = ("train", "held_out")
@@ -43,9 +45,13 @@ def documents(o: argparse.Namespace, raw: bool = False) -> Iterator[tuple[str | 
         except ImportError:
             raise ConfigError("For 'prepare_data.py', the package 'datasets' is not installed.", f"--dataset {o.dataset}",
                               "Data sets of Hugging Face's need it, files do not.", "pip install ms_dtensor[data]") from None
-        rows = load_dataset(o.dataset, o.name, split=o.split)
-        for i, row in enumerate(rows):
-            yield _column(row, o.column, f"{o.dataset}, row {i + 1}"), (i + 1) / len(rows)
+        try:
+            rows = load_dataset(o.dataset, o.name, split=o.split)
+            for i, row in enumerate(rows):
+                yield _column(row, o.column, f"{o.dataset}, row {i + 1}"), (i + 1) / len(rows)
+        except OSError as error:  # of the net, too
+            raise ConfigError(f"For 'prepare_data.py', the data set '{o.dataset}' cannot be read.", str(error)[:300],
+                              "It is one of Hugging Face's, or a path.", "the same command later goes on") from None
         return
     files = _files(Path(o.text))
     sizes = np.cumsum([max(f.stat().st_size, 1) for f in files])
@@ -77,10 +83,11 @@ def _texts(file: Path, column: str, raw: bool) -> Iterator[str | bytes]:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     try:
-                        row = json.loads(line.decode())
+                        row = json_row(line)
                     except (ValueError, RecursionError) as error:
                         raise ConfigError(f"For 'prepare_data.py', line {number} of '{file}' is not JSON.",
-                                          f"{line[:60]!r}: {error}"[:200], "One object a line, in UTF-8 without a mark.",
+                                          f"{line[:60]!r}: {error}"[:200],
+                                          "One object a line, no key twice, in UTF-8 without a mark.",
                                           "mend the line") from None
                     yield _column(row, column, f"{file}, line {number}")
     elif file.suffix == ".mindrecord":
@@ -152,7 +159,7 @@ class Bar:
 
 def prepare(o: argparse.Namespace) -> dict[str, int]:
     """Tokens by part, written."""
-    out, tokens = _out(o), load_tokens(o.tokenizer)
+    out, tokens, own = _out(o), load_tokens(o.tokenizer), fingerprint(o.tokenizer)
     if o.text:
         _files(Path(o.text))
     try:
@@ -160,8 +167,37 @@ def prepare(o: argparse.Namespace) -> dict[str, int]:
     except OSError as error:
         raise ConfigError(f"For 'prepare_data.py', --out = '{out}' cannot be made: {error.strerror}.", "",
                           "It is the folder of the token files.", "--out with a folder") from None
+    try:
+        with _alone(out):
+            return _prepare(o, out, tokens, own)
+    except OSError as error:
+        raise ConfigError(f"For 'prepare_data.py', '{error.filename or out}' cannot be written: {error.strerror or error}.",
+                          f"--out {out}", "Token files and what makes them are there.",
+                          ["room there, and the same command goes on where it stopped", "another --out"]) from None
+
+
+@contextlib.contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """No other `prepare_data.py` writes into the folder meanwhile; the system lets the lock go with the process."""
+    folder = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(folder)
+        raise ConfigError(f"For 'prepare_data.py', another one is writing into '{out}' at this moment.", f"--out {out}",
+                          "The documents of two would mix.", ["wait for it", "another --out", "end the other one"]) from None
+    except OSError:  # a file system without locks
+        pass
+    try:
+        yield
+    finally:
+        os.close(folder)
+
+
+def _prepare(o: argparse.Namespace, out: Path, tokens: Tokens, own: int) -> dict[str, int]:
     dtype = "<u2" if tokens.size <= 2 ** 16 else "<u4"
-    progress = Progress(out, {"text": o.dataset or str(Path(o.text).resolve()), "tokenizer": o.tokenizer,
+    progress = Progress(out, {"text": o.dataset or str(Path(o.text).resolve()),
+                              "tokenizer": o.tokenizer and f"{o.tokenizer} (CRC-32 {own:#x})",
                               "held_out_every": o.held_out_every, "column": o.column, "part_of_it": [o.name, o.split]})
     with contextlib.ExitStack() as closing:
         files = {name: closing.enter_context(open(out / f"{name}.unfinished", "r+b" if progress.done else "w+b"))
@@ -170,6 +206,8 @@ def prepare(o: argparse.Namespace) -> dict[str, int]:
             file.seek(progress.sizes[name])
             file.truncate()
         _fill(files, o, tokens, dtype, progress)
+    if o.tokenizer:
+        copy_tokenizer(o.tokenizer, out)
     counts = {}
     for name in PARTS:
         unfinished = out / f"{name}.unfinished"
@@ -177,7 +215,7 @@ def prepare(o: argparse.Namespace) -> dict[str, int]:
         whole = np.memmap(unfinished, dtype, "r") if counts[name] else np.zeros(0, dtype)
         with open(out / f"{name}.new", "wb") as new:
             write(new, dtype, tokens.size, tokens.end, counts[name],
-                  (whole[i:i + BLOCK] for i in range(0, counts[name], BLOCK)))
+                  (whole[i:i + BLOCK] for i in range(0, counts[name], BLOCK)), own)
         os.replace(out / f"{name}.new", out / f"{name}.tokens")
     for name in PARTS:
         (out / f"{name}.unfinished").unlink()

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ms_dtensor.errors import ConfigError
 
 from .config import Config, ParallelConfig, check
-from .configio import load
+from .configio import check_same_model, load
 
 
 class Restored(NamedTuple):
@@ -46,6 +46,8 @@ def restore(source: str | Path, device: str, world: int, *, tp: int | None = Non
 
     from ms_dtensor import MixedPrecisionPolicy
     from ms_dtensor.checkpoint import load as load_checkpoint
+    from ms_dtensor.checkpoint.folder import find
+    from ms_dtensor.checkpoint.reader import read_index
 
     from . import hf, lora
     from .model import Llama
@@ -53,6 +55,10 @@ def restore(source: str | Path, device: str, world: int, *, tp: int | None = Non
 
     cfg, weights, published = source_config(source, options)
     m = cfg.model
+    values = {} if published else read_index(find(weights)).values
+    held = {key.removeprefix("config."): value for key, value in values.items() if key.startswith("config.")}
+    if held:
+        check_same_model(cfg, held, str(weights))
     if tp is not None and (tp < 1 or world % tp):
         raise ConfigError(f"For '{source}', a copy of the model over --tp = {tp} ranks does not fit.",
                           f"{world} process{'es' * (world > 1)}", "The processes are a multiple of --tp.",

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A file of tokens that is mapped into memory: written once, read in any order, and verified wherever it is read.
 
-    64 bytes   magic, dtype, the token that ends a document, count, vocabulary, CRC-32 of the table, CRC-32 of all this
+    64 bytes   magic, dtype, the token that ends a document, count, vocabulary, CRC-32 of the table, CRC-32 of all this,
+               CRC-32 of the tokenizer.json; 0: tokens are bytes, or the file is older than this field
     tokens     little endian, u16 or u32
     table      u32: CRC-32 of each block of 2**20 tokens
 
@@ -20,13 +21,14 @@ import numpy as np
 from ms_dtensor.errors import ConfigError
 
 MAGIC = b"MSDTOK01"
-HEADER = struct.Struct("<8sIIQQII24x")  # magic, bytes of a token, end, count, vocabulary, CRC of the table, CRC of these
+HEADER = struct.Struct("<8sIIQQIII20x")  # magic, bytes of a token, end, count, vocabulary, CRCs: table, these, tokenizer
 BLOCK = 1 << 20  # tokens
 NO_END = 2 ** 32 - 1
 
 
-def write(out: BinaryIO, dtype: str, vocab: int, end: int | None, count: int, blocks: Iterator[np.ndarray]) -> None:
-    """A whole file: `blocks` of BLOCK tokens, the last may be shorter."""
+def write(out: BinaryIO, dtype: str, vocab: int, end: int | None, count: int, blocks: Iterator[np.ndarray],
+          tokenizer: int = 0) -> None:
+    """A whole file: `blocks` of BLOCK tokens, the last may be shorter; `tokenizer` is its `tokens.fingerprint`."""
     out.write(bytes(HEADER.size))
     table = []
     for block in blocks:
@@ -36,12 +38,8 @@ def write(out: BinaryIO, dtype: str, vocab: int, end: int | None, count: int, bl
     sums = np.array(table, "<u4").tobytes()
     out.write(sums)
     out.seek(0)
-    out.write(_header(np.dtype(dtype).itemsize, end, count, vocab, zlib.crc32(sums)))
-
-
-def _header(size: int, end: int | None, count: int, vocab: int, table: int) -> bytes:
-    fields = (MAGIC, size, NO_END if end is None else end, count, vocab, table)
-    return HEADER.pack(*fields, zlib.crc32(HEADER.pack(*fields, 0)))
+    fields = (MAGIC, np.dtype(dtype).itemsize, NO_END if end is None else end, count, vocab, zlib.crc32(sums))
+    out.write(HEADER.pack(*fields, zlib.crc32(HEADER.pack(*fields, 0, tokenizer)), tokenizer))
 
 
 def is_token_file(path: Path) -> bool:
@@ -64,8 +62,9 @@ class TokenFile:
                 head, length = file.read(HEADER.size), file.seek(0, 2)
                 if len(head) < HEADER.size or head[:8] != MAGIC:
                     raise self._damaged("it does not begin as a token file", f"{head[:8]!r}")
-                _, size, end, count, vocab, table, own = HEADER.unpack(head)
-                if size not in (2, 4) or own != zlib.crc32(HEADER.pack(MAGIC, size, end, count, vocab, table, 0)):
+                _, size, end, count, vocab, table, own, tokenizer = HEADER.unpack(head)
+                if size not in (2, 4) or \
+                        own != zlib.crc32(HEADER.pack(MAGIC, size, end, count, vocab, table, 0, tokenizer)):
                     raise self._damaged("its header is damaged", f"CRC-32 {own:#x}")
                 blocks = -(-count // BLOCK)
                 if length != HEADER.size + count * size + 4 * blocks:
@@ -79,6 +78,7 @@ class TokenFile:
             raise ConfigError(f"For the token file '{self.path}', it cannot be read: {error.strerror}.", "",
                               "It is made by prepare_data.py.", "python model_zoo/llama/prepare_data.py --help") from None
         self.end, self.vocab, self.table = None if end == NO_END else end, vocab, np.frombuffer(sums, "<u4")
+        self.tokenizer = tokenizer
         self._tokens = np.memmap(self.path, f"<u{size}", "r", HEADER.size, (count,)) if count else np.zeros(0, f"<u{size}")
         self._verified = np.zeros(blocks, bool)
 

@@ -5,9 +5,12 @@ No import of MindSpore. Read next: `prepare_data.py`.
 """
 from __future__ import annotations
 
+import json
+import shutil
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from ms_dtensor.errors import ConfigError
 
@@ -82,10 +85,46 @@ def load_tokens(path: str | Path | None) -> Tokens:
         >>> load_tokens(None).encode("ab")
         [97, 98]
     """
-    if path is None:
-        return Bytes()
+    return Bytes() if path is None else FromFile(tokenizer_file(path))
+
+
+def tokenizer_file(path: str | Path) -> Path:
+    """A tokenizer's file, of which the folder may be given."""
     file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
     if not file.is_file():
         raise ConfigError(f"For the tokenizer, there is no file '{file}'.", "", "It is a tokenizer.json, or its folder.",
-                          "a folder as Hugging Face publishes them")
-    return FromFile(file)
+                          ["put it there again", "--tokenizer with where it is now (of train.py: --data.tokenizer)"])
+    return file
+
+
+def fingerprint(path: str | Path | None) -> int:
+    """A number that another tokenizer would not have; of bytes 0."""
+    return 0 if path is None else zlib.crc32(tokenizer_file(path).read_bytes())
+
+
+def copy_tokenizer(path: str | Path, folder: Path) -> None:
+    """A tokenizer and what is published beside it (`tokenizer_config.json`), into a folder."""
+    file = tokenizer_file(path)
+    beside = file.parent.glob("tokenizer*.json") if file.name == "tokenizer.json" else [file]
+    for one in beside:
+        target = folder / (one.name if one != file else "tokenizer.json")
+        if not (target.exists() and target.samefile(one)):
+            shutil.copyfile(one, target)
+
+
+def json_row(line: bytes) -> Any:
+    """A line of a .jsonl file; raises `ValueError` where it is no JSON, or has a key twice.
+
+    Example:
+        >>> from model_zoo.llama.tokens import json_row
+        >>> json_row(b'{"text": "a"}')
+        {'text': 'a'}
+    """
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        row: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in row:
+                raise ValueError(f"the key {key[:80]!r} is there twice")
+            row[key] = value
+        return row
+    return json.loads(line.decode(), object_pairs_hook=once)

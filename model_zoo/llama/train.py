@@ -11,6 +11,7 @@ resolved `config.yaml` to `train.log_dir`. What can be refused is refused before
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,25 +34,28 @@ def prepare(argv: list[str], world: int | None
         The configuration, itself as text, whether it is only to be printed, the data, and what `check_resume` gave.
     """
     from model_zoo.llama.configio import dump, load
-    from model_zoo.llama.data import load_text
+    from model_zoo.llama.data import check_same_data, load_text, own_tokenizer
     from model_zoo.llama.report import check_folder
     from ms_dtensor.tools import trackers
 
     cfg, show = load(argv, world)
-    resolved = dump(cfg)
     if show:
-        return cfg, resolved, show, None, {}
+        return cfg, dump(cfg), show, None, {}
     trackers.check(cfg.metrics.trackers)
     check_folder(Path(cfg.train.log_dir))
     held = check_resume(cfg)
-    return cfg, resolved, show, load_text(cfg.data, cfg.model.vocab_size, cfg.train.seq), held
+    text = load_text(cfg.data, cfg.model.vocab_size, cfg.train.seq)
+    check_same_data(cfg.train, text, held.get("data", {}))
+    cfg = replace(cfg, data=replace(cfg.data, tokenizer=own_tokenizer(cfg.data)))  # whoever uses the run finds it there
+    return cfg, dump(cfg), show, text, held
 
 
-def check_resume(cfg: Config) -> dict[str, Any]:
+def check_resume(cfg: Config) -> dict[str, dict[str, Any]]:
     """Refuses a checkpoint that the run cannot go on from, and a new run in the folder of another, before anything starts.
 
     Returns:
-        What the checkpoint says of its model (`model_values`): nothing where there is none, or an old one.
+        What the checkpoint says of its model (`model_values`) and its data (`stream_values`), less if it is an old one;
+        nothing where there is none.
     """
     from model_zoo.llama.configio import check_same_model
     from ms_dtensor.checkpoint.folder import find, latest
@@ -74,9 +78,10 @@ def check_resume(cfg: Config) -> dict[str, Any]:
                           "It is `latest`, or the folder of a checkpoint.",
                           ["--checkpoint.resume latest, which begins a run where there is none",
                            f"a folder such as {root / 'step-00000100'}"]) from None
-    held = {key[len("config."):]: value for key, value in index.values.items() if key.startswith("config.")}
-    if held:
-        check_same_model(cfg, held, str(where))
+    held = {part: {key[len(part) + 1:]: value for key, value in index.values.items() if key.startswith(f"{part}.")}
+            for part in ("config", "data")}
+    if held["config"]:
+        check_same_model(cfg, held["config"], str(where))
     return held
 
 
@@ -173,27 +178,21 @@ def peak_tflops(cfg: Config) -> float | None:
     return known.tflops if known is not None and cfg.train.dtype != "float32" else None
 
 
-def checkpoints(cfg, trainer, report, held: dict[str, Any]):
+def checkpoints(cfg, trainer, report, held: dict[str, dict[str, Any]]):
     """What saves the run, and how many steps of it have been done; `held`: of `check_resume`."""
     from ms_dtensor.checkpoint import Checkpointer, latest
-    from ms_dtensor.errors import ConfigError
 
     c, state = cfg.checkpoint, trainer.state()
-    stream = dict(state["data"])
-    ours = state["config"]
+    ours = {part: state[part] for part in ("config", "data")}
     saver = Checkpointer(state, checkpoint_folder(cfg), interval=c.interval or None, keep_last=c.keep_last,
                          async_save=c.async_save, on_sigterm=c.on_sigterm)
     if c.resume and (c.resume != "latest" or latest(saver.path)):
-        state["config"] = held  # its keys: a load wants the same on both sides
-        if not held:
-            report.say("this checkpoint does not say its model's configuration (it is an older one): it is not compared")
+        state |= held  # its keys: a load wants the same on both sides
+        for known, what in ((held["config"], "its model's configuration"), ("format" in held["data"], "all about its data")):
+            if not known:
+                report.say(f"this checkpoint does not say {what} (it is an older one): it is not compared")
     done = saver.begin(c.resume)
-    state["config"] = ours
-    unlike = [key for key in stream if stream[key] != state["data"][key]]
-    if unlike:
-        raise ConfigError(f"For the configuration, the data are not those of the checkpoint: '{unlike[0]}' differs.",
-                          f"{state['data']} there, {stream} here", "The stream of batches goes on where it stopped.",
-                          ["the run's own settings", "--train.init_hf to begin a new run with its weights"])
+    state |= ours
     return saver, done
 
 

@@ -27,7 +27,7 @@ from . import hf, lora
 from .config import Config, OptimConfig
 from .configio import model_values
 from .cpu import compile_attention
-from .data import Text
+from .data import Text, stream_values
 from .model import Llama, cross_entropy, init_weights
 from .parallelize import own_rows, parallelize
 
@@ -148,10 +148,8 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds. Batches are a function of the text, the seed and the step, which a checkpoint knows."""
-        t, text = self.cfg.train, self.text
-        stream = {"seed": t.seed, "batch": t.batch, "seq": t.seq, "text": 0 if text is None else text.identity()}
-        return {"model": self.model, "optimizer": self.optimizer, "data": stream, "random": RandomState(),
-                "config": model_values(self.cfg)}
+        return {"model": self.model, "optimizer": self.optimizer, "data": stream_values(self.cfg.train, self.text),
+                "random": RandomState(), "config": model_values(self.cfg)}
 
     def step(self, step: int) -> StepResult:
         """Forward, backward and update number `step` (from 0).

@@ -17,7 +17,7 @@ from .folder import Folder, find, sync, write_synced
 from .index import ID, NAME, Chunk, FileInfo, Index, TensorInfo, dump
 from .pieces import crc, piece_hash, piece_size, pieces
 from .reader import Reader
-from .refusals import refusals
+from .refusals import COPYING, refusals
 from .safetensors_file import CODES, DTYPES, SafetensorsFile, TensorEntry, put, write_safetensors
 
 Source = Mapping[str, tuple[str, tuple[int, ...], Callable[[], np.ndarray]]]  # dtype, shape, and how to read it
@@ -101,9 +101,9 @@ def _open(path: Path, stack: ExitStack) -> tuple[Source, dict[str, Any], dict[st
 def _write_file(target: Path, entries) -> dict[str, TensorEntry]:
     """One file, under its name when it is whole."""
     aside = target.with_name(f".{target.name}.saving")
-    with refusals(f"For 'convert', '{target}' cannot be written"):
+    with refusals(f"For 'convert', '{target}' cannot be written", COPYING):
         try:
-            placed = write_safetensors(aside, entries, {"format": "pt"}).tensors
+            placed = write_safetensors(aside, entries, {"format": "pt"}, COPYING).tensors
             os.replace(aside, target)
         except BaseException:
             aside.unlink(missing_ok=True)
@@ -116,7 +116,7 @@ def _write_checkpoint(target: Path, entries, hashes, values: dict[str, Any], tie
     folder = Folder(Path(os.path.abspath(target)))
     try:
         name, save_id = "shard-00000-of-00001.safetensors", uuid.uuid4().hex
-        done = write_safetensors(folder.path / name, entries, {ID: save_id})
+        done = write_safetensors(folder.path / name, entries, {ID: save_id}, COPYING)
         tensors = {}
         for key, e in done.tensors.items():
             size = piece_size(e.shape, DTYPES[CODES[e.dtype]].itemsize)
@@ -125,7 +125,7 @@ def _write_checkpoint(target: Path, entries, hashes, values: dict[str, Any], tie
             tensors[key] = TensorInfo(e.dtype, e.shape, chunks)
         ties = {k.removeprefix(strip): v.removeprefix(strip) for k, v in tied.items() if v.removeprefix(strip) in tensors}
         files = {name: FileInfo(done.size, len(done.head), crc(done.head))}
-        with refusals(f"For 'convert', '{folder.path / NAME}' cannot be written"):
+        with refusals(f"For 'convert', '{folder.path / NAME}' cannot be written", COPYING):
             write_synced(folder.path / NAME, dump(Index(save_id, None, __version__, files, tensors, values, ties)))
         folder.commit()
         return done.tensors

@@ -30,7 +30,7 @@ from .folder import sync, write_synced
 from .key_map import Names, matches, translate
 from .plan import common, held_boxes, whole_box, within
 from .ranks import all_ranks, attempted, folder_of, gathered, raise_for_all, rank_of, together, told, unlike
-from .refusals import refusals
+from .refusals import COPYING, refusals
 from .safetensors_file import CODES, DTYPES, put, write_safetensors
 from .state import PARTIAL_FIX, Leaf
 from .strict_json import short
@@ -311,7 +311,7 @@ def _config(config: Mapping[str, Any] | None) -> bytes | None:
 
 def _prepare(folder: Path) -> None:
     """Makes the folder in which files are made; what an interrupted save has left there goes."""
-    with refusals(f"For 'save_hf', '{folder}' cannot be made"):
+    with refusals(f"For 'save_hf', '{folder}' cannot be made", COPYING):
         folder.mkdir(parents=True, exist_ok=True)
         there = sorted(p.name for p in folder.iterdir() if p.name.endswith((".safetensors", ".bin", INDEX)))
         if there:
@@ -328,7 +328,7 @@ def _write(path: Path, tensors: list[_Out], writer: int, group: Group | None) ->
     error = None
     if rank_of(group) == writer:
         entries = {out.name: (out.dtype, out.shape, _one(out, stream)) for out in tensors}
-        _, error = attempted(lambda: write_safetensors(path, entries, {"format": "pt"}))
+        _, error = attempted(lambda: write_safetensors(path, entries, {"format": "pt"}, COPYING))
     for _ in stream:  # the others wait in it
         pass
     return error
@@ -372,7 +372,7 @@ def _sent(out: _Out, writer: int, group: Group | None) -> np.ndarray:
 
 def _publish(folder: Path, files: Mapping[str, list[_Out]], config: bytes | None) -> None:
     """Moves whole files to their names, the index last."""
-    with refusals(f"For 'save_hf', '{folder}' cannot be completed"):
+    with refusals(f"For 'save_hf', '{folder}' cannot be completed", COPYING):
         if config is not None:
             write_synced(folder / "config.json", config)
         for name in files:

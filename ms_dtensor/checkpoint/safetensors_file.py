@@ -24,7 +24,7 @@ import ml_dtypes
 import numpy as np
 
 from ..errors import CheckpointError
-from .refusals import refusals
+from .refusals import SAVING, refusals
 from .strict_json import short, strict_json
 
 DTYPES: dict[str, np.dtype] = {
@@ -219,7 +219,7 @@ class SafetensorsFile:
 
 
 def write_safetensors(path: str | PathLike, entries: Mapping[str, tuple[str, tuple[int, ...], Iterable]],
-                      metadata: Mapping[str, str] | None = None) -> WrittenFile:
+                      metadata: Mapping[str, str] | None = None, advice: tuple[str, str] = SAVING) -> WrittenFile:
     """Writes a file, and has it on the disk on return. What is there under the name is replaced, not atomically.
 
     Args:
@@ -227,6 +227,7 @@ def write_safetensors(path: str | PathLike, entries: Mapping[str, tuple[str, tup
         entries: per name dtype name, shape, and buffers (or arrays) that in turn give the tensor's bytes. They are taken one
             by one; the widest dtypes first, else in this order, so that every tensor is aligned.
         metadata: texts for the header.
+        advice: of `refusals`.
 
     Returns:
         Where each tensor is, and what stands before them.
@@ -249,7 +250,7 @@ def write_safetensors(path: str | PathLike, entries: Mapping[str, tuple[str, tup
                               f"A safetensors header has at most {MAX_HEADER}.", "write several files")
     head = len(text).to_bytes(8, "little") + text
     placed = {name: TensorEntry(e.dtype, e.shape, len(head) + e.begin, len(head) + e.end) for name, e in placed.items()}
-    with refusals(f"For '{path}', the file cannot be written"):
+    with refusals(f"For '{path}', the file cannot be written", advice):
         with open(path, "wb", buffering=0) as file:
             at, flushed = _write(file, head), 0
             for name, entry in placed.items():

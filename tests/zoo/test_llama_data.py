@@ -93,7 +93,8 @@ def test_texts_become_token_files_and_batches(made, capsys):
     ids, labels = text.batch(7, 3, 4, 16)
     assert ids.shape == (4, 16) and ids.dtype == np.int32 and np.array_equal(ids[:, 1:], labels[:, :-1])
     assert np.array_equal(ids, text.batch(7, 3, 4, 16)[0]) and not np.array_equal(ids, text.batch(7, 4, 4, 16)[0])
-    assert text.held_out_batch(1, 2, 3, 16)[0].shape == (3, 16) and text.identity() == train.identity() != held.identity()
+    assert text.held_out_batch(1, 2, 3, 16)[0].shape == (3, 16)
+    assert text.identity()["text"] == train.identity() != text.identity()["held_out"] == held.identity()
     ids, _, where = load_text(DataConfig(path=str(out), documents=True), 256, 300).batch(1, 0, 4, 300)
     for row, place in zip(ids, where):
         assert place[0] == 0 and all(place[i] == (0 if row[i - 1] == 0 else place[i - 1] + 1) for i in range(1, 300))

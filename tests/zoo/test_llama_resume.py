@@ -132,7 +132,7 @@ def test_what_keeps_a_run_from_going_on_is_named(tmp_path, cpu):
     with pytest.raises(CheckpointError, match=f"For 'save', '{tmp_path}/file/checkpoints"):
         train(tmp_path / "run", "--train.steps", "1", "--checkpoint.dir", str(tmp_path / "file/checkpoints"))
     train(tmp_path / "run", "--train.steps", "1")
-    with pytest.raises(ConfigError, match="'seed' differs"):
+    with pytest.raises(ConfigError, match="not those of the checkpoint: seed"):
         train(tmp_path / "run", "--checkpoint.resume", "latest", "--train.seed", "5")
     with pytest.raises(ConfigError, match="has checkpoints of a run(.|\n)*--checkpoint.resume latest"):
         train(tmp_path / "run")
