@@ -30,6 +30,7 @@ _outputs: dict[int, list] = {}  # by id of a function: layouts of its outputs; e
 _installed = Patched()
 # what takes part in the gradient that is under way, and is told by its method `abandon()` if that raises
 in_this_gradient: weakref.WeakSet = weakref.WeakSet()
+_asked: list[set[int] | None] = []  # of each gradient under way: ids of what it is of; None: of all parameters it meets
 SHARDED_BY = "_ms_dtensor_sharded_by"  # parameter attribute: the name of the `fully_shard` unit that has it; "": ignored
 # whose frames are there while MindSpore records, or runs what was recorded
 _RECORDERS = {f.__code__ for f in (composite._pynative_func_grad_forward, composite._pynative_func_grad_backward,
@@ -51,16 +52,19 @@ def _grad(original):
         if operation.sens_param:
             inputs = args[:-1]
             args = *inputs, _sens(fn, args[-1])
-        outermost = not recording()
+        outermost, of = not recording(), _differentiated(fn, operation, weights, grad_position, inputs)
+        _asked.append(None if operation.get_by_list and weights is None else {id(x) for x in of})
         try:
             out = original(fn, operation, weights, grad_position, has_aux, *args)
         except BaseException:
             _clean(outermost)
             raise
+        finally:
+            _asked.pop()
         if outermost:
             recomputed.forget()
             in_this_gradient.clear()
-        layouts = _layouts(_differentiated(fn, operation, weights, grad_position, inputs))
+        layouts = _layouts(of)
         if not any(layouts):
             return out
         gradients = [out] if out.__class__ is Tensor else leaves(out, Tensor)
@@ -74,6 +78,11 @@ def _grad(original):
                 retag(g, summed_gradient(layout))
         return out
     return grad
+
+
+def asked_for(param) -> bool:
+    """Whether the backward under way is to give this parameter's gradient: a node of many is run for any one of them."""
+    return not _asked or _asked[-1] is None or id(param) in _asked[-1]
 
 
 def _differentiated(fn, operation, weights, grad_position, inputs) -> list:
