@@ -325,8 +325,8 @@ class Unit:
         Raises:
             ConfigError: before anything is gathered.
         """
-        there = [(key, cell._params.get(key), p) for cell, key, p in self.slots]
-        gone = {key: getattr(x, "inited_param", None) is p for key, x, p in there if x is not p}
+        gone = {key: getattr(x, "inited_param", None) is p for cell, key, p in self.slots
+                if (x := cell._params.get(key)) is not p}
         if gone and all(gone.values()):
             raise ConfigError(f"For 'fully_shard', {self.name} was run again before it returned.", ", ".join(sorted(gone)),
                               "The gathered parameters stand in their places for one run at a time.",
@@ -449,14 +449,13 @@ class Unit:
         """The gradients of this backward as shards; zeros while they are only gathered up, and where nobody asks for one."""
         given = {(b, i): g for (b, i), g in zip(numbers, grads) if asked_for(self.blocks[b].params[i])}
         with NoFallbackGuard():
-            for at, earlier in list(self._unsent.items()):
-                if at in given:
-                    given[at] = earlier + given[at].astype(earlier.dtype)
+            for at in given.keys() & self._unsent.keys():
+                given[at] = self._unsent[at] + given[at].astype(self._unsent[at].dtype)
         if not self.sync:
             for (b, i), g in given.items():
                 kind = self.blocks[b].reduce_dtype
                 self._unsent[b, i] = g * 1 if kind is None else g.astype(kind)
-            return [self.zeros(at) for at in numbers]
+            return [*map(self.zeros, numbers)]
         self._unsent = {at: g for at, g in self._unsent.items() if at not in given}
         out: dict[tuple[int, int], Tensor] = {}
         for b, block in enumerate(self.blocks):

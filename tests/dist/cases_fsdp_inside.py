@@ -45,10 +45,13 @@ def recomputed(net):
 
 @case(4)
 def only_gradients_that_were_asked_for_are_gathered_up(world):
-    def run(kind: str, cut, again: bool, one: bool, sync: bool):
+    def made(kind: str, cut, again: bool):
         mesh = md.init_device_mesh(kind, (4,), mesh_dim_names=("dp",))
-        net = cut(filled(Net()), mesh)
-        params, loss = net.trainable_params(), loss_of(recomputed(net) if again else net)
+        net = cut(filled(Net((1,))), mesh)
+        return mesh, recomputed(net) if again else net
+
+    def run(mesh, net, one: bool, sync: bool):
+        params, loss = net.blocks[1].trainable_params(), loss_of(net)
         step, total = md.value_and_grad(loss, None, params), None
         for last in (False, True):
             net.set_requires_gradient_sync(last)
@@ -64,34 +67,34 @@ def only_gradients_that_were_asked_for_are_gathered_up(world):
                         md.grad(loss, 0)(mine(mesh, ROWS * 3))
                 assert count["reduce_scatter", "backward"] == int(one and sync), count
         return [g.full_tensor().asnumpy() for g in total]
-    plain = filled(Net())
-    params, at = plain.trainable_params(), [p.name for p in plain.trainable_params()].index("blocks.1.up.weight")
+    plain = filled(Net((1,)))
+    params, at = plain.blocks[1].trainable_params(), 2
+    assert params[at] is plain.blocks[1].up.weight
     first, between, last = (ms.value_and_grad(loss_of(plain), None, params)(Tensor(ROWS * n))[1] for n in (1, 3, 2))
     for cut in (cut_up, whole, divided):
         for again in (False, True):
-            for one in (False, True):
-                for sync in (False, True):
-                    got = run("cpu", cut, again, one, sync)
-                    for i, (g, a, b, p) in enumerate(zip(got, first, last, params, strict=True)):
-                        want = a + b + between[i] if one and i == at else a + b
-                        equal(g, want, f"{cut.__name__} {again=} {one=} {sync=} {p.name}")
+            mesh, net = made("cpu", cut, again)
+            for one, sync in ((False, False), (True, False), (False, True), (True, True)):
+                got = run(mesh, net, one, sync)
+                for i, (g, a, b, p) in enumerate(zip(got, first, last, params, strict=True)):
+                    want = a + b + between[i] if one and i == at else a + b
+                    equal(g, want, f"{cut.__name__} {again=} {one=} {sync=} {p.name}")
     with rehearsed():
-        for i, (g, a, b, c) in enumerate(zip(run("npu", cut_up, True, True, False), first, last, between, strict=True)):
+        got = run(*made("npu", cut_up, True), True, False)
+        for i, (g, a, b, c) in enumerate(zip(got, first, last, between, strict=True)):
             equal(g, a + b + c if i == at else a + b, f"npu {i}")
 
 
 @case(4)
 def a_parameter_unfrozen_after_its_cell_was_wrapped_gets_its_gradient(world):
     mesh = fsdp()
-    for cut in (cut_up, whole, divided, lambda net, mesh: replicate(net, mesh=mesh)):
-        for before in (True, False):
-            plain, net = filled(Net()), filled(Net())
+    for cut, before in ((cut_up, True), (whole, False)):
+        plain, net = filled(Net()), filled(Net())
+        for train in (False, True):
             for n in (plain, net):
-                n.blocks[0].up.weight.requires_grad = n.blocks[1].up.weight.requires_grad = False
-            net = cut(recomputed(net), mesh) if before else recomputed(cut(net, mesh))
-            same_step(net, plain, mesh)
-            for n in (plain, net):
-                n.blocks[0].up.weight.requires_grad = n.blocks[1].up.weight.requires_grad = True
+                n.blocks[0].up.weight.requires_grad = n.blocks[1].up.weight.requires_grad = train
+            if not train:
+                net = cut(recomputed(net), mesh) if before else recomputed(cut(net, mesh))
             same_step(net, plain, mesh)
 
 
