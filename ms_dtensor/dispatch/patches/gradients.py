@@ -55,6 +55,8 @@ def _grad(original):
         outermost, of = not recording(), _differentiated(fn, operation, weights, grad_position, inputs)
         _asked.append(None if operation.get_by_list and weights is None else {id(x) for x in of})
         try:
+            if operation.get_by_list and weights is None:
+                _check_listed(fn)
             out = original(fn, operation, weights, grad_position, has_aux, *args)
         except BaseException:
             _clean(outermost)
@@ -115,6 +117,15 @@ def _current(weights):
                               ("Parameter(distribute_tensor(...))", "distribute_module(cell, device_mesh)",
                                "pass it as an input, and grad_position"))
     return weights if all(a is b for a, b in zip(now, weights)) else type(weights)(now)
+
+
+def _check_listed(fn) -> None:
+    """Without weights MindSpore gives the gradients of all parameters that a function met, and does not say which."""
+    layout = next(filter(None, _outputs.get(id(fn), ())), None)
+    if layout is not None and not isinstance(fn, nn.Cell):
+        raise LayoutError("For a gradient by list, a function on DTensors was given without weights.", layout.describe(),
+                          "Whose gradient is whose is not known, so shards would pass for whole gradients.",
+                          "GradOperation(get_by_list=True)(function, net.trainable_params())")
 
 
 def _check_left_over(weights) -> None:
