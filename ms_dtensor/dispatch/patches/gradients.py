@@ -30,6 +30,7 @@ _outputs: dict[int, list] = {}  # by id of a function: layouts of its outputs; e
 _installed = Patched()
 # what takes part in the gradient that is under way, and is told by its method `abandon()` if that raises
 in_this_gradient: weakref.WeakSet = weakref.WeakSet()
+_asked: list[set[int] | None] = []  # of each gradient under way: ids of what it is of; None: of all parameters it meets
 SHARDED_BY = "_ms_dtensor_sharded_by"  # parameter attribute: the name of the `fully_shard` unit that has it; "": ignored
 # whose frames are there while MindSpore records, or runs what was recorded
 _RECORDERS = {f.__code__ for f in (composite._pynative_func_grad_forward, composite._pynative_func_grad_backward,
@@ -51,16 +52,21 @@ def _grad(original):
         if operation.sens_param:
             inputs = args[:-1]
             args = *inputs, _sens(fn, args[-1])
-        outermost = not recording()
+        outermost, of = not recording(), _differentiated(fn, operation, weights, grad_position, inputs)
+        _asked.append(None if operation.get_by_list and weights is None else {id(x) for x in of})
         try:
+            if operation.get_by_list and weights is None:
+                _check_listed(fn)
             out = original(fn, operation, weights, grad_position, has_aux, *args)
         except BaseException:
             _clean(outermost)
             raise
+        finally:
+            _asked.pop()
         if outermost:
             recomputed.forget()
             in_this_gradient.clear()
-        layouts = _layouts(_differentiated(fn, operation, weights, grad_position, inputs))
+        layouts = _layouts(of)
         if not any(layouts):
             return out
         gradients = [out] if out.__class__ is Tensor else leaves(out, Tensor)
@@ -74,6 +80,11 @@ def _grad(original):
                 retag(g, summed_gradient(layout))
         return out
     return grad
+
+
+def asked_for(param) -> bool:
+    """Whether the backward under way is to give this parameter's gradient: a node of many is run for any one of them."""
+    return not _asked or _asked[-1] is None or id(param) in _asked[-1]
 
 
 def _differentiated(fn, operation, weights, grad_position, inputs) -> list:
@@ -106,6 +117,15 @@ def _current(weights):
                               ("Parameter(distribute_tensor(...))", "distribute_module(cell, device_mesh)",
                                "pass it as an input, and grad_position"))
     return weights if all(a is b for a, b in zip(now, weights)) else type(weights)(now)
+
+
+def _check_listed(fn) -> None:
+    """Without weights MindSpore gives the gradients of all parameters that a function met, and does not say which."""
+    layout = next(filter(None, _outputs.get(id(fn), ())), None)
+    if layout is not None and not isinstance(fn, nn.Cell):
+        raise LayoutError("For a gradient by list, a function on DTensors was given without weights.", layout.describe(),
+                          "Whose gradient is whose is not known, so shards would pass for whole gradients.",
+                          "GradOperation(get_by_list=True)(function, net.trainable_params())")
 
 
 def _check_left_over(weights) -> None:
