@@ -120,7 +120,7 @@ def test_a_killed_preparation_goes_on_where_it_stopped(made, tmp_path, monkeypat
             if count[0] == 25:
                 raise KeyboardInterrupt
             return encode(text)
-    monkeypatch.setattr(prepare_data, "load_tokens", lambda path: Dying())
+    monkeypatch.setattr(prepare_data, "load_tokens", lambda *_: Dying())
     with pytest.raises(KeyboardInterrupt):
         prepare_data.run(argv)
     with pytest.raises(ConfigError, match="begun with another column"):
