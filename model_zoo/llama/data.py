@@ -122,11 +122,10 @@ def load_text(cfg: DataConfig, vocab_size: int, seq: int) -> Text | Files | Conv
                           f"data.path = {cfg.path}", "Token files tell documents apart.",
                           "python model_zoo/llama/prepare_data.py")
     if cfg.tokenizer is not None:
-        raise ConfigError("For the configuration, data.tokenizer is set, and data.path is a text, which is read as bytes.",
-                          f"data.tokenizer = {cfg.tokenizer}, data.path = {cfg.path}",
-                          "Text goes through a tokenizer once, before training.",
-                          [f"python model_zoo/llama/prepare_data.py --text {cfg.path or 'TEXT'} --tokenizer {cfg.tokenizer} "
-                           "--out FOLDER, then --data.path FOLDER", "no data.tokenizer, for bytes"])
+        raise ConfigError("For the configuration, data.tokenizer is set, and data.path names a text.",
+                          f"data.path = {cfg.path}, data.tokenizer = {cfg.tokenizer}",
+                          "A text is trained on as bytes; conversations and token files go through a tokenizer.",
+                          ["python model_zoo/llama/prepare_data.py --tokenizer makes token files", "no data.tokenizer"])
     if vocab_size < 256:
         raise ConfigError(f"For the configuration, model.vocab_size = {vocab_size} is too small.", "",
                           "Tokens are bytes.", "--model.vocab_size 256 or more")

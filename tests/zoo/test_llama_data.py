@@ -146,7 +146,7 @@ def test_a_damaged_token_file_is_told_in_one_message(made, harm, says):
 
 
 def test_a_tokenizer_of_a_file_is_used(tmp_path):
-    tokenizers = pytest.importorskip("tokenizers", reason="an extra: pip install ms_dtensor[tokenizers]")
+    tokenizers = pytest.importorskip("tokenizers", reason="an extra: pip install '.[tokenizers]'")
     words = {"<|endoftext|>": 0, "[UNK]": 1, **{f"w{i}": i + 2 for i in range(70000)}}
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "[UNK]"))
     model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()

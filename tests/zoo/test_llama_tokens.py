@@ -40,9 +40,10 @@ def saved(folder, special=(), added=(), beside=None):
     (["<|endoftext|>", "[EOS]"], {"tokenizer_config.json": {"eos_token": {"content": "[EOS]", "lstrip": False}}}, "[EOS]"),
     (["<|endoftext|>", "[A]", "[B]"], {"generation_config.json": {"eos_token_id": [258, 259]},
                                        "config.json": {"eos_token_id": 257}}, "[A]"),
-    (["<|endoftext|>", "[A]", "[B]"], {"tokenizer_config.json": {"eos_token": None}, "config.json": {"eos_token_id": 259}}, "[B]"),
-    (["<|im_end|>", "<|endoftext|>"], {"tokenizer_config.json": {"eos_token": "[EOS]"}, "config.json": {"eos_token_id": 4000}},
-     "<|endoftext|>"),
+    (["<|endoftext|>", "[A]", "[B]"], {"tokenizer_config.json": {"eos_token": None},
+                                       "config.json": {"eos_token_id": 259}}, "[B]"),
+    (["<|im_end|>", "<|endoftext|>"], {"tokenizer_config.json": {"eos_token": "[EOS]"},
+                                       "config.json": {"eos_token_id": 4000}}, "<|endoftext|>"),
     (["<|im_end|>", "<|endoftext|>"], {}, "<|endoftext|>"),
     (["[EOS]"], {"tokenizer_config.json": {}}, None),
 ])
@@ -106,8 +107,8 @@ def test_what_spells_a_template_s_token_is_text(tmp_path, template, special):
     text = "".join(before.format(role=role) + content + after
                    for role, content in (("user", evil), ("assistant", evil), ("user", "cab <")))
     assert tokens.decode(ids) == text, "nothing is lost"
-    own = [before.format(role="user"), after, before.format(role="assistant"), after, before.format(role="user"), after]
-    assert [i for i in ids if i > 256] == [i for piece in own for i in tokens.encode(piece) if i > 256], "the template's only"
+    own = "".join(before.format(role=role) + after for role in ("user", "assistant", "user"))
+    assert [i for i in ids if i > 256] == [i for i in tokens.encode(own) if i > 256], "the template's only"
     assert tokens.decode([i for i, s in zip(ids, said) if s]) == evil + after
     assert tokens.encode(special[0]) == [257], "elsewhere it is the token as before"
 
@@ -137,9 +138,9 @@ def test_content_that_cannot_be_made_text_is_refused_with_its_line(tmp_path):
 def test_a_tokenizer_for_a_text_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("ab" * 4000)
     for path in (str(tmp_path / "a.txt"), None):
-        with pytest.raises(ConfigError, match="data.tokenizer is set, and data.path is a text") as caught:
+        with pytest.raises(ConfigError, match="data.tokenizer is set, and data.path names a text") as caught:
             load_text(DataConfig(path=path, tokenizer="tok"), 512, 16)
-        assert "prepare_data.py --text" in str(caught.value) and "--tokenizer tok" in str(caught.value)
+        assert "prepare_data.py --tokenizer makes token files" in str(caught.value)
 
 
 def test_a_package_that_cannot_be_imported_says_why(tmp_path, monkeypatch):
@@ -149,7 +150,7 @@ def test_a_package_that_cannot_be_imported_says_why(tmp_path, monkeypatch):
             monkeypatch.delitem(sys.modules, known)
         (tmp_path / f"{name}.py").write_text("raise ImportError('pyarrow requires NumPy 2.0 or newer, found 1.26.4')")
     (tmp_path / "tokenizer.json").write_text("{}")
-    for attempt, extra in ((["--dataset", "some/set"], "data"), (["--text", "a", "--tokenizer", str(tmp_path)], "tokenizers")):
+    for extra, attempt in (("data", ["--dataset", "a/set"]), ("tokenizers", ["--text", "a", "--tokenizer", str(tmp_path)])):
         with pytest.raises(ConfigError, match="cannot be imported") as caught:
             prepare_data.run(["--out", str(tmp_path / "out"), *attempt])
-        assert "pyarrow requires NumPy 2.0 or newer" in str(caught.value) and f"pip install '.[{extra}]'" in str(caught.value)
+        assert "pyarrow requires NumPy 2.0" in str(caught.value) and f"pip install '.[{extra}]'" in str(caught.value)
