@@ -44,7 +44,13 @@ def documents(o: argparse.Namespace, raw: bool = False) -> Iterator[tuple[str | 
             raise ConfigError("For 'prepare_data.py', the package 'datasets' cannot be imported.",
                               f"--dataset {o.dataset}: {error}"[:300], "Data sets of Hugging Face's need it, files do not.",
                               "in the checkout: pip install '.[data]'") from None
-        rows = load_dataset(o.dataset, o.name, split=o.split)
+        try:
+            rows = load_dataset(o.dataset, o.name, split=o.split)
+        except Exception as error:  # of the package's many kinds: no network, no such set, part or column
+            raise ConfigError("For 'prepare_data.py', the data set cannot be loaded.",
+                              f"--dataset {o.dataset}, --name {o.name}, --split {o.split}: {error}"[:400],
+                              "It is one on the Hub, or a folder with files that the package 'datasets' reads.",
+                              "--dataset, --name and --split of one that is there") from error
         for i, row in enumerate(rows):
             yield _column(row, o.column, f"{o.dataset}, row {i + 1}"), (i + 1) / len(rows)
         return

@@ -185,6 +185,11 @@ def test_mindrecord_files_and_data_sets_are_read(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     prepare_data.run(["--out", str(tmp_path / "hub"), "--dataset", "some/set", "--held_out_every", "2"])
     assert asked == [(("some/set", None), {"split": "train"})] and len(TokenFile(tmp_path / "hub/held_out.tokens")) == 37
+    def unreachable(*args, **kwargs):
+        raise ConnectionError("Couldn't reach 'some/set' on the Hub")
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=unreachable))
+    with pytest.raises(ConfigError, match="cannot be loaded.\n.*Couldn't reach"):
+        prepare_data.run(["--out", str(tmp_path / "hub"), "--dataset", "some/set"])
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match="pip install"):
         prepare_data.run(["--out", str(tmp_path / "hub"), "--dataset", "some/set"])
