@@ -178,7 +178,7 @@ def run(argv: list[str]) -> None:
     if rank() == 0 and prompt.shape[1] + o.tokens > cfg.train.seq and cfg.train.init_hf is None:
         print(f"note: beyond {cfg.train.seq} tokens this model was not trained (train.seq)", file=sys.stderr)
     ids = generate(model, cfg.model, mesh, prompt, o.tokens, temperature=o.temperature, top_k=o.top_k, top_p=o.top_p,
-                   seed=o.seed, end=end_of(own, tokens))
+                   seed=o.seed, end=end_of(cfg.data, tokens))
     if rank() == 0:
         print(f"[{where}]", file=sys.stderr)
         print("\n--\n".join(tokens.decode(row.tolist()) for row in ids[:o.samples]))
