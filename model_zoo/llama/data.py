@@ -18,10 +18,10 @@ import numpy as np
 
 from ms_dtensor.errors import ConfigError
 
-from .chat import Conversations
+from .chat import Conversations, end_of_answer
 from .config import Config, DataConfig
 from .token_file import TokenFile
-from .tokens import Bytes, decoded, load_tokens
+from .tokens import Bytes, Tokens, decoded, load_tokens
 
 BLOCK = 16384  # text is split into train and held-out in blocks of this many bytes
 SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -121,6 +121,11 @@ def load_text(cfg: DataConfig, vocab_size: int, seq: int) -> Text | Files | Conv
         raise ConfigError("For the configuration, data.documents is set, and data.path names no token files.",
                           f"data.path = {cfg.path}", "Token files tell documents apart.",
                           "python model_zoo/llama/prepare_data.py")
+    if cfg.tokenizer is not None:
+        raise ConfigError("For the configuration, data.tokenizer is set, and data.path names a text.",
+                          f"data.path = {cfg.path}, data.tokenizer = {cfg.tokenizer}",
+                          "A text is trained on as bytes; conversations and token files go through a tokenizer.",
+                          ["python model_zoo/llama/prepare_data.py --tokenizer makes token files", "no data.tokenizer"])
     if vocab_size < 256:
         raise ConfigError(f"For the configuration, model.vocab_size = {vocab_size} is too small.", "",
                           "Tokens are bytes.", "--model.vocab_size 256 or more")
@@ -177,6 +182,14 @@ def _files(path: str | None) -> tuple[list[Path], Path]:
                           "data.path is a text file, or a folder whose files are read in sorted order.",
                           "leave data.path out to train on the Python standard library's sources")
     return files, root
+
+
+def end_of(cfg: DataConfig, tokens: Tokens) -> int | None:
+    """The token that ends a text for who was trained on it: the template's, that of the token files, or the tokenizer's."""
+    if cfg.format == "chat":
+        return end_of_answer(tokens, cfg.template)
+    file = Path(cfg.path or "") / "train.tokens"
+    return TokenFile(file).end if file.exists() else tokens.end
 
 
 def read_tokens(source: str, path: str | None, tokenizer: str | None, own: Config, seq: int) -> np.ndarray:

@@ -116,8 +116,10 @@ def run(argv: list[str]) -> None:
         saver, done = checkpoints(cfg, trainer, report, held)
     try:
         report.begin(done, resolved)
-        weights = sum(int(x.size) for x in trainer.model.trainable_params())
-        report.say(f"{weights / 1e6:.2f} M parameters on {world} {'ranks' if world > 1 else 'rank'}: dp={p.dp} tp={p.tp}"
+        weights, own = (sum(int(x.size) for x in some) for some in (trainer.model.get_parameters(),
+                                                                    trainer.model.trainable_params()))
+        report.say(f"{weights / 1e6:.2f} M parameters{f', {own:,} of them trained,' * (own < weights)} on "
+                   f"{world} {'ranks' if world > 1 else 'rank'}: dp={p.dp} tp={p.tp}"
                    f"{' sequence-parallel' if p.sequence_parallel and p.tp > 1 else ''}"
                    f"{' fsdp' if p.fsdp else ' zero1' if p.zero1 else ''}{f' hsdp={p.hsdp}' if p.hsdp > 1 else ''}; "
                    f"{t.batch} x {t.seq} tokens a step; log in {log_dir}")

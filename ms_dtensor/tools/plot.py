@@ -49,8 +49,8 @@ def draw(folders: Sequence[Path], out: Path) -> list[Path]:
 def _pyplot() -> Any:
     try:
         import matplotlib
-    except ImportError:
-        raise ConfigError("For 'plot', matplotlib is not installed.", "",
+    except ImportError as error:
+        raise ConfigError("For 'plot', matplotlib cannot be imported.", str(error)[:300],
                           "Pictures are drawn by it; training does without.",
                           ["pip install matplotlib", "read metrics.jsonl: one JSON object a step"]) from None
     matplotlib.use("Agg")

@@ -201,7 +201,8 @@ def test_pictures_are_drawn_and_hide_nothing(tmp_path, capsys):
 def test_without_matplotlib_plot_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert cli.main(["plot", str(recorded(tmp_path / "a", 0))]) == 2
-    assert "pip install matplotlib" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "pip install matplotlib" in said and "import of matplotlib halted" in said, "why it is not there, too"
 
 
 # -- what is counted, and the trace ------------------------------------------------------------------------------------

@@ -120,7 +120,7 @@ def test_a_killed_preparation_goes_on_where_it_stopped(made, tmp_path, monkeypat
             if count[0] == 25:
                 raise KeyboardInterrupt
             return encode(text)
-    monkeypatch.setattr(prepare_data, "load_tokens", lambda path: Dying())
+    monkeypatch.setattr(prepare_data, "load_tokens", lambda *_: Dying())
     with pytest.raises(KeyboardInterrupt):
         prepare_data.run(argv)
     with pytest.raises(ConfigError, match="begun with another column"):
@@ -146,7 +146,7 @@ def test_a_damaged_token_file_is_told_in_one_message(made, harm, says):
 
 
 def test_a_tokenizer_of_a_file_is_used(tmp_path):
-    tokenizers = pytest.importorskip("tokenizers", reason="an extra: pip install ms_dtensor[tokenizers]")
+    tokenizers = pytest.importorskip("tokenizers", reason="an extra: pip install '.[tokenizers]'")
     words = {"<|endoftext|>": 0, "[UNK]": 1, **{f"w{i}": i + 2 for i in range(70000)}}
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "[UNK]"))
     model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -185,6 +185,11 @@ def test_mindrecord_files_and_data_sets_are_read(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     prepare_data.run(["--out", str(tmp_path / "hub"), "--dataset", "some/set", "--held_out_every", "2"])
     assert asked == [(("some/set", None), {"split": "train"})] and len(TokenFile(tmp_path / "hub/held_out.tokens")) == 37
+    def unreachable(*args, **kwargs):
+        raise ConnectionError("Couldn't reach 'some/set' on the Hub")
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=unreachable))
+    with pytest.raises(ConfigError, match="cannot be loaded.\n.*Couldn't reach"):
+        prepare_data.run(["--out", str(tmp_path / "hub"), "--dataset", "some/set"])
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match="pip install"):
         prepare_data.run(["--out", str(tmp_path / "hub"), "--dataset", "some/set"])
