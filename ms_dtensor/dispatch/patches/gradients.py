@@ -84,7 +84,7 @@ def _differentiated(fn, operation, weights, grad_position, inputs) -> list:
         chosen = inputs if operation.get_all else [] if operation.get_by_list else inputs[:1]
     out: list = []
     for x in chosen:
-        if isinstance(x, Tensor):  # the commonest, without a walk through a tree
+        if x.__class__ is classes.DTENSOR or isinstance(x, Tensor):  # the commonest, without a walk through a tree
             out.append(x)
         elif hasattr(x, "__ms_mutable__"):
             out += leaves(x, Tensor)
@@ -170,14 +170,15 @@ def _clean(outermost: bool) -> None:
 
 def _end_abandoned() -> None:
     """Ends a recording that nobody is in: a function that raised before these doors were installed has left it."""
-    # Of all threads: some devices' backwards have one.
-    frames: list[Any] = list(sys._current_frames().values()) if recording() else []
-    for frame in frames:
+    if not recording():
+        return
+    for top in sys._current_frames().values():  # of all threads: some devices' backwards have one
+        frame: Any = top
         while frame is not None:
             if frame.f_code in _RECORDERS:
                 return
             frame = frame.f_back
-    _clean(bool(frames))
+    _clean(True)
 
 
 def _forward(original):

@@ -103,6 +103,8 @@ def _places(inputs) -> list[int]:
 
 def forget() -> None:
     """A gradient has ended: runs that still await a backward will have none."""
+    if not _awaiting:
+        return
     for cell in list(_awaiting):
         for entries in (cell.args, cell.kwargs, cell.__dict__[_ENTERED]):
             entries.clear()
