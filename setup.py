@@ -54,8 +54,8 @@ setup(
         "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10", "mkdocstrings[python]>=0.29"],
         "plot": ["matplotlib"],
         "rich": ["rich"],  # colours on a terminal
-        "tokenizers": ["tokenizers"],  # for text that is not byte-level
-        "data": ["datasets"],  # Hugging Face's
+        "tokenizers": ["tokenizers>=0.19"],  # for text that is not byte-level
+        "data": ["datasets", "pyarrow<26"],  # Hugging Face's; pyarrow 26 needs NumPy 2
         "track": ["tensorboard"],
         "wandb": ["wandb"],
         "swanlab": ["swanlab"],

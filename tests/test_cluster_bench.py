@@ -94,6 +94,10 @@ def test_pieces_have_names_of_their_own_and_layouts_that_fit():
                      ("strong", 4, 8, 32)]
 
 
+def piece(name, benchmark="compute", rows=()):
+    return {"piece": name, "benchmark": benchmark, "ranks": 2, "rows": list(rows)}
+
+
 @pytest.fixture
 def planned(tmp_path, monkeypatch):
     """A run whose launches are this test's: called with (pieces, write), it gives what `Nodes.wait` would."""
@@ -111,7 +115,7 @@ def planned(tmp_path, monkeypatch):
 
                 def write(name):
                     (tmp_path / "out/at_work").write_text(name)
-                    (done / f"{name}.json").write_text("{}")
+                    (done / f"{name}.json").write_text(json.dumps(piece(name)))
                 return act(self.names, write, tmp_path / "out/at_work")
         monkeypatch.setattr(run, "Nodes", Nodes)
         made = run.Run(run.parse(["--hostfile", str(tmp_path / "hosts"), "--out", str(tmp_path / "out"), "--suite", "toy",
@@ -156,6 +160,40 @@ def test_a_folder_is_of_one_cluster(tmp_path, monkeypatch, capsys):
         assert run.main(["--hostfile", str(tmp_path / "hosts"), "--out", str(tmp_path / "out"), "--suite", "toy"]) == code
     err = capsys.readouterr().err
     assert "has a run of {'nodes': 2}; this is one of {'nodes': 1}" in err and "line 1" in err
+
+
+@pytest.mark.parametrize("content", ['{"piece": "disp', "{}", "[]", "", "null", '{"piece": 1}', "\udcff",
+                                     '{"piece": "dispatch", "benchmark": "dispatch", "ranks": 2, "rows": [3]}'])
+def test_a_damaged_piece_is_missing_to_the_runner_and_named_by_the_report(planned, content, capsys, tmp_path):
+    made, _ = planned(lambda names, write, at_work: [write(n) for n in names] and "")
+    made.describe()
+    file = made.pieces_dir / "dispatch.json"
+    file.write_text(content, "utf-8", "surrogateescape")
+    assert report.main([str(made.out), "--out", str(tmp_path / "page.html")]) == 2
+    err = capsys.readouterr().err
+    assert f"For '{file}', the file is damaged" in err and "Traceback" not in err and not (tmp_path / "page.html").exists()
+    _, seen = planned(lambda names, write, at_work: [write(n) for n in names] and "")
+    assert seen[1:] == [["dispatch"]] and "dispatch.json', the file is damaged" in capsys.readouterr().out
+    assert report.main([str(made.out), "--out", str(tmp_path / "page.html")]) == 0
+    (made.out / "run.json").write_text(content, "utf-8", "surrogateescape")
+    with pytest.raises(ValueError, match="run.json', the file is damaged"):
+        made.describe()
+
+
+def test_a_folder_that_is_no_run_is_named(tmp_path, capsys):
+    assert report.main([str(tmp_path / "nowhere"), "--out", str(tmp_path / "page.html")]) == 2
+    assert f"For '{tmp_path}/nowhere', there is no run" in capsys.readouterr().err
+
+
+def test_an_interrupted_run_says_so_by_its_exit_code_and_a_hostfile_that_is_no_text_is_named(tmp_path, monkeypatch, capsys):
+    def interrupted(self):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(run.Run, "all", interrupted)
+    words = ["--hostfile", str(tmp_path / "hosts"), "--out", str(tmp_path / "out"), "--suite", "toy"]
+    (tmp_path / "hosts").write_text(HOSTS)
+    assert run.main(words) == 130 and "interrupted" in capsys.readouterr().out
+    (tmp_path / "hosts").write_bytes(b"\xff\xfe\0")
+    assert run.main(words) == 2 and f"{tmp_path}/hosts is no text" in capsys.readouterr().err
 
 
 # -- for real ----------------------------------------------------------------------------------------------------------
@@ -250,6 +288,13 @@ class TestToy:
                     r["out"]["busbw"] *= 2
             (other / f"pieces/{name}.json").write_text(json.dumps(p))
         (other / "pieces/dispatch.failed").write_text("rank 1: no <memory>")
+        none = tmp_path / "none"  # every figure of it is no number
+        (none / "pieces").mkdir(parents=True)
+        (none / "run.json").write_text((toy[0] / "run.json").read_text())
+        for name, p in toy[1].items():
+            (none / f"pieces/{name}.json").write_text(re.sub(r"-?\d+\.\d+(e-?\d+)?", "NaN", json.dumps(p)))
+        for page in (report.page([none]), report.page([toy[0], none])):
+            assert ">n/a<" in page and not re.search(r"\bnan\b|NaN|None", page)
         two = report.page([toy[0], other])
         assert "run / run" not in one and "&lt;other&gt; / run" in two and ">2.000<" in two and "no &lt;memory&gt;" in two
         for page in (one, two):

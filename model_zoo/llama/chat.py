@@ -34,6 +34,8 @@ def tokenized(messages: list[dict], tokens: Tokens, template: str) -> tuple[list
     """Tokens of a conversation, and which of them the model is to say: what an assistant says, unless its message has
     "weight": 0, and the end of it.
 
+    Special tokens are the template's only: what spells one in a message is text. Raises `ValueError` where it cannot be.
+
     Example:
         >>> from model_zoo.llama.chat import tokenized
         >>> from model_zoo.llama.tokens import Bytes
@@ -44,13 +46,28 @@ def tokenized(messages: list[dict], tokens: Tokens, template: str) -> tuple[list
     """
     before, after = TEMPLATES[template]
     ids, said = [], []
-    for message in messages:
-        for text, counts in ((before.format(role=message["role"]), False),
-                             (message["content"] + after, message["role"] == "assistant" and message.get("weight") != 0)):
-            new = tokens.encode(text)
-            ids += new
-            said += [counts] * len(new)
+    marks = tokens.marks(before.format(role="user") + after)
+    own = sum(i in marks for i in tokens.encode(after)) if marks else 0
+    for number, message in enumerate(messages, 1):
+        head = tokens.encode(before.format(role=message["role"]))
+        new = tokens.encode(message["content"] + after)
+        if sum(i in marks for i in new) > own:  # the content spells some: there they are text
+            content = tokens.plain(message["content"])
+            spelt = next((i for i in content if i in marks), None)
+            if spelt is not None:
+                raise ValueError(f"the content of message {number} has the token '{tokens.decode([spelt])}', which the "
+                                 "tokenizer does not make text of")
+            new = content + tokens.encode(after)
+        ids += head + new
+        counts = message["role"] == "assistant" and message.get("weight") != 0
+        said += [False] * len(head) + [counts] * len(new)
     return ids, said
+
+
+def end_of_answer(tokens: Tokens, template: str) -> int | None:
+    """The token that ends an answer, if it is one."""
+    ids = tokens.encode(TEMPLATES[template][1].rstrip())
+    return ids[0] if len(ids) == 1 else tokens.end
 
 
 def messages_of(line: bytes) -> list[dict]:

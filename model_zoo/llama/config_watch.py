@@ -27,7 +27,7 @@ class GuardConfig:
 
     nan: Literal["stop", "skip"] = "stop"
     spike: float = 0.0
-    """A loss so many standard deviations above the mean of the steps before is a spike; 0: none is."""
+    """A loss so many standard deviations above the mean of the steps before, ten or more, is a spike; 0: none is."""
     on_spike: Literal["warn", "skip", "stop"] = "warn"
     window: int = 50
     """So many steps make up that mean."""

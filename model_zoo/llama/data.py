@@ -19,10 +19,10 @@ import numpy as np
 
 from ms_dtensor.errors import ConfigError
 
-from .chat import Conversations
+from .chat import Conversations, end_of_answer
 from .config import Config, DataConfig, TrainConfig
 from .token_file import TokenFile, is_token_file
-from .tokens import Bytes, decoded, fingerprint, load_tokens
+from .tokens import Bytes, Tokens, decoded, fingerprint, load_tokens
 
 BLOCK = 16384  # text is split into train and held-out in blocks of this many bytes
 SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -255,6 +255,14 @@ def find_tokenizer(source: str | Path, own: DataConfig, given: str | None) -> st
                           f"'{file.path}' of {file.vocab} tokens is older than prepare_data.py's note of its tokenizer",
                           "Token files bring theirs.", "--tokenizer with the one that made them")
     return path
+
+
+def end_of(cfg: DataConfig, tokens: Tokens) -> int | None:
+    """The token that ends a text for who was trained on it: the template's, that of the token files, or the tokenizer's."""
+    if cfg.format == "chat":
+        return end_of_answer(tokens, cfg.template)
+    file = _train_file(cfg)
+    return tokens.end if file is None else file.end
 
 
 def read_tokens(source: str, path: str | None, tokenizer: str | None, own: Config, seq: int) -> np.ndarray:

@@ -2,7 +2,8 @@
 """How many floating-point operations a token costs, for TFLOP/s and MFU.
 
 Counted are the products of matrices, forward once and backward twice: 6 operations a weight, and attention over what a
-token sees (causal: half the sequence on the average; a sliding window: that much). Recomputation is not counted: it is no
+token sees (causal: half the sequence on the average; a sliding window: that much; `data.documents` hides more, which depends
+on the data and is not taken off). Recomputation is not counted: it is no
 progress. Of frozen weights (LoRA) the backward computes one product, not two; their adapters are too small to count.
 """
 from __future__ import annotations

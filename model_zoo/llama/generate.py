@@ -165,7 +165,7 @@ def run(argv: list[str]) -> None:
         raise ConfigError("For 'generate.py', an option is out of range.", " ".join(argv),
                           "temperature >= 0, 0 < top_p <= 1, top_k >= 0, tokens and samples >= 1, a prompt.",
                           "python model_zoo/llama/generate.py --help")
-    from model_zoo.llama.data import find_tokenizer
+    from model_zoo.llama.data import end_of, find_tokenizer
     from model_zoo.llama.restore import restore, source_config
     from model_zoo.llama.tokens import load_tokens
 
@@ -179,7 +179,7 @@ def run(argv: list[str]) -> None:
     if rank() == 0 and prompt.shape[1] + o.tokens > cfg.train.seq and cfg.train.init_hf is None:
         print(f"note: beyond {cfg.train.seq} tokens this model was not trained (train.seq)", file=sys.stderr)
     ids = generate(model, cfg.model, mesh, prompt, o.tokens, temperature=o.temperature, top_k=o.top_k, top_p=o.top_p,
-                   seed=o.seed, end=tokens.end)
+                   seed=o.seed, end=end_of(cfg.data, tokens))
     if rank() == 0:
         print(f"[{where}]", file=sys.stderr)
         print("\n--\n".join(tokens.decode(row.tolist()) for row in ids[:o.samples]))

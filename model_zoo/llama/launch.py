@@ -7,14 +7,16 @@ On several machines the same command on each, with NNODES, NODE_RANK, MASTER_ADD
 options; `--workers` is the number of ranks on each. A wrong configuration, missing data, a folder that cannot be written and
 a port in use are refused before msrun starts. Shows rank 0's output as it comes. When a rank fails or is killed it prints
 the traceback of the rank that failed first, ends what is left of this run within seconds and exits non-zero. With
-`--max_restarts N` it then starts again, up to N times, from the latest checkpoint (see --checkpoint.interval). SIGTERM is
-passed on to the ranks, which may save and end by themselves. It ends only processes that it started: msrun's children, by id
-and start time.
+`--max_restarts N` it then starts again, up to N times, from the latest checkpoint (see --checkpoint.interval). SIGTERM,
+SIGHUP (a closed terminal) and SIGQUIT reach the ranks as SIGTERM: they may save and end by themselves; when it is killed
+itself they do so too. It ends only processes that it started: msrun's children, by id and start time.
 """
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
+import errno
 import os
 import random
 import re
@@ -26,6 +28,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -33,6 +36,7 @@ import psutil
 if __package__ in (None, ""):  # run as a script: make the repository root importable, and not this folder
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+from model_zoo.llama.hold import hold
 from model_zoo.llama.ranks import FAILED, NODE
 from ms_dtensor.errors import ConfigError
 from ms_dtensor.tools.screen import Screen
@@ -41,6 +45,7 @@ HERE = Path(__file__).resolve().parent
 REASON = re.compile(rf"^{FAILED} rank=(\S+) time=([\d.]+)\n", re.M)
 KILLED = re.compile(r"Worker process (\d+) exit with exception. Error code: -(\d+)")  # msrun's words of what a signal ended
 STEP = re.compile(r"^ *(\d+)/(\d+)  ")
+PRCTL = ctypes.CDLL(None).prctl
 GRACE = 5.0  # seconds the scheduler gets to leave by itself once no worker is left
 
 
@@ -102,11 +107,17 @@ def msrun_command(script: Path, workers: int, log_dir: Path, args: list[str], no
 
 def environment(nodes: Nodes = Nodes()) -> dict[str, str]:
     """Quiet logs, one thread a rank, quick retries while ranks find each other; the user's own settings win."""
-    # shared memory ends at the machine
-    several = {"MS_DTENSOR_CPU_BACKEND": "mccl", NODE: str(nodes.rank)} if nodes.count > 1 else {}
+    several = {"MS_DTENSOR_CPU_BACKEND": "mccl"} if nodes.count > 1 else {}  # shared memory ends at the machine
     defaults = {"GLOG_v": "3", "OMP_NUM_THREADS": "1", "MS_RETRY_INTERVAL_LOWER": "1", "MS_RETRY_INTERVAL_UPPER": "1"}
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # msrun starts "python"
-    return {**defaults, **several, **os.environ, "PATH": path, "PYTHONUNBUFFERED": "1"}
+    return {**defaults, **several, **os.environ, NODE: str(nodes.rank), "PATH": path, "PYTHONUNBUFFERED": "1"}
+
+
+def end_with_parent(parent: int) -> None:
+    """In the child, before it is msrun: when this process is gone it is killed, and ranks end with their msrun."""
+    PRCTL(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # gone meanwhile
+        os._exit(1)
 
 
 class Run:
@@ -123,11 +134,11 @@ class Run:
         with open(log_dir / "msrun.log", "wb") as log:
             self.msrun = subprocess.Popen(msrun_command(script, workers, log_dir, args, nodes), env=environment(nodes),
                                           stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-                                          start_new_session=True)
+                                          start_new_session=True, preexec_fn=partial(end_with_parent, os.getpid()))
         self.known: dict[int, psutil.Process] = {}
         self.ranks: dict[int, str] = {}  # by process id
         self.killed = ""  # says which rank a signal ended
-        self.asked = False  # to end
+        self.asked = 0  # to end, by this signal
         self.shown = 0
 
     def wait(self) -> int:
@@ -149,14 +160,15 @@ class Run:
                     alone_since = None
                 time.sleep(0.2)
         finally:
-            self.screen.close()
             self.end()
+            with contextlib.suppress(OSError):  # of a terminal that is gone
+                self.screen.close()
             if self.killed and self.msrun.poll() is None:  # it would wait for its scheduler's word
                 self.msrun.kill()
             self.msrun.wait()
         self._print_new()
         if self.asked:
-            return 143 if self.msrun.returncode else 0
+            return 128 + self.asked if self.msrun.returncode else 0
         return 1 if self.killed or self.msrun.returncode < 0 else self.msrun.returncode
 
     def end(self) -> None:
@@ -169,11 +181,13 @@ class Run:
                 continue
         psutil.wait_procs(list(self.known.values()), timeout=5)
 
-    def ask_to_end(self, *_) -> None:
+    def ask_to_end(self, number: int, *_) -> None:
         """SIGTERM for the ranks, who may save then (--checkpoint.on_sigterm); the second time all is ended."""
         if self.asked:
-            sys.exit(143)  # so that `finally` runs
-        self.asked = True
+            if number == signal.SIGHUP:  # shell and system both say that a terminal is gone
+                return
+            sys.exit(128 + number)  # so that `finally` runs
+        self.asked = number
         for pid in self.ranks:
             with contextlib.suppress(psutil.NoSuchProcess):
                 self.known[pid].terminate()
@@ -206,13 +220,18 @@ class Run:
             self.shown += len(new)
             output, failed, _ = new.decode(errors="replace").partition(FAILED)
             self.show = not failed  # what follows is said once, by `first_failure`
-            for line in output.splitlines():
-                step = STEP.match(line)
-                if step:
-                    self.screen.begin(int(step[2]))
-                self.screen.say(line)
-                if step:
-                    self.screen.done(int(step[1]))
+            try:
+                for line in output.splitlines():
+                    step = STEP.match(line)
+                    if step:
+                        self.screen.begin(int(step[2]))
+                    self.screen.say(line)
+                    if step:
+                        self.screen.done(int(step[1]))
+            except OSError as error:
+                if error.errno != errno.EIO:
+                    raise
+                self.show = False  # the terminal is gone; what is to follow from that SIGHUP says
 
 
 def _alive(process: psutil.Process) -> bool:
@@ -269,20 +288,26 @@ def main() -> int:
                         help="a port of machine 0; default: $MASTER_PORT, on one machine any that is free")
     options, rest = parser.parse_known_args()
     nodes = Nodes(options.nnodes, options.node_rank, options.master_addr, options.master_port)
-    try:
-        root = preflight(options, nodes, rest)
-    except ConfigError as error:
-        print(f"launch.py: ConfigError: {error}", file=sys.stderr)
-        return 2
-    if root is None:
-        return 0
+    with contextlib.ExitStack() as keep:
+        try:
+            root = preflight(options, nodes, rest, keep)
+        except ConfigError as error:
+            print(f"launch.py: ConfigError: {error}", file=sys.stderr)
+            return 2
+        return 0 if root is None else attempts(options, nodes, rest, root)
+
+
+def attempts(options: argparse.Namespace, nodes: Nodes, rest: list[str], root: Path) -> int:
+    """Starts the ranks, again and again if they may fail; the exit code."""
     for attempt in range(options.max_restarts + 1):
         log_dir = root / f"restart_{attempt}" if attempt else root
         log_dir.mkdir(parents=True, exist_ok=True)
         on = f" on node {nodes.rank} of {nodes.count}" if nodes.count > 1 else ""
         print(f"starting {options.workers} ranks{on}; logs of all ranks in {log_dir}", flush=True)
         run = Run(HERE / "train.py", options.workers, log_dir, rest, nodes=nodes)
-        signal.signal(signal.SIGTERM, run.ask_to_end)
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+                signal.signal(number, run.ask_to_end)
         try:
             code = run.wait()
         except KeyboardInterrupt:
@@ -292,15 +317,19 @@ def main() -> int:
         why = (run.killed or first_failure(log_dir)).rstrip()
         if shutil.disk_usage(log_dir).free < 1 << 16:  # then ranks could not say it
             why = f"no space is left on the disk of '{log_dir}': make room, or --train.log_dir elsewhere\n{why}"
-        print(f"\nlaunch.py: {why}\nlogs: {log_dir}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # of a terminal that is gone
+            print(f"\nlaunch.py: {why}\nlogs: {log_dir}", file=sys.stderr, flush=True)
         if run.asked or re.match(r"(ConfigError|Diverged): ", why.partition("\n")[2]):  # it would happen again
             break
         rest = resumed(rest)
     return code
 
 
-def preflight(options: argparse.Namespace, nodes: Nodes, rest: list[str]) -> Path | None:
-    """Where the logs go, after everything that one process can refuse; None if the configuration was only to be printed."""
+def preflight(options: argparse.Namespace, nodes: Nodes, rest: list[str], keep: contextlib.ExitStack) -> Path | None:
+    """Where the logs go, after everything that one process can refuse; None if the configuration was only to be printed.
+
+    The run's folders are held until `keep` closes.
+    """
     from model_zoo.llama.report import check_folder
     from model_zoo.llama.train import prepare
 
@@ -311,7 +340,8 @@ def preflight(options: argparse.Namespace, nodes: Nodes, rest: list[str]) -> Pat
         raise ConfigError("For 'launch.py', --max_restarts is out of range.", f"--max_restarts {options.max_restarts}",
                           "It is 0 or more; a run starts once besides.", "--max_restarts 0")
     nodes.check()
-    cfg, resolved, show, *_ = prepare(rest, options.workers * nodes.count)
+    holding = (lambda cfg: keep.enter_context(hold(cfg, launcher=True))) if nodes.rank == 0 else (lambda cfg: None)
+    cfg, resolved, show, *_ = prepare(rest, options.workers * nodes.count, holding)
     if show:
         print(resolved, end="")
         return None

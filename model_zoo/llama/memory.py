@@ -21,7 +21,8 @@ if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from model_zoo.llama.config import Config
-from model_zoo.llama.configio import load
+from model_zoo.llama.configio import USAGE, load
+from model_zoo.llama.ranks import script
 
 MIB = 2**20
 USABLE = 59392 * MIB  # of the 64 GB of a 910B, as MindSpore's page on dry runs says
@@ -152,8 +153,14 @@ def layouts(file: Path) -> str:
     return "\n".join(lines)
 
 
-if __name__ == "__main__":
-    if sys.argv[1:2] == ["--layouts"]:
-        print("\n".join(f"{file}\n{layouts(Path(file))}" for file in sys.argv[2:]))
+def run(argv: list[str]) -> None:
+    if {"-h", "--help"} & set(argv):
+        print(f"usage: memory.py {USAGE}\n       memory.py --layouts FILE.yaml ...\n\n{__doc__}")
+    elif argv[:1] == ["--layouts"]:
+        print("\n".join(f"{file}\n{layouts(Path(file))}" for file in argv[1:]))
     else:
-        print(report(load(sys.argv[1:])[0]))
+        print(report(load(argv)[0]))
+
+
+if __name__ == "__main__":
+    sys.exit(script(lambda: run(sys.argv[1:])))

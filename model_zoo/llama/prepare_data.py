@@ -42,16 +42,19 @@ def documents(o: argparse.Namespace, raw: bool = False) -> Iterator[tuple[str | 
     if o.dataset:
         try:
             from datasets import load_dataset
-        except ImportError:
-            raise ConfigError("For 'prepare_data.py', the package 'datasets' is not installed.", f"--dataset {o.dataset}",
-                              "Data sets of Hugging Face's need it, files do not.", "pip install ms_dtensor[data]") from None
+        except ImportError as error:  # not there, or what it needs is not
+            raise ConfigError("For 'prepare_data.py', the package 'datasets' cannot be imported.",
+                              f"--dataset {o.dataset}: {error}"[:300], "Data sets of Hugging Face's need it, files do not.",
+                              "in the checkout: pip install '.[data]'") from None
         try:
             rows = load_dataset(o.dataset, o.name, split=o.split)
-            for i, row in enumerate(rows):
-                yield _column(row, o.column, f"{o.dataset}, row {i + 1}"), (i + 1) / len(rows)
-        except OSError as error:  # of the net, too
-            raise ConfigError(f"For 'prepare_data.py', the data set '{o.dataset}' cannot be read.", str(error)[:300],
-                              "It is one of Hugging Face's, or a path.", "the same command later goes on") from None
+        except Exception as error:  # of the package's many kinds: no network, no such set, part or column
+            raise ConfigError("For 'prepare_data.py', the data set cannot be loaded.",
+                              f"--dataset {o.dataset}, --name {o.name}, --split {o.split}: {error}"[:400],
+                              "It is one on the Hub, or a folder with files that the package 'datasets' reads.",
+                              "--dataset, --name and --split of one that is there") from error
+        for i, row in enumerate(rows):
+            yield _column(row, o.column, f"{o.dataset}, row {i + 1}"), (i + 1) / len(rows)
         return
     files = _files(Path(o.text))
     sizes = np.cumsum([max(f.stat().st_size, 1) for f in files])
@@ -159,7 +162,12 @@ class Bar:
 
 def prepare(o: argparse.Namespace) -> dict[str, int]:
     """Tokens by part, written."""
-    out, tokens, own = _out(o), load_tokens(o.tokenizer), fingerprint(o.tokenizer)
+    out, tokens, own = _out(o), load_tokens(o.tokenizer, o.end_token), fingerprint(o.tokenizer)
+    if tokens.end is None:
+        print("note: no token ends a document: they run together, and data.documents cannot tell them apart. "
+              "tokenizer_config.json beside the tokenizer can name one (eos_token), or --end_token TEXT", file=sys.stderr)
+    elif o.tokenizer:
+        print(f"a document ends with {tokens.decode([tokens.end])!r} (--end_token TEXT for another)", file=sys.stderr)
     if o.text:
         _files(Path(o.text))
     try:
@@ -198,6 +206,7 @@ def _prepare(o: argparse.Namespace, out: Path, tokens: Tokens, own: int) -> dict
     dtype = "<u2" if tokens.size <= 2 ** 16 else "<u4"
     progress = Progress(out, {"text": o.dataset or str(Path(o.text).resolve()),
                               "tokenizer": o.tokenizer and f"{o.tokenizer} (CRC-32 {own:#x})",
+                              "end_token": f"{tokens.end}",
                               "held_out_every": o.held_out_every, "column": o.column, "part_of_it": [o.name, o.split]})
     with contextlib.ExitStack() as closing:
         files = {name: closing.enter_context(open(out / f"{name}.unfinished", "r+b" if progress.done else "w+b"))
@@ -266,6 +275,8 @@ def run(argv: list[str]) -> None:
     parser.add_argument("--split", default="train")
     parser.add_argument("--column", default="text", help="of a row, the one with the text")
     parser.add_argument("--tokenizer", help="tokenizer.json or its folder; default: bytes")
+    parser.add_argument("--end_token", metavar="TEXT", help="the tokenizer's token that ends a document; default: eos_token "
+                        "of the tokenizer_config.json beside it, or its known names")
     parser.add_argument("--held_out_every", type=int, default=20, help="one document in so many is held out")
     parser.add_argument("--verify", metavar="FOLDER", help="read every byte of token files that are there")
     o = parser.parse_args(argv)
@@ -277,6 +288,7 @@ def run(argv: list[str]) -> None:
         return
     wrong = ("--out is missing" if not o.out else "there is neither --text nor --dataset" if not o.text and not o.dataset
              else "--text and --dataset are two sources" if o.text and o.dataset else
+             "--end_token names one of a --tokenizer, and there is none" if o.end_token is not None and not o.tokenizer else
              f"--held_out_every is {o.held_out_every}" if o.held_out_every < 2 else None)
     if wrong:
         raise ConfigError(f"For 'prepare_data.py', {wrong}.", " ".join(argv),

@@ -84,6 +84,9 @@ def start_device() -> str:
         if os.environ.get(NODE, "0") != "0":
             sys.exit(0)  # msrun starts one wherever it finds the master's address; two nodes on one machine have both
         os.nice(10)  # what it does on one machine's CPUs is to see that there is nothing to do
+    if os.environ.get("MS_ROLE"):
+        from ms_dtensor.comm.launcher import end_with_msrun
+        end_with_msrun()  # now: MindSpore's import takes seconds
     import mindspore as ms
 
     device = DEVICES[ms.get_context("device_target")]

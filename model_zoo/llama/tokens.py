@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import shutil
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from ms_dtensor.errors import ConfigError
 
-ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<|eot_id|>", "<|im_end|>")  # what families call the end of a document
+# what families call the end of a document, for a tokenizer.json that lies alone
+ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<|eot_id|>", "<|im_end|>")
 
 
 class Tokens(Protocol):
@@ -26,6 +27,8 @@ class Tokens(Protocol):
     """of a document, if there is a token for it"""
 
     def encode(self, text: str) -> list[int]: ...
+    def plain(self, text: str) -> list[int]: ...  # `encode`, but what spells a special token is text
+    def marks(self, text: str) -> frozenset[int]: ...  # special tokens, and added ones that `text` has
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
@@ -37,6 +40,11 @@ class Bytes:
     def encode(self, text: str | bytes) -> list[int]:
         return list(text.encode() if isinstance(text, str) else text)
 
+    plain = encode
+
+    def marks(self, text: str) -> frozenset[int]:
+        return frozenset()
+
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
@@ -44,27 +52,65 @@ class Bytes:
 class FromFile:
     """A `tokenizer.json`; no special tokens are put in by themselves."""
 
-    def __init__(self, file: Path):
+    def __init__(self, file: Path, end: str | None = None):
         try:
             from tokenizers import Tokenizer
-        except ImportError:
-            raise ConfigError(f"For the tokenizer '{file}', the package 'tokenizers' is not installed.", "",
+        except ImportError as error:
+            raise ConfigError(f"For the tokenizer '{file}', the package 'tokenizers' cannot be imported.", str(error)[:300],
                               "Bytes need nothing, other tokens this package.",
-                              "pip install ms_dtensor[tokenizers]") from None
+                              "in the checkout: pip install '.[tokenizers]'") from None
         try:
             self._tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # of its own: a bare Exception
             raise ConfigError(f"For the tokenizer '{file}', the file cannot be read.", str(error)[:300],
                               "It is a tokenizer.json of Hugging Face's.", "a folder or file that has one") from None
         self.size = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        found = (self._tokenizer.token_to_id(name) for name in ENDS)
-        self.end = next((i for i in found if i is not None), None)
+        ends = self._ends(file.parent) if end is None else [self._id(end)]
+        self.end = next((i for i in ends if i is not None), None)
+        if end is not None and self.end is None:
+            raise ConfigError(f"For the tokenizer '{file}', there is no token '{end}'.", f"{self.size} tokens",
+                              "What ends a document is one token.", "--end_token with one of the tokenizer's")
+
+    def _ends(self, folder: Path) -> Iterator[int | None]:
+        """What may end a document: as the files beside say it, then by known names."""
+        said = _json(folder / "tokenizer_config.json").get("eos_token")
+        yield self._id(said.get("content") if isinstance(said, dict) else said)
+        for name in ("generation_config.json", "config.json"):
+            ids = _json(folder / name).get("eos_token_id")
+            yield from (i for i in (ids if isinstance(ids, list) else [ids]) if type(i) is int and 0 <= i < self.size)
+        yield from map(self._id, ENDS)
+
+    def _id(self, name: object) -> int | None:
+        return self._tokenizer.token_to_id(name) if isinstance(name, str) else None
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
+    def plain(self, text: str) -> list[int]:
+        self._tokenizer.encode_special_tokens = True
+        try:
+            return self.encode(text)
+        finally:
+            self._tokenizer.encode_special_tokens = False
+
+    def marks(self, text: str) -> frozenset[int]:
+        there = self.encode(text)
+        return frozenset(i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special or i in there)
+
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+def _json(file: Path) -> dict:
+    """A file beside a tokenizer.json; {} if there is none."""
+    try:
+        said = json.loads(file.read_bytes()) if file.is_file() else {}
+        if not isinstance(said, dict):
+            raise ValueError("no object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"For the tokenizer, '{file}' cannot be read.", str(error)[:200],
+                          "It says which token ends a text.", "mend it, or take it out") from None
+    return said
 
 
 def decoded(data: bytes, where: str | Path) -> str:
@@ -77,15 +123,18 @@ def decoded(data: bytes, where: str | Path) -> str:
                           ["write the file as UTF-8", "no --tokenizer"]) from None
 
 
-def load_tokens(path: str | Path | None) -> Tokens:
+def load_tokens(path: str | Path | None, end: str | None = None) -> Tokens:
     """Bytes, or the tokenizer of a file or of the folder that it lies in.
+
+    `end` names the token that ends a document. None: `eos_token` of the tokenizer_config.json beside, or `eos_token_id` of
+    generation_config.json or config.json, or the first of `ENDS` that the tokenizer has.
 
     Example:
         >>> from model_zoo.llama.tokens import load_tokens
         >>> load_tokens(None).encode("ab")
         [97, 98]
     """
-    return Bytes() if path is None else FromFile(tokenizer_file(path))
+    return Bytes() if path is None else FromFile(tokenizer_file(path), end)
 
 
 def tokenizer_file(path: str | Path) -> Path:

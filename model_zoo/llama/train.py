@@ -11,6 +11,8 @@ resolved `config.yaml` to `train.log_dir`. What can be refused is refused before
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,9 +28,14 @@ if TYPE_CHECKING:
     from model_zoo.llama.data import Files, Text
 
 
-def prepare(argv: list[str], world: int | None
+def prepare(argv: list[str], world: int | None, hold: Callable[[Config], object] = lambda cfg: None
             ) -> tuple[Config, str, bool, Text | Files | Conversations | None, dict[str, Any]]:
     """All that can be refused before MindSpore starts: the configuration, its trackers, the run's folder, the data.
+
+    Args:
+        argv: the command line.
+        world: number of ranks, if it is known.
+        hold: is called as soon as there is a folder, to keep other runs out of it.
 
     Returns:
         The configuration, itself as text, whether it is only to be printed, the data, and what `check_resume` gave.
@@ -36,6 +43,7 @@ def prepare(argv: list[str], world: int | None
     from model_zoo.llama.configio import dump, load
     from model_zoo.llama.data import check_same_data, load_text, own_tokenizer
     from model_zoo.llama.report import check_folder
+    from ms_dtensor.errors import ConfigError
     from ms_dtensor.tools import trackers
 
     cfg, show = load(argv, world)
@@ -43,6 +51,11 @@ def prepare(argv: list[str], world: int | None
         return cfg, dump(cfg), show, None, {}
     trackers.check(cfg.metrics.trackers)
     check_folder(Path(cfg.train.log_dir))
+    hold(cfg)
+    if cfg.profile.first > cfg.train.steps:
+        raise ConfigError("For the configuration, profile.first is beyond the run.",
+                          f"profile.first = {cfg.profile.first}, train.steps = {cfg.train.steps}",
+                          "Steps count from 1 to train.steps.", f"--profile.first {max(1, cfg.train.steps // 2)}")
     held = check_resume(cfg)
     text = load_text(cfg.data, cfg.model.vocab_size, cfg.train.seq)
     check_same_data(cfg.train, text, held.get("data", {}))
@@ -64,9 +77,9 @@ def check_resume(cfg: Config) -> dict[str, dict[str, Any]]:
 
     c, root = cfg.checkpoint, checkpoint_folder(cfg)
     there = latest(root)
-    if c.resume is None and there and c.interval:
+    if c.resume is None and there and (c.interval or c.dir is None):
         raise ConfigError(f"For the configuration, '{root}' has checkpoints of a run.", str(there),
-                          "A new run's steps would mix with them.",
+                          "A new run's steps, or its config.yaml and metrics, would mix with them.",
                           ["--checkpoint.resume latest goes on with that run", "another --train.log_dir", "remove them"])
     if c.resume is None or c.resume == "latest" and there is None:
         return {}
@@ -96,8 +109,15 @@ def run(argv: list[str]) -> None:
         print(f"usage: train.py {USAGE}\n\n{__doc__}\n"
               "All keys and their values: --print-config; what they mean: model_zoo/llama/config.py.")
         return
+    with ExitStack() as keep:
+        _run(argv, keep)
+
+
+def _run(argv: list[str], keep: ExitStack) -> None:
+    from model_zoo.llama.hold import hold
+
     world = world_size()
-    cfg, resolved, show, text, held = prepare(argv, world)
+    cfg, resolved, show, text, held = prepare(argv, world, lambda cfg: keep.enter_context(hold(cfg)))
     if show:
         print(resolved, end="")
         return
@@ -121,13 +141,17 @@ def run(argv: list[str]) -> None:
         saver, done = checkpoints(cfg, trainer, report, held)
     try:
         report.begin(done, resolved)
-        weights = sum(int(x.size) for x in trainer.model.trainable_params())
-        report.say(f"{weights / 1e6:.2f} M parameters on {world} {'ranks' if world > 1 else 'rank'}: dp={p.dp} tp={p.tp}"
+        weights, own = (sum(int(x.size) for x in some) for some in (trainer.model.get_parameters(),
+                                                                    trainer.model.trainable_params()))
+        report.say(f"{weights / 1e6:.2f} M parameters{f', {own:,} of them trained,' * (own < weights)} on "
+                   f"{world} {'ranks' if world > 1 else 'rank'}: dp={p.dp} tp={p.tp}"
                    f"{' sequence-parallel' if p.sequence_parallel and p.tp > 1 else ''}"
                    f"{' fsdp' if p.fsdp else ' zero1' if p.zero1 else ''}{f' hsdp={p.hsdp}' if p.hsdp > 1 else ''}; "
                    f"{t.batch} x {t.seq} tokens a step; log in {log_dir}")
         if done:
             report.say(f"going on after step {done}")
+        if window.first and window.first <= done:
+            report.say(f"no profile: step {window.first}, where it begins, is done already")
         train(trainer, report, window, saver, done)
     finally:
         window.close()

@@ -181,6 +181,9 @@ def _slabs(tensor: TensorInfo) -> Iterator[Box]:
 
 
 def _convert(args) -> int:
+    if args.target.is_symlink() or args.target.exists() and not (args.target.is_dir() and not any(args.target.iterdir())):
+        raise CheckpointError(f"For 'convert', '{args.target}' is there already.", "", "The command replaces nothing.",
+                              ("another name", "remove it first"))
     with _progress("converting", 0) as advance:
         done = convert(args.source, args.target, dtype=args.dtype, strip=args.strip, progress=advance)
     print(json.dumps(done) if args.json else f"{args.target}: {done['tensors']} tensors, {_size(done['bytes'])}")

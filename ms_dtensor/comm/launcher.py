@@ -11,7 +11,7 @@ import select
 import signal
 import threading
 import time
-from functools import partial
+from functools import cache, partial
 from typing import NoReturn
 
 from ..errors import ConfigError
@@ -22,8 +22,9 @@ _ENDS = ("finalize_hccl",)                                                      
 _originals: dict[str, object] = {}
 
 
+@cache
 def end_with_msrun() -> None:
-    """Ends this process when the msrun that waits for it (`--join=True`) is gone.
+    """Ends this process when the msrun that waits for it (`--join=True`) is gone. Once is enough; the earlier the better.
 
     msrun gives each worker a session of its own, so nothing else would end the workers of a killed msrun. Without
     `--join=True` msrun leaves at once, and its workers are meant to go on.

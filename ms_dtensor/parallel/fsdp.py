@@ -69,8 +69,8 @@ def fully_shard(module: nn.Cell, *, mesh: DeviceMesh, reshard_after_forward: boo
 
     Returns:
         The same cell, with the methods `unshard()` and `reshard()` (gather now and keep; give back),
-        `set_requires_gradient_sync(bool, recurse=True)` (False: gradients are added up on each rank, and handed out as
-        zeros, until a step with True), `forget_gradients(recurse=True)` (drops these) and
+        `set_requires_gradient_sync(bool, recurse=True)` (False: the gradients asked for are added up on each rank, and
+        handed out as zeros, until a step with True), `forget_gradients(recurse=True)` (drops these) and
         `set_reshard_after_forward(bool, recurse=True)`. Parameters are DTensors, cut; so are their gradients. Plain inputs
         are this rank's rows of the global batch, as for `replicate`.
 

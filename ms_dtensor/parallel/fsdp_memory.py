@@ -5,6 +5,7 @@ So what autograd saved of a forward is right again in the backward, once the par
 """
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
 import mmap
@@ -59,10 +60,18 @@ def _at(x: Tensor, index: Index) -> Tensor:
     return x
 
 
+def _trim() -> None:
+    """What drawing parameters has left in glibc's lists goes back to the system: up to two thirds of the parameters."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 class HostMemory:
     """Tensors side by side; their pages can be given back to the system, and come again at the same address."""
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], dtype, backend: Backend):
+        _trim()
         kind, at = numpy_dtype(dtype), 0
         counts = [math.prod(shape) for shape in shapes]
         size = max(sum(counts) * kind.itemsize, 1)

@@ -31,6 +31,7 @@ from ..core.placements import REPLICATE
 from ..dispatch.cotangent import as_copy
 from ..dispatch.memo import memo_of
 from ..dispatch.operands import dtype_name, local_alias, wrap
+from ..dispatch.patches.gradients import asked_for
 from ..errors import ConfigError, LayoutError, OpRuleError
 from ..internals.names import Function, NoFallbackGuard, no_grad, recording
 from ..internals.target import on_cpu
@@ -254,7 +255,7 @@ class Whole(Function):
                                "take the inner gradient with respect to the inputs"))
         if call.taken is not None:
             call.taken.update((id(unit.blocks[b].params[i]), g) for (b, i), g in zip(ctx.numbers, grads))
-            return None, None, *unit.zeros(ctx.numbers)
+            return None, None, *map(unit.zeros, ctx.numbers)
         call.leave()
         return None, None, *unit.reduced(ctx.numbers, grads)
 
@@ -324,10 +325,15 @@ class Unit:
         Raises:
             ConfigError: before anything is gathered.
         """
-        gone = [key for cell, key, p in self.slots if cell._params.get(key) is not p]
+        gone = {key: getattr(x, "inited_param", None) is p for cell, key, p in self.slots
+                if (x := cell._params.get(key)) is not p}
+        if gone and all(gone.values()):
+            raise ConfigError(f"For 'fully_shard', {self.name} was run again before it returned.", ", ".join(sorted(gone)),
+                              "The gathered parameters stand in their places for one run at a time.",
+                              f"register a forward hook that runs it on {self.name} itself, not on a cell inside")
         if gone:
             raise ConfigError(f"For 'fully_shard', parameters of {self.name} were replaced or taken out since.",
-                              ", ".join(sorted(set(gone))), "A unit gathers the parameters that it was given.",
+                              ", ".join(sorted(gone)), "A unit gathers the parameters that it was given.",
                               ("parameter.set_data(value) keeps its place", "replace parameters before fully_shard()"))
         other = [p.name for block in self.blocks for p in block.params if dtype_name(p.dtype) != p.layout.dtype]
         if other:
@@ -440,17 +446,16 @@ class Unit:
         return out
 
     def reduced(self, numbers, grads) -> list[Tensor]:
-        """The gradients of this backward as shards; zeros while they are only gathered up."""
-        given = dict(zip(numbers, grads))
+        """The gradients of this backward as shards; zeros while they are only gathered up, and where nobody asks for one."""
+        given = {(b, i): g for (b, i), g in zip(numbers, grads) if asked_for(self.blocks[b].params[i])}
         with NoFallbackGuard():
-            for at, earlier in list(self._unsent.items()):
-                if at in given:
-                    given[at] = earlier + given[at].astype(earlier.dtype)
+            for at in given.keys() & self._unsent.keys():
+                given[at] = self._unsent[at] + given[at].astype(self._unsent[at].dtype)
         if not self.sync:
             for (b, i), g in given.items():
                 kind = self.blocks[b].reduce_dtype
                 self._unsent[b, i] = g * 1 if kind is None else g.astype(kind)
-            return self.zeros(numbers)
+            return [*map(self.zeros, numbers)]
         self._unsent = {at: g for at, g in self._unsent.items() if at not in given}
         out: dict[tuple[int, int], Tensor] = {}
         for b, block in enumerate(self.blocks):
@@ -461,12 +466,12 @@ class Unit:
                     out.update({(b, i): g for i, g in block.shards(mine, work, self.copies).items()})
                 else:
                     self.late.add(functools.partial(block.named_shards, tuple(mine), work, self.copies))
-        return [out[at] for at in numbers] if self.late is None else self.zeros(numbers)
+        return [out[at] if at in out else self.zeros(at) for at in numbers]
 
-    def zeros(self, numbers) -> list[Tensor]:
-        """Shards of no gradient."""
-        params = [self.blocks[b].params[i] for b, i in numbers]
-        return [ms.ops.zeros(p.local_shape, p.dtype) for p in params]
+    def zeros(self, at: tuple[int, int]) -> Tensor:
+        """The shard of no gradient."""
+        p = self.blocks[at[0]].params[at[1]]
+        return ms.ops.zeros(p.local_shape, p.dtype)
 
 
 def _near(mesh, size: int):

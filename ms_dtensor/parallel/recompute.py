@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 
 from mindspore import nn
 
+from ..dispatch import patches
 from ..dispatch.modes import named, op_names
 from ..errors import ConfigError
 from .selective import Selective
@@ -68,6 +69,7 @@ def checkpoint_wrapper(module: nn.Cell, policy: str | Callable[[str, nn.Cell], b
                           f"{type(module).__name__} of {len(dict(module.cells_and_names()))} cells",
                           '"full", "every:n" of a list of blocks, or a function that is true for some cell.',
                           ("pass the CellList of blocks", 'policy="full" for this one cell'))
+    patches.install()  # without them MindSpore gives zeros for what is trainable only later, and no copies
     for cell in chosen:
         if keeps is None:
             cell.recompute()

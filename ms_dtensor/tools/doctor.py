@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from ..errors import ConfigError
+
 DESCRIPTION = """\
 Looks whether this machine is ready to train with ms_dtensor.
 
@@ -216,6 +218,25 @@ def _disk() -> Finding:
     return Finding("disk", "ok", f"{free / GIB:.1f} GiB free in {here}")
 
 
+def _settings() -> Finding:
+    """What ranks would refuse when they start."""
+    from ..comm import set_cpu_backend
+    from ..comm.agree import check_every
+    from ..comm.shm.rendezvous import stated_timeout
+    backend = "MS_DTENSOR_CPU_BACKEND"
+    there, wrong = {key: value for key, value in sorted(os.environ.items()) if key.startswith("MS_DTENSOR_")}, {}
+    for name, check in (("MS_DTENSOR_TIMEOUT", stated_timeout), ("MS_DTENSOR_CHECK_EVERY", lambda: check_every(1)),
+                        (backend, lambda: set_cpu_backend(there[backend] or "shm"))):
+        try:
+            if name in there:
+                check()
+        except ConfigError as error:
+            wrong[name] = f"{name}={there[name][:40]!r}: {error.rule}"
+    if wrong:
+        return Finding("settings", "fail", " ".join(wrong.values()), f"unset {' '.join(wrong)}")
+    return Finding("settings", "ok", " ".join(f"{key}={value}" for key, value in there.items()) or "no MS_DTENSOR_ variable")
+
+
 def _extras() -> Finding:
     names = {"rich": "bars", "matplotlib": "plot", "tensorboard": "tracker", "wandb": "tracker", "swanlab": "tracker"}
     there = [name for name in names if importlib.util.find_spec(name)]
@@ -244,7 +265,7 @@ def _output(*command: str) -> str | None:
 
 
 CHECKS: tuple[Callable[[], Finding], ...] = (_python, _numpy, _protobuf, _mindspore, _ascend, _cuda, _msrun, _ports,
-                                             _shared_memory, _cores, _files, _disk, _extras)
+                                             _shared_memory, _cores, _files, _disk, _settings, _extras)
 
 
 def findings() -> Iterator[Finding]:

@@ -49,8 +49,8 @@ def draw(folders: Sequence[Path], out: Path) -> list[Path]:
 def _pyplot() -> Any:
     try:
         import matplotlib
-    except ImportError:
-        raise ConfigError("For 'plot', matplotlib is not installed.", "",
+    except ImportError as error:
+        raise ConfigError("For 'plot', matplotlib cannot be imported.", str(error)[:300],
                           "Pictures are drawn by it; training does without.",
                           ["pip install matplotlib", "read metrics.jsonl: one JSON object a step"]) from None
     matplotlib.use("Agg")
@@ -113,10 +113,14 @@ def _steps(axes: Any) -> None:
 
 
 def throughput(pyplot: Any, runs: Sequence[Run]) -> Any:
-    """Tokens a second of all devices, over steps; the median of each run is written at its line's end."""
+    """Tokens a second of all devices, over steps; the median of each run that has them stands in the legend."""
+    if not any(run.series("tokens_per_s")[0] for run in runs):
+        return None
     figure, axes = pyplot.subplots(figsize=(7.5, 3.8))
     for i, run in enumerate(runs):
         steps, values = run.series("tokens_per_s")
+        if not values:
+            continue
         middle = statistics.median(values[1:] or values)
         name = f"median {middle:,.0f}" if len(runs) == 1 else f"{run.name}: median {middle:,.0f}"
         axes.plot(steps, values, label=name, **_line(i))

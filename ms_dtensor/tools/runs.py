@@ -11,6 +11,7 @@ from typing import Any
 from ..errors import ConfigError
 
 FILE = "metrics.jsonl"
+FIGURES = ("loss", "held_out_loss", "grad_norm", "tokens_per_s", "memory_gib")  # that a plot shows
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class Run:
             >>> Run("a", ({"step": 1, "loss": 3.0}, {"step": 2, "loss": None})).series("loss")
             ([1], [3.0])
         """
-        pairs = [(int(row["step"]), float(row[key])) for row in self.rows if isinstance(row.get(key), int | float)]
+        pairs = [(int(row["step"]), float(row[key])) for row in self.rows if _number(row.get(key))]
         return [step for step, _ in pairs], [value for _, value in pairs]
 
     def communication(self, warmup: int = 1) -> dict[str, tuple[float, float, float]]:
@@ -53,7 +54,7 @@ def read(folders: Sequence[Path]) -> list[Run]:
     """The runs of folders.
 
     Raises:
-        ConfigError: a folder without a run, or a line that is not JSON.
+        ConfigError: a folder without a run, or a line that is not one of a run.
     """
     return [Run(name, _rows(folder)) for name, folder in zip(_names(folders), folders, strict=True)]
 
@@ -70,7 +71,7 @@ def _rows(folder: Path) -> tuple[dict[str, Any], ...]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"For 'plot', '{path}' is no text.", f"byte {error.object[error.start]:#04x} at {error.start}",
                           f"train.py writes {FILE}: one JSON object a line.", "name the folder of a run") from None
-    rows = []
+    rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines, 1):
         try:
             if line.strip():
@@ -79,10 +80,34 @@ def _rows(folder: Path) -> tuple[dict[str, Any], ...]:
             if number < len(lines):  # the last one may be torn: the run goes on, or was killed
                 raise ConfigError(f"For 'plot', line {number} of '{path}' is no JSON object.", line[:80], "One a line.",
                                   "take the line out") from None
+            continue
+        if line.strip() and (wrong := _wrong(rows[-1])):
+            raise ConfigError(f"For 'plot', line {number} of '{path}' is of no run: {wrong}.", line[:80],
+                              f"train.py writes {FILE}: a whole step, and figures that are numbers or null.",
+                              "take the line out")
     if not any("loss" in row for row in rows):
         raise ConfigError(f"For 'plot', '{folder}' has no step yet.", f"{len(rows)} lines in {FILE}",
                           "A plot needs one step at least.", "wait for the first step")
     return tuple(rows)
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, float) or isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
+
+
+def _wrong(row: dict[str, Any]) -> str:
+    """What a line has that a run does not write; "" if nothing."""
+    there = [key for key in (*FIGURES, "comm") if row.get(key) is not None]
+    if there and (not _number(row.get("step")) or isinstance(row["step"], float)):
+        return f"its step is {row.get('step')!r:.40}"
+    for key in there:
+        value = row[key]
+        lines = list(value.values()) if isinstance(value, dict) else [None]
+        good = all(isinstance(x, list) and len(x) == 3 and all(map(_number, x)) for x in lines) if key == "comm" \
+            else _number(value)
+        if not good:
+            return f"its {key} is {value!r:.40}"
+    return ""
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

@@ -12,7 +12,8 @@ hinder each other; "half at once" the same on half a batch each: a data-parallel
 bound of data parallelism on this machine. "hand" is the same model with Megatron's collectives written out in plain
 MindSpore (megatron.py), without DTensors. The core of attention is compiled in all of MindSpore's variants.
 
-All variants of "medium" (98 M) or "large" (325 M) at once want more memory than 24 GB: say which ones.
+All variants of "medium" or "large" (325 M, 2 x 64 tokens) at once want more memory than 24 GB: those behind a ";" start when
+those before it have ended.
 """
 from __future__ import annotations
 
@@ -232,7 +233,9 @@ def main() -> None:
     if args.torch:
         torch_main(*args.torch)
         return
-    seen = measure(args.variants.split(","), args.size, args.rounds)
+    seen: dict[str, list[dict]] = {}
+    for together in args.variants.split(";"):
+        seen |= measure(together.split(","), args.size, args.rounds)
     cfg = config(args.size)
     tokens = cfg.train.batch * cfg.train.seq
     times = {who: [answer["seconds"] for answer in answers[2:]] for who, answers in seen.items()}

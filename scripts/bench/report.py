@@ -184,6 +184,7 @@ def main() -> None:
             ("dispatch", "dispatch.py", dispatch, plot_dispatch),
             ("llama_small", "llama_step.py --size small", lambda run: llama(run, "21 M parameters"), plot_llama),
             ("llama_medium", "llama_step.py --size medium", lambda run: llama(run, "98 M parameters"), None),
+            ("llama_large", "llama_step.py --size large", lambda run: llama(run, "325 M parameters"), None),
             ("llama_toy", "llama_step.py --size toy", lambda run: llama(run, "toy size, 0.66 M parameters"), None),
             ("optimizer", "optimizer.py", optimizer, None), ("startup", "startup.py", startup, None)):
         run = load(name)

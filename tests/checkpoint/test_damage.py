@@ -146,8 +146,13 @@ def test_convert(tmp_path, capsys):
     checkpoint.load(target := {"w": np.zeros((900, 1200), np.float16), "n": np.zeros(3, int), "m": np.zeros(2, np.float32)},
                     tmp_path / "b")
     assert np.array_equal(target["w"], file.read("w")) and target["m"].tolist() == [1, 1]
-    assert told(capsys, "convert", tmp_path / "hf", tmp_path / "b", "--strip", "x.")[0] == 2
-    assert told(capsys, "convert", tmp_path / "hf", tmp_path / "b", "--dtype", "int8")[0] == 2
+    assert told(capsys, "convert", tmp_path / "hf", tmp_path / "c", "--strip", "x.")[0] == 2
+    assert told(capsys, "convert", tmp_path / "hf", tmp_path / "c", "--dtype", "int8")[0] == 2
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for other in (tmp_path / "b", tmp_path / "hf/w.safetensors"):  # a checkpoint, a file: nothing is replaced unasked
+        code, got = told(capsys, "convert", tmp_path / "a", other)
+        assert code == 2 and f"'{other}' is there already" in got["error"]
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
 
 def test_the_command_needs_no_mindspore(tmp_path):

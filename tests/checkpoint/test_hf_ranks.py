@@ -25,6 +25,6 @@ def test_folders_made_by_hand(tmp_path, cpu):
 
 
 def test_folders_made_by_transformers(tmp_path, cpu):
-    pytest.importorskip("transformers", reason="an extra: pip install ms_dtensor[hf]")
-    pytest.importorskip("torch", reason="an extra: pip install ms_dtensor[hf]")
+    pytest.importorskip("transformers", reason="an extra: pip install '.[hf]'")
+    pytest.importorskip("torch", reason="an extra: pip install '.[hf]'")
     check(tmp_path / "models", ["llama3", "qwen2", "mistral", "mixtral"], "transformers")

@@ -11,8 +11,9 @@ from ms_dtensor import DTensor, MixedPrecisionPolicy, Shard, checkpoint_wrapper,
 from ms_dtensor.errors import ConfigError
 from ms_dtensor.internals.names import no_grad
 from tests.cases import case
-from tests.dist.cases_fully_shard import ASKED, ROWS, Block, Net, filled, fsdp, loss_of, mine, same_step
+from tests.dist.cases_fully_shard import ASKED, ROWS, Block, Net, cut_up, filled, fsdp, loss_of, mine, same_step
 from tests.dist.support import counted, equal, refusal, same_on_all_ranks
+from tests.rehearsal.session import rehearsed
 
 
 class Tied(nn.Cell):
@@ -36,6 +37,65 @@ def whole(net, mesh, **how):
 
 def divided(net, mesh, **how):
     return replicate(net, mesh=mesh, zero1=True, **how)
+
+
+def recomputed(net):
+    return checkpoint_wrapper(net.blocks[1].up) and checkpoint_wrapper(net.blocks[0]) and net
+
+
+@case(4)
+def only_gradients_that_were_asked_for_are_gathered_up(world):
+    def made(kind: str, cut, again: bool):
+        mesh = md.init_device_mesh(kind, (4,), mesh_dim_names=("dp",))
+        net = cut(filled(Net((1,))), mesh)
+        return mesh, recomputed(net) if again else net
+
+    def run(mesh, net, one: bool, sync: bool):
+        params, loss = net.blocks[1].trainable_params(), loss_of(net)
+        step, total = md.value_and_grad(loss, None, params), None
+        for last in (False, True):
+            net.set_requires_gradient_sync(last)
+            grads = step(mine(mesh, ROWS * (2 if last else 1)))[1]
+            total = [a + b for a, b in zip(total, grads)] if last else grads
+            if not last:
+                net.set_requires_gradient_sync(sync)
+                with counted() as count:
+                    if one:  # of one of a block's parameters
+                        asked = md.value_and_grad(loss, None, [net.blocks[1].up.weight])(mine(mesh, ROWS * 3))[1][0]
+                        total = [t + asked if p is net.blocks[1].up.weight else t for p, t in zip(params, total)]
+                    else:  # of the input
+                        md.grad(loss, 0)(mine(mesh, ROWS * 3))
+                assert count["reduce_scatter", "backward"] == int(one and sync), count
+        return [g.full_tensor().asnumpy() for g in total]
+    plain = filled(Net((1,)))
+    params, at = plain.blocks[1].trainable_params(), 2
+    assert params[at] is plain.blocks[1].up.weight
+    first, between, last = (ms.value_and_grad(loss_of(plain), None, params)(Tensor(ROWS * n))[1] for n in (1, 3, 2))
+    for cut in (cut_up, whole, divided):
+        for again in (False, True):
+            mesh, net = made("cpu", cut, again)
+            for one, sync in ((False, False), (True, False), (False, True), (True, True)):
+                got = run(mesh, net, one, sync)
+                for i, (g, a, b, p) in enumerate(zip(got, first, last, params, strict=True)):
+                    want = a + b + between[i] if one and i == at else a + b
+                    equal(g, want, f"{cut.__name__} {again=} {one=} {sync=} {p.name}")
+    with rehearsed():
+        got = run(*made("npu", cut_up, True), True, False)
+        for i, (g, a, b, c) in enumerate(zip(got, first, last, between, strict=True)):
+            equal(g, a + b + c if i == at else a + b, f"npu {i}")
+
+
+@case(4)
+def a_parameter_unfrozen_after_its_cell_was_wrapped_gets_its_gradient(world):
+    mesh = fsdp()
+    for cut, before in ((cut_up, True), (whole, False)):
+        plain, net = filled(Net()), filled(Net())
+        for train in (False, True):
+            for n in (plain, net):
+                n.blocks[0].up.weight.requires_grad = n.blocks[1].up.weight.requires_grad = train
+            if not train:
+                net = cut(recomputed(net), mesh) if before else recomputed(cut(net, mesh))
+            same_step(net, plain, mesh)
 
 
 @case(4)

@@ -175,6 +175,21 @@ def another_set_of_parameters_is_refused(world):
 
 
 @case(4)
+def a_cell_that_is_run_while_it_runs_is_refused(world):
+    mesh, plain = fsdp(), filled(Net())
+    for cut in (cut_up, lambda net, mesh: md.replicate(net, mesh=mesh, zero1=True)):
+        net = cut(filled(Net()), mesh)
+        hook = net.head.register_forward_hook(lambda cell, x, y, net=net: net(mine(mesh)) and None)
+        for run in (lambda net=net: net(mine(mesh)), lambda net=net: same_step(net, plain, mesh)):
+            text = refusal(run, ConfigError)
+            assert "Net was run again before it returned" in text and "replaced" not in text, text
+            same_on_all_ranks(world, text)
+        hook.remove()
+        outside = net.register_forward_hook(lambda cell, x, y, net=net: outside.remove() or net(mine(mesh)))
+        same_step(net, plain, mesh)
+
+
+@case(4)
 def parameters_left_over_are_refused(world):
     mesh, plain, net = fsdp(), filled(Net()), filled(Net())
     for block in net.blocks:

@@ -98,6 +98,10 @@ def every_gradient_of_mindspore_is_a_dtensor(world):
         assert "'sens' does not fit" in message
     plain = refusal(lambda: ms.vjp(lambda x: x * 2, x)[1](placed(x, mesh, R, R)), MixedOperandError)
     assert "output plain" in plain
+    for get_all in (False, True):
+        unlisted = refusal(lambda g=get_all: ops.GradOperation(g, True)(loss)(placed(x, mesh, R, R), placed(y, mesh, R, R)),
+                           LayoutError)
+        assert "without weights" in unlisted
 
 
 @case(world_size=4)

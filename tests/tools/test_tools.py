@@ -60,6 +60,18 @@ def test_a_mindspore_that_cannot_be_imported_is_a_finding(monkeypatch, tmp_path,
     assert found.status == "fail" and "libascendcl.so" in found.found and "set_env.sh" in found.fix
 
 
+def test_variables_that_ranks_would_refuse_are_a_finding(monkeypatch):
+    for name, value in (("TIMEOUT", "-1"), ("CPU_BACKEND", "foo"), ("CHECK_EVERY", "x")):
+        monkeypatch.delenv(f"MS_DTENSOR_{name}", raising=False)
+        assert doctor._settings().status == "ok"
+        monkeypatch.setenv(f"MS_DTENSOR_{name}", value)
+        found = doctor._settings()
+        assert found.status == "fail" and f"MS_DTENSOR_{name}={value!r}: " in found.found and name in found.fix
+        monkeypatch.delenv(f"MS_DTENSOR_{name}")
+    monkeypatch.setenv("MS_DTENSOR_TIMEOUT", "60")
+    assert doctor._settings() == ("settings", "ok", "MS_DTENSOR_TIMEOUT=60", "") and doctor._settings in doctor.CHECKS
+
+
 # -- guard, peaks ------------------------------------------------------------------------------------------------------
 def test_skipped_steps_are_not_remembered_and_too_many_end_the_run():
     guard = Guard(nan="skip", spike=5.0, on_spike="skip", patience=3)
@@ -169,6 +181,30 @@ def test_what_is_no_run_is_refused(tmp_path, content, said, capsys):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("line", "said"), [
+    ('{"step": "1", "loss": 3.0}', "its step is '1'"), ('{"step": 0.5, "loss": 3.0}', "its step is 0.5"),
+    ('{"loss": 3.0}', "its step is None"), ('{"step": NaN, "loss": 3.0}', "its step is nan"),
+    ('{"step": true, "loss": 3.0}', "its step is True"), ('{"step": 1, "loss": "abc"}', "its loss is 'abc'"),
+    ('{"step": 1, "loss": true}', "its loss is True"), ('{"step": 1, "loss": 1, "memory_gib": []}', "its memory_gib is []"),
+    ('{"step": 1, "loss": 1%s}' % ("0" * 400), "its loss is 1000"),
+    *((f'{{"step": 1, "loss": 3.0, "comm": {comm}}}', "its comm is") for comm in
+      ('[1]', '{"x": "y"}', '{"x": [1, 2]}', '{"x": [1, 2, null]}', '3'))])
+def test_a_line_of_another_form_is_named(tmp_path, line, said, capsys):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 0, "loss": null, "comm": null}}\n{line}\n')
+    assert cli.main(["plot", str(tmp_path)]) == 2
+    err = capsys.readouterr().err
+    assert f"line 2 of '{tmp_path}/metrics.jsonl' is of no run: {said}" in err and "Traceback" not in err
+
+
+def test_runs_of_nothing_but_a_loss_are_drawn(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare/metrics.jsonl").write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "loss": 2}\n')
+    for folders, count in (([tmp_path / "bare"], 2), ([tmp_path / "bare", recorded(tmp_path / "full", 0)], 8)):
+        assert cli.main(["plot", "--json", *map(str, folders), "--out", str(tmp_path / "out")]) == 0
+        assert len(json.loads(capsys.readouterr().out)["files"]) == count
+
+
 def test_a_reader_that_leaves_early_is_no_fault():
     made = subprocess.Popen([sys.executable, "-m", "ms_dtensor", "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     made.stdout.close()
@@ -201,7 +237,8 @@ def test_pictures_are_drawn_and_hide_nothing(tmp_path, capsys):
 def test_without_matplotlib_plot_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert cli.main(["plot", str(recorded(tmp_path / "a", 0))]) == 2
-    assert "pip install matplotlib" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "pip install matplotlib" in said and "import of matplotlib halted" in said, "why it is not there, too"
 
 
 # -- what is counted, and the trace ------------------------------------------------------------------------------------

@@ -54,7 +54,12 @@ def test_printed_configuration_reads_back(tmp_path):
     ("--modle.dim 64", ["'modle'", "'model' is the closest match"]),
     ("--train.lr 0.1", ["'train.lr'", "'optim.lr' exists"]),
     ("--model.dim big", ["model.dim cannot be 'big'", "a whole number"]),
-    ("--model.dim 64.0", ["model.dim cannot be 64.0"]),
+    ("--model.dim 64.0", ["model.dim cannot be 64.0", "fix:  --model.dim 64"]),
+    ("--train.steps 1e1", ["train.steps cannot be 10.0", "fix:  --train.steps 10"]),
+    *((f"--train.seed {number}", [f"cannot be '{number}'", "written plainly"]) for number in ("010", "1_0", "1:30", "0x10")),
+    ("--optim.lr 1_0e-1", ["optim.lr cannot be '1_0e-1'"]),
+    ("--train.init_hf=", ["train.init_hf cannot be ''", "one character at least"]),
+    ("--data.path=", ["data.path cannot be ''"]),
     ("--model.tied_head 1", ["true or false"]),
     ("--optim.schedule linear", ["'cosine', 'constant'"]),
     ("--optim.betas [0.9]", ["a list of 2"]),
@@ -73,6 +78,14 @@ def test_printed_configuration_reads_back(tmp_path):
 def test_a_wrong_key_or_value_is_explained(args, needed):
     message = refusal(args)
     assert all(words in message for words in needed), message
+
+
+def test_plain_numbers_are_numbers_and_others_text(tmp_path):
+    file = tmp_path / "a.yaml"
+    file.write_text("data: {path: 010, tokenizer: '1e5'}\noptim: {lr: 1e-3, eps: .5, betas: [0., 0.9]}\ntrain: {seed: +7}\n")
+    cfg, _ = load(["--config", str(file)], 1)
+    assert (cfg.data.path, cfg.data.tokenizer) == ("010", "1e5") and cfg.train.seed == 7
+    assert (cfg.optim.lr, cfg.optim.eps, cfg.optim.betas) == (1e-3, 0.5, (0.0, 0.9))
 
 
 def test_an_unknown_key_in_a_file_names_the_closest_match(tmp_path):

@@ -2,18 +2,23 @@
 """Data: batches are pure functions of (text, seed, step); train and held-out text are disjoint."""
 from __future__ import annotations
 
+import errno
 import json
 import sys
+import zlib
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from model_zoo.llama import prepare_data
-from model_zoo.llama.config import DataConfig
-from model_zoo.llama.data import load_text
+from model_zoo.llama.config import Config, DataConfig, ModelConfig, TrainConfig
+from model_zoo.llama.data import check_same_data, find_tokenizer, load_text, own_tokenizer, read_tokens, stream_values
 from model_zoo.llama.ranks import script
-from model_zoo.llama.token_file import TokenFile
+from model_zoo.llama.token_file import HEADER, TokenFile
 from model_zoo.llama.tokens import load_tokens
 from ms_dtensor.errors import CheckpointError, ConfigError
 
@@ -121,7 +126,7 @@ def test_a_killed_preparation_goes_on_where_it_stopped(made, tmp_path, monkeypat
             if count[0] == 25:
                 raise KeyboardInterrupt
             return encode(text)
-    monkeypatch.setattr(prepare_data, "load_tokens", lambda path: Dying())
+    monkeypatch.setattr(prepare_data, "load_tokens", lambda *_: Dying())
     with pytest.raises(KeyboardInterrupt):
         prepare_data.run(argv)
     with pytest.raises(ConfigError, match="begun with another column"):
@@ -147,7 +152,7 @@ def test_a_damaged_token_file_is_told_in_one_message(made, harm, says):
 
 
 def test_a_tokenizer_of_a_file_is_used(tmp_path):
-    tokenizers = pytest.importorskip("tokenizers", reason="an extra: pip install ms_dtensor[tokenizers]")
+    tokenizers = pytest.importorskip("tokenizers", reason="an extra: pip install '.[tokenizers]'")
     words = {"<|endoftext|>": 0, "[UNK]": 1, **{f"w{i}": i + 2 for i in range(70000)}}
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "[UNK]"))
     model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -186,6 +191,11 @@ def test_mindrecord_files_and_data_sets_are_read(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     prepare_data.run(["--out", str(tmp_path / "hub"), "--dataset", "some/set", "--held_out_every", "2"])
     assert asked == [(("some/set", None), {"split": "train"})] and len(TokenFile(tmp_path / "hub/held_out.tokens")) == 37
+    def unreachable(*args, **kwargs):
+        raise ConnectionError("Couldn't reach 'some/set' on the Hub")
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=unreachable))
+    with pytest.raises(ConfigError, match="cannot be loaded.\n.*Couldn't reach"):
+        prepare_data.run(["--out", str(tmp_path / "hub"), "--dataset", "some/set"])
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match="pip install"):
         prepare_data.run(["--out", str(tmp_path / "hub"), "--dataset", "some/set"])
@@ -206,7 +216,8 @@ def test_token_files_go_where_no_text_is(made, tmp_path, out, text):
     (b"not json", "line 3 of '.*rows.jsonl' is not JSON"), (b'\xef\xbb\xbf{"text": "a"}', "line 3 of .* is not JSON"),
     (b'{"text": "\xff"}', "line 3 of .* is not JSON"), (b'{"text": null}', "line 3', 'text' is no text"),
     (b'{"text": 7}', "line 3', 'text' is no text"), (b"[1]", "line 3', there is no row"),
-    (b'{"body": "a"}', "line 3', a row has no 'text'"), (rb'{"text": "\ud800"}', "document 2 is no text"),
+    (b'{"body": "a"}', "line 3', a row has no 'text'"),
+    (b'{"text": "a", "text": "b"}', "line 3 of .* is not JSON"), (rb'{"text": "\ud800"}', "document 2 is no text"),
 ])
 def test_a_line_that_is_no_row_is_told(tmp_path, line, says):
     """A blank one is no row, and skipped."""
@@ -293,3 +304,124 @@ def test_conversations_without_an_answer_are_counted(tmp_path, capsys):
     assert "2 of 7 conversations" in said and "1 of 7 conversations" in said and "no answer within train.seq = 64" in said
     batches = text.held_out_batches(3, 64)
     assert [(labels >= 0).any(1).tolist() for _, labels in batches] == [[True, True, False]]
+
+
+# -- who data are ------------------------------------------------------------------------------------------------------
+def said(call, *words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        call()
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_a_checkpoint_knows_its_data_and_says_what_differs(made, tmp_path):
+    """Settings and contents, of all three kinds; a checkpoint of before has four of the values."""
+    out, t = made[1], TrainConfig(seq=32)
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for _ in range(40)))
+    chat, tokens = DataConfig(path=str(tmp_path / "chat.jsonl"), format="chat"), DataConfig(path=str(out))
+    text = DataConfig(path=str(made[0] / "39.txt"), max_bytes=1500)
+    kinds = [(chat, {"template": "chatml"}, ["template: plain in the checkpoint, chatml here"]),
+             (chat, {"held_out_every": 7}, ["held_out_every: 20"]), (tokens, {"documents": True}, ["documents: False"]),
+             (text, {"held_out_every": 7}, ["held_out_every: 20", "text"]), (text, {"max_bytes": 300}, ["text", "held_out"]),
+             (chat, {"path": str(made[0]), "format": "text"}, ["format: chat", "plain in the checkpoint, not there"])]
+    for cfg, other, words in kinds:
+        held = stream_values(t, load_text(cfg, 256, 32))
+        check_same_data(t, load_text(cfg, 256, 32), held)
+        theirs = load_text(replace(cfg, **other), 256, 32)
+        said(partial(check_same_data, t, theirs, held), "not those of the checkpoint", *words)
+        old = {key: held[key] for key in ("seed", "batch", "seq", "text")}
+        check_same_data(t, load_text(cfg, 256, 32), old)
+        said(partial(check_same_data, replace(t, seed=5), load_text(cfg, 256, 32), old), "seed: 0 in the checkpoint, 5 here")
+    held = stream_values(t, load_text(tokens, 256, 32))
+    (out / "held_out.tokens").write_bytes((out / "train.tokens").read_bytes())
+    said(lambda: check_same_data(t, load_text(tokens, 256, 32), held), "checkpoint: held_out.")
+
+
+@pytest.fixture
+def words(tmp_path):
+    """Two tokenizers' folders and the token files that the first one made."""
+    tokenizers = pytest.importorskip("tokenizers", reason="an extra: pip install ms_dtensor[tokenizers]")
+    for name, order in (("one", 1), ("two", -1)):
+        (tmp_path / name).mkdir()
+        known = ["<|endoftext|>", "[UNK]", *[f"w{i}" for i in range(300)][::order]]
+        model = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(known)}, "[UNK]"))
+        model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        model.save(str(tmp_path / name / "tokenizer.json"))
+    (tmp_path / "one/tokenizer_config.json").write_text("{}")
+    (tmp_path / "texts").mkdir()
+    for i in range(6):
+        (tmp_path / f"texts/{i}.txt").write_text(" ".join(f"w{i + k}" for k in range(90)))
+    prepare_data.run(["--out", str(tmp_path / "out"), "--text", str(tmp_path / "texts"), "--held_out_every", "3",
+                      "--tokenizer", str(tmp_path / "one")])
+    return tmp_path
+
+
+def test_token_files_know_their_tokenizer(words):
+    out, one, two = words / "out", str(words / "one"), str(words / "two")
+    assert sorted(f.name for f in out.iterdir()) == ["held_out.tokens", "tokenizer.json", "tokenizer_config.json",
+                                                     "train.tokens"]
+    cfg, nowhere = DataConfig(path=str(out)), str(words / "none")
+    assert own_tokenizer(cfg) == str(out / "tokenizer.json") == find_tokenizer(nowhere, cfg, None)
+    load_text(replace(cfg, tokenizer=one), 302, 16)
+    said(lambda: load_text(replace(cfg, tokenizer=two), 302, 16), "is not the one that made it", "--data.tokenizer")
+    assert find_tokenizer(two, cfg, None) == str(out / "tokenizer.json") and find_tokenizer(two, cfg, one) == one
+    assert find_tokenizer(two, DataConfig(), None) == Path(two) / "tokenizer.json"
+    assert find_tokenizer(nowhere, DataConfig(), None) is None
+    said(lambda: load_text(DataConfig(path=str(words / "texts"), tokenizer=one), 302, 16), "data.path names a text")
+    own = Config(data=cfg, model=ModelConfig(vocab_size=302))
+    assert read_tokens(nowhere, str(words / "texts/0.txt"), None, own, 16)[:2].tolist() == [2, 3]
+    assert read_tokens(nowhere, str(out / "train.tokens"), None, own, 16)[:2].tolist() == [2, 3]
+    said(lambda: read_tokens(nowhere, str(out / "train.tokens"), two, own, 16), "is not the one that made it")
+    said(lambda: read_tokens(nowhere, str(out), None, own, 16), "is no text", f"--text {out}/held_out.tokens")
+    said(lambda: load_text(DataConfig(path=str(words)), 302, 16), "is no text")
+    made = (out / "train.tokens").read_bytes()
+    (out / "train.tokens").write_bytes(prepared(made, 0))
+    said(lambda: load_text(cfg, 302, 16), "do not belong together")
+    said(lambda: find_tokenizer(nowhere, cfg, None), "it is not known which tokenizer", "--tokenizer")
+    (out / "train.tokens").write_bytes(made)
+    (out / "tokenizer.json").unlink()
+    said(lambda: find_tokenizer(nowhere, cfg, None), f"there is no file '{out}/tokenizer.json'", "--tokenizer")
+
+
+def prepared(file: bytes, tokenizer: int) -> bytes:
+    """A token file as of another tokenizer, 0: as it was before files said it."""
+    *fields, _, _ = HEADER.unpack(file[:HEADER.size])
+    return HEADER.pack(*fields, zlib.crc32(HEADER.pack(*fields, 0, tokenizer)), tokenizer) + file[HEADER.size:]
+
+
+def test_two_preparations_into_one_folder_do_not_mix(made, tmp_path):
+    argv = ["--out", str(tmp_path / "more"), "--text", str(made[0] / "00.txt")]
+    (tmp_path / "more").mkdir()
+    with prepare_data._alone(tmp_path / "more"):
+        said(lambda: prepare_data.run(argv), "another one is writing into", "--out")
+    prepare_data.run(argv)
+
+
+def test_a_full_disk_is_one_message(made, tmp_path, monkeypatch, capsys):
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(prepare_data.os, "fsync", full)
+    argv = ["--out", str(tmp_path / "more"), "--text", str(made[0] / "00.txt")]
+    assert script(lambda: prepare_data.run(argv)) == 2
+    told = capsys.readouterr().err
+    assert f"'{tmp_path / 'more'}' cannot be written: No space left" in told and "Traceback" not in told
+
+
+def test_what_of_a_conversation_is_not_read_is_told(tmp_path, capsys):
+    file = tmp_path / "chat.jsonl"
+    answer = {"role": "assistant", "content": "b"}
+    talks = [[answer]] * 4 + [[{**answer, "weight": 0}, {**answer, "content": "c", "weight": 1, "name": "x"}],
+                              [{**answer, "content": "d" * 99}], [{**answer, "tool_calls": []}]]
+    file.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    cfg = DataConfig(path=str(file), format="chat", held_out_every=7)
+    text, told = load_text(cfg, 256, 64), capsys.readouterr().err
+    assert "1 of 7 conversations" in told and "answers beyond train.seq = 64 tokens: cut off" in told
+    assert "role, content, weight are read, and not name" in told and "tool_calls" not in told
+    ids, counted = text.train[4]
+    assert bytes(i for i, c in zip(ids, counted) if c) == b"c<|end|>\n"
+    for message, says in (({**answer, "content": "", "tool_calls": [{"x": 1}]}, "'tool_calls'"),
+                          ({**answer, "weight": 0.5}, "'weight' is 0.5")):
+        file.write_text(json.dumps({"messages": [message]}))
+        said(lambda: load_text(cfg, 256, 64), "line 1 is no conversation", says)
+    file.write_text('{"messages":[{"role":"assistant","content":"one","content":"two"}]}')
+    said(lambda: load_text(cfg, 256, 64), "line 1 is no conversation", "'content' is there twice")

@@ -26,8 +26,8 @@ def test_a_cache_changes_nothing(cfg, cpu):
 
 
 def test_the_likeliest_tokens_are_those_of_transformers(tmp_path, cpu):
-    transformers = pytest.importorskip("transformers", reason="an extra: pip install ms_dtensor[hf]")
-    torch = pytest.importorskip("torch", reason="an extra: pip install ms_dtensor[hf]")
+    transformers = pytest.importorskip("transformers", reason="an extra: pip install '.[hf]'")
+    torch = pytest.importorskip("torch", reason="an extra: pip install '.[hf]'")
     cfg = ModelConfig(qk_norm=True, head_width=12, tied_head=True, **SIZES)
     net = model(cfg)
     hf.save(net, cfg, tmp_path / "saved", max_positions=64)

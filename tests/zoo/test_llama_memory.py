@@ -15,6 +15,7 @@ from model_zoo.llama import memory, model
 from model_zoo.llama.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from model_zoo.llama.parallelize import parallelize
 from ms_dtensor.comm import fake_world
+from ms_dtensor.errors import ConfigError
 from tests.rehearsal.session import rehearsed
 
 pytestmark = pytest.mark.usefixtures("cpu")
@@ -110,6 +111,14 @@ def counted(cfg: Config, monkeypatch):
             md.value_and_grad(loss, None, params)(md.DTensor.from_local(Tensor(ids), mesh, (md.Shard(0), md.Replicate())))
         held = sum(int(np.prod(w.local_shape)) for w in params)
     return blocks.without(weights), rest.without(weights, blocks), held
+
+
+def test_help_is_told_and_what_is_wrong_is_refused(capsys):
+    memory.run(["--help"])
+    said = capsys.readouterr().out
+    assert said.startswith("usage: memory.py [--config") and "--layouts FILE.yaml" in said
+    with pytest.raises(ConfigError, match="'train.steps' is the closest"):
+        memory.run(["--train.stesp", "3"])
 
 
 @pytest.mark.parametrize("parallel", MESHES, ids=str)

@@ -114,6 +114,8 @@ def test_sigterm_ends_a_job_cleanly_and_another_goes_on(tmp_path, job, cpu, caps
     one = job("job", 2, "--parallel.tp", "2", "--checkpoint.interval", "1000", "--checkpoint.on_sigterm", "true",
               "--max_restarts", "3")
     one.until(lambda: len(one.steps()) >= 3)
+    with pytest.raises(ConfigError, match="another run is at work"):
+        train(tmp_path / "job/run", "--checkpoint.resume", "latest")
     one.process.send_signal(signal.SIGTERM)
     text = one.ended()
     step = len(one.steps())
@@ -136,6 +138,8 @@ def test_what_keeps_a_run_from_going_on_is_named(tmp_path, cpu):
         train(tmp_path / "run", "--checkpoint.resume", "latest", "--train.seed", "5")
     with pytest.raises(ConfigError, match="has checkpoints of a run(.|\n)*--checkpoint.resume latest"):
         train(tmp_path / "run")
+    with pytest.raises(ConfigError, match="has checkpoints of a run(.|\n)*its config.yaml and metrics"):
+        train(tmp_path / "run", "--checkpoint.interval", "0")
     with pytest.raises(ConfigError, match="nothing to go on from in 'nosuch'(.|\n)*--checkpoint.resume latest"):
         train(tmp_path / "run", "--checkpoint.resume", "nosuch")
     with pytest.raises(ConfigError, match="checkpoint.interval is 0"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -48,7 +49,7 @@ def test_adapters_change_nothing_before_training_and_are_named_after_their_matri
     assert len(list(net.get_parameters())) == len(names) + 16
 
 
-def test_full_and_lora_tuning_of_a_published_model_lower_the_held_out_loss(tmp_path, cpu):
+def test_full_and_lora_tuning_of_a_published_model_lower_the_held_out_loss(tmp_path, cpu, capsys):
     """Trained on text, exported; then on conversations, all weights and adapters only; merged; `transformers` reads it."""
     run([*DEBUG, "--train.steps", "20", "--train.log_dir", str(tmp_path / "text"), "--checkpoint.interval", "20"])
     export.run(["--from", str(tmp_path / "text"), "--out", str(tmp_path / "base")])
@@ -56,8 +57,10 @@ def test_full_and_lora_tuning_of_a_published_model_lower_the_held_out_loss(tmp_p
             "--data.format", "chat", "--data.held_out_every", "4", "--train.seq", "64", "--train.steps", "12",
             "--train.batch", "6", "--train.eval_batches", "1", "--checkpoint.interval", "12", "--optim.lr", "0.01"]
     run([*talk, "--train.log_dir", str(tmp_path / "sft")])
+    assert "\n0.03 M parameters on 1 rank" in "\n" + capsys.readouterr().out
     run([*talk, "--train.log_dir", str(tmp_path / "lora"), "--lora.rank", "8", "--lora.where", "all", "--lora.alpha", "32",
          "--train.steps", "40"])
+    assert re.search(r"^0\.04 M parameters, \d{1,2},\d{3} of them trained, on 1 rank", capsys.readouterr().out, re.M)
     for name, factor in (("sft", 0.6), ("lora", 0.9)):
         losses = held_out(tmp_path / name)
         assert losses[-1] < factor * losses[0], (name, losses)
@@ -80,8 +83,8 @@ def test_full_and_lora_tuning_of_a_published_model_lower_the_held_out_loss(tmp_p
     hf.load(base, tmp_path / "base")
     assert np.array_equal(base.tok_embeddings.weight.asnumpy(), plain.tok_embeddings.weight.asnumpy()), "frozen"
     assert np.abs(base(Tensor(ids)).asnumpy() - logits).max() > 0.01
-    transformers = pytest.importorskip("transformers", reason="an extra: pip install ms_dtensor[hf]")
-    torch = pytest.importorskip("torch", reason="an extra: pip install ms_dtensor[hf]")
+    transformers = pytest.importorskip("transformers", reason="an extra: pip install '.[hf]'")
+    torch = pytest.importorskip("torch", reason="an extra: pip install '.[hf]'")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     with torch.no_grad():
         got = theirs(torch.from_numpy(ids).long()).logits.numpy().reshape(logits.shape)

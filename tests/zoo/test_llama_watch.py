@@ -164,6 +164,13 @@ def test_one_tracker_is_a_list_of_one():
     assert load(["--metrics.trackers", "[wandb, tensorboard]"], 1)[0].metrics.trackers == ("wandb", "tensorboard")
 
 
+def test_a_profile_beyond_the_last_step_is_refused(tmp_path):
+    from model_zoo.llama.train import prepare
+
+    with pytest.raises(ConfigError, match="profile.first is beyond the run"):
+        prepare([*TINY, "--train.steps", "3", "--profile.first", "4", "--train.log_dir", str(tmp_path)], 1)
+
+
 def test_a_folder_that_cannot_be_written_is_one_message(tmp_path):
     from model_zoo.llama.train import prepare
 

@@ -16,7 +16,6 @@ import numpy as np
 from mindspore import Tensor
 from mindspore import dtype as mstype
 
-from ...errors import ConfigError
 from ..cores import keep_to_share
 from ..packing import numpy_dtype
 from ..parts import Parts
@@ -25,7 +24,7 @@ from ..record import user_site
 from .future import Future
 from .parted import PartedEngine
 from .reduce import BFLOAT16, is_bfloat16
-from .rendezvous import job_name
+from .rendezvous import job_name, stated_timeout
 
 _bytes: dict[int, type[ctypes.Array]] = {}  # by length
 
@@ -70,19 +69,6 @@ def _give(result: np.ndarray | Future) -> Result:
     return _tensor(result)
 
 
-def _timeout() -> float:
-    text = os.environ.get("MS_DTENSOR_TIMEOUT", "300")
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 < seconds <= 1e6:
-        raise ConfigError("For 'MS_DTENSOR_TIMEOUT', the value is no number of seconds.",
-                          f"MS_DTENSOR_TIMEOUT={text[:40]!r}", "It is above 0 and at most 1000000: how long a rank waits.",
-                          ("set it to 60, say", "leave it out for 300"))
-    return seconds
-
-
 class ShmBackend(Backend):
     """Shared memory between the processes of this host.
 
@@ -98,7 +84,7 @@ class ShmBackend(Backend):
     on_host = True
 
     def __init__(self, rank: int, size: int, port: str, timeout: float | None = None, blocking: bool = False):
-        timeout = _timeout() if timeout is None else timeout
+        timeout = stated_timeout() if timeout is None else timeout
         self.rank, self.size, self._blocking = rank, size, blocking
         self._engine = PartedEngine(rank, size, job_name(port), timeout=timeout, start_timeout=timeout, site=user_site)
 

@@ -32,6 +32,20 @@ class Link:
     fd: int
 
 
+def stated_timeout() -> float:
+    """Seconds after which a wait for other ranks gives up: MS_DTENSOR_TIMEOUT, or 300."""
+    text = os.environ.get("MS_DTENSOR_TIMEOUT", "300")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds <= 1e6:
+        raise ConfigError("For 'MS_DTENSOR_TIMEOUT', the value is no number of seconds.",
+                          f"MS_DTENSOR_TIMEOUT={text[:40]!r}", "It is above 0 and at most 1000000: how long a rank waits.",
+                          ("set it to 60, say", "leave it out for 300"))
+    return seconds
+
+
 def job_name(port: str) -> str:
     """The name all workers of one job share: user, msrun's port and the msrun process that started them.
 

@@ -30,6 +30,7 @@ _outputs: dict[int, list] = {}  # by id of a function: layouts of its outputs; e
 _installed = Patched()
 # what takes part in the gradient that is under way, and is told by its method `abandon()` if that raises
 in_this_gradient: weakref.WeakSet = weakref.WeakSet()
+_asked: list[set[int] | None] = []  # of each gradient under way: ids of what it is of; None: of all parameters it meets
 SHARDED_BY = "_ms_dtensor_sharded_by"  # parameter attribute: the name of the `fully_shard` unit that has it; "": ignored
 # whose frames are there while MindSpore records, or runs what was recorded
 _RECORDERS = {f.__code__ for f in (composite._pynative_func_grad_forward, composite._pynative_func_grad_backward,
@@ -51,16 +52,21 @@ def _grad(original):
         if operation.sens_param:
             inputs = args[:-1]
             args = *inputs, _sens(fn, args[-1])
-        outermost = not recording()
+        outermost, of = not recording(), _differentiated(fn, operation, weights, grad_position, inputs)
+        _asked.append(None if operation.get_by_list and weights is None else {id(x) for x in of})
         try:
+            if operation.get_by_list and weights is None:
+                _check_listed(fn)
             out = original(fn, operation, weights, grad_position, has_aux, *args)
         except BaseException:
             _clean(outermost)
             raise
+        finally:
+            _asked.pop()
         if outermost:
             recomputed.forget()
             in_this_gradient.clear()
-        layouts = _layouts(_differentiated(fn, operation, weights, grad_position, inputs))
+        layouts = _layouts(of)
         if not any(layouts):
             return out
         gradients = [out] if out.__class__ is Tensor else leaves(out, Tensor)
@@ -76,6 +82,11 @@ def _grad(original):
     return grad
 
 
+def asked_for(param) -> bool:
+    """Whether the backward under way is to give this parameter's gradient: a node of many is run for any one of them."""
+    return not _asked or _asked[-1] is None or id(param) in _asked[-1]
+
+
 def _differentiated(fn, operation, weights, grad_position, inputs) -> list:
     """The tensors to which the gradients belong, in order; MindSpore leaves out inputs that are no tensors."""
     if getattr(operation, "get_by_position", False):
@@ -84,7 +95,7 @@ def _differentiated(fn, operation, weights, grad_position, inputs) -> list:
         chosen = inputs if operation.get_all else [] if operation.get_by_list else inputs[:1]
     out: list = []
     for x in chosen:
-        if isinstance(x, Tensor):  # the commonest, without a walk through a tree
+        if x.__class__ is classes.DTENSOR or isinstance(x, Tensor):  # the commonest, without a walk through a tree
             out.append(x)
         elif hasattr(x, "__ms_mutable__"):
             out += leaves(x, Tensor)
@@ -106,6 +117,15 @@ def _current(weights):
                               ("Parameter(distribute_tensor(...))", "distribute_module(cell, device_mesh)",
                                "pass it as an input, and grad_position"))
     return weights if all(a is b for a, b in zip(now, weights)) else type(weights)(now)
+
+
+def _check_listed(fn) -> None:
+    """Without weights MindSpore gives the gradients of all parameters that a function met, and does not say which."""
+    layout = next(filter(None, _outputs.get(id(fn), ())), None)
+    if layout is not None and not isinstance(fn, nn.Cell):
+        raise LayoutError("For a gradient by list, a function on DTensors was given without weights.", layout.describe(),
+                          "Whose gradient is whose is not known, so shards would pass for whole gradients.",
+                          "GradOperation(get_by_list=True)(function, net.trainable_params())")
 
 
 def _check_left_over(weights) -> None:
@@ -170,14 +190,15 @@ def _clean(outermost: bool) -> None:
 
 def _end_abandoned() -> None:
     """Ends a recording that nobody is in: a function that raised before these doors were installed has left it."""
-    # Of all threads: some devices' backwards have one.
-    frames: list[Any] = list(sys._current_frames().values()) if recording() else []
-    for frame in frames:
+    if not recording():
+        return
+    for top in sys._current_frames().values():  # of all threads: some devices' backwards have one
+        frame: Any = top
         while frame is not None:
             if frame.f_code in _RECORDERS:
                 return
             frame = frame.f_back
-    _clean(bool(frames))
+    _clean(True)
 
 
 def _forward(original):

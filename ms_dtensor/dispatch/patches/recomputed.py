@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A recomputation sees what the forward saw: where other tensors stood in the place of parameters, so they do again.
 
-MindSpore's recomputed cell runs without being recorded; its node in the graph gives gradients to a list of parameters. In
+MindSpore's recomputed cell runs without being recorded; its node in the graph gives gradients to a list of parameters, here
+the trainable ones of each run; MindSpore's own list is of those that were trainable when `recompute()` was called. In
 the backward it runs again, in a graph of its own. A cell around it (a unit of `fully_shard`) may have put whole tensors in
 the place of cut parameters. Then the node's list has these tensors, and the second run gets new ones, whose gradients are
 collected and go where the first ones came from. So a parameter's gradients meet in the one node that handed it out.
@@ -16,14 +17,15 @@ from contextvars import ContextVar
 
 from mindspore import Tensor, nn, ops
 
-from ...internals.names import RecomputeCell, recompute_module
+from ...internals.names import RecomputeCell, composite, recompute_module
 from ..replaced import current
 
 # Who has put tensors in the place of parameters. Each has `nodes`, these by id of the parameter, and `again(cell)`, inside
 # which it has done so anew for the cells in `cell`; what that gives has `taken`: the gradients, by id of the parameter.
 standing_in: ContextVar[tuple] = ContextVar("ms_dtensor_standing_in", default=())
-_LISTED = "_ms_dtensor_listed"  # attribute of a `RecomputeCell`: its parameters
-_ENTERED = "_ms_dtensor_entered"  # for each run that awaits its backward: what stood there, whose it was, random state
+# attribute of a `RecomputeCell`, for each run that awaits its backward: its parameters, what stood there and whose it was,
+# who had put it there, random state
+_ENTERED = "_ms_dtensor_entered"
 _awaiting: weakref.WeakSet = weakref.WeakSet()  # cells that have such runs
 # Whether a cell under `recompute()` runs its forward again, in the backward.
 recomputing: ContextVar[bool] = ContextVar("ms_dtensor_recomputing", default=False)
@@ -32,16 +34,16 @@ recomputing: ContextVar[bool] = ContextVar("ms_dtensor_recomputing", default=Fal
 def _first(original):
     @functools.wraps(original)
     def construct(self, *args, **kwargs):
-        listed = self.__dict__.setdefault(_LISTED, list(self.internal_params))
-        listed[:] = [current(p) for p in listed]  # they were listed when `recompute()` was called
+        function = self.wrap_cell.function
+        listed = [current(p) for p in getattr(function, "__self__", function).trainable_params()]
         nodes = {key: (x, whose) for whose in standing_in.get() for key, x in whose.nodes.items()}
         there = [nodes.get(id(p), (p, None)) for p in listed]
         self.internal_params[:] = [x for x, _ in there]
-        entered = [there, standing_in.get(), None]
+        entered = [listed, there, standing_in.get(), None]
         _awaiting.add(self)
         self.__dict__.setdefault(_ENTERED, []).append(entered)  # as MindSpore does with the arguments
         out = original(self, *args, **kwargs)
-        entered[2] = self.cpu_rng_state  # of which MindSpore keeps the last call's alone
+        entered[3] = self.cpu_rng_state  # of which MindSpore keeps the last call's alone
         return out
     return construct
 
@@ -50,7 +52,7 @@ def _again(original):
     @functools.wraps(original)
     def bprop(self, *args):
         _bring_last(self, args[:-1])
-        (there, present, self.cpu_rng_state), listed = self.__dict__[_ENTERED].pop(), self.__dict__[_LISTED]
+        listed, there, present, self.cpu_rng_state = self.__dict__[_ENTERED].pop()
         self.internal_params[:] = listed
         net, function = self.net, self.wrap_cell.function
         cell, anew = getattr(function, "__self__", function), {}
@@ -103,6 +105,8 @@ def _places(inputs) -> list[int]:
 
 def forget() -> None:
     """A gradient has ended: runs that still await a backward will have none."""
+    if not _awaiting:
+        return
     for cell in list(_awaiting):
         for entries in (cell.args, cell.kwargs, cell.__dict__[_ENTERED]):
             entries.clear()
@@ -139,5 +143,12 @@ def as_before(present: tuple, cell):
         recomputing.reset(running)
 
 
-DOORS = ((RecomputeCell, "construct", _first), (RecomputeCell, "bprop", _again),
+def _reduce_grad_operation(original):
+    def reduce_ex(self, protocol):  # which a `RecomputeCell` has, and a copy of the model copies
+        return type(self), (self.get_all, self.get_by_list, self.sens_param)
+    return reduce_ex
+
+
+DOORS = ((composite.GradOperation, "__reduce_ex__", _reduce_grad_operation),
+         (RecomputeCell, "construct", _first), (RecomputeCell, "bprop", _again),
          (recompute_module, "recompute_without_reentrant", _not_reentrant))

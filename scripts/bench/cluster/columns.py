@@ -55,7 +55,7 @@ def best(row: Row) -> Row:
 
 def measured(rows: Sequence[Row]) -> list[Row]:
     """Llama rows that have figures."""
-    return [r for r in rows if "tokens_s_p" in r]
+    return [r for r in rows if r.get("tokens_s_p") is not None]
 
 
 def mindformers(rows: Sequence[Row], hardware: str) -> Table:
@@ -104,7 +104,8 @@ def llama(rows: Sequence[Row]) -> Table:
             out.append((way(r), r["ranks"], r["batch"], r["seq"], r["type"], r["refused"], *[""] * 7))
         else:
             out.append((way(r), r["ranks"], r["batch"], r["seq"], r["type"], r["tokens_s_p"], r["step_s"], r["tflops_6n"],
-                        r["tflops"], r["mfu"], r["memory_gib"], r["first_step_s"], f"{r['first_loss']} to {r['last_loss']}"))
+                        r["tflops"], r["mfu"], r["memory_gib"], r["first_step_s"],
+                        " to ".join("n/a" if r[key] is None else str(r[key]) for key in ("first_loss", "last_loss"))))
     return LLAMA, out
 
 

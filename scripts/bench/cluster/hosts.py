@@ -17,9 +17,10 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from model_zoo.llama.launch import free_port
+from model_zoo.llama.launch import end_with_parent, free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 LOCAL = ("localhost", "127.0.0.1", "::1")
@@ -99,7 +100,8 @@ class Nodes:
                 command = [*shlex.split(ssh), host.name, shell_text(command, extra, setup)]
             with open(folder / "msrun.log", "wb") as log:
                 self.running.append((host, subprocess.Popen(command, env=environment(extra), stdin=subprocess.DEVNULL,
-                                                            stdout=log, stderr=subprocess.STDOUT, start_new_session=True)))
+                                                            stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                                                            preexec_fn=partial(end_with_parent, os.getpid()))))
 
     def wait(self, deadline: Callable[[], float]) -> str:
         """What went wrong, or "" when all nodes are done; nothing of the launch is left. `deadline` is of time.time()."""

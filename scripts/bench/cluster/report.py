@@ -9,7 +9,6 @@ a run's folder.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ if __package__ in (None, ""):
 
 from scripts.bench.cluster import columns, svg  # noqa: E402
 from scripts.bench.cluster.arithmetic import KNOWN  # noqa: E402
+from scripts.bench.cluster.pieces import FACTS, PIECE, read  # noqa: E402
 
 STYLE = """
 :root{font:15px/1.5 system-ui,"Segoe UI","Noto Sans","Noto Sans CJK SC",sans-serif;color:#1b1f24;background:#fff}
@@ -62,9 +62,14 @@ class Loaded:
 
 
 def load(folder: Path, name: str) -> Loaded:
-    pieces = [json.loads(p.read_text(encoding="utf-8")) for p in sorted((folder / "pieces").glob("*.json"))]
-    failed = {p.stem: p.read_text(encoding="utf-8") for p in sorted((folder / "pieces").glob("*.failed"))}
-    return Loaded(name, json.loads((folder / "run.json").read_text(encoding="utf-8")), pieces, failed)
+    """ValueError names what is no run, and a file that is damaged."""
+    if not (folder / "run.json").is_file():
+        raise ValueError(f"For '{folder}', there is no run: it has no run.json.\n  rule:     run.py writes it into --out.\n"
+                         "  fix:      name that folder")
+    facts = read(folder / "run.json", FACTS)
+    pieces = [read(p, PIECE) for p in sorted((folder / "pieces").glob("*.json"))]
+    failed = {p.stem: p.read_text(encoding="utf-8", errors="replace") for p in sorted((folder / "pieces").glob("*.failed"))}
+    return Loaded(name, facts, pieces, failed)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
@@ -119,7 +124,7 @@ def headlines(runs: Sequence[Loaded]) -> str:
         for row in run.rows("collectives"):
             if (row.get("group"), row["interface"]) == ("world", "ms_dtensor") and row["op"] in ("all_reduce", "all_gather"):
                 key = f"{row['op']} of {row['type']}, best busbw GB/s"
-                values[key] = max(values.get(key) or 0, columns.best(row)["busbw"])
+                values[key] = max(values.get(key) or 0, columns.best(row)["busbw"] or 0)
         for row in run.rows("compute"):
             if row["tflops"]:
                 key = f"products and attention in {row['type']}, best TFLOP/s"
@@ -143,7 +148,7 @@ def collectives(runs: Sequence[Loaded]) -> str:
         for op in unique([row["op"] for _, row in here]):
             lines: dict[str, list[tuple[float, float]]] = {}
             for run, row in here:
-                if row["op"] == op:
+                if row["op"] == op and columns.best(row)["busbw"] is not None:
                     name = " ".join([*([run.name] if len(runs) > 1 else []), row["interface"],
                                      *([row["algorithm"]] if several else [])])
                     lines.setdefault(name, []).append((row["size"], columns.best(row)["busbw"]))
@@ -291,7 +296,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("runs", type=Path, nargs="+", metavar="DIR")
     parser.add_argument("--out", type=Path, default=Path("report.html"))
     options = parser.parse_args(argv)
-    options.out.write_text(page(options.runs), encoding="utf-8")
+    try:
+        options.out.write_text(page(options.runs), encoding="utf-8")
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
     print(options.out)
     return 0
 

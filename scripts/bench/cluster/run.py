@@ -25,6 +25,7 @@ if __package__ in (None, ""):
 
 from scripts.bench.cluster import report, suites  # noqa: E402
 from scripts.bench.cluster.hosts import Host, Nodes, read_hosts, reason  # noqa: E402
+from scripts.bench.cluster.pieces import FACTS, PIECE, read  # noqa: E402
 from scripts.bench.cluster.ranks import write  # noqa: E402
 from scripts.bench.common import commit, versions  # noqa: E402
 
@@ -38,7 +39,11 @@ class Run:
         self.options, self.out = options, options.out.resolve()
         self.pieces_dir = self.out / "pieces"
         self.pieces_dir.mkdir(parents=True, exist_ok=True)
-        self.hosts = read_hosts(options.hostfile.read_text(encoding="utf-8"))
+        try:
+            self.hosts = read_hosts(options.hostfile.read_text(encoding="utf-8"))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"For '--hostfile', {options.hostfile} is no text: {error}.\n  rule:     A line is a host and "
+                             "its number of devices.\n  fix:      write `worker-1 slots=8`") from None
         self.until = time.time() + 60 * options.budget_minutes
         self.pieces = suites.plan(options.suite, len(self.hosts), self.hosts[0].slots, str(self.out), options.only,
                                   options.algorithm)
@@ -51,17 +56,27 @@ class Run:
         if not file.exists():
             write(file, {"label": self.out.name, "date": time.strftime("%Y-%m-%d %H:%M"), "commit": commit(),
                          "versions": versions(), **where, "peaks": self.options.peak, "command": " ".join(sys.argv)})
-        before = json.loads(file.read_text(encoding="utf-8"))
+        before = read(file, FACTS)
         if unlike := {key: before[key] for key in where if before[key] != where[key]}:
             now = {key: where[key] for key in unlike}
             raise ValueError(f"For '--out', {self.out} has a run of {unlike}; this is one of {now}.\n  rule:     What is "
                              "done is skipped, so a folder is of one cluster.\n  fix:      another --out")
+
+    def put_damaged_aside(self) -> None:
+        """They are missing from now on."""
+        for file in sorted(self.pieces_dir.glob("*.json")):
+            try:
+                read(file, PIECE)
+            except ValueError as error:
+                file.replace(file.with_suffix(".damaged"))
+                print(f"{str(error).splitlines()[0]} It counts as missing, and is {file.stem}.damaged now.", flush=True)
 
     def left(self) -> list[suites.Piece]:
         return [p for p in self.pieces if not (self.pieces_dir / f"{p.name}.json").exists() and p.name not in self.tried]
 
     def all(self) -> None:
         """Launches, until nothing is left or the time is up."""
+        self.put_damaged_aside()
         while left := self.left():
             if time.time() > self.until:
                 print(f"the budget is spent; {len(left)} pieces are left: the same command goes on with them", flush=True)
@@ -155,16 +170,18 @@ def main(argv: list[str]) -> int:
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
+    interrupted = False
     try:
         run.all()
     except KeyboardInterrupt:
+        interrupted = True
         print("interrupted; the same command goes on")
     page = run.out / "report.html"
     page.write_text(report.page([run.out]), encoding="utf-8")
     failed = sorted(p.stem for p in run.pieces_dir.glob("*.failed"))
     print(f"{len(run.pieces) - len(run.left()) - len(run.tried)} of {len(run.pieces)} pieces are done"
           f"{f', {len(failed)} failed: ' + ', '.join(failed) if failed else ''}\nreport: {page}", flush=True)
-    return 1 if failed else 0
+    return 130 if interrupted else 1 if failed else 0
 
 
 if __name__ == "__main__":

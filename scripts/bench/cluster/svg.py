@@ -58,6 +58,8 @@ def lines(title: str, series: Sequence[Series], x_name: str, sizes: bool = True,
     """Lines over a logarithmic x axis. `sizes`: x is bytes. `top`: the y axis goes at least so far."""
     xs = sorted({x for _, points in series for x, _ in points})
     ys = [y for _, points in series for _, y in points]
+    if not xs:
+        return ""
     steps = ticks(max([*ys, top or 0]))
     low, high = math.log2(xs[0]), math.log2(xs[-1])
 
