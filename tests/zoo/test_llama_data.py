@@ -316,7 +316,7 @@ def said(call, *words: str) -> None:
 def test_a_checkpoint_knows_its_data_and_says_what_differs(made, tmp_path):
     """Settings and contents, of all three kinds; a checkpoint of before has four of the values."""
     out, t = made[1], TrainConfig(seq=32)
-    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    talk = [{"role": "assistant", "content": "b"}]
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for _ in range(40)))
     chat, tokens = DataConfig(path=str(tmp_path / "chat.jsonl"), format="chat"), DataConfig(path=str(out))
     text = DataConfig(path=str(made[0] / "39.txt"), max_bytes=1500)

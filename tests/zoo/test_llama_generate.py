@@ -75,6 +75,15 @@ def test_a_saved_run_speaks_and_is_measured(tmp_path, cpu, capsys):
     last = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()][-1]
     assert said["tokens"] == 3000 and abs(said["loss"] - last["held_out_loss"]) < 0.5
     assert np.isclose(said["perplexity"], np.exp(said["loss"]))
+    with pytest.raises(ConfigError, match="--json = '/dev/full' cannot be written: No space left"):
+        evaluate.run(["--from", str(tmp_path / "run"), "--max_tokens", "100", "--json", "/dev/full"])
+    with pytest.raises(ConfigError, match="there is no file(.|\n)*--tokenizer"):
+        generate.run(["--from", str(tmp_path / "run"), "--tokenizer", str(tmp_path / "none")])
+    edited = tmp_path / "run/config.yaml"
+    edited.write_text(edited.read_text().replace("rope_theta: 500000.0", "rope_theta: 10000.0"))
+    with pytest.raises(ConfigError, match="not that of the checkpoint: model.rope_theta"):
+        generate.run(["--from", str(tmp_path / "run"), "--tokens", "5"])
+    edited.write_text(edited.read_text().replace("rope_theta: 10000.0", "rope_theta: 500000.0"))
     with pytest.raises(ConfigError, match="there is no model"):
         generate.run(["--from", str(tmp_path)])
     with pytest.raises(ConfigError, match="out of range"):

@@ -52,7 +52,7 @@ def test_adapters_change_nothing_before_training_and_are_named_after_their_matri
 def test_full_and_lora_tuning_of_a_published_model_lower_the_held_out_loss(tmp_path, cpu, capsys):
     """Trained on text, exported; then on conversations, all weights and adapters only; merged; `transformers` reads it."""
     run([*DEBUG, "--train.steps", "20", "--train.log_dir", str(tmp_path / "text"), "--checkpoint.interval", "20"])
-    export.run(["--from", str(tmp_path / "text"), "--out", str(tmp_path / "base")])
+    export.run(["--from", str(tmp_path / "text"), "--out", str(tmp_path / "base"), "--max_positions", "777"])
     talk = ["--train.init_hf", str(tmp_path / "base"), "--data.path", str(conversations(tmp_path / "chat.jsonl")),
             "--data.format", "chat", "--data.held_out_every", "4", "--train.seq", "64", "--train.steps", "12",
             "--train.batch", "6", "--train.eval_batches", "1", "--checkpoint.interval", "12", "--optim.lr", "0.01"]
@@ -76,6 +76,9 @@ def test_full_and_lora_tuning_of_a_published_model_lower_the_held_out_loss(tmp_p
     tuned = restore(tmp_path / "lora", "cpu", 1)
     logits = tuned.model(Tensor(ids)).asnumpy()
     export.run(["--from", str(tmp_path / "lora"), "--out", str(tmp_path / "merged")])
+    assert hf.read_positions(tmp_path / "merged") == 777, "as the published model says, and not train.seq"
+    with pytest.raises(ConfigError, match="max_positions = 0"):
+        export.run(["--from", str(tmp_path / "lora"), "--out", str(tmp_path / "none"), "--max_positions", "0"])
     plain = Llama(hf.read_config(tmp_path / "merged"))
     hf.load(plain, tmp_path / "merged")
     assert np.abs(plain(Tensor(ids)).asnumpy() - logits).max() < 1e-4
