@@ -9,6 +9,7 @@ import shutil
 
 import numpy as np
 import pytest
+from mindspore import nn
 
 from ms_dtensor import checkpoint
 from ms_dtensor.checkpoint import latest, load, save, verify
@@ -114,3 +115,17 @@ def test_a_file_that_vanished_is_named_and_the_step_before_loads(tmp_path):
     assert load(into, tmp_path / "step-00000001").step == 1 and into["step"] == 1
     (tmp_path / "step-00000002" / "index.json").unlink()
     assert load(into, tmp_path).step == 1  # what has no index is no checkpoint
+
+
+def test_a_full_disk_under_a_copy_has_its_own_advice(tmp_path, monkeypatch):
+    saved(tmp_path / "run", 1)
+    for name, make in (("w.safetensors", checkpoint.convert), ("other", checkpoint.convert),
+                       ("hf", lambda source, target: checkpoint.save_hf(nn.Dense(2, 1), target))):
+        with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="free space") as error:
+            patch.setattr(os, "fsync", lambda fd: refuse())
+            make(tmp_path / "run", tmp_path / name)
+        assert "keep_last" not in str(error.value) and "previous checkpoint" not in str(error.value)
+
+
+def refuse():
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -319,10 +319,10 @@ def test_a_checkpoint_knows_its_data_and_says_what_differs(made, tmp_path):
     talk = [{"role": "assistant", "content": "b"}]
     (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for _ in range(40)))
     chat, tokens = DataConfig(path=str(tmp_path / "chat.jsonl"), format="chat"), DataConfig(path=str(out))
-    text = DataConfig(path=str(made[0] / "39.txt"), max_bytes=1500)
+    text = DataConfig(path=str(made[0]))
     kinds = [(chat, {"template": "chatml"}, ["template: plain in the checkpoint, chatml here"]),
              (chat, {"held_out_every": 7}, ["held_out_every: 20"]), (tokens, {"documents": True}, ["documents: False"]),
-             (text, {"held_out_every": 7}, ["held_out_every: 20", "text"]), (text, {"max_bytes": 300}, ["text", "held_out"]),
+             (text, {"held_out_every": 7}, ["held_out_every: 20", "text"]), (text, {"max_bytes": 5000}, ["text"]),
              (chat, {"path": str(made[0]), "format": "text"}, ["format: chat", "plain in the checkpoint, not there"])]
     for cfg, other, words in kinds:
         held = stream_values(t, load_text(cfg, 256, 32))
