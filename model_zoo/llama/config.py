@@ -82,8 +82,8 @@ class DataConfig:
     documents: bool = False
     """Of token files: a token sees its own document only, and positions begin anew in each."""
     tokenizer: str | None = None
-    """A tokenizer.json or its folder, for conversations; null: bytes. Token files have been through theirs; a text is read
-    as bytes, and refused with a tokenizer: `prepare_data.py --tokenizer` makes token files of it."""
+    """A tokenizer.json or its folder, for conversations; null: that of train.init_hf, else bytes. Token files have been
+    through theirs; a text is read as bytes, and refused with a tokenizer: `prepare_data.py` makes token files of it."""
     max_bytes: int = 4_000_000
     held_out_every: int = 20
     """One block of text in this many is held out."""

@@ -73,7 +73,8 @@ def run(argv: list[str]) -> None:
     parser.add_argument("--text", help="a file or folder of text, or a token file; default: the held-out part of "
                         "the run's own data, text or conversations")
     parser.add_argument("--tokenizer", help="tokenizer.json or its folder; default: see above")
-    parser.add_argument("--seq", type=int, help="tokens in a window; default: the run's")
+    parser.add_argument("--seq", type=int, help="tokens in a window, figures depend on it; default: the run's; 128 of "
+                        "a Hugging Face folder")
     parser.add_argument("--batch", type=int, default=8, help="windows at a time to a data-parallel rank")
     parser.add_argument("--max_tokens", type=int, help="of the text's beginning")
     parser.add_argument("--tp", type=int, help="ranks to a copy of the model; default: as many as divide its heads")
@@ -109,8 +110,8 @@ def run(argv: list[str]) -> None:
     loss = loss_of(model, mesh, batches, sharded)
     if rank() == 0:
         counted = sum(int((labels != IGNORED).sum()) for _, labels in batches)
-        result = {"from": where, "tokens": counted, "loss": loss, "perplexity": math.exp(loss)}
-        print(f"{result['tokens']:,} tokens: {loss:.4f} nats each, perplexity {result['perplexity']:.4f}  [{where}]")
+        result = {"from": where, "tokens": counted, "seq": seq, "loss": loss, "perplexity": math.exp(loss)}
+        print(f"{counted:,} tokens: {loss:.4f} nats each, perplexity {math.exp(loss):.4f}, in windows of {seq}  [{where}]")
         if o.json:
             try:
                 Path(o.json).write_text(json.dumps(result) + "\n")

@@ -57,6 +57,9 @@ def prepare(argv: list[str], world: int | None, hold: Callable[[Config], object]
                           f"profile.first = {cfg.profile.first}, train.steps = {cfg.train.steps}",
                           "Steps count from 1 to train.steps.", f"--profile.first {max(1, cfg.train.steps // 2)}")
     held = check_resume(cfg)
+    beside = Path(cfg.train.init_hf or "") / "tokenizer.json"
+    if cfg.data.format == "chat" and cfg.data.tokenizer is None and cfg.train.init_hf and beside.is_file():
+        cfg = replace(cfg, data=replace(cfg.data, tokenizer=str(beside)))  # bytes are no words of that model
     text = load_text(cfg.data, cfg.model.vocab_size, cfg.train.seq)
     check_same_data(cfg.train, text, held.get("data", {}))
     cfg = replace(cfg, data=replace(cfg.data, tokenizer=own_tokenizer(cfg.data)))  # whoever uses the run finds it there

@@ -86,6 +86,9 @@ def test_full_and_lora_tuning_of_a_published_model_lower_the_held_out_loss(tmp_p
     hf.load(base, tmp_path / "base")
     assert np.array_equal(base.tok_embeddings.weight.asnumpy(), plain.tok_embeddings.weight.asnumpy()), "frozen"
     assert np.abs(base(Tensor(ids)).asnumpy() - logits).max() > 0.01
+    (tmp_path / "base/tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match="For the tokenizer '.*base/tokenizer.json'"):  # of conversations the default
+        run([*talk, "--train.log_dir", str(tmp_path / "more")])
     transformers = pytest.importorskip("transformers", reason="an extra: pip install '.[hf]'")
     torch = pytest.importorskip("torch", reason="an extra: pip install '.[hf]'")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
