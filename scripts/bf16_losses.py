@@ -6,8 +6,7 @@
 One rank, the recipe of `configs/quickstart.yaml` but for the number of steps, the same initial weights and batches
 everywhere. PyTorch computes with bfloat16 copies of float32 parameters, as its FSDP does with
 `MixedPrecisionPolicy(bfloat16, float32)`. Prints JSON; exits non-zero if the mean loss of all seeds' runs is off by more
-than 1 %. Single steps, means of ten and single seeds are printed and not judged: they are a matter of chance. Two runs of
-PyTorch in float32 at this rate whose initial weights differ by 1e-5 of themselves are 0.6 % apart in the mean of the run.
+than 1 %. Single steps, means of ten and single seeds are printed and not judged: they are a matter of chance.
 """
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ The formula, in bytes of P parameters, of which R are the model's own and B the 
     share   (parameters + gradients + optimizer state) / N
     groups  2 R: the model's own stay gathered from forward to backward, and their gradients come whole
             3 B: of a block that is reduced the gradients, whole and packed, and what was gathered ahead of the next one
-"in_step" is the same of what comes after building: of a model drawn in 16 bits, MindSpore's pool keeps what drawing took.
+"in_step" is the same of what comes after building.
 In bfloat16 a CPU computes in float32: casts of a block's weights come on top, twice 4 bytes of each.
 """
 from __future__ import annotations

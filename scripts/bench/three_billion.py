@@ -4,8 +4,7 @@
     python scripts/bench/three_billion.py [--size 3b] [--ranks 8] [--no-save]
 
 bfloat16 parameters, deferred and cut (`memory.py` builds and measures), one step of plain SGD on 8 tokens a rank. Wants
-about 17 GB and a quarter of an hour. In the step no rank may hold more than its share and a group beside its parameters;
-what drawing them left in MindSpore's pool comes on top (530 MiB a rank).
+about 17 GB and a quarter of an hour. No rank may hold more than its share and a group.
 """
 from __future__ import annotations
 
