@@ -16,6 +16,8 @@ from common import RESULTS, ROOT
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  after the backend is chosen
 
+COLOURS = ("#0072B2", "#D55E00", "#009E73")  # those of `python -m ms_dtensor plot`, which the colour-blind tell apart
+
 PAGE = ROOT / "docs" / "performance.md"
 INTRO = """# Performance
 
@@ -149,11 +151,11 @@ def plot_dispatch(run: dict) -> None:
         names = [n for n in run["rows"] if n.startswith("fb ") is backward]
         for k, (variant, label) in enumerate((("ours", "ms_dtensor"), ("floor", "floor"), ("torch DTensor", "PyTorch"))):
             values = [run["rows"][n].get(variant, {}).get("added", 0) for n in names]
-            ax.bar([i + (k - 1) * 0.27 for i in range(len(names))], values, 0.27, label=label)
+            ax.bar([i + (k - 1) * 0.27 for i in range(len(names))], values, 0.27, label=label, color=COLOURS[k])
         ax.set_xticks(range(len(names)), [n.removeprefix("fb ") for n in names], rotation=45, ha="right")
         ax.set_ylabel("added µs")
         ax.set_title("forward and backward" if backward else "forward")
-    axes[0].legend()
+    axes[1].legend(loc="upper left")
     save(fig, "dispatch")
 
 
@@ -162,14 +164,15 @@ def plot_llama(run: dict) -> None:
     fig, ax = plt.subplots(figsize=(7, 4))
     for k, (variant, label) in enumerate((("ours", "ms_dtensor"), ("hand", "by hand"), ("torch", "PyTorch"))):
         values = [rows.get(f"{variant} {kind}", {}).get("speedup", 0) for kind in kinds]
-        bars = ax.bar([i + (k - 1) * 0.27 for i in range(len(kinds))], values, 0.27, label=label)
-        ax.bar_label(bars, fmt="%.2f")
+        bars = ax.bar([i + (k - 1) * 0.27 for i in range(len(kinds))], values, 0.27, label=label, color=COLOURS[k])
+        ax.bar_label(bars, [f"{value:.2f}" if value else "" for value in values])
     if "half at once" in rows:
         ax.axhline(rows["half at once"]["speedup"], color="black", linestyle="--", linewidth=1,
                    label="half a batch each, no communication")
     ax.set_xticks(range(len(kinds)), ["data parallel", "fully sharded", "tensor parallel"])
     ax.set_ylabel("speed-up of two ranks over one")
-    ax.legend(loc="lower right")
+    ax.margins(y=0.1)
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncol=2, frameon=False)
     save(fig, "llama_small")
 
 
