@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from ms_dtensor.errors import ConfigError
@@ -189,6 +190,11 @@ class Config:
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+
+
+def checkpoint_folder(cfg: Config, log_dir: Path | None = None) -> Path:
+    """Where a run saves. `log_dir`: where the run is, if it is not where it was."""
+    return Path(cfg.checkpoint.dir or (log_dir or Path(cfg.train.log_dir)) / "checkpoints")
 
 
 # Of every number in the tree the least and the greatest value; NaN is in no range. The greatest keep checks and sums quick.

@@ -11,7 +11,7 @@ import difflib
 import re
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -240,6 +240,18 @@ def model_values(cfg: Config) -> dict[str, Any]:
     return flat(tree["model"], "model") | flat(tree["lora"], "lora")
 
 
+def held_values(values: Mapping[str, Any], part: str) -> dict[str, Any]:
+    """Of a checkpoint's values those of one part of the state, such as `config`."""
+    return {key[len(part) + 1:]: value for key, value in values.items() if key.startswith(f"{part}.")}
+
+
+def unlike_held(ours: Mapping[str, Any], held: Mapping[str, Any]) -> dict[str, str]:
+    """What a run does not have as its checkpoint has it: a line by key."""
+    return {key: f"{key}: {held.get(key, 'not there')} in the checkpoint, {ours.get(key, 'not there')} here"
+            for key in (*ours, *(key for key in held if key not in ours))
+            if key not in ours or key not in held or ours[key] != held[key]}
+
+
 def check_same_model(cfg: Config, held: dict[str, Any], where: str) -> None:
     """Refuses to go on from a checkpoint whose `model_values` are other ones; keys that it lacks had their defaults."""
     tree: dict[str, Any] = {}
@@ -249,14 +261,10 @@ def check_same_model(cfg: Config, held: dict[str, Any], where: str) -> None:
         for name in sections:
             node = node.setdefault(name, {})
         node[last] = value
-    theirs, ours = model_values(build(Config, tree)), model_values(cfg)
-    unlike = [key for key in (*ours, *(k for k in theirs if k not in ours))
-              if key not in ours or key not in theirs or ours[key] != theirs[key]]
+    unlike = unlike_held(model_values(cfg), model_values(build(Config, tree)))
     if unlike:
-        lines = [f"{key}: {theirs.get(key, 'not there')} in the checkpoint, {ours.get(key, 'not there')} here"
-                 for key in unlike]
         raise ConfigError(f"For the configuration, the model is not that of the checkpoint: {', '.join(unlike)}.",
-                          f"'{where}'\n" + "\n".join(lines), "A run goes on with the model that it began with.",
+                          f"'{where}'\n" + "\n".join(unlike.values()), "A run goes on with the model that it began with.",
                           ["the run's own settings", "another --train.log_dir begins a new run"])
 
 

@@ -21,6 +21,7 @@ from ms_dtensor.errors import ConfigError
 
 from .chat import Conversations, end_of_answer
 from .config import Config, DataConfig, TrainConfig
+from .configio import unlike_held
 from .token_file import TokenFile, is_token_file
 from .tokens import Bytes, Tokens, decoded, fingerprint, load_tokens
 
@@ -207,13 +208,13 @@ def stream_values(cfg: TrainConfig, text: Text | Files | Conversations | None) -
 def check_same_data(cfg: TrainConfig, text: Text | Files | Conversations, held: dict[str, Any]) -> None:
     """Refuses to go on from a checkpoint of other `stream_values`; an older one has but some of them."""
     ours = stream_values(cfg, text)
-    keys = [*ours, *(key for key in held if key not in ours)] if "format" in held else [key for key in ours if key in held]
-    unlike = [key for key in keys if key not in ours or key not in held or ours[key] != held[key]]
+    if "format" not in held:
+        known = [key for key in ours if key in held]
+        ours, held = ({key: some[key] for key in known} for some in (ours, held))
+    unlike = unlike_held(ours, held)
     if unlike:
-        lines = [f"{key}: {held.get(key, 'not there')} in the checkpoint, {ours.get(key, 'not there')} here"
-                 for key in unlike]
         raise ConfigError(f"For the configuration, the data are not those of the checkpoint: {', '.join(unlike)}.",
-                          "\n".join(lines),
+                          "\n".join(unlike.values()),
                           "The stream of batches goes on where it stopped; files are compared by sums over their bytes.",
                           ["the run's own settings and files", "--train.init_hf to begin a new run with its weights"])
 

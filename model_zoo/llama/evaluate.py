@@ -46,11 +46,6 @@ def windows(tokens: np.ndarray, seq: int, batch: int) -> list[tuple[np.ndarray, 
     return list(zip(*(x.reshape(-1, batch, seq) for x in (ids, labels)), strict=True))
 
 
-def mean_loss(model, mesh, tokens: np.ndarray, seq: int, batch: int, loss_parallel: bool = False) -> float:
-    """Nats a token."""
-    return loss_of(model, mesh, windows(tokens, seq, batch), loss_parallel)
-
-
 def loss_of(model, mesh, batches: list[tuple[np.ndarray, np.ndarray]], loss_parallel: bool = False) -> float:
     """Nats a label that counts, of inputs and labels."""
     import ms_dtensor as md

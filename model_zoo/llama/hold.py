@@ -16,7 +16,7 @@ from typing import IO
 
 from ms_dtensor.errors import ConfigError
 
-from .config import Config
+from .config import Config, checkpoint_folder
 from .ranks import NODE
 
 LOCK = ".lock"
@@ -35,7 +35,7 @@ def hold(cfg: Config, launcher: bool = False) -> Iterator[None]:
     """
     folders = {"train.log_dir": Path(cfg.train.log_dir)}
     if cfg.checkpoint.interval:
-        folders["checkpoint.dir"] = Path(cfg.checkpoint.dir or folders["train.log_dir"] / "checkpoints")
+        folders["checkpoint.dir"] = checkpoint_folder(cfg)
     with contextlib.ExitStack() as stack:
         for key, folder in folders.items() if launcher or _first() else ():
             file = _open(folder)

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from ms_dtensor.errors import ConfigError
 
-from .config import Config, ParallelConfig, check
-from .configio import check_same_model, load
+from .config import Config, ParallelConfig, check, checkpoint_folder
+from .configio import check_same_model, held_values, load
 
 
 class Restored(NamedTuple):
@@ -33,8 +33,7 @@ def source_config(source: str | Path, options: list[str] = ()) -> tuple[Config, 
     for folder in (root, *list(root.parents)[:2]):  # a run, its checkpoints, one of these
         if (folder / "config.yaml").is_file():
             cfg, _ = load(["--config", str(folder / "config.yaml"), *options])
-            weights = Path(cfg.checkpoint.dir or folder / "checkpoints") if folder == root else root
-            return cfg, weights, False
+            return cfg, checkpoint_folder(cfg, folder) if folder == root else root, False
     raise ConfigError(f"For '{source}', there is no model.", "neither config.yaml nor config.json",
                       "It is train.log_dir of a run that saved, a checkpoint of one, or a Hugging Face folder.",
                       "train with --checkpoint.interval, or download a model's folder")
@@ -55,8 +54,7 @@ def restore(source: str | Path, device: str, world: int, *, tp: int | None = Non
 
     cfg, weights, published = source_config(source, options)
     m = cfg.model
-    values = {} if published else read_index(find(weights)).values
-    held = {key.removeprefix("config."): value for key, value in values.items() if key.startswith("config.")}
+    held = {} if published else held_values(read_index(find(weights)).values, "config")
     if held:
         check_same_model(cfg, held, str(weights))
     if tp is not None and (tp < 1 or world % tp):

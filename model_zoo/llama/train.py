@@ -73,7 +73,8 @@ def check_resume(cfg: Config) -> dict[str, dict[str, Any]]:
         What the checkpoint says of its model (`model_values`) and its data (`stream_values`), less if it is an old one;
         nothing where there is none.
     """
-    from model_zoo.llama.configio import check_same_model
+    from model_zoo.llama.config import checkpoint_folder
+    from model_zoo.llama.configio import check_same_model, held_values
     from ms_dtensor.checkpoint.folder import find, latest
     from ms_dtensor.checkpoint.reader import read_index
     from ms_dtensor.errors import CheckpointError, ConfigError
@@ -94,16 +95,10 @@ def check_resume(cfg: Config) -> dict[str, dict[str, Any]]:
                           "It is `latest`, or the folder of a checkpoint.",
                           ["--checkpoint.resume latest, which begins a run where there is none",
                            f"a folder such as {root / 'step-00000100'}"]) from None
-    held = {part: {key[len(part) + 1:]: value for key, value in index.values.items() if key.startswith(f"{part}.")}
-            for part in ("config", "data")}
+    held = {part: held_values(index.values, part) for part in ("config", "data")}
     if held["config"]:
         check_same_model(cfg, held["config"], str(where))
     return held
-
-
-def checkpoint_folder(cfg: Config) -> Path:
-    """Where the run saves."""
-    return Path(cfg.checkpoint.dir or Path(cfg.train.log_dir) / "checkpoints")
 
 
 def run(argv: list[str]) -> None:
@@ -207,6 +202,7 @@ def peak_tflops(cfg: Config) -> float | None:
 
 def checkpoints(cfg, trainer, report, held: dict[str, dict[str, Any]]):
     """What saves the run, and how many steps of it have been done; `held`: of `check_resume`."""
+    from model_zoo.llama.config import checkpoint_folder
     from ms_dtensor.checkpoint import Checkpointer, latest
 
     c, state = cfg.checkpoint, trainer.state()

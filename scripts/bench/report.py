@@ -13,10 +13,10 @@ import json
 import matplotlib
 from common import RESULTS, ROOT
 
+from ms_dtensor.tools.plot import COLOURS
+
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  after the backend is chosen
-
-COLOURS = ("#0072B2", "#D55E00", "#009E73")  # those of `python -m ms_dtensor plot`, which the colour-blind tell apart
 
 PAGE = ROOT / "docs" / "performance.md"
 INTRO = """# Performance

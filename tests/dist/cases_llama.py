@@ -6,7 +6,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
-from model_zoo.llama import lora
+from model_zoo.llama import evaluate, lora
 from model_zoo.llama.config import (
     Config,
     ExpertsConfig,
@@ -17,7 +17,6 @@ from model_zoo.llama.config import (
     TrainConfig,
 )
 from model_zoo.llama.data import Text, places
-from model_zoo.llama.evaluate import mean_loss
 from model_zoo.llama.generate import generate
 from model_zoo.llama.model import Llama, cross_entropy, init_weights
 from model_zoo.llama.parallelize import make_mesh, own_rows, parallelize
@@ -166,11 +165,11 @@ def generation_and_evaluation_are_those_of_one_device(world):
     text = np.random.default_rng(3).integers(0, 37, 50)
     for name, cfg in {"qwen2": MODELS["qwen2"], "mixture": MIXTURES["dropless"]}.items():
         want = greedy_without_cache(model(cfg), prompt, 6)
-        loss = mean_loss(model(cfg), None, text, 7, 2)
+        loss = evaluate.loss_of(model(cfg), None, evaluate.windows(text, 7, 2))
         for parallel in (ParallelConfig(2, 2), ParallelConfig(2, 2, loss_parallel=False)):
             mesh, net = make_mesh("cpu", parallel), model(cfg)
             parallelize(net, mesh, parallel)
-            got = mean_loss(net, mesh, text, 7, 2, parallel.loss_parallel)
+            got = evaluate.loss_of(net, mesh, evaluate.windows(text, 7, 2), parallel.loss_parallel)
             assert abs(got - loss) < 1e-5 * loss, (name, got, loss)
             assert np.array_equal(generate(net, cfg, mesh, prompt, 6), want), name
             drawn = generate(net, cfg, mesh, prompt, 6, temperature=1.5, top_k=9, seed=4)
