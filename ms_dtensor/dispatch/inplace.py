@@ -20,6 +20,7 @@ from mindspore import Parameter, Tensor
 from ..errors import MixedOperandError, OpRuleError
 from ..internals.names import NoFallbackGuard
 from ..internals.target import cpu_kernels
+from .memo import memo_of
 from .operands import wrap
 from .views import kin_of, relatives_of
 
@@ -91,14 +92,13 @@ def store(x, new, recording: bool) -> None:
                               x._layout.describe(), "MindSpore's recorded copy loses such writes on CPU.",
                               "x = x.clone() first")
     for other in (x, *(o for o, _ in relatives_of(x))):
-        if other._memo is not None:
-            other._memo.forget_values()
-            other._memo.written = True
+        memo_of(other).forget_values()
+        memo_of(other).written += 1
 
 
 def written_since(x, version: int) -> bool:
     """Whether a tensor, or a view of it, was written since it had this `_version`, which counts no writes to views."""
-    return x._version != version or (getattr(x, "_memo", None) is not None and x._memo.written)
+    return x._version != version or (getattr(x, "_memo", None) is not None and x._memo.written > 0)
 
 
 def _owns_storage(x) -> bool:

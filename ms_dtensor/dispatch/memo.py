@@ -19,10 +19,10 @@ class Memo:
     copy_of: tuple | None = None  # of a parameter's compute copy: (the parameter, the dtype in which gradients are reduced)
     kin: Any = None  # where it stands among the views of one tensor (`views.py`)
     work: Any = None  # data under way (`tensor/async_tensor.py`)
-    late_gradient: bool = False  # of a Parameter: its gradient is completed when the backward ends (`fsdp_late.py`)
-    written: bool = False  # it, or what shares its memory, was the target of a write
-    lent: Any = None  # the unit in whose memory it lies, once that may go (`fsdp_lent.py`)
-    partial_grad_axes: tuple[int, ...] = ()  # of a Parameter: axes on which its gradient stays partial (`buckets.py`)
+    late_gradient: bool = False  # of a Parameter: its gradient is completed when the backward ends (`sharding/reduce.py`)
+    written: int = 0  # how often it, or what shares its memory, was written; of a Parameter by `set_data`, too
+    lent: Any = None  # the call for which its memory is filled, while it may go (`sharding/stand_in.py`)
+    partial_grad_axes: tuple[int, ...] = ()  # of a Parameter: axes on which its gradient stays partial (`sharding/reduce.py`)
 
     def forget_values(self) -> None:
         """Drops what was derived from the tensor's values."""

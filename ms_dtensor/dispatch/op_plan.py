@@ -181,8 +181,10 @@ class OpPlan:
         mode = modes.mode.get()
         if mode is not modes.DEFAULT and (self.moves or self.reduced):
             policy.check_op(self.op, tensors, [step.target for step in self.steps], self.reduced if grad else (), mode)
-        operands, parameter = [], False
+        operands, parameter, lent = [], False, None
         for x, (promoted, target, cotangent) in zip(tensors, self.steps):
+            if x.__class__ is classes.UNSHARDED and target is None:
+                lent = x._memo.lent
             if promoted is not None:
                 x = as_replicated(x, promoted, grad)
             if target is not None:
@@ -213,7 +215,19 @@ class OpPlan:
         if grad and (self.view is not None or self.op == "cast") and out.__class__ is classes.DTENSOR:
             if (operands[0] is first and not first._is_leaf) or partial_grad_axes(first):
                 memo_of(out).view_of = first, self, (call.func, call.primitive, call.args, call.kwargs, tensors)
+        if lent is not None and grad:
+            read_of_lent(lent, out, self.view is not None and not copied)
         return out
+
+
+def read_of_lent(lent, out, view: bool) -> None:
+    """What was computed of a tensor whose memory goes: its backward asks for that memory again; a view lies in it, too."""
+    for x in out if out.__class__ in (tuple, list) else (out,):
+        if view and x.__class__ is classes.DTENSOR:
+            memo_of(x).lent = lent
+            x.__class__ = classes.UNSHARDED
+        elif x._requires_grad and not x._is_leaf:
+            Tensor.register_hook(x, lent.enter)
 
 
 def _references(held) -> int:
