@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data parallelism on real ranks; programs that lose step end their own launch."""
+from __future__ import annotations
+
+import pytest
+
+from tests.cases import case_params
+
+
+@pytest.mark.parametrize("case", case_params("tests.sharding.cases_ranks_alike", 2))
+def test_ranks_alike(case, ranks):
+    ranks.check(case)
+
+
+@pytest.mark.parametrize("case", case_params("tests.sharding.cases_written", 2))
+def test_written(case, ranks):
+    ranks.check(case)
+
+
+@pytest.mark.parametrize("case", case_params("tests.sharding.cases_written", 4))
+def test_written_of_four(case, ranks):
+    ranks.check(case)
