@@ -17,6 +17,21 @@ def test_written(case, ranks):
     ranks.check(case)
 
 
-@pytest.mark.parametrize("case", case_params("tests.sharding.cases_written", 4))
-def test_written_of_four(case, ranks):
+@pytest.mark.parametrize("case", case_params("tests.sharding.cases_in_place", 2))
+def test_in_place(case, ranks):
+    ranks.check(case)
+
+
+@pytest.mark.parametrize("case", case_params("tests.sharding.cases_in_place", 4))
+def test_in_place_of_four(case, ranks):
+    ranks.check(case)
+
+
+@pytest.mark.parametrize("case", case_params("tests.sharding.cases_ranks_differ", 2))
+def test_ranks_differ(case, ranks):
+    ranks.check(case)
+
+
+@pytest.mark.parametrize("case", case_params("tests.sharding.cases_ranks_differ", 4))
+def test_four_ranks_differ(case, ranks):
     ranks.check(case)
