@@ -60,6 +60,7 @@ BY_BUCKETS = ("swapped", "skipped", "skipped last", "skipped first", "another in
 for one in (*(differing_case(way, orders, False, 2) for way in ("replicate", "bucket_mb=0") for orders in BY_BUCKETS),
             *(differing_case("fully_shard", orders, forward, 2) for orders in ORDERS for forward in (True, False)),
             *(differing_case("kept", orders, False, 2) for orders in ("swapped", "another instead")),
+            *(differing_case("zero1", orders, False, 2) for orders in BY_BUCKETS),
             *(differing_case(way, "another instead", False, 4) for way in ("replicate", "bucket_mb=0", "neighbours")),
             differing_case("fully_shard", "swapped", True, 4)):
     globals()[one.__name__] = one

@@ -35,3 +35,23 @@ def test_ranks_differ(case, ranks):
 @pytest.mark.parametrize("case", case_params("tests.sharding.cases_ranks_differ", 4))
 def test_four_ranks_differ(case, ranks):
     ranks.check(case)
+
+
+@pytest.mark.parametrize("case", case_params("tests.sharding.cases_past_outputs", 2))
+def test_past_outputs(case, ranks):
+    ranks.check(case)
+
+
+@pytest.mark.parametrize("case", case_params("tests.sharding.cases_micro_batches", 2))
+def test_micro_batches(case, ranks):
+    ranks.check(case)
+
+
+@pytest.mark.parametrize("case", case_params("tests.sharding.cases_rows", 2))
+def test_rows(case, ranks):
+    ranks.check(case)
+
+
+@pytest.mark.parametrize("case", case_params("tests.sharding.cases_meshes", 4))
+def test_meshes(case, ranks):
+    ranks.check(case)
