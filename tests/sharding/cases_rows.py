@@ -66,8 +66,9 @@ class Parent(nn.Cell):
         return self.passed(self.b, mint.tanh(self.a(x)), self.made())
 
 
-WRAPPED = {"root": lambda net, mesh, wrap: wrap(net, mesh, ()), "both": lambda net, mesh, wrap: wrap(net, mesh, (net.a, net.b)),
-           "inner": lambda net, mesh, wrap: (wrap(net.a, mesh, ()), wrap(net.b, mesh, ()))}
+WRAPPED = {"root": lambda net, mesh, wrap: wrap(net, mesh, ()),
+           "units": lambda net, mesh, wrap: wrap(net, mesh, (net.a, net.b)),
+           "inner": lambda net, mesh, wrap: (wrap(net.b, mesh, ()), wrap(net, mesh, ()))}
 
 
 def variations():
@@ -96,6 +97,9 @@ def made_inside(world, which: str, ways=tuple(WAYS)) -> None:
                 net = filled(Parent(passed, made))
                 WRAPPED[which](net, mesh, WAYS[way])
                 for x in (own_rows(mesh), rows_of(mesh)):
+                    if which == "root":  # on its way to a number it meets no DTensor, and enters no wrapped cell
+                        equal(net(x), filled(Parent(passed, made))(Tensor(ROWS)))
+                        continue
                     text = refusal(lambda x=x: net(x), MixedOperandError)
                     same_on_all_ranks(world, text)
             collected(faults, f"{way}, {passed}, {made}, implicit_replication()", asked)
@@ -109,13 +113,53 @@ def made_by_a_model_of_which_the_root_is_wrapped(world):
 
 
 @case(2, timeout=120)
-def made_by_a_model_of_which_all_is_wrapped(world):
-    made_inside(world, "both", ("fully_shard", "kept", "neighbours"))
+def made_by_a_model_whose_cells_are_units(world):
+    made_inside(world, "units", ("fully_shard", "kept", "neighbours"))
 
 
 @case(2, timeout=120)
-def made_by_a_model_of_which_blocks_are_wrapped(world):
+def made_by_a_model_of_which_the_block_and_the_root_are_wrapped(world):
     made_inside(world, "inner")
+
+
+class Met(nn.Cell):
+    """The plain tensor meets a DTensor element by element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = Parameter(Tensor(np.zeros(4, np.float32)), name="w")
+
+    def construct(self, x, m):
+        return x * self.w * m
+
+
+@case(2)
+def a_plain_tensor_that_meets_a_dtensor_inside(world):
+    """Refused wherever it meets one, whichever cells are wrapped; replicated where that was asked for."""
+    mesh, faults = data_mesh(world), []
+
+    def made():
+        net = Parent()
+        net.b = Met()
+        return filled(net)
+    for which in WRAPPED:
+        for way in WAYS:
+            if which == "units" and way in ("replicate", "bucket_mb=0", "zero1"):
+                continue
+
+            def steps(way=way, which=which):
+                plain, net = made(), made()
+                WRAPPED[which](net, mesh, WAYS[way])
+                text = refusal(lambda: net(rows_of(mesh)), MixedOperandError)
+                same_on_all_ranks(world, text)
+                want = ms.value_and_grad(mean_square(plain), None, plain.trainable_params())(Tensor(ROWS))
+                with implicit_replication():
+                    got = value_and_grad(mean_square(net), None, net.trainable_params())(rows_of(mesh))
+                equal(got[0], want[0], "value")
+                for p, g, w in zip(net.trainable_params(), got[1], want[1], strict=True):
+                    equal(g, w, p.name)
+            collected(faults, f"{which}, {way}", steps)
+    none_of(faults)
 
 
 @case(2)

@@ -55,3 +55,18 @@ def test_rows(case, ranks):
 @pytest.mark.parametrize("case", case_params("tests.sharding.cases_meshes", 4))
 def test_meshes(case, ranks):
     ranks.check(case)
+
+
+@pytest.mark.parametrize("case", case_params("tests.sharding.cases_in_flight", 2))
+def test_in_flight(case, ranks):
+    ranks.check(case)
+
+
+@pytest.mark.parametrize("case", case_params("tests.sharding.cases_fsdp2_names", 2))
+def test_fsdp2_names(case, ranks):
+    ranks.check(case)
+
+
+@pytest.mark.parametrize("case", case_params("tests.sharding.cases_fsdp2_names", 4))
+def test_fsdp2_names_of_four(case, ranks):
+    ranks.check(case)
