@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from sys import getrefcount
 from typing import Any, NamedTuple
 
@@ -172,8 +173,10 @@ class OpPlan:
         grad = recording()
         tensors = call.tensors
         first: Any = tensors[0]
+        versioned = False
         if self.writes:
-            inplace.check_writable(first, self.op, grad)
+            versioned = call.func is not None and call.func.name != "Assign"
+            inplace.check_writable(first, self.op, grad, versioned)
             if grad:
                 tensors = [inplace.fresh(first), *tensors[1:]]
         if self.draws:
@@ -208,7 +211,7 @@ class OpPlan:
             winners = self.winners(operands[0], result) if grad and self.winners is not None else None
         out = self.results.wrap(result, grad, winners)
         if self.writes:
-            inplace.store(first, out, grad)
+            inplace.store(first, out, grad, versioned)
             return first
         if self.view is not None and not copied:
             link(first, out, *self.view)
@@ -227,7 +230,8 @@ def read_of_lent(lent, out, view: bool) -> None:
             memo_of(x).lent = lent
             x.__class__ = classes.UNSHARDED
         elif x._requires_grad and not x._is_leaf:
-            Tensor.register_hook(x, lent.enter)
+            call, param = lent
+            Tensor.register_hook(x, partial(call.enter, param, memo_of(param).versioned))
 
 
 def _references(held) -> int:

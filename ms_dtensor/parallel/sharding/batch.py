@@ -8,6 +8,7 @@ from ... import comm
 from ...core.mesh import DeviceMesh
 from ...core.placements import Shard
 from ...core.tree import leaves, map_leaves
+from ...dispatch import modes
 from ...dispatch.operands import LAID_OUT, wrap
 from ...dispatch.patches.recomputed import standing_in
 from ...errors import LayoutError
@@ -21,14 +22,15 @@ def batch_over(module: nn.Cell, mesh: DeviceMesh, who: str, label: str) -> None:
     """Lets a cell take plain inputs as rows of the global batch, and return DTensors.
 
     Rows are what comes from outside into the outermost cell of data parallelism. Inside, a plain tensor is what it is
-    elsewhere: refused beside a DTensor, or replicated where that was asked for; but a style's output is known.
+    elsewhere: refused beside a DTensor, or replicated where that was asked for; but a style's output is known. Where
+    implicit replication was asked for, it is replicated beside a DTensor among the inputs, too.
     """
     batch = _Batch(mesh, who, label)
 
     def before(cell, inputs, kwargs):
         cell.__dict__[ROOT] = count_handed_out()
         given = inputs, kwargs
-        if standing_in.get():
+        if standing_in.get() or modes.mode.get().implicit_replication and leaves(given, DTensor):
             return map_leaves(_known_again, given, Tensor)
         plain = [x for x in leaves(given, Tensor) if _is_rows(x)]
         shapes = dict(zip(map(id, plain), batch.global_shapes(plain)))

@@ -97,7 +97,7 @@ class Call:
             self.stand_ins = self._made(unit.standing)
         token = standing_in.set((*around, self))
         try:
-            with standing(slots, self.stand_ins, self._write_back):
+            with standing(slots, self.stand_ins, self._write_back, self._renew):
                 yield
         finally:
             standing_in.reset(token)
@@ -146,6 +146,13 @@ class Call:
         else:
             write(local_alias(x.inited_param), local_alias(x))
 
+    def _renew(self, x: Tensor) -> None:
+        """A parameter was written while `x` stands for it."""
+        if id(x.inited_param) in self.unit.place:
+            self.unit.unshard("forward")
+        else:
+            write(local_alias(x), local_alias(x.inited_param))
+
     @contextmanager
     def again(self, cell: nn.Cell) -> Iterator[Call]:
         """The whole tensors stand once more in the slots of a cell, which runs again in the backward."""
@@ -153,7 +160,7 @@ class Call:
         slots = [slot for slot in self.unit.standing if id(slot[0]) in cells]
         call = Call(self.unit)
         self.enter()
-        with standing(slots, call._made(slots), call._write_back):
+        with standing(slots, call._made(slots), call._write_back, call._renew):
             yield call
 
     def apart(self, x: Tensor) -> Tensor:
@@ -182,9 +189,18 @@ class Call:
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
-    def enter(self, grad: Tensor | None = None) -> None:
-        """The backward is about to read the whole parameters; a hook, too."""
+    def enter(self, param=None, version: int = 0, grad: Tensor | None = None) -> None:
+        """The backward is about to read the whole parameters; a hook of what was computed of one of them, too.
+
+        Raises:
+            OpRuleError: it was written meanwhile in a way that MindSpore refuses.
+        """
         unit = self.unit
+        if param is not None and memo_of(param).versioned != version:
+            raise OpRuleError(f"For 'fully_shard', the backward needs parameter '{param.name}', which was written since.",
+                              f"{param.layout.describe()} of {unit.name}", "As in MindSpore, what `copy_` and the like write "
+                              "between a use and its backward would change the gradient.",
+                              ("ops.assign(parameter, value)", "write it before its cell runs, or after the gradient"))
         if self in unit.entered and unit.state is State.WHOLE:
             return
         later = self.later

@@ -35,7 +35,7 @@ class UnshardedDTensor(DTensor):
     @property
     def _layout(self) -> Layout:  # type: ignore[override]
         held = self.__dict__
-        unit = held["_memo"].lent.unit
+        unit = held["_memo"].lent[0].unit
         if not unit.whole:
             raise LayoutError(
                 "For 'fully_shard', a gathered parameter, or a view of one, is used after its cell has returned.",
@@ -56,26 +56,30 @@ classes.KINDS[UnshardedDTensor] = classes.OURS
 def lend(call: Call, tensors: Iterable[Tensor]) -> None:
     """These, and views of them, may be read while the unit of `call` has them; ops that read them ask it to, backward."""
     for w in tensors:
+        lent = call, w.inited_param  # type: ignore[attr-defined]
         kin = None if w._memo is None else w._memo.kin
         for x in (w,) if kin is None else [x for ref in kin.members if (x := ref()) is not None]:
             if x.__class__ is DTensor:
-                memo_of(x).lent = call
+                memo_of(x).lent = lent
                 x.__class__ = UnshardedDTensor
 
 
 @contextmanager
-def standing(slots: list, stand_ins: dict[int, Tensor], keep: Callable[[int, Tensor], None]) -> Iterator[None]:
+def standing(slots: list, stand_ins: dict[int, Tensor], keep: Callable[[int, Tensor], None],
+             renew: Callable[[Tensor], None]) -> Iterator[None]:
     """Inside, the slots hold what stands for their parameters.
 
     Args:
         slots: (cell, key, parameter).
         stand_ins: by id of the parameter.
         keep: is given the id and what stood there, if that was written.
+        renew: is given what stands there when the parameter itself was written: cells list the parameters themselves.
     """
     watched = {k: x for k, x in stand_ins.items() if not isinstance(x, DTensorParameter)}  # else it stands for itself
     given, versions = set[int](), {k: x._version for k, x in watched.items()}
     for k, x in watched.items():
         x.set_data = x.assign_value = functools.partial(_take, given, k, weakref.ref(x))
+        memo_of(x.inited_param).stood_for = functools.partial(renew, x)
 
     def put(held: Callable) -> None:
         for cell, key, p in slots:
@@ -87,6 +91,8 @@ def standing(slots: list, stand_ins: dict[int, Tensor], keep: Callable[[int, Ten
         yield
     finally:
         put(lambda p: p)
+        for x in watched.values():
+            memo_of(x.inited_param).stood_for = None
     for k, x in watched.items():
         if k in given or written_since(x, versions[k]):
             keep(k, x)

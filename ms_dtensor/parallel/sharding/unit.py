@@ -22,7 +22,6 @@ from ... import comm
 from ...core.layout import Layout
 from ...core.mesh import DeviceMesh
 from ...core.placements import REPLICATE
-from ...dispatch.memo import memo_of
 from ...dispatch.operands import dtype_name
 from ...errors import ConfigError
 from ...internals.names import no_grad
@@ -221,11 +220,6 @@ def refresh_kept(units: Iterable[Unit]) -> None:
                 changed = unit.mesh.get_group().all_reduce(changed, "max")
             if changed.asnumpy()[0]:
                 unit.reshard(forced=True)
-
-
-def wrote(param) -> None:
-    """A parameter has been written by a way that dispatch does not see."""
-    memo_of(param).written += 1
 
 
 def _near(mesh: DeviceMesh, cut: int, size: int):
