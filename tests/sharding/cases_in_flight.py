@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several forwards before a backward: one gradient of many, and recordings of their own, whose backwards come in any order."""
+"""Several forwards before a backward: one gradient of many, and recordings whose backwards come in any order."""
 from __future__ import annotations
 
 import mindspore as ms

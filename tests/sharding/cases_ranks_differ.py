@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 
 import mindspore as ms
-from mindspore import nn
+import numpy as np
+from mindspore import Tensor, nn
 
 from ms_dtensor import comm, value_and_grad
 from ms_dtensor.errors import CollectiveMismatch
@@ -110,3 +111,24 @@ def fully_sharded_models_in_another_order(world):
 @case(2)
 def kept_models_in_another_order(world):
     models_apart(world, "kept")
+
+
+@case(2)
+def what_differs_is_in_the_message_though_ranks_go_on(world):
+    """A rank that catches the error makes its next call while the other still reads what was called: here the same one."""
+    swapped_and_caught(world)
+
+
+@case(4)
+def what_differs_is_in_the_message_of_four_though_they_go_on(world):
+    swapped_and_caught(world)
+
+
+def swapped_and_caught(world) -> None:
+    group = comm.group(range(world.size))
+    for k in range(500):
+        sizes = (3, 4) if world.rank != k % world.size else (4, 3)
+        texts = [refusal(lambda n=n: group.all_reduce(Tensor(np.ones(n, np.float32))), CollectiveMismatch) for n in sizes]
+        for text in texts:
+            calls = {what for _, what, _, _ in CALL.findall(text)}
+            assert len(calls) == 2, f"round {k}: the calls look alike: {text}"
