@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import re
 
-import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
+from mindspore.graph.api import _pynative_executor
 
 from ms_dtensor import comm, value_and_grad
 from ms_dtensor.errors import CollectiveMismatch
@@ -23,7 +23,7 @@ CALL = re.compile(r"rank (\d+): (.*) at (\S+):(\d+)")
 def named(world, run, names) -> str:
     """All ranks refuse with one text that has a line of each rank, unlike calls, and the name of what they are about."""
     text = refusal(run, CollectiveMismatch)
-    ms.common.api._pynative_executor.set_grad_flag(False)
+    _pynative_executor.set_grad_flag(False)  # an error in a backward leaves it on
     same_on_all_ranks(world, text)
     calls = {int(rank): (what, line) for rank, what, _, line in CALL.findall(text)}
     assert set(calls) == set(range(world.size)), text
