@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users of PyTorch's FSDP2 ask for, by its names: prefetch, methods as forwards, lists of cells, handles, copies, logs."""
+"""What users of PyTorch's FSDP2 ask for, by its names: prefetch, methods as forwards, lists of cells, handles, logs."""
 from __future__ import annotations
 
 import logging
@@ -125,7 +125,8 @@ def a_method_registered_as_forward(world):
             alike(net, plain, mesh, what="construct, which calls it")
             equal(net.encode(own_rows(mesh)), plain.encode(Tensor(ROWS)), "plain rows")
         collected(faults, f"{cells=}", steps)
-    text = refusal(lambda: md.register_fsdp_forward_method(fully_shard(filled(Language()), mesh=mesh), "decode"), ConfigError)
+    whole = fully_shard(filled(Language()), mesh=mesh)
+    text = refusal(lambda: md.register_fsdp_forward_method(whole, "decode"), ConfigError)
     assert "decode" in text and "register_fsdp_forward_method" in text, text
     same_on_all_ranks(world, text)
     net = filled(Language())  # not sharded: nothing changes, as in PyTorch
@@ -242,9 +243,8 @@ def replicate_leaves_ignored_modules_alone(world):
         def steps(how=how):
             net, plain = filled(Net()), filled(Net())
             left = net.blocks[1]
-            held = [p for p in left.get_parameters()]
             replicate(left, mesh=mesh)
-            held = [p for p in left.get_parameters()]
+            held = list(left.get_parameters())
             replicate(net, mesh=mesh, ignored_modules=(left,), **how)
             assert all(a is b for a, b in zip(held, left.get_parameters(), strict=True)), "replaced"
             alike(net, plain, mesh)

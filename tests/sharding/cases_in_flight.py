@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several forwards before a backward: one gradient of many, and recordings of their own, whose backwards come in any order."""
+"""Several forwards before a backward: one gradient of many, and recordings whose backwards come in any order."""
 from __future__ import annotations
 
 import mindspore as ms
@@ -11,7 +11,7 @@ from mindspore.graph.api import _pynative_executor
 from ms_dtensor import DTensor, distribute_tensor
 from ms_dtensor.dispatch.cotangent import summed_gradient
 from ms_dtensor.dispatch.operands import retag
-from ms_dtensor.internals.names import NoFallbackGuard
+from ms_dtensor.internals.names import NoFallbackGuard, no_grad
 from tests.cases import case
 from tests.dist.support import counted, equal
 from tests.sharding.support import ROWS, WAYS, Net, alike, collected, data_mesh, filled, none_of, own_rows, rows_of
@@ -43,7 +43,7 @@ def later_only(net):
 def unrecorded_between(net):
     def loss(x):
         y = net(x)
-        with ms.common.api._no_grad():
+        with no_grad():
             seen = net(x * 0.1)
         return (y * ops.stop_gradient(seen)).mean() + (net(y) ** 2).mean()
     return loss

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cell's inner tensor that reaches the loss past its outputs: by a forward hook, by an attribute. One device's gradients."""
+"""A cell's inner tensor that reaches the loss past its outputs, by a forward hook or an attribute: one device's numbers."""
 from __future__ import annotations
 
 from mindspore import mint, nn, ops

@@ -8,7 +8,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, mint, nn
 
-from ms_dtensor import DFunction, Replicate, Shard, comm, fully_shard, replicate, value_and_grad
+from ms_dtensor import DFunction, Replicate, Shard, comm, fully_shard, optim, replicate, value_and_grad
 from tests.cases import case
 from tests.dist.support import equal, refusal
 from tests.sharding.support import (
@@ -34,8 +34,10 @@ class Wide(nn.Cell):
     def __init__(self, sizes, seed: int = 0) -> None:
         super().__init__()
         self.count = len(sizes)
-        made = {int(i): Parameter(Tensor(np.random.default_rng(i).normal(0.1 * i, 0.03, (sizes[i], 1024)).astype(np.float32)))
-                for i in np.random.default_rng(seed).permutation(self.count)}
+        made = {}
+        for i in np.random.default_rng(seed).permutation(self.count):
+            values = np.random.default_rng(i).normal(0.1 * i, 0.03, (sizes[i], 1024))
+            made[int(i)] = Parameter(Tensor(values.astype(np.float32)))
         for i in range(self.count):
             made[i].name = f"w{i}"
             setattr(self, f"w{i}", made[i])
@@ -147,7 +149,8 @@ def kept_weights_after_a_backward_that_raised(world):
         keep(net, mesh)
         Raising.armed = True
         try:
-            refusal(lambda net=net: value_and_grad(mean_square(net), None, net.trainable_params())(rows_of(mesh)), ValueError)
+            step = value_and_grad(mean_square(net), None, net.trainable_params())
+            refusal(lambda step=step: step(rows_of(mesh)), ValueError)
         finally:
             Raising.armed = False
         net.order = plain.order = order
@@ -158,7 +161,6 @@ def kept_weights_after_a_backward_that_raised(world):
 @case(2)
 def an_optimizer_step_after_a_backward_that_raised(world):
     """What the raising backward left must not reach the parameters, which stay alike on all ranks."""
-    from ms_dtensor import optim
     mesh, plain, net = data_mesh(world), filled(Guarded()), filled(Guarded())
     replicate(net, mesh=mesh)
     one, many = optim.SGD(plain.trainable_params(), 0.1), optim.SGD(net.trainable_params(), 0.1)

@@ -212,8 +212,11 @@ def wrapped_cells_without_a_root_agree_with_one_that_has_it(world):
         plain, net = (nn.CellList([filled(nn.Dense(4, 4)), filled(nn.Dense(4, 4), 5)]) for _ in range(2))
         for cell in net:
             wrap(cell, mesh, ())
-        want = ms.value_and_grad(lambda x: (plain[0](x) * plain[1](x * 2)).mean(), None, plain.trainable_params())(Tensor(ROWS))
-        got = value_and_grad(lambda x: (net[0](x) * net[1](x * 2)).mean(), None, net.trainable_params())(own_rows(mesh))
+
+        def loss(n):
+            return lambda x: (n[0](x) * n[1](x * 2)).mean()
+        want = ms.value_and_grad(loss(plain), None, plain.trainable_params())(Tensor(ROWS))
+        got = value_and_grad(loss(net), None, net.trainable_params())(own_rows(mesh))
         equal(got[0], want[0])
         for p, g, w in zip(net.trainable_params(), got[1], want[1], strict=True):
             equal(g, w, p.name)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters that a step writes: before their unit runs, after it was prefetched, and between two calls of one forward.
 
-One device writes in place. A product that was recorded before keeps the tensor, not its values: the value, and the gradient of
-the weight, are those of each call; that of the *input* of the first call is computed with the new values, whichever of
-`set_data`, `ops.assign` and `p[:] = v` wrote. Here either is right, or each call's own. `copy_` is seen, and refused there.
+One device writes in place. A product that was recorded before keeps the tensor, not its values: the value, and the
+gradient of the weight, are those of each call; that of the *input* of the first call is computed with the new values,
+whichever of `set_data`, `ops.assign` and `p[:] = v` wrote. Here either is right, or each call's own. `copy_` is seen, and
+refused there.
 """
 from __future__ import annotations
 
@@ -236,7 +237,7 @@ def written_between_two_calls_of_a_cell_that_was_unsharded(world):
 
 @case(2)
 def copy_between_two_calls_gives_no_other_number(world):
-    """One device refuses it, frozen in the backward, trained at once. Here likewise, or right; and the next step is right."""
+    """One device refuses it, frozen in the backward, trained at once. Here likewise, or right, and so is the next step."""
     mesh, faults = data_mesh(world), []
     for train in (True, False):
         for way, wrap in WAYS.items():
