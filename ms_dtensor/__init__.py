@@ -72,7 +72,8 @@ _EXPORTS = {
     "dispatch.modes": ("SkipDTensorDispatch", "implicit_replication", "redistribution_policy"),
     "parallel": ("parallelize_module", "ParallelStyle", "ColwiseParallel", "RowwiseParallel", "SequenceParallel",
                  "PrepareModuleInput", "PrepareModuleOutput", "PrepareModuleInputOutput", "FusedColwiseParallel",
-                 "MixedPrecisionPolicy", "checkpoint_wrapper", "fully_shard", "loss_parallel", "register_fsdp_forward_method", "replicate", "suggest_plan"),
+                 "MixedPrecisionPolicy", "checkpoint_wrapper", "fully_shard", "loss_parallel",
+                 "register_fsdp_forward_method", "replicate", "suggest_plan"),
 }
 # import paths that people use -> where the module is
 _ALIASES = {

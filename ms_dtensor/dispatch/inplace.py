@@ -21,6 +21,7 @@ from ..comm.packing import write
 from ..errors import MixedOperandError, OpRuleError
 from ..internals.names import NoFallbackGuard
 from ..internals.target import cpu_kernels
+from . import classes
 from .memo import memo_of, wrote
 from .operands import wrap
 from .views import kin_of, relatives_of
@@ -88,7 +89,10 @@ def store(x, new, recording: bool, versioned: bool) -> None:
         local, given = Tensor._make_subclass(Tensor, new), isinstance(x, Parameter) or hasattr(x, "inited_param")
         if recording and given:  # as `assign` on one device: neither a leaf nor what requires no gradient takes history
             local = ms.ops.stop_gradient(local)
-        if recording and given and not versioned:
+        if x.__class__ is classes.UNSHARDED and not versioned:
+            memory, param = x._memo.lent
+            memory.overwrite(param, local)
+        elif recording and given and not versioned:
             write(Tensor._make_subclass(Tensor, x), local)
         elif _owns_storage(x) or not cpu_kernels():
             Tensor.copy_(x, local)

@@ -24,7 +24,7 @@ class Memo:
     versioned: int = 0  # of these writes, those that MindSpore refuses between a use and its backward
     stood_for: Any = None  # of a Parameter in whose place another tensor stands: is called when the Parameter is written
     lent: Any = None  # (the call for which its memory is filled, whose place it is in), while that may go (`sharding/`)
-    partial_grad_axes: tuple[int, ...] = ()  # of a Parameter: axes on which its gradient stays partial (`sharding/reduce.py`)
+    partial_grad_axes: tuple[int, ...] = ()  # of a Parameter: where its gradient stays partial (`sharding/reduce.py`)
 
     def forget_values(self) -> None:
         """Drops what was derived from the tensor's values."""

@@ -225,12 +225,13 @@ class OpPlan:
 
 def read_of_lent(lent, out, view: bool) -> None:
     """What was computed of a tensor whose memory goes: its backward asks for that memory again; a view lies in it, too."""
+    call, param = lent
+    call.read.append(param.name)
     for x in out if out.__class__ in (tuple, list) else (out,):
         if view and x.__class__ is classes.DTENSOR:
             memo_of(x).lent = lent
             x.__class__ = classes.UNSHARDED
         elif x._requires_grad and not x._is_leaf:
-            call, param = lent
             Tensor.register_hook(x, partial(call.enter, param, memo_of(param).versioned))
 
 

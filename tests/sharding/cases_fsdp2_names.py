@@ -147,7 +147,7 @@ def a_list_of_cells_as_one_unit(world):
         def steps(order=order):
             plain.order = net.order = order
             count = alike(net, plain, mesh, what=str(order))
-            assert count["reduce_scatter", "backward"] <= 2, count
+            assert count["reduce_scatter", "backward"] <= 1 + max(order.count(0), order.count(2), 1), count
         collected(faults, str(order), steps)
     plain.order = net.order = (0, 1, 2)
     with counted() as count:

@@ -152,6 +152,9 @@ class ShmBackend(Backend):
     def barrier(self, group: Ranks) -> None:
         self._engine.barrier(group)
 
+    def agree(self, what: str, group: Ranks) -> None:
+        self._engine.agree(what, group)
+
     def all_gather_object(self, obj: Any, group: Ranks) -> list[Any]:
         return self._engine.all_gather_object(obj, group)
 

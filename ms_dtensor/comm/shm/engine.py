@@ -388,6 +388,10 @@ class Engine:
         """Returns when every member has called it."""
         self._do("barrier", ("barrier",), str, ranks, None, lambda g, check: self._signals.sync(g, "barrier", check))
 
+    def agree(self, what: str, ranks: Ranks) -> None:
+        """See `Backend.agree`: a meeting at which nothing is handed over."""
+        self._do("agree", ("agree", what), lambda: what, ranks, None, lambda g, check: self._signals.sync(g, "agree", check))
+
     # -- objects ---------------------------------------------------------------------------------------------------
 
     def all_gather_object(self, obj: Any, ranks: Ranks) -> list[Any]:

@@ -69,10 +69,10 @@ def fully_shard(module: nn.Cell | Sequence[nn.Cell], *, mesh: DeviceMesh, reshar
         The same cell or list; each cell with the methods `unshard(async_op=False)` and `reshard()` (gather now and keep;
         give back), `set_requires_gradient_sync(bool, recurse=True)` (False: the gradients asked for are added up on each
         rank, and handed out as zeros, until a step with True), `set_requires_all_reduce(bool, recurse=True)` (the same for
-        the ranks that have copies), `forget_gradients(recurse=True)` (drops these), `set_modules_to_forward_prefetch(cells)`,
-        `set_modules_to_backward_prefetch(cells)` and `set_reshard_after_forward(bool, recurse=True)`. Parameters are
-        DTensors, cut; so are their gradients. Plain inputs of the outermost cell are this rank's rows of the global batch,
-        as for `replicate`.
+        the ranks that have copies), `forget_gradients(recurse=True)` (drops these),
+        `set_modules_to_forward_prefetch(cells)`, `set_modules_to_backward_prefetch(cells)` and
+        `set_reshard_after_forward(bool, recurse=True)`. Parameters are DTensors, cut; so are their gradients. Plain inputs
+        of the outermost cell are this rank's rows of the global batch, as for `replicate`.
 
     Raises:
         LayoutError: the cell was sharded before; a parameter is laid out over the axis already; a dim it does not have.
@@ -205,6 +205,9 @@ def _check_kinds(who: str, cells: list, mesh, mp_policy, params: Iterable) -> No
                                *(("ignored_params", p, Parameter) for p in params)):
         if not isinstance(value, kinds):
             raise _unfit(who, what, value, kinds)
+    if len({id(cell) for cell in cells}) < len(cells):
+        raise ConfigError(f"For '{who}', a cell is twice in the list.", ", ".join(type(cell).__name__ for cell in cells),
+                          "A unit has each of its cells once.", "leave it out the second time")
     for cell in cells:
         if UNIT in cell.__dict__ and (who == "fully_shard" or cell.__dict__[UNIT].who == "fully_shard"):
             raise LayoutError(f"For '{who}', this {type(cell).__name__} was sharded already.", f"mesh({mesh.describe()})",

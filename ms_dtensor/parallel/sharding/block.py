@@ -50,13 +50,13 @@ class Block:
         self._part: Any = None  # this rank's part of what the neighbours have together
         self._work: Work | None = None
 
-    def note(self, phase: str, dst: str) -> comm.annotate:
+    def note(self, phase: str, dst: str, when: str = "") -> comm.annotate:
         """What the record and the comparison between ranks know of a collective."""
-        return comm.annotate(phase=phase, src="fully_shard", dst=dst, of=self.of)
+        return comm.annotate(phase=phase, src="fully_shard", dst=dst, of=f"{self.of} {when}" if when else self.of)
 
-    def reduce(self, grads: dict[int, Tensor]) -> Work:
+    def reduce(self, grads: dict[int, Tensor], when: str) -> Work:
         """Begins to add up all ranks' gradients, given by number of the parameter; the work has this rank's part, flat."""
-        with NoFallbackGuard(), self.note("backward", "sharded gradients"):
+        with NoFallbackGuard(), self.note("backward", "sharded gradients", when):
             kind = self.reduce_dtype or next(iter(grads.values())).dtype
             if self.straight() and all(g.dtype == kind for g in grads.values()):
                 return Work(self.group.reduce_scatter_from(grads, self.parts))
@@ -97,10 +97,10 @@ class Block:
             self.memory = self.kind(self.shapes, self.dtype, self.group.backend)
         return self.memory
 
-    def start(self, phase: str, ahead: bool) -> None:
+    def start(self, phase: str, ahead: bool, when: str) -> None:
         """Begins to gather. `ahead`: it is not waited for at once."""
         later = ahead or not on_cpu()  # on host a thread would have to be woken for it
-        with NoFallbackGuard(), self.note(phase, "gathered parameters"):
+        with NoFallbackGuard(), self.note(phase, "gathered parameters", when):
             if self._part is None and self.straight():
                 own = [local_alias(p) for p in self.params]
                 self._work = self.group.all_gather_into(own, self._memory().window, self.parts, self.dtype, async_op=later)
@@ -131,6 +131,10 @@ class Block:
     def tensor(self, i: int) -> Tensor:
         """A new tensor on the memory, which is full."""
         return self._memory().tensor(i)
+
+    def overwrite(self, i: int, value: Tensor) -> None:
+        """Parameter `i` gets other values in the memory."""
+        self._memory().write(i, (slice(None),) * len(self.shapes[i]), value)
 
     def release(self, keep_part: bool = False, pages: bool = True) -> None:
         """The memory goes, but for what this rank keeps for its neighbours; without `pages`, windows stay as they are."""

@@ -27,6 +27,7 @@ from ...internals.names import Function, NoFallbackGuard, executor, recording
 from ...internals.target import on_cpu
 from ...redistribute.execute import redistribute_local
 from ...tensor.dtensor import DTensor
+from .reduce import in_order
 from .stand_in import lend, standing
 from .unit import State, Unit, refresh_kept
 
@@ -63,7 +64,9 @@ class Call:
         self.stand_ins: dict[int, Tensor] = {}  # while cells run, by id of the parameter
         self.before: Call | None = None  # in the step
         self.later: Unit | None = None  # whose call came after it
-        self.last, self.shared = self, dict[Unit, Call]()  # if this is the step: its last call, and those of several cells
+        self.read: list[str] = []  # parameters, in the order in which recorded ops have read them
+        # if this is the step: units in the order of their calls, the last call, those of several cells
+        self.order, self.last, self.shared = list[str](), self, dict[Unit, Call]()
 
     @classmethod
     def of(cls, unit: Unit, cell: nn.Cell) -> Call:
@@ -90,10 +93,10 @@ class Call:
         if root:
             _begin(cell)
         if not self.ran:
-            self._note_order(around[0] if around else self, again)
-            unit.unshard("backward" if again else "forward")
+            when = self._note_order(around[0] if around else self, again)
+            unit.unshard("backward" if again else "forward", when)
             for other in () if again else unit.forward_targets():
-                other.prefetch("forward")
+                other.prefetch("forward", when)
             self.stand_ins = self._made(unit.standing)
         token = standing_in.set((*around, self))
         try:
@@ -102,7 +105,9 @@ class Call:
         finally:
             standing_in.reset(token)
         self.ran.append(cell)
-        if len(self.ran) < len(unit.cells) and not root:
+        if root:
+            self._end_step(cell)
+        elif len(self.ran) < len(unit.cells):
             return
         lend(self, (w for k, w in self.stand_ins.items() if k in unit.place))
         self.stand_ins = {}  # they know the call, in memory that Python does not see
@@ -110,11 +115,22 @@ class Call:
         if not self.recorded or wanted:
             unit.reshard(keep_part=self.recorded)
 
-    def _note_order(self, step: Call, again: bool) -> None:
-        if again or step is self:
-            return
-        self.before, step.last = step.last, self
-        self.before.later = self.before.unit.next = self.unit
+    def _note_order(self, step: Call, again: bool) -> str:
+        """Which call of the step this is, for the comparison between ranks: they may not come to cells in another order."""
+        if again:
+            return ""
+        step.order.append(self.unit.label)
+        if step is not self:
+            self.before, step.last = step.last, self
+            self.before.later = self.before.unit.next = self.unit
+        return f"at call {len(step.order)} of the step, {self.unit.label}"
+
+    def _end_step(self, cell: nn.Cell) -> None:
+        """What was gathered ahead for cells that did not run goes; and all ranks have come to the same cells."""
+        for unit in units_of(cell):
+            if unit.state is State.GATHERING:
+                unit.reshard(forced=True)
+        self.unit.mesh.get_group().agree(f"cells that ran: {in_order(self.order)}")
 
     def _made(self, slots: list) -> dict[int, Tensor]:
         """What stands in the slots, by id of the parameter; recorded where a gradient is asked for."""
@@ -145,6 +161,11 @@ class Call:
             self.unit.blocks[b].write_own(i)
         else:
             write(local_alias(x.inited_param), local_alias(x))
+
+    def overwrite(self, param, local: Tensor) -> None:
+        """What a cell assigns to what stands for a cut parameter goes into the memory; autograd is not told."""
+        b, i = self.unit.place[id(param)]
+        self.unit.blocks[b].overwrite(i, local)
 
     def _renew(self, x: Tensor) -> None:
         """A parameter was written while `x` stands for it."""
@@ -198,8 +219,8 @@ class Call:
         unit = self.unit
         if param is not None and memo_of(param).versioned != version:
             raise OpRuleError(f"For 'fully_shard', the backward needs parameter '{param.name}', which was written since.",
-                              f"{param.layout.describe()} of {unit.name}", "As in MindSpore, what `copy_` and the like write "
-                              "between a use and its backward would change the gradient.",
+                              f"{param.layout.describe()} of {unit.name}", "As in MindSpore, what `copy_` and the like "
+                              "write between a use and its backward would change the gradient.",
                               ("ops.assign(parameter, value)", "write it before its cell runs, or after the gradient"))
         if self in unit.entered and unit.state is State.WHOLE:
             return
@@ -268,7 +289,7 @@ class Unshard(Function):
                               ("distribute_module(cell, device_mesh) instead of fully_shard()",
                                "take the inner gradient with respect to the inputs"))
         call.leave()
-        return None, None, *call.unit.reduction.whole(ctx.numbers, grads)
+        return None, None, *call.unit.reduction.whole(ctx.numbers, grads, f"read: {in_order(call.read)}")
 
 
 class PreBackward(Function):

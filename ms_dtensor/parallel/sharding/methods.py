@@ -2,11 +2,13 @@
 """What a data-parallel cell can be told: its methods, with the names and meanings of PyTorch's FSDP2."""
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from types import MethodType
 
 from mindspore import nn
 
+from ...dispatch.patches.recomputed import standing_in
 from ...errors import ConfigError
 from .batch import BATCH
 from .call import UNIT, runs_as_unit, units_of
@@ -136,9 +138,13 @@ def register_fsdp_forward_method(module: nn.Cell, method_name: str) -> None:
                           "A method that is called in the place of the cell.", "check the name")
     if UNIT not in module.__dict__:
         return
-    inner = runs_as_unit(given.__func__)
+    own = given.__func__
+    inner = runs_as_unit(own)
 
+    @functools.wraps(own)
     def run(cell, *args, **kwargs):
+        if any(call.unit is cell.__dict__[UNIT] for call in standing_in.get()):  # called by the cell itself
+            return own(cell, *args, **kwargs)
         before, after = cell.__dict__[BATCH]
         args, kwargs = before(cell, args, kwargs)
         out = inner(cell, *args, **kwargs)

@@ -166,8 +166,11 @@ class Reduction:
 
     # -- as gradients arrive -----------------------------------------------------------------------------------------
 
-    def whole(self, numbers: tuple[tuple[int, int], ...], grads) -> list[Tensor]:
-        """Whole gradients of cut parameters as shards; zeros while they are owed or under way, and where nobody asks."""
+    def whole(self, numbers: tuple[tuple[int, int], ...], grads, read: str) -> list[Tensor]:
+        """Whole gradients of cut parameters as shards; zeros while they are owed or under way, and where nobody asks.
+
+        `read`: in which order the forward has read them, which ranks compare.
+        """
         blocks = self.unit.blocks
         given = {at: g for at, g in zip(numbers, grads) if asked_for(blocks[at[0]].params[at[1]])}
         out: dict[int, Tensor] = {}
@@ -176,7 +179,7 @@ class Reduction:
                 given[b, i] = self._with_owed(id(blocks[b].params[i]), g, blocks[b].reduce_dtype)
         if self.sync:
             for b in range(len(blocks)):
-                sums = self._reduced(b, {i: g for (c, i), g in given.items() if c == b})
+                sums = self._reduced(b, {i: g for (c, i), g in given.items() if c == b}, read)
                 if sums is not None and on_cpu():
                     out.update(sums())
                 elif sums is not None:
@@ -194,13 +197,13 @@ class Reduction:
             self._owed[key] = grad * 1 if dtype is None or owed is not None else grad.astype(dtype)
         return grad
 
-    def _reduced(self, b: int, grads: dict[int, Tensor]) -> Callable[[], dict[int, Tensor]] | None:
+    def _reduced(self, b: int, grads: dict[int, Tensor], when: str) -> Callable[[], dict[int, Tensor]] | None:
         """Begins to add up whole gradients of block `b`; what is given waits for it, and gives shards by id."""
         block, copies = self.unit.blocks[b], self.copies
         if not grads:
             return None
         self.unit.log("reduce", "backward")
-        work = block.reduce(grads)
+        work = block.reduce(grads, when)
 
         def finish() -> dict[int, Tensor]:
             with NoFallbackGuard(), block.note("backward", "sharded gradients"):
@@ -287,7 +290,7 @@ class Reduction:
                 due = {i: self._owed.pop(key) if key in self._owed else
                        ms.ops.zeros(block.shapes[i], self._owed_shards[key].dtype)
                        for i, key in asked.items() if key in self._owed or i in late}
-            finish = self._reduced(b, due)
+            finish = self._reduced(b, due, "owed")
             sums |= {} if finish is None else finish()
         with NoFallbackGuard():
             for bucket in self.buckets:
@@ -328,14 +331,19 @@ class Reduction:
             held[1].clear()
 
 
+def in_order(names: list[str]) -> str:
+    """Names as a call shows them, whose text has an end; the number at its end tells all of them."""
+    text = " ".join(names)
+    return f"{text[:500]}{'...' * (len(text) > 500)} ({len(names)}, {zlib.crc32(text.encode()):08x})"
+
+
 def complete() -> None:
     """The backward has ended: all that has arrived in it is completed; a second call does nothing."""
     held = _open.get()
     if held is None or not held[0]:
         return
     _open.set(None)
-    names = " ".join(held[1])
-    seen = f", arrived: {names[:600]} ({len(held[1])}, {zlib.crc32(names.encode()):08x})" if names else ""
+    seen = f", arrived: {in_order(held[1])}" if held[1] else ""
     for reduction in held[0]:
         reduction.begin_to_finish(seen)
     for reduction in held[0]:

@@ -129,13 +129,13 @@ class Unit:
 
     # -- events ------------------------------------------------------------------------------------------------------
 
-    def prefetch(self, phase: str) -> None:
-        """Begins to gather, if that has not begun."""
+    def prefetch(self, phase: str, when: str = "") -> None:
+        """Begins to gather, if that has not begun; `when`: at which point of the program, which ranks compare."""
         if self.state is State.SHARDED and self.blocks:
             self.log("prefetch", phase)
-            self._start(phase, ahead=True)
+            self._start(phase, f"ahead{when}", ahead=True)
 
-    def unshard(self, phase: str) -> None:
+    def unshard(self, phase: str, when: str = "") -> None:
         """The memory holds the whole parameters, of the values that the shards have now."""
         if self.state is not State.SHARDED and self._gathered != self._written():  # by a forward, after it was read
             self.reshard(forced=True)
@@ -144,15 +144,15 @@ class Unit:
         self.log("unshard", phase)
         with no_grad():
             if self.state is State.SHARDED:
-                self._start(phase, ahead=False)
+                self._start(phase, when, ahead=False)
             for block in self.blocks:
                 block.finish()
         self.state = State.WHOLE
 
-    def _start(self, phase: str, ahead: bool) -> None:
+    def _start(self, phase: str, when: str, ahead: bool) -> None:
         with no_grad():
             for block in self.blocks:
-                block.start(phase, ahead)
+                block.start(phase, ahead, when)
         self.state, self._gathered = State.GATHERING, self._written()
 
     def reshard(self, keep_part: bool = False, forced: bool = False) -> None:
