@@ -59,14 +59,17 @@ class Call:
     def __init__(self, unit: Unit):
         self.unit, self.recorded = unit, recording()
         self.ran: list[nn.Cell] = []
-        self.nodes: dict = {}
-        self.taken = None
         self.stand_ins: dict[int, Tensor] = {}  # while cells run, by id of the parameter
         self.before: Call | None = None  # in the step
         self.later: Unit | None = None  # whose call came after it
         self.read: list[str] = []  # parameters, in the order in which recorded ops have read them
         # if this is the step: units in the order of their calls, the last call, those of several cells
         self.order, self.last, self.shared = list[str](), self, dict[Unit, Call]()
+
+    @property
+    def stands(self) -> bool:
+        """Whether other tensors stand in the place of parameters."""
+        return bool(self.unit.standing)
 
     @classmethod
     def of(cls, unit: Unit, cell: nn.Cell) -> Call:
