@@ -44,7 +44,7 @@ class Block:
         self.shapes, dims = [layout.local_shape() for layout in whole], [p.placements[axes[0]].dim for p in params]
         here = params[0].device_mesh.get_coordinate()
         self.parts = Parts(self.shapes, dims, [sizes_along(p.layout, axes, d, here) for p, d in zip(params, dims)])
-        self.kind: type = HostMemory if on_cpu() else DeviceMemory
+        self.kind: Any = HostMemory if on_cpu() else DeviceMemory
         self.bytes = self.parts.starts[-1] * numpy_dtype(dtype).itemsize
         self.memory: HostMemory | DeviceMemory | None = None
         self._part: Any = None  # this rank's part of what the neighbours have together

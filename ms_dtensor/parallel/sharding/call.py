@@ -180,7 +180,7 @@ class Call:
     @contextmanager
     def again(self, cell: nn.Cell) -> Iterator[Call]:
         """The whole tensors stand once more in the slots of a cell, which runs again in the backward."""
-        cells = {id(c) for _, c in cell.cells_and_names()}
+        cells = {id(c) for _, c in cell.cells_and_names()} if cell is not None else ()  # a function, where nothing stands
         slots = [slot for slot in self.unit.standing if id(slot[0]) in cells]
         call = Call(self.unit)
         self.enter()
