@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a program on ranks is the program on one device: numbers, refusals, and that ranks communicate alike.
+
+All ranks judge together: after each step they agree about what each saw, and a failing program is made small on all.
+"""
+from __future__ import annotations
+
+import re
+import zlib
+from dataclasses import dataclass
+
+import mindspore as ms
+import numpy as np
+
+from ms_dtensor import comm
+from ms_dtensor.errors import CommError
+from tests.fuzz.check import agreed
+from tests.fuzz.sharding.play import Player, Record
+from tests.fuzz.sharding.programs import Program, smaller
+
+RTOL, SHORT = 1e-9, 2e-3  # of the largest element; SHORT where a policy computes in float32, whose sums have 6 digits
+SMALLER = 120  # programs that are tried when one is made small
+
+# Refusals that the documents announce, by a piece of the message: one device does not know the limit.
+DOCUMENTED = {
+    "past the cell's outputs": "what a unit computes reaches the loss through what it returns",
+}
+
+
+@dataclass
+class Reference:
+    """What one device did: the values after each step; `stopped`: what the step after these raised."""
+
+    program: Program
+    steps: list[dict[str, np.ndarray]]
+    stopped: str = ""
+
+
+def refer(program: Program) -> Reference:
+    out = Reference(program, [])
+    try:
+        for record in Player(program).play():
+            out.steps.append(record.values)
+    except Exception as e:
+        out.stopped = headline(e)
+        ms.common.api._pynative_executor.clear_res()
+    return out
+
+
+def headline(e: Exception) -> str:
+    lines = [line.strip() for line in str(e).splitlines() if line.strip("- \t")]
+    return f"{type(e).__name__}: {lines[0] if lines else ''}"[:300]
+
+
+def kind_of(text: str) -> str:
+    """A message without what differs from program to program."""
+    return re.sub(r"body[\w.]*|\d+", "#", text)
+
+
+def differing(program: Program, got: Record, want: dict[str, np.ndarray]) -> str:
+    """The first value that is not one device's, in words."""
+    rtol = SHORT if program.short else RTOL
+    if list(got.values) != list(want):
+        return f"names: {[n for n in got.values if n not in want]} and not {[n for n in want if n not in got.values]}"
+    for name, y in want.items():
+        x = got.values[name]
+        if x.shape != y.shape:
+            return f"{name}: shape {list(x.shape)}, want {list(y.shape)}"
+        scale = max(float(np.abs(y).max(initial=0)), 1e-3 if not program.short else 1e-1)
+        off = np.abs(x.astype(np.float64) - y)
+        if not bool((off <= rtol * scale).all()):
+            return f"{name}: {np.array2string(x.ravel()[:4], precision=6)}, want {np.array2string(y.ravel()[:4], precision=6)}"
+    return ""
+
+
+def alike(record: Record) -> int:
+    """A number of what was communicated; shapes may differ where a tensor does not divide."""
+    return zlib.crc32(repr([(e.op, e.axes, e.phase, e.dtype) for e in record.events]).encode())
+
+
+def verdict(world, reference: Reference) -> str:
+    """"" or what is wrong, the same on every rank. What one device refuses is where the program ends."""
+    program = reference.program
+    said, number, playing = "", -1, None
+    while True:
+        number += 1
+        code = 0
+        try:
+            playing = playing or Player(program, world.rank).play()
+            record = next(playing, None)
+            if record is None:
+                said = "end"
+            elif number >= len(reference.steps):
+                said = "end"  # accepted, and one device raises
+            else:
+                code, said = alike(record), differing(program, record, reference.steps[number])
+                said = said and f"wrong: {said}"
+        except CommError:
+            raise
+        except Exception as e:
+            ended = number >= len(reference.steps) and bool(reference.stopped)
+            said = "end" if ended or any(d in str(e) for d in DOCUMENTED) else f"refused: {headline(e)}"
+            ms.common.api._pynative_executor.clear_res()
+        texts = agreed(world, f"{code}|{said}")
+        wrongs = [t.split("|", 1)[1] for t in texts]
+        if any(w.startswith("wrong") for w in wrongs):
+            return f"step {number}: {next(w for w in wrongs if w.startswith('wrong'))}"
+        if len(set(wrongs)) > 1:
+            return f"step {number}: unlike: {' <> '.join(wrongs)}"
+        if said == "end":
+            return ""
+        if said:
+            return f"step {number}: {said}"
+        if len(set(texts)) > 1:
+            return f"step {number}: unlike communication"
+
+
+def class_of(verdict: str) -> str:
+    """What a smaller program has to fail with, too."""
+    text = verdict.partition(": ")[2]
+    return "wrong" if text.startswith("wrong") else kind_of(text)
+
+
+def check_seed(world, reference: Reference, small: bool = True) -> dict:
+    """The verdict on one program, for a report; a failing one is made small."""
+    program = reference.program
+    why = verdict(world, reference)
+    said = {"seed": program.seed, "steps": len(program.steps), "stopped": reference.stopped, "why": why}
+    if not why:
+        return said
+    tried, goes_on = 0, small
+    while goes_on:
+        goes_on = False
+        for candidate in smaller(program):
+            tried += 1
+            if tried > SMALLER:
+                break
+            also = verdict(world, refer(candidate))
+            if also and class_of(also) == class_of(why):
+                program, why, goes_on = candidate, also, True
+                break
+    return {**said, "why": said["why"], "small_why": why, "class": class_of(why), "program": str(program),
+            "whole": str(reference.program)}
