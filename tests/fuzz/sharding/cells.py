@@ -152,7 +152,7 @@ class Norm(Node):
         self.gain = vector("gain", self.width)
 
     def work(self, x, m):
-        return x * mint.rsqrt((x * x).mean(-1, keep_dims=True) + 0.1) * self.gain
+        return x * mint.rsqrt((x * x).mean(-1, keep_dims=True) + 0.125) * self.gain
 
 
 class Number(Node):
@@ -179,12 +179,12 @@ class Stats(Node):
     """Running statistics, as BatchNorm's."""
 
     def made(self):
-        self.gain, self.mean = vector("gain", self.width), vector("mean", self.width, trained=False)
+        self.gain, self.moving_mean = vector("gain", self.width), vector("moving_mean", self.width, trained=False)
 
     def work(self, x, m):
         now = x.mean(0)
-        write(self.mean, self.mean * 0.9 + ops.stop_gradient(now) * 0.1, self.part.how)
-        return (x - now) * self.gain + self.mean
+        write(self.moving_mean, self.moving_mean * 0.875 + ops.stop_gradient(now) * 0.125, self.part.how)
+        return (x - now) * self.gain + self.moving_mean.astype(x.dtype)
 
 
 class Momentum(Node):
@@ -197,8 +197,8 @@ class Momentum(Node):
 
     def work(self, x, m):
         y = mint.tanh(self.a(x))
-        write(self.b.weight, self.b.weight * 0.6 + ops.stop_gradient(self.a.weight) * 0.4, self.part.how)
-        return y + self.b(x) * 0.7
+        write(self.b.weight, self.b.weight * 0.625 + ops.stop_gradient(self.a.weight) * 0.375, self.part.how)
+        return y + self.b(x) * 0.75
 
 
 class Teacher(Node):
@@ -208,7 +208,7 @@ class Teacher(Node):
         self.a, self.s = dense(self.width, self.width), vector("s", self.width)
 
     def work(self, x, m):
-        write(self.s, ops.stop_gradient(self.s) * 0.5 + 0.2, self.part.how)
+        write(self.s, ops.stop_gradient(self.s) * 0.5 + 0.25, self.part.how)
         return mint.tanh(self.a(x)) * self.s
 
 

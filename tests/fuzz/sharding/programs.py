@@ -149,11 +149,11 @@ class _Draw:
         a, b = pairs[int(self.rng.integers(len(pairs)))]
         if kind == "hsdp" and scheme == "fsdp":
             return {"copies": a, "cut": b}
-        if kind == "tp":
+        if kind == "tp" and scheme != "roots":
             return {"dp": a, "tp": b}
         if kind == "flat":
             return {"a": a, "b": b}
-        if kind == "flat_tp":
+        if kind == "flat_tp" and scheme != "roots":
             t = self.one(*(t for t in range(1, b + 1) if b % t == 0))
             return {"a": a, "b": b // t, "tp": t}
         return {"dp": n}
@@ -181,31 +181,38 @@ class _Draw:
         paths = list(program.parts())[::-1]  # inner ones first
         inside = [p + f".{key}" for p, part in program.parts().items() if part.kind == "momentum" for key in "ab"]
         everything = [*inside, *paths, *["embed"] * program.embeds, "head"]
-        wraps, policy = [], {"mp": True} if self.chance(.06) else {}
+        wraps, policy = [], {"mp": True} if self.chance(.08) and not program.plain else {}
         for path, part in program.parts().items():
             if part.kind == "mlp" and "tp" in program.axes and self.chance(.8):
                 wraps.append(Wrap("tp", path))
         checks = [Wrap("checkpoint", p, self.one({}, {}, {"save": "tanh"}, {"save": "products"})) for p in paths[:-1]
                   if self.chance(.12) and not any(q.startswith(p) and part.kind in WRITERS or part.kept and q.startswith(p)
                                                   for q, part in program.parts().items())]
-        early = [c for c in checks if self.chance(.5)]
+        early = [c for c in checks if self.chance(.5) and not policy]  # a policy comes before, by its documents
         wraps += early
         if scheme == "roots":
             split = [p for p in paths if p.count(".") == 2] if self.chance(.6) else ["body"]
-            roots = [*split, *["embed"] * program.embeds, "head"]
+            roots = {r: self.one(*DATA) for r in (*split, *["embed"] * program.embeds, "head")}
+            program.tied &= roots.get("embed") == roots["head"]  # a weight is copied or cut, not both
             for path in everything:
-                if path in roots or self.chance(.2) and any(path.startswith(f"{r}.") for r in roots):
-                    wraps.append(self.data(path, "fsdp" if path not in roots else self.one(*DATA), policy, path in roots))
+                inner = [kind for r, kind in roots.items() if path.startswith(f"{r}.")]
+                if path in roots:
+                    wraps.append(self.data(path, roots[path], policy, True))
+                elif inner and self.chance(.25) and not (policy and inner[0] == "replicate"):  # it is one policy there
+                    wraps.append(self.data(path, "fsdp" if inner[0] == "zero1" else inner[0], policy, False))
         elif scheme == "fsdp":
             wraps += [self.data(p, "fsdp", policy, False) for p in everything if self.chance(.45)]
             wraps.append(self.data("", "fsdp", policy, True))
         else:
-            wraps += [self.data(p, scheme, policy, False) for p in everything if self.chance(.12)]
+            inner = everything if not policy or scheme == "zero1" else []  # one policy for what is replicated
+            wraps += [self.data(p, scheme, policy, False) for p in inner if self.chance(.12)]
             wraps.append(self.data("", scheme, policy, True))
         program.wraps = wraps + [c for c in checks if c not in early]
 
     def data(self, where: str, kind: str, policy: dict, outermost: bool) -> Wrap:
         options = dict(policy)
+        if policy:
+            options["mp"] = "answers in float64" if outermost else "computes in float32"
         if kind == "replicate":
             options["bucket_mb"] = self.one(25, 25, 0, 0.0001)
         if kind == "fsdp":
@@ -297,10 +304,14 @@ def smaller(program: Program) -> Iterator[Program]:
     for path, part in program.parts().items():
         if path != "body" and part.kind != "empty":
             yield less(_emptied, path)
-    for i in range(len(program.wraps)):
-        yield less(lambda p, i: p.wraps.pop(i), i)
-        for key in program.wraps[i].options:
-            yield less(lambda p, i, key: p.wraps[i].options.pop(key), i, key)
+    for i, wrap in enumerate(program.wraps):
+        if wrap.kind not in DATA or any(w.where == "" or wrap.where.startswith(f"{w.where}.") for w in program.wraps[i + 1:]):
+            yield less(lambda p, i: p.wraps.pop(i), i)  # not an outermost one: what it lays out is needed
+        for key in wrap.options:
+            if key != "mp":
+                yield less(lambda p, i, key: p.wraps[i].options.pop(key), i, key)
+    if program.short:  # all or none, else dtypes meet
+        yield less(lambda p: [w.options.pop("mp", None) for w in p.wraps])
     for i, step in enumerate(program.steps):
         for f in fields(Step)[2:-2]:
             if getattr(step, f.name) != f.default and f.name not in ("which", "how" if step.kind != "train" else ""):

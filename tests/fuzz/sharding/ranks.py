@@ -10,6 +10,7 @@ import json
 import pickle
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import mindspore as ms
@@ -61,6 +62,7 @@ def main(job: dict) -> int:
     ms.runtime.launch_blocking()
     np.seterr(all="ignore")
     started, seeds = time.monotonic(), job["seeds"]
+    classes: Counter = Counter()
     for k in range(0, len(seeds), world.size):
         faulthandler.dump_traceback_later(LIMIT, exit=True)
         if agreed(world, "stop" if time.monotonic() - started > job["seconds"] else "")[0]:
@@ -76,9 +78,11 @@ def main(job: dict) -> int:
                             "program": str(generate(seed, world.size, differs=True))})
                     agreed(world, str(seed))
                 else:
-                    report(check_seed(world, reference, job["small"]))
+                    said = check_seed(world, reference, classes)
+                    report(said)
+                    classes[said.get("class", "")] += 1
         except CommError as e:
-            report({"lost": seed, "why": headline(e), "text": str(e)[:4000]})
+            report({"lost": seed, "why": headline(e), "text": f"{generate(seed, world.size)}\n{e}"[:6000] if seed else str(e)})
             return LOST_STEP
         faulthandler.cancel_dump_traceback_later()
     return 0
