@@ -21,6 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from tests.fuzz.sharding.programs import TRAITS  # noqa: E402
 from tests.msrun import launch  # noqa: E402
 
 SHOWN = 6  # programs of a class that are printed
@@ -35,6 +36,7 @@ def main() -> int:
     parser.add_argument("--seeds", help="comma-separated; instead of a range")
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--differs", action="store_true", help="one rank's last step is another")
+    parser.add_argument("--without", default="", help="comma-separated traits to leave out: " + ", ".join(TRAITS))
     options = parser.parse_args()
     seeds = [int(s) for s in options.seeds.split(",")] if options.seeds else \
         list(range(options.first, options.first + options.programs))
@@ -43,7 +45,8 @@ def main() -> int:
     limit = began + 60 * options.minutes
     while seeds and (left := limit - time.monotonic()) > 0:
         with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-            json.dump({"seeds": seeds, "seconds": left, "differs": options.differs}, file)
+            json.dump({"seeds": seeds, "seconds": left, "differs": options.differs,
+                       "without": list(filter(None, options.without.split(",")))}, file)
             file.flush()
             outcome = launch("tests.fuzz.sharding.ranks", options.ranks, [file.name], left + 120,
                              env={"MS_DTENSOR_TIMEOUT": "20"})
@@ -79,7 +82,7 @@ def main() -> int:
         if shown[w["class"]] <= SHOWN:
             print(f"\n# {w['class']}\n{w.get('program') or 'seed ' + str(w['seed'])}\n  -> {w.get('small_why', w['why'])}")
     print("\n" + json.dumps({
-        "ranks": options.ranks, "differs": options.differs, "programs": done, "seconds": round(time.monotonic() - began),
+        "ranks": options.ranks, "without": options.without, "differs": options.differs, "programs": done, "seconds": round(time.monotonic() - began),
         "one_device_refused": {k: n for k, n in stopped.most_common() if k}, "wrong": len(wrong),
         "classes": dict(classes.most_common()), "seeds": [w["seed"] for w in wrong]}))
     return 1 if wrong or not done else 0

@@ -20,7 +20,7 @@ from tests.fuzz.sharding.play import Player, Record
 from tests.fuzz.sharding.programs import Program, smaller
 
 RTOL, SHORT = 1e-9, 2e-3  # of the largest element; SHORT where a policy computes in float32, whose sums have 6 digits
-SMALLER = 120  # programs that are tried when one is made small
+SMALLER = 80  # programs that are tried when one is made small
 
 # Refusals that the documents announce, by a piece of the message: one device does not know the limit.
 DOCUMENTED = {
@@ -134,7 +134,7 @@ def check_seed(world, reference: Reference, known: Mapping[str, int]) -> dict:
     said = {"seed": program.seed, "steps": len(program.steps), "stopped": reference.stopped, "why": why}
     if not why:
         return said
-    tried, goes_on = 0, known.get(class_of(why), 0) < (6 if class_of(why) == "wrong number" else 2)
+    tried, goes_on = 0, known.get(class_of(why), 0) < (6 if class_of(why) == "wrong number" else 1)
     while goes_on:
         goes_on = False
         for candidate in smaller(program):

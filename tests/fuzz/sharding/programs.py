@@ -6,7 +6,7 @@ Nothing here runs one: `play.py` does, on one device and on ranks.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -287,9 +287,45 @@ class _Draw:
         return Step("train", [[usual]], how=self.one("md", "ms"), odd=int(self.rng.integers(self.ranks)), other=other)
 
 
-def generate(seed: int, ranks: int, differs: bool = False) -> Program:
-    """The program of a seed; `differs`: one rank does something else in its last step."""
-    return _Draw(seed, ranks, differs).program()
+def generate(seed: int, ranks: int, differs: bool = False, without: Iterable[str] = ()) -> Program:
+    """The program of a seed; `differs`: one rank does something else in its last step; `without`: see `TRAITS`."""
+    program = _Draw(seed, ranks, differs).program()
+    for name in without:
+        TRAITS[name](program)
+    return program
+
+
+def _parts(change: Callable[[Part], Any]) -> Callable[[Program], None]:
+    return lambda program: [change(p) for p in program.parts().values()] and None
+
+
+def _steps(change: Callable[[Step], Any]) -> Callable[[Program], None]:
+    return lambda program: [change(s) for s in program.steps] and None
+
+
+def _no_data(part: Part) -> None:
+    part.out = "tuple" if part.out == "data" else part.out
+
+
+def _no_flat(program: Program) -> None:
+    if "tp" in program.axes and "a" in program.axes:
+        program.axes = {"dp": program.axes["a"] * program.axes["b"], "tp": program.axes["tp"]}
+
+
+# What can be left out, to see behind faults that are known: name -> what takes it out of a program.
+TRAITS: dict[str, Callable[[Program], None]] = {
+    "dataclass": _parts(_no_data),
+    "kept": _parts(lambda p: setattr(p, "kept", None)),
+    "giver": _parts(lambda p: setattr(p, "kind", "group") if p.kind == "giver" else None),
+    "teacher": _parts(lambda p: setattr(p, "kind", "dense") if p.kind == "teacher" else None),
+    "micro": _steps(lambda s: s.passes.__delitem__(slice(1, None))),
+    "between": _steps(lambda s: setattr(s, "between", "")),
+    "checkpoint": lambda p: setattr(p, "wraps", [w for w in p.wraps if w.kind != "checkpoint"]),
+    "save": lambda p: [w.options.pop("save", None) for w in p.wraps] and None,
+    "tp": lambda p: setattr(p, "wraps", [w for w in p.wraps if w.kind != "tp"]),
+    "flat_tp": _no_flat,
+    "mp": lambda p: [w.options.pop("mp", None) for w in p.wraps] and None,
+}
 
 
 def smaller(program: Program) -> Iterator[Program]:

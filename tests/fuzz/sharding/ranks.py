@@ -28,11 +28,11 @@ LIMIT = 90  # seconds for one program and its minimisation; then every thread's 
 LOST_STEP = 3  # exit code
 
 
-def references(world, seeds: list[int]) -> list:
+def references(world, seeds: list[int], without: list[str]) -> list:
     """Of so many seeds as there are ranks, at most; every rank makes one of them."""
     mine = b""
     if world.rank < len(seeds):
-        mine = pickle.dumps(refer(generate(seeds[world.rank], world.size)))
+        mine = pickle.dumps(refer(generate(seeds[world.rank], world.size, without=without)))
     made = comm.group(tuple(range(world.size))).all_gather_object(mine)
     return [pickle.loads(m) for m in made[:len(seeds)]]
 
@@ -69,7 +69,7 @@ def main(job: dict) -> int:
             break
         some, seed = seeds[k:k + world.size], None
         try:
-            made = [None] * len(some) if job["differs"] else references(world, some)
+            made = [None] * len(some) if job["differs"] else references(world, some, job["without"])
             for seed, reference in zip(some, made):
                 faulthandler.dump_traceback_later(LIMIT, exit=True)
                 report({"begins": seed})
@@ -82,7 +82,7 @@ def main(job: dict) -> int:
                     report(said)
                     classes[said.get("class", "")] += 1
         except CommError as e:
-            report({"lost": seed, "why": headline(e), "text": f"{generate(seed, world.size)}\n{e}"[:6000] if seed else str(e)})
+            report({"lost": seed, "why": headline(e), "text": f"{generate(seed, world.size, without=job['without'])}\n{e}"[:6000] if seed else str(e)})
             return LOST_STEP
         faulthandler.cancel_dump_traceback_later()
     return 0
