@@ -40,7 +40,7 @@ def main() -> int:
     options = parser.parse_args()
     seeds = [int(s) for s in options.seeds.split(",")] if options.seeds else \
         list(range(options.first, options.first + options.programs))
-    began, done, wrong = time.monotonic(), 0, []
+    began, done, wrong, amiss = time.monotonic(), 0, [], 0
     stopped: Counter = Counter()
     limit = began + 60 * options.minutes
     while seeds and (left := limit - time.monotonic()) > 0:
@@ -58,6 +58,7 @@ def main() -> int:
         for lines in judged.values():
             done += 1
             stopped[lines[0].get("stopped", "")] += 1
+            amiss += lines[0].get("amiss", False)
             if any(line["why"] for line in lines):
                 wrong.append({"class": " <> ".join(sorted({line["why"] for line in lines})), **lines[0]})
         begun = [line["begins"] for lines in outcome.reports for line in lines if "begins" in line]
@@ -83,7 +84,7 @@ def main() -> int:
             print(f"\n# {w['class']}\n{w.get('program') or 'seed ' + str(w['seed'])}\n  -> {w.get('small_why', w['why'])}")
     print("\n" + json.dumps({
         "ranks": options.ranks, "without": options.without, "differs": options.differs, "programs": done, "seconds": round(time.monotonic() - began),
-        "one_device_refused": {k: n for k, n in stopped.most_common() if k}, "wrong": len(wrong),
+        "plain_mindspore_wrong": amiss, "one_device_refused": {k: n for k, n in stopped.most_common() if k}, "wrong": len(wrong),
         "classes": dict(classes.most_common()), "seeds": [w["seed"] for w in wrong]}))
     return 1 if wrong or not done else 0
 

@@ -54,6 +54,7 @@ class State:
     off: set[str] = field(default_factory=set)  # cells that return their input as it is
     kept: list[Any] = field(default_factory=list)
     raises: str | None = None
+    copies: bool = False  # parameters are read through copies, so that no later write reaches what autograd saved
 
 
 @dataclass
@@ -87,8 +88,15 @@ def opened(out):
     return out.y if isinstance(out, Out) else out
 
 
-def dense(inner: int, outer: int) -> nn.Dense:
-    return nn.Dense(inner, outer, weight_init="zeros", bias_init="zeros", dtype=ms.float64)
+class Linear(nn.Dense):
+    def __init__(self, inner: int, outer: int, state: State, bias: bool = True):
+        super().__init__(inner, outer, weight_init="zeros", bias_init="zeros", has_bias=bias, dtype=ms.float64)
+        self.state = state
+
+    def construct(self, x):
+        if self.state.copies:
+            return ops.dense(x, self.weight * 1, self.bias * 1 if self.has_bias else None)
+        return super().construct(x)
 
 
 def vector(name: str, *shape: int, trained: bool = True) -> Parameter:
@@ -109,6 +117,14 @@ class Node(nn.Cell):
     def work(self, x, m):
         """What it computes."""
         raise NotImplementedError
+
+    @property
+    def how(self) -> str:
+        return "set_data" if self.state.copies else self.part.how
+
+    def read(self, p):
+        """A parameter as the work takes it."""
+        return p * 1 if self.state.copies else p
 
     def construct(self, x, m=None):
         state = self.state
@@ -131,7 +147,7 @@ class Node(nn.Cell):
 
 class Dense(Node):
     def made(self):
-        self.lin = dense(self.width, self.width)
+        self.lin = Linear(self.width, self.width, self.state)
 
     def work(self, x, m):
         y = mint.tanh(self.lin(x))
@@ -140,7 +156,7 @@ class Dense(Node):
 
 class Mlp(Node):
     def made(self):
-        self.up, self.down = dense(self.width, self.width + 2), dense(self.width + 2, self.width)
+        self.up, self.down = Linear(self.width, self.width + 2, self.state), Linear(self.width + 2, self.width, self.state)
 
     def work(self, x, m):
         y = self.down(mint.tanh(self.up(x)))
@@ -152,7 +168,7 @@ class Norm(Node):
         self.gain = vector("gain", self.width)
 
     def work(self, x, m):
-        return x * mint.rsqrt((x * x).mean(-1, keep_dims=True) + 0.125) * self.gain
+        return x * mint.rsqrt((x * x).mean(-1, keep_dims=True) + 0.125) * self.read(self.gain)
 
 
 class Number(Node):
@@ -160,7 +176,7 @@ class Number(Node):
         self.s = vector("s")
 
     def work(self, x, m):
-        return x * self.s
+        return x * self.read(self.s)
 
 
 class Empty(Node):
@@ -183,21 +199,21 @@ class Stats(Node):
 
     def work(self, x, m):
         now = x.mean(0)
-        write(self.moving_mean, self.moving_mean * 0.875 + ops.stop_gradient(now) * 0.125, self.part.how)
-        return (x - now) * self.gain + self.moving_mean.astype(x.dtype)
+        write(self.moving_mean, self.moving_mean * 0.875 + ops.stop_gradient(now) * 0.125, self.how)
+        return (x - now) * self.read(self.gain) + self.moving_mean.astype(x.dtype)
 
 
 class Momentum(Node):
     """A target that follows what is trained, written before it is used (MoCo's encoder)."""
 
     def made(self):
-        self.a, self.b = dense(self.width, self.width), dense(self.width, self.width)
+        self.a, self.b = Linear(self.width, self.width, self.state), Linear(self.width, self.width, self.state)
         for p in self.b.get_parameters():
             p.requires_grad = False
 
     def work(self, x, m):
         y = mint.tanh(self.a(x))
-        write(self.b.weight, self.b.weight * 0.625 + ops.stop_gradient(self.a.weight) * 0.375, self.part.how)
+        write(self.b.weight, self.b.weight * 0.625 + ops.stop_gradient(self.a.weight) * 0.375, self.how)
         return y + self.b(x) * 0.75
 
 
@@ -205,11 +221,11 @@ class Teacher(Node):
     """Writes what is trained, and used right after."""
 
     def made(self):
-        self.a, self.s = dense(self.width, self.width), vector("s", self.width)
+        self.a, self.s = Linear(self.width, self.width, self.state), vector("s", self.width)
 
     def work(self, x, m):
-        write(self.s, ops.stop_gradient(self.s) * 0.5 + 0.25, self.part.how)
-        return mint.tanh(self.a(x)) * self.s
+        write(self.s, ops.stop_gradient(self.s) * 0.5 + 0.25, self.how)
+        return mint.tanh(self.a(x)) * self.read(self.s)
 
 
 class Group(Node):
@@ -249,12 +265,12 @@ def make(part: Part, where: str, width: int, state: State) -> Node:
 
 
 class Embed(nn.Cell):
-    def __init__(self, width: int):
+    def __init__(self, width: int, state: State):
         super().__init__()
-        self.table = vector("table", 5, width)
+        self.state, self.table = state, vector("table", 5, width)
 
     def construct(self, ids):
-        return ops.gather(self.table, ids, 0)
+        return ops.gather(self.table * 1 if self.state.copies else self.table, ids, 0)
 
 
 class Net(nn.Cell):
@@ -264,8 +280,8 @@ class Net(nn.Cell):
         super().__init__()
         self.state = State()
         self.body = make(part, "body", width, self.state)
-        self.embed = Embed(width) if embeds else None
-        self.head = nn.Dense(width, 5, weight_init="zeros", has_bias=False, dtype=ms.float64)
+        self.embed = Embed(width, self.state) if embeds else None
+        self.head = Linear(width, 5, self.state, bias=False)
         if embeds and tied:
             self.head.weight = self.embed.table
 

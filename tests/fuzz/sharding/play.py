@@ -37,11 +37,16 @@ def _list(x) -> list:
 
 
 class Player:
-    """One side of a program: `rank` None is the one device."""
+    """One side of a program: `rank` None is the one device.
 
-    def __init__(self, program: Program, rank: int | None = None):
-        self.program, self.rank = program, rank
+    Plain MindSpore gives a wrong gradient, without a word, where a parameter that an op saved is written before the backward
+    (`set_data`, `assign`, `p[:] =`, of `nn.Dense`, say). With `copies` parameters are read through copies: that is right.
+    """
+
+    def __init__(self, program: Program, rank: int | None = None, copies: bool = False):
+        self.program, self.rank, self.copies = program, rank, copies
         self.net: Any = build(program.body, program.width, program.embeds, program.tied)
+        self.net.state.copies = copies
         self.checked = any(w.kind == "checkpoint" for w in program.wraps)
         if rank is not None:
             self.lay_out()
@@ -162,7 +167,7 @@ class Player:
                 if k and step.between:
                     every = list(self.net.get_parameters())
                     p = every[step.which % len(every)]
-                    write(p, ops.stop_gradient(p) * 0.5 + 0.125, step.between)
+                    write(p, ops.stop_gradient(p) * 0.5 + 0.125, "set_data" if self.copies else step.between)
                 total = self.loss(one, xs[k], batches[k][1]) * (1 + k) + total
             return total
         place, weights = tuple(range(len(micro))) if inputs else None, params or None

@@ -134,7 +134,7 @@ class _Draw:
         program = Program(self.seed, axes, int(self.rng.integers(3, 7)), body, self.chance(.5), self.chance(.3),
                           self.chance(.5), [], [])
         alike = [w for w, p in program.parts().items() if p.kind == "dense"]
-        if len(alike) > 1 and self.chance(.15):
+        if len(alike) > 1 and scheme != "roots" and self.chance(.15):  # a weight is copied or cut, not both
             program.parts()[alike[-1]].tied = alike[0]
         if scheme == "roots":
             program.laid = True
