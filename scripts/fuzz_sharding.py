@@ -6,8 +6,8 @@
     python scripts/fuzz_sharding.py --differs --programs 200        programs in which one rank does something else
 
 A program is a nested model, how it is wrapped, a mesh and two to five steps (`tests/fuzz/sharding/programs.py`), in float64;
-one device runs it without the wraps. Each failing seed is printed with its program, made small. A launch that ends early costs the program it
-was in; the next launch goes on behind it. With --differs the only right end is a `CollectiveMismatch` on all ranks.
+one device runs it without the wraps. Each failing seed is printed with its program, made small. A launch that ends early
+costs the program it was in; the next launch goes on behind it. With --differs the only right end is a `CollectiveMismatch` on all ranks.
 """
 from __future__ import annotations
 
@@ -83,8 +83,10 @@ def main() -> int:
         if shown[w["class"]] <= SHOWN:
             print(f"\n# {w['class']}\n{w.get('program') or 'seed ' + str(w['seed'])}\n  -> {w.get('small_why', w['why'])}")
     print("\n" + json.dumps({
-        "ranks": options.ranks, "without": options.without, "differs": options.differs, "programs": done, "seconds": round(time.monotonic() - began),
-        "plain_mindspore_wrong": amiss, "one_device_refused": {k: n for k, n in stopped.most_common() if k}, "wrong": len(wrong),
+        "ranks": options.ranks, "without": options.without, "differs": options.differs,
+        "programs": done, "seconds": round(time.monotonic() - began),
+        "plain_mindspore_wrong": amiss, "one_device_refused": {k: n for k, n in stopped.most_common() if k},
+        "wrong": len(wrong),
         "classes": dict(classes.most_common()), "seeds": [w["seed"] for w in wrong]}))
     return 1 if wrong or not done else 0
 

@@ -230,7 +230,8 @@ class Teacher(Node):
 
 class Group(Node):
     def made(self):
-        self.parts = nn.CellList([make(p, f"{self.where}.parts.{i}", self.width, self.state) for i, p in enumerate(self.part.parts)])
+        self.parts = nn.CellList([make(p, f"{self.where}.parts.{i}", self.width, self.state)
+                                  for i, p in enumerate(self.part.parts)])
 
     def work(self, x, m):
         for i in self.state.order.get(self.where, range(len(self.parts))):

@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 import mindspore as ms
 import numpy as np
 
-from ms_dtensor import comm
 from ms_dtensor.errors import CollectiveMismatch, PeerLost
 from tests.fuzz.check import agreed
 from tests.fuzz.sharding.play import Player, Record
-from tests.fuzz.sharding.programs import Program, smaller
+from tests.fuzz.sharding.programs import Program, Step, smaller
 
 RTOL, SHORT = 1e-9, 2e-3  # of the largest element; SHORT where a policy computes in float32, whose sums have 6 digits
 SMALLER = 80  # programs that are tried when one is made small
@@ -85,13 +84,30 @@ def differing(program: Program, got: dict[str, np.ndarray], want: dict[str, np.n
         scale = max(float(np.abs(y).max(initial=0)), 1e-3 if not program.short else 1e-1)
         off = np.abs(x.astype(np.float64) - y)
         if not bool((off <= rtol * scale).all()):
-            return f"{name}: {np.array2string(x.ravel()[:4], precision=6)}, want {np.array2string(y.ravel()[:4], precision=6)}"
+            few = [np.array2string(a.ravel()[:4], precision=6) for a in (x, y)]
+            return f"{name}: {few[0]}, want {few[1]}"
     return ""
 
 
 def alike(record: Record) -> int:
     """A number of what was communicated; shapes may differ where a tensor does not divide."""
     return zlib.crc32(repr([(e.op, e.axes, e.phase, e.dtype) for e in record.events]).encode())
+
+
+def too_many(program: Program, step: Step, record: Record) -> str:
+    """Reductions of gradients that need not be: before the last micro-batch any, then more than one a unit."""
+    if step.kind != "train" or step.wrt != "params" or program.tied or any(w.kind == "tp" for w in program.wraps) or any(
+            p.kind == "stats" or p.tied for p in program.parts().values()):  # what these send is not gradients of parameters
+        return ""
+    sent = [[e.op for e in events if e.phase == "backward" and e.op in ("reduce_scatter", "all_reduce")]
+            for events in record.micro]
+    for m, ops in enumerate(sent[:-1]):
+        if ops:
+            return f"reductions: {ops} in micro-batch {m}, which is not synchronised"
+    units = sum(w.kind in ("fsdp", "zero1") for w in program.wraps)
+    orders = [order for one in step.passes[-1] for order in one.order.values()]
+    runs = len(step.passes[-1]) * max([1, *(list(order).count(i) for order in orders for i in order)])
+    return f"reductions: {sent[-1]} for {units} units" if runs == 1 and sent[-1].count("reduce_scatter") > units else ""
 
 
 def verdict(world, reference: Reference) -> str:
@@ -112,7 +128,8 @@ def verdict(world, reference: Reference) -> str:
                 code, said = alike(record), differing(program, record.values, reference.steps[number])
                 if said and number == reference.amiss and not differing(program, record.values, reference.plain):
                     said = "end"
-                said = f"wrong: {said}" if said not in ("", "end") else said
+                said = said or too_many(program, program.steps[number], record)
+                said = said if not said or said == "end" or said.startswith("reductions") else f"wrong: {said}"
         except Exception as e:
             if parts_ranks(e):
                 raise

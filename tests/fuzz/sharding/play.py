@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ class Record:
 
     values: dict[str, np.ndarray] = field(default_factory=dict)
     events: list = field(default_factory=list)
+    micro: list[list] = field(default_factory=list)  # of a training step, by micro-batch
 
 
 def _list(x) -> list:
@@ -56,7 +58,8 @@ class Player:
     def lay_out(self) -> None:
         axes = self.program.axes
         self.whole = whole = md.init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-        self.data = whole["a", "b"].flatten("dp") if "a" in axes else whole["copies", "cut"] if "cut" in axes else whole["dp"]
+        self.data = whole["a", "b"].flatten("dp") if "a" in axes else whole["copies", "cut"] if "cut" in axes else \
+            whole["dp"]
         for wrap in self.program.wraps:
             self.wrap(wrap)
 
@@ -64,7 +67,8 @@ class Player:
         cell, options = self.cell(wrap.where), wrap.options
         how: dict[str, Any] = {}
         if "mp" in options:
-            how["mp_policy"] = md.MixedPrecisionPolicy(ms.float32, ms.float32, ms.float64 if "float64" in options["mp"] else None)
+            answer = ms.float64 if "float64" in options["mp"] else None
+            how["mp_policy"] = md.MixedPrecisionPolicy(ms.float32, ms.float32, answer)
         if wrap.kind == "tp":
             md.parallelize_module(cell, self.whole["tp"], {"up": md.ColwiseParallel(use_local_output=False),
                                                            "down": md.RowwiseParallel(use_local_output=False)})
@@ -168,7 +172,13 @@ class Player:
                     every = list(self.net.get_parameters())
                     p = every[step.which % len(every)]
                     write(p, ops.stop_gradient(p) * 0.5 + 0.125, "set_data" if self.copies else step.between)
-                total = self.loss(one, xs[k], batches[k][1]) * (1 + k) + total
+                if step.other is None or self.rank is not None:
+                    total = self.loss(one, xs[k], batches[k][1]) * (1 + k) + total
+                else:  # what the ranks have together, each of its own program
+                    ranks = math.prod(self.program.axes.values())
+                    for r in range(ranks):
+                        x, ids = (t.chunk(ranks)[r] for t in (xs[k], batches[k][1]))
+                        total = self.loss(step.other if r == step.odd else one, x, ids) / ranks + total
             return total
         place, weights = tuple(range(len(micro))) if inputs else None, params or None
         xs = [x for x, _ in batches]
@@ -188,7 +198,9 @@ class Player:
             last = m == len(step.passes) - 1
             if len(step.passes) > 1:
                 self.sync(last)
-            found[f"loss {m}"], grads, of_inputs = self.gradient(micro, step)
+            with comm.record() as events:
+                found[f"loss {m}"], grads, of_inputs = self.gradient(micro, step)
+            self.sent.append(events)
             for k, g in enumerate(of_inputs):
                 found[f"gradient of input {k}, {m}"] = (g, micro[k].rows)
             totals = grads if totals is None else [a + b for a, b in zip(totals, grads, strict=True)]
@@ -280,6 +292,7 @@ class Player:
         """The program, a step at a time."""
         for step in self.program.steps:
             with md.implicit_replication() if self.rank is not None and self.program.plain else contextlib.nullcontext():
+                self.sent: list[list] = []
                 with comm.record() as events:
                     found = self.do(step)
             values = {}
@@ -287,7 +300,7 @@ class Player:
                 values[name] = self.of_input(*x) if isinstance(x, tuple) else self.array(x)
             for p in self.net.get_parameters():
                 values[p.name] = self.array(p)
-            yield Record(values, events)
+            yield Record(values, events, self.sent)
 
 
 def _place(how: str, p):

@@ -28,7 +28,8 @@ class Wrap:
 
     def __str__(self):
         name = {"fsdp": "fully_shard", "checkpoint": "checkpoint_wrapper"}.get(self.kind, self.kind)
-        return f"{name}({'.'.join(filter(None, ('net', self.where)))}{''.join(f', {k}={v}' for k, v in self.options.items())})"
+        said = ''.join(f', {k}={v}' for k, v in self.options.items())
+        return f"{name}({'.'.join(filter(None, ('net', self.where)))}{said})"
 
 
 @dataclass
@@ -271,7 +272,8 @@ class _Draw:
         """A step that one rank does otherwise: another order of alike cells, one left out, or once more."""
         n = int(self.rng.integers(2, 4))
         first = Part(self.one("dense", "mlp", "norm"))
-        program.body.parts = [*(copy.deepcopy(first) for _ in range(n)), *program.body.parts[:1]]
+        pure = [p for p in program.body.parts if p.kind in ("dense", "mlp", "norm", "number", "empty")]
+        program.body.parts = [*(copy.deepcopy(first) for _ in range(n)), *pure[:1]]
         program.wraps = [w for w in program.wraps if w.kind in DATA and not w.where.startswith("body.")]
         kind = self.one("fsdp", "replicate", "zero1") if program.wraps[-1].where == "" else program.wraps[-1].kind
         program.wraps = [self.data("", kind, {}, True)]
@@ -341,7 +343,8 @@ def smaller(program: Program) -> Iterator[Program]:
         if path != "body" and part.kind != "empty":
             yield less(_emptied, path)
     for i, wrap in enumerate(program.wraps):
-        if wrap.kind not in DATA or any(w.where == "" or wrap.where.startswith(f"{w.where}.") for w in program.wraps[i + 1:]):
+        if wrap.kind not in DATA or any(
+                w.where == "" or wrap.where.startswith(f"{w.where}.") for w in program.wraps[i + 1:]):
             yield less(lambda p, i: p.wraps.pop(i), i)  # not an outermost one: what it lays out is needed
         for key in wrap.options:
             if key != "mp":
@@ -360,7 +363,8 @@ def smaller(program: Program) -> Iterator[Program]:
                     yield less(lambda p, i, m, k: p.steps[i].passes[m].pop(k), i, m, k)
                 for name, value in (("order", {}), ("off", ()), ("uses", "both")):
                     if getattr(one, name) != value:
-                        yield less(lambda p, i, m, k, name, v: setattr(p.steps[i].passes[m][k], name, v), i, m, k, name, value)
+                        yield less(lambda p, i, m, k, name, v: setattr(p.steps[i].passes[m][k], name, v),
+                                   i, m, k, name, value)
     for path, part in program.parts().items():
         for name, value in (("out", "tensor"), ("frozen", False), ("kept", None), ("tied", "")):
             if getattr(part, name) != value:

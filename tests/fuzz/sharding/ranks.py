@@ -19,13 +19,14 @@ import numpy as np
 from ms_dtensor import comm
 from ms_dtensor.errors import CollectiveMismatch, CommError
 from tests.fuzz.check import agreed
-from tests.fuzz.sharding.judge import check_seed, headline, refer
+from tests.fuzz.sharding.judge import check_seed, differing, headline, refer
 from tests.fuzz.sharding.play import Player
 from tests.fuzz.sharding.programs import generate
 from tests.msrun import report
 
 LIMIT = 90  # seconds for one program and its minimisation; then every thread's stack is printed
 LOST_STEP = 3  # exit code
+RIGHT = "a number, the sum of what each rank did"
 
 
 def references(world, seeds: list[int], without: list[str]) -> list:
@@ -47,12 +48,13 @@ def parted(world, seed: int) -> str:
     except Exception as e:
         return f"before: {headline(e)}"
     try:
-        next(playing)
+        record = next(playing)
     except CollectiveMismatch as e:
         return "" if len(set(str(e).splitlines())) == len(str(e).splitlines()) else f"says nothing: {e}"
     except Exception as e:
         return headline(e)
-    return "a number"
+    off = differing(program, record.values, refer(program).steps[-1])
+    return f"a wrong number: {off.split(':')[0]}" if off else RIGHT
 
 
 def main(job: dict) -> int:
@@ -82,7 +84,8 @@ def main(job: dict) -> int:
                     report(said)
                     classes[said.get("class", "")] += 1
         except CommError as e:
-            report({"lost": seed, "why": headline(e), "text": f"{generate(seed, world.size, without=job['without'])}\n{e}"[:6000] if seed else str(e)})
+            program = generate(seed, world.size, without=job["without"]) if seed is not None else ""
+            report({"lost": seed, "why": headline(e), "text": f"{program}\n{e}"[:6000]})
             return LOST_STEP
         faulthandler.cancel_dump_traceback_later()
     return 0
