@@ -7,7 +7,8 @@
 
 A program is a nested model, how it is wrapped, a mesh and two to five steps (`tests/fuzz/sharding/programs.py`), in float64;
 one device runs it without the wraps. Each failing seed is printed with its program, made small. A launch that ends early
-costs the program it was in; the next launch goes on behind it. With --differs the only right end is a `CollectiveMismatch` on all ranks.
+costs the program it was in; the next launch goes on behind it.
+With --differs the only right end is a `CollectiveMismatch` on all ranks.
 """
 from __future__ import annotations
 
