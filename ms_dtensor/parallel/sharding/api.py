@@ -30,7 +30,7 @@ from ...tensor.dtensor import DTensor
 from ..layouts import OUTER, replicated_over, union_mesh
 from ..precision import MixedPrecisionPolicy
 from .batch import batch_over
-from .call import UNIT, runs_as_unit
+from .call import UNIT, runs_as_unit, units_of
 from .memory import CPUOffloadPolicy, OffloadPolicy
 from .methods import METHODS
 from .unit import Unit, gathered
@@ -121,7 +121,7 @@ def fully_shard(module: nn.Cell | Sequence[nn.Cell], *, mesh: DeviceMesh, reshar
         out.__dict__[SHARDED_BY] = name
         return out
     mine = _lay_out(cells, found, {id(p) for _, _, p in slots}, make, data, whole)
-    _make_unit("fully_shard", cells, mine, data, cut, neighbours, mp_policy, _BUCKET_MB)
+    _make_unit("fully_shard", cells, mine, found, data, cut, neighbours, mp_policy, _BUCKET_MB)
     return module
 
 
@@ -187,7 +187,7 @@ def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = _BUCKET_M
         out.__dict__[_OVER] = (*out.__dict__.get(_OVER, ()), *names)
         return out
     mine = _lay_out([module], found, new, make, data, whole, apart)
-    _make_unit("replicate", [module], mine, data, data.ndim, 0, mp_policy, bucket_mb)
+    _make_unit("replicate", [module], mine, found, data, data.ndim, 0, mp_policy, bucket_mb)
     return module
 
 
@@ -230,9 +230,9 @@ def _neighbours(mesh: DeviceMesh, reshard_after_forward: bool | int) -> int:
 
 
 def _unflattened(mesh: DeviceMesh) -> DeviceMesh:
-    """The axes that a flattened one stands for: parameters on other axes know these."""
+    """The axes that a flattened one stands for, where there are others: parameters on those know these."""
     names = [a for name in mesh.mesh_dim_names for a in mesh.root.expand_axes(name)]
-    return mesh if names == list(mesh.mesh_dim_names) else mesh.root[tuple(names)]
+    return mesh if set(names) in ({*mesh.mesh_dim_names}, {*mesh.root.mesh_dim_names}) else mesh.root[tuple(names)]
 
 
 def _slots(cells: list[nn.Cell]) -> Slots:
@@ -303,6 +303,8 @@ def _lay_out(cells: list[nn.Cell], slots: Slots, wanted: set[int], make: Callabl
         set_parameter(cell, key, made.get(id(p), p))  # one that an inner unit took may be tied to this slot
         if id(p) in made:
             mine.append((cell, key, made[id(p)]))
+    for unit in {u: None for top in cells for u in units_of(top)}:  # an inner cell may have known of fewer axes
+        unit.move_to(whole)
     for cell in {id(c): c for top in cells for _, c in top.cells_and_names() if id(c) not in apart}.values():
         for key, buffer in list(getattr(cell, "_buffers", {}).items()):
             if isinstance(buffer, Tensor) and not (isinstance(buffer, DTensor) and buffer.device_mesh == whole):
@@ -311,9 +313,12 @@ def _lay_out(cells: list[nn.Cell], slots: Slots, wanted: set[int], make: Callabl
     return mine
 
 
-def _make_unit(who: str, cells: list[nn.Cell], slots: Slots, data: DeviceMesh, cut: int, neighbours: int, mp_policy,
-               bucket_mb: float) -> None:
-    unit = Unit(who, cells, slots, data, cut, neighbours, mp_policy or MixedPrecisionPolicy(), bucket_mb)
+def _make_unit(who: str, cells: list[nn.Cell], slots: Slots, found: Slots, data: DeviceMesh, cut: int, neighbours: int,
+               mp_policy, bucket_mb: float) -> None:
+    inner = [slot for top in cells for u in units_of(top) for slot in u.slots]
+    taken = {(id(c), key) for c, key, _ in (*inner, *slots)}
+    tied = [(c, key, current(p)) for c, key, p in found if (id(c), key) not in taken]  # to a parameter of another unit
+    unit = Unit(who, cells, slots, tied, data, cut, neighbours, mp_policy or MixedPrecisionPolicy(), bucket_mb)
     for cell in cells:
         given: Any = cell.__dict__["construct"].__func__ if "construct" in cell.__dict__ else type(cell).construct
         cell.__dict__[UNIT] = unit

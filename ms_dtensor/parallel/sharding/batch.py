@@ -13,7 +13,7 @@ from ...dispatch.operands import LAID_OUT, wrap
 from ...dispatch.patches.recomputed import standing_in
 from ...errors import LayoutError
 from ...tensor.dtensor import DTensor
-from ..layouts import ROOT, count_handed_out, enter, global_shape, taken_back
+from ..layouts import OUTER, ROOT, count_handed_out, enter, global_shape, taken_back
 
 BATCH = "_ms_dtensor_batch"  # cell attribute: what is done with its inputs, and with its outputs
 
@@ -29,7 +29,7 @@ def batch_over(module: nn.Cell, mesh: DeviceMesh, who: str, label: str) -> None:
 
     def before(cell, inputs, kwargs):
         cell.__dict__[ROOT] = count_handed_out()
-        given = inputs, kwargs
+        given = map_leaves(lambda x: _unflattened(x, cell), (inputs, kwargs), DTensor)
         if standing_in.get() or modes.mode.get().implicit_replication and leaves(given, DTensor):
             return map_leaves(_known_again, given, Tensor)
         plain = [x for x in leaves(given, Tensor) if _is_rows(x)]
@@ -51,6 +51,14 @@ def batch_over(module: nn.Cell, mesh: DeviceMesh, who: str, label: str) -> None:
 
 def _is_rows(x) -> bool:
     return isinstance(x, Tensor) and not isinstance(x, DTensor) and x.ndim > 0
+
+
+def _unflattened(x: DTensor, cell) -> DTensor:
+    """An input that lies on a flattened axis as the cell's parameters know that: on the axes it stands for."""
+    whole, own = cell.__dict__[OUTER][0], x.device_mesh
+    axes = {a: p for name, p in zip(own.mesh_dim_names, x.placements) for a in own.root.expand_axes(name)}
+    known = tuple(axes) == own.mesh_dim_names or not set(axes) <= set(whole.mesh_dim_names)
+    return x if known else x.redistribute(whole, axes)
 
 
 def _known_again(x: Tensor) -> Tensor:

@@ -102,7 +102,12 @@ def _take(given: set[int], k: int, ref, data, slice_shape: bool = False):
     """`set_data` of what is no parameter."""
     x = ref()
     value = DTensorParameter._own_shard(x, "set_data", data)
-    with no_grad(), NoFallbackGuard():  # an array of what may be a view would be a copy
-        local_alias(x).copy_(local_alias(value).astype(x.dtype))
+    with no_grad(), NoFallbackGuard():
+        value = local_alias(value).astype(x.dtype)
+        if x.__class__ is UnshardedDTensor:  # a recorded view, which takes no write
+            call, param = memo_of(x).lent
+            call.overwrite(param, value)
+        else:
+            local_alias(x).copy_(value)
     given.add(k)
     return x

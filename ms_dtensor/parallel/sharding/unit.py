@@ -19,12 +19,15 @@ import numpy as np
 from mindspore import Tensor, nn
 
 from ... import comm
+from ...comm.packing import write
 from ...core.layout import Layout
 from ...core.mesh import DeviceMesh
 from ...core.placements import REPLICATE
-from ...dispatch.operands import dtype_name
+from ...dispatch.memo import memo_of
+from ...dispatch.operands import dtype_name, local_alias
 from ...errors import ConfigError
 from ...internals.names import no_grad
+from ..layouts import lift
 from .block import Block
 from .reduce import Reduction
 
@@ -47,6 +50,7 @@ class Unit:
         who: "fully_shard" or "replicate", for messages.
         cells: the cells; one, but for a list of cells that are one unit.
         slots: (cell, key, parameter) of every place that holds one of its parameters.
+        tied: of places in its cells that hold parameters of other units.
         mesh: the data axes, none of them flattened.
         cut: how many of these axes, the last ones, cut; those before copy.
         neighbours: among how many ranks the backward gathers again; 0: parameters stay whole till then.
@@ -54,10 +58,10 @@ class Unit:
         bucket_mb: of gradients of kept parameters that are reduced together.
     """
 
-    def __init__(self, who: str, cells: list[nn.Cell], slots: list, mesh: DeviceMesh, cut: int, neighbours: int, policy,
-                 bucket_mb: float):
-        self.who, self.cells, self.slots, self.mesh, self.cut, self.neighbours = who, cells, slots, mesh, cut, neighbours
-        self.policy, self.bucket_mb = policy, bucket_mb
+    def __init__(self, who: str, cells: list[nn.Cell], slots: list, tied: list, mesh: DeviceMesh, cut: int, neighbours: int,
+                 policy, bucket_mb: float):
+        self.who, self.cells, self.slots, self.tied, self.mesh = who, cells, slots, tied, mesh
+        self.cut, self.neighbours, self.policy, self.bucket_mb = cut, neighbours, policy, bucket_mb
         self.name = " and ".join(type(c).__name__ for c in cells)
         self.label = self._described()
         self.state, self.reshards, self.kept_by_user = State.SHARDED, neighbours > 0, False
@@ -67,7 +71,8 @@ class Unit:
         self.entered: dict[object, None] = {}  # calls that the backward is in, oldest first
         self._gathered: list[int] = []  # how often each parameter had been written when it was gathered
         self.blocks, self.place, kept = self._made()
-        self.standing = [s for s in slots if id(s[2]) in self.place or policy.changes(s[2])]  # where others stand meanwhile
+        # where others stand meanwhile
+        self.standing = [s for s in (*slots, *tied) if id(s[2]) in self.place or policy.changes(s[2])]
         self.partial_on = {id(p): tuple(p.device_mesh.axis_index(a) for a in mesh.mesh_dim_names) for _, _, p in slots}
         self.reduction = Reduction(self, kept)
 
@@ -101,8 +106,8 @@ class Unit:
         return blocks, place, kept
 
     def __deepcopy__(self, memo) -> Unit:
-        out = Unit(self.who, copy.deepcopy(self.cells, memo), copy.deepcopy(self.slots, memo), self.mesh, self.cut,
-                   self.neighbours, self.policy, self.bucket_mb)
+        out = Unit(self.who, copy.deepcopy(self.cells, memo), copy.deepcopy(self.slots, memo),
+                   copy.deepcopy(self.tied, memo), self.mesh, self.cut, self.neighbours, self.policy, self.bucket_mb)
         out.reshards, out.reduction.sync, out.reduction.sync_copies = \
             self.reshards, self.reduction.sync, self.reduction.sync_copies
         return out
@@ -126,6 +131,22 @@ class Unit:
         """The gradient that was under way has raised."""
         self.end_backward()
         self.reduction.abandon()
+
+    def move_to(self, whole: DeviceMesh) -> None:
+        """The unit's parameters lie on a mesh of more axes from here on, alike along the new ones: as on coordinate 0."""
+        for p in {id(p): p for _, _, p in self.slots}.values():
+            new = [a for a in whole.mesh_dim_names if a not in p.device_mesh.mesh_dim_names]
+            if new and set(p.device_mesh.mesh_dim_names) < set(whole.mesh_dim_names):
+                group = whole.get_group(new)
+                if group.size > 1:
+                    write(local_alias(p), group.broadcast(local_alias(p), group.ranks[0]))
+                p._layout = lift(p, whole)
+                self.partial_on[id(p)] = tuple(whole.axis_index(a) for a in self.mesh.mesh_dim_names)
+                if memo_of(p).partial_grad_axes:
+                    memo_of(p).partial_grad_axes = self.partial_on[id(p)]
+        for block in self.blocks:
+            kind = dtype_name(block.dtype)
+            block.whole = [gathered(p.layout, list(self.partial_on[id(p)]), kind) for p in block.params]
 
     # -- events ------------------------------------------------------------------------------------------------------
 
