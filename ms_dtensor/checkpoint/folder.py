@@ -135,12 +135,13 @@ class Folder:
             with refusals(f"For 'save', '{target}' cannot be made"):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 self._check_target()
-                if _STEP.fullmatch(target.name):  # steps of two jobs in one folder, of which each would move `latest`
+                of_step = _STEP.fullmatch(target.name) is not None
+                if of_step:  # steps of two jobs in one folder, of which each would move `latest`
                     self._locks.append(claimed(target.parent, target.parent, "save"))
                 self._locks.append(claimed(self.path, target, "save"))
                 for name in os.listdir(self.path):
                     _remove(self.path / name)
-                clean(target.parent, self.path)
+                clean(target.parent, self.path, of_step)
         except BaseException:
             self.close()
             raise
@@ -203,13 +204,8 @@ def point_latest(root: Path, name: str) -> None:
     """Moves `latest`, in one step."""
     with refusals(f"For 'save', '{root / LATEST}' cannot be written"):
         temporary = root / f".{LATEST}{_SAVING}"
-        try:
-            write_synced(temporary, f"{name}\n".encode())
-            os.replace(temporary, root / LATEST)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-            raise
+        write_synced(temporary, f"{name}\n".encode())
+        os.replace(temporary, root / LATEST)
         sync(root)
 
 
@@ -226,11 +222,17 @@ def retire(root: Path, keep_last: int, keep_every: int | None) -> list[int]:
     return sorted(gone)
 
 
-def clean(parent: Path, but: Path | None = None) -> None:
-    """Removes what interrupted saves have left in a folder, and finishes an interrupted exchange."""
+def clean(parent: Path, but: Path | None = None, steps: bool = True) -> None:
+    """Removes what interrupted saves have left in a folder, and finishes an interrupted exchange.
+
+    Args:
+        parent: the folder.
+        but: what stays.
+        steps: whether no save of a step can be at work there, which would be about to move `latest`.
+    """
     for name in os.listdir(parent) if parent.is_dir() else ():
         path = parent / name
-        if not name.startswith("."):
+        if not name.startswith(".") or name.startswith(f".{LATEST}.") and not steps:
             continue
         if name.endswith(_RETIRED):
             with contextlib.suppress(OSError):
@@ -241,7 +243,10 @@ def clean(parent: Path, but: Path | None = None) -> None:
                 shutil.rmtree(path, ignore_errors=True)
             elif (path / NAME).is_file():
                 os.rename(path, target)
-        elif name.endswith(_SAVING) and path != but and path.is_dir():  # a file is a `latest` that will be written anew
+        elif name.endswith(_SAVING) and path != but:
+            if not path.is_dir():  # a `latest` that was not yet moved
+                path.unlink(missing_ok=True)
+                continue
             lock = _locked(path, make=False)
             if lock is not None:
                 shutil.rmtree(path, ignore_errors=True)
