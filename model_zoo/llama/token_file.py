@@ -92,7 +92,7 @@ class TokenFile:
                 held = self._tokens[block * BLOCK:(block + 1) * BLOCK]
                 if zlib.crc32(held.tobytes()) != self.table[block]:
                     raise self._damaged(f"tokens {block * BLOCK} to {(block + 1) * BLOCK} are damaged", "CRC-32 differs")
-                if held.max() >= self.vocab:  # sound, and yet not what its header says: it would read rows that are not there
+                if held.max() >= self.vocab:  # it would read rows that are not there
                     raise self._damaged(f"tokens {block * BLOCK} to {(block + 1) * BLOCK} have the id {held.max()}",
                                         f"its vocabulary has {self.vocab} tokens, 0 to {self.vocab - 1}")
                 self._verified[block] = True
