@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint of a 405B Llama with fp32 weights and two moments on many ranks: planned, written and opened, but for the data.
+"""A checkpoint of a 405B Llama, fp32 weights and two moments, on many ranks: planned, written and opened, without the data.
 
     python scripts/bench/checkpoint_index.py [--fsdp 2048] [--tp 8] [--rank 777]
 
