@@ -89,8 +89,12 @@ class TokenFile:
         """Tokens `start` to `start + count`, each block of them verified the first time."""
         for block in range(start // BLOCK, -(-(start + count) // BLOCK)):
             if not self._verified[block]:
-                if zlib.crc32(self._tokens[block * BLOCK:(block + 1) * BLOCK].tobytes()) != self.table[block]:
+                held = self._tokens[block * BLOCK:(block + 1) * BLOCK]
+                if zlib.crc32(held.tobytes()) != self.table[block]:
                     raise self._damaged(f"tokens {block * BLOCK} to {(block + 1) * BLOCK} are damaged", "CRC-32 differs")
+                if held.max() >= self.vocab:  # it would read rows that are not there
+                    raise self._damaged(f"tokens {block * BLOCK} to {(block + 1) * BLOCK} have the id {held.max()}",
+                                        f"its vocabulary has {self.vocab} tokens, 0 to {self.vocab - 1}")
                 self._verified[block] = True
         return self._tokens[start:start + count]
 

@@ -94,15 +94,15 @@ def wait() -> None:
         _current.wait()
 
 
-def start(group: Group | None, where: Path, folder: Folder | None, write: Callable[[], dict | None],
-          complete: Callable[[Sequence[dict | None]], None]) -> AsyncSave:
+def start(group: Group | None, where: Path, folder: Folder | None, write: Callable[[], bool],
+          complete: Callable[[Sequence[bool]], None]) -> AsyncSave:
     """Starts this rank's thread.
 
     Args:
         group: all ranks.
         where: the hidden folder.
         folder: on rank 0 what completes it.
-        write: writes this rank's file, and returns what is to be told of it.
+        write: writes this rank's file, and tells whether there is one.
         complete: runs on rank 0 with what all ranks have told.
     """
     global _current
@@ -121,7 +121,7 @@ def start(group: Group | None, where: Path, folder: Folder | None, write: Callab
             if any(e is not None for e, _ in others):  # they raise it
                 folder.abandon()
             else:
-                complete([written, *(w for _, w in others)])
+                complete([bool(written), *(bool(w) for _, w in others)])
         except BaseException:
             folder.abandon()
             raise

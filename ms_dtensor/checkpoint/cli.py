@@ -71,17 +71,17 @@ def _ls(args) -> int:
         return _ls_steps(args)
     index = read_index(find(args.path))
     if args.json:
-        tensors = {key: {"dtype": t.dtype, "shape": t.shape, "bytes": t.nbytes, "parts": len(t.chunks)}
+        tensors = {key: {"dtype": t.dtype, "shape": t.shape, "bytes": t.nbytes, "parts": t.count()}
                    for key, t in index.tensors.items()}
-        print(json.dumps({"id": index.id, "step": index.step, "library": index.library, "files": len(index.files),
+        print(json.dumps({"id": index.id, "step": index.step, "library": index.library, "files": index.file_count(),
                           "bytes": _bytes(index), "tensors": tensors, "values": index.values, "tied": index.tied}))
         return 0
-    rows = [(key, f"{short_dtype(t.dtype)}{list(t.shape)}", _size(t.nbytes), str(len(t.chunks)))
+    rows = [(key, f"{short_dtype(t.dtype)}{list(t.shape)}", _size(t.nbytes), str(t.count()))
             for key, t in index.tensors.items()]
     _table(("tensor", "is", "bytes", "parts"), rows)
     _table(("value", "is"), [(key, repr(value)) for key, value in index.values.items()])
     _table(("tied", "to"), list(index.tied.items()))
-    print(f"{len(index.tensors)} tensors, {_size(_bytes(index))} in {len(index.files)} files, step {index.step}, "
+    print(f"{len(index.tensors)} tensors, {_size(_bytes(index))} in {index.file_count()} files, step {index.step}, "
           f"ms_dtensor {index.library}")
     return 0
 
@@ -93,7 +93,7 @@ def _ls_steps(args) -> int:
         row = {"step": step, "bytes": 0, "files": 0, "latest": folder == now, "error": ""}
         try:
             index = read_index(folder)
-            row |= {"bytes": _bytes(index), "files": len(index.files)}
+            row |= {"bytes": _bytes(index), "files": index.file_count()}
         except CheckpointError as e:
             row["error"] = e.attempt
         rows.append(row)

@@ -2,7 +2,10 @@
 """Checkpoints into safetensors files and back, without MindSpore, one tensor in memory at a time."""
 from __future__ import annotations
 
+import math
 import os
+import shutil
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -13,12 +16,15 @@ import numpy as np
 
 from ..core.version import __version__
 from ..errors import CheckpointError
-from .folder import Folder, find, sync, write_synced
-from .index import ID, NAME, Chunk, FileInfo, Index, TensorInfo, dump
-from .pieces import crc, piece_hash, piece_size, pieces
+from .folder import Folder, claimed, find, sync, write_synced
+from .index import NAME, Index, TensorInfo, dump, file_name
+from .pieces import piece_hash, pieces
+from .plan import whole_on
 from .reader import Reader
 from .refusals import COPYING, refusals
 from .safetensors_file import CODES, DTYPES, SafetensorsFile, TensorEntry, put, write_safetensors
+from .shard import sealed, texts
+from .spread import Ranks
 
 Source = Mapping[str, tuple[str, tuple[int, ...], Callable[[], np.ndarray]]]  # dtype, shape, and how to read it
 
@@ -99,15 +105,18 @@ def _open(path: Path, stack: ExitStack) -> tuple[Source, dict[str, Any], dict[st
 
 
 def _write_file(target: Path, entries) -> dict[str, TensorEntry]:
-    """One file, under its name when it is whole."""
+    """One file, under its name when it is whole; it is made in a folder that no other export may write into."""
     aside = target.with_name(f".{target.name}.saving")
     with refusals(f"For 'convert', '{target}' cannot be written", COPYING):
+        if aside.is_file():  # as an earlier version was killed
+            aside.unlink()
+        lock = claimed(aside, target, "convert")
         try:
-            placed = write_safetensors(aside, entries, {"format": "pt"}, COPYING).tensors
-            os.replace(aside, target)
-        except BaseException:
-            aside.unlink(missing_ok=True)
-            raise
+            placed = write_safetensors(aside / target.name, entries, {"format": "pt"}, COPYING).tensors
+            os.replace(aside / target.name, target)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+            os.close(lock)
         sync(target.parent)
     return placed
 
@@ -115,20 +124,20 @@ def _write_file(target: Path, entries) -> dict[str, TensorEntry]:
 def _write_checkpoint(target: Path, entries, hashes, values: dict[str, Any], tied: dict[str, str], strip: str):
     folder = Folder(Path(os.path.abspath(target)))
     try:
-        name, save_id = "shard-00000-of-00001.safetensors", uuid.uuid4().hex
-        done = write_safetensors(folder.path / name, entries, {ID: save_id}, COPYING)
-        tensors = {}
-        for key, e in done.tensors.items():
-            size = piece_size(e.shape, DTYPES[CODES[e.dtype]].itemsize)
-            box = tuple((0, n) for n in e.shape)
-            chunks = (Chunk(box, name, e.begin, size, tuple(hashes[key])),) if e.end > e.begin else ()
-            tensors[key] = TensorInfo(e.dtype, e.shape, chunks)
+        name, save_id = file_name(0, 1), uuid.uuid4().hex
+        given = {key: entry for key, entry in entries.items() if math.prod(entry[1])}  # no file has parts without elements
+        placed = {key: TensorEntry(dtype, shape, 0, 0) for key, (dtype, shape, _) in entries.items()}
+        if given:
+            sizes = [(shape, DTYPES[CODES[dtype]].itemsize) for dtype, shape, _ in given.values()]
+            placed |= write_safetensors(folder.path / name, given, texts(save_id, name, sizes), COPYING, lambda head: sealed(
+                head, {key: hashes[key] for key in given})).tensors
+        tensors = {key: TensorInfo(key, e.dtype, e.shape, whole_on(1, e.shape), 1) for key, e in placed.items()}
         ties = {k.removeprefix(strip): v.removeprefix(strip) for k, v in tied.items() if v.removeprefix(strip) in tensors}
-        files = {name: FileInfo(done.size, len(done.head), crc(done.head))}
+        index = Index(save_id, None, __version__, 1, Ranks.of([0] if given else []), tensors, values, ties, time.time_ns())
         with refusals(f"For 'convert', '{folder.path / NAME}' cannot be written", COPYING):
-            write_synced(folder.path / NAME, dump(Index(save_id, None, __version__, files, tensors, values, ties)))
+            write_synced(folder.path / NAME, dump(index))
         folder.commit()
-        return done.tensors
+        return placed
     except BaseException:
         folder.abandon()
         raise

@@ -15,6 +15,8 @@ import fcntl
 import os
 import re
 import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import CheckpointError
@@ -23,7 +25,8 @@ from .refusals import refusals
 
 LATEST = "latest"
 _SAVING, _OLD, _RETIRED = ".saving", ".replaced", ".retired"
-_STEP = re.compile(r"step-(\d{8,})")
+_STEP = re.compile(r"step-([0-9]{8,})")
+_SAVED = re.compile(rb'"saved": ([0-9]{1,20})')
 _OWN = re.compile(r"index\.json|shard-\d+-of-\d+\.safetensors|\.nfs.*")  # the last: removed files that NFS holds open
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
@@ -39,8 +42,36 @@ def steps(root: str | os.PathLike) -> list[int]:
         names = os.listdir(root)
     except OSError:
         return []
-    found = [_STEP.fullmatch(name) for name in names]
-    return sorted(int(match[1]) for match in found if match and (Path(root) / match[0] / NAME).is_file())
+    found = [_STEP.fullmatch(name.removesuffix(_OLD).removeprefix(".")) for name in names]
+    numbers = {int(match[1]) for match in found if match}  # `step-000000010` is no folder that a save makes
+    return sorted(number for number in numbers if (place_of(Path(root) / step_name(number)) / NAME).is_file())
+
+
+def place_of(target: Path) -> Path:
+    """Where a checkpoint is: at its name, or aside, if a save was killed between two renames that cannot be one."""
+    old = target.parent / f".{target.name}{_OLD}"
+    return old if not target.exists() and (old / NAME).is_file() else target
+
+
+def saved_at(folder: Path) -> int:
+    """When a checkpoint was saved, in nanoseconds, a later one with a larger number even where the clock went back; 0 if it
+    cannot be read."""
+    try:
+        with open(folder / NAME, "rb") as file:
+            found = _SAVED.search(file.read(1024))
+            return int(found[1]) if found else os.fstat(file.fileno()).st_mtime_ns  # the first format did not tell
+    except OSError:
+        return 0
+
+
+def now(root: Path) -> int:
+    """The time of a save into a folder of steps, later than that of all that are there."""
+    return max([time.time_ns(), *(saved_at(root / step_name(step)) + 1 for step in steps(root))])
+
+
+def by_age(root: Path) -> list[int]:
+    """The steps in a folder, in the order in which they were saved: a run that went back counts anew from there."""
+    return sorted(steps(root), key=lambda step: (saved_at(place_of(root / step_name(step))), step))
 
 
 def latest(root: str | os.PathLike) -> Path | None:
@@ -60,10 +91,10 @@ def latest(root: str | os.PathLike) -> Path | None:
         name = (Path(root) / LATEST).read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError):
         name = ""
-    if _STEP.fullmatch(name) and (Path(root) / name / NAME).is_file():
-        return Path(root) / name
-    found = steps(root)  # the very first save was killed before its last step, or somebody removed the file
-    return Path(root) / step_name(found[-1]) if found else None
+    if _STEP.fullmatch(name) and (place_of(Path(root) / name) / NAME).is_file():
+        return place_of(Path(root) / name)
+    found = by_age(Path(root))  # the very first save was killed before its last step, or somebody removed the file
+    return place_of(Path(root) / step_name(found[-1])) if found else None
 
 
 def find(path: str | os.PathLike) -> Path:
@@ -81,10 +112,7 @@ def find(path: str | os.PathLike) -> Path:
                                   (f"for the step pass '{step}'",
                                    f"for the other move '{NAME}' and its shards into a folder of their own"))
         return path
-    old = path.parent / f".{path.name}{_OLD}"
-    if not path.exists() and (old / NAME).is_file():  # killed between two renames, where they cannot be one
-        return old
-    return latest(path) or path
+    return latest(path) or place_of(path)
 
 
 class Folder:
@@ -101,21 +129,22 @@ class Folder:
     def __init__(self, target: Path):
         self.target = target
         self.path = target.parent / f".{target.name}{_SAVING}"
-        with refusals(f"For 'save', '{target}' cannot be made"):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            self._check_target()
-            self._lock = _locked(self.path)
-            if self._lock is None:
-                raise CheckpointError(f"For 'save', another save is writing '{target}' at this moment.", str(self.path),
-                                      "Two saves into one folder would mix.",
-                                      ("wait for it", "save into another folder", "end the other job"))
-            try:
+        self._locks: list[int] = []
+        self._complete = False
+        try:
+            with refusals(f"For 'save', '{target}' cannot be made"):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                self._check_target()
+                of_step = _STEP.fullmatch(target.name) is not None
+                if of_step:  # steps of two jobs in one folder, of which each would move `latest`
+                    self._locks.append(claimed(target.parent, target.parent, "save"))
+                self._locks.append(claimed(self.path, target, "save"))
                 for name in os.listdir(self.path):
                     _remove(self.path / name)
-                clean(target.parent, self.path)
-            except BaseException:
-                self.close()
-                raise
+                clean(target.parent, self.path, of_step)
+        except BaseException:
+            self.close()
+            raise
 
     def _check_target(self) -> None:
         """What would be replaced is a checkpoint and nothing else; what is above a step is none."""
@@ -135,8 +164,12 @@ class Folder:
                                   ("save steps into another folder",
                                    f"move '{NAME}' and its shards into a folder of their own"))
 
-    def commit(self) -> None:
-        """Makes it the target. All files in it are on the disk already; so is this on return."""
+    def commit(self, then: Callable[[], object] = lambda: None) -> None:
+        """Makes it the target. All files in it are on the disk already; so is this on return.
+
+        Args:
+            then: what else is done before another save may begin.
+        """
         with refusals(f"For 'save', '{self.target}' cannot be put in its place"):
             self._check_target()  # again: what came since is not ours either
             sync(self.path)
@@ -148,21 +181,23 @@ class Folder:
             else:
                 os.rename(self.target, old)
                 os.rename(self.path, self.target)
+            self._complete = True
             sync(self.target.parent)
             shutil.rmtree(old, ignore_errors=True)
+        then()
         self.close()
 
     def abandon(self) -> None:
-        """Removes what was written so far."""
-        with contextlib.suppress(OSError):
-            _remove(self.path)
+        """Removes what was written so far, if it is not complete."""
+        if self._locks and not self._complete:  # else what is there may be another save's by now
+            with contextlib.suppress(OSError):
+                _remove(self.path)
         self.close()
 
     def close(self) -> None:
-        """Lets the lock go."""
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            os.close(lock)
+        """Lets the locks go."""
+        while self._locks:
+            os.close(self._locks.pop())
 
 
 def point_latest(root: Path, name: str) -> None:
@@ -175,23 +210,29 @@ def point_latest(root: Path, name: str) -> None:
 
 
 def retire(root: Path, keep_last: int, keep_every: int | None) -> list[int]:
-    """Removes the steps that are neither among the last ones nor multiples of `keep_every`, nor `latest`; returns them."""
-    found, now = steps(root), latest(root)
+    """Removes the steps that are neither among the last saved nor multiples of `keep_every`, nor `latest`; returns them."""
+    found, now = by_age(root), latest(root)
     gone = [s for s in found[:-keep_last] if not (keep_every and s % keep_every == 0)
-            and root / step_name(s) != now]
+            and root / step_name(s) != now and saved_at(root / step_name(s))]
     for s in gone:
         hidden = root / f".{step_name(s)}{_RETIRED}"
         with refusals(f"For 'save', '{root / step_name(s)}' cannot be removed"), contextlib.suppress(FileNotFoundError):
             os.rename(root / step_name(s), hidden)  # whole, or not there
             _remove(hidden)
-    return gone
+    return sorted(gone)
 
 
-def clean(parent: Path, but: Path | None = None) -> None:
-    """Removes what interrupted saves have left in a folder, and finishes an interrupted exchange."""
+def clean(parent: Path, but: Path | None = None, steps: bool = True) -> None:
+    """Removes what interrupted saves have left in a folder, and finishes an interrupted exchange.
+
+    Args:
+        parent: the folder.
+        but: what stays.
+        steps: whether no save of a step can be at work there, which would be about to move `latest`.
+    """
     for name in os.listdir(parent) if parent.is_dir() else ():
         path = parent / name
-        if not name.startswith("."):
+        if not name.startswith(".") or name.startswith(f".{LATEST}.") and not steps:
             continue
         if name.endswith(_RETIRED):
             with contextlib.suppress(OSError):
@@ -230,6 +271,20 @@ def sync(folder: Path) -> None:
             raise
     finally:
         os.close(fd)
+
+
+def claimed(path: Path, target: Path, who: str) -> int:
+    """A descriptor that holds the lock of a folder, made if need be, in which `target` is made.
+
+    Raises:
+        CheckpointError: another process, or another save of this one, has it.
+    """
+    lock = _locked(path)
+    if lock is None:
+        raise CheckpointError(f"For '{who}', another save is writing '{target}' at this moment.", str(path),
+                              "Two saves into one folder would mix.",
+                              ("wait for it", "save into another folder", "end the other job"))
+    return lock
 
 
 def _locked(path: Path, make: bool = True) -> int | None:

@@ -26,7 +26,7 @@ from mindspore import Tensor, nn
 from ..comm.group import Group
 from ..dispatch.replaced import current
 from ..errors import CheckpointError
-from .folder import sync, write_synced
+from .folder import claimed, sync, write_synced
 from .key_map import Names, matches, translate
 from .plan import common, held_boxes, whole_box, within
 from .ranks import all_ranks, attempted, folder_of, gathered, raise_for_all, rank_of, together, told, unlike
@@ -131,18 +131,21 @@ def save_hf(module: nn.Cell, path: str | PathLike, key_map: Mapping[str, str] | 
                               "\n".join([*bad.values()][:4]), "All ranks write one folder together.",
                               "give each rank the same arguments")
     first = rank_of(group) == 0
-    together(group, "save_hf", lambda: _prepare(folder) if first else None)
-    error = None
-    for i, (name, tensors) in enumerate(files.items()):
-        failed = _write(folder / PARTIAL / name, tensors, i % (group.size if group else 1), group)
-        error = error or failed
-    errors = gathered(group, None if error is None else told(error))
-    if first and any(errors):
-        shutil.rmtree(folder / PARTIAL, ignore_errors=True)
-    if error is not None and group is None:
-        raise error
-    raise_for_all("save_hf", errors)
-    together(group, "save_hf", lambda: _publish(folder, files, text) if first else None)
+    lock = together(group, "save_hf", lambda: _prepared(folder) if first else None)
+    try:
+        error = None
+        for i, (name, tensors) in enumerate(files.items()):
+            failed = _write(folder / PARTIAL / name, tensors, i % (group.size if group else 1), group)
+            error = error or failed
+        errors = gathered(group, None if error is None else told(error))
+        if error is not None and group is None:
+            raise error
+        raise_for_all("save_hf", errors)
+        together(group, "save_hf", lambda: _publish(folder, files, text) if first else None)
+    finally:
+        if lock is not None:
+            shutil.rmtree(folder / PARTIAL, ignore_errors=True)
+            os.close(lock)
 
 
 # -- names -----------------------------------------------------------------------------------------------------------------
@@ -309,17 +312,23 @@ def _config(config: Mapping[str, Any] | None) -> bytes | None:
                               "booleans and None.") from e
 
 
-def _prepare(folder: Path) -> None:
-    """Makes the folder in which files are made; what an interrupted save has left there goes."""
+def _prepared(folder: Path) -> int:
+    """Makes the folder in which files are made, empties it of what an interrupted save has left there, holds its lock."""
     with refusals(f"For 'save_hf', '{folder}' cannot be made", COPYING):
         folder.mkdir(parents=True, exist_ok=True)
-        there = sorted(p.name for p in folder.iterdir() if p.name.endswith((".safetensors", ".bin", INDEX)))
-        if there:
-            raise CheckpointError(f"For 'save_hf', '{folder}' has weights already.", _few(there),
-                                  "Files of two models in one folder would be read as one.", "save into an empty folder")
-        (folder / PARTIAL).mkdir(exist_ok=True)
-        for old in (folder / PARTIAL).iterdir():
-            old.unlink()
+        lock = claimed(folder / PARTIAL, folder, "save_hf")
+        try:
+            there = sorted(p.name for p in folder.iterdir() if p.name.endswith((".safetensors", ".bin", INDEX)))
+            if there:
+                (folder / PARTIAL).rmdir()
+                raise CheckpointError(f"For 'save_hf', '{folder}' has weights already.", _few(there),
+                                      "Files of two models in one folder would be read as one.", "save into an empty folder")
+            for old in (folder / PARTIAL).iterdir():
+                old.unlink()
+        except BaseException:
+            os.close(lock)
+            raise
+    return lock
 
 
 def _write(path: Path, tensors: list[_Out], writer: int, group: Group | None) -> Exception | None:
@@ -383,5 +392,4 @@ def _publish(folder: Path, files: Mapping[str, list[_Out]], config: bytes | None
                      "weight_map": dict(sorted(places.items()))}
             write_synced(folder / PARTIAL / INDEX, json.dumps(index, indent=2).encode() + b"\n")
             os.replace(folder / PARTIAL / INDEX, folder / INDEX)
-        (folder / PARTIAL).rmdir()
         sync(folder)

@@ -20,10 +20,11 @@ from .folder import find
 from .index import Index, TensorInfo
 from .pieces import view
 from .plan import within
-from .ranks import all_ranks, folder_of, together, unlike
+from .ranks import all_ranks, folder_of, gathered, rank_of, together, unlike
 from .reader import Reader
 from .safetensors_file import CODES, DTYPES
 from .state import Leaf, State
+from .strict_json import short
 
 KeyMap = Mapping[str, str] | Callable[[str], str]
 
@@ -83,7 +84,27 @@ def load(state: Any, path: str | os.PathLike, *, strict: bool = True, key_map: K
     """
     wait()
     group = all_ranks()
-    held, reader, found = together(group, "load", partial(_compared, state, path, strict, key_map, cast))
+    folder, name = _place(group, path)
+    while True:
+        try:
+            return _loaded(group, state, folder / name, strict, key_map, cast)
+        except CheckpointError:  # the same on all ranks
+            before, (_, name) = name, _place(group, path)
+            if name == before:
+                raise  # else a run that keeps few checkpoints has removed it while it was read
+
+
+def _place(group: Group | None, path: Any) -> tuple[Path, str]:
+    """The folder that the user named, and which checkpoint in it: of `latest` the first rank decides for all."""
+    def here() -> tuple[Path, str]:
+        folder = folder_of(path, "load")
+        return folder, os.path.relpath(find(folder), folder) if rank_of(group) == 0 else ""
+    folder, name = together(group, "load", here)
+    return folder, gathered(group, name)[0]
+
+
+def _loaded(group: Group | None, state: Any, folder: Path, strict: bool, key_map: KeyMap | None, cast: bool) -> Loaded:
+    held, reader, found = together(group, "load", partial(_compared, state, folder, strict, key_map, cast))
     with reader:
         _agree(group, reader, found, bool(cast))
         together(group, "load", partial(_read, held, reader, found.tensors))
@@ -107,13 +128,12 @@ def _agree(group: Group | None, reader: Reader, found: _Found, cast: bool) -> No
                               "All ranks load one checkpoint together.", "give each rank the same state and arguments")
 
 
-def _compared(state: Any, path: Any, strict: bool, key_map: KeyMap | None, cast: bool) -> tuple[State, Reader, _Found]:
-    folder = folder_of(path, "load")
+def _compared(state: Any, folder: Path, strict: bool, key_map: KeyMap | None, cast: bool) -> tuple[State, Reader, _Found]:
     if key_map is not None and not isinstance(key_map, Mapping) and not callable(key_map):
         raise CheckpointError(f"For 'load', 'key_map' is {key_map!r}.", "", "It is a dict, or a function, from keys of the "
                               "state to keys of the checkpoint.", "load(..., key_map={here: there})")
     held = State(state, "load")
-    reader = Reader(find(folder))
+    reader = Reader(Path(os.path.normpath(folder)))
     try:
         return held, reader, _match(held, reader.index, str(reader.folder), strict, key_map, cast)
     except BaseException:
@@ -146,6 +166,7 @@ def _match(held: State, index: Index, where: str, strict: bool, key_map: KeyMap 
     for key in held.values:
         if names[key] in index.values:
             values[key] = index.values[names[key]]
+            wrong += _unlike_value(key, held.values[key], values[key], key in held.whole)
         elif index.tensor(names[key]) is not None:
             wrong.append(f"'{key}' is {held.values[key]!r} here, in the checkpoint a tensor")
         else:
@@ -153,7 +174,7 @@ def _match(held: State, index: Index, where: str, strict: bool, key_map: KeyMap 
     if wrong:
         dtypes = not cast and any(held.tensors[key].dtype != info.dtype for key, info in tensors.items())
         raise CheckpointError(f"For 'load', {len(wrong)} entries of '{where}' do not fit.", _some(wrong),
-                              "A load changes layouts, and no shapes; dtypes if asked to.",
+                              "A load changes layouts, and no shapes or types of values; dtypes if asked to.",
                               (*(("load(..., cast=True) converts dtypes",) if dtypes else ()),
                                "load(..., key_map={here: there})"))
     asked = {index.tied.get(n, n) for n in names.values()}
@@ -177,6 +198,14 @@ def _unlike(key: str, leaf: Leaf, info: TensorInfo, cast: bool) -> list[str]:
     ours, theirs = (_kind(name) for name in (leaf.dtype, info.dtype))
     return [] if cast and ours == theirs else [f"'{key}' is {leaf.dtype} here, {info.dtype} in the checkpoint" + (
         ", which are no kinds of numbers that convert" if cast else "")]
+
+
+def _unlike_value(key: str, here: Any, there: Any, whole: bool) -> list[str]:
+    """None goes with all: it stands for what is not known yet. Whole numbers go with others unless they are NumPy's."""
+    mine, theirs = (bool if isinstance(v, bool) else float if isinstance(v, int) else type(v) for v in (here, there))
+    if here is None or there is None or mine is theirs and not (whole and isinstance(there, float)):
+        return []
+    return [f"'{key}' is {short(here)} here, in the checkpoint {short(there)}"]
 
 
 def _kind(dtype: str) -> str:

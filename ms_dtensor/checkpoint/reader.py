@@ -3,8 +3,8 @@
 
 Bytes go straight to where they belong where they lie alike there, else through a few MiB of scratch; so a load needs no
 memory beside the target's, whatever the files' size. `pread` and not a memory map: mapped pages count as the process's
-memory, and a file that another process cuts off would end it. Invariant: no byte is handed out whose hash was not right,
-from a file whose header is not of the same save as the index.
+memory, and a file that another process cuts off would end it. Files are read one after the other, and few are open at once,
+as a checkpoint may have more than a process may open. Not here: what a file tells of itself (`shard.py`).
 """
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ import math
 import os
 import stat
 import threading
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,12 +24,16 @@ import numpy as np
 
 from ..errors import CheckpointError
 from ..redistribute.boxes import Box, relative
-from .index import ID, MAX_INDEX, NAME, Chunk, Index, TensorInfo, parse
-from .pieces import as_bytes, crc, piece_hash, view
-from .plan import common, part_name, volume
-from .safetensors_file import CODES, DTYPES, SafetensorsFile, put
+from .index import MAX_INDEX, NAME, Chunk, Index, TensorInfo
+from .parsing import parse
+from .pieces import as_bytes, view
+from .plan import common, volume
+from .safetensors_file import CODES, DTYPES, put
+from .shard import Shard
 
 BLOCK = 4 << 20  # bytes that a thread reads at a time
+OPEN = 32  # files that stay open
+SORTED = 1 << 14  # parts that are put in order of files at a time
 
 
 class _Run(NamedTuple):
@@ -68,13 +74,9 @@ class Reader:
     def __init__(self, folder: str | os.PathLike):
         self.folder = Path(folder)
         self.index = read_index(self.folder)
-        self.bytes_read = 0
-        self._entries: dict[str, dict] = {name: {} for name in self.index.files}  # what each header should tell
-        for key, t in self.index.tensors.items():
-            for c in t.chunks:
-                shape = tuple(hi - lo for lo, hi in c.box)
-                self._entries[c.file][part_name(key, t.shape, c.box)] = t.dtype, shape, c.begin
-        self._files: dict[str, int] = {}
+        self.bytes_read = self.files_opened = 0
+        self._files: OrderedDict[str, Shard] = OrderedDict()  # the one that was wanted last is the last
+        self._enough = False
         self._lock, self._scratch = threading.Lock(), threading.local()
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
         self._threads = ThreadPoolExecutor(min(cores, 4)) if cores > 1 else None
@@ -89,8 +91,8 @@ class Reader:
         """Lets threads and files go."""
         if self._threads is not None:
             self._threads.shutdown()
-        for fd in self._files.values():
-            os.close(fd)
+        for shard in self._files.values():
+            shard.close()
         self._files.clear()
 
     def array(self, key: str, box: Box | None = None) -> np.ndarray:
@@ -99,6 +101,7 @@ class Reader:
         if tensor is None:
             raise CheckpointError(f"For '{self.folder}', there is no tensor '{key}'.")
         box = tuple((0, n) for n in tensor.shape) if box is None else box
+        self._check_sizes()
         out = np.empty([hi - lo for lo, hi in box], DTYPES[CODES[tensor.dtype]])
         self.read([(tensor, key, box, out)])
         return out
@@ -109,42 +112,77 @@ class Reader:
         Args:
             wanted: tensor, its key for messages, box, and the array.
         """
-        jobs = ((key, tensor, chunk, run) for tensor, key, box, out in wanted for chunk in tensor.chunks
-                for run in self._runs(tensor, chunk, box, out))
-
-        def run_all(jobs):
-            for job in jobs:
-                self._run(*job)
+        def run_all(jobs: list[_Job]) -> None:
+            with self.file(jobs[0][2].file) as shard:
+                for key, tensor, chunk, run in jobs:
+                    self._run(shard, key, tensor, chunk, run)
+        batches = _batches(self._jobs(wanted))
         if self._threads is None:
-            run_all(jobs)
+            for batch in batches:
+                run_all(batch)
             return
         work = []
-        for batch in _batches(jobs):
+        for batch in batches:
             work.append(self._threads.submit(run_all, batch))
             if len(work) > 64:  # so that the list of what is to be done stays short
                 work.pop(0).result()
         for one in work:
             one.result()
 
-    def check_file(self, name: str) -> None:
-        """Whether a file is there, of its size, and with the header that was written.
+    @contextmanager
+    def file(self, name: str) -> Iterator[Shard]:
+        """An open file; it is there, and its header is what was written.
 
         Raises:
             CheckpointError: it is not.
         """
-        self._file(name)
+        with self._lock:
+            shard = self._files.get(name)
+            if shard is None:
+                shard = self._files[name] = Shard(self.folder, name, self.index)
+                self.files_opened += 1
+            self._files.move_to_end(name)
+            shard.users += 1
+            for other in [n for n, s in self._files.items() if not s.users][:max(len(self._files) - OPEN, 0)]:
+                self._files.pop(other).close()
+        try:
+            yield shard
+        finally:
+            with self._lock:
+                shard.users -= 1
 
-    def check(self, key: str, tensor: TensorInfo, chunk: Chunk) -> None:
+    def check(self, shard: Shard, tensor: TensorInfo, chunk: Chunk) -> None:
         """Reads a chunk for its hashes only.
 
         Raises:
             CheckpointError: one of them is not what is there.
         """
         size = volume(chunk.box) * tensor.itemsize
-        for begin in range(0, size, max(BLOCK // chunk.piece, 1) * chunk.piece):
-            self._verified(key, chunk, size, begin, min(begin + max(BLOCK // chunk.piece, 1) * chunk.piece, size), None)
+        step = max(BLOCK // chunk.piece, 1) * chunk.piece
+        for begin in range(0, size, step):
+            self._verified(shard, tensor, chunk, begin, min(begin + step, size), None)
 
     # -- inside ----------------------------------------------------------------------------------------------------------
+    def _check_sizes(self) -> None:
+        """An array is made for what an index claims only if there are files of so many bytes."""
+        if not self._enough:
+            there = sum(os.stat(entry).st_size for entry in os.scandir(self.folder) if entry.is_file(follow_symlinks=False))
+            need = sum(t.nbytes for t in self.index.tensors.values())
+            if there < need:
+                raise CheckpointError(f"For '{self.folder}', the files have {there} bytes, the tensors of the index {need}.",
+                                      "", "Each element is in a file.", f"python -m ms_dtensor ckpt verify {self.folder}")
+            self._enough = True
+
+    def _jobs(self, wanted: Sequence[tuple[TensorInfo, str, Box, np.ndarray]]) -> Iterator[_Job]:
+        """What is to be read, a file after the other, as far as may be told without listing all of it."""
+        parts = ((chunk.file, number, chunk) for number, (tensor, _, box, _) in enumerate(wanted)
+                 for chunk in tensor.chunks(box))
+        while some := list(itertools.islice(parts, SORTED)):
+            for _, number, chunk in sorted(some, key=lambda part: part[:2]):
+                tensor, key, box, out = wanted[number]
+                for run in self._runs(tensor, chunk, box, out):
+                    yield key, tensor, chunk, run
+
     def _runs(self, tensor: TensorInfo, chunk: Chunk, box: Box, out: np.ndarray) -> Iterator[_Run]:
         both = common(chunk.box, box)
         if both is None:
@@ -173,81 +211,30 @@ class Reader:
                            (slice(None), *cut[deep + 1:]), target[at][a - lo:b - lo])
                 a = b
 
-    def _run(self, key: str, tensor: TensorInfo, chunk: Chunk, run: _Run) -> None:
+    def _run(self, shard: Shard, key: str, tensor: TensorInfo, chunk: Chunk, run: _Run) -> None:
         dtype, size = DTYPES[CODES[tensor.dtype]], volume(chunk.box) * tensor.itemsize
         first, last = run.begin // chunk.piece * chunk.piece, min(-(-run.end // chunk.piece) * chunk.piece, size)
         target = run.target
         if (first, last) == (run.begin, run.end) and target.nbytes == last - first and target.flags.c_contiguous \
                 and target.dtype == dtype:
-            self._verified(key, chunk, size, first, last, as_bytes(target))
+            self._verified(shard, tensor, chunk, first, last, as_bytes(target))
             return
-        data = self._verified(key, chunk, size, first, last, None)
+        data = self._verified(shard, tensor, chunk, first, last, None)
         rows = np.frombuffer(data, dtype, (run.end - run.begin) // dtype.itemsize, run.begin - first).reshape(run.shape)
         put(target, rows[run.cut] if run.shape else rows.reshape(()), key)
 
-    def _verified(self, key: str, chunk: Chunk, size: int, first: int, last: int, into: memoryview | None) -> memoryview:
+    def _verified(self, shard: Shard, tensor: TensorInfo, chunk: Chunk, first: int, last: int, into: memoryview | None
+                  ) -> memoryview:
         """Bytes of a chunk from the begin of a piece to the end of one."""
-        fd = self._file(chunk.file)
         if into is None:
             scratch = getattr(self._scratch, "buffer", None)
             if scratch is None or len(scratch) < last - first:
                 scratch = self._scratch.buffer = bytearray(last - first)
             into = memoryview(scratch)[:last - first]
-        for at in range(first, last, chunk.piece):
-            part = into[at - first:min(at + chunk.piece, last) - first]
-            done = 0
-            while done < len(part):
-                try:
-                    got = os.preadv(fd, [part[done:]], chunk.begin + at + done)
-                except OSError as e:
-                    raise CheckpointError(f"For '{self.folder / chunk.file}', the file cannot be read: {e.strerror or e}."
-                                          ) from e
-                if not got:
-                    raise _damaged(self.folder, chunk.file, f"it ends at byte {chunk.begin + at + done}, within '{key}'.")
-                done += got
-            if piece_hash(part) != chunk.hashes[at // chunk.piece]:
-                raise _damaged(self.folder, chunk.file, f"bytes {chunk.begin + at} to {chunk.begin + at + len(part)}, of "
-                               f"'{key}', are not what was written.")
+        shard.read(chunk, shard.place(chunk, tensor.dtype), first, last, into)
         with self._lock:
             self.bytes_read += last - first
         return into
-
-    def _file(self, name: str) -> int:
-        with self._lock:
-            fd = self._files.get(name)
-            if fd is None:
-                fd = self._files[name] = self._opened(name)
-        return fd
-
-    def _opened(self, name: str) -> int:
-        path, info = self.folder / name, self.index.files[name]
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # no link, and no pipe, leads on
-        except OSError as e:
-            raise CheckpointError(f"For '{path}', the file cannot be opened: {e.strerror or e}.", "",
-                                  "It is one of the checkpoint's shards.", "load another checkpoint of the run") from e
-        try:
-            found = os.fstat(fd)
-            if not stat.S_ISREG(found.st_mode) or found.st_size != info.size:
-                raise _damaged(self.folder, name, f"it has {found.st_size} bytes, was written with {info.size}.")
-            header = os.pread(fd, info.data, 0)
-            if crc(header) != info.header or len(header) != info.data:
-                raise _damaged(self.folder, name, _other_save(path, self.index) or "its header is not what was written.")
-            self._check_header(path, name)
-            return fd
-        except BaseException:
-            os.close(fd)
-            raise
-
-
-    def _check_header(self, path: Path, name: str) -> None:
-        """A shard tells readers that know nothing of the index what the index tells."""
-        file = SafetensorsFile(path)
-        if file.metadata.get(ID) != self.index.id:
-            raise _damaged(self.folder, name, _other_save(path, self.index))
-        told = {entry: (e.dtype, e.shape, e.begin) for entry, e in file.tensors.items()}
-        if told != self._entries[name]:
-            raise _damaged(self.folder, name, "its header does not tell what the index tells.")
 
 
 def read_index(folder: Path) -> Index:
@@ -274,27 +261,14 @@ def read_index(folder: Path) -> Index:
 
 
 def _batches(jobs: Iterable[_Job]) -> Iterator[list[_Job]]:
-    """Jobs in runs of about a block, so that a thread is not started for each small tensor."""
-    batch, size = [], 0
+    """Jobs of one file in runs of about a block, so that a thread is not started for each small tensor."""
+    batch: list[_Job] = []
+    size = 0
     for job in jobs:
-        batch.append(job)
-        size += job[3].end - job[3].begin
-        if size >= BLOCK or len(batch) == 256:
+        if batch and (size >= BLOCK or len(batch) == 256 or job[2].file != batch[0][2].file):
             yield batch
             batch, size = [], 0
+        batch.append(job)
+        size += job[3].end - job[3].begin
     if batch:
         yield batch
-
-
-def _other_save(path: Path, index: Index) -> str:
-    """What is to be said if a file is sound, but of another save."""
-    try:
-        theirs = SafetensorsFile(path).metadata.get(ID)
-    except CheckpointError:
-        return ""
-    return f"it is of another save: its id is {theirs}, the index's {index.id}." if theirs != index.id else ""
-
-
-def _damaged(folder: Path, name: str, why: str) -> CheckpointError:
-    return CheckpointError(f"For '{folder / name}', the file is damaged: {why}", "", "Every piece that is read is verified.",
-                           ("load another checkpoint of the run", f"python -m ms_dtensor ckpt verify {folder}"))

@@ -15,7 +15,7 @@ import math
 import mmap
 import os
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any, NamedTuple, NoReturn
@@ -63,6 +63,85 @@ class WrittenFile(NamedTuple):
     size: int
 
 
+class Header:
+    """What stands before a file's data, checked.
+
+    Args:
+        path: of the file, for messages.
+        size: bytes of the file.
+        head: its first bytes, as many as there are up to the data; `Header.length` tells how many.
+
+    Attributes:
+        tensors: what is in the file, by name, in the header's order.
+        metadata: its texts.
+
+    Raises:
+        CheckpointError: it is not sound; names what is wrong with which entry.
+    """
+
+    def __init__(self, path: str, size: int, head: bytes):
+        self.path, self._size = path, size
+        self.metadata: dict[str, str] = {}
+        self.tensors: dict[str, TensorEntry] = {}
+        for name, entry in strict_json(head[8:], lambda why: self._refuse(f"of its header: {why}")).items():
+            if name == "__metadata__":
+                self.metadata = self._texts(entry)
+            else:
+                self.tensors[name] = self._entry(name, entry, len(head))
+        self._check_cover(len(head))
+
+    @staticmethod
+    def length(path: str, size: int, first: bytes) -> int:
+        """Where the data of a file of so many bytes begin, by its first eight."""
+        header = int.from_bytes(first, "little")
+        if len(first) < 8 or header > min(MAX_HEADER, size - 8):
+            raise _unsound(path, f"its header would have {header} bytes; the file has {size}, a header at most "
+                           f"{MAX_HEADER}.")
+        return 8 + header
+
+    def _refuse(self, why: str) -> NoReturn:
+        raise _unsound(self.path, why)
+
+    def _texts(self, entry: Any) -> dict[str, str]:
+        if not isinstance(entry, dict) or not all(isinstance(text, str) for text in entry.values()):
+            self._refuse("its '__metadata__' is no map of texts.")
+        return entry
+
+    def _entry(self, name: str, entry: Any, data: int) -> TensorEntry:
+        if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+            self._refuse(f"the entry of {short(name)} does not have just dtype, shape and data_offsets.")
+        code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+        dtype = DTYPES.get(code) if isinstance(code, str) else None
+        if dtype is None:
+            self._refuse(f"'dtype' of {short(name)} is {short(code)}; those read are {', '.join(DTYPES)}.")
+        if not _sizes(shape) or len(shape) > MAX_DIMS:
+            self._refuse(f"'shape' of {short(name)} is {short(shape)}, no list of at most {MAX_DIMS} sizes.")
+        if math.prod(max(n, 1) for n in shape) * dtype.itemsize >= 2 ** 62:  # empty or not, no array has such dims
+            self._refuse(f"'shape' of {short(name)} is {short(shape)}, larger than any memory.")
+        if not _sizes(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] <= self._size - data:
+            self._refuse(f"'data_offsets' of {short(name)} are {short(offsets)}; the file has {self._size - data} bytes "
+                         "of data.")
+        need = math.prod(shape) * dtype.itemsize
+        if offsets[1] - offsets[0] != need:
+            self._refuse(f"{short(name)} has {offsets[1] - offsets[0]} bytes; {code} of {short(shape)} needs {need}.")
+        return TensorEntry(dtype.name, tuple(shape), data + offsets[0], data + offsets[1])
+
+    def _check_cover(self, data: int) -> None:
+        at = data
+        for name, entry in sorted(self.tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
+            if entry.begin != at:
+                self._refuse(f"{short(name)} begins at byte {entry.begin - data} of the data, where byte {at - data} is "
+                             f"next: {'a gap' if entry.begin > at else 'an overlap'}.")
+            at = entry.end
+        if at != self._size:
+            self._refuse(f"{self._size - at} bytes at its end belong to no tensor.")
+
+def _unsound(path: str, why: str) -> CheckpointError:
+    return CheckpointError(f"For '{path}', this is no sound safetensors file: {why}", "",
+                           "Nothing of a file is used before all of its header is right.",
+                           "restore the file from where it came from")
+
+
 class SafetensorsFile:
     """A safetensors file that has been checked; its bytes are mapped, not read. Closed when nothing refers to it.
 
@@ -94,26 +173,17 @@ class SafetensorsFile:
             try:
                 found = os.fstat(fd)
                 if not stat.S_ISREG(found.st_mode):
-                    self._refuse("it is no regular file.")
+                    raise _unsound(self.path, "it is no regular file.")
                 if found.st_size < 10:
-                    self._refuse(f"its {found.st_size} bytes are fewer than the smallest header has.")
+                    raise _unsound(self.path, f"its {found.st_size} bytes are fewer than the smallest header has.")
                 self._map = mmap.mmap(fd, found.st_size, access=mmap.ACCESS_READ)
             finally:
                 os.close(fd)
         except OSError as e:
             raise CheckpointError(f"For '{self.path}', the file cannot be read: {e.strerror or e}.") from e
         self._size = found.st_size
-        header = int.from_bytes(self._map[:8], "little")
-        if header > min(MAX_HEADER, self._size - 8):
-            self._refuse(f"its header would have {header} bytes; the file has {self._size}, a header at most {MAX_HEADER}.")
-        self.metadata: dict[str, str] = {}
-        self.tensors: dict[str, TensorEntry] = {}
-        for name, entry in self._header(header).items():
-            if name == "__metadata__":
-                self.metadata = self._texts(entry)
-            else:
-                self.tensors[name] = self._entry(name, entry, 8 + header)
-        self._check_cover(8 + header)
+        head = Header(self.path, self._size, self._map[:Header.length(self.path, self._size, self._map[:8])])
+        self.tensors, self.metadata = head.tensors, head.metadata
 
     def read(self, name: str, index: tuple[slice, ...] | None = None, out: np.ndarray | None = None) -> np.ndarray:
         """A copy of a tensor, or of a box of it: of the file's pages only the box's are read, and none stay mapped in.
@@ -153,7 +223,7 @@ class SafetensorsFile:
         except OSError as e:
             raise CheckpointError(f"For '{self.path}', the file cannot be read any more: {e.strerror or e}.") from e
         if size != self._size:
-            self._refuse(f"it had {self._size} bytes when it was opened, and has {size} now.")
+            raise _unsound(self.path, f"it had {self._size} bytes when it was opened, and has {size} now.")
         return memoryview(self._map)[entry.begin:entry.end]
 
     def _copy(self, part: np.ndarray, out: np.ndarray, base: int, name: str) -> None:
@@ -174,52 +244,10 @@ class SafetensorsFile:
         page = begin // mmap.PAGESIZE * mmap.PAGESIZE
         self._map.madvise(mmap.MADV_DONTNEED, page, begin + span - page)
 
-    # -- the checks ------------------------------------------------------------------------------------------------------
-    def _refuse(self, why: str) -> NoReturn:
-        raise CheckpointError(f"For '{self.path}', this is no sound safetensors file: {why}", "",
-                              "Nothing of a file is used before all of its header is right.",
-                              "restore the file from where it came from")
-
-    def _header(self, length: int) -> dict[str, Any]:
-        return strict_json(self._map[8:8 + length], lambda why: self._refuse(f"of its header: {why}"))
-
-    def _texts(self, entry: Any) -> dict[str, str]:
-        if not isinstance(entry, dict) or not all(isinstance(text, str) for text in entry.values()):
-            self._refuse("its '__metadata__' is no map of texts.")
-        return entry
-
-    def _entry(self, name: str, entry: Any, data: int) -> TensorEntry:
-        if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-            self._refuse(f"the entry of {short(name)} does not have just dtype, shape and data_offsets.")
-        code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-        dtype = DTYPES.get(code) if isinstance(code, str) else None
-        if dtype is None:
-            self._refuse(f"'dtype' of {short(name)} is {short(code)}; those read are {', '.join(DTYPES)}.")
-        if not _sizes(shape) or len(shape) > MAX_DIMS:
-            self._refuse(f"'shape' of {short(name)} is {short(shape)}, no list of at most {MAX_DIMS} sizes.")
-        if math.prod(max(n, 1) for n in shape) * dtype.itemsize >= 2 ** 62:  # empty or not, no array has such dims
-            self._refuse(f"'shape' of {short(name)} is {short(shape)}, larger than any memory.")
-        if not _sizes(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] <= self._size - data:
-            self._refuse(f"'data_offsets' of {short(name)} are {short(offsets)}; the file has {self._size - data} bytes "
-                         "of data.")
-        need = math.prod(shape) * dtype.itemsize
-        if offsets[1] - offsets[0] != need:
-            self._refuse(f"{short(name)} has {offsets[1] - offsets[0]} bytes; {code} of {short(shape)} needs {need}.")
-        return TensorEntry(dtype.name, tuple(shape), data + offsets[0], data + offsets[1])
-
-    def _check_cover(self, data: int) -> None:
-        at = data
-        for name, entry in sorted(self.tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
-            if entry.begin != at:
-                self._refuse(f"{short(name)} begins at byte {entry.begin - data} of the data, where byte {at - data} is "
-                             f"next: {'a gap' if entry.begin > at else 'an overlap'}.")
-            at = entry.end
-        if at != self._size:
-            self._refuse(f"{self._size - at} bytes at its end belong to no tensor.")
-
 
 def write_safetensors(path: str | PathLike, entries: Mapping[str, tuple[str, tuple[int, ...], Iterable]],
-                      metadata: Mapping[str, str] | None = None, advice: tuple[str, str] = SAVING) -> WrittenFile:
+                      metadata: Mapping[str, str] | None = None, advice: tuple[str, str] = SAVING,
+                      seal: Callable[[bytes], bytes] = bytes) -> WrittenFile:
     """Writes a file, and has it on the disk on return. What is there under the name is replaced, not atomically.
 
     Args:
@@ -228,6 +256,7 @@ def write_safetensors(path: str | PathLike, entries: Mapping[str, tuple[str, tup
             by one; the widest dtypes first, else in this order, so that every tensor is aligned.
         metadata: texts for the header.
         advice: of `refusals`.
+        seal: gets what stands before the data when all have been written, and gives what stands there at last, as long.
 
     Returns:
         Where each tensor is, and what stands before them.
@@ -264,8 +293,12 @@ def write_safetensors(path: str | PathLike, entries: Mapping[str, tuple[str, tup
                 if written != entry.end - entry.begin:
                     raise CheckpointError(f"For '{path}', tensor {short(name)} came with {written} bytes.",
                                           f"{entry.dtype}{list(entry.shape)}", f"It has {entry.end - entry.begin}.")
+            last = seal(head)
+            if last != head:
+                file.seek(0)
+                _write(file, last)
             os.fsync(file.fileno())
-    return WrittenFile(placed, head, at)
+    return WrittenFile(placed, last, at)
 
 
 def put(out: np.ndarray, values: np.ndarray, name: str) -> np.ndarray:

@@ -8,29 +8,32 @@ in that folder, since communication belongs to the main thread. Read next: `plan
 from __future__ import annotations
 
 import os
+import time
 import uuid
-from collections.abc import Sequence
-from functools import lru_cache, partial
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..comm.group import Group
-from ..core.layout import Layout
+from ..core.mesh import DeviceMesh
 from ..core.version import __version__
 from ..errors import CheckpointError
 from . import background
-from .folder import Folder, point_latest, retire, step_name, write_synced
-from .index import NAME, Index, dump
+from .copies import copied
+from .folder import Folder, now, point_latest, retire, step_name, write_synced
+from .index import NAME, Index, TensorInfo, dump, file_name
 from .pieces import as_bytes, crc
-from .plan import Request, assign, held_boxes, volume, whole_box
+from .plan import Request, assign, laid_out, parts_of, volume, whole_on
 from .random_state import DIFFER, RandomState
 from .ranks import alike, all_ranks, attempted, folder_of, gathered, raise_for_all, rank_of, together, told, unlike
 from .refusals import refusals
+from .spread import Ranks, Spread
 from .staging import Snapshot
-from .state import State
-from .writer import Written, array_of, file_name, merged, write
+from .state import Leaf, State
+from .writer import array_of, write
 
 
 def save(state: Any, path: str | os.PathLike, *, step: int | None = None, async_save: bool = False,
@@ -71,45 +74,102 @@ def save(state: Any, path: str | os.PathLike, *, step: int | None = None, async_
     group = all_ranks()
     step, keep_last, keep_every = (int(n) if isinstance(n, np.integer) else n for n in (step, keep_last, keep_every))
     held, given = together(group, "save", partial(_described, state, path, step, keep_last, keep_every))
-    _agree(group, held, {"path": str(given), "step": repr(step), "async_save": repr(bool(async_save)),
-                         "keep_last": repr(keep_last), "keep_every": repr(keep_every)})
+    copies = _agree(group, held, {"path": str(given), "step": repr(step), "async_save": repr(bool(async_save)),
+                                  "keep_last": repr(keep_last), "keep_every": repr(keep_every)})
     root = Path(os.path.abspath(given))
     target = root if step is None else root / step_name(step)
-    folder, save_id, hidden = _begun(group, target)
-    held_by = {key: whole_box(leaf.shape, range(group.size if group else 1)) if leaf.layout is None else
-               held_boxes(leaf.layout) for key, leaf in held.tensors.items()}
-    plan = assign([Request(key, leaf.itemsize, held_by[key]) for key, leaf in held.tensors.items()])
-    rank = rank_of(group)
-    mine = plan.get(rank, [])
-    file = hidden / file_name(rank, group.size if group else 1)
+    plan = assign([Request(key, leaf.itemsize, leaf.shape, copies.get(key) or _spread(leaf, group))
+                   for key, leaf in held.tensors.items()], group.size if group else 1)
+    with _Begun(group, target) as begun:
+        saving = _saved(group, held, plan, begun, _Where(root, step, keep_last, keep_every), async_save)
+        begun.handed_on = saving is not None
+    return saving
 
-    def write_mine(values) -> Written | None:
-        return write(file, mine, held.tensors, values, save_id) if mine else None
 
-    def complete(written: Sequence[Written | None]) -> None:
+class _Where(NamedTuple):
+    """Which checkpoint a save makes, and which it removes."""
+
+    root: Path
+    step: int | None
+    keep_last: int | None
+    keep_every: int | None
+
+    def pointed(self) -> None:
+        """What is done once it is complete."""
+        if self.step is not None:
+            point_latest(self.root, step_name(self.step))
+            if self.keep_last is not None:
+                retire(self.root, self.keep_last, self.keep_every)
+
+
+class _Begun:
+    """The folder in the making (on rank 0), where ranks write into it, the id of this save; gone if the block is left by
+    anything but its end, Ctrl-C say.
+
+    Raises:
+        CheckpointError: on all ranks the same.
+    """
+
+    def __init__(self, group: Group | None, target: Path):
+        self.group, self.target, self.handed_on = group, target, False
+        self.folder: Folder | None = None
+
+    def __enter__(self) -> _Begun:
+        try:
+            self.folder, error = attempted(lambda: Folder(self.target)) if rank_of(self.group) == 0 else (None, None)
+            everyone = gathered(self.group, [None if error is None else told(error), uuid.uuid4().hex,
+                                             str(self.folder and self.folder.path)])
+            if error is not None and self.group is None:
+                raise error
+            raise_for_all("save", [everyone[0][0]] * len(everyone))  # the others have done nothing that could fail
+            self.save_id, self.hidden = everyone[0][1], Path(everyone[0][2])  # ranks may run in other folders
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exc) -> None:
+        if self.folder is not None and not self.handed_on:
+            self.folder.abandon()  # does nothing to a complete one
+
+
+def _saved(group: Group | None, held: State, plan: Mapping[str, Spread], begun: _Begun, where: _Where, async_save: bool
+           ) -> background.AsyncSave | None:
+    ranks, rank, folder = group.size if group else 1, rank_of(group), begun.folder
+    mine = parts_of(rank, plan, {key: leaf.shape for key, leaf in held.tensors.items()})
+    file = begun.hidden / file_name(rank, ranks)
+
+    def write_mine(values) -> bool:
+        if mine:
+            write(file, mine, held.tensors, values, begun.save_id)
+        return bool(mine)
+
+    def complete(written: Sequence[bool]) -> None:
         """On rank 0: everything is on the disk but the index."""
         assert folder is not None
-        files, tensors = merged(plan, written, held.tensors)
-        index = Index(save_id, step, __version__, files, tensors, held.values, held.tied)
+        files = Ranks.of([i for i, wrote in enumerate(written) if wrote])
+        tensors = {key: TensorInfo(key, leaf.dtype, leaf.shape, plan[key], ranks) for key, leaf in held.tensors.items()}
+        index = Index(begun.save_id, where.step, __version__, ranks, files, tensors, held.values, held.tied,
+                      now(where.root) if where.step is not None else time.time_ns())
         with refusals(f"For 'save', '{folder.path / NAME}' cannot be written"):
             write_synced(folder.path / NAME, dump(index))
-        folder.commit()
-        if step is not None:
-            point_latest(root, target.name)
-            if keep_last is not None:
-                retire(root, keep_last, keep_every)
+        folder.commit(where.pointed)
 
     if async_save:
         sizes = [(part, volume(part.box) * held.tensors[part.key].itemsize) for part in mine]
         copies, error = attempted(lambda: Snapshot(sizes, partial(array_of, leaves=held.tensors)))
-        return background.start(group, hidden, folder, partial(_from_copies, write_mine, copies, error), complete)
+        return background.start(group, begun.hidden, folder, partial(_from_copies, write_mine, copies, error), complete)
     written, error = attempted(lambda: write_mine(partial(array_of, leaves=held.tensors)))
     everyone = gathered(group, [None if error is None else told(error), written])
     _finish(group, folder, error, everyone, complete)
     return None
 
 
-def _from_copies(write_mine, copies: Snapshot | None, error: Exception | None) -> Written | None:
+def _spread(leaf: Leaf, group: Group | None) -> Spread:
+    return whole_on(group.size if group else 1, leaf.shape) if leaf.layout is None else laid_out(leaf.layout)
+
+
+def _from_copies(write_mine, copies: Snapshot | None, error: Exception | None) -> bool:
     if error is not None or copies is None:
         raise error or AssertionError
     try:
@@ -148,25 +208,20 @@ def _described(state: Any, path: Any, step: int | None, keep_last: int | None, k
     return State(state, "save"), given
 
 
-def _begun(group: Group | None, target: Path) -> tuple[Folder | None, str, Path]:
-    """On rank 0 the folder in the making; the id of this save, and where ranks write (they may run in other folders)."""
-    folder, error = attempted(lambda: Folder(target)) if rank_of(group) == 0 else (None, None)
-    everyone = gathered(group, [None if error is None else told(error), uuid.uuid4().hex, str(folder and folder.path)])
-    if error is not None and group is None:
-        raise error
-    raise_for_all("save", [everyone[0][0]] * len(everyone))  # the others have done nothing that could fail
-    return folder, everyone[0][1], Path(everyone[0][2])
+def _agree(group: Group | None, state: State, arguments: dict[str, str]) -> dict[str, Spread]:
+    """All ranks save the same names, layouts and plain values, in the same way.
 
-
-def _agree(group: Group | None, state: State, arguments: dict[str, str]) -> None:
-    """All ranks save the same names, layouts and plain values, in the same way."""
+    Returns:
+        The spreads of tensors that are on several meshes, on each a copy.
+    """
     if group is None:
-        return
-    table = {key: _identity(leaf) for key, leaf in state.tensors.items()}
+        return {}
+    meshes = list(dict.fromkeys(leaf.layout.mesh for leaf in state.tensors.values() if leaf.layout is not None))
+    table = {key: _identity(leaf, meshes) for key, leaf in state.tensors.items()}
     table |= {key: repr(value) for key, value in state.values.items()}
     table |= {key: f"the same as '{first}'" for key, first in state.tied.items()}
     if alike(group, [arguments, table]):
-        return
+        return copied(group, state, meshes)
     bad = unlike(group, arguments)
     if bad:
         raise CheckpointError(f"For 'save', the ranks' arguments differ: {', '.join(bad)}.", "\n".join(bad.values()),
@@ -180,12 +235,7 @@ def _agree(group: Group | None, state: State, arguments: dict[str, str]) -> None
                            "save what rank 0 has: broadcast it first"))
 
 
-def _identity(leaf) -> str:
-    if leaf.layout is not None:
-        return _place(leaf.layout)
+def _identity(leaf: Leaf, meshes: list[DeviceMesh]) -> str:
+    if leaf.layout is not None:  # the ranks of a mesh may differ: see `copies.py`
+        return f"{leaf.layout.describe()} {leaf.layout.placements} {leaf.layout.order} mesh {meshes.index(leaf.layout.mesh)}"
     return f"{leaf.describe()} crc32 {crc(as_bytes(np.ascontiguousarray(leaf.array()))):08x}"
-
-
-@lru_cache(maxsize=4096)
-def _place(layout: Layout) -> str:
-    return f"{layout.describe()} {layout.placements} ranks {layout.mesh.rank_list}"

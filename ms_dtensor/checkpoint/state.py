@@ -114,8 +114,10 @@ class State:
         who: the function that was called, for messages.
 
     Attributes:
-        tensors: by key; a tensor with several names is under the first of them.
-        values: plain values by key.
+        tensors: by key, in an order that follows from the keys alone (a dict may be made from a set, whose order differs by
+            process); a tensor with several names is under the first of them.
+        values: plain values by key, likewise.
+        whole: the keys of those that stand in a NumPy integer.
         tied: further names -> the first one.
         objects: what told its own state, by key.
 
@@ -127,6 +129,7 @@ class State:
         self.who = who
         self.tensors: dict[str, Leaf] = {}
         self.values: dict[str, Value] = {}
+        self.whole: set[str] = set()
         self.tied: dict[str, str] = {}
         self.objects: dict[str, Any] = {}
         self._of: dict[int, str] = {}
@@ -137,6 +140,7 @@ class State:
             raise CheckpointError(f"For '{who}', 'state' is a {type(state).__name__}.", "",
                                   "A state has names.", f"{who}({{'name': value}}, path)")
         self._walk(state, "")
+        self._sort()
 
     def restore(self, values: Mapping[str, Value]) -> None:
         """Puts plain values back by key, and tells objects what they told; tensors have been written already."""
@@ -168,7 +172,24 @@ class State:
             for i, child in enumerate(node):
                 self._walk(child, _join(key, i))
 
+    def _sort(self) -> None:
+        names: dict[str, list[str]] = {key: [key] for key in self.tensors}
+        for alias, first in self.tied.items():
+            names[first].append(alias)
+        self.tied = {}
+        tensors = {}
+        for old, keys in names.items():
+            first, *others = sorted(keys, key=_order)
+            tensors[first] = self.tensors[old]
+            tensors[first].key = first
+            self.tied |= dict.fromkeys(others, first)
+        self.tensors = {key: tensors[key] for key in sorted(tensors, key=_order)}
+        self.values = {key: self.values[key] for key in sorted(self.values, key=_order)}
+        self.tied = {key: self.tied[key] for key in sorted(self.tied, key=_order)}
+
     def _leaf(self, node: Any, key: str) -> None:
+        if isinstance(node, np.integer):
+            self.whole.add(key)
         if isinstance(node, np.generic):
             node = node.item()
         if isinstance(node, Tensor | np.ndarray):
@@ -250,6 +271,11 @@ def _told_by(node: Any) -> dict | None:
     if not isinstance(node, type | Mapping | Tensor) and hasattr(node, "state_dict") and hasattr(node, "load_state_dict"):
         return dict(node.state_dict())
     return None
+
+
+def _order(key: str) -> list[tuple[int, int, str]]:
+    """By which keys are sorted: layer 2 comes before layer 10."""
+    return [(0, int(part), part) if part.isdecimal() and len(part) < 20 else (1, 0, part) for part in key.split(".")]
 
 
 def _join(key: str, name: str | int) -> str:

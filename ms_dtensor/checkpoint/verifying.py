@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 from ..errors import CheckpointError
 from .folder import find
-from .index import NAME
+from .index import NAME, Chunk, TensorInfo
 from .plan import volume
 from .reader import Reader
+
+MOST = 1000  # lines
 
 
 def verify(path: str | os.PathLike, progress: Callable[[int], None] | None = None) -> list[str]:
@@ -30,28 +33,54 @@ def verify(path: str | os.PathLike, progress: Callable[[int], None] | None = Non
         >>> len(md.checkpoint.verify(folder))
         1
     """
+    found: list[str] = []
+    before = None
+    while True:
+        try:
+            place = find(path)
+        except CheckpointError as e:
+            return [e.attempt]
+        if before is not None and (not found or place == before):
+            return found  # else a run that keeps few checkpoints has removed it while it was read
+        found, before = _faults(place, progress), place
+
+
+def _faults(folder: Path, progress: Callable[[int], None] | None) -> list[str]:
     try:
-        reader = Reader(find(path))
+        reader = Reader(folder)
     except CheckpointError as e:
         return [e.attempt]
     with reader:
         index, found = reader.index, []
-        for name in sorted(set(os.listdir(reader.folder)) - {NAME, *index.files}):
-            found.append(f"'{reader.folder / name}' is no file of this checkpoint.")
-        bad = set()
-        for name in index.files:
-            try:
-                reader.check_file(name)
-            except CheckpointError as e:
-                bad.add(name)
-                found.append(e.attempt)
-        for key, tensor in index.tensors.items():
-            for chunk in tensor.chunks:
-                if chunk.file not in bad:
-                    try:
-                        reader.check(key, tensor, chunk)
-                    except CheckpointError as e:
-                        found.append(e.attempt)
+        for name in sorted(set(os.listdir(reader.folder)) - {NAME}):
+            if index.rank_of(name) is None:
+                found.append(f"'{reader.folder / name}' is no file of this checkpoint.")
+        left = sum(tensor.nbytes for tensor in index.tensors.values())
+        for name in index.file_names():
+            held = list(index.in_file(name))
+            left -= sum(volume(chunk.box) * tensor.itemsize for tensor, chunk in held)
+            found += _in_file(reader, name, held, progress)
+            if len(found) >= MOST:
+                return [*found[:MOST], f"'{reader.folder}' has more faults; these are the first {MOST}."]
+        if left:
+            found.append(f"'{reader.folder / NAME}' does not name the files of {left} bytes of its tensors.")
+    return found
+
+
+def _in_file(reader: Reader, name: str, held: list[tuple[TensorInfo, Chunk]], progress: Callable[[int], None] | None
+             ) -> list[str]:
+    found = []
+    try:
+        with reader.file(name) as shard:
+            if shard.places.keys() != {chunk.name for _, chunk in held}:
+                raise shard.damaged("its header does not tell what the index tells.")
+            for tensor, chunk in held:
+                try:
+                    reader.check(shard, tensor, chunk)
+                except CheckpointError as e:
+                    found.append(e.attempt)
                 if progress is not None:
                     progress(volume(chunk.box) * tensor.itemsize)
+    except CheckpointError as e:
+        found.append(e.attempt)
     return found

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import numpy as np
 
-from ms_dtensor.checkpoint.index import NAME, Index, dump, sealed
-from ms_dtensor.checkpoint.plan import Request, assign, whole_box
+from ms_dtensor.checkpoint.index import NAME, Index, TensorInfo, dump, file_name, sealed
+from ms_dtensor.checkpoint.plan import Request, assign, parts_of, whole_on
+from ms_dtensor.checkpoint.shard import HASHES, redigested
+from ms_dtensor.checkpoint.spread import Ranks
 from ms_dtensor.checkpoint.state import Leaf
-from ms_dtensor.checkpoint.writer import file_name, merged, write
+from ms_dtensor.checkpoint.writer import write
 
 A, B = file_name(0, 2), file_name(1, 2)
 SHAPES = {"large": (900, 1200), "same": (900, 1200), "small": (3, 50), "scalar": ()}
@@ -29,12 +31,15 @@ def make(folder: Path, seed: int = 0, scale: int = 1) -> None:
     """A checkpoint as two ranks write it."""
     values = arrays(seed, scale)
     leaves = {key: Leaf(key, array) for key, array in values.items()}
-    plan = assign([Request(key, 4, whole_box(array.shape, (0, 1))) for key, array in values.items()])
+    plan = assign([Request(key, 4, array.shape, whole_on(2, array.shape)) for key, array in values.items()], 2)
     folder.mkdir()
     save_id = f"{seed:032x}"
-    told = [write(folder / file_name(rank, 2), plan[rank], leaves,
-                  lambda part: values[part.key][tuple(slice(*e) for e in part.box)], save_id) for rank in (0, 1)]
-    (folder / NAME).write_bytes(dump(Index(save_id, 1, "0.1.0", *merged(plan, told, leaves), {"step": 1}, {})))
+    for rank in (0, 1):
+        parts = parts_of(rank, plan, {key: array.shape for key, array in values.items()})
+        write(folder / file_name(rank, 2), parts, leaves, lambda part: values[part.key][tuple(slice(*e) for e in part.box)],
+              save_id)
+    tensors = {key: TensorInfo(key, "float32", array.shape, plan[key], 2) for key, array in values.items()}
+    (folder / NAME).write_bytes(dump(Index(save_id, 1, "0.1.0", 2, Ranks.of([0, 1]), tensors, {"step": 1}, {}, 5)))
 
 
 def _bytes(name: str, change: Callable[[bytearray], object]) -> Callable[[Path], None]:
@@ -85,17 +90,32 @@ def _instead(make_it: Callable[[Path], object]) -> Callable[[Path], None]:
     return damage
 
 
-def _swap_offsets(body: dict) -> None:
-    for key in ("large", "same"):
-        assert len(body["tensors"][key]["chunks"]) == 2 or len(body["tensors"][key]["chunks"]) == 1
-    one, two = (body["tensors"][key]["chunks"][0] for key in ("large", "same"))
-    for field in ("begin", "file"):
-        one[field], two[field] = two[field], one[field]
+def _header(change: Callable[[dict], object]) -> Callable[[Path], None]:
+    """The same with a shard's header."""
+    def damage(folder: Path) -> None:
+        data = (folder / A).read_bytes()
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8:8 + length])
+        change(header)
+        text = json.dumps(header, separators=(",", ":")).encode().ljust(length)
+        assert len(text) == length
+        (folder / A).write_bytes(redigested(data[:8] + text) + data[8 + length:])
+    return damage
+
+
+def _swap_parts(header: dict) -> None:
+    one, two = (next(name for name in header if name.startswith(key)) for key in ("large", "same"))
+    header[one], header[two] = header[two], header[one]
 
 
 def _swap_names(body: dict) -> None:
     tensors = body["tensors"]
-    tensors["large"], tensors["same"] = tensors["same"], tensors["large"]
+    tensors["large"], tensors["small"] = tensors["small"], tensors["large"]
+
+
+def _other_writer(body: dict) -> None:
+    copy = body["tensors"]["small"]["copy"]
+    copy[0] = 1 - copy[0]
 
 
 KINDS: dict[str, Callable[[Path], None]] = {
@@ -113,8 +133,12 @@ KINDS: dict[str, Callable[[Path], None]] = {
     "a link in place of a shard": _instead(lambda path: path.symlink_to(path.parent.parent / A)),
     "a folder in place of a shard": _instead(lambda path: path.mkdir()),
     "a pipe in place of a shard": _instead(os.mkfifo),
-    "an index that exchanges two places": _index(_swap_offsets), "an index that exchanges two names": _index(_swap_names),
-    "an index with another hash": _index(lambda b: b["tensors"]["small"]["chunks"][0].update(hashes="0" * 16)),
+    "a header that exchanges two places": _header(_swap_parts),
+    "a header with another hash": _header(lambda h: h["__metadata__"].update({
+        HASHES: "0" * 16 + h["__metadata__"][HASHES][16:]})),
+    "an index that names another writer": _index(_other_writer), "an index that exchanges two names": _index(_swap_names),
     "an index with another dtype": _index(lambda b: b["tensors"]["large"].update(dtype="I32")),
     "an index with another id": _index(lambda b: b.update(id="f" * 32)),
+    "an index without a file": _index(lambda b: b.update(files=[[0, 1, 1]])),
+    "an index with another number of parts": _index(lambda b: b["tensors"]["large"].update(copy=[0, 1])),
 }

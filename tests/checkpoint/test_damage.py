@@ -155,6 +155,38 @@ def test_convert(tmp_path, capsys):
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
 
+def test_tensors_without_elements_are_converted_both_ways(tmp_path):
+    none = {"none": np.zeros((0, 3), np.float32), "flat": np.zeros(0, np.int8)}
+    for name, state in (("some", {**none, "w": np.arange(3.0)}), ("only", none)):
+        checkpoint.save(state, tmp_path / name)
+        for source, target in ((name, f"{name}.safetensors"), (f"{name}.safetensors", f"{name}2"), (name, f"{name}3")):
+            assert checkpoint.convert(tmp_path / source, tmp_path / target)["tensors"] == len(state)
+            if "." not in target:
+                assert checkpoint.verify(tmp_path / target) == []
+                checkpoint.load(held := {key: a + 1 for key, a in state.items()}, tmp_path / target)
+                assert all(held[key].tobytes() == a.tobytes() and held[key].shape == a.shape for key, a in state.items())
+        assert {k: e.shape for k, e in SafetensorsFile(tmp_path / f"{name}.safetensors").tensors.items()} == {
+            key: a.shape for key, a in state.items()}
+
+
+def test_each_byte_is_watched_over(tmp_path):
+    """Of the index, of headers with their hashes, and of data."""
+    make(tmp_path / "a", scale=30)
+    count = 0
+    for path in sorted((tmp_path / "a").iterdir()):
+        good = path.read_bytes()
+        edge = len(good) if path.name == "index.json" else 8 + int.from_bytes(good[:8], "little")
+        for at in (*range(edge), *range(edge, len(good), 997)):
+            bad = bytearray(good)
+            bad[at] ^= 1 << at % 8
+            path.write_bytes(bad)
+            found = checkpoint.verify(tmp_path / "a")
+            assert found and all(str(tmp_path / "a") in line for line in found), (path.name, at)
+            count += 1
+        path.write_bytes(good)
+    assert count > 1300 and checkpoint.verify(tmp_path / "a") == []
+
+
 def test_the_command_needs_no_mindspore(tmp_path):
     make(tmp_path / "a")
     code = ("import sys, runpy; sys.modules['mindspore'] = None; sys.argv = ['x', 'ckpt', 'verify', sys.argv[1], '--json'];"

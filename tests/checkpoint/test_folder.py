@@ -5,12 +5,24 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from ms_dtensor.checkpoint import folder as module
-from ms_dtensor.checkpoint.folder import Folder, clean, find, latest, point_latest, retire, step_name, steps
+from ms_dtensor.checkpoint.folder import (
+    Folder,
+    by_age,
+    clean,
+    find,
+    latest,
+    now,
+    point_latest,
+    retire,
+    step_name,
+    steps,
+)
 from ms_dtensor.errors import CheckpointError
 
 
@@ -117,6 +129,77 @@ def test_a_path_that_means_two_checkpoints_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="there are two checkpoints: .*'step-00000007' is in it"):
         find(tmp_path)
     assert find(tmp_path / step_name(7)) == tmp_path / step_name(7)
+
+
+def saved(root: Path, step: int, at: int) -> None:
+    """A step that tells when it was saved."""
+    folder = Folder(root / step_name(step))
+    (folder.path / "index.json").write_text(f'{{"digest": "0",\n"index": {{"saved": {at}, "x": 1}}}}')
+    folder.commit(lambda: point_latest(root, step_name(step)))
+
+
+def test_what_was_saved_last_stays_whatever_its_number(tmp_path):
+    for at, step in enumerate((10, 30, 40, 44, 50, 31, 32)):  # from 50 back to 30
+        saved(tmp_path, step, 100 + at)
+    assert steps(tmp_path) == [10, 30, 31, 32, 40, 44, 50] and by_age(tmp_path)[-3:] == [50, 31, 32]
+    (tmp_path / "latest").unlink()
+    assert latest(tmp_path) == tmp_path / step_name(32), "not the highest number, which was abandoned"
+    assert retire(tmp_path, 2, 20) == [10, 30, 44, 50] and steps(tmp_path) == [31, 32, 40]
+    assert now(tmp_path) > 106 and now(tmp_path) > time.time_ns() - 10 ** 9
+    saved(tmp_path, 33, 2 ** 61)  # by a clock that was wrong
+    assert now(tmp_path) == 2 ** 61 + 1
+
+
+def test_a_step_that_was_killed_between_two_renames_is_still_the_latest(tmp_path, monkeypatch):
+    """Where two names cannot be exchanged in one call; `load(root)` must not give the step before."""
+    monkeypatch.setattr(module, "_exchange", lambda a, b: False)
+    for at, step in enumerate((1, 2)):
+        saved(tmp_path, step, at + 1)
+    real, calls = os.rename, []
+
+    def rename(a, b):
+        calls.append(b)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        real(a, b)
+    monkeypatch.setattr(os, "rename", rename)
+    with pytest.raises(KeyboardInterrupt):
+        saved(tmp_path, 2, 3)
+    monkeypatch.undo()
+    for _ in range(2):
+        assert (find(tmp_path) / "index.json").read_text().count('"saved": 2,') == 1 and steps(tmp_path) == [1, 2]
+        (tmp_path / "latest").unlink(missing_ok=True)
+    clean(tmp_path)
+    assert find(tmp_path) == tmp_path / step_name(2)
+
+
+def test_two_jobs_that_save_steps_into_one_folder_are_refused(tmp_path):
+    first = Folder(tmp_path / step_name(1))
+    with pytest.raises(CheckpointError, match=f"another save is writing '{tmp_path}' at this moment"):
+        Folder(tmp_path / step_name(2))
+    (tmp_path / ".latest.saving").write_text("of the first")
+    made(tmp_path / "export")  # of no step
+    assert (tmp_path / ".latest.saving").read_text() == "of the first", "another save leaves it alone"
+    first.abandon()
+    made(tmp_path / step_name(2))
+
+
+def test_names_that_no_save_gives_are_no_steps(tmp_path):
+    for name in ("step-000000010", "step-0000001", "step-\u0661\u0662\u0663\u0664\u0665\u0666\u0667\u0668"):
+        made(tmp_path / name)
+    assert steps(tmp_path) == [] and latest(tmp_path) is None
+    made(tmp_path / step_name(123456789))
+    assert latest(tmp_path) == tmp_path / "step-123456789" and steps(tmp_path) == [123456789]
+
+
+def test_an_abandoned_save_leaves_anothers_folder_alone(tmp_path):
+    done = Folder(tmp_path / "a")
+    (done.path / "index.json").write_text("1")
+    done.commit()
+    other = Folder(tmp_path / "a")
+    done.abandon()
+    assert other.path.is_dir()
+    other.abandon()
 
 
 def test_steps_latest_and_which_stay(tmp_path):

@@ -8,23 +8,28 @@ from dataclasses import replace
 
 import pytest
 
-from ms_dtensor.checkpoint.index import Chunk, FileInfo, Index, TensorInfo, dump, parse, sealed
+from ms_dtensor.checkpoint.index import Index, TensorInfo, dump, sealed
+from ms_dtensor.checkpoint.parsing import parse
+from ms_dtensor.checkpoint.spread import Cut, Mesh, Ranks, Spread
 from ms_dtensor.errors import CheckpointError
 
 ID = "0123456789abcdef" * 2
-NAME = "shard-00000-of-00001.safetensors"
-INDEX = Index(ID, 7, "0.1.0", {NAME: FileInfo(64 + 24 + 4, 64, 5)}, {
-    "w": TensorInfo("float32", (2, 3), (Chunk(((0, 1), (0, 3)), NAME, 64, 4, (1, 2, 3)),
-                                        Chunk(((1, 2), (0, 3)), NAME, 76, 1 << 20, (4294967295,)))),
-    "s": TensorInfo("float32", (), (Chunk((), NAME, 88, 4, (0,)),)), "none": TensorInfo("bfloat16", (0, 3), ())},
-    {"a": 1, "b": None, "c": 0.1, "d": "ü", "e": True, "f": math.inf, "g": 10 ** 300}, {"v": "w"})
+MESH = Mesh((2, 2), Ranks.of([3, 1, 0, 2]))
+TOLD = Cut((0,), (((0, 1), (4, 6)), ((1, 4),)))
+INDEX = Index(ID, 7, "0.1.0", 4, Ranks.of([0, 1, 2, 3]), {
+    "w": TensorInfo("w", "float32", (6, 3), Spread(MESH, (TOLD, Cut()), 1, 2), 4),
+    "s": TensorInfo("s", "float32", (), Spread(MESH, (), 3), 4),
+    "both": TensorInfo("both", "int8", (5, 9), Spread(MESH, (Cut(), Cut((1, 0)))), 4),
+    "none": TensorInfo("none", "bfloat16", (0, 3), Spread(MESH, (Cut((1,)), Cut())), 4)},
+    {"a": 1, "b": None, "c": 0.1, "d": "ü", "e": True, "f": math.inf, "g": 10 ** 300}, {"v": "w"}, 12345)
 
 
 def test_an_index_comes_back():
     assert parse(dump(INDEX), "x") == INDEX
     again = parse(dump(replace(INDEX, step=None, values={"n": math.nan})), "x")
     assert again.step is None and math.isnan(again.values["n"])
-    assert json.loads(dump(INDEX))["index"]["tensors"]["w"]["chunks"][1]["hashes"] == "00000000ffffffff"
+    assert json.loads(dump(INDEX))["index"]["tensors"]["w"] == {
+        "dtype": "F32", "shape": [6, 3], "mesh": 0, "cuts": [0, 1], "copy": [1, 2]}
 
 
 def _changed(change):
@@ -46,20 +51,30 @@ def _set(*path):
     return change
 
 
-CHUNK = ("tensors", "w", "chunks", 0)
+W, RUNS = ("tensors", "w"), ("cuts", 0, "runs")
 WRONG = {
-    "its format is": _set("format", "pt"), "format version 2": _set("version", 2), "its id is": _set("id", "../" + ID),
+    "its format is": _set("format", "pt"), "format version 3": _set("version", 3), "its id is": _set("id", "../" + ID),
     "its step is": _set("step", -1), "does not have just format": _set("more", 1), "its 'library'": _set("library", None),
-    "is no name of a file": _set("files", "../" + NAME, {"size": 8, "data": 8, "header": 0}),
-    "the sizes of file": _set("files", NAME, "size", True), "bytes that are of no chunk": _set("files", NAME, "size", 93),
-    "the dtype of 'w'": _set("tensors", "w", "dtype", "F99"), "the shape of 'w'": _set("tensors", "w", "shape", [2, -3]),
-    "do not cover it once": _set("tensors", "w", "shape", [2, 4]), "is no map": _set("values", []),
-    "the box": _set(*CHUNK, "box", [[0, 1], [0, 4]]), "is no file of the index": _set(*CHUNK, "file", "/etc/passwd"),
-    "is at byte": _set(*CHUNK, "begin", 0), "is at byte 1000000": _set(*CHUNK, "begin", 10 ** 6),
-    "one begins at 68": _set(*CHUNK, "begin", 68), "not one for each piece": _set(*CHUNK, "hashes", "0"),
-    "hashes of a chunk": _set(*CHUNK, "piece", 0), "a chunk of 'w' does not have": _set(*CHUNK, "box", ...),
+    "its time is": _set("saved", 1.5), "it is of 0 ranks": _set("ranks", 0),
+    "it is of 1048577 ranks": _set("ranks", 2 ** 20 + 1),
+    r"its files are the ranks \[0, 5, 1\], of 4": _set("files", [[0, 5, 1]]), "its files name a rank twice": _set(
+        "files", [[0, 4, 1], [2, 1, 1]]), "its files are 5, no list": _set("files", 5),
+    "its files are the ranks .*, of 4": _set("files", [[0, 2 ** 61, 1]]),
+    "the ranks \\[0, 2, 0\\]": _set("meshes", 0, "ranks", [[0, 2, 0]]),
+    "a mesh of 4 ranks has the shape": _set("meshes", 0, "shape", [2, 3]),
+    "a mesh does not have just": _set("meshes", 0, {}),
+    "its meshes are": _set("meshes", None), "a cut does not have just axes": _set("cuts", 0, {"axes": [], "x": 1}),
+    "the axes of a cut are": _set("cuts", 0, "axes", [0, 0]), "a run of a cut is": _set(*RUNS, [[[0, 0]], [[0, 6]]]),
+    "the runs of 'w' do not cover it once": _set(*RUNS, [[[0, 1]], [[2, 6]]]),
+    "runs of 'w' do not cover it": _set(*RUNS, [[[0, 6]], [[2, 3]]]), "the runs of 'w' do": _set(*RUNS, [[[0, 6]]]),
+    "the runs of a rank are": _set(*RUNS, [5]), "of 'w' do not cover it once": _set(*W, "shape", [7, 3]),
+    "the dtype of 'w'": _set(*W, "dtype", "F99"), "the shape of 'w'": _set(*W, "shape", [2, -3]),
+    "the mesh of 'w' is 1 of 1": _set(*W, "mesh", 1), "the cuts of 'w' are": _set(*W, "cuts", [0]),
+    "the cuts of 'w' are \\[0, 9\\]": _set(*W, "cuts", [0, 9]), "the axes that cut 'w' are": _set(*W, "cuts", [0, 0]),
+    "the axes that cut 'w' are .*, of a mesh of 2": _set("cuts", 1, "axes", [2]),
+    "the copy of 'w' is": _set(*W, "copy", [2, 1]), "the copy of 'w' is \\[0, 3\\] of 2": _set(*W, "copy", [0, 3]),
+    "tensor 'w' does not have just": _set(*W, "mesh", ...), "its 'values' is no map": _set("values", []),
     "is tied to": _set("tied", "v", "x"), "is two things": _set("values", "w", 1), "the value of": _set("values", "a", [1]),
-    "no list": _set("tensors", "w", "chunks", None), "a file in this folder": _set("files", "a\u0000.safetensors", {}),
 }
 
 

@@ -137,6 +137,33 @@ def test_a_cell_and_its_optimizer(tmp_path, build):
     assert getattr(optimizer, "step", 0) == getattr(second, "step", 0)
 
 
+@pytest.mark.parametrize(("here", "there"), [(0, "seven"), (False, "no"), (False, 1), (1, True), ("a", 1), (0.5, False),
+                                             (np.int32(3), 0.5), (np.bool_(1), 2)])
+def test_a_plain_value_of_another_type_is_refused_and_all_stays(tmp_path, here, there):
+    checkpoint.save({"x": there, "w": np.ones(2)}, tmp_path / "a")
+    state = {"x": here, "w": np.zeros(2)}
+    with pytest.raises(CheckpointError, match=f"'x' is .* here, in the checkpoint {re.escape(repr(there))}"):
+        checkpoint.load(state, tmp_path / "a")
+    assert state["x"] is here and not state["w"].any()
+
+
+@pytest.mark.parametrize(("here", "there"), [(None, 3), (3, None), (0.0, 3), (3, 0.5), (np.int64(3), 4), (np.float32(0), 2)])
+def test_none_and_kinds_of_numbers_go_together(tmp_path, here, there):
+    checkpoint.save({"x": there}, tmp_path / "a")
+    checkpoint.load(state := {"x": here}, tmp_path / "a")
+    assert state["x"] == there
+
+
+def test_the_order_of_a_states_keys_means_nothing(tmp_path):
+    """Of a set it differs by process: ranks then plan other files, and a load finds other keys missing."""
+    from ms_dtensor.checkpoint.state import State
+    shared = np.ones(2)
+    state = {"layers.10.w": np.ones(3), "b": shared, "layers.2.w": np.zeros(3), "a": shared, "y": 1, "x": 2}
+    told = [State(dict(items), "save") for items in (state.items(), reversed(state.items()))]
+    assert list(told[0].tensors) == list(told[1].tensors) == ["a", "layers.2.w", "layers.10.w"]
+    assert list(told[0].values) == list(told[1].values) == ["x", "y"] and told[0].tied == told[1].tied == {"b": "a"}
+
+
 def test_a_cell_alone_and_ties_that_differ(tmp_path):
     net, other = Net(1), Net(2)
     checkpoint.save(net, tmp_path / "a")

@@ -2,10 +2,12 @@
 """The shared-memory engine on real processes, without MindSpore: the contract, and every way a job can go wrong."""
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -169,6 +171,30 @@ def test_a_taken_rank_is_refused():
             rendezvous.connect(0, 2, name, 0.2)
         with pytest.raises(PeerLost, match="rank\\(s\\) 1"):
             rendezvous.connect(0, 2, f"{name}-other", 0.2)
+
+
+class _Full(socket.socket):
+    """A file system without inodes."""
+
+    folders: tuple[str, ...] = ()
+
+    def bind(self, path):
+        if str(path).startswith(self.folders):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super().bind(path)
+
+
+def test_where_the_first_folder_has_no_inodes_the_next_is_taken(monkeypatch, caplog, tmp_path):
+    monkeypatch.setattr(address, "_FOLDERS", (str(tmp_path), "/tmp"))
+    monkeypatch.setattr(address.socket, "socket", _Full)
+    monkeypatch.setattr(_Full, "folders", (str(tmp_path),))
+    name = f"ms_dtensor-test-{os.getpid()}-full"
+    with caplog.at_level("WARNING", "ms_dtensor"):
+        assert connect_all(name, 2) == [[1], [0]]
+    assert "is in '/tmp'" in caplog.text and f"{tmp_path}: No space left" in caplog.text
+    monkeypatch.setattr(_Full, "folders", (str(tmp_path), "/tmp"))
+    with pytest.raises(ConfigError, match=f"(?s)no room for a socket file.*{tmp_path}: No space left.*df -i"):
+        rendezvous.connect(0, 2, name, 0.2)
 
 
 def test_what_a_killed_start_leaves_stands_in_nobodys_way_and_goes():

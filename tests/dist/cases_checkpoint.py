@@ -182,6 +182,70 @@ def states_that_differ_or_have_no_place_are_refused_before_a_file_is_made(world)
 
 
 @case(world_size=4)
+def ranks_whose_keys_come_in_another_order_save_and_load_one_state(world):
+    """As keys out of a `set()` do, whose order differs by process."""
+    root, mesh, shared = folder(world), mesh_1d(4), data(9, 3)
+    items = [(f"w{i}", distribute_tensor(data(i, 5 + i, 3), mesh, [S(0)], src_data_rank=None)) for i in range(12)]
+    items += [("plain", data(3, 40)), ("n", 1), ("m", 2), ("tied", shared), ("a_tie", shared)]
+    np.random.default_rng(world.rank).shuffle(items)
+    state = dict(items)
+    for asynchronous in (False, True):
+        checkpoint.save(state, root / "a", async_save=asynchronous)
+        checkpoint.wait()
+        assert checkpoint.verify(root / "a") == []
+        zero = {key: x if isinstance(x, int) else x * 0 for key, x in items}
+        checkpoint.load(zero, root / "a")
+        assert all(array(zero[key]).tobytes() == array(state[key]).tobytes() for key in sorted(state) if len(key) > 1)
+    more = [("extra0", 1), ("extra1", 2), ("extra2", data(1, 2))]
+    np.random.default_rng(world.rank).shuffle(more)
+    assert checkpoint.load(state | dict(more), root / "a", strict=False).missing == ("extra2", "extra0", "extra1")
+
+
+@case(world_size=4, timeout=120)
+def copies_on_meshes_of_their_own_are_one_tensor_if_they_are_equal(world):
+    """tp on mesh["tp"] of a 2x2 mesh, nothing on dp."""
+    from ms_dtensor import fully_shard, parallelize_module
+    from tests.checkpoint.programs import STYLES, fill, program
+    root, mesh = folder(world), mesh_2d()
+    net = Net(1)
+    parallelize_module(net, mesh["tp"], STYLES)
+    optimizer = optim.AdamW(net.trainable_params(), 0.1)
+    state = {"model": net, "optimizer": optimizer, "step": 3}
+    fill({"model": net, "optimizer": optimizer, "step": 0, "words": ["", {"deep": 0.0}]})
+    want = {key: value.copy() for key, value in values(state)[0].items()}
+    for asynchronous in (False, True):
+        checkpoint.save(state, root / "a", async_save=asynchronous)
+        checkpoint.wait()
+        assert checkpoint.verify(root / "a") == []
+        from ms_dtensor.checkpoint.reader import Reader
+        with Reader(root / "a") as reader:
+            assert all(reader.array(key).tobytes() == value.tobytes() for key, value in want.items())
+            assert sum(t.nbytes for t in reader.index.tensors.values()) == sum(v.nbytes for v in want.values())
+            assert reader.index.file_count() == 4, "all ranks write a share"
+    other = Net(2)  # onto one mesh of all ranks, and back onto meshes of their own
+    parallelize_module(other, mesh["tp"], STYLES)
+    for cell in (other.up, other.down, other):
+        fully_shard(cell, mesh=mesh["dp"])
+    into = {"model": other, "optimizer": optim.AdamW(other.trainable_params(), 0.1), "step": 0}
+    checkpoint.load(into, root / "a")
+    assert all(values(into)[0][key].tobytes() == value.tobytes() for key, value in want.items())
+    again = program("tp=4")
+    checkpoint.load({"model": again["model"]}, root / "a", strict=False)
+    checkpoint.load(state, root / "a")
+    if world.rank >= 2:  # the second copy goes its own way
+        net.down.weight.set_data(net.down.weight * 1.5)
+    text = refusal(lambda: checkpoint.save(state, root / "b"), CheckpointError)
+    same_on_all_ranks(world, text)
+    assert "copies of a tensor that differ" in text and "'model.down.weight'" in text and "rank 0" in text and "rank 2" in text
+    assert "up.weight" not in text and not (root / "b").exists(), text
+    odd = md.DeviceMesh("cpu", [[0, 1], [0, 2], [0, 3], [0, 3]][world.rank])
+    x = DTensor.from_local(data(1, 3), odd, [R])
+    text = refusal(lambda: checkpoint.save({"x": x}, root / "b"), CheckpointError)
+    assert "no copies of each other" in text, text
+    same_on_all_ranks(world, text)
+
+
+@case(world_size=4)
 def ranks_that_run_in_other_folders_write_where_the_first_one_says(world):
     root, mesh, here = folder(world), mesh_1d(4), os.getcwd()
     state = {"w": distribute_tensor(data(1, 8, 3), mesh, [S(0)], src_data_rank=None)}

@@ -95,6 +95,14 @@ def test_an_unknown_key_in_a_file_names_the_closest_match(tmp_path):
     assert "'train.stesp'" in message and "'train.steps' is the closest match" in message
 
 
+def test_keys_of_a_file_do_nothing_to_a_terminal(tmp_path):
+    file = tmp_path / "a.yaml"
+    for text in ('"\\e[2J\\u202e": 1\n', 'train: {"st\\e[31meps": 3}\n'):
+        file.write_text(text)
+        message = refusal(f"--config {file}")
+        assert not set(message) & {"\x1b", "\u202e"} and r"\x1b[" in message, ascii(message)
+
+
 def test_degrees_multiply_to_the_world_size():
     message = refusal("--parallel.dp 2 --parallel.tp 2", world=8)
     assert "parallel.dp = 2 x parallel.tp = 2 = 4, world size = 8" in message

@@ -18,7 +18,7 @@ from model_zoo.llama import prepare_data
 from model_zoo.llama.config import Config, DataConfig, ModelConfig, TrainConfig
 from model_zoo.llama.data import check_same_data, find_tokenizer, load_text, own_tokenizer, read_tokens, stream_values
 from model_zoo.llama.ranks import script
-from model_zoo.llama.token_file import HEADER, TokenFile
+from model_zoo.llama.token_file import HEADER, TokenFile, write
 from model_zoo.llama.tokens import load_tokens
 from ms_dtensor.errors import CheckpointError, ConfigError
 
@@ -149,6 +149,13 @@ def test_a_damaged_token_file_is_told_in_one_message(made, harm, says):
     with pytest.raises(ConfigError, match=says) as caught:
         load_text(DataConfig(path=str(made[1])), 256, 16).batch(0, 0, 4, 16)
     assert str(file) in str(caught.value) and "prepare_data.py" in str(caught.value)
+
+
+def test_ids_beyond_the_vocabulary_are_told_though_all_checksums_are_right(tmp_path):
+    with open(tmp_path / "train.tokens", "wb") as file:
+        write(file, "<u2", 200, None, 5, iter([np.array([1, 2, 199, 200, 3], "<u2")]))
+    with pytest.raises(ConfigError, match="(?s)tokens 0 to .* have the id 200.*its vocabulary has 200 tokens, 0 to 199"):
+        TokenFile(tmp_path / "train.tokens").read(0, 2)
 
 
 def test_a_tokenizer_of_a_file_is_used(tmp_path):

@@ -50,7 +50,8 @@ def test_a_published_config_is_ours(name):
 
 @pytest.mark.parametrize("change, says", [
     ({"model_type": "gpt2"}, "'model_type' is 'gpt2'"), ({"model_type": None}, "'model_type'"),
-    ({"hidden_size": "32"}, "'hidden_size'"), ({"hidden_act": "gelu"}, "'hidden_act' is 'gelu'"),
+    ({"hidden_size": "32"}, "'hidden_size'"), ({"hidden_size": None}, "'hidden_size' is missing, or null"),
+    ({"hidden_act": "gelu"}, "'hidden_act' is 'gelu'"),
     ({"mlp_bias": True}, "'mlp_bias'"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'rope_scaling'"),
     ({"rope_scaling": {"type": "linear"}}, "factor"),

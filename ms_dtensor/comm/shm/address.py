@@ -10,7 +10,9 @@ let pass is a process of the same user.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
+import logging
 import os
 import secrets
 import socket
@@ -21,6 +23,7 @@ from collections.abc import Iterator
 
 from ...errors import ConfigError
 
+_log = logging.getLogger("ms_dtensor")
 _FOLDERS = ("/dev/shm", "/tmp")  # not TMPDIR, which launchers set for each process
 _NAME = "ms_dtensor-"
 _OLD = 60.0                      # seconds after which a file that nobody listens on is removed: not one just being made
@@ -33,11 +36,16 @@ def of_us(sock: socket.socket) -> bool:
 
 
 def _folder() -> str:
-    for folder in _FOLDERS:
-        if os.access(folder, os.W_OK | os.X_OK):
-            return folder
-    raise ConfigError("For 'start', there is no folder for a socket.", f"tried {' and '.join(_FOLDERS)}",
-                      "Ranks of one host find each other by a socket file.", "make one of them writable for this user")
+    """Where a socket file is made, if there is room."""
+    return _folders()[0]
+
+
+def _folders() -> list[str]:
+    found = [folder for folder in _FOLDERS if os.access(folder, os.W_OK | os.X_OK)]
+    if not found:
+        raise ConfigError("For 'start', there is no folder for a socket.", f"tried {' and '.join(_FOLDERS)}",
+                          "Ranks of one host find each other by a socket file.", "make one of them writable for this user")
+    return found
 
 
 def _start_of(name: str, rank: int) -> str:
@@ -46,14 +54,14 @@ def _start_of(name: str, rank: int) -> str:
 
 def _ours(beginning: str) -> Iterator[str]:
     """Sockets of this user whose names begin like this."""
-    folder = _folder()
-    for name in os.listdir(folder):
-        if name.startswith(beginning):
-            path = f"{folder}/{name}"
-            with contextlib.suppress(FileNotFoundError):
-                found = os.lstat(path)
-                if stat.S_ISSOCK(found.st_mode) and found.st_uid == os.geteuid():
-                    yield path
+    for folder in _folders():
+        for name in os.listdir(folder):
+            if name.startswith(beginning):
+                path = f"{folder}/{name}"
+                with contextlib.suppress(FileNotFoundError):
+                    found = os.lstat(path)
+                    if stat.S_ISSOCK(found.st_mode) and found.st_uid == os.geteuid():
+                        yield path
 
 
 def _connected(path: str, timeout: float) -> socket.socket | None:
@@ -89,10 +97,9 @@ def listening(name: str, rank: int, backlog: int) -> Iterator[socket.socket]:
     Raises:
         ConfigError: another process is this rank of the job.
     """
-    path = f"{_folder()}/{_start_of(name, rank)}{secrets.token_hex(8)}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         os.fchmod(sock.fileno(), 0o600)  # the file is made with this mode, so that nobody else can connect at any moment
-        sock.bind(path)
+        path = _bound(sock, f"{_start_of(name, rank)}{secrets.token_hex(8)}")
         try:
             _check_free(name, rank, path)  # before anybody can call us in place of the other
             sock.listen(backlog)
@@ -101,6 +108,26 @@ def listening(name: str, rank: int, backlog: int) -> Iterator[socket.socket]:
             yield sock
         finally:
             os.unlink(path)
+
+
+def _bound(sock: socket.socket, name: str) -> str:
+    """Binds to a file of this name in the first folder that has room for one more."""
+    full = []
+    for folder in _folders():
+        try:
+            sock.bind(f"{folder}/{name}")
+        except OSError as e:
+            if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+                raise
+            full.append(f"{folder}: {e.strerror}")
+            continue
+        if full:
+            _log.warning("a rank's socket file is in '%s', as there is no room elsewhere (%s)", folder, "; ".join(full))
+        return f"{folder}/{name}"
+    raise ConfigError("For 'start', there is no room for a socket file.", "; ".join(full),
+                      "Ranks of one host find each other by a socket file, which needs an inode.",
+                      ("remove files: df -i /dev/shm /tmp tells how many there may be",
+                       "mount -o remount,nr_inodes=1m /dev/shm"))
 
 
 def _check_free(name: str, rank: int, mine: str) -> None:

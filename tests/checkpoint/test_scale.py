@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A 405B Llama on 16,384 ranks: what a rank plans, writes and reads does not grow with the ranks. Bytes, not seconds."""
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def measured(*options: str) -> dict:
+    done = subprocess.run([sys.executable, "scripts/bench/checkpoint_index.py", *options], cwd=ROOT, capture_output=True,
+                          text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_an_index_of_16384_ranks_is_as_small_as_of_64():
+    many, few = measured(), measured("--fsdp=8", "--rank=7")
+    assert (many["ranks"], few["ranks"]) == (16384, 64) and many["parts"] > 30_000_000 and many["tensors"] == 3411
+    assert many["index_bytes"] < 1.02 * few["index_bytes"] < 1_000_000
+    assert many["header_bytes"] < 1_000_000 and many["files_opened"] == 1 and not many["mindspore"]
+    assert many["peak_mib"] < 200
