@@ -10,6 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
+def _printable(text: str) -> str:
+    r"""Text for a terminal: what would steer one, or not be seen, is written as in Python; lines stay lines.
+
+    Example:
+        >>> _printable("a\x1b[2Jb\nc")
+        'a\\x1b[2Jb\nc'
+    """
+    return text if text.isprintable() else "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+
+
 class DTensorError(Exception):
     """Base of all errors of this library.
 
@@ -39,7 +49,7 @@ class DTensorError(Exception):
             lines.append("  rule: " + rule)
         for i, way in enumerate(self.fix):
             lines.append(("  fix:  " if i == 0 else "  or:   ") + way)
-        super().__init__("\n".join(lines))
+        super().__init__(_printable("\n".join(lines)))
 
     def __reduce__(self):
         return type(self), (self.attempt, self.operands, self.rule, self.fix)

@@ -45,7 +45,7 @@ def load(argv: Sequence[str], world: int | None = None) -> tuple[Config, bool]:
                               "Options begin with two dashes.", f"usage: {USAGE}")
         if not eq:
             if not rest or rest[0].startswith("--"):
-                raise ConfigError(f"For the command line, '--{_printed(key[:80])}' has no value.", f"{len(argv)} words",
+                raise ConfigError(f"For the command line, '--{key[:80]}' has no value.", f"{len(argv)} words",
                                   "Each option but --print-config has one.",
                                   [f"usage: {USAGE}", "--section.key=--text for one that begins with two dashes"])
             value = rest.pop(0)
@@ -89,8 +89,8 @@ def build(kind: type, tree: dict, where: str = ""):
 
 
 def _unknown(key: str, where: str, known: set[str]) -> ConfigError:
-    leaf = _printed(key[len(where):])
-    key = where + leaf
+    key = key[:200]
+    leaf = key[len(where):]
     near = difflib.get_close_matches(leaf, known, n=1, cutoff=0.5)
     owners = [f"{s.name}.{leaf}" for s in fields(Config) if is_dataclass(_section(s.name))
               and leaf in {f.name for f in fields(_section(s.name))}]
@@ -138,11 +138,6 @@ def _value(hint, value, key: str):
 
 def _is_int(value) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2 ** 63  # more is no size of anything
-
-
-def _printed(text: str) -> str:
-    """A name from a file as a terminal may have it: what moves the cursor, or worse, as an escape."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:200])
 
 
 def _short(value) -> str:

@@ -136,11 +136,11 @@ def from_hf(config: dict[str, Any]) -> ModelConfig:
     kind = config.get("model_type")
     if kind not in _FAMILIES:
         raise _refused("model_type", kind, f"It is one of {', '.join(_FAMILIES)}.")
-    missing = [name for name in (*_SIZES.values(), "rms_norm_eps") if config.get(name) is None]  # null says nothing either
+    missing = [name for name in (*_SIZES.values(), "rms_norm_eps") if config.get(name) is None]
     if missing:
-        raise ConfigError(f"For the config of a {kind}, '{missing[0]}' is missing, or null.", "",
-                          "A model has these sizes: " + ", ".join((*_SIZES.values(), "rms_norm_eps")) + ".",
-                          "restore config.json from where the weights came from")
+        how = "null" if missing[0] in config else "missing"
+        raise ConfigError(f"For the config of a {kind}, '{missing[0]}' is {how}.", "", "Its sizes are numbers.",
+                          "the config.json that was published with the weights")
     for name, values in _FIXED.items():
         if config.get(name, values[0]) not in values:
             raise _refused(name, config[name], f"The model computes with {values[0]!r}.")

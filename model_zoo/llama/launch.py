@@ -8,8 +8,9 @@ options; `--workers` is the number of ranks on each. A wrong configuration, miss
 a port in use are refused before msrun starts. Shows rank 0's output as it comes. When a rank fails or is killed it prints
 the traceback of the rank that failed first, ends what is left of this run within seconds and exits non-zero. With
 `--max_restarts N` it then starts again, up to N times, from the latest checkpoint (see --checkpoint.interval). SIGTERM,
-SIGHUP (a closed terminal) and SIGQUIT reach the ranks as SIGTERM: they may save and end by themselves; when it is killed
-itself they do so too. It ends only processes that it started: msrun's children, by id and start time.
+Ctrl-C, SIGHUP (a closed terminal) and SIGQUIT reach the ranks as SIGTERM: they may save and end by themselves; when it is
+killed itself they do so too. The second time all is ended at once. It ends only processes that it started: msrun's children,
+by id and start time.
 """
 from __future__ import annotations
 
@@ -18,16 +19,13 @@ import contextlib
 import ctypes
 import errno
 import os
-import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -37,66 +35,21 @@ if __package__ in (None, ""):  # run as a script: make the repository root impor
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from model_zoo.llama.hold import hold
-from model_zoo.llama.ranks import FAILED, NODE
+from model_zoo.llama.nodes import ALONE, Nodes, free_port
+from model_zoo.llama.ranks import FAILED, LAUNCHER, NODE, this_process
+from ms_dtensor.core.files import new_folder, own_file
 from ms_dtensor.errors import ConfigError
 from ms_dtensor.tools.screen import Screen
 
 HERE = Path(__file__).resolve().parent
 REASON = re.compile(rf"^{FAILED} rank=(\S+) time=([\d.]+)\n", re.M)
-KILLED = re.compile(r"Worker process (\d+) exit with exception. Error code: -(\d+)")  # msrun's words of what a signal ended
+LEFT = re.compile(r"Worker process (\d+) exit with exception. Error code: (-?)(\d+)")  # msrun's words; by a signal: -
 STEP = re.compile(r"^ *(\d+)/(\d+)  ")
 PRCTL = ctypes.CDLL(None).prctl
 GRACE = 5.0  # seconds the scheduler gets to leave by itself once no worker is left
 
 
-def free_port() -> int:
-    """A port of the range msrun accepts that nobody listens on."""
-    for port in random.SystemRandom().sample(range(20000, 32000), 100):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("", port))  # on no address of this machine: other nodes may come by any
-                return port
-            except OSError:
-                continue
-    raise OSError("For 'launch.py', no free port was found between 20000 and 32000.")
-
-
-@dataclass(frozen=True, slots=True)
-class Nodes:
-    """The machines of a run, and which of them this is."""
-
-    count: int = 1
-    rank: int = 0
-    address: str = "127.0.0.1"
-    port: int | None = None
-    """None: any that is free."""
-
-    def check(self) -> None:
-        """Refuses what cannot be, and a port that somebody has."""
-        if not 0 <= self.rank < self.count:
-            raise ConfigError("For 'launch.py', the node's number does not fit.",
-                              f"NODE_RANK = {self.rank}, NNODES = {self.count}", "Nodes count from 0 to NNODES - 1.",
-                              "NODE_RANK=0 on the machine that MASTER_ADDR names, 1 on the next")
-        if self.count > 1 and self.port is None:
-            raise ConfigError("For 'launch.py', MASTER_PORT is not given.", f"NNODES = {self.count}",
-                              "All nodes meet at one port of the first.", "MASTER_PORT=29500, the same on each")
-        if self.port is not None and not 1024 <= self.port < 65536:
-            raise ConfigError("For 'launch.py', MASTER_PORT cannot be a port.", f"MASTER_PORT = {self.port}",
-                              "Ports of users are 1024 to 65535.", "MASTER_PORT=29500")
-        if self.port is not None and self.rank == 0:
-            with socket.socket() as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                try:
-                    probe.bind(("", self.port))
-                except OSError as error:
-                    raise ConfigError(f"For 'launch.py', port {self.port} is in use.", f"MASTER_PORT = {self.port}: "
-                                      f"{error.strerror}", "msrun's scheduler listens there, alone.",
-                                      [f"another, the same on each node: MASTER_PORT={free_port()}",
-                                       f"ss -ltnp | grep :{self.port}  says who has it",
-                                       "on one machine leave it out: a free one is taken"]) from None
-
-
-def msrun_command(script: Path, workers: int, log_dir: Path, args: list[str], nodes: Nodes = Nodes()) -> list[str]:
+def msrun_command(script: Path, workers: int, log_dir: Path, args: list[str], nodes: Nodes = ALONE) -> list[str]:
     several = [f"--node_rank={nodes.rank}"] if nodes.count > 1 else []
     return [str(Path(sys.executable).parent / "msrun"), f"--worker_num={workers * nodes.count}",
             f"--local_worker_num={workers}", f"--master_addr={nodes.address}", f"--master_port={nodes.port or free_port()}",
@@ -105,12 +58,13 @@ def msrun_command(script: Path, workers: int, log_dir: Path, args: list[str], no
             str(script), *args]
 
 
-def environment(nodes: Nodes = Nodes()) -> dict[str, str]:
+def environment(nodes: Nodes = ALONE) -> dict[str, str]:
     """Quiet logs, one thread a rank, quick retries while ranks find each other; the user's own settings win."""
     several = {"MS_DTENSOR_CPU_BACKEND": "mccl"} if nodes.count > 1 else {}  # shared memory ends at the machine
     defaults = {"GLOG_v": "3", "OMP_NUM_THREADS": "1", "MS_RETRY_INTERVAL_LOWER": "1", "MS_RETRY_INTERVAL_UPPER": "1"}
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # msrun starts "python"
-    return {**defaults, **several, **os.environ, NODE: str(nodes.rank), "PATH": path, "PYTHONUNBUFFERED": "1"}
+    return {**defaults, **several, **os.environ, NODE: str(nodes.rank), LAUNCHER: this_process(), "PATH": path,
+            "PYTHONUNBUFFERED": "1"}
 
 
 def end_with_parent(parent: int) -> None:
@@ -124,34 +78,40 @@ class Run:
     """One launch; `wait` returns the exit code with nothing of it left alive."""
 
     def __init__(self, script: Path, workers: int, log_dir: Path, args: list[str], show: bool = True,
-                 nodes: Nodes = Nodes()):
+                 nodes: Nodes = ALONE):
         self.log_dir, self.show = log_dir, show
+        self.workers = workers
         self.count = workers + (nodes.rank == 0)  # with the scheduler
         self.first = nodes.rank * workers  # of this machine's ranks; rank 0 alone has much to say
         self.screen = Screen(show)
         for old in [*log_dir.glob("worker_*.log"), log_dir / "scheduler.log"]:
             old.unlink(missing_ok=True)
-        with open(log_dir / "msrun.log", "wb") as log:
+        with open(log_dir / "msrun.log", "wb", opener=own_file) as log:
             self.msrun = subprocess.Popen(msrun_command(script, workers, log_dir, args, nodes), env=environment(nodes),
                                           stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
                                           start_new_session=True, preexec_fn=partial(end_with_parent, os.getpid()))
         self.known: dict[int, psutil.Process] = {}
         self.ranks: dict[int, str] = {}  # by process id
-        self.killed = ""  # says which rank a signal ended
+        self.scheduler: int | None = None
+        self.killed = ""  # says what a signal ended, that we did not ask for
         self.asked = 0  # to end, by this signal
         self.shown = 0
 
     def wait(self) -> int:
-        alone_since = None
+        alone_since, told = None, False
         try:
             while self.msrun.poll() is None:
                 self._look()
                 self._print_new()
                 self._look_for_killed()
-                if self.killed:
-                    break
+                if self.asked and not told:
+                    told = True
+                    say(f"{_name(self.asked)}: ranks end, and save first with checkpoint.on_sigterm; once more ends all now")
                 living = [p for p in self.known.values() if _alive(p)]
-                if len(self.known) >= self.count and all(_role(p) == "MS_SCHED" for p in living):
+                left = len(self.known) >= self.count and all(_role(p) == "MS_SCHED" for p in living)
+                if self.killed or self.asked and (len(self.ranks) < self.workers or left and LEFT.search(self._msrun_log())):
+                    break  # nobody can have anything to save, or has; msrun would wait half a minute for its scheduler
+                if left:
                     # no rank is left; after a failure msrun's scheduler would take half a minute to notice
                     alone_since = alone_since or time.monotonic()
                     if time.monotonic() - alone_since > GRACE:
@@ -160,26 +120,26 @@ class Run:
                     alone_since = None
                 time.sleep(0.2)
         finally:
-            self.end()
+            self.end(self.killed or self.asked)
             with contextlib.suppress(OSError):  # of a terminal that is gone
                 self.screen.close()
-            if self.killed and self.msrun.poll() is None:  # it would wait for its scheduler's word
-                self.msrun.kill()
             self.msrun.wait()
         self._print_new()
         if self.asked:
             return 128 + self.asked if self.msrun.returncode else 0
         return 1 if self.killed or self.msrun.returncode < 0 else self.msrun.returncode
 
-    def end(self) -> None:
+    def end(self, with_msrun: object = False) -> None:
         """Ends the scheduler and workers that are still there; psutil checks that an id was not reused."""
+        self.msrun.send_signal(signal.SIGSTOP)  # it starts nobody while we look
         self._look()
         for process in self.known.values():
-            try:
+            with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-            except psutil.NoSuchProcess:
-                continue
-        psutil.wait_procs(list(self.known.values()), timeout=5)
+        self.msrun.send_signal(signal.SIGKILL if with_msrun else signal.SIGCONT)
+        until = time.monotonic() + 5
+        while any(map(_alive, self.known.values())) and time.monotonic() < until:
+            time.sleep(0.02)
 
     def ask_to_end(self, number: int, *_) -> None:
         """SIGTERM for the ranks, who may save then (--checkpoint.on_sigterm); the second time all is ended."""
@@ -196,7 +156,10 @@ class Run:
         try:
             for child in psutil.Process(self.msrun.pid).children(recursive=True):
                 self.known.setdefault(child.pid, child)
-                if child.pid not in self.ranks and child.ppid() == self.msrun.pid and _role(child) == "MS_WORKER":
+                role = _role(child) if child.pid not in self.ranks and child.ppid() == self.msrun.pid else ""
+                if role == "MS_SCHED":
+                    self.scheduler = child.pid
+                if role == "MS_WORKER":
                     self.ranks[child.pid] = child.environ().get("RANK_ID", "?")
                     if self.asked:  # before it was there
                         child.terminate()
@@ -204,11 +167,17 @@ class Run:
             pass
 
     def _look_for_killed(self) -> None:
-        found = KILLED.search((self.log_dir / "msrun.log").read_text(errors="replace"))
-        if found and not self.asked:
-            rank, number = self.ranks.get(int(found[1]), "?"), int(found[2])
-            why = " (by somebody, or by the system for want of memory)" if number == signal.SIGKILL else ""
-            self.killed = f"rank {rank} was ended by {signal.Signals(number).name}{why}:\n" + _tail(self.log_dir, rank)
+        found, scheduler = LEFT.search(self._msrun_log()), _ended_by(self.scheduler)
+        if self.asked or not (scheduler or found and found[2]):
+            return
+        number, rank = scheduler or int(found[3]), "" if scheduler else self.ranks.get(int(found[1]), "?")
+        why = " (by somebody, or by the system for want of memory)" if number == signal.SIGKILL else ""
+        self.killed = f"{'the scheduler of msrun' if scheduler else f'rank {rank}'} was ended by {_name(number)}{why}:\n" + (
+            "it finds the ranks for each other, and msrun asks only at the end how it fared" if scheduler
+            else _tail(self.log_dir, rank))
+
+    def _msrun_log(self) -> str:
+        return (self.log_dir / "msrun.log").read_text(errors="replace")
 
     def _print_new(self) -> None:
         log = self.log_dir / f"worker_{self.first}.log"
@@ -241,6 +210,23 @@ def _alive(process: psutil.Process) -> bool:
         return False
 
 
+def _ended_by(pid: int | None) -> int:
+    """The signal that ended a process which its parent has not asked about yet; 0 if none did, or it is not known."""
+    with contextlib.suppress(OSError):
+        state, *_, code = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return int(code) & 0x7F if state == "Z" else 0
+    return 0
+
+
+def _name(number: int) -> str:
+    return signal.Signals(number).name
+
+
+def say(line: str) -> None:
+    with contextlib.suppress(OSError):  # of a terminal that is gone
+        print(f"launch.py: {line}", file=sys.stderr, flush=True)
+
+
 def _role(process: psutil.Process) -> str:
     try:
         return process.environ().get("MS_ROLE", "")
@@ -269,6 +255,13 @@ def first_failure(log_dir: Path) -> str:
     tails = [f"{log.name}:\n" + "".join(log.read_text(errors="replace").splitlines(True)[-5:])
              for log in sorted(log_dir.glob("*.log"))]
     return "a rank ended without a traceback (killed, or out of memory?):\n" + "\n".join(tails)
+
+
+def after_signal(log_dir: Path, number: int) -> str:
+    """What is said of a run that ended because it was asked to; of ranks that only missed one another nothing."""
+    said = [(rank, text) for _, rank, text in sorted(failures(log_dir)) if "PeerLost: " not in text]
+    return f"ended by {_name(number)}" + (f", and rank {said[0][0]} failed:\n{said[0][1]}" if said else
+                                          "; with --checkpoint.on_sigterm true a run that has begun its steps saves first")
 
 
 def main() -> int:
@@ -300,25 +293,20 @@ def main() -> int:
 def attempts(options: argparse.Namespace, nodes: Nodes, rest: list[str], root: Path) -> int:
     """Starts the ranks, again and again if they may fail; the exit code."""
     for attempt in range(options.max_restarts + 1):
-        log_dir = root / f"restart_{attempt}" if attempt else root
-        log_dir.mkdir(parents=True, exist_ok=True)
+        log_dir = new_folder(root / f"restart_{attempt}") if attempt else root
         on = f" on node {nodes.rank} of {nodes.count}" if nodes.count > 1 else ""
         print(f"starting {options.workers} ranks{on}; logs of all ranks in {log_dir}", flush=True)
         run = Run(HERE / "train.py", options.workers, log_dir, rest, nodes=nodes)
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
             if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
                 signal.signal(number, run.ask_to_end)
-        try:
-            code = run.wait()
-        except KeyboardInterrupt:
-            return 130
+        code = run.wait()
         if not code:
             return 0
-        why = (run.killed or first_failure(log_dir)).rstrip()
+        why = (after_signal(log_dir, run.asked) if run.asked else run.killed or first_failure(log_dir)).rstrip()
         if shutil.disk_usage(log_dir).free < 1 << 16:  # then ranks could not say it
             why = f"no space is left on the disk of '{log_dir}': make room, or --train.log_dir elsewhere\n{why}"
-        with contextlib.suppress(OSError):  # of a terminal that is gone
-            print(f"\nlaunch.py: {why}\nlogs: {log_dir}", file=sys.stderr, flush=True)
+        say(f"{why}\nlogs: {log_dir}")
         if run.asked or re.match(r"(ConfigError|Diverged): ", why.partition("\n")[2]):  # it would happen again
             break
         rest = resumed(rest)
@@ -330,7 +318,7 @@ def preflight(options: argparse.Namespace, nodes: Nodes, rest: list[str], keep: 
 
     The run's folders are held until `keep` closes.
     """
-    from model_zoo.llama.report import check_folder
+    from model_zoo.llama.report import Writing, check_folder
     from model_zoo.llama.train import prepare
 
     if options.workers < 1 or nodes.count < 1:
@@ -349,9 +337,14 @@ def preflight(options: argparse.Namespace, nodes: Nodes, rest: list[str], keep: 
         raise ConfigError("For 'launch.py', there is no msrun.", f"looked in {Path(sys.executable).parent}",
                           "MindSpore brings it.", "python -m ms_dtensor doctor  says what else is missing")
     date = time.strftime("%Y-%m-%d_%H-%M-%S") + (f"_node{nodes.rank}" if nodes.count > 1 else "")
-    root = (options.log_dir or Path(cfg.train.log_dir) / "logs" / date).resolve()
-    check_folder(root)
-    return root
+    if options.log_dir is not None:
+        root = options.log_dir
+        check_folder(root)
+    else:  # one that was not there: msrun writes by names that anybody can foretell
+        with Writing(Path(cfg.train.log_dir)):
+            root = new_folder(Path(cfg.train.log_dir) / "logs" / date)
+        check_folder(root)
+    return root.resolve()
 
 
 def resumed(args: list[str]) -> list[str]:

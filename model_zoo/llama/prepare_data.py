@@ -31,6 +31,7 @@ if __package__ in (None, ""):  # run as a script: make the repository root impor
 from model_zoo.llama.ranks import script
 from model_zoo.llama.token_file import BLOCK, TokenFile, is_token_file, write
 from model_zoo.llama.tokens import Bytes, Tokens, copy_tokenizer, decoded, fingerprint, json_row, load_tokens
+from ms_dtensor.core.files import own_file, replacing
 from ms_dtensor.errors import ConfigError
 
 PARTS = ("train", "held_out")
@@ -139,9 +140,8 @@ class Progress:
             file.flush()
             os.fsync(file.fileno())
             self.sizes[name] = file.tell()
-        new = self.file.with_suffix(".new")
-        new.write_text(json.dumps({"made_of": self.made_of, "done": done, "sizes": self.sizes}))
-        os.replace(new, self.file)
+        with replacing(self.file) as new:
+            new.write(json.dumps({"made_of": self.made_of, "done": done, "sizes": self.sizes}).encode())
 
 
 class Bar:
@@ -209,8 +209,8 @@ def _prepare(o: argparse.Namespace, out: Path, tokens: Tokens, own: int) -> dict
                               "end_token": f"{tokens.end}",
                               "held_out_every": o.held_out_every, "column": o.column, "part_of_it": [o.name, o.split]})
     with contextlib.ExitStack() as closing:
-        files = {name: closing.enter_context(open(out / f"{name}.unfinished", "r+b" if progress.done else "w+b"))
-                 for name in PARTS}
+        mode = "r+b" if progress.done else "w+b"
+        files = {name: closing.enter_context(open(out / f"{name}.unfinished", mode, opener=own_file)) for name in PARTS}
         for name, file in files.items():
             file.seek(progress.sizes[name])
             file.truncate()
@@ -222,7 +222,7 @@ def _prepare(o: argparse.Namespace, out: Path, tokens: Tokens, own: int) -> dict
         unfinished = out / f"{name}.unfinished"
         counts[name] = unfinished.stat().st_size // np.dtype(dtype).itemsize
         whole = np.memmap(unfinished, dtype, "r") if counts[name] else np.zeros(0, dtype)
-        with open(out / f"{name}.new", "wb") as new:
+        with open(out / f"{name}.new", "wb", opener=own_file) as new:
             write(new, dtype, tokens.size, tokens.end, counts[name],
                   (whole[i:i + BLOCK] for i in range(0, counts[name], BLOCK)), own)
         os.replace(out / f"{name}.new", out / f"{name}.tokens")

@@ -6,6 +6,7 @@ No import of MindSpore or of anything that communicates.
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 import traceback
@@ -16,6 +17,7 @@ from ms_dtensor.tools.guard import Diverged
 
 FAILED = "ms_dtensor: failed"  # launch.py finds the rank that failed first by this line
 NODE = "MS_DTENSOR_NODE"  # which machine of the run this is; launch.py says it
+LAUNCHER = "MS_DTENSOR_LAUNCHER"  # its own `this_process()`; what another job left in the environment names another one
 LINGER = 3.0  # seconds; msrun kills all ranks when the first one leaves, and each is to say its reason before
 DEVICES = {"Ascend": "npu", "GPU": "gpu", "CPU": "cpu"}
 
@@ -30,21 +32,39 @@ def rank() -> int:
     return int(os.environ.get("RANK_ID", "0"))
 
 
+def this_process() -> str:
+    """What tells this process from all others."""
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
 def guarded(run: Callable[[], None]) -> int:
     """Exit code of `run()`: 0, or 2 (bad configuration) or 1 (anything else) after saying why on stderr."""
     try:
-        run()
+        if not _idle():
+            run()
     except Exception as error:
         who = "scheduler" if os.environ.get("MS_ROLE") == "MS_SCHED" else rank()
         if isinstance(error, (ConfigError, Diverged)):  # the text says it all
             why, code = f"{type(error).__name__}: {error}", 2 if isinstance(error, ConfigError) else 1
         else:
             why, code = traceback.format_exc(), 1
-        print(f"{FAILED} rank={who} time={time.time():.3f}\n{why}", file=sys.stderr, flush=True)
+        print(f"{FAILED} rank={who} time={time.monotonic():.3f}\n{why}", file=sys.stderr, flush=True)
         if world_size() > 1:
             time.sleep(LINGER)
         return code
     return 0
+
+
+def _idle() -> bool:
+    """Whether msrun started this process as the scheduler of one rank: that never calls it, and does all the work itself."""
+    if os.environ.get("MS_ROLE") != "MS_SCHED" or world_size() > 1:
+        return False
+    from ms_dtensor.comm.shm.rendezvous import msrun_ancestor
+    if not msrun_ancestor():
+        raise ConfigError("For 'MS_ROLE', this process is to be a scheduler, and no msrun started it.",
+                          "MS_ROLE=MS_SCHED, and MS_WORKER_NUM is 1 or not there", "A scheduler computes nothing.",
+                          "unset MS_ROLE: another job left it in the environment")
+    return True
 
 
 def script(run: Callable[[], None]) -> int:

@@ -12,12 +12,14 @@ import math
 import os
 import time
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
 import psutil
 
 from ms_dtensor.comm.tally import Tally
+from ms_dtensor.core.files import beside, make_folder, own_file, replacing
 from ms_dtensor.errors import ConfigError
 from ms_dtensor.tools import trackers
 from ms_dtensor.tools.screen import Screen
@@ -58,15 +60,15 @@ class Reporter:
             with self._writing():
                 path = self.folder / "metrics.jsonl"
                 kept: list[str] = []
-                if step and path.exists():
-                    kept = path.read_text("utf-8").splitlines(True)
-                    kept = [line for line in kept if line.endswith("}\n") and json.loads(line)["step"] <= step]
-                elif path.exists():
+                if step and os.path.lexists(path):
+                    with open(path, encoding="utf-8", opener=own_file) as file:
+                        kept = [line for line in file if line.endswith("}\n") and json.loads(line)["step"] <= step]
+                elif os.path.lexists(path):
                     put_aside(path, self.folder / "config.yaml")
-                (self.folder / "config.yaml").write_text(resolved, encoding="utf-8")
-                self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115  until `close`
-                self._file.write("".join(kept))
-                self._file.flush()
+                for name, text in (("config.yaml", resolved), ("metrics.jsonl", "".join(kept))):
+                    with replacing(self.folder / name) as new:
+                        new.write(text.encode())
+                self._file = open(path, "a", encoding="utf-8", opener=own_file)  # noqa: SIM115  until `close`
             names = self.cfg.metrics.trackers
             self._trackers = trackers.start(names, self.folder, self.cfg.metrics.project, self.folder.name, asdict(self.cfg))
         if self.tally is not None:
@@ -84,8 +86,8 @@ class Reporter:
                 self._file.close()
             self._file = None
 
-    def _writing(self) -> _Writing:
-        return _Writing(self.folder)
+    def _writing(self) -> Writing:
+        return Writing(self.folder)
 
     # -- what is said ------------------------------------------------------------------------------------------------------
     def say(self, line: str) -> None:
@@ -174,25 +176,33 @@ def _digits(value: float) -> str:
 
 
 def put_aside(*paths: Path) -> None:
-    """Renames what an earlier run left: metrics.jsonl to metrics-20261122-231500.jsonl, by its own time."""
-    when = time.strftime("%Y%m%d-%H%M%S", time.localtime(paths[0].stat().st_mtime))
-    for path in paths:
-        if path.exists():
-            os.replace(path, path.with_name(f"{path.stem}-{when}{path.suffix}"))
+    """Renames what an earlier run left: metrics.jsonl to metrics-20261122-231500.jsonl, by its own time.
+
+    A number follows where another run has that name already: two within a second, or a clock that was put back.
+    """
+    when = time.strftime("%Y%m%d-%H%M%S", time.localtime(paths[0].lstat().st_mtime))
+    for number in count(1):
+        aside = [path.with_name(f"{path.stem}-{when}{f'-{number}' * (number > 1)}{path.suffix}") for path in paths]
+        if not any(map(os.path.lexists, aside)):
+            break
+    for path, other in zip(paths, aside, strict=True):
+        if os.path.lexists(path):
+            os.rename(path, other)
 
 
 def check_folder(folder: Path) -> None:
     """Refuses a run's folder in which nothing can be written, before anything is made."""
-    with _Writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".probe-{os.getpid()}"
+    with Writing(folder):
+        make_folder(folder)
+        probe = beside(folder / "probe")
         try:
-            probe.write_bytes(bytes(1 << 16))  # a full disk often still takes a name
+            with open(probe, "xb") as file:
+                file.write(bytes(1 << 16))  # a full disk often still takes a name
         finally:
             probe.unlink(missing_ok=True)
 
 
-class _Writing:
+class Writing:
     """What cannot be written into a run's folder is said in one message."""
 
     def __init__(self, folder: Path):

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from ms_dtensor.core.files import replacing
 from ms_dtensor.errors import ConfigError
 
 # what families call the end of a document, for a tokenizer.json that lies alone
@@ -158,7 +159,8 @@ def copy_tokenizer(path: str | Path, folder: Path) -> None:
     for one in beside:
         target = folder / (one.name if one != file else "tokenizer.json")
         if not (target.exists() and target.samefile(one)):
-            shutil.copyfile(one, target)
+            with open(one, "rb") as source, replacing(target) as new:
+                shutil.copyfileobj(source, new)
 
 
 def json_row(line: bytes) -> Any:

@@ -10,9 +10,11 @@ resolved `config.yaml` to `train.log_dir`. What can be refused is refused before
 """
 from __future__ import annotations
 
+import os
+import signal
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -137,6 +139,8 @@ def _run(argv: list[str], keep: ExitStack) -> None:
     saver, done = None, 0
     if cfg.checkpoint.interval or cfg.checkpoint.resume:
         saver, done = checkpoints(cfg, trainer, report, held)
+        if cfg.checkpoint.on_sigterm:
+            keep.enter_context(interrupt_saves())
     try:
         report.begin(done, resolved)
         weights, own = (sum(int(x.size) for x in some) for some in (trainer.model.get_parameters(),
@@ -217,6 +221,20 @@ def checkpoints(cfg, trainer, report, held: dict[str, dict[str, Any]]):
     done = saver.begin(c.resume)
     state |= ours
     return saver, done
+
+
+@contextmanager
+def interrupt_saves() -> Iterator[None]:
+    """Ctrl-C asks as SIGTERM does; the second time it ends the run at once."""
+    def ask(*_: object) -> None:
+        signal.signal(signal.SIGINT, before)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 if __name__ == "__main__":

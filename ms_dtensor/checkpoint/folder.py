@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from ..core.files import replacing
 from ..errors import CheckpointError
 from .index import NAME
 from .refusals import refusals
@@ -203,9 +204,8 @@ class Folder:
 def point_latest(root: Path, name: str) -> None:
     """Moves `latest`, in one step."""
     with refusals(f"For 'save', '{root / LATEST}' cannot be written"):
-        temporary = root / f".{LATEST}{_SAVING}"
-        write_synced(temporary, f"{name}\n".encode())
-        os.replace(temporary, root / LATEST)
+        with replacing(root / LATEST) as file:
+            file.write(f"{name}\n".encode())
         sync(root)
 
 
@@ -245,7 +245,8 @@ def clean(parent: Path, but: Path | None = None, steps: bool = True) -> None:
                 os.rename(path, target)
         elif name.endswith(_SAVING) and path != but:
             if not path.is_dir():  # a `latest` that was not yet moved
-                path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # another user's, in a folder where only its owner may remove a file
+                    path.unlink()
                 continue
             lock = _locked(path, make=False)
             if lock is not None:

@@ -29,9 +29,9 @@ def end_with_msrun() -> None:
     msrun gives each worker a session of its own, so nothing else would end the workers of a killed msrun. Without
     `--join=True` msrun leaves at once, and its workers are meant to go on.
     """
-    from .shm.rendezvous import _msrun_ancestor
+    from .shm.rendezvous import msrun_ancestor
     try:
-        pid = int(_msrun_ancestor() or 0)
+        pid = int(msrun_ancestor() or 0)
         with open(f"/proc/{pid}/cmdline", "rb") as f:
             waits = re.search(rb"\0--jo?i?n?[=\0]True\0", f.read())
         if waits:

@@ -144,6 +144,10 @@ def _environment(device: str) -> tuple[str, int, int]:
     if not 0 <= rank < size:
         raise ConfigError("For 'start', the launcher's environment does not fit together.", f"MS_ROLE={role} {words}",
                           "A worker has a rank below MS_WORKER_NUM.", "launch with msrun --worker_num=N script.py")
+    if role != "MS_SCHED" and words["MS_NODE_ID"] and words["RANK_ID"] not in ("", words["MS_NODE_ID"]):
+        raise ConfigError("For 'start', MS_NODE_ID and RANK_ID name two ranks.", f"MS_ROLE={role} {words}",
+                          "Both are the rank of this process among all of the job.",
+                          ("unset the one that another job or the shell has left", "launch with msrun, which sets both"))
     return role, rank, size
 
 

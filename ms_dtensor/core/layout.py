@@ -10,16 +10,19 @@ Not here: how to get from one layout to another (`redistribute/plan.py`), and an
 from __future__ import annotations
 
 import math
+import re
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Collection, Mapping, Sequence
+from typing import Literal, TypeVar
 
 import numpy as np
 
-from ..errors import LayoutError
+from ..errors import DTensorError, LayoutError, MeshError
 from .mesh import DeviceMesh
 from .placements import PARTIAL, REPLICATE, FusedShard, Placement, Replicate, Shard
+
+E = TypeVar("E", bound=DTensorError)
 
 _SHORT = {"float": "f", "int": "i", "uint": "u", "complex": "c", "bfloat": "bf"}
 _interned: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
@@ -287,6 +290,20 @@ def known_layout(mesh, placements, shape, dtype: str, even: bool = False) -> Lay
     return layout
 
 
+def layout_for(who: str, mesh, placements, shape, dtype: str, even: bool = False) -> Layout:
+    """`known_layout`; what it refuses is said of the call that the user made."""
+    try:
+        return known_layout(mesh, placements, shape, dtype, even)
+    except (LayoutError, MeshError) as error:
+        raise said_of(error, who) from None
+
+
+def said_of(error: E, who: str) -> E:
+    """The same refusal, of a call instead of its argument `placements`, or the mesh that was asked for an axis."""
+    attempt = re.sub("^For '(placements|order|DeviceMesh)'", f"For '{who}'", error.attempt)
+    return type(error)(attempt, error.operands, error.rule, error.fix)
+
+
 def remembered() -> tuple[int, int]:
     """How many layouts `known_layout` holds, and may hold."""
     return len(_known), _KNOWN_LIMIT
@@ -335,13 +352,17 @@ def normalize(mesh: DeviceMesh, placements, ndim: int, order=None):
         placed = [placements]
     elif isinstance(placements, Mapping):
         placed, order = _by_name(mesh, placements, order)
+    elif isinstance(placements, str) or not isinstance(placements, Collection):
+        raise LayoutError(f"For 'placements', the placements must be a sequence of them, but got {placements!r}.",
+                          f"tensor of {ndim} dims on mesh({mesh.describe()})", "There is one placement per mesh axis.",
+                          "write [Shard(0)] for a mesh of one axis")
     elif len(placements) and all(_is_alias(p) for p in placements):
         placed, order = _from_alias(mesh, placements, ndim)
     else:
         placed = list(placements)
     where = f"tensor of {ndim} dims on mesh({mesh.describe()})"
     if len(placed) != mesh.ndim:
-        raise LayoutError(f"For 'placements', {len(placed)} entries were given: {placed}.", where,
+        raise LayoutError(f"For 'placements', {len(placed)} placements were given: {placed}.", where,
                           f"There is one placement per mesh axis, so {mesh.ndim} here.",
                           (f"pass {mesh.ndim} placements", f"name the axis: {{{mesh.mesh_dim_names[-1]!r}: Shard(0)}}"))
     for i, p in enumerate(placed):
@@ -386,7 +407,7 @@ def _is_alias(entry) -> bool:
 def _from_alias(mesh: DeviceMesh, entries, ndim: int):
     where = f"tensor of {ndim} dims on mesh({mesh.describe()})"
     if len(entries) != ndim:
-        raise LayoutError(f"For 'placements', the alias form {tuple(entries)} has {len(entries)} entries.", where,
+        raise LayoutError(f"For 'placements', the placements {tuple(entries)}, in alias form, are {len(entries)}.", where,
                           f"The alias form has one entry per tensor dim, so {ndim} here.",
                           "write 'None' for dims that are not sharded")
     placed: list[Placement] = [Replicate()] * mesh.ndim

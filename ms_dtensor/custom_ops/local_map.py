@@ -16,7 +16,7 @@ from typing import Any
 from mindspore import Parameter, Tensor, ops
 
 from .. import comm
-from ..core.layout import Layout, known_layout
+from ..core.layout import Layout, known_layout, said_of
 from ..core.mesh import DeviceMesh, coordinates
 from ..core.placements import Placement
 from ..core.tree import leaves, map_leaves
@@ -32,7 +32,7 @@ from ..dispatch.operands import (
     wrap,
 )
 from ..dispatch.planner import describe_operands
-from ..errors import LayoutError, MixedOperandError
+from ..errors import LayoutError, MeshError, MixedOperandError
 from ..ops.local import Nothing, StandIn
 from ..ops.rules.nothing import has_empty_shard
 from ..tensor.replicas import compare_replicas, compare_shards
@@ -247,7 +247,10 @@ class Mapping:
         return found
 
     def _target(self, i, layout: Layout, entry) -> Layout:
-        draft = layout.with_placements(entry)
+        try:
+            draft = layout.with_placements(entry)
+        except (LayoutError, MeshError) as error:
+            raise said_of(error, self.who) from None
         if draft.placements == layout.placements:  # no order was asked for, so the present one will do
             return layout
         for a, (have, want) in enumerate(zip(layout.placements, draft.placements)):

@@ -21,7 +21,18 @@ from ..ops.local import LOCAL_OPS, WRITES, decomposition, wrapper_in_float32
 from ..ops.local.extremes import winners_of_shard
 from ..ops.local.orders import to_any_order
 from ..ops.local.random import DRAWS
-from ..ops.rules import CONSTANTS, RULES, Call, Local, Operand, has_empty_shard, has_thin_shard, local_part, result_dtype
+from ..ops.rules import (
+    CONSTANTS,
+    RULES,
+    Call,
+    Local,
+    Operand,
+    Unfit,
+    has_empty_shard,
+    has_thin_shard,
+    local_part,
+    result_dtype,
+)
 from ..ops.rules.names import NATIVE, PRIMITIVES
 from ..ops.rules.select import choose
 from ..ops.rules.view import order_of_view, view_kind
@@ -150,7 +161,13 @@ def plan_for(op: str, arguments: dict, tensors, mode, original: LocalRun | None 
     operands = tuple(Operand(i, layout.shape, layout.dtype) for i, layout in enumerate(layouts))
     it = iter(operands)
     spec_call = Call(op, {k: as_operands(v, it) for k, v in arguments.items()}, operands)
-    spec = RULES[op](spec_call)
+    try:
+        spec = RULES[op](spec_call)
+    except Unfit:
+        raise OpRuleError(f"For '{op}', the operands' sizes do not fit.", ", ".join(x.describe() for x in layouts),
+                          "These are the sizes of the whole tensors; what does not fit there is an error on one device too.",
+                          ("a plain tensor that is one rank's shard: DTensor.from_local(x, mesh, placements)",
+                           "in a style: input_layouts=Replicate(), if every rank passes the whole")) from None
     choice = choose(spec_call, spec, tuple(layouts), writes, mode.no_gather)
     steps = tuple(_step(x, layout, target, varying, id(x) in alike)
                   for x, layout, target, varying in zip(tensors, layouts, choice.targets, choice.own))

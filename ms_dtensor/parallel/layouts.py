@@ -16,7 +16,7 @@ from types import MethodType
 from mindspore import Parameter, Tensor, nn
 
 from .. import comm
-from ..core.layout import Layout, known_layout
+from ..core.layout import Layout, layout_for, said_of
 from ..core.mesh import DeviceMesh, coordinates
 from ..core.placements import REPLICATE, Placement
 from ..core.tree import leaves
@@ -74,7 +74,10 @@ def _target(layout: Layout, mesh: DeviceMesh, placement, who: str) -> list[Place
                           f"lay the input out on a mesh that has the axes {mesh.mesh_dim_names}")
     for axis, p in wanted.items():
         placed[layout.mesh.axis_index(axis)] = p
-    return None if layout.with_placements(placed, layout.order) is layout else placed
+    try:
+        return None if layout.with_placements(placed, layout.order) is layout else placed
+    except LayoutError as error:
+        raise said_of(error, who) from None
 
 
 def enter(x, cell: nn.Cell, mesh: DeviceMesh, placement, who: str, shape=None, beside: Iterable = ()) -> DTensor:
@@ -91,7 +94,7 @@ def enter(x, cell: nn.Cell, mesh: DeviceMesh, placement, who: str, shape=None, b
     placed = {**(outer if x.ndim else {}), **by_axis(placement, mesh, who)}  # a number has no rows
     if shape is None:
         placements = tuple(placed.get(a, REPLICATE) for a in whole.mesh_dim_names)
-        shape = _asked(x, cell, known_layout(whole, placements, x.shape, dtype_name(x.dtype)), who)
+        shape = _asked(x, cell, layout_for(who, whole, placements, x.shape, dtype_name(x.dtype)), who)
     out = DTensor.from_local(x, whole, placed, shape=shape)
     x.__dict__[LAID_OUT] = out.layout
     return out

@@ -61,6 +61,9 @@ def parallelize_module(module: nn.Cell, device_mesh: DeviceMesh | None = None,
     if parallelize_plan is None:
         warnings.warn("parallelize_module: no plan was given, so nothing is parallelised", UserWarning, stacklevel=2)
         return module
+    if not isinstance(module, nn.Cell):
+        raise ConfigError(f"For 'parallelize_module', 'module' must be a Cell, but got {type(module).__name__}.", "",
+                          "Styles cut the parameters of cells.", "pass the model, or one of its cells")
     if isinstance(parallelize_plan, ParallelStyle):
         check_ties([(module, parallelize_plan.check(module, mesh))], mesh)
         deferred_init.remember(module, mesh, src_data_rank)

@@ -3,7 +3,8 @@
 
 Cells are recognised by what Llama, Qwen, Mistral and their kin call them, and a name counts only if the shapes agree: an
 attention's output projection takes what its queries give, a feed-forward's second matrix what its first gives. What does
-not divide by the axis, and what is not recognised, is left alone and said so. Nothing is changed or communicated here.
+not divide by the axis, and what is not recognised, is left whole, and each matrix of it is said, with the reason. Nothing is
+changed or communicated here.
 """
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def suggest_plan(module: nn.Cell, device_mesh: DeviceMesh | None = None) -> dict
         {pattern: style}, to read, change and pass on: nothing is applied. Its styles keep activations DTensors
         (`use_local_output=False`), because such models speak of global sizes; `distribute_module` afterwards replicates
         norms and buffers. The order of the rows of a fused q, k, v is the model's, which no shape tells: `qkv_proj` and its
-        like are taken as q, k, v one under the other, `query_key_value` is cut so that any order is right.
+        like are taken as q, k, v one under the other, `query_key_value` is cut so that any order is right. Every
+        matrix that the plan leaves out is printed too, with the reason.
 
     Raises:
         ConfigError: a mesh of several axes, or a model in which nothing is recognised.
@@ -79,7 +81,7 @@ def suggest_plan(module: nn.Cell, device_mesh: DeviceMesh | None = None) -> dict
     for path, style, problem in _found(module, mesh.size()):
         pattern = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
         if problem:
-            alone.append(f"{pattern}: {problem}")
+            alone.append(f"{pattern}, because {problem}")
         else:
             plan[pattern] = style
             cells.setdefault(pattern, []).append(path)
@@ -103,22 +105,46 @@ def suggest_plan(module: nn.Cell, device_mesh: DeviceMesh | None = None) -> dict
 
 
 def _found(module: nn.Cell, ranks: int):
-    """(path, style, problem or "") of every cell that is recognised."""
+    """(path, style, "") of every cell that is recognised, and (path, style or None, problem) of those that stay whole."""
     columns, rows = {"use_local_output": False}, {"use_local_output": False}
     for path, cell in module.cells_and_names():
         children = dict(cell._cells)
         linear = {k: c for k, c in children.items() if c is not None and _is_linear(c)}
         prefix = path + "." if path else ""
+        known: set[str] = set()
         for block in (_attention(cell, linear, ranks, columns), _feed_forward(linear, ranks, columns)):
             if block is not None:
                 for key, style in block.columns.items():
                     yield prefix + key, style, block.problem
                 yield prefix + block.row, RowwiseParallel(**rows), block.problem
+                known |= {*block.columns, block.row}
         for key, child in children.items():
             if child is not None and _is_embedding(child) and key in _TABLE:
                 yield prefix + key, RowwiseParallel(input_layouts=Replicate(), use_local_output=False), ""
             elif key in _HEAD and key in linear:
                 yield prefix + key, ColwiseParallel(output_layouts=Shard(-1), use_local_output=False), ""
+            elif child is not None and key not in known and any(
+                    p is not None and p.ndim > 1 for p in child._params.values()):
+                yield prefix + key, None, _why_whole(cell, key, linear)
+
+
+def _why_whole(cell, key: str, linear) -> str:
+    """Why a child that has a matrix was not recognised."""
+    if key not in linear:
+        return f"a {type(cell._cells[key]).__name__} is cut only if it is an embedding of a known name"
+    if key in (*_GATE, *_UP, *_DOWN, *_GATE_UP):
+        return "no other matrix of a feed-forward, of a size that fits, is beside it"
+    if key not in (*_QUERY, *_KEY, *_VALUE, *_QKV, _BY_HEAD, *_OUT):
+        return "the name is not known"
+    out, fused = _one(linear, _OUT), _one(linear, (*_QKV, _BY_HEAD))
+    if out is None:
+        return f"no output projection is beside it: a Linear named {', '.join(_OUT)}"
+    if fused is None:
+        return f"q, k and v are not all beside it, with {_sizes(linear[out])[1]} features of q, which '{out}' takes"
+    if not _number(cell, _HEADS):
+        return f"its cell does not say how many heads there are: an attribute {', '.join(_HEADS)}"
+    return (f"the {_sizes(linear[fused])[0]} rows of '{fused}' are not q, k and v of {_number(cell, _HEADS)} and "
+            f"{_number(cell, _KV_HEADS) or _number(cell, _HEADS)} heads, of which '{out}' takes {_sizes(linear[out])[1]}")
 
 
 def _is_fused_qkv(pattern: str) -> bool:

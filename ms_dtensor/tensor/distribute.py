@@ -15,14 +15,14 @@ import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn
 
 from .. import comm
-from ..core.layout import Layout
+from ..core.layout import Layout, layout_for, said_of
 from ..core.mesh import _DEVICE_TYPES, DeviceMesh, resolve_mesh
 from ..dispatch import patches
 from ..dispatch.operands import dtype_name, local_alias, recording, wrap
 from ..dispatch.patches import jit
 from ..dispatch.patches.hooks import move_hooks
 from ..dispatch.replaced import PLACE, current, remember
-from ..errors import LayoutError, MeshError
+from ..errors import ConfigError, LayoutError, MeshError
 from ..internals.names import NoFallbackGuard
 from ..internals.target import on_cpu
 from ..redistribute.execute import cut_whole
@@ -59,7 +59,10 @@ def init_device_mesh(device_type: str, mesh_shape: Sequence[int], *, mesh_dim_na
     if kind is None:
         raise MeshError(f"For 'init_device_mesh', 'device_type' must be npu, gpu or cpu, but got {device_type!r}.")
     need = math.prod(shape)
-    DeviceMesh(device_type, np.arange(need).reshape(shape), mesh_dim_names=mesh_dim_names)  # its refusals
+    try:
+        DeviceMesh(device_type, np.arange(need).reshape(shape), mesh_dim_names=mesh_dim_names)
+    except MeshError as error:
+        raise said_of(error, "init_device_mesh") from None
     world = comm.start(kind)
     blocks = rank_list is None and need < world.size
     if rank_list is None:
@@ -120,14 +123,14 @@ def distribute_tensor(tensor, device_mesh: DeviceMesh | None = None, placements=
     mesh = resolve_mesh(device_mesh, "distribute_tensor")
     check_source(src_data_rank, mesh, "distribute_tensor")
     if isinstance(tensor, DTensor):
-        wanted = Layout(mesh, placements, tensor.shape, dtype_name(tensor.dtype))
+        wanted = layout_for("distribute_tensor", mesh, placements, tensor.shape, dtype_name(tensor.dtype))
         if wanted is not tensor.layout:
             raise LayoutError("For 'distribute_tensor', the tensor is a DTensor already, in another layout.",
                               f"{tensor.layout.describe()} -> {wanted}", "", "use .redistribute()")
         return tensor
     if not isinstance(tensor, Tensor):
         raise LayoutError(f"For 'distribute_tensor', 'tensor' must be a Tensor, but got {type(tensor).__name__}.")
-    layout = Layout(mesh, placements, tuple(tensor._shape), dtype_name(tensor.dtype))
+    layout = layout_for("distribute_tensor", mesh, placements, tuple(tensor._shape), dtype_name(tensor.dtype))
     if layout.has_partial():
         raise LayoutError("For 'distribute_tensor', Partial is no way to lay out a whole tensor.", layout.describe(),
                           "Summands cannot be made from their sum.", "DTensor.from_local(summand, mesh, [Partial()])")
@@ -194,6 +197,13 @@ def distribute_module(module: nn.Cell, device_mesh: DeviceMesh | None = None, pa
     """
     mesh = resolve_mesh(device_mesh, "distribute_module")
     # all refusals come before anything is communicated
+    if not isinstance(module, nn.Cell):
+        raise ConfigError(f"For 'distribute_module', 'module' must be a Cell, but got {type(module).__name__}.", "",
+                          "Its parameters become DTensors.", "distribute_tensor(t, mesh, placements) for one tensor")
+    for name, fn in (("partition_fn", partition_fn), ("input_fn", input_fn), ("output_fn", output_fn)):
+        if fn is not None and not callable(fn):
+            raise ConfigError(f"For 'distribute_module', '{name}' must be a function, but got {type(fn).__name__}.", "",
+                              "It is called with a cell, or its name, and the mesh.", "None, or a function")
     if module.__dict__.get(_DONE):
         raise LayoutError(f"For 'distribute_module', this {type(module).__name__} was distributed already.",
                           f"mesh({mesh.describe()})", "Its hooks would run twice.",

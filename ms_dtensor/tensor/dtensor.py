@@ -14,14 +14,14 @@ import mindspore as ms
 from mindspore import Parameter, Tensor
 
 from .. import comm
-from ..core.layout import Layout, known_layout, layout_strides
+from ..core.layout import Layout, layout_for, layout_strides, said_of
 from ..core.mesh import DeviceMesh, resolve_mesh
 from ..dispatch import classes, inplace, modes, patches, policy, views
 from ..dispatch.dispatcher import call, dispatch, plain_tree
 from ..dispatch.memo import Memo, wrote
 from ..dispatch.operands import as_local, dtype_name, local_alias, make, recording, redistribute, wrap
 from ..dispatch.patches import hooks
-from ..errors import LayoutError, OpRuleError, RedistributeError
+from ..errors import LayoutError, MeshError, OpRuleError, RedistributeError
 from ..internals.names import NoFallbackGuard
 from ..redistribute.execute import run
 from ..redistribute.plan import check_reachable, plan
@@ -67,7 +67,7 @@ class DTensor(Measures, Tensor):
             with NoFallbackGuard():
                 local = local.view(local._shape)
         out = make(cls, local)
-        out._layout = known_layout(mesh, placements, tuple(local._shape), dtype_name(local.dtype), even=True)
+        out._layout = layout_for("DTensor", mesh, placements, tuple(local._shape), dtype_name(local.dtype), even=True)
         return out
 
     def __init__(self, *args, **kwargs):
@@ -173,9 +173,9 @@ class DTensor(Measures, Tensor):
         if shape is None:
             if run_check or checks:  # before this rank's own shape can be found to fit no placement
                 replicas.compare_shards("from_local", ["the local tensor"], [local], mesh, None)
-            layout = known_layout(mesh, placements, tuple(local._shape), dtype_name(local.dtype), even=True)
+            layout = layout_for("from_local", mesh, placements, tuple(local._shape), dtype_name(local.dtype), even=True)
         else:
-            layout = Layout(mesh, placements, shape, dtype_name(local.dtype))
+            layout = layout_for("from_local", mesh, placements, tuple(shape), dtype_name(local.dtype))
             if run_check or checks:
                 replicas.compare_shards("from_local", ["the local tensor"], [local], mesh, [layout])
         if stride is not None and tuple(stride) != layout_strides(layout.shape):
@@ -204,7 +204,13 @@ class DTensor(Measures, Tensor):
         Args:
             grad_placements: how the cotangent will be laid out; default: as the value, with Partial as Replicate.
         """
-        return as_local(self, None if grad_placements is None else self._layout.with_placements(grad_placements))
+        return as_local(self, None if grad_placements is None else self._layout_of_gradient(grad_placements, "to_local"))
+
+    def _layout_of_gradient(self, placements, who: str) -> Layout:
+        try:
+            return self._layout.with_placements(placements)
+        except (LayoutError, MeshError) as error:
+            raise said_of(error, who) from None
 
     def redistribute(self, device_mesh: DeviceMesh | None = None, placements=None, *, async_op: bool = False) -> DTensor:
         """The same tensor in another layout, by the cheapest plan; differentiable.
@@ -225,7 +231,7 @@ class DTensor(Measures, Tensor):
                                   f"{type(device_mesh).__name__}.")
             device_mesh, placements = None, device_mesh
         src = self._layout
-        dst = known_layout(device_mesh or src.mesh, placements, src.shape, src.dtype)
+        dst = layout_for("redistribute", device_mesh or src.mesh, placements, src.shape, src.dtype)
         if dst is src:
             return self
         check_reachable(src, dst)
@@ -233,8 +239,10 @@ class DTensor(Measures, Tensor):
 
     def full_tensor(self, *, grad_placements=None) -> Tensor:
         """The whole tensor on every rank, as a plain one."""
-        full = redistribute(self, self._layout.replicated())
-        return full.to_local(grad_placements=grad_placements)
+        whole = self._layout.replicated()
+        if grad_placements is not None:
+            self._layout_of_gradient(grad_placements, "full_tensor")  # before anything is communicated
+        return redistribute(self, whole).to_local(grad_placements=grad_placements)
 
     def reduce_partial(self) -> DTensor:
         """Partial axes reduced to Replicate; the others stay."""

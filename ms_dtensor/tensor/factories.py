@@ -9,7 +9,7 @@ from __future__ import annotations
 import mindspore as ms
 import numpy as np
 
-from ..core.layout import Layout
+from ..core.layout import Layout, layout_for
 from ..core.mesh import resolve_mesh
 from ..dispatch import patches
 from ..dispatch.operands import dtype_name, wrap
@@ -37,7 +37,7 @@ def _parse(name: str, args: tuple, device_mesh, placements):
 
 
 def _layout(name: str, size, dtype, device_mesh, placements) -> Layout:
-    layout = Layout(resolve_mesh(device_mesh, name), placements, size, dtype_name(dtype))
+    layout = layout_for(name, resolve_mesh(device_mesh, name), placements, size, dtype_name(dtype))
     if layout.has_partial():
         raise LayoutError(f"For '{name}', Partial is no way to lay out new values.", layout.describe(),
                           "Which summand would each rank hold?", "use Replicate(), or DTensor.from_local")

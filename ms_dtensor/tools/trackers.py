@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..core.files import make_folder, own_file
 from ..errors import ConfigError
 
 
@@ -84,9 +85,9 @@ class TensorBoard:
         from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-not-found]
 
         self._event, self._summary, self._flushed = Event, Summary, time.monotonic()
-        (folder / "tensorboard").mkdir(exist_ok=True)
+        make_folder(folder / "tensorboard")
         name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
-        self._file = open(folder / "tensorboard" / name, "wb")  # noqa: SIM115  until `close`
+        self._file = open(folder / "tensorboard" / name, "wb", opener=own_file)  # noqa: SIM115  until `close`
         self._records = RecordWriter(self._file)
         self._records.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
 

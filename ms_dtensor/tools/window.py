@@ -12,6 +12,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from ..core.files import make_folder, replacing
+
 DISPATCH = 1000  # the track of ops; communication has one per axes, counted from 0
 
 
@@ -34,7 +36,7 @@ class Window:
         """Before step `number` (from 1): opens the window if it is the first one."""
         if number == self.first and self._open is None:
             self._open = ExitStack()
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self.folder)
             if self.mindspore:
                 self._open.enter_context(_mindspore_profile(self.folder / "mindspore"))
             self._open.enter_context(trace(self.folder / f"trace_rank{self.rank}.json"))
@@ -90,7 +92,8 @@ def trace(path: Path):
         {"name": "thread_name", "ph": "M", "pid": mode.rank, "tid": DISPATCH, "args": {"name": "dispatch"}},
         *({"name": name, "cat": "dispatch", "ph": "X", "ts": start * 1e6, "dur": seconds * 1e6, "pid": mode.rank,
            "tid": DISPATCH} for name, start, seconds in ops)]
-    path.write_text(json.dumps(drawn) + "\n", encoding="utf-8")
+    with replacing(path) as file:
+        file.write(json.dumps(drawn).encode() + b"\n")
 
 
 @contextmanager

@@ -239,6 +239,19 @@ def test_a_broken_launch_environment_is_refused(env, monkeypatch):
         world._environment("CPU")
 
 
+def test_two_ranks_for_one_process_are_refused(launched):
+    from ms_dtensor.comm import world
+    launched.setenv("RANK_ID", "0")
+    with pytest.raises(ConfigError, match="MS_NODE_ID and RANK_ID name two ranks") as caught:
+        world._environment("CPU")
+    assert "'MS_NODE_ID': '1', 'RANK_ID': '0'" in str(caught.value)
+    launched.setenv("RANK_ID", "1")
+    assert world._environment("CPU") == ("MS_WORKER", 1, 2)
+    launched.setenv("RANK_ID", "0")
+    launched.setenv("MS_ROLE", "MS_SCHED")  # whose it is not
+    assert world._environment("CPU") == ("MS_SCHED", 0, 2)
+
+
 # -- device backends, call by call -----------------------------------------------------------------------------------
 
 

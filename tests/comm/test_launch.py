@@ -36,8 +36,9 @@ def test_the_start_waits_as_long_as_the_timeout_says(monkeypatch, cpu):
     from ms_dtensor.comm.shm.backend import ShmBackend
     from ms_dtensor.errors import PeerLost
     monkeypatch.setenv("MS_DTENSOR_TIMEOUT", "0.3")
-    with pytest.raises(PeerLost, match="waited 0.3 s for rank"):
+    with pytest.raises(PeerLost, match="waited 0.3 s for rank") as caught:
         ShmBackend(0, 2, f"alone-{os.getpid()}")
+    assert "MS_DTENSOR_TIMEOUT=1 on every rank" in str(caught.value)
 
 
 @pytest.mark.parametrize("value", ["x", "-1", "", "9" * 5000])

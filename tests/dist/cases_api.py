@@ -69,7 +69,7 @@ def distribute_tensor_cuts_every_layout_of_every_shape(world):
 def distribute_tensor_refusals(world):
     mesh, x = mesh_2d(), data(1, 4, 4)
     dx = distribute_tensor(x, mesh, (S(0), R))
-    refused(world, LayoutError, "3 entries were given", lambda: distribute_tensor(x, mesh, [R, R, R]))
+    refused(world, LayoutError, "3 placements were given", lambda: distribute_tensor(x, mesh, [R, R, R]))
     refused(world, LayoutError, "dims -2 to 1", lambda: distribute_tensor(x, mesh, [S(2), R]))
     refused(world, LayoutError, "Partial is no way", lambda: distribute_tensor(x, mesh, [P, R]))
     refused(world, LayoutError, "in another layout", lambda: distribute_tensor(dx, mesh, [R, R]))
@@ -86,7 +86,7 @@ def from_local_refusals(world):
     dx = distribute_tensor(x, mesh, [S(0)])
     refused(world, LayoutError, "is a DTensor already", lambda: DTensor.from_local(dx, mesh, [R]))
     refused(world, LayoutError, "must be a Tensor", lambda: DTensor.from_local(3.0, mesh, [R]))
-    refused(world, LayoutError, "2 entries were given", lambda: DTensor.from_local(x, mesh, [R, R]))
+    refused(world, LayoutError, "2 placements were given", lambda: DTensor.from_local(x, mesh, [R, R]))
     refused(world, LayoutError, "not this rank's shard", lambda: DTensor.from_local(x, mesh, [S(0)], shape=(4, 4)))
 
 

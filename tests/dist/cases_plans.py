@@ -345,7 +345,29 @@ def a_suggested_plan_knows_fused_and_indivisible_cells(world):
     assert world.rank or "the order of a fused projection is the model's" in text, text
     plan, text = _told(lambda: suggest_plan(Block(kv_heads=2), mesh))
     assert set(plan) == {"mlp.gate_up_proj", "mlp.down_proj"}
-    assert world.rank or "left whole: attn.qkv_proj: 2 heads do not divide by 4" in text
+    assert world.rank or "left whole: attn.qkv_proj, because 2 heads do not divide by 4" in text
+
+    class Unlike(nn.Cell):
+        """A fused projection without what tells how to cut it."""
+
+        def __init__(self, heads, rows, **cells):
+            super().__init__()
+            self.attn, self.mlp, self.patch = nn.Cell(), GateUp(), nn.Conv2d(3, 4, 2)
+            self.attn.qkv = nn.Dense(12, rows)
+            if heads:
+                self.attn.num_heads = heads
+            for key, cell in cells.items():
+                setattr(self.attn, key, cell)
+    for model, whole in (
+            (Unlike(4, 36, proj=nn.Dense(12, 12)), ("attn.qkv, because no output projection is beside it",
+                                                    "attn.proj, because the name is not known",
+                                                    "patch, because a Conv2d is cut only if")),
+            (Unlike(0, 36, o_proj=nn.Dense(12, 12)), ("attn.qkv, because its cell does not say how many heads",
+                                                      "attn.o_proj, because its cell does not say how many heads")),
+            (Unlike(4, 40, o_proj=nn.Dense(12, 12)), ("attn.qkv, because the 40 rows of 'qkv' are not q, k and v of 4",))):
+        plan, text = _told(lambda: suggest_plan(model, mesh))
+        assert set(plan) == {"mlp.gate_up_proj", "mlp.down_proj"}
+        assert world.rank or all(f"left whole: {line}" in text for line in whole), text
     texts = []
     for wrong in (lambda: suggest_plan(nn.Dense(4, 4), mesh), lambda: suggest_plan(Block(), mesh_2d())):
         try:

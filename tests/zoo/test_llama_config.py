@@ -103,6 +103,15 @@ def test_keys_of_a_file_do_nothing_to_a_terminal(tmp_path):
         assert not set(message) & {"\x1b", "\u202e"} and r"\x1b[" in message, ascii(message)
 
 
+@pytest.mark.parametrize("text", ['"\\e[2Jtrain": {steps: 3}', 'train: {"\\e]0;x\\astesp": 3}', 'train: {dtype: "\\e[31m"}'])
+def test_what_steers_a_terminal_is_written_out(tmp_path, text):
+    file = tmp_path / "a.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"\\x1b") as caught:
+        load(["--config", str(file)], 1)
+    assert str(caught.value).replace("\n", "").isprintable()
+
+
 def test_degrees_multiply_to_the_world_size():
     message = refusal("--parallel.dp 2 --parallel.tp 2", world=8)
     assert "parallel.dp = 2 x parallel.tp = 2 = 4, world size = 8" in message

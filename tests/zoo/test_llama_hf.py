@@ -50,13 +50,15 @@ def test_a_published_config_is_ours(name):
 
 @pytest.mark.parametrize("change, says", [
     ({"model_type": "gpt2"}, "'model_type' is 'gpt2'"), ({"model_type": None}, "'model_type'"),
-    ({"hidden_size": "32"}, "'hidden_size'"), ({"hidden_size": None}, "'hidden_size' is missing, or null"),
+    ({"hidden_size": "32"}, "'hidden_size'"), ({"hidden_size": None}, "'hidden_size' is null"),
     ({"hidden_act": "gelu"}, "'hidden_act' is 'gelu'"),
     ({"mlp_bias": True}, "'mlp_bias'"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'rope_scaling'"),
     ({"rope_scaling": {"type": "linear"}}, "factor"),
     ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1, "sliding_window": 4}, "'layer_types'"),
-    ({"rms_norm_eps": None}, "config.json"), ({"num_key_value_heads": 0}, "'num_key_value_heads'"),
+    ({"rms_norm_eps": None}, "'rms_norm_eps' is null"), ({"hidden_size": None}, "'hidden_size' is null"),
+    ({"num_hidden_layers": None}, "'num_hidden_layers' is null"), ({"vocab_size": None}, "'vocab_size' is null"),
+    ({"num_key_value_heads": 0}, "'num_key_value_heads'"),
 ])
 def test_what_the_model_would_not_compute_is_refused(tmp_path, change, says):
     (tmp_path / "config.json").write_text(json.dumps(BASE | {"model_type": "llama"} | change))

@@ -2,6 +2,7 @@
 """What the launcher says about a failed run, that what cannot be ends it early, signals, and two nodes on one machine."""
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pty
@@ -18,8 +19,9 @@ import pytest
 
 from model_zoo.llama.configio import load
 from model_zoo.llama.hold import hold
-from model_zoo.llama.launch import Nodes, first_failure, free_port, msrun_command
-from model_zoo.llama.ranks import FAILED, NODE
+from model_zoo.llama.launch import Nodes, after_signal, first_failure, free_port, msrun_command
+from model_zoo.llama.ranks import FAILED, guarded, this_process
+from model_zoo.llama.ranks import LAUNCHER as BY
 from ms_dtensor.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -130,8 +132,8 @@ def soon(what, seconds: float = 30) -> bool:
 
 def test_signals_end_the_whole_job_and_ranks_may_save(tmp_path):
     """msrun and the rank are stand-ins, so that nothing waits for MindSpore; the terminal is a real one."""
-    sent = {"HUP": ["HUP"], "twice": ["HUP", "HUP"], "QUIT": ["QUIT"], "TERM": ["TERM"], "nohup": ["HUP"], "KILL": ["KILL"],
-            "terminal": []}
+    sent = {"HUP": ["HUP"], "twice": ["HUP", "HUP"], "QUIT": ["QUIT"], "TERM": ["TERM"], "INT": ["INT"], "nohup": ["HUP"],
+            "KILL": ["KILL"], "terminal": []}
     jobs: dict[str, subprocess.Popen] = {}
     pids: dict[str, list[int]] = {}
     ours, theirs = pty.openpty()
@@ -156,7 +158,7 @@ def test_signals_end_the_whole_job_and_ranks_may_save(tmp_path):
             for word in signals:
                 jobs[name].send_signal(getattr(signal, f"SIG{word}"))
                 time.sleep(0.1)
-        for name in ("HUP", "twice", "QUIT", "TERM", "terminal"):
+        for name in ("HUP", "twice", "QUIT", "TERM", "INT", "terminal"):
             assert jobs[name].wait(20) == 0, name
             assert (tmp_path / name / "saved").exists() and not any(map(running, pids[name])), name
         assert jobs["KILL"].wait(20) == -signal.SIGKILL
@@ -171,6 +173,99 @@ def test_signals_end_the_whole_job_and_ranks_may_save(tmp_path):
             for pid in pids.get(name, ()):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+
+
+MSRUN_WITH_SCHEDULER = """
+import os, subprocess, sys, time
+from pathlib import Path
+def start(role):
+    return subprocess.Popen(["sleep", "60"], start_new_session=True, env={**os.environ, "MS_ROLE": role, "RANK_ID": "0"})
+folder = Path(sys.argv[1])
+processes = [start("MS_SCHED")]
+if folder.name != "no_rank_yet":
+    processes.append(start("MS_WORKER"))
+(folder / "new").write_text(" ".join(str(p.pid) for p in processes))
+(folder / "new").rename(folder / "pids")
+code = processes[-1].wait() if len(processes) == 2 else None
+print(f"Worker process {processes[-1].pid} exit with exception. Error code: {code}.", flush=True)
+processes[0].wait()
+raise RuntimeError("Distributed job exited with exception.")
+"""
+
+
+@pytest.mark.parametrize(("name", "ends", "code", "said"), [
+    ("no_rank_yet", "launcher", 143, "ended by SIGTERM; with --checkpoint.on_sigterm"),
+    ("no_step_yet", "launcher", 143, "ended by SIGTERM; with --checkpoint.on_sigterm"),
+    ("scheduler", "scheduler", 1, "the scheduler of msrun was ended by SIGKILL"),
+    ("rank", "rank", 1, "rank 0 was ended by SIGKILL")])
+def test_an_end_before_the_first_step_takes_no_time_and_is_no_failure_of_msrun(tmp_path, name, ends, code, said):
+    """msrun by itself would wait for its scheduler, and end with a traceback."""
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / "msrun.py").write_text(MSRUN_WITH_SCHEDULER)
+    job = subprocess.Popen([sys.executable, "-c", LAUNCHER, "--workers", "1", str(folder)], cwd=ROOT, text=True,
+                           env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    pids: list[int] = []
+    try:
+        assert soon((folder / "pids").exists)
+        pids += map(int, (folder / "pids").read_text().split())
+        time.sleep(0.6)  # launch.py has looked
+        started = time.monotonic()
+        os.kill(job.pid if ends == "launcher" else pids[ends == "rank"], signal.SIGTERM if code == 143 else signal.SIGKILL)
+        out = job.communicate(timeout=20)[0]
+        assert job.returncode == code and said in out and "raceback" not in out and time.monotonic() - started < 4, out
+        assert not any(map(running, pids))
+    finally:
+        job.kill()
+        job.wait()
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_what_ranks_say_of_each_other_after_a_signal_is_no_failure(tmp_path):
+    (tmp_path / "worker_0.log").write_text(f"{FAILED} rank=0 time=1.5\nTraceback\nms_dtensor.errors.PeerLost: rank 1 left\n")
+    assert "rank" not in after_signal(tmp_path, signal.SIGTERM)
+    (tmp_path / "worker_1.log").write_text(f"{FAILED} rank=1 time=1.6\nConfigError: no space is left\n")
+    assert after_signal(tmp_path, signal.SIGTERM) == "ended by SIGTERM, and rank 1 failed:\nConfigError: no space is left\n"
+
+
+def test_ctrl_c_saves_where_it_was_asked_for(tmp_path):
+    words = ["--config", str(ROOT / "model_zoo/llama/configs/tiny.yaml"), "--train.log_dir", str(tmp_path),
+             "--data.max_bytes", "200000", "--train.steps", "100000", "--checkpoint.interval", "100000",
+             "--checkpoint.on_sigterm", "true"]
+    run = subprocess.Popen([sys.executable, str(TRAIN), *words], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+                           stderr=subprocess.STDOUT)
+    metrics = tmp_path / "metrics.jsonl"
+    try:
+        assert soon(lambda: metrics.exists() and metrics.read_text().count("\n") > 2)
+        run.send_signal(signal.SIGINT)
+        out = run.communicate(timeout=30)[0]
+        assert run.returncode == 0 and "which is saved" in out and (tmp_path / "checkpoints/latest").exists(), out
+    finally:
+        run.kill()
+        run.wait()
+
+
+# -- what other jobs leave, and networks -------------------------------------------------------------------------------
+@pytest.mark.parametrize(("msrun", "code", "said"), [("12", 0, ""), ("", 2, "unset MS_ROLE")])
+def test_the_scheduler_of_one_rank_does_not_do_its_work(msrun, code, said, monkeypatch, capsys):
+    from ms_dtensor.comm.shm import rendezvous
+
+    monkeypatch.setattr(rendezvous, "msrun_ancestor", lambda: msrun)
+    monkeypatch.setenv("MS_ROLE", "MS_SCHED")
+    monkeypatch.setenv("MS_WORKER_NUM", "1")
+    assert guarded(lambda: pytest.fail("it trains")) == code and said in capsys.readouterr().err
+
+
+def test_an_address_that_no_network_leads_to_is_refused():
+    with pytest.raises(ConfigError, match="no network leads to no.such.host.invalid"):
+        Nodes(2, 1, "no.such.host.invalid", 29500).check()
+    none = ["unshare", "--net"]
+    if subprocess.run([*none, "true"], capture_output=True, check=False).returncode == 0:  # root may
+        check = "from model_zoo.llama.nodes import ALONE; ALONE.check()"
+        done = subprocess.run([*none, sys.executable, "-c", check], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert "no network leads to 127.0.0.1" in done.stderr and "ip link set lo up" in done.stderr, done.stderr
 
 
 # -- a folder is of one run --------------------------------------------------------------------------------------------
@@ -196,17 +291,26 @@ def test_a_folder_is_of_one_run_at_a_time(tmp_path, monkeypatch):
         refused = run_llama(1, "tiny", "--train.log_dir", str(tmp_path / "run"), "--checkpoint.resume", "latest")
         out = refused.communicate(timeout=60)[0]
         assert refused.returncode == 2 and out.count("another run is at work") == 1 and "starting" not in out, out
-        assert {*tmp_path.rglob("*")} == {*before, tmp_path / "b", tmp_path / "b/.lock"}
-        for role in ({"MS_ROLE": "MS_SCHED"}, {"MS_ROLE": "MS_WORKER", "MS_NODE_ID": "1"}):  # only rank 0 asks
+        assert {*tmp_path.rglob("*")} == {*before, tmp_path / "b"}
+        for role in ({"MS_ROLE": "MS_SCHED", "MS_WORKER_NUM": "2"},
+                     {"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "2", "MS_NODE_ID": "1"}):  # only rank 0 asks
             with pytest.MonkeyPatch.context() as env:
                 for key, value in role.items():
                     env.setenv(key, value)
                 keep.enter_context(hold(cfg))
+        for left in ({"MS_ROLE": "MS_SCHED"}, {"MS_ROLE": "MS_WORKER"}, {"MS_DTENSOR_NODE": "0"}, {BY: "process 7 on x"},
+                     {"MS_ROLE": "MS_WORKER", "MS_NODE_ID": "1"}):  # by another job, in the environment
+            with pytest.MonkeyPatch.context() as env:
+                for key, value in left.items():
+                    env.setenv(key, value)
+                with pytest.raises(ConfigError, match="another run is at work"), hold(cfg):
+                    pass
+    assert not list(tmp_path.rglob(".lock"))  # so that the next run may be another user's
     with ExitStack() as launcher, ExitStack() as rank:
         launcher.enter_context(hold(cfg, launcher=True))
-        monkeypatch.setenv(NODE, "0")
+        monkeypatch.setenv(BY, this_process())
         rank.enter_context(hold(cfg))
-        monkeypatch.delenv(NODE)
+        monkeypatch.delenv(BY)
         launcher.close()  # killed: its rank still saves
         with pytest.raises(ConfigError, match="another run is at work"):
             rank.enter_context(hold(cfg, launcher=True))
@@ -219,8 +323,23 @@ def test_a_folder_is_of_one_run_at_a_time(tmp_path, monkeypatch):
     holder.kill()
     holder.wait()
     holder.stdout.close()
+    with open(tmp_path / "run/.lock") as file:  # the process that took it is gone, one that it shared it with goes on
+        fcntl.flock(file, fcntl.LOCK_SH)
+        with pytest.raises(ConfigError, match=f"process {holder.pid} on .*, which is gone"), hold(cfg):
+            pass
     with hold(cfg):
+        assert (tmp_path / "run/.lock").stat().st_mode & 0o777 == 0o600  # who can open it can hold it
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a file to another user, which only root can")
+def test_a_folder_that_another_user_has_is_refused(tmp_path):
+    cfg = load(["--config", str(ROOT / "model_zoo/llama/configs/tiny.yaml"), "--train.log_dir", str(tmp_path)], 1)[0]
+    lock = tmp_path / ".lock"
+    lock.write_text("process 7 on x")
+    os.chown(lock, 65534, 65534)
+    with pytest.raises(ConfigError, match="file of user 65534") as caught, hold(cfg):
         pass
+    assert f"rm {lock}" in str(caught.value) and lock.read_text() == "process 7 on x"
 
 
 @pytest.mark.dist

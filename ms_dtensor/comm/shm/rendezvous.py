@@ -8,6 +8,7 @@ protocol; of the user the kernel vouches, before anything is said.
 from __future__ import annotations
 
 import json
+import math
 import os
 import selectors
 import socket
@@ -52,11 +53,11 @@ def job_name(port: str) -> str:
     Two jobs that use one port at a time are thus kept apart. Started by other means than msrun, workers may state
     a common `MS_DTENSOR_JOB`; without it a second job on the port is refused with a message.
     """
-    job = os.environ.get("MS_DTENSOR_JOB") or _msrun_ancestor()
+    job = os.environ.get("MS_DTENSOR_JOB") or msrun_ancestor()
     return f"ms_dtensor-{os.geteuid()}-{port}-{job}"
 
 
-def _msrun_ancestor() -> str:
+def msrun_ancestor() -> str:
     pid = os.getpid()
     try:
         while pid > 1:
@@ -200,4 +201,5 @@ def _late(rank: int, missing: list[int], size: int, timeout: float) -> PeerLost:
     return PeerLost(f"For 'start', rank {rank} waited {timeout:g} s for rank(s) {', '.join(map(str, missing))}.",
                     f"world of {size}", "All ranks of the shared-memory backend start on one host.",
                     ("look at the missing ranks' logs (msrun --log_dir)",
+                     f"if they only need longer: MS_DTENSOR_TIMEOUT={math.ceil(2 * timeout)} on every rank",
                      'for several hosts call ms_dtensor.comm.set_cpu_backend("mccl") first'))

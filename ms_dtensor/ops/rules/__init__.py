@@ -34,7 +34,7 @@ from . import (
     write,
 )
 from .nothing import has_empty_shard, has_thin_shard, local_part, results_of_nothing
-from .spec import Call, Case, Local, LocalCall, Operand, OpSpec, Winners, result_dtype
+from .spec import Call, Case, Local, LocalCall, Operand, OpSpec, Unfit, Winners, result_dtype
 
 RULES: dict[str, Callable[[Call], OpSpec]] = {op: pointwise.pointwise for op in names.POINTWISE}
 RULES.update(
@@ -61,5 +61,5 @@ for family in FAMILIES:
     names.PRIMITIVES.update(names.parse(family.NAMES))
     RULES.update(family.RULES)
 
-__all__ = ["CONSTANTS", "RULES", "Call", "Case", "LocalCall", "Local", "Operand", "OpSpec", "Winners", "has_empty_shard",
-           "has_thin_shard", "local_part", "result_dtype", "results_of_nothing"]
+__all__ = ["CONSTANTS", "RULES", "Call", "Case", "LocalCall", "Local", "Operand", "OpSpec", "Unfit", "Winners",
+           "has_empty_shard", "has_thin_shard", "local_part", "result_dtype", "results_of_nothing"]

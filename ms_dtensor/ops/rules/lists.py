@@ -49,7 +49,7 @@ def einsum(call: Call) -> OpSpec:
                           "A diagonal of a sharded matrix lies across the shards.",
                           "take the diagonal first, e.g. (x * eye).sum(-1)")
     shapes = [x.shape for x in operands]
-    return OpSpec((_out_shape(labels, out, shapes),), tuple(einsum_cases(labels, out, shapes)),
+    return OpSpec((_out_shape(labels, out, shapes),), tuple(einsum_cases(labels, out, shapes, ones=True)),
                   lambda at: LocalCall("einsum", (",".join(labels) + "->" + out, operands)))
 
 

@@ -12,33 +12,40 @@ from functools import lru_cache
 from math import prod
 
 from ...errors import OpRuleError
-from .spec import SUMS, Call, Case, Local, LocalCall, Operand, OpSpec, P, R, S
+from .spec import SUMS, Call, Case, Local, LocalCall, Operand, OpSpec, P, R, S, Unfit
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
-def einsum_cases(labels: Sequence[str], out: str, shapes: Sequence[tuple[int, ...]]) -> tuple[Case, ...]:
+def einsum_cases(labels: Sequence[str], out: str, shapes: Sequence[tuple[int, ...]], ones: bool = False) -> tuple[Case, ...]:
     """Cases of an einsum; an operand whose dim has size 1 where others have more broadcasts and stays replicated.
 
     Args:
         labels: of each operand, a letter per dim.
         out: letters of the result; the others are summed over.
         shapes: global shape of each operand.
+        ones: a dim that is summed over broadcasts as well.
+
+    Raises:
+        Unfit: sizes of one letter differ.
 
     Example: [4, 6] @ [6, 8], its rows, its sum, and its columns sharded:
         >>> from ms_dtensor.ops.rules.matmul import einsum_cases
         >>> einsum_cases(["ab", "bc"], "ac", [(4, 6), (6, 8)])[:3]
         (S(0), R -> S(0), S(1), S(0) -> P(sum), R, S(1) -> S(1))
     """
-    return _einsum_cases(tuple(labels), out, tuple(shapes))
+    return _einsum_cases(tuple(labels), out, tuple(shapes), ones)
 
 
 @lru_cache(1024)
-def _einsum_cases(labels: tuple[str, ...], out: str, shapes: tuple[tuple[int, ...], ...]) -> tuple[Case, ...]:
+def _einsum_cases(labels: tuple[str, ...], out: str, shapes: tuple[tuple[int, ...], ...], ones: bool) -> tuple[Case, ...]:
     size: dict[str, int] = {}
     for text, shape in zip(labels, shapes):
         for c, n in zip(text, shape):
             size[c] = max(size.get(c, 1), n) if n != 0 else 0
+    if any(n != size[c] and (n != 1 or c not in out and not ones) for text, shape in zip(labels, shapes)
+           for c, n in zip(text, shape)):
+        raise Unfit
     cases = []
     for c in dict.fromkeys("".join(labels)):
         if any(text.count(c) > 1 for text in labels) or size[c] == 1:
@@ -155,6 +162,8 @@ def add_product(call: Call) -> OpSpec:
     x, y, z = list(call.args.values())[:3]
     left, right, out = _PRODUCT[call.op]
     shape = _out_shape([left, right], out, [y.shape, z.shape])
+    if any(n not in (1, m) for n, m in zip(reversed(x.shape), reversed(shape))):
+        raise Unfit
     cases = []
     for c in einsum_cases([left, right], out, [y.shape, z.shape]):
         result = c.outs[0]

@@ -19,6 +19,7 @@ from .spec import (
     OpSpec,
     R,
     S,
+    Unfit,
     broadcast_shapes,
     mixed_sums,
     result_dtype,
@@ -37,12 +38,18 @@ EXTREMES = {"maximum": Partial("max"), "minimum": Partial("min")}  # of two extr
 
 
 def shard_cases(shapes, out) -> list[Case]:
-    """All operands (broadcast to `out`) and the result sharded on the same dim."""
+    """All operands (broadcast to `out`) and the result sharded on the same dim.
+
+    Raises:
+        Unfit: an operand does not broadcast to `out`.
+    """
     cases = []
     for d, size in enumerate(out):
         ins = []
         for shape in shapes:
             k = d - len(out) + len(shape)
+            if k >= 0 and shape[k] not in (1, size):
+                raise Unfit
             ins.append(S(k) if k >= 0 and shape[k] == size else R)
         if any(p.is_shard() for p in ins):
             cases.append(Case(tuple(ins), (S(d),)))

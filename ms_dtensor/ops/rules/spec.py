@@ -25,6 +25,13 @@ SUMS = (PARTIAL, Partial("avg"))  # pass through what is linear
 PARTIALS = tuple(Partial(op) for op in REDUCE_OPS)  # pass through what only moves elements about
 
 
+class Unfit(Exception):
+    """Sizes that meet in a call and cannot, said by a rule; the planner says of which call.
+
+    The op cannot be left to find it: a shard of what is too large by the number of ranks would fit a whole operand.
+    """
+
+
 @dataclass(frozen=True, slots=True)
 class Operand:
     """A tensor argument of a call: its position among the tensor arguments, global shape and dtype."""
@@ -272,7 +279,7 @@ def default_softmax_dim(ndim: int) -> int:
 
 
 def broadcast_shapes(*shapes: tuple[int, ...]) -> tuple[int, ...]:
-    """NumPy broadcasting of shapes; a mismatch is left for the op itself to report (the larger wins)."""
+    """NumPy broadcasting of shapes; of sizes that do not fit the first wins, and `shard_cases` refuses them."""
     nd = max(map(len, shapes), default=0)
     out = []
     for d in range(nd):

@@ -12,7 +12,7 @@ from dataclasses import replace
 from ...errors import OpRuleError
 from .names import parse
 from .scatter import scatter_rows
-from .spec import PARTIALS, SUMS, Call, Case, Local, LocalCall, OpSpec, R, S, broadcast_shapes
+from .spec import PARTIALS, SUMS, Call, Case, Local, LocalCall, OpSpec, R, S, Unfit, broadcast_shapes
 
 # in-place primitive -> (op, argument names); the first operand is the one that is written
 INPLACE_NAMES = """
@@ -171,6 +171,8 @@ def elementwise(call: Call) -> OpSpec:
         ins = []
         for o in call.operands:
             k = d - x.ndim + o.ndim
+            if k >= 0 and o.shape[k] not in (1, n):
+                raise Unfit
             ins.append(S(k) if k >= 0 and o.shape[k] == n and n != 1 or o is x else R)
         cases.append(Case(tuple(ins), (S(d),)))
     return OpSpec((x.shape,), tuple(cases))

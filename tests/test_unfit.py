@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole sizes that do not fit, and shards that would: refused as on one device, not computed with half of an operand."""
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from mindspore import Tensor, mint, ops
+
+from ms_dtensor import DTensor, Layout, Replicate, RowwiseParallel, Shard, comm, init_device_mesh, parallelize_module
+from ms_dtensor.errors import OpRuleError
+
+pytestmark = pytest.mark.usefixtures("cpu")
+PLACED = (Replicate(), Shard(0), Shard(1))
+CALLS = {  # one operand is twice as large as fits: a shard of it on two ranks does
+    "matmul": (mint.matmul, (4, 8), (4, 3)), "matmul, rows": (mint.matmul, (3, 4), (8, 3)), "bmm": (
+        mint.bmm, (2, 4, 8), (2, 4, 3)), "MatMul": (lambda a, b: ops.MatMul()(a, b), (4, 8), (4, 3)),
+    "batches": (mint.matmul, (4, 2, 3), (2, 3, 5)), "dense": (ops.dense, (4, 8), (3, 4)),
+    "einsum": (lambda a, b: mint.einsum("ij,jk->ik", a, b), (4, 8), (4, 3)),
+    "addmm": (lambda a, b: mint.addmm(a, b, b), (8, 4), (4, 4)),
+    "add": (lambda a, b: a + b, (4, 8), (4, 4)), "mul, rows": (lambda a, b: a * b, (8, 4), (4, 4)),
+    "where": (lambda a, b: mint.where(a > 0, a, b), (8, 4), (4, 4)), "maximum": (mint.maximum, (8, 4), (8, 2)),
+    "mse_loss": (mint.nn.functional.mse_loss, (8, 4), (4, 4)), "bce": (ops.binary_cross_entropy, (8, 4), (4, 4)),
+    "copy_": (lambda a, b: a.copy_(b), (8, 4), (4, 4)), "add_": (lambda a, b: a.add_(b), (8, 4), (4, 4)),
+    "summed over one": (mint.matmul, (4, 1), (2, 3)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_only_shards_would_fit_is_refused(name):
+    call, *shapes = CALLS[name]
+    with pytest.raises((ValueError, RuntimeError)):
+        call(*(Tensor(np.ones(shape, np.float32)) for shape in shapes))
+    with comm.fake_world(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        for placed in itertools.product(PLACED, PLACED):
+            operands = [DTensor.from_local(ops.ones(Layout(mesh, [p], shape).local_shape((0,))), mesh, [p], shape=shape)
+                        for p, shape in zip(placed, shapes, strict=True)]
+            with pytest.raises(OpRuleError, match="sizes do not fit") as caught:
+                call(*operands)
+            assert operands[0].layout.describe() in str(caught.value)
+
+
+def test_a_whole_input_of_a_style_that_takes_shards_is_refused():
+    from mindspore import nn
+
+    with comm.fake_world(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        for sizes in ((4, 3), (5, 3)):
+            cell = parallelize_module(nn.Dense(*sizes), mesh, RowwiseParallel())
+            with pytest.raises(OpRuleError, match="sizes do not fit") as caught:
+                cell(ops.ones((2, sizes[0])))
+            assert "input_layouts=Replicate(), if every rank passes the whole" in str(caught.value)
