@@ -70,6 +70,7 @@ def _written(original, name, device):
         recorded = recording() and executor.enable_grad()
         if recorded or name == "copy_" and hasattr(self, "_layout"):  # autograd's, or dispatch's own
             return original(self, *args, **kwargs)
+        device.touched(name, [self, *(a for a in args if isinstance(a, Tensor))], True)
         if name == "copy_":
             values = memory(args[0]).astype(memory(self).dtype)
             if sys._getframe(1).f_code.co_filename.endswith(PACKS):

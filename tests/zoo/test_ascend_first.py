@@ -94,8 +94,9 @@ def test_more_ranks_than_npus_are_refused_before_anything_runs(tmp_path, monkeyp
 
 
 CANN = "usr/local/Ascend/ascend-toolkit/latest"
-VERSIONS = {f"{CANN}/compiler/version.info": "Version=9.1.0.1\nversion_dir=9.1.0\n", f"{CANN}/hccl/version.info": "Version=9.1.0\n",
-            f"{CANN}/runtime/version.info": "Version=9.1.0\n", "usr/local/Ascend/driver/version.info": "Version=25.0.rc1\n",
+VERSIONS = {f"{CANN}/compiler/version.info": "Version=9.1.0.1\nversion_dir=9.1.0\n",
+            f"{CANN}/hccl/version.info": "Version=9.1.0\n", f"{CANN}/runtime/version.info": "Version=9.1.0\n",
+            "usr/local/Ascend/driver/version.info": "Version=25.0.rc1\n",
             "usr/local/Ascend/firmware/version.info": "Version=7.7.0\n",
             "ms/lib/plugin/ascend/custom_ascendc_910b/version.info": "custom_opp_compiler_version=9.1.0\n"}
 
