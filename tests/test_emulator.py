@@ -121,6 +121,16 @@ def test_another_communicator_neither_reads_nor_writes_what_is_on_its_way(group)
     first.wait()
 
 
+def test_whatever_makes_the_host_wait_is_counted(group):
+    device, x = group.device, Tensor(np.ones(4, np.float32))
+    for wait in (lambda: x.asnumpy(), lambda: float(x[0]), lambda: x.data_ptr(), ms.runtime.synchronize,
+                 lambda: x.untyped_storage().resize_(16)):
+        before = len(device.syncs)
+        wait()
+        assert len(device.syncs) == before + 1 and "test_emulator.py" in device.syncs[-1], device.syncs
+    assert x.untyped_storage().size() == 16
+
+
 # -- how the backend starts ------------------------------------------------------------------------------------------------
 def test_the_backend_starts_as_the_documents_say():
     """`HcclBackend.start` itself, once a process, with keywords that the installed `init_process_group` has."""

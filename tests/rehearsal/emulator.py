@@ -117,6 +117,7 @@ class Device:
         calls: the calls so far, by name, communicator and shapes.
         counts: "launches" of collectives; `kernels.py` adds "kernels", "copied" bytes and "syncs".
         syncs: lines of host synchronisations.
+        resized: bytes that a storage had after each `resize_`.
         times: of each collective waited for: name, communicator, its seconds, those the compute stream stood still for it.
     """
 
@@ -128,6 +129,7 @@ class Device:
         self.compute, self.stream = 0.0, Counter()
         self.counts: Counter = Counter()
         self.syncs: list[str] = []
+        self.resized: list[int] = []
         self.times: list[tuple[str, str, float, float]] = []
 
     # -- communicators -------------------------------------------------------------------------------------------------
