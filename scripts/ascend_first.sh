@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Ten minutes on a borrowed Ascend node, and one file to mail back; what and how: ascend_first.py beside this file.
+# Half an hour on a borrowed Ascend node, and one file to mail back; what and how: ascend_first.py beside this file.
 # Runs in the Python that is there ($PYTHON, else python), with its MindSpore and CANN; installs nothing.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

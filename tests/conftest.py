@@ -23,8 +23,15 @@ settings.register_profile("explore", derandomize=False, deadline=None, max_examp
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Quick tests first, then those with real ranks, then the slow ones: a plain mistake shows within seconds."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Quick tests first, then those with real ranks, then the slow ones: a plain mistake shows within seconds.
+
+    Those of the night are left out unless `-m` names them.
+    """
+    if "night" not in config.option.markexpr:
+        night = [item for item in items if item.get_closest_marker("night")]
+        config.hook.pytest_deselected(items=night)
+        items[:] = [item for item in items if item not in night]
     items.sort(
         key=lambda item: (item.get_closest_marker("slow") is not None, item.get_closest_marker("dist") is not None)
     )

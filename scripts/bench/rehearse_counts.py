@@ -67,6 +67,7 @@ def step(dp: int, tp: int, layers: int | None, rates: Rates):
                 kept.clear()
             before = device.compute
             trainer.step(1)
+            waits = list(device.syncs)
             ms.runtime.synchronize()
             names = Counter(c[0] for c in device.calls)
             dp_comm = next((name for name, ranks in device.comms.items() if len(ranks) == dp and name != "world"), "world")
@@ -78,7 +79,7 @@ def step(dp: int, tp: int, layers: int | None, rates: Rates):
     return {
         "mesh": {"dp": dp, "tp": tp}, "layers": cfg.model.n_layers, "collectives": dict(sorted(names.items())),
         "kernels_per_collective": round((launches + kernels) / launches, 2), "bytes_packed": device.counts["copied"],
-        "host_waits": sorted(str(Path(s).relative_to(ROOT)) if s.startswith(str(ROOT)) else s for s in device.syncs),
+        "host_waits": sorted(str(Path(s).relative_to(ROOT)) if s.startswith(str(ROOT)) else s for s in waits),
         "gradient_reductions": len(reductions),
         "overlapped": round(1 - sum(t[3] for t in reductions) / sum(t[2] for t in reductions), 4) if reductions else None,
     }, device.compute - before - still, sum(t[2] for t in reductions)

@@ -2,27 +2,34 @@
 """MindSpore's device communication over another backend: real data, strict about what the documents promise, and late.
 
 A collective takes place when it is called, but its result is garbage until the compute stream would have it: until its
-handle, or that of a later one of the same communicator, is waited for. What it reads must not change before. The invariant:
-a program that this does not refuse, and whose numbers are right, has every wait that it needs; `times` says how many of
-them it could have had later.
+handle, or that of a later one of the same communicator, is waited for. What it reads must not change before, and what it
+writes must not be touched: `watch.py` tells of it, and the bytes at the wait tell of what nobody told. The invariant: a
+program that this does not refuse, and whose numbers are right, has every wait that it needs; `times` says how many of them
+it could have had later.
 """
 from __future__ import annotations
 
 import ctypes
+import inspect
 import math
+import sys
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
+import mindspore
 import numpy as np
-from mindspore import Tensor
+from mindspore import Tensor, mint
 
 from ms_dtensor.comm.hccl import HcclBackend
 from ms_dtensor.comm.nccl import NcclBackend
 from ms_dtensor.comm.packing import numpy_dtype
+from ms_dtensor.internals.names import GroupOptions
 from tests.rehearsal.tables import HCCL, NCCL, Rates, wire_share
 
 _data_ptr, _stride, _contiguous = Tensor.data_ptr, Tensor.stride, Tensor.is_contiguous  # a rehearsal counts these
-
+_INIT = inspect.signature(mint.distributed.init_process_group)
 
 RATES = Rates()
 
@@ -47,14 +54,31 @@ def memory(t: Tensor) -> np.ndarray:
     return np.lib.stride_tricks.as_strided(raw, shape, strides)
 
 
+# a negative signalling not-a-number: arithmetic makes it quiet, `abs` positive, so that whoever writes changes its bytes
+_SPOILED = {"bfloat16": 0xFF81, "float16": 0xFC01, "float32": 0xFF800001, "float64": 0xFFF0000000000001}
+
+
 def spoil(a: np.ndarray) -> None:
     """Garbage: not-a-number where there is one."""
-    if a.dtype.kind in "fc":
-        a[...] = np.nan
-    elif a.dtype.itemsize == 2 and a.dtype.kind == "V" or str(a.dtype) == "bfloat16":
-        a.view(np.uint16)[...] = 0x7FC1
+    name = "bfloat16" if a.dtype.kind == "V" else str(a.dtype)
+    if name in _SPOILED:
+        a.view(f"u{a.dtype.itemsize}")[...] = _SPOILED[name]
     else:
         a.view(np.uint8)[...] = 0xA5
+
+
+def span(t: Tensor, values: np.ndarray | None = None) -> tuple[int, int]:
+    """The addresses from a tensor's first byte to its last one's end; of no tensor with elements (0, 0)."""
+    if values is None:
+        values = memory(t)
+    if not values.size:
+        return 0, 0
+    at = _data_ptr(t)
+    return at, at + values.itemsize + sum(s * (n - 1) for s, n in zip(values.strides, values.shape))
+
+
+def meet(a: tuple[int, int], b: tuple[int, int]) -> bool:
+    return max(a[0], b[0]) < min(a[1], b[1])
 
 
 def same(a: np.ndarray, b: np.ndarray) -> bool:
@@ -72,6 +96,8 @@ class Task:
     outputs: list = field(default_factory=list)  # (tensor, its values to come)
     garbage: list = field(default_factory=list)
     inputs: list = field(default_factory=list)  # (tensor, its values when the collective began)
+    writes: list = field(default_factory=list)  # spans of addresses
+    reads: list = field(default_factory=list)
 
 
 class Handle:
@@ -91,26 +117,50 @@ class Device:
         calls: the calls so far, by name, communicator and shapes.
         counts: "launches" of collectives; `kernels.py` adds "kernels", "copied" bytes and "syncs".
         syncs: lines of host synchronisations.
+        resized: bytes that a storage had after each `resize_`.
         times: of each collective waited for: name, communicator, its seconds, those the compute stream stood still for it.
     """
 
     def __init__(self, under, table, rates=RATES):
         self.under, self.table, self.rates, self.calls = under, table, rates, []
         self.comms = {"world": tuple(range(under.size))}
+        self.buffers = {"world": 2 * table.buffer << 20}
         self.flying: dict[str, list[Task]] = {}
         self.compute, self.stream = 0.0, Counter()
         self.counts: Counter = Counter()
         self.syncs: list[str] = []
+        self.resized: list[int] = []
         self.times: list[tuple[str, str, float, float]] = []
 
     # -- communicators -------------------------------------------------------------------------------------------------
     def create_group(self, name, ranks, options=None):
         check(len(name) <= 120 and name not in self.comms and sorted(ranks) == list(ranks), "communicator", name, ranks)
         check(self.under.rank in ranks, "a rank makes a communicator of others", ranks)
-        told = self.under.all_gather_object(name, tuple(ranks))
-        check(set(told) == {name}, "ranks make communicators in different orders", told)
+        size = self.buffer_size(options)
+        told = self.under.all_gather_object((name, size), tuple(ranks))
+        check({n for n, _ in told} == {name}, "ranks make communicators in different orders", told)
+        check(len(set(told)) == 1, "ranks make a communicator with buffers of different sizes", told)
         self.calls.append(("create_group", name, tuple(ranks)))
         self.comms[name] = tuple(ranks)
+        self.buffers[name] = 2 * size << 20
+        check(sum(self.buffers.values()) <= self.table.buffers, len(self.comms), "communicators take",
+              sum(self.buffers.values()) >> 20, "MiB of the device for their buffers")
+
+    def buffer_size(self, options) -> int:
+        """MiB of one of a communicator's two buffers, as its options say; none that this library does not know."""
+        check(options is None, type(self).__name__, "takes no options", options)
+        return 0
+
+    # -- who touches what is on its way --------------------------------------------------------------------------------
+    def touched(self, name, tensors, writes=False):
+        """An op is about to read these tensors, and to write the first."""
+        for i, t in enumerate(tensors):
+            at = span(t)
+            for task in (task for queue in self.flying.values() for task in queue):
+                check(not any(meet(at, out) for out in task.writes), name, "touches the result of", task.name,
+                      "which nobody has waited for", t.shape)
+                check(not (writes and i == 0 and any(meet(at, given) for given in task.reads)), name, "writes what",
+                      task.name, "reads: it is changed before the wait", t.shape)
 
     # -- streams -------------------------------------------------------------------------------------------------------
     def begin(self, name, comm, tensors, **kw):
@@ -130,6 +180,9 @@ class Device:
         """An operand as the communicator's stream finds it: earlier results of its own are there."""
         values = memory(t).copy()
         at, end = _data_ptr(t), _data_ptr(t) + values.nbytes
+        for task in (task for other, queue in self.flying.items() if other != comm for task in queue):
+            check(not any(meet((at, end), out) for out in task.writes), "on", comm, "a collective reads the result of",
+                  task.name, "on", task.comm, "which nobody has waited for")
         for task in self.flying.get(comm, ()):
             for out, coming in task.outputs:
                 lo, hi = max(at, _data_ptr(out)), min(end, _data_ptr(out) + coming.nbytes)
@@ -154,6 +207,10 @@ class Device:
             task.outputs.append((out, result.copy()))
         written = {_data_ptr(out) for out, _ in outputs}
         task.inputs = [(t, memory(t).copy()) for t in inputs if _data_ptr(t) not in written]
+        task.writes, task.reads = [span(out) for out, _ in outputs], [span(t) for t, _ in task.inputs]
+        for other in (t for c, queue in self.flying.items() if c != comm for t in queue):
+            check(not any(meet(mine, its) for mine in task.writes for its in (*other.writes, *other.reads)), name, "on",
+                  comm, "writes what", other.name, "on", other.comm, "reads or writes")
         for out, _ in outputs:
             spoil(memory(out))
             task.garbage.append(memory(out).copy())
@@ -192,10 +249,39 @@ class Device:
 
 
 class MintDistributed(Device):
-    """`mindspore.mint.distributed` as HCCL serves it."""
+    """`mindspore.mint.distributed` as HCCL serves it, with `mindspore.communication.create_group`."""
 
-    def create_group(self, name, ranks, options=None):
-        super().create_group(name, ranks)
+    initialised = False
+
+    def is_initialized(self):
+        return self.initialised
+
+    def init_process_group(self, *args, **kwargs):
+        try:
+            given = _INIT.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise Refused(f"init_process_group: {error}") from error
+        check(not self.initialised, "init_process_group once a process")
+        check(given.get("backend", "hccl") == "hccl", "init_process_group: on Ascend the backend is hccl", given)
+        self.initialised = True
+
+    def get_rank(self, group=None):
+        check(self.initialised, "get_rank before init_process_group")
+        return self.under.rank
+
+    def get_world_size(self, group=None):
+        check(self.initialised, "get_world_size before init_process_group")
+        return self.under.size
+
+    def buffer_size(self, options):
+        if options is None:
+            return self.table.buffer
+        check(isinstance(options, GroupOptions), "create_group: options are a GroupOptions", options)
+        config = dict(options.hccl_config)
+        check(set(config) <= {"hccl_buffer_size"}, "create_group: hccl_config knows no", config)  # of ours; HCCL knows more
+        size = config.get("hccl_buffer_size", self.table.buffer)
+        check(type(size) is int and 0 < size < 2**32, "hccl_buffer_size is a number of MiB", size)
+        return size
 
     def all_reduce(self, tensor, op="sum", group=None, async_op=False):
         ranks = self.begin("all_reduce", group, [tensor], op=op)
@@ -324,8 +410,29 @@ class Primitives(Device):
 
 def emulated(kind, under, rates=RATES):
     """The backend of a device, "hccl" or "nccl", on an emulator (its `double`) that moves its data over `under`."""
-    device, make = (MintDistributed(under, HCCL, rates), HcclBackend) if kind == "hccl" else \
-        (Primitives(under, NCCL, rates), NcclBackend)
-    backend = make(under.rank, under.size, "world", device.create_group, device)
+    if kind == "hccl":
+        device = MintDistributed(under, HCCL, rates)
+        with in_place_of_mindspore(device):
+            backend = HcclBackend.start(under.rank, under.size, False)
+    else:
+        device = Primitives(under, NCCL, rates)
+        backend = NcclBackend(under.rank, under.size, "world", device.create_group, device)
     backend.double = device
     return backend
+
+
+@contextmanager
+def in_place_of_mindspore(device):
+    """Inside, `mindspore.communication` and `mindspore.mint.distributed` are the device's, for who imports them."""
+    communication = SimpleNamespace(create_group=device.create_group, GlobalComm=SimpleNamespace(WORLD_COMM_GROUP="world"))
+    places = ((mindspore, "communication", communication), (mint, "distributed", device))
+    before = [(place, name, getattr(place, name)) for place, name, _ in places]
+    try:
+        for place, name, double in places:
+            setattr(place, name, double)
+            sys.modules[f"{place.__name__}.{name}"] = double
+        yield
+    finally:
+        for place, name, real in before:
+            setattr(place, name, real)
+            sys.modules[f"{place.__name__}.{name}"] = real

@@ -3,8 +3,8 @@
 
 Stood in for: in-place ops, which on CPU leave the tensor as it was, and `copy_` from and into views, which is refused or
 lost there. Counted: kernels that the packing of collectives launches and the bytes they write; what makes the host wait
-(`asnumpy`, `float()`, `data_ptr`, `assign_value`, ...), by line, except where the line is there for CPU kernels only; and
-computation, as the bytes that are saved for the backward, and read again by it.
+(`asnumpy`, `float()`, `data_ptr`, `resize_`, `synchronize`, ...), by line, except where the line is there for CPU kernels
+only; and computation, as the bytes that are saved for the backward, and read again by it.
 """
 from __future__ import annotations
 
@@ -70,6 +70,7 @@ def _written(original, name, device):
         recorded = recording() and executor.enable_grad()
         if recorded or name == "copy_" and hasattr(self, "_layout"):  # autograd's, or dispatch's own
             return original(self, *args, **kwargs)
+        device.touched(name, [self, *(a for a in args if isinstance(a, Tensor))], True)
         if name == "copy_":
             values = memory(args[0]).astype(memory(self).dtype)
             if sys._getframe(1).f_code.co_filename.endswith(PACKS):
@@ -102,19 +103,34 @@ def _launching(original, name, device):
 
 
 def _waiting(original, state, device):
-    def call(self, *args, **kwargs):
+    def call(*args, **kwargs):
         if state["inside"]:
-            return original(self, *args, **kwargs)
+            return original(*args, **kwargs)
         state["inside"] = True
         try:
             site = _site()
             if not any(part in site for part in EXEMPT):
                 device.counts["syncs"] += 1
                 device.syncs.append(site)
-            return original(self, *args, **kwargs)
+            return original(*args, **kwargs)
         finally:
             state["inside"] = False
     return call
+
+
+class _Storage:
+    """A tensor's storage, whose `resize_` waits until MindSpore's launch queue is empty (read in its C++ sources)."""
+
+    def __init__(self, real, wait, resized):
+        self._real, self._wait, self._resized = real, wait, resized
+
+    def __getattr__(self, name):
+        return getattr(self._real, name)
+
+    def resize_(self, size):
+        out = self._wait(self._real.resize_)(size)
+        self._resized.append(self._real.size())
+        return out
 
 
 @contextmanager
@@ -124,12 +140,15 @@ def stood_in(device, clock: bool = True) -> Iterator[None]:
     new = {name: _written(getattr(Tensor, name), name, device) for name in (*IN_PLACE, "copy_")}
     new |= {name: _launching(getattr(Tensor, name), name, device) for name in ("contiguous", "astype")}
     new |= {name: _waiting(getattr(Tensor, name), state, device) for name in SYNCS if hasattr(Tensor, name)}
+    storage, synchronize = Tensor.untyped_storage, ms.runtime.synchronize
+    new["untyped_storage"] = lambda self: _Storage(storage(self), lambda call: _waiting(call, state, device), device.resized)
     before = {name: Tensor.__dict__.get(name) for name in new}
 
     def tick(x):
         device.compute += math.prod(x._shape) * Tensor.itemsize.__get__(x) / device.rates.saved
         return x
     packing.mint = _Mint(device)
+    ms.runtime.synchronize = _waiting(synchronize, state, device)
     for name, function in new.items():
         setattr(Tensor, name, function)
     try:
@@ -139,7 +158,7 @@ def stood_in(device, clock: bool = True) -> Iterator[None]:
         else:
             yield
     finally:
-        packing.mint = mint
+        packing.mint, ms.runtime.synchronize = mint, synchronize
         for name, function in before.items():
             if function is None:
                 delattr(Tensor, name)

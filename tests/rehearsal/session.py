@@ -12,6 +12,7 @@ from ms_dtensor.internals import target
 from tests.rehearsal.emulator import RATES, Device, emulated
 from tests.rehearsal.kernels import stood_in
 from tests.rehearsal.tables import Rates
+from tests.rehearsal.watch import watched
 
 _DEVICES = {"hccl": "Ascend", "nccl": "GPU"}
 
@@ -36,7 +37,7 @@ def rehearsed(kind: str = "hccl", rates: Rates = RATES, clock: bool = True) -> I
     if not fake:
         worlds._started = pretended
     try:
-        with target.rehearsal(_DEVICES[kind]), stood_in(backend.double, clock):
+        with target.rehearsal(_DEVICES[kind]), watched(backend.double), stood_in(backend.double, clock):
             yield backend.double
             backend.double.close()
     finally:

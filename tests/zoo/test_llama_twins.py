@@ -13,8 +13,8 @@ import pytest
 from mindspore import Tensor, mint, ops
 
 import ms_dtensor as md
-from model_zoo.llama import cpu, model
-from model_zoo.llama.config import ModelConfig, ParallelConfig, RopeScaling
+from model_zoo.llama import cpu, experts, model
+from model_zoo.llama.config import ExpertsConfig, ModelConfig, ParallelConfig, RopeScaling
 from model_zoo.llama.parallelize import parallelize
 from ms_dtensor import MixedPrecisionPolicy, Replicate
 from ms_dtensor.internals.target import rehearsal
@@ -53,6 +53,38 @@ TWINS = {  # the fused form as the model calls it, its twin, and what both take
     "attend": (attend, lambda *qkv: cpu.attend(CFG, *qkv),
                (rows(B, T, H, E), rows(B, T, K, E), rows(B, T, K, E + 1)[..., :E])),
 }
+
+
+CHOSEN = np.argsort(np.random.default_rng(4).normal(size=(24, 4)), 1)[:, :2].astype(np.int32)
+PLACES = np.concatenate([np.arange(n) for n in (5, 7, 4, 8)]).reshape(B, T).astype(np.int32)
+
+
+def at(places, cfg=CFG):
+    """Attention of rows that hold several documents."""
+    def attended(q, key, value):
+        with md.implicit_replication():
+            return model.attend(cfg, q, key, value, md.distribute_tensor(Tensor(places), q.device_mesh))
+    return attended
+
+
+def mixture(x, weights, *ws):
+    with md.implicit_replication():
+        chosen = md.distribute_tensor(Tensor(CHOSEN), x.device_mesh)
+        return experts.mixture(ExpertsConfig(count=4), x, weights, chosen, *ws, 12)
+
+
+QKV = (rows(B, T, H, E), rows(B, T, K, E), rows(B, T, K, E + 1)[..., :E])
+
+
+@pytest.mark.parametrize("form, operands", [
+    (mixture, (rows(24, 8), rows(24, 2), rows(4, 6, 8), rows(4, 8, 6), rows(4, 6, 9)[..., :8])),
+    (at(PLACES), QKV), (at(PLACES, replace(CFG, sliding_window=3)), QKV)], ids=["experts", "documents", "and a window"])
+def test_the_branch_for_devices_is_the_one_for_cpus(form, operands, mesh):
+    for dtype, bound in ((ms.float32, F32), (ms.bfloat16, BF16)):
+        xs = [md.distribute_tensor(Tensor(v).astype(dtype), mesh, [Replicate()] * 2) for v in operands]
+        want = slopes(form, xs)
+        with rehearsal("Ascend"):
+            close(slopes(form, xs), want, bound)
 
 
 def slopes(form, operands):

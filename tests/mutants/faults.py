@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The faults: what an Ascend would get wrong in silence, or refuse, or take too long over, and the test that must see it.
+
+Those of `fully_shard` and of buckets change behaviour through public seams (a group's collectives, a tensor's storage, the
+policy's dtypes), not the text of these parts: they hold whichever file does the work.
+"""
+from __future__ import annotations
+
+from tests.mutants.plant import Fault
+
+HCCL, DEVICE, CLIP, ADAMW = "ms_dtensor/comm/hccl.py", "ms_dtensor/comm/device.py", "ms_dtensor/optim/clip.py", \
+    "ms_dtensor/optim/adamw.py"
+ATTENTION, MOE = "ms_dtensor/ops/local/attention.py", "ms_dtensor/ops/local/moe.py"
+EXPERTS, MODEL = "model_zoo/llama/experts.py", "model_zoo/llama/model.py"
+BRANCH, EMULATOR, KERNELS = "tests/test_device_branch.py", "tests/test_emulator.py", "tests/test_ascend_kernels.py"
+RANKS, TWINS, ADAM = "tests/dist/test_rehearsal.py", "tests/zoo/test_llama_twins.py", "tests/zoo/test_optim.py"
+CONTRACT = "tests/comm/test_ranks.py -k doubles_of_hccl"
+
+
+def wrapped(kind: str, name: str, body: str) -> str:
+    """Lines that put a function around a method of a class of the module: `real` is what it was."""
+    return f"def _fault(real):\n    def fault(self, *args, **kwargs):\n        {body}\n    return fault\n" \
+        f"{kind}.{name} = _fault({kind}.{name})"
+
+
+FAULTS = [
+    # -- nine that were caught before ------------------------------------------------------------------------------------
+    Fault("a handle is dropped", HCCL, f"{BRANCH} -k asynchronous", "group=comm, async_op=async_op)\n\n    def _reduce_scatter_flat",
+          "group=comm, async_op=async_op) and None\n\n    def _reduce_scatter_flat"),
+    Fault("the norm counts one layout", CLIP, f"{RANKS} -k tensor_parallel_training", "total = joined(mint.cat(list(sums.values())))",
+          "total = joined(mint.cat(list(sums.values())[:1]))"),
+    Fault("the order of a group is forgotten", DEVICE, CONTRACT, "(name, [group.index(r) for r in ranks])",
+          "(name, list(range(len(ranks))))"),
+    Fault("a bucket is never waited for", "ms_dtensor/comm/group.py", f"{RANKS} -k data_parallel_training", "",
+          wrapped("Group", "all_reduce_", "work = real(self, *args, **kwargs); work._finish = None; return work")),
+    Fault("clipping reads a number", CLIP, f"{RANKS} -k extra_wait", "    if max_norm != math.inf:\n        _scale_there",
+          "    if float(norm) < max_norm:\n        return norm\n    if max_norm != math.inf:\n        _scale_there"),
+    Fault("uneven sizes are swapped", HCCL, f"{RANKS} -k few_kernels", '"output_split_sizes": list(recvs), "input_split_sizes": list(sends)',
+          '"output_split_sizes": list(sends), "input_split_sizes": list(recvs)'),
+    Fault("all messages go in one batch", HCCL, f"{BRANCH} -k messages", "zip_longest(_batches(sends), _batches(recvs), fillvalue=())",
+          "[(sends, recvs)]"),
+    Fault("AdamW counts steps from one", ADAMW, f"{ADAM} -k one_kernel", "Tensor([self.step - 1], ms.float32)",
+          "Tensor([self.step], ms.float32)"),
+    Fault("AdamW's decay and eps are swapped", ADAMW, f"{ADAM} -k one_kernel",
+          'float(self._option(i, "weight_decay")), float(eps)', 'float(eps), float(self._option(i, "weight_decay"))'),
+    # -- twelve that were not --------------------------------------------------------------------------------------------
+    Fault("a mean is over the world", DEVICE, f"{BRANCH} -k mean_is_over", "own = self.ops.scaled(wire, 1 / n) if",
+          "own = self.ops.scaled(wire, 1 / self.size) if"),
+    Fault("strided tensors are reduced in place", DEVICE, f"{BRANCH} -k not_in_order", " or not self.ops.lies_as_it_is(x):", ":"),
+    Fault("every all-reduce synchronises", DEVICE, f"{BRANCH} -k host_wait", "",
+          "import mindspore as _ms\n" + wrapped("DeviceBackend", "all_reduce",
+                                                "_ms.runtime.synchronize(); return real(self, *args, **kwargs)")),
+    Fault("communicators are not made with the mesh", "ms_dtensor/comm/world.py", f"{EMULATOR} -k stated_buffer",
+          "name = made.backend.communicator(made.ranks)", "name = None"),
+    Fault("a bucket is written while it is reduced", "ms_dtensor/comm/group.py", f"{RANKS} -k data_parallel_training", "",
+          wrapped("Group", "all_reduce_", "work = real(self, *args, **kwargs); args[0].mul_(1.0); return work")),
+    Fault("clipping resizes a storage", CLIP, f"{RANKS} -k extra_wait", "    extreme = math.isinf(p)\n    width",
+          "    s = grads[0].untyped_storage()\n    s.resize_(s.size())\n    extreme = math.isinf(p)\n    width"),
+    Fault("truth values go as they are", DEVICE, f"{BRANCH} -k truth", "= {mstype.bool_: mstype.uint8}", "= {}"),
+    Fault("a buffer's size is in bytes", HCCL, f"{EMULATOR} -k stated_buffer", '{"hccl_buffer_size": buffer_megabytes()}',
+          '{"hccl_buffer_size": buffer_megabytes() << 20}'),
+    Fault("a keyword that init_process_group has not", HCCL, f"{EMULATOR} -k backend_starts", 'dist.init_process_group(backend="hccl")',
+          'dist.init_process_group(backend_name="hccl")'),
+    Fault("dropped weights are kept", ATTENTION, f"{KERNELS} -k bits", 'np.packbits(kept, -1, "little")', 'np.packbits(~kept, -1, "little")'),
+    Fault("the causal mask is in the padding's slot", ATTENTION, f"{KERNELS} -k BSND-2",
+          "kernel(query, key, value, real_shift, bits, None, attn_mask, None, *ends)",
+          "kernel(query, key, value, real_shift, bits, attn_mask, None, None, *ends)"),
+    Fault("sizes of groups are running sums", EXPERTS, f"{TWINS} -k experts", "sum((0, 1)).astype(ms.int64)",
+          "sum((0, 1)).cumsum(0).astype(ms.int64)"),
+    # -- three that nobody had judged, by behaviour ---------------------------------------------------------------------------
+    Fault("fully_shard never frees", HCCL, f"{BRANCH} -k given_back", "", '''class _Keeps:
+    def __init__(self, real):
+        self.real = real
+
+    def __getattr__(self, name):
+        return getattr(self.real, name)
+
+    def resize_(self, size):
+        return self.real.resize_(size) if size else None
+
+
+Tensor.untyped_storage = (lambda real: lambda self: _Keeps(real(self)))(Tensor.untyped_storage)'''),
+    Fault("reduce_dtype is ignored", "ms_dtensor/parallel/precision.py", f"{BRANCH} -k dtype_that_was_asked_for", "",
+          wrapped("MixedPrecisionPolicy", "__post_init__", "object.__setattr__(self, 'reduce_dtype', None); real(self)")),
+    Fault("nothing is gathered ahead", "ms_dtensor/comm/group.py", f"{BRANCH} -k next_unit", "",
+          wrapped("Group", "all_gather", "work = real(self, *args, **kwargs); isinstance(work, Work) and work.wait(); return work")),
+    # -- and more ------------------------------------------------------------------------------------------------------------
+    Fault("a share of a mean is over the world", DEVICE, f"{BRANCH} -k mean_is_over", "            wire = self.ops.scaled(wire, 1 / n)\n",
+          "            wire = self.ops.scaled(wire, 1 / self.size)\n"),
+    Fault("gradients are reduced at once", "ms_dtensor/comm/group.py", f"{BRANCH} -k next_unit", "",
+          wrapped("Group", "reduce_scatter",
+                  "work = real(self, *args, **kwargs); isinstance(work, Work) and work.wait(); return work")),
+    Fault("messages are not waited for", HCCL, f"{BRANCH} -k messages", "                handle.wait()", "                pass"),
+    Fault("an all-reduce writes its input", DEVICE, CONTRACT, "else self.ops.copy(wire) if back is None else wire", "else wire"),
+    Fault("products of bfloat16 are HCCL's", HCCL, f"{RANKS} -k not_in_the_table", ' for t in _NUMBERS if t not in _NO_PRODUCT})',
+          ' for t in _NUMBERS})'),
+    Fault("communicators are made in the caller's order", DEVICE, "tests/comm/test_group.py -k sorted_ranks",
+          "ranks = tuple(sorted(group))", "ranks = tuple(group)"),
+    Fault("HCCL_BUFFSIZE is not asked", HCCL, f"{EMULATOR} -k stated_buffer", 'os.environ.get("HCCL_BUFFSIZE", "200")', '"200"'),
+    Fault("attention forgets its scale", ATTENTION, f"{KERNELS} -k BSND-2", "_kernel(heads, keep, scale,", "_kernel(heads, keep, 1.0,"),
+    Fault("attention forgets its mode", ATTENTION, f"{KERNELS} -k BNSD-4", "0, form, sparse_mode)\n    return kernel",
+          "0, form, 0)\n    return kernel"),
+    Fault("bits of dropped weights are turned round", ATTENTION, f"{KERNELS} -k bits", 'np.packbits(kept, -1, "little")',
+          'np.packbits(kept, -1, "big")'),
+    Fault("ends of sequences are not told", ATTENTION, f"{KERNELS} -k TND", "attn_mask, None, *ends)", "attn_mask, None, None, None)"),
+    Fault("gating numbers rows as if alone", MOE, f"{KERNELS} -k gating", "_row_numbers(x._shape[0], k, of, offset)",
+          "_row_numbers(x._shape[0], k, of, 0)"),
+    Fault("every rank adds what is whole", MOE, f"{KERNELS} -k finalizing", "TakenOnce.apply(x, mine, -0.0)", "TakenOnce.apply(x, True, -0.0)"),
+    Fault("AdamW's second moment decays as the first", ADAMW, f"{ADAM} -k equals_numpy", "write(v, v * b2 + g * g * (1.0 - b2))",
+          "write(v, v * b1 + g * g * (1.0 - b1))"),
+    Fault("AdamW's kernel moves no master", ADAMW, f"{ADAM} -k one_kernel", "gen_ops_prim.AdamW()(weight,", "gen_ops_prim.AdamW()(param,"),
+    Fault("clipping makes small gradients large", CLIP, f"{BRANCH} -k clipping", "mint.clamp(max_norm / (norm + 1e-6), max=1.0)",
+          "max_norm / (norm + 1e-6)"),
+    Fault("one tensor of two parameters is scaled twice", CLIP, f"{BRANCH} -k clipping", "if other is not grad and other._version == version]",
+          "if other is not grad]"),
+    Fault("truth values come back as bytes", DEVICE, f"{BRANCH} -k truth", "lambda y: self.ops.cast(y, x.dtype)\n", "None\n"),
+    Fault("documents see each other", MODEL, f"{TWINS} -k documents", "mask = ops.logical_or(at > at", "mask = ops.logical_and(at > at"),
+    Fault("a window is one too wide", MODEL, f"{TWINS} -k window", '"pre_tokens": cfg.sliding_window - 1', '"pre_tokens": cfg.sliding_window'),
+    Fault("gate and value of SwiGLU are swapped", MODEL, f"{TWINS} -k either_kind", "ops.swiglu(mint.stack((gate, up), 1), 1)",
+          "ops.swiglu(mint.stack((up, gate), 1), 1)"),
+    Fault("a rank without an NPU goes on", "scripts/ascend/ranks.py", "tests/zoo/test_ascend_first.py -k starts_for_the_cpu",
+          'if device != "npu":', 'if device not in ("npu", "cpu"):'),
+    Fault("a node without an NPU is not asked", "scripts/ascend/node.py", "tests/zoo/test_ascend_first.py -k without_an_npu",
+          "    if not found:\n", "    if found is None:\n"),
+    Fault("memory that is not given back passes", "scripts/ascend/probes.py", "tests/zoo/test_ascend_probes.py -k given_back",
+          'told["given_back"] - told["before"] > size // 8', 'told["given_back"] - told["before"] > size * 8'),
+]

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every fault planted in the branch for devices turns its test red. Night only: each starts pytest, and some start ranks."""
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from tests.mutants.faults import FAULTS
+from tests.mutants.plant import asked, caught, copied, planted
+
+HARMFUL = [f for f in FAULTS if not f.why]
+
+
+@pytest.fixture(scope="module")
+def copy():
+    folder = copied()
+    yield folder
+    shutil.rmtree(folder)
+
+
+def test_there_are_enough_and_each_has_its_place(tmp_path):
+    """Quick, and by day: a change of the code that a fault is planted in moves the fault along, or fails here."""
+    folder = copied()
+    try:
+        for fault in FAULTS:
+            with planted(fault, folder):
+                pass
+    finally:
+        shutil.rmtree(folder)
+    assert len(FAULTS) >= 41 and len({f.name for f in FAULTS}) == len(FAULTS)
+
+
+@pytest.mark.night
+@pytest.mark.timeout(3600)
+def test_without_a_fault_the_same_tests_pass(copy):
+    for tests in dict.fromkeys(f.test for f in HARMFUL):
+        code, said = asked([tests], copy)
+        assert code == 0, said
+
+
+@pytest.mark.night
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize("fault", HARMFUL, ids=lambda f: f.name)
+def test_a_planted_fault_is_caught(fault, copy):
+    seen, said = caught(fault, copy)
+    assert seen, said

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every branch that only an Ascend's kernels take, with a double in the kernel's place that is strict about its arguments.
+
+A double binds its arguments by the signature of MindSpore's own primitive, so that it finds them by name wherever they
+stand, refuses what Ascend's documents do not have, and computes by the forms for CPU. The kernels themselves were not run.
+"""
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor
+from mindspore.ops import auto_generate
+from mindspore.ops.auto_generate import gen_ops_prim
+
+from ms_dtensor.ops import rng
+from ms_dtensor.ops.local import attention, moe
+from ms_dtensor.ops.rules.attention import FAR
+
+pytestmark = pytest.mark.usefixtures("cpu")
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_each_such_branch_has_a_test():
+    """A new `ascend_kernels()` needs a double: this is the list of those that there are."""
+    found = []
+    for path in (*(ROOT / "ms_dtensor").rglob("*.py"), *(ROOT / "model_zoo").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.FunctionDef) and node.name != "ascend_kernels":
+                found += [(path.name, node.name) for call in ast.walk(node)
+                          if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "ascend_kernels"]
+    assert sorted(found) == [
+        ("adamw.py", "_step"),  # tests/zoo/test_optim.py: test_on_ascend_one_kernel_steps_the_master
+        ("attention.py", "flash_attention"), ("moe.py", "finalize_once"), ("moe.py", "gating_of_rows")]
+
+
+# -- attention -------------------------------------------------------------------------------------------------------------
+class Attention:
+    """`FlashAttentionScore`, as Ascend's documents have it."""
+
+    seen: list[dict] = []
+
+    def __init__(self, *args, **kwargs):
+        made = inspect.signature(inspect.unwrap(gen_ops_prim.FlashAttentionScore.__init__)).bind(self, *args, **kwargs)
+        made.apply_defaults()
+        self.made = made.arguments
+
+    def __call__(self, *args, **kwargs):
+        given = inspect.signature(gen_ops_prim.FlashAttentionScore.__call__).bind(self, *args, **kwargs)
+        given.apply_defaults()
+        a, m = given.arguments, self.made
+        assert a["padding_mask"] is None and a["prefix"] is None, "reserved by the documents"
+        assert m["inner_precise"] == 0 and 0 < m["keep_prob"] <= 1
+        assert (m["input_layout"] == "TND") == (a["actual_seq_qlen"] is not None) == (a["actual_seq_kvlen"] is not None)
+        if m["sparse_mode"] in (2, 3, 4):
+            mask = a["attn_mask"].asnumpy()
+            assert mask.shape == (2048, 2048) and (mask == np.triu(np.ones((2048, 2048)), 1)).all(), "the compressed mask"
+        kept = None
+        if a["drop_mask"] is not None:
+            assert a["drop_mask"].dtype == ms.uint8
+            kept = np.unpackbits(a["drop_mask"].asnumpy(), -1, bitorder="little").astype(bool)
+        assert (kept is None) == (m["keep_prob"] == 1.0)
+        Attention.seen.append({**m, **a, "kept": kept})
+        return attention.composed(a["query"], a["key"], a["value"], a["real_shift"], a["attn_mask"], m["head_num"],
+                                  m["scale_value"], m["pre_tokens"], m["next_tokens"], m["input_layout"], m["sparse_mode"],
+                                  (a["actual_seq_qlen"], a["actual_seq_kvlen"]), kept, m["keep_prob"])
+
+
+def rows(*shape):
+    return Tensor(np.random.default_rng(sum(shape)).normal(size=shape).astype(np.float32))
+
+
+COMPRESSED = Tensor(np.triu(np.ones((2048, 2048), np.uint8), 1))
+FULL = Tensor(np.random.default_rng(3).integers(0, 2, (2, 1, 8, 8)).astype(np.uint8) * np.triu(np.ones((8, 8), np.uint8), 1))
+SHAPES = {"BNSD": ((2, 4, 8, 16), (2, 2, 8, 16)), "BSND": ((2, 8, 4, 16), (2, 8, 2, 16)), "BSH": ((2, 8, 64), (2, 8, 32)),
+          "SBH": ((8, 2, 64), (8, 2, 32)), "TND": ((16, 4, 16), (16, 2, 16))}
+CALLS = [(form, mode, 1.0) for form in SHAPES for mode in (0, 2, 3, 4) if (form, mode) != ("TND", 0)] + [
+    (form, 2, 0.7) for form in ("BNSD", "BSH")]
+
+
+def both(monkeypatch, form, mode, keep):
+    """Statistics, result and gradients without the kernel and with its double."""
+    q, k, v = rows(*SHAPES[form][0]), rows(*SHAPES[form][1]), rows(*SHAPES[form][1]) * 0.5
+    mask = COMPRESSED if mode else FULL if form != "TND" else None
+    lengths = ((5, 16), (5, 16)) if form == "TND" else None
+    dropped = ((2, 4, 8, 8), ((0, 2), (0, 4), (0, 8), (0, 8))) if keep < 1 else None
+    monkeypatch.setattr(rng, "next_key", lambda: rng.Key(11, 3))
+    band = (2, 0) if mode == 4 else (FAR, FAR)
+
+    def run(q, k, v):
+        top, total, _, out = attention.flash_attention(q, k, v, None, mask, 4, keep, 0.25, *band, form, mode, lengths,
+                                                       dropped)
+        return (out * rows(*out.shape)).sum(), top, total, out
+    results = []
+    for there in (False, True):
+        monkeypatch.setattr(attention, "ascend_kernels", lambda there=there: there)
+        results.append([x.asnumpy() for x in (*run(q, k, v), *ms.grad(lambda *x: run(*x)[0], (0, 1, 2))(q, k, v))])
+    return results
+
+
+@pytest.mark.parametrize("form, mode, keep", CALLS)
+def test_the_kernel_of_attention_is_told_what_the_form_for_cpus_is(monkeypatch, form, mode, keep):
+    monkeypatch.setattr(attention, "_kernel", Attention)
+    Attention.seen.clear()
+    want, got = both(monkeypatch, form, mode, keep)
+    assert len(Attention.seen) == 2  # with and without gradients
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(a, b)
+    told = Attention.seen[0]
+    assert (told["head_num"], told["scale_value"], told["keep_prob"]) == (4, 0.25, keep)
+    assert told["attn_mask"] is (COMPRESSED if mode else FULL), "in its own slot: without a mask it would see the future"
+
+
+def test_bits_of_dropped_weights_are_those_of_our_stream(monkeypatch):
+    """A set bit keeps: 70 % of them are set, and they are the stream's, in order."""
+    monkeypatch.setattr(attention, "_kernel", Attention)
+    Attention.seen.clear()
+    both(monkeypatch, "BNSD", 2, 0.7)
+    kept = Attention.seen[0]["kept"]
+    want = rng.keep_mask(rng.Key(11, 3), (2, 4, 8, 8), 0.7, ((0, 2), (0, 4), (0, 8), (0, 8)))
+    assert (kept == want).all() and 0.6 < kept.mean() < 0.8
+
+
+# -- mixture of experts ----------------------------------------------------------------------------------------------
+def test_the_kernel_of_gating_is_told_what_the_form_for_cpus_is(monkeypatch):
+    seen = []
+
+    def kernel(*args, **kwargs):
+        a = inspect.signature(gen_ops_prim.MoeGatingTopKSoftmax.__call__).bind(None, *args, **kwargs).arguments
+        assert a.get("finished") is None and a["k"] == 2
+        seen.append(a)
+        return moe.gating(a["x"], None, a["k"])
+    x = rows(6, 8)
+    want = moe.gating_of_rows(x, 2, 12, 6)
+    monkeypatch.setattr(moe, "ascend_kernels", lambda: True)
+    monkeypatch.setattr(auto_generate, "moe_gating_top_k_softmax_op", kernel)
+    got = moe.gating_of_rows(x, 2, 12, 6)
+    assert len(seen) == 1
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(a.asnumpy(), b.asnumpy())
+    assert got[2].asnumpy()[:2].tolist() == [[6, 18], [7, 19]], "rows are numbered among all ranks'"
+
+
+@pytest.mark.parametrize("mine", [True, False])
+def test_the_kernel_of_finalizing_is_told_what_the_form_for_cpus_is(monkeypatch, mine):
+    seen = []
+
+    def kernel(*args, **kwargs):
+        a = inspect.signature(auto_generate_finalize).bind(*args, **kwargs).arguments
+        seen.append(a)
+        return moe.finalize(a["expanded_x"], a["x1"], a.get("x2"), a.get("bias"), a.get("scales"), a["expanded_row_idx"],
+                            a["expanded_expert_idx"])
+    auto_generate_finalize = auto_generate.moe_finalize_routing
+    n, k, h, count = 6, 2, 8, 3
+    order = Tensor(np.random.default_rng(0).permutation(n * k).astype(np.int32))
+    experts = Tensor(np.random.default_rng(1).integers(0, count, (n, k)).astype(np.int32))
+    operands = rows(n * k, h), rows(n, h), rows(n, h) * 2, rows(count, h), rows(n, k), order, experts, mine
+    want = moe.finalize_once(*operands)
+    monkeypatch.setattr(moe, "ascend_kernels", lambda: True)
+    monkeypatch.setattr(auto_generate, "moe_finalize_routing", kernel)
+    got = moe.finalize_once(*operands)
+    assert len(seen) == 1 and (got.asnumpy() == want.asnumpy()).all()
+    assert seen[0]["x1"].asnumpy().any() == mine, "one rank adds what is whole"

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the branch for devices does beyond right numbers: the group's mean, inputs untouched, no wait of the host, memory
+given back, collectives ahead of use. One process as one rank of a fake world, where a sum is this rank's own summand.
+"""
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, mint, nn
+
+import ms_dtensor as md
+from ms_dtensor import comm
+from tests.rehearsal.session import rehearsed
+
+pytestmark = pytest.mark.usefixtures("cpu")
+
+
+def rows(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+@pytest.fixture
+def npu():
+    """Rank 1 of a world of four, as two by two."""
+    with comm.fake_world(4, 1), rehearsed(clock=False) as device:
+        yield SimpleNamespace(mesh=md.init_device_mesh("npu", (2, 2), mesh_dim_names=("dp", "tp")), device=device)
+
+
+@pytest.fixture
+def group(npu):
+    return npu.mesh.get_group("dp")
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_a_mean_is_over_the_group_not_the_world(group, async_op):
+    x = rows(0, 4, 3)
+    for got in (group.all_reduce(Tensor(x), "avg", async_op=async_op), group.all_reduce_(Tensor(x), "avg")):
+        got = got.wait() if isinstance(got, comm.Work) else got
+        np.testing.assert_allclose(got.asnumpy(), x / 2, rtol=1e-6)
+    part = group.reduce_scatter(Tensor(x), "avg", 0, [2, 2], async_op=async_op)
+    part = part.wait() if isinstance(part, comm.Work) else part
+    assert np.abs(part.asnumpy()).max() <= np.abs(x).max() / 2 + 1e-6
+    np.testing.assert_allclose(part.asnumpy(), x[group.rank_index * 2:][:2] / 2, rtol=1e-6)
+
+
+def test_what_is_not_in_order_is_reduced_in_place_all_the_same(group):
+    whole = Tensor(rows(1, 4, 6))
+    for view, want in ((mint.permute(whole, (1, 0)), rows(1, 4, 6).T), (mint.narrow(whole, 1, 1, 2), rows(1, 4, 6)[:, 1:3])):
+        assert not view.is_contiguous()
+        np.testing.assert_array_equal(group.all_reduce_(view).wait().asnumpy(), want)
+
+
+def calls(group):
+    """Every collective, of even and uneven pieces: name -> (call, its input)."""
+    x, n, me = Tensor(rows(2, 4, 6)), group.size, group.rank_index
+    uneven = [3, 1]
+    mine = Tensor(rows(3, uneven[me], 6))
+    return {
+        "all_reduce": (lambda **how: group.all_reduce(x, "sum", **how), x),
+        "mean": (lambda **how: group.all_reduce(x, "avg", **how), x),
+        "max": (lambda **how: group.all_reduce(x, "max", **how), x),
+        "all_gather": (lambda **how: group.all_gather(x, 1, [6] * n, **how), x),
+        "uneven all_gather": (lambda **how: group.all_gather(mine, 0, uneven, **how), mine),
+        "reduce_scatter": (lambda **how: group.reduce_scatter(x, "sum", 0, [2, 2], **how), x),
+        "uneven reduce_scatter": (lambda **how: group.reduce_scatter(x, "avg", 0, uneven, **how), x),
+        "all_to_all": (lambda **how: group.all_to_all(x, 0, [2, 2], 1, [6] * n, **how), x),
+        "broadcast": (lambda **how: group.broadcast(x, group.ranks[0], **how), x),
+    }
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_no_collective_makes_the_host_wait_or_writes_its_input(npu, group, async_op):
+    for name, (call, given) in calls(group).items():
+        before = given.asnumpy().copy()
+        npu.device.syncs.clear()
+        result = call(async_op=async_op)
+        if isinstance(result, comm.Work):
+            result.wait()
+        assert npu.device.syncs == [], (name, npu.device.syncs)
+        assert (given.asnumpy() == before).all(), name
+    x = Tensor(rows(4, 5))
+    npu.device.syncs.clear()
+    group.all_reduce_(x).wait()
+    assert npu.device.syncs == []
+
+
+def test_an_asynchronous_collective_is_waited_for_when_it_is_asked_for(npu, group):
+    for name, (call, _) in calls(group).items():
+        work = call(async_op=True)
+        assert any(npu.device.flying.values()), f"{name} has been waited for already"
+        work.wait()
+        assert not any(npu.device.flying.values()), f"{name} is still on its way"
+
+
+def test_messages_have_arrived_when_an_exchange_returns(npu, group):
+    peer = group.ranks[1 - group.rank_index]
+    for count in (1, 3):
+        group.exchange([(peer, Tensor(rows(i, 2))) for i in range(count)], [(peer, (2,), ms.float32)] * count)
+        assert not any(npu.device.flying.values())
+
+
+def test_truth_values_travel_as_bytes_and_come_back_as_truth(npu, group):
+    x = Tensor(np.array([True, False, True]))
+    for got in (group.all_gather(x, 0, [3, 3]), group.all_gather(x, 0, [3, 3], async_op=True).wait(),
+                group.exchange([(npu.device.under.rank, x)], [(npu.device.under.rank, (3,), ms.bool_)])[0]):
+        assert got.dtype == ms.bool_ and got.asnumpy()[:3].tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("limit", [0.5, 100.0])
+@pytest.mark.parametrize("same", [True, False], ids=["object", "memory"])
+def test_clipping_makes_nothing_larger_and_scales_a_shared_gradient_once(npu, limit, same):
+    """On a device the norm stays there, and so does the question whether it is too large."""
+    values = rows(6, 3, 4)
+    shared, alone = Tensor(values), Tensor(rows(7, 5))
+    norm = np.sqrt(2 * (values**2).sum() + (rows(7, 5)**2).sum())
+    got = md.optim.clip_grad_norm_([shared, alone, shared if same else shared.view(3, 4)], limit)
+    assert float(got) == pytest.approx(norm, rel=1e-5) and norm > 1
+    factor = min(1.0, limit / norm)
+    np.testing.assert_allclose(shared.asnumpy(), values * factor, rtol=1e-4)
+    np.testing.assert_allclose(alone.asnumpy(), rows(7, 5) * factor, rtol=1e-4)
+
+
+# -- fully_shard -------------------------------------------------------------------------------------------------------
+class Blocks(nn.Cell):
+    """Three units that are cut alike, and nothing beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.CellList([nn.Dense(8, 8, has_bias=False) for _ in range(3)])
+
+    def construct(self, x):
+        for block in self.blocks:
+            x = mint.tanh(block(x))
+        return x
+
+
+def step_of(root: bool = False, **how):
+    """A recorded step of fully sharded blocks on an emulated device, after one in which they learned their order."""
+    net = Blocks()
+    for block in net.blocks:
+        md.fully_shard(block, **how)
+    if root:
+        md.fully_shard(net, **how)
+    step = md.value_and_grad(lambda x: (net(x) ** 2).mean(), None, net.trainable_params())
+    x = md.distribute_tensor(Tensor(rows(5, 8, 8)), how["mesh"], [md.Shard(0)], src_data_rank=None)
+    step(x)
+    return lambda: step(x)
+
+
+UNIT = 8 * 8 * 4  # bytes
+
+
+def test_gathered_parameters_are_given_back_after_their_use(npu):
+    """Twice a step each: after the forward, and after the backward. With `reshard_after_forward=False` once."""
+    for reshard, times in ((True, 2), (False, 1)):
+        step = step_of(mesh=npu.mesh["dp"], reshard_after_forward=reshard)
+        npu.device.resized.clear()
+        step()
+        resized, most, held = list(npu.device.resized), 0, 0
+        assert resized.count(0) == 3 * times, resized
+        for size in resized:
+            held += UNIT if size else -UNIT
+            most = max(most, held)
+        assert held == 0 and most == (UNIT if reshard else 3 * UNIT), (most, resized)
+
+
+@pytest.mark.parametrize("reduce_dtype, moved", [(ms.float32, "Float32"), (None, "BFloat16")])
+def test_gradients_are_added_up_in_the_dtype_that_was_asked_for(npu, reduce_dtype, moved):
+    policy = md.MixedPrecisionPolicy(ms.bfloat16, reduce_dtype)
+    step = step_of(mesh=npu.mesh["dp"], mp_policy=policy)
+    with comm.record() as events:
+        step()
+    assert {e.dtype for e in events if e.op == "reduce_scatter"} == {moved}, events
+    assert {e.dtype for e in events if e.op == "all_gather"} == {"BFloat16"}
+    bucketed = md.replicate(nn.Dense(8, 8), mesh=npu.mesh["dp"], mp_policy=policy)
+    x = md.distribute_tensor(Tensor(rows(5, 8, 8)), npu.mesh["dp"], [md.Shard(0)], src_data_rank=None)
+    with comm.record() as events:
+        md.value_and_grad(lambda x: bucketed(x).sum(), None, bucketed.trainable_params())(x)
+    assert {e.dtype for e in events if e.op == "all_reduce"} == {moved}, events
+
+
+def test_the_next_unit_is_gathered_and_gradients_are_reduced_while_this_one_computes(npu, monkeypatch):
+    """Once the units know their order: gathered in the forward of all blocks but the last, reduced through the backward."""
+    step = step_of(mesh=npu.mesh["dp"], root=True)
+    gathering, reducing, tanh, begin = [], [], mint.tanh, type(npu.device).begin
+
+    def noted(self, name, *args, **kwargs):
+        if name == "reduce_scatter_tensor":
+            reducing.append(names(self).count(name))
+        return begin(self, name, *args, **kwargs)
+    monkeypatch.setattr(mint, "tanh", lambda x: (gathering.append(names(npu.device)), tanh(x))[1])
+    monkeypatch.setattr(type(npu.device), "begin", noted)
+    step()
+    assert [n.count("all_gather_into_tensor") for n in gathering] == [1, 1, 0], gathering
+    assert reducing[0] == 0 and max(reducing) >= 1, reducing
+
+
+def names(device) -> list[str]:
+    """What is on its way."""
+    return [task.name for queue in device.flying.values() for task in queue]

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The probes of a borrowed node, against doubles that record what MindSpore is asked: what they say of bad devices, too."""
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from scripts.ascend import probes
+
+pytestmark = pytest.mark.usefixtures("cpu")
+ALONE = SimpleNamespace(rank=0, size=1)
+
+
+class Pool:
+    """MindSpore's count of a device's memory; storages tell it what they hold."""
+
+    def __init__(self, gives_back: bool = True, counts: bool = True):
+        self.bytes, self.gives_back, self.counts, self.resized = 0, gives_back, counts, []
+
+    def memory_allocated(self) -> int:
+        return self.bytes if self.counts else 0
+
+    def max_memory_reserved(self) -> int:
+        return self.bytes
+
+    def synchronize(self) -> None:
+        pass
+
+    def storage(self):
+        def resize(n):
+            self.resized.append(n)
+            if n or self.gives_back:
+                self.bytes += n - 64 if not n else n
+        return SimpleNamespace(resize_=resize)
+
+
+@pytest.fixture
+def pool(monkeypatch):
+    """Tensors of 64 bytes on a device whose memory is counted."""
+    import mindspore as ms
+    from mindspore import mint
+
+    monkeypatch.setattr(probes, "CHUNK", 64)
+
+    def install(pool: Pool, stale_views: bool = False):
+        for name in ("memory_allocated", "max_memory_reserved", "synchronize"):
+            monkeypatch.setattr(ms.runtime, name, getattr(pool, name))
+
+        class Big:
+            def __init__(self, value, counted=True):
+                self.value, self.counted = np.full(16, value, np.float32), counted
+                pool.bytes += 64 * counted
+
+            def untyped_storage(self):
+                return pool.storage()
+
+            def copy_(self, other):
+                self.value = other.value.copy() if stale_views else self.value
+                self.value[:] = other.value
+
+            def __mul__(self, factor):
+                return Big(self.value[0] * factor, counted=False)
+
+            def __del__(self):
+                pool.bytes -= 64 * self.counted
+        monkeypatch.setattr(mint, "zeros", lambda shape, dtype: Big(0.0))
+        monkeypatch.setattr(mint, "ones", lambda shape, dtype: Big(1.0))
+        monkeypatch.setattr(mint, "narrow", lambda x, dim, at, n: SimpleNamespace(
+            base=x.value, asnumpy=lambda held=x.value: held[at:at + n]))
+    return install
+
+
+def test_memory_that_is_not_given_back_or_not_counted_is_a_failure(pool):
+    options = SimpleNamespace(rehearse=False)
+    for made, stale, wrong in ((Pool(), False, set()), (Pool(gives_back=False), False, {"given_back"}),
+                               (Pool(counts=False), False, {"held"}), (Pool(), True, {"views"})):
+        pool(made, stale)
+        told = probes.memory(ALONE, options)
+        assert set(told["failed"]) == wrong, told
+        assert made.resized == [0, 64], "given back, and taken again in bytes"
+
+
+def test_a_profile_is_asked_for_as_the_documents_say(monkeypatch, tmp_path):
+    """Three steps after two; the names and keywords are those of the installed `mindspore.profiler`."""
+    import inspect
+
+    from mindspore import profiler
+
+    seen, taken, real = [], [], profiler.profile
+
+    class Double:
+        def __init__(self, **how):
+            inspect.signature(real.__init__).bind(self, **how)
+            seen.append(how)
+
+        def __enter__(self):
+            return self
+
+        def step(self):
+            taken.append("step")
+
+        def __exit__(self, *error):
+            folder = tmp_path / "profile/x_ascend_ms/ASCEND_PROFILER_OUTPUT"
+            folder.mkdir(parents=True)
+            (folder / "step_trace_time.csv").write_text("Step,Computing,Communication(Not Overlapped)\n2,1,0\n")
+    monkeypatch.setattr(profiler, "profile", Double)
+    monkeypatch.setattr(probes, "one_billion", lambda options: None)
+    monkeypatch.setattr(probes, "recipe", lambda *args: SimpleNamespace(step=taken.append))
+    told = probes.profile(ALONE, SimpleNamespace(rehearse=False, folder=tmp_path))
+    assert taken == [0, "step", 1, "step", 2, "step", 3, "step", 4, "step"]
+    assert told["failed"] == {} and told["tables"]["step_trace_time.csv"][1] == "2,1,0"
+    assert set(seen[0]["activities"]) == {profiler.ProfilerActivity.CPU, profiler.ProfilerActivity.NPU}
+    actions = [seen[0]["schedule"](i).name for i in range(6)]
+    assert [a.startswith("RECORD") for a in actions] == [False, False, True, True, True, False], actions
+    monkeypatch.setattr(Double, "__exit__", lambda self, *error: None)
+    assert probes.profile(ALONE, SimpleNamespace(rehearse=False, folder=tmp_path / "none"))["failed"]
+
+
+def test_a_refusal_is_written_down_and_a_silent_wrong_answer_is_a_failure():
+    import mindspore as ms
+    from mindspore import Tensor
+
+    def asked(answer):
+        def all_reduce(x, op, group):
+            assert (op, group, x.dtype) == ("prod", "world", ms.bfloat16)
+            if answer is None:
+                raise RuntimeError("HcclAllReduce: data type bfp16 is not supported by prod")
+            x.copy_(Tensor(answer, ms.bfloat16))
+        backend = SimpleNamespace(communicator=lambda ranks: "world", _api=SimpleNamespace(all_reduce=all_reduce))
+        return probes.refusal(SimpleNamespace(rank=0, size=2, backend=backend), None)
+    assert "bfp16 is not supported" in asked(None)["text"]
+    assert asked([2.25, 9.0])["failed"] == {} and asked([1.5, 3.0])["failed"]
+
+
+def test_runs_that_differ_by_a_bit_are_a_failure(monkeypatch):
+    from mindspore import Tensor
+
+    from scripts import bf16_losses  # noqa: F401  its configuration is asked for
+
+    runs = iter([1.0, 1.0, 1.0, np.nextafter(np.float32(1.0), np.float32(2.0))])
+
+    class Param:
+        def __init__(self, value):
+            self.value = Tensor(np.float32([value]))
+
+        def astype(self, dtype):
+            return self
+
+        def to_local(self):
+            return self.value
+    monkeypatch.setattr(probes, "recipe", lambda *args: SimpleNamespace(
+        step=lambda i: SimpleNamespace(loss=0.5), params=[Param(next(runs))]))
+    monkeypatch.setattr(probes, "world_view", lambda world, mine: [mine])
+    options = SimpleNamespace(rehearse=False)
+    assert probes.twice(ALONE, options)["failed"] == {} and probes.twice(ALONE, options)["failed"]
+
+
+def test_a_death_that_nobody_is_told_of_is_a_failure(monkeypatch, tmp_path):
+    from ms_dtensor import comm
+
+    ended = []
+    monkeypatch.setattr(probes.os, "kill", lambda pid, how: ended.append(how))
+    monkeypatch.setattr(probes.time, "sleep", lambda seconds: None)
+    with comm.fake_world(2, 0):
+        told = probes.killed(SimpleNamespace(rank=0, size=2), SimpleNamespace(folder=tmp_path))
+        assert told["failed"] and not ended
+        probes.killed(SimpleNamespace(rank=1, size=2), SimpleNamespace(folder=tmp_path))
+    assert ended == [probes.signal.SIGKILL] and Path(tmp_path / "killed_at").exists()
