@@ -125,7 +125,7 @@ def register_fsdp_forward_method(module: nn.Cell, method_name: str) -> None:
         >>> from mindspore import nn
         >>> class Coder(nn.Dense):
         ...     def encode(self, x):
-        ...         return self.construct(x) * 2
+        ...         return super().construct(x) * 2
         >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
         >>> coder = md.fully_shard(Coder(4, 2), mesh=mesh)
         >>> md.register_fsdp_forward_method(coder, "encode")
