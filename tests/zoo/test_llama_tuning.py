@@ -59,7 +59,7 @@ def test_full_and_lora_tuning_of_a_published_model_lower_the_held_out_loss(tmp_p
     run([*talk, "--train.log_dir", str(tmp_path / "sft")])
     assert "\n0.03 M parameters on 1 rank" in "\n" + capsys.readouterr().out
     run([*talk, "--train.log_dir", str(tmp_path / "lora"), "--lora.rank", "8", "--lora.where", "all", "--lora.alpha", "32",
-         "--train.steps", "40"])
+         "--train.steps", "120"])
     assert re.search(r"^0\.04 M parameters, \d{1,2},\d{3} of them trained, on 1 rank", capsys.readouterr().out, re.M)
     for name, factor in (("sft", 0.6), ("lora", 0.9)):
         losses = held_out(tmp_path / name)
