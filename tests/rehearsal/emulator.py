@@ -117,7 +117,7 @@ class Device:
         calls: the calls so far, by name, communicator and shapes.
         counts: "launches" of collectives; `kernels.py` adds "kernels", "copied" bytes and "syncs".
         syncs: lines of host synchronisations.
-        resized: bytes that a storage had after each `resize_`.
+        resized: bytes that a storage had after each `resize_` that changed them.
         times: of each collective waited for: name, communicator, its seconds, those the compute stream stood still for it.
     """
 

@@ -128,8 +128,10 @@ class _Storage:
         return getattr(self._real, name)
 
     def resize_(self, size):
+        before = self._real.size()
         out = self._wait(self._real.resize_)(size)
-        self._resized.append(self._real.size())
+        if self._real.size() != before:
+            self._resized.append(self._real.size())
         return out
 
 
