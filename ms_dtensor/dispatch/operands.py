@@ -137,7 +137,11 @@ def redistribute_operand(x, target: Layout, grad, who: str):
         out = redistribute(x, target, implicit=who)
         if enabled():  # what is made unrecorded would cut the gradient of who reads `x` later
             memo.moved[target] = out
-    return out
+        return out
+    # whether it was moved before depends on who else has read it
+    watch = modes.mode.get().watch
+    kept = None if watch is None else watch("redistribute", (x,))
+    return out if kept is None else kept(lambda: out)
 
 
 def as_local(x, cotangent: Layout | None = None):

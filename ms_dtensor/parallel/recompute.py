@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activation recompute: which cells of a model run their forward again in the backward instead of keeping what it made.
 
-MindSpore's `cell.recompute()` does the work where nothing is kept, on DTensors too, before or after styles, `replicate` and
-`fully_shard`, with the same random numbers; `selective.py` where the results of some ops are. Here the cells are chosen.
+How they do it is `dispatch/patches/recomputed.py`'s: on DTensors and plain tensors, before or after styles, `replicate` and
+`fully_shard`, with the same random numbers. Here the cells are chosen.
 """
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from mindspore import nn
 
 from ..dispatch import patches
 from ..dispatch.modes import named, op_names
+from ..dispatch.patches.recomputed import Recompute
 from ..errors import ConfigError
-from .selective import Selective
 
 
 def checkpoint_wrapper(module: nn.Cell, policy: str | Callable[[str, nn.Cell], bool] | Iterable = "full", *,
@@ -69,13 +69,10 @@ def checkpoint_wrapper(module: nn.Cell, policy: str | Callable[[str, nn.Cell], b
                           f"{type(module).__name__} of {len(dict(module.cells_and_names()))} cells",
                           '"full", "every:n" of a list of blocks, or a function that is true for some cell.',
                           ("pass the CellList of blocks", 'policy="full" for this one cell'))
-    patches.install()  # without them MindSpore gives zeros for what is trainable only later, and no copies
+    patches.install()  # gradients that are asked for inside are ours
     for cell in chosen:
-        if keeps is None:
-            cell.recompute()
-        else:
-            cell._cells.pop("_recompute_cell", None)  # MindSpore's own, chosen before: a cell inside the cell
-            cell._recompute_cell = Selective(cell, keeps)
+        cell._cells.pop("_recompute_cell", None)  # MindSpore's own, chosen before: a cell inside the cell
+        cell._recompute_cell = Recompute(cell.construct, keeps)
     return module
 
 

@@ -43,8 +43,6 @@ def _layouts(tensors) -> list:
 
 def _grad(original):
     def grad(fn, operation, weights, grad_position, has_aux, *args):
-        if recomputed.recomputing.get():  # its gradients stay local
-            return original(fn, operation, weights, grad_position, has_aux, *args)
         if weights is not None:
             weights = _current(weights)
             _check_left_over(weights)
@@ -64,7 +62,6 @@ def _grad(original):
         finally:
             _asked.pop()
         if outermost:
-            recomputed.forget()
             in_this_gradient.clear()
         layouts = _layouts(of)
         if not any(layouts):
@@ -180,7 +177,6 @@ def _sens(fn, sens):
 def _clean(outermost: bool) -> None:
     """After an exception in the outermost gradient nothing is recorded any more."""
     if outermost:
-        recomputed.forget()
         executor.clear_res()
         executor.set_grad_flag(False)
         for taking_part in list(in_this_gradient):

@@ -1,141 +1,298 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recomputation sees what the forward saw: where other tensors stood in the place of parameters, so they do again.
+"""Recompute: of a cell's forward nothing is kept, or the results of some ops; the rest is computed again in the backward.
 
-MindSpore's recomputed cell runs without being recorded; its node in the graph gives gradients to a list of parameters, here
-the trainable ones of each run; MindSpore's own list is of those that were trainable when `recompute()` was called. In
-the backward it runs again, in a graph of its own. A cell around it (a unit of `fully_shard`) may have put whole tensors in
-the place of cut parameters. Then the node's list has these tensors, and the second run gets new ones, whose gradients are
-collected and go where the first ones came from. So a parameter's gradients meet in the one node that handed it out.
+The forward is recorded as ever, but what autograd would save goes through hooks. What a kept op gave stays; of all else a
+place is saved. When the backward first asks for the value of a place, the cell runs once more, in a graph that is thrown
+away; kept ops and kept moves are not run again: what they gave stands in. The n-th tensor that this run would save is the
+n-th of the first run, so both are given the same: arguments, memos, modes, random numbers, dtypes of mixed precision, what
+stood in the place of parameters, and what the first run found in what it wrote to (running statistics). What the second run
+writes is taken back. All that is known of a forward hangs on its places, and goes with its graph.
+
+Every way to MindSpore's recompute leads here, cells that were told earlier too. Not here: which cells do this
+(`parallel/recompute.py`).
 """
 from __future__ import annotations
 
-import functools
-import itertools
-import weakref
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import partial
+from typing import Any
+from weakref import ref
 
+import mindspore as ms
+import numpy as np
 from mindspore import Tensor, nn, ops
 
-from ...internals.names import RecomputeCell, composite, recompute_module
-from ..replaced import current
+from ...comm.packing import copy, write
+from ...core.tree import leaves, map_leaves
+from ...errors import ConfigError, OpRuleError
+from ...internals import names
+from ...internals.names import Function, NoFallbackGuard, enabled, executor, no_grad, recompute_module
+from .. import modes
+from ..operands import local_alias, recording, wrap
 
-# Who has put tensors in the place of parameters. Each has `nodes`, these by id of the parameter, and `again(cell)`, inside
-# which it has done so anew for the cells in `cell`; what that gives has `taken`: the gradients, by id of the parameter.
+# Who has put tensors in the place of parameters. Each has `again(cell)`, inside which it has done so anew for the cells in
+# `cell`, which gives who did.
 standing_in: ContextVar[tuple] = ContextVar("ms_dtensor_standing_in", default=())
-# attribute of a `RecomputeCell`, for each run that awaits its backward: its parameters, what stood there and whose it was,
-# who had put it there, random state
-_ENTERED = "_ms_dtensor_entered"
-_awaiting: weakref.WeakSet = weakref.WeakSet()  # cells that have such runs
-# Whether a cell under `recompute()` runs its forward again, in the backward.
+# Whether a cell runs its forward again, in the backward.
 recomputing: ContextVar[bool] = ContextVar("ms_dtensor_recomputing", default=False)
+_inside: ContextVar[bool] = ContextVar("ms_dtensor_inside_recompute", default=False)  # of a cell's first or second run
+_WRITES = "_ms_dtensor_writes"  # cell attribute: what its forward writes to, by which of the cells inside are in training
 
 
-def _first(original):
-    @functools.wraps(original)
-    def construct(self, *args, **kwargs):
-        function = self.wrap_cell.function
-        listed = [current(p) for p in getattr(function, "__self__", function).trainable_params()]
-        nodes = {key: (x, whose) for whose in standing_in.get() for key, x in whose.nodes.items()}
-        there = [nodes.get(id(p), (p, None)) for p in listed]
-        self.internal_params[:] = [x for x, _ in there]
-        entered = [listed, there, standing_in.get(), None]
-        _awaiting.add(self)
-        self.__dict__.setdefault(_ENTERED, []).append(entered)  # as MindSpore does with the arguments
-        out = original(self, *args, **kwargs)
-        entered[3] = self.cpu_rng_state  # of which MindSpore keeps the last call's alone
+class Recompute:
+    """What a cell runs in place of its `construct`, as its `_recompute_cell`.
+
+    Inside a cell that does this the others only run: what they would keep for themselves is not to be kept.
+
+    Args:
+        block: a cell; its `construct`, which is looked up at each call, as styles and units replace it; or a function.
+        keeps: `(op, arguments) -> bool`: whether the op's results are kept; None: nothing is.
+        contexts: gives what to be in during the first run and the second.
+    """
+
+    def __init__(self, block, keeps: Callable[[str, tuple], bool] | None = None, contexts: Callable | None = None):
+        self.block, self.keeps, self.contexts = block, keeps, contexts
+
+    def __call__(self, *args, **kwargs):
+        cell = self.block if isinstance(self.block, nn.Cell) else getattr(self.block, "__self__", None)
+        run = getattr(cell, self.block.__name__) if isinstance(cell, nn.Cell) and cell is not self.block else self.block
+        first, second = (nullcontext(), nullcontext()) if self.contexts is None else self.contexts()
+        with first:
+            if not (recording() and enabled()) or _inside.get():
+                return run(*args, **kwargs)
+            return _Forward(run, cell if isinstance(cell, nn.Cell) else None, self.keeps, second, args, kwargs).first()
+
+
+class _Place:
+    """What is saved in place of a tensor."""
+
+    __slots__ = ("__weakref__", "value")
+
+    def __init__(self):
+        self.value: Tensor | None = None  # once the second run has made it
+
+
+class _Kept:
+    """One call of a kept op."""
+
+    def __init__(self):
+        self.saved: list[int | None] = []  # of what autograd saved of it: which operand it was; None: it is kept
+        self.result: Any = None  # detached
+        self.random: Any = None  # state of the generators after it
+
+
+class _Forward:
+    """One recorded forward of a cell, and its second run."""
+
+    def __init__(self, run: Callable, cell: nn.Cell | None, keeps, context, args: tuple, kwargs: dict):
+        self.run, self.cell, self.keeps, self.context, self.given = run, cell, keeps, context, (args, kwargs)
+        self.versions = [x._version for x in leaves(self.given, Tensor)]
+        self.blocks, self.present, self.random = modes.open_blocks(), standing_in.get(), recompute_module.get_rng_state()
+        self.amp = recompute_module.get_curr_amp_strategy()
+        self.calls: list[tuple[str, _Kept | None]] = []  # ops that were asked about, in order
+        self.wanted: list[tuple] = []  # place, shape and dtype of what autograd saved
+        self.before: dict[tuple, Tensor] = {}  # what was in the slots that the first run wrote to
+        self.at = self.number = 0  # how far the second run is in `calls` and `wanted`
+        self.kept: tuple[_Kept, list[Tensor]] | None = None  # the kept op at work, and its operands
+        if cell is None and self.present:
+            raise ConfigError("For 'recompute', a function inside a sharded cell was given.", str(run),
+                              "Its parameters are gathered by cell when it runs again.", "recompute(cell, ...) of a cell")
+
+    # -- the first run -------------------------------------------------------------------------------------------
+
+    def first(self):
+        """The cell's outputs."""
+        with self._noting(), _within(), modes.Watched(self._ask if self.keeps else None), \
+                ms.saved_tensors_hooks(self._pack, self._unpack):
+            out = self._run()
+        if self.keeps and not self.calls and self.wanted and not any(_is_dtensor(x) for x in self._tensors()):
+            raise ConfigError(f"For 'checkpoint_wrapper', {self._name()} computed on no DTensor.", "",
+                              "Of ops on plain tensors the library sees nothing, so it can keep none of their results.",
+                              ("checkpoint_wrapper(module) without save=",
+                               "replicate(module, mesh=mesh), on a mesh of one rank if need be"))
         return out
-    return construct
 
+    def _run(self):
+        """Each run has arguments with memos of their own, so that both move them alike, whatever others have done."""
+        args, kwargs = map_leaves(_reader, self.given, Tensor)
+        return self.run(*args, **kwargs)
 
-def _again(original):
-    @functools.wraps(original)
-    def bprop(self, *args):
-        _bring_last(self, args[:-1])
-        listed, there, present, self.cpu_rng_state = self.__dict__[_ENTERED].pop()
-        self.internal_params[:] = listed
-        net, function = self.net, self.wrap_cell.function
-        cell, anew = getattr(function, "__self__", function), {}
+    def _tensors(self) -> list[Tensor]:
+        return [*leaves(self.given, Tensor), *_slots(_cells(self.cell)).values()]
 
-        def run(*args, **kwargs):  # inside the second graph
-            with ExitStack() as stack:
-                for whose in present:
-                    anew[whose] = stack.enter_context(whose.again(cell))
-                around = standing_in.set(tuple(anew.values()))
-                try:
-                    return function(*args, **kwargs)
-                finally:
-                    standing_in.reset(around)
-        token, own = recomputing.set(True), self.wrap_cell.__dict__
-        held = own.get("function")  # a bound method; a cell stands among the sub-cells, behind what is put here
+    def _name(self) -> str:
+        return type(self.cell).__name__ if self.cell is not None else getattr(self.run, "__name__", str(self.run))
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        """Keeps what was in the slots that the forward writes to. Which these are its first run of a kind tells."""
+        cells = _cells(self.cell)
+        known = {(): set()} if self.cell is None else self.cell.__dict__.setdefault(_WRITES, {})
+        kind = tuple(c.training for c in cells)
+        written = known.get(kind)
+        slots = {} if written is not None and not written else _slots(cells)
+        self.before = {k: _copy(x) for k, x in slots.items() if written is None or k in written}
+        yield
+        if written is None:
+            self.before = {k: x for k, x in self.before.items() if not _equal(x, local_alias(slots[k]))}
+            known[kind] = set(self.before)
+
+    def _ask(self, name: str, args: tuple):
+        kept = _Kept() if self.keeps(modes.canonical(name), args) else None
+        self.calls.append((name, kept))
+        return None if kept is None else partial(self._keep, kept, args)
+
+    def _keep(self, kept: _Kept, args: tuple, call: Callable):
+        self.kept = kept, leaves(args, Tensor)
         try:
-            self.net, own["function"] = self.wrap_cell, run
-            inputs, weights = original(self, *args)
+            with modes.Watched(None):
+                out = call()
         finally:
-            self.net = net
-            own.pop("function", None)
-            if held is not None:
-                own["function"] = held
-            recomputing.reset(token)
-        for p, (x, whose) in zip(listed, there):
-            if whose is not None:
-                del weights[p]
-                taken = anew[whose].taken
-                weights[x] = taken[id(p)] if id(p) in taken else ops.zeros(x._shape, x.dtype)  # else it was not used
-        return inputs, weights
-    return bprop
+            self.kept = None
+        kept.result, kept.random = map_leaves(_leaf, out, Tensor), recompute_module.get_rng_state()
+        return out
+
+    def _pack(self, x: Tensor):
+        if self.kept is not None:
+            kept, operands = self.kept
+            at = next((i for i, a in enumerate(operands) if _same(a, x)), None)
+            kept.saved.append(at)
+            if at is None:
+                return _detached(x)
+        place = _Place()
+        self.wanted.append((ref(place), x._shape, x.dtype))
+        return place
+
+    def _unpack(self, saved):
+        if isinstance(saved, Tensor):
+            return saved
+        if recording():
+            raise OpRuleError("For 'checkpoint_wrapper', a derivative of a gradient was asked for.", self._name(),
+                              "What runs again is not part of the graph.", "leave this cell out of checkpoint_wrapper")
+        if saved.value is None:
+            self._again()
+        value, saved.value = saved.value, None
+        return value
+
+    # -- the second one ------------------------------------------------------------------------------------------
+
+    def _again(self) -> None:
+        """Fills the places that live."""
+        if self.versions != [x._version for x in leaves(self.given, Tensor)]:
+            raise OpRuleError(f"For 'checkpoint_wrapper', an argument of {self._name()} was written to since it ran.", "",
+                              "What is recomputed reads its arguments again.", "write to a copy: x = x * 1")
+        self.at = self.number = 0
+        state = recompute_module.get_rng_state()
+        recompute_module.set_rng_state(self.random)
+        grad, enable = executor.grad_flag(), executor.enable_grad()
+        executor.set_grad_flag(True)
+        executor.set_enable_grad(True)
+        executor.new_empty_graph()
+        try:
+            with as_before(self.present, self.cell), self._as_found(), self._computing(), modes.reopened(self.blocks), \
+                    modes.Watched(self._ask_again if self.keeps else None), self.context, \
+                    ms.saved_tensors_hooks(self._pack_again, lambda x: x):
+                self._run()
+        finally:
+            executor.end_empty_graph()
+            executor.set_grad_flag(grad)
+            executor.set_enable_grad(enable)
+            recompute_module.set_rng_state(state)
+        if self.number != len(self.wanted):
+            raise self._unlike(f"{self.number} tensors were saved, {len(self.wanted)} the first time")
+
+    @contextmanager
+    def _as_found(self) -> Iterator[None]:
+        """What the first run wrote to holds what it found there, and afterwards what it holds now."""
+        slots = {k: x for k, x in _slots(_cells(self.cell)).items() if k in self.before} if self.before else {}
+        now = {k: _copy(x) for k, x in slots.items()}
+        _fill(slots, self.before)
+        try:
+            yield
+        finally:
+            _fill(slots, now)
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """In the dtypes of the first run."""
+        kind = None if self.cell is None else self.cell.mixed_precision_type
+        with ExitStack() as stack:
+            if self.amp:
+                amp = self.amp
+                stack.enter_context(recompute_module.AmpDecorator(
+                    amp.get_amp_level(), amp.get_amp_dtype(), amp.get_white_list(), amp.get_black_list()))
+            if kind is not None:
+                executor.set_mixed_precision_type(kind)
+                stack.callback(executor.set_mixed_precision_type, ms.common.dtype.MixedPrecisionType.NOTSET, False)
+            yield
+
+    def _ask_again(self, name: str, args: tuple):
+        known, kept = self.calls[self.at] if self.at < len(self.calls) else ("nothing", None)
+        if known != name:
+            raise self._unlike(f"{name}, the first time {known}")
+        self.at += 1
+        return None if kept is None else partial(self._stand_in, kept, leaves(args, Tensor))
+
+    def _stand_in(self, kept: _Kept, operands: list[Tensor], call: Callable):
+        with NoFallbackGuard():
+            for i in kept.saved:
+                if i is not None:
+                    self._pack_again(operands[i])
+        recompute_module.set_rng_state(kept.random)
+
+        def stands(x: Tensor) -> Tensor:
+            out = local_alias(x)
+            if x._requires_grad:
+                with NoFallbackGuard():
+                    out = _StandIn.apply(out)
+            return wrap(out, x.layout) if _is_dtensor(x) else out
+        return map_leaves(stands, kept.result, Tensor)
+
+    def _pack_again(self, x: Tensor) -> Tensor:
+        place, *kind = self.wanted[self.number] if self.number < len(self.wanted) else (None, None)
+        if kind != [x._shape, x.dtype]:
+            raise self._unlike(f"{x.dtype}{list(x._shape)} was saved as number {self.number} of {len(self.wanted)}")
+        self.number += 1
+        if (place := place()) is None:  # nobody will ask for it
+            return x
+        place.value = _detached(x)
+        return place.value
+
+    def _unlike(self, what: str) -> OpRuleError:
+        return OpRuleError(f"For 'checkpoint_wrapper', {self._name()} did something else when it ran again.",
+                           what, "What is recomputed does the same each time it is given the same.",
+                           ("no state that a forward changes and reads", "leave this cell out of checkpoint_wrapper"))
 
 
-def _bring_last(cell, inputs) -> None:
-    """The run that had these inputs becomes the last one, which MindSpore takes: a later one may have no backward."""
-    lists = cell.args, cell.kwargs, cell.__dict__[_ENTERED]
-    if len(cell.args) < 2:
-        return
-    wanted = _places(inputs)  # on a device this waits for it
-    for i in reversed(range(len(cell.args))):
-        if _places(cell.args[i]) == wanted:
-            for entries in lists:
-                entries.append(entries.pop(i))
-            return
+class _StandIn(Function):
+    """What a kept op gave, behind a node, so that what reads it is recorded as the first time."""
 
+    @staticmethod
+    def forward(ctx, kept):
+        return ops.stop_gradient(kept)
 
-def _places(inputs) -> list[int]:
-    return [Tensor.data_ptr(x) for x in inputs if isinstance(x, Tensor) and x._shape]
-
-
-def forget() -> None:
-    """A gradient has ended: runs that still await a backward will have none."""
-    if not _awaiting:
-        return
-    for cell in list(_awaiting):
-        for entries in (cell.args, cell.kwargs, cell.__dict__[_ENTERED]):
-            entries.clear()
-    _awaiting.clear()
-
-
-def _not_reentrant(original):
-    """What runs the same cell twice, recorded both times: the second graph, whose gradients nobody asks for, is dropped."""
-    @functools.wraps(original)
-    def recompute(block, output_recompute, early_stop, context_fn, *args, **kwargs):
-        present, runs, cell = standing_in.get(), itertools.count(), getattr(block, "__self__", block)
-        if isinstance(cell, nn.Cell) and cell is not block:  # `construct` as it was when `cell.recompute()` was called
-            block = getattr(cell, block.__name__)
-
-        def run(*args, **kwargs):
-            if not next(runs):
-                return block(*args, **kwargs)
-            with as_before(present, cell):
-                return block(*args, **kwargs)
-        return original(run, output_recompute, early_stop, context_fn, *args, **kwargs)
-    return recompute
+    @staticmethod
+    def backward(ctx, grad):
+        raise AssertionError("a graph that is thrown away was run backward")
 
 
 @contextmanager
-def as_before(present: tuple, cell):
+def _within() -> Iterator[None]:
+    inside = _inside.set(True)
+    try:
+        yield
+    finally:
+        _inside.reset(inside)
+
+
+@contextmanager
+def as_before(present: tuple, cell) -> Iterator[None]:
     """A cell runs again: who had put tensors in the place of parameters in its forward, `present`, does so anew."""
     running, around = recomputing.set(True), standing_in.set(())
     try:
-        with ExitStack() as stack:
+        with _within(), ExitStack() as stack:
             standing_in.set(tuple(stack.enter_context(whose.again(cell)) for whose in present))
             yield
     finally:
@@ -143,12 +300,88 @@ def as_before(present: tuple, cell):
         recomputing.reset(running)
 
 
+def _reader(x: Tensor) -> Tensor:
+    """An argument with a memo of its own."""
+    return wrap(local_alias(x), x.layout) if _is_dtensor(x) and not x._is_leaf else x
+
+
+def _is_dtensor(x: Tensor) -> bool:
+    return getattr(x, "_layout", None) is not None
+
+
+def _detached(x: Tensor) -> Tensor:
+    with NoFallbackGuard():
+        out = ops.stop_gradient(local_alias(x))
+    return wrap(out, x.layout) if _is_dtensor(x) else out
+
+
+def _leaf(x: Tensor) -> Tensor:
+    """The same, with a gradient where there was one."""
+    out = _detached(x)
+    Tensor.requires_grad_(out, x._requires_grad and x.is_floating_point())
+    return out
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a._shape == b._shape and a.dtype == b.dtype and Tensor.data_ptr(a) == Tensor.data_ptr(b)
+
+
+# -- what a forward writes to ------------------------------------------------------------------------------------------
+
+
+def _cells(cell: nn.Cell | None) -> list[nn.Cell]:
+    """A cell and those inside, in order."""
+    out, known = ([], set[int]()) if cell is None else ([cell], {id(cell)})
+    for c in out:
+        inner = [x for x in c._cells.values() if x is not None and id(x) not in known]
+        known.update(map(id, inner))
+        out += inner
+    return out
+
+
+def _slots(cells: list[nn.Cell]) -> dict[tuple, Tensor]:
+    """Parameters and buffers, by number of the cell and name."""
+    return {(n, name): x for n, c in enumerate(cells) for held in (c._params, c._buffers) for name, x in held.items()
+            if isinstance(x, Tensor)}
+
+
+def _copy(x: Tensor) -> Tensor:
+    with NoFallbackGuard(), no_grad():
+        return copy(local_alias(x))
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    a, b = (np.ascontiguousarray(x.asnumpy()).reshape(-1).view(np.uint8) for x in (a, b))
+    return np.array_equal(a, b)
+
+
+def _fill(slots: dict[tuple, Tensor], values: dict[tuple, Tensor]) -> None:
+    with NoFallbackGuard(), no_grad():
+        for k, x in slots.items():
+            write(local_alias(x), values[k])
+
+
+# -- the ways here -----------------------------------------------------------------------------------------------------
+
+
+def _call(original):
+    """Of a `_RecomputeCell`, which `cell.recompute()` and `ms.recompute(cell, x)` make."""
+    def call(self, *args, save_rng_state=True, **kwargs):
+        return Recompute(self.wrap_cell.function)(*args, **kwargs)
+    return call
+
+
+def _not_reentrant(original):
+    def recompute(block, output_recompute, early_stop, context_fn, *args, save_rng_state=True, **kwargs):
+        return Recompute(block, contexts=context_fn)(*args, **kwargs)
+    return recompute
+
+
 def _reduce_grad_operation(original):
-    def reduce_ex(self, protocol):  # which a `RecomputeCell` has, and a copy of the model copies
+    def reduce_ex(self, protocol):  # which a `_RecomputeCell` has, and a copy of the model copies
         return type(self), (self.get_all, self.get_by_list, self.sens_param)
     return reduce_ex
 
 
-DOORS = ((composite.GradOperation, "__reduce_ex__", _reduce_grad_operation),
-         (RecomputeCell, "construct", _first), (RecomputeCell, "bprop", _again),
+DOORS = ((names.composite.GradOperation, "__reduce_ex__", _reduce_grad_operation), (names.RecomputeCell, "__call__", _call),
          (recompute_module, "recompute_without_reentrant", _not_reentrant))
