@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import copy
+import gc
+import warnings
+from contextlib import contextmanager
 
 import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
+from mindspore._c_expression import run_backward
 
 import ms_dtensor as md
 from ms_dtensor.dispatch import patches
+from ms_dtensor.dispatch.operands import local_alias
+from ms_dtensor.dispatch.patches import recomputed
+from ms_dtensor.errors import ConfigError, OpRuleError
+from ms_dtensor.internals.names import executor
 
 pytestmark = pytest.mark.usefixtures("cpu")
 ROWS = np.random.default_rng(5).normal(size=(4, 6)).astype(np.float32)
@@ -108,3 +116,211 @@ def test_a_copy_recomputes_its_own_parameters(spread, again):
         q.set_data(q * 2)
     check(twin, plain)
     check(net, Net())
+
+
+# -- any way of recording ----------------------------------------------------------------------------------------------
+
+
+def recorded(function, *args):
+    """What a function gives, recorded by hand."""
+    executor.set_grad_flag(True)
+    try:
+        return function(*args)
+    finally:
+        executor.set_grad_flag(False)
+
+
+def backward(loss, params):
+    grads = run_backward((local_alias(loss),), (ops.ones_like(local_alias(loss)),), False, False, tuple(params), True,
+                         accumulate_grad=False)
+    return [local_alias(g).asnumpy() for g in grads]
+
+
+WAYS = {**AGAIN, "not reentrant": lambda net: net.up.recompute(use_reentrant=False)}
+
+
+@pytest.mark.parametrize("spread", SPREAD)
+@pytest.mark.parametrize("again", WAYS)
+def test_recordings_in_flight_and_a_gradient_between_them(spread, again):
+    if spread == "no mesh" and again == "selective":
+        pytest.skip("it needs DTensors")
+    plain, net = Net(), SPREAD[spread](Net())
+    WAYS[again](net)
+    rows = [Tensor(ROWS * (i + 1)) for i in range(3)]
+    made = [recorded(lambda x: (net(x) ** 2).mean(), x) for x in rows]
+    check(net, plain)
+    for i in (1, 2, 0):
+        want = ms.value_and_grad(lambda x: (plain(x) ** 2).mean(), None, plain.trainable_params())(rows[i])[1]
+        for g, w in zip(backward(made[i], net.trainable_params()), want, strict=True):
+            assert np.allclose(g, w.asnumpy(), rtol=2e-5, atol=1e-6) and g.any()
+
+
+@pytest.mark.parametrize("again", ["wrapped", "mindspore", "not reentrant"])
+def test_every_door_of_gradients(again):
+    net, plain = Net(), Net()
+    md.checkpoint_wrapper(nn.Dense(1, 1))  # the library's patches are in place
+    WAYS[again](net)
+
+    def trained(net):
+        cell = nn.TrainOneStepCell(nn.WithLossCell(net, nn.MSELoss()), nn.SGD(net.trainable_params(), 0.1))
+        cell.set_train()(Tensor(ROWS), Tensor(ROWS[:, :3]))
+        return [p.asnumpy() for p in net.get_parameters()]
+    doors = {"grad": lambda net: [ms.grad(lambda x: (net(x) ** 2).mean())(Tensor(ROWS)).asnumpy()],
+             "by list": lambda net: [g.asnumpy() for g in ops.GradOperation(get_by_list=True)(
+                 lambda x: (net(x) ** 2).mean(), net.trainable_params())(Tensor(ROWS))],
+             "vjp": lambda net: [ms.vjp(net, Tensor(ROWS))[1](Tensor(ROWS[:, :3]))[0].asnumpy()],
+             "twice": lambda net: [ms.grad(lambda x: (ms.grad(lambda x: (net(x) ** 2).mean())(x) ** 2).sum())(
+                 Tensor(ROWS)).asnumpy()], "training cell": trained}
+    for name, door in doors.items():
+        for g, w in zip(door(net), door(plain), strict=True):
+            assert np.allclose(g, w, rtol=2e-5, atol=1e-6) and w.any(), name
+
+
+def test_a_forward_without_a_backward_is_freed_with_its_graph():
+    def alive():
+        gc.collect()
+        return sum(type(x) is recomputed._Forward for x in gc.get_objects())
+    net = md.checkpoint_wrapper(nn.SequentialCell(Net().up, nn.Tanh()))
+    made = [recorded(net, Tensor(ROWS)) for _ in range(3)]
+    assert alive() == 6
+    del made[0]
+    assert alive() == 4
+    backward(made[0], net.trainable_params())
+    made.clear()
+    assert alive() == 0
+
+
+# -- what is the same in both runs -------------------------------------------------------------------------------------
+
+
+class Counted(nn.Cell):
+    """Running statistics, a number that is written and read, a buffer that is written, a frozen weight that is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Dense(6, 5), nn.BatchNorm1d(5), nn.Dense(5, 3)
+        self.count = Parameter(Tensor(1.0), name="count", requires_grad=False)
+        self.register_buffer("seen", Tensor(np.ones(3, np.float32)))
+        for i, p in enumerate(self.trainable_params()):
+            p.set_data(Tensor(np.random.default_rng(i).normal(size=p.shape).astype(np.float32)))
+        self.alone = True
+        self.set_train()
+
+    def construct(self, x):
+        if not self.alone:
+            return ops.tanh(self.down(self.norm(self.up(x))))
+        ops.assign_add(self.count, Tensor(0.5))
+        y = self.down(self.norm(self.up(x))) * self.count
+        self.seen.copy_(ops.stop_gradient(self.seen * 1.5))
+        return ops.tanh(y)
+
+
+def state(net):
+    return {name: (x.full_tensor() if isinstance(x, md.DTensor) else x).asnumpy().copy()
+            for _, c in net.cells_and_names() for name, x in (*c._params.items(), *c._buffers.items())
+            if name in ("count", "seen", "moving_mean", "moving_variance")}
+
+
+@pytest.mark.parametrize("spread", ["no mesh", "replicate", "fully_shard", "of the cell", "zero1"])
+@pytest.mark.parametrize("again", ["all", "of norm", "mindspore"])
+def test_what_a_forward_writes_is_written_once(spread, again):
+    net, plain = Counted(), Counted()
+    if spread != "no mesh":  # numbers that a cell makes itself are plain
+        for n in (net, plain):
+            n.alone = False
+    net = SPREAD[spread](net)
+    {"all": md.checkpoint_wrapper, "of norm": lambda net: md.checkpoint_wrapper(net.norm),
+     "mindspore": lambda net: net.recompute()}[again](net)
+    for train in (True, True, False, True):
+        net.set_train(train)
+        plain.set_train(train)
+        for g, w in zip(gradients(net, net.trainable_params()), gradients(plain, plain.trainable_params()), strict=True):
+            assert np.allclose(g, w, rtol=2e-5, atol=1e-6)
+        for name, value in state(plain).items():
+            assert np.allclose(state(net)[name], value, rtol=1e-6), name
+    assert not np.allclose(state(plain)["moving_mean"], 0)
+
+
+def test_what_is_frozen_between_recording_and_backward():
+    net, plain = md.checkpoint_wrapper(Net()), Net()
+    made = [recorded(lambda x, n=n: (n(x) ** 2).mean(), Tensor(ROWS)) for n in (net, plain)]
+    net.up.weight.requires_grad = plain.up.weight.requires_grad = False
+    got, want = (backward(loss, n.trainable_params()) for loss, n in zip(made, (net, plain)))
+    assert all(np.array_equal(g, w) and w.any() for g, w in zip(got, want, strict=True))
+    assert not net.up.weight.requires_grad
+
+
+def test_what_is_put_into_an_attribute_is_told_once():
+    class Noting(Net):
+        def construct(self, x):
+            self.features = self.up(x)
+            return self.down(self.features)
+    net, plain = md.checkpoint_wrapper(Noting()), Noting()
+    with pytest.warns(UserWarning, match=r"Noting\.features will be set a second time"):
+        check(net, plain)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check(net, plain)
+
+
+def test_an_argument_that_is_written():
+    class Writing(Net):
+        def construct(self, x):
+            x[0:1] = x[0:1] * 2
+            return super().construct(x)
+
+    def grads(net, after=lambda x: None):
+        def loss(x):
+            x = x * 1.5
+            y = net(x)
+            after(x)
+            return (y ** 2).mean()
+        return [g.asnumpy() for g in ms.value_and_grad(loss, 0, net.trainable_params())(Tensor(ROWS))[1][1]]
+    assert all(map(np.array_equal, grads(md.checkpoint_wrapper(Writing())), grads(Writing())))
+    with pytest.raises(OpRuleError, match="an argument of Net was written to since it ran"):
+        grads(md.checkpoint_wrapper(Net()), lambda x: x.copy_(x * 3))
+
+
+@pytest.mark.parametrize("kind", ["auto", "inside", "whole"])
+def test_mixed_precision_of_the_forward_is_that_of_its_second_run(kind):
+    class Mixed(Net):
+        def construct(self, x):
+            return self.down(ops.tanh(self.up(x)).astype(ms.float32)).astype(ms.float32)
+    seen = []
+    for again in (False, True):
+        net = Mixed()
+        if kind == "auto":
+            net = ms.amp.auto_mixed_precision(net, "auto", ms.float16)
+        else:
+            (net if kind == "whole" else net.up).to_float(ms.float16)
+        if again:
+            md.checkpoint_wrapper(net.up)
+        seen.append(gradients(net))
+    assert all(map(np.array_equal, *seen))
+
+
+def test_options_of_the_form_that_is_not_reentrant():
+    entered = []
+
+    @contextmanager
+    def noted(name):
+        entered.append(name)
+        yield
+        entered.append(f"-{name}")
+    net, plain = Net(), Net()
+    net.up.recompute(use_reentrant=False, context_fn=lambda: (noted("first"), noted("second")))
+    check(net, plain)
+    assert entered == ["first", "-first", "second", "-second"]
+    net.down.recompute(output_recompute=True)
+    with pytest.warns(UserWarning, match="'output_recompute' does nothing"):
+        check(net, plain)
+
+
+def test_functions_run_again_where_no_parameters_are_gathered():
+    class Split(Net):
+        def construct(self, x):
+            return self.down(ms.recompute(lambda x: ops.tanh(self.up(x)), x, use_reentrant=False))
+    check(Split(), Net())
+    check(md.replicate(Split(), mesh=one_rank()), Net())
+    with pytest.raises(ConfigError, match="a function inside a sharded cell"):
+        gradients(md.fully_shard(Split(), mesh=one_rank()))

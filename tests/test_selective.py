@@ -5,10 +5,11 @@ from __future__ import annotations
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, mint, nn
+from mindspore import Parameter, Tensor, mint, nn
 
 import ms_dtensor as md
 from ms_dtensor.errors import ConfigError, OpRuleError
+from tests.test_recompute import backward, recorded
 
 pytestmark = pytest.mark.usefixtures("cpu")
 RUNS: list[str] = []
@@ -122,10 +123,51 @@ def test_refusals(mesh):
     x = md.ones((3, 6), mesh, [md.Shard(0)])
     with pytest.raises(OpRuleError, match="Fickle did something else when it ran again"):
         ms.grad(lambda x: net(x).sum())(x)
-    net = md.checkpoint_wrapper(nn.SequentialCell(nn.Tanh()), save=[])
-    with pytest.raises(OpRuleError, match="checkpoint_wrapper', a derivative of a gradient"):
-        ms.grad(lambda x: (ms.grad(lambda x: net(x).sum())(x) ** 2).sum())(x)
     gradients(net_of(mesh, save=["matmul"]), mesh)
+
+
+class Gated(nn.Cell):
+    def __init__(self, skipped: bool = False):
+        super().__init__()
+        self.w = Parameter(Tensor(np.linspace(-1, 2, 6).astype(np.float32)), name="w")
+        self.skipped = skipped
+
+    def construct(self, x):
+        return x if self.skipped else mint.tanh(x * self.w) * x
+
+
+@pytest.mark.parametrize("save", [None, [], ["mul"], ["tanh"], lambda op, args: True])
+def test_a_derivative_of_a_gradient(mesh, save):
+    x = md.distribute_tensor(Tensor(np.random.default_rng(9).normal(size=(3, 6)).astype(np.float32)), mesh, [md.Shard(0)])
+    seen = []
+    for again in (False, True):
+        net = md.distribute_module(Gated(), mesh)
+        if again:
+            md.checkpoint_wrapper(net, save=save)
+        inner = ms.grad(lambda x, net=net: (net(x) ** 2).mean())
+        _, (of_x, (of_w,)) = ms.value_and_grad(lambda x, inner=inner: (inner(x) ** 2).sum(), 0, net.trainable_params())(x)
+        seen.append([of_x.full_tensor().asnumpy(), of_w.full_tensor().asnumpy()])
+    assert all(np.array_equal(a, b) and a.any() for a, b in zip(*seen))
+
+
+def test_a_block_that_is_skipped(mesh):
+    want = gradients(net_of(mesh), mesh)
+    net = md.checkpoint_wrapper(md.distribute_module(nn.SequentialCell(Gated(True), Gated(True)), mesh), save=["matmul"])
+    net.append(net_of(mesh))
+    loss, of_x, *grads = gradients(net, mesh)
+    assert all(map(np.array_equal, (loss, of_x, *[g for g in grads if g.shape != (6,) or g.any()]), want))
+
+
+@pytest.mark.parametrize("save", [[mint.tanh], ["linear"], ["matmul"], []])
+def test_kept_ops_of_recordings_in_flight(mesh, save):
+    rows = [Tensor(np.random.default_rng(i).normal(size=(3, 6)).astype(np.float32)) for i in range(3)]
+    seen = []
+    for again in (False, True):
+        net = net_of(mesh, **({"save": save} if again else {}))
+        xs = [md.distribute_tensor(x, mesh, [md.Shard(0)]) for x in rows]
+        made = [recorded(lambda x, net=net: (net(x) ** 2).mean(), x) for x in xs]
+        seen.append([g for i in (1, 2, 0) for g in backward(made[i], net.trainable_params())])
+    assert all(np.array_equal(a, b) and a.any() for a, b in zip(*seen))
 
 
 def test_what_is_not_kept_is_given_back(mesh):

@@ -38,7 +38,7 @@ class Mode(NamedTuple):
     no_gather: bool = False
     check_rules: bool = False
     check_gradients: bool = False
-    watch: Any = None  # asked of each call before it runs, see `parallel/selective.py`
+    watch: Any = None  # asked of each call before it runs, see `patches/recomputed.py`
 
 
 DEFAULT = Mode(check_rules=os.environ.get("MS_DTENSOR_DEBUG", "0") not in ("", "0"))

@@ -108,7 +108,7 @@ def numbers_as_inputs(world):
 
 @case(4)
 def a_run_whose_result_is_not_used(world):
-    """MindSpore gives the backward of a recomputed cell the inputs of its last forward, which may have none."""
+    """Each backward of a recomputed cell has the inputs of its own forward; the last one may have no backward."""
     class Twice(nn.Cell):
         def __init__(self) -> None:
             super().__init__()
@@ -130,7 +130,6 @@ def a_run_whose_result_is_not_used(world):
                 equal(g, w)
         else:
             same_step(net, plain, mesh)
-        assert not net.block._recompute_cell.args, "nobody will ask for these"
 
 
 @case(4)

@@ -13,6 +13,7 @@ Every way to MindSpore's recompute leads here, cells that were told earlier too.
 """
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -22,7 +23,7 @@ from weakref import ref
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, nn, ops
+from mindspore import Parameter, Tensor, nn, ops
 
 from ...comm.packing import copy, write
 from ...core.tree import leaves, map_leaves
@@ -68,10 +69,7 @@ class Recompute:
 class _Place:
     """What is saved in place of a tensor."""
 
-    __slots__ = ("__weakref__", "value")
-
-    def __init__(self):
-        self.value: Tensor | None = None  # once the second run has made it
+    value: Tensor | None = None  # once the second run has made it
 
 
 class _Kept:
@@ -88,12 +86,16 @@ class _Forward:
 
     def __init__(self, run: Callable, cell: nn.Cell | None, keeps, context, args: tuple, kwargs: dict):
         self.run, self.cell, self.keeps, self.context, self.given = run, cell, keeps, context, (args, kwargs)
-        self.versions = [x._version for x in leaves(self.given, Tensor)]
+        self.cells = [] if cell is None else [c for _, c in cell.cells_and_names()]
+        # gradients mark their inputs as `_requires_grad` for good, and what ops save depends on it
+        self.noted = [(x._version, x._requires_grad) for x in leaves(self.given, Tensor)]
+        stands = [(x, getattr(x, "inited_param", None)) for c in self.cells for x in c._params.values()]
+        params = [x if own is None else own for x, own in stands]
+        self.trained = [(p, p.requires_grad) for p in params if isinstance(p, Parameter)]
         self.blocks, self.present, self.random = modes.open_blocks(), standing_in.get(), recompute_module.get_rng_state()
         self.amp = recompute_module.get_curr_amp_strategy()
         self.calls: list[tuple[str, _Kept | None]] = []  # ops that were asked about, in order
         self.wanted: list[tuple] = []  # place, shape and dtype of what autograd saved
-        self.before: dict[tuple, Tensor] = {}  # what was in the slots that the first run wrote to
         self.at = self.number = 0  # how far the second run is in `calls` and `wanted`
         self.kept: tuple[_Kept, list[Tensor]] | None = None  # the kept op at work, and its operands
         if cell is None and self.present:
@@ -104,10 +106,10 @@ class _Forward:
 
     def first(self):
         """The cell's outputs."""
-        with self._noting(), _within(), modes.Watched(self._ask if self.keeps else None), \
+        with self._noting(), _set(_inside, True), modes.Watched(self._ask if self.keeps else None), \
                 ms.saved_tensors_hooks(self._pack, self._unpack):
             out = self._run()
-        if self.keeps and not self.calls and self.wanted and not any(_is_dtensor(x) for x in self._tensors()):
+        if self.keeps and not self.calls and self.wanted and not any(map(_is_dtensor, leaves(self.given, Tensor))):
             raise ConfigError(f"For 'checkpoint_wrapper', {self._name()} computed on no DTensor.", "",
                               "Of ops on plain tensors the library sees nothing, so it can keep none of their results.",
                               ("checkpoint_wrapper(module) without save=",
@@ -116,11 +118,9 @@ class _Forward:
 
     def _run(self):
         """Each run has arguments with memos of their own, so that both move them alike, whatever others have done."""
-        args, kwargs = map_leaves(_reader, self.given, Tensor)
+        noted = iter(self.noted)
+        args, kwargs = map_leaves(lambda x: _reader(x, next(noted)[1]), self.given, Tensor)
         return self.run(*args, **kwargs)
-
-    def _tensors(self) -> list[Tensor]:
-        return [*leaves(self.given, Tensor), *_slots(_cells(self.cell)).values()]
 
     def _name(self) -> str:
         return type(self.cell).__name__ if self.cell is not None else getattr(self.run, "__name__", str(self.run))
@@ -128,16 +128,28 @@ class _Forward:
     @contextmanager
     def _noting(self) -> Iterator[None]:
         """Keeps what was in the slots that the forward writes to. Which these are its first run of a kind tells."""
-        cells = _cells(self.cell)
         known = {(): set()} if self.cell is None else self.cell.__dict__.setdefault(_WRITES, {})
-        kind = tuple(c.training for c in cells)
+        kind = tuple(c.training for c in self.cells)
         written = known.get(kind)
-        slots = {} if written is not None and not written else _slots(cells)
+        slots = {} if written is not None and not written else self._slots()
         self.before = {k: _copy(x) for k, x in slots.items() if written is None or k in written}
+        was = [(c, dict(c.__dict__)) for c in self.cells] if written is None else []
         yield
         if written is None:
-            self.before = {k: x for k, x in self.before.items() if not _equal(x, local_alias(slots[k]))}
+            self.before = {k: x for k, x in self.before.items() if not np.array_equal(
+                *(y.asnumpy().reshape(-1).view(np.uint8) for y in (x, local_alias(slots[k]))))}
             known[kind] = set(self.before)
+        anew = [f"{type(c).__name__}.{k}" for c, then in was for k, x in c.__dict__.items()
+                if isinstance(x, Tensor) and then.get(k) is not x]
+        if anew:
+            warnings.warn(f"recompute: {', '.join(anew)} will be set a second time, when the cell runs again; what goes to "
+                          "a Parameter or a buffer is written once", UserWarning, stacklevel=2)
+
+    def _slots(self) -> dict[Any, Tensor]:
+        """Arguments by number; parameters and buffers by number of the cell and name."""
+        return {**dict(enumerate(leaves(self.given, Tensor))), **{
+            (n, name): x for n, c in enumerate(self.cells) for held in (c._params, c._buffers)
+            for name, x in held.items() if isinstance(x, Tensor)}}
 
     def _ask(self, name: str, args: tuple):
         kept = _Kept() if self.keeps(modes.canonical(name), args) else None
@@ -151,7 +163,8 @@ class _Forward:
                 out = call()
         finally:
             self.kept = None
-        kept.result, kept.random = map_leaves(_leaf, out, Tensor), recompute_module.get_rng_state()
+        kept.result, kept.random = map_leaves(
+            lambda x: _leaf(x, x._requires_grad and x.is_floating_point()), out, Tensor), recompute_module.get_rng_state()
         return out
 
     def _pack(self, x: Tensor):
@@ -168,9 +181,6 @@ class _Forward:
     def _unpack(self, saved):
         if isinstance(saved, Tensor):
             return saved
-        if recording():
-            raise OpRuleError("For 'checkpoint_wrapper', a derivative of a gradient was asked for.", self._name(),
-                              "What runs again is not part of the graph.", "leave this cell out of checkpoint_wrapper")
         if saved.value is None:
             self._again()
         value, saved.value = saved.value, None
@@ -180,9 +190,10 @@ class _Forward:
 
     def _again(self) -> None:
         """Fills the places that live."""
-        if self.versions != [x._version for x in leaves(self.given, Tensor)]:
+        given = enumerate(zip(leaves(self.given, Tensor), self.noted))
+        if any(x._version != version for i, (x, (version, _)) in given if i not in self.before):
             raise OpRuleError(f"For 'checkpoint_wrapper', an argument of {self._name()} was written to since it ran.", "",
-                              "What is recomputed reads its arguments again.", "write to a copy: x = x * 1")
+                              "What is recomputed reads its arguments again.", "write to a copy: x * 1")
         self.at = self.number = 0
         state = recompute_module.get_rng_state()
         recompute_module.set_rng_state(self.random)
@@ -191,8 +202,8 @@ class _Forward:
         executor.set_enable_grad(True)
         executor.new_empty_graph()
         try:
-            with as_before(self.present, self.cell), self._as_found(), self._computing(), modes.reopened(self.blocks), \
-                    modes.Watched(self._ask_again if self.keeps else None), self.context, \
+            with _trained(self.trained), as_before(self.present, self.cell), self._as_found(), self._computing(), \
+                    modes.reopened(self.blocks), modes.Watched(self._ask_again if self.keeps else None), self.context, \
                     ms.saved_tensors_hooks(self._pack_again, lambda x: x):
                 self._run()
         finally:
@@ -206,7 +217,7 @@ class _Forward:
     @contextmanager
     def _as_found(self) -> Iterator[None]:
         """What the first run wrote to holds what it found there, and afterwards what it holds now."""
-        slots = {k: x for k, x in _slots(_cells(self.cell)).items() if k in self.before} if self.before else {}
+        slots = {k: x for k, x in self._slots().items() if k in self.before} if self.before else {}
         now = {k: _copy(x) for k, x in slots.items()}
         _fill(slots, self.before)
         try:
@@ -225,7 +236,7 @@ class _Forward:
                     amp.get_amp_level(), amp.get_amp_dtype(), amp.get_white_list(), amp.get_black_list()))
             if kind is not None:
                 executor.set_mixed_precision_type(kind)
-                stack.callback(executor.set_mixed_precision_type, ms.common.dtype.MixedPrecisionType.NOTSET, False)
+                stack.callback(executor.set_mixed_precision_type, nn.cell.MixedPrecisionType.NOTSET, False)
             yield
 
     def _ask_again(self, name: str, args: tuple):
@@ -250,15 +261,13 @@ class _Forward:
             return wrap(out, x.layout) if _is_dtensor(x) else out
         return map_leaves(stands, kept.result, Tensor)
 
-    def _pack_again(self, x: Tensor) -> Tensor:
+    def _pack_again(self, x: Tensor) -> None:
         place, *kind = self.wanted[self.number] if self.number < len(self.wanted) else (None, None)
         if kind != [x._shape, x.dtype]:
             raise self._unlike(f"{x.dtype}{list(x._shape)} was saved as number {self.number} of {len(self.wanted)}")
         self.number += 1
-        if (place := place()) is None:  # nobody will ask for it
-            return x
-        place.value = _detached(x)
-        return place.value
+        if (place := place()) is not None:  # else nobody will ask for it
+            place.value = _detached(x)
 
     def _unlike(self, what: str) -> OpRuleError:
         return OpRuleError(f"For 'checkpoint_wrapper', {self._name()} did something else when it ran again.",
@@ -273,35 +282,41 @@ class _StandIn(Function):
     def forward(ctx, kept):
         return ops.stop_gradient(kept)
 
-    @staticmethod
-    def backward(ctx, grad):
-        raise AssertionError("a graph that is thrown away was run backward")
-
 
 @contextmanager
-def _within() -> Iterator[None]:
-    inside = _inside.set(True)
+def _set(var: ContextVar, value) -> Iterator[None]:
+    token = var.set(value)
     try:
         yield
     finally:
-        _inside.reset(inside)
+        var.reset(token)
 
 
 @contextmanager
 def as_before(present: tuple, cell) -> Iterator[None]:
     """A cell runs again: who had put tensors in the place of parameters in its forward, `present`, does so anew."""
-    running, around = recomputing.set(True), standing_in.set(())
+    with _set(recomputing, True), _set(_inside, True), _set(standing_in, ()), ExitStack() as stack:
+        standing_in.set(tuple(stack.enter_context(whose.again(cell)) for whose in present))
+        yield
+
+
+@contextmanager
+def _trained(then: list[tuple]) -> Iterator[None]:
+    """Inside, parameters are frozen, or not, as they were then."""
+    now = [(p, p.requires_grad) for p, was in then if p.requires_grad != was]
+    for p, flag in now:
+        p.requires_grad = not flag
     try:
-        with _within(), ExitStack() as stack:
-            standing_in.set(tuple(stack.enter_context(whose.again(cell)) for whose in present))
-            yield
+        yield
     finally:
-        standing_in.reset(around)
-        recomputing.reset(running)
+        for p, flag in now:
+            p.requires_grad = flag
 
 
-def _reader(x: Tensor) -> Tensor:
+def _reader(x: Tensor, recorded: bool) -> Tensor:
     """An argument with a memo of its own."""
+    if x._requires_grad != recorded and x.is_floating_point():
+        return _leaf(x, recorded)
     return wrap(local_alias(x), x.layout) if _is_dtensor(x) and not x._is_leaf else x
 
 
@@ -315,10 +330,9 @@ def _detached(x: Tensor) -> Tensor:
     return wrap(out, x.layout) if _is_dtensor(x) else out
 
 
-def _leaf(x: Tensor) -> Tensor:
-    """The same, with a gradient where there was one."""
+def _leaf(x: Tensor, recorded: bool) -> Tensor:
     out = _detached(x)
-    Tensor.requires_grad_(out, x._requires_grad and x.is_floating_point())
+    Tensor.requires_grad_(out, recorded)
     return out
 
 
@@ -326,36 +340,12 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a._shape == b._shape and a.dtype == b.dtype and Tensor.data_ptr(a) == Tensor.data_ptr(b)
 
 
-# -- what a forward writes to ------------------------------------------------------------------------------------------
-
-
-def _cells(cell: nn.Cell | None) -> list[nn.Cell]:
-    """A cell and those inside, in order."""
-    out, known = ([], set[int]()) if cell is None else ([cell], {id(cell)})
-    for c in out:
-        inner = [x for x in c._cells.values() if x is not None and id(x) not in known]
-        known.update(map(id, inner))
-        out += inner
-    return out
-
-
-def _slots(cells: list[nn.Cell]) -> dict[tuple, Tensor]:
-    """Parameters and buffers, by number of the cell and name."""
-    return {(n, name): x for n, c in enumerate(cells) for held in (c._params, c._buffers) for name, x in held.items()
-            if isinstance(x, Tensor)}
-
-
 def _copy(x: Tensor) -> Tensor:
     with NoFallbackGuard(), no_grad():
         return copy(local_alias(x))
 
 
-def _equal(a: Tensor, b: Tensor) -> bool:
-    a, b = (np.ascontiguousarray(x.asnumpy()).reshape(-1).view(np.uint8) for x in (a, b))
-    return np.array_equal(a, b)
-
-
-def _fill(slots: dict[tuple, Tensor], values: dict[tuple, Tensor]) -> None:
+def _fill(slots: dict[Any, Tensor], values: dict[Any, Tensor]) -> None:
     with NoFallbackGuard(), no_grad():
         for k, x in slots.items():
             write(local_alias(x), values[k])
@@ -373,6 +363,8 @@ def _call(original):
 
 def _not_reentrant(original):
     def recompute(block, output_recompute, early_stop, context_fn, *args, save_rng_state=True, **kwargs):
+        if output_recompute:
+            warnings.warn("recompute: 'output_recompute' does nothing; outputs are kept by who reads them", stacklevel=4)
         return Recompute(block, contexts=context_fn)(*args, **kwargs)
     return recompute
 
