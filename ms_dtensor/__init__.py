@@ -41,7 +41,8 @@ if TYPE_CHECKING:  # for editors and type checkers, who cannot see what loads on
         PrepareModuleInput as PrepareModuleInput, PrepareModuleInputOutput as PrepareModuleInputOutput, PrepareModuleOutput
         as PrepareModuleOutput, RowwiseParallel as RowwiseParallel, SequenceParallel as SequenceParallel, loss_parallel as
         loss_parallel, checkpoint_wrapper as checkpoint_wrapper, fully_shard as fully_shard,
-        parallelize_module as parallelize_module, replicate as replicate,
+        parallelize_module as parallelize_module, register_fsdp_forward_method as register_fsdp_forward_method,
+        replicate as replicate,
         suggest_plan as suggest_plan)
     from .tensor import dtensor as dtensor, factories as factories, init as init
     from .tensor.autograd import grad as grad, value_and_grad as value_and_grad
@@ -71,7 +72,8 @@ _EXPORTS = {
     "dispatch.modes": ("SkipDTensorDispatch", "implicit_replication", "redistribution_policy"),
     "parallel": ("parallelize_module", "ParallelStyle", "ColwiseParallel", "RowwiseParallel", "SequenceParallel",
                  "PrepareModuleInput", "PrepareModuleOutput", "PrepareModuleInputOutput", "FusedColwiseParallel",
-                 "MixedPrecisionPolicy", "checkpoint_wrapper", "fully_shard", "loss_parallel", "replicate", "suggest_plan"),
+                 "MixedPrecisionPolicy", "checkpoint_wrapper", "fully_shard", "loss_parallel",
+                 "register_fsdp_forward_method", "replicate", "suggest_plan"),
 }
 # import paths that people use -> where the module is
 _ALIASES = {

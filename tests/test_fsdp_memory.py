@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("cpu")
 def test_pages_given_back_are_the_systems():
     """Of a shared mapping they would only leave the process's books: the system would keep them, values and all."""
     from ms_dtensor.comm.fake import FakeBackend
-    from ms_dtensor.parallel.fsdp_memory import HostMemory
+    from ms_dtensor.parallel.sharding.memory import HostMemory
 
     memory = HostMemory([(300, 400), (5,)], ms.float32, FakeBackend(1))
     first, second = memory.tensor(0), memory.tensor(1)

@@ -90,7 +90,6 @@ class Trainer:
         if cfg.train.recompute:
             for layer in self.model.layers:
                 layer.recompute()
-        self.cut = mesh is not None and (cfg.parallel.fsdp or cfg.parallel.zero1)
         self.params = tuple(self.model.trainable_params())
         o = cfg.optim
         self.optimizer = AdamW(self.params, o.lr, o.betas, o.eps, o.weight_decay)
@@ -124,7 +123,7 @@ class Trainer:
         """Loss and gradients (in the order of `params`) of a global batch."""
         loss, grads = None, ()
         for i, part in enumerate(self.parts(*batch), 1):
-            if self.cut:  # summed up before they are reduced
+            if self.mesh is not None:  # summed up before they are reduced
                 self.model.set_requires_gradient_sync(i == self.cfg.train.micro_batches)
             one, mine = self.value_and_grad(*part)
             loss, grads = (one, mine) if loss is None else (loss + one, tuple(map(add, grads, mine)))

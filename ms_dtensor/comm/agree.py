@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from ..errors import CollectiveMismatch, ConfigError
 from .protocol import Ranks
-from .record import user_site
+from .record import note, user_site
 
 
 @dataclass
@@ -54,7 +54,8 @@ class Agreement:
         if not self.every or self._checking or len(group) == 1:
             return
         calls = self._groups.setdefault(group, _Calls())
-        text = f"{what} {about} over ranks {group}"
+        of = note().of
+        text = f"{what} {of}{': ' if of else ''}{about} over ranks {group}"
         calls.checksum = zlib.crc32(text.encode(), calls.checksum)
         calls.made.append((text, user_site()))
         if len(calls.made) < self.every:

@@ -254,6 +254,11 @@ class Group:
         """Receives one tensor from global rank `src`."""
         return self.exchange([], [(src, shape, dtype)])[0]
 
+    def agree(self, what: str) -> None:
+        """Raises, on all members, unless they say the same: of a program's course, as calls are compared. Not recorded."""
+        if self.size > 1:
+            self.backend.agree(what, self.ranks)
+
     # -- objects ---------------------------------------------------------------------------------------------------
 
     def barrier(self) -> None:

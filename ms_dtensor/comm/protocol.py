@@ -158,6 +158,9 @@ class Backend(ABC):
     def broadcast_object(self, obj: Any, src: int, group: Ranks) -> Any:
         """Rank `src`'s object (see `objects`)."""
 
+    def agree(self, what: str, group: Ranks) -> None:  # noqa: B027
+        """Raises unless all members say the same; nothing where calls are compared now and then only (`agree.py`)."""
+
     def communicator(self, group: Ranks) -> str | None:
         """The name by which MindSpore's own collectives know these ranks, after all of them have called this; or None."""
         return None

@@ -66,6 +66,7 @@ class Note(NamedTuple):
     axes: tuple[str, ...] | None = None
     site: str | None = None
     module: str = ""
+    of: str = ""  # whose data: a part of the call that ranks compare
 
 
 _recorders: ContextVar[tuple[list[CommEvent], ...]] = ContextVar("ms_dtensor_recorders", default=())

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nested arguments: tensors within tuples, lists and dicts, as calls have them."""
+"""Nested arguments: tensors within tuples, lists, dicts and dataclasses, as calls have them."""
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterable
@@ -16,6 +17,13 @@ def map_leaves(fn: Callable, tree, kind: type):
         return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)  # a named tuple takes them singly
     if isinstance(tree, dict):
         return {k: map_leaves(fn, v, kind) for k, v in tree.items()}
+    if hasattr(tree, "__dataclass_fields__") and not isinstance(tree, type):
+        now = {k: getattr(tree, k) for k in tree.__dataclass_fields__ if hasattr(tree, k)}
+        new = {k: map_leaves(fn, v, kind) for k, v in now.items()}
+        if any(new[k] is not now[k] for k in now):
+            tree = copy.copy(tree)
+            for k, v in new.items():
+                object.__setattr__(tree, k, v)  # a frozen one, too
     return tree
 
 
@@ -23,13 +31,15 @@ def leaves(tree, kind: type) -> list:
     """The leaves of a kind, in order of appearance; in an object of another kind none."""
     if isinstance(tree, kind):
         return [tree]
+    if hasattr(tree, "__dataclass_fields__") and not isinstance(tree, type):
+        tree = [getattr(tree, k, None) for k in tree.__dataclass_fields__]
     if not isinstance(tree, Iterable):
         return []
     out: list = []
     for v in tree.values() if isinstance(tree, dict) else tree:
         if isinstance(v, kind):  # without a call: this runs at every use of a DFunction
             out.append(v)
-        elif isinstance(v, tuple | list | dict):
+        elif isinstance(v, tuple | list | dict) or hasattr(v, "__dataclass_fields__"):
             out += leaves(v, kind)
     return out
 

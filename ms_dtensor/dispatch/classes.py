@@ -5,6 +5,8 @@
 """
 from __future__ import annotations
 
+from typing import Any
+
 from mindspore import Tensor
 
 ATOM, OURS, LIST = 1, 2, 3
@@ -12,6 +14,7 @@ KINDS: dict[type, int] = {**dict.fromkeys((int, float, bool, str, type(None), co
 DTENSOR: type = Tensor  # of results
 PARAMETER: type = Tensor
 ASYNC: type = Tensor  # of results whose data are under way
+UNSHARDED: Any = None  # in memory that goes (`parallel/sharding/stand_in.py`)
 
 
 def bind(dtensor: type, parameter: type, async_dtensor: type) -> None:

@@ -17,19 +17,23 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor
 
+from ..comm.packing import write
 from ..errors import MixedOperandError, OpRuleError
 from ..internals.names import NoFallbackGuard
 from ..internals.target import cpu_kernels
+from . import classes
+from .memo import memo_of, wrote
 from .operands import wrap
 from .views import kin_of, relatives_of
 
 
-def check_writable(x, op: str, recording: bool) -> None:
+def check_writable(x, op: str, recording: bool, versioned: bool) -> None:
     """Raises unless a write to `x` reaches everything that it reaches on one device.
 
     Raises:
         MixedOperandError: `x` is a plain tensor.
-        OpRuleError: a view that is a copy here; under autograd also any view, and a leaf that requires a gradient.
+        OpRuleError: a view that is a copy here; under autograd also any view, and, but for `ops.assign` and `x[...] = v`,
+            which MindSpore takes, a leaf that requires a gradient.
     """
     if getattr(x, "_layout", None) is None:
         raise MixedOperandError(f"For in-place '{op}', a plain Tensor cannot take a DTensor's values.",
@@ -52,10 +56,10 @@ def check_writable(x, op: str, recording: bool) -> None:
         raise OpRuleError(f"For in-place '{op}', the target is a view, or has views, under autograd.",
                           x._layout.describe(), "The gradient of a write through a view is not recorded.",
                           ("write by index into the original: x[1:3] = value", "work out of place"))
-    if recording and isinstance(x, Parameter) and x.requires_grad:
+    if recording and versioned and isinstance(x, Parameter) and x.requires_grad:
         raise OpRuleError(f"For in-place '{op}', parameter '{x.name}' is a leaf that requires a gradient.",
                           x._layout.describe(), "As in MindSpore, a leaf is not written while its gradient is recorded.",
-                          ("write outside of value_and_grad", "work out of place"))
+                          ("write outside of value_and_grad", "ops.assign(parameter, value)", "work out of place"))
 
 
 def set_(self, *args, **kwargs):
@@ -76,13 +80,21 @@ def fresh(x):
         return wrap(x * 1, x._layout)
 
 
-def store(x, new, recording: bool) -> None:
-    """Puts the local values of `new` into the storage of `x`, which views share; drops what was derived from `x`."""
+def store(x, new, recording: bool, versioned: bool) -> None:
+    """Puts the local values of `new` into the storage of `x`, which views share; drops what was derived from `x`.
+
+    `versioned`: MindSpore is to refuse a backward that needs the old values, as for `copy_`; of `ops.assign` it is not told.
+    """
     with NoFallbackGuard():
-        local = Tensor._make_subclass(Tensor, new)
-        if recording and isinstance(x, Parameter):  # as `assign` on one device: what requires no gradient takes no history
+        local, given = Tensor._make_subclass(Tensor, new), isinstance(x, Parameter) or hasattr(x, "inited_param")
+        if recording and given:  # as `assign` on one device: neither a leaf nor what requires no gradient takes history
             local = ms.ops.stop_gradient(local)
-        if _owns_storage(x) or not cpu_kernels():
+        if x.__class__ is classes.UNSHARDED and not versioned:
+            memory, param = x._memo.lent
+            memory.overwrite(param, local)
+        elif recording and given and not versioned:
+            write(Tensor._make_subclass(Tensor, x), local)
+        elif _owns_storage(x) or not cpu_kernels():
             Tensor.copy_(x, local)
         elif not recording:
             _write_strided(x, local)
@@ -91,14 +103,13 @@ def store(x, new, recording: bool) -> None:
                               x._layout.describe(), "MindSpore's recorded copy loses such writes on CPU.",
                               "x = x.clone() first")
     for other in (x, *(o for o, _ in relatives_of(x))):
-        if other._memo is not None:
-            other._memo.forget_values()
-            other._memo.written = True
+        memo_of(other).forget_values()
+        wrote(other, versioned)
 
 
 def written_since(x, version: int) -> bool:
     """Whether a tensor, or a view of it, was written since it had this `_version`, which counts no writes to views."""
-    return x._version != version or (getattr(x, "_memo", None) is not None and x._memo.written)
+    return x._version != version or (getattr(x, "_memo", None) is not None and x._memo.written > 0)
 
 
 def _owns_storage(x) -> bool:

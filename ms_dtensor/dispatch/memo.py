@@ -19,14 +19,25 @@ class Memo:
     copy_of: tuple | None = None  # of a parameter's compute copy: (the parameter, the dtype in which gradients are reduced)
     kin: Any = None  # where it stands among the views of one tensor (`views.py`)
     work: Any = None  # data under way (`tensor/async_tensor.py`)
-    late_gradient: bool = False  # of a Parameter: its gradient is completed when the backward ends (`fsdp_late.py`)
-    written: bool = False  # it, or what shares its memory, was the target of a write
-    lent: Any = None  # the unit in whose memory it lies, once that may go (`fsdp_lent.py`)
-    partial_grad_axes: tuple[int, ...] = ()  # of a Parameter: axes on which its gradient stays partial (`buckets.py`)
+    late_gradient: bool = False  # of a Parameter: its gradient is completed when the backward ends (`sharding/reduce.py`)
+    written: int = 0  # how often it, or what shares its memory, was written; of a Parameter by `set_data`, too
+    versioned: int = 0  # of these writes, those that MindSpore refuses between a use and its backward
+    stood_for: Any = None  # of a Parameter in whose place another tensor stands: is called when the Parameter is written
+    lent: Any = None  # (the call for which its memory is filled, whose place it is in), while that may go (`sharding/`)
+    partial_grad_axes: tuple[int, ...] = ()  # of a Parameter: where its gradient stays partial (`sharding/reduce.py`)
 
     def forget_values(self) -> None:
         """Drops what was derived from the tensor's values."""
         self.with_cotangent = self.moved = self.source = self.view_of = None
+
+
+def wrote(x, versioned: bool = False) -> None:
+    """A DTensor has other values from here on."""
+    memo = memo_of(x)
+    memo.written += 1
+    memo.versioned += versioned
+    if memo.stood_for is not None:
+        memo.stood_for()
 
 
 def memo_of(x) -> Memo:

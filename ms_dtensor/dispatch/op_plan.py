@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from sys import getrefcount
 from typing import Any, NamedTuple
 
@@ -172,8 +173,10 @@ class OpPlan:
         grad = recording()
         tensors = call.tensors
         first: Any = tensors[0]
+        versioned = False
         if self.writes:
-            inplace.check_writable(first, self.op, grad)
+            versioned = call.func is not None and call.func.name != "Assign"
+            inplace.check_writable(first, self.op, grad, versioned)
             if grad:
                 tensors = [inplace.fresh(first), *tensors[1:]]
         if self.draws:
@@ -181,8 +184,10 @@ class OpPlan:
         mode = modes.mode.get()
         if mode is not modes.DEFAULT and (self.moves or self.reduced):
             policy.check_op(self.op, tensors, [step.target for step in self.steps], self.reduced if grad else (), mode)
-        operands, parameter = [], False
+        operands, parameter, lent = [], False, None
         for x, (promoted, target, cotangent) in zip(tensors, self.steps):
+            if x.__class__ is classes.UNSHARDED and target is None:
+                lent = x._memo.lent
             if promoted is not None:
                 x = as_replicated(x, promoted, grad)
             if target is not None:
@@ -206,14 +211,28 @@ class OpPlan:
             winners = self.winners(operands[0], result) if grad and self.winners is not None else None
         out = self.results.wrap(result, grad, winners)
         if self.writes:
-            inplace.store(first, out, grad)
+            inplace.store(first, out, grad, versioned)
             return first
         if self.view is not None and not copied:
             link(first, out, *self.view)
         if grad and (self.view is not None or self.op == "cast") and out.__class__ is classes.DTENSOR:
             if (operands[0] is first and not first._is_leaf) or partial_grad_axes(first):
                 memo_of(out).view_of = first, self, (call.func, call.primitive, call.args, call.kwargs, tensors)
+        if lent is not None and grad:
+            read_of_lent(lent, out, self.view is not None and not copied)
         return out
+
+
+def read_of_lent(lent, out, view: bool) -> None:
+    """What was computed of a tensor whose memory goes: its backward asks for that memory again; a view lies in it, too."""
+    call, param = lent
+    call.read.append(param.name)
+    for x in out if out.__class__ in (tuple, list) else (out,):
+        if view and x.__class__ is classes.DTENSOR:
+            memo_of(x).lent = lent
+            x.__class__ = classes.UNSHARDED
+        elif x._requires_grad and not x._is_leaf:
+            Tensor.register_hook(x, partial(call.enter, param, memo_of(param).versioned))
 
 
 def _references(held) -> int:

@@ -116,7 +116,7 @@ def plan_own(op: str, arguments: dict, tensors, mode) -> OpPlan:
 
 def plan_write(op: str, arguments: dict, tensors, mode) -> OpPlan:
     """The plan of an op whose result is put into its first operand."""
-    inplace.check_writable(tensors[0], op, False)
+    inplace.check_writable(tensors[0], op, False, True)
     return plan_for(op, arguments, tensors, mode, form=WRITES.get(op), writes=True)
 
 

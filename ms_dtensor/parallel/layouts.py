@@ -87,7 +87,7 @@ def enter(x, cell: nn.Cell, mesh: DeviceMesh, placement, who: str, shape=None, b
         return x
     whole, outer = getattr(cell, OUTER, (mesh, {}))
     for other in leaves(beside, DTensor):
-        whole = union_mesh(whole, other.device_mesh)
+        whole = union_mesh(whole, other.device_mesh, who)
     placed = {**(outer if x.ndim else {}), **by_axis(placement, mesh, who)}  # a number has no rows
     if shape is None:
         placements = tuple(placed.get(a, REPLICATE) for a in whole.mesh_dim_names)
@@ -197,8 +197,8 @@ def _construct(self, *args, **kwargs):
                           (_KEEP, _FUSED)) from e
 
 
-def taken_back(x: Tensor, cell: nn.Cell, before: int) -> Tensor:
-    """An output of a replicated cell: the DTensor again that a style handed out as a plain tensor.
+def taken_back(x: Tensor, cell: nn.Cell, before: int, who: str) -> Tensor:
+    """An output of a data-parallel cell: the DTensor again that a style handed out as a plain tensor.
 
     Raises:
         LayoutError: a plain tensor that was computed from such outputs; nobody knows how it is laid out.
@@ -209,7 +209,7 @@ def taken_back(x: Tensor, cell: nn.Cell, before: int) -> Tensor:
     if layout is not None:
         return wrap(x, layout)
     if _handed_out != before:
-        raise LayoutError(f"For 'replicate', {type(cell).__name__} computed a plain tensor from plain outputs of styles.",
+        raise LayoutError(f"For '{who}', {type(cell).__name__} computed a plain tensor from plain outputs of styles.",
                           f"plain Tensor{list(x._shape)}", "It is one rank's own, so would be the loss, and gradients, "
                           "summed over the ranks, would come out too large.",
                           ("use_local_output=False in the styles, which keeps DTensors",
@@ -275,7 +275,7 @@ def shard_parameter(cell: nn.Cell, key: str, mesh: DeviceMesh, placement, src_da
     set_parameter(cell, key, param)
 
 
-def union_mesh(a: DeviceMesh, b: DeviceMesh) -> DeviceMesh:
+def union_mesh(a: DeviceMesh, b: DeviceMesh, who: str) -> DeviceMesh:
     """The smallest sub-mesh of a common root that has the axes of both.
 
     Raises:
@@ -287,7 +287,7 @@ def union_mesh(a: DeviceMesh, b: DeviceMesh) -> DeviceMesh:
         names = set(a.mesh_dim_names) | set(b.mesh_dim_names)
         if names <= set(root.mesh_dim_names) and root[a.mesh_dim_names] == a and root[b.mesh_dim_names] == b:
             return root[tuple(n for n in root.mesh_dim_names if n in names)]
-    raise LayoutError("For 'replicate', the meshes have no common root.", f"mesh({a.describe()}), mesh({b.describe()})",
+    raise LayoutError(f"For '{who}', the meshes have no common root.", f"mesh({a.describe()}), mesh({b.describe()})",
                       "Both must be sub-meshes of one mesh.", 'slice them from one: mesh["dp"], mesh["tp"]')
 
 

@@ -103,6 +103,11 @@ class MixedPrecisionPolicy:
         statistic = not param.requires_grad and param.name.rpartition(".")[2] in _STATISTICS
         return param.dtype if self.param_dtype is None or statistic or not param.is_floating_point() else self.param_dtype
 
+    def changes(self, param) -> bool:
+        """Whether a copy of the parameter is computed with."""
+        dtype = self.compute_dtype(param)
+        return param.is_floating_point() and not dtype == (self.reduce_dtype or dtype) == param.dtype
+
     def copy_of(self, param):
         """A parameter as the computation sees it."""
         dtype = self.compute_dtype(param)

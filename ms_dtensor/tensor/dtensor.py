@@ -18,7 +18,7 @@ from ..core.layout import Layout, known_layout, layout_strides
 from ..core.mesh import DeviceMesh, resolve_mesh
 from ..dispatch import classes, inplace, modes, patches, policy, views
 from ..dispatch.dispatcher import call, dispatch, plain_tree
-from ..dispatch.memo import Memo
+from ..dispatch.memo import Memo, wrote
 from ..dispatch.operands import as_local, dtype_name, local_alias, make, recording, redistribute, wrap
 from ..dispatch.patches import hooks
 from ..errors import LayoutError, OpRuleError, RedistributeError
@@ -414,11 +414,15 @@ class DTensorParameter(Parameter, DTensor):
         Raises:
             LayoutError: another shape; a plain global tensor would replace the shard by the whole.
         """
-        return Parameter.set_data(self, self._own_shard("set_data", data), slice_shape)
+        Parameter.set_data(self, self._own_shard("set_data", data), slice_shape)
+        wrote(self)
+        return self
 
     def assign_value(self, value) -> Parameter:
         """As `set_data`, without its conversions."""
-        return Tensor.assign_value(self, local_alias(self._own_shard("assign_value", value)))
+        Tensor.assign_value(self, local_alias(self._own_shard("assign_value", value)))
+        wrote(self)
+        return self
 
     def _own_shard(self, who: str, data):
         own = self._layout

@@ -117,7 +117,7 @@ def rank_main(size: str, optimizer: str, dtype: str, out: str) -> None:
 
     from model_zoo.llama.model import cross_entropy
     from ms_dtensor import DTensor, Shard, comm, init_device_mesh, optim, value_and_grad
-    from ms_dtensor.parallel import fsdp_unit
+    from ms_dtensor.parallel.sharding import block
 
     world = comm.start("cpu")
     mesh, kind = init_device_mesh("cpu", (world.size,), mesh_dim_names=("dp",)), getattr(ms, dtype)
@@ -131,7 +131,7 @@ def rank_main(size: str, optimizer: str, dtype: str, out: str) -> None:
     step(built(SIZES["4m"], mesh, kind))  # code and pools
     curve = Curve(resident())
     for name in ("finish", "reduce", "release"):
-        curve.hooked(fsdp_unit.Block, name, name)
+        curve.hooked(block.Block, name, name)
     model = built(SIZES[size], mesh, kind)
     curve.mark("built")
     built_now = curve.points[-1][2] * 2**20

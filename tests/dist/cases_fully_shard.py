@@ -414,7 +414,7 @@ def outputs_in_tuples_lists_and_dicts(world):
 
 
 @case(4)
-def a_way_around_the_outputs_is_refused(world):
+def a_way_around_the_outputs(world):
     class Hidden(nn.Cell):
         def __init__(self) -> None:
             super().__init__()
@@ -435,11 +435,8 @@ def a_way_around_the_outputs_is_refused(world):
     net, plain = filled(Outer()), filled(Outer())
     fully_shard(net.hidden, mesh=mesh)
     fully_shard(net, mesh=mesh)
-    try:
+    for _ in range(2):
         same_step(net, plain, mesh)
-        raise AssertionError("it must be refused")
-    except LayoutError as e:
-        assert "reshard_after_forward=False" in str(e), e
     net.hidden.set_reshard_after_forward(False)
     same_step(net, plain, mesh)
 

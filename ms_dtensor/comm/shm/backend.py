@@ -20,7 +20,7 @@ from ..cores import keep_to_share
 from ..packing import numpy_dtype
 from ..parts import Parts
 from ..protocol import Backend, Ranks, Result, Work
-from ..record import user_site
+from ..record import note, user_site
 from .future import Future
 from .parted import PartedEngine
 from .reduce import BFLOAT16, is_bfloat16
@@ -86,7 +86,8 @@ class ShmBackend(Backend):
     def __init__(self, rank: int, size: int, port: str, timeout: float | None = None, blocking: bool = False):
         timeout = stated_timeout() if timeout is None else timeout
         self.rank, self.size, self._blocking = rank, size, blocking
-        self._engine = PartedEngine(rank, size, job_name(port), timeout=timeout, start_timeout=timeout, site=user_site)
+        self._engine = PartedEngine(rank, size, job_name(port), timeout=timeout, start_timeout=timeout, site=user_site,
+                                    of=lambda: note().of)
 
     @classmethod
     def start(cls, rank: int, size: int, blocking: bool) -> ShmBackend:
@@ -150,6 +151,9 @@ class ShmBackend(Backend):
 
     def barrier(self, group: Ranks) -> None:
         self._engine.barrier(group)
+
+    def agree(self, what: str, group: Ranks) -> None:
+        self._engine.agree(what, group)
 
     def all_gather_object(self, obj: Any, group: Ranks) -> list[Any]:
         return self._engine.all_gather_object(obj, group)

@@ -51,6 +51,7 @@ class Engine:
         timeout: seconds after which a wait for other ranks gives up.
         start_timeout: seconds to wait for all ranks to start.
         site: returns "file:line" of the calling user code, for messages.
+        of: returns whose data the call is about, which all members must agree on.
 
     Attributes:
         sent: payload bytes that went from this rank to others or, where readers fetch them, from others to this rank; each
@@ -60,13 +61,13 @@ class Engine:
     """
 
     def __init__(self, rank: int, size: int, name: str, *, timeout: float = 300.0, start_timeout: float = 120.0,
-                 site: Callable[[], str] = lambda: "?"):
+                 site: Callable[[], str] = lambda: "?", of: Callable[[], str] = str):
         self.rank, self.size, self.sent = rank, size, 0
         fd, links = rendezvous.connect(rank, size, name, start_timeout)
         self._memory = Segment(fd, own=True)
         self._signals = Signals(rank, self._memory, links, timeout)
         self._groups: dict[Ranks, GroupState] = {}
-        self._site = site
+        self._site, self._of = site, of
         self._worker, self._owner = Worker(), Owner()
         self._broken: BaseException | None = None
         self._last: BaseException | None = None
@@ -95,7 +96,8 @@ class Engine:
             async_op: return a `Future` instead of waiting.
         """
         self._owner.check(what)
-        site = self._site().encode()
+        site, of = self._site().encode(), self._of()
+        key = of, key
         if async_op:
             return Future(out, self._worker.submit(lambda: self._run(what, key, about, ranks, body, site)))
         if self._worker.busy:
@@ -109,12 +111,12 @@ class Engine:
             g = self._groups.get(ranks)
             call = g.described.get(key) if g is not None else None
             if call is None:
-                text = f"{what} {about()} over ranks {ranks}".encode()
+                text = f"{what} {key[0]}{': ' if key[0] else ''}{about()} over ranks {ranks}".encode()
                 call = text, zlib.crc32(text)
             self._memory.enter(call[0], site)
             if g is None:
                 g = self._groups[ranks] = self._signals.group(ranks, what)
-            if len(g.described) > 256:  # shapes that never come back
+            if len(g.described) > 4096:  # shapes that never come back
                 g.described.clear()
             g.described[key] = call
             g.turn ^= 1
@@ -385,6 +387,10 @@ class Engine:
     def barrier(self, ranks: Ranks) -> None:
         """Returns when every member has called it."""
         self._do("barrier", ("barrier",), str, ranks, None, lambda g, check: self._signals.sync(g, "barrier", check))
+
+    def agree(self, what: str, ranks: Ranks) -> None:
+        """See `Backend.agree`: a meeting at which nothing is handed over."""
+        self._do("agree", ("agree", what), lambda: what, ranks, None, lambda g, check: self._signals.sync(g, "agree", check))
 
     # -- objects ---------------------------------------------------------------------------------------------------
 

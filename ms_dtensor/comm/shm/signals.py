@@ -370,7 +370,9 @@ class Signals:
             words[me].set(seq)
             self._reach(g, ((1 - me, words[1 - me]),), seq, what)
             if check is not None and g.call_of(1 - me) != check:
-                raise self._mismatch(g, what)
+                error = self._mismatch(g, what)
+                self.sync(g, what)  # who goes on writes over the call that the other is about to read
+                raise error
         elif me:
             words[me].set(seq)
             self._reach(g, ((0, words[0]),), seq, what)
@@ -452,7 +454,8 @@ class Signals:
         if all(text.startswith("exchange") for _, text, _ in calls):
             attempt = f"For '{what}', ranks wait for each other's messages."
         elif not odd:
-            attempt = f"For '{what}', ranks {', '.join(str(call[0]) for call in calls)} made different calls."
+            ops = " and ".join(dict.fromkeys(f"'{text.partition(' ')[0]}'" for _, text, _ in calls if text)) or f"'{what}'"
+            attempt = f"For {ops}, ranks {', '.join(str(call[0]) for call in calls)} made different calls."
         else:
             attempt = f"For '{usual.split(' ')[0]}', rank(s) {', '.join(map(str, odd))} made another call than the rest " \
                       "of the group."

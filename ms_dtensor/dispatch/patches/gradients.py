@@ -32,6 +32,7 @@ _installed = Patched()
 in_this_gradient: weakref.WeakSet = weakref.WeakSet()
 _asked: list[set[int] | None] = []  # of each gradient under way: ids of what it is of; None: of all parameters it meets
 SHARDED_BY = "_ms_dtensor_sharded_by"  # parameter attribute: the name of the `fully_shard` unit that has it; "": ignored
+REDUCED_BY = "_ms_dtensor_reduced_by"  # parameter attribute: weakly, who adds up its gradients (`sharding/reduce.py`)
 # whose frames are there while MindSpore records, or runs what was recorded
 _RECORDERS = {f.__code__ for f in (composite._pynative_func_grad_forward, composite._pynative_func_grad_backward,
                                    nn.Cell._complex_call)}
@@ -68,6 +69,8 @@ def _grad(original):
             return out
         gradients = [out] if out.__class__ is Tensor else leaves(out, Tensor)
         assert len(gradients) == len(layouts), f"{len(gradients)} gradients for {len(layouts)} tensors"
+        if outermost:
+            _deliver(of, gradients)
         if not outermost:  # it may be differentiated again
             recorded = iter([g if layout is None else recorded_gradient(g, layout) for g, layout in zip(gradients, layouts)])
             out = map_leaves(lambda g: next(recorded), out, Tensor)
@@ -77,6 +80,13 @@ def _grad(original):
                 retag(g, summed_gradient(layout))
         return out
     return grad
+
+
+def _deliver(of: list, gradients: list) -> None:
+    """Whoever owes summands of earlier backwards to parameters that this one has not reached adds them now."""
+    owners = {owner: None for x in of if (ref := x.__dict__.get(REDUCED_BY)) is not None and (owner := ref()) is not None}
+    for owner in owners:
+        owner.deliver({id(x): g for x, g in zip(of, gradients)})
 
 
 def asked_for(param) -> bool:

@@ -33,8 +33,8 @@ from ...internals.names import Function, NoFallbackGuard, enabled, executor, no_
 from .. import modes
 from ..operands import local_alias, recording, wrap
 
-# Who has put tensors in the place of parameters. Each has `again(cell)`, inside which it has done so anew for the cells in
-# `cell`, which gives who did.
+# Whose cells run now, outermost first. Each has `again(cell)`, inside which it has put tensors in the place of parameters
+# anew for the cells in `cell`, and which gives who did; and `stands`, whether there are such tensors.
 standing_in: ContextVar[tuple] = ContextVar("ms_dtensor_standing_in", default=())
 # Whether a cell runs its forward again, in the backward.
 recomputing: ContextVar[bool] = ContextVar("ms_dtensor_recomputing", default=False)
@@ -98,7 +98,7 @@ class _Forward:
         self.wanted: list[tuple] = []  # place, shape and dtype of what autograd saved
         self.at = self.number = 0  # how far the second run is in `calls` and `wanted`
         self.kept: tuple[_Kept, list[Tensor]] | None = None  # the kept op at work, and its operands
-        if cell is None and self.present:
+        if cell is None and any(whose.stands for whose in self.present):
             raise ConfigError("For 'recompute', a function inside a sharded cell was given.", str(run),
                               "Its parameters are gathered by cell when it runs again.", "recompute(cell, ...) of a cell")
 

@@ -4,40 +4,58 @@ from __future__ import annotations
 
 from mindspore import Tensor, nn
 
-from .. import comm
-from ..core.mesh import DeviceMesh
-from ..core.placements import Shard
-from ..core.tree import leaves, map_leaves
-from ..errors import LayoutError
-from ..tensor.dtensor import DTensor
-from .layouts import ROOT, count_handed_out, enter, global_shape, taken_back
+from ... import comm
+from ...core.mesh import DeviceMesh
+from ...core.placements import Shard
+from ...core.tree import leaves, map_leaves
+from ...dispatch import modes
+from ...dispatch.operands import LAID_OUT, wrap
+from ...dispatch.patches.recomputed import standing_in
+from ...errors import LayoutError
+from ...tensor.dtensor import DTensor
+from ..layouts import ROOT, count_handed_out, enter, global_shape, taken_back
+
+BATCH = "_ms_dtensor_batch"  # cell attribute: what is done with its inputs, and with its outputs
 
 
-def batch_over(module: nn.Cell, mesh: DeviceMesh, who: str) -> None:
-    """Lets a cell take plain inputs as rows of the global batch, and return DTensors."""
-    batch = _Batch(mesh, who)
+def batch_over(module: nn.Cell, mesh: DeviceMesh, who: str, label: str) -> None:
+    """Lets a cell take plain inputs as rows of the global batch, and return DTensors.
+
+    Rows are what comes from outside into the outermost cell of data parallelism. Inside, a plain tensor is what it is
+    elsewhere: refused beside a DTensor, or replicated where that was asked for; but a style's output is known. Where
+    implicit replication was asked for, it is replicated beside a DTensor among the inputs, too.
+    """
+    batch = _Batch(mesh, who, label)
 
     def before(cell, inputs, kwargs):
         cell.__dict__[ROOT] = count_handed_out()
-        plain = [x for x in (*inputs, *kwargs.values()) if _is_rows(x)]
+        given = inputs, kwargs
+        if standing_in.get() or modes.mode.get().implicit_replication and leaves(given, DTensor):
+            return map_leaves(_known_again, given, Tensor)
+        plain = [x for x in leaves(given, Tensor) if _is_rows(x)]
         shapes = dict(zip(map(id, plain), batch.global_shapes(plain)))
 
         def place(x):
             return enter(x, cell, mesh, {a: Shard(0) for a in mesh.mesh_dim_names}, who, shapes[id(x)],
-                         (inputs, kwargs)) if _is_rows(x) else x
-        return tuple(place(x) for x in inputs), {k: place(x) for k, x in kwargs.items()}
+                         given) if _is_rows(x) else x
+        return map_leaves(place, given, Tensor)
 
     def after(cell, inputs, outputs):
         if all(isinstance(x, DTensor) for x in leaves(outputs, Tensor)):
             return None
-        return map_leaves(lambda x: taken_back(x, cell, cell.__dict__[ROOT]), outputs, Tensor)
-    module.__dict__[ROOT] = 0
+        return map_leaves(lambda x: taken_back(x, cell, cell.__dict__[ROOT], who), outputs, Tensor)
+    module.__dict__[ROOT], module.__dict__[BATCH] = 0, (before, after)
     module.register_forward_pre_hook(before, with_kwargs=True)
     module.register_forward_hook(after)
 
 
 def _is_rows(x) -> bool:
     return isinstance(x, Tensor) and not isinstance(x, DTensor) and x.ndim > 0
+
+
+def _known_again(x: Tensor) -> Tensor:
+    layout = x.__dict__.get(LAID_OUT)
+    return x if layout is None or isinstance(x, DTensor) or layout.local_shape() != tuple(x._shape) else wrap(x, layout)
 
 
 class _Batch:
@@ -47,8 +65,8 @@ class _Batch:
     whether a shape changed. On devices the host waits for that one message; who cannot wait passes DTensors.
     """
 
-    def __init__(self, mesh: DeviceMesh, who: str):
-        self.mesh, self.who = mesh, who
+    def __init__(self, mesh: DeviceMesh, who: str, label: str):
+        self.mesh, self.who, self.label = mesh, who, label
         self.everyone: list = []  # what was told at the last call
         self.shapes: list = []
 
@@ -61,7 +79,7 @@ class _Batch:
         mine = [tuple(x.shape) for x in rows]
         if self.mesh.size() == 1 or not mine:
             return [None] * len(mine)
-        with comm.annotate(src=f"{self.who}: rows of the batch", dst=str(mine)):
+        with comm.annotate(src=f"{self.who}: rows of the batch", dst=str(mine), of=self.label):
             everyone = self.mesh.get_group().all_gather_object(mine)
         if everyone == self.everyone:
             return self.shapes

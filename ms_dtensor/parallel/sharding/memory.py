@@ -17,8 +17,8 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
-from ..comm.packing import numpy_dtype
-from ..comm.protocol import Backend
+from ...comm.packing import numpy_dtype
+from ...comm.protocol import Backend
 
 _SMALL = 512 << 10  # bytes
 Index: TypeAlias = tuple[slice, ...]

@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`fully_shard` and `replicate`: data parallelism whose parameters are cut over the ranks, or whole on each of them.
+
+Both lay a cell's parameters out, make a `Unit` of it (`unit.py`) and let it run as one (`call.py`); nothing here runs in a
+step. The batch is laid out alike (`batch.py`), and so is the meaning: the loss, computed on DTensors, is that of the global
+batch, and gradients are those of one device; nothing is scaled by a world size.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from types import MethodType
+from typing import Any
+
+from mindspore import Parameter, Tensor, nn
+
+from ...core.layout import Layout
+from ...core.mesh import DeviceMesh
+from ...core.placements import REPLICATE, Placement, Shard
+from ...dispatch.operands import dtype_name, local_alias, wrap
+from ...dispatch.patches.gradients import SHARDED_BY
+from ...dispatch.replaced import current
+from ...errors import ConfigError, LayoutError
+from ...internals.names import NoFallbackGuard
+from ...internals.target import on_cpu
+from ...redistribute.boxes import relative
+from ...redistribute.execute import slice_local
+from ...tensor import deferred_init
+from ...tensor.distribute import distribute_parameter, like_parameter, set_parameter
+from ...tensor.dtensor import DTensor
+from ..layouts import OUTER, replicated_over, union_mesh
+from ..precision import MixedPrecisionPolicy
+from .batch import batch_over
+from .call import UNIT, runs_as_unit
+from .memory import CPUOffloadPolicy, OffloadPolicy
+from .methods import METHODS
+from .unit import Unit, gathered
+
+_BUCKET_MB = 25  # of gradients that are reduced together
+_OVER = "_ms_dtensor_replicated_over"  # parameter attribute: axes that replicate has dealt with
+Slots = list[tuple[nn.Cell, str, Parameter]]
+
+
+def fully_shard(module: nn.Cell | Sequence[nn.Cell], *, mesh: DeviceMesh, reshard_after_forward: bool | int = True,
+                shard_placement_fn: Callable[[Parameter], Placement | None] | None = None,
+                mp_policy: MixedPrecisionPolicy | None = None, offload_policy: OffloadPolicy | None = None,
+                ignored_params: Iterable[Parameter] = ()):
+    """Cuts a cell's parameters over a data axis, in place, gathering them while the cell runs (FSDP2, HSDP).
+
+    Apply it to each block and then to the model: one call's parameters are gathered in one collective before its cell
+    runs (forward, and again for the backward), and their gradients reduced in one; the model's own are kept between
+    forward and backward. Tensor-parallel styles come before it.
+
+    Args:
+        module: the cell, or a list of cells that run one after another and are gathered together; parameters that inner
+            calls took are left to them. Plain parameters, DTensors of styles, tied and frozen ones, and deferred ones
+            (`no_init_parameters`), of which only shards are made.
+        mesh: one axis, over which parameters are cut, or several of a mesh as one, `mesh["dp", "ep"].flatten("data")`; or
+            two: they are copied over the first and cut over the second (HSDP).
+        reshard_after_forward: whether the whole parameters are given back between forward and backward. A number n: each
+            rank keeps an n-th meanwhile, and the backward gathers among n neighbours on the axis, of one node, say.
+        shard_placement_fn: `param -> Shard(dim)`; or `Replicate()`, where each rank keeps it whole and its gradient is
+            all-reduced; or None for dim 0 (of a fused projection, whose dim 0 is cut by parts, dim 1).
+        mp_policy: `MixedPrecisionPolicy`: dtypes of computing, of reducing gradients, and of what the cell returns.
+        offload_policy: `CPUOffloadPolicy()` keeps parameters, gradients and optimizer state in host memory. On a CPU they
+            are there: it changes nothing. On devices it is refused.
+        ignored_params: parameters to leave as they are; others than the cell's own mean nothing.
+
+    Returns:
+        The same cell or list; each cell with the methods `unshard(async_op=False)` and `reshard()` (gather now and keep;
+        give back), `set_requires_gradient_sync(bool, recurse=True)` (False: the gradients asked for are added up on each
+        rank, and handed out as zeros, until a step with True), `set_requires_all_reduce(bool, recurse=True)` (the same for
+        the ranks that have copies), `forget_gradients(recurse=True)` (drops these),
+        `set_modules_to_forward_prefetch(cells)`, `set_modules_to_backward_prefetch(cells)` and
+        `set_reshard_after_forward(bool, recurse=True)`. Parameters are DTensors, cut; so are their gradients. Plain inputs
+        of the outermost cell are this rank's rows of the global batch, as for `replicate`.
+
+    Raises:
+        LayoutError: the cell was sharded before; a parameter is laid out over the axis already; a dim it does not have.
+        ConfigError: a mesh of more than two axes; a number of neighbours that does not divide the axis; offloading on a
+            device. Later, by a forward: a parameter of the cell was replaced, or taken out.
+
+    A step that raises leaves nothing behind; what was gathered up without synchronising is forgotten with it, so begin again
+    with the first micro-batch. What raises between two steps does not: call `forget_gradients()`.
+
+    The meaning is that of `torch.distributed.fsdp.fully_shard`.
+
+    Example:
+        >>> import ms_dtensor as md
+        >>> from mindspore import nn
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+        >>> net = nn.SequentialCell(nn.Dense(4, 8), nn.ReLU(), nn.Dense(8, 2))
+        >>> for cell in (net[0], net[2], net):
+        ...     _ = md.fully_shard(cell, mesh=mesh)
+        >>> net[0].weight
+        DTensor(Parameter '0.weight', f32[8@dp, 4], mesh=(dp=1), rank 0 holds [8, 4])
+    """
+    cells, ignored_params = list(module) if isinstance(module, list | tuple) else [module], list(ignored_params)
+    _check_kinds("fully_shard", cells, mesh, mp_policy, ignored_params)
+    if not isinstance(offload_policy, OffloadPolicy | None):
+        raise _unfit("fully_shard", "offload_policy", offload_policy, OffloadPolicy | None)
+    if mesh.ndim > 2:
+        raise ConfigError(f"For 'fully_shard', 'mesh' has {mesh.ndim} axes.", f"mesh({mesh.describe()})",
+                          "One axis cuts; one before it may copy.", 'pass mesh["dp"], or mesh["replicate", "shard"]')
+    if isinstance(offload_policy, CPUOffloadPolicy) and not on_cpu():
+        raise ConfigError("For 'fully_shard', 'CPUOffloadPolicy' is for CPUs only.", f"mesh({mesh.describe()})",
+                          "A MindSpore Parameter lies where its device is.", "more ranks, or optimizer state of fewer bytes")
+    neighbours = _neighbours(mesh, reshard_after_forward)
+    data = _unflattened(mesh)
+    cut = 1 if mesh.ndim == 2 else data.ndim
+    for p in map(current, ignored_params):
+        p.__dict__.setdefault(SHARDED_BY, "")
+    ignored = {id(current(p)) for p in ignored_params}
+    found = [slot for slot in _slots(cells) if id(slot[2]) not in ignored]
+    slots = [slot for slot in found if not slot[2].__dict__.get(SHARDED_BY)]
+    whole = _whole_mesh("fully_shard", found, data)
+    targets = {id(p): _target(p, data, cut, whole, shard_placement_fn) for _, _, p in slots}  # refuses before anything moves
+    name = type(cells[0]).__name__
+
+    def make(p: Parameter) -> Parameter:
+        out = _sharded(p, data, targets[id(p)])
+        out.__dict__[SHARDED_BY] = name
+        return out
+    mine = _lay_out(cells, found, {id(p) for _, _, p in slots}, make, data, whole)
+    _make_unit("fully_shard", cells, mine, data, cut, neighbours, mp_policy, _BUCKET_MB)
+    return module
+
+
+def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = _BUCKET_MB,
+              mp_policy: MixedPrecisionPolicy | None = None, zero1: bool = False,
+              ignored_modules: Iterable[nn.Cell] = ()) -> nn.Cell:
+    """Makes a cell data parallel over an axis, in place; after tensor-parallel styles, which refuse a replicated cell.
+
+    Args:
+        module: the model. Parameters and buffers that are DTensors (on `mesh["tp"]`, say) move to the common mesh of
+            both, replicated over the new axis; values are those of its coordinate 0.
+        mesh: one axis of a mesh, e.g. `mesh["dp"]`, or several as one, `mesh["dp", "ep"].flatten("data")`.
+        bucket_mb: gradients are reduced together in buckets of this many MiB; 0 reduces each by itself.
+        mp_policy: in which dtypes the cell computes and gradients are reduced, see `MixedPrecisionPolicy`.
+        zero1: divide the optimizer's work and state over the axis (ZeRO-1): each rank reduces, updates and hands out its
+            part of the parameters. The bytes are the same, one all-gather and one reduce-scatter a step; parameters are
+            DTensors cut over the axis, whole between a step's forward and backward. It is `fully_shard` of the whole cell
+            with `reshard_after_forward=False`; call that block by block where communication is to overlap.
+        ignored_modules: cells inside whose parameters and buffers are left as they are.
+
+    Returns:
+        The same cell, with the methods of `fully_shard`, of which `set_requires_gradient_sync` and `forget_gradients` are
+        the ones of use here. Plain inputs of the outermost cell are taken as this rank's rows of the global batch
+        (`Shard(0)`), also within tuples, dicts and dataclasses; the ranks tell each other the sizes at every call (one small
+        message, on devices a wait of the host; none for DTensors, as `DTensor.from_local` makes them): the last ranks may
+        have fewer rows, as chunks do. Outputs are DTensors, also where a style inside hands out plain tensors, so compute
+        the loss on them: its value and gradients are those of the global batch. A loss cell is replicated in the same way:
+        its plain labels are this rank's rows, on whatever larger mesh the logits live.
+
+    Raises:
+        LayoutError: the cell was made data parallel before; a parameter is laid out over the axis already.
+
+    Example:
+        >>> import ms_dtensor as md
+        >>> from mindspore import nn
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+        >>> md.replicate(nn.Dense(4, 2), mesh=mesh).weight
+        DTensor(Parameter 'weight', f32[2, 4], mesh=(dp=1), rank 0 holds [2, 4])
+    """
+    ignored_modules = list(ignored_modules)
+    _check_kinds("replicate", [module], mesh, mp_policy, ())
+    for cell in ignored_modules:
+        if not isinstance(cell, nn.Cell):
+            raise _unfit("replicate", "ignored_modules", cell, nn.Cell)
+    apart = {id(c) for cell in ignored_modules for _, c in cell.cells_and_names()}
+    if zero1:
+        return fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=mp_policy, ignored_params=[
+            p for cell in ignored_modules for p in cell.get_parameters()])
+    data = _unflattened(mesh)
+    names = data.mesh_dim_names
+    found = [slot for slot in _slots([module]) if id(slot[0]) not in apart]
+    for _, _, p in found:
+        cut = [a for a, q in _placed(p).items() if a in names and not q.is_replicate()]
+        if cut:
+            raise LayoutError(f"For 'replicate', parameter '{p.name}' is laid out over '{cut[0]}' already.",
+                              p.layout.describe(), "A parameter is copied or cut over an axis, not both.",
+                              "fully_shard(module, mesh=...) for a cell of which some parameters are cut")
+    whole = _whole_mesh("replicate", found, data)
+    new = {id(p) for _, _, p in found if not set(names) <= set(p.__dict__.get(_OVER, ()))}  # else a tied cell has been here
+
+    def make(p: Parameter) -> Parameter:
+        out = replicated_over(p, data, whole)
+        out.__dict__[_OVER] = (*out.__dict__.get(_OVER, ()), *names)
+        return out
+    mine = _lay_out([module], found, new, make, data, whole, apart)
+    _make_unit("replicate", [module], mine, data, data.ndim, 0, mp_policy, bucket_mb)
+    return module
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+
+
+def _unfit(who: str, what: str, value, kinds) -> ConfigError:
+    return ConfigError(f"For '{who}', '{what}' does not take {value!r}.", type(value).__name__,
+                       f"It takes: {getattr(kinds, '__name__', kinds)}.", "call it for each cell of a list")
+
+
+def _check_kinds(who: str, cells: list, mesh, mp_policy, params: Iterable) -> None:
+    for what, value, kinds in (*(("module", cell, nn.Cell) for cell in cells or [None]), ("mesh", mesh, DeviceMesh),
+                               ("mp_policy", mp_policy, MixedPrecisionPolicy | None),
+                               *(("ignored_params", p, Parameter) for p in params)):
+        if not isinstance(value, kinds):
+            raise _unfit(who, what, value, kinds)
+    if len({id(cell) for cell in cells}) < len(cells):
+        raise ConfigError(f"For '{who}', a cell is twice in the list.", ", ".join(type(cell).__name__ for cell in cells),
+                          "A unit has each of its cells once.", "leave it out the second time")
+    for cell in cells:
+        if UNIT in cell.__dict__ and (who == "fully_shard" or cell.__dict__[UNIT].who == "fully_shard"):
+            raise LayoutError(f"For '{who}', this {type(cell).__name__} was sharded already.", f"mesh({mesh.describe()})",
+                              "Its parameters would be gathered twice.", "call it once for each cell, blocks first")
+
+
+def _neighbours(mesh: DeviceMesh, reshard_after_forward: bool | int) -> int:
+    """Among how many ranks of the axis the backward gathers; 0: it does not."""
+    size = mesh.shape[-1]
+    if isinstance(reshard_after_forward, bool):
+        return size if reshard_after_forward else 0
+    if not isinstance(reshard_after_forward, int) or reshard_after_forward < 1 or size % reshard_after_forward:
+        raise ConfigError(f"For 'fully_shard', 'reshard_after_forward' = {reshard_after_forward!r} is out of range.",
+                          f"mesh({mesh.describe()})", f"A bool, or a number that divides the {size} ranks of the axis.",
+                          "reshard_after_forward=True")
+    return reshard_after_forward if reshard_after_forward > 1 else 0
+
+
+# -- where parameters go -----------------------------------------------------------------------------------------------
+
+
+def _unflattened(mesh: DeviceMesh) -> DeviceMesh:
+    """The axes that a flattened one stands for: parameters on other axes know these."""
+    names = [a for name in mesh.mesh_dim_names for a in mesh.root.expand_axes(name)]
+    return mesh if names == list(mesh.mesh_dim_names) else mesh.root[tuple(names)]
+
+
+def _slots(cells: list[nn.Cell]) -> Slots:
+    held = {id(c): c for cell in cells for _, c in cell.cells_and_names()}
+    return [(c, key, current(p)) for c in held.values() for key, p in c._params.items() if p is not None]
+
+
+def _placed(p: Parameter) -> dict[str, Placement]:
+    return dict(zip(p.device_mesh.mesh_dim_names, p.placements)) if isinstance(p, DTensor) else {}
+
+
+def _whole_mesh(who: str, slots: Slots, data: DeviceMesh) -> DeviceMesh:
+    whole = data
+    for _, _, p in slots:
+        if isinstance(p, DTensor):
+            whole = union_mesh(p.device_mesh, whole, who)
+    return whole
+
+
+def _target(p: Parameter, data: DeviceMesh, cut: int, whole: DeviceMesh, placement_fn) -> Layout:
+    """Where a parameter goes: as it lies on other axes, then cut over the last axes of `data`."""
+    layout, placed = p.layout if isinstance(p, DTensor) else None, _placed(p)
+    order = [] if layout is None else [layout.mesh.mesh_dim_names[a] for a in layout.order]
+    axes = data.mesh_dim_names[data.ndim - cut:]
+    doubly = [a for a in data.mesh_dim_names if not placed.get(a, REPLICATE).is_replicate()]
+    shape = tuple(p.shape)
+    default: Placement = Shard(0) if shape else REPLICATE  # a number is kept by every rank
+    if layout is not None and any(f.dim == 0 for _, f in layout.fused):  # a dim that is cut by parts is cut once
+        default = Shard(1) if len(shape) > 1 else REPLICATE
+    where = placement_fn(p) if placement_fn is not None and shape else None
+    where = default if where is None else where
+    if not isinstance(where, Placement):
+        raise ConfigError(f"For 'fully_shard', 'shard_placement_fn' gave {where!r} for parameter '{p.name}'.",
+                          f"{list(shape)}", "It gives a placement, or None for dim 0.", ("Shard(dim)", "Replicate()"))
+    if doubly or where.is_partial() or isinstance(where, Shard) and not -len(shape) <= where.dim < len(shape):
+        raise LayoutError(f"For 'fully_shard', parameter '{p.name}' cannot be cut over '{axes[-1]}'.",
+                          f"{list(shape)} as {where}" if layout is None else layout.describe(),
+                          f"It is laid out over '{doubly[0]}' already." if doubly else "It has no such dim.",
+                          ("pass it in ignored_params=", "give its dim by shard_placement_fn=lambda p: Shard(dim)"))
+    placed |= dict.fromkeys(axes, where)
+    dtype = dtype_name(p.dtype) if layout is None else layout.dtype
+    return Layout(whole, {a: placed.get(a, REPLICATE) for a in whole.mesh_dim_names}, shape, dtype,
+                  [*order, *(a for a in whole.mesh_dim_names if a not in order)])
+
+
+def _sharded(p: Parameter, data: DeviceMesh, target: Layout) -> Parameter:
+    if not isinstance(p, DTensor):
+        return distribute_parameter(p, target.mesh, list(target.placements))
+    group, local = data.get_group(), local_alias(p)
+    if group.size > 1:
+        local = group.broadcast(local, group.ranks[0])
+    axes = [target.mesh.axis_index(a) for a in data.mesh_dim_names]
+    with NoFallbackGuard():
+        cut = slice_local(local, relative(target.local_box(), gathered(target, axes).local_box()), copy=True)
+    return like_parameter(wrap(cut, target), p)
+
+
+def _lay_out(cells: list[nn.Cell], slots: Slots, wanted: set[int], make: Callable[[Parameter], Parameter],
+             data: DeviceMesh, whole: DeviceMesh, apart: Iterable[int] = ()) -> Slots:
+    """Puts what `make` gives for the wanted parameters into their slots, which it returns; and lays buffers out."""
+    for cell in cells:
+        deferred_init.remember(cell, whole, 0)
+    made: dict[int, Parameter] = {}
+    mine: Slots = []
+    for cell, key, p in slots:
+        if id(p) in wanted and id(p) not in made:
+            made[id(p)] = make(p)
+        set_parameter(cell, key, made.get(id(p), p))  # one that an inner unit took may be tied to this slot
+        if id(p) in made:
+            mine.append((cell, key, made[id(p)]))
+    for cell in {id(c): c for top in cells for _, c in top.cells_and_names() if id(c) not in apart}.values():
+        for key, buffer in list(getattr(cell, "_buffers", {}).items()):
+            if isinstance(buffer, Tensor) and not (isinstance(buffer, DTensor) and buffer.device_mesh == whole):
+                cell._buffers[key] = replicated_over(buffer, data, whole)
+        cell.__dict__[OUTER] = (whole, dict.fromkeys(data.mesh_dim_names, Shard(0)))
+    return mine
+
+
+def _make_unit(who: str, cells: list[nn.Cell], slots: Slots, data: DeviceMesh, cut: int, neighbours: int, mp_policy,
+               bucket_mb: float) -> None:
+    unit = Unit(who, cells, slots, data, cut, neighbours, mp_policy or MixedPrecisionPolicy(), bucket_mb)
+    for cell in cells:
+        given: Any = cell.__dict__["construct"].__func__ if "construct" in cell.__dict__ else type(cell).construct
+        cell.__dict__[UNIT] = unit
+        cell.__dict__["construct"] = MethodType(runs_as_unit(given), cell)
+        for method in METHODS:
+            cell.__dict__[method.__name__] = MethodType(method, cell)
+        batch_over(cell, data, who, unit.label)

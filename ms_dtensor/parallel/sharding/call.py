@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run of a unit's cell, and when the unit's parameters are whole for it: in the forward, and again in the backward.
+
+One autograd node, `Unshard`, stands for all trainable cut parameters: forward it hands out whole tensors that lie in the
+unit's memory, backward it has all their gradients at once. Autograd says when that is. So a parameter that is used past its
+unit is an ordinary cut DTensor there, and right. The memory is given back between forward and backward. Who fills it again:
+`PreBackward`, a node behind the cell's outputs; and, for gradients that come past the outputs, a hook on the result of every
+op that reads a whole parameter (`dispatch/op_plan.py`). The outermost call is the step: it knows in which order units ran.
+"""
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from mindspore import Tensor, nn
+
+from ...comm.packing import write
+from ...core.tree import map_leaves
+from ...dispatch.cotangent import as_copy
+from ...dispatch.memo import memo_of
+from ...dispatch.operands import LAID_OUT, local_alias, wrap
+from ...dispatch.patches.gradients import in_this_gradient
+from ...dispatch.patches.recomputed import recomputing, standing_in
+from ...errors import LayoutError, OpRuleError
+from ...internals.names import Function, NoFallbackGuard, executor, recording
+from ...internals.target import on_cpu
+from ...redistribute.execute import redistribute_local
+from ...tensor.dtensor import DTensor
+from .reduce import in_order
+from .stand_in import lend, standing
+from .unit import State, Unit, refresh_kept
+
+UNIT = "_ms_dtensor_unit"  # cell attribute: its `Unit`
+
+
+def runs_as_unit(given: Callable) -> Callable:
+    """A method of a unit's cell, `construct` as a rule: inside it the parameters are whole."""
+    @functools.wraps(given)
+    def run(cell: nn.Cell, *args, **kwargs):
+        unit: Unit = cell.__dict__[UNIT]
+        args, kwargs = unit.policy.cast_inputs(args, kwargs)
+        call = Call.of(unit, cell)
+        with call.running(cell):
+            outputs = map_leaves(call.apart, given(cell, *args, **kwargs), Tensor)
+        outputs = unit.policy.cast_output(outputs)
+        return map_leaves(call.entrance, outputs, Tensor) if call.recorded else outputs
+    return run
+
+
+def units_of(cell: nn.Cell) -> list[Unit]:
+    """The units of a cell and of cells inside, each once, in an order that all ranks have."""
+    return list({c.__dict__[UNIT]: None for _, c in cell.cells_and_names() if UNIT in c.__dict__})
+
+
+class Call:
+    """One run of a unit's cell, or of its cells one after another; a recorded one has a backward, too."""
+
+    def __init__(self, unit: Unit):
+        self.unit, self.recorded = unit, recording()
+        self.ran: list[nn.Cell] = []
+        self.stand_ins: dict[int, Tensor] = {}  # while cells run, by id of the parameter
+        self.before: Call | None = None  # in the step
+        self.later: Unit | None = None  # whose call came after it
+        self.read: list[str] = []  # parameters, in the order in which recorded ops have read them
+        # if this is the step: units in the order of their calls, the last call, those of several cells
+        self.order, self.last, self.shared = list[str](), self, dict[Unit, Call]()
+
+    @property
+    def stands(self) -> bool:
+        """Whether other tensors stand in the place of parameters."""
+        return bool(self.unit.standing)
+
+    @classmethod
+    def of(cls, unit: Unit, cell: nn.Cell) -> Call:
+        """A new one, but for a cell that runs as one unit with others that have run."""
+        around = standing_in.get()
+        if len(unit.cells) > 1 and around:
+            call = around[0].shared.get(unit)
+            if call is not None and cell not in call.ran:
+                return call
+            around[0].shared[unit] = call = cls(unit)
+            return call
+        return cls(unit)
+
+    # -- forward -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def running(self, cell: nn.Cell) -> Iterator[None]:
+        """The slots of the cell hold whole tensors inside."""
+        unit, around, again = self.unit, standing_in.get(), recomputing.get()
+        inside = {id(c) for _, c in cell.cells_and_names()}
+        slots = [slot for slot in unit.standing if id(slot[0]) in inside] if unit.cells[1:] else unit.standing
+        unit.check(slots)
+        root = not around and not again
+        if root:
+            _begin(cell)
+        if not self.ran:
+            when = self._note_order(around[0] if around else self, again)
+            unit.unshard("backward" if again else "forward", when)
+            for other in () if again else unit.forward_targets():
+                other.prefetch("forward", when)
+            self.stand_ins = self._made(unit.standing)
+        token = standing_in.set((*around, self))
+        try:
+            with standing(slots, self.stand_ins, self._write_back, self._renew):
+                yield
+        finally:
+            standing_in.reset(token)
+        self.ran.append(cell)
+        if root:
+            self._end_step(cell)
+        elif len(self.ran) < len(unit.cells):
+            return
+        lend(self, (w for k, w in self.stand_ins.items() if k in unit.place))
+        self.stand_ins = {}  # they know the call, in memory that Python does not see
+        wanted = unit.reshards and not (root and len(units_of(cell)) > 1) and not again and not unit.entered
+        if not self.recorded or wanted:
+            unit.reshard(keep_part=self.recorded)
+
+    def _note_order(self, step: Call, again: bool) -> str:
+        """Which call of the step this is, for the comparison between ranks: they may not come to cells in another order."""
+        if again:
+            return ""
+        step.order.append(self.unit.label)
+        if step is not self:
+            self.before, step.last = step.last, self
+            self.before.later = self.before.unit.next = self.unit
+        return f"at call {len(step.order)} of the step, {self.unit.label}"
+
+    def _end_step(self, cell: nn.Cell) -> None:
+        """What was gathered ahead for cells that did not run goes; and all ranks have come to the same cells."""
+        for unit in units_of(cell):
+            if unit.state is State.GATHERING:
+                unit.reshard(forced=True)
+        self.unit.mesh.get_group().agree(f"cells that ran: {in_order(self.order)}")
+
+    def _made(self, slots: list) -> dict[int, Tensor]:
+        """What stands in the slots, by id of the parameter; recorded where a gradient is asked for."""
+        unit, params = self.unit, {id(p): p for _, _, p in slots}
+        trained = {k: p for k, p in params.items() if self.recorded and p.requires_grad and k in unit.place}
+        out: dict[int, Tensor] = {}
+        with NoFallbackGuard():
+            nodes = Unshard.apply(self, tuple(unit.place[k] for k in trained), *trained.values()) if trained else ()
+            of = dict(zip(trained, nodes if isinstance(nodes, tuple) else (nodes,)))
+        for k, p in params.items():
+            if k not in unit.place:
+                out[k] = unit.policy.copy_of(p)
+            else:
+                b, i = unit.place[k]
+                block = unit.blocks[b]
+                held, layout, kind = block.tensor(i), block.whole[i], block.reduce_dtype
+                out[k] = wrap(held, layout) if k not in of else _connected(
+                    of[k], held, layout, unit.partial_on[k], None if kind == block.dtype else kind)
+            if out[k] is not p:
+                out[k].inited_param = p  # which cells then list in its place
+        if self.recorded:
+            lend(self, (w for k, w in out.items() if k in unit.place))
+        return out
+
+    def _write_back(self, key: int, x: Tensor) -> None:
+        if key in self.unit.place:
+            b, i = self.unit.place[key]
+            self.unit.blocks[b].write_own(i)
+        else:
+            write(local_alias(x.inited_param), local_alias(x))
+
+    def overwrite(self, param, local: Tensor) -> None:
+        """What a cell assigns to what stands for a cut parameter goes into the memory; autograd is not told."""
+        b, i = self.unit.place[id(param)]
+        self.unit.blocks[b].overwrite(i, local)
+
+    def _renew(self, x: Tensor) -> None:
+        """A parameter was written while `x` stands for it."""
+        if id(x.inited_param) in self.unit.place:
+            self.unit.unshard("forward")
+        else:
+            write(local_alias(x), local_alias(x.inited_param))
+
+    @contextmanager
+    def again(self, cell: nn.Cell) -> Iterator[Call]:
+        """The whole tensors stand once more in the slots of a cell, which runs again in the backward."""
+        cells = {id(c) for _, c in cell.cells_and_names()} if cell is not None else ()  # a function, where nothing stands
+        slots = [slot for slot in self.unit.standing if id(slot[0]) in cells]
+        call = Call(self.unit)
+        self.enter()
+        with standing(slots, call._made(slots), call._write_back, call._renew):
+            yield call
+
+    def apart(self, x: Tensor) -> Tensor:
+        """An output, with memory of its own: not that of gathered parameters, which goes."""
+        unit = self.unit
+        if on_cpu():
+            lies = any(block.holds(x) for block in unit.blocks)
+        else:  # its address would wait for the device
+            seen = x
+            while isinstance(seen, DTensor) and seen._memo is not None and seen._memo.view_of is not None:
+                seen = seen._memo.view_of[0]
+            lies = getattr(getattr(seen, "_memo", None), "lent", None) is not None
+        return x * 1 if lies else x
+
+    def entrance(self, x: Tensor) -> Tensor:
+        """An output behind a node that gathers the parameters again when its gradient arrives."""
+        if not x._requires_grad or not x.is_floating_point() or not self.unit.blocks:
+            return x
+        with NoFallbackGuard():
+            out = PreBackward.apply(x, self)
+        if isinstance(x, DTensor):
+            out = wrap(out, x.layout)
+        elif LAID_OUT in x.__dict__:
+            out.__dict__[LAID_OUT] = x.__dict__[LAID_OUT]
+        return out
+
+    # -- backward ----------------------------------------------------------------------------------------------------
+
+    def enter(self, param=None, version: int = 0, grad: Tensor | None = None) -> None:
+        """The backward is about to read the whole parameters; a hook of what was computed of one of them, too.
+
+        Raises:
+            OpRuleError: it was written meanwhile in a way that MindSpore refuses.
+        """
+        unit = self.unit
+        if param is not None and memo_of(param).versioned != version:
+            raise OpRuleError(f"For 'fully_shard', the backward needs parameter '{param.name}', which was written since.",
+                              f"{param.layout.describe()} of {unit.name}", "As in MindSpore, what `copy_` and the like "
+                              "write between a use and its backward would change the gradient.",
+                              ("ops.assign(parameter, value)", "write it before its cell runs, or after the gradient"))
+        if self in unit.entered and unit.state is State.WHOLE:
+            return
+        later = self.later
+        if self not in unit.entered and later is not None and later is not unit and later.entered and not later.trains():
+            later.end_backward()  # of frozen parameters no gradient says that they are done with
+        unit.entered[self] = None
+        executor.queue_backward_final_callback(unit.end_backward)
+        unit.unshard("backward")
+        ahead = unit.backward_prefetch
+        for other in ahead if ahead is not None else [self.before.unit] if self.before is not None else ():
+            other.prefetch("backward")
+
+    def leave(self) -> None:
+        """All of the parameters' gradients are there."""
+        unit = self.unit
+        if self not in unit.entered and not unit.whole:
+            raise LayoutError(f"For 'fully_shard', the backward reached {unit.name} past the cell's outputs.",
+                              f"{sum(len(b.params) for b in unit.blocks)} parameters, given back after the forward",
+                              "Local tensors of them were used, and lead to the loss by a way that nobody saw.",
+                              ("reshard_after_forward=False for this cell",
+                               "return all tensors that the loss depends on, in tuples, lists, dicts or dataclasses"))
+        unit.entered.pop(self, None)
+        if not unit.entered:
+            unit.reshard()
+
+
+def _begin(cell: nn.Cell) -> None:
+    """A step begins."""
+    units = units_of(cell)
+    for unit in units:
+        unit.begin()
+    refresh_kept(units)
+    if recording():
+        in_this_gradient.update(units)
+
+
+def _connected(node: Tensor, data: Tensor, layout, partial_on: tuple[int, ...], reduce_dtype):
+    """What the node handed out as a DTensor: it expects summands of the cotangent, which is reduced on other axes."""
+    if reduce_dtype is None:
+        summand = layout.gradient(partial_on)
+        out = wrap(redistribute_local(node, layout, layout, layout.gradient(), summand, data=node), layout)
+        memo_of(out).source = node, layout, summand
+        return out
+    stand_in = wrap(node, layout)
+    memo_of(stand_in).partial_grad_axes = partial_on
+    out = wrap(as_copy(data, stand_in, reduce_dtype, layout.gradient()), layout)
+    memo_of(out).copy_of = stand_in, reduce_dtype
+    return out
+
+
+class Unshard(Function):
+    """A unit's trainable cut parameters, whole; the one node whose backward has all their gradients."""
+
+    @staticmethod
+    def forward(ctx, call: Call, numbers: tuple[tuple[int, int], ...], *params):
+        ctx.call, ctx.numbers = call, numbers
+        return tuple(call.unit.blocks[b].handed_out(i, call.unit.whole) for b, i in numbers)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        call: Call = ctx.call
+        if recording():
+            raise OpRuleError("For 'fully_shard', a derivative of a parameter's gradient was asked for.", call.unit.name,
+                              "Gradients of sharded parameters are reduced outside autograd.",
+                              ("distribute_module(cell, device_mesh) instead of fully_shard()",
+                               "take the inner gradient with respect to the inputs"))
+        call.leave()
+        return None, None, *call.unit.reduction.whole(ctx.numbers, grads, f"read: {in_order(call.read)}")
+
+
+class PreBackward(Function):
+    """An output of a unit's cell; its gradient is as a rule the first to arrive in the backward."""
+
+    @staticmethod
+    def forward(ctx, x, call: Call):
+        ctx.call = call
+        return x.view(x._shape)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.call.enter()
+        return grad, None

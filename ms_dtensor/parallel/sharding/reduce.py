@@ -1,0 +1,350 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When the gradients of a unit are added up over ranks: now, when the backward ends, or in a later backward.
+
+Whole gradients of cut parameters come from the unit's node (`call.py`) and are reduced to shards, on a device while the
+backward goes on. Of kept parameters each rank's summand comes to a hook, which puts it in its place in a bucket; buckets are
+reduced when the backward ends, on a device as soon as they are full. What is completed that late is written into what the
+caller of the gradient was handed, and then the hooks run that users registered. Without synchronisation summands are owed:
+added up on each rank, zeros handed out, until a backward that synchronises; what that one does not reach by itself is
+delivered at its end (`deliver`). Invariant: where a gradient goes is fixed when the unit is made; the order in which
+gradients arrive is only compared between ranks.
+"""
+from __future__ import annotations
+
+import itertools
+import math
+import weakref
+import zlib
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import mindspore as ms
+from mindspore import Tensor
+
+from ... import comm
+from ...comm.packing import copy, numpy_dtype, write
+from ...dispatch.memo import memo_of
+from ...dispatch.patches.gradients import REDUCED_BY, asked_for
+from ...dispatch.patches.hooks import run_hooks
+from ...errors import OpRuleError
+from ...internals.names import NoFallbackGuard, executor, recording
+from ...internals.target import on_cpu
+from ...redistribute.cost import nbytes
+
+if TYPE_CHECKING:
+    from .unit import Unit
+
+# what has arrived in the backward under way, to be completed at its end: the reductions, and names in order of arrival
+_open: ContextVar[tuple[dict, list[str]] | None] = ContextVar("ms_dtensor_backward", default=None)
+
+
+class Bucket:
+    """Gradients of kept parameters of one dtype, one behind another in one piece of memory.
+
+    Args:
+        label: of the unit, and which bucket it is.
+        params: DTensor Parameters.
+        group: the ranks to sum over.
+        dtype: in which to add up; None: that of the gradients.
+    """
+
+    def __init__(self, label: str, params: list, group, dtype):
+        self.label, self.group, self.dtype = label, group, dtype
+        self.shapes = [p.local_shape for p in params]
+        self.sizes = [math.prod(shape) for shape in self.shapes]
+        self.starts = [0, *itertools.accumulate(self.sizes)]
+        self.on_host = group.backend.on_host
+        self.params = [weakref.ref(p) for p in params]
+        self.handed: dict[int, Tensor] = {}  # what the caller of the gradient gets, by number
+        self.places: dict[int, Tensor] = {}  # theirs in `flat`
+        self.flat: Any = None  # new for every backward
+        self.work: comm.Work | None = None  # the reduction, once it has begun
+
+    def put(self, number: int, grad: Tensor) -> Tensor:
+        """The gradient as the caller gets it, storage of its own into which the sum is written later."""
+        if number in self.handed:  # left behind by a backward that raised
+            self.forget()
+        dtype = self.dtype or grad.dtype
+        if self.flat is None:
+            self.flat = self._memory(self.starts[-1], dtype)
+        place = self.places[number] = self._place(number, self.starts[number])
+        write(place, grad)
+        self.handed[number] = own = place if dtype == grad.dtype else copy(grad)
+        if len(self.handed) == len(self.params) and not self.on_host:
+            self.begin("")
+        return own
+
+    def _place(self, number: int, at: int) -> Tensor:
+        shape, n = self.shapes[number], self.sizes[number]
+        if self.on_host:
+            return Tensor.from_numpy(self.flat.asnumpy()[at:at + n].reshape(shape))
+        return ms.mint.reshape(ms.mint.narrow(self.flat, 0, at, n), shape)
+
+    def _memory(self, elements: int, dtype) -> Tensor:
+        if self.on_host:
+            return Tensor.from_numpy(self.group.backend.buffer(elements, numpy_dtype(dtype)))
+        return ms.mint.empty((elements,), dtype=dtype)
+
+    def begin(self, seen: str) -> None:
+        """Begins to reduce what has arrived, side by side in the order of the parameters."""
+        if self.work is not None:
+            return
+        if len(self.handed) < len(self.params):
+            apart, at = self.places, 0
+            self.flat = self._memory(sum(self.sizes[i] for i in apart), self.flat.dtype)
+            self.places = {}
+            for i in sorted(apart):
+                self.places[i] = self._place(i, at)
+                write(self.places[i], apart[i])
+                at += self.sizes[i]
+        with comm.annotate(phase="backward", src="gradient bucket", dst="gradient bucket", of=self.label + seen):
+            self.work = self.group.all_reduce_(self.flat, "sum")
+
+    def finish(self) -> list[tuple[Any, Tensor]]:
+        """(parameter, gradient) of all that had arrived, added up; the bucket is empty again."""
+        handed, places = self.handed, self.places
+        self.forget()
+        for i, own in handed.items():
+            if own is not places[i]:
+                write(own, places[i])
+        return [(self.params[i](), own) for i, own in handed.items()]
+
+    def forget(self) -> None:
+        """The bucket is empty again."""
+        if self.work is not None:
+            self.work.wait()
+        self.handed, self.places, self.flat, self.work = {}, {}, None, None
+
+
+class Reduction:
+    """Of one unit.
+
+    Args:
+        unit: the unit.
+        kept: its kept parameters.
+    """
+
+    def __init__(self, unit: Unit, kept: list):
+        self.unit, self.kept = unit, kept
+        self.sync = self.sync_copies = True  # whether backwards reduce at all, and over ranks that hold copies
+        self._owed: dict[int, Tensor] = {}  # summands of this rank, by id of the parameter
+        self._owed_shards: dict[int, Tensor] = {}  # sums over the axes that cut, not yet over those that copy
+        copies = unit.mesh.ndim > unit.cut and unit.mesh[unit.mesh.mesh_dim_names[:unit.mesh.ndim - unit.cut]]
+        self.copies = copies.get_group() if copies and copies.size() > 1 else None
+        self.buckets: list[Bucket] = []
+        self._due: list[Callable[[], dict[int, Tensor]]] = []  # sums of cut parameters that are under way
+        self._handed: dict[int, Tensor] = {}  # gradients of cut parameters to which these are added
+        self.cut = {id(p): weakref.ref(p) for block in unit.blocks for p in block.params}
+        for _, _, p in unit.slots:
+            p.__dict__[REDUCED_BY] = weakref.ref(self)
+        if not on_cpu():
+            for key, ref in self.cut.items():
+                memo_of(ref()).late_gradient = True
+                Tensor.register_hook(ref(), lambda grad, key=key: self._hand_out(key, grad))
+        if unit.mesh.size() > 1:
+            self._make_buckets()
+
+    def _make_buckets(self) -> None:
+        """Of at most so many MiB, filled in reverse order of the parameters, as the backward is expected to meet them."""
+        unit, open_, size = self.unit, dict[str, list](), dict[str, float]()
+        done: list[list] = []
+        for p in reversed([p for p in self.kept if p.requires_grad]):
+            memo_of(p).partial_grad_axes = unit.partial_on[id(p)]
+            kind, need = p.layout.dtype, nbytes(p.local_shape, p.layout.dtype)
+            if open_.get(kind) and size[kind] + need > unit.bucket_mb * 2 ** 20:
+                done.append(open_.pop(kind))
+            open_.setdefault(kind, []).append(p)
+            size[kind] = need + (size[kind] if len(open_[kind]) > 1 else 0)
+        dtype = unit.policy.reduce_dtype or unit.policy.param_dtype
+        for n, members in enumerate((*done, *open_.values())):
+            bucket = Bucket(f"{unit.label} bucket {n}", members, unit.mesh.get_group(),
+                            None if dtype in (None, members[0].dtype) else dtype)
+            self.buckets.append(bucket)
+            for i, p in enumerate(members):
+                Tensor.register_hook(p, lambda grad, bucket=bucket, i=i: self._keep(bucket, i, grad))
+
+    # -- as gradients arrive -----------------------------------------------------------------------------------------
+
+    def whole(self, numbers: tuple[tuple[int, int], ...], grads, read: str) -> list[Tensor]:
+        """Whole gradients of cut parameters as shards; zeros while they are owed or under way, and where nobody asks.
+
+        `read`: in which order the forward has read them, which ranks compare.
+        """
+        blocks = self.unit.blocks
+        given = {at: g for at, g in zip(numbers, grads) if asked_for(blocks[at[0]].params[at[1]])}
+        out: dict[int, Tensor] = {}
+        with NoFallbackGuard():
+            for (b, i), g in given.items():
+                given[b, i] = self._with_owed(id(blocks[b].params[i]), g, blocks[b].reduce_dtype)
+        if self.sync:
+            for b in range(len(blocks)):
+                sums = self._reduced(b, {i: g for (c, i), g in given.items() if c == b}, read)
+                if sums is not None and on_cpu():
+                    out.update(sums())
+                elif sums is not None:
+                    self._due.append(sums)
+                    self._opened()
+        return [out[id(p)] if id(p) in out else ms.ops.zeros(p.local_shape, p.dtype)
+                for p in (blocks[b].params[i] for b, i in numbers)]
+
+    def _with_owed(self, key: int, grad: Tensor, dtype) -> Tensor:
+        """A summand and what is owed; without synchronisation that is owed from here on."""
+        owed = self._owed.pop(key, None)
+        if owed is not None:
+            grad = owed + grad.astype(owed.dtype)
+        if not self.sync:
+            self._owed[key] = grad * 1 if dtype is None or owed is not None else grad.astype(dtype)
+        return grad
+
+    def _reduced(self, b: int, grads: dict[int, Tensor], when: str) -> Callable[[], dict[int, Tensor]] | None:
+        """Begins to add up whole gradients of block `b`; what is given waits for it, and gives shards by id."""
+        block, copies = self.unit.blocks[b], self.copies
+        if not grads:
+            return None
+        self.unit.log("reduce", "backward")
+        work = block.reduce(grads, when)
+
+        def finish() -> dict[int, Tensor]:
+            with NoFallbackGuard(), block.note("backward", "sharded gradients"):
+                flat, keys = work.wait(), {i: id(block.params[i]) for i in grads}
+                owed = [(self._owed_shards.pop(keys[i], None), shard) for i, shard in block.shards(grads, flat).items()]
+                if any(x is not None for x, _ in owed):
+                    flat = block.kind.pack([(shard if x is None else x + shard, ()) for x, shard in owed], flat.dtype)
+                if copies is not None and not self.sync_copies:
+                    self._owed_shards.update({keys[i]: x * 1 for i, x in block.shards(grads, flat).items()})
+                    return {}
+                if copies is not None:
+                    flat = copies.all_reduce(flat, "sum")
+                return {keys[i]: x.astype(block.params[i].dtype) for i, x in block.shards(grads, flat).items()}
+        return finish
+
+    def _keep(self, bucket: Bucket, number: int, grad: Tensor) -> Tensor:
+        """This rank's summand of the gradient of a kept parameter has arrived."""
+        if recording():
+            raise OpRuleError(f"For '{self.unit.who}', a derivative of a parameter's gradient was asked for.", bucket.label,
+                              "A bucket reduces gradients outside autograd.",
+                              ("distribute_module(cell, device_mesh) instead of replicate()",
+                               "take the inner gradient with respect to the inputs"))
+        param: Any = bucket.params[number]()
+        if not asked_for(param):
+            return grad
+        with NoFallbackGuard():
+            grad = self._with_owed(id(param), grad, bucket.dtype)
+            if not self.sync:
+                return ms.ops.zeros(param.local_shape, param.dtype)
+            self._opened(param.name)
+            return bucket.put(number, grad)
+
+    def _hand_out(self, key: int, grad: Tensor) -> Tensor:
+        """On a device: storage of its own, to which the sum is added when the caller has it."""
+        with NoFallbackGuard():
+            self._opened()
+            own = self._handed[key] = copy(grad)
+            return own
+
+    def _opened(self, *names: str) -> None:
+        """Something has arrived that the end of this backward completes."""
+        held = _open.get()
+        if held is None:
+            held = {}, []
+            _open.set(held)
+        held[0][self] = None
+        held[1].extend(names)
+        executor.queue_backward_final_callback(complete)  # each time: the first may have been in a backward that raised
+
+    # -- when a backward ends ----------------------------------------------------------------------------------------
+
+    def begin_to_finish(self, seen: str) -> None:
+        """Begins to reduce what is in buckets."""
+        with NoFallbackGuard():
+            for bucket in self.buckets:
+                if bucket.handed:
+                    bucket.begin(seen)
+
+    def finish(self) -> None:
+        """What was under way is in the gradients; users' hooks have run."""
+        done = []
+        with NoFallbackGuard():
+            (due, self._due), (handed, self._handed) = (self._due, []), (self._handed, {})
+            for sums in due:
+                for key, shard in sums().items():
+                    if key in handed:
+                        handed[key].add_(shard)
+            done += [(self.cut[key](), grad) for key, grad in handed.items()]
+            for bucket in self.buckets:
+                if bucket.handed:
+                    done += bucket.finish()
+        for param, grad in done:
+            run_hooks(param, grad)
+
+    def deliver(self, gradients: dict[int, Tensor]) -> None:
+        """Into gradients that this backward has not reached goes what is owed of them, where this one synchronises."""
+        if not self.sync or not (self._owed or self._owed_shards):
+            return
+        sums: dict[int, Tensor] = {}
+        for b, block in enumerate(self.unit.blocks):
+            asked = {i: id(p) for i, p in enumerate(block.params) if id(p) in gradients}
+            with NoFallbackGuard():
+                late = {i for i, key in asked.items() if key in self._owed_shards and self.sync_copies}
+                due = {i: self._owed.pop(key) if key in self._owed else
+                       ms.ops.zeros(block.shapes[i], self._owed_shards[key].dtype)
+                       for i, key in asked.items() if key in self._owed or i in late}
+            finish = self._reduced(b, due, "owed")
+            sums |= {} if finish is None else finish()
+        with NoFallbackGuard():
+            for bucket in self.buckets:
+                for i, ref in enumerate(bucket.params):
+                    key = id(ref())
+                    if key in self._owed and key in gradients:
+                        sums[key] = bucket.put(i, self._owed.pop(key))
+                if bucket.handed:
+                    bucket.begin(", owed")
+                    bucket.finish()
+            for key, total in sums.items():
+                write(gradients[key], total.astype(gradients[key].dtype) + gradients[key])
+        params = {**self.cut, **{id(p): weakref.ref(p) for p in self.kept}}
+        for key in sums:
+            run_hooks(params[key](), gradients[key])
+
+    def begin(self) -> None:
+        """A forward begins: what is still there was left behind by a backward that raised."""
+        if any(bucket.handed for bucket in self.buckets) or self._handed or self._due:
+            self._drop()
+
+    def forget(self) -> None:
+        """Drops what is owed."""
+        self._owed, self._owed_shards = {}, {}
+
+    def abandon(self) -> None:
+        """The backward has raised."""
+        self.forget()
+        self._drop()
+
+    def _drop(self) -> None:
+        for bucket in self.buckets:
+            bucket.forget()
+        self._due, self._handed = [], {}
+        held = _open.get()
+        if held is not None:
+            held[0].pop(self, None)
+            held[1].clear()
+
+
+def in_order(names: list[str]) -> str:
+    """Names as a call shows them, whose text has an end; the number at its end tells all of them."""
+    text = " ".join(names)
+    return f"{text[:500]}{'...' * (len(text) > 500)} ({len(names)}, {zlib.crc32(text.encode()):08x})"
+
+
+def complete() -> None:
+    """The backward has ended: all that has arrived in it is completed; a second call does nothing."""
+    held = _open.get()
+    if held is None or not held[0]:
+        return
+    _open.set(None)
+    seen = f", arrived: {in_order(held[1])}" if held[1] else ""
+    for reduction in held[0]:
+        reduction.begin_to_finish(seen)
+    for reduction in held[0]:
+        reduction.finish()

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stands in a parameter's slot while a cell runs: its whole values, or a copy in the dtype of the computation.
+
+Inside, cells find it under the parameter's name; what they write into it, `set_data` among that, reaches the parameter.
+Afterwards the parameter stands there again, whatever happened. Whole values lie in memory that goes when the cell returns:
+what still lives of them then, views too, is refused until they are gathered again, in the backward, where what autograd and
+own functions have kept is needed. Not here: local tensors and NumPy arrays taken from them, of which nobody knows.
+"""
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from mindspore import Tensor
+
+from ...core.layout import Layout
+from ...dispatch import classes
+from ...dispatch.inplace import written_since
+from ...dispatch.memo import memo_of
+from ...dispatch.operands import local_alias
+from ...errors import LayoutError
+from ...internals.names import NoFallbackGuard, no_grad
+from ...tensor.dtensor import DTensor, DTensorParameter
+
+if TYPE_CHECKING:
+    from .call import Call
+
+
+class UnshardedDTensor(DTensor):
+    """In the memory of a unit's gathered parameters; everything that reads a DTensor asks for its `_layout` first."""
+
+    @property
+    def _layout(self) -> Layout:  # type: ignore[override]
+        held = self.__dict__
+        unit = held["_memo"].lent[0].unit
+        if not unit.whole:
+            raise LayoutError(
+                "For 'fully_shard', a gathered parameter, or a view of one, is used after its cell has returned.",
+                f"{held['_layout'].describe()} of {unit.name}", "The memory was given back when the cell returned.",
+                ("return it from the cell: views of parameters are copied there", "keep w.clone() in place of w",
+                 "use the cell's parameter itself: outside the cell it is a cut DTensor, and right"))
+        return held["_layout"]
+
+    def __fallback__(self, func, args=(), kwargs=None):
+        self._layout  # noqa: B018  also where dispatch is switched off
+        return super().__fallback__(func, args, kwargs)
+
+
+classes.UNSHARDED = UnshardedDTensor
+classes.KINDS[UnshardedDTensor] = classes.OURS
+
+
+def lend(call: Call, tensors: Iterable[Tensor]) -> None:
+    """These, and views of them, may be read while the unit of `call` has them; ops that read them ask it to, backward."""
+    for w in tensors:
+        lent = call, w.inited_param  # type: ignore[attr-defined]
+        kin = None if w._memo is None else w._memo.kin
+        for x in (w,) if kin is None else [x for ref in kin.members if (x := ref()) is not None]:
+            if x.__class__ is DTensor:
+                memo_of(x).lent = lent
+                x.__class__ = UnshardedDTensor
+
+
+@contextmanager
+def standing(slots: list, stand_ins: dict[int, Tensor], keep: Callable[[int, Tensor], None],
+             renew: Callable[[Tensor], None]) -> Iterator[None]:
+    """Inside, the slots hold what stands for their parameters.
+
+    Args:
+        slots: (cell, key, parameter).
+        stand_ins: by id of the parameter.
+        keep: is given the id and what stood there, if that was written.
+        renew: is given what stands there when the parameter itself was written: cells list the parameters themselves.
+    """
+    watched = {k: x for k, x in stand_ins.items() if not isinstance(x, DTensorParameter)}  # else it stands for itself
+    given, versions = set[int](), {k: x._version for k, x in watched.items()}
+    for k, x in watched.items():
+        x.set_data = x.assign_value = functools.partial(_take, given, k, weakref.ref(x))
+        memo_of(x.inited_param).stood_for = functools.partial(renew, x)
+
+    def put(held: Callable) -> None:
+        for cell, key, p in slots:
+            cell._params[key] = held(p)
+            if key in cell.__dict__:
+                cell.__dict__[key] = held(p)
+    put(lambda p: stand_ins[id(p)])
+    try:
+        yield
+    finally:
+        put(lambda p: p)
+        for x in watched.values():
+            memo_of(x.inited_param).stood_for = None
+    for k, x in watched.items():
+        if k in given or written_since(x, versions[k]):
+            keep(k, x)
+
+
+def _take(given: set[int], k: int, ref, data, slice_shape: bool = False):
+    """`set_data` of what is no parameter."""
+    x = ref()
+    value = DTensorParameter._own_shard(x, "set_data", data)
+    with no_grad(), NoFallbackGuard():  # an array of what may be a view would be a copy
+        local_alias(x).copy_(local_alias(value).astype(x.dtype))
+    given.add(k)
+    return x

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A unit of data parallelism: parameters that come and go together, and whose gradients are reduced together.
+
+`fully_shard` and `replicate` make a unit of a cell. Its parameters are *cut* over the data axes (each rank has a shard, and
+the whole only while it is needed) or *kept* whole by every rank; of `replicate` all are kept. What happens to cut ones are
+the events of this file, by their usual names: `prefetch`, `unshard`, `reshard`. When they happen is said by `call.py`, what
+becomes of gradients by `reduce.py`. Invariant: whether an event communicates follows from the program, never from values
+or from what Python has forgotten, so it is the same on every rank.
+"""
+from __future__ import annotations
+
+import copy
+import logging
+from collections import Counter
+from collections.abc import Iterable
+from enum import Enum
+
+import numpy as np
+from mindspore import Tensor, nn
+
+from ... import comm
+from ...core.layout import Layout
+from ...core.mesh import DeviceMesh
+from ...core.placements import REPLICATE
+from ...dispatch.operands import dtype_name
+from ...errors import ConfigError
+from ...internals.names import no_grad
+from .block import Block
+from .reduce import Reduction
+
+_log = logging.getLogger("ms_dtensor")
+_alike: Counter = Counter()  # units of one description on one mesh, so far: what tells twins apart
+
+
+class State(Enum):
+    """Of the cut parameters of a unit."""
+
+    SHARDED = "each rank has its shards, and no more"
+    GATHERING = "a collective is under way that nobody has waited for"
+    WHOLE = "the memory holds the whole parameters"
+
+
+class Unit:
+    """What one `fully_shard` or `replicate` was applied to.
+
+    Args:
+        who: "fully_shard" or "replicate", for messages.
+        cells: the cells; one, but for a list of cells that are one unit.
+        slots: (cell, key, parameter) of every place that holds one of its parameters.
+        mesh: the data axes, none of them flattened.
+        cut: how many of these axes, the last ones, cut; those before copy.
+        neighbours: among how many ranks the backward gathers again; 0: parameters stay whole till then.
+        policy: `MixedPrecisionPolicy`.
+        bucket_mb: of gradients of kept parameters that are reduced together.
+    """
+
+    def __init__(self, who: str, cells: list[nn.Cell], slots: list, mesh: DeviceMesh, cut: int, neighbours: int, policy,
+                 bucket_mb: float):
+        self.who, self.cells, self.slots, self.mesh, self.cut, self.neighbours = who, cells, slots, mesh, cut, neighbours
+        self.policy, self.bucket_mb = policy, bucket_mb
+        self.name = " and ".join(type(c).__name__ for c in cells)
+        self.label = self._described()
+        self.state, self.reshards, self.kept_by_user = State.SHARDED, neighbours > 0, False
+        self.next: Unit | None = None  # whose cell ran after this one's, the last time
+        self.forward_prefetch: list[Unit] | None = None  # as the user says; None: the next one
+        self.backward_prefetch: list[Unit] | None = None
+        self.entered: dict[object, None] = {}  # calls that the backward is in, oldest first
+        self._gathered: list[int] = []  # how often each parameter had been written when it was gathered
+        self.blocks, self.place, kept = self._made()
+        self.standing = [s for s in slots if id(s[2]) in self.place or policy.changes(s[2])]  # where others stand meanwhile
+        self.partial_on = {id(p): tuple(p.device_mesh.axis_index(a) for a in mesh.mesh_dim_names) for _, _, p in slots}
+        self.reduction = Reduction(self, kept)
+
+    def _described(self) -> str:
+        names = list(dict.fromkeys(p.name for _, _, p in self.slots))
+        text = f"{self.who}({self.name}: {names[0] + (', ...' if names[1:] else '') if names else 'no parameters'})"
+        _alike[self.mesh.rank_list, text] += 1
+        return text if _alike[self.mesh.rank_list, text] == 1 else f"{text} no. {_alike[self.mesh.rank_list, text]}"
+
+    def _made(self) -> tuple[list[Block], dict[int, tuple[int, int]], list]:
+        """Blocks by dtype, where in them each cut parameter is, and the kept parameters."""
+        axes = self.mesh.mesh_dim_names[self.mesh.ndim - self.cut:]
+        by_dtype: dict[str, list] = {}
+        params, kept = list({id(p): p for _, _, p in self.slots}.values()), []
+        for p in params:
+            if p.placements[p.device_mesh.axis_index(axes[-1])].is_replicate():
+                kept.append(p)
+            else:
+                by_dtype.setdefault(dtype_name(self.policy.compute_dtype(p)), []).append(p)
+        blocks, place = [], {}
+        size = self.mesh[axes].size()
+        near = _near(self.mesh, self.cut, self.neighbours) if 0 < self.neighbours < size else None
+        for b, members in enumerate(by_dtype.values()):
+            at = members[0].device_mesh
+            own, dtype = [at.axis_index(a) for a in self.mesh.mesh_dim_names], self.policy.compute_dtype(members[0])
+            whole = [gathered(p.layout, own, dtype_name(dtype)) for p in members]
+            label = f"{self.label}, {dtype_name(dtype)}" if b else self.label
+            blocks.append(Block(label, members, whole, dtype, self.mesh.get_group(axes),
+                                tuple(at.axis_index(a) for a in axes), self.policy.reduce_dtype, near))
+            place.update({id(p): (b, i) for i, p in enumerate(members)})
+        return blocks, place, kept
+
+    def __deepcopy__(self, memo) -> Unit:
+        out = Unit(self.who, copy.deepcopy(self.cells, memo), copy.deepcopy(self.slots, memo), self.mesh, self.cut,
+                   self.neighbours, self.policy, self.bucket_mb)
+        out.reshards, out.reduction.sync, out.reduction.sync_copies = \
+            self.reshards, self.reduction.sync, self.reduction.sync_copies
+        return out
+
+    @property
+    def whole(self) -> bool:
+        """Whether the memory holds the whole parameters."""
+        return self.state is State.WHOLE
+
+    def trains(self) -> bool:
+        """Whether some cut parameter has a gradient."""
+        return any(p.requires_grad for block in self.blocks for p in block.params)
+
+    def forward_targets(self) -> list[Unit]:
+        """Whose parameters are gathered ahead while this one's cell runs."""
+        if self.forward_prefetch is not None:
+            return self.forward_prefetch
+        return [] if self.next is None else [self.next]
+
+    def abandon(self) -> None:
+        """The gradient that was under way has raised."""
+        self.end_backward()
+        self.reduction.abandon()
+
+    # -- events ------------------------------------------------------------------------------------------------------
+
+    def prefetch(self, phase: str, when: str = "") -> None:
+        """Begins to gather, if that has not begun; `when`: at which point of the program, which ranks compare."""
+        if self.state is State.SHARDED and self.blocks:
+            self.log("prefetch", phase)
+            self._start(phase, f"ahead{when}", ahead=True)
+
+    def unshard(self, phase: str, when: str = "") -> None:
+        """The memory holds the whole parameters, of the values that the shards have now."""
+        if self.state is not State.SHARDED and self._gathered != self._written():  # by a forward, after it was read
+            self.reshard(forced=True)
+        if self.state is State.WHOLE or not self.blocks:
+            return
+        self.log("unshard", phase)
+        with no_grad():
+            if self.state is State.SHARDED:
+                self._start(phase, when, ahead=False)
+            for block in self.blocks:
+                block.finish()
+        self.state = State.WHOLE
+
+    def _start(self, phase: str, when: str, ahead: bool) -> None:
+        with no_grad():
+            for block in self.blocks:
+                block.start(phase, ahead, when)
+        self.state, self._gathered = State.GATHERING, self._written()
+
+    def reshard(self, keep_part: bool = False, forced: bool = False) -> None:
+        """Gives the memory back, unless the user keeps it; `keep_part`: but for what neighbours gather again."""
+        if not self.blocks or self.kept_by_user and not forced:
+            return
+        if self.state is not State.SHARDED:
+            self.log("reshard", "")
+        for block in self.blocks:
+            block.release(keep_part and self.state is State.WHOLE, pages=self.reshards)
+        self.state = State.SHARDED
+
+    def begin(self) -> None:
+        """A forward of the outermost cell begins: whatever has written the shards meanwhile, they are gathered anew."""
+        self.entered.clear()
+        self.reshard()
+        self.reduction.begin()
+
+    def end_backward(self) -> None:
+        """A backward has ended, which some calls may have left by no door of ours."""
+        if self.entered or self.state is State.GATHERING:
+            self.entered.clear()
+            self.reshard()
+
+    def _written(self) -> list[int]:
+        return [0 if p._memo is None else p._memo.written for block in self.blocks for p in block.params]
+
+    def log(self, event: str, phase: str) -> None:
+        """One line an event, for who reads the log at DEBUG."""
+        if _log.isEnabledFor(logging.DEBUG):
+            _log.debug("%s: %s %s, %d bytes", self.label, event, phase,
+                       sum(block.bytes for block in self.blocks))
+
+    # -- checks ------------------------------------------------------------------------------------------------------
+
+    def check(self, slots: list) -> None:
+        """The parameters in these slots are those that the unit was given.
+
+        Raises:
+            ConfigError: before anything is gathered.
+        """
+        gone = {key: getattr(x, "inited_param", None) is p for cell, key, p in slots
+                if (x := cell._params.get(key)) is not p}
+        if gone and all(gone.values()):
+            raise ConfigError(f"For '{self.who}', {self.name} was run again before it returned.", ", ".join(sorted(gone)),
+                              "The gathered parameters stand in their places for one run at a time.",
+                              f"register a forward hook that runs it on {self.name} itself, not on a cell inside")
+        if gone:
+            raise ConfigError(f"For '{self.who}', parameters of {self.name} were replaced or taken out since.",
+                              ", ".join(sorted(gone)), "A unit gathers the parameters that it was given.",
+                              ("parameter.set_data(value) keeps its place", f"replace parameters before {self.who}()"))
+        other = [p.name for block in self.blocks for p in block.params if dtype_name(p.dtype) != p.layout.dtype]
+        if other:
+            raise ConfigError(f"For '{self.who}', parameters of {self.name} have got another dtype since.",
+                              ", ".join(other), "A unit gathers in the dtypes that it was given.",
+                              (f"set_dtype before {self.who}()", "MixedPrecisionPolicy(param_dtype=...)"))
+
+
+def refresh_kept(units: Iterable[Unit]) -> None:
+    """Of what users keep gathered, lets go what was changed on any rank."""
+    for unit in units:
+        if unit.kept_by_user and unit.state is State.WHOLE:
+            changed = Tensor(np.array([any([block.changed() for block in unit.blocks])], np.float32))
+            with comm.annotate(phase="forward", src="fully_shard", dst="were kept parameters changed", of=unit.label):
+                changed = unit.mesh.get_group().all_reduce(changed, "max")
+            if changed.asnumpy()[0]:
+                unit.reshard(forced=True)
+
+
+def _near(mesh: DeviceMesh, cut: int, size: int):
+    """The group of this rank and its neighbours on the last axes, so many together."""
+    ranks = mesh.mesh.reshape(*mesh.shape[:mesh.ndim - cut], -1, size)
+    names = (*mesh.mesh_dim_names[:mesh.ndim - cut], "far", "near")
+    return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=names).get_group("near")
+
+
+def gathered(layout: Layout, axes: list[int], dtype: str | None = None) -> Layout:
+    """A cut parameter's layout while it is whole on the data axes."""
+    placed = [REPLICATE if a in axes else p for a, p in enumerate(layout.placements)]
+    return Layout(layout.mesh, placed, layout.shape, dtype or layout.dtype, layout.order)

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a program on ranks is the program on one device: numbers, refusals, and that ranks communicate alike.
+
+All ranks judge together: after each step they agree about what each saw, and a failing program is made small on all.
+"""
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import mindspore as ms
+import numpy as np
+
+from ms_dtensor.errors import CollectiveMismatch, PeerLost
+from tests.fuzz.check import agreed
+from tests.fuzz.sharding.play import Player, Record
+from tests.fuzz.sharding.programs import Program, Step, smaller
+
+RTOL, SHORT = 1e-9, 2e-3  # of the largest element; SHORT where a policy computes in float32, whose sums have 6 digits
+SMALLER = 80  # programs that are tried when one is made small
+
+# Refusals that the documents announce, by a piece of the message: one device does not know the limit.
+DOCUMENTED = {
+    "past the cell's outputs": "what a unit computes reaches the loss through what it returns",
+}
+
+
+@dataclass
+class Reference:
+    """What one device did.
+
+    Args:
+        program: which.
+        steps: the values after each step.
+        stopped: what the step after these raised.
+        amiss: the first step after which plain MindSpore itself has other values, see `Player`. From there on a refusal is
+            better than what one device does, and the same values are `plain`, as good.
+    """
+
+    program: Program
+    steps: list[dict[str, np.ndarray]]
+    stopped: str = ""
+    amiss: int = 1 << 30
+    plain: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+def refer(program: Program) -> Reference:
+    out = Reference(program, [])
+    try:
+        for record in Player(program).play():
+            out.steps.append(record.values)
+    except Exception as e:
+        out.stopped = headline(e)
+        ms.common.api._pynative_executor.clear_res()
+    if program.writes or any(step.between for step in program.steps):
+        plain = out.steps
+        out.steps = [record.values for _, record in zip(plain, Player(program, copies=True).play())]
+        out.amiss = next((i for i, (a, b) in enumerate(zip(plain, out.steps)) if differing(program, a, b)), out.amiss)
+        out.plain = plain[out.amiss] if out.amiss < len(plain) else {}
+    return out
+
+
+def headline(e: Exception) -> str:
+    lines = [line.strip() for line in str(e).splitlines() if line.strip("- \t")]
+    return f"{type(e).__name__}: {lines[0] if lines else ''}"[:300]
+
+
+def kind_of(text: str) -> str:
+    """A message without what differs from program to program."""
+    return re.sub(r"body[\w.]*|\d+", "#", text)
+
+
+def differing(program: Program, got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> str:
+    """The first value that is not one device's, in words."""
+    rtol = SHORT if program.short else RTOL
+    if list(got) != list(want):
+        return f"names: {[n for n in got if n not in want]} and not {[n for n in want if n not in got]}"
+    for name, y in want.items():
+        x = got[name]
+        if x.shape != y.shape:
+            return f"{name}: shape {list(x.shape)}, want {list(y.shape)}"
+        scale = max(float(np.abs(y).max(initial=0)), 1e-3 if not program.short else 1e-1)
+        off = np.abs(x.astype(np.float64) - y)
+        if not bool((off <= rtol * scale).all()):
+            few = [np.array2string(a.ravel()[:4], precision=6) for a in (x, y)]
+            return f"{name}: {few[0]}, want {few[1]}"
+    return ""
+
+
+def alike(record: Record) -> int:
+    """A number of what was communicated; shapes may differ where a tensor does not divide."""
+    return zlib.crc32(repr([(e.op, e.axes, e.phase, e.dtype) for e in record.events]).encode())
+
+
+def too_many(program: Program, step: Step, record: Record) -> str:
+    """Reductions of gradients that need not be: before the last micro-batch any, then more than one a unit."""
+    if step.kind != "train" or step.wrt != "params" or program.tied or any(w.kind == "tp" for w in program.wraps) or any(
+            p.kind == "stats" or p.tied for p in program.parts().values()):  # what these send is not gradients of parameters
+        return ""
+    sent = [[e.op for e in events if e.phase == "backward" and e.op in ("reduce_scatter", "all_reduce")]
+            for events in record.micro]
+    for m, ops in enumerate(sent[:-1]):
+        if ops:
+            return f"reductions: {ops} in micro-batch {m}, which is not synchronised"
+    units = sum(w.kind in ("fsdp", "zero1") for w in program.wraps)
+    orders = [order for one in step.passes[-1] for order in one.order.values()]
+    runs = len(step.passes[-1]) * max([1, *(list(order).count(i) for order in orders for i in order)])
+    return f"reductions: {sent[-1]} for {units} units" if runs == 1 and sent[-1].count("reduce_scatter") > units else ""
+
+
+def verdict(world, reference: Reference) -> str:
+    """"" or what is wrong, the same on every rank. What one device refuses is where the program ends."""
+    program = reference.program
+    said, number, playing = "", -1, None
+    while True:
+        number += 1
+        code = 0
+        try:
+            playing = playing or Player(program, world.rank).play()
+            record = next(playing, None)
+            if record is None:
+                said = "end"
+            elif number >= len(reference.steps):
+                said = "end"  # accepted, and one device raises
+            else:
+                code, said = alike(record), differing(program, record.values, reference.steps[number])
+                if said and number == reference.amiss and not differing(program, record.values, reference.plain):
+                    said = "end"
+                said = said or too_many(program, program.steps[number], record)
+                said = said if not said or said == "end" or said.startswith("reductions") else f"wrong: {said}"
+        except Exception as e:
+            if parts_ranks(e):
+                raise
+            ended = number >= min(len(reference.steps), reference.amiss)
+            said = "end" if ended or any(d in str(e) for d in DOCUMENTED) else f"refused: {headline(e)}"
+            ms.common.api._pynative_executor.clear_res()
+        texts = agreed(world, f"{code}|{said}")
+        wrongs = [t.split("|", 1)[1] for t in texts]
+        if any(w.startswith("wrong") for w in wrongs):
+            return f"step {number}: {next(w for w in wrongs if w.startswith('wrong'))}"
+        if len(set(wrongs)) > 1:
+            return f"step {number}: unlike: {' <> '.join(wrongs)}"
+        if said == "end":
+            return ""
+        if said:
+            return f"step {number}: {said}"
+        if len(set(texts)) > 1:
+            return f"step {number}: unlike communication"
+
+
+def parts_ranks(e: Exception) -> bool:
+    """Whether ranks may not go on together after this."""
+    return isinstance(e, PeerLost | CollectiveMismatch) and not e.in_step
+
+
+def class_of(verdict: str) -> str:
+    """What a smaller program has to fail with, too."""
+    text = verdict.partition(": ")[2]
+    return "wrong number" if text.startswith("wrong") else kind_of(text)
+
+
+def check_seed(world, reference: Reference, known: Mapping[str, int]) -> dict:
+    """The verdict on one program, for a report; a failing one is made small unless enough of its class are `known`."""
+    program = reference.program
+    why = verdict(world, reference)
+    said = {"seed": program.seed, "steps": len(program.steps), "stopped": reference.stopped,
+            "amiss": reference.amiss < len(reference.steps), "why": why}
+    if not why:
+        return said
+    tried, goes_on = 0, known.get(class_of(why), 0) < (6 if class_of(why) == "wrong number" else 1)
+    while goes_on:
+        goes_on = False
+        for candidate in smaller(program):
+            tried += 1
+            if tried > SMALLER:
+                break
+            also = verdict(world, refer(candidate))
+            if also and class_of(also) == class_of(why):
+                program, why, goes_on = candidate, also, True
+                break
+    return {**said, "why": said["why"], "small_why": why, "class": class_of(why), "program": str(program),
+            "whole": str(reference.program)}

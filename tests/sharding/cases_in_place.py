@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""In-place writes in a step: of activations, of statistics, of parameters that the loss has used. One device's numbers."""
+from __future__ import annotations
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, mint, nn, ops
+
+import ms_dtensor as md
+from tests.cases import case
+from tests.dist.support import equal
+from tests.sharding.support import ROWS, WAYS, alike, collected, data_mesh, filled, none_of, rows_of
+
+
+class Counted(nn.Cell):
+    """Writes in place, of its own, in every forward: an activation, a running value, a buffer."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.a, self.b = kind, nn.Dense(4, 4), nn.Dense(4, 4)
+        self.seen = Parameter(Tensor(np.arange(4, dtype=np.float32)), name="seen", requires_grad=False)
+        self.register_buffer("total", Tensor(np.arange(4, dtype=np.float32)))
+
+    def construct(self, x):
+        y = mint.tanh(self.a(x))
+        if self.kind == "activation":
+            y = y * 2
+            y[:, 1:3] = x[:, :2]
+        elif self.kind == "whole activation":
+            z = y * 2
+            z.copy_(y * x)
+            y = z * y
+        elif self.kind == "parameter":
+            ops.assign(self.seen, self.seen * 0.5 + ops.stop_gradient(y).sum(0))
+        elif self.kind == "copy_":
+            self.seen.copy_(ops.stop_gradient(y).sum(0))
+        elif self.kind == "buffer":
+            self.total.copy_(self.total * 0.5)
+        else:
+            self.seen[1:3] = ops.stop_gradient(y).mean(0)[1:3]
+        return self.b(y) * (self.total if self.kind == "buffer" else self.seen)
+
+
+def in_place(world) -> None:
+    mesh, faults = data_mesh(world), []
+    for kind in ("activation", "whole activation", "parameter", "copy_", "buffer", "index"):
+        for way, wrap in WAYS.items():
+            for cells in (False, True):
+                def steps(wrap=wrap, kind=kind, cells=cells):
+                    plain, net = filled(Counted(kind)), filled(Counted(kind))
+                    wrap(net, mesh, (net.a, net.b) if cells else ())
+                    for step in range(3):
+                        alike(net, plain, mesh, what=f"step {step}")
+                        equal(net.seen, plain.seen, f"step {step}: what was written")
+                collected(faults, f"{way} {cells=} {kind}", steps)
+    none_of(faults)
+
+
+@case(2)
+def an_in_place_write_in_the_step(world):
+    in_place(world)
+
+
+@case(4)
+def an_in_place_write_in_the_step_of_four(world):
+    in_place(world)
+
+
+class Weighted(nn.Cell):
+    """Weights of 3 elements, of which a fourth rank holds none, and how much each matters: frozen, written in the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Dense(4, 3)
+        self.w = Parameter(Tensor(np.zeros(3, np.float32)), name="w")
+        self.matters = Parameter(Tensor(np.zeros(3, np.float32)), name="matters", requires_grad=False)
+
+    def construct(self, x):
+        return mint.tanh(self.a(x)) * self.w
+
+
+def penalty_written_after_its_use(world, use: str, write) -> None:
+    """A penalty on weights by frozen factors that the same step renews, beside the model's cell (elastic weights)."""
+    mesh = data_mesh(world)
+
+    def loss(n, kept=lambda p: p):
+        def of(x):
+            if use == "before":
+                extra = (n.w * n.matters).sum()
+                y = n(x)
+            else:
+                y = n(x)
+                extra = (n.w * kept(n.matters) * n.w).sum()
+            write(n.matters, n.matters * 0.5 + 0.5)
+            return (y ** 2).mean() + extra
+        return of
+    for way, wrap in WAYS.items():
+        plain, copied, net = filled(Weighted()), filled(Weighted()), filled(Weighted())
+        wrap(net, mesh, (net.a,))
+        for step in range(3):
+            what = f"{way}, {use}: step {step}"
+            if write is not by_set_data:
+                alike(net, plain, mesh, loss, what)
+            else:  # one device computes a part of it with what was written after the use; here some ranks do, some do not
+                own, (of_w,) = (ms.value_and_grad(loss(n, kept), None, [n.w])(Tensor(ROWS))[1] for n, kept in (
+                    (copied, lambda p: p * 1), (plain, lambda p: p)))
+                got = md.value_and_grad(loss(net), None, [net.w])(rows_of(mesh))[1][0].full_tensor().asnumpy()
+                off = np.minimum(*(np.abs(got - w.asnumpy()) for w in (own[0], of_w)))
+                assert off.max() < 2e-5 * np.abs(got).max(), (what, got, own, of_w)
+            equal(net.matters, plain.matters, f"{what}: what it has written")
+
+
+def by_set_data(p, value) -> None:
+    p.set_data(value)
+
+
+def by_index(p, value) -> None:
+    p[:] = value
+
+
+@case(4)
+def assigned_after_its_use(world):
+    penalty_written_after_its_use(world, "before", ops.assign)
+
+
+@case(4)
+def assigned_after_its_use_behind_the_cell(world):
+    penalty_written_after_its_use(world, "after", ops.assign)
+
+
+@case(4)
+def set_data_after_its_use(world):
+    penalty_written_after_its_use(world, "after", by_set_data)
+
+
+@case(4)
+def indexed_after_its_use(world):
+    penalty_written_after_its_use(world, "after", by_index)

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks run different programs: always a `CollectiveMismatch` on all ranks, which shows what differs; never a number.
+
+Each case ends with the ranks in step: what they make at one meeting is refused at that meeting, on all of them.
+"""
+from __future__ import annotations
+
+import re
+
+import numpy as np
+from mindspore import Tensor, nn
+from mindspore.graph.api import _pynative_executor
+
+from ms_dtensor import comm, value_and_grad
+from ms_dtensor.errors import CollectiveMismatch
+from tests.cases import case
+from tests.dist.support import refusal, same_on_all_ranks
+from tests.sharding.support import WAYS, Net, data_mesh, filled, mean_square, rows_of
+
+CALL = re.compile(r"rank (\d+): (.*) at (\S+):(\d+)")
+
+
+def named(world, run, names) -> str:
+    """All ranks refuse with one text that has a line of each rank, unlike calls, and the name of what they are about."""
+    text = refusal(run, CollectiveMismatch)
+    _pynative_executor.set_grad_flag(False)  # an error in a backward leaves it on
+    same_on_all_ranks(world, text)
+    calls = {int(rank): (what, line) for rank, what, _, line in CALL.findall(text)}
+    assert set(calls) == set(range(world.size)), text
+    assert len({what for what, _ in calls.values()}) > 1, f"the calls look alike: {text}"
+    assert any(name in text for name in names), f"neither of {names} is named: {text}"
+    return text
+
+
+def differing(world, way: str, orders, *, forward: bool, cells: bool = True) -> None:
+    """Rank 0's order of equal cells, and the others'."""
+    mesh, net = data_mesh(world), filled(Net())
+    WAYS[way](net, mesh, net.blocks if cells else ())
+    x, step = rows_of(mesh), value_and_grad(mean_square(net), None, net.trainable_params())
+    for _ in range(2):
+        step(x)  # as prefetch and buckets have learnt it
+    net.order = orders[0] if world.rank == 0 else orders[1]
+    names = ("blocks", "0.weight", "SequentialCell")
+    named(world, (lambda: net(x)) if forward else (lambda: step(x)), names)
+    assert comm.group(range(world.size)).all_gather_object("on") == ["on"] * world.size
+
+
+ORDERS = {"swapped": ((0, 1, 2), (1, 0, 2)), "skipped": ((0, 1, 2), (0, 2)), "skipped last": ((0, 1, 2), (0, 1)),
+          "skipped first": ((0, 1, 2), (1, 2)), "another instead": ((0, 1), (0, 2)), "twice": ((0, 1), (0, 1, 1))}
+
+
+def differing_case(way: str, orders: str, forward: bool, size: int):
+    @case(size)
+    def run(world):
+        differing(world, way, ORDERS[orders], forward=forward)
+    run.__name__ = re.sub(r"\W+", "_", f"{way} {orders} {'forward' if forward else 'step'} of {size}")
+    return run
+
+
+BY_BUCKETS = ("swapped", "skipped", "skipped last", "skipped first", "another instead")  # twice: nothing is sent for it
+for one in (*(differing_case(way, orders, False, 2) for way in ("replicate", "bucket_mb=0") for orders in BY_BUCKETS),
+            *(differing_case("fully_shard", orders, forward, 2) for orders in ORDERS for forward in (True, False)),
+            *(differing_case("kept", orders, False, 2) for orders in ("swapped", "another instead")),
+            *(differing_case("zero1", orders, False, 2) for orders in BY_BUCKETS),
+            *(differing_case(way, "another instead", False, 4) for way in ("replicate", "bucket_mb=0", "neighbours")),
+            differing_case("fully_shard", "swapped", True, 4)):
+    globals()[one.__name__] = one
+del one
+
+
+class Apart(nn.Cell):
+    """Two models of one shape, that ranks call in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.order = filled(Net(count=1, order=(0,))), filled(Net(count=1, order=(0,)), 40), "ab"
+        for name, p in self.parameters_and_names():
+            p.name = name
+
+    def construct(self, x):
+        for key in self.order:
+            x = getattr(self, key)(x)
+        return x
+
+
+def models_apart(world, way: str) -> None:
+    mesh, net = data_mesh(world), Apart()
+    for cell in (net.a, net.b):
+        WAYS[way](cell, mesh, ())
+    x, step = rows_of(mesh), value_and_grad(mean_square(net), None, net.trainable_params())
+    step(x)
+    net.order = "ab" if world.rank == 0 else "ba"
+    named(world, lambda: step(x), ("a.", "b.", "Net"))
+
+
+@case(2)
+def replicated_models_in_another_order(world):
+    models_apart(world, "replicate")
+
+
+@case(2)
+def zero1_models_in_another_order(world):
+    models_apart(world, "zero1")
+
+
+@case(2)
+def fully_sharded_models_in_another_order(world):
+    models_apart(world, "fully_shard")
+
+
+@case(2)
+def kept_models_in_another_order(world):
+    models_apart(world, "kept")
+
+
+@case(2)
+def what_differs_is_in_the_message_though_ranks_go_on(world):
+    """A rank that catches the error makes its next call while the other still reads what was called: here the same one."""
+    swapped_and_caught(world)
+
+
+@case(4)
+def what_differs_is_in_the_message_of_four_though_they_go_on(world):
+    swapped_and_caught(world)
+
+
+def swapped_and_caught(world) -> None:
+    group = comm.group(range(world.size))
+    for k in range(500):
+        sizes = (3, 4) if world.rank != k % world.size else (4, 3)
+        texts = [refusal(lambda n=n: group.all_reduce(Tensor(np.ones(n, np.float32))), CollectiveMismatch) for n in sizes]
+        for text in texts:
+            calls = {what for _, what, _, _ in CALL.findall(text)}
+            assert len(calls) == 2, f"round {k}: the calls look alike: {text}"

@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plain tensors that a model makes inside a step: refused, or replicated where that was asked for; never taken for rows.
+
+Rows are what comes into the outermost wrapped cell from outside. So the numbers, and the refusals, are the same whichever
+cells of a model are wrapped, and by which of the ways.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, mint, nn, ops
+
+from ms_dtensor import implicit_replication, value_and_grad
+from ms_dtensor.errors import MixedOperandError
+from tests.cases import case
+from tests.dist.support import counted, equal, refusal, same_on_all_ranks
+from tests.sharding.support import (
+    ROWS,
+    WAYS,
+    collected,
+    data_mesh,
+    filled,
+    mean_square,
+    none_of,
+    own_rows,
+    rows_of,
+)
+
+MASK = np.array([0.5, 2.0, -1.0, 1.5], np.float32)
+
+
+class Masked(nn.Cell):
+    """`x * w * m.sum()`, where `m` comes in whatever form."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = Parameter(Tensor(np.zeros(4, np.float32)), name="w")
+
+    def construct(self, x, m=None, scale=None):
+        m = m if scale is None else scale
+        if isinstance(m, dict):
+            m = m["m"]
+        if isinstance(m, tuple | list):
+            m = m[0]
+        return x * self.w * m.sum()
+
+
+PASSED: dict[str, Callable] = {"argument": lambda b, x, m: b(x, m), "keyword": lambda b, x, m: b(x, scale=m),
+                               "tuple": lambda b, x, m: b(x, (m,)), "dict": lambda b, x, m: b(x, {"m": m}),
+                               "list in a keyword": lambda b, x, m: b(x, scale=[m])}
+MADE: dict[str, Callable] = {"Tensor": lambda: Tensor(MASK), "computed": lambda: Tensor(MASK) * 2 + ops.ones(4, ms.float32),
+                             "of one row": lambda: Tensor(MASK.reshape(1, 4)), "of the rows' number": lambda: Tensor(
+                                 np.arange(1.0, 9.0, dtype=np.float32)), "arange": lambda: ops.arange(1, 5).float()}
+
+
+class Parent(nn.Cell):
+    """Makes a plain tensor and gives it to its block, beside what the block before it returned."""
+
+    def __init__(self, passed: str = "argument", made: str = "Tensor") -> None:
+        super().__init__()
+        self.passed, self.made, self.a, self.b = PASSED[passed], MADE[made], nn.Dense(4, 4), Masked()
+
+    def construct(self, x):
+        return self.passed(self.b, mint.tanh(self.a(x)), self.made())
+
+
+WRAPPED = {"root": lambda net, mesh, wrap: wrap(net, mesh, ()),
+           "units": lambda net, mesh, wrap: wrap(net, mesh, (net.a, net.b)),
+           "inner": lambda net, mesh, wrap: (wrap(net.b, mesh, ()), wrap(net, mesh, ()))}
+
+
+def variations():
+    yield from ((passed, "Tensor") for passed in PASSED)
+    yield from (("argument", made) for made in MADE if made != "Tensor")
+
+
+def made_inside(world, which: str, ways=tuple(WAYS)) -> None:
+    """Replicated where that was asked for: the one device's numbers. Refused where it was not, on all ranks alike."""
+    mesh, faults = data_mesh(world), []
+    for passed, made in variations():
+        for way in ways:
+            def asked(way=way, passed=passed, made=made):
+                plain, net = filled(Parent(passed, made)), filled(Parent(passed, made))
+                WRAPPED[which](net, mesh, WAYS[way])
+                params = plain.trainable_params()
+                want = ms.value_and_grad(mean_square(plain), None, params)(Tensor(ROWS))
+                for x in (own_rows(mesh), rows_of(mesh)):
+                    with implicit_replication():
+                        got = value_and_grad(mean_square(net), None, net.trainable_params())(x)
+                    equal(got[0], want[0], "value")
+                    for p, g, w in zip(params, got[1], want[1], strict=True):
+                        equal(g, w, p.name)
+
+            def unasked(way=way, passed=passed, made=made):
+                net = filled(Parent(passed, made))
+                WRAPPED[which](net, mesh, WAYS[way])
+                for x in () if which == "units" else (own_rows(mesh), rows_of(mesh)):  # into an outermost cell go rows
+                    equal(net(x), filled(Parent(passed, made))(Tensor(ROWS)))  # a number, all that is made of it, may mix
+            collected(faults, f"{way}, {passed}, {made}, implicit_replication()", asked)
+            collected(faults, f"{way}, {passed}, {made}", unasked)
+    none_of(faults)
+
+
+@case(2, timeout=120)
+def made_by_a_model_of_which_the_root_is_wrapped(world):
+    made_inside(world, "root")
+
+
+@case(2, timeout=120)
+def made_by_a_model_whose_cells_are_units(world):
+    made_inside(world, "units", ("fully_shard", "kept", "neighbours"))
+
+
+@case(2, timeout=120)
+def made_by_a_model_of_which_the_block_and_the_root_are_wrapped(world):
+    made_inside(world, "inner")
+
+
+class Met(nn.Cell):
+    """The plain tensor meets a DTensor element by element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = Parameter(Tensor(np.zeros(4, np.float32)), name="w")
+
+    def construct(self, x, m):
+        return x * self.w * m
+
+
+@case(2)
+def a_plain_tensor_that_meets_a_dtensor_inside(world):
+    """Refused wherever it meets one, whichever cells are wrapped; replicated where that was asked for."""
+    mesh, faults = data_mesh(world), []
+
+    def made():
+        net = Parent()
+        net.b = Met()
+        return filled(net)
+    for which in WRAPPED:
+        for way in WAYS:
+            if which == "units" and way in ("replicate", "bucket_mb=0", "zero1"):
+                continue
+
+            def steps(way=way, which=which):
+                plain, net = made(), made()
+                WRAPPED[which](net, mesh, WAYS[way])
+                if which != "units":
+                    same_on_all_ranks(world, refusal(lambda: net(rows_of(mesh)), MixedOperandError))
+                want = ms.value_and_grad(mean_square(plain), None, plain.trainable_params())(Tensor(ROWS))
+                with implicit_replication():
+                    got = value_and_grad(mean_square(net), None, net.trainable_params())(rows_of(mesh))
+                equal(got[0], want[0], "value")
+                for p, g, w in zip(net.trainable_params(), got[1], want[1], strict=True):
+                    equal(g, w, p.name)
+            collected(faults, f"{which}, {way}", steps)
+    none_of(faults)
+
+
+@case(2)
+def rows_come_into_the_outermost_wrapped_cell(world):
+    """Plain rows of a batch, in whatever form they come, where inner cells are wrapped, too; told once a call."""
+    class Two(nn.Cell):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Dense(4, 4), nn.Dense(4, 4)
+
+        def construct(self, x, y):
+            return mint.tanh(self.a(x)) * self.b(y)
+    mesh, faults = data_mesh(world), []
+    other = np.random.default_rng(8).normal(size=(8, 4)).astype(np.float32)
+    for way, wrap in WAYS.items():
+        def steps(wrap=wrap):
+            plain, net = filled(Two()), filled(Two())
+            wrap(net, mesh, (net.a, net.b))
+            want = ms.value_and_grad(lambda x: (plain(x, Tensor(other)) ** 2).mean(), None, plain.trainable_params())(
+                Tensor(ROWS))
+            with counted() as count:
+                got = value_and_grad(lambda x: (net(x, y=own_rows(mesh, other)) ** 2).mean(), None, net.trainable_params())(
+                    own_rows(mesh))
+            equal(got[0], want[0])
+            for p, g, w in zip(net.trainable_params(), got[1], want[1], strict=True):
+                equal(g, w, p.name)
+            assert count["all_gather_object", "forward"] == 1, count
+        collected(faults, way, steps)
+    none_of(faults)
+
+
+@case(2)
+def a_tensor_beside_a_dtensor_in_one_call_from_outside(world):
+    """Into the outermost cell, plain tensors are rows also where another argument is a DTensor already."""
+    class Two(nn.Cell):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Dense(4, 4)
+
+        def construct(self, x, y):
+            return mint.tanh(self.a(x)) * y
+    mesh = data_mesh(world)
+    for wrap in WAYS.values():
+        plain, net = filled(Two()), filled(Two())
+        wrap(net, mesh, ())
+        equal(net(rows_of(mesh), own_rows(mesh, ROWS * 2)), plain(Tensor(ROWS), Tensor(ROWS * 2)))
+
+
+@case(2)
+def wrapped_cells_without_a_root_agree_with_one_that_has_it(world):
+    """A loss of two wrapped cells: what the loss function itself makes is outside of both, and so are rows."""
+    mesh = data_mesh(world)
+    for wrap in WAYS.values():
+        plain, net = (nn.CellList([filled(nn.Dense(4, 4)), filled(nn.Dense(4, 4), 5)]) for _ in range(2))
+        for cell in net:
+            wrap(cell, mesh, ())
+
+        def loss(n):
+            return lambda x: (n[0](x) * n[1](x * 2)).mean()
+        want = ms.value_and_grad(loss(plain), None, plain.trainable_params())(Tensor(ROWS))
+        got = value_and_grad(loss(net), None, net.trainable_params())(own_rows(mesh))
+        equal(got[0], want[0])
+        for p, g, w in zip(net.trainable_params(), got[1], want[1], strict=True):
+            equal(g, w, p.name)

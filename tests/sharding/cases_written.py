@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters that a step writes: before their unit runs, after it was prefetched, and between two calls of one forward.
+
+One device writes in place. A product that was recorded before keeps the tensor, not its values: the value, and the
+gradient of the weight, are those of each call; that of the *input* of the first call is computed with the new values,
+whichever of `set_data`, `ops.assign` and `p[:] = v` wrote. Here that is right, or each call's own. `copy_` is seen, and
+refused there.
+"""
+from __future__ import annotations
+
+import contextlib
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, mint, nn, ops
+from mindspore.graph.api import _pynative_executor
+
+import ms_dtensor as md
+from ms_dtensor import distribute_tensor, fully_shard
+from tests.cases import case
+from tests.dist.support import equal
+from tests.sharding.support import (
+    ROWS,
+    WAYS,
+    Net,
+    alike,
+    collected,
+    data_mesh,
+    filled,
+    mean_square,
+    none_of,
+    own_rows,
+    rows_of,
+    sharded,
+)
+
+
+def slices(p, value) -> None:
+    p[:] = value
+
+
+WRITERS = {"set_data": lambda p, value: p.set_data(value), "assign_value": lambda p, value: p.assign_value(value),
+           "assign": ops.assign, "copy_": lambda p, value: p.copy_(value), "setitem": slices}
+LEAVES = ("set_data", "assign_value", "assign", "setitem")  # what one device takes for a trainable parameter, recorded
+
+
+class Momentum(nn.Cell):
+    """Two encoders; the second one's weights follow the first one's in every forward, before it runs (MoCo)."""
+
+    def __init__(self, how: str, ema: bool = True) -> None:
+        super().__init__()
+        self.how, self.ema, self.first = how, ema, nn.Dense(4, 4)
+        self.query, self.key = nn.Dense(4, 4), nn.Dense(4, 4)
+        for p in self.key.get_parameters():
+            p.requires_grad = False
+
+    def construct(self, x):
+        x = mint.tanh(self.first(x))
+        q = mint.tanh(self.query(x))
+        for k, p in zip(self.key.get_parameters(), self.query.get_parameters()):
+            value = 0.75 * ops.stop_gradient(k) + 0.25 * ops.stop_gradient(p) if self.ema else ops.stop_gradient(k) * 0.5
+            WRITERS[self.how](k, value)
+        return q * self.key(x)
+
+
+def momentum(world, how: str, unfreeze: bool) -> None:
+    mesh, faults = data_mesh(world), []
+    for ema in (False, True):
+        for way in ("fully_shard", "kept", "neighbours", "zero1"):
+            def steps(way=way, ema=ema):
+                plain, net = filled(Momentum(how, ema)), filled(Momentum(how, ema))
+                WAYS[way](net, mesh, (net.first, net.query, net.key))
+                for step in range(4):
+                    if unfreeze and step == 1:
+                        for p in (*plain.key.get_parameters(), *net.key.get_parameters()):
+                            p.requires_grad = True
+                    alike(net, plain, mesh, what=f"step {step}")
+                    equal(net(own_rows(mesh)), plain(Tensor(ROWS)), f"forward of step {step}")
+                    for p, q in zip(net.get_parameters(), plain.get_parameters(), strict=True):
+                        equal(p, q, f"step {step}: value of {p.name}")
+            collected(faults, f"{way}, {ema=}", steps)
+    none_of(faults)
+
+
+def momentum_case(how: str, unfreeze: bool):
+    @case(2)
+    def run(world):
+        momentum(world, how, unfreeze)
+    run.__name__ = f"momentum_encoder_by_{how}{'_trained_later' if unfreeze else ''}"
+    return run
+
+
+for one in (*(momentum_case(how, False) for how in WRITERS), *(momentum_case(how, True) for how in LEAVES)):
+    globals()[one.__name__] = one
+del one
+
+
+@case(2)
+def momentum_encoder_written_between_the_units_of_a_loss(world):
+    """Not in a cell: the loss function itself writes, between two calls of cells that are roots of their own."""
+    mesh, faults = data_mesh(world), []
+    for how in WRITERS:
+        def steps(how=how):
+            plain, net = (nn.CellList([filled(Net()), filled(Net(), 50)]) for _ in range(2))
+            for n in net:
+                sharded()(n, mesh, n.blocks)
+            for p in (*plain[1].get_parameters(), *net[1].get_parameters()):
+                p.requires_grad = False
+
+            def loss(n):
+                def of(x):
+                    y = n[0](x)
+                    for p in n[1].get_parameters():
+                        WRITERS[how](p, ops.stop_gradient(p) * 0.7)
+                    return (y * n[1](x)).mean()
+                return of
+            for step in range(3):
+                alike(net, plain, mesh, loss, f"step {step}")
+        collected(faults, how, steps)
+    none_of(faults)
+
+
+class Twice(nn.Cell):
+    """A cell that is called twice in a forward, and written in between; `again`: the second call is another cell's."""
+
+    def __init__(self, how: str, again: bool = False) -> None:
+        super().__init__()
+        self.how, self.before, self.block = how, nn.Dense(4, 4), nn.Dense(4, 4)
+        if again:
+            self.again = nn.Dense(4, 4)
+
+    def construct(self, x):
+        x = mint.tanh(self.before(x))
+        y = self.block(x)
+        if hasattr(self, "again"):
+            return y * self.again(x)
+        if self.how:
+            for p in self.block.get_parameters():
+                WRITERS[self.how](p, written(ops.stop_gradient(p)))
+        return y * self.block(x)
+
+
+def written(p):
+    """What a forward writes in place of `p`."""
+    return p * 1.5 + 0.25
+
+
+def as_if_each_call_kept_its_own(plain, x):
+    """Value and gradients of a `Twice` whose second call is that of a cell with the written values."""
+    other = Twice("", again=True)
+    for p, q in zip(other.get_parameters(), [*plain.get_parameters(), *plain.block.get_parameters()], strict=True):
+        p.set_data(q.value() * 1)
+        p.requires_grad = q.requires_grad
+    for p in other.again.get_parameters():
+        p.set_data(written(p.value() * 1))
+    value, (dx, grads) = ms.value_and_grad(mean_square(other), 0, other.trainable_params())(x)
+    of = dict(zip((p.name for p in other.trainable_params()), grads, strict=True))
+    return value, dx, [of[p.name] + of[p.name.replace("block", "again")] if p.name.startswith("block") else of[p.name]
+                       for p in plain.trainable_params()]
+
+
+def step_between(net, plain, mesh, what: str) -> None:
+    """Value and parameters as on one device; what goes on to the input from the first call: by its own values or, as there,
+    by the written ones, but all of it by the same."""
+    own, renewed = as_if_each_call_kept_its_own(plain, Tensor(ROWS)), Twice(plain.how and "assign")
+    for p, q in zip(renewed.get_parameters(), plain.get_parameters(), strict=True):
+        p.set_data(q.value() * 1)
+        p.requires_grad = q.requires_grad
+    _, (new_dx, new_grads) = ms.value_and_grad(mean_square(renewed), 0, renewed.trainable_params())(Tensor(ROWS))
+    value, (dx, grads) = ms.value_and_grad(mean_square(plain), 0, plain.trainable_params())(Tensor(ROWS))
+    got, (got_dx, got_grads) = md.value_and_grad(mean_square(net), 0, net.trainable_params())(rows_of(mesh))
+    equal(own[0], value, "one device's value")
+    equal(got, value, f"{what}: value")
+    for p, g, w in zip(net.trainable_params(), got_grads, grads, strict=True):
+        if p.name.startswith("block"):
+            equal(g, w, f"{what}: gradient of {p.name}")
+    for wanted in ((own[1], *own[2]), (new_dx, *new_grads)):
+        with contextlib.suppress(AssertionError):
+            for g, w in zip((got_dx, *got_grads), wanted, strict=True):
+                equal(g, w)
+            return
+    for i, (g, w) in enumerate(zip((got_dx, *got_grads), (dx, *grads), strict=True)):
+        equal(g, w, f"{what}: gradient {i}")
+
+
+def twice(world, how: str, train: bool, keep: bool = False) -> None:
+    mesh, faults = data_mesh(world), []
+    ways = {"fully_shard": WAYS["fully_shard"]} if keep else {**WAYS, "units of their own": None}
+    for way, wrap in ways.items():
+        def steps(way=way, wrap=wrap):
+            plain, net = filled(Twice(how)), filled(Twice(how))
+            for p in (*plain.block.get_parameters(), *net.block.get_parameters()):
+                p.requires_grad = train
+            if wrap is None:
+                for cell in (net.before, net.block):
+                    fully_shard(cell, mesh=mesh, reshard_after_forward=False)
+            else:
+                wrap(net, mesh, (net.before, net.block))
+            if keep:
+                net.block.unshard()
+            for step in range(3):
+                step_between(net, plain, mesh, f"step {step}")
+                x = own_rows(mesh) if wrap is not None else rows_of(mesh)
+                equal(net(x), plain(Tensor(ROWS)), f"forward {step}")
+                for p, q in zip(net.get_parameters(), plain.get_parameters(), strict=True):
+                    equal(p, q, f"step {step}: value of {p.name}")
+        collected(faults, f"{way}, {'trained' if train else 'frozen'}{', unshard()' * keep}", steps)
+    none_of(faults)
+
+
+@case(2, timeout=120)
+def written_between_two_calls_by_set_data(world):
+    twice(world, "set_data", True)
+
+
+@case(2, timeout=120)
+def written_between_two_calls_by_set_data_frozen(world):
+    twice(world, "set_data", False)
+
+
+@case(2, timeout=120)
+def written_between_two_calls_by_assign(world):
+    twice(world, "assign", True)
+
+
+@case(2, timeout=120)
+def written_between_two_calls_by_assign_frozen(world):
+    twice(world, "assign", False)
+
+
+@case(2, timeout=120)
+def written_between_two_calls_by_setitem(world):
+    twice(world, "setitem", True)
+
+
+@case(2)
+def written_between_two_calls_of_a_cell_that_was_unsharded(world):
+    faults: list[str] = []
+    for how in LEAVES:
+        for train in (True, False):
+            collected(faults, how, lambda how=how, train=train: twice(world, how, train, keep=True))
+    none_of(faults)
+
+
+@case(2)
+def copy_between_two_calls_gives_no_other_number(world):
+    """One device refuses it, frozen in the backward, trained at once. Here likewise, or right, and so is the next step."""
+    mesh, faults = data_mesh(world), []
+    for train in (True, False):
+        for way, wrap in WAYS.items():
+            def steps(wrap=wrap, train=train):
+                plain, net = filled(Twice("copy_")), filled(Twice("copy_"))
+                for n in (plain, net):
+                    for p in n.block.get_parameters():
+                        p.requires_grad = train
+                wrap(net, mesh, (net.before, net.block))
+                want = as_if_each_call_kept_its_own(plain, Tensor(ROWS))
+                try:
+                    got, (dx, grads) = md.value_and_grad(mean_square(net), 0, net.trainable_params())(rows_of(mesh))
+                except (RuntimeError, md.errors.DTensorError):
+                    _pynative_executor.set_grad_flag(False)
+                else:
+                    for g, w in zip((got, dx, *grads), (want[0], want[1], *want[2]), strict=True):
+                        equal(g, w, "copied")
+                net.how = plain.how = ""
+                for p, q in zip(plain.get_parameters(), net.get_parameters(), strict=True):
+                    p.set_data(q.full_tensor())
+                alike(net, plain, mesh, what="the next step")
+            collected(faults, f"{way}, {'trained' if train else 'frozen'}", steps)
+    none_of(faults)
+
+
+class Assigned(nn.Cell):
+    """A trainable leaf that is assigned to in the forward, before it is used and after."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.first, self.copied, self.a = first, False, nn.Dense(4, 4)
+        self.s = Parameter(Tensor(np.arange(1, 5, dtype=np.float32)), name="s")
+
+    def construct(self, x):
+        if self.first:
+            ops.assign(self.s, self.s * 0.5 + 1)
+        y = mint.tanh(self.a(x)) * (self.s * 1 if self.copied else self.s)
+        if not self.first:
+            ops.assign(self.s, self.s * 0.5 + 1)
+        return y
+
+
+@case(2)
+def assign_to_a_trainable_leaf_inside_a_gradient(world):
+    mesh, faults = data_mesh(world), []
+    for first in (True, False):
+        for way, wrap in {**WAYS, "distribute_module": lambda n, mesh, cells: md.distribute_module(n, mesh)}.items():
+            def steps(wrap=wrap, first=first):
+                plain, net = filled(Assigned(first)), filled(Assigned(first))
+                wrap(net, mesh, (net.a,))
+                for step in range(3):
+                    before = plain.s.asnumpy().copy()
+                    try:
+                        alike(net, plain, mesh, what=f"step {step}")
+                    except AssertionError:  # one device computes a part with what was assigned after the use
+                        for n in (plain, net):
+                            n.s.set_data(distribute_tensor(Tensor(before), mesh, n.s.placements) if n is net and isinstance(
+                                n.s, md.DTensor) else Tensor(before))
+                        plain.copied = True
+                        alike(net, plain, mesh, what=f"step {step}, of the values used")
+                    equal(net.s, plain.s, f"step {step}: what was assigned")
+            collected(faults, f"{way}, {first=}", steps)
+    none_of(faults)
