@@ -166,8 +166,24 @@ def test_kept_ops_of_recordings_in_flight(mesh, save):
         net = net_of(mesh, **({"save": save} if again else {}))
         xs = [md.distribute_tensor(x, mesh, [md.Shard(0)]) for x in rows]
         made = [recorded(lambda x, net=net: (net(x) ** 2).mean(), x) for x in xs]
+        for x in xs:  # marks it, for good, as one that has a gradient
+            ms.grad(lambda x: x.sum())(x)
         seen.append([g for i in (1, 2, 0) for g in backward(made[i], net.trainable_params())])
     assert all(np.array_equal(a, b) and a.any() for a, b in zip(*seen))
+
+
+@pytest.mark.parametrize("save", [[mint.tanh], ["redistribute"], ["exp", "redistribute"], []])
+def test_what_is_moved_inside_is_moved_alike_in_both_runs(mesh, save):
+    class Moving(nn.Cell):
+        def construct(self, x):
+            return mint.tanh(x) * mint.exp(x)  # of a sum in parts: it is moved once
+
+    cut = md.distribute_tensor(Tensor(np.random.default_rng(1).normal(size=(3, 6)).astype(np.float32)), mesh, [md.Shard(1)])
+    w = md.distribute_tensor(Tensor(np.random.default_rng(2).normal(size=(6, 4)).astype(np.float32)), mesh, [md.Shard(0)])
+    seen = []
+    for cell in (Moving(), md.checkpoint_wrapper(Moving(), save=save)):
+        seen.append(ms.grad(lambda x, cell=cell: cell(mint.matmul(x, w)).sum())(cut).full_tensor().asnumpy())
+    assert np.array_equal(*seen) and seen[0].any()
 
 
 def test_what_is_not_kept_is_given_back(mesh):
