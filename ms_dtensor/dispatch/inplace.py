@@ -103,7 +103,9 @@ def store(x, new, recording: bool, versioned: bool) -> None:
                               x._layout.describe(), "MindSpore's recorded copy loses such writes on CPU.",
                               "x = x.clone() first")
     for other in (x, *(o for o, _ in relatives_of(x))):
+        source = memo_of(other).source if other.__class__ is classes.UNSHARDED else None  # it tells the place
         memo_of(other).forget_values()
+        memo_of(other).source = source
         wrote(other, versioned)
 
 

@@ -72,6 +72,11 @@ class MixedPrecisionPolicy:
             ConfigError: a cell that has parameters of its own was told to recompute, or has a policy, already.
         """
         owners = [(name, cell) for name, cell in module.cells_and_names() if any(map(_is_float, cell._params.values()))]
+        for name, cell in module.cells_and_names():
+            of_unit = getattr(cell.__dict__.get("_ms_dtensor_unit"), "policy", None)
+            if of_unit is not None and of_unit.param_dtype is not None and of_unit != self:
+                raise ConfigError(f"For 'MixedPrecisionPolicy', the cell '{name}' has a policy already.", f"{of_unit}",
+                                  "A parameter is computed with in one dtype.", "apply one policy")
         for name, cell in owners:
             if cell._recompute_cell is not None:
                 raise ConfigError(f"For 'MixedPrecisionPolicy', the cell '{name}' recomputes already.", type(cell).__name__,

@@ -26,7 +26,7 @@ import numpy as np  # noqa: E402
 from model_zoo.llama.configio import load  # noqa: E402
 from model_zoo.llama.trainer import Trainer  # noqa: E402
 from ms_dtensor import comm, init_device_mesh  # noqa: E402
-from ms_dtensor.parallel import data  # noqa: E402
+from ms_dtensor.parallel.sharding.reduce import Reduction  # noqa: E402
 from tests.rehearsal.session import rehearsed  # noqa: E402
 from tests.rehearsal.tables import Rates  # noqa: E402
 
@@ -55,9 +55,12 @@ def step(dp: int, tp: int, layers: int | None, rates: Rates):
     """The second step's counts, and the seconds of backward and of gradient reduction."""
     cfg, smaller = small(dp, tp, layers)
     rows = np.random.default_rng(0).integers(0, cfg.model.vocab_size, (cfg.train.batch, 17)).astype(np.int32)
-    buckets = data.make_buckets
-    # as many buckets as the real sizes make
-    data.make_buckets = lambda params, mesh, mb, *rest: buckets(params, mesh, mb * smaller, *rest)
+    make_buckets = Reduction._make_buckets
+
+    def as_many(self):  # as the real sizes make
+        self.unit.bucket_mb *= smaller
+        make_buckets(self)
+    Reduction._make_buckets = as_many
     try:
         with comm.fake_world(8), rehearsed(rates=rates) as device:
             trainer = Trainer(cfg, None, init_device_mesh("npu", (dp, tp), mesh_dim_names=("dp", "tp")))
@@ -73,7 +76,7 @@ def step(dp: int, tp: int, layers: int | None, rates: Rates):
             dp_comm = next((name for name, ranks in device.comms.items() if len(ranks) == dp and name != "world"), "world")
             reductions = [t for t in device.times if t[0] == "all_reduce" and t[1] == dp_comm] if dp > 1 else []
     finally:
-        data.make_buckets = buckets
+        Reduction._make_buckets = make_buckets
     still = sum(t[3] for t in device.times)
     launches, kernels = device.counts["launches"], device.counts["kernels"]
     return {

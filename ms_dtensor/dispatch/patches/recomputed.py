@@ -92,6 +92,7 @@ class _Forward:
         stands = [(x, getattr(x, "inited_param", None)) for c in self.cells for x in c._params.values()]
         params = [x if own is None else own for x, own in stands]
         self.trained = [(p, p.requires_grad) for p in params if isinstance(p, Parameter)]
+        self.written: list[int] = []  # how often these had been written when the first run was over
         self.blocks, self.present, self.random = modes.open_blocks(), standing_in.get(), recompute_module.get_rng_state()
         self.amp = recompute_module.get_curr_amp_strategy()
         self.calls: list[tuple[str, _Kept | None]] = []  # ops that were asked about, in order
@@ -109,6 +110,7 @@ class _Forward:
         with self._noting(), _set(_inside, True), modes.Watched(self._ask if self.keeps else None), \
                 ms.saved_tensors_hooks(self._pack, self._unpack):
             out = self._run()
+        self.written = _written(self.trained)
         if self.keeps and not self.calls and self.wanted and not any(map(_is_dtensor, leaves(self.given, Tensor))):
             raise ConfigError(f"For 'checkpoint_wrapper', {self._name()} computed on no DTensor.", "",
                               "Of ops on plain tensors the library sees nothing, so it can keep none of their results.",
@@ -194,6 +196,9 @@ class _Forward:
         if any(x._version != version for i, (x, (version, _)) in given if i not in self.before):
             raise OpRuleError(f"For 'checkpoint_wrapper', an argument of {self._name()} was written to since it ran.", "",
                               "What is recomputed reads its arguments again.", "write to a copy: x * 1")
+        if _written(self.trained) != self.written:
+            raise OpRuleError(f"For 'checkpoint_wrapper', parameters of {self._name()} were written to since it ran.", "",
+                              "What is recomputed reads its parameters again.", "write to them when the gradient is there")
         self.at = self.number = 0
         state = recompute_module.get_rng_state()
         recompute_module.set_rng_state(self.random)
@@ -298,6 +303,11 @@ def as_before(present: tuple, cell) -> Iterator[None]:
     with _set(recomputing, True), _set(_inside, True), _set(standing_in, ()), ExitStack() as stack:
         standing_in.set(tuple(stack.enter_context(whose.again(cell)) for whose in present))
         yield
+
+
+def _written(trained: list[tuple]) -> list[int]:
+    """How often DTensor parameters have been written."""
+    return [0 if getattr(p, "_memo", None) is None else p._memo.written for p, _ in trained]
 
 
 @contextmanager

@@ -230,9 +230,9 @@ def _neighbours(mesh: DeviceMesh, reshard_after_forward: bool | int) -> int:
 
 
 def _unflattened(mesh: DeviceMesh) -> DeviceMesh:
-    """The axes that a flattened one stands for, where there are others: parameters on those know these."""
+    """The axes that a flattened one stands for: parameters on other axes know these."""
     names = [a for name in mesh.mesh_dim_names for a in mesh.root.expand_axes(name)]
-    return mesh if set(names) in ({*mesh.mesh_dim_names}, {*mesh.root.mesh_dim_names}) else mesh.root[tuple(names)]
+    return mesh if names == list(mesh.mesh_dim_names) else mesh.root[tuple(names)]
 
 
 def _slots(cells: list[nn.Cell]) -> Slots:
@@ -315,7 +315,7 @@ def _lay_out(cells: list[nn.Cell], slots: Slots, wanted: set[int], make: Callabl
 
 def _make_unit(who: str, cells: list[nn.Cell], slots: Slots, found: Slots, data: DeviceMesh, cut: int, neighbours: int,
                mp_policy, bucket_mb: float) -> None:
-    inner = [slot for top in cells for u in units_of(top) for slot in u.slots]
+    inner = [slot for top in cells for u in units_of(top) for slot in (*u.slots, *u.tied)]
     taken = {(id(c), key) for c, key, _ in (*inner, *slots)}
     tied = [(c, key, current(p)) for c, key, p in found if (id(c), key) not in taken]  # to a parameter of another unit
     unit = Unit(who, cells, slots, tied, data, cut, neighbours, mp_policy or MixedPrecisionPolicy(), bucket_mb)

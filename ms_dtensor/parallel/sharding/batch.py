@@ -57,8 +57,11 @@ def _unflattened(x: DTensor, cell) -> DTensor:
     """An input that lies on a flattened axis as the cell's parameters know that: on the axes it stands for."""
     whole, own = cell.__dict__[OUTER][0], x.device_mesh
     axes = {a: p for name, p in zip(own.mesh_dim_names, x.placements) for a in own.root.expand_axes(name)}
-    known = tuple(axes) == own.mesh_dim_names or not set(axes) <= set(whole.mesh_dim_names)
-    return x if known else x.redistribute(whole, axes)
+    if tuple(axes) == own.mesh_dim_names or not set(axes) <= set(whole.mesh_dim_names):
+        return x
+    data = whole[tuple(axes)]
+    x = x.redistribute(data, axes)
+    return x if data == whole else DTensor.from_local(x.to_local(), whole, axes, shape=x.shape)
 
 
 def _known_again(x: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ class Block:
         self.kind: Any = HostMemory if on_cpu() else DeviceMemory
         self.bytes = self.parts.starts[-1] * numpy_dtype(dtype).itemsize
         self.memory: HostMemory | DeviceMemory | None = None
-        self._part: Any = None  # this rank's part of what the neighbours have together
+        self.part: Any = None  # this rank's part of what the neighbours have together
         self._work: Work | None = None
 
     def note(self, phase: str, dst: str, when: str = "") -> comm.annotate:
@@ -101,12 +101,12 @@ class Block:
         """Begins to gather. `ahead`: it is not waited for at once."""
         later = ahead or not on_cpu()  # on host a thread would have to be woken for it
         with NoFallbackGuard(), self.note(phase, "gathered parameters", when):
-            if self._part is None and self.straight():
+            if self.part is None and self.straight():
                 own = [local_alias(p) for p in self.params]
                 self._work = self.group.all_gather_into(own, self._memory().window, self.parts, self.dtype, async_op=later)
                 return
-            group, totals, given = self.group, self.parts.totals, self._packed() if self._part is None else self._part
-            if self._part is not None:
+            group, totals, given = self.group, self.parts.totals, self._packed() if self.part is None else self.part
+            if self.part is not None:
                 group, each = self.near, self.group.size // self.near.size
                 totals = [sum(totals[r:r + each]) for r in range(0, len(totals), each)]
             given = group.all_gather(given, 0, totals, async_op=later)
@@ -115,7 +115,7 @@ class Block:
     def finish(self) -> None:
         """The memory holds the whole parameters."""
         work: Any = self._work
-        gathered, self._work, self._part = work.wait(), None, None
+        gathered, self._work, self.part = work.wait(), None, None
         if gathered is None:  # it has been written there
             return
         with NoFallbackGuard():
@@ -138,7 +138,7 @@ class Block:
 
     def release(self, keep_part: bool = False, pages: bool = True) -> None:
         """The memory goes, but for what this rank keeps for its neighbours; without `pages`, windows stay as they are."""
-        self._part = None
+        self.part = None
         if self._work is not None:  # a gathering that nobody waited for
             self._work.wait()
             self._work = None
@@ -147,7 +147,7 @@ class Block:
             each = self.group.size // near.size
             first = near.rank_index * each
             with NoFallbackGuard():
-                self._part = self.kind.pack([(whole[i], self.parts.index(i, r)) for r in range(first, first + each)
+                self.part = self.kind.pack([(whole[i], self.parts.index(i, r)) for r in range(first, first + each)
                                              for i in range(len(self.params))], self.dtype)
         if self.memory is not None and (pages or not self.straight()):
             self.memory.release()

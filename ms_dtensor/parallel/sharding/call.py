@@ -41,6 +41,7 @@ def runs_as_unit(given: Callable) -> Callable:
         unit: Unit = cell.__dict__[UNIT]
         args, kwargs = unit.policy.cast_inputs(args, kwargs)
         call = Call.of(unit, cell)
+        args, kwargs = map_leaves(call.way_out, (args, kwargs), Tensor)
         with call.running(cell):
             outputs = map_leaves(call.apart, given(cell, *args, **kwargs), Tensor)
         outputs = unit.policy.cast_output(outputs)
@@ -61,7 +62,8 @@ class Call:
         self.ran: list[nn.Cell] = []
         self.stand_ins: dict[int, Tensor] = {}  # while cells run, by id of the parameter
         self.before: Call | None = None  # in the step
-        self.later: Unit | None = None  # whose call came after it
+        # of the backward, what is to come before the memory may go: of gradients of parameters, and of inputs
+        self.awaited = 0
         self.read: list[str] = []  # parameters, in the order in which recorded ops have read them
         # if this is the step: units in the order of their calls, the last call, those of several cells
         self.order, self.last, self.shared = list[str](), self, dict[Unit, Call]()
@@ -125,7 +127,7 @@ class Call:
         step.order.append(self.unit.label)
         if step is not self:
             self.before, step.last = step.last, self
-            self.before.later = self.before.unit.next = self.unit
+            self.before.unit.next = self.unit
         return f"at call {len(step.order)} of the step, {self.unit.label}"
 
     def _end_step(self, cell: nn.Cell) -> None:
@@ -140,6 +142,7 @@ class Call:
         unit, params = self.unit, {id(p): p for _, _, p in slots}
         trained = {k: p for k, p in params.items() if self.recorded and p.requires_grad and k in unit.place}
         out: dict[int, Tensor] = {}
+        self.awaited += bool(trained)
         with NoFallbackGuard():
             nodes = Unshard.apply(self, tuple(unit.place[k] for k in trained), *trained.values()) if trained else ()
             of = dict(zip(trained, nodes if isinstance(nodes, tuple) else (nodes,)))
@@ -150,6 +153,8 @@ class Call:
                 b, i = unit.place[k]
                 block = unit.blocks[b]
                 held, layout, kind = block.tensor(i), block.whole[i], block.reduce_dtype
+                if k not in of:  # a fresh tensor is taken for one whose gradient is wanted
+                    Tensor.requires_grad_(held, False)
                 out[k] = wrap(held, layout) if k not in of else _connected(
                     of[k], held, layout, unit.partial_on[k], None if kind == block.dtype else kind)
             if out[k] is not p:
@@ -199,12 +204,22 @@ class Call:
             lies = getattr(getattr(seen, "_memo", None), "lent", None) is not None
         return x * 1 if lies else x
 
+    def way_out(self, x: Tensor) -> Tensor:
+        """An input behind a node that says that the backward has left the cell: of frozen parameters no gradient says so."""
+        if not self.recorded or self.unit.trains():
+            return x
+        self.awaited += x._requires_grad and x.is_floating_point()
+        return self._behind(x, PostBackward)
+
     def entrance(self, x: Tensor) -> Tensor:
         """An output behind a node that gathers the parameters again when its gradient arrives."""
-        if not x._requires_grad or not x.is_floating_point() or not self.unit.blocks:
+        return self._behind(x, PreBackward) if self.unit.blocks else x
+
+    def _behind(self, x: Tensor, node) -> Tensor:
+        if not x._requires_grad or not x.is_floating_point():
             return x
         with NoFallbackGuard():
-            out = PreBackward.apply(x, self)
+            out = node.apply(x, self)
         if isinstance(x, DTensor):
             out = wrap(out, x.layout)
         elif LAID_OUT in x.__dict__:
@@ -227,9 +242,6 @@ class Call:
                               ("ops.assign(parameter, value)", "write it before its cell runs, or after the gradient"))
         if self in unit.entered and unit.state is State.WHOLE:
             return
-        later = self.later
-        if self not in unit.entered and later is not None and later is not unit and later.entered and not later.trains():
-            later.end_backward()  # of frozen parameters no gradient says that they are done with
         unit.entered[self] = None
         executor.queue_backward_final_callback(unit.end_backward)
         unit.unshard("backward")
@@ -238,17 +250,19 @@ class Call:
             other.prefetch("backward")
 
     def leave(self) -> None:
-        """All of the parameters' gradients are there."""
+        """All gradients of parameters are there, or that of an input."""
         unit = self.unit
+        self.awaited -= 1
         if self not in unit.entered and not unit.whole:
             raise LayoutError(f"For 'fully_shard', the backward reached {unit.name} past the cell's outputs.",
                               f"{sum(len(b.params) for b in unit.blocks)} parameters, given back after the forward",
                               "Local tensors of them were used, and lead to the loss by a way that nobody saw.",
                               ("reshard_after_forward=False for this cell",
                                "return all tensors that the loss depends on, in tuples, lists, dicts or dataclasses"))
-        unit.entered.pop(self, None)
-        if not unit.entered:
-            unit.reshard()
+        if self.awaited <= 0:
+            unit.entered.pop(self, None)
+            if not unit.entered:
+                unit.reshard()
 
 
 def _begin(cell: nn.Cell) -> None:
@@ -293,6 +307,20 @@ class Unshard(Function):
                                "take the inner gradient with respect to the inputs"))
         call.leave()
         return None, None, *call.unit.reduction.whole(ctx.numbers, grads, f"read: {in_order(call.read)}")
+
+
+class PostBackward(Function):
+    """An input of a unit's cell; its gradient says that what reads frozen parameters on the way to it is done."""
+
+    @staticmethod
+    def forward(ctx, x, call: Call):
+        ctx.call = call
+        return x.view(x._shape)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.call.leave()
+        return grad, None
 
 
 class PreBackward(Function):

@@ -91,11 +91,10 @@ def standing(slots: list, stand_ins: dict[int, Tensor], keep: Callable[[int, Ten
         yield
     finally:
         put(lambda p: p)
-        for x in watched.values():
+        for k, x in watched.items():
             memo_of(x.inited_param).stood_for = None
-    for k, x in watched.items():
-        if k in given or written_since(x, versions[k]):
-            keep(k, x)
+            if k in given or written_since(x, versions[k]):  # also where the cell has raised, as on one device
+                keep(k, x)
 
 
 def _take(given: set[int], k: int, ref, data, slice_shape: bool = False):

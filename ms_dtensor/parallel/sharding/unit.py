@@ -118,8 +118,8 @@ class Unit:
         return self.state is State.WHOLE
 
     def trains(self) -> bool:
-        """Whether some cut parameter has a gradient."""
-        return any(p.requires_grad for block in self.blocks for p in block.params)
+        """Whether all cut parameters have gradients."""
+        return all(p.requires_grad for block in self.blocks for p in block.params)
 
     def forward_targets(self) -> list[Unit]:
         """Whose parameters are gathered ahead while this one's cell runs."""
@@ -183,7 +183,10 @@ class Unit:
         if self.state is not State.SHARDED:
             self.log("reshard", "")
         for block in self.blocks:
-            block.release(keep_part and self.state is State.WHOLE, pages=self.reshards)
+            if self.state is State.SHARDED:
+                block.part = None
+            else:
+                block.release(keep_part and self.state is State.WHOLE, pages=self.reshards)
         self.state = State.SHARDED
 
     def begin(self) -> None:

@@ -18,8 +18,8 @@ from tests.fuzz.check import agreed
 from tests.fuzz.sharding.play import Player, Record
 from tests.fuzz.sharding.programs import Program, Step, smaller
 
-# of the largest element; SHORT where a policy computes in float32: 4e-4 were seen behind norms, and optimizers enlarge them
-RTOL, SHORT = 1e-9, 5e-3
+# of the largest element; SHORT where a policy computes in float32: 4e-4 were seen behind norms, and optimizers enlarge that
+RTOL, SHORT = 1e-9, 3e-2
 SMALLER = 80  # programs that are tried when one is made small
 
 # Refusals that the documents announce, by a piece of the message: one device does not know the limit.
