@@ -14,7 +14,7 @@ import mindspore as ms
 from mindspore import Parameter, Tensor
 
 from .. import comm
-from ..core.layout import Layout, layout_for, layout_strides, said_of
+from ..core.layout import Layout, known_layout, layout_for, layout_strides, said_of
 from ..core.mesh import DeviceMesh, resolve_mesh
 from ..dispatch import classes, inplace, modes, patches, policy, views
 from ..dispatch.dispatcher import call, dispatch, plain_tree
@@ -173,7 +173,10 @@ class DTensor(Measures, Tensor):
         if shape is None:
             if run_check or checks:  # before this rank's own shape can be found to fit no placement
                 replicas.compare_shards("from_local", ["the local tensor"], [local], mesh, None)
-            layout = layout_for("from_local", mesh, placements, tuple(local._shape), dtype_name(local.dtype), even=True)
+            try:  # `layout_for`, inlined: this is asked once a batch and call
+                layout = known_layout(mesh, placements, tuple(local._shape), dtype_name(local.dtype), even=True)
+            except (LayoutError, MeshError) as error:
+                raise said_of(error, "from_local") from None
         else:
             layout = layout_for("from_local", mesh, placements, tuple(shape), dtype_name(local.dtype))
             if run_check or checks:

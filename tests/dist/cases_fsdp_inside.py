@@ -196,6 +196,21 @@ def empty_shards_of_bfloat16(world):
 
 
 @case(4)
+def a_unit_of_which_only_some_parameters_are_trained(world):
+    """What is upstream of frozen weights gets its gradients, in each model of the process, whichever are trained."""
+    mesh = fsdp()
+    for name in ("norm.gamma", "norm.beta", "up.weight", "down.bias"):
+        for cut in (cut_up, whole, divided):
+            plain, net = filled(Net((0, 1, 1, 2))), filled(Net((0, 1, 1, 2)))
+            for n in (plain, net):
+                for p in n.blocks[1].get_parameters():
+                    p.requires_grad = p.name.endswith(name)
+            net = cut(net, mesh)
+            for _ in range(2):
+                same_step(net, plain, mesh)
+
+
+@case(4)
 def another_dtype_is_refused(world):
     mesh = fsdp()
     for cut in (whole, divided):

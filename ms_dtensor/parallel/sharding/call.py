@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 from mindspore import Tensor, nn
 
-from ...comm.packing import write
+from ...comm.packing import copy, write
 from ...core.tree import map_leaves
 from ...dispatch.cotangent import as_copy
 from ...dispatch.memo import memo_of
@@ -64,6 +64,7 @@ class Call:
         self.before: Call | None = None  # in the step
         # of the backward, what is to come before the memory may go: of gradients of parameters, and of inputs
         self.awaited = 0
+        self.copied = set[int]()  # ids of frozen parameters for which copies stand
         self.read: list[str] = []  # parameters, in the order in which recorded ops have read them
         # if this is the step: units in the order of their calls, the last call, those of several cells
         self.order, self.last, self.shared = list[str](), self, dict[Unit, Call]()
@@ -114,7 +115,7 @@ class Call:
             self._end_step(cell)
         elif len(self.ran) < len(unit.cells):
             return
-        lend(self, (w for k, w in self.stand_ins.items() if k in unit.place))
+        lend(self, (w for k, w in self.stand_ins.items() if k in unit.place and k not in self.copied))
         self.stand_ins = {}  # they know the call, in memory that Python does not see
         wanted = unit.reshards and not (root and len(units_of(cell)) > 1) and not again and not unit.entered
         if not self.recorded or wanted:
@@ -153,6 +154,11 @@ class Call:
                 b, i = unit.place[k]
                 block = unit.blocks[b]
                 held, layout, kind = block.tensor(i), block.whole[i], block.reduce_dtype
+                if self.recorded and k not in of and p.ndim < 2:
+                    # MindSpore 2.10 keeps a constant operand of LayerNorm, and takes it again for any of the same values:
+                    # that may not lie in memory that goes
+                    held = copy(held)
+                    self.copied.add(k)
                 if k not in of:  # a fresh tensor is taken for one whose gradient is wanted
                     Tensor.requires_grad_(held, False)
                 out[k] = wrap(held, layout) if k not in of else _connected(
@@ -160,12 +166,14 @@ class Call:
             if out[k] is not p:
                 out[k].inited_param = p  # which cells then list in its place
         if self.recorded:
-            lend(self, (w for k, w in out.items() if k in unit.place))
+            lend(self, (w for k, w in out.items() if k in unit.place and k not in self.copied))
         return out
 
     def _write_back(self, key: int, x: Tensor) -> None:
         if key in self.unit.place:
             b, i = self.unit.place[key]
+            if key in self.copied:
+                self.unit.blocks[b].overwrite(i, local_alias(x))
             self.unit.blocks[b].write_own(i)
         else:
             write(local_alias(x.inited_param), local_alias(x))
@@ -177,8 +185,12 @@ class Call:
 
     def _renew(self, x: Tensor) -> None:
         """A parameter was written while `x` stands for it."""
-        if id(x.inited_param) in self.unit.place:
+        key = id(x.inited_param)
+        if key in self.unit.place:
             self.unit.unshard("forward")
+            if key in self.copied:
+                b, i = self.unit.place[key]
+                write(local_alias(x), self.unit.blocks[b].tensor(i))
         else:
             write(local_alias(x), local_alias(x.inited_param))
 
