@@ -65,6 +65,7 @@ class Call:
         # of the backward, what is to come before the memory may go: of gradients of parameters, and of inputs
         self.awaited = 0
         self.copied = set[int]()  # ids of frozen parameters for which copies stand
+        self.units: list[Unit] = []  # if this is the step
         self.read: list[str] = []  # parameters, in the order in which recorded ops have read them
         # if this is the step: units in the order of their calls, the last call, those of several cells
         self.order, self.last, self.shared = list[str](), self, dict[Unit, Call]()
@@ -92,12 +93,11 @@ class Call:
     def running(self, cell: nn.Cell) -> Iterator[None]:
         """The slots of the cell hold whole tensors inside."""
         unit, around, again = self.unit, standing_in.get(), recomputing.get()
-        inside = {id(c) for _, c in cell.cells_and_names()}
-        slots = [slot for slot in unit.standing if id(slot[0]) in inside] if unit.cells[1:] else unit.standing
+        slots = self._slots_in(cell) if unit.cells[1:] else unit.standing
         unit.check(slots)
         root = not around and not again
         if root:
-            _begin(cell)
+            self.units = _begin(cell)
         if not self.ran:
             when = self._note_order(around[0] if around else self, again)
             unit.unshard("backward" if again else "forward", when)
@@ -112,14 +112,18 @@ class Call:
             standing_in.reset(token)
         self.ran.append(cell)
         if root:
-            self._end_step(cell)
+            self._end_step()
         elif len(self.ran) < len(unit.cells):
             return
         lend(self, (w for k, w in self.stand_ins.items() if k in unit.place and k not in self.copied))
         self.stand_ins = {}  # they know the call, in memory that Python does not see
-        wanted = unit.reshards and not (root and len(units_of(cell)) > 1) and not again and not unit.entered
+        wanted = unit.reshards and not (root and len(self.units) > 1) and not again and not unit.entered
         if not self.recorded or wanted:
             unit.reshard(keep_part=self.recorded)
+
+    def _slots_in(self, cell: nn.Cell) -> list:
+        inside = {id(c) for _, c in cell.cells_and_names()}
+        return [slot for slot in self.unit.standing if id(slot[0]) in inside]
 
     def _note_order(self, step: Call, again: bool) -> str:
         """Which call of the step this is, for the comparison between ranks: they may not come to cells in another order."""
@@ -131,9 +135,9 @@ class Call:
             self.before.unit.next = self.unit
         return f"at call {len(step.order)} of the step, {self.unit.label}"
 
-    def _end_step(self, cell: nn.Cell) -> None:
+    def _end_step(self) -> None:
         """What was gathered ahead for cells that did not run goes; and all ranks have come to the same cells."""
-        for unit in units_of(cell):
+        for unit in self.units:
             if unit.state is State.GATHERING:
                 unit.reshard(forced=True)
         self.unit.mesh.get_group().agree(f"cells that ran: {in_order(self.order)}")
@@ -197,8 +201,7 @@ class Call:
     @contextmanager
     def again(self, cell: nn.Cell) -> Iterator[Call]:
         """The whole tensors stand once more in the slots of a cell, which runs again in the backward."""
-        cells = {id(c) for _, c in cell.cells_and_names()} if cell is not None else ()  # a function, where nothing stands
-        slots = [slot for slot in self.unit.standing if id(slot[0]) in cells]
+        slots = [] if cell is None else self._slots_in(cell)  # a function runs again only where nothing stands
         call = Call(self.unit)
         self.enter()
         with standing(slots, call._made(slots), call._write_back, call._renew):
@@ -277,14 +280,15 @@ class Call:
                 unit.reshard()
 
 
-def _begin(cell: nn.Cell) -> None:
-    """A step begins."""
+def _begin(cell: nn.Cell) -> list[Unit]:
+    """A step of these units begins."""
     units = units_of(cell)
     for unit in units:
         unit.begin()
     refresh_kept(units)
     if recording():
         in_this_gradient.update(units)
+    return units
 
 
 def _connected(node: Tensor, data: Tensor, layout, partial_on: tuple[int, ...], reduce_dtype):
