@@ -8,6 +8,7 @@ several dtypes. The invariant: what `blocks` or `padded` cut, `last_back` or `un
 """
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -96,6 +97,16 @@ class TensorOps:
         return mint.div(acc, len(parts)) if op == "avg" else acc
 
 
+def _array(out: Tensor) -> np.ndarray:
+    """The memory of a tensor, of which `asnumpy` gives a copy where it is a view."""
+    array, start = out.asnumpy(), Tensor.data_ptr(out)
+    if array.__array_interface__["data"][0] == start:
+        return array
+    strides = [n * array.itemsize for n in Tensor.stride(out)]
+    size = sum((n - 1) * s for n, s in zip(array.shape, strides)) + array.itemsize
+    return np.ndarray(array.shape, array.dtype, (ctypes.c_char * size).from_address(start), strides=strides)
+
+
 class HostOps(TensorOps):
     """The same through NumPy views of CPU tensors; every dtype."""
 
@@ -142,7 +153,7 @@ class HostOps(TensorOps):
     @staticmethod
     def write(out: Tensor, x: Tensor) -> Tensor:
         if math.prod(x.shape):  # NumPy crashes where it copies no elements of MindSpore's bfloat16
-            out.asnumpy()[...] = x.asnumpy()
+            _array(out)[...] = x.asnumpy()
         return out
 
     @staticmethod

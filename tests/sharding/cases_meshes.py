@@ -90,6 +90,25 @@ def rows_laid_out_over_flattened_axes(world):
     flattened(world, (2, 1, 2), ("edp", "ep", "tp"), ("edp", "ep"), "tp", False)
 
 
+@case(2)
+def rows_on_a_flattened_axis_beside_an_equal_mesh_made_earlier(world):
+    """Equal meshes are one to layouts, whatever they were sliced from; so where an axis comes from is asked of the cell."""
+    earlier = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    kept = distribute_tensor(Tensor(ROWS), earlier, [Shard(0)], src_data_rank=None)
+    mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("edp", "ep", "tp"))
+    data = mesh["edp", "ep"].flatten("dp")
+    plain, net = filled(Mlp()), filled(Mlp())
+    parallelize_module(net, mesh["tp"], STYLES)
+    replicate(net, mesh=data)
+    x = distribute_tensor(Tensor(ROWS), data, [Shard(0)], src_data_rank=None)
+    assert x.layout is kept.layout
+    want = ms.value_and_grad(lambda x: (plain(x) ** 2).mean(), None, plain.trainable_params())(Tensor(ROWS))
+    got = value_and_grad(lambda x: (net(x) ** 2).mean(), None, net.trainable_params())(x)
+    equal(got[0], want[0], "loss")
+    for p, g, w in zip(net.trainable_params(), got[1], want[1], strict=True):
+        equal(g, w, p.name)
+
+
 @case(4)
 def the_other_axis_stands_before_the_flattened_ones(world):
     flattened(world, (2, 2, 1), ("tp", "edp", "ep"), ("edp", "ep"), "tp", True)

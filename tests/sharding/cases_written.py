@@ -308,3 +308,21 @@ def assign_to_a_trainable_leaf_inside_a_gradient(world):
                     equal(net.s, plain.s, f"step {step}: what was assigned")
             collected(faults, f"{way}, {first=}", steps)
     none_of(faults)
+
+
+@case(2)
+def assign_to_a_copy_in_another_dtype(world):
+    """Under mixed precision a copy stands in the slot, a view of what autograd knows: a write must reach its memory."""
+    mesh, faults = data_mesh(world), []
+    policy = md.MixedPrecisionPolicy(ms.float16, ms.float32, ms.float32)
+    for way, wrap in {"replicate": md.replicate, "fully_shard": md.fully_shard}.items():
+        def steps(wrap=wrap):
+            plain, net = filled(Assigned(True)), filled(Assigned(True))
+            wrap(net, mesh=mesh, mp_policy=policy)
+            ms.value_and_grad(lambda x: plain(x).sum(), None, plain.trainable_params())(Tensor(ROWS))
+            got = md.value_and_grad(lambda x: net(x).sum(), None, net.trainable_params())(own_rows(mesh))[0]
+            assert np.allclose(net.s.full_tensor().asnumpy(), plain.s.asnumpy(), rtol=1e-3), "what was assigned"
+            plain.first = False
+            assert abs(float(got.full_tensor()) / float(plain(Tensor(ROWS)).sum()) - 1) < 1e-2, "the forward read it"
+        collected(faults, way, steps)
+    none_of(faults)

@@ -52,6 +52,11 @@ def test_rows(case, ranks):
     ranks.check(case)
 
 
+@pytest.mark.parametrize("case", case_params("tests.sharding.cases_meshes", 2))
+def test_meshes_of_two(case, ranks):
+    ranks.check(case)
+
+
 @pytest.mark.parametrize("case", case_params("tests.sharding.cases_meshes", 4))
 def test_meshes(case, ranks):
     ranks.check(case)

@@ -55,8 +55,8 @@ def _is_rows(x) -> bool:
 
 def _unflattened(x: DTensor, cell) -> DTensor:
     """An input that lies on a flattened axis as the cell's parameters know that: on the axes it stands for."""
-    whole, own = cell.__dict__[OUTER][0], x.device_mesh
-    axes = {a: p for name, p in zip(own.mesh_dim_names, x.placements) for a in own.root.expand_axes(name)}
+    whole, own = cell.__dict__[OUTER][0], x.device_mesh  # equal meshes are one to layouts, so `own` may have another root
+    axes = {a: p for name, p in zip(own.mesh_dim_names, x.placements) for a in whole.root.expand_axes(name)}
     if tuple(axes) == own.mesh_dim_names or not set(axes) <= set(whole.mesh_dim_names):
         return x
     data = whole[tuple(axes)]
