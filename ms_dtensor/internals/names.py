@@ -26,6 +26,8 @@ TensorOverloadCall = _private("mindspore._c_expression", "TensorOverloadCall")  
 GroupOptions = _private("mindspore._c_expression", "GroupOptions")  # what a communicator is made with
 Function = _private("mindspore.common._grad_function", "_Function")  # an autograd node written in Python
 executor = _private("mindspore.graph.api", "_pynative_executor")  # autograd's state: recording, gradients, callbacks
+# the engine below `executor.grad`; only recordings need it, and their probe refuses a release without it
+run_backward: Any = getattr(import_module("mindspore._c_expression"), "run_backward", None)
 no_grad = _private("mindspore.graph.api", "_no_grad")  # inside, nothing is recorded
 recording = executor._executor.grad_flag  # the C++ method: the Python one around it costs as much again
 enabled = executor._executor.enable_grad  # whether `no_grad` is not around; `recording` goes on inside it

@@ -14,7 +14,7 @@ import mindspore as ms
 from mindspore import Tensor, mint, ops
 
 from ..errors import ConfigError
-from .names import FIX, Function, NoFallbackGuard, executor, recording
+from .names import FIX, Function, NoFallbackGuard, executor, recording, run_backward
 
 
 class _Asked(Tensor):
@@ -162,6 +162,21 @@ def _tensors_tell_their_state() -> str:
     return "" if [x._is_leaf, *told] == [True, False, (2,)] else f"_is_leaf and _shape tell {[x._is_leaf, *told]}"
 
 
+def _backwards_come_in_any_order() -> str:
+    """Forwards that are recorded one after another have their backwards later, in any order, of what is asked for."""
+    xs, ys = [_plain(1.0, 2.0), _plain(3.0, 4.0)], []
+    for x in xs:
+        Tensor.requires_grad_(x, True)
+        executor.set_grad_flag(True)
+        try:
+            ys.append((x * x).sum())
+        finally:
+            executor.set_grad_flag(False)
+    found = [run_backward((ys[i],), (ms.Tensor(1.0, ms.float32),), False, False, (xs[i],), True,
+                          accumulate_grad=False)[0].asnumpy().tolist() for i in (1, 0)]
+    return "" if found == [[6.0, 8.0], [2.0, 4.0]] and not recording() else f"the gradients are {found}"
+
+
 PROBES = (_the_hook_is_asked, _the_guard_guards, _a_class_can_be_assigned, _an_alias_is_the_same_value_to_autograd,
           _nodes_hooks_and_callbacks_run, _gradients_pass_one_door, _tensors_tell_their_state)
 
@@ -185,10 +200,24 @@ def check_internals() -> None:
         raise ConfigError("For 'ms_dtensor', MindSpore is in GRAPH_MODE.", "ms.get_context('mode')",
                           "A compiled graph does not dispatch: it would compute on this rank's shard.", PYNATIVE)
     for probe in PROBES:
-        try:
-            found = probe()
-        except Exception as error:  # whatever an unknown MindSpore raises is a difference
-            found = f"{type(error).__name__}: {error}"
-        if found:
-            raise ConfigError(f"For 'ms_dtensor', MindSpore {ms.__version__} does not behave as the library relies on.",
-                              f"probe '{probe.__name__.strip('_')}': {found}", (probe.__doc__ or "").strip(), FIX)
+        _ask(probe, "ms_dtensor")
+
+
+@cache
+def check_recordings() -> None:
+    """Runs the probe of what only recordings, and so pipelines, stand on.
+
+    Raises:
+        ConfigError: MindSpore lacks it.
+    """
+    _ask(_backwards_come_in_any_order, "Recording")
+
+
+def _ask(probe: Callable[[], str], who: str) -> None:
+    try:
+        found = probe()
+    except Exception as error:  # whatever an unknown MindSpore raises is a difference
+        found = f"{type(error).__name__}: {error}"
+    if found:
+        raise ConfigError(f"For '{who}', MindSpore {ms.__version__} does not behave as the library relies on.",
+                          f"probe '{probe.__name__.strip('_')}': {found}", (probe.__doc__ or "").strip(), FIX)

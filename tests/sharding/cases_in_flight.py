@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import mindspore as ms
-import mindspore._c_expression as engine
 import numpy as np
 from mindspore import Tensor, ops
-from mindspore.graph.api import _pynative_executor
 
-from ms_dtensor import DTensor, distribute_tensor
-from ms_dtensor.dispatch.cotangent import summed_gradient
-from ms_dtensor.dispatch.operands import retag
-from ms_dtensor.internals.names import NoFallbackGuard, no_grad
+from ms_dtensor import distribute_tensor
+from ms_dtensor.dispatch.recording import Recording
+from ms_dtensor.internals.names import no_grad
 from tests.cases import case
 from tests.dist.support import counted, equal
 from tests.sharding.support import ROWS, WAYS, Net, alike, collected, data_mesh, filled, none_of, own_rows, rows_of
@@ -85,23 +82,10 @@ def forwards_in_other_orders_of_cells(world):
     none_of(faults)
 
 
-def recorded(net, x):
-    """The outputs of a forward with a recording of its own, as a pipeline makes them."""
-    x.requires_grad_(True)
-    _pynative_executor.set_grad_flag(True)
-    try:
-        return net(x)
-    finally:
-        _pynative_executor.set_grad_flag(False)
-
-
-def backward(y, cotangent, inputs):
-    """Gradients of what was recorded."""
-    if isinstance(y, DTensor):
-        layout = y.layout.gradient()
-        cotangent = distribute_tensor(cotangent, layout.mesh, list(layout.placements), src_data_rank=None)
-    with NoFallbackGuard():
-        return engine.run_backward((y,), (cotangent,), False, False, tuple(inputs), True, accumulate_grad=False)
+def cotangent_of(recording: Recording, whole: np.ndarray):
+    """Laid out as the output is."""
+    y = recording.outputs
+    return distribute_tensor(Tensor(whole), y.device_mesh, y.layout.gradient().placements, src_data_rank=None)
 
 
 def in_flight(world, way: str, order, sync_last: bool, between: str = "") -> None:
@@ -114,10 +98,9 @@ def in_flight(world, way: str, order, sync_last: bool, between: str = "") -> Non
         return sum((plain(x) * Tensor(d)).sum() for x, d in zip(xs, COTANGENTS))
     wanted_dx, wanted = ms.grad(total, tuple(range(MANY)), params)(*map(Tensor, INPUTS))
     for again in range(2):
-        xs = [rows_of(mesh, x) for x in INPUTS]
-        ys = []
-        for x in xs:
-            ys.append(recorded(net, x))
+        recordings = []
+        for x in INPUTS:
+            recordings.append(Recording.of(net, rows_of(mesh, x)))
             if between == "evaluation":
                 equal(net(own_rows(mesh)), plain(Tensor(ROWS)), "evaluation between")
         total_grads, dxs, sums = None, {}, []
@@ -125,17 +108,15 @@ def in_flight(world, way: str, order, sync_last: bool, between: str = "") -> Non
             if sync_last:
                 net.set_requires_gradient_sync(n == MANY - 1)
             with counted() as count:
-                dx, *grads = backward(ys[i], Tensor(COTANGENTS[i]), (xs[i], *theirs))
+                (dxs[i],), grads = recordings[i].backward(cotangent_of(recordings[i], COTANGENTS[i]), theirs)
             sums.append(count["reduce_scatter", "backward"] + count["all_reduce", "backward"])
-            dxs[i] = dx
-            with NoFallbackGuard():
-                total_grads = [g * 1 for g in grads] if total_grads is None else [a + g for a, g in zip(total_grads, grads)]
+            total_grads = grads if total_grads is None else [a + g for a, g in zip(total_grads, grads)]
             if between == "evaluation":
                 equal(net(own_rows(mesh)), plain(Tensor(ROWS)), "evaluation between backwards")
         for p, g, w in zip(theirs, total_grads, wanted, strict=True):
-            equal(retag(g, summed_gradient(p.layout)), w, f"round {again}: {p.name}")
+            equal(g, w, f"round {again}: {p.name}")
         for i, dx in dxs.items():
-            equal(retag(dx * 1, xs[i].layout.gradient()), wanted_dx[i], f"round {again}: gradient of input {i}")
+            equal(dx, wanted_dx[i], f"round {again}: gradient of input {i}")
         if sync_last:
             assert sums[:-1] == [0] * (MANY - 1) and sums[-1] > 0, sums
     if sync_last:
@@ -174,8 +155,8 @@ def a_recording_whose_backward_never_comes(world):
         def steps(wrap=wrap):
             plain, net = filled(Net()), filled(Net())
             wrap(net, mesh, net.blocks)
-            kept = recorded(net, rows_of(mesh, INPUTS[0]))
-            recorded(net, rows_of(mesh, INPUTS[1]))
+            kept = Recording.of(net, rows_of(mesh, INPUTS[0]))
+            Recording.of(net, rows_of(mesh, INPUTS[1])).drop()
             alike(net, plain, mesh, what="a step while one is in flight")
             for n in (plain, net):
                 for p in n.get_parameters():
@@ -198,17 +179,15 @@ def alternating_forwards_and_backwards(world):
             params, theirs = plain.trainable_params(), net.trainable_params()
             wanted = ms.grad(lambda *xs: sum((plain(x) * Tensor(d)).sum() for x, d in zip(xs, COTANGENTS)), None, params)(
                 *map(Tensor, INPUTS))
-            xs = [rows_of(mesh, x) for x in INPUTS]
-            waiting = [(0, recorded(net, xs[0])), (1, recorded(net, xs[1]))]
+            waiting = [(i, Recording.of(net, rows_of(mesh, INPUTS[i]))) for i in range(2)]
             total = None
             for n in range(MANY):
-                i, y = waiting.pop(0)
-                grads = backward(y, Tensor(COTANGENTS[i]), theirs)
-                with NoFallbackGuard():
-                    total = [g * 1 for g in grads] if total is None else [a + g for a, g in zip(total, grads)]
+                i, recording = waiting.pop(0)
+                _, grads = recording.backward(cotangent_of(recording, COTANGENTS[i]), theirs)
+                total = grads if total is None else [a + g for a, g in zip(total, grads)]
                 if n + 2 < MANY:
-                    waiting.append((n + 2, recorded(net, xs[n + 2])))
+                    waiting.append((n + 2, Recording.of(net, rows_of(mesh, INPUTS[n + 2]))))
             for p, g, w in zip(theirs, total, wanted, strict=True):
-                equal(retag(g, summed_gradient(p.layout)), w, p.name)
+                equal(g, w, p.name)
         collected(faults, way, steps)
     none_of(faults)

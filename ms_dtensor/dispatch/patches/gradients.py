@@ -10,13 +10,16 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from mindspore import Parameter, Tensor, nn
 
 from ...core.tree import leaves, map_leaves
-from ...errors import LayoutError, MixedOperandError
-from ...internals.names import composite, executor, grad_func
+from ...errors import LayoutError, MixedOperandError, OpRuleError
+from ...internals.names import NoFallbackGuard, composite, executor, grad_func
 from ...redistribute.execute import recorded_gradient
 from .. import classes, modes
 from ..cotangent import summed_gradient
@@ -30,6 +33,7 @@ _outputs: dict[int, list] = {}  # by id of a function: layouts of its outputs; e
 _installed = Patched()
 # what takes part in the gradient that is under way, and is told by its method `abandon()` if that raises
 in_this_gradient: weakref.WeakSet = weakref.WeakSet()
+_apart: ContextVar[bool] = ContextVar("ms_dtensor_recorded_apart", default=False)  # inside a recording's own forward
 _asked: list[set[int] | None] = []  # of each gradient under way: ids of what it is of; None: of all parameters it meets
 SHARDED_BY = "_ms_dtensor_sharded_by"  # parameter attribute: the name of the `fully_shard` unit that has it; "": ignored
 REDUCED_BY = "_ms_dtensor_reduced_by"  # parameter attribute: weakly, who adds up its gradients (`sharding/reduce.py`)
@@ -38,7 +42,8 @@ _RECORDERS = {f.__code__ for f in (composite._pynative_func_grad_forward, compos
                                    nn.Cell._complex_call)}
 
 
-def _layouts(tensors) -> list:
+def layouts_of(tensors) -> list:
+    """Of each its layout; None for plain ones."""
     return [getattr(x, "_layout", None) for x in tensors]
 
 
@@ -50,27 +55,26 @@ def _grad(original):
         inputs = args
         if operation.sens_param:
             inputs = args[:-1]
-            args = *inputs, _sens(fn, args[-1])
+            args = *inputs, as_cotangents(_outputs.get(id(fn), ()), args[-1])
         outermost, of = not recording(), _differentiated(fn, operation, weights, grad_position, inputs)
-        _asked.append(None if operation.get_by_list and weights is None else {id(x) for x in of})
+        listed = operation.get_by_list and weights is None
         try:
-            if operation.get_by_list and weights is None:
-                _check_listed(fn)
-            out = original(fn, operation, weights, grad_position, has_aux, *args)
+            with _asking(None if listed else of):
+                if listed:
+                    _check_listed(fn)
+                out = original(fn, operation, weights, grad_position, has_aux, *args)
         except BaseException:
             _clean(outermost)
             raise
-        finally:
-            _asked.pop()
         if outermost:
             in_this_gradient.clear()
-        layouts = _layouts(of)
+        layouts = layouts_of(of)
         if not any(layouts):
             return out
         gradients = [out] if out.__class__ is Tensor else leaves(out, Tensor)
         assert len(gradients) == len(layouts), f"{len(gradients)} gradients for {len(layouts)} tensors"
         if outermost:
-            _deliver(of, gradients)
+            deliver(of, gradients)
         if not outermost:  # it may be differentiated again
             recorded = iter([g if layout is None else recorded_gradient(g, layout) for g, layout in zip(gradients, layouts)])
             out = map_leaves(lambda g: next(recorded), out, Tensor)
@@ -82,11 +86,21 @@ def _grad(original):
     return grad
 
 
-def _deliver(of: list, gradients: list) -> None:
+def deliver(of: list, gradients: list) -> None:
     """Whoever owes summands of earlier backwards to parameters that this one has not reached adds them now."""
     owners = {owner: None for x in of if (ref := x.__dict__.get(REDUCED_BY)) is not None and (owner := ref()) is not None}
     for owner in owners:
         owner.deliver({id(x): g for x, g in zip(of, gradients)})
+
+
+@contextmanager
+def _asking(of: list | None) -> Iterator[None]:
+    """Inside runs the backward that is to give the gradients of these; None: of all parameters that it meets."""
+    _asked.append(None if of is None else {id(x) for x in of})
+    try:
+        yield
+    finally:
+        _asked.pop()
 
 
 def asked_for(param) -> bool:
@@ -154,14 +168,14 @@ def _end_graph(original):
     def end_graph(fn, output, *args, **kwargs):
         if len(_outputs) >= _LIMIT:
             _outputs.clear()
-        _outputs[id(fn)] = _layouts((output,) if output.__class__ is classes.DTENSOR else leaves((output,), Tensor))
+        _outputs[id(fn)] = layouts_of((output,) if output.__class__ is classes.DTENSOR else leaves((output,), Tensor))
         return original(fn, output, *args, **kwargs)
     return end_graph
 
 
-def _sens(fn, sens):
-    """The given cotangents as local tensors, each laid out as its output's cotangent."""
-    layouts = iter(_outputs.get(id(fn), ()))
+def as_cotangents(of, sens):
+    """The given cotangents as local tensors, each laid out as that of its output, whose layouts are `of`."""
+    layouts = iter(of)
 
     def local(s):
         want, have = next(layouts, None), getattr(s, "_layout", None)
@@ -194,6 +208,32 @@ def _clean(outermost: bool) -> None:
         in_this_gradient.clear()
 
 
+@contextmanager
+def apart(participants: Iterable = ()) -> Iterator[list]:
+    """Around a forward or a backward that is a recording's own (`dispatch/recording.py`); gives who takes part in it."""
+    others, inside = list(in_this_gradient), _apart.set(True)
+    in_this_gradient.clear()
+    in_this_gradient.update(participants)
+    mine: list = []
+    try:
+        yield mine
+        mine += in_this_gradient
+    except BaseException:
+        _clean(True)
+        raise
+    finally:
+        _apart.reset(inside)
+        in_this_gradient.clear()
+        in_this_gradient.update(others)
+
+
+@contextmanager
+def backward_apart(participants: list, of: list) -> Iterator[None]:
+    """The same, around a backward that is to give the gradients of these."""
+    with apart(participants), _asking(of), NoFallbackGuard():
+        yield
+
+
 def _end_abandoned() -> None:
     """Ends a recording that nobody is in: a function that raised before these doors were installed has left it."""
     if not recording():
@@ -210,6 +250,11 @@ def _end_abandoned() -> None:
 def _forward(original):
     @functools.wraps(original)
     def forward(fn, *args, **kwargs):
+        if _apart.get() and recording():
+            raise OpRuleError("For a gradient, one was asked for inside of a 'Recording'.", str(fn),
+                              "MindSpore would cut what it gives off from what is recorded around it.",
+                              ("value_and_grad of the whole, in place of a recording or a pipeline",
+                               "take it outside, and pass it in as an input"))
         _end_abandoned()
         if recording():
             with modes.HigherOrderBlock():

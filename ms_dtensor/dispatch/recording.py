@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A recording: a forward whose backward may come at any time, before or after those of other forwards.
+
+`ms.grad` and `ms.vjp` hold one forward at a time (MindSpore 2.10: "Can not find top cell for backward"), so a pipeline,
+which has several micro-batches in flight, cannot stand on them. Below them lies an engine that knows no such limit,
+`run_backward`. It is called here with the duties of the one door of MindSpore's gradients (`patches/gradients.py`): layouts
+of what comes back, who is asked for, what is owed, and that nothing is left behind where something raises. Not here:
+derivatives of derivatives; a gradient that is taken inside a recording is refused, as MindSpore would cut it off.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mindspore as ms
+from mindspore import Parameter, Tensor
+
+from ..core.tree import leaves, map_leaves
+from ..errors import OpRuleError
+from ..internals.names import NoFallbackGuard, enabled, executor, run_backward
+from ..internals.probes import check_recordings
+from .cotangent import summed_gradient
+from .operands import local_alias, recording, retag, wrap
+from .patches.gradients import apart, as_cotangents, backward_apart, deliver, layouts_of
+from .patches.recomputed import _leaf
+
+
+class Recording:
+    """One forward and its backward, which runs once.
+
+    Attributes:
+        inputs: what the forward ran on: of tensors of floating point leaves of its own, with the values given.
+        outputs: what it returned; its tensors are those that the backward begins at.
+    """
+
+    def __init__(self, inputs: tuple, outputs: Any, participants: list):
+        self.inputs, self.outputs, self._participants = inputs, outputs, participants
+
+    @classmethod
+    def of(cls, fn: Callable, *inputs) -> Recording:
+        """Runs a function, recorded.
+
+        Args:
+            fn: a function or cell.
+            *inputs: of which tensors are detached; no gradient flows to where they came from.
+
+        Raises:
+            OpRuleError: inside a gradient or another recording, or where nothing is recorded.
+            ConfigError: this MindSpore has no such engine.
+        """
+        check_recordings()
+        if recording() or not enabled():
+            raise OpRuleError("For 'Recording.of', a forward cannot be recorded here.", str(fn),
+                              "It is recorded by itself: not within a gradient, and not under no_grad.",
+                              "call it outside of value_and_grad, grad and no_grad")
+        with NoFallbackGuard():
+            inputs = map_leaves(lambda x: _leaf(x, True) if x.is_floating_point() else x, inputs, Tensor)
+        with apart() as participants:
+            executor.set_grad_flag(True)
+            try:
+                outputs = fn(*inputs)
+            finally:
+                executor.set_grad_flag(False)
+        return cls(inputs, outputs, participants)
+
+    def backward(self, cotangents: Any = None, params: Sequence[Parameter] = ()) -> tuple[list, list]:
+        """Gradients of the inputs that are tensors of floating point, and of parameters; zeros where none arrives.
+
+        Args:
+            cotangents: of the outputs, in the same structure: DTensors of any layout for DTensors; None for 1 each, of
+                numbers as a loss is one.
+            params: whose gradients are wanted; of others none is computed.
+
+        Raises:
+            OpRuleError: it has run, or was dropped.
+            MixedOperandError: a plain cotangent for a DTensor.
+        """
+        if self.outputs is None:
+            raise OpRuleError("For 'Recording.backward', there is nothing left of the forward.", "",
+                              "What was recorded goes with its backward, or by drop().", "Recording.of(...) once more")
+        given = leaves(self.outputs, Tensor)
+        if cotangents is None:
+            cotangents = [ms.ops.ones_like(local_alias(y)) for y in given]
+            cotangents = [g if at is None else retag(g, at.gradient()) for g, at in zip(cotangents, layouts_of(given))]
+        sens = leaves((as_cotangents(layouts_of(given), cotangents),), Tensor)
+        of = [*(x for x in leaves(self.inputs, Tensor) if x._requires_grad), *params]
+        inputs = len(of) - len(params)
+        roots = [(y, g) for y, g in zip(given, sens, strict=True) if y._requires_grad and y.is_floating_point()]
+        self.outputs, self.inputs = None, ()
+        with backward_apart(self._participants, of):
+            found = run_backward(tuple(y for y, _ in roots), tuple(g for _, g in roots), False, False, tuple(of), True,
+                                 accumulate_grad=False) if roots and of else [None] * len(of)
+            grads = [ms.ops.zeros(x._shape, x.dtype) if g is None else g for x, g in zip(of, found, strict=True)]
+        deliver(of, grads)
+        # aliases: an identity gives the cotangent itself
+        grads = [g if at is None else wrap(g, summed_gradient(at)) for g, at in zip(grads, layouts_of(of))]
+        return grads[:inputs], grads[inputs:]
+
+    def drop(self) -> None:
+        """No backward will come: what it would have needed goes."""
+        self.outputs, self.inputs, self._participants = None, (), []
