@@ -18,13 +18,12 @@ from ..core.mesh import DeviceMesh
 from ..core.placements import FusedShard, Placement, Replicate, Shard
 from ..dispatch.operands import dtype_name, wrap
 from ..errors import LayoutError
-from ..tensor.distribute import replicate_buffers
 from ..tensor.dtensor import DTensor
-from .layouts import convert_first, enter, hand_out, hand_out_parts, place, shard_parameter
-from .styles import ColwiseParallel, ParallelStyle
+from .layouts import hand_out, hand_out_parts, place
+from .styles import ColwiseParallel
 
 
-class FusedColwiseParallel(ParallelStyle):
+class FusedColwiseParallel(ColwiseParallel):
     """`ColwiseParallel` for a Linear whose weight is several ones under each other, cut by head or block.
 
     Args:
@@ -49,6 +48,8 @@ class FusedColwiseParallel(ParallelStyle):
         DTensor(f32[3, 8@tp], mesh=(tp=1), rank 0 holds [3, 8])
     """
 
+    output_layouts = Shard(-1)  # of each part
+
     def __init__(self, parts: Sequence[int], *, units: int | None = None, input_layouts=None, use_local_output: bool = True):
         self.parts = tuple(int(p) for p in parts)
         self.units = math.gcd(*self.parts) if units is None else int(units)
@@ -59,7 +60,7 @@ class FusedColwiseParallel(ParallelStyle):
                               "Each unit has the same number of rows of every part.", "pass the number of key-value heads")
 
     def check(self, module: nn.Cell, device_mesh: DeviceMesh) -> dict[str, Placement]:
-        placed = ColwiseParallel(input_layouts=self.input_layouts).check(module, device_mesh)
+        placed = super().check(module, device_mesh)
         rows = {tuple(module._params[key].shape)[0] for key in placed}
         if rows != {sum(self.parts)} or any(placed[key] != Shard(0) for key in placed):
             raise LayoutError(f"For 'FusedColwiseParallel', the parts {self.parts} have {sum(self.parts)} rows, the "
@@ -72,28 +73,18 @@ class FusedColwiseParallel(ParallelStyle):
         return {key: FusedShard(0, self.parts) for key in placed}
 
     def apply(self, module: nn.Cell, device_mesh: DeviceMesh) -> nn.Cell:
-        for key, placement in self.check(module, device_mesh).items():
+        for key in self.check(module, device_mesh):
             param = module._params[key]
             if isinstance(param, DTensor):  # one that is tied to it, and laid out alike, is not
                 raise LayoutError(f"For 'FusedColwiseParallel', parameter '{param.name}' is laid out already.",
                                   param.layout.describe(), "", "apply the style first")
-            shard_parameter(module, key, device_mesh, [placement], self.src_data_rank)
-        replicate_buffers(module, device_mesh, self.src_data_rank)
-        who = "FusedColwiseParallel"
+        return super().apply(module, device_mesh)
 
-        def before(cell, inputs, kwargs):
-            return convert_first(cell, inputs, kwargs, lambda x: place(
-                enter(x, cell, device_mesh, self.input_layouts, who), device_mesh, Replicate(), who), who)
-
-        def after(cell, inputs, output):
-            output = place(output, device_mesh, FusedShard(output.ndim - 1, self.parts), who)
-            return hand_out(output) if self.use_local_output else self._split(output, device_mesh)
-        module.register_forward_pre_hook(before, with_kwargs=True)
-        module.register_forward_hook(after)
-        return module
-
-    def _split(self, output: DTensor, mesh: DeviceMesh) -> tuple[DTensor, ...]:
-        """The parts of an output; each rank has its share of all."""
+    def _leave(self, output: DTensor, mesh: DeviceMesh, cell: nn.Cell):
+        """One plain tensor, or the parts; each rank has its share of all."""
+        output = place(output, mesh, FusedShard(output.ndim - 1, self.parts), "FusedColwiseParallel")
+        if self.use_local_output:
+            return hand_out(output)
         layout, local, at, done = output.layout, output.to_local(), 0, []
         placed = [Shard(p.dim) if p.parts else p for p in layout.placements]
         for p in self.parts:
@@ -103,7 +94,3 @@ class FusedColwiseParallel(ParallelStyle):
             done.append(wrap(mint.narrow(local, -1, at, mine).contiguous(), whole))
             at += mine
         return hand_out_parts(done)
-
-    def __repr__(self):
-        return (f"FusedColwiseParallel({self.parts}, units={self.units}, input_layouts={self.input_layouts}, "
-                f"use_local_output={self.use_local_output})")

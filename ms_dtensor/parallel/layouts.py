@@ -220,15 +220,23 @@ def taken_back(x: Tensor, cell: nn.Cell, before: int, who: str) -> Tensor:
     return x
 
 
-def convert_first(cell: nn.Cell, inputs: tuple, kwargs: dict, convert, who: str) -> tuple[tuple, dict]:
-    """The inputs of a call with the first one, positional or by keyword, converted; for cells of one data input."""
-    if inputs:
-        return (convert(inputs[0]), *inputs[1:]), kwargs
-    for key, value in kwargs.items():
-        if isinstance(value, Tensor):
-            return inputs, {**kwargs, key: convert(value)}
-    raise LayoutError(f"For '{who}', {type(cell).__name__} was called without an input.", "", "It takes one tensor.",
-                      "pass it")
+def place_first_input(module: nn.Cell, mesh: DeviceMesh, given, wanted, who: str) -> None:
+    """Lets a cell of one data input, positional or by keyword, find it as `wanted`; `given` says how a plain one lies."""
+    def convert(cell, x):
+        if not isinstance(x, Tensor):
+            raise LayoutError(f"For '{who}', the input of {type(cell).__name__} must be a tensor, but got "
+                              f"{type(x).__name__}.")
+        return place(enter(x, cell, mesh, given, who), mesh, wanted, who)
+
+    def before(cell, inputs, kwargs):
+        if inputs:
+            return (convert(cell, inputs[0]), *inputs[1:]), kwargs
+        for key, value in kwargs.items():
+            if isinstance(value, Tensor):
+                return inputs, {**kwargs, key: convert(cell, value)}
+        raise LayoutError(f"For '{who}', {type(cell).__name__} was called without an input.", "", "It takes one tensor.",
+                          "pass it")
+    module.register_forward_pre_hook(before, with_kwargs=True)
 
 
 def check_agrees(param: DTensor, mesh: DeviceMesh, placement) -> None:

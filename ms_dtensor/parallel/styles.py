@@ -18,7 +18,7 @@ from ..core.placements import Placement, Replicate, Shard
 from ..errors import ConfigError, LayoutError
 from ..tensor.distribute import replicate_buffers
 from ..tensor.dtensor import DTensor
-from .layouts import by_axis, convert_first, enter, hand_out, place, shard_parameter
+from .layouts import by_axis, enter, hand_out, place, place_first_input, shard_parameter
 
 
 class ParallelStyle(ABC):
@@ -72,18 +72,14 @@ def _is_a(cell, *kinds: Any) -> bool:
         for base in bases for kind in kinds)
 
 
-def _refuse(style, cell) -> ConfigError:
-    name = type(style).__name__
-    return ConfigError(f"For '{name}', the cell is a {type(cell).__name__}.", "",
-                       f"{name} knows how to cut Linear (nn.Dense, mint.nn.Linear) and Embedding.",
-                       ("write a ParallelStyle of your own", "distribute_module(cell, mesh, partition_fn)"))
-
-
 class _Sharded(ParallelStyle):
     """What ColwiseParallel and RowwiseParallel share: cut parameters, then place input and output."""
 
-    _input_default: object
-    _output_default: object
+    _input_default: Placement
+    _output_default: Placement
+    # of each kind of cell the placement of a parameter by its number of dims, and of the input
+    _linear: tuple[dict[int, Placement], Placement]
+    _embedding: tuple[dict[int, Placement], Placement]
 
     def __init__(self, *, input_layouts=None, output_layouts=None, use_local_output: bool = True):
         self.input_layouts = self._input_default if input_layouts is None else input_layouts
@@ -91,8 +87,14 @@ class _Sharded(ParallelStyle):
         self.use_local_output = use_local_output
 
     def _placements(self, cell) -> tuple[dict[int, Placement], Placement]:
-        """Placement of each parameter by its number of dims, and of the input."""
-        raise NotImplementedError
+        if _is_linear(cell):
+            return self._linear
+        if _is_embedding(cell):
+            return self._embedding
+        who = type(self).__name__
+        raise ConfigError(f"For '{who}', the cell is a {type(cell).__name__}.", "",
+                          f"{who} knows how to cut Linear (nn.Dense, mint.nn.Linear) and Embedding.",
+                          ("write a ParallelStyle of your own", "distribute_module(cell, mesh, partition_fn)"))
 
     def check(self, module: nn.Cell, device_mesh: DeviceMesh) -> dict[str, Placement]:
         who = type(self).__name__
@@ -106,23 +108,15 @@ class _Sharded(ParallelStyle):
         return {key: params[min(param.ndim, 2)] for key, param in module._params.items() if param is not None}
 
     def apply(self, module: nn.Cell, device_mesh: DeviceMesh) -> nn.Cell:
-        who = type(self).__name__
-        _, wanted = self._placements(module)
         for key, placement in self.check(module, device_mesh).items():
             shard_parameter(module, key, device_mesh, [placement], self.src_data_rank)
         replicate_buffers(module, device_mesh, self.src_data_rank)
-
-        def convert(cell, x):
-            return place(enter(x, cell, device_mesh, self.input_layouts, who), device_mesh, wanted, who)
-
-        def before(cell, inputs, kwargs):
-            return convert_first(cell, inputs, kwargs, lambda x: convert(cell, x), who)
-
-        def after(cell, inputs, output):
-            return _leave(output, device_mesh, self.output_layouts, self.use_local_output, who, cell)
-        module.register_forward_pre_hook(before, with_kwargs=True)
-        module.register_forward_hook(after)
+        place_first_input(module, device_mesh, self.input_layouts, self._placements(module)[1], type(self).__name__)
+        module.register_forward_hook(lambda cell, inputs, output: self._leave(output, device_mesh, cell))
         return module
+
+    def _leave(self, output: DTensor, mesh: DeviceMesh, cell: nn.Cell):
+        return _leave(output, mesh, self.output_layouts, self.use_local_output, type(self).__name__, cell)
 
 
 def _leave(x, mesh, placement, local: bool, who: str, cell=None):
@@ -162,13 +156,8 @@ class ColwiseParallel(_Sharded):
     """
 
     _input_default, _output_default = Replicate(), Shard(-1)
-
-    def _placements(self, cell):
-        if _is_linear(cell):
-            return {1: Shard(0), 2: Shard(0)}, Replicate()
-        if _is_embedding(cell):
-            return {2: Shard(1)}, Replicate()
-        raise _refuse(self, cell)
+    _linear = {1: Shard(0), 2: Shard(0)}, Replicate()
+    _embedding = {2: Shard(1)}, Replicate()
 
 
 class RowwiseParallel(_Sharded):
@@ -192,13 +181,8 @@ class RowwiseParallel(_Sharded):
     """
 
     _input_default, _output_default = Shard(-1), Replicate()
-
-    def _placements(self, cell):
-        if _is_linear(cell):
-            return {1: Replicate(), 2: Shard(1)}, Shard(-1)
-        if _is_embedding(cell):
-            return {2: Shard(0)}, Replicate()
-        raise _refuse(self, cell)
+    _linear = {1: Replicate(), 2: Shard(1)}, Shard(-1)
+    _embedding = {2: Shard(0)}, Replicate()
 
 
 class SequenceParallel(ParallelStyle):
@@ -228,25 +212,23 @@ class SequenceParallel(ParallelStyle):
 
     def apply(self, module: nn.Cell, device_mesh: DeviceMesh) -> nn.Cell:
         self.check(module, device_mesh)
-        wanted = Shard(self.sequence_dim)
         for _, cell in module.cells_and_names():
             for key, param in cell._params.items():
                 if param is not None:
                     shard_parameter(cell, key, device_mesh, [Replicate()] * device_mesh.ndim, self.src_data_rank)
             replicate_buffers(cell, device_mesh, self.src_data_rank)
-
-        def convert(cell, x):
-            if not isinstance(x, Tensor):
-                raise LayoutError(f"For 'SequenceParallel', the input of {type(cell).__name__} must be a tensor, but got "
-                                  f"{type(x).__name__}.")
-            return place(enter(x, cell, device_mesh, wanted, "SequenceParallel"), device_mesh, wanted, "SequenceParallel")
-
-        def before(cell, inputs, kwargs):
-            return convert_first(cell, inputs, kwargs, lambda x: convert(cell, x), "SequenceParallel")
-        module.register_forward_pre_hook(before, with_kwargs=True)
+        place_first_input(module, device_mesh, Shard(self.sequence_dim), Shard(self.sequence_dim), "SequenceParallel")
         if self.use_local_output:
             module.register_forward_hook(lambda cell, inputs, output: _to_local(output, "SequenceParallel", cell))
         return module
+
+
+def _prepared(x, cell: nn.Cell, mesh: DeviceMesh, given, wanted, style, leaves=None):
+    """An input or output as the style below wants it; `leaves`: the cell whose output it is."""
+    if wanted is None or given is None and not isinstance(x, DTensor):
+        return x
+    who = type(style).__name__
+    return _leave(enter(x, cell, mesh, given, who), mesh, wanted, style.use_local_output, who, leaves)
 
 
 def _tuple(value):
@@ -305,9 +287,7 @@ class PrepareModuleInput(ParallelStyle):
         self.check(module, device_mesh)
 
         def prepare(cell, x, given, wanted):
-            if given is None and not isinstance(x, DTensor) or wanted is None or not isinstance(x, Tensor):
-                return x
-            return _leave(enter(x, cell, device_mesh, given, who), device_mesh, wanted, self.use_local_output, who)
+            return _prepared(x, cell, device_mesh, given, wanted, self, None) if isinstance(x, Tensor) else x
 
         def before(cell, inputs, kwargs):
             if self.input_layouts:
@@ -365,10 +345,8 @@ class PrepareModuleOutput(ParallelStyle):
                 raise ConfigError(f"For '{who}', {type(cell).__name__} gave {len(values)} outputs, but 'output_layouts' "
                                   f"has {len(self.output_layouts)} entries.", "", "There is one entry per output.",
                                   "write None for outputs left alone")
-            done = tuple(
-                x if w is None or (g is None and not isinstance(x, DTensor)) else
-                _leave(enter(x, cell, device_mesh, g, who), device_mesh, w, self.use_local_output, who, cell)
-                for x, g, w in zip(values, self.output_layouts, self.desired_output_layouts))
+            done = tuple(_prepared(x, cell, device_mesh, g, w, self, cell)
+                         for x, g, w in zip(values, self.output_layouts, self.desired_output_layouts))
             return type(outputs)(done) if isinstance(outputs, tuple | list) else done[0]
         module.register_forward_hook(after)
         return module
