@@ -23,6 +23,9 @@ from ..core.tree import leaves
 from ..dispatch.operands import LAID_OUT, dtype_name, local_alias, wrap
 from ..dispatch.replaced import current
 from ..errors import DTensorError, LayoutError, MixedOperandError
+from ..internals.names import NoFallbackGuard
+from ..redistribute.boxes import relative
+from ..redistribute.execute import slice_local
 from ..tensor.distribute import distribute_parameter, distribute_tensor, like_parameter, set_parameter
 from ..tensor.dtensor import DTensor
 
@@ -302,23 +305,24 @@ def union_mesh(a: DeviceMesh, b: DeviceMesh, who: str) -> DeviceMesh:
                       "Both must be sub-meshes of one mesh.", 'slice them from one: mesh["dp"], mesh["tp"]')
 
 
-def lift(x: DTensor, whole: DeviceMesh) -> Layout:
-    """The layout of `x` on a mesh that has its axes and more: Replicate on the new ones."""
-    layout = x.layout
-    placed = {a: p for a, p in zip(layout.mesh.mesh_dim_names, layout.placements)}
-    order = [layout.mesh.mesh_dim_names[a] for a in layout.order]
-    return Layout(whole, {a: placed.get(a, REPLICATE) for a in whole.mesh_dim_names}, layout.shape, layout.dtype, order)
-
-
-def replicated_over(x, mesh: DeviceMesh, whole: DeviceMesh):
-    """A parameter or buffer on `whole`, where it lies copied over the axes of `mesh`: values are those of coordinate 0."""
+def lift(x: Tensor, whole: DeviceMesh, new: Mapping[str, Placement] | None = None) -> Layout:
+    """The layout of a tensor on a mesh that has its axes and more; on those as `new` says, else replicated."""
     if not isinstance(x, DTensor):
-        if isinstance(x, Parameter):
-            return distribute_parameter(x, whole, [REPLICATE] * whole.ndim)
-        return distribute_tensor(x, whole, [REPLICATE] * whole.ndim)
-    group = mesh.get_group()
-    local = local_alias(x)
+        return Layout(whole, new or {}, tuple(x.shape), dtype_name(x.dtype))
+    layout, names = x.layout, x.device_mesh.mesh_dim_names
+    placed = {**dict(zip(names, layout.placements)), **(new or {})}
+    return Layout(whole, placed, layout.shape, layout.dtype, [names[a] for a in layout.order])
+
+
+def lay_out(x, mesh: DeviceMesh, target: Layout):
+    """A parameter or buffer as `target` says, which tells more of the axes of `mesh`: values are those of coordinate 0."""
+    if not isinstance(x, DTensor):
+        make = distribute_parameter if isinstance(x, Parameter) else distribute_tensor
+        return make(x, target.mesh, list(target.placements))
+    group, local = mesh.get_group(), local_alias(x)
     if group.size > 1:
         local = group.broadcast(local, group.ranks[0])
-    out = wrap(local, lift(x, whole))
+    with NoFallbackGuard():
+        local = slice_local(local, relative(target.local_box(), x.layout.local_box()), copy=True)
+    out = wrap(local, target)
     return like_parameter(out, x) if isinstance(x, Parameter) else out

@@ -16,24 +16,20 @@ from mindspore import Parameter, Tensor, nn
 from ...core.layout import Layout
 from ...core.mesh import DeviceMesh
 from ...core.placements import REPLICATE, Placement, Shard
-from ...dispatch.operands import dtype_name, local_alias, wrap
 from ...dispatch.patches.gradients import SHARDED_BY
 from ...dispatch.replaced import current
 from ...errors import ConfigError, LayoutError
-from ...internals.names import NoFallbackGuard
 from ...internals.target import on_cpu
-from ...redistribute.boxes import relative
-from ...redistribute.execute import slice_local
 from ...tensor import deferred_init
-from ...tensor.distribute import distribute_parameter, like_parameter, set_parameter
+from ...tensor.distribute import set_parameter
 from ...tensor.dtensor import DTensor
-from ..layouts import OUTER, replicated_over, union_mesh
+from ..layouts import OUTER, lay_out, lift, union_mesh
 from ..precision import MixedPrecisionPolicy
 from .batch import batch_over
 from .call import UNIT, runs_as_unit, units_of
 from .memory import CPUOffloadPolicy, OffloadPolicy
 from .methods import METHODS
-from .unit import Unit, gathered
+from .unit import DataAxes, Unit
 
 _BUCKET_MB = 25  # of gradients that are reduced together
 _OVER = "_ms_dtensor_replicated_over"  # parameter attribute: axes that replicate has dealt with
@@ -95,9 +91,9 @@ def fully_shard(module: nn.Cell | Sequence[nn.Cell], *, mesh: DeviceMesh, reshar
         DTensor(Parameter '0.weight', f32[8@dp, 4], mesh=(dp=1), rank 0 holds [8, 4])
     """
     cells, ignored_params = list(module) if isinstance(module, list | tuple) else [module], list(ignored_params)
-    _check_kinds("fully_shard", cells, mesh, mp_policy, ignored_params)
-    if not isinstance(offload_policy, OffloadPolicy | None):
-        raise _unfit("fully_shard", "offload_policy", offload_policy, OffloadPolicy | None)
+    _check("fully_shard", cells, mesh, ("mp_policy", mp_policy, MixedPrecisionPolicy | None),
+           *(("ignored_params", p, Parameter) for p in ignored_params),
+           ("offload_policy", offload_policy, OffloadPolicy | None))
     if mesh.ndim > 2:
         raise ConfigError(f"For 'fully_shard', 'mesh' has {mesh.ndim} axes.", f"mesh({mesh.describe()})",
                           "One axis cuts; one before it may copy.", 'pass mesh["dp"], or mesh["replicate", "shard"]')
@@ -106,22 +102,18 @@ def fully_shard(module: nn.Cell | Sequence[nn.Cell], *, mesh: DeviceMesh, reshar
                           "A MindSpore Parameter lies where its device is.", "more ranks, or optimizer state of fewer bytes")
     neighbours = _neighbours(mesh, reshard_after_forward)
     data = _unflattened(mesh)
-    cut = 1 if mesh.ndim == 2 else data.ndim
+    axes = DataAxes(data, 1 if mesh.ndim == 2 else data.ndim, neighbours)
     for p in map(current, ignored_params):
         p.__dict__.setdefault(SHARDED_BY, "")
     ignored = {id(current(p)) for p in ignored_params}
-    found = [slot for slot in _slots(cells) if id(slot[2]) not in ignored]
-    slots = [slot for slot in found if not slot[2].__dict__.get(SHARDED_BY)]
+    inside = _inside(cells)
+    found = [slot for slot in _slots(inside) if id(slot[2]) not in ignored]
     whole = _whole_mesh("fully_shard", found, data)
-    targets = {id(p): _target(p, data, cut, whole, shard_placement_fn) for _, _, p in slots}  # refuses before anything moves
-    name = type(cells[0]).__name__
-
-    def make(p: Parameter) -> Parameter:
-        out = _sharded(p, data, targets[id(p)])
-        out.__dict__[SHARDED_BY] = name
-        return out
-    mine = _lay_out(cells, found, {id(p) for _, _, p in slots}, make, data, whole)
-    _make_unit("fully_shard", cells, mine, found, data, cut, neighbours, mp_policy, _BUCKET_MB)
+    targets = {id(p): _target(p, axes, whole, shard_placement_fn) for _, _, p in found if not p.__dict__.get(SHARDED_BY)}
+    mine = _lay_out(cells, inside, found, targets, data, whole)
+    for _, _, p in mine:
+        p.__dict__[SHARDED_BY] = type(cells[0]).__name__
+    _make_unit("fully_shard", cells, mine, found, axes, mp_policy, _BUCKET_MB)
     return module
 
 
@@ -162,17 +154,14 @@ def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = _BUCKET_M
         DTensor(Parameter 'weight', f32[2, 4], mesh=(dp=1), rank 0 holds [2, 4])
     """
     ignored_modules = list(ignored_modules)
-    _check_kinds("replicate", [module], mesh, mp_policy, ())
-    for cell in ignored_modules:
-        if not isinstance(cell, nn.Cell):
-            raise _unfit("replicate", "ignored_modules", cell, nn.Cell)
-    apart = {id(c) for cell in ignored_modules for _, c in cell.cells_and_names()}
+    _check("replicate", [module], mesh, ("mp_policy", mp_policy, MixedPrecisionPolicy | None),
+           *(("ignored_modules", cell, nn.Cell) for cell in ignored_modules))
     if zero1:
         return fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=mp_policy, ignored_params=[
             p for cell in ignored_modules for p in cell.get_parameters()])
     data = _unflattened(mesh)
-    names = data.mesh_dim_names
-    found = [slot for slot in _slots([module]) if id(slot[0]) not in apart]
+    names, inside = set(data.mesh_dim_names), _inside([module], ignored_modules)
+    found = _slots(inside)
     for _, _, p in found:
         cut = [a for a, q in _placed(p).items() if a in names and not q.is_replicate()]
         if cut:
@@ -180,31 +169,24 @@ def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = _BUCKET_M
                               p.layout.describe(), "A parameter is copied or cut over an axis, not both.",
                               "fully_shard(module, mesh=...) for a cell of which some parameters are cut")
     whole = _whole_mesh("replicate", found, data)
-    new = {id(p) for _, _, p in found if not set(names) <= set(p.__dict__.get(_OVER, ()))}  # else a tied cell has been here
-
-    def make(p: Parameter) -> Parameter:
-        out = replicated_over(p, data, whole)
-        out.__dict__[_OVER] = (*out.__dict__.get(_OVER, ()), *names)
-        return out
-    mine = _lay_out([module], found, new, make, data, whole, apart)
-    _make_unit("replicate", [module], mine, found, data, data.ndim, 0, mp_policy, bucket_mb)
+    # one that has been dealt with is of a tied cell
+    targets = {id(p): lift(p, whole) for _, _, p in found if not names <= p.__dict__.get(_OVER, set())}
+    mine = _lay_out([module], inside, found, targets, data, whole)
+    for _, _, p in mine:
+        p.__dict__[_OVER] = names | p.__dict__.get(_OVER, set())
+    _make_unit("replicate", [module], mine, found, DataAxes(data, data.ndim, 0), mp_policy, bucket_mb)
     return module
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 
-def _unfit(who: str, what: str, value, kinds) -> ConfigError:
-    return ConfigError(f"For '{who}', '{what}' does not take {value!r}.", type(value).__name__,
-                       f"It takes: {getattr(kinds, '__name__', kinds)}.", "call it for each cell of a list")
-
-
-def _check_kinds(who: str, cells: list, mesh, mp_policy, params: Iterable) -> None:
-    for what, value, kinds in (*(("module", cell, nn.Cell) for cell in cells or [None]), ("mesh", mesh, DeviceMesh),
-                               ("mp_policy", mp_policy, MixedPrecisionPolicy | None),
-                               *(("ignored_params", p, Parameter) for p in params)):
+def _check(who: str, cells: list, mesh, *more: tuple[str, Any, Any]) -> None:
+    """Refuses cells that cannot be a unit, and what is of another kind than it should be; `more`: (name, value, kinds)."""
+    for what, value, kinds in (*(("module", cell, nn.Cell) for cell in cells or [None]), ("mesh", mesh, DeviceMesh), *more):
         if not isinstance(value, kinds):
-            raise _unfit(who, what, value, kinds)
+            raise ConfigError(f"For '{who}', '{what}' does not take {value!r}.", type(value).__name__,
+                              f"It takes: {getattr(kinds, '__name__', kinds)}.", "call it for each cell of a list")
     if len({id(cell) for cell in cells}) < len(cells):
         raise ConfigError(f"For '{who}', a cell is twice in the list.", ", ".join(type(cell).__name__ for cell in cells),
                           "A unit has each of its cells once.", "leave it out the second time")
@@ -235,9 +217,14 @@ def _unflattened(mesh: DeviceMesh) -> DeviceMesh:
     return mesh if names == list(mesh.mesh_dim_names) else mesh.root[tuple(names)]
 
 
+def _inside(cells: Iterable[nn.Cell], but: Iterable[nn.Cell] = ()) -> list[nn.Cell]:
+    """The cells and those inside, each once; without the cells `but` and those inside of them."""
+    apart = {id(c) for cell in but for _, c in cell.cells_and_names()}
+    return list({id(c): c for cell in cells for _, c in cell.cells_and_names() if id(c) not in apart}.values())
+
+
 def _slots(cells: list[nn.Cell]) -> Slots:
-    held = {id(c): c for cell in cells for _, c in cell.cells_and_names()}
-    return [(c, key, current(p)) for c in held.values() for key, p in c._params.items() if p is not None]
+    return [(c, key, current(p)) for c in cells for key, p in c._params.items() if p is not None]
 
 
 def _placed(p: Parameter) -> dict[str, Placement]:
@@ -252,12 +239,11 @@ def _whole_mesh(who: str, slots: Slots, data: DeviceMesh) -> DeviceMesh:
     return whole
 
 
-def _target(p: Parameter, data: DeviceMesh, cut: int, whole: DeviceMesh, placement_fn) -> Layout:
-    """Where a parameter goes: as it lies on other axes, then cut over the last axes of `data`."""
+def _target(p: Parameter, axes: DataAxes, whole: DeviceMesh, placement_fn) -> Layout:
+    """Where a parameter goes: as it lies on other axes, then cut over those that cut."""
     layout, placed = p.layout if isinstance(p, DTensor) else None, _placed(p)
-    order = [] if layout is None else [layout.mesh.mesh_dim_names[a] for a in layout.order]
-    axes = data.mesh_dim_names[data.ndim - cut:]
-    doubly = [a for a in data.mesh_dim_names if not placed.get(a, REPLICATE).is_replicate()]
+    cut = axes.cutting
+    doubly = [a for a in axes.mesh.mesh_dim_names if not placed.get(a, REPLICATE).is_replicate()]
     shape = tuple(p.shape)
     default: Placement = Shard(0) if shape else REPLICATE  # a number is kept by every rank
     if layout is not None and any(f.dim == 0 for _, f in layout.fused):  # a dim that is cut by parts is cut once
@@ -268,61 +254,44 @@ def _target(p: Parameter, data: DeviceMesh, cut: int, whole: DeviceMesh, placeme
         raise ConfigError(f"For 'fully_shard', 'shard_placement_fn' gave {where!r} for parameter '{p.name}'.",
                           f"{list(shape)}", "It gives a placement, or None for dim 0.", ("Shard(dim)", "Replicate()"))
     if doubly or where.is_partial() or isinstance(where, Shard) and not -len(shape) <= where.dim < len(shape):
-        raise LayoutError(f"For 'fully_shard', parameter '{p.name}' cannot be cut over '{axes[-1]}'.",
+        raise LayoutError(f"For 'fully_shard', parameter '{p.name}' cannot be cut over '{cut[-1]}'.",
                           f"{list(shape)} as {where}" if layout is None else layout.describe(),
                           f"It is laid out over '{doubly[0]}' already." if doubly else "It has no such dim.",
                           ("pass it in ignored_params=", "give its dim by shard_placement_fn=lambda p: Shard(dim)"))
-    placed |= dict.fromkeys(axes, where)
-    dtype = dtype_name(p.dtype) if layout is None else layout.dtype
-    return Layout(whole, {a: placed.get(a, REPLICATE) for a in whole.mesh_dim_names}, shape, dtype,
-                  [*order, *(a for a in whole.mesh_dim_names if a not in order)])
+    return lift(p, whole, dict.fromkeys(cut, where))
 
 
-def _sharded(p: Parameter, data: DeviceMesh, target: Layout) -> Parameter:
-    if not isinstance(p, DTensor):
-        return distribute_parameter(p, target.mesh, list(target.placements))
-    group, local = data.get_group(), local_alias(p)
-    if group.size > 1:
-        local = group.broadcast(local, group.ranks[0])
-    axes = [target.mesh.axis_index(a) for a in data.mesh_dim_names]
-    with NoFallbackGuard():
-        cut = slice_local(local, relative(target.local_box(), gathered(target, axes).local_box()), copy=True)
-    return like_parameter(wrap(cut, target), p)
-
-
-def _lay_out(cells: list[nn.Cell], slots: Slots, wanted: set[int], make: Callable[[Parameter], Parameter],
-             data: DeviceMesh, whole: DeviceMesh, apart: Iterable[int] = ()) -> Slots:
-    """Puts what `make` gives for the wanted parameters into their slots, which it returns; and lays buffers out."""
+def _lay_out(cells: list[nn.Cell], inside: list[nn.Cell], slots: Slots, targets: dict[int, Layout], data: DeviceMesh,
+             whole: DeviceMesh) -> Slots:
+    """Puts the parameters that have a target, laid out, into their slots, which it returns; and lays buffers out."""
     for cell in cells:
         deferred_init.remember(cell, whole, 0)
     made: dict[int, Parameter] = {}
     mine: Slots = []
     for cell, key, p in slots:
-        if id(p) in wanted and id(p) not in made:
-            made[id(p)] = make(p)
+        if id(p) in targets and id(p) not in made:
+            made[id(p)] = lay_out(p, data, targets[id(p)])
         set_parameter(cell, key, made.get(id(p), p))  # one that an inner unit took may be tied to this slot
         if id(p) in made:
             mine.append((cell, key, made[id(p)]))
-    for unit in {u: None for top in cells for u in units_of(top)}:  # an inner cell may have known of fewer axes
+    for unit in units_of(*cells):  # an inner cell may have known of fewer axes
         unit.move_to(whole)
-    for cell in {id(c): c for top in cells for _, c in top.cells_and_names() if id(c) not in apart}.values():
+    for cell in inside:
         for key, buffer in list(getattr(cell, "_buffers", {}).items()):
             if isinstance(buffer, Tensor) and not (isinstance(buffer, DTensor) and buffer.device_mesh == whole):
-                cell._buffers[key] = replicated_over(buffer, data, whole)
+                cell._buffers[key] = lay_out(buffer, data, lift(buffer, whole))
         cell.__dict__[OUTER] = (whole, dict.fromkeys(data.mesh_dim_names, Shard(0)))
     return mine
 
 
-def _make_unit(who: str, cells: list[nn.Cell], slots: Slots, found: Slots, data: DeviceMesh, cut: int, neighbours: int,
-               mp_policy, bucket_mb: float) -> None:
-    inner = [slot for top in cells for u in units_of(top) for slot in (*u.slots, *u.tied)]
-    taken = {(id(c), key) for c, key, _ in (*inner, *slots)}
+def _make_unit(who: str, cells: list[nn.Cell], slots: Slots, found: Slots, axes: DataAxes, mp_policy, bucket_mb: float):
+    taken = {(id(c), key) for c, key, _ in (*slots, *(slot for u in units_of(*cells) for slot in (*u.slots, *u.tied)))}
     tied = [(c, key, current(p)) for c, key, p in found if (id(c), key) not in taken]  # to a parameter of another unit
-    unit = Unit(who, cells, slots, tied, data, cut, neighbours, mp_policy or MixedPrecisionPolicy(), bucket_mb)
+    unit = Unit(who, cells, slots, tied, axes, mp_policy or MixedPrecisionPolicy(), bucket_mb)
     for cell in cells:
         given: Any = cell.__dict__["construct"].__func__ if "construct" in cell.__dict__ else type(cell).construct
         cell.__dict__[UNIT] = unit
         cell.__dict__["construct"] = MethodType(runs_as_unit(given), cell)
         for method in METHODS:
             cell.__dict__[method.__name__] = MethodType(method, cell)
-        batch_over(cell, data, who, unit.label)
+        batch_over(cell, axes.mesh, who, unit.label)

@@ -49,9 +49,9 @@ def runs_as_unit(given: Callable) -> Callable:
     return run
 
 
-def units_of(cell: nn.Cell) -> list[Unit]:
-    """The units of a cell and of cells inside, each once, in an order that all ranks have."""
-    return list({c.__dict__[UNIT]: None for _, c in cell.cells_and_names() if UNIT in c.__dict__})
+def units_of(*cells: nn.Cell) -> list[Unit]:
+    """The units of cells and of those inside, each once, in an order that all ranks have."""
+    return list({c.__dict__[UNIT]: None for cell in cells for _, c in cell.cells_and_names() if UNIT in c.__dict__})
 
 
 class Call:

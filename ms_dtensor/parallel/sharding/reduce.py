@@ -130,8 +130,8 @@ class Reduction:
         self.sync = self.sync_copies = True  # whether backwards reduce at all, and over ranks that hold copies
         self._owed: dict[int, Tensor] = {}  # summands of this rank, by id of the parameter
         self._owed_shards: dict[int, Tensor] = {}  # sums over the axes that cut, not yet over those that copy
-        copies = unit.mesh.ndim > unit.cut and unit.mesh[unit.mesh.mesh_dim_names[:unit.mesh.ndim - unit.cut]]
-        self.copies = copies.get_group() if copies and copies.size() > 1 else None
+        copies = unit.mesh[unit.axes.copying].get_group() if unit.axes.copying else None
+        self.copies = copies if copies is not None and copies.size > 1 else None
         self.buckets: list[Bucket] = []
         self._due: list[Callable[[], dict[int, Tensor]]] = []  # sums of cut parameters that are under way
         self._handed: dict[int, Tensor] = {}  # gradients of cut parameters to which these are added

@@ -14,6 +14,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable
 from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 from mindspore import Tensor, nn
@@ -43,6 +44,31 @@ class State(Enum):
     WHOLE = "the memory holds the whole parameters"
 
 
+class DataAxes(NamedTuple):
+    """The axes over which a unit's ranks bring different data: none of them flattened, the last `cut` cut parameters."""
+
+    mesh: DeviceMesh
+    cut: int
+    neighbours: int  # among how many ranks the backward gathers again; 0: parameters stay whole till then
+
+    @property
+    def cutting(self) -> tuple[str, ...]:
+        """Names of those that cut."""
+        return self.mesh.mesh_dim_names[self.mesh.ndim - self.cut:]
+
+    @property
+    def copying(self) -> tuple[str, ...]:
+        """Names of those over which parameters are copied."""
+        return self.mesh.mesh_dim_names[:self.mesh.ndim - self.cut]
+
+    def near(self):
+        """The group of this rank and its neighbours; None: there are none, or all are."""
+        if self.neighbours in (0, self.mesh[self.cutting].size()):
+            return None
+        ranks = self.mesh.mesh.reshape(*self.mesh.shape[:self.mesh.ndim - self.cut], -1, self.neighbours)
+        return DeviceMesh(self.mesh.device_type, ranks, mesh_dim_names=(*self.copying, "far", "near")).get_group("near")
+
+
 class Unit:
     """What one `fully_shard` or `replicate` was applied to.
 
@@ -51,20 +77,17 @@ class Unit:
         cells: the cells; one, but for a list of cells that are one unit.
         slots: (cell, key, parameter) of every place that holds one of its parameters.
         tied: of places in its cells that hold parameters of other units.
-        mesh: the data axes, none of them flattened.
-        cut: how many of these axes, the last ones, cut; those before copy.
-        neighbours: among how many ranks the backward gathers again; 0: parameters stay whole till then.
+        axes: `DataAxes`.
         policy: `MixedPrecisionPolicy`.
         bucket_mb: of gradients of kept parameters that are reduced together.
     """
 
-    def __init__(self, who: str, cells: list[nn.Cell], slots: list, tied: list, mesh: DeviceMesh, cut: int, neighbours: int,
-                 policy, bucket_mb: float):
-        self.who, self.cells, self.slots, self.tied, self.mesh = who, cells, slots, tied, mesh
-        self.cut, self.neighbours, self.policy, self.bucket_mb = cut, neighbours, policy, bucket_mb
+    def __init__(self, who: str, cells: list[nn.Cell], slots: list, tied: list, axes: DataAxes, policy, bucket_mb: float):
+        self.who, self.cells, self.slots, self.tied, self.axes, self.mesh = who, cells, slots, tied, axes, axes.mesh
+        self.policy, self.bucket_mb = policy, bucket_mb
         self.name = " and ".join(type(c).__name__ for c in cells)
         self.label = self._described()
-        self.state, self.reshards, self.kept_by_user = State.SHARDED, neighbours > 0, False
+        self.state, self.reshards, self.kept_by_user = State.SHARDED, axes.neighbours > 0, False
         self.next: Unit | None = None  # whose cell ran after this one's, the last time
         self.forward_prefetch: list[Unit] | None = None  # as the user says; None: the next one
         self.backward_prefetch: list[Unit] | None = None
@@ -73,7 +96,7 @@ class Unit:
         self.blocks, self.place, kept = self._made()
         # where others stand meanwhile
         self.standing = [s for s in (*slots, *tied) if id(s[2]) in self.place or policy.changes(s[2])]
-        self.partial_on = {id(p): tuple(p.device_mesh.axis_index(a) for a in mesh.mesh_dim_names) for _, _, p in slots}
+        self.partial_on = {id(p): self._on(p) for _, _, p in slots}
         self.reduction = Reduction(self, kept)
 
     def _described(self) -> str:
@@ -82,32 +105,31 @@ class Unit:
         _alike[self.mesh.rank_list, text] += 1
         return text if _alike[self.mesh.rank_list, text] == 1 else f"{text} no. {_alike[self.mesh.rank_list, text]}"
 
+    def _on(self, p) -> tuple[int, ...]:
+        """The data axes by their numbers on a parameter's mesh."""
+        return tuple(p.device_mesh.axis_index(a) for a in self.mesh.mesh_dim_names)
+
     def _made(self) -> tuple[list[Block], dict[int, tuple[int, int]], list]:
         """Blocks by dtype, where in them each cut parameter is, and the kept parameters."""
-        axes = self.mesh.mesh_dim_names[self.mesh.ndim - self.cut:]
         by_dtype: dict[str, list] = {}
-        params, kept = list({id(p): p for _, _, p in self.slots}.values()), []
-        for p in params:
-            if p.placements[p.device_mesh.axis_index(axes[-1])].is_replicate():
+        kept = []
+        for p in {id(p): p for _, _, p in self.slots}.values():
+            if p.placements[self._on(p)[-1]].is_replicate():
                 kept.append(p)
             else:
                 by_dtype.setdefault(dtype_name(self.policy.compute_dtype(p)), []).append(p)
-        blocks, place = [], {}
-        size = self.mesh[axes].size()
-        near = _near(self.mesh, self.cut, self.neighbours) if 0 < self.neighbours < size else None
-        for b, members in enumerate(by_dtype.values()):
-            at = members[0].device_mesh
-            own, dtype = [at.axis_index(a) for a in self.mesh.mesh_dim_names], self.policy.compute_dtype(members[0])
-            whole = [gathered(p.layout, own, dtype_name(dtype)) for p in members]
-            label = f"{self.label}, {dtype_name(dtype)}" if b else self.label
-            blocks.append(Block(label, members, whole, dtype, self.mesh.get_group(axes),
-                                tuple(at.axis_index(a) for a in axes), self.policy.reduce_dtype, near))
+        blocks, place, near = [], {}, self.axes.near() if by_dtype else None
+        for b, (kind, members) in enumerate(by_dtype.items()):
+            whole = [_gathered(p.layout, self._on(p), kind) for p in members]
+            blocks.append(Block(f"{self.label}, {kind}" if b else self.label, members, whole,
+                                self.policy.compute_dtype(members[0]), self.mesh.get_group(self.axes.cutting),
+                                self._on(members[0])[-self.axes.cut:], self.policy.reduce_dtype, near))
             place.update({id(p): (b, i) for i, p in enumerate(members)})
         return blocks, place, kept
 
     def __deepcopy__(self, memo) -> Unit:
-        out = Unit(self.who, copy.deepcopy(self.cells, memo), copy.deepcopy(self.slots, memo),
-                   copy.deepcopy(self.tied, memo), self.mesh, self.cut, self.neighbours, self.policy, self.bucket_mb)
+        cells, slots, tied = copy.deepcopy((self.cells, self.slots, self.tied), memo)
+        out = Unit(self.who, cells, slots, tied, self.axes, self.policy, self.bucket_mb)
         out.reshards, out.reduction.sync, out.reduction.sync_copies = \
             self.reshards, self.reduction.sync, self.reduction.sync_copies
         return out
@@ -141,12 +163,11 @@ class Unit:
                 if group.size > 1:
                     write(local_alias(p), group.broadcast(local_alias(p), group.ranks[0]))
                 p._layout = lift(p, whole)
-                self.partial_on[id(p)] = tuple(whole.axis_index(a) for a in self.mesh.mesh_dim_names)
+                self.partial_on[id(p)] = self._on(p)
                 if memo_of(p).partial_grad_axes:
                     memo_of(p).partial_grad_axes = self.partial_on[id(p)]
         for block in self.blocks:
-            kind = dtype_name(block.dtype)
-            block.whole = [gathered(p.layout, list(self.partial_on[id(p)]), kind) for p in block.params]
+            block.whole = [_gathered(p.layout, self._on(p), dtype_name(block.dtype)) for p in block.params]
 
     # -- events ------------------------------------------------------------------------------------------------------
 
@@ -246,14 +267,7 @@ def refresh_kept(units: Iterable[Unit]) -> None:
                 unit.reshard(forced=True)
 
 
-def _near(mesh: DeviceMesh, cut: int, size: int):
-    """The group of this rank and its neighbours on the last axes, so many together."""
-    ranks = mesh.mesh.reshape(*mesh.shape[:mesh.ndim - cut], -1, size)
-    names = (*mesh.mesh_dim_names[:mesh.ndim - cut], "far", "near")
-    return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=names).get_group("near")
-
-
-def gathered(layout: Layout, axes: list[int], dtype: str | None = None) -> Layout:
+def _gathered(layout: Layout, axes: tuple[int, ...], dtype: str) -> Layout:
     """A cut parameter's layout while it is whole on the data axes."""
     placed = [REPLICATE if a in axes else p for a, p in enumerate(layout.placements)]
-    return Layout(layout.mesh, placed, layout.shape, dtype or layout.dtype, layout.order)
+    return Layout(layout.mesh, placed, layout.shape, dtype, layout.order)
