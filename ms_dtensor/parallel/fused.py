@@ -15,7 +15,7 @@ from mindspore import mint, nn
 
 from ..core.layout import known_layout
 from ..core.mesh import DeviceMesh
-from ..core.placements import FusedShard, Placement, Replicate, Shard
+from ..core.placements import FusedShard, Placement, Shard
 from ..dispatch.operands import dtype_name, wrap
 from ..errors import LayoutError
 from ..tensor.dtensor import DTensor
@@ -48,13 +48,11 @@ class FusedColwiseParallel(ColwiseParallel):
         DTensor(f32[3, 8@tp], mesh=(tp=1), rank 0 holds [3, 8])
     """
 
-    output_layouts = Shard(-1)  # of each part
 
     def __init__(self, parts: Sequence[int], *, units: int | None = None, input_layouts=None, use_local_output: bool = True):
+        super().__init__(input_layouts=input_layouts, use_local_output=use_local_output)
         self.parts = tuple(int(p) for p in parts)
         self.units = math.gcd(*self.parts) if units is None else int(units)
-        self.input_layouts = Replicate() if input_layouts is None else input_layouts
-        self.use_local_output = use_local_output
         if not self.parts or self.units < 1 or any(p % self.units for p in self.parts):
             raise LayoutError(f"For 'FusedColwiseParallel', {self.units} units do not divide the parts {self.parts}.", "",
                               "Each unit has the same number of rows of every part.", "pass the number of key-value heads")
@@ -94,3 +92,7 @@ class FusedColwiseParallel(ColwiseParallel):
             done.append(wrap(mint.narrow(local, -1, at, mine).contiguous(), whole))
             at += mine
         return hand_out_parts(done)
+
+    def __repr__(self):
+        return (f"FusedColwiseParallel({self.parts}, units={self.units}, input_layouts={self.input_layouts}, "
+                f"use_local_output={self.use_local_output})")

@@ -71,21 +71,20 @@ class MixedPrecisionPolicy:
         Raises:
             ConfigError: a cell that has parameters of its own was told to recompute, or has a policy, already.
         """
-        owners = [(name, cell) for name, cell in module.cells_and_names() if any(map(_is_float, cell._params.values()))]
+        owners = []
         for name, cell in module.cells_and_names():
             of_unit = getattr(cell.__dict__.get("_ms_dtensor_unit"), "policy", None)
-            if of_unit is not None and of_unit.param_dtype is not None and of_unit != self:
-                raise ConfigError(f"For 'MixedPrecisionPolicy', the cell '{name}' has a policy already.", f"{of_unit}",
-                                  "A parameter is computed with in one dtype.", "apply one policy")
-        for name, cell in owners:
-            if cell._recompute_cell is not None:
-                raise ConfigError(f"For 'MixedPrecisionPolicy', the cell '{name}' recomputes already.", type(cell).__name__,
-                                  "What recomputes wrote down how the cell computed before.", "recompute() after the policy")
-            if _POLICY in cell.__dict__ and cell.__dict__[_POLICY] != self:
-                raise ConfigError(f"For 'MixedPrecisionPolicy', the cell '{name}' has a policy already.",
-                                  f"{cell.__dict__[_POLICY]}", "A parameter is computed with in one dtype.",
-                                  "apply one policy")
-        for _, cell in owners if self.param_dtype is not None or self.reduce_dtype is not None else ():
+            for given in (cell.__dict__.get(_POLICY), of_unit):
+                if given is not None and given != self and (given is not of_unit or given.param_dtype is not None):
+                    raise ConfigError(f"For 'MixedPrecisionPolicy', the cell '{name}' has a policy already.", f"{given}",
+                                      "A parameter is computed with in one dtype.", "apply one policy")
+            if any(map(_is_float, cell._params.values())):
+                owners.append(cell)
+                if cell._recompute_cell is not None:
+                    raise ConfigError(f"For 'MixedPrecisionPolicy', the cell '{name}' recomputes already.",
+                                      type(cell).__name__, "What recomputes wrote down how the cell computed before.",
+                                      "recompute() after the policy")
+        for cell in owners if self.param_dtype is not None or self.reduce_dtype is not None else ():
             if _POLICY not in cell.__dict__:
                 cell.__class__ = _computing_with_copies(type(cell))
                 cell.__dict__[_POLICY] = self

@@ -46,7 +46,7 @@ class Block:
         self.parts = Parts(self.shapes, dims, [sizes_along(p.layout, axes, d, here) for p, d in zip(params, dims)])
         self.kind: Any = HostMemory if on_cpu() else DeviceMemory
         self.bytes = self.parts.starts[-1] * numpy_dtype(dtype).itemsize
-        self.memory: HostMemory | DeviceMemory | None = None
+        self.memory: DeviceMemory | None = None
         self.part: Any = None  # this rank's part of what the neighbours have together
         self._work: Work | None = None
 
@@ -92,7 +92,7 @@ class Block:
         """Whether nothing is packed: the group writes into the memory, and reads where gradients lie."""
         return on_cpu() and self.group.size > 1 and self._memory().window is not None
 
-    def _memory(self) -> HostMemory | DeviceMemory:
+    def _memory(self) -> DeviceMemory:
         if self.memory is None:
             self.memory = self.kind(self.shapes, self.dtype, self.group.backend)
         return self.memory

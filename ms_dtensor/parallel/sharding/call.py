@@ -4,7 +4,7 @@
 One autograd node, `Unshard`, stands for all trainable cut parameters: forward it hands out whole tensors that lie in the
 unit's memory, backward it has all their gradients at once. Autograd says when that is. So a parameter that is used past its
 unit is an ordinary cut DTensor there, and right. The memory is given back between forward and backward. Who fills it again:
-`PreBackward`, a node behind the cell's outputs; and, for gradients that come past the outputs, a hook on the result of every
+a node behind the cell's outputs (pre-backward); and, for gradients that come past the outputs, a hook on the result of every
 op that reads a whole parameter (`dispatch/op_plan.py`). The outermost call is the step: it knows in which order units ran.
 """
 from __future__ import annotations
@@ -61,14 +61,12 @@ class Call:
         self.unit, self.recorded = unit, recording()
         self.ran: list[nn.Cell] = []
         self.stand_ins: dict[int, Tensor] = {}  # while cells run, by id of the parameter
-        self.before: Call | None = None  # in the step
-        # of the backward, what is to come before the memory may go: of gradients of parameters, and of inputs
-        self.awaited = 0
         self.copied = set[int]()  # ids of frozen parameters for which copies stand
-        self.units: list[Unit] = []  # if this is the step
         self.read: list[str] = []  # parameters, in the order in which recorded ops have read them
-        # if this is the step: units in the order of their calls, the last call, those of several cells
-        self.order, self.last, self.shared = list[str](), self, dict[Unit, Call]()
+        self.awaited = 0  # gradients, of parameters and of inputs, that come before the memory may go
+        self.before: Call | None = None  # in the step
+        # if this is the step: its units, their labels in the order of their calls, the last call, those of several cells
+        self.units, self.order, self.last, self.shared = list[Unit](), list[str](), self, dict[Unit, Call]()
 
     @property
     def stands(self) -> bool:
@@ -78,14 +76,13 @@ class Call:
     @classmethod
     def of(cls, unit: Unit, cell: nn.Cell) -> Call:
         """A new one, but for a cell that runs as one unit with others that have run."""
-        around = standing_in.get()
-        if len(unit.cells) > 1 and around:
-            call = around[0].shared.get(unit)
-            if call is not None and cell not in call.ran:
-                return call
-            around[0].shared[unit] = call = cls(unit)
+        around, call = standing_in.get(), cls(unit)
+        if len(unit.cells) == 1 or not around:
             return call
-        return cls(unit)
+        shared = around[0].shared
+        if unit not in shared or cell in shared[unit].ran:
+            shared[unit] = call
+        return shared[unit]
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
@@ -115,7 +112,7 @@ class Call:
             self._end_step()
         elif len(self.ran) < len(unit.cells):
             return
-        lend(self, (w for k, w in self.stand_ins.items() if k in unit.place and k not in self.copied))
+        self._lend(self.stand_ins)
         self.stand_ins = {}  # they know the call, in memory that Python does not see
         wanted = unit.reshards and not (root and len(self.units) > 1) and not again and not unit.entered
         if not self.recorded or wanted:
@@ -170,14 +167,17 @@ class Call:
             if out[k] is not p:
                 out[k].inited_param = p  # which cells then list in its place
         if self.recorded:
-            lend(self, (w for k, w in out.items() if k in unit.place and k not in self.copied))
+            self._lend(out)
         return out
+
+    def _lend(self, stand_ins: dict[int, Tensor]) -> None:
+        lend(self, (w for k, w in stand_ins.items() if k in self.unit.place and k not in self.copied))
 
     def _write_back(self, key: int, x: Tensor) -> None:
         if key in self.unit.place:
-            b, i = self.unit.place[key]
             if key in self.copied:
-                self.unit.blocks[b].overwrite(i, local_alias(x))
+                self.overwrite(x.inited_param, local_alias(x))
+            b, i = self.unit.place[key]
             self.unit.blocks[b].write_own(i)
         else:
             write(local_alias(x.inited_param), local_alias(x))
@@ -224,22 +224,11 @@ class Call:
         if not self.recorded or self.unit.trains():
             return x
         self.awaited += x._requires_grad and x.is_floating_point()
-        return self._behind(x, PostBackward)
+        return _behind(x, self.leave)
 
     def entrance(self, x: Tensor) -> Tensor:
-        """An output behind a node that gathers the parameters again when its gradient arrives."""
-        return self._behind(x, PreBackward) if self.unit.blocks else x
-
-    def _behind(self, x: Tensor, node) -> Tensor:
-        if not x._requires_grad or not x.is_floating_point():
-            return x
-        with NoFallbackGuard():
-            out = node.apply(x, self)
-        if isinstance(x, DTensor):
-            out = wrap(out, x.layout)
-        elif LAID_OUT in x.__dict__:
-            out.__dict__[LAID_OUT] = x.__dict__[LAID_OUT]
-        return out
+        """An output behind a node that gathers the parameters again when its gradient arrives, as a rule the first to."""
+        return _behind(x, self.enter) if self.unit.blocks else x
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
@@ -325,29 +314,27 @@ class Unshard(Function):
         return None, None, *call.unit.reduction.whole(ctx.numbers, grads, f"read: {in_order(call.read)}")
 
 
-class PostBackward(Function):
-    """An input of a unit's cell; its gradient says that what reads frozen parameters on the way to it is done."""
+class Border(Function):
+    """An input or output of a unit's cell; when its gradient arrives, `passed` is called."""
 
     @staticmethod
-    def forward(ctx, x, call: Call):
-        ctx.call = call
+    def forward(ctx, x, passed: Callable[[], None]):
+        ctx.passed = passed
         return x.view(x._shape)
 
     @staticmethod
     def backward(ctx, grad):
-        ctx.call.leave()
+        ctx.passed()
         return grad, None
 
 
-class PreBackward(Function):
-    """An output of a unit's cell; its gradient is as a rule the first to arrive in the backward."""
-
-    @staticmethod
-    def forward(ctx, x, call: Call):
-        ctx.call = call
-        return x.view(x._shape)
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.call.enter()
-        return grad, None
+def _behind(x: Tensor, passed: Callable[[], None]) -> Tensor:
+    if not x._requires_grad or not x.is_floating_point():
+        return x
+    with NoFallbackGuard():
+        out = Border.apply(x, passed)
+    if isinstance(x, DTensor):
+        out = wrap(out, x.layout)
+    elif LAID_OUT in x.__dict__:
+        out.__dict__[LAID_OUT] = x.__dict__[LAID_OUT]
+    return out

@@ -11,17 +11,17 @@ import math
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
 from ...comm.packing import numpy_dtype
+from ...comm.parts import Index
 from ...comm.protocol import Backend
 
 _SMALL = 512 << 10  # bytes
-Index: TypeAlias = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
@@ -67,74 +67,18 @@ def _trim() -> None:
         trim(0)
 
 
-class HostMemory:
-    """Tensors side by side; their pages can be given back to the system, and come again at the same address."""
-
-    def __init__(self, shapes: Sequence[tuple[int, ...]], dtype, backend: Backend):
-        _trim()
-        kind, at = numpy_dtype(dtype), 0
-        counts = [math.prod(shape) for shape in shapes]
-        size = max(sum(counts) * kind.itemsize, 1)
-        # where the backend can write into it; of small ones packing costs less than that takes
-        self.window = backend.window(size) if size > _SMALL else None
-        if self.window is None:  # private: of a shared mapping the system keeps the pages that a process gives back
-            self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._flat = np.frombuffer(self._map, np.uint8) if self.window is None else self.window
-        self.arrays: list[np.ndarray] = []
-        for shape, count in zip(shapes, counts):
-            self.arrays.append(np.ndarray(shape, kind, self._flat, at))
-            at += count * kind.itemsize
-
-    @staticmethod
-    def pack(pieces: Sequence[tuple[Tensor, Index]], dtype) -> Tensor:
-        """`x[index]` of each pair, flat, one behind another."""
-        parts = [x.asnumpy()[index] for x, index in pieces]
-        out, at = np.empty(sum(p.size for p in parts), numpy_dtype(dtype)), 0
-        for p in (p for p in parts if p.size):  # NumPy crashes where it copies no elements of MindSpore's bfloat16
-            out[at:at + p.size].reshape(p.shape)[...] = p
-            at += p.size
-        return Tensor.from_numpy(out)
-
-    @staticmethod
-    def part(flat: Tensor, at: int, count: int) -> Tensor:
-        """Some of a flat tensor."""
-        return Tensor.from_numpy(flat.asnumpy()[at:at + count])
-
-    def tensor(self, i: int) -> Tensor:
-        """A new tensor on the memory; autograd knows nothing of it."""
-        return Tensor.from_numpy(self.arrays[i])
-
-    def write(self, i: int, index: Index, piece: Tensor) -> None:
-        """Puts a piece into tensor `i`."""
-        self.arrays[i][index] = piece.asnumpy().reshape(self.arrays[i][index].shape)
-
-    def holds(self, x: Tensor) -> bool:
-        """Whether a tensor lies here."""
-        at = Tensor.data_ptr(x) - self._flat.ctypes.data
-        return 0 <= at < self._flat.size
-
-    def release(self) -> None:
-        """Gives the pages back."""
-        if self.window is not None:
-            self.window.release()
-        else:
-            self._map.madvise(mmap.MADV_DONTNEED)
-
-    def claim(self) -> None:
-        """Pages come: to private memory when they are written."""
-        if self.window is not None:
-            self.window.claim()
-
-
 class DeviceMemory:
-    """The same on a device, where the storage of one flat tensor shrinks to nothing and grows again."""
+    """Tensors side by side: the storage of one flat tensor, which shrinks to nothing and grows again."""
 
-    window = None
+    window: Any = None  # where the backend can write into it
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], dtype, backend: Backend):
         self.shapes, self.counts = list(shapes), [math.prod(shape) for shape in shapes]
         self.starts = list(itertools.accumulate(self.counts, initial=0))
-        self._flat = ms.mint.empty((max(sum(self.counts), 1),), dtype=dtype)
+        self._make(max(self.starts[-1], 1), dtype, backend)
+
+    def _make(self, count: int, dtype, backend: Backend) -> None:
+        self._flat: Any = ms.mint.empty((count,), dtype=dtype)
         self._bytes = self._flat.untyped_storage().size()
 
     @staticmethod
@@ -148,7 +92,7 @@ class DeviceMemory:
         return ms.mint.narrow(flat, 0, at, count)
 
     def tensor(self, i: int) -> Tensor:
-        """A new tensor on the memory."""
+        """A new tensor on the memory; autograd knows nothing of it."""
         return ms.mint.reshape(ms.mint.narrow(self._flat, 0, self.starts[i], self.counts[i]), self.shapes[i])
 
     def write(self, i: int, index: Index, piece: Tensor) -> None:
@@ -164,3 +108,52 @@ class DeviceMemory:
         """Takes storage again."""
         if self._flat.untyped_storage().size() == 0:
             self._flat.untyped_storage().resize_(self._bytes)
+
+
+class HostMemory(DeviceMemory):
+    """The same on a host: pages can be given back to the system, and come again at the same address when written."""
+
+    def _make(self, count: int, dtype, backend: Backend) -> None:
+        _trim()
+        kind = numpy_dtype(dtype)
+        size = count * kind.itemsize
+        if size > _SMALL:  # of small ones packing costs less than a window
+            self.window = backend.window(size)
+        if self.window is None:  # private: of a shared mapping the system keeps the pages that a process gives back
+            self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._flat = np.frombuffer(self._map, np.uint8) if self.window is None else self.window
+        places = zip(self.shapes, self.starts)
+        self.arrays: list[np.ndarray] = [np.ndarray(shape, kind, self._flat, at * kind.itemsize) for shape, at in places]
+
+    @staticmethod
+    def pack(pieces: Sequence[tuple[Tensor, Index]], dtype) -> Tensor:
+        parts = [x.asnumpy()[index] for x, index in pieces]
+        out, at = np.empty(sum(p.size for p in parts), numpy_dtype(dtype)), 0
+        for p in (p for p in parts if p.size):  # NumPy crashes where it copies no elements of MindSpore's bfloat16
+            out[at:at + p.size].reshape(p.shape)[...] = p
+            at += p.size
+        return Tensor.from_numpy(out)
+
+    @staticmethod
+    def part(flat: Tensor, at: int, count: int) -> Tensor:
+        return Tensor.from_numpy(flat.asnumpy()[at:at + count])
+
+    def tensor(self, i: int) -> Tensor:
+        return Tensor.from_numpy(self.arrays[i])
+
+    def write(self, i: int, index: Index, piece: Tensor) -> None:
+        self.arrays[i][index] = piece.asnumpy().reshape(self.arrays[i][index].shape)
+
+    def holds(self, x: Tensor) -> bool:
+        """Whether a tensor lies here."""
+        return 0 <= Tensor.data_ptr(x) - self._flat.ctypes.data < self._flat.size
+
+    def release(self) -> None:
+        if self.window is not None:
+            self.window.release()
+        else:
+            self._map.madvise(mmap.MADV_DONTNEED)
+
+    def claim(self) -> None:
+        if self.window is not None:
+            self.window.claim()
