@@ -73,9 +73,9 @@ class MixedPrecisionPolicy:
         """
         owners = []
         for name, cell in module.cells_and_names():
-            of_unit = getattr(cell.__dict__.get("_ms_dtensor_unit"), "policy", None)
-            for given in (cell.__dict__.get(_POLICY), of_unit):
-                if given is not None and given != self and (given is not of_unit or given.param_dtype is not None):
+            of_unit = getattr(cell.__dict__.get("_ms_dtensor_unit"), "policy", MixedPrecisionPolicy())
+            for given in (cell.__dict__.get(_POLICY, self), self if of_unit.param_dtype is None else of_unit):
+                if given != self:
                     raise ConfigError(f"For 'MixedPrecisionPolicy', the cell '{name}' has a policy already.", f"{given}",
                                       "A parameter is computed with in one dtype.", "apply one policy")
             if any(map(_is_float, cell._params.values())):
