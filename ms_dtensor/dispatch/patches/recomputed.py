@@ -107,8 +107,9 @@ class _Forward:
 
     def first(self):
         """The cell's outputs."""
-        with self._noting(), _set(_inside, True), modes.Watched(self._ask if self.keeps else None), \
+        with self._noting(), ExitStack() as stack, modes.Watched(self._ask if self.keeps else None), \
                 ms.saved_tensors_hooks(self._pack, self._unpack):
+            stack.callback(_inside.reset, _inside.set(True))
             out = self._run()
         self.written = _written(self.trained)
         if self.keeps and not self.calls and self.wanted and not any(map(_is_dtensor, leaves(self.given, Tensor))):
@@ -121,7 +122,13 @@ class _Forward:
     def _run(self):
         """Each run has arguments with memos of their own, so that both move them alike, whatever others have done."""
         noted = iter(self.noted)
-        args, kwargs = map_leaves(lambda x: _reader(x, next(noted)[1]), self.given, Tensor)
+
+        def reader(x: Tensor) -> Tensor:
+            _, recorded = next(noted)
+            if x._requires_grad != recorded and x.is_floating_point():
+                return _leaf(x, recorded)
+            return wrap(local_alias(x), x.layout) if _is_dtensor(x) and not x._is_leaf else x
+        args, kwargs = map_leaves(reader, self.given, Tensor)
         return self.run(*args, **kwargs)
 
     def _name(self) -> str:
@@ -172,7 +179,8 @@ class _Forward:
     def _pack(self, x: Tensor):
         if self.kept is not None:
             kept, operands = self.kept
-            at = next((i for i, a in enumerate(operands) if _same(a, x)), None)
+            at = next((i for i, a in enumerate(operands) if a._shape == x._shape and a.dtype == x.dtype
+                       and Tensor.data_ptr(a) == Tensor.data_ptr(x)), None)
             kept.saved.append(at)
             if at is None:
                 return _detached(x)
@@ -200,49 +208,40 @@ class _Forward:
             raise OpRuleError(f"For 'checkpoint_wrapper', parameters of {self._name()} were written to since it ran.", "",
                               "What is recomputed reads its parameters again.", "write to them when the gradient is there")
         self.at = self.number = 0
-        state = recompute_module.get_rng_state()
-        recompute_module.set_rng_state(self.random)
-        grad, enable = executor.grad_flag(), executor.enable_grad()
-        executor.set_grad_flag(True)
-        executor.set_enable_grad(True)
-        executor.new_empty_graph()
-        try:
-            with _trained(self.trained), as_before(self.present, self.cell), self._as_found(), self._computing(), \
-                    modes.reopened(self.blocks), modes.Watched(self._ask_again if self.keeps else None), self.context, \
+        with ExitStack() as stack:
+            self._as_then(stack)
+            with modes.reopened(self.blocks), modes.Watched(self._ask_again if self.keeps else None), self.context, \
                     ms.saved_tensors_hooks(self._pack_again, lambda x: x):
                 self._run()
-        finally:
-            executor.end_empty_graph()
-            executor.set_grad_flag(grad)
-            executor.set_enable_grad(enable)
-            recompute_module.set_rng_state(state)
         if self.number != len(self.wanted):
             raise self._unlike(f"{self.number} tensors were saved, {len(self.wanted)} the first time")
 
-    @contextmanager
-    def _as_found(self) -> Iterator[None]:
-        """What the first run wrote to holds what it found there, and afterwards what it holds now."""
+    def _as_then(self, stack: ExitStack) -> None:
+        """What surrounds the cell, and what it reads, is as the first run found it; as now when the stack ends."""
+        def during(now, then, put: Callable) -> None:
+            stack.callback(put, now)
+            put(then)
+        during(recompute_module.get_rng_state(), self.random, recompute_module.set_rng_state)
+        during(executor.enable_grad(), True, executor.set_enable_grad)
+        during(executor.grad_flag(), True, executor.set_grad_flag)
+        executor.new_empty_graph()
+        stack.callback(executor.end_empty_graph)
+        for p, was in self.trained:
+            if p.requires_grad != was:
+                during(p.requires_grad, was, partial(setattr, p, "requires_grad"))
+        variables: dict[ContextVar, Any] = {recomputing: True, _inside: True, standing_in: ()}
+        for var, value in variables.items():
+            stack.callback(var.reset, var.set(value))
+        # who had put tensors in the place of parameters does so anew
+        standing_in.set(tuple(stack.enter_context(whose.again(self.cell)) for whose in self.present))
         slots = {k: x for k, x in self._slots().items() if k in self.before} if self.before else {}
-        now = {k: _copy(x) for k, x in slots.items()}
-        _fill(slots, self.before)
-        try:
-            yield
-        finally:
-            _fill(slots, now)
-
-    @contextmanager
-    def _computing(self) -> Iterator[None]:
-        """In the dtypes of the first run."""
-        kind = None if self.cell is None else self.cell.mixed_precision_type
-        with ExitStack() as stack:
-            if self.amp:
-                amp = self.amp
-                stack.enter_context(recompute_module.AmpDecorator(
-                    amp.get_amp_level(), amp.get_amp_dtype(), amp.get_white_list(), amp.get_black_list()))
-            if kind is not None:
-                executor.set_mixed_precision_type(kind)
-                stack.callback(executor.set_mixed_precision_type, nn.cell.MixedPrecisionType.NOTSET, False)
-            yield
+        during({k: _copy(x) for k, x in slots.items()}, self.before, partial(_fill, slots))
+        if self.amp:
+            stack.enter_context(recompute_module.AmpDecorator(self.amp.get_amp_level(), self.amp.get_amp_dtype(),
+                                                              self.amp.get_white_list(), self.amp.get_black_list()))
+        if self.cell is not None and self.cell.mixed_precision_type is not None:
+            executor.set_mixed_precision_type(self.cell.mixed_precision_type)
+            stack.callback(executor.set_mixed_precision_type, nn.cell.MixedPrecisionType.NOTSET, False)
 
     def _ask_again(self, name: str, args: tuple):
         known, kept = self.calls[self.at] if self.at < len(self.calls) else ("nothing", None)
@@ -288,46 +287,11 @@ class _StandIn(Function):
         return ops.stop_gradient(kept)
 
 
-@contextmanager
-def _set(var: ContextVar, value) -> Iterator[None]:
-    token = var.set(value)
-    try:
-        yield
-    finally:
-        var.reset(token)
-
-
-@contextmanager
-def as_before(present: tuple, cell) -> Iterator[None]:
-    """A cell runs again: who had put tensors in the place of parameters in its forward, `present`, does so anew."""
-    with _set(recomputing, True), _set(_inside, True), _set(standing_in, ()), ExitStack() as stack:
-        standing_in.set(tuple(stack.enter_context(whose.again(cell)) for whose in present))
-        yield
-
 
 def _written(trained: list[tuple]) -> list[int]:
     """How often DTensor parameters have been written."""
     return [0 if getattr(p, "_memo", None) is None else p._memo.written for p, _ in trained]
 
-
-@contextmanager
-def _trained(then: list[tuple]) -> Iterator[None]:
-    """Inside, parameters are frozen, or not, as they were then."""
-    now = [(p, p.requires_grad) for p, was in then if p.requires_grad != was]
-    for p, flag in now:
-        p.requires_grad = not flag
-    try:
-        yield
-    finally:
-        for p, flag in now:
-            p.requires_grad = flag
-
-
-def _reader(x: Tensor, recorded: bool) -> Tensor:
-    """An argument with a memo of its own."""
-    if x._requires_grad != recorded and x.is_floating_point():
-        return _leaf(x, recorded)
-    return wrap(local_alias(x), x.layout) if _is_dtensor(x) and not x._is_leaf else x
 
 
 def _is_dtensor(x: Tensor) -> bool:
@@ -345,9 +309,6 @@ def _leaf(x: Tensor, recorded: bool) -> Tensor:
     Tensor.requires_grad_(out, recorded)
     return out
 
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a._shape == b._shape and a.dtype == b.dtype and Tensor.data_ptr(a) == Tensor.data_ptr(b)
 
 
 def _copy(x: Tensor) -> Tensor:
