@@ -9,12 +9,12 @@ changed or communicated here.
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from typing import TypeAlias
 
 from mindspore import nn
 
 from ..core.mesh import DeviceMesh, resolve_mesh
-from ..core.placements import Replicate, Shard
+from ..core.placements import Replicate
 from ..errors import ConfigError
 from .fused import FusedColwiseParallel
 from .styles import ColwiseParallel, ParallelStyle, RowwiseParallel, _is_embedding, _is_linear
@@ -31,12 +31,9 @@ _HEADS, _KV_HEADS = ("n_heads", "num_heads", "num_attention_heads", "heads"), ("
                                                                                "num_key_value_heads", "kv_heads")
 
 
-class _Block(NamedTuple):
-    """The linear cells of one attention or feed-forward, and why it may have to stay whole."""
-
-    columns: dict[str, ParallelStyle]
-    row: str
-    problem: str
+# the styles of an attention's or a feed-forward's linear cells by name, and why it may have to stay whole
+_Block: TypeAlias = tuple[dict[str, ParallelStyle], str]
+_DTENSORS = {"use_local_output": False}
 
 
 def suggest_plan(module: nn.Cell, device_mesh: DeviceMesh | None = None) -> dict[str, ParallelStyle]:
@@ -97,7 +94,7 @@ def suggest_plan(module: nn.Cell, device_mesh: DeviceMesh | None = None) -> dict
             print(f"  {pattern:<{wide}}  {type(style).__name__:<17} {n} cell{'s' if n > 1 else ''}")
         for line in dict.fromkeys(alone):
             print(f"  left whole: {line}")
-        if any(_is_fused_qkv(pattern) for pattern in plan):
+        if any(pattern.rsplit(".", 1)[-1] in (*_QKV, _BY_HEAD) for pattern in plan):
             print("  the order of a fused projection is the model's: FusedColwiseParallel takes all q, then k, then v;\n"
                   "  ColwiseParallel(use_local_output=False) is right for any order")
         print("then: parallelize_module(model, mesh, plan); distribute_module(model, mesh)", flush=True)
@@ -106,23 +103,21 @@ def suggest_plan(module: nn.Cell, device_mesh: DeviceMesh | None = None) -> dict
 
 def _found(module: nn.Cell, ranks: int):
     """(path, style, "") of every cell that is recognised, and (path, style or None, problem) of those that stay whole."""
-    columns, rows = {"use_local_output": False}, {"use_local_output": False}
     for path, cell in module.cells_and_names():
         children = dict(cell._cells)
         linear = {k: c for k, c in children.items() if c is not None and _is_linear(c)}
         prefix = path + "." if path else ""
         known: set[str] = set()
-        for block in (_attention(cell, linear, ranks, columns), _feed_forward(linear, ranks, columns)):
-            if block is not None:
-                for key, style in block.columns.items():
-                    yield prefix + key, style, block.problem
-                yield prefix + block.row, RowwiseParallel(**rows), block.problem
-                known |= {*block.columns, block.row}
+        for block in (_attention(cell, linear, ranks), _feed_forward(linear, ranks)):
+            styles, problem = block or ({}, "")
+            known |= {*styles}
+            for key, style in styles.items():
+                yield prefix + key, style, problem
         for key, child in children.items():
             if child is not None and _is_embedding(child) and key in _TABLE:
-                yield prefix + key, RowwiseParallel(input_layouts=Replicate(), use_local_output=False), ""
+                yield prefix + key, RowwiseParallel(input_layouts=Replicate(), **_DTENSORS), ""
             elif key in _HEAD and key in linear:
-                yield prefix + key, ColwiseParallel(output_layouts=Shard(-1), use_local_output=False), ""
+                yield prefix + key, ColwiseParallel(**_DTENSORS), ""
             elif child is not None and key not in known and any(
                     p is not None and p.ndim > 1 for p in child._params.values()):
                 yield prefix + key, None, _why_whole(cell, key, linear)
@@ -147,10 +142,6 @@ def _why_whole(cell, key: str, linear) -> str:
             f"{_number(cell, _KV_HEADS) or _number(cell, _HEADS)} heads, of which '{out}' takes {_sizes(linear[out])[1]}")
 
 
-def _is_fused_qkv(pattern: str) -> bool:
-    return pattern.rsplit(".", 1)[-1] in (*_QKV, _BY_HEAD)
-
-
 def _one(cells: dict, names: tuple[str, ...]) -> str | None:
     return next((n for n in names if n in cells), None)
 
@@ -164,7 +155,11 @@ def _number(cell, names) -> int | None:
     return next((v for v in (getattr(cell, n, None) for n in names) if isinstance(v, int) and not isinstance(v, bool)), None)
 
 
-def _attention(cell, linear, ranks, columns) -> _Block | None:
+def _styles(columns: dict[str, ParallelStyle | None], row: str) -> dict[str, ParallelStyle]:
+    return {**{k: style or ColwiseParallel(**_DTENSORS) for k, style in columns.items()}, row: RowwiseParallel(**_DTENSORS)}
+
+
+def _attention(cell, linear, ranks) -> _Block | None:
     out = _one(linear, _OUT)
     if out is None:
         return None
@@ -174,7 +169,7 @@ def _attention(cell, linear, ranks, columns) -> _Block | None:
     problem = f"{odd[0]} heads do not divide by {ranks}" if odd else ""
     separate = [key for key in (_one(linear, names) for names in (_QUERY, _KEY, _VALUE)) if key is not None]
     if len(separate) == 3 and _sizes(linear[separate[0]])[0] == _sizes(linear[out])[1]:
-        return _Block({k: ColwiseParallel(**columns) for k in separate}, out, problem)
+        return _styles(dict.fromkeys(separate), out), problem
     fused = _one(linear, (*_QKV, _BY_HEAD))
     if fused is None or not kv_heads or not heads:
         return None
@@ -182,11 +177,11 @@ def _attention(cell, linear, ranks, columns) -> _Block | None:
     kv = (_sizes(linear[fused])[0] - q) // 2
     if kv <= 0 or kv * heads != q * kv_heads:
         return None
-    by_parts = FusedColwiseParallel((q, kv, kv), units=kv_heads, **columns)
-    return _Block({fused: ColwiseParallel(**columns) if fused == _BY_HEAD else by_parts}, out, problem)
+    by_parts = FusedColwiseParallel((q, kv, kv), units=kv_heads, **_DTENSORS)
+    return _styles({fused: None if fused == _BY_HEAD else by_parts}, out), problem
 
 
-def _feed_forward(linear, ranks, columns) -> _Block | None:
+def _feed_forward(linear, ranks) -> _Block | None:
     down = _one(linear, _DOWN)
     if down is None:
         return None
@@ -194,6 +189,6 @@ def _feed_forward(linear, ranks, columns) -> _Block | None:
     gate, up, fused = _one(linear, _GATE), _one(linear, _UP), _one(linear, _GATE_UP)
     if fused is not None and _sizes(linear[fused])[0] == 2 * hidden:
         problem = f"{hidden} features do not divide by {ranks}" if hidden % ranks else ""
-        return _Block({fused: FusedColwiseParallel((hidden, hidden), **columns)}, down, problem)
+        return _styles({fused: FusedColwiseParallel((hidden, hidden), **_DTENSORS)}, down), problem
     first = [k for k in (gate, up) if k is not None and _sizes(linear[k])[0] == hidden]
-    return _Block({k: ColwiseParallel(**columns) for k in first}, down, "") if first else None
+    return (_styles(dict.fromkeys(first), down), "") if first else None
