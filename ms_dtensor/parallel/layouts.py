@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from types import MethodType
@@ -32,8 +33,7 @@ from ..tensor.dtensor import DTensor
 OUTER = "_ms_dtensor_outer"  # cell attribute: (whole mesh, {axis: placement of plain inputs}), set by replicate
 _TOLD = "_ms_dtensor_extents"  # cell attribute: of plain inputs at the last call, this rank's and the whole ones
 ROOT = "_ms_dtensor_replicated"  # cell attribute: replicate was applied to this very cell
-_handed_out = 0  # how many there have been
-_parts_out = 0  # how many outputs as tuples of parts
+HANDED_OUT: Counter[str] = Counter()  # by styles so far: plain "tensors", and outputs as tuples of "parts"
 _FUSED = ("FusedColwiseParallel for a fused projection (q, k, v, or gate and up, in one weight): of a contiguous cut the "
           "first ranks hold q")
 _KEEP = "use_local_output=False in the styles, which keeps DTensors of global shape"
@@ -153,25 +153,13 @@ def global_shape(pieces: list[tuple[int, ...]], mesh: DeviceMesh, placements) ->
 
 def hand_out(x: DTensor, cell: nn.Cell | None = None) -> Tensor:
     """A style's output as a plain local tensor; a cell that `replicate` was applied to keeps DTensors."""
-    global _handed_out
     if cell is not None and ROOT in cell.__dict__:
         return x
-    _handed_out += 1
+    HANDED_OUT["tensors"] += 1
     out = x.to_local()
     out.__dict__[LAID_OUT] = x.layout
     return out
 
-
-def count_handed_out() -> int:
-    """How many plain tensors styles have handed out so far."""
-    return _handed_out
-
-
-def hand_out_parts(parts: list) -> tuple:
-    """A fused projection's output, part by part."""
-    global _parts_out
-    _parts_out += 1
-    return tuple(parts)
 
 
 def explain_views(module: nn.Cell) -> None:
@@ -180,23 +168,23 @@ def explain_views(module: nn.Cell) -> None:
 
 
 def _construct(self, *args, **kwargs):
-    before, parts = _handed_out, _parts_out
+    before = HANDED_OUT.copy()
     try:
         return type(self).construct(self, *args, **kwargs)
     except MixedOperandError as e:
-        if _handed_out == before or _KEEP in e.fix:
+        if HANDED_OUT["tensors"] == before["tensors"] or _KEEP in e.fix:
             raise
         raise MixedOperandError(e.attempt, e.operands, e.rule, (_KEEP, *e.fix)) from e
     except (AttributeError, TypeError, ValueError, RuntimeError) as e:
         first = str(e).split("\n")[0].rstrip(".")
-        if _parts_out != parts and not isinstance(e, DTensorError) and _ABOUT_PARTS.search(first):
+        if HANDED_OUT["parts"] != before["parts"] and not isinstance(e, DTensorError) and _ABOUT_PARTS.search(first):
             raise LayoutError(f"For '{type(self).__name__}', an op on the output of a fused projection failed: {first}.",
                               "a tuple of DTensors, one per part", "FusedColwiseParallel(use_local_output=False) hands out "
                               "the parts, where the plain cell gives one tensor to split.",
                               ("q, k, v = self.qkv(x), without the split or reshape that follows it",
                                "ColwiseParallel(use_local_output=False), which needs no change of the model")) from e
         about_sizes = isinstance(e, ValueError | RuntimeError) and _ABOUT_SIZES.search(first)
-        if _handed_out == before or isinstance(e, DTensorError) or not about_sizes:
+        if HANDED_OUT["tensors"] == before["tensors"] or isinstance(e, DTensorError) or not about_sizes:
             raise
         raise LayoutError(f"For '{type(self).__name__}', an op on a plain tensor failed: {first}.",
                           "plain outputs of styles", "They are this rank's shards: of the heads, say, its own number.",
@@ -214,7 +202,7 @@ def taken_back(x: Tensor, cell: nn.Cell, before: int, who: str) -> Tensor:
     layout = x.__dict__.get(LAID_OUT)
     if layout is not None:
         return wrap(x, layout)
-    if _handed_out != before:
+    if HANDED_OUT["tensors"] != before:
         raise LayoutError(f"For '{who}', {type(cell).__name__} computed a plain tensor from plain outputs of styles.",
                           f"plain Tensor{list(x._shape)}", "It is one rank's own, so would be the loss, and gradients, "
                           "summed over the ranks, would come out too large.",

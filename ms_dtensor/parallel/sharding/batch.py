@@ -13,7 +13,7 @@ from ...dispatch.operands import LAID_OUT, wrap
 from ...dispatch.patches.recomputed import standing_in
 from ...errors import LayoutError
 from ...tensor.dtensor import DTensor
-from ..layouts import OUTER, ROOT, count_handed_out, enter, global_shape, taken_back
+from ..layouts import HANDED_OUT, OUTER, ROOT, enter, global_shape, taken_back
 
 BATCH = "_ms_dtensor_batch"  # cell attribute: what is done with its inputs, and with its outputs
 
@@ -28,7 +28,7 @@ def batch_over(module: nn.Cell, mesh: DeviceMesh, who: str, label: str) -> None:
     batch = _Batch(mesh, who, label)
 
     def before(cell, inputs, kwargs):
-        cell.__dict__[ROOT] = count_handed_out()
+        cell.__dict__[ROOT] = HANDED_OUT["tensors"]
         given = map_leaves(lambda x: _unflattened(x, cell), (inputs, kwargs), DTensor)
         if standing_in.get() or modes.mode.get().implicit_replication and leaves(given, DTensor):
             return map_leaves(_known_again, given, Tensor)

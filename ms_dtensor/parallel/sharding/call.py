@@ -29,7 +29,7 @@ from ...redistribute.execute import redistribute_local
 from ...tensor.dtensor import DTensor
 from .reduce import in_order
 from .stand_in import lend, standing
-from .unit import State, Unit, refresh_kept
+from .unit import State, Unit
 
 UNIT = "_ms_dtensor_unit"  # cell attribute: its `Unit`
 
@@ -94,11 +94,16 @@ class Call:
         unit.check(slots)
         root = not around and not again
         if root:
-            self.units = _begin(cell)
+            self.units = units_of(cell)
+            for other in self.units:
+                other.begin()
+            if self.recorded:
+                in_this_gradient.update(self.units)
         if not self.ran:
             when = self._note_order(around[0] if around else self, again)
             unit.unshard("backward" if again else "forward", when)
-            for other in () if again else unit.forward_targets():
+            ahead = [unit.next] if unit.forward_prefetch is None and unit.next else unit.forward_prefetch or ()
+            for other in () if again else ahead:
                 other.prefetch("forward", when)
             self.stand_ins = self._made(unit.standing)
         token = standing_in.set((*around, self))
@@ -268,16 +273,6 @@ class Call:
             if not unit.entered:
                 unit.reshard()
 
-
-def _begin(cell: nn.Cell) -> list[Unit]:
-    """A step of these units begins."""
-    units = units_of(cell)
-    for unit in units:
-        unit.begin()
-    refresh_kept(units)
-    if recording():
-        in_this_gradient.update(units)
-    return units
 
 
 def _connected(node: Tensor, data: Tensor, layout, partial_on: tuple[int, ...], reduce_dtype):

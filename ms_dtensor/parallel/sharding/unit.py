@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections import Counter
-from collections.abc import Iterable
 from enum import Enum
 from typing import NamedTuple
 
@@ -143,11 +142,6 @@ class Unit:
         """Whether all cut parameters have gradients."""
         return all(p.requires_grad for block in self.blocks for p in block.params)
 
-    def forward_targets(self) -> list[Unit]:
-        """Whose parameters are gathered ahead while this one's cell runs."""
-        if self.forward_prefetch is not None:
-            return self.forward_prefetch
-        return [] if self.next is None else [self.next]
 
     def abandon(self) -> None:
         """The gradient that was under way has raised."""
@@ -215,6 +209,12 @@ class Unit:
         self.entered.clear()
         self.reshard()
         self.reduction.begin()
+        if self.kept_by_user and self.whole:
+            changed = Tensor(np.array([any([block.changed() for block in self.blocks])], np.float32))
+            with comm.annotate(phase="forward", src="fully_shard", dst="were kept parameters changed", of=self.label):
+                changed = self.mesh.get_group().all_reduce(changed, "max")
+            if changed.asnumpy()[0]:
+                self.reshard(forced=True)
 
     def end_backward(self) -> None:
         """A backward has ended, which some calls may have left by no door of ours."""
@@ -255,16 +255,6 @@ class Unit:
                               ", ".join(other), "A unit gathers in the dtypes that it was given.",
                               (f"set_dtype before {self.who}()", "MixedPrecisionPolicy(param_dtype=...)"))
 
-
-def refresh_kept(units: Iterable[Unit]) -> None:
-    """Of what users keep gathered, lets go what was changed on any rank."""
-    for unit in units:
-        if unit.kept_by_user and unit.state is State.WHOLE:
-            changed = Tensor(np.array([any([block.changed() for block in unit.blocks])], np.float32))
-            with comm.annotate(phase="forward", src="fully_shard", dst="were kept parameters changed", of=unit.label):
-                changed = unit.mesh.get_group().all_reduce(changed, "max")
-            if changed.asnumpy()[0]:
-                unit.reshard(forced=True)
 
 
 def _gathered(layout: Layout, axes: tuple[int, ...], dtype: str) -> Layout:
