@@ -94,21 +94,14 @@ class _Batch:
             everyone = self.mesh.get_group().all_gather_object(mine)
         if everyone == self.everyone:
             return self.shapes
-        if any(len(theirs) != len(mine) for theirs in everyone):
-            raise self._unlike(everyone)
-        shapes: list[tuple[int, ...] | None] = []
-        for pieces in ([tuple(piece) for piece in each] for each in zip(*everyone)):
-            whole = global_shape(pieces, self.mesh, [Shard(0)] * self.mesh.ndim)
-            if whole is None:
-                raise self._unlike(everyone)
-            shapes.append(whole)
+        shapes = [global_shape([tuple(piece) for piece in pieces], self.mesh, [Shard(0)] * self.mesh.ndim)
+                  for pieces in zip(*everyone)]
+        if None in shapes or any(len(theirs) != len(mine) for theirs in everyone):
+            held = "\n".join(f"rank {rank} brings {', '.join(str(list(shape)) for shape in theirs)}"
+                             for rank, theirs in zip(self.mesh.rank_list, everyone))
+            raise LayoutError(f"For '{self.who}', the ranks' plain inputs are not the rows of one batch.", held,
+                              "Ranks bring as many rows each, or chunks: of 7 rows on 4 ranks 2, 2, 2 and 1; other dims "
+                              "agree.", ("drop the last batch, if it is smaller (drop_remainder=True)",
+                                         "cut the whole batch with distribute_tensor(batch, mesh, {'dp': Shard(0)})"))
         self.everyone, self.shapes = everyone, shapes
         return shapes
-
-    def _unlike(self, everyone) -> LayoutError:
-        held = "\n".join(f"rank {rank} brings {', '.join(str(list(shape)) for shape in theirs)}"
-                         for rank, theirs in zip(self.mesh.rank_list, everyone))
-        return LayoutError(f"For '{self.who}', the ranks' plain inputs are not the rows of one batch.", held,
-                           "Ranks bring as many rows each, or chunks: of 7 rows on 4 ranks 2, 2, 2 and 1; other dims agree.",
-                           ("drop the last batch, if it is smaller (drop_remainder=True)",
-                            "cut the whole batch with distribute_tensor(batch, mesh, {'dp': Shard(0)})"))

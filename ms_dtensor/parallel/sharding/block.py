@@ -46,7 +46,7 @@ class Block:
         self.parts = Parts(self.shapes, dims, [sizes_along(p.layout, axes, d, here) for p, d in zip(params, dims)])
         self.kind: Any = HostMemory if on_cpu() else DeviceMemory
         self.bytes = self.parts.starts[-1] * numpy_dtype(dtype).itemsize
-        self.memory: DeviceMemory | None = None
+        self.memory: Any = None
         self.part: Any = None  # this rank's part of what the neighbours have together
         self._work: Work | None = None
 
@@ -74,9 +74,6 @@ class Block:
                 at += count
         return out
 
-    def holds(self, x: Tensor) -> bool:
-        """Whether a tensor lies in the memory; on host."""
-        return isinstance(self.memory, HostMemory) and self.memory.holds(x)
 
     def handed_out(self, i: int, whole: bool) -> Tensor:
         """What the node gives: the whole parameter; or, as MindSpore casts a gradient to its tensor's dtype, a stand-in.

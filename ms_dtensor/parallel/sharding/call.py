@@ -113,8 +113,11 @@ class Call:
         finally:
             standing_in.reset(token)
         self.ran.append(cell)
-        if root:
-            self._end_step()
+        if root:  # what was gathered ahead for cells that did not run goes; and all ranks have come to the same cells
+            for other in self.units:
+                if other.state is State.GATHERING:
+                    other.reshard(forced=True)
+            unit.mesh.get_group().agree(f"cells that ran: {in_order(self.order)}")
         elif len(self.ran) < len(unit.cells):
             return
         self._lend(self.stand_ins)
@@ -137,12 +140,6 @@ class Call:
             self.before.unit.next = self.unit
         return f"at call {len(step.order)} of the step, {self.unit.label}"
 
-    def _end_step(self) -> None:
-        """What was gathered ahead for cells that did not run goes; and all ranks have come to the same cells."""
-        for unit in self.units:
-            if unit.state is State.GATHERING:
-                unit.reshard(forced=True)
-        self.unit.mesh.get_group().agree(f"cells that ran: {in_order(self.order)}")
 
     def _made(self, slots: list) -> dict[int, Tensor]:
         """What stands in the slots, by id of the parameter; recorded where a gradient is asked for."""
@@ -216,7 +213,7 @@ class Call:
         """An output, with memory of its own: not that of gathered parameters, which goes."""
         unit = self.unit
         if on_cpu():
-            lies = any(block.holds(x) for block in unit.blocks)
+            lies = any(block.memory is not None and block.memory.holds(x) for block in unit.blocks)
         else:  # its address would wait for the device
             seen = x
             while isinstance(seen, DTensor) and seen._memo is not None and seen._memo.view_of is not None:

@@ -48,28 +48,25 @@ def reshard(self) -> None:
     self.__dict__[UNIT].reshard()
 
 
-def _units(cell: nn.Cell, recurse: bool) -> list[Unit]:
-    return units_of(cell) if recurse else [cell.__dict__[UNIT]]
-
-
-def _flag(cell: nn.Cell, what: str, value) -> bool:
-    if not isinstance(value, bool):
-        raise ConfigError(f"For '{what}', {value!r} is no bool.", type(cell).__name__, "It is True or False.",
+def _units(cell: nn.Cell, recurse: bool, what: str = "", flag=True) -> list[Unit]:
+    """The units that method `what` tells a flag."""
+    if not isinstance(flag, bool):
+        raise ConfigError(f"For '{what}', {flag!r} is no bool.", type(cell).__name__, "It is True or False.",
                           "True, or False")
-    return value
+    return units_of(cell) if recurse else [cell.__dict__[UNIT]]
 
 
 def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
     """Whether backwards reduce gradients; while not, they are gathered up on each rank, and handed out as zeros."""
-    for unit in _units(self, recurse):
-        unit.reduction.sync = _flag(self, "set_requires_gradient_sync", requires_gradient_sync)
+    for unit in _units(self, recurse, "set_requires_gradient_sync", requires_gradient_sync):
+        unit.reduction.sync = requires_gradient_sync
 
 
 def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
     """Of parameters that are cut and copied (HSDP): whether backwards reduce over the copies, too; while not, sums over the
     axis that cuts are gathered up, and zeros handed out."""
-    for unit in _units(self, recurse):
-        unit.reduction.sync_copies = _flag(self, "set_requires_all_reduce", requires_all_reduce)
+    for unit in _units(self, recurse, "set_requires_all_reduce", requires_all_reduce):
+        unit.reduction.sync_copies = requires_all_reduce
 
 
 def forget_gradients(self, *, recurse: bool = True) -> None:
@@ -80,8 +77,8 @@ def forget_gradients(self, *, recurse: bool = True) -> None:
 
 def set_reshard_after_forward(self, reshard_after_forward: bool, *, recurse: bool = True) -> None:
     """Whether the gathered parameters are given back between forward and backward."""
-    for unit in _units(self, recurse):
-        unit.reshards = _flag(self, "set_reshard_after_forward", reshard_after_forward)
+    for unit in _units(self, recurse, "set_reshard_after_forward", reshard_after_forward):
+        unit.reshards = reshard_after_forward
 
 
 def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Cell]) -> None:

@@ -147,17 +147,17 @@ class Reduction:
 
     def _make_buckets(self) -> None:
         """Of at most so many MiB, filled in reverse order of the parameters, as the backward is expected to meet them."""
-        unit, open_, size = self.unit, dict[str, list](), dict[str, float]()
-        done: list[list] = []
+        unit, filled, last, size = self.unit, list[list](), dict[str, list](), dict[str, float]()
         for p in reversed([p for p in self.kept if p.requires_grad]):
             memo_of(p).partial_grad_axes = unit.partial_on[id(p)]
             kind, need = p.layout.dtype, nbytes(p.local_shape, p.layout.dtype)
-            if open_.get(kind) and size[kind] + need > unit.bucket_mb * 2 ** 20:
-                done.append(open_.pop(kind))
-            open_.setdefault(kind, []).append(p)
-            size[kind] = need + (size[kind] if len(open_[kind]) > 1 else 0)
+            if kind not in last or size[kind] + need > unit.bucket_mb * 2 ** 20:
+                last[kind], size[kind] = [], 0
+                filled.append(last[kind])
+            last[kind].append(p)
+            size[kind] += need
         dtype = unit.policy.reduce_dtype or unit.policy.param_dtype
-        for n, members in enumerate((*done, *open_.values())):
+        for n, members in enumerate(filled):
             bucket = Bucket(f"{unit.label} bucket {n}", members, unit.mesh.get_group(),
                             None if dtype in (None, members[0].dtype) else dtype)
             self.buckets.append(bucket)
@@ -255,12 +255,6 @@ class Reduction:
 
     # -- when a backward ends ----------------------------------------------------------------------------------------
 
-    def begin_to_finish(self, seen: str) -> None:
-        """Begins to reduce what is in buckets."""
-        with NoFallbackGuard():
-            for bucket in self.buckets:
-                if bucket.handed:
-                    bucket.begin(seen)
 
     def finish(self) -> None:
         """What was under way is in the gradients; users' hooks have run."""
@@ -344,7 +338,8 @@ def complete() -> None:
         return
     _open.set(None)
     seen = f", arrived: {in_order(held[1])}" if held[1] else ""
-    for reduction in held[0]:
-        reduction.begin_to_finish(seen)
+    with NoFallbackGuard():
+        for bucket in (bucket for reduction in held[0] for bucket in reduction.buckets if bucket.handed):
+            bucket.begin(seen)
     for reduction in held[0]:
         reduction.finish()
