@@ -174,7 +174,7 @@ def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = _BUCKET_M
     mine = _lay_out([module], inside, found, targets, data, whole)
     for _, _, p in mine:
         p.__dict__[_OVER] = names | p.__dict__.get(_OVER, set())
-    _make_unit("replicate", [module], mine, found, DataAxes(data, data.ndim, 0), mp_policy, bucket_mb)
+    _make_unit("replicate", [module], mine, found, DataAxes(data, 0, 0), mp_policy, bucket_mb)
     return module
 
 
@@ -191,7 +191,7 @@ def _check(who: str, cells: list, mesh, *more: tuple[str, Any, Any]) -> None:
         raise ConfigError(f"For '{who}', a cell is twice in the list.", ", ".join(type(cell).__name__ for cell in cells),
                           "A unit has each of its cells once.", "leave it out the second time")
     for cell in cells:
-        if UNIT in cell.__dict__ and (who == "fully_shard" or cell.__dict__[UNIT].who == "fully_shard"):
+        if UNIT in cell.__dict__ and (who == "fully_shard" or cell.__dict__[UNIT].axes.cut):
             raise LayoutError(f"For '{who}', this {type(cell).__name__} was sharded already.", f"mesh({mesh.describe()})",
                               "Its parameters would be gathered twice.", "call it once for each cell, blocks first")
 

@@ -44,10 +44,10 @@ class State(Enum):
 
 
 class DataAxes(NamedTuple):
-    """The axes over which a unit's ranks bring different data: none of them flattened, the last `cut` cut parameters."""
+    """The axes over which a unit's ranks bring different data, none of them flattened."""
 
     mesh: DeviceMesh
-    cut: int
+    cut: int  # how many of them, the last ones, cut parameters; of `replicate` none
     neighbours: int  # among how many ranks the backward gathers again; 0: parameters stay whole till then
 
     @property
@@ -62,7 +62,7 @@ class DataAxes(NamedTuple):
 
     def near(self):
         """The group of this rank and its neighbours; None: there are none, or all are."""
-        if self.neighbours in (0, self.mesh[self.cutting].size()):
+        if not self.neighbours or self.neighbours == self.mesh[self.cutting].size():
             return None
         ranks = self.mesh.mesh.reshape(*self.mesh.shape[:self.mesh.ndim - self.cut], -1, self.neighbours)
         return DeviceMesh(self.mesh.device_type, ranks, mesh_dim_names=(*self.copying, "far", "near")).get_group("near")
