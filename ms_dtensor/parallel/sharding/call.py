@@ -270,7 +270,6 @@ class Call:
                 unit.reshard()
 
 
-
 def _connected(node: Tensor, data: Tensor, layout, partial_on: tuple[int, ...], reduce_dtype):
     """What the node handed out as a DTensor: it expects summands of the cotangent, which is reduced on other axes."""
     if reduce_dtype is None:
