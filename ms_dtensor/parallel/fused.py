@@ -48,7 +48,6 @@ class FusedColwiseParallel(ColwiseParallel):
         DTensor(f32[3, 8@tp], mesh=(tp=1), rank 0 holds [3, 8])
     """
 
-
     def __init__(self, parts: Sequence[int], *, units: int | None = None, input_layouts=None, use_local_output: bool = True):
         super().__init__(input_layouts=input_layouts, use_local_output=use_local_output)
         self.parts = tuple(int(p) for p in parts)

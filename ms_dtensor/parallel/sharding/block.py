@@ -74,7 +74,6 @@ class Block:
                 at += count
         return out
 
-
     def handed_out(self, i: int, whole: bool) -> Tensor:
         """What the node gives: the whole parameter; or, as MindSpore casts a gradient to its tensor's dtype, a stand-in.
 

@@ -255,7 +255,6 @@ class Reduction:
 
     # -- when a backward ends ----------------------------------------------------------------------------------------
 
-
     def finish(self) -> None:
         """What was under way is in the gradients; users' hooks have run."""
         done = []

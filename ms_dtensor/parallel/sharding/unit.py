@@ -142,7 +142,6 @@ class Unit:
         """Whether all cut parameters have gradients."""
         return all(p.requires_grad for block in self.blocks for p in block.params)
 
-
     def abandon(self) -> None:
         """The gradient that was under way has raised."""
         self.end_backward()
