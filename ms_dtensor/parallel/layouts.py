@@ -161,7 +161,6 @@ def hand_out(x: DTensor, cell: nn.Cell | None = None) -> Tensor:
     return out
 
 
-
 def explain_views(module: nn.Cell) -> None:
     """Lets a cell, whose styles hand out plain tensors, say why code that reads global sizes, or holds DTensors, fails."""
     module.__dict__["construct"] = MethodType(_construct, module)  # a method, so that a copy of the cell runs its own

@@ -287,11 +287,9 @@ class _StandIn(Function):
         return ops.stop_gradient(kept)
 
 
-
 def _written(trained: list[tuple]) -> list[int]:
     """How often DTensor parameters have been written."""
     return [0 if getattr(p, "_memo", None) is None else p._memo.written for p, _ in trained]
-
 
 
 def _is_dtensor(x: Tensor) -> bool:
@@ -308,7 +306,6 @@ def _leaf(x: Tensor, recorded: bool) -> Tensor:
     out = _detached(x)
     Tensor.requires_grad_(out, recorded)
     return out
-
 
 
 def _copy(x: Tensor) -> Tensor:

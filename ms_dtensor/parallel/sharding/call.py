@@ -140,7 +140,6 @@ class Call:
             self.before.unit.next = self.unit
         return f"at call {len(step.order)} of the step, {self.unit.label}"
 
-
     def _made(self, slots: list) -> dict[int, Tensor]:
         """What stands in the slots, by id of the parameter; recorded where a gradient is asked for."""
         unit, params = self.unit, {id(p): p for _, _, p in slots}
@@ -269,7 +268,6 @@ class Call:
             unit.entered.pop(self, None)
             if not unit.entered:
                 unit.reshard()
-
 
 
 def _connected(node: Tensor, data: Tensor, layout, partial_on: tuple[int, ...], reduce_dtype):

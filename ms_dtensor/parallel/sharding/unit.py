@@ -256,7 +256,6 @@ class Unit:
                               (f"set_dtype before {self.who}()", "MixedPrecisionPolicy(param_dtype=...)"))
 
 
-
 def _gathered(layout: Layout, axes: tuple[int, ...], dtype: str) -> Layout:
     """A cut parameter's layout while it is whole on the data axes."""
     placed = [REPLICATE if a in axes else p for a, p in enumerate(layout.placements)]
