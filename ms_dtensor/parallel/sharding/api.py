@@ -16,7 +16,7 @@ from mindspore import Parameter, Tensor, nn
 from ...core.layout import Layout
 from ...core.mesh import DeviceMesh
 from ...core.placements import REPLICATE, Placement, Shard
-from ...dispatch.patches.gradients import SHARDED_BY
+from ...dispatch.operands import SHARDED_BY
 from ...dispatch.replaced import current
 from ...errors import ConfigError, LayoutError
 from ...internals.target import on_cpu
@@ -59,7 +59,9 @@ def fully_shard(module: nn.Cell | Sequence[nn.Cell], *, mesh: DeviceMesh, reshar
         mp_policy: `MixedPrecisionPolicy`: dtypes of computing, of reducing gradients, and of what the cell returns.
         offload_policy: `CPUOffloadPolicy()` keeps parameters, gradients and optimizer state in host memory. On a CPU they
             are there: it changes nothing. On devices it is refused.
-        ignored_params: parameters to leave as they are; others than the cell's own mean nothing.
+        ignored_params: parameters to leave as they are; others than the cell's own mean nothing. DTensors among them work
+            as ever. A plain one is each rank's own: it works on local tensors (`x.to_local()`), its gradient is of this
+            rank's rows and is not reduced; where it meets a DTensor it is refused.
 
     Returns:
         The same cell or list; each cell with the methods `unshard(async_op=False)` and `reshard()` (gather now and keep;
@@ -93,13 +95,19 @@ def fully_shard(module: nn.Cell | Sequence[nn.Cell], *, mesh: DeviceMesh, reshar
     cells, ignored_params = list(module) if isinstance(module, list | tuple) else [module], list(ignored_params)
     _check("fully_shard", cells, mesh, ("mp_policy", mp_policy, MixedPrecisionPolicy | None),
            *(("ignored_params", p, Parameter) for p in ignored_params),
-           ("offload_policy", offload_policy, OffloadPolicy | None))
-    if mesh.ndim > 2:
-        raise ConfigError(f"For 'fully_shard', 'mesh' has {mesh.ndim} axes.", f"mesh({mesh.describe()})",
-                          "One axis cuts; one before it may copy.", 'pass mesh["dp"], or mesh["replicate", "shard"]')
+           ("offload_policy", offload_policy, OffloadPolicy | None), cuts=True)
     if isinstance(offload_policy, CPUOffloadPolicy) and not on_cpu():
-        raise ConfigError("For 'fully_shard', 'CPUOffloadPolicy' is for CPUs only.", f"mesh({mesh.describe()})",
+        raise ConfigError("For 'fully_shard', 'CPUOffloadPolicy' is for CPUs only.", repr(mesh),
                           "A MindSpore Parameter lies where its device is.", "more ranks, or optimizer state of fewer bytes")
+    _cut("fully_shard", cells, mesh, reshard_after_forward, shard_placement_fn, mp_policy, ignored_params)
+    return module
+
+
+def _cut(who: str, cells: list, mesh: DeviceMesh, reshard_after_forward: bool | int, shard_placement_fn, mp_policy,
+         ignored_params: list[Parameter]) -> None:
+    if mesh.ndim > 2:
+        raise ConfigError(f"For '{who}', 'mesh' has {mesh.ndim} axes.", f"mesh({mesh.describe()})",
+                          "One axis cuts; one before it may copy.", 'pass mesh["dp"], or mesh["replicate", "shard"]')
     neighbours = _neighbours(mesh, reshard_after_forward)
     data = _unflattened(mesh)
     axes = DataAxes(data, 1 if mesh.ndim == 2 else data.ndim, neighbours)
@@ -108,13 +116,13 @@ def fully_shard(module: nn.Cell | Sequence[nn.Cell], *, mesh: DeviceMesh, reshar
     ignored = {id(current(p)) for p in ignored_params}
     inside = _inside(cells)
     found = [slot for slot in _slots(inside) if id(slot[2]) not in ignored]
-    whole = _whole_mesh("fully_shard", found, data)
-    targets = {id(p): _target(p, axes, whole, shard_placement_fn) for _, _, p in found if not p.__dict__.get(SHARDED_BY)}
+    whole = _whole_mesh(who, found, data)
+    targets = {id(p): _target(who, p, axes, whole, shard_placement_fn) for _, _, p in found
+               if not p.__dict__.get(SHARDED_BY)}  # refuses before anything moves
     mine = _lay_out(cells, inside, found, targets, data, whole)
     for _, _, p in mine:
         p.__dict__[SHARDED_BY] = type(cells[0]).__name__
-    _make_unit("fully_shard", cells, mine, found, axes, mp_policy, _BUCKET_MB)
-    return module
+    _make_unit(who, cells, mine, found, axes, mp_policy, _BUCKET_MB)
 
 
 def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = _BUCKET_MB,
@@ -155,10 +163,10 @@ def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = _BUCKET_M
     """
     ignored_modules = list(ignored_modules)
     _check("replicate", [module], mesh, ("mp_policy", mp_policy, MixedPrecisionPolicy | None),
-           *(("ignored_modules", cell, nn.Cell) for cell in ignored_modules))
+           *(("ignored_modules", cell, nn.Cell) for cell in ignored_modules), cuts=zero1)
     if zero1:
-        return fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=mp_policy, ignored_params=[
-            p for cell in ignored_modules for p in cell.get_parameters()])
+        _cut("replicate", [module], mesh, False, None, mp_policy, [p for c in ignored_modules for p in c.get_parameters()])
+        return module
     data = _unflattened(mesh)
     names, inside = set(data.mesh_dim_names), _inside([module], ignored_modules)
     found = _slots(inside)
@@ -181,7 +189,7 @@ def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = _BUCKET_M
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 
-def _check(who: str, cells: list, mesh, *more: tuple[str, Any, Any]) -> None:
+def _check(who: str, cells: list, mesh, *more: tuple[str, Any, Any], cuts: bool = False) -> None:
     """Refuses cells that cannot be a unit, and what is of another kind than it should be; `more`: (name, value, kinds)."""
     for what, value, kinds in (*(("module", cell, nn.Cell) for cell in cells or [None]), ("mesh", mesh, DeviceMesh), *more):
         if not isinstance(value, kinds):
@@ -191,7 +199,7 @@ def _check(who: str, cells: list, mesh, *more: tuple[str, Any, Any]) -> None:
         raise ConfigError(f"For '{who}', a cell is twice in the list.", ", ".join(type(cell).__name__ for cell in cells),
                           "A unit has each of its cells once.", "leave it out the second time")
     for cell in cells:
-        if UNIT in cell.__dict__ and (who == "fully_shard" or cell.__dict__[UNIT].axes.cut):
+        if UNIT in cell.__dict__ and (cuts or cell.__dict__[UNIT].axes.cut):
             raise LayoutError(f"For '{who}', this {type(cell).__name__} was sharded already.", f"mesh({mesh.describe()})",
                               "Its parameters would be gathered twice.", "call it once for each cell, blocks first")
 
@@ -239,7 +247,7 @@ def _whole_mesh(who: str, slots: Slots, data: DeviceMesh) -> DeviceMesh:
     return whole
 
 
-def _target(p: Parameter, axes: DataAxes, whole: DeviceMesh, placement_fn) -> Layout:
+def _target(who: str, p: Parameter, axes: DataAxes, whole: DeviceMesh, placement_fn) -> Layout:
     """Where a parameter goes: as it lies on other axes, then cut over those that cut."""
     layout, placed = p.layout if isinstance(p, DTensor) else None, _placed(p)
     cut = axes.cutting
@@ -254,10 +262,11 @@ def _target(p: Parameter, axes: DataAxes, whole: DeviceMesh, placement_fn) -> La
         raise ConfigError(f"For 'fully_shard', 'shard_placement_fn' gave {where!r} for parameter '{p.name}'.",
                           f"{list(shape)}", "It gives a placement, or None for dim 0.", ("Shard(dim)", "Replicate()"))
     if doubly or where.is_partial() or isinstance(where, Shard) and not -len(shape) <= where.dim < len(shape):
-        raise LayoutError(f"For 'fully_shard', parameter '{p.name}' cannot be cut over '{cut[-1]}'.",
+        raise LayoutError(f"For '{who}', parameter '{p.name}' cannot be cut over '{cut[-1]}'.",
                           f"{list(shape)} as {where}" if layout is None else layout.describe(),
                           f"It is laid out over '{doubly[0]}' already." if doubly else "It has no such dim.",
-                          ("pass it in ignored_params=", "give its dim by shard_placement_fn=lambda p: Shard(dim)"))
+                          ("pass it in ignored_params=", "give its dim by shard_placement_fn=lambda p: Shard(dim)")
+                          if who == "fully_shard" else ("pass its cell in ignored_modules=", "zero1=False"))
     return lift(p, whole, dict.fromkeys(cut, where))
 
 
