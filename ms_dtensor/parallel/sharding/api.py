@@ -35,6 +35,7 @@ from .methods import METHODS
 from .unit import Unit, gathered
 
 _BUCKET_MB = 25  # of gradients that are reduced together
+_ZERO1 = "replicate(zero1=True)"  # as messages call it
 _OVER = "_ms_dtensor_replicated_over"  # parameter attribute: axes that replicate has dealt with
 Slots = list[tuple[nn.Cell, str, Parameter]]
 
@@ -107,7 +108,7 @@ def fully_shard(module: nn.Cell | Sequence[nn.Cell], *, mesh: DeviceMesh, reshar
 
 def _cut(who: str, cells: list, mesh: DeviceMesh, reshard_after_forward: bool | int, shard_placement_fn, mp_policy,
          ignored_params: list) -> None:
-    _check_kinds(who, cells, mesh, mp_policy, ignored_params, cuts=True)
+    _check_kinds(who, cells, mesh, mp_policy, ignored_params)
     if mesh.ndim > 2:
         raise ConfigError(f"For '{who}', 'mesh' has {mesh.ndim} axes.", f"mesh({mesh.describe()})",
                           "One axis cuts; one before it may copy.", 'pass mesh["dp"], or mesh["replicate", "shard"]')
@@ -175,7 +176,7 @@ def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = _BUCKET_M
             raise _unfit("replicate", "ignored_modules", cell, nn.Cell)
     apart = {id(c) for cell in ignored_modules for _, c in cell.cells_and_names()}
     if zero1:
-        _cut("replicate", [module], mesh, False, None, mp_policy, [p for c in ignored_modules for p in c.get_parameters()])
+        _cut(_ZERO1, [module], mesh, False, None, mp_policy, [p for c in ignored_modules for p in c.get_parameters()])
         return module
     data = _unflattened(mesh)
     names = data.mesh_dim_names
@@ -206,7 +207,7 @@ def _unfit(who: str, what: str, value, kinds) -> ConfigError:
                        f"It takes: {getattr(kinds, '__name__', kinds)}.", "call it for each cell of a list")
 
 
-def _check_kinds(who: str, cells: list, mesh, mp_policy, params: Iterable, cuts: bool = False) -> None:
+def _check_kinds(who: str, cells: list, mesh, mp_policy, params: Iterable) -> None:
     for what, value, kinds in (*(("module", cell, nn.Cell) for cell in cells or [None]), ("mesh", mesh, DeviceMesh),
                                ("mp_policy", mp_policy, MixedPrecisionPolicy | None),
                                *(("ignored_params", p, Parameter) for p in params)):
@@ -216,7 +217,7 @@ def _check_kinds(who: str, cells: list, mesh, mp_policy, params: Iterable, cuts:
         raise ConfigError(f"For '{who}', a cell is twice in the list.", ", ".join(type(cell).__name__ for cell in cells),
                           "A unit has each of its cells once.", "leave it out the second time")
     for cell in cells:
-        if UNIT in cell.__dict__ and (cuts or cell.__dict__[UNIT].cut):
+        if UNIT in cell.__dict__ and (who != "replicate" or cell.__dict__[UNIT].who != "replicate"):
             raise LayoutError(f"For '{who}', this {type(cell).__name__} was sharded already.", f"mesh({mesh.describe()})",
                               "Its parameters would be gathered twice.", "call it once for each cell, blocks first")
 
