@@ -32,7 +32,7 @@ atan:Atan,AtanExt asinh:Asinh,AsinhExt acosh:Acosh,AcoshExt atanh:Atanh erf:Erf 
 floor:Floor ceil:Ceil trunc:Trunc rint:Rint sigmoid:Sigmoid relu:ReLU relu6:ReLU6 silu:SiLU mish:Mish,MishExt
 hardsigmoid:HSigmoid hardswish:HSwish selu:SeLU,SeLUExt softsign:Softsign gelu_tanh:GeLU
 fast_gelu:FastGeLU isfinite:IsFinite isinf:IsInf isnan:IsNan logical_not:LogicalNot bitwise_not:BitwiseNot
-identity:Identity,StopGradient,Contiguous clone:Clone sinc:Sinc exp2:Exp2
+identity:Identity,StopGradient,Contiguous clone:Clone,TensorMove sinc:Sinc exp2:Exp2
 """
 
 _BINARY = """
@@ -48,7 +48,8 @@ bitwise_or:BitwiseOrTensor,BitwiseOrScalar,BitwiseOr bitwise_xor:BitwiseXorTenso
 _OTHER = """
 add:AddExt:input other alpha
 sub:SubExt:input other alpha
-cast:Cast,ToDtype:input dtype
+cast:Cast,ToDtype:input dtype non_blocking copy
+cast:ToDevice:input device dtype non_blocking copy
 where:Select:condition input other
 where:SelectMethod:input condition other
 masked_fill:MaskedFill,MaskedFillScalar:input mask value
