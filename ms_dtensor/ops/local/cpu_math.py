@@ -199,7 +199,7 @@ TABLE = {
     # `mint.norm` uses it for infinite p, where epsilon does not show
     "LpNormV2": lambda input, p, dim=None, keepdim=False, epsilon=0.0: vector_norm(input, p, dim, keepdim),
     "CountNonZero": count_nonzero, "DeprecatedCountNonzero": count_nonzero_method,
-    "ReduceAny": any_, "AnyExt": any_, "Any": any_,
+    **dict.fromkeys(("ReduceAny", "AnyExt", "Any", "DeprecatedReduceAny"), any_),
     "CumsumExt": cumsum, "DeprecatedCumsum": cumsum_method, "CumSum": cumsum_classic, "TopkExt": topk, "SortExt": sort,
     "ArgMaxExt": argmax, "ArgMinExt": argmin,
     "ArgSort": lambda input, dim=-1, descending=False, stable=False: sort(input, dim, descending)[1],

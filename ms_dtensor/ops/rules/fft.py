@@ -31,7 +31,8 @@ def fft(call: Call) -> OpSpec:
     elif call.op == "irfft" and sizes is None:
         shape[last] = 2 * (shape[last] - 1)
     cases = call.like_first([d for d in every if d not in dims], PARTIALS if call.op == "fftshift" else SUMS)
-    return OpSpec((tuple(shape),), tuple(cases), uncut=dims)
+    wide = {"irfft": ("float32",), "fftshift": (x.dtype,)}.get(call.op, ("complex64",))  # of 16 bits
+    return OpSpec((tuple(shape),), tuple(cases), dtypes=wide if x.dtype == "bfloat16" else None, uncut=dims)
 
 
 RULES = dict.fromkeys(("fft", "rfft", "irfft", "fftshift"), fft)

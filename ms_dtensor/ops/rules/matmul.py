@@ -132,7 +132,7 @@ def _bias_once(name: str, *operands: Operand, always: bool = False):
     """Every rank runs the same local form, so that backward collectives keep one order; only the share differs."""
     def local(at: Local) -> LocalCall | None:
         summed = at.outs[0].partial_axes
-        return LocalCall(name, (*operands, float(at.is_first(summed)))) if summed or always else None
+        return LocalCall(name, (*operands, int(at.is_first(summed)))) if summed or always else None
     return local
 
 

@@ -62,7 +62,8 @@ def partial_cases(call: Call, groups) -> list[Case]:
     """One case per linear group and reduction; every member must be a tensor, or the op would add a constant n times."""
     cases: list[Case] = []
     numbers = [v for v in call.args.values() if isinstance(v, int | float)]
-    if any(isinstance(v, float) and not isfinite(v) or v == 0 and call.op == "div" for v in numbers):
+    truth = call.op == "div" and getattr(call.args["other"], "dtype", "") == "bool"  # that is by 0 or 1
+    if truth or any(isinstance(v, float) and not isfinite(v) or v == 0 and call.op == "div" for v in numbers):
         return cases  # of infinities of both signs there is no sum
     for names in groups:
         values = [call.get(n) for n in names]
