@@ -102,6 +102,9 @@ def corpus(families=(), part: int = 0, parts: int = 1, name: str | None = None) 
 
 def run(options, part: int, parts: int) -> dict:
     """Verifies one part of the corpus in this process."""
+    if options.dtypes:
+        from ms_dtensor.dispatch import patches
+        patches.install()  # before the forms keep functions of MindSpore's, as it must be before a model does
     forms = corpus(options.families, part, parts, options.form)
     import mindspore as ms
     ms.set_device("CPU")
@@ -138,9 +141,7 @@ def run(options, part: int, parts: int) -> dict:
 def matrix(forms) -> dict:
     """Row of the matrix -> its marks, a letter for a hole with a reason; what is wrong; kinds of calls made by keyword."""
     from ms_dtensor.debug.verify import Report
-    from ms_dtensor.dispatch import patches
     from tests.coverage import dtypes
-    patches.install()  # as the first DTensor does
     out: dict = {"forms": 0, "dtypes": {}, "wrong": [], "keywords": 0}
     seen: dict = {}
     known: set = set()

@@ -24,7 +24,8 @@ ALIASES = {"axis": "dim", "keepdims": "keepdim", "keep_dims": "keepdim", "self":
            "split_size": "sizes", "split_size_or_sections": "sizes", "indices": "index", "input_indices": "index",
            "dims": "repeats", "reps": "repeats",
            "ddof": "correction", "mat2": "other", "vec": "other", "vec2": "other", "tensor2": "other",
-           **dict.fromkeys(("exponent", "divisor", "y", "x2"), "other"), "source": "src", "min": "low", "max": "high"}
+           **dict.fromkeys(("exponent", "divisor", "y", "x2"), "other"), "source": "src", "value": "src",
+           "min": "low", "max": "high"}
 
 _UNARY = """
 abs:Abs neg:Neg exp:Exp expm1:Expm1 log:Log log1p:Log1p log2:Log2 log10:Log10 sqrt:Sqrt rsqrt:Rsqrt square:Square

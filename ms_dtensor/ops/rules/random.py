@@ -72,7 +72,7 @@ def dropout(call: Call) -> OpSpec:
     x = call.operands[0]
     keep = call.get("keep_prob", call.args.get("attrs", {}).get("keep_prob", 0.5))
     form = "dropout" if call.op == "dropout" else "dropout_channels"
-    return OpSpec((x.shape, x.shape), _alike(call, 2, linear=True),
+    return OpSpec((x.shape, x.shape), _alike(call, 2, linear="int" not in x.dtype),
                   lambda at: LocalCall(form, (x, float(keep), *_box(at))))
 
 
