@@ -102,14 +102,14 @@ def corpus(families=(), part: int = 0, parts: int = 1, name: str | None = None) 
 
 def run(options, part: int, parts: int) -> dict:
     """Verifies one part of the corpus in this process."""
-    if options.dtypes:
-        from ms_dtensor.dispatch import patches
-        patches.install()  # before the forms keep functions of MindSpore's, as it must be before a model does
-    forms = corpus(options.families, part, parts, options.form)
     import mindspore as ms
     ms.set_device("CPU")
     ms.runtime.launch_blocking()
     ms.device_context.cpu.op_tuning.threads_num(1)  # threads that wait for work would take the other process's core
+    if options.dtypes:
+        from ms_dtensor.dispatch import patches
+        patches.install()  # before the forms keep functions of MindSpore's
+    forms = corpus(options.families, part, parts, options.form)
     from ms_dtensor.debug.verify import Report
     from tests.coverage.run import refuses, verify_form
     if options.dtypes:

@@ -32,7 +32,7 @@ from .form import Form
 DTYPES = ("bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex64 "
           "complex128").split()
 # calls by keyword that are refused, or that MindSpore's own Python does not take: spellings of an older signature
-OLD_NAMES = r"(DeprecatedIndexAdd|DeprecatedTake|Nansum|Transpose)\(.*"
+OLD_NAMES = r"(DeprecatedIndexAdd|DeprecatedTake|ExpandAs|Nansum|Transpose)\(.*"
 INTEGERS = [d for d in DTYPES if "int" in d]
 ON_SHARDS = "bool int8 int64 uint8 float16 float64 complex64".split()  # one of each kind of rules' cases is run on two ranks
 AGREES, NEITHER, OURS = "●·○"  # both take it and agree; nor does plain MindSpore take it; plain MindSpore alone does not
@@ -40,16 +40,16 @@ KILLS = r"auto_generate\.(grouped_matmul|GroupedMatmul).*"  # forms with which p
 # letter -> (row: dtype of the cells, why plain MindSpore takes it and DTensors do not, or differ)
 HOLES = {
     "a": (r".*\b(any|any_)\b.*: .*", "of numbers MindSpore's `any` reads the bytes; DTensors ask whether any is not 0"),
-    "u": (r".* of nothing.*: .*|.*(nll_loss|NLLLoss)\S*\(\"none\"\).*: .*",
+    "u": (r".* of nothing.*: .*|.*(nll_loss|NLLLoss).*\(\"none\"\).*: .*",
           "where there is nothing to compute, MindSpore leaves uninitialised memory; DTensors give 0 or 1, or refuse"),
     "h": (r"ops\.i?r?hfft.*: .*|ops\.i?rfft.*: complex.*",
           "MindSpore's `hfft` and `ihfft` are right at every other call; a real transform of complex numbers means nothing"),
-    "w": (r"(x\.histc.*|mint\.xlogy\(x, 2\)): b?float16",
-          "MindSpore's CPU alone widens the result; DTensors keep the dtype, as devices do"),
+    "w": (r"(x\.histc.*|mint\.xlogy\(x, 2\)): b?float16|x\.bincount.*|(ops|x)\.trace.*: u?int.*",
+          "the result has another dtype on MindSpore's CPU (`trace` of integers: as `mint.trace` adds them up, in int64)"),
     "m": (r"x\.addb?mm: u?int.*", "small integers wrap in MindSpore's product before they become floats; DTensors' do not"),
     "k": (r"x\.scatter\(add\).*: .*", "after a call of another shape MindSpore's kernel writes nothing"),
     "s": (r"ops\.scatter_(nd_)?div: u?int8", "MindSpore divides so in place only, and a shard is written out of place"),
-    "i": (r"x\.(add|sub|mul|div|floor_divide)_\((number|y)\): (bool|u?int.*)",
+    "i": (r"x\.(add|sub|mul|div|floor_divide|remainder)_\((number|y)\): (bool|u?int.*)",
           "MindSpore's CPU makes a new tensor of another dtype; in place, a DTensor keeps its own"),
 }
 
