@@ -75,7 +75,8 @@ def write_dtypes(report: dict, where: dict) -> None:
     from tests.coverage.dtypes import AGREES, DTYPES, HOLES, INTEGERS, ON_SHARDS
     marks = Counter("".join(report["dtypes"].values()))
     lines = [DTYPES_HEAD.format(forms=report["forms"], keywords=report["keywords"], **where,
-                                wrong=len(report["wrong"]), agree=marks[AGREES], holes=sum(marks[letter] for letter in HOLES), shards=", ".join(ON_SHARDS),
+                                wrong=len(report["wrong"]), agree=marks[AGREES],
+                                holes=sum(marks[letter] for letter in HOLES), shards=", ".join(ON_SHARDS),
                                 dtypes=", ".join(DTYPES), integers=", ".join(INTEGERS))
              + "\n".join(f"- `{letter}`: {why}" for letter, (_, why) in HOLES.items()),
              "", "| form | dtypes |", "|---|---|"]
