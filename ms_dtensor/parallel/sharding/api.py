@@ -32,6 +32,7 @@ from .methods import METHODS
 from .unit import DataAxes, Unit
 
 _BUCKET_MB = 25  # of gradients that are reduced together
+_ZERO1 = "replicate(zero1=True)"  # as messages call it
 _OVER = "_ms_dtensor_replicated_over"  # parameter attribute: axes that replicate has dealt with
 Slots = list[tuple[nn.Cell, str, Parameter]]
 
@@ -95,7 +96,7 @@ def fully_shard(module: nn.Cell | Sequence[nn.Cell], *, mesh: DeviceMesh, reshar
     cells, ignored_params = list(module) if isinstance(module, list | tuple) else [module], list(ignored_params)
     _check("fully_shard", cells, mesh, ("mp_policy", mp_policy, MixedPrecisionPolicy | None),
            *(("ignored_params", p, Parameter) for p in ignored_params),
-           ("offload_policy", offload_policy, OffloadPolicy | None), cuts=True)
+           ("offload_policy", offload_policy, OffloadPolicy | None))
     if isinstance(offload_policy, CPUOffloadPolicy) and not on_cpu():
         raise ConfigError("For 'fully_shard', 'CPUOffloadPolicy' is for CPUs only.", repr(mesh),
                           "A MindSpore Parameter lies where its device is.", "more ranks, or optimizer state of fewer bytes")
@@ -162,10 +163,10 @@ def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = _BUCKET_M
         DTensor(Parameter 'weight', f32[2, 4], mesh=(dp=1), rank 0 holds [2, 4])
     """
     ignored_modules = list(ignored_modules)
-    _check("replicate", [module], mesh, ("mp_policy", mp_policy, MixedPrecisionPolicy | None),
-           *(("ignored_modules", cell, nn.Cell) for cell in ignored_modules), cuts=zero1)
+    _check(_ZERO1 if zero1 else "replicate", [module], mesh, ("mp_policy", mp_policy, MixedPrecisionPolicy | None),
+           *(("ignored_modules", cell, nn.Cell) for cell in ignored_modules))
     if zero1:
-        _cut("replicate", [module], mesh, False, None, mp_policy, [p for c in ignored_modules for p in c.get_parameters()])
+        _cut(_ZERO1, [module], mesh, False, None, mp_policy, [p for c in ignored_modules for p in c.get_parameters()])
         return module
     data = _unflattened(mesh)
     names, inside = set(data.mesh_dim_names), _inside([module], ignored_modules)
@@ -189,7 +190,7 @@ def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = _BUCKET_M
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 
-def _check(who: str, cells: list, mesh, *more: tuple[str, Any, Any], cuts: bool = False) -> None:
+def _check(who: str, cells: list, mesh, *more: tuple[str, Any, Any]) -> None:
     """Refuses cells that cannot be a unit, and what is of another kind than it should be; `more`: (name, value, kinds)."""
     for what, value, kinds in (*(("module", cell, nn.Cell) for cell in cells or [None]), ("mesh", mesh, DeviceMesh), *more):
         if not isinstance(value, kinds):
@@ -199,7 +200,7 @@ def _check(who: str, cells: list, mesh, *more: tuple[str, Any, Any], cuts: bool 
         raise ConfigError(f"For '{who}', a cell is twice in the list.", ", ".join(type(cell).__name__ for cell in cells),
                           "A unit has each of its cells once.", "leave it out the second time")
     for cell in cells:
-        if UNIT in cell.__dict__ and (cuts or cell.__dict__[UNIT].axes.cut):
+        if UNIT in cell.__dict__ and (who != "replicate" or cell.__dict__[UNIT].axes.cut):
             raise LayoutError(f"For '{who}', this {type(cell).__name__} was sharded already.", f"mesh({mesh.describe()})",
                               "Its parameters would be gathered twice.", "call it once for each cell, blocks first")
 
