@@ -163,9 +163,10 @@ def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = _BUCKET_M
         DTensor(Parameter 'weight', f32[2, 4], mesh=(dp=1), rank 0 holds [2, 4])
     """
     ignored_modules = list(ignored_modules)
-    _check(_ZERO1 if zero1 else "replicate", [module], mesh, ("mp_policy", mp_policy, MixedPrecisionPolicy | None),
+    _check("replicate", [module], mesh, ("mp_policy", mp_policy, MixedPrecisionPolicy | None),
            *(("ignored_modules", cell, nn.Cell) for cell in ignored_modules))
     if zero1:
+        _check(_ZERO1, [module], mesh)  # nor over a replicated cell
         _cut(_ZERO1, [module], mesh, False, None, mp_policy, [p for c in ignored_modules for p in c.get_parameters()])
         return module
     data = _unflattened(mesh)
