@@ -20,6 +20,7 @@ from ..core.layout import Layout, layout_for, said_of
 from ..core.mesh import DeviceMesh, coordinates
 from ..core.placements import REPLICATE, Placement
 from ..core.tree import leaves
+from ..dispatch import modes
 from ..dispatch.operands import LAID_OUT, dtype_name, local_alias, wrap
 from ..dispatch.replaced import current
 from ..errors import DTensorError, LayoutError, MixedOperandError
@@ -84,13 +85,16 @@ def enter(x, cell: nn.Cell, mesh: DeviceMesh, placement, who: str, shape=None, b
     """A DTensor as it is; a plain tensor, said to be laid out by `placement`, as a DTensor on the cell's mesh.
 
     `shape`: its global shape, where it is known that shards differ in size; else the ranks are asked. `beside`: the
-    call's arguments; the mesh of a DTensor among them may have more axes than the cell knows.
+    call's arguments; the mesh of a DTensor among them may have more axes than the cell knows. What a cell with
+    `constants="replicate"` made is the whole on each rank, whatever a style says of plain inputs.
     """
     if isinstance(x, DTensor):
         return x
     whole, outer = getattr(cell, OUTER, (mesh, {}))
     for other in leaves(beside, DTensor):
         whole = union_mesh(whole, other.device_mesh, who)
+    if modes.mode.get().constants:
+        return DTensor.from_local(x, whole, [REPLICATE] * whole.ndim)
     placed = {**(outer if x.ndim else {}), **by_axis(placement, mesh, who)}  # a number has no rows
     if shape is None:
         placements = tuple(placed.get(a, REPLICATE) for a in whole.mesh_dim_names)
@@ -153,6 +157,10 @@ def hand_out(x: DTensor, cell: nn.Cell | None = None) -> Tensor:
     global _handed_out
     if cell is not None and ROOT in cell.__dict__:
         return x
+    if modes.mode.get().constants:
+        raise LayoutError("For 'constants=\"replicate\"', a style inside the cell hands out a plain tensor.",
+                          x.layout.describe(), "It is one rank's own; what is computed of it would pass for a constant.",
+                          _KEEP)
     _handed_out += 1
     out = x.to_local()
     out.__dict__[LAID_OUT] = x.layout
