@@ -12,7 +12,14 @@ from ms_dtensor.errors import ConfigError, LayoutError, MixedOperandError
 from tests.cases import case
 from tests.dist.support import counted, data, equal, refusal, same_on_all_ranks
 
-MESSAGE = ("all_gather_object", "forward")
+F, B = "forward", "backward"
+MESSAGE = ("all_gather_object", F)
+# The mask multiplies rows of both ranks: one sum, and its transpose. The cell on a constant computes alike on both, and its
+# result's gradient is summed over rows. Constants themselves cost nothing.
+ROWS = {MESSAGE: 1, ("reduce_scatter", F): 1, ("all_gather", B): 1, ("all_reduce", B): 1}
+COUNTS = {"dp": {**ROWS, ("all_reduce", B): 2}, "tp": {("all_reduce", F): 1, ("all_reduce", B): 2},
+          "fsdp": {**ROWS, ("all_gather", F): 3, ("all_gather", B): 3, ("reduce_scatter", B): 3},
+          "recompute": {**ROWS, ("reduce_scatter", F): 2, ("all_gather", F): 1, ("all_gather", B): 2, ("reduce_scatter", B): 1}}
 
 
 class Made(nn.Cell):
@@ -31,7 +38,7 @@ class Made(nn.Cell):
         x = x + self.of_places(places / 6).sum(0)  # a cell on a constant
         causal = ops.tril(ops.ones((rows, rows), ms.float32))  # of the batch's global size
         x = ops.matmul(causal, x) * self.table + Tensor(np.linspace(-1, 1, 6, dtype=np.float32))
-        x = self.down(ops.gelu(self.up(x)))
+        x = self.down(ops.tanh(self.up(x)))
         return ops.select(ops.zeros((rows, 6), ms.bool_), x, x + self.rank_says * ops.arange(6).astype(ms.float32))
 
 
@@ -87,9 +94,7 @@ def an_unedited_model_equals_one_device(world):
         mine = md.distribute_tensor(x, mesh) if how == "tp" else Tensor(x.asnumpy()[world.rank * 4:][:4])
         got, count = step(net, mine)
         compare(got, one_device(x), net)
-        without, _ = one_device(x), None
-        del without
-        print(how, dict(count), flush=True)
+        assert count == COUNTS[how], (how, count)
 
 
 @case(world_size=2)
@@ -135,6 +140,58 @@ def what_differs_by_rank_is_found_under_checks(world):
     compared = count[MESSAGE]
     _, count = step(net, mine)
     assert compared > count[MESSAGE] == 1, count  # the rows of the batch
+
+
+class Clipped(nn.Optimizer):
+    """As others write theirs: compiled, betas of shape [1], all gradients scaled by their common norm."""
+
+    def __init__(self, params):
+        super().__init__(0.1, params)
+        self.beta = Tensor(np.array([0.9], np.float32))
+        self.power = Parameter(Tensor(np.array([1.0], np.float32)), name="power")
+        self.moments = self.parameters.clone(prefix="moment", init="zeros")
+
+    def run(self, gradients):
+        norm = ops.sqrt(sum((g * g).sum() for g in gradients))
+        self.power = self.power * self.beta
+        for p, m, g in zip(self.parameters, self.moments, gradients):
+            ops.assign(m, self.beta * m + (Tensor([1.0], ms.float32) - self.beta) * g / norm)
+            ops.assign(p, p - self.get_lr() * m / (1 - self.power))
+        return True
+
+    def construct(self, gradients):
+        return self.run(gradients)
+
+
+class Compiled(Clipped):
+    @ms.jit
+    def construct(self, gradients):
+        return self.run(gradients)
+
+
+@case(world_size=2)
+def optimizers_of_others_equal_one_device(world):
+    mesh = mesh_of("dp")
+    x, _, mine = whole(mesh)
+    for make in (Clipped, Compiled):
+        plain = Made()
+        optimizer = Clipped(plain.trainable_params())
+        for _ in range(3):
+            optimizer(ms.value_and_grad(lambda t: (plain(t) ** 2).mean(), None, plain.trainable_params())(x)[1])
+        for how in ("dp", "fsdp"):
+            net = spread(how, Made(), mesh)
+            optimizer = make(net.trainable_params())
+            for _ in range(3):
+                grads = step(net, mine)[0][1]
+                with counted() as count:
+                    optimizer(grads)
+                norms = {("all_reduce", F): 1} if how == "fsdp" else {}
+                assert count == norms, (make, how, count)
+            for p, w in zip(net.trainable_params(), plain.trainable_params(), strict=True):
+                equal(p, w, f"{make.__name__} {how} {p.name}")
+        plain_grads = tuple(g.to_local() for g in grads)  # shards, which no rule says of
+        text = refusal(lambda o=optimizer, g=plain_grads: o(g), MixedOperandError)
+        same_on_all_ranks(world, text)
 
 
 @case(world_size=2)
