@@ -198,8 +198,8 @@ def _construct(self, *args, **kwargs):
             raise LayoutError(f"For '{type(self).__name__}', an op on the output of a fused projection failed: {first}.",
                               "a tuple of DTensors, one per part", "FusedColwiseParallel(use_local_output=False) hands out "
                               "the parts, where the plain cell gives one tensor to split.",
-                              ("q, k, v = self.qkv(x), without the split or reshape that follows it",
-                               "ColwiseParallel(use_local_output=False), which needs no change of the model")) from e
+                              ("ColwiseParallel(use_local_output=False), which needs no change of the model",
+                               "q, k, v = self.qkv(x), without the split or reshape that follows it")) from e
         about_sizes = isinstance(e, ValueError | RuntimeError) and _ABOUT_SIZES.search(first)
         if _handed_out == before or isinstance(e, DTensorError) or not about_sizes:
             raise
