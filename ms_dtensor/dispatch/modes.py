@@ -174,8 +174,8 @@ class Watched(_Block):
 class Constants(_Block):
     """Inside, a plain tensor without a gradient is a constant that all ranks made alike: Replicate beside a DTensor.
 
-    Unlike `implicit_replication` it lets no Parameter in and, while gradients are recorded, nothing computed of one. Who opens
-    it knows that no plain tensor has come from elsewhere; under `checks()` ranks compare what they take for a constant.
+    Unlike `implicit_replication` it lets no Parameter in and, while gradients are recorded, nothing computed of one. Who
+    opens it knows that no plain tensor has come from elsewhere; under `checks()` ranks compare what is taken for one.
     """
 
     def __init__(self):
