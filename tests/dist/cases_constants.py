@@ -124,6 +124,19 @@ def rows_that_come_from_outside_stay_rows(world):
 
 
 @case(world_size=2)
+def a_constant_that_enters_a_style_is_whole(world):
+    """The style notes that plain inputs of its cell are rows of the batch; this one is made inside."""
+    mesh, x = md.init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp")), data(9, 8, 6)
+    columns = md.ColwiseParallel(use_local_output=False)
+    net = md.parallelize_module(Made(), mesh["tp"], {"of_places": columns}, constants="replicate")
+    md.replicate(net, mesh=mesh["dp"])
+    for checked in (True, False):
+        with checks(checked):
+            got, _ = step(net, Tensor(x.asnumpy()[world.rank * 4:][:4]))
+        compare(got, one_device(x), net)
+
+
+@case(world_size=2)
 def what_differs_by_rank_is_found_under_checks(world):
     mesh = mesh_of("dp")
     x, dx, mine = whole(mesh)
