@@ -61,6 +61,7 @@ setup(
         "swanlab": ["swanlab"],
         "hf": ["transformers==4.57.6", "torch==2.13.0"],  # for tests: what it saves, and what it says of what we saved
         "bench": ["torch==2.13.0"],
+        "third_party": ["mindcv==0.3.0"],  # for tests of the night: models that nobody here wrote
         # Empty on purpose: the release on PyPI (0.1.0, 2023) fails to import under MindSpore 2.10 (seen 2026-11).
         "msadapter": [],
     },

@@ -32,10 +32,10 @@ from ..dispatch.operands import (
     wrap,
 )
 from ..dispatch.planner import describe_operands
+from ..dispatch.replicas import compare_replicas, compare_shards
 from ..errors import LayoutError, MeshError, MixedOperandError
 from ..ops.local import Nothing, StandIn
 from ..ops.rules.nothing import has_empty_shard
-from ..tensor.replicas import compare_replicas, compare_shards
 
 
 def local_map(fn: Callable | None = None, out_placements=None, in_placements=None, *, in_grad_placements=None,

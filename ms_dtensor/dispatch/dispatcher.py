@@ -98,7 +98,7 @@ def write(op: str, **arguments):
 def _call(build, op: str, arguments: dict):
     tensors: list = []
     mode = _mode()
-    key: Any = [build, op, world_key(), mode.implicit_replication, mode.higher_order, mode.no_gather]
+    key: Any = [build, op, world_key(), mode.implicit_replication, mode.constants, mode.higher_order, mode.no_gather]
     for name, a in arguments.items():
         key.append(name)
         _part(a, key, tensors)
@@ -180,7 +180,7 @@ def cache_info() -> dict[str, int]:
 def _mode_key(mode, args) -> tuple:
     """What a mode changes in a plan; a derivative of a gradient also asks which operands have one."""
     differentiated = tuple(getattr(a, "_requires_grad", None) for a in args) if mode.higher_order else None
-    return mode.implicit_replication, mode.no_gather, differentiated
+    return mode.implicit_replication, mode.constants, mode.no_gather, differentiated
 
 
 def _part(a, key, tensors) -> None:

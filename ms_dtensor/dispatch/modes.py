@@ -36,6 +36,7 @@ class Mode(NamedTuple):
     higher_order: bool = False  # a derivative of a gradient may be asked for
     policy: str = "auto"
     no_gather: bool = False
+    constants: bool = False  # see `Constants`
     check_rules: bool = False
     check_gradients: bool = False
     watch: Any = None  # asked of each call before it runs, see `patches/recomputed.py`
@@ -168,6 +169,17 @@ class Watched(_Block):
 
     def __init__(self, watch):
         super().__init__(watch=watch)
+
+
+class Constants(_Block):
+    """Inside, a plain tensor without a gradient is a constant that all ranks made alike: Replicate beside a DTensor.
+
+    Unlike `implicit_replication` it lets no Parameter in and, while gradients are recorded, nothing computed of one. Who
+    opens it knows that no plain tensor has come from elsewhere; under `checks()` ranks compare what is taken for one.
+    """
+
+    def __init__(self):
+        super().__init__(constants=True)
 
 
 class SkipDTensorDispatch(_Block):

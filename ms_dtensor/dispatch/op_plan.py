@@ -36,6 +36,7 @@ from .operands import (
     retag,
     wrap,
 )
+from .replicas import compare_constant
 from .views import is_view, link
 
 
@@ -189,6 +190,8 @@ class OpPlan:
             if x.__class__ is classes.UNSHARDED and target is None:
                 lent = x._memo.lent
             if promoted is not None:
+                if mode.constants and mode.check_rules:
+                    compare_constant(self.op, x, promoted)
                 x = as_replicated(x, promoted, grad)
             if target is not None:
                 x = redistribute_operand(x, target, grad, self.op)

@@ -43,6 +43,8 @@ from .op_call import OpCall, attributes, bind_arguments
 from .op_plan import LocalRun, OpPlan, Results, Step
 from .operands import DIFFERENTIABLE, SHARDED_BY, differentiated, dtype_name, is_number
 
+CONSTANTS_ALIKE = ('parallelize_module(net, device_mesh, constants="replicate"), if net makes the tensor in its construct, '
+                   "alike on all ranks")
 _ARITHMETIC = frozenset("add sub mul div pow maximum minimum".split())
 
 
@@ -276,7 +278,8 @@ def _to_one_mesh(meshes, tensors) -> tuple[str, ...]:
 
 def _promote(op, x, mesh, tensors, mode, constant: bool = False) -> Layout:
     """Layout of a plain operand: a number, a constant, or anything under implicit_replication, counts as Replicate."""
-    if constant or mode.implicit_replication or is_number(x):
+    made_inside = mode.constants and x.__class__ is Tensor and not differentiated(x)
+    if constant or mode.implicit_replication or made_inside or is_number(x):
         return Layout(mesh, None, tuple(x._shape), dtype_name(x.dtype))
     which = f"parameter '{x.name}'" if isinstance(x, Parameter) else "a plain Tensor"
     if isinstance(x, Parameter) and x.__dict__.get(SHARDED_BY) == "":
@@ -290,7 +293,7 @@ def _promote(op, x, mesh, tensors, mode, constant: bool = False) -> Layout:
     raise MixedOperandError(
         f"For '{op}', {which} of shape {list(x._shape)} meets a DTensor.", describe_operands(tensors),
         "A plain tensor does not say how it is laid out, so one rank's data could pass for the whole.",
-        (*(("distribute_tensor(t, device_mesh, placements), of the whole",
+        (*((CONSTANTS_ALIKE, "distribute_tensor(t, device_mesh, placements), of the whole",
             "DTensor.from_local(t, device_mesh, placements), of this rank's rows, as its labels are",
             "replicate(loss_fn, mesh=...), which takes plain labels so",
             "self.register_buffer(name, t) for a constant of a cell, before it is distributed")

@@ -21,6 +21,7 @@ from ..core.layout import Layout, layout_for, said_of
 from ..core.mesh import DeviceMesh, coordinates
 from ..core.placements import REPLICATE, Placement
 from ..core.tree import leaves
+from ..dispatch import modes
 from ..dispatch.operands import LAID_OUT, dtype_name, local_alias, wrap
 from ..dispatch.replaced import current
 from ..errors import DTensorError, LayoutError, MixedOperandError
@@ -87,13 +88,16 @@ def enter(x, cell: nn.Cell, mesh: DeviceMesh, placement, who: str, shape=None, b
     """A DTensor as it is; a plain tensor, said to be laid out by `placement`, as a DTensor on the cell's mesh.
 
     `shape`: its global shape, where it is known that shards differ in size; else the ranks are asked. `beside`: the
-    call's arguments; the mesh of a DTensor among them may have more axes than the cell knows.
+    call's arguments; the mesh of a DTensor among them may have more axes than the cell knows. What a cell with
+    `constants="replicate"` made is the whole on each rank, whatever a style says of plain inputs.
     """
     if isinstance(x, DTensor):
         return x
     whole, outer = getattr(cell, OUTER, (mesh, {}))
     for other in leaves(beside, DTensor):
         whole = union_mesh(whole, other.device_mesh, who)
+    if modes.mode.get().constants:
+        return DTensor.from_local(x, whole, [REPLICATE] * whole.ndim)
     placed = {**(outer if x.ndim else {}), **by_axis(placement, mesh, who)}  # a number has no rows
     if shape is None:
         placements = tuple(placed.get(a, REPLICATE) for a in whole.mesh_dim_names)
@@ -155,6 +159,10 @@ def hand_out(x: DTensor, cell: nn.Cell | None = None) -> Tensor:
     """A style's output as a plain local tensor; a cell that `replicate` was applied to keeps DTensors."""
     if cell is not None and ROOT in cell.__dict__:
         return x
+    if modes.mode.get().constants:
+        raise LayoutError("For 'constants=\"replicate\"', a style inside the cell hands out a plain tensor.",
+                          x.layout.describe(), "It is one rank's own; what is computed of it would pass for a constant.",
+                          _KEEP)
     HANDED_OUT["tensors"] += 1
     out = x.to_local()
     out.__dict__[LAID_OUT] = x.layout
@@ -180,8 +188,8 @@ def _construct(self, *args, **kwargs):
             raise LayoutError(f"For '{type(self).__name__}', an op on the output of a fused projection failed: {first}.",
                               "a tuple of DTensors, one per part", "FusedColwiseParallel(use_local_output=False) hands out "
                               "the parts, where the plain cell gives one tensor to split.",
-                              ("q, k, v = self.qkv(x), without the split or reshape that follows it",
-                               "ColwiseParallel(use_local_output=False), which needs no change of the model")) from e
+                              ("ColwiseParallel(use_local_output=False), which needs no change of the model",
+                               "q, k, v = self.qkv(x), without the split or reshape that follows it")) from e
         about_sizes = isinstance(e, ValueError | RuntimeError) and _ABOUT_SIZES.search(first)
         if HANDED_OUT["tensors"] == before["tensors"] or isinstance(e, DTensorError) or not about_sizes:
             raise

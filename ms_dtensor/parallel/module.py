@@ -17,6 +17,7 @@ from ..core.mesh import DeviceMesh, resolve_mesh
 from ..errors import ConfigError
 from ..tensor import deferred_init
 from ..tensor.distribute import check_source
+from .constants import replicate_constants
 from .fused import FusedColwiseParallel
 from .layouts import check_ties, explain_views
 from .styles import ParallelStyle
@@ -27,7 +28,7 @@ _WRAPPED = "_backbone"  # the level that MindSpore's wrappers add (`amp`, `WithL
 
 def parallelize_module(module: nn.Cell, device_mesh: DeviceMesh | None = None,
                        parallelize_plan: ParallelStyle | Mapping[str, ParallelStyle] | None = None, *,
-                       src_data_rank: int | None = 0) -> nn.Cell:
+                       src_data_rank: int | None = 0, constants: str | None = None) -> nn.Cell:
     """Applies styles to a cell and its sub-cells, in place.
 
     Args:
@@ -36,13 +37,18 @@ def parallelize_module(module: nn.Cell, device_mesh: DeviceMesh | None = None,
         parallelize_plan: one style for `module` itself, or {pattern: style}; `suggest_plan` computes one. What matched
             what is printed by one rank, once for blocks that match alike. Without a plan nothing happens, with a warning.
         src_data_rank: coordinate whose initial parameter values all take; None: every rank's own.
+        constants: "replicate": a plain tensor that `module` or a cell inside makes in `construct` (`arange`, `zeros`,
+            `Tensor(...)`), or keeps as an attribute, counts as the same on all ranks where it meets a DTensor; else it is
+            refused there. For models that you did not write, also without a plan, also beside `fully_shard` and
+            `replicate`. All tensors that come in must be DTensors (`replicate` makes those that come into it), or the call
+            is as without it; Parameters are no constants; styles inside keep DTensors. `debug.checks()` compares ranks.
 
     Returns:
         The same cell.
 
     Raises:
-        ConfigError: a pattern that matches no cell, a plan that is neither, or a style that cannot cut its cell. All of
-            this is found before any parameter is touched.
+        ConfigError: a pattern that matches no cell, a plan that is neither, a style that cannot cut its cell, or other
+            `constants`. All of this is found before any parameter is touched.
 
     Example:
         >>> import ms_dtensor as md
@@ -58,12 +64,18 @@ def parallelize_module(module: nn.Cell, device_mesh: DeviceMesh | None = None,
     """
     mesh = resolve_mesh(device_mesh, "parallelize_module")
     check_source(src_data_rank, mesh, "parallelize_module")
-    if parallelize_plan is None:
+    if constants not in (None, "replicate"):
+        raise ConfigError(f"For 'parallelize_module', 'constants' must be None or \"replicate\", but got {constants!r}.")
+    if parallelize_plan is None and constants is None:
         warnings.warn("parallelize_module: no plan was given, so nothing is parallelised", UserWarning, stacklevel=2)
         return module
     if not isinstance(module, nn.Cell):
         raise ConfigError(f"For 'parallelize_module', 'module' must be a Cell, but got {type(module).__name__}.", "",
                           "Styles cut the parameters of cells.", "pass the model, or one of its cells")
+    if constants is not None:
+        module = parallelize_module(module, mesh, parallelize_plan or {}, src_data_rank=src_data_rank)
+        replicate_constants(module)
+        return module
     if isinstance(parallelize_plan, ParallelStyle):
         check_ties([(module, parallelize_plan.check(module, mesh))], mesh)
         deferred_init.remember(module, mesh, src_data_rank)
@@ -105,7 +117,7 @@ def parallelize_module(module: nn.Cell, device_mesh: DeviceMesh | None = None,
 
 def _tell(mesh: DeviceMesh, work) -> None:
     """Prints what matched what, on the first rank of the mesh that `mesh` was sliced from."""
-    if mesh.get_rank() != mesh.root.rank_list[0]:
+    if not work or mesh.get_rank() != mesh.root.rank_list[0]:
         return
     wide = max((len(pattern) for pattern, _, _ in work), default=0)
     lines = [f"parallelize_module over {mesh.describe()}:"]

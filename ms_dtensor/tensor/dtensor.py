@@ -16,7 +16,7 @@ from mindspore import Parameter, Tensor
 from .. import comm
 from ..core.layout import Layout, known_layout, layout_for, layout_strides, said_of
 from ..core.mesh import DeviceMesh, resolve_mesh
-from ..dispatch import classes, inplace, modes, patches, policy, views
+from ..dispatch import classes, inplace, modes, patches, policy, replicas, views
 from ..dispatch.dispatcher import call, dispatch, plain_tree
 from ..dispatch.memo import Memo, wrote
 from ..dispatch.operands import as_local, dtype_name, local_alias, make, recording, redistribute, wrap
@@ -25,7 +25,7 @@ from ..errors import LayoutError, MeshError, OpRuleError, RedistributeError
 from ..internals.names import NoFallbackGuard
 from ..redistribute.execute import run
 from ..redistribute.plan import check_reachable, plan
-from . import replicas, state
+from . import state
 from .async_tensor import AsyncData
 from .augmented import augmented_assignment
 from .indexing import get_item, set_item

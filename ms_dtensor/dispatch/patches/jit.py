@@ -5,6 +5,7 @@ Arguments are searched before anything is compiled. What a function captures (a 
 known only while it is compiled: the compiler asks every tensor that it meets for `__parameter__`, which is noted, and
 what was compiled with a DTensor is forgotten again. Two kinds of MindSpore's own compiled code are right on DTensors: loss
 scaling, which then runs uncompiled, and optimizers that work element by element, on the shards of parameter and gradient.
+Others' optimizers run uncompiled, too: what their updates depend on is not known, and dispatch is right for any.
 """
 from __future__ import annotations
 
@@ -107,6 +108,8 @@ def _call(original):
                     return original(self, *args, **map_leaves(_shard, kwargs, Tensor))
         elif self.fn.__module__ == "mindspore.amp" and _dtensors(*given):
             return _all_finite(*args) if self.fn.__name__ == "_all_finite" else self.fn(*args, **kwargs)
+        elif _is_others(self.obj) and _dtensors(*given, list(self.obj.parameters)):
+            return self.fn(*args, **kwargs)
         elif isinstance(self.obj, nn.Optimizer) and _dtensors(*given):
             raise OpRuleError(f"For '{type(self.obj).__name__}', a gradient is a DTensor.",
                               _dtensors(*given)[0]._layout.describe(),
@@ -205,6 +208,10 @@ def _is_elementwise(owner) -> bool:
     return type(owner).__name__ in _ELEMENTWISE and type(owner).__module__.startswith("mindspore.")
 
 
+def _is_others(owner) -> bool:
+    return isinstance(owner, nn.Optimizer) and not type(owner).__module__.startswith(("mindspore.", "ms_dtensor."))
+
+
 def _shards(optimizer, args):
     """The arguments of an optimizer with the gradients as shards that lie as their parameters do."""
     params = list(optimizer.parameters)
@@ -274,6 +281,18 @@ def _eager_optimizer(original):
     return construct
 
 
+def _call_optimizer(original):
+    """Tensors that an optimizer of others' holds or makes (betas of shape [1]) are alike on all ranks; gradients are not."""
+    @functools.wraps(original)
+    def call(self, *args, **kwargs):
+        ours = len(_dtensors(list(self.parameters))) if _is_others(self) else 0
+        if not ours or len(_dtensors(args)) < ours:
+            return original(self, *args, **kwargs)
+        with modes.Constants():
+            return original(self, *args, **kwargs)
+    return call
+
+
 def _all_finite(inputs, *_):
     """Whether all elements of all tensors are finite: the same answer on all ranks, by one all-reduce for each mesh."""
     wrong: dict = {}
@@ -303,6 +322,7 @@ _DOORS = (
     (jit_trace, "_jit_trace_end", _trace_end), (pijit_context, "PreJit", _before_bytecode),
     (pijit_context.PIJitCaptureContext, "__enter__", _enter_bytecode),
     (pijit_context.PIJitCaptureContext, "__exit__", _exit_bytecode), (nn.Adadelta, "construct", _eager_optimizer),
+    (nn.Optimizer, "__call__", _call_optimizer),
 )
 
 

@@ -23,14 +23,16 @@ def batch_over(module: nn.Cell, mesh: DeviceMesh, who: str, label: str) -> None:
 
     Rows are what comes from outside into the outermost cell of data parallelism. Inside, a plain tensor is what it is
     elsewhere: refused beside a DTensor, or replicated where that was asked for; but a style's output is known. Where
-    implicit replication was asked for, it is replicated beside a DTensor among the inputs, too.
+    implicit replication was asked for, it is replicated beside a DTensor among the inputs, too; and inside a cell with
+    `constants="replicate"`, which no rows entered.
     """
     batch = _Batch(mesh, who, label)
 
     def before(cell, inputs, kwargs):
         cell.__dict__[ROOT] = HANDED_OUT["tensors"]
         given = map_leaves(lambda x: _unflattened(x, cell), (inputs, kwargs), DTensor)
-        if standing_in.get() or modes.mode.get().implicit_replication and leaves(given, DTensor):
+        mode = modes.mode.get()
+        if standing_in.get() or mode.constants or mode.implicit_replication and leaves(given, DTensor):
             return map_leaves(_known_again, given, Tensor)
         plain = [x for x in leaves(given, Tensor) if _is_rows(x)]
         shapes = dict(zip(map(id, plain), batch.global_shapes(plain)))

@@ -2,8 +2,8 @@
 """What each rank says of its local tensor, compared: do the shards make one tensor, are replicas alike?
 
 Nobody is asked unless the user wants it, as it communicates: `from_local(run_check=True)` makes replicas alike, and
-`debug.checks()` compares what `from_local` and `local_map` are told to believe. The invariant: a verdict is made of what
-all ranks of the mesh have told, so all of them raise the same error or none does.
+`debug.checks()` compares what `from_local`, `local_map` and `constants="replicate"` are told to believe. The invariant: a
+verdict is made of what all ranks of the mesh have told, so all of them raise the same error or none does.
 """
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ import numpy as np
 from .. import comm
 from ..core.layout import Layout
 from ..core.mesh import DeviceMesh, coordinates
-from ..dispatch.operands import dtype_name, local_alias, recording
 from ..errors import LayoutError
 from ..internals.names import NoFallbackGuard
 from ..redistribute.execute import redistribute_local
+from .operands import dtype_name, local_alias, recording
 
 _ROUNDING = {"float16": 1e-2, "bfloat16": 1e-1, "float32": 1e-5, "complex64": 1e-5}  # of the largest element; else 1e-9
 
@@ -66,6 +66,17 @@ def compare_replicas(who: str, what: Sequence[str], tensors: Sequence, layouts: 
                     f" Replicas differ by {distance:.2g} of the largest element." if distance < math.inf else ""),
                 (f"say Partial() on '{name}', if each rank holds a summand", "say Shard(dim), if each holds a piece",
                  f"reduce it over '{name}' first"))
+
+
+def compare_constant(op: str, x, layout: Layout) -> None:
+    """Raises, on all ranks of the mesh alike, if a plain tensor that an op takes for a constant differs between them."""
+    try:
+        compare_replicas(op, ["a plain tensor"], [x], [layout])
+    except LayoutError as e:
+        raise LayoutError(e.attempt, e.operands, 'constants="replicate" takes what a cell makes for the same on all ranks.',
+                          ("ms.set_seed(seed) with one seed on all ranks, if it was drawn at random",
+                           "distribute_tensor(t, device_mesh, placements), if coordinate 0 has the right one",
+                           "DTensor.from_local(t, device_mesh, placements), if ranks hold pieces")) from None
 
 
 def _distance(x, group) -> float:
