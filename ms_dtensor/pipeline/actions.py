@@ -102,14 +102,15 @@ class Actions:
     def __post_init__(self):
         object.__setattr__(self, "ranks", tuple(map(tuple, self.ranks)))
         found = [part for rank in self.ranks for action in rank for part in action.parts]
-        largest = max((max(part.stage, part.microbatch) for part in found), default=len(found))
-        if largest >= len(found):
+        stage = max((part.stage for part in found), default=0)
+        microbatch = max((part.microbatch for part in found), default=0)
+        if max(stage, microbatch) >= len(found) or self.owner and len(self.owner) <= stage:
             raise ScheduleError(f"For 'Actions', the {len(found)} actions of {len(self.ranks)} ranks are no schedule.",
-                                f"the largest index of a stage or microbatch is {largest}" if found else "",
-                                "Each stage has actions for each microbatch, and both count from 0.",
+                                f"the largest stage is {stage}, the largest microbatch {microbatch}; owner={self.owner}",
+                                "Each stage has a rank, and actions for each microbatch; both count from 0.",
                                 "look at the largest index: it may be a misprint")
         if not self.owner:
-            of: list[Counter] = [Counter() for _ in range(1 + max(part.stage for part in found))]
+            of: list[Counter] = [Counter() for _ in range(1 + stage)]
             for rank, actions in enumerate(self.ranks):
                 for action in actions:
                     for part in action.parts:
@@ -149,7 +150,7 @@ class Actions:
             text = Path(path).read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ScheduleError(f"For 'Actions.load', '{path}' cannot be read.", str(error), "A schedule is a CSV file.",
-                                "python -m ms_dtensor pipeline --schedule 1f1b --pp 2 --micro 4 --csv order.csv makes one") from None
+                                "python -m ms_dtensor pipeline --schedule 1f1b --pp 2 --micro 4 --csv FILE") from None
         return cls.parse(text)
 
 
@@ -177,9 +178,9 @@ def grid(ranks: Sequence[Sequence], rank: int | None = None, place: int = 0) -> 
 
     Example:
         >>> print(grid([["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]], 1, 3))
-        place    1    2      3
-        rank 0 0F1  0B0    0B1
-        rank 1 1B0  1F1  [1B1]
+        place     1    2      3
+        rank 0  0F1  0B0    0B1
+        rank 1  1B0  1F1  [1B1]
     """
     rows = range(len(ranks)) if rank is None else range(max(0, rank - 1), min(len(ranks), rank + 2))
     longest = max(len(ranks[r]) for r in rows)
@@ -189,5 +190,5 @@ def grid(ranks: Sequence[Sequence], rank: int | None = None, place: int = 0) -> 
         row = [str(ranks[r][c]) if c < len(ranks[r]) else "" for c in columns]
         cells.append([f"rank {r}", *(f"[{text}]" if (r, c) == (rank, place) else text for c, text in zip(columns, row))])
     widths = [max(map(len, column)) for column in zip(*cells)]
-    return "\n".join(row[0].ljust(widths[0]) + " " + "  ".join(cell.rjust(w) for cell, w in zip(row[1:], widths[1:])).rstrip()
+    return "\n".join("  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))]).rstrip()
                      for row in cells)

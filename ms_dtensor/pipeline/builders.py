@@ -72,8 +72,9 @@ def interleaved(ranks: int, n_microbatches: int, stages_per_rank: int = 2) -> Ac
 def zb_h1(ranks: int, n_microbatches: int) -> Actions:
     """1F1B whose weight gradients wait and fill the idle time at the end; every rank holds what 1F1B's first does.
 
-    ZB-H1 of Zero Bubble Pipeline Parallelism, arXiv 2401.10241. For m >= p: span m(F + I + W) + (p - 1)(F + I - W), idle
-    (p - 1)(F + I - W). With F = I = W = 1 and any m: idle p - 1 + max(0, p - m), held min(p, m).
+    ZB-H1 of Zero Bubble Pipeline Parallelism, arXiv 2401.10241. For m >= p and a W no longer than F and I: span
+    m(F + I + W) + (p - 1)(F + I - W), idle (p - 1)(F + I - W). With F = I = W = 1 and any m: idle p - 1 + max(0, p - m).
+    Held min(p, m).
 
     Example:
         >>> print(zb_h1(2, 3).csv(), end="")
@@ -90,14 +91,14 @@ def zb_h1(ranks: int, n_microbatches: int) -> Actions:
 def zbv(ranks: int, n_microbatches: int) -> Actions:
     """Two stages a rank in the shape of a V, backward in parts: no rank waits between its first action and its last.
 
-    ZB-V of arXiv 2401.10241, section 6; PyTorch's `ScheduleZBVZeroBubble`. Rank r has the stages r and 2p - 1 - r, so the
-    loss lies where the data enters. With F = I = W = 1: span 3m + max((p - 1)/2, 2p - 1 - m), which from m = 2p - 1 on is the
-    ramp (p - 1)/2 alone, and no rank waits within its own work; held min(2p, 2m, m + 1 + r) stages, the memory of 1F1B.
+    ZB-V of arXiv 2401.10241; PyTorch's `ScheduleZBVZeroBubble`. Rank r has the stages r and 2p - 1 - r, so the loss lies
+    where the data enters. With F = I = W = 1: span 3m + max((p - 1)/2, 2p - 1 - m); from m = 2p - 1 on no rank waits within
+    its own work, and (p - 1)/2 is the ramp alone. Held min(2p, 2m, m + 1 + r) stages, the memory of 1F1B's first rank.
 
     Example:
         >>> print(zbv(2, 2).csv(), end="")
         0F0,0F1,3F0,3I0,3W0,3F1,3I1,3W1,0I0,0W0,0I1,0W1
-        1F0,2F0,1F1,2F1,2I0,2W0,1I0,1W0,2I1,1I1,1W1,2W1
+        1F0,2F0,1F1,2F1,2I0,2W0,1I0,1W0,2I1,2W1,1I1,1W1
     """
     def steps(r: int, m: int) -> Steps:
         ahead = ranks - r - 1
@@ -111,8 +112,10 @@ def dualpipe_v(ranks: int, n_microbatches: int) -> Actions:
     """`zbv`'s stages; a forward runs beside a whole backward, so that each may hide the other's communication.
 
     DualPipe of DeepSeek-V3, arXiv 2412.19437, cut in half as in github.com/deepseek-ai/DualPipe; PyTorch's
-    `ScheduleDualPipeV`. Its authors count F, B and W of one stage: idle (p - 1)(F&B + B - 3W), held 2p + 1 stages. A pair is
-    simulated as F then B, F&B = F + B. With a rank's F = I = W = 1 and m >= 2p that is: span 3m + p - 1.
+    `ScheduleDualPipeV`. Its authors count F, B and W of one stage and a pair F&B as one block: idle (p - 1)(F&B + B - 3W),
+    held 2p + 1 stages. Here a pair runs as F then B, so what F makes leaves earlier, which halves that: with a rank's
+    F = I = W = 1 and m >= 2p, span 3m + (p - 1)/2; with fewer, idle (p - 1)/2 + min(p - 1, 2p - m) + max(0, p - m), held
+    min(2p + 1, 2m, m + 1 + r).
 
     Example:
         >>> print(dualpipe_v(1, 2).csv(), end="")
@@ -137,11 +140,10 @@ def _build(name: str, p: int, m: int, v: int, steps: Callable[[int, int], Steps]
            vee: bool = False) -> Actions:
     """Runs the steps of each rank. A schedule made for at least so many microbatches is made for them, and those that are
     not there are left out: each microbatch waits only for itself, so what remains is in a possible order."""
-    if min(p, m, v) < 1 or m % divisor:
+    if not all(isinstance(n, int) and n > 0 for n in (p, m, v)) or m % divisor:
         raise ScheduleError(f"For '{name}', {m} microbatches do not fit.", f"{p} ranks, {v} stages a rank",
-                            f"The microbatches go in groups of {divisor}, one a rank." if m > 0 and m % divisor else
-                            "There is at least one rank, one stage a rank and one microbatch.",
-                            (f"{-(-max(m, 1) // max(p, 1)) * max(p, 1)} microbatches", "1f1b, which takes any number"))
+                            f"All three are whole numbers from 1 on, and {divisor} divides the microbatches.",
+                            ("as many microbatches as ranks, or a multiple", "one_f_one_b, which takes any number of them"))
     owner = [min(s, 2 * p - 1 - s) if vee else s % p for s in range(p * v)]
     lists = []
     for r in range(p):

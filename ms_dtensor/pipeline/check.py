@@ -29,9 +29,9 @@ class Fault:
         >>> from ms_dtensor.pipeline import Actions, check
         >>> print(*check(Actions.parse("0F0,0B0\\n1F0,1W0,1I0")))
         rank 1, place 1, 1W0: needs 1B0, which stands after it
-          place    0      1    2
-          rank 0 0F0    0B0
-          rank 1 1F0  [1W0]  1I0
+          place     0      1    2
+          rank 0  0F0    0B0
+          rank 1  1F0  [1W0]  1I0
     """
 
     rank: int
@@ -41,7 +41,7 @@ class Fault:
     around: str
 
     def __str__(self) -> str:
-        return f"rank {self.rank}, place {self.place}, {self.action}: " + "\n  ".join((self.text + "\n" + self.around).split("\n"))
+        return f"rank {self.rank}, place {self.place}, {self.action}: " + f"{self.text}\n{self.around}".replace("\n", "\n  ")
 
 
 Found = Iterator[tuple[int, int, object, str]]  # rank, place, action, what is wrong
@@ -57,14 +57,14 @@ def check(order: Actions | Lowered, memory: int | None = None) -> list[Fault]:
     Example:
         >>> from ms_dtensor.pipeline import Actions, check, one_f_one_b
         >>> check(one_f_one_b(4, 8)), [fault.text for fault in check(one_f_one_b(2, 4), memory=1)]
-        ([], ['2 forwards are held at once, 1 more than may be'])
+        ([], ['2 forwards are held at once; 1 may be'])
         >>> print(*check(Actions.parse("0F0,0B0,0F1,0B1\\n1F0,1F1,1B0,1B1")))
         rank 0, place 1, 0B0: waits in a circle:
           0B0 at rank 0, place 1, waits for 1B0;
           1F1 at rank 1, place 1, waits for 0F1
-          place    0      1    2    3
-          rank 0 0F0  [0B0]  0F1  0B1
-          rank 1 1F0    1F1  1B0  1B1
+          place     0      1    2    3
+          rank 0  0F0  [0B0]  0F1  0B1
+          rank 1  1F0    1F1  1B0  1B1
     """
     found = [*_contents(order), *_memory(order, memory)]
     found += [*_local(order), *_reductions(order), *_messages(order)] if isinstance(order, Lowered) else _waiting(order)
@@ -87,7 +87,7 @@ def _contents(order: Actions | Lowered) -> Found:
     for rank, actions in enumerate(order.ranks):
         if not actions:
             yield rank, 0, "nothing", "this rank has no action"
-    count = 1 + max(action.microbatch for action in at)
+    count = 1 + max((action.microbatch for action in at), default=-1)
     for stage, rank in enumerate(order.owner):
         for m in range(count):
             has = {kind for kind in "FBIW" if Action(kind, stage, m) in at}
@@ -100,14 +100,14 @@ def _contents(order: Actions | Lowered) -> Found:
 def _memory(order: Actions | Lowered, memory: int | None) -> Found:
     held: list[set[Result]] = [set() for _ in order.ranks]
     told: set[int] = set()
-    for rank, place, action in computing(order.ranks) if memory is not None else ():
+    for rank, place, action in computing(order.ranks):
         if action.kind == "F":
             held[rank].add(action.result)
         elif action.kind != "I":
             held[rank].discard(("F", action.stage, action.microbatch))
-        if len(held[rank]) > memory and rank not in told:
+        if memory is not None and len(held[rank]) > memory and rank not in told:
             told.add(rank)
-            yield rank, place, action, f"{len(held[rank])} forwards are held at once, {len(held[rank]) - memory} more than may be"
+            yield rank, place, action, f"{len(held[rank])} forwards are held at once; {memory} may be"
 
 
 def _waiting(order: Actions) -> Found:
@@ -179,24 +179,24 @@ def _messages(order: Lowered) -> Found:
 def _rendezvous(queues: Sequence[list[tuple[int, Send | Recv]]]) -> Found:
     at = [0] * len(queues)
 
-    def front(rank: int) -> tuple[int, Send | Recv] | None:
-        return queues[rank][at[rank]] if at[rank] < len(queues[rank]) else None
+    def front(rank: int) -> Send | Recv | None:
+        return queues[rank][at[rank]][1] if at[rank] < len(queues[rank]) else None
+
     while True:
         before = sum(at)
         for rank in range(len(queues)):
-            while (mine := front(rank)) and (its := front(mine[1].peer)) and its[1].peer == rank and type(its[1]) is not type(mine[1]):
+            while (mine := front(rank)) and (its := front(mine.peer)) and its.peer == rank and type(its) is not type(mine):
                 at[rank] += 1
-                at[mine[1].peer] += 1
+                at[mine.peer] += 1
         if sum(at) > before:
             continue
         stuck = [rank for rank in range(len(queues)) if front(rank)]
         if not stuck:
             return
         circle = follow(stuck[0], lambda rank: queues[rank][at[rank]][1].peer)
-        links = [f"{queues[r][at[r]][1]} at rank {r}, place {queues[r][at[r]][0]}, waits for rank {queues[r][at[r]][1].peer}" for r in circle]
+        links = ["{1} at rank {2}, place {0}, waits for rank {1.peer}".format(*queues[r][at[r]], r) for r in circle]
         place, event = queues[circle[0]][at[circle[0]]]
         yield circle[0], place, event, "sends that end with their receives wait in a circle:\n" + ";\n".join(links)
-        other = next(pair for pair in queues[event.peer][at[event.peer]:]
-                     if pair[1].peer == circle[0] and pair[1].result == event.result and type(pair[1]) is not type(event))
-        queues[event.peer].remove(other)
+        queues[event.peer].remove(next(pair for pair in queues[event.peer][at[event.peer]:]
+                                       if pair[1].peer == circle[0] and type(pair[1]) is not type(event)))
         at[circle[0]] += 1

@@ -28,7 +28,7 @@ def main(arguments: Sequence[str]) -> int:
     source.add_argument("--check", type=Path, metavar="CSV", help="read this one: a row per rank, cells like 0F3")
     parser.add_argument("--pp", type=int, help="number of ranks")
     parser.add_argument("--micro", type=int, help="number of microbatches")
-    parser.add_argument("--costs", type=_costs, default={}, metavar="F=1,I=1,W=1",
+    parser.add_argument("--costs", type=times, default={}, metavar="F=1,I=1,W=1",
                         help="times of a rank's share of the model for one microbatch; B is I + W unless it is given")
     parser.add_argument("--hop", type=float, default=0.0, help="time of a message between ranks")
     for form in ("svg", "html", "csv"):
@@ -42,11 +42,18 @@ def main(arguments: Sequence[str]) -> int:
     try:
         return _run(args)
     except ScheduleError as error:
-        print(json.dumps({"error": str(error)}) if args.json else f"error: {error}", file=sys.stdout if args.json else sys.stderr)
+        text = json.dumps({"error": str(error)}) if args.json else f"error: {error}"
+        print(text, file=sys.stdout if args.json else sys.stderr)
         return 2
 
 
-def _costs(text: str) -> dict[str, float]:
+def times(text: str) -> dict[str, float]:
+    """`F=1,I=0.5` as numbers.
+
+    Example:
+        >>> times("F=1,I=0.5")
+        {'F': 1.0, 'I': 0.5}
+    """
     pairs = [item.partition("=") for item in text.split(",")]
     return {key: float(value) for key, _, value in pairs}
 
@@ -60,13 +67,14 @@ def _run(args: argparse.Namespace) -> int:
         return 1
     timeline = simulate(order, args.costs, args.hop)
     try:
-        for path, text in ((args.svg, lambda: draw(timeline, "svg")), (args.html, lambda: draw(timeline, "html")), (args.csv, order.csv)):
+        for path, text in ((args.svg, draw(timeline, "svg")), (args.html, draw(timeline, "html")), (args.csv, order.csv())):
             if path:
-                path.write_text(text(), "utf-8")
+                path.write_text(text, "utf-8")
     except OSError as error:
         raise ScheduleError("For 'pipeline', a file cannot be written.", str(error), "Pictures and orders go there.",
                             "a folder of yours") from None
-    print(json.dumps({"faults": [], "ranks": len(order.ranks), "stages": len(order.owner), "microbatches": order.microbatches,
-                      "span": timeline.span, "idle": timeline.idle, "local_idle": timeline.local_idle, "held": timeline.held,
-                      "held_products": timeline.held_products}) if args.json else f"{draw(timeline)}\n\n{summary(timeline)}")
+    numbers = {"faults": [], "ranks": len(order.ranks), "stages": len(order.owner), "microbatches": order.microbatches,
+               "span": timeline.span, "idle": timeline.idle, "local_idle": timeline.local_idle, "held": timeline.held,
+               "held_products": timeline.held_products}
+    print(json.dumps(numbers) if args.json else f"{draw(timeline)}\n\n{summary(timeline)}")
     return 0

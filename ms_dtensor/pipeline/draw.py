@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A timeline as a picture: text for terminals and errors, SVG, or an HTML page of SVG and numbers. One string, nothing needed.
+"""A timeline as a picture: text for terminals, SVG, or an HTML page of SVG and numbers. One string; no other library.
 
 Time runs to the right, a row is a rank, a box is an action and says its microbatch. Colours are told apart with any kind of
 colour vision; a rank's second stage is striped below, a pair has one frame.
@@ -7,7 +7,6 @@ colour vision; a rank's second stage is striped below, a pair has one frame.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from html import escape
 from typing import Literal
 
 from ..errors import ScheduleError
@@ -29,23 +28,23 @@ def draw(timeline: Timeline, form: Literal["ascii", "svg", "html"] = "ascii") ->
     Example:
         >>> from ms_dtensor.pipeline import draw, one_f_one_b, simulate
         >>> print(draw(simulate(one_f_one_b(2, 2))))
-        rank 0  F0 F1 .  B0 -- .  B1 --
-        rank 1  .  F0 B0 -- F1 B1 -- .
+        rank 0  F0 F1 .  .  B0 -- .  B1 --
+        rank 1  .  F0 B0 -- F1 B1 -- .  .
         >>> draw(simulate(one_f_one_b(2, 2)), "svg")[:4]
         '<svg'
     """
     forms = {"ascii": _ascii, "svg": _svg, "html": _html}
     if form not in forms:
-        raise ScheduleError(f"For 'draw', there is no form {form!r}.", "", "A picture is text.", " or ".join(map(repr, forms)))
+        raise ScheduleError(f"For 'draw', there is no form {form!r}.", "", "A form is a name.", tuple(map(repr, forms)))
     return forms[form](timeline)
 
 
 def summary(timeline: Timeline) -> str:
     """The span, and what differs from rank to rank."""
-    rows = [("rank", "idle", "idle within its own work", "most held forwards", "most held weight parts")]
-    rows += [(str(r), *(f"{x:g}" for x in line)) for r, line in enumerate(zip(
-        timeline.idle, timeline.local_idle, timeline.held, timeline.held_products))]
-    return f"span {timeline.span:g}\n" + "\n".join("  ".join(c.rjust(len(h)) for c, h in zip(row, rows[0])) for row in rows)
+    titles = ("rank", "idle", "idle within its own work", "most forwards held", "most weight parts waiting")
+    numbers = zip(range(len(timeline.slots)), timeline.idle, timeline.local_idle, timeline.held, timeline.held_products)
+    rows = [titles, *([f"{number:g}" for number in row] for row in numbers)]
+    return f"span {timeline.span:g}\n" + "\n".join("  ".join(c.rjust(len(h)) for c, h in zip(row, titles)) for row in rows)
 
 
 def _label(timeline: Timeline, slot: Slot) -> str:
@@ -76,10 +75,11 @@ def _svg(timeline: Timeline) -> str:
     scale = UNIT / min(1.0, 2 * shortest)
     end = max(rank[-1].end for rank in timeline.slots if rank)
     width, height = LEFT + end * scale + 16, TOP + rows * ROW + 30
-    text = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}" '
-            'font-family="sans-serif" font-size="10" fill="#222">',
-            '<style>rect{stroke:#fff}.pair{fill:none;stroke:#222;stroke-width:1.5}.deep{fill:#000;fill-opacity:.18;stroke:none}'
-            + "".join(f".{kind}{{fill:{colour}}}" for kind, colour in COLOURS.items()) + "text{text-anchor:middle}</style>",
+    styles = {".pair": "fill:none;stroke:#222;stroke-width:1.5", ".deep": "fill:#000;fill-opacity:.18;stroke:none",
+              "text": "text-anchor:middle", **{f".{kind}": f"fill:{colour}" for kind, colour in COLOURS.items()}}
+    text = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
+            f'height="{height:g}" font-family="sans-serif" font-size="10" fill="#222">',
+            "<style>rect{stroke:#fff}" + "".join(f"{key}{{{value}}}" for key, value in styles.items()) + "</style>",
             f'<rect width="{width:g}" height="{height:g}" fill="#fff"/>']
     used = {slot.action.kind for rank in timeline.slots for slot in rank}
     x = LEFT
@@ -95,7 +95,7 @@ def _svg(timeline: Timeline) -> str:
         text += [f'<rect class="pair" x="{LEFT + a * scale:g}" y="{y}" width="{(b - a) * scale:g}" height="{ROW - 2}"/>'
                  for a, b in _pairs(timeline, rank)]
     step = next(step for step in (1, 2, 5, 10, 20, 50, 100, 10**9) if end / step <= 20)
-    text += [f'<text x="{LEFT + tick * scale:g}" y="{TOP + rows * ROW + 12}">{tick}</text>' for tick in range(0, int(end) + 1, step)]
+    text += [f'<text x="{LEFT + t * scale:g}" y="{TOP + rows * ROW + 12}">{t}</text>' for t in range(0, int(end) + 1, step)]
     return "\n".join([*text, "</svg>\n"])
 
 
@@ -105,9 +105,8 @@ def _box(timeline: Timeline, slot: Slot, y: int, scale: float) -> str:
     deep = owner[stage] in owner[:stage]  # not the rank's first stage
     stripe = f'<rect class="deep" x="{x:g}" y="{y + ROW - 7}" width="{width:g}" height="5"/>' if deep else ""
     label = f'<text x="{x + width / 2:g}" y="{y + 13}">{slot.action.microbatch}</text>' if width >= 11 else ""
-    tip = f"{slot.action}, {slot.start:g} to {slot.end:g}"
-    return (f'<rect class="{slot.action.kind}" x="{x:g}" y="{y}" width="{width:g}" height="{ROW - 2}"><title>{escape(tip)}</title>'
-            f"</rect>{stripe}{label}")
+    return (f'<rect class="{slot.action.kind}" x="{x:g}" y="{y}" width="{width:g}" height="{ROW - 2}">'
+            f"<title>{slot.action}, {slot.start:g} to {slot.end:g}</title></rect>{stripe}{label}")
 
 
 def _pairs(timeline: Timeline, rank: int) -> Iterator[tuple[float, float]]:
@@ -118,6 +117,12 @@ def _pairs(timeline: Timeline, rank: int) -> Iterator[tuple[float, float]]:
 
 
 def _html(timeline: Timeline) -> str:
-    return ('<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>Pipeline schedule</title>\n'
-            '<body style="font-family:sans-serif"><h1>Pipeline schedule</h1>\n<div style="overflow-x:auto">\n' + _svg(timeline)
-            + f"</div>\n<pre>{escape(summary(timeline))}</pre>\n<h2>Orders</h2>\n<pre>{escape(timeline.actions.csv())}</pre></body></html>\n")
+    return f"""<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>Pipeline schedule</title>
+<body style="font-family:sans-serif"><h1>Pipeline schedule</h1>
+<div style="overflow-x:auto">
+{_svg(timeline)}</div>
+<pre>{summary(timeline)}</pre>
+<h2>The order of each rank</h2>
+<pre>{timeline.actions.csv()}</pre></body></html>
+"""

@@ -17,7 +17,6 @@ from ..errors import ScheduleError
 from .actions import Action, Actions, Overlap, Result, computing, grid
 
 Costs = Mapping[str | tuple[int, str], float]
-UNIT = {"F": 1.0, "I": 1.0, "W": 1.0}
 
 
 class Slot(NamedTuple):
@@ -103,8 +102,8 @@ def simulate(actions: Actions, costs: Costs | None = None, hop: float = 0.0) -> 
 
     Args:
         actions: the schedule.
-        costs: time of F, I, W and B (by default I + W) of all stages of a rank together for one microbatch, of which each of v
-            stages takes 1/v; or of one stage, `(stage, kind)`, as it is. All are 1 unless given.
+        costs: time of F, I, W and B (by default I + W) of all stages of a rank together for one microbatch, of which each of
+            v stages takes 1/v; or of one stage, `(stage, kind)`, as it is. F, I and W are 1 unless given.
         hop: time of a message between ranks.
 
     Returns:
@@ -116,7 +115,7 @@ def simulate(actions: Actions, costs: Costs | None = None, hop: float = 0.0) -> 
     Example:
         >>> from ms_dtensor.pipeline import gpipe, simulate
         >>> simulate(gpipe(4, 8)).span, simulate(gpipe(4, 8), {"F": 2, (3, "F"): 2.5}, hop=0.5).span
-        (33.0, 51.5)
+        (33.0, 51.0)
     """
     length = _length(actions, costs or {})
     if not (math.isfinite(hop) and hop >= 0):
@@ -124,27 +123,27 @@ def simulate(actions: Actions, costs: Costs | None = None, hop: float = 0.0) -> 
     slots, circles, lacking = walk(actions, length, hop)
     if circles or lacking:
         rank, place, text = (circles or lacking)[0]
-        raise ScheduleError("For 'simulate', the schedule cannot run to its end.",
-                            f"{actions.ranks[rank][place]} at rank {rank}, place {place}, {text}\n{grid(actions.ranks, rank, place)}",
+        where = f"{actions.ranks[rank][place]} at rank {rank}, place {place}, {text}\n{grid(actions.ranks, rank, place)}"
+        raise ScheduleError("For 'simulate', the schedule cannot run to its end.", where,
                             "An action runs after all before it in its list, and after those whose results it needs.",
                             "check(actions) lists all faults")
     return Timeline(actions, slots)
 
 
 def _length(actions: Actions, costs: Costs) -> Callable[[Action], float]:
-    known = {*"FBIW", *((s, kind) for s in range(len(actions.owner)) for kind in "FBIW")}
-    wrong = [f"{key!r}: {cost!r}" for key, cost in costs.items() if key not in known or not (math.isfinite(cost) and cost > 0)]
+    known = {*"FBIW", *((stage, kind) for stage in range(len(actions.owner)) for kind in "FBIW")}
+    wrong = [f"{key!r}: {x!r}" for key, x in costs.items() if key not in known or not (math.isfinite(x) and x > 0)]
     if wrong:
         raise ScheduleError("For 'simulate', costs are not as they must be.", ", ".join(wrong[:8]),
-                            "A cost is a positive number, of 'F', 'B', 'I', 'W' or of a stage, (0, 'F').", "costs={'F': 1, 'I': 1}")
-    kinds = {**UNIT, **costs}
+                            "A cost is a positive number, of 'F', 'B', 'I' or 'W', or of a stage's, as (0, 'F').",
+                            "costs={'F': 1, 'I': 1, 'W': 1}")
 
     def cost(stage: int, kind: str) -> float:
         if (stage, kind) in costs:
             return costs[stage, kind]
         if kind == "B" and "B" not in costs:
             return cost(stage, "I") + cost(stage, "W")
-        return kinds[kind] / max(1, actions.owner.count(actions.owner[stage]))
+        return costs.get(kind, 1.0) / actions.owner.count(actions.owner[stage])
     table = {(stage, kind): float(cost(stage, kind)) for stage in range(len(actions.owner)) for kind in "FBIW"}
     return lambda action: table[action.stage, action.kind]
 
@@ -159,56 +158,57 @@ def walk(actions: Actions, length: Callable[[Action], float], hop: float = 0.0
     Returns:
         Times; circles; actions with an input that nobody makes (which counts as there).
     """
-    ranks: list[list[tuple[int, Action]]] = [[] for _ in actions.ranks]
-    where: dict[Result, tuple[int, int]] = {}  # result -> rank, index
-    for rank, place, action in computing(actions.ranks):
-        where.setdefault(action.result, (rank, len(ranks[rank])))
-        ranks[rank].append((place, action))
-    stages, done = len(actions.owner), {}
-    at, clock, slots = [0] * len(ranks), [0.0] * len(ranks), [[] for _ in ranks]  # type: tuple[list[int], list[float], list]
+    every, stages = list(computing(actions.ranks)), len(actions.owner)
+    maker: dict[Result, int] = {}
+    for rank, _, action in every:
+        maker.setdefault(action.result, rank)
+    todo: list[list[tuple[int, Action, list[Result]]]] = [[] for _ in actions.ranks]
     circles: list[Place] = []
     lacking: list[Place] = []
-
-    def waits_for(rank: int) -> Result | None:
-        return next((need for need in ranks[rank][at[rank]][1].inputs(stages) if need in where and need not in done), None)
+    for rank, place, action in every:
+        needs = action.inputs(stages)
+        todo[rank].append((place, action, [need for need in needs if need in maker]))
+        lacking += [(rank, place, f"needs {name(need)}, which nobody makes") for need in needs if need not in maker]
+    done: dict[Result, float] = {}
+    at, clock = [0] * len(todo), [0.0] * len(todo)
+    slots: list[list[Slot]] = [[] for _ in todo]
 
     def run(rank: int) -> None:
-        place, action = ranks[rank][at[rank]]
-        start = clock[rank]
-        for need in action.inputs(stages):
-            if need in done:
-                start = max(start, done[need] + (hop if where[need][0] != rank else 0.0))
-            elif need not in where:
-                lacking.append((rank, place, f"needs {name(need)}, which nobody makes"))
+        _, action, needs = todo[rank][at[rank]]
+        start = max([clock[rank], *(done[need] + hop * (maker[need] != rank) for need in needs if need in done)])
         clock[rank] = end = start + length(action)
         if not end > start:
             raise ScheduleError(f"For 'simulate', {action} on rank {rank} ends when it begins, at {start!r}.", "",
-                                "Costs differ by so much that the small ones are lost when they are added.", "costs of one scale")
+                                "Costs may not differ so much that small ones are lost in a sum.", "costs of one scale")
         slots[rank].append(Slot(action, start, end))
         done.setdefault(action.result, end)
         at[rank] += 1
 
+    def lacks(rank: int) -> Result:
+        return next(need for need in todo[rank][at[rank]][2] if need not in done)
+
     while True:
         before = sum(at)
-        for rank, actions_here in enumerate(ranks):
-            while at[rank] < len(actions_here) and waits_for(rank) is None:
+        for rank, actions_left in enumerate(todo):
+            while at[rank] < len(actions_left) and all(need in done for need in actions_left[at[rank]][2]):
                 run(rank)
-        if sum(at) > before:
-            continue
-        stuck = [rank for rank, actions_here in enumerate(ranks) if at[rank] < len(actions_here)]
+        stuck = [rank for rank, actions_left in enumerate(todo) if at[rank] < len(actions_left)]
         if not stuck:
             return tuple(map(tuple, slots)), circles, lacking
-        circle = follow(stuck[0], lambda rank: where[waits_for(rank) or ("", 0, 0)][0])
-        links = [f"{ranks[r][at[r]][1]} at rank {r}, place {ranks[r][at[r]][0]}, waits for {name(waits_for(r))}" for r in circle]
-        place, action = ranks[circle[0]][at[circle[0]]]
-        circles.append((circle[0], place, f"needs {name(waits_for(circle[0]))}, which stands after it" if len(circle) == 1 else
-                        "waits in a circle:\n" + ";\n".join(links)))
-        run(circle[0])
+        if sum(at) == before:
+            circle = follow(stuck[0], lambda rank: maker[lacks(rank)])
+            links = []
+            for r in circle:
+                place, action, _ = todo[r][at[r]]
+                links.append(f"{action} at rank {r}, place {place}, waits for {name(lacks(r))}")
+            circles.append((circle[0], todo[circle[0]][at[circle[0]]][0], "waits in a circle:\n" + ";\n".join(links)
+                            if len(circle) > 1 else f"needs {name(lacks(circle[0]))}, which stands after it"))
+            run(circle[0])
 
 
-def name(result: Result | None) -> str:
+def name(result: Result) -> str:
     """A result by the action that makes it."""
-    kind, stage, microbatch = result or ("", 0, 0)
+    kind, stage, microbatch = result
     return f"{stage}{kind}{microbatch}"
 
 
@@ -229,7 +229,14 @@ def follow(first: int, peer: Callable[[int], int]) -> list[int]:
 
 # -- messages ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class Send:
+class _Message:
+    peer: int
+    what: str
+    stage: int
+    microbatch: int
+
+
+class Send(_Message):
     """A stage's result goes to another rank.
 
     Args:
@@ -243,11 +250,6 @@ class Send:
         '0SEND_F3'
     """
 
-    peer: int
-    what: str
-    stage: int
-    microbatch: int
-
     def __str__(self) -> str:
         return f"{self.stage}SEND_{self.what}{self.microbatch}"
 
@@ -256,8 +258,7 @@ class Send:
         return self.what, self.stage, self.microbatch
 
 
-@dataclass(frozen=True)
-class Recv:
+class Recv(_Message):
     """The other end: the stage is the one that needs it.
 
     Args:
@@ -270,11 +271,6 @@ class Recv:
         >>> str(Recv(0, "F", 1, 3)), Recv(0, "F", 1, 3).result == Send(1, "F", 0, 3).result
         ('1RECV_F3', True)
     """
-
-    peer: int
-    what: str
-    stage: int
-    microbatch: int
 
     def __str__(self) -> str:
         return f"{self.stage}RECV_{self.what}{self.microbatch}"
@@ -310,9 +306,9 @@ class Lowered:
     Example:
         >>> from ms_dtensor.pipeline import gpipe, lower, simulate
         >>> print(lower(simulate(gpipe(2, 1))).text())
-        place         0         1         2         3             4             5
-        rank 0      0F0  0SEND_F0  0RECV_B0       0B0  0REDUCE_GRAD
-        rank 1 1RECV_F0       1F0       1B0  1SEND_B0  1REDUCE_GRAD
+        place          0         1         2         3             4
+        rank 0       0F0  0SEND_F0  0RECV_B0       0B0  0REDUCE_GRAD
+        rank 1  1RECV_F0       1F0       1B0  1SEND_B0  1REDUCE_GRAD
     """
 
     ranks: tuple[tuple[Action | Overlap | Send | Recv | Reduce, ...], ...]
