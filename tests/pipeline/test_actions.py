@@ -28,7 +28,7 @@ def test_pytorchs_files_are_read():
 
 
 def test_dualpipe_v_is_pytorchs():
-    """The start and the numbers of rank 0's actions, of 2 ranks and 4 microbatches, as `ScheduleDualPipeV` prints them."""
+    """The start of rank 0's order and how many actions it has, of 2 ranks and 4 microbatches, as PyTorch prints."""
     cells = dualpipe_v(2, 4).csv().splitlines()[0].replace("OVERLAP_F_B", "").split(",")
     assert cells[:9] == ["0F0", "0F1", "0F2", "3F0", "3I0", "3W0", "3F1", "(0F3;3B1)", "(3F2;0B0)"]
     assert Counter(cell[0] if cell[0] == "(" else cell[1] for cell in cells) == {"F": 5, "I": 3, "W": 3, "B": 2, "(": 3}
