@@ -42,6 +42,7 @@ class Action(NamedTuple):
 
     @property
     def parts(self) -> tuple[Action, ...]:
+        """Itself; of a pair, both."""
         return (self,)
 
     @property
@@ -119,6 +120,7 @@ class Actions:
 
     @property
     def microbatches(self) -> int:
+        """How many there are: one more than the largest index."""
         return 1 + max(part.microbatch for _, _, part in computing(self.ranks))
 
     def csv(self) -> str:

@@ -44,6 +44,7 @@ class Fault:
         return f"rank {self.rank}, place {self.place}, {self.action}: " + f"{self.text}\n{self.around}".replace("\n", "\n  ")
 
 
+BEFORE = {"F": "", "B": "F", "I": "F", "W": "FI"}  # of the same stage and microbatch
 Found = Iterator[tuple[int, int, object, str]]  # rank, place, action, what is wrong
 
 
@@ -93,7 +94,8 @@ def _contents(order: Actions | Lowered) -> Found:
             has = {kind for kind in "FBIW" if Action(kind, stage, m) in at}
             kinds = {"F"} | (set("IW") if has & set("IW") and "B" not in has else set("B"))
             for kind in sorted(kinds - has):
-                near = [place for (k, s, i), (r, place) in at.items() if (k, s) == (kind, stage) and i < m and r == rank]
+                near = [place for (k, s, i), (r, place) in at.items() if (r, s) == (rank, stage) and (
+                    k == kind and i < m or i == m and k in BEFORE[kind])]
                 yield max(rank, 0), max(near, default=-1) + 1, Action(kind, stage, m), "it is missing"
 
 

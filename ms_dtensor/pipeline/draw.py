@@ -15,7 +15,7 @@ from .order import Slot, Timeline
 
 COLOURS = {"F": "#8ecae6", "B": "#f4a259", "I": "#f6d365", "W": "#95d5b2"}
 NAMES = {"F": "forward", "B": "backward", "I": "gradient of the input", "W": "gradients of the weights"}
-UNIT, ROW, LEFT, TOP = 26, 24, 52, 40  # pixels of a unit of time, of a row, and before the first of each
+UNIT, ROW, LEFT, TOP = 26, 24, 52, 40  # pixels of an action of average length, of a row, and before the first of each
 
 
 def draw(timeline: Timeline, form: Literal["ascii", "svg", "html"] = "ascii") -> str:
@@ -53,7 +53,7 @@ def _label(timeline: Timeline, slot: Slot) -> str:
 
 
 def _ascii(timeline: Timeline) -> str:
-    unit = min(slot.end - slot.start for rank in timeline.slots for slot in rank)
+    unit = max(timeline.span / 4000, min(slot.end - slot.start for rank in timeline.slots for slot in rank))
     lines = []
     for rank in timeline.slots:
         cells: list[str] = []
@@ -70,9 +70,9 @@ def _ascii(timeline: Timeline) -> str:
 
 def _svg(timeline: Timeline) -> str:
     rows = len(timeline.slots)
-    # a box of the shortest action holds its label, else a unit of time would do
-    shortest = min(slot.end - slot.start for rank in timeline.slots for slot in rank)
-    scale = UNIT / min(1.0, 2 * shortest)
+    # in any unit of time: a third of what a rank computes for a microbatch has a width, or more where stages are many
+    busy = sum(slot.end - slot.start for rank in timeline.slots for slot in rank) / rows
+    scale = UNIT * max(1.0, len(timeline.actions.owner) / rows / 2) * 3 * timeline.actions.microbatches / busy
     end = max(rank[-1].end for rank in timeline.slots if rank)
     width, height = LEFT + end * scale + 16, TOP + rows * ROW + 30
     styles = {".pair": "fill:none;stroke:#222;stroke-width:1.5", ".deep": "fill:#000;fill-opacity:.18;stroke:none",
@@ -94,8 +94,9 @@ def _svg(timeline: Timeline) -> str:
         text += [_box(timeline, slot, y, scale) for slot in slots]
         text += [f'<rect class="pair" x="{LEFT + a * scale:g}" y="{y}" width="{(b - a) * scale:g}" height="{ROW - 2}"/>'
                  for a, b in _pairs(timeline, rank)]
-    step = next(step for step in (1, 2, 5, 10, 20, 50, 100, 10**9) if end / step <= 20)
-    text += [f'<text x="{LEFT + t * scale:g}" y="{TOP + rows * ROW + 12}">{t}</text>' for t in range(0, int(end) + 1, step)]
+    step = next(digit * 10.0**k for k in range(-300, 300) for digit in (1, 2, 5) if end / 10.0**k <= 20 * digit)
+    ticks = (i * step for i in range(int(end / step) + 1))
+    text += [f'<text x="{LEFT + tick * scale:g}" y="{TOP + rows * ROW + 12}">{tick:g}</text>' for tick in ticks]
     return "\n".join([*text, "</svg>\n"])
 
 

@@ -49,6 +49,13 @@ def test_pairs_have_a_frame_and_kinds_a_legend():
     assert draw(simulate(interleaved(2, 2)), "svg").count('class="deep"') == 8  # F and B of the second stages
 
 
+def test_a_picture_has_one_size_in_every_unit_of_time():
+    costs = {"F": 1000.0, "I": 1000.0, "W": 1000.0}
+    assert boxes(draw(simulate(zbv(2, 4), costs), "svg")) == boxes(draw(simulate(zbv(2, 4)), "svg"))
+    assert max(len(line) for line in draw(simulate(zbv(2, 4), {"W": 1e-6})).splitlines()) < 20_000
+    assert min(width for _, width in boxes(draw(simulate(interleaved(2, 4, 4)), "svg")).values()) >= 11  # room for labels
+
+
 def test_text_keeps_columns_with_uneven_costs():
     order = one_f_one_b(2, 2)
     assert draw(simulate(order, {(1, "F"): 2})) == ("rank 0  F0 F1 .  .  .  B0 -- .  .  B1 --\n"

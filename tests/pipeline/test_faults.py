@@ -15,8 +15,8 @@ RIGHT = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1"
 @pytest.mark.parametrize("text, rank, place, action, said", [
     ("0F0,0F1,0B0\n1F0,1B0,1F1,1B1", 0, 3, "0B1", "it is missing"),
     ("0F0,0F1,0B0,0B1\n1F0,1B0,1B1", 1, 1, "1F1", "it is missing"),
-    ("0F0,0F1,0I0,0B1\n1F0,1B0,1F1,1B1", 0, 0, "0W0", "it is missing"),
-    ("0F0,0F1,0W0,0B1\n1F0,1B0,1F1,1B1", 0, 0, "0I0", "it is missing"),
+    ("0F0,0F1,0I0,0B1\n1F0,1B0,1F1,1B1", 0, 3, "0W0", "it is missing"),
+    ("0F0,0F1,0W0,0B1\n1F0,1B0,1F1,1B1", 0, 1, "0I0", "it is missing"),
     ("0F0,0F1,0B0,0F1,0B1\n1F0,1B0,1F1,1B1", 0, 3, "0F1", "twice: 0F1 is at rank 0, place 1"),
     ("0F0,0F1,0B0,0W0,0B1\n1F0,1B0,1F1,1B1", 0, 3, "0W0", "twice: 0B0 is at rank 0, place 2"),
     ("0F0,0F1,0I0,0W0,0B0,0B1\n1F0,1B0,1F1,1B1", 0, 4, "0B0", "twice: 0I0 is at rank 0, place 2"),

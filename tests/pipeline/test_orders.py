@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -87,13 +88,18 @@ def is_right(run, order, step) -> bool:
     return True
 
 
-def judged(name, p, m, rng, change) -> tuple[str, str]:
-    """Changes the actions, and the lists with messages; both verdicts must be those of an execution."""
+@cache
+def made(name, p, m):
     order = BUILDERS[name](p, m)
     timeline = simulate(order)
-    memory = max(timeline.held)
+    return order, lower(timeline), max(timeline.held)
+
+
+def judged(name, p, m, rng, change) -> tuple[str, str]:
+    """Changes the actions, and the lists with messages; both verdicts must be those of an execution."""
+    order, messages, memory = made(name, p, m)
     verdicts = []
-    for run, before in ((run_actions, order), (run_lowered, lower(timeline))):
+    for run, before in ((run_actions, order), (run_lowered, messages)):
         lists = [list(rank) for rank in before.ranks]
         change(rng, lists)
         changed = replace(before, ranks=tuple(map(tuple, lists)))
@@ -131,6 +137,7 @@ def test_a_changed_order_of_many_ranks_is_judged_as_it_runs(name, p):
 
 
 @pytest.mark.night
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("p", (2, 4, 8))
 @pytest.mark.parametrize("name", BUILDERS)
 def test_changed_orders_of_every_size(name, p):
