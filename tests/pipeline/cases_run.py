@@ -168,8 +168,11 @@ def several_tensors_over_a_border(world):
 
 
 WAYS = {
-    "tp": lambda stage, mesh: md.parallelize_module(stage, mesh["tp"], {
-        "layers.*.up": md.ColwiseParallel(use_local_output=False), "layers.*.down": md.RowwiseParallel(use_local_output=False)}),
+    "tp": lambda stage, mesh: md.distribute_module(md.parallelize_module(stage, mesh["tp"], {
+        f"layers.{i}.{name}": style(use_local_output=False) for i, c in enumerate(stage.layers) if isinstance(c, Block)
+        for name, style in (("up", md.ColwiseParallel), ("down", md.RowwiseParallel))}), mesh["tp"]),
+    "tp, recompute": lambda stage, mesh: (WAYS["tp"](stage, mesh), [
+        md.checkpoint_wrapper(c, save=save) for c, save in zip(stage.layers, (None, [mint.tanh]) * 3) if isinstance(c, Block)]),
     "replicate": lambda stage, mesh: md.replicate(stage, mesh=mesh["dp"]),
     "fully_shard": lambda stage, mesh: md.fully_shard(stage, mesh=mesh["dp"]),
     "blocks": lambda stage, mesh: [md.fully_shard(c, mesh=mesh["dp"]) for c in (*stage.layers, stage)
@@ -182,7 +185,7 @@ WAYS = {
 
 
 def beside(world, way: str, kind, v: int) -> None:
-    other = "tp" if way == "tp" else "dp"
+    other = "tp" if way.startswith("tp") else "dp"
     mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", other))
     net = filled(Net())
     want = one_device(net, False)
@@ -190,7 +193,7 @@ def beside(world, way: str, kind, v: int) -> None:
     for stage in stages:
         WAYS[way](stage.module, mesh)
     here, m = mesh[other], 4
-    rows = [md.Replicate() if way == "tp" else md.Shard(0)]
+    rows = [md.Replicate() if other == "tp" else md.Shard(0)]
     x, t = (md.distribute_tensor(Tensor(a), here, rows, src_data_rank=None) for a in (X, T))
     schedule = kind(stages, m, loss_fn)
     for step in range(2):
@@ -200,7 +203,7 @@ def beside(world, way: str, kind, v: int) -> None:
                 and "gradient" in e.src + e.dst]
         units = sum(len(s.module.trainable_params()) > 0 for s in stages) if way != "blocks" else 1 + sum(
             bool(list(c.get_parameters())) for s in stages for c in (*s.module.layers, s.module))
-        if way != "tp":
+        if other == "dp":
             assert 0 < len(sums) <= units, f"reduced once a step, not once a microbatch: {len(sums)} of {units}"
 
 
