@@ -7,6 +7,7 @@ never a guess.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -79,12 +80,13 @@ class Reporter:
         if self.tally is not None and self._file is not None:
             self.tally.__exit__()
         self.screen.close()
-        for tracker in self._trackers:
-            tracker.close()
         if self._file is not None:
             with contextlib.suppress(OSError):  # what a full disk did not take was said when it was written
                 self._file.close()
             self._file = None
+        while self._trackers:
+            with self._writing():
+                self._trackers.pop().close()
 
     def _writing(self) -> Writing:
         return Writing(self.folder)
@@ -93,7 +95,13 @@ class Reporter:
     def say(self, line: str) -> None:
         """A line for people."""
         if self.speaks:
-            self.screen.say(line)
+            try:
+                self.screen.say(line)
+            except OSError as error:
+                if error.errno != errno.ENOSPC:  # a pipe that nobody reads any more, say
+                    raise
+                with self._writing():  # under msrun it goes into a log of the folder
+                    raise
 
     def record(self, **values: Any) -> None:
         """A line of the file; what is no number is null there."""
@@ -162,8 +170,9 @@ class Reporter:
 
     def _track(self, step: int, values: dict[str, Any]) -> None:
         numbers = {name: value for name, value in values.items() if value is not None}
-        for tracker in self._trackers:
-            tracker.log(step, numbers)
+        with self._writing():
+            for tracker in self._trackers:
+                tracker.log(step, numbers)
 
 
 def number(value: float) -> float | None:

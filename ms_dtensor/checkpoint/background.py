@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import sys
 import threading
 import time
@@ -19,7 +18,7 @@ from pathlib import Path
 
 from ..comm.group import Group
 from ..errors import CheckpointError
-from .folder import Folder
+from .folder import Folder, write_synced
 from .ranks import attempted, gathered, raise_for_all, rank_of, told
 from .refusals import refusals
 
@@ -132,9 +131,7 @@ def start(group: Group | None, where: Path, folder: Folder | None, write: Callab
 def _note(where: Path, rank: int, told_of: list) -> None:
     """Leaves word of this rank, whole or not at all."""
     with refusals(f"For 'save', rank {rank} cannot write into '{where}'"):
-        temporary = where / f"rank-{rank}.part"
-        temporary.write_text(json.dumps(told_of), "utf-8")
-        os.replace(temporary, where / f"rank-{rank}.json")
+        write_synced(where / f"rank-{rank}.json", json.dumps(told_of).encode())
 
 
 def _notes(where: Path, size: int, alone: threading.Event) -> list[list]:

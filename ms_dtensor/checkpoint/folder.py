@@ -14,12 +14,15 @@ import errno
 import fcntl
 import os
 import re
+import secrets
 import shutil
+import stat
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from ..core.files import replacing
+from ..core.files import beside, make_folder, ours, own_file, replacing
 from ..errors import CheckpointError
 from .index import NAME
 from .refusals import refusals
@@ -58,7 +61,7 @@ def saved_at(folder: Path) -> int:
     """When a checkpoint was saved, in nanoseconds, a later one with a larger number even where the clock went back; 0 if it
     cannot be read."""
     try:
-        with open(folder / NAME, "rb") as file:
+        with open(folder / NAME, "rb", opener=own_file) as file:
             found = _SAVED.search(file.read(1024))
             return int(found[1]) if found else os.fstat(file.fileno()).st_mtime_ns  # the first format did not tell
     except OSError:
@@ -89,7 +92,8 @@ def latest(root: str | os.PathLike) -> Path | None:
         'step-00000020'
     """
     try:
-        name = (Path(root) / LATEST).read_text("utf-8").strip()
+        with open(Path(root) / LATEST, encoding="utf-8", opener=own_file) as file:
+            name = file.read(100).strip()
     except (OSError, UnicodeDecodeError):
         name = ""
     if _STEP.fullmatch(name) and (place_of(Path(root) / name) / NAME).is_file():
@@ -134,11 +138,11 @@ class Folder:
         self._complete = False
         try:
             with refusals(f"For 'save', '{target}' cannot be made"):
-                target.parent.mkdir(parents=True, exist_ok=True)
+                make_folder(target.parent)
                 self._check_target()
                 of_step = _STEP.fullmatch(target.name) is not None
                 if of_step:  # steps of two jobs in one folder, of which each would move `latest`
-                    self._locks.append(claimed(target.parent, target.parent, "save"))
+                    self._locks.append(claimed(Path(os.path.realpath(target.parent)), target.parent, "save", make=False))
                 self._locks.append(claimed(self.path, target, "save"))
                 for name in os.listdir(self.path):
                     _remove(self.path / name)
@@ -154,6 +158,12 @@ class Folder:
         there = sorted(os.listdir(target)) if target.is_dir() else []
         if target.is_symlink() or target.exists() and not target.is_dir() or there and not (target / NAME).is_file():
             raise CheckpointError(f"For 'save', '{target}' is there and is no checkpoint.", "", rule, fixes)
+        place = place_of(target)
+        if (place / NAME).is_file() and not ours(os.stat(place), os.fspath(place)):
+            raise CheckpointError(f"For 'save', '{target}' is a checkpoint that another user saved.",
+                                  f"of user {os.stat(place).st_uid}; this is user {os.geteuid()}",
+                                  "A save replaces and removes what its own user saved, nothing else.",
+                                  ("save into a folder of your own", "have its user remove it"))
         other = [name for name in there if not _OWN.fullmatch(name) or (target / name).is_dir()]
         if other:
             more = f" and {len(other) - 5} more" if len(other) > 5 else ""
@@ -210,12 +220,20 @@ def point_latest(root: Path, name: str) -> None:
 
 
 def retire(root: Path, keep_last: int, keep_every: int | None) -> list[int]:
-    """Removes the steps that are neither among the last saved nor multiples of `keep_every`, nor `latest`; returns them."""
-    found, now = by_age(root), latest(root)
+    """Removes this user's steps that are neither its last nor multiples of `keep_every`, nor `latest`; returns them."""
+    owners = {}
+    for s in by_age(root):
+        with contextlib.suppress(FileNotFoundError):
+            owners[s] = os.stat(place_of(root / step_name(s)))
+    found, now = [s for s, owner in owners.items() if ours(owner, os.fspath(root / step_name(s)))], latest(root)
+    if len(found) < len(owners):
+        users = ", ".join(str(uid) for uid in sorted({owners[s].st_uid for s in owners.keys() - found}))
+        warnings.warn(f"save: '{root}' has steps that other users saved (user {users}); 'keep_last' counts and removes those"
+                      " of this user only", stacklevel=2)  # once: Python tells the same of the same line once
     gone = [s for s in found[:-keep_last] if not (keep_every and s % keep_every == 0)
             and root / step_name(s) != now and saved_at(root / step_name(s))]
     for s in gone:
-        hidden = root / f".{step_name(s)}{_RETIRED}"
+        hidden = root / f".{step_name(s)}.{secrets.token_hex(8)}{_RETIRED}"  # no name that something else may have
         with refusals(f"For 'save', '{root / step_name(s)}' cannot be removed"), contextlib.suppress(FileNotFoundError):
             os.rename(root / step_name(s), hidden)  # whole, or not there
             _remove(hidden)
@@ -234,32 +252,29 @@ def clean(parent: Path, but: Path | None = None, steps: bool = True) -> None:
         path = parent / name
         if not name.startswith(".") or name.startswith(f".{LATEST}.") and not steps:
             continue
-        if name.endswith(_RETIRED):
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # another user's, which is left to that user
+            if name.endswith(_RETIRED):
                 _remove(path)
-        elif name.endswith(_OLD):
-            target = parent / name[1:-len(_OLD)]
-            if target.exists():
-                shutil.rmtree(path, ignore_errors=True)
-            elif (path / NAME).is_file():
-                os.rename(path, target)
-        elif name.endswith(_SAVING) and path != but:
-            if not path.is_dir():  # a `latest` that was not yet moved
-                with contextlib.suppress(OSError):  # another user's, in a folder where only its owner may remove a file
+            elif name.endswith(_OLD):
+                target = parent / name[1:-len(_OLD)]
+                if target.exists():
+                    shutil.rmtree(path, ignore_errors=True)
+                elif (path / NAME).is_file():
+                    os.rename(path, target)
+            elif name.endswith(_SAVING) and path != but:
+                if path.is_symlink() or not path.is_dir():  # a `latest` that was not yet moved
                     path.unlink()
-                continue
-            lock = _locked(path, make=False)
-            if lock is not None:
-                shutil.rmtree(path, ignore_errors=True)
-                os.close(lock)
+                    continue
+                lock = _locked(path, make=False)
+                if lock is not None:
+                    shutil.rmtree(path, ignore_errors=True)
+                    os.close(lock)
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """A file that is on the disk on return."""
-    with open(path, "wb") as file:
+    """A file that is whole, and on the disk, on return; a link of its name is replaced, not followed."""
+    with replacing(path) as file:
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def sync(folder: Path) -> None:
@@ -274,13 +289,29 @@ def sync(folder: Path) -> None:
         os.close(fd)
 
 
-def claimed(path: Path, target: Path, who: str) -> int:
-    """A descriptor that holds the lock of a folder, made if need be, in which `target` is made.
+def claimed(path: Path, target: Path, who: str, make: bool = True) -> int:
+    """A descriptor that holds the lock of a folder in which `target` is made.
+
+    Args:
+        path: the folder.
+        target: what is made.
+        who: the function that the user called.
+        make: the folder is made if need be, and is this user's.
 
     Raises:
-        CheckpointError: another process, or another save of this one, has it.
+        CheckpointError: another process, or another save of this one, has it; something else has its name.
     """
-    lock = _locked(path)
+    try:
+        lock = _locked(path, make)
+    except OSError as e:
+        found = os.lstat(path) if make and os.path.lexists(path) else None
+        if found is None or stat.S_ISDIR(found.st_mode) and ours(found, os.fspath(path)):
+            raise
+        raise CheckpointError(f"For '{who}', '{path}' is in the way: {e.strerror}.",
+                              f"{stat.filemode(found.st_mode)}, of user {found.st_uid}; this is user {os.geteuid()}",
+                              "What is written is made in a folder of this name and user; what else has the name is not "
+                              "opened, followed or removed.",
+                              (f"if no save of that user is at work there: rm -r '{path}'", "another folder")) from None
     if lock is None:
         raise CheckpointError(f"For '{who}', another save is writing '{target}' at this moment.", str(path),
                               "Two saves into one folder would mix.",
@@ -289,7 +320,10 @@ def claimed(path: Path, target: Path, who: str) -> int:
 
 
 def _locked(path: Path, make: bool = True) -> int | None:
-    """A descriptor that holds the folder's lock, which the system lets go with the process; None if another has it."""
+    """A descriptor that holds the folder's lock, which the system lets go with the process; None if another has it.
+
+    With `make` it is a folder of this user's: what a killed save of another has left is moved out of the way.
+    """
     for _ in range(100):
         if make:
             with contextlib.suppress(FileExistsError):
@@ -301,15 +335,21 @@ def _locked(path: Path, make: bool = True) -> int | None:
                 continue
             return None
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             with contextlib.suppress(FileNotFoundError):
-                if os.stat(path).st_ino == os.fstat(fd).st_ino:
-                    return fd
-        except BlockingIOError:
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    os.close(fd)
+                    return None
+                except OSError:  # a file system without locks: what is there counts as a leftover
+                    pass
+                if os.path.samestat(os.lstat(path), found := os.fstat(fd)):
+                    if not make or ours(found, os.fspath(path)):
+                        return fd
+                    os.rename(path, beside(path))
+        except BaseException:
             os.close(fd)
-            return None
-        except OSError:  # a file system without locks: what is there counts as a leftover
-            return fd
+            raise
         os.close(fd)
     return None
 

@@ -24,6 +24,7 @@ import numpy as np
 from mindspore import Tensor, nn
 
 from ..comm.group import Group
+from ..core.files import make_folder
 from ..dispatch.replaced import current
 from ..errors import CheckpointError
 from .folder import claimed, sync, write_synced
@@ -315,7 +316,7 @@ def _config(config: Mapping[str, Any] | None) -> bytes | None:
 def _prepared(folder: Path) -> int:
     """Makes the folder in which files are made, empties it of what an interrupted save has left there, holds its lock."""
     with refusals(f"For 'save_hf', '{folder}' cannot be made", COPYING):
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         lock = claimed(folder / PARTIAL, folder, "save_hf")
         try:
             there = sorted(p.name for p in folder.iterdir() if p.name.endswith((".safetensors", ".bin", INDEX)))

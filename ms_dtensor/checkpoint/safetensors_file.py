@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, NoReturn
 import ml_dtypes
 import numpy as np
 
+from ..core.files import own_file
 from ..errors import CheckpointError
 from .refusals import SAVING, refusals
 from .strict_json import short, strict_json
@@ -248,7 +249,8 @@ class SafetensorsFile:
 def write_safetensors(path: str | PathLike, entries: Mapping[str, tuple[str, tuple[int, ...], Iterable]],
                       metadata: Mapping[str, str] | None = None, advice: tuple[str, str] = SAVING,
                       seal: Callable[[bytes], bytes] = bytes) -> WrittenFile:
-    """Writes a file, and has it on the disk on return. What is there under the name is replaced, not atomically.
+    """Writes a file, and has it on the disk on return. A file of this user's
+    under the name is replaced, not atomically; no link is followed.
 
     Args:
         path: the file.
@@ -280,7 +282,7 @@ def write_safetensors(path: str | PathLike, entries: Mapping[str, tuple[str, tup
     head = len(text).to_bytes(8, "little") + text
     placed = {name: TensorEntry(e.dtype, e.shape, len(head) + e.begin, len(head) + e.end) for name, e in placed.items()}
     with refusals(f"For '{path}', the file cannot be written", advice):
-        with open(path, "wb", buffering=0) as file:
+        with open(path, "wb", buffering=0, opener=own_file) as file:
             at, flushed = _write(file, head), 0
             for name, entry in placed.items():
                 written = 0

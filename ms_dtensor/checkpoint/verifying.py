@@ -52,7 +52,11 @@ def _faults(folder: Path, progress: Callable[[int], None] | None) -> list[str]:
         return [e.attempt]
     with reader:
         index, found = reader.index, []
-        for name in sorted(set(os.listdir(reader.folder)) - {NAME}):
+        try:
+            names = sorted(set(os.listdir(reader.folder)) - {NAME})
+        except OSError as e:  # removed since its index was read
+            return [f"'{reader.folder}' cannot be listed: {e.strerror}."]
+        for name in names:
             if index.rank_of(name) is None:
                 found.append(f"'{reader.folder / name}' is no file of this checkpoint.")
         left = sum(tensor.nbytes for tensor in index.tensors.values())

@@ -42,7 +42,7 @@ def own_file(path: str, flags: int, mode: int = 0o666) -> int:
         found, writes = os.fstat(fd), flags & (os.O_WRONLY | os.O_RDWR)
         if not stat.S_ISREG(found.st_mode):
             raise PermissionError(errno.EPERM, "It is no plain file", path)
-        if writes and not _ours(found, path):
+        if writes and not ours(found, path):
             raise PermissionError(errno.EPERM, f"It is a file of user {found.st_uid}, and this is user {os.geteuid()}", path)
         if writes and found.st_nlink > 1:
             raise PermissionError(errno.EPERM, "The file has another name elsewhere (a hard link)", path)
@@ -54,7 +54,7 @@ def own_file(path: str, flags: int, mode: int = 0o666) -> int:
     return fd
 
 
-def _ours(found: os.stat_result, path: str) -> bool:
+def ours(found: os.stat_result, path: str) -> bool:
     """Whether this user made it; root's own belong to somebody else on a network disk, as the folder there does."""
     me = os.geteuid()
     return found.st_uid == me or me == 0 and found.st_uid == os.stat(os.path.dirname(path) or ".").st_uid

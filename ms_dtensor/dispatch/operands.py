@@ -24,6 +24,7 @@ from .memo import memo_of
 
 make = Tensor._make_subclass
 LAID_OUT = "_ms_dtensor_laid_out"  # attribute of a plain tensor that entered or left a DTensor program: its layout there
+SHARDED_BY = "_ms_dtensor_sharded_by"  # parameter attribute: the name of the `fully_shard` unit that has it; "": ignored
 DIFFERENTIABLE = ("float", "bfloat", "complex")  # how their dtypes begin; others have no cotangent
 
 

@@ -41,7 +41,7 @@ from . import inplace, modes, policy
 from .composite import COMPOSED
 from .op_call import OpCall, attributes, bind_arguments
 from .op_plan import LocalRun, OpPlan, Results, Step
-from .operands import DIFFERENTIABLE, differentiated, dtype_name, is_number
+from .operands import DIFFERENTIABLE, SHARDED_BY, differentiated, dtype_name, is_number
 
 _ARITHMETIC = frozenset("add sub mul div pow maximum minimum".split())
 
@@ -277,6 +277,14 @@ def _promote(op, x, mesh, tensors, mode, constant: bool = False) -> Layout:
     if constant or mode.implicit_replication or is_number(x):
         return Layout(mesh, None, tuple(x._shape), dtype_name(x.dtype))
     which = f"parameter '{x.name}'" if isinstance(x, Parameter) else "a plain Tensor"
+    if isinstance(x, Parameter) and x.__dict__.get(SHARDED_BY) == "":
+        raise MixedOperandError(
+            f"For '{op}', {which} of shape {list(x._shape)}, which data parallelism leaves as it is, meets a DTensor.",
+            describe_operands(tensors), "A plain parameter is each rank's own: it works on local tensors, and nobody sums "
+            "its gradient.",
+            ("replicate(cell, mesh=...), of its cell and before the model, for the gradient of one device",
+             "fully_shard(shard_placement_fn=lambda p: Replicate()) in place of 'ignored_params', likewise",
+             "x.to_local(), to work on this rank's rows, with a gradient of these alone"))
     raise MixedOperandError(
         f"For '{op}', {which} of shape {list(x._shape)} meets a DTensor.", describe_operands(tensors),
         "A plain tensor does not say how it is laid out, so one rank's data could pass for the whole.",

@@ -34,6 +34,10 @@ def test_damage_is_named_and_refused(tmp_path, kind):
         checkpoint.load(zeros(), tmp_path / "a")
 
 
+def test_the_page_counts_them():
+    assert f"{len(KINDS)} kinds, all named" in (Path(__file__).parents[2] / "docs/checkpoints.md").read_text("utf-8")
+
+
 def test_a_sound_one_is_sound_and_what_else_is_in_the_folder_is_named(tmp_path):
     make(tmp_path / "a")
     assert checkpoint.verify(tmp_path / "a") == []

@@ -6,6 +6,7 @@ import builtins
 import errno
 import os
 import shutil
+import time
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from mindspore import nn
 
 from ms_dtensor import checkpoint
 from ms_dtensor.checkpoint import latest, load, save, verify
-from ms_dtensor.checkpoint.folder import steps
+from ms_dtensor.checkpoint.folder import by_age, steps
 from ms_dtensor.errors import CheckpointError
 
 FIXES = (errno.ENOSPC, "free space"), (errno.EROFS, "a folder that this user may write")
@@ -78,7 +79,7 @@ def test_each_refusal_of_the_system_is_named_and_leaves_a_checkpoint(tmp_path, m
             except CheckpointError as e:
                 text = str(e)
         if text is None:
-            unread = call[0] == "open" and call[1].endswith("/index.json") and ".saving" not in call[1]  # when it was saved
+            unread = call[0] == "open" and call[1].endswith(("/index.json", "/latest")) and ".saving" not in call[1]
             assert (unread or call == ("mkdir", str(tmp_path / "run"))) and sound(root) == 2, call  # it is there already
         else:
             assert os.strerror(code) in text and fix in text and str(root) in text, (call, text)
@@ -116,6 +117,20 @@ def test_a_file_that_vanished_is_named_and_the_step_before_loads(tmp_path):
     assert load(into, tmp_path / "step-00000001").step == 1 and into["step"] == 1
     (tmp_path / "step-00000002" / "index.json").unlink()
     assert load(into, tmp_path).step == 1  # what has no index is no checkpoint
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_a_clock_that_goes_back_changes_nothing(tmp_path, monkeypatch, asynchronous):
+    hours = iter(range(10 ** 6, 0, -1))
+    for name, unit in (("time_ns", 3600 * 10 ** 9), ("time", 3600.0)):
+        monkeypatch.setattr(time, name, lambda unit=unit: next(hours) * unit)
+    for step in (1, 2, 3, 4):
+        save(state(step), tmp_path, step=step, keep_last=2, async_save=asynchronous)
+        checkpoint.wait()
+        assert sound(tmp_path) == step and steps(tmp_path) == [1, 2, 3, 4][max(0, step - 2):step]
+    save(state(2), tmp_path, step=2, keep_last=2)  # and a run that went back, in one whose clock did
+    (tmp_path / "latest").unlink()
+    assert by_age(tmp_path) == [4, 2] and sound(tmp_path) == 2
 
 
 def test_a_full_disk_under_a_copy_has_its_own_advice(tmp_path, monkeypatch):

@@ -141,6 +141,19 @@ def test_a_reader_of_a_run_that_keeps_one_step_gets_the_latest(tmp_path, monkeyp
         load(into, tmp_path)
 
 
+def test_a_folder_that_is_removed_before_it_is_listed_is_looked_up_again(tmp_path, monkeypatch):
+    saved(tmp_path, 1)
+    real, ahead = os.listdir, iter((2, 3))
+
+    def listdir(path):
+        if str(path).endswith(("step-00000001", "step-00000002")) and (step := next(ahead, None)) is not None:
+            saved(tmp_path, step)
+        return real(path)
+    monkeypatch.setattr(os, "listdir", listdir)
+    assert verify(tmp_path) == [] and next(ahead, None) is None
+    assert folder.steps(tmp_path) == [3]
+
+
 def test_readers_while_a_run_saves_without_pause(tmp_path):
     saved(tmp_path, 1)
     stop, wrong = threading.Event(), []

@@ -7,8 +7,8 @@ import numpy as np
 from mindspore import Parameter, Tensor, mint, nn
 
 import ms_dtensor as md
-from ms_dtensor import DTensor, MixedPrecisionPolicy, Shard, checkpoint_wrapper, fully_shard, replicate
-from ms_dtensor.errors import ConfigError
+from ms_dtensor import DTensor, MixedPrecisionPolicy, Partial, Replicate, Shard, checkpoint_wrapper, fully_shard, replicate
+from ms_dtensor.errors import ConfigError, LayoutError, MixedOperandError
 from ms_dtensor.internals.names import no_grad
 from tests.cases import case
 from tests.dist.cases_fully_shard import ASKED, ROWS, Block, Net, cut_up, filled, fsdp, loss_of, mine, same_step
@@ -240,3 +240,44 @@ def arguments_of_other_kinds(world):
             text = refusal(call, ConfigError)
         assert what in text, (what, text)
         assert not count or "bool" in what, (what, count)
+
+
+class Scaled(nn.Cell):
+    """A projection after a scale of its own, which may work on this rank's rows alone."""
+
+    def __init__(self, local: bool = False) -> None:
+        super().__init__()
+        self.local, self.up = local, nn.Dense(5, 3)
+        self.scale = Parameter(Tensor(np.linspace(-1, 2, 5), ms.float32), name="scale")
+
+    def construct(self, x):
+        scaled = x.to_local() * self.scale if self.local else x * self.scale
+        return self.up(DTensor.from_local(scaled, x.device_mesh, x.placements, shape=x.shape) if self.local else scaled)
+
+
+@case(4)
+def a_parameter_left_alone_and_used(world):
+    """Plain it is each rank's own: it meets no DTensor, and its gradient is of this rank's rows; else as one device's."""
+    mesh, plain = fsdp(), filled(Scaled())
+    for cut, name in ((whole, "fully_shard"), (divided, "replicate")):
+        net = filled(Scaled())
+        text = refusal(lambda net=net, cut=cut: cut(net, mesh, **(
+            {"ignored_params": [net.scale]} if cut is whole else {"ignored_modules": [net]}))(mine(mesh)), MixedOperandError)
+        assert "which data parallelism leaves as it is" in text and "shard_placement_fn" in text and "to_local" in text, text
+        same_on_all_ranks(world, text)
+        net = cut(filled(Scaled()), mesh)
+        text = refusal(lambda net=net, cut=cut: cut(net, mesh), LayoutError)
+        assert f"For '{name}', this Scaled was sharded already" in text, text
+    net = whole(filled(Scaled()), mesh, shard_placement_fn=lambda p: Replicate() if p.name == "scale" else None)
+    assert same_step(net, plain, mesh)["all_reduce", "backward"] == 1
+    net = filled(Scaled(local=True))
+    whole(net, mesh, ignored_params=[net.scale])
+    want = ms.value_and_grad(loss_of(plain), None, plain.trainable_params())(Tensor(ROWS))
+    with counted() as count:
+        got = md.value_and_grad(loss_of(net), None, net.trainable_params())(mine(mesh))
+    assert count == {ASKED: 1, ("all_gather", "forward"): 1, ("all_gather", "backward"): 1, ("reduce_scatter", "backward"): 1}
+    for p, g, w in zip(net.trainable_params(), got[1], want[1], strict=True):
+        if p is net.scale:
+            assert not isinstance(g, DTensor) and not np.allclose(g.asnumpy(), w.asnumpy(), rtol=0.1)
+            g = DTensor.from_local(g, mesh, [Partial()])
+        equal(g, w, p.name, 2e-5)

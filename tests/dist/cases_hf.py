@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -10,6 +11,7 @@ from mindspore import Parameter, Tensor, nn
 
 from ms_dtensor import DTensor, FusedShard, Layout, Partial, Replicate, Shard, comm
 from ms_dtensor.checkpoint import hf, load_hf, save_hf
+from ms_dtensor.checkpoint.folder import claimed
 from ms_dtensor.checkpoint.safetensors_file import SafetensorsFile, put, write_safetensors
 from ms_dtensor.checkpoint.weights import Weights
 from ms_dtensor.dispatch.operands import wrap
@@ -109,6 +111,10 @@ def what_fails_on_one_rank_is_raised_on_all(world):
     finally:
         hf.write_safetensors = write
     assert not [e.name for e in os.scandir(root) if e.name != ".partial"], "nothing under its name"
+    other = claimed(Path(root) / ".partial", Path(root), "save_hf") if world.rank == 0 else None  # an export at work
+    _raises("another save is writing", "", lambda: save_hf(net, root, NAMES, max_shard_size=150))
+    if other is not None:
+        os.close(other)
     save_hf(net, root, NAMES, max_shard_size=150)
     SafetensorsFile.read = vanished
     try:

@@ -2,6 +2,7 @@
 """What watches a run of the recipe: metrics and their file, operations counted, guard, profile; in this process."""
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import math
@@ -18,7 +19,7 @@ from model_zoo.llama.configio import load
 from model_zoo.llama.data import load_text
 from model_zoo.llama.flops import flops_per_token, seen, weights_in_products
 from ms_dtensor.errors import ConfigError
-from ms_dtensor.tools import cli
+from ms_dtensor.tools import cli, trackers
 from ms_dtensor.tools.guard import Diverged
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -179,6 +180,50 @@ def test_a_folder_that_cannot_be_written_is_one_message(tmp_path):
         prepare([*TINY, "--train.log_dir", str(tmp_path / "file/run")], 1)
     with pytest.raises(ConfigError, match="'tensorboard' is not installed|cannot be written"):
         prepare([*TINY, "--metrics.trackers", "tensorboard", "--train.log_dir", str(tmp_path / "file/run")], 1)
+
+
+class Buffered:
+    """A tracker that keeps numbers, as TensorBoard's file does, and a disk that has become full."""
+
+    def __init__(self, folder, *rest):
+        self.file, self.rows = open("/dev/full", "wb"), rest  # noqa: SIM115  until `close`
+
+    def log(self, step, values):
+        self.file.write(b"x" * 3000)
+
+    def close(self):
+        self.file.close()
+
+
+@pytest.mark.parametrize("steps", [1, 9])
+def test_a_tracker_whose_disk_is_full_is_one_message_when_it_writes(tmp_path, monkeypatch, steps):
+    from model_zoo.llama.report import Reporter
+
+    monkeypatch.setitem(trackers.TRACKERS, "tensorboard", Buffered)
+    monkeypatch.setattr(trackers, "check", lambda names: None)
+    cfg = load([*TINY, "--train.log_dir", str(tmp_path)], 1)[0]
+    report = Reporter(replace(cfg, metrics=replace(cfg.metrics, trackers=("tensorboard",))), 1, True, None, "cpu")
+    report.begin(0, "")
+    with pytest.raises(ConfigError, match="(?s)log_dir.*cannot be written.*No space left on device.*df -h"):
+        try:
+            for step in range(steps):
+                report.held_out(step, 1.5)
+            assert steps == 1
+        finally:
+            report.close()
+    assert 1 <= len((tmp_path / "metrics.jsonl").read_text().splitlines()) <= min(steps, 5)  # the disk of these has room
+
+
+def test_a_line_that_no_log_has_room_for_is_one_message(tmp_path, monkeypatch):
+    from model_zoo.llama.report import Reporter
+
+    report = Reporter(load([*TINY, "--train.log_dir", str(tmp_path)], 1)[0], 1, True, None, "cpu")
+    full = open("/dev/full", "w")  # noqa: SIM115  its end fails, too
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match="(?s)cannot be written.*No space left.*df -h"):
+        patch.setattr("sys.stdout", full)
+        report.say("a line")
+    with contextlib.suppress(OSError):
+        full.close()
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from ...internals.names import composite, executor, grad_func
 from ...redistribute.execute import recorded_gradient
 from .. import classes, modes
 from ..cotangent import summed_gradient
-from ..operands import local_alias, recording, redistribute, retag
+from ..operands import SHARDED_BY, local_alias, recording, redistribute, retag
 from ..replaced import current
 from . import recomputed
 from .undo import Patched
@@ -35,7 +35,6 @@ _installed = Patched()
 in_this_gradient: weakref.WeakSet = weakref.WeakSet()
 _apart: ContextVar[bool] = ContextVar("ms_dtensor_recorded_apart", default=False)  # inside a recording's own forward
 _asked: list[set[int] | None] = []  # of each gradient under way: ids of what it is of; None: of all parameters it meets
-SHARDED_BY = "_ms_dtensor_sharded_by"  # parameter attribute: the name of the `fully_shard` unit that has it; "": ignored
 REDUCED_BY = "_ms_dtensor_reduced_by"  # parameter attribute: weakly, who adds up its gradients (`sharding/reduce.py`)
 # whose frames are there while MindSpore records, or runs what was recorded
 _RECORDERS = {f.__code__ for f in (composite._pynative_func_grad_forward, composite._pynative_func_grad_backward,

@@ -16,8 +16,7 @@ from mindspore import Parameter, Tensor, nn
 from ...core.layout import Layout
 from ...core.mesh import DeviceMesh
 from ...core.placements import REPLICATE, Placement, Shard
-from ...dispatch.operands import dtype_name, local_alias, wrap
-from ...dispatch.patches.gradients import SHARDED_BY
+from ...dispatch.operands import SHARDED_BY, dtype_name, local_alias, wrap
 from ...dispatch.replaced import current
 from ...errors import ConfigError, LayoutError
 from ...internals.names import NoFallbackGuard
@@ -36,6 +35,7 @@ from .methods import METHODS
 from .unit import Unit, gathered
 
 _BUCKET_MB = 25  # of gradients that are reduced together
+_ZERO1 = "replicate(zero1=True)"  # as messages call it
 _OVER = "_ms_dtensor_replicated_over"  # parameter attribute: axes that replicate has dealt with
 Slots = list[tuple[nn.Cell, str, Parameter]]
 
@@ -63,7 +63,9 @@ def fully_shard(module: nn.Cell | Sequence[nn.Cell], *, mesh: DeviceMesh, reshar
         mp_policy: `MixedPrecisionPolicy`: dtypes of computing, of reducing gradients, and of what the cell returns.
         offload_policy: `CPUOffloadPolicy()` keeps parameters, gradients and optimizer state in host memory. On a CPU they
             are there: it changes nothing. On devices it is refused.
-        ignored_params: parameters to leave as they are; others than the cell's own mean nothing.
+        ignored_params: parameters to leave as they are; others than the cell's own mean nothing. DTensors among them work
+            as ever. A plain one is each rank's own: it works on local tensors (`x.to_local()`), its gradient is of this
+            rank's rows and is not reduced; where it meets a DTensor it is refused.
 
     Returns:
         The same cell or list; each cell with the methods `unshard(async_op=False)` and `reshard()` (gather now and keep;
@@ -94,16 +96,22 @@ def fully_shard(module: nn.Cell | Sequence[nn.Cell], *, mesh: DeviceMesh, reshar
         >>> net[0].weight
         DTensor(Parameter '0.weight', f32[8@dp, 4], mesh=(dp=1), rank 0 holds [8, 4])
     """
-    cells, ignored_params = list(module) if isinstance(module, list | tuple) else [module], list(ignored_params)
-    _check_kinds("fully_shard", cells, mesh, mp_policy, ignored_params)
     if not isinstance(offload_policy, OffloadPolicy | None):
         raise _unfit("fully_shard", "offload_policy", offload_policy, OffloadPolicy | None)
-    if mesh.ndim > 2:
-        raise ConfigError(f"For 'fully_shard', 'mesh' has {mesh.ndim} axes.", f"mesh({mesh.describe()})",
-                          "One axis cuts; one before it may copy.", 'pass mesh["dp"], or mesh["replicate", "shard"]')
     if isinstance(offload_policy, CPUOffloadPolicy) and not on_cpu():
-        raise ConfigError("For 'fully_shard', 'CPUOffloadPolicy' is for CPUs only.", f"mesh({mesh.describe()})",
+        raise ConfigError("For 'fully_shard', 'CPUOffloadPolicy' is for CPUs only.", repr(mesh),
                           "A MindSpore Parameter lies where its device is.", "more ranks, or optimizer state of fewer bytes")
+    _cut("fully_shard", list(module) if isinstance(module, list | tuple) else [module], mesh, reshard_after_forward,
+         shard_placement_fn, mp_policy, list(ignored_params))
+    return module
+
+
+def _cut(who: str, cells: list, mesh: DeviceMesh, reshard_after_forward: bool | int, shard_placement_fn, mp_policy,
+         ignored_params: list) -> None:
+    _check_kinds(who, cells, mesh, mp_policy, ignored_params)
+    if mesh.ndim > 2:
+        raise ConfigError(f"For '{who}', 'mesh' has {mesh.ndim} axes.", f"mesh({mesh.describe()})",
+                          "One axis cuts; one before it may copy.", 'pass mesh["dp"], or mesh["replicate", "shard"]')
     neighbours = _neighbours(mesh, reshard_after_forward)
     data = _unflattened(mesh)
     cut = 1 if mesh.ndim == 2 else data.ndim
@@ -112,8 +120,9 @@ def fully_shard(module: nn.Cell | Sequence[nn.Cell], *, mesh: DeviceMesh, reshar
     ignored = {id(current(p)) for p in ignored_params}
     found = [slot for slot in _slots(cells) if id(slot[2]) not in ignored]
     slots = [slot for slot in found if not slot[2].__dict__.get(SHARDED_BY)]
-    whole = _whole_mesh("fully_shard", found, data)
-    targets = {id(p): _target(p, data, cut, whole, shard_placement_fn) for _, _, p in slots}  # refuses before anything moves
+    whole = _whole_mesh(who, found, data)
+    # refuses before anything moves
+    targets = {id(p): _target(who, p, data, cut, whole, shard_placement_fn) for _, _, p in slots}
     name = type(cells[0]).__name__
 
     def make(p: Parameter) -> Parameter:
@@ -121,8 +130,7 @@ def fully_shard(module: nn.Cell | Sequence[nn.Cell], *, mesh: DeviceMesh, reshar
         out.__dict__[SHARDED_BY] = name
         return out
     mine = _lay_out(cells, found, {id(p) for _, _, p in slots}, make, data, whole)
-    _make_unit("fully_shard", cells, mine, found, data, cut, neighbours, mp_policy, _BUCKET_MB)
-    return module
+    _make_unit(who, cells, mine, found, data, cut, neighbours, mp_policy, _BUCKET_MB)
 
 
 def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = _BUCKET_MB,
@@ -168,8 +176,8 @@ def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = _BUCKET_M
             raise _unfit("replicate", "ignored_modules", cell, nn.Cell)
     apart = {id(c) for cell in ignored_modules for _, c in cell.cells_and_names()}
     if zero1:
-        return fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=mp_policy, ignored_params=[
-            p for cell in ignored_modules for p in cell.get_parameters()])
+        _cut(_ZERO1, [module], mesh, False, None, mp_policy, [p for c in ignored_modules for p in c.get_parameters()])
+        return module
     data = _unflattened(mesh)
     names = data.mesh_dim_names
     found = [slot for slot in _slots([module]) if id(slot[0]) not in apart]
@@ -209,7 +217,7 @@ def _check_kinds(who: str, cells: list, mesh, mp_policy, params: Iterable) -> No
         raise ConfigError(f"For '{who}', a cell is twice in the list.", ", ".join(type(cell).__name__ for cell in cells),
                           "A unit has each of its cells once.", "leave it out the second time")
     for cell in cells:
-        if UNIT in cell.__dict__ and (who == "fully_shard" or cell.__dict__[UNIT].who == "fully_shard"):
+        if UNIT in cell.__dict__ and (who != "replicate" or cell.__dict__[UNIT].who != "replicate"):
             raise LayoutError(f"For '{who}', this {type(cell).__name__} was sharded already.", f"mesh({mesh.describe()})",
                               "Its parameters would be gathered twice.", "call it once for each cell, blocks first")
 
@@ -252,7 +260,7 @@ def _whole_mesh(who: str, slots: Slots, data: DeviceMesh) -> DeviceMesh:
     return whole
 
 
-def _target(p: Parameter, data: DeviceMesh, cut: int, whole: DeviceMesh, placement_fn) -> Layout:
+def _target(who: str, p: Parameter, data: DeviceMesh, cut: int, whole: DeviceMesh, placement_fn) -> Layout:
     """Where a parameter goes: as it lies on other axes, then cut over the last axes of `data`."""
     layout, placed = p.layout if isinstance(p, DTensor) else None, _placed(p)
     order = [] if layout is None else [layout.mesh.mesh_dim_names[a] for a in layout.order]
@@ -268,10 +276,11 @@ def _target(p: Parameter, data: DeviceMesh, cut: int, whole: DeviceMesh, placeme
         raise ConfigError(f"For 'fully_shard', 'shard_placement_fn' gave {where!r} for parameter '{p.name}'.",
                           f"{list(shape)}", "It gives a placement, or None for dim 0.", ("Shard(dim)", "Replicate()"))
     if doubly or where.is_partial() or isinstance(where, Shard) and not -len(shape) <= where.dim < len(shape):
-        raise LayoutError(f"For 'fully_shard', parameter '{p.name}' cannot be cut over '{axes[-1]}'.",
+        raise LayoutError(f"For '{who}', parameter '{p.name}' cannot be cut over '{axes[-1]}'.",
                           f"{list(shape)} as {where}" if layout is None else layout.describe(),
                           f"It is laid out over '{doubly[0]}' already." if doubly else "It has no such dim.",
-                          ("pass it in ignored_params=", "give its dim by shard_placement_fn=lambda p: Shard(dim)"))
+                          ("pass it in ignored_params=", "give its dim by shard_placement_fn=lambda p: Shard(dim)")
+                          if who == "fully_shard" else ("pass its cell in ignored_modules=", "zero1=False"))
     placed |= dict.fromkeys(axes, where)
     dtype = dtype_name(p.dtype) if layout is None else layout.dtype
     return Layout(whole, {a: placed.get(a, REPLICATE) for a in whole.mesh_dim_names}, shape, dtype,

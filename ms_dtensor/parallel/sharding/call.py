@@ -251,7 +251,7 @@ class Call:
         """
         unit = self.unit
         if param is not None and memo_of(param).versioned != version:
-            raise OpRuleError(f"For 'fully_shard', the backward needs parameter '{param.name}', which was written since.",
+            raise OpRuleError(f"For '{unit.who}', the backward needs parameter '{param.name}', which was written since.",
                               f"{param.layout.describe()} of {unit.name}", "As in MindSpore, what `copy_` and the like "
                               "write between a use and its backward would change the gradient.",
                               ("ops.assign(parameter, value)", "write it before its cell runs, or after the gradient"))
@@ -269,7 +269,7 @@ class Call:
         unit = self.unit
         self.awaited -= 1
         if self not in unit.entered and not unit.whole:
-            raise LayoutError(f"For 'fully_shard', the backward reached {unit.name} past the cell's outputs.",
+            raise LayoutError(f"For '{unit.who}', the backward reached {unit.name} past the cell's outputs.",
                               f"{sum(len(b.params) for b in unit.blocks)} parameters, given back after the forward",
                               "Local tensors of them were used, and lead to the loss by a way that nobody saw.",
                               ("reshard_after_forward=False for this cell",
@@ -317,8 +317,8 @@ class Unshard(Function):
     def backward(ctx, *grads):
         call: Call = ctx.call
         if recording():
-            raise OpRuleError("For 'fully_shard', a derivative of a parameter's gradient was asked for.", call.unit.name,
-                              "Gradients of sharded parameters are reduced outside autograd.",
+            raise OpRuleError(f"For '{call.unit.who}', a derivative of a parameter's gradient was asked for.",
+                              call.unit.name, "Gradients of sharded parameters are reduced outside autograd.",
                               ("distribute_module(cell, device_mesh) instead of fully_shard()",
                                "take the inner gradient with respect to the inputs"))
         call.leave()

@@ -38,7 +38,7 @@ class UnshardedDTensor(DTensor):
         unit = held["_memo"].lent[0].unit
         if not unit.whole:
             raise LayoutError(
-                "For 'fully_shard', a gathered parameter, or a view of one, is used after its cell has returned.",
+                f"For '{unit.who}', a gathered parameter, or a view of one, is used after its cell has returned.",
                 f"{held['_layout'].describe()} of {unit.name}", "The memory was given back when the cell returned.",
                 ("return it from the cell: views of parameters are copied there", "keep w.clone() in place of w",
                  "use the cell's parameter itself: outside the cell it is a cut DTensor, and right"))

@@ -47,7 +47,7 @@ class Unit:
     """What one `fully_shard` or `replicate` was applied to.
 
     Args:
-        who: "fully_shard" or "replicate", for messages.
+        who: what the user called, for messages: "fully_shard", "replicate" or "replicate(zero1=True)".
         cells: the cells; one, but for a list of cells that are one unit.
         slots: (cell, key, parameter) of every place that holds one of its parameters.
         tied: of places in its cells that hold parameters of other units.
@@ -227,12 +227,12 @@ class Unit:
         if gone:
             raise ConfigError(f"For '{self.who}', parameters of {self.name} were replaced or taken out since.",
                               ", ".join(sorted(gone)), "A unit gathers the parameters that it was given.",
-                              ("parameter.set_data(value) keeps its place", f"replace parameters before {self.who}()"))
+                              ("parameter.set_data(value) keeps its place", f"replace parameters before {self.who}"))
         other = [p.name for block in self.blocks for p in block.params if dtype_name(p.dtype) != p.layout.dtype]
         if other:
             raise ConfigError(f"For '{self.who}', parameters of {self.name} have got another dtype since.",
                               ", ".join(other), "A unit gathers in the dtypes that it was given.",
-                              (f"set_dtype before {self.who}()", "MixedPrecisionPolicy(param_dtype=...)"))
+                              (f"set_dtype before {self.who}", "MixedPrecisionPolicy(param_dtype=...)"))
 
 
 def refresh_kept(units: Iterable[Unit]) -> None:
