@@ -14,8 +14,8 @@ from .check import Fault, check
 from .draw import draw
 from .order import Lowered, Recv, Reduce, Send, Slot, Timeline, lower, simulate
 
-_RUNS = {"Absent": "split", "pipeline": "split", "PipelineStage": "stage", "Schedule": "schedule", "ScheduleGPipe": "schedule",
-         "Schedule1F1B": "schedule", "ScheduleInterleaved1F1B": "schedule"}  # the rest is used without MindSpore, too
+_RUNS = {"Absent": "split", "pipeline": "split", "PipelineStage": "stage", "Schedule": "schedule",
+         "ScheduleGPipe": "schedule", "Schedule1F1B": "schedule", "ScheduleInterleaved1F1B": "schedule"}
 
 __all__ = ["Action", "Actions", "Fault", "Lowered", "Overlap", "Recv", "Reduce", "Send", "Slot", "Timeline", "check", "draw",
            "dualpipe_v", "gpipe", "interleaved", "lower", "one_f_one_b", "simulate", "zb_h1", "zbv", *_RUNS]

@@ -2,8 +2,8 @@
 """Runs a schedule: a loop over this rank's part of the one order, and what users call it by.
 
 State of a step: recordings of forwards whose backward has not run, results that are waited for on this rank, and sums of
-gradients. Nothing of it outlives the step, also where something raises. On host a message is taken where it is needed, in the
-order in which its sender sends; on a device where the order has it, as the host does not wait there.
+gradients. Nothing of it outlives the step, also where something raises. On host a message is taken where it is needed, in
+the order in which its sender sends; on a device where the order has it, as the host does not wait there.
 """
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from ..dispatch.recording import Recording
 from ..errors import LayoutError, ScheduleError
 from ..internals.names import NoFallbackGuard
 from ..internals.target import on_cpu
+from ..optim.clip import STAGE
 from ..tensor.dtensor import DTensor
 from .actions import Action, Actions, Overlap, Result, computing
 from .builders import gpipe, interleaved, one_f_one_b
@@ -83,6 +84,11 @@ class Schedule:
                                                           for rank in actions.ranks), actions.owner)))
         params = [p for stage in stages for p in stage.params()]
         self.params: list[Parameter] = list({id(p): p for p in params}.values())
+        for stage in stages:
+            here = dict(stage.module.parameters_and_names())
+            tied = {id(here[tie.paths[stage.stage_index]]): tie for tie in stage.ties}
+            for p in stage.params():  # of a tied one the first rank's counts in norms
+                p.__dict__[STAGE] = id(p) not in tied or tied[id(p)].ranks[0] == self.group.rank_index
         self._agreed = False
 
     def _check(self, count: int) -> None:
@@ -90,8 +96,8 @@ class Schedule:
         mine = [s for s, owner in enumerate(actions.owner) if owner == here]
         if len(actions.ranks) != self.mesh.size() or len(actions.owner) != count or mine != sorted(self.stages):
             raise ScheduleError(f"For '{who}', the stages are not those of the order.",
-                                f"rank {here} of {self.mesh.size()} has stages {sorted(self.stages)} of {count}, and the order "
-                                f"gives it {mine} of {len(actions.owner)}", "Order and model are cut alike.",
+                                f"rank {here} of {self.mesh.size()} has stages {sorted(self.stages)} of {count}, and the "
+                                f"order gives it {mine} of {len(actions.owner)}", "Order and model are cut alike.",
                                 ("pipeline(model, mesh, n_stages=..., style=...)", "another schedule"))
         if actions.microbatches != self.n_microbatches:
             raise ScheduleError(f"For '{who}', the order is for {actions.microbatches} microbatches, not "

@@ -55,7 +55,8 @@ class Edge:
             self._announce(tree, tensors, named(result))
         elif (found := [_kind(x) for x in tensors]) != self.kinds:
             raise LayoutError(f"For a pipeline, {named(result)} is not what the microbatches before it were.",
-                              f"{_said(found)}, before {_said(self.kinds)}", "What goes over a border has one shape in a step.",
+                              f"{_said(found)}, before {_said(self.kinds)}",
+                              "What goes over a border has one shape in a step.",
                               "microbatches of as many rows each")
         self._post(tensors, named(result))
 

@@ -2,13 +2,15 @@
 """Pipelines on real ranks against one device: loss and every gradient, and what was sent."""
 from __future__ import annotations
 
+import math
+
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, mint, nn
 
 import ms_dtensor as md
 from ms_dtensor import comm
-from ms_dtensor.errors import CollectiveMismatch, LayoutError, ScheduleError
+from ms_dtensor.errors import CollectiveMismatch, ConfigError, LayoutError, ScheduleError
 from ms_dtensor.pipeline import (
     Actions,
     PipelineStage,
@@ -137,6 +139,39 @@ def uneven_and_empty_stages(world):
     every(world, 4, split=[["first"], [f"layers.{i}" for i in range(5)], [], ["layers.5", "last"]])
 
 
+def normed(world, over_split, tied: bool) -> None:
+    """The norm is one device's, on all ranks, also on one without parameters; and gradients are scaled by it."""
+    mesh = md.init_device_mesh("cpu", (world.size,), mesh_dim_names=("pp",))
+    net = filled(Net(tied=tied))
+    _, want = one_device(net, False)
+    for norm_type in (2.0, math.inf, 3.0):
+        values = [np.abs(g).astype(np.float64) for g in want.values()]
+        norm = max(v.max() for v in values) if math.isinf(norm_type) else sum(
+            (v ** norm_type).sum() for v in values) ** (1 / norm_type)
+        schedule = Schedule1F1B(pipeline(net, mesh, split=over_split), 4, loss_fn)
+        _, grads = schedule.step(Tensor(X), target=Tensor(T))
+        if grads:
+            told(ConfigError, "one stage of a pipeline", lambda g=grads, s=schedule, n=norm: md.optim.clip_grad_norm_(
+                zip(s.params, g), n / 2))
+        before = [g.asnumpy().copy() for g in grads]
+        with comm.record() as events:
+            got = md.optim.clip_grad_norm_(zip(schedule.params, grads), norm / 2, norm_type, over=mesh)
+        assert abs(got / norm - 1) < 1e-6, (got, norm)
+        assert [e.op for e in events] == ["all_reduce"]
+        for g, b in zip(grads, before):
+            close(g, b / 2, "a clipped gradient", 1e-5)
+
+
+@case(2)
+def norm_over_stages_of_tied_weights(world):
+    normed(world, "cost", True)
+
+
+@case(4)
+def norm_over_stages_of_which_one_is_empty(world):
+    normed(world, [["first"], [f"layers.{i}" for i in range(5)], [], ["layers.5", "last"]], False)
+
+
 class Two(nn.Cell):
     """Two tensors over the border, and an integer one beside."""
 
@@ -172,7 +207,8 @@ WAYS = {
         f"layers.{i}.{name}": style(use_local_output=False) for i, c in enumerate(stage.layers) if isinstance(c, Block)
         for name, style in (("up", md.ColwiseParallel), ("down", md.RowwiseParallel))}), mesh["tp"]),
     "tp, recompute": lambda stage, mesh: (WAYS["tp"](stage, mesh), [
-        md.checkpoint_wrapper(c, save=save) for c, save in zip(stage.layers, (None, [mint.tanh]) * 3) if isinstance(c, Block)]),
+        md.checkpoint_wrapper(c, save=save) for c, save in zip(stage.layers, (None, [mint.tanh]) * 3)
+        if isinstance(c, Block)]),
     "replicate": lambda stage, mesh: md.replicate(stage, mesh=mesh["dp"]),
     "fully_shard": lambda stage, mesh: md.fully_shard(stage, mesh=mesh["dp"]),
     "blocks": lambda stage, mesh: [md.fully_shard(c, mesh=mesh["dp"]) for c in (*stage.layers, stage)
