@@ -5,6 +5,7 @@
     python scripts/verify_rules.py pointwise loss     only tests/coverage/forms_pointwise.py and forms_loss.py
     python scripts/verify_rules.py --form mint.add    only forms whose name contains the text
     python scripts/verify_rules.py --missed           legal single-axis cases that no rule lists (first arguments only)
+    python scripts/verify_rules.py --dtypes           each form with each dtype that plain MindSpore takes, and by keyword
 
 Each form runs with all its sample arguments on meshes (2,) and (3,), the first arguments also on (2, 2): every case
 of every rule it reaches, forward and backward. Forms that reach the same primitive with the same arguments and shapes
@@ -34,6 +35,7 @@ def main() -> int:
     parser.add_argument("families", nargs="*", help="names behind forms_; default all")
     parser.add_argument("--form", help="only forms whose name contains this")
     parser.add_argument("--missed", action="store_true", help="look for legal cases that no rule lists")
+    parser.add_argument("--dtypes", action="store_true", help="ask each form for each dtype, see tests/coverage/dtypes.py")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--part", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -44,7 +46,7 @@ def main() -> int:
     total = merge(spawn(options))
     total["seconds"] = round(time.time() - started, 1)
     print(json.dumps(total, indent=1))
-    return 1 if total["wrong"] or total["missed"] or not total["forms"] else 0
+    return 1 if total["wrong"] or total.get("missed") or not total["forms"] else 0
 
 
 def spawn(options) -> list[dict]:
@@ -53,7 +55,7 @@ def spawn(options) -> list[dict]:
     More parts than processes, as parts are not equally long.
     """
     command = [sys.executable, __file__, *options.families, *(["--form", options.form] if options.form else []),
-               *(["--missed"] if options.missed else [])]
+               *(["--missed"] if options.missed else []), *(["--dtypes"] if options.dtypes else [])]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOG_v": "4"}
     parts = 1 if options.form or options.jobs == 1 else 4 * options.jobs
 
@@ -100,13 +102,18 @@ def corpus(families=(), part: int = 0, parts: int = 1, name: str | None = None) 
 
 def run(options, part: int, parts: int) -> dict:
     """Verifies one part of the corpus in this process."""
-    forms = corpus(options.families, part, parts, options.form)
     import mindspore as ms
     ms.set_device("CPU")
     ms.runtime.launch_blocking()
     ms.device_context.cpu.op_tuning.threads_num(1)  # threads that wait for work would take the other process's core
+    if options.dtypes:
+        from ms_dtensor.dispatch import patches
+        patches.install()  # before the forms keep functions of MindSpore's
+    forms = corpus(options.families, part, parts, options.form)
     from ms_dtensor.debug.verify import Report
     from tests.coverage.run import refuses, verify_form
+    if options.dtypes:
+        return matrix(forms)
 
     out: dict = {"forms": 0, "refusals": 0, "calls": 0, "compared": 0, "slowest": {}, "wrong": [], "missed": [],
                  "table": [], "rules": []}
@@ -128,6 +135,33 @@ def run(options, part: int, parts: int) -> dict:
         out["rules"] += [(op, {"cases": sorted(s.cases), "how": sorted(s.how)}) for op, s in report.ops.items()]
         if time.time() - started > 3:
             out["slowest"][form.name] = round(time.time() - started, 1)
+    return out
+
+
+def matrix(forms) -> dict:
+    """Row of the matrix -> its marks, a letter for a hole with a reason; what is wrong; kinds of calls made by keyword."""
+    from ms_dtensor.debug.verify import Report
+    from tests.coverage import dtypes
+    out: dict = {"forms": 0, "dtypes": {}, "wrong": [], "keywords": 0}
+    seen: dict = {}
+    known: set = set()
+    for family, form in forms:
+        if form.raises is not None:
+            continue
+        out["forms"] += 1
+        for row, (group, each) in dtypes.rows(form).items():
+            marks = []
+            for dtype in each:
+                mark = dtypes.ask(form, group, dtype, family != "random", Report(seen=seen))
+                why = dtypes.reason(row, dtype)
+                if len(mark) > 1 and why is None:
+                    out["wrong"].append(f"{row}: {dtype}: {mark}")
+                elif len(mark) == 1 and why is not None:
+                    out["wrong"].append(f"{row}: {dtype}: a reason for a hole, and there is none")
+                marks.append(mark if len(mark) == 1 else why or "!")
+            out["dtypes"][row] = "".join(marks)
+        out["wrong"] += [f"{form.name}: {text}" for text in dtypes.by_keyword(form, known)]
+    out["keywords"] = sum(len(key) > 4 for key in known)
     return out
 
 

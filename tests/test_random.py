@@ -8,7 +8,7 @@ import mindspore as ms
 import mindspore.mint.nn.functional as F  # noqa: N812
 import numpy as np
 import pytest
-from mindspore import mint, nn, ops
+from mindspore import Tensor, mint, nn, ops
 
 import ms_dtensor as md
 from ms_dtensor import Partial, Replicate, Shard
@@ -244,3 +244,59 @@ def test_a_dropout_called_twice_draws_each_calls_numbers_again_under_recompute()
     for _ in range(2):
         for got, expected in zip(gradients(), want, strict=True):
             assert np.allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+REFUSED = {  # what no distribution has, or no tensor can be, wherever numbers are drawn
+    "randint(5, 5)": lambda x, on: md.randint(5, 5, (4,), **on),
+    "randint(words)": lambda x, on: md.randint("a", 5, (4,), **on),
+    "randint(too large)": lambda x, on: md.randint(0, 2**70, (4,), **on),
+    "randint(fractions)": lambda x, on: md.randint(0.5, 2.5, (4,), **on),
+    "randint(dtype)": lambda x, on: md.randint(0, 5, (4,), dtype="nonsense", **on),
+    "rand(size)": lambda x, on: md.rand(-1, **on), "rand(dtype)": lambda x, on: md.rand(4, dtype="nonsense", **on),
+    "randn(dtype)": lambda x, on: md.randn(4, dtype=ms.string, **on),
+    "rand(mesh)": lambda x, on: md.rand(4, device_mesh=3),
+    "randn(placement)": lambda x, on: md.randn(4, device_mesh=on["device_mesh"], placements=[S(5)]),
+    "rand_like(dtype)": lambda x, on: md.rand_like(x, dtype="nonsense"),
+    "randn_like(plain)": lambda x, on: md.randn_like(Tensor([1.0])), "uniform_": lambda x, on: init.uniform_(x, "a", 3),
+    "normal_": lambda x, on: init.normal_(x, 0.0, "a"), "trunc_normal_": lambda x, on: init.trunc_normal_(x, a="a"),
+    "constant_": lambda x, on: init.constant_(x, "a"), "xavier_uniform_": lambda x, on: init.xavier_uniform_(x[0]),
+    "kaiming_normal_": lambda x, on: init.kaiming_normal_(x, mode="a"), "F.dropout": lambda x, on: F.dropout(x, 2.0),
+    "F.dropout(words)": lambda x, on: F.dropout(x, "a"),
+    "F.dropout(inplace)": lambda x, on: F.dropout(x, 0.5, True, True),
+    "F.dropout2d": lambda x, on: F.dropout2d(x, -1.0), "ops.dropout": lambda x, on: ops.dropout(x, 1.5),
+    "ops.Dropout": lambda x, on: ops.Dropout(1.5)(x),
+    "mint.rand_like": lambda x, on: mint.rand_like(x, dtype="nonsense"),
+    "mint.randn_like": lambda x, on: mint.randn_like(x, dtype=ms.string),
+    "mint.randint_like": lambda x, on: mint.randint_like(x, 7, 7),
+    "mint.randint_like(too large)": lambda x, on: mint.randint_like(x, 0, 2**70),
+    "ops.randint_like": lambda x, on: ops.randint_like(x, 9, 7), "ops.bernoulli": lambda x, on: ops.bernoulli(x, 2.0),
+    "ops.bernoulli(sizes)": lambda x, on: ops.bernoulli(x, mint.cat([x, x])),
+    "mint.normal": lambda x, on: mint.normal(x, -1.0),
+    "mint.normal(sizes)": lambda x, on: mint.normal(x, mint.cat([x, x])),
+    "mint.multinomial": lambda x, on: mint.multinomial(x, 9),
+    "mint.multinomial(none)": lambda x, on: mint.multinomial(x, -1, True),
+    "ops.multinomial": lambda x, on: ops.multinomial(x, 0), "x.normal_": lambda x, on: x.normal_(0.0, -1.0),
+    "x.uniform_": lambda x, on: x.uniform_(3.0, 1.0), "x.random_": lambda x, on: x.random_(5, 5),
+    "x.exponential_": lambda x, on: x.exponential_(-1.0), "x.bernoulli_": lambda x, on: x.bernoulli_(2.0),
+    "x.bernoulli_(sizes)": lambda x, on: x.bernoulli_(mint.cat([x, x])),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("rank", (0, 2, 3), ids=("with data", "empty", "outside"))
+def test_a_refused_call_draws_nothing(name, rank):
+    """All ranks go on with the same numbers, whatever they hold of the tensor."""
+    with fake_world(4, rank):
+        md.manual_seed(7)
+        mesh = md.DeviceMesh("cpu", [0, 1, 2])
+        on = {"device_mesh": mesh, "placements": [S(0)]}
+        x = md.ones((2, 3), **on)
+        held = x.to_local().asnumpy().copy()
+        before = md.get_rng_state()
+        with pytest.raises(Exception) as told:
+            REFUSED[name](x, on)
+        assert told.type is not AssertionError and md.get_rng_state() == before
+        assert np.array_equal(x.to_local().asnumpy(), held)
+        after = md.randn(5, device_mesh=mesh)
+        md.manual_seed(7)
+        assert np.array_equal(after.to_local().asnumpy(), md.randn(5, device_mesh=mesh).to_local().asnumpy())

@@ -106,7 +106,7 @@ def build_plan(name: str, call: OpCall, mode) -> OpPlan | Composition:
     op, params = entry
     bound = bind_arguments(name, params, call.args, call.kwargs or {}, call.primitive)
     if writes:
-        return plan_write(op, {k: v for k, v in bound.items() if k != "attrs"}, call.tensors, mode)
+        return plan_write(op, {k: v for k, v in bound.items() if k != "attrs"}, call.tensors, mode, params)
     if op in COMPOSED and _must_compose(op, bound, call.tensors, mode):
         return Composition(name, op, params)
     return plan_for(op, bound, call.tensors, mode,
@@ -125,10 +125,10 @@ def plan_own(op: str, arguments: dict, tensors, mode) -> OpPlan:
     return plan_for(op, arguments, tensors, mode, form=LOCAL_OPS.get(op))
 
 
-def plan_write(op: str, arguments: dict, tensors, mode) -> OpPlan:
-    """The plan of an op whose result is put into its first operand."""
+def plan_write(op: str, arguments: dict, tensors, mode, params: tuple[str, ...] = ()) -> OpPlan:
+    """The plan of an op whose result is put into its first operand; `params`: in which order its form takes arguments."""
     inplace.check_writable(tensors[0], op, False, True)
-    return plan_for(op, arguments, tensors, mode, form=WRITES.get(op), writes=True)
+    return plan_for(op, arguments, tensors, mode, form=WRITES.get(op), writes=True, params=params)
 
 
 def _substitute(name: str, call: OpCall):
@@ -141,7 +141,8 @@ def _substitute(name: str, call: OpCall):
 
 
 def plan_for(op: str, arguments: dict, tensors, mode, original: LocalRun | None = None, form: Callable | None = None,
-             writes: bool = False, as_it_is: bool = False, dtype_place: int | None = None) -> OpPlan:
+             writes: bool = False, as_it_is: bool = False, dtype_place: int | None = None,
+             params: tuple[str, ...] = ()) -> OpPlan:
     """The plan of a canonical op: a case of its rule is chosen per axis, and all else follows from that.
 
     Args:
@@ -154,6 +155,7 @@ def plan_for(op: str, arguments: dict, tensors, mode, original: LocalRun | None 
         writes: the result is put into the first operand, which stays where it is.
         as_it_is: a user's function: it is not computed in float32 instead of bfloat16.
         dtype_place: where the original call takes a dtype, if positionally.
+        params: the order in which `form` takes `arguments`, where keywords may have brought another.
     """
     mesh = _common_mesh(op, tensors)
     alike = {id(arguments[name]) for name in CONSTANTS[op](arguments)} if op in CONSTANTS else ()
@@ -188,7 +190,7 @@ def plan_for(op: str, arguments: dict, tensors, mode, original: LocalRun | None 
     if named is not None:
         form, template, keywords = LOCAL_OPS[named.name], named.args, named.kwargs
     else:
-        template, keywords = tuple(spec_call.args.values()), {}
+        template, keywords = tuple(spec_call.args[p] for p in params or spec_call.args if p in spec_call.args), {}
     if form is not None:
         wrapper = wrapper_in_float32(op, tensors, promised, None) if in_float32 else None  # its arguments are others
         local = replace(local, form=(wrapper(form) if wrapper else form, template, keywords), in_float32=None,

@@ -140,6 +140,11 @@ def next_key() -> Key:
     return key
 
 
+def rehearse(draw, shape: tuple[int, ...]) -> None:
+    """Draws a number that nobody sees: what is wrong with a call is said on every rank, before the stream goes on."""
+    draw(Key(0, 0), shape, ((0, 1),) * len(shape))
+
+
 def agree(mesh) -> None:
     """Before a draw on a mesh: its ranks compare their seeds, once for each seed; `ms.set_seed(rank)` parts replicas.
 
@@ -239,6 +244,8 @@ def exponential(key: Key, shape, box: Box | None = None, dtype=np.float32) -> np
 
 def integers(key: Key, shape, low: int, high: int, box: Box | None = None) -> np.ndarray:
     """int64 numbers in [low, high); each within 2**-32 of equally likely for ranges below 2**32."""
+    if not all(isinstance(v, int | np.integer) and -1 << 63 <= v <= 1 << 63 for v in (low, high)):
+        raise ConfigError(f"For 'randint', 'low' and 'high' must be integers of 64 bits, but got {low!r} and {high!r}.")
     if high <= low:
         raise ConfigError(f"For 'randint', 'low' must be below 'high', but got {low} and {high}.")
     raw, span = words(key, shape, box), high - low

@@ -55,10 +55,10 @@ def _filled(value, layout: Layout, dtype) -> DTensor:
 
 
 def _drawn(draw, layout: Layout, dtype) -> DTensor:
-    key = rng.next_key()
-    array = layout.assemble(lambda box: draw(key, layout.shape, box, kind(dtype)))
+    rng.rehearse(lambda *at: tensor(np.asarray(draw(*at, kind(dtype))), dtype), layout.shape)
     rng.agree(layout.mesh)
-    return _made(array, layout, dtype)
+    key = rng.next_key()
+    return _made(layout.assemble(lambda box: draw(key, layout.shape, box, kind(dtype))), layout, dtype)
 
 
 def _full(name, args, value, dtype, device_mesh, placements) -> DTensor:

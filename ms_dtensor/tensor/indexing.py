@@ -188,6 +188,8 @@ def get_item(x, index):
 def _constant(x, item):
     if not isinstance(item, Tensor):
         item = Tensor(item)
+    if item.dtype in (ms.int8, ms.int16):
+        item = item.astype(ms.int32)
     if getattr(x, "_layout", None) is not None and getattr(item, "_layout", None) is None:
         return replicate_constant(item, x.device_mesh)  # the same literal in every rank's program
     return item

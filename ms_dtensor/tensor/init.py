@@ -27,6 +27,7 @@ def _write(name: str, x, values) -> DTensor:
     if layout.has_partial():
         raise LayoutError(f"For '{name}', a Partial tensor cannot be initialised.", layout.describe(),
                           "Which summand would each rank hold?", "use a tensor that is not Partial")
+    rng.rehearse(lambda *at: values(*at, kind(x.dtype)), layout.shape)
     rng.agree(layout.mesh)
     key = rng.next_key()
     array = layout.assemble(lambda box: np.asarray(values(key, layout.shape, box, kind(x.dtype))))

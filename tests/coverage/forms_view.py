@@ -168,7 +168,7 @@ FORMS = [
     Form("ops.triu", lambda x: ops.triu(x, 1), MATRIX), Form("x.tril(k)", lambda x: x.tril(1), TRIANGLES), Form("x.triu(k)", lambda x: x.triu(2), MATRIX),
     Form("ops.Tril", lambda x: ops.Tril(1)(x), TRIANGLES), Form("ops.Triu", lambda x: ops.Triu()(x), MATRIX),
     # -- copies
-    Form("mint.clone", mint.clone, ANY), Form("x.clone()", lambda x: x.clone(), ANY), Form("x.copy()", lambda x: x.copy(), MATRIX[:3]),
+    Form("mint.clone", mint.clone, ANY), Form("x.clone()", lambda x: x.clone(), ANY), Form("x.copy()", lambda x: x.copy(), (*MATRIX[:3], MATRIX[4], of(3, 2, dtype="int64"), of(3, 2, dtype="bool"))),
     Form("ops.deepcopy", ops.deepcopy, MATRIX[:3]), Form("ops.stop_gradient", ops.stop_gradient, MATRIX[:3]), Form("x.contiguous()", lambda x: x.contiguous() * 1, MATRIX[:3]),
 ]
 FORMS += [Form("F.pad(circular)", lambda x: F.pad(x, (1, 1), mode="circular"), of(2, 3, 4), raises=OpRuleError, note="the padding arrives as a tensor"),

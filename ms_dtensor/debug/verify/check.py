@@ -342,7 +342,7 @@ class _Trial:
                        if o not in case.invariant and any(not p.is_replicate() for p in case.ins)]
             expected = whole / prod(mesh.shape[a] for a, case in enumerate(combo) if case.ins[o].is_partial("avg"))
             value, unequal = assemble(parts, ins[o].gradient(varying))
-            if unequal or not same(expected, value):
+            if unequal or not same(expected, value, half=self.half):
                 self.report.wrong.append(f"{label}: gradient of operand {o}"
                                          + (f", replicas differ at {unequal}" if unequal else ""))
                 return

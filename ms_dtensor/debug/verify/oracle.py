@@ -43,7 +43,11 @@ def _summands(x: np.ndarray, op: str, n: int, rng) -> list[np.ndarray]:
         if x.dtype == bool:
             return [np.where(winner == r, x, op == "min") for r in range(n)]
         if x.dtype.kind == "u":  # no room below 0
-            return [np.where(winner == r, x, x * (op == "min") + (op == "min")).astype(x.dtype) for r in range(n)]
+            return [np.where(winner == r, x, np.maximum(x, x + 1) if op == "min" else 0).astype(x.dtype) for r in range(n)]
+        if x.dtype.kind == "i":
+            info, wide = np.iinfo(x.dtype), x.astype(object)
+            return [np.where(winner == r, x, np.clip(wide + worse * (1 + rng.integers(0, 3, x.shape)), info.min, info.max)
+                             ).astype(x.dtype) for r in range(n)]
         return [np.where(winner == r, x, x + worse * (1 + rng.integers(0, 3, x.shape))).astype(x.dtype) for r in range(n)]
     if op == "prod":
         parts = [rng.uniform(0.5, 2.0, x.shape).astype(x.dtype) for _ in range(n - 1)]

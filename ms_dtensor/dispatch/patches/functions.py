@@ -108,6 +108,12 @@ _FILLED = (
     *((module, "group_norm", _affine(lambda a: a["input"].shape[1])) for module in _NN),
     (_NN[0], "_nllloss_nd", lambda a: {"weight": (a["input"].shape[0 if a["input"].ndim == 1 else 1], 1)}),
 )
+# (module, attribute) of functions in whose Python MindSpore makes constants of the whole shape, the same on every rank
+_WITH_CONSTANTS = (
+    ("mindspore.ops.function.math_func", "_is_sign_inf"), *((module, "count_nonzero") for module in _MATH),
+    *((module, "threshold") for module in _NN[:3]), ("mindspore.nn.layer.activation:ops", "threshold"),
+    *((f"mindspore.ops{module}", "pinv") for module in (".function.linalg_func", ".function", "")),
+)
 # losses whose labels, integers, and class weights may be plain inside `loss_parallel()`: (module, or module:class;
 # attribute; the labels' place): as many as the global shapes say, so a shard cannot pass for the whole
 _LABELLED = (
@@ -151,6 +157,17 @@ def _filling(original, constants):
                     whole = ms.ops.full(shape, value, dtype=ms.float32).astype(x.dtype)  # bfloat16 has no kernel
                 given.arguments[name] = wrap(whole, Layout(x._layout.mesh, None, shape, x._layout.dtype))
         return original(*given.args, **given.kwargs)
+    return call
+
+
+def _replicating(original):
+    """`original`, what it makes of plain tensors taken for replicated ones."""
+    @functools.wraps(original)
+    def call(*args, **kwargs):
+        if first_dtensor(args, kwargs) is None:
+            return original(*args, **kwargs)
+        with modes.implicit_replication():
+            return original(*args, **kwargs)
     return call
 
 
@@ -322,6 +339,11 @@ def install() -> None:
         original = holder.__dict__.get(name)
         if original is not None:
             _installed.put(holder, name, _filling(original, constants))
+    for path, name in _WITH_CONSTANTS:
+        holder = _holder(path)
+        original = holder.__dict__.get(name)
+        if original is not None:
+            _installed.put(holder, name, _replicating(original))
     for path, name, at in _LABELLED:
         holder = _holder(path)
         original = getattr(holder, name, None)

@@ -38,7 +38,7 @@ CPU: dict[str, Any] = {**cpu.TABLE}
 WRITES: dict[str, Any] = write.WRITES
 for family in FAMILIES:
     LOCAL_OPS.update(family.TABLE)
-    CPU.update(getattr(family, "CPU", {}))
+    CPU.update({name: cpu.by_public_names(fn) for name, fn in getattr(family, "CPU", {}).items()})
 
 
 def decomposition(name: str, attrs: dict):

@@ -109,6 +109,7 @@ def scatter(input, dim, index, src, reduce=0):
     for d, n in enumerate(index._shape):
         if src._shape[d] != n:
             src = mint.narrow(src, d, 0, n)
+    index = index if index.dtype in (ms.int32, ms.int64) else index.astype(ms.int64)
     return ops.tensor_scatter_elements(input, index, src, dim, "add" if reduce in (1, "add") else "none")
 
 

@@ -11,6 +11,7 @@ from mindspore import mint, ops
 
 from .composites import batch_norm, nll_loss
 from .cpu_nn import reduced, softplus
+from .dtypes import rounded
 from .run import StandIn
 
 
@@ -97,7 +98,7 @@ def _batch_norm(name, input, weight=None, bias=None, running_mean=None, running_
     out = (input - mint.reshape(running_mean, shape)) * mint.rsqrt(mint.reshape(running_var, shape) + eps)
     out = out if weight is None else out * mint.reshape(weight, shape)
     out = out if bias is None else out + mint.reshape(bias, shape)
-    return out, *(ops.zeros((n,), input.dtype) for n in unused)
+    return rounded(out, input), *(ops.zeros((n,), input.dtype) for n in unused)
 
 
 def _batch_norm_classic(input, weight, bias, running_mean, running_var, training=False, eps=1e-5, momentum=0.1,

@@ -174,14 +174,32 @@ def eig(x, compute_v=False):
     return values, vectors if compute_v else Tensor(0, values.dtype)
 
 
+def _hermitian(name: str):
+    """`HFFT`, `IHFFT` and their kin by `IRFFT` or `RFFT`: MindSpore 2.10's own are wrong at every other call."""
+    def call(input, n=None, dim=None, norm=None):
+        back = ("forward", "backward", "ortho")[norm or 0]
+        if name[0] == "r":
+            return ops.conj(getattr(ops, name)(input, n, dim, back))
+        return getattr(ops, name)(ops.conj(input) if "Complex" in str(input.dtype) else input, n, dim, back)
+    return call
+
+
+def _shifted(shift):
+    """`FFTShift`, `IFFTShift` with their dims told: without, the backward reads a strided cotangent as contiguous."""
+    return lambda input, dim=None: shift(input, tuple(range(len(input._shape))) if dim is None else dim)
+
+
 TABLE = {
+    "FFTShift": _shifted(ops.fftshift), "IFFTShift": _shifted(ops.ifftshift),
+    **{f"{kind}FFT{dims.upper()}": _hermitian(f"{by}fft{dims}") for kind, by in (("H", "ir"), ("IH", "r"))
+       for dims in ("", "2", "n")},
     "Clone": clone, "Var": variance, "Std": std, "VarMean": var_mean, "StdMean": std_mean, "LogSumExp": logsumexp,
     "LinalgVectorNorm": vector_norm,
     "Norm": lambda input, p=2.0, dim=None, keepdim=False, dtype=None: vector_norm(input, p, dim, keepdim, dtype),
     # `mint.norm` uses it for infinite p, where epsilon does not show
     "LpNormV2": lambda input, p, dim=None, keepdim=False, epsilon=0.0: vector_norm(input, p, dim, keepdim),
     "CountNonZero": count_nonzero, "DeprecatedCountNonzero": count_nonzero_method,
-    "ReduceAny": any_, "AnyExt": any_, "Any": any_,
+    **dict.fromkeys(("ReduceAny", "AnyExt", "Any", "DeprecatedReduceAny"), any_),
     "CumsumExt": cumsum, "DeprecatedCumsum": cumsum_method, "CumSum": cumsum_classic, "TopkExt": topk, "SortExt": sort,
     "ArgMaxExt": argmax, "ArgMinExt": argmin,
     "ArgSort": lambda input, dim=-1, descending=False, stable=False: sort(input, dim, descending)[1],

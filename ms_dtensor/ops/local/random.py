@@ -11,6 +11,7 @@ import numpy as np
 from mindspore import Tensor, ops
 
 from .. import rng
+from .basic import clone
 from .dtypes import as_dtype
 from .lookup import host_values
 
@@ -42,7 +43,8 @@ def dropout_channels(x, keep, shape, box):
     """Dropout of whole channels (dims 0 and 1); the mask is boolean."""
     mask = _mask(keep, (*shape[:2], *(1,) * (len(shape) - 2)), (*box[:2], *((0, 1),) * (len(shape) - 2)), x.dtype)
     full = ops.broadcast_to(mask, tuple(x._shape))
-    return x * mask * (1.0 / keep if keep else 0.0), full.astype(ms.bool_)
+    out = x * mask * (1.0 / keep if keep else 0.0)
+    return out.astype(x.dtype) if "Int" in str(x.dtype) else out, full.astype(ms.bool_)
 
 
 def _like(draw):
@@ -116,7 +118,7 @@ def _broadcast(mean, std):
 
 def _functional(fn):
     def call(x, p, training, *_):
-        return fn(x, 1.0 - p, *_whole(x))[0] if training and p else x * 1
+        return fn(x, 1.0 - p, *_whole(x))[0] if training and p else clone(x)
     return call
 
 

@@ -15,6 +15,7 @@ from . import (
     conv,
     create,
     elementwise,
+    fft,
     index,
     linalg,
     lists,
@@ -54,7 +55,7 @@ RULES.update({op: reduce.reduction for op in ("sum", "mean", "max", "min", "prod
 
 # Further families bring their own names and rules: `NAMES` in the notation of `names.parse`, `RULES` by canonical op.
 FAMILIES: tuple = (arrange, index, scatter, random, create, lists, matmul, write, conv,
-                   elementwise, statistics, norm, loss, pool, attention, rotary, linalg, moe)
+                   elementwise, statistics, norm, loss, pool, attention, rotary, linalg, fft, moe)
 CONSTANTS: dict[str, Callable[[dict], tuple[str, ...]]] = {}  # arguments that may be plain tensors, by canonical op
 for family in FAMILIES:
     CONSTANTS.update(getattr(family, "CONSTANTS", {}))

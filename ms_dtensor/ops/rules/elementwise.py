@@ -41,7 +41,7 @@ fmin:Fmin:input other
 hypot:Hypot:input other
 xlogy:XLogYScalarOther,XLogYScalarSelf:input other
 eq:EqScalar:input other
-isclose:IsClose:input other rtol atol equal_nan
+isclose:IsClose,DeprecatedIsclose:input other rtol atol equal_nan
 equal:EqualExt:input other
 approximate_equal:ApproximateEqual:input other
 nextafter:NextAfter:input other
@@ -54,7 +54,7 @@ truncated:TruncateDiv,TruncateMod:input other
 squared_difference:SquaredDifference:input other
 addcmul:AddcmulExt,Addcmul:input tensor1 tensor2 value
 addcdiv:AddcdivExt,Addcdiv:input tensor1 tensor2 value
-where:DeprecatedSelect:input condition other
+where:DeprecatedSelect,DeprecatedWhere:input condition other
 to_other:ToOther,TypeAs:input other
 log_sigmoid:LogSigmoid:input
 real:Real:input
@@ -71,6 +71,8 @@ polar:Polar:input other
 def fused(call: Call) -> OpSpec:
     """`input + value * tensor1 * tensor2` (or `/ tensor2`): linear in input and one factor together."""
     spec, groups = pointwise(call), (("input", "tensor1"), ("input", "tensor2"))[:1 if call.op == "addcdiv" else 2]
+    if call.op == "addcdiv" and "int" in call.operands[0].dtype:  # a quotient of integers is cut off
+        return spec
     return replace(spec, cases=(*spec.cases, *partial_cases(call, groups)))
 
 

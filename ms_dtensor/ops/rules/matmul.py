@@ -132,7 +132,7 @@ def _bias_once(name: str, *operands: Operand, always: bool = False):
     """Every rank runs the same local form, so that backward collectives keep one order; only the share differs."""
     def local(at: Local) -> LocalCall | None:
         summed = at.outs[0].partial_axes
-        return LocalCall(name, (*operands, float(at.is_first(summed)))) if summed or always else None
+        return LocalCall(name, (*operands, int(at.is_first(summed)))) if summed or always else None
     return local
 
 
@@ -159,7 +159,7 @@ def add_product(call: Call) -> OpSpec:
 
     A sharded contraction leaves a Partial; then `input` is either Partial too, or counted on the first rank only.
     """
-    x, y, z = list(call.args.values())[:3]
+    x, y, z = (call.args[k] for k in ("input", "mat1", "mat", "batch1", "mat2", "vec", "batch2") if k in call.args)
     left, right, out = _PRODUCT[call.op]
     shape = _out_shape([left, right], out, [y.shape, z.shape])
     if any(n not in (1, m) for n, m in zip(reversed(x.shape), reversed(shape))):

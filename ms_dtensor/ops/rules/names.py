@@ -23,7 +23,9 @@ METHODS = {"ArgMaxExt": "DeprecatedArgmax", "ArgMinExt": "DeprecatedArgmin", "Ar
 ALIASES = {"axis": "dim", "keepdims": "keepdim", "keep_dims": "keepdim", "self": "input", "x": "input",
            "split_size": "sizes", "split_size_or_sections": "sizes", "indices": "index", "input_indices": "index",
            "dims": "repeats", "reps": "repeats",
-           "ddof": "correction", "mat2": "other", "vec": "other", "vec2": "other", "tensor2": "other"}
+           "ddof": "correction", "mat2": "other", "vec": "other", "vec2": "other", "tensor2": "other",
+           **dict.fromkeys(("exponent", "divisor", "y", "x2"), "other"), "source": "src", "value": "src",
+           "min": "low", "max": "high"}
 
 _UNARY = """
 abs:Abs neg:Neg exp:Exp expm1:Expm1 log:Log log1p:Log1p log2:Log2 log10:Log10 sqrt:Sqrt rsqrt:Rsqrt square:Square
@@ -32,23 +34,26 @@ atan:Atan,AtanExt asinh:Asinh,AsinhExt acosh:Acosh,AcoshExt atanh:Atanh erf:Erf 
 floor:Floor ceil:Ceil trunc:Trunc rint:Rint sigmoid:Sigmoid relu:ReLU relu6:ReLU6 silu:SiLU mish:Mish,MishExt
 hardsigmoid:HSigmoid hardswish:HSwish selu:SeLU,SeLUExt softsign:Softsign gelu_tanh:GeLU
 fast_gelu:FastGeLU isfinite:IsFinite isinf:IsInf isnan:IsNan logical_not:LogicalNot bitwise_not:BitwiseNot
-identity:Identity,StopGradient,Contiguous clone:Clone sinc:Sinc exp2:Exp2
+identity:Identity,StopGradient,Contiguous clone:Clone,TensorMove sinc:Sinc exp2:Exp2
 """
 
 _BINARY = """
-add:Add,AddScalar sub:Sub,SubScalar mul:Mul,Muls div:Div,Divs,RealDiv floor_divide:FloorDiv,FloorDivScalar
-remainder:RemainderTensorTensor,RemainderTensorScalar,RemainderScalarTensor,Mod,FloorMod fmod:FmodTensor,FmodScalar
+add:Add,AddScalar sub:Sub,SubScalar,DeprecatedSub mul:Mul,Muls div:Div,Divs,RealDiv floor_divide:FloorDiv,FloorDivScalar
+remainder:RemainderTensorTensor,RemainderTensorScalar,RemainderScalarTensor,Mod,FloorMod,DeprecatedRemainder
+fmod:FmodTensor,FmodScalar
 pow:Pow,PowTensorScalar,PowScalarTensor maximum:Maximum minimum:Minimum atan2:Atan2,Atan2Ext xlogy:Xlogy
 eq:Equal,EqualScalar ne:NotEqual,NeScalar lt:Less,LessScalar le:LessEqual,LessEqualScalar gt:Greater,GreaterScalar
 ge:GreaterEqual,GreaterEqualScalar
-logical_and:LogicalAnd logical_or:LogicalOr logical_xor:LogicalXor bitwise_and:BitwiseAndTensor,BitwiseAndScalar,BitwiseAnd
+logical_and:LogicalAnd,DeprecatedLogicalAnd logical_or:LogicalOr,DeprecatedLogicalOr logical_xor:LogicalXor
+bitwise_and:BitwiseAndTensor,BitwiseAndScalar,BitwiseAnd
 bitwise_or:BitwiseOrTensor,BitwiseOrScalar,BitwiseOr bitwise_xor:BitwiseXorTensor,BitwiseXorScalar,BitwiseXor
 """
 
 _OTHER = """
 add:AddExt:input other alpha
 sub:SubExt:input other alpha
-cast:Cast,ToDtype:input dtype
+cast:Cast,ToDtype:input dtype non_blocking copy
+cast:ToDevice:input device dtype non_blocking copy
 where:Select:condition input other
 where:SelectMethod:input condition other
 masked_fill:MaskedFill,MaskedFillScalar:input mask value
@@ -57,7 +62,7 @@ lerp:Lerp,LerpScalar:input end weight
 leaky_relu:LeakyReLU,LeakyReLUExt:input slope
 elu:Elu,EluExt:input alpha
 gelu:GeluExt:input approximate
-matmul:MatMulExt,BatchMatMulExt,Mm,Mv,Dot:input other
+matmul:MatMulExt,BatchMatMulExt,Mm,Mv,Dot,DeprecatedMatmul:input other
 matmul:MatMul,BatchMatMul:input other transpose_a transpose_b
 outer:Outer:input other
 linear:Dense:input weight bias

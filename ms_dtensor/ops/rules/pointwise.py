@@ -7,9 +7,11 @@ never sees a Partial.
 """
 from __future__ import annotations
 
+from dataclasses import replace
 from math import isfinite
 
 from ...core.placements import Partial
+from ...errors import OpRuleError
 from .spec import (
     SUMS,
     Call,
@@ -60,7 +62,8 @@ def partial_cases(call: Call, groups) -> list[Case]:
     """One case per linear group and reduction; every member must be a tensor, or the op would add a constant n times."""
     cases: list[Case] = []
     numbers = [v for v in call.args.values() if isinstance(v, int | float)]
-    if any(isinstance(v, float) and not isfinite(v) or v == 0 and call.op == "div" for v in numbers):
+    truth = call.op == "div" and getattr(call.args["other"], "dtype", "") == "bool"  # that is by 0 or 1
+    if truth or any(isinstance(v, float) and not isfinite(v) or v == 0 and call.op == "div" for v in numbers):
         return cases  # of infinities of both signs there is no sum
     for names in groups:
         values = [call.get(n) for n in names]
@@ -96,10 +99,19 @@ def cast(call: Call) -> OpSpec:
     """A dtype change. A sum may be widened before it is finished, not narrowed: each summand would round."""
     spec = pointwise(call)
     x = call.operands[0]
-    to = str(call.get("dtype", "")).lower()
-    if x.dtype in _FLOATS and to in _FLOATS and _FLOATS[to] >= _FLOATS[x.dtype] and to != "bfloat16":
-        return OpSpec(spec.shapes, (*spec.cases, *partial_cases(call, (("input",),))))
-    return spec
+    to = str(call.get("dtype", x.dtype)).lower()
+    if to == x.dtype or x.dtype in _FLOATS and to in _FLOATS and _FLOATS[to] >= _FLOATS[x.dtype] and to != "bfloat16":
+        spec = OpSpec(spec.shapes, (*spec.cases, *partial_cases(call, (("input",),))))
+    return spec if call.get("device") is None else replace(spec, local=lambda at: _stay(call, at), any_rows=True)
+
+
+def _stay(call: Call, at: Local) -> None:
+    """Refuses `x.to(device)` for another kind of device than the mesh's: the layout would say what is not so."""
+    mesh, wanted = at.ins[0].mesh, str(call.args["device"])
+    if mesh.device_type != {"ascend": "npu"}.get(wanted.lower(), wanted.lower()):
+        raise OpRuleError(f"For 'to', the shards of a DTensor would move to {wanted!r}.", at.ins[0].describe(),
+                          f"A DTensor's shards are on the devices of its mesh, which is of kind {mesh.device_type!r}.",
+                          ("leave out 'device'", "x.to_local() or x.full_tensor(), a plain tensor, and move that"))
 
 
 def masked_fill(call: Call) -> OpSpec:

@@ -41,7 +41,8 @@ _LINEAR = frozenset(("avg_pool", "avg_pool_3d", "avg_pool_1d", "avg_pool_2d", "a
 
 def _leading(call: Call, lead: int, *shapes) -> OpSpec:
     """The first `lead` dims of the input may be sharded, in all results alike."""
-    return OpSpec(shapes, tuple(call.like_first(range(lead), SUMS if call.op in _LINEAR else (), len(shapes))))
+    sums = SUMS if call.op in _LINEAR and "int" not in call.operands[0].dtype else ()  # a mean of integers is cut off
+    return OpSpec(shapes, tuple(call.like_first(range(lead), sums, len(shapes))))
 
 
 def pooled(n: int, kernel: int, stride: int, before: int, after: int, dilation: int, ceil_mode: bool) -> int:

@@ -6,6 +6,8 @@ one stream of `ops/rng.py` instead, on every device. A dropout is linear given i
 """
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ...errors import OpRuleError
 from .create import like_cases
 from .pointwise import shard_cases
@@ -33,6 +35,34 @@ def _alike(call: Call, count: int, linear: bool) -> tuple[Case, ...]:
     return (*cases, *(call.case({x.index: p}, p, *(R,) * (count - 1)) for p in (SUMS if linear else ())))
 
 
+_RIGHT: dict[str, tuple[Callable, str]] = {
+    **dict.fromkeys(("p", "keep_prob"), (lambda v: 0 <= v <= 1, "a probability, from 0 to 1")),
+    "std": (lambda v: v >= 0, "0 or more"), **dict.fromkeys(("rate", "num_samples"), (lambda v: v > 0, "above 0")),
+}
+
+
+def checked(rule: Callable[[Call], OpSpec]) -> Callable[[Call], OpSpec]:
+    """`rule`, after a look at the numbers: what no distribution has is refused before the stream goes on, on every rank."""
+    def check(call: Call) -> OpSpec:
+        args = {**call.args.get("attrs", {}), **call.args}
+        wrong = [f"{k!r} must be {words}, but got {args[k]!r}" for k, (right, words) in _RIGHT.items()
+                 if isinstance(args.get(k), int | float) and not right(args[k])]
+        low, high = args.get("low"), args.get("high")
+        if isinstance(low, int | float) and isinstance(high, int | float):
+            whole = call.op != "uniform_into"
+            if low > high or whole and low == high:
+                wrong.append(f"'low' must be below 'high', but got {low} and {high}")
+            elif whole and not -1 << 63 <= low < high <= 1 << 63:
+                wrong.append(f"'low' and 'high' must fit int64, but got {low} and {high}")
+        if wrong:
+            x = call.operands[0]
+            raise OpRuleError(f"For '{call.op}', {'; '.join(wrong)}.", f"{x.dtype}{list(x.shape)}",
+                              "There are no such random numbers. None was drawn; the stream is where it was.",
+                              "pass other numbers")
+        return rule(call)
+    return check
+
+
 def _box(at: Local):
     return at.outs[0].shape, at.outs[0].local_box(at.coordinate)
 
@@ -42,7 +72,7 @@ def dropout(call: Call) -> OpSpec:
     x = call.operands[0]
     keep = call.get("keep_prob", call.args.get("attrs", {}).get("keep_prob", 0.5))
     form = "dropout" if call.op == "dropout" else "dropout_channels"
-    return OpSpec((x.shape, x.shape), _alike(call, 2, linear=True),
+    return OpSpec((x.shape, x.shape), _alike(call, 2, linear="int" not in x.dtype),
                   lambda at: LocalCall(form, (x, float(keep), *_box(at))))
 
 
@@ -118,7 +148,8 @@ def multinomial(call: Call) -> OpSpec:
         p, count, again, "attrs" not in call.args and call.get("dtype") is None, *_box(at))))
 
 
-RULES = {"dropout": dropout, "dropout_channels": dropout, "func_dropout": func_dropout,
-         "func_dropout_channels": func_dropout, "rand_like": like, "randn_like": like, "randint_like": like,
-         "bernoulli": bernoulli, "bernoulli_like": bernoulli_like, "normal_of": normal_of, "multinomial": multinomial,
-         **dict.fromkeys(("normal_into", "uniform_into", "random_into", "exponential_into", "bernoulli_into"), into)}
+RULES = {op: checked(rule) for op, rule in {
+    "dropout": dropout, "dropout_channels": dropout, "func_dropout": func_dropout, "func_dropout_channels": func_dropout,
+    "rand_like": like, "randn_like": like, "randint_like": like, "bernoulli": bernoulli, "bernoulli_like": bernoulli_like,
+    "normal_of": normal_of, "multinomial": multinomial,
+    **dict.fromkeys(("normal_into", "uniform_into", "random_into", "exponential_into", "bernoulli_into"), into)}.items()}

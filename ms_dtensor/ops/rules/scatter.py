@@ -11,7 +11,7 @@ from ...errors import OpRuleError
 from .spec import SUMS, Call, Case, OpSpec, P, S
 
 NAMES = """
-scatter:Scatter,ScatterValue:input dim index src reduce
+scatter:Scatter,ScatterValue,DeprecatedScatter:input dim index src reduce
 scatter_add:ScatterAddExt:input dim index src
 scatter:TensorScatterElements:input index src dim reduce
 index_add:IndexAddExt:input dim index src alpha

@@ -51,8 +51,9 @@ def choose(call: Call, spec: OpSpec, layouts: tuple[Layout, ...], keep: bool = F
         no_gather: to gather a sharded dim of logits is the last resort, however little there is to move.
 
     Raises:
-        OpRuleError: an operand is not whole where the result's shape depends on data; one is Partial with a reduction
-            that cannot be finished (never for the built-in ones), or a written operand cannot stay.
+        OpRuleError: an operand is not whole where the result's shape depends on data, or a dim is cut that must not be;
+            one is Partial with a reduction that cannot be finished (never for the built-in ones), or a written operand
+            cannot stay.
     """
     mesh = layouts[0].mesh
     if spec.by_data and not all(x.is_replicated() for x in layouts):
@@ -60,6 +61,14 @@ def choose(call: Call, spec: OpSpec, layouts: tuple[Layout, ...], keep: bool = F
                           "\n".join(x.describe() for x in layouts),
                           "The shape of the result depends on data, and a rank knows a part of it.",
                           _WHOLE)
+    cut = [d for d in spec.uncut if any(mesh.shape[a] > 1 for a in layouts[0].dim_axes[d])]
+    if cut:
+        free = [d for d in range(len(layouts[0].shape)) if d not in spec.uncut]
+        raise OpRuleError(f"For '{call.op}', dim {cut[0]} is worked on, and it is cut.", layouts[0].describe(),
+                          "Each number of the result depends on all numbers along the dim, so one rank has to hold them; "
+                          "to gather them is left to you.",
+                          (*(f"x.redistribute(...) to Shard({d}) in its place: dim {d} is not worked on" for d in free[:1]),
+                           "x.redistribute(placements=[Replicate()] * mesh.ndim), if the whole fits on a rank"))
     whole = Case((REPLICATE,) * len(layouts), (REPLICATE,) * len(spec.shapes))
     cases = (*spec.cases, whole) if whole not in spec.cases else spec.cases
     chosen: list[Case] = []

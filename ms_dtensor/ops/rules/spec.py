@@ -174,6 +174,7 @@ class OpSpec:
         by_data: the shapes depend on data, so operands must come whole: nothing is gathered, and no shape is remembered.
         winners: of an extreme whose reduced dims may be sharded: who its gradient belongs to.
         any_rows: `local` does not ask which rows its shards are, so that they need be no run of rows (`FusedShard`).
+        uncut: dims of operand 0 that are not gathered for the caller: a call with one of them cut is refused.
         shape_only: operands of which nothing but the global shape is read; a rank without elements of one has work to do.
     """
 
@@ -186,6 +187,7 @@ class OpSpec:
     winners: Winners | None = None
     shape_only: tuple[int, ...] = ()
     any_rows: bool = False
+    uncut: tuple[int, ...] = ()
 
 
 _WIDTH = ("bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 bfloat16 float16 float32 float64 complex64 "

@@ -37,7 +37,7 @@ VIEWS = frozenset("reshape view_as flatten flatten_order permute swap matrix_tra
 def view_kind(call: Call) -> str:
     """"" for no view; "view" where the local form shares storage; "copy" where one device has a view and shards do not."""
     if call.op == "cast":  # to its own dtype one device hands the operand back
-        return "view" if result_dtype(call) == call.operands[0].dtype else ""
+        return "view" if result_dtype(call) == call.operands[0].dtype and not call.get("copy") else ""
     if call.op not in VIEWS:
         return ""
     steps = [b[2] for b in call.get("bounds", ())] + list(call.get("strides", ()))

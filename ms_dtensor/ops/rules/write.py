@@ -18,7 +18,7 @@ from .spec import PARTIALS, SUMS, Call, Case, Local, LocalCall, OpSpec, R, S, Un
 INPLACE_NAMES = """
 add:InplaceAddExt,InplaceAddsExt:input other alpha
 add:AssignAdd:input other
-sub:InplaceSubExt,InplaceSubScalar:input other alpha
+sub:InplaceSubExt,InplaceSubScalar,DeprecatedSub_:input other alpha
 sub:AssignSub:input other
 mul:InplaceMul,InplaceMuls:input other
 div:InplaceDiv,InplaceDivs:input other

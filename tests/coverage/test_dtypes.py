@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A slice of the matrix of forms and dtypes, and that it finds what it is for. All of it: `verify_rules.py --dtypes`."""
+from __future__ import annotations
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, mint, ops
+
+import ms_dtensor as md
+from ms_dtensor import Shard
+from ms_dtensor.comm import fake_world
+from ms_dtensor.debug.verify import Report
+from ms_dtensor.dispatch.dispatcher import clear_cache
+from ms_dtensor.ops.local import CPU
+from ms_dtensor.ops.rules import RULES, names
+from ms_dtensor.ops.rules.names import PRIMITIVES
+from tests.coverage import dtypes
+from tests.coverage.dtypes import AGREES, DTYPES, NEITHER, OURS, ask, by_keyword, reason
+from tests.coverage.form import Form
+from tests.coverage.samples import arrays
+from tests.coverage.test_forms import FORMS
+
+pytestmark = pytest.mark.usefixtures("cpu")
+ADD = Form("mint.add", lambda x: x + x, arrays((4, 3)))
+SLICE = [pytest.param(family, f, id=f.name) for family in FORMS
+         for f in [f for f in FORMS[family] if f.raises is None][3::80]]
+
+
+@pytest.mark.parametrize(("family", "form"), SLICE)
+def test_no_hole_without_a_reason(family, form):
+    for row, (group, each) in dtypes.rows(form).items():
+        for dtype in each:
+            mark = ask(form, group, dtype, family != "forms_random", Report())
+            assert len(mark) == 1 or reason(row, dtype), (row, dtype, mark)
+    assert by_keyword(form, set()) == []
+
+
+def test_the_marks():
+    assert [ask(ADD, "float32", dtype, True, Report()) for dtype in ("int8", "float32", "complex64")] == [AGREES] * 3
+    only_ours = Form("mint.cumsum", lambda x: mint.cumsum(x, 0), arrays((4, 3)))  # which has no kernel
+    assert ask(only_ours, "float32", "float32", True, Report()) == OURS
+    nobodys = Form("ops.cholesky", ops.cholesky, lambda rng: (np.eye(3, dtype="f"),))
+    assert ask(nobodys, "float32", "int8", True, Report()) == NEITHER
+
+
+def test_a_dtype_without_a_rule_is_told(monkeypatch):
+    monkeypatch.delitem(PRIMITIVES, "TensorMove")  # `x.copy()` of integers, as it was
+    copy = Form("x.copy()", lambda x: x.copy(), arrays((4, 3)))
+    marks = [ask(copy, "float32", dtype, True, Report()) for dtype in DTYPES]
+    assert {d for d, mark in zip(DTYPES, marks) if "no rule" in mark} == {"int32", "int64", "uint32", "uint64"}
+
+
+def test_another_dtype_or_number_is_told(monkeypatch):
+    monkeypatch.setitem(CPU, "Exp", lambda x: mint.exp(x.astype(ms.float32)))
+    exp = Form("mint.exp", mint.exp, arrays((4, 3)))
+    assert "result 0 is float32" in ask(exp, "float32", "float64", True, Report())
+    monkeypatch.setitem(CPU, "Exp", lambda x: mint.tanh(x))
+    assert "value of result 0" in ask(exp, "float32", "float16", True, Report())  # whose plan is not made yet
+
+
+def test_what_is_wrong_on_shards_only_is_told(monkeypatch):
+    rule = RULES["cumsum"]
+    pointwise = RULES["exp"]
+    monkeypatch.setitem(RULES, "cumsum", lambda call: (pointwise if "int" in call.operands[0].dtype else rule)(call))
+    cumsum = Form("ops.cumsum", lambda x: ops.cumsum(x, 0), arrays((4, 3)))
+    assert ask(cumsum, "float32", "float64", True, Report()) == AGREES
+    assert "cumsum [[4, 3]] (i64[4@" in ask(cumsum, "float32", "int64", True, Report())
+
+
+def test_a_keyword_that_no_rule_knows_is_told(monkeypatch):
+    power = Form("x.pow", lambda x: x.pow(2), arrays((4, 3)))
+    assert by_keyword(power, set()) == []
+    clear_cache()
+    monkeypatch.delitem(names.ALIASES, "exponent")
+    assert "PowTensorScalar(x, exponent)" in by_keyword(power, set())[0]
+
+
+def test_keywords_in_another_order_reach_what_writes():
+    with fake_world(1):
+        mesh = md.init_device_mesh("cpu", (1,))
+        x, y, index = (md.distribute_tensor(Tensor(v), mesh, None) for v in (
+            np.ones((2, 3), "f"), np.full((2, 3), 2.0, "f"), np.array([[0, 1, 0]])))
+        x.add_(alpha=3, other=y)
+        assert np.array_equal(x.to_local().asnumpy(), np.full((2, 3), 7.0, "f"))
+        x.scatter_(src=y, index=index, dim=0)
+        assert x.to_local().asnumpy().tolist() == [[2, 7, 2], [7, 2, 7]]
+
+
+VALUES = np.random.default_rng(0).normal(size=(4, 3)).astype("f")
+VALUES[0, 0], VALUES[1, 1], VALUES[2, 2] = np.inf, -np.inf, 0.0
+
+
+@pytest.mark.parametrize("call", (
+    lambda x: x.sub(y=x * 2), lambda x: x.pow(exponent=2), lambda x: x.remainder(divisor=1.5), lambda x: x.isclose(x2=x + 0),
+    lambda x: (x > 0).logical_or(other=x < 0), lambda x: (x > 0).logical_and(y=x < 1),
+    lambda x: x.where(condition=x > 0, y=-x),
+    lambda x: x.matmul(tensor2=ops.ones_like(x).T), lambda x: ops.threshold(x, 0.1, 5.0), lambda x: x.isposinf(),
+    ops.isneginf, lambda x: ops.count_nonzero(x, 1), lambda x: x[:, Tensor(np.array([0, 2], "int8"))]))
+def test_calls_that_were_refused(call):
+    with fake_world(2):
+        mesh = md.init_device_mesh("cpu", (2,))
+        out = call(md.distribute_tensor(Tensor(VALUES), mesh, [Shard(0)]))
+        assert out.placements == (Shard(0),)
+        with np.errstate(invalid="ignore"):
+            assert np.allclose(out.to_local().asnumpy(), call(Tensor(VALUES)).asnumpy()[:2], equal_nan=True)
