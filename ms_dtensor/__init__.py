@@ -3,7 +3,7 @@
 
 Names load on first use, so that the pure modules (layouts, plans, rules) can be used without MindSpore. The folders, low
 to high, each importing only those before it: core, internals, comm, redistribute, ops, dispatch, tensor, debug, custom_ops,
-parallel, optim, checkpoint, compat, tools.
+parallel, optim, pipeline, checkpoint, compat, tools.
 """
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .core.version import __version__
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # for editors and type checkers, who cannot see what loads on first use; a test compares the lists
     from . import checkpoint as checkpoint, comm as comm, compat as compat, debug as debug, errors as errors, optim as optim
-    from . import parallel as parallel
+    from . import parallel as parallel, pipeline as pipeline
     from .core import layout as layout, mesh as mesh, placements as placements
     from .core.layout import Layout as Layout
     from .core.mesh import DeviceMesh as DeviceMesh

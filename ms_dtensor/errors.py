@@ -83,6 +83,10 @@ class ConfigError(DTensorError, ValueError):
     """A configuration, plan or launch that does not fit together."""
 
 
+class ScheduleError(DTensorError, ValueError):
+    """A pipeline schedule that cannot be made, read or run."""
+
+
 class CheckpointError(DTensorError, RuntimeError):
     """Files that cannot be written or read, are damaged, or do not hold what is asked of them."""
 

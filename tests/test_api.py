@@ -23,8 +23,8 @@ from ms_dtensor import DTensor, Partial, Replicate, Shard
 pytestmark = pytest.mark.usefixtures("cpu")
 ROOT = Path(__file__).resolve().parent.parent
 SNAPSHOT = ROOT / "tests" / "snapshots" / "api.txt"
-FROZEN = ("ms_dtensor", "ms_dtensor.parallel", "ms_dtensor.optim", "ms_dtensor.checkpoint", "ms_dtensor.verify",
-          "ms_dtensor.registry", "ms_dtensor.interop.msadapter")
+FROZEN = ("ms_dtensor", "ms_dtensor.parallel", "ms_dtensor.optim", "ms_dtensor.pipeline", "ms_dtensor.checkpoint",
+          "ms_dtensor.verify", "ms_dtensor.registry", "ms_dtensor.interop.msadapter")
 OWN = {"ms_dtensor.registry": ("Registration", "parse_cases", "register_rule", "unregister_rule"),
        "ms_dtensor.interop.msadapter": ("Adapter", "adapters", "as_mindspore", "distribute_leaves", "leaves", "swap_leaves")}
 
@@ -37,6 +37,7 @@ PROMISED = {
     "ms_dtensor.parallel": "parallelize_module ParallelStyle ColwiseParallel RowwiseParallel loss_parallel replicate",
     "ms_dtensor.verify": "check_rule",
     "ms_dtensor.optim": "clip_grad_norm_ AdamW SGD Adafactor Muon EMA cosine linear wsd step_if_finite",
+    "ms_dtensor.pipeline": "Action Actions gpipe one_f_one_b interleaved zb_h1 zbv dualpipe_v simulate lower check draw",
     "ms_dtensor.checkpoint": "save load latest verify convert wait",
     "ms_dtensor.debug": "visualize_sharding",
     "ms_dtensor.comm": "get_backend set_cpu_backend register_backend fake_world",

@@ -27,7 +27,7 @@ SITE = DOCS / "site" / "mkdocs.yml"
 OUTSIDE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "model_zoo/llama/README.md"]
 PAGES = sorted(DOCS.rglob("*.md"))
 # pages whose Python runs below, in one process
-HERE = {"concepts": 5, "recipes_models": 3, "howto/port_from_mindformers": 1, "howto/ascend": 1}
+HERE = {"concepts": 5, "recipes_models": 3, "howto/port_from_mindformers": 1, "howto/ascend": 1, "pipeline": 4}
 PROGRAMS = {"python", "python3.11", "msrun", "pip", "source", "cd", "export", "git", "mkdocs"}
 name_of = {page: str(page.relative_to(ROOT)) for page in (*OUTSIDE, *PAGES)}
 
@@ -148,8 +148,8 @@ def test_every_public_name_is_in_the_reference_once():
         module, _, name = path.rpartition(".")
         found = getattr(importlib.import_module(module), name, None) if module else importlib.import_module(name)
         shown.add(id(found if found is not None else importlib.import_module(path)))
-    for module in ("ms_dtensor", "ms_dtensor.parallel", "ms_dtensor.optim", "ms_dtensor.checkpoint", "ms_dtensor.debug",
-                   "ms_dtensor.debug.verify"):
+    for module in ("ms_dtensor", "ms_dtensor.parallel", "ms_dtensor.optim", "ms_dtensor.pipeline", "ms_dtensor.checkpoint",
+                   "ms_dtensor.debug", "ms_dtensor.debug.verify"):
         namespace = importlib.import_module(module)
         missing = [n for n in namespace.__all__ if n != "__version__" and id(getattr(namespace, n)) not in shown]
         assert not missing, (module, missing)

@@ -22,8 +22,8 @@ def test_examples(name, cpu):
     assert result.failed == 0
 
 
-PUBLIC = ("ms_dtensor", "ms_dtensor.parallel", "ms_dtensor.optim", "ms_dtensor.checkpoint", "ms_dtensor.debug",
-          "ms_dtensor.verify")
+PUBLIC = ("ms_dtensor", "ms_dtensor.parallel", "ms_dtensor.optim", "ms_dtensor.pipeline", "ms_dtensor.checkpoint",
+          "ms_dtensor.debug", "ms_dtensor.verify")
 ALSO = {"ms_dtensor.comm": "get_backend set_cpu_backend register_backend fake_world",
         "ms_dtensor.compat.hyper_parallel": "DistributedOp",
         "ms_dtensor.init": "uniform_ normal_ trunc_normal_ constant_ zeros_ ones_ fans calculate_gain xavier_uniform_ "

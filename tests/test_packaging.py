@@ -23,6 +23,7 @@ PURE = (
     "ms_dtensor.checkpoint.folder",
     "ms_dtensor.checkpoint.plan",
     "ms_dtensor.checkpoint.reader",
+    "ms_dtensor.pipeline",
     "ms_dtensor.redistribute.plan",
     "ms_dtensor.redistribute.cost",
     "ms_dtensor.ops.rules",

@@ -15,14 +15,17 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, ops
 
-from ms_dtensor.errors import LayoutError
-
+from ..core.mesh import DeviceMesh
+from ..errors import ConfigError, LayoutError
 from ..internals.names import NoFallbackGuard
 from ..internals.target import on_cpu
 from ._storage import CHUNK, layout_of, local_array, local_view
 
+STAGE = "_ms_dtensor_stage"  # attribute of a pipeline's parameter: whether it counts here; of a tied one, on one rank
 
-def clip_grad_norm_(parameters_or_grads: Iterable, max_norm: float, norm_type: float = 2.0) -> float | Tensor:
+
+def clip_grad_norm_(parameters_or_grads: Iterable, max_norm: float, norm_type: float = 2.0, *,
+                    over: DeviceMesh | None = None) -> float | Tensor:
     """Scales gradients in place so that their joint norm is at most `max_norm`; returns the norm from before.
 
     Args:
@@ -31,11 +34,16 @@ def clip_grad_norm_(parameters_or_grads: Iterable, max_norm: float, norm_type: f
             `mindspore.value_and_grad` returns: its layout is the parameter's. None gradients are skipped.
         max_norm: the bound; `math.inf` only measures.
         norm_type: p of the p-norm, greater than 0; `math.inf` for the largest |g|, `-math.inf` for the smallest.
+        over: the axis over which the stages of a pipeline are dealt, `mesh["pp"]`: the norm is that of all stages. Every
+            rank of it calls, also one whose stage has no parameters; a tied one counts once.
 
     The same number on every rank: a float on CPU, elsewhere a tensor of no dims, whose `float()` waits for the device.
     It is not a number where an element is not. On CPU sums are taken in float64, elsewhere in float32, so there the norm
     of elements above 1e19 is infinite.
-    Communicates: one all-reduce of a few numbers per mesh axis that shards a gradient.
+    Communicates: one all-reduce of a few numbers per mesh axis that shards a gradient, and one of a number for `over`.
+
+    Raises:
+        ConfigError: parameters of a pipeline's stage without `over`: it would be one stage's norm.
 
     Example:
         >>> import ms_dtensor as md
@@ -46,10 +54,14 @@ def clip_grad_norm_(parameters_or_grads: Iterable, max_norm: float, norm_type: f
     """
     if not norm_type > 0 and norm_type != -math.inf:
         raise ValueError(f"For 'clip_grad_norm_', 'norm_type' = {norm_type} is out of range: greater than 0, or -inf.")
-    grads = [_with_layout(entry) for entry in parameters_or_grads]
-    grads = [(grad, layout) for grad, layout in grads if grad is not None]
+    entries = list(parameters_or_grads)
+    found = [(*_with_layout(entry), _counts(entry, over)) for entry in entries]
+    grads = [(grad, layout) for grad, layout, _ in found if grad is not None]
+    stages = None if over is None or over.size() == 1 else over.get_group()
     parts: dict[tuple, list] = {}  # (mesh, axes that shard) -> the gradients' sums over this rank's elements
-    for grad, layout in grads:
+    for grad, layout, counts in found:
+        if grad is None or not counts:
+            continue
         key: tuple = (None, ())
         if layout is not None:
             if any(p.is_partial() for p in layout.placements):
@@ -58,11 +70,14 @@ def clip_grad_norm_(parameters_or_grads: Iterable, max_norm: float, norm_type: f
             key = (layout.mesh, tuple(axis for axis, p in enumerate(layout.placements)
                                       if p.is_shard() and layout.mesh.shape[axis] > 1))
         parts.setdefault(key, []).append((_measure if on_cpu() else _measure_there)(grad, norm_type))
-    if parts and not on_cpu():
+    if (parts or stages) and not on_cpu():
         with NoFallbackGuard():
-            return _clip_there([grad for grad, _ in grads], parts, max_norm, norm_type)
+            return _clip_there([grad for grad, _ in grads], parts, max_norm, norm_type, stages)
     sums = {key: _join(norm_type, values) for key, values in parts.items()}
     total = _join(norm_type, _over_ranks(sums, norm_type))
+    if stages is not None:
+        number = Tensor(np.array([total], np.float64))
+        total = float(stages.all_reduce(number, "max" if math.isinf(norm_type) else "sum").asnumpy()[0])
     norm = abs(total) if math.isinf(norm_type) else total ** (1.0 / norm_type)
     factor = max_norm / (norm + 1e-6)
     if factor < 1.0:
@@ -76,6 +91,16 @@ def _with_layout(entry):
         own = layout_of(grad)
         return grad, own if own is not None else layout_of(param)
     return entry, layout_of(entry)
+
+
+def _counts(entry, over: DeviceMesh | None) -> bool:
+    """Whether a gradient is a part of the norm: of a parameter that several stages have one is."""
+    mark = entry[0].__dict__.get(STAGE) if isinstance(entry, (tuple, list)) else None
+    if mark is not None and over is None:
+        raise ConfigError("For 'clip_grad_norm_', the parameters are those of one stage of a pipeline.", entry[0].name,
+                          "The norm is of all parameters, and other ranks have the others.",
+                          'clip_grad_norm_(zip(schedule.params, grads), max_norm, over=mesh["pp"])')
+    return mark is not False
 
 
 def _reduced(grad):
@@ -152,7 +177,7 @@ def _measure_there(grad, p: float) -> Tensor:
         return mint.cat([mint.reshape(g.max(), (1,)), mint.reshape(nan.astype(ms.float32).max(), (1,))])
 
 
-def _clip_there(grads: list, parts: dict, max_norm: float, p: float) -> Tensor:
+def _clip_there(grads: list, parts: dict, max_norm: float, p: float, stages=None) -> Tensor:
     """The norm as a tensor, of which the device itself makes the factor."""
     extreme = math.isinf(p)
     width = 1 + extreme
@@ -165,7 +190,10 @@ def _clip_there(grads: list, parts: dict, max_norm: float, p: float) -> Tensor:
         keys = [key for key in sums if key[0] == mesh and axis in key[1]]
         result = mesh.get_group(axis).all_reduce(mint.cat([sums[key] for key in keys]), "max" if extreme else "sum")
         sums.update((key, mint.narrow(result, 0, i * width, width)) for i, key in enumerate(keys))
-    total = joined(mint.cat(list(sums.values())))
+    none = Tensor([-math.inf if p < 0 else 0.0] + [0.0] * extreme, ms.float32)  # of a stage without parameters
+    total = joined(mint.cat(list(sums.values()) or [none]))
+    if stages is not None:
+        total = stages.all_reduce(total, "max" if extreme else "sum")
     norm = mint.reshape(mint.narrow(total, 0, 0, 1), ())
     norm = ops.abs(norm) + 0.0 / (1.0 - mint.reshape(mint.narrow(total, 0, 1, 1), ())) if extreme else norm ** (1.0 / p)
     if max_norm != math.inf:

@@ -8,16 +8,19 @@ from collections.abc import Sequence
 import numpy as np
 from mindspore import Tensor
 
+from ..core.mesh import DeviceMesh
 from .clip import clip_grad_norm_
 
 
-def step_if_finite(optimizer, grads: Sequence[Tensor | None], max_norm: float = math.inf) -> float:
+def step_if_finite(optimizer, grads: Sequence[Tensor | None], max_norm: float = math.inf, *,
+                   over: DeviceMesh | None = None) -> float:
     """Clips gradients by their joint norm and steps; leaves the step out if the norm is infinite or not a number.
 
     Args:
         optimizer: one of ours or MindSpore's.
         grads: in the order of its parameters.
         max_norm: the bound of the norm.
+        over: of a pipeline, its axis, as for `clip_grad_norm_`.
 
     Returns the norm from before clipping. It is the same number on every rank, so all of them step or none does, and what
     it communicates is what `clip_grad_norm_` does; on a device the guard waits for it. After a step that was left out the
@@ -34,7 +37,7 @@ def step_if_finite(optimizer, grads: Sequence[Tensor | None], max_norm: float = 
     """
     params = optimizer.params if hasattr(optimizer, "params") else optimizer.parameters
     with np.errstate(invalid="ignore"):  # of an infinite norm clipping makes 0 * inf
-        norm = float(clip_grad_norm_(zip(params, grads, strict=True), max_norm))
+        norm = float(clip_grad_norm_(zip(params, grads, strict=True), max_norm, over=over))
     if math.isfinite(norm):
         optimizer(tuple(grads))
     return norm

@@ -17,6 +17,7 @@ usage: python -m ms_dtensor COMMAND ...
 
   doctor              looks whether this machine is ready to train, and says how to mend what is not
   plot RUN_DIR...     draws loss, throughput, communication and memory of runs that train.py recorded
+  pipeline            makes or reads a pipeline schedule, checks, simulates and draws it
   ckpt ls PATH        what a checkpoint holds, or which steps a folder has
   ckpt diff A B       how two checkpoints differ, whatever layouts they were saved in
   ckpt verify PATH    reads every byte of a checkpoint and names what is wrong
@@ -53,6 +54,9 @@ def main(arguments: Sequence[str]) -> int:
     if command == "ckpt":
         from ..checkpoint.cli import main as ckpt
         return ckpt(arguments)
+    if command == "pipeline":
+        from ..pipeline.cli import main as pipeline
+        return pipeline(rest)
     parser = argparse.ArgumentParser(prog=f"python -m ms_dtensor {command}")
     parser.add_argument("--json", action="store_true", help="print JSON")
     if command == "doctor":
@@ -68,4 +72,4 @@ def main(arguments: Sequence[str]) -> int:
                             help="where pictures go; default: RUN_DIR/plots of the first run")
         return plot.main(parser.parse_args(rest))
     argparse.ArgumentParser(prog="python -m ms_dtensor").error(
-        f"'{command[:60]}' is no command; known are doctor, plot and ckpt. See python -m ms_dtensor --help")
+        f"'{command[:60]}' is no command; known are doctor, plot, pipeline and ckpt. See python -m ms_dtensor --help")

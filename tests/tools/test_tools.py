@@ -21,7 +21,8 @@ from ms_dtensor.tools.guard import Guard
 def test_help_names_every_command_and_imports_nothing_heavy(capsys):
     assert cli.main([]) == 0 and cli.main(["--help"]) == 0
     out = capsys.readouterr().out
-    assert all(f"\n  {command} " in out for command in ("doctor", "plot RUN_DIR...", "ckpt ls PATH", "ckpt convert A B"))
+    commands = "doctor", "plot RUN_DIR...", "pipeline", "ckpt ls PATH", "ckpt convert A B"
+    assert all(f"\n  {command} " in out for command in commands)
     code = ("import sys; sys.modules['mindspore'] = None; from ms_dtensor.tools.cli import main; "
             "sys.exit(main(['plot', 'x']))")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)

@@ -418,13 +418,14 @@ class Engine:
             self._worker.drain()
         self._check_open("exchange")
         to, come = [dst for dst, _ in sends], [src for src, _, _ in recvs]
-        self._memory.enter(f"exchange to {to} from {come}".encode(), self._site().encode())
+        of = self._of()
+        self._memory.enter(f"exchange to {to} from {come}{of and f', {of}'}".encode(), self._site().encode())
         try:
             kept = [np.ascontiguousarray(x) for dst, x in sends if dst == self.rank]  # to myself
             for dst, x in sends:
                 if dst != self.rank:
-                    self._post(dst, x)
-            out = [kept.pop(0).reshape(shape).copy() if src == self.rank else self._take(src, shape, np.dtype(dtype))
+                    self._post(dst, x, of)
+            out = [kept.pop(0).reshape(shape).copy() if src == self.rank else self._take(src, shape, np.dtype(dtype), of)
                    for src, shape, dtype in recvs]
         except BaseException as e:
             self._broken = self._broken or e
@@ -432,29 +433,31 @@ class Engine:
         self._memory.leave()
         return out
 
-    def _post(self, dst: int, x: np.ndarray) -> None:
+    def _post(self, dst: int, x: np.ndarray, of: str) -> None:
+        about = f"{_kind(x)}{of and f', {of}'}".encode()
         data = np.ascontiguousarray(x).reshape(-1).view(np.uint8).data
         self.sent += len(data)
         if len(data) <= INLINE:
-            self._signals.post(dst, _kind(x).encode(), data)
+            self._signals.post(dst, about, data)
             return
         fd = os.memfd_create("ms_dtensor-message", os.MFD_CLOEXEC)
         try:
             done = 0
             while done < len(data):
                 done += os.write(fd, data[done:])
-            self._signals.post(dst, _kind(x).encode(), b"", fd)
+            self._signals.post(dst, about, b"", fd)
         finally:
             os.close(fd)  # the message in flight holds its own reference
 
-    def _take(self, src: int, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-        about, payload, fd = self._signals.take(src, "recv")
+    def _take(self, src: int, shape: Sequence[int], dtype: np.dtype, of: str) -> np.ndarray:
+        about, payload, fd = self._signals.take(src, f"recv of {of}" if of else "recv")
         out = np.empty(tuple(shape), dtype)
+        wanted = f"{_kind(out)}{of and f', {of}'}"
         try:
-            if about.decode() != _kind(out):
+            if about.decode() != wanted:
                 peers = self._signals.peers
                 calls = [(src, f"send {about.decode()}", peers[src].memory.call()[1]),
-                         (self.rank, f"recv {_kind(out)}", self._memory.call()[1])]
+                         (self.rank, f"recv {wanted}", self._memory.call()[1])]
                 raise self._signals.mismatch(calls, list(peers.values()), "exchange")
             data = out.reshape(-1).view(np.uint8)
             if fd < 0:

@@ -19,7 +19,7 @@ from mindspore import Parameter, Tensor, nn
 
 from ...core.tree import leaves, map_leaves
 from ...errors import LayoutError, MixedOperandError, OpRuleError
-from ...internals.names import NoFallbackGuard, composite, executor, grad_func
+from ...internals.names import composite, executor, grad_func
 from ...redistribute.execute import recorded_gradient
 from .. import classes, modes
 from ..cotangent import summed_gradient
@@ -229,7 +229,7 @@ def apart(participants: Iterable = ()) -> Iterator[list]:
 @contextmanager
 def backward_apart(participants: list, of: list) -> Iterator[None]:
     """The same, around a backward that is to give the gradients of these."""
-    with apart(participants), _asking(of), NoFallbackGuard():
+    with apart(participants), _asking(of):
         yield
 
 

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One stage of a pipeline on this rank: its module, its parameters, and one forward and backward of a micro-batch."""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mindspore import Parameter, nn
+
+from ..core.mesh import DeviceMesh
+from ..dispatch.recording import Recording
+from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    from .split import Tie
+
+
+class PipelineStage:
+    """A part of a model, as `pipeline` cuts it, or as you do.
+
+    Args:
+        module: what it computes: of the outputs of the stage before (of the first, of the batch) and of the keyword
+            arguments of `step`.
+        stage_index: which one it is, from 0.
+        num_stages: how many there are.
+        mesh: the axis that the stages are dealt over, `mesh["pp"]`.
+        ties: parameters that other stages have, too.
+
+    Raises:
+        ConfigError: no such stage.
+
+    Names and meanings are those of `torch.distributed.pipelining.PipelineStage`.
+
+    Example:
+        >>> import ms_dtensor as md
+        >>> from mindspore import nn
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("pp",))
+        >>> stage = md.pipeline.PipelineStage(nn.Dense(4, 4), 0, 1, mesh)
+        >>> stage.is_first, stage.is_last
+        (True, True)
+    """
+
+    def __init__(self, module: nn.Cell, stage_index: int, num_stages: int, mesh: DeviceMesh, *, ties: Sequence[Tie] = ()):
+        if not isinstance(module, nn.Cell) or not 0 <= stage_index < num_stages:
+            raise ConfigError(f"For 'PipelineStage', stage {stage_index} of {num_stages} is none.", type(module).__name__,
+                              "A stage is a cell, and stages count from 0.", "stage_index from 0 to num_stages - 1")
+        self.module, self.stage_index, self.num_stages, self.mesh, self.ties = module, stage_index, num_stages, mesh, ties
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the batch enters here."""
+        return self.stage_index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the loss is computed here."""
+        return self.stage_index == self.num_stages - 1
+
+    def params(self) -> list[Parameter]:
+        """Its trainable parameters."""
+        return list(self.module.trainable_params())
+
+    def record(self, inputs: tuple, kwargs: dict[str, Any], then: Callable | None) -> Recording:
+        """The forward of a micro-batch; `then` is applied to the output."""
+        def run(*inputs):
+            out = self.module(*inputs, **kwargs)
+            return out if then is None else then(out)
+        return Recording.of(run, *inputs)
+
+    def synchronise(self, now: bool) -> None:
+        """Whether the next backward reduces gradients over data-parallel ranks: that of the last micro-batch does."""
+        for _, cell in self.module.cells_and_names():
+            tell = cell.__dict__.get("set_requires_gradient_sync")
+            if tell is not None:
+                tell(now, recurse=False)

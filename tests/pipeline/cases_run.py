@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipelines on real ranks against one device: loss and every gradient, and what was sent."""
+from __future__ import annotations
+
+import math
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, mint, nn
+
+import ms_dtensor as md
+from ms_dtensor import comm
+from ms_dtensor.errors import CollectiveMismatch, ConfigError, LayoutError, ScheduleError
+from ms_dtensor.pipeline import (
+    Actions,
+    PipelineStage,
+    Schedule,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    gpipe,
+    pipeline,
+    zbv,
+)
+from tests.cases import case
+from tests.sharding.support import collected, filled, none_of
+
+RNG = np.random.default_rng(11)
+ROWS = 24
+X, T = (RNG.normal(size=(ROWS, 4)).astype(np.float32) for _ in range(2))
+PLACES = RNG.normal(1, 0.2, size=(ROWS, 4)).astype(np.float32)
+
+
+class Block(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Dense(4, 8), nn.Dense(8, 4)
+
+    def construct(self, x, places=None):
+        y = self.down(mint.tanh(self.up(x)))
+        return x + (y if places is None else y * places)
+
+
+class Net(nn.Cell):
+    """Blocks in a list, one cell before and one behind."""
+
+    def __init__(self, count: int = 6, tied: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Dense(4, 4)
+        self.layers = nn.CellList([Block() for _ in range(count)])
+        self.last = nn.Dense(4, 4, has_bias=False)
+        if tied:
+            self.last.weight = self.first.weight
+
+    def construct(self, x, places=None):
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x, places)
+        return self.last(x)
+
+
+def loss_fn(y, t):
+    return ((y - t) ** 2).mean() + (y ** 3).mean() * 0.1
+
+
+def one_device(net, places: bool, x=X, t=T):
+    extra = (Tensor(PLACES),) if places else ()
+    loss, grads = ms.value_and_grad(lambda x: loss_fn(net(x, *extra), Tensor(t)), None, net.trainable_params())(Tensor(x))
+    return float(loss), {name: g.asnumpy() for (name, _), g in zip(
+        [(n, p) for n, p in net.parameters_and_names() if p.requires_grad], grads)}
+
+
+def close(got, want, what: str, bar: float = 1e-6) -> None:
+    got = got.full_tensor() if isinstance(got, md.DTensor) else got
+    got = got.asnumpy() if isinstance(got, Tensor) else got
+    off = np.abs(got - want).max() / max(np.abs(want).max(), 1e-3)
+    assert off <= bar, f"{what}: off by {off:.2e} of the largest element"
+
+
+KINDS = {"gpipe": (ScheduleGPipe, 1), "1f1b": (Schedule1F1B, 1), "interleaved": (ScheduleInterleaved1F1B, 2)}
+
+
+def right(schedule, want, what: str, target=None, **given) -> None:
+    loss, grads = schedule.step(*given.pop("args", (Tensor(X),)), target=Tensor(T) if target is None else target, **given)
+    close(loss, np.array(want[0]), f"{what}: loss", 2e-6)
+    # of tied parameters one device has the sum, by the name of the first
+    names = {id(p): n for stage in schedule.stages.values() for n, p in stage.module.parameters_and_names()}
+    assert len(grads) == len(schedule.params)
+    for p, g in zip(schedule.params, grads):
+        name = names[id(p)]
+        close(g, want[1][name if name in want[1] else "first.weight"], f"{what}: {name}", 2e-6)
+
+
+def every(world, m: int, places: bool = False, tied: bool = False, split=None) -> None:
+    mesh, faults = md.init_device_mesh("cpu", (world.size,), mesh_dim_names=("pp",)), []
+    for name, (kind, v) in KINDS.items():
+        if name == "interleaved" and m % world.size or split is not None and v > 1:
+            continue
+
+        def steps(name=name, kind=kind, v=v):
+            net = filled(Net(tied=tied))
+            want = one_device(net, places)
+            stages = pipeline(net, mesh, split=split or "cost", n_stages=v * world.size)
+            schedule = kind(stages, m, loss_fn)
+            extra = {"places": Tensor(PLACES)} if places else {}
+            for step in range(2):
+                with comm.record() as events:
+                    right(schedule, want, f"step {step}", **extra)
+                assert {e.op for e in events} <= {"exchange", "broadcast"}, "nothing but messages, and the loss"
+            close(schedule.eval(Tensor(X), target=Tensor(T), **extra), np.array(want[0]), "evaluation", 2e-6)
+        collected(faults, f"{name}, m={m}", steps)
+    none_of(faults)
+
+
+@case(2)
+def schedules_of_two(world):
+    for m in (1, 2, 4):
+        every(world, m)
+
+
+@case(4, timeout=120)
+def schedules_of_four(world):
+    for m in (4, 8):
+        every(world, m)
+
+
+@case(2)
+def side_inputs_are_cut_by_each_rank(world):
+    every(world, 4, places=True)
+
+
+@case(2)
+def tied_weights_of_first_and_last_stage(world):
+    every(world, 4, tied=True)
+
+
+@case(4)
+def uneven_and_empty_stages(world):
+    every(world, 4, split=[["first"], [f"layers.{i}" for i in range(5)], [], ["layers.5", "last"]])
+
+
+def normed(world, over_split, tied: bool) -> None:
+    """The norm is one device's, on all ranks, also on one without parameters; and gradients are scaled by it."""
+    mesh = md.init_device_mesh("cpu", (world.size,), mesh_dim_names=("pp",))
+    net = filled(Net(tied=tied))
+    _, want = one_device(net, False)
+    for norm_type in (2.0, math.inf, 3.0):
+        values = [np.abs(g).astype(np.float64) for g in want.values()]
+        norm = max(v.max() for v in values) if math.isinf(norm_type) else sum(
+            (v ** norm_type).sum() for v in values) ** (1 / norm_type)
+        schedule = Schedule1F1B(pipeline(net, mesh, split=over_split), 4, loss_fn)
+        _, grads = schedule.step(Tensor(X), target=Tensor(T))
+        if grads:
+            told(ConfigError, "one stage of a pipeline", lambda g=grads, s=schedule, n=norm: md.optim.clip_grad_norm_(
+                zip(s.params, g), n / 2))
+        before = [g.asnumpy().copy() for g in grads]
+        with comm.record() as events:
+            got = md.optim.clip_grad_norm_(zip(schedule.params, grads), norm / 2, norm_type, over=mesh)
+        assert abs(got / norm - 1) < 1e-6, (got, norm)
+        assert [e.op for e in events] == ["all_reduce"]
+        for g, b in zip(grads, before):
+            close(g, b / 2, "a clipped gradient", 1e-5)
+
+
+@case(2)
+def norm_over_stages_of_tied_weights(world):
+    normed(world, "cost", True)
+
+
+@case(4)
+def norm_over_stages_of_which_one_is_empty(world):
+    normed(world, [["first"], [f"layers.{i}" for i in range(5)], [], ["layers.5", "last"]], False)
+
+
+class Two(nn.Cell):
+    """Two tensors over the border, and an integer one beside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = Parameter(Tensor(np.zeros((4, 4), np.float32)), name="w")
+
+    def construct(self, x, y=None, ids=None):
+        y = x * 0.5 if y is None else y
+        ids = Tensor([1, 2], ms.int32) if ids is None else ids
+        return mint.tanh(mint.matmul(x, self.w)) + y * ids.sum(), y * 1.5 - x, ids
+
+
+@case(2)
+def several_tensors_over_a_border(world):
+    mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    nets = [filled(Two(), seed) for seed in (1, 2)]
+
+    def loss(out, t):
+        return loss_fn(out[0] + out[1], t)
+
+    def whole(x):
+        return loss(nets[1](*nets[0](x)), Tensor(T))
+    value, grads = ms.value_and_grad(whole, None, [n.w for n in nets])(Tensor(X))
+    schedule = Schedule1F1B(PipelineStage(nets[world.rank], world.rank, 2, mesh), 3, loss)
+    got, (grad,) = schedule.step(Tensor(X), target=Tensor(T))
+    close(got, value.asnumpy(), "loss")
+    close(grad, grads[world.rank].asnumpy(), "w")
+
+
+WAYS = {
+    "tp": lambda stage, mesh: md.distribute_module(md.parallelize_module(stage, mesh["tp"], {
+        f"layers.{i}.{name}": style(use_local_output=False) for i, c in enumerate(stage.layers) if isinstance(c, Block)
+        for name, style in (("up", md.ColwiseParallel), ("down", md.RowwiseParallel))}), mesh["tp"]),
+    "tp, recompute": lambda stage, mesh: (WAYS["tp"](stage, mesh), [
+        md.checkpoint_wrapper(c, save=save) for c, save in zip(stage.layers, (None, [mint.tanh]) * 3)
+        if isinstance(c, Block)]),
+    "replicate": lambda stage, mesh: md.replicate(stage, mesh=mesh["dp"]),
+    "fully_shard": lambda stage, mesh: md.fully_shard(stage, mesh=mesh["dp"]),
+    "blocks": lambda stage, mesh: [md.fully_shard(c, mesh=mesh["dp"]) for c in (*stage.layers, stage)
+                                   if list(c.get_parameters())],
+    "recompute": lambda stage, mesh: (md.replicate(stage, mesh=mesh["dp"]), [
+        md.checkpoint_wrapper(c) for c in stage.layers if isinstance(c, Block)]),
+    "selective": lambda stage, mesh: (md.replicate(stage, mesh=mesh["dp"]), [
+        md.checkpoint_wrapper(c, save=[mint.tanh]) for c in stage.layers if isinstance(c, Block)]),
+}
+
+
+def beside(world, way: str, kind, v: int) -> None:
+    other = "tp" if way.startswith("tp") else "dp"
+    mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", other))
+    net = filled(Net())
+    want = one_device(net, False)
+    stages = pipeline(net, mesh["pp"], n_stages=2 * v)
+    for stage in stages:
+        WAYS[way](stage.module, mesh)
+    here, m = mesh[other], 4
+    rows = [md.Replicate() if other == "tp" else md.Shard(0)]
+    x, t = (md.distribute_tensor(Tensor(a), here, rows, src_data_rank=None) for a in (X, T))
+    schedule = kind(stages, m, loss_fn)
+    for step in range(2):
+        with comm.record() as events:
+            right(schedule, want, f"step {step}", t, args=(x,))
+        sums = [e for e in events if e.phase == "backward" and e.axes == ("dp",) and e.op in ("all_reduce", "reduce_scatter")
+                and "gradient" in e.src + e.dst]
+        units = sum(len(s.module.trainable_params()) > 0 for s in stages) if way != "blocks" else 1 + sum(
+            bool(list(c.get_parameters())) for s in stages for c in (*s.module.layers, s.module))
+        if other == "dp":
+            assert 0 < len(sums) <= units, f"reduced once a step, not once a microbatch: {len(sums)} of {units}"
+
+
+@case(4, timeout=180)
+def pipelines_beside_other_axes(world):
+    faults: list[str] = []
+    for way in WAYS:
+        for name, (kind, v) in KINDS.items():
+            collected(faults, f"{way}, {name}", lambda way=way, kind=kind, v=v: beside(world, way, kind, v))
+    none_of(faults)
+
+
+def told(kind, text: str, call) -> None:
+    try:
+        call()
+    except kind as e:
+        assert text in str(e), str(e)
+    else:
+        raise AssertionError(f"nothing raised: {text}")
+
+
+@case(2)
+def refusals_before_anything_is_sent(world):
+    mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    stages = pipeline(filled(Net()), mesh)
+    with comm.record() as events:
+        told(LayoutError, "24 rows are not cut into 5", lambda: Schedule1F1B(stages, 5, loss_fn).step(
+            Tensor(X), target=Tensor(T)))
+        told(ScheduleError, "no loss function", lambda: Schedule1F1B(stages, 4).step(Tensor(X)))
+        told(ScheduleError, "gradients of weights by themselves", lambda: Schedule(
+            pipeline(filled(Net()), mesh, style="v"), 4, loss_fn, actions=zbv(2, 4)))
+        told(ScheduleError, "are not those of the order", lambda: Schedule(stages, 4, loss_fn, actions=gpipe(4, 4)))
+        told(ScheduleError, "has 1 faults", lambda: Schedule(stages, 2, loss_fn, actions=Actions.parse(
+            "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1")))
+        told(ScheduleError, "3 weights", lambda: Schedule1F1B(stages, 4, loss_fn).step(
+            Tensor(X), target=Tensor(T), weights=[1, 2, 3]))
+    assert not events
+    right(Schedule1F1B(stages, 4, loss_fn), one_device(filled(Net()), False), "a step after them")
+
+
+@case(2)
+def ranks_with_other_orders(world):
+    mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    kind = (ScheduleGPipe, Schedule1F1B)[world.rank]
+    schedule = kind(pipeline(filled(Net()), mesh), 4, loss_fn)
+    told(CollectiveMismatch, "a pipeline in the order", lambda: schedule.step(Tensor(X), target=Tensor(T)))
