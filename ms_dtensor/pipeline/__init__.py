@@ -7,12 +7,18 @@ and loads MindSpore on first use: `split.py` (a model into stages), `stage.py`, 
 docs/pipeline.md.
 """
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from .actions import Action, Actions, Overlap
 from .builders import dualpipe_v, gpipe, interleaved, one_f_one_b, zb_h1, zbv
 from .check import Fault, check
 from .draw import draw
 from .order import Lowered, Recv, Reduce, Send, Slot, Timeline, lower, simulate
+
+if TYPE_CHECKING:
+    from .schedule import Schedule, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+    from .split import Absent, pipeline
+    from .stage import PipelineStage
 
 _RUNS = {"Absent": "split", "pipeline": "split", "PipelineStage": "stage", "Schedule": "schedule",
          "ScheduleGPipe": "schedule", "Schedule1F1B": "schedule", "ScheduleInterleaved1F1B": "schedule"}

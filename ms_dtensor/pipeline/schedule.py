@@ -298,10 +298,8 @@ class _Step:
         stage = self.schedule.stages[s]
         args, kwargs, target = self.cut[i]
         inputs = args if stage.is_first else _as_arguments(self._take(("F", s - 1, i)))
-        then: Callable | None = None
-        if stage.is_last and self.schedule.loss_fn is not None:
-            def then(out):
-                return self.schedule.loss_fn(out, target) * self.weights[i]
+        loss_fn = self.schedule.loss_fn if stage.is_last else None
+        then = None if loss_fn is None else lambda out: loss_fn(out, target) * self.weights[i]
         if self.training:
             made = self.recordings[s, i] = stage.record(inputs, kwargs, then)
             out = map_leaves(_detached, made.outputs, Tensor)

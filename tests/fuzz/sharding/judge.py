@@ -25,6 +25,7 @@ SMALLER = 80  # programs that are tried when one is made small
 # Refusals that the documents announce, by a piece of the message: one device does not know the limit.
 DOCUMENTED = {
     "the operands live on different meshes": "an input lies on an axis on which no parameter of the model does",
+    "were written to since it ran": "what is recomputed has read a parameter that was written before its backward",
 }
 
 
