@@ -16,9 +16,13 @@ from .draw import draw
 from .order import Lowered, Recv, Reduce, Send, Slot, Timeline, lower, simulate
 
 if TYPE_CHECKING:
-    from .schedule import Schedule, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
-    from .split import Absent, pipeline
-    from .stage import PipelineStage
+    from .schedule import Schedule as Schedule
+    from .schedule import Schedule1F1B as Schedule1F1B
+    from .schedule import ScheduleGPipe as ScheduleGPipe
+    from .schedule import ScheduleInterleaved1F1B as ScheduleInterleaved1F1B
+    from .split import Absent as Absent
+    from .split import pipeline as pipeline
+    from .stage import PipelineStage as PipelineStage
 
 _RUNS = {"Absent": "split", "pipeline": "split", "PipelineStage": "stage", "Schedule": "schedule",
          "ScheduleGPipe": "schedule", "Schedule1F1B": "schedule", "ScheduleInterleaved1F1B": "schedule"}

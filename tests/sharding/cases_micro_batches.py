@@ -188,3 +188,28 @@ def the_recipes_data_parallel_trainer_reduces_once_a_step(world):
         for i, (g, w) in enumerate(zip(grads, wanted, strict=True)):
             equal(g, w, f"gradient {i}", 1e-4)
         assert count["all_reduce", "backward"] == 1, (micro_batches, count)
+
+
+@case(2)
+def parameters_that_are_unfrozen_later(world):
+    """Buckets are of what is trained now, so it is reduced once a step, too."""
+    mesh, faults = data_mesh(world), []
+    for way in ("replicate", "bucket_mb=0", "zero1", "kept"):
+        if way not in WAYS:
+            continue
+
+        def steps(way=way):
+            plain, net = filled(Net()), filled(Net())
+            for n in (plain, net):
+                n.blocks[1][0].weight.requires_grad = False
+            WAYS[way](net, mesh, net.blocks)
+            for trained in (False, True, False):
+                for n in (plain, net):
+                    n.blocks[1][0].weight.requires_grad = trained
+                    n.blocks[0][0].bias.requires_grad = not trained
+                losses = [lambda n: lambda x: (n(x) ** 2).mean(), lambda n: lambda x: (n(x) ** 3).mean()]
+                first, last = summed(net, plain, mesh, losses, f"{trained=}")[-2:]
+                sums = [c["all_reduce", "backward"] + c["reduce_scatter", "backward"] for c in (first, last)]
+                assert sums[0] == 0 and 0 < sums[1] <= (7 if way == "bucket_mb=0" else 5), sums
+        collected(faults, way, steps)
+    none_of(faults)

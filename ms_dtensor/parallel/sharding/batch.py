@@ -6,7 +6,7 @@ from mindspore import Tensor, nn
 
 from ... import comm
 from ...core.mesh import DeviceMesh
-from ...core.placements import Shard
+from ...core.placements import REPLICATE, Shard
 from ...core.tree import leaves, map_leaves
 from ...dispatch import modes
 from ...dispatch.operands import LAID_OUT, wrap
@@ -61,9 +61,11 @@ def _unflattened(x: DTensor, cell) -> DTensor:
     axes = {a: p for name, p in zip(own.mesh_dim_names, x.placements) for a in whole.root.expand_axes(name)}
     if tuple(axes) == own.mesh_dim_names or not set(axes) <= set(whole.mesh_dim_names):
         return x
-    data = whole[tuple(axes)]
-    x = x.redistribute(data, axes)
-    return x if data == whole else DTensor.from_local(x.to_local(), whole, axes, shape=x.shape)
+    # what does not divide is cut at other places on several axes
+    uneven = any(p.is_shard() and x.shape[p.dim] % own.size() for p in x.placements)
+    there = x.redistribute(own, [REPLICATE] * own.ndim) if uneven else x
+    out = DTensor.from_local(there.to_local(), whole, {} if uneven else axes, shape=x.shape)
+    return out.redistribute(whole, axes) if uneven else out
 
 
 def _known_again(x: Tensor) -> Tensor:

@@ -142,13 +142,24 @@ class Reduction:
             for key, ref in self.cut.items():
                 memo_of(ref()).late_gradient = True
                 Tensor.register_hook(ref(), lambda grad, key=key: self._hand_out(key, grad))
+        self._trained: list[int] = []  # ids of kept parameters for which there are buckets
+        self._hooks: list = []
         if unit.mesh.size() > 1:
             self._make_buckets()
 
     def _make_buckets(self) -> None:
-        """Of at most so many MiB, filled in reverse order of the parameters, as the backward is expected to meet them."""
+        """Of at most so many MiB, filled in reverse order of the parameters, as the backward is expected to meet them.
+
+        Of those that are trained now: made anew when others are.
+        """
+        trained = [p for p in self.kept if p.requires_grad]
+        if list(map(id, trained)) == self._trained:
+            return
+        self._trained, self.buckets = list(map(id, trained)), []
+        while self._hooks:
+            self._hooks.pop().remove()
         unit, filled, last, size = self.unit, list[list](), dict[str, list](), dict[str, float]()
-        for p in reversed([p for p in self.kept if p.requires_grad]):
+        for p in reversed(trained):
             memo_of(p).partial_grad_axes = unit.partial_on[id(p)]
             kind, need = p.layout.dtype, nbytes(p.local_shape, p.layout.dtype)
             if kind not in last or size[kind] + need > unit.bucket_mb * 2 ** 20:
@@ -162,7 +173,8 @@ class Reduction:
                             None if dtype in (None, members[0].dtype) else dtype)
             self.buckets.append(bucket)
             for i, p in enumerate(members):
-                Tensor.register_hook(p, lambda grad, bucket=bucket, i=i: self._keep(bucket, i, grad))
+                self._hooks.append(Tensor.register_hook(
+                    p, lambda grad, bucket=bucket, i=i: self._keep(bucket, i, grad)))
 
     # -- as gradients arrive -----------------------------------------------------------------------------------------
 
@@ -304,6 +316,8 @@ class Reduction:
         """A forward begins: what is still there was left behind by a backward that raised."""
         if any(bucket.handed for bucket in self.buckets) or self._handed or self._due:
             self._drop()
+        if self.unit.mesh.size() > 1:
+            self._make_buckets()
 
     def forget(self) -> None:
         """Drops what is owed."""
