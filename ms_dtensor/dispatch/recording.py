@@ -22,7 +22,7 @@ from ..internals.probes import check_recordings
 from .cotangent import summed_gradient
 from .operands import local_alias, recording, retag, wrap
 from .patches.gradients import apart, as_cotangents, backward_apart, deliver, layouts_of
-from .patches.recomputed import _leaf
+from .patches.recomputed import leaf_of
 
 
 class Recording:
@@ -54,7 +54,7 @@ class Recording:
                               "It is recorded by itself: not within a gradient, and not under no_grad.",
                               "call it outside of value_and_grad, grad and no_grad")
         with NoFallbackGuard():
-            inputs = map_leaves(lambda x: _leaf(x, True) if x.is_floating_point() else x, inputs, Tensor)
+            inputs = map_leaves(lambda x: leaf_of(x, True) if x.is_floating_point() else x, inputs, Tensor)
         with apart() as participants:
             executor.set_grad_flag(True)
             try:

@@ -126,7 +126,7 @@ class _Forward:
         def reader(x: Tensor) -> Tensor:
             _, recorded = next(noted)
             if x._requires_grad != recorded and x.is_floating_point():
-                return _leaf(x, recorded)
+                return leaf_of(x, recorded)
             return wrap(local_alias(x), x.layout) if _is_dtensor(x) and not x._is_leaf else x
         args, kwargs = map_leaves(reader, self.given, Tensor)
         return self.run(*args, **kwargs)
@@ -173,7 +173,7 @@ class _Forward:
         finally:
             self.kept = None
         kept.result, kept.random = map_leaves(
-            lambda x: _leaf(x, x._requires_grad and x.is_floating_point()), out, Tensor), recompute_module.get_rng_state()
+            lambda x: leaf_of(x, x._requires_grad and x.is_floating_point()), out, Tensor), recompute_module.get_rng_state()
         return out
 
     def _pack(self, x: Tensor):
@@ -302,7 +302,8 @@ def _detached(x: Tensor) -> Tensor:
     return wrap(out, x.layout) if _is_dtensor(x) else out
 
 
-def _leaf(x: Tensor, recorded: bool) -> Tensor:
+def leaf_of(x: Tensor, recorded: bool) -> Tensor:
+    """A leaf with the values of a tensor, whose gradient is recorded or not."""
     out = _detached(x)
     Tensor.requires_grad_(out, recorded)
     return out
