@@ -21,7 +21,7 @@ from ..internals.names import NoFallbackGuard, enabled, executor, run_backward
 from ..internals.probes import check_recordings
 from .cotangent import summed_gradient
 from .operands import local_alias, recording, retag, wrap
-from .patches.gradients import apart, as_cotangents, backward_apart, deliver, layouts_of
+from .patches.gradients import apart, as_cotangents, backward_apart, deliver, end_abandoned, layouts_of
 from .patches.recomputed import leaf_of
 
 
@@ -49,6 +49,7 @@ class Recording:
             ConfigError: this MindSpore has no such engine.
         """
         check_recordings()
+        end_abandoned()
         if recording() or not enabled():
             raise OpRuleError("For 'Recording.of', a forward cannot be recorded here.", str(fn),
                               "It is recorded by itself: not within a gradient, and not under no_grad.",
@@ -83,7 +84,7 @@ class Recording:
             cotangents = [ms.ops.ones_like(local_alias(y)) for y in given]
             cotangents = [g if at is None else retag(g, at.gradient()) for g, at in zip(cotangents, layouts_of(given))]
         sens = leaves((as_cotangents(layouts_of(given), cotangents),), Tensor)
-        of = [*(x for x in leaves(self.inputs, Tensor) if x._requires_grad), *params]
+        of = [*(x for x in leaves(self.inputs, Tensor) if x._requires_grad and x.is_floating_point()), *params]
         inputs = len(of) - len(params)
         roots = [(y, g) for y, g in zip(given, sens, strict=True) if y._requires_grad and y.is_floating_point()]
         self.outputs, self.inputs = None, ()

@@ -16,15 +16,15 @@ from .draw import draw
 from .order import Lowered, Recv, Reduce, Send, Slot, Timeline, lower, simulate
 
 if TYPE_CHECKING:
+    from .chain import Absent as Absent
     from .schedule import Schedule as Schedule
     from .schedule import Schedule1F1B as Schedule1F1B
     from .schedule import ScheduleGPipe as ScheduleGPipe
     from .schedule import ScheduleInterleaved1F1B as ScheduleInterleaved1F1B
-    from .split import Absent as Absent
     from .split import pipeline as pipeline
     from .stage import PipelineStage as PipelineStage
 
-_RUNS = {"Absent": "split", "pipeline": "split", "PipelineStage": "stage", "Schedule": "schedule",
+_RUNS = {"Absent": "chain", "pipeline": "split", "PipelineStage": "stage", "Schedule": "schedule",
          "ScheduleGPipe": "schedule", "Schedule1F1B": "schedule", "ScheduleInterleaved1F1B": "schedule"}
 
 __all__ = ["Action", "Actions", "Fault", "Lowered", "Overlap", "Recv", "Reduce", "Send", "Slot", "Timeline", "check", "draw",

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import mindspore as ms
+import numpy as np
 from mindspore import Parameter, Tensor
 
 from ..core.tree import leaves, map_leaves
@@ -45,7 +46,7 @@ class Schedule:
         actions: the order; default that of the class.
 
     Attributes:
-        params: the trainable parameters of this rank's stages, in whose order gradients come.
+        params: the trainable parameters of this rank's stages now, in whose order gradients come.
         actions: the order.
 
     Raises:
@@ -82,14 +83,17 @@ class Schedule:
         self._lowered = lower(simulate(actions))
         self._forward_only = lower(simulate(Actions(tuple(tuple(part for _, _, part in computing([rank]) if part.kind == "F")
                                                           for rank in actions.ranks), actions.owner)))
-        params = [p for stage in stages for p in stage.params()]
-        self.params: list[Parameter] = list({id(p): p for p in params}.values())
         for stage in stages:
             here = dict(stage.module.parameters_and_names())
             tied = {id(here[tie.paths[stage.stage_index]]): tie for tie in stage.ties}
-            for p in stage.params():  # of a tied one the first rank's counts in norms
+            for p in stage.module.get_parameters():  # of a tied one the first rank's counts in norms
                 p.__dict__[STAGE] = id(p) not in tied or tied[id(p)].ranks[0] == self.group.rank_index
         self._agreed = False
+
+    @property
+    def params(self) -> list[Parameter]:
+        """Those that are frozen are none of them."""
+        return list({id(p): p for stage in self.stages.values() for p in stage.params()}.values())
 
     def _check(self, count: int) -> None:
         who, actions, here = type(self).__name__, self.actions, self.group.rank_index
@@ -160,7 +164,7 @@ class Schedule:
         if len(weights) != m:
             raise ScheduleError(f"For '{type(self).__name__}.step', there are {len(weights)} weights.", f"{m} microbatches",
                                 "Each microbatch has its own.", "one number for each")
-        cut = _cut((args, kwargs, target), m)
+        cut = _cut((args, kwargs, target), m, _rows_of_batch(args))
         if not self._agreed:
             text = lowered.text()
             self.group.agree(f"a pipeline in the order {zlib.crc32(text.encode()):08x}, which begins\n{text[:600]}")
@@ -231,14 +235,28 @@ class ScheduleInterleaved1F1B(Schedule):
     build = staticmethod(interleaved)
 
 
-def _cut(tree: Any, m: int) -> list:
+def _rows_of_batch(args: tuple) -> set[int]:
+    """Of the first tensor, here and over all data-parallel ranks."""
+    first = next((x for x in leaves(args, Tensor) if x.shape), None)
+    return set() if first is None else {first.shape[0], first._shape[0]}
+
+
+def _cut(tree: Any, m: int, rows: set[int]) -> list:
     """The microbatches: each tensor's rows in m equal parts, everything else repeated."""
-    return [map_leaves(lambda x, i=i: _rows(x, i, m), tree, Tensor) for i in range(m)]
+    if arrays := leaves(tree, np.ndarray):
+        raise LayoutError("For a pipeline, a NumPy array was given.", f"{arrays[0].dtype}{list(arrays[0].shape)}",
+                          "Tensors are cut into microbatches, and everything else goes to each as it is.",
+                          "mindspore.Tensor(array)")
+    return [map_leaves(lambda x, i=i: _rows(x, i, m, rows), tree, Tensor) for i in range(m)]
 
 
-def _rows(x: Tensor, i: int, m: int) -> Tensor:
+def _rows(x: Tensor, i: int, m: int, rows: set[int]) -> Tensor:
     if not x.shape:
         return x
+    if rows and not rows & {x.shape[0], x._shape[0]}:
+        raise LayoutError(f"For a pipeline, a tensor has {x.shape[0]} rows, and the batch {max(rows)}.", f"{list(x.shape)}",
+                          "Tensors are cut along dim 0, each row belongs to one of the batch.",
+                          ("hold what is the same for all rows in a cell, or in the loss function", "x.expand(...)"))
     layout = getattr(x, "_layout", None)
     pieces = m if layout is None else m * math.prod(layout.mesh.shape[a] for a in layout.dim_axes[0])
     if x.shape[0] % pieces:
@@ -299,7 +317,7 @@ class _Step:
         args, kwargs, target = self.cut[i]
         inputs = args if stage.is_first else _as_arguments(self._take(("F", s - 1, i)))
         loss_fn = self.schedule.loss_fn if stage.is_last else None
-        then = None if loss_fn is None else lambda out: loss_fn(out, target) * self.weights[i]
+        then = None if loss_fn is None else lambda out: _number(loss_fn(out, target)) * self.weights[i]
         if self.training:
             made = self.recordings[s, i] = stage.record(inputs, kwargs, then)
             out = map_leaves(_detached, made.outputs, Tensor)
@@ -364,8 +382,19 @@ class _Step:
         group, last = self.schedule.group, self.owner[-1]
         if group.size == 1:
             return total
-        kind = Tensor(0.0, ms.float32) if total is None else total.astype(ms.float32)
-        return group.broadcast(kind, group.ranks[last])
+        if not on_cpu():
+            return group.broadcast(Tensor(0.0, ms.float32) if total is None else total.astype(ms.float32), group.ranks[last])
+        told = [0.0, 0.0] if total is None else [float(total.asnumpy()), float(total.dtype == ms.float64)]
+        value, double = group.broadcast(Tensor(np.array(told)), group.ranks[last]).asnumpy().tolist()
+        return Tensor(value, ms.float64 if double else ms.float32)
+
+
+def _number(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.shape or not loss.is_floating_point():
+        raise ScheduleError("For a pipeline, the loss function gave no number.", f"{type(loss).__name__} "
+                            f"{list(getattr(loss, 'shape', ()))}", "A backward begins at one number of floating point.",
+                            "return loss.mean(), a tensor without dims")
+    return loss
 
 
 def _detached(x: Tensor) -> Tensor:

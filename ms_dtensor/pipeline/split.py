@@ -15,23 +15,10 @@ from mindspore import Parameter, nn
 
 from ..core.mesh import DeviceMesh
 from ..errors import ConfigError
+from .chain import Absent, Chain
 from .stage import PipelineStage
 
 Cost = Callable[[str, nn.Cell], float]
-
-
-class Absent(nn.Cell):
-    """In the place of a cell of another stage: it returns its first argument and has no parameters.
-
-    Example:
-        >>> import mindspore as ms
-        >>> from ms_dtensor.pipeline import Absent
-        >>> Absent()(ms.Tensor([1.0]), "anything")
-        Tensor(shape=[1], dtype=Float32, value= [ 1.00000000e+00])
-    """
-
-    def construct(self, x=None, *args, **kwargs):
-        return x
 
 
 def pipeline(module: nn.Cell, mesh: DeviceMesh, *, split: str | Sequence = "cost", n_stages: int | None = None,
@@ -39,8 +26,9 @@ def pipeline(module: nn.Cell, mesh: DeviceMesh, *, split: str | Sequence = "cost
     """The stages of this rank, of a model that applies its cells in turn.
 
     The model itself is used up: the stages share its cells. Make it under `no_init_parameters()`, and no rank ever holds
-    another's stage; or let go of it. What its `construct` does beside its cells happens on every stage, so that has to hand
-    on what it is given where a cell is `Absent`. Lay the stages out afterwards, each as a model without a pipeline.
+    another's stage; or let go of it. What its `construct` does beside its cells happens on every stage, so beside a cell of
+    another stage it has to hand its tensor on as it is, which is checked on host. Lay the stages out afterwards, each as a
+    model without a pipeline.
 
     Args:
         module: a cell whose parameters all lie in its cells.
@@ -81,7 +69,7 @@ def pipeline(module: nn.Cell, mesh: DeviceMesh, *, split: str | Sequence = "cost
     owner = tuple(min(s, 2 * size - 1 - s) if style == "v" else s % size for s in range(count))
     ties = _ties(chain, parts, owner)
     here = mesh.get_group().rank_index
-    return [PipelineStage(_only(module, chain, parts[s]), s, count, mesh, ties=[t for t in ties if s in t.stages])
+    return [PipelineStage(_only(module, chain, parts[s], s == 0), s, count, mesh, ties=[t for t in ties if s in t.stages])
             for s in range(count) if owner[s] == here]
 
 
@@ -178,11 +166,13 @@ def _balanced(costs: list[tuple[str, float]], count: int) -> list[list[str]]:
 # -- the stages ----------------------------------------------------------------------------------------------------------
 
 
-def _only(module: nn.Cell, chain: dict[str, nn.Cell], paths: list[str]) -> nn.Cell:
+def _only(module: nn.Cell, chain: dict[str, nn.Cell], paths: list[str], first: bool) -> nn.Cell:
     """The model around the cells of these paths, which it shares; a copy that finds the others gone."""
     kept = set(paths)
-    known: dict[int, object] = {id(cell): cell if path in kept else Absent() for path, cell in chain.items()}
-    return copy.deepcopy(module, known)
+    cells = {path: cell if path in kept else Absent(path) for path, cell in chain.items()}
+    out = copy.deepcopy(module, {id(chain[path]): cell for path, cell in cells.items()})
+    Chain(out, cells.items(), first)
+    return out
 
 
 class Tie:

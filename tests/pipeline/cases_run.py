@@ -252,6 +252,74 @@ def pipelines_beside_other_axes(world):
     none_of(faults)
 
 
+class Scaled(nn.Cell):
+    """What is done between cells: nothing, a scale behind the first, a residual around the second, a shift at the end."""
+
+    def __init__(self, between: str) -> None:
+        super().__init__()
+        self.between, self.a, self.b, self.c = between, nn.Dense(4, 4), nn.Dense(4, 4), nn.Dense(4, 4)
+
+    def construct(self, x):
+        y = self.a(x)
+        y = y * 2 if self.between == "scale" else y
+        y = y + self.b(mint.tanh(y)) if self.between == "residual" else self.b(y)
+        y = self.c(y)
+        return y + 1 if self.between == "shift" else y
+
+
+@case(2)
+def what_is_done_beside_missing_cells_is_refused(world):
+    """Only where a border is: within a stage it is the model's business."""
+    mesh, faults = md.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)), []
+    for between, at, refused in (("", "b", ()), ("", "c", ()), ("scale", "b", (0, 1)), ("scale", "c", (1,)),
+                                 ("residual", "b", (0, 1)), ("residual", "c", (0, 1)),
+                                 ("shift", "b", (0,)), ("shift", "c", (0,))):
+        def steps(between=between, at=at, refused=refused):
+            net = filled(Scaled(between))
+            stage, = pipeline(net, mesh, split=[at])
+            if not refused:
+                right(Schedule1F1B(stage, 4, loss_fn), one_device(filled(Scaled(between)), False), at)
+            elif world.rank in refused:  # each stage by itself: what it would be handed is of the same shape
+                told(LayoutError, "is not what", lambda: stage.module(Tensor(X)))
+            else:
+                stage.module(Tensor(X))
+        collected(faults, f"{between}, {at}", steps)
+    none_of(faults)
+
+
+@case(2)
+def parameters_frozen_and_unfrozen_between_steps(world):
+    mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    net, plain = filled(Net()), filled(Net())
+    schedule = Schedule1F1B(pipeline(net, mesh), 4, loss_fn)
+    for trained in (True, False, True):
+        for n in (net, plain):
+            for p in n.layers[0].get_parameters():
+                p.requires_grad = trained
+        right(schedule, one_device(plain, False), f"{trained=}")
+
+
+@case(2)
+def batches_of_ints_and_losses_of_doubles(world):
+    """An int batch that a plain gradient has met is marked by MindSpore; and a loss has the dtype that it has."""
+    mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+
+    def model():
+        net = nn.SequentialCell(nn.Embedding(10, 4), nn.Dense(4, 4))
+        return filled(net)
+    ids = Tensor(np.arange(24) % 10, ms.int32)
+    plain = model()
+    value, grads = ms.value_and_grad(lambda x: loss_fn(plain(x), Tensor(T)), None, plain.trainable_params())(ids)
+    schedule = Schedule1F1B(pipeline(model(), mesh, split=["1"]), 3, loss_fn)
+    loss, mine = schedule.step(ids, target=Tensor(T))
+    close(loss, value.asnumpy(), "loss")
+    close(mine[0], grads[0 if world.rank == 0 else 1].asnumpy(), "gradient")
+    double = Schedule1F1B(pipeline(model(), mesh, split=["1"]), 3, lambda y, t: (y.astype(ms.float64) ** 2).mean())
+    loss, _ = double.step(ids, target=Tensor(T))
+    assert loss.dtype == ms.float64
+    close(loss, (plain(ids).asnumpy().astype(np.float64) ** 2).mean(), "loss in float64")
+
+
 def told(kind, text: str, call) -> None:
     try:
         call()
@@ -268,6 +336,9 @@ def refusals_before_anything_is_sent(world):
     with comm.record() as events:
         told(LayoutError, "24 rows are not cut into 5", lambda: Schedule1F1B(stages, 5, loss_fn).step(
             Tensor(X), target=Tensor(T)))
+        told(LayoutError, "a tensor has 12 rows, and the batch 24", lambda: Schedule1F1B(stages, 4, loss_fn).step(
+            Tensor(X), target=Tensor(T[:12])))
+        told(LayoutError, "a NumPy array was given", lambda: Schedule1F1B(stages, 4, loss_fn).step(Tensor(X), target=T))
         told(ScheduleError, "no loss function", lambda: Schedule1F1B(stages, 4).step(Tensor(X)))
         told(ScheduleError, "gradients of weights by themselves", lambda: Schedule(
             pipeline(filled(Net()), mesh, style="v"), 4, loss_fn, actions=zbv(2, 4)))

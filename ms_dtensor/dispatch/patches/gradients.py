@@ -233,7 +233,7 @@ def backward_apart(participants: list, of: list) -> Iterator[None]:
         yield
 
 
-def _end_abandoned() -> None:
+def end_abandoned() -> None:
     """Ends a recording that nobody is in: a function that raised before these doors were installed has left it."""
     if not recording():
         return
@@ -254,7 +254,7 @@ def _forward(original):
                               "MindSpore would cut what it gives off from what is recorded around it.",
                               ("value_and_grad of the whole, in place of a recording or a pipeline",
                                "take it outside, and pass it in as an input"))
-        _end_abandoned()
+        end_abandoned()
         if recording():
             with modes.HigherOrderBlock():
                 return original(fn, *args, **kwargs)
@@ -289,7 +289,7 @@ _DOORS = (
 def install() -> None:
     """Installs the doors; does nothing where they are in place."""
     if not _installed:
-        _end_abandoned()
+        end_abandoned()
         for holder, name, door in _DOORS:
             _installed.put(holder, name, door(getattr(holder, name)))
 

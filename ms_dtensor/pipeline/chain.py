@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What hands a stage's tensor on where a cell is missing, and sees that nothing else is done with it there.
+
+A model's `construct` runs on every stage, also what it does beside its cells. Between two cells of one stage that is the
+model's business. Beside a missing cell it would be done once more, on each stage, and the numbers would be others: so there
+the tensor has to be handed on as it is. On host its place in memory tells; on devices that would wait: nothing is checked.
+"""
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from types import MethodType
+from typing import Any
+
+from mindspore import Tensor, nn
+
+from ..core.tree import leaves
+from ..dispatch.operands import local_alias
+from ..dispatch.patches.recomputed import recomputing
+from ..errors import LayoutError
+from ..internals.target import on_cpu
+
+_HOOKS = "_ms_dtensor_chain"  # cell attribute: the hooks of the last `pipeline` call that kept it
+
+
+class Absent(nn.Cell):
+    """In the place of a cell of another stage: it returns its first argument and has no parameters.
+
+    Args:
+        path: of the cell that is missing.
+
+    Example:
+        >>> import mindspore as ms
+        >>> from ms_dtensor.pipeline import Absent
+        >>> Absent()(ms.Tensor([1.0]), "anything")
+        Tensor(shape=[1], dtype=Float32, value= [ 1.00000000e+00])
+    """
+
+    def __init__(self, path: str = ""):
+        super().__init__()
+        self.path = path
+        self.chain: Chain | None = None
+
+    def construct(self, x=None, *args, **kwargs):
+        if self.chain is not None:
+            self.chain.come(self.path, x, True)
+            self.chain.go(self.path, x, True)
+        return x
+
+
+class Chain:
+    """The cells of one stage's module, in the order in which they run.
+
+    Args:
+        module: the stage's.
+        cells: by path, its own and those that stand for missing ones.
+        first: whether it is the first stage.
+    """
+
+    def __init__(self, module: nn.Cell, cells: Iterable[tuple[str, nn.Cell]], first: bool):
+        self.first, self.last, self.absent, self.at = first, None, False, ""
+        for path, cell in cells:
+            if isinstance(cell, Absent):
+                cell.chain = self
+                continue
+            for old in cell.__dict__.pop(_HOOKS, ()):
+                old.remove()
+            cell.__dict__[_HOOKS] = (
+                cell.register_forward_pre_hook(lambda c, args, path=path: self.come(path, args[0] if args else None, False)),
+                cell.register_forward_hook(lambda c, args, out, path=path: self.go(path, out, False)))
+        given: Any = type(module).construct
+
+        @functools.wraps(given)
+        def construct(cell, *args, **kwargs):
+            self.last, self.absent, self.at = args[0] if args else None, not self.first, "the stage before"
+            out = given(cell, *args, **kwargs)
+            if self.absent:
+                self._same("what the stage returns", out)
+            self.last = None
+            return out
+        module.__dict__["construct"] = MethodType(construct, module)
+
+    def come(self, path: str, x: Any, absent: bool) -> None:
+        """A cell is called."""
+        if (absent or self.absent) and not recomputing.get():
+            self._same(f"what '{path}' is given", x)
+
+    def go(self, path: str, out: Any, absent: bool) -> None:
+        """It has returned."""
+        if not recomputing.get():
+            self.last, self.absent, self.at = out, absent, f"'{path}'"
+
+    def _same(self, what: str, x: Any) -> None:
+        if not on_cpu():
+            return
+        one, two = (next(iter(leaves(y, Tensor)), None) for y in (self.last, x))
+        if one is None or two is None or one.dtype != two.dtype or not one.size or not two.size:
+            return
+        if Tensor.data_ptr(local_alias(one)) != Tensor.data_ptr(local_alias(two)) or one.shape != two.shape:
+            raise LayoutError(f"For a pipeline, {what} is not what {self.at} handed on.",
+                              f"{list(two.shape)} after {list(one.shape)}",
+                              "What `construct` does beside a cell of another stage is done on each stage once more.",
+                              ("put it into a cell: a scale after the embedding into that, a residual into a block",
+                               "cut elsewhere: split=[...]"))
