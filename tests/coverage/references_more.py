@@ -205,7 +205,8 @@ MORE = {
         ((X, 2, 1), lambda x, n, d: (x[:, :2], x[:, 2:4], x[:, 4:])), ((X, 3), lambda x, n: (x[:3], x[3:]))]),
     **dict.fromkeys(("SplitWithSize", "SplitWithSizeView"), [((X, (1, 4), -1), lambda x, n, d: (x[:, :1], x[:, 1:]))]),
     **dict.fromkeys(("Any", "AnyExt"), [((X * 0 + 3 * (X > 0.6),), np.any), ((X * 0,), np.any)]),
-    "ReduceAny": [((X * 0 + 2 * (X > 0.6), 0, True), lambda x, d, k: x.any(d, keepdims=k)), ((WHOLE > 2, 1), np.any)],
+    **dict.fromkeys(("ReduceAny", "DeprecatedReduceAny"), [
+        ((X * 0 + 2 * (X > 0.6), 0, True), lambda x, d, k: x.any(d, keepdims=k)), ((WHOLE > 2, 1), np.any)]),
     "UnstackExtView": [((X, 1), lambda x, d: tuple(np.moveaxis(x, 1, 0)))],
     "SelectExtView": [((X, 1, -2), lambda x, d, i: x[:, -2])],
     "DiagExt": [((a(3), 1), np.diag), ((X, -1), np.diag)], "TraceExt": [((X,), np.trace)],

@@ -19,17 +19,19 @@ GRAD_ATOL = 5e-4
 # No gradient to compare: constants, integers, or (statistics of fused attention) not differentiated by definition.
 CONSTANT = frozenset(("FullLike", "ZerosLikeExt", "OnesLikeExt", "EmptyLike", "NewZeros", "NewOnes", "NewEmpty",
                       "NewFull", "CountNonZero", "ArgSort", "ArgMaxExt", "ArgMinExt", "OneHotExt", "Any", "AnyExt",
-                      "ReduceAny", "MoeComputeExpertTokens")) | NO_GRADIENT
+                      "ReduceAny", "DeprecatedReduceAny", "MoeComputeExpertTokens")) | NO_GRADIENT
 REFERENCES = {**REFERENCES, **MORE, **MOE, **ATTENTION}
 # Drawn from the library's own stream: tests/test_random.py compares them across meshes and with their distributions.
 DRAWN = frozenset(("Bernoulli", "BernoulliExt", "Dropout", "Dropout2D", "Dropout2dExt", "Dropout3D", "FuncDropoutExt",
                    "NormalFloatTensor", "NormalTensorFloat", "NormalTensorTensor", "RandIntLike", "RandLikeExt",
                    "RandnLike", "Multinomial", "MultinomialExt"))
+# `test_fft.py` compares them with NumPy.
+FFTS = frozenset(("HFFT", "HFFT2", "HFFTN", "IHFFT", "IHFFT2", "IHFFTN", "FFTShift", "IFFTShift"))
 CASES = [pytest.param(name, i, id=f"{name}-{i}") for name, cases in REFERENCES.items() for i in range(len(cases))]
 
 
 def test_every_decomposition_has_a_reference():
-    assert set(CPU) == set(REFERENCES) | DRAWN
+    assert set(CPU) == set(REFERENCES) | DRAWN | FFTS
 
 
 def tensors(value):
