@@ -83,10 +83,10 @@ class DeviceMesh:
                             f"shape {ranks.shape}, but got {names}.")
         ranks.setflags(write=False)
         self.device_type, self.mesh, self.mesh_dim_names, self.shape = kind, ranks, names, ranks.shape
+        self._key = (kind, ranks.shape, names, ranks.tobytes())
+        self._hash = hash(self._key)
         self._root = _root
         self.varies = _root is not None and (_root.varies or ranks.size < _root.mesh.size)
-        self._key = (kind, ranks.shape, names, ranks.tobytes(), self.varies)  # else layouts would take one for the other
-        self._hash = hash(self._key)
         self._flat: dict[str, tuple[str, ...]] = {}
         self._coordinates: dict[int, tuple[int, ...] | None] = {}
         self._groups: dict = {}
