@@ -249,8 +249,9 @@ class SafetensorsFile:
 def write_safetensors(path: str | PathLike, entries: Mapping[str, tuple[str, tuple[int, ...], Iterable]],
                       metadata: Mapping[str, str] | None = None, advice: tuple[str, str] = SAVING,
                       seal: Callable[[bytes], bytes] = bytes) -> WrittenFile:
-    """Writes a file, and has it on the disk on return. A file of this user's
-    under the name is replaced, not atomically; no link is followed.
+    """Writes a file, and has it on the disk on return.
+
+    A file of this user's under the name is replaced, not atomically; no link is followed.
 
     Args:
         path: the file.

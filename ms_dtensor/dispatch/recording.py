@@ -80,10 +80,11 @@ class Recording:
             raise OpRuleError("For 'Recording.backward', there is nothing left of the forward.", "",
                               "What was recorded goes with its backward, or by drop().", "Recording.of(...) once more")
         given = leaves(self.outputs, Tensor)
+        layouts = layouts_of(given)
         if cotangents is None:
             cotangents = [ms.ops.ones_like(local_alias(y)) for y in given]
-            cotangents = [g if at is None else retag(g, at.gradient()) for g, at in zip(cotangents, layouts_of(given))]
-        sens = leaves((as_cotangents(layouts_of(given), cotangents),), Tensor)
+            cotangents = [g if at is None else retag(g, at.gradient()) for g, at in zip(cotangents, layouts)]
+        sens = leaves((as_cotangents(layouts, cotangents),), Tensor)
         of = [*(x for x in leaves(self.inputs, Tensor) if x._requires_grad and x.is_floating_point()), *params]
         inputs = len(of) - len(params)
         roots = [(y, g) for y, g in zip(given, sens, strict=True) if y._requires_grad and y.is_floating_point()]

@@ -8,7 +8,6 @@ constants. Whether ranks do make them alike is compared under `debug.checks()`.
 from __future__ import annotations
 
 import functools
-from types import MethodType
 
 from mindspore import Tensor, nn
 
@@ -17,12 +16,12 @@ from ..dispatch import modes
 from ..dispatch.planner import CONSTANTS_ALIKE
 from ..errors import MixedOperandError
 from ..tensor.dtensor import DTensor
+from .layouts import around_construct
 
 
 def replicate_constants(module: nn.Cell) -> None:
     """Lets what a cell and its sub-cells make in `construct` meet DTensors."""
-    given = module.__dict__["construct"].__func__ if "construct" in module.__dict__ else type(module).construct
-    module.__dict__["construct"] = MethodType(_with_constants(given), module)  # a method: a copy of the cell runs its own
+    around_construct(module, _with_constants)
 
 
 def _with_constants(given):

@@ -10,9 +10,10 @@ from __future__ import annotations
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from types import MethodType
+from typing import Any
 
 from mindspore import Parameter, Tensor, nn
 
@@ -172,6 +173,12 @@ def hand_out(x: DTensor, cell: nn.Cell | None = None) -> Tensor:
 def explain_views(module: nn.Cell) -> None:
     """Lets a cell, whose styles hand out plain tensors, say why code that reads global sizes, or holds DTensors, fails."""
     module.__dict__["construct"] = MethodType(_construct, module)  # a method, so that a copy of the cell runs its own
+
+
+def around_construct(cell: nn.Cell, wrap: Callable[[Callable], Callable]) -> None:
+    """A cell runs `wrap` of its `construct`, as that is now; a method, so that a copy of the cell runs its own."""
+    given: Any = cell.__dict__["construct"].__func__ if "construct" in cell.__dict__ else type(cell).construct
+    cell.__dict__["construct"] = MethodType(wrap(given), cell)
 
 
 def _construct(self, *args, **kwargs):

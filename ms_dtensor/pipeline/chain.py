@@ -8,8 +8,7 @@ the tensor has to be handed on as it is. On host its place in memory tells; on d
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
-from types import MethodType
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from mindspore import Tensor, nn
@@ -19,6 +18,7 @@ from ..dispatch.operands import local_alias
 from ..dispatch.patches.recomputed import recomputing
 from ..errors import LayoutError
 from ..internals.target import on_cpu
+from ..parallel.layouts import around_construct
 
 _HOOKS = "_ms_dtensor_chain"  # cell attribute: the hooks of the last `pipeline` call that kept it
 
@@ -68,8 +68,10 @@ class Chain:
             cell.__dict__[_HOOKS] = (
                 cell.register_forward_pre_hook(lambda c, args, path=path: self.come(path, args[0] if args else None, False)),
                 cell.register_forward_hook(lambda c, args, out, path=path: self.go(path, out, False)))
-        given: Any = type(module).construct
+        around_construct(module, self._watched)
 
+    def _watched(self, given: Callable) -> Callable:
+        """The module's `construct`, from what it is given to what it returns."""
         @functools.wraps(given)
         def construct(cell, *args, **kwargs):
             self.last, self.absent, self.at = args[0] if args else None, not self.first, "the stage before"
@@ -78,7 +80,7 @@ class Chain:
                 self._same("what the stage returns", out)
             self.last = None
             return out
-        module.__dict__["construct"] = MethodType(construct, module)
+        return construct
 
     def come(self, path: str, x: Any, absent: bool) -> None:
         """A cell is called."""

@@ -12,6 +12,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import mindspore as ms
@@ -81,14 +82,17 @@ class Schedule:
         self.actions, self.n_microbatches, self.loss_fn = actions, n_microbatches, loss_fn
         self._check(count)
         self._lowered = lower(simulate(actions))
-        self._forward_only = lower(simulate(Actions(tuple(tuple(part for _, _, part in computing([rank]) if part.kind == "F")
-                                                          for rank in actions.ranks), actions.owner)))
         for stage in stages:
             here = dict(stage.module.parameters_and_names())
             tied = {id(here[tie.paths[stage.stage_index]]): tie for tie in stage.ties}
             for p in stage.module.get_parameters():  # of a tied one the first rank's counts in norms
                 p.__dict__[STAGE] = id(p) not in tied or tied[id(p)].ranks[0] == self.group.rank_index
         self._agreed = False
+
+    @cached_property
+    def _forward_only(self) -> Lowered:
+        ranks = tuple(tuple(part for _, _, part in computing([rank]) if part.kind == "F") for rank in self.actions.ranks)
+        return lower(simulate(Actions(ranks, self.actions.owner)))
 
     @property
     def params(self) -> list[Parameter]:
@@ -166,7 +170,7 @@ class Schedule:
                                 "Each microbatch has its own.", "one number for each")
         cut = _cut((args, kwargs, target), m, _rows_of_batch(args))
         if not self._agreed:
-            text = lowered.text()
+            text = self.explain()  # also where an evaluation comes first, whose order follows from it
             self.group.agree(f"a pipeline in the order {zlib.crc32(text.encode()):08x}, which begins\n{text[:600]}")
             self._agreed = True
         return _Step(self, lowered, cut, list(weights), training)
@@ -282,6 +286,7 @@ class _Step:
         self.coming: dict[int, deque[Recv]] = {}  # by rank, messages that it sends, in its order
         self.edges: dict[int, Edge] = {}  # by the stage before the border
         self.left = {s: schedule.n_microbatches for s in schedule.stages}  # backwards to come
+        self.params = {s: stage.params() for s, stage in schedule.stages.items()}
         self.sums: dict[int, Any] = {}
         self.losses: list[Any] = []
 
@@ -337,8 +342,9 @@ class _Step:
             arriving = iter(self._take(("B", s + 1, i)))
             cotangents = [next(arriving) if x.is_floating_point() else x for x in leaves(made.outputs, Tensor)]
         self.left[s] -= 1
-        stage.synchronise(self.left[s] == 0)
-        params = stage.params()
+        if self.left[s] in (0, self.schedule.n_microbatches - 1):  # it walks through all cells
+            stage.synchronise(self.left[s] == 0)
+        params = self.params[s]
         dx, grads = made.backward(cotangents, params)
         for p, g in zip(params, grads):
             self.sums[id(p)] = self.sums[id(p)] + g if id(p) in self.sums else g

@@ -23,7 +23,7 @@ from ...internals.target import on_cpu
 from ...tensor import deferred_init
 from ...tensor.distribute import set_parameter
 from ...tensor.dtensor import DTensor
-from ..layouts import OUTER, lay_out, lift, union_mesh
+from ..layouts import OUTER, around_construct, lay_out, lift, union_mesh
 from ..precision import MixedPrecisionPolicy
 from .batch import batch_over
 from .call import UNIT, runs_as_unit, units_of
@@ -300,9 +300,8 @@ def _make_unit(who: str, cells: list[nn.Cell], slots: Slots, found: Slots, axes:
     tied = [(c, key, current(p)) for c, key, p in found if (id(c), key) not in taken]  # to a parameter of another unit
     unit = Unit(who, cells, slots, tied, axes, mp_policy or MixedPrecisionPolicy(), bucket_mb)
     for cell in cells:
-        given: Any = cell.__dict__["construct"].__func__ if "construct" in cell.__dict__ else type(cell).construct
         cell.__dict__[UNIT] = unit
-        cell.__dict__["construct"] = MethodType(runs_as_unit(given), cell)
+        around_construct(cell, runs_as_unit)
         for method in METHODS:
             cell.__dict__[method.__name__] = MethodType(method, cell)
         batch_over(cell, axes.mesh, who, unit.label)
