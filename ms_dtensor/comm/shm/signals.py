@@ -36,8 +36,8 @@ _ERRORS = {b"M": CollectiveMismatch, b"P": PeerLost, b"C": CommError}
 _SLICE = 0.05                            # seconds of sleep after which a rank looks around
 _NAP = duration(_SLICE)
 # 32-bit words of a group's page: meetings so far; the call, for even and odd meetings; steps of a broadcast so far; page
-# of the result, for even and odd calls
-_SEQ, _CALL, _STEPS, _RESULT = 0, 1, 3, 4
+# of the result, for even and odd calls; the last meeting that the first member refused
+_SEQ, _CALL, _STEPS, _RESULT, _REFUSED = 0, 1, 3, 4, 6
 
 
 class Peer:
@@ -107,6 +107,16 @@ class GroupState:
         """The checksum member `i` published for this meeting; valid until it has met us once more."""
         words, at = self._pages[i]
         return words[at + _CALL + (self.seq & 1)]
+
+    def refuse(self) -> None:
+        """The first member, of this meeting: calls differ, and it has told the others how."""
+        words, at = self._pages[0]
+        words[at + _REFUSED] = self.seq
+
+    def refused(self) -> bool:
+        """Whether it has; after the meeting."""
+        words, at = self._pages[0]
+        return words[at + _REFUSED] == self.seq
 
     def show_result(self, offset: int) -> None:
         """Publishes where the result of this call is made."""
@@ -264,11 +274,14 @@ class Signals:
             time.sleep(_SLICE)  # the cause's own end, or word of it, must be on its way
             self._catch_up()
             ended = self._ended(conditions)
-        if self._told is not None:  # the teller knows the cause, and may have ended since
-            told, self._told = self._told, None
-            raise told
+        self._raise_told()  # the teller knows the cause, and may have ended since
         if ended:
             raise self._lost(ended[0], what)
+
+    def _raise_told(self) -> None:
+        if self._told is not None:
+            told, self._told = self._told, None
+            raise told
 
     def _ended(self, conditions: list[Condition]) -> list[Peer]:
         """Peers whose end is an error for this wait, likeliest cause first."""
@@ -376,6 +389,9 @@ class Signals:
         elif me:
             words[me].set(seq)
             self._reach(g, ((0, words[0]),), seq, what)
+            if check is not None and g.refused():
+                self._catch_up()  # it told us before it said that it refuses
+                self._raise_told()
         else:
             try:
                 self._reach(g, g.others, seq, what)
@@ -387,7 +403,8 @@ class Signals:
                 for i in range(1, g.size):
                     if g.call_of(i) != check:
                         error = self._mismatch(g, what)
-                        words[0].wake()
+                        g.refuse()  # the meeting ends: who went on while another still waits for it would close a circle
+                        words[0].set(seq)
                         raise error
             words[0].set(seq)
 
