@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cases import Case, verdicts
+from tests.cases import LAUNCHES, Case, Launches, verdicts
 from tests.msrun import MARK, Outcome, end_marked, headline, launch, marked, run_ranks
 
 # msrun runs the script as its scheduler too; without MindSpore's cluster that one has nothing to do.
@@ -127,3 +127,37 @@ def test_crash_without_a_record_shows_the_launchs_own_words() -> None:
 def test_a_launch_that_fails_after_its_last_case_does_not_pass() -> None:
     got = verdicts([A, B], Outcome([[record(True, 1)] * 2] * 2, "msrun exited with 1"))
     assert got[A] is None and "the launch failed: msrun exited with 1" in got[B]
+
+
+def test_cases_behind_one_that_ended_the_launch_run_in_another(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    launched = []
+
+    def one(main: str, size: int, args: list[str], limit: float, log_dir: Path) -> Outcome:
+        launched.append([a.split(":")[1] for a in args])
+        ends = len(args) == 3  # the first launch, in its second case
+        rows = [record(True, 1), record(False, 2)] if ends else [record(True, 1)] * len(args)
+        return Outcome([rows] * size, "msrun exited with 1" if ends else None)
+    monkeypatch.setattr("tests.cases.launch", one)
+    launches = Launches([A, B, C], lambda prefix: tmp_path)
+    launches.check(A)
+    with pytest.raises(AssertionError, match="failed first"):
+        launches.check(B)
+    launches.check(C)
+    assert launched == [["a", "b", "c"], ["c"]]
+
+
+def test_a_group_whose_every_case_ends_its_launch_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    launched = []
+
+    def one(main: str, size: int, args: list[str], limit: float, log_dir: Path) -> Outcome:
+        launched.append(args)
+        return Outcome([[record(False, 1)]] * size, "msrun exited with 1")
+    monkeypatch.setattr("tests.cases.launch", one)
+    cases = [case_named(f"case{i}") for i in range(LAUNCHES + 2)]
+    launches = Launches(cases, lambda prefix: tmp_path)
+    for c in cases:
+        with pytest.raises(AssertionError):
+            launches.check(c)
+    assert len(launched) == LAUNCHES
+    with pytest.raises(AssertionError, match=f"not run: the launch ended in m:case{LAUNCHES - 1}"):
+        launches.check(cases[-1])
