@@ -209,7 +209,9 @@ class Player:
         found |= {f"gradient of {p.name}": g for p, g in zip(params, totals or [])}
         if step.then in ("sgd", "adamw") and totals:
             kind: Any = md.optim.SGD if step.then == "sgd" else md.optim.AdamW
-            optimizer = kind(params, 0.05) if step.then == "sgd" else kind(params, 0.05, eps=1e-3)
+            # in float32 a small `eps` lets a gradient that is all rounding, behind a norm, decide the sign of an update
+            eps = 1.0 if self.program.short else 1e-3
+            optimizer = kind(params, 0.05) if step.then == "sgd" else kind(params, 0.05, eps=eps)
             optimizer(tuple(totals))
         return found
 
