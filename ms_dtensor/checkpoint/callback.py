@@ -22,7 +22,7 @@ class CheckpointCallback(Callback):
         interval: as for `Checkpointer`.
         resume: "latest", a path, or None; as for `Checkpointer.begin`. It is loaded now, and `step` then tells how many
             steps have been done. `Model.train` knows nothing of that: give it the epochs, and the rows, that are left.
-        options: further ones of `Checkpointer`: keep_last, keep_every, async_save, on_sigterm.
+        options: further ones of `Checkpointer`: keep_last, keep_every, async_save, on_sigterm, over.
 
     Attributes:
         step: steps done, those of earlier runs included.

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..core.mesh import DeviceMesh
 from ..errors import CheckpointError
 from .background import wait
 from .folder import latest
@@ -33,6 +34,7 @@ class Checkpointer:
         async_save: as for `save`.
         on_sigterm: on SIGTERM to any rank, all ranks save after the step they are at, and `after` tells them to leave. Costs
             an exchange of one bit in each step; to be made in the main thread.
+        over: as for `save`, of a pipeline its axis; loads take it, too.
 
     Example:
         >>> import tempfile, numpy as np, ms_dtensor as md
@@ -53,12 +55,13 @@ class Checkpointer:
 
     def __init__(self, state: Mapping[str, Any], path: str | os.PathLike, *, interval: int | None = None,
                  keep_last: int | None = 2, keep_every: int | None = None, async_save: bool = False,
-                 on_sigterm: bool = False):
+                 on_sigterm: bool = False, over: DeviceMesh | None = None):
         if interval is not None and (isinstance(interval, bool) or not isinstance(interval, int) or interval < 1):
             raise CheckpointError(f"For 'Checkpointer', 'interval' is {interval!r}.", "", "It is a number of steps.",
                                   "None to save on SIGTERM only")
         self.state, self.path, self.interval = state, Path(path), interval
-        self._options: dict[str, Any] = {"keep_last": keep_last, "keep_every": keep_every, "async_save": async_save}
+        self._options: dict[str, Any] = {"keep_last": keep_last, "keep_every": keep_every, "async_save": async_save,
+                                         "over": over}
         self._saved, self._step, self._asked = -1, 0, False
         self._before: Any = None
         self._on_sigterm = on_sigterm
@@ -85,7 +88,7 @@ class Checkpointer:
                                   ("resume='latest' goes on with that run", "another folder", "remove them"))
         source = there if resume == "latest" else resume
         if source:
-            loaded = load(self.state, source)
+            loaded = load(self.state, source, over=self._options["over"])
             if loaded.step is None:
                 raise CheckpointError(f"For 'Checkpointer', '{source}' is of no step.", "", "Steps are counted on from it.",
                                       "load(state, path), and begin a new run")

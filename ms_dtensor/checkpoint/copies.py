@@ -18,7 +18,7 @@ from ..core.mesh import DeviceMesh
 from ..errors import CheckpointError
 from .pieces import piece_hash, pieces
 from .plan import laid_out
-from .ranks import gathered, rank_of
+from .ranks import gathered
 from .spread import Cut, Mesh, Ranks, Spread
 from .state import Leaf, State
 
@@ -27,7 +27,7 @@ def copied(group: Group, state: State, meshes: Sequence[DeviceMesh]) -> dict[str
     """The spreads of tensors that are on several meshes.
 
     Args:
-        group: all ranks.
+        group: the ranks that save it: all, or those of one stage of a pipeline.
         state: what they save; names and layouts have been compared.
         meshes: this rank's, in the order in which the state has them.
 
@@ -54,7 +54,7 @@ def copied(group: Group, state: State, meshes: Sequence[DeviceMesh]) -> dict[str
 def _joined(group: Group, mesh: DeviceMesh) -> Mesh:
     """The meshes that stand at the same place in the ranks' states, as one; a mesh is told by its first rank."""
     mine = mesh.rank_list
-    told = gathered(group, list(mine) if rank_of(group) == mine[0] else None)
+    told = gathered(group, list(mine) if group.ranks[group.rank_index] == mine[0] else None)
     blocks = [ranks for ranks in told if ranks is not None]
     flat = [rank for ranks in blocks for rank in ranks]
     if len(set(flat)) < len(flat) or len(flat) < group.size:
@@ -67,15 +67,15 @@ def _joined(group: Group, mesh: DeviceMesh) -> Mesh:
 
 def _compare(group: Group, leaves: Sequence[Leaf], whole: Mesh) -> None:
     """Refuses tensors of which ranks at the same place of their meshes have other bytes."""
-    mine = [_hash(leaf) for leaf in leaves]
-    places = [whole.place_of(rank) for rank in range(group.size)]
+    mine = [bytes_hash(leaf) for leaf in leaves]
+    places = [whole.place_of(rank) for rank in group.ranks]
     bad: list[str] = []
     if not _differ(places, gathered(group, _digest(repr(mine).encode()))):
         return
     for leaf, value in zip(leaves, mine):  # one tensor at a time: they may be many, of many ranks
         two = _differ(places, told := gathered(group, value))
         if two:
-            hashes = ", ".join(f"hash {told[rank][:8]} on rank {rank}" for rank in two)
+            hashes = ", ".join(f"hash {told[i][:8]} on rank {group.ranks[i]}" for i in two)
             bad.append(f"'{leaf.key}' is {leaf.describe()}: {hashes}")
         if len(bad) == 4:
             break
@@ -87,7 +87,7 @@ def _compare(group: Group, leaves: Sequence[Leaf], whole: Mesh) -> None:
 
 
 def _differ(places: Sequence[tuple[int, ...] | None], told: Sequence[str]) -> tuple[int, int] | None:
-    """Two ranks at the same place of their copies that do not tell the same."""
+    """Two members at the same place of their copies that do not tell the same."""
     first: dict[tuple[int, ...], int] = {}
     for rank, (place, value) in enumerate(zip(places, told)):
         if place is not None:
@@ -97,7 +97,8 @@ def _differ(places: Sequence[tuple[int, ...] | None], told: Sequence[str]) -> tu
     return None
 
 
-def _hash(leaf: Leaf) -> str:
+def bytes_hash(leaf: Leaf) -> str:
+    """Of what is here of a tensor."""
     found: list[int] = []
     for _ in pieces(np.ascontiguousarray(leaf.array()), lambda piece: found.append(piece_hash(piece))):
         pass

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..comm.group import Group
+from ..core.mesh import DeviceMesh
 from ..errors import CheckpointError
 from .background import wait
 from .folder import find
@@ -23,8 +24,9 @@ from .plan import within
 from .ranks import all_ranks, folder_of, gathered, rank_of, together, unlike
 from .reader import Reader
 from .safetensors_file import CODES, DTYPES
-from .state import Leaf, State
+from .state import Leaf, State, key_order
 from .strict_json import short
+from .whole import pipeline_axis
 
 KeyMap = Mapping[str, str] | Callable[[str], str]
 
@@ -54,7 +56,7 @@ class Loaded(NamedTuple):
 
 
 def load(state: Any, path: str | os.PathLike, *, strict: bool = True, key_map: KeyMap | None = None,
-         cast: bool = False) -> Loaded:
+         cast: bool = False, over: DeviceMesh | None = None) -> Loaded:
     """Loads a checkpoint into a program's state, in place; every rank of the job calls it.
 
     Args:
@@ -64,6 +66,7 @@ def load(state: Any, path: str | os.PathLike, *, strict: bool = True, key_map: K
         strict: False: keys that only the state, or only the checkpoint, has are passed over, and returned.
         key_map: from keys of the state to keys of the checkpoint, a dict or a function; keys not in the dict are the same.
         cast: convert dtypes where they differ, among floating and among whole numbers.
+        over: as for `save`: each rank's state has the keys of its stages, and all stages' together are compared.
 
     Returns:
         The checkpoint's step, and the keys that were passed over.
@@ -84,28 +87,38 @@ def load(state: Any, path: str | os.PathLike, *, strict: bool = True, key_map: K
     """
     wait()
     group = all_ranks()
-    folder, name = _place(group, path)
+    folder, name = _place(group, path, over)
     while True:
         try:
-            return _loaded(group, state, folder / name, strict, key_map, cast)
+            return _loaded(group, state, folder / name, strict, key_map, cast, over)
         except CheckpointError:  # the same on all ranks
-            before, (_, name) = name, _place(group, path)
+            before, (_, name) = name, _place(group, path, over)
             if name == before:
                 raise  # else a run that keeps few checkpoints has removed it while it was read
 
 
-def _place(group: Group | None, path: Any) -> tuple[Path, str]:
+def _place(group: Group | None, path: Any, over: DeviceMesh | None) -> tuple[Path, str]:
     """The folder that the user named, and which checkpoint in it: of `latest` the first rank decides for all."""
     def here() -> tuple[Path, str]:
         folder = folder_of(path, "load")
+        pipeline_axis(over, "load")
         return folder, os.path.relpath(find(folder), folder) if rank_of(group) == 0 else ""
     folder, name = together(group, "load", here)
-    return folder, gathered(group, name)[0]
+    told_of = gathered(group, [name, over.describe() if over else "None"])
+    if len({axis for _, axis in told_of}) > 1:
+        raise CheckpointError("For 'load', the ranks' arguments differ: over.", "; ".join(
+            f"rank {rank} {axis}" for rank, (_, axis) in enumerate(told_of[:4])),
+            "All ranks load one checkpoint together.", "give each rank the same arguments")
+    return folder, told_of[0][0]
 
 
-def _loaded(group: Group | None, state: Any, folder: Path, strict: bool, key_map: KeyMap | None, cast: bool) -> Loaded:
-    held, reader, found = together(group, "load", partial(_compared, state, folder, strict, key_map, cast))
+def _loaded(group: Group | None, state: Any, folder: Path, strict: bool, key_map: KeyMap | None, cast: bool,
+            over: DeviceMesh | None) -> Loaded:
+    held, reader, found = together(group, "load", partial(_compared, state, folder, strict, key_map, cast, over is not None))
     with reader:
+        if group is not None and over is not None:
+            found = _of_all_stages(over.get_group(), found)
+            together(group, "load", partial(_complete, found, str(reader.folder), strict))
         _agree(group, reader, found, bool(cast))
         together(group, "load", partial(_read, held, reader, found.tensors))
         together(group, "load", partial(held.restore, found.values))
@@ -119,6 +132,15 @@ class _Found(NamedTuple):
     unused: tuple[str, ...]
 
 
+def _of_all_stages(over: Group, found: _Found) -> _Found:
+    """What any stage misses, and what none asks for."""
+    told_of = over.all_gather_object((list(found.missing), list(found.unused)))
+    missing = set().union(*(stage for stage, _ in told_of))
+    unused = set(found.unused).intersection(*(stage for _, stage in told_of))
+    return found._replace(missing=tuple(sorted(missing, key=key_order)),
+                          unused=tuple(key for key in found.unused if key in unused))
+
+
 def _agree(group: Group | None, reader: Reader, found: _Found, cast: bool) -> None:
     """All ranks load the same of one checkpoint; it may be a copy on each node's own disk."""
     bad = unlike(group, {"checkpoint": f"{reader.index.id}, step {reader.index.step}", "cast": str(cast),
@@ -128,14 +150,18 @@ def _agree(group: Group | None, reader: Reader, found: _Found, cast: bool) -> No
                               "All ranks load one checkpoint together.", "give each rank the same state and arguments")
 
 
-def _compared(state: Any, folder: Path, strict: bool, key_map: KeyMap | None, cast: bool) -> tuple[State, Reader, _Found]:
+def _compared(state: Any, folder: Path, strict: bool, key_map: KeyMap | None, cast: bool, a_stage: bool = False
+              ) -> tuple[State, Reader, _Found]:
     if key_map is not None and not isinstance(key_map, Mapping) and not callable(key_map):
         raise CheckpointError(f"For 'load', 'key_map' is {key_map!r}.", "", "It is a dict, or a function, from keys of the "
                               "state to keys of the checkpoint.", "load(..., key_map={here: there})")
     held = State(state, "load")
     reader = Reader(Path(os.path.normpath(folder)))
     try:
-        return held, reader, _match(held, reader.index, str(reader.folder), strict, key_map, cast)
+        found = _match(held, reader.index, str(reader.folder), strict, key_map, cast)
+        if not (a_stage and all_ranks()):  # else what all stages have counts
+            _complete(found, str(reader.folder), strict)
+        return held, reader, found
     except BaseException:
         reader.close()
         raise
@@ -179,6 +205,12 @@ def _match(held: State, index: Index, where: str, strict: bool, key_map: KeyMap 
                                "load(..., key_map={here: there})"))
     asked = {index.tied.get(n, n) for n in names.values()}
     unused = [key for key in (*index.tensors, *index.values) if key not in asked]
+    return _Found(tensors, values, tuple(missing), tuple(unused))
+
+
+def _complete(found: _Found, where: str, strict: bool) -> None:
+    """Refuses keys that are on one side only."""
+    missing, unused = found.missing, found.unused
     if strict and (missing or unused):
         lines = [f"only the program has '{key}'" for key in missing[:5]]
         lines += [f"only the checkpoint has '{key}'" for key in unused[:5]]
@@ -186,8 +218,8 @@ def _match(held: State, index: Index, where: str, strict: bool, key_map: KeyMap 
                               f"{len(unused)} of its keys.", "\n".join(lines), "Every key is on both sides, unless told "
                               "otherwise.",
                               ("load(..., strict=False) loads what both have", "load(..., key_map={here: there}) renames",
+                               'load(..., over=mesh["pp"]) into the stages of a pipeline',
                                f"python -m ms_dtensor ckpt ls {where}"))
-    return _Found(tensors, values, tuple(missing), tuple(unused))
 
 
 def _unlike(key: str, leaf: Leaf, info: TensorInfo, cast: bool) -> list[str]:

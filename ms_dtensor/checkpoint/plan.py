@@ -80,9 +80,10 @@ def _runs(layout: Layout, dim: int, axes: Sequence[int]) -> tuple[tuple[Run, ...
     return tuple(found)
 
 
-def whole_on(ranks: int, shape: Sequence[int]) -> Spread:
-    """A tensor that so many ranks hold whole."""
-    return Spread(Mesh((ranks,), Ranks(((0, ranks, 1),))), (Cut(),) * len(shape))
+def whole_on(ranks: int | Sequence[int], shape: Sequence[int]) -> Spread:
+    """A tensor that so many ranks, or these, hold whole."""
+    held = Ranks.of(range(ranks) if isinstance(ranks, int) else ranks)
+    return Spread(Mesh((len(held),), held), (Cut(),) * len(shape))
 
 
 def assign(requests: Sequence[Request], ranks: int) -> dict[str, Spread]:

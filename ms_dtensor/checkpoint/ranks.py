@@ -70,7 +70,8 @@ def unlike(group: Group | None, table: Mapping[str, str]) -> dict[str, str]:
         return {}
     tables = gathered(group, dict(table))
     keys = [key for key in sorted(set().union(*tables)) if len({t.get(key) for t in tables}) > 1]
-    return {key: f"'{key}': " + "; ".join(f"rank {rank} {t.get(key, 'has none')}" for rank, t in enumerate(tables[:4]))
+    ranks = (0,) if group is None else group.ranks
+    return {key: f"'{key}': " + "; ".join(f"rank {rank} {t.get(key, 'has none')}" for rank, t in zip(ranks, tables[:4]))
             for key in keys}
 
 

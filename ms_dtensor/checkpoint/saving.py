@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,22 +23,21 @@ from ..core.mesh import DeviceMesh
 from ..core.version import __version__
 from ..errors import CheckpointError
 from . import background
-from .copies import copied
 from .folder import Folder, now, point_latest, retire, step_name, write_synced
-from .index import NAME, Index, TensorInfo, dump, file_name
-from .pieces import as_bytes, crc
-from .plan import Request, assign, laid_out, parts_of, volume, whole_on
-from .random_state import DIFFER, RandomState
-from .ranks import alike, all_ranks, attempted, folder_of, gathered, raise_for_all, rank_of, together, told, unlike
+from .index import NAME, Index, dump, file_name
+from .plan import Request, assign, parts_of, volume
+from .ranks import all_ranks, attempted, folder_of, gathered, raise_for_all, rank_of, together, told
 from .refusals import refusals
-from .spread import Ranks, Spread
+from .spread import Ranks
 from .staging import Snapshot
-from .state import Leaf, State
+from .state import State
+from .whole import Whole, agreed, pipeline_axis
 from .writer import array_of, write
 
 
 def save(state: Any, path: str | os.PathLike, *, step: int | None = None, async_save: bool = False,
-         keep_last: int | None = None, keep_every: int | None = None) -> background.AsyncSave | None:
+         keep_last: int | None = None, keep_every: int | None = None, over: DeviceMesh | None = None
+         ) -> background.AsyncSave | None:
     """Saves a program's state, from any mesh for any mesh; every rank of the job calls it.
 
     Args:
@@ -49,6 +49,9 @@ def save(state: Any, path: str | os.PathLike, *, step: int | None = None, async_
             raised by `wait()` of what is returned, or by the next save.
         keep_last: keep so many of the latest steps, and remove the others.
         keep_every: keep also the steps that are a multiple of it.
+        over: the axis over which the stages of a pipeline are dealt, `mesh["pp"]`: each has other names, and the checkpoint
+            has all, as of one device. What several stages have is equal on them, and is saved once. Give the schedule as
+            the model: `{"model": schedule, "optimizer": optimizer}`.
 
     Returns:
         None; with `async_save` an object with `wait()`, which all ranks call, and `done`.
@@ -73,15 +76,17 @@ def save(state: Any, path: str | os.PathLike, *, step: int | None = None, async_
     background.wait()
     group = all_ranks()
     step, keep_last, keep_every = (int(n) if isinstance(n, np.integer) else n for n in (step, keep_last, keep_every))
-    held, given = together(group, "save", partial(_described, state, path, step, keep_last, keep_every))
-    copies = _agree(group, held, {"path": str(given), "step": repr(step), "async_save": repr(bool(async_save)),
-                                  "keep_last": repr(keep_last), "keep_every": repr(keep_every)})
+    held, given = together(group, "save", partial(_described, state, path, step, keep_last, keep_every, over))
+    whole = agreed(group, held, {"path": str(given), "step": repr(step), "async_save": repr(bool(async_save)),
+                                  "keep_last": repr(keep_last), "keep_every": repr(keep_every),
+                                 "over": over.describe() if over else "None"}, over)
     root = Path(os.path.abspath(given))
     target = root if step is None else root / step_name(step)
-    plan = assign([Request(key, leaf.itemsize, leaf.shape, copies.get(key) or _spread(leaf, group))
-                   for key, leaf in held.tensors.items()], group.size if group else 1)
+    plan = assign([Request(key, t.itemsize, t.shape, t.spread) for key, t in whole.tensors.items()],
+                  group.size if group else 1)
+    whole = whole._replace(tensors={key: replace(t, spread=plan[key]) for key, t in whole.tensors.items()})
     with _Begun(group, target) as begun:
-        saving = _saved(group, held, plan, begun, _Where(root, step, keep_last, keep_every), async_save)
+        saving = _saved(group, held, whole, begun, _Where(root, step, keep_last, keep_every), async_save)
         begun.handed_on = saving is not None
     return saving
 
@@ -133,10 +138,11 @@ class _Begun:
             self.folder.abandon()  # does nothing to a complete one
 
 
-def _saved(group: Group | None, held: State, plan: Mapping[str, Spread], begun: _Begun, where: _Where, async_save: bool
+def _saved(group: Group | None, held: State, whole: Whole, begun: _Begun, where: _Where, async_save: bool
            ) -> background.AsyncSave | None:
     ranks, rank, folder = group.size if group else 1, rank_of(group), begun.folder
-    mine = parts_of(rank, plan, {key: leaf.shape for key, leaf in held.tensors.items()})
+    mine = parts_of(rank, {key: t.spread for key, t in whole.tensors.items()},
+                    {key: t.shape for key, t in whole.tensors.items()})
     file = begun.hidden / file_name(rank, ranks)
 
     def write_mine(values) -> bool:
@@ -148,8 +154,7 @@ def _saved(group: Group | None, held: State, plan: Mapping[str, Spread], begun: 
         """On rank 0: everything is on the disk but the index."""
         assert folder is not None
         files = Ranks.of([i for i, wrote in enumerate(written) if wrote])
-        tensors = {key: TensorInfo(key, leaf.dtype, leaf.shape, plan[key], ranks) for key, leaf in held.tensors.items()}
-        index = Index(begun.save_id, where.step, __version__, ranks, files, tensors, held.values, held.tied,
+        index = Index(begun.save_id, where.step, __version__, ranks, files, *whole,
                       now(where.root) if where.step is not None else time.time_ns())
         with refusals(f"For 'save', '{folder.path / NAME}' cannot be written"):
             write_synced(folder.path / NAME, dump(index))
@@ -163,10 +168,6 @@ def _saved(group: Group | None, held: State, plan: Mapping[str, Spread], begun: 
     everyone = gathered(group, [None if error is None else told(error), written])
     _finish(group, folder, error, everyone, complete)
     return None
-
-
-def _spread(leaf: Leaf, group: Group | None) -> Spread:
-    return whole_on(group.size if group else 1, leaf.shape) if leaf.layout is None else laid_out(leaf.layout)
 
 
 def _from_copies(write_mine, copies: Snapshot | None, error: Exception | None) -> bool:
@@ -194,9 +195,10 @@ def _finish(group: Group | None, folder: Folder | None, error: Exception | None,
     raise_for_all("save", group.all_gather_object(None if error is None else told(error)))
 
 
-def _described(state: Any, path: Any, step: int | None, keep_last: int | None, keep_every: int | None
-               ) -> tuple[State, Path]:
+def _described(state: Any, path: Any, step: int | None, keep_last: int | None, keep_every: int | None,
+               over: DeviceMesh | None) -> tuple[State, Path]:
     given = folder_of(path, "save")
+    pipeline_axis(over, "save")
     for name, value, least in (("step", step, 0), ("keep_last", keep_last, 1), ("keep_every", keep_every, 1)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not least <= value < 1 << 62):
             raise CheckpointError(f"For 'save', '{name}' is {value!r}.", "", f"It is a whole number, at least {least}, "
@@ -206,36 +208,3 @@ def _described(state: Any, path: Any, step: int | None, keep_last: int | None, k
                               "'keep_last' is of steps; 'keep_every' adds to what 'keep_last' keeps.",
                               "save(state, path, step=N, keep_last=3, keep_every=1000)")
     return State(state, "save"), given
-
-
-def _agree(group: Group | None, state: State, arguments: dict[str, str]) -> dict[str, Spread]:
-    """All ranks save the same names, layouts and plain values, in the same way.
-
-    Returns:
-        The spreads of tensors that are on several meshes, on each a copy.
-    """
-    if group is None:
-        return {}
-    meshes = list(dict.fromkeys(leaf.layout.mesh for leaf in state.tensors.values() if leaf.layout is not None))
-    table = {key: _identity(leaf, meshes) for key, leaf in state.tensors.items()}
-    table |= {key: repr(value) for key, value in state.values.items()}
-    table |= {key: f"the same as '{first}'" for key, first in state.tied.items()}
-    if alike(group, [arguments, table]):
-        return copied(group, state, meshes)
-    bad = unlike(group, arguments)
-    if bad:
-        raise CheckpointError(f"For 'save', the ranks' arguments differ: {', '.join(bad)}.", "\n".join(bad.values()),
-                              "All ranks save one checkpoint together.", "give each rank the same arguments")
-    bad = unlike(group, table)
-    random = tuple(f"{key}." if key else "" for key, node in state.objects.items() if isinstance(node, RandomState))
-    raise CheckpointError(f"For 'save', the ranks' states differ in {len(bad)} keys.", "\n".join([*bad.values()][:4]),
-                          "A checkpoint is one state; what is not laid out over the ranks is the same on all of them.",
-                          (*((DIFFER,) if any(key.startswith(random) for key in bad) else ()),
-                           "DTensor.from_local(x, mesh, [Shard(0)]) for what each rank has of its own",
-                           "save what rank 0 has: broadcast it first"))
-
-
-def _identity(leaf: Leaf, meshes: list[DeviceMesh]) -> str:
-    if leaf.layout is not None:  # the ranks of a mesh may differ: see `copies.py`
-        return f"{leaf.layout.describe()} {leaf.layout.placements} {leaf.layout.order} mesh {meshes.index(leaf.layout.mesh)}"
-    return f"{leaf.describe()} crc32 {crc(as_bytes(np.ascontiguousarray(leaf.array()))):08x}"

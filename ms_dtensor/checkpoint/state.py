@@ -179,13 +179,13 @@ class State:
         self.tied = {}
         tensors = {}
         for old, keys in names.items():
-            first, *others = sorted(keys, key=_order)
+            first, *others = sorted(keys, key=key_order)
             tensors[first] = self.tensors[old]
             tensors[first].key = first
             self.tied |= dict.fromkeys(others, first)
-        self.tensors = {key: tensors[key] for key in sorted(tensors, key=_order)}
-        self.values = {key: self.values[key] for key in sorted(self.values, key=_order)}
-        self.tied = {key: self.tied[key] for key in sorted(self.tied, key=_order)}
+        self.tensors = {key: tensors[key] for key in sorted(tensors, key=key_order)}
+        self.values = {key: self.values[key] for key in sorted(self.values, key=key_order)}
+        self.tied = {key: self.tied[key] for key in sorted(self.tied, key=key_order)}
 
     def _leaf(self, node: Any, key: str) -> None:
         if isinstance(node, np.integer):
@@ -273,7 +273,7 @@ def _told_by(node: Any) -> dict | None:
     return None
 
 
-def _order(key: str) -> list[tuple[int, int, str]]:
+def key_order(key: str) -> list[tuple[int, int, str]]:
     """By which keys are sorted: layer 2 comes before layer 10."""
     return [(0, int(part), part) if part.isdecimal() and len(part) < 20 else (1, 0, part) for part in key.split(".")]
 

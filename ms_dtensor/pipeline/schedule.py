@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -25,6 +25,7 @@ from ..dispatch.recording import Recording
 from ..errors import LayoutError, ScheduleError
 from ..internals.names import NoFallbackGuard
 from ..internals.target import on_cpu
+from ..optim.base import restore
 from ..optim.clip import STAGE
 from ..tensor.dtensor import DTensor
 from .actions import Action, Actions, Overlap, Result, computing
@@ -160,6 +161,27 @@ class Schedule:
     def explain(self) -> str:
         """What each rank does, messages included, as a grid."""
         return self._lowered.text()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Parameters and persistent buffers of this rank's stages, not copies, by the names of one device.
+
+        One that other stages share is there under their names, too. It is what `checkpoint.save({"model": schedule}, path,
+        over=mesh["pp"])` saves.
+        """
+        found: dict[str, Tensor] = {}
+        for stage in self.stages.values():
+            own = stage.module.state_dict()
+            found |= own
+            for tie in stage.ties:
+                found |= dict.fromkeys(tie.paths.values(), own[tie.paths[stage.stage_index]])
+        return found
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Takes over the values of a `state_dict` of the same stages in the same layouts."""
+        own = self.state_dict()
+        other = {name: x for name, x in state.items() if own.get(name) is not x}
+        restore(type(self).__name__, {"state": {name: x for name, x in own.items() if state.get(name) is not x}},
+                {"state": other})
 
     def _begin(self, lowered: Lowered, args, kwargs, target, weights, training: bool) -> _Step:
         m = self.n_microbatches
