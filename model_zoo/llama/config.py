@@ -92,7 +92,7 @@ class DataConfig:
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """Degrees of the mesh axes ("dp", "tp"); they multiply to the number of workers."""
+    """Degrees of the mesh axes ("pp", "dp", "tp"); they multiply to the number of workers."""
 
     dp: int = 1
     tp: int = 1
@@ -108,6 +108,18 @@ class ParallelConfig:
     """Only the optimizer's work and state are divided over dp."""
     expert_tp: bool = True
     """Each expert's width is cut over tp; false: every tp rank has all of all experts."""
+    pp: int = 1
+    """Stages of a pipeline, each on dp x tp ranks of its own; a batch goes through them in train.micro_batches."""
+    pp_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b"] = "1f1b"
+    """In which order; see docs/pipeline.md."""
+    pp_split: tuple[str, ...] | None = None
+    """Cells at which the stages but the first begin: [layers.4, layers.9]; null: where the dearest stage costs least."""
+    pp_stages_per_rank: int = 1
+    """With interleaved_1f1b 2 or more."""
+
+    @property
+    def stages(self) -> int:
+        return self.pp * self.pp_stages_per_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +220,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "model.rope_scaling.low_freq_factor": (1e-3, 1e6),
     "model.rope_scaling.high_freq_factor": (1e-3, 1e6), "model.rope_scaling.original_max_seq_len": COUNT,
     "data.max_bytes": (1, 2 ** 40), "data.held_out_every": COUNT, "parallel.dp": (1, 2 ** 20), "parallel.tp": (1, 2 ** 20),
-    "parallel.hsdp": (1, 2 ** 20),
+    "parallel.hsdp": (1, 2 ** 20), "parallel.pp": (1, 2 ** 16), "parallel.pp_stages_per_rank": (1, 2 ** 16),
     "lora.rank": (1, 2 ** 16), "lora.alpha": (0, 1e6),
     "optim.lr": (0, 1e3), "optim.betas": (0, 1 - 1e-9), "optim.eps": (1e-30, 1), "optim.weight_decay": (0, 1e3),
     "optim.warmup": (0, 2 ** 53), "optim.min_lr_ratio": (0, 1), "optim.clip_norm": (0, 1e9),
@@ -230,6 +242,7 @@ def check(cfg: Config, world: int) -> None:
     _check_ranges(cfg)
     _check_model(cfg.model)
     _check_degrees(cfg, world)
+    _check_pipeline(cfg)
     if cfg.checkpoint.on_sigterm and not cfg.checkpoint.interval:
         raise ConfigError("For the configuration, checkpoint.on_sigterm is set, and checkpoint.interval is 0.", "",
                           "A run that never saves does not on SIGTERM either.", "--checkpoint.interval 100")
@@ -295,16 +308,19 @@ def _check_model(m: ModelConfig) -> None:
 def _check_degrees(cfg: Config, world: int) -> None:
     p, m = cfg.parallel, cfg.model
     tp_ok = [t for t in divisors(m.n_kv_heads) if m.n_heads % t == 0]
-    if p.dp * p.tp != world:
-        pairs = [(world // t, t) for t in tp_ok if world % t == 0]
+    made = p.dp * p.tp * p.pp
+    if made != world:
+        pp = p.pp if world % p.pp == 0 else 1
+        fits = [f"dp={world // (t * pp)} tp={t}" + f" pp={pp}" * (p.pp > 1) for t in tp_ok if world % (t * pp) == 0]
         raise ConfigError(
-            f"For the configuration, the parallel degrees make {p.dp * p.tp} ranks but {world} "
+            f"For the configuration, the parallel degrees make {made} ranks but {world} "
             f"{'workers run' if world != 1 else 'worker runs'}.",
-            f"parallel.dp = {p.dp} x parallel.tp = {p.tp} = {p.dp * p.tp}, world size = {world}",
+            f"parallel.dp = {p.dp} x parallel.tp = {p.tp}" + f" x parallel.pp = {p.pp}" * (p.pp > 1) +
+            f" = {made}, world size = {world}",
             "The degrees of the mesh axes multiply to the number of workers.",
-            [f"with {world} {'workers' if world != 1 else 'worker'}: " + ", ".join(f"dp={d} tp={t}" for d, t in pairs),
-             f"start {p.dp * p.tp} workers: launch.py --workers {p.dp * p.tp}, or "
-             f"msrun --worker_num={p.dp * p.tp} --local_worker_num={p.dp * p.tp}"])
+            [f"with {world} {'workers' if world != 1 else 'worker'}: " + ", ".join(fits),
+             f"start {made} workers: launch.py --workers {made}, or "
+             f"msrun --worker_num={made} --local_worker_num={made}"])
     if p.dp % p.hsdp or (p.hsdp > 1 and not p.fsdp) or (p.fsdp and p.zero1):
         raise ConfigError("For the configuration, the ways of cutting parameters over dp do not fit each other.",
                           f"parallel.dp = {p.dp}, fsdp = {p.fsdp}, hsdp = {p.hsdp}, zero1 = {p.zero1}",
@@ -320,3 +336,45 @@ def _check_degrees(cfg: Config, world: int) -> None:
             [f"--parallel.tp with one of {tp_ok}; with {world} workers "
              + ", ".join(f"dp={world // t} tp={t}" for t in runnable),
              f"--model.n_heads and --model.n_kv_heads that are multiples of {p.tp}"])
+
+
+def _check_pipeline(cfg: Config) -> None:
+    p, m, t = cfg.parallel, cfg.model, cfg.train
+    several, degree = p.pp_stages_per_rank > 1, f"parallel.pp = {p.pp}, parallel.pp_schedule = {p.pp_schedule}"
+    if p.pp == 1:
+        if several or p.pp_split is not None:
+            raise ConfigError("For the configuration, stages of a pipeline are described, and there is none.",
+                              f"{degree}, pp_stages_per_rank = {p.pp_stages_per_rank}, pp_split = {p.pp_split}",
+                              "parallel.pp is the number of ranks that a pipeline goes through.", "--parallel.pp 2")
+        return
+    if several != (p.pp_schedule == "interleaved_1f1b"):
+        raise ConfigError("For the configuration, the schedule is not for so many stages a rank.",
+                          f"{degree}, parallel.pp_stages_per_rank = {p.pp_stages_per_rank}",
+                          "interleaved_1f1b is for two or more; gpipe and 1f1b are for one.",
+                          ["--parallel.pp_schedule interleaved_1f1b --parallel.pp_stages_per_rank 2",
+                           "--parallel.pp_stages_per_rank 1 --parallel.pp_schedule 1f1b"])
+    if several and t.micro_batches % p.pp:
+        more = -(-t.micro_batches // p.pp) * p.pp
+        raise ConfigError(f"For the configuration, {t.micro_batches} micro-batches do not go through {p.pp} ranks in turn.",
+                          f"{degree}, train.micro_batches = {t.micro_batches}",
+                          "interleaved_1f1b takes micro-batches in rounds of parallel.pp.",
+                          [f"--train.micro_batches {more}", "--parallel.pp_schedule 1f1b --parallel.pp_stages_per_rank 1"])
+    cells = ["tok_embeddings", *(f"layers.{i}" for i in range(m.n_layers)), "norm", "output"]
+    if p.stages > m.n_layers + 2:
+        raise ConfigError(f"For the configuration, {p.stages} stages are more than the model can be cut into.",
+                          f"{degree}, parallel.pp_stages_per_rank = {p.pp_stages_per_rank}, model.n_layers = {m.n_layers}",
+                          "A stage has a layer at least, but for the embedding and the head.",
+                          f"--parallel.pp with at most {(m.n_layers + 2) // p.pp_stages_per_rank}")
+    at = [cells.index(path) if path in cells else -1 for path in p.pp_split or ()]
+    if p.pp_split is not None and (len(at) != p.stages - 1 or sorted({0, *at}) != [0, *at]):
+        raise ConfigError("For the configuration, parallel.pp_split does not say where stages begin.",
+                          f"{list(p.pp_split)} for {p.stages} stages",
+                          f"It names {p.stages - 1} different cells in their order: {', '.join(cells[1:3])} ... output.",
+                          "leave it out: the stages are balanced then")
+    first = "begin without a pipeline, with --train.steps 1 --checkpoint.interval 1; then --checkpoint.resume latest"
+    for what, key, rule, fix in (
+            (m.experts, "model.experts", "Their auxiliary loss does not reach the last stage yet.", "--parallel.pp 1"),
+            (cfg.lora, "lora", "A stage may have no adapter, and no parameter to train.", "--parallel.pp 1"),
+            (t.init_hf, "train.init_hf", "A stage does not read its share of published weights yet.", first)):
+        if what is not None:
+            raise ConfigError(f"For the configuration, {key} does not go with a pipeline.", degree, rule, fix)

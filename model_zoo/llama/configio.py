@@ -60,7 +60,7 @@ def load(argv: Sequence[str], world: int | None = None) -> tuple[Config, bool]:
             node[name] = node = node[name] if isinstance(node.get(name), dict) else {}
         node[last] = _scalar(value)
     cfg = _with_published_sizes(build(Config, tree), tree)
-    check(cfg, cfg.parallel.dp * cfg.parallel.tp if world is None else world)
+    check(cfg, cfg.parallel.dp * cfg.parallel.tp * cfg.parallel.pp if world is None else world)
     return cfg, show
 
 

@@ -23,6 +23,7 @@ if __package__ in (None, ""):
 from model_zoo.llama.config import Config
 from model_zoo.llama.configio import USAGE, load
 from model_zoo.llama.ranks import script
+from ms_dtensor.errors import ConfigError
 
 MIB = 2**20
 USABLE = 59392 * MIB  # of the 64 GB of a 910B, as MindSpore's page on dry runs says
@@ -100,6 +101,9 @@ def saved_by_block(cfg: Config, dtype_bytes: int) -> int:
 def per_rank(cfg: Config) -> dict[str, int]:
     """Bytes by what they are for, at the step's peak: when the backward of the last block begins."""
     m, t, p, s = cfg.model, cfg.train, cfg.parallel, Sizes(cfg)
+    if p.pp > 1:
+        raise ConfigError("For 'memory.py', there is no formula for a pipeline.", f"parallel.pp = {p.pp}",
+                          "What a rank holds depends on its stage and on the schedule.", "--parallel.pp 1")
     wide = {"float32": 4, "bfloat16": 2}[t.dtype]
     kept_blocks = 1 if t.recompute else m.n_layers  # whose insides are there at a time
     vocab = s._cut(m.vocab_size) if p.loss_parallel else m.vocab_size

@@ -90,13 +90,13 @@ def linear(d_in: int, d_out: int, bias: bool = False) -> nn.Dense:
 
 
 class Embedding(mint.nn.Embedding):
-    """Rows of the parameter `weight` [vocab, d]."""
+    """Ids of any shape -> the list of their rows of `weight` [vocab, d]."""
 
     def __init__(self, vocab: int, dim: int):
         super().__init__(vocab, dim, _weight=initializer("zeros", (vocab, dim), ms.float32))
 
     def construct(self, ids):
-        return cpu.embedding(ids, self.weight) if on_cpu() else F.embedding(ids, self.weight)
+        return (cpu if on_cpu() else F).embedding(ids.reshape(-1), self.weight)
 
 
 class RMSNorm(nn.Cell):
@@ -169,6 +169,7 @@ class Llama(nn.Cell):
     """Token ids i32[b, t] -> logits [b*t, vocab]; of a mixture of experts, these and the auxiliary loss.
 
     With `places`, i32[b, t], rows hold several documents: each token's place in its own, beyond which it sees nothing.
+    A later stage of a pipeline takes tokens [n, d] in the place of ids, and is told the `length` of sequences.
 
     Args:
         cfg: the sizes.
@@ -176,6 +177,7 @@ class Llama(nn.Cell):
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
+        self.mixed = cfg.experts is not None
         self.tok_embeddings = Embedding(cfg.vocab_size, cfg.dim)
         self.layers = nn.CellList([Block(cfg) for _ in range(cfg.n_layers)])
         self.norm = RMSNorm(cfg.dim, cfg.norm_eps)
@@ -185,13 +187,14 @@ class Llama(nn.Cell):
         for name, param in self.parameters_and_names():
             param.name = name
 
-    def construct(self, ids, places=None):
-        x = self.tok_embeddings(ids.reshape(-1))
-        t = ids.shape[1] if places is None else Packed(ids.shape[1], places)
+    def construct(self, ids, places=None, length=None):
+        x = self.tok_embeddings(ids)
+        length = length or ids.shape[1]
+        t = length if places is None else Packed(length, places)
         shares = []
         for layer in self.layers:
             x = layer(x, t)
-            if layer.mixed:
+            if self.mixed:
                 x, share = x
                 shares.append(share)
         logits = self.output(self.norm(x))
@@ -217,7 +220,8 @@ def init_weights(model: Llama, seed: int, std: float = 0.02) -> None:
     creation nor the number of ranks. Before `parallelize` or after it, when each rank keeps its shards of one at a time.
     """
     residual = 1.0 / np.sqrt(2.0 * len(model.layers))
-    for name, param in model.parameters_and_names():
+    for param in model.get_parameters():
+        name = param.name  # of a tied one in two stages the same, as on one device
         if param.ndim == 1:
             value = np.full(param.shape, not name.endswith("bias"), np.float32)
         else:

@@ -11,6 +11,8 @@ Sequence parallelism cuts the list of tokens f32[n, d], which dp has cut already
 """
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 from mindspore import Tensor, nn
 
@@ -38,6 +40,7 @@ from ms_dtensor.parallel import (
     parallelize_module,
     replicate,
 )
+from ms_dtensor.pipeline import Absent
 from ms_dtensor.tensor.distribute import distribute_parameter, set_parameter
 
 from .config import ParallelConfig
@@ -110,13 +113,13 @@ def parallelize(model: nn.Cell, mesh: DeviceMesh, cfg: ParallelConfig,
 
     Block by block: of a model made under `no_init_parameters` no rank has more at a time than its shards and a block.
 
-    Returns `model`.
+    Returns `model`, all of it or a stage of a pipeline, whose mesh has no axis "pp".
 
     Initial weights are those of rank 0 of each axis. Afterwards every parameter and buffer is a DTensor on `mesh`.
     """
-    mixed, inside = model.layers[0].mixed, "layers.*."
+    mixed, inside = model.mixed, "layers.*."
     plan = adapter_plan(tensor_plan(cfg, mixed), model)
-    for layer in model.layers:
+    for layer in here(model.layers):
         parallelize_module(layer, mesh["tp"], {k.removeprefix(inside): v for k, v in plan.items() if k.startswith(inside)})
         layer.attention.core = attention_on_heads(layer.attention.core, mesh)
         if mixed:
@@ -125,17 +128,29 @@ def parallelize(model: nn.Cell, mesh: DeviceMesh, cfg: ParallelConfig,
             # of the experts' weights, dim 0 has too few rows to be cut over many ranks
             fully_shard(layer, mesh=data_axes(mesh), mp_policy=mp_policy,
                         shard_placement_fn=lambda p: Shard(1) if p.ndim == 3 else None)
-    parallelize_module(model, mesh["tp"], {k: v for k, v in plan.items() if not k.startswith(inside)})
+    outer = [name for name, cell in model.name_cells().items() if here([cell])]
+    parallelize_module(model, mesh["tp"], {k: v for k, v in plan.items() if k in outer})
     if not cfg.fsdp:
         return replicate(model, mesh=data_axes(mesh), mp_policy=mp_policy, zero1=cfg.zero1)
     return fully_shard(model, mesh=data_axes(mesh), mp_policy=mp_policy)
 
 
+def here(cells: Iterable[nn.Cell]) -> list[nn.Cell]:
+    """Those that no other stage of a pipeline has."""
+    return [cell for cell in cells if not isinstance(cell, Absent)]
+
+
 def make_mesh(device: str, cfg: ParallelConfig) -> DeviceMesh:
-    """All ranks as ("dp", "tp"); with parameters copied between parts of dp, ("copies", "dp", "tp")."""
-    if cfg.hsdp == 1:
-        return init_device_mesh(device, (cfg.dp, cfg.tp), mesh_dim_names=("dp", "tp"))
-    return init_device_mesh(device, (cfg.hsdp, cfg.dp // cfg.hsdp, cfg.tp), mesh_dim_names=("copies", "dp", "tp"))
+    """All ranks as ("dp", "tp"); "copies" before these if parameters are copied between parts of dp, and "pp" first."""
+    axes = {"pp": cfg.pp, "copies": cfg.hsdp, "dp": cfg.dp // cfg.hsdp, "tp": cfg.tp}
+    axes = {name: n for name, n in axes.items() if n > 1 or name in ("dp", "tp")}
+    return init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def stage_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The ranks of this one's stage of a pipeline."""
+    names = tuple(name for name in mesh.mesh_dim_names if name != "pp")
+    return mesh if names == mesh.mesh_dim_names else mesh[names]
 
 
 def data_axes(mesh: DeviceMesh) -> DeviceMesh:

@@ -15,6 +15,7 @@ import time
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
+from statistics import median
 from typing import IO, Any
 
 import psutil
@@ -49,6 +50,8 @@ class Reporter:
         self.flops = flops_per_token(cfg.model, cfg.train.seq, cfg.lora is not None) * self.tokens
         self.screen = Screen(cfg.metrics.bar and speaks)
         self.tally = Tally() if cfg.metrics.communication and speaks else None
+        self.bubble: float | None = None  # of a pipeline, by simulation
+        self._bubbles: list[float] = []
         self._file: IO[str] | None = None
         self._trackers: list[trackers.Tracker] = []
         self._process = psutil.Process()
@@ -133,6 +136,9 @@ class Reporter:
         comm = {} if self.tally is None else self.tally.take()
         if self.device == "cpu" and self.tally is not None:  # of a device the host's clock knows nothing
             values["comm_share"] = sum(line.seconds for line in comm.values()) / seconds
+            if self.bubble is not None:
+                values["bubble"] = sum(line.seconds for (_, axes), line in comm.items() if axes == ("pp",)) / seconds
+                self._bubbles.append(values["bubble"])
         lines = {f"{op} {','.join(axes)}".rstrip(): [line.calls, line.bytes, line.seconds * 1e3]
                  for (op, axes), line in comm.items()}
         mfu, share = values.get("mfu"), values.get("comm_share")
@@ -162,6 +168,13 @@ class Reporter:
         self.say(f"held-out loss at step {step}: {loss:.4f}")
         self.record(step=step, held_out_loss=number(loss))
         self._track(step, {"held_out_loss": loss})
+
+    def end(self) -> None:
+        """The last step is done."""
+        if self.bubble is not None:
+            measured = f"{median(self._bubbles):.0%} measured" if self._bubbles else "not measured"
+            self.say(f"bubble: {self.bubble:.0%} of a step simulated, of stages that are alike; {measured}, "
+                     "what rank 0 waits for other stages in a step, the median")
 
     def warn(self, step: int, action: str, reason: str) -> None:
         """What the guard found."""

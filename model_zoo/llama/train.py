@@ -143,10 +143,10 @@ def _run(argv: list[str], keep: ExitStack) -> None:
             keep.enter_context(interrupt_saves())
     try:
         report.begin(done, resolved)
-        weights, own = (sum(int(x.size) for x in some) for some in (trainer.model.get_parameters(),
-                                                                    trainer.model.trainable_params()))
+        weights, own = trainer.sizes
+        report.bubble = trainer.bubble()
         report.say(f"{weights / 1e6:.2f} M parameters{f', {own:,} of them trained,' * (own < weights)} on "
-                   f"{world} {'ranks' if world > 1 else 'rank'}: dp={p.dp} tp={p.tp}"
+                   f"{world} {'ranks' if world > 1 else 'rank'}: {f'pp={p.pp} ' * (p.pp > 1)}dp={p.dp} tp={p.tp}"
                    f"{' sequence-parallel' if p.sequence_parallel and p.tp > 1 else ''}"
                    f"{' fsdp' if p.fsdp else ' zero1' if p.zero1 else ''}{f' hsdp={p.hsdp}' if p.hsdp > 1 else ''}; "
                    f"{t.batch} x {t.seq} tokens a step; log in {log_dir}")
@@ -190,6 +190,7 @@ def train(trainer, report, window, saver, done: int) -> None:
     if saver is not None:
         saver.finish()
     report.held_out(t.steps, trainer.held_out_loss())
+    report.end()
 
 
 def peak_tflops(cfg: Config) -> float | None:
@@ -212,7 +213,7 @@ def checkpoints(cfg, trainer, report, held: dict[str, dict[str, Any]]):
     c, state = cfg.checkpoint, trainer.state()
     ours = {part: state[part] for part in ("config", "data")}
     saver = Checkpointer(state, checkpoint_folder(cfg), interval=c.interval or None, keep_last=c.keep_last,
-                         async_save=c.async_save, on_sigterm=c.on_sigterm)
+                         async_save=c.async_save, on_sigterm=c.on_sigterm, over=trainer.over)
     if c.resume and (c.resume != "latest" or latest(saver.path)):
         state |= held  # its keys: a load wants the same on both sides
         for known, what in ((held["config"], "its model's configuration"), ("format" in held["data"], "all about its data")):

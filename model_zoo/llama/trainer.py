@@ -21,6 +21,14 @@ from ms_dtensor.checkpoint import RandomState
 from ms_dtensor.errors import ConfigError
 from ms_dtensor.internals.target import on_cpu
 from ms_dtensor.optim import AdamW, clip_grad_norm_, cosine, wsd
+from ms_dtensor.pipeline import (
+    Schedule,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    pipeline,
+    simulate,
+)
 from ms_dtensor.tools.guard import Guard, Verdict, stopped
 
 from . import hf, lora
@@ -29,7 +37,9 @@ from .configio import model_values
 from .cpu import compile_attention
 from .data import Text, stream_values
 from .model import Llama, cross_entropy, init_weights
-from .parallelize import own_rows, parallelize
+from .parallelize import data_axes, here, own_rows, parallelize, stage_mesh
+
+SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved_1f1b": ScheduleInterleaved1F1B}
 
 
 def schedule(cfg: OptimConfig, steps: int) -> Callable[[int], float]:
@@ -59,6 +69,10 @@ class Trainer:
         mesh: of `parallelize.make_mesh`, or None for plain tensors on one device.
         initialize: fills the model's weights before it is laid out; by default `init_weights` with train.seed, or nothing
             where train.init_hf says whose weights to begin with.
+
+    Attributes:
+        sizes: elements of all parameters of the model, and of those that are trained.
+        stages: of a pipeline its schedule, whose stages have the model's cells; else None.
     """
 
     def __init__(self, cfg: Config, text: Text | None, mesh: DeviceMesh | None,
@@ -67,7 +81,8 @@ class Trainer:
         ms.set_seed(cfg.train.seed)  # whatever is to be drawn is drawn alike on every rank, and again after a restart
         ms.manual_seed(cfg.train.seed)
         manual_seed(cfg.train.seed)
-        self.cfg, self.text, self.mesh = cfg, text, mesh
+        self.cfg, self.text, self.all_ranks = cfg, text, mesh
+        self.mesh = None if mesh is None else stage_mesh(mesh)
         with no_init_parameters() if mesh is not None and initialize is None else nullcontext():  # never whole on a rank
             self.model = Llama(cfg.model)
         if initialize is not None:
@@ -77,20 +92,23 @@ class Trainer:
         if cfg.train.compile and on_cpu():
             compile_attention(self.model, cfg.model)
         policy = MixedPrecisionPolicy(ms.bfloat16, ms.float32) if cfg.train.dtype == "bfloat16" else None
-        if mesh is not None:
-            parallelize(self.model, mesh, cfg.parallel, policy)
-        elif policy is not None:
-            policy.apply(self.model)
-        if cfg.train.init_hf is not None:  # each rank its shards
-            with lora.without_adapters(self.model):
-                hf.load(self.model, cfg.train.init_hf)
-        elif initialize is None:
-            with lora.without_adapters(self.model):
-                init_weights(self.model, cfg.train.seed)
-        if cfg.train.recompute:
-            for layer in self.model.layers:
-                layer.recompute()
-        self.params = tuple(self.model.trainable_params())
+        self.sizes = tuple(sum(int(p.size) for p in some) for some in (self.model.get_parameters(),
+                                                                       self.model.trainable_params()))
+        self.over = mesh["pp"] if cfg.parallel.pp > 1 else None
+        stages = [] if self.over is None else pipeline(self.model, self.over, split=cfg.parallel.pp_split or "cost",
+                                                       n_stages=cfg.parallel.stages)
+        for model in [stage.module for stage in stages] or [self.model]:
+            self._lay_out(model, policy)
+            if initialize is None:
+                self._fill(model)
+            if cfg.train.recompute:
+                for layer in here(model.layers):
+                    layer.recompute()
+        self.stages: Schedule | None = None
+        if stages:
+            del self.model  # other ranks have its other cells
+            self.stages = SCHEDULES[cfg.parallel.pp_schedule](stages, cfg.train.micro_batches, self._mean)
+        self.params = tuple(self.model.trainable_params() if self.stages is None else self.stages.params)
         o = cfg.optim
         self.optimizer = AdamW(self.params, o.lr, o.betas, o.eps, o.weight_decay)
         self.schedule = schedule(o, cfg.train.steps)
@@ -99,19 +117,34 @@ class Trainer:
         make = ms.value_and_grad if mesh is None else value_and_grad
         self.value_and_grad = make(self.loss, None, self.params)
 
+    def _lay_out(self, model: Llama, policy: MixedPrecisionPolicy | None) -> None:
+        if self.mesh is not None:
+            parallelize(model, self.mesh, self.cfg.parallel, policy)
+        elif policy is not None:
+            policy.apply(model)
+
+    def _fill(self, model: Llama) -> None:
+        with lora.without_adapters(model):
+            if self.cfg.train.init_hf is not None:  # each rank its shards
+                hf.load(model, self.cfg.train.init_hf)
+            else:
+                init_weights(model, self.cfg.train.seed)
+
     def loss(self, ids: Tensor, labels: Tensor, *places: Tensor) -> Tensor:
         """A micro-batch's summand of the mean over the global batch."""
-        logits, balance = self.model(ids, *places), None
-        if isinstance(logits, tuple):
-            logits, balance = logits
+        loss, count = self._mean(self.model(ids, *places), labels), self.cfg.train.micro_batches
+        return loss if count == 1 else loss / count
+
+    def _mean(self, out: Tensor | tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
+        """The loss of what the model makes of a micro-batch."""
+        logits, balance = out if isinstance(out, tuple) else (out, None)
         if self.mesh is not None and self.cfg.parallel.loss_parallel and self.cfg.parallel.tp > 1:
             loss = loss_parallel(logits, labels.reshape(-1))
         else:
             loss = cross_entropy(logits, labels)
         if balance is not None:
             loss = loss + self.cfg.model.experts.balance * balance
-        count = self.cfg.train.micro_batches
-        return loss if count == 1 else loss / count
+        return loss
 
     def parts(self, *batch: np.ndarray) -> Iterator[tuple[Tensor, ...]]:
         """This rank's parts of the micro-batches of a global batch."""
@@ -121,6 +154,9 @@ class Trainer:
 
     def gradients(self, *batch: np.ndarray) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Loss and gradients (in the order of `params`) of a global batch."""
+        if self.stages is not None:
+            ids, how = self._for_stages(*batch)
+            return self.stages.step(ids, **how)
         loss, grads = None, ()
         for i, part in enumerate(self.parts(*batch), 1):
             if self.mesh is not None:  # summed up before they are reduced
@@ -129,11 +165,19 @@ class Trainer:
             loss, grads = (one, mine) if loss is None else (loss + one, tuple(map(add, grads, mine)))
         return loss, grads
 
+    def _for_stages(self, ids: np.ndarray, labels: np.ndarray, *places: np.ndarray) -> tuple[Tensor, dict[str, Any]]:
+        """A global batch as a schedule takes it: it cuts each rank's rows, so they lie in the order of `parts`."""
+        def own(rows: np.ndarray) -> Tensor:
+            parts = rows.reshape(self.cfg.train.micro_batches, data_axes(self.mesh).size(), -1, rows.shape[1])
+            return own_rows(parts.swapaxes(0, 1).reshape(rows.shape), self.mesh)
+        how = {"target": own(labels), "length": ids.shape[1]}
+        return own(ids), how | ({"places": own(places[0])} if places else {})
+
     def update(self, grads: tuple[Tensor, ...], step: int,
                leave_out: Callable[[float | Tensor], bool] = lambda norm: False) -> tuple[float | Tensor, float]:
         """Clips, steps the optimizer; the gradient norm and the learning rate used: 0 if by that norm it is left out."""
         o = self.cfg.optim
-        norm = clip_grad_norm_(zip(self.params, grads, strict=True), o.clip_norm or float("inf"))
+        norm = clip_grad_norm_(zip(self.params, grads, strict=True), o.clip_norm or float("inf"), over=self.over)
         if leave_out(norm):
             return norm, 0.0
         self.optimizer.lr = o.lr * self.schedule(step)
@@ -147,7 +191,8 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds. Batches are a function of the text, the seed and the step, which a checkpoint knows."""
-        return {"model": self.model, "optimizer": self.optimizer, "data": stream_values(self.cfg.train, self.text),
+        return {"model": self.stages or self.model, "optimizer": self.optimizer,
+                "data": stream_values(self.cfg.train, self.text),
                 "random": RandomState(), "config": model_values(self.cfg)}
 
     def step(self, step: int) -> StepResult:
@@ -177,15 +222,25 @@ class Trainer:
 
     def _agreed(self, verdict: Verdict) -> Verdict:
         """Rank 0's: whether a step is left out may not hang on the last bit of a sum."""
-        if self.mesh is None:
+        if self.all_ranks is None:
             return verdict
-        ranks = self.mesh.rank_list
+        ranks = self.all_ranks.rank_list
         return Verdict(*comm.group(ranks).broadcast_object(tuple(verdict), ranks[0]))
+
+    def bubble(self) -> float | None:
+        """The share of a step in which a rank waits for other stages, if they are all alike; by simulation."""
+        if self.stages is None:
+            return None
+        timeline = simulate(self.stages.actions)
+        return sum(timeline.idle) / (len(timeline.idle) * timeline.span)
 
     def held_out_loss(self) -> float:
         """Mean loss on fixed held-out batches."""
         t = self.cfg.train
         batches = (self.text.held_out_batch(i, t.eval_batches, t.batch, t.seq) for i in range(t.eval_batches))
+        if self.stages is not None:
+            return sum(float(self.stages.eval(ids, **how)) for ids, how in
+                       (self._for_stages(*batch) for batch in batches)) / t.eval_batches
         return sum(float(self.loss(*part)) for batch in batches for part in self.parts(*batch)) / t.eval_batches
 
 

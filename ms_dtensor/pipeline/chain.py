@@ -59,21 +59,30 @@ class Chain:
 
     def __init__(self, module: nn.Cell, cells: Iterable[tuple[str, nn.Cell]], first: bool):
         self.first, self.last, self.absent, self.at = first, None, False, ""
+        self.behind: list[tuple[str, nn.Cell]] = []  # that have no hook yet on what they return
         for path, cell in cells:
             if isinstance(cell, Absent):
                 cell.chain = self
                 continue
             for old in cell.__dict__.pop(_HOOKS, ()):
                 old.remove()
-            cell.__dict__[_HOOKS] = (
-                cell.register_forward_pre_hook(lambda c, args, path=path: self.come(path, args[0] if args else None, False)),
-                cell.register_forward_hook(lambda c, args, out, path=path: self.go(path, out, False)))
+            cell.__dict__[_HOOKS] = [
+                cell.register_forward_pre_hook(lambda c, args, path=path: self.come(path, args[0] if args else None, False))]
+            self.behind.append((path, cell))
         around_construct(module, self._watched)
+
+    def _hook_last(self) -> None:
+        """At the first run: what styles and others do to a cell's output comes before."""
+        for path, cell in self.behind:
+            cell.__dict__[_HOOKS].append(
+                cell.register_forward_hook(lambda c, args, out, path=path: self.go(path, out, False)))
+        self.behind = []
 
     def _watched(self, given: Callable) -> Callable:
         """The module's `construct`, from what it is given to what it returns."""
         @functools.wraps(given)
         def construct(cell, *args, **kwargs):
+            self._hook_last()
             self.last, self.absent, self.at = args[0] if args else None, not self.first, "the stage before"
             out = given(cell, *args, **kwargs)
             if self.absent:

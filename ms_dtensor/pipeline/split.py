@@ -81,7 +81,8 @@ def _named(split) -> list[str]:
 
 
 def _chain(module: nn.Cell, named: list[str]) -> dict[str, nn.Cell]:
-    """The cells that are applied in turn, by path: lists on the way to what is named, or to the longest list, are open."""
+    """The cells that are applied in turn, by path: what is on the way to what is named, or to the longest list, is open, and
+    each `CellList`, which is never called itself."""
     every = dict(module.cells_and_names())
     lists = [p for p, c in every.items() if isinstance(c, nn.CellList | nn.SequentialCell) and c is not module]
     inside = max(lists, key=lambda p: (len(every[p]._cells), -len(p)), default="")
@@ -101,7 +102,7 @@ def _chain(module: nn.Cell, named: list[str]) -> dict[str, nn.Cell]:
     def walk(path: str, cell: nn.Cell) -> None:
         for key, child in cell._cells.items():
             at = f"{path}.{key}" if path else key
-            if child is not None and at in opened:
+            if child is not None and (at in opened or isinstance(child, nn.CellList)):
                 walk(at, child)
             elif child is not None:
                 out[at] = child
@@ -121,16 +122,19 @@ def _elements(path: str, cell: nn.Cell) -> float:
 def _parts(module: nn.Cell, chain: dict[str, nn.Cell], split, count: int, cost: Cost) -> list[list[str]]:
     """The paths of each stage."""
     paths = list(chain)
+
+    def inside(entry: str) -> list[str]:
+        return [entry] if entry in chain else [p for p in paths if p.startswith(f"{entry}.")]
     if split == "cost":
         return _balanced([(p, cost(p, chain[p])) for p in paths], count)
     if isinstance(split, str):
         raise ConfigError(f"For 'pipeline', 'split' = {split!r} is none.", type(module).__name__,
                           'It is "cost", paths at which stages begin, or lists of paths.', 'split="cost"')
     if all(isinstance(entry, str) for entry in split):
-        starts = [0, *(paths.index(p) for p in split if p in chain), len(paths)]
+        starts = [0, *(paths.index(p) for entry in split for p in inside(entry)[:1]), len(paths)]
         parts = [paths[a:b] for a, b in zip(starts, starts[1:])]
     else:
-        parts = [list(entry) for entry in split]
+        parts = [[p for path in entry for p in inside(path)] for entry in split]
     if [p for part in parts for p in part] != paths:
         raise ConfigError("For 'pipeline', the stages are not the model's cells in their order.",
                           f"{split}", f"The cells are, in order: {', '.join(paths)}.",
@@ -144,15 +148,16 @@ def _balanced(costs: list[tuple[str, float]], count: int) -> list[list[str]]:
     for _, c in costs:
         total.append(total[-1] + c)
     n = len(costs)
-    best = [0.0] + [math.inf] * n
+    best = [(0.0, 0.0)] + [(math.inf, 0.0)] * n  # the dearest, then the sum of squares, so that no stage is idle for nothing
     cuts: list[list[int]] = []
     for _ in range(count):
-        now, at = [math.inf] * (n + 1), [0] * (n + 1)
+        now, at = [(math.inf, 0.0)] * (n + 1), [0] * (n + 1)
         for end in range(n + 1):
             for start in range(end + 1):
-                dearest = max(best[start], total[end] - total[start])
-                if dearest < now[end]:
-                    now[end], at[end] = dearest, start
+                own = total[end] - total[start]
+                found = max(best[start][0], own), best[start][1] + own * own
+                if found < now[end]:
+                    now[end], at[end] = found, start
         best = now
         cuts.append(at)
     parts: list[list[str]] = []

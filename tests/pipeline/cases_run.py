@@ -125,6 +125,13 @@ def schedules_of_four(world):
 
 
 @case(2)
+def borders_before_and_behind_a_list_of_cells(world):
+    """The list is iterated over, never called: each of its cells is one of the chain, whatever is named."""
+    for split in (["last"], ["layers"], [["first", "layers"], ["last"]]):
+        every(world, 4, split=split)
+
+
+@case(2)
 def side_inputs_are_cut_by_each_rank(world):
     every(world, 4, places=True)
 

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real ranks: the recipe in stages, with its own configuration `tiny`: one device's losses, resumed on any mesh."""
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from model_zoo.llama.config import Config, ParallelConfig, check
+from model_zoo.llama.configio import load
+from model_zoo.llama.data import load_text
+from model_zoo.llama.parallelize import make_mesh
+from model_zoo.llama.trainer import Trainer
+from ms_dtensor import comm
+from ms_dtensor.checkpoint import Checkpointer
+from ms_dtensor.tools.guard import Verdict
+from tests.cases import case
+from tests.dist.support import array
+from tests.sharding.support import collected, none_of
+
+TINY = Path(__file__).resolve().parents[2] / "model_zoo/llama/configs/tiny.yaml"
+LOSS, PARAMETERS = 1e-5, 1e-4  # relative; AdamW divides by roots of small second moments
+INTERLEAVED = {"pp_schedule": "interleaved_1f1b", "pp_stages_per_rank": 2}
+
+
+def config(parallel: ParallelConfig, tied: bool = False, **train) -> Config:
+    cfg, _ = load(["--config", str(TINY), "--data.max_bytes", "200000"])
+    cfg = replace(cfg, parallel=parallel, model=replace(cfg.model, tied_head=tied),
+                  train=replace(cfg.train, batch=8, **train))
+    check(cfg, parallel.pp * parallel.dp * parallel.tp)
+    return cfg
+
+
+def trainer(cfg: Config, on_mesh: bool = True) -> Trainer:
+    return Trainer(cfg, load_text(cfg.data, cfg.model.vocab_size, cfg.train.seq),
+                   make_mesh("cpu", cfg.parallel) if on_mesh else None)
+
+
+def run(one: Trainer, steps: int = 10, begin: int = 0) -> list[list[float]]:
+    """Loss and gradient norm of each step, and the held-out loss at the end."""
+    results = [one.step(step) for step in range(begin, steps)]
+    return [[r.loss for r in results], [r.grad_norm for r in results], [one.held_out_loss()]]
+
+
+@lru_cache
+def one_device(tied: bool) -> tuple[list[list[float]], dict[str, np.ndarray]]:
+    one = trainer(config(ParallelConfig(), tied), on_mesh=False)
+    numbers = run(one)
+    assert numbers[0][-1] < numbers[0][0] - 0.5
+    return numbers, {p.name: array(p) for p in one.params}
+
+
+def as_one_device(parallel: ParallelConfig, tied: bool = False, **train) -> None:
+    made = trainer(config(parallel, tied, **train))
+    want, params = one_device(tied)
+    for got, wanted in zip(run(made), want, strict=True):
+        assert np.allclose(got, wanted, rtol=LOSS, atol=0), (got, wanted)
+    names = {p.name for p in made.params}
+    assert names < set(params), "a rank has its stages' parameters"
+    for p in made.params:
+        assert np.linalg.norm(array(p) - params[p.name]) <= PARAMETERS * np.linalg.norm(params[p.name]), p.name
+
+
+def each(ways: dict[str, tuple]) -> None:
+    faults: list[str] = []
+    for name, (parallel, how) in ways.items():
+        collected(faults, name, lambda parallel=parallel, how=how: as_one_device(parallel, **how))
+    none_of(faults)
+
+
+@case(2, timeout=200)
+def two_stages_train_as_one_device(world):
+    each({"pp2": (ParallelConfig(pp=2), {"micro_batches": 4}),
+          "gpipe, one micro-batch": (ParallelConfig(pp=2, pp_schedule="gpipe"), {}),
+          "two stages a rank": (ParallelConfig(pp=2, **INTERLEAVED), {"micro_batches": 4}),
+          "recompute": (ParallelConfig(pp=2), {"micro_batches": 2, "recompute": True}),
+          "a split of its own": (ParallelConfig(pp=2, pp_split=("norm",)), {"micro_batches": 2}),
+          "tied": (ParallelConfig(pp=2), {"micro_batches": 2, "tied": True})})
+
+
+@case(4, timeout=300)
+def stages_beside_other_axes_train_as_one_device(world):
+    each({"pp4": (ParallelConfig(pp=4), {"micro_batches": 8}),
+          "pp2 x tp2": (ParallelConfig(1, 2, pp=2), {"micro_batches": 4}),
+          "pp2 x tp2, sequence parallel, tied": (ParallelConfig(1, 2, True, pp=2), {"micro_batches": 2, "tied": True}),
+          "pp2 x fsdp2": (ParallelConfig(2, 1, fsdp=True, pp=2), {"micro_batches": 4}),
+          "pp2 x fsdp2, tied, two stages a rank": (ParallelConfig(2, 1, fsdp=True, pp=2, **INTERLEAVED),
+                                                   {"micro_batches": 2, "tied": True, "recompute": True}),
+          "pp2 x dp2": (ParallelConfig(2, 1, pp=2), {"micro_batches": 4}),
+          "pp2 x zero1": (ParallelConfig(2, 1, zero1=True, pp=2), {"micro_batches": 2})})
+
+
+def values(one: Trainer) -> dict[str, np.ndarray]:
+    return {p.name: array(p) for p in one.params}
+
+
+@case(4, timeout=300)
+def a_run_goes_on_with_other_stages_and_with_none(world):
+    """Bit for bit on its own mesh; a single device's checkpoint goes on in stages, too."""
+    stages = {"pp2 x fsdp2": ParallelConfig(2, 1, fsdp=True, pp=2), "pp4": ParallelConfig(pp=4),
+              "pp2 x tp2": ParallelConfig(1, 2, pp=2), "fsdp4": ParallelConfig(4, 1, fsdp=True)}
+    root = Path(comm.group(tuple(range(4))).broadcast_object(os.path.join(os.getcwd(), "pipeline_resume"), 0))
+    for source in ("pp2 x fsdp2", "fsdp4"):
+        straight = trainer(config(stages[source], tied=True, micro_batches=2))
+        want = run(straight)[0]
+        first = trainer(config(stages[source], tied=True, micro_batches=2))
+        saver = Checkpointer(first.state(), root / source.replace(" ", ""), interval=5, over=first.over)
+        saver.begin()
+        losses = run(first, 5)[0]
+        saver.after(5)
+        saver.finish()
+        for name, parallel in stages.items():
+            again = trainer(config(parallel, tied=True, micro_batches=2))
+            done = Checkpointer(again.state(), root / "none", over=again.over).begin(saver.path / "step-00000005")
+            got = losses + run(again, begin=done)[0]
+            assert np.allclose(got, want, rtol=LOSS, atol=0), (source, name, got, want)
+            if name == source:
+                mine, theirs = values(again), values(straight)
+                assert got == want and all(mine[key].tobytes() == theirs[key].tobytes() for key in theirs)
+
+
+@case(4, timeout=120)
+def a_step_of_stages_is_left_out_on_all_ranks_or_on_none(world):
+    """Where one stage alone has a gradient that is no number; and by rank 0's word."""
+    cfg = config(ParallelConfig(2, 1, fsdp=True, pp=2), micro_batches=2)
+    one = trainer(replace(cfg, guard=replace(cfg.guard, nan="skip")))
+    one.step(0)
+    before, whole = values(one), one.stages.step
+
+    def broken(*args, **kwargs):
+        loss, grads = whole(*args, **kwargs)
+        if world.rank == 3:
+            grads[0].to_local().asnumpy()[...] = np.nan
+        return loss, grads
+    one.stages.step = broken
+    assert one.step(1).verdict.action == "skip"
+    one.stages.step = whole
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(before.values(), values(one).values(), strict=True))
+    one.guard.judge = lambda *numbers: Verdict("skip" if world.rank else "go")
+    assert one.step(2).verdict.action == "go" and one.optimizer.step == 2
