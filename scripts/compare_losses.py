@@ -55,6 +55,12 @@ class Case:
     micro_batches: int = 1
     recompute: bool = False
     bfloat16: bool = False
+    pp: int = 1
+    schedule: str = "1f1b"
+
+    @property
+    def ranks(self) -> int:
+        return self.pp * self.dp * self.tp
 
     @property
     def name(self) -> str:
@@ -63,7 +69,8 @@ class Case:
                  ("zero1", self.zero1),
                  (f"{self.micro_batches} micro-batches", self.micro_batches > 1), ("recompute", self.recompute),
                  ("bfloat16", self.bfloat16)]
-        return f"dp={self.dp} tp={self.tp}" + "".join(f", {text}" for text, on in marks if on)
+        stages = f"pp={self.pp} {self.schedule} " if self.pp > 1 else ""
+        return f"{stages}dp={self.dp} tp={self.tp}" + "".join(f", {text}" for text, on in marks if on)
 
     @property
     def model(self) -> tuple[int, bool, bool]:
@@ -78,7 +85,8 @@ class Case:
     def config(self) -> Config:
         cfg, _ = load(["--config", str(CONFIG)], world=1)
         parallel = ParallelConfig(self.dp, self.tp, self.sequence_parallel, self.loss_parallel, self.fsdp, self.hsdp,
-                                  self.zero1)
+                                  self.zero1, pp=self.pp, pp_schedule=self.schedule,
+                                  pp_stages_per_rank=1 + (self.schedule == "interleaved_1f1b"))
         return replace(cfg, parallel=parallel, model=replace(cfg.model, vocab_size=self.vocab, tied_head=self.tied),
                        data=replace(cfg.data, max_bytes=300_000),
                        train=replace(cfg.train, steps=20, batch=16, micro_batches=self.micro_batches,
@@ -94,6 +102,9 @@ CASES = (
         Case(4, 1), Case(2, 1, fsdp=True), Case(4, 1, fsdp=True), Case(4, 1, zero1=True), Case(2, 2, True, fsdp=True),
         Case(8, 1, fsdp=True), Case(8, 1, fsdp=True, hsdp=2), Case(4, 2, True, fsdp=True))
       for micro, again in ((1, False), (2, False), (1, True))),
+    Case(1, 1, pp=2, micro_batches=4), Case(1, 1, pp=2, micro_batches=4, schedule="gpipe", tied=True),
+    Case(1, 1, pp=2, micro_batches=4, schedule="interleaved_1f1b"), Case(1, 1, pp=4, micro_batches=8),
+    Case(1, 2, True, pp=2, micro_batches=4), Case(2, 1, fsdp=True, pp=2, micro_batches=4, recompute=True),
     *(replace(case, bfloat16=True) for case in (
         Case(2, 1), Case(2, 1, fsdp=True), Case(4, 1), Case(4, 1, fsdp=True), Case(4, 1, fsdp=True, micro_batches=2),
         Case(4, 1, zero1=True), Case(2, 2, True, fsdp=True))),
@@ -148,14 +159,15 @@ def rank_side(folder: Path, only: str, rehearse: bool) -> None:
 
 def chosen(world: int, only: str) -> list[tuple[int, Case]]:
     """The cases of a number of ranks, each with its own number."""
-    return [(i, case) for i, case in enumerate(CASES) if case.dp * case.tp == world and re.search(only, case.name)]
+    return [(i, case) for i, case in enumerate(CASES) if case.ranks == world and re.search(only, case.name)]
 
 
 def _run_cases(folder: Path, only: str, device: str) -> None:
     for number, case in chosen(world_size(), only):
         losses, grads = train(case, device, on_mesh=True)
+        if rank() % (case.dp * case.tp) == 0:  # of each stage one
+            np.savez(folder / f"{number}.{rank()}.npz", **grads)
         if rank() == 0:
-            np.savez(folder / f"{number}.npz", **grads)
             (folder / f"{number}.json").write_text(json.dumps(losses))
             print(f"{case.name}: {losses[0]:.6f} .. {losses[-1]:.6f}", flush=True)
 
@@ -168,7 +180,9 @@ def relative(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def judge(case: Case, folder: Path, number: int, truth) -> dict:
-    losses, grads = json.loads((folder / f"{number}.json").read_text()), dict(np.load(folder / f"{number}.npz"))
+    losses, grads = json.loads((folder / f"{number}.json").read_text()), {}
+    for stage in range(case.pp):
+        grads |= np.load(folder / f"{number}.{stage * case.dp * case.tp}.npz")
     want_losses, want_grads = truth
     if grads.keys() != want_grads.keys():
         raise SystemExit(f"{case.name}: other parameters than one device: {grads.keys() ^ want_grads.keys()}")
@@ -208,7 +222,7 @@ difference | within |
     lines = []
     for row in rows:
         case, within = row["case"], "yes" if row["ok"] else "**no**"
-        lines.append(f"| {case.dp * case.tp} | {case.name} | {case.vocab} | {row['first']:.6f} | {row['last']:.6f} | "
+        lines.append(f"| {case.ranks} | {case.name} | {case.vocab} | {row['first']:.6f} | {row['last']:.6f} | "
                      f"{row['loss']:.1e} | {row['grad']:.1e} | `{row['worst']}` | {row['end']:.1e} | {within} |")
     return head + "\n".join(lines) + "\n"
 
