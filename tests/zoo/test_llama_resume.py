@@ -187,3 +187,22 @@ def test_a_run_that_has_its_steps_says_so(tmp_path, cpu, capsys):
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     losses = [line["held_out_loss"] for line in lines if line["step"] == 2 and "held_out_loss" in line]
     assert len(losses) == 3 and len(set(losses)) == 1 and not any("held_out_loss" in r for r in lines if r["step"] == 1)
+
+
+def test_a_run_in_stages_says_its_bubble_and_goes_on_without_them(tmp_path):
+    """All ranks know the loss of the last stage, and rank 0, which has the first one, says it."""
+    stages = Job(tmp_path / "stages", 2, "--parallel.pp", "2", "--train.micro_batches", "4", "--train.steps", "4",
+                 "--checkpoint.interval", "2", "--metrics.communication", "true")
+    out = stages.ended()
+    assert "2 ranks: pp=2 dp=1 tp=1" in out and "held-out loss at step 4" in out
+    assert "bubble: 20% of a step simulated" in out and "% measured" in out  # (p - 1) / (m + p - 1)
+    rows = [json.loads(line) for line in (tmp_path / "stages/run/metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "loss" in row]
+    assert all(0 < row["bubble"] <= row["comm_share"] < 1 and "exchange pp" in row["comm"] for row in steps)
+    alone = Job(tmp_path / "alone", 1, "--train.steps", "4")
+    assert "bubble" not in alone.ended()
+    assert np.allclose([*stages.steps().values()], [*alone.steps().values()], rtol=1e-5)
+    on = Job(tmp_path / "on", 1, "--train.steps", "4", "--checkpoint.resume",
+             str(tmp_path / "stages/run/checkpoints/step-00000002"))
+    on.ended()
+    assert [*on.steps()] == [3, 4] and np.allclose([*on.steps().values()], [*alone.steps().values()][2:], rtol=1e-5)
