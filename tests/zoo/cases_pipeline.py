@@ -11,7 +11,7 @@ import numpy as np
 
 from model_zoo.llama.config import Config, ParallelConfig, check
 from model_zoo.llama.configio import load
-from model_zoo.llama.data import load_text
+from model_zoo.llama.data import load_text, places
 from model_zoo.llama.parallelize import make_mesh
 from model_zoo.llama.trainer import Trainer
 from ms_dtensor import comm
@@ -91,6 +91,29 @@ def stages_beside_other_axes_train_as_one_device(world):
                                                    {"micro_batches": 2, "tied": True, "recompute": True}),
           "pp2 x dp2": (ParallelConfig(2, 1, pp=2), {"micro_batches": 4}),
           "pp2 x zero1": (ParallelConfig(2, 1, zero1=True, pp=2), {"micro_batches": 2})})
+
+
+@case(4, timeout=200)
+def packed_documents_and_16_bits_go_through_stages(world):
+    """Places are cut as ids are; hidden states travel in 16 bits."""
+    ids = np.random.default_rng(3).integers(1, 250, (8, 33)).astype(np.int32)
+    for row, at in ((0, 4), (2, 9), (3, 17), (7, 30)):
+        ids[row, at] = 0
+    batch = np.ascontiguousarray(ids[:, :-1]), np.ascontiguousarray(ids[:, 1:]), places(ids[:, :-1], 0)
+    plain = trainer(config(ParallelConfig()), on_mesh=False)
+    loss, grads = plain.gradients(*batch)
+    want = {p.name: array(g) for p, g in zip(plain.params, grads)}
+    assert abs(float(loss) - float(plain.gradients(*batch[:2])[0])) > 1e-4, "places matter"
+    hsdp = ParallelConfig(2, 1, fsdp=True, hsdp=2, pp=2)
+    for parallel in (ParallelConfig(2, 1, fsdp=True, pp=2), hsdp, ParallelConfig(1, 2, True, pp=2)):
+        one = trainer(config(parallel, micro_batches=2))
+        got, grads = one.gradients(*batch)
+        assert abs(float(got) / float(loss) - 1) < LOSS, parallel
+        for p, g in zip(one.params, grads, strict=True):
+            assert np.linalg.norm(array(g) - want[p.name]) <= 2e-5 * np.linalg.norm(want[p.name]), (parallel, p.name)
+    low = [run(trainer(config(parallel, micro_batches=2, dtype="bfloat16")), 4)[0] for parallel in (
+        ParallelConfig(4, 1), ParallelConfig(2, 1, fsdp=True, pp=2))]
+    assert np.allclose(*low, rtol=1e-3) and not np.allclose(low[0], one_device(False)[0][0][:4], rtol=1e-6), low
 
 
 def values(one: Trainer) -> dict[str, np.ndarray]:
