@@ -152,6 +152,8 @@ class Call:
         for k, p in params.items():
             if k not in unit.place:
                 out[k] = unit.policy.copy_of(p)
+                if out[k] is not p and p._memo is not None:
+                    memo_of(out[k]).reads = p._memo.reads
             else:
                 b, i = unit.place[k]
                 block = unit.blocks[b]
