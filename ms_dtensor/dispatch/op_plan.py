@@ -24,6 +24,7 @@ from ..ops.local.basic import clone
 from ..ops.rules.spec import EmptyShard
 from . import classes, inplace, modes, policy
 from .cotangent import grad_layout, partial_grad_axes, with_cotangent
+from .held import PRODUCTS, holding
 from .memo import memo_of
 from .op_call import OpCall, refill
 from .operands import (
@@ -206,7 +207,11 @@ class OpPlan:
         # a cast to its own dtype: one device hands a tensor back, but copies a view
         copied = self.view is not None and self.op == "cast" and is_view(first)
         with NoFallbackGuard():
-            result = self.local.run(call, operands)
+            store = holding.get() if grad and self.op in PRODUCTS else None
+            if store is None:
+                result = self.local.run(call, operands)
+            else:
+                result = store.product(partial(self.local.run, call), operands, tensors)
             if copied:
                 result = clone(result)
             if (parameter or (grad and self.uneven)) and (result.__class__ is not Tensor or result._is_leaf):

@@ -16,11 +16,13 @@ from ms_dtensor.pipeline import (
     PipelineStage,
     Schedule,
     Schedule1F1B,
+    ScheduleDualPipeV,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
+    ScheduleZBH1,
+    ScheduleZBVZeroBubble,
     gpipe,
     pipeline,
-    zbv,
 )
 from tests.cases import case
 from tests.sharding.support import collected, filled, none_of
@@ -77,7 +79,13 @@ def close(got, want, what: str, bar: float = 1e-6) -> None:
     assert off <= bar, f"{what}: off by {off:.2e} of the largest element"
 
 
-KINDS = {"gpipe": (ScheduleGPipe, 1), "1f1b": (Schedule1F1B, 1), "interleaved": (ScheduleInterleaved1F1B, 2)}
+KINDS = {"gpipe": (ScheduleGPipe, 1), "1f1b": (Schedule1F1B, 1), "interleaved": (ScheduleInterleaved1F1B, 2),
+         "zbh1": (ScheduleZBH1, 1), "zbv": (ScheduleZBVZeroBubble, 2), "dualpipev": (ScheduleDualPipeV, 2)}
+VEES = ("zbv", "dualpipev")
+
+
+def style_of(name: str) -> str:
+    return "v" if name in VEES else "loop"
 
 
 def right(schedule, want, what: str, target=None, **given) -> None:
@@ -100,7 +108,7 @@ def every(world, m: int, places: bool = False, tied: bool = False, split=None) -
         def steps(name=name, kind=kind, v=v):
             net = filled(Net(tied=tied))
             want = one_device(net, places)
-            stages = pipeline(net, mesh, split=split or "cost", n_stages=v * world.size)
+            stages = pipeline(net, mesh, split=split or "cost", n_stages=v * world.size, style=style_of(name))
             schedule = kind(stages, m, loss_fn)
             extra = {"places": Tensor(PLACES)} if places else {}
             for step in range(2):
@@ -220,12 +228,13 @@ WAYS = {
 }
 
 
-def beside(world, way: str, kind, v: int) -> None:
+def beside(world, way: str, name: str) -> None:
+    kind, v = KINDS[name]
     other = "tp" if way.startswith("tp") else "dp"
     mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", other))
     net = filled(Net())
     want = one_device(net, False)
-    stages = pipeline(net, mesh["pp"], n_stages=2 * v)
+    stages = pipeline(net, mesh["pp"], n_stages=2 * v, style=style_of(name))
     for stage in stages:
         WAYS[way](stage.module, mesh)
     here, m = mesh[other], 4
@@ -247,8 +256,8 @@ def beside(world, way: str, kind, v: int) -> None:
 def pipelines_beside_other_axes(world):
     faults: list[str] = []
     for way in WAYS:
-        for name, (kind, v) in KINDS.items():
-            collected(faults, f"{way}, {name}", lambda way=way, kind=kind, v=v: beside(world, way, kind, v))
+        for name in KINDS:
+            collected(faults, f"{way}, {name}", lambda way=way, name=name: beside(world, way, name))
     none_of(faults)
 
 
@@ -340,8 +349,6 @@ def refusals_before_anything_is_sent(world):
             Tensor(X), target=Tensor(T[:12])))
         told(LayoutError, "a NumPy array was given", lambda: Schedule1F1B(stages, 4, loss_fn).step(Tensor(X), target=T))
         told(ScheduleError, "no loss function", lambda: Schedule1F1B(stages, 4).step(Tensor(X)))
-        told(ScheduleError, "gradients of weights by themselves", lambda: Schedule(
-            pipeline(filled(Net()), mesh, style="v"), 4, loss_fn, actions=zbv(2, 4)))
         told(ScheduleError, "are not those of the order", lambda: Schedule(stages, 4, loss_fn, actions=gpipe(4, 4)))
         told(ScheduleError, "has 1 faults", lambda: Schedule(stages, 2, loss_fn, actions=Actions.parse(
             "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1")))
