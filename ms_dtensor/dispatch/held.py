@@ -41,6 +41,7 @@ class Holding:
         self.gates: dict[int, tuple[Tensor, Any]] = {}  # by id of what they stand for: it must not go before
         self.weights: dict[int, Tensor] = {}  # gates, and what is theirs in another dtype, while the forward runs
         self.shared = False  # whether there is a node that both parts may run
+        self.cutting = False  # while a product's own graph is recorded
         self.products: list[tuple[Tensor, Tensor]] = []  # a small graph's result and its cotangent
         self.anchor = leaf_of(ms.ops.zeros((1,), ms.float32), True)  # each held product leads to it, and so is reached
 
@@ -89,9 +90,11 @@ class _Held(Function):
         was = executor.grad_flag(), executor.enable_grad()
         executor.set_grad_flag(True)
         executor.set_enable_grad(True)
+        store.cutting = True
         try:
             y = run(cut)
         finally:
+            store.cutting = False
             executor.set_grad_flag(was[0])
             executor.set_enable_grad(was[1])
         ctx.held = store, cut, y

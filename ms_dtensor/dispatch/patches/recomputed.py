@@ -31,6 +31,7 @@ from ...errors import ConfigError, OpRuleError
 from ...internals import names
 from ...internals.names import Function, NoFallbackGuard, enabled, executor, no_grad, recompute_module
 from .. import modes
+from ..held import holding
 from ..operands import detached, leaf_of, local_alias, recording, wrap
 
 # Whose cells run now, outermost first. Each has `again(cell)`, inside which it has put tensors in the place of parameters
@@ -70,6 +71,10 @@ class _Place:
     """What is saved in place of a tensor."""
 
     value: Tensor | None = None  # once the second run has made it
+
+    def __init__(self):
+        store = holding.get()
+        self.twice = store is not None and store.cutting  # a held product asks for it in both parts of the backward
 
 
 class _Kept:
@@ -193,7 +198,9 @@ class _Forward:
             return saved
         if saved.value is None:
             self._again()
-        value, saved.value = saved.value, None
+        value = saved.value
+        if not saved.twice:
+            saved.value = None
         return value
 
     # -- the second one ------------------------------------------------------------------------------------------

@@ -229,7 +229,8 @@ class Call:
     def way_out(self, x: Tensor) -> Tensor:
         """An input behind a node that says that the backward has left the cell: of frozen parameters no gradient says so, and
         of gated ones it comes later."""
-        if not self.recorded or self.unit.trains() and self.holding is None:
+        gated = self.holding is not None and self.unit.blocks
+        if not self.recorded or self.unit.trains() and not gated:
             return x
         self.awaited += x._requires_grad and x.is_floating_point()
         return _behind(x, self.leave)
