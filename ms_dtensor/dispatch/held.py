@@ -7,8 +7,8 @@ outer graph a node stands for it. Its backward asks the small graph for the acti
 for the weight's later. Weights enter through *gates*, leaves with the values of a parameter: a parameter's own chain (hooks,
 the one node of a `fully_shard` unit, buckets) runs once, later, with the gate's gradients of both parts added up.
 
-What is not recognised as a product (norms, embeddings, biases added apart, transposed weights) leads to its gate in the outer
-graph, and is done in the first part. So a product that is missed costs time, never a gradient.
+What is no such product (norms, embeddings, biases added apart) leads to its gate in the outer graph, and is done in the first
+part. So a product that is missed costs time, never a gradient.
 """
 from __future__ import annotations
 
@@ -33,17 +33,26 @@ holding: ContextVar[Holding | None] = ContextVar("ms_dtensor_holding", default=N
 class GatedTensor(Tensor):
     """Stands for a plain parameter; the class is what dispatch is asked for."""
 
+    requires_grad = True
+
 
 class Holding:
-    """What one forward leaves for later."""
+    """What one forward leaves for later.
+
+    Attributes:
+        anchor: a leaf to which each held product leads, and by which the first part reaches them all.
+    """
+
+    anchor: Any = None
 
     def __init__(self) -> None:
+        if Holding.anchor is None:
+            Holding.anchor = leaf_of(Tensor([0.0], ms.float32), True)
         self.gates: dict[int, tuple[Tensor, Any]] = {}  # by id of what they stand for: it must not go before
         self.weights: dict[int, Tensor] = {}  # gates, and what is theirs in another dtype, while the forward runs
         self.shared = False  # whether there is a node that both parts may run
         self.cutting = False  # while a product's own graph is recorded
         self.products: list[tuple[Tensor, Tensor]] = []  # a small graph's result and its cotangent
-        self.anchor = leaf_of(ms.ops.zeros((1,), ms.float32), True)  # each held product leads to it, and so is reached
 
     def gate(self, x, kind: type | None = None) -> Tensor:
         """The leaf that stands for a parameter, or for what a unit made of one."""
@@ -63,9 +72,16 @@ class Holding:
         return self.gates[id(x)][0]
 
     def weight(self, x: Tensor) -> None:
-        """What was made of a gate alone: another view of it, its values in the dtype of a computation."""
+        """What is computed of weights alone is a weight: a transposed one, one in another dtype."""
         self.shared = self.shared or not x._is_leaf
+        if x.__class__ in (Tensor, classes.DTENSOR):  # results, at which dispatch does not look
+            x.__class__ = GatedTensor if x.__class__ is Tensor else classes.GATED
         self.weights[id(x)] = x
+
+    def computed(self, given: Sequence[Tensor], out: Any) -> None:
+        """The result of an op on tensors."""
+        if isinstance(out, Tensor) and out._requires_grad and all(id(x) in self.weights for x in given):
+            self.weight(out)
 
     def product(self, run: Callable[[list], Tensor], operands: Sequence[Tensor], given: Sequence[Tensor]) -> Any:
         """The result of a product of weights and others; `given`: operands before anything was done to them."""
@@ -86,7 +102,9 @@ class _Held(Function):
 
     @staticmethod
     def forward(ctx, store: Holding, anchor, run: Callable, *xs):
-        cut = [leaf_of(x, x._requires_grad) for x in xs]
+        cut = [x.view(x._shape) for x in xs]  # unrecorded here, and so a leaf
+        for leaf, x in zip(cut, xs):
+            Tensor.requires_grad_(leaf, x._requires_grad)
         was = executor.grad_flag(), executor.enable_grad()
         executor.set_grad_flag(True)
         executor.set_enable_grad(True)
@@ -98,7 +116,7 @@ class _Held(Function):
             executor.set_grad_flag(was[0])
             executor.set_enable_grad(was[1])
         ctx.held = store, cut, y
-        return ms.ops.stop_gradient(y)
+        return y.view(y._shape)
 
     @staticmethod
     def backward(ctx, dy):
@@ -120,6 +138,6 @@ def plain_product(store: Holding, func, args, kwargs) -> Any:
     def run(xs: list) -> Tensor:
         it = iter(xs)
         return call.compute(*refill(tuple(args), it), **refill(kwargs or {}, it))
-    if modes.canonical(op_name(func)) not in PRODUCTS:
-        return run(given)
-    return store.product(run, given, given)
+    out = store.product(run, given, given) if modes.canonical(op_name(func)) in PRODUCTS else run(given)
+    store.computed(given, out)
+    return out

@@ -207,11 +207,11 @@ class OpPlan:
         # a cast to its own dtype: one device hands a tensor back, but copies a view
         copied = self.view is not None and self.op == "cast" and is_view(first)
         with NoFallbackGuard():
-            store = holding.get() if grad and self.op in PRODUCTS else None
-            if store is None:
-                result = self.local.run(call, operands)
-            else:
+            store = holding.get() if grad else None
+            if store is not None and self.op in PRODUCTS:
                 result = store.product(partial(self.local.run, call), operands, tensors)
+            else:
+                result = self.local.run(call, operands)
             if copied:
                 result = clone(result)
             if (parameter or (grad and self.uneven)) and (result.__class__ is not Tensor or result._is_leaf):
@@ -228,6 +228,8 @@ class OpPlan:
                 memo_of(out).view_of = first, self, (call.func, call.primitive, call.args, call.kwargs, tensors)
         if lent is not None and grad:
             read_of_lent(lent, out, self.view is not None and not copied)
+        if store is not None:
+            store.computed(tensors, out)
         return out
 
 

@@ -117,6 +117,7 @@ class HeldRecording(Recording):
     """A recording whose backward comes in two parts, `backward_inputs` and then `backward_weights`."""
 
     _store: Holding
+    _early: list | None = None  # gradients of gates that came in the first part
 
     @classmethod
     def of(cls, fn: Callable, *inputs) -> HeldRecording:
@@ -138,13 +139,16 @@ class HeldRecording(Recording):
         asked = [store.anchor, *of, *gates, *params]
         with backward_apart(self._participants, asked):
             found = self._gradients(roots, asked, store.shared)
-        own, (self._early, self._direct) = found[1:len(of) + 1], (found[len(of) + 1:len(of) + 1 + len(gates)],
-                                                                  found[len(of) + 1 + len(gates):])
+        it = iter(found[1:])
+        own, self._early, self._direct = ([next(it) for _ in some] for some in (of, gates, params))
         with NoFallbackGuard():
             return handed_out(of, own)
 
     def backward_weights(self, params: Sequence[Parameter] = ()) -> list:
         """The gradients of parameters, the same as in the first part; zeros where none arrives."""
+        if self._early is None:
+            raise OpRuleError("For 'HeldRecording.backward_weights', nothing is held.", "",
+                              "It comes once, and after backward_inputs, which leaves what it needs.", "backward_inputs first")
         store, gates = self._store, self._gates()
         with backward_apart(self._participants, list(params)):
             late = self._gradients(store.products, gates)
@@ -154,12 +158,15 @@ class HeldRecording(Recording):
         self.drop()
         return handed_out(list(params), found)
 
+    def backward(self, cotangents: Any = None, params: Sequence[Parameter] = ()) -> tuple[list, list]:
+        return self.backward_inputs(cotangents, params), self.backward_weights(params)
+
     def _gates(self) -> list[Tensor]:
         return [gate for gate, _ in self._store.gates.values()]
 
     def drop(self) -> None:
         super().drop()
-        self._store, self._early, self._direct = Holding(), [], []
+        self._store, self._early = Holding(), None
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -462,6 +462,8 @@ class AsyncDTensor(AsyncData, DTensor):  # type: ignore[override]  # `_layout` i
 class GatedDTensor(DTensor):
     """Stands for a parameter; of another class than results, so that dispatch looks closer."""
 
+    requires_grad = True
+
 
 classes.bind(DTensor, DTensorParameter, AsyncDTensor, GatedDTensor)
 # The class MindSpore builds for Parameter(DTensor(...)) would have Tensor before Parameter in its MRO.

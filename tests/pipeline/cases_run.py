@@ -252,13 +252,17 @@ def beside(world, way: str, name: str) -> None:
             assert 0 < len(sums) <= units, f"reduced once a step, not once a microbatch: {len(sums)} of {units}"
 
 
-@case(4, timeout=180)
-def pipelines_beside_other_axes(world):
+def beside_other_axes(world, names) -> None:
     faults: list[str] = []
     for way in WAYS:
-        for name in KINDS:
+        for name in names:
             collected(faults, f"{way}, {name}", lambda way=way, name=name: beside(world, way, name))
     none_of(faults)
+
+
+@case(4, timeout=180)
+def pipelines_beside_other_axes(world):
+    beside_other_axes(world, ("gpipe", "1f1b", "interleaved"))
 
 
 class Scaled(nn.Cell):
@@ -296,16 +300,20 @@ def what_is_done_beside_missing_cells_is_refused(world):
     none_of(faults)
 
 
-@case(2)
-def parameters_frozen_and_unfrozen_between_steps(world):
+def frozen_and_unfrozen(name: str) -> None:
     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
     net, plain = filled(Net()), filled(Net())
-    schedule = Schedule1F1B(pipeline(net, mesh), 4, loss_fn)
+    schedule = KINDS[name][0](pipeline(net, mesh, style=style_of(name)), 4, loss_fn)
     for trained in (True, False, True):
         for n in (net, plain):
             for p in n.layers[0].get_parameters():
                 p.requires_grad = trained
-        right(schedule, one_device(plain, False), f"{trained=}")
+        right(schedule, one_device(plain, False), f"{name}, {trained=}")
+
+
+@case(2)
+def parameters_frozen_and_unfrozen_between_steps(world):
+    frozen_and_unfrozen("1f1b")
 
 
 @case(2)
@@ -350,6 +358,7 @@ def refusals_before_anything_is_sent(world):
         told(LayoutError, "a NumPy array was given", lambda: Schedule1F1B(stages, 4, loss_fn).step(Tensor(X), target=T))
         told(ScheduleError, "no loss function", lambda: Schedule1F1B(stages, 4).step(Tensor(X)))
         told(ScheduleError, "are not those of the order", lambda: Schedule(stages, 4, loss_fn, actions=gpipe(4, 4)))
+        told(ScheduleError, "are not those of the order", lambda: ScheduleZBVZeroBubble(stages, 4, loss_fn))
         told(ScheduleError, "has 1 faults", lambda: Schedule(stages, 2, loss_fn, actions=Actions.parse(
             "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1")))
         told(ScheduleError, "3 weights", lambda: Schedule1F1B(stages, 4, loss_fn).step(

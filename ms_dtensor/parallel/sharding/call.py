@@ -169,12 +169,13 @@ class Call:
                     Tensor.requires_grad_(held, False)
                 out[k] = wrap(held, layout) if k not in of else _connected(
                     of[k], held, layout, unit.partial_on[k], None if kind == block.dtype else kind, self.holding is not None)
-            if self.holding is not None and p.requires_grad:
-                self.holding.weight(out[k])
             if out[k] is not p:
                 out[k].inited_param = p  # which cells then list in its place
         if self.recorded:
             self._lend(out)
+        if self.holding is not None:
+            for k in (k for k, p in params.items() if p.requires_grad):
+                self.holding.weight(out[k])
         return out
 
     def _lend(self, stand_ins: dict[int, Tensor]) -> None:
