@@ -91,7 +91,7 @@ def test_two_parts_are_one(name, distributed):
         whole = [stage.record((x,), {}, lambda y: (y ** 3).mean()) for x in xs]
         want = [one.backward(None, params) for one in whole]
         seen: list = []
-        hooks = [p.register_hook(lambda g: seen.append(1)) for p in params]
+        hooks = [p.register_hook(lambda g, seen=seen: seen.append(1)) for p in params]
         made = [stage.record((x,), {}, lambda y: (y ** 3).mean(), in_parts=True) for x in xs]
         dxs = {i: made[i].backward_inputs(None, params) for i in (2, 0, 1)}
         assert not seen and [len(one._store.products) for one in made] == [products] * 3

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A backward in two parts: the gradients of the inputs at once, those of the weights later.
 
-Whoever waits for a stage's input gradient waits for nothing else, so gradients of weights may fill the time in which a rank
-would be idle. A *held product* of an activation and a weight has a small graph of its own, cut off at the activation; in the
-outer graph a node stands for it. Its backward asks the small graph for the activation's gradient, and keeps what came, to ask
-for the weight's later. Weights enter through *gates*, leaves with the values of a parameter: a parameter's own chain (hooks,
-the one node of a `fully_shard` unit, buckets) runs once, later, with the gate's gradients of both parts added up.
+The rank before waits for a stage's input gradient and for nothing else, so gradients of weights may fill the time in which
+a rank would be idle. A *held product* of an activation and a weight has a small graph of its own, cut off at the
+activation; in the outer graph a node stands for it. Its backward asks the small graph for the activation's gradient, and
+keeps what came, to ask for the weight's later. Weights enter through *gates*, leaves with the values of a parameter: a
+parameter's own chain (hooks, the one node of a `fully_shard` unit, buckets) runs once, later, with the gate's gradients of
+both parts added up.
 
-What is no such product (norms, embeddings, biases added apart) leads to its gate in the outer graph, and is done in the first
-part. So a product that is missed costs time, never a gradient.
+What is no such product (norms, embeddings, biases added apart) leads to its gate in the outer graph, and is done in the
+first part. So a product that is missed costs time, never a gradient.
 """
 from __future__ import annotations
 

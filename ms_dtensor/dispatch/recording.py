@@ -85,7 +85,7 @@ class Recording:
         return grads[:len(inputs)], grads[len(inputs):]
 
     def _taken(self, cotangents: Any) -> tuple[list, list]:
-        """Where a backward begins, (tensor, cotangent), and the inputs that have a gradient; the recording lets go of them."""
+        """Where a backward begins, (tensor, cotangent), and inputs that have a gradient; the recording lets go of them."""
         if self.outputs is None:
             raise OpRuleError("For 'Recording.backward', there is nothing left of the forward.", "",
                               "What was recorded goes with its backward, or by drop().", "Recording.of(...) once more")
@@ -148,7 +148,7 @@ class HeldRecording(Recording):
         """The gradients of parameters, the same as in the first part; zeros where none arrives."""
         if self._early is None:
             raise OpRuleError("For 'HeldRecording.backward_weights', nothing is held.", "",
-                              "It comes once, and after backward_inputs, which leaves what it needs.", "backward_inputs first")
+                              "It comes once, after backward_inputs, which leaves what it needs.", "backward_inputs first")
         store, gates = self._store, self._gates()
         with backward_apart(self._participants, list(params)):
             late = self._gradients(store.products, gates)

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from .stage import PipelineStage as PipelineStage
 
 _RUNS = {"Absent": "chain", "pipeline": "split", "PipelineStage": "stage", "Schedule": "schedule",
-         **dict.fromkeys(("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleZBH1", "ScheduleZBVZeroBubble",
-                          "ScheduleDualPipeV"), "schedule")}
+         **dict.fromkeys(("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleZBH1",
+                          "ScheduleZBVZeroBubble", "ScheduleDualPipeV"), "schedule")}
 
 __all__ = ["Action", "Actions", "Fault", "Lowered", "Overlap", "Recv", "Reduce", "Send", "Slot", "Timeline", "check", "draw",
            "dualpipe_v", "gpipe", "interleaved", "lower", "one_f_one_b", "simulate", "zb_h1", "zbv", *_RUNS]

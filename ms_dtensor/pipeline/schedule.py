@@ -328,7 +328,7 @@ class _Step:
         self.coming: dict[int, deque[Recv]] = {}  # by rank, messages that it sends, in its order
         self.edges: dict[int, Edge] = {}  # by the stage before the border
         self.left = {s: schedule.n_microbatches for s in schedule.stages}  # backwards to come
-        self.in_parts = {(part.stage, part.microbatch) for _, _, part in computing(schedule.actions.ranks) if part.kind == "I"}
+        self.in_parts = {(a.stage, a.microbatch) for _, _, a in computing(schedule.actions.ranks) if a.kind == "I"}
         self.params = {s: stage.params() for s, stage in schedule.stages.items()}
         self.sums: dict[int, Any] = {}
         self.losses: list[Any] = []

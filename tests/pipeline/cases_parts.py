@@ -27,7 +27,6 @@ from tests.pipeline.cases_run import (
 )
 from tests.sharding.support import collected, filled, none_of
 
-
 MIXED = md.MixedPrecisionPolicy(param_dtype=ms.float16, reduce_dtype=ms.float32)
 MORE = {
     "fully_shard, float16": lambda net, mesh: md.fully_shard(net, mesh=mesh["dp"], mp_policy=MIXED),
@@ -90,7 +89,7 @@ def as_many(world, counts) -> None:
         for m in counts:
             def steps(name=name, m=m):
                 rng = np.random.default_rng(m)
-                x, t = (rng.normal(size=(2 * m, 4)).astype(np.float32) for _ in range(2))
+                x, t = (rng.normal(size=(8 * m, 4)).astype(np.float32) for _ in range(2))
                 net = filled(Net(tied=True))
                 kind, v = KINDS[name]
                 schedule = kind(pipeline(net, mesh, n_stages=v * world.size, style=style_of(name)), m, loss_fn)

@@ -60,7 +60,7 @@ class Call:
 
     def __init__(self, unit: Unit):
         self.unit, self.recorded = unit, recording()
-        self.holding = holding.get() if self.recorded else None  # the backward comes in two parts, of which one reads weights
+        self.holding = holding.get() if self.recorded else None  # whose backward comes in two parts; one reads weights
         self.ran: list[nn.Cell] = []
         self.stand_ins: dict[int, Tensor] = {}  # while cells run, by id of the parameter
         self.copied = set[int]()  # ids of frozen parameters for which copies stand
@@ -168,7 +168,7 @@ class Call:
                 if k not in of:  # a fresh tensor is taken for one whose gradient is wanted
                     Tensor.requires_grad_(held, False)
                 out[k] = wrap(held, layout) if k not in of else _connected(
-                    of[k], held, layout, unit.partial_on[k], None if kind == block.dtype else kind, self.holding is not None)
+                    of[k], held, layout, unit.partial_on[k], None if kind == block.dtype else kind, bool(self.holding))
             if out[k] is not p:
                 out[k].inited_param = p  # which cells then list in its place
         if self.recorded:
