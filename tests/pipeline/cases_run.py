@@ -88,15 +88,15 @@ def style_of(name: str) -> str:
     return "v" if name in VEES else "loop"
 
 
-def right(schedule, want, what: str, target=None, **given) -> None:
+def right(schedule, want, what: str, target=None, bar: float = 2e-6, **given) -> None:
     loss, grads = schedule.step(*given.pop("args", (Tensor(X),)), target=Tensor(T) if target is None else target, **given)
-    close(loss, np.array(want[0]), f"{what}: loss", 2e-6)
+    close(loss, np.array(want[0]), f"{what}: loss", bar)
     # of tied parameters one device has the sum, by the name of the first
     names = {id(p): n for stage in schedule.stages.values() for n, p in stage.module.parameters_and_names()}
     assert len(grads) == len(schedule.params)
     for p, g in zip(schedule.params, grads):
         name = names[id(p)]
-        close(g, want[1][name if name in want[1] else "first.weight"], f"{what}: {name}", 2e-6)
+        close(g, want[1][name if name in want[1] else "first.weight"], f"{what}: {name}", bar)
 
 
 def every(world, m: int, places: bool = False, tied: bool = False, split=None) -> None:

@@ -228,8 +228,8 @@ class Call:
         return x * 1 if lies else x
 
     def way_out(self, x: Tensor) -> Tensor:
-        """An input behind a node that says that the backward has left the cell: of frozen parameters no gradient says so, and
-        of gated ones it comes later."""
+        """An input behind a node that says that the backward has left the cell: of frozen parameters no gradient says so,
+        and of gated ones it comes later."""
         gated = self.holding is not None and self.unit.blocks
         if not self.recorded or self.unit.trains() and not gated:
             return x
