@@ -65,7 +65,7 @@ class Holding:
             if layout is not None:
                 out._layout = layout
                 if x._memo is not None:
-                    memo_of(out).partial_grad_axes = x._memo.partial_grad_axes
+                    memo_of(out).partial_grad_axes, memo_of(out).reads = x._memo.partial_grad_axes, x._memo.reads
             if isinstance(x, Parameter):
                 out.inited_param = x  # which cells list in its place
             self.gates[id(x)] = out, x

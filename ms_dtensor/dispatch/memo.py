@@ -25,6 +25,7 @@ class Memo:
     stood_for: Any = None  # of a Parameter in whose place another tensor stands: is called when the Parameter is written
     lent: Any = None  # (the call for which its memory is filled, whose place it is in), while that may go (`sharding/`)
     partial_grad_axes: tuple[int, ...] = ()  # of a Parameter: where its gradient stays partial (`sharding/reduce.py`)
+    reads: tuple[list[str], str] | None = None  # of such a one: where recorded ops that read it are noted, and its name
 
     def forget_values(self) -> None:
         """Drops what was derived from the tensor's values."""

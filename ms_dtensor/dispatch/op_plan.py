@@ -188,8 +188,12 @@ class OpPlan:
             policy.check_op(self.op, tensors, [step.target for step in self.steps], self.reduced if grad else (), mode)
         operands, parameter, lent = [], False, None
         for x, (promoted, target, cotangent) in zip(tensors, self.steps):
-            if x.__class__ is classes.UNSHARDED and target is None:
-                lent = x._memo.lent
+            memo = getattr(x, "_memo", None)
+            if memo is not None:
+                if x.__class__ is classes.UNSHARDED and target is None:
+                    lent = memo.lent
+                elif grad and memo.reads is not None:
+                    memo.reads[0].append(memo.reads[1])
             if promoted is not None:
                 if mode.constants and mode.check_rules:
                     compare_constant(self.op, x, promoted)
@@ -214,7 +218,8 @@ class OpPlan:
                 result = self.local.run(call, operands)
             if copied:
                 result = clone(result)
-            if (parameter or (grad and self.uneven)) and (result.__class__ is not Tensor or result._is_leaf):
+            if (parameter or (grad and self.uneven)) and (
+                    result.__class__ is not Tensor or (result._is_leaf and result._requires_grad)):
                 result = _as_nodes(result)
             winners = self.winners(operands[0], result) if grad and self.winners is not None else None
         out = self.results.wrap(result, grad, winners)
@@ -276,7 +281,7 @@ def _as_nodes(result):
         return node(result)
     if not isinstance(result, tuple | list):
         return result
-    return type(result)(node(r) if r._is_leaf else r for r in result)
+    return type(result)(node(r) if r._is_leaf and r._requires_grad else r for r in result)
 
 
 def _is_parameter(x) -> bool:

@@ -110,6 +110,29 @@ def rows_on_a_flattened_axis_beside_an_equal_mesh_made_earlier(world):
 
 
 @case(4)
+def rows_that_do_not_divide_are_chunks_of_the_flattened_axis(world):
+    """Of 5 rows four ranks bring 2, 2, 1 and none; on two axes of two they would lie as 2, 1, 1 and 1."""
+    faults: list[str] = []
+    for way, wrap in WRAPS.items():
+        for count in (5, 6):
+            def steps(wrap=wrap, count=count):
+                mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("edp", "ep", "tp"))
+                data = mesh["edp", "ep"].flatten("dp")
+                plain, net = filled(Mlp()), filled(Mlp())
+                parallelize_module(net, mesh["tp"], STYLES)
+                wrap(net, data)
+                rows = np.concatenate([ROWS, ROWS * 0.5])[:count]
+                own = distribute_tensor(Tensor(rows), data, [Shard(0)], src_data_rank=None).to_local()
+                want = ms.value_and_grad(lambda x: (plain(x) ** 2).mean(), None, plain.trainable_params())(Tensor(rows))
+                got = value_and_grad(lambda x: (net(x) ** 2).mean(), None, net.trainable_params())(own)
+                equal(got[0], want[0], "loss")
+                for p, g, w in zip(net.trainable_params(), got[1], want[1], strict=True):
+                    equal(g, w, p.name)
+            collected(faults, f"{way}, {count} rows", steps)
+    none_of(faults)
+
+
+@case(4)
 def the_other_axis_stands_before_the_flattened_ones(world):
     flattened(world, (2, 2, 1), ("tp", "edp", "ep"), ("edp", "ep"), "tp", True)
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import re
 
+import mindspore as ms
 import numpy as np
-from mindspore import Tensor, nn
+from mindspore import Parameter, Tensor, mint, nn
 from mindspore.graph.api import _pynative_executor
 
-from ms_dtensor import comm, value_and_grad
+from ms_dtensor import MixedPrecisionPolicy, comm, replicate, value_and_grad
 from ms_dtensor.errors import CollectiveMismatch
 from tests.cases import case
 from tests.dist.support import refusal, same_on_all_ranks
@@ -111,6 +112,41 @@ def fully_sharded_models_in_another_order(world):
 @case(2)
 def kept_models_in_another_order(world):
     models_apart(world, "kept")
+
+
+class Gains(nn.Cell):
+    """One parameter each. MindSpore hands out zeros for one that is not reached, last, where it would come anyway."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.order = Gain("a"), Gain("b"), "ab"
+
+    def construct(self, x):
+        for key in self.order:
+            x = getattr(self, key)(x)
+        return x
+
+
+class Gain(nn.Cell):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.w = Parameter(Tensor(np.linspace(0.5, 1.5, 4).astype(np.float32)), name=f"{name}.w")
+
+    def construct(self, x):
+        return mint.tanh(x * self.w)
+
+
+@case(2)
+def a_gradient_that_one_rank_does_not_reach_or_reaches_twice(world):
+    for order in ("b", "aab", "a"):
+        for how in ({}, {"bucket_mb": 0}, {"mp_policy": MixedPrecisionPolicy(param_dtype=ms.float16)}):
+            mesh, net = data_mesh(world), Gains()
+            replicate(net, mesh=mesh, **how)
+            x, step = rows_of(mesh), value_and_grad(mean_square(net), None, net.trainable_params())
+            step(x)
+            net.order = "ab" if world.rank == 0 else order
+            named(world, lambda step=step, x=x: step(x), ("a.w",))
+            assert comm.group(range(world.size)).all_gather_object("on") == ["on"] * world.size
 
 
 @case(2)

@@ -44,6 +44,25 @@ WRITERS = {"set_data": lambda p, value: p.set_data(value), "assign_value": lambd
 LEAVES = ("set_data", "assign_value", "assign", "setitem")  # what one device takes for a trainable parameter, recorded
 
 
+@case(4)
+def what_a_recorded_forward_computes_of_an_uneven_parameter_may_be_set_and_stepped(world):
+    """`assign` takes no view, and what needs no gradient has to be none, also where a rank's shard is empty."""
+    mesh = data_mesh(world)
+    plain, net = filled(nn.Dense(4, 3)), filled(nn.Dense(4, 3))
+    fully_shard(net, mesh=mesh)
+
+    def step(cell, x):
+        def loss(x):
+            cell.weight.set_data(ops.stop_gradient(cell.weight) * 0.5 + 0.125)
+            return (cell(x) ** 2).mean()
+        value, grads = ms.value_and_grad(loss, None, cell.trainable_params())(x)
+        md.optim.SGD(cell.trainable_params(), 0.5)(grads)
+        return value
+    equal(step(net, rows_of(mesh)), step(plain, Tensor(ROWS)), "loss")
+    for p, q in zip(net.get_parameters(), plain.get_parameters(), strict=True):
+        equal(p, q, p.name)
+
+
 class Momentum(nn.Cell):
     """Two encoders; the second one's weights follow the first one's in every forward, before it runs (MoCo)."""
 

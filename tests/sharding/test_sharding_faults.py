@@ -12,7 +12,7 @@ def test_ranks_alike(case, ranks):
     ranks.check(case)
 
 
-@pytest.mark.parametrize("case", case_params("tests.sharding.cases_written", 2))
+@pytest.mark.parametrize("case", [p for n in (2, 4) for p in case_params("tests.sharding.cases_written", n)])
 def test_written(case, ranks):
     ranks.check(case)
 

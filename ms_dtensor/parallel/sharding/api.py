@@ -111,7 +111,7 @@ def _cut(who: str, cells: list, mesh: DeviceMesh, reshard_after_forward: bool | 
                           "One axis cuts; one before it may copy.", 'pass mesh["dp"], or mesh["replicate", "shard"]')
     neighbours = _neighbours(mesh, reshard_after_forward)
     data = _unflattened(mesh)
-    axes = DataAxes(data, 1 if mesh.ndim == 2 else data.ndim, neighbours)
+    axes = DataAxes(data, mesh, 1 if mesh.ndim == 2 else data.ndim, neighbours)
     for p in map(current, ignored_params):
         p.__dict__.setdefault(SHARDED_BY, "")
     ignored = {id(current(p)) for p in ignored_params}
@@ -184,7 +184,7 @@ def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = _BUCKET_M
     mine = _lay_out([module], inside, found, targets, data, whole)
     for _, _, p in mine:
         p.__dict__[_OVER] = names | p.__dict__.get(_OVER, set())
-    _make_unit("replicate", [module], mine, found, DataAxes(data, 0, 0), mp_policy, bucket_mb)
+    _make_unit("replicate", [module], mine, found, DataAxes(data, mesh, 0, 0), mp_policy, bucket_mb)
     return module
 
 
@@ -304,4 +304,4 @@ def _make_unit(who: str, cells: list[nn.Cell], slots: Slots, found: Slots, axes:
         around_construct(cell, runs_as_unit)
         for method in METHODS:
             cell.__dict__[method.__name__] = MethodType(method, cell)
-        batch_over(cell, axes.mesh, who, unit.label)
+        batch_over(cell, axes.mesh, axes.given, who, unit.label)

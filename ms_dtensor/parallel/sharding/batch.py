@@ -18,29 +18,34 @@ from ..layouts import HANDED_OUT, OUTER, ROOT, enter, global_shape, taken_back
 BATCH = "_ms_dtensor_batch"  # cell attribute: what is done with its inputs, and with its outputs
 
 
-def batch_over(module: nn.Cell, mesh: DeviceMesh, who: str, label: str) -> None:
+def batch_over(module: nn.Cell, mesh: DeviceMesh, given: DeviceMesh, who: str, label: str) -> None:
     """Lets a cell take plain inputs as rows of the global batch, and return DTensors.
 
+    `given` is the mesh of which `mesh` has the axes, none of them flattened: rows are chunks over that.
     Rows are what comes from outside into the outermost cell of data parallelism. Inside, a plain tensor is what it is
     elsewhere: refused beside a DTensor, or replicated where that was asked for; but a style's output is known. Where
     implicit replication was asked for, it is replicated beside a DTensor among the inputs, too; and inside a cell with
     `constants="replicate"`, which no rows entered.
     """
-    batch = _Batch(mesh, who, label)
+    batch = _Batch(given, who, label)
 
     def before(cell, inputs, kwargs):
         cell.__dict__[ROOT] = HANDED_OUT["tensors"]
-        given = map_leaves(lambda x: _unflattened(x, cell), (inputs, kwargs), DTensor)
+        taken = map_leaves(lambda x: _unflattened(x, cell), (inputs, kwargs), DTensor)
         mode = modes.mode.get()
-        if standing_in.get() or mode.constants or mode.implicit_replication and leaves(given, DTensor):
-            return map_leaves(_known_again, given, Tensor)
-        plain = [x for x in leaves(given, Tensor) if _is_rows(x)]
+        if standing_in.get() or mode.constants or mode.implicit_replication and leaves(taken, DTensor):
+            return map_leaves(_known_again, taken, Tensor)
+        plain = [x for x in leaves(taken, Tensor) if _is_rows(x)]
         shapes = dict(zip(map(id, plain), batch.global_shapes(plain)))
 
         def place(x):
-            return enter(x, cell, mesh, {a: Shard(0) for a in mesh.mesh_dim_names}, who, shapes[id(x)],
-                         given) if _is_rows(x) else x
-        return map_leaves(place, given, Tensor)
+            if not _is_rows(x):
+                return x
+            shape = shapes[id(x)]
+            if given is not mesh and shape is not None and shape[0] % given.size():  # several axes cut it at other places
+                return _unflattened(DTensor.from_local(x, given, [Shard(0)] * given.ndim, shape=shape), cell)
+            return enter(x, cell, mesh, {a: Shard(0) for a in mesh.mesh_dim_names}, who, shape, taken)
+        return map_leaves(place, taken, Tensor)
 
     def after(cell, inputs, outputs):
         if all(isinstance(x, DTensor) for x in leaves(outputs, Tensor)):

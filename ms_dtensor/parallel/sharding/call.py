@@ -155,7 +155,10 @@ class Call:
             of = {k: self.holding.gate(node, Tensor) for k, node in of.items()}
         for k, p in params.items():
             if k not in unit.place:
-                out[k] = unit.policy.copy_of(p if self.holding is None or not p.requires_grad else self.holding.gate(p))
+                read = p if self.holding is None or not p.requires_grad else self.holding.gate(p)
+                out[k] = unit.policy.copy_of(read)
+                if out[k] is not read and p._memo is not None:
+                    memo_of(out[k]).reads = p._memo.reads
             else:
                 b, i = unit.place[k]
                 block = unit.blocks[b]

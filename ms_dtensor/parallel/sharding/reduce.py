@@ -143,6 +143,7 @@ class Reduction:
                 memo_of(ref()).late_gradient = True
                 Tensor.register_hook(ref(), lambda grad, key=key: self._hand_out(key, grad))
         self._trained: list[int] = []  # ids of kept parameters for which there are buckets
+        self.read: list[str] = []  # these, as recorded ops have read them since the last reduction; ranks compare it
         self._hooks: list = []
         if unit.mesh.size() > 1:
             self._make_buckets()
@@ -160,7 +161,7 @@ class Reduction:
             self._hooks.pop().remove()
         unit, filled, last, size = self.unit, list[list](), dict[str, list](), dict[str, float]()
         for p in reversed(trained):
-            memo_of(p).partial_grad_axes = unit.partial_on[id(p)]
+            memo_of(p).partial_grad_axes, memo_of(p).reads = unit.partial_on[id(p)], (self.read, p.name)
             kind, need = p.layout.dtype, nbytes(p.local_shape, p.layout.dtype)
             if kind not in last or size[kind] + need > unit.bucket_mb * 2 ** 20:
                 last[kind], size[kind] = [], 0
@@ -280,6 +281,7 @@ class Reduction:
             for bucket in self.buckets:
                 if bucket.handed:
                     done += bucket.finish()
+        self.read.clear()
         for param, grad in done:
             run_hooks(param, grad)
 
@@ -329,6 +331,7 @@ class Reduction:
         self._drop()
 
     def _drop(self) -> None:
+        self.read.clear()
         for bucket in self.buckets:
             bucket.forget()
         self._due, self._handed = [], {}
@@ -352,7 +355,10 @@ def complete() -> None:
     _open.set(None)
     seen = f", arrived: {in_order(held[1])}" if held[1] else ""
     with NoFallbackGuard():
-        for bucket in (bucket for reduction in held[0] for bucket in reduction.buckets if bucket.handed):
-            bucket.begin(seen)
+        for reduction in held[0]:
+            read = f"{seen}, read: {in_order(reduction.read)}"
+            for bucket in reduction.buckets:
+                if bucket.handed:
+                    bucket.begin(read)
     for reduction in held[0]:
         reduction.finish()

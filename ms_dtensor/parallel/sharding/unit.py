@@ -47,6 +47,7 @@ class DataAxes(NamedTuple):
     """The axes over which a unit's ranks bring different data, none of them flattened."""
 
     mesh: DeviceMesh
+    given: DeviceMesh  # as the user said it, where axes may be flattened
     cut: int  # how many of them, the last ones, cut parameters; of `replicate` none
     neighbours: int  # among how many ranks the backward gathers again; 0: parameters stay whole till then
 

@@ -5,6 +5,7 @@ All ranks judge together: after each step they agree about what each saw, and a 
 """
 from __future__ import annotations
 
+import math
 import re
 import zlib
 from collections.abc import Mapping
@@ -98,8 +99,8 @@ def differing(program: Program, got: dict[str, np.ndarray], want: dict[str, np.n
 
 
 def alike(record: Record) -> int:
-    """A number of what was communicated; shapes may differ where a tensor does not divide."""
-    return zlib.crc32(repr([(e.op, e.axes, e.phase, e.dtype) for e in record.events]).encode())
+    """A number of what was communicated; shapes may differ where a tensor does not divide, and who sends in an exchange."""
+    return zlib.crc32(repr([(e.op, e.axes, e.phase, e.dtype if e.op != "exchange" else "") for e in record.events]).encode())
 
 
 def too_many(program: Program, step: Step, record: Record) -> str:
@@ -131,6 +132,8 @@ def verdict(world, reference: Reference) -> str:
     while True:
         number += 1
         code = 0
+        if number == len(reference.steps) < len(program.steps) and _few_rows(program, program.steps[number]):
+            return ""  # MindSpore counts the writes to what it has saved; a rank that holds no rows has saved nothing
         try:
             playing = playing or Player(program, world.rank).play()
             record = next(playing, None)
@@ -166,6 +169,12 @@ def verdict(world, reference: Reference) -> str:
             return f"step {number}: {said}"
         if len(set(texts)) > 1:
             return f"step {number}: unlike communication"
+
+
+def _few_rows(program: Program, step: Step) -> bool:
+    """Whether a rank may hold none."""
+    ranks = math.prod(n for axis, n in program.axes.items() if axis != "tp")
+    return any(one.rows < 2 * ranks for micro in step.passes for one in micro)
 
 
 def parts_ranks(e: Exception) -> bool:

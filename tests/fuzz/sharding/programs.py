@@ -273,6 +273,8 @@ class _Draw:
         n = int(self.rng.integers(2, 4))
         first = Part(self.one("dense", "mlp", "norm"))
         pure = [p for p in program.body.parts if p.kind in ("dense", "mlp", "norm", "number", "empty")]
+        for part in pure:
+            part.tied = ""
         program.body.parts = [*(copy.deepcopy(first) for _ in range(n)), *pure[:1]]
         program.wraps = [w for w in program.wraps if w.kind in DATA and not w.where.startswith("body.")]
         kind = self.one("fsdp", "replicate", "zero1") if program.wraps[-1].where == "" else program.wraps[-1].kind
