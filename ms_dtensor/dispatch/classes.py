@@ -14,11 +14,12 @@ KINDS: dict[type, int] = {**dict.fromkeys((int, float, bool, str, type(None), co
 DTENSOR: type = Tensor  # of results
 PARAMETER: type = Tensor
 ASYNC: type = Tensor  # of results whose data are under way
+GATED: type = Tensor  # of what stands for a parameter (`held.py`)
 UNSHARDED: Any = None  # in memory that goes (`parallel/sharding/stand_in.py`)
 
 
-def bind(dtensor: type, parameter: type, async_dtensor: type) -> None:
+def bind(dtensor: type, parameter: type, async_dtensor: type, gated: type) -> None:
     """Says what DTensors are."""
-    global DTENSOR, PARAMETER, ASYNC
-    DTENSOR, PARAMETER, ASYNC = dtensor, parameter, async_dtensor
-    KINDS[dtensor] = KINDS[parameter] = OURS
+    global DTENSOR, PARAMETER, ASYNC, GATED
+    DTENSOR, PARAMETER, ASYNC, GATED = dtensor, parameter, async_dtensor, gated
+    KINDS[dtensor] = KINDS[parameter] = KINDS[gated] = OURS

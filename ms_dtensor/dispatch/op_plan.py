@@ -24,6 +24,7 @@ from ..ops.local.basic import clone
 from ..ops.rules.spec import EmptyShard
 from . import classes, inplace, modes, policy
 from .cotangent import grad_layout, partial_grad_axes, with_cotangent
+from .held import PRODUCTS, holding
 from .memo import memo_of
 from .op_call import OpCall, refill
 from .operands import (
@@ -210,7 +211,11 @@ class OpPlan:
         # a cast to its own dtype: one device hands a tensor back, but copies a view
         copied = self.view is not None and self.op == "cast" and is_view(first)
         with NoFallbackGuard():
-            result = self.local.run(call, operands)
+            store = holding.get() if grad else None
+            if store is not None and self.op in PRODUCTS:
+                result = store.product(partial(self.local.run, call), operands, tensors)
+            else:
+                result = self.local.run(call, operands)
             if copied:
                 result = clone(result)
             if (parameter or (grad and self.uneven)) and (
@@ -228,6 +233,8 @@ class OpPlan:
                 memo_of(out).view_of = first, self, (call.func, call.primitive, call.args, call.kwargs, tensors)
         if lent is not None and grad:
             read_of_lent(lent, out, self.view is not None and not copied)
+        if store is not None:
+            store.computed(tensors, out)
         return out
 
 

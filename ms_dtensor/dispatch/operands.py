@@ -64,6 +64,20 @@ def local_alias(x):
     return make(Tensor, x)
 
 
+def detached(x):
+    """The same values, connected to nothing."""
+    with NoFallbackGuard():
+        out = ops.stop_gradient(local_alias(x))
+    return out if getattr(x, "_layout", None) is None else wrap(out, x._layout)
+
+
+def leaf_of(x, recorded: bool):
+    """A leaf with the values of a tensor, whose gradient is recorded or not."""
+    out = detached(x)
+    Tensor.requires_grad_(out, recorded)
+    return out
+
+
 def redistribute(x, dst: Layout, implicit: str = "", async_op: bool = False, winners=None):
     """`x` in another layout, differentiably; the same object if it is there already.
 
@@ -168,7 +182,7 @@ def compute_copy(param, dtype, reduce_dtype):
     layout = Layout(layout.mesh, layout.placements, layout.shape, dtype_name(dtype), layout.order)
     with NoFallbackGuard():
         local = ops.stop_gradient(param).astype(dtype)
-    if not recording() or not param.requires_grad:
+    if not recording() or not param._requires_grad:
         return wrap(local, layout)
     out = wrap(as_copy(local, param, reduce_dtype, layout.gradient()), layout)
     memo_of(out).copy_of = param, reduce_dtype

@@ -19,10 +19,11 @@ from ..core.tree import leaves, map_leaves
 from ..errors import OpRuleError
 from ..internals.names import NoFallbackGuard, enabled, executor, run_backward
 from ..internals.probes import check_recordings
+from . import patches
 from .cotangent import summed_gradient
-from .operands import local_alias, recording, retag, wrap
+from .held import Holding, holding
+from .operands import leaf_of, local_alias, recording, retag, wrap
 from .patches.gradients import apart, as_cotangents, backward_apart, deliver, end_abandoned, layouts_of
-from .patches.recomputed import leaf_of
 
 
 class Recording:
@@ -76,6 +77,15 @@ class Recording:
             OpRuleError: it has run, or was dropped.
             MixedOperandError: a plain cotangent for a DTensor.
         """
+        roots, inputs = self._taken(cotangents)
+        of = [*inputs, *params]
+        with backward_apart(self._participants, of):
+            found = self._gradients(roots, of)
+        grads = handed_out(of, found)
+        return grads[:len(inputs)], grads[len(inputs):]
+
+    def _taken(self, cotangents: Any) -> tuple[list, list]:
+        """Where a backward begins, (tensor, cotangent), and inputs that have a gradient; the recording lets go of them."""
         if self.outputs is None:
             raise OpRuleError("For 'Recording.backward', there is nothing left of the forward.", "",
                               "What was recorded goes with its backward, or by drop().", "Recording.of(...) once more")
@@ -85,19 +95,90 @@ class Recording:
             cotangents = [ms.ops.ones_like(local_alias(y)) for y in given]
             cotangents = [g if at is None else retag(g, at.gradient()) for g, at in zip(cotangents, layouts)]
         sens = leaves((as_cotangents(layouts, cotangents),), Tensor)
-        of = [*(x for x in leaves(self.inputs, Tensor) if x._requires_grad and x.is_floating_point()), *params]
-        inputs = len(of) - len(params)
         roots = [(y, g) for y, g in zip(given, sens, strict=True) if y._requires_grad and y.is_floating_point()]
+        of = [x for x in leaves(self.inputs, Tensor) if x._requires_grad and x.is_floating_point()]
         self.outputs, self.inputs = None, ()
-        with backward_apart(self._participants, of):
-            found = run_backward(tuple(y for y, _ in roots), tuple(g for _, g in roots), False, False, tuple(of), True,
-                                 accumulate_grad=False) if roots and of else [None] * len(of)
-            grads = [ms.ops.zeros(x._shape, x.dtype) if g is None else g for x, g in zip(of, found, strict=True)]
-        deliver(of, grads)
-        # aliases: an identity gives the cotangent itself
-        grads = [g if at is None else wrap(g, summed_gradient(at)) for g, at in zip(grads, layouts_of(of))]
-        return grads[:inputs], grads[inputs:]
+        return roots, of
+
+    @staticmethod
+    def _gradients(roots: list, of: list, keep: bool = False) -> list:
+        """Of each its gradient, None where none arrives; `keep`: what is run may be run again."""
+        if not roots or not of:
+            return [None] * len(of)
+        return list(run_backward(tuple(y for y, _ in roots), tuple(g for _, g in roots), keep, False, tuple(of), True,
+                                 accumulate_grad=False))
 
     def drop(self) -> None:
         """No backward will come: what it would have needed goes."""
         self.outputs, self.inputs, self._participants = None, (), []
+
+
+class HeldRecording(Recording):
+    """A recording whose backward comes in two parts, `backward_inputs` and then `backward_weights`."""
+
+    _store: Holding
+    _early: list | None = None  # gradients of gates that came in the first part
+
+    @classmethod
+    def of(cls, fn: Callable, *inputs) -> HeldRecording:
+        patches.install()  # by which plain parameters are met
+        store = Holding()
+        token = holding.set(store)
+        try:
+            made: Any = super().of(fn, *inputs)
+        finally:
+            holding.reset(token)
+        store.weights = {}
+        made._store = store
+        return made
+
+    def backward_inputs(self, cotangents: Any = None, params: Sequence[Parameter] = ()) -> list:
+        """The gradients of the inputs; arguments as of `backward`. What is not held of the forward goes."""
+        roots, of = self._taken(cotangents)
+        store, gates = self._store, self._gates()
+        asked = [store.anchor, *of, *gates, *params]
+        with backward_apart(self._participants, asked):
+            found = self._gradients(roots, asked, store.shared)
+        it = iter(found[1:])
+        own, self._early, self._direct = ([next(it) for _ in some] for some in (of, gates, params))
+        with NoFallbackGuard():
+            return handed_out(of, own)
+
+    def backward_weights(self, params: Sequence[Parameter] = ()) -> list:
+        """The gradients of parameters, the same as in the first part; zeros where none arrives."""
+        if self._early is None:
+            raise OpRuleError("For 'HeldRecording.backward_weights', nothing is held.", "",
+                              "It comes once, after backward_inputs, which leaves what it needs.", "backward_inputs first")
+        store, gates = self._store, self._gates()
+        with backward_apart(self._participants, list(params)):
+            late = self._gradients(store.products, gates)
+            sums = [_sum(a, b) for a, b in zip(self._early, late)]
+            roots = [(source, g) for (_, source), g in zip(store.gates.values(), sums) if g is not None]
+            found = [_sum(a, b) for a, b in zip(self._direct, self._gradients(roots, list(params)))]
+        self.drop()
+        return handed_out(list(params), found)
+
+    def backward(self, cotangents: Any = None, params: Sequence[Parameter] = ()) -> tuple[list, list]:
+        return self.backward_inputs(cotangents, params), self.backward_weights(params)
+
+    def _gates(self) -> list[Tensor]:
+        return [gate for gate, _ in self._store.gates.values()]
+
+    def drop(self) -> None:
+        super().drop()
+        self._store, self._early = Holding(), None
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    if a is None or b is None:
+        return b if a is None else a
+    with NoFallbackGuard():
+        return a + b
+
+
+def handed_out(of: list, found: list) -> list:
+    """Gradients as the caller gets them: zeros where none has arrived, completed where summands are owed, as DTensors."""
+    grads = [ms.ops.zeros(x._shape, x.dtype) if g is None else g for x, g in zip(of, found, strict=True)]
+    deliver(of, grads)
+    # aliases: an identity gives the cotangent itself
+    return [g if at is None else wrap(g, summed_gradient(at)) for g, at in zip(grads, layouts_of(of))]

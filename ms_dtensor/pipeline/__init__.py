@@ -19,13 +19,17 @@ if TYPE_CHECKING:
     from .chain import Absent as Absent
     from .schedule import Schedule as Schedule
     from .schedule import Schedule1F1B as Schedule1F1B
+    from .schedule import ScheduleDualPipeV as ScheduleDualPipeV
     from .schedule import ScheduleGPipe as ScheduleGPipe
     from .schedule import ScheduleInterleaved1F1B as ScheduleInterleaved1F1B
+    from .schedule import ScheduleZBH1 as ScheduleZBH1
+    from .schedule import ScheduleZBVZeroBubble as ScheduleZBVZeroBubble
     from .split import pipeline as pipeline
     from .stage import PipelineStage as PipelineStage
 
 _RUNS = {"Absent": "chain", "pipeline": "split", "PipelineStage": "stage", "Schedule": "schedule",
-         "ScheduleGPipe": "schedule", "Schedule1F1B": "schedule", "ScheduleInterleaved1F1B": "schedule"}
+         **dict.fromkeys(("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleZBH1",
+                          "ScheduleZBVZeroBubble", "ScheduleDualPipeV"), "schedule")}
 
 __all__ = ["Action", "Actions", "Fault", "Lowered", "Overlap", "Recv", "Reduce", "Send", "Slot", "Timeline", "check", "draw",
            "dualpipe_v", "gpipe", "interleaved", "lower", "one_f_one_b", "simulate", "zb_h1", "zbv", *_RUNS]

@@ -20,8 +20,8 @@ import numpy as np
 from mindspore import Parameter, Tensor
 
 from ..core.tree import leaves, map_leaves
-from ..dispatch.operands import local_alias, wrap
-from ..dispatch.recording import Recording
+from ..dispatch.operands import detached, local_alias, wrap
+from ..dispatch.recording import HeldRecording, Recording
 from ..errors import LayoutError, ScheduleError
 from ..internals.names import NoFallbackGuard
 from ..internals.target import on_cpu
@@ -29,7 +29,7 @@ from ..optim.base import restore
 from ..optim.clip import STAGE
 from ..tensor.dtensor import DTensor
 from .actions import Action, Actions, Overlap, Result, computing
-from .builders import gpipe, interleaved, one_f_one_b
+from .builders import dualpipe_v, gpipe, interleaved, one_f_one_b, zb_h1, zbv
 from .check import check
 from .order import Lowered, Recv, Send, lower, simulate
 from .stage import PipelineStage
@@ -39,7 +39,7 @@ Builder = Callable[[int, int, int], Actions]  # of ranks, microbatches, stages a
 
 
 class Schedule:
-    """Trains the stages of a pipeline in any checked order of forwards and whole backwards.
+    """Trains the stages of a pipeline in any checked order of forwards and backwards, whole or in two parts.
 
     Args:
         stages: this rank's stage, or its stages, first to last.
@@ -52,8 +52,7 @@ class Schedule:
         actions: the order.
 
     Raises:
-        ScheduleError: an order with faults, or of other stages than these; one whose weight gradients come by themselves,
-            which nothing runs so far.
+        ScheduleError: an order with faults, or of other stages than these.
 
     Example:
         >>> import mindspore as ms, ms_dtensor as md
@@ -112,11 +111,6 @@ class Schedule:
             raise ScheduleError(f"For '{who}', the order is for {actions.microbatches} microbatches, not "
                                 f"{self.n_microbatches}.", "", "An order names each microbatch.",
                                 f"n_microbatches={actions.microbatches}")
-        apart = [part for _, _, part in computing(actions.ranks) if part.kind in "IW"]
-        if apart:
-            raise ScheduleError(f"For '{who}', the order has gradients of weights by themselves.", f"{apart[0]}, for one",
-                                "Backwards run whole so far; such orders are checked, simulated and drawn only.",
-                                ("Schedule1F1B", "ScheduleInterleaved1F1B"))
         if faults := check(actions):
             raise ScheduleError(f"For '{who}', the order has {len(faults)} faults.", str(faults[0]),
                                 "An order runs to its end, and makes each gradient once.", "check(actions) lists all faults")
@@ -261,6 +255,54 @@ class ScheduleInterleaved1F1B(Schedule):
     build = staticmethod(interleaved)
 
 
+class ScheduleZBH1(Schedule):
+    """1F1B whose weight gradients wait for a gap; see `zb_h1`.
+
+    Example:
+        >>> import ms_dtensor as md
+        >>> from mindspore import nn
+        >>> from ms_dtensor.pipeline import ScheduleZBH1, pipeline
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("pp",))
+        >>> net = nn.SequentialCell(nn.Dense(4, 4))
+        >>> ScheduleZBH1(pipeline(net, mesh), 1).actions.csv()
+        '0F0,0I0,0W0\\n'
+    """
+
+    build = staticmethod(lambda p, m, v: zb_h1(p, m))
+
+
+class ScheduleZBVZeroBubble(Schedule):
+    """Two stages a rank in the shape of a V, backward in parts; see `zbv`.
+
+    Example:
+        >>> import ms_dtensor as md
+        >>> from mindspore import nn
+        >>> from ms_dtensor.pipeline import ScheduleZBVZeroBubble, pipeline
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("pp",))
+        >>> net = nn.SequentialCell(nn.Dense(4, 4), nn.Dense(4, 4))
+        >>> ScheduleZBVZeroBubble(pipeline(net, mesh, style="v"), 1).actions.csv()
+        '0F0,1F0,1I0,1W0,0I0,0W0\\n'
+    """
+
+    build = staticmethod(lambda p, m, v: zbv(p, m))
+
+
+class ScheduleDualPipeV(Schedule):
+    """The same V, forwards beside whole backwards; see `dualpipe_v`.
+
+    Example:
+        >>> import ms_dtensor as md
+        >>> from mindspore import nn
+        >>> from ms_dtensor.pipeline import ScheduleDualPipeV, pipeline
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("pp",))
+        >>> net = nn.SequentialCell(nn.Dense(4, 4), nn.Dense(4, 4))
+        >>> ScheduleDualPipeV(pipeline(net, mesh, style="v"), 1).actions.csv()
+        '0F0,1F0,1B0,0B0\\n'
+    """
+
+    build = staticmethod(lambda p, m, v: dualpipe_v(p, m))
+
+
 def _rows_of_batch(args: tuple) -> set[int]:
     """Of the first tensor, here and over all data-parallel ranks."""
     first = next((x for x in leaves(args, Tensor) if x.shape), None)
@@ -308,6 +350,7 @@ class _Step:
         self.coming: dict[int, deque[Recv]] = {}  # by rank, messages that it sends, in its order
         self.edges: dict[int, Edge] = {}  # by the stage before the border
         self.left = {s: schedule.n_microbatches for s in schedule.stages}  # backwards to come
+        self.in_parts = {(a.stage, a.microbatch) for _, _, a in computing(schedule.actions.ranks) if a.kind == "I"}
         self.params = {s: stage.params() for s, stage in schedule.stages.items()}
         self.sums: dict[int, Any] = {}
         self.losses: list[Any] = []
@@ -346,8 +389,8 @@ class _Step:
         loss_fn = self.schedule.loss_fn if stage.is_last else None
         then = None if loss_fn is None else lambda out: _number(loss_fn(out, target)) * self.weights[i]
         if self.training:
-            made = self.recordings[s, i] = stage.record(inputs, kwargs, then)
-            out = map_leaves(_detached, made.outputs, Tensor)
+            made = self.recordings[s, i] = stage.record(inputs, kwargs, then, (s, i) in self.in_parts)
+            out = map_leaves(detached, made.outputs, Tensor)
         else:
             out = stage.module(*inputs, **kwargs)
             out = out if then is None else then(out)
@@ -358,19 +401,26 @@ class _Step:
 
     def backward(self, action: Action) -> None:
         s, i = action.stage, action.microbatch
-        stage, made = self.schedule.stages[s], self.recordings.pop((s, i))
+        stage, made, params = self.schedule.stages[s], self.recordings[s, i], self.params[s]
         cotangents = None
-        if not stage.is_last:
+        if action.kind != "W" and not stage.is_last:
             arriving = iter(self._take(("B", s + 1, i)))
             cotangents = [next(arriving) if x.is_floating_point() else x for x in leaves(made.outputs, Tensor)]
-        self.left[s] -= 1
-        if self.left[s] in (0, self.schedule.n_microbatches - 1):  # it walks through all cells
-            stage.synchronise(self.left[s] == 0)
-        params = self.params[s]
-        dx, grads = made.backward(cotangents, params)
+        grads: list = []
+        if isinstance(made, HeldRecording) and action.kind == "I":
+            dx = made.backward_inputs(cotangents, params)
+        else:
+            del self.recordings[s, i]
+            self.left[s] -= 1
+            if self.left[s] in (0, self.schedule.n_microbatches - 1):  # it walks through all cells
+                stage.synchronise(self.left[s] == 0)
+            if isinstance(made, HeldRecording):
+                grads = made.backward_weights(params)
+            else:
+                dx, grads = made.backward(cotangents, params)
         for p, g in zip(params, grads):
             self.sums[id(p)] = self.sums[id(p)] + g if id(p) in self.sums else g
-        if not stage.is_first:
+        if action.kind != "W" and not stage.is_first:
             self.there["B", s, i] = dx
 
     # -- results -----------------------------------------------------------------------------------------------------
@@ -423,12 +473,6 @@ def _number(loss: Any) -> Tensor:
                             f"{list(getattr(loss, 'shape', ()))}", "A backward begins at one number of floating point.",
                             "return loss.mean(), a tensor without dims")
     return loss
-
-
-def _detached(x: Tensor) -> Tensor:
-    with NoFallbackGuard():
-        out = ms.ops.stop_gradient(local_alias(x))
-    return out if getattr(x, "_layout", None) is None else wrap(out, x._layout)
 
 
 def _as_arguments(made: Any) -> tuple:

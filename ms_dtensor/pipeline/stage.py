@@ -2,14 +2,17 @@
 """One stage of a pipeline on this rank: its module, its parameters, and one forward and backward of a micro-batch."""
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from mindspore import Parameter, nn
 
 from ..core.mesh import DeviceMesh
-from ..dispatch.recording import Recording
+from ..dispatch.held import holding
+from ..dispatch.recording import HeldRecording, Recording
 from ..errors import ConfigError
+from ..parallel.sharding.call import units_of
 
 if TYPE_CHECKING:
     from .split import Tie
@@ -60,12 +63,29 @@ class PipelineStage:
         """Its trainable parameters."""
         return list(self.module.trainable_params())
 
-    def record(self, inputs: tuple, kwargs: dict[str, Any], then: Callable | None) -> Recording:
-        """The forward of a micro-batch; `then` is applied to the output."""
+    def record(self, inputs: tuple, kwargs: dict[str, Any], then: Callable | None, in_parts: bool = False) -> Recording:
+        """The forward of a micro-batch; `then` is applied to the output. The backward comes in one part or in two."""
         def run(*inputs):
-            out = self.module(*inputs, **kwargs)
+            with self._gated() if in_parts else nullcontext():
+                out = self.module(*inputs, **kwargs)
             return out if then is None else then(out)
-        return Recording.of(run, *inputs)
+        return (HeldRecording if in_parts else Recording).of(run, *inputs)
+
+    @contextmanager
+    def _gated(self) -> Iterator[None]:
+        """Inside, gates stand in the place of trainable parameters; units see to those for which they put others there."""
+        store: Any = holding.get()
+        theirs = {(id(cell), key) for unit in units_of(self.module) for cell, key, _ in unit.standing}
+        slots = [(held, key, p) for _, cell in self.module.cells_and_names() for key, p in cell._params.items()
+                 if isinstance(p, Parameter) and p.requires_grad and (id(cell), key) not in theirs
+                 for held in (cell._params, cell.__dict__) if key in held]
+        for held, key, p in slots:
+            held[key] = store.gate(p)
+        try:
+            yield
+        finally:
+            for held, key, p in slots:
+                held[key] = p
 
     def synchronise(self, now: bool) -> None:
         """Whether the next backward reduces gradients over data-parallel ranks: that of the last micro-batch does."""

@@ -459,7 +459,13 @@ class AsyncDTensor(AsyncData, DTensor):  # type: ignore[override]  # `_layout` i
     """What `redistribute(async_op=True)` returns where the backend can: waits on first use, then is a DTensor."""
 
 
-classes.bind(DTensor, DTensorParameter, AsyncDTensor)
+class GatedDTensor(DTensor):
+    """Stands for a parameter; of another class than results, so that dispatch looks closer."""
+
+    requires_grad = True
+
+
+classes.bind(DTensor, DTensorParameter, AsyncDTensor, GatedDTensor)
 # The class MindSpore builds for Parameter(DTensor(...)) would have Tensor before Parameter in its MRO.
 Parameter._base_type["Parameter" + DTensor.__name__] = DTensorParameter
 

@@ -16,11 +16,13 @@ from ms_dtensor.pipeline import (
     PipelineStage,
     Schedule,
     Schedule1F1B,
+    ScheduleDualPipeV,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
+    ScheduleZBH1,
+    ScheduleZBVZeroBubble,
     gpipe,
     pipeline,
-    zbv,
 )
 from tests.cases import case
 from tests.sharding.support import collected, filled, none_of
@@ -77,18 +79,24 @@ def close(got, want, what: str, bar: float = 1e-6) -> None:
     assert off <= bar, f"{what}: off by {off:.2e} of the largest element"
 
 
-KINDS = {"gpipe": (ScheduleGPipe, 1), "1f1b": (Schedule1F1B, 1), "interleaved": (ScheduleInterleaved1F1B, 2)}
+KINDS = {"gpipe": (ScheduleGPipe, 1), "1f1b": (Schedule1F1B, 1), "interleaved": (ScheduleInterleaved1F1B, 2),
+         "zbh1": (ScheduleZBH1, 1), "zbv": (ScheduleZBVZeroBubble, 2), "dualpipev": (ScheduleDualPipeV, 2)}
+VEES = ("zbv", "dualpipev")
 
 
-def right(schedule, want, what: str, target=None, **given) -> None:
+def style_of(name: str) -> str:
+    return "v" if name in VEES else "loop"
+
+
+def right(schedule, want, what: str, target=None, bar: float = 2e-6, **given) -> None:
     loss, grads = schedule.step(*given.pop("args", (Tensor(X),)), target=Tensor(T) if target is None else target, **given)
-    close(loss, np.array(want[0]), f"{what}: loss", 2e-6)
+    close(loss, np.array(want[0]), f"{what}: loss", bar)
     # of tied parameters one device has the sum, by the name of the first
     names = {id(p): n for stage in schedule.stages.values() for n, p in stage.module.parameters_and_names()}
     assert len(grads) == len(schedule.params)
     for p, g in zip(schedule.params, grads):
         name = names[id(p)]
-        close(g, want[1][name if name in want[1] else "first.weight"], f"{what}: {name}", 2e-6)
+        close(g, want[1][name if name in want[1] else "first.weight"], f"{what}: {name}", bar)
 
 
 def every(world, m: int, places: bool = False, tied: bool = False, split=None) -> None:
@@ -100,7 +108,7 @@ def every(world, m: int, places: bool = False, tied: bool = False, split=None) -
         def steps(name=name, kind=kind, v=v):
             net = filled(Net(tied=tied))
             want = one_device(net, places)
-            stages = pipeline(net, mesh, split=split or "cost", n_stages=v * world.size)
+            stages = pipeline(net, mesh, split=split or "cost", n_stages=v * world.size, style=style_of(name))
             schedule = kind(stages, m, loss_fn)
             extra = {"places": Tensor(PLACES)} if places else {}
             for step in range(2):
@@ -227,12 +235,13 @@ WAYS = {
 }
 
 
-def beside(world, way: str, kind, v: int) -> None:
+def beside(world, way: str, name: str) -> None:
+    kind, v = KINDS[name]
     other = "tp" if way.startswith("tp") else "dp"
     mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", other))
     net = filled(Net())
     want = one_device(net, False)
-    stages = pipeline(net, mesh["pp"], n_stages=2 * v)
+    stages = pipeline(net, mesh["pp"], n_stages=2 * v, style=style_of(name))
     for stage in stages:
         WAYS[way](stage.module, mesh)
     here, m = mesh[other], 4
@@ -250,13 +259,17 @@ def beside(world, way: str, kind, v: int) -> None:
             assert 0 < len(sums) <= units, f"reduced once a step, not once a microbatch: {len(sums)} of {units}"
 
 
-@case(4, timeout=180)
-def pipelines_beside_other_axes(world):
+def beside_other_axes(world, names) -> None:
     faults: list[str] = []
     for way in WAYS:
-        for name, (kind, v) in KINDS.items():
-            collected(faults, f"{way}, {name}", lambda way=way, kind=kind, v=v: beside(world, way, kind, v))
+        for name in names:
+            collected(faults, f"{way}, {name}", lambda way=way, name=name: beside(world, way, name))
     none_of(faults)
+
+
+@case(4, timeout=180)
+def pipelines_beside_other_axes(world):
+    beside_other_axes(world, ("gpipe", "1f1b", "interleaved"))
 
 
 class Scaled(nn.Cell):
@@ -294,16 +307,20 @@ def what_is_done_beside_missing_cells_is_refused(world):
     none_of(faults)
 
 
-@case(2)
-def parameters_frozen_and_unfrozen_between_steps(world):
+def frozen_and_unfrozen(name: str) -> None:
     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
     net, plain = filled(Net()), filled(Net())
-    schedule = Schedule1F1B(pipeline(net, mesh), 4, loss_fn)
+    schedule = KINDS[name][0](pipeline(net, mesh, style=style_of(name)), 4, loss_fn)
     for trained in (True, False, True):
         for n in (net, plain):
             for p in n.layers[0].get_parameters():
                 p.requires_grad = trained
-        right(schedule, one_device(plain, False), f"{trained=}")
+        right(schedule, one_device(plain, False), f"{name}, {trained=}")
+
+
+@case(2)
+def parameters_frozen_and_unfrozen_between_steps(world):
+    frozen_and_unfrozen("1f1b")
 
 
 @case(2)
@@ -347,9 +364,8 @@ def refusals_before_anything_is_sent(world):
             Tensor(X), target=Tensor(T[:12])))
         told(LayoutError, "a NumPy array was given", lambda: Schedule1F1B(stages, 4, loss_fn).step(Tensor(X), target=T))
         told(ScheduleError, "no loss function", lambda: Schedule1F1B(stages, 4).step(Tensor(X)))
-        told(ScheduleError, "gradients of weights by themselves", lambda: Schedule(
-            pipeline(filled(Net()), mesh, style="v"), 4, loss_fn, actions=zbv(2, 4)))
         told(ScheduleError, "are not those of the order", lambda: Schedule(stages, 4, loss_fn, actions=gpipe(4, 4)))
+        told(ScheduleError, "are not those of the order", lambda: ScheduleZBVZeroBubble(stages, 4, loss_fn))
         told(ScheduleError, "has 1 faults", lambda: Schedule(stages, 2, loss_fn, actions=Actions.parse(
             "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1")))
         told(ScheduleError, "3 weights", lambda: Schedule1F1B(stages, 4, loss_fn).step(

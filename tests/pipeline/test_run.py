@@ -7,11 +7,11 @@ import pytest
 from tests.cases import case_params
 
 
-@pytest.mark.parametrize("case", case_params("tests.pipeline.cases_run", 2))
+@pytest.mark.parametrize("case", [c for kind in ("run", "parts") for c in case_params(f"tests.pipeline.cases_{kind}", 2)])
 def test_two_ranks(case, ranks):
     ranks.check(case)
 
 
-@pytest.mark.parametrize("case", case_params("tests.pipeline.cases_run", 4))
+@pytest.mark.parametrize("case", [c for kind in ("run", "parts") for c in case_params(f"tests.pipeline.cases_{kind}", 4)])
 def test_four_ranks(case, ranks):
     ranks.check(case)

@@ -14,6 +14,7 @@ from mindspore import Tensor
 from ...core.tree import first_dtensor
 from ...internals.names import NoFallbackGuard
 from ...internals.probes import check_internals
+from ..held import holding, plain_product
 from . import checkpoints, functions, gradients, hooks, jit, keywords, training
 
 _NAME = "__fallback__"
@@ -24,7 +25,10 @@ def _plain_fallback(self, func, args=(), kwargs=None):
     first = first_dtensor(args, kwargs, "_run_own_op")
     if first is not None:
         return first.__fallback__(func, args, kwargs)
+    store = holding.get()
     with NoFallbackGuard():
+        if store is not None:
+            return plain_product(store, func, args, kwargs)
         return func(*args) if not kwargs else func(*args, **kwargs)
 
 

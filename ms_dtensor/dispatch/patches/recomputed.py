@@ -31,7 +31,8 @@ from ...errors import ConfigError, OpRuleError
 from ...internals import names
 from ...internals.names import Function, NoFallbackGuard, enabled, executor, no_grad, recompute_module
 from .. import modes
-from ..operands import local_alias, recording, wrap
+from ..held import holding
+from ..operands import detached, leaf_of, local_alias, recording, wrap
 
 # Whose cells run now, outermost first. Each has `again(cell)`, inside which it has put tensors in the place of parameters
 # anew for the cells in `cell`, and which gives who did; and `stands`, whether there are such tensors.
@@ -70,6 +71,10 @@ class _Place:
     """What is saved in place of a tensor."""
 
     value: Tensor | None = None  # once the second run has made it
+
+    def __init__(self):
+        store = holding.get()
+        self.twice = store is not None and store.cutting  # a held product asks for it in both parts of the backward
 
 
 class _Kept:
@@ -183,7 +188,7 @@ class _Forward:
                        and Tensor.data_ptr(a) == Tensor.data_ptr(x)), None)
             kept.saved.append(at)
             if at is None:
-                return _detached(x)
+                return detached(x)
         place = _Place()
         self.wanted.append((ref(place), x._shape, x.dtype))
         return place
@@ -193,7 +198,9 @@ class _Forward:
             return saved
         if saved.value is None:
             self._again()
-        value, saved.value = saved.value, None
+        value = saved.value
+        if not saved.twice:
+            saved.value = None
         return value
 
     # -- the second one ------------------------------------------------------------------------------------------
@@ -271,7 +278,7 @@ class _Forward:
             raise self._unlike(f"{x.dtype}{list(x._shape)} was saved as number {self.number} of {len(self.wanted)}")
         self.number += 1
         if (place := place()) is not None:  # else nobody will ask for it
-            place.value = _detached(x)
+            place.value = detached(x)
 
     def _unlike(self, what: str) -> OpRuleError:
         return OpRuleError(f"For 'checkpoint_wrapper', {self._name()} did something else when it ran again.",
@@ -294,19 +301,6 @@ def _written(trained: list[tuple]) -> list[int]:
 
 def _is_dtensor(x: Tensor) -> bool:
     return getattr(x, "_layout", None) is not None
-
-
-def _detached(x: Tensor) -> Tensor:
-    with NoFallbackGuard():
-        out = ops.stop_gradient(local_alias(x))
-    return wrap(out, x.layout) if _is_dtensor(x) else out
-
-
-def leaf_of(x: Tensor, recorded: bool) -> Tensor:
-    """A leaf with the values of a tensor, whose gradient is recorded or not."""
-    out = _detached(x)
-    Tensor.requires_grad_(out, recorded)
-    return out
 
 
 def _copy(x: Tensor) -> Tensor:

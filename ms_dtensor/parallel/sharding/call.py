@@ -18,6 +18,7 @@ from mindspore import Tensor, nn
 from ...comm.packing import copy, write
 from ...core.tree import map_leaves
 from ...dispatch.cotangent import as_copy
+from ...dispatch.held import holding
 from ...dispatch.memo import memo_of
 from ...dispatch.operands import LAID_OUT, local_alias, wrap
 from ...dispatch.patches.gradients import in_this_gradient
@@ -59,6 +60,7 @@ class Call:
 
     def __init__(self, unit: Unit):
         self.unit, self.recorded = unit, recording()
+        self.holding = holding.get() if self.recorded else None  # whose backward comes in two parts; one reads weights
         self.ran: list[nn.Cell] = []
         self.stand_ins: dict[int, Tensor] = {}  # while cells run, by id of the parameter
         self.copied = set[int]()  # ids of frozen parameters for which copies stand
@@ -145,14 +147,17 @@ class Call:
         unit, params = self.unit, {id(p): p for _, _, p in slots}
         trained = {k: p for k, p in params.items() if self.recorded and p.requires_grad and k in unit.place}
         out: dict[int, Tensor] = {}
-        self.awaited += bool(trained)
+        self.awaited += bool(trained) and self.holding is None
         with NoFallbackGuard():
             nodes = Unshard.apply(self, tuple(unit.place[k] for k in trained), *trained.values()) if trained else ()
             of = dict(zip(trained, nodes if isinstance(nodes, tuple) else (nodes,)))
+        if self.holding is not None:
+            of = {k: self.holding.gate(node, Tensor) for k, node in of.items()}
         for k, p in params.items():
             if k not in unit.place:
-                out[k] = unit.policy.copy_of(p)
-                if out[k] is not p and p._memo is not None:
+                read = p if self.holding is None or not p.requires_grad else self.holding.gate(p)
+                out[k] = unit.policy.copy_of(read)
+                if out[k] is not read and p._memo is not None:
                     memo_of(out[k]).reads = p._memo.reads
             else:
                 b, i = unit.place[k]
@@ -166,11 +171,14 @@ class Call:
                 if k not in of:  # a fresh tensor is taken for one whose gradient is wanted
                     Tensor.requires_grad_(held, False)
                 out[k] = wrap(held, layout) if k not in of else _connected(
-                    of[k], held, layout, unit.partial_on[k], None if kind == block.dtype else kind)
+                    of[k], held, layout, unit.partial_on[k], None if kind == block.dtype else kind, bool(self.holding))
             if out[k] is not p:
                 out[k].inited_param = p  # which cells then list in its place
         if self.recorded:
             self._lend(out)
+        if self.holding is not None:
+            for k in (k for k, p in params.items() if p.requires_grad):
+                self.holding.weight(out[k])
         return out
 
     def _lend(self, stand_ins: dict[int, Tensor]) -> None:
@@ -223,8 +231,10 @@ class Call:
         return x * 1 if lies else x
 
     def way_out(self, x: Tensor) -> Tensor:
-        """An input behind a node that says that the backward has left the cell: of frozen parameters no gradient says so."""
-        if not self.recorded or self.unit.trains():
+        """An input behind a node that says that the backward has left the cell: of frozen parameters no gradient says so,
+        and of gated ones it comes later."""
+        gated = self.holding is not None and self.unit.blocks
+        if not self.recorded or self.unit.trains() and not gated:
             return x
         self.awaited += x._requires_grad and x.is_floating_point()
         return _behind(x, self.leave)
@@ -272,8 +282,12 @@ class Call:
                 unit.reshard()
 
 
-def _connected(node: Tensor, data: Tensor, layout, partial_on: tuple[int, ...], reduce_dtype):
+def _connected(node: Tensor, data: Tensor, layout, partial_on: tuple[int, ...], reduce_dtype, gate: bool):
     """What the node handed out as a DTensor: it expects summands of the cotangent, which is reduced on other axes."""
+    if reduce_dtype is None and gate:  # a leaf, of which each use is converted by itself
+        out = wrap(node, layout)
+        memo_of(out).partial_grad_axes = partial_on
+        return out
     if reduce_dtype is None:
         summand = layout.gradient(partial_on)
         out = wrap(redistribute_local(node, layout, layout, layout.gradient(), summand, data=node), layout)
@@ -302,7 +316,8 @@ class Unshard(Function):
                               call.unit.name, "Gradients of sharded parameters are reduced outside autograd.",
                               ("distribute_module(cell, device_mesh) instead of fully_shard()",
                                "take the inner gradient with respect to the inputs"))
-        call.leave()
+        if call.holding is None:
+            call.leave()
         return None, None, *call.unit.reduction.whole(ctx.numbers, grads, f"read: {in_order(call.read)}")
 
 

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A backward in two parts: bit for bit that in one, hooks once, and little held between; on ranks: tests/pipeline."""
+from __future__ import annotations
+
+import gc
+import weakref
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Parameter, Tensor, mint, nn
+
+import ms_dtensor as md
+from ms_dtensor.errors import OpRuleError
+from ms_dtensor.pipeline import PipelineStage
+from tests.sharding.support import filled
+
+pytestmark = pytest.mark.usefixtures("cpu")
+RNG = np.random.default_rng(3)
+
+
+def drawn(*shape: int) -> Tensor:
+    return Tensor(RNG.normal(size=shape).astype(np.float32))
+
+
+class Own(nn.Cell):
+    """A weight of its own, and how a product reads it."""
+
+    def __init__(self, product, *shape: int) -> None:
+        super().__init__()
+        self.product, self.w = product, Parameter(Tensor(np.zeros(shape, np.float32)), name="w")
+
+    def construct(self, x):
+        return self.product(mint.tanh(x), self.w)
+
+
+class Tied(nn.Cell):
+    """One weight looked up in and multiplied with, and a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.frozen = nn.Embedding(8, 8), nn.Dense(8, 8)
+        self.scale = Parameter(Tensor(np.zeros(8, np.float32)), name="scale")
+        self.register_buffer("ids", Tensor([1, 2, 1, 5], ms.int32))
+        for p in self.frozen.get_parameters():
+            p.requires_grad = False
+
+    def construct(self, x):
+        x = x + self.table(self.ids) * self.scale
+        return mint.matmul(mint.tanh(self.frozen(x)), self.table.embedding_table.swapaxes(0, 1))
+
+
+CELLS = {  # a cell, and how many held products it has
+    "Dense": (lambda: nn.Dense(8, 4), 1),
+    "Dense without bias": (lambda: nn.Dense(8, 4, has_bias=False), 1),
+    "Linear": (lambda: mint.nn.Linear(8, 4), 1),
+    "Linear without bias": (lambda: mint.nn.Linear(8, 4, bias=False), 1),
+    "matmul": (lambda: Own(mint.matmul, 8, 4), 1),
+    "@": (lambda: Own(lambda x, w: x @ w, 8, 4), 1),
+    "the weight first": (lambda: Own(lambda x, w: mint.matmul(w, x.T), 4, 8), 1),
+    "transposed": (lambda: Own(lambda x, w: mint.matmul(x, w.T), 4, 8), 1),
+    "three times": (lambda: Own(lambda x, w: mint.matmul(mint.tanh(mint.matmul(mint.matmul(x, w), w)), w), 8, 8), 3),
+    "bmm": (lambda: Own(lambda x, w: mint.bmm(x.reshape((2, 2, 8)), w), 2, 8, 3), 1),
+    "of weights alone": (lambda: Own(lambda x, w: mint.matmul(x, mint.matmul(w, w)), 8, 8), 1),
+    "also summed": (lambda: Own(lambda x, w: mint.matmul(x, w.T) * (w * w).sum() + w.T.sum(), 4, 8), 1),
+    "no product": (lambda: Own(lambda x, w: x * w, 8), 0),
+    "norm": (lambda: nn.SequentialCell(nn.LayerNorm((8,)), nn.Dense(8, 8), nn.ReLU(), nn.Dense(8, 4)), 2),
+    "tied": (Tied, 1),
+}
+
+
+def stage_of(cell: nn.Cell, distributed: bool) -> PipelineStage:
+    mesh = md.init_device_mesh("cpu", (1, 1), mesh_dim_names=("pp", "tp"))
+    cell = filled(cell)
+    return PipelineStage(md.distribute_module(cell, mesh["tp"]) if distributed else cell, 0, 1, mesh["pp"])
+
+
+def array(g) -> np.ndarray:
+    return (g.full_tensor() if isinstance(g, md.DTensor) else g).asnumpy()
+
+
+@pytest.mark.parametrize("distributed", [False, True], ids=["plain", "DTensor"])
+@pytest.mark.parametrize("name", CELLS)
+def test_two_parts_are_one(name, distributed):
+    make, products = CELLS[name]
+    stage, xs = stage_of(make(), distributed), [drawn(4, 8) for _ in range(3)]
+    if distributed:
+        xs = [md.distribute_tensor(x, stage.mesh.root["tp"], [md.Replicate()]) for x in xs]
+    params = stage.params()
+    for _ in range(2):  # the second time calls are known
+        whole = [stage.record((x,), {}, lambda y: (y ** 3).mean()) for x in xs]
+        want = [one.backward(None, params) for one in whole]
+        seen: list = []
+        hooks = [p.register_hook(lambda g, seen=seen: seen.append(1)) for p in params]
+        made = [stage.record((x,), {}, lambda y: (y ** 3).mean(), in_parts=True) for x in xs]
+        dxs = {i: made[i].backward_inputs(None, params) for i in (2, 0, 1)}
+        assert not seen and [len(one._store.products) for one in made] == [products] * 3
+        grads = {i: made[i].backward_weights(params) for i in (1, 2, 0)}
+        assert len(seen) == 3 * len(params), "a hook runs once, later"
+        for hook in hooks:
+            hook.remove()
+        for i, (dx, dw) in enumerate(want):
+            for got, one in zip((*dxs[i], *grads[i]), (*dx, *dw), strict=True):
+                assert isinstance(got, md.DTensor) is distributed
+                np.testing.assert_array_equal(array(got), array(one))
+    assert all(p.requires_grad for p in stage.params()) and stage.params() == params, "parameters stand in their places"
+
+
+class Place:
+    """What a test saves in place of a tensor."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+def test_between_the_parts_only_operands_of_products_are_held():
+    stage, x, saved = stage_of(CELLS["norm"][0](), False), drawn(4, 8), []
+
+    def pack(x):
+        place = Place(x)
+        saved.append(weakref.ref(place))
+        return place
+
+    def living() -> list[tuple[int, ...]]:
+        gc.collect()
+        return sorted(tuple(ref().x._shape) for ref in saved if ref() is not None)
+    with ms.saved_tensors_hooks(pack, lambda place: place.x):
+        made = stage.record((x,), {}, lambda y: (y ** 3).mean(), in_parts=True)
+    assert len(living()) > 4
+    made.backward_inputs(None, stage.params())
+    assert living() == [(4, 8), (4, 8), (4, 8), (8, 8)], "two products: an activation and a weight each"
+    made.backward_weights(stage.params())
+    assert not living()
+
+
+def test_parts_come_once_and_in_order():
+    stage = stage_of(nn.Dense(8, 4), False)
+    made = stage.record((drawn(4, 8),), {}, None, in_parts=True)
+    with pytest.raises(OpRuleError, match="nothing is held"):
+        made.backward_weights(stage.params())
+    made.backward_inputs(drawn(4, 4), stage.params())
+    with pytest.raises(OpRuleError, match="nothing left of the forward"):
+        made.backward_inputs(drawn(4, 4), stage.params())
+    made.drop()
+    with pytest.raises(OpRuleError, match="nothing is held"):
+        made.backward_weights(stage.params())
+
+
+def test_a_weight_that_is_reached_past_its_cell_has_its_gradient_too():
+    """By a list of the user's own, say; no gate stands there."""
+    net = nn.Dense(8, 4)
+    stage, x = stage_of(net, False), drawn(4, 8)
+    w = net.weight
+
+    def loss(y):
+        return (y ** 3).mean() + (w * w).sum()
+    want = stage.record((x,), {}, loss).backward(None, stage.params())
+    got = stage.record((x,), {}, loss, in_parts=True).backward(None, stage.params())
+    for a, b in zip((*got[0], *got[1]), (*want[0], *want[1]), strict=True):
+        np.testing.assert_allclose(array(a), array(b), rtol=1e-6)
+
+
+def test_what_raises_in_the_forward_leaves_parameters_in_their_places():
+    net = nn.Dense(8, 4)
+    stage, w = stage_of(net, False), net.weight
+
+    def loss(y):
+        raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError):
+        stage.record((drawn(4, 8),), {}, loss, in_parts=True)
+    with pytest.raises(ValueError):
+        stage.record((drawn(4, 7),), {}, None, in_parts=True)
+    assert net.weight is w and isinstance(net.weight, Parameter)
+    same = stage.record((drawn(4, 8),), {}, None)
+    assert len(same.backward(drawn(4, 4), stage.params())[1]) == 2
