@@ -86,7 +86,7 @@ class Case:
         cfg, _ = load(["--config", str(CONFIG)], world=1)
         parallel = ParallelConfig(self.dp, self.tp, self.sequence_parallel, self.loss_parallel, self.fsdp, self.hsdp,
                                   self.zero1, pp=self.pp, pp_schedule=self.schedule,
-                                  pp_stages_per_rank=1 + (self.schedule == "interleaved_1f1b"))
+                                  pp_stages_per_rank=1 + (self.schedule == "interleaved"))
         return replace(cfg, parallel=parallel, model=replace(cfg.model, vocab_size=self.vocab, tied_head=self.tied),
                        data=replace(cfg.data, max_bytes=300_000),
                        train=replace(cfg.train, steps=20, batch=16, micro_batches=self.micro_batches,
@@ -103,7 +103,7 @@ CASES = (
         Case(8, 1, fsdp=True), Case(8, 1, fsdp=True, hsdp=2), Case(4, 2, True, fsdp=True))
       for micro, again in ((1, False), (2, False), (1, True))),
     Case(1, 1, pp=2, micro_batches=4), Case(1, 1, pp=2, micro_batches=4, schedule="gpipe", tied=True),
-    Case(1, 1, pp=2, micro_batches=4, schedule="interleaved_1f1b"), Case(1, 1, pp=4, micro_batches=8),
+    Case(1, 1, pp=2, micro_batches=4, schedule="interleaved"), Case(1, 1, pp=4, micro_batches=8),
     Case(1, 2, True, pp=2, micro_batches=4), Case(2, 1, fsdp=True, pp=2, micro_batches=4, recompute=True),
     *(replace(case, bfloat16=True) for case in (
         Case(2, 1), Case(2, 1, fsdp=True), Case(4, 1), Case(4, 1, fsdp=True), Case(4, 1, fsdp=True, micro_batches=2),

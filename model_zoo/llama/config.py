@@ -110,12 +110,12 @@ class ParallelConfig:
     """Each expert's width is cut over tp; false: every tp rank has all of all experts."""
     pp: int = 1
     """Stages of a pipeline, each on dp x tp ranks of its own; a batch goes through them in train.micro_batches."""
-    pp_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b"] = "1f1b"
+    pp_schedule: Literal["gpipe", "1f1b", "interleaved", "zbh1", "zbv", "dualpipev"] = "1f1b"
     """In which order; see docs/pipeline.md."""
     pp_split: tuple[str, ...] | None = None
     """Cells at which the stages but the first begin: [layers.4, layers.9]; null: where the dearest stage costs least."""
     pp_stages_per_rank: int = 1
-    """With interleaved_1f1b 2 or more."""
+    """With zbv and dualpipev 2, with interleaved 2 or more, with the others 1."""
 
     @property
     def stages(self) -> int:
@@ -347,17 +347,18 @@ def _check_pipeline(cfg: Config) -> None:
                               f"{degree}, pp_stages_per_rank = {p.pp_stages_per_rank}, pp_split = {p.pp_split}",
                               "parallel.pp is the number of ranks that a pipeline goes through.", "--parallel.pp 2")
         return
-    if several != (p.pp_schedule == "interleaved_1f1b"):
+    needed = {"interleaved": max(2, p.pp_stages_per_rank), "zbv": 2, "dualpipev": 2}.get(p.pp_schedule, 1)
+    if p.pp_stages_per_rank != needed:
         raise ConfigError("For the configuration, the schedule is not for so many stages a rank.",
                           f"{degree}, parallel.pp_stages_per_rank = {p.pp_stages_per_rank}",
-                          "interleaved_1f1b is for two or more; gpipe and 1f1b are for one.",
-                          ["--parallel.pp_schedule interleaved_1f1b --parallel.pp_stages_per_rank 2",
-                           "--parallel.pp_stages_per_rank 1 --parallel.pp_schedule 1f1b"])
-    if several and t.micro_batches % p.pp:
+                          "zbv and dualpipev are for two, interleaved is for two or more; the others are for one.",
+                          [f"--parallel.pp_stages_per_rank {needed}",
+                           "--parallel.pp_schedule " + ("interleaved" if several else "1f1b")])
+    if p.pp_schedule == "interleaved" and t.micro_batches % p.pp:
         more = -(-t.micro_batches // p.pp) * p.pp
         raise ConfigError(f"For the configuration, {t.micro_batches} micro-batches do not go through {p.pp} ranks in turn.",
                           f"{degree}, train.micro_batches = {t.micro_batches}",
-                          "interleaved_1f1b takes micro-batches in rounds of parallel.pp.",
+                          "interleaved takes micro-batches in rounds of parallel.pp.",
                           [f"--train.micro_batches {more}", "--parallel.pp_schedule 1f1b --parallel.pp_stages_per_rank 1"])
     cells = ["tok_embeddings", *(f"layers.{i}" for i in range(m.n_layers)), "norm", "output"]
     if p.stages > m.n_layers + 2:

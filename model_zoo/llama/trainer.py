@@ -24,8 +24,11 @@ from ms_dtensor.optim import AdamW, clip_grad_norm_, cosine, wsd
 from ms_dtensor.pipeline import (
     Schedule,
     Schedule1F1B,
+    ScheduleDualPipeV,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
+    ScheduleZBH1,
+    ScheduleZBVZeroBubble,
     pipeline,
     simulate,
 )
@@ -39,7 +42,9 @@ from .data import Text, stream_values
 from .model import Llama, cross_entropy, init_weights
 from .parallelize import data_axes, here, own_rows, parallelize, stage_mesh
 
-SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved_1f1b": ScheduleInterleaved1F1B}
+SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B, "zbh1": ScheduleZBH1,
+             "zbv": ScheduleZBVZeroBubble, "dualpipev": ScheduleDualPipeV}
+VEE = ("zbv", "dualpipev")  # rank r has the stages r and 2 pp - 1 - r
 
 
 def schedule(cfg: OptimConfig, steps: int) -> Callable[[int], float]:
@@ -95,8 +100,9 @@ class Trainer:
         self.sizes = tuple(sum(int(p.size) for p in some) for some in (self.model.get_parameters(),
                                                                        self.model.trainable_params()))
         self.over = mesh["pp"] if cfg.parallel.pp > 1 else None
-        stages = [] if self.over is None else pipeline(self.model, self.over, split=cfg.parallel.pp_split or "cost",
-                                                       n_stages=cfg.parallel.stages)
+        stages = [] if self.over is None else pipeline(
+            self.model, self.over, split=cfg.parallel.pp_split or "cost", n_stages=cfg.parallel.stages,
+            style="v" if cfg.parallel.pp_schedule in VEE else "loop")
         for model in [stage.module for stage in stages] or [self.model]:
             self._lay_out(model, policy)
             if initialize is None:

@@ -23,7 +23,7 @@ from tests.sharding.support import collected, none_of
 
 TINY = Path(__file__).resolve().parents[2] / "model_zoo/llama/configs/tiny.yaml"
 LOSS, PARAMETERS = 1e-5, 1e-4  # relative; AdamW divides by roots of small second moments
-INTERLEAVED = {"pp_schedule": "interleaved_1f1b", "pp_stages_per_rank": 2}
+INTERLEAVED = {"pp_schedule": "interleaved", "pp_stages_per_rank": 2}
 
 
 def config(parallel: ParallelConfig, tied: bool = False, **train) -> Config:
@@ -76,6 +76,9 @@ def two_stages_train_as_one_device(world):
     each({"pp2": (ParallelConfig(pp=2), {"micro_batches": 4}),
           "gpipe, one micro-batch": (ParallelConfig(pp=2, pp_schedule="gpipe"), {}),
           "two stages a rank": (ParallelConfig(pp=2, **INTERLEAVED), {"micro_batches": 4}),
+          "zbh1": (ParallelConfig(pp=2, pp_schedule="zbh1"), {"micro_batches": 4}),
+          "zbv, tied": (ParallelConfig(pp=2, pp_schedule="zbv", pp_stages_per_rank=2), {"micro_batches": 4, "tied": True}),
+          "dualpipev": (ParallelConfig(pp=2, pp_schedule="dualpipev", pp_stages_per_rank=2), {"micro_batches": 4}),
           "recompute": (ParallelConfig(pp=2), {"micro_batches": 2, "recompute": True}),
           "a split of its own": (ParallelConfig(pp=2, pp_split=("norm",)), {"micro_batches": 2}),
           "tied": (ParallelConfig(pp=2), {"micro_batches": 2, "tied": True})})
@@ -89,6 +92,8 @@ def stages_beside_other_axes_train_as_one_device(world):
           "pp2 x fsdp2": (ParallelConfig(2, 1, fsdp=True, pp=2), {"micro_batches": 4}),
           "pp2 x fsdp2, tied, two stages a rank": (ParallelConfig(2, 1, fsdp=True, pp=2, **INTERLEAVED),
                                                    {"micro_batches": 2, "tied": True, "recompute": True}),
+          "pp2 x fsdp2, zbv": (ParallelConfig(2, 1, fsdp=True, pp=2, pp_schedule="zbv", pp_stages_per_rank=2),
+                               {"micro_batches": 4, "recompute": True}),
           "pp2 x dp2": (ParallelConfig(2, 1, pp=2), {"micro_batches": 4}),
           "pp2 x zero1": (ParallelConfig(2, 1, zero1=True, pp=2), {"micro_batches": 2})})
 

@@ -117,10 +117,12 @@ def test_what_steers_a_terminal_is_written_out(tmp_path, text):
     ("--parallel.pp 3", 8, ["parallel.pp = 3 = 3, world size = 8", "--workers 3"]),
     ("--parallel.pp_stages_per_rank 2", 1, ["there is none", "--parallel.pp 2"]),
     ("--parallel.pp_split [layers.1]", 1, ["there is none"]),
-    ("--parallel.pp 2 --parallel.pp_schedule zbv", 2, ["cannot be 'zbv'", "'gpipe', '1f1b', 'interleaved_1f1b'"]),
-    ("--parallel.pp 2 --parallel.pp_schedule interleaved_1f1b", 2, ["not for so many stages", "pp_stages_per_rank 2"]),
+    ("--parallel.pp 2 --parallel.pp_schedule zb", 2, ["cannot be 'zb'", "'1f1b', 'interleaved', 'zbh1', 'zbv'"]),
+    ("--parallel.pp 2 --parallel.pp_schedule zbv", 2, ["not for so many stages", "--parallel.pp_stages_per_rank 2"]),
+    ("--parallel.pp 1 --parallel.pp_stages_per_rank 2 --parallel.pp_schedule zbv", 1, ["there is none"]),
+    ("--parallel.pp 2 --parallel.pp_schedule interleaved", 2, ["not for so many stages", "pp_stages_per_rank 2"]),
     ("--parallel.pp 2 --parallel.pp_stages_per_rank 2", 2, ["not for so many stages", "--parallel.pp_stages_per_rank 1"]),
-    ("--parallel.pp 2 --parallel.pp_schedule interleaved_1f1b --parallel.pp_stages_per_rank 2 --train.micro_batches 3 "
+    ("--parallel.pp 2 --parallel.pp_schedule interleaved --parallel.pp_stages_per_rank 2 --train.micro_batches 3 "
      "--train.batch 12", 2, ["3 micro-batches do not go through 2 ranks", "--train.micro_batches 4"]),
     ("--parallel.pp 8", 8, ["8 stages are more", "--parallel.pp with at most 6"]),
     *((f"--parallel.pp 2 --parallel.pp_split {split}", 2, ["does not say where stages begin", "names 1 different cells"])
@@ -135,7 +137,7 @@ def test_pipelines_that_cannot_be_are_refused_by_the_configuration(args, world, 
 
 
 def test_pipelines_that_can_be():
-    cfg, _ = load("--parallel.pp 2 --parallel.pp_split [layers.1,layers.2,output] --parallel.pp_schedule interleaved_1f1b "
+    cfg, _ = load("--parallel.pp 2 --parallel.pp_split [layers.1,layers.2,output] --parallel.pp_schedule interleaved "
                   "--parallel.pp_stages_per_rank 2 --train.micro_batches 4".split())
     assert cfg.parallel.stages == 4 and cfg.parallel.pp_split == ("layers.1", "layers.2", "output")
     load("--parallel.pp 6 --parallel.dp 2 --parallel.pp_schedule gpipe".split(), 12)
