@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank is the odd one when ranks made different calls. Pure; a vote, not a proof.
+"""Which rank is the odd one when ranks made different calls, and what is said of it. Pure; a vote, not a proof.
 
 The call most members are in is the usual one; where a group is split evenly, calls of the same kind in other groups count.
 Of the others, the odd rank is one that closes every circle of waits, and whose group cuts across the groups in which ranks
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
+
+from ...errors import CollectiveMismatch
 
 _OVER = " over ranks "
 
@@ -49,3 +51,11 @@ def odd_ranks(calls: Sequence[tuple[int, str]], others: Sequence[tuple[int, str]
                     for _, other in (*others, *calls)) for _, text in odd]
         odd = [call for call, n in zip(odd, cuts) if n == max(cuts)]
     return usual, [rank for rank, _ in odd]
+
+
+def differing(attempt: str, calls: Sequence[tuple[int, str, str]]) -> CollectiveMismatch:
+    """The error that shows rank, call and source line of each."""
+    return CollectiveMismatch(
+        attempt, "\n".join(f"rank {rank}: {text} at {site}" for rank, text, site in calls),
+        "All members of a group call the same collectives, in one order, with equal arguments.",
+        "look for a branch that depends on the rank before these lines")

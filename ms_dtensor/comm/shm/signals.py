@@ -20,7 +20,7 @@ from typing import Any
 
 from ...errors import CollectiveMismatch, CommError, PeerLost
 from .deadlock import Condition, circle, reached
-from .desync import odd_ranks
+from .desync import differing, odd_ranks
 from .futex import Word, duration
 from .rendezvous import Link
 from .segment import PAGE, SLOT, Segment
@@ -127,13 +127,6 @@ class GroupState:
         """Where member `i` makes its result, in its segment."""
         words, at = self._pages[i]
         return words[at + _RESULT + self.turn] * PAGE
-
-
-def _differing(attempt: str, calls: list[tuple[int, str, str]]) -> CollectiveMismatch:
-    return CollectiveMismatch(
-        attempt, "\n".join(f"rank {rank}: {text} at {site}" for rank, text, site in calls),
-        "All members of a group call the same collectives, in one order, with equal arguments.",
-        "look for a branch that depends on the rank before these lines")
 
 
 class Signals:
@@ -303,7 +296,7 @@ class Signals:
     def _lost(self, peer: Peer, what: str) -> CommError:
         kind, _, attempt = (peer.end or "").partition(": ")
         if kind == "CollectiveMismatch":  # it had no time to tell everybody: the same error here
-            return _differing(attempt, [(r, *m.call()[:2]) for r, m in sorted(self._segments().items())])
+            return differing(attempt, [(r, *m.call()[:2]) for r, m in sorted(self._segments().items())])
         how = {"died": "died", "": "ended before taking part"}.get(peer.end or "", f"ended with {peer.end}")
         text, site, _ = peer.memory.call()
         return PeerLost(f"For '{what}', rank {peer.rank} (pid {peer.pid}) {how}.",
@@ -476,7 +469,7 @@ class Signals:
         else:
             attempt = f"For '{usual.split(' ')[0]}', rank(s) {', '.join(map(str, odd))} made another call than the rest " \
                       "of the group."
-        error = _differing(attempt, calls)
+        error = differing(attempt, calls)
         error.in_step = in_step
         self._tell(tell, error)
         return error
