@@ -209,6 +209,7 @@ def checkpoint_folder(cfg: Config, log_dir: Path | None = None) -> Path:
     return Path(cfg.checkpoint.dir or (log_dir or Path(cfg.train.log_dir)) / "checkpoints")
 
 
+VEE = ("zbv", "dualpipev")  # schedules in which rank r has the stages r and 2 pp - 1 - r
 # Of every number in the tree the least and the greatest value; NaN is in no range. The greatest keep checks and sums quick.
 RANGES: dict[str, tuple[float, float]] = {
     "model.dim": (1, 2 ** 24), "model.n_layers": (1, 2 ** 16), "model.n_heads": (1, 2 ** 20),
@@ -347,7 +348,7 @@ def _check_pipeline(cfg: Config) -> None:
                               f"{degree}, pp_stages_per_rank = {p.pp_stages_per_rank}, pp_split = {p.pp_split}",
                               "parallel.pp is the number of ranks that a pipeline goes through.", "--parallel.pp 2")
         return
-    needed = {"interleaved": max(2, p.pp_stages_per_rank), "zbv": 2, "dualpipev": 2}.get(p.pp_schedule, 1)
+    needed = {"interleaved": max(2, p.pp_stages_per_rank), **dict.fromkeys(VEE, 2)}.get(p.pp_schedule, 1)
     if p.pp_stages_per_rank != needed:
         raise ConfigError("For the configuration, the schedule is not for so many stages a rank.",
                           f"{degree}, parallel.pp_stages_per_rank = {p.pp_stages_per_rank}",

@@ -35,7 +35,7 @@ from ms_dtensor.pipeline import (
 from ms_dtensor.tools.guard import Guard, Verdict, stopped
 
 from . import hf, lora
-from .config import Config, OptimConfig
+from .config import VEE, Config, OptimConfig
 from .configio import model_values
 from .cpu import compile_attention
 from .data import Text, stream_values
@@ -44,7 +44,6 @@ from .parallelize import data_axes, here, own_rows, parallelize, stage_mesh
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B, "zbh1": ScheduleZBH1,
              "zbv": ScheduleZBVZeroBubble, "dualpipev": ScheduleDualPipeV}
-VEE = ("zbv", "dualpipev")  # rank r has the stages r and 2 pp - 1 - r
 
 
 def schedule(cfg: OptimConfig, steps: int) -> Callable[[int], float]:

@@ -44,7 +44,7 @@ def together(group: Group | None, what: str, work: Callable[[], T]) -> T:
     Args:
         group: all ranks.
         what: the function that the user called, for messages.
-        work: runs on each rank; communicates nothing.
+        work: runs on each rank; communicates nothing, or among ranks on all of which it then fails or none.
 
     Raises:
         CheckpointError: on all ranks the same, where it fails on any; names the ranks.

@@ -22,7 +22,7 @@ from .index import TensorInfo
 from .pieces import as_bytes, crc
 from .plan import laid_out, whole_on
 from .random_state import DIFFER, RandomState
-from .ranks import alike, attempted, gathered, raise_for_all, told, unlike
+from .ranks import alike, gathered, together, unlike
 from .spread import Cut, Mesh, Ranks, Spread
 from .state import Leaf, State, Value, key_order
 
@@ -60,12 +60,8 @@ def agreed(group: Group | None, state: State, arguments: dict[str, str], over: D
         raise _other_arguments(unlike(group, arguments))
     places = gathered(group, over.get_group().rank_index)
     mine = [rank for rank, place in enumerate(places) if place == places[group.rank_index]]
-    whole, error = attempted(partial(_of_stage, comm.group(mine), state, arguments))
-    raise_for_all("save", gathered(group, None if error is None else told(error)))
-    assert whole is not None
-    whole, error = attempted(partial(_union, over.get_group(), whole, state))
-    raise_for_all("save", gathered(group, None if error is None else told(error)))
-    return whole  # type: ignore[return-value]
+    own = together(group, "save", partial(_of_stage, comm.group(mine), state, arguments))
+    return together(group, "save", partial(_union, over.get_group(), own, state))
 
 
 def _of_stage(group: Group | None, state: State, arguments: dict[str, str]) -> Whole:
