@@ -235,7 +235,7 @@ STYLES = {
     md.PrepareModuleOutput: ({"output_layouts": Shard(0), "desired_output_layouts": Replicate()},
                              "output_layouts=(Shard(0),), desired_output_layouts=(Replicate(),), use_local_output=True"),
     md.FusedColwiseParallel: ({"parts": (8, 4, 4), "units": 2},
-                              "(8, 4, 4), units=2, input_layouts=Replicate(), use_local_output=True")}
+                              "(8, 4, 4), units=2, input_layouts=Replicate(), use_local_output=True, split_output=True")}
 
 
 @pytest.mark.parametrize("style", STYLES, ids=lambda c: c.__name__)

@@ -79,9 +79,38 @@ FS = FusedShard(0, (4, 2, 2))
     ("matmul", [((5, 8), [S(0), FS.with_dim(1)]), ((8, 3), [R, FS])], {}, [(S(0), FS.with_dim(1)), (R, FS)], (S(0), P)),
     ("sum", [((8, 6), [S(1), FS])], {"dim": 1}, [(S(1), FS)], (P, FS)),
     ("swap", [((8, 6), [R, FS])], {"dim0": 0, "dim1": 1}, [(R, FS)], (R, FS.with_dim(1))),
+    ("reshape", [((6, 8), [R, FS.with_dim(1)])], {"shape": (2, 3, 8)}, [(R, FS.with_dim(1))], (R, FS.with_dim(2))),
+    ("squeeze", [((1, 8), [R, FS.with_dim(1)])], {"dim": 0}, [(R, FS.with_dim(1))], (R, FS)),
 ])
 def test_rules_that_work_row_by_row_keep_a_fused_shard(op, operands, static, targets, outs):
     assert chosen(op, *operands, **static) == (targets, [outs])
+
+
+THIRDS = FusedShard(0, (8, 8, 8))
+
+
+@pytest.mark.parametrize("op, extent, placed, static, target, out", [
+    ("reshape", 24, (R, THIRDS), {"shape": (3, 4, 2, 5)}, (R, THIRDS), (R, S(1))),
+    ("reshape", 24, (THIRDS, R), {"shape": (3, 8, 5)}, (THIRDS, R), (S(1), R)),
+    ("reshape", 24, (R, THIRDS), {"shape": (3, 1, 8, 5)}, (R, THIRDS), (R, S(2))),
+    ("reshape", 24, (S(0), R), {"shape": (4, 6, 5)}, (S(0), R), (S(0), R)),  # a plain cut goes its own way
+    ("split", 24, (R, THIRDS), {"sizes": 8}, (R, THIRDS), (R, S(0))),
+    ("chunk", 24, (R, THIRDS), {"chunks": 3}, (R, THIRDS), (R, S(0))),
+    ("split", 8, (R, FS), {"sizes": (4, 2, 2)}, (R, FS), (R, S(0))),
+])
+def test_parts_of_a_fused_shard_come_apart_where_they_lie(op, extent, placed, static, target, out):
+    targets, outs = chosen(op, ((extent, 5), placed), **static)
+    assert targets == [target] and set(outs) == {out}
+
+
+@pytest.mark.parametrize("op, extent, placed, static", [
+    ("reshape", 24, (R, THIRDS), {"shape": (2, 12, 5)}),
+    ("reshape", 18, (R, FusedShard(0, (6, 6, 6))), {"shape": (3, 3, 2, 5)}),
+    ("split", 24, (R, THIRDS), {"sizes": (16, 8)}), ("split", 9, (R, FusedShard(0, (3, 3, 3))), {"sizes": 3}),
+])
+def test_other_cuts_of_it_move(op, extent, placed, static):
+    targets, _ = chosen(op, ((extent, 5), placed), **static)
+    assert all(p.parts == () for p in targets[0])
 
 
 @pytest.mark.parametrize("op, operands, static", [

@@ -32,7 +32,10 @@ class FusedColwiseParallel(ColwiseParallel):
             with its up row).
         input_layouts: how a plain input is laid out; default `Replicate()`. The input is brought to Replicate.
         use_local_output: True: the output is one plain tensor, this rank's q, then k, then v, for code that counts local
-            heads. False: a tuple of DTensors, one per part, each sharded on its last dim in the model's own order.
+            heads. False: DTensors.
+        split_output: the DTensors are a tuple, one per part, each sharded on its last dim in the model's own order. False:
+            one DTensor, `FusedShard` on its last dim, for models that cut it themselves: `qkv.reshape(b, n, 3, heads, dim)`
+            and `mint.split(qkv, parts, -1)` give heads that are sharded, and nothing moves.
 
     The parameter is laid out as `FusedShard(0, parts)`: its global order, and a checkpoint's, is the model's. Not for a
     weight whose rows are q, k and v head by head (GPT-NeoX, BLOOM); there `ColwiseParallel` cuts between heads.
@@ -48,8 +51,10 @@ class FusedColwiseParallel(ColwiseParallel):
         DTensor(f32[3, 8@tp], mesh=(tp=1), rank 0 holds [3, 8])
     """
 
-    def __init__(self, parts: Sequence[int], *, units: int | None = None, input_layouts=None, use_local_output: bool = True):
+    def __init__(self, parts: Sequence[int], *, units: int | None = None, input_layouts=None, use_local_output: bool = True,
+                 split_output: bool = True):
         super().__init__(input_layouts=input_layouts, use_local_output=use_local_output)
+        self.split_output = split_output
         self.parts = tuple(int(p) for p in parts)
         self.units = math.gcd(*self.parts) if units is None else int(units)
         if not self.parts or self.units < 1 or any(p % self.units for p in self.parts):
@@ -78,10 +83,12 @@ class FusedColwiseParallel(ColwiseParallel):
         return super().apply(module, device_mesh)
 
     def _leave(self, output: DTensor, mesh: DeviceMesh, cell: nn.Cell):
-        """One plain tensor, or the parts; each rank has its share of all."""
+        """One tensor, or the parts; each rank has its share of all."""
         output = place(output, mesh, FusedShard(output.ndim - 1, self.parts), "FusedColwiseParallel")
         if self.use_local_output:
             return hand_out(output)
+        if not self.split_output:
+            return output
         layout, local, at, done = output.layout, output.to_local(), 0, []
         placed = [Shard(p.dim) if p.parts else p for p in layout.placements]
         for p in self.parts:
@@ -95,4 +102,4 @@ class FusedColwiseParallel(ColwiseParallel):
 
     def __repr__(self):
         return (f"FusedColwiseParallel({self.parts}, units={self.units}, input_layouts={self.input_layouts}, "
-                f"use_local_output={self.use_local_output})")
+                f"use_local_output={self.use_local_output}, split_output={self.split_output})")

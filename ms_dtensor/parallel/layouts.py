@@ -195,7 +195,7 @@ def _construct(self, *args, **kwargs):
             raise LayoutError(f"For '{type(self).__name__}', an op on the output of a fused projection failed: {first}.",
                               "a tuple of DTensors, one per part", "FusedColwiseParallel(use_local_output=False) hands out "
                               "the parts, where the plain cell gives one tensor to split.",
-                              ("ColwiseParallel(use_local_output=False), which needs no change of the model",
+                              ("split_output=False, too, and the model stays as it is",
                                "q, k, v = self.qkv(x), without the split or reshape that follows it")) from e
         about_sizes = isinstance(e, ValueError | RuntimeError) and _ABOUT_SIZES.search(first)
         if HANDED_OUT["tensors"] == before["tensors"] or isinstance(e, DTensorError) or not about_sizes:

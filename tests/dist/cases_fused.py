@@ -6,7 +6,7 @@ import copy
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, mint
+from mindspore import Tensor, mint, nn
 
 import ms_dtensor
 from ms_dtensor import (
@@ -152,3 +152,35 @@ def new_values_of_a_fused_shard_are_those_of_one_device(world):
         g = ms.grad(lambda t: (t.redistribute(placements=[R, S(0)]) * factor).sum())(x)
     equal(g, np.broadcast_to(whole[:, :1], (12, 5)), "gradient of a move")
     assert g.placements == tuple(how) and count[("all_gather", "forward")] == 1, count
+
+
+@case(world_size=4)
+def a_model_cuts_its_fused_output_into_heads_itself(world):
+    """`qkv.reshape(b, n, 3, heads, dim)`, split and chunk of unlike parts: forward and backward, nothing moves."""
+    mesh, x = mesh_2d(), data(4, 4, 3, 10)
+
+    def heads(y):
+        parts = y.reshape(4, 3, 3, 4, 2).permute((2, 0, 3, 1, 4))
+        return parts[0], parts[1], parts[2]
+    for parts, units, cut in (((8, 8, 8), 4, heads), ((8, 8, 8), 4, lambda y: mint.chunk(y, 3, -1)),
+                              ((8, 8, 8), 2, lambda y: y.split(8, -1)),
+                              ((16, 4, 4), 2, lambda y: mint.split(y, (16, 4, 4), -1))):
+        for dense in (nn.Dense, mint.nn.Linear):
+            plain, net = (fill(dense(10, 24)) for _ in range(2))
+
+            def scalar(cell, t, cut=cut):
+                q, k, v = cut(cell(t))
+                return (q * mint.sin(q)).sum() + (k * v * v).sum() + (v * mint.cos(k)).sum()
+            want = ms.value_and_grad(lambda t: scalar(plain, t), 0, plain.trainable_params())(x)
+            FusedColwiseParallel(parts, units=units, use_local_output=False, split_output=False).apply(net, mesh["tp"])
+            replicate(net, mesh=mesh["dp"])
+            t = distribute_tensor(x, mesh, {"dp": S(0)})
+            with counted() as count:
+                local = scalar(net, t)
+            assert not count and cut(net(t))[1].to_local().shape[-1] == (2 if cut is heads else parts[1] // 2), (parts, count)
+            equal(local, want[0], f"{parts}")
+            with counted() as count:
+                loss, (dx, grads) = value_and_grad(lambda t: scalar(net, t), 0, net.trainable_params())(t)
+            for what, a, b in (("x", dx, want[1][0]), *(("w", a, b) for a, b in zip(grads, want[1][1], strict=True))):
+                equal(a, b, f"{parts} {what}", rtol=1e-4)
+            assert set(count) == {("all_reduce", "backward")}, count  # of dx over tp, of gradients over dp

@@ -123,6 +123,25 @@ def vit_with_heads_on_two_ranks(world):
 
 
 @case(world_size=2, timeout=900)
+def vit_with_its_fused_projection_cut_by_head(world):
+    """The same by `FusedColwiseParallel`: what the model reshapes into q, k and v are heads; two sums, and biases'."""
+    plain, net = made("vit"), made("vit")
+    mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    fused = md.FusedColwiseParallel((24, 24, 24), units=4, use_local_output=False, split_output=False)
+    columns, rows = md.ColwiseParallel(use_local_output=False), md.RowwiseParallel(use_local_output=False)
+    md.parallelize_module(net, mesh, {"blocks.*.attn.qkv": fused, "blocks.*.attn.proj": rows, "blocks.*.mlp.fc1": columns,
+                                      "blocks.*.mlp.fc2": rows}, constants="replicate")
+    md.distribute_module(net, mesh)
+    whole = [Tensor(IMAGES), Tensor(LABELS)]
+    _, wanted = step(plain, nn.CrossEntropyLoss(), whole)
+    laid = [md.distribute_tensor(x, mesh) for x in whole]
+    with counted() as count:
+        _, got = step(net, nn.CrossEntropyLoss(), laid)
+    compare(got, wanted, "tp", GRADIENTS)
+    assert count == {("all_reduce", "forward"): 4, ("all_reduce", "backward"): 8}, count
+
+
+@case(world_size=2, timeout=900)
 def its_optimizers(world):
     from mindcv.optim.adamw import AdamW
     from mindcv.optim.adan import Adan

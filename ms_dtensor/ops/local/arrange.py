@@ -133,7 +133,7 @@ def _index_add_primitive(x, index, src, attrs):
 vars(_index_add_primitive)["takes_attributes"] = True
 
 
-TABLE = {"trace_shard": trace_shard}
+TABLE = {"trace_shard": trace_shard, "split": split}
 CPU = {
     **dict.fromkeys(("SplitTensor", "SplitTensorView", "SplitWithSize", "SplitWithSizeView"), split),
     "DeprecatedSplit": split_method,

@@ -8,8 +8,10 @@ with a rearrangement, so any Partial passes. Local shapes are computed, never gu
 """
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
+from ...core.placements import FusedShard, Shard
 from ...errors import OpRuleError
 from .spec import (
     PARTIALS,
@@ -64,7 +66,7 @@ def rearrange(call: Call, out, mapping: dict[int, int], even=(), local=None, res
     cases = [Case((S(d),), (S(k),) * results, tuple(e for e in even if e[1] == d)) for d, k in mapping.items()]
     cases += [Case((p,), (p,) * results) for p in PARTIALS]
     shapes = out if results > 1 or (out and isinstance(out[0], tuple)) else (tuple(out),)
-    return OpSpec(tuple(shapes), tuple(cases), local)
+    return OpSpec(tuple(shapes), tuple(cases), local, any_rows=True)
 
 
 def infer_shape(shape, wanted) -> tuple[int, ...]:
@@ -117,7 +119,7 @@ def groups(src, dst) -> list[tuple[list[int], list[int]]]:
 def view_spec(call: Call, shape) -> OpSpec:
     """Spec of a reshape of the first operand to the global `shape`."""
     x = call.operands[0]
-    mapping, even = {}, []
+    mapping, even, by_part = {}, [], []
     if prod(x.shape) == 0 and tuple(shape) != x.shape:
         pairs = []
     elif tuple(shape) == x.shape:
@@ -132,11 +134,20 @@ def view_spec(call: Call, shape) -> OpSpec:
         mapping[a[0]] = b[0]
         if len(a) > 1 or len(b) > 1:
             even += [(0, a[0], x.shape[a[0]]), (0, a[0], shape[b[0]])]
+        if len(a) == 1 and len(b) > 1:  # a fused projection: part by part in, heads out
+            each = x.shape[a[0]] // shape[b[0]]
+            by_part.append(_by_part(a[0], (each,) * shape[b[0]], (S(b[1]),), (each, shape[b[1]])))
     single = [k for k, n in enumerate(shape) if n == 1]
     if single and prod(shape):
         mapping.update((d, single[min(i, len(single) - 1)])
                        for i, d in enumerate(d for d, n in enumerate(x.shape) if n == 1))
-    return rearrange(call, tuple(shape), mapping, even, lambda at: LocalCall("reshape", (x, at.out_shape())))
+    spec = rearrange(call, tuple(shape), mapping, even, lambda at: LocalCall("reshape", (x, at.out_shape())))
+    return replace(spec, cases=(*spec.cases, *by_part))
+
+
+def _by_part(dim: int, parts: tuple[int, ...], outs: tuple[Shard, ...], extents: tuple[int, ...]) -> Case:
+    """A dim that is cut part by part becomes dims, or results, of which each part is cut alone."""
+    return Case((FusedShard(dim, parts),), outs, tuple((0, dim, n) for n in extents))
 
 
 def reshape(call: Call) -> OpSpec:
@@ -267,7 +278,12 @@ def unbind(call: Call) -> OpSpec:
 def _pieces(call, d, sizes):
     x = call.operands[0]
     shapes = [(*x.shape[:d], n, *x.shape[d + 1:]) for n in sizes]
-    return rearrange(call, shapes, {i: i for i in range(x.ndim) if i != d}, results=len(shapes))
+    spec = rearrange(call, shapes, {i: i for i in range(x.ndim) if i != d}, results=len(shapes))
+
+    def local(at: Local) -> LocalCall | None:
+        mine = tuple(at.out_shape(i)[d] for i in range(len(shapes)))
+        return None if at.in_shape(0)[d] == x.shape[d] else LocalCall("split", (x, mine, d))
+    return replace(spec, cases=(*spec.cases, _by_part(d, tuple(sizes), (S(d),) * len(sizes), tuple(sizes))), local=local)
 
 
 def cat(call: Call) -> OpSpec:
