@@ -19,6 +19,7 @@ launch ends there, and another one goes on with the cases behind; see `tests/ran
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,12 +35,12 @@ NOT_RUN = "not run: the launch ended in "
 SYNC_FILE = "sync.bin"  # one byte per case and rank, see rank_main.agree
 
 
-def case(world_size: int | tuple[int, ...] = 4, timeout: float = 60) -> Callable[[Callable], Callable]:
-    """Marks a function `fn(world)` as a case for launches of this size, or each of these sizes."""
+def case(world_size: int | tuple[int, ...] = 4, timeout: float = 60, tier: str = "push") -> Callable[[Callable], Callable]:
+    """Marks a function `fn(world)` as a case for launches of this size, or each of these sizes; `tier`: see conftest.py."""
 
     def mark(fn: Callable) -> Callable:
         fn.case_sizes = (world_size,) if isinstance(world_size, int) else tuple(world_size)
-        fn.case_timeout = timeout
+        fn.case_timeout, fn.case_tier = timeout, tier
         return fn
 
     return mark
@@ -67,9 +68,11 @@ def case_params(module: str | ModuleType, world_size: int, group: str | None = N
 
     module = importlib.import_module(module) if isinstance(module, str) else module
     marks = [pytest.mark.dist, pytest.mark.timeout(TEST_LIMIT)]
+    tiers = {"push": [], "merge": [pytest.mark.merge], "night": [pytest.mark.night]}
     return [
         pytest.param(
-            Case(module.__name__, name, world_size, group or module.__name__, fn.case_timeout), id=name, marks=marks
+            Case(module.__name__, name, world_size, group or module.__name__, fn.case_timeout), id=name,
+            marks=marks + tiers[fn.case_tier]
         )
         for name, fn in vars(module).items()
         if world_size in getattr(fn, "case_sizes", ()) and fn.__module__ == module.__name__
@@ -83,6 +86,8 @@ class Launches:
         self._selected = list(dict.fromkeys(selected))
         self._new_dir = new_dir
         self._verdicts: dict[Case, str | None] = {}
+        self.spent: list[tuple[str, int, float]] = []  # group, ranks and seconds of each launch
+        self.seconds: dict[Case, float] = {}  # on the rank that took longest
 
     def check(self, wanted: Case) -> None:
         """Raises AssertionError with the first failing rank's traceback unless the case passed on every rank."""
@@ -104,7 +109,12 @@ class Launches:
         (log_dir / SYNC_FILE).write_bytes(bytes(len(cases) * size))
         args = [f"{c.address}:{c.timeout:g}" for c in cases]
         limit = START_LIMIT + max(c.timeout for c in cases) + 2 * len(cases)
+        start = time.monotonic()
         outcome = launch("tests.rank_main", size, args, limit, log_dir=log_dir)
+        self.spent.append((cases[0].group, size, time.monotonic() - start))
+        for index, one in enumerate(cases):
+            took = [reports[index]["seconds"] for reports in outcome.reports if len(reports) > index]
+            self.seconds[one] = max(took, default=0.0)
         self._verdicts.update(verdicts(cases, outcome))
 
 

@@ -23,15 +23,23 @@ settings.register_profile("explore", derandomize=False, deadline=None, max_examp
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
+TIERS = ("push", "merge", "night")  # a test is of the first, unless it has the mark of another
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--tier", choices=TIERS, default="push", help="runs the tests of this tier and of those before it")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Quick tests first, then those with real ranks, then the slow ones: a plain mistake shows within seconds.
 
-    Those of the night are left out unless `-m` names them.
+    Those of later tiers are left out unless `--tier` or `-m` names them.
     """
-    if "night" not in config.option.markexpr:
-        night = [item for item in items if item.get_closest_marker("night")]
-        config.hook.pytest_deselected(items=night)
-        items[:] = [item for item in items if item not in night]
+    later = TIERS[TIERS.index(config.getoption("tier")) + 1:]
+    left = [tier for tier in later if not re.search(rf"\b{tier}\b", config.option.markexpr)]
+    out = [item for item in items if any(item.get_closest_marker(tier) for tier in left)]
+    config.hook.pytest_deselected(items=out)
+    items[:] = [item for item in items if item not in set(out)]
     items.sort(
         key=lambda item: (item.get_closest_marker("slow") is not None, item.get_closest_marker("dist") is not None)
     )
@@ -65,4 +73,23 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         value for item in request.session.items if hasattr(item, "callspec") for value in item.callspec.params.values()
     ]
     selected = [value for value in values if isinstance(value, Case)]
-    return Launches(selected, lambda name: tmp_path_factory.mktemp(re.sub(r"[^\w-]", "_", name)))
+    launches = Launches(selected, lambda name: tmp_path_factory.mktemp(re.sub(r"[^\w-]", "_", name)))
+    request.config.stash[LAUNCHES] = launches
+    return launches
+
+
+LAUNCHES = pytest.StashKey[Launches]()
+
+
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
+    """With `--durations`, what pytest cannot see: how long launches and the cases in them took."""
+    launches, shown = config.stash.get(LAUNCHES, None), config.getoption("durations")
+    if launches is None or shown is None:
+        return
+    spent, cases = launches.spent, sorted(launches.seconds.items(), key=lambda x: -x[1])
+    terminalreporter.section(f"{len(spent)} launches, {sum(s for _, _, s in spent):.0f} s, "
+                             f"{sum(s for _, s in cases):.0f} of them in {len(cases)} cases")
+    for group, size, seconds in sorted(spent, key=lambda x: -x[2]):
+        terminalreporter.line(f"{seconds:7.1f} s launch  {group} on {size} ranks")
+    for one, seconds in cases[:shown or None]:
+        terminalreporter.line(f"{seconds:7.1f} s case    {one.address} on {one.world_size} ranks")

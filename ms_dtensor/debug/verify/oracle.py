@@ -12,9 +12,12 @@ from ...core.layout import Layout
 from ...core.mesh import coordinates
 
 
-def box_slices(layout: Layout, at) -> tuple[slice, ...]:
-    """The slices of the global array that the shard at a coordinate holds."""
-    return tuple(slice(lo, hi) for lo, hi in layout.local_box(at))
+def box_slices(layout: Layout, at) -> tuple:
+    """The index of what the shard at a coordinate holds of the global array: slices, or numbers of rows (`FusedShard`)."""
+    pieces = layout.pieces(at)
+    if all(len(held) == 1 for held in pieces):
+        return tuple(slice(lo, hi) for (lo, hi), in pieces)
+    return np.ix_(*(np.concatenate([np.arange(lo, hi) for lo, hi in held]) for held in pieces))
 
 
 def split(array: np.ndarray, layout: Layout, rng: np.random.Generator) -> dict[tuple[int, ...], np.ndarray]:
