@@ -106,6 +106,7 @@ def test_parts_of_a_fused_shard_come_apart_where_they_lie(op, extent, placed, st
 @pytest.mark.parametrize("op, extent, placed, static", [
     ("reshape", 24, (R, THIRDS), {"shape": (2, 12, 5)}),
     ("reshape", 18, (R, FusedShard(0, (6, 6, 6))), {"shape": (3, 3, 2, 5)}),
+    ("reshape", 24, (R, S(0)), {"shape": (3, 8, 5)}), ("split", 24, (S(0), R), {"sizes": 8}),
     ("split", 24, (R, THIRDS), {"sizes": (16, 8)}), ("split", 9, (R, FusedShard(0, (3, 3, 3))), {"sizes": 3}),
 ])
 def test_other_cuts_of_it_move(op, extent, placed, static):

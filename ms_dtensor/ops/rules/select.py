@@ -80,8 +80,10 @@ def choose(call: Call, spec: OpSpec, layouts: tuple[Layout, ...], keep: bool = F
         n = mesh.shape[axis]
         best, best_cost = None, None
         special = {p.with_dim(0): None for x in layouts if (p := x.placements[axis]).__class__ is not Shard and p.is_shard()}
-        ways = (*cases, *(c.cut_like(p) for p in special for c in cases if not p.parts or _row_by_row(spec, c)))
-        for i, case in enumerate(ways if special else cases):
+        # a rule's own case by parts is for who is cut so; nothing is moved to it: plain cuts go the ways they went before
+        offered = [c for c in cases if all(not p.parts or p == x.placements[axis] for p, x in zip(c.ins, layouts))]
+        ways = (*offered, *(c.cut_like(p) for p in special for c in offered if not p.parts or _row_by_row(spec, c)))
+        for i, case in enumerate(ways if special else offered):
             if fused and not _fits(case, layouts, spec, split, n):
                 continue
             if any(extent % (split.get((o, d), 1) * n) for o, d, extent in case.even):
