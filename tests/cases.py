@@ -35,12 +35,12 @@ NOT_RUN = "not run: the launch ended in "
 SYNC_FILE = "sync.bin"  # one byte per case and rank, see rank_main.agree
 
 
-def case(world_size: int | tuple[int, ...] = 4, timeout: float = 60, tier: str = "push") -> Callable[[Callable], Callable]:
-    """Marks a function `fn(world)` as a case for launches of this size, or each of these sizes; `tier`: see conftest.py."""
+def case(world_size: int | tuple[int, ...] = 4, timeout: float = 60) -> Callable[[Callable], Callable]:
+    """Marks a function `fn(world)` as a case for launches of this size, or each of these sizes."""
 
     def mark(fn: Callable) -> Callable:
         fn.case_sizes = (world_size,) if isinstance(world_size, int) else tuple(world_size)
-        fn.case_timeout, fn.case_tier = timeout, tier
+        fn.case_timeout = timeout
         return fn
 
     return mark
@@ -68,11 +68,9 @@ def case_params(module: str | ModuleType, world_size: int, group: str | None = N
 
     module = importlib.import_module(module) if isinstance(module, str) else module
     marks = [pytest.mark.dist, pytest.mark.timeout(TEST_LIMIT)]
-    tiers = {"push": [], "merge": [pytest.mark.merge], "night": [pytest.mark.night]}
     return [
         pytest.param(
-            Case(module.__name__, name, world_size, group or module.__name__, fn.case_timeout), id=name,
-            marks=marks + tiers[fn.case_tier]
+            Case(module.__name__, name, world_size, group or module.__name__, fn.case_timeout), id=name, marks=marks
         )
         for name, fn in vars(module).items()
         if world_size in getattr(fn, "case_sizes", ()) and fn.__module__ == module.__name__

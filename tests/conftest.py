@@ -24,6 +24,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 TIERS = ("push", "merge", "night")  # a test is of the first, unless it has the mark of another
+LAUNCHES = pytest.StashKey[Launches]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -37,9 +38,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     later = TIERS[TIERS.index(config.getoption("tier")) + 1:]
     left = [tier for tier in later if not re.search(rf"\b{tier}\b", config.option.markexpr)]
-    out = [item for item in items if any(item.get_closest_marker(tier) for tier in left)]
-    config.hook.pytest_deselected(items=out)
-    items[:] = [item for item in items if item not in set(out)]
+    out = {item: None for item in items if any(item.get_closest_marker(tier) for tier in left)}
+    config.hook.pytest_deselected(items=list(out))
+    items[:] = [item for item in items if item not in out]
     items.sort(
         key=lambda item: (item.get_closest_marker("slow") is not None, item.get_closest_marker("dist") is not None)
     )
@@ -76,9 +77,6 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     launches = Launches(selected, lambda name: tmp_path_factory.mktemp(re.sub(r"[^\w-]", "_", name)))
     request.config.stash[LAUNCHES] = launches
     return launches
-
-
-LAUNCHES = pytest.StashKey[Launches]()
 
 
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:

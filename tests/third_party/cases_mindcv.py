@@ -103,13 +103,12 @@ for _name in MODELS:
     vars()[_name].__module__ = __name__
 
 
-@case(world_size=2, timeout=900)
-def vit_with_heads_on_two_ranks(world):
-    """Tensor parallel, its fused projection reshaped at once: one all-to-all a block, and Megatron's two sums."""
+def vit_on_two_ranks(qkv, moves: int) -> None:
+    """Tensor parallel, its fused projection in the given style: Megatron's two sums a block, and so many all-to-alls."""
     plain, net = made("vit"), made("vit")
     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     columns, rows = md.ColwiseParallel(use_local_output=False), md.RowwiseParallel(use_local_output=False)
-    md.parallelize_module(net, mesh, {"blocks.*.attn.qkv": columns, "blocks.*.attn.proj": rows, "blocks.*.mlp.fc1": columns,
+    md.parallelize_module(net, mesh, {"blocks.*.attn.qkv": qkv, "blocks.*.attn.proj": rows, "blocks.*.mlp.fc1": columns,
                                       "blocks.*.mlp.fc2": rows}, constants="replicate")
     md.distribute_module(net, mesh)
     whole = [Tensor(IMAGES), Tensor(LABELS)]
@@ -118,27 +117,19 @@ def vit_with_heads_on_two_ranks(world):
     with counted() as count:
         _, got = step(net, nn.CrossEntropyLoss(), laid)
     compare(got, wanted, "tp", GRADIENTS)
-    assert count == {("all_to_all", "forward"): 4, ("all_to_all", "backward"): 4, ("all_reduce", "forward"): 4,
+    count.update({("all_to_all", phase): 0 for phase in ("forward", "backward")})
+    assert count == {("all_to_all", "forward"): moves, ("all_to_all", "backward"): moves, ("all_reduce", "forward"): 4,
                      ("all_reduce", "backward"): 8}, count
 
 
 @case(world_size=2, timeout=900)
+def vit_with_heads_on_two_ranks(world):
+    vit_on_two_ranks(md.ColwiseParallel(use_local_output=False), moves=4)
+
+
+@case(world_size=2, timeout=900)
 def vit_with_its_fused_projection_cut_by_head(world):
-    """The same by `FusedColwiseParallel`: what the model reshapes into q, k and v are heads; two sums, and biases'."""
-    plain, net = made("vit"), made("vit")
-    mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    fused = md.FusedColwiseParallel((24, 24, 24), units=4, use_local_output=False, split_output=False)
-    columns, rows = md.ColwiseParallel(use_local_output=False), md.RowwiseParallel(use_local_output=False)
-    md.parallelize_module(net, mesh, {"blocks.*.attn.qkv": fused, "blocks.*.attn.proj": rows, "blocks.*.mlp.fc1": columns,
-                                      "blocks.*.mlp.fc2": rows}, constants="replicate")
-    md.distribute_module(net, mesh)
-    whole = [Tensor(IMAGES), Tensor(LABELS)]
-    _, wanted = step(plain, nn.CrossEntropyLoss(), whole)
-    laid = [md.distribute_tensor(x, mesh) for x in whole]
-    with counted() as count:
-        _, got = step(net, nn.CrossEntropyLoss(), laid)
-    compare(got, wanted, "tp", GRADIENTS)
-    assert count == {("all_reduce", "forward"): 4, ("all_reduce", "backward"): 8}, count
+    vit_on_two_ranks(md.FusedColwiseParallel((24, 24, 24), units=4, use_local_output=False, split_output=False), moves=0)
 
 
 @case(world_size=2, timeout=900)

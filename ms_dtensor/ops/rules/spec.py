@@ -89,9 +89,7 @@ class Case:
     invariant: tuple[int, ...] = ()
 
     def cut_like(self, way: Placement) -> Case:
-        """This case with every `S(d)` cut in the way of this shard; one whose operand is cut part by part, as it is."""
-        if any(p.parts for p in self.ins):
-            return self
+        """This case with every `S(d)` cut in the way of this shard."""
         ins, outs = (tuple(way.with_dim(p.dim) if p.__class__ is Shard else p for p in side)
                      for side in (self.ins, self.outs))
         return Case(ins, outs, self.even, self.invariant)

@@ -8,7 +8,6 @@ with a rearrangement, so any Partial passes. Local shapes are computed, never gu
 """
 from __future__ import annotations
 
-from dataclasses import replace
 from math import prod
 
 from ...core.placements import FusedShard, Shard
@@ -61,12 +60,12 @@ def order_of_view(call: Call, shape, thin: bool) -> str:
     return "repeated" if prod(shape) > prod(call.operands[0].shape) else "other"
 
 
-def rearrange(call: Call, out, mapping: dict[int, int], even=(), local=None, results: int = 1) -> OpSpec:
-    """Spec of a rearrangement of one operand: input dim -> result dim, plus all Partials."""
+def rearrange(call: Call, out, mapping: dict[int, int], even=(), local=None, results: int = 1, by_part=()) -> OpSpec:
+    """Spec of a rearrangement of one operand: input dim -> result dim, plus all Partials, plus what `_by_part` gives."""
     cases = [Case((S(d),), (S(k),) * results, tuple(e for e in even if e[1] == d)) for d, k in mapping.items()]
     cases += [Case((p,), (p,) * results) for p in PARTIALS]
     shapes = out if results > 1 or (out and isinstance(out[0], tuple)) else (tuple(out),)
-    return OpSpec(tuple(shapes), tuple(cases), local, any_rows=True)
+    return OpSpec(tuple(shapes), (*cases, *by_part), local, any_rows=True)
 
 
 def infer_shape(shape, wanted) -> tuple[int, ...]:
@@ -141,8 +140,8 @@ def view_spec(call: Call, shape) -> OpSpec:
     if single and prod(shape):
         mapping.update((d, single[min(i, len(single) - 1)])
                        for i, d in enumerate(d for d, n in enumerate(x.shape) if n == 1))
-    spec = rearrange(call, tuple(shape), mapping, even, lambda at: LocalCall("reshape", (x, at.out_shape())))
-    return replace(spec, cases=(*spec.cases, *by_part))
+    return rearrange(call, tuple(shape), mapping, even, lambda at: LocalCall("reshape", (x, at.out_shape())),
+                     by_part=by_part)
 
 
 def _by_part(dim: int, parts: tuple[int, ...], outs: tuple[Shard, ...], extents: tuple[int, ...]) -> Case:
@@ -278,12 +277,12 @@ def unbind(call: Call) -> OpSpec:
 def _pieces(call, d, sizes):
     x = call.operands[0]
     shapes = [(*x.shape[:d], n, *x.shape[d + 1:]) for n in sizes]
-    spec = rearrange(call, shapes, {i: i for i in range(x.ndim) if i != d}, results=len(shapes))
 
     def local(at: Local) -> LocalCall | None:
         mine = tuple(at.out_shape(i)[d] for i in range(len(shapes)))
         return None if at.in_shape(0)[d] == x.shape[d] else LocalCall("split", (x, mine, d))
-    return replace(spec, cases=(*spec.cases, _by_part(d, tuple(sizes), (S(d),) * len(sizes), tuple(sizes))), local=local)
+    return rearrange(call, shapes, {i: i for i in range(x.ndim) if i != d}, local=local, results=len(shapes),
+                     by_part=[_by_part(d, tuple(sizes), (S(d),) * len(sizes), tuple(sizes))])
 
 
 def cat(call: Call) -> OpSpec:
