@@ -3,7 +3,8 @@
 
 A form's sample arrays are put into each dtype. What plain MindSpore then computes, DTensors must compute too: the public
 call through the dispatcher gives the same numbers in the same dtype, and the rules behind it are right on shards. A
-hole (plain takes it, a DTensor does not) needs a reason in `HOLES`, and a reason needs a hole.
+hole (plain takes it, a DTensor does not) needs a reason in `HOLES`, and a reason needs a hole somewhere in the matrix: not
+in each cell it names, as what lies in uninitialised memory is the right number now and then.
 """
 from __future__ import annotations
 
@@ -207,3 +208,8 @@ def _by_keyword(func, first, named, args, kwargs) -> str | None:
 def reason(row: str, dtype: str) -> str | None:
     """The letter of the reason why a form lacks a dtype; None: there is none."""
     return next((letter for letter, (forms, _) in HOLES.items() if re.fullmatch(forms, f"{row}: {dtype}")), None)
+
+
+def unused(matrix: dict[str, str]) -> set[str]:
+    """The reasons that explain no cell of a whole matrix."""
+    return HOLES.keys() - set("".join(matrix.values()))

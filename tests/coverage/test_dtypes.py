@@ -104,3 +104,13 @@ def test_calls_that_were_refused(call):
         assert out.placements == (Shard(0),)
         with np.errstate(invalid="ignore"):
             assert np.allclose(out.to_local().asnumpy(), call(Tensor(VALUES)).asnumpy()[:2], equal_nan=True)
+
+
+def test_a_reason_that_explains_nothing_is_told():
+    letters = list(dtypes.HOLES)
+    assert dtypes.unused({"mint.add": AGREES * 15, "x.any()": "".join(letters[1:])}) == {letters[0]}
+
+
+def test_a_batched_product_takes_its_factors_by_keyword():
+    a = arrays((2, 3, 4), (2, 3, 5), (2, 5, 4))
+    assert by_keyword(Form("x.baddbmm", lambda x, y, z: x.baddbmm(y, z), a), set()) == []

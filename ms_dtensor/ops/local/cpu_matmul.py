@@ -75,6 +75,7 @@ def add_product_once(kind, input, a, b, beta, alpha, share):
 
 FORMS = {"matmul": matmul, "add_product_once": add_product_once}
 TABLE = {**dict.fromkeys(("Mm", "Mv", "Dot", "Vdot"), matmul), "MatMulExt": matmul_ext, "Outer": outer,
-         **dict.fromkeys(("Addmm", "Baddbmm"), addmm),
+         "Addmm": addmm,
+         "Baddbmm": lambda input, batch1, batch2, beta=1, alpha=1: addmm(input, batch1, batch2, beta, alpha),
          "Addmv": lambda input, mat, vec, beta=1, alpha=1: addmm(input, mat, vec, beta, alpha),
          "Addbmm": addbmm}
