@@ -229,6 +229,7 @@ def arguments_of_other_kinds(world):
     mesh, net = fsdp(), Block(5, 6)
     for what, call in (
             ("'module' does not take", lambda: fully_shard([net, 3], mesh=mesh)),
+            ("a Cell whose construct calls the function", lambda: replicate(lambda y: y.sum(), mesh=mesh)),
             ("'mesh' does not take None", lambda: fully_shard(net, mesh=None)),
             ("'mp_policy' does not take 'bf16'", lambda: fully_shard(net, mesh=mesh, mp_policy="bf16")),
             ("'ignored_params' does not take 'up.weight'", lambda: fully_shard(net, mesh=mesh, ignored_params=["up.weight"])),

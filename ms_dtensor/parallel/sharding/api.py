@@ -195,8 +195,10 @@ def _check(who: str, cells: list, mesh, *more: tuple[str, Any, Any]) -> None:
     """Refuses cells that cannot be a unit, and what is of another kind than it should be; `more`: (name, value, kinds)."""
     for what, value, kinds in (*(("module", cell, nn.Cell) for cell in cells or [None]), ("mesh", mesh, DeviceMesh), *more):
         if not isinstance(value, kinds):
+            function = what == "module" and callable(value) and not isinstance(value, type)
             raise ConfigError(f"For '{who}', '{what}' does not take {value!r}.", type(value).__name__,
-                              f"It takes: {getattr(kinds, '__name__', kinds)}.", "call it for each cell of a list")
+                              f"It takes: {getattr(kinds, '__name__', kinds)}.",
+                              "a Cell whose construct calls the function" if function else "call it for each cell of a list")
     if len({id(cell) for cell in cells}) < len(cells):
         raise ConfigError(f"For '{who}', a cell is twice in the list.", ", ".join(type(cell).__name__ for cell in cells),
                           "A unit has each of its cells once.", "leave it out the second time")
