@@ -29,7 +29,7 @@ from typing import Any
 from tests.msrun import Outcome, headline, launch
 
 START_LIMIT = 180.0  # seconds for MindSpore to start on all ranks: 8 of them on 2 loaded cores
-LAUNCHES = 4  # of one group at most: each but the last has ended in a case that failed
+LAUNCHES = 6  # of one group at most: each but the last has ended in a case that failed
 TEST_LIMIT = 2400  # pytest's own limit, in seconds: the first test of a group waits for all of its launches
 NOT_RUN = "not run: the launch ended in "
 SYNC_FILE = "sync.bin"  # one byte per case and rank, see rank_main.agree
@@ -62,7 +62,8 @@ class Case:
 def case_params(module: str | ModuleType, world_size: int, group: str | None = None) -> list[Any]:
     """The module's cases of this world size, for `pytest.mark.parametrize`; launches nothing.
 
-    Modules given the same `group` share a launch; by default each module has its own.
+    Modules of the same `group` share a launch; those without one share theirs, too. A group of its own is for cases that
+    need another environment, or so many that one launch of all would take too long.
     """
     import pytest
 
@@ -70,7 +71,7 @@ def case_params(module: str | ModuleType, world_size: int, group: str | None = N
     marks = [pytest.mark.dist, pytest.mark.timeout(TEST_LIMIT)]
     return [
         pytest.param(
-            Case(module.__name__, name, world_size, group or module.__name__, fn.case_timeout), id=name, marks=marks
+            Case(module.__name__, name, world_size, group or "ranks", fn.case_timeout), id=name, marks=marks
         )
         for name, fn in vars(module).items()
         if world_size in getattr(fn, "case_sizes", ()) and fn.__module__ == module.__name__
