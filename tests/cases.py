@@ -35,7 +35,7 @@ NOT_RUN = "not run: the launch ended in "
 SYNC_FILE = "sync.bin"  # one byte per case and rank, see rank_main.agree
 
 
-def case(world_size: int | tuple[int, ...] = 4, timeout: float = 60) -> Callable[[Callable], Callable]:
+def case(world_size: int | tuple[int, ...] = 4, timeout: float = 180) -> Callable[[Callable], Callable]:
     """Marks a function `fn(world)` as a case for launches of this size, or each of these sizes."""
 
     def mark(fn: Callable) -> Callable:
