@@ -117,6 +117,11 @@ class DeviceBackend(Backend):
                          position: int, async_op: bool) -> Flat:
         """All-to-all of pieces of a flat tensor, in these lengths, which are all one unless `uneven_pieces`."""
 
+    def _rows_flat(self, x: Tensor, shape: Sequence[int], sends: Sequence[int], recvs: Sequence[int], comm: str,
+                   async_op: bool) -> Flat:
+        """All-to-all of rows in any numbers, some of them zero; `x` and the result hold some. Asked if `uneven_pieces`."""
+        raise NotImplementedError
+
     @abstractmethod
     def _broadcast_flat(self, x: Tensor, src: int, comm: str, async_op: bool) -> Flat:
         """Global rank `src`'s block; may overwrite `x`, and then that is the result."""
@@ -317,6 +322,46 @@ class DeviceBackend(Backend):
                 return self.ops.join(pieces, concat_dim)
             return self.ops.copy(pieces[0]) if pieces else self.ops.empty(result, y.dtype)
         return self._finish(out, handle, result, async_op, back, made=made)
+
+    def all_to_all_rows(self, x: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int], group: Ranks,
+                        async_op: bool = False) -> Result:
+        self._agree("all_to_all_rows", _kind(x, 0), group)
+        me, rest = group.index(self.rank), tuple(x.shape[1:])
+        shape = (sum(recv_sizes), *rest)
+        if not math.prod(rest):
+            return self._give(self.ops.empty(shape, x.dtype), async_op)
+        if not self.uneven_pieces:
+            return self._give(self._rows_as_messages(x, send_sizes, recv_sizes, group), async_op)
+        (wire, back), (comm, order) = self._wire(x), self._comm(group)
+        # whether tensors hold anything only this rank knows, so the call is made anyhow: with a row for itself
+        spare = int(not sum(send_sizes) or not sum(recv_sizes))
+        sends, recvs = ([*sizes[:me], sizes[me] + spare, *sizes[me + 1:]] for sizes in (send_sizes, recv_sizes))
+        ordered = order == sorted(order)
+        if spare or not ordered:
+            at = offsets(send_sizes)
+            pieces = [p for i in order for p in (
+                *([self.ops.take(wire, 0, at[i], at[i + 1])] if send_sizes[i] else ()),
+                *([self.ops.empty((1, *rest), wire.dtype)] if spare and i == me else ()))]
+            wire = self.ops.join(pieces, 0)
+        out, handle = self._rows_flat(self.ops.in_order(wire), (sum(recvs), *rest), [sends[i] for i in order],
+                                      [recvs[i] for i in order], comm, async_op)
+        if ordered and not spare:
+            return self._finish(out, handle, shape, async_op, back)
+        starts = dict(zip(order, offsets([recvs[i] for i in order])))
+
+        def made(y: Tensor) -> Tensor:
+            parts = [self.ops.take(y, 0, starts[i], starts[i] + n) for i, n in enumerate(recv_sizes) if n]
+            if len(parts) > 1:
+                return self.ops.join(parts, 0)
+            return self.ops.copy(parts[0]) if parts else self.ops.empty(shape, y.dtype)
+        return self._finish(out, handle, shape, async_op, back, made=made)
+
+    def _rows_as_messages(self, x: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int], group: Ranks) -> Tensor:
+        """Where a device has no all-to-all of unlike pieces: both ends of a message know whether there is one."""
+        at, rest = offsets(send_sizes), tuple(x.shape[1:])
+        got = self.exchange([(r, self.ops.take(x, 0, at[i], at[i + 1])) for i, r in enumerate(group) if send_sizes[i]],
+                            [(r, (n, *rest), x.dtype) for r, n in zip(group, recv_sizes) if n])
+        return self.ops.join(got, 0) if got else self.ops.empty((0, *rest), x.dtype)
 
     def broadcast(self, x: Tensor, src: int, group: Ranks, async_op: bool = False) -> Result:
         self._agree("broadcast", f"{_kind(x)} from {src}", group)

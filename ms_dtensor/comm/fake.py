@@ -66,6 +66,10 @@ class FakeBackend(Backend):
         mine = x.asnumpy()[cut(split_dim, at[me], at[me + 1])]
         return self._give(_fit(mine, with_dim(mine.shape, concat_dim, sum(concat_sizes))), async_op)
 
+    def all_to_all_rows(self, x: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int], group: Ranks,
+                        async_op: bool = False) -> Result:
+        return self._give(_fit(x.asnumpy(), with_dim(x.shape, 0, sum(recv_sizes))), async_op)
+
     def exchange(self, sends: Sequence[tuple[int, Tensor]],
                  recvs: Sequence[tuple[int, Sequence[int], Any]]) -> list[Tensor]:
         mine = [copy(x) for dst, x in sends if dst == self.rank]

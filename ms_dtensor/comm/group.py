@@ -180,6 +180,34 @@ class Group:
         return self._collective("all_to_all", x, 1 - split_sizes[self.rank_index] / max(sum(split_sizes), 1), async_op,
                                 split_dim, split_sizes, concat_dim, concat_sizes)
 
+    def all_to_all_rows(self, x: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int], *,
+                        async_op: bool = False) -> Result:
+        """The first `send_sizes[0]` rows (of dim 0) go to member 0, the next to member 1; received in the members' order.
+
+        All members call it, also those that send or receive nothing. Recorded as an `all_to_all` with this rank's bytes.
+
+        Args:
+            x: rows in the order of who gets them; `sum(send_sizes)` of them.
+            send_sizes: rows for each member.
+            recv_sizes: rows from each member, as that one's `send_sizes` says for this rank.
+            async_op: return a `Work`.
+
+        Raises:
+            CommError: the sizes do not fit `x`, or what stays here is not what comes from here.
+            CollectiveMismatch: two members say different sizes (where the backend sees it).
+        """
+        self._check("all_to_all_rows", x, None, [(0, send_sizes, sum(send_sizes))])
+        me = self.rank_index
+        if len(recv_sizes) != self.size or min(recv_sizes) < 0 or recv_sizes[me] != send_sizes[me]:
+            raise self._refuse("all_to_all_rows", x, f"Sizes to send {list(send_sizes)} and to receive {list(recv_sizes)} "
+                               "do not belong together.",
+                               f"pass {self.size} sizes each; what this rank keeps is in both alike")
+        if self.size == 1:
+            return self._alone(x, async_op)
+        away = 1 - send_sizes[me] / max(sum(send_sizes), 1)
+        return self._done("all_to_all", x, away,
+                          lambda: self.backend.all_to_all_rows(x, send_sizes, recv_sizes, self.ranks, async_op))
+
     def broadcast(self, x: Tensor, src: int, *, async_op: bool = False) -> Result:
         """Global rank `src`'s tensor; the others pass one of the same shape and dtype, whose values are not read."""
         self._check("broadcast", x)

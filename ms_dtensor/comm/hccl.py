@@ -74,6 +74,12 @@ class HcclBackend(DeviceBackend):
         sizes = {} if even else {"output_split_sizes": list(recvs), "input_split_sizes": list(sends)}
         return out, self._api.all_to_all_single(out, x, **sizes, group=comm, async_op=async_op)
 
+    def _rows_flat(self, x: Tensor, shape: Sequence[int], sends: Sequence[int], recvs: Sequence[int], comm: str,
+                   async_op: bool) -> Flat:
+        out = self.ops.empty(shape, x.dtype)  # sizes always: what is even for one rank is not for another
+        return out, self._api.all_to_all_single(out, x, output_split_sizes=list(recvs), input_split_sizes=list(sends),
+                                                group=comm, async_op=async_op)
+
     def _broadcast_flat(self, x: Tensor, src: int, comm: str, async_op: bool) -> Flat:
         return x, self._api.broadcast(x, src, group=comm, async_op=async_op)
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from ..errors import CommError
 
-COLLECTIVES = ("all_reduce", "all_reduce_", "all_gather", "reduce_scatter", "all_to_all", "exchange", "broadcast", "scatter",
-               "barrier", "all_gather_object", "broadcast_object")
+COLLECTIVES = ("all_reduce", "all_reduce_", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_rows", "exchange",
+               "broadcast", "scatter", "barrier", "all_gather_object", "broadcast_object")
 
 
 class Owner:

@@ -125,6 +125,15 @@ class Backend(ABC):
         """Piece i of `split_dim` goes to member i; the pieces received are joined on `concat_dim` in group order."""
 
     @abstractmethod
+    def all_to_all_rows(self, x: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int], group: Ranks,
+                        async_op: bool = False) -> Result:
+        """Rows of dim 0, in the order of who gets them, to all members; the result has them in the order of who sent them.
+
+        Sizes are each member's own: member i's `send_sizes[j]` is member j's `recv_sizes[i]`, zero included. All members
+        call it, also those with no rows at all.
+        """
+
+    @abstractmethod
     def exchange(self, sends: Sequence[tuple[int, Tensor]],
                  recvs: Sequence[tuple[int, Sequence[int], Any]]) -> list[Tensor]:
         """Batched point-to-point between global ranks; deadlock free whatever the order.

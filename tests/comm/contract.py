@@ -133,6 +133,21 @@ def case_all_to_all(comm, rank, ranks):
         same(comm.all_to_all(xs[me], 0, [1] * n, 1, [2] * n, ranks), want)
 
 
+def case_all_to_all_rows(comm, rank, ranks):
+    n, me = len(ranks), ranks.index(rank)
+    some = np.random.default_rng(n).integers(0, 4, (n, n))
+    lonely = some.copy()
+    lonely[0], lonely[:, -1] = 0, 0                                      # one gives nothing, one gets nothing
+    big = some * 0
+    big[0, -1], big[-1, 0], big[0, 0] = 30_000, 1, 2                     # too much for a slot one way, not the other
+    for give, rest, dtype in ((some, (3,), "float32"), (lonely, (2, 2), "float32"), (some * 0, (3,), "float32"),
+                              (some, (0,), "float32"), (some, (), "int32"), (big, (3,), "float32"), (some, (5,), "bool"),
+                              (some, (5,), "float64"), (some, (1,), "float16")):
+        xs = inputs(13, n, [(int(g.sum()), *rest) for g in give], dtype)
+        want = np.concatenate([slices(x, 0, g)[me] for x, g in zip(xs, give)])
+        same(comm.all_to_all_rows(xs[me], give[me].tolist(), give[:, me].tolist(), ranks), want)
+
+
 def case_broadcast_and_scatter(comm, rank, ranks):
     n, me = len(ranks), ranks.index(rank)
     for src, shape in itertools.product((ranks[0], ranks[-1]), ((), (0, 2), (3, 4))):

@@ -76,6 +76,9 @@ class Tensors:
     def all_to_all(self, x, sd, ss, cd, cs, ranks):
         return self._tensor("all_to_all", x, ranks, sd, ss, cd, cs)
 
+    def all_to_all_rows(self, x, sends, recvs, ranks):
+        return self._tensor("all_to_all_rows", x, ranks, sends, recvs)
+
     def broadcast(self, x, src, ranks):
         return self._tensor("broadcast", x, ranks, src)
 

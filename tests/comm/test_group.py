@@ -119,6 +119,9 @@ def test_group_of_one_copies_and_records_nothing(tensor):
     (lambda g, t: g.reduce_scatter(t(3), "sum", 0, [4, -1]), "not one size per member"),
     (lambda g, t: g.all_to_all(t(2, 2), 0, [1, 1], 0, [2, 2]), "one dim"),
     (lambda g, t: g.all_to_all(t(2, 2), 0, [1, 1], 1, [1, 1]), "ask for 1"),
+    (lambda g, t: g.all_to_all_rows(t(3), [1, 1], [1, 0]), "ask for 2"),
+    (lambda g, t: g.all_to_all_rows(t(2), [1, 1], [2, 1]), "do not belong together"),
+    (lambda g, t: g.all_to_all_rows(t(2), [1, 1], [1]), "do not belong together"),
     (lambda g, t: g.broadcast(t(2), 5), "Source rank 5"),
     (lambda g, t: g.scatter(None, 0, [1, 1], 1), "source passes the tensor"),
     (lambda g, t: g.scatter(t(3), 0, [1, 1], 1), "do not cut"),
@@ -160,6 +163,14 @@ def test_events_say_what_who_why_and_where(tensor):
     assert scatter.site.startswith(__file__ + ":") and swap.phase == "forward"
     assert [e.bytes for e in outer] == [3 * 24, 96 * 3 // 4, 16 * 3 // 4, 20]
     assert exchange.seconds >= 0
+
+
+def test_rows_are_recorded_as_an_all_to_all_with_what_leaves(tensor):
+    with fake_group(4, axes=("cp",)) as g, comm.record() as events:
+        assert g.all_to_all_rows(tensor(6, 3), [1, 0, 3, 2], [1, 4, 0, 0]).shape == (5, 3)
+        assert g.all_to_all_rows(tensor(0, 3), [0] * 4, [0] * 4, async_op=True).wait().shape == (0, 3)
+    assert [(e.op, e.axes, e.shape, e.bytes) for e in events] == [
+        ("all_to_all", ("cp",), (6, 3), 5 * 12), ("all_to_all", ("cp",), (0, 3), 0)]
 
 
 def test_annotation_ends_with_an_error():

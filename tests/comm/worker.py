@@ -27,7 +27,7 @@ def main() -> int:
     scenario, size, *args = sys.argv[1:]
     size = int(size)
     scenarios = importlib.import_module("scenarios")
-    engine = importlib.import_module("ms_dtensor.comm.shm.parted")
+    engine = importlib.import_module("ms_dtensor.comm.shm.rows")
     name = f"ms_dtensor-test-{os.getpid()}"
     pids = []
     for rank in range(size):
@@ -38,7 +38,7 @@ def main() -> int:
             e = None
             try:
                 timeout = float(os.environ.get("TEST_TIMEOUT", "20"))
-                e = engine.PartedEngine(rank, size, name, timeout=timeout, start_timeout=20)
+                e = engine.RowsEngine(rank, size, name, timeout=timeout, start_timeout=20)
                 result = getattr(scenarios, scenario)(e, rank, size, *args)
                 line["ok"] = result
                 e.close()

@@ -22,9 +22,9 @@ from ..parts import Parts
 from ..protocol import Backend, Ranks, Result, Work
 from ..record import note, user_site
 from .future import Future
-from .parted import PartedEngine
 from .reduce import BFLOAT16, is_bfloat16
 from .rendezvous import job_name, stated_timeout
+from .rows import RowsEngine
 
 _bytes: dict[int, type[ctypes.Array]] = {}  # by length
 
@@ -86,7 +86,7 @@ class ShmBackend(Backend):
     def __init__(self, rank: int, size: int, port: str, timeout: float | None = None, blocking: bool = False):
         timeout = stated_timeout() if timeout is None else timeout
         self.rank, self.size, self._blocking = rank, size, blocking
-        self._engine = PartedEngine(rank, size, job_name(port), timeout=timeout, start_timeout=timeout, site=user_site,
+        self._engine = RowsEngine(rank, size, job_name(port), timeout=timeout, start_timeout=timeout, site=user_site,
                                     of=lambda: note().of)
 
     @classmethod
@@ -132,6 +132,10 @@ class ShmBackend(Backend):
         result = self._engine.all_to_all(self._array(x, async_op), split_dim, split_sizes, concat_dim, concat_sizes, group,
                                          async_op=async_op)
         return _give(result)
+
+    def all_to_all_rows(self, x: Tensor, send_sizes: Sequence[int], recv_sizes: Sequence[int], group: Ranks,
+                        async_op: bool = False) -> Result:
+        return _give(self._engine.all_to_all_rows(self._array(x, async_op), send_sizes, recv_sizes, group, async_op))
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]],
                  recvs: Sequence[tuple[int, Sequence[int], Any]]) -> list[Tensor]:

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows travel by a table: `SendRows` gives rows to the ranks that need them, `ReturnRows` brings rows home and adds them up.
+
+Both are linear and each other's transpose, so each is the other's backward, to any order. Keys for attention and tokens for
+experts go this way. They work on local tensors, inside `local_map`, over one uneven all-to-all.
+
+Invariant: all members of the group call them, forward and backward, also those that give or get nothing. MindSpore walks
+only paths that a result was made of; a rank that has no use for what came connects it to its result with `connected`, or
+the others wait for it in the backward.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, ops
+
+from .. import comm
+from ..comm.group import Group
+from ..comm.record import active
+from ..dispatch.operands import DIFFERENTIABLE, dtype_name
+from ..internals.names import Function
+from ..internals.target import cpu_kernels
+from ..ops.local import Nothing
+from ..ops.local.dtypes import full, rounded, wider
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Rows:
+    """Which rows of its tensors a rank gives to whom, and how many it gets: its part of a table that all members share.
+
+    Attributes:
+        count: rows (of dim 0) that this rank has.
+        index: which of them it gives, in the order of the group's members who get them; a row may go to several.
+        send: how many of these go to each member.
+        recv: how many come from each member.
+        src: what they are, for the record of communication.
+        dst: what they become.
+
+    Example:
+        >>> import numpy as np
+        >>> from ms_dtensor.custom_ops.rows import Rows
+        >>> Rows(3, np.array([2, 0, 2]), send=(2, 1), recv=(2, 0)).index  # 2 and 0 stay here, 2 goes to member 1 too
+        array([2, 0, 2])
+    """
+
+    count: int
+    index: np.ndarray
+    send: Sequence[int]
+    recv: Sequence[int]
+    src: str = "rows"
+    dst: str = "rows of their ranks"
+
+
+class SendRows(Function):
+    """`SendRows.apply(rows, group, *tensors)`: of each tensor `[count, ...]` the rows that come, `[sum(recv), ...]`.
+
+    They come in the order of the members who gave them, and within one in the order in which it gave them. Its gradient
+    is `ReturnRows`: what became of a row on all the ranks that got it is added up. Integers travel, without a gradient.
+
+    Returns:
+        A tuple, one tensor for each; all of them are one node of autograd.
+
+    Example:
+        >>> import numpy as np, mindspore as ms
+        >>> import ms_dtensor as md
+        >>> from ms_dtensor.custom_ops.rows import Rows, SendRows
+        >>> x = ms.Tensor([[1.0], [2.0], [3.0]])
+        >>> group = md.init_device_mesh("cpu", (1,), mesh_dim_names=("cp",)).get_group("cp")
+        >>> twice = Rows(3, np.array([2, 0, 2]), send=(3,), recv=(3,))
+        >>> SendRows.apply(twice, group, x)[0].asnumpy().ravel()
+        array([3., 1., 3.], dtype=float32)
+        >>> ms.grad(lambda t: SendRows.apply(twice, group, t)[0].sum())(x).asnumpy().ravel()
+        array([1., 0., 2.], dtype=float32)
+    """
+
+    @staticmethod
+    def forward(ctx, rows: Rows, group: Group, *tensors: Tensor):
+        _remember(ctx, rows, group, tensors)
+        return _moved(group, [_taken(x, rows.index) for x in tensors], rows.send, rows.recv, rows.src, rows.dst)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return _transposed(ctx, ReturnRows, grads)
+
+
+class ReturnRows(Function):
+    """`ReturnRows.apply(rows, group, *tensors)`: rows `[sum(recv), ...]` go back where they came from and are added up.
+
+    Row i of the result, of `count`, is the sum of all that came back for row i; zeros where nobody had it. Sums of 16-bit
+    floats are made in float32 and rounded once.
+
+    Returns:
+        A tuple, one tensor `[count, ...]` for each; all of them are one node of autograd.
+
+    Example:
+        >>> import numpy as np, mindspore as ms
+        >>> import ms_dtensor as md
+        >>> from ms_dtensor.custom_ops.rows import ReturnRows, Rows
+        >>> group = md.init_device_mesh("cpu", (1,), mesh_dim_names=("cp",)).get_group("cp")
+        >>> twice = Rows(3, np.array([2, 0, 2]), send=(3,), recv=(3,))
+        >>> y, = ReturnRows.apply(twice, group, ms.Tensor([[1.0], [10.0], [100.0]]))
+        >>> y.asnumpy().ravel()
+        array([ 10.,   0., 101.], dtype=float32)
+    """
+
+    @staticmethod
+    def forward(ctx, rows: Rows, group: Group, *tensors: Tensor):
+        _remember(ctx, rows, group, tensors)
+        home = _moved(group, tensors, rows.recv, rows.send, rows.dst, rows.src)
+        return tuple(_added_up(x, rows.index, rows.count) for x in home)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return _transposed(ctx, SendRows, grads)
+
+
+def connected(result: Tensor, *tensors: Tensor) -> Tensor:
+    """The same values, connected to tensors of which this rank made nothing; their gradients from here are zeros.
+
+    Example:
+        >>> import mindspore as ms
+        >>> from ms_dtensor.custom_ops.rows import connected
+        >>> far = ms.Tensor([[5.0, 6.0]])
+        >>> ms.grad(lambda x, far: connected(x * 2, far).sum(), (0, 1))(ms.Tensor([1.0]), far)[1].asnumpy()
+        array([[0., 0.]], dtype=float32)
+    """
+    return result + Nothing.apply(tuple(result._shape), result.dtype, *tensors)
+
+
+def _remember(ctx, rows: Rows, group: Group, tensors: Sequence[Tensor]) -> None:
+    # the backward's communication is told by the line that caused it
+    ctx.site = comm.user_site() if active() else None
+    ctx.rows, ctx.group = rows, group
+    ctx.moved = [dtype_name(x.dtype).startswith(DIFFERENTIABLE) for x in tensors]
+
+
+def _transposed(ctx, other: type[Function], grads: Sequence[Tensor]) -> tuple:
+    """Gradients for (rows, group, *tensors); integers have none, and every rank knows which these are."""
+    with comm.annotate(phase="backward", **({"site": ctx.site} if ctx.site else {})):
+        given = iter(other.apply(ctx.rows, ctx.group, *(g for g, moved in zip(grads, ctx.moved) if moved)))
+    return None, None, *(next(given) if moved else None for moved in ctx.moved)
+
+
+def _moved(group: Group, tensors: Sequence[Tensor], send: Sequence[int], recv: Sequence[int], src: str, dst: str) -> tuple:
+    with comm.annotate(src=src, dst=dst):
+        together = len(tensors) > 1
+        works = [group.all_to_all_rows(x.contiguous(), send, recv, async_op=together) for x in tensors]
+    return tuple(w.wait() for w in works) if together else tuple(works)
+
+
+def _index(numbers: np.ndarray) -> Tensor:
+    return Tensor(np.ascontiguousarray(numbers, np.int32))
+
+
+def _taken(x: Tensor, index: np.ndarray) -> Tensor:
+    shape = len(index), *x._shape[1:]
+    if not math.prod(shape):  # the CPU's kernels refuse it, and there is nothing to take
+        return full(shape, 0, x.dtype)
+    if x.dtype == ms.bfloat16 and cpu_kernels():
+        return ops.gather(x.astype(ms.float32), _index(index), 0).astype(x.dtype)
+    return ops.gather(x, _index(index), 0)
+
+
+def _added_up(x: Tensor, index: np.ndarray, count: int) -> Tensor:
+    wide = wider(x)
+    out = full((count, *x._shape[1:]), 0, wide.dtype)
+    return rounded(ms.mint.index_add(out, 0, _index(index), wide) if math.prod(x._shape) else out, x)
