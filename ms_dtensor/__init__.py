@@ -18,11 +18,12 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:  # for editors and type checkers, who cannot see what loads on first use; a test compares the lists
     from . import checkpoint as checkpoint, comm as comm, compat as compat, debug as debug, errors as errors, optim as optim
     from . import parallel as parallel, pipeline as pipeline
-    from .core import layout as layout, mesh as mesh, placements as placements
+    from .core import layout as layout, mesh as mesh, placements as placements, tokens as tokens
     from .core.layout import Layout as Layout
     from .core.mesh import DeviceMesh as DeviceMesh
     from .core.placements import (
         FusedShard as FusedShard, Partial as Partial, Placement as Placement, Replicate as Replicate, Shard as Shard)
+    from .core.tokens import Tokens as Tokens, balance as balance, head_tail as head_tail, in_order as in_order
     from .custom_ops import function as function, register
     from .custom_ops.function import DFunction as DFunction
     from .custom_ops.local_map import local_map as local_map
@@ -59,6 +60,7 @@ _EXPORTS = {
     "core.placements": ("Shard", "FusedShard", "Replicate", "Partial", "Placement"),
     "core.mesh": ("DeviceMesh",),
     "core.layout": ("Layout",),
+    "core.tokens": ("Tokens", "balance", "in_order", "head_tail"),
     "tensor.dtensor": ("DTensor",),
     "tensor.distribute": ("init_device_mesh", "distribute_tensor", "distribute_module"),
     "tensor.autograd": ("value_and_grad", "grad"),
@@ -77,7 +79,8 @@ _EXPORTS = {
 }
 # import paths that people use -> where the module is
 _ALIASES = {
-    "placements": "core.placements", "mesh": "core.mesh", "layout": "core.layout", "dtensor": "tensor.dtensor",
+    "placements": "core.placements", "mesh": "core.mesh", "layout": "core.layout", "tokens": "core.tokens",
+    "dtensor": "tensor.dtensor",
     "factories": "tensor.factories", "init": "tensor.init", "random": "ops.rng", "rules": "ops.rules",
     "registry": "custom_ops.register", "function": "custom_ops.function", "modes": "dispatch.modes",
     "verify": "debug.verify", "interop": "compat", "interop.msadapter": "compat.msadapter",

@@ -26,7 +26,7 @@ from ..errors import ConfigError, LayoutError, MeshError
 from ..internals.names import NoFallbackGuard
 from ..internals.target import on_cpu
 from ..redistribute.execute import cut_whole
-from . import deferred_init
+from . import deferred_init, token_lists  # noqa: F401  who makes a mesh can cut tokens over it
 from .dtensor import DTensor
 
 _DONE = "_ms_dtensor_distributed"  # cell attribute: distribute_module has been here
