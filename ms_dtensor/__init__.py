@@ -41,7 +41,8 @@ if TYPE_CHECKING:  # for editors and type checkers, who cannot see what loads on
         MixedPrecisionPolicy, ParallelStyle as ParallelStyle,
         PrepareModuleInput as PrepareModuleInput, PrepareModuleInputOutput as PrepareModuleInputOutput, PrepareModuleOutput
         as PrepareModuleOutput, RowwiseParallel as RowwiseParallel, SequenceParallel as SequenceParallel, loss_parallel as
-        loss_parallel, checkpoint_wrapper as checkpoint_wrapper, fully_shard as fully_shard,
+        loss_parallel, checkpoint_wrapper as checkpoint_wrapper, context_attention as context_attention,
+        fully_shard as fully_shard,
         parallelize_module as parallelize_module, register_fsdp_forward_method as register_fsdp_forward_method,
         replicate as replicate,
         suggest_plan as suggest_plan)
@@ -74,7 +75,7 @@ _EXPORTS = {
     "dispatch.modes": ("SkipDTensorDispatch", "implicit_replication", "redistribution_policy"),
     "parallel": ("parallelize_module", "ParallelStyle", "ColwiseParallel", "RowwiseParallel", "SequenceParallel",
                  "PrepareModuleInput", "PrepareModuleOutput", "PrepareModuleInputOutput", "FusedColwiseParallel",
-                 "MixedPrecisionPolicy", "checkpoint_wrapper", "fully_shard", "loss_parallel",
+                 "MixedPrecisionPolicy", "checkpoint_wrapper", "context_attention", "fully_shard", "loss_parallel",
                  "register_fsdp_forward_method", "replicate", "suggest_plan"),
 }
 # import paths that people use -> where the module is

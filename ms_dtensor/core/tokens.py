@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A batch as a list of tokens, each with its document and its place in it, and which rank has which of them.
 
-The order is data: ids, labels, places are put in it on the host; the layout of what follows is a plain `Shard(0)`.
+The order is data: ids, labels, places are put in it on the host; the layout is plain `Shard(0)`.
 Attention, rotary tables and losses ask for (document, place), never for a row's number. Which keys a rank needs of whom
-follows from the order alone. Pure: no MindSpore, no rank of its own. Invariant: the runs of all ranks are the documents, each
-token once, and a rank has as many tokens as its shard of the list has rows. How the order is found: `balance.py`.
+follows from the order alone. Pure: no MindSpore, no rank of its own. Invariant: the runs of all ranks are the documents,
+each token once, and a rank has as many tokens as its shard of the list has rows. How the order is found: `balance.py`.
 """
 from __future__ import annotations
 
@@ -127,7 +127,8 @@ class Tokens:
                 the batch.
             mesh: all axes of the DTensors; those not in `axes` have copies.
             axes: which cut the list, outermost first. The last of them, whose sizes multiply to the number of ranks, cut
-                this part; those before are data parallel, and each of their coordinates passes its own.
+                this part; those before are data parallel, and each of their coordinates passes its own. One that is
+                called "ulysses" comes last, and cuts what each of the ranks has.
 
         Raises:
             ConfigError: another number of rows, or no axes of so many ranks.
@@ -295,11 +296,13 @@ class Keys:
 
     Attributes:
         rows: of each rank, which of its rows: i64, by document and place.
+        pieces: of each rank, what these rows are: (document, start, stop), in their order.
         spans: of each run of queries, (first, last) of the places of the keys that it sees among them.
         order: i64: of these keys, run by run, where they are among `rows` of rank 0, 1, and so on.
     """
 
     rows: tuple[np.ndarray, ...]
+    pieces: tuple[tuple[Run, ...], ...]
     spans: tuple[tuple[int, int], ...]
     order: np.ndarray
 
@@ -338,5 +341,6 @@ def _keys(tokens: Tokens, mask: Mask, runs: tuple[Run, ...], held: list[list[tup
         by.setdefault(d, []).append((a, b, int(first[r]) + number))
     order = [np.arange(at + max(lo - a, 0), at + min(hi, b) - a) for (d, *_), (lo, hi) in zip(runs, spans)
              for a, b, at in sorted(by.get(d, ())) if max(lo, a) < min(hi, b)]
-    return Keys(tuple(np.concatenate(x) if x else np.zeros(0, np.int64) for x in rows), spans,
+    pieces = tuple(tuple((d, a, b) for d, a, b, of, _ in found if of == r) for r in range(tokens.ranks))
+    return Keys(tuple(np.concatenate(x) if x else np.zeros(0, np.int64) for x in rows), pieces, spans,
                 np.concatenate(order) if order else np.zeros(0, np.int64))

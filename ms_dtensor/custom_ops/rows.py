@@ -80,7 +80,7 @@ class SendRows(Function):
     @staticmethod
     def forward(ctx, rows: Rows, group: Group, *tensors: Tensor):
         _remember(ctx, rows, group, tensors)
-        return _moved(group, [_taken(x, rows.index) for x in tensors], rows.send, rows.recv, rows.src, rows.dst)
+        return _moved(group, [taken(x, rows.index) for x in tensors], rows.send, rows.recv, rows.src, rows.dst)
 
     @staticmethod
     def backward(ctx, *grads):
@@ -111,7 +111,7 @@ class ReturnRows(Function):
     def forward(ctx, rows: Rows, group: Group, *tensors: Tensor):
         _remember(ctx, rows, group, tensors)
         home = _moved(group, tensors, rows.recv, rows.send, rows.dst, rows.src)
-        return tuple(_added_up(x, rows.index, rows.count) for x in home)
+        return tuple(_home(x, rows) for x in home)
 
     @staticmethod
     def backward(ctx, *grads):
@@ -156,7 +156,8 @@ def _index(numbers: np.ndarray) -> Tensor:
     return Tensor(np.ascontiguousarray(numbers, np.int32))
 
 
-def _taken(x: Tensor, index: np.ndarray) -> Tensor:
+def taken(x: Tensor, index: np.ndarray) -> Tensor:
+    """Rows of a local tensor, by number; for use inside a forward or a backward."""
     shape = len(index), *x._shape[1:]
     if not math.prod(shape):  # the CPU's kernels refuse it, and there is nothing to take
         return full(shape, 0, x.dtype)
@@ -165,7 +166,11 @@ def _taken(x: Tensor, index: np.ndarray) -> Tensor:
     return ops.gather(x, _index(index), 0)
 
 
-def _added_up(x: Tensor, index: np.ndarray, count: int) -> Tensor:
+def added_up(x: Tensor, index: np.ndarray, to: Tensor) -> Tensor:
+    """`to` with the rows of `x` added at the rows of these numbers; inside a forward or a backward."""
+    return ms.mint.index_add(to, 0, _index(index), x) if math.prod(x._shape) else to
+
+
+def _home(x: Tensor, rows: Rows) -> Tensor:
     wide = wider(x)
-    out = full((count, *x._shape[1:]), 0, wide.dtype)
-    return rounded(ms.mint.index_add(out, 0, _index(index), wide) if math.prod(x._shape) else out, x)
+    return rounded(added_up(wide, rows.index, full((rows.count, *x._shape[1:]), 0, wide.dtype)), x)

@@ -8,6 +8,7 @@ only the public DTensor API: what a style does, a user could write.
 """
 from __future__ import annotations
 
+from .context import context_attention
 from .fused import FusedColwiseParallel
 from .loss import loss_parallel
 from .module import parallelize_module
@@ -27,5 +28,5 @@ from .suggest import suggest_plan
 
 __all__ = ["CPUOffloadPolicy", "ColwiseParallel", "FusedColwiseParallel", "MixedPrecisionPolicy", "OffloadPolicy",
            "ParallelStyle", "PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput", "RowwiseParallel",
-           "SequenceParallel", "checkpoint_wrapper", "fully_shard", "loss_parallel", "parallelize_module",
-           "register_fsdp_forward_method", "replicate", "suggest_plan"]
+           "SequenceParallel", "checkpoint_wrapper", "context_attention", "fully_shard", "loss_parallel",
+           "parallelize_module", "register_fsdp_forward_method", "replicate", "suggest_plan"]

@@ -12,27 +12,34 @@ import numpy as np
 from mindspore import Tensor
 
 from ..core.mesh import DeviceMesh
-from ..core.placements import Shard
+from ..core.placements import Shard, chunk_bounds
 from ..core.tokens import Tokens, bind_layout, shard_sizes
 from ..errors import ConfigError
 from .dtensor import DTensor
+
+HEADS = "ulysses"  # the axis that attention cuts its heads over
 
 
 def lay_out(tokens: Tokens, arrays: Sequence[np.ndarray], mesh: DeviceMesh, axes: Sequence[str]) -> tuple[DTensor, ...]:
     """See `Tokens.cut`."""
     names = sorted((name for axis in axes for name in mesh.expand_axes(axis)), key=mesh.mesh_dim_names.index)
-    sizes = [mesh.shape[mesh.mesh_dim_names.index(name)] for name in names]
-    inner = next((k for k in range(len(sizes), -1, -1) if math.prod(sizes[k:]) == tokens.ranks), None)
-    if inner is None or shard_sizes(len(tokens), *sizes[inner:]) != tokens.sizes:
+    sizes = {name: mesh.shape[mesh.mesh_dim_names.index(name)] for name in names}
+    outer = [name for name in names if name != HEADS]
+    first = next((k for k in range(len(outer), -1, -1) if math.prod(sizes[a] for a in outer[k:]) == tokens.ranks), None)
+    ordered = outer + [name for name in names if name == HEADS] == names
+    if first is None or not ordered or shard_sizes(len(tokens), *(sizes[a] for a in outer[first:])) != tokens.sizes:
         raise ConfigError(f"For 'Tokens.cut', the tokens are cut over {tokens.ranks} ranks, and no last axes are so many.",
-                          f"axes {dict(zip(names, sizes))}, tokens of each rank {list(tokens.sizes)[:8]}",
-                          "The last of the axes cut the list of a part of the batch, the first the batch.",
-                          f"balance(documents, {sizes[-1:]}) with the sizes of the axes that cut a part")
-    here = mesh.get_coordinate() or (0,) * mesh.ndim  # outside of it nothing is held
+                          f"axes {sizes}, tokens of each rank {list(tokens.sizes)[:8]}",
+                          f"The last of the axes cut the list of a part of the batch, the first the batch; '{HEADS}' cuts "
+                          "what a rank has.", "balance(documents, ranks) with the size of the axis that cuts a part")
+    here = dict(zip(mesh.mesh_dim_names, mesh.get_coordinate() or (0,) * mesh.ndim))  # outside of it nothing is held
     rank = 0
-    for name, size in zip(names[inner:], sizes[inner:]):
-        rank = rank * size + here[mesh.mesh_dim_names.index(name)]
-    rows, count = tokens.index(rank), len(tokens) * math.prod(sizes[:inner])
+    for name in outer[first:]:
+        rank = rank * sizes[name] + here[name]
+    rows = tokens.index(rank)
+    for name in names[len(outer):]:
+        rows = rows[slice(*chunk_bounds(len(rows), sizes[name])[here[name]])]
+    count = len(tokens) * math.prod(sizes[a] for a in outer[:first])
     return tuple(DTensor.from_local(Tensor(np.ascontiguousarray(x[rows])), mesh, dict.fromkeys(names, Shard(0)),
                                     shape=(count, *x.shape[1:])) for x in arrays)
 

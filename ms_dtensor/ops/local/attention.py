@@ -15,6 +15,7 @@ from mindspore import Tensor, mint, ops
 from ...internals.target import ascend_kernels
 from .. import rng
 from ..rules.attention import FAR, layout_name
+from .dtypes import wider
 
 # layout -> the permutation to batch, heads, sequence, depth, once heads and depth are apart
 _TO_BNSD = {"BNSD": (0, 1, 2, 3), "BSND": (0, 2, 1, 3), "BSH": (0, 2, 1, 3), "SBH": (1, 2, 0, 3)}
@@ -43,7 +44,7 @@ def flash_attention(query, key, value, real_shift, attn_mask, heads, keep, scale
 
 def composed(query, key, value, real_shift, attn_mask, heads, scale, pre_tokens, next_tokens, form, sparse_mode,
              ends=(None, None), kept=None, keep=1.0):
-    """The same from batched products; float16 is computed in float32 and rounded once."""
+    """The same from batched products; 16-bit floats are computed in float32 and rounded once."""
     if form == "TND":
         return _of_sequences(query, key, value, attn_mask, heads, scale, pre_tokens, next_tokens, sparse_mode, ends)
     depth = query._shape[-1] // (1 if "N" in form else heads)
@@ -54,11 +55,11 @@ def composed(query, key, value, real_shift, attn_mask, heads, scale, pre_tokens,
         k, v = (_repeated(x, heads // groups) for x in (k, v))
     scores = mint.matmul(q, mint.transpose(k, 2, 3))
     if real_shift is not None:
-        scores = scores + real_shift.astype(ms.float32)
+        scores = scores + real_shift.astype(scores.dtype)
     scores = scores * scale
     hidden = _hidden(attn_mask, scores._shape[2], scores._shape[3], pre_tokens, next_tokens, sparse_mode)
     if hidden is not None:
-        scores = mint.where(hidden, Tensor(np.float32(np.finfo(np.float32).min)), scores)
+        scores = mint.where(hidden, Tensor(np.finfo(np.float32).min, scores.dtype), scores)
     top = ops.stop_gradient(mint.amax(scores, (3,), keepdim=True))
     weights = mint.exp(scores - top)
     total = mint.sum(weights, (3,), keepdim=True)
@@ -87,7 +88,7 @@ def _of_sequences(query, key, value, attn_mask, heads, scale, pre_tokens, next_t
 def _bnsd(x, form, depth):
     if "N" not in form:
         x = mint.reshape(x, (*x._shape[:2], x._shape[2] // depth, depth))
-    return mint.permute(x, _TO_BNSD[form]).astype(ms.float32)
+    return wider(mint.permute(x, _TO_BNSD[form]))
 
 
 def _back(x, form):

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of a list that ranks share equals one device's in float64, gradients too, and sends what the formulas say."""
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+from mindspore import Tensor
+
+from ms_dtensor import (
+    Shard,
+    balance,
+    checks,
+    comm,
+    context_attention,
+    distribute_tensor,
+    grad,
+    head_tail,
+    in_order,
+    init_device_mesh,
+    redistribution_policy,
+)
+from ms_dtensor.errors import CollectiveMismatch, ConfigError, LayoutError, OpRuleError
+from tests.cases import case
+from tests.dist.support import refusal, same_on_all_ranks
+
+MASKS = {"causal": {}, "window": {"window": 5}, "full": {"causal": False}}
+HEADS = ((8, 8), (8, 2), (8, 1))
+E = 4
+
+
+def drawn(n, h, g, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.normal(size=(n, heads, E)) for heads in (h, g, g, h)]
+
+
+def one_device(documents, q, k, v, dout, causal=True, window=None):
+    """(out, dq, dk, dv) in NumPy, document by document and head by head."""
+    out, grads = np.zeros_like(dout), [np.zeros_like(x) for x in (q, k, v)]
+    share, at = q.shape[1] // k.shape[1], 0
+    for n in documents:
+        ahead = np.arange(n)[:, None] - np.arange(n)
+        seen = (ahead >= 0) & (ahead < (window or n)) if causal else np.ones((n, n), bool)
+        rows = slice(at, at + n)
+        for h in range(q.shape[1]):
+            a, b, c, d = q[rows, h], k[rows, h // share], v[rows, h // share], dout[rows, h]
+            scores = np.where(seen, a @ b.T / np.sqrt(E), -np.inf)
+            p = np.exp(scores - scores.max(1, keepdims=True)) if n else scores
+            p = p / p.sum(1, keepdims=True)
+            out[rows, h] = p @ c
+            ds = p * (d @ c.T - ((d @ c.T) * p).sum(1, keepdims=True)) / np.sqrt(E)
+            for total, more, head in zip(grads, (ds @ b, ds.T @ a, p.T @ d), (h, h // share, h // share)):
+                total[rows, head] += more
+        at += n
+    return out, *grads
+
+
+def shares(mesh, tokens, arrays, axes):
+    """Each array of the list, in order, as a DTensor; and which rows of the list this rank's are."""
+    xs = tokens.cut(*arrays, np.arange(len(tokens)), mesh=mesh, axes=axes)
+    return xs[:-1], xs[-1].to_local().asnumpy()
+
+
+def compare(mesh, axes, algorithm, tokens, h, g, what, **mask):
+    """Out and gradients for random cotangents; the events of forward and backward."""
+    arrays = drawn(len(tokens), h, g)
+    want = one_device(tokens.documents, *arrays, **mask)
+    (q, k, v, dout), mine = shares(mesh, tokens, arrays, axes)
+    attention = context_attention(mesh[axes], algorithm)
+    with comm.record() as events, redistribution_policy("explicit"):
+        out = attention(q, k, v, tokens, **mask)
+    with comm.record() as both:
+        grads = grad(lambda q, k, v: (attention(q, k, v, tokens, **mask) * dout).sum(), (0, 1, 2))(q, k, v)
+    for name, got, x in zip(("out", "dq", "dk", "dv"), (out, *grads), want):
+        assert got.layout.placements == q.layout.placements, (what, name, got.layout)
+        off = np.abs(got.to_local().asnumpy() - x[mine]).max(initial=0) / max(np.abs(x).max(initial=0), 1.0)
+        assert off <= 1e-12, (what, name, off)
+    return events, [e for e in both if e.phase == "backward" and e.op == "all_to_all"]
+
+
+@lru_cache(maxsize=1)
+def kinds(n):
+    """Documents for n ranks: one of 1 to 3n + 1 tokens, shorter than n, many of one token, what only some ranks have."""
+    some = [[m] for m in range(1, 3 * n + 2)]
+    return [*some, [7, 3, 1, 1, 12, 2], [3], [1] * 40, [0, 5 * n, 0], [40, 1, 1, 1], [9] * n]
+
+
+def bytes_of_rows(tokens, me, g, causal=True, window=None):
+    """What the tables say this rank sends of keys and values in float64."""
+    from ms_dtensor.core.balance import Mask
+    from ms_dtensor.core.tokens import keys_by_rank
+    table = keys_by_rank(tokens, Mask(causal, window))
+    return sum(len(keys.rows[me]) for r, keys in enumerate(table) if r != me) * 2 * g * E * 8
+
+
+@case(world_size=(2, 4), timeout=200)
+def gather_and_ring_are_one_device(world):
+    n = world.size
+    mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("cp",))
+    for number, documents in enumerate(kinds(n)):
+        mask = list(MASKS.values())[number % 3]
+        h, g = HEADS[number % len(HEADS) if number % 2 else 1]
+        how = balance(documents, n, **mask) if number % 4 else (head_tail if number % 8 else in_order)(documents, n)
+        for algorithm in ("gather", "ring"):
+            what = f"{algorithm} {documents} {mask} {h}:{g}"
+            events, back = compare(mesh, ("cp",), algorithm, how, h, g, what, **mask)
+            there = {(e.op, e.axes, e.implicit, e.src) for e in events}
+            assert there <= {("all_to_all", ("cp",), False, "keys and values")}, (what, there)
+            need = bytes_of_rows(how, world.rank, g, **mask)
+            assert sum(e.bytes for e in events) == need, (what, events, need)
+            rounds = 1 if algorithm == "gather" else n - 1
+            assert len(events) <= rounds and (len(events) == rounds or algorithm == "ring" or not events), (what, events)
+            assert len(back) == len(events) * (1 if algorithm == "gather" else 2), (what, back)
+
+
+@case(world_size=2)
+def every_mask_and_every_sharing_of_heads(world):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    documents = [13, 1, 9, 4]
+    for name, mask in MASKS.items():
+        for h, g in HEADS:
+            for algorithm in ("gather", "ring"):
+                how = balance(documents, 2, **mask)
+                compare(mesh, ("cp",), algorithm, how, h, g, f"{algorithm} {name} {h}:{g}", **mask)
+
+
+@case(world_size=2)
+def a_document_in_order_costs_what_a_ring_costs_and_whole_documents_nothing(world):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    g, row = 2, 2 * 2 * E * 8
+    for algorithm in ("gather", "ring"):
+        full, _ = compare(mesh, ("cp",), algorithm, in_order([16], 2), 8, g, "full", causal=False)
+        assert [e.bytes for e in full] == [8 * row]                       # 2 g e (n / N) (N - 1) numbers
+        tokens = head_tail([16], 2)
+        some, _ = compare(mesh, ("cp",), algorithm, tokens, 8, g, "head and tail")
+        assert sum(e.bytes for e in some) == (4 if world.rank == 0 else 8) * row  # 3/4 of that, over both ranks
+        none, back = compare(mesh, ("cp",), algorithm, balance([8, 8], 2), 8, g, "whole documents")
+        assert none == [] and back == []
+
+
+@case(world_size=2)
+def ulysses_is_a_redistribution(world):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ulysses",))
+    n, h, g = 12, 8, 2
+    for name, mask in MASKS.items():
+        events, _ = compare(mesh, ("ulysses",), "gather", in_order([7, 4, 1], 1), h, g, f"ulysses {name}", **mask)
+        assert {(e.op, e.axes, e.implicit) for e in events} == {("all_to_all", ("ulysses",), False)}, events
+        assert sum(e.bytes for e in events) == (2 * h + 2 * g) * E * (n // 2) // 2 * 8  # (2h + 2g) e (n/N) (N-1)/N numbers
+    compare(mesh, ("ulysses",), "gather", in_order([5, 6], 1), 8, 8, "uneven list")
+
+
+@case(world_size=4)
+def hybrids_are_one_device(world):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "ulysses"))
+    for name, mask in MASKS.items():
+        for h, g in HEADS[:2]:
+            for algorithm in ("gather", "ring"):
+                events, _ = compare(mesh, ("cp", "ulysses"), algorithm, balance([13, 1, 9, 4, 2], 2, **mask), h, g,
+                                    f"hybrid {algorithm} {name} {h}:{g}", **mask)
+                assert {e.axes for e in events} <= {("cp",), ("ulysses",)}, events
+
+
+@case(world_size=4)
+def beside_data_and_tensor_parallelism(world):
+    """Each part of the batch has an order of its own; heads are cut over tp."""
+    for names in (("dp", "cp"), ("cp", "tp")):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+        parts = [[9, 7], [3, 12, 1]] if names[0] == "dp" else [[9, 7]]
+        orders = [balance(documents, 2) for documents in parts]
+        mine = orders[mesh.get_coordinate()[0] if names[0] == "dp" else 0]
+        part = orders.index(mine)
+        arrays = drawn(16, 8, 2, seed=part)
+        want = one_device(mine.documents, *arrays)
+        axes = names[:2] if names[0] == "dp" else ("cp",)
+        (q, k, v, dout), rows = shares(mesh, mine, arrays, axes)
+        if "tp" in names:
+            q, k, v, dout = (x.redistribute(placements=[Shard(0), Shard(1)]) for x in (q, k, v, dout))
+        for algorithm in ("gather", "ring"):
+            attention = context_attention(mesh["cp"], algorithm)
+            got = attention(q, k, v, mine)
+            grads = grad(lambda q, k, v, f=attention, t=mine, d=dout: (f(q, k, v, t) * d).sum(), (0, 1, 2))(q, k, v)
+            for name, x, y in zip(("out", "dq", "dk", "dv"), (got, *grads), want):
+                assert x.layout.placements == q.layout.placements
+                if "tp" in names:
+                    y = np.split(y, 2, 1)[mesh.get_coordinate()[1]]
+                off = np.abs(x.to_local().asnumpy() - y[rows]).max() / np.abs(y).max()
+                assert off <= 1e-12, (names, algorithm, name, off)
+
+
+@case(world_size=2)
+def narrow_floats_are_computed_in_float32_and_rounded_once(world):
+    import mindspore as ms
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    tokens, arrays = balance([9, 6], 2), drawn(15, 4, 2)
+    for dtype, eps in ((ms.float16, 2.0**-11), (ms.bfloat16, 2.0**-8)):
+        exact = [Tensor(x).astype(dtype).astype(ms.float32).asnumpy().astype(np.float64) for x in arrays]
+        want = one_device(tokens.documents, *exact)
+        (q, k, v, dout), rows = shares(mesh, tokens, arrays, ("cp",))
+        q, k, v, dout = (x.astype(dtype) for x in (q, k, v, dout))
+        for algorithm in ("gather", "ring"):
+            attention = context_attention(mesh["cp"], algorithm)
+
+
+            def loss(q, k, v, f=attention, dout=dout):
+                return (f(q, k, v, tokens) * dout).astype(ms.float32).sum()
+            grads = grad(loss, (0, 1, 2))(q, k, v)
+            for name, x, y in zip(("out", "dq", "dk", "dv"), (attention(q, k, v, tokens), *grads), want):
+                assert x.dtype == dtype
+                off = np.abs(x.to_local().astype(ms.float32).asnumpy() - y[rows]).max() / np.abs(y).max()
+                assert off <= 4 * eps, (dtype, algorithm, name, off)
+
+
+@case(world_size=2)
+def what_does_not_fit_is_refused_by_all_before_anything_is_sent(world):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    heads = init_device_mesh("cpu", (2,), mesh_dim_names=("ulysses",))
+    tokens, arrays = balance([9, 6], 2), drawn(15, 4, 2)
+    (q, k, v, _), _ = shares(mesh, tokens, arrays, ("cp",))
+    attention, ring = (context_attention(mesh["cp"], name) for name in ("gather", "ring"))
+    (q1, k1, v1, _), _ = shares(heads, in_order([9, 6], 1), drawn(15, 3, 3), ("ulysses",))
+    plain = Tensor(arrays[0])
+    with comm.record() as events:
+        texts = [refusal(call, error) for call, error in (
+            (lambda: attention(q, k, v, balance([9, 7], 2)), ConfigError),
+            (lambda: attention(q, k, v, in_order([15], 1)), ConfigError),
+            (lambda: attention(q, k, v, tokens, causal=False, window=3), ConfigError),
+            (lambda: attention(q, q, k, tokens), ConfigError),
+            (lambda: attention(plain, plain, plain, tokens), LayoutError),
+            (lambda: attention(q, k, v, None), ConfigError),
+            (lambda: context_attention(heads["ulysses"])(q1, k1, v1, in_order([9, 6], 1)), ConfigError),
+            (lambda: context_attention(mesh["cp"], "zigzag"), ConfigError))]
+    assert events == []
+    for text, said in zip(texts, (
+            "15, 15 and 15 rows for 1 x 16", "cut over 1 ranks, and the axis has 2", "no such mask", "do not share",
+            "no lists of tokens", "'tokens' is a NoneType",
+            "a size of 'ulysses' among 1, 3", "one of gather, ring"), strict=True):
+        assert said in text and "fix:" in text, text
+        same_on_all_ranks(world, text)
+    def inner(x):
+        return (grad(lambda y: (ring(y, k, v, tokens) ** 2).sum())(x) ** 2).sum()
+    text = refusal(lambda: grad(inner)(q), OpRuleError)
+    assert "a derivative of its gradient" in text
+    whole = distribute_tensor(Tensor(arrays[0]), mesh, [Shard(1)])
+    with comm.record() as events, redistribution_policy("explicit"):
+        attention(whole, k, v, balance([9, 6], 2))
+    assert [e.implicit for e in events if e.dst.startswith("f64")] == [False] * 2  # of one cut by heads, and back
+
+
+@case(world_size=2)
+def another_order_on_some_rank_is_told_to_all_under_checks(world):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    orders = in_order([9, 6], 2), head_tail([9, 6], 2)
+    (q, k, v, _), _ = shares(mesh, orders[0], drawn(15, 4, 2), ("cp",))
+    with checks():
+        text = refusal(lambda: context_attention(mesh["cp"])(q, k, v, orders[world.rank]), CollectiveMismatch)
+    assert "tokens" in text
+    same_on_all_ranks(world, text)
