@@ -92,7 +92,7 @@ class DataConfig:
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """Degrees of the mesh axes ("pp", "dp", "tp"); they multiply to the number of workers."""
+    """Degrees of the mesh axes ("pp", "dp", "cp", "tp"); they multiply to the number of workers."""
 
     dp: int = 1
     tp: int = 1
@@ -116,6 +116,15 @@ class ParallelConfig:
     """Cells at which the stages but the first begin: [layers.4, layers.9]; null: where the dearest stage costs least."""
     pp_stages_per_rank: int = 1
     """With zbv and dualpipev 2, with interleaved 2 or more, with the others 1."""
+
+    cp: int = 1
+    """Ranks that share the tokens of dp's rows; see docs/howto/long_contexts.md."""
+    ulysses: int = 1
+    """Over so many of cp, attention takes heads for tokens; over the rest of it keys are fetched."""
+    cp_algorithm: Literal["gather", "ring"] = "gather"
+    """How they are: what a rank needs at once, or from one rank after another."""
+    cp_order: Literal["balanced", "head_tail", "in_order"] = "balanced"
+    """Which rank has which tokens."""
 
     @property
     def stages(self) -> int:
@@ -222,6 +231,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "model.rope_scaling.high_freq_factor": (1e-3, 1e6), "model.rope_scaling.original_max_seq_len": COUNT,
     "data.max_bytes": (1, 2 ** 40), "data.held_out_every": COUNT, "parallel.dp": (1, 2 ** 20), "parallel.tp": (1, 2 ** 20),
     "parallel.hsdp": (1, 2 ** 20), "parallel.pp": (1, 2 ** 16), "parallel.pp_stages_per_rank": (1, 2 ** 16),
+    "parallel.cp": (1, 2 ** 20), "parallel.ulysses": (1, 2 ** 20),
     "lora.rank": (1, 2 ** 16), "lora.alpha": (0, 1e6),
     "optim.lr": (0, 1e3), "optim.betas": (0, 1 - 1e-9), "optim.eps": (1e-30, 1), "optim.weight_decay": (0, 1e3),
     "optim.warmup": (0, 2 ** 53), "optim.min_lr_ratio": (0, 1), "optim.clip_norm": (0, 1e9),
@@ -244,6 +254,7 @@ def check(cfg: Config, world: int) -> None:
     _check_model(cfg.model)
     _check_degrees(cfg, world)
     _check_pipeline(cfg)
+    _check_context(cfg)
     if cfg.checkpoint.on_sigterm and not cfg.checkpoint.interval:
         raise ConfigError("For the configuration, checkpoint.on_sigterm is set, and checkpoint.interval is 0.", "",
                           "A run that never saves does not on SIGTERM either.", "--checkpoint.interval 100")
@@ -309,14 +320,17 @@ def _check_model(m: ModelConfig) -> None:
 def _check_degrees(cfg: Config, world: int) -> None:
     p, m = cfg.parallel, cfg.model
     tp_ok = [t for t in divisors(m.n_kv_heads) if m.n_heads % t == 0]
-    made = p.dp * p.tp * p.pp
+    made = p.dp * p.cp * p.tp * p.pp
     if made != world:
         pp = p.pp if world % p.pp == 0 else 1
-        fits = [f"dp={world // (t * pp)} tp={t}" + f" pp={pp}" * (p.pp > 1) for t in tp_ok if world % (t * pp) == 0]
+        cp = p.cp if world // pp % p.cp == 0 else 1
+        fits = [f"dp={world // (t * pp * cp)} tp={t}" + f" cp={cp}" * (p.cp > 1) + f" pp={pp}" * (p.pp > 1)
+                for t in tp_ok if world % (t * pp * cp) == 0]
         raise ConfigError(
             f"For the configuration, the parallel degrees make {made} ranks but {world} "
             f"{'workers run' if world != 1 else 'worker runs'}.",
-            f"parallel.dp = {p.dp} x parallel.tp = {p.tp}" + f" x parallel.pp = {p.pp}" * (p.pp > 1) +
+            f"parallel.dp = {p.dp} x parallel.tp = {p.tp}" + f" x parallel.cp = {p.cp}" * (p.cp > 1) +
+            f" x parallel.pp = {p.pp}" * (p.pp > 1) +
             f" = {made}, world size = {world}",
             "The degrees of the mesh axes multiply to the number of workers.",
             [f"with {world} {'workers' if world != 1 else 'worker'}: " + ", ".join(fits),
@@ -380,3 +394,23 @@ def _check_pipeline(cfg: Config) -> None:
             (t.init_hf, "train.init_hf", "A stage does not read its share of published weights yet.", first)):
         if what is not None:
             raise ConfigError(f"For the configuration, {key} does not go with a pipeline.", degree, rule, fix)
+
+
+def _check_context(cfg: Config) -> None:
+    p, m = cfg.parallel, cfg.model
+    degree = f"parallel.cp = {p.cp}, parallel.ulysses = {p.ulysses}, parallel.tp = {p.tp}"
+    fits = [u for u in divisors(p.cp) if m.n_kv_heads % (u * p.tp) == 0]
+    if p.ulysses not in fits:
+        raise ConfigError(f"For the configuration, parallel.ulysses = {p.ulysses} cannot take heads for tokens.",
+                          f"{degree}, model.n_kv_heads = {m.n_kv_heads}",
+                          "It divides cp, and each of its ranks has whole key heads of those of a tp rank.",
+                          f"--parallel.ulysses with one of {fits}; over the rest of cp keys are fetched")
+    if p.cp == 1:
+        return
+    for is_set, key, rule, fix in (
+            (m.experts is not None, "model.experts", "Their balance and capacity are taken by sequence.", "--parallel.cp 1"),
+            (p.pp > 1, "parallel.pp", "Stages do not hand the order of tokens on yet.", "--parallel.pp 1"),
+            (p.hsdp > 1, "parallel.hsdp", "Parameters are whole, or cut, over dp and cp together.", "--parallel.hsdp 1"),
+            (cfg.train.compile, "train.compile", "What is compiled is attention of whole rows.", "--train.compile false")):
+        if is_set:
+            raise ConfigError(f"For the configuration, {key} does not go with context parallelism.", degree, rule, fix)

@@ -129,6 +129,23 @@ def rotary(rows: Tensor, cos: Tensor, sin: Tensor, turn: Tensor) -> Tensor:
     return rows * cos + product(rows, turn) * sin
 
 
+@lru_cache(maxsize=8)
+def turns(cfg: ModelConfig, length: int, places: bytes) -> tuple[Tensor, Tensor, Tensor]:
+    """Cosine and sine [n, 1, e] of the angles at the places that the bytes of i32[n] tell, and `Constants.turn`."""
+    angle = angles(cfg, length)[np.frombuffer(places, np.int32)][:, None]
+    turn = constants(cfg, 1, 1, 1).turn
+    return Tensor(np.cos(angle).astype(np.float32)), Tensor(np.sin(angle).astype(np.float32)), turn
+
+
+@rounding_once
+def rotate(x: Tensor, cfg: ModelConfig, places: Tensor, length: int) -> Tensor:
+    """`model.rotate`, of a list [n, heads, e]."""
+    if not x.shape[0]:
+        return x
+    cos, sin, turn = turns(cfg, length, places.asnumpy().tobytes())
+    return x * cos + product(x.reshape(-1, x.shape[-1]), turn).reshape(x.shape) * sin
+
+
 def attention(q, key, value, mine: Constants, theirs: Constants, mask: Tensor) -> Tensor:
     """`ops.flash_attention_score` after `rotary`: see `attend`. Tensor ops only, so that it can be compiled.
 

@@ -101,6 +101,9 @@ def saved_by_block(cfg: Config, dtype_bytes: int) -> int:
 def per_rank(cfg: Config) -> dict[str, int]:
     """Bytes by what they are for, at the step's peak: when the backward of the last block begins."""
     m, t, p, s = cfg.model, cfg.train, cfg.parallel, Sizes(cfg)
+    if p.cp > 1:
+        raise ConfigError("For 'memory.py', there is no formula for context parallelism.", f"parallel.cp = {p.cp}",
+                          "What a rank fetches depends on the documents.", "--parallel.cp 1")
     if p.pp > 1:
         raise ConfigError("For 'memory.py', there is no formula for a pipeline.", f"parallel.pp = {p.pp}",
                           "What a rank holds depends on its stage and on the schedule.", "--parallel.pp 1")

@@ -25,7 +25,7 @@ import numpy as np
 from mindspore import Tensor, mint, nn, ops
 from mindspore.common.initializer import initializer
 
-from ms_dtensor import DTensor
+from ms_dtensor import DTensor, Tokens
 from ms_dtensor.internals.target import on_cpu
 
 from . import cpu
@@ -84,6 +84,22 @@ class Packed:
     places: Tensor
 
 
+@dataclass(frozen=True)
+class Listed:
+    """In the same place, where a batch is a list that ranks share: its order, and the place of each token."""
+
+    tokens: Tokens
+    places: Tensor
+
+
+def rotate(cfg: ModelConfig, x: Tensor, places: Tensor, length: int) -> Tensor:
+    """Each token of a list [n, heads, e] turned by its place, i32[n], below `length`."""
+    if on_cpu():
+        return cpu.rotate(x, cfg, places, length)
+    cos, sin = (ops.gather(table[0], places, 0).expand_dims(0) for table in rotary_tables(cfg, length, x.dtype))
+    return ops.rotary_position_embedding(x.expand_dims(0), cos, sin, 0)[0]
+
+
 def linear(d_in: int, d_out: int, bias: bool = False) -> nn.Dense:
     """y = x @ weight.T + bias with weight [d_out, d_in]; filled by `init_weights`."""
     return nn.Dense(d_in, d_out, weight_init="zeros", bias_init="zeros", has_bias=bias)
@@ -125,6 +141,10 @@ class Attention(nn.Cell):
         self.core = partial(attend, cfg)  # of q, key and value alone: on a mesh `parallelize.py` sets what runs there
 
     def construct(self, x, t):
+        if isinstance(t, Listed):
+            n, h, k, e = x.shape[0], self.heads, self.kv_heads, self.head_dim
+            q, key, value = (w(x).reshape(n, m, e) for w, m in ((self.wq, h), (self.wk, k), (self.wv, k)))
+            return self.wo(self.core(self.q_norm(q), self.k_norm(key), value, t).reshape(n, h * e))
         t, *places = (t.length, t.places) if isinstance(t, Packed) else (t,)
         b, h, k, e = x.shape[0] // t, self.heads, self.kv_heads, self.head_dim
         q, key, value = (w(x).reshape(b, t, n, e) for w, n in ((self.wq, h), (self.wk, k), (self.wv, k)))
@@ -169,6 +189,7 @@ class Llama(nn.Cell):
     """Token ids i32[b, t] -> logits [b*t, vocab]; of a mixture of experts, these and the auxiliary loss.
 
     With `places`, i32[b, t], rows hold several documents: each token's place in its own, beyond which it sees nothing.
+    Of a list of tokens that ranks share, ids are i32[n], and `places` is a `Listed`.
     A later stage of a pipeline takes tokens [n, d] in the place of ids, and is told the `length` of sequences.
 
     Args:
@@ -177,7 +198,7 @@ class Llama(nn.Cell):
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
-        self.mixed = cfg.experts is not None
+        self.cfg, self.mixed = cfg, cfg.experts is not None
         self.tok_embeddings = Embedding(cfg.vocab_size, cfg.dim)
         self.layers = nn.CellList([Block(cfg) for _ in range(cfg.n_layers)])
         self.norm = RMSNorm(cfg.dim, cfg.norm_eps)
@@ -189,8 +210,11 @@ class Llama(nn.Cell):
 
     def construct(self, ids, places=None, length=None):
         x = self.tok_embeddings(ids)
-        length = length or ids.shape[1]
-        t = length if places is None else Packed(length, places)
+        if isinstance(places, Listed):
+            t = places
+        else:
+            length = length or ids.shape[1]
+            t = length if places is None else Packed(length, places)
         shares = []
         for layer in self.layers:
             x = layer(x, t)

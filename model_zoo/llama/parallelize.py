@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lays the Llama of `model.py` out over a mesh with axes ("dp", "tp"): Megatron's cuts, as a plan of styles.
 
+With "cp" between these a batch is one list of tokens, cut over dp and cp: `own_list`.
+
 Not here: any arithmetic. Every style keeps activations DTensors (`use_local_output=False`), because `model.py` speaks
 of global sizes. Inputs are DTensors on the whole mesh, `Shard(0)` on dp and `Replicate` on tp.
 
@@ -12,6 +14,7 @@ Sequence parallelism cuts the list of tokens f32[n, d], which dp has cut already
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 import numpy as np
 from mindspore import Tensor, nn
@@ -24,8 +27,12 @@ from ms_dtensor import (
     Placement,
     Replicate,
     Shard,
+    balance,
+    context_attention,
     distribute_module,
+    head_tail,
     implicit_replication,
+    in_order,
     init_device_mesh,
     local_map,
 )
@@ -43,8 +50,9 @@ from ms_dtensor.parallel import (
 from ms_dtensor.pipeline import Absent
 from ms_dtensor.tensor.distribute import distribute_parameter, set_parameter
 
-from .config import ParallelConfig
+from .config import ModelConfig, ParallelConfig
 from .lora import adapted
+from .model import Listed, rotate
 
 
 class Cut(ParallelStyle):
@@ -117,22 +125,23 @@ def parallelize(model: nn.Cell, mesh: DeviceMesh, cfg: ParallelConfig,
 
     Initial weights are those of rank 0 of each axis. Afterwards every parameter and buffer is a DTensor on `mesh`.
     """
-    mixed, inside = model.mixed, "layers.*."
+    mixed, model_cfg, inside = model.mixed, model.cfg, "layers.*."
     plan = adapter_plan(tensor_plan(cfg, mixed), model)
     for layer in here(model.layers):
         parallelize_module(layer, mesh["tp"], {k.removeprefix(inside): v for k, v in plan.items() if k.startswith(inside)})
-        layer.attention.core = attention_on_heads(layer.attention.core, mesh)
+        layer.attention.core = attention_on_lists(model_cfg, mesh, cfg) if context_axes(mesh) else \
+            attention_on_heads(layer.attention.core, mesh)
         if mixed:
             layer.feed_forward.core = experts_on_widths(layer.feed_forward.core, mesh, cfg)
         if cfg.fsdp:
             # of the experts' weights, dim 0 has too few rows to be cut over many ranks
-            fully_shard(layer, mesh=data_axes(mesh), mp_policy=mp_policy,
+            fully_shard(layer, mesh=token_axes(mesh), mp_policy=mp_policy,
                         shard_placement_fn=lambda p: Shard(1) if p.ndim == 3 else None)
     outer = [name for name, cell in model.name_cells().items() if here([cell])]
     parallelize_module(model, mesh["tp"], {k: v for k, v in plan.items() if k in outer})
     if not cfg.fsdp:
-        return replicate(model, mesh=data_axes(mesh), mp_policy=mp_policy, zero1=cfg.zero1)
-    return fully_shard(model, mesh=data_axes(mesh), mp_policy=mp_policy)
+        return replicate(model, mesh=token_axes(mesh), mp_policy=mp_policy, zero1=cfg.zero1)
+    return fully_shard(model, mesh=token_axes(mesh), mp_policy=mp_policy)
 
 
 def here(cells: Iterable[nn.Cell]) -> list[nn.Cell]:
@@ -141,8 +150,12 @@ def here(cells: Iterable[nn.Cell]) -> list[nn.Cell]:
 
 
 def make_mesh(device: str, cfg: ParallelConfig) -> DeviceMesh:
-    """All ranks as ("dp", "tp"); "copies" before these if parameters are copied between parts of dp, and "pp" first."""
-    axes = {"pp": cfg.pp, "copies": cfg.hsdp, "dp": cfg.dp // cfg.hsdp, "tp": cfg.tp}
+    """All ranks as ("dp", "tp"); "copies" before these if parameters are copied between parts of dp, and "pp" first.
+
+    "cp" and "ulysses" between the two, if ranks share the tokens of dp's rows.
+    """
+    axes = {"pp": cfg.pp, "copies": cfg.hsdp, "dp": cfg.dp // cfg.hsdp, "cp": cfg.cp // cfg.ulysses, "ulysses": cfg.ulysses,
+            "tp": cfg.tp}
     axes = {name: n for name, n in axes.items() if n > 1 or name in ("dp", "tp")}
     return init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
@@ -156,6 +169,54 @@ def stage_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def data_axes(mesh: DeviceMesh) -> DeviceMesh:
     """The axes over which the batch is cut."""
     return mesh["copies", "dp"] if "copies" in mesh.mesh_dim_names else mesh["dp"]
+
+
+def context_axes(mesh: DeviceMesh) -> tuple[str, ...]:
+    """Those over which ranks share the tokens of the same rows."""
+    return tuple(name for name in ("cp", "ulysses") if name in mesh.mesh_dim_names)
+
+
+def token_axes(mesh: DeviceMesh) -> DeviceMesh:
+    """The axes over which tokens are cut, and parameters whole or cut by data parallelism."""
+    return mesh[("dp", *context_axes(mesh))].flatten("tokens") if context_axes(mesh) else data_axes(mesh)
+
+
+def own_list(mesh: DeviceMesh, cfg: ParallelConfig, window: int | None, ids: np.ndarray, labels: np.ndarray,
+             places: np.ndarray | None = None) -> tuple[DTensor, DTensor, Listed]:
+    """This rank's part of a global batch [b, t], as lists: rows cut over dp, their tokens over cp in an order of their own.
+
+    Args:
+        mesh: with an axis "cp" or "ulysses".
+        cfg: which order.
+        window: of attention.
+        ids: the same on every rank.
+        labels: as ids.
+        places: each token's in its document; None: rows are documents.
+    """
+    if places is None:
+        places = np.broadcast_to(np.arange(ids.shape[1], dtype=np.int32), ids.shape)
+    each, part = len(ids) // mesh["dp"].size(), mesh.get_local_rank("dp")
+    ids, labels, places = (x[part * each:(part + 1) * each].reshape(-1) for x in (ids, labels, places))
+    starts = np.flatnonzero(places == 0)
+    lengths = np.diff([*starts, len(places)]).tolist()
+    ranks = cfg.cp // cfg.ulysses
+    tokens = balance(lengths, ranks, window=window) if cfg.cp_order == "balanced" else \
+        {"head_tail": head_tail, "in_order": in_order}[cfg.cp_order](lengths, ranks)
+    mine = tokens.cut(ids, labels, places, mesh=mesh, axes=("dp", *context_axes(mesh)))
+    return mine[0], mine[1], Listed(tokens, mine[2])
+
+
+def attention_on_lists(cfg: ModelConfig, mesh: DeviceMesh, parallel: ParallelConfig):
+    """Attention over the list, by place: f32[n@dp@cp, heads@tp, e] throughout."""
+    rows = {a: Shard(0) for a in mesh.mesh_dim_names if a != "tp"}
+    turn = local_map(partial(rotate, cfg), rows | {"tp": Shard(1)}, (rows | {"tp": Shard(1)}, rows, None), device_mesh=mesh,
+                     redistribute_inputs=True, out_shapes=lambda x, places: x)
+    attention = context_attention(mesh[context_axes(mesh)], parallel.cp_algorithm)
+
+    def run(q, key, value, t: Listed):
+        q, key = (turn(x, t.places, max(t.tokens.documents)) for x in (q, key))
+        return attention(q, key, value, t.tokens, window=cfg.sliding_window)
+    return run
 
 
 def own_rows(rows: np.ndarray, mesh: DeviceMesh | None) -> Tensor:

@@ -40,7 +40,7 @@ from .configio import model_values
 from .cpu import compile_attention
 from .data import Text, stream_values
 from .model import Llama, cross_entropy, init_weights
-from .parallelize import data_axes, here, own_rows, parallelize, stage_mesh
+from .parallelize import data_axes, here, own_list, own_rows, parallelize, stage_mesh
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B, "zbh1": ScheduleZBH1,
              "zbv": ScheduleZBVZeroBubble, "dualpipev": ScheduleDualPipeV}
@@ -155,7 +155,10 @@ class Trainer:
         """This rank's parts of the micro-batches of a global batch."""
         count = self.cfg.train.micro_batches
         for rows in zip(*(np.split(x, count) for x in batch), strict=True):
-            yield tuple(own_rows(x, self.mesh) for x in rows)
+            if self.cfg.parallel.cp > 1:
+                yield own_list(self.mesh, self.cfg.parallel, self.cfg.model.sliding_window, *rows)
+            else:
+                yield tuple(own_rows(x, self.mesh) for x in rows)
 
     def gradients(self, *batch: np.ndarray) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Loss and gradients (in the order of `params`) of a global batch."""

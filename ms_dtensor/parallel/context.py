@@ -188,10 +188,9 @@ def _gathered(q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, mask: Mask, scale
         return connected(full((0, q._shape[1], v._shape[2]), 0, q.dtype), q, *there)
     if len(order) != there[0]._shape[0] or (order != np.arange(len(order))).any():
         there = tuple(_in_kernel_order(x, order) for x in there)
-    if len(there) == 1:
-        there = tuple(mint.narrow(there[0], 1, at, g) for at in (0, g))
+    k, v = there if len(there) == 2 else (mint.narrow(there[0], 1, at, g) for at in (0, g))
     q_ends = _ends([run[1:] for run in tokens.runs[me]])
-    return varlen.runs(q, *there, q_ends, _ends(list(keys.spans)), mask, scale)
+    return varlen.runs(q, k, v, q_ends, _ends(list(keys.spans)), mask, scale)
 
 
 def _in_kernel_order(x: Tensor, order: np.ndarray) -> Tensor:
@@ -212,7 +211,7 @@ class _Round:
         self.send = [len(self.gives) if r == dst else 0 for r in range(n)]
         self.recv = [len(table[me].rows[src]) if r == src and step else 0 for r in range(n)]
         self.busy = bool(step) and any(len(table[r].rows[(r - step) % n]) for r in range(n))
-        self.own = table[me].rows[me] if not step else None
+        self.own = table[me].rows[me]
         # of each run of queries: its rows, and those of the keys among what came, with the first place of both
         self.blocks: list[tuple[int, int, int, int, int, int, int]] = []
         q0 = 0
@@ -247,7 +246,7 @@ class _Ring(DFunction):
     def forward(ctx, q, k, v, tokens, mask, scale, group, me):
         g = k._shape[1]
         kv = mint.cat((k, v), 1)
-        state: dict[int, tuple[Any, int]] = {}
+        state: dict[int, varlen.Block] = {}
         queries: dict[int, Tensor] = {}
         for there, part in _fetched(kv, tokens, mask, group, me):
             for number, q0, q1, k0, k1, a, c in part.blocks:
@@ -291,7 +290,7 @@ class _Ring(DFunction):
                 if part.step:
                     with comm.annotate(src=f"gradients of {_WHAT}", dst="whose they are"):
                         grads = group.all_to_all_rows(grads, part.recv, part.send)
-                dkv = added_up(grads, part.own if part.own is not None else part.gives, dkv)
+                dkv = added_up(grads, part.gives if part.step else part.own, dkv)
         runs = [varlen.by_tokens(dq[number], b - a) for number, (_, a, b) in enumerate(tokens.runs[me])]
         dq_all = mint.cat(runs) if runs else full(q._shape, 0, wide)
         dkv = dkv.astype(k.dtype)

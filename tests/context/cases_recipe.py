@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real ranks: the recipe with its tokens cut over cp trains as on one device, beside everything else that it can do."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from model_zoo.llama.config import Config, LoraConfig, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
+from model_zoo.llama.data import places
+from model_zoo.llama.parallelize import make_mesh
+from model_zoo.llama.trainer import Trainer
+from ms_dtensor import comm
+from tests.cases import case
+from tests.dist.support import array
+
+SIZES = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 40, "vocab_size": 37}
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Batches of any numbers; with documents rows hold several, which the token 0 ends."""
+
+    documents: bool
+
+    def batch(self, seed, step, batch, seq):
+        rng = np.random.default_rng(1000 * seed + step)
+        both = rng.integers(0, 7, (batch, seq + 1)).cumsum(1).astype(np.int32) % 37
+        ids, labels = (np.ascontiguousarray(x) for x in (both[:, :-1], both[:, 1:]))
+        return (ids, labels, places(ids, 0)) if self.documents else (ids, labels)
+
+    def identity(self):
+        return {}
+
+
+_one_device: dict = {}
+
+
+def steps(parallel: ParallelConfig | None, documents: bool, batch: int, window=None, lora=None, **how):
+    """(losses, norms, trained parameters) of three steps."""
+    cfg = Config(model=ModelConfig(sliding_window=window, **SIZES), parallel=parallel or ParallelConfig(), lora=lora,
+                 optim=OptimConfig(lr=0.01, warmup=1, eps=1e-3),
+                 train=TrainConfig(steps=3, batch=batch, seq=12, seed=3, **how))
+    trainer = Trainer(cfg, Drawn(documents), None if parallel is None else make_mesh("cpu", parallel))
+    done = [trainer.step(i) for i in range(3)]
+    return [s.loss for s in done], [s.grad_norm for s in done], {p.name: array(p) for p in trainer.params}
+
+
+def same(parallel: ParallelConfig, documents: bool = True, window=None, lora=None, **how):
+    """Compares with one device; the events that fetched keys. Three rows a rank: the cuts are within rows."""
+    batch, alone = 3 * parallel.dp * how.get("micro_batches", 1), {k: v for k, v in how.items() if k == "micro_batches"}
+    key = documents, batch, window, lora, *alone.values()
+    if key not in _one_device:
+        _one_device[key] = steps(None, documents, batch, window, lora, **alone)
+    with comm.record() as events:
+        loss, norm, params = steps(parallel, documents, batch, window, lora, **how)
+    losses, norms, wanted = _one_device[key]
+    off = [np.abs(np.divide(a, b) - 1).max() for a, b in ((loss, losses), (norm, norms))]
+    # in norm: AdamW divides by roots of small second moments, so single elements are off by more
+    off.append(max(np.linalg.norm(params[name] - w) / max(np.linalg.norm(w), 1.0) for name, w in wanted.items()))
+    assert max(off) <= 1e-6, (parallel, how, off)
+    return [e for e in events if e.src == "keys and values"]
+
+
+@case(world_size=2, timeout=200)
+def two_ranks_share_the_tokens_of_all_rows(world):
+    for order in ("balanced", "head_tail", "in_order"):
+        fetched = same(ParallelConfig(cp=2, cp_order=order), documents=False)
+        assert {e.axes for e in fetched} == {("cp",)} and len(fetched) == 3 * 2  # of two layers, in three steps
+        same(ParallelConfig(cp=2, cp_order=order))
+    same(ParallelConfig(cp=2, cp_algorithm="ring"), window=5)
+    same(ParallelConfig(cp=2, ulysses=2))
+    same(ParallelConfig(cp=2, fsdp=True), recompute=True)
+    same(ParallelConfig(cp=2, zero1=True), micro_batches=2)
+    same(ParallelConfig(cp=2), lora=LoraConfig(rank=2))
+
+
+@case(world_size=4, timeout=200)
+def four_ranks_beside_data_tensor_and_sequence_parallelism(world):
+    same(ParallelConfig(dp=2, cp=2, fsdp=True), micro_batches=2, recompute=True)
+    same(ParallelConfig(dp=2, cp=2, cp_algorithm="ring"))
+    same(ParallelConfig(tp=2, cp=2, fsdp=True))
+    same(ParallelConfig(tp=2, cp=2, sequence_parallel=True, fsdp=True), window=5, recompute=True)
+    same(ParallelConfig(tp=2, cp=2, sequence_parallel=True, loss_parallel=False, cp_algorithm="ring"))
+    same(ParallelConfig(cp=4, ulysses=2, fsdp=True))
+    same(ParallelConfig(cp=4, ulysses=2, cp_algorithm="ring", cp_order="head_tail"))
