@@ -23,6 +23,7 @@ from ms_dtensor import (
 from ms_dtensor.errors import CollectiveMismatch, ConfigError, LayoutError, OpRuleError
 from tests.cases import case
 from tests.dist.support import refusal, same_on_all_ranks
+from tests.rehearsal.session import rehearsed
 
 MASKS = {"causal": {}, "window": {"window": 5}, "full": {"causal": False}}
 HEADS = ((8, 8), (8, 2), (8, 1))
@@ -255,3 +256,32 @@ def another_order_on_some_rank_is_told_to_all_under_checks(world):
         text = refusal(lambda: context_attention(mesh["cp"])(q, k, v, orders[world.rank]), CollectiveMismatch)
     assert "tokens" in text
     same_on_all_ranks(world, text)
+
+
+@case(world_size=2, timeout=120)
+def on_a_devices_branch_the_same_is_sent_and_all_is_waited_for(world):
+    """Rows as HCCL takes them, in the strict double; one rank has no tokens, and so nothing that it could send."""
+    with rehearsed():
+        mesh = init_device_mesh("npu", (2,), mesh_dim_names=("cp",))
+        for tokens in (head_tail([16], 2), balance([9, 6, 2], 2), in_order([1], 2), in_order([3], 2)):
+            for algorithm in ("gather", "ring"):
+                compare(mesh, ("cp",), algorithm, tokens, 4, 2, f"rehearsed {algorithm} {tokens.documents}")
+
+
+@case(world_size=2, timeout=120)
+def a_thousand_documents_of_one_token(world):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    for algorithm in ("gather", "ring"):
+        events, back = compare(mesh, ("cp",), algorithm, balance([1] * 1000, 2), 8, 2, "a thousand documents")
+        assert events == [] and back == []
+
+
+@case(world_size=8, timeout=500)
+def on_eight_ranks(world):
+    mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("cp",))
+    two = init_device_mesh("cpu", (4, 2), mesh_dim_names=("cp", "ulysses"))
+    for number, documents in enumerate(([29, 11, 5, 1, 1, 17], [25], [5], [8] * 8, [1] * 40)):
+        mask = list(MASKS.values())[number % 3]
+        for algorithm in ("gather", "ring"):
+            compare(mesh, ("cp",), algorithm, balance(documents, 8, **mask), 8, 2, f"{algorithm} {documents}", **mask)
+            compare(two, ("cp", "ulysses"), algorithm, balance(documents, 4, **mask), 8, 2, f"hybrid {documents}", **mask)
