@@ -37,7 +37,8 @@ if TYPE_CHECKING:  # for editors and type checkers, who cannot see what loads on
     from .ops import rng, rules as rules
     from .ops.rng import get_rng_state as get_rng_state, manual_seed as manual_seed, set_rng_state as set_rng_state
     from .parallel import (
-        ColwiseParallel as ColwiseParallel, FusedColwiseParallel as FusedColwiseParallel, MixedPrecisionPolicy as
+        ColwiseParallel as ColwiseParallel, ContextParallel as ContextParallel,
+        FusedColwiseParallel as FusedColwiseParallel, MixedPrecisionPolicy as
         MixedPrecisionPolicy, ParallelStyle as ParallelStyle,
         PrepareModuleInput as PrepareModuleInput, PrepareModuleInputOutput as PrepareModuleInputOutput, PrepareModuleOutput
         as PrepareModuleOutput, RowwiseParallel as RowwiseParallel, SequenceParallel as SequenceParallel, loss_parallel as
@@ -73,10 +74,10 @@ _EXPORTS = {
     "custom_ops.local_map": ("local_map",),
     "debug": ("CommDebugMode", "checks", "explain", "visualize_sharding"),
     "dispatch.modes": ("SkipDTensorDispatch", "implicit_replication", "redistribution_policy"),
-    "parallel": ("parallelize_module", "ParallelStyle", "ColwiseParallel", "RowwiseParallel", "SequenceParallel",
-                 "PrepareModuleInput", "PrepareModuleOutput", "PrepareModuleInputOutput", "FusedColwiseParallel",
-                 "MixedPrecisionPolicy", "checkpoint_wrapper", "context_attention", "fully_shard", "loss_parallel",
-                 "register_fsdp_forward_method", "replicate", "suggest_plan"),
+    "parallel": ("parallelize_module", "ParallelStyle", "ColwiseParallel", "ContextParallel", "RowwiseParallel",
+                 "SequenceParallel", "PrepareModuleInput", "PrepareModuleOutput", "PrepareModuleInputOutput",
+                 "FusedColwiseParallel", "MixedPrecisionPolicy", "checkpoint_wrapper", "context_attention",
+                 "fully_shard", "loss_parallel", "register_fsdp_forward_method", "replicate", "suggest_plan"),
 }
 # import paths that people use -> where the module is
 _ALIASES = {

@@ -3,12 +3,14 @@
 
 `module.py` applies a plan of styles, `suggest.py` computes one; `styles.py` holds the tensor- and sequence-parallel ones,
 `fused.py` that for fused projections; `sharding/` is data parallelism, with parameters whole on every rank or cut over them;
+`context.py` is attention of tokens that ranks share, `context_style.py` the style that puts it in a cell's place;
 `precision.py` mixed precision; `recompute.py` chooses cells to run again; `loss.py` the vocabulary-parallel loss. Styles use
 only the public DTensor API: what a style does, a user could write.
 """
 from __future__ import annotations
 
 from .context import context_attention
+from .context_style import ContextParallel
 from .fused import FusedColwiseParallel
 from .loss import loss_parallel
 from .module import parallelize_module
@@ -26,7 +28,7 @@ from .styles import (
 )
 from .suggest import suggest_plan
 
-__all__ = ["CPUOffloadPolicy", "ColwiseParallel", "FusedColwiseParallel", "MixedPrecisionPolicy", "OffloadPolicy",
-           "ParallelStyle", "PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput", "RowwiseParallel",
-           "SequenceParallel", "checkpoint_wrapper", "context_attention", "fully_shard", "loss_parallel",
-           "parallelize_module", "register_fsdp_forward_method", "replicate", "suggest_plan"]
+__all__ = ["CPUOffloadPolicy", "ColwiseParallel", "ContextParallel", "FusedColwiseParallel", "MixedPrecisionPolicy",
+           "OffloadPolicy", "ParallelStyle", "PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput",
+           "RowwiseParallel", "SequenceParallel", "checkpoint_wrapper", "context_attention", "fully_shard",
+           "loss_parallel", "parallelize_module", "register_fsdp_forward_method", "replicate", "suggest_plan"]

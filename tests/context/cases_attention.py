@@ -5,9 +5,10 @@ from __future__ import annotations
 from functools import lru_cache
 
 import numpy as np
-from mindspore import Tensor
+from mindspore import Tensor, mint, nn
 
 from ms_dtensor import (
+    ContextParallel,
     Shard,
     balance,
     checks,
@@ -16,6 +17,7 @@ from ms_dtensor import (
     distribute_tensor,
     grad,
     head_tail,
+    implicit_replication,
     in_order,
     init_device_mesh,
     redistribution_policy,
@@ -256,6 +258,58 @@ def another_order_on_some_rank_is_told_to_all_under_checks(world):
         text = refusal(lambda: context_attention(mesh["cp"])(q, k, v, orders[world.rank]), CollectiveMismatch)
     assert "tokens" in text
     same_on_all_ranks(world, text)
+
+
+class Core(nn.Cell):
+    """Causal attention of whole rows [b, s, h, e]; it counts how often it runs."""
+
+    ran = 0
+
+    def construct(self, q, k, v):
+        self.ran += 1
+        share, s = q.shape[2] // k.shape[2], q.shape[1]
+        a, b, c = (mint.permute(x, (0, 2, 1, 3)) for x in (q, mint.repeat_interleave(k, share, 2),
+                                                           mint.repeat_interleave(v, share, 2)))
+        scores = mint.matmul(a, mint.permute(b, (0, 1, 3, 2))) / np.sqrt(E).item()
+        with implicit_replication():
+            scores = scores + Tensor(np.triu(np.full((s, s), -1e30), 1))
+        return mint.permute(mint.matmul(mint.softmax(scores, -1), c), (0, 2, 1, 3))
+
+
+@case(world_size=4)
+def the_style_is_the_cell_of_whole_rows(world):
+    rng = np.random.default_rng(4)
+    q, k, v, dout = (rng.normal(size=(2, 8, heads, E)) for heads in (4, 2, 2, 4))
+    flat = [x.reshape(16, *x.shape[2:]) for x in (q, k, v, dout)]
+    want = [x.reshape(2, 8, *x.shape[1:]) for x in one_device([8, 8], *flat)]
+    for names, rest in ((("dp", "cp"), {"dp": Shard(0)}), (("cp", "tp"), {"tp": Shard(2)})):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+        for order in ("in_order", "head_tail"):
+            cut = head_tail if order == "head_tail" else in_order
+            at = cut([8], 2).index()  # as the program cuts its rows: pieces of each one behind another
+            xs = [distribute_tensor(Tensor(x[:, at]), mesh, rest | {"cp": Shard(1)}, src_data_rank=None)
+                  for x in (q, k, v, dout)]
+            for algorithm in ("gather", "ring"):
+                core = ContextParallel(algorithm, order=order).apply(Core(), mesh["cp"])
+                got = [core(*xs[:3]), *grad(lambda *t, f=core, d=xs[3]: (f(*t) * d).sum(), (0, 1, 2))(*xs[:3])]
+                for name, x, y in zip(("out", "dq", "dk", "dv"), got, want):
+                    assert x.layout.placements == xs[0].layout.placements, (name, x.layout)
+                    off = np.abs(x.full_tensor().asnumpy() - y[:, at]).max() / np.abs(y).max()
+                    assert off <= 1e-12, (names, order, algorithm, name, off)
+                assert core.ran == 0
+    core = ContextParallel().apply(Core(), mesh["cp"])
+    whole = core(*(distribute_tensor(Tensor(x), mesh, src_data_rank=None) for x in (q, k, v)))
+    assert core.ran == 1 and np.abs(whole.full_tensor().asnumpy() - want[0]).max() < 1e-6
+    heads = ContextParallel(seq_dim=2, head_dim=1).apply(Core(), mesh["cp"])
+    swapped = [distribute_tensor(Tensor(x.swapaxes(1, 2)), mesh, {"cp": Shard(2)}, src_data_rank=None) for x in (q, k, v)]
+    assert np.abs(heads(*swapped).full_tensor().asnumpy() - want[0].swapaxes(1, 2)).max() < 1e-12
+    odd = [distribute_tensor(Tensor(x[:, :7]), mesh, {"cp": Shard(1)}, src_data_rank=None) for x in (q, k, v)]
+    for call, said in ((lambda: core(*odd), "not cut evenly"), (lambda: core(*xs[:3], xs[3]), "something else than"),
+                       (lambda: ContextParallel(seq_dim=3), "do not fit"),
+                       (lambda: ContextParallel().apply(Core(), mesh), "not one axis")):
+        text = refusal(call, ConfigError)
+        assert said in text, text
+        same_on_all_ranks(world, text)
 
 
 @case(world_size=2, timeout=120)
