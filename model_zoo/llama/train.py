@@ -146,7 +146,8 @@ def _run(argv: list[str], keep: ExitStack) -> None:
         weights, own = trainer.sizes
         report.bubble = trainer.bubble()
         report.say(f"{weights / 1e6:.2f} M parameters{f', {own:,} of them trained,' * (own < weights)} on "
-                   f"{world} {'ranks' if world > 1 else 'rank'}: {f'pp={p.pp} ' * (p.pp > 1)}dp={p.dp} tp={p.tp}"
+                   f"{world} {'ranks' if world > 1 else 'rank'}: {f'pp={p.pp} ' * (p.pp > 1)}dp={p.dp} "
+                   f"{f'cp={p.cp} ' * (p.cp > 1)}tp={p.tp}"
                    f"{' sequence-parallel' if p.sequence_parallel and p.tp > 1 else ''}"
                    f"{' fsdp' if p.fsdp else ' zero1' if p.zero1 else ''}{f' hsdp={p.hsdp}' if p.hsdp > 1 else ''}; "
                    f"{t.batch} x {t.seq} tokens a step; log in {log_dir}")

@@ -6,13 +6,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from model_zoo.llama.config import Config, LoraConfig, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
+from model_zoo.llama.config import (
+    Config,
+    ExpertsConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    TrainConfig,
+    check,
+)
 from model_zoo.llama.data import places
 from model_zoo.llama.parallelize import make_mesh
 from model_zoo.llama.trainer import Trainer
 from ms_dtensor import comm
+from ms_dtensor.errors import ConfigError
 from tests.cases import case
-from tests.dist.support import array
+from tests.dist.support import array, refusal
 
 SIZES = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 40, "vocab_size": 37}
 
@@ -29,6 +39,9 @@ class Drawn:
         ids, labels = (np.ascontiguousarray(x) for x in (both[:, :-1], both[:, 1:]))
         return (ids, labels, places(ids, 0)) if self.documents else (ids, labels)
 
+    def held_out_batch(self, index, count, batch, seq):
+        return self.batch(77, index, batch, seq)
+
     def identity(self):
         return {}
 
@@ -37,13 +50,14 @@ _one_device: dict = {}
 
 
 def steps(parallel: ParallelConfig | None, documents: bool, batch: int, window=None, lora=None, **how):
-    """(losses, norms, trained parameters) of three steps."""
+    """(losses, norms, trained parameters) of three steps; the last loss is the held-out one after them."""
     cfg = Config(model=ModelConfig(sliding_window=window, **SIZES), parallel=parallel or ParallelConfig(), lora=lora,
                  optim=OptimConfig(lr=0.01, warmup=1, eps=1e-3),
-                 train=TrainConfig(steps=3, batch=batch, seq=12, seed=3, **how))
+                 train=TrainConfig(steps=3, batch=batch, seq=12, seed=3, eval_batches=2, **how))
     trainer = Trainer(cfg, Drawn(documents), None if parallel is None else make_mesh("cpu", parallel))
     done = [trainer.step(i) for i in range(3)]
-    return [s.loss for s in done], [s.grad_norm for s in done], {p.name: array(p) for p in trainer.params}
+    losses = [*(s.loss for s in done), trainer.held_out_loss()]
+    return losses, [s.grad_norm for s in done], {p.name: array(p) for p in trainer.params}
 
 
 def same(parallel: ParallelConfig, documents: bool = True, window=None, lora=None, **how):
@@ -66,7 +80,7 @@ def same(parallel: ParallelConfig, documents: bool = True, window=None, lora=Non
 def two_ranks_share_the_tokens_of_all_rows(world):
     for order in ("balanced", "head_tail", "in_order"):
         fetched = same(ParallelConfig(cp=2, cp_order=order), documents=False)
-        assert {e.axes for e in fetched} == {("cp",)} and len(fetched) == 3 * 2  # of two layers, in three steps
+        assert {e.axes for e in fetched} == {("cp",)} and len(fetched) == 5 * 2  # of two layers, in five forwards
         same(ParallelConfig(cp=2, cp_order=order))
     same(ParallelConfig(cp=2, cp_algorithm="ring"), window=5)
     same(ParallelConfig(cp=2, ulysses=2))
@@ -84,3 +98,21 @@ def four_ranks_beside_data_tensor_and_sequence_parallelism(world):
     same(ParallelConfig(tp=2, cp=2, sequence_parallel=True, loss_parallel=False, cp_algorithm="ring"))
     same(ParallelConfig(cp=4, ulysses=2, fsdp=True))
     same(ParallelConfig(cp=4, ulysses=2, cp_algorithm="ring", cp_order="head_tail"))
+
+
+@case(world_size=2)
+def what_the_recipe_cannot_do_with_it_is_refused(world):
+    sizes = ModelConfig(**SIZES)
+    for parallel, model, train, said in (
+            (ParallelConfig(cp=2), ModelConfig(experts=ExpertsConfig(4, 2), **SIZES), {}, "model.experts does not go with"),
+            (ParallelConfig(cp=2, ulysses=3), sizes, {}, "parallel.ulysses with one of [1, 2]"),
+            (ParallelConfig(cp=4, ulysses=4), sizes, {}, "parallel.ulysses with one of [1, 2]"),
+            (ParallelConfig(cp=2, pp=2), sizes, {"micro_batches": 2}, "parallel.pp does not go with"),
+            (ParallelConfig(dp=2, cp=2, fsdp=True, hsdp=2), sizes, {}, "parallel.hsdp does not go with"),
+            (ParallelConfig(cp=2), sizes, {"compile": True}, "train.compile does not go with"),
+            (ParallelConfig(cp=2, tp=2), sizes, {"world": 2}, "parallel.cp = 2")):
+        made = parallel.dp * parallel.cp * parallel.tp * parallel.pp
+        ranks, batch = train.pop("world", made), {"batch": 8} | train
+        cfg = Config(model=model, parallel=parallel, train=TrainConfig(**batch))
+        text = refusal(lambda c=cfg, n=ranks: check(c, n), ConfigError)
+        assert said in text and "fix:" in text, text
