@@ -67,6 +67,7 @@ def calls(group):
         "reduce_scatter": (lambda **how: group.reduce_scatter(x, "sum", 0, [2, 2], **how), x),
         "uneven reduce_scatter": (lambda **how: group.reduce_scatter(x, "avg", 0, uneven, **how), x),
         "all_to_all": (lambda **how: group.all_to_all(x, 0, [2, 2], 1, [6] * n, **how), x),
+        "all_to_all_rows": (lambda **how: group.all_to_all_rows(x, [3, 1], [3, 1], **how), x),
         "broadcast": (lambda **how: group.broadcast(x, group.ranks[0], **how), x),
     }
 
