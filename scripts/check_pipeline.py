@@ -16,7 +16,6 @@ the limit passed (give a busy machine more). Ranks are forked from one process t
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import random
@@ -49,54 +48,14 @@ from ms_dtensor.pipeline.schedule import (  # noqa: E402
 from ms_dtensor.pipeline.split import pipeline  # noqa: E402
 from ms_dtensor.pipeline.step import Step  # noqa: E402
 from ms_dtensor.pipeline.transfer import Edge  # noqa: E402
+from scripts.forked import world  # noqa: E402
 
 KINDS = ((ScheduleGPipe, 1), (Schedule1F1B, 1), (ScheduleInterleaved1F1B, 2), (ScheduleZBH1, 1), (ScheduleZBVZeroBubble, 2),
          (ScheduleDualPipeV, 2))
 MICRO, ROWS, WIDTH = 8, 16, 8
-_count = 0
-
 
 class Boom(Exception):
     pass
-
-
-def world(size: int, run: Callable[[int], object], limit: float = 60) -> dict[int, dict]:
-    """Forks ranks; what each of them returns, or the error it ends with. Who was killed has none."""
-    global _count
-    _count += 1
-    job, pids, reads = f"{20000 + os.getpid() % 20000}{_count}", [], []
-    for rank in range(size):
-        read, write = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            os.environ.update(MS_ROLE="MS_WORKER", MS_WORKER_NUM=str(size), MS_NODE_ID=str(rank), MS_SCHED_PORT=job)
-            out, why = {"pid": os.getpid()}, ""
-            try:
-                out["result"] = run(rank)
-            except BaseException as error:
-                why = f"{type(error).__name__}: {error}".partition("\n")[0]
-                out.update(error=type(error).__name__, text=str(error), at=time.time())
-            os.write(write, json.dumps(out).encode())
-            from ms_dtensor.comm import world as ours
-            with contextlib.suppress(Exception):
-                ours._leave(why)
-            os._exit(0)
-        os.close(write)
-        pids.append(pid)
-        reads.append(read)
-    until, left = time.time() + limit, dict(enumerate(pids))
-    while left and time.time() < until:
-        left = {rank: pid for rank, pid in left.items() if os.waitpid(pid, os.WNOHANG) == (0, 0)}
-        time.sleep(0.005)
-    for pid in left.values():
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    out = {}
-    for rank, read in enumerate(reads):
-        with os.fdopen(read, "rb") as f:
-            text = f.read()
-        out[rank] = json.loads(text) if text else {"pid": pids[rank]}
-    return out
 
 
 class Block(nn.Cell):
