@@ -22,7 +22,7 @@ from ..optim.clip import STAGE
 from .actions import Actions, computing, grid
 from .builders import dualpipe_v, gpipe, interleaved, one_f_one_b, zb_h1, zbv
 from .check import check
-from .microbatches import cut, rows_of_batch
+from .microbatches import check_rows
 from .order import Lowered, Timeline, lower, simulate
 from .stage import PipelineStage
 from .step import Step
@@ -186,11 +186,11 @@ class Schedule:
         if len(weights) != m:
             raise ScheduleError(f"For '{type(self).__name__}.step', there are {len(weights)} weights.", f"{m} microbatches",
                                 "Each microbatch has its own.", "one number for each")
-        pieces = cut((args, kwargs, target), m, rows_of_batch(args))
+        check_rows(args, (kwargs, target), m)
         self.everybody.resume()
         if not self._agreed:
             self._agree()
-        return Step(self, lowered, pieces, list(weights), training, trace)
+        return Step(self, lowered, (args, kwargs, target), list(weights), training, trace)
 
     def _agree(self) -> None:
         """Compares the order between ranks; also where an evaluation comes first, whose order follows from it."""

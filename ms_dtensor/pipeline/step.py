@@ -27,6 +27,7 @@ from ..internals.target import on_cpu
 from ..parallel.sharding.call import units_of
 from ..tensor.dtensor import DTensor
 from .actions import Action, Overlap, Result, computing
+from .microbatches import microbatch
 from .order import Lowered, Recv, Send, Slot, Timeline
 from .transfer import Edge
 
@@ -37,9 +38,9 @@ if TYPE_CHECKING:
 class Step:
     """One batch on its way through this rank's stages."""
 
-    def __init__(self, schedule: Schedule, lowered: Lowered, cut: list, weights: list[float], training: bool,
+    def __init__(self, schedule: Schedule, lowered: Lowered, batch: tuple, weights: list[float], training: bool,
                  trace: bool):
-        self.schedule, self.cut, self.weights, self.training = schedule, cut, weights, training
+        self.schedule, self.batch, self.weights, self.training = schedule, batch, weights, training
         self.slots: list[Slot] | None = [] if trace else None
         self.at = ""  # what is under way
         self.events, self.owner = lowered.ranks[schedule.group.rank_index], lowered.owner
@@ -128,8 +129,9 @@ class Step:
     def forward(self, action: Action) -> None:
         s, i = action.stage, action.microbatch
         stage = self.schedule.stages[s]
-        args, kwargs, target = self.cut[i]
-        inputs = args if stage.is_first else _as_arguments(self._take(("F", s - 1, i)))
+        (args, kwargs, target), m = self.batch, self.schedule.n_microbatches
+        inputs = microbatch(args, i, m) if stage.is_first else _as_arguments(self._take(("F", s - 1, i)))
+        kwargs, target = microbatch(kwargs, i, m), microbatch(target, i, m) if stage.is_last else None
         loss_fn = self.schedule.loss_fn if stage.is_last else None
         then = None if loss_fn is None else lambda out: _number(loss_fn(out, target)) * self.weights[i]
         if self.training:
