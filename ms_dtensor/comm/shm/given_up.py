@@ -34,12 +34,14 @@ def resume(engine: Engine, ranks: Ranks) -> None:
         PeerLost: one has ended, or does not come.
     """
     signals = engine._signals
+    engine._owner.check("resume")
+    if engine._worker.busy:  # who reads the sockets, too
+        engine._worker.drain()
     signals.catch_up()
     if not signals.given_up:
         return
     if not signals.left:  # this rank begins the very step that others have left: it leaves it, too, and so all count alike
         signals.raise_told()
-    engine._worker.drain()
     engine._memory.enter(f"resume over ranks {ranks}".encode(), engine._site().encode())
     for first in (True, False):
         _meet(engine, ranks, first)
