@@ -152,7 +152,7 @@ def exceptions(args) -> dict:
             made.append((schedule, step_of(schedule)))
         for i in range(args.runs):
             schedule, want = made[i % len(made)]
-            victim, part = rng.randrange(args.ranks), PARTS[i // len(made) % len(PARTS)]
+            victim, part = rng.randrange(args.ranks), PARTS[i % len(PARTS)]
             event = rng.choice(points(schedule, victim)[part])
             if rank == victim:
                 strike.event, strike.part = event, part
@@ -203,7 +203,7 @@ def kills(args) -> dict:
     rng, bad, seconds = random.Random(args.seed), {}, []
     for i in range(args.runs):
         kind, v = KINDS[i % len(KINDS)]
-        victim, part, number = rng.randrange(args.ranks), PARTS[i // len(KINDS) % len(PARTS)], rng.random()
+        victim, part, number = rng.randrange(args.ranks), PARTS[i % len(PARTS)], rng.random()
 
         read, note = os.pipe()
 
@@ -283,7 +283,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", choices=(*parts, []), default=[])
     parser.add_argument("--runs", type=int, default=50)
-    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--ranks", type=int, default=4, choices=(2, 4, 8), help="interleaved wants them to divide 8")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=0.2)
     args = parser.parse_args()
