@@ -96,9 +96,11 @@ class CommError(DTensorError, RuntimeError):
 
     Attributes:
         in_step: all members of the group got this error at one and the same call, so they may go on together.
+        given_up: a rank has left a step of a pipeline by an exception; all ranks meet again in the next.
     """
 
     in_step = False
+    given_up = False
 
 
 class PeerLost(CommError):

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from mindspore import Tensor
 
+from ..errors import CommError
 from .packing import copy, numpy_dtype
 from .protocol import Backend, Ranks, Result, Work, cut, offsets, with_dim
 
@@ -43,6 +44,9 @@ class FakeBackend(Backend):
     def start(cls, rank: int, size: int, blocking: bool) -> FakeBackend:
         """A process that is alone."""
         return cls(size, rank, "local")
+
+    def give_up(self, error: CommError, group: Ranks) -> None:
+        """Nothing is in flight."""
 
     @staticmethod
     def _give(result: np.ndarray, async_op: bool) -> Result:

@@ -287,6 +287,16 @@ class Group:
         if self.size > 1:
             self.backend.agree(what, self.ranks)
 
+    def give_up(self, error: CommError) -> None:
+        """This rank leaves a step by an exception: members that wait get the error. Not recorded."""
+        if self.size > 1:
+            self.backend.give_up(error, self.ranks)
+
+    def resume(self) -> None:
+        """Before a step: where the one before was given up on some member, all meet. Not recorded."""
+        if self.size > 1:
+            self.backend.resume(self.ranks)
+
     # -- objects ---------------------------------------------------------------------------------------------------
 
     def barrier(self) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 
+from ..errors import CommError
 from . import tally as tallies
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ class Backend(ABC):
     needs_scheduler: bool = False  # msrun's extra process has something to do
     rank: int = 0
     size: int = 1
+    _given_up: CommError | None = None
 
     @classmethod
     @abstractmethod
@@ -169,6 +171,23 @@ class Backend(ABC):
 
     def agree(self, what: str, group: Ranks) -> None:  # noqa: B027
         """Raises unless all members say the same; nothing where calls are compared now and then only (`agree.py`)."""
+
+    def give_up(self, error: CommError, group: Ranks) -> None:
+        """This rank leaves a step of many calls by an exception: the others get the error in place of what they wait for.
+
+        Not here: where nobody is told, they wait on.
+        """
+        self._given_up = error
+
+    def resume(self, group: Ranks) -> None:
+        """Begins the next: where a step was given up the members meet, and what was in flight is void.
+
+        Raises:
+            CommError: this cannot be done.
+        """
+        if self._given_up is not None:
+            raise CommError(f"For 'resume', what was in flight stays there on '{self.name}'.", f"after: {self._given_up}",
+                            "A step begins with nothing in flight.", "end the process; restart from a checkpoint")
 
     def communicator(self, group: Ranks) -> str | None:
         """The name by which MindSpore's own collectives know these ranks, after all of them have called this; or None."""

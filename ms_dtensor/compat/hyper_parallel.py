@@ -34,6 +34,7 @@ from ..tensor.distribute import distribute_module
 from ..tensor.dtensor import DTensor
 from ..tensor.factories import empty, full, ones, zeros
 from .hyper_layout import DeviceMesh, Layout, distribute_tensor, get_platform, init_device_mesh
+from .hyper_pipeline import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from .hyper_shard import (
     ShardingPlan,
     custom_shard,
@@ -45,11 +46,12 @@ from .hyper_shard import (
 )
 
 __all__ = ["ColwiseParallel", "CommDebugMode", "DFunction", "DTensor", "DeviceMesh", "DistributedOp", "Layout",
-           "ParallelStyle", "Partial", "PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput", "Replicate",
-           "RowwiseParallel", "SequenceParallel", "Shard", "ShardingPlan", "SkipDTensorDispatch", "custom_shard",
+           "ParallelStyle", "Partial", "PipelineStage", "PrepareModuleInput", "PrepareModuleInputOutput",
+           "PrepareModuleOutput", "Replicate", "RowwiseParallel", "Schedule1F1B", "ScheduleGPipe",
+           "ScheduleInterleaved1F1B", "SequenceParallel", "Shard", "ShardingPlan", "SkipDTensorDispatch", "custom_shard",
            "distribute_module", "distribute_tensor", "empty", "full", "get_platform", "hsdp", "init_device_mesh",
-           "init_parameters", "loss_parallel", "ones", "parallelize_module", "parallelize_value_and_grad", "shard_module",
-           "zeros"]
+           "init_parameters", "loss_parallel", "ones", "parallelize_module", "parallelize_value_and_grad",
+           "shard_module", "zeros"]
 
 
 class DistributedOp:

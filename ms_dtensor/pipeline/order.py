@@ -44,6 +44,8 @@ class Timeline:
         >>> from ms_dtensor.pipeline import one_f_one_b, simulate, zbv
         >>> simulate(one_f_one_b(8, 16)).span, simulate(zbv(8, 16)).span
         (69.0, 51.5)
+        >>> simulate(one_f_one_b(2, 2)).costs
+        {(0, 'F'): 1.0, (0, 'B'): 2.0, (1, 'F'): 1.0, (1, 'B'): 2.0}
         >>> simulate(zbv(2, 4)).idle, simulate(zbv(2, 4)).local_idle, simulate(zbv(2, 4)).held
         ((0.5, 0.5), (0.0, 0.0), (4, 4))
     """
@@ -66,6 +68,15 @@ class Timeline:
         """How long each rank does nothing between its own first action and its last."""
         return tuple(rank[-1].end - rank[0].start - sum(slot.end - slot.start for slot in rank) if rank else 0.0
                      for rank in self.slots)
+
+    @property
+    def costs(self) -> dict[str | tuple[int, str], float]:
+        """What actions of a stage and kind take on average, as `simulate` takes it."""
+        times: dict[str | tuple[int, str], list[float]] = {}
+        for rank in self.slots:
+            for slot in rank:
+                times.setdefault((slot.action.stage, slot.action.kind), []).append(slot.end - slot.start)
+        return {key: sum(some) / len(some) for key, some in times.items()}
 
     @property
     def held(self) -> tuple[int, ...]:

@@ -1,39 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a schedule: a loop over this rank's part of the one order, and what users call it by.
+"""Schedules as users call them: stages, an order, and steps of it, which `step.py` runs.
 
-State of a step: recordings of forwards whose backward has not run, results that are waited for on this rank, and sums of
-gradients. Nothing of it outlives the step, also where something raises. On host a message is taken where it is needed, in
-the order in which its sender sends; on a device where the order has it, as the host does not wait there.
+A step ends on all ranks, or on none. The order and the kinds of what is sent are compared between ranks before a number is
+used; nothing here knows an order by its name.
 """
 from __future__ import annotations
 
-import math
 import zlib
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-import mindspore as ms
-import numpy as np
 from mindspore import Parameter, Tensor
 
-from ..core.tree import leaves, map_leaves
-from ..dispatch.operands import detached, local_alias, wrap
-from ..dispatch.recording import HeldRecording, Recording
-from ..errors import LayoutError, ScheduleError
+from .. import comm
+from ..dispatch.operands import local_alias, wrap
+from ..errors import CollectiveMismatch, ScheduleError
 from ..internals.names import NoFallbackGuard
-from ..internals.target import on_cpu
 from ..optim.base import restore
 from ..optim.clip import STAGE
-from ..tensor.dtensor import DTensor
-from .actions import Action, Actions, Overlap, Result, computing
+from .actions import Actions, computing, grid
 from .builders import dualpipe_v, gpipe, interleaved, one_f_one_b, zb_h1, zbv
 from .check import check
-from .order import Lowered, Recv, Send, lower, simulate
+from .microbatches import check_rows
+from .order import Lowered, Timeline, lower, simulate
 from .stage import PipelineStage
-from .transfer import Edge
+from .step import Step
 
 Builder = Callable[[int, int, int], Actions]  # of ranks, microbatches, stages a rank
 
@@ -50,6 +42,7 @@ class Schedule:
     Attributes:
         params: the trainable parameters of this rank's stages now, in whose order gradients come.
         actions: the order.
+        timeline: when each rank ran what, of the last step that was traced; alike on all ranks.
 
     Raises:
         ScheduleError: an order with faults, or of other stages than these.
@@ -67,6 +60,7 @@ class Schedule:
     """
 
     build: Builder | None = None
+    timeline: Timeline | None = None
 
     def __init__(self, stages: PipelineStage | Sequence[PipelineStage], n_microbatches: int,
                  loss_fn: Callable | None = None, *, actions: Actions | None = None):
@@ -74,6 +68,7 @@ class Schedule:
         self.stages = {stage.stage_index: stage for stage in stages}
         self.mesh, count = stages[0].mesh, stages[0].num_stages
         self.group, size = self.mesh.get_group(), self.mesh.size()
+        self.everybody = comm.group(self.mesh.root.mesh.ravel().tolist())  # no communicator: on devices it sends nothing
         if actions is None:
             if self.build is None:
                 raise ScheduleError("For 'Schedule', no order was given.", "", "It runs any, so it has to be told which.",
@@ -115,7 +110,8 @@ class Schedule:
             raise ScheduleError(f"For '{who}', the order has {len(faults)} faults.", str(faults[0]),
                                 "An order runs to its end, and makes each gradient once.", "check(actions) lists all faults")
 
-    def step(self, *args, target: Any = None, weights: Sequence[float] | None = None, **kwargs) -> tuple[Tensor, list]:
+    def step(self, *args, target: Any = None, weights: Sequence[float] | None = None, trace: bool = False,
+             **kwargs) -> tuple[Tensor, list]:
         """Forward and backward of a batch.
 
         Args:
@@ -123,6 +119,7 @@ class Schedule:
             target: of the loss, cut like the batch.
             weights: what the loss of each microbatch is multiplied with, before its backward; default 1/m each. Where
                 targets are ignored, shares of those that count.
+            trace: note when each action runs, as `timeline`. On a device the host then waits for each action.
             **kwargs: of every stage, which each rank cuts itself and nobody sends: places, masks.
 
         Returns:
@@ -131,26 +128,31 @@ class Schedule:
         Raises:
             LayoutError: rows that the microbatches do not divide, before anything is sent.
             ScheduleError: no loss function, or not one weight a microbatch.
+            CollectiveMismatch: ranks with different orders, in the first step.
+            PeerLost: another rank has left the step by an exception, which it names, or has died. Unless one died, the next
+                step works once all ranks have caught what they got.
         """
         if self.loss_fn is None:
             raise ScheduleError(f"For '{type(self).__name__}.step', there is no loss function.", "",
                                 "A backward begins at a loss.", f"{type(self).__name__}(stages, m, loss_fn=...)")
-        run = self._begin(self._lowered, args, kwargs, target, weights, training=True)
-        sums = run.run()
-        for stage in self.stages.values():
-            for tie in stage.ties:
-                self._add_tied(tie, stage, sums)
-        grads = [sums[id(p)] for p in self.params]
-        return run.loss(), grads
+        run = self._begin(self._lowered, args, kwargs, target, weights, training=True, trace=trace)
+        with run.on_all_ranks_or_none("step"):
+            sums = run.run()
+            for stage in self.stages.values():
+                for tie in stage.ties:
+                    self._add_tied(tie, stage, sums)
+            loss = run.loss()
+            if trace:
+                self.timeline = run.timeline()
+        return loss, [sums[id(p)] for p in self.params]
 
     def eval(self, *args, target: Any = None, weights: Sequence[float] | None = None, **kwargs):
         """Forward alone: the loss, alike on all ranks; without a loss function the outputs of the microbatches, on the last
         stage's rank, elsewhere None."""
         run = self._begin(self._forward_only, args, kwargs, target, weights, training=False)
-        run.run()
-        if self.loss_fn is None:
-            return run.losses or None
-        return run.loss()
+        with run.on_all_ranks_or_none("eval"):
+            run.run()
+            return (run.losses or None) if self.loss_fn is None else run.loss()
 
     def explain(self) -> str:
         """What each rank does, messages included, as a grid."""
@@ -177,19 +179,40 @@ class Schedule:
         restore(type(self).__name__, {"state": {name: x for name, x in own.items() if state.get(name) is not x}},
                 {"state": other})
 
-    def _begin(self, lowered: Lowered, args, kwargs, target, weights, training: bool) -> _Step:
+    def _begin(self, lowered: Lowered, args, kwargs, target, weights, training: bool, trace: bool = False) -> Step:
         m = self.n_microbatches
         if weights is None:
             weights = [1.0 / m] * m
         if len(weights) != m:
             raise ScheduleError(f"For '{type(self).__name__}.step', there are {len(weights)} weights.", f"{m} microbatches",
                                 "Each microbatch has its own.", "one number for each")
-        cut = _cut((args, kwargs, target), m, _rows_of_batch(args))
+        check_rows(args, (kwargs, target), m)
+        self.everybody.resume()
         if not self._agreed:
-            text = self.explain()  # also where an evaluation comes first, whose order follows from it
-            self.group.agree(f"a pipeline in the order {zlib.crc32(text.encode()):08x}, which begins\n{text[:600]}")
-            self._agreed = True
-        return _Step(self, lowered, cut, list(weights), training)
+            self._agree()
+        return Step(self, lowered, (args, kwargs, target), list(weights), training, trace)
+
+    def _agree(self) -> None:
+        """Compares the order between ranks; also where an evaluation comes first, whose order follows from it."""
+        what = f"a pipeline in the order {zlib.crc32(self.explain().encode()):08x}"
+        try:
+            self.everybody.agree(what)
+        except CollectiveMismatch as error:
+            if str(error).count(what[:-8]) < self.everybody.size:  # some rank is elsewhere
+                raise
+            raise self._differing(self.everybody.all_gather_object(self.actions.csv())) from error
+        self._agreed = True
+
+    def _differing(self, texts: Sequence[str]) -> CollectiveMismatch:
+        """The first action of the least rank in which orders are not the same."""
+        rank, place, cells = first_difference([[row.split(",") for row in text.splitlines()] for text in texts])
+        said = "\n".join(f"rank {r}: {cell or 'nothing'}" for r, cell in enumerate(cells))
+        mine = self.actions.ranks
+        around = grid(mine, min(rank, len(mine) - 1), place)
+        return CollectiveMismatch(f"For '{type(self).__name__}.step', ranks run a pipeline in different orders.",
+                                  f"rank {rank}, place {place} is, to\n{said}\n{around}",
+                                  "All ranks have the whole order, and the same one.",
+                                  "build or load it alike on all ranks")
 
     def _add_tied(self, tie, stage: PipelineStage, sums: dict[int, Any]) -> None:
         """Gradients of one parameter that several ranks have; each adds them up in the order of the stages."""
@@ -303,177 +326,15 @@ class ScheduleDualPipeV(Schedule):
     build = staticmethod(lambda p, m, v: dualpipe_v(p, m))
 
 
-def _rows_of_batch(args: tuple) -> set[int]:
-    """Of the first tensor, here and over all data-parallel ranks."""
-    first = next((x for x in leaves(args, Tensor) if x.shape), None)
-    return set() if first is None else {first.shape[0], first._shape[0]}
+def first_difference(orders: Sequence[Sequence[Sequence[str]]]) -> tuple[int, int, list[str]]:
+    """Rank and place at which orders first differ, and what each has there; of orders that do.
 
-
-def _cut(tree: Any, m: int, rows: set[int]) -> list:
-    """The microbatches: each tensor's rows in m equal parts, everything else repeated."""
-    if arrays := leaves(tree, np.ndarray):
-        raise LayoutError("For a pipeline, a NumPy array was given.", f"{arrays[0].dtype}{list(arrays[0].shape)}",
-                          "Tensors are cut into microbatches, and everything else goes to each as it is.",
-                          "mindspore.Tensor(array)")
-    return [map_leaves(lambda x, i=i: _rows(x, i, m, rows), tree, Tensor) for i in range(m)]
-
-
-def _rows(x: Tensor, i: int, m: int, rows: set[int]) -> Tensor:
-    if not x.shape:
-        return x
-    if rows and not rows & {x.shape[0], x._shape[0]}:
-        raise LayoutError(f"For a pipeline, a tensor has {x.shape[0]} rows, and the batch {max(rows)}.", f"{list(x.shape)}",
-                          "Tensors are cut along dim 0, each row belongs to one of the batch.",
-                          ("hold what is the same for all rows in a cell, or in the loss function", "x.expand(...)"))
-    layout = getattr(x, "_layout", None)
-    pieces = m if layout is None else m * math.prod(layout.mesh.shape[a] for a in layout.dim_axes[0])
-    if x.shape[0] % pieces:
-        raise LayoutError(f"For a pipeline, {x.shape[0]} rows are not cut into {m} microbatches.",
-                          f"{list(x.shape)}" if layout is None else layout.describe(),
-                          "Each microbatch has as many rows, on each rank.", f"rows that {pieces} divides")
-    n = x._shape[0] // m
-    with NoFallbackGuard():
-        piece = local_alias(x)[i * n:(i + 1) * n].contiguous()
-    if layout is None:
-        return piece
-    return DTensor.from_local(piece, layout.mesh, list(layout.placements), shape=(layout.shape[0] // m, *layout.shape[1:]))
-
-
-class _Step:
-    """One batch on its way through this rank's stages."""
-
-    def __init__(self, schedule: Schedule, lowered: Lowered, cut: list, weights: list[float], training: bool):
-        self.schedule, self.cut, self.weights, self.training = schedule, cut, weights, training
-        self.events, self.owner = lowered.ranks[schedule.group.rank_index], lowered.owner
-        self.recordings: dict[tuple[int, int], Recording] = {}
-        self.there: dict[Result, Any] = {}  # results that an action here waits for
-        self.coming: dict[int, deque[Recv]] = {}  # by rank, messages that it sends, in its order
-        self.edges: dict[int, Edge] = {}  # by the stage before the border
-        self.left = {s: schedule.n_microbatches for s in schedule.stages}  # backwards to come
-        self.in_parts = {(a.stage, a.microbatch) for _, _, a in computing(schedule.actions.ranks) if a.kind == "I"}
-        self.params = {s: stage.params() for s, stage in schedule.stages.items()}
-        self.sums: dict[int, Any] = {}
-        self.losses: list[Any] = []
-
-    def run(self) -> dict[int, Any]:
-        """Runs all events; gives sums of gradients, by id of the parameter."""
-        for event in self.events:
-            if isinstance(event, Recv):
-                self.coming.setdefault(event.peer, deque()).append(event)
-                if not on_cpu():
-                    self._arrive(event.result)
-            elif isinstance(event, Send):
-                self._send(event)
-            elif isinstance(event, Action | Overlap):
-                for part in event.parts:
-                    with self._told(part):
-                        self.forward(part) if part.kind == "F" else self.backward(part)
-        assert not (self.recordings or self.there or any(self.coming.values())), "a pipeline left something in flight"
-        return self.sums
-
-    @contextmanager
-    def _told(self, action: Action) -> Iterator[None]:
-        """What raises says where."""
-        try:
-            yield
-        except Exception as error:
-            if hasattr(error, "add_note"):
-                error.add_note(f"in {action} on rank {self.schedule.group.rank_index} of the pipeline")
-            raise
-
-    def forward(self, action: Action) -> None:
-        s, i = action.stage, action.microbatch
-        stage = self.schedule.stages[s]
-        args, kwargs, target = self.cut[i]
-        inputs = args if stage.is_first else _as_arguments(self._take(("F", s - 1, i)))
-        loss_fn = self.schedule.loss_fn if stage.is_last else None
-        then = None if loss_fn is None else lambda out: _number(loss_fn(out, target)) * self.weights[i]
-        if self.training:
-            made = self.recordings[s, i] = stage.record(inputs, kwargs, then, (s, i) in self.in_parts)
-            out = map_leaves(detached, made.outputs, Tensor)
-        else:
-            out = stage.module(*inputs, **kwargs)
-            out = out if then is None else then(out)
-        if stage.is_last:
-            self.losses.append(out)
-        else:
-            self.there["F", s, i] = out
-
-    def backward(self, action: Action) -> None:
-        s, i = action.stage, action.microbatch
-        stage, made, params = self.schedule.stages[s], self.recordings[s, i], self.params[s]
-        cotangents = None
-        if action.kind != "W" and not stage.is_last:
-            arriving = iter(self._take(("B", s + 1, i)))
-            cotangents = [next(arriving) if x.is_floating_point() else x for x in leaves(made.outputs, Tensor)]
-        grads: list = []
-        if isinstance(made, HeldRecording) and action.kind == "I":
-            dx = made.backward_inputs(cotangents, params)
-        else:
-            del self.recordings[s, i]
-            self.left[s] -= 1
-            if self.left[s] in (0, self.schedule.n_microbatches - 1):  # it walks through all cells
-                stage.synchronise(self.left[s] == 0)
-            if isinstance(made, HeldRecording):
-                grads = made.backward_weights(params)
-            else:
-                dx, grads = made.backward(cotangents, params)
-        for p, g in zip(params, grads):
-            self.sums[id(p)] = self.sums[id(p)] + g if id(p) in self.sums else g
-        if action.kind != "W" and not stage.is_first:
-            self.there["B", s, i] = dx
-
-    # -- results -----------------------------------------------------------------------------------------------------
-
-    def _edge(self, before: int, peer: int) -> Edge:
-        if before not in self.edges:
-            self.edges[before] = Edge(self.schedule.group, peer, self.schedule.mesh.root)
-        return self.edges[before]
-
-    def _send(self, event: Send) -> None:
-        made = self.there.pop(event.result)
-        if event.what == "F":
-            self._edge(event.stage, event.peer).send(made, event.result)
-        else:
-            self._edge(event.stage - 1, event.peer).send_back(made, event.result)
-
-    def _take(self, result: Result) -> Any:
-        """A result, of this rank or by a message."""
-        self._arrive(result)
-        return self.there.pop(result)
-
-    def _arrive(self, result: Result) -> None:
-        """A message comes behind those that its sender sent before."""
-        peer = self.owner[result[1]]
-        while result not in self.there and self.coming.get(peer):
-            event = self.coming[peer].popleft()
-            edge = self._edge(event.stage - 1 if event.what == "F" else event.stage, peer)
-            self.there[event.result] = edge.receive(event.result) if event.what == "F" else edge.receive_back(event.result)
-
-    def loss(self) -> Tensor:
-        """The sum of the microbatches' weighted losses, from the last stage's rank to all."""
-        total: Any = None
-        for one in self.losses:
-            total = one if total is None else total + one
-        if isinstance(total, DTensor):
-            total = total.full_tensor()
-        group, last = self.schedule.group, self.owner[-1]
-        if group.size == 1:
-            return total
-        if not on_cpu():
-            return group.broadcast(Tensor(0.0, ms.float32) if total is None else total.astype(ms.float32), group.ranks[last])
-        told = [0.0, 0.0] if total is None else [float(total.asnumpy()), float(total.dtype == ms.float64)]
-        value, double = group.broadcast(Tensor(np.array(told)), group.ranks[last]).asnumpy().tolist()
-        return Tensor(value, ms.float64 if double else ms.float32)
-
-
-def _number(loss: Any) -> Tensor:
-    if not isinstance(loss, Tensor) or loss.shape or not loss.is_floating_point():
-        raise ScheduleError("For a pipeline, the loss function gave no number.", f"{type(loss).__name__} "
-                            f"{list(getattr(loss, 'shape', ()))}", "A backward begins at one number of floating point.",
-                            "return loss.mean(), a tensor without dims")
-    return loss
-
-
-def _as_arguments(made: Any) -> tuple:
-    return made if isinstance(made, tuple) else (made,)
+    Example:
+        >>> first_difference([[["0F0", "0B0"]], [["0F0", "0B1"]]])
+        (0, 1, ['0B0', '0B1'])
+    """
+    def at(rows: Sequence, i: int, default):
+        return rows[i] if i < len(rows) else default
+    return next((rank, place, cells) for rank in range(max(map(len, orders)))
+                for place in range(max(len(at(order, rank, ())) for order in orders))
+                if len(set(cells := [at(at(order, rank, ()), place, "") for order in orders])) > 1)

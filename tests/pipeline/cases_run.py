@@ -379,4 +379,4 @@ def ranks_with_other_orders(world):
     mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
     kind = (ScheduleGPipe, Schedule1F1B)[world.rank]
     schedule = kind(pipeline(filled(Net()), mesh), 4, loss_fn)
-    told(CollectiveMismatch, "a pipeline in the order", lambda: schedule.step(Tensor(X), target=Tensor(T)))
+    told(CollectiveMismatch, "ranks run a pipeline in different orders", lambda: schedule.step(Tensor(X), target=Tensor(T)))

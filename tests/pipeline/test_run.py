@@ -7,7 +7,8 @@ import pytest
 from tests.cases import case_params
 
 
-@pytest.mark.parametrize("case", [c for kind in ("run", "parts") for c in case_params(f"tests.pipeline.cases_{kind}", 2)])
+@pytest.mark.parametrize("case", [c for kind in ("run", "parts", "trace", "more")
+                                  for c in case_params(f"tests.pipeline.cases_{kind}", 2)])
 def test_two_ranks(case, ranks):
     ranks.check(case)
 

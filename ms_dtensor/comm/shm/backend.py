@@ -16,11 +16,13 @@ import numpy as np
 from mindspore import Tensor
 from mindspore import dtype as mstype
 
+from ...errors import CommError
 from ..cores import keep_to_share
 from ..packing import numpy_dtype
 from ..parts import Parts
 from ..protocol import Backend, Ranks, Result, Work
 from ..record import note, user_site
+from . import given_up
 from .future import Future
 from .reduce import BFLOAT16, is_bfloat16
 from .rendezvous import job_name, stated_timeout
@@ -164,6 +166,12 @@ class ShmBackend(Backend):
 
     def broadcast_object(self, obj: Any, src: int, group: Ranks) -> Any:
         return self._engine.broadcast_object(obj, src, group)
+
+    def give_up(self, error: CommError, group: Ranks) -> None:
+        given_up.tell(self._engine, error, group)
+
+    def resume(self, group: Ranks) -> None:
+        given_up.resume(self._engine, group)
 
     def close(self, reason: str = "") -> None:
         self._engine.close(reason)

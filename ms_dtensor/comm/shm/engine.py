@@ -28,7 +28,8 @@ from .future import Future, Worker
 from .pieces import across, along
 from .reduce import reduce_into
 from .segment import CHUNK, SLOT, Segment
-from .signals import INLINE, GroupState, Signals
+from .signals import INLINE, Signals
+from .state import GroupState
 
 Ranks = tuple[int, ...]
 Body = Callable[[GroupState, int], None]
@@ -76,6 +77,11 @@ class Engine:
     # -- one call --------------------------------------------------------------------------------------------------
 
     def _check_open(self, what: str) -> None:
+        if self._signals.given_up and not self._closed:
+            self._signals.raise_told()  # read by a wait that came to its end
+            raise CommError(f"For '{what}', ranks have left a step by an exception.", f"after: {self._broken}",
+                            "What they had in flight is void, until all of them meet again.",
+                            ("the pipeline's next step, on all ranks", "end the process; restart from a checkpoint"))
         if self._broken is not None or self._closed:
             raise CommError(f"For '{what}', the communication of this process has ended.",
                             f"after: {self._broken}" if self._broken else "after 'shutdown'",

@@ -17,7 +17,7 @@ from ..protocol import dtype_text
 from .engine import _ALIGN, Engine, Ranks, _up
 from .reduce import reduce_into
 from .segment import CHUNK
-from .signals import GroupState
+from .state import GroupState
 from .window import Window
 
 

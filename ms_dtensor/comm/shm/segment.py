@@ -159,6 +159,8 @@ class Segment:
 
     def introduce(self, key: bytes) -> int:
         """Makes the page and the slots of a group; returns their offset. `key` has eight bytes."""
+        if (made := self.group(key)) is not None:  # by a call that raised while it waited for the others
+            return made
         number = self.known.get()
         if number == GROUPS:
             raise CommError("For 'group', this rank is a member of too many groups.", f"{GROUPS} groups",

@@ -14,19 +14,19 @@ import select
 import socket
 import struct
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from ...errors import CollectiveMismatch, CommError, PeerLost
 from .deadlock import Condition, circle, reached
 from .desync import differing, odd_ranks
 from .futex import Word, duration
 from .rendezvous import Link
-from .segment import PAGE, SLOT, Segment
+from .segment import Segment
+from .state import GroupState, Peer
 
 _PACKET_START = struct.Struct("<BxHI")    # kind, unused, a number
 _ERROR, _BYE, _DATA, _DATA_FD = range(4)
+_IN_STEP, _GIVEN_UP = 1, 2               # the number of an error
 INLINE = 8 << 10                         # largest message that travels inside the socket
 _PACKET = INLINE + 4096
 _FD_SPACE = socket.CMSG_SPACE(4)
@@ -34,99 +34,7 @@ _IN = select.POLLIN
 _CONSEQUENCES = ("PeerLost", "CommError", "CollectiveMismatch")
 _ERRORS = {b"M": CollectiveMismatch, b"P": PeerLost, b"C": CommError}
 _SLICE = 0.05                            # seconds of sleep after which a rank looks around
-_NAP = duration(_SLICE)
-# 32-bit words of a group's page: meetings so far; the call, for even and odd meetings; steps of a broadcast so far; page
-# of the result, for even and odd calls; the last meeting that the first member refused
-_SEQ, _CALL, _STEPS, _RESULT, _REFUSED = 0, 1, 3, 4, 6
-
-
-class Peer:
-    """What this rank knows of another one."""
-
-    __slots__ = ("end", "inbox", "memory", "pid", "posted", "process", "rank", "sock", "taken")
-
-    def __init__(self, link: Link, me: int):
-        self.rank, self.pid, self.sock = link.rank, link.pid, link.sock
-        self.memory = Segment(link.fd, own=False)
-        self.inbox: deque[tuple[bytes, bytes, int]] = deque()  # messages: description, payload, or a memory file
-        self.taken, self.posted = 0, self.memory.posted(me)  # messages for us that came; that it says it sent
-        self.end: str | None = None                          # None: alive; "": left normally; text: how it ended
-        try:
-            self.process = os.pidfd_open(self.pid)           # says when it is gone, even if a child keeps its sockets
-        except OSError:                                      # an old kernel, or gone already: the socket will say so
-            self.process = -1
-
-
-class GroupState:
-    """A group as this rank sees it.
-
-    Attributes:
-        ranks: its members.
-        index: which of them this rank is.
-        members: their segments.
-        peers: their `Peer`s; None at the own index.
-        offsets: where each member keeps the group's page, in its segment.
-        turn: flips with every call: which half of the slots, and which result, the call uses.
-        described: calls of before, as text and checksum.
-        cache: for the engine, views that calls of one kind use again.
-    """
-
-    __slots__ = ("_pages", "cache", "described", "index", "members", "meetings", "offsets", "others", "peers", "ranks",
-                 "seq", "size", "steps", "turn")
-
-    def __init__(self, ranks: tuple[int, ...], me: int, peers: dict[int, Peer], memory: Segment, offsets: list[int]):
-        self.ranks, self.size, self.index = ranks, len(ranks), ranks.index(me)
-        self.peers = [peers.get(r) for r in ranks]
-        self.members = [p.memory if p else memory for p in self.peers]
-        self.offsets = offsets
-        self.meetings = [m.word(o + 4 * _SEQ) for m, o in zip(self.members, offsets)]
-        self.steps = [m.word(o + 4 * _STEPS) for m, o in zip(self.members, offsets)]
-        self._pages = [(m.words, o // 4) for m, o in zip(self.members, offsets)]
-        self.others = tuple((i, w) for i, w in enumerate(self.meetings) if i != self.index)
-        self.seq, self.turn = 0, 0
-        self.described: dict = {}
-        self.cache: dict = {}
-
-    def keep(self, key: Hashable, made: Any) -> Any:
-        """Puts something into the cache and returns it."""
-        if len(self.cache) > 128:
-            self.cache.clear()
-        self.cache[key] = made
-        return made
-
-    def slots(self) -> list[int]:
-        """Where each member's slot of this call is."""
-        return [o + PAGE + self.turn * SLOT for o in self.offsets]
-
-    def show_call(self, check: int) -> None:
-        """Publishes the checksum of the call, before meeting."""
-        words, at = self._pages[self.index]
-        words[at + _CALL + (self.seq & 1)] = check
-
-    def call_of(self, i: int) -> int:
-        """The checksum member `i` published for this meeting; valid until it has met us once more."""
-        words, at = self._pages[i]
-        return words[at + _CALL + (self.seq & 1)]
-
-    def refuse(self) -> None:
-        """The first member, of this meeting: calls differ, and it has told the others how."""
-        words, at = self._pages[0]
-        words[at + _REFUSED] = self.seq
-
-    def refused(self) -> bool:
-        """Whether it has; after the meeting."""
-        words, at = self._pages[0]
-        return words[at + _REFUSED] == self.seq
-
-    def show_result(self, offset: int) -> None:
-        """Publishes where the result of this call is made."""
-        words, at = self._pages[self.index]
-        words[at + _RESULT + self.turn] = offset // PAGE
-
-    def result_of(self, i: int) -> int:
-        """Where member `i` makes its result, in its segment."""
-        words, at = self._pages[i]
-        return words[at + _RESULT + self.turn] * PAGE
+NAP = duration(_SLICE)
 
 
 class Signals:
@@ -146,7 +54,8 @@ class Signals:
         self._poller = select.poll()
         for fd in self._by_fd:
             self._poller.register(fd, _IN)
-        self._told: Exception | None = None                  # what a peer told us went wrong
+        self._told: CommError | None = None                  # what a peer told us went wrong
+        self.given_up = self.left = False                    # a step, by somebody; and by this rank; see `given_up.py`
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -163,7 +72,7 @@ class Signals:
                     self._drop(peer, "died")
         return bool(events)
 
-    def _catch_up(self) -> None:
+    def catch_up(self) -> None:
         """Reads all that has come."""
         while self._poll(0):
             pass
@@ -182,8 +91,11 @@ class Signals:
         kind, _, number = _PACKET_START.unpack_from(data)
         if kind == _ERROR:
             attempt, operands, rule, *fixes = data[9:].decode(errors="replace").split("\0")
-            self._told = _ERRORS[data[8:9]](attempt, operands, rule, fixes)
-            self._told.in_step = bool(number)
+            told = _ERRORS[data[8:9]](attempt, operands, rule, fixes)
+            told.in_step, told.given_up = number == _IN_STEP, number == _GIVEN_UP
+            self.given_up = self.given_up or told.given_up
+            if self._told is None or not told.given_up:  # that is a consequence, and seldom of what ranks have in common
+                self._told = told
         elif kind == _BYE:
             self._drop(peer, data[8:].decode(errors="replace"))
         else:
@@ -234,7 +146,7 @@ class Signals:
 
     # -- waiting ---------------------------------------------------------------------------------------------------
 
-    def _wait_slow(self, what: str, missing: Callable[[], list[Condition]], sleep: Callable[[], object],
+    def wait_slow(self, what: str, missing: Callable[[], list[Condition]], sleep: Callable[[], object],
                 g: GroupState | None = None) -> None:
         """The rest of a wait that has taken a slice already: until nothing is missing, or it cannot end well.
 
@@ -246,13 +158,13 @@ class Signals:
         deadline = time.monotonic() + self.timeout - _SLICE
         try:
             while conditions := missing():
-                self._catch_up()  # several ends may have come at once: report the first cause, not its consequence
+                self.catch_up()  # several ends may have come at once: report the first cause, not its consequence
                 if not (conditions := missing()):  # complete after all; bad news matter to the next wait
                     return
                 self._check(conditions, what)
                 if time.monotonic() > deadline:
                     error = self._timed_out([c.rank for c in conditions], what, g)
-                    self._tell(g.peers if g else [], error)  # whose own time is up a little later
+                    self.tell(g.peers if g else [], error)  # whose own time is up a little later
                     raise error
                 self.memory.wait_for(conditions)
                 self._check_circle(what)
@@ -265,15 +177,20 @@ class Signals:
         ended = self._ended(conditions)
         if self._told is None and ended and ended[0].end and ended[0].end.startswith(_CONSEQUENCES):
             time.sleep(_SLICE)  # the cause's own end, or word of it, must be on its way
-            self._catch_up()
+            self.catch_up()
             ended = self._ended(conditions)
-        self._raise_told()  # the teller knows the cause, and may have ended since
+        self.raise_told()  # the teller knows the cause, and may have ended since
         if ended:
             raise self._lost(ended[0], what)
 
-    def _raise_told(self) -> None:
+    def hear(self, error: CommError | None) -> None:
+        """What the next wait raises, or None: whatever has been told is forgotten."""
+        self._told = error
+
+    def raise_told(self) -> None:
         if self._told is not None:
             told, self._told = self._told, None
+            self.left = self.left or told.given_up
             raise told
 
     def _ended(self, conditions: list[Condition]) -> list[Peer]:
@@ -326,7 +243,7 @@ class Signals:
         for _, word in words:
             now = word.get()
             while not reached(now, value):
-                word.sleep(now, _NAP)
+                word.sleep(now, NAP)
                 before, now = now, word.get()
                 if now == before:
                     def missing() -> list[Condition]:
@@ -335,8 +252,8 @@ class Signals:
                     def sleep(word: Word = word) -> None:
                         at = word.get()
                         if not reached(at, value):
-                            word.sleep(at, _NAP)
-                    self._wait_slow(what, missing, sleep, g)
+                            word.sleep(at, NAP)
+                    self.wait_slow(what, missing, sleep, g)
                     return
 
     # -- the meeting point -----------------------------------------------------------------------------------------
@@ -355,10 +272,10 @@ class Signals:
             def sleep(memory: Segment = memory) -> None:
                 known = memory.known.get()
                 if memory.group(key) is None:
-                    memory.known.sleep(known, _NAP)
+                    memory.known.sleep(known, NAP)
             if r != self.rank and missing():
                 sleep()
-                self._wait_slow(what, missing, sleep)
+                self.wait_slow(what, missing, sleep)
             offsets.append(mine if r == self.rank else memory.group(key) or 0)
         return GroupState(ranks, self.rank, self.peers, self.memory, offsets)
 
@@ -383,13 +300,13 @@ class Signals:
             words[me].set(seq)
             self._reach(g, ((0, words[0]),), seq, what)
             if check is not None and g.refused():
-                self._catch_up()  # it told us before it said that it refuses
-                self._raise_told()
+                self.catch_up()  # it told us before it said that it refuses
+                self.raise_told()
         else:
             try:
                 self._reach(g, g.others, seq, what)
             except CommError as e:
-                self._tell(g.peers[1:], e)
+                self.tell(g.peers[1:], e)
                 words[0].wake()
                 raise
             if check is not None:
@@ -417,7 +334,7 @@ class Signals:
         peer = self.peers[dst]
         packet = _PACKET_START.pack(_DATA_FD if fd >= 0 else _DATA, 0, len(about)) + about + bytes(payload)
         if not self._send(peer, packet, (fd,) if fd >= 0 else ()):
-            self._catch_up()  # all that it said, and the end of another that may be the cause of its own
+            self.catch_up()  # all that it said, and the end of another that may be the cause of its own
             self._drop(peer, "")
             self._check([Condition(dst, 0, 0)], "send")
         posted = self.memory.posted(dst)
@@ -431,22 +348,22 @@ class Signals:
         if not peer.inbox:
             def missing() -> list[Condition]:
                 return [] if peer.inbox else [Condition(src, peer.posted.index, (peer.taken + 1) & 0xFFFFFFFF)]
-            self._wait_slow(what, missing, lambda: peer.inbox or self._poll(_SLICE))
+            self.wait_slow(what, missing, lambda: peer.inbox or self._poll(_SLICE))
         return peer.inbox.popleft()
 
     # -- errors told to the others ---------------------------------------------------------------------------------
 
-    def _tell(self, peers: list[Peer | None], error: CommError) -> None:
+    def tell(self, peers: list[Peer | None], error: CommError) -> None:
         letter = next(k for k, v in _ERRORS.items() if isinstance(error, v))
-        in_step = getattr(error, "in_step", False)
+        how = _GIVEN_UP if error.given_up else _IN_STEP if error.in_step else 0
         text = "\0".join((error.attempt, error.operands, error.rule, *error.fix)).encode()[:INLINE]
         for p in filter(None, peers):
-            self._send(p, _PACKET_START.pack(_ERROR, 0, in_step) + letter + text)
+            self._send(p, _PACKET_START.pack(_ERROR, 0, how) + letter + text)
 
     def tell_all(self, error: CommError) -> None:
         """Tells every other rank what ends this one."""
         error.in_step = False
-        self._tell(list(self.peers.values()), error)
+        self.tell(list(self.peers.values()), error)
 
     def mismatch(self, calls: list[tuple[int, str, str]], tell: list[Peer | None], what: str, keys: Collection[int] = (),
                  in_step: bool = False) -> CollectiveMismatch:
@@ -471,7 +388,7 @@ class Signals:
                       "of the group."
         error = differing(attempt, calls)
         error.in_step = in_step
-        self._tell(tell, error)
+        self.tell(tell, error)
         return error
 
     def _mismatch(self, g: GroupState, what: str) -> CollectiveMismatch:

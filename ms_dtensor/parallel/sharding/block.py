@@ -148,6 +148,10 @@ class Block:
         if self.memory is not None and (pages or not self.straight()):
             self.memory.release()
 
+    def give_up(self) -> None:
+        """A gathering that is under way will not end."""
+        self._work = None
+
     def changed(self) -> bool:
         """Whether this rank's shards are no longer what lies in the memory."""
         with NoFallbackGuard():

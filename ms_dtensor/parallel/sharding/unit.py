@@ -148,6 +148,12 @@ class Unit:
         self.end_backward()
         self.reduction.abandon()
 
+    def give_up(self) -> None:
+        """Ranks have left a step: what is under way will not come."""
+        for block in self.blocks:
+            block.give_up()
+        self.abandon()
+
     def move_to(self, whole: DeviceMesh) -> None:
         """The unit's parameters lie on a mesh of more axes from here on, alike along the new ones: as on coordinate 0."""
         for p in {id(p): p for _, _, p in self.slots}.values():

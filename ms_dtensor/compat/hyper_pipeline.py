@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""hyper_parallel's pipeline names over ours: `PipelineStage(module, index, stage_num)`, `Schedule1F1B(stage, n).run(x)`.
+
+The last stage's module computes the loss itself, the first rank alone passes the batch, and gradients are the sums over
+microbatches of what each output's sensitivity gives. New code says `pipeline` and `Schedule.step`, whose loss function is
+apart, which cuts the model and its tied weights by itself, and which weighs microbatches before their backward.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mindspore import Tensor, nn
+
+from .. import comm
+from .. import pipeline as ours
+from ..core.mesh import DeviceMesh
+from ..core.tree import leaves, map_leaves
+from ..dispatch.operands import detached
+from ..errors import ConfigError, ScheduleError
+from ..pipeline import schedule as schedules
+from ..pipeline.stage import PipelineStage as Stage
+
+
+class PipelineStage(Stage):
+    """One stage, cut by hand.
+
+    Args:
+        submodule: what it computes; that of the last stage gives the loss.
+        stage_index: which one it is, from 0.
+        stage_num: how many there are.
+        mesh: the axis that stages are dealt over. Without it the world's ranks, each block of them a stage, in order.
+
+    Raises:
+        ConfigError: ranks that the stages do not divide, and no mesh.
+
+    Example:
+        >>> import mindspore as ms, ms_dtensor as md
+        >>> from mindspore import nn
+        >>> from ms_dtensor.compat.hyper_parallel import PipelineStage, Schedule1F1B
+        >>> class Model(nn.Cell):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.layer = nn.Dense(4, 1)
+        ...     def construct(self, x):
+        ...         return self.layer(x).mean()
+        >>> losses, grads = Schedule1F1B(PipelineStage(Model(), 0, 1), 2).run(ms.ops.ones((4, 4)))
+        >>> len(losses), len(grads)
+        (2, 2)
+    """
+
+    def __init__(self, submodule: nn.Cell, stage_index: int, stage_num: int, *, mesh: DeviceMesh | None = None):
+        super().__init__(submodule, stage_index, stage_num, _blocks(stage_num) if mesh is None else mesh)
+
+    def get_last_stage_sens(self, last_stage_outputs: Any) -> Any:
+        """What each tensor of the last stage's output is multiplied with before it is summed: to be overridden; else 1."""
+        return map_leaves(lambda x: 1.0, last_stage_outputs, Tensor)
+
+
+def _blocks(count: int) -> DeviceMesh:
+    world = comm.current_world() or comm.start("cpu")
+    if world.size % count:
+        raise ConfigError("For 'PipelineStage', the ranks are not cut into stages.", f"{world.size} ranks, {count} stages",
+                          "Each stage has a block of ranks, and each rank one stage.", 'mesh=mesh["pp"] for several a rank')
+    ranks = [[stage * (world.size // count) + i for i in range(world.size // count)] for stage in range(count)]
+    return DeviceMesh(world.device_type, ranks, mesh_dim_names=("pp", "rest"))["pp"]
+
+
+class _Runs:
+    """`run`, for a schedule of ours; hyper_parallel's arguments of its schedules.
+
+    Args:
+        stages: this rank's, first to last.
+        micro_batch_num: into how many pieces the first rank's batch is cut.
+
+    Raises:
+        ScheduleError: an order of other stages than these.
+    """
+
+    kind: type[schedules.Schedule]
+
+    def __init__(self, stages: PipelineStage | Sequence[PipelineStage], micro_batch_num: int):
+        self._outputs: list[Any] = []
+        self._last: Any = None
+        given = [stages] if isinstance(stages, Stage) else list(stages)
+        for stage in given:
+            if stage.is_last:
+                self._last = stage
+        self.schedule = self.kind(given, micro_batch_num, self._loss)
+
+    def _loss(self, out: Any, target: None) -> Any:
+        self._outputs.append(map_leaves(detached, out, Tensor))
+        tensors, sens = leaves(out, Tensor), self._last.get_last_stage_sens(out)
+        weights = list(sens) if isinstance(sens, list | tuple) else [sens]
+        if len(weights) != len(tensors):
+            raise ScheduleError("For 'get_last_stage_sens', there is not one for each output.",
+                                f"{len(weights)} for {len(tensors)}", "A backward begins at each.", "as many as outputs")
+        total: Any = None
+        for x, s in zip(tensors, weights):
+            part = x if isinstance(s, float) and s == 1.0 else x * s
+            part = part.sum() if part.shape else part
+            total = part if total is None else total + part
+        return total
+
+    @property
+    def params(self) -> list:
+        """This rank's trainable parameters, in whose order gradients come."""
+        return self.schedule.params
+
+    def run(self, *args, **kwargs) -> tuple[list, list]:
+        """Forward and backward; the first rank passes the batch, the others nothing, and side inputs all of them.
+
+        Returns:
+            What the last stage gave for each microbatch, an empty list on other ranks; and gradients, summed over them.
+        """
+        self._outputs = []
+        _, grads = self.schedule.step(*args, weights=[1.0] * self.schedule.n_microbatches, **kwargs)
+        outputs, self._outputs = self._outputs, []
+        return outputs, grads
+
+
+class ScheduleGPipe(_Runs):
+    """See `ms_dtensor.pipeline.ScheduleGPipe`.
+
+    Example:
+        >>> from ms_dtensor.compat.hyper_parallel import ScheduleGPipe
+        >>> ScheduleGPipe.kind.__name__
+        'ScheduleGPipe'
+    """
+
+    kind = ours.ScheduleGPipe
+
+
+class Schedule1F1B(_Runs):
+    """See `ms_dtensor.pipeline.Schedule1F1B`.
+
+    Example:
+        >>> from ms_dtensor.compat.hyper_parallel import Schedule1F1B
+        >>> Schedule1F1B.kind.__name__
+        'Schedule1F1B'
+    """
+
+    kind = ours.Schedule1F1B
+
+
+class ScheduleInterleaved1F1B(_Runs):
+    """See `ms_dtensor.pipeline.ScheduleInterleaved1F1B`.
+
+    Example:
+        >>> from ms_dtensor.compat.hyper_parallel import ScheduleInterleaved1F1B
+        >>> ScheduleInterleaved1F1B.kind.__name__
+        'ScheduleInterleaved1F1B'
+    """
+
+    kind = ours.ScheduleInterleaved1F1B

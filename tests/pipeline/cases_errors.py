@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exceptions at any point of a step: they reach all ranks by name, and after they are caught the next step is right."""
+from __future__ import annotations
+
+from mindspore import Tensor
+
+import ms_dtensor as md
+from ms_dtensor import comm
+from ms_dtensor.errors import CollectiveMismatch, CommError, PeerLost
+from ms_dtensor.internals.names import Function
+from ms_dtensor.pipeline import Actions, Schedule, one_f_one_b, pipeline
+from ms_dtensor.pipeline.step import Step
+from ms_dtensor.pipeline.transfer import Edge
+from tests.cases import case
+from tests.pipeline.cases_run import KINDS, Net, T, X, loss_fn, one_device, right, style_of, told
+from tests.sharding.support import collected, filled, none_of
+
+
+class Boom(Exception):
+    pass
+
+
+class _Raises(Function):
+    """Nothing in the forward; raises in its backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, dy):
+        raise Boom("in a backward")
+
+
+class Fault:
+    """Raises once, at a point of the step of one rank: the n-th time that it is come to."""
+
+    def __init__(self, where: str, after: int):
+        self.where, self.left = where, after
+
+    def due(self) -> bool:
+        self.left -= 1
+        return self.left == -1
+
+    def raises(self, given):
+        def run(*args, **kwargs):
+            if self.due():
+                raise Boom(f"in {self.where}")
+            return given(*args, **kwargs)
+        return run
+
+    def put(self, schedule) -> None:
+        stage = next(iter(schedule.stages.values()))
+        if self.where == "F":
+            stage.module.register_forward_pre_hook(self._hook)
+        elif self.where == "B":
+            stage.module.register_forward_hook(lambda c, args, out: _Raises.apply(out) if self.due() else out)
+        elif self.where == "W":
+            next(p for p in stage.params() if p.ndim == 2).register_hook(self._hook_of_weight)
+
+    def _hook(self, cell, args):
+        if self.due():
+            raise Boom("in F")
+
+    def _hook_of_weight(self, grad):
+        if self.due():
+            raise Boom("in W")
+        return grad
+
+
+PLACES = {"send": (Edge, "_post"), "receive": (Edge, "_take"), "end": (Step, "loss")}
+
+
+def broken_step(schedule, fault: Fault | None, x, t) -> None:
+    """A step in which a fault strikes, on the rank that has one; what each rank gets names it."""
+    place = PLACES.get(fault.where) if fault else None
+    if place:
+        kind, name = place
+        given = getattr(kind, name)
+        setattr(kind, name, fault.raises(given))
+    elif fault:
+        fault.put(schedule)
+    try:
+        schedule.step(x, target=t)
+    except (Boom, RuntimeError) as error:
+        if fault:
+            assert "in " + {"B": "a backward"}.get(fault.where, fault.where) in str(error), str(error)
+            assert any("of the pipeline" in note for note in getattr(error, "__notes__", ["of the pipeline"]))
+        else:
+            assert isinstance(error, PeerLost), repr(error)
+            assert "it was given up" in str(error) and "Boom" in str(error), str(error)
+    else:
+        raise AssertionError("nothing raised")
+    finally:
+        if place:
+            setattr(kind, name, given)
+
+
+def struck(world, names, places, over=(), bad=None) -> None:
+    faults: list[str] = []
+    shape = (world.size,) if not over else (2, world.size // 2)
+    mesh = md.init_device_mesh("cpu", shape, mesh_dim_names=("pp", *(("dp",) if over else ())))
+    for name in names:
+        kind, v = KINDS[name]
+        stages = mesh["pp"].size()
+        for where in places:
+            for way in over or (None,):
+                def steps(kind=kind, v=v, name=name, where=where, way=way, stages=stages):
+                    net = filled(Net())
+                    want = one_device(net, False)
+                    cut = pipeline(net, mesh["pp"], n_stages=v * stages, style=style_of(name))
+                    x, t = Tensor(X), Tensor(T)
+                    if way is not None:
+                        for stage in cut:
+                            way(stage.module, mesh=mesh["dp"])
+                        x, t = (md.distribute_tensor(a, mesh["dp"], [md.Shard(0)], src_data_rank=None) for a in (x, t))
+                    schedule = kind(cut, 4, loss_fn)
+                    once = where == "end" or where == "W" and way is not None  # in a step
+                    for rank, after in ((0, 0), (world.size - 1, 0 if once else 2)):
+                        right(schedule, want, "before", t, args=(x,))
+                        broken_step(schedule, Fault(where, after) if world.rank == rank else None, x, t)
+                        told(CommError, "ranks have left a step", lambda: comm.group(range(world.size)).barrier())
+                        right(schedule, want, "after", t, args=(x,))
+                collected(faults, f"{name}, {where}, {way and way.__name__}", steps)
+    none_of(faults)
+
+
+@case(2)
+def a_swapped_action_is_named(world):
+    """At the first step; the order is right by itself, so that no rank alone can tell. Then the ranks are in step."""
+    mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    order = one_f_one_b(2, 4)
+    text = order.csv().replace("1F1,1B1", "1F1,1F2", 1).replace("1F2,1B2", "1B1,1B2", 1)
+    other = Actions.parse(text)
+    assert other != order
+    schedule = Schedule(pipeline(filled(Net()), mesh), 4, loss_fn, actions=(order, other)[world.rank])
+    told(CollectiveMismatch, "rank 1, place 3 is, to\n        rank 0: 1B1\n        rank 1: 1F2", lambda: schedule.step(
+        Tensor(X), target=Tensor(T)))
+    right(Schedule(schedule.stages.values(), 4, loss_fn, actions=order), one_device(filled(Net()), False), "after it")
+
+
+@case(2, timeout=120)
+def exceptions_of_two(world):
+    struck(world, ("1f1b", "zbh1"), ("F", "B", "W", "send", "receive", "end"))
+
+
+@case(4, timeout=180)
+def exceptions_beside_data_parallel_ranks(world):
+    struck(world, ("zbv",), ("F", "W", "end"), (md.replicate, md.fully_shard))
+
+
+@case(4, timeout=120)
+def exceptions_of_four(world):
+    struck(world, ("dualpipev",), ("B", "send"))

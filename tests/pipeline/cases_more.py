@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipelines with what is less usual: hyper_parallel's names; several tensors over borders, and empty ones, in all orders."""
+from __future__ import annotations
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, mint, nn
+
+import ms_dtensor as md
+from ms_dtensor import comm
+from ms_dtensor.compat import hyper_parallel as hyper
+from ms_dtensor.pipeline import PipelineStage
+from tests.cases import case
+from tests.pipeline.cases_run import KINDS, T, X, close, loss_fn
+from tests.sharding.support import collected, filled, none_of
+
+
+def none(x):
+    """No rows of it; of `x[:0]` MindSpore's CPU kernel refuses the gradient."""
+    return mint.narrow(x, 0, 0, 0)
+
+
+class Part(nn.Cell):
+    """A stage that hands on a tensor of floats, another one, one without elements, a number of floats, and ints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = Parameter(Tensor(np.zeros((4, 4), np.float32)), name="w")
+        self.b = Parameter(Tensor(np.zeros(4, np.float32)), name="b")
+
+    def construct(self, x, y=None, empty=None, scale=None, ids=None):
+        if y is None:
+            y, empty, scale, ids = x * 0.5, none(x) * 2, x.mean(), Tensor([1, 2], ms.int32)
+        z = mint.tanh(mint.matmul(x, self.w)) + self.b
+        return z + y * ids.sum(), y * 1.5 - x, mint.cat([empty, none(x)]), scale * z.sum(), ids
+
+
+def loss(out, t):
+    # not a sum of the empty one: on CPU MindSpore 2.10 gives what was in memory before
+    return loss_fn(mint.cat([out[2], out[0] + out[1]]), t) + out[3] * 0.1
+
+
+@case(2)
+def several_and_empty_tensors_in_all_orders(world):
+    mesh, faults = md.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)), []
+    for name, (kind, v) in KINDS.items():
+        if v == 2 and name == "interleaved":
+            owner = [0, 1, 0, 1]
+        else:
+            owner = [0, 1] if v == 1 else [0, 1, 1, 0]
+
+        def steps(name=name, kind=kind, owner=owner):
+            nets, m = [filled(Part(), seed) for seed in range(len(owner))], 4
+
+            def whole(x, t):
+                out = (x,)
+                for net in nets:
+                    out = net(*out)
+                return loss(out, t)
+            value, grads = 0.0, [0.0] * (2 * len(nets))
+            for x, t in zip(np.split(X, m), np.split(T, m)):  # a mean of the batch is not one of its parts
+                params = [p for n in nets for p in (n.w, n.b)]
+                one, some = ms.value_and_grad(whole, None, params)(Tensor(x), Tensor(t))
+                value, grads = value + float(one) / m, [a + b.asnumpy() / m for a, b in zip(grads, some)]
+            stages = [PipelineStage(nets[s], s, len(owner), mesh) for s, rank in enumerate(owner) if rank == world.rank]
+            schedule = kind(stages, m, loss)
+            for _ in range(2):
+                got, mine = schedule.step(Tensor(X), target=Tensor(T))
+                close(got, np.array(value), "loss", 2e-6)
+                want = [grads[2 * stage.stage_index + i] for stage in stages for i in (0, 1)]
+                for i, (a, b) in enumerate(zip(mine, want)):
+                    close(a, b, f"parameter {i}", 2e-6)
+        collected(faults, name, steps)
+    none_of(faults)
+
+
+class Chunk(nn.Cell):
+    """hyper_parallel's last stage has the loss in it."""
+
+    def __init__(self, last: bool) -> None:
+        super().__init__()
+        self.last, self.layer = last, nn.Dense(4, 4)
+
+    def construct(self, x):
+        y = mint.tanh(self.layer(x))
+        return (y ** 2).mean() if self.last else y
+
+
+class Halved(hyper.PipelineStage):
+    def get_last_stage_sens(self, last_stage_outputs):
+        return 0.5
+
+
+@case(2)
+def hyper_parallels_names(world):
+    """The first rank passes the batch; the last has the losses; gradients are sums over microbatches."""
+    nets, m = [filled(Chunk(s == 1), s) for s in range(2)], 4
+    plain = [filled(Chunk(s == 1), s) for s in range(2)]
+    params = [p for n in plain for p in n.trainable_params()]
+    losses, sums = [], [0.0] * len(params)
+    for x in np.split(X, m):
+        one, some = ms.value_and_grad(lambda x: plain[1](plain[0](x)), None, params)(Tensor(x))
+        losses, sums = [*losses, float(one)], [a + b.asnumpy() for a, b in zip(sums, some)]
+    mine = sums[2 * world.rank:2 * world.rank + 2]
+    for kind, sens, scale in ((hyper.Schedule1F1B, hyper.PipelineStage, 1.0), (hyper.ScheduleGPipe, Halved, 0.5)):
+        schedule = kind(sens(nets[world.rank], world.rank, 2), m)
+        with comm.record() as events:
+            got, grads = schedule.run(*([Tensor(X)] if world.rank == 0 else []))
+        assert {e.op for e in events} == {"exchange", "broadcast"}
+        assert len(got) == (m if world.rank == 1 else 0)
+        for a, b in zip(got, losses):
+            close(a, np.array(b), "loss", 2e-6)
+        for a, b in zip(grads, mine, strict=True):
+            close(a, b * scale, "gradient", 2e-6)
+
+
+@case(2)
+def hyper_parallels_interleaved_stages(world):
+    mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    nets, plain = ([filled(Chunk(s == 3), s) for s in range(4)] for _ in range(2))
+    params = [p for n in plain for p in n.trainable_params()]
+
+    def whole(x):
+        for net in plain:
+            x = net(x)
+        return x
+    _, want = ms.value_and_grad(whole, None, params)(Tensor(X))  # a mean over as many rows each, so four times that
+    stages = [hyper.PipelineStage(nets[s], s, 4, mesh=mesh) for s in (world.rank, world.rank + 2)]
+    _, grads = hyper.ScheduleInterleaved1F1B(stages, 4).run(*([Tensor(X)] if world.rank == 0 else []))
+    mine = [want[2 * s + i].asnumpy() * 4 for s in (world.rank, world.rank + 2) for i in (0, 1)]
+    for a, b in zip(grads, mine, strict=True):
+        close(a, b, "gradient", 2e-6)

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps that ranks leave by an exception, on real ranks."""
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cases import case_params
+
+
+@pytest.mark.parametrize("case", case_params("tests.pipeline.cases_errors", 2))
+def test_two_ranks(case, ranks):
+    ranks.check(case)
+
+
+@pytest.mark.parametrize("case", case_params("tests.pipeline.cases_errors", 4))
+def test_four_ranks(case, ranks):
+    ranks.check(case)
+
+
+def test_killed_ranks_and_swapped_actions_are_named():
+    """At each of the five points of a step: a slice of what the script runs in full. The seconds are not judged here."""
+    script = Path(__file__).resolve().parents[2] / "scripts" / "check_pipeline.py"
+    done = subprocess.run([sys.executable, str(script), "kills", "orders", "--runs", "5", "--ranks", "2", "--limit", "60"],
+                          capture_output=True, text=True, timeout=280, check=False)
+    assert done.stdout, done.stderr
+    out = json.loads(done.stdout)
+    assert done.returncode == 0, done.stdout
+    assert out["kills"]["measured"] == 5 and out["orders"]["runs"] == 1
