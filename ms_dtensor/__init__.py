@@ -44,6 +44,8 @@ if TYPE_CHECKING:  # for editors and type checkers, who cannot see what loads on
         as PrepareModuleOutput, RowwiseParallel as RowwiseParallel, SequenceParallel as SequenceParallel, loss_parallel as
         loss_parallel, checkpoint_wrapper as checkpoint_wrapper, context_attention as context_attention,
         fully_shard as fully_shard,
+        ExpertParallel as ExpertParallel, Router as Router, expert_balance_loss as expert_balance_loss,
+        expert_counts as expert_counts, moe as moe, router_z_loss as router_z_loss, update_expert_bias as update_expert_bias,
         parallelize_module as parallelize_module, register_fsdp_forward_method as register_fsdp_forward_method,
         replicate as replicate,
         suggest_plan as suggest_plan)
@@ -77,7 +79,9 @@ _EXPORTS = {
     "parallel": ("parallelize_module", "ParallelStyle", "ColwiseParallel", "ContextParallel", "RowwiseParallel",
                  "SequenceParallel", "PrepareModuleInput", "PrepareModuleOutput", "PrepareModuleInputOutput",
                  "FusedColwiseParallel", "MixedPrecisionPolicy", "checkpoint_wrapper", "context_attention",
-                 "fully_shard", "loss_parallel", "register_fsdp_forward_method", "replicate", "suggest_plan"),
+                 "fully_shard", "loss_parallel", "register_fsdp_forward_method", "replicate", "suggest_plan",
+                 "ExpertParallel", "Router", "moe", "update_expert_bias", "expert_counts", "expert_balance_loss",
+                 "router_z_loss"),
 }
 # import paths that people use -> where the module is
 _ALIASES = {

@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A mixture of experts whose experts are on different ranks: tokens travel to their experts, results travel home.
+
+Dropless: every choice is computed, whatever the loads are. Tokens are cut over the ranks that share the experts, so these
+axes are data axes with one difference: of experts each rank has some. A token goes once to each of its experts, or once to
+each rank that has any of them (`dedup`), where results are weighted and added up.
+
+Invariant: all ranks make every call, forward and backward, also a rank without tokens, or to which none come. `SendRows` and
+`ReturnRows` hold to it; what a rank makes of nothing is connected to all that it would have been made of.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+from mindspore import Tensor, mint, nn, ops
+from mindspore.ops import auto_generate
+
+from .. import comm
+from ..comm.group import Group
+from ..core.layout import Layout
+from ..core.mesh import DeviceMesh
+from ..core.placements import PARTIAL, REPLICATE, Placement, Shard
+from ..custom_ops.local_map import local_map
+from ..custom_ops.rows import ReturnRows, Rows, SendRows, connected
+from ..errors import ConfigError, DTensorError, LayoutError
+from ..internals.target import on_cpu
+from ..ops.local import Nothing
+from ..ops.local.dtypes import full, rounded, wider
+from ..tensor.dtensor import DTensor
+from .layouts import around_construct, shard_parameter
+from .styles import ParallelStyle
+
+Dedup = bool | Literal["auto"]
+_style: ContextVar[Dedup] = ContextVar("dedup", default="auto")  # what the style around a call says
+_WORTH = 0.95  # of the bytes: from here on the work of adding up on the far side is saved for nothing
+
+
+class ExpertParallel(ParallelStyle):
+    """Cuts the experts of a cell over one axis, or over several: each rank has some of them, and tokens go there.
+
+    The cell, or cells in it, has the experts' weights, of three dims `[E, ..]`, and calls `moe`. Only these are cut; a rank
+    may have one expert fewer than others, or none. The batch is cut over the same axes: data parallelism goes over all data
+    axes for the other parameters, and over those without experts for these.
+
+    Args:
+        dedup: a token goes once to each rank that has any of its experts. "auto": where that saves bytes.
+
+    Raises:
+        LayoutError: there are no such weights.
+
+    Example:
+        >>> import mindspore as ms, numpy as np, ms_dtensor as md
+        >>> from mindspore import nn
+        >>> class Experts(nn.Cell):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.w1, self.w2, self.w3 = (ms.Parameter(ms.Tensor(np.ones(s, np.float32)))
+        ...                                      for s in ((2, 6, 4), (2, 4, 6), (2, 6, 4)))
+        ...     def construct(self, x, weights, chosen):
+        ...         return md.moe(x, weights, chosen, self.w1, self.w2, self.w3)
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
+        >>> cell = md.parallelize_module(Experts(), mesh, md.ExpertParallel())
+        parallelize_module over ep=1:
+            ExpertParallel: Experts
+        >>> cell.w1.layout
+        f32[2@ep, 6, 4]
+    """
+
+    def __init__(self, dedup: Dedup = "auto"):
+        self.dedup = _asked(dedup, "ExpertParallel")
+
+    def check(self, module: nn.Cell, device_mesh: DeviceMesh) -> dict[str, Placement]:
+        if not any(p.ndim == 3 for p in module.get_parameters()):
+            raise LayoutError(f"For 'ExpertParallel', {type(module).__name__} has no experts.",
+                              ", ".join(f"{p.name}{list(p.shape)}" for p in module.get_parameters()),
+                              "Experts are parameters of three dims, one beside the other: [E, ..].",
+                              "name the cell that has them, or stack the experts' weights")
+        return {key: Shard(0) for key, p in module._params.items() if p is not None and p.ndim == 3}
+
+    def apply(self, module: nn.Cell, device_mesh: DeviceMesh) -> nn.Cell:
+        self.check(module, device_mesh)
+        for _, cell in module.cells_and_names():
+            for key, param in cell._params.items():
+                if param is not None and param.ndim == 3:
+                    shard_parameter(cell, key, device_mesh, [Shard(0)] * device_mesh.ndim, self.src_data_rank)
+
+        def wrap(construct):
+            def run(*args, **kwargs):
+                token = _style.set(self.dedup)
+                try:
+                    return construct(*args, **kwargs)
+                finally:
+                    _style.reset(token)
+            return run
+        around_construct(module, wrap)
+        return module
+
+
+def moe(x: Tensor, weights: Tensor, chosen: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, *, mesh: DeviceMesh | None = None,
+        dedup: Dedup = "auto") -> Tensor:
+    """The weighted sum of each token's experts, `w2 (silu(w1 x) * w3 x)`; with experts cut, over the ranks that have them.
+
+    Of plain tensors, and where experts are whole on each rank, each rank computes its tokens. Over axes that cut dim 0 of
+    the experts, tokens are sent (one all-to-all of numbers, then the rows there and back; as many in the backward). Axes
+    may cut the experts' widths, too (dim 1 of w1 and w3, dim 2 of w2): the result is a sum over these. Gradients of experts
+    are summed over those axes only that cut tokens and not experts.
+
+    Args:
+        x: f[n, d]: tokens. Cut over the axes that cut the experts.
+        weights: f[n, k], of each token's experts, as `Router` makes them.
+        chosen: i32[n, k]: which these are; -1: none (what a capacity has dropped), which costs nothing.
+        w1: f[E, f, d].
+        w2: f[E, d, f].
+        w3: f[E, f, d].
+        mesh: axes that cut the experts; None: those on which w1 is cut.
+        dedup: send a token once to each rank, not to each expert; "auto": where it saves bytes, or as the style says.
+
+    Returns:
+        f[n, d], laid out as x.
+
+    Raises:
+        ConfigError: shapes that do not fit, or more experts a token than there are.
+        LayoutError: experts are cut over an axis that does not cut the tokens.
+        DTensorError: weights that are NaN, told by all ranks that share experts, before tokens are sent.
+
+    Source: Shazeer et al. 2017; Gale et al. 2022, "MegaBlocks" (dropless).
+
+    Example:
+        >>> import mindspore as ms, numpy as np, ms_dtensor as md
+        >>> x, w = ms.Tensor([[1.0], [2.0]]), ms.Tensor(np.array([[[1.0]], [[10.0]]], np.float32))
+        >>> one = ms.Tensor([[1.0], [1.0]])
+        >>> md.moe(x, one, ms.Tensor([[0], [1]], ms.int32), w, w, w).asnumpy().ravel().astype(int)
+        array([   0, 4000])
+    """
+    _check_shapes(x, weights, chosen, w1, w2, w3)
+    _asked(dedup, "moe")
+    if not any(isinstance(t, DTensor) for t in (x, weights, chosen, w1, w2, w3)):
+        return mixture(x, weights, chosen, w1, w2, w3)
+    run = _mapped(*(getattr(t, "layout", None) for t in (x, weights, chosen, w1, w2, w3)),
+                  None if mesh is None else mesh.mesh_dim_names, _style.get() if dedup == "auto" else dedup)
+    return run(x, weights, chosen, w1, w2, w3)
+
+
+def _asked(dedup, who: str) -> Dedup:
+    if dedup not in (True, False, "auto"):
+        raise ConfigError(f"For '{who}', 'dedup' is {dedup!r}.", "", "It is True, False or 'auto'.", 'dedup="auto"')
+    return dedup
+
+
+def _check_shapes(x, weights, chosen, w1, w2, w3) -> None:
+    shapes = [tuple(t.shape) for t in (x, weights, chosen, w1, w2, w3)]
+    (n, d), (count, f) = (shapes[0][0], shapes[0][-1]), (shapes[3][0], shapes[3][1])
+    if shapes[0] != (n, d) or shapes[1] != shapes[2] or shapes[1] != (n, *shapes[1][1:2]) or \
+            shapes[3:] != [(count, f, d), (count, d, f), (count, f, d)] or shapes[1][1] > count:
+        names = zip(("x", "weights", "chosen", "w1", "w2", "w3"), shapes)
+        raise ConfigError("For 'moe', the shapes do not fit each other.", ", ".join(f"{k}{list(v)}" for k, v in names),
+                          "x [n, d], weights and chosen [n, k] with k <= E, w1 and w3 [E, f, d], w2 [E, d, f].",
+                          "reshape x to a list of tokens; transpose weights that are [E, in, out]")
+
+
+# -- layouts -------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Which experts the members of a group have: `bounds[i]` of member i, one behind another."""
+
+    group: Group
+    bounds: tuple[tuple[int, int], ...]
+
+    @property
+    def mine(self) -> tuple[int, int]:
+        return self.bounds[self.group.rank_index]
+
+    def owner(self) -> np.ndarray:
+        """The member that has an expert, for each expert."""
+        return np.repeat(np.arange(len(self.bounds)), [b - a for a, b in self.bounds])
+
+
+@lru_cache(maxsize=256)
+def _mapped(x: Layout | None, weights, chosen, w1: Layout | None, w2, w3, names: Sequence[str] | None, dedup: Dedup):
+    """The local function for tensors of these layouts, mapped over shards."""
+    known = [t for t in (x, weights, chosen, w1, w2, w3) if t is not None]
+    if len(known) < 6 or x is None or w1 is None or len({t.mesh for t in known}) > 1:
+        raise LayoutError("For 'moe', some tensors are plain, or on another mesh.", "\n".join(t.describe() for t in known),
+                          "Tokens and experts are DTensors on one mesh, or all are plain.",
+                          ("replicate or fully_shard the model over the data axes: its parameters move to the common mesh",
+                           "distribute_tensor(t, mesh, placements)"))
+    mesh, k = x.mesh, weights.shape[1]
+    cut = [a for a, p in enumerate(w1.placements) if p.is_shard(0)]
+    if names is not None and [mesh.axis_index(n) for n in names] != cut:
+        raise LayoutError(f"For 'moe', the experts are not cut over {', '.join(names)}.", w1.describe(),
+                          "`mesh` names the axes that cut dim 0 of w1, w2 and w3.",
+                          ("leave mesh out", f"parallelize_module(cell, mesh[{', '.join(map(repr, names))}], "
+                           "ExpertParallel())"))
+    whole = [mesh.mesh_dim_names[a] for a in cut if not x.placements[a].is_shard(0) and mesh.shape[a] > 1]
+    if whole:
+        raise LayoutError(f"For 'moe', experts are cut over {whole[0]!r}, and the tokens are not: every rank of "
+                          f"{whole[0]!r} has all tokens.", f"{x.describe()}, w1 {w1.describe()}",
+                          "Each rank sends the tokens that it has; all would send the same.",
+                          ("cut the tokens there, too (sequence parallelism, of 'tp')",
+                           f"leave {whole[0]!r} out of the axes of ExpertParallel"))
+    rows: list[Placement] = [p if p.is_shard(0) else REPLICATE for p in x.placements]
+    width = [a for a, p in enumerate(w1.placements) if p.is_shard(1) and rows[a].is_replicate()]
+    ws = [[Shard(0) if a in cut else Shard(dim) if a in width else REPLICATE for a in range(mesh.ndim)] for dim in (1, 2, 1)]
+    out = [PARTIAL if a in width else p for a, p in enumerate(rows)]
+    here = mesh.get_coordinate()
+    run = mixture
+    if here is not None and math.prod(mesh.shape[a] for a in cut) > 1:
+        group = mesh.get_group(tuple(mesh.mesh_dim_names[a] for a in cut))
+        members = Layout(mesh, ws[0], w1.shape)
+        shared = Shared(group, tuple(members.local_box(mesh.coordinate_of(r))[0] for r in group.ranks))
+        size = np.dtype({"bfloat16": "f2"}.get(x.dtype, x.dtype)).itemsize
+        once = ratio(w1.shape[0], k, group.size, x.shape[1] * size) < _WORTH if dedup == "auto" else dedup
+
+        def run(*tensors):
+            return (_by_rank if once else _by_choice)(shared, w1.shape[0], *tensors)
+        run.__name__ = "moe"
+    return local_map(run, out, (rows, rows, rows, *ws), redistribute_inputs=True, out_shapes=lambda *shapes: (x.shape,))
+
+
+def ratio(experts: int, k: int, ranks: int, row: int) -> float:
+    """Expected bytes of tokens sent once to each rank, over those sent once to each expert; `row`: bytes of a token.
+
+    A rank has none of a token's k experts with probability C(E - E/N, k) / C(E, k). Numbers of experts (2 bytes) and weights
+    (4) go with a token on one of its two ways.
+
+    Example:
+        >>> from ms_dtensor.parallel.experts import ratio
+        >>> round(ratio(64, 8, 8, 2048 * 2), 3), ratio(8, 2, 8, 4096) > 1
+        (0.683, True)
+    """
+    some = 1 - math.comb(experts - experts // ranks, k) / math.comb(experts, k)
+    return ranks * some * (2 * row + 6 * k) / (k * 2 * row)
+
+
+# -- on one rank ---------------------------------------------------------------------------------------------------------
+def mixture(x: Tensor, weights: Tensor, chosen: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+    """`moe` of plain tensors."""
+    (n, k), flat, order = chosen.shape, *_by_expert(chosen)
+    sizes = np.bincount(flat[order], minlength=w1.shape[0])
+    y = swiglu_rows(_rows(x, order // max(k, 1)), sizes, w1, w2, w3)
+    return _weighted(_added(y, order, n * k), weights, x)
+
+
+def swiglu_rows(rows: Tensor, sizes: np.ndarray, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+    """Rows f[m, d] through their experts: the first `sizes[0]` through expert 0, and so on; [m, d]."""
+    if not rows.shape[0] or not w1.shape[1]:
+        return Nothing.apply(tuple(rows.shape), rows.dtype, rows, w1, w2, w3)
+    if not on_cpu():
+        counts = Tensor(np.asarray(sizes, np.int64))
+
+        def product(a, w):
+            return auto_generate.grouped_matmul_v4([a], [mint.transpose(w, 1, 2)], group_list=counts, split_item=3,
+                                                   group_type=0, group_list_type=1)[0]
+        return product(ops.swiglu(mint.cat((product(rows, w1), product(rows, w3)), 1), 1), w2)
+    product = ops.MatMul(transpose_b=True)  # many times as fast as mint's
+    used = [int(c) for c in sizes if c]
+    parts = mint.split(wider(rows), used) if len(used) > 1 else (wider(rows),)
+    of = [w for w, c in zip(zip(*(ops.unstack(wider(w)) for w in (w1, w2, w3))), sizes) if c]
+    out = [product(mint.nn.functional.silu(product(a, gate)) * product(a, up), down)
+           for a, (gate, down, up) in zip(parts, of)]
+    return rounded(mint.cat(out) if len(out) > 1 else out[0], rows)
+
+
+def _by_expert(chosen: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """The experts of all choices, one behind another; and the numbers of the choices that are not -1, sorted by expert."""
+    flat = chosen.asnumpy().reshape(-1)
+    return flat, np.argsort(flat, kind="stable")[np.count_nonzero(flat < 0):]
+
+
+def _rows(x: Tensor, index: np.ndarray) -> Tensor:
+    if not len(index):
+        return Nothing.apply((0, *x.shape[1:]), x.dtype, x)
+    return rounded(ops.gather(wider(x), Tensor(index.astype(np.int32)), 0), x)
+
+
+def _added(y: Tensor, index: np.ndarray, count: int) -> Tensor:
+    """[count, d]: row i of y is added to row `index[i]`."""
+    if not len(index):
+        return Nothing.apply((count, *y.shape[1:]), y.dtype, y)
+    return rounded(mint.index_add(full((count, *y.shape[1:]), 0, wider(y).dtype), 0, Tensor(index.astype(np.int32)),
+                                  wider(y)), y)
+
+
+def _weighted(choices: Tensor, weights: Tensor, x: Tensor) -> Tensor:
+    """The sum of a token's choices, [n * k, d] -> [n, d]."""
+    (n, k), d = weights.shape, x.shape[1]
+    if not n:
+        return Nothing.apply((0, d), x.dtype, x, choices, weights)
+    return (wider(choices).reshape(n, k, d) * wider(weights).reshape(n, k, 1)).sum(1).astype(x.dtype)
+
+
+# -- over ranks ----------------------------------------------------------------------------------------------------------
+def _by_choice(shared: Shared, experts: int, x, weights, chosen, w1, w2, w3) -> Tensor:
+    """A copy of a token for each of its experts; weights stay at home."""
+    (n, k), flat, order = chosen.shape, *_by_expert(chosen)
+    counts = np.bincount(flat[order], minlength=experts)
+    theirs = _exchanged(shared, [counts[a:b] for a, b in shared.bounds], weights)
+    send, recv = [int(counts[a:b].sum()) for a, b in shared.bounds], theirs.sum(1).tolist()
+    got, = SendRows.apply(Rows(n, order // max(k, 1), send, recv, "tokens", "their experts"), shared.group, x)
+    each = theirs.shape[1]
+    by = np.argsort(np.repeat(np.tile(np.arange(each), len(theirs)), theirs.reshape(-1)), kind="stable")
+    y = swiglu_rows(_rows(got, by), theirs.sum(0), w1, w2, w3)
+    home = Rows(n * k, order, send, recv, "tokens", "their experts")
+    back, = ReturnRows.apply(home, shared.group, _added(y, by, len(by)))
+    return _weighted(back, weights, x)
+
+
+def _by_rank(shared: Shared, experts: int, x, weights, chosen, w1, w2, w3) -> Tensor:
+    """A copy of a token for each rank that has any of its experts, with its weights; there they are added up."""
+    (n, k), host, ranks = chosen.shape, chosen.asnumpy(), len(shared.bounds)
+    goes = np.zeros((ranks, n), bool)
+    token, column = np.nonzero(host >= 0)
+    goes[shared.owner()[host[token, column]], token] = True
+    token, send = np.nonzero(goes)[1], goes.sum(1)
+    recv = _exchanged(shared, [send[i:i + 1] for i in range(ranks)], weights).reshape(-1)
+    numbers = Tensor(host.astype(np.int16 if experts < 2 ** 15 else np.int32))
+    there = Rows(n, token, send.tolist(), recv.tolist(), "tokens", "their experts' ranks")
+    got, w, ids = SendRows.apply(there, shared.group, x, weights, numbers)
+    first, end = shared.mine
+    ids = ids.asnumpy() if sum(recv) else np.zeros((0, k), np.int32)
+    row, column = np.nonzero((ids >= first) & (ids < end))
+    expert = ids[row, column] - first
+    by = np.argsort(expert, kind="stable")
+    row, column = row[by], column[by]
+    y = swiglu_rows(_rows(got, row), np.bincount(expert, minlength=end - first), w1, w2, w3)
+    if len(row):
+        y = wider(y) * wider(_rows(w.reshape(-1, 1), row * k + column))
+    else:
+        y = connected(y, w)
+    y = _added(y, row, len(ids)).astype(x.dtype)
+    return ReturnRows.apply(there, shared.group, y)[0]
+
+
+def _exchanged(shared: Shared, counts: list[np.ndarray], weights: Tensor) -> np.ndarray:
+    """[members, numbers]: what each member has counted for this one; with it goes how many of its tokens have no number."""
+    bad = int(np.isnan(wider(weights).asnumpy()).any(1).sum()) if weights.shape[0] else 0
+    mine = Tensor(np.concatenate([np.append(c, bad) for c in counts]).astype(np.int32))
+    each = len(counts[shared.group.rank_index]) + 1
+    with comm.annotate(src="how many tokens", dst="their experts"):
+        got = shared.group.all_to_all_rows(mine, [len(c) + 1 for c in counts], [each] * len(counts)).asnumpy()
+    got = got.reshape(-1, each)
+    if got[:, -1].any():
+        told = ", ".join(f"rank {r}: {c} tokens" for r, c in zip(shared.group.ranks, got[:, -1]) if c)
+        raise DTensorError("For 'moe', weights of experts are NaN.", told, "A router whose scores are NaN chooses nothing.",
+                           "look at the logits of the router, and at what came before it, on these ranks")
+    return got[:, :-1]

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts on different ranks: values and all gradients of every token through every expert on one device, in float64."""
+from __future__ import annotations
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, nn
+
+import ms_dtensor as md
+from ms_dtensor import Replicate, Shard, comm
+from ms_dtensor.core.layout import Layout
+from ms_dtensor.errors import DTensorError, LayoutError
+from ms_dtensor.parallel.experts import ratio
+from tests.cases import case
+from tests.dist.support import counted, mesh_1d
+from tests.experts.reference import expected, operands, random_choice
+
+
+def pieces(array, mesh, placements):
+    """A DTensor of a NumPy array that every rank has."""
+    layout = Layout(mesh, placements, array.shape)
+    box = layout.local_box()
+    local = np.ascontiguousarray(array[tuple(slice(a, b) for a, b in box)])
+    return md.DTensor.from_local(Tensor(local), mesh, placements, shape=array.shape)
+
+
+def to_first(rng, n, experts, k):
+    return np.tile(np.arange(k, dtype=np.int32), (n, 1))
+
+
+def dropped(rng, n, experts, k):
+    return np.where(rng.random((n, k)) < 0.3, np.int32(-1), random_choice(rng, n, experts, k))
+
+
+def ten(n):
+    """(tokens, experts, k, choices) by name. Chunks of few tokens leave the last ranks without any."""
+    return {"random": (4 * n, 2 * n, 2, random_choice), "all to one expert": (4 * n, 2 * n, 1, to_first),
+            "ranks without tokens": (n - 1, 2 * n, 2, random_choice), "one token": (1, 2 * n, 2, random_choice),
+            "few tokens, two experts used": (n - 1, 2 * n, 2, to_first), "many experts": (16 * n, 16 * n, 8, random_choice),
+            "uneven experts": (3 * n + 1, 2 * n + 1, 3, random_choice), "ranks without experts": (5, n - 1, 1, random_choice),
+            "all experts": (5, 5, 5, random_choice), "some dropped": (4 * n, 2 * n, 2, dropped)}
+
+
+@case(world_size=(2, 4), timeout=240)
+def results_and_gradients_are_those_of_one_device(world):
+    n, mesh = world.size, mesh_1d(world.size, "ep")
+    for seed, (name, (tokens, experts, k, choose)) in enumerate(ten(n).items()):
+        chosen = choose(np.random.default_rng(seed), tokens, experts, k)
+        x, weights, dout, ws = operands(seed, tokens, experts, k)
+        want = expected(x, weights, chosen, dout, ws)
+        cut = [pieces(a, mesh, [Shard(0)]) for a in (x, weights, *ws)]
+        picks, cot = pieces(chosen, mesh, [Shard(0)]), pieces(dout, mesh, [Shard(0)])
+        for dedup in (False, True):
+            def loss(x, weights, *w, picks=picks, cot=cot, dedup=dedup):
+                y = md.moe(x, weights, picks, *w, dedup=dedup)
+                return (y * cot).sum(), y
+            with counted() as count, md.redistribution_policy("explicit"):
+                (_, y), grads = md.value_and_grad(loss, (0, 1, 2, 3, 4), has_aux=True)(*cut)
+            for g, w, what in zip((y, *grads), want, ("y", "dx", "dweights", "dw1", "dw2", "dw3"), strict=True):
+                assert g.placements == (Shard(0),), (name, what, g.placements)
+                far = np.abs(g.full_tensor().asnumpy() - w).max() / max(np.abs(w).max(), 1e-30)
+                assert far < 1e-10, (name, dedup, what, far)
+            rows = {("all_to_all", "forward"): 5 if dedup else 3, ("all_to_all", "backward"): 3 if dedup else 2}
+            assert {key: v for key, v in count.items() if key[0] != "all_reduce"} == rows, (name, dedup, count)
+
+
+@case(world_size=4, timeout=120)
+def gradients_of_experts_are_sums_over_the_other_data_axes_alone(world):
+    """dp x ep; and ep x tp, where tokens are whole over tp and the experts' widths are cut."""
+    tokens, experts, k = 9, 5, 2
+    chosen = random_choice(np.random.default_rng(1), tokens, experts, k)
+    x, weights, dout, ws = operands(2, tokens, experts, k)
+    want = expected(x, weights, chosen, dout, ws)
+    for axes, rows, by_w in ((("dp", "ep"), [Shard(0), Shard(0)], lambda d: [Replicate(), Shard(0)]),
+                             (("ep", "tp"), [Shard(0), Replicate()], lambda d: [Shard(0), Shard(d)]),
+                             (("ep", "tp"), [Shard(0), Replicate()], lambda d: [Shard(0), Replicate()]),
+                             (("ep", "ep2"), [Shard(0), Shard(0)], lambda d: [Shard(0), Shard(0)])):
+        mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=axes)
+        cut = [pieces(a, mesh, rows) for a in (x, weights)]
+        cut += [pieces(w, mesh, by_w(d)) for w, d in zip(ws, (1, 2, 1))]
+        picks, cot = pieces(chosen, mesh, rows), pieces(dout, mesh, rows)
+        for dedup in (False, True):
+            def loss(x, weights, *w, picks=picks, cot=cot, dedup=dedup, rows=rows):
+                y = md.moe(x, weights, picks, *w, dedup=dedup)
+                return (y.redistribute(placements=rows) * cot).sum(), y
+            (_, y), grads = md.value_and_grad(loss, (0, 1, 2, 3, 4), has_aux=True)(*cut)
+            for g, w, what in zip((y, *grads), want, ("y", "dx", "dweights", "dw1", "dw2", "dw3"), strict=True):
+                far = np.abs(g.full_tensor().asnumpy() - w).max() / np.abs(w).max()
+                assert far < 1e-10, (axes, dedup, what, far)
+
+
+@case(world_size=4)
+def a_token_goes_once_to_a_rank_where_that_is_cheaper(world):
+    """Counted bytes of both forms are those of the table, and their ratio is near the formula's."""
+    mesh, (tokens, experts, k, d) = mesh_1d(4, "ep"), (256, 32, 8, 64)
+    chosen = random_choice(np.random.default_rng(3), tokens, experts, k)
+    x, weights, dout, ws = (np.asarray(a, np.float32) if not isinstance(a, list) else a
+                            for a in operands(4, tokens, experts, k, d=d, f=2))
+    cut = [pieces(a, mesh, [Shard(0)]) for a in (x, weights, chosen, *(w.astype(np.float32) for w in ws))]
+    sent = {}
+    for dedup in (False, True, "auto"):
+        with md.CommDebugMode() as log:
+            md.moe(*cut, dedup=dedup)
+        sent[dedup] = sum(comm.group(tuple(range(4))).all_gather_object(sum(e.bytes for e in log.events)))
+    owner, home = chosen // (experts // 4), np.arange(tokens) // (tokens // 4)
+    choices = int((owner != home[:, None]).sum())
+    ranks = sum(len(set(row) - {h}) for row, h in zip(owner.tolist(), home.tolist()))
+    counts = 4 * 4 * 3  # numbers of 4 bytes, from each rank to each other one
+    assert sent[False] == choices * 2 * d * 4 + counts * (experts // 4 + 1), (sent, choices)
+    assert sent[True] == ranks * (2 * d * 4 + 6 * k) + counts * 2, (sent, ranks)
+    assert sent["auto"] == sent[True] and abs(sent[True] / sent[False] - ratio(experts, k, 4, d * 4)) < 0.03
+
+
+class Block(nn.Cell):
+    """A router, experts and a residual, as a model has them."""
+
+    def __init__(self, d=6, f=5, experts=6, k=2, **how):
+        super().__init__()
+        rng = np.random.default_rng(9)
+        self.gate = nn.Dense(d, experts, has_bias=False)
+        self.gate.weight.set_data(Tensor(rng.normal(size=(experts, d)).astype(np.float32)))
+        self.router = md.Router(k, **how)
+        for name, shape in (("w1", (experts, f, d)), ("w2", (experts, d, f)), ("w3", (experts, f, d))):
+            setattr(self, name, Parameter(Tensor(rng.normal(size=shape).astype(np.float32) * 0.5), name=name))
+
+    def construct(self, x):
+        logits = self.gate(x)
+        weights, chosen = self.router(logits)
+        scores = self.router.scores(logits)
+        extra = 0.1 * md.expert_balance_loss(scores, chosen, 3) + 0.01 * md.router_z_loss(logits)
+        return x + md.moe(x, weights, chosen, self.w1, self.w2, self.w3), extra, chosen
+
+
+def lay_out(cell, mesh, experts, style):
+    """Data parallelism of the experts over the axes that do not cut them, of the rest over all."""
+    weights = [cell.w1, cell.w2, cell.w3]
+    if style == "fully_shard":
+        md.fully_shard(cell, mesh=mesh["dp", "ep"].flatten("data"), ignored_params=weights)
+    else:
+        md.replicate(cell, mesh=mesh["dp", "ep"].flatten("data"))
+
+
+@case(world_size=4, timeout=240)
+def a_block_with_its_losses_trains_as_on_one_device(world):
+    """ep x dp by replicate, ep x dp by fully_shard, two axes of experts: loss, norm and weights after three steps."""
+    rng = np.random.default_rng(10)
+    batches = [rng.normal(size=(24, 6)).astype(np.float32) for _ in range(3)]
+
+    def train(cell, place):
+        optimizer = md.optim.AdamW(cell.trainable_params(), lr=0.02)
+
+        def loss(x):
+            y, extra, chosen = cell(x)
+            return (y * y).mean() + extra, chosen
+        told = []
+        step = md.value_and_grad(loss, None, cell.trainable_params(), has_aux=True)
+        for batch in batches:
+            (value, chosen), grads = step(place(batch))
+            norm = md.optim.clip_grad_norm_(grads, 0.5) if hasattr(md.optim, "clip_grad_norm_") else None
+            counts = md.expert_counts(chosen, 6)
+            counts = counts.full_tensor() if isinstance(counts, md.DTensor) else counts
+            told.append((float(value.full_tensor() if isinstance(value, md.DTensor) else value), float(norm),
+                         counts.asnumpy().tolist()))
+            optimizer(grads)
+        return told, {p.name: (p.full_tensor() if isinstance(p, md.DTensor) else p).asnumpy()
+                      for p in cell.trainable_params()}
+    for how in ({}, {"score": "sigmoid", "groups": 3, "group_limit": 2, "scale": 2.0}):
+        want, weights = train(Block(**how), Tensor)
+        for axes, experts, style in ((("dp", "ep"), ["ep"], "replicate"), (("dp", "ep"), ["ep"], "fully_shard"),
+                                     (("dp", "ep"), ["dp", "ep"], "replicate")):
+            mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=axes)
+            cell = Block(**how)
+            part = mesh["ep"] if experts == ["ep"] else mesh
+            md.parallelize_module(cell, part, md.ExpertParallel(dedup=style == "replicate"))
+            lay_out(cell, mesh, experts, style)
+            got, cut = train(cell, lambda b, mesh=mesh: pieces(b, mesh, [Shard(0), Shard(0)]))
+            for (a, b, c), (d, e, f) in zip(got, want, strict=True):
+                assert abs(a - d) < 1e-6 * abs(d) and abs(b - e) < 1e-5 * e and c == f, (axes, style, got, want)
+            for name, w in weights.items():
+                assert np.linalg.norm(cut[name] - w) <= 1e-5 * np.linalg.norm(w), (style, name)
+
+
+@case(world_size=4)
+def what_is_not_right_is_refused_by_all_before_tokens_are_sent(world):
+    mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tp"))
+    x, weights, _, ws = operands(1, 8, 4, 2)
+    chosen = random_choice(np.random.default_rng(1), 8, 4, 2)
+    rows, both = [Shard(0), Replicate()], [Shard(0), Shard(0)]
+    tokens = [pieces(a, mesh, rows) for a in (x, weights, chosen)]
+
+    def refused(kind, text, call):
+        with counted() as count:
+            try:
+                call()
+            except kind as error:
+                told = str(error)
+            else:
+                raise AssertionError(text)
+        assert text in told, told
+        assert len(set(comm.group(tuple(range(4))).all_gather_object(told))) in (1, 2)
+        return count
+    count = refused(LayoutError, "every rank of 'tp' has all tokens",
+                    lambda: md.moe(*tokens, *(pieces(w, mesh, both) for w in ws)))
+    assert not count
+    cut = [pieces(w, mesh, rows) for w in ws]
+    assert not refused(LayoutError, "not cut over tp", lambda: md.moe(*tokens, *cut, mesh=mesh["tp"]))
+    assert not refused(LayoutError, "plain", lambda: md.moe(*tokens, *(Tensor(w) for w in ws)))
+    weights[6, 1] = np.nan  # in the second half of the tokens
+    bad = pieces(weights, mesh, rows)
+    count = refused(DTensorError, "1 tokens", lambda: md.moe(tokens[0], bad, tokens[2], *cut))
+    assert count == {("all_to_all", "forward"): 1}, count  # of the numbers
+    far = np.abs(md.moe(*tokens, *cut).full_tensor().asnumpy()).max()
+    assert np.isfinite(far)

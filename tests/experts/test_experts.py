@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixtures of experts, on two and four real ranks."""
+from __future__ import annotations
+
+import pytest
+
+from tests.cases import case_params
+
+MODULE = "tests.experts.cases_experts"
+
+
+@pytest.mark.parametrize("case", case_params(MODULE, 2, group="experts2") + case_params(MODULE, 4, group="experts4"))
+def test_experts(case, ranks):
+    ranks.check(case)
