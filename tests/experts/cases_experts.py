@@ -10,6 +10,7 @@ import ms_dtensor as md
 from ms_dtensor import Replicate, Shard, comm
 from ms_dtensor.core.layout import Layout
 from ms_dtensor.errors import DTensorError, LayoutError
+from ms_dtensor.optim import AdamW, clip_grad_norm_
 from ms_dtensor.parallel.experts import ratio
 from tests.cases import case
 from tests.dist.support import counted, mesh_1d
@@ -111,33 +112,42 @@ def a_token_goes_once_to_a_rank_where_that_is_cheaper(world):
     assert sent["auto"] == sent[True] and abs(sent[True] / sent[False] - ratio(experts, k, 4, d * 4)) < 0.03
 
 
+class Experts(nn.Cell):
+    def __init__(self, d, f, count):
+        super().__init__()
+        rng = np.random.default_rng(8)
+        for name, shape in (("w1", (count, f, d)), ("w2", (count, d, f)), ("w3", (count, f, d))):
+            setattr(self, name, Parameter(Tensor(rng.normal(size=shape).astype(np.float32) * 0.5), name=name))
+
+    def construct(self, x, weights, chosen):
+        return md.moe(x, weights, chosen, self.w1, self.w2, self.w3)
+
+
 class Block(nn.Cell):
     """A router, experts and a residual, as a model has them."""
 
-    def __init__(self, d=6, f=5, experts=6, k=2, **how):
+    def __init__(self, d=6, f=5, count=6, k=2, **how):
         super().__init__()
-        rng = np.random.default_rng(9)
-        self.gate = nn.Dense(d, experts, has_bias=False)
-        self.gate.weight.set_data(Tensor(rng.normal(size=(experts, d)).astype(np.float32)))
-        self.router = md.Router(k, **how)
-        for name, shape in (("w1", (experts, f, d)), ("w2", (experts, d, f)), ("w3", (experts, f, d))):
-            setattr(self, name, Parameter(Tensor(rng.normal(size=shape).astype(np.float32) * 0.5), name=name))
+        self.gate = nn.Dense(d, count, has_bias=False)
+        self.gate.weight.set_data(Tensor(np.random.default_rng(9).normal(size=(count, d)).astype(np.float32)))
+        self.router, self.experts = md.Router(k, **how), Experts(d, f, count)
 
     def construct(self, x):
         logits = self.gate(x)
         weights, chosen = self.router(logits)
-        scores = self.router.scores(logits)
-        extra = 0.1 * md.expert_balance_loss(scores, chosen, 3) + 0.01 * md.router_z_loss(logits)
-        return x + md.moe(x, weights, chosen, self.w1, self.w2, self.w3), extra, chosen
+        extra = 0.1 * md.expert_balance_loss(self.router.scores(logits), chosen, 3) + 0.01 * md.router_z_loss(logits)
+        return x + self.experts(x, weights, chosen), extra, chosen
 
 
 def lay_out(cell, mesh, experts, style):
     """Data parallelism of the experts over the axes that do not cut them, of the rest over all."""
-    weights = [cell.w1, cell.w2, cell.w3]
+    data, left = mesh["dp", "ep"].flatten("data"), [a for a in mesh.mesh_dim_names if a not in experts]
+    if left:
+        (md.fully_shard if style == "fully_shard" else md.replicate)(cell.experts, mesh=mesh[left[0]])
     if style == "fully_shard":
-        md.fully_shard(cell, mesh=mesh["dp", "ep"].flatten("data"), ignored_params=weights)
+        md.fully_shard(cell, mesh=data)
     else:
-        md.replicate(cell, mesh=mesh["dp", "ep"].flatten("data"))
+        md.replicate(cell, mesh=data, ignored_modules=[cell.experts])
 
 
 @case(world_size=4, timeout=240)
@@ -147,7 +157,7 @@ def a_block_with_its_losses_trains_as_on_one_device(world):
     batches = [rng.normal(size=(24, 6)).astype(np.float32) for _ in range(3)]
 
     def train(cell, place):
-        optimizer = md.optim.AdamW(cell.trainable_params(), lr=0.02)
+        optimizer = AdamW(cell.trainable_params(), lr=0.02)
 
         def loss(x):
             y, extra, chosen = cell(x)
@@ -156,7 +166,7 @@ def a_block_with_its_losses_trains_as_on_one_device(world):
         step = md.value_and_grad(loss, None, cell.trainable_params(), has_aux=True)
         for batch in batches:
             (value, chosen), grads = step(place(batch))
-            norm = md.optim.clip_grad_norm_(grads, 0.5) if hasattr(md.optim, "clip_grad_norm_") else None
+            norm = clip_grad_norm_(grads, 0.5)
             counts = md.expert_counts(chosen, 6)
             counts = counts.full_tensor() if isinstance(counts, md.DTensor) else counts
             told.append((float(value.full_tensor() if isinstance(value, md.DTensor) else value), float(norm),
