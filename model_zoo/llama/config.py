@@ -92,7 +92,7 @@ class DataConfig:
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """Degrees of the mesh axes ("pp", "dp", "cp", "tp"); they multiply to the number of workers."""
+    """Degrees of the mesh axes ("pp", "dp", "cp", "tp"); they multiply to the number of workers. `ep` is a part of dp."""
 
     dp: int = 1
     tp: int = 1
@@ -116,6 +116,10 @@ class ParallelConfig:
     """Cells at which the stages but the first begin: [layers.4, layers.9]; null: where the dearest stage costs least."""
     pp_stages_per_rank: int = 1
     """With zbv and dualpipev 2, with interleaved 2 or more, with the others 1."""
+    ep: int = 1
+    """Experts are cut over so many ranks of dp, and tokens travel to them; it divides dp."""
+    expert_dedup: bool | None = None
+    """With ep: a token goes once to each rank that has any of its experts; null: where that saves bytes."""
 
     cp: int = 1
     """Ranks that share the tokens of dp's rows; see docs/howto/long_contexts.md."""
@@ -231,7 +235,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "model.rope_scaling.high_freq_factor": (1e-3, 1e6), "model.rope_scaling.original_max_seq_len": COUNT,
     "data.max_bytes": (1, 2 ** 40), "data.held_out_every": COUNT, "parallel.dp": (1, 2 ** 20), "parallel.tp": (1, 2 ** 20),
     "parallel.hsdp": (1, 2 ** 20), "parallel.pp": (1, 2 ** 16), "parallel.pp_stages_per_rank": (1, 2 ** 16),
-    "parallel.cp": (1, 2 ** 20), "parallel.ulysses": (1, 2 ** 20),
+    "parallel.cp": (1, 2 ** 20), "parallel.ep": (1, 2 ** 16), "parallel.ulysses": (1, 2 ** 20),
     "lora.rank": (1, 2 ** 16), "lora.alpha": (0, 1e6),
     "optim.lr": (0, 1e3), "optim.betas": (0, 1 - 1e-9), "optim.eps": (1e-30, 1), "optim.weight_decay": (0, 1e3),
     "optim.warmup": (0, 2 ** 53), "optim.min_lr_ratio": (0, 1), "optim.clip_norm": (0, 1e9),
@@ -341,6 +345,13 @@ def _check_degrees(cfg: Config, world: int) -> None:
                           f"parallel.dp = {p.dp}, fsdp = {p.fsdp}, hsdp = {p.hsdp}, zero1 = {p.zero1}",
                           "hsdp divides dp and goes with fsdp; fsdp and zero1 exclude each other.",
                           ["--parallel.fsdp true", f"--parallel.hsdp with one of {divisors(p.dp)}", "--parallel.hsdp 1"])
+    count = m.experts.count if m.experts is not None else 0
+    if p.ep > 1 and (p.dp % p.ep or p.ep > count or p.hsdp > 1 or p.cp > 1):
+        fits = [n for n in divisors(p.dp) if n <= max(count, 1)]
+        raise ConfigError("For the configuration, experts cannot be cut like this.",
+                          f"parallel.ep = {p.ep}, dp = {p.dp}, hsdp = {p.hsdp}, cp = {p.cp}, {count} experts",
+                          "ep divides dp, each of its ranks has an expert; hsdp and cp do not go with it yet.",
+                          [f"--parallel.ep with one of {fits}", "--parallel.hsdp 1 --parallel.cp 1"])
     bad = [name for name, n in (("model.n_heads", m.n_heads), ("model.n_kv_heads", m.n_kv_heads)) if n % p.tp]
     if bad:
         runnable = [t for t in tp_ok if world % t == 0]

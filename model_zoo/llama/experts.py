@@ -29,6 +29,10 @@ class Weights(nn.Cell):
         for name, shape in (("w1", (count, width, dim)), ("w2", (count, dim, width)), ("w3", (count, width, dim))):
             self.insert_param_to_cell(name, Parameter(initializer("zeros", shape, ms.float32), name=name))
 
+    def construct(self, core, x, weights, chosen, t):
+        """A call of their own, so that their parameters can be gathered apart from those around them."""
+        return core(x, weights, chosen, self.w1, self.w2, self.w3, t)
+
 
 class Experts(nn.Cell):
     """x [n, d] of sequences of t tokens -> [n, d], and what `balance_loss` needs: f32[2, experts].
@@ -39,7 +43,7 @@ class Experts(nn.Cell):
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
-        self.count, self.per_token = cfg.experts.count, cfg.experts.per_token
+        self.cfg, self.count, self.per_token = cfg.experts, cfg.experts.count, cfg.experts.per_token
         self.gate = nn.Dense(cfg.dim, self.count, weight_init="zeros", has_bias=False)
         self.experts = Weights(self.count, cfg.dim, cfg.ffn_dim)
         self.core = partial(mixture, cfg.experts)  # as attention's: on a mesh `parallelize.py` sets what runs there
@@ -48,9 +52,8 @@ class Experts(nn.Cell):
         scores = mint.softmax(self.gate(x).astype(ms.float32), -1)
         weights, chosen = ops.topk(scores, self.per_token)
         weights = weights / weights.sum(-1, keepdims=True)
-        w = self.experts
         shares = ops.stack((one_hot(chosen, self.count).sum(1).mean(0), scores.mean(0)))
-        return self.core(x, weights.astype(x.dtype), chosen, w.w1, w.w2, w.w3, t), shares
+        return self.experts(self.core, x, weights.astype(x.dtype), chosen, t), shares
 
 
 def one_hot(chosen: Tensor, count: int) -> Tensor:

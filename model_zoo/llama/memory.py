@@ -107,6 +107,9 @@ def per_rank(cfg: Config) -> dict[str, int]:
     if p.pp > 1:
         raise ConfigError("For 'memory.py', there is no formula for a pipeline.", f"parallel.pp = {p.pp}",
                           "What a rank holds depends on its stage and on the schedule.", "--parallel.pp 1")
+    if p.ep > 1:
+        raise ConfigError("For 'memory.py', there is no formula for expert parallelism.", f"parallel.ep = {p.ep}",
+                          "How many tokens a rank's experts get depends on the router.", "--parallel.ep 1")
     wide = {"float32": 4, "bfloat16": 2}[t.dtype]
     kept_blocks = 1 if t.recompute else m.n_layers  # whose insides are there at a time
     vocab = s._cut(m.vocab_size) if p.loss_parallel else m.vocab_size

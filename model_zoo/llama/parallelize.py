@@ -2,6 +2,7 @@
 """Lays the Llama of `model.py` out over a mesh with axes ("dp", "tp"): Megatron's cuts, as a plan of styles.
 
 With "cp" between these a batch is one list of tokens, cut over dp and cp: `own_list`.
+With parallel.ep, "dp" is two axes, ("dp", "ep"): both cut the batch, and "ep" cuts the experts, too.
 
 Not here: any arithmetic. Every style keeps activations DTensors (`use_local_output=False`), because `model.py` speaks
 of global sizes. Inputs are DTensors on the whole mesh, `Shard(0)` on dp and `Replicate` on tp.
@@ -17,7 +18,7 @@ from collections.abc import Iterable
 from functools import partial
 
 import numpy as np
-from mindspore import Tensor, nn
+from mindspore import Tensor, mint, nn
 
 from ms_dtensor import (
     DeviceMesh,
@@ -44,13 +45,15 @@ from ms_dtensor.parallel import (
     RowwiseParallel,
     SequenceParallel,
     fully_shard,
+    moe,
     parallelize_module,
     replicate,
 )
 from ms_dtensor.pipeline import Absent
 from ms_dtensor.tensor.distribute import distribute_parameter, set_parameter
 
-from .config import ModelConfig, ParallelConfig
+from .config import ExpertsConfig, ModelConfig, ParallelConfig
+from .experts import kept
 from .lora import adapted
 from .model import Listed, rotate
 
@@ -98,7 +101,7 @@ def tensor_plan(cfg: ParallelConfig, mixed: bool = False) -> dict[str, ParallelS
     if not mixed:
         plan |= {"layers.*.feed_forward.w[13]": ColwiseParallel(**columns),
                  "layers.*.feed_forward.w2": RowwiseParallel(**rows)}
-    elif cfg.expert_tp:
+    elif cfg.expert_tp and cfg.ep == 1:
         plan["layers.*.feed_forward.experts"] = Cut(w1=Shard(1), w2=Shard(2), w3=Shard(1))
     if cfg.sequence_parallel:
         # one all-gather at the door of each half of a block, shared by q, k, v and by w1, w3
@@ -126,22 +129,31 @@ def parallelize(model: nn.Cell, mesh: DeviceMesh, cfg: ParallelConfig,
     Initial weights are those of rank 0 of each axis. Afterwards every parameter and buffer is a DTensor on `mesh`.
     """
     mixed, model_cfg, inside = model.mixed, model.cfg, "layers.*."
+    data, apart = token_axes(mesh), []  # apart: cells whose parameters are copied over "dp" alone
     plan = adapter_plan(tensor_plan(cfg, mixed), model)
     for layer in here(model.layers):
         parallelize_module(layer, mesh["tp"], {k.removeprefix(inside): v for k, v in plan.items() if k.startswith(inside)})
         layer.attention.core = attention_on_lists(model_cfg, mesh, cfg) if context_axes(mesh) else \
             attention_on_heads(layer.attention.core, mesh)
-        if mixed:
+        if mixed and cfg.ep > 1:
+            layer.feed_forward.core = experts_on_ranks(layer.feed_forward.cfg, mesh, cfg)
+            parallelize_module(layer.feed_forward.experts, mesh["ep", "tp"], CutExperts(cfg.expert_tp))
+            apart.append(layer.feed_forward.experts)
+            if cfg.fsdp:
+                fully_shard(apart[-1], mesh=mesh["dp"], mp_policy=mp_policy, shard_placement_fn=lambda p: Shard(1))
+            else:
+                replicate(apart[-1], mesh=mesh["dp"], mp_policy=mp_policy, zero1=cfg.zero1)
+        elif mixed:
             layer.feed_forward.core = experts_on_widths(layer.feed_forward.core, mesh, cfg)
         if cfg.fsdp:
             # of the experts' weights, dim 0 has too few rows to be cut over many ranks
-            fully_shard(layer, mesh=token_axes(mesh), mp_policy=mp_policy,
+            fully_shard(layer, mesh=data, mp_policy=mp_policy,
                         shard_placement_fn=lambda p: Shard(1) if p.ndim == 3 else None)
     outer = [name for name, cell in model.name_cells().items() if here([cell])]
     parallelize_module(model, mesh["tp"], {k: v for k, v in plan.items() if k in outer})
     if not cfg.fsdp:
-        return replicate(model, mesh=token_axes(mesh), mp_policy=mp_policy, zero1=cfg.zero1)
-    return fully_shard(model, mesh=token_axes(mesh), mp_policy=mp_policy)
+        return replicate(model, mesh=data, mp_policy=mp_policy, zero1=cfg.zero1, ignored_modules=apart)
+    return fully_shard(model, mesh=data, mp_policy=mp_policy)
 
 
 def here(cells: Iterable[nn.Cell]) -> list[nn.Cell]:
@@ -152,10 +164,10 @@ def here(cells: Iterable[nn.Cell]) -> list[nn.Cell]:
 def make_mesh(device: str, cfg: ParallelConfig) -> DeviceMesh:
     """All ranks as ("dp", "tp"); "copies" before these if parameters are copied between parts of dp, and "pp" first.
 
-    "cp" and "ulysses" between the two, if ranks share the tokens of dp's rows.
+    "ep" between the two, if experts are cut; "cp" and "ulysses", if ranks share the tokens of dp's rows.
     """
-    axes = {"pp": cfg.pp, "copies": cfg.hsdp, "dp": cfg.dp // cfg.hsdp, "cp": cfg.cp // cfg.ulysses, "ulysses": cfg.ulysses,
-            "tp": cfg.tp}
+    axes = {"pp": cfg.pp, "copies": cfg.hsdp, "dp": cfg.dp // cfg.hsdp // cfg.ep, "ep": cfg.ep,
+            "cp": cfg.cp // cfg.ulysses, "ulysses": cfg.ulysses, "tp": cfg.tp}
     axes = {name: n for name, n in axes.items() if n > 1 or name in ("dp", "tp")}
     return init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
@@ -168,7 +180,8 @@ def stage_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 def data_axes(mesh: DeviceMesh) -> DeviceMesh:
     """The axes over which the batch is cut."""
-    return mesh["copies", "dp"] if "copies" in mesh.mesh_dim_names else mesh["dp"]
+    names = tuple(name for name in ("copies", "dp", "ep") if name in mesh.mesh_dim_names)
+    return mesh[names] if len(names) > 1 else mesh["dp"]
 
 
 def context_axes(mesh: DeviceMesh) -> tuple[str, ...]:
@@ -178,7 +191,9 @@ def context_axes(mesh: DeviceMesh) -> tuple[str, ...]:
 
 def token_axes(mesh: DeviceMesh) -> DeviceMesh:
     """The axes over which tokens are cut, and parameters whole or cut by data parallelism."""
-    return mesh[("dp", *context_axes(mesh))].flatten("tokens") if context_axes(mesh) else data_axes(mesh)
+    if context_axes(mesh):
+        return mesh[("dp", *context_axes(mesh))].flatten("tokens")
+    return data_axes(mesh).flatten("tokens") if "ep" in mesh.mesh_dim_names else data_axes(mesh)
 
 
 def own_list(mesh: DeviceMesh, cfg: ParallelConfig, window: int | None, ids: np.ndarray, labels: np.ndarray,
@@ -245,6 +260,37 @@ def attention_on_heads(core, mesh: DeviceMesh):
     def run(*operands):
         with implicit_replication():  # tables and mask
             return core(*operands)
+    return run
+
+
+class CutExperts(ParallelStyle):
+    """Weights of experts over ("ep", "tp"): each rank has some of them or, with `widths`, a part of each of some."""
+
+    def __init__(self, widths: bool):
+        self.widths = widths
+
+    def apply(self, module, device_mesh):
+        def cut(name, cell, mesh):
+            for key, dim in (("w1", 1), ("w2", 2), ("w3", 1)):
+                placements = [Shard(0), Shard(dim) if self.widths else Replicate()]
+                set_parameter(cell, key, distribute_parameter(cell._params[key], mesh, placements, src_data_rank=0))
+        return distribute_module(module, device_mesh, cut)
+
+
+def experts_on_ranks(experts: ExpertsConfig, mesh: DeviceMesh, cfg: ParallelConfig):
+    """The experts of f32[n@dp@ep, d] with each on some rank of ep; what a capacity drops is not sent."""
+    rows = {a: Replicate() if a == "tp" else Shard(0) for a in mesh.mesh_dim_names}
+    between = rows | {"tp": Shard(0) if cfg.sequence_parallel else Replicate()}
+    dedup = "auto" if cfg.expert_dedup is None else cfg.expert_dedup
+
+    def left(chosen, t):
+        return mint.where(kept(experts, chosen, t) > 0, chosen, -1)
+    left = local_map(left, rows, (rows, None), redistribute_inputs=True, out_shapes=lambda chosen, *_: (chosen,))
+
+    def run(x, weights, chosen, w1, w2, w3, t):
+        chosen = chosen if experts.capacity is None else left(chosen, t)
+        y = moe(x, weights, chosen, w1, w2, w3, mesh=mesh["ep"], dedup=dedup)
+        return y.redistribute(placements=between)
     return run
 
 

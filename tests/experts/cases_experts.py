@@ -2,7 +2,6 @@
 """Experts on different ranks: values and all gradients of every token through every expert on one device, in float64."""
 from __future__ import annotations
 
-import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn
 
@@ -38,8 +37,8 @@ def ten(n):
     return {"random": (4 * n, 2 * n, 2, random_choice), "all to one expert": (4 * n, 2 * n, 1, to_first),
             "ranks without tokens": (n - 1, 2 * n, 2, random_choice), "one token": (1, 2 * n, 2, random_choice),
             "few tokens, two experts used": (n - 1, 2 * n, 2, to_first), "many experts": (16 * n, 16 * n, 8, random_choice),
-            "uneven experts": (3 * n + 1, 2 * n + 1, 3, random_choice), "ranks without experts": (5, n - 1, 1, random_choice),
-            "all experts": (5, 5, 5, random_choice), "some dropped": (4 * n, 2 * n, 2, dropped)}
+            "uneven experts": (3 * n + 1, 2 * n + 1, 3, random_choice),
+            "ranks without experts": (5, n - 1, 1, random_choice), "all experts": (5, 5, 5, random_choice), "some dropped": (4 * n, 2 * n, 2, dropped)}
 
 
 @case(world_size=(2, 4), timeout=240)
@@ -49,8 +48,7 @@ def results_and_gradients_are_those_of_one_device(world):
         chosen = choose(np.random.default_rng(seed), tokens, experts, k)
         x, weights, dout, ws = operands(seed, tokens, experts, k)
         want = expected(x, weights, chosen, dout, ws)
-        cut = [pieces(a, mesh, [Shard(0)]) for a in (x, weights, *ws)]
-        picks, cot = pieces(chosen, mesh, [Shard(0)]), pieces(dout, mesh, [Shard(0)])
+        *cut, picks, cot = (pieces(a, mesh, [Shard(0)]) for a in (x, weights, *ws, chosen, dout))
         for dedup in (False, True):
             def loss(x, weights, *w, picks=picks, cot=cot, dedup=dedup):
                 y = md.moe(x, weights, picks, *w, dedup=dedup)

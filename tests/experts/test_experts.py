@@ -6,9 +6,10 @@ import pytest
 
 from tests.cases import case_params
 
-MODULE = "tests.experts.cases_experts"
+MODULE, RECIPE = "tests.experts.cases_experts", "tests.experts.cases_recipe"
 
 
-@pytest.mark.parametrize("case", case_params(MODULE, 2, group="experts2") + case_params(MODULE, 4, group="experts4"))
+@pytest.mark.parametrize("case", case_params(MODULE, 2, group="experts2") + case_params(MODULE, 4, group="experts4")
+                         + case_params(RECIPE, 4, group="experts4"))
 def test_experts(case, ranks):
     ranks.check(case)
