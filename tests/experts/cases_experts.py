@@ -38,7 +38,8 @@ def ten(n):
             "ranks without tokens": (n - 1, 2 * n, 2, random_choice), "one token": (1, 2 * n, 2, random_choice),
             "few tokens, two experts used": (n - 1, 2 * n, 2, to_first), "many experts": (16 * n, 16 * n, 8, random_choice),
             "uneven experts": (3 * n + 1, 2 * n + 1, 3, random_choice),
-            "ranks without experts": (5, n - 1, 1, random_choice), "all experts": (5, 5, 5, random_choice), "some dropped": (4 * n, 2 * n, 2, dropped)}
+            "ranks without experts": (5, n - 1, 1, random_choice), "all experts": (5, 5, 5, random_choice),
+            "some dropped": (4 * n, 2 * n, 2, dropped)}
 
 
 @case(world_size=(2, 4), timeout=240)
