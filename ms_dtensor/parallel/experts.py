@@ -142,7 +142,7 @@ def moe(x: Tensor, weights: Tensor, chosen: Tensor, w1: Tensor, w2: Tensor, w3: 
     _asked(dedup, "moe")
     if not any(isinstance(t, DTensor) for t in (x, weights, chosen, w1, w2, w3)):
         return mixture(x, weights, chosen, w1, w2, w3)
-    run = _mapped(*(getattr(t, "layout", None) for t in (x, weights, chosen, w1, w2, w3)),
+    run = _mapped(comm.world_key(), *(getattr(t, "layout", None) for t in (x, weights, chosen, w1, w2, w3)),
                   None if mesh is None else mesh.mesh_dim_names, _style.get() if dedup == "auto" else dedup)
     return run(x, weights, chosen, w1, w2, w3)
 
@@ -182,8 +182,8 @@ class Shared:
 
 
 @lru_cache(maxsize=256)
-def _mapped(x: Layout | None, weights, chosen, w1: Layout | None, w2, w3, names: Sequence[str] | None, dedup: Dedup):
-    """The local function for tensors of these layouts, mapped over shards."""
+def _mapped(world, x: Layout | None, weights, chosen, w1: Layout | None, w2, w3, names: Sequence[str] | None, dedup: Dedup):
+    """The local function for tensors of these layouts, mapped over shards; `world`: whose groups it keeps."""
     known = [t for t in (x, weights, chosen, w1, w2, w3) if t is not None]
     if len(known) < 6 or x is None or w1 is None or len({t.mesh for t in known}) > 1:
         raise LayoutError("For 'moe', some tensors are plain, or on another mesh.", "\n".join(t.describe() for t in known),
