@@ -140,6 +140,9 @@ class Tokens:
             DTensor(i64[3@cp], mesh=(cp=1), rank 0 holds [3])
         """
         for x in arrays:
+            if not isinstance(x, np.ndarray):
+                raise ConfigError(f"For 'Tokens.cut', {type(x).__name__} is no NumPy array.", "",
+                                  "The batch is cut on the host, before tensors are made of it.", "tensor.asnumpy()")
             if len(x) != len(self):
                 raise ConfigError(f"For 'Tokens.cut', an array has {len(x)} rows for {len(self)} tokens.", "",
                                   "There is a row for each token, in the order of the documents.",
@@ -223,11 +226,13 @@ def _made(documents: Sequence[int], runs: Sequence[Sequence[Run]], sizes: tuple[
 
 
 def _checked(who: str, documents: Sequence[int], ranks: int | Sequence[int]) -> tuple[list[int], tuple[int, ...]]:
-    lengths, parts = [int(n) for n in documents], (ranks,) if isinstance(ranks, int) else tuple(ranks)
-    if min(lengths, default=0) < 0 or min(parts, default=0) < 1:
-        raise ConfigError(f"For '{who}', {list(parts)} ranks cannot have these documents.", f"lengths from {min(lengths)}",
+    parts = (ranks,) if isinstance(ranks, int) else tuple(ranks)
+    wrong = [n for n in documents if not isinstance(n, int | np.integer) or n < 0]
+    if wrong or min(parts, default=0) < 1:
+        raise ConfigError(f"For '{who}', {list(parts)} ranks cannot have these documents.",
+                          f"a length {wrong[0]!r}" if wrong else f"{len(documents)} documents",
                           "Documents have lengths, and there is a rank.", "lengths in tokens, and the size of the axis")
-    return lengths, shard_sizes(sum(lengths), *parts)
+    return [int(n) for n in documents], shard_sizes(sum(map(int, documents)), *parts)
 
 
 def balance(documents: Sequence[int], ranks: int | Sequence[int], *, window: int | None = None,

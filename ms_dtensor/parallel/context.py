@@ -89,7 +89,8 @@ def context_attention(mesh: DeviceMesh, algorithm: str = "gather"):
             run = maps[target] = local_map(_local, (target,), device_mesh=q.device_mesh,
                                            out_shapes=lambda q, k, v: (*q[:2], v[2]))
         group = q.device_mesh.get_group(cuts) if cuts else None
-        out, = run(*moved, tokens, Mask(causal, window), scale or q.shape[2] ** -0.5, group, kinds[algorithm])
+        factor = q.shape[2] ** -0.5 if scale is None else scale
+        out, = run(*moved, tokens, Mask(causal, window), factor, group, kinds[algorithm])
         return out if target == _by_dim(q) else out.redistribute(placements=_by_dim(q))
     return attention
 
@@ -113,6 +114,9 @@ def _checked(operands: tuple[DTensor, ...], tokens: Tokens, cuts: tuple[str, ...
                           "They are DTensors [tokens, heads, width].",
                           ("tokens.cut(ids, ...) makes such a list of a batch", "x.reshape(n, heads, width) of a plain one"))
     shown = "\n".join(x.layout.describe() for x in operands)
+    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+        raise LayoutError(f"For '{WHO}', operands are not of one floating-point dtype.", shown,
+                          "Queries, keys and values are multiplied with each other.", "x.astype(ms.float32) of the others")
     mesh = q.device_mesh
     missing = [name for name in names if name not in mesh.mesh_dim_names]
     if missing or k.device_mesh != mesh or v.device_mesh != mesh:

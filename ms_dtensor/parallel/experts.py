@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
+import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, nn, ops
 from mindspore.ops import auto_generate
@@ -127,7 +128,8 @@ def moe(x: Tensor, weights: Tensor, chosen: Tensor, w1: Tensor, w2: Tensor, w3: 
     Raises:
         ConfigError: shapes that do not fit, or more experts a token than there are.
         LayoutError: experts are cut over an axis that does not cut the tokens.
-        DTensorError: weights that are NaN, told by all ranks that share experts, before tokens are sent.
+        DTensorError: weights that are NaN (where experts are cut), or experts that there are not; told by all
+            ranks that share experts, before tokens are sent.
 
     Source: Shazeer et al. 2017; Gale et al. 2022, "MegaBlocks" (dropless).
 
@@ -138,7 +140,7 @@ def moe(x: Tensor, weights: Tensor, chosen: Tensor, w1: Tensor, w2: Tensor, w3: 
         >>> md.moe(x, one, ms.Tensor([[0], [1]], ms.int32), w, w, w).asnumpy().ravel().astype(int)
         array([   0, 4000])
     """
-    _check_shapes(x, weights, chosen, w1, w2, w3)
+    _check_operands(x, weights, chosen, w1, w2, w3)
     _asked(dedup, "moe")
     if not any(isinstance(t, DTensor) for t in (x, weights, chosen, w1, w2, w3)):
         return mixture(x, weights, chosen, w1, w2, w3)
@@ -153,7 +155,10 @@ def _asked(dedup, who: str) -> Dedup:
     return dedup
 
 
-def _check_shapes(x, weights, chosen, w1, w2, w3) -> None:
+def _check_operands(x, weights, chosen, w1, w2, w3) -> None:
+    if chosen.is_floating_point() or chosen.dtype == ms.bool_:
+        raise ConfigError(f"For 'moe', 'chosen' is {chosen.dtype}.", f"chosen{list(chosen.shape)}",
+                          "It has numbers of experts.", "chosen.astype(ms.int32)")
     shapes = [tuple(t.shape) for t in (x, weights, chosen, w1, w2, w3)]
     (n, d), (count, f) = (shapes[0][0], shapes[0][-1]), (shapes[3][0], shapes[3][1])
     if shapes[0] != (n, d) or shapes[1] != shapes[2] or shapes[1] != (n, *shapes[1][1:2]) or \
@@ -242,6 +247,8 @@ def ratio(experts: int, k: int, ranks: int, row: int) -> float:
 def mixture(x: Tensor, weights: Tensor, chosen: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
     """`moe` of plain tensors."""
     (n, k), flat, order = chosen.shape, *_by_expert(chosen)
+    if unknown := _unknown(flat, w1.shape[0]):
+        raise _no_such(f"{unknown} choices", w1.shape[0])
     sizes = np.bincount(flat[order], minlength=w1.shape[0])
     y = swiglu_rows(_rows(x, order // max(k, 1)), sizes, w1, w2, w3)
     return _weighted(_added(y, order, n * k), weights, x)
@@ -273,6 +280,16 @@ def _by_expert(chosen: Tensor) -> tuple[np.ndarray, np.ndarray]:
     return flat, np.argsort(flat, kind="stable")[np.count_nonzero(flat < 0):]
 
 
+def _unknown(chosen: np.ndarray, experts: int) -> int:
+    """How many choices are no experts, nor -1."""
+    return int(np.count_nonzero((chosen < -1) | (chosen >= experts)))
+
+
+def _no_such(told: str, experts: int) -> DTensorError:
+    return DTensorError("For 'moe', tokens have chosen experts that there are not.", told,
+                        f"Experts are 0 to {experts - 1}, and -1 is none.", "a router of as many experts as w1 has")
+
+
 def _rows(x: Tensor, index: np.ndarray) -> Tensor:
     if not len(index):
         return Nothing.apply((0, *x.shape[1:]), x.dtype, x)
@@ -300,7 +317,7 @@ def _by_choice(shared: Shared, experts: int, x, weights, chosen, w1, w2, w3) -> 
     """A copy of a token for each of its experts; weights stay at home."""
     (n, k), flat, order = chosen.shape, *_by_expert(chosen)
     counts = np.bincount(flat[order], minlength=experts)
-    theirs = _exchanged(shared, [counts[a:b] for a, b in shared.bounds], weights)
+    theirs = _exchanged(shared, [counts[a:b] for a, b in shared.bounds], weights, _unknown(flat, experts), experts)
     send, recv = [int(counts[a:b].sum()) for a, b in shared.bounds], theirs.sum(1).tolist()
     got, = SendRows.apply(Rows(n, order // max(k, 1), send, recv, "tokens", "their experts"), shared.group, x)
     each = theirs.shape[1]
@@ -315,10 +332,10 @@ def _by_rank(shared: Shared, experts: int, x, weights, chosen, w1, w2, w3) -> Te
     """A copy of a token for each rank that has any of its experts, with its weights; there they are added up."""
     (n, k), host, ranks = chosen.shape, chosen.asnumpy(), len(shared.bounds)
     goes = np.zeros((ranks, n), bool)
-    token, column = np.nonzero(host >= 0)
+    token, column = np.nonzero((host >= 0) & (host < experts))
     goes[shared.owner()[host[token, column]], token] = True
     token, send = np.nonzero(goes)[1], goes.sum(1)
-    recv = _exchanged(shared, [send[i:i + 1] for i in range(ranks)], weights).reshape(-1)
+    recv = _exchanged(shared, [send[i:i + 1] for i in range(ranks)], weights, _unknown(host, experts), experts).reshape(-1)
     numbers = Tensor(host.astype(np.int16 if experts < 2 ** 15 else np.int32))
     there = Rows(n, token, send.tolist(), recv.tolist(), "tokens", "their experts' ranks")
     got, w, ids = SendRows.apply(there, shared.group, x, weights, numbers)
@@ -337,16 +354,24 @@ def _by_rank(shared: Shared, experts: int, x, weights, chosen, w1, w2, w3) -> Te
     return ReturnRows.apply(there, shared.group, y)[0]
 
 
-def _exchanged(shared: Shared, counts: list[np.ndarray], weights: Tensor) -> np.ndarray:
-    """[members, numbers]: what each member has counted for this one; with it goes how many of its tokens have no number."""
+def _exchanged(shared: Shared, counts: list[np.ndarray], weights: Tensor, unknown: int, experts: int) -> np.ndarray:
+    """[members, numbers]: what each member has counted for this one.
+
+    With it goes how many of its tokens have weights that are NaN, and how many choices are no experts.
+    """
     bad = int(np.isnan(wider(weights).asnumpy()).any(1).sum()) if weights.shape[0] else 0
-    mine = Tensor(np.concatenate([np.append(c, bad) for c in counts]).astype(np.int32))
-    each = len(counts[shared.group.rank_index]) + 1
+    mine = Tensor(np.concatenate([[*c, bad, unknown] for c in counts]).astype(np.int32))
+    each = len(counts[shared.group.rank_index]) + 2
     with comm.annotate(src="how many tokens", dst="their experts"):
-        got = shared.group.all_to_all_rows(mine, [len(c) + 1 for c in counts], [each] * len(counts)).asnumpy()
+        got = shared.group.all_to_all_rows(mine, [len(c) + 2 for c in counts], [each] * len(counts)).asnumpy()
     got = got.reshape(-1, each)
+
+    def told(column: int, what: str) -> str:
+        return ", ".join(f"rank {r}: {c} {what}" for r, c in zip(shared.group.ranks, got[:, column]) if c)
     if got[:, -1].any():
-        told = ", ".join(f"rank {r}: {c} tokens" for r, c in zip(shared.group.ranks, got[:, -1]) if c)
-        raise DTensorError("For 'moe', weights of experts are NaN.", told, "A router whose scores are NaN chooses nothing.",
+        raise _no_such(told(-1, "choices"), experts)
+    if got[:, -2].any():
+        raise DTensorError("For 'moe', weights of experts are NaN.", told(-2, "tokens"),
+                           "A router whose scores are NaN chooses nothing.",
                            "look at the logits of the router, and at what came before it, on these ranks")
-    return got[:, :-1]
+    return got[:, :-2]

@@ -86,6 +86,10 @@ class Router(nn.Cell):
             raise ConfigError("For 'Router', the logits are not one row per token.", f"logits{list(shape)}",
                               "They are f[n, experts].", "reshape(-1, experts)")
         count = shape[1]
+        if self.bias is not None and tuple(self.bias.shape) != (count,):
+            raise ConfigError("For 'Router', 'bias' is not of one number per expert.",
+                              f"bias{list(self.bias.shape)}, logits{list(shape)}", "Each expert's score has its own.",
+                              f"bias of [{count}]")
         most = count // self.groups * self.group_limit
         if count % self.groups or self.k > most or (self.score == "sigmoid" and 1 < self.groups > count // 2):
             raise ConfigError(f"For 'Router', {count} experts do not fit.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, nn
 
@@ -214,6 +215,17 @@ def narrow_floats_are_computed_in_float32_and_rounded_once(world):
 
 
 @case(world_size=2)
+def a_scale_of_nothing_is_a_scale(world):
+    mesh, tokens = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), balance([9, 6], 2)
+    (q, k, v, _), _ = shares(mesh, tokens, drawn(15, 4, 2), ("cp",))
+    for algorithm in ("gather", "ring"):
+        attention = context_attention(mesh["cp"], algorithm)
+        even, other, usual = (attention(a, k, v, tokens, scale=scale).to_local().asnumpy()
+                              for a, scale in ((q, 0.0), (q * 3, 0.0), (q, None)))
+        assert np.array_equal(even, other) and not np.allclose(even, usual, atol=1e-3), algorithm
+
+
+@case(world_size=2)
 def what_does_not_fit_is_refused_by_all_before_anything_is_sent(world):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     heads = init_device_mesh("cpu", (2,), mesh_dim_names=("ulysses",))
@@ -230,12 +242,14 @@ def what_does_not_fit_is_refused_by_all_before_anything_is_sent(world):
             (lambda: attention(q, q, k, tokens), ConfigError),
             (lambda: attention(plain, plain, plain, tokens), LayoutError),
             (lambda: attention(q, k, v, None), ConfigError),
+            (lambda: attention(q.astype(ms.float32), k, v, tokens), LayoutError),
+            (lambda: attention(*(x.astype(ms.int32) for x in (q, k, v)), tokens), LayoutError),
             (lambda: context_attention(heads["ulysses"])(q1, k1, v1, in_order([9, 6], 1)), ConfigError),
             (lambda: context_attention(mesh["cp"], "zigzag"), ConfigError))]
     assert events == []
     for text, said in zip(texts, (
             "15, 15 and 15 rows for 1 x 16", "cut over 1 ranks, and the axis has 2", "no such mask", "do not share",
-            "no lists of tokens", "'tokens' is a NoneType",
+            "no lists of tokens", "'tokens' is a NoneType", "one floating-point dtype", "one floating-point dtype",
             "a size of 'ulysses' among 1, 3", "one of gather, ring"), strict=True):
         assert said in text and "fix:" in text, text
         same_on_all_ranks(world, text)

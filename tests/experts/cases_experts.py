@@ -106,8 +106,8 @@ def a_token_goes_once_to_a_rank_where_that_is_cheaper(world):
     choices = int((owner != home[:, None]).sum())
     ranks = sum(len(set(row) - {h}) for row, h in zip(owner.tolist(), home.tolist()))
     counts = 4 * 4 * 3  # numbers of 4 bytes, from each rank to each other one
-    assert sent[False] == choices * 2 * d * 4 + counts * (experts // 4 + 1), (sent, choices)
-    assert sent[True] == ranks * (2 * d * 4 + 6 * k) + counts * 2, (sent, ranks)
+    assert sent[False] == choices * 2 * d * 4 + counts * (experts // 4 + 2), (sent, choices)
+    assert sent[True] == ranks * (2 * d * 4 + 6 * k) + counts * 3, (sent, ranks)
     assert sent["auto"] == sent[True] and abs(sent[True] / sent[False] - ratio(experts, k, 4, d * 4)) < 0.03
 
 
@@ -218,5 +218,11 @@ def what_is_not_right_is_refused_by_all_before_tokens_are_sent(world):
     bad = pieces(weights, mesh, rows)
     count = refused(DTensorError, "1 tokens", lambda: md.moe(tokens[0], bad, tokens[2], *cut))
     assert count == {("all_to_all", "forward"): 1}, count  # of the numbers
+    chosen = np.array(chosen)
+    chosen[6, 1] = 4  # of experts 0 to 3
+    for dedup in (False, True):
+        unknown = pieces(chosen, mesh, rows)
+        count = refused(DTensorError, "1 choices", lambda: md.moe(*tokens[:2], unknown, *cut, dedup=dedup))  # noqa: B023
+        assert count == {("all_to_all", "forward"): 1}, count
     far = np.abs(md.moe(*tokens, *cut).full_tensor().asnumpy()).max()
     assert np.isfinite(far)

@@ -10,7 +10,7 @@ import pytest
 from mindspore import Tensor, ops
 
 import ms_dtensor as md
-from ms_dtensor.errors import ConfigError
+from ms_dtensor.errors import ConfigError, DTensorError
 from ms_dtensor.ops.local import moe as twins
 from ms_dtensor.parallel import experts as module
 from ms_dtensor.parallel.experts import ratio
@@ -63,6 +63,19 @@ def test_half_precision_is_routed_in_float32():
     np.testing.assert_array_equal(chosen.asnumpy(), picks)
 
 
+def mixed(k, expert=1, chosen=np.int32):
+    """`moe` of four experts, of which each token has chosen one and the same, k times."""
+    shapes = (2, 3), (2, k), (4, 6, 3), (4, 3, 6), (4, 6, 3)
+    x, weights, *ws = (Tensor(np.ones(s, np.float32)) for s in shapes)
+    return md.moe(x, weights, Tensor(np.full((2, k), expert, chosen)), *ws)
+
+
+@pytest.mark.parametrize("expert", [4, -2])
+def test_an_expert_that_there_is_not_is_refused(expert):
+    with pytest.raises(DTensorError, match="4 choices"):
+        mixed(2, expert)
+
+
 @pytest.mark.parametrize("make, text", [
     (lambda: md.Router(9)(Tensor(np.ones((2, 8), np.float32))), "k with at most 8"),
     (lambda: md.Router(5, groups=2)(Tensor(np.ones((2, 8), np.float32))), "of the 4 in its groups"),
@@ -73,8 +86,9 @@ def test_half_precision_is_routed_in_float32():
     (lambda: md.update_expert_bias(Tensor([0.0, 0.0]), Tensor([1, 2, 3]), 0.1), "one count for each bias"),
     (lambda: md.expert_balance_loss(Tensor(np.ones((5, 2))), Tensor(np.zeros((5, 1), np.int32)), 2), "not sequences of 2"),
     (lambda: md.ExpertParallel(dedup="yes"), "'dedup' is 'yes'"),
-    (lambda: md.moe(*(Tensor(np.ones(s, np.float32)) for s in ((2, 3), (2, 5), (2, 5), (4, 6, 3), (4, 3, 6), (4, 6, 3)))),
-     "k <= E")])
+    (lambda: md.Router(2, bias=Tensor(np.ones(3, np.float32)))(Tensor(np.ones((2, 8), np.float32))), "bias of [8]"),
+    (lambda: mixed(5), "k <= E"),
+    (lambda: mixed(2, chosen=np.float32), "chosen.astype(ms.int32)")])
 def test_what_does_not_fit_is_refused(make, text):
     with pytest.raises(ConfigError) as info:
         make()

@@ -98,6 +98,11 @@ def test_what_is_no_order_is_refused():
         balance((8,), 2, window=3, causal=False)
     with pytest.raises(ConfigError, match="0.* ranks cannot have"):
         balance((8,), 0)
+    for documents in ((3, -1), (2.5,), "ab"):
+        with pytest.raises(ConfigError, match="cannot have these documents"):
+            balance(documents, 2)
+    with pytest.raises(ConfigError, match="list is no NumPy array"):
+        balance((8,), 2).cut([0] * 8, mesh=None)
     with pytest.raises(ConfigError, match="an array has 3 rows for 8 tokens"):
         balance((8,), 2).cut(np.zeros(3), mesh=None)
 
