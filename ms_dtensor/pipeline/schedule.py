@@ -9,9 +9,10 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from numbers import Real
 from typing import Any
 
-from mindspore import Parameter, Tensor
+from mindspore import Parameter, Tensor, nn
 
 from .. import comm
 from ..dispatch.operands import local_alias, wrap
@@ -64,7 +65,12 @@ class Schedule:
 
     def __init__(self, stages: PipelineStage | Sequence[PipelineStage], n_microbatches: int,
                  loss_fn: Callable | None = None, *, actions: Actions | None = None):
-        stages = [stages] if isinstance(stages, PipelineStage) else list(stages)
+        given: list = [stages] if isinstance(stages, PipelineStage | nn.Cell) else list(stages)
+        if not given or not all(isinstance(stage, PipelineStage) for stage in given):
+            raise ScheduleError(f"For '{type(self).__name__}', 'stages' are not this rank's stages.",
+                                ", ".join(type(stage).__name__ for stage in given), "Each rank has at least one.",
+                                ("pipeline(model, mesh)", "PipelineStage(cell, stage_index, num_stages, mesh)"))
+        stages = given
         self.stages = {stage.stage_index: stage for stage in stages}
         self.mesh, count = stages[0].mesh, stages[0].num_stages
         self.group, size = self.mesh.get_group(), self.mesh.size()
@@ -183,8 +189,9 @@ class Schedule:
         m = self.n_microbatches
         if weights is None:
             weights = [1.0 / m] * m
-        if len(weights) != m:
-            raise ScheduleError(f"For '{type(self).__name__}.step', there are {len(weights)} weights.", f"{m} microbatches",
+        if len(weights) != m or not all(isinstance(w, Real) for w in weights):
+            raise ScheduleError(f"For '{type(self).__name__}.step', there are {len(weights)} weights.",
+                                f"{list(weights)!r}, {m} microbatches",
                                 "Each microbatch has its own.", "one number for each")
         check_rows(args, (kwargs, target), m)
         self.everybody.resume()

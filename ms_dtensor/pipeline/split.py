@@ -54,6 +54,9 @@ def pipeline(module: nn.Cell, mesh: DeviceMesh, *, split: str | Sequence = "cost
         >>> [sorted(dict(s.module.parameters_and_names())) for s in md.pipeline.pipeline(net, mesh, split=["2"])]
         [['0.bias', '0.weight'], ['2.bias', '2.weight']]
     """
+    if not isinstance(module, nn.Cell):
+        raise ConfigError(f"For 'pipeline', 'module' is a {type(module).__name__}.", f"mesh({mesh.describe()})",
+                          "Stages are cut out of a Cell.", "a Cell that calls the others in turn, as nn.SequentialCell does")
     if mesh.ndim != 1:
         raise ConfigError(f"For 'pipeline', 'mesh' has {mesh.ndim} axes.", f"mesh({mesh.describe()})",
                           "Stages are dealt over one axis.", 'pass mesh["pp"]')
