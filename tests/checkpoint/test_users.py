@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
@@ -49,15 +50,17 @@ def as_user(uid: int, work: Callable[[], object]) -> str:
 
 
 @pytest.fixture
-def shared(tmp_path):
-    """A folder in which all may make names, below folders that all may pass."""
-    root = tmp_path / "shared"
-    root.mkdir()
-    root.chmod(0o777)
-    for above in (tmp_path, *tmp_path.parents):
-        if above.stat().st_uid == os.geteuid() and not above.stat().st_mode & 1:
-            above.chmod(above.stat().st_mode | 0o011)
-    return root
+def shared():
+    """A folder in which all may make names, below folders that all may pass.
+
+    Not in ``tmp_path``: each pytest that starts on the machine closes the folder above it to other users again.
+    """
+    with tempfile.TemporaryDirectory() as above:
+        root = Path(above, "shared")
+        root.mkdir()
+        root.chmod(0o777)
+        Path(above).chmod(0o711)
+        yield root
 
 
 def step(root: Path, number: int, **options) -> None:

@@ -148,7 +148,7 @@ def test_signals_end_the_whole_job_and_ranks_may_save(tmp_path):
             out = theirs if name == "terminal" else subprocess.DEVNULL
             jobs[name] = subprocess.Popen(
                 command, stdin=out, stdout=out, stderr=out, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
-                preexec_fn=partial(signal.signal, signal.SIGHUP, signal.SIG_IGN) if name == "nohup" else None)
+                preexec_fn=partial(signal.signal, signal.SIGHUP, signal.SIG_IGN if name == "nohup" else signal.SIG_DFL))
         os.close(theirs)
         assert soon(lambda: all((tmp_path / name / "worker_0.log").exists() for name in sent))
         pids |= {name: [int(pid) for pid in (tmp_path / name / "pids").read_text().split()] for name in sent}
