@@ -130,6 +130,14 @@ def soon(what, seconds: float = 30) -> bool:
     return bool(what())
 
 
+def as_at_a_terminal(nohup):
+    """An ignored signal stays ignored in children: SIGHUP under nohup, SIGINT and SIGQUIT behind a script's `command &`."""
+    for one in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+        signal.signal(one, signal.SIG_DFL)
+    if nohup:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
 def test_signals_end_the_whole_job_and_ranks_may_save(tmp_path):
     """msrun and the rank are stand-ins, so that nothing waits for MindSpore; the terminal is a real one."""
     sent = {"HUP": ["HUP"], "twice": ["HUP", "HUP"], "QUIT": ["QUIT"], "TERM": ["TERM"], "INT": ["INT"], "nohup": ["HUP"],
@@ -148,7 +156,7 @@ def test_signals_end_the_whole_job_and_ranks_may_save(tmp_path):
             out = theirs if name == "terminal" else subprocess.DEVNULL
             jobs[name] = subprocess.Popen(
                 command, stdin=out, stdout=out, stderr=out, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
-                preexec_fn=partial(signal.signal, signal.SIGHUP, signal.SIG_IGN if name == "nohup" else signal.SIG_DFL))
+                preexec_fn=partial(as_at_a_terminal, nohup=name == "nohup"))
         os.close(theirs)
         assert soon(lambda: all((tmp_path / name / "worker_0.log").exists() for name in sent))
         pids |= {name: [int(pid) for pid in (tmp_path / name / "pids").read_text().split()] for name in sent}
