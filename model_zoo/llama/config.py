@@ -180,6 +180,8 @@ class TrainConfig:
     compile: bool = False
     """On a CPU, the core of attention runs as one compiled graph."""
     log_dir: str = "runs/llama"
+    check_memory: bool = True
+    """A run that cannot fit into its devices by the formula of memory.py is refused before it starts."""
     init_hf: str | None = None
     """Begin with these weights: a Hugging Face folder, whose config.json gives the section `model`; see `hf.py`."""
 

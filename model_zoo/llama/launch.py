@@ -318,6 +318,7 @@ def preflight(options: argparse.Namespace, nodes: Nodes, rest: list[str], keep: 
 
     The run's folders are held until `keep` closes.
     """
+    from model_zoo.llama.fits import machine, refuse_too_large
     from model_zoo.llama.report import Writing, check_folder
     from model_zoo.llama.train import prepare
 
@@ -333,6 +334,8 @@ def preflight(options: argparse.Namespace, nodes: Nodes, rest: list[str], keep: 
     if show:
         print(resolved, end="")
         return None
+    if cfg.train.check_memory:
+        refuse_too_large(cfg, options.workers * nodes.count, *machine(options.workers))
     if not (Path(sys.executable).parent / "msrun").is_file():
         raise ConfigError("For 'launch.py', there is no msrun.", f"looked in {Path(sys.executable).parent}",
                           "MindSpore brings it.", "python -m ms_dtensor doctor  says what else is missing")

@@ -6,6 +6,9 @@
 
 The second form shows the layouts that the file's own table names, beside what the formula says of each.
 
+Of a pipeline it is the rank that needs most; its stages and what they hold at once are those of the schedule. With experts
+cut over ranks each rank's are taken to be chosen equally often; with context parallelism a rank is taken to fetch all keys.
+
 Not measured on hardware. What is counted are tensors; `tests/zoo/test_llama_memory.py` compares with what autograd saves
 of a small model on a fake mesh. MindSpore's and CANN's own memory, and what lies between tensors, come on top.
 """
@@ -14,16 +17,18 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from model_zoo.llama.config import Config
+from model_zoo.llama.config import Config, ParallelConfig
 from model_zoo.llama.configio import USAGE, load
 from model_zoo.llama.ranks import script
-from ms_dtensor.errors import ConfigError
+from ms_dtensor.pipeline.builders import BUILDERS
+from ms_dtensor.pipeline.order import simulate
+from ms_dtensor.pipeline.split import balanced
 
 MIB = 2**20
 USABLE = 59392 * MIB  # of the 64 GB of a 910B, as MindSpore's page on dry runs says
@@ -32,10 +37,54 @@ ROW = re.compile(r"^# +(\d+) +((?:as it stands|--\S+ \S+)(?: --\S+ \S+)*) +([\d.
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """What a rank has of the model, and how much of it is on its way at once."""
+
+    layers: int
+    ends: tuple[bool, bool]
+    """Whether it has the embedding; whether it has the head."""
+    blocks: int
+    """Blocks whose backward is still to come, each counted once for every micro-batch that it waits for."""
+    heads: int
+    """Micro-batches whose logits wait."""
+
+
+def shares(cfg: Config) -> list[Share]:
+    """Of each rank of a pipeline; without one there is one share, all of it."""
+    m, p = cfg.model, cfg.parallel
+    if p.pp == 1:
+        return [Share(m.n_layers, (True, True), m.n_layers, 1)]
+    cells = ["tok_embeddings", *(f"layers.{i}" for i in range(m.n_layers)), "norm", "output"]
+    block = Sizes(replace(cfg, parallel=ParallelConfig())).block_matrices  # stages are cut before anything else is
+    ends = m.vocab_size * m.dim
+    costs = [ends, *[block] * m.n_layers, 0, ends]
+    if p.pp_split is None:
+        parts = balanced(list(zip(cells, costs)), p.stages)
+    else:
+        starts = [0, *map(cells.index, p.pp_split), len(cells)]
+        parts = [cells[a:b] for a, b in zip(starts, starts[1:])]
+    more = (p.pp_stages_per_rank,) if p.pp_schedule == "interleaved" else ()
+    timeline = simulate(BUILDERS[p.pp_schedule](p.pp, cfg.train.micro_batches, *more))
+    blocks = [sum(cell.startswith("layers.") for cell in part) for part in parts]
+    out = []
+    for rank, slots in enumerate(timeline.slots):
+        own = [s for s, owner in enumerate(timeline.actions.owner) if owner == rank]
+        has = {cell for s in own for cell in parts[s]}
+        held = most = heads = most_heads = 0
+        for slot in slots:  # what a forward holds goes with the gradients of its weights
+            change = (slot.action.kind == "F") - (slot.action.kind in "BW")
+            held += change * blocks[slot.action.stage]
+            heads += change * ("output" in parts[slot.action.stage])
+            most, most_heads = max(most, held), max(most_heads, heads)
+        out.append(Share(sum(blocks[s] for s in own), ("tok_embeddings" in has, "output" in has), most, most_heads))
+    return out
+
+
+@dataclass(frozen=True, slots=True)
 class Sizes:
     """What one rank holds of everything, in elements; the first rank's, whose chunks are the largest.
 
-    Of parameters: over tp only, as the model computes with them. Cutting over dp divides them further; see `per_rank`.
+    Of parameters: over tp and ep only, as the model computes with them. Cutting over dp divides them further; see `own`.
     """
 
     cfg: Config
@@ -50,21 +99,39 @@ class Sizes:
         return m.ffn_dim if m.experts is not None and not self.cfg.parallel.expert_tp else self._cut(m.ffn_dim)
 
     @property
+    def block_matrices(self) -> int:
+        """A block's parameters that are matrices, but for experts."""
+        m = self.cfg.model
+        heads, keys = self._cut(m.n_heads) * m.head_dim, self._cut(m.n_kv_heads) * m.head_dim
+        return m.dim * (2 * heads + 2 * keys + (3 * self.ffn if m.experts is None else m.experts.count))
+
+    @property
+    def block_experts(self) -> int:
+        m = self.cfg.model
+        return 0 if m.experts is None else m.experts.count // self.cfg.parallel.ep * 3 * self.ffn * m.dim
+
+    @property
     def block_parameters(self) -> int:
         m = self.cfg.model
         heads, keys = self._cut(m.n_heads) * m.head_dim, self._cut(m.n_kv_heads) * m.head_dim
         biases = m.qkv_bias * (heads + 2 * keys) + m.out_bias * m.dim + m.qk_norm * 2 * m.head_dim
-        ffn = 3 * self.ffn if m.experts is None else m.experts.count * (3 * self.ffn + 1)
-        return m.dim * (2 * heads + 2 * keys + ffn + 2) + biases
+        return self.block_matrices + self.block_experts + 2 * m.dim + biases
 
-    @property
-    def other_parameters(self) -> int:
+    def other_parameters(self, share: Share) -> int:
         m = self.cfg.model
-        return m.dim * ((1 if m.tied_head else 2) * self._cut(m.vocab_size) + 1)
+        embedding, head = share.ends
+        tables = 1 if m.tied_head and embedding and head else embedding + head
+        return m.dim * (tables * self._cut(m.vocab_size) + head)
 
-    @property
-    def parameters(self) -> int:
-        return self.cfg.model.n_layers * self.block_parameters + self.other_parameters
+    def parameters(self, share: Share) -> int:
+        return share.layers * self.block_parameters + self.other_parameters(share)
+
+    def own(self, share: Share) -> int:
+        """What lies on this rank between steps, if parameters are cut over the ranks of data parallelism."""
+        p = self.cfg.parallel
+        experts = share.layers * self.block_experts
+        ranks = p.dp * p.cp // p.hsdp
+        return -(-(self.parameters(share) - experts) // ranks) + -(-experts // (ranks // p.ep))
 
     @property
     def sequences(self) -> int:
@@ -73,7 +140,7 @@ class Sizes:
 
     @property
     def tokens(self) -> int:
-        return self.sequences * self.cfg.train.seq
+        return self.sequences * self.cfg.train.seq // self.cfg.parallel.cp
 
     @property
     def own_tokens(self) -> int:
@@ -89,52 +156,50 @@ def saved_by_block(cfg: Config, dtype_bytes: int) -> int:
     doors = 2 * s.tokens * m.dim  # what q, k, v and w1, w3 read
     # before they are turned, and after; values and results
     qkv = s.tokens * m.head_dim * (2 * (heads + keys) + keys + heads)
+    qkv += (s.sequences * cfg.train.seq - s.tokens) * m.head_dim * 2 * keys  # those of other ranks, if all are fetched
     if m.experts is None:
         ffn, router = 3 * s.tokens * s.ffn, 0  # gate and up, and their product
     else:  # the same of each choice; its row before the experts and after; of the router its scores, and which were chosen
         chosen = s.tokens * m.experts.per_token
         ffn, router = chosen * (3 * s.ffn + 2 * m.dim), s.tokens * 3 * m.experts.count + 5 * chosen
-    statistics = 2 * s.own_tokens + 2 * s.sequences * heads * cfg.train.seq * 8  # float32: of norms, and of softmax
+    statistics = 2 * s.own_tokens + 2 * s.tokens * heads * 8  # float32: of norms, and of softmax
     return dtype_bytes * (norms + doors + qkv + ffn) + 4 * (statistics + router)
 
 
 def per_rank(cfg: Config) -> dict[str, int]:
     """Bytes by what they are for, at the step's peak: when the backward of the last block begins."""
+    return max((of_share(cfg, share) for share in shares(cfg)), key=lambda rows: sum(rows.values()))
+
+
+def of_share(cfg: Config, share: Share) -> dict[str, int]:
     m, t, p, s = cfg.model, cfg.train, cfg.parallel, Sizes(cfg)
-    if p.cp > 1:
-        raise ConfigError("For 'memory.py', there is no formula for context parallelism.", f"parallel.cp = {p.cp}",
-                          "What a rank fetches depends on the documents.", "--parallel.cp 1")
-    if p.pp > 1:
-        raise ConfigError("For 'memory.py', there is no formula for a pipeline.", f"parallel.pp = {p.pp}",
-                          "What a rank holds depends on its stage and on the schedule.", "--parallel.pp 1")
-    if p.ep > 1:
-        raise ConfigError("For 'memory.py', there is no formula for expert parallelism.", f"parallel.ep = {p.ep}",
-                          "How many tokens a rank's experts get depends on the router.", "--parallel.ep 1")
     wide = {"float32": 4, "bfloat16": 2}[t.dtype]
-    kept_blocks = 1 if t.recompute else m.n_layers  # whose insides are there at a time
+    kept_blocks = min(1, share.layers) if t.recompute else share.blocks  # whose insides are there at a time
     vocab = s._cut(m.vocab_size) if p.loss_parallel else m.vocab_size
     cut = p.fsdp or p.zero1
-    own = -(-s.parameters // (p.dp // p.hsdp)) if cut else s.parameters  # what lies on this rank between steps
-    largest = max(s.tokens * max(m.dim, 2 * s.ffn) * wide, s._cut(m.vocab_size) * m.dim * 4)
-    groups = (p.hsdp > 1) + (p.dp > p.hsdp) + (p.tp > 1) + (p.dp * p.tp > 1)
+    parameters, others = s.parameters(share), s.other_parameters(share)
+    own = s.own(share) if cut else parameters
+    largest = max(s.tokens * max(m.dim, 2 * s.ffn) * wide, s._cut(m.vocab_size) * m.dim * 4 * any(share.ends))
+    groups = (p.hsdp > 1) + (p.dp * p.cp > p.hsdp) + (p.tp > 1) + (p.ep > 1) + (p.cp > 1) + (p.ulysses > 1) + \
+        (p.pp > 1) + (p.dp * p.tp * p.cp * p.pp > 1)
     if cut:  # gathered: the model's own, the block at work, the next one, and what comes in from the others
-        blocks = s.block_parameters * (1 if p.fsdp else m.n_layers)  # that are gathered and reduced together
-        copies = wide * (s.other_parameters + 3 * blocks if p.fsdp else 2 * s.parameters)
+        blocks = s.block_parameters * (1 if p.fsdp else share.layers)  # that are gathered and reduced together
+        copies = wide * (others + 3 * blocks if p.fsdp else 2 * parameters)
         # as they come and as they are sent; of the head until the embedding has its own
-        whole = 4 * (2 * blocks + s.other_parameters * (1 if p.fsdp else 2))
-        gradients = 4 * own + max(whole, 4 * s.parameters * (t.micro_batches > 1))  # added up before they are reduced
+        whole = 4 * (2 * blocks + others * (1 if p.fsdp else 2))
+        gradients = 4 * own + max(whole, 4 * parameters * (t.micro_batches > 1))  # added up before they are reduced
     else:
-        copies = 0 if wide == 4 else wide * (s.other_parameters + kept_blocks * s.block_parameters)
-        gradients = 4 * s.parameters * (2 if t.micro_batches > 1 else 1)
+        copies = 0 if wide == 4 else wide * (others + kept_blocks * s.block_parameters)
+        gradients = 4 * parameters * (2 if t.micro_batches > 1 else 1)
     return {
         "parameters, float32": 4 * own,
         "gathered parameters" if cut else "their copies in 16 bits": copies,
         "gradients, float32": gradients,
         "moments of AdamW": 8 * own,
         "saved by blocks": kept_blocks * saved_by_block(cfg, wide),
-        "inputs of recomputed blocks": m.n_layers * s.own_tokens * m.dim * wide if t.recompute else 0,
+        "inputs of recomputed blocks": share.blocks * s.own_tokens * m.dim * wide if t.recompute else 0,
         # themselves and their gradient; relative to the row's greatest, their exponentials and the gradient of these
-        "logits and loss": s.tokens * vocab * (2 * wide + 3 * 4),
+        "logits and loss": share.heads * s.tokens * vocab * (2 * wide + 3 * 4),
         "two cotangents or temporaries": 2 * largest,
         "communication buffers": groups * BUFFERS,
     }

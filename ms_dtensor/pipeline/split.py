@@ -129,7 +129,7 @@ def _parts(module: nn.Cell, chain: dict[str, nn.Cell], split, count: int, cost: 
     def inside(entry: str) -> list[str]:
         return [entry] if entry in chain else [p for p in paths if p.startswith(f"{entry}.")]
     if split == "cost":
-        return _balanced([(p, cost(p, chain[p])) for p in paths], count)
+        return balanced([(p, cost(p, chain[p])) for p in paths], count)
     if isinstance(split, str):
         raise ConfigError(f"For 'pipeline', 'split' = {split!r} is none.", type(module).__name__,
                           'It is "cost", paths at which stages begin, or lists of paths.', 'split="cost"')
@@ -145,7 +145,7 @@ def _parts(module: nn.Cell, chain: dict[str, nn.Cell], split, count: int, cost: 
     return parts
 
 
-def _balanced(costs: list[tuple[str, float]], count: int) -> list[list[str]]:
+def balanced(costs: list[tuple[str, float]], count: int) -> list[list[str]]:
     """So many runs of neighbours, of which the dearest costs least; by dynamic programming."""
     total = [0.0]
     for _, c in costs:

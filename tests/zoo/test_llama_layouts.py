@@ -10,6 +10,7 @@ from dataclasses import replace
 from math import prod
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import ms_dtensor as md
@@ -18,10 +19,11 @@ from model_zoo.llama.config import ModelConfig
 from model_zoo.llama.configio import load
 from model_zoo.llama.hf import names_of, to_hf
 from model_zoo.llama.model import Llama
-from model_zoo.llama.parallelize import make_mesh, parallelize
+from model_zoo.llama.parallelize import make_mesh, parallelize, stage_mesh
 from ms_dtensor.checkpoint.key_map import translate
 from ms_dtensor.comm import fake_world
 from ms_dtensor.core.layout import Layout
+from ms_dtensor.pipeline import pipeline
 
 pytestmark = pytest.mark.usefixtures("cpu")
 CONFIGS = Path(__file__).resolve().parents[2] / "model_zoo/llama/configs"
@@ -84,12 +86,26 @@ def test_a_documented_layout_is_one_and_fits(name, npus, options, gib):
     small, real = twin(cfg.model)
     with fake_world(npus):
         mesh = make_mesh("cpu", cfg.parallel)
-        model = parallelize(Llama(small), mesh, cfg.parallel)
-        held = 0
-        for p_name, p in model.parameters_and_names():
-            assert isinstance(p, md.DTensor) and p.device_mesh == mesh, p_name
-            lies = p.layout
-            mine = Layout(mesh, lies.placements, [real[n] for n in p.shape], lies.dtype, order=lies.order).local_shape()
-            held += prod(mine) * (cfg.model.n_layers if p_name.startswith("layers.") else 1)
+        if cfg.parallel.pp == 1:
+            held = cells_of(Llama(small), mesh, cfg, real) @ [1, cfg.model.n_layers]
+        else:  # rank 0's; the formula is of the rank that needs most
+            whole = Llama(replace(small, n_layers=cfg.model.n_layers))
+            stages = pipeline(whole, mesh["pp"], n_stages=cfg.parallel.stages,
+                              cost=lambda _, cell: sum(prod(real[n] for n in p.shape)
+                                                       for p in cell.get_parameters() if p.ndim > 1))
+            held = sum(cells_of(stage.module, mesh, cfg, real) @ [1, 1] for stage in stages)
+            rows = memory.of_share(cfg, memory.shares(cfg)[0])
     formula = rows["parameters, float32"]  # chunks of few rows are uneven, and the first rank has the larger ones
     assert -0.001 * formula <= 4 * held - formula <= max(0.02 * formula, 8 * memory.MIB)
+
+
+def cells_of(model, mesh, cfg, real):
+    """How many elements of parameters this rank has: of all but layers, and of layers."""
+    held = [0, 0]
+    over = stage_mesh(mesh)
+    for p_name, p in parallelize(model, over, cfg.parallel).parameters_and_names():
+        assert isinstance(p, md.DTensor) and p.device_mesh == over, p_name
+        lies = p.layout
+        mine = Layout(over, lies.placements, [real[n] for n in p.shape], lies.dtype, order=lies.order).local_shape()
+        held[p_name.startswith("layers.")] += prod(mine)
+    return np.array(held)

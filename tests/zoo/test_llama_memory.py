@@ -2,6 +2,8 @@
 """The recipe's memory formula against a count: shapes of parameters, and what autograd really saves, on a fake mesh."""
 from __future__ import annotations
 
+from contextlib import ExitStack
+from dataclasses import replace
 from types import SimpleNamespace
 
 import mindspore as ms
@@ -11,8 +13,9 @@ from mindspore import Tensor
 from mindspore.common._grad_function import _Function
 
 import ms_dtensor as md
-from model_zoo.llama import memory, model
+from model_zoo.llama import fits, launch, memory, model, train
 from model_zoo.llama.config import Config, ModelConfig, ParallelConfig, TrainConfig
+from model_zoo.llama.configio import load
 from model_zoo.llama.parallelize import parallelize
 from ms_dtensor.comm import fake_world
 from ms_dtensor.errors import ConfigError
@@ -125,6 +128,77 @@ def test_help_is_told_and_what_is_wrong_is_refused(capsys):
 def test_the_formula_is_the_count(parallel, monkeypatch):
     cfg = small(parallel)
     blocks, rest, parameters = counted(cfg, monkeypatch)
-    assert parameters == memory.Sizes(cfg).parameters
+    assert parameters == memory.Sizes(cfg).parameters(*memory.shares(cfg))
     assert blocks == cfg.model.n_layers * memory.saved_by_block(cfg, 4)
     assert rest <= memory.per_rank(cfg)["logits and loss"] + 3 * memory.Sizes(cfg).tokens * cfg.model.dim * 4
+
+
+@pytest.mark.parametrize(("schedule", "stages", "blocks", "heads"), [
+    ("1f1b", 1, [8, 6, 4, 2], [0, 0, 0, 1]), ("gpipe", 1, [12, 12, 12, 12], [0, 0, 0, 6]),
+    ("zbh1", 1, [8, 8, 8, 8], [0, 0, 0, 4]), ("zbv", 2, [7, 8, 8, 8], [1, 0, 0, 0])])
+def test_what_a_rank_of_a_pipeline_holds_is_its_schedules(schedule, stages, blocks, heads):
+    """Six microbatches through four ranks of two layers: 1f1b has as many on the way as stages follow, gpipe all."""
+    parallel = ParallelConfig(pp=4, pp_schedule=schedule, pp_stages_per_rank=stages, pp_split=tuple(
+        f"layers.{i}" for i in range(2 // stages, 8, 2 // stages)))
+    cfg = Config(model=replace(SMALL, n_layers=8), parallel=parallel, train=TrainConfig(batch=12, seq=16, micro_batches=6))
+    shares = memory.shares(cfg)
+    assert [s.blocks for s in shares] == blocks and [s.heads for s in shares] == heads
+    assert [s.layers for s in shares] == [2] * 4
+    first, last = (0, 0) if stages == 2 else (0, 3)
+    assert [s.ends for s in shares] == [(r == first, r == last) for r in range(4)]
+    whole = memory.Sizes(cfg).parameters(*memory.shares(replace(cfg, parallel=ParallelConfig())))
+    assert sum(map(memory.Sizes(cfg).parameters, shares)) == whole
+
+
+EIGHT_B = ["--config", "model_zoo/llama/configs/llama3_8b.yaml", "--parallel.dp", "8", "--parallel.tp", "1",
+           "--parallel.sequence_parallel", "false", "--train.micro_batches", "1"]
+SEVENTY_B = ["--config", "model_zoo/llama/configs/llama3_70b.yaml", "--parallel.dp", "1"]
+
+
+@pytest.mark.parametrize(("options", "needs", "way"), [
+    (EIGHT_B, "165.6 GiB, and a 64 GB card has 58.0", "--parallel.fsdp true  needs 54.7 GiB"),
+    (SEVENTY_B, "150.9 GiB, and a 64 GB card has 58.0", "on 32 ranks: --parallel.dp 4  needs 41.6 GiB")])
+def test_what_does_not_fit_is_refused_with_the_nearest_layout_that_does(options, needs, way):
+    cfg, _ = load(options, 8)
+    with pytest.raises(ConfigError) as error:
+        fits.refuse_too_large(cfg, 8, 58 * fits.GIB, "a 64 GB card has", True)
+    assert needs in str(error.value) and way in str(error.value)
+    ranks = int(way.split()[1]) if way.startswith("on") else 8
+    words = way[way.index("--"):way.index("  needs")].split()
+    mended, _ = load([*options, *words], ranks)
+    fits.refuse_too_large(mended, ranks, 58 * fits.GIB, "a 64 GB card has", True)
+
+
+def test_a_layout_that_cannot_run_is_never_offered():
+    cfg, _ = load(EIGHT_B, 8)
+    offered = list(fits.layouts(cfg, 8))
+    assert len(offered) > 10
+    for other, options in offered:
+        again, _ = load([*EIGHT_B, *(word for key, value in options for word in (f"--{key}", value))], 8)
+        assert again == other
+
+
+def test_ranks_of_a_laptop_share_its_memory(monkeypatch):
+    """Ranks on CPU have no buffers of communicators of their own."""
+    monkeypatch.setattr(fits.psutil, "virtual_memory", lambda: SimpleNamespace(total=32 * fits.GIB))
+    assert fits.machine(8) == (4 * fits.GIB, "its share of this machine's memory, one of 8, is", False)
+    with pytest.raises(ConfigError, match="one of 8, is 4.0.*"):
+        fits.refuse_too_large(load(EIGHT_B, 8)[0], 8, *fits.machine(8))
+    tiny = load(["--config", "model_zoo/llama/configs/quickstart.yaml"], 8)[0]
+    fits.refuse_too_large(tiny, 8, *fits.machine(8))
+    assert sum(fits.needed(tiny, True).values()) - sum(fits.needed(tiny, False).values()) >= memory.BUFFERS
+
+
+def test_launch_refuses_before_mindspore_starts(monkeypatch, tmp_path):
+    monkeypatch.setattr(fits.psutil, "virtual_memory", lambda: SimpleNamespace(total=32 * fits.GIB))
+    options = SimpleNamespace(workers=8, max_restarts=0, log_dir=tmp_path)
+    config = ["--train.log_dir", str(tmp_path / "run"), *EIGHT_B]
+    with ExitStack() as keep, pytest.raises(ConfigError, match="a rank needs 16"):
+        launch.preflight(options, launch.ALONE, config, keep)
+    with ExitStack() as keep:
+        assert launch.preflight(options, launch.ALONE, [*config, "--train.check_memory", "false"], keep) == tmp_path
+
+
+def test_a_card_is_asked_for_its_memory(monkeypatch):
+    monkeypatch.setattr(ms.hal, "get_device_properties", lambda *asked: SimpleNamespace(total_memory=asked))
+    assert train.card_memory() == (0, "Ascend")
