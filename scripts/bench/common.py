@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the benchmark scripts share: interleaved samples, the machine's description, JSON and a table.
 
-Not a framework: a script measures, calls `finish`, and `docs/tools/performance.py` makes docs/performance.md from what was written.
+Not a framework: a script measures and calls `finish`; `docs/tools/performance.py` makes the page from what was written.
 The invariant: what is compared is sampled in turns within one run, so that other load on the machine hits all alike.
 """
 from __future__ import annotations

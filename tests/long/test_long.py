@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The long checks with their own sizes, at night: each says on standard output what it did, and ends with 0 if all is well."""
+"""The long checks with their own sizes, at night: each prints what it did, and ends with 0 if all is well."""
 from __future__ import annotations
 
 import subprocess

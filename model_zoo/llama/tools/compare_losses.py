@@ -205,8 +205,8 @@ def table(rows: list[dict]) -> str:
     head = f"""# Parity with one device
 
 Written by `python model_zoo/llama/tools/compare_losses.py`. One small Llama is trained on one device with plain MindSpore
-tensors, and on each mesh below: {t.steps} steps of {t.batch} x {t.seq} tokens, dim {m.dim}, {m.n_layers} layers, {m.n_heads} \
-query and {m.n_kv_heads} key heads, AdamW with
+tensors, and on each mesh below: {t.steps} steps of {t.batch} x {t.seq} tokens, dim {m.dim}, {m.n_layers} layers, \
+{m.n_heads} query and {m.n_kv_heads} key heads, AdamW with
 warm-up, cosine decay and clipping. A vocabulary of 259 is divisible by no tp degree.
 
 Bounds: loss within {LOSS_TOLERANCE:g} relative at each step; each parameter's gradient at the first step within \
