@@ -116,14 +116,14 @@ def page() -> str:
 
 HEAD = """# What a push is asked, and what waits
 
-`scripts/test.sh` runs lint, types and the tests of the tier **push**. `scripts/test.sh --tier merge` adds those that are asked
-before a merge, `--tier night` the rest; `-m merge` and `-m night` run one tier by itself. A test that is named with `::` runs
-whatever its tier.
+`scripts/test.sh` runs lint, types and the tests of the tier **push**. `scripts/test.sh --tier merge` adds those that are
+asked before a merge, `--tier night` the rest; `-m merge` and `-m night` run one tier by itself. A test that is named with
+`::` runs whatever its tier.
 
 A new test is of the tier push. What waits is in one list, `LATER` in `tests/tiers.py`, of which this page is made
-(`python -m tests.tiers`); no other test waits. "One of 3" is chosen by a checksum of the test's name (CRC-32, divisible by 3): the
-same tests on every machine. Within a test, a loop over `sampled(cases, 4)` takes every fourth case at push, the first among them,
-and all of them in the other tiers.
+(`python -m tests.tiers`); no other test waits. "One of 3" is chosen by a checksum of the test's name (CRC-32, divisible
+by 3): the same tests on every machine. Within a test, a loop over `sampled(cases, 4)` takes every fourth case at push, the
+first among them, and all of them in the other tiers.
 
 | tests | waits for | stays at push | why |
 |---|---|---|---|
