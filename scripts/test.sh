@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Proves the library right: ruff, mypy, then every test. The quick, pure tests run first, real ranks under msrun last.
+# Proves the library right: ruff, mypy, then the tests of a push; --tier merge and --tier night add what waits (docs/tests.md).
 # Arguments go on to pytest:  scripts/test.sh -m "not dist"    scripts/test.sh tests/test_layout.py -k uneven
 # With another Python, in an environment of its own (.venv-3.12):  scripts/test.sh --python python3.12 [arguments]
 set -euo pipefail

@@ -6,20 +6,23 @@ A launch costs 10 s and more, a case milliseconds. So a module `cases_*.py` (imp
     @case(world_size=4)
     def all_reduce_sums(world): ...          # runs on every rank; world.rank, world.size
 
-and a test file beside it turns these into tests, which share one launch per (group, world size):
+and a test file beside it turns these into tests, which share one launch per world size:
 
     @pytest.mark.parametrize("case", case_params("tests.dist.cases_comm", 4))
     def test_comm(case, ranks):
         ranks.check(case)
 
-Only selected tests are run (`-k`). Cases run in definition order. When ranks may have lost step with each other, the
-launch ends there, and another one goes on with the cases behind; see `tests/rank_main.py` for how that is told.
+Only selected tests are run (`-k`). The launches begin with the first test, in a thread of their own, so that ranks work
+beside the tests of one process. When ranks may have lost step with each other, the launch ends there, and another one
+goes on with the cases behind; see `tests/rank_main.py` for how that is told.
 """
 
 from __future__ import annotations
 
 import importlib
+import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +32,8 @@ from typing import Any
 from tests.msrun import Outcome, headline, launch
 
 START_LIMIT = 180.0  # seconds for MindSpore to start on all ranks: 8 of them on 2 loaded cores
-LAUNCHES = 6  # of one group at most: each but the last has ended in a case that failed
+CASE_LIMIT = 4.0  # seconds a case on the average, with the other tests beside it on two cores; one takes 0.4 idle
+LAUNCHES = 8  # of one group at most: each but the last has ended in a case that failed
 TEST_LIMIT = 2400  # pytest's own limit, in seconds: the first test of a group waits for all of its launches
 NOT_RUN = "not run: the launch ended in "
 SYNC_FILE = "sync.bin"  # one byte per case and rank, see rank_main.agree
@@ -62,8 +66,8 @@ class Case:
 def case_params(module: str | ModuleType, world_size: int, group: str | None = None) -> list[Any]:
     """The module's cases of this world size, for `pytest.mark.parametrize`; launches nothing.
 
-    Modules of the same `group` share a launch; those without one share theirs, too. A group of its own is for cases that
-    need another environment, or so many that one launch of all would take too long.
+    A `group` of its own is for cases that leave behind in their processes what others must not meet: a launch of 4 ranks
+    is 15 s of CPU before its first case.
     """
     import pytest
 
@@ -79,37 +83,56 @@ def case_params(module: str | ModuleType, world_size: int, group: str | None = N
 
 
 class Launches:
-    """Runs each group of the selected cases once, when its first case is asked for (the fixture `ranks`)."""
+    """Runs each group of the selected cases once, those of most ranks first, beside whatever else the tests do."""
 
     def __init__(self, selected: Iterable[Case], new_dir: Callable[[str], Path]) -> None:
-        self._selected = list(dict.fromkeys(selected))
+        self._todo: dict[tuple[str, int], list[Case]] = {}
+        for one in dict.fromkeys(selected):
+            self._todo.setdefault((one.group, one.world_size), []).append(one)
         self._new_dir = new_dir
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run_all, name="launches of ranks")
         self._verdicts: dict[Case, str | None] = {}
+        self._finished = {key: threading.Event() for key in self._todo}
         self.spent: list[tuple[str, int, float]] = []  # group, ranks and seconds of each launch
         self.seconds: dict[Case, float] = {}  # on the rank that took longest
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends what runs still: the session is over, perhaps early."""
+        self._stopped.set()
+        self._thread.join()
 
     def check(self, wanted: Case) -> None:
         """Raises AssertionError with the first failing rank's traceback unless the case passed on every rank."""
         __tracebackhide__ = True
-        if wanted not in self._verdicts:
-            todo = [c for c in self._selected if (c.group, c.world_size) == (wanted.group, wanted.world_size)]
-            for _ in range(LAUNCHES):
-                self._run(todo)
-                todo = [c for c in todo if (self._verdicts[c] or "").startswith(NOT_RUN)]
-                if not todo:
-                    break
-        verdict = self._verdicts[wanted]
+        self._finished[wanted.group, wanted.world_size].wait()
+        verdict = self._verdicts.get(wanted, "its launch was not made")
         if verdict is not None:
             raise AssertionError(verdict)
+
+    def _run_all(self) -> None:
+        for key, todo in sorted(self._todo.items(), key=lambda item: (-item[0][1], -len(item[1]))):
+            try:
+                for _ in range(LAUNCHES):
+                    if todo and not self._stopped.is_set():
+                        self._run(todo)
+                        todo = [c for c in todo if (self._verdicts[c] or "").startswith(NOT_RUN)]
+            except Exception:  # a launcher that cannot launch is a failure of each of its tests, not of none
+                self._verdicts.update(dict.fromkeys(todo, traceback.format_exc()))
+            finally:
+                self._finished[key].set()
 
     def _run(self, cases: list[Case]) -> None:
         size = cases[0].world_size
         log_dir = self._new_dir(f"{cases[0].group}-{size}-")
         (log_dir / SYNC_FILE).write_bytes(bytes(len(cases) * size))
         args = [f"{c.address}:{c.timeout:g}" for c in cases]
-        limit = START_LIMIT + max(c.timeout for c in cases) + 2 * len(cases)
+        limit = START_LIMIT + max(c.timeout for c in cases) + CASE_LIMIT * len(cases)
         start = time.monotonic()
-        outcome = launch("tests.rank_main", size, args, limit, log_dir=log_dir)
+        outcome = launch("tests.rank_main", size, args, limit, log_dir=log_dir, stopped=self._stopped)
         self.spent.append((cases[0].group, size, time.monotonic() - start))
         for index, one in enumerate(cases):
             took = [reports[index]["seconds"] for reports in outcome.reports if len(reports) > index]

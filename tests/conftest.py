@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ if str(ROOT) not in sys.path:  # pytest started from another folder
     sys.path.insert(0, str(ROOT))
 
 from tests.cases import Case, Launches  # noqa: E402
+from tests.tiers import CHOSEN, TIERS, tier  # noqa: E402
 
 # The same examples on every run and every machine; no deadline, as CI shares two cores.
 settings.register_profile("ci", derandomize=True, deadline=None)
@@ -23,8 +25,8 @@ settings.register_profile("explore", derandomize=False, deadline=None, max_examp
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
-TIERS = ("push", "merge", "night")  # a test is of the first, unless it has the mark of another
 LAUNCHES = pytest.StashKey[Launches]()
+COLLECTED = pytest.StashKey[list[str]]()  # all names, those left out too
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,13 +36,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Quick tests first, then those with real ranks, then the slow ones: a plain mistake shows within seconds.
 
-    Those of later tiers are left out unless `--tier` or `-m` names them.
+    What a test waits for is in `tests/tiers.py`. Those of later tiers are left out unless `--tier`, `-m` or their own
+    name asks for them.
     """
+    asked = [tier for tier in TIERS if tier == config.getoption("tier") or re.search(rf"\b{tier}\b", config.option.markexpr)]
+    os.environ[CHOSEN] = asked[-1]
+    for item in items:
+        if (waits := tier(item.nodeid)) != "push":
+            item.add_marker(waits)
+    config.stash[COLLECTED] = [item.nodeid for item in items]
     later = TIERS[TIERS.index(config.getoption("tier")) + 1:]
-    left = [tier for tier in later if not re.search(rf"\b{tier}\b", config.option.markexpr)]
-    out = {item: None for item in items if any(item.get_closest_marker(tier) for tier in left)}
-    config.hook.pytest_deselected(items=list(out))
-    items[:] = [item for item in items if item not in out]
+    left = [tier for tier in later if tier not in asked]
+    named = tuple(os.path.relpath(config.invocation_params.dir / arg, config.rootpath) for arg in config.args if "::" in arg)
+    out = {item: None for item in items
+           if any(item.get_closest_marker(tier) for tier in left) and not item.nodeid.startswith(named)}
+    if out:
+        config.hook.pytest_deselected(items=list(out))
+        items[:] = [item for item in items if item not in out]
     items.sort(
         key=lambda item: (item.get_closest_marker("slow") is not None, item.get_closest_marker("dist") is not None)
     )
@@ -67,16 +79,18 @@ def not_recording():
         _pynative_executor.set_grad_flag(False)
 
 
-@pytest.fixture(scope="session")
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Launches:
-    """Runs real-rank cases, one launch per group and world size; see tests/cases.py."""
+@pytest.fixture(scope="session", autouse=True)
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launches]:
+    """Runs real-rank cases, one launch per world size, from the first test on; see tests/cases.py."""
     values = [
         value for item in request.session.items if hasattr(item, "callspec") for value in item.callspec.params.values()
     ]
     selected = [value for value in values if isinstance(value, Case)]
     launches = Launches(selected, lambda name: tmp_path_factory.mktemp(re.sub(r"[^\w-]", "_", name)))
     request.config.stash[LAUNCHES] = launches
-    return launches
+    launches.start()
+    yield launches
+    launches.stop()
 
 
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:

@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Sequence
@@ -57,6 +58,7 @@ def launch(
     *,
     log_dir: Path | None = None,
     env: dict[str, str] | None = None,
+    stopped: threading.Event | None = None,
 ) -> Outcome:
     """Runs `script` (a .py file, or a module's dotted name) on `world_size` ranks; returns when no rank is left alive.
 
@@ -64,6 +66,7 @@ def launch(
         timeout: seconds for everything, MindSpore's start included; then all ranks are ended.
         log_dir: where logs and reports go, and the ranks' working directory; a fresh temporary one by default.
         env: added to the ranks' environment.
+        stopped: set by another thread that wants all ranks ended now.
     """
     log_dir = Path(log_dir or tempfile.mkdtemp(prefix="ms_dtensor_ranks_")).resolve()
     log_dir.mkdir(parents=True, exist_ok=True)
@@ -106,7 +109,7 @@ def launch(
             start_new_session=True,
         )
         try:
-            code = _wait(process, timeout, log_dir / "msrun.log")
+            code = _wait(process, timeout, log_dir / "msrun.log", stopped)
             if code != 0:
                 failure = f"msrun exited with {code}; {_first_failure(log_dir)}"
         except subprocess.TimeoutExpired:
@@ -118,7 +121,7 @@ def launch(
     return Outcome(reports, failure and f"{world_size} ranks of {script}: {failure}\nlogs: {log_dir}")
 
 
-def _wait(process: subprocess.Popen, timeout: float, log: Path) -> int:
+def _wait(process: subprocess.Popen, timeout: float, log: Path, stopped: threading.Event | None) -> int:
     """msrun's exit code. After a failure it ends the other ranks, then waits half a minute for its scheduler."""
     limit, failed = time.monotonic() + timeout, False
     while True:
@@ -128,7 +131,7 @@ def _wait(process: subprocess.Popen, timeout: float, log: Path) -> int:
             now = time.monotonic()
             if not failed and b"exit with exception" in log.read_bytes():
                 failed, limit = True, min(limit, now + SCHEDULER_GRACE)
-            if now > limit and failed:
+            if (now > limit and failed) or (stopped and stopped.is_set()):
                 return 1
             if now > limit:
                 raise

@@ -9,6 +9,7 @@ import sys
 import time
 import uuid
 from pathlib import Path
+from threading import Event
 
 import pytest
 
@@ -132,13 +133,14 @@ def test_a_launch_that_fails_after_its_last_case_does_not_pass() -> None:
 def test_cases_behind_one_that_ended_the_launch_run_in_another(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     launched = []
 
-    def one(main: str, size: int, args: list[str], limit: float, log_dir: Path) -> Outcome:
+    def one(main: str, size: int, args: list[str], limit: float, log_dir: Path, stopped: Event) -> Outcome:
         launched.append([a.split(":")[1] for a in args])
         ends = len(args) == 3  # the first launch, in its second case
         rows = [record(True, 1), record(False, 2)] if ends else [record(True, 1)] * len(args)
         return Outcome([rows] * size, "msrun exited with 1" if ends else None)
     monkeypatch.setattr("tests.cases.launch", one)
     launches = Launches([A, B, C], lambda prefix: tmp_path)
+    launches.start()
     launches.check(A)
     with pytest.raises(AssertionError, match="failed first"):
         launches.check(B)
@@ -149,15 +151,46 @@ def test_cases_behind_one_that_ended_the_launch_run_in_another(monkeypatch: pyte
 def test_a_group_whose_every_case_ends_its_launch_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     launched = []
 
-    def one(main: str, size: int, args: list[str], limit: float, log_dir: Path) -> Outcome:
+    def one(main: str, size: int, args: list[str], limit: float, log_dir: Path, stopped: Event) -> Outcome:
         launched.append(args)
         return Outcome([[record(False, 1)]] * size, "msrun exited with 1")
     monkeypatch.setattr("tests.cases.launch", one)
     cases = [case_named(f"case{i}") for i in range(LAUNCHES + 2)]
     launches = Launches(cases, lambda prefix: tmp_path)
+    launches.start()
     for c in cases:
         with pytest.raises(AssertionError):
             launches.check(c)
     assert len(launched) == LAUNCHES
     with pytest.raises(AssertionError, match=f"not run: the launch ended in m:case{LAUNCHES - 1}"):
         launches.check(cases[-1])
+
+
+def test_a_session_that_ends_early_ends_its_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    begun = []
+
+    def one(main: str, size: int, args: list[str], limit: float, log_dir: Path, stopped: Event) -> Outcome:
+        begun.append(size)
+        assert stopped.wait(60)
+        return Outcome([[]] * size, "msrun exited with 1")
+    monkeypatch.setattr("tests.cases.launch", one)
+    launches = Launches([A, B, C], lambda prefix: tmp_path)
+    launches.start()
+    launches.stop()
+    assert len(begun) <= 1
+    with pytest.raises(AssertionError):
+        launches.check(A)
+
+
+def test_a_launcher_that_cannot_launch_fails_its_tests(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("tests.cases.launch", lambda *args, **more: 1 / 0)
+    launches = Launches([A], lambda prefix: tmp_path)
+    launches.start()
+    with pytest.raises(AssertionError, match="ZeroDivisionError"):
+        launches.check(A)
+
+
+def test_a_launch_that_is_stopped_ends_at_once(tmp_path: Path) -> None:
+    stopped = Event()
+    stopped.set()
+    assert launch(script(tmp_path, "import time; time.sleep(100)"), 2, log_dir=tmp_path / "log", stopped=stopped).failure

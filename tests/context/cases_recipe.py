@@ -23,6 +23,7 @@ from ms_dtensor import comm
 from ms_dtensor.errors import ConfigError
 from tests.cases import case
 from tests.dist.support import array, refusal
+from tests.tiers import sampled
 
 SIZES = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 40, "vocab_size": 37}
 
@@ -78,26 +79,27 @@ def same(parallel: ParallelConfig, documents: bool = True, window=None, lora=Non
 
 @case(world_size=2, timeout=200)
 def two_ranks_share_the_tokens_of_all_rows(world):
-    for order in ("balanced", "head_tail", "in_order"):
+    for order in sampled(("balanced", "head_tail", "in_order"), 3):
         fetched = same(ParallelConfig(cp=2, cp_order=order), documents=False)
         assert {e.axes for e in fetched} == {("cp",)} and len(fetched) == 5 * 2  # of two layers, in five forwards
         same(ParallelConfig(cp=2, cp_order=order))
-    same(ParallelConfig(cp=2, cp_algorithm="ring"), window=5)
-    same(ParallelConfig(cp=2, ulysses=2))
-    same(ParallelConfig(cp=2, fsdp=True), recompute=True)
-    same(ParallelConfig(cp=2, zero1=True), micro_batches=2)
-    same(ParallelConfig(cp=2), lora=LoraConfig(rank=2))
+    for more, how in sampled((
+            ({"cp_algorithm": "ring"}, {"window": 5}), ({"ulysses": 2}, {}), ({"fsdp": True}, {"recompute": True}),
+            ({"zero1": True}, {"micro_batches": 2}), ({}, {"lora": LoraConfig(rank=2)})), 2):
+        same(ParallelConfig(cp=2, **more), **how)
 
 
 @case(world_size=4, timeout=200)
 def four_ranks_beside_data_tensor_and_sequence_parallelism(world):
-    same(ParallelConfig(dp=2, cp=2, fsdp=True), micro_batches=2, recompute=True)
-    same(ParallelConfig(dp=2, cp=2, cp_algorithm="ring"))
-    same(ParallelConfig(tp=2, cp=2, fsdp=True))
-    same(ParallelConfig(tp=2, cp=2, sequence_parallel=True, fsdp=True), window=5, recompute=True)
-    same(ParallelConfig(tp=2, cp=2, sequence_parallel=True, loss_parallel=False, cp_algorithm="ring"))
-    same(ParallelConfig(cp=4, ulysses=2, fsdp=True))
-    same(ParallelConfig(cp=4, ulysses=2, cp_algorithm="ring", cp_order="head_tail"))
+    for parallel, how in sampled((
+            (ParallelConfig(tp=2, cp=2, sequence_parallel=True, fsdp=True), {"window": 5, "recompute": True}),
+            (ParallelConfig(dp=2, cp=2, cp_algorithm="ring"), {}),
+            (ParallelConfig(tp=2, cp=2, fsdp=True), {}),
+            (ParallelConfig(dp=2, cp=2, fsdp=True), {"micro_batches": 2, "recompute": True}),
+            (ParallelConfig(tp=2, cp=2, sequence_parallel=True, loss_parallel=False, cp_algorithm="ring"), {}),
+            (ParallelConfig(cp=4, ulysses=2, fsdp=True), {}),
+            (ParallelConfig(cp=4, ulysses=2, cp_algorithm="ring", cp_order="head_tail"), {})), 3):
+        same(parallel, **how)
 
 
 @case(world_size=2)

@@ -9,12 +9,11 @@ from tests.cases import case_params
 MODULE = "tests.context.cases_attention"
 
 
-@pytest.mark.parametrize("case", case_params(MODULE, 2, group="context2") + case_params(MODULE, 4, group="context4"))
+@pytest.mark.parametrize("case", case_params(MODULE, 2) + case_params(MODULE, 4))
 def test_attention(case, ranks):
     ranks.check(case)
 
 
-@pytest.mark.merge
 @pytest.mark.parametrize("case", case_params(MODULE, 8))
 def test_eight(case, ranks):
     ranks.check(case)

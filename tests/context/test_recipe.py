@@ -9,6 +9,6 @@ from tests.cases import case_params
 MODULE = "tests.context.cases_recipe"
 
 
-@pytest.mark.parametrize("case", case_params(MODULE, 2, group="context2") + case_params(MODULE, 4, group="context4"))
+@pytest.mark.parametrize("case", case_params(MODULE, 2) + case_params(MODULE, 4))
 def test_recipe(case, ranks):
     ranks.check(case)

@@ -32,6 +32,7 @@ from tests.dist.support import RTOL, array, data, equal, refusal
 from tests.rehearsal.emulator import Refused, memory
 from tests.rehearsal.session import rehearsed
 from tests.rehearsal.tables import Rates
+from tests.tiers import sampled
 
 R, S, P = Replicate(), Shard, Partial()
 
@@ -182,7 +183,7 @@ def tensor_parallel_training_is_that_of_the_cpu(world):
 def the_llama_trains_as_on_the_cpu(world):
     from model_zoo.llama.config import Config, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
     from model_zoo.llama.trainer import Trainer
-    for dp, tp in ((2, 2), (1, 4)):
+    for dp, tp in sampled(((2, 2), (1, 4)), 2):
         cfg = Config(ModelConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=96, vocab_size=64),
                      parallel=ParallelConfig(dp=dp, tp=tp, sequence_parallel=True), optim=OptimConfig(warmup=1),
                      train=TrainConfig(steps=4, batch=4, seq=8, dtype="bfloat16", micro_batches=3 - dp, recompute=tp == 2))

@@ -7,6 +7,6 @@ import pytest
 from tests.cases import case_params
 
 
-@pytest.mark.parametrize("case", case_params("tests.dist.cases_compat", 4, group="dist4"))
+@pytest.mark.parametrize("case", case_params("tests.dist.cases_compat", 4))
 def test_compat(case, ranks):
     ranks.check(case)

@@ -7,6 +7,6 @@ import pytest
 from tests.cases import case_params
 
 
-@pytest.mark.parametrize("case", case_params("tests.dist.cases_constants", 2, group="dist2"))
+@pytest.mark.parametrize("case", case_params("tests.dist.cases_constants", 2))
 def test_constants(case, ranks):
     ranks.check(case)

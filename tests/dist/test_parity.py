@@ -9,6 +9,6 @@ from tests.cases import case_params
 MODULES = ("cases_parity_tensor", "cases_parity_moves", "cases_parity_parallel")
 
 
-@pytest.mark.parametrize("case", [p for m in MODULES for p in case_params(f"tests.dist.{m}", 4, group="dist4")])
+@pytest.mark.parametrize("case", [p for m in MODULES for p in case_params(f"tests.dist.{m}", 4)])
 def test_parity(case, ranks):
     ranks.check(case)

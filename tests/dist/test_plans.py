@@ -7,7 +7,7 @@ import pytest
 from tests.cases import case_params
 
 
-@pytest.mark.parametrize("case", [*case_params("tests.dist.cases_plans", 4, group="dist4"),
-                                  *case_params("tests.dist.cases_fused", 4, group="dist4")])
+@pytest.mark.parametrize("case", [*case_params("tests.dist.cases_plans", 4),
+                                  *case_params("tests.dist.cases_fused", 4)])
 def test_plans(case, ranks):
     ranks.check(case)

@@ -9,6 +9,6 @@ from tests.cases import case_params
 MODULE = "tests.dist.cases_rehearsal"
 
 
-@pytest.mark.parametrize("case", [*case_params(MODULE, 2, group="rehearsal2"), *case_params(MODULE, 4, group="rehearsal4")])
+@pytest.mark.parametrize("case", [*case_params(MODULE, 2), *case_params(MODULE, 4)])
 def test_rehearsal(case, ranks):
     ranks.check(case)

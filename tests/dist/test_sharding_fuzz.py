@@ -7,6 +7,6 @@ import pytest
 from tests.cases import case_params
 
 
-@pytest.mark.parametrize("case", case_params("tests.dist.cases_sharding_fuzz", 2, group="dist2"))
+@pytest.mark.parametrize("case", case_params("tests.dist.cases_sharding_fuzz", 2))
 def test_sharding_fuzz(case, ranks):
     ranks.check(case)

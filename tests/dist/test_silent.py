@@ -7,6 +7,6 @@ import pytest
 from tests.cases import case_params
 
 
-@pytest.mark.parametrize("case", case_params("tests.dist.cases_silent", 4, group="dist4"))
+@pytest.mark.parametrize("case", case_params("tests.dist.cases_silent", 4))
 def test_silent(case, ranks):
     ranks.check(case)

@@ -7,8 +7,8 @@ import pytest
 from tests.cases import case_params
 
 
-@pytest.mark.parametrize("case", [*case_params("tests.dist.cases_surface", 4, group="dist4"),
-                                  *case_params("tests.dist.cases_training", 4, group="dist4"),
-                                  *case_params("tests.dist.cases_hooks", 4, group="dist4")])
+@pytest.mark.parametrize("case", [*case_params("tests.dist.cases_surface", 4),
+                                  *case_params("tests.dist.cases_training", 4),
+                                  *case_params("tests.dist.cases_hooks", 4)])
 def test_surface(case, ranks):
     ranks.check(case)

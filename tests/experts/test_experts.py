@@ -9,7 +9,7 @@ from tests.cases import case_params
 MODULE, RECIPE = "tests.experts.cases_experts", "tests.experts.cases_recipe"
 
 
-@pytest.mark.parametrize("case", case_params(MODULE, 2, group="experts2") + case_params(MODULE, 4, group="experts4")
-                         + case_params(RECIPE, 4, group="experts4"))
+@pytest.mark.parametrize("case", case_params(MODULE, 2) + case_params(MODULE, 4)
+                         + case_params(RECIPE, 4))
 def test_experts(case, ranks):
     ranks.check(case)

@@ -7,6 +7,6 @@ import pytest
 from tests.cases import case_params
 
 
-@pytest.mark.parametrize("case", case_params("tests.models.cases_models", 4, group="models4"))
+@pytest.mark.parametrize("case", case_params("tests.models.cases_models", 4))
 def test_models(case, ranks):
     ranks.check(case)

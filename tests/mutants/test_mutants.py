@@ -31,7 +31,6 @@ def test_there_are_enough_and_each_has_its_place(tmp_path):
     assert len(FAULTS) >= 41 and len({f.name for f in FAULTS}) == len(FAULTS)
 
 
-@pytest.mark.night
 @pytest.mark.timeout(3600)
 def test_without_a_fault_the_same_tests_pass(copy):
     for tests in dict.fromkeys(f.test for f in HARMFUL):
@@ -39,7 +38,6 @@ def test_without_a_fault_the_same_tests_pass(copy):
         assert code == 0, said
 
 
-@pytest.mark.night
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("fault", HARMFUL, ids=lambda f: f.name)
 def test_a_planted_fault_is_caught(fault, copy):

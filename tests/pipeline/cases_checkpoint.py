@@ -20,6 +20,7 @@ from tests.cases import case
 from tests.dist.support import array, counted, refusal, same_on_all_ranks
 from tests.pipeline.cases_run import WAYS, Net, T, X, loss_fn
 from tests.sharding.support import filled
+from tests.tiers import sampled
 
 # by name: stages a rank, the axis beside pp, and what is done with each stage
 PIPELINES = {"pp4": (1, "", ""), "pp2 x fsdp2": (1, "dp", "blocks"), "pp2 x tp2": (1, "tp", "tp"),
@@ -112,7 +113,7 @@ def weights_that_stages_share_are_saved_once(world):
 
 @case(4, timeout=120)
 def a_resumed_pipeline_goes_on_bit_for_bit(world):
-    for name in ("pp2 x fsdp2", "pp2 of two stages x replicate2"):
+    for name in sampled(("pp2 x fsdp2", "pp2 of two stages x replicate2"), 2):
         root, straight, first = folder(world), Job(name, 1, True), Job(name, 1, True)
         want = straight.steps(20)
         saver = checkpoint.Checkpointer(first.state, root, interval=10, async_save=True, over=first.over)

@@ -12,12 +12,12 @@ import pytest
 from tests.cases import case_params
 
 
-@pytest.mark.parametrize("case", case_params("tests.pipeline.cases_errors", 2))
+@pytest.mark.parametrize("case", case_params("tests.pipeline.cases_errors", 2, group="errors"))
 def test_two_ranks(case, ranks):
     ranks.check(case)
 
 
-@pytest.mark.parametrize("case", case_params("tests.pipeline.cases_errors", 4))
+@pytest.mark.parametrize("case", case_params("tests.pipeline.cases_errors", 4, group="errors"))
 def test_four_ranks(case, ranks):
     ranks.check(case)
 

@@ -131,13 +131,12 @@ def test_a_changed_order_of_two_ranks_is_judged_as_it_runs(name):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("p", (4, pytest.param(8, marks=pytest.mark.merge)))
+@pytest.mark.parametrize("p", (4, 8))
 @pytest.mark.parametrize("name", BUILDERS)
 def test_a_changed_order_of_many_ranks_is_judged_as_it_runs(name, p):
     judge(name, p, 200)
 
 
-@pytest.mark.night
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("p", (2, 4, 8))
 @pytest.mark.parametrize("name", BUILDERS)

@@ -9,7 +9,6 @@ import pytest
 from tests.cases import case_params
 
 
-@pytest.mark.night
 @pytest.mark.skipif(find_spec("mindcv") is None, reason="mindcv is not installed: pip install '.[third_party]'")
 @pytest.mark.parametrize("case", case_params("tests.third_party.cases_mindcv", 2))
 def test_mindcv(case, ranks):

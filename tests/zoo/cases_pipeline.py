@@ -20,6 +20,7 @@ from ms_dtensor.tools.guard import Verdict
 from tests.cases import case
 from tests.dist.support import array
 from tests.sharding.support import collected, none_of
+from tests.tiers import sampled
 
 TINY = Path(__file__).resolve().parents[2] / "model_zoo/llama/configs/tiny.yaml"
 LOSS, PARAMETERS = 1e-5, 1e-4  # relative; AdamW divides by roots of small second moments
@@ -66,7 +67,7 @@ def as_one_device(parallel: ParallelConfig, tied: bool = False, **train) -> None
 
 def each(ways: dict[str, tuple]) -> None:
     faults: list[str] = []
-    for name, (parallel, how) in ways.items():
+    for name, (parallel, how) in sampled(ways.items(), 4):
         collected(faults, name, lambda parallel=parallel, how=how: as_one_device(parallel, **how))
     none_of(faults)
 
@@ -131,7 +132,7 @@ def a_run_goes_on_with_other_stages_and_with_none(world):
     stages = {"pp2 x fsdp2": ParallelConfig(2, 1, fsdp=True, pp=2), "pp4": ParallelConfig(pp=4),
               "pp2 x tp2": ParallelConfig(1, 2, pp=2), "fsdp4": ParallelConfig(4, 1, fsdp=True)}
     root = Path(comm.group(tuple(range(4))).broadcast_object(os.path.join(os.getcwd(), "pipeline_resume"), 0))
-    for source in ("pp2 x fsdp2", "fsdp4"):
+    for source in sampled(("pp2 x fsdp2", "fsdp4"), 2):
         straight = trainer(config(stages[source], tied=True, micro_batches=2))
         want = run(straight)[0]
         first = trainer(config(stages[source], tied=True, micro_batches=2))

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tests wait for a merge or for the night, and why: `LATER`, the one list of them.
+
+A test that no row matches runs at every push. A row leaves out all that its pattern matches, or all but a slice: one of
+`every`, chosen by a checksum of the name, so that the slice is the same everywhere and a new test does not move it; and
+whatever has a word of `keep` in its name, which a past fault has earned. `python -m tests.tiers` writes docs/tests.md.
+"""
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+TIERS = ("push", "merge", "night")
+CHOSEN = "TESTS_TIER"  # in the environment, so that ranks see it too
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "tests.md"
+
+
+@dataclass(frozen=True)
+class Later:
+    """Tests that wait.
+
+    Attributes:
+        tests: names as pytest writes them, `*` for anything; brackets stand for themselves.
+        tier: until when.
+        why: what is slow about them, and what asks the same at every push.
+        every: one of so many stays; 0: none does.
+        keep: those with one of these words stay.
+    """
+
+    tests: str
+    tier: str
+    why: str
+    every: int = 0
+    keep: tuple[str, ...] = ()
+
+    def matches(self, name: str) -> bool:
+        return fnmatchcase(name, self.tests.replace("[", "[[]"))
+
+    def leaves(self, name: str) -> bool:
+        """Whether the test stays at push all the same."""
+        return any(word in name for word in self.keep) or (
+            self.every > 0 and zlib.crc32(name.encode()) % self.every == 0)
+
+
+LATER = (
+    # -- jobs of their own: each starts msrun or a script, tens of seconds of processes
+    Later("tests/dist/test_mindspore_surface.py::test_every_cell_is_equal*", "merge",
+          "every row of the table in one column; `cases_surface`, `cases_training`, `cases_hooks` ask the same doors"),
+    Later("tests/zoo/test_llama_launch.py::test_signals_end_the_whole_job*", "merge",
+          "eight jobs that wait two minutes; Ctrl-C and ends before the first step stay"),
+    Later("tests/zoo/test_llama_launch.py::test_two_nodes_train*", "merge", "two jobs; words and addresses of nodes stay"),
+    Later("tests/zoo/test_ascend_first.py::test_every_part_runs*", "merge",
+          "the whole script of a first hour on Ascend; `dist/cases_rehearsal` takes the same branch"),
+    Later("tests/zoo/test_llama_resume.py::test_a_killed_rank*", "merge", "three jobs; SIGTERM and going on stays"),
+    Later("tests/zoo/test_llama_resume.py::test_a_run_in_stages*", "merge", "two jobs; `zoo/cases_pipeline` stays"),
+    Later("tests/zoo/test_llama_tuning.py::test_full_and_lora*", "merge",
+          "150 steps for a loss that falls; `cases_llama` compares adapters with one device"),
+    Later("tests/test_cluster_bench.py::TestToy*", "merge", "a job of benchmarks; its tables and words stay"),
+    Later("tests/comm/test_ranks.py::test_contract_on_shm*", "merge",
+          "seven backends on four ranks; `test_engine` asks the contract of shared memory, `test_group` the others' calls"),
+    Later("tests/comm/test_failures.py::*stuck]", "merge", "waits for time limits; killed ranks and lost step stay"),
+    Later("tests/comm/test_launch.py::test_an_absent_device_is_refused[npu]", "merge", "as `[gpu]`, which stays"),
+    Later("tests/comm/test_cores.py::*[1]", "merge", "as `[0]`, which stays"),
+    Later("tests/checkpoint/test_grid.py::*", "merge",
+          "two launches of other sizes; `what_one_layout_saves_every_other_loads_bit_for_bit` stays"),
+    Later("tests/checkpoint/test_kills.py::*", "merge", "many runs; `test_interrupted` and `test_damage` stay"),
+    Later("tests/checkpoint/test_hf_ranks.py::*", "merge", "a launch of its own; `dist/cases_hf` and `test_hf` stay"),
+    Later("tests/test_rehearsal.py::*", "merge", "two scripts; `dist/cases_rehearsal` counts kernels and waits"),
+    Later("tests/test_mutations.py::*", "merge", "plants faults in op rules; `test_forms` stays"),
+    Later("tests/test_packaging.py::test_readme_example_runs*", "merge", "a launch; `cases_docs` runs the pages"),
+    Later("tests/test_docs.py::test_the_site_builds*", "merge", "builds the site; links and blocks stay"),
+    Later("tests/test_borders.py::test_plain_calls_are_byte_equal[True]", "merge", "as `[False]`, which stays"),
+    # -- tables: a slice of each stays
+    Later("tests/coverage/test_infer.py::test_primitives_without*", "merge", "200 primitives; `test_the_llama` stays"),
+    Later("tests/coverage/test_decompositions.py::test_*[*", "merge", "every decomposition with all its arguments", 3),
+    Later("tests/coverage/test_forms.py::test_cases_are_right*", "merge", "every eighth form of the corpus", 2),
+    Later("tests/coverage/test_dtypes.py::test_no_hole*", "merge", "every form with every dtype", 3),
+    Later("tests/coverage/test_fft.py::test_equal*", "merge", "every transform in every norm", 3),
+    Later("tests/pipeline/test_orders.py::test_a_changed_order_of_many*", "merge", "4 and 8 ranks; 2 stay"),
+    Later("tests/pipeline/test_orders.py::test_changed_orders_of_every_size*", "night", "all of them"),
+    Later("tests/mutants/test_mutants.py::test_without*", "night", "a pytest each"),
+    Later("tests/mutants/test_mutants.py::test_a_planted*", "night", "that each fault has its place stays"),
+    Later("tests/third_party/*", "night", "mindcv, which is not a dependency"),
+    # -- cases of real ranks
+    Later("tests/context/test_attention.py::test_eight*", "merge", "eight ranks; two and four stay"),
+)
+
+
+def sampled(items: Iterable[T], every: int) -> list[T]:
+    """Within one test: every so-manieth item at push, the first among them; all of them in a later tier."""
+    return list(items)[::every if os.environ.get(CHOSEN, "push") == "push" else 1]
+
+
+def tier(name: str) -> str:
+    """Of the test with this name: the tier of the first row that matches."""
+    row = next((row for row in LATER if row.matches(name)), None)
+    return "push" if row is None or row.leaves(name) else row.tier
+
+
+def page() -> str:
+    """docs/tests.md."""
+    rows = []
+    for r in LATER:
+        stays = f"one of {r.every}" if r.every else "none" if not r.keep else ""
+        kept = ", ".join(f"`{word}`" for word in r.keep)
+        stays = f"{stays} and {kept}" if stays and kept and r.every else stays if r.every or not kept else kept
+        rows.append(f"| `{r.tests.removeprefix('tests/')}` | {r.tier} | {stays} | {r.why} |")
+    return HEAD + "\n".join(rows) + "\n"
+
+
+HEAD = """# What a push is asked, and what waits
+
+`scripts/test.sh` runs lint, types and the tests of the tier **push**. `scripts/test.sh --tier merge` adds those that are
+asked before a merge, `--tier night` the rest; `-m merge` and `-m night` run one tier by itself. A test that is named with
+`::` runs whatever its tier.
+
+A new test is of the tier push. What waits is in one list, `LATER` in `tests/tiers.py`, of which this page is made
+(`python -m tests.tiers`); no other test waits. "One of 3" is chosen by a checksum of the test's name (CRC-32, divisible
+by 3): the same tests on every machine. Within a test, a loop over `sampled(cases, 4)` takes every fourth case at push, the
+first among them, and all of them in the other tiers.
+
+| tests | waits for | stays at push | why |
+|---|---|---|---|
+"""
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
