@@ -87,6 +87,7 @@ LATER = (
     Later("tests/mutants/test_mutants.py::test_without*", "night", "a pytest each"),
     Later("tests/mutants/test_mutants.py::test_a_planted*", "night", "that each fault has its place stays"),
     Later("tests/third_party/*", "night", "mindcv, which is not a dependency"),
+    Later("tests/long/*", "night", "each check with its own sizes takes minutes to hours"),
     # -- cases of real ranks
     Later("tests/context/test_attention.py::test_eight*", "merge", "eight ranks; two and four stay"),
 )

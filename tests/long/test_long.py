@@ -12,7 +12,6 @@ ROOT = Path(__file__).resolve().parents[2]
 HOURS = 3 * 3600
 
 
-@pytest.mark.night
 @pytest.mark.timeout(HOURS + 60)
 @pytest.mark.parametrize("words", [
     "check_plans", "check_checkpoints kills", "check_checkpoints fuzz", "check_failures kills", "check_failures desyncs",
