@@ -86,17 +86,22 @@ def test_a_cached_dispatch_leaves_nothing_behind(name):
     x, w, r = laid(S(0)), laid(S(1)), laid(R)
     for _ in range(100):
         fn(x, w, r)
+    # MindSpore keeps some tens of kB, however many calls; what each call leaves is there in every round
+    assert any(grown(fn, (x, w, r)) < 4000 * 16 for _ in range(3))
+
+
+def grown(fn, args):
+    """Bytes that stay after 4000 calls; at times also what another thread, which waits for ranks, just then has read."""
     gc.collect()
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
         for _ in range(4000):
-            fn(x, w, r)
+            fn(*args)
         gc.collect()
-        grown = tracemalloc.get_traced_memory()[0] - before
+        return tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
-    assert grown < 4000 * 16, f"{grown} bytes stay after 4000 calls"  # MindSpore keeps some tens of kB, however many calls
 
 
 def test_recording_adds_no_call_where_nothing_is_converted():
