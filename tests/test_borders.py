@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain MindSpore is what it was: a slice of `scripts/fuzz_borders.py`, and the edges in one process."""
+"""Plain MindSpore is what it was: a slice of `tests/long/fuzz_borders.py`, and the edges in one process."""
 from __future__ import annotations
 
 import importlib.util
@@ -18,7 +18,7 @@ from ms_dtensor import DFunction, Shard, distribute_tensor, init_device_mesh
 from ms_dtensor.errors import MixedOperandError, OpRuleError
 
 pytestmark = pytest.mark.usefixtures("cpu")
-SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "fuzz_borders.py"
+SCRIPT = Path(__file__).resolve().parent.parent / "tests/long/fuzz_borders.py"
 
 
 @pytest.fixture(scope="module")

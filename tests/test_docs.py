@@ -102,7 +102,7 @@ def knows(file: Path, option: str) -> bool:
 
 
 MSRUN = (Path(mindspore.__file__).parent / "parallel/cluster/run.py").read_text("utf-8")
-SCRIPT = re.compile(r"^(scripts|model_zoo|tests)/.+\.(py|sh|yaml)$")
+SCRIPT = re.compile(r"^(scripts|model_zoo|tests|docs/tools)/.+\.(py|sh|yaml)$")
 
 
 @pytest.mark.parametrize("page", (*OUTSIDE, *PAGES), ids=name_of.get)

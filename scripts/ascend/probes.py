@@ -58,7 +58,7 @@ def twice(world, options) -> dict:
     """The quick start's first steps twice from the same start: the same losses and parameters, to the bit."""
     import mindspore as ms
 
-    from scripts.bf16_losses import config
+    from model_zoo.llama.tools.bf16_losses import config
 
     def run() -> tuple[list[float], str]:
         trainer, total = recipe(world, options, config(500, "bfloat16")), hashlib.sha256()

@@ -182,7 +182,7 @@ def trained(world, trainer, steps: int) -> dict:
 
 def as_on_a_cpu(world, options, fsdp: bool, steps: int) -> dict:
     """The quick start's first losses against those that a CPU had, in `quickstart_losses.json`."""
-    from scripts.bf16_losses import config
+    from model_zoo.llama.tools.bf16_losses import config
 
     losses = json.loads(LOSSES.read_text())
     want = losses[:steps]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the benchmark scripts share: interleaved samples, the machine's description, JSON and a table.
 
-Not a framework: a script measures, calls `finish`, and `report.py` makes docs/performance.md from what was written.
+Not a framework: a script measures and calls `finish`; `docs/tools/performance.py` makes the page from what was written.
 The invariant: what is compared is sampled in turns within one run, so that other load on the machine hits all alike.
 """
 from __future__ import annotations
@@ -71,7 +71,7 @@ def commit() -> str:
 
 
 def finish(name: str, result: dict, rows: Sequence[Sequence[object]] = (), save: bool = True) -> None:
-    """Prints the table and the JSON, and keeps the JSON for `report.py` unless told not to."""
+    """Prints the table and the JSON, and keeps the JSON for the page unless told not to."""
     result = {"benchmark": name, "date": datetime.date.today().isoformat(), "commit": commit(), "machine": machine(),
               "versions": versions(), **result}
     if rows:

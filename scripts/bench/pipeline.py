@@ -46,7 +46,7 @@ from ms_dtensor.pipeline.schedule import (  # noqa: E402
 )
 from ms_dtensor.pipeline.split import pipeline  # noqa: E402
 from ms_dtensor.pipeline.step import Step  # noqa: E402
-from scripts.forked import world  # noqa: E402
+from tests.long.forked import world  # noqa: E402
 
 KINDS = {"gpipe": (ScheduleGPipe, 1), "1f1b": (Schedule1F1B, 1), "interleaved": (ScheduleInterleaved1F1B, 2),
          "zbh1": (ScheduleZBH1, 1), "zbv": (ScheduleZBVZeroBubble, 2), "dualpipev": (ScheduleDualPipeV, 2)}

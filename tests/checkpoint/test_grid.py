@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Between jobs of different sizes: two ranks save, one plain process loads and saves, two ranks load, bit for bit.
 
-All of the grid is `python scripts/check_checkpoints.py grid`; within four ranks it is in `tests/dist/cases_checkpoint.py`.
+All of the grid is `python -m tests.long.check_checkpoints grid`; within four ranks it is `tests/dist/cases_checkpoint.py`.
 """
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slices of scripts/check_hf.py: weights in and out of two real ranks, written by hand and by `transformers`."""
+"""Slices of the recipe's tools/check_hf.py: weights in and out of two real ranks, written by hand and by `transformers`."""
 from __future__ import annotations
 
 import importlib.util
@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(300)]
-spec = importlib.util.spec_from_file_location("check_hf", Path(__file__).resolve().parents[2] / "scripts/check_hf.py")
+SCRIPT = Path(__file__).resolve().parents[2] / "model_zoo/llama/tools/check_hf.py"
+spec = importlib.util.spec_from_file_location("check_hf", SCRIPT)
 check_hf = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(check_hf)
 

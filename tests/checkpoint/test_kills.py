@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A few of the kills and of the changed headers; all of them are `python scripts/check_checkpoints.py kills`, `fuzz`."""
+"""A few of the kills and of the changed headers; all of them are `python -m tests.long.check_checkpoints kills`, `fuzz`."""
 from __future__ import annotations
 
 import json
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize("what", [("kills", "--runs=6"), ("fuzz", "--runs=300"), ("memory", "--gib=0.25")],
                          ids=lambda what: what[0])
 def test_a_slice_of(what):
-    done = subprocess.run([sys.executable, str(ROOT / "scripts" / "check_checkpoints.py"), *what], cwd=ROOT, timeout=220,
+    done = subprocess.run([sys.executable, str(ROOT / "tests/long/check_checkpoints.py"), *what], cwd=ROOT, timeout=220,
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert not json.loads(done.stdout)["wrong"]

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from ms_dtensor.comm.shm import given_up  # noqa: E402
 from ms_dtensor.comm.shm.engine import Engine  # noqa: E402
 from ms_dtensor.errors import CommError, PeerLost  # noqa: E402
-from scripts.check_failures import Job  # noqa: E402
+from tests.long.check_failures import Job  # noqa: E402
 
 WORLD = (0, 1, 2)
 

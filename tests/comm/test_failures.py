@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A slice of what scripts/check_failures.py, scripts/soak.py and scripts/fuzz_shm.py run in full."""
+"""A slice of what tests/long/check_failures.py, tests/long/soak.py and tests/long/fuzz_shm.py run in full."""
 from __future__ import annotations
 
 import json
@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-SCRIPTS = pathlib.Path(__file__).resolve().parent.parent.parent / "scripts"
+SCRIPTS = pathlib.Path(__file__).resolve().parents[1] / "long"
 
 
 def run(script, *args):

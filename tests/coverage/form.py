@@ -2,7 +2,7 @@
 """One public call form, as data: how users spell it, how to call it, and sample arguments of several shapes.
 
 The corpus (`forms_<family>.py`, each a list `FORMS`) is what "covered" means: `scripts/verify_rules.py` proves every
-rule behind every form, `scripts/make_op_coverage.py` prints it, and the tests of a family run a slice of it.
+rule behind every form, `docs/tools/make_op_coverage.py` prints it, and the tests of a family run a slice of it.
 """
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 """Our rules and CPU forms promise what MindSpore's own inference says, of the primitives that CPUs lack above all.
 
 A slice: one call of each primitive, and one shard, where a form of ours stands in for the kernel. Everything, with more
-calls and shards, runs in `scripts/infer_gate.py`.
+calls and shards, runs in `tests/long/infer_gate.py`.
 """
 from __future__ import annotations
 

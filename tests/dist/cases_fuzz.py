@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A slice of `scripts/fuzz.py`: random programs on four ranks, the same ones every time."""
+"""A slice of `tests/long/fuzz.py`: random programs on four ranks, the same ones every time."""
 from __future__ import annotations
 
 import numpy as np

@@ -96,7 +96,7 @@ def mixtures_of_experts_train_as_on_one_device(world):
 
 @case(world_size=4, timeout=120)
 def steps_of_the_recipe_are_those_of_one_device(world):
-    """A slice of `scripts/compare_losses.py`: AdamW, accumulated gradients, recompute, and weights made as shards."""
+    """A slice of `model_zoo/llama/tools/compare_losses.py`: AdamW, accumulated gradients, recompute, and weights made as shards."""
     text = Text(*(np.random.default_rng(n).integers(0, 2, 400).cumsum().astype(np.uint8) % 37 for n in (1, 2)))
 
     def steps(parallel: ParallelConfig, on_mesh: bool = True, **how):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A slice of `scripts/fuzz_sharding.py`, the same programs every time; and that its judge sees faults that are planted."""
+"""A slice of `tests/long/fuzz_sharding.py`, the same programs every time; and that its judge sees faults that are planted."""
 from __future__ import annotations
 
 from contextlib import contextmanager

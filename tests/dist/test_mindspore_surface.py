@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A slice of the table of docs/mindspore_surface.md: every row in one column, and the page says what the rows say.
 
-All cells: `scripts/mindspore_surface.py`, which takes some minutes and writes the page.
+All cells: `docs/tools/mindspore_surface.py`, which takes some minutes and writes the page.
 """
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_every_cell_is_equal_or_refused_for_a_stated_reason(cells):
 
 
 def test_the_page_is_todays():
-    assert PAGE.read_text(encoding="utf-8") == page(), "run scripts/mindspore_surface.py"
+    assert PAGE.read_text(encoding="utf-8") == page(), "run docs/tools/mindspore_surface.py"
     refused = sum(row.reason(column) is not None for row in all_rows() for column in NAMES)
     assert refused * 10 <= len(all_rows()) * len(NAMES)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each rank of `scripts/fuzz.py` runs: `python -m tests.fuzz.ranks seconds seeds.json`; reports a line a program.
+"""What each rank of `tests/long/fuzz.py` runs: `python -m tests.fuzz.ranks seconds seeds.json`; reports a line a program.
 
 Ranks make programs and their references by turns, each those of every so-many-th seed, and check all of them together.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A part of what scripts/check_plans.py runs in full: no gap to brute force, right results, bounded memory, quick."""
+"""A part of what tests/long/check_plans.py runs in full: no gap to brute force, right results, bounded memory, quick."""
 from __future__ import annotations
 
 import random
@@ -117,7 +117,7 @@ def test_five_axes_and_65536_ranks_plan_in_milliseconds():
     dst = Layout(mesh, [S(0), S(1), S(0), S(1), R], (131072, 16384))
     started = time.process_time()
     assert plan(src, dst)
-    assert time.process_time() - started < 1  # scripts/check_plans.py --speed measures; this catches an explosion
+    assert time.process_time() - started < 1  # tests/long/check_plans.py --speed measures; this catches an explosion
 
 
 def test_a_rank_of_65536_knows_its_part_of_an_exchange_in_milliseconds():

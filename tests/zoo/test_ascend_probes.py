@@ -138,7 +138,7 @@ def test_a_refusal_is_written_down_and_a_silent_wrong_answer_is_a_failure():
 def test_runs_that_differ_by_a_bit_are_a_failure(monkeypatch):
     from mindspore import Tensor
 
-    from scripts import bf16_losses  # noqa: F401  its configuration is asked for
+    from model_zoo.llama.tools import bf16_losses  # noqa: F401  its configuration is asked for
 
     runs = iter([1.0, 1.0, 1.0, np.nextafter(np.float32(1.0), np.float32(2.0))])
 

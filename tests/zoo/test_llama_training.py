@@ -16,7 +16,7 @@ from ms_dtensor.errors import ConfigError
 pytestmark = pytest.mark.usefixtures("cpu")
 ROOT = Path(__file__).resolve().parents[2]
 F32 = 2e-6  # sums over micro-batches in another order
-spec = importlib.util.spec_from_file_location("bf16_losses", ROOT / "scripts/bf16_losses.py")
+spec = importlib.util.spec_from_file_location("bf16_losses", ROOT / "model_zoo/llama/tools/bf16_losses.py")
 bf16_losses = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(bf16_losses)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each rank of `scripts/fuzz_sharding.py` runs: `python -m tests.fuzz.sharding.ranks job.json`; reports lines.
+"""What each rank of `tests/long/fuzz_sharding.py` runs: `python -m tests.fuzz.sharding.ranks job.json`; reports lines.
 
 Each program has a line "begins" and a line of its verdict. Ranks that lost step say so and end; the next launch goes on.
 """

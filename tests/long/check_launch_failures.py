@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Everything that keeps a launch from training: one clear message, a non-zero exit, within 20 seconds, each.
 
-    python scripts/check_launch_failures.py [--only TEXT]
+    python -m tests.long.check_launch_failures [--only TEXT]
 
 Starts `scripts/run_llama.sh` on two ranks of this machine, prints a table, exits non-zero if a case misses. What needs the
 right to mount a small disk is left out, and said, where there is none.
@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[0] = str(ROOT)
 
 from model_zoo.llama.token_file import write  # noqa: E402

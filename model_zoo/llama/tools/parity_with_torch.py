@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ten training losses of a 21 M parameter Llama against PyTorch's, on one rank and on tp=2. Torch is not needed.
 
-    python scripts/parity_with_torch.py [--only one|tp2]
+    python model_zoo/llama/tools/parity_with_torch.py [--only one|tp2]
 
 Weights and tokens come from a hash computed with NumPy (splitmix64 in counter form), so any framework can make them.
 The losses below were printed by PyTorch 2 on CPU, in float32, for the same numbers. Prints JSON; exits non-zero if a
@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[3]
 sys.path[0] = str(ROOT)
 
 from model_zoo.llama.launch import Run, first_failure  # noqa: E402

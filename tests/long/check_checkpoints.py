@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints under everything that can happen to them. Prints JSON; exits non-zero if anything is wrong.
 
-    python scripts/check_checkpoints.py grid | kills | damage | fuzz | memory [--runs N] [--seed 0] [--gib 4]
+    python -m tests.long.check_checkpoints grid | kills | damage | fuzz | memory [--runs N] [--seed 0] [--gib 4]
 
 grid     jobs of 1, 2, 3 and 4 ranks save a model, AdamW with masters and an average in every layout they can have (tensor
          parallel, replicated, ZeRO-1, FSDP, HSDP, uneven, other orders), and load every checkpoint into each: bit by bit
@@ -24,7 +24,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("GLOG_v", "3")
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One small Llama on many meshes against one device: twenty losses, the first step's gradients, the last parameters.
 
-    python scripts/compare_losses.py [--worlds 1,2,4,8] [--only REGEX] [--table docs/parity.md] [--keep FOLDER] [--rehearse]
+    python model_zoo/llama/tools/compare_losses.py [--worlds 1,2,4,8] [--only REGEX] [--table docs/parity.md]
+        [--keep FOLDER] [--rehearse]
 
 The reference is the same model on plain MindSpore tensors in this process (in bfloat16, which a CPU does not know on these,
 on a mesh of one rank). One msrun launch per number of ranks covers all meshes of that size. Exits non-zero if a mesh is out
@@ -22,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[3]
 sys.path[0] = str(ROOT)
 
 from model_zoo.llama.config import Config, ParallelConfig  # noqa: E402
@@ -203,9 +204,9 @@ def table(rows: list[dict]) -> str:
     m, t, bf16 = cfg.model, cfg.train, "{:g}, {:g} and {:g}".format(*BF16_TOLERANCES)
     head = f"""# Parity with one device
 
-Written by `python scripts/compare_losses.py`. One small Llama is trained on one device with plain MindSpore tensors,
-and on each mesh below: {t.steps} steps of {t.batch} x {t.seq} tokens, dim {m.dim}, {m.n_layers} layers, {m.n_heads} \
-query and {m.n_kv_heads} key heads, AdamW with
+Written by `python model_zoo/llama/tools/compare_losses.py`. One small Llama is trained on one device with plain MindSpore
+tensors, and on each mesh below: {t.steps} steps of {t.batch} x {t.seq} tokens, dim {m.dim}, {m.n_layers} layers, \
+{m.n_heads} query and {m.n_kv_heads} key heads, AdamW with
 warm-up, cosine decay and clipping. A vocabulary of 259 is divisible by no tp degree.
 
 Bounds: loss within {LOSS_TOLERANCE:g} relative at each step; each parameter's gradient at the first step within \

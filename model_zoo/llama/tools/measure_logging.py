@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all logging adds to a step: steps with it and without it in one run, in turn.
 
-    python scripts/measure_logging.py [--workers 2] [--steps 200] [--out FILE] [--section.key value ...]
+    python model_zoo/llama/tools/measure_logging.py [--workers 2] [--steps 200] [--out FILE] [--section.key value ...]
 
 Logging is the line, `metrics.jsonl`, TensorBoard if it is installed, and the tally of communication. Two answers: the
 medians of steps with and without, and the time that is spent in it, measured inside, which no other load of the machine
@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[3]
 sys.path[0] = str(ROOT)
 
 from model_zoo.llama.configio import dump, load  # noqa: E402

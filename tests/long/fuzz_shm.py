@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every collective of the shm backend on small and uneven tensors of every dtype, against NumPy.
 
-    python scripts/fuzz_shm.py [--ranks 2 3 4 5 6 7 8] [--seed 0] [--every 1] [--case '[...]']
+    python -m tests.long.fuzz_shm [--ranks 2 3 4 5 6 7 8] [--seed 0] [--every 1] [--case '[...]']
 
 A grid: collective x reduction x kind of split x dtype x 0 to 2n+1 elements, once on the paths as they are and once with all
 the limits between small and large messages at nothing, so that few elements take the paths of large ones. Groups, dims,
@@ -28,7 +28,7 @@ import mindspore as ms  # noqa: E402
 import numpy as np  # noqa: E402
 from mindspore import Tensor  # noqa: E402
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from ms_dtensor.comm.shm import engine  # noqa: E402
 from ms_dtensor.comm.shm.backend import ShmBackend  # noqa: E402
@@ -306,7 +306,7 @@ def main() -> int:
             until, failures = run(size, args.seed, left)
             for at, told in sorted(failures.items()):
                 again = f"--ranks {size} --seed {args.seed} --case '{json.dumps(left[at])}'"
-                print(f"scripts/fuzz_shm.py {again}: {told}", file=sys.stderr)
+                print(f"tests/long/fuzz_shm.py {again}: {told}", file=sys.stderr)
             wrong += len(failures)
             left = [case for at, case in enumerate(left) if at >= until and at not in failures]
         out["ranks"][size] = {"cases": len(cases) - len(left), "wrong": wrong, "seconds": round(time.time() - begun, 1)}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """MindSpore's training surface on every kind of mesh against one device; writes docs/mindspore_surface.md.
 
-    python scripts/mindspore_surface.py                     everything; the page
-    python scripts/mindspore_surface.py --only "amp"        rows whose group or name contains the text; JSON only
-    python scripts/mindspore_surface.py --columns "fsdp;tp" these columns; JSON only
+    python docs/tools/mindspore_surface.py                     everything; the page
+    python docs/tools/mindspore_surface.py --only "amp"        rows whose group or name contains the text; JSON only
+    python docs/tools/mindspore_surface.py --columns "fsdp;tp" these columns; JSON only
 
 Prints JSON; fails on a cell that is neither equal nor refused for a stated reason.
 """
@@ -14,7 +14,7 @@ import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.surface.launch import run_table  # noqa: E402
 from tests.surface.page import PAGE, page, unexplained  # noqa: E402

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each kind of bad input, on real ranks: a clear message on every rank, a non-zero exit, no hang, under 30 seconds.
 
-    python scripts/check_bad_input.py [--workers 4]
+    python -m tests.long.check_bad_input [--workers 4]
 
 Prints a line per kind and exits non-zero if one misses. `--case NAME` is what a rank runs.
 """
@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[0] = str(ROOT)
 
 from model_zoo.llama.launch import environment, msrun_command  # noqa: E402

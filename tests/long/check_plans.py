@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The planner against brute force, and its speed on a large mesh; prints JSON, exits non-zero on a gap or a wrong result.
 
-    python scripts/check_plans.py                 every pair on the small meshes: cost gap to the oracle, executed result
-    python scripts/check_plans.py --every 20      each 20th pair only; --mesh 2,2 --only costs: a part
-    python scripts/check_plans.py --speed         65,536 ranks on 4x8x8x16x16: CPU milliseconds for a pair never seen before
+    python -m tests.long.check_plans                 every pair on the small meshes: cost gap to the oracle, executed result
+    python -m tests.long.check_plans --every 20      each 20th pair only; --mesh 2,2 --only costs: a part
+    python -m tests.long.check_plans --speed         65,536 ranks on 4x8x8x16x16: CPU ms for a pair never seen before
 
 Optimality: `tests/pure/oracle_plan.py` looks at all states and all single moves between them. Execution: NumPy shards,
 move by move, against cutting the full array. No MindSpore, no ranks.
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from ms_dtensor.core.layout import Layout  # noqa: E402
 from ms_dtensor.core.mesh import DeviceMesh  # noqa: E402

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """MindSpore's own inference of shapes and dtypes against every rule and CPU form; prints JSON, fails on a mismatch.
 
-    python scripts/infer_gate.py                    every primitive of the corpus and of the Llama, up to four calls a family
-    python scripts/infer_gate.py attention norm     only tests/coverage/forms_attention.py and forms_norm.py
+    python -m tests.long.infer_gate                    every primitive of corpus and Llama, up to four calls a family
+    python -m tests.long.infer_gate attention norm     only tests/coverage/forms_attention.py and forms_norm.py
 
 No kernel is run for the questions, so they hold for the primitives that only Ascend has. See `tests/coverage/infer.py`.
 """
@@ -18,7 +18,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def main() -> int:

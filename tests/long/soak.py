@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random collectives on random groups and sizes for a long time, every result checked, memory and handles watched.
 
-    python scripts/soak.py [--minutes 10] [--ranks 4] [--seed 0]
+    python -m tests.long.soak [--minutes 10] [--ranks 4] [--seed 0]
 
 Ranks are forked processes on the shm engine, without MindSpore. Every call is made by all members of a group in one order,
 which all derive from the seed; a rank outside the group goes on, so ranks drift apart as far as their groups allow. Prints
@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from ms_dtensor.comm.record import user_site  # noqa: E402
 from ms_dtensor.comm.shm.arena import KEEP  # noqa: E402

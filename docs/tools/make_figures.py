@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws the figures of docs/concepts.md from what the library itself says: layouts, plans, recorded communication.
 
-    python scripts/make_figures.py [--png]        writes docs/figures/*.svg; --png also *.png, to look at
+    python docs/tools/make_figures.py [--png]        writes docs/figures/*.svg; --png also *.png, to look at
 
 Needs matplotlib (pip install '.[plot]'). No number is made by hand: boxes are `Layout.local_offset`, arrows and bytes
 are `redistribute.plan`, a step's collectives are what `CommDebugMode` recorded in a fake world.
@@ -24,7 +24,7 @@ from ms_dtensor import DeviceMesh, Layout, Partial, Replicate, Shard  # noqa: E4
 from ms_dtensor.debug import CommDebugMode  # noqa: E402
 from ms_dtensor.redistribute.plan import plan  # noqa: E402
 
-FOLDER = Path(__file__).resolve().parent.parent / "docs" / "figures"
+FOLDER = Path(__file__).resolve().parents[2] / "docs" / "figures"
 BLUE, ORANGE, GREEN, RED, GREY, PALE = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#555555", "#EDEDED"  # colour-blind safe
 RANKS = (BLUE, ORANGE, GREEN, "#CC79A7")
 plt.rcParams.update({"svg.hashsalt": "ms_dtensor", "font.size": 9, "font.family": "DejaVu Sans", "svg.fonttype": "path"})

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hugging Face's weights in and out, on two real ranks: logits and tensors against `transformers`; prints JSON.
 
-    python scripts/check_hf.py [--kinds llama2,qwen3] [--by hand]
+    python model_zoo/llama/tools/check_hf.py [--kinds llama2,qwen3] [--by hand]
 
 Small models with random weights are saved in many files by `transformers` (`--by hand`: by the `safetensors` package alone,
 with our own logits of one process), loaded with tp=2 and with fsdp=2, run, saved from there, and loaded again by
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[3]
 sys.path[0] = str(ROOT)
 
 from model_zoo.llama import hf  # noqa: E402

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Follows the tutorial to the letter in an empty virtual environment and compares what is printed; says how long it took.
 
-    python scripts/check_tutorial.py [--page docs/tutorial.md] [--show]
+    python docs/tools/check_tutorial.py [--page docs/tutorial.md] [--show]
 
 A copy of what git knows is made, so the checkout stays as it is; HOME is a temporary folder. Files that the page says to
 write are written, commands are given to one bash in the page's order. Of a `text` block each line must be found in the
@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 MARK = "@@block"
 

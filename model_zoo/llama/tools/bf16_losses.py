@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The quickstart in bfloat16 with float32 masters: against our float32, and against PyTorch's bfloat16, step by step.
 
-    python scripts/bf16_losses.py [--steps 200] [--seeds 0,1] [--no-torch] [--write quickstart_losses.json]
+    python model_zoo/llama/tools/bf16_losses.py [--steps 200] [--seeds 0,1] [--no-torch] [--write quickstart_losses.json]
 
 One rank, the recipe of `configs/quickstart.yaml` but for the number of steps, the same initial weights and batches
 everywhere. PyTorch computes with bfloat16 copies of float32 parameters, as its FSDP does with
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[3]
 sys.path[0] = str(ROOT)
 
 from model_zoo.llama.config import Config, ParallelConfig  # noqa: E402

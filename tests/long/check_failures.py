@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the shm backend says when a job goes wrong: killed ranks, ranks that call different things, ranks that are stuck.
 
-    python scripts/check_failures.py [kills] [desyncs] [stuck] [--runs 100] [--every 1] [--ranks 4] [--seed 0]
+    python -m tests.long.check_failures [kills] [desyncs] [stuck] [--runs 100] [--every 1] [--ranks 4] [--seed 0]
 
 kills     SIGKILL of a random rank at a random moment of a random collective: every other rank must end within 5 s with
           PeerLost naming that rank and its pid
@@ -26,11 +26,11 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from ms_dtensor.comm.record import user_site  # noqa: E402
 from ms_dtensor.comm.shm.engine import Engine  # noqa: E402
-from scripts.desyncs import KINDS, PAIRS  # noqa: E402
+from tests.long.desyncs import KINDS, PAIRS  # noqa: E402
 
 LIMIT = 5.0
 _count = 0

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pictures of docs/recipes_training.md: three short runs of the smallest recipe, drawn by `python -m ms_dtensor plot`.
 
-    python scripts/make_training_figures.py [--steps 60] [--keep FOLDER]
+    python docs/tools/make_training_figures.py [--steps 60] [--keep FOLDER]
 
 A minute or two on two cores; needs matplotlib. `--keep` keeps the runs, and draws them again if they are there.
 """
@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "docs/figures"
 COMMON = ["2", "tiny", "--data.max_bytes", "400000", "--train.eval_every", "20"]
 FSDP = ["--parallel.dp", "2", "--parallel.fsdp", "true"]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random data-parallel programs on real ranks against one device; ends with a line of JSON, fails if anything is wrong.
 
-    python scripts/fuzz_sharding.py [--ranks 2] [--first 0] [--programs 2000] [--minutes 10]
-    python scripts/fuzz_sharding.py --seeds 137,1173                these again
-    python scripts/fuzz_sharding.py --differs --programs 200        programs in which one rank does something else
+    python -m tests.long.fuzz_sharding [--ranks 2] [--first 0] [--programs 2000] [--minutes 10]
+    python -m tests.long.fuzz_sharding --seeds 137,1173                these again
+    python -m tests.long.fuzz_sharding --differs --programs 200        programs in which one rank does something else
 
 A program is a nested model, how it is wrapped, a mesh and two to five steps (`tests/fuzz/sharding/programs.py`), in float64;
 one device runs it without the wraps. Each failing seed is printed with its program, made small. A launch that ends early
@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.fuzz.sharding.programs import TRAITS  # noqa: E402
 from tests.msrun import launch  # noqa: E402

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a unigram and a bigram of bytes say of a recipe's held-out text, in nats a byte: what a model has to be below.
 
-    python scripts/ngrams.py [--config model_zoo/llama/configs/quickstart.yaml] [--section.key value ...]
+    python model_zoo/llama/tools/ngrams.py [--config model_zoo/llama/configs/quickstart.yaml] [--section.key value ...]
 
 Both are counted on the training text, every byte once more than it was seen; a bigram falls back on the unigram.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[3]
 sys.path[0] = str(ROOT)
 
 from model_zoo.llama.configio import load  # noqa: E402

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random programs on real ranks against one device; prints JSON, fails on a wrong result or ranks that part.
 
-    python scripts/fuzz.py [--ranks 4] [--programs 500] [--first 0] [--minutes 10]
-    python scripts/fuzz.py --seeds 137,1173                         these again
+    python -m tests.long.fuzz [--ranks 4] [--programs 500] [--first 0] [--minutes 10]
+    python -m tests.long.fuzz --seeds 137,1173                         these again
 
 A program is 10 to 30 public calls on inputs of random layouts (`tests/fuzz/programs.py`). Failing ones are made small. A
 launch that ends early costs the program it was in; the next launch goes on behind it.
@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.msrun import Outcome, launch  # noqa: E402
 

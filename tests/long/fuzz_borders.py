@@ -5,7 +5,7 @@ The library patches MindSpore (`ms_dtensor/dispatch/patches/`). A program that h
 below gives the same bytes, dtypes and structure, or the same error, without the patches, with them, and after they are
 taken back. One process; prints what differs and exits with 1.
 
-    python scripts/fuzz_borders.py [--every N] [--offset K] [--eager]
+    python -m tests.long.fuzz_borders [--every N] [--offset K] [--eager]
 """
 from __future__ import annotations
 

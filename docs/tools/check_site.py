@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Opens every page of the built site in a headless Chromium and measures whether it is wider than its screen.
 
-    mkdocs build -f docs/site/mkdocs.yml && python scripts/check_site.py [FOLDER] [--widths 1280,400] [--pictures DIR]
+    mkdocs build -f docs/site/mkdocs.yml && python docs/tools/check_site.py [FOLDER] [--widths 1280,400] [--pictures DIR]
 
 Speaks Chromium's debugging protocol over a pipe, so it needs the browser and no package (Debian: apt-get install
 chromium-headless-shell). Prints a line per page that is too wide, with the elements that stick out, or that loads something
@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 MEASURE = """(() => {
   const screen = __WIDTH__, page = document.documentElement;
   const scrolls = e => { for (let p = e.parentElement; p && p !== document.body; p = p.parentElement)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Our SGD, AdamW, Adafactor and Muon against PyTorch's, step by step on equal gradients. Torch is needed.
 
-    python scripts/parity_of_optimizers.py [--steps 50]
+    python docs/tools/parity_of_optimizers.py [--steps 50]
 
 One process, plain parameters: `tests/dist/cases_optimizers.py` shows that layouts change nothing. Prints JSON, per row the
 largest difference of a parameter, relative to how far PyTorch moved it; exits non-zero if one is larger than its bound.
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[0] = str(ROOT)
 
 SHAPES = ((64, 48), (48, 96), (32,), (3, 8, 5))

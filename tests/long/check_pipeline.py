@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a pipeline says when a rank is killed or raises at any point of a step, and whether the next step is right.
 
-    python scripts/check_pipeline.py [exceptions] [kills] [orders] [steps] [--runs 50] [--ranks 4] [--seed 0] [--limit 0.2]
+    python -m tests.long.check_pipeline [exceptions] [kills] [orders] [steps] [--runs 50] [--ranks 4]
+        [--seed 0] [--limit 0.2]
 
 exceptions  in a forward, in a backward (whole, or one of its parts), at a send, at a receive, at the step's end; of a
             random rank and microbatch, all schedules: every other rank gets PeerLost that names exception, action and
@@ -27,7 +28,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOG_v", "4")
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import mindspore as ms  # noqa: E402
 from mindspore import Tensor, mint, nn  # noqa: E402
@@ -48,7 +49,7 @@ from ms_dtensor.pipeline.schedule import (  # noqa: E402
 from ms_dtensor.pipeline.split import pipeline  # noqa: E402
 from ms_dtensor.pipeline.step import Step  # noqa: E402
 from ms_dtensor.pipeline.transfer import Edge  # noqa: E402
-from scripts.forked import world  # noqa: E402
+from tests.long.forked import world  # noqa: E402
 
 KINDS = ((ScheduleGPipe, 1), (Schedule1F1B, 1), (ScheduleInterleaved1F1B, 2), (ScheduleZBH1, 1), (ScheduleZBVZeroBubble, 2),
          (ScheduleDualPipeV, 2))

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The long checks with their own sizes, at night: each prints what it did, and ends with 0 if all is well."""
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+HOURS = 3 * 3600
+
+
+@pytest.mark.night
+@pytest.mark.timeout(HOURS + 60)
+@pytest.mark.parametrize("words", [
+    "check_plans", "check_checkpoints kills", "check_checkpoints fuzz", "check_failures kills", "check_failures desyncs",
+    "check_failures stuck", "check_launch_failures", "check_bad_input", "check_pipeline", "fuzz", "fuzz_borders",
+    "fuzz_sharding", "fuzz_shm", "infer_gate", "soak"])
+def test_it_ends_well(words):
+    name, *rest = words.split()
+    done = subprocess.run([sys.executable, "-m", f"tests.long.{name}", *rest], cwd=ROOT, capture_output=True, text=True,
+                          timeout=HOURS, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
