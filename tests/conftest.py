@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -86,7 +87,12 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         value for item in request.session.items if hasattr(item, "callspec") for value in item.callspec.params.values()
     ]
     selected = [value for value in values if isinstance(value, Case)]
-    launches = Launches(selected, lambda name: tmp_path_factory.mktemp(re.sub(r"[^\w-]", "_", name)))
+    logs = tmp_path_factory.mktemp("launches")  # here: pytest makes its folder at the first call, and two threads make two
+
+    def new_dir(name: str) -> Path:
+        return Path(tempfile.mkdtemp(prefix=re.sub(r"[^\w-]", "_", name), dir=logs))
+
+    launches = Launches(selected, new_dir)
     request.config.stash[LAUNCHES] = launches
     launches.start()
     yield launches
