@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes docs/op_coverage.md from a report of verify_rules.py, or docs/op_dtypes.md from one of its dtypes.
+"""Writes docs/op_coverage.md from a report of `python -m ms_dtensor verify`, or docs/op_dtypes.md from one of its dtypes.
 
     python -m ms_dtensor verify > report.json && python docs/tools/make_op_coverage.py report.json
     python -m ms_dtensor verify --dtypes > dtypes.json && python docs/tools/make_op_coverage.py dtypes.json

@@ -76,7 +76,7 @@ def measure(device: str) -> dict[str, float]:
         copies.append(median_seconds(synchronized(lambda x=x: comm.Group(world.backend, (world.rank,)).all_reduce(x)), agree)
                       / nbytes)
         part = x[:1].copy()
-        calls = {"all_reduce": (lambda x=x: g.all_reduce(x), nbytes, nbytes),
+        calls: dict[str, tuple] = {"all_reduce": (lambda x=x: g.all_reduce(x), nbytes, nbytes),
                  "all_gather": (lambda part=part: g.all_gather(part, 0, cut), nbytes // n, nbytes),
                  "reduce_scatter": (lambda x=x: g.reduce_scatter(x, "sum", 0, cut), nbytes, nbytes // n),
                  "all_to_all": (lambda x=x, w=count // n: g.all_to_all(x, 0, cut, 1, [w] * n), nbytes, nbytes)}

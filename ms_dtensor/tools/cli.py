@@ -80,4 +80,5 @@ def main(arguments: Sequence[str]) -> int:
                             help="where pictures go; default: RUN_DIR/plots of the first run")
         return plot.main(parser.parse_args(rest))
     argparse.ArgumentParser(prog="python -m ms_dtensor").error(
-        f"'{command[:60]}' is no command; known are doctor, plot, verify, calibrate, pipeline and ckpt. See python -m ms_dtensor --help")
+        f"'{command[:60]}' is no command; known are doctor, plot, verify, calibrate, pipeline and ckpt. "
+        "See python -m ms_dtensor --help")

@@ -65,7 +65,8 @@ def spawn(options) -> list[dict]:
 
     More parts than processes, as parts are not equally long.
     """
-    command = [sys.executable, "-m", "ms_dtensor", "verify", *options.families, *(["--form", options.form] if options.form else []),
+    command = [sys.executable, "-m", "ms_dtensor", "verify", *options.families,
+               *(["--form", options.form] if options.form else []),
                *(["--missed"] if options.missed else []), *(["--dtypes"] if options.dtypes else [])]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOG_v": "4"}
     parts = 1 if options.form or options.jobs == 1 else 4 * options.jobs

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A slice of the matrix of forms and dtypes, and that it finds what it is for. All of it: `verify_rules.py --dtypes`."""
+"""A slice of the matrix of forms and dtypes, and that it finds what it is for.
+
+All of it: `python -m ms_dtensor verify --dtypes`."""
 from __future__ import annotations
 
 import mindspore as ms

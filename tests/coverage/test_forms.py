@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A fixed slice of the verifier's corpus, every family in it: every eighth form with its first arguments on one mesh.
 
-Everything, with all arguments and meshes of two axes, runs in `python -m ms_dtensor verify`. Forms that must be refused all run.
+Everything, with all arguments and meshes of two axes, runs in `python -m ms_dtensor verify`.
+Forms that must be refused all run.
 """
 from __future__ import annotations
 

@@ -142,7 +142,8 @@ class _Noting(Probe):
 
 def by_keyword(form: Form, known: set) -> list[str]:
     """What is wrong when the C++ calls that a form makes get their arguments by the names that their signatures give."""
-    _Noting.calls = calls = []
+    calls: list[tuple] = []
+    _Noting.calls = calls
     try:
         form.fn(*map_leaves(lambda a: _Noting(Tensor(a), []), form.variants()[0], np.ndarray))
     except Exception:  # noqa: BLE001  the verifier tells

@@ -43,6 +43,7 @@ def verify_form(form: Form, report: Report, missed: bool = False, quick: bool = 
 
 def refuses(form: Form) -> list[str]:
     """What is wrong with the refusal of a form that must raise: nothing if it raises on sharded operands."""
+    assert form.raises is not None
     mesh = DeviceMesh("cpu", np.arange(1), mesh_dim_names=("x",))
     wrong = []
     for i, args in enumerate(form.variants()):
