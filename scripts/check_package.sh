@@ -48,3 +48,7 @@ grep -q 'DTensor(f32\[8@dp, 64\], mesh=(dp=2, tp=2)' logs/worker_0.log
 python -c "import ms_dtensor, pathlib; assert '$work' in ms_dtensor.__file__; print('ran', ms_dtensor.__version__, 'from', ms_dtensor.__file__)"
 python -m ms_dtensor --help >/dev/null
 said "README's example on 4 ranks"
+python -m ms_dtensor doctor
+python -m ms_dtensor verify --form ops.add >verified.json
+grep -q '"wrong": \[\]' verified.json
+said "doctor, and a rule proven by the wheel alone"

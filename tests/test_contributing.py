@@ -14,7 +14,7 @@ from ms_dtensor.comm import registry
 from ms_dtensor.debug.verify import Report
 from ms_dtensor.dispatch.dispatcher import clear_cache
 from ms_dtensor.ops.rules import RULES, names
-from tests.coverage.run import verify_form
+from ms_dtensor.tools.forms.run import verify_form
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "ms_dtensor"

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A slice of the matrix of forms and dtypes, and that it finds what it is for. All of it: `verify_rules.py --dtypes`."""
+"""A slice of the matrix of forms and dtypes, and that it finds what it is for.
+
+All of it: `python -m ms_dtensor verify --dtypes`."""
 from __future__ import annotations
 
 import mindspore as ms
@@ -15,10 +17,10 @@ from ms_dtensor.dispatch.dispatcher import clear_cache
 from ms_dtensor.ops.local import CPU
 from ms_dtensor.ops.rules import RULES, names
 from ms_dtensor.ops.rules.names import PRIMITIVES
-from tests.coverage import dtypes
-from tests.coverage.dtypes import AGREES, DTYPES, NEITHER, OURS, ask, by_keyword, reason
-from tests.coverage.form import Form
-from tests.coverage.samples import arrays
+from ms_dtensor.tools.forms import dtypes
+from ms_dtensor.tools.forms.dtypes import AGREES, DTYPES, NEITHER, OURS, ask, by_keyword, reason
+from ms_dtensor.tools.forms.form import Form
+from ms_dtensor.tools.forms.samples import arrays
 from tests.coverage.test_forms import FORMS
 
 pytestmark = pytest.mark.usefixtures("cpu")

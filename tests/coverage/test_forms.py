@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A fixed slice of the verifier's corpus, every family in it: every eighth form with its first arguments on one mesh.
 
-Everything, with all arguments and meshes of two axes, runs in `scripts/verify_rules.py`. Forms that must be refused all run.
+Everything, with all arguments and meshes of two axes, runs in `python -m ms_dtensor verify`.
+Forms that must be refused all run.
 """
 from __future__ import annotations
 
@@ -17,10 +18,11 @@ from ms_dtensor.debug.verify import Report, check_rule
 from ms_dtensor.ops.local import LOCAL_OPS
 from ms_dtensor.ops.rules import RULES, LocalCall
 from ms_dtensor.ops.rules.pointwise import pointwise
-from tests.coverage.run import refuses, verify_form
+from ms_dtensor.tools import forms
+from ms_dtensor.tools.forms.run import refuses, verify_form
 
-FAMILIES = sorted(path.stem for path in Path(__file__).parent.glob("forms_*.py"))
-FORMS = {family: importlib.import_module(f"tests.coverage.{family}").FORMS for family in FAMILIES}
+FAMILIES = sorted(path.stem for path in Path(forms.__file__).parent.glob("forms_*.py"))
+FORMS = {family: importlib.import_module(f"ms_dtensor.tools.forms.{family}").FORMS for family in FAMILIES}
 SLICE = [pytest.param(f, id=f"{family}: {f.name}") for family in FAMILIES
          for f in [f for f in FORMS[family] if f.raises is None][::8]]
 REFUSED = [pytest.param(f, id=f"{family}: {f.name}") for family in FAMILIES for f in FORMS[family] if f.raises is not None]

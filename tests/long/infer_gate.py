@@ -2,7 +2,7 @@
 """MindSpore's own inference of shapes and dtypes against every rule and CPU form; prints JSON, fails on a mismatch.
 
     python -m tests.long.infer_gate                    every primitive of corpus and Llama, up to four calls a family
-    python -m tests.long.infer_gate attention norm     only tests/coverage/forms_attention.py and forms_norm.py
+    python -m tests.long.infer_gate attention norm     only ms_dtensor/tools/forms/forms_attention.py and forms_norm.py
 
 No kernel is run for the questions, so they hold for the primitives that only Ascend has. See `tests/coverage/infer.py`.
 """

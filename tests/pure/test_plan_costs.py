@@ -13,7 +13,7 @@ from ms_dtensor.errors import ConfigError
 from ms_dtensor.redistribute import cost as cost_module
 from ms_dtensor.redistribute.cost import CostModel, costs, load_costs, set_costs
 from ms_dtensor.redistribute.plan import plan
-from scripts.calibrate import fit
+from ms_dtensor.tools.calibrate import fit
 from tests.pure.test_plan import mesh_of
 
 

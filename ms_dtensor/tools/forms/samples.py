@@ -52,8 +52,9 @@ def targets(shape, classes: int, ignored: int | None = None, share: float = 0.4,
 
 def unary(low=None, high=None, half=True, empty=True) -> tuple:
     """Variants for an op of one tensor; `empty`: the plain op accepts tensors without elements."""
-    kinds = (arrays((4, 3), low=low, high=high), arrays((5,), low=low, high=high), arrays((1, 2, 3), low=low, high=high),
-             arrays((0, 2), low=low, high=high), arrays((), low=low, high=high))
+    kinds: tuple = (arrays((4, 3), low=low, high=high), arrays((5,), low=low, high=high),
+                    arrays((1, 2, 3), low=low, high=high),
+                    arrays((0, 2), low=low, high=high), arrays((), low=low, high=high))
     kinds = kinds if empty else kinds[:3] + kinds[4:]
     return (*kinds, arrays((3, 2), dtype="float16", low=low, high=high)) if half else kinds
 

@@ -6,8 +6,7 @@ import numpy as np
 from mindspore import ops
 from mindspore.ops import auto_generate as ag
 
-from ms_dtensor.errors import OpRuleError
-
+from ...errors import OpRuleError
 from .form import Form
 
 TOKENS, K, EXPERTS, HIDDEN = 6, 2, 4, 5

@@ -5,8 +5,7 @@ from __future__ import annotations
 import mindspore as ms
 from mindspore import mint, nn, ops
 
-from ms_dtensor.errors import OpRuleError
-
+from ...errors import OpRuleError
 from .form import Form
 
 F = mint.nn.functional

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from mindspore import ops
 
-from ms_dtensor.errors import OpRuleError
-from tests.coverage.form import Form
+from ...errors import OpRuleError
+from .form import Form
 
 
 def of(*shapes):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from mindspore import mint, ops
 
-from ms_dtensor.errors import OpRuleError
-
+from ...errors import OpRuleError
 from .form import Form
 from .samples import F, arrays, forms
 

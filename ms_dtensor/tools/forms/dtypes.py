@@ -15,19 +15,19 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
-import ms_dtensor as md
-from ms_dtensor import DTensor, Shard
-from ms_dtensor.comm import fake_world
-from ms_dtensor.core.tree import leaves, map_leaves
-from ms_dtensor.debug.verify import Report, check_rule
-from ms_dtensor.debug.verify.capture import Probe, copied
-from ms_dtensor.debug.verify.oracle import same
-from ms_dtensor.dispatch.modes import implicit_replication
-from ms_dtensor.dispatch.operands import as_local, dtype_name
-from ms_dtensor.errors import OpRuleError
-from ms_dtensor.internals.names import NoFallbackGuard, TensorOverloadCall
-from ms_dtensor.ops.rng import frozen
-
+from ...comm import fake_world
+from ...core.placements import Shard
+from ...core.tree import leaves, map_leaves
+from ...debug.verify import Report, check_rule
+from ...debug.verify.capture import Probe, copied
+from ...debug.verify.oracle import same
+from ...dispatch.modes import implicit_replication
+from ...dispatch.operands import as_local, dtype_name
+from ...errors import OpRuleError
+from ...internals.names import NoFallbackGuard, TensorOverloadCall
+from ...ops.rng import frozen
+from ...tensor.distribute import distribute_tensor, init_device_mesh
+from ...tensor.dtensor import DTensor
 from .form import Form
 
 DTYPES = ("bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex64 "
@@ -95,8 +95,8 @@ def ask(form: Form, group: str, dtype: str, exact: bool, report: Report) -> str:
     def ours(way):
         ms.set_seed(1)
         with fake_world(1), frozen(), made:
-            mesh = md.init_device_mesh("cpu", (1,))
-            out = leaves(form.fn(*map_leaves(lambda x: md.distribute_tensor(x, mesh, way if x.ndim else None),
+            mesh = init_device_mesh("cpu", (1,))
+            out = leaves(form.fn(*map_leaves(lambda x: distribute_tensor(x, mesh, way if x.ndim else None),
                                              recast(args, group, dtype), Tensor)), Tensor)
             return [(dtype_name(x.dtype), _array(as_local(x) if isinstance(x, DTensor) else x)) for x in out]
     try:
@@ -142,7 +142,8 @@ class _Noting(Probe):
 
 def by_keyword(form: Form, known: set) -> list[str]:
     """What is wrong when the C++ calls that a form makes get their arguments by the names that their signatures give."""
-    _Noting.calls = calls = []
+    calls: list[tuple] = []
+    _Noting.calls = calls
     try:
         form.fn(*map_leaves(lambda a: _Noting(Tensor(a), []), form.variants()[0], np.ndarray))
     except Exception:  # noqa: BLE001  the verifier tells
@@ -190,8 +191,8 @@ def _by_keyword(func, first, named, args, kwargs) -> str | None:
 
     def ours(args, kwargs):
         with fake_world(1), frozen():
-            mesh = md.init_device_mesh("cpu", (1,))
-            args, kwargs = map_leaves(lambda x: md.distribute_tensor(x, mesh, None), (tuple(args), kwargs), Tensor)
+            mesh = init_device_mesh("cpu", (1,))
+            args, kwargs = map_leaves(lambda x: distribute_tensor(x, mesh, None), (tuple(args), kwargs), Tensor)
             return [as_local(x) for x in leaves(func(*args, **kwargs), Tensor)]
     try:
         positional = ours(args, kwargs)

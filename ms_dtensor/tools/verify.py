@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Proves the rules behind every public call form of the corpus; prints one JSON object, fails on any wrong case.
 
-    python scripts/verify_rules.py                    everything, two processes
-    python scripts/verify_rules.py pointwise loss     only tests/coverage/forms_pointwise.py and forms_loss.py
-    python scripts/verify_rules.py --form mint.add    only forms whose name contains the text
-    python scripts/verify_rules.py --missed           legal single-axis cases that no rule lists (first arguments only)
-    python scripts/verify_rules.py --dtypes           each form with each dtype that plain MindSpore takes, and by keyword
+    python -m ms_dtensor verify                    everything, two processes
+    python -m ms_dtensor verify pointwise loss     only forms/forms_pointwise.py and forms_loss.py
+    python -m ms_dtensor verify --form mint.add    only forms whose name contains the text
+    python -m ms_dtensor verify --missed           legal single-axis cases that no rule lists (first arguments only)
+    python -m ms_dtensor verify --dtypes           each form with each dtype that plain MindSpore takes, and by keyword
 
 Each form runs with all its sample arguments on meshes (2,) and (3,), the first arguments also on (2, 2): every case
 of every rule it reaches, forward and backward. Forms that reach the same primitive with the same arguments and shapes
-share one check: `compared` counts each once. `table` and `rules` are what `make_op_coverage.py` prints. See
+share one check: `compared` counts each once. `table` and `rules` are what docs/op_coverage.md shows. See
 `ms_dtensor.verify`.
 """
 from __future__ import annotations
@@ -23,34 +23,41 @@ import subprocess
 import sys
 import time
 import zlib
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+FAMILIES = sorted(p.stem.removeprefix("forms_") for p in (Path(__file__).parent / "forms").glob("forms_*.py"))
 
 
-def main() -> int:
+def main(arguments: Sequence[str]) -> int:
     """Command line; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(prog="python -m ms_dtensor verify", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", help="names behind forms_; default all")
     parser.add_argument("--form", help="only forms whose name contains this")
     parser.add_argument("--missed", action="store_true", help="look for legal cases that no rule lists")
-    parser.add_argument("--dtypes", action="store_true", help="ask each form for each dtype, see tests/coverage/dtypes.py")
+    parser.add_argument("--dtypes", action="store_true", help="ask each form for each dtype, see forms/dtypes.py")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1))
+    parser.add_argument("--json", action="store_true", help="this always prints JSON")
     parser.add_argument("--part", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    if unknown := sorted(set(options.families) - set(FAMILIES)):
+        parser.error(f"{', '.join(unknown)}: no such family; known are {', '.join(FAMILIES)}")
     if options.part:
         print(json.dumps(run(options, *map(int, options.part.split("/")))))
         return 0
     started = time.time()
     total = merge(spawn(options))
+    if not total["forms"] and not total.get("refusals"):
+        print(f"no form has {options.form!r} in its name", file=sys.stderr)
+        return 2
     if options.dtypes and not (options.families or options.form):
-        sys.path.insert(0, str(ROOT))
-        from tests.coverage.dtypes import unused
+        from .forms.dtypes import unused
         total["wrong"] += [f"reason {letter!r} explains no hole" for letter in unused(total["dtypes"])]
     total["seconds"] = round(time.time() - started, 1)
     print(json.dumps(total, indent=1))
-    return 1 if total["wrong"] or total.get("missed") or not total["forms"] else 0
+    return 1 if total["wrong"] or total.get("missed") else 0
 
 
 def spawn(options) -> list[dict]:
@@ -58,7 +65,8 @@ def spawn(options) -> list[dict]:
 
     More parts than processes, as parts are not equally long.
     """
-    command = [sys.executable, __file__, *options.families, *(["--form", options.form] if options.form else []),
+    command = [sys.executable, "-m", "ms_dtensor", "verify", *options.families,
+               *(["--form", options.form] if options.form else []),
                *(["--missed"] if options.missed else []), *(["--dtypes"] if options.dtypes else [])]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOG_v": "4"}
     parts = 1 if options.form or options.jobs == 1 else 4 * options.jobs
@@ -93,12 +101,10 @@ def merge(parts: list[dict]) -> dict:
 
 def corpus(families=(), part: int = 0, parts: int = 1, name: str | None = None) -> list:
     """(family, form) pairs of one part; spellings of one function come in the same part, as they share checks."""
-    sys.path.insert(0, str(ROOT))
     found = []
-    for path in sorted((ROOT / "tests" / "coverage").glob("forms_*.py")):
-        family = path.stem.removeprefix("forms_")
+    for family in FAMILIES:
         if not families or family in families:
-            module = importlib.import_module(f"tests.coverage.{path.stem}")
+            module = importlib.import_module(f"{__package__}.forms.forms_{family}")
             found += [(family, form) for form in module.FORMS if name is None or name in form.name]
     return [(family, form) for family, form in found
             if zlib.crc32(re.sub(r"\W", "", form.name.split("(")[0].split(".")[-1]).encode()) % parts == part]
@@ -111,11 +117,11 @@ def run(options, part: int, parts: int) -> dict:
     ms.runtime.launch_blocking()
     ms.device_context.cpu.op_tuning.threads_num(1)  # threads that wait for work would take the other process's core
     if options.dtypes:
-        from ms_dtensor.dispatch import patches
+        from ..dispatch import patches
         patches.install()  # before the forms keep functions of MindSpore's
     forms = corpus(options.families, part, parts, options.form)
-    from ms_dtensor.debug.verify import Report
-    from tests.coverage.run import refuses, verify_form
+    from ..debug.verify import Report
+    from .forms.run import refuses, verify_form
     if options.dtypes:
         return matrix(forms)
 
@@ -144,8 +150,8 @@ def run(options, part: int, parts: int) -> dict:
 
 def matrix(forms) -> dict:
     """Row of the matrix -> its marks, a letter for a hole with a reason; what is wrong; kinds of calls made by keyword."""
-    from ms_dtensor.debug.verify import Report
-    from tests.coverage import dtypes
+    from ..debug.verify import Report
+    from .forms import dtypes
     out: dict = {"forms": 0, "dtypes": {}, "wrong": [], "keywords": 0}
     seen: dict = {}
     known: set = set()
@@ -165,7 +171,3 @@ def matrix(forms) -> dict:
         out["wrong"] += [f"{form.name}: {text}" for text in dtypes.by_keyword(form, known)]
     out["keywords"] = sum(len(key) > 4 for key in known)
     return out
-
-
-if __name__ == "__main__":
-    sys.exit(main())

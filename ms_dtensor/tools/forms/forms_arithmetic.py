@@ -6,8 +6,7 @@ import operator
 
 from mindspore import Tensor, mint, ops
 
-from ms_dtensor.errors import OpRuleError
-
+from ...errors import OpRuleError
 from .form import Form
 from .samples import arrays, binary, forms, named, unary
 

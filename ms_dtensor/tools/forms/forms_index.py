@@ -6,8 +6,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, nn, ops
 
-from ms_dtensor.errors import OpRuleError
-
+from ...errors import OpRuleError
 from .form import Form
 from .forms_view import CUBE, MATRIX, of
 from .samples import arrays

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs one form of the corpus: verifies its rules, or shows that a DTensor call of it is refused.
 
-Shared by `scripts/verify_rules.py` (everything) and the tests of each family (a slice).
+Shared by `python -m ms_dtensor verify` (everything) and the tests of each family (a slice).
 """
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import traceback
 import numpy as np
 from mindspore import Tensor
 
-from ms_dtensor import DeviceMesh, DTensor, Shard
-from ms_dtensor.core.layout import Layout
-from ms_dtensor.debug.verify import Report, check_rule
-from ms_dtensor.dispatch.operands import wrap
-
+from ...core.layout import Layout
+from ...core.mesh import DeviceMesh
+from ...core.placements import Shard
+from ...debug.verify import Report, check_rule
+from ...dispatch.operands import wrap
+from ...tensor.dtensor import DTensor
 from .form import Form
 
 ONE_AXIS = ((2,), (3,))
@@ -42,6 +43,7 @@ def verify_form(form: Form, report: Report, missed: bool = False, quick: bool = 
 
 def refuses(form: Form) -> list[str]:
     """What is wrong with the refusal of a form that must raise: nothing if it raises on sharded operands."""
+    assert form.raises is not None
     mesh = DeviceMesh("cpu", np.arange(1), mesh_dim_names=("x",))
     wrong = []
     for i, args in enumerate(form.variants()):

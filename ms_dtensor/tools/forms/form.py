@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One public call form, as data: how users spell it, how to call it, and sample arguments of several shapes.
 
-The corpus (`forms_<family>.py`, each a list `FORMS`) is what "covered" means: `scripts/verify_rules.py` proves every
+The corpus (`forms_<family>.py`, each a list `FORMS`) is what "covered" means: `python -m ms_dtensor verify` proves every
 rule behind every form, `docs/tools/make_op_coverage.py` prints it, and the tests of a family run a slice of it.
 """
 from __future__ import annotations

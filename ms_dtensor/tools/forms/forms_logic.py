@@ -8,8 +8,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, ops
 
-from ms_dtensor.errors import OpRuleError
-
+from ...errors import OpRuleError
 from .form import Form
 from .samples import arrays, binary, both, forms, named, unary
 

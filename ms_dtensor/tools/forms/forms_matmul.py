@@ -6,8 +6,8 @@ import mindspore.mint.nn.functional as F  # noqa: N812
 import numpy as np
 from mindspore import mint, nn, ops
 
-from ms_dtensor.errors import OpRuleError
-from tests.coverage.form import Form
+from ...errors import OpRuleError
+from .form import Form
 
 
 def of(*shapes, dtype=np.float32):

@@ -26,8 +26,8 @@ def lowest(rng):
 TIES = (ties(6, 3), ties(5, 2), ties(8,), lambda rng: (np.zeros((4, 2), np.float32),))
 WHOLE = tuple(arrays(s, dtype=d, low=0, high=4) for s, d in (
     ((5, 3), "int32"), ((4, 3), "int64"), ((3, 2), "int8"), ((2, 3), "uint8")))
-TRUTH = arrays((5, 3), dtype="bool")
-ODD = (*WHOLE, TRUTH, lambda rng: ((rng.normal(size=(5, 3)) + 1j * rng.normal(size=(5, 3))).astype(np.complex64),))
+BOOLEANS = arrays((5, 3), dtype="bool")
+ODD = (*WHOLE, BOOLEANS, lambda rng: ((rng.normal(size=(5, 3)) + 1j * rng.normal(size=(5, 3))).astype(np.complex64),))
 EMPTY = (arrays((0, 3)), arrays((0, 0)))
 
 FORMS = [
@@ -49,7 +49,7 @@ FORMS = [
         "x.mean of integers": lambda x: x.mean(-1), "ops.ReduceMean of integers": lambda x: ops.ReduceMean()(x, 0),
         "mint.square of integers": mint.square, "mint.nansum of integers": lambda x: mint.nansum(x, 0), "mint.amax of integers": lambda x: mint.amax(x, 0),
         "mint.amin of integers": lambda x: mint.amin(x, 0), "ops.cumsum of integers": lambda x: ops.cumsum(x, 0)}),
-    *forms((TRUTH,), {"mint.any of booleans": lambda x: mint.any(x, 0), "mint.all of booleans": lambda x: mint.all(x, 0),
+    *forms((BOOLEANS,), {"mint.any of booleans": lambda x: mint.any(x, 0), "mint.all of booleans": lambda x: mint.all(x, 0),
                       "mint.nansum of booleans": lambda x: mint.nansum(x, 0)}),
     *forms((WHOLE[0], ties(5, 3)), {"mint.any of numbers": lambda x: mint.any(x * x, 0)}),
     *forms((ODD[-1],), {"mint.exp of complex": mint.exp, "mint.mean of complex": lambda x: mint.mean(x, 0)}),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures what the planner's cost model states, once per backend, and writes the file that MS_DTENSOR_COSTS names.
 
-    msrun --worker_num=4 --local_worker_num=4 scripts/calibrate.py [--device cpu] [--out costs.json]
+    msrun --worker_num=4 --local_worker_num=4 --join=True python -m ms_dtensor calibrate [--device cpu] [--out costs.json]
     MS_DTENSOR_COSTS=costs.json msrun ... train.py
 
 The model: seconds = alpha + beta * bytes a rank sends + gamma * bytes of the result (redistribute/cost.py). gamma comes from
@@ -13,15 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from ms_dtensor.redistribute.cost import load_costs, sent_bytes  # noqa: E402
+from ..redistribute.cost import load_costs, sent_bytes
 
 SIZES = tuple(4 ** k << 10 for k in range(1, 8))  # 4 KiB to 16 MiB
 
@@ -55,10 +53,10 @@ def measure(device: str) -> dict[str, float]:
     """The three figures on this job's ranks."""
     import mindspore as ms
 
-    from ms_dtensor import comm
+    from .. import comm
     world = comm.start(device)
     if world.size == 1:
-        raise SystemExit("calibrate needs two ranks or more: msrun --worker_num=4 ... scripts/calibrate.py")
+        raise SystemExit("calibrate needs two ranks or more: msrun --worker_num=4 ... python -m ms_dtensor calibrate")
     g, n = comm.group(range(world.size)), world.size
 
     def agree(mine: float) -> float:
@@ -78,7 +76,7 @@ def measure(device: str) -> dict[str, float]:
         copies.append(median_seconds(synchronized(lambda x=x: comm.Group(world.backend, (world.rank,)).all_reduce(x)), agree)
                       / nbytes)
         part = x[:1].copy()
-        calls = {"all_reduce": (lambda x=x: g.all_reduce(x), nbytes, nbytes),
+        calls: dict[str, tuple] = {"all_reduce": (lambda x=x: g.all_reduce(x), nbytes, nbytes),
                  "all_gather": (lambda part=part: g.all_gather(part, 0, cut), nbytes // n, nbytes),
                  "reduce_scatter": (lambda x=x: g.reduce_scatter(x, "sum", 0, cut), nbytes, nbytes // n),
                  "all_to_all": (lambda x=x, w=count // n: g.all_to_all(x, 0, cut, 1, [w] * n), nbytes, nbytes)}
@@ -93,11 +91,14 @@ def measure(device: str) -> dict[str, float]:
     return figures
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(arguments: Sequence[str]) -> int:
+    """Command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m ms_dtensor calibrate", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=("cpu", "npu", "gpu"))
     parser.add_argument("--out", type=Path, default=Path("costs.json"))
-    args = parser.parse_args()
+    parser.add_argument("--json", action="store_true", help="this always prints JSON")
+    args = parser.parse_args(arguments)
     figures = measure(args.device)
     if not figures:
         return 0
@@ -107,7 +108,3 @@ def main() -> int:
     load_costs(args.out)
     print(json.dumps({"file": str(args.out), **told}, indent=1))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -6,7 +6,7 @@ import mindspore.mint.nn.functional as F  # noqa: N812
 import numpy as np
 from mindspore import mint, nn, ops
 
-from tests.coverage.form import Form
+from .form import Form
 
 
 def of(*shapes):
