@@ -89,6 +89,8 @@ LATER = (
     Later("tests/third_party/*", "night", "mindcv, which is not a dependency"),
     Later("tests/long/*", "night", "each check with its own sizes takes minutes to hours"),
     # -- cases of real ranks
+    Later("tests/models/test_models.py::*in_any_layout]", "merge",
+          "every input and weight cut in every way; `[*_tensor_parallel]` and one model stay", keep=("qwen2",)),
     Later("tests/context/test_attention.py::test_eight*", "merge", "eight ranks; two and four stay"),
 )
 

@@ -8,6 +8,7 @@ from ms_dtensor import comm
 from ms_dtensor.parallel.sharding import memory
 from tests.cases import case
 from tests.dist import cases_fsdp_inside, cases_fsdp_steps, cases_fully_shard
+from tests.tiers import sampled
 
 AGAIN = (cases_fully_shard.one_collective_a_unit_and_direction, cases_fully_shard.optimizers_step_on_shards,
          cases_fully_shard.copies_over_one_axis_and_cuts_over_the_other, cases_fully_shard.after_tensor_parallel_styles,
@@ -24,7 +25,7 @@ def in_windows(world):
     """None of these units is large enough by itself."""
     small, memory._SMALL = memory._SMALL, 0
     try:
-        for one in AGAIN:
+        for one in sampled(AGAIN, 3):
             one(world)
     finally:
         memory._SMALL = small

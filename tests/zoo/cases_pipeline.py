@@ -111,7 +111,7 @@ def packed_documents_and_16_bits_go_through_stages(world):
     want = {p.name: array(g) for p, g in zip(plain.params, grads)}
     assert abs(float(loss) - float(plain.gradients(*batch[:2])[0])) > 1e-4, "places matter"
     hsdp = ParallelConfig(2, 1, fsdp=True, hsdp=2, pp=2)
-    for parallel in (ParallelConfig(2, 1, fsdp=True, pp=2), hsdp, ParallelConfig(1, 2, True, pp=2)):
+    for parallel in sampled((hsdp, ParallelConfig(1, 2, True, pp=2), ParallelConfig(2, 1, fsdp=True, pp=2)), 2):
         one = trainer(config(parallel, micro_batches=2))
         got, grads = one.gradients(*batch)
         assert abs(float(got) / float(loss) - 1) < LOSS, parallel
