@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextvars
 import difflib
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -217,7 +218,7 @@ class DeviceMesh:
         """Sub-mesh of the named axes that contains this process (the first one for a process outside)."""
         wanted = (names,) if isinstance(names, str) else tuple(names)
         if len(wanted) == 1 and wanted[0] in self._flat:
-            return self._flatten(self._flat[wanted[0]], wanted[0])
+            return self._line(self._flat[wanted[0]], wanted[0])
         axes = tuple(self.axis_index(n) for n in wanted)
         if len(set(axes)) != len(axes):
             raise MeshError(f"For 'DeviceMesh', an axis is named twice in {wanted}.", f"mesh({self.describe()})")
@@ -231,7 +232,7 @@ class DeviceMesh:
         ranks = self.ranks_along(axes, here)
         return np.array(ranks).reshape([self.shape[a] for a in axes])
 
-    def _flatten(self, axes: tuple[str, ...], name: str) -> DeviceMesh:
+    def _line(self, axes: tuple[str, ...], name: str) -> DeviceMesh:
         block = self._block(tuple(self.axis_index(a) for a in axes))
         return type(self)(self.device_type, block.ravel(), mesh_dim_names=(name,), _root=self.root)
 
@@ -249,7 +250,64 @@ class DeviceMesh:
             raise MeshError(f"For 'flatten', {name!r} is already an axis.", f"mesh({self.root.describe()})", "",
                             "choose another name")
         self.root._flat[name] = self.mesh_dim_names
-        return self.root._flatten(self.mesh_dim_names, name)
+        return self.root._line(self.mesh_dim_names, name)
+
+    def unflatten(self, axis: int | str, sizes: Sequence[int], names: Sequence[str]) -> DeviceMesh:
+        """This mesh with one axis in several parts, the last of which runs fastest.
+
+        One mesh may be split in several ways, for instance into `dp, tp` for most of a model and into `edp, ep` for its
+        experts. The axes of such siblings may meet in one parameter where some grid of the ranks has all of them.
+
+        Args:
+            axis: the axis that is split.
+            sizes: ranks of each part; their product is the axis's.
+            names: of the parts, other than the names of the axes that stay.
+
+        Raises:
+            MeshError: no such axis, sizes that do not make it, names that are taken, or an axis that is itself made of
+                several by `flatten`.
+
+        Example:
+            >>> from ms_dtensor import DeviceMesh
+            >>> line = DeviceMesh("cpu", list(range(8)), mesh_dim_names=("world",))
+            >>> line.unflatten("world", (2, 4), ("dp", "tp")), line.unflatten(0, (4, 2), ("edp", "ep"))["ep"].rank_list
+            (DeviceMesh(cpu, dp=2, tp=4), (0, 1))
+        """
+        at, sizes, names = self.axis_index(axis), tuple(sizes), (names,) if isinstance(names, str) else tuple(names)
+        old = self.mesh_dim_names[at]
+        what = f"For 'unflatten', axis {old!r} cannot become {dict(zip(names, sizes, strict=False))}."
+        if len(sizes) != len(names) or min(sizes, default=0) < 1 or math.prod(sizes) != self.shape[at]:
+            raise MeshError(what, f"mesh({self.describe()}), sizes {sizes}, names {names}",
+                            f"There is one name for each size, and the sizes' product is {self.shape[at]}.",
+                            "choose sizes whose product is the axis's")
+        if self._root is not None:
+            if old not in self._root.mesh_dim_names:
+                raise MeshError(what, f"mesh({self.describe()}) of mesh({self._root.describe()})",
+                                "An axis that 'flatten' made has other axes behind it.",
+                                "split the axes of the mesh it is of")
+            whole = self._root.unflatten(old, sizes, names)
+            return whole[self.mesh_dim_names[:at] + tuple(names) + self.mesh_dim_names[at + 1:]]
+        made = type(self)(self.device_type, self.mesh.reshape(*self.shape[:at], *sizes, *self.shape[at + 1:]),
+                          mesh_dim_names=(*self.mesh_dim_names[:at], *names, *self.mesh_dim_names[at + 1:]))
+        made.varies = self.varies
+        return made
+
+    # -- by the names that PyTorch's callers know; both are private there
+    def _flatten(self, mesh_dim_name: str | None = None) -> DeviceMesh:
+        return self.flatten(mesh_dim_name)
+
+    def _unflatten(self, dim: int | str, mesh_sizes: Sequence[int], mesh_dim_names: Sequence[str],
+                   backend_override=None) -> DeviceMesh:
+        other = {str(k): v for k, v in (backend_override or {}).items() if v != "fake"}  # "fake": make no group; ours wait
+        if other:
+            raise MeshError("For '_unflatten', 'backend_override' cannot be kept.", f"mesh({self.describe()}), {other}",
+                            "All groups of a world run on one backend.", "leave it out")
+        return self.unflatten(dim, mesh_sizes, mesh_dim_names)
+
+    def strides(self) -> dict[str, tuple[int, int]]:
+        """Of each axis its size and its step among the ranks of the root, by which siblings know each other's axes."""
+        steps = [math.prod(self.root.shape[i + 1:]) for i in range(self.root.ndim)]
+        return {name: (self.shape[i], steps[self.root.axis_index(name)]) for i, name in enumerate(self.mesh_dim_names)}
 
     def expand_axes(self, name: str) -> tuple[str, ...]:
         """The axes behind a flattened name, or the name itself."""
@@ -312,3 +370,38 @@ def resolve_mesh(mesh: DeviceMesh | None, who: str) -> DeviceMesh:
 def coordinates(mesh: DeviceMesh) -> Iterator[tuple[int, ...]]:
     """All coordinates of a mesh, row-major."""
     return itertools.product(*(range(s) for s in mesh.shape))
+
+
+def common_root(a: DeviceMesh, b: DeviceMesh) -> DeviceMesh | None:
+    """The coarsest grid of the same ranks that has the axes of both, or None: they run across each other.
+
+    Axes of no name here are `_0`, `_1`, ...
+    """
+    if a.device_type != b.device_type or a.root.rank_list != b.root.rank_list:
+        return None
+    if any(name not in m.root.mesh_dim_names for m in (a, b) for name in m.mesh_dim_names):
+        return None  # an axis made by 'flatten'
+    axes = {**a.strides(), **b.strides()}
+    if any(axes[name] != at and {axes[name][0], at[0]} != {1} for name, at in a.strides().items()):
+        return None  # one name for two axes
+    single = [name for name, (size, _) in axes.items() if size == 1]  # has room anywhere
+    shape: list[int] = []
+    names: list[str] = []
+    left = a.root.mesh.size
+    for name, (size, step) in sorted(axes.items(), key=lambda item: -item[1][1]):
+        if size == 1:
+            continue
+        gap, rest = divmod(left, size * step)
+        if rest or not gap:
+            return None
+        if gap > 1:
+            shape.append(gap)
+            names.append(f"_{len(names)}")
+        shape.append(size)
+        names.append(name)
+        left = step
+    if left > 1:
+        shape.append(left)
+        names.append(f"_{len(names)}")
+    grid = a.root.mesh.reshape((*shape, *(1 for _ in single)))
+    return DeviceMesh(a.device_type, grid, mesh_dim_names=(*names, *single))

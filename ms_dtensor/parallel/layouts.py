@@ -19,7 +19,7 @@ from mindspore import Parameter, Tensor, nn
 
 from .. import comm
 from ..core.layout import Layout, layout_for, said_of
-from ..core.mesh import DeviceMesh, coordinates
+from ..core.mesh import DeviceMesh, common_root, coordinates
 from ..core.placements import REPLICATE, Placement
 from ..core.tree import leaves
 from ..dispatch import modes
@@ -292,19 +292,20 @@ def shard_parameter(cell: nn.Cell, key: str, mesh: DeviceMesh, placement, src_da
 
 
 def union_mesh(a: DeviceMesh, b: DeviceMesh, who: str) -> DeviceMesh:
-    """The smallest sub-mesh of a common root that has the axes of both.
+    """The smallest sub-mesh of a common root, or of a grid of siblings (`unflatten`), that has the axes of both.
 
     Raises:
         LayoutError: there is none.
     """
-    if set(a.mesh_dim_names) <= set(b.mesh_dim_names):
+    if set(a.mesh_dim_names) <= set(b.mesh_dim_names) and b[a.mesh_dim_names] == a:
         return b
-    for root in (b.root, a.root):
+    for root in filter(None, (b.root, a.root, common_root(a, b))):
         names = set(a.mesh_dim_names) | set(b.mesh_dim_names)
         if names <= set(root.mesh_dim_names) and root[a.mesh_dim_names] == a and root[b.mesh_dim_names] == b:
             return root[tuple(n for n in root.mesh_dim_names if n in names)]
     raise LayoutError(f"For '{who}', the meshes have no common root.", f"mesh({a.describe()}), mesh({b.describe()})",
-                      "Both must be sub-meshes of one mesh.", 'slice them from one: mesh["dp"], mesh["tp"]')
+                      "Both must be sub-meshes of one mesh, or of meshes split from one by 'unflatten' whose axes do not "
+                      "run across each other.", 'slice them from one: mesh["dp"], mesh["tp"]')
 
 
 def lift(x: Tensor, whole: DeviceMesh, new: Mapping[str, Placement] | None = None) -> Layout:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ms_dtensor.core.layout import Layout
-from ms_dtensor.core.mesh import DeviceMesh, coordinates
+from ms_dtensor.core.mesh import DeviceMesh, common_root, coordinates
 from ms_dtensor.core.placements import Partial, Replicate, Shard, chunk_bounds
 from ms_dtensor.errors import LayoutError, MeshError
 
@@ -114,6 +115,47 @@ def test_flattened_axes_go_by_name():
         Layout(cube, [Shard(0), Partial(), Shard(0)], (8, 4), order=("tp", "dp"))
     with pytest.raises(LayoutError, match="named twice"):
         Layout(cube, {"dp_cp": Shard(0), "cp": Shard(1)}, (8, 4))
+
+
+def test_one_axis_may_be_split_in_several_ways():
+    line = DeviceMesh("cpu", np.random.default_rng(0).permutation(24), mesh_dim_names=("world",))
+    made = line.unflatten("world", (2, 3, 4), ("pp", "dp", "tp"))
+    assert made == DeviceMesh("cpu", line.mesh.reshape(2, 3, 4), mesh_dim_names=("pp", "dp", "tp"))
+    assert line._unflatten(0, (2, 3, 4), ("pp", "dp", "tp"), backend_override={0: "fake"}) == made
+    assert made["dp", "tp"]._flatten("rest") == made["rest"]
+    assert made.unflatten("tp", (2, 2), ("a", "b")).describe() == "pp=2, dp=3, a=2, b=2"
+    assert made["dp", "tp"].unflatten(1, (2, 2), ("a", "b")) == made.unflatten("tp", (2, 2), ("a", "b"))["dp", "a", "b"]
+    for call, said in ((lambda: line.unflatten(0, (5, 5), ("a", "b")), "product is 24"),
+                       (lambda: line.unflatten(0, (24,), ()), "one name for each size"),
+                       (lambda: line.unflatten(0, (-2, -12), ("a", "b")), "product is 24"),
+                       (lambda: made.unflatten("tp", (2, 2), ("dp", "b")), "different names"),
+                       (lambda: made["rest"].unflatten(0, (3, 4), ("a", "b")), "other axes behind it"),
+                       (lambda: line._unflatten(0, (24,), ("a",), {"a": "gloo"}), "one backend")):
+        with pytest.raises(MeshError, match=said):
+            call()
+
+
+def test_axes_of_siblings_meet_in_the_coarsest_grid_that_has_both():
+    """Against the ranks themselves: on the common grid each axis runs over the ranks that it ran over before."""
+    line = DeviceMesh("cpu", np.random.default_rng(1).permutation(16), mesh_dim_names=("world",))
+    ways = [w for w in itertools.product((1, 2, 4, 8, 16), repeat=3) if np.prod(w) == 16]
+    met = missed = 0
+    for one, other in itertools.product(ways, repeat=2):
+        a, b = line.unflatten(0, one, ("a0", "a1", "a2")), line.unflatten(0, other, ("b0", "b1", "b2"))
+        for x, y in itertools.product(a.mesh_dim_names, b.mesh_dim_names):
+            (many, far), (few, near) = a[x].strides()[x], b[y].strides()[y]
+            found = common_root(a[x], b[y])
+            apart = 1 in (many, few) or far * many <= near or near * few <= far
+            assert (found is not None) == apart, (one, x, other, y)
+            met, missed = met + apart, missed + (not apart)
+            for mesh, name in ((a, x), (b, y)) if found is not None else ():
+                for rank in range(16):
+                    assert found.ranks_along([found.axis_index(name)], found.coordinate_of(rank)) == \
+                        mesh.ranks_along([mesh.axis_index(name)], mesh.coordinate_of(rank))
+    assert met > 500 and missed > 500
+    dp = line.unflatten(0, (4, 4), ("dp", "tp"))["dp"]
+    assert common_root(dp, line.unflatten(0, (8, 2), ("dp", "ep"))["dp"]) is None, "one name, two axes"
+    assert common_root(dp, DeviceMesh("cpu", range(16), mesh_dim_names=("x",))) is None, "ranks in another order"
 
 
 @pytest.mark.parametrize("make, said", [

@@ -8,6 +8,7 @@ from mindspore import Tensor, mint, nn
 
 from ms_dtensor import (
     ColwiseParallel,
+    DeviceMesh,
     Replicate,
     RowwiseParallel,
     Shard,
@@ -20,7 +21,7 @@ from ms_dtensor import (
 )
 from ms_dtensor.errors import DTensorError
 from tests.cases import case
-from tests.dist.support import counted, equal
+from tests.dist.support import counted, equal, refusal, same_on_all_ranks
 from tests.sharding.support import ROWS, collected, filled, none_of
 
 
@@ -219,4 +220,36 @@ def errors_name_the_way_that_was_used(world):
             else:
                 raise AssertionError("taken")
         collected(faults, f"{way}, an output of no layout", ends)
+    none_of(faults)
+
+
+@case(4, timeout=120)
+def siblings_split_from_one_line(world):
+    """Columns on an axis of one mesh, shards on an axis of its sibling: one grid has both, whichever was split first."""
+    faults: list[str] = []
+    for way, wrap in WRAPS.items():
+        for sizes in ((2, 2), (2, 2, 1)):
+            def steps(wrap=wrap, sizes=sizes):
+                line = init_device_mesh("cpu", (4,), mesh_dim_names=("world",))
+                dense = line.unflatten(0, (2, 2), ("dp", "tp"))
+                sparse = line.unflatten(0, sizes, ("edp", "ep", "one")[:len(sizes)])
+                plain, net = filled(Mlp()), filled(Mlp())
+                parallelize_module(net, dense["tp"], STYLES)
+                wrap(net, sparse["edp"])
+                count = one_step(net, plain, None, sparse["edp"], plain_rows=True)
+                whole = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("edp", "tp"))
+                other = filled(Mlp())
+                parallelize_module(other, whole["tp"], STYLES)
+                wrap(other, whole["edp"])
+                assert count == one_step(other, plain, None, whole["edp"], plain_rows=True), "as on a mesh of both"
+            collected(faults, f"{way}, {sizes}", steps)
+
+    def across():
+        line = init_device_mesh("cpu", (4,), mesh_dim_names=("world",))
+        net = filled(Mlp())
+        parallelize_module(net, line.unflatten(0, (2, 2), ("dp", "tp"))["tp"], STYLES)
+        return fully_shard(net, mesh=line.unflatten(0, (1, 4), ("pp", "edp"))["edp"])
+    text = refusal(across, DTensorError)
+    assert "run across each other" in text, text
+    same_on_all_ranks(world, text)
     none_of(faults)
