@@ -50,6 +50,7 @@ if TYPE_CHECKING:  # for editors and type checkers, who cannot see what loads on
         replicate as replicate,
         suggest_plan as suggest_plan)
     from .tensor import dtensor as dtensor, factories as factories, init as init
+    from .dispatch.recorded import backward as backward, recorded as recorded
     from .tensor.autograd import grad as grad, value_and_grad as value_and_grad
     from .tensor.distribute import (
         distribute_module as distribute_module, distribute_tensor as distribute_tensor, init_device_mesh as init_device_mesh)
@@ -67,6 +68,7 @@ _EXPORTS = {
     "core.tokens": ("Tokens", "balance", "in_order", "head_tail"),
     "tensor.dtensor": ("DTensor",),
     "tensor.distribute": ("init_device_mesh", "distribute_tensor", "distribute_module"),
+    "dispatch.recorded": ("recorded", "backward"),
     "tensor.autograd": ("value_and_grad", "grad"),
     "tensor.factories": ("zeros", "ones", "empty", "full", "rand", "randn", "randint", "arange", "linspace", "eye",
                          "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"),

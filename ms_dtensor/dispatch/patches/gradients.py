@@ -235,7 +235,7 @@ def backward_apart(participants: list, of: list) -> Iterator[None]:
 
 def end_abandoned() -> None:
     """Ends a recording that nobody is in: a function that raised before these doors were installed has left it."""
-    if not recording():
+    if not recording() or _apart.get():
         return
     for top in sys._current_frames().values():  # of all threads: some devices' backwards have one
         frame: Any = top
