@@ -93,6 +93,16 @@ def backward(loss: Tensor, gradient: Tensor | None = None, retain_graph: bool = 
             `retain_graph=True` at the first, several elements without `gradient`, inputs that are no leaves, or
             `retain_graph` where `fully_shard` or `replicate` would reduce one gradient twice.
         MixedOperandError: a plain `gradient` for a DTensor.
+
+    Example:
+        >>> import mindspore as ms, ms_dtensor as md
+        >>> p = ms.Parameter(ms.Tensor([1.0, 2.0]), name="p")
+        >>> with md.recorded([p]):
+        ...     y = p * p
+        ...     md.backward(y.sum(), retain_graph=True)
+        ...     md.backward(y, gradient=ms.Tensor(0.5))
+        >>> p.grad.asnumpy().tolist()
+        [3.0, 6.0]
     """
     wanted = _block.get()
     if wanted is None or not recording():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
 
@@ -20,7 +21,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=40)
     rounds = parser.parse_args().rounds
-    ranks = md.comm.world().size
+    ranks = int(os.environ.get("MS_WORKER_NUM", "1"))
     mesh = md.init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",))
     net = nn.SequentialCell([cell for _ in range(6) for cell in (nn.Dense(64, 64), nn.Tanh())])
     for cell in net:
