@@ -400,13 +400,6 @@ def _check_pipeline(cfg: Config) -> None:
                           f"{list(p.pp_split)} for {p.stages} stages",
                           f"It names {p.stages - 1} different cells in their order: {', '.join(cells[1:3])} ... output.",
                           "leave it out: the stages are balanced then")
-    first = "begin without a pipeline, with --train.steps 1 --checkpoint.interval 1; then --checkpoint.resume latest"
-    for what, key, rule, fix in (
-            (m.experts, "model.experts", "Their auxiliary loss does not reach the last stage yet.", "--parallel.pp 1"),
-            (cfg.lora, "lora", "A stage may have no adapter, and no parameter to train.", "--parallel.pp 1"),
-            (t.init_hf, "train.init_hf", "A stage does not read its share of published weights yet.", first)):
-        if what is not None:
-            raise ConfigError(f"For the configuration, {key} does not go with a pipeline.", degree, rule, fix)
 
 
 def _check_context(cfg: Config) -> None:

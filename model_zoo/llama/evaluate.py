@@ -47,18 +47,25 @@ def windows(tokens: np.ndarray, seq: int, batch: int) -> list[tuple[np.ndarray, 
 
 
 def loss_of(model, mesh, batches: list[tuple[np.ndarray, np.ndarray]], loss_parallel: bool = False) -> float:
-    """Nats a label that counts, of inputs and labels."""
+    """Nats a label that counts, of inputs and labels; `model` and `mesh` as for `generate`."""
     import ms_dtensor as md
     from model_zoo.llama.model import cross_entropy
     from model_zoo.llama.parallelize import own_rows
+    from ms_dtensor.pipeline import Schedule, ScheduleGPipe
 
+    def mean_of(out, target):
+        logits = out[0] if isinstance(out, tuple) else out
+        return md.loss_parallel(logits, target.reshape(-1)) if loss_parallel else cross_entropy(logits, target)
+
+    def mean(ids, target):
+        if stages is None:
+            return mean_of(model(ids), target)
+        return stages.eval(ids, target=target, length=ids.shape[1])
+    stages = ScheduleGPipe(list(model.stages.values()), 1, mean_of) if isinstance(model, Schedule) else None
     total, count = 0.0, 0
     for ids, labels in batches:
-        logits, target = model(own_rows(ids, mesh)), own_rows(labels, mesh).reshape(-1)
-        logits = logits[0] if isinstance(logits, tuple) else logits
-        mean = md.loss_parallel(logits, target) if loss_parallel else cross_entropy(logits, target)
         counted = int((labels != IGNORED).sum())
-        total, count = total + float(mean) * counted, count + counted
+        total, count = total + float(mean(own_rows(ids, mesh), own_rows(labels, mesh))) * counted, count + counted
     return total / count
 
 
@@ -72,7 +79,8 @@ def run(argv: list[str]) -> None:
                         "a Hugging Face folder")
     parser.add_argument("--batch", type=int, default=8, help="windows at a time to a data-parallel rank")
     parser.add_argument("--max_tokens", type=int, help="of the text's beginning")
-    parser.add_argument("--tp", type=int, help="ranks to a copy of the model; default: as many as divide its heads")
+    parser.add_argument("--tp", type=int, help="ranks to a stage of the model; default: as many as divide its heads")
+    parser.add_argument("--pp", type=int, default=1, help="stages")
     parser.add_argument("--json", help="also write the figures there")
     o = parser.parse_args(argv)
     _check_options(o)
@@ -95,7 +103,7 @@ def run(argv: list[str]) -> None:
         if len(tokens) < 2:
             raise ConfigError("For 'evaluate.py', there is nothing to predict.", f"{len(tokens)} tokens",
                               "The first token is not predicted: there are two or more.", "a longer --text")
-    cfg, model, mesh, where = restore(o.source, start_device(), world_size(), tp=o.tp)
+    cfg, model, mesh, where = restore(o.source, start_device(), world_size(), tp=o.tp, pp=o.pp)
     if int(np.max(tokens)) >= cfg.model.vocab_size:
         raise ConfigError("For 'evaluate.py', the tokens are not this model's.", f"token {np.max(tokens)}",
                           f"Ids are below model.vocab_size = {cfg.model.vocab_size}.", "--tokenizer with the model's own")
@@ -118,7 +126,7 @@ def run(argv: list[str]) -> None:
 
 def _check_options(o: argparse.Namespace) -> None:
     """Before anything is read or computed."""
-    for name in ("seq", "batch", "max_tokens", "tp"):
+    for name in ("seq", "batch", "max_tokens", "tp", "pp"):
         if getattr(o, name) is not None and getattr(o, name) < 1:
             raise ConfigError(f"For 'evaluate.py', --{name} = {getattr(o, name)} is out of range.", "", "It is 1 or more.",
                               f"--{name} 1 or more")

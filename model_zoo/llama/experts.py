@@ -61,9 +61,14 @@ def one_hot(chosen: Tensor, count: int) -> Tensor:
     return ops.one_hot(chosen, count).astype(ms.float32)
 
 
-def balance_loss(shares: list[Tensor]) -> Tensor:
-    """Switch's auxiliary loss over all layers, as `transformers` takes it: experts x sum of share x mean score."""
-    chosen, score = sum(shares[1:], shares[0]) / len(shares)
+def balance_loss(shares: Tensor, layers: int) -> Tensor:
+    """Switch's auxiliary loss over all layers, as `transformers` takes it: experts x sum of share x mean score.
+
+    Args:
+        shares: f32[2, experts], the sum of what the layers gave.
+        layers: how many these were.
+    """
+    chosen, score = shares / layers
     return (chosen * score).sum() * chosen.shape[0]
 
 

@@ -27,10 +27,12 @@ def run(argv: list[str]) -> None:
     parser.add_argument("--dtype", choices=["float32", "float16", "bfloat16"])
     parser.add_argument("--max_positions", type=int, help="the longest text it is meant for; default: that of the published "
                         "model that it is or began with, else train.seq")
+    parser.add_argument("--pp", type=int, default=1, help="stages: for what fits no other way")
     parser.add_argument("--tokenizer", help="tokenizer.json or its folder; default: see above")
     o = parser.parse_args(argv)
     from model_zoo.llama import hf, lora
     from model_zoo.llama.data import find_tokenizer
+    from model_zoo.llama.generate import parts
     from model_zoo.llama.restore import restore, source_config
     from model_zoo.llama.tokens import copy_tokenizer, tokenizer_file
 
@@ -49,10 +51,12 @@ def run(argv: list[str]) -> None:
     if there:
         raise ConfigError(f"For 'export.py', --out = '{o.out}' has a model already, or is a file.", ", ".join(there[:5]),
                           "Files of two models in one folder would be read as one.", "--out with a new folder")
-    cfg, model, _, where = restore(o.source, start_device(), world_size())
-    lora.merge(model)
-    with lora.without_adapters(model):
-        hf.save(model, cfg.model, o.out, max_positions=positions, dtype=o.dtype)
+    cfg, model, _, where = restore(o.source, start_device(), world_size(), pp=o.pp)
+    for part in parts(model):
+        lora.merge(part)
+    with lora.without_adapters(*parts(model)):
+        whole, over = (model, None) if o.pp == 1 else (list(model.stages.values()), model.mesh)
+        hf.save(whole, cfg.model, o.out, max_positions=positions, dtype=o.dtype, over=over)
     if rank() == 0:
         if tokenizer is not None:
             try:

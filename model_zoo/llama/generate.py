@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Continues a text: sampling with a cache of keys and values, on one process or with heads cut over tp.
+"""Continues a text: sampling with a cache of keys and values, on one process, with heads cut over tp, or in stages.
 
     python model_zoo/llama/generate.py --from runs/quickstart --prompt "def " --tokens 200 --temperature 0.8
     msrun --worker_num=2 --local_worker_num=2 --join=True model_zoo/llama/generate.py --from Qwen3-0.6B --prompt "Once"
@@ -98,10 +98,11 @@ class CachedAttention:
 
 
 def with_cache(model, cfg, mesh) -> None:
-    """Every attention of a model remembers from here on; call it again to begin with another text."""
+    """Every attention of a model, or of a pipeline's stages, remembers from here on; call it again for another text."""
+    from model_zoo.llama.parallelize import here
     from ms_dtensor import Shard, local_map
 
-    for layer in model.layers:
+    for layer in here(layer for part in parts(model) for layer in part.layers):
         core = CachedAttention(cfg)
         if mesh is not None:
             heads = {a: Shard(2) if a == "tp" else Shard(0) for a in mesh.mesh_dim_names}
@@ -115,9 +116,10 @@ def generate(model, cfg, mesh, prompt: np.ndarray, tokens: int, *, temperature: 
     """i32[b, t + n]: prompts i32[b, t] of one length and up to `tokens` more; fewer once all rows have had `end`.
 
     Args:
-        model: a Llama, laid out by `parallelize` without sequence parallelism, or plain; its attentions become caching ones.
+        model: a Llama, laid out by `parallelize` without sequence parallelism, or plain; or a `Schedule` of one micro-batch
+            without a loss, of stages of one. Its attentions become caching ones.
         cfg: its sizes.
-        mesh: its mesh, whose rank count along the batch divides b; or None.
+        mesh: its mesh, of a pipeline that of this rank's stage, whose rank count along the batch divides b; or None.
         prompt: at least one token a row; every rank gives the same.
         tokens: how many more.
         temperature, top_k, top_p: as for `chosen`.
@@ -142,10 +144,24 @@ def last_logits(model, mesh, ids: np.ndarray) -> np.ndarray:
     """f32[b, vocab] of each row's last token, the same on all ranks."""
     from model_zoo.llama.parallelize import own_rows
     from ms_dtensor import Replicate
+    from ms_dtensor.pipeline import Schedule
 
-    out = model(own_rows(ids.astype(np.int32), mesh))
-    out = (out[0] if isinstance(out, tuple) else out).reshape(*ids.shape, -1)[:, -1]
-    return (out if mesh is None else out.redistribute(placements=[Replicate()] * mesh.ndim).to_local()).asnumpy()
+    def last(out):
+        out = (out[0] if isinstance(out, tuple) else out).reshape(*ids.shape, -1)[:, -1]
+        return (out if mesh is None else out.redistribute(placements=[Replicate()] * mesh.ndim).to_local()).asnumpy()
+    own = own_rows(ids.astype(np.int32), mesh)
+    if not isinstance(model, Schedule):
+        return last(model(own))
+    outs = model.eval(own, length=ids.shape[1])  # None but on the last stage
+    group, end = model.group, model.actions.owner[-1]
+    return np.asarray(group.broadcast_object(None if outs is None else last(outs[0]), group.ranks[end]))
+
+
+def parts(model) -> list:
+    """The cells of a model that are on this rank: it itself, or its stages."""
+    from ms_dtensor.pipeline import Schedule
+
+    return [stage.module for stage in model.stages.values()] if isinstance(model, Schedule) else [model]
 
 
 def run(argv: list[str]) -> None:
@@ -159,7 +175,8 @@ def run(argv: list[str]) -> None:
     parser.add_argument("--top_k", type=int, default=0)
     parser.add_argument("--top_p", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tp", type=int, help="ranks to a copy of the model; default: as many as divide its heads")
+    parser.add_argument("--tp", type=int, help="ranks to a stage of the model; default: as many as divide its heads")
+    parser.add_argument("--pp", type=int, default=1, help="stages, one after the other: for what fits no other way")
     o = parser.parse_args(argv)
     if not (o.temperature >= 0 and 0 < o.top_p <= 1 and o.top_k >= 0 and o.tokens >= 1 and o.samples >= 1 and o.prompt):
         raise ConfigError("For 'generate.py', an option is out of range.", " ".join(argv),
@@ -170,7 +187,7 @@ def run(argv: list[str]) -> None:
     from model_zoo.llama.tokens import load_tokens
 
     tokens = load_tokens(find_tokenizer(o.source, source_config(o.source)[0].data, o.tokenizer))
-    cfg, model, mesh, where = restore(o.source, start_device(), world_size(), tp=o.tp)
+    cfg, model, mesh, where = restore(o.source, start_device(), world_size(), tp=o.tp, pp=o.pp)
     rows = -(-o.samples // cfg.parallel.dp) * cfg.parallel.dp
     prompt = np.tile(np.array(tokens.encode(o.prompt), np.int32), (rows, 1))
     if prompt.max() >= cfg.model.vocab_size:

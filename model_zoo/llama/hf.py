@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ms_dtensor.errors import ConfigError
 
 from .config import ExpertsConfig, ModelConfig, RopeScaling
+
+if TYPE_CHECKING:
+    from ms_dtensor import DeviceMesh
 
 T = TypeVar("T")
 ATTENTION = {
@@ -57,27 +60,33 @@ NOT_WEIGHTS = ("model.layers.*.self_attn.rotary_emb.inv_freq",)  # a table that 
 
 
 def names_of(model) -> dict[str, str]:
-    """What Hugging Face calls the parameters of a Llama."""
-    return MIXTRAL if model.layers[0].mixed else NAMES
+    """What Hugging Face calls the parameters of a Llama, or of stages of one."""
+    return MIXTRAL if (model[0].module if isinstance(model, list) else model).mixed else NAMES
 
 
-def load(model, path: str | Path) -> None:
-    """Fills a Llama, laid out or not, with published weights: Hugging Face's, MindFormers', or this recipe's own names."""
+def load(model, path: str | Path, over: DeviceMesh | None = None) -> None:
+    """Fills a Llama, laid out or not, with published weights: Hugging Face's, MindFormers', or this recipe's own names.
+
+    Of a pipeline `model` is the list of this rank's stages, and `over` its axis.
+    """
     from ms_dtensor.checkpoint import load_hf
     from ms_dtensor.checkpoint.weights import Weights
 
     weights = Weights(path)
     names = next((n for n in (names_of(model), MINDFORMERS) if n["tok_embeddings.weight"] in weights.tensors), None)
-    load_hf(model, weights, names, ignore=NOT_WEIGHTS)
+    load_hf(model, weights, names, ignore=NOT_WEIGHTS, over=over)
 
 
 def save(model, cfg: ModelConfig, path: str | Path, *, max_positions: int, dtype: str | None = None,
-         max_shard_size: int = 5 * 10 ** 9) -> None:
-    """Writes a Llama as a folder that `transformers` loads; `max_positions` is the longest sequence it is meant for."""
+         max_shard_size: int = 5 * 10 ** 9, over: DeviceMesh | None = None) -> None:
+    """Writes a Llama as a folder that `transformers` loads; `max_positions` is the longest sequence it is meant for.
+
+    Stages of a pipeline as for `load`.
+    """
     from ms_dtensor.checkpoint import save_hf
 
     save_hf(model, path, names_of(model), config=to_hf(cfg, max_positions, dtype or "float32"), dtype=dtype,
-            max_shard_size=max_shard_size)
+            max_shard_size=max_shard_size, over=over)
 
 
 def read_config(path: str | Path) -> ModelConfig:

@@ -59,10 +59,10 @@ def add(model: nn.Cell, cfg: LoraConfig, seed: int) -> None:
 
 
 class without_adapters:  # noqa: N801  a context manager
-    """Inside, a model's parameters are those that it had before `add`."""
+    """Inside, the parameters of a model, or of its stages, are those that it had before `add`."""
 
-    def __init__(self, model: nn.Cell):
-        self._cells = [cell for _, cell in adapted(model)]
+    def __init__(self, *models: nn.Cell):
+        self._cells = [cell for model in models for _, cell in adapted(model)]
 
     def __enter__(self):
         self._kept = [(cell, {part: cell._cells.pop(part) for part in ("lora_a", "lora_b")}) for cell in self._cells]

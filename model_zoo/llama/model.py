@@ -27,6 +27,7 @@ from mindspore.common.initializer import initializer
 
 from ms_dtensor import DTensor, Tokens
 from ms_dtensor.internals.target import on_cpu
+from ms_dtensor.pipeline import Absent
 
 from . import cpu
 from .config import ModelConfig
@@ -190,7 +191,8 @@ class Llama(nn.Cell):
 
     With `places`, i32[b, t], rows hold several documents: each token's place in its own, beyond which it sees nothing.
     Of a list of tokens that ranks share, ids are i32[n], and `places` is a `Listed`.
-    A later stage of a pipeline takes tokens [n, d] in the place of ids, and is told the `length` of sequences.
+    A later stage of a pipeline takes tokens [n, d] in the place of ids, of a mixture `[tokens, sum of the layers' shares]`
+    once there was a layer, and is told the `length` of sequences.
 
     Args:
         cfg: the sizes.
@@ -209,20 +211,23 @@ class Llama(nn.Cell):
             param.name = name
 
     def construct(self, ids, places=None, length=None):
+        ids, *shares = ids if isinstance(ids, list) else [ids]
         x = self.tok_embeddings(ids)
         if isinstance(places, Listed):
             t = places
         else:
             length = length or ids.shape[1]
             t = length if places is None else Packed(length, places)
-        shares = []
         for layer in self.layers:
             x = layer(x, t)
-            if self.mixed:
+            if isinstance(x, tuple):  # of a mixture, and not in another stage
                 x, share = x
-                shares.append(share)
+                shares = [shares[0] + share if shares else share]
         logits = self.output(self.norm(x))
-        return (logits, balance_loss(shares)) if shares else logits
+        if not self.mixed or not shares:
+            return logits
+        last = not isinstance(self.output, Absent)
+        return (logits, balance_loss(shares[0], self.cfg.n_layers)) if last else [logits, *shares]
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> Tensor:

@@ -77,7 +77,7 @@ class Cut(ParallelStyle):
 def adapter_plan(plan: dict[str, ParallelStyle], model: nn.Cell) -> dict[str, ParallelStyle]:
     """LoRA's matrices beside those of a plan: B is cut as the outputs are, A as the inputs are, else they are whole."""
     more: dict[str, ParallelStyle] = {}
-    for name, _ in adapted(model.layers[0]):
+    for name, _ in (pair for layer in here(model.layers)[:1] for pair in adapted(layer)):
         cell = f"layers.*.{name}"
         if name.endswith(("wo", "w2")):
             more[f"{cell}.lora_a"] = Cut(weight=Shard(1))

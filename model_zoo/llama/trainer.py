@@ -102,20 +102,26 @@ class Trainer:
         stages = [] if self.over is None else pipeline(
             self.model, self.over, split=cfg.parallel.pp_split or "cost", n_stages=cfg.parallel.stages,
             style="v" if cfg.parallel.pp_schedule in VEE else "loop")
-        for model in [stage.module for stage in stages] or [self.model]:
+        models = [stage.module for stage in stages] or [self.model]
+        for model in models:
             self._lay_out(model, policy)
-            if initialize is None:
-                self._fill(model)
-            if cfg.train.recompute:
-                for layer in here(model.layers):
-                    layer.recompute()
+            if initialize is None and cfg.train.init_hf is None:
+                with lora.without_adapters(model):
+                    init_weights(model, cfg.train.seed)
+        if initialize is None and cfg.train.init_hf is not None:  # each rank its shards
+            with lora.without_adapters(*models):
+                hf.load(stages or self.model, cfg.train.init_hf, self.over)
+        if cfg.train.recompute:
+            for layer in here(layer for model in models for layer in model.layers):
+                layer.recompute()
         self.stages: Schedule | None = None
         if stages:
             del self.model  # other ranks have its other cells
             self.stages = SCHEDULES[cfg.parallel.pp_schedule](stages, cfg.train.micro_batches, self._mean)
         self.params = tuple(self.model.trainable_params() if self.stages is None else self.stages.params)
         o = cfg.optim
-        self.optimizer = AdamW(self.params, o.lr, o.betas, o.eps, o.weight_decay)
+        # None: this rank's stages have no adapter
+        self.optimizer = AdamW(self.params, o.lr, o.betas, o.eps, o.weight_decay) if self.params else None
         self.schedule = schedule(o, cfg.train.steps)
         g = cfg.guard
         self.guard = Guard(g.nan, g.spike, g.on_spike, g.window, g.patience)
@@ -127,13 +133,6 @@ class Trainer:
             parallelize(model, self.mesh, self.cfg.parallel, policy)
         elif policy is not None:
             policy.apply(model)
-
-    def _fill(self, model: Llama) -> None:
-        with lora.without_adapters(model):
-            if self.cfg.train.init_hf is not None:  # each rank its shards
-                hf.load(model, self.cfg.train.init_hf)
-            else:
-                init_weights(model, self.cfg.train.seed)
 
     def loss(self, ids: Tensor, labels: Tensor, *places: Tensor) -> Tensor:
         """A micro-batch's summand of the mean over the global batch."""
@@ -188,9 +187,11 @@ class Trainer:
         norm = clip_grad_norm_(zip(self.params, grads, strict=True), o.clip_norm or float("inf"), over=self.over)
         if leave_out(norm):
             return norm, 0.0
-        self.optimizer.lr = o.lr * self.schedule(step)
-        self.optimizer(grads)
-        return norm, self.optimizer.lr
+        lr = o.lr * self.schedule(step)
+        if self.optimizer is not None:
+            self.optimizer.lr = lr
+            self.optimizer(grads)
+        return norm, lr
 
     def batch(self, step: int) -> tuple[np.ndarray, ...]:
         """Inputs and labels of the global batch of a step, and where documents count, each token's place in its own."""
@@ -199,8 +200,8 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds. Batches are a function of the text, the seed and the step, which a checkpoint knows."""
-        return {"model": self.stages or self.model, "optimizer": self.optimizer,
-                "data": stream_values(self.cfg.train, self.text),
+        own = {} if self.optimizer is None else {"optimizer": self.optimizer}
+        return {"model": self.stages or self.model, **own, "data": stream_values(self.cfg.train, self.text),
                 "random": RandomState(), "config": model_values(self.cfg)}
 
     def step(self, step: int) -> StepResult:

@@ -25,18 +25,22 @@ from mindspore import Tensor, nn
 
 from ..comm.group import Group
 from ..core.files import make_folder
+from ..core.mesh import DeviceMesh
 from ..dispatch.replaced import current
 from ..errors import CheckpointError
+from ..pipeline.stage import PipelineStage
 from .folder import claimed, sync, write_synced
 from .key_map import Names, matches, translate
-from .plan import common, held_boxes, whole_box, within
+from .plan import Held, common, held_boxes, whole_box, within
 from .ranks import all_ranks, attempted, folder_of, gathered, raise_for_all, rank_of, together, told, unlike
 from .refusals import COPYING, refusals
 from .safetensors_file import CODES, DTYPES, put, write_safetensors
 from .state import PARTIAL_FIX, Leaf
 from .strict_json import short
 from .weights import INDEX, SINGLE, Weights
+from .whole import pipeline_axis
 
+Module = nn.Cell | Sequence[PipelineStage]
 PARTIAL = ".partial"  # folder in the target in which files are made
 
 
@@ -48,18 +52,20 @@ class _Slot(NamedTuple):
     also: tuple[str, ...]  # of the same value under the names that are tied to it
 
 
-def load_hf(module: nn.Cell, path: str | PathLike | Weights, key_map: Mapping[str, str] | None = None, *,
-            ignore: Sequence[str] = ()) -> None:
+def load_hf(module: Module, path: str | PathLike | Weights, key_map: Mapping[str, str] | None = None, *,
+            ignore: Sequence[str] = (), over: DeviceMesh | None = None) -> None:
     """Fills a cell's parameters with weights from files, in place; all ranks call it.
 
     Each rank reads its shards' slices only. Values are converted to the parameters' dtypes. Load before making an optimizer,
     or anything else that copies parameters.
 
     Args:
-        module: plain, or laid out in any way (`parallelize_module`, `fully_shard`, `replicate`).
+        module: plain, or laid out in any way (`parallelize_module`, `fully_shard`, `replicate`); of a pipeline this rank's
+            stages, as `pipeline` gives them.
         path: a Hugging Face folder, a safetensors file, a MindSpore `.ckpt`; or the `Weights` of one of these.
         key_map: the files' names by the parameters' (the paths of cells), as patterns; see above. None: the same names.
         ignore: patterns of names in the files that are not for this module.
+        over: of a pipeline its axis, `mesh["pp"]`: what is not for one stage is for another.
 
     Raises:
         CheckpointError: tensors that are missing, too many, or of another shape; two values for one parameter; unsound
@@ -78,32 +84,40 @@ def load_hf(module: nn.Cell, path: str | PathLike | Weights, key_map: Mapping[st
     """
     group = all_ranks()
 
-    def compared() -> tuple[Weights, list[_Slot]]:
-        weights = path if isinstance(path, Weights) else Weights(path)
-        return weights, _matched(_slots(module, key_map, "load_hf"), weights, ignore)
+    def planned() -> tuple[Weights, list[_Slot]]:
+        pipeline_axis(over, "load_hf")
+        return path if isinstance(path, Weights) else Weights(path), _slots(module, key_map, "load_hf")
+
+    def compared() -> list[_Slot]:
+        return _matched(slots, weights, ignore, elsewhere)
 
     def filled() -> None:
         for slot in slots:
             _fill(slot, weights)
 
-    weights, slots = together(group, "load_hf", compared)
+    weights, slots = together(group, "load_hf", planned)
+    own = [name for slot in slots for name in (*slot.there.names, *slot.also)]
+    elsewhere = set() if over is None or group is None else set().union(*over.get_group().all_gather_object(own))
+    slots = together(group, "load_hf", compared)
     together(group, "load_hf", filled)
 
 
-def save_hf(module: nn.Cell, path: str | PathLike, key_map: Mapping[str, str] | None = None, *,
-            config: Mapping[str, Any] | None = None, dtype: str | None = None, max_shard_size: int = 5 * 10 ** 9) -> None:
+def save_hf(module: Module, path: str | PathLike, key_map: Mapping[str, str] | None = None, *,
+            config: Mapping[str, Any] | None = None, dtype: str | None = None, max_shard_size: int = 5 * 10 ** 9,
+            over: DeviceMesh | None = None) -> None:
     """Writes a cell's parameters as a folder that `transformers` loads; all ranks call it.
 
     Files are shared out over ranks. Whoever writes a file is sent one tensor of it at a time. Parameters that are tied are
     written once. Under their names files appear when all are whole, the index last.
 
     Args:
-        module: plain, or laid out in any way.
+        module: plain, or laid out in any way; or a pipeline's stages, as for `load_hf`.
         path: a folder without weights in it; made if need be. The ranks share its file system.
         key_map: as for `load_hf`.
         config: written to `config.json`.
         dtype: name of a dtype to convert floats to; None: each parameter's own.
         max_shard_size: bytes of tensors in a file, unless one alone is larger.
+        over: as for `load_hf`: the files have the weights of all stages.
 
     Raises:
         CheckpointError: on all ranks the same; the folder has weights, or cannot be written.
@@ -119,14 +133,18 @@ def save_hf(module: nn.Cell, path: str | PathLike, key_map: Mapping[str, str] | 
     """
     group = all_ranks()
 
-    def compared() -> tuple[Path, bytes | None, dict[str, list[_Out]]]:
+    def compared() -> tuple[Path, bytes | None, list[_Out]]:
         folder = folder_of(path, "save_hf")
         _check(dtype, max_shard_size)
-        return folder, _config(config), _files(_slots(module, key_map, "save_hf"), dtype, max_shard_size)
+        pipeline_axis(over, "save_hf")
+        return folder, _config(config), _outs(_slots(module, key_map, "save_hf"), dtype)
 
-    folder, text, files = together(group, "save_hf", compared)
+    folder, text, outs = together(group, "save_hf", compared)
+    if group is not None and over is not None:
+        outs = _of_all_stages(over.get_group(), group, outs)
+    files = _files(outs, max_shard_size)
     bad = unlike(group, {"path": str(folder), "config": repr(text)} | {
-        name: "; ".join(f"{o.name} {o.dtype} {o.leaf.describe()}" for o in outs) for name, outs in files.items()})
+        name: "; ".join(f"{o.name} {o.dtype} {o.described}" for o in outs) for name, outs in files.items()})
     if bad:
         raise CheckpointError(f"For 'save_hf', the ranks' arguments differ: {', '.join([*bad][:4])}.",
                               "\n".join([*bad.values()][:4]), "All ranks write one folder together.",
@@ -150,16 +168,27 @@ def save_hf(module: nn.Cell, path: str | PathLike, key_map: Mapping[str, str] | 
 
 
 # -- names -----------------------------------------------------------------------------------------------------------------
-def _slots(module: nn.Cell, key_map: Mapping[str, str] | None, who: str) -> list[_Slot]:
+def _slots(module: Module, key_map: Mapping[str, str] | None, who: str) -> list[_Slot]:
     """Every parameter once, with its names in the files."""
     names: dict[int, list[str]] = {}
     params = {}
-    for path, cell in module.cells_and_names():
-        for key, param in cell._params.items():
-            if param is not None:
-                param = current(param)
-                params[id(param)] = param
-                names.setdefault(id(param), []).append(f"{path}.{key}" if path else key)
+    stages = [] if isinstance(module, nn.Cell) else module
+    if not isinstance(stages, list | tuple) or not all(isinstance(stage, PipelineStage) for stage in stages):
+        raise CheckpointError(f"For '{who}', 'module' is a {type(module).__name__}.", "",
+                              "It is a cell, or the stages of a pipeline that are on this rank.",
+                              f'{who}(pipeline(model, mesh["pp"]), path, over=mesh["pp"])')
+    for one in [module] if isinstance(module, nn.Cell) else [stage.module for stage in stages]:
+        for path, cell in one.cells_and_names():
+            for key, param in cell._params.items():
+                if param is not None:
+                    param = current(param)
+                    params[id(param)] = param
+                    names.setdefault(id(param), []).append(f"{path}.{key}" if path else key)
+    for stage in stages:  # of a tied parameter the names that it has in all stages, the first one's first
+        for tie in stage.ties:
+            own = tie.paths[stage.stage_index]
+            which = next(which for which, paths in names.items() if own in paths)
+            names[which] = list(dict.fromkeys((*tie.paths.values(), *names[which])))
     slots, nameless = [], []
     for which, param in params.items():
         leaf = Leaf(names[which][0], param)
@@ -196,8 +225,8 @@ def _view(array: np.ndarray, index: tuple[Any, ...]) -> np.ndarray:
 
 
 # -- loading ---------------------------------------------------------------------------------------------------------------
-def _matched(slots: list[_Slot], weights: Weights, ignore: Sequence[str]) -> list[_Slot]:
-    """The slots with names that the files have.
+def _matched(slots: list[_Slot], weights: Weights, ignore: Sequence[str], elsewhere: set[str]) -> list[_Slot]:
+    """The slots with names that the files have; other stages of a pipeline ask for what is `elsewhere`.
 
     Raises:
         CheckpointError: names all that does not fit, before anything is read.
@@ -219,7 +248,7 @@ def _matched(slots: list[_Slot], weights: Weights, ignore: Sequence[str]) -> lis
                 odd.append(f"{name} {list(there[name].shape)} for {slot.leaf.key} {list(shape)}")
             elif _kind(there[name].dtype) != _kind(slot.leaf.dtype):
                 odd.append(f"{name} {there[name].dtype} for {slot.leaf.key} {slot.leaf.dtype}")
-    more = [short(n)[1:-1] for n in there if n not in used and not matches(n, ignore)]
+    more = [short(n)[1:-1] for n in there if n not in used and n not in elsewhere and not matches(n, ignore)]
     if missing or more or odd:
         lists = (("missing", missing), ("not for this module", more), ("of another shape or kind", odd))
         raise CheckpointError(
@@ -265,24 +294,50 @@ class _Out(NamedTuple):
     """A tensor to write: a parameter, or one row of a stacked one."""
 
     name: str
-    leaf: Leaf
+    leaf: Leaf | None  # None: another stage's
     row: int | None
     dtype: str
+    whole: tuple[int, ...]  # the parameter's shape
+    of: str  # its dtype
+    held: Held | None  # which ranks have which box of it; None: each has it whole
+    described: str
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.leaf.shape if self.row is None else self.leaf.shape[1:]
+        return self.whole if self.row is None else self.whole[1:]
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * DTYPES[CODES[self.dtype]].itemsize
 
 
-def _files(slots: list[_Slot], dtype: str | None, max_shard_size: int) -> dict[str, list[_Out]]:
-    """What goes into which file. A pure function of the module, so ranks agree."""
-    outs = [_Out(name, leaf, i if there.stacked else None, dtype if dtype and _kind(leaf.dtype) == "float" else leaf.dtype)
-            for leaf, there, _ in slots for i, name in enumerate(there.names)]
-    outs.sort(key=lambda o: -DTYPES[CODES[o.dtype]].itemsize)  # stable; as a file has them
+def _outs(slots: list[_Slot], dtype: str | None) -> list[_Out]:
+    """What this rank's module has; a pure function of it, so ranks agree."""
+    outs = []
+    for leaf, there, _ in slots:
+        held = None if leaf.layout is None else held_boxes(leaf.layout)
+        to = dtype if dtype and _kind(leaf.dtype) == "float" else leaf.dtype
+        outs += [_Out(name, leaf, i if there.stacked else None, to, leaf.shape, leaf.dtype, held, leaf.describe())
+                 for i, name in enumerate(there.names)]
+    return outs
+
+
+def _of_all_stages(over: Group, group: Group, outs: list[_Out]) -> list[_Out]:
+    """What all stages have, as the first rank of all knows it from those of its own pipeline."""
+    mine = {out.name: out.leaf for out in outs}
+    here = rank_of(group)
+    told_of = over.all_gather_object([tuple(out._replace(leaf=None, held=out.held or whole_box(out.whole, [here])))
+                                      for out in outs])
+    told_of = group.broadcast_object(told_of, group.ranks[0])
+    found: dict[str, _Out] = {}
+    for out in (_Out(*some) for stage in told_of for some in stage):  # of what is tied the first stage's counts
+        found.setdefault(out.name, out)
+    return [out._replace(leaf=mine.get(name)) for name, out in found.items()]
+
+
+def _files(outs: list[_Out], max_shard_size: int) -> dict[str, list[_Out]]:
+    """What goes into which file."""
+    outs = sorted(outs, key=lambda o: -DTYPES[CODES[o.dtype]].itemsize)  # stable; as a file has them
     shards: list[list[_Out]] = [[]]
     size = 0
     for out in outs:
@@ -347,25 +402,24 @@ def _write(path: Path, tensors: list[_Out], writer: int, group: Group | None) ->
 def _one(out: _Out, stream: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
     """The next tensor, of the dtype it is to have; not converted in `_sent`, as what fails there would end the stream."""
     whole = next(stream)
-    yield whole if out.dtype == out.leaf.dtype else put(
+    yield whole if out.dtype == out.of else put(
         np.empty(out.shape, DTYPES[CODES[out.dtype]]), whole.reshape(out.shape), out.name)
 
 
 def _sent(out: _Out, writer: int, group: Group | None) -> np.ndarray:
     """A tensor whole, on the rank that writes it; elsewhere it means nothing. The ranks that have pieces of it send them."""
     leaf, here = out.leaf, rank_of(group)
-    wanted = tuple((0, n) for n in leaf.shape) if out.row is None else ((out.row, out.row + 1),
-                                                                        *((0, n) for n in leaf.shape[1:]))
-    own = DTYPES[CODES[leaf.dtype]]
+    wanted = tuple((0, n) for n in out.whole) if out.row is None else ((out.row, out.row + 1),
+                                                                       *((0, n) for n in out.whole[1:]))
+    own = DTYPES[CODES[out.of]]
     whole = np.empty([hi - lo for lo, hi in wanted] if here == writer else 0, own)
-    held = whole_box(leaf.shape, [writer]) if leaf.layout is None else held_boxes(leaf.layout)
     sends, comes = [], []
-    for box, ranks in held:
+    for box, ranks in whole_box(out.whole, [writer]) if out.held is None else out.held:
         both = common(box, wanted)
         source = writer if writer in ranks else ranks[0]
         if both is None or here not in (source, writer):
             continue
-        piece = _view(leaf.array(), within(both, leaf.pieces)) if here == source else None
+        piece = _view(leaf.array(), within(both, leaf.pieces)) if here == source and leaf is not None else None
         place = tuple(slice(lo - at, hi - at) for (lo, hi), (at, _) in zip(both, wanted))
         if piece is not None and here == writer:
             put(_view(whole, place), piece, out.name)

@@ -7,11 +7,11 @@ import pytest
 from tests.cases import case_params
 
 
-@pytest.mark.parametrize("case", case_params("tests.zoo.cases_pipeline", 2))
+@pytest.mark.parametrize("case", [c for kind in ("pipeline", "stages") for c in case_params(f"tests.zoo.cases_{kind}", 2)])
 def test_two_ranks(case, ranks):
     ranks.check(case)
 
 
-@pytest.mark.parametrize("case", case_params("tests.zoo.cases_pipeline", 4))
+@pytest.mark.parametrize("case", [c for kind in ("pipeline", "stages") for c in case_params(f"tests.zoo.cases_{kind}", 4)])
 def test_four_ranks(case, ranks):
     ranks.check(case)

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real ranks: what else the recipe does in stages: experts, adapters, published weights, texts; each against one device."""
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from functools import lru_cache, partial
+from pathlib import Path
+
+import numpy as np
+
+from model_zoo.llama import evaluate, hf, lora
+from model_zoo.llama.config import Config, ExpertsConfig, LoraConfig, ParallelConfig
+from model_zoo.llama.generate import generate
+from model_zoo.llama.model import Llama, init_weights
+from model_zoo.llama.parallelize import make_mesh, parallelize, stage_mesh
+from model_zoo.llama.trainer import Trainer
+from ms_dtensor import comm
+from ms_dtensor.checkpoint import Checkpointer
+from ms_dtensor.pipeline import ScheduleGPipe, pipeline
+from tests.cases import case
+from tests.dist.support import array
+from tests.sharding.support import collected, none_of
+from tests.tiers import sampled
+from tests.zoo.cases_pipeline import INTERLEAVED, LOSS, PARAMETERS, config, run, trainer
+
+KINDS = {"experts": {"experts": ExpertsConfig(4, 2, balance=0.5)},
+         "with a capacity": {"experts": ExpertsConfig(4, 2, capacity=0.9, balance=0.5)},
+         "adapters": {"lora": LoraConfig(rank=3, where="all", alpha=40.0)},
+         "adapters and experts": {"experts": ExpertsConfig(4, 2, balance=0.5), "lora": LoraConfig(rank=3, alpha=40.0)}}
+ZBV = {"pp_schedule": "zbv", "pp_stages_per_rank": 2}
+
+
+def configured(kind: str, parallel: ParallelConfig, tied: bool = False, **train) -> Config:
+    cfg, how = config(parallel, tied, **train), KINDS[kind]
+    return replace(cfg, model=replace(cfg.model, experts=how.get("experts")), lora=how.get("lora"),
+                   optim=replace(cfg.optim, lr=0.01 if "lora" in how else cfg.optim.lr))
+
+
+@lru_cache
+def one_device(kind: str, micro_batches: int) -> tuple[list[list[float]], dict[str, np.ndarray]]:
+    one = trainer(configured(kind, ParallelConfig(), micro_batches=micro_batches), on_mesh=False)
+    return run(one, 5), {p.name: array(p) for p in one.params}
+
+
+def as_one_device(kind: str, parallel: ParallelConfig, micro_batches: int = 2, **train) -> None:
+    made = trainer(configured(kind, parallel, micro_batches=micro_batches, **train))
+    want, params = one_device(kind, micro_batches)
+    for got, wanted in zip(run(made, 5), want, strict=True):
+        assert np.allclose(got, wanted, rtol=LOSS, atol=0), (got, wanted)
+    for p in made.params:
+        assert np.linalg.norm(array(p) - params[p.name]) <= PARAMETERS * np.linalg.norm(params[p.name]), p.name
+
+
+def each(ways: dict[str, partial], keep: int) -> None:
+    faults: list[str] = []
+    for name, way in sampled(ways.items(), keep):
+        collected(faults, name, way)
+    none_of(faults)
+
+
+@case(2, timeout=200)
+def experts_and_adapters_in_two_stages(world):
+    """The auxiliary loss is of all layers together; a stage without an adapter has nothing to train, and hands on."""
+    one = partial(as_one_device)
+    each({"experts": partial(one, "experts", ParallelConfig(pp=2)),
+          "capacity, zbv": partial(one, "with a capacity", ParallelConfig(pp=2, **ZBV)),
+          "adapters": partial(one, "adapters", ParallelConfig(pp=2)),
+          "one stage has none": partial(one, "adapters", ParallelConfig(pp=2, pp_split=("norm",))),
+          "adapters, in parts": partial(one, "adapters", ParallelConfig(pp=2, pp_schedule="zbh1")),
+          "experts, recomputed, two stages a rank": partial(one, "experts", ParallelConfig(pp=2, **INTERLEAVED),
+                                                            recompute=True),
+          "both": partial(one, "adapters and experts", ParallelConfig(pp=2, pp_split=("layers.0",)))}, 3)
+
+
+@case(4, timeout=300)
+def experts_and_adapters_in_stages_beside_other_axes(world):
+    one = partial(as_one_device)
+    each({"experts over ranks": partial(one, "experts", ParallelConfig(2, 1, ep=2, pp=2)),
+          "experts over ranks, cut": partial(one, "experts", ParallelConfig(2, 1, ep=2, fsdp=True, pp=2), recompute=True),
+          "experts, tp": partial(one, "with a capacity", ParallelConfig(1, 2, expert_tp=True, pp=2)),
+          "experts, sequence parallel, zbv": partial(one, "experts", ParallelConfig(1, 2, True, pp=2, **ZBV)),
+          "adapters, cut": partial(one, "adapters", ParallelConfig(2, 1, fsdp=True, pp=2, pp_split=("norm",))),
+          "adapters, tp": partial(one, "adapters", ParallelConfig(1, 2, pp=2)),
+          "four stages": partial(one, "adapters", ParallelConfig(pp=4))}, 3)
+
+
+@case(2, timeout=120)
+def a_run_with_adapters_goes_on_though_a_stage_has_none(world):
+    """Bit for bit; the rank without parameters has no optimizer."""
+    cfg = configured("adapters", ParallelConfig(pp=2, pp_split=("norm",)), micro_batches=2)
+    straight = trainer(cfg)
+    want = run(straight, 4)[0]
+    assert (straight.optimizer is None) == (world.rank == 1)
+    root = shared("adapters_resume")
+    first = trainer(cfg)
+    saver = Checkpointer(first.state(), root, interval=2, over=first.over)
+    saver.begin()
+    losses = run(first, 2)[0]
+    saver.after(2)
+    saver.finish()
+    again = trainer(cfg)
+    assert Checkpointer(again.state(), root / "none", over=again.over).begin(saver.path / "step-00000002") == 2
+    assert losses + run(again, 4, 2)[0] == want
+
+
+def shared(name: str) -> Path:
+    """A folder that all ranks name alike."""
+    ranks = tuple(range(comm.current_world().size))
+    return Path(comm.group(ranks).broadcast_object(os.path.join(os.getcwd(), name), 0))
+
+
+def in_stages(model: Llama, parallel: ParallelConfig, **how):
+    """Its stages on this rank, laid out, and their mesh."""
+    mesh = make_mesh("cpu", parallel)
+    stages = pipeline(model, mesh["pp"], **how)
+    for stage in stages:
+        parallelize(stage.module, stage_mesh(mesh), parallel)
+    return stages, mesh
+
+
+def plain(cfg: Config, seed: int = 1) -> Llama:
+    model = Llama(cfg.model)
+    init_weights(model, seed, std=0.3)
+    return model
+
+
+def published(world, parallel: ParallelConfig, kind: str, tied: bool, **how) -> None:
+    """Written by stages, read by one device, and the other way round: bit for bit."""
+    cfg = config(ParallelConfig(), tied)
+    cfg = replace(cfg, model=replace(cfg.model, experts=KINDS[kind]["experts"] if kind else None))
+    want = {p.name: p.asnumpy() for p in plain(cfg).get_parameters()}
+    stages, mesh = in_stages(plain(cfg), parallel, **how)
+    root = shared(f"published {kind} {tied} {parallel.pp} {parallel.tp} {how}")
+    hf.save(stages, cfg.model, root / "stages", max_positions=64, max_shard_size=20_000, over=mesh["pp"])
+    other = plain(cfg, 2)
+    hf.load(other, root / "stages")
+    assert not tied or not any("lm_head" in str(f.read_bytes()) for f in (root / "stages").glob("*.index.json")), "once"
+    for p in other.get_parameters():
+        assert p.asnumpy().tobytes() == want[p.name].tobytes(), p.name
+    hf.save(other, cfg.model, root / "one", max_positions=64)
+    stages, mesh = in_stages(plain(cfg, 3), parallel, **how)
+    hf.load(stages, root / "one", mesh["pp"])
+    for stage in stages:
+        for p in stage.module.get_parameters():
+            assert array(p).tobytes() == want[p.name].tobytes(), p.name
+    made = Trainer(replace(config(ParallelConfig(pp=parallel.pp, tp=parallel.tp, dp=parallel.dp), tied),
+                           model=cfg.model, train=replace(cfg.train, init_hf=str(root / "one"))), None,
+                   make_mesh("cpu", parallel))
+    for p in made.params:
+        assert array(p).tobytes() == want[p.name].tobytes(), p.name
+
+
+@case(2, timeout=120)
+def published_weights_in_two_stages(world):
+    each({"plain": partial(published, world, ParallelConfig(pp=2), "", False),
+          "tied, a V": partial(published, world, ParallelConfig(pp=2), "", True, style="v"),
+          "tied": partial(published, world, ParallelConfig(pp=2), "", True),
+          "experts": partial(published, world, ParallelConfig(pp=2), "experts", False)}, 2)
+
+
+@case(4, timeout=200)
+def published_weights_in_stages_beside_other_axes(world):
+    each({"tp, tied": partial(published, world, ParallelConfig(1, 2, pp=2), "", True),
+          "fsdp, experts": partial(published, world, ParallelConfig(2, 1, fsdp=True, pp=2), "experts", False),
+          "ep": partial(published, world, ParallelConfig(2, 1, ep=2, pp=2), "experts", False)}, 1)
+
+
+def texts(parallel: ParallelConfig, kind: str) -> None:
+    """The same tokens, and the same loss, as one device."""
+    cfg = config(ParallelConfig(), True)
+    cfg = replace(cfg, model=replace(cfg.model, experts=KINDS[kind]["experts"] if kind else None))
+    prompt = np.random.default_rng(5).integers(1, cfg.model.vocab_size, (4, 5)).astype(np.int32)
+    windows = evaluate.windows(np.random.default_rng(6).integers(0, cfg.model.vocab_size, 60), 6, 4)
+    want = [generate(plain(cfg), cfg.model, None, prompt, 6, temperature=t, seed=3) for t in (0.0, 0.8)]
+    loss = evaluate.loss_of(plain(cfg), None, windows)
+    stages, mesh = in_stages(plain(cfg), parallel)
+    schedule = ScheduleGPipe(stages, 1)
+    got = evaluate.loss_of(schedule, stage_mesh(mesh), windows, parallel.loss_parallel and parallel.tp > 1)
+    assert abs(got / loss - 1) < 1e-6, (got, loss)
+    for t, tokens in zip((0.0, 0.8), want):
+        made = generate(schedule, cfg.model, stage_mesh(mesh), prompt, 6, temperature=t, seed=3)
+        assert np.array_equal(made, tokens), (t, made, tokens)
+
+
+@case(2, timeout=120)
+def texts_of_two_stages(world):
+    each({"plain": partial(texts, ParallelConfig(pp=2), ""), "experts": partial(texts, ParallelConfig(pp=2), "experts")}, 1)
+
+
+@case(4, timeout=120)
+def texts_of_stages_beside_other_axes(world):
+    each({"tp": partial(texts, ParallelConfig(1, 2, pp=2), ""), "dp": partial(texts, ParallelConfig(2, 1, pp=2), ""),
+          "four": partial(texts, ParallelConfig(pp=4, loss_parallel=False), "experts")}, 1)
+
+
+@case(2, timeout=120)
+def exported_adapters_of_stages_are_merged(world):
+    cfg = configured("adapters", ParallelConfig(pp=2), micro_batches=2)
+    one = trainer(cfg)
+    run(one, 2)
+    models = [stage.module for stage in one.stages.stages.values()]
+    for model in models:
+        lora.merge(model)
+    root = shared("merged")
+    with lora.without_adapters(*models):
+        hf.save(list(one.stages.stages.values()), cfg.model, root, max_positions=64, over=one.over)
+    whole = Llama(cfg.model)
+    hf.load(whole, root)
+    there = dict(whole.parameters_and_names())
+    for model in models:
+        with lora.without_adapters(model):
+            for name, p in model.parameters_and_names():
+                assert array(p).tobytes() == there[name].asnumpy().tobytes(), name
