@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from model_zoo.llama import evaluate, hf, lora
-from model_zoo.llama.config import Config, ExpertsConfig, LoraConfig, ParallelConfig
+from model_zoo.llama.config import Config, ExpertsConfig, LoraConfig, ParallelConfig, check
 from model_zoo.llama.generate import generate
 from model_zoo.llama.model import Llama, init_weights
 from model_zoo.llama.parallelize import make_mesh, parallelize, stage_mesh
@@ -32,9 +32,11 @@ ZBV = {"pp_schedule": "zbv", "pp_stages_per_rank": 2}
 
 
 def configured(kind: str, parallel: ParallelConfig, tied: bool = False, **train) -> Config:
-    cfg, how = config(parallel, tied, **train), KINDS[kind]
-    return replace(cfg, model=replace(cfg.model, experts=how.get("experts")), lora=how.get("lora"),
-                   optim=replace(cfg.optim, lr=0.01 if "lora" in how else cfg.optim.lr))
+    cfg, how = config(ParallelConfig(), tied, **train), KINDS[kind]
+    cfg = replace(cfg, parallel=parallel, model=replace(cfg.model, experts=how.get("experts")), lora=how.get("lora"),
+                  optim=replace(cfg.optim, lr=0.01 if "lora" in how else cfg.optim.lr))
+    check(cfg, parallel.pp * parallel.dp * parallel.tp)
+    return cfg
 
 
 @lru_cache
@@ -131,7 +133,7 @@ def published(world, parallel: ParallelConfig, kind: str, tied: bool, **how) -> 
     cfg = replace(cfg, model=replace(cfg.model, experts=KINDS[kind]["experts"] if kind else None))
     want = {p.name: p.asnumpy() for p in plain(cfg).get_parameters()}
     stages, mesh = in_stages(plain(cfg), parallel, **how)
-    root = shared(f"published {kind} {tied} {parallel.pp} {parallel.tp} {how}")
+    root = shared(f"published {kind} {tied} {parallel.tp} {parallel.fsdp} {parallel.ep} {how}")
     hf.save(stages, cfg.model, root / "stages", max_positions=64, max_shard_size=20_000, over=mesh["pp"])
     other = plain(cfg, 2)
     hf.load(other, root / "stages")
@@ -144,8 +146,7 @@ def published(world, parallel: ParallelConfig, kind: str, tied: bool, **how) -> 
     for stage in stages:
         for p in stage.module.get_parameters():
             assert array(p).tobytes() == want[p.name].tobytes(), p.name
-    made = Trainer(replace(config(ParallelConfig(pp=parallel.pp, tp=parallel.tp, dp=parallel.dp), tied),
-                           model=cfg.model, train=replace(cfg.train, init_hf=str(root / "one"))), None,
+    made = Trainer(replace(cfg, parallel=parallel, train=replace(cfg.train, init_hf=str(root / "one"))), None,
                    make_mesh("cpu", parallel))
     for p in made.params:
         assert array(p).tobytes() == want[p.name].tobytes(), p.name
