@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import mindspore as ms
 import numpy as np
@@ -40,7 +40,7 @@ from .strict_json import short
 from .weights import INDEX, SINGLE, Weights
 from .whole import pipeline_axis
 
-Module = nn.Cell | Sequence[PipelineStage]
+Module: TypeAlias = nn.Cell | Sequence[PipelineStage]
 PARTIAL = ".partial"  # folder in the target in which files are made
 
 
