@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import mindspore as ms
 import numpy as np
@@ -40,7 +40,6 @@ from .strict_json import short
 from .weights import INDEX, SINGLE, Weights
 from .whole import pipeline_axis
 
-Module: TypeAlias = nn.Cell | Sequence[PipelineStage]
 PARTIAL = ".partial"  # folder in the target in which files are made
 
 
@@ -52,7 +51,8 @@ class _Slot(NamedTuple):
     also: tuple[str, ...]  # of the same value under the names that are tied to it
 
 
-def load_hf(module: Module, path: str | PathLike | Weights, key_map: Mapping[str, str] | None = None, *,
+def load_hf(module: nn.Cell | Sequence[PipelineStage], path: str | PathLike | Weights,
+            key_map: Mapping[str, str] | None = None, *,
             ignore: Sequence[str] = (), over: DeviceMesh | None = None) -> None:
     """Fills a cell's parameters with weights from files, in place; all ranks call it.
 
@@ -84,7 +84,7 @@ def load_hf(module: Module, path: str | PathLike | Weights, key_map: Mapping[str
     """
     group = all_ranks()
 
-    def planned() -> tuple[Weights, list[_Slot]]:
+    def opened() -> tuple[Weights, list[_Slot]]:
         pipeline_axis(over, "load_hf")
         return path if isinstance(path, Weights) else Weights(path), _slots(module, key_map, "load_hf")
 
@@ -95,14 +95,15 @@ def load_hf(module: Module, path: str | PathLike | Weights, key_map: Mapping[str
         for slot in slots:
             _fill(slot, weights)
 
-    weights, slots = together(group, "load_hf", planned)
+    weights, slots = together(group, "load_hf", opened)
     own = [name for slot in slots for name in (*slot.there.names, *slot.also)]
     elsewhere = set() if over is None or group is None else set().union(*over.get_group().all_gather_object(own))
     slots = together(group, "load_hf", compared)
     together(group, "load_hf", filled)
 
 
-def save_hf(module: Module, path: str | PathLike, key_map: Mapping[str, str] | None = None, *,
+def save_hf(module: nn.Cell | Sequence[PipelineStage], path: str | PathLike,
+            key_map: Mapping[str, str] | None = None, *,
             config: Mapping[str, Any] | None = None, dtype: str | None = None, max_shard_size: int = 5 * 10 ** 9,
             over: DeviceMesh | None = None) -> None:
     """Writes a cell's parameters as a folder that `transformers` loads; all ranks call it.
@@ -168,7 +169,7 @@ def save_hf(module: Module, path: str | PathLike, key_map: Mapping[str, str] | N
 
 
 # -- names -----------------------------------------------------------------------------------------------------------------
-def _slots(module: Module, key_map: Mapping[str, str] | None, who: str) -> list[_Slot]:
+def _slots(module: nn.Cell | Sequence[PipelineStage], key_map: Mapping[str, str] | None, who: str) -> list[_Slot]:
     """Every parameter once, with its names in the files."""
     names: dict[int, list[str]] = {}
     params = {}

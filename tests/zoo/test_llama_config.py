@@ -128,7 +128,6 @@ def test_what_steers_a_terminal_is_written_out(tmp_path, text):
     *((f"--parallel.pp 2 --parallel.pp_split {split}", 2, ["does not say where stages begin", "names 1 different cells"])
       for split in ("[layers.1,layers.2]", "[layers.9]", "[tok_embeddings]", "[]", "layers")),
     ("--parallel.pp 3 --parallel.pp_split [layers.2,layers.1]", 3, ["does not say where stages begin"]),
-    ("--parallel.pp 2 --lora.rank 2", 2, ["lora does not go with a pipeline", "--parallel.pp 1"]),
     ("--parallel.dp 4 --parallel.ep 3 --model.experts.count 4", 4, ["experts cannot be cut", "with one of [1, 2, 4]"]),
     ("--parallel.dp 4 --parallel.ep 4 --model.experts.count 2", 4, ["--parallel.ep with one of [1, 2]"]),
     ("--parallel.dp 2 --parallel.ep 2", 2, ["experts cannot be cut", "0 experts"]),
