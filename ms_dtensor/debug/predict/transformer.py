@@ -112,7 +112,8 @@ def product(name: str, rows: float, inner: float, columns: float, itemsize: int,
     traffic = itemsize * (rows * inner + inner * columns + rows * columns)
     weight = itemsize * rows * (inner + columns) + (8 if accumulated else 4) * inner * columns
     one = Op(name, flops, traffic, True)
-    return Part((one,), (replace(one, name=f"{name}, of its input"), Op(f"{name}, of its weight", flops, weight, True)), saved)
+    back = replace(one, name=f"{name}, of its input"), Op(f"{name}, of its weight", flops, weight, True)
+    return Part((one,), back, saved)
 
 
 def elementwise(name: str, elements: float, flops: float, traffic: float, saved: float = 0.0, again: float = 1.5,
