@@ -5,15 +5,18 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+from dataclasses import asdict, replace
 from statistics import fmean
 
 import pytest
 
+from ms_dtensor.core.dry_event import DryEvent
 from ms_dtensor.debug import suggest
-from ms_dtensor.debug.predict import Collective, Op, Plan, Transformer, estimate, load_hardware, seconds
+from ms_dtensor.debug.predict import Collective, Op, Plan, Transformer, estimate, load_hardware, seconds, timeline
 from ms_dtensor.debug.predict.hardware import MACHINES
 from ms_dtensor.debug.predict.search import keys, plans, transformer
 from ms_dtensor.debug.predict.step import held, parameters_of_a_rank, saved
+from ms_dtensor.debug.predict.timeline import work_of
 from ms_dtensor.debug.predict.transformer import block
 from ms_dtensor.errors import ConfigError
 
@@ -164,3 +167,19 @@ def test_more_work_takes_longer_and_further_links_are_slower():
 def test_it_needs_no_mindspore():
     code = "import sys; sys.modules['mindspore'] = None; import ms_dtensor.debug.predict.search"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_events_of_one_stream_follow_each_other_and_wait_for_others():
+    machine = load_hardware("a100")
+    move = DryEvent("reduce_scatter", "dp", (0,), payload=1 << 28, axes=("dp",), ranks=8, stride=1, span=7)
+    product = DryEvent("matmul", flops=1 << 40, read=1 << 26, written=1 << 26)
+    one, sent = (seconds(work_of(e), machine) for e in (product, move))
+    beside = timeline([product, move, product, product], machine)
+    assert beside.end == pytest.approx((one, one + sent, 2 * one, 3 * one)) and not beside.waits
+    waited = timeline([product, move, replace(product, after=(1,))], machine)
+    assert waited.seconds == pytest.approx(2 * one + sent) and waited.waits == pytest.approx({"dp": sent})
+    two = timeline([move.__class__(**{**asdict(move), "after": ()}), replace(move, after=())], machine)
+    assert two.seconds == pytest.approx(2 * sent), "of one stream they run one after another"
+    gather = DryEvent("all_gather", "tp", payload=1 << 20, axes=("tp",), ranks=4, stride=8, span=24)
+    assert work_of(gather) == Collective("all_gather", 4 << 20, 4, 25, "tp"), "beyond a node of eight"
+    assert timeline([], machine).seconds == 0
