@@ -16,9 +16,10 @@ from ms_dtensor.debug.predict import Collective, Op, Plan, Transformer, estimate
 from ms_dtensor.debug.predict.hardware import MACHINES
 from ms_dtensor.debug.predict.search import keys, plans, transformer
 from ms_dtensor.debug.predict.step import held, parameters_of_a_rank, saved
-from ms_dtensor.debug.predict.timeline import work_of
+from ms_dtensor.debug.predict.timeline import PRODUCTS, work_of
 from ms_dtensor.debug.predict.transformer import block
 from ms_dtensor.errors import ConfigError
+from ms_dtensor.ops.rules import RULES
 
 GIB = 2**30
 # Korthikanti et al., 2205.05198, table 5 (seconds of a step: all recomputed; attention recomputed with sequence parallelism)
@@ -183,3 +184,4 @@ def test_events_of_one_stream_follow_each_other_and_wait_for_others():
     gather = DryEvent("all_gather", "tp", payload=1 << 20, axes=("tp",), ranks=4, stride=8, span=24)
     assert work_of(gather) == Collective("all_gather", 4 << 20, 4, 25, "tp"), "beyond a node of eight"
     assert timeline([], machine).seconds == 0
+    assert set(RULES) >= PRODUCTS and work_of(product).matrix and not work_of(replace(product, op="softmax")).matrix

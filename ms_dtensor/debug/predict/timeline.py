@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...core.dry_event import COMPUTE, DryEvent
-from ...ops.rules import attention, conv, matmul, moe
+from ...ops.rules import attention, conv
 from .cost import Collective, Op, Work, seconds
 from .hardware import Hardware
 
-# What a device's matrix units do: the families of products. All other ops are its vector units'.
-PRODUCTS = frozenset((*matmul.RULES, *conv.RULES, *attention.RULES, *(name for name in moe.RULES if "matmul" in name)))
+# What a device's matrix units do: products, convolutions, fused attention. All other ops are its vector units'.
+PRODUCTS = frozenset(("matmul", "linear", "grouped_matmul", "addmm", "addmv", "baddbmm", "addbmm", *conv.RULES, *attention.RULES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,8 @@ def timeline(events: Sequence[DryEvent], machine: Hardware) -> Timeline:
         True
     """
     free: dict[str, float] = {}
-    begin, end = [], []
+    begin: list[float] = []
+    end: list[float] = []
     waits: dict[str, float] = {}
     for event in events:
         ready, by = max(((end[at], events[at].stream) for at in event.after), default=(0.0, COMPUTE))
