@@ -91,7 +91,7 @@ LATER = (
     # -- cases of real ranks
     Later("tests/models/test_models.py::*in_any_layout]", "merge",
           "every input and weight cut in every way; `[*_tensor_parallel]` and one model stay", keep=("qwen2",)),
-    Later("tests/context/test_attention.py::test_eight*", "merge", "eight ranks; two and four stay"),
+    Later("tests/context/test_*.py::test_eight*", "merge", "eight ranks; two and four stay"),
 )
 
 
