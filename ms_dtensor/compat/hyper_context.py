@@ -28,7 +28,7 @@ class ContextParallel(ParallelStyle):
         ulysses_degree: ranks that take heads for tokens: None: all of them; 1: none, keys are gathered; between the two,
             so many ranks beside each other take heads, and keys are gathered over the rest.
         qkv_indices: which of the cell's arguments are query, key and value.
-        qkv_kwarg_names: the same of those that come by name.
+        qkv_kwarg_names: the names of query, key and value, where they come by name.
         load_balance: not here: it permutes what the cell's own mask is about.
         use_local_output: give plain tensors back; None: where plain ones came.
 
@@ -69,16 +69,15 @@ class ContextParallel(ParallelStyle):
 
         def construct(*args, **kwargs):
             plain: list[bool] = []
-            places = [(args, i, n) for n, i in enumerate(self.qkv_indices) if i < len(args)]
-            places += [(kwargs, name, n) for n, name in enumerate(self.qkv_kwarg_names) if name in kwargs]
-            args, new = list(args), dict(kwargs)
-            for given, at, n in places:
-                one = self._laid_out(given[at], mesh, layouts[n > 0], plain)
-                (args if given is not kwargs else new)[at] = one
-            if not places:
-                return whole(*args, **kwargs)
+            given, named = list(args), dict(kwargs)
+            for n, i in enumerate(self.qkv_indices):
+                if i < len(given):
+                    given[i] = self._laid_out(given[i], mesh, layouts[n > 0], plain)
+            for n, name in enumerate(self.qkv_kwarg_names):
+                if name in named:
+                    named[name] = self._laid_out(named[name], mesh, layouts[n > 0], plain)
             with implicit_replication():  # masks and tables of the cell, alike on all ranks
-                out = whole(*args, **new)
+                out = whole(*given, **named)
             local = any(plain) if self.use_local_output is None else self.use_local_output
             return self._by_tokens(out, mesh, local)
         module.construct = construct

@@ -75,11 +75,11 @@ def _check(x: Tensor, m: int, rows: set[int]) -> None:
 
 def microbatch(tree: Any, i: int, m: int) -> Any:
     """Number i of m: each tensor's rows of it, in the memory of the batch; everything else repeated."""
-    def own(x: Tensor | PerMicrobatch):
+    def _part(x: Tensor | PerMicrobatch):
         if isinstance(x, PerMicrobatch):
             return x.values[i]
         return _rows(x, i, m) if x.shape else x
-    return map_leaves(own, tree, (Tensor, PerMicrobatch))
+    return map_leaves(_part, tree, (Tensor, PerMicrobatch))
 
 
 def _rows(x: Tensor, i: int, m: int) -> Tensor:

@@ -232,7 +232,7 @@ def styles_of_hyper_parallel_are_the_cell_of_whole_sequences(world):
         def turned(x, seq=seq):
             return x if seq == 1 else np.ascontiguousarray(x.swapaxes(1, 2))
         local = [Tensor(np.ascontiguousarray(np.split(turned(x), 4, seq)[world.rank])) for x in (q, k, v, dout)]
-        core = style(seq, head, degree, (0, 1), ("value",)).apply(Core(seq, head), mesh)
+        core = style(seq, head, degree, (0, 1), ("query", "key", "value")).apply(Core(seq, head), mesh)
 
         def loss(a, b, c, core=core, d=local[3]):
             out = core(a, b, value=c)
