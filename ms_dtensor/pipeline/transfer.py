@@ -2,7 +2,8 @@
 """What goes from stage to stage: this rank's shard goes to the rank of the same coordinate, and is a shard there.
 
 A DTensor becomes one of the same placements on the receiver's axes of the same names, so nothing is redistributed. The
-first message of an edge in a step is a header, which says what comes; the later ones must fit it. Each message carries a
+first message of an edge is a header, which says what comes; the later ones must fit it, also in later steps of batches that
+are alike. Each message carries a
 name, "F of stage 3, microbatch 5", which both ends compare on host, and which is what errors print.
 """
 from __future__ import annotations
@@ -35,7 +36,7 @@ def named(result: Result) -> str:
 
 
 class Edge:
-    """What goes over one border between two stages in one step, and what comes back.
+    """What goes over one border between two stages in steps of batches that are alike, and what comes back.
 
     Args:
         group: of the pipeline's axis.
@@ -47,17 +48,21 @@ class Edge:
         self.group, self.peer, self.mesh = group, group.ranks[peer], mesh
         self.tree: Any = None  # what goes forward, with numbers in the place of tensors
         self.kinds: list[Kind] | None = None
+        self.around: bytes = b""  # the tree without its tensors, as it was sent
 
     def send(self, tree: Any, result: Result) -> None:
         """Sends what a stage has made; forward with a header if it is the first."""
         tensors = leaves(tree, Tensor)
+        around = b"" if isinstance(tree, Tensor) else encode(map_leaves(lambda x: 0, tree, Tensor))
         if self.kinds is None:
             self._announce(tree, tensors, named(result))
-        elif (found := [_kind(x) for x in tensors]) != self.kinds:
+            self.around = around
+        elif (found := [_kind(x) for x in tensors]) != self.kinds or around != self.around:
             raise LayoutError(f"For a pipeline, {named(result)} is not what the microbatches before it were.",
-                              f"{_said(found)}, before {_said(self.kinds)}",
-                              "What goes over a border has one shape in a step.",
-                              "microbatches of as many rows each")
+                              f"{_said(found)}, before {_said(self.kinds)}" if found != self.kinds else
+                              f"{around.decode()}, before {self.around.decode()}",
+                              "What goes over a border is of one form, for all batches of one form.",
+                              ("microbatches of as many rows each", "the next step takes the new form"))
         self._post(tensors, named(result))
 
     def receive(self, result: Result) -> Any:

@@ -12,13 +12,14 @@ from ms_dtensor.pipeline import Schedule1F1B, pipeline
 from tests.cases import case_params
 
 
-@pytest.mark.parametrize("case", [c for kind in ("run", "parts", "trace", "more")
+@pytest.mark.parametrize("case", [c for kind in ("run", "parts", "trace", "more", "devices")
                                   for c in case_params(f"tests.pipeline.cases_{kind}", 2)])
 def test_two_ranks(case, ranks):
     ranks.check(case)
 
 
-@pytest.mark.parametrize("case", [c for kind in ("run", "parts") for c in case_params(f"tests.pipeline.cases_{kind}", 4)])
+@pytest.mark.parametrize("case", [c for kind in ("run", "parts", "devices")
+                                  for c in case_params(f"tests.pipeline.cases_{kind}", 4)])
 def test_four_ranks(case, ranks):
     ranks.check(case)
 

@@ -252,6 +252,7 @@ class MintDistributed(Device):
     """`mindspore.mint.distributed` as HCCL serves it, with `mindspore.communication.create_group`."""
 
     initialised = False
+    rendezvous = False  # whether a message leaves only when it is received
 
     def is_initialized(self):
         return self.initialised
@@ -330,6 +331,9 @@ class MintDistributed(Device):
         sends, recvs = ([(p, t) for op, t, p in work if op == what] for what in ("isend", "irecv"))
         got = self.under.exchange([(p, self.read(t, "world")) for p, t in sends],
                                   [(p, tuple(t.shape), t.dtype) for p, t in recvs])
+        if self.rendezvous:
+            told = Tensor(np.zeros(1, np.int32))
+            self.under.exchange([(p, told) for p, _ in recvs], [(p, (1,), mindspore.int32) for p, _ in sends])
         outputs = [(t, value) for (_, t), value in zip(recvs, got)]
         return [self.end("batch_isend_irecv", "world", [t for _, t in sends], outputs, True)]
 

@@ -18,19 +18,21 @@ _DEVICES = {"hccl": "Ascend", "nccl": "GPU"}
 
 
 @contextmanager
-def rehearsed(kind: str = "hccl", rates: Rates = RATES, clock: bool = True) -> Iterator[Device]:
+def rehearsed(kind: str = "hccl", rates: Rates = RATES, clock: bool = True, rendezvous: bool = False) -> Iterator[Device]:
     """Inside, `init_device_mesh("npu", ...)` (of "nccl": "gpu") makes meshes of emulated devices.
 
     Args:
         kind: "hccl" or "nccl".
         rates: of the clocks.
         clock: let the compute clock go; see `kernels.py`.
+        rendezvous: of "hccl", a message leaves only when it is received.
 
     Yields:
         The rank's device. At the end all its collectives must have been waited for.
     """
     real = comm.current_world()
     backend = emulated(kind, real.backend, rates)
+    backend.double.rendezvous = rendezvous
     pretended = replace(real, backend=backend, device_type=_DEVICES[kind])
     fake = worlds.pretended.get() is not None
     token = worlds.pretended.set(pretended) if fake else None
