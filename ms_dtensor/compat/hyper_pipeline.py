@@ -87,7 +87,7 @@ class _Runs:
             if stage.is_last:
                 self._last = stage
         self.schedule = self.kind(given, micro_batch_num, self._loss)
-        self.schedule.every_step_announced = True  # the first rank alone has the batch
+        self.schedule.edges.every_step = True  # the first rank alone has the batch
 
     def _loss(self, out: Any, target: None) -> Any:
         self._outputs.append(map_leaves(detached, out, Tensor))

@@ -15,7 +15,6 @@ from typing import Any
 from mindspore import Parameter, Tensor, nn
 
 from .. import comm
-from ..core.tree import map_leaves
 from ..dispatch.operands import local_alias, wrap
 from ..errors import CollectiveMismatch, ScheduleError
 from ..internals.names import NoFallbackGuard
@@ -28,10 +27,9 @@ from .microbatches import check_rows
 from .order import Lowered, Timeline, lower, simulate
 from .stage import PipelineStage
 from .step import Step
-from .transfer import Edge
+from .transfer import Edges
 
 Builder = Callable[[int, int, int], Actions]  # of ranks, microbatches, stages a rank
-FORMS = 16  # of batches that are remembered; the oldest is forgotten, on all ranks alike
 
 
 class Schedule:
@@ -64,7 +62,6 @@ class Schedule:
     """
 
     build: Builder | None = None
-    every_step_announced = False  # where ranks do not all have the batch, and so cannot know whether it is as before
     timeline: Timeline | None = None
 
     def __init__(self, stages: PipelineStage | Sequence[PipelineStage], n_microbatches: int,
@@ -93,15 +90,7 @@ class Schedule:
             for p in stage.module.get_parameters():  # of a tied one the first rank's counts in norms
                 p.__dict__[STAGE] = id(p) not in tied or tied[id(p)].ranks[0] == self.group.rank_index
         self._agreed = False
-        self.edges: dict[str, dict[int, Edge]] = {}  # by the form of the batch
-
-    def edges_of(self, batch: tuple, training: bool) -> dict[int, Edge]:
-        """The borders as steps of batches of this form know them."""
-        form = f"{training} {map_leaves(_form, batch, Tensor)}"
-        if self.every_step_announced or form not in self.edges:
-            self.edges.pop(next(iter(self.edges)), None) if len(self.edges) == FORMS else None
-            self.edges[form] = {}
-        return self.edges[form]
+        self.edges = Edges()
 
     @cached_property
     def _forward_only(self) -> Lowered:
@@ -345,11 +334,6 @@ class ScheduleDualPipeV(Schedule):
     """
 
     build = staticmethod(lambda p, m, v: dualpipe_v(p, m))
-
-
-def _form(x: Tensor) -> str:
-    layout = getattr(x, "_layout", None)
-    return f"{x.dtype}{list(x._shape)}" if layout is None else layout.describe()
 
 
 def first_difference(orders: Sequence[Sequence[Sequence[str]]]) -> tuple[int, int, list[str]]:

@@ -47,7 +47,7 @@ class Step:
         self.recordings: dict[tuple[int, int], Recording] = {}
         self.there: dict[Result, Any] = {}  # results that an action here waits for
         self.coming: dict[int, deque[Recv]] = {}  # by rank, messages that it sends, in its order
-        self.edges = schedule.edges_of(batch, training)  # by the stage before the border
+        self.edges = schedule.edges.of(batch, training)  # by the stage before the border
         self.left = {s: schedule.n_microbatches for s in schedule.stages}  # backwards to come
         self.in_parts = {(a.stage, a.microbatch) for _, _, a in computing(schedule.actions.ranks) if a.kind == "I"}
         self.params = {s: stage.params() for s, stage in schedule.stages.items()}
@@ -125,7 +125,7 @@ class Step:
                 unit.give_up()
             stage.synchronise(True)
         self.recordings, self.there, self.coming, self.sums = {}, {}, {}, {}
-        self.schedule.edges.clear()  # on all ranks, so that the next step tells anew what it sends
+        self.schedule.edges.forget()  # on all ranks, so that the next step tells anew what it sends
 
     def forward(self, action: Action) -> None:
         s, i = action.stage, action.microbatch

@@ -25,6 +25,7 @@ from ..dispatch.operands import dtype_name, local_alias, wrap
 from ..errors import LayoutError
 from .order import Result
 
+FORMS = 16  # of batches that are remembered; the oldest is forgotten, on all ranks alike
 _TENSOR = "\0tensor"  # key of what stands for a tensor in a header
 Kind = tuple[tuple[int, ...], Any, Layout | None]  # of a tensor: local shape, dtype, layout
 
@@ -118,6 +119,37 @@ class Edge:
         layout = Layout(self.mesh[names] if len(names) > 1 else self.mesh[names[0]], [_placement(*p) for p in placements],
                         shape, dtype, list(order))
         return layout.local_shape(), kind, layout
+
+
+class Edges:
+    """Borders by the stage before, as steps of batches of one form know them.
+
+    Attributes:
+        every_step: each step announces anew: not all ranks have the batch, by which they know whether it is as before.
+    """
+
+    every_step = False
+
+    def __init__(self) -> None:
+        self._known: dict[str, dict[int, Edge]] = {}
+
+    def of(self, batch: Any, training: bool) -> dict[int, Edge]:
+        """Those for a batch of this form."""
+        form = f"{training} {map_leaves(_form, batch, Tensor)}"
+        if self.every_step or form not in self._known:
+            if len(self._known) == FORMS:
+                del self._known[next(iter(self._known))]
+            self._known[form] = {}
+        return self._known[form]
+
+    def forget(self) -> None:
+        """On all ranks, where a step was given up."""
+        self._known.clear()
+
+
+def _form(x: Tensor) -> str:
+    layout = getattr(x, "_layout", None)
+    return f"{x.dtype}{list(x._shape)}" if layout is None else layout.describe()
 
 
 def _differentiable(dtype) -> bool:
