@@ -8,7 +8,8 @@ span    each action sleeps for its share of --sleep milliseconds (F, I and W eac
         of 4 x 4, so that many ranks run on few cores: the span of a traced step over the simulated one. Sleeps do not hide
         that 2 cores run 8 ranks; `busy` is how many cores the ranks themselves used
 cost    without sleeps: processor time of an action of one rank, messages included, less that of the same recordings alone
-memory  how much resident memory grows within a step, against the forwards that the simulation says are held
+memory  how much resident memory grows within a step with each forward that the simulation says is held more, over what one
+        recording alone adds; and of orders that hold as many for any number of microbatches, how much they grow with it
 torch   the same orders and sleeps with torch.distributed.pipelining over gloo: wall time of a step, beside ours
 
 PyTorch runs in --torch-python (default: this one); where it cannot be loaded the part says so. Prints JSON. Ranks are forks.
@@ -178,8 +179,9 @@ def memory(args) -> dict:
     width, rows, deep = 512, 2048, 4
     one = width * rows * 4
 
-    def growth(name: str, micro: int) -> float:
-        def run(rank: int) -> float:
+    def growth(name: str, micro: int) -> tuple[float, float]:
+        """Of a step, and of one recording more; in tensors."""
+        def run(rank: int) -> tuple[float, float]:
             class Deep(nn.Cell):
                 def __init__(self) -> None:
                     super().__init__()
@@ -204,18 +206,27 @@ def memory(args) -> dict:
             gc.collect()
             before = resident()
             schedule.step(made_there, target=made_there)
-            return (most[0] - before) / one
+            step, Step._compute = (most[0] - before) / one, compute
+            stage, kept = next(iter(schedule.stages.values())), []
+            in_parts = any(a.kind == "I" for e in schedule.actions.ranks[rank] for a in e.parts)
+            x, sizes = made_there[:rows], []
+            for _ in range(4 * micro):  # more than what the step has left for reuse
+                kept.append(stage.record((x,), {}, None, in_parts))
+                sizes.append(resident())
+            return step, (sizes[-1] - sizes[2 * micro - 1]) / (2 * micro) / one
         return of_all(world(2, run, 600))[0]
     out: dict = {"unit": f"MiB-sized tensors of {one / 2**20:g} MiB, on rank 0", "of": {}}
     for name in ("gpipe", "1f1b", "zbh1"):
         points = []
         for micro in (2, 4, 8, 12):
             held = simulate(order(name, 2, micro)).held[0]
-            points.append((micro, held, round(growth(name, micro), 2)))
-        out["of"][name] = {"micro, held, growth": points}
-        (_, h0, g0), (_, h1, g1) = points[0], points[-1]
+            points.append((micro, held, *(round(x, 2) for x in growth(name, micro))))
+        out["of"][name] = {"micro, held, growth, one alone": points}
+        (_, h0, g0, _), (_, h1, g1, unit) = points[0], points[-1]
         if h1 > h0:
-            out["of"][name]["growth_per_held"] = round((g1 - g0) / (h1 - h0), 2)
+            out["of"][name]["per_held_over_one_alone"] = round((g1 - g0) / (h1 - h0) / unit, 3)
+        else:
+            out["of"][name]["growth_with_micro_over_one_alone"] = round((g1 - points[1][2]) / unit, 3)
     return out
 
 
