@@ -62,6 +62,6 @@ def explain(text: str, environment: Mapping[str, str] = os.environ) -> tuple[str
             if meaning.variable:
                 now = environment.get(meaning.variable, "unset")
                 ways.append(f"{meaning.variable}, now {now} ({DEFAULTS[meaning.variable]}): seconds; the same on all ranks")
-            ways.append(f"the log of each process, plog, is in {environment.get(LOGS) or '~/ascend/log'}: grep -rn ERROR there")
+            ways.append(f"the log of each process, plog, is in {environment.get(LOGS) or '~/ascend/log'}: grep for ERROR")
             return code, meaning.happened, tuple(ways)
     return None
