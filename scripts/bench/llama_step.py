@@ -10,7 +10,8 @@ hits all alike, and every other round goes backwards; figures are medians over r
 the single-rank step on both ranks at the same time, without communication: how far two ranks that never wait for each other
 hinder each other; "half at once" the same on half a batch each: a data-parallel step whose reduction takes no time, the
 bound of data parallelism on this machine. "hand" is the same model with Megatron's collectives written out in plain
-MindSpore (megatron.py), without DTensors. The core of attention is compiled in all of MindSpore's variants.
+MindSpore (megatron.py), without DTensors. "pp" is two stages, 1F1B of as many microbatches as the batch has rows. The core
+of attention is compiled in all of MindSpore's variants.
 
 All variants of "medium" or "large" (325 M, 2 x 64 tokens) at once want more memory than 24 GB: those behind a ";" start when
 those before it have ended.
@@ -45,15 +46,16 @@ SIZES = {
 
 
 WAYS = {"tp": ParallelConfig(tp=2), "dp": ParallelConfig(dp=2), "fsdp": ParallelConfig(dp=2, fsdp=True),
-        "zero1": ParallelConfig(dp=2, zero1=True)}
+        "zero1": ParallelConfig(dp=2, zero1=True), "pp": ParallelConfig(pp=2)}
 ALONE = ("single", "two at once", "half at once")  # without a mesh
 VARIANTS = (*ALONE, *(f"ours {way}" for way in WAYS), "hand tp", "hand dp",
-            *(f"torch {way}" for way in ("single", "tp", "dp", "fsdp")))
+            *(f"torch {way}" for way in ("single", "tp", "dp", "fsdp", "pp")))
 
 
 def config(size: str, parallel: ParallelConfig = ParallelConfig()) -> Config:  # noqa: B008  frozen
     model, batch, seq = SIZES[size]
-    return Config(model=model, parallel=parallel, train=TrainConfig(batch=batch, seq=seq, compile=True),
+    micro = batch if parallel.pp > 1 else 1
+    return Config(model=model, parallel=parallel, train=TrainConfig(batch=batch, seq=seq, compile=True, micro_batches=micro),
                   optim=OptimConfig(clip_norm=0.0))
 
 
@@ -143,14 +145,15 @@ def rank_main(who: str, size: str, folder: str) -> None:
     """What each MindSpore rank of a variant runs."""
     import megatron
 
+    from model_zoo.llama.parallelize import make_mesh
     from model_zoo.llama.trainer import Trainer
     from ms_dtensor import init_device_mesh
 
     library, _, way = who.partition(" ")
     ranks = 1 if who == "single" else 2
     cfg = config(size, WAYS.get(way, ParallelConfig()))
-    tp = cfg.parallel.tp
-    mesh = init_device_mesh("cpu", (ranks // tp, tp), mesh_dim_names=("dp", "tp"))
+    mesh = make_mesh("cpu", cfg.parallel if cfg.parallel.dp * cfg.parallel.tp * cfg.parallel.pp == ranks else
+                     ParallelConfig(dp=ranks))
     group = init_device_mesh("cpu", (ranks,)).get_group()
     rank = group.rank_index
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[0]})
@@ -249,6 +252,10 @@ def main() -> None:
                        "peak_mib": last["peak_mib"], "ever_mib": last["ever_mib"],
                        "all_ms": [round(v * 1e3, 1) for v in values]}
         table.append((who, *list(result[who].values())[:-1]))
+    if {"ours pp", "torch pp"} <= times.keys():
+        ratio = statistics.median(a / b for a, b in zip(times["torch pp"], times["ours pp"]))
+        result["ours pp"]["tokens_over_torch"] = round(ratio, 3)
+        table.append(("ours / torch pp, tokens/s", f"{ratio:.3f}", *[""] * 5))
     for way in ("tp", "dp"):
         if {f"ours {way}", f"hand {way}"} <= times.keys():
             ratio = statistics.median(a / b for a, b in zip(times[f"ours {way}"], times[f"hand {way}"]))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same Llama in PyTorch, in turns with ours: one rank, tensor parallel (DTensor styles), data parallel (DDP, FSDP2).
+"""The same Llama in PyTorch, in turns with ours: one rank, tensor parallel (DTensor styles), DDP, FSDP2, 1F1B.
 
 Not a comparison of kernels to the last percent: PyTorch uses its fused attention and RMSNorm is spelled out in both.
 """
@@ -14,6 +14,7 @@ import torch.nn.functional as F  # noqa: N812  PyTorch's habit
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -103,8 +104,42 @@ def tensor_parallel(model, mesh):
     return model
 
 
+class Part(Llama):
+    """A stage: as many layers each, the embedding with the first, the head with the last."""
+
+    def __init__(self, m, rank, ranks, cos, sin):
+        super().__init__(m)
+        each = len(self.layers) // ranks
+        self.layers = self.layers[rank * each:(rank + 1) * each]
+        if rank > 0:
+            self.tok_embeddings = nn.Identity()
+        if rank < ranks - 1:
+            self.norm = self.output = nn.Identity()
+        self.cos, self.sin = cos, sin
+
+    def forward(self, x):
+        return super().forward(x, self.cos, self.sin)
+
+
+def staged(part, rank, ranks, optimizer, ids, labels):
+    """A step of 1F1B, a microbatch a row; every rank is told the loss, as ours are."""
+    stage = PipelineStage(part, rank, ranks, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, len(ids), loss_fn=lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten()))
+
+    def step():
+        losses = []
+        last = {"target": labels, "losses": losses} if rank == ranks - 1 else {}
+        schedule.step(*([ids] if rank == 0 else []), **last)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = torch.stack(losses).mean().detach() if losses else torch.zeros(())
+        dist.broadcast(loss, ranks - 1)
+        return float(loss)
+    return step
+
+
 def prepare(way, rank, ranks, cfg, batch, store):
-    """One rank of "single", "tp", "dp" (DDP) or "fsdp" (FSDP2 of blocks): a step that returns the loss, and a barrier."""
+    """One rank of "single", "tp", "dp" (DDP), "fsdp" (FSDP2 of blocks), "pp": a step that returns the loss; a barrier."""
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
@@ -114,7 +149,7 @@ def prepare(way, rank, ranks, cfg, batch, store):
     cut_rows = way in ("dp", "fsdp")
     rows = slice(rank * t.batch // 2, (rank + 1) * t.batch // 2) if cut_rows else slice(None)
     ids, labels = (torch.from_numpy(a).long()[rows] for a in batch)
-    model = Llama(m)
+    model = Part(m, rank, ranks, cos, sin) if way == "pp" else Llama(m)
     if way == "tp":
         tensor_parallel(model, init_device_mesh("cpu", (ranks,)))
     elif way == "dp":
@@ -125,6 +160,9 @@ def prepare(way, rank, ranks, cfg, batch, store):
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+
+    if way == "pp":
+        return staged(model, rank, ranks, optimizer, ids, labels), dist.barrier
 
     def step():
         with loss_parallel() if way == "tp" else contextlib.nullcontext():

@@ -13,6 +13,7 @@ import socket
 import statistics
 import sys
 import time
+from datetime import timedelta
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -67,7 +68,8 @@ class Block(nn.Module):
 
 def run(rank: int, ranks: int, micro: int, sleep: float, steps: int, port: int, out: mp.SimpleQueue) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks,
+                            timeout=timedelta(seconds=120))  # where one rank refuses an order, the others do not wait long
     for name, (kind, v) in KINDS.items():
         mine = [rank] if v == 1 else [rank, 2 * ranks - 1 - rank] if name in ("zbv", "dualpipev") else [rank, rank + ranks]
         try:
