@@ -197,9 +197,13 @@ class Schedule:
                                 f"{list(weights)!r}, {m} microbatches",
                                 "Each microbatch has its own.", "one number for each")
         check_rows(args, (kwargs, target), m)
-        self.everybody.resume()
-        if not self._agreed:
-            self._agree()
+        try:
+            self.everybody.resume()
+            if not self._agreed:
+                self._agree()
+        except BaseException:  # also where a rank gave this step up before it was begun here
+            self.edges.forget()
+            raise
         return Step(self, lowered, (args, kwargs, target), list(weights), training, trace)
 
     def _agree(self) -> None:
