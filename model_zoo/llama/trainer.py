@@ -16,7 +16,16 @@ import numpy as np
 from mindspore import Tensor
 from mindspore.nn.utils import no_init_parameters
 
-from ms_dtensor import DeviceMesh, MixedPrecisionPolicy, comm, loss_parallel, manual_seed, value_and_grad
+from ms_dtensor import (
+    DeviceMesh,
+    DTensor,
+    MixedPrecisionPolicy,
+    comm,
+    loss_parallel,
+    manual_seed,
+    update_expert_bias,
+    value_and_grad,
+)
 from ms_dtensor.checkpoint import RandomState
 from ms_dtensor.errors import ConfigError
 from ms_dtensor.internals.target import on_cpu
@@ -62,6 +71,8 @@ class StepResult(NamedTuple):
     lr: float
     """0 if the guard left the update out"""
     verdict: Verdict = Verdict("go")
+    loads: np.ndarray | None = None
+    """i64[layers, experts]: how many choices each expert computed; None without experts"""
 
 
 class Trainer:
@@ -120,7 +131,9 @@ class Trainer:
         g = cfg.guard
         self.guard = Guard(g.nan, g.spike, g.on_spike, g.window, g.patience)
         make = ms.value_and_grad if mesh is None else value_and_grad
-        self.value_and_grad = make(self.loss, None, self.params)
+        self.mixed = cfg.model.experts is not None
+        self.value_and_grad = make(self._loss_and_loads if self.mixed else self.loss, None, self.params, has_aux=self.mixed)
+        self.loads: np.ndarray | None = None  # of the last step
 
     def _lay_out(self, model: Llama, policy: MixedPrecisionPolicy | None) -> None:
         if self.mesh is not None:
@@ -137,12 +150,20 @@ class Trainer:
 
     def loss(self, ids: Tensor, labels: Tensor, *places: Tensor) -> Tensor:
         """A micro-batch's summand of the mean over the global batch."""
-        loss, count = self._mean(self.model(ids, *places), labels), self.cfg.train.micro_batches
+        return self._share(self.model(ids, *places), labels)
+
+    def _loss_and_loads(self, ids: Tensor, labels: Tensor, *places: Tensor) -> tuple[Tensor, Tensor]:
+        """It, and the loads of the experts: a result, so that nothing which runs again counts twice."""
+        out = self.model(ids, *places)
+        return self._share(out, labels), out[2]
+
+    def _share(self, out: Tensor | tuple[Tensor, Tensor, Tensor], labels: Tensor) -> Tensor:
+        loss, count = self._mean(out, labels), self.cfg.train.micro_batches
         return loss if count == 1 else loss / count
 
-    def _mean(self, out: Tensor | tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
+    def _mean(self, out: Tensor | tuple[Tensor, Tensor, Tensor], labels: Tensor) -> Tensor:
         """The loss of what the model makes of a micro-batch."""
-        logits, balance = out if isinstance(out, tuple) else (out, None)
+        logits, balance, _ = out if isinstance(out, tuple) else (out, None, None)
         if self.mesh is not None and self.cfg.parallel.loss_parallel and self.cfg.parallel.tp > 1:
             loss = loss_parallel(logits, labels.reshape(-1))
         else:
@@ -165,12 +186,16 @@ class Trainer:
         if self.stages is not None:
             ids, how = self._for_stages(*batch)
             return self.stages.step(ids, **how)
-        loss, grads = None, ()
+        loss, grads, loads = None, (), None
         for i, part in enumerate(self.parts(*batch), 1):
             if self.mesh is not None:  # summed up before they are reduced
                 self.model.set_requires_gradient_sync(i == self.cfg.train.micro_batches)
             one, mine = self.value_and_grad(*part)
-            loss, grads = (one, mine) if loss is None else (loss + one, tuple(map(add, grads, mine)))
+            one, load = one if self.mixed else (one, 0)
+            loss, grads, loads = (one, mine, load) if loss is None else (
+                loss + one, tuple(map(add, grads, mine)), loads + load)
+        if self.mixed:  # one all-reduce for all layers
+            self.loads = (loads.full_tensor() if isinstance(loads, DTensor) else loads).asnumpy()
         return loss, grads
 
     def _for_stages(self, ids: np.ndarray, labels: np.ndarray, *places: np.ndarray) -> tuple[Tensor, dict[str, Any]]:
@@ -190,7 +215,18 @@ class Trainer:
             return norm, 0.0
         self.optimizer.lr = o.lr * self.schedule(step)
         self.optimizer(grads)
+        self._move_biases()
         return norm, self.optimizer.lr
+
+    def _move_biases(self) -> None:
+        """Of experts, by the loads of the step."""
+        experts = self.cfg.model.experts
+        if self.loads is None or not experts.bias_rate:
+            return
+        moved = [layer.feed_forward.expert_bias for layer in self.model.layers if layer.mixed]
+        for bias, load in zip(moved, self.loads, strict=True):
+            new = update_expert_bias(bias, Tensor(load), experts.bias_rate)
+            bias.set_data(Tensor((new.to_local() if isinstance(new, DTensor) else new).asnumpy()))
 
     def batch(self, step: int) -> tuple[np.ndarray, ...]:
         """Inputs and labels of the global batch of a step, and where documents count, each token's place in its own."""
@@ -226,7 +262,7 @@ class Trainer:
         (loss_now, norm_now, verdict), = known
         if verdict.action == "stop":
             raise stopped(verdict.reason)
-        return StepResult(loss_now, norm_now, lr, verdict)
+        return StepResult(loss_now, norm_now, lr, verdict, self.loads)
 
     def _agreed(self, verdict: Verdict) -> Verdict:
         """Rank 0's: whether a step is left out may not hang on the last bit of a sum."""

@@ -24,7 +24,9 @@ from ..errors import ConfigError
 from ..tensor.dtensor import DTensor
 
 _POLICY = "_ms_dtensor_precision"  # cell attribute: the policy under which its `construct` runs
-_STATISTICS = ("moving_mean", "moving_variance")  # of MindSpore's batch norms, which add to them in every forward
+# of MindSpore's batch norms, which add to them in every forward; of routers, which `update_expert_bias` moves by steps that
+# are too small for 16 bits
+_STATISTICS = ("moving_mean", "moving_variance", "expert_bias")
 _kinds: dict[type, type] = {}  # a class of cells -> the same, computing with copies
 
 

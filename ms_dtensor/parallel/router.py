@@ -38,7 +38,7 @@ class Router(nn.Cell):
 
     Returns:
         Called with logits f[n, E], plain or DTensor (whose rows may be cut): weights f32[n, k], best first, and chosen
-        i32[n, k].
+        i32[n, k]. A second argument takes the place of `bias`: a parameter of the cell around it, say.
 
     Raises:
         ConfigError: numbers that do not fit each other.
@@ -66,29 +66,30 @@ class Router(nn.Cell):
         self.k, self.score, self.groups, self.group_limit = k, score, groups, group_limit
         self.normalise, self.scale, self.bias = normalise, scale, bias
 
-    def construct(self, logits):
-        self._check(logits.shape)
+    def construct(self, logits, bias=None):
+        bias = self.bias if bias is None else bias
+        self._check(logits.shape, bias)
         if not isinstance(logits, DTensor):
-            return self._chosen(logits, self.bias)
+            return self._chosen(logits, bias)
         rows, whole = _rows_of(logits), [REPLICATE] * logits.device_mesh.ndim
-        given = whole if isinstance(self.bias, DTensor) else None
+        given = whole if isinstance(bias, DTensor) else None
         run = local_map(self._chosen, (rows, rows), (rows, given), redistribute_inputs=True,
                         out_shapes=lambda *shapes: ((shapes[0][0], self.k),) * 2)
-        return run(logits, self.bias)
+        return run(logits, bias)
 
     def scores(self, logits):
         """f32[n, E] of logits f[n, E]: before bias, groups and scale; for `expert_balance_loss`."""
         logits = logits if logits.dtype == ms.float64 else logits.astype(ms.float32)
         return mint.softmax(logits, -1) if self.score == "softmax" else mint.sigmoid(logits)
 
-    def _check(self, shape) -> None:
+    def _check(self, shape, bias) -> None:
         if len(shape) != 2:
             raise ConfigError("For 'Router', the logits are not one row per token.", f"logits{list(shape)}",
                               "They are f[n, experts].", "reshape(-1, experts)")
         count = shape[1]
-        if self.bias is not None and tuple(self.bias.shape) != (count,):
+        if bias is not None and tuple(bias.shape) != (count,):
             raise ConfigError("For 'Router', 'bias' is not of one number per expert.",
-                              f"bias{list(self.bias.shape)}, logits{list(shape)}", "Each expert's score has its own.",
+                              f"bias{list(bias.shape)}, logits{list(shape)}", "Each expert's score has its own.",
                               f"bias of [{count}]")
         most = count // self.groups * self.group_limit
         if count % self.groups or self.k > most or (self.score == "sigmoid" and 1 < self.groups > count // 2):

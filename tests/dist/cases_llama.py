@@ -67,7 +67,7 @@ def options_of_other_families_train_as_on_one_device(world):
 def loss_of(net):
     """Cross entropy and, so that the router has a gradient of its own, the auxiliary loss."""
     def loss(ids, labels):
-        logits, balance = net(ids)
+        logits, balance, _ = net(ids)
         return cross_entropy(logits, labels) + 0.3 * balance
     return loss
 

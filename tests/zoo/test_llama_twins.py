@@ -70,7 +70,7 @@ def at(places, cfg=CFG):
 def mixture(x, weights, *ws):
     with md.implicit_replication():
         chosen = md.distribute_tensor(Tensor(CHOSEN), x.device_mesh)
-        return experts.mixture(ExpertsConfig(count=4), x, weights, chosen, *ws, 12)
+        return experts.mixture(ExpertsConfig(count=4), x, weights, chosen, *ws)
 
 
 QKV = (rows(B, T, H, E), rows(B, T, K, E), rows(B, T, K, E + 1)[..., :E])
