@@ -28,6 +28,7 @@ from ms_dtensor.tools.screen import Screen
 
 from .config import Config
 from .flops import flops_per_token
+from .loads import Loads
 
 GIB = 2**30
 
@@ -50,6 +51,7 @@ class Reporter:
         self.flops = flops_per_token(cfg.model, cfg.train.seq, cfg.lora is not None) * self.tokens
         self.screen = Screen(cfg.metrics.bar and speaks)
         self.tally = Tally() if cfg.metrics.communication and speaks else None
+        self.loads = Loads(cfg) if cfg.model.experts is not None else None
         self.bubble: float | None = None  # of a pipeline, by simulation
         self._bubbles: list[float] = []
         self._file: IO[str] | None = None
@@ -147,8 +149,19 @@ class Reporter:
                  f"{_digits(values['tflops_per_device']):>8}  {'n/a' if mfu is None else f'{mfu:.1%}':>6}  "
                  f"{values['memory_gib']:5.2f} GiB  {'n/a' if share is None else f'{share:.0%}':>5}")
         self.screen.done(step + 1)
-        self.record(step=step + 1, **values, **({"comm": lines} if self.tally is not None else {}))
+        told = self._experts(step, result.loads, None if self.tally is None else comm)
+        self.record(step=step + 1, **values, **({"comm": lines} if self.tally is not None else {}), **told)
         self._track(step + 1, values)
+
+    def _experts(self, step: int, loads: Any, comm: Any) -> dict[str, Any]:
+        if self.loads is None or loads is None:
+            return {}
+        told = self.loads.step(loads, comm)
+        if idle := self.loads.idle():
+            self.say(f"experts: no token for {self.cfg.metrics.idle_expert} steps: {'; '.join(idle[:8])}"
+                     + (f" and {len(idle) - 8} more" if len(idle) > 8 else ""))
+            told["idle_experts"] = idle
+        return {"experts": told}
 
     def _rates(self, seconds: float) -> dict[str, float | None]:
         tflops = self.flops / seconds / self.devices / 1e12
@@ -171,6 +184,8 @@ class Reporter:
 
     def end(self) -> None:
         """The last step is done."""
+        if self.loads is not None and self.loads.total.any():
+            self.say(self.loads.summary())
         if self.bubble is not None:
             measured = f"{median(self._bubbles):.0%} measured" if self._bubbles else "not measured"
             self.say(f"bubble: {self.bubble:.0%} of a step simulated, of stages that are alike; {measured}, "

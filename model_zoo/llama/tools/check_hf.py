@@ -48,10 +48,10 @@ KINDS = {
     "olmoe": {"model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 3, "num_hidden_layers": 2},
     "deepseek_v3": {"model_type": "deepseek_v3", "num_key_value_heads": 8, "num_hidden_layers": 2,
                     "first_k_dense_replace": 1, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4,
-                    "topk_group": 2, "n_shared_experts": 2, "moe_intermediate_size": 40, "kv_lora_rank": 20, "q_lora_rank": 28, "qk_rope_head_dim": 6,
-                    "qk_nope_head_dim": 10, "v_head_dim": 12, "rope_scaling": {
-                        "rope_type": "yarn", "factor": 4.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
-                        "mscale_all_dim": 1.0, "original_max_position_embeddings": 16}},
+                    "topk_group": 2, "n_shared_experts": 2, "moe_intermediate_size": 40, "kv_lora_rank": 20,
+                    "q_lora_rank": 28, "qk_rope_head_dim": 6, "qk_nope_head_dim": 10, "v_head_dim": 12,
+                    "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
+                                     "mscale_all_dim": 1.0, "original_max_position_embeddings": 16}},
 }
 LAYOUTS = {"tp=2": ParallelConfig(tp=2), "fsdp=2": ParallelConfig(dp=2, fsdp=True)}
 OF_EXPERTS = {"ep=2": ParallelConfig(dp=2, ep=2)}
