@@ -43,7 +43,8 @@ CONFIGS = {
               {"qk_norm": True, "qk_norm_over": "all", "experts": ExpertsConfig(6, 3, normalise=False, balance=0.01)}),
     "deepseek_v3": ({"model_type": "deepseek_v3", "num_key_value_heads": 4, "n_routed_experts": 8, "n_group": 4,
                      "topk_group": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "first_k_dense_replace": 1,
-                     "kv_lora_rank": 10, "q_lora_rank": None, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8, "head_dim": 4,
+                     "kv_lora_rank": 10, "q_lora_rank": None, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8,
+                     "head_dim": 4,
                      "rope_scaling": {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32,
                                       "beta_slow": 1, "original_max_position_embeddings": 4096}},
                     {"n_kv_heads": 4, "latent": LatentConfig(10, None, 6, 4, 8), "experts": ExpertsConfig(
