@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mindspore import Tensor, mint, nn
+from mindspore import Tensor, mint, nn, ops
 
 from .config import ModelConfig
 from .layers import RMSNorm, linear
@@ -48,7 +48,7 @@ class LatentAttention(nn.Cell):
         t, *places = (t.length, t.places) if hasattr(t, "places") else (t,)
         b, s = x.shape[0] // t, self.sizes
         q = self.wq(x) if s.q_rank is None else self.wq_b(self.q_norm(self.wq_a(x)))
-        latent, shared = mint.split(self.wkv_a(x), [s.kv_rank, s.turned], 1)
+        latent, shared = ops.split(self.wkv_a(x), [s.kv_rank, s.turned], 1)
         made = self.wkv_b(self.kv_norm(latent))
         out = self.core(q.reshape(b, t, self.heads, self.head_dim), made.reshape(b, t, self.heads, s.plain + s.value),
                         shared.reshape(b, t, 1, s.turned), *places)
@@ -69,6 +69,7 @@ class Latent:
     def __call__(self, q: Tensor, made: Tensor, shared: Tensor, *places: Tensor) -> Tensor:
         sizes, shape = self.cfg.latent, made.shape
         assert sizes is not None
-        plain, value = mint.split(made, [sizes.plain, sizes.value], 3)
+        # not `mint.split`, whose gradient on CPU reads the views that the gradient of `cat` gives as if they were contiguous
+        plain, value = ops.split(made, [sizes.plain, sizes.value], 3)
         of_all = mint.broadcast_to(shared, (*shape[:3], sizes.turned))
         return self.attend(q, mint.cat((plain, of_all), 3), value, *places)
