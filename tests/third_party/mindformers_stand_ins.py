@@ -20,8 +20,8 @@ NO_KERNEL = "no CPU kernel"
 NAMED: dict[str, str] = {}  # what was put -> why
 
 # packages that the wheel imports and a tiny model never uses; those that are installed stay
-PACKAGES = ("requests urllib3 deprecated sentencepiece ftfy regex jieba rouge_chinese mindpet astunparse tiktoken setproctitle "
-            "tensorboardX datasets pyarrow cv2 PIL nltk multiprocess dill pandas emoji evaluate megfile zmq").split()
+PACKAGES = ("requests urllib3 deprecated sentencepiece ftfy regex jieba rouge_chinese mindpet astunparse tiktoken "
+            "setproctitle tensorboardX datasets pyarrow cv2 PIL nltk multiprocess dill pandas emoji evaluate megfile zmq").split()
 
 
 class _Anything(types.ModuleType):
@@ -78,6 +78,14 @@ def _addcmul(x, a, b, value=1):
     return x + a * b * value
 
 
+def _split(x, split_size_or_sections, dim=0):
+    sizes = split_size_or_sections
+    if isinstance(sizes, int):
+        sizes = [min(sizes, x.shape[dim] - at) for at in range(0, x.shape[dim], sizes)]
+    starts = np.cumsum([0, *sizes[:-1]])
+    return tuple(mint.narrow(x, dim, int(at), size) for at, size in zip(starts, sizes))
+
+
 def _swiglu(x, dim=-1):
     gate, up = mint.chunk(x, 2, dim)
     return mint.nn.functional.silu(gate) * up
@@ -90,11 +98,13 @@ def kernels() -> None:
     _put(mint, "tril", lambda x, diagonal=0: x * Tensor(np.tril(np.ones(x.shape), diagonal), x.dtype))
     _put(mint, "arange", _arange)
     _put(mint, "outer", lambda a, b: a.reshape(-1, 1) * b.reshape(1, -1))
-    _put(mint, "scatter_add", lambda x, dim, index, src: ops.tensor_scatter_elements(x, index, src, axis=dim, reduction="add"))
+    _put(mint, "scatter_add",
+         lambda x, dim, index, src: ops.tensor_scatter_elements(x, index, src, axis=dim, reduction="add"))
     _put(mint, "zeros_like", lambda x, dtype=None: ops.zeros(x.shape, dtype or x.dtype))
     _put(mint, "stack", lambda tensors, dim=0: mint.cat([mint.unsqueeze(t, dim) for t in tensors], dim))
     _put(mint, "repeat_interleave", lambda x, times, dim: ops.repeat_elements(x, times, dim))
     _put(mint, "addcmul", _addcmul)
+    _put(mint, "split", _split, "MindSpore's CPU gradient reads a strided cotangent as a contiguous one")
     _put(ops, "swiglu", _swiglu)
 
 
@@ -121,15 +131,6 @@ def _rms_norm(x, weight, eps):
     y = x.float()
     y = y * mint.rsqrt(mint.mean(y * y, -1, keepdim=True) + eps)
     return y.astype(x.dtype) * weight.astype(x.dtype), None
-
-
-def _rotate_half(self, t, rotary_interleaved=False):
-    assert not rotary_interleaved
-    width, half = t.shape[-1], t.shape[-1] // 2
-    turn = np.zeros((width, width), np.float32)
-    turn[range(half, width), range(half)] = -1
-    turn[range(half), range(half, width)] = 1
-    return mint.matmul(t, Tensor(turn))
 
 
 class _ReduceScatter(_Function):
@@ -161,15 +162,17 @@ class Collectives:
 
 def after_import() -> None:
     """Names that the wheel's modules hold."""
-    from mindformers.pynative.base_models.common.embeddings import rope_utils
     from mindformers.pynative.base_models.gpt import parallelize
     from mindformers.pynative.distributed import style
     from mindformers.pynative.layers import flash_attention, layer_norm
     from mindformers.pynative.loss import loss
+    from mindformers.pynative.transformers import attention
 
+    # what it casts attention's operands to, if they are in float32; the rounding, 1e-4 of a gradient, hides what is compared
+    wide = types.SimpleNamespace(**{**vars(attention.mstype), "float16": ms.float32})
+    _put(attention, "mstype", wide, "Ascend's FlashAttentionScore takes 16 bits only; this one takes float32")
     for holder in (flash_attention, parallelize):
         _put(holder, "FlashAttentionScore", Attention)
     _put(layer_norm, "rms_norm", _rms_norm)
-    _put(rope_utils.ApplyRotaryPosEmb, "_rotate_half", _rotate_half, "MindSpore's gradient of split is wrong on CPU")
     _put(style, "ops_comm", Collectives, "no CPU reduce-scatter")
     _put(loss, "_tp_all_reduce", lambda x, op="sum", group=None: group.all_reduce(x, op), "groups of another backend")

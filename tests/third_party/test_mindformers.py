@@ -13,7 +13,8 @@ import pytest
 from tests.cases import case_params
 
 HERE = find_spec("mindformers") is not None or bool(os.environ.get("MINDFORMERS_WHEEL"))
-CASES = [p for n in (2, 4) for p in case_params("tests.third_party.cases_mindformers", n, group="mindformers")] if HERE else []
+MODULE = "tests.third_party.cases_mindformers"
+CASES = [p for n in (2, 4) for p in case_params(MODULE, n, group="mindformers")] if HERE else []
 
 
 @pytest.mark.skipif(not HERE, reason="the wheel is not here: see the top of this file")
