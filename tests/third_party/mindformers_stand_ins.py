@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What MindFormers 2.1 calls and MindSpore's CPU has not, as small functions of what it has; `NAMED` says each, and why.
 
-The wheel itself stays as it is: these names are put where it looks for them. Not here: anything that ms_dtensor is asked for.
+The wheel itself stays as it is: these names are put where it looks for them. Not here: what ms_dtensor is asked for.
 """
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import types
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, ops
-from mindspore.common._grad_function import _Function
 
 NO_KERNEL = "no CPU kernel"
 NAMED: dict[str, str] = {}  # what was put -> why
 
-# packages that the wheel imports and a tiny model never uses; those that are installed stay
+# packages that the wheel imports and a tiny model never uses
 PACKAGES = ("requests urllib3 deprecated sentencepiece ftfy regex jieba rouge_chinese mindpet astunparse tiktoken "
-            "setproctitle tensorboardX datasets pyarrow cv2 PIL nltk multiprocess dill pandas emoji evaluate megfile zmq").split()
+            "setproctitle tensorboardX datasets pyarrow cv2 PIL nltk multiprocess dill pandas emoji evaluate megfile "
+            "zmq").split()
 
 
 class _Anything(types.ModuleType):
@@ -133,39 +133,10 @@ def _rms_norm(x, weight, eps):
     return y.astype(x.dtype) * weight.astype(x.dtype), None
 
 
-class _ReduceScatter(_Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return group.reduce_scatter(x, "sum", 0, [x.shape[0] // group.size] * group.size)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return ctx.group.all_gather(grad.contiguous(), 0, [grad.shape[0]] * ctx.group.size), None
-
-
-class Collectives:
-    """What styles ask of `mindspore.ops.communication`, on ms_dtensor's groups: MindSpore's CPU has no reduce-scatter."""
-
-    @staticmethod
-    def all_gather_into_tensor(out, x, group=None, **kwargs):
-        return group.all_gather(x, 0, [x.shape[0]] * group.size), None
-
-    @staticmethod
-    def reduce_scatter_tensor(out, x, op=None, group=None, **kwargs):
-        return _ReduceScatter.apply(x, group), None
-
-    @staticmethod
-    def all_reduce(x, op="sum", group=None, **kwargs):
-        return group.all_reduce(x, op if isinstance(op, str) else "sum"), None
-
-
 def after_import() -> None:
     """Names that the wheel's modules hold."""
     from mindformers.pynative.base_models.gpt import parallelize
-    from mindformers.pynative.distributed import style
     from mindformers.pynative.layers import flash_attention, layer_norm
-    from mindformers.pynative.loss import loss
     from mindformers.pynative.transformers import attention
 
     # what it casts attention's operands to, if they are in float32; the rounding, 1e-4 of a gradient, hides what is compared
@@ -174,5 +145,3 @@ def after_import() -> None:
     for holder in (flash_attention, parallelize):
         _put(holder, "FlashAttentionScore", Attention)
     _put(layer_norm, "rms_norm", _rms_norm)
-    _put(style, "ops_comm", Collectives, "no CPU reduce-scatter")
-    _put(loss, "_tp_all_reduce", lambda x, op="sum", group=None: group.all_reduce(x, op), "groups of another backend")
