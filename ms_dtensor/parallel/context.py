@@ -25,10 +25,12 @@ from ..custom_ops.local_map import local_map
 from ..custom_ops.rows import Rows, SendRows, connected
 from ..dispatch import modes
 from ..errors import ConfigError, LayoutError
+from ..internals.target import on_cpu
 from ..ops.local import varlen
 from ..ops.local.dtypes import full, wider
 from ..tensor.dtensor import DTensor
 from ..tensor.token_lists import HEADS
+from .blocks import Runs
 from .ring import WHAT, WHO, ends, ring
 
 
@@ -185,7 +187,8 @@ def _gathered(q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, mask: Mask, scale
         there = tuple(_in_kernel_order(x, order) for x in there)
     k, v = there if len(there) == 2 else (mint.narrow(there[0], 1, at, g) for at in (0, g))
     q_ends = ends([run[1:] for run in tokens.runs[me]])
-    return varlen.runs(q, k, v, q_ends, ends(list(keys.spans)), mask, scale)
+    run = Runs.apply if on_cpu() and not modes.mode.get().higher_order else varlen.runs
+    return run(q, k, v, q_ends, ends(list(keys.spans)), mask, scale)
 
 
 def _in_kernel_order(x: Tensor, order: np.ndarray) -> Tensor:

@@ -2,9 +2,9 @@
 """A ring: attention of a list that ranks share, with the keys of one rank after another, which are merged.
 
 In round s a rank has the keys of the rank s before it, those that its queries see; the next are under way meanwhile. The
-gradient fetches keys again and sends theirs home, round by round. On a CPU, and with a window, a block of keys is products;
-on a device a round is one fused call for blocks that are seen whole and one for those on the diagonal, and the gradient of
-each is the kernel's own, given the greatest score and the sum of weights of *all* keys. Which rows go where:
+gradient fetches keys again and sends theirs home, round by round. A round is one fused call for blocks that are seen whole
+and one for those on the diagonal, and the gradient of each is the kernel's own, given the greatest score and the sum of
+weights of *all* keys; with a window, blocks are products. Which rows go where:
 `core/tokens.py`. Invariant: what is merged does not depend on the order of rounds but for rounding.
 """
 from __future__ import annotations
@@ -23,7 +23,6 @@ from ..core.tokens import Tokens, keys_by_rank
 from ..custom_ops.function import DFunction
 from ..custom_ops.rows import added_up, taken
 from ..errors import ConfigError
-from ..internals.target import on_cpu
 from ..ops.local import varlen
 from ..ops.local.dtypes import full, wider
 
@@ -36,8 +35,7 @@ def ring(q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, mask: Mask, scale: flo
     if k._shape[2] != v._shape[2]:
         raise ConfigError(f"For '{WHO}', a ring has keys and values of one width.", f"{k._shape[2]} and {v._shape[2]}",
                           "They travel beside each other.", 'algorithm="gather"')
-    fused = not on_cpu() and mask.window is None
-    return (_FusedRing if fused else _Ring).apply(q, k, v, tokens, mask, scale, group, me)
+    return (_FusedRing if mask.window is None else _Ring).apply(q, k, v, tokens, mask, scale, group, me)
 
 
 def ends(runs: list[tuple[int, int]]) -> list[int]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What context parallelism needs of Ascend's kernels and of HCCL that no document says: five questions and their answers.
 
-Kernels against NumPy in float64. Not run on hardware: written against the calls that the library makes. A part gives a dict; what is
-in its "failed" makes it fail.
+Kernels against NumPy in float64. Not run on hardware: written against the calls that the library makes. A part gives a
+dict; what is in its "failed" makes it fail.
 """
 from __future__ import annotations
 

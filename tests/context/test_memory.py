@@ -21,6 +21,7 @@ from ms_dtensor.core.balance import Mask
 from ms_dtensor.core.tokens import keys_by_rank
 from ms_dtensor.dispatch.recording import Recording
 from ms_dtensor.ops.local import varlen
+from ms_dtensor.parallel import context
 from ms_dtensor.parallel import ring as rounds
 
 pytestmark = pytest.mark.usefixtures("cpu")
@@ -69,18 +70,19 @@ def kept(ranks: int, documents, algorithm: str, monkeypatch) -> tuple[int, md.To
         weights = {in_any_order(p.to_local()) for p in block.get_parameters()}  # a CPU kernel saves a copy of a view
         block.attention.core = attention_on_lists(CFG, mesh, parallel)
         assert context_axes(mesh) == ("cp",)
+        monkeypatch.setattr(context, "on_cpu", lambda: False)
         monkeypatch.setattr(varlen, "runs", lambda q, k, v, *rest: Kernel.apply(add, q, k, v))
         x = np.random.default_rng(0).normal(size=(ROWS, CFG.dim)).astype(np.float32)
         places = np.concatenate([np.arange(n) for n in documents])
         x, places = (tokens.cut(a, mesh=mesh, axes=("dp", "cp")) for a in (x, places))
-        ring = rounds._Ring.forward
+        ring = rounds._FusedRing.forward
 
         def forward(ctx, q, k, v, *rest):
             out = ring(ctx, q, k, v, *rest)
-            for t in (*ctx.saved_tensors, *ctx.rest[-1].values()):
+            for t in ctx.saved_tensors:
                 add(t)
             return out
-        monkeypatch.setattr(rounds._Ring, "forward", staticmethod(forward))
+        monkeypatch.setattr(rounds._FusedRing, "forward", staticmethod(forward))
         with ms.saved_tensors_hooks(add, lambda t: t):
             Recording.of(block, x, Listed(tokens, places.astype(ms.int32), max(documents)))
         monkeypatch.undo()

@@ -16,9 +16,10 @@ from mindspore import Tensor, mint
 from mindspore.ops.auto_generate import gen_ops_prim
 
 from ...core.balance import Mask
-from ...internals.target import ascend_kernels
+from ...internals.target import ascend_kernels, on_cpu
 from ..rules.attention import FAR
-from .attention import flash_attention
+from . import varlen_cpu
+from .attention import flash_attention, scale_of
 from .dtypes import wider
 
 
@@ -79,7 +80,7 @@ def _weights(q: Tensor, k: Tensor, hidden: np.ndarray | None, scale: float) -> T
 
     Finite: a query that sees nothing of this block would make NaN of infinities.
     """
-    scores = mint.matmul(q, mint.transpose(k, 1, 2)) * scale
+    scores = mint.matmul(q, mint.transpose(k, 1, 2)) * scale_of(scale, q)
     if hidden is None:
         return scores
     all_heads = np.broadcast_to(hidden, (scores._shape[1] // len(hidden), *hidden.shape)).reshape(scores._shape[1:])
@@ -124,7 +125,7 @@ def block_grad(q: Tensor, k: Tensor, v: Tensor, hidden: np.ndarray | None, scale
 
 # -- fused calls over some of the keys -------------------------------------------------------------------------------------
 class Part(NamedTuple):
-    """What queries make of some of their keys: [t, h, e], divided, in float32 or wider, and twice [t, h, 8], all 8 alike."""
+    """What queries make of some of their keys: [t, h, e], divided, in float32 or wider; twice [t, h, 8], all alike, or 1."""
 
     out: Tensor
     top: Tensor
@@ -137,6 +138,9 @@ def fused(q: Tensor, k: Tensor, v: Tensor, q_ends: Sequence[int], k_ends: Sequen
 
     `diagonal`: the last query of a run stands where its last key does; else every query sees all of them.
     """
+    if on_cpu() and not ascend_kernels():  # which a test stands in for
+        of, keys, values = (wider(x).asnumpy() for x in (q, k, v))
+        return Part(*map(Tensor.from_numpy, varlen_cpu.forward(of, keys, values, q_ends, k_ends, Mask(diagonal), scale)))
     mode = {"sparse_mode": 3, "next_tokens": 0} if diagonal else {"sparse_mode": 0, "next_tokens": FAR}
     run: Any = flash_attention
     top, total, _, out = run(q, k, v, None, _triangle() if diagonal else None, q._shape[1], 1.0, scale, pre_tokens=FAR,
@@ -168,8 +172,12 @@ def fused_grad(q: Tensor, dout: Tensor, whole: Part, k: Tensor, v: Tensor, q_end
         mask = _triangle() if diagonal else None
         return tuple(kernel(q, k, v, dout, None, None, None, mask, whole.top, whole.total, None, whole.out, None,
                             tuple(q_ends), tuple(k_ends))[:3])
-    g, grads, q0, k0 = k._shape[1], [], 0, 0
     log_total = mint.narrow(whole.top + mint.log(whole.total), 2, 0, 1)
+    if on_cpu():
+        a, b, c, d, e, f = (wider(x).asnumpy() for x in (q, k, v, dout, whole.out, log_total))
+        made = varlen_cpu.backward(a, b, c, d, e, f, q_ends, k_ends, Mask(diagonal), scale)
+        return tuple(map(Tensor.from_numpy, made))  # type: ignore[return-value]
+    g, grads, q0, k0 = k._shape[1], [], 0, 0
     for q1, k1 in zip(q_ends, k_ends):
         of, do, o, logs = (by_heads(mint.narrow(x, 0, q0, q1 - q0), g) for x in (q, dout, whole.out, log_total))
         keys, values = (mint.permute(wider(mint.narrow(x, 0, k0, k1 - k0)), (1, 0, 2)) for x in (k, v))
