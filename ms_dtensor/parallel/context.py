@@ -44,9 +44,9 @@ def context_attention(mesh: DeviceMesh, algorithm: str = "gather"):
             ones before are worked on. It needs less memory; its gradient fetches keys again, and has no derivative.
 
     Returns:
-        `attention(q, k, v, tokens, *, causal=True, window=None, scale=None)`. q is `f[n@dp@cp, h@tp, e]`, k and v
+        `attention(q, k, v, tokens, *, causal=True, window=None, scale=None, dropout=0.0)`. q is `f[n@dp@cp, h@tp, e]`, k and v
         `f[n@dp@cp, g@tp, e]` with h a multiple of g, all in the order of `tokens`, which is this rank's part of the batch.
-        `window` counts the token itself; `scale` is 1/sqrt(e) by default. The result lies as q. Rotary embedding comes
+        `window` counts the token itself; `scale` is 1/sqrt(e) by default; `dropout` is 0. The result lies as q. Rotary embedding comes
         before, by `tokens.places()`.
 
     Raises:
@@ -77,8 +77,13 @@ def context_attention(mesh: DeviceMesh, algorithm: str = "gather"):
     maps: dict[tuple, Any] = {}
 
     def attention(q: DTensor, k: DTensor, v: DTensor, tokens: Tokens, *, causal: bool = True, window: int | None = None,
-                  scale: float | None = None) -> DTensor:
+                  scale: float | None = None, dropout: float = 0.0) -> DTensor:
         check_mask(WHO, causal, window)
+        if dropout:
+            raise ConfigError(f"For '{WHO}', weights cannot be dropped.", f"dropout={dropout}",
+                              "Which are dropped goes by a token's row, and in another order the same seed drops others.",
+                              ("dropout of the result, behind attention",
+                               "flash_attention_score(keep_prob=...) of whole rows, for the bits of one device"))
         target = _checked((q, k, v), tokens, cuts, names)
         moved = [x.redistribute(placements=target) for x in (q, k, v)]
         run = maps.get(target)
