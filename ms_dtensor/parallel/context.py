@@ -44,10 +44,10 @@ def context_attention(mesh: DeviceMesh, algorithm: str = "gather"):
             ones before are worked on. It needs less memory; its gradient fetches keys again, and has no derivative.
 
     Returns:
-        `attention(q, k, v, tokens, *, causal=True, window=None, scale=None, dropout=0.0)`. q is `f[n@dp@cp, h@tp, e]`, k and v
-        `f[n@dp@cp, g@tp, e]` with h a multiple of g, all in the order of `tokens`, which is this rank's part of the batch.
-        `window` counts the token itself; `scale` is 1/sqrt(e) by default; `dropout` is 0. The result lies as q. Rotary embedding comes
-        before, by `tokens.places()`.
+        `attention(q, k, v, tokens, *, causal=True, window=None, scale=None, dropout=0.0)`. q is `f[n@dp@cp, h@tp, e]`, k
+        and v `f[n@dp@cp, g@tp, e]` with h a multiple of g, all in the order of `tokens`, which is this rank's part of the
+        batch. `window` counts the token itself; `scale` is 1/sqrt(e) by default; `dropout` is 0. The result lies as q.
+        Rotary embedding comes before, by `tokens.places()`.
 
     Raises:
         ConfigError: no such algorithm or mask; tokens of another number; heads that an axis does not divide.

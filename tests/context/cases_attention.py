@@ -216,6 +216,20 @@ def narrow_floats_are_computed_in_float32_and_rounded_once(world):
 
 
 @case(world_size=2)
+def a_second_derivative_goes_through_gather(world):
+    """Against differences of the first, which is that of one device."""
+    mesh, tokens, arrays = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), balance([9, 6], 2), drawn(15, 4, 2)
+    (q, k, v, along), _ = shares(mesh, tokens, arrays, ("cp",))
+    attention = context_attention(mesh["cp"])
+
+    def steep(x):
+        return (grad(lambda y: (attention(y, k, v, tokens) ** 2).sum())(x) ** 2).sum()
+    slope = float((grad(steep)(q) * along).sum())
+    near = [float(steep(q + step * along)) for step in (1e-5, -1e-5)]
+    assert abs((near[0] - near[1]) / 2e-5 / slope - 1) <= 1e-6, (slope, near)
+
+
+@case(world_size=2)
 def any_scale_is_as_exact_as_the_operands(world):
     """A number beside float64 is taken for float32 by MindSpore; 1/sqrt(4) would not show it."""
     mesh, tokens, arrays = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), balance([9, 6], 2), drawn(15, 4, 2)
@@ -261,7 +275,8 @@ def what_does_not_fit_is_refused_by_all_before_anything_is_sent(world):
             (lambda: context_attention(mesh["cp"], "zigzag"), ConfigError))]
     assert events == []
     for text, said in zip(texts, (
-            "15, 15 and 15 rows for 1 x 16", "cut over 1 ranks, and the axis has 2", "no such mask", "do not share", "weights cannot be dropped",
+            "15, 15 and 15 rows for 1 x 16", "cut over 1 ranks, and the axis has 2", "no such mask", "do not share",
+            "weights cannot be dropped",
             "no lists of tokens", "'tokens' is a NoneType", "one floating-point dtype", "one floating-point dtype",
             "a size of 'ulysses' among 1, 3", "one of gather, ring"), strict=True):
         assert said in text and "fix:" in text, text
