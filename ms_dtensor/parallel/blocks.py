@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of packed runs on a CPU as one node: it keeps its operands and its result, and no scores.
 
-On devices the fused kernel does this (`ops/local/varlen.py`). Differentiable once; where a derivative of a gradient may be
-asked for, `varlen.runs` is.
+On devices the fused kernel does this (`ops/local/varlen.py`). Differentiable once, as that.
 """
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from ..core.tokens import Tokens, check_mask, keys_by_rank
 from ..custom_ops.local_map import local_map
 from ..custom_ops.rows import Rows, SendRows, connected
 from ..dispatch import modes
-from ..errors import ConfigError, LayoutError
+from ..errors import ConfigError, LayoutError, OpRuleError
 from ..internals.target import on_cpu
 from ..ops.local import varlen
 from ..ops.local.dtypes import full, wider
@@ -41,7 +41,7 @@ def context_attention(mesh: DeviceMesh, algorithm: str = "gather"):
         mesh: the axis that cuts the list, `mesh["cp"]`; with an axis called "ulysses" behind it, which cuts it too, heads
             are cut over that one while attention runs: `mesh["cp", "ulysses"]`, or `mesh["ulysses"]` alone.
         algorithm: "gather" fetches the keys that a rank needs at once; "ring" those of one rank after another, while the
-            ones before are worked on. It needs less memory; its gradient fetches keys again, and has no derivative.
+            ones before are worked on. It needs less memory; its gradient fetches keys again.
 
     Returns:
         `attention(q, k, v, tokens, *, causal=True, window=None, scale=None, dropout=0.0)`. q is `f[n@dp@cp, h@tp, e]`, k
@@ -51,7 +51,8 @@ def context_attention(mesh: DeviceMesh, algorithm: str = "gather"):
 
     Raises:
         ConfigError: no such algorithm or mask; tokens of another number; heads that an axis does not divide.
-        LayoutError: operands that are no such lists. All ranks raise alike, before anything is sent.
+        LayoutError: operands that are no such lists.
+        OpRuleError: inside a gradient of a gradient. All ranks raise alike, before anything is sent.
 
     Source: keys by rows as in Llama 3 (Dubey et al. 2024, 3.3.2); Liu et al. 2023, "Ring Attention"; Jacobs et al. 2023,
         "DeepSpeed Ulysses".
@@ -85,6 +86,10 @@ def context_attention(mesh: DeviceMesh, algorithm: str = "gather"):
                               ("dropout of the result, behind attention",
                                "flash_attention_score(keep_prob=...) of whole rows, for the bits of one device"))
         target = _checked((q, k, v), tokens, cuts, names)
+        if modes.mode.get().higher_order:
+            raise OpRuleError(f"For '{WHO}', a derivative of its gradient was asked for.", q.layout.describe(),
+                              "Kernels of attention are differentiated once; of the same made of products MindSpore's "
+                              "second derivative is wrong without a word.", "take the inner gradient outside the outer function")
         moved = [x.redistribute(placements=target) for x in (q, k, v)]
         run = maps.get(target)
         if run is None:
@@ -192,7 +197,7 @@ def _gathered(q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, mask: Mask, scale
         there = tuple(_in_kernel_order(x, order) for x in there)
     k, v = there if len(there) == 2 else (mint.narrow(there[0], 1, at, g) for at in (0, g))
     q_ends = ends([run[1:] for run in tokens.runs[me]])
-    run = Runs.apply if on_cpu() and not modes.mode.get().higher_order else varlen.runs
+    run = Runs.apply if on_cpu() else varlen.runs
     return run(q, k, v, q_ends, ends(list(keys.spans)), mask, scale)
 
 

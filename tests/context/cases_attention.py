@@ -216,20 +216,6 @@ def narrow_floats_are_computed_in_float32_and_rounded_once(world):
 
 
 @case(world_size=2)
-def a_second_derivative_goes_through_gather(world):
-    """Against differences of the first, which is that of one device."""
-    mesh, tokens, arrays = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), balance([9, 6], 2), drawn(15, 4, 2)
-    (q, k, v, along), _ = shares(mesh, tokens, arrays, ("cp",))
-    attention = context_attention(mesh["cp"])
-
-    def steep(x):
-        return (grad(lambda y: (attention(y, k, v, tokens) ** 2).sum())(x) ** 2).sum()
-    slope = float((grad(steep)(q) * along).sum())
-    near = [float(steep(q + step * along)) for step in (1e-5, -1e-5)]
-    assert abs((near[0] - near[1]) / 2e-5 / slope - 1) <= 1e-6, (slope, near)
-
-
-@case(world_size=2)
 def any_scale_is_as_exact_as_the_operands(world):
     """A number beside float64 is taken for float32 by MindSpore; 1/sqrt(4) would not show it."""
     mesh, tokens, arrays = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), balance([9, 6], 2), drawn(15, 4, 2)
@@ -281,10 +267,12 @@ def what_does_not_fit_is_refused_by_all_before_anything_is_sent(world):
             "a size of 'ulysses' among 1, 3", "one of gather, ring"), strict=True):
         assert said in text and "fix:" in text, text
         same_on_all_ranks(world, text)
-    def inner(x):
-        return (grad(lambda y: (ring(y, k, v, tokens) ** 2).sum())(x) ** 2).sum()
-    text = refusal(lambda: grad(inner)(q), OpRuleError)
-    assert "a derivative of its gradient" in text
+    for which in (attention, ring):  # of gather's, made of products, MindSpore gives zeros
+        def inner(x, which=which):
+            return (grad(lambda y: (which(y, k, v, tokens) ** 2).sum())(x) ** 2).sum()
+        with comm.record() as events:
+            text = refusal(lambda inner=inner: grad(inner)(q), OpRuleError)
+        assert "a derivative of its gradient" in text and events == []
     whole = distribute_tensor(Tensor(arrays[0]), mesh, [Shard(1)])
     with comm.record() as events, redistribution_policy("explicit"):
         attention(whole, k, v, balance([9, 6], 2))
