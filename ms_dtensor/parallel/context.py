@@ -88,8 +88,8 @@ def context_attention(mesh: DeviceMesh, algorithm: str = "gather"):
         target = _checked((q, k, v), tokens, cuts, names)
         if modes.mode.get().higher_order:
             raise OpRuleError(f"For '{WHO}', a derivative of its gradient was asked for.", q.layout.describe(),
-                              "Kernels of attention are differentiated once; of the same made of products MindSpore's "
-                              "second derivative is wrong without a word.", "take the inner gradient outside the outer function")
+                              "Kernels of attention are differentiated once; of products in their place MindSpore's second "
+                              "derivative is wrong.", "take the inner gradient outside the outer function")
         moved = [x.redistribute(placements=target) for x in (q, k, v)]
         run = maps.get(target)
         if run is None:
