@@ -11,7 +11,7 @@ from tests.dist.support import array
 from tests.experts.cases_recipe import trainer_of
 
 BIASED = ExpertsConfig(8, 2, score="sigmoid", bias_rate=0.05, balance=0.1, balance_over="sequence", shared=1, dense_layers=1)
-DROPS = ExpertsConfig(8, 2, capacity=0.6, balance=0.1, balance_over="sequence")
+DROPS = ExpertsConfig(8, 2, capacity=0.6, balance=0.1)
 HOW = {"recompute": {"recompute": True}, "2 micro-batches": {"micro_batches": 2},
        "4 micro-batches, recompute": {"micro_batches": 4, "recompute": True},
        "evaluation between steps": {"eval_batches": 1}}
@@ -38,10 +38,13 @@ def the_same_everywhere(layouts, how):
         assert (want[1].sum(-1) == total).all() if experts.capacity is None else (want[1].sum(-1) < total).all()
         assert want[2].any() or experts.capacity, "biases have moved"
         for name, (parallel, more) in {**{n: (None, h) for n, h in how.items()}, **layouts}.items():
+            if "micro_batches" in more and experts.balance_over != "sequence":
+                continue  # another mean by its definition, so other weights after a step
             got = told(experts, parallel, **more)
             assert np.array_equal(got[1], want[1]), (name, got[1], want[1])
             assert np.array_equal(got[2], want[2]), (name, got[2], want[2])
-            assert abs(got[0] - want[0]) <= 1e-6 * want[0], (name, got[0], want[0])
+            if experts.balance_over == "sequence":
+                assert abs(got[0] - want[0]) <= 1e-6 * want[0], (name, got[0], want[0])
 
 
 @case(world_size=4, timeout=300)

@@ -230,12 +230,3 @@ def what_is_not_right_is_refused_by_all_before_tokens_are_sent(world):
         assert count == {("all_to_all", "forward"): 1}, count
     far = np.abs(md.moe(*tokens, *cut).full_tensor().asnumpy()).max()
     assert np.isfinite(far)
-    cell = Experts(6, 5, 4)
-    for name, p in cell.parameters_and_names():
-        p.name = f"layers.7.{name}"
-    md.parallelize_module(cell, mesh["ep"], md.ExpertParallel())
-    md.replicate(cell, mesh=mesh["tp"])
-    gone = np.where(np.isin(np.arange(16), (9, 14)), np.nan, 1).reshape(8, 2).astype(np.float32)
-    rows = [pieces(a, mesh, [Shard(0), Shard(0)]) for a in (np.ones((8, 6), np.float32), gone, chosen % 4)]
-    count = refused(DTensorError, "layers.7.w1: rank", lambda: cell(*rows))
-    assert count == {("all_to_all", "forward"): 1}, count
