@@ -157,12 +157,10 @@ class Block:
             return
         with NoFallbackGuard():
             self._memory().claim()
-            rows, at = TensorOps.shaped(gathered, (self.group.size, -1)), 0
-            for i, width in enumerate(self.parts.widths):
-                column = TensorOps.take(rows, 1, at, at + width)
-                for r, lies in self._pieces(i, self.tensor(i), 0, self.group.size):
-                    write(lies, _places(column, r, lies.shape))
-                at += width
+            rows = TensorOps.shaped(gathered, (self.group.size, -1))
+            for column, pieces in zip(ms.mint.split(rows, self.parts.widths, 1), self._lying):
+                for r, x in pieces:
+                    write(x, _places(column, r, x.shape))
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
@@ -170,6 +168,10 @@ class Block:
         if self.memory is None:
             kind = HostMemory if on_cpu() else DeviceMemory
             self.memory = kind(self.shapes, self.dtype, self.group.backend)
+            with NoFallbackGuard():  # once, as host calls are what a device waits for
+                pieces = (self._pieces(i, self.tensor(i), 0, self.group.size) for i in range(len(self.params)))
+                self._lying = [[(r, TensorOps.shaped(x, (x.shape[0], -1)) if x.is_contiguous() else x) for r, x in each]
+                               for each in pieces]
         return self.memory
 
     def tensor(self, i: int) -> Tensor:
@@ -215,8 +217,9 @@ class Block:
 
 def _places(rows: Tensor, first: int, shape: Sequence[int]) -> Tensor:
     """The places of pieces of this shape, whose first dim are ranks from `first` on, in rows; a view."""
-    some = TensorOps.take(rows, 0, first, first + shape[0])
-    return TensorOps.shaped(TensorOps.take(some, 1, 0, math.prod(shape[1:])), shape)
+    if math.prod(shape) != math.prod(rows.shape):
+        rows = TensorOps.take(TensorOps.take(rows, 0, first, first + shape[0]), 1, 0, math.prod(shape[1:]))
+    return rows if tuple(rows.shape) == tuple(shape) else TensorOps.shaped(rows, shape)
 
 
 def _trim() -> None:
