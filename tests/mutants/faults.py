@@ -108,7 +108,7 @@ Tensor.untyped_storage = (lambda real: lambda self: _Keeps(real(self)))(Tensor.u
     Fault("every rank adds what is whole", MOE, f"{KERNELS} -k finalizing", "TakenOnce.apply(x, mine, -0.0)", "TakenOnce.apply(x, True, -0.0)"),
     Fault("AdamW's second moment decays as the first", ADAMW, f"{ADAM} -k equals_numpy", "write(v, v * b2 + g * g * (1.0 - b2))",
           "write(v, v * b1 + g * g * (1.0 - b1))"),
-    Fault("AdamW's kernel moves no master", ADAMW, f"{ADAM} -k one_kernel", "gen_ops_prim.AdamW()(weight,", "gen_ops_prim.AdamW()(param,"),
+    Fault("AdamW's kernel moves no master", ADAMW, f"{ADAM} -k one_kernel", "self._kernel(weight,", "self._kernel(param,"),
     Fault("clipping makes small gradients large", CLIP, f"{BRANCH} -k clipping", "mint.clamp(max_norm / (norm + 1e-6), max=1.0)",
           "max_norm / (norm + 1e-6)"),
     Fault("one tensor of two parameters is scaled twice", CLIP, f"{BRANCH} -k clipping", "if other is not grad and other._version == version]",
