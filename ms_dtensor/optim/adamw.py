@@ -88,6 +88,7 @@ class AdamW(Optimizer):
 
     def _steps_before(self) -> Tensor:
         """The steps before this one, on the device: a number that stays there, as each new one is copied from the host."""
+        count: Any
         at, count = self._counted or (None, None)
         if at == self.step - 2:
             write(count, count + 1.0)

@@ -24,6 +24,7 @@ from ..core.placements import REPLICATE, Placement
 from ..core.tree import leaves
 from ..dispatch import modes
 from ..dispatch.operands import LAID_OUT, dtype_name, local_alias, wrap
+from ..dispatch.patches.recomputed import standing_in
 from ..dispatch.replaced import current
 from ..errors import DTensorError, LayoutError, MixedOperandError
 from ..internals.names import NoFallbackGuard
@@ -94,6 +95,11 @@ def enter(x, cell: nn.Cell, mesh: DeviceMesh, placement, who: str, shape=None, b
     """
     if isinstance(x, DTensor):
         return x
+    if any(call.local for call in standing_in.get()):
+        raise LayoutError(f"For '{who}', a plain input came inside of a cell that computes on local tensors.",
+                          f"plain Tensor{list(x._shape)}", "There gradients are added up over ranks; a style takes "
+                          "them to be those of one device.", ("fully_shard without local_inputs=True",
+                                                              "collectives in the cell, and weight.to_local()"))
     whole, outer = getattr(cell, OUTER, (mesh, {}))
     for other in leaves(beside, DTensor):
         whole = union_mesh(whole, other.device_mesh, who)

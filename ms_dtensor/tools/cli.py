@@ -16,7 +16,7 @@ ms_dtensor {version}: distributed tensors for MindSpore.
 usage: python -m ms_dtensor COMMAND ...
 
   doctor              looks whether this machine is ready to train, and says how to mend what is not
-  plot RUN_DIR...     draws loss, throughput, communication and memory of runs that train.py recorded
+  plot RUN_DIR...     draws loss, throughput, communication and memory of runs that train.py recorded; --text: here
   verify [FAMILY...]  proves the rule behind every public call form, on this machine and this MindSpore
   calibrate           under msrun: measures what the planner's costs are here, for MS_DTENSOR_COSTS
   pipeline            makes or reads a pipeline schedule, checks, simulates and draws it
@@ -74,6 +74,7 @@ def main(arguments: Sequence[str]) -> int:
     if command == "plot":
         from . import plot
         parser.description = "Draws loss, throughput, communication and memory of training runs, as PNG and SVG."
+        parser.add_argument("--text", action="store_true", help="loss and communication as text, on the terminal; no files")
         parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR",
                             help="a folder with metrics.jsonl; the first one is what the others are compared with")
         parser.add_argument("--out", type=Path, metavar="DIR",

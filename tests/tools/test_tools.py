@@ -206,6 +206,21 @@ def test_runs_of_nothing_but_a_loss_are_drawn(tmp_path, capsys):
         assert len(json.loads(capsys.readouterr().out)["files"]) == count
 
 
+def test_a_run_is_shown_as_text(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert cli.main(["plot", "--text", str(recorded(tmp_path / "a", 1)), str(recorded(tmp_path / "b", 0))]) == 0
+    first, second = capsys.readouterr().out.split("\n\nb: ")
+    lines = first.splitlines()
+    top = next(i for i, line in enumerate(lines) if "│" in line)
+    picture = [line.partition("│")[2] for line in lines[top:] if "│" in line]
+    assert lines[top].split()[0] == "5.50" and picture[0].startswith("o"), "the held-out loss before the first step"
+    columns = {x: y for y, line in enumerate(picture) for x, mark in enumerate(line) if mark == "·"}
+    assert len(columns) >= 29 and columns[max(columns)] == len(picture) - 1, "the last step has the least loss"
+    table = {tuple(line.split()[:2]): line.split()[2:] for line in lines if line.startswith(("all-", "waiting"))}
+    assert table["all-reduce", "tp"] == ["4", "4", "6.0"] and table["all-gather", "dp"] == ["2", "4", "2.0"]
+    assert lines[-1].split() == ["all", "7", "8", "8.5"] and "all-gather" in second
+
+
 def test_a_reader_that_leaves_early_is_no_fault():
     made = subprocess.Popen([sys.executable, "-m", "ms_dtensor", "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     made.stdout.close()

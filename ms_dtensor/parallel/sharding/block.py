@@ -81,6 +81,11 @@ class Block:
 
     # -- rows --------------------------------------------------------------------------------------------------------
 
+    def row(self, shards: dict[int, Tensor], dtype) -> Tensor:
+        """This rank's pieces of parameters, given by their numbers; the places are as long as the longest pieces."""
+        return self._packed({i: [(0, TensorOps.shaped(x, (1, *x.shape)))] if x.size else [] for i, x in shards.items()}, 1,
+                            dtype)
+
     def _pieces(self, i: int, whole: Tensor, first: int, stop: int) -> list[tuple[int, Tensor]]:
         """Views of parameter `i` whose first dim are ranks, those side by side with equal pieces; and the first of them."""
         d = self.parts.dims[i]
@@ -144,8 +149,7 @@ class Block:
                 return
             group, given = self.near, self.part
             if given is None:
-                here = {i: [(0, TensorOps.shaped(x, (1, *x.shape)))] if x.size else [] for i, x in enumerate(own)}
-                group, given = self.group, self._packed(here, 1, self.dtype)
+                group, given = self.group, self.row(dict(enumerate(own)), self.dtype)
             given = group.all_gather(given, 0, [given.size] * group.size, async_op=later)
             self._work = given if later else Work(given)
 
