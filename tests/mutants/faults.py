@@ -27,8 +27,8 @@ FAULTS = [
     # -- nine that were caught before ------------------------------------------------------------------------------------
     Fault("a handle is dropped", HCCL, f"{BRANCH} -k asynchronous", "group=comm, async_op=async_op)\n\n    def _reduce_scatter_flat",
           "group=comm, async_op=async_op) and None\n\n    def _reduce_scatter_flat"),
-    Fault("the norm counts one layout", CLIP, f"{RANKS} -k tensor_parallel_training", "total = joined(mint.cat(list(sums.values()) or [none]))",
-          "total = joined(mint.cat(list(sums.values())[:1] or [none]))"),
+    Fault("the norm counts one layout", CLIP, f"{RANKS} -k tensor_parallel_training", "total = joined(mint.cat(values))",
+          "total = joined(mint.cat(values[:1]))"),
     Fault("the order of a group is forgotten", DEVICE, CONTRACT, "(name, [group.index(r) for r in ranks])",
           "(name, list(range(len(ranks))))"),
     Fault("a bucket is never waited for", "ms_dtensor/comm/group.py", f"{RANKS} -k data_parallel_training", "",
