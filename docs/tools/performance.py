@@ -154,7 +154,7 @@ What DTensors add to each op's host time is a row, too; against it, each rank up
 
 {stamp(run)}
 
-{table(("", "MiB read", "MiB written", "ms"), run["rows"])}
+{table(("", "MiB read", "MiB written", "ms", "least"), run["rows"])}
 """
 
 
