@@ -15,7 +15,8 @@ from .cost import Collective, Op, Work, seconds
 from .hardware import Hardware
 
 # What a device's matrix units do: products, convolutions, fused attention. All other ops are its vector units'.
-PRODUCTS = frozenset(("matmul", "linear", "grouped_matmul", "addmm", "addmv", "baddbmm", "addbmm", *conv.RULES, *attention.RULES))
+PRODUCTS = frozenset(("matmul", "linear", "grouped_matmul", "addmm", "addmv", "baddbmm", "addbmm",
+                      *conv.RULES, *attention.RULES))
 
 
 @dataclass(frozen=True, slots=True)
