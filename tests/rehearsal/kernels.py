@@ -41,7 +41,7 @@ def _site() -> str:
 class _Mint:
     """`mint` as packing sees it, counting its kernels; views are none."""
 
-    views = ("permute", "narrow", "empty")
+    views = ("permute", "narrow", "split", "empty")
 
     def __init__(self, device):
         self._device = device

@@ -23,7 +23,7 @@ import numpy as np
 from mindspore import Tensor
 
 from ... import comm
-from ...comm.packing import HostOps, TensorOps, blocks, numpy_dtype, write
+from ...comm.packing import ArrayOps, TensorOps, blocks, numpy_dtype, write
 from ...comm.parts import Parts
 from ...comm.protocol import Backend, Work
 from ...core.layout import Layout
@@ -59,7 +59,7 @@ class Block:
         self.memory: Any = None
         self.part: Any = None  # the rows of this rank and others, which the neighbours have together
         self._work: Work | None = None
-        self._ops: type[TensorOps] = HostOps if on_cpu() else TensorOps
+        self._ops: type[TensorOps] = ArrayOps if on_cpu() else TensorOps
 
     def note(self, phase: str, dst: str, when: str = "") -> comm.annotate:
         """What the record and the comparison between ranks know of a collective."""
@@ -79,39 +79,45 @@ class Block:
         """Whether nothing is packed: the group writes into the memory, and reads where gradients lie."""
         return on_cpu() and self.group.size > 1 and self._memory().window is not None
 
-    # -- rows --------------------------------------------------------------------------------------------------------
+    # -- rows, of what `_ops` work on --------------------------------------------------------------------------------
 
     def row(self, shards: dict[int, Tensor], dtype) -> Tensor:
         """This rank's pieces of parameters, given by their numbers; the places are as long as the longest pieces."""
-        return self._packed({i: [(0, TensorOps.shaped(x, (1, *x.shape)))] if x.size else [] for i, x in shards.items()}, 1,
-                            dtype)
+        return self._packed({i: [(0, self._ops.shaped(self._ops.of(x), (1, *x.shape)))] if x.size else []
+                             for i, x in shards.items()}, 1, dtype)
 
-    def _pieces(self, i: int, whole: Tensor, first: int, stop: int) -> list[tuple[int, Tensor]]:
-        """Views of parameter `i` whose first dim are ranks, those side by side with equal pieces; and the first of them."""
-        d = self.parts.dims[i]
-        return [(r, blocks(TensorOps.take(whole, d, at, at + count * size), d, count, TensorOps))
-                for r, count, at, size in self.parts.runs(i, first, stop)]
-
-    def _rows(self, wholes: dict[int, Tensor], first: int, stop: int, dtype) -> Tensor:
+    def _rows(self, wholes: dict[int, Any], first: int, stop: int, dtype) -> Tensor:
         """The rows of ranks [first, stop) of whole tensors, given by their numbers."""
         return self._packed({i: [(r - first, x) for r, x in self._pieces(i, whole, first, stop)]
                              for i, whole in wholes.items()}, stop - first, dtype)
 
-    def _packed(self, pieces: dict[int, list[tuple[int, Tensor]]], count: int, dtype) -> Tensor:
+    def _pieces(self, i: int, whole: Any, first: int, stop: int) -> list[tuple[int, Any]]:
+        """Views of parameter `i` whose first dim are ranks, those side by side with equal pieces; and the first of them."""
+        d = self.parts.dims[i]
+        return [(r, blocks(self._ops.take(whole, d, at, at + count * size), d, count, self._ops))
+                for r, count, at, size in self.parts.runs(i, first, stop)]
+
+    def _packed(self, pieces: dict[int, list[tuple[int, Any]]], count: int, dtype) -> Tensor:
         """So many rows, flat, in memory of their own, from what `_pieces` gives for parameters; rows count from 0."""
-        columns = []
+        columns, ops = [], self._ops
         for i, runs in pieces.items():
             shape = count, self.parts.widths[i]
             if len(runs) == 1 and math.prod(runs[0][1].shape) == math.prod(shape):
-                columns.append(TensorOps.shaped(runs[0][1], shape))
+                columns.append(ops.shaped(runs[0][1], shape))
                 continue
-            columns.append(self._ops.empty(shape, dtype))
+            columns.append(ops.empty(shape, dtype))
             for r, x in runs:
-                write(_places(columns[-1], r, x.shape), x)
+                ops.write(self._places(columns[-1], r, x.shape), x)
         if len({x.dtype for x in columns}) > 1:
-            columns = [self._ops.cast(x, dtype) for x in columns]
-        out = self._ops.join(columns, 1) if columns[1:] else self._ops.copy(columns[0])
-        return TensorOps.shaped(out if out.dtype == dtype else self._ops.cast(out, dtype), (-1,))
+            columns = [ops.cast(x, dtype) for x in columns]
+        out = ops.join(columns, 1) if columns[1:] else ops.copy(columns[0])
+        return ops.tensor(ops.shaped(ops.cast(out, dtype), (-1,)))
+
+    def _places(self, rows: Any, first: int, shape: Sequence[int]) -> Any:
+        """The places of pieces of this shape, whose first dim are ranks from `first` on, in rows; a view."""
+        if math.prod(shape) != math.prod(rows.shape):
+            rows = self._ops.take(self._ops.take(rows, 0, first, first + shape[0]), 1, 0, math.prod(shape[1:]))
+        return rows if tuple(rows.shape) == tuple(shape) else self._ops.shaped(rows, shape)
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
@@ -126,16 +132,17 @@ class Block:
             if self.straight() and all(g.dtype == kind for g in grads.values()):
                 return Work(self.group.reduce_scatter_from(grads, self.parts)), {i: self.parts.count(i, me) for i in grads}
             places = {i: self.parts.widths[i] for i in grads}
-            return self.group.reduce_scatter(self._rows(grads, 0, size, kind), "sum", 0, [sum(places.values())] * size,
-                                             async_op=True), places
+            rows = self._rows({i: self._ops.of(g) for i, g in grads.items()}, 0, size, kind)
+            return self.group.reduce_scatter(rows, "sum", 0, [sum(places.values())] * size, async_op=True), places
 
     def shards(self, places: dict[int, int], flat: Tensor) -> dict[int, Tensor]:
         """This rank's pieces, by number of the parameter, from flat memory in which these are their places."""
-        out, at, me = {}, 0, self.group.rank_index
+        ops, out, at, me = self._ops, {}, 0, self.group.rank_index
         with NoFallbackGuard():
+            row = ops.of(flat)
             for i, elements in places.items():
-                piece = TensorOps.take(flat, 0, at, at + self.parts.count(i, me))
-                out[i] = TensorOps.shaped(piece, self.parts.shape(i, me))
+                piece = ops.take(row, 0, at, at + self.parts.count(i, me))
+                out[i] = ops.tensor(ops.shaped(piece, self.parts.shape(i, me)))
                 at += elements
         return out
 
@@ -161,10 +168,10 @@ class Block:
             return
         with NoFallbackGuard():
             self._memory().claim()
-            rows = TensorOps.shaped(gathered, (self.group.size, -1))
-            for column, pieces in zip(ms.mint.split(rows, self.parts.widths, 1), self._lying):
+            rows = self._ops.shaped(self._ops.of(gathered), (self.group.size, -1))
+            for column, pieces in zip(self._ops.split(rows, self.parts.widths, 1), self._lying):
                 for r, x in pieces:
-                    write(x, _places(column, r, x.shape))
+                    self._ops.write(x, self._places(column, r, x.shape))
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
@@ -173,9 +180,9 @@ class Block:
             kind = HostMemory if on_cpu() else DeviceMemory
             self.memory = kind(self.shapes, self.dtype, self.group.backend)
             with NoFallbackGuard():  # once, as host calls are what a device waits for
-                pieces = (self._pieces(i, self.tensor(i), 0, self.group.size) for i in range(len(self.params)))
-                self._lying = [[(r, TensorOps.shaped(x, (x.shape[0], -1)) if x.is_contiguous() else x) for r, x in each]
-                               for each in pieces]
+                pieces = (self._pieces(i, self.memory.array(i), 0, self.group.size) for i in range(len(self.params)))
+                self._lying = [[(r, self._ops.shaped(x, (x.shape[0], -1)) if self._ops.lies_as_it_is(x) else x)
+                                for r, x in each] for each in pieces]
         return self.memory
 
     def tensor(self, i: int) -> Tensor:
@@ -192,7 +199,7 @@ class Block:
             each = self.group.size // self.near.size
             first = self.near.rank_index * each
             with NoFallbackGuard():
-                wholes = {i: self.tensor(i) for i in range(len(self.params))}
+                wholes = {i: self.memory.array(i) for i in range(len(self.params))}
                 self.part = self._rows(wholes, first, first + each, self.dtype)
         if self.memory is not None and (pages or not self.straight()):
             self.memory.release()
@@ -204,8 +211,9 @@ class Block:
     def changed(self) -> bool:
         """Whether this rank's shards are no longer what lies in the memory."""
         with NoFallbackGuard():
-            return any(not np.array_equal(*(x.asnumpy().reshape(-1).view(np.uint8) for x in (self._ops.cast(
-                local_alias(p), self.dtype), mine))) for i, p in enumerate(self.params) for mine in self._mine(i))
+            own = [self._ops.tensor(self._ops.cast(self._ops.of(local_alias(p)), self.dtype)) for p in self.params]
+            return any(not np.array_equal(*(x.asnumpy().reshape(-1).view(np.uint8) for x in (own[i], mine)))
+                       for i in range(len(own)) for mine in self._mine(i))
 
     def write_own(self, i: int) -> None:
         """This rank's shard of parameter `i` becomes what lies in the memory."""
@@ -215,15 +223,9 @@ class Block:
 
     def _mine(self, i: int) -> list[Tensor]:
         """This rank's piece of parameter `i` in the memory, if it has one."""
-        me = self.group.rank_index
-        return [ms.mint.reshape(x, self.parts.shape(i, me)) for _, x in self._pieces(i, self.tensor(i), me, me + 1)]
-
-
-def _places(rows: Tensor, first: int, shape: Sequence[int]) -> Tensor:
-    """The places of pieces of this shape, whose first dim are ranks from `first` on, in rows; a view."""
-    if math.prod(shape) != math.prod(rows.shape):
-        rows = TensorOps.take(TensorOps.take(rows, 0, first, first + shape[0]), 1, 0, math.prod(shape[1:]))
-    return rows if tuple(rows.shape) == tuple(shape) else TensorOps.shaped(rows, shape)
+        me, ops = self.group.rank_index, self._ops
+        return [ops.tensor(ops.shaped(x, self.parts.shape(i, me)))
+                for _, x in self._pieces(i, self._memory().array(i), me, me + 1)]
 
 
 def _trim() -> None:
@@ -250,6 +252,10 @@ class DeviceMemory:
     def tensor(self, i: int) -> Tensor:
         """A new tensor on the memory; autograd knows nothing of it."""
         return ms.mint.reshape(ms.mint.narrow(self._flat, 0, self.starts[i], self.counts[i]), self.shapes[i])
+
+    def array(self, i: int) -> Any:
+        """The same as what packing works on."""
+        return self.tensor(i)
 
     def release(self) -> None:
         """Gives the storage back to MindSpore's pool."""
@@ -278,6 +284,9 @@ class HostMemory(DeviceMemory):
 
     def tensor(self, i: int) -> Tensor:
         return Tensor.from_numpy(self.arrays[i])
+
+    def array(self, i: int) -> np.ndarray:
+        return self.arrays[i]
 
     def holds(self, x: Tensor) -> bool:
         """Whether a tensor lies here."""
