@@ -147,10 +147,10 @@ of the processor, not of the clock. Each pass over memory that the bound has not
   any time, and what a forward writes into the window reaches it when the cell ends, not before.
 - *the other's half of the gradients into shared memory*: MindSpore makes gradients in memory of its own, which the other
   rank cannot read.
-- *memory for the sums*: gradients go back to the system with the update; kept from step to step they would be so many MiB
-  more at the peak of the forward.
+- *memory for the sums* is that of the last step: the row says what new one would take.
 
-What DTensors add to each op's host time is a row, too; against it, each rank updates half of the parameters.
+What DTensors add to each op's host time is a row, too; against it, each rank updates half of the parameters. The last row is
+what a step without any pass would come to: the rest is not copies.
 
 {stamp(run)}
 
