@@ -69,7 +69,7 @@ class PartedEngine(Engine):
         pieces = [[np.ascontiguousarray(x[parts.index(i, r)]).reshape(-1) for i, x in wholes.items()]
                   for r in range(len(ranks))]
         totals = tuple(parts.total(numbers, r) for r in range(len(ranks)))
-        out, _ = self._result((totals[me],), dtype, large=totals[me] > 0)  # new pages would cost as much as the sum
+        out = np.empty(totals[me], dtype)
         stride = min(_up(max(totals) * dtype.itemsize), CHUNK // len(ranks) // _ALIGN * _ALIGN)
         step = stride // dtype.itemsize
 
