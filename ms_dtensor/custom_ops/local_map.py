@@ -103,7 +103,7 @@ class Mapping:
 
     What it means for inputs of given layouts is worked out once. Arguments after `who`, which names the function in
     messages, are those of `local_map`; `additive`: summands of a result are those of one op, so empty shards make zeros;
-    `checked`: the layouts for which types were checked, of a function that is always to be checked.
+    `checked`: the layouts for which types were checked, of a function that is always checked.
     """
 
     def __init__(self, who, out_placements, in_placements=None, in_grad_placements=None, device_mesh=None,
@@ -149,7 +149,8 @@ class Mapping:
             return fn(*next(refilled), **next(refilled))
         check = mode.check_types or self.checked is not None
         if check:
-            on = self._checked_once(on, key, (*targets, *named), (*cotangents, *(t and t.gradient(own) for t in named)), mesh)
+            back = *cotangents, *(t and t.gradient(own) for t in named)
+            on = self._checked_once(on, key, (*targets, *named), back, outs, mesh)
         token = mesh_inside.set(mesh)
         try:
             result = self._with_nodes_of_all(on, local, layouts, outs, mesh) if uneven else on(local)
@@ -157,14 +158,14 @@ class Mapping:
             mesh_inside.reset(token)
         return self._wrap(result, outs, self.mesh or mesh, layouts)
 
-    def _checked_once(self, on, key, layouts, cotangents, mesh):
-        """`on`, which follows types if these layouts come for the first time; a function that was refused is checked again."""
+    def _checked_once(self, on, key, layouts, cotangents, outs, mesh):
+        """`on`, which follows types if these layouts come for the first time; what was refused is checked again."""
         self.checked = set() if self.checked is None else self.checked
         if key in self.checked:
             return on
 
         def check(tensors):
-            result = checked_run(self.who, on, tensors, layouts, cotangents, *self._out_placements(mesh), self.mesh or mesh, mesh)
+            result = checked_run(self.who, on, tensors, layouts, cotangents, outs, self.mesh or mesh, mesh)
             self.checked.add(key)
             return result
         return check

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """See what is communicated: `CommDebugMode` counts it, `explain` tells why and what it costs; `cache_info` counts plans.
 
-`checks` verifies what users teach the library; `convert`, `all_reduce` and the other moves are for local functions whose types
-it follows. Nothing runs unless asked for. Read next: `comm_mode.py`, `plans.py`, `types/`.
+`checks` verifies what users teach the library; `convert`, `all_reduce` and the other moves are for local functions whose
+types it follows. Nothing runs unless asked for. Read next: `comm_mode.py`, `plans.py`, `types/`.
 """
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one check of a local function knows: the axes, the types of its tensors and where they come from; and how it refuses.
 
-A check is a run of the function on tensors that carry types (`typed.py`). Invariant: all it says depends on types, shapes and
-static arguments, which are alike on all ranks, so all ranks refuse alike.
+A check is a run of the function on tensors that carry types (`typed.py`). Invariant: all it says depends on types, shapes
+and static arguments, which are alike on all ranks, so all ranks refuse alike.
 """
 from __future__ import annotations
 
@@ -45,11 +45,12 @@ class Types(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Account:
-    """One check: whose it is, the mesh, and its axes of several ranks."""
+    """One check: whose it is, the mesh, and its axes of several ranks; whether the author wrote the gradient, too."""
 
     who: str
     mesh: DeviceMesh
     axes: tuple[int, ...]
+    own_gradient: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One checked run of a local function: its inputs get types by their layouts, and its results must be what they are said to be.
+"""One checked run of a local function: inputs get types by their layouts, and results must be what they are said to be.
 
-Called by `local_map` and `DFunction`, once for a function and layouts. Axes of one rank are passed over: any program is right
-there. Invariant: the results are those of the unchecked run, plain and still connected.
+Called by `local_map` and `DFunction`, once for a function and layouts. Axes of one rank are passed over: any program is
+right there. Invariant: the results are those of the unchecked run, plain and still connected.
 """
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from .typed import Typed, plain
 
 
 def checked_run(who: str, fn: Callable, tensors: Sequence[Tensor], layouts: Sequence[Layout | None],
-                cotangents: Sequence[Layout | None], entries: Sequence, single: bool, results_on: DeviceMesh,
-                mesh: DeviceMesh):
+                cotangents: Sequence[Layout | None], outs: tuple[Sequence, bool], results_on: DeviceMesh, mesh: DeviceMesh):
     """`fn(tensors)`, followed by types.
 
     Args:
@@ -31,14 +30,14 @@ def checked_run(who: str, fn: Callable, tensors: Sequence[Tensor], layouts: Sequ
         tensors: these.
         layouts: how they lie; None for a plain one.
         cotangents: how their cotangents are to lie.
-        entries: what is said of each result, None for a plain one.
-        single: there is one result, and no tuple.
+        outs: what is said of each result, None for a plain one; whether there is one result, and no tuple.
         results_on: the mesh of the results.
         mesh: that of the inputs.
 
     Raises:
         OpRuleError: an op does not fit its operands' types, or a result is not what it is said to be.
     """
+    entries, single = outs
     now = Account(who, mesh, tuple(a for a, n in enumerate(mesh.shape) if n > 1))
     given = [x if t is None or c is None else Typed(x, now.of_input(f"argument {i}", t, c))
              for i, (x, t, c) in enumerate(zip(tensors, layouts, cotangents))]

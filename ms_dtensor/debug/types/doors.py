@@ -12,15 +12,16 @@ import functools
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from mindspore import Tensor
 
 from ...comm.group import Group
-from ...core.tree import leaves
+from ...core.tree import leaves, map_leaves
 from ...dispatch.patches.undo import Patched
 from ...errors import OpRuleError
-from ...internals.names import Function, jit_api
+from ...internals.names import Function, jit_api, no_grad
 from ...ops.rules import spmd
 from ...ops.rules.spmd import Refused
 from .account import Account, Origin, Types, account, site
@@ -71,14 +72,32 @@ def _met(*trees) -> bool:
 
 
 # -- functions that types do not look into -------------------------------------------------------------------------------
-def as_op(cls: Any, name: str, run, args, kwargs):
-    """A function with a gradient of its own as one op: by the `types` that its class names, else as an op without a rule."""
+def as_op(cls: Any, name: str, run, args, kwargs, call=None):
+    """A function with its own gradient as one op: by the `types` that its class names, else by a rule, if it has one."""
     now = account.get()
     assert now is not None
     types = [types_of(x) for x in leaves((args, kwargs), Tensor)]
     told = getattr(cls, "types", None)
-    kinds = now.results(name, None, types, None if told is None else signatures(told))
+    kinds = now.results(name, call, types, None if told is None else signatures(told))
     return typed(now, name.strip("'"), run(*plain(args), **plain(kwargs)), kinds, types)
+
+
+def as_written(name: str, run, args, kwargs, forward):
+    """A function with a gradient of its own, whose results' types follow from its `forward`.
+
+    What its collectives make is as invariant as its backward says; it is taken for that.
+    """
+    now = account.get()
+    assert now is not None
+    inside = replace(now, who=f"{name} in {now.who}", own_gradient=True)
+    with no_grad(), watched(inside):
+        made = leaves([forward(*args, **kwargs)], Tensor)
+        types = [types_of(x) for x in made]
+    result = run(*plain(args), **plain(kwargs))
+    graded = any(types_of(x).graded for x in leaves((args, kwargs), Tensor))
+    told = iter([t._replace(graded=graded, kinds=tuple(spmd.I if k.letter == "R" and not t.graded else k for k in t.kinds))
+                 for t in types])
+    return map_leaves(lambda x: Typed(x, next(told)), result, Tensor)
 
 
 def signatures(told) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
@@ -96,8 +115,9 @@ def signatures(told) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
     for one in (told,) if told and isinstance(told[0], str) else told:
         letters = list(one)
         if letters.count("->") != 1 or not set(letters) <= {*"RIVP", "->"} or letters[-1] == "->":
-            raise OpRuleError(f"For 'types', {one!r} is no signature.", "", "It is the types of all tensors that go in, '->', "
-                              "and those of the results: R, I, V or P.", "types = ('V', 'R', '->', 'P')")
+            raise OpRuleError(f"For 'types', {one!r} is no signature.", "",
+                              "It is the types of all tensors that go in, '->', and those of the results: R, I, V or P.",
+                              "types = ('V', 'R', '->', 'P')")
         at = letters.index("->")
         out.append((tuple(letters[:at]), tuple(letters[at + 1:])))
     return tuple(out)
@@ -143,9 +163,9 @@ def _types_after(now: Account, group: Group, name: str, reduce: str, tensors) ->
     over, types = spanned(now, group, name), tensors[0]._types
     op, kinds = f"'{name}'", []
     for t in (x._types for x in tensors):
-        if t.graded:
+        if t.graded and not now.own_gradient:
             raise OpRuleError(f"For '{now.who}', {op} at {site()} was given a tensor with a gradient.", str(t.origins[0]),
-                              "A group's collectives have none: it would end there, and nobody would see that it is missing.",
+                              "A group's collectives have none: it would end there, and nobody would see that it is gone.",
                               (f"debug.{_MOVES.get(name, name)}(x, axis), which has one", "ops.stop_gradient(x) first"))
     for k, axis in enumerate(now.names):
         kind = types.kinds[k]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moves from one type to another on an axis, for use inside a local function: differentiable, and recorded as any communication.
+"""Moves from one type to another on an axis, inside a local function: differentiable, and recorded as any communication.
 
-Each is a node whose backward is the transposed move, so they may be differentiated to any order. They do the same whether types
-are checked or not: what a move does is said by its name and by `to`, never by a type that was found out. Public as
+Each is a node whose backward is the transposed move, so they may be differentiated to any order. They do the same whether
+types are checked or not: what a move does is said by its name and by `to`, never by a type that was found out. Public as
 `ms_dtensor.debug.convert` and so on.
 """
 from __future__ import annotations

@@ -2,8 +2,8 @@
 """The tensor of a check: a local tensor with types, which asks the table what each op makes of them.
 
 It computes what the plain tensor computes, with MindSpore's own functions. What MindSpore does without asking
-`__fallback__` (indexing, item, bool, asnumpy, iteration ...) is overridden here, as in `tensor/dtensor.py`. Invariant: nothing
-computed of typed tensors during a check is plain, unless it was refused; after the check they act as plain ones.
+`__fallback__` (indexing, item, bool, asnumpy, iteration ...) is overridden here, as in `tensor/dtensor.py`. Invariant:
+nothing computed of typed tensors during a check is plain, or it was refused; after the check they act as plain ones.
 """
 from __future__ import annotations
 

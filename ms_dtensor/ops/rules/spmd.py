@@ -271,10 +271,10 @@ def moved(move: str, kind: Kind, to: str, dim: int | None = None) -> Kind:
     """
     if to not in MOVES.get((move, kind.letter), ()):
         starts = [f"{WORDS[k]} to {' or '.join(WORDS[t] for t in ts)}" for (m, k), ts in MOVES.items() if m == move]
-        raise Refused(0, _INSTEAD.get((move, kind.letter), f"It is {WORDS[kind.letter]}; '{move}' takes {', '.join(starts)}."),
-                      *(("all_reduce({x}, '{axis}')",) if kind.letter == "P" else
-                        ("convert({x}, '{axis}', to='R') first",) if kind.letter == "I" else
-                        ("reinterpret({x}, '{axis}', as_='V') first, if it is meant",)))
+        takes = f"It is {WORDS[kind.letter]}; '{move}' takes {', '.join(starts)}."
+        way = {"P": "all_reduce({x}, '{axis}')", "I": "convert({x}, '{axis}', to='R') first"}
+        raise Refused(0, _INSTEAD.get((move, kind.letter), takes),
+                      way.get(kind.letter, "reinterpret({x}, '{axis}', as_='V') first, if it is meant"))
     if kind.letter == "P" and not kind.reads.is_partial("sum"):  # type: ignore[union-attr]
         raise Refused(0, f"It is {kind.reads!r}, and '{move}' sums up.", "group.all_reduce(x, op) without a gradient")
     return Kind("V", None if dim is None else Shard(dim)) if to == "V" else OF_LETTER[to]
