@@ -222,3 +222,50 @@ def compare_gradients(one: OneCall, cell, outs, shape, made, meanings, varies, w
             if not same(np.asarray(want), g, half=one.trial.half):
                 return f"gradient of operand {i} at {at}"
     return ""
+
+
+# -- what varies, and a global op reads as a summand ---------------------------------------------------------------------
+def prove_reads(one: OneCall, n: int, table: Table, tally: Tally) -> None:
+    """Of shards of a dim: where the table says that the ranks' results are summands, they are, of the op of the whole."""
+    for case in one.trial.spec.cases:
+        if not any(p.is_shard() for p in case.ins) or any(p.is_partial() or p.parts for p in case.ins):
+            continue
+        kinds = [Kind("V", p) if p.is_shard() else R for p in case.ins]
+        tally.cells += 1
+        try:
+            outs = table(one.call, one.spec, kinds, one.graded)
+        except Refused:
+            continue
+        if not all(k.letter == "V" and k.reads is not None and k.reads.is_partial("sum") for k in outs):
+            continue
+        tally.accepted += 1
+        problem = _sums_of_shards(one, case.ins, n, tally)
+        if problem:
+            tally.wrong.append(f"{one.call.op} {[list(a.shape) for a in one.arrays]} {case}, {n} ranks: {problem}")
+
+
+def _sums_of_shards(one: OneCall, ins, n: int, tally: Tally) -> str:
+    rng = np.random.default_rng(2)
+    parts = [[rng.permutation(a.reshape(-1)).reshape(a.shape) if p.is_shard() else a for _ in range(n)]
+             for a, p in zip(one.arrays, ins)]
+    whole = [np.concatenate(p, at.dim) if at.is_shard() else p[0] for p, at in zip(parts, ins)]
+    try:
+        results = [one.run([p[r] for p in parts]) for r in range(n)]
+        wanted = one.run(whole)
+    except Exception:  # noqa: BLE001  static arguments that fit local shapes alone: there is no such call of the whole
+        return ""
+    if [x.shape for x in wanted] != [x.shape for x in results[0]]:
+        return ""
+    tally.compared += 1
+    for j, want in enumerate(wanted):
+        if not same(want, sum(r[j] for r in results).astype(want.dtype), half=one.trial.half):
+            return f"value of result {j}"
+    if one.trial.grads is None or not one.trial.wrt:
+        return ""
+    shares = [None if c is None else rng.normal(size=w.shape).astype(w.dtype) for w, c in zip(wanted, one.trial.cotangents)]
+    local = [one.gradients([p[r] for p in parts], shares) for r in range(n)]
+    for k, (i, want) in enumerate(zip(one.trial.wrt, one.gradients(whole, shares))):
+        got = np.concatenate([g[k] for g in local], ins[i].dim) if ins[i].is_shard() else sum(g[k] for g in local)
+        if not same(want, got, half=one.trial.half):
+            return f"gradient of operand {i}"
+    return ""

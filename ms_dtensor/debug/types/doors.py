@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import mindspore
 from mindspore import Tensor
 
 from ...comm.group import Group
@@ -65,6 +66,22 @@ def _put() -> None:
     def call(self, *args, **kwargs):
         return self.fn(*args, **kwargs) if _met(args, kwargs) else compiled(self, *args, **kwargs)
     _open.put(jit_api._JitExecutor, "__call__", call)
+    for module in (mindspore, mindspore.mint, mindspore.ops):
+        for name in ("zeros", "ones", "full", "arange", "eye", "linspace"):
+            if hasattr(module, name):
+                _open.put(module, name, _made_of_numbers(getattr(module, name)))
+
+
+def _made_of_numbers(original):
+    """A new tensor of numbers of the program, which are the same on all ranks as those beside operators are."""
+    @functools.wraps(original)
+    def make(*args, **kwargs):
+        made, now = original(*args, **kwargs), account.get()
+        if now is None or made.__class__ is not Tensor or leaves((args, kwargs), Tensor):
+            return made
+        origin = Origin("numbers of the program")
+        return Typed(made, Types((spmd.R,) * len(now.axes), False, (origin,) * len(now.axes)))
+    return make
 
 
 def _met(*trees) -> bool:
@@ -114,7 +131,7 @@ def signatures(told) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
     out = []
     for one in (told,) if told and isinstance(told[0], str) else told:
         letters = list(one)
-        if letters.count("->") != 1 or not set(letters) <= {*"RIVP", "->"} or letters[-1] == "->":
+        if letters.count("->") != 1 or not set(letters) <= {*"RIVP", "*", "->"} or letters[-1] == "->":
             raise OpRuleError(f"For 'types', {one!r} is no signature.", "",
                               "It is the types of all tensors that go in, '->', and those of the results: R, I, V or P.",
                               "types = ('V', 'R', '->', 'P')")
@@ -212,9 +229,51 @@ def spanned(now: Account, group: Group, who: str) -> tuple[str, ...]:
                       "Types are kept for each axis of the inputs' mesh.", "mesh.get_group(axis) of that mesh")
 
 
-def reinterpreted(x: Typed, k: int, kind: spmd.Kind) -> Typed:
+def reinterpreted(x: Tensor, k: int, kind: spmd.Kind) -> Typed:
     """`x` with another type on axis number `k` of the account, on its author's word."""
-    old = x._types
+    old = types_of(x)
     kinds, origins = list(old.kinds), list(old.origins)
     kinds[k], origins[k] = kind, Origin(f"what was said at {site()}")
     return Typed(x, Types(tuple(kinds), old.graded, tuple(origins)))
+
+
+# -- the library's own local code ----------------------------------------------------------------------------------------
+def declared(*types):
+    """Decorates a local function whose numbers Python reads, or that sends by tables: to a check it is one op.
+
+    Args:
+        *types: its signatures on an axis, as those of a `DFunction`; "*" behind an operand's type: all others are alike.
+    """
+    def mark(fn):
+        class Named:
+            pass
+        Named.types = types  # type: ignore[attr-defined]
+
+        @functools.wraps(fn)
+        def run(*args, **kwargs):
+            if not _met(args, kwargs):
+                return fn(*args, **kwargs)
+            return as_op(Named, f"'{fn.__name__}'", fn, args, kwargs)
+        return run
+    return mark
+
+
+def on_host(fn, *tensors: Tensor):
+    """A tensor that NumPy makes of these tensors' numbers: the same on all ranks where they are, without a gradient.
+
+    Args:
+        fn: takes arrays, and gives one; it must not ask which rank this is.
+        *tensors: local tensors.
+
+    Raises:
+        OpRuleError: in a check, one of them is a summand.
+    """
+    now = account.get()
+    types = [types_of(x) for x in tensors] if now is not None else []
+    made = Tensor(fn(*(Tensor._make_subclass(Tensor, x).asnumpy() for x in tensors)))
+    if now is None or not any(isinstance(x, Typed) for x in tensors):
+        return made
+    kinds = now.results("what is computed on the host", None, [
+        t._replace(kinds=tuple(spmd.V if k.letter in "RI" else k for k in t.kinds)) for t in types])
+    kept = [tuple(spmd.R for _ in of) if all(t.kinds[k].letter in "RI" for t in types) else of for k, of in enumerate(kinds)]
+    return typed(now, "host", made, kept, types, graded=False)

@@ -24,7 +24,7 @@ from ...ops.rules import spmd
 from ...ops.rules.spmd import Kind, Refused
 from .account import Types, account
 from .doors import reinterpreted
-from .typed import Typed, plain
+from .typed import Typed, plain, types_of
 
 mesh_inside: ContextVar[DeviceMesh | None] = ContextVar("ms_dtensor_local_mesh", default=None)  # of the local function
 
@@ -221,7 +221,7 @@ def reinterpret(x: Tensor, axis: str, as_: str) -> Tensor:
     """
     _one_of("reinterpret", as_, "RIVP", "as_")
     now = account.get()
-    if now is None or not isinstance(x, Typed) or axis not in now.names:
+    if now is None or axis not in now.names:
         return x
     return reinterpreted(x, now.names.index(axis), spmd.OF_LETTER[as_])
 
@@ -229,10 +229,11 @@ def reinterpret(x: Tensor, axis: str, as_: str) -> Tensor:
 # -- how they run --------------------------------------------------------------------------------------------------------
 def _run(move: str, x: Tensor, axis: str, to: str, run: Callable, back: Callable, dim: int | None = None) -> Tensor:
     now = account.get()
-    if now is None or not isinstance(x, Typed):
+    if now is None:
         with comm.annotate(src=move, dst=to):
             return _Move.apply(x, run, back)
-    types, kinds = x._types, list(x._types.kinds)
+    types = types_of(x)
+    kinds = list(types.kinds)
     for k, name in enumerate(now.names):
         try:
             kinds[k] = _after(move, kinds[k], types.graded, to, dim) if name == axis else _beside(kinds[k], move, to)

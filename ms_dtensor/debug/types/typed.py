@@ -178,10 +178,10 @@ def types_of(x: Tensor) -> Types:
     Raises:
         OpRuleError: it comes of recorded tensors, by a way that types do not follow.
     """
-    if isinstance(x, Typed):
-        return x._types
     now = account.get()
     assert now is not None
+    if isinstance(x, Typed) and len(x._types.kinds) == len(now.axes):  # not one that another function has kept
+        return x._types
     graded = bool(x._requires_grad) and dtype_name(x.dtype).startswith(DIFFERENTIABLE)
     if graded and recording() and not x._is_leaf:
         raise OpRuleError(f"For '{now.who}', at {site()} a tensor without a type meets one with.",
