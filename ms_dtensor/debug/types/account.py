@@ -75,6 +75,11 @@ class Account:
         graded = layout.dtype.startswith(("float", "bfloat", "complex"))
         return Types(tuple(kinds), graded, tuple(Origin(f"{what} ({layout.placements[a]!r})") for a in self.axes))
 
+    def constant(self) -> Types:
+        """The types of numbers of the program, which are the same on all ranks as those beside operators are."""
+        n = len(self.axes)
+        return Types((spmd.R,) * n, False, (Origin("numbers of the program"),) * n)
+
     def outsider(self, graded: bool) -> Types:
         """The types of a plain tensor that the function did not get as a DTensor: each rank's own."""
         n = len(self.axes)

@@ -79,8 +79,7 @@ def _made_of_numbers(original):
         made, now = original(*args, **kwargs), account.get()
         if now is None or made.__class__ is not Tensor or leaves((args, kwargs), Tensor):
             return made
-        origin = Origin("numbers of the program")
-        return Typed(made, Types((spmd.R,) * len(now.axes), False, (origin,) * len(now.axes)))
+        return Typed(made, now.constant())
     return make
 
 

@@ -59,8 +59,9 @@ class Typed(Tensor):
         except OpRuleError:
             bound = None
         tensors = leaves((args, kwargs), Tensor)
-        types = [types_of(x) for x in tensors]
         op = name if entry is None else entry[0]
+        numbers = _numbers(op, bound)
+        types = [now.constant() if id(x) in numbers else types_of(x) for x in tensors]
         call = None if bound is None else as_call(op, bound, tensors)
         kinds = now.results(f"'{op}'", call, types)
         if name in INPLACE:
@@ -190,6 +191,12 @@ def types_of(x: Tensor) -> Types:
                           ("pass it as an argument of the function, as a DTensor",
                            "give `types=` to the DFunction that makes it"))
     return now.outsider(graded)
+
+
+def _numbers(op: str, bound: dict | None) -> set[int]:
+    """Numbers among an op's arguments that MindSpore itself makes tensors of: a one-hot's values."""
+    given = (bound.get("on"), bound.get("off")) if bound is not None and op == "one_hot" else ()
+    return {id(x) for x in given if x.__class__ is Tensor and x._shape == ()}
 
 
 def as_call(op: str, arguments: dict, tensors: Sequence[Tensor]) -> Call:
