@@ -7,6 +7,7 @@ nothing computed of typed tensors during a check is plain, or it was refused; af
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from ...tensor.indexing import get_item, set_item
 from ..verify.capture import on_one_rank
 from .account import Account, Types, account, site
 
+_MADE_INSIDE = ("on", "off", "seed", "offset")
 _NO_GRADIENT = frozenset(("StopGradient", "Detach"))
 
 
@@ -194,9 +196,9 @@ def types_of(x: Tensor) -> Types:
 
 
 def _numbers(op: str, bound: dict | None) -> set[int]:
-    """Numbers among an op's arguments that MindSpore itself makes tensors of: a one-hot's values."""
-    given = (bound.get("on"), bound.get("off")) if bound is not None and op == "one_hot" else ()
-    return {id(x) for x in given if x.__class__ is Tensor and x._shape == ()}
+    """Tensors among an op's arguments that MindSpore itself makes: a one-hot's values, a generator's state."""
+    given = [(bound or {}).get(name) for name in _MADE_INSIDE]
+    return {id(x) for x in given if x.__class__ is Tensor and math.prod(x._shape) == 1}
 
 
 def as_call(op: str, arguments: dict, tensors: Sequence[Tensor]) -> Call:
