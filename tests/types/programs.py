@@ -2,8 +2,8 @@
 """Random local programs: built op by op of what a check lets pass, and what each means on one device.
 
 The meaning is worked out on whole tensors by another reading than the table's: a value that varies is one tensor for each
-rank, and beside it what a global program would have there, the same ops on the whole. A result that is called partial must be
-that; one that is called a shard the ranks' tensors joined; anything else the one value.
+rank, and beside it what a global program would have there, the same ops on the whole. A result that is called partial must
+be that; one that is called a shard the ranks' tensors joined; anything else the one value.
 """
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ class Program:
         here = self.mesh.get_coordinate()
         local = array[tuple(c if p.is_partial() else 0 for c, p in zip(here, placements))]
         cuts = Layout(self.mesh, [p if p.is_shard() else Replicate() for p in placements], local.shape)
-        return DTensor.from_local(Tensor(np.array(local[tuple(slice(*b) for b in cuts.local_box(here))])), self.mesh, placements)
+        mine = np.array(local[tuple(slice(*b) for b in cuts.local_box(here))])
+        return DTensor.from_local(Tensor(mine), self.mesh, placements)
 
     def _shape(self, out):
         shape = list(self.local_shape)
@@ -221,7 +222,8 @@ def meaning_of(step, pool, mesh) -> Meaning:
 
 def together(op, mesh, *xs: Meaning) -> Meaning:
     axes = tuple(sorted({a for x in xs for a in x.axes}))
-    of = {at: op(*(x.at(dict(zip(axes, at))) for x in xs)) for at in itertools.product(*(range(mesh.shape[a]) for a in axes))}
+    where = itertools.product(*(range(mesh.shape[a]) for a in axes))
+    of = {at: op(*(x.at(dict(zip(axes, at))) for x in xs)) for at in where}
     whole: dict[int, Meaning | None] = {}
     for a in axes:
         seen = [x.whole.get(a) if a in x.axes else x for x in xs]

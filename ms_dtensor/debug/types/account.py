@@ -147,6 +147,6 @@ def site() -> str:
         name = os.path.abspath(frame.f_code.co_filename)
         if not (name.startswith(_NO_PLACE) or f"{os.sep}mindspore{os.sep}" in name or "<frozen" in name
                 or name.endswith((f"{os.sep}contextlib.py", f"{os.sep}functools.py"))):
-            return f"{name}:{frame.f_lineno}"
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"
