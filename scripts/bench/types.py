@@ -12,6 +12,7 @@ import json
 import statistics
 import time
 
+import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint
 
@@ -32,6 +33,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=40)
     rounds = parser.parse_args().rounds
+    ms.runtime.launch_blocking()
     with fake_world(4):
         mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         lies = {"dp": Shard(0)}, {"tp": Shard(1)}, {"tp": Shard(0)}
