@@ -20,7 +20,7 @@ from ..internals.names import NoFallbackGuard, enabled, executor, run_backward
 from ..internals.probes import check_recordings
 from . import patches
 from .operands import local_alias, recording, retag
-from .patches.gradients import apart, as_cotangents, backward_apart, end_abandoned, in_this_gradient, layouts_of
+from .patches.gradients import apart, as_cotangents, backward_apart, end_abandoned, in_this_gradient, kept_apart, layouts_of
 from .planner import describe_operands
 from .recording import handed_out
 from .replaced import current
@@ -129,6 +129,8 @@ def backward(loss: Tensor, gradient: Tensor | None = None, retain_graph: bool = 
         executor.set_grad_flag(True)
         raise
     for p, g in zip(wanted, _gradients(loss, start, retain_graph, wanted), strict=True):
+        if kept_apart(p):
+            continue
         have = getattr(p, "grad", None)
         p.grad = g if have is None else have + g.astype(have.dtype)
     loss.__dict__[_RUN] = not retain_graph

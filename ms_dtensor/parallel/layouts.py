@@ -24,12 +24,14 @@ from ..core.placements import REPLICATE, Placement
 from ..core.tree import leaves
 from ..dispatch import modes
 from ..dispatch.operands import LAID_OUT, dtype_name, local_alias, wrap
+from ..dispatch.patches.recomputed import standing_in
 from ..dispatch.replaced import current
 from ..errors import DTensorError, LayoutError, MixedOperandError
 from ..internals.names import NoFallbackGuard
+from ..internals.target import is_meta
 from ..redistribute.boxes import relative
 from ..redistribute.execute import slice_local
-from ..tensor.distribute import distribute_parameter, distribute_tensor, like_parameter, set_parameter
+from ..tensor.distribute import distribute_parameter, distribute_tensor, empty_shard, like_parameter, set_parameter
 from ..tensor.dtensor import DTensor
 
 OUTER = "_ms_dtensor_outer"  # cell attribute: (whole mesh, {axis: placement of plain inputs}), set by replicate
@@ -94,6 +96,11 @@ def enter(x, cell: nn.Cell, mesh: DeviceMesh, placement, who: str, shape=None, b
     """
     if isinstance(x, DTensor):
         return x
+    if any(call.local for call in standing_in.get()):
+        raise LayoutError(f"For '{who}', a plain input came inside of a cell that computes on local tensors.",
+                          f"plain Tensor{list(x._shape)}", "There gradients are added up over ranks; a style takes "
+                          "them to be those of one device.", ("fully_shard without local_inputs=True",
+                                                              "collectives in the cell, and weight.to_local()"))
     whole, outer = getattr(cell, OUTER, (mesh, {}))
     for other in leaves(beside, DTensor):
         whole = union_mesh(whole, other.device_mesh, who)
@@ -319,6 +326,9 @@ def lift(x: Tensor, whole: DeviceMesh, new: Mapping[str, Placement] | None = Non
 
 def lay_out(x, mesh: DeviceMesh, target: Layout):
     """A parameter or buffer as `target` says, which tells more of the axes of `mesh`: values are those of coordinate 0."""
+    if is_meta(x):
+        out = wrap(empty_shard(target), target)
+        return like_parameter(out, x) if isinstance(x, Parameter) else out
     if not isinstance(x, DTensor):
         make = distribute_parameter if isinstance(x, Parameter) else distribute_tensor
         return make(x, target.mesh, list(target.placements))

@@ -37,6 +37,9 @@ class MixedPrecisionPolicy:
         reduce_dtype: in which gradients are added up over ranks; None: the dtype of the computation.
         output_dtype: of the floating-point outputs of the cell the policy is applied to; None: as they come.
         cast_forward_inputs: whether that cell's floating-point inputs are cast to `param_dtype`.
+        apply_grad_on_fp32_main_grad: under `fully_shard` and `replicate`, gradients that were added up over ranks are added
+            to `parameter.main_grad`, a DTensor in float32, at every backward until it is set to None (`zero_grad()`); what
+            a gradient function hands out are zeros, and `.grad` stays as it is. The name is hyper_parallel's.
 
     With float32 parameters, `MixedPrecisionPolicy(mindspore.bfloat16, mindspore.float32)` is training in bfloat16 with
     float32 master weights. `replicate(cell, mesh=mesh, mp_policy=policy)` applies it, or `apply` by itself: to a plain cell,
@@ -57,6 +60,7 @@ class MixedPrecisionPolicy:
     reduce_dtype: ms.dtype.TensorType | None = None
     output_dtype: ms.dtype.TensorType | None = None
     cast_forward_inputs: bool = True
+    apply_grad_on_fp32_main_grad: bool = False
 
     def __post_init__(self):
         for what in ("param_dtype", "reduce_dtype", "output_dtype"):
@@ -71,6 +75,10 @@ class MixedPrecisionPolicy:
         Raises:
             ConfigError: a cell that has parameters of its own was told to recompute, or has a policy, already.
         """
+        if self.apply_grad_on_fp32_main_grad:
+            raise ConfigError("For 'MixedPrecisionPolicy', 'apply_grad_on_fp32_main_grad' needs data parallelism.",
+                              type(module).__name__, "`main_grad` is what ranks have added up.",
+                              ("fully_shard(cell, mesh=mesh, mp_policy=...)", "replicate(cell, mesh=mesh, mp_policy=...)"))
         owners = []
         for name, cell in module.cells_and_names():
             of_unit = getattr(cell.__dict__.get("_ms_dtensor_unit"), "policy", MixedPrecisionPolicy())

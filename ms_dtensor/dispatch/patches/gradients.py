@@ -92,6 +92,12 @@ def deliver(of: list, gradients: list) -> None:
         owner.deliver({id(x): g for x, g in zip(of, gradients)})
 
 
+def kept_apart(param) -> bool:
+    """Whether whoever adds up this parameter's gradients keeps the sums (`main_grad`), and hands out zeros."""
+    ref = param.__dict__.get(REDUCED_BY)
+    return ref is not None and getattr(ref(), "main", False)
+
+
 @contextmanager
 def _asking(of: list | None) -> Iterator[None]:
     """Inside runs the backward that is to give the gradients of these; None: of all parameters that it meets."""
@@ -231,6 +237,11 @@ def backward_apart(participants: list, of: list) -> Iterator[None]:
     """The same, around a backward that is to give the gradients of these."""
     with apart(participants), _asking(of):
         yield
+
+
+def recorded_apart() -> bool:
+    """Whether a recording's own forward or backward is under way: MindSpore runs no `bprop` of an nn.Cell there."""
+    return _apart.get()
 
 
 def end_abandoned() -> None:

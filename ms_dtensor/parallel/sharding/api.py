@@ -7,7 +7,7 @@ batch, and gradients are those of one device; nothing is scaled by a world size.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from types import MethodType
 from typing import Any
 
@@ -19,14 +19,16 @@ from ...core.placements import REPLICATE, Placement, Shard
 from ...dispatch.operands import SHARDED_BY
 from ...dispatch.replaced import current
 from ...errors import ConfigError, LayoutError
-from ...internals.target import on_cpu
+from ...internals.target import on_cpu, with_values
 from ...tensor import deferred_init
 from ...tensor.distribute import set_parameter
 from ...tensor.dtensor import DTensor
 from ..layouts import OUTER, around_construct, lay_out, lift, union_mesh
 from ..precision import MixedPrecisionPolicy
+from . import local
 from .batch import batch_over
 from .call import UNIT, runs_as_unit, units_of
+from .local import Mode
 from .memory import CPUOffloadPolicy, OffloadPolicy
 from .methods import METHODS
 from .unit import DataAxes, Unit
@@ -37,10 +39,12 @@ _OVER = "_ms_dtensor_replicated_over"  # parameter attribute: axes that replicat
 Slots = list[tuple[nn.Cell, str, Parameter]]
 
 
+@with_values
 def fully_shard(module: nn.Cell | Sequence[nn.Cell], *, mesh: DeviceMesh, reshard_after_forward: bool | int = True,
                 shard_placement_fn: Callable[[Parameter], Placement | None] | None = None,
                 mp_policy: MixedPrecisionPolicy | None = None, offload_policy: OffloadPolicy | None = None,
-                ignored_params: Iterable[Parameter] = ()):
+                ignored_params: Iterable[Parameter] = (), replicate_params: Iterable[Parameter] = (),
+                local_inputs: bool = False):
     """Cuts a cell's parameters over a data axis, in place, gathering them while the cell runs (FSDP2, HSDP).
 
     Apply it to each block and then to the model: one call's parameters are gathered in one collective before its cell
@@ -63,12 +67,19 @@ def fully_shard(module: nn.Cell | Sequence[nn.Cell], *, mesh: DeviceMesh, reshar
         ignored_params: parameters to leave as they are; others than the cell's own mean nothing. DTensors among them work
             as ever. A plain one is each rank's own: it works on local tensors (`x.to_local()`), its gradient is of this
             rank's rows and is not reduced; where it meets a DTensor it is refused.
+        replicate_params: parameters that each rank keeps whole, as `shard_placement_fn` says it by `Replicate()`.
+        local_inputs: cells compute on each rank's own plain tensors, with collectives of their own: plain in, plain out. A
+            parameter is a DTensor on the axes that `mesh` has not, and plain where there are none; cells take
+            `weight.to_local()` of it. What is differentiated is the sum over all ranks of what each of them differentiates:
+            the gradient of a parameter that is replicated over tensor-parallel ranks is added up over them, too, so where
+            all of them compute one loss each begins with its part of it. Over the ranks of `mesh` gradients are averaged,
+            as in PyTorch, or added up: `set_reduce_op_type("sum")`.
 
     Returns:
         The same cell or list; each cell with the methods `unshard(async_op=False)` and `reshard()` (gather now and keep;
         give back), `set_requires_gradient_sync(bool, recurse=True)` (False: the gradients asked for are added up on each
         rank, and handed out as zeros, until a step with True), `set_requires_all_reduce(bool, recurse=True)` (the same for
-        the ranks that have copies), `forget_gradients(recurse=True)` (drops these),
+        the ranks that have copies), `forget_gradients(recurse=True)` (drops these), `zero_grad(recurse=True)`,
         `set_modules_to_forward_prefetch(cells)`, `set_modules_to_backward_prefetch(cells)` and
         `set_reshard_after_forward(bool, recurse=True)`. Parameters are DTensors, cut; so are their gradients. Plain inputs
         of the outermost cell are this rank's rows of the global batch, as for `replicate`.
@@ -93,19 +104,23 @@ def fully_shard(module: nn.Cell | Sequence[nn.Cell], *, mesh: DeviceMesh, reshar
         >>> net[0].weight
         DTensor(Parameter '0.weight', f32[8@dp, 4], mesh=(dp=1), rank 0 holds [8, 4])
     """
-    cells, ignored_params = list(module) if isinstance(module, list | tuple) else [module], list(ignored_params)
+    cells = list(module) if isinstance(module, list | tuple) else [module]
+    ignored_params, replicate_params = list(ignored_params), list(replicate_params)
     _check("fully_shard", cells, mesh, ("mp_policy", mp_policy, MixedPrecisionPolicy | None),
            *(("ignored_params", p, Parameter) for p in ignored_params),
+           *(("replicate_params", p, Parameter) for p in replicate_params), ("local_inputs", local_inputs, bool),
            ("offload_policy", offload_policy, OffloadPolicy | None))
     if isinstance(offload_policy, CPUOffloadPolicy) and not on_cpu():
         raise ConfigError("For 'fully_shard', 'CPUOffloadPolicy' is for CPUs only.", repr(mesh),
                           "A MindSpore Parameter lies where its device is.", "more ranks, or optimizer state of fewer bytes")
-    _cut("fully_shard", cells, mesh, reshard_after_forward, shard_placement_fn, mp_policy, ignored_params)
+    whole, placed = {id(current(p)) for p in replicate_params}, shard_placement_fn or (lambda p: None)
+    _cut("fully_shard", cells, mesh, reshard_after_forward, lambda p: REPLICATE if id(p) in whole else placed(p), mp_policy,
+         ignored_params, Mode.LOCAL if local_inputs else Mode.GLOBAL)
     return module
 
 
 def _cut(who: str, cells: list, mesh: DeviceMesh, reshard_after_forward: bool | int, shard_placement_fn, mp_policy,
-         ignored_params: list[Parameter]) -> None:
+         ignored_params: list[Parameter], mode: Mode = Mode.GLOBAL) -> None:
     if mesh.ndim > 2:
         raise ConfigError(f"For '{who}', 'mesh' has {mesh.ndim} axes.", f"mesh({mesh.describe()})",
                           "One axis cuts; one before it may copy.", 'pass mesh["dp"], or mesh["replicate", "shard"]')
@@ -120,12 +135,14 @@ def _cut(who: str, cells: list, mesh: DeviceMesh, reshard_after_forward: bool | 
     whole = _whole_mesh(who, found, data)
     targets = {id(p): _target(who, p, axes, whole, shard_placement_fn) for _, _, p in found
                if not p.__dict__.get(SHARDED_BY)}  # refuses before anything moves
-    mine = _lay_out(cells, inside, found, targets, data, whole)
+    local.check(who, mode, cells, units_of(*cells), _tied_elsewhere(cells, found, targets))
+    mine = _lay_out(cells, inside, found, targets, data, whole, mode)
     for _, _, p in mine:
         p.__dict__[SHARDED_BY] = type(cells[0]).__name__
-    _make_unit(who, cells, mine, found, axes, mp_policy, _BUCKET_MB)
+    _make_unit(who, cells, mine, found, axes, mp_policy, _BUCKET_MB, mode)
 
 
+@with_values
 def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = _BUCKET_MB,
               mp_policy: MixedPrecisionPolicy | None = None, zero1: bool = False,
               ignored_modules: Iterable[nn.Cell] = ()) -> nn.Cell:
@@ -275,7 +292,7 @@ def _target(who: str, p: Parameter, axes: DataAxes, whole: DeviceMesh, placement
 
 
 def _lay_out(cells: list[nn.Cell], inside: list[nn.Cell], slots: Slots, targets: dict[int, Layout], data: DeviceMesh,
-             whole: DeviceMesh) -> Slots:
+             whole: DeviceMesh, mode: Mode = Mode.GLOBAL) -> Slots:
     """Puts the parameters that have a target, laid out, into their slots, which it returns; and lays buffers out."""
     for cell in cells:
         deferred_init.remember(cell, whole, 0)
@@ -289,7 +306,7 @@ def _lay_out(cells: list[nn.Cell], inside: list[nn.Cell], slots: Slots, targets:
             mine.append((cell, key, made[id(p)]))
     for unit in units_of(*cells):  # an inner cell may have known of fewer axes
         unit.move_to(whole)
-    for cell in inside:
+    for cell in inside if mode is Mode.GLOBAL else ():
         for key, buffer in list(getattr(cell, "_buffers", {}).items()):
             if isinstance(buffer, Tensor) and not (isinstance(buffer, DTensor) and buffer.device_mesh == whole):
                 cell._buffers[key] = lay_out(buffer, data, lift(buffer, whole))
@@ -297,13 +314,22 @@ def _lay_out(cells: list[nn.Cell], inside: list[nn.Cell], slots: Slots, targets:
     return mine
 
 
-def _make_unit(who: str, cells: list[nn.Cell], slots: Slots, found: Slots, axes: DataAxes, mp_policy, bucket_mb: float):
-    taken = {(id(c), key) for c, key, _ in (*slots, *(slot for u in units_of(*cells) for slot in (*u.slots, *u.tied)))}
-    tied = [(c, key, current(p)) for c, key, p in found if (id(c), key) not in taken]  # to a parameter of another unit
-    unit = Unit(who, cells, slots, tied, axes, mp_policy or MixedPrecisionPolicy(), bucket_mb)
+def _make_unit(who: str, cells: list[nn.Cell], slots: Slots, found: Slots, axes: DataAxes, mp_policy, bucket_mb: float,
+               mode: Mode = Mode.GLOBAL) -> None:
+    tied = _tied_elsewhere(cells, found, {id(p) for _, _, p in slots})
+    unit = Unit(who, cells, slots, tied, axes, mode, mp_policy or MixedPrecisionPolicy(), bucket_mb)
     for cell in cells:
         cell.__dict__[UNIT] = unit
         around_construct(cell, runs_as_unit)
         for method in METHODS:
             cell.__dict__[method.__name__] = MethodType(method, cell)
-        batch_over(cell, axes.mesh, axes.given, who, unit.label)
+        if mode is Mode.LOCAL:
+            local.plain_in_and_out(cell, who)
+        else:
+            batch_over(cell, axes.mesh, axes.given, who, unit.label)
+
+
+def _tied_elsewhere(cells: list, found: Slots, own: Container[int]) -> Slots:
+    """Of the slots found those that hold a parameter of another unit; `own`: ids of this unit's."""
+    taken = {(id(c), key) for u in units_of(*cells) for c, key, _ in (*u.slots, *u.tied)}
+    return [(c, key, current(p)) for c, key, p in found if (id(c), key) not in taken and id(current(p)) not in own]

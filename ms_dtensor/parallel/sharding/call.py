@@ -28,6 +28,7 @@ from ...internals.names import Function, NoFallbackGuard, executor, recording
 from ...internals.target import on_cpu
 from ...redistribute.execute import redistribute_local
 from ...tensor.dtensor import DTensor
+from . import local
 from .reduce import in_order
 from .stand_in import lend, standing
 from .unit import State, Unit
@@ -61,6 +62,8 @@ class Call:
     def __init__(self, unit: Unit):
         self.unit, self.recorded = unit, recording()
         self.holding = holding.get() if self.recorded else None  # whose backward comes in two parts; one reads weights
+        if self.holding is not None and unit.local:
+            raise local.no_parts(unit)
         self.ran: list[nn.Cell] = []
         self.stand_ins: dict[int, Tensor] = {}  # while cells run, by id of the parameter
         self.copied = set[int]()  # ids of frozen parameters for which copies stand
@@ -69,6 +72,11 @@ class Call:
         self.before: Call | None = None  # in the step
         # if this is the step: its units, their labels in the order of their calls, the last call, those of several cells
         self.units, self.order, self.last, self.shared = list[Unit](), list[str](), self, dict[Unit, Call]()
+
+    @property
+    def local(self) -> bool:
+        """Whether its cell computes on local tensors."""
+        return self.unit.local
 
     @property
     def stands(self) -> bool:
@@ -154,7 +162,9 @@ class Call:
         if self.holding is not None:
             of = {k: self.holding.gate(node, Tensor) for k, node in of.items()}
         for k, p in params.items():
-            if k not in unit.place:
+            if k not in unit.place and self.local:
+                out[k] = local.kept(self, p)
+            elif k not in unit.place:
                 read = p if self.holding is None or not p.requires_grad else self.holding.gate(p)
                 out[k] = unit.policy.copy_of(read)
                 if out[k] is not read and p._memo is not None:
@@ -170,8 +180,11 @@ class Call:
                     self.copied.add(k)
                 if k not in of:  # a fresh tensor is taken for one whose gradient is wanted
                     Tensor.requires_grad_(held, False)
-                out[k] = wrap(held, layout) if k not in of else _connected(
-                    of[k], held, layout, unit.partial_on[k], None if kind == block.dtype else kind, bool(self.holding))
+                if self.local:
+                    out[k] = local.gathered(self, p, of.get(k), held)
+                else:
+                    out[k] = wrap(held, layout) if k not in of else _connected(
+                        of[k], held, layout, unit.partial_on[k], None if kind == block.dtype else kind, bool(self.holding))
             if out[k] is not p:
                 out[k].inited_param = p  # which cells then list in its place
         if self.recorded:
@@ -182,7 +195,7 @@ class Call:
         return out
 
     def _lend(self, stand_ins: dict[int, Tensor]) -> None:
-        lend(self, (w for k, w in stand_ins.items() if k in self.unit.place and k not in self.copied))
+        lend(self, (w for k, w in stand_ins.items() if k in self.unit.place and k not in self.copied and not self.local))
 
     def _write_back(self, key: int, x: Tensor) -> None:
         if key in self.unit.place:

@@ -75,6 +75,33 @@ def forget_gradients(self, *, recurse: bool = True) -> None:
         unit.reduction.forget()
 
 
+def set_reduce_op_type(self, reduce_op_type: str, *, recurse: bool = True) -> None:
+    """Whether gradients are the "sum" over the ranks that bring data or their "avg"; of cells of local tensors only.
+
+    Raises:
+        ConfigError: another word, or a unit whose loss is the global batch's, of which there is nothing to choose.
+    """
+    if reduce_op_type not in ("sum", "avg"):
+        raise ConfigError(f"For 'set_reduce_op_type', {reduce_op_type!r} is not known.", type(self).__name__,
+                          "Gradients of ranks' own losses are added up, or averaged.", ('"sum"', '"avg"'))
+    for unit in _units(self, recurse):
+        if not unit.local:
+            raise ConfigError("For 'set_reduce_op_type', the cells compute on DTensors.", unit.label,
+                              "Their loss is the global batch's, and gradients are those of one device.",
+                              "fully_shard(..., local_inputs=True), for cells of local tensors")
+    for unit in _units(self, recurse):
+        unit.reduction.averages = reduce_op_type == "avg"
+
+
+def zero_grad(self, *, recurse: bool = True) -> None:
+    """Lets go of `.grad` and `.main_grad` of this cell's parameters."""
+    for unit in _units(self, recurse):
+        for _, _, p in unit.slots:
+            for kept in ("grad", "main_grad"):
+                if getattr(p, kept, None) is not None:
+                    setattr(p, kept, None)
+
+
 def set_reshard_after_forward(self, reshard_after_forward: bool, *, recurse: bool = True) -> None:
     """Whether the gathered parameters are given back between forward and backward."""
     for unit in _units(self, recurse, "set_reshard_after_forward", reshard_after_forward):
@@ -103,8 +130,8 @@ def _listed(cell: nn.Cell, what: str, modules: Sequence[nn.Cell]) -> list[Unit]:
     return [m.__dict__[UNIT] for m in modules]
 
 
-METHODS = (unshard, reshard, set_requires_gradient_sync, set_requires_all_reduce, forget_gradients,
-           set_reshard_after_forward, set_modules_to_forward_prefetch, set_modules_to_backward_prefetch)
+METHODS = (unshard, reshard, set_requires_gradient_sync, set_requires_all_reduce, forget_gradients, set_reduce_op_type,
+           zero_grad, set_reshard_after_forward, set_modules_to_forward_prefetch, set_modules_to_backward_prefetch)
 
 
 def register_fsdp_forward_method(module: nn.Cell, method_name: str) -> None:

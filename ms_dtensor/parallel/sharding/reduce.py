@@ -6,8 +6,8 @@ backward goes on. Of kept parameters each rank's summand comes to a hook, which 
 reduced when the backward ends, on a device as soon as they are full. What is completed that late is written into what the
 caller of the gradient was handed, and then the hooks run that users registered. Without synchronisation summands are owed:
 added up on each rank, zeros handed out, until a backward that synchronises; what that one does not reach by itself is
-delivered at its end (`deliver`). Invariant: where a gradient goes is fixed when the unit is made; the order in which
-gradients arrive is only compared between ranks.
+delivered at its end (`deliver`). Where the policy says so, sums are kept in `main_grad`, and zeros handed out. Invariant:
+where a gradient goes is fixed when the unit is made; the order in which gradients arrive is only compared between ranks.
 """
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import itertools
 import math
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,9 @@ from mindspore import Tensor
 
 from ... import comm
 from ...comm.packing import copy, numpy_dtype, write
+from ...core.layout import Layout
 from ...dispatch.memo import memo_of
+from ...dispatch.operands import local_alias, wrap
 from ...dispatch.patches.gradients import REDUCED_BY, asked_for
 from ...dispatch.patches.hooks import run_hooks
 from ...errors import OpRuleError
@@ -101,13 +103,20 @@ class Bucket:
         with comm.annotate(phase="backward", src="gradient bucket", dst="gradient bucket", of=self.label + seen):
             self.work = self.group.all_reduce_(self.flat, "sum")
 
-    def finish(self) -> list[tuple[Any, Tensor]]:
-        """(parameter, gradient) of all that had arrived, added up; the bucket is empty again."""
+    def finish(self, scale: float, main: bool) -> list[tuple[Any, Tensor]]:
+        """(parameter, gradient) of all that had arrived, added up; the bucket is empty again.
+
+        `scale`: what a sum is multiplied with. `main`: it is added to `main_grad`, and zeros are handed out.
+        """
         handed, places = self.handed, self.places
         self.forget()
         for i, own in handed.items():
-            if own is not places[i]:
-                write(own, places[i])
+            total = places[i] if scale == 1 else places[i] * scale
+            if main:
+                add_main(self.params[i](), total)
+                write(own, ms.ops.zeros_like(own))
+            elif own is not total:
+                write(own, total)
         return [(self.params[i](), own) for i, own in handed.items()]
 
     def forget(self) -> None:
@@ -132,6 +141,8 @@ class Reduction:
         self._owed_shards: dict[int, Tensor] = {}  # sums over the axes that cut, not yet over those that copy
         copies = unit.mesh[unit.axes.copying].get_group() if unit.axes.copying else None
         self.copies = copies if copies is not None and copies.size > 1 else None
+        self.averages = unit.local  # over the ranks that bring data, as in PyTorch; of a global loss there is a sum
+        self.main = unit.policy.apply_grad_on_fp32_main_grad
         self.buckets: list[Bucket] = []
         self._due: list[Callable[[], dict[int, Tensor]]] = []  # sums of cut parameters that are under way
         self._handed: dict[int, Tensor] = {}  # gradients of cut parameters to which these are added
@@ -145,8 +156,27 @@ class Reduction:
         self._trained: list[int] = []  # ids of kept parameters for which there are buckets
         self.read: list[str] = []  # these, as recorded ops have read them since the last reduction; ranks compare it
         self._hooks: list = []
-        if unit.mesh.size() > 1:
-            self._make_buckets()
+        self._make_buckets()
+
+    @property
+    def scale(self) -> float:
+        """What sums of gradients are multiplied with."""
+        return 1 / self.unit.mesh.size() if self.averages else 1.0
+
+    def regroup(self) -> None:
+        """The parameters lie on other axes now."""
+        self._trained = []
+
+    def _beside(self, b: int, numbers: Iterable[int]) -> dict[tuple[int, ...], list[int]]:
+        """Of parameters of block `b` those with copies on axes that bring no data, by these axes; of local cells."""
+        params, out = self.unit.blocks[b].params, dict[tuple[int, ...], list[int]]()
+        for i in numbers if self.unit.local else ():
+            p = params[i]
+            names, others = p.device_mesh.mesh_dim_names, set(self.unit.mesh.mesh_dim_names)
+            axes = tuple(a for a in self.unit.partial_on[id(p)] if names[a] not in others and p.device_mesh.shape[a] > 1)
+            if axes:
+                out.setdefault(axes, []).append(i)
+        return out
 
     def _make_buckets(self) -> None:
         """Of at most so many MiB, filled in reverse order of the parameters, as the backward is expected to meet them.
@@ -159,10 +189,13 @@ class Reduction:
         self._trained, self.buckets = list(map(id, trained)), []
         while self._hooks:
             self._hooks.pop().remove()
-        unit, filled, last, size = self.unit, list[list](), dict[str, list](), dict[str, float]()
+        unit, filled = self.unit, list[list]()
+        if unit.mesh.size() == 1 and not unit.local and not self.main:
+            return
+        last, size = dict[Any, list](), dict[Any, float]()
         for p in reversed(trained):
             memo_of(p).partial_grad_axes, memo_of(p).reads = unit.partial_on[id(p)], (self.read, p.name)
-            kind, need = p.layout.dtype, nbytes(p.local_shape, p.layout.dtype)
+            kind, need = (p.layout.dtype, unit.partial_on[id(p)]), nbytes(p.local_shape, p.layout.dtype)
             if kind not in last or size[kind] + need > unit.bucket_mb * 2 ** 20:
                 last[kind], size[kind] = [], 0
                 filled.append(last[kind])
@@ -170,7 +203,9 @@ class Reduction:
             size[kind] += need
         dtype = unit.policy.reduce_dtype or unit.policy.param_dtype
         for n, members in enumerate(filled):
-            bucket = Bucket(f"{unit.label} bucket {n}", members, unit.mesh.get_group(),
+            first = members[0]
+            group = first.device_mesh.get_group(unit.partial_on[id(first)]) if unit.local else unit.mesh.get_group()
+            bucket = Bucket(f"{unit.label} bucket {n}", members, group,
                             None if dtype in (None, members[0].dtype) else dtype)
             self.buckets.append(bucket)
             for i, p in enumerate(members):
@@ -229,7 +264,18 @@ class Reduction:
                     return {}
                 if copies is not None:
                     flat = copies.all_reduce(flat, "sum")
-                return {keys[i]: x.astype(block.params[i].dtype) for i, x in block.shards(grads, flat).items()}
+                shards = block.shards(grads, flat)
+                for axes, beside in self._beside(b, shards).items():
+                    group = block.params[beside[0]].device_mesh.get_group(axes)
+                    total = group.all_reduce(block.kind.pack([(shards[i], ()) for i in beside], flat.dtype), "sum")
+                    shards |= block.shards(beside, total)
+                if self.scale != 1:
+                    shards = {i: x * self.scale for i, x in shards.items()}
+                if self.main:
+                    for i, x in shards.items():
+                        add_main(block.params[i], x)
+                    return {}
+                return {keys[i]: x.astype(block.params[i].dtype) for i, x in shards.items()}
         return finish
 
     def _keep(self, bucket: Bucket, number: int, grad: Tensor) -> Tensor:
@@ -280,7 +326,7 @@ class Reduction:
             done += [(self.cut[key](), grad) for key, grad in handed.items()]
             for bucket in self.buckets:
                 if bucket.handed:
-                    done += bucket.finish()
+                    done += bucket.finish(self.scale, self.main)
         self.read.clear()
         for param, grad in done:
             run_hooks(param, grad)
@@ -307,7 +353,7 @@ class Reduction:
                         sums[key] = bucket.put(i, self._owed.pop(key))
                 if bucket.handed:
                     bucket.begin(", owed")
-                    bucket.finish()
+                    bucket.finish(self.scale, self.main)
             for key, total in sums.items():
                 write(gradients[key], total.astype(gradients[key].dtype) + gradients[key])
         params = {**self.cut, **{id(p): weakref.ref(p) for p in self.kept}}
@@ -318,8 +364,7 @@ class Reduction:
         """A forward begins: what is still there was left behind by a backward that raised."""
         if any(bucket.handed for bucket in self.buckets) or self._handed or self._due:
             self._drop()
-        if self.unit.mesh.size() > 1:
-            self._make_buckets()
+        self._make_buckets()
 
     def forget(self) -> None:
         """Drops what is owed."""
@@ -339,6 +384,14 @@ class Reduction:
         if held is not None:
             held[0].pop(self, None)
             held[1].clear()
+
+
+def add_main(param, total: Tensor) -> None:
+    """A sum over ranks is added to what a parameter has in `main_grad`, in float32."""
+    total, have = total.astype(ms.float32), getattr(param, "main_grad", None)
+    whole = param.layout.gradient()
+    layout = Layout(whole.mesh, whole.placements, whole.shape, "float32", whole.order)
+    param.main_grad = wrap(copy(total) if have is None else local_alias(have) + total, layout)
 
 
 def in_order(names: list[str]) -> str:

@@ -100,6 +100,11 @@ def standing(slots: list, stand_ins: dict[int, Tensor], keep: Callable[[int, Ten
 def _take(given: set[int], k: int, ref, data, slice_shape: bool = False):
     """`set_data` of what is no parameter."""
     x = ref()
+    if not isinstance(x, DTensor):  # of a unit of local tensors
+        with no_grad():
+            x.copy_(data.astype(x.dtype))
+        given.add(k)
+        return x
     value = DTensorParameter._own_shard(x, "set_data", data)
     with no_grad(), NoFallbackGuard():
         value = local_alias(value).astype(x.dtype)

@@ -27,8 +27,10 @@ from ...dispatch.memo import memo_of
 from ...dispatch.operands import dtype_name, local_alias
 from ...errors import ConfigError
 from ...internals.names import no_grad
+from ...internals.target import is_meta
 from ..layouts import lift
 from .block import Block
+from .local import Mode, summed_axes
 from .reduce import Reduction
 
 _log = logging.getLogger("ms_dtensor")
@@ -78,13 +80,15 @@ class Unit:
         slots: (cell, key, parameter) of every place that holds one of its parameters.
         tied: of places in its cells that hold parameters of other units.
         axes: `DataAxes`.
+        mode: what its cells compute on.
         policy: `MixedPrecisionPolicy`.
         bucket_mb: of gradients of kept parameters that are reduced together.
     """
 
-    def __init__(self, who: str, cells: list[nn.Cell], slots: list, tied: list, axes: DataAxes, policy, bucket_mb: float):
+    def __init__(self, who: str, cells: list[nn.Cell], slots: list, tied: list, axes: DataAxes, mode: Mode, policy,
+                 bucket_mb: float):
         self.who, self.cells, self.slots, self.tied, self.axes, self.mesh = who, cells, slots, tied, axes, axes.mesh
-        self.policy, self.bucket_mb = policy, bucket_mb
+        self.mode, self.policy, self.bucket_mb = mode, policy, bucket_mb
         self.name = " and ".join(type(c).__name__ for c in cells)
         self.label = self._described()
         self.state, self.reshards, self.kept_by_user = State.SHARDED, axes.neighbours > 0, False
@@ -95,8 +99,8 @@ class Unit:
         self._gathered: list[int] = []  # how often each parameter had been written when it was gathered
         self.blocks, self.place, kept = self._made()
         # where others stand meanwhile
-        self.standing = [s for s in (*slots, *tied) if id(s[2]) in self.place or policy.changes(s[2])]
-        self.partial_on = {id(p): self._on(p) for _, _, p in slots}
+        self.standing = [s for s in (*slots, *tied) if id(s[2]) in self.place or self.local or policy.changes(s[2])]
+        self.partial_on = {id(p): self._summed_on(p) for _, _, p in slots}
         self.reduction = Reduction(self, kept)
 
     def _described(self) -> str:
@@ -108,6 +112,11 @@ class Unit:
     def _on(self, p) -> tuple[int, ...]:
         """The data axes by their numbers on a parameter's mesh."""
         return tuple(p.device_mesh.axis_index(a) for a in self.mesh.mesh_dim_names)
+
+    def _summed_on(self, p) -> tuple[int, ...]:
+        """The axes over which ranks have summands of a parameter's gradient, by their numbers on its mesh."""
+        data = self._on(p)
+        return data if not self.local else tuple(sorted({*data, *summed_axes(p.layout)}))
 
     def _made(self) -> tuple[list[Block], dict[int, tuple[int, int]], list]:
         """Blocks by dtype, where in them each cut parameter is, and the kept parameters."""
@@ -129,10 +138,15 @@ class Unit:
 
     def __deepcopy__(self, memo) -> Unit:
         cells, slots, tied = copy.deepcopy((self.cells, self.slots, self.tied), memo)
-        out = Unit(self.who, cells, slots, tied, self.axes, self.policy, self.bucket_mb)
-        out.reshards, out.reduction.sync, out.reduction.sync_copies = \
-            self.reshards, self.reduction.sync, self.reduction.sync_copies
+        out = Unit(self.who, cells, slots, tied, self.axes, self.mode, self.policy, self.bucket_mb)
+        out.reshards, out.reduction.sync, out.reduction.sync_copies, out.reduction.averages = \
+            self.reshards, self.reduction.sync, self.reduction.sync_copies, self.reduction.averages
         return out
+
+    @property
+    def local(self) -> bool:
+        """Whether its cells compute on local tensors."""
+        return self.mode is Mode.LOCAL
 
     @property
     def whole(self) -> bool:
@@ -160,14 +174,15 @@ class Unit:
             new = [a for a in whole.mesh_dim_names if a not in p.device_mesh.mesh_dim_names]
             if new and set(p.device_mesh.mesh_dim_names) < set(whole.mesh_dim_names):
                 group = whole.get_group(new)
-                if group.size > 1:
+                if group.size > 1 and not is_meta(p):
                     write(local_alias(p), group.broadcast(local_alias(p), group.ranks[0]))
                 p._layout = lift(p, whole)
-                self.partial_on[id(p)] = self._on(p)
+                self.partial_on[id(p)] = self._summed_on(p)
                 if memo_of(p).partial_grad_axes:
                     memo_of(p).partial_grad_axes = self.partial_on[id(p)]
         for block in self.blocks:
             block.whole = [_gathered(p.layout, self._on(p), dtype_name(block.dtype)) for p in block.params]
+        self.reduction.regroup()
 
     # -- events ------------------------------------------------------------------------------------------------------
 
@@ -255,6 +270,10 @@ class Unit:
             raise ConfigError(f"For '{self.who}', parameters of {self.name} were replaced or taken out since.",
                               ", ".join(sorted(gone)), "A unit gathers the parameters that it was given.",
                               ("parameter.set_data(value) keeps its place", f"replace parameters before {self.who}"))
+        empty = [p.name for p in dict.fromkeys(p for _, _, p in self.slots) if is_meta(p)]
+        if empty:
+            raise ConfigError(f"For '{self.who}', parameters of {self.name} have no values.", ", ".join(empty[:5]),
+                              'They were made inside of DeviceCtx("meta").', "model.to_empty(), and fill them: p.normal_()")
         other = [p.name for block in self.blocks for p in block.params if dtype_name(p.dtype) != p.layout.dtype]
         if other:
             raise ConfigError(f"For '{self.who}', parameters of {self.name} have got another dtype since.",

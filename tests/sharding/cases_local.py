@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`fully_shard(..., local_inputs=True)`: cells of local tensors with collectives of their own, against one device."""
+from __future__ import annotations
+
+from collections import Counter
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, mint, nn
+from mindspore.common._grad_function import _Function
+
+import ms_dtensor as md
+from ms_dtensor import Replicate, Shard, checkpoint_wrapper, distribute_tensor, fully_shard, init_device_mesh, value_and_grad
+from ms_dtensor.errors import ConfigError, LayoutError, MixedOperandError, OpRuleError
+from tests.cases import case
+from tests.dist.support import counted, equal, refusal
+from tests.sharding.support import collected, none_of
+from tests.tiers import sampled
+
+ROWS = np.random.default_rng(3).normal(size=(8, 6)).astype(np.float32)
+LABELS = np.random.default_rng(4).normal(size=(8, 3)).astype(np.float32)
+STEPS = 2  # of one program: the first plans, the second is what it costs
+
+
+class Summed(_Function):
+    """A user's own collective: a sum over ranks, whose gradients are summed, too, as each rank has a loss of its own."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return group.all_reduce(x, "sum")
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.group.all_reduce(grad.contiguous(), "sum"), None
+
+
+def local(p):
+    return p.to_local() if isinstance(p, md.DTensor) else p
+
+
+class Block(nn.Cell):
+    """A norm's weight, replicated; a product cut by columns and one cut by rows, and the sum of its parts."""
+
+    def __init__(self, d: int, h: int, group=None) -> None:
+        super().__init__()
+        self.scale = Parameter(Tensor(np.zeros(d, np.float32)), name="scale")
+        self.up = Parameter(Tensor(np.zeros((h, d), np.float32)), name="up")
+        self.down = Parameter(Tensor(np.zeros((d, h), np.float32)), name="down")
+        self.group = group
+
+    def construct(self, x):
+        y = x * local(self.scale)
+        y = mint.matmul(mint.tanh(mint.matmul(y, local(self.up).t())), local(self.down).t())
+        return x + (y if self.group is None else Summed.apply(y, self.group))
+
+
+class Net(nn.Cell):
+    def __init__(self, group=None) -> None:
+        super().__init__()
+        self.blocks = nn.CellList([Block(6, 8, group) for _ in range(2)])
+        self.head = Parameter(Tensor(np.zeros((3, 6), np.float32)), name="head")
+        for i, p in enumerate(self.get_parameters()):
+            p.set_data(Tensor(np.random.default_rng(i).normal(0.3, 0.4, p.shape).astype(np.float32)))
+
+    def construct(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return mint.matmul(x, local(self.head).t())
+
+
+def laid_out(mesh) -> Net:
+    """The model as tensor-parallel code of local tensors has it: parameters are DTensors on tp, where there is one."""
+    if "tp" not in mesh.mesh_dim_names:
+        return Net()
+    tp = mesh["tp"]
+    net = Net(tp.get_group())
+    for cell, key, where in [(b, k, w) for b in net.blocks for k, w in (("scale", Replicate()), ("up", Shard(0)),
+                                                                        ("down", Shard(1)))] + [(net, "head", Replicate())]:
+        p = cell._params[key]
+        cell._params[key] = Parameter(distribute_tensor(p, tp, [where]), name=p.name)
+    return net
+
+
+def loss_on(net, x, y):
+    return ((net(x) - y) ** 2).mean()
+
+
+def reference(rows=ROWS, labels=LABELS):
+    net = Net()
+    return ms.value_and_grad(lambda: loss_on(net, Tensor(rows), Tensor(labels)), None, net.trainable_params())()
+
+
+def meshes(world) -> dict:
+    if world.size == 2:
+        return {"dp2": init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)),
+                "tp2": init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))}
+    return {"dp2 tp2": init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")),
+            "copies": init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "dp"))}
+
+
+def data_of(mesh):
+    return mesh["copy", "dp"] if "copy" in mesh.mesh_dim_names else mesh["dp"]
+
+
+def wrapped(mesh, each=lambda cell: {}, **how):
+    net = laid_out(mesh)
+    for cell in (*net.blocks, net):
+        fully_shard(cell, mesh=data_of(mesh), local_inputs=True, **each(cell), **how)
+    return net
+
+
+def mine(mesh, rows=ROWS, labels=LABELS):
+    data = data_of(mesh)
+    at, n = data.get_group().rank_index, data.size()
+    return Tensor(np.split(rows, n)[at]), Tensor(np.split(labels, n)[at])
+
+
+def part_of_loss(mesh) -> float:
+    """All tensor-parallel ranks compute one loss: each begins with its part."""
+    return 1 / (mesh.size() // data_of(mesh).size())
+
+
+def expected(mesh, reshards: bool = True) -> Counter:
+    """What a step communicates: units of one collective each, and of replicated parameters one more over tp."""
+    data, tp = data_of(mesh), "tp" in mesh.mesh_dim_names
+    count: Counter = Counter()
+    if data.size() > 1:
+        count += Counter({("all_gather", "forward"): 3, ("reduce_scatter", "backward"): 3})
+        if reshards:
+            count += Counter({("all_gather", "backward"): 2})
+    if "copy" in mesh.mesh_dim_names:
+        count += Counter({("all_reduce", "backward"): 3})
+    if tp:  # the blocks' own sums, which do not say in which direction they are; norms' weights and the head are summed
+        count += Counter({("all_reduce", "forward"): 2 + 2, ("all_reduce", "backward"): 3})
+    return count
+
+
+def check_grads(net, grads, want, what: str, rtol: float = 2e-5) -> None:
+    for p, g, w in zip(net.trainable_params(), grads, want, strict=True):
+        assert isinstance(g, md.DTensor) and g.layout.placements == p.layout.placements, (what, p, g)
+        equal(g, w, f"{what}: {p.name}", rtol)
+
+
+@case((2, 4), timeout=240)
+def local_cells_have_the_gradients_of_one_device(world):
+    loss, want = reference()
+    ways = {"cut": {}, "kept till the backward": {"reshard_after_forward": False},
+            "by dim 1": {"shard_placement_fn": lambda p: Shard(1) if p.ndim > 1 else None}}
+    faults: list[str] = []
+    for name, mesh in meshes(world).items():
+        for way, how in sampled(ways.items(), 2):
+            def both(mesh=mesh, how=how, what=f"{name}, {way}"):
+                net, (x, y) = wrapped(mesh, **how), mine(mesh)
+                assert [type(p).__name__ for p in net.trainable_params()] == ["DTensorParameter"] * 7
+                step = value_and_grad(lambda: loss_on(net, x, y) * part_of_loss(mesh), None, net.trainable_params())
+                for _ in range(STEPS):
+                    with counted() as count:
+                        got = step()
+                assert count == expected(mesh, "reshard_after_forward" not in how), (what, count)
+                assert type(got[0]) is Tensor
+                total = data_of(mesh).get_group().all_reduce(got[0].reshape((1,)), "avg") / part_of_loss(mesh)
+                equal(total, loss.reshape((1,)), f"{what}: loss")
+                check_grads(net, got[1], want, what)
+                with counted() as again, md.recorded(net):
+                    md.backward(loss_on(net, x, y), gradient=Tensor(part_of_loss(mesh), ms.float32))
+                assert again == count, (what, again)
+                for p, g in zip(net.trainable_params(), got[1]):
+                    assert p.grad.to_local().asnumpy().tobytes() == g.to_local().asnumpy().tobytes(), (what, p.name)
+                net.zero_grad()
+                assert all(p.grad is None for p in net.trainable_params())
+                net.set_reduce_op_type("sum")
+                check_grads(net, step()[1], [w * data_of(mesh).size() for w in want], f"{what}, sum")
+            collected(faults, f"{name}, {way}", both)
+    none_of(faults)
+
+
+@case((2, 4), timeout=240)
+def local_cells_keep_parameters_whole_where_they_are_told_to(world):
+    _, want = reference()
+    faults: list[str] = []
+    for name, mesh in meshes(world).items():
+        def check(mesh=mesh, name=name):
+            def whole(cell):
+                return {"replicate_params": [p for _, p in cell.parameters_and_names() if p.name in ("scale", "head")
+                                             or p.name.endswith((".scale", ".up"))]}
+            net, (x, y) = wrapped(mesh, whole), mine(mesh)
+            scale = net.blocks[0].scale
+            assert all(p.is_replicate() for p in scale.placements), scale
+            step = value_and_grad(lambda: loss_on(net, x, y) * part_of_loss(mesh), None, net.trainable_params())
+            check_grads(net, step()[1], want, name)
+            with counted() as count:
+                step()
+            kept = [e for e in count if e[0] == "all_reduce" and e[1] == "backward"]
+            assert kept, count
+            for cell in net.blocks:
+                checkpoint_wrapper(cell)
+            check_grads(net, step()[1], want, f"{name}, recompute")
+            net.blocks[0].up.requires_grad = False
+            params = list(net.trainable_params())
+            grads = value_and_grad(lambda: loss_on(net, x, y) * part_of_loss(mesh), None, params)()[1]
+            check_grads(net, grads, [w for w, p in zip(want, net.get_parameters()) if p.requires_grad], f"{name}, frozen")
+            assert type(net(x)) is Tensor, "without a gradient"
+        collected(faults, name, check)
+    none_of(faults)
+
+
+@case((2, 4), timeout=240)
+def main_gradients_add_up_micro_batches_in_float32(world):
+    faults: list[str] = []
+    policy = md.MixedPrecisionPolicy(reduce_dtype=ms.float32, apply_grad_on_fp32_main_grad=True)
+    want = [sum(parts) for parts in zip(*(reference(ROWS[i::2], LABELS[i::2])[1] for i in range(2)))]
+    for name, mesh in meshes(world).items():
+        for ways, each in {"cut": lambda cell: {}, "kept": lambda cell: {"replicate_params": cell.get_parameters()}}.items():
+            def check(mesh=mesh, name=name, each=each):
+                net = wrapped(mesh, each, mp_policy=policy)
+                for _ in range(2):  # steps
+                    for i in range(2):
+                        x, y = mine(mesh, ROWS[i::2], LABELS[i::2])
+                        net.set_requires_all_reduce(i == 1)
+                        with md.recorded(net):
+                            md.backward(loss_on(net, x, y), gradient=Tensor(part_of_loss(mesh), ms.float32))
+                    params = list(net.trainable_params())
+                    assert all(getattr(p, "grad", None) is None and p.main_grad.dtype == ms.float32 for p in params)
+                    check_grads(net, [p.main_grad for p in params], want, name)
+                    net.zero_grad()
+                x, y = mine(mesh, ROWS[::2], LABELS[::2])
+                grads = value_and_grad(lambda: loss_on(net, x, y) * part_of_loss(mesh), None, params)()[1]
+                assert all(not g.to_local().asnumpy().any() for g in grads), "they are in main_grad"
+                check_grads(net, [p.main_grad for p in params], reference(ROWS[::2], LABELS[::2])[1], name)
+            collected(faults, f"{name}, {ways}", check)
+    none_of(faults)
+
+
+def half_of_the_rows(net, rank: int):
+    """The gradients of one rank's loss, on one device."""
+    x, y = (Tensor(np.split(v, 2)[rank]).astype(ms.float16) for v in (ROWS, LABELS))
+    return ms.value_and_grad(lambda: loss_on(net, x, y).astype(ms.float32), None, net.trainable_params())()[1]
+
+
+@case(2)
+def a_low_precision_computation_is_summed_in_float32(world):
+    """Float16 in the cells, float32 between the ranks: sums of float16 numbers to more digits than float16 has."""
+    mesh = meshes(world)["dp2"]
+    policy = md.MixedPrecisionPolicy(param_dtype=ms.float16, reduce_dtype=ms.float32, apply_grad_on_fp32_main_grad=True)
+    for each in (lambda cell: {}, lambda cell: {"replicate_params": cell.get_parameters()}):
+        net = wrapped(mesh, each, mp_policy=policy)
+        x, y = mine(mesh)
+        with md.recorded(net):
+            md.backward(loss_on(net, x, y.astype(ms.float16)).astype(ms.float32))
+        half = Net()
+        for p in half.get_parameters():
+            p.set_dtype(ms.float16)
+        parts = [half_of_the_rows(half, r) for r in range(2)]
+        for p, a, b in zip(net.trainable_params(), *parts):
+            equal(p.main_grad, (a.asnumpy().astype(np.float32) + b.asnumpy().astype(np.float32)) / 2, p.name, 1e-6)
+
+
+@case(2)
+def what_local_cells_cannot_do_is_refused_in_four_parts(world):
+    mesh = meshes(world)["dp2"]
+    net, (x, y) = wrapped(mesh), mine(mesh)
+    text = refusal(lambda: net(distribute_tensor(x, mesh, [Shard(0)], src_data_rank=None)), MixedOperandError)
+    assert "a DTensor is among the inputs of Net" in text and "x.to_local()" in text and "f32[4@dp, 6]" in text, text
+    assert "the other mode" in refusal(lambda: fully_shard(wrapped_inside(mesh), mesh=mesh), ConfigError)
+    assert "set_reduce_op_type" in refusal(lambda: net.set_reduce_op_type("max"), ConfigError)
+    assert "DTensors" in refusal(lambda: fully_shard(Net(), mesh=mesh).set_reduce_op_type("sum"), ConfigError)
+    tied = Net()
+    tied._params["more"] = tied.blocks[0].up
+    fully_shard(tied.blocks[0], mesh=mesh, local_inputs=True)
+    assert "is of a unit already" in refusal(lambda: fully_shard(tied, mesh=mesh, local_inputs=True), LayoutError)
+    both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    other = wrapped(both)
+    other.blocks[0].__class__ = type("Forgets", (Block,), {"construct": lambda self, x: x * self.scale})
+    other.blocks[0].__dict__.pop("construct", None)
+    del other
+    kept = laid_out(both)
+    kept.blocks[0].__class__ = type("Forgets", (Block,), {"construct": lambda self, x: x * self.scale})
+    fully_shard(kept.blocks[0], mesh=both["dp"], local_inputs=True)
+    assert "parameter.to_local()" in refusal(lambda: kept.blocks[0](Tensor(ROWS)), OpRuleError)
+    styled = nn.SequentialCell(nn.Dense(6, 4))
+    md.parallelize_module(styled[0], both["tp"], md.ColwiseParallel())
+    fully_shard(styled, mesh=both["dp"], local_inputs=True)
+    assert "collectives in the cell" in refusal(lambda: styled(Tensor(ROWS)), LayoutError)
+    step = value_and_grad(lambda: loss_on(net, x, y), None, net.trainable_params())
+    check_grads(net, step()[1], reference()[1], "after refusals")
+
+
+def wrapped_inside(mesh):
+    net = Net()
+    fully_shard(net.blocks[0], mesh=mesh, local_inputs=True)
+    return net
