@@ -201,7 +201,7 @@ def _after(move: str, kind: spmd.Kind, reduce: str) -> spmd.Kind:
         return spmd.R
     if kind.letter == "P" and reduce != "sum":
         raise Refused(0, f"It is {kind.reads!r}, and '{move}' takes the {reduce} of the summands.", f"'{move}' by 'sum'")
-    return spmd.moved(move, spmd.R if kind.letter == "I" else kind, spmd.MOVES.get((move, kind.letter), ("R",))[0])
+    return spmd.after_move(move, spmd.R if kind.letter == "I" else kind, spmd.MOVES.get((move, kind.letter), ("R",))[0])
 
 
 def _beside(kind: spmd.Kind, name: str, reduce: str) -> spmd.Kind:

@@ -247,8 +247,8 @@ def _run(move: str, x: Tensor, axis: str, to: str, run: Callable, back: Callable
 def _after(move: str, kind: Kind, graded: bool, to: str, dim: int | None) -> Kind:
     """The type on the move's axis; a constant that all have alike is as well R as I."""
     if not graded and kind.letter in "RI" and move == "convert":
-        return spmd.OF_LETTER[to] if to in "RI" else spmd.moved(move, spmd.R, to, dim)
-    return spmd.moved(move, kind, to, dim)
+        return spmd.OF_LETTER[to] if to in "RI" else spmd.after_move(move, spmd.R, to, dim)
+    return spmd.after_move(move, kind, to, dim)
 
 
 def _beside(kind: Kind, move: str, to: str) -> Kind:

@@ -198,7 +198,7 @@ def types_of(x: Tensor) -> Types:
 def _numbers(op: str, bound: dict | None) -> set[int]:
     """Tensors among an op's arguments that MindSpore itself makes: a one-hot's values, a generator's state."""
     given = [(bound or {}).get(name) for name in _MADE_INSIDE]
-    return {id(x) for x in given if x.__class__ is Tensor and math.prod(x._shape) == 1}
+    return {id(x) for x in given if isinstance(x, Tensor) and not isinstance(x, Typed) and math.prod(x._shape) == 1}
 
 
 def as_call(op: str, arguments: dict, tensors: Sequence[Tensor]) -> Call:

@@ -263,7 +263,7 @@ _INSTEAD = {("all_reduce", "R"): "Every rank has the whole already; a sum would 
             ("all_gather", "P"): "Every rank has a summand of all of it: all_reduce it."}
 
 
-def moved(move: str, kind: Kind, to: str, dim: int | None = None) -> Kind:
+def after_move(move: str, kind: Kind, to: str, dim: int | None = None) -> Kind:
     """The type after a move over its axis; `dim`: which one it cuts.
 
     Raises:
