@@ -142,6 +142,25 @@ def test_a_function_is_checked_once_for_its_layouts_and_not_at_all_when_off(mesh
     assert not check.watched.__wrapped__ or not typed.account.get()
 
 
+def test_a_checked_call_has_the_bits_of_an_unchecked_one(mesh):
+    x = lying(mesh, (4, 3), {})
+
+    def written(x):
+        y = x * 1
+        y[[0, 2]] = 5.0
+        y[1:, [0, 2]] = x[1:, :2] * 3
+        y[3] = x[0]
+        y += 1
+        y.mul_(2)
+        y.copy_(y * 2)
+        return y
+    plain = local_map(written, {})
+    for run in (lambda f: f(x), lambda f: md.grad(lambda t: (f(t) * t).sum())(x)):
+        want = run(plain).to_local().asnumpy()
+        got = run(local_map(written, {}, check=True)).to_local().asnumpy()
+        assert np.array_equal(got, want) and not np.array_equal(want, x.to_local().asnumpy())
+
+
 def test_a_refused_function_is_refused_again(mesh):
     x = lying(mesh, (8, 4), {"tp": P})
     wrong = local_map(lambda x: x.exp(), {"tp": P}, check=True)

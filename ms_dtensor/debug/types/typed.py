@@ -68,10 +68,11 @@ class Typed(Tensor):
         kinds = now.results(f"'{op}'", call, types)
         if name in INPLACE:
             written(now, op, types[0], [k[0] for k in kinds])
+            with NoFallbackGuard():  # these objects: what an alias is given the tensor itself may not see
+                result = compute(*args, **kwargs)
+            return result if result is tensors[0] or not isinstance(result, Tensor) else Typed(result, types[0])
         with NoFallbackGuard():
             result = compute(*plain(tuple(args)), **plain(kwargs))
-        if name in INPLACE:
-            return tensors[0]
         return typed(now, op, result, kinds, types, graded=name not in _NO_GRADIENT)
 
     def _run_own_op(self, op, arguments):
@@ -91,15 +92,16 @@ class Typed(Tensor):
 
     # -- what MindSpore does without asking -----------------------------------------------------------------------------
     def __getitem__(self, index):
-        return plain(self)[plain(index)] if account.get() is None else get_item(self, index)
+        now = account.get()
+        return plain(self)[plain(index)] if now is None else get_item(self, _index(now, index))
 
     def __setitem__(self, index, value):
-        if account.get() is not None:
+        if (now := account.get()) is not None:
             target = Typed(self, self._types)
             target._keeps = True
-            set_item(target, index, value)
-        with NoFallbackGuard():
-            plain(self)[plain(index)] = plain(value)
+            set_item(target, _index(now, index), value)
+        with NoFallbackGuard():  # this object: MindSpore gives it another storage
+            super().__setitem__(plain(index), plain(value))
 
     def __iter__(self):
         return (self[i] for i in range(self._shape[0]))
@@ -168,6 +170,13 @@ class Typed(Tensor):
 
     def _as_it_is(self, tensor):
         return tensor if account.get() is None else Typed(tensor, self._types)
+
+
+def _index(now: Account, index):
+    """An index whose lists, which are numbers of the program, have the type of such."""
+    if isinstance(index, tuple):
+        return tuple(_index(now, i) for i in index)
+    return Typed(Tensor(index), now.constant()) if isinstance(index, list) and index and not leaves(index, Tensor) else index
 
 
 def plain(tree) -> Any:
