@@ -45,7 +45,7 @@ MOVES = {  # what a rank does between its shard and its result: placements befor
                                   ("all_reduce", "all_reduce")),
     "scattered": (Partial(), Shard(1), lambda x: reduce_scatter(x, "tp", 1) ** 2, ("reduce_scatter", "all_gather")),
     "another dim": (Shard(0), Shard(1), lambda x: all_to_all(x, "tp", 1, 0) ** 2, ("all_to_all", "all_to_all")),
-    "to be a summand": (Replicate(), Partial(), lambda x: convert(convert(x, "tp", "R") * 3, "tp", "P"), ("all_reduce",)),
+    "to be a summand": (Replicate(), Partial(), lambda x: convert(x * 3, "tp", "P"), ("all_reduce",)),
     "there and back": (Replicate(), Replicate(), lambda x: convert(convert(x, "tp", "R") ** 2, "tp", "I"), ("all_reduce",)),
 }
 

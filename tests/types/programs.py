@@ -123,7 +123,7 @@ class Program:
     # -- on one device --------------------------------------------------------------------------------------------------
     def meant(self, wholes) -> Tensor:
         """The result on one device, of whole inputs."""
-        pool = [self._cut(x, p, {}) for x, p in zip(wholes, self.placements)]
+        pool = [self._cut(x, p) for x, p in zip(wholes, self.placements)]
         for step in self.accepted:
             pool.append(meaning_of(step, pool, self.mesh))
         result = pool[-1]
@@ -138,13 +138,20 @@ class Program:
                 result = joined(result, a, p.dim, self.mesh)
         return result.of[()]
 
-    def _cut(self, x, placements, done) -> Meaning:
+    def _cut(self, x, placements) -> Meaning:
         axes = tuple(a for a, p in enumerate(placements) if p.is_shard())
         cuts = Layout(self.mesh, [p if p.is_shard() else Replicate() for p in placements], tuple(x.shape))
         of = {}
         for at in coordinates(self.mesh):
             of[tuple(at[a] for a in axes)] = x[tuple(slice(*b) for b in cuts.local_box(at))]
-        whole = {a: self._cut(x, [Replicate() if b == a else p for b, p in enumerate(placements)], done) for a in axes}
+        return self._with_wholes(of, axes, {a: placements[a].dim for a in axes})
+
+    def _with_wholes(self, of, axes, dims) -> Meaning:
+        """What a global program has in place of an axis's pieces: these joined, wherever the other axes are."""
+        whole = {}
+        for a in axes:
+            joint = joined(Meaning(of, axes, dict.fromkeys(axes)), a, dims[a], self.mesh)
+            whole[a] = self._with_wholes(joint.of, joint.axes, dims)
         return Meaning(of, axes, whole)
 
     def compare(self) -> int:

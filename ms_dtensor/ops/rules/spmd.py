@@ -100,11 +100,10 @@ def misfit(kind: Kind, graded: bool, placement: Placement) -> tuple[str, tuple[s
 
 # -- ops -----------------------------------------------------------------------------------------------------------------
 _UNLIKE = frozenset(("empty_like", "new_empty"))  # what one rank finds in its memory
-# names of ops that draw: each rank of a local function draws its own, whatever dispatch does
 
 
 def draws(call: Call) -> bool:
-    """Whether ranks make other numbers of the same operands."""
+    """Whether ranks make other numbers of the same operands: in a local function each draws its own, unlike in dispatch."""
     if call.op in _UNLIKE:
         return True
     if call.op.startswith("func_dropout"):
