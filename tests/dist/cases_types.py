@@ -8,6 +8,7 @@ from mindspore import Tensor
 
 import ms_dtensor as md
 from ms_dtensor import DTensor, Partial, Replicate, Shard, comm, local_map
+from ms_dtensor.custom_ops import local_map as own_local_map
 from ms_dtensor.debug import all_gather, all_reduce, all_to_all, checks, convert, reduce_scatter
 from tests.cases import case
 from tests.context import cases_attention, cases_recipe
@@ -91,8 +92,18 @@ OWN = {2: [(cases_recipe, "two_ranks_share_the_tokens_of_all_rows"), (cases_atte
 
 def _checked(module, name: str, size: int):
     def run(world):
-        with checks(rules=False, types=True):
-            getattr(module, name)(world)
+        functions, run_checked = [], own_local_map.checked_run
+
+        def counted(who, *args):
+            functions.append(who)
+            return run_checked(who, *args)
+        own_local_map.checked_run = counted
+        try:
+            with checks(rules=False, types=True):
+                getattr(module, name)(world)
+        finally:
+            own_local_map.checked_run = run_checked
+        assert functions, "no function of its own was checked"
     run.__name__ = run.__qualname__ = f"checked_{module.__name__.split('.')[1]}_{name}"
     return case(world_size=size, timeout=600)(run)
 
