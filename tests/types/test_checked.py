@@ -287,6 +287,21 @@ def test_a_function_names_its_types_or_shows_them(mesh):
             Scaled.types = kept
 
 
+class Doubled(Scaled):
+    _op_name = "doubled_in_a_test"
+    types = None
+
+
+def test_a_rule_that_a_user_registers_is_read(mesh):
+    x, s = lying(mesh, (8, 4), {"tp": Shard(0)}), lying(mesh, (8, 4), {"tp": P})
+    run = local_map(lambda x: Doubled.apply(x), {"tp": P}, check=True)
+    with md.register_rule("doubled_in_a_test", "S(0) -> S(0)\nP -> P", shapes="m n -> m n"):
+        assert run(s).placements[1] == P
+        assert local_map(lambda x: Doubled.apply(x), {"tp": Shard(0)}, check=True)(x).shape == (8, 4)
+    with md.register_rule("doubled_in_a_test", "S(0) -> S(0)", shapes="m n -> m n"):
+        refused(lambda: local_map(lambda x: Doubled.apply(x), {"tp": P}, check=True)(s), "'Doubled'", "of a sum is not")
+
+
 def test_compiled_functions_and_mindspores_own_nodes_are_followed(mesh):
     x = lying(mesh, (8, 4), {"tp": P})
     refused(lambda: local_map(ms.jit(lambda x: x.exp()), {"tp": P}, check=True)(x), "'exp'")
