@@ -12,7 +12,7 @@ from ms_dtensor.custom_ops import local_map as own_local_map
 from ms_dtensor.debug import all_gather, all_reduce, all_to_all, checks, convert, reduce_scatter
 from tests.cases import case
 from tests.context import cases_attention, cases_recipe
-from tests.dist import cases_llama, cases_moe, cases_own_ops
+from tests.dist import cases_llama, cases_own_ops
 from tests.dist.support import equal
 from tests.experts import cases_experts
 from tests.experts import cases_recipe as cases_mixtral
@@ -86,7 +86,6 @@ OWN = {2: [(cases_recipe, "two_ranks_share_the_tokens_of_all_rows"), (cases_atte
            (cases_llama, "mixtures_of_experts_train_as_on_one_device"),
            (cases_llama, "packed_documents_know_nothing_of_each_other"),
            (cases_llama, "generation_and_evaluation_are_those_of_one_device"),
-           (cases_moe, "experts_cut_over_tp_equal_dense_products"),
            (cases_own_ops, "tensors_in_lists_are_laid_out_moved_and_wrapped")]}
 
 

@@ -174,9 +174,27 @@ def test_numbers_of_python_are_those_of_all_ranks(mesh):
     def scaled(x):
         return x / float(x.max())
     refused(lambda: local_map(scaled, {"tp": Shard(0)}, check=True)(x), "float()", line_of(scaled, "float"))
-    for read in (lambda x: x.sum().item(), lambda x: bool(x.sum() > 0), lambda x: x.asnumpy().sum(), lambda x: int(x.sum())):
+    for read in (lambda x: x.sum().item(), lambda x: bool(x.sum() > 0), lambda x: int(x.sum())):
         refused(lambda read=read: local_map(lambda x: x * read(x), {"tp": Shard(0)}, check=True)(x), "each rank's own")
         assert local_map(lambda x, read=read: x * read(x), {}, check=True)(s).shape == (8, 4)
+
+
+def test_what_python_has_read_may_be_among_the_arguments_of_any_op(mesh):
+    x, w, s = lying(mesh, (8, 4), {"tp": Shard(0)}), lying(mesh, (4,), {}), lying(mesh, (4,), {"tp": P})
+
+    def sorted_rows(x):
+        order = Tensor(np.argsort(x.asnumpy(), 0).astype(np.int32))
+        return mint.gather(x, 0, order) * 2
+    both = {"dp": Shard(1), "tp": Shard(0)}
+    assert local_map(sorted_rows, both, check=True)(lying(mesh, (8, 4), both)).shape == (8, 4)
+
+    def largest(x, w):
+        top = float(x.asnumpy().max())
+        return w * top
+    refused(lambda: local_map(lambda x, w: largest(x, convert(w, "tp", "I")), {}, check=True)(x, w), "Python has read",
+            line_of(largest, "w * top"))
+    refused(lambda: local_map(largest, {"tp": P}, check=True)(x, s), "Python has read")
+    refused(lambda: local_map(lambda x, w: convert(largest(x, w), "tp", "I"), {}, check=True)(x, w), "'convert'")
 
 
 def test_tensors_from_elsewhere_are_each_ranks_own(mesh):
@@ -270,12 +288,13 @@ class Logs(Squares):
 
 
 def test_a_function_names_its_types_or_shows_them(mesh):
-    x, everywhere = lying(mesh, (8, 4), {"tp": Shard(0)}), {"dp": Shard(0), "tp": P}
+    x, s = (lying(mesh, (8, 4), {"tp": p}) for p in (Shard(0), P))
+    everywhere = {"dp": Shard(0), "tp": P}
     both = local_map(lambda x: Scaled.apply(x), everywhere, check=True)(lying(mesh, (8, 4), everywhere))
     assert both.placements == (Shard(0), P)
     refused(lambda: local_map(lambda x: Scaled.apply(x), {}, check=True)(lying(mesh, (8, 4), {})),
             "Its types are P -> P or V -> V")
-    refused(lambda: local_map(lambda x: Unknown.apply(x), {"tp": Shard(0)}, check=True)(x), "asnumpy()")
+    refused(lambda: local_map(lambda x: Unknown.apply(x), {"tp": P}, check=True)(s), "asnumpy()")
     with checks(rules=False, types=True):
         assert Squares.apply(x).shape == ()
         refused(lambda: Logs.apply(x), "no summand since 'log'", line_of(Logs.forward, "log()"))

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ...core.layout import Layout
@@ -45,12 +45,17 @@ class Types(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Account:
-    """One check: whose it is, the mesh, and its axes of several ranks; whether the author wrote the gradient, too."""
+    """One check: whose it is, the mesh, and its axes of several ranks; whether the author wrote the gradient, too.
+
+    `read`: names of axes over which Python has seen an array that varies. What numbers are made of it nobody knows, so from
+    there on every op may have one of them among its arguments.
+    """
 
     who: str
     mesh: DeviceMesh
     axes: tuple[int, ...]
     own_gradient: bool = False
+    read: set[str] = field(default_factory=set)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -107,7 +112,8 @@ class Account:
                 if unless is not None and said is None:
                     raise Refused(0, f"Its types are {_told(unless)}; it was given {', '.join(x.letter for x in kinds)}.",
                                   "convert an operand, or add what it does there to its `types`")
-                out.append(spmd.results(call, spec, kinds, graded) if said is None else said)
+                said = spmd.results(call, spec, kinds, graded) if said is None else said
+                out.append(spmd.beside_numbers(kinds, graded, said) if axis in self.read else said)
             except Refused as refused:
                 raise self.refusal(op, k, axis, refused, operands) from None
         return tuple(out)

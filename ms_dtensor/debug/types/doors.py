@@ -95,7 +95,16 @@ def as_op(cls: Any, name: str, run, args, kwargs, call=None):
     types = [types_of(x) for x in leaves((args, kwargs), Tensor)]
     told = getattr(cls, "types", None)
     kinds = now.results(name, call, types, None if told is None else signatures(told))
-    return typed(now, name.strip("'"), run(*plain(args), **plain(kwargs)), kinds, types)
+    return typed(now, name.strip("'"), unwatched(run, args, kwargs), kinds, types)
+
+
+def unwatched(run, args, kwargs):
+    """A call that types do not look into, on plain tensors."""
+    token = account.set(None)
+    try:
+        return run(*plain(args), **plain(kwargs))
+    finally:
+        account.reset(token)
 
 
 def as_written(name: str, run, args, kwargs, forward):
@@ -109,7 +118,7 @@ def as_written(name: str, run, args, kwargs, forward):
     with no_grad(), watched(inside):
         made = leaves([forward(*args, **kwargs)], Tensor)
         types = [types_of(x) for x in made]
-    result = run(*plain(args), **plain(kwargs))
+    result = unwatched(run, args, kwargs)
     graded = any(types_of(x).graded for x in leaves((args, kwargs), Tensor))
     told = iter([t._replace(graded=graded, kinds=tuple(spmd.I if k.letter == "R" and not t.graded else k for k in t.kinds))
                  for t in types])

@@ -109,12 +109,14 @@ class Typed(Tensor):
     def __hash__(self):
         return id(self)
 
-    def _known(self, who: str) -> Tensor:
-        """The plain tensor, whose numbers Python may have: they are the same on all ranks."""
+    def _known(self, who: str, array: bool = False) -> Tensor:
+        """The plain tensor, whose numbers Python may have: the same on all ranks, or an array whose reading is noted."""
         now = account.get()
         if now is not None:
             for axis, kind, origin in zip(now.names, self._types.kinds, self._types.origins):
-                if kind.letter not in "RI":
+                if array and kind.letter == "V":
+                    now.read.add(axis)
+                elif kind.letter not in "RI":
                     word = "a summand" if kind.letter == "P" else "each rank's own"
                     raise OpRuleError(
                         f"For '{now.who}', {who} at {site()} reads a value that is {word} over '{axis}'.",
@@ -128,19 +130,19 @@ class Typed(Tensor):
         return self._known("item()").item()
 
     def asnumpy(self):
-        return self._known("asnumpy()").asnumpy()
+        return self._known("asnumpy()", True).asnumpy()
 
     def numpy(self):
-        return self._known("numpy()").asnumpy()
+        return self._known("numpy()", True).asnumpy()
 
     def tolist(self):
         return self._known("tolist()").tolist()
 
     def get_bytes(self):
-        return self._known("get_bytes()").get_bytes()
+        return self._known("get_bytes()", True).get_bytes()
 
     def __array__(self, dtype=None, copy=None):
-        array = self._known("numpy.asarray").asnumpy()
+        array = self._known("numpy.asarray", True).asnumpy()
         return array if dtype is None else array.astype(dtype)
 
     def __bool__(self):

@@ -172,6 +172,20 @@ def _each_its_own(letters, unknown: bool, count: int) -> tuple[Kind, ...]:
     return (V,) * count
 
 
+def beside_numbers(kinds: Sequence[Kind], graded: Sequence[bool], said: tuple[Kind, ...]) -> tuple[Kind, ...]:
+    """The same results, where a number among the arguments may be each rank's own.
+
+    Raises:
+        Refused: an operand is a summand, or invariant.
+    """
+    for i, (k, g) in enumerate(zip(kinds, graded)):
+        if k.letter == "P" or k.letter == "I" and g:
+            raise Refused(i, "Python has read what varies over this axis before, and the op of what is "
+                          f"{WORDS[k.letter]} may have numbers of it among its arguments.",
+                          "read it behind this op, or in a DFunction with `types`")
+    return tuple(V if k.letter != "V" else k for k in said)
+
+
 def _combined(call, spec: OpSpec, kinds, graded, letters, count) -> tuple[Kind, ...]:
     known = set(letters)
     strict = [i for i, k in enumerate(letters) if k == "I"]
