@@ -175,6 +175,7 @@ class Program:
             over = tuple(a for a, p in enumerate(placements) if p.is_partial())
             summed = array.sum(over, keepdims=True)
             wholes.append(Tensor(np.ascontiguousarray(summed[(0,) * self.mesh.ndim])))
+        assert tuple(self.meant(wholes).shape) == shape, f"program {self.seed}: shape; {self}"
         want, wanted = ms.value_and_grad(lambda *xs: (self.meant(xs) * Tensor(weight)).sum(), (0, 1, 2))(*wholes)
         close(got, want, f"program {self.seed}: value; {self}")
         for i, (a, b) in enumerate(zip(grads, wanted)):

@@ -108,6 +108,15 @@ def test_a_row_parallel_cells_summand_taken_for_its_result(mesh):
                      check=True)(x, w, b).shape == (4, 3)
 
 
+def test_of_one_row_a_view_does_not_tell_where_the_others_are(mesh):
+    x = lying(mesh, (2, 4), {"tp": Shard(0)})
+
+    def flat(x):
+        return x.reshape(1, -1).sum(0)
+    refused(lambda: local_map(flat, {"tp": P}, check=True)(x), "said to be Partial", line_of(flat, "sum"))
+    assert local_map(lambda x: x.sum(0), {"tp": P}, check=True)(x).shape == (4,)
+
+
 def test_a_sum_over_another_axis(mesh):
     x, w = lying(mesh, (4, 8), {"tp": Shard(1)}), lying(mesh, (8, 3), {"tp": Shard(0)})
 

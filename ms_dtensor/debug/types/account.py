@@ -81,9 +81,9 @@ class Account:
         return Types(tuple(kinds), graded, tuple(Origin(f"{what} ({layout.placements[a]!r})") for a in self.axes))
 
     def constant(self) -> Types:
-        """The types of numbers of the program, which are the same on all ranks as those beside operators are."""
-        n = len(self.axes)
-        return Types((spmd.R,) * n, False, (Origin("numbers of the program"),) * n)
+        """The types of numbers of the program: the same on all ranks, but over axes where Python has read others."""
+        kinds = tuple(spmd.V if name in self.read else spmd.R for name in self.names)
+        return Types(kinds, False, (Origin("numbers of the program"),) * len(kinds))
 
     def outsider(self, graded: bool) -> Types:
         """The types of a plain tensor that the function did not get as a DTensor: each rank's own."""

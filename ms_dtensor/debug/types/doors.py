@@ -26,7 +26,7 @@ from ...internals.names import Function, jit_api, no_grad
 from ...ops.rules import spmd
 from ...ops.rules.spmd import Refused
 from .account import Account, Origin, Types, account, site
-from .typed import Typed, plain, typed, types_of
+from .typed import MADE_IN, Typed, plain, typed, types_of
 
 _open = Patched()
 _depth = 0
@@ -70,6 +70,15 @@ def _put() -> None:
         for name in ("zeros", "ones", "full", "arange", "eye", "linspace"):
             if hasattr(module, name):
                 _open.put(module, name, _made_of_numbers(getattr(module, name)))
+    init = Tensor.__init__
+
+    @functools.wraps(init)
+    def made(self, input_data=None, *args, **kwargs):
+        init(self, input_data, *args, **kwargs)
+        now = account.get()
+        if now is not None and self.__class__ is Tensor and not isinstance(input_data, Tensor):
+            setattr(self, MADE_IN, now.mesh)
+    _open.put(Tensor, "__init__", made)
 
 
 def _made_of_numbers(original):

@@ -27,6 +27,7 @@ from ...tensor.indexing import get_item, set_item
 from ..verify.capture import on_one_rank
 from .account import Account, Types, account, site
 
+MADE_IN = "_ms_dtensor_made_in_check"  # of a tensor made of the program's numbers and arrays: the mesh of the check
 _MADE_INSIDE = ("on", "off", "seed", "offset")
 _NO_GRADIENT = frozenset(("StopGradient", "Detach"))
 
@@ -203,7 +204,7 @@ def types_of(x: Tensor) -> Types:
                           "It was computed of tensors with a gradient, and how is not known.",
                           ("pass it as an argument of the function, as a DTensor",
                            "give `types=` to the DFunction that makes it"))
-    return now.outsider(graded)
+    return now.constant() if getattr(x, MADE_IN, None) is now.mesh and not graded else now.outsider(graded)
 
 
 def _numbers(op: str, bound: dict | None) -> set[int]:
