@@ -223,11 +223,13 @@ def _of_sums(call, spec: OpSpec, kinds, letters, count, strict) -> tuple[Kind, .
 
 def _read(call: Call, spec: OpSpec, kinds: Sequence[Kind]) -> tuple[Placement, ...] | None:
     """The results' placements by the case whose operands lie as these read, if the op itself runs there."""
-    ins = tuple(REPLICATE if k.letter in "RI" else k.reads for k in kinds)
-    if None in ins or call.op in VIEWS and any(p.is_shard() and o.shape[p.dim] == 1 for p, o in zip(ins, call.operands)):
+    ins = [p for k in kinds if (p := REPLICATE if k.letter in "RI" else k.reads) is not None]
+    if len(ins) < len(kinds):
+        return None
+    if call.op in VIEWS and any(p.is_shard() and o.shape[p.dim] == 1 for p, o in zip(ins, call.operands)):
         return None  # of one row nobody can tell how a view of all rows would lie
     for case in spec.cases:
-        if case.ins == ins:
+        if case.ins == tuple(ins):
             return case.outs if _is_op_itself(call, spec, case) else None
     return None
 
