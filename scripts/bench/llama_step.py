@@ -103,6 +103,7 @@ class Turns:
             try:
                 name, answer = json.loads((self.folder / "answer").read_text())
                 if name == turn:
+                    print(f"{turn}: {answer['seconds']:.2f} s, peak {answer['peak_mib']} MiB", file=sys.stderr, flush=True)
                     return answer
             except FileNotFoundError:
                 pass
