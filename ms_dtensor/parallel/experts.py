@@ -29,6 +29,7 @@ from ..core.mesh import DeviceMesh
 from ..core.placements import PARTIAL, REPLICATE, Placement, Shard
 from ..custom_ops.local_map import local_map
 from ..custom_ops.rows import ReturnRows, Rows, SendRows, connected
+from ..debug.types.doors import declared
 from ..errors import ConfigError, DTensorError, LayoutError
 from ..internals.target import on_cpu
 from ..ops.local import Nothing
@@ -129,7 +130,7 @@ def moe(x: Tensor, weights: Tensor, chosen: Tensor, w1: Tensor, w2: Tensor, w3: 
         ConfigError: shapes that do not fit, or more experts a token than there are.
         LayoutError: experts are cut over an axis that does not cut the tokens.
         DTensorError: weights that are NaN (where experts are cut), or experts that there are not; told by all
-            ranks that share experts, before tokens are sent, with the name of w1, the ranks and how many tokens.
+            ranks that share experts, before tokens are sent.
 
     Source: Shazeer et al. 2017; Gale et al. 2022, "MegaBlocks" (dropless).
 
@@ -146,7 +147,7 @@ def moe(x: Tensor, weights: Tensor, chosen: Tensor, w1: Tensor, w2: Tensor, w3: 
         return mixture(x, weights, chosen, w1, w2, w3)
     run = _mapped(comm.world_key(), *(getattr(t, "layout", None) for t in (x, weights, chosen, w1, w2, w3)),
                   None if mesh is None else mesh.mesh_dim_names, _style.get() if dedup == "auto" else dedup)
-    return run(x, weights, chosen, w1, w2, w3, getattr(w1, "name", ""))
+    return run(x, weights, chosen, w1, w2, w3)
 
 
 def _asked(dedup, who: str) -> Dedup:
@@ -186,6 +187,11 @@ class Shared:
         return np.repeat(np.arange(len(self.bounds)), [b - a for a, b in self.bounds])
 
 
+# on an axis that cuts tokens and experts, tokens alone, widths, or nothing
+_TYPED = declared(("V", "*", "->", "V"), ("V", "V", "V", "R", "R", "R", "->", "V"),
+                  ("R", "R", "R", "V", "V", "V", "->", "P"), ("I", "*", "->", "I"))
+
+
 @lru_cache(maxsize=256)
 def _mapped(world, x: Layout | None, weights, chosen, w1: Layout | None, w2, w3, names: Sequence[str] | None, dedup: Dedup):
     """The local function for tensors of these layouts, mapped over shards; `world`: whose groups it keeps."""
@@ -214,8 +220,7 @@ def _mapped(world, x: Layout | None, weights, chosen, w1: Layout | None, w2, w3,
     ws = [[Shard(0) if a in cut else Shard(dim) if a in width else REPLICATE for a in range(mesh.ndim)] for dim in (1, 2, 1)]
     out = [PARTIAL if a in width else p for a, p in enumerate(rows)]
     here = mesh.get_coordinate()
-    def run(*operands):
-        return mixture(*operands[:-1])
+    run = mixture
     if here is not None and math.prod(mesh.shape[a] for a in cut) > 1:
         group = mesh.get_group(tuple(mesh.mesh_dim_names[a] for a in cut))
         members = Layout(mesh, ws[0], w1.shape)
@@ -223,10 +228,11 @@ def _mapped(world, x: Layout | None, weights, chosen, w1: Layout | None, w2, w3,
         size = np.dtype({"bfloat16": "f2"}.get(x.dtype, x.dtype)).itemsize
         once = ratio(w1.shape[0], k, group.size, x.shape[1] * size) < _WORTH if dedup == "auto" else dedup
 
-        def run(*operands):
-            return (_by_rank if once else _by_choice)(shared, w1.shape[0], *operands)
-    run.__name__ = "moe"
-    return local_map(run, out, (rows, rows, rows, *ws, None), redistribute_inputs=True, out_shapes=lambda *_: (x.shape,))
+        def run(*tensors):
+            return (_by_rank if once else _by_choice)(shared, w1.shape[0], *tensors)
+        run.__name__ = "moe"
+    return local_map(_TYPED(run), out, (rows, rows, rows, *ws), redistribute_inputs=True,
+                     out_shapes=lambda *shapes: (x.shape,))
 
 
 def ratio(experts: int, k: int, ranks: int, row: int) -> float:
@@ -314,11 +320,11 @@ def _weighted(choices: Tensor, weights: Tensor, x: Tensor) -> Tensor:
 
 
 # -- over ranks ----------------------------------------------------------------------------------------------------------
-def _by_choice(shared: Shared, experts: int, x, weights, chosen, w1, w2, w3, where: str) -> Tensor:
+def _by_choice(shared: Shared, experts: int, x, weights, chosen, w1, w2, w3) -> Tensor:
     """A copy of a token for each of its experts; weights stay at home."""
     (n, k), flat, order = chosen.shape, *_by_expert(chosen)
     counts = np.bincount(flat[order], minlength=experts)
-    theirs = _exchanged(shared, [counts[a:b] for a, b in shared.bounds], weights, _unknown(flat, experts), experts, where)
+    theirs = _exchanged(shared, [counts[a:b] for a, b in shared.bounds], weights, _unknown(flat, experts), experts)
     send, recv = [int(counts[a:b].sum()) for a, b in shared.bounds], theirs.sum(1).tolist()
     got, = SendRows.apply(Rows(n, order // max(k, 1), send, recv, "tokens", "their experts"), shared.group, x)
     each = theirs.shape[1]
@@ -329,15 +335,14 @@ def _by_choice(shared: Shared, experts: int, x, weights, chosen, w1, w2, w3, whe
     return _weighted(back, weights, x)
 
 
-def _by_rank(shared: Shared, experts: int, x, weights, chosen, w1, w2, w3, where: str) -> Tensor:
+def _by_rank(shared: Shared, experts: int, x, weights, chosen, w1, w2, w3) -> Tensor:
     """A copy of a token for each rank that has any of its experts, with its weights; there they are added up."""
     (n, k), host, ranks = chosen.shape, chosen.asnumpy(), len(shared.bounds)
     goes = np.zeros((ranks, n), bool)
     token, column = np.nonzero((host >= 0) & (host < experts))
     goes[shared.owner()[host[token, column]], token] = True
     token, send = np.nonzero(goes)[1], goes.sum(1)
-    counts = [send[i:i + 1] for i in range(ranks)]
-    recv = _exchanged(shared, counts, weights, _unknown(host, experts), experts, where).reshape(-1)
+    recv = _exchanged(shared, [send[i:i + 1] for i in range(ranks)], weights, _unknown(host, experts), experts).reshape(-1)
     numbers = Tensor(host.astype(np.int16 if experts < 2 ** 15 else np.int32))
     there = Rows(n, token, send.tolist(), recv.tolist(), "tokens", "their experts' ranks")
     got, w, ids = SendRows.apply(there, shared.group, x, weights, numbers)
@@ -356,8 +361,7 @@ def _by_rank(shared: Shared, experts: int, x, weights, chosen, w1, w2, w3, where
     return ReturnRows.apply(there, shared.group, y)[0]
 
 
-def _exchanged(shared: Shared, counts: list[np.ndarray], weights: Tensor, unknown: int, experts: int,
-               where: str) -> np.ndarray:
+def _exchanged(shared: Shared, counts: list[np.ndarray], weights: Tensor, unknown: int, experts: int) -> np.ndarray:
     """[members, numbers]: what each member has counted for this one.
 
     With it goes how many of its tokens have weights that are NaN, and how many choices are no experts.
@@ -370,8 +374,7 @@ def _exchanged(shared: Shared, counts: list[np.ndarray], weights: Tensor, unknow
     got = got.reshape(-1, each)
 
     def told(column: int, what: str) -> str:
-        ranks = ", ".join(f"rank {r}: {c} {what}" for r, c in zip(shared.group.ranks, got[:, column]) if c)
-        return f"{where}: {ranks}" if where else ranks
+        return ", ".join(f"rank {r}: {c} {what}" for r, c in zip(shared.group.ranks, got[:, column]) if c)
     if got[:, -1].any():
         raise _no_such(told(-1, "choices"), experts)
     if got[:, -2].any():
