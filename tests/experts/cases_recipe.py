@@ -39,13 +39,6 @@ def trainer_of(experts, parallel, steps=3, **how):
     return Trainer(cfg, TEXT, None if parallel is None else make_mesh("cpu", parallel))
 
 
-def ends_of(experts, parallel, steps):
-    """The losses of the last step and of the first."""
-    trainer = trainer_of(experts, parallel, steps)
-    losses = [trainer.step(i).loss for i in range(steps)]
-    return losses[-1], losses[0]
-
-
 @case(world_size=4, timeout=400)
 def the_recipes_mixtral_trains_as_on_one_device(world):
     def steps(experts, parallel, **how):
