@@ -18,6 +18,7 @@ usage: python -m ms_dtensor COMMAND ...
   doctor              looks whether this machine is ready to train, and says how to mend what is not
   plot RUN_DIR...     draws loss, throughput, communication and memory of runs that train.py recorded
   verify [FAMILY...]  proves the rule behind every public call form, on this machine and this MindSpore
+  run --as LIB FILE   runs a program that imports hyper_parallel, unedited, with ms_dtensor in its place
   calibrate           under msrun: measures what the planner's costs are here, for MS_DTENSOR_COSTS
   pipeline            makes or reads a pipeline schedule, checks, simulates and draws it
   ckpt ls PATH        what a checkpoint holds, or which steps a folder has
@@ -65,6 +66,9 @@ def main(arguments: Sequence[str]) -> int:
     if command == "calibrate":
         from .calibrate import main as calibrate
         return calibrate(rest)
+    if command == "run":
+        from .run import main as run
+        return run(rest)
     parser = argparse.ArgumentParser(prog=f"python -m ms_dtensor {command}")
     parser.add_argument("--json", action="store_true", help="print JSON")
     if command == "doctor":
@@ -80,5 +84,5 @@ def main(arguments: Sequence[str]) -> int:
                             help="where pictures go; default: RUN_DIR/plots of the first run")
         return plot.main(parser.parse_args(rest))
     argparse.ArgumentParser(prog="python -m ms_dtensor").error(
-        f"'{command[:60]}' is no command; known are doctor, plot, verify, calibrate, pipeline and ckpt. "
+        f"'{command[:60]}' is no command; known are doctor, plot, verify, run, calibrate, pipeline and ckpt. "
         "See python -m ms_dtensor --help")
