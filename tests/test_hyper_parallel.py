@@ -42,8 +42,8 @@ MINDFORMERS = {
     "core.shard.sharding_plan": "ShardingPlan",
     "custom_ops.experimental":
         "npu_dense_lightning_indexer_grad_kl_loss npu_dense_lightning_indexer_softmax_lse npu_lightning_indexer "
-        "npu_mhc_post npu_mhc_pre_sinkhorn npu_sparse_flash_mla npu_sparse_flash_mla_grad npu_sparse_lightning_indexer_grad_kl_loss "
-        "npu_sparse_lightning_indexer_kl_loss_grad",
+        "npu_mhc_post npu_mhc_pre_sinkhorn npu_sparse_flash_mla npu_sparse_flash_mla_grad "
+        "npu_sparse_lightning_indexer_grad_kl_loss npu_sparse_lightning_indexer_kl_loss_grad",
     "platform": "get_platform",
     "platform.mindspore.autograd_compat": "enable_mindspore_backward_compat",
     "platform.mindspore.pipeline_parallel._utils": "_MicroBatch",

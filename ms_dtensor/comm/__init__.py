@@ -27,5 +27,5 @@ def mindspore_collectives() -> MindSporeCollectives:
 
 
 __all__ = ["REDUCE_OPS", "Backend", "CommEvent", "Group", "Work", "World", "annotate", "current_world", "fake_world",
-           "get_backend", "group", "mindspore_collectives", "record", "register_backend", "set_cpu_backend", "shutdown", "start", "user_site",
-           "world_key"]
+           "get_backend", "group", "mindspore_collectives", "record", "register_backend", "set_cpu_backend", "shutdown",
+           "start", "user_site", "world_key"]

@@ -70,10 +70,10 @@ def one_program(mesh, seed: int, run=by_blocks) -> bool:
             of = [xs[i] for i in wrt]
             run(xs, of, loss, times)
             wanted = want if times == 1 else [w + w for w in want]
-            assert [x.grad.layout for x in of if x.grad is not None] == [
-                w.layout for x, w in zip(of, wanted) if x.grad is not None]
+            assert [x.grad.layout for x in of if getattr(x, "grad", None) is not None] == [
+                w.layout for x, w in zip(of, wanted) if getattr(x, "grad", None) is not None]
             for i, (x, w) in enumerate(zip(of, wanted)):
-                if x.grad is None:  # not reached
+                if getattr(x, "grad", None) is None:  # not reached
                     assert run is by_methods and not w.full_tensor().asnumpy().any(), (seed, times, i)
                     continue
                 assert np.array_equal(x.grad.to_local().asnumpy(), w.to_local().asnumpy(), equal_nan=True), (seed, times, i)
