@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
@@ -109,6 +111,22 @@ def test_meshes_of_the_word_npu_are_where_mindspore_computes(registered, caplog)
     assert mesh.device_type == "cpu" and "read as 'cpu'" in caplog.text
     both = mesh._unflatten(0, (1, 1), ("dp", "tp"), backend_override={"dp": "fake"})
     assert isinstance(both, hyper_parallel.DeviceMesh) and both["dp", "tp"]._flatten("loss").mesh_dim_names == ("loss",)
+
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "howto" / "from_mindformers_2_1.md"
+
+
+def test_every_row_of_the_page_has_a_test_and_every_name_a_row():
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.read_text("utf-8").splitlines()
+            if line.startswith("| ") and not line.startswith("| hyper_parallel |")]
+    for theirs, ours, test in rows:
+        path, _, name = test.strip("`").partition("::")
+        text = (PAGE.parents[2] / "tests" / path).read_text("utf-8")
+        assert f"def {name}(" in text if name else "@case" in text, test
+        refused = [n for names in not_offered().values() for n in names if f"`{n}`" in theirs]
+        assert bool(refused) == ours.startswith("not offered"), theirs
+    listed = " ".join(re.findall(r"`[^`]*`", " ".join(theirs for theirs, _, _ in rows)))
+    assert [n for names in MINDFORMERS.values() for n in names.split() if not re.search(rf"\b{n}\b", listed)] == []
 
 
 SCRIPT = """

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """See what is communicated: `CommDebugMode` counts it, `explain` tells why and what it costs; `cache_info` counts plans.
+`suggest` ranks the plans of a model that is not made yet, on a machine that is not here.
 
-Nothing here communicates, and nothing runs unless asked for. Read next: `comm_mode.py`, `plans.py`.
+Nothing here communicates, and nothing runs unless asked for. Read next: `comm_mode.py`, `plans.py`, `predict/`.
 """
 from __future__ import annotations
 
@@ -9,14 +10,15 @@ import importlib
 from typing import TYPE_CHECKING
 
 _HOME = {"CommDebugMode": ".comm_mode", "cache_info": ".caches", "checks": "..dispatch.modes", "explain": ".plans",
-         "visualize_sharding": ".visualize"}
-__all__ = ["CommDebugMode", "cache_info", "checks", "explain", "visualize_sharding"]
+         "suggest": ".predict", "visualize_sharding": ".visualize"}
+__all__ = ["CommDebugMode", "cache_info", "checks", "explain", "suggest", "visualize_sharding"]
 
 if TYPE_CHECKING:
     from ..dispatch.modes import checks
     from .caches import cache_info
     from .comm_mode import CommDebugMode
     from .plans import explain
+    from .predict import suggest
     from .visualize import visualize_sharding
 else:
     def __getattr__(name: str):

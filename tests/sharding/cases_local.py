@@ -232,6 +232,12 @@ def main_gradients_add_up_micro_batches_in_float32(world):
     none_of(faults)
 
 
+def half_of_the_rows(net, rank: int):
+    """The gradients of one rank's loss, on one device."""
+    x, y = (Tensor(np.split(v, 2)[rank]).astype(ms.float16) for v in (ROWS, LABELS))
+    return ms.value_and_grad(lambda: loss_on(net, x, y).astype(ms.float32), None, net.trainable_params())()[1]
+
+
 @case(2)
 def a_low_precision_computation_is_summed_in_float32(world):
     """Float16 in the cells, float32 between the ranks: sums of float16 numbers to more digits than float16 has."""
@@ -245,8 +251,7 @@ def a_low_precision_computation_is_summed_in_float32(world):
         half = Net()
         for p in half.get_parameters():
             p.set_dtype(ms.float16)
-        parts = [ms.value_and_grad(lambda r=r: loss_on(half, *(Tensor(np.split(v, 2)[r]).astype(ms.float16)
-                 for v in (ROWS, LABELS))).astype(ms.float32), None, half.trainable_params())()[1] for r in range(2)]
+        parts = [half_of_the_rows(half, r) for r in range(2)]
         for p, a, b in zip(net.trainable_params(), *parts):
             equal(p.main_grad, (a.asnumpy().astype(np.float32) + b.asnumpy().astype(np.float32)) / 2, p.name, 1e-6)
 

@@ -11,7 +11,9 @@ import importlib.util
 import sys
 import types
 
+from ...comm import mindspore_collectives
 from ...errors import ConfigError
+from ...internals.target import on_cpu
 from .missing import missing
 from .names import homes, not_offered
 
@@ -44,6 +46,8 @@ class _Module(types.ModuleType):
 def register() -> None:
     """From here on `import hyper_parallel` gives what ms_dtensor has under its names. `unregister` takes it back.
 
+    On CPU MindSpore's collectives run on our groups, too: `comm.mindspore_collectives`.
+
     Raises:
         ConfigError: hyper_parallel itself has been imported.
 
@@ -73,6 +77,8 @@ def register() -> None:
         above, _, last = name.rpartition(".")
         if above:
             sys.modules[above].__dict__[last] = module
+    if on_cpu():
+        mindspore_collectives()
 
 
 def unregister() -> None:
@@ -84,5 +90,8 @@ def unregister() -> None:
         >>> register(), unregister(), "hyper_parallel" in sys.modules
         (None, None, False)
     """
-    for name in [n for n, m in sys.modules.items() if isinstance(m, _Module)]:
+    found = [name for name, module in sys.modules.items() if isinstance(module, _Module)]
+    for name in found:
         del sys.modules[name]
+    if found and on_cpu():
+        mindspore_collectives().disable()
