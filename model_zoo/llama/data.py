@@ -65,7 +65,8 @@ class Files:
         return self._read(self.train, _drawn(self.train, seed, step, batch, seq), seq)
 
     def identity(self) -> dict[str, Any]:
-        return {"format": "indexed" if isinstance(self.train, IndexedFile) else "tokens", "text": self.train.identity(), "held_out": self.held_out.identity(),
+        kind = "indexed" if isinstance(self.train, IndexedFile) else "tokens"
+        return {"format": kind, "text": self.train.identity(), "held_out": self.held_out.identity(),
                 "documents": self.documents}
 
     def held_out_batch(self, index: int, count: int, batch: int, seq: int) -> tuple[np.ndarray, ...]:

@@ -49,7 +49,7 @@ class IndexedFile:
             length = self.path.with_name(self.path.name + ".bin").stat().st_size
         except OSError as error:
             raise ConfigError(f"For the data set '{self.path}', it cannot be read: {error.strerror}.", str(error.filename),
-                              "It is two files, NAME.bin and NAME.idx.", "Megatron's preprocess_data.py makes both") from None
+                              "Two files: NAME.bin and NAME.idx.", "Megatron's preprocess_data.py makes them") from None
         if len(index) < HEADER.size or index[:9] != MAGIC:
             raise self._damaged("its index does not begin as one", f"{index[:9]!r}")
         _, version, code, sequences, entries = HEADER.unpack_from(index)
@@ -101,5 +101,5 @@ class IndexedFile:
         return zlib.crc32(self._tokens[-BLOCK:].tobytes(), zlib.crc32(self._tokens[:BLOCK].tobytes(), self._index))
 
     def _damaged(self, what: str, seen: str) -> ConfigError:
-        return ConfigError(f"For the data set '{self.path}', {what}.", seen, "It is as Megatron's preprocess_data.py wrote it.",
+        return ConfigError(f"For the data set '{self.path}', {what}.", seen, "Megatron's preprocess_data.py wrote it.",
                            "make it again, or token files: python model_zoo/llama/prepare_data.py")
