@@ -30,7 +30,7 @@ from .layout import DeviceMesh, Layout, distribute_tensor, init_device_mesh
 from .op import DistributedOp
 from .pipeline import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from .platform import get_platform
-from .recompute import CheckpointPolicy, checkpoint_wrapper
+from .recompute import CheckpointPolicy, checkpoint_exclude_wrapper, checkpoint_wrapper
 from .registered import register, unregister
 from .shard import (
     ShardingPlan,
@@ -45,7 +45,8 @@ __all__ = ["CPUOffloadPolicy", "CheckpointPolicy", "ColwiseParallel", "CommDebug
            "DistributedOp", "HSDPModule", "Layout", "MixedPrecisionPolicy", "OffloadPolicy", "ParallelStyle", "Partial",
            "PipelineStage", "Placement", "PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput",
            "Replicate", "RowwiseParallel", "Schedule1F1B", "ScheduleGPipe", "ScheduleInterleaved1F1B", "SequenceParallel",
-           "Shard", "ShardingPlan", "SkipDTensorDispatch", "checkpoint_wrapper", "custom_shard", "distribute_module",
+           "Shard", "ShardingPlan", "SkipDTensorDispatch", "checkpoint_exclude_wrapper",
+           "checkpoint_wrapper", "custom_shard", "distribute_module",
            "distribute_tensor", "empty", "full", "fully_shard", "get_current_layout", "get_global_layout", "get_platform",
            "hsdp", "init_device_mesh", "init_parameters", "loss_parallel", "ones", "parallelize_module",
            "parallelize_value_and_grad", "register", "shard_module", "unregister", "zeros"]

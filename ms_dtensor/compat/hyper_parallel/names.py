@@ -35,7 +35,7 @@ OFFERED = {
     "core.fully_shard": _FSDP,
     "core.fully_shard.api": _FSDP,
     "core.fully_shard.utils": _FSDP,
-    "core.activation_checkpoint": "CheckpointPolicy checkpoint_wrapper",
+    "core.activation_checkpoint": "CheckpointPolicy checkpoint_exclude_wrapper checkpoint_wrapper",
     "core.distributed_checkpoint": _LAYOUTS,
     "core.distributed_checkpoint.layout": _LAYOUTS,
     "core.pipeline_parallel": f"PipelineStage {_SCHEDULES}",
@@ -53,7 +53,7 @@ _ASCEND = "a kernel of Ascend's own, which hyper_parallel builds in C++; mindspo
 _SPARSE = "md.ContextParallel and md.context_attention, of dense attention"
 
 MISSING = {
-    "core.activation_checkpoint": {_RECOMPUTE: "SwapManager checkpoint_exclude_wrapper swap_wrapper"},
+    "core.activation_checkpoint": {_RECOMPUTE: "SwapManager swap_wrapper"},
     "core.context_parallel.async_context_parallel": {
         "md.ContextParallel, whose ring and gather overlap with attention": "AsyncContextParallel"},
     "core.context_parallel.context_parallel": {"md.ContextParallel(...) on cells of DTensors": "ContextParallel"},

@@ -10,8 +10,9 @@ from contextlib import AbstractContextManager
 from mindspore import nn
 
 from ...dispatch import patches
-from ...dispatch.patches.recomputed import Recompute
+from ...dispatch.patches.recomputed import Recompute, excluded
 from ...errors import ConfigError
+from ...parallel.layouts import around_construct
 
 
 class CheckpointPolicy(enum.Enum):
@@ -67,6 +68,25 @@ def checkpoint_wrapper(module: nn.Cell | Callable, *,
         return module
     run = Recompute(module, keeps, context_fn)
     return functools.wraps(module)(lambda *args, **kwargs: run(*args, **kwargs))
+
+
+def checkpoint_exclude_wrapper(module: nn.Cell | Callable):
+    """Lets a cell or a function run once only, where a cell around it runs again in the backward: what it made is kept.
+
+    Args:
+        module: a cell, which is told and returned; or a function, of which a new one is returned.
+
+    Example:
+        >>> from mindspore import nn
+        >>> from ms_dtensor.compat.hyper_parallel import checkpoint_exclude_wrapper, checkpoint_wrapper
+        >>> net = nn.SequentialCell(nn.Dense(4, 4), checkpoint_exclude_wrapper(nn.Dense(4, 4)))
+        >>> checkpoint_wrapper(net) is net
+        True
+    """
+    if not isinstance(module, nn.Cell):
+        return excluded(module)
+    around_construct(module, excluded)
+    return module
 
 
 def _keeps(policy_fn: Callable, op: str, arguments: tuple) -> bool:
