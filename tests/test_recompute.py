@@ -327,7 +327,7 @@ def test_functions_run_again_where_no_parameters_are_gathered():
         gradients(md.fully_shard(Split(), mesh=one_rank()))
 
 
-class Counted(nn.Dense):
+class CountedDense(nn.Dense):
     """Counts how often it ran."""
 
     runs = 0
@@ -342,7 +342,7 @@ class Told(nn.Cell):
 
     def __init__(self):
         super().__init__()
-        self.up, self.middle, self.down = Counted(6, 5), Counted(5, 5), Counted(5, 3)
+        self.up, self.middle, self.down = CountedDense(6, 5), CountedDense(5, 5), CountedDense(5, 3)
         self.acted = 0
         for i, p in enumerate(self.get_parameters()):
             p.set_data(Tensor(np.random.default_rng(i).normal(size=p.shape).astype(np.float32)))
