@@ -15,6 +15,7 @@ _STYLES = ("ColwiseParallel ParallelStyle PrepareModuleInput PrepareModuleInputO
            "SequenceParallel parallelize_module")
 _FSDP = "CPUOffloadPolicy HSDPModule MixedPrecisionPolicy OffloadPolicy fully_shard"
 _SCHEDULES = "Schedule1F1B ScheduleGPipe ScheduleInterleaved1F1B"
+_CONTEXT = "ms_dtensor.compat.hyper_context"
 _LAYOUTS = "get_current_layout get_global_layout"
 
 OFFERED = {
@@ -36,6 +37,10 @@ OFFERED = {
     "core.fully_shard.api": _FSDP,
     "core.fully_shard.utils": _FSDP,
     "core.activation_checkpoint": "CheckpointPolicy checkpoint_exclude_wrapper checkpoint_wrapper",
+    "core.context_parallel": f"ContextParallel={_CONTEXT}:ContextParallel "
+                             f"AsyncContextParallel={_CONTEXT}:AsyncContextParallel",
+    "core.context_parallel.context_parallel": f"ContextParallel={_CONTEXT}:ContextParallel",
+    "core.context_parallel.async_context_parallel": f"AsyncContextParallel={_CONTEXT}:AsyncContextParallel",
     "core.distributed_checkpoint": _LAYOUTS,
     "core.distributed_checkpoint.layout": _LAYOUTS,
     "core.pipeline_parallel": f"PipelineStage {_SCHEDULES}",
@@ -54,9 +59,6 @@ _SPARSE = "md.ContextParallel and md.context_attention, of dense attention"
 
 MISSING = {
     "core.activation_checkpoint": {_RECOMPUTE: "SwapManager swap_wrapper"},
-    "core.context_parallel.async_context_parallel": {
-        "md.ContextParallel, whose ring and gather overlap with attention": "AsyncContextParallel"},
-    "core.context_parallel.context_parallel": {"md.ContextParallel(...) on cells of DTensors": "ContextParallel"},
     "core.context_parallel.dsa_context_parallel": {
         _SPARSE: "DSAIndexerContextParallel DSAIndexerLossContextParallel DSASequenceReplicateCache "
                  "DSASparseAttentionContextParallel"},
