@@ -208,7 +208,8 @@ def _files(path: str | None) -> tuple[list[Path], Path]:
 
 def stream_values(cfg: TrainConfig, text: Text | Files | Conversations | None) -> dict[str, Any]:
     """All that decides a run's batches, as a checkpoint holds it."""
-    return {"seed": cfg.seed, "batch": cfg.batch, "seq": cfg.seq, **({"text": 0} if text is None else text.identity())}
+    ramp = {"batch_ramp": [cfg.batch_ramp, cfg.micro_batches]} if cfg.batch_ramp else {}
+    return {"seed": cfg.seed, "batch": cfg.batch, "seq": cfg.seq, **ramp, **({"text": 0} if text is None else text.identity())}
 
 
 def check_same_data(cfg: TrainConfig, text: Text | Files | Conversations, held: dict[str, Any]) -> None:

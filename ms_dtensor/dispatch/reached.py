@@ -10,7 +10,7 @@ import gc
 import weakref
 from collections.abc import Iterable, Iterator
 
-from mindspore import Parameter, Tensor
+from mindspore import Tensor
 
 from ..errors import OpRuleError
 
@@ -26,7 +26,7 @@ def reached(loss: Tensor) -> list[Tensor]:
     nodes = dict(_leaf_nodes(loss))
     found = {number: x for number in nodes if (x := _known.get(number)) is not None and _number(x) == number}
     if len(found) < len(nodes):
-        know(x for x in gc.get_objects() if type(x).__mro__[-2] is _BASE and _is_leaf(x))
+        know(x for x in gc.get_objects() if issubclass(type(x), _BASE) and _is_leaf(x))
         found = {number: _known[number] for number in nodes if number in _known}
     gone = [nodes[number] for number in nodes if number not in found]
     if gone:
@@ -45,7 +45,7 @@ _BASE = Tensor.__mro__[-2]  # C++'s class, of which tensors and parameters are
 
 
 def _is_leaf(x) -> bool:
-    return isinstance(x, Parameter | Tensor) and x._requires_grad and x._is_leaf
+    return x._requires_grad and x._is_leaf
 
 
 def _number(x) -> int:
