@@ -209,7 +209,8 @@ def _files(path: str | None) -> tuple[list[Path], Path]:
 def stream_values(cfg: TrainConfig, text: Text | Files | Conversations | None) -> dict[str, Any]:
     """All that decides a run's batches, as a checkpoint holds it."""
     ramp = {"batch_ramp": [cfg.batch_ramp, cfg.micro_batches]} if cfg.batch_ramp else {}
-    return {"seed": cfg.seed, "batch": cfg.batch, "seq": cfg.seq, **ramp, **({"text": 0} if text is None else text.identity())}
+    of_text: dict[str, Any] = {"text": 0} if text is None else text.identity()
+    return {"seed": cfg.seed, "batch": cfg.batch, "seq": cfg.seq, **ramp, **of_text}
 
 
 def check_same_data(cfg: TrainConfig, text: Text | Files | Conversations, held: dict[str, Any]) -> None:

@@ -244,6 +244,15 @@ def _not_there(*args, **kwargs):
                     "all_to_all_single with sizes of the host")
 
 
+def _outputs(output, async_op, exec_sync=False):
+    """What MindSpore's functions make of a primitive's result; there is no device to be waited for."""
+    result, handle = output
+    if async_op:
+        return result, handle
+    handle.wait()
+    return result, None
+
+
 # -- what is asked of groups --------------------------------------------------------------------------------------------
 
 
@@ -297,6 +306,7 @@ _OURS: dict[str, Any] = {
     "inner_comm_all_reduce_op": _new_all_reduce, "inner_comm_all_gather_op": _new_all_gather,
     "inner_comm_reduce_scatter_op": _new_reduce_scatter, "inner_comm_all_to_all_v_op": _new_all_to_all,
     "inner_comm_isend_op": _isend, "inner_comm_irecv_op": _irecv_new,
+    "_deal_comm_outputs": _outputs, "_deal_dist_comm_outputs": _outputs,
     "get_cache_group_size": _size, "get_cache_group_rank": _rank, "_get_size_helper": _size, "_get_rank_helper": _rank,
     "_get_local_rank_helper": _rank, "_get_local_size_helper": _size, "_get_group_ranks": _ranks,
     "get_group_size": _size, "get_group_rank_from_world_rank": _rank_in, "get_world_rank_from_group_rank": _rank_of,
