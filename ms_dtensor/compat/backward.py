@@ -13,9 +13,8 @@ from mindspore import Tensor, mint, ops
 
 from ..dispatch.reached import know
 from ..dispatch.recorded import backward as ours
-from ..dispatch.recorded import recorded
+from ..dispatch.recorded import not_recorded, recorded
 from ..errors import ConfigError
-from ..internals.names import no_grad
 
 _BASE: Any = Tensor.__mro__[-2]  # C++'s class, of which tensors and parameters are
 
@@ -52,7 +51,7 @@ def _step(self) -> None:
         raise ConfigError(f"For '{type(self).__name__}.step', parameters have no '.grad'.", ", ".join(without[:5]),
                           "MindSpore's optimizers step all of their parameters.",
                           ("loss.backward() of a loss that reaches them", "an optimizer of the others alone"))
-    with no_grad():
+    with not_recorded():
         self(tuple(p.grad for p in params))
 
 

@@ -84,6 +84,17 @@ def recorded(of: nn.Cell | Iterable[Tensor] | None = None) -> Iterator[None]:
             _block.reset(token)
 
 
+@contextmanager
+def not_recorded() -> Iterator[None]:
+    """Inside of a block nothing is recorded: what is written there is written as outside of it."""
+    was = recording()
+    executor.set_grad_flag(False)
+    try:
+        yield
+    finally:
+        executor.set_grad_flag(was)
+
+
 def backward(loss: Tensor, gradient: Tensor | None = None, retain_graph: bool = False,
              inputs: Sequence[Tensor] | None = None) -> None:
     """Adds the gradients of `loss` to `.grad` of parameters, inside of `recorded`; as PyTorch's `Tensor.backward`.

@@ -19,8 +19,9 @@ from ms_dtensor.errors import ConfigError, LayoutError
 
 from ..core.layout import Layout
 from ..dispatch.operands import dtype_name, local_alias, wrap
+from ..dispatch.recorded import not_recorded
 from ..dispatch.replaced import current
-from ..internals.names import NoFallbackGuard, no_grad
+from ..internals.names import NoFallbackGuard
 from ._storage import layout_of
 from .arrays import Array, new_master, precision, values, write
 
@@ -46,7 +47,7 @@ class Steps(int):
             raise ConfigError(f"For '{type(self.of).__name__}.step', no parameter has a gradient.",
                               ", ".join(p.name for p in self.of.params[:5]), "A step by `.grad` comes after a backward.",
                               ("md.backward(loss) inside of md.recorded(net)", "optimizer(gradients)"))
-        with no_grad():
+        with not_recorded():
             self.of(grads)
 
 
