@@ -2,7 +2,8 @@
 """Which leaves a loss is computed from: parameters, and tensors after `requires_grad_()`.
 
 MindSpore's graph has a node for each leaf, and no way from the node to the tensor. So the tensors are looked up among those
-that live: in a memory of those found before, else by a walk through what Python's collector knows, once for new ones.
+that live: in a memory of those found before, else among the parameters that Python's collector knows, once for new ones.
+Tensors that are no parameters are remembered when they are told to be leaves (`know`).
 """
 from __future__ import annotations
 
@@ -10,9 +11,7 @@ import gc
 import weakref
 from collections.abc import Iterable, Iterator
 
-from mindspore import Tensor
-
-from ..errors import OpRuleError
+from mindspore import Parameter, Tensor
 
 _known: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()  # leaves by the number of their node
 
@@ -20,19 +19,17 @@ _known: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 def reached(loss: Tensor) -> list[Tensor]:
     """The leaves that `loss` is computed from, in the order in which a backward may meet them.
 
-    Raises:
-        OpRuleError: one of them is gone, so nobody could be given its gradient.
+    A leaf that is no parameter, and that nobody told of, is left out: an input that an earlier gradient function marked.
     """
-    nodes = dict(_leaf_nodes(loss))
-    found = {number: x for number in nodes if (x := _known.get(number)) is not None and _number(x) == number}
-    if len(found) < len(nodes):
-        know(x for x in gc.get_objects() if issubclass(type(x), _BASE) and _is_leaf(x))
-        found = {number: _known[number] for number in nodes if number in _known}
-    gone = [nodes[number] for number in nodes if number not in found]
-    if gone:
-        raise OpRuleError("For 'backward', a leaf that the loss is computed from is gone.", ", ".join(gone[:5]),
-                          "A gradient is kept in `.grad` of a tensor that lives.", "keep a name for it, or x.detach()")
-    return [found[number] for number in nodes]
+    nodes = list(_leaf_nodes(loss))
+    if any(_of_node(number) is None for number in nodes):
+        know(x for x in gc.get_objects() if issubclass(type(x), Parameter) and x.requires_grad)
+    return [x for number in nodes if (x := _of_node(number)) is not None]
+
+
+def _of_node(number: int) -> Tensor | None:
+    x = _known.get(number)
+    return x if x is not None and _number(x) == number else None
 
 
 def know(tensors: Iterable[Tensor]) -> None:
@@ -41,18 +38,11 @@ def know(tensors: Iterable[Tensor]) -> None:
         _known[_number(x)] = x
 
 
-_BASE = Tensor.__mro__[-2]  # C++'s class, of which tensors and parameters are
-
-
-def _is_leaf(x) -> bool:
-    return x._requires_grad and x._is_leaf
-
-
 def _number(x) -> int:
     return x._grad_node._unique_id()
 
 
-def _leaf_nodes(loss: Tensor) -> Iterator[tuple[int, str]]:
+def _leaf_nodes(loss: Tensor) -> Iterator[int]:
     start = loss._grad_node
     seen, stack = set[int](), [start]
     while stack:
@@ -62,5 +52,5 @@ def _leaf_nodes(loss: Tensor) -> Iterator[tuple[int, str]]:
             continue
         seen.add(number)
         if node.is_leaf():
-            yield number, node.name()
+            yield number
         stack += [following for following, _ in reversed(node.next_functions) if following is not None]

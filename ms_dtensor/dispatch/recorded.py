@@ -48,8 +48,8 @@ def recorded(of: nn.Cell | Iterable[Tensor] | None = None) -> Iterator[None]:
 
     Args:
         of: whose gradients `backward` gives unless it is told: a cell for its trainable parameters, or parameters, or
-            tensors after `requires_grad_()`. None: of all of these that a loss is computed from, which each backward looks
-            for; what it does not find keeps the `.grad` it has.
+            tensors after `requires_grad_()`. None: of all parameters that a loss is computed from, which each backward
+            looks for; what it does not find keeps the `.grad` it has.
 
     Raises:
         OpRuleError: inside a gradient, a recording or another such block, or under `no_grad`.
@@ -147,6 +147,9 @@ def backward(loss: Tensor, gradient: Tensor | None = None, retain_graph: bool = 
     executor.set_grad_flag(False)
     try:
         wanted = reached(loss) if wanted is None else wanted
+        if not wanted:
+            raise _refused(loss, "No parameter leads to it.", ("md.recorded([x]), or inputs=[x], for other leaves",
+                                                               "compute it inside of recorded(...)"))
         for p, g in zip(wanted, _gradients(loss, _start(loss, gradient), retain_graph, wanted), strict=True):
             if kept_apart(p):
                 continue
