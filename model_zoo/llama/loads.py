@@ -27,9 +27,9 @@ class Loads:
         >>> cfg = Config(ModelConfig(n_layers=1, experts=ExpertsConfig(3, 1)), train=TrainConfig(batch=1, seq=8),
         ...              metrics=MetricsConfig(idle_expert=2))
         >>> told = Loads(cfg)
-        >>> told.step(np.array([[5, 3, 0]]))["dropped"], told.idle()
+        >>> told.step(np.array([[5, 3, 0]]), 8)["dropped"], told.idle()
         (0, [])
-        >>> told.step(np.array([[4, 3, 0]]))["dropped"], told.idle()
+        >>> told.step(np.array([[4, 3, 0]]), 8)["dropped"], told.idle()
         (1, ['layer 0: expert 2'])
     """
 
@@ -37,20 +37,21 @@ class Loads:
         assert cfg.model.experts is not None
         self.experts, self.limit = cfg.model.experts, cfg.metrics.idle_expert
         layers = cfg.model.n_layers - self.experts.dense_layers
-        self.choices = layers * cfg.train.batch * cfg.train.seq * self.experts.per_token
         self._without = np.zeros((layers, self.experts.count), np.int64)  # steps in a row
         self.dropped = 0
         self.total = np.zeros((layers, self.experts.count), np.int64)
 
-    def step(self, loads: np.ndarray, comm: Mapping[tuple[str, tuple[str, ...]], Any] | None = None) -> dict[str, Any]:
+    def step(self, loads: np.ndarray, tokens: int,
+             comm: Mapping[tuple[str, tuple[str, ...]], Any] | None = None) -> dict[str, Any]:
         """What the record of a step says: loads [layers, experts], how many choices were dropped, bytes that rank 0 sent.
 
         Args:
             loads: i64[layers, experts].
+            tokens: of the step.
             comm: the tally of the step's collectives, where there is one.
         """
         self._without = np.where(loads > 0, 0, self._without + 1)
-        dropped = int(self.choices - loads.sum())
+        dropped = int(len(loads) * tokens * self.experts.per_token - loads.sum())
         self.dropped += dropped
         self.total = self.total + loads
         sent = None if comm is None else sum(
