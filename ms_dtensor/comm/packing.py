@@ -20,6 +20,7 @@ from mindspore import dtype as mstype
 from ..internals.target import on_cpu
 from .protocol import cut
 from .shm.reduce import reduce_into
+from .world import executing
 
 
 class TensorOps:
@@ -186,11 +187,16 @@ def numpy_dtype(dtype: Any) -> np.dtype:
 
 def copy(x: Tensor) -> Tensor:
     """A copy with memory of its own (`Tensor.copy` is arithmetic in MindSpore)."""
+    dry = executing()
+    if dry is not None:
+        return dry.like(x)
     return (HostOps if on_cpu() else TensorOps).copy(x)
 
 
 def write(out: Tensor, x: Tensor) -> Tensor:
     """`out`, with the values of `x` cast to its dtype."""
+    if executing() is not None:
+        return out
     return (HostOps if on_cpu() else TensorOps).write(out, x)
 
 

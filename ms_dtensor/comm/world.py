@@ -38,6 +38,7 @@ class World:
         backend: what moves data between them.
         device_type: MindSpore's name of the device ("CPU", "Ascend", "GPU").
         blocking: MindSpore's ops have run when they return.
+        executor: what makes results in the place of kernels, in a dry run; see `debug/dryrun`.
     """
 
     rank: int
@@ -45,6 +46,7 @@ class World:
     backend: Backend
     device_type: str
     blocking: bool = False
+    executor: Any = None
 
 
 _started: World | None = None
@@ -161,10 +163,16 @@ def ops_block() -> bool:
     return _started is not None and _started.blocking
 
 
-def world_key() -> tuple[int, int] | None:
+def world_key() -> tuple[int, int, bool] | None:
     """What tells one fake world's cached plans from another's and from the real world's; None in the real one."""
     world = pretended.get()
-    return None if world is None else (world.rank, world.size)
+    return None if world is None else (world.rank, world.size, world.executor is not None)
+
+
+def executing() -> Any:
+    """What makes results in the place of kernels: None but in a dry run."""
+    world = pretended.get()
+    return None if world is None else world.executor
 
 
 def get_backend(mesh: Any = None) -> Backend:
@@ -217,9 +225,17 @@ def fake_world(world_size: int, rank: int = 0, device_type: str = "cpu") -> Iter
         raise ConfigError(f"For 'fake_world', rank {rank} is not in a world of {world_size}.", "", "0 <= rank < size",
                           "pass a rank of the world")
     from .fake import FakeBackend
-    token = pretended.set(World(rank, world_size, FakeBackend(world_size, rank), _DEVICES.get(device_type.lower(), "CPU")))
+    world = World(rank, world_size, FakeBackend(world_size, rank), _DEVICES.get(device_type.lower(), "CPU"))
+    with pretend(world):
+        yield world
+
+
+@contextmanager
+def pretend(world: World) -> Iterator[None]:
+    """Inside, and in this thread, that world is the only one."""
+    token = pretended.set(world)
     try:
-        yield pretended.get()  # type: ignore[misc]
+        yield
     finally:
         pretended.reset(token)
 

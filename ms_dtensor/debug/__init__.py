@@ -8,14 +8,16 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-_HOME = {"CommDebugMode": ".comm_mode", "cache_info": ".caches", "checks": "..dispatch.modes", "explain": ".plans",
+_HOME = {"CommDebugMode": ".comm_mode", "cache_info": ".caches", "checks": "..dispatch.modes",
+         "dry_run": ".dryrun.run", "explain": ".plans",
          "visualize_sharding": ".visualize"}
-__all__ = ["CommDebugMode", "cache_info", "checks", "explain", "visualize_sharding"]
+__all__ = ["CommDebugMode", "cache_info", "checks", "dry_run", "explain", "visualize_sharding"]
 
 if TYPE_CHECKING:
     from ..dispatch.modes import checks
     from .caches import cache_info
     from .comm_mode import CommDebugMode
+    from .dryrun.run import dry_run
     from .plans import explain
     from .visualize import visualize_sharding
 else:
