@@ -200,6 +200,12 @@ def write(out: Tensor, x: Tensor) -> Tensor:
     return (HostOps if on_cpu() else TensorOps).write(out, x)
 
 
+def added(a: Tensor, b: Tensor) -> Tensor:
+    """The sum of two local tensors, in the dtype of the first."""
+    dry = executing()
+    return a + b.astype(a.dtype) if dry is None else dry.like(a)
+
+
 def first(x: Tensor, dim: int, ops: type[TensorOps]) -> Tensor:
     """A dim in front of the others, as a view."""
     return x if dim == 0 else ops.permute(x, (dim, *(d for d in range(len(x.shape)) if d != dim)))

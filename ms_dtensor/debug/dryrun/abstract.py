@@ -31,11 +31,11 @@ class _Storage(np.ndarray):
     """The one number behind a tensor without data; when nothing lies on it any more, the ledger is told."""
 
     ledger: Any = None
-    held: tuple[int, str, int] = (0, "", 0)  # its address, of which kind it is, bytes
+    address = 0
 
     def __del__(self):
         if self.ledger is not None:
-            self.ledger.ended(self.held)
+            self.ledger.ended(self.address)
 
 
 class Ledger:
@@ -49,32 +49,51 @@ class Ledger:
         self.events = events
         self.alive = dict.fromkeys(KINDS, 0)
         self.changes: list[Change] = []
-        self.makers: dict[int, int] = {}  # address of what is alive -> the event that made it
+        self.held: dict[int, list] = {}  # address of what is alive -> [kind, bytes, the event that made it]
 
     def new(self, shape, dtype, kind: str, made_by: int = -1) -> Tensor:
         """A tensor without data; `dtype` is MindSpore's."""
         shape = tuple(shape)
-        storage = np.zeros(1, numpy_dtype(dtype)).view(_Storage)
-        size, address = math.prod(shape) * storage.itemsize, storage.__array_interface__["data"][0]
-        storage.ledger, storage.held = self, (address, kind, size)
-        self.makers[address] = made_by
-        self._change(kind, size)
-        return on_storage_of(Tensor.from_numpy(storage), shape)
+        storage = np.zeros(1, numpy_dtype(dtype))
+        return on_storage_of(Tensor.from_numpy(self.watched(storage, kind, math.prod(shape) * storage.itemsize, made_by)), shape)
 
-    def ended(self, held: tuple[int, str, int]) -> None:
+    def watched(self, array: np.ndarray, kind: str, size: int, made_by: int = -1) -> np.ndarray:
+        """An array that counts as so many bytes until nothing lies on it any more."""
+        out = array.view(_Storage)
+        out.ledger, out.address = self, out.__array_interface__["data"][0]
+        self.held[out.address] = [kind, size, made_by]
+        self.change(kind, size)
+        return out
+
+    def ended(self, address: int) -> None:
         """Nothing lies on a storage any more."""
-        address, kind, size = held
-        self.makers.pop(address, None)
-        self._change(kind, -size)
+        kind, size, _ = self.held.pop(address)
+        self.change(kind, -size)
 
-    def _change(self, kind: str, size: int) -> None:
+    def is_now(self, x: Tensor, kind: str) -> Tensor:
+        """What a tensor lies on is of another kind from here on."""
+        held = self.held.get(Tensor.data_ptr(x))
+        if held is not None and held[0] != kind:
+            self.change(held[0], -held[1])
+            self.change(kind, held[1])
+            held[0] = kind
+        return x
+
+    def kind_of(self, x: Tensor) -> str:
+        """Of what a tensor lies on; what was made elsewhere is no part of the memory that is counted."""
+        held = self.held.get(Tensor.data_ptr(x))
+        return "activations" if held is None else held[0]
+
+    def change(self, kind: str, size: int) -> None:
+        """So many bytes more, or fewer."""
         if size:
             self.alive[kind] += size
             self.changes.append(Change(len(self.events), kind, size))
 
     def maker(self, x: Tensor) -> int:
         """The event that made what a tensor lies on; -1: none of this run."""
-        return self.makers.get(Tensor.data_ptr(x), -1)
+        held = self.held.get(Tensor.data_ptr(x))
+        return -1 if held is None else held[2]
 
 
 def on_storage_of(x: Tensor, shape) -> Tensor:

@@ -23,7 +23,7 @@ from ...dispatch.operands import DIFFERENTIABLE, dtype_name, local_alias, make, 
 from ...dispatch.replaced import PLACE
 from ...errors import OpRuleError
 from ...internals.names import Function, recording
-from .abstract import Ledger, _Storage, nameless, on_storage_of
+from .abstract import Ledger, nameless, on_storage_of
 from .formulas import backward_flops, flops, kept
 
 _SEVERAL = frozenset(("split", "chunk", "unstack", "unbind", "tensor_split", "meshgrid", "split_with_size"))
@@ -59,9 +59,12 @@ class Fork(Function):
         executor, key, shape, dtype, leaf = ctx.of
         executor.forks.pop(key, None)
         if used is None or rest is None:
-            return rest if used is None else used, None, None
-        return executor.ledger.new(shape, dtype, "gradients" if leaf else "activations", executor.ledger.maker(used)), None, \
-            None
+            out = rest if used is None else used
+        else:
+            out = executor.ledger.new(shape, dtype, "activations", executor.ledger.maker(used))
+        if leaf and out is not None:
+            executor.ledger.is_now(out, "gradients")
+        return out, None, None
 
 
 class Job:
@@ -70,10 +73,9 @@ class Job:
     def __init__(self, executor: Executor, what, xs, event: int, shapes, dtypes, single: bool, cost: int):
         self.executor, self.what, self.single = executor, what, single
         self.event, self.shapes, self.dtypes, self.cost = event, shapes, dtypes, cost
-        self.operands = [(tuple(x._shape), x.dtype, x._requires_grad and _differentiable(x), isinstance(x, Parameter))
-                         for x in xs]
+        self.operands = [(tuple(x._shape), x.dtype, x._requires_grad and _differentiable(x)) for x in xs]
         self.site = executor.events[event].site
-        asked = [i for i, (_, _, wanted, _) in enumerate(self.operands) if wanted]
+        asked = [i for i, (_, _, wanted) in enumerate(self.operands) if wanted]
         operands, result = kept(what.op, [i for i, x in enumerate(xs) if _differentiable(x)])
         self.saved: list = [local_alias(xs[i]) for i in operands] if asked else []
         self.keeps_result, self.first = bool(asked) and result, xs[0]
@@ -89,21 +91,21 @@ class Job:
     def gradients(self, grads) -> list:
         """Those of the operands; the event of the backward."""
         executor = self.executor
-        asked = sum(1 for _, _, wanted, _ in self.operands if wanted)
+        asked = sum(1 for _, _, wanted in self.operands if wanted)
         read = sum(prod(x._shape) * x.itemsize for x in (*self.saved, *(g for g in grads if g is not None)))
         written = 0 if self.what.view else sum(
-            prod(shape) * nbytes(dtype) for shape, dtype, wanted, _ in self.operands if wanted)
+            prod(shape) * nbytes(dtype) for shape, dtype, wanted in self.operands if wanted)
         at = executor.note(self.what.op, "backward", self.site, backward_flops(self.what.op, self.cost, asked), read, written,
                            (g for g in grads if g is not None), self.dtypes[0])
         given = next((g for g in grads if g is not None), None)
         out: list = []
-        for shape, dtype, wanted, leaf in self.operands:
+        for shape, dtype, wanted in self.operands:
             if not wanted:
                 out.append(None)
-            elif self.what.view and not leaf and given is not None and given.dtype == dtype:
+            elif self.what.view and given is not None and given.dtype == dtype:
                 out.append(on_storage_of(given, shape))
             else:
-                out.append(executor.ledger.new(shape, dtype, "gradients" if leaf else "activations", at))
+                out.append(executor.ledger.new(shape, dtype, "activations", at))
         self.saved = []
         return out
 
@@ -219,16 +221,16 @@ class Executor:
         out.requires_grad = param.requires_grad
         return out
 
-    def like(self, x: Tensor, shape=None, kind: str = "activations") -> Tensor:
-        """A copy of a tensor, or of a part of it."""
-        return self.ledger.new(x._shape if shape is None else shape, x.dtype, kind, self.ledger.maker(x))
+    def like(self, x: Tensor, shape=None, dtype=None, kind: str = "") -> Tensor:
+        """A tensor of its own, of the kind, shape and dtype of another unless it is said otherwise."""
+        kind = kind or self.ledger.kind_of(x)
+        return self.ledger.new(x._shape if shape is None else shape, dtype or x.dtype,
+                               "activations" if kind == "parameters" else kind, self.ledger.maker(x))
 
     def buffer(self, count: int, dtype: np.dtype) -> np.ndarray:
         """Memory that is never touched, for gradients side by side."""
-        out = np.empty(count, dtype).view(_Storage)
-        out.ledger, out.held = self.ledger, (out.__array_interface__["data"][0], "gradients", out.nbytes)
-        self.ledger._change("gradients", out.nbytes)
-        return out
+        out = np.empty(count, dtype)
+        return self.ledger.watched(out, "gradients", out.nbytes)
 
 
 def nbytes(dtype) -> int:
