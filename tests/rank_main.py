@@ -49,13 +49,14 @@ def main(arguments: list[str]) -> int:
 
 
 def run_case(fn: Callable, world: Any, name: str) -> bool:
-    start, trace = time.time(), None
+    start, used, trace = time.time(), time.process_time(), None
     try:
         fn(world)
     except BaseException:  # SystemExit too: a case must not end its rank
         trace = traceback.format_exc()
     end = time.time()
-    report({"name": name, "ok": trace is None, "traceback": trace, "seconds": end - start, "ended": end})
+    report({"name": name, "ok": trace is None, "traceback": trace, "seconds": end - start, "ended": end,
+            "cpu": time.process_time() - used})
     return trace is None
 
 

@@ -27,7 +27,7 @@ SITE = DOCS / "site" / "mkdocs.yml"
 OUTSIDE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "model_zoo/llama/README.md"]
 PAGES = sorted(DOCS.rglob("*.md"))
 # pages whose Python runs below, in one process
-HERE = {"concepts": 5, "recipes_models": 3, "howto/port_from_mindformers": 1, "howto/ascend": 1}
+HERE = {"concepts": 5, "recipes_models": 3, "howto/port_from_mindformers": 1, "howto/predict": 2, "howto/ascend": 1}
 PROGRAMS = {"python", "python3.11", "msrun", "pip", "source", "cd", "export", "git", "mkdocs"}
 name_of = {page: str(page.relative_to(ROOT)) for page in (*OUTSIDE, *PAGES)}
 

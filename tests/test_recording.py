@@ -78,6 +78,28 @@ def test_a_loss_needs_no_cotangent_and_only_what_is_asked_for_comes():
     assert none == []
 
 
+class Cube(md.DFunction):
+    """Of first order: elsewhere an nn.Cell's bprop, which a recording cannot run."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, = ctx.saved_tensors
+        return 3 * x * x * grad
+
+
+def test_functions_of_ones_own_are_recorded():
+    xs = [drawn(2, 4), drawn(2, 4)]
+    made = [Recording.of(lambda x: (Cube.apply(x) ** 2).sum(), x) for x in xs]
+    for one, x in zip(made, xs):
+        (dx,), _ = one.backward()
+        same(dx, ms.grad(lambda x: (Cube.apply(x) ** 2).sum())(x))
+
+
 def test_it_runs_once():
     made = Recording.of(Net(), drawn(2, 4))
     made.drop()

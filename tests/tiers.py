@@ -91,7 +91,22 @@ LATER = (
     # -- cases of real ranks
     Later("tests/models/test_models.py::*in_any_layout]", "merge",
           "every input and weight cut in every way; `[*_tensor_parallel]` and one model stay", keep=("qwen2",)),
-    Later("tests/context/test_attention.py::test_eight*", "merge", "eight ranks; two and four stay"),
+    Later("tests/context/test_*.py::test_eight*", "merge", "eight ranks; two and four stay"),
+    Later("*a_run_goes_on_with_other_ranks_sharing_its_tokens*", "merge",
+          "runs of the recipe; `two_ranks_share_the_tokens_of_all_rows` stays, and checkpoints have no order in them"),
+    Later("*stages_beside_other_axes_train_as_one_device*", "merge",
+          "runs of the recipe; `two_stages_train_as_one_device` and `pipelines_beside_other_axes` stay"),
+    Later("*packed_documents_and_16_bits_go_through_stages*", "merge",
+          "runs of the recipe; `side_inputs_are_cut_by_each_rank` stays"),
+    Later("*a_run_goes_on_with_other_stages_and_with_none*", "merge",
+          "runs of the recipe; `stages_are_one_checkpoint_that_every_mesh_loads` and `a_resumed_pipeline_goes_on` stay"),
+    Later("*four_ranks_beside_data_tensor_and_sequence_parallelism*", "merge",
+          "runs of the recipe; `two_ranks_share_the_tokens_of_all_rows` stays"),
+    Later("*twenty_steps_are_ten_and_ten*", "merge",
+          "runs of the recipe; `every_optimizer_comes_back_bit_for_bit` and going on after SIGTERM stay"),
+    Later("*they_are_on_two_axes*", "merge", "second derivatives on one axis stay"),
+    Later("*momentum_encoder_by_*", "merge", "each way of writing; one by checksum and those between units stay", 4),
+    Later("*written_between_two_calls_by_*", "merge", "each way of writing; one by checksum stays", 4),
 )
 
 

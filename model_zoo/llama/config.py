@@ -92,7 +92,7 @@ class DataConfig:
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """Degrees of the mesh axes ("pp", "dp", "cp", "tp"); they multiply to the number of workers. `ep` is a part of dp."""
+    """Degrees of the mesh axes ("pp", "dp", "cp", "tp"); they multiply to the number of workers; `ep` is a part of them."""
 
     dp: int = 1
     tp: int = 1
@@ -117,7 +117,7 @@ class ParallelConfig:
     pp_stages_per_rank: int = 1
     """With zbv and dualpipev 2, with interleaved 2 or more, with the others 1."""
     ep: int = 1
-    """Experts are cut over so many ranks of dp, and tokens travel to them; it divides dp."""
+    """Experts are cut over so many ranks, and tokens travel to them: a part of dp, or all of cp and a part of dp."""
     expert_dedup: bool | None = None
     """With ep: a token goes once to each rank that has any of its experts; null: where that saves bytes."""
 
@@ -133,6 +133,16 @@ class ParallelConfig:
     @property
     def stages(self) -> int:
         return self.pp * self.pp_stages_per_rank
+
+    @property
+    def ep_over_cp(self) -> bool:
+        """Whether experts are cut over cp too: where dp has not enough ranks for them."""
+        return self.dp % self.ep != 0
+
+    @property
+    def ep_of_dp(self) -> int:
+        """The part of dp that they are cut over."""
+        return self.ep // self.cp if self.ep_over_cp else self.ep
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,12 +358,12 @@ def _check_degrees(cfg: Config, world: int) -> None:
                           "hsdp divides dp and goes with fsdp; fsdp and zero1 exclude each other.",
                           ["--parallel.fsdp true", f"--parallel.hsdp with one of {divisors(p.dp)}", "--parallel.hsdp 1"])
     count = m.experts.count if m.experts is not None else 0
-    if p.ep > 1 and (p.dp % p.ep or p.ep > count or p.hsdp > 1 or p.cp > 1):
-        fits = [n for n in divisors(p.dp) if n <= max(count, 1)]
+    fits = [n for n in sorted({*divisors(p.dp), *(n * p.cp for n in divisors(p.dp))}) if n <= max(count, 1)]
+    if p.ep > 1 and (p.ep not in fits or p.hsdp > 1):
         raise ConfigError("For the configuration, experts cannot be cut like this.",
                           f"parallel.ep = {p.ep}, dp = {p.dp}, hsdp = {p.hsdp}, cp = {p.cp}, {count} experts",
-                          "ep divides dp, each of its ranks has an expert; hsdp and cp do not go with it yet.",
-                          [f"--parallel.ep with one of {fits}", "--parallel.hsdp 1 --parallel.cp 1"])
+                          "ep divides dp, or is cp times such a number; each of its ranks has an expert; hsdp does not go "
+                          "with it yet.", [f"--parallel.ep with one of {fits}", "--parallel.hsdp 1"])
     bad = [name for name, n in (("model.n_heads", m.n_heads), ("model.n_kv_heads", m.n_kv_heads)) if n % p.tp]
     if bad:
         runnable = [t for t in tp_ok if world % t == 0]
@@ -421,8 +431,6 @@ def _check_context(cfg: Config) -> None:
     if p.cp == 1:
         return
     for is_set, key, rule, fix in (
-            (m.experts is not None, "model.experts", "Their balance and capacity are taken by sequence.", "--parallel.cp 1"),
-            (p.pp > 1, "parallel.pp", "Stages do not hand the order of tokens on yet.", "--parallel.pp 1"),
             (p.hsdp > 1, "parallel.hsdp", "Parameters are whole, or cut, over dp and cp together.", "--parallel.hsdp 1"),
             (cfg.train.compile, "train.compile", "What is compiled is attention of whole rows.", "--train.compile false")):
         if is_set:

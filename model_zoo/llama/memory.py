@@ -7,7 +7,8 @@
 The second form shows the layouts that the file's own table names, beside what the formula says of each.
 
 Of a pipeline it is the rank that needs most; its stages and what they hold at once are those of the schedule. With experts
-cut over ranks each rank's are taken to be chosen equally often; with context parallelism a rank is taken to fetch all keys.
+cut over ranks each rank's are taken to be chosen equally often; with context parallelism a rank is taken to fetch all keys
+and to keep them, but for a ring's.
 
 Not measured on hardware. What is counted are tensors; `tests/zoo/test_llama_memory.py` compares with what autograd saves
 of a small model on a fake mesh. MindSpore's and CANN's own memory, and what lies between tensors, come on top.
@@ -156,7 +157,9 @@ def saved_by_block(cfg: Config, dtype_bytes: int) -> int:
     doors = 2 * s.tokens * m.dim  # what q, k, v and w1, w3 read
     # before they are turned, and after; values and results
     qkv = s.tokens * m.head_dim * (2 * (heads + keys) + keys + heads)
-    qkv += (s.sequences * cfg.train.seq - s.tokens) * m.head_dim * 2 * keys  # those of other ranks, if all are fetched
+    if cfg.parallel.cp_algorithm == "gather":  # those of other ranks, if all are fetched, of the heads that it has then
+        u = cfg.parallel.ulysses
+        qkv += (s.sequences * cfg.train.seq - s.tokens * u) * m.head_dim * 2 * (keys // u)
     if m.experts is None:
         ffn, router = 3 * s.tokens * s.ffn, 0  # gate and up, and their product
     else:  # the same of each choice; its row before the experts and after; of the router its scores, and which were chosen

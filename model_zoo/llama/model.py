@@ -86,10 +86,11 @@ class Packed:
 
 @dataclass(frozen=True)
 class Listed:
-    """In the same place, where a batch is a list that ranks share: its order, and the place of each token."""
+    """In the same place, where a batch is a list that ranks share: its order, the place of each token, and the length."""
 
     tokens: Tokens
     places: Tensor
+    length: int
 
 
 def rotate(cfg: ModelConfig, x: Tensor, places: Tensor, length: int) -> Tensor:

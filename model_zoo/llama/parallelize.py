@@ -2,7 +2,7 @@
 """Lays the Llama of `model.py` out over a mesh with axes ("dp", "tp"): Megatron's cuts, as a plan of styles.
 
 With "cp" between these a batch is one list of tokens, cut over dp and cp: `own_list`.
-With parallel.ep, "dp" is two axes, ("dp", "ep"): both cut the batch, and "ep" cuts the experts, too.
+With parallel.ep, "dp" is two axes, ("dp", "ep"): both cut the batch, and "ep" cuts the experts, too; so may "cp".
 
 Not here: any arithmetic. Every style keeps activations DTensors (`use_local_output=False`), because `model.py` speaks
 of global sizes. Inputs are DTensors on the whole mesh, `Shard(0)` on dp and `Replicate` on tp.
@@ -15,10 +15,11 @@ Sequence parallelism cuts the list of tokens f32[n, d], which dp has cut already
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
-from mindspore import Tensor, mint, nn
+from mindspore import Tensor, mint, nn, ops
 
 from ms_dtensor import (
     DeviceMesh,
@@ -53,7 +54,7 @@ from ms_dtensor.pipeline import Absent
 from ms_dtensor.tensor.distribute import distribute_parameter, set_parameter
 
 from .config import ExpertsConfig, ModelConfig, ParallelConfig
-from .experts import kept
+from .experts import kept, mixture
 from .lora import adapted
 from .model import Listed, rotate
 
@@ -137,14 +138,16 @@ def parallelize(model: nn.Cell, mesh: DeviceMesh, cfg: ParallelConfig,
             attention_on_heads(layer.attention.core, mesh)
         if mixed and cfg.ep > 1:
             layer.feed_forward.core = experts_on_ranks(layer.feed_forward.cfg, mesh, cfg)
-            parallelize_module(layer.feed_forward.experts, mesh["ep", "tp"], CutExperts(cfg.expert_tp))
+            parallelize_module(layer.feed_forward.experts, mesh[(*expert_axes(mesh, cfg), "tp")], CutExperts(cfg.expert_tp))
             apart.append(layer.feed_forward.experts)
+            rest = tuple(a for a in ("dp", *context_axes(mesh)) if a not in expert_axes(mesh, cfg))
+            copies = mesh[rest].flatten("tokens_of_experts") if len(rest) > 1 else mesh[rest]
             if cfg.fsdp:
-                fully_shard(apart[-1], mesh=mesh["dp"], mp_policy=mp_policy, shard_placement_fn=lambda p: Shard(1))
+                fully_shard(apart[-1], mesh=copies, mp_policy=mp_policy, shard_placement_fn=lambda p: Shard(1))
             else:
-                replicate(apart[-1], mesh=mesh["dp"], mp_policy=mp_policy, zero1=cfg.zero1)
+                replicate(apart[-1], mesh=copies, mp_policy=mp_policy, zero1=cfg.zero1)
         elif mixed:
-            layer.feed_forward.core = experts_on_widths(layer.feed_forward.core, mesh, cfg)
+            layer.feed_forward.core = experts_on_widths(layer.feed_forward.cfg, mesh, cfg)
         if cfg.fsdp:
             # of the experts' weights, dim 0 has too few rows to be cut over many ranks
             fully_shard(layer, mesh=data, mp_policy=mp_policy,
@@ -166,7 +169,7 @@ def make_mesh(device: str, cfg: ParallelConfig) -> DeviceMesh:
 
     "ep" between the two, if experts are cut; "cp" and "ulysses", if ranks share the tokens of dp's rows.
     """
-    axes = {"pp": cfg.pp, "copies": cfg.hsdp, "dp": cfg.dp // cfg.hsdp // cfg.ep, "ep": cfg.ep,
+    axes = {"pp": cfg.pp, "copies": cfg.hsdp, "dp": cfg.dp // cfg.hsdp // cfg.ep_of_dp, "ep": cfg.ep_of_dp,
             "cp": cfg.cp // cfg.ulysses, "ulysses": cfg.ulysses, "tp": cfg.tp}
     axes = {name: n for name, n in axes.items() if n > 1 or name in ("dp", "tp")}
     return init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
@@ -189,11 +192,17 @@ def context_axes(mesh: DeviceMesh) -> tuple[str, ...]:
     return tuple(name for name in ("cp", "ulysses") if name in mesh.mesh_dim_names)
 
 
+def expert_axes(mesh: DeviceMesh, cfg: ParallelConfig) -> tuple[str, ...]:
+    """Those over which experts are cut, if they are."""
+    cut = ("ep", *context_axes(mesh)) if cfg.ep_over_cp else ("ep",)
+    return tuple(name for name in cut if name in mesh.mesh_dim_names)
+
+
 def token_axes(mesh: DeviceMesh) -> DeviceMesh:
     """The axes over which tokens are cut, and parameters whole or cut by data parallelism."""
-    if context_axes(mesh):
-        return mesh[("dp", *context_axes(mesh))].flatten("tokens")
-    return data_axes(mesh).flatten("tokens") if "ep" in mesh.mesh_dim_names else data_axes(mesh)
+    if context_axes(mesh) or "ep" in mesh.mesh_dim_names:
+        return mesh[(*data_axes(mesh).mesh_dim_names, *context_axes(mesh))].flatten("tokens")
+    return data_axes(mesh)
 
 
 def own_list(mesh: DeviceMesh, cfg: ParallelConfig, window: int | None, ids: np.ndarray, labels: np.ndarray,
@@ -210,15 +219,17 @@ def own_list(mesh: DeviceMesh, cfg: ParallelConfig, window: int | None, ids: np.
     """
     if places is None:
         places = np.broadcast_to(np.arange(ids.shape[1], dtype=np.int32), ids.shape)
-    each, part = len(ids) // mesh["dp"].size(), mesh.get_local_rank("dp")
+    data = data_axes(mesh)
+    each, part = len(ids) // data.size(), data.get_group().rank_index
+    length = ids.shape[1]
     ids, labels, places = (x[part * each:(part + 1) * each].reshape(-1) for x in (ids, labels, places))
     starts = np.flatnonzero(places == 0)
     lengths = np.diff([*starts, len(places)]).tolist()
     ranks = cfg.cp // cfg.ulysses
     tokens = balance(lengths, ranks, window=window) if cfg.cp_order == "balanced" else \
         {"head_tail": head_tail, "in_order": in_order}[cfg.cp_order](lengths, ranks)
-    mine = tokens.cut(ids, labels, places, mesh=mesh, axes=("dp", *context_axes(mesh)))
-    return mine[0], mine[1], Listed(tokens, mine[2])
+    mine = tokens.cut(ids, labels, places, mesh=mesh, axes=(*data.mesh_dim_names, *context_axes(mesh)))
+    return mine[0], mine[1], Listed(tokens, mine[2], length)
 
 
 def attention_on_lists(cfg: ModelConfig, mesh: DeviceMesh, parallel: ParallelConfig):
@@ -264,7 +275,7 @@ def attention_on_heads(core, mesh: DeviceMesh):
 
 
 class CutExperts(ParallelStyle):
-    """Weights of experts over ("ep", "tp"): each rank has some of them or, with `widths`, a part of each of some."""
+    """Weights of experts over (axes, "tp"): each rank has some of them or, with `widths`, a part of each of some."""
 
     def __init__(self, widths: bool):
         self.widths = widths
@@ -272,7 +283,7 @@ class CutExperts(ParallelStyle):
     def apply(self, module, device_mesh):
         def cut(name, cell, mesh):
             for key, dim in (("w1", 1), ("w2", 2), ("w3", 1)):
-                placements = [Shard(0), Shard(dim) if self.widths else Replicate()]
+                placements = [*[Shard(0)] * (mesh.ndim - 1), Shard(dim) if self.widths else Replicate()]
                 set_parameter(cell, key, distribute_parameter(cell._params[key], mesh, placements, src_data_rank=0))
         return distribute_module(module, device_mesh, cut)
 
@@ -282,28 +293,51 @@ def experts_on_ranks(experts: ExpertsConfig, mesh: DeviceMesh, cfg: ParallelConf
     rows = {a: Replicate() if a == "tp" else Shard(0) for a in mesh.mesh_dim_names}
     between = rows | {"tp": Shard(0) if cfg.sequence_parallel else Replicate()}
     dedup = "auto" if cfg.expert_dedup is None else cfg.expert_dedup
-
-    def left(chosen, t):
-        return mint.where(kept(experts, chosen, t) > 0, chosen, -1)
-    left = local_map(left, rows, (rows, None), redistribute_inputs=True, out_shapes=lambda chosen, *_: (chosen,))
+    left, cut = within_capacity(experts, mesh), mesh[expert_axes(mesh, cfg)]
 
     def run(x, weights, chosen, w1, w2, w3, t):
         chosen = chosen if experts.capacity is None else left(chosen, t)
-        y = moe(x, weights, chosen, w1, w2, w3, mesh=mesh["ep"], dedup=dedup)
+        y = moe(x, weights, chosen, w1, w2, w3, mesh=cut, dedup=dedup)
         return y.redistribute(placements=between)
     return run
 
 
-def experts_on_widths(core, mesh: DeviceMesh, cfg: ParallelConfig):
+def within_capacity(experts: ExpertsConfig, mesh: DeviceMesh):
+    """Of choices i32[n@dp, k] those for which the expert has room in its sequence; -1 in the place of the others.
+
+    Where ranks share a sequence each has all its choices, in its own order; tokens stay where they are.
+    """
+    rows = {a: Replicate() if a == "tp" else Shard(0) for a in mesh.mesh_dim_names}
+    whole = rows | dict.fromkeys(context_axes(mesh), Replicate())
+
+    def left(chosen, length, tokens):
+        if tokens is None:
+            return mint.where(kept(experts, chosen, length) > 0, chosen, -1)
+        order = tokens.index()  # where the tokens of this list stand in the sequences
+        there, back = (Tensor(x.astype(np.int32)) for x in (np.argsort(order), order))
+        room = ops.gather(kept(experts, ops.gather(chosen, there, 0), length), back, 0)
+        return mint.where(room > 0, chosen, -1)
+    mapped = local_map(left, whole, (whole, None, None), redistribute_inputs=True, out_shapes=lambda chosen, *_: (chosen,))
+
+    def run(chosen, t):
+        one = mapped(chosen, t.length, t.tokens) if isinstance(t, Listed) else mapped(chosen, t, None)
+        return one.redistribute(placements=rows)
+    return run
+
+
+def experts_on_widths(experts: ExpertsConfig, mesh: DeviceMesh, cfg: ParallelConfig):
     """The experts of f32[n@dp, d]: with their widths cut, each tp rank has a summand of the result."""
     rows = {a: Replicate() if a == "tp" else Shard(0) for a in mesh.mesh_dim_names}
     between = rows | {"tp": Shard(0) if cfg.sequence_parallel else Replicate()}
+    core, left = partial(mixture, replace(experts, capacity=None)), within_capacity(experts, mesh)
     if on_cpu():
         weights = [{"tp": Shard(dim)} if cfg.expert_tp else {} for dim in (1, 2, 1)]
         core = local_map(core, rows | ({"tp": Partial()} if cfg.expert_tp else {}), (rows, rows, rows, *weights, None),
                          device_mesh=mesh, redistribute_inputs=True, out_shapes=lambda x, *rest: x)
 
-    def run(*operands):
+    def run(x, weights, chosen, w1, w2, w3, t):
+        if experts.capacity is not None:
+            weights = weights * (left(chosen, t) >= 0).astype(weights.dtype)
         with implicit_replication():  # tables that the device's ops need
-            return core(*operands).redistribute(placements=between)
+            return core(x, weights, chosen, w1, w2, w3, None).redistribute(placements=between)
     return run

@@ -22,6 +22,7 @@ from ms_dtensor.errors import ConfigError
 from ms_dtensor.internals.target import on_cpu
 from ms_dtensor.optim import AdamW, clip_grad_norm_, cosine, wsd
 from ms_dtensor.pipeline import (
+    PerMicrobatch,
     Schedule,
     Schedule1F1B,
     ScheduleDualPipeV,
@@ -173,8 +174,15 @@ class Trainer:
             loss, grads = (one, mine) if loss is None else (loss + one, tuple(map(add, grads, mine)))
         return loss, grads
 
-    def _for_stages(self, ids: np.ndarray, labels: np.ndarray, *places: np.ndarray) -> tuple[Tensor, dict[str, Any]]:
-        """A global batch as a schedule takes it: it cuts each rank's rows, so they lie in the order of `parts`."""
+    def _for_stages(self, ids: np.ndarray, labels: np.ndarray, *places: np.ndarray) -> tuple[Any, dict[str, Any]]:
+        """A global batch as a schedule takes it: it cuts each rank's rows, so they lie in the order of `parts`.
+
+        Lists that ranks share are cut here, each in an order of its own.
+        """
+        if self.cfg.parallel.cp > 1:
+            lists, targets, orders = map(PerMicrobatch, zip(*self.parts(ids, labels, *places), strict=True))
+            return lists, {"target": targets, "places": orders}
+
         def own(rows: np.ndarray) -> Tensor:
             parts = rows.reshape(self.cfg.train.micro_batches, data_axes(self.mesh).size(), -1, rows.shape[1])
             return own_rows(parts.swapaxes(0, 1).reshape(rows.shape), self.mesh)

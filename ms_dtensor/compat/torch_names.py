@@ -26,7 +26,9 @@ _MESH = {name: "ms_dtensor" for name in ("DeviceMesh", "init_device_mesh")}
 _PARALLEL = {name: "ms_dtensor.parallel" for name in (
     "ColwiseParallel", "ParallelStyle", "PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput",
     "RowwiseParallel", "SequenceParallel", "loss_parallel", "parallelize_module")}
-_EXPERIMENTAL = {"implicit_replication": "ms_dtensor", "local_map": "ms_dtensor", "register_sharding": __name__}
+_CONTEXT = {name: "ms_dtensor.compat.torch_context" for name in ("context_parallel", "context_parallel_unshard")}
+_EXPERIMENTAL = {"context_parallel": _CONTEXT["context_parallel"], "implicit_replication": "ms_dtensor",
+                 "local_map": "ms_dtensor", "register_sharding": __name__}
 _DEBUG = {"CommDebugMode": "ms_dtensor.debug", "visualize_sharding": "ms_dtensor.debug"}
 
 # path below this module -> where each of its names lives
@@ -41,6 +43,7 @@ MODULES: dict[str, dict[str, str]] = {
     "distributed.tensor.parallel": _PARALLEL,
     "distributed.tensor.parallel.style": _PARALLEL,
     "distributed.tensor.experimental": _EXPERIMENTAL,
+    "distributed.tensor.experimental._attention": _CONTEXT,
     "distributed.tensor.debug": _DEBUG,
     "distributed.fsdp": {"fully_shard": "ms_dtensor.parallel"},
     "distributed._composable.replicate": {"replicate": "ms_dtensor.parallel"},

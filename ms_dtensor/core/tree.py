@@ -8,8 +8,8 @@ import inspect
 from collections.abc import Callable, Iterable
 
 
-def map_leaves(fn: Callable, tree, kind: type):
-    """`tree` with each leaf of a kind replaced by `fn(leaf)`; everything else stays as it is."""
+def map_leaves(fn: Callable, tree, kind: type | tuple[type, ...]):
+    """`tree` with each leaf of a kind, or of one of several, replaced by `fn(leaf)`; everything else stays as it is."""
     if isinstance(tree, kind):
         return fn(tree)
     if isinstance(tree, tuple | list):

@@ -3,8 +3,9 @@
 
 It wraps MindSpore's mechanism for that, the `bprop` of an `nn.Cell`: one shared cell, which receives the call as a
 non-tensor argument. That mechanism is first order (what a `bprop` saved is a constant to a second derivative), so a
-second derivative is refused in the backward; a class with `second_order = True` runs on MindSpore's `Function`
-instead. How operands must lie is said by a rule or by placements; their gradients' layouts follow from that.
+second derivative is refused in the backward; a class with `second_order = True`, and any in a stage of a pipeline, runs
+on MindSpore's `Function` instead. How operands must lie is said by a rule or by placements; their gradients' layouts
+follow from that.
 """
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ from ..core.tree import argument_names, first_dtensor, leaves, map_leaves
 from ..dispatch import modes
 from ..dispatch.dispatcher import call_by_rule
 from ..dispatch.operands import local_alias, recording
+from ..dispatch.patches.gradients import recorded_apart
 from ..errors import OpRuleError
 from ..internals.names import Function, NoFallbackGuard
 from ..ops.rules import RULES
@@ -163,7 +165,9 @@ def _apply_local(cls, *args, **kwargs):
     with NoFallbackGuard():
         if not recording():
             return invocation.forward(tensors)
-        return _Second.apply(invocation, *tensors) if cls.second_order else _node()(invocation, *tensors)
+        if cls.second_order or recorded_apart():  # a recording takes no cell's bprop, and nothing differentiates it again
+            return _Second.apply(invocation, *tensors)
+        return _node()(invocation, *tensors)
 
 
 class _Invocation:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import mindspore as ms
 import numpy as np
@@ -21,6 +22,7 @@ from mindspore import Tensor, ops
 from .. import comm
 from ..comm.group import Group
 from ..comm.record import active
+from ..dispatch import modes
 from ..dispatch.operands import DIFFERENTIABLE, dtype_name
 from ..internals.names import Function
 from ..internals.target import cpu_kernels
@@ -76,6 +78,13 @@ class SendRows(Function):
         >>> ms.grad(lambda t: SendRows.apply(twice, group, t)[0].sum())(x).asnumpy().ravel()
         array([1., 0., 2.], dtype=float32)
     """
+
+    @classmethod
+    def apply(cls, rows: Rows, group: Group, *tensors: Tensor) -> tuple:
+        """See above; recompute that keeps "send_rows" has what came stand in when it runs again."""
+        call, watch = partial(super().apply, rows, group, *tensors), modes.mode.get().watch
+        kept = None if watch is None else watch("send_rows", tensors)
+        return call() if kept is None else kept(call)
 
     @staticmethod
     def forward(ctx, rows: Rows, group: Group, *tensors: Tensor):

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """See what is communicated: `CommDebugMode` counts it, `explain` tells why and what it costs; `cache_info` counts plans.
+`suggest` ranks the plans of a model that is not made yet, on a machine that is not here; `dry_run` is a step without data.
 
-Nothing here communicates, and nothing runs unless asked for. Read next: `comm_mode.py`, `plans.py`.
+Nothing here communicates, and nothing runs unless asked for. Read next: `comm_mode.py`, `plans.py`, `predict/`, `dryrun/`.
 """
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING
 
-_HOME = {"CommDebugMode": ".comm_mode", "cache_info": ".caches", "checks": "..dispatch.modes",
-         "dry_run": ".dryrun.run", "explain": ".plans",
-         "visualize_sharding": ".visualize"}
-__all__ = ["CommDebugMode", "cache_info", "checks", "dry_run", "explain", "visualize_sharding"]
+_HOME = {"CommDebugMode": ".comm_mode", "cache_info": ".caches", "checks": "..dispatch.modes", "dry_run": ".dryrun.run",
+         "explain": ".plans", "suggest": ".predict", "visualize_sharding": ".visualize"}
+__all__ = ["CommDebugMode", "cache_info", "checks", "dry_run", "explain", "suggest", "visualize_sharding"]
 
 if TYPE_CHECKING:
     from ..dispatch.modes import checks
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .comm_mode import CommDebugMode
     from .dryrun.run import dry_run
     from .plans import explain
+    from .predict import suggest
     from .visualize import visualize_sharding
 else:
     def __getattr__(name: str):

@@ -212,7 +212,7 @@ def op_names(given, who: str, what: str) -> frozenset[str]:
         ConfigError: one that names no op.
     """
     names = [_name_of(op) for op in ((given,) if isinstance(given, str) or callable(given) else given or ())]
-    known = {*PRIMITIVES, *(op for op, _ in PRIMITIVES.values()), *_PUBLIC, "redistribute"}
+    known = {*PRIMITIVES, *(op for op, _ in PRIMITIVES.values()), *_PUBLIC, "redistribute", "send_rows"}
     squeezed = {p.lower(): p for p in PRIMITIVES}  # mint.transpose calls itself transpose_ext_view
     names = [name if name in known else squeezed.get(name.replace("_", "").lower(), name) for name in names]
     for name in names:

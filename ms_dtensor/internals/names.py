@@ -32,6 +32,7 @@ no_grad = _private("mindspore.graph.api", "_no_grad")  # inside, nothing is reco
 recording = executor._executor.grad_flag  # the C++ method: the Python one around it costs as much again
 enabled = executor._executor.enable_grad  # whether `no_grad` is not around; `recording` goes on inside it
 context = _private("mindspore.context", "_context")()._context_handle  # its C++ half: `get_context` costs 40 times as much
+_devices = getattr(import_module("mindspore.common"), "device", None)  # of `DeviceCtx`; a release may have none
 context_keys = _private("mindspore._c_expression", "ms_ctx_param")
 RecomputeCell = _private("mindspore.common.recompute", "_RecomputeCell")  # what `cell.recompute()` runs
 recompute_module: Any = import_module("mindspore.common.recompute")  # the random state that it saves and restores
@@ -46,3 +47,9 @@ pijit_context = _private("mindspore.graph._utils", "pijit_context")
 TensorHookHandle = _private("mindspore.common.hook_handle", "_TensorHookHandle")
 HookBackward = _private("mindspore.ops.operations.debug_ops", "HookBackward")
 InsertGradientOf = _private("mindspore.ops.operations.debug_ops", "InsertGradientOf")
+
+
+def device_stack() -> list:
+    """Devices that are around this thread's `DeviceCtx`, outermost first."""
+    stack = getattr(_devices, "_DEVICE_STACK", None)
+    return [] if stack is None else stack.get_stack()

@@ -15,6 +15,7 @@ from mindspore import Tensor, mint, ops
 
 from ..errors import ConfigError
 from .names import FIX, Function, NoFallbackGuard, executor, recording, run_backward
+from .target import outside_meta
 
 
 class _Asked(Tensor):
@@ -215,7 +216,8 @@ def check_recordings() -> None:
 
 def _ask(probe: Callable[[], str], who: str) -> None:
     try:
-        found = probe()
+        with outside_meta():  # a model may be made without values, and what is asked has some
+            found = probe()
     except Exception as error:  # whatever an unknown MindSpore raises is a difference
         found = f"{type(error).__name__}: {error}"
     if found:

@@ -28,9 +28,10 @@ from ..dispatch.patches.recomputed import standing_in
 from ..dispatch.replaced import current
 from ..errors import DTensorError, LayoutError, MixedOperandError
 from ..internals.names import NoFallbackGuard
+from ..internals.target import is_meta
 from ..redistribute.boxes import relative
 from ..redistribute.execute import slice_local
-from ..tensor.distribute import distribute_parameter, distribute_tensor, like_parameter, set_parameter
+from ..tensor.distribute import distribute_parameter, distribute_tensor, empty_shard, like_parameter, set_parameter
 from ..tensor.dtensor import DTensor
 
 OUTER = "_ms_dtensor_outer"  # cell attribute: (whole mesh, {axis: placement of plain inputs}), set by replicate
@@ -325,6 +326,9 @@ def lift(x: Tensor, whole: DeviceMesh, new: Mapping[str, Placement] | None = Non
 
 def lay_out(x, mesh: DeviceMesh, target: Layout):
     """A parameter or buffer as `target` says, which tells more of the axes of `mesh`: values are those of coordinate 0."""
+    if is_meta(x):
+        out = wrap(empty_shard(target), target)
+        return like_parameter(out, x) if isinstance(x, Parameter) else out
     if not isinstance(x, DTensor):
         make = distribute_parameter if isinstance(x, Parameter) else distribute_tensor
         return make(x, target.mesh, list(target.placements))

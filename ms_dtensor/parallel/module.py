@@ -15,6 +15,7 @@ from mindspore import nn
 
 from ..core.mesh import DeviceMesh, resolve_mesh
 from ..errors import ConfigError
+from ..internals.target import with_values
 from ..tensor import deferred_init
 from ..tensor.distribute import check_source
 from .constants import replicate_constants
@@ -26,6 +27,7 @@ _told: list[str] = []  # the last table that was printed; of blocks that are dea
 _WRAPPED = "_backbone"  # the level that MindSpore's wrappers add (`amp`, `WithLossCell`); a pattern need not spell it
 
 
+@with_values
 def parallelize_module(module: nn.Cell, device_mesh: DeviceMesh | None = None,
                        parallelize_plan: ParallelStyle | Mapping[str, ParallelStyle] | None = None, *,
                        src_data_rank: int | None = 0, constants: str | None = None) -> nn.Cell:

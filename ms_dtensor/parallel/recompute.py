@@ -26,10 +26,10 @@ def checkpoint_wrapper(module: nn.Cell, policy: str | Callable[[str, nn.Cell], b
         policy: "full": every block; "every:n": the first of each n blocks; or `(path, cell) -> bool`, asked of every cell
             inside, outermost first: one inside a chosen cell is not asked. A list of ops is "full" with these as `save`.
         save: ops whose results are kept, while the rest runs again (PyTorch's selective checkpointing: these are
-            MUST_SAVE, others PREFER_RECOMPUTE): callables or names as for `SkipDTensorDispatch`, and "redistribute", which
-            is communication; or `(op, arguments) -> bool`, asked of each call by the op's name in rules ("matmul"). Of a
-            kept op's operands nothing is kept but what it moved or cast itself. Ops on DTensors are seen, inside a
-            `local_map` none.
+            MUST_SAVE, others PREFER_RECOMPUTE): callables or names as for `SkipDTensorDispatch`; "redistribute", which is
+            communication, and "send_rows", which brings keys or tokens of other ranks; or `(op, arguments) -> bool`, asked
+            of each call by the op's name in rules ("matmul"). Of a kept op's operands nothing is kept but what it moved or
+            cast itself. Ops on DTensors are seen, inside a `local_map` none but "send_rows".
 
     Returns:
         The same module.

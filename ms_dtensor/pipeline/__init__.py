@@ -17,6 +17,7 @@ from .order import Lowered, Recv, Reduce, Send, Slot, Timeline, lower, simulate
 
 if TYPE_CHECKING:
     from .chain import Absent as Absent
+    from .microbatches import PerMicrobatch as PerMicrobatch
     from .schedule import Schedule as Schedule
     from .schedule import Schedule1F1B as Schedule1F1B
     from .schedule import ScheduleDualPipeV as ScheduleDualPipeV
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
     from .split import pipeline as pipeline
     from .stage import PipelineStage as PipelineStage
 
-_RUNS = {"Absent": "chain", "pipeline": "split", "PipelineStage": "stage", "Schedule": "schedule",
+_RUNS = {"Absent": "chain", "PerMicrobatch": "microbatches", "pipeline": "split", "PipelineStage": "stage",
+         "Schedule": "schedule",
          **dict.fromkeys(("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleZBH1",
                           "ScheduleZBVZeroBubble", "ScheduleDualPipeV"), "schedule")}
 

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A batch cut into microbatches: rows of tensors, of the local shard of a DTensor; everything else goes to each as it is."""
+"""A batch cut into microbatches: rows of tensors, of the local shard of a DTensor; everything else goes to each as it is.
+
+What rows do not say, or what is no tensor and differs between microbatches, comes as `PerMicrobatch`.
+"""
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -13,6 +17,24 @@ from ..dispatch.operands import local_alias
 from ..errors import LayoutError
 from ..internals.names import NoFallbackGuard
 from ..tensor.dtensor import DTensor
+
+
+class PerMicrobatch:
+    """Values of the microbatches, first to last, in the place of a tensor that is cut into them.
+
+    Lists of tokens whose order is another in each microbatch are such values: the order is no tensor.
+
+    Args:
+        values: one for each microbatch.
+
+    Example:
+        >>> from ms_dtensor.pipeline import PerMicrobatch
+        >>> PerMicrobatch(["first", "second"]).values
+        ('first', 'second')
+    """
+
+    def __init__(self, values: Iterable):
+        self.values = tuple(values)
 
 
 def check_rows(args: tuple, others: Any, m: int) -> None:
@@ -27,6 +49,10 @@ def check_rows(args: tuple, others: Any, m: int) -> None:
         raise LayoutError("For a pipeline, a NumPy array was given.", f"{arrays[0].dtype}{list(arrays[0].shape)}",
                           "Tensors are cut into microbatches, and everything else goes to each as it is.",
                           "mindspore.Tensor(array)")
+    for given in leaves((args, others), PerMicrobatch):
+        if len(given.values) != m:
+            raise LayoutError(f"For a pipeline, there are {len(given.values)} values for {m} microbatches.", "PerMicrobatch",
+                              "Each microbatch has its own.", f"PerMicrobatch of {m} values")
     first = next((x for x in leaves(args, Tensor) if x.shape), None)
     rows = set() if first is None else {first.shape[0], first._shape[0]}  # here, and over all data-parallel ranks
     for x in leaves((args, others), Tensor):
@@ -49,7 +75,11 @@ def _check(x: Tensor, m: int, rows: set[int]) -> None:
 
 def microbatch(tree: Any, i: int, m: int) -> Any:
     """Number i of m: each tensor's rows of it, in the memory of the batch; everything else repeated."""
-    return map_leaves(lambda x: _rows(x, i, m) if x.shape else x, tree, Tensor)
+    def _part(x: Tensor | PerMicrobatch):
+        if isinstance(x, PerMicrobatch):
+            return x.values[i]
+        return _rows(x, i, m) if x.shape else x
+    return map_leaves(_part, tree, (Tensor, PerMicrobatch))
 
 
 def _rows(x: Tensor, i: int, m: int) -> Tensor:

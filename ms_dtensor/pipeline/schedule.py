@@ -121,7 +121,8 @@ class Schedule:
         """Forward and backward of a batch.
 
         Args:
-            *args: of the first stage: every rank passes its rows of the whole batch, other stages pass them on unread.
+            *args: of the first stage: every rank passes its rows of the whole batch, other stages pass them on unread. What
+                is not cut by rows comes as `PerMicrobatch`, here and below.
             target: of the loss, cut like the batch.
             weights: what the loss of each microbatch is multiplied with, before its backward; default 1/m each. Where
                 targets are ignored, shares of those that count.

@@ -24,6 +24,7 @@ from ..comm.world import executing
 from ..core.layout import Layout
 from ..core.mesh import DeviceMesh
 from ..dispatch.operands import local_alias
+from ..internals.target import is_meta
 from ..redistribute.execute import cut_whole
 
 _STATE = "_ms_dtensor_random_state"  # Parameter attribute: NumPy's generator just before its eager initialisation
@@ -33,8 +34,8 @@ _CONSTANT = (ms_init.Zero, ms_init.One, ms_init.Constant)
 
 
 def is_deferred(x) -> bool:
-    """Whether `x` is a parameter whose values have not been made yet."""
-    return isinstance(x, Parameter) and bool(getattr(x, "has_init", False))
+    """Whether `x` is a parameter whose values have not been made yet, and will be by its initialiser."""
+    return isinstance(x, Parameter) and bool(getattr(x, "has_init", False)) and not is_meta(x)
 
 
 def remember(module: nn.Cell, mesh: DeviceMesh, src_data_rank: int | None) -> None:

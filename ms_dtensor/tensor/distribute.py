@@ -11,6 +11,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 
+import mindspore as ms
 import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn
 
@@ -25,7 +26,7 @@ from ..dispatch.patches.hooks import move_hooks
 from ..dispatch.replaced import PLACE, current, remember
 from ..errors import ConfigError, LayoutError, MeshError
 from ..internals.names import NoFallbackGuard
-from ..internals.target import on_cpu
+from ..internals.target import META, is_meta, on_cpu, with_values
 from ..redistribute.execute import cut_whole
 from . import deferred_init, token_lists  # noqa: F401  who makes a mesh can cut tokens over it
 from .dtensor import DTensor
@@ -35,6 +36,7 @@ _DONE = "_ms_dtensor_distributed"  # cell attribute: distribute_module has been 
 _OWN_STATE = frozenset((PLACE, "_layout", "_memo", "_inited_param"))
 
 
+@with_values
 def init_device_mesh(device_type: str, mesh_shape: Sequence[int], *, mesh_dim_names: Sequence[str] | None = None,
                      rank_list: Sequence[int] | None = None) -> DeviceMesh:
     """A mesh over all ranks; starts the process group if needed.
@@ -97,6 +99,7 @@ def _mesh_shape(given) -> tuple[int, ...]:
     return tuple(map(int, sizes))
 
 
+@with_values
 def distribute_tensor(tensor, device_mesh: DeviceMesh | None = None, placements=None, *,
                       src_data_rank: int | None = 0) -> DTensor:
     """A global tensor, laid out.
@@ -140,11 +143,19 @@ def distribute_tensor(tensor, device_mesh: DeviceMesh | None = None, placements=
                           "What this makes is a leaf of its own: the gradient would end here, unnoticed.",
                           ("DTensor.from_local(t, mesh, placements) keeps the gradient", "distribute it outside"))
     patches.install()
+    if is_meta(tensor):
+        return wrap(empty_shard(layout), layout)
     if deferred_init.is_deferred(tensor):
         return wrap(deferred_init.materialise(tensor, layout, src_data_rank), layout)
     with NoFallbackGuard():
         local = _cut(_source_data(tensor, mesh, src_data_rank), layout)
     return wrap(local, layout)
+
+
+def empty_shard(layout: Layout) -> Tensor:
+    """This rank's shard of a tensor without values, without values, too."""
+    with ms.DeviceCtx(META), NoFallbackGuard():
+        return ms.mint.empty(layout.local_shape(), dtype=getattr(ms, layout.dtype))
 
 
 def _source_data(tensor, mesh: DeviceMesh, src_data_rank: int | None):
@@ -170,6 +181,7 @@ def check_source(src_data_rank: int | None, mesh: DeviceMesh, who: str) -> None:
                           f"use one of 0 to {mesh.size() - 1}, or None")
 
 
+@with_values
 def distribute_module(module: nn.Cell, device_mesh: DeviceMesh | None = None, partition_fn: Callable | None = None,
                       input_fn: Callable | None = None, output_fn: Callable | None = None) -> nn.Cell:
     """Every parameter and buffer of a Cell becomes a DTensor, in place; hooks convert inputs and outputs.
@@ -254,6 +266,7 @@ def _partition(partition_fn, name: str, cell: nn.Cell, mesh: DeviceMesh) -> None
                               "let 'partition_fn' lay it out alike wherever it meets it")
 
 
+@with_values
 def distribute_parameter(param: Parameter, mesh: DeviceMesh, placements, *, src_data_rank: int | None = 0) -> Parameter:
     """A Parameter as a DTensor Parameter; name, `requires_grad`, `param_info` and attributes of the user's are kept."""
     return like_parameter(distribute_tensor(param, mesh, placements, src_data_rank=src_data_rank), param)

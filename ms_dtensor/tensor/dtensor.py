@@ -435,6 +435,16 @@ class DTensorParameter(Parameter, DTensor):
         wrote(self)
         return self
 
+    @property
+    def data(self) -> DTensorParameter:
+        """Itself."""
+        return self
+
+    @data.setter
+    def data(self, value) -> None:  # as `Cell.to_empty` gives storage to what has none
+        Tensor.data.__set__(self, local_alias(self._own_shard("data", value)))  # type: ignore[attr-defined]
+        wrote(self)
+
     def _own_shard(self, who: str, data):
         own = self._layout
         if isinstance(data, DTensor) and data.shape == own.shape:

@@ -3,6 +3,7 @@
 
     msrun --worker_num=4 --local_worker_num=4 --join=True python -m ms_dtensor calibrate [--device cpu] [--out costs.json]
     MS_DTENSOR_COSTS=costs.json msrun ... train.py
+    msrun ... python -m ms_dtensor calibrate --hardware mine.yaml        and the machine's own file, for `md.debug.suggest`
 
 The model: seconds = alpha + beta * bytes a rank sends + gamma * bytes of the result (redistribute/cost.py). gamma comes from
 local copies; alpha and beta from four collectives of several sizes over all ranks, by least squares on relative errors.
@@ -16,10 +17,14 @@ import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import yaml
 
+from ..debug.predict import load_hardware
 from ..redistribute.cost import load_costs, sent_bytes
+from .machine import measure_machine
 
 SIZES = tuple(4 ** k << 10 for k in range(1, 8))  # 4 KiB to 16 MiB
 
@@ -49,8 +54,8 @@ def median_seconds(call, agree, repeats: int = 9) -> float:
     return statistics.median(times)
 
 
-def measure(device: str) -> dict[str, float]:
-    """The three figures on this job's ranks."""
+def measure(device: str, machine: bool) -> tuple[dict[str, float], dict[str, Any]]:
+    """The three figures on this job's ranks, and if asked for those of a machine's file; on rank 0 alone."""
     import mindspore as ms
 
     from .. import comm
@@ -85,10 +90,9 @@ def measure(device: str) -> dict[str, float]:
     gamma = min(copies)
     alpha, beta = fit(samples, gamma)
     figures = g.broadcast_object({"alpha": alpha, "beta": beta, "gamma": gamma}, 0)
-    if world.rank:
-        figures = {}
+    told = measure_machine(device, alpha, beta + gamma, agree, n) if machine else {}
     comm.shutdown()
-    return figures
+    return ({}, {}) if world.rank else (figures, told)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -97,11 +101,15 @@ def main(arguments: Sequence[str]) -> int:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=("cpu", "npu", "gpu"))
     parser.add_argument("--out", type=Path, default=Path("costs.json"))
+    parser.add_argument("--hardware", type=Path, metavar="FILE.yaml", help="also writes this machine's own file")
     parser.add_argument("--json", action="store_true", help="this always prints JSON")
     args = parser.parse_args(arguments)
-    figures = measure(args.device)
+    figures, machine = measure(args.device, args.hardware is not None)
     if not figures:
         return 0
+    if args.hardware is not None:
+        args.hardware.write_text(yaml.safe_dump(machine, sort_keys=False))
+        load_hardware(args.hardware)
     told = json.loads(args.out.read_text()) if args.out.exists() else {}
     told[args.device] = {k: float(f"{v:.4g}") for k, v in figures.items()}
     args.out.write_text(json.dumps(told, indent=1) + "\n")

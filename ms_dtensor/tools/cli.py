@@ -16,7 +16,9 @@ ms_dtensor {version}: distributed tensors for MindSpore.
 usage: python -m ms_dtensor COMMAND ...
 
   doctor              looks whether this machine is ready to train, and says how to mend what is not
-  plot RUN_DIR...     draws loss, throughput, communication and memory of runs that train.py recorded
+  plot RUN_DIR...     draws loss, throughput, communication and memory of runs that train.py recorded; --text: here
+  suggest CONFIG      ranks a model's plans on so many ranks of a machine, by what a step costs there
+  memory CONFIG       what a rank of a plan needs, and the quickest plan that fits if it is too much
   verify [FAMILY...]  proves the rule behind every public call form, on this machine and this MindSpore
   calibrate           under msrun: measures what the planner's costs are here, for MS_DTENSOR_COSTS
   pipeline            makes or reads a pipeline schedule, checks, simulates and draws it
@@ -59,6 +61,9 @@ def main(arguments: Sequence[str]) -> int:
     if command == "pipeline":
         from ..pipeline.cli import main as pipeline
         return pipeline(rest)
+    if command in ("suggest", "memory"):
+        from .predict import main as predict
+        return predict(command, rest)
     if command == "verify":
         from .verify import main as verify
         return verify(rest)
@@ -74,11 +79,12 @@ def main(arguments: Sequence[str]) -> int:
     if command == "plot":
         from . import plot
         parser.description = "Draws loss, throughput, communication and memory of training runs, as PNG and SVG."
+        parser.add_argument("--text", action="store_true", help="loss and communication as text, on the terminal; no files")
         parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR",
                             help="a folder with metrics.jsonl; the first one is what the others are compared with")
         parser.add_argument("--out", type=Path, metavar="DIR",
                             help="where pictures go; default: RUN_DIR/plots of the first run")
         return plot.main(parser.parse_args(rest))
     argparse.ArgumentParser(prog="python -m ms_dtensor").error(
-        f"'{command[:60]}' is no command; known are doctor, plot, verify, calibrate, pipeline and ckpt. "
+        f"'{command[:60]}' is no command; known are doctor, plot, suggest, memory, verify, calibrate, pipeline and ckpt. "
         "See python -m ms_dtensor --help")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from .plot_text import show
 from .runs import Run, read
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -199,6 +200,9 @@ def main(args: Any) -> int:
     """The command; exit code 2 if nothing can be drawn."""
     out = args.out or args.runs[0] / "plots"
     try:
+        if args.text:
+            print("\n\n".join(map(show, read(args.runs))))
+            return 0
         try:
             made = draw(args.runs, out)
         except OSError as error:

@@ -50,9 +50,10 @@ class Drawn:
 _one_device: dict = {}
 
 
-def steps(parallel: ParallelConfig | None, documents: bool, batch: int, window=None, lora=None, **how):
+def steps(parallel: ParallelConfig | None, documents: bool, batch: int, window=None, lora=None, experts=None, **how):
     """(losses, norms, trained parameters) of three steps; the last loss is the held-out one after them."""
-    cfg = Config(model=ModelConfig(sliding_window=window, **SIZES), parallel=parallel or ParallelConfig(), lora=lora,
+    cfg = Config(model=ModelConfig(sliding_window=window, experts=experts, **SIZES), parallel=parallel or ParallelConfig(),
+                 lora=lora,
                  optim=OptimConfig(lr=0.01, warmup=1, eps=1e-3),
                  train=TrainConfig(steps=3, batch=batch, seq=12, seed=3, eval_batches=2, **how))
     trainer = Trainer(cfg, Drawn(documents), None if parallel is None else make_mesh("cpu", parallel))
@@ -61,18 +62,19 @@ def steps(parallel: ParallelConfig | None, documents: bool, batch: int, window=N
     return losses, [s.grad_norm for s in done], {p.name: array(p) for p in trainer.params}
 
 
-def same(parallel: ParallelConfig, documents: bool = True, window=None, lora=None, **how):
+def same(parallel: ParallelConfig, documents: bool = True, window=None, lora=None, experts=None, **how):
     """Compares with one device; the events that fetched keys. Three rows a rank: the cuts are within rows."""
     batch, alone = 3 * parallel.dp * how.get("micro_batches", 1), {k: v for k, v in how.items() if k == "micro_batches"}
-    key = documents, batch, window, lora, *alone.values()
+    key = documents, batch, window, lora, experts, *alone.values()
     if key not in _one_device:
-        _one_device[key] = steps(None, documents, batch, window, lora, **alone)
+        _one_device[key] = steps(None, documents, batch, window, lora, experts, **alone)
     with comm.record() as events:
-        loss, norm, params = steps(parallel, documents, batch, window, lora, **how)
+        loss, norm, params = steps(parallel, documents, batch, window, lora, experts, **how)
     losses, norms, wanted = _one_device[key]
     off = [np.abs(np.divide(a, b) - 1).max() for a, b in ((loss, losses), (norm, norms))]
     # in norm: AdamW divides by roots of small second moments, so single elements are off by more
-    off.append(max(np.linalg.norm(params[name] - w) / max(np.linalg.norm(w), 1.0) for name, w in wanted.items()))
+    assert params.keys() == wanted.keys() if parallel.pp == 1 else params.keys() < wanted.keys()
+    off.append(max(np.linalg.norm(w - wanted[name]) / max(np.linalg.norm(wanted[name]), 1.0) for name, w in params.items()))
     assert max(off) <= 1e-6, (parallel, how, off)
     return [e for e in events if e.src == "keys and values"]
 
@@ -102,14 +104,42 @@ def four_ranks_beside_data_tensor_and_sequence_parallelism(world):
         same(parallel, **how)
 
 
+MIXTURES = {"dropless": ExpertsConfig(4, 2, balance=0.1), "capacity": ExpertsConfig(5, 2, capacity=0.8, balance=0.1)}
+
+
+@case(world_size=4, timeout=300)
+def experts_beside_it_and_over_its_ranks(world):
+    """ep as a part of dp, as all of cp, as both; each chooses, drops and balances as one device does."""
+    whole = {"loss_parallel": False}
+    for name, parallel, how in sampled((
+            ("capacity", ParallelConfig(dp=2, cp=2, ep=2, **whole), {}),
+            ("dropless", ParallelConfig(dp=2, cp=2, ep=4, fsdp=True, **whole), {"recompute": True}),
+            ("dropless", ParallelConfig(dp=2, cp=2, ep=2, fsdp=True, expert_dedup=True, **whole), {"window": 5}),
+            ("capacity", ParallelConfig(cp=4, ep=4, ulysses=2, **whole), {}),
+            ("dropless", ParallelConfig(cp=2, tp=2, ep=2, sequence_parallel=True, fsdp=True, **whole), {}),
+            ("capacity", ParallelConfig(cp=2, tp=2, **whole), {}),
+            ("dropless", ParallelConfig(dp=2, cp=2, zero1=True, ep=2, cp_algorithm="ring", **whole), {}),
+            ("capacity", ParallelConfig(dp=2, cp=2, fsdp=True, **whole), {"recompute": True})), 4):
+        same(parallel, experts=MIXTURES[name], **how)
+
+
+@case(world_size=4, timeout=300)
+def stages_of_a_pipeline_each_get_the_order_of_their_micro_batch(world):
+    for parallel, how in sampled((
+            (ParallelConfig(pp=2, cp=2), {"micro_batches": 2}),
+            (ParallelConfig(pp=2, cp=2, fsdp=True, pp_schedule="zbv", pp_stages_per_rank=2, cp_algorithm="ring"),
+             {"micro_batches": 4, "recompute": True}),
+            (ParallelConfig(pp=2, ulysses=2, cp=2, fsdp=True, cp_order="head_tail"), {"micro_batches": 4, "window": 5})), 3):
+        same(parallel, **how)
+
+
 @case(world_size=2)
 def what_the_recipe_cannot_do_with_it_is_refused(world):
     sizes = ModelConfig(**SIZES)
     for parallel, model, train, said in (
-            (ParallelConfig(cp=2), ModelConfig(experts=ExpertsConfig(4, 2), **SIZES), {}, "model.experts does not go with"),
+            (ParallelConfig(dp=2, cp=2, ep=3), ModelConfig(experts=ExpertsConfig(4, 2), **SIZES), {}, "[1, 2, 4]"),
             (ParallelConfig(cp=2, ulysses=3), sizes, {}, "parallel.ulysses with one of [1, 2]"),
             (ParallelConfig(cp=4, ulysses=4), sizes, {}, "parallel.ulysses with one of [1, 2]"),
-            (ParallelConfig(cp=2, pp=2), sizes, {"micro_batches": 2}, "parallel.pp does not go with"),
             (ParallelConfig(dp=2, cp=2, fsdp=True, hsdp=2), sizes, {}, "parallel.hsdp does not go with"),
             (ParallelConfig(cp=2), sizes, {"compile": True}, "train.compile does not go with"),
             (ParallelConfig(cp=2, tp=2), sizes, {"world": 2}, "parallel.cp = 2")):

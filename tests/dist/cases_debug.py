@@ -7,6 +7,8 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import pytest
+import yaml
 from mindspore import Tensor, mint, nn
 
 from ms_dtensor import (
@@ -24,8 +26,10 @@ from ms_dtensor import (
     value_and_grad,
 )
 from ms_dtensor.debug import CommDebugMode
+from ms_dtensor.debug.predict.hardware import parse
 from ms_dtensor.dispatch.operands import redistribute, wrap
 from ms_dtensor.redistribute.plan import plan
+from ms_dtensor.tools import machine
 from tests.cases import case
 from tests.dist.support import data, mesh_1d, mesh_2d, same_on_all_ranks
 
@@ -145,3 +149,22 @@ def axis_orders_and_helpers_arrive(world):
         got = y.to_local().asnumpy()
         assert got.shape == whole[box].shape, (src, dst)
         assert np.allclose(got, whole[box] * kept, atol=1e-5), (src, dst, plan(src, dst))
+
+
+@case(world_size=4)
+def a_machine_is_measured_alike_on_all_ranks(world):
+    """What `calibrate --hardware` writes is a machine's file; of sizes that take milliseconds."""
+    group = comm.group(tuple(range(world.size)))
+
+    def agree(mine: float) -> float:
+        return max(group.all_gather_object(mine))
+    with pytest.MonkeyPatch.context() as small:
+        small.setattr(machine, "PRODUCTS", ((8, 8, 8), (64, 64, 64)))
+        small.setattr(machine, "VECTORS", (64, 4096))
+        small.setattr(machine, "REPEATS", 3)
+        told = machine.measure_machine("cpu", 1e-5, 1e-9, agree, world.size)
+    found = parse("mine", yaml.safe_load(yaml.safe_dump(told)))
+    assert (found.links[0].bandwidth, found.links[0].latency) == pytest.approx((1e9, 1e-5)) and 0 < found.launch < 1
+    assert [size for size, _ in found.matrix.steps] == pytest.approx([5.24e5, 0])
+    assert max(share for _, share in found.memory.steps) == 1
+    same_on_all_ranks(world, str(told))

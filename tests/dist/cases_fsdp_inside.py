@@ -2,6 +2,8 @@
 """What happens inside a unit of `fully_shard`: cells that run again, numbers, empty shards, other dtypes; and arguments."""
 from __future__ import annotations
 
+import itertools
+
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, mint, nn
@@ -14,6 +16,7 @@ from tests.cases import case
 from tests.dist.cases_fully_shard import ASKED, ROWS, Block, Net, cut_up, filled, fsdp, loss_of, mine, same_step
 from tests.dist.support import counted, equal, refusal, same_on_all_ranks
 from tests.rehearsal.session import rehearsed
+from tests.tiers import sampled
 
 
 class Tied(nn.Cell):
@@ -71,14 +74,15 @@ def only_gradients_that_were_asked_for_are_gathered_up(world):
     params, at = plain.blocks[1].trainable_params(), 2
     assert params[at] is plain.blocks[1].up.weight
     first, between, last = (ms.value_and_grad(loss_of(plain), None, params)(Tensor(ROWS * n))[1] for n in (1, 3, 2))
-    for cut in (cut_up, whole, divided):
-        for again in (False, True):
-            mesh, net = made("cpu", cut, again)
-            for one, sync in ((False, False), (True, False), (False, True), (True, True)):
-                got = run(mesh, net, one, sync)
-                for i, (g, a, b, p) in enumerate(zip(got, first, last, params, strict=True)):
-                    want = a + b + between[i] if one and i == at else a + b
-                    equal(g, want, f"{cut.__name__} {again=} {one=} {sync=} {p.name}")
+    ways = itertools.product((cut_up, whole, divided), (False, True))
+    for nth, (cut, again) in enumerate(ways):
+        mesh, net = made("cpu", cut, again)
+        asked = [(False, False), (True, False), (False, True), (True, True)]
+        for one, sync in sampled(asked[nth % 4:] + asked[:nth % 4], 4):  # at push one of each way, another each time
+            got = run(mesh, net, one, sync)
+            for i, (g, a, b, p) in enumerate(zip(got, first, last, params, strict=True)):
+                want = a + b + between[i] if one and i == at else a + b
+                equal(g, want, f"{cut.__name__} {again=} {one=} {sync=} {p.name}")
     with rehearsed():
         got = run(*made("npu", cut_up, True), True, False)
         for i, (g, a, b, c) in enumerate(zip(got, first, last, between, strict=True)):
@@ -199,15 +203,15 @@ def empty_shards_of_bfloat16(world):
 def a_unit_of_which_only_some_parameters_are_trained(world):
     """What is upstream of frozen weights gets its gradients, in each model of the process, whichever are trained."""
     mesh = fsdp()
-    for name in ("norm.gamma", "norm.beta", "up.weight", "down.bias"):
-        for cut in (cut_up, whole, divided):
-            plain, net = filled(Net((0, 1, 1, 2))), filled(Net((0, 1, 1, 2)))
-            for n in (plain, net):
-                for p in n.blocks[1].get_parameters():
-                    p.requires_grad = p.name.endswith(name)
-            net = cut(net, mesh)
-            for _ in range(2):
-                same_step(net, plain, mesh)
+    names = ("norm.gamma", "norm.beta", "up.weight", "down.bias")
+    for name, cut in sampled(itertools.product(names, (cut_up, whole, divided)), 4):
+        plain, net = filled(Net((0, 1, 1, 2))), filled(Net((0, 1, 1, 2)))
+        for n in (plain, net):
+            for p in n.blocks[1].get_parameters():
+                p.requires_grad = p.name.endswith(name)
+        net = cut(net, mesh)
+        for _ in range(2):
+            same_step(net, plain, mesh)
 
 
 @case(4)

@@ -10,6 +10,7 @@ from ms_dtensor.errors import LayoutError
 from tests.cases import case
 from tests.dist.cases_surface import _mlp, placed
 from tests.dist.support import data, equal, mesh_2d, refusal
+from tests.tiers import sampled
 
 R, S = Replicate(), Shard
 
@@ -22,32 +23,31 @@ def parameter_hooks_see_the_reduced_gradient_once(world):
         p.register_hook(lambda g: 3 * g)
     plain[0].weight.register_hook(lambda g: g + 1)
     want = ms.grad(lambda t: (plain(t) ** 2).mean(), None, plain.trainable_params())(x)
-    for early in (True, False):
-        for bucket in (25, 0):
-            net, seen = _mlp(3), []
+    for early, bucket in sampled(((True, 25), (False, 25), (True, 0), (False, 0)), 3):  # at push: early and bucketed, late and not
+        net, seen = _mlp(3), []
 
-            def three(g, seen=seen):
-                seen.append(g)
-                return 3 * g
+        def three(g, seen=seen):
+            seen.append(g)
+            return 3 * g
 
-            def hook(net=net, three=three):
-                for p in net.get_parameters():
-                    p.register_hook(three)
-                net[0].weight.register_hook(lambda g: (g + 1).redistribute())
-            if early:
-                hook()
-            parallelize_module(net, mesh_2d()["tp"], {"0": ColwiseParallel(use_local_output=False),
-                                                      "2": RowwiseParallel(use_local_output=False)})
-            replicate(net, mesh=mesh_2d()["dp"], bucket_mb=bucket)
-            if not early:
-                hook()
-            for _ in range(2):
-                seen.clear()
-                got = ms.grad(lambda t, m=net: (m(t) ** 2).mean(), None, net.trainable_params())(
-                    placed(x, mesh_2d(), S(0), R))
-                assert len(seen) == 4 and all(isinstance(g, DTensor) for g in seen), seen
-                for p, g, w in zip(net.trainable_params(), got, want, strict=True):
-                    equal(g, w, f"{early} {bucket} {p.name}")
+        def hook(net=net, three=three):
+            for p in net.get_parameters():
+                p.register_hook(three)
+            net[0].weight.register_hook(lambda g: (g + 1).redistribute())
+        if early:
+            hook()
+        parallelize_module(net, mesh_2d()["tp"], {"0": ColwiseParallel(use_local_output=False),
+                                                  "2": RowwiseParallel(use_local_output=False)})
+        replicate(net, mesh=mesh_2d()["dp"], bucket_mb=bucket)
+        if not early:
+            hook()
+        for _ in range(2):
+            seen.clear()
+            got = ms.grad(lambda t, m=net: (m(t) ** 2).mean(), None, net.trainable_params())(
+                placed(x, mesh_2d(), S(0), R))
+            assert len(seen) == 4 and all(isinstance(g, DTensor) for g in seen), seen
+            for p, g, w in zip(net.trainable_params(), got, want, strict=True):
+                equal(g, w, f"{early} {bucket} {p.name}")
     handle = net[2].bias.register_hook(lambda g: g * 0)
     handle.remove()
     got = ms.grad(lambda t: (net(t) ** 2).mean(), None, net.trainable_params())(placed(x, mesh_2d(), S(0), R))

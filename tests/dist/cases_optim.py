@@ -17,6 +17,7 @@ from ms_dtensor.optim import AdamW, clip_grad_norm_
 from ms_dtensor.tensor.distribute import distribute_parameter
 from tests.cases import case
 from tests.dist.support import array, counted, data, equal, mesh_2d, refusal, same_on_all_ranks
+from tests.tiers import sampled
 
 R, S = Replicate(), Shard
 SHAPES = ((6, 5), (5,), (5, 3))
@@ -78,13 +79,13 @@ def _check(name, build, value_and_grad):
 
 @case(world_size=4, timeout=240)
 def optimizers_step_with_local_gradients(world):
-    for name, build in OPTIMIZERS.items():
+    for name, build in sampled(OPTIMIZERS.items(), 2):
         _check(name, build, ms.value_and_grad)
 
 
 @case(world_size=4, timeout=240)
 def optimizers_step_with_dtensor_gradients(world):
-    for name, build in OPTIMIZERS.items():
+    for name, build in sampled(reversed(OPTIMIZERS.items()), 2):
         _check(name, build, md.value_and_grad)
 
 

@@ -2,6 +2,8 @@
 """Selective recompute on ranks: one device's numbers, whatever is kept, with whatever it is combined; and what it sends."""
 from __future__ import annotations
 
+import itertools
+
 import mindspore as ms
 from mindspore import Tensor, mint, nn
 
@@ -11,6 +13,7 @@ from tests.cases import case
 from tests.dist.cases_fsdp_inside import Tied, divided, whole
 from tests.dist.cases_fully_shard import ASKED, ROWS, Net, cut_up, filled, fsdp, loss_of, mine, same_step
 from tests.dist.support import equal, mesh_2d
+from tests.tiers import sampled
 
 SAVED = (["matmul"], [mint.tanh, "layer_norm_classic"], lambda op, arguments: True, [])
 
@@ -18,21 +21,20 @@ SAVED = (["matmul"], [mint.tanh, "layer_norm_classic"], lambda op, arguments: Tr
 @case(4)
 def ops_of_units_are_kept(world):
     mesh = fsdp()
-    for save in SAVED:
-        for before in (True, False):
-            plain, net = filled(Net()), filled(Net())
-            if before:
-                checkpoint_wrapper(net.blocks, save=save)
-            cut_up(net, mesh)
-            if not before:
-                checkpoint_wrapper(net.blocks, save=save)
-            for _ in range(2):
-                count = same_step(net, plain, mesh)
-                count.pop(ASKED, None)
-                assert count == {("all_gather", "forward"): 4, ("all_gather", "backward"): 3,
-                                 ("reduce_scatter", "backward"): 4}, (before, count)
-            plain.order = net.order = (1, 1, 0)
-            same_step(net, plain, mesh)
+    for save, before in sampled(itertools.product(SAVED, (True, False)), 3):
+        plain, net = filled(Net()), filled(Net())
+        if before:
+            checkpoint_wrapper(net.blocks, save=save)
+        cut_up(net, mesh)
+        if not before:
+            checkpoint_wrapper(net.blocks, save=save)
+        for _ in range(2):
+            count = same_step(net, plain, mesh)
+            count.pop(ASKED, None)
+            assert count == {("all_gather", "forward"): 4, ("all_gather", "backward"): 3,
+                             ("reduce_scatter", "backward"): 4}, (before, count)
+        plain.order = net.order = (1, 1, 0)
+        same_step(net, plain, mesh)
 
 
 @case(4)

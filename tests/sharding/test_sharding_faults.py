@@ -80,3 +80,8 @@ def test_fsdp2_names_of_four(case, ranks):
 @pytest.mark.parametrize("case", [p for n in (2, 4) for p in case_params("tests.sharding.cases_local", n)])
 def test_local(case, ranks):
     ranks.check(case)
+
+
+@pytest.mark.parametrize("case", [p for n in (2, 4) for p in case_params("tests.sharding.cases_meta", n)])
+def test_meta(case, ranks):
+    ranks.check(case)

@@ -73,6 +73,46 @@ def test_variables_that_ranks_would_refuse_are_a_finding(monkeypatch):
     assert doctor._settings() == ("settings", "ok", "MS_DTENSOR_TIMEOUT=60", "") and doctor._settings in doctor.CHECKS
 
 
+# -- plans before the machine ------------------------------------------------------------------------------------------
+LLAMA_8B = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
+            "intermediate_size": 14336, "vocab_size": 128256}
+
+
+def test_plans_are_suggested_for_a_configuration_file(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    run = ["--batch", "8", "--seq", "8192"]
+    assert cli.main(["suggest", str(tmp_path), "--world", "8", "--json", *run]) == 0
+    plans = json.loads(capsys.readouterr().out)
+    assert plans[0]["gib"] < 58 and plans[0]["seconds"] <= plans[1]["seconds"]
+    assert cli.main(["suggest", "model_zoo/llama/configs/llama3_8b.yaml", "--world", "8", *run]) == 0
+    assert plans[0]["options"] in capsys.readouterr().out, "the recipe's file has the same sizes"
+    mixtral = ["suggest", "model_zoo/llama/configs/mixtral_8x7b.yaml", "--world", "16", "--batch", "16", "--seq", "4096"]
+    assert cli.main(mixtral) == 0 and "--parallel.ep" in capsys.readouterr().out
+
+
+def test_a_plan_that_does_not_fit_is_told_with_one_that_does(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    run = ["memory", str(tmp_path), "--batch", "8", "--seq", "8192", "--dp", "8"]
+    assert cli.main(run) == 1
+    said = capsys.readouterr().out
+    assert "GiB of 58: does not fit" in said and "the quickest plan of 8 ranks that fits" in said and "not measured" in said
+    assert cli.main([*run, "--sharded", "fsdp", "--recompute", "full", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["fits"] and told["instead"] is None and sum(told["memory_gib"].values()) == pytest.approx(told["gib"])
+
+
+@pytest.mark.parametrize(("argv", "said"), [
+    (["memory", "nowhere.json", "--batch", "8", "--seq", "8"], "no configuration can be read"),
+    (["memory", "setup.py", "--batch", "8", "--seq", "8"], "can be read|no mapping"),
+    (["memory", "model_zoo/llama/configs/llama3_8b.yaml", "--dp", "3", "--batch", "8", "--seq", "8"], "--batch 9"),
+    (["suggest", "model_zoo/llama/configs/llama3_8b.yaml", "--world", "8", "--hardware", "x", "--batch", "8", "--seq", "8"],
+     "no machine 'x'")])
+def test_a_plan_that_cannot_be_told_is_refused(argv, said, capsys):
+    import re
+    assert cli.main(argv) == 2
+    assert re.search(said, capsys.readouterr().err)
+
+
 # -- guard, peaks ------------------------------------------------------------------------------------------------------
 def test_skipped_steps_are_not_remembered_and_too_many_end_the_run():
     guard = Guard(nan="skip", spike=5.0, on_spike="skip", patience=3)
@@ -204,6 +244,21 @@ def test_runs_of_nothing_but_a_loss_are_drawn(tmp_path, capsys):
     for folders, count in (([tmp_path / "bare"], 2), ([tmp_path / "bare", recorded(tmp_path / "full", 0)], 8)):
         assert cli.main(["plot", "--json", *map(str, folders), "--out", str(tmp_path / "out")]) == 0
         assert len(json.loads(capsys.readouterr().out)["files"]) == count
+
+
+def test_a_run_is_shown_as_text(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert cli.main(["plot", "--text", str(recorded(tmp_path / "a", 1)), str(recorded(tmp_path / "b", 0))]) == 0
+    first, second = capsys.readouterr().out.split("\n\nb: ")
+    lines = first.splitlines()
+    top = next(i for i, line in enumerate(lines) if "│" in line)
+    picture = [line.partition("│")[2] for line in lines[top:] if "│" in line]
+    assert lines[top].split()[0] == "5.50" and picture[0].startswith("o"), "the held-out loss before the first step"
+    columns = {x: y for y, line in enumerate(picture) for x, mark in enumerate(line) if mark == "·"}
+    assert len(columns) >= 29 and columns[max(columns)] == len(picture) - 1, "the last step has the least loss"
+    table = {tuple(line.split()[:2]): line.split()[2:] for line in lines if line.startswith(("all-", "waiting"))}
+    assert table["all-reduce", "tp"] == ["4", "4", "6.0"] and table["all-gather", "dp"] == ["2", "4", "2.0"]
+    assert lines[-1].split() == ["all", "7", "8", "8.5"] and "all-gather" in second
 
 
 def test_a_reader_that_leaves_early_is_no_fault():

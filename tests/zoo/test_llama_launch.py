@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from model_zoo.llama import launch
 from model_zoo.llama.configio import load
 from model_zoo.llama.hold import hold
 from model_zoo.llama.launch import Nodes, after_signal, first_failure, free_port, msrun_command
@@ -82,10 +83,24 @@ def run_llama(nproc: int, *words: str, **env: str) -> subprocess.Popen:
     ([], {"NNODES": "2", "NODE_RANK": "1"}, "MASTER_PORT is not given"), ([], {"NNODES": "two"}, "invalid int value: 'two'"),
     ([], {"NNODES": "2", "NODE_RANK": "2", "MASTER_PORT": "29500"}, "Nodes count from 0"),
     (["--data.path", "/no/such"], {"NNODES": "2", "NODE_RANK": "1", "MASTER_PORT": "29500"}, "holds no text")])
-def test_what_cannot_be_is_refused_once_and_starts_no_rank(tmp_path, words, env, said):
-    run = run_llama(1, *TINY, "--train.log_dir", str(tmp_path), *words, **env)
+def test_what_cannot_be_is_refused_once_and_starts_no_rank(tmp_path, words, env, said, monkeypatch, capfd):
+    monkeypatch.setattr(launch, "Run", None)  # whoever starts ranks fails
+    monkeypatch.setattr(sys, "argv", ["launch.py", "--workers", "1", "--config", str(TRAIN.parent / "configs/tiny.yaml"),
+                                      *TINY[1:], "--train.log_dir", str(tmp_path), *words])
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    try:
+        code = launch.main()
+    except SystemExit as end:
+        code = end.code
+    out = "".join(capfd.readouterr())
+    assert code == 2 and out.count(said) == 1 and "Traceback" not in out and "starting" not in out, out
+
+
+def test_the_script_hands_a_refusal_on(tmp_path):
+    run = run_llama(1, *TINY, "--train.log_dir", str(tmp_path), "--train.stesp", "3")
     out = run.communicate(timeout=60)[0]
-    assert run.returncode == 2 and out.count(said) == 1 and "Traceback" not in out and "starting" not in out, out
+    assert run.returncode == 2 and out.count("'train.steps' is the closest match") == 1 and "Traceback" not in out, out
 
 
 def test_a_port_that_somebody_has_is_refused():

@@ -111,13 +111,16 @@ class Job:
 
 
 class Executor:
-    """Of one dry run.
+    """Of one dry run; layers below this package meet it as `comm.world.executing()`.
 
     Attributes:
         events: what the rank has done so far.
         ledger: what is alive.
         forks: by autograd identity of a value, (what keeps it, the value that further uses are forked from).
     """
+
+    nameless = staticmethod(nameless)
+    on_storage_of = staticmethod(on_storage_of)
 
     def __init__(self):
         self.events: list[DryEvent] = []
@@ -214,7 +217,8 @@ class Executor:
         layout = data._layout
         one = wrap(Tensor.from_numpy(np.zeros(1, numpy_dtype(data.dtype))), Layout(layout.mesh, None, (1,), layout.dtype))
         small = Parameter(one, name=param.name, requires_grad=param.requires_grad)
-        out = make(type(small), self.ledger.new(layout.local_shape(), data.dtype, "parameters"))
+        mine = self.ledger.kind_of(data) == "parameters"  # of which initialisation was deferred
+        out = make(type(small), local_alias(data) if mine else self.ledger.new(layout.local_shape(), data.dtype, "parameters"))
         out.__dict__.update((k, v) for k, v in small.__dict__.items() if k != PLACE)
         out._layout = layout
         out.param_info.parameter_shape = list(layout.shape)

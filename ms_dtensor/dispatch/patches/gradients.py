@@ -239,6 +239,11 @@ def backward_apart(participants: list, of: list) -> Iterator[None]:
         yield
 
 
+def recorded_apart() -> bool:
+    """Whether a recording's own forward or backward is under way: MindSpore runs no `bprop` of an nn.Cell there."""
+    return _apart.get()
+
+
 def end_abandoned() -> None:
     """Ends a recording that nobody is in: a function that raised before these doors were installed has left it."""
     if not recording() or _apart.get():

@@ -19,7 +19,7 @@ from ...core.placements import REPLICATE, Placement, Shard
 from ...dispatch.operands import SHARDED_BY
 from ...dispatch.replaced import current
 from ...errors import ConfigError, LayoutError
-from ...internals.target import on_cpu
+from ...internals.target import on_cpu, with_values
 from ...tensor import deferred_init
 from ...tensor.distribute import set_parameter
 from ...tensor.dtensor import DTensor
@@ -39,6 +39,7 @@ _OVER = "_ms_dtensor_replicated_over"  # parameter attribute: axes that replicat
 Slots = list[tuple[nn.Cell, str, Parameter]]
 
 
+@with_values
 def fully_shard(module: nn.Cell | Sequence[nn.Cell], *, mesh: DeviceMesh, reshard_after_forward: bool | int = True,
                 shard_placement_fn: Callable[[Parameter], Placement | None] | None = None,
                 mp_policy: MixedPrecisionPolicy | None = None, offload_policy: OffloadPolicy | None = None,
@@ -141,6 +142,7 @@ def _cut(who: str, cells: list, mesh: DeviceMesh, reshard_after_forward: bool | 
     _make_unit(who, cells, mine, found, axes, mp_policy, _BUCKET_MB, mode)
 
 
+@with_values
 def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = _BUCKET_MB,
               mp_policy: MixedPrecisionPolicy | None = None, zero1: bool = False,
               ignored_modules: Iterable[nn.Cell] = ()) -> nn.Cell:

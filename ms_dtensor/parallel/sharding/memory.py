@@ -20,6 +20,7 @@ from mindspore import Tensor
 from ...comm.packing import numpy_dtype
 from ...comm.parts import Index
 from ...comm.protocol import Backend
+from ...comm.world import executing
 
 _SMALL = 512 << 10  # bytes
 
@@ -157,3 +158,43 @@ class HostMemory(DeviceMemory):
     def claim(self) -> None:
         if self.window is not None:
             self.window.claim()
+
+
+class AbstractMemory(DeviceMemory):
+    """The same in a dry run: bytes that come and go, and tensors that have a shape."""
+
+    def _make(self, count: int, dtype, backend: Backend) -> None:
+        self._dry, self._bytes, self._taken = executing(), count * numpy_dtype(dtype).itemsize, False
+        self._flat = self._dry.nameless((count,), dtype)
+        self.claim()
+
+    @staticmethod
+    def pack(pieces: Sequence[tuple[Tensor, Index]], dtype) -> Tensor:
+        count = sum(math.prod(len(range(*s.indices(n))) for s, n in zip((*index, *(slice(None),) * x.ndim), x._shape))
+                    for x, index in pieces)
+        return executing().ledger.new((count,), dtype, "buffers")
+
+    @staticmethod
+    def part(flat: Tensor, at: int, count: int) -> Tensor:
+        return executing().on_storage_of(flat, (count,))
+
+    def tensor(self, i: int) -> Tensor:
+        return self._dry.on_storage_of(self._flat, self.shapes[i])
+
+    def write(self, i: int, index: Index, piece: Tensor) -> None:
+        """Nothing has values."""
+
+    def holds(self, x: Tensor) -> bool:
+        """Whether a tensor lies here."""
+        return Tensor.data_ptr(x) == Tensor.data_ptr(self._flat)
+
+    def release(self) -> None:
+        self._take(False)
+
+    def claim(self) -> None:
+        self._take(True)
+
+    def _take(self, taken: bool) -> None:
+        if taken != self._taken:
+            self._taken = taken
+            self._dry.ledger.change("gathered", self._bytes if taken else -self._bytes)

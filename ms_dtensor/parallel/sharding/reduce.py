@@ -277,7 +277,7 @@ class Reduction:
                     for i, x in shards.items():
                         add_main(block.params[i], x)
                     return {}
-                return {keys[i]: x.astype(block.params[i].dtype) for i, x in shards.items()}
+                return {keys[i]: _gradient(x, block.params[i].dtype) for i, x in shards.items()}
         return finish
 
     def _keep(self, bucket: Bucket, number: int, grad: Tensor) -> Tensor:
@@ -402,6 +402,12 @@ def _own(grad: Tensor, dtype) -> Tensor:
     if dry is not None:
         return dry.like(grad, dtype=dtype, kind="gradients")
     return grad * 1 if dtype is None else grad.astype(dtype)
+
+
+def _gradient(x: Tensor, dtype) -> Tensor:
+    """A sum over ranks in the dtype of its parameter."""
+    dry = executing()
+    return x.astype(dtype) if dry is None else dry.like(x, dtype=dtype, kind="gradients")
 
 
 def _zeros(shape, dtype) -> Tensor:

@@ -27,6 +27,7 @@ from ...dispatch.memo import memo_of
 from ...dispatch.operands import dtype_name, local_alias
 from ...errors import ConfigError
 from ...internals.names import no_grad
+from ...internals.target import is_meta
 from ..layouts import lift
 from .block import Block
 from .local import Mode, summed_axes
@@ -173,7 +174,7 @@ class Unit:
             new = [a for a in whole.mesh_dim_names if a not in p.device_mesh.mesh_dim_names]
             if new and set(p.device_mesh.mesh_dim_names) < set(whole.mesh_dim_names):
                 group = whole.get_group(new)
-                if group.size > 1:
+                if group.size > 1 and not is_meta(p):
                     write(local_alias(p), group.broadcast(local_alias(p), group.ranks[0]))
                 p._layout = lift(p, whole)
                 self.partial_on[id(p)] = self._summed_on(p)
@@ -269,6 +270,10 @@ class Unit:
             raise ConfigError(f"For '{self.who}', parameters of {self.name} were replaced or taken out since.",
                               ", ".join(sorted(gone)), "A unit gathers the parameters that it was given.",
                               ("parameter.set_data(value) keeps its place", f"replace parameters before {self.who}"))
+        empty = [p.name for p in dict.fromkeys(p for _, _, p in self.slots) if is_meta(p)]
+        if empty:
+            raise ConfigError(f"For '{self.who}', parameters of {self.name} have no values.", ", ".join(empty[:5]),
+                              'They were made inside of DeviceCtx("meta").', "model.to_empty(), and fill them: p.normal_()")
         other = [p.name for block in self.blocks for p in block.params if dtype_name(p.dtype) != p.layout.dtype]
         if other:
             raise ConfigError(f"For '{self.who}', parameters of {self.name} have got another dtype since.",

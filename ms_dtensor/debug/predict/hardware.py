@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a machine can do, read from one file: how fast a device computes, reads memory, and exchanges data.
+
+A file is made once per kind of machine, from data sheets, published measurements, or `python -m ms_dtensor calibrate`; it
+says itself which. Nothing in it is fitted to the run that is predicted. Read next: `cost.py`, which asks these figures.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ...errors import ConfigError
+
+MACHINES = Path(__file__).parent / "machines"
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "exchange")
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A peak, and the share of it that work of a size reaches.
+
+    Attributes:
+        peak: a second: operations, or bytes.
+        steps: (size from which on, share), the largest first; the last size is 0.
+    """
+
+    peak: float
+    steps: tuple[tuple[float, float], ...]
+
+    def seconds(self, size: float) -> float:
+        """For so many operations or bytes at once.
+
+        Example:
+            >>> from ms_dtensor.debug.predict.hardware import Curve
+            >>> Curve(100.0, ((50, 0.5), (0, 0.1))).seconds(100), Curve(100.0, ((50, 0.5), (0, 0.1))).seconds(10)
+            (2.0, 1.0)
+        """
+        return size / (self.peak * next(share for least, share in self.steps if size >= least)) if size else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What joins so many neighbouring ranks.
+
+    Attributes:
+        ranks: how many of them; rank numbers that are further apart go over the next link.
+        bandwidth: bytes a second of one rank.
+        latency: seconds of a collective.
+        factors: how often a collective sends its whole tensor; a ring's all_reduce 2.
+        ring: whether a rank's own part is not sent, so that (ranks - 1) / ranks of that goes over the link.
+        processor: share of the device's computing that a running collective takes.
+    """
+
+    ranks: int
+    bandwidth: float
+    latency: float
+    factors: Mapping[str, float]
+    ring: bool
+    processor: float
+
+    def seconds(self, op: str, size: float, ranks: int) -> float:
+        """Of a collective over so many ranks; `size`: bytes of the whole tensor, which a gather makes."""
+        sent = self.factors[op] * size * ((ranks - 1) / ranks if self.ring and op != "exchange" else 1.0)
+        return self.latency + sent / self.bandwidth
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """A machine.
+
+    Attributes:
+        name: of its file.
+        source: where its figures are from.
+        matrix: products; operations a second, by operations of one product.
+        vector: everything else that is computed.
+        memory: bytes a second, by bytes that one op reads and writes.
+        overlap: whether an op reads memory while it computes: then the longer of both counts, else their sum.
+        launch: seconds of the host for each op that a device is given.
+        capacity: bytes of a device's memory that tensors may take.
+        links: the quickest first.
+    """
+
+    name: str
+    source: str
+    matrix: Curve
+    vector: Curve
+    memory: Curve
+    overlap: bool
+    launch: float
+    capacity: int
+    links: tuple[Link, ...]
+
+    def link(self, span: int) -> Link:
+        """That joins ranks whose numbers lie in one aligned block of `span`; the last one joins all."""
+        return next((link for link in self.links if span <= link.ranks), self.links[-1])
+
+
+def load_hardware(machine: str | Path | Hardware) -> Hardware:
+    """A machine by its name or by a file of yours.
+
+    Args:
+        machine: `"910b"`, `"910c"`, `"a100"`, `"h100"`, `"cpu"`, the path of a YAML file such as these, or what this
+            function gave.
+
+    Raises:
+        ConfigError: there is no such machine, or its file lacks a figure.
+
+    Example:
+        >>> from ms_dtensor.debug.predict import load_hardware
+        >>> load_hardware("a100").matrix.peak
+        312000000000000.0
+    """
+    if isinstance(machine, Hardware):
+        return machine
+    known = sorted(file.stem for file in MACHINES.glob("*.yaml"))
+    file = MACHINES / f"{machine}.yaml" if str(machine) in known else Path(machine)
+    try:
+        told = yaml.safe_load(file.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"For 'hardware', there is no machine '{machine}'.", f"{file}: {error.strerror}",
+                          f"Known are {', '.join(known)}; others are files of yours.",
+                          ["python -m ms_dtensor calibrate --hardware FILE measures this one",
+                           f"copy {MACHINES / 'a100.yaml'} and change its figures"]) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"For 'hardware', '{file}' is no YAML.", str(error)[:200], "A machine is one YAML file.",
+                          f"write it as {MACHINES / 'a100.yaml'} is") from None
+    try:
+        return parse(file.stem, told)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"For 'hardware', '{file}' lacks a figure, or has one of another kind.",
+                          f"{type(error).__name__}: {error}",
+                          "All figures are needed; none has a default, as a guess would look like a measurement.",
+                          f"write it as {MACHINES / 'a100.yaml'} is") from None
+
+
+def parse(name: str, told: Mapping[str, Any]) -> Hardware:
+    """A machine of what its file says, in the file's units: TFLOP/s, GB/s, GFLOP, MB, microseconds, GiB."""
+    def curve(part: Mapping[str, Any], peak: str, scale: float, size: float) -> Curve:
+        steps = tuple((float(least) * size, float(share)) for least, share in part["reached"])
+        if not steps or steps[-1][0] != 0 or any(a <= b for (a, _), (b, _) in zip(steps, steps[1:])):
+            raise ValueError(f"reached: sizes fall, and the last is 0: {part['reached']}")
+        if not all(0 < share <= 1 for _, share in steps):
+            raise ValueError(f"reached: shares are above 0 and at most 1: {part['reached']}")
+        return Curve(_positive(peak, part[peak]) * scale, steps)
+
+    links = tuple(Link(int(link["ranks"]), _positive("gb_s", link["gb_s"]) * 1e9, float(link["latency_us"]) * 1e-6,
+                       {op: float(link["factors"][op]) for op in COLLECTIVES}, bool(link["ring"]), float(link["processor"]))
+                  for link in told["links"])
+    if not links:
+        raise ValueError("links: one at least")
+    return Hardware(name, str(told["source"]), curve(told["matrix"], "tflops", 1e12, 1e9),
+                    curve(told["vector"], "tflops", 1e12, 1e9), curve(told["memory"], "gb_s", 1e9, 1e6),
+                    bool(told["overlap"]), float(told["launch_us"]) * 1e-6,
+                    int(_positive("gib", told["memory"]["gib"]) * 2**30), links)
+
+
+def _positive(name: str, value: float) -> float:
+    if not float(value) > 0:
+        raise ValueError(f"{name}: {value}")
+    return float(value)

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seconds and bytes of a training step of a transformer on a machine, by formula; what each figure is made of is kept.
+
+Not a clock: no figure is fitted to the run that is predicted, and what is left out is said in `docs/howto/predict.md`. Data
+parallelism's exchanges run beside computation as far as they fit; those of tp and cp are waited for; a pipeline's last
+stage, which has the head, sets the pace. Read next: `search.py`, which compares plans.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from .cost import Collective, Op, Work, seconds, together, total
+from .hardware import Hardware
+from .transformer import Part, Plan, Transformer, block, ends
+
+MASTER, GRADIENT = 12, 4  # bytes of a parameter: float32 itself and two moments; float32 gradient
+UPDATED = 30  # bytes that an update reads and writes of a parameter: itself, two moments, gradient, the copy in 16 bits
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A step of one plan.
+
+    Attributes:
+        plan: it.
+        seconds: of a step, of the slowest rank.
+        memory: bytes of a rank at the peak: {"parameters and optimizer", "gathered", "activations", "logits"}.
+        time: seconds by what they are for; they add up to `seconds`.
+    """
+
+    plan: Plan
+    seconds: float
+    memory: dict[str, float]
+    time: dict[str, float]
+
+    @property
+    def bytes(self) -> float:
+        """All of `memory`."""
+        return sum(self.memory.values())
+
+
+def estimate(model: Transformer, plan: Plan, machine: Hardware, batch: int, length: int, itemsize: int = 2) -> Estimate:
+    """A step of `batch` sequences of `length` tokens.
+
+    Args:
+        model: its sizes.
+        plan: its layout; `batch` is a multiple of dp * micro_batches.
+        machine: of `load_hardware`.
+        batch: sequences of all ranks in a step.
+        length: tokens of a sequence.
+        itemsize: bytes of an activation's element.
+
+    Example:
+        >>> from ms_dtensor.debug.predict import Plan, Transformer, estimate, load_hardware
+        >>> llama = Transformer(layers=32, dim=4096, heads=32, kv_heads=8, head_size=128, ffn=14336, vocab=128256)
+        >>> step = estimate(llama, Plan(dp=8, sharded="fsdp", recompute="full"), load_hardware("910b"), 8, 8192)
+        >>> 2000 < 8 * 8192 / step.seconds / 8 < 4000          # tokens a second of a card
+        True
+    """
+    sequences = batch / (plan.dp * plan.micro_batches)
+    parts, last = block(model, plan, sequences, length, itemsize), ends(model, plan, sequences, length, itemsize)
+    time = _times(model, plan, machine, parts, last, itemsize, sequences * length)
+    return Estimate(plan, sum(time.values()), memory(model, plan, parts, last, itemsize), time)
+
+
+# -- time --------------------------------------------------------------------------------------------------------------
+def _times(model: Transformer, plan: Plan, machine: Hardware, parts: list[Part], last: list[Part], itemsize: int,
+           tokens: float) -> dict[str, float]:
+    def split(work: Iterable[Work]) -> tuple[float, float]:
+        work = list(work)
+        return (total((w for w in work if isinstance(w, Op)), machine),
+                total((w for w in work if isinstance(w, Collective)), machine))
+
+    forward, forward_waits = split(w for part in parts for w in part.forward)
+    backward, backward_waits = split(w for part in parts for w in part.backward)
+    again, again_waits = split(w for part in parts if plan.recompute == "full" or plan.recompute == "attention" and part.core
+                               for w in part.forward)
+    head, head_waits = split(w for part in last for w in (*part.forward, *part.backward))
+    blocks = model.layers / plan.pp
+    computing, waiting = blocks * (forward + backward + again), blocks * (forward_waits + backward_waits + again_waits)
+    filled = plan.micro_batches + (plan.pp - 1) / plan.stages_per_rank  # passes of a stage in a step
+    reductions = _data_parallel(model, plan, machine, itemsize, blocks, (forward, backward + again))
+    hop = Collective("exchange", itemsize * tokens / plan.cp * model.dim / (plan.tp if plan.sequence_parallel else 1), 2,
+                     2 * plan.tp * plan.cp * plan.dp, "pp")
+    hops = 2 * (plan.micro_batches * plan.stages_per_rank + plan.pp - 1) if plan.pp > 1 else 0
+    own = parameters_of_a_rank(model, plan)
+    updated = own / (plan.dp * plan.cp if plan.sharded != "none" else 1)
+    return {"computation": plan.micro_batches * computing, "tp and cp": plan.micro_batches * waiting,
+            "head": plan.micro_batches * (head + head_waits),
+            "bubble": (filled - plan.micro_batches) * (computing + waiting),
+            "between stages": hops * seconds(hop, machine) if hops else 0.0, "data parallelism": reductions,
+            "optimizer": seconds(Op("update", 10 * updated, UPDATED * updated), machine)}
+
+
+def _data_parallel(model: Transformer, plan: Plan, machine: Hardware, itemsize: int, blocks: float,
+                   computing: tuple[float, float]) -> float:
+    """Seconds that a step is longer for its data axes: what of their exchanges does not fit beside computation."""
+    ranks, span = plan.dp * plan.cp, plan.dp * plan.cp * plan.tp
+    if ranks == 1:
+        return 0.0
+    weights = model.attention_weights + model.ffn_weights * max(1, model.experts) / plan.ep
+    forward, backward = computing
+    processor = machine.link(span).processor
+
+    def longer(work: float, *collectives: tuple[str, float]) -> float:
+        sending = sum(seconds(Collective(op, size, ranks, span), machine) for op, size in collectives)
+        return together(work, sending, processor) - work
+
+    block_weights = weights / plan.tp
+    if plan.sharded == "fsdp":
+        gather, reduce = ("all_gather", itemsize * block_weights), ("reduce_scatter", GRADIENT * block_weights)
+        each = longer(forward, gather) + longer(backward, gather)
+        return blocks * (plan.micro_batches * each + longer(backward, gather, reduce) - longer(backward, gather))
+    reduce = ("reduce_scatter" if plan.sharded == "zero1" else "all_reduce", GRADIENT * block_weights)
+    end = blocks * longer(backward, reduce)  # the last micro-batch's backward hides it
+    if plan.sharded == "zero1":
+        end += blocks * longer(forward, ("all_gather", itemsize * block_weights))
+    return end
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+def parameters_of_a_rank(model: Transformer, plan: Plan, tables: bool = True) -> float:
+    """Elements that a rank computes with, of the stage that has most; cut over tp, pp and ep only."""
+    block_weights = model.attention_weights + model.ffn_weights * max(1, model.experts) / plan.ep + model.dim * model.experts
+    own = model.layers / plan.pp * block_weights / plan.tp
+    return own + tables * model.dim * model.vocab / plan.tp * (1 if plan.pp > 1 or model.tied else 2)
+
+
+def saved(parts: list[Part], plan: Plan) -> float:
+    """Bytes that a block keeps of a micro-batch, or runs again from."""
+    if plan.recompute == "full":
+        return parts[0].saved  # its input, which the first norm reads
+    return sum(part.saved for part in parts if not (plan.recompute == "attention" and part.core and _scores(part)))
+
+
+def _scores(part: Part) -> bool:
+    """Whether it is one that recomputing attention does not keep: of the products, q, k and v stay."""
+    return part.forward[0].name in ("softmax", "dropout")  # type: ignore[union-attr]
+
+
+def held(plan: Plan) -> float:
+    """Micro-batches, in units of a rank's blocks, whose activations wait at once: 1F1B, interleaved or not."""
+    if plan.pp == 1:
+        return 1.0
+    most = plan.pp * (1 + (plan.pp - 1) / (plan.pp * plan.stages_per_rank) if plan.stages_per_rank > 1 else 1)
+    return min(most, plan.micro_batches) if plan.stages_per_rank == 1 else most
+
+
+def memory(model: Transformer, plan: Plan, parts: list[Part], last: list[Part], itemsize: int) -> dict[str, float]:
+    """Bytes of a rank at the peak, by kind."""
+    own, ranks = parameters_of_a_rank(model, plan), plan.dp * plan.cp
+    copy = itemsize if itemsize < 4 else 0
+    block_weights = (model.attention_weights + model.ffn_weights * max(1, model.experts) / plan.ep) / plan.tp
+    if plan.sharded == "fsdp":
+        weights, gathered = own * (MASTER + GRADIENT) / ranks, 2 * block_weights * (itemsize + GRADIENT)
+    elif plan.sharded == "zero1":
+        weights, gathered = own * (MASTER / ranks + GRADIENT + copy), 0.0
+    else:
+        weights, gathered = own * (MASTER + GRADIENT + copy), 0.0
+    blocks = model.layers / plan.pp
+    activations = blocks * held(plan) * saved(parts, plan)
+    if plan.recompute == "full":
+        activations += sum(part.saved for part in parts)  # of the one that runs again
+    return {"parameters and optimizer": weights, "gathered": gathered, "activations": activations,
+            "logits": sum(part.saved for part in last)}

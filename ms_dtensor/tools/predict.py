@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m ms_dtensor suggest` and `memory`: plans for a model, of its configuration file, before the machine is there.
+
+The figures are those of `md.debug.suggest`; here are only the file, the options and the words.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..debug.predict import Estimate, Plan, Transformer, estimate, load_hardware, suggest
+from ..debug.predict.search import GIB, keys, transformer
+from ..errors import ConfigError
+
+
+def read_model(path: Path) -> Transformer:
+    """The sizes in a configuration: Hugging Face's `config.json` (or its folder), or YAML with a section `model`."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        told = yaml.safe_load(file.read_text("utf-8"))  # JSON is YAML, too
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"For '{path}', no configuration can be read.", str(error)[:200],
+                          "It is a config.json of Hugging Face, its folder, or YAML with a section `model`.",
+                          "name such a file") from None
+    if not isinstance(told, dict):
+        raise ConfigError(f"For '{path}', the configuration is no mapping.", str(told)[:80],
+                          "It names a model's sizes.", "name a config.json, or YAML with a section `model`")
+    sizes = dict(told.get("model", told))
+    experts = sizes.pop("experts", None)
+    if isinstance(experts, dict):  # the recipe's section
+        sizes |= {"experts": experts["count"], "per_token": experts["per_token"]}
+    return transformer(sizes)
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """The options that both commands have."""
+    parser.add_argument("config", type=Path, metavar="CONFIG",
+                        help="config.json of Hugging Face, its folder, or a recipe's YAML")
+    parser.add_argument("--hardware", default="910b", help="910b, 910c, a100, h100, or a file; default 910b")
+    parser.add_argument("--batch", type=int, required=True, help="sequences of all ranks in a step")
+    parser.add_argument("--seq", type=int, required=True, help="tokens of a sequence")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def suggested(arguments: Sequence[str]) -> int:
+    """`suggest`; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m ms_dtensor suggest", description="Ranks all plans of a model on so "
+                                     "many ranks by the seconds of a step, and says why each of the next ones lost.")
+    add_run(parser)
+    parser.add_argument("--world", type=int, required=True, help="ranks")
+    args = parser.parse_args(arguments)
+    found = suggest(read_model(args.config), args.world, args.hardware, batch=args.batch, seq=args.seq)
+    print(json.dumps([told(one) for one in found.plans[:10]], indent=1) if args.json else found)
+    return 0
+
+
+def needed(arguments: Sequence[str]) -> int:
+    """`memory`; returns the exit code: 1 if the plan does not fit."""
+    parser = argparse.ArgumentParser(prog="python -m ms_dtensor memory", description="What a rank of one plan needs, by "
+                                     "formula, beside what the device has, and the quickest plan that fits if it does not.")
+    add_run(parser)
+    for axis in ("dp", "cp", "tp", "pp", "ep"):
+        parser.add_argument(f"--{axis}", type=int, default=1)
+    parser.add_argument("--micro_batches", type=int, default=1)
+    parser.add_argument("--recompute", choices=("none", "full"), default="none")
+    parser.add_argument("--sharded", choices=("none", "zero1", "fsdp"), default="none")
+    args = parser.parse_args(arguments)
+    plan = Plan(args.dp, args.cp, args.tp, args.pp, args.ep, args.micro_batches, 1, args.tp > 1, args.recompute,
+                args.sharded)
+    model, machine = read_model(args.config), load_hardware(args.hardware)
+    if args.batch % (plan.dp * plan.micro_batches):
+        raise ConfigError("For 'memory', the batch cannot be cut.", f"--batch {args.batch} over dp = {plan.dp} ranks and "
+                          f"{plan.micro_batches} micro-batches", "Each rank has equally many sequences in a micro-batch.",
+                          f"--batch {args.batch + -args.batch % (plan.dp * plan.micro_batches)}")
+    one = estimate(model, plan, machine, args.batch, args.seq)
+    fits = one.bytes <= machine.capacity
+    nearest = None if fits else suggest(model, plan.world, machine, batch=args.batch, seq=args.seq).plans[0]
+    if args.json:
+        print(json.dumps({**told(one), "fits": fits, "capacity_gib": machine.capacity / GIB,
+                          "instead": told(nearest) if nearest else None}, indent=1))
+        return 0 if fits else 1
+    for name, size in one.memory.items():
+        print(f"{name:<28}{size / GIB:9.1f} GiB")
+    print(f"{'all':<28}{one.bytes / GIB:9.1f} GiB of {machine.capacity / GIB:.0f}" + ("" if fits else ": does not fit"))
+    if nearest:
+        print(f"the quickest plan of {plan.world} ranks that fits needs {nearest.bytes / GIB:.1f} GiB: {keys(nearest.plan)}")
+    print(f"by formula, not measured; kernels' workspace is not in it. {machine.name}: {machine.source}")
+    return 0 if fits else 1
+
+
+def told(one: Estimate) -> dict[str, Any]:
+    """A plan as JSON has it."""
+    return {"plan": asdict(one.plan), "options": keys(one.plan), "seconds": one.seconds, "gib": one.bytes / GIB,
+            "time": one.time, "memory_gib": {name: size / GIB for name, size in one.memory.items()}}
+
+
+def main(command: str, arguments: Sequence[str]) -> int:
+    """Either command; exit code 2 if it cannot be answered."""
+    try:
+        return {"suggest": suggested, "memory": needed}[command](arguments)
+    except ConfigError as error:
+        print(json.dumps({"error": str(error)}) if "--json" in arguments else f"error: {error}",
+              file=sys.stdout if "--json" in arguments else sys.stderr)
+        return 2

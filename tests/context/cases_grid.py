@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every mask x sharing of heads x length x algorithm on 2, 4 and 8 ranks; what goes back, to the byte; what peers got wrong.
+
+At push a slice, before a merge all of it. Numbers as in `cases_attention.py`: float64, random cotangents, within 1e-12.
+"""
+from __future__ import annotations
+
+from itertools import product
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, mint, nn
+
+from ms_dtensor import (
+    ContextParallel,
+    DTensor,
+    Shard,
+    balance,
+    checkpoint_wrapper,
+    comm,
+    context_attention,
+    grad,
+    head_tail,
+    in_order,
+    init_device_mesh,
+    replicate,
+    value_and_grad,
+)
+from ms_dtensor.compat import hyper_context
+from ms_dtensor.core.balance import Mask
+from ms_dtensor.core.tokens import keys_by_rank
+from ms_dtensor.errors import ConfigError
+from tests.cases import case
+from tests.context.cases_attention import HEADS, MASKS, E, bytes_of_rows, compare, drawn, kinds, one_device, shares
+from tests.dist.support import refusal, same_on_all_ranks
+from tests.tiers import sampled
+
+ORDERS = {"balanced": balance, "head and tail": head_tail, "in order": in_order}
+
+
+@case(world_size=(2, 4, 8), timeout=1500)
+def the_whole_grid(world):
+    """Lengths 1 to 3N + 1, documents shorter than N, many of one token, ranks without tokens or without foreign keys."""
+    n = world.size
+    mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("cp",))
+    cells = list(product(kinds(n), MASKS.items(), HEADS, ("gather", "ring")))
+    for number, (documents, (name, mask), (h, g), algorithm) in enumerate(sampled(cells, 41)):
+        how = balance(documents, n, **mask) if number % 3 else (head_tail if number % 2 else in_order)(documents, n)
+        compare(mesh, ("cp",), algorithm, how, h, g, f"{algorithm} {documents} {name} {h}:{g}", **mask)
+
+
+@case(world_size=(4, 8), timeout=1500)
+def the_grid_of_hybrids_and_of_heads_for_tokens(world):
+    n = world.size
+    two = init_device_mesh("cpu", (n // 2, 2), mesh_dim_names=("cp", "ulysses"))
+    alone = init_device_mesh("cpu", (n,), mesh_dim_names=("ulysses",))
+    cells = list(product(kinds(n // 2), MASKS.items(), HEADS[:2], ("gather", "ring")))
+    for documents, (name, mask), (h, g), algorithm in sampled(cells, 41):
+        what = f"{algorithm} {documents} {name} {h}:{g}"
+        compare(two, ("cp", "ulysses"), algorithm, balance(documents, n // 2, **mask), h, g, f"hybrid {what}", **mask)
+        if algorithm == "gather":
+            compare(alone, ("ulysses",), algorithm, in_order(documents, 1), 8, 8, f"ulysses {what}", **mask)
+
+
+def bytes_got(tokens, me, g, causal=True, window=None):
+    """What the tables say this rank is sent of keys and values in float64, and so what gradients it sends home."""
+    keys = keys_by_rank(tokens, Mask(causal, window))[me]
+    return sum(len(rows) for s, rows in enumerate(keys.rows) if s != me) * 2 * g * E * 8
+
+
+@case(world_size=(2, 4), timeout=200)
+def the_backward_sends_what_the_formulas_say(world):
+    """By axis and by what it is: of gather the gradients go home, a ring fetches keys again beside that."""
+    n, me, g = world.size, world.rank, 2
+    mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("cp",))
+    for documents, (name, mask), (order, make) in sampled(product(
+            ([29, 3, 1, 14], [8 * n], [5, 1]), MASKS.items(), ORDERS.items()), 3):
+        tokens = make(documents, n, **mask) if make is balance else make(documents, n)
+        there, home = bytes_of_rows(tokens, me, g, **mask), bytes_got(tokens, me, g, **mask)
+        for algorithm in ("gather", "ring"):
+            _, back = compare(mesh, ("cp",), algorithm, tokens, 8, g, f"{algorithm} {documents} {name} {order}", **mask)
+            assert {(e.axes, e.implicit) for e in back} <= {(("cp",), False)}, back
+            by: dict[str, int] = {}
+            for e in back:
+                by[e.src] = by.get(e.src, 0) + e.bytes
+            if algorithm == "gather":
+                assert sum(by.values()) == home and all(s.startswith("kernel order of") for s in by), (documents, by, home)
+            else:
+                assert by.get("keys and values", 0) == there, (documents, by, there)
+                assert by.get("gradients of keys and values", 0) == home and len(by) <= 2, (documents, by, home)
+
+
+@case(world_size=2)
+def heads_for_tokens_cost_back_what_they_cost_there(world):
+    mesh, (n, h, g) = init_device_mesh("cpu", (2,), mesh_dim_names=("ulysses",)), (12, 8, 2)
+    events, back = compare(mesh, ("ulysses",), "gather", in_order([7, 4, 1], 1), h, g, "ulysses")
+    assert sum(e.bytes for e in back) == sum(e.bytes for e in events) == (2 * h + 2 * g) * E * (n // 2) // 2 * 8
+    assert {e.axes for e in back} == {("ulysses",)}
+
+
+# -- what peers got wrong: the first words are theirs ----------------------------------------------------------------------
+def gradients(mesh, tokens, arrays, algorithm, dout_times=1.0):
+    """(dq, dk, dv) of this rank, and which rows they are."""
+    (q, k, v, dout), mine = shares(mesh, tokens, arrays, ("cp",))
+    attention = context_attention(mesh["cp"], algorithm)
+
+    def loss(q, k, v):
+        return (attention(q, k, v, tokens) * dout).sum() * dout_times
+    return [x.to_local().asnumpy() for x in grad(loss, (0, 1, 2))(q, k, v)], mine
+
+
+def far(got, want):
+    return max(np.abs(x - y).max(initial=0) / np.abs(y).max(initial=1e-300) for x, y in zip(got, want))
+
+
+@case(world_size=4)
+def stale_keys_in_the_rings_backward(world):
+    """diffusers#14265: the backward used the keys of the last round for every round. Each rank's keys have another scale, so
+    that any other rank's in the place of the right ones would be far off."""
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+    tokens = in_order([32], 4)
+    q, k, v, dout = drawn(32, 4, 2)
+    scale = np.repeat([0.1, 0.5, 1.0, 2.0], 8)[:, None, None]
+    arrays = q, k * scale, v * scale[::-1], dout
+    got, mine = gradients(mesh, tokens, arrays, "ring")
+    want = [x[mine] for x in one_device([32], *arrays)[1:]]
+    assert far(got, want) <= 1e-12
+
+
+@case(world_size=4)
+def a_backward_without_the_cotangent(world):
+    """mindone#1438: dout was taken for ones. It is random in all cases here, and the gradient is linear in it."""
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+    tokens, arrays = balance([19, 6, 7], 4), drawn(32, 4, 2, seed=3)
+    ones = [*arrays[:3], np.ones_like(arrays[3])]
+    for algorithm in ("gather", "ring"):
+        got, mine = gradients(mesh, tokens, arrays, algorithm)
+        other, _ = gradients(mesh, tokens, arrays, algorithm, -2.0)
+        of_ones, _ = gradients(mesh, tokens, ones, algorithm)
+        assert far(other, [-2 * x for x in got]) <= 1e-12 and far(of_ones, got) > 0.1, algorithm
+
+
+@case(world_size=4)
+def gradients_that_are_doubled(world):
+    """pytorch#160285: gradients of keys came out twice as large; Megatron-LM#1464: 1.2 times. By their length along one
+    device's, which a check of shapes or of directions would not see."""
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+    tokens, arrays = head_tail([24, 8], 4), drawn(32, 8, 2, seed=5)
+    want = one_device(tokens.documents, *arrays)[1:]
+    for algorithm in ("gather", "ring"):
+        got, mine = gradients(mesh, tokens, arrays, algorithm)
+        for name, x, y in zip(("dq", "dk", "dv"), got, want):
+            ratio = (x * y[mine]).sum() / (y[mine] ** 2).sum()
+            assert abs(ratio - 1) <= 1e-12, (algorithm, name, ratio)
+
+
+@case(world_size=4)
+def a_rank_that_has_nothing(world):
+    """PaddleFormers#3010: ranks without tokens, or without anything to fetch, left the others waiting. Twice, so that a
+    call that one rank has made and another has not would meet the next."""
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+    for documents, make in (([2], in_order), ([40, 1, 1, 1], balance), ([9] * 4, balance), ([0, 3, 0], head_tail)):
+        tokens = make(documents, 4)
+        for algorithm in ("gather", "ring") * 2:
+            compare(mesh, ("cp",), algorithm, tokens, 8, 2, f"{algorithm} {documents}")
+
+
+# -- recompute that keeps what came ----------------------------------------------------------------------------------------
+class Attending(nn.Cell):
+    """Attention of heads that a weight makes."""
+
+    def __init__(self, attention, tokens):
+        super().__init__()
+        self.attention, self.tokens = attention, tokens
+        self.weight = Parameter(Tensor(np.random.default_rng(7).normal(size=(E, E))), name="weight")
+
+    def construct(self, q, k, v):
+        return self.attention(mint.matmul(q, self.weight), k, mint.matmul(v, self.weight), self.tokens)
+
+
+@case(world_size=2)
+def recompute_fetches_keys_again_or_keeps_them(world):
+    """The same gradients to the bit; with `save=["send_rows"]` as much is sent as without recompute."""
+    mesh, tokens = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), balance([9, 6, 4], 2)
+    (q, k, v, dout), _ = shares(mesh, tokens, drawn(19, 4, 2), ("cp",))
+    made = []
+    for how in (None, {}, {"save": ["send_rows"]}):
+        net = replicate(Attending(context_attention(mesh["cp"]), tokens), mesh=mesh)
+        if how is not None:
+            checkpoint_wrapper(net, **how)
+        with comm.record() as events:
+            loss, grads = value_and_grad(lambda q, k, v, net=net: (net(q, k, v) * dout).sum(), (0, 1, 2),
+                                         net.trainable_params())(q, k, v)
+        made.append([x.full_tensor().asnumpy() for x in (loss, *grads[0], *grads[1])])
+        fetched = sum(e.src == "keys and values" for e in events)
+        home = sum(e.op == "all_to_all" for e in events) - fetched
+        assert (fetched, home) == (2 if how == {} else 1, 1), (how, events)
+    for other in made[1:]:
+        for a, b in zip(made[0], other, strict=True):
+            assert np.array_equal(a, b)
+
+
+# -- names that others know ------------------------------------------------------------------------------------------------
+class Core(nn.Cell):
+    """Causal attention of whole sequences, with a mask of its own; `seq`, `head`: its dims of [b, ., ., e]."""
+
+    def __init__(self, seq=1, head=2):
+        super().__init__()
+        self.order = 0, head, seq, 3
+
+    def construct(self, query, key, value=None):
+        a, b, c = (mint.permute(x, self.order) for x in (query, key, value))
+        s, share = b.shape[2], a.shape[1] // b.shape[1]
+        b, c = (mint.repeat_interleave(x, share, 1) for x in (b, c))
+        scores = mint.matmul(a, mint.permute(b, (0, 1, 3, 2))) / np.sqrt(E).item()
+        scores = scores + Tensor(np.triu(np.full((s, s), -1e30), 1))
+        return mint.permute(mint.matmul(mint.softmax(scores, -1), c), self.order)
+
+
+@case(world_size=4)
+def styles_of_hyper_parallel_are_the_cell_of_whole_sequences(world):
+    """Ulysses, colossal and hybrid, [b, s, h, e] and [b, h, s, e], plain shards and DTensors; by place and by name."""
+    rng = np.random.default_rng(4)
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+    q, k, v, dout = (rng.normal(size=(2, 8, heads, E)) for heads in (8, 4, 4, 8))
+    flat = [x.reshape(16, *x.shape[2:]) for x in (q, k, v, dout)]
+    want = [x.reshape(2, 8, *x.shape[1:]) for x in one_device([8, 8], *flat)]
+    for number, (degree, style) in enumerate(product((None, 1, 2), (hyper_context.ContextParallel,
+                                                                     hyper_context.AsyncContextParallel))):
+        seq, head = (1, 2) if number % 2 else (2, 1)
+
+        def turned(x, seq=seq):
+            return x if seq == 1 else np.ascontiguousarray(x.swapaxes(1, 2))
+        local = [Tensor(np.ascontiguousarray(np.split(turned(x), 4, seq)[world.rank])) for x in (q, k, v, dout)]
+        core = style(seq, head, degree, (0, 1), ("query", "key", "value")).apply(Core(seq, head), mesh)
+
+        def loss(a, b, c, core=core, d=local[3]):
+            out = core(a, b, value=c)
+            return (out * d).sum(), out
+        (_, out), grads = ms.value_and_grad(loss, (0, 1, 2), has_aux=True)(*local[:3])
+        for name, got, x in zip(("out", "dq", "dk", "dv"), (out, *grads), want):
+            x = np.split(turned(x), 4, seq)[world.rank]
+            assert got.__class__ is Tensor and got.shape == x.shape, (degree, name)
+            assert np.abs(got.asnumpy() - x).max() / np.abs(x).max() <= 1e-12, (degree, style, name)
+        cut = [DTensor.from_local(x, mesh, [Shard(seq)]) for x in local[:3]]
+        whole = core(cut[0], cut[1], value=cut[2])
+        assert whole.shape == turned(q).shape and np.abs(whole.full_tensor().asnumpy() - turned(want[0])).max() <= 1e-12
+    for call, said in ((lambda: hyper_context.ContextParallel(load_balance=True), "'load_balance' is not here"),
+                       (lambda: hyper_context.ContextParallel(ulysses_degree=3).apply(Core(), mesh), "one of [1, 2, 4]"),
+                       (lambda: hyper_context.ContextParallel().apply(Core(), mesh)(*(Tensor(x[:, :2, :2]) for x in (
+                           q, k, v))), "2 heads are not divided by 4 ranks")):
+        text = refusal(call, ConfigError)
+        assert said in text and "fix:" in text, text
+        same_on_all_ranks(world, text)
+
+
+@case(world_size=2)
+def torchs_context_parallel_gives_the_cut_batch(world):
+    from ms_dtensor.compat.torch_names.distributed.tensor.experimental import context_parallel
+    from ms_dtensor.compat.torch_names.distributed.tensor.experimental._attention import context_parallel_unshard
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    rng = np.random.default_rng(4)
+    q, k, v = (rng.normal(size=(2, 8, heads, E)) for heads in (4, 2, 2))
+    want, *_ = one_device([8, 8], *(x.reshape(16, *x.shape[2:]) for x in (q, k, v)), np.zeros((16, 4, E)))
+    core = ContextParallel("ring").apply(Core(), mesh)
+    given = [Tensor(x) for x in (q, k, v)]
+    with comm.record() as events, context_parallel(mesh["cp"], buffers=given, buffer_seq_dims=[1, 1, -3]) as cut:
+        assert events == [] and {x.placements for x in cut} == {(Shard(1),)}
+        out = core(*cut)
+        assert {e.src for e in events} == {"keys and values"}
+    whole, = context_parallel_unshard(mesh, [out], [1])
+    assert np.abs(whole.asnumpy().reshape(want.shape) - want).max() <= 1e-12
+    text = refusal(lambda: context_parallel(mesh, buffers=[Tensor(q[:, :7])], buffer_seq_dims=[1]).__enter__(), ConfigError)
+    assert "not cut evenly" in text
+    same_on_all_ranks(world, text)
