@@ -234,7 +234,8 @@ class Redistribute(Function):
 
 def _view(x):
     # A new tensor on the same storage: an alias would share the leaf's autograd identity and skip this node silently.
-    if on_cpu() and math.prod(x._shape) >= _LARGE and executing() is None:  # most CPU kernels copy a view, at every use; of a view, this copies
+    # most CPU kernels copy a view, at every use; of a view, this copies
+    if on_cpu() and math.prod(x._shape) >= _LARGE and executing() is None:
         return Tensor.from_numpy(Tensor.asnumpy(x))
     return x.view(x._shape)
 

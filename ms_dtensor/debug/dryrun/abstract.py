@@ -55,7 +55,8 @@ class Ledger:
         """A tensor without data; `dtype` is MindSpore's."""
         shape = tuple(shape)
         storage = np.zeros(1, numpy_dtype(dtype))
-        return on_storage_of(Tensor.from_numpy(self.watched(storage, kind, math.prod(shape) * storage.itemsize, made_by)), shape)
+        size = math.prod(shape) * storage.itemsize
+        return on_storage_of(Tensor.from_numpy(self.watched(storage, kind, size, made_by)), shape)
 
     def watched(self, array: np.ndarray, kind: str, size: int, made_by: int = -1) -> np.ndarray:
         """An array that counts as so many bytes until nothing lies on it any more."""

@@ -8,6 +8,7 @@ notes beside an operand. Invariant: an event here changes nothing about what is 
 """
 from __future__ import annotations
 
+import os
 from math import prod
 from typing import Any
 
@@ -95,8 +96,9 @@ class Job:
         read = sum(prod(x._shape) * x.itemsize for x in (*self.saved, *(g for g in grads if g is not None)))
         written = 0 if self.what.view else sum(
             prod(shape) * nbytes(dtype) for shape, dtype, wanted in self.operands if wanted)
-        at = executor.note(self.what.op, "backward", self.site, backward_flops(self.what.op, self.cost, asked), read, written,
-                           (g for g in grads if g is not None), self.dtypes[0])
+        cost = backward_flops(self.what.op, self.cost, asked)
+        at = executor.note(self.what.op, "backward", self.site, cost, read, written, [g for g in grads if g is not None],
+                           self.dtypes[0])
         given = next((g for g in grads if g is not None), None)
         out: list = []
         for shape, dtype, wanted in self.operands:
@@ -122,7 +124,9 @@ class Executor:
     nameless = staticmethod(nameless)
     on_storage_of = staticmethod(on_storage_of)
 
-    def __init__(self):
+    def __init__(self, values: dict[str, Any], messages: dict[str, bytes]):
+        self.values, self.assumed = values, dict[str, str]()
+        self.received, self.messages = messages, dict[str, bytes]()
         self.events: list[DryEvent] = []
         self.ledger = Ledger(self.events)
         self.forks: dict[Any, tuple[Any, Tensor]] = {}
@@ -135,12 +139,13 @@ class Executor:
         what = run.abstract
         if what.shapes is None:
             return self.by_data(run, call, tensors)
-        dtypes = [getattr(ms, name) if name != "bool" else ms.bool_ for name in what.dtypes]
+        dtypes = [dtype_of(name) for name in what.dtypes]
         single = len(what.shapes) == 1 and what.op not in _SEVERAL
         cost = flops(what.op, what.arguments, [tuple(x._shape) for x in tensors], what.shapes)
         read = 0 if what.view else sum(prod(x._shape) * x.itemsize for x in tensors)
         written = 0 if what.view else sum(prod(s) * nbytes(d) for s, d in zip(what.shapes, dtypes))
-        event = self.note(what.op, "forward", user_site(), cost, read, written, tensors, tensors[0].dtype if tensors else None)
+        event = self.note(what.op, "forward", user_site(), cost, read, written, tensors,
+                          tensors[0].dtype if tensors else None)
         if not recording() or not any(x._requires_grad and _differentiable(x) and i not in run.constants
                                       for i, x in enumerate(tensors)) \
                 or not any(name.startswith(DIFFERENTIABLE) for name in what.dtypes):
@@ -171,6 +176,68 @@ class Executor:
         self.events.append(DryEvent(op, COMPUTE, tuple(after), cost, read, written, phase=phase, site=site,
                                     dtype="" if dtype is None else dtype_name(dtype)))
         return len(self.events) - 1
+
+    # -- what only data tell -----------------------------------------------------------------------------------------
+    def value(self, x, who: str) -> np.ndarray:
+        """What the user says that a tensor holds.
+
+        Raises:
+            OpRuleError: nothing is said of this line.
+        """
+        site = user_site()
+        place = f"{os.path.basename(site.rpartition(':')[0])}:{site.rpartition(':')[2]}"
+        if place not in self.values:
+            raise OpRuleError(f"For 'dry_run', '{who}' at {site} asks for a value.", x._layout.describe(),
+                              "A dry run has no data.",
+                              (f"dry_run(..., values={{{place!r}: 1.0}}), what it is taken to be there",
+                               "leave it out of the step that is run dry"))
+        return np.asarray(self.values[place])
+
+    def choices(self, shape: tuple[int, int]) -> np.ndarray:
+        """[n, k]: the experts that this rank's tokens choose; without `values["experts"]` one after another."""
+        count = self.values.get("experts")
+        if count is None:
+            raise OpRuleError(f"For 'dry_run', the choices of experts at {user_site()} are not known.", f"i32{list(shape)}",
+                              "A dry run has no data.",
+                              ('dry_run(..., values={"experts": 64}), to take them as chosen equally often',
+                               'values={"experts": array}, of this rank\'s tokens [n, k]'))
+        if not isinstance(count, int):
+            return np.asarray(count).reshape(shape)
+        self.assumed["experts"] = f"each of {count} is chosen equally often, and alike on all ranks"
+        return (np.arange(shape[0] * shape[1]) % count).reshape(shape).astype(np.int32)
+
+    def message(self, name: str) -> bytes:
+        """What the stage before says of what it sends."""
+        if name not in self.received:
+            raise OpRuleError("For 'dry_run', what the stage before sends is not known.", name,
+                              "The first message says of which shape and layout the others are.",
+                              "with dry_run(..., rank=r, messages=before.messages): where `before` is the dry run of a rank "
+                              "of the stage before")
+        return self.received[name]
+
+    # -- optimizers --------------------------------------------------------------------------------------------------
+    def state(self, shape, dtype):
+        """An optimizer's, of NumPy's dtype or MindSpore's; memory that is never touched."""
+        if isinstance(dtype, type | np.dtype):
+            out = np.empty(shape, dtype)
+            return self.ledger.watched(out, "optimizer", out.nbytes)
+        return self.ledger.new(shape, dtype, "optimizer")
+
+    def stepped(self, optimizer, places, grads) -> None:
+        """A step of some parameters: bytes of their values, gradients and states, once read and once written.
+
+        Raises:
+            OpRuleError: an optimizer whose step communicates.
+        """
+        if not optimizer._ALONE:
+            raise OpRuleError(f"For 'dry_run', a step of {type(optimizer).__name__} is not known.", user_site(),
+                              "It communicates as its values ask, and a dry run has none.", "AdamW or SGD in its place")
+        for i in places:
+            param = optimizer.params[i]
+            kept = prod(param._shape) * param.itemsize + sum(
+                prod(a.shape) * a.itemsize for a in (*optimizer._state[i].values(), optimizer._masters[i]) if a is not None)
+            self.note(type(optimizer).__name__, "optimizer", user_site(), 0,
+                      kept + prod(grads[i]._shape) * grads[i].itemsize, kept, (grads[i],), param.dtype)
 
     # -- autograd ----------------------------------------------------------------------------------------------------
     def forked(self, x) -> Tensor:
@@ -212,13 +279,18 @@ class Executor:
         """Nothing is recorded any more."""
         self.forks.clear()
 
+    def of_layout(self, layout: Layout) -> Tensor:
+        """A shard of that layout."""
+        return self.ledger.new(layout.local_shape(), dtype_of(layout.dtype), "activations")
+
     def parameter(self, data, param: Parameter) -> Parameter:
         """A Parameter of the layout of a DTensor; MindSpore's own constructor would make the data."""
         layout = data._layout
         one = wrap(Tensor.from_numpy(np.zeros(1, numpy_dtype(data.dtype))), Layout(layout.mesh, None, (1,), layout.dtype))
         small = Parameter(one, name=param.name, requires_grad=param.requires_grad)
         mine = self.ledger.kind_of(data) == "parameters"  # of which initialisation was deferred
-        out = make(type(small), local_alias(data) if mine else self.ledger.new(layout.local_shape(), data.dtype, "parameters"))
+        local = local_alias(data) if mine else self.ledger.new(layout.local_shape(), data.dtype, "parameters")
+        out = make(type(small), local)
         out.__dict__.update((k, v) for k, v in small.__dict__.items() if k != PLACE)
         out._layout = layout
         out.param_info.parameter_shape = list(layout.shape)
@@ -235,6 +307,11 @@ class Executor:
         """Memory that is never touched, for gradients side by side."""
         out = np.empty(count, dtype)
         return self.ledger.watched(out, "gradients", out.nbytes)
+
+
+def dtype_of(name: str) -> Any:
+    """MindSpore's dtype of that name."""
+    return getattr(ms, "bool_" if name == "bool" else name)
 
 
 def nbytes(dtype) -> int:

@@ -36,14 +36,24 @@ class DryRun:
         communication: the same communication as `comm.record()` lists it.
     """
 
-    def __init__(self, world: int, rank: int, device: str):
+    def __init__(self, world: int, rank: int, device: str, values: dict[str, Any], messages: dict[str, bytes]):
         self.world, self.rank, self.device = world, rank, device
-        self._executor = Executor()
+        self._executor = Executor(values, messages)
         self.communication: list[CommEvent] = _Moves(self._executor)
 
     @property
     def events(self) -> list[DryEvent]:
         return self._executor.events
+
+    @property
+    def messages(self) -> dict[str, bytes]:
+        """What a stage of a pipeline tells the next one, for the dry run of a rank of that."""
+        return self._executor.messages
+
+    @property
+    def assumed(self) -> dict[str, str]:
+        """What was taken for granted, in words."""
+        return self._executor.assumed
 
     def flops(self) -> int:
         """Floating-point operations of products, forward and backward; a product and a sum are two."""
@@ -114,7 +124,8 @@ class _Moves(list):
 
 
 @contextmanager
-def dry_run(world: int, rank: int = 0, device: str = "Ascend") -> Iterator[DryRun]:
+def dry_run(world: int, rank: int = 0, device: str = "Ascend", *, values: dict[str, Any] | None = None,
+            messages: dict[str, bytes] | None = None) -> Iterator[DryRun]:
     """Inside, what DTensors would do is found out and not done; what the step says of memory and the like is in the value.
 
     Models are made inside, and their parameters are never: initialisation is deferred as by `no_init_parameters`. What is
@@ -124,6 +135,9 @@ def dry_run(world: int, rank: int = 0, device: str = "Ascend") -> Iterator[DryRu
         world: number of ranks.
         rank: the one to be.
         device: whose branches of the library are walked: "Ascend", "GPU" or "CPU".
+        values: what data would tell. "train.py:40": what a tensor asked for its value there holds; "experts": how many there
+            are, which are then taken as chosen equally often, or this rank's choices `i[n, k]`.
+        messages: of a pipeline's stage, `run.messages` of the dry run of a rank of the stage before.
 
     Raises:
         ConfigError: no such rank or device; a dry run inside a dry run.
@@ -150,7 +164,7 @@ def dry_run(world: int, rank: int = 0, device: str = "Ascend") -> Iterator[DryRu
     if executing() is not None:
         raise ConfigError("For 'dry_run', another one is under way.", "", "A process is one rank of one world at a time.",
                           "leave the outer block first")
-    run = DryRun(world, rank, kind)
+    run = DryRun(world, rank, kind, dict(values or {}), dict(messages or {}))
     backend = AbstractBackend(world, rank, run._executor, on_host=kind == "CPU")
     pretending: Any = World(rank, world, backend, kind, executor=run._executor)
     with rehearsal(kind), pretend(pretending), record_into(run.communication), no_init_parameters():

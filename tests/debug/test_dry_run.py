@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A dry run communicates what the same program communicates with kernels; its other figures follow from formulas."""
+from __future__ import annotations
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, mint, nn
+
+import ms_dtensor as md
+from ms_dtensor import comm
+from ms_dtensor.debug import dry_run
+from ms_dtensor.errors import ConfigError, OpRuleError
+from tests.debug import dry_programs as programs
+
+pytestmark = pytest.mark.usefixtures("cpu")
+
+
+@pytest.mark.parametrize("program", [p for p in programs.PROGRAMS if p is not programs.pp], ids=lambda p: p.__name__)
+def test_events_are_those_of_kernels(program):
+    """One by one, forward and backward; a pretended world has this rank's data in the place of the others'."""
+    for rank in (0, 3):
+        with comm.fake_world(4, rank):
+            want = [programs.seen(e) for e in program(4)]
+        assert [programs.seen(e) for e in programs.same_step_dry(program, 4, rank)] == want
+        assert any("backward" in e for e in want) or program is programs.cp
+
+
+def test_nothing_is_computed():
+    """A product of 10^17 operations, and its gradients; MindSpore has no memory for the operands."""
+    with dry_run(world=8, rank=5, device="CPU") as run:
+        mesh = md.init_device_mesh("cpu", (8,), mesh_dim_names=("tp",))
+        net = md.parallelize_module(nn.Dense(1 << 20, 1 << 20, has_bias=False), mesh,
+                                    md.ColwiseParallel(use_local_output=False))
+        x = md.zeros(1 << 16, 1 << 20, device_mesh=mesh)
+        loss, (grad,) = md.value_and_grad(lambda x: net(x).sum(), None, net.trainable_params())(x)
+    assert tuple(grad.shape) == (1 << 17, 1 << 20)
+    assert run.flops() == 2 * 2 * (1 << 16) * (1 << 20) * (1 << 17)  # of the weight's gradient, too; none is asked for x
+    assert run.memory().end["parameters"] == 4 << 37
+
+
+def test_refusals_and_values():
+    mesh_of = ("cpu", (2,))
+    with dry_run(world=2, device="CPU"):
+        x = md.zeros(4, device_mesh=md.init_device_mesh(*mesh_of))
+        with pytest.raises(OpRuleError, match=r"asks for a value(?s:.*)values=\{'test_dry_run.py:\d+'"):
+            float(x.sum())
+        with pytest.raises(OpRuleError, match="needs data at .*test_dry_run.py"):
+            mint.nonzero(x)
+        with pytest.raises(ConfigError, match="another one is under way"), dry_run(world=2):
+            pass
+    here = f"test_dry_run.py:{test_refusals_and_values.__code__.co_firstlineno + 13}"
+    with dry_run(world=2, device="CPU", values={here: 2.5}):
+        x = md.zeros(4, device_mesh=md.init_device_mesh(*mesh_of))
+        value = float(x.sum())
+    assert value == 2.5
+    for wrong in ({"world": 2, "rank": 2}, {"world": 0}, {"world": 2, "device": "TPU"}):
+        with pytest.raises(ConfigError), dry_run(**wrong):
+            pass
+
+
+def test_a_real_world_is_as_it_was():
+    """Plans, memory and values of the world around do not notice."""
+    mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+    x = md.distribute_tensor(Tensor(np.arange(4, dtype=np.float32)), mesh)
+    before = (x * 3).asnumpy().copy()
+    with dry_run(world=4, device="CPU") as run:
+        y = md.zeros(4, device_mesh=md.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))) * 3
+    assert (x * 3).asnumpy().tolist() == before.tolist() == [0, 3, 6, 9]
+    del y
+    assert run.memory().peak > 0 and not sum(run.memory().end.values())
+    assert ms.get_context("device_target") == "CPU"
