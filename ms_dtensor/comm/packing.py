@@ -18,9 +18,9 @@ from mindspore import Tensor, mint
 from mindspore import dtype as mstype
 
 from ..internals.target import on_cpu
+from .pretended import executing
 from .protocol import cut
 from .shm.reduce import reduce_into
-from .world import executing
 
 
 class TensorOps:

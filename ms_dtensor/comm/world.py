@@ -13,13 +13,13 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..core.mesh import bind_world
 from ..errors import CommError, ConfigError
 from . import launcher, registry
+from .pretended import pretended
 
 if TYPE_CHECKING:
     from .group import Group
@@ -51,7 +51,6 @@ class World:
 
 _started: World | None = None
 _log = logging.getLogger("ms_dtensor")
-pretended: ContextVar[World | None] = ContextVar("ms_dtensor_fake_world", default=None)
 
 
 def set_cpu_backend(name: str) -> None:
@@ -167,12 +166,6 @@ def world_key() -> tuple[int, int, bool] | None:
     """What tells one fake world's cached plans from another's and from the real world's; None in the real one."""
     world = pretended.get()
     return None if world is None else (world.rank, world.size, world.executor is not None)
-
-
-def executing() -> Any:
-    """What makes results in the place of kernels: None but in a dry run."""
-    world = pretended.get()
-    return None if world is None else world.executor
 
 
 def get_backend(mesh: Any = None) -> Backend:

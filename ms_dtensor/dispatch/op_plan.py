@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from mindspore import Parameter, Tensor
 from mindspore.ops import stop_gradient
 
-from ..comm.world import executing
+from ..comm.pretended import executing
 from ..core.layout import Layout
 from ..core.mesh import DeviceMesh
 from ..errors import OpRuleError

@@ -16,7 +16,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, mint, ops
 
-from ..comm.world import executing
+from ..comm.pretended import executing
 from ..internals.target import on_cpu
 from ._storage import CHUNK, local_array, local_view
 

@@ -17,7 +17,7 @@ from mindspore import Parameter, Tensor
 
 from ms_dtensor.errors import ConfigError, LayoutError
 
-from ..comm.world import executing
+from ..comm.pretended import executing
 from ..core.layout import Layout
 from ..dispatch.operands import dtype_name, local_alias, wrap
 from ..dispatch.replaced import current

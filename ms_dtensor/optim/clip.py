@@ -15,7 +15,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, ops
 
-from ..comm.world import executing
+from ..comm.pretended import executing
 from ..core.mesh import DeviceMesh
 from ..errors import ConfigError, LayoutError
 from ..internals.names import NoFallbackGuard

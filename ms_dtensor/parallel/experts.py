@@ -24,7 +24,7 @@ from mindspore.ops import auto_generate
 
 from .. import comm
 from ..comm.group import Group
-from ..comm.world import executing
+from ..comm.pretended import executing
 from ..core.layout import Layout
 from ..core.mesh import DeviceMesh
 from ..core.placements import PARTIAL, REPLICATE, Placement, Shard

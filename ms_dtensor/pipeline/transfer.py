@@ -15,7 +15,7 @@ from mindspore import Tensor
 
 from .. import comm
 from ..comm.objects import decode, encode
-from ..comm.world import executing
+from ..comm.pretended import executing
 from ..core.layout import Layout
 from ..core.mesh import DeviceMesh
 from ..core.placements import Partial, Placement, Replicate, Shard

@@ -19,8 +19,8 @@ from mindspore import Tensor
 
 from .. import comm
 from ..comm.packing import copy as fresh_copy
+from ..comm.pretended import executing
 from ..comm.record import active
-from ..comm.world import executing
 from ..core.layout import Layout
 from ..core.placements import PARTIAL, REPLICATE
 from ..errors import RedistributeError

@@ -20,7 +20,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn
 from mindspore.common import initializer as ms_init
 
-from ..comm.world import executing
+from ..comm.pretended import executing
 from ..core.layout import Layout
 from ..core.mesh import DeviceMesh
 from ..dispatch.operands import local_alias

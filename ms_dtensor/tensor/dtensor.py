@@ -14,7 +14,7 @@ import mindspore as ms
 from mindspore import Parameter, Tensor
 
 from .. import comm
-from ..comm.world import executing
+from ..comm.pretended import executing
 from ..core.layout import Layout, known_layout, layout_for, layout_strides, said_of
 from ..core.mesh import DeviceMesh, resolve_mesh
 from ..dispatch import classes, inplace, modes, patches, policy, replicas, views

@@ -11,7 +11,7 @@ import math
 import numpy as np
 from mindspore import Tensor
 
-from ..comm.world import executing
+from ..comm.pretended import executing
 from ..errors import LayoutError
 from ..internals.names import NoFallbackGuard
 from ..ops import rng

@@ -30,7 +30,7 @@ class AbstractBackend(FakeBackend):
         self.executor, self.on_host = executor, on_host
 
     def _made(self, shape: Sequence[int], x: Tensor, async_op: bool) -> Result:
-        out = self.executor.moved(shape, x.dtype, x)
+        out = self.executor.arrive(shape, x.dtype, x)
         return Work(out) if async_op else out
 
     def all_reduce(self, x: Tensor, op: str, group: Ranks, async_op: bool = False) -> Result:
@@ -61,7 +61,7 @@ class AbstractBackend(FakeBackend):
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]],
                  recvs: Sequence[tuple[int, Sequence[int], Any]]) -> list[Tensor]:
-        out = [self.executor.moved(tuple(shape), dtype) for _, shape, dtype in recvs]
+        out = [self.executor.arrive(tuple(shape), dtype) for _, shape, dtype in recvs]
         self.executor.give(*(x for _, x in sends))
         return out
 
@@ -70,5 +70,5 @@ class AbstractBackend(FakeBackend):
 
     def scatter(self, x: Tensor | None, dim: int, sizes: Sequence[int], src: int, group: Ranks, *, shape: Sequence[int],
                 dtype: Any, async_op: bool = False) -> Result:
-        out = self.executor.moved(with_dim(shape, dim, sizes[group.index(self.rank)]), dtype)
+        out = self.executor.arrive(with_dim(shape, dim, sizes[group.index(self.rank)]), dtype)
         return Work(out) if async_op else out

@@ -255,7 +255,7 @@ class Executor:
         return used
 
     # -- moves and memory --------------------------------------------------------------------------------------------
-    def moved(self, shape, dtype, *given: Tensor) -> Tensor:
+    def arrive(self, shape, dtype, *given: Tensor) -> Tensor:
         """What a collective brings; its event comes next."""
         self.give(*given)
         return self.ledger.new(shape, dtype, self.kind, len(self.events))

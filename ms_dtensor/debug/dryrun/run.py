@@ -13,8 +13,9 @@ from typing import Any
 
 from mindspore.nn.utils import no_init_parameters
 
+from ...comm.pretended import executing
 from ...comm.record import CommEvent, record_into
-from ...comm.world import World, executing, pretend
+from ...comm.world import World, pretend
 from ...core.dry_event import DryEvent
 from ...errors import ConfigError
 from ...internals.target import rehearsal

@@ -15,8 +15,8 @@ from mindspore import Tensor
 from ... import comm
 from ...comm.packing import numpy_dtype, write
 from ...comm.parts import Parts
+from ...comm.pretended import executing
 from ...comm.protocol import Work
-from ...comm.world import executing
 from ...core.layout import Layout
 from ...dispatch.operands import local_alias
 from ...internals.names import NoFallbackGuard

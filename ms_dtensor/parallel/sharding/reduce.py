@@ -24,7 +24,7 @@ from mindspore import Tensor
 
 from ... import comm
 from ...comm.packing import added, copy, numpy_dtype, write
-from ...comm.world import executing
+from ...comm.pretended import executing
 from ...core.layout import Layout
 from ...dispatch.memo import memo_of
 from ...dispatch.operands import local_alias, wrap
