@@ -200,6 +200,12 @@ def write(out: Tensor, x: Tensor) -> Tensor:
     return (HostOps if on_cpu() else TensorOps).write(out, x)
 
 
+def cast(x: Tensor, dtype: Any) -> Tensor:
+    """A local tensor in a dtype; itself if it is in that."""
+    dry = executing()
+    return x.astype(dtype) if dry is None else x if x.dtype == dtype else dry.like(x, dtype=dtype)
+
+
 def added(a: Tensor, b: Tensor) -> Tensor:
     """The sum of two local tensors, in the dtype of the first."""
     dry = executing()

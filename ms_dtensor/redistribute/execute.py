@@ -18,6 +18,7 @@ import numpy as np
 from mindspore import Tensor
 
 from .. import comm
+from ..comm.packing import cast
 from ..comm.packing import copy as fresh_copy
 from ..comm.pretended import executing
 from ..comm.record import active
@@ -220,7 +221,7 @@ class Redistribute(Function):
         # Backends that run asynchronously call this on a thread of their own, without the user's contextvars.
         through, back = getattr(ctx, "dtypes", (None, None))
         with NoFallbackGuard():
-            grad = grad if through is None else grad.astype(through)
+            grad = grad if through is None else cast(grad, through)
             if cotangent is not wanted or recording():
                 grad = context.copy().run(_backward, grad, src, dst, cotangent, wanted)
             scale = _average(src, dst) if src.partial_axes else 1
@@ -228,7 +229,7 @@ class Redistribute(Function):
                 grad = grad * scale
             if extremum is not None:
                 grad = grad * context.copy().run(_winners_share, *extremum)
-            grad = grad if back is None else grad.astype(back)
+            grad = grad if back is None else cast(grad, back)
         return grad, None
 
 

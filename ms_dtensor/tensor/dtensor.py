@@ -427,13 +427,17 @@ class DTensorParameter(Parameter, DTensor):
         Raises:
             LayoutError: another shape; a plain global tensor would replace the shard by the whole.
         """
-        Parameter.set_data(self, self._own_shard("set_data", data), slice_shape)
+        own = self._own_shard("set_data", data)
+        if executing() is None:
+            Parameter.set_data(self, own, slice_shape)
         wrote(self)
         return self
 
     def assign_value(self, value) -> Parameter:
         """As `set_data`, without its conversions."""
-        Tensor.assign_value(self, local_alias(self._own_shard("assign_value", value)))
+        own = self._own_shard("assign_value", value)
+        if executing() is None:
+            Tensor.assign_value(self, local_alias(own))
         wrote(self)
         return self
 

@@ -19,6 +19,7 @@ from ...comm.world import World, pretend
 from ...core.dry_event import DryEvent
 from ...errors import ConfigError
 from ...internals.target import rehearsal
+from ..predict import load_hardware, timeline
 from .abstract import KINDS
 from .backend import AbstractBackend
 from .executor import Executor
@@ -59,6 +60,15 @@ class DryRun:
     def flops(self) -> int:
         """Floating-point operations of products, forward and backward; a product and a sum are two."""
         return sum(e.flops for e in self.events)
+
+    def seconds(self, hardware) -> float:
+        """Of the events on a machine, by its figures; the host's own time is not in it.
+
+        Args:
+            hardware: of `load_hardware`, or what it takes: "910b", "a100", a file.
+        """
+        machine = load_hardware(hardware) if isinstance(hardware, str) else hardware
+        return timeline(self.events, machine).seconds
 
     def comms(self) -> dict[tuple[str, tuple[str, ...], str, str], tuple[int, int]]:
         """(collective, axes, phase, line of the user's code) -> (how many, bytes that leave this rank)."""
