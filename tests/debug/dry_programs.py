@@ -130,6 +130,28 @@ def fully_sharded(net: nn.Cell, mesh) -> nn.Cell:
     return md.fully_shard(net, mesh=mesh)
 
 
+def recomputed(n: int) -> list[CommEvent]:
+    """FSDP whose layers keep nothing: what the backward runs again gathers and reduces again."""
+    def wrap(net: nn.Cell, mesh) -> nn.Cell:
+        out = fully_sharded(net, mesh)
+        for layer in net.layers:
+            layer.recompute()
+        return out
+    return _data(n, wrap)
+
+
+def both(n: int) -> list[CommEvent]:
+    """Tensor parallel layers, recomputed, within data parallelism."""
+    mesh = md.init_device_mesh("cpu", (n // 2, 2), mesh_dim_names=("dp", "tp"))
+    net = md.replicate(tensor_parallel(Net(), mesh["tp"], True), mesh=mesh["dp"])
+    for layer in net.layers:
+        layer.recompute()
+    x, w = (md.distribute_tensor(t, mesh, [md.Shard(0), md.Shard(1)]) for t in batch())
+    with comm.record() as events:
+        gradients(net, x, w)
+    return events
+
+
 def fsdp(n: int) -> list[CommEvent]:
     return _data(n, fully_sharded)
 
@@ -183,7 +205,7 @@ def pp(n: int) -> list[CommEvent]:
     return events
 
 
-PROGRAMS = (tp, sp, replicate, zero1, fsdp, cp, ring, ep, ep_once, pp)
+PROGRAMS = (tp, sp, replicate, zero1, fsdp, recomputed, both, cp, ring, ep, ep_once, pp)
 
 
 def same_step_dry(program: Callable[[int], list[CommEvent]], n: int, rank: int, device: str = "CPU") -> list[CommEvent]:

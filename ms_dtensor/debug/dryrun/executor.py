@@ -23,7 +23,7 @@ from ...core.layout import Layout
 from ...dispatch.operands import DIFFERENTIABLE, dtype_name, local_alias, make, wrap
 from ...dispatch.replaced import PLACE
 from ...errors import OpRuleError
-from ...internals.names import Function, recording
+from ...internals.names import Function, enabled, recording
 from .abstract import Ledger, nameless, on_storage_of
 from .formulas import backward_flops, flops, kept
 
@@ -37,13 +37,14 @@ class Op(Function):
     def forward(ctx, job: Job, *xs):
         ctx.job = job
         ctx.set_materialize_grads(False)
-        outs = job.results()
+        outs, saved = job.results()
+        ctx.save_for_backward(*saved)  # recomputation replaces what is saved, as of any op
         return outs[0] if job.single else outs
 
     @staticmethod
     def backward(ctx, *grads):
         job, ctx.job = ctx.job, None
-        return None, *job.gradients(grads)
+        return None, *job.gradients(grads, ctx.saved_tensors)
 
 
 class Fork(Function):
@@ -81,19 +82,17 @@ class Job:
         self.saved: list = [local_alias(xs[i]) for i in operands] if asked else []
         self.keeps_result, self.first = bool(asked) and result, xs[0]
 
-    def results(self) -> tuple:
-        """The results, some of which the backward keeps."""
+    def results(self) -> tuple[tuple, list]:
+        """The results, and what the backward needs."""
         outs = self.executor.made(self.what, self.first, self.shapes, self.dtypes, self.event)
-        self.first = None
-        if self.keeps_result:
-            self.saved += [on_storage_of(x, x._shape) for x in outs]
-        return outs
+        self.first, (saved, self.saved) = None, (self.saved, [])
+        return outs, [*saved, *(on_storage_of(x, x._shape) for x in outs if self.keeps_result)]
 
-    def gradients(self, grads) -> list:
+    def gradients(self, grads, saved) -> list:
         """Those of the operands; the event of the backward."""
         executor = self.executor
         asked = sum(1 for _, _, wanted in self.operands if wanted)
-        read = sum(prod(x._shape) * x.itemsize for x in (*self.saved, *(g for g in grads if g is not None)))
+        read = sum(prod(x._shape) * x.itemsize for x in (*saved, *(g for g in grads if g is not None)))
         written = 0 if self.what.view else sum(
             prod(shape) * nbytes(dtype) for shape, dtype, wanted in self.operands if wanted)
         cost = backward_flops(self.what.op, self.cost, asked)
@@ -108,7 +107,6 @@ class Job:
                 out.append(on_storage_of(given, shape))
             else:
                 out.append(executor.ledger.new(shape, dtype, "activations", at))
-        self.saved = []
         return out
 
 
@@ -146,7 +144,7 @@ class Executor:
         written = 0 if what.view else sum(prod(s) * nbytes(d) for s, d in zip(what.shapes, dtypes))
         event = self.note(what.op, "forward", user_site(), cost, read, written, tensors,
                           tensors[0].dtype if tensors else None)
-        if not recording() or not any(x._requires_grad and _differentiable(x) and i not in run.constants
+        if not recording() or not enabled() or not any(x._requires_grad and _differentiable(x) and i not in run.constants
                                       for i, x in enumerate(tensors)) \
                 or not any(name.startswith(DIFFERENTIABLE) for name in what.dtypes):
             outs = self.made(what, tensors[0] if tensors else None, what.shapes, dtypes, event)
@@ -242,6 +240,8 @@ class Executor:
     # -- autograd ----------------------------------------------------------------------------------------------------
     def forked(self, x) -> Tensor:
         """One use of a value whose gradient is recorded; for use under the guard."""
+        if not enabled():
+            return x
         node = x._grad_node
         if x._is_leaf or node is None:
             key: Any = "leaf", id(x)

@@ -119,6 +119,7 @@ class Block:
             memory, at = self._memory(), 0
             memory.claim()
             if self.kind is AbstractMemory:
+                executing().ledger.is_now(gathered, "buffers")
                 return
             for r in range(self.group.size):
                 for i in range(len(self.params)):

@@ -253,20 +253,20 @@ class Reduction:
         if not grads:
             return None
         self.unit.log("reduce", "backward")
-        work = block.reduce(grads, when)
+        work, numbers = block.reduce(grads, when), tuple(grads)  # what waits must not hold whole gradients till the end
 
         def finish() -> dict[int, Tensor]:
             with NoFallbackGuard(), block.note("backward", "sharded gradients"):
-                flat, keys = work.wait(), {i: id(block.params[i]) for i in grads}
-                owed = [(self._owed_shards.pop(keys[i], None), shard) for i, shard in block.shards(grads, flat).items()]
+                flat, keys = work.wait(), {i: id(block.params[i]) for i in numbers}
+                owed = [(self._owed_shards.pop(keys[i], None), shard) for i, shard in block.shards(numbers, flat).items()]
                 if any(x is not None for x, _ in owed):
                     flat = block.kind.pack([(shard if x is None else x + shard, ()) for x, shard in owed], flat.dtype)
                 if copies is not None and not self.sync_copies:
-                    self._owed_shards.update({keys[i]: x * 1 for i, x in block.shards(grads, flat).items()})
+                    self._owed_shards.update({keys[i]: x * 1 for i, x in block.shards(numbers, flat).items()})
                     return {}
                 if copies is not None:
                     flat = copies.all_reduce(flat, "sum")
-                shards = block.shards(grads, flat)
+                shards = block.shards(numbers, flat)
                 for axes, beside in self._beside(b, shards).items():
                     group = block.params[beside[0]].device_mesh.get_group(axes)
                     total = group.all_reduce(block.kind.pack([(shards[i], ()) for i in beside], flat.dtype), "sum")
