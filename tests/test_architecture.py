@@ -79,6 +79,21 @@ def crowded(names: list[str]) -> bool:
     return len(files) > 4 or len(names) - len(files) > 15
 
 
+def told_in(text: str) -> list[str]:
+    """The layers that a page names between backticks, in its order, each where it first stands."""
+    named = re.findall(r"`(\w+)/?`", text)
+    return list(dict.fromkeys(name for name in named if name in LAYERS))
+
+
+def test_every_page_tells_the_same_layers():
+    readme, how = PAGES[0].read_text("utf-8"), (ROOT.parent / "docs/how_it_works.md").read_text("utf-8")
+    contributing = PAGES[1].read_text("utf-8")
+    assert told_in(re.search(r"^\| `ms_dtensor/` \|.*$", readme, re.MULTILINE)[0]) == LAYERS
+    assert told_in(contributing[contributing.index("**Layers.**"):contributing.index("**Code**")]) == LAYERS
+    assert told_in(how[how.index("| folder | what |"):][:3000]) == LAYERS
+    assert told_in("`core` and `comm/`, then `core`") == ["core", "comm"]
+
+
 def test_the_root_is_a_list_of_the_layers():
     names = [path.name for path in ROOT.iterdir() if path.name != "__pycache__"]
     assert not crowded(names) and {n for n in names if "." not in n} == set(LAYERS), sorted(names)

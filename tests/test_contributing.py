@@ -6,8 +6,9 @@ import re
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
-from mindspore import Parameter
+from mindspore import Parameter, Tensor
 
 import ms_dtensor as md
 from ms_dtensor.comm import registry
@@ -62,6 +63,20 @@ def test_the_recipe_for_a_backend(cpu, monkeypatch, capsys):
 def test_other_recipes(title, cpu):
     for code in RECIPES[title]:
         run(code)
+
+
+def test_the_recipe_for_an_optimizer(cpu):
+    made = run(RECIPES["Add an optimizer"][0])["Adagrad"]
+    start, grads = np.float32([1.0, -2.0, 3.0]), [np.float32([0.5, 1.0, -2.0]), np.float32([-1.0, 0.25, 0.0])]
+    w = Parameter(Tensor(start), name="w")
+    optimizer, want, squares = made([w], lr=0.1), start.astype(np.float64), 0.0
+    for g in grads:
+        optimizer([Tensor(g)])
+        squares = squares + g.astype(np.float64) ** 2
+        want = want - 0.1 * g / (np.sqrt(squares) + 1e-10)
+    assert np.allclose(w.asnumpy(), want, rtol=1e-6) and optimizer.state_dict()["w"]["step"] == 2
+    with pytest.raises(ValueError, match="'lr' = -1 is out of range"):
+        made([w], lr=-1)
 
 
 def test_the_files_and_names_it_speaks_of_are_there():

@@ -27,8 +27,9 @@ SITE = DOCS / "site" / "mkdocs.yml"
 OUTSIDE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "model_zoo/llama/README.md"]
 PAGES = sorted(DOCS.rglob("*.md"))
 # pages whose Python runs below, in one process
-HERE = {"concepts": 5, "recipes_models": 3, "howto/port_from_mindformers": 1, "howto/predict": 2, "howto/ascend": 1}
-PROGRAMS = {"python", "python3.11", "msrun", "pip", "source", "cd", "export", "git", "mkdocs"}
+HERE = {"concepts": 5, "recipes_models": 3, "howto/port_from_mindformers": 1,
+        "howto/predict": 2, "howto/several_nodes": 1, "howto/ascend": 1}
+PROGRAMS = {"python", "python3.11", "msrun", "pip", "source", "cd", "export", "git", "mkdocs", "srun"}
 name_of = {page: str(page.relative_to(ROOT)) for page in (*OUTSIDE, *PAGES)}
 
 
@@ -127,6 +128,14 @@ def test_commands_have_files_and_options(page):
                 assert knows(ROOT / programs[0], word.partition("=")[0]), (programs[0], word)
         if words[0] == "msrun":
             assert all(w.partition("=")[0] in MSRUN for w in before if w.startswith("--")), words
+
+
+@pytest.mark.parametrize("page", (*OUTSIDE, *PAGES), ids=name_of.get)
+def test_scripts_of_the_shell_are_ones(page):
+    for language, text in fences(page):
+        if language == "sh":
+            done = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, timeout=30, check=False)
+            assert done.returncode == 0, done.stderr
 
 
 def test_an_option_that_is_not_there_is_noticed():

@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable
 
+from ms_dtensor.comm.hccl_words import explain
 from ms_dtensor.errors import CommError, ConfigError, DTensorError
 from ms_dtensor.tools.guard import Diverged
 
@@ -48,6 +49,8 @@ def guarded(run: Callable[[], None]) -> int:
             why, code = f"{type(error).__name__}: {error}", 2 if isinstance(error, ConfigError) else 1
         else:
             why, code = traceback.format_exc(), 1
+            if not isinstance(error, DTensorError) and (told := explain(why)):  # of a device it comes when it is waited for
+                why += "\n".join((f"HCCL's {told[0]}: {told[1]}", *(f"  {way}" for way in told[2])))
         print(f"{FAILED} rank={who} time={time.monotonic():.3f}\n{why}", file=sys.stderr, flush=True)
         if world_size() > 1:
             time.sleep(LINGER)

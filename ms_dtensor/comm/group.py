@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import CommError
 from . import tally as tallies
+from .hccl_words import explain
 from .protocol import REDUCE_OPS, Backend, Result, Work
 from .record import CommEvent, active, note, user_site
 
@@ -92,9 +93,9 @@ class Group:
         """Runs the call; records it if somebody listens. `fraction` of the payload leaves this rank."""
         listeners, tally = active(), tallies.running
         if not listeners and tally is None:
-            return call()
+            return self._called(op, x, call)
         started = time.perf_counter()
-        result = call()
+        result = self._called(op, x, call)
         seconds = time.perf_counter() - started
         n = note()
         axes = self.axes if n.axes is None else n.axes
@@ -109,6 +110,19 @@ class Group:
         for events in listeners:
             events.append(event)
         return result
+
+    def _called(self, op: str, x: Any, call: Callable[[], Any]) -> Any:
+        """The call; what HCCL says in codes is said in words, with the group and the line. On a device others come later."""
+        try:
+            return call()
+        except RuntimeError as error:
+            if isinstance(error, CommError) or (told := explain(str(error))) is None:
+                raise
+            code, rule, ways = told
+            on = f"{x.dtype}{list(x.shape)} " if x is not None else ""
+            axes = f" ({', '.join(self.axes)})" if self.axes else ""
+            raise CommError(f"For '{op}', HCCL told rank {self.backend.rank} {code}.",
+                            f"{on}over ranks {self.ranks}{axes}, called at {user_site()}", rule, ways) from error
 
     def _alone(self, x: Tensor, async_op: bool) -> Result:
         """A group of one: a copy, so that results own their memory here too."""

@@ -414,3 +414,43 @@ def test_a_backend_from_elsewhere_serves_its_owner_only():
         assert f.read().startswith("For 'all_gather_object', this process is a forked child of the rank's.")
     os.waitpid(pid, 0)
     group.barrier()
+
+
+# -- what HCCL says in codes -------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("said", "code", "words"), [
+    ("Call Distribute failed\nEI0006: Getting socket times out. Reason: ...", "EI0006", "HCCL_CONNECT_TIMEOUT, now 600 "),
+    ("EI0002: The wait execution of the Notify register times out.", "EI0002", "HCCL_EXEC_TIMEOUT, now unset (1800 by "),
+    ("EI0005: The arguments for collective communication are inconsistent", "EI0005", "MS_DTENSOR_CHECK_EVERY=1"),
+    ("topo exchange server get socket timeout! EI0015", "EI0015", "HCCL_SOCKET_IFNAME")])
+def test_a_code_of_hccl_is_said_in_words(tensor, monkeypatch, said, code, words):
+    monkeypatch.setenv("HCCL_CONNECT_TIMEOUT", "600")
+    monkeypatch.delenv("HCCL_EXEC_TIMEOUT", raising=False)
+    monkeypatch.setenv("ASCEND_PROCESS_LOG_PATH", "/var/log/npu")
+    with fake_group(4, rank=2) as group:
+        def fails(*_):
+            raise RuntimeError(said)
+        monkeypatch.setattr(group.backend, "all_reduce", fails)
+        with pytest.raises(CommError) as refused:
+            group.all_reduce(tensor(2, 3))
+    text = str(refused.value)
+    assert f"HCCL told rank 2 {code}" in text and "Float32[2, 3] over ranks (0, 1, 2, 3) (tp)" in text and words in text
+    assert "test_group.py:" in text and "/var/log/npu" in text and isinstance(refused.value.__cause__, RuntimeError)
+
+
+def test_other_words_stay_as_they_are(tensor, monkeypatch):
+    with fake_group(2) as group:
+        def fails(*_):
+            raise RuntimeError("EI9999: Inner Error!")
+        monkeypatch.setattr(group.backend, "all_reduce", fails)
+        with pytest.raises(RuntimeError, match="^EI9999: Inner Error!$"):
+            group.all_reduce(tensor(2))
+
+
+def test_what_comes_later_is_said_behind_the_traceback(capsys):
+    from model_zoo.llama.ranks import guarded
+
+    def run():
+        raise RuntimeError("Sync stream failed. EI0002: The wait execution of the Notify register times out.")
+    assert guarded(run) == 1
+    said = capsys.readouterr().err
+    assert "Traceback" in said and said.index("HCCL's EI0002: A collective had begun") > said.index("RuntimeError: Sync")
