@@ -43,8 +43,8 @@ class Block(nn.Cell):
     def __init__(self, width: int, hidden: int):
         super().__init__()
         self.norm = Norm(width)
-        self.gate, self.up = (nn.Dense(width, hidden, has_bias=False) for _ in range(2))
-        self.down = nn.Dense(hidden, width, has_bias=False)
+        self.gate, self.up = (mint.nn.Linear(width, hidden, bias=False) for _ in range(2))
+        self.down = mint.nn.Linear(hidden, width, bias=False)
 
     def construct(self, x):
         h = self.norm(x)
@@ -57,7 +57,7 @@ class Net(nn.Cell):
     def __init__(self, layers: int = 2, width: int = WIDTH, hidden: int = HIDDEN):
         super().__init__()
         self.layers = nn.CellList([Block(width, hidden) for _ in range(layers)])
-        self.head = nn.Dense(width, WORDS, has_bias=False)
+        self.head = mint.nn.Linear(width, WORDS, bias=False)
 
     def construct(self, x):
         for layer in self.layers:

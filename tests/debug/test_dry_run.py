@@ -2,6 +2,9 @@
 """A dry run communicates what the same program communicates with kernels; its other figures follow from formulas."""
 from __future__ import annotations
 
+from contextlib import nullcontext
+from math import prod
+
 import mindspore as ms
 import numpy as np
 import pytest
@@ -11,9 +14,11 @@ import ms_dtensor as md
 from ms_dtensor import comm
 from ms_dtensor.debug import dry_run
 from ms_dtensor.errors import ConfigError, OpRuleError
+from ms_dtensor.parallel.sharding.call import units_of
 from tests.debug import dry_programs as programs
 
 pytestmark = pytest.mark.usefixtures("cpu")
+LAYOUTS = {"single": (1, 1), "tp": (1, 2), "dp": (2, 1), "fsdp": (2, 1), "zero1": (2, 1), "both": (2, 2)}
 
 
 @pytest.mark.parametrize("program", [p for p in programs.PROGRAMS if p is not programs.pp], ids=lambda p: p.__name__)
@@ -70,3 +75,48 @@ def test_a_real_world_is_as_it_was():
     del y
     assert run.memory().peak > 0 and not sum(run.memory().end.values())
     assert ms.get_context("device_target") == "CPU"
+
+
+def kept_by_forward(layout: str, recompute: bool, width: int, run=None) -> tuple[int, int]:
+    """Bytes of the parameters of rank 0, and of what a forward leaves behind for its backward; by kernels without `run`."""
+    mesh = md.init_device_mesh("cpu", LAYOUTS[layout], mesh_dim_names=("dp", "tp"))
+    net = programs.tensor_parallel(programs.Net(width=width, hidden=2 * width), mesh["tp"], layout == "both")
+    wraps = {"fsdp": programs.fully_sharded, "zero1": lambda net, mesh: md.replicate(net, mesh=mesh, zero1=True)}
+    net = wraps.get(layout, lambda net, mesh: md.replicate(net, mesh=mesh))(net, mesh["dp"])
+    for layer in net.layers if recompute else ():
+        layer.recompute()
+    x, w = (md.distribute_tensor(t, mesh, [md.Shard(0), md.Replicate()]) 
+            for t in programs.batch(width, rows=64 * mesh.shape[0]))
+    saved, found = dict[int, int](), list[int]()
+    before = run.memory().end["activations"] if run else 0
+
+    def save(t: Tensor) -> Tensor:
+        memories = [b.memory for unit in units_of(net) for b in unit.blocks if b.memory is not None]
+        if not any(m.holds(t) for m in memories):
+            saved[Tensor.data_ptr(t)] = prod(t._shape) * t.itemsize
+        return t
+
+    def loss(x):
+        total = (net(x) * w).sum()
+        saved[Tensor.data_ptr(total)] = total.itemsize
+        found.append(run.memory().end["activations"] - before if run else 0)
+        return total
+    with nullcontext() if run else ms.saved_tensors_hooks(save, lambda t: t):
+        md.value_and_grad(loss, None, net.trainable_params())(x)
+    params = net.trainable_params()
+    for t in (x, w, *params):
+        saved.pop(Tensor.data_ptr(t), None)
+    return sum(prod(p.local_shape) * 4 for p in params), found[0] if run else sum(saved.values())
+
+
+@pytest.mark.parametrize("width", [192, 256])  # below 64 Ki elements the library copies where it else makes views
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_a_forward_keeps(layout, recompute, width):
+    """To the byte: of each op what MindSpore's own saves, and no more alive than that."""
+    n = prod(LAYOUTS[layout])
+    with comm.fake_world(n):
+        want = kept_by_forward(layout, recompute, width)
+    with dry_run(n, device="CPU") as run:
+        got = kept_by_forward(layout, recompute, width, run)
+    assert got == want

@@ -22,7 +22,9 @@ _PAIRS = {  # op -> names of the two operands of its product
 _CONVOLUTIONS = frozenset(("conv", "convolution", "conv_transpose", "conv_classic", "conv_transpose_classic"))
 _ATTENTION = frozenset(("flash_attention", "speed_attention"))
 
-# What a backward needs: the result, the operands, or nothing. An op that is in none of these keeps its operands.
+# What a backward needs of a result and of operands, as MindSpore's recorded ops save it. An op that is in none of these
+# keeps its operands; a product of a tensor and a number keeps nothing.
+_KEEPS = {"div": ((1,), True), "pow": ((0, 1), True), "where": ((0,), False)}
 _KEEPS_RESULT = frozenset(("exp", "softmax", "log_softmax", "sigmoid", "tanh", "sqrt", "rsqrt", "relu", "reciprocal"))
 _KEEPS_NOTHING = frozenset((
     "add", "sub", "neg", "sum", "mean", "cast", "identity", "clone", "where", "concat", "stack", "unstack", "reshape",
@@ -73,10 +75,14 @@ def backward_flops(op: str, forward: int, gradients: int) -> int:
     return forward * min(gradients, 2)
 
 
-def kept(op: str, operands: Sequence[int]) -> tuple[tuple[int, ...], bool]:
-    """(which of these operands a backward needs, whether it needs the result)."""
-    if op in _KEEPS_NOTHING:
+def kept(op: str, count: int) -> tuple[tuple[int, ...], bool]:
+    """(which of so many operands a backward needs, whether it needs the result)."""
+    operands = range(count)
+    if op in _KEEPS_NOTHING or op in ("mul", "div") and count == 1:
         return (), False
+    if op in _KEEPS:
+        some, result = _KEEPS[op]
+        return tuple(i for i in some if i < count), result
     if op in _KEEPS_RESULT:
         return (), True
     return tuple(operands), op in _ATTENTION
