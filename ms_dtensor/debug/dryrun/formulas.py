@@ -75,11 +75,14 @@ def backward_flops(op: str, forward: int, gradients: int) -> int:
     return forward * min(gradients, 2)
 
 
-def kept(op: str, count: int) -> tuple[tuple[int, ...], bool]:
-    """(which of so many operands a backward needs, whether it needs the result)."""
+def kept(op: str, wanted: Sequence[bool]) -> tuple[tuple[int, ...], bool]:
+    """(which operands a backward needs, whether it needs the result), if these operands get a gradient."""
+    count = len(wanted)
     operands = range(count)
-    if op in _KEEPS_NOTHING or op in ("mul", "div") and count == 1:
+    if op in _KEEPS_NOTHING or op in ("mul", "div") and count == 1 or not any(wanted):
         return (), False
+    if count == 2 and (op == "mul" or op in _PAIRS):  # the gradient of one is a product with the other
+        return tuple(i for i in operands if wanted[1 - i]), False
     if op in _KEEPS:
         some, result = _KEEPS[op]
         return tuple(i for i in some if i < count), result
