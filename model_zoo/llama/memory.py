@@ -157,9 +157,10 @@ def saved_by_block(cfg: Config, dtype_bytes: int) -> int:
     doors = 2 * s.tokens * m.dim  # what q, k, v and w1, w3 read
     # before they are turned, and after; values and results
     qkv = s.tokens * m.head_dim * (2 * (heads + keys) + keys + heads)
-    if cfg.parallel.cp_algorithm == "gather":  # those of other ranks, if all are fetched, of the heads that it has then
-        u = cfg.parallel.ulysses
-        qkv += (s.sequences * cfg.train.seq - s.tokens * u) * m.head_dim * 2 * (keys // u)
+    if cfg.parallel.cp > cfg.parallel.ulysses and cfg.parallel.cp_algorithm == "gather":
+        # those of other ranks, if all are fetched, of the heads that it has then; an early run has its own once more
+        u, early = cfg.parallel.ulysses, 0 if cfg.parallel.cp_order == "in_order" else s.tokens * cfg.parallel.ulysses // 2
+        qkv += (s.sequences * cfg.train.seq - s.tokens * u + early) * m.head_dim * 2 * (keys // u)
     if m.experts is None:
         ffn, router = 3 * s.tokens * s.ffn, 0  # gate and up, and their product
     else:  # the same of each choice; its row before the experts and after; of the router its scores, and which were chosen

@@ -231,6 +231,8 @@ class Mapping:
         def visit(place, value, entry):
             if isinstance(value, Tensor):
                 found.append((place, value, entry))
+            if hasattr(value, "__dataclass_fields__") and not isinstance(value, type):  # as `leaves` has their tensors
+                value = [getattr(value, name, None) for name in value.__dataclass_fields__]
             if not isinstance(value, tuple | list | dict):
                 return
             members = list(value.values()) if isinstance(value, dict) else value

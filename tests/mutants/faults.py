@@ -14,6 +14,7 @@ ATTENTION, MOE = "ms_dtensor/ops/local/attention.py", "ms_dtensor/ops/local/moe.
 EXPERTS, MODEL = "model_zoo/llama/experts.py", "model_zoo/llama/model.py"
 BRANCH, EMULATOR, KERNELS = "tests/test_device_branch.py", "tests/test_emulator.py", "tests/test_ascend_kernels.py"
 RANKS, TWINS, ADAM = "tests/dist/test_rehearsal.py", "tests/zoo/test_llama_twins.py", "tests/zoo/test_optim.py"
+RING, GRID = "ms_dtensor/parallel/ring.py", "tests/context/test_grid.py"
 CONTRACT = "tests/comm/test_ranks.py -k doubles_of_hccl"
 
 
@@ -118,6 +119,19 @@ Tensor.untyped_storage = (lambda real: lambda self: _Keeps(real(self)))(Tensor.u
     Fault("a window is one too wide", MODEL, f"{TWINS} -k window", '"pre_tokens": cfg.sliding_window - 1', '"pre_tokens": cfg.sliding_window'),
     Fault("gate and value of SwiGLU are swapped", MODEL, f"{TWINS} -k either_kind", "ops.swiglu(mint.stack((gate, up), 1), 1)",
           "ops.swiglu(mint.stack((up, gate), 1), 1)"),
+    # -- of others' rings: diffusers#14265, mindone#1438, pytorch#160285, PaddleFormers#3010 ------------------------------
+    Fault("a ring's backward has stale keys", RING, f"{GRID} -k stale_keys",
+          "                grads = full(there._shape, 0, wide)\n                for blocks",
+          "                there = taken(kv, np.arange(there._shape[0]))\n"
+          "                grads = full(there._shape, 0, wide)\n                for blocks"),
+    Fault("a ring's backward takes dout for ones", RING, f"{GRID} -k without_the_cotangent",
+          "for x in (q, dout, out.astype(q.dtype), top, total))",
+          "for x in (q, dout * 0 + 1, out.astype(q.dtype), top, total))"),
+    Fault("a ring's gradients are doubled", RING, f"{GRID} -k doubled", "return added_up(grads, part.gives",
+          "return added_up(grads * 2, part.gives"),
+    Fault("a rank without tokens leaves the backward", "ms_dtensor/parallel/context.py", f"{GRID} -k has_nothing",
+          "return connected(full((0, q._shape[1], v._shape[2]), 0, q.dtype), q, *there)",
+          "return full((0, q._shape[1], v._shape[2]), 0, q.dtype)"),
     Fault("a rank without an NPU goes on", "scripts/ascend/ranks.py", "tests/zoo/test_ascend_first.py -k starts_for_the_cpu",
           'if device != "npu":', 'if device not in ("npu", "cpu"):'),
     Fault("a node without an NPU is not asked", "scripts/ascend/node.py", "tests/zoo/test_ascend_first.py -k without_an_npu",
