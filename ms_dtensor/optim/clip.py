@@ -195,8 +195,8 @@ def _clip_there(grads: list, parts: dict, max_norm: float, p: float, stages=None
         keys = [key for key in sums if key[0] == mesh and axis in key[1]]
         result = mesh.get_group(axis).all_reduce(mint.cat([sums[key] for key in keys]), "max" if extreme else "sum")
         sums.update((key, mint.narrow(result, 0, i * width, width)) for i, key in enumerate(keys))
-    none = Tensor([-math.inf if p < 0 else 0.0] + [0.0] * extreme, ms.float32)  # of a stage without parameters
-    total = joined(mint.cat(list(sums.values()) or [none]))
+    values = list(sums.values()) or [Tensor([-math.inf if p < 0 else 0.0] + [0.0] * extreme, ms.float32)]  # of no parameters
+    total = joined(mint.cat(values))
     if stages is not None:
         total = stages.all_reduce(total, "max" if extreme else "sum")
     norm = mint.reshape(mint.narrow(total, 0, 0, 1), ())

@@ -23,6 +23,7 @@ from ..core.mesh import DeviceMesh
 from ..core.tokens import Tokens, check_mask, keys_by_rank
 from ..custom_ops.local_map import local_map
 from ..custom_ops.rows import Rows, SendRows, connected
+from ..debug.types.doors import declared
 from ..dispatch import modes
 from ..errors import ConfigError, LayoutError, OpRuleError
 from ..internals.target import on_cpu
@@ -159,6 +160,7 @@ def _checked(operands: tuple[DTensor, ...], tokens: Tokens, cuts: tuple[str, ...
     return (*outer, *cuts) or "None", heads or "None", "None"
 
 
+@declared(("V", "*", "->", "V"), ("I", "*", "->", "I"))
 def _local(q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, mask: Mask, scale: float, group: Group | None,
            how) -> tuple[Tensor]:
     """One rank's queries; `group` is of the ranks that share a part of the batch."""

@@ -30,6 +30,7 @@ from ..core.mesh import DeviceMesh
 from ..core.placements import PARTIAL, REPLICATE, Placement, Shard
 from ..custom_ops.local_map import local_map
 from ..custom_ops.rows import ReturnRows, Rows, SendRows, connected
+from ..debug.types.doors import declared
 from ..errors import ConfigError, DTensorError, LayoutError
 from ..internals.target import on_cpu
 from ..ops.local import Nothing
@@ -187,6 +188,11 @@ class Shared:
         return np.repeat(np.arange(len(self.bounds)), [b - a for a, b in self.bounds])
 
 
+# on an axis that cuts tokens and experts, tokens alone, widths, or nothing
+_TYPED = declared(("V", "*", "->", "V"), ("V", "V", "V", "R", "R", "R", "->", "V"),
+                  ("R", "R", "R", "V", "V", "V", "->", "P"), ("I", "*", "->", "I"))
+
+
 @lru_cache(maxsize=256)
 def _mapped(world, x: Layout | None, weights, chosen, w1: Layout | None, w2, w3, names: Sequence[str] | None, dedup: Dedup):
     """The local function for tensors of these layouts, mapped over shards; `world`: whose groups it keeps."""
@@ -226,7 +232,8 @@ def _mapped(world, x: Layout | None, weights, chosen, w1: Layout | None, w2, w3,
         def run(*tensors):
             return (_by_rank if once else _by_choice)(shared, w1.shape[0], *tensors)
         run.__name__ = "moe"
-    return local_map(run, out, (rows, rows, rows, *ws), redistribute_inputs=True, out_shapes=lambda *shapes: (x.shape,))
+    return local_map(_TYPED(run), out, (rows, rows, rows, *ws), redistribute_inputs=True,
+                     out_shapes=lambda *shapes: (x.shape,))
 
 
 def ratio(experts: int, k: int, ranks: int, row: int) -> float:

@@ -14,6 +14,7 @@ from mindspore import Tensor, mint, nn, ops
 
 from ..core.placements import PARTIAL, REPLICATE
 from ..custom_ops.local_map import local_map
+from ..debug.types.doors import on_host
 from ..errors import ConfigError
 from ..internals.target import on_cpu
 from ..ops.local.dtypes import full
@@ -108,7 +109,7 @@ class Router(nn.Cell):
             choice = choice.reshape(n, self.groups, -1)
             best = ops.topk(choice, 2 if self.score == "sigmoid" else 1)[0].sum(-1)
             allowed = ops.one_hot(_best(best, self.group_limit), self.groups).sum(1).reshape(n, -1, 1)
-            choice = mint.where(allowed > 0, choice, full((1,), -float("inf"), choice.dtype)).reshape(n, count)
+            choice = choice.masked_fill(allowed <= 0, -float("inf")).reshape(n, count)
         chosen = _best(choice, self.k)
         weights = ops.gather_elements(scores, 1, chosen)
         if self.normalise:
@@ -124,7 +125,7 @@ def _rows_of(x: DTensor) -> list:
 def _best(values: Tensor, k: int) -> Tensor:
     """i32[n, k]: columns of the k largest, best first; a kernel for top-k leaves it open which of equal ones it takes."""
     if on_cpu():
-        return Tensor(np.ascontiguousarray(np.argsort(-values.asnumpy(), 1, "stable")[:, :k], np.int32))
+        return on_host(lambda x: np.ascontiguousarray(np.argsort(-x, 1, "stable")[:, :k], np.int32), values)
     return mint.sort(values, dim=1, descending=True, stable=True)[1][:, :k].astype(ms.int32)
 
 

@@ -253,24 +253,24 @@ class Reduction:
         if not grads:
             return None
         self.unit.log("reduce", "backward")
-        work, numbers = block.reduce(grads, when), tuple(grads)  # what waits must not hold whole gradients till the end
+        work, places = block.reduce(grads, when)  # what waits must not hold whole gradients till the backward ends
 
         def finish() -> dict[int, Tensor]:
             with NoFallbackGuard(), block.note("backward", "sharded gradients"):
-                flat, keys = work.wait(), {i: id(block.params[i]) for i in numbers}
-                owed = [(self._owed_shards.pop(keys[i], None), shard) for i, shard in block.shards(numbers, flat).items()]
-                if any(x is not None for x, _ in owed):
-                    flat = block.kind.pack([(shard if x is None else x + shard, ()) for x, shard in owed], flat.dtype)
+                flat, keys = work.wait(), {i: id(block.params[i]) for i in places}
+                shards = block.shards(places, flat)
+                for i, key in keys.items():
+                    if key in self._owed_shards:
+                        write(shards[i], self._owed_shards.pop(key) + shards[i])
                 if copies is not None and not self.sync_copies:
-                    self._owed_shards.update({keys[i]: x * 1 for i, x in block.shards(numbers, flat).items()})
+                    self._owed_shards.update({keys[i]: x * 1 for i, x in shards.items()})
                     return {}
                 if copies is not None:
-                    flat = copies.all_reduce(flat, "sum")
-                shards = block.shards(numbers, flat)
+                    shards = block.shards(places, copies.all_reduce(flat, "sum"))
                 for axes, beside in self._beside(b, shards).items():
                     group = block.params[beside[0]].device_mesh.get_group(axes)
-                    total = group.all_reduce(block.kind.pack([(shards[i], ()) for i in beside], flat.dtype), "sum")
-                    shards |= block.shards(beside, total)
+                    total = group.all_reduce(block.row({i: shards[i] for i in beside}, flat.dtype), "sum")
+                    shards |= block.shards({i: block.parts.widths[i] for i in beside}, total)
                 if self.scale != 1:
                     shards = {i: x * self.scale for i, x in shards.items()}
                 if self.main:
