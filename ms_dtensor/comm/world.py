@@ -49,6 +49,7 @@ class World:
     executor: Any = None
 
 
+WORLD_NAMES = ("hccl_world_group", "nccl_world_group", "mccl_world_group")  # MindSpore's, of all ranks
 _started: World | None = None
 _log = logging.getLogger("ms_dtensor")
 
@@ -193,11 +194,37 @@ def group(ranks: Sequence[int], axes: Sequence[str] = ()) -> Group:
 
 
 def named_group(ranks: Sequence[int], axes: Sequence[str] = ()) -> Group:
-    """The same; where the backend is MindSpore's own it is a str, too: the name of a communicator, which exists then."""
+    """The same; it is a str, too: the name by which MindSpore's own collectives take it.
+
+    Of MindSpore's own backends that is a communicator, which exists then; of `shm` see `mindspore_collectives`.
+    """
     from .group import NamedGroup
     made = group(ranks, axes)
     name = made.backend.communicator(made.ranks)
-    return made if name is None else NamedGroup(name, made.backend, ranks, axes)
+    if name is None:
+        return made
+    if made.backend.named is None:
+        made.backend.named = {}
+    made.backend.named[name] = made.ranks
+    return NamedGroup(name, made.backend, ranks, axes)
+
+
+def of_name(name: Any = None) -> Group:
+    """A group by what `mesh.get_group` gave, by its name, or by none: all ranks.
+
+    Raises:
+        CommError: no such group, or no world.
+    """
+    from .group import Group
+    if isinstance(name, Group):
+        return name
+    backend = get_backend()
+    if name is None or name in WORLD_NAMES:
+        return group(tuple(range(backend.size)))
+    if not isinstance(name, str) or name not in (backend.named or {}):
+        raise CommError(f"For 'group', there is none of the name {name!r}.", f"backend '{backend.name}'",
+                        "A group has a name from when it was made.", ('mesh.get_group("tp")', "None for all ranks"))
+    return group((backend.named or {})[name])
 
 
 @contextmanager
