@@ -182,6 +182,8 @@ class TrainConfig:
     """Of the computation; parameters, their gradients and what is added up over ranks are float32 in either."""
     micro_batches: int = 1
     """The batch goes through the model in so many parts, whose gradients are added up."""
+    batch_ramp: int = 0
+    """Over the first so many steps the batch grows, part by part, from one of `micro_batches` to all; 0: it is whole."""
     recompute: bool = False
     """Of each block only the input is kept for the backward, which computes the block again."""
     eval_every: int = 0
@@ -194,6 +196,20 @@ class TrainConfig:
     """A run that cannot fit into its devices by the formula of memory.py is refused before it starts."""
     init_hf: str | None = None
     """Begin with these weights: a Hugging Face folder, whose config.json gives the section `model`; see `hf.py`."""
+
+    def rows_at(self, step: int) -> int:
+        """Sequences of the global batch of a step.
+
+        Example:
+            >>> from model_zoo.llama.config import TrainConfig
+            >>> ramped = TrainConfig(batch=8, micro_batches=4, batch_ramp=6)
+            >>> [ramped.rows_at(step) for step in range(8)]
+            [2, 2, 4, 4, 6, 6, 8, 8]
+        """
+        parts = self.micro_batches
+        if step < self.batch_ramp:
+            parts = 1 + step * (parts - 1) // self.batch_ramp
+        return self.batch // self.micro_batches * parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +268,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "optim.lr": (0, 1e3), "optim.betas": (0, 1 - 1e-9), "optim.eps": (1e-30, 1), "optim.weight_decay": (0, 1e3),
     "optim.warmup": (0, 2 ** 53), "optim.min_lr_ratio": (0, 1), "optim.clip_norm": (0, 1e9),
     "train.steps": (0, 2 ** 53), "train.batch": COUNT, "train.seq": COUNT, "train.seed": (0, 2 ** 32 - 1),
-    "train.micro_batches": COUNT,
+    "train.micro_batches": COUNT, "train.batch_ramp": (0, 2 ** 53),
     "checkpoint.interval": (0, 2 ** 53), "checkpoint.keep_last": COUNT,
     "train.eval_every": (0, 2 ** 53), "train.eval_batches": COUNT,
     **WATCH_RANGES,
@@ -274,6 +290,11 @@ def check(cfg: Config, world: int) -> None:
     if cfg.checkpoint.on_sigterm and not cfg.checkpoint.interval:
         raise ConfigError("For the configuration, checkpoint.on_sigterm is set, and checkpoint.interval is 0.", "",
                           "A run that never saves does not on SIGTERM either.", "--checkpoint.interval 100")
+    if cfg.train.batch_ramp and (cfg.train.micro_batches == 1 or cfg.parallel.pp > 1):
+        raise ConfigError("For the configuration, train.batch_ramp has nothing to grow by.",
+                          f"train.micro_batches = {cfg.train.micro_batches}, parallel.pp = {cfg.parallel.pp}",
+                          "The batch grows by micro-batches, of which a pipeline's order has always as many.",
+                          ["--train.micro_batches 4", "--train.batch_ramp 0"])
     shares = cfg.parallel.dp * cfg.train.micro_batches
     if cfg.train.batch % shares:
         raise ConfigError(f"For the configuration, train.batch = {cfg.train.batch} cannot be shared out over "

@@ -46,8 +46,7 @@ class Reporter:
     def __init__(self, cfg: Config, devices: int, speaks: bool, peak: float | None, device: str):
         self.cfg, self.devices, self.speaks, self.peak, self.device = cfg, devices, speaks, peak, device
         self.folder = Path(cfg.train.log_dir)
-        self.tokens = cfg.train.batch * cfg.train.seq
-        self.flops = flops_per_token(cfg.model, cfg.train.seq, cfg.lora is not None) * self.tokens
+        self.flops = flops_per_token(cfg.model, cfg.train.seq, cfg.lora is not None)
         self.screen = Screen(cfg.metrics.bar and speaks)
         self.tally = Tally() if cfg.metrics.communication and speaks else None
         self.bubble: float | None = None  # of a pipeline, by simulation
@@ -132,7 +131,8 @@ class Reporter:
         if not self.speaks:
             return
         values = {**{name: number(value) for name, value in (("loss", result.loss), ("grad_norm", result.grad_norm))},
-                  "lr": result.lr, "ms": seconds * 1e3, **self._rates(seconds)}
+                  "lr": result.lr, "ms": seconds * 1e3,
+                  **self._rates(seconds, self.cfg.train.rows_at(step) * self.cfg.train.seq)}
         comm = {} if self.tally is None else self.tally.take()
         if self.device == "cpu" and self.tally is not None:  # of a device the host's clock knows nothing
             values["comm_share"] = sum(line.seconds for line in comm.values()) / seconds
@@ -150,9 +150,9 @@ class Reporter:
         self.record(step=step + 1, **values, **({"comm": lines} if self.tally is not None else {}))
         self._track(step + 1, values)
 
-    def _rates(self, seconds: float) -> dict[str, float | None]:
-        tflops = self.flops / seconds / self.devices / 1e12
-        return {"tokens_per_s": self.tokens / seconds, "tokens_per_s_per_device": self.tokens / seconds / self.devices,
+    def _rates(self, seconds: float, tokens: int) -> dict[str, float | None]:
+        tflops = self.flops * tokens / seconds / self.devices / 1e12
+        return {"tokens_per_s": tokens / seconds, "tokens_per_s_per_device": tokens / seconds / self.devices,
                 "tflops_per_device": tflops, "mfu": None if self.peak is None else tflops / self.peak,
                 "memory_gib": self._memory() / GIB}
 

@@ -87,6 +87,7 @@ class Trainer:
         ms.manual_seed(cfg.train.seed)
         manual_seed(cfg.train.seed)
         self.cfg, self.text, self.all_ranks = cfg, text, mesh
+        self.count = cfg.train.micro_batches  # of the batch at work
         self.mesh = None if mesh is None else stage_mesh(mesh)
         with no_init_parameters() if mesh is not None and initialize is None else nullcontext():  # never whole on a rank
             self.model = Llama(cfg.model)
@@ -138,8 +139,8 @@ class Trainer:
 
     def loss(self, ids: Tensor, labels: Tensor, *places: Tensor) -> Tensor:
         """A micro-batch's summand of the mean over the global batch."""
-        loss, count = self._mean(self.model(ids, *places), labels), self.cfg.train.micro_batches
-        return loss if count == 1 else loss / count
+        loss = self._mean(self.model(ids, *places), labels)
+        return loss if self.count == 1 else loss / self.count
 
     def _mean(self, out: Tensor | tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
         """The loss of what the model makes of a micro-batch."""
@@ -153,9 +154,9 @@ class Trainer:
         return loss
 
     def parts(self, *batch: np.ndarray) -> Iterator[tuple[Tensor, ...]]:
-        """This rank's parts of the micro-batches of a global batch."""
-        count = self.cfg.train.micro_batches
-        for rows in zip(*(np.split(x, count) for x in batch), strict=True):
+        """This rank's parts of the micro-batches of a global batch, which is shorter while it grows."""
+        self.count = max(1, len(batch[0]) * self.cfg.train.micro_batches // self.cfg.train.batch)
+        for rows in zip(*(np.split(x, self.count) for x in batch), strict=True):
             if self.cfg.parallel.cp > 1:
                 yield own_list(self.mesh, self.cfg.parallel, self.cfg.model.sliding_window, *rows)
             else:
@@ -169,7 +170,7 @@ class Trainer:
         loss, grads = None, ()
         for i, part in enumerate(self.parts(*batch), 1):
             if self.mesh is not None:  # summed up before they are reduced
-                self.model.set_requires_gradient_sync(i == self.cfg.train.micro_batches)
+                self.model.set_requires_gradient_sync(i == self.count)
             one, mine = self.value_and_grad(*part)
             loss, grads = (one, mine) if loss is None else (loss + one, tuple(map(add, grads, mine)))
         return loss, grads
@@ -203,7 +204,7 @@ class Trainer:
     def batch(self, step: int) -> tuple[np.ndarray, ...]:
         """Inputs and labels of the global batch of a step, and where documents count, each token's place in its own."""
         t = self.cfg.train
-        return self.text.batch(t.seed, step, t.batch, t.seq)
+        return self.text.batch(t.seed, step, t.rows_at(step), t.seq)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds. Batches are a function of the text, the seed and the step, which a checkpoint knows."""

@@ -12,7 +12,7 @@ import tempfile
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor
+from mindspore import Parameter, Tensor
 from mindspore.ops.communication import set_comm_ops_inplace
 
 import ms_dtensor as md
@@ -192,6 +192,34 @@ def its_run_goes_on_upon_another_mesh(world):
     got += [other.step(step) for step in range(STEPS // 2, STEPS)]
     assert np.allclose(got, losses, rtol=TOLERANCE, atol=0), (got, losses)
     other.is_one_device(wanted, "dp2 tp2, then dp4")
+
+
+@case(2)
+def its_adamw_keeps_float32_masters_of_sharded_parameters(world):
+    """Its step on shards, under its `SkipDTensorDispatch`, against its step on whole tensors: to the bit, masters too."""
+    wheel()
+    mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    rng = np.random.default_rng(1)
+    weights = {"w": rng.normal(size=(6, 4)).astype(np.float16), "odd": rng.normal(size=(3, 2)).astype(np.float16),
+               "norm": rng.normal(size=4).astype(np.float32)}
+    plain = [Parameter(Tensor(a), name=name) for name, a in weights.items()]
+    cut = [Parameter(md.distribute_tensor(Tensor(a), mesh, [md.Replicate() if name == "norm" else md.Shard(0)]), name=name)
+           for name, a in weights.items()]
+    theirs, ours = optimizer_of(plain), optimizer_of(cut)
+    for step in range(4):
+        grads = [np.random.default_rng((2, step, i)).normal(size=a.shape).astype(np.float32)
+                 for i, a in enumerate(weights.values())]
+        theirs(tuple(map(Tensor, grads)))
+        with counted() as count:
+            ours(tuple(md.distribute_tensor(Tensor(g), mesh, p.placements, src_data_rank=None) for g, p in zip(grads, cut)))
+        assert not count, count
+    for a, b in ((plain, cut), (theirs.fp32_params, ours.fp32_params), (theirs.exp_avg, ours.exp_avg),
+                 (theirs.exp_avg_sq, ours.exp_avg_sq)):
+        for p, q in zip(a, b, strict=True):
+            assert isinstance(q, md.DTensor) and q.dtype == p.dtype
+            assert q.full_tensor().asnumpy().tobytes() == p.asnumpy().tobytes(), p.name
+    assert [p.dtype for p in ours.fp32_params] == [ms.float32] * 3
+    assert not np.array_equal(cut[0].full_tensor().asnumpy(), weights["w"])
 
 
 @case(2)
