@@ -19,6 +19,7 @@ from mindspore import Tensor, mint
 from mindspore import dtype as mstype
 
 from ..internals.target import on_cpu
+from .pretended import executing
 from .protocol import cut
 from .shm.reduce import reduce_into
 
@@ -256,12 +257,29 @@ def numpy_dtype(dtype: Any) -> np.dtype:
 
 def copy(x: Tensor) -> Tensor:
     """A copy with memory of its own (`Tensor.copy` is arithmetic in MindSpore)."""
+    dry = executing()
+    if dry is not None:
+        return dry.like(x)
     return (HostOps if on_cpu() else TensorOps).copy(x)
 
 
 def write(out: Tensor, x: Tensor) -> Tensor:
     """`out`, with the values of `x` cast to its dtype."""
+    if executing() is not None:
+        return out
     return (HostOps if on_cpu() else TensorOps).write(out, x)
+
+
+def cast(x: Tensor, dtype: Any) -> Tensor:
+    """A local tensor in a dtype; itself if it is in that."""
+    dry = executing()
+    return x.astype(dtype) if dry is None else x if x.dtype == dtype else dry.like(x, dtype=dtype)
+
+
+def added(a: Tensor, b: Tensor) -> Tensor:
+    """The sum of two local tensors, in the dtype of the first."""
+    dry = executing()
+    return a + b.astype(a.dtype) if dry is None else dry.like(a)
 
 
 def first(x: Tensor, dim: int, ops: type[TensorOps]) -> Tensor:

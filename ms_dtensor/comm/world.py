@@ -13,13 +13,13 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..core.mesh import bind_world
 from ..errors import CommError, ConfigError
 from . import launcher, registry
+from .pretended import pretended
 
 if TYPE_CHECKING:
     from .group import Group
@@ -38,6 +38,7 @@ class World:
         backend: what moves data between them.
         device_type: MindSpore's name of the device ("CPU", "Ascend", "GPU").
         blocking: MindSpore's ops have run when they return.
+        executor: what makes results in the place of kernels, in a dry run; see `debug/dryrun`.
     """
 
     rank: int
@@ -45,12 +46,12 @@ class World:
     backend: Backend
     device_type: str
     blocking: bool = False
+    executor: Any = None
 
 
 WORLD_NAMES = ("hccl_world_group", "nccl_world_group", "mccl_world_group")  # MindSpore's, of all ranks
 _started: World | None = None
 _log = logging.getLogger("ms_dtensor")
-pretended: ContextVar[World | None] = ContextVar("ms_dtensor_fake_world", default=None)
 
 
 def set_cpu_backend(name: str) -> None:
@@ -162,10 +163,10 @@ def ops_block() -> bool:
     return _started is not None and _started.blocking
 
 
-def world_key() -> tuple[int, int] | None:
+def world_key() -> tuple[int, int, bool] | None:
     """What tells one fake world's cached plans from another's and from the real world's; None in the real one."""
     world = pretended.get()
-    return None if world is None else (world.rank, world.size)
+    return None if world is None else (world.rank, world.size, world.executor is not None)
 
 
 def get_backend(mesh: Any = None) -> Backend:
@@ -244,9 +245,17 @@ def fake_world(world_size: int, rank: int = 0, device_type: str = "cpu") -> Iter
         raise ConfigError(f"For 'fake_world', rank {rank} is not in a world of {world_size}.", "", "0 <= rank < size",
                           "pass a rank of the world")
     from .fake import FakeBackend
-    token = pretended.set(World(rank, world_size, FakeBackend(world_size, rank), _DEVICES.get(device_type.lower(), "CPU")))
+    world = World(rank, world_size, FakeBackend(world_size, rank), _DEVICES.get(device_type.lower(), "CPU"))
+    with pretend(world):
+        yield world
+
+
+@contextmanager
+def pretend(world: World) -> Iterator[None]:
+    """Inside, and in this thread, that world is the only one."""
+    token = pretended.set(world)
     try:
-        yield pretended.get()  # type: ignore[misc]
+        yield
     finally:
         pretended.reset(token)
 

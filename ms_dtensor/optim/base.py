@@ -17,6 +17,7 @@ from mindspore import Parameter, Tensor
 
 from ms_dtensor.errors import ConfigError, LayoutError
 
+from ..comm.pretended import executing
 from ..core.layout import Layout
 from ..dispatch.operands import dtype_name, local_alias, wrap
 from ..dispatch.recorded import not_recorded
@@ -62,6 +63,7 @@ class Optimizer:
     """
 
     _BELOW: ClassVar[Mapping[str, float]] = {}  # options that are numbers: at least 0, and less than this
+    _ALONE: ClassVar[bool] = True  # a step communicates nothing
     _LACKS: ClassVar[Mapping[str, tuple[int, ...]]] = {}  # dims of the parameter, from its last, that a kind of state lacks
 
     def __init__(self, params: Params, schedule: Schedule | None, **options: Any):
@@ -100,6 +102,10 @@ class Optimizer:
                 check_gradient(self._who, param, grad)
         self._factor = 1.0 if self.schedule is None else float(self.schedule(self._steps))
         self._steps += 1
+        dry = executing()
+        if dry is not None:
+            dry.stepped(self, [i for i, grad in enumerate(grads) if grad is not None], grads)
+            return
         with NoFallbackGuard():
             self._step({i: grad for i, grad in enumerate(grads) if grad is not None})
 

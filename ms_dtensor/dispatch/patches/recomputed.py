@@ -27,6 +27,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 from ...comm.packing import copy, write
+from ...comm.pretended import executing
 from ...core.tree import leaves, map_leaves
 from ...errors import ConfigError, OpRuleError
 from ...internals import names
@@ -159,7 +160,7 @@ class _Forward:
         """Keeps what was in the slots that the forward writes to. Which these are its first run of a kind tells."""
         known = {(): set()} if self.cell is None else self.cell.__dict__.setdefault(_WRITES, {})
         kind = tuple(c.training for c in self.cells)
-        written = known.get(kind)
+        written = known.get(kind) if executing() is None else set()  # where nothing has values, none changes
         slots = {} if written is not None and not written else self._slots()
         self.before = {k: _copy(x) for k, x in slots.items() if written is None or k in written}
         was = [(c, dict(c.__dict__)) for c in self.cells] if written is None else []

@@ -25,6 +25,7 @@ from mindspore import Tensor
 from ... import comm
 from ...comm.packing import ArrayOps, TensorOps, blocks, numpy_dtype, write
 from ...comm.parts import Parts
+from ...comm.pretended import executing
 from ...comm.protocol import Backend, Work
 from ...core.layout import Layout
 from ...dispatch.operands import local_alias
@@ -83,11 +84,17 @@ class Block:
 
     def row(self, shards: dict[int, Tensor], dtype) -> Tensor:
         """This rank's pieces of parameters, given by their numbers; the places are as long as the longest pieces."""
+        dry = executing()
+        if dry is not None:
+            return dry.ledger.new((sum(self.parts.widths[i] for i in shards),), dtype, "buffers")
         return self._packed({i: [(0, self._ops.shaped(self._ops.of(x), (1, *x.shape)))] if x.size else []
                              for i, x in shards.items()}, 1, dtype)
 
     def _rows(self, wholes: dict[int, Any], first: int, stop: int, dtype) -> Tensor:
         """The rows of ranks [first, stop) of whole tensors, given by their numbers."""
+        dry = executing()
+        if dry is not None:
+            return dry.ledger.new(((stop - first) * sum(self.parts.widths[i] for i in wholes),), dtype, "buffers")
         return self._packed({i: [(r - first, x) for r, x in self._pieces(i, whole, first, stop)]
                              for i, whole in wholes.items()}, stop - first, dtype)
 
@@ -132,12 +139,15 @@ class Block:
             if self.straight() and all(g.dtype == kind for g in grads.values()):
                 return Work(self.group.reduce_scatter_from(grads, self.parts)), {i: self.parts.count(i, me) for i in grads}
             places = {i: self.parts.widths[i] for i in grads}
-            rows = self._rows({i: self._ops.of(g) for i, g in grads.items()}, 0, size, kind)
+            given = grads if executing() is not None else {i: self._ops.of(g) for i, g in grads.items()}
+            rows = self._rows(given, 0, size, kind)
             return self.group.reduce_scatter(rows, "sum", 0, [sum(places.values())] * size, async_op=True), places
 
     def shards(self, places: dict[int, int], flat: Tensor) -> dict[int, Tensor]:
         """This rank's pieces, by number of the parameter, from flat memory in which these are their places."""
-        ops, out, at, me = self._ops, {}, 0, self.group.rank_index
+        ops, out, at, me, dry = self._ops, {}, 0, self.group.rank_index, executing()
+        if dry is not None:
+            return {i: dry.on_storage_of(flat, self.parts.shape(i, me)) for i in places}
         with NoFallbackGuard():
             row = ops.of(flat)
             for i, elements in places.items():
@@ -168,6 +178,10 @@ class Block:
             return
         with NoFallbackGuard():
             self._memory().claim()
+            dry = executing()
+            if dry is not None:
+                dry.ledger.is_now(gathered, "buffers")
+                return
             rows = self._ops.shaped(self._ops.of(gathered), (self.group.size, -1))
             for column, pieces in zip(self._ops.split(rows, self.parts.widths, 1), self._lying):
                 for r, x in pieces:
@@ -177,6 +191,9 @@ class Block:
 
     def _memory(self) -> DeviceMemory:
         if self.memory is None:
+            if executing() is not None:
+                self.memory = AbstractMemory(self.shapes, self.dtype, self.group.backend)
+                return self.memory
             kind = HostMemory if on_cpu() else DeviceMemory
             self.memory = kind(self.shapes, self.dtype, self.group.backend)
             with NoFallbackGuard():  # once, as host calls are what a device waits for
@@ -199,7 +216,7 @@ class Block:
             each = self.group.size // self.near.size
             first = self.near.rank_index * each
             with NoFallbackGuard():
-                wholes = {i: self.memory.array(i) for i in range(len(self.params))}
+                wholes = {i: None if executing() is not None else self.memory.array(i) for i in range(len(self.params))}
                 self.part = self._rows(wholes, first, first + each, self.dtype)
         if self.memory is not None and (pages or not self.straight()):
             self.memory.release()
@@ -210,6 +227,8 @@ class Block:
 
     def changed(self) -> bool:
         """Whether this rank's shards are no longer what lies in the memory."""
+        if executing() is not None:
+            return False
         with NoFallbackGuard():
             own = [self._ops.tensor(self._ops.cast(self._ops.of(local_alias(p)), self.dtype)) for p in self.params]
             return any(not np.array_equal(*(x.asnumpy().reshape(-1).view(np.uint8) for x in (own[i], mine)))
@@ -301,3 +320,30 @@ class HostMemory(DeviceMemory):
     def claim(self) -> None:
         if self.window is not None:
             self.window.claim()
+
+
+class AbstractMemory(DeviceMemory):
+    """The same in a dry run: bytes that come and go, and tensors that have a shape."""
+
+    def _make(self, count: int, dtype, backend: Backend) -> None:
+        self._dry, self._bytes, self._taken = executing(), count * numpy_dtype(dtype).itemsize, False
+        self._flat = self._dry.nameless((count,), dtype)
+        self._take(True)
+
+    def tensor(self, i: int) -> Tensor:
+        return self._dry.on_storage_of(self._flat, self.shapes[i])
+
+    def holds(self, x: Tensor) -> bool:
+        """Whether a tensor lies here."""
+        return Tensor.data_ptr(x) == Tensor.data_ptr(self._flat)
+
+    def release(self) -> None:
+        self._take(False)
+
+    def claim(self) -> None:
+        self._take(True)
+
+    def _take(self, taken: bool) -> None:
+        if taken != self._taken:
+            self._taken = taken
+            self._dry.ledger.change("gathered", self._bytes if taken else -self._bytes)
