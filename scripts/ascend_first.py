@@ -7,7 +7,8 @@
 Without an NPU it says why within a second, runs nothing, and exits with 2. Else, each part in processes and within seconds
 of its own: `environment` (versions and whether they match, topology, settings), `device` (does MindSpore start there, and
 why not: the last part if not), `contract` (every collective, on 2 and on all ranks), `ops` (each fused op of the Llama, its
-attentions and experts against their CPU references, values and gradients), `quickstart` and `fsdp` (losses against
+attentions and experts against their CPU references, values and gradients), `context` (what a ring and lists of tokens
+need of the attention kernel and of HCCL, and no document says), `quickstart` and `fsdp` (losses against
 `quickstart_losses.json`, which `bf16_losses.py` wrote on a CPU), `step` and `fsdp_step` (the 1B configuration: memory and
 tokens/s), `collectives` (a table in the columns of hccl_test and nccl-tests), `host` (time per op), `memory` (is it given
 back), `twice` (the same bits), `profile` (three steps), `refusal` (HCCL's words) and `killed` (a rank that dies). After
@@ -33,9 +34,9 @@ sys.path[0] = str(ROOT)
 from scripts.ascend import node  # noqa: E402
 from tests.msrun import launch, report  # noqa: E402
 
-SECONDS = {"environment": 60, "device": 90, "contract": 120, "ops": 180, "quickstart": 150, "fsdp": 150, "step": 240,
-           "fsdp_step": 240, "collectives": 100, "host": 120, "memory": 60, "twice": 120, "profile": 300, "refusal": 90,
-           "killed": 150}
+SECONDS = {"environment": 60, "device": 90, "contract": 120, "ops": 180, "context": 120, "quickstart": 150, "fsdp": 150,
+           "step": 240, "fsdp_step": 240, "collectives": 100, "host": 120, "memory": 60, "twice": 120, "profile": 300,
+           "refusal": 90, "killed": 150}
 REHEARSED = 5  # times as long may a part take where CPU kernels stand in
 OPS_BOUND = 2.0**-6  # of the largest element, in bfloat16: the kernels round at other places than the reference
 COLUMNS = ("collective", "data_size(Bytes)", "count", "type", "redop", "aveg_time(us)", "alg_bandwidth(GB/s)",
@@ -44,14 +45,14 @@ TOLD = {"HCCL_EXEC_TIMEOUT": "60", "HCCL_CONNECT_TIMEOUT": "120"}  # seconds; a 
 
 
 def rank_side(options) -> None:
-    from scripts.ascend import probes, ranks
+    from scripts.ascend import context, probes, ranks
 
     if options.part == "twice" and not options.rehearse:
         import mindspore as ms
 
         ms.set_deterministic(True)  # HCCL asks when it starts
     with ranks.world_of(options.rehearse) as world:
-        result = getattr(ranks, options.part, None) or getattr(probes, options.part)
+        result = next(getattr(m, options.part) for m in (ranks, probes, context) if hasattr(m, options.part))
         result = result(world, options)
         if world.rank == 0 or result.get("failed") or options.part == "killed":
             report(result)
@@ -213,7 +214,7 @@ def main() -> int:
         ("environment", "environment", lambda: environment(options)),
         *([] if options.rehearse else [("device", "device", node.plugin_loads)]),
         *(on(n, "contract") for n in sorted({min(2, ranks), ranks})),
-        ("ops", "ops", lambda: ops_part(options, folder)),
+        ("ops", "ops", lambda: ops_part(options, folder)), on(ranks, "context"),
         *(on(ranks, name) for name in ("quickstart", "fsdp", "step", "fsdp_step", "collectives", "host")),
         on(1, "memory"), on(ranks, "twice"), *([] if options.rehearse else [on(ranks, "profile")]),
         *(on(ranks, name, ending_part) for name in ("refusal", "killed")),

@@ -17,8 +17,9 @@ from mindspore import Tensor
 from mindspore.ops import auto_generate
 from mindspore.ops.auto_generate import gen_ops_prim
 
+from ms_dtensor.core.balance import Mask
 from ms_dtensor.ops import rng
-from ms_dtensor.ops.local import attention, moe
+from ms_dtensor.ops.local import attention, moe, varlen
 from ms_dtensor.ops.rules.attention import FAR
 
 pytestmark = pytest.mark.usefixtures("cpu")
@@ -35,7 +36,8 @@ def test_each_such_branch_has_a_test():
                           if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "ascend_kernels"]
     assert sorted(found) == [
         ("adamw.py", "_step"),  # tests/zoo/test_optim.py: test_on_ascend_one_kernel_steps_the_master
-        ("attention.py", "flash_attention"), ("moe.py", "finalize_once"), ("moe.py", "gating_of_rows")]
+        ("attention.py", "flash_attention"), ("moe.py", "finalize_once"), ("moe.py", "gating_of_rows"),
+        ("varlen.py", "fused"), ("varlen.py", "fused_grad")]
 
 
 # -- attention -------------------------------------------------------------------------------------------------------------
@@ -123,6 +125,79 @@ def test_bits_of_dropped_weights_are_those_of_our_stream(monkeypatch):
     kept = Attention.seen[0]["kept"]
     want = rng.keep_mask(rng.Key(11, 3), (2, 4, 8, 8), 0.7, ((0, 2), (0, 4), (0, 8), (0, 8)))
     assert (kept == want).all() and 0.6 < kept.mean() < 0.8
+
+
+# -- a ring's blocks ---------------------------------------------------------------------------------------------------
+class AttentionGrad:
+    """`FlashAttentionScoreGrad` in TND: what a block of keys gives, from the statistics it is handed, in NumPy."""
+
+    seen: list[dict] = []
+
+    def __init__(self, *args, **kwargs):
+        made = inspect.signature(inspect.unwrap(gen_ops_prim.FlashAttentionScoreGrad.__init__)).bind(self, *args, **kwargs)
+        made.apply_defaults()
+        self.made = made.arguments
+
+    def __call__(self, *args, **kwargs):
+        given = inspect.signature(gen_ops_prim.FlashAttentionScoreGrad.__call__).bind(self, *args, **kwargs)
+        given.apply_defaults()
+        a, m = given.arguments, self.made
+        assert all(a[n] is None for n in ("pse_shift", "drop_mask", "padding_mask", "softmax_in", "prefix"))
+        assert m["input_layout"] == "TND" and m["keep_prob"] == 1.0 and m["inner_precise"] == 0
+        assert (m["sparse_mode"], m["next_tokens"]) in ((3, 0), (0, FAR)) and m["pre_tokens"] == FAR
+        assert (a["atten_mask"] is not None) == (m["sparse_mode"] == 3)
+        assert a["dy"].shape == a["attention_in"].shape == a["query"].shape and a["attention_in"].dtype == a["query"].dtype
+        AttentionGrad.seen.append({**m, **a})
+        q, k, v, dy, out = (a[n].asnumpy() for n in ("query", "key", "value", "dy", "attention_in"))
+        (t, h, _), g = q.shape, k.shape[1]
+        stats = [a[n].asnumpy() for n in ("softmax_max", "softmax_sum")]
+        assert m["head_num"] == h and all(s.shape == (t, h, 8) and (s == s[..., :1]).all() for s in stats)
+        grads, q0, k0 = [np.zeros_like(x) for x in (q, k, v)], 0, 0
+        for q1, k1 in zip(a["actual_seq_qlen"], a["actual_seq_kvlen"], strict=True):
+            seen = np.ones((q1 - q0, k1 - k0), bool)
+            if m["sparse_mode"] == 3:
+                seen = np.tril(seen, (k1 - k0) - (q1 - q0))
+            for i in range(h):
+                x, keys, values, d = q[q0:q1, i], k[k0:k1, i * g // h], v[k0:k1, i * g // h], dy[q0:q1, i]
+                p = np.where(seen, np.exp(x @ keys.T * m["scale_value"] - stats[0][q0:q1, i, :1]), 0)
+                p = p / stats[1][q0:q1, i, :1]
+                ds = p * (d @ values.T - (d * out[q0:q1, i]).sum(1, keepdims=True)) * m["scale_value"]
+                for total, more in zip(grads, (ds @ keys, ds.T @ x, p.T @ d)):
+                    at = (slice(q0, q1), i) if total is grads[0] else (slice(k0, k1), i * g // h)
+                    total[at] += more
+            q0, k0 = q1, k1
+        return *(Tensor(x) for x in grads), None
+
+
+def test_blocks_of_a_ring_are_what_the_whole_is_by_statistics_of_all_keys(monkeypatch):
+    """Two runs of queries over two blocks of keys each, one of them on the diagonal: joined, they are the fused call over
+    all keys, and the gradient kernel, handed the joined statistics, gives its gradients."""
+    q, k, v, dout = rows(9, 4, 8), rows(14, 2, 8), rows(14, 2, 8) * 0.5, rows(9, 4, 8) * 0.3
+    ends = (4, 9), (6, 14)  # run 0 sees 2 keys before its own 4, run 1 three before its own 5
+    for there in (False, True):
+        monkeypatch.setattr(attention, "_kernel", Attention)
+        monkeypatch.setattr(varlen, "_grad_kernel", AttentionGrad)
+        for module in (attention, varlen):
+            monkeypatch.setattr(module, "ascend_kernels", lambda there=there: there)
+        Attention.seen.clear()
+        AttentionGrad.seen.clear()
+        want = varlen.runs(q, k, v, *ends, Mask(), 0.35)
+        grads = ms.grad(lambda *x: (varlen.runs(*x, *ends, Mask(), 0.35) * dout).sum(), (0, 1, 2))(q, k, v)
+        far, near = np.r_[0:2, 6:9], np.r_[2:6, 9:14]
+        blocks = [((k[far.tolist()], v[far.tolist()]), (2, 5), False), ((k[near.tolist()], v[near.tolist()]), (4, 9), True)]
+        whole = None
+        for keys, k_ends, diagonal in blocks:
+            whole = varlen.joined(whole, varlen.fused(q, *keys, ends[0], k_ends, diagonal, 0.35))
+        np.testing.assert_allclose(whole.out.asnumpy(), want.asnumpy(), rtol=2e-5, atol=1e-6)
+        dq, dk, dv = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
+        for (keys, k_ends, diagonal), at in zip(blocks, (far, near)):
+            one = varlen.fused_grad(q, dout, whole, *keys, ends[0], k_ends, diagonal, 0.35)
+            dq += one[0].asnumpy()
+            dk[at] += one[1].asnumpy()
+            dv[at] += one[2].asnumpy()
+        for got, x in zip((dq, dk, dv), grads, strict=True):
+            np.testing.assert_allclose(got, x.asnumpy(), rtol=2e-5, atol=1e-6)
+        assert len(AttentionGrad.seen) == 2 * there and len(Attention.seen) == 4 * there
 
 
 # -- mixture of experts ----------------------------------------------------------------------------------------------

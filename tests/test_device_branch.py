@@ -168,6 +168,40 @@ def test_gathered_parameters_are_given_back_after_their_use(npu):
         assert held == 0 and most == (UNIT if reshard else 3 * UNIT), (most, resized)
 
 
+class Nine(nn.Cell):
+    """As many parameters as a Llama block has."""
+
+    def __init__(self, sizes):
+        super().__init__()
+        self.products = nn.CellList([nn.Dense(128, n, has_bias=False) for n in sizes])
+        self.a, self.b = (ms.Parameter(Tensor(rows(s, 128)), name=f"scale{s}") for s in (1, 2))
+
+    def construct(self, x):
+        return sum(((cell(x) * n).sum() for n, cell in enumerate(self.products)), (x * self.a * self.b).sum())
+
+
+@pytest.mark.parametrize("odd", [0, 3])
+def test_packing_asks_for_as_many_kernels_however_many_ranks_there_are(odd):
+    """A strided copy takes a parameter out of what was gathered; where its last shard is shorter, one more."""
+    seen, policy = {}, md.MixedPrecisionPolicy(ms.bfloat16, ms.float32)
+    for ranks in (8, 64, 128):
+        with comm.fake_world(ranks, 1), rehearsed(clock=False) as device:
+            mesh = md.init_device_mesh("npu", (ranks,), mesh_dim_names=("dp",))
+            block = Nine([n + odd for n in (256, 128, 128, 256, 512, 512, 256)])
+            net = nn.SequentialCell(md.fully_shard(block, mesh=mesh, mp_policy=policy))
+            md.fully_shard(net, mesh=mesh)  # the outermost keeps its parameters
+            step = md.value_and_grad(net, None, net.trainable_params())
+            x = md.DTensor.from_local(Tensor(rows(3, 2, 128)), mesh, [md.Shard(0)])
+            step(x)
+            device.counts.clear()
+            step(x)
+            seen[ranks] = device.counts["kernels"]
+    gathering = 2 + 9  # this rank's shards joined and cast, and the copies; in the forward and in the backward
+    reducing = 1 + 9  # gradients joined; and a shard of each in memory of its own, for the caller
+    most = 2 * gathering + reducing
+    assert set(seen.values()) == {most} if not odd else max(seen.values()) < 2 * most, seen
+
+
 @pytest.mark.parametrize("reduce_dtype, moved", [(ms.float32, "Float32"), (None, "BFloat16")])
 def test_gradients_are_added_up_in_the_dtype_that_was_asked_for(npu, reduce_dtype, moved):
     policy = md.MixedPrecisionPolicy(ms.bfloat16, reduce_dtype)

@@ -2,13 +2,15 @@
 """DFunction on one device: contexts, gradients of every kind, second derivatives, and its own check."""
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 
-from ms_dtensor import DFunction, Shard, distribute_tensor, grad, init_device_mesh, value_and_grad
-from ms_dtensor.errors import OpRuleError
+from ms_dtensor import DFunction, Shard, distribute_tensor, grad, init_device_mesh, local_map, value_and_grad
+from ms_dtensor.errors import LayoutError, OpRuleError
 
 pytestmark = pytest.mark.usefixtures("cpu")
 X = Tensor(np.array([1.0, 2.0, 3.0], np.float32))
@@ -204,3 +206,21 @@ def test_hooks_of_a_mesh_of_one():
     assert g.layout is x.layout
     same(g.to_local(), Y)
     same(ops.exp(Rows.apply(x, y)).to_local(), ops.exp(X * Y))
+
+
+@dataclass(frozen=True)
+class Batch:
+    length: int
+    places: Tensor
+
+
+def test_tensors_in_a_dataclass_are_laid_out_as_those_of_a_list():
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    x = distribute_tensor(Tensor([[1.0], [2.0]]), mesh, [Shard(0)])
+
+    def scaled(x, batch):
+        return x * batch.places * batch.length
+    run = local_map(scaled, [Shard(0)], ([Shard(0)], [Shard(0)]), device_mesh=mesh)
+    assert run(x, Batch(3, x)).full_tensor().asnumpy().ravel().tolist() == [3.0, 12.0]
+    with pytest.raises(LayoutError, match="argument 1.* is a DTensor, but 'in_placements' has None"):
+        local_map(scaled, [Shard(0)], ([Shard(0)], None), device_mesh=mesh)(x, Batch(3, x))

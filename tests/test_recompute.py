@@ -14,6 +14,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore._c_expression import run_backward
 
 import ms_dtensor as md
+from ms_dtensor.compat.hyper_parallel import checkpoint_exclude_wrapper
 from ms_dtensor.dispatch import patches
 from ms_dtensor.dispatch.operands import local_alias
 from ms_dtensor.dispatch.patches import recomputed
@@ -324,3 +325,81 @@ def test_functions_run_again_where_no_parameters_are_gathered():
     check(md.replicate(Split(), mesh=one_rank()), Net())
     with pytest.raises(ConfigError, match="a function inside a sharded cell"):
         gradients(md.fully_shard(Split(), mesh=one_rank()))
+
+
+class CountedDense(nn.Dense):
+    """Counts how often it ran."""
+
+    runs = 0
+
+    def construct(self, x):
+        self.__dict__["runs"] = self.runs + 1
+        return super().construct(x)
+
+
+class Told(nn.Cell):
+    """Three cells in a row and a function between."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.middle, self.down = CountedDense(6, 5), CountedDense(5, 5), CountedDense(5, 3)
+        self.acted = 0
+        for i, p in enumerate(self.get_parameters()):
+            p.set_data(Tensor(np.random.default_rng(i).normal(size=p.shape).astype(np.float32)))
+
+    def act(self, x):
+        self.acted += 1
+        return ops.tanh(x) * x
+
+    def construct(self, x):
+        return self.down(self.middle(self.act(self.up(x))))
+
+
+@pytest.mark.parametrize("spread", SPREAD)
+@pytest.mark.parametrize("what", ["function", "cell", "both", "first", "last"])
+def test_what_is_excluded_runs_once(spread, what):
+    net, plain = Told(), Told()
+    chosen = {"function": ["act"], "cell": ["middle"], "both": ["act", "middle"], "first": ["up"], "last": ["down"]}[what]
+    for name in chosen:
+        if name == "act":
+            object.__setattr__(net, "act", checkpoint_exclude_wrapper(net.act))
+        else:
+            assert checkpoint_exclude_wrapper(getattr(net, name)) is getattr(net, name)
+    net = SPREAD[spread](net)
+    md.checkpoint_wrapper(net)
+    want, got = gradients(plain), gradients(net)
+    for g, w in zip(got, want, strict=True):
+        assert np.allclose(g, w, rtol=2e-5, atol=1e-6) and w.any()
+    runs = {"act": net.acted, **{name: getattr(net, name).runs for name in ("up", "middle", "down")}}
+    assert runs == {name: 1 + (name not in chosen) for name in runs}
+    assert all(np.array_equal(a, b) for a, b in zip(gradients(net), got)), "again, from nothing that was left"
+
+
+def test_what_is_excluded_and_random_is_what_it_was():
+    net, plain = Told(), Told()
+    for one in (net, plain):
+        object.__setattr__(one, "act", lambda x: ops.dropout(x, 0.5, True))
+    object.__setattr__(net, "act", checkpoint_exclude_wrapper(net.act))
+    after = nn.Dropout(p=0.5)
+    object.__setattr__(net, "middle", nn.SequentialCell(net.middle, after)), net.set_train()
+    object.__setattr__(plain, "middle", nn.SequentialCell(plain.middle, nn.Dropout(p=0.5))), plain.set_train()
+    md.checkpoint_wrapper(net)
+    results = []
+    for one in (net, plain):
+        ms.set_seed(3), ms.manual_seed(3)
+        results.append(gradients(one, list(one.up.get_parameters()) + list(one.down.get_parameters())))
+    assert all(np.allclose(a, b, rtol=2e-5, atol=1e-6) and b.any() for a, b in zip(*results, strict=True))
+
+
+def test_what_is_excluded_may_not_be_called_more_often_the_second_time():
+    net = Told()
+    act, seen = checkpoint_exclude_wrapper(lambda x: x * 2), []
+
+    def twice(x):
+        seen.append(1)
+        return act(act(x)) if len(seen) == 2 else act(x)
+    object.__setattr__(net, "act", twice)
+    md.checkpoint_wrapper(net)
+    with pytest.raises(OpRuleError, match="something else when it ran again"):
+        gradients(net)
+    executor.clear_res()

@@ -44,7 +44,13 @@ def test_a_step_of_the_8b_configuration_asks_little_of_a_device():
     done = subprocess.run([sys.executable, ROOT / "scripts/bench/rehearse_counts.py", "--layers", "4"], capture_output=True,
                           text=True, timeout=900)
     assert done.returncode == 0, done.stderr
-    tensor_parallel, data_parallel = json.loads(done.stdout[done.stdout.index('{\n "config"'):])["steps"]
+    tensor_parallel, data_parallel, sharded = json.loads(done.stdout[done.stdout.index('{\n "config"'):])["steps"]
     for step in (tensor_parallel, data_parallel):
         assert step["kernels_per_collective"] <= 3 and len(step["host_waits"]) <= 2, step
+    for step in (tensor_parallel, data_parallel, sharded):
+        uploads = {line.partition(":")[0] for line in step["host_to_device"]}
+        assert uploads <= {"model_zoo/llama/parallelize.py", "ms_dtensor/ops/local/attention.py"}, step
+    memory = [n for line, n in sharded["host_waits"].items() if "sharding/block.py" in line]
+    units = 4 + 1
+    assert len(memory) == 2 and sum(memory) <= 4 * units, sharded  # taken and given back, in the forward and in the backward
     assert data_parallel["overlapped"] >= 0.9, data_parallel

@@ -3,72 +3,28 @@
 
 Not here: anything that needs MindSpore or a process group. A configuration is refused before the first byte is
 communicated, by the same text on every rank. The one invariant: a `Config` that `load` returned is consistent with
-the world it will run in. Reading and type-checking are in `configio.py`.
+the world it will run in. Reading and type-checking are in `configio.py`, the model's section in `config_model.py`.
 """
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from ms_dtensor.errors import ConfigError
 
+from .config_model import (
+    MODEL_RANGES,
+    ExpertsConfig,
+    LatentConfig,
+    ModelConfig,
+    RopeScaling,
+    check_model,
+    divisors,
+)
 from .config_watch import COUNT, WATCH_RANGES, GuardConfig, MetricsConfig, ProfileConfig
 
-
-@dataclass(frozen=True, slots=True)
-class RopeScaling:
-    """A stretch of the rotary wave lengths: of the long ones, as Llama-3 does it, or of all (linear)."""
-
-    kind: Literal["llama3", "linear"] = "llama3"
-    factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_seq_len: int = 8192
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertsConfig:
-    """A mixture of experts in the place of each feed-forward: Mixtral's. Every token goes through `per_token` of them."""
-
-    count: int = 8
-    per_token: int = 2
-    capacity: float | None = None
-    """What an expert takes of a sequence: so many times its even share, the first tokens; null: all that choose it."""
-    balance: float = 0.0
-    """Weight of the auxiliary loss, which is least when the experts are chosen equally often. It is a mean over a
-    micro-batch: with train.micro_batches above 1 the mean of those, which is not that of the whole batch."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """Global sizes; `n_kv_heads` below `n_heads` is grouped-query attention."""
-
-    dim: int = 256
-    n_layers: int = 4
-    n_heads: int = 8
-    n_kv_heads: int = 8
-    ffn_dim: int = 704
-    vocab_size: int = 256
-    norm_eps: float = 1e-5
-    rope_theta: float = 500000.0
-    rope_scaling: RopeScaling | None = None
-    tied_head: bool = False
-    head_width: int | None = None
-    """Of q, k and v; null: dim / n_heads."""
-    qkv_bias: bool = False
-    out_bias: bool = False
-    """Of attention's output."""
-    qk_norm: bool = False
-    """Each head of q and of k is normed before it is turned."""
-    sliding_window: int | None = None
-    """A token sees so many, itself the last of them; null: all before it."""
-    experts: ExpertsConfig | None = None
-
-    @property
-    def head_dim(self) -> int:
-        return self.head_width or self.dim // self.n_heads
+__all__ = ["ExpertsConfig", "LatentConfig", "ModelConfig", "RopeScaling"]  # the section `model`; and what is below
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +138,8 @@ class TrainConfig:
     """Of the computation; parameters, their gradients and what is added up over ranks are float32 in either."""
     micro_batches: int = 1
     """The batch goes through the model in so many parts, whose gradients are added up."""
+    batch_ramp: int = 0
+    """Over the first so many steps the batch grows, part by part, from one of `micro_batches` to all; 0: it is whole."""
     recompute: bool = False
     """Of each block only the input is kept for the backward, which computes the block again."""
     eval_every: int = 0
@@ -194,6 +152,20 @@ class TrainConfig:
     """A run that cannot fit into its devices by the formula of memory.py is refused before it starts."""
     init_hf: str | None = None
     """Begin with these weights: a Hugging Face folder, whose config.json gives the section `model`; see `hf.py`."""
+
+    def rows_at(self, step: int) -> int:
+        """Sequences of the global batch of a step.
+
+        Example:
+            >>> from model_zoo.llama.config import TrainConfig
+            >>> ramped = TrainConfig(batch=8, micro_batches=4, batch_ramp=6)
+            >>> [ramped.rows_at(step) for step in range(8)]
+            [2, 2, 4, 4, 6, 6, 8, 8]
+        """
+        parts = self.micro_batches
+        if step < self.batch_ramp:
+            parts = 1 + step * (parts - 1) // self.batch_ramp
+        return self.batch // self.micro_batches * parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,14 +209,7 @@ def checkpoint_folder(cfg: Config, log_dir: Path | None = None) -> Path:
 VEE = ("zbv", "dualpipev")  # schedules in which rank r has the stages r and 2 pp - 1 - r
 # Of every number in the tree the least and the greatest value; NaN is in no range. The greatest keep checks and sums quick.
 RANGES: dict[str, tuple[float, float]] = {
-    "model.dim": (1, 2 ** 24), "model.n_layers": (1, 2 ** 16), "model.n_heads": (1, 2 ** 20),
-    "model.n_kv_heads": (1, 2 ** 20), "model.ffn_dim": (1, 2 ** 24), "model.vocab_size": (1, 2 ** 28),
-    "model.head_width": (2, 2 ** 16), "model.sliding_window": COUNT,
-    "model.experts.count": (1, 2 ** 16), "model.experts.per_token": (1, 2 ** 16), "model.experts.capacity": (1e-3, 1e6),
-    "model.experts.balance": (0, 1e6),
-    "model.norm_eps": (0, 1), "model.rope_theta": (1, 1e12), "model.rope_scaling.factor": (1, 1e6),
-    "model.rope_scaling.low_freq_factor": (1e-3, 1e6),
-    "model.rope_scaling.high_freq_factor": (1e-3, 1e6), "model.rope_scaling.original_max_seq_len": COUNT,
+    **MODEL_RANGES,
     "data.max_bytes": (1, 2 ** 40), "data.held_out_every": COUNT, "parallel.dp": (1, 2 ** 20), "parallel.tp": (1, 2 ** 20),
     "parallel.hsdp": (1, 2 ** 20), "parallel.pp": (1, 2 ** 16), "parallel.pp_stages_per_rank": (1, 2 ** 16),
     "parallel.cp": (1, 2 ** 20), "parallel.ep": (1, 2 ** 16), "parallel.ulysses": (1, 2 ** 20),
@@ -252,28 +217,29 @@ RANGES: dict[str, tuple[float, float]] = {
     "optim.lr": (0, 1e3), "optim.betas": (0, 1 - 1e-9), "optim.eps": (1e-30, 1), "optim.weight_decay": (0, 1e3),
     "optim.warmup": (0, 2 ** 53), "optim.min_lr_ratio": (0, 1), "optim.clip_norm": (0, 1e9),
     "train.steps": (0, 2 ** 53), "train.batch": COUNT, "train.seq": COUNT, "train.seed": (0, 2 ** 32 - 1),
-    "train.micro_batches": COUNT,
+    "train.micro_batches": COUNT, "train.batch_ramp": (0, 2 ** 53),
     "checkpoint.interval": (0, 2 ** 53), "checkpoint.keep_last": COUNT,
     "train.eval_every": (0, 2 ** 53), "train.eval_batches": COUNT,
     **WATCH_RANGES,
 }
 
 
-def divisors(n: int) -> list[int]:
-    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    return [*small, *(n // d for d in reversed(small) if d * d != n)]
-
-
 def check(cfg: Config, world: int) -> None:
     """Raises `ConfigError` for the first thing in `cfg` that cannot run on `world` workers."""
     _check_ranges(cfg)
-    _check_model(cfg.model)
+    check_model(cfg.model)
     _check_degrees(cfg, world)
     _check_pipeline(cfg)
     _check_context(cfg)
+    _check_latent(cfg)
     if cfg.checkpoint.on_sigterm and not cfg.checkpoint.interval:
         raise ConfigError("For the configuration, checkpoint.on_sigterm is set, and checkpoint.interval is 0.", "",
                           "A run that never saves does not on SIGTERM either.", "--checkpoint.interval 100")
+    if cfg.train.batch_ramp and (cfg.train.micro_batches == 1 or cfg.parallel.pp > 1):
+        raise ConfigError("For the configuration, train.batch_ramp has nothing to grow by.",
+                          f"train.micro_batches = {cfg.train.micro_batches}, parallel.pp = {cfg.parallel.pp}",
+                          "The batch grows by micro-batches, of which a pipeline's order has always as many.",
+                          ["--train.micro_batches 4", "--train.batch_ramp 0"])
     shares = cfg.parallel.dp * cfg.train.micro_batches
     if cfg.train.batch % shares:
         raise ConfigError(f"For the configuration, train.batch = {cfg.train.batch} cannot be shared out over "
@@ -303,34 +269,6 @@ def _check_ranges(cfg: Config) -> None:
             raise ConfigError(f"For the configuration, {key} cannot be a path.", f"{key} = {path[:60]!r}...",
                               "A path has at most 4000 bytes, 255 between two slashes, and no zero byte.",
                               f"--{key} with a path")
-
-
-def _check_model(m: ModelConfig) -> None:
-    scaling = m.rope_scaling
-    if scaling is not None and scaling.high_freq_factor <= scaling.low_freq_factor:
-        raise ConfigError("For the configuration, the bounds of model.rope_scaling are not in order.", str(scaling),
-                          "high_freq_factor is above low_freq_factor.",
-                          "--model.rope_scaling.high_freq_factor with a larger number")
-    if m.head_width is not None and m.head_width % 2:
-        raise ConfigError(f"For the configuration, model.head_width = {m.head_width} is odd.", f"{m.n_heads} heads",
-                          "Rotary embeddings turn pairs.", f"--model.head_width {m.head_width + 1}")
-    if m.head_width is None and (m.dim % m.n_heads or m.head_dim % 2):
-        fits = [h for h in divisors(m.dim) if m.dim // h % 2 == 0]
-        raise ConfigError(f"For the configuration, model.dim = {m.dim} does not make model.n_heads = {m.n_heads} "
-                          "heads.",
-                          f"model.dim / model.n_heads = {m.dim / m.n_heads:g}",
-                          "The head width is a whole, even number (rotary embeddings turn pairs).",
-                          f"--model.n_heads with one of {fits}" if fits else
-                          f"--model.dim {-(-m.dim // (2 * m.n_heads)) * 2 * m.n_heads}")
-    if m.experts is not None and m.experts.per_token > m.experts.count:
-        raise ConfigError(f"For the configuration, model.experts.per_token = {m.experts.per_token} is more than there are.",
-                          f"model.experts.count = {m.experts.count}", "A token goes through different experts.",
-                          f"--model.experts.per_token with at most {m.experts.count}")
-    if m.n_heads % m.n_kv_heads:
-        raise ConfigError(f"For the configuration, model.n_kv_heads = {m.n_kv_heads} does not divide "
-                          f"model.n_heads = {m.n_heads}.", f"{m.n_heads} query heads, {m.n_kv_heads} key heads",
-                          "Each key head serves the same number of query heads.",
-                          f"--model.n_kv_heads with one of {divisors(m.n_heads)}")
 
 
 def _check_degrees(cfg: Config, world: int) -> None:
@@ -424,7 +362,22 @@ def _check_context(cfg: Config) -> None:
     if p.cp == 1:
         return
     for is_set, key, rule, fix in (
+            (m.experts is not None and m.experts.balance_over == "sequence", "model.experts.balance_over = sequence",
+             "A rank has a part of each sequence.", "--model.experts.balance_over micro_batch"),
             (p.hsdp > 1, "parallel.hsdp", "Parameters are whole, or cut, over dp and cp together.", "--parallel.hsdp 1"),
             (cfg.train.compile, "train.compile", "What is compiled is attention of whole rows.", "--train.compile false")):
         if is_set:
             raise ConfigError(f"For the configuration, {key} does not go with context parallelism.", degree, rule, fix)
+
+
+def _check_latent(cfg: Config) -> None:
+    if cfg.model.latent is None:
+        return
+    for is_set, key, rule, fix in (
+            (cfg.parallel.cp > 1, "parallel.cp", "Keys that all heads share are not fetched yet.", "--parallel.cp 1"),
+            (cfg.lora is not None, "lora", "Its matrices are not those that adapters go to.", "without the section lora"),
+            (cfg.train.compile, "train.compile", "What is compiled is attention of grouped queries.",
+             "--train.compile false")):
+        if is_set:
+            raise ConfigError(f"For the configuration, {key} does not go with latent attention.",
+                              f"model.latent = {cfg.model.latent}", rule, fix)

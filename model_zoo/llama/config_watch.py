@@ -17,6 +17,8 @@ class MetricsConfig:
     """What one device computes at most, for MFU; null: as ms_dtensor/tools/peaks.py says of it, or n/a."""
     communication: bool = True
     """Communication is counted and timed, by collective and mesh axes."""
+    idle_expert: int = 100
+    """An expert that no token has chosen for so many steps is told; 0: none is."""
     bar: bool = True
     """A bar where the output is a terminal, if `rich` is installed."""
 
@@ -48,6 +50,7 @@ class ProfileConfig:
 
 COUNT = (1, 2 ** 31 - 1)
 WATCH_RANGES: dict[str, tuple[float, float]] = {
-    "metrics.peak_tflops": (1e-3, 1e6), "guard.spike": (0, 1e6), "guard.window": (10, 100_000), "guard.patience": COUNT,
+    "metrics.peak_tflops": (1e-3, 1e6), "metrics.idle_expert": (0, 2 ** 31 - 1),
+    "guard.spike": (0, 1e6), "guard.window": (10, 100_000), "guard.patience": COUNT,
     "profile.first": (0, 2 ** 53), "profile.steps": (1, 1000),
 }

@@ -16,7 +16,7 @@ import numpy as np
 from mindspore import Tensor, mint, nn, ops
 
 from .config import ModelConfig
-from .rope import angles
+from .rope import angles, score_scale, turn
 
 product, by_rows = ops.MatMul(), ops.MatMul(transpose_b=True)
 scores, mix = ops.BatchMatMul(transpose_b=True), ops.BatchMatMul()
@@ -98,11 +98,8 @@ def constants(cfg: ModelConfig, b: int, t: int, heads: int, places: bytes | None
     e, angle = cfg.head_dim, angles(cfg, t)
     angle = angle[None] if places is None else angle[np.frombuffer(places, np.int32).reshape(b, t)]
     angle = np.broadcast_to(angle[:, :, None], (b, t, heads, e)).reshape(-1, e)
-    turn = np.zeros((e, e), np.float32)
-    pair = np.arange(e // 2)
-    turn[e // 2 + pair, pair], turn[pair, e // 2 + pair] = -1.0, 1.0
     by_head = np.arange(b * t * heads, dtype=np.int32).reshape(b, t, heads).transpose(0, 2, 1).reshape(-1)
-    return Constants(*map(Tensor, (np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32), turn,
+    return Constants(*map(Tensor, (np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32), turn(cfg),
                                    by_head, np.argsort(by_head).astype(np.int32))))
 
 
@@ -133,8 +130,7 @@ def rotary(rows: Tensor, cos: Tensor, sin: Tensor, turn: Tensor) -> Tensor:
 def turns(cfg: ModelConfig, length: int, places: bytes) -> tuple[Tensor, Tensor, Tensor]:
     """Cosine and sine [n, 1, e] of the angles at the places that the bytes of i32[n] tell, and `Constants.turn`."""
     angle = angles(cfg, length)[np.frombuffer(places, np.int32)][:, None]
-    turn = constants(cfg, 1, 1, 1).turn
-    return Tensor(np.cos(angle).astype(np.float32)), Tensor(np.sin(angle).astype(np.float32)), turn
+    return Tensor(np.cos(angle).astype(np.float32)), Tensor(np.sin(angle).astype(np.float32)), Tensor(turn(cfg))
 
 
 @rounding_once
@@ -146,27 +142,27 @@ def rotate(x: Tensor, cfg: ModelConfig, places: Tensor, length: int) -> Tensor:
     return x * cos + product(x.reshape(-1, x.shape[-1]), turn).reshape(x.shape) * sin
 
 
-def attention(q, key, value, mine: Constants, theirs: Constants, mask: Tensor) -> Tensor:
+def attention(q, key, value, mine: Constants, theirs: Constants, mask: Tensor, scale: float) -> Tensor:
     """`ops.flash_attention_score` after `rotary`: see `attend`. Tensor ops only, so that it can be compiled.
 
     Keys are never repeated: the g query heads that share a key head are folded into its query rows, so scores are one
     batched product [b*k, g*t, e] x [b*k, t, e]. Heads come before tokens by a lookup of rows, and the mask is added as a
     bias to b*h rows of t*t scores.
     """
-    (b, t, h, e), k = q.shape, key.shape[2]
+    (b, t, h, e), k, width = q.shape, key.shape[2], value.shape[3]
     cos, sin, turn, by_head, by_token = mine
     key_cos, key_sin, _, key_by_head, _ = theirs
-    q = rotary(q.reshape(-1, e), cos, sin, turn) * e ** -0.5
+    q = rotary(q.reshape(-1, e), cos, sin, turn) * scale
     q = ops.gather(q, by_head, 0).reshape(b * k, h // k * t, e)
     key = ops.gather(rotary(key.reshape(-1, e), key_cos, key_sin, turn), key_by_head, 0).reshape(b * k, t, e)
-    value = ops.gather(value.reshape(-1, e), key_by_head, 0).reshape(b * k, t, e)
+    value = ops.gather(value.reshape(-1, width), key_by_head, 0).reshape(b * k, t, width)
     score = scores(q, key)
     if mask.ndim == 1:
         score = ops.bias_add(score.reshape(b * h, t * t), mask)
     else:  # of each row its own
         score = score.reshape(b, h, t * t) + mask
     out = mix(mint.softmax(score.reshape(b * k, h // k * t, t), -1), value)
-    return ops.gather(out.reshape(-1, e), by_token, 0).reshape(b, t, h, e)
+    return ops.gather(out.reshape(-1, width), by_token, 0).reshape(b, t, h, width)
 
 
 def attend(cfg: ModelConfig, q: Tensor, key: Tensor, value: Tensor, places: Tensor | None = None, core=attention) -> Tensor:
@@ -175,7 +171,8 @@ def attend(cfg: ModelConfig, q: Tensor, key: Tensor, value: Tensor, places: Tens
     of = None if places is None else places.asnumpy().tobytes()
     mask = causal_mask(t, cfg.sliding_window) if of is None else document_mask(t, cfg.sliding_window, of)
     form = rounding_once(lambda q, key, value: core(
-        q, key, value, tuple(constants(cfg, b, t, h, of)), tuple(constants(cfg, b, t, key.shape[2], of)), mask))
+        q, key, value, tuple(constants(cfg, b, t, h, of)), tuple(constants(cfg, b, t, key.shape[2], of)), mask,
+        score_scale(cfg)))
     return form(q, key, value)
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run reads: text as bytes (the Python standard library's own sources, or any file or folder), the token files of
-`prepare_data.py`, or conversations (`chat.py`).
+`prepare_data.py`, Megatron's indexed data sets (`indexed_file.py`), or conversations (`chat.py`).
 
 The one invariant: a batch is a pure function of (text, seed, step), so every rank computes the
 same *global* batch with NumPy and takes its own rows; nothing is communicated and any mesh sees the same data.
@@ -22,6 +22,7 @@ from ms_dtensor.errors import ConfigError
 from .chat import Conversations, end_of_answer
 from .config import Config, DataConfig, TrainConfig
 from .configio import unlike_held
+from .indexed_file import IndexedFile
 from .token_file import TokenFile, is_token_file
 from .tokens import Bytes, Tokens, decoded, fingerprint, load_tokens
 
@@ -55,8 +56,8 @@ class Text:
 class Files:
     """The same of two token files, which no rank reads whole."""
 
-    train: TokenFile
-    held_out: TokenFile
+    train: TokenFile | IndexedFile
+    held_out: TokenFile | IndexedFile
     documents: bool = False
     """A batch's third array tells each token's place in its document, of which a row may have the end only."""
 
@@ -64,16 +65,17 @@ class Files:
         return self._read(self.train, _drawn(self.train, seed, step, batch, seq), seq)
 
     def identity(self) -> dict[str, Any]:
-        return {"format": "tokens", "text": self.train.identity(), "held_out": self.held_out.identity(),
+        kind = "indexed" if isinstance(self.train, IndexedFile) else "tokens"
+        return {"format": kind, "text": self.train.identity(), "held_out": self.held_out.identity(),
                 "documents": self.documents}
 
     def held_out_batch(self, index: int, count: int, batch: int, seq: int) -> tuple[np.ndarray, ...]:
         return self._read(self.held_out, _spread(self.held_out, index, count, batch, seq), seq)
 
-    def _read(self, file: TokenFile, starts: np.ndarray, seq: int) -> tuple[np.ndarray, ...]:
+    def _read(self, file: TokenFile | IndexedFile, starts: np.ndarray, seq: int) -> tuple[np.ndarray, ...]:
         both = np.stack([file.read(int(start), seq + 1) for start in starts]).astype(np.int32)
         ids, labels = np.ascontiguousarray(both[:, :-1]), np.ascontiguousarray(both[:, 1:])
-        return (ids, labels, places(ids, file.end)) if self.documents else (ids, labels)
+        return (ids, labels, places(ids, file.end)) if self.documents and file.end is not None else (ids, labels)
 
 
 def places(ids: np.ndarray, end: int) -> np.ndarray:
@@ -114,13 +116,17 @@ def load_text(cfg: DataConfig, vocab_size: int, seq: int) -> Text | Files | Conv
         _check_vocabulary(tokens.size, vocab_size)
         return Conversations(Path(cfg.path or "chat.jsonl"), tokens, cfg.template, seq, cfg.held_out_every,
                              fingerprint(cfg.tokenizer))
-    train = _train_file(cfg)
+    train: TokenFile | IndexedFile | None = _train_file(cfg)
+    if train is None and cfg.path is not None and (Path(cfg.path) / "train.idx").exists():
+        train = IndexedFile(Path(cfg.path) / "train", vocab_size)
     if train is not None:
-        files = Files(train, TokenFile(train.path.parent / "held_out.tokens"), cfg.documents)
+        held = TokenFile(train.path.parent / "held_out.tokens") if isinstance(train, TokenFile) else IndexedFile(
+            train.path.parent / "held_out", vocab_size)
+        files = Files(train, held, cfg.documents)
         _check_vocabulary(train.vocab, vocab_size)
         own_tokenizer(cfg)
-        both = [f"{f.vocab} tokens, end {f.end}, tokenizer {f.tokenizer:#x}" for f in (train, files.held_out)]
-        if both[0] != both[1]:
+        both = [f"{f.vocab} tokens, end {f.end}, tokenizer {f.tokenizer:#x}" for f in (train, held)]
+        if both[0] != both[1] and (cfg.documents or isinstance(train, TokenFile)):
             raise ConfigError(f"For the configuration, the token files of data.path = '{cfg.path}' do not belong together.",
                               f"train: {both[0]}; held_out: {both[1]}", "One tokenizer made both.",
                               "make them again: python model_zoo/llama/prepare_data.py")
@@ -202,7 +208,9 @@ def _files(path: str | None) -> tuple[list[Path], Path]:
 
 def stream_values(cfg: TrainConfig, text: Text | Files | Conversations | None) -> dict[str, Any]:
     """All that decides a run's batches, as a checkpoint holds it."""
-    return {"seed": cfg.seed, "batch": cfg.batch, "seq": cfg.seq, **({"text": 0} if text is None else text.identity())}
+    ramp = {"batch_ramp": [cfg.batch_ramp, cfg.micro_batches]} if cfg.batch_ramp else {}
+    of_text: dict[str, Any] = {"text": 0} if text is None else text.identity()
+    return {"seed": cfg.seed, "batch": cfg.batch, "seq": cfg.seq, **ramp, **of_text}
 
 
 def check_same_data(cfg: TrainConfig, text: Text | Files | Conversations, held: dict[str, Any]) -> None:

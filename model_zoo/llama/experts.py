@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixtral's mixture of experts, as a plain cell for one device: a router, and each token through the experts it chose.
+"""A mixture of experts, as a plain cell for one device: a router, and each token through the experts it chose.
 
 Not here: anything parallel. Dropless: every choice is computed, whatever the experts' shares are. With a capacity an expert
 takes of each sequence the first tokens that chose it, so many times its even share; what is over gets nothing from it. A
@@ -15,10 +15,12 @@ from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore.common.initializer import initializer
 from mindspore.ops import auto_generate
 
+from ms_dtensor import Router, expert_balance_loss, expert_counts
 from ms_dtensor.internals.target import on_cpu
 
 from . import cpu
 from .config import ExpertsConfig, ModelConfig
+from .layers import FeedForward
 
 
 class Weights(nn.Cell):
@@ -29,13 +31,13 @@ class Weights(nn.Cell):
         for name, shape in (("w1", (count, width, dim)), ("w2", (count, dim, width)), ("w3", (count, width, dim))):
             self.insert_param_to_cell(name, Parameter(initializer("zeros", shape, ms.float32), name=name))
 
-    def construct(self, core, x, weights, chosen, t):
+    def construct(self, core, x, weights, chosen):
         """A call of their own, so that their parameters can be gathered apart from those around them."""
-        return core(x, weights, chosen, self.w1, self.w2, self.w3, t)
+        return core(x, weights, chosen, self.w1, self.w2, self.w3)
 
 
 class Experts(nn.Cell):
-    """x [n, d] of sequences of t tokens -> [n, d], and what `balance_loss` needs: f32[2, experts].
+    """x [n, d] of sequences of t tokens -> [n, d], what `balance_loss` needs of them, and i64[experts], the experts' loads.
 
     Args:
         cfg: the sizes; `cfg.experts` is not None.
@@ -43,17 +45,36 @@ class Experts(nn.Cell):
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()
-        self.cfg, self.count, self.per_token = cfg.experts, cfg.experts.count, cfg.experts.per_token
-        self.gate = nn.Dense(cfg.dim, self.count, weight_init="zeros", has_bias=False)
-        self.experts = Weights(self.count, cfg.dim, cfg.ffn_dim)
-        self.core = partial(mixture, cfg.experts)  # as attention's: on a mesh `parallelize.py` sets what runs there
+        c = self.cfg = cfg.experts
+        width = c.width or cfg.ffn_dim
+        self.gate = nn.Dense(cfg.dim, c.count, weight_init="zeros", has_bias=False)
+        self.router = Router(c.per_token, score=c.score, groups=c.groups, group_limit=c.group_limit, normalise=c.normalise,
+                             scale=c.scale)
+        if c.bias_rate is not None:  # moved by `Trainer.update`, never by a forward
+            self.expert_bias = Parameter(initializer("zeros", (c.count,), ms.float32), requires_grad=False)
+        self.experts = Weights(c.count, cfg.dim, width)
+        self.shared = FeedForward(cfg.dim, c.shared * width) if c.shared else None
+        # as attention's: on a mesh `parallelize.py` sets what runs there
+        self.core, self.left = partial(mixture, c), partial(left, c)
 
     def construct(self, x, t):
-        scores = mint.softmax(self.gate(x).astype(ms.float32), -1)
-        weights, chosen = ops.topk(scores, self.per_token)
-        weights = weights / weights.sum(-1, keepdims=True)
-        shares = ops.stack((one_hot(chosen, self.count).sum(1).mean(0), scores.mean(0)))
-        return self.experts(self.core, x, weights.astype(x.dtype), chosen, t), shares
+        logits = self.gate(x)
+        weights, chosen = self.router(logits, None if self.cfg.bias_rate is None else self.expert_bias)
+        shares = self._shares(self.router.scores(logits), chosen, t)
+        if self.cfg.capacity is not None:
+            chosen = self.left(chosen, t)
+        y = self.experts(self.core, x, weights.astype(x.dtype), chosen)
+        if self.shared is not None:
+            y = y + self.shared(x)
+        return y, shares, expert_counts(chosen, self.cfg.count)
+
+    def _shares(self, scores, chosen, t):
+        """f32[2, experts], each one's share of the choices and its mean score; or of sequences f32[1, 1], their loss."""
+        if self.cfg.balance_over == "sequence":
+            return expert_balance_loss(scores, chosen, t).reshape(1, 1)
+        if self.cfg.score == "sigmoid":
+            scores = scores / scores.sum(-1, keepdims=True)
+        return ops.stack((one_hot(chosen, self.cfg.count).sum(1).mean(0), scores.mean(0)))
 
 
 def one_hot(chosen: Tensor, count: int) -> Tensor:
@@ -64,11 +85,16 @@ def one_hot(chosen: Tensor, count: int) -> Tensor:
 def balance_loss(shares: Tensor, layers: int) -> Tensor:
     """Switch's auxiliary loss over all layers, as `transformers` takes it: experts x sum of share x mean score.
 
+    Of sequences the mean over the layers of each one's.
+
     Args:
-        shares: f32[2, experts], the sum of what the layers gave.
+        shares: the sum of what the layers gave.
         layers: how many these were.
     """
-    chosen, score = shares / layers
+    mean = shares / layers
+    if len(mean) == 1:
+        return mean.reshape(())
+    chosen, score = mean
     return (chosen * score).sum() * chosen.shape[0]
 
 
@@ -80,11 +106,16 @@ def kept(cfg: ExpertsConfig, chosen: Tensor, t: int) -> Tensor:
     return (place <= math.ceil(cfg.capacity * t * k / cfg.count)).astype(ms.float32).reshape(n, k)
 
 
-def mixture(cfg: ExpertsConfig, x: Tensor, weights: Tensor, chosen: Tensor, w1: Tensor, w2: Tensor, w3: Tensor,
-            t: int) -> Tensor:
-    """The weighted sum of each token's experts: x [n, d], weights and chosen [n, k] -> [n, d]."""
+def left(cfg: ExpertsConfig, chosen: Tensor, t: int) -> Tensor:
+    """i32[n, k]: what was chosen and has room, and -1 for what is dropped."""
+    return mint.where(kept(cfg, chosen, t) > 0, chosen, -1)
+
+
+def mixture(cfg: ExpertsConfig, x: Tensor, weights: Tensor, chosen: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+    """The weighted sum of each token's experts: x [n, d], weights and chosen [n, k] -> [n, d]. What is dropped weighs 0."""
     if cfg.capacity is not None:
-        weights = weights * kept(cfg, chosen, t).astype(weights.dtype)
+        weights = weights * (chosen >= 0).astype(weights.dtype)
+        chosen = ops.maximum(chosen, 0)
     if on_cpu():
         return cpu.mixture(x, weights, chosen, w1, w2, w3)
     rows, where = ops.moe_token_permute(x, chosen)  # sorted by expert

@@ -13,11 +13,23 @@ from .config import ModelConfig
 
 def weights_in_products(m: ModelConfig) -> int:
     """Weights that a token is multiplied with: of the blocks, of experts those it goes to, and of the head, tied or not."""
-    attention = m.dim * m.head_dim * (2 * m.n_heads + 2 * m.n_kv_heads)
-    one = 3 * m.dim * m.ffn_dim
-    experts = m.experts
-    ffn = one if experts is None else experts.per_token * one + m.dim * experts.count  # the router asks for all
-    return m.n_layers * (attention + ffn) + m.dim * m.vocab_size
+    dense, experts = 3 * m.dim * m.ffn_dim, m.experts
+    ffn = m.n_layers * dense
+    if experts is not None:
+        one = 3 * m.dim * (experts.width or m.ffn_dim)
+        mixed = (experts.per_token + experts.shared) * one + m.dim * experts.count  # the router asks for all
+        ffn = experts.dense_layers * dense + (m.n_layers - experts.dense_layers) * mixed
+    return m.n_layers * attention_weights(m) + ffn + m.dim * m.vocab_size
+
+
+def attention_weights(m: ModelConfig, ranks: int = 1) -> int:
+    """Weights of a block's attention in matrices, of one of so many ranks that share its heads."""
+    heads, keys, latent = -(-m.n_heads // ranks), -(-m.n_kv_heads // ranks), m.latent
+    if latent is None:
+        return m.dim * m.head_dim * (2 * heads + 2 * keys)
+    queries = heads * m.head_dim * (m.dim if latent.q_rank is None else latent.q_rank)
+    short = m.dim * ((latent.q_rank or 0) + latent.kv_rank + latent.turned)
+    return queries + short + heads * (latent.kv_rank * (latent.plain + latent.value) + latent.value * m.dim)
 
 
 def seen(m: ModelConfig, seq: int) -> float:
@@ -28,4 +40,5 @@ def seen(m: ModelConfig, seq: int) -> float:
 
 def flops_per_token(m: ModelConfig, seq: int, frozen: bool = False) -> float:
     """Operations of a training step, per token of it."""
-    return (4 if frozen else 6) * weights_in_products(m) + 12 * m.n_layers * m.n_heads * m.head_dim * seen(m, seq)
+    return (4 if frozen else 6) * weights_in_products(m) + 6 * m.n_layers * m.n_heads * (
+        m.head_dim + (m.head_dim if m.latent is None else m.latent.value)) * seen(m, seq)

@@ -72,17 +72,17 @@ class CachedAttention:
         import mindspore as ms
         from mindspore import Tensor, mint, ops
 
-        from model_zoo.llama.rope import angles
+        from model_zoo.llama.rope import angles, score_scale, turn
 
-        (b, t, h, e), k, kind = q.shape, key.shape[2], q.dtype
+        (b, t, h, e), k, kind, width = q.shape, key.shape[2], q.dtype, value.shape[3]
         before = 0 if self.keys is None else self.keys.shape[1]
         angle = angles(self.cfg, before + t)[before:, None]
         cos, sin = (Tensor(table.astype(np.float32)) for table in (np.cos(angle), np.sin(angle)))
+        pairs = Tensor(turn(self.cfg))
 
         def turned(x):
             x = x.astype(ms.float32)
-            half = ops.cat((-x[..., e // 2:], x[..., :e // 2]), -1)
-            return x * cos + half * sin
+            return x * cos + ops.matmul(x, pairs) * sin
         key, value = turned(key), value.astype(ms.float32)
         if before:
             key, value = ops.cat((self.keys, key), 1), ops.cat((self.values, value), 1)
@@ -91,24 +91,21 @@ class CachedAttention:
         if self.cfg.sliding_window is not None:
             seen &= np.arange(before + t) > np.arange(before, before + t)[:, None] - self.cfg.sliding_window
         q = turned(q).transpose(0, 2, 1, 3).reshape(b, k, h // k * t, e)
-        scores = ops.matmul(q, key.transpose(0, 2, 3, 1)) * e ** -0.5
+        scores = ops.matmul(q, key.transpose(0, 2, 3, 1)) * score_scale(self.cfg)
         hidden = Tensor(np.where(np.tile(seen, (h // k, 1)), 0.0, -1e9).astype(np.float32))
         out = ops.matmul(mint.softmax(scores + hidden, -1), value.transpose(0, 2, 1, 3))
-        return out.reshape(b, h, t, e).transpose(0, 2, 1, 3).astype(kind)
+        return out.reshape(b, h, t, width).transpose(0, 2, 1, 3).astype(kind)
 
 
 def with_cache(model, cfg, mesh) -> None:
     """Every attention of a model, or of a pipeline's stages, remembers from here on; call it again for another text."""
-    from model_zoo.llama.parallelize import here
-    from ms_dtensor import Shard, local_map
+    from model_zoo.llama.latent import Latent
+    from model_zoo.llama.parallelize import attention_mapped, here
 
     for layer in here(layer for part in parts(model) for layer in part.layers):
         core = CachedAttention(cfg)
-        if mesh is not None:
-            heads = {a: Shard(2) if a == "tp" else Shard(0) for a in mesh.mesh_dim_names}
-            core = local_map(core, heads, (heads, heads, heads), device_mesh=mesh, redistribute_inputs=True,
-                             out_shapes=lambda q, key, value: q)
-        layer.attention.core = core
+        core = core if cfg.latent is None else Latent(cfg, core)
+        layer.attention.core = core if mesh is None else attention_mapped(core, mesh)
 
 
 def generate(model, cfg, mesh, prompt: np.ndarray, tokens: int, *, temperature: float = 0.0, top_k: int = 0,

@@ -42,6 +42,9 @@ from ms_dtensor.errors import ConfigError
 from ms_dtensor.tools.screen import Screen
 
 HERE = Path(__file__).resolve().parent
+WHY = {signal.SIGKILL: " (by somebody, or by the system for want of memory)",
+       signal.SIGTERM: " (by somebody, or by MindSpore's scheduler, which ends all when a rank is gone, elsewhere too)"}
+CHATTER = re.compile(r"^\[(INFO|WARNING)\] [A-Z_]+\(.*\n?", re.M)  # MindSpore's own lines behind a traceback
 REASON = re.compile(rf"^{FAILED} rank=(\S+) time=([\d.]+)\n", re.M)
 LEFT = re.compile(r"Worker process (\d+) exit with exception. Error code: (-?)(\d+)")  # msrun's words; by a signal: -
 STEP = re.compile(r"^ *(\d+)/(\d+)  ")
@@ -171,7 +174,9 @@ class Run:
         if self.asked or not (scheduler or found and found[2]):
             return
         number, rank = scheduler or int(found[3]), "" if scheduler else self.ranks.get(int(found[1]), "?")
-        why = " (by somebody, or by the system for want of memory)" if number == signal.SIGKILL else ""
+        if rank and any(who == rank for _, who, _ in failures(self.log_dir)):
+            return  # it had said why it fails; MindSpore ends by a signal who is late to leave
+        why = WHY.get(number, "")
         self.killed = f"{'the scheduler of msrun' if scheduler else f'rank {rank}'} was ended by {_name(number)}{why}:\n" + (
             "it finds the ranks for each other, and msrun asks only at the end how it fared" if scheduler
             else _tail(self.log_dir, rank))
@@ -244,7 +249,7 @@ def failures(log_dir: Path) -> Iterator[tuple[float, str, str]]:
     for log in log_dir.glob("worker_*.log"):
         text = log.read_text(errors="replace")
         for found in REASON.finditer(text):
-            yield float(found[2]), found[1], text[found.end():]
+            yield float(found[2]), found[1], CHATTER.sub("", text[found.end():])
 
 
 def first_failure(log_dir: Path) -> str:

@@ -26,6 +26,7 @@ if __package__ in (None, ""):
 
 from model_zoo.llama.config import Config, ParallelConfig
 from model_zoo.llama.configio import USAGE, load
+from model_zoo.llama.flops import attention_weights
 from model_zoo.llama.ranks import script
 from ms_dtensor.pipeline.builders import BUILDERS
 from ms_dtensor.pipeline.order import simulate
@@ -48,13 +49,16 @@ class Share:
     """Blocks whose backward is still to come, each counted once for every micro-batch that it waits for."""
     heads: int
     """Micro-batches whose logits wait."""
+    dense: int = 0
+    """Of a mixture of experts, its layers that have none."""
 
 
 def shares(cfg: Config) -> list[Share]:
     """Of each rank of a pipeline; without one there is one share, all of it."""
     m, p = cfg.model, cfg.parallel
+    dense = 0 if m.experts is None else m.experts.dense_layers
     if p.pp == 1:
-        return [Share(m.n_layers, (True, True), m.n_layers, 1)]
+        return [Share(m.n_layers, (True, True), m.n_layers, 1, dense)]
     cells = ["tok_embeddings", *(f"layers.{i}" for i in range(m.n_layers)), "norm", "output"]
     block = Sizes(replace(cfg, parallel=ParallelConfig())).block_matrices  # stages are cut before anything else is
     ends = m.vocab_size * m.dim
@@ -77,7 +81,8 @@ def shares(cfg: Config) -> list[Share]:
             held += change * blocks[slot.action.stage]
             heads += change * ("output" in parts[slot.action.stage])
             most, most_heads = max(most, held), max(most_heads, heads)
-        out.append(Share(sum(blocks[s] for s in own), ("tok_embeddings" in has, "output" in has), most, most_heads))
+        out.append(Share(sum(blocks[s] for s in own), ("tok_embeddings" in has, "output" in has), most, most_heads,
+                         sum(f"layers.{i}" in has for i in range(dense))))
     return out
 
 
@@ -97,26 +102,45 @@ class Sizes:
     def ffn(self) -> int:
         """Width of a feed-forward, or of an expert, on this rank."""
         m = self.cfg.model
-        return m.ffn_dim if m.experts is not None and not self.cfg.parallel.expert_tp else self._cut(m.ffn_dim)
+        if m.experts is None:
+            return self._cut(m.ffn_dim)
+        width = m.experts.width or m.ffn_dim
+        return self._cut(width) if self.cfg.parallel.expert_tp else width
 
     @property
     def block_matrices(self) -> int:
         """A block's parameters that are matrices, but for experts."""
         m = self.cfg.model
-        heads, keys = self._cut(m.n_heads) * m.head_dim, self._cut(m.n_kv_heads) * m.head_dim
-        return m.dim * (2 * heads + 2 * keys + (3 * self.ffn if m.experts is None else m.experts.count))
+        if m.experts is None:
+            return self.dense_matrices
+        shared = 3 * self._cut(m.experts.shared * (m.experts.width or m.ffn_dim))
+        return attention_weights(m, self.cfg.parallel.tp) + m.dim * (m.experts.count + shared)
+
+    @property
+    def dense_matrices(self) -> int:
+        """Those of a block without experts."""
+        m = self.cfg.model
+        return attention_weights(m, self.cfg.parallel.tp) + 3 * m.dim * self._cut(m.ffn_dim)
 
     @property
     def block_experts(self) -> int:
         m = self.cfg.model
-        return 0 if m.experts is None else m.experts.count // self.cfg.parallel.ep * 3 * self.ffn * m.dim
+        return 0 if m.experts is None else -(-m.experts.count // self.cfg.parallel.ep) * 3 * self.ffn * m.dim
+
+    @property
+    def block_vectors(self) -> int:
+        """Norms and biases of a block."""
+        m = self.cfg.model
+        heads, keys = self._cut(m.n_heads) * m.head_dim, self._cut(m.n_kv_heads) * m.head_dim
+        normed = 2 * m.head_dim if m.qk_norm_over == "head" else (m.n_heads + m.n_kv_heads) * m.head_dim
+        short = 0 if m.latent is None else m.latent.kv_rank + (m.latent.q_rank or 0)
+        return 2 * m.dim + m.qkv_bias * (heads + 2 * keys) + m.out_bias * m.dim + m.qk_norm * normed + short
 
     @property
     def block_parameters(self) -> int:
         m = self.cfg.model
-        heads, keys = self._cut(m.n_heads) * m.head_dim, self._cut(m.n_kv_heads) * m.head_dim
-        biases = m.qkv_bias * (heads + 2 * keys) + m.out_bias * m.dim + m.qk_norm * 2 * m.head_dim
-        return self.block_matrices + self.block_experts + 2 * m.dim + biases
+        bias = m.experts.count if m.experts is not None and m.experts.bias_rate is not None else 0
+        return self.block_matrices + self.block_experts + self.block_vectors + bias
 
     def other_parameters(self, share: Share) -> int:
         m = self.cfg.model
@@ -125,12 +149,13 @@ class Sizes:
         return m.dim * (tables * self._cut(m.vocab_size) + head)
 
     def parameters(self, share: Share) -> int:
-        return share.layers * self.block_parameters + self.other_parameters(share)
+        dense = share.dense * (self.dense_matrices + self.block_vectors)
+        return (share.layers - share.dense) * self.block_parameters + dense + self.other_parameters(share)
 
     def own(self, share: Share) -> int:
         """What lies on this rank between steps, if parameters are cut over the ranks of data parallelism."""
         p = self.cfg.parallel
-        experts = share.layers * self.block_experts
+        experts = (share.layers - share.dense) * self.block_experts
         ranks = p.dp * p.cp // p.hsdp
         return -(-(self.parameters(share) - experts) // ranks) + -(-experts // (ranks // p.ep))
 
@@ -150,21 +175,27 @@ class Sizes:
 
 
 def saved_by_block(cfg: Config, dtype_bytes: int) -> int:
-    """Bytes that one block keeps for its backward, copies of weights apart."""
+    """Bytes that one block keeps for its backward, copies of weights apart; of a mixture, one that has experts."""
     m, s = cfg.model, Sizes(cfg)
     heads, keys = s._cut(m.n_heads), s._cut(m.n_kv_heads)
     norms = 2 * s.own_tokens * m.dim  # what they read; the first is the block's input
     doors = 2 * s.tokens * m.dim  # what q, k, v and w1, w3 read
     # before they are turned, and after; values and results
     qkv = s.tokens * m.head_dim * (2 * (heads + keys) + keys + heads)
-    if cfg.parallel.cp_algorithm == "gather":  # those of other ranks, if all are fetched, of the heads that it has then
-        u = cfg.parallel.ulysses
-        qkv += (s.sequences * cfg.train.seq - s.tokens * u) * m.head_dim * 2 * (keys // u)
+    if m.latent is not None:  # q and keys, before they are turned and after; what keys and values are made of; results
+        latent = m.latent
+        qkv = s.tokens * (heads * (4 * m.head_dim + latent.plain + 3 * latent.value) + latent.turned
+                          + 2 * (latent.kv_rank + (latent.q_rank or 0)))
+    if cfg.parallel.cp > cfg.parallel.ulysses and cfg.parallel.cp_algorithm == "gather":
+        # those of other ranks, if all are fetched, of the heads that it has then; an early run has its own once more
+        u, early = cfg.parallel.ulysses, 0 if cfg.parallel.cp_order == "in_order" else s.tokens * cfg.parallel.ulysses // 2
+        qkv += (s.sequences * cfg.train.seq - s.tokens * u + early) * m.head_dim * 2 * (keys // u)
     if m.experts is None:
         ffn, router = 3 * s.tokens * s.ffn, 0  # gate and up, and their product
     else:  # the same of each choice; its row before the experts and after; of the router its scores, and which were chosen
         chosen = s.tokens * m.experts.per_token
         ffn, router = chosen * (3 * s.ffn + 2 * m.dim), s.tokens * 3 * m.experts.count + 5 * chosen
+        ffn += s.tokens * 3 * s._cut(m.experts.shared * (m.experts.width or m.ffn_dim))
     statistics = 2 * s.own_tokens + 2 * s.tokens * heads * 8  # float32: of norms, and of softmax
     return dtype_bytes * (norms + doors + qkv + ffn) + 4 * (statistics + router)
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Llama-3 as plain MindSpore cells, written as for one device; by its config also Llama-2, Qwen2, Qwen3, Mistral, Mixtral.
+"""Llama-3 as plain MindSpore cells, written as for one device; by its config also Llama-2, Qwen2, Qwen3,
+Mistral, and the mixtures of experts Mixtral, Qwen3-MoE, OLMoE and DeepSeek-V3.
 
 Not here: anything parallel. Every size in the code is a *global* size taken from the config, never from a local
 width, so the same lines run on plain Tensors and on DTensors (whose `.shape` is the global shape).
@@ -23,7 +24,6 @@ from functools import lru_cache, partial
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, nn, ops
-from mindspore.common.initializer import initializer
 
 from ms_dtensor import DTensor, Tokens
 from ms_dtensor.internals.target import on_cpu
@@ -32,7 +32,9 @@ from ms_dtensor.pipeline import Absent
 from . import cpu
 from .config import ModelConfig
 from .experts import Experts, balance_loss
-from .rope import angles
+from .latent import LatentAttention
+from .layers import Embedding, FeedForward, RMSNorm, linear
+from .rope import angles, score_scale
 
 F = mint.nn.functional
 
@@ -60,7 +62,7 @@ def attend(cfg: ModelConfig, q: Tensor, key: Tensor, value: Tensor, places: Tens
     cos, sin = rotary_tables(cfg, q.shape[1], q.dtype)
     if places is not None:
         cos, sin = (ops.gather(table[0], places, 0) for table in (cos, sin))
-    q, key = (ops.rotary_position_embedding(x, cos, sin, 0) for x in (q, key))
+    q, key = (turned(cfg, x, cos, sin) for x in (q, key))
     seen = {"sparse_mode": 2}  # what is before a token, or a band of it
     if cfg.sliding_window is not None:
         seen = {"sparse_mode": 4, "pre_tokens": cfg.sliding_window - 1, "next_tokens": 0}
@@ -70,8 +72,21 @@ def attend(cfg: ModelConfig, q: Tensor, key: Tensor, value: Tensor, places: Tens
         least = at - (places if cfg.sliding_window is None else ops.minimum(places, cfg.sliding_window - 1))
         mask = ops.logical_or(at > at.expand_dims(-1), at < least.expand_dims(-1)).expand_dims(1).astype(ms.uint8)
         seen = {"sparse_mode": 0}  # by the mask alone, [b, 1, t, t]
-    return ops.flash_attention_score(q, key, value, q.shape[2], attn_mask=mask, scalar_value=cfg.head_dim ** -0.5,
-                                     input_layout="BSND", **seen)
+    width = value.shape[3]
+    if width < cfg.head_dim:  # the kernel has one width for all; what is added weighs nothing
+        value = mint.cat((value, ops.zeros_like(q[..., width:])), 3)
+    out = ops.flash_attention_score(q, key, value, q.shape[2], attn_mask=mask, scalar_value=score_scale(cfg),
+                                    input_layout="BSND", **seen)
+    return out if width == cfg.head_dim else out[..., :width]
+
+
+def turned(cfg: ModelConfig, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [b, t, heads, e] turned by its position; of latent attention a head's last numbers are, by neighbours."""
+    if cfg.latent is None:
+        return ops.rotary_position_embedding(x, cos, sin, 0)
+    plain = cfg.latent.plain
+    last = ops.rotary_position_embedding(x[..., plain:], cos[..., plain:], sin[..., plain:], 1)
+    return mint.cat((x[..., :plain], last), 3)
 
 
 @dataclass(frozen=True)
@@ -102,33 +117,6 @@ def rotate(cfg: ModelConfig, x: Tensor, places: Tensor, length: int) -> Tensor:
     return ops.rotary_position_embedding(x.expand_dims(0), cos, sin, 0)[0]
 
 
-def linear(d_in: int, d_out: int, bias: bool = False) -> nn.Dense:
-    """y = x @ weight.T + bias with weight [d_out, d_in]; filled by `init_weights`."""
-    return nn.Dense(d_in, d_out, weight_init="zeros", bias_init="zeros", has_bias=bias)
-
-
-class Embedding(mint.nn.Embedding):
-    """Ids of any shape -> the list of their rows of `weight` [vocab, d]."""
-
-    def __init__(self, vocab: int, dim: int):
-        super().__init__(vocab, dim, _weight=initializer("zeros", (vocab, dim), ms.float32))
-
-    def construct(self, ids):
-        return (cpu if on_cpu() else F).embedding(ids.reshape(-1), self.weight)
-
-
-class RMSNorm(nn.Cell):
-    """x / rms(x) * weight over the last dim of x [..., d]."""
-
-    def __init__(self, dim: int, eps: float):
-        super().__init__()
-        self.weight = ms.Parameter(ops.ones((dim,), ms.float32), name="weight")
-        self.eps = eps
-
-    def construct(self, x):
-        return cpu.rms_norm(x, self.weight, self.eps) if on_cpu() else ops.rms_norm(x, self.weight, self.eps)[0]
-
-
 class Attention(nn.Cell):
     """Causal grouped-query attention. Head h = (k, g) with k outermost: cutting h or k over an axis is the same cut."""
 
@@ -139,61 +127,59 @@ class Attention(nn.Cell):
         self.wk = linear(cfg.dim, cfg.n_kv_heads * cfg.head_dim, cfg.qkv_bias)
         self.wv = linear(cfg.dim, cfg.n_kv_heads * cfg.head_dim, cfg.qkv_bias)
         self.wo = linear(cfg.n_heads * cfg.head_dim, cfg.dim, cfg.out_bias)
-        self.q_norm, self.k_norm = (RMSNorm(cfg.head_dim, cfg.norm_eps) if cfg.qk_norm else nn.Identity() for _ in "qk")
+        self.norms_all = cfg.qk_norm_over == "all"
+        self.q_norm, self.k_norm = (
+            RMSNorm(cfg.head_dim * (heads if self.norms_all else 1), cfg.norm_eps) if cfg.qk_norm else nn.Identity()
+            for heads in (cfg.n_heads, cfg.n_kv_heads))
         self.core = partial(attend, cfg)  # of q, key and value alone: on a mesh `parallelize.py` sets what runs there
 
     def construct(self, x, t):
         if isinstance(t, Listed):
             n, h, k, e = x.shape[0], self.heads, self.kv_heads, self.head_dim
-            q, key, value = (w(x).reshape(n, m, e) for w, m in ((self.wq, h), (self.wk, k), (self.wv, k)))
-            return self.wo(self.core(self.q_norm(q), self.k_norm(key), value, t).reshape(n, h * e))
+            q, key, value = self._projected(x, (n, h, e), (n, k, e))
+            return self.wo(self.core(q, key, value, t).reshape(n, h * e))
         t, *places = (t.length, t.places) if isinstance(t, Packed) else (t,)
         b, h, k, e = x.shape[0] // t, self.heads, self.kv_heads, self.head_dim
-        q, key, value = (w(x).reshape(b, t, n, e) for w, n in ((self.wq, h), (self.wk, k), (self.wv, k)))
-        return self.wo(self.core(self.q_norm(q), self.k_norm(key), value, *places).reshape(b * t, h * e))
+        q, key, value = self._projected(x, (b, t, h, e), (b, t, k, e))
+        return self.wo(self.core(q, key, value, *places).reshape(b * t, h * e))
 
-
-class FeedForward(nn.Cell):
-    """SwiGLU: w2(silu(w1 x) * w3 x)."""
-
-    def __init__(self, cfg: ModelConfig):
-        super().__init__()
-        self.w1 = linear(cfg.dim, cfg.ffn_dim)
-        self.w2 = linear(cfg.ffn_dim, cfg.dim)
-        self.w3 = linear(cfg.dim, cfg.ffn_dim)
-
-    def construct(self, x):
-        gate, up = self.w1(x), self.w3(x)
-        # between the two, dim 1 is whole on every rank, as the fused op needs it
-        return self.w2(cpu.swiglu(gate, up) if on_cpu() else ops.swiglu(mint.stack((gate, up), 1), 1).reshape(gate.shape))
+    def _projected(self, x, heads, kv_heads):
+        """q, key and value of these shapes, q and key normed."""
+        q, key, value = self.wq(x), self.wk(x), self.wv(x)
+        if self.norms_all:
+            q, key = self.q_norm(q), self.k_norm(key)
+        q, key, value = q.reshape(heads), key.reshape(kv_heads), value.reshape(kv_heads)
+        return (q, key, value) if self.norms_all else (self.q_norm(q), self.k_norm(key), value)
 
 
 class Block(nn.Cell):
-    """One transformer layer, pre-norm."""
+    """One transformer layer, pre-norm. With a mixture of experts also what `balance_loss` needs, and the experts' loads."""
 
-    def __init__(self, cfg: ModelConfig):
+    def __init__(self, cfg: ModelConfig, number: int):
         super().__init__()
         self.attention_norm = RMSNorm(cfg.dim, cfg.norm_eps)
-        self.attention = Attention(cfg)
+        self.attention = Attention(cfg) if cfg.latent is None else LatentAttention(cfg, partial(attend, cfg))
         self.ffn_norm = RMSNorm(cfg.dim, cfg.norm_eps)
-        self.mixed = cfg.experts is not None
-        self.feed_forward = Experts(cfg) if self.mixed else FeedForward(cfg)
+        self.mixed = cfg.experts is not None and number >= cfg.experts.dense_layers
+        self.feed_forward = Experts(cfg) if self.mixed else FeedForward(cfg.dim, cfg.ffn_dim)
 
     def construct(self, x, t):
         x = x + self.attention(self.attention_norm(x), t)
         if not self.mixed:
             return x + self.feed_forward(self.ffn_norm(x))
-        y, shares = self.feed_forward(self.ffn_norm(x), t.length if isinstance(t, Packed) else t)
-        return x + y, shares
+        y, shares, loads = self.feed_forward(self.ffn_norm(x), t.length if isinstance(t, Packed) else t)
+        return x + y, shares, loads
 
 
 class Llama(nn.Cell):
-    """Token ids i32[b, t] -> logits [b*t, vocab]; of a mixture of experts, these and the auxiliary loss.
+    """Token ids i32[b, t] -> logits [b*t, vocab]; of a mixture of experts these, the auxiliary loss and the loads.
+
+    Loads are i64[layers, experts], of the layers that have experts: how many choices each expert computes.
 
     With `places`, i32[b, t], rows hold several documents: each token's place in its own, beyond which it sees nothing.
     Of a list of tokens that ranks share, ids are i32[n], and `places` is a `Listed`.
-    A later stage of a pipeline takes tokens [n, d] in the place of ids, of a mixture `[tokens, sum of the layers' shares]`
-    once there was a layer, and is told the `length` of sequences.
+    A later stage of a pipeline takes tokens [n, d] in the place of ids, and is told the `length` of sequences; of a
+    mixture, behind the first layer that has experts, `[tokens, sum of what the layers say of their shares, loads]`.
 
     Args:
         cfg: the sizes.
@@ -203,7 +189,7 @@ class Llama(nn.Cell):
         super().__init__()
         self.cfg, self.mixed = cfg, cfg.experts is not None
         self.tok_embeddings = Embedding(cfg.vocab_size, cfg.dim)
-        self.layers = nn.CellList([Block(cfg) for _ in range(cfg.n_layers)])
+        self.layers = nn.CellList([Block(cfg, i) for i in range(cfg.n_layers)])
         self.norm = RMSNorm(cfg.dim, cfg.norm_eps)
         self.output = linear(cfg.dim, cfg.vocab_size)
         if cfg.tied_head:
@@ -212,23 +198,27 @@ class Llama(nn.Cell):
             param.name = name
 
     def construct(self, ids, places=None, length=None):
-        ids, *shares = ids if isinstance(ids, list) else [ids]
+        ids, *handed = ids if isinstance(ids, list) else [ids]
         x = self.tok_embeddings(ids)
         if isinstance(places, Listed):
             t = places
         else:
             length = length or ids.shape[1]
             t = length if places is None else Packed(length, places)
+        shares, loads = handed[:1], handed[1:]  # of the layers in the stages before
         for layer in self.layers:
             x = layer(x, t)
             if isinstance(x, tuple):  # of a mixture, and not in another stage
-                x, share = x
+                x, share, load = x
                 shares = [shares[0] + share if shares else share]
+                loads.append(load.reshape(1, -1))
         logits = self.output(self.norm(x))
-        if not self.mixed or not shares:
+        if not shares:
             return logits
-        last = not isinstance(self.output, Absent)
-        return (logits, balance_loss(shares[0], self.cfg.n_layers)) if last else [logits, *shares]
+        rows = ops.cat(loads) if len(loads) > 1 else loads[0]
+        if isinstance(self.output, Absent):
+            return [logits, *shares, rows]
+        return logits, balance_loss(shares[0], self.cfg.n_layers - self.cfg.experts.dense_layers), rows
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> Tensor:

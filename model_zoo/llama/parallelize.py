@@ -15,7 +15,6 @@ Sequence parallelism cuts the list of tokens f32[n, d], which dp has cut already
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -54,7 +53,8 @@ from ms_dtensor.pipeline import Absent
 from ms_dtensor.tensor.distribute import distribute_parameter, set_parameter
 
 from .config import ExpertsConfig, ModelConfig, ParallelConfig
-from .experts import kept, mixture
+from .experts import Experts, kept
+from .latent import Latent
 from .lora import adapted
 from .model import Listed, rotate
 
@@ -75,48 +75,52 @@ class Cut(ParallelStyle):
         return distribute_module(module, device_mesh, cut)
 
 
-def adapter_plan(plan: dict[str, ParallelStyle], model: nn.Cell) -> dict[str, ParallelStyle]:
-    """LoRA's matrices beside those of a plan: B is cut as the outputs are, A as the inputs are, else they are whole."""
-    more: dict[str, ParallelStyle] = {}
-    for name, _ in (pair for layer in here(model.layers)[:1] for pair in adapted(layer)):
-        cell = f"layers.*.{name}"
+def adapter_plan(block: nn.Cell) -> dict[str, ParallelStyle]:
+    """LoRA's matrices in a block: B is cut as the outputs are, A as the inputs are, else they are whole."""
+    plan: dict[str, ParallelStyle] = {}
+    for name, _ in adapted(block):
         if name.endswith(("wo", "w2")):
-            more[f"{cell}.lora_a"] = Cut(weight=Shard(1))
+            plan[f"{name}.lora_a"] = Cut(weight=Shard(1))
         else:
-            more[f"{cell}.lora_b"] = Cut(weight=Shard(0))
-    return plan | more
+            plan[f"{name}.lora_b"] = Cut(weight=Shard(0))
+    return plan
 
 
-def tensor_plan(cfg: ParallelConfig, mixed: bool = False) -> dict[str, ParallelStyle]:
-    """The plan over tp, by cell path. Between blocks the token list is cut (`Shard(0)`) or whole (`Replicate`)."""
+def outer_plan(cfg: ParallelConfig) -> dict[str, ParallelStyle]:
+    """The plan over tp of what is around the blocks; between these the token list is cut, or whole."""
     between = Shard(0) if cfg.sequence_parallel else Replicate()
-    columns = {"use_local_output": False}
-    rows = {"output_layouts": between, "use_local_output": False}
-    logits = Shard(-1) if cfg.loss_parallel else Replicate()
     plan: dict[str, ParallelStyle] = {
-        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), **rows),
-        "layers.*.attention.w[qkv]": ColwiseParallel(**columns),
-        "layers.*.attention.wo": RowwiseParallel(**rows),
-        "output": ColwiseParallel(input_layouts=between, output_layouts=logits, **columns),
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=between, use_local_output=False),
+        "output": ColwiseParallel(input_layouts=between, output_layouts=Shard(-1) if cfg.loss_parallel else Replicate(),
+                                  use_local_output=False),
     }
-    if not mixed:
-        plan |= {"layers.*.feed_forward.w[13]": ColwiseParallel(**columns),
-                 "layers.*.feed_forward.w2": RowwiseParallel(**rows)}
-    elif cfg.expert_tp and cfg.ep == 1:
-        plan["layers.*.feed_forward.experts"] = Cut(w1=Shard(1), w2=Shard(2), w3=Shard(1))
+    return plan | {"norm": SequenceParallel(sequence_dim=0)} if cfg.sequence_parallel else plan
+
+
+def block_plan(cfg: ParallelConfig, block: nn.Cell) -> dict[str, ParallelStyle]:
+    """The plan over tp of one block. Of latent attention heads are cut, and what makes the short vectors is whole."""
+    between = Shard(0) if cfg.sequence_parallel else Replicate()
+    columns = ColwiseParallel(use_local_output=False)
+    rows = RowwiseParallel(output_layouts=between, use_local_output=False)
+    has = {name for name, _ in block.cells_and_names()}
+    plan: dict[str, ParallelStyle] = {f"attention.{name}": columns for name in ("wq", "wk", "wv", "wq_b", "wkv_b")}
+    plan["attention.wo"] = rows
+    inner = "feed_forward.shared" if block.mixed else "feed_forward"
+    plan |= {f"{inner}.w1": columns, f"{inner}.w3": columns, f"{inner}.w2": rows}
+    plan = {name: style for name, style in plan.items() if name in has}
+    if block.mixed and cfg.expert_tp and cfg.ep == 1:
+        plan["feed_forward.experts"] = Cut(w1=Shard(1), w2=Shard(2), w3=Shard(1))
     if cfg.sequence_parallel:
         # one all-gather at the door of each half of a block, shared by q, k, v and by w1, w3
         whole, length = (Replicate(),), (None,)
         plan |= {
-            "layers.*.attention_norm": SequenceParallel(sequence_dim=0),
-            "layers.*.attention": PrepareModuleInput(input_layouts=(between, *length),
-                                                     desired_input_layouts=(*whole, *length)),
-            "layers.*.ffn_norm": SequenceParallel(sequence_dim=0),
-            "layers.*.feed_forward": PrepareModuleInput(input_layouts=(between, *length[:mixed]),
-                                                        desired_input_layouts=(*whole, *length[:mixed])),
-            "norm": SequenceParallel(sequence_dim=0),
+            "attention_norm": SequenceParallel(sequence_dim=0),
+            "attention": PrepareModuleInput(input_layouts=(between, *length), desired_input_layouts=(*whole, *length)),
+            "ffn_norm": SequenceParallel(sequence_dim=0),
+            "feed_forward": PrepareModuleInput(input_layouts=(between, *length[:block.mixed]),
+                                               desired_input_layouts=(*whole, *length[:block.mixed])),
         }
-    return plan
+    return plan | adapter_plan(block)
 
 
 def parallelize(model: nn.Cell, mesh: DeviceMesh, cfg: ParallelConfig,
@@ -129,15 +133,15 @@ def parallelize(model: nn.Cell, mesh: DeviceMesh, cfg: ParallelConfig,
 
     Initial weights are those of rank 0 of each axis. Afterwards every parameter and buffer is a DTensor on `mesh`.
     """
-    mixed, model_cfg, inside = model.mixed, model.cfg, "layers.*."
+    model_cfg = model.cfg
     data, apart = token_axes(mesh), []  # apart: cells whose parameters are copied over "dp" alone
-    plan = adapter_plan(tensor_plan(cfg, mixed), model)
     for layer in here(model.layers):
-        parallelize_module(layer, mesh["tp"], {k.removeprefix(inside): v for k, v in plan.items() if k.startswith(inside)})
+        parallelize_module(layer, mesh["tp"], block_plan(cfg, layer))
         layer.attention.core = attention_on_lists(model_cfg, mesh, cfg) if context_axes(mesh) else \
             attention_on_heads(layer.attention.core, mesh)
-        if mixed and cfg.ep > 1:
-            layer.feed_forward.core = experts_on_ranks(layer.feed_forward.cfg, mesh, cfg)
+        if layer.mixed:
+            lay_out_experts(layer.feed_forward, mesh, cfg)
+        if layer.mixed and cfg.ep > 1:
             parallelize_module(layer.feed_forward.experts, mesh[(*expert_axes(mesh, cfg), "tp")], CutExperts(cfg.expert_tp))
             apart.append(layer.feed_forward.experts)
             rest = tuple(a for a in ("dp", *context_axes(mesh)) if a not in expert_axes(mesh, cfg))
@@ -146,14 +150,12 @@ def parallelize(model: nn.Cell, mesh: DeviceMesh, cfg: ParallelConfig,
                 fully_shard(apart[-1], mesh=copies, mp_policy=mp_policy, shard_placement_fn=lambda p: Shard(1))
             else:
                 replicate(apart[-1], mesh=copies, mp_policy=mp_policy, zero1=cfg.zero1)
-        elif mixed:
-            layer.feed_forward.core = experts_on_widths(layer.feed_forward.cfg, mesh, cfg)
         if cfg.fsdp:
             # of the experts' weights, dim 0 has too few rows to be cut over many ranks
             fully_shard(layer, mesh=data, mp_policy=mp_policy,
                         shard_placement_fn=lambda p: Shard(1) if p.ndim == 3 else None)
     outer = [name for name, cell in model.name_cells().items() if here([cell])]
-    parallelize_module(model, mesh["tp"], {k: v for k, v in plan.items() if k in outer})
+    parallelize_module(model, mesh["tp"], {k: v for k, v in outer_plan(cfg).items() if k in outer})
     if not cfg.fsdp:
         return replicate(model, mesh=data, mp_policy=mp_policy, zero1=cfg.zero1, ignored_modules=apart)
     return fully_shard(model, mesh=data, mp_policy=mp_policy)
@@ -256,17 +258,24 @@ def own_rows(rows: np.ndarray, mesh: DeviceMesh | None) -> Tensor:
                               dict.fromkeys(data.mesh_dim_names, Shard(0)))
 
 
+def attention_mapped(core, mesh: DeviceMesh):
+    """Attention of plain tensors on each rank's sequences and heads; `Latent`'s third operand is of all heads."""
+    heads = {a: Shard(2) if a == "tp" else Shard(0) for a in mesh.mesh_dim_names}
+    rows = heads | {"tp": Replicate()}
+    width = core.cfg.latent.value if isinstance(core, Latent) else None
+    operands = (heads, heads, heads if width is None else rows, rows)
+    maps = {count: local_map(core, heads, operands[:count], device_mesh=mesh, redistribute_inputs=True,
+                             out_shapes=lambda q, *rest: (*q[:3], width or q[3])) for count in (3, 4)}
+    return lambda *operands: maps[len(operands)](*operands)
+
+
 def attention_on_heads(core, mesh: DeviceMesh):
     """Attention, whose sequences and heads know nothing of each other: f32[b@dp, t, heads@tp, e] throughout.
 
     The ops that a device has for it have rules which say so; the CPU's form is mapped over shards as it is.
     """
     if on_cpu():
-        heads = {a: Shard(2) if a == "tp" else Shard(0) for a in mesh.mesh_dim_names}
-        rows = heads | {"tp": Replicate()}
-        maps = {count: local_map(core, heads, (heads, heads, heads, rows)[:count], device_mesh=mesh,
-                                 redistribute_inputs=True, out_shapes=lambda q, *rest: q) for count in (3, 4)}
-        return lambda *operands: maps[len(operands)](*operands)
+        return attention_mapped(core, mesh)
 
     def run(*operands):
         with implicit_replication():  # tables and mask
@@ -288,18 +297,16 @@ class CutExperts(ParallelStyle):
         return distribute_module(module, device_mesh, cut)
 
 
-def experts_on_ranks(experts: ExpertsConfig, mesh: DeviceMesh, cfg: ParallelConfig):
-    """The experts of f32[n@dp@ep, d] with each on some rank of ep; what a capacity drops is not sent."""
+def lay_out_experts(cell: Experts, mesh: DeviceMesh, cfg: ParallelConfig) -> None:
+    """Sets what runs in a mixture of experts; its results lie as the tokens do between blocks."""
     rows = {a: Replicate() if a == "tp" else Shard(0) for a in mesh.mesh_dim_names}
     between = rows | {"tp": Shard(0) if cfg.sequence_parallel else Replicate()}
-    dedup = "auto" if cfg.expert_dedup is None else cfg.expert_dedup
-    left, cut = within_capacity(experts, mesh), mesh[expert_axes(mesh, cfg)]
-
-    def run(x, weights, chosen, w1, w2, w3, t):
-        chosen = chosen if experts.capacity is None else left(chosen, t)
-        y = moe(x, weights, chosen, w1, w2, w3, mesh=cut, dedup=dedup)
-        return y.redistribute(placements=between)
-    return run
+    cell.left = within_capacity(cell.cfg, mesh)
+    if cfg.ep > 1:  # what a capacity drops is not sent
+        run = partial(moe, mesh=mesh[expert_axes(mesh, cfg)], dedup="auto" if cfg.expert_dedup is None else cfg.expert_dedup)
+    else:
+        run = experts_on_widths(cell.core, mesh, cfg.expert_tp, rows)
+    cell.core = lambda *operands: run(*operands).redistribute(placements=between)
 
 
 def within_capacity(experts: ExpertsConfig, mesh: DeviceMesh):
@@ -325,19 +332,14 @@ def within_capacity(experts: ExpertsConfig, mesh: DeviceMesh):
     return run
 
 
-def experts_on_widths(experts: ExpertsConfig, mesh: DeviceMesh, cfg: ParallelConfig):
+def experts_on_widths(core, mesh: DeviceMesh, cut: bool, rows):
     """The experts of f32[n@dp, d]: with their widths cut, each tp rank has a summand of the result."""
-    rows = {a: Replicate() if a == "tp" else Shard(0) for a in mesh.mesh_dim_names}
-    between = rows | {"tp": Shard(0) if cfg.sequence_parallel else Replicate()}
-    core, left = partial(mixture, replace(experts, capacity=None)), within_capacity(experts, mesh)
     if on_cpu():
-        weights = [{"tp": Shard(dim)} if cfg.expert_tp else {} for dim in (1, 2, 1)]
-        core = local_map(core, rows | ({"tp": Partial()} if cfg.expert_tp else {}), (rows, rows, rows, *weights, None),
+        weights = [{"tp": Shard(dim)} if cut else {} for dim in (1, 2, 1)]
+        return local_map(core, rows | ({"tp": Partial()} if cut else {}), (rows, rows, rows, *weights),
                          device_mesh=mesh, redistribute_inputs=True, out_shapes=lambda x, *rest: x)
 
-    def run(x, weights, chosen, w1, w2, w3, t):
-        if experts.capacity is not None:
-            weights = weights * (left(chosen, t) >= 0).astype(weights.dtype)
+    def run(*operands):
         with implicit_replication():  # tables that the device's ops need
-            return core(x, weights, chosen, w1, w2, w3, None).redistribute(placements=between)
+            return core(*operands)
     return run

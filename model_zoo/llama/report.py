@@ -28,6 +28,7 @@ from ms_dtensor.tools.screen import Screen
 
 from .config import Config
 from .flops import flops_per_token
+from .loads import Loads
 
 GIB = 2**30
 
@@ -46,10 +47,10 @@ class Reporter:
     def __init__(self, cfg: Config, devices: int, speaks: bool, peak: float | None, device: str):
         self.cfg, self.devices, self.speaks, self.peak, self.device = cfg, devices, speaks, peak, device
         self.folder = Path(cfg.train.log_dir)
-        self.tokens = cfg.train.batch * cfg.train.seq
-        self.flops = flops_per_token(cfg.model, cfg.train.seq, cfg.lora is not None) * self.tokens
+        self.flops = flops_per_token(cfg.model, cfg.train.seq, cfg.lora is not None)
         self.screen = Screen(cfg.metrics.bar and speaks)
         self.tally = Tally() if cfg.metrics.communication and speaks else None
+        self.loads = Loads(cfg) if cfg.model.experts is not None else None
         self.bubble: float | None = None  # of a pipeline, by simulation
         self._bubbles: list[float] = []
         self._file: IO[str] | None = None
@@ -131,8 +132,10 @@ class Reporter:
         seconds = time.perf_counter() - self._started
         if not self.speaks:
             return
+        tokens = self.cfg.train.rows_at(step) * self.cfg.train.seq
         values = {**{name: number(value) for name, value in (("loss", result.loss), ("grad_norm", result.grad_norm))},
-                  "lr": result.lr, "ms": seconds * 1e3, **self._rates(seconds)}
+                  "lr": result.lr, "ms": seconds * 1e3,
+                  **self._rates(seconds, tokens)}
         comm = {} if self.tally is None else self.tally.take()
         if self.device == "cpu" and self.tally is not None:  # of a device the host's clock knows nothing
             values["comm_share"] = sum(line.seconds for line in comm.values()) / seconds
@@ -147,12 +150,23 @@ class Reporter:
                  f"{_digits(values['tflops_per_device']):>8}  {'n/a' if mfu is None else f'{mfu:.1%}':>6}  "
                  f"{values['memory_gib']:5.2f} GiB  {'n/a' if share is None else f'{share:.0%}':>5}")
         self.screen.done(step + 1)
-        self.record(step=step + 1, **values, **({"comm": lines} if self.tally is not None else {}))
+        told = self._experts(result.loads, tokens, None if self.tally is None else comm)
+        self.record(step=step + 1, **values, **({"comm": lines} if self.tally is not None else {}), **told)
         self._track(step + 1, values)
 
-    def _rates(self, seconds: float) -> dict[str, float | None]:
-        tflops = self.flops / seconds / self.devices / 1e12
-        return {"tokens_per_s": self.tokens / seconds, "tokens_per_s_per_device": self.tokens / seconds / self.devices,
+    def _experts(self, loads: Any, tokens: int, comm: Any) -> dict[str, Any]:
+        if self.loads is None or loads is None:
+            return {}
+        told = self.loads.step(loads, tokens, comm)
+        if idle := self.loads.idle():
+            self.say(f"experts: no token for {self.cfg.metrics.idle_expert} steps: {'; '.join(idle[:8])}"
+                     + (f" and {len(idle) - 8} more" if len(idle) > 8 else ""))
+            told["idle_experts"] = idle
+        return {"experts": told}
+
+    def _rates(self, seconds: float, tokens: int) -> dict[str, float | None]:
+        tflops = self.flops * tokens / seconds / self.devices / 1e12
+        return {"tokens_per_s": tokens / seconds, "tokens_per_s_per_device": tokens / seconds / self.devices,
                 "tflops_per_device": tflops, "mfu": None if self.peak is None else tflops / self.peak,
                 "memory_gib": self._memory() / GIB}
 
@@ -171,6 +185,8 @@ class Reporter:
 
     def end(self) -> None:
         """The last step is done."""
+        if self.loads is not None and self.loads.total.any():
+            self.say(self.loads.summary())
         if self.bubble is not None:
             measured = f"{median(self._bubbles):.0%} measured" if self._bubbles else "not measured"
             self.say(f"bubble: {self.bubble:.0%} of a step simulated, of stages that are alike; {measured}, "

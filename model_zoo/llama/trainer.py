@@ -16,7 +16,16 @@ import numpy as np
 from mindspore import Tensor
 from mindspore.nn.utils import no_init_parameters
 
-from ms_dtensor import DeviceMesh, MixedPrecisionPolicy, comm, loss_parallel, manual_seed, value_and_grad
+from ms_dtensor import (
+    DeviceMesh,
+    DTensor,
+    MixedPrecisionPolicy,
+    comm,
+    loss_parallel,
+    manual_seed,
+    update_expert_bias,
+    value_and_grad,
+)
 from ms_dtensor.checkpoint import RandomState
 from ms_dtensor.errors import ConfigError
 from ms_dtensor.internals.target import on_cpu
@@ -63,6 +72,8 @@ class StepResult(NamedTuple):
     lr: float
     """0 if the guard left the update out"""
     verdict: Verdict = Verdict("go")
+    loads: np.ndarray | None = None
+    """i64[layers, experts]: how many choices each expert computed; None without experts"""
 
 
 class Trainer:
@@ -87,6 +98,7 @@ class Trainer:
         ms.manual_seed(cfg.train.seed)
         manual_seed(cfg.train.seed)
         self.cfg, self.text, self.all_ranks = cfg, text, mesh
+        self.count = cfg.train.micro_batches  # of the batch at work
         self.mesh = None if mesh is None else stage_mesh(mesh)
         with no_init_parameters() if mesh is not None and initialize is None else nullcontext():  # never whole on a rank
             self.model = Llama(cfg.model)
@@ -118,7 +130,7 @@ class Trainer:
         self.stages: Schedule | None = None
         if stages:
             del self.model  # other ranks have its other cells
-            self.stages = SCHEDULES[cfg.parallel.pp_schedule](stages, cfg.train.micro_batches, self._mean)
+            self.stages = SCHEDULES[cfg.parallel.pp_schedule](stages, cfg.train.micro_batches, self._of_last_stage)
         self.params = tuple(self.model.trainable_params() if self.stages is None else self.stages.params)
         o = cfg.optim
         # None: this rank's stages have no adapter
@@ -127,7 +139,10 @@ class Trainer:
         g = cfg.guard
         self.guard = Guard(g.nan, g.spike, g.on_spike, g.window, g.patience)
         make = ms.value_and_grad if mesh is None else value_and_grad
-        self.value_and_grad = make(self.loss, None, self.params)
+        self.mixed = cfg.model.experts is not None
+        self.value_and_grad = make(self._loss_and_loads if self.mixed else self.loss, None, self.params, has_aux=self.mixed)
+        self.loads: np.ndarray | None = None  # of the last step
+        self._loads: list[Tensor] = []  # of a step's micro-batches, on the last stage of a pipeline
 
     def _lay_out(self, model: Llama, policy: MixedPrecisionPolicy | None) -> None:
         if self.mesh is not None:
@@ -137,12 +152,20 @@ class Trainer:
 
     def loss(self, ids: Tensor, labels: Tensor, *places: Tensor) -> Tensor:
         """A micro-batch's summand of the mean over the global batch."""
-        loss, count = self._mean(self.model(ids, *places), labels), self.cfg.train.micro_batches
-        return loss if count == 1 else loss / count
+        return self._share(self.model(ids, *places), labels)
 
-    def _mean(self, out: Tensor | tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
+    def _loss_and_loads(self, ids: Tensor, labels: Tensor, *places: Tensor) -> tuple[Tensor, Tensor]:
+        """It, and the loads of the experts: a result, so that nothing which runs again counts twice."""
+        out = self.model(ids, *places)
+        return self._share(out, labels), out[2]
+
+    def _share(self, out: Tensor | tuple[Tensor, Tensor, Tensor], labels: Tensor) -> Tensor:
+        loss = self._mean(out, labels)
+        return loss if self.count == 1 else loss / self.count
+
+    def _mean(self, out: Tensor | tuple[Tensor, Tensor, Tensor], labels: Tensor) -> Tensor:
         """The loss of what the model makes of a micro-batch."""
-        logits, balance = out if isinstance(out, tuple) else (out, None)
+        logits, balance, _ = out if isinstance(out, tuple) else (out, None, None)
         if self.mesh is not None and self.cfg.parallel.loss_parallel and self.cfg.parallel.tp > 1:
             loss = loss_parallel(logits, labels.reshape(-1))
         else:
@@ -151,10 +174,24 @@ class Trainer:
             loss = loss + self.cfg.model.experts.balance * balance
         return loss
 
+    def _of_last_stage(self, out: Tensor | tuple[Tensor, Tensor, Tensor], labels: Tensor) -> Tensor:
+        """The loss of a micro-batch of a pipeline, where loads are no result."""
+        if isinstance(out, tuple):
+            self._loads.append(out[2])
+        return self._mean(out, labels)
+
+    def _told_by_last_stage(self) -> np.ndarray:
+        """The loads of a step, which the stages have handed on to the last one, on all ranks."""
+        group, last, total = self.stages.group, self.stages.actions.owner[-1], None
+        if self._loads:
+            rows = sum(self._loads[1:], self._loads[0])
+            total = (rows.full_tensor() if isinstance(rows, DTensor) else rows).asnumpy()
+        return group.broadcast_object(total, group.ranks[last])
+
     def parts(self, *batch: np.ndarray) -> Iterator[tuple[Tensor, ...]]:
-        """This rank's parts of the micro-batches of a global batch."""
-        count = self.cfg.train.micro_batches
-        for rows in zip(*(np.split(x, count) for x in batch), strict=True):
+        """This rank's parts of the micro-batches of a global batch, which is shorter while it grows."""
+        self.count = max(1, len(batch[0]) * self.cfg.train.micro_batches // self.cfg.train.batch)
+        for rows in zip(*(np.split(x, self.count) for x in batch), strict=True):
             if self.cfg.parallel.cp > 1:
                 yield own_list(self.mesh, self.cfg.parallel, self.cfg.model.sliding_window, *rows)
             else:
@@ -164,13 +201,21 @@ class Trainer:
         """Loss and gradients (in the order of `params`) of a global batch."""
         if self.stages is not None:
             ids, how = self._for_stages(*batch)
-            return self.stages.step(ids, **how)
-        loss, grads = None, ()
+            self._loads = []
+            loss, grads = self.stages.step(ids, **how)
+            if self.mixed:
+                self.loads = self._told_by_last_stage()
+            return loss, grads
+        loss, grads, loads = None, (), None
         for i, part in enumerate(self.parts(*batch), 1):
             if self.mesh is not None:  # summed up before they are reduced
-                self.model.set_requires_gradient_sync(i == self.cfg.train.micro_batches)
+                self.model.set_requires_gradient_sync(i == self.count)
             one, mine = self.value_and_grad(*part)
-            loss, grads = (one, mine) if loss is None else (loss + one, tuple(map(add, grads, mine)))
+            one, load = one if self.mixed else (one, 0)
+            loss, grads, loads = (one, mine, load) if loss is None else (
+                loss + one, tuple(map(add, grads, mine)), loads + load)
+        if self.mixed:  # one all-reduce for all layers
+            self.loads = (loads.full_tensor() if isinstance(loads, DTensor) else loads).asnumpy()
         return loss, grads
 
     def _for_stages(self, ids: np.ndarray, labels: np.ndarray, *places: np.ndarray) -> tuple[Any, dict[str, Any]]:
@@ -199,12 +244,25 @@ class Trainer:
         if self.optimizer is not None:
             self.optimizer.lr = lr
             self.optimizer(grads)
+        self._move_biases()
         return norm, lr
+
+    def _move_biases(self) -> None:
+        """Of experts, by the loads of the step."""
+        experts = self.cfg.model.experts
+        if self.loads is None or not experts.bias_rate:
+            return
+        models = [self.model] if self.stages is None else [stage.module for stage in self.stages.stages.values()]
+        moved = [(layer.feed_forward.expert_bias, i - experts.dense_layers) for model in models
+                 for i, layer in enumerate(model.layers) if here([layer]) and layer.mixed]
+        for bias, row in moved:
+            new = update_expert_bias(bias, Tensor(self.loads[row]), experts.bias_rate)
+            bias.set_data(Tensor((new.to_local() if isinstance(new, DTensor) else new).asnumpy()))
 
     def batch(self, step: int) -> tuple[np.ndarray, ...]:
         """Inputs and labels of the global batch of a step, and where documents count, each token's place in its own."""
         t = self.cfg.train
-        return self.text.batch(t.seed, step, t.batch, t.seq)
+        return self.text.batch(t.seed, step, t.rows_at(step), t.seq)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds. Batches are a function of the text, the seed and the step, which a checkpoint knows."""
@@ -235,7 +293,7 @@ class Trainer:
         (loss_now, norm_now, verdict), = known
         if verdict.action == "stop":
             raise stopped(verdict.reason)
-        return StepResult(loss_now, norm_now, lr, verdict)
+        return StepResult(loss_now, norm_now, lr, verdict, self.loads)
 
     def _agreed(self, verdict: Verdict) -> Verdict:
         """Rank 0's: whether a step is left out may not hang on the last bit of a sum."""

@@ -18,6 +18,7 @@ from ..core.version import __version__
 from ..errors import CheckpointError
 from .folder import Folder, claimed, find, sync, write_synced
 from .index import NAME, Index, TensorInfo, dump, file_name
+from .mindformers import MindFormersFolder, folder_of
 from .pieces import piece_hash, pieces
 from .plan import whole_on
 from .reader import Reader
@@ -34,7 +35,8 @@ def convert(source: str | os.PathLike, target: str | os.PathLike, *, dtype: str 
     """Copies a checkpoint into one safetensors file, or safetensors files into a checkpoint.
 
     Args:
-        source: a checkpoint, a `.safetensors` file, or a folder of such files.
+        source: a checkpoint, a `.safetensors` file, a folder of such files, or a folder of a MindFormers 2.1 checkpoint
+            (of one iteration, or the latest of a run), whose ranks' pieces are put together.
         target: a name that ends in `.safetensors`; or the folder of a checkpoint.
         dtype: what floating tensors become.
         strip: a beginning of keys, "model." say, that is left out; keys without it are not copied.
@@ -87,6 +89,9 @@ def _stream(key: str, read: Callable[[], np.ndarray], dtype: str, hashes: list[i
 
 def _open(path: Path, stack: ExitStack) -> tuple[Source, dict[str, Any], dict[str, str]]:
     """Tensors, plain values and ties of a source."""
+    theirs = folder_of(path) if path.is_dir() else None
+    if theirs is not None:
+        return MindFormersFolder(theirs).tensors, {}, {}
     if path.is_file() or path.is_dir() and not (find(path) / NAME).is_file():
         paths = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
         if not paths:

@@ -9,7 +9,6 @@ dtype), never from local data.
 """
 from __future__ import annotations
 
-import hashlib
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -24,17 +23,12 @@ from .agree import Agreement, check_every
 from .objects import decode, encode
 from .owner import Owner
 from .packing import TensorOps, blocks, first, last_back, padded, unpadded
-from .protocol import Backend, Ranks, Result, Work, offsets, with_dim
+from .protocol import Backend, Ranks, Result, Work, communicator_name, offsets, with_dim
 from .protocol import kind as _kind
 
 Handle = Any  # MindSpore's CommHandle, or None when the call was synchronous
 Flat = tuple[Tensor, Handle]
 _Cast = Callable[[Tensor], Tensor]
-
-
-def communicator_name(ranks: Ranks) -> str:
-    """A name for a set of ranks, equal on all of them, short however many they are (HCCL allows 128 characters)."""
-    return f"msdt_{len(ranks)}_{hashlib.sha1(repr(ranks).encode()).hexdigest()[:24]}"
 
 
 class DeviceBackend(Backend):

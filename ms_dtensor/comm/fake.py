@@ -14,7 +14,7 @@ from mindspore import Tensor
 
 from ..errors import CommError
 from .packing import copy, numpy_dtype
-from .protocol import Backend, Ranks, Result, Work, cut, offsets, with_dim
+from .protocol import Backend, Ranks, Result, Work, communicator_name, cut, offsets, with_dim
 
 
 def _fit(x: np.ndarray, shape: Sequence[int]) -> np.ndarray:
@@ -47,6 +47,9 @@ class FakeBackend(Backend):
 
     def give_up(self, error: CommError, group: Ranks) -> None:
         """Nothing is in flight."""
+
+    def communicator(self, group: Ranks) -> str | None:
+        return communicator_name(group) if self.name == "local" else None
 
     @staticmethod
     def _give(result: np.ndarray, async_op: bool) -> Result:

@@ -2,9 +2,10 @@
 """From pieces on any dim to the flat blocks that device collectives move, and back.
 
 Not communication. A block is 1-d, so nothing is ever 0-d on the wire. Equal pieces of dim 0 are such blocks as they lie;
-of another dim they are one strided view, copied once; uneven ones are joined with padding, one kernel too. Two sets of
-local operations do the work: `TensorOps` on the device, `HostOps` through NumPy on CPU, where MindSpore lacks kernels for
-several dtypes. The invariant: what `blocks` or `padded` cut, `last_back` or `unpadded` puts together.
+of another dim they are one strided view, copied once; uneven ones are joined with padding, one kernel too. Sets of local
+operations do the work: `TensorOps` on the device, `HostOps` through NumPy on CPU, where MindSpore lacks kernels for several
+dtypes, `ArrayOps` on the arrays themselves. The invariant: what `blocks` or `padded` cut, `last_back` or `unpadded` puts
+together.
 """
 from __future__ import annotations
 
@@ -18,12 +19,23 @@ from mindspore import Tensor, mint
 from mindspore import dtype as mstype
 
 from ..internals.target import on_cpu
+from .pretended import executing
 from .protocol import cut
 from .shm.reduce import reduce_into
 
 
 class TensorOps:
     """Local tensor work with MindSpore ops; runs where the tensors are. `reshape`, `permute` and `take` are views."""
+
+    @staticmethod
+    def of(x: Tensor) -> Any:
+        """What the others take for a tensor."""
+        return x
+
+    @staticmethod
+    def tensor(x: Any) -> Tensor:
+        """The tensor of what they give."""
+        return x
 
     @staticmethod
     def flat(x: Tensor) -> Tensor:
@@ -49,6 +61,11 @@ class TensorOps:
     def take(x: Tensor, dim: int, start: int, stop: int) -> Tensor:
         """`[start, stop)` of a dim."""
         return mint.narrow(x, dim, start, stop - start)
+
+    @staticmethod
+    def split(x: Tensor, sizes: Sequence[int], dim: int) -> Sequence[Tensor]:
+        """Pieces of these sizes, as views."""
+        return mint.split(x, list(sizes), dim)
 
     @staticmethod
     def join(parts: Sequence[Tensor], dim: int) -> Tensor:
@@ -169,6 +186,60 @@ class HostOps(TensorOps):
         return Tensor.from_numpy(out)
 
 
+class ArrayOps(TensorOps):
+    """The same on the NumPy arrays of CPU tensors, views where they can be, too: of small pieces the least host time."""
+
+    @staticmethod
+    def of(x: Tensor) -> Any:
+        return x.asnumpy()
+
+    @staticmethod
+    def tensor(x: Any) -> Tensor:
+        return Tensor.from_numpy(x)
+
+    @staticmethod
+    def shaped(x: Any, shape: Sequence[int]) -> Any:
+        return x.reshape(tuple(shape))
+
+    @staticmethod
+    def permute(x: Any, order: Sequence[int]) -> Any:
+        return x.transpose(tuple(order))
+
+    @staticmethod
+    def take(x: Any, dim: int, start: int, stop: int) -> Any:
+        return x[cut(dim, start, stop)]
+
+    @staticmethod
+    def split(x: Any, sizes: Sequence[int], dim: int) -> Sequence[Any]:
+        return np.split(x, np.cumsum(sizes)[:-1], dim)
+
+    @staticmethod
+    def join(parts: Sequence[Any], dim: int) -> Any:
+        return np.concatenate(parts, dim)
+
+    @staticmethod
+    def empty(shape: Sequence[int], dtype: Any) -> Any:
+        return np.empty(tuple(shape), numpy_dtype(dtype))
+
+    @staticmethod
+    def cast(x: Any, dtype: Any) -> Any:
+        return x.astype(numpy_dtype(dtype), copy=False)
+
+    @staticmethod
+    def lies_as_it_is(x: Any) -> bool:
+        return x.flags.c_contiguous
+
+    @classmethod
+    def copy(cls, x: Any) -> Any:
+        return np.array(x, order="C")
+
+    @staticmethod
+    def write(out: Any, x: Any) -> Any:
+        if x.size:  # NumPy crashes where it copies no elements of MindSpore's bfloat16
+            out[...] = x
+        return out
+
+
 _dtypes: dict[int, tuple[np.dtype, Any]] = {}  # by the id of MindSpore's dtype, which is kept: its hash costs 1 us
 
 
@@ -186,12 +257,29 @@ def numpy_dtype(dtype: Any) -> np.dtype:
 
 def copy(x: Tensor) -> Tensor:
     """A copy with memory of its own (`Tensor.copy` is arithmetic in MindSpore)."""
+    dry = executing()
+    if dry is not None:
+        return dry.like(x)
     return (HostOps if on_cpu() else TensorOps).copy(x)
 
 
 def write(out: Tensor, x: Tensor) -> Tensor:
     """`out`, with the values of `x` cast to its dtype."""
+    if executing() is not None:
+        return out
     return (HostOps if on_cpu() else TensorOps).write(out, x)
+
+
+def cast(x: Tensor, dtype: Any) -> Tensor:
+    """A local tensor in a dtype; itself if it is in that."""
+    dry = executing()
+    return x.astype(dtype) if dry is None else x if x.dtype == dtype else dry.like(x, dtype=dtype)
+
+
+def added(a: Tensor, b: Tensor) -> Tensor:
+    """The sum of two local tensors, in the dtype of the first."""
+    dry = executing()
+    return a + b.astype(a.dtype) if dry is None else dry.like(a)
 
 
 def first(x: Tensor, dim: int, ops: type[TensorOps]) -> Tensor:

@@ -22,12 +22,16 @@ class Parts:
 
     Attributes:
         shapes: of the whole tensors.
+        dims: along which each is cut.
         starts: elements before each tensor.
         totals: elements that each member has.
+        widths: elements of each tensor's largest piece; where pieces are packed, shorter ones are filled up to that, so
+            that a tensor's pieces lie at the same place of every member's row.
     """
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], dims: Sequence[int], sizes: Sequence[Sequence[int]]):
-        self.shapes, self.starts, self.members = list(shapes), [0], len(sizes[0])
+        self.shapes, self.dims, self.starts, self.members = list(shapes), list(dims), [0], len(sizes[0])
+        self._sizes = [list(each) for each in sizes]
         self._index: list[list[Index]] = []
         self._shapes: list[list[tuple[int, ...]]] = []
         for shape, dim, each in zip(shapes, dims, sizes):
@@ -36,6 +40,23 @@ class Parts:
             self._shapes.append([(*shape[:dim], n, *shape[dim + 1:]) for n in each])
             self.starts.append(self.starts[-1] + math.prod(shape))
         self.totals = [self.total(range(len(self.shapes)), r) for r in range(self.members)]
+        self.widths = [max(map(math.prod, pieces)) for pieces in self._shapes]
+
+    def runs(self, i: int, first: int, stop: int) -> list[tuple[int, int, int, int]]:
+        """Of members [first, stop), those side by side that have equal pieces of tensor `i`, empty ones left out.
+
+        Of chunks there are two at most, however many members: full ones, and the last.
+
+        Returns:
+            (first member, how many, where in the dim their pieces begin, how much of it each has).
+        """
+        out, member, at = [], first, sum(self._sizes[i][:first])
+        for size, alike in itertools.groupby(self._sizes[i][first:stop]):
+            count = len(list(alike))
+            if size and math.prod(self.shapes[i]):
+                out.append((member, count, at, size))
+            member, at = member + count, at + count * size
+        return out
 
     def index(self, i: int, member: int) -> Index:
         """What takes a member's piece out of tensor `i`."""

@@ -8,6 +8,7 @@ Read next: `group.py` (what the upper layers use), then `shm/engine.py` (the ref
 """
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -71,6 +72,7 @@ class Backend(ABC):
     rank: int = 0
     size: int = 1
     _given_up: CommError | None = None
+    named: dict[str, Ranks] | None = None  # groups that have been made with a name, by it
 
     @classmethod
     @abstractmethod
@@ -195,6 +197,11 @@ class Backend(ABC):
 
     def close(self, reason: str = "") -> None:  # noqa: B027  most backends have nothing to do
         """Leaves the job (`reason`: the error that ends this rank). Others fail only if they wait for this rank."""
+
+
+def communicator_name(ranks: Ranks) -> str:
+    """A name for a set of ranks, equal on all of them, short however many they are (HCCL allows 128 characters)."""
+    return f"msdt_{len(ranks)}_{hashlib.sha1(repr(ranks).encode()).hexdigest()[:24]}"
 
 
 def offsets(sizes: Sequence[int]) -> list[int]:

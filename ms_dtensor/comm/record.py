@@ -94,9 +94,16 @@ def record() -> Iterator[list[CommEvent]]:
         []
     """
     events: list[CommEvent] = []
+    with record_into(events):
+        yield events
+
+
+@contextmanager
+def record_into(events: list[CommEvent]) -> Iterator[None]:
+    """Appends the communication of a block to a list."""
     token = _recorders.set((*_recorders.get(), events))
     try:
-        yield events
+        yield
     finally:
         _recorders.reset(token)
 

@@ -13,13 +13,13 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..core.mesh import bind_world
 from ..errors import CommError, ConfigError
 from . import launcher, registry
+from .pretended import pretended
 
 if TYPE_CHECKING:
     from .group import Group
@@ -38,6 +38,7 @@ class World:
         backend: what moves data between them.
         device_type: MindSpore's name of the device ("CPU", "Ascend", "GPU").
         blocking: MindSpore's ops have run when they return.
+        executor: what makes results in the place of kernels, in a dry run; see `debug/dryrun`.
     """
 
     rank: int
@@ -45,11 +46,12 @@ class World:
     backend: Backend
     device_type: str
     blocking: bool = False
+    executor: Any = None
 
 
+WORLD_NAMES = ("hccl_world_group", "nccl_world_group", "mccl_world_group")  # MindSpore's, of all ranks
 _started: World | None = None
 _log = logging.getLogger("ms_dtensor")
-pretended: ContextVar[World | None] = ContextVar("ms_dtensor_fake_world", default=None)
 
 
 def set_cpu_backend(name: str) -> None:
@@ -161,10 +163,10 @@ def ops_block() -> bool:
     return _started is not None and _started.blocking
 
 
-def world_key() -> tuple[int, int] | None:
+def world_key() -> tuple[int, int, bool] | None:
     """What tells one fake world's cached plans from another's and from the real world's; None in the real one."""
     world = pretended.get()
-    return None if world is None else (world.rank, world.size)
+    return None if world is None else (world.rank, world.size, world.executor is not None)
 
 
 def get_backend(mesh: Any = None) -> Backend:
@@ -192,11 +194,37 @@ def group(ranks: Sequence[int], axes: Sequence[str] = ()) -> Group:
 
 
 def named_group(ranks: Sequence[int], axes: Sequence[str] = ()) -> Group:
-    """The same; where the backend is MindSpore's own it is a str, too: the name of a communicator, which exists then."""
+    """The same; it is a str, too: the name by which MindSpore's own collectives take it.
+
+    Of MindSpore's own backends that is a communicator, which exists then; of `shm` see `mindspore_collectives`.
+    """
     from .group import NamedGroup
     made = group(ranks, axes)
     name = made.backend.communicator(made.ranks)
-    return made if name is None else NamedGroup(name, made.backend, ranks, axes)
+    if name is None:
+        return made
+    if made.backend.named is None:
+        made.backend.named = {}
+    made.backend.named[name] = made.ranks
+    return NamedGroup(name, made.backend, ranks, axes)
+
+
+def of_name(name: Any = None) -> Group:
+    """A group by what `mesh.get_group` gave, by its name, or by none: all ranks.
+
+    Raises:
+        CommError: no such group, or no world.
+    """
+    from .group import Group
+    if isinstance(name, Group):
+        return name
+    backend = get_backend()
+    if name is None or name in WORLD_NAMES:
+        return group(tuple(range(backend.size)))
+    if not isinstance(name, str) or name not in (backend.named or {}):
+        raise CommError(f"For 'group', there is none of the name {name!r}.", f"backend '{backend.name}'",
+                        "A group has a name from when it was made.", ('mesh.get_group("tp")', "None for all ranks"))
+    return group((backend.named or {})[name])
 
 
 @contextmanager
@@ -217,9 +245,17 @@ def fake_world(world_size: int, rank: int = 0, device_type: str = "cpu") -> Iter
         raise ConfigError(f"For 'fake_world', rank {rank} is not in a world of {world_size}.", "", "0 <= rank < size",
                           "pass a rank of the world")
     from .fake import FakeBackend
-    token = pretended.set(World(rank, world_size, FakeBackend(world_size, rank), _DEVICES.get(device_type.lower(), "CPU")))
+    world = World(rank, world_size, FakeBackend(world_size, rank), _DEVICES.get(device_type.lower(), "CPU"))
+    with pretend(world):
+        yield world
+
+
+@contextmanager
+def pretend(world: World) -> Iterator[None]:
+    """Inside, and in this thread, that world is the only one."""
+    token = pretended.set(world)
     try:
-        yield pretended.get()  # type: ignore[misc]
+        yield
     finally:
         pretended.reset(token)
 

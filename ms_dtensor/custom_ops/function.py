@@ -18,8 +18,12 @@ import numpy as np
 from mindspore import Tensor, nn
 
 from ..core.tree import argument_names, first_dtensor, leaves, map_leaves
+from ..debug.types.account import account
+from ..debug.types.doors import as_op, as_written
+from ..debug.types.typed import Typed, as_call
 from ..dispatch import modes
 from ..dispatch.dispatcher import call_by_rule
+from ..dispatch.op_call import bind_arguments
 from ..dispatch.operands import local_alias, recording
 from ..dispatch.patches.gradients import recorded_apart
 from ..errors import OpRuleError
@@ -63,6 +67,10 @@ class DFunction:
     Set `second_order = True` for a function that is differentiated twice: what `backward` does must then be made of
     differentiable ops, and only inputs and results of `forward` may be saved.
 
+    `types` says of a forward that communicates, or does what no rule knows, what it makes of local tensors when types are
+    checked (`local_map(check=True)`): `("V", "R", "->", "P")`, or several such signatures, for any one axis. Without it the
+    types follow from the ops of `forward`. The backward is taken on its author's word; `checks(gradients=True)` tries it.
+
     Example:
         >>> import mindspore as ms, ms_dtensor as md
         >>> class Cube(md.DFunction):
@@ -88,6 +96,7 @@ class DFunction:
     in_grad_placements = None
     out_shapes = None
     second_order = False
+    types = None
 
     @staticmethod
     def forward(ctx, *args, **kwargs):
@@ -128,7 +137,8 @@ class DFunction:
                 (f"register_rule({cls._op_name or cls.__name__!r}, cases)", "set in_placements and out_placements",
                  "pass x.to_local(), and wrap the results with DTensor.from_local"))
         mapping = Mapping(f"{cls.__name__}.apply", cls.out_placements, cls.in_placements, cls.in_grad_placements, None,
-                          True, _plain_attribute(cls, "out_shapes"), additive=True)
+                          True, _plain_attribute(cls, "out_shapes"), additive=True,
+                          checked=_checked(cls) if mode.check_types else None)
         return mapping.run(local, args, kwargs)
 
     @classmethod
@@ -156,8 +166,28 @@ def _plain_attribute(cls, name):
     return value.__func__ if isinstance(value, staticmethod) else value
 
 
+@functools.cache
+def _checked(cls) -> set:
+    """The layouts for which a class's types were checked."""
+    return set()
+
+
+def _apply_typed(cls, args, kwargs):
+    """During a check of types: by those that the class names, by its rule, or by what its forward does."""
+    run, name = functools.partial(_apply_local, cls), f"'{cls.__name__}'"
+    if cls.types is not None:
+        return as_op(cls, name, run, args, kwargs)
+    if cls._op_name in RULES:
+        bound = bind_arguments(cls._op_name, argument_names(cls.forward, 1), args, kwargs)
+        call = as_call(cls._op_name, bound, leaves((args, kwargs), Tensor))
+        return as_op(cls, name, run, args, kwargs, call)
+    return as_written(name, run, args, kwargs, functools.partial(cls.forward, Context((*args, *kwargs.values()))))
+
+
 def _apply_local(cls, *args, **kwargs):
     """One rank's part, or the whole on one device."""
+    if account.get() is not None and any(isinstance(x, Typed) for x in leaves((args, kwargs), Tensor)):
+        return _apply_typed(cls, args, kwargs)
     tensors = leaves(args, Tensor)
     if kwargs:
         tensors += leaves(kwargs, Tensor)

@@ -20,6 +20,8 @@ from ..core.layout import Layout, known_layout, said_of
 from ..core.mesh import DeviceMesh, coordinates
 from ..core.placements import Placement
 from ..core.tree import leaves, map_leaves
+from ..debug.types.check import checked_run
+from ..debug.types.moves import mesh_inside
 from ..dispatch import modes, patches, policy
 from ..dispatch.dispatcher import plain_tree
 from ..dispatch.operands import (
@@ -39,7 +41,8 @@ from ..ops.rules.nothing import has_empty_shard
 
 
 def local_map(fn: Callable | None = None, out_placements=None, in_placements=None, *, in_grad_placements=None,
-              device_mesh: DeviceMesh | None = None, redistribute_inputs: bool = False, out_shapes=None) -> Callable:
+              device_mesh: DeviceMesh | None = None, redistribute_inputs: bool = False, out_shapes=None,
+              check: bool = False) -> Callable:
     """`fn`, written for local tensors, as a function of DTensors; meaning as PyTorch's, gradients included.
 
     Args:
@@ -55,6 +58,9 @@ def local_map(fn: Callable | None = None, out_placements=None, in_placements=Non
         redistribute_inputs: move inputs that lie otherwise than `in_placements` says; else they are refused.
         out_shapes: global shape of each result (a tuple of shapes, or a function of the inputs' global shapes). Only
             needed where shards are uneven: without it ranks compare their results' shapes, which communicates.
+        check: the first call with inputs of given layouts follows what its tensors mean on each axis (replicated, invariant,
+            varying, partial), and refuses, with the line of the op, what would be another value or gradient than the one of
+            the whole. `debug.checks(types=True)` checks all functions so. See the how-to "Check local code by types".
 
     Returns:
         The function. If no argument is a DTensor it calls `fn` and returns what it returned.
@@ -65,6 +71,7 @@ def local_map(fn: Callable | None = None, out_placements=None, in_placements=Non
             results that claim to be replicated and differ from rank to rank.
         ImplicitCommError: the redistribution policy is "explicit", and an input would be moved, shapes compared, or a
             result that is no sum reduced under autograd. `fn` is not called.
+        OpRuleError: a check refuses an op of `fn`, or what `out_placements` says of a result.
 
     Example:
         >>> import mindspore as ms, ms_dtensor as md
@@ -79,11 +86,11 @@ def local_map(fn: Callable | None = None, out_placements=None, in_placements=Non
     if fn is None:
         return functools.partial(local_map, out_placements=out_placements, in_placements=in_placements,
                                  in_grad_placements=in_grad_placements, device_mesh=device_mesh,
-                                 redistribute_inputs=redistribute_inputs, out_shapes=out_shapes)
+                                 redistribute_inputs=redistribute_inputs, out_shapes=out_shapes, check=check)
     name = getattr(fn, "__name__", type(fn).__name__)
 
     mapping = Mapping(f"local_map({name})", out_placements, in_placements, in_grad_placements, device_mesh,
-                      redistribute_inputs, out_shapes)
+                      redistribute_inputs, out_shapes, checked=set() if check else None)
 
     @functools.wraps(fn, updated=())
     def mapped(*args, **kwargs):
@@ -95,14 +102,15 @@ class Mapping:
     """One declaration of how a local function's inputs and results lie; `run` applies it to a call.
 
     What it means for inputs of given layouts is worked out once. Arguments after `who`, which names the function in
-    messages, are those of `local_map`; `additive`: summands of a result are those of one op, so empty shards make zeros.
+    messages, are those of `local_map`; `additive`: summands of a result are those of one op, so empty shards make zeros;
+    `checked`: the layouts for which types were checked, of a function that is always checked.
     """
 
     def __init__(self, who, out_placements, in_placements=None, in_grad_placements=None, device_mesh=None,
-                 redistribute_inputs=False, out_shapes=None, additive=False):
+                 redistribute_inputs=False, out_shapes=None, additive=False, checked=None):
         self.who, self.outs, self.ins, self.grads = who, out_placements, in_placements, in_grad_placements
         self.mesh, self.redistribute, self.shapes = device_mesh, redistribute_inputs, out_shapes
-        self.additive = additive
+        self.additive, self.checked = additive, checked
         self._known: dict[tuple, tuple] = {}
 
     def run(self, fn, args: tuple, kwargs: dict):
@@ -139,8 +147,28 @@ class Mapping:
             it = iter(tensors)
             refilled = (map_leaves(lambda _: next(it), v, Tensor) for v in (args, kwargs))
             return fn(*next(refilled), **next(refilled))
-        result = self._with_nodes_of_all(on, local, layouts, outs, mesh) if uneven else on(local)
+        check = mode.check_types or self.checked is not None
+        if check:
+            back = *cotangents, *(t and t.gradient(own) for t in named)
+            on = self._checked_once(on, key, (*targets, *named), back, outs, mesh)
+        token = mesh_inside.set(mesh)
+        try:
+            result = self._with_nodes_of_all(on, local, layouts, outs, mesh) if uneven else on(local)
+        finally:
+            mesh_inside.reset(token)
         return self._wrap(result, outs, self.mesh or mesh, layouts)
+
+    def _checked_once(self, on, key, layouts, cotangents, outs, mesh):
+        """`on`, which follows types if these layouts come for the first time; what was refused is checked again."""
+        self.checked = set() if self.checked is None else self.checked
+        if key in self.checked:
+            return on
+
+        def check(tensors):
+            result = checked_run(self.who, on, tensors, layouts, cotangents, outs, self.mesh or mesh, mesh)
+            self.checked.add(key)
+            return result
+        return check
 
     def _with_nodes_of_all(self, on, local, layouts, outs, mesh):
         """The results where some rank's shard of an input is empty: every rank has each input's gradient, be it zeros.
@@ -231,6 +259,8 @@ class Mapping:
         def visit(place, value, entry):
             if isinstance(value, Tensor):
                 found.append((place, value, entry))
+            if hasattr(value, "__dataclass_fields__") and not isinstance(value, type):  # as `leaves` has their tensors
+                value = [getattr(value, name, None) for name in value.__dataclass_fields__]
             if not isinstance(value, tuple | list | dict):
                 return
             members = list(value.values()) if isinstance(value, dict) else value

@@ -17,7 +17,7 @@ import numpy as np
 from mindspore import Tensor, ops
 
 from ..comm import world_key
-from ..comm.world import pretended
+from ..comm.pretended import pretended
 from ..core.tree import first_dtensor, map_leaves
 from ..errors import MixedOperandError
 from ..internals.names import NoFallbackGuard

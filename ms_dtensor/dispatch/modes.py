@@ -39,6 +39,7 @@ class Mode(NamedTuple):
     constants: bool = False  # see `Constants`
     check_rules: bool = False
     check_gradients: bool = False
+    check_types: bool = False
     watch: Any = None  # asked of each call before it runs, see `patches/recomputed.py`
 
 
@@ -143,6 +144,8 @@ class checks(_Block):  # noqa: N801  reads like the function it stands beside
             signature. A wrong one raises `OpRuleError`. And what `from_local` is given, or a function in `local_map`
             returns, as Replicate is compared across ranks, which communicates; a `LayoutError` if ranks differ.
         gradients: before its first call of each signature a `DFunction`'s backward is compared with finite differences.
+        types: the first call of each function of `local_map`, and of each `DFunction` with placements, with inputs of given
+            layouts is refused where what its tensors mean on an axis does not fit, see `local_map(check=True)`.
 
     Example:
         >>> import ms_dtensor as md
@@ -155,8 +158,8 @@ class checks(_Block):  # noqa: N801  reads like the function it stands beside
         For 'register_rule', the rule of 'doubled' is wrong.
     """
 
-    def __init__(self, rules: bool = True, gradients: bool = False):
-        super().__init__(check_rules=rules, check_gradients=gradients)
+    def __init__(self, rules: bool = True, gradients: bool = False, types: bool = False):
+        super().__init__(check_rules=rules, check_gradients=gradients, check_types=types)
 
 
 # the forward of a gradient that is itself recorded: local ops are made so that it can be differentiated

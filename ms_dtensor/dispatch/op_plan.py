@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from mindspore import Parameter, Tensor
 from mindspore.ops import stop_gradient
 
+from ..comm.pretended import executing
 from ..core.layout import Layout
 from ..core.mesh import DeviceMesh
 from ..errors import OpRuleError
@@ -49,6 +50,16 @@ class Step(NamedTuple):
     cotangent: Layout | None  # in which its cotangent will arrive: it is varying on some axes
 
 
+class Abstract(NamedTuple):
+    """What is known of a rank's part of a call before it has run."""
+
+    op: str
+    arguments: dict  # by the names of the op's rule; an `Operand` (of global shape) for each tensor
+    shapes: tuple[tuple[int, ...], ...] | None  # of the local results; None: only the data, or the function, tell
+    dtypes: tuple[str, ...] = ()  # of the results
+    view: bool = False  # the result lies in the first operand's memory
+
+
 @dataclass(frozen=True, slots=True)
 class LocalRun:
     """What one rank runs: a form of ours, or else a substitute of MindSpore's function, or else that function itself."""
@@ -63,9 +74,12 @@ class LocalRun:
     constants: tuple[int, ...] = ()
     again: Callable | None = None  # runs it such that it can be differentiated again, see `ops/local/orders.py`
     places: tuple[tuple[int, int], ...] = ()  # (place among the arguments, operand); none where some operand is nested
+    abstract: Abstract | None = None  # in a dry run: what its executor is told instead
 
     def run(self, call: OpCall, tensors):
         """The local results, from local operands (plain, or DTensors under the guard)."""
+        if self.abstract is not None:
+            return executing().local(self, call, tensors)
         again = None
         if recording():
             again = self.again
@@ -168,7 +182,7 @@ class OpPlan:
             if p.is_partial() and not p.is_partial("sum")})))
         object.__setattr__(self, "short", bool(local.places) and (self.view is None or self.op != "cast") and not (
             moves or plain or self.writes or self.draws or self.results.by_data or local.again or local.constants
-            or local.empty is not None or local.in_float32 is not None))
+            or local.abstract is not None or local.empty is not None or local.in_float32 is not None))
 
     def run(self, call: OpCall):
         """The results of one call, as DTensors."""

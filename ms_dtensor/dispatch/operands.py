@@ -11,6 +11,7 @@ from functools import partial
 from mindspore import Tensor, ops
 
 from .. import comm
+from ..comm.packing import cast
 from ..comm.record import active
 from ..core.layout import Layout
 from ..core.placements import REPLICATE
@@ -181,7 +182,7 @@ def compute_copy(param, dtype, reduce_dtype):
     layout = param._layout
     layout = Layout(layout.mesh, layout.placements, layout.shape, dtype_name(dtype), layout.order)
     with NoFallbackGuard():
-        local = ops.stop_gradient(param).astype(dtype)
+        local = cast(ops.stop_gradient(param), dtype)
     if not recording() or not param._requires_grad:
         return wrap(local, layout)
     out = wrap(as_copy(local, param, reduce_dtype, layout.gradient()), layout)

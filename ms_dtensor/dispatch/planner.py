@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 from mindspore import Parameter, Tensor
 
+from ..comm.pretended import executing
 from ..core.layout import Layout, short_dtype
 from ..core.tree import leaves
 from ..errors import MixedOperandError, OpRuleError
@@ -40,7 +41,7 @@ from ..ops.rules.write import INPLACE
 from . import inplace, modes, policy
 from .composite import COMPOSED
 from .op_call import OpCall, attributes, bind_arguments
-from .op_plan import LocalRun, OpPlan, Results, Step
+from .op_plan import Abstract, LocalRun, OpPlan, Results, Step
 from .operands import DIFFERENTIABLE, SHARDED_BY, differentiated, dtype_name, is_number
 
 CONSTANTS_ALIKE = ('parallelize_module(net, device_mesh, constants="replicate"), if net makes the tensor in its construct, '
@@ -185,6 +186,8 @@ def plan_for(op: str, arguments: dict, tensors, mode, original: LocalRun | None 
         constants = (0,)
     local = replace(original or LocalRun(), in_float32=in_float32, again=again, constants=constants)
     if None in spec.shapes:  # a rule in case notation alone: the first local results tell (see custom_ops/register.py)
+        if executing() is not None:
+            local = replace(local, abstract=Abstract(op, spec_call.args, None))
         return OpPlan(op, steps, local, Results(op, mesh, [(o, None) for o in choice.outs], spec.by_data))
     drafts = tuple(Layout(mesh, p, shape, layouts[0].dtype, order) for p, order, shape in choice.outs)
     at = Local(choice.targets, drafts, mesh.get_coordinate())
@@ -205,6 +208,10 @@ def plan_for(op: str, arguments: dict, tensors, mode, original: LocalRun | None 
     winners = None
     if spec.winners is not None and drafts[0].has_nonlinear_partial:
         winners = partial(winners_of_shard, spec.winners, at.in_offset(0)[spec.winners.dims[0]])
+    if executing() is not None:
+        local = replace(local, abstract=Abstract(
+            op, spec_call.args, None if spec.by_data else tuple(layout.local_shape() for layout in drafts), promised,
+            view is not None and view[0]))
     return OpPlan(op, steps, replace(local, empty=empty), Results(op, mesh, list(zip(choice.outs, drafts))), view, writes,
                   any(map(has_empty_shard, choice.targets)), named is not None and named.name in DRAWS, winners)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import NamedTuple
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn
@@ -22,16 +23,24 @@ from . import patches
 from .operands import local_alias, recording, retag
 from .patches.gradients import apart, as_cotangents, backward_apart, end_abandoned, in_this_gradient, kept_apart, layouts_of
 from .planner import describe_operands
+from .reached import reached
 from .recording import handed_out
 from .replaced import current
 
-_block: ContextVar[list | None] = ContextVar("ms_dtensor_recorded", default=None)  # whose gradients are wanted
+
+class _Block(NamedTuple):
+    """A block, and whose gradients are wanted: of these, or of all leaves that a loss is computed from."""
+
+    of: list | None
+
+
+_block: ContextVar[_Block | None] = ContextVar("ms_dtensor_recorded", default=None)
 _RUN = "_ms_dtensor_backward_has_run"  # attribute of a loss whose graph is gone
 _HOW = "with md.recorded(net): loss = ...; md.backward(loss)"
 
 
 @contextmanager
-def recorded(of: nn.Cell | Iterable[Tensor]) -> Iterator[None]:
+def recorded(of: nn.Cell | Iterable[Tensor] | None = None) -> Iterator[None]:
     """Records what runs inside, for `backward`. What no backward has used when the block ends is dropped.
 
     The forward and its backwards go inside; optimizers, metrics and evaluation outside, or under `no_grad`. After an
@@ -39,7 +48,8 @@ def recorded(of: nn.Cell | Iterable[Tensor]) -> Iterator[None]:
 
     Args:
         of: whose gradients `backward` gives unless it is told: a cell for its trainable parameters, or parameters, or
-            tensors after `requires_grad_()`.
+            tensors after `requires_grad_()`. None: of all parameters that a loss is computed from, which each backward
+            looks for; what it does not find keeps the `.grad` it has.
 
     Raises:
         OpRuleError: inside a gradient, a recording or another such block, or under `no_grad`.
@@ -62,16 +72,27 @@ def recorded(of: nn.Cell | Iterable[Tensor]) -> Iterator[None]:
         raise OpRuleError("For 'recorded', nothing can be recorded here.", "",
                           "A block records by itself: not within a gradient, a recording or another block, and not under "
                           "no_grad.", "begin it outside of value_and_grad, Recording.of, recorded and no_grad")
-    wanted = [current(p) for p in (of.trainable_params() if isinstance(of, nn.Cell) else of)]
-    _check_leaves("recorded", wanted)
+    wanted = None if of is None else [current(p) for p in (of.trainable_params() if isinstance(of, nn.Cell) else of)]
+    _check_leaves("recorded", wanted or [])
     with apart():
-        token = _block.set(wanted)
+        token = _block.set(_Block(wanted))
         executor.set_grad_flag(True)
         try:
             yield
         finally:
             executor.set_grad_flag(False)
             _block.reset(token)
+
+
+@contextmanager
+def not_recorded() -> Iterator[None]:
+    """Inside of a block nothing is recorded: what is written there is written as outside of it."""
+    was = recording()
+    executor.set_grad_flag(False)
+    try:
+        yield
+    finally:
+        executor.set_grad_flag(was)
 
 
 def backward(loss: Tensor, gradient: Tensor | None = None, retain_graph: bool = False,
@@ -104,8 +125,8 @@ def backward(loss: Tensor, gradient: Tensor | None = None, retain_graph: bool = 
         >>> p.grad.asnumpy().tolist()
         [3.0, 6.0]
     """
-    wanted = _block.get()
-    if wanted is None or not recording():
+    block = _block.get()
+    if block is None or not recording():
         raise _refused(loss, "Only what runs inside of 'recorded' has a backward, and it goes when the block ends.", _HOW)
     if not isinstance(loss, Tensor) or not loss._requires_grad or not loss.is_floating_point():
         raise _refused(loss, "No parameter or input of those whose gradients are recorded leads to it.",
@@ -119,22 +140,24 @@ def backward(loss: Tensor, gradient: Tensor | None = None, retain_graph: bool = 
     if retain_graph and len(in_this_gradient):
         raise _refused(loss, "Cells under 'fully_shard' or 'replicate' let go of what they gathered, and reduce a gradient "
                        "once for each forward.", "compute the loss again for its second backward")
+    wanted = block.of
     if inputs is not None:
         wanted = [current(p) for p in ([inputs] if isinstance(inputs, Tensor) else inputs)]
         _check_leaves("backward", wanted)
     executor.set_grad_flag(False)
     try:
-        start = _start(loss, gradient)
-    except BaseException:
+        wanted = reached(loss) if wanted is None else wanted
+        if not wanted:
+            raise _refused(loss, "No parameter leads to it.", ("md.recorded([x]), or inputs=[x], for other leaves",
+                                                               "compute it inside of recorded(...)"))
+        for p, g in zip(wanted, _gradients(loss, _start(loss, gradient), retain_graph, wanted), strict=True):
+            if kept_apart(p):
+                continue
+            have = getattr(p, "grad", None)
+            p.grad = g if have is None else have + g.astype(have.dtype)
+        loss.__dict__[_RUN] = not retain_graph
+    finally:
         executor.set_grad_flag(True)
-        raise
-    for p, g in zip(wanted, _gradients(loss, start, retain_graph, wanted), strict=True):
-        if kept_apart(p):
-            continue
-        have = getattr(p, "grad", None)
-        p.grad = g if have is None else have + g.astype(have.dtype)
-    loss.__dict__[_RUN] = not retain_graph
-    executor.set_grad_flag(True)  # not after an exception in the engine, with which what was recorded has gone
 
 
 def _start(loss, gradient) -> Tensor:

@@ -11,7 +11,9 @@ from .clip import clip_grad_norm_
 from .ema import EMA
 from .finite import step_if_finite
 from .muon import Muon
+from .qk_clip import max_logits, qk_clip_
 from .schedules import cosine, linear, wsd
 from .sgd import SGD
 
-__all__ = ["EMA", "SGD", "Adafactor", "AdamW", "Muon", "clip_grad_norm_", "cosine", "linear", "step_if_finite", "wsd"]
+__all__ = ["EMA", "SGD", "Adafactor", "AdamW", "Muon", "clip_grad_norm_", "cosine", "linear", "max_logits", "qk_clip_",
+           "step_if_finite", "wsd"]

@@ -44,6 +44,7 @@ class Adafactor(Optimizer):
         [0.842, 1.842, 1.842, 0.842]
     """
 
+    _ALONE = False
     _BELOW = {"lr": math.inf, "eps": math.inf, "weight_decay": math.inf}
     _LACKS = {"rows": (-1,), "columns": (-2,), "mean": (-1, -2)}
 

@@ -9,6 +9,7 @@ move: in bfloat16 1.0 - 3e-4 is 1.0, and a model would stand still.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import mindspore as ms
 import numpy as np
@@ -54,7 +55,8 @@ class AdamW(Optimizer):
 
     def __init__(self, params: Params, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
                  weight_decay: float = 1e-2, *, schedule: Schedule | None = None):
-        self._fused = ops.Adam()
+        self._fused, self._kernel = ops.Adam(), gen_ops_prim.AdamW()
+        self._counted: Any = None  # steps before this one, and the same on the device
         super().__init__(params, schedule, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
     def _new_state(self, i):
@@ -73,9 +75,8 @@ class AdamW(Optimizer):
                 g = values(grad, precision(param))
                 if ascend_kernels():
                     # one kernel; it counts steps from 0, as `mint.optim.AdamW` tells it
-                    gen_ops_prim.AdamW()(weight, m, v, v, g, Tensor([self.step - 1], ms.float32), float(self._lr(i)),
-                                         float(b1), float(b2), float(self._option(i, "weight_decay")), float(eps), False,
-                                         False)
+                    self._kernel(weight, m, v, v, g, self._steps_before(), float(self._lr(i)), float(b1), float(b2),
+                                 float(self._option(i, "weight_decay")), float(eps), False, False)
                     continue
                 if on_cpu():
                     for arrays in chunks(weight, g, m, v):
@@ -84,6 +85,17 @@ class AdamW(Optimizer):
                     write(m, m * b1 + g * (1.0 - b1))
                     write(v, v * b2 + g * g * (1.0 - b2))
                     write(weight, weight * decay - m / (ops.sqrt(v) * root + eps) * size)
+
+    def _steps_before(self) -> Tensor:
+        """The steps before this one, on the device: a number that stays there, as each new one is copied from the host."""
+        count: Any
+        at, count = self._counted or (None, None)
+        if at == self.step - 2:
+            write(count, count + 1.0)
+        elif at != self.step - 1:  # the first step, or states were loaded
+            count = Tensor([self.step - 1], ms.float32)
+        self._counted = self.step - 1, count
+        return count
 
     def _factors(self, i: int, b1: float, b2: float) -> tuple[float, float, float]:
         """decay, step size over the first correction, 1 / root of the second correction"""

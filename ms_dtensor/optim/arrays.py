@@ -16,6 +16,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, mint, ops
 
+from ..comm.pretended import executing
 from ..internals.target import on_cpu
 from ._storage import CHUNK, local_array, local_view
 
@@ -56,11 +57,16 @@ def total(x: Array, dim: int | None = None) -> Array:
 
 def zeros(shape, dtype) -> Array:
     """An optimizer's state, to be written by `write`."""
+    dry = executing()
+    if dry is not None:
+        return dry.state(shape, dtype)
     return np.zeros(shape, dtype) if on_cpu() else Parameter(ops.zeros(shape, dtype), requires_grad=False)
 
 
 def write(target: Array, value: Array) -> None:
     """Writes a value into a state, a parameter or a piece that `chunks` gave."""
+    if executing() is not None:
+        return
     if not math.prod(target.shape if isinstance(target, np.ndarray) else target._shape):
         return  # NumPy crashes where it copies no elements of MindSpore's bfloat16
     if isinstance(target, np.ndarray):
@@ -91,7 +97,8 @@ def new_master(param) -> Array | None:
     if param.dtype not in (ms.float16, ms.bfloat16):
         return None
     master = zeros(param._shape, precision(param))
-    write(master, values(param, precision(param)))
+    if executing() is None:
+        write(master, values(param, precision(param)))
     return master
 
 

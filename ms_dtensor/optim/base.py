@@ -17,8 +17,10 @@ from mindspore import Parameter, Tensor
 
 from ms_dtensor.errors import ConfigError, LayoutError
 
+from ..comm.pretended import executing
 from ..core.layout import Layout
 from ..dispatch.operands import dtype_name, local_alias, wrap
+from ..dispatch.recorded import not_recorded
 from ..dispatch.replaced import current
 from ..internals.names import NoFallbackGuard
 from ._storage import layout_of
@@ -28,6 +30,28 @@ Params = Iterable[Parameter] | Iterable[Mapping[str, Any]]
 Schedule = Callable[[int], float]
 
 
+class Steps(int):
+    """How many steps an optimizer has done; called, as PyTorch's `optimizer.step()`, it does one by `.grad`."""
+
+    of: Optimizer
+
+    def __call__(self) -> None:
+        """One step with the gradients that `md.backward` keeps, not recorded; a parameter without one is left alone.
+
+        They are `main_grad` of parameters whose sums are kept there, else `.grad`.
+
+        Raises:
+            ConfigError: no parameter has a gradient.
+        """
+        grads = [_kept(p) for p in self.of.params]
+        if not any(g is not None for g in grads):
+            raise ConfigError(f"For '{type(self.of).__name__}.step', no parameter has a gradient.",
+                              ", ".join(p.name for p in self.of.params[:5]), "A step by `.grad` comes after a backward.",
+                              ("md.backward(loss) inside of md.recorded(net)", "optimizer(gradients)"))
+        with not_recorded():
+            self.of(grads)
+
+
 class Optimizer:
     """Base of optimizers with parameter groups.
 
@@ -35,10 +59,11 @@ class Optimizer:
         params: all parameters, in the order of the groups.
         groups: one dict per group: its "params" and the options it has for itself; others are the optimizer's own.
         schedule: factor of the learning rate by step, counted from 0, or None.
-        step: steps done.
+        step: steps done; and `step()` does one by `.grad`, see `Steps`.
     """
 
     _BELOW: ClassVar[Mapping[str, float]] = {}  # options that are numbers: at least 0, and less than this
+    _ALONE: ClassVar[bool] = True  # a step communicates nothing
     _LACKS: ClassVar[Mapping[str, tuple[int, ...]]] = {}  # dims of the parameter, from its last, that a kind of state lacks
 
     def __init__(self, params: Params, schedule: Schedule | None, **options: Any):
@@ -48,7 +73,7 @@ class Optimizer:
         self.params: tuple[Parameter, ...] = tuple(p for p, _ in pairs)
         self._group_of = [group for _, group in pairs]
         check_params(self._who, self.params)
-        self.schedule, self.step, self._factor = schedule, 0, 1.0
+        self.schedule, self._steps, self._factor = schedule, 0, 1.0
         for p in self.params:
             layout = layout_of(p)
             if layout is not None and layout.has_partial():
@@ -75,8 +100,12 @@ class Optimizer:
         for param, grad in zip(self.params, grads, strict=True):
             if grad is not None:
                 check_gradient(self._who, param, grad)
-        self._factor = 1.0 if self.schedule is None else float(self.schedule(self.step))
-        self.step += 1
+        self._factor = 1.0 if self.schedule is None else float(self.schedule(self._steps))
+        self._steps += 1
+        dry = executing()
+        if dry is not None:
+            dry.stepped(self, [i for i, grad in enumerate(grads) if grad is not None], grads)
+            return
         with NoFallbackGuard():
             self._step({i: grad for i, grad in enumerate(grads) if grad is not None})
 
@@ -87,11 +116,29 @@ class Optimizer:
         To keep them past the next step take `x.copy()`: `copy.deepcopy` of a MindSpore tensor shares its storage.
         """
         check_names(self._who, self.params)
-        return {p.name: {"step": self.step, **self._tensors(i)} for i, p in enumerate(self.params) if self._moves(i)}
+        return {p.name: {"step": self._steps, **self._tensors(i)} for i, p in enumerate(self.params) if self._moves(i)}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Takes over the values of a `state_dict` of the same parameters in the same layouts."""
-        self.step = restore(self._who, self.state_dict(), state)
+        self._steps = restore(self._who, self.state_dict(), state)
+
+    @property
+    def step(self) -> Steps:
+        """Steps done; called, it does one by `.grad`."""
+        steps = Steps(self._steps)
+        steps.of = self
+        return steps
+
+    @step.setter
+    def step(self, done: int) -> None:
+        self._steps = int(done)
+
+    def zero_grad(self) -> None:
+        """Lets go of the parameters' `.grad` and `main_grad`."""
+        for p in self.params:
+            for kept in ("grad", "main_grad"):
+                if getattr(p, kept, None) is not None:
+                    setattr(p, kept, None)
 
     # -- for optimizers ------------------------------------------------------------------------------------------------
     def _step(self, grads: dict[int, Tensor]) -> None:
@@ -155,6 +202,11 @@ class Optimizer:
         if not any(group["params"] for group in groups):
             raise ValueError(f"For '{self._who}', 'params' is empty.")
         return groups
+
+
+def _kept(param: Parameter) -> Tensor | None:
+    main = getattr(param, "main_grad", None)
+    return getattr(param, "grad", None) if main is None else main
 
 
 def check_params(who: str, params: Sequence[Parameter]) -> None:

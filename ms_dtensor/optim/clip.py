@@ -15,6 +15,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, ops
 
+from ..comm.pretended import executing
 from ..core.mesh import DeviceMesh
 from ..errors import ConfigError, LayoutError
 from ..internals.names import NoFallbackGuard
@@ -78,6 +79,8 @@ def clip_grad_norm_(parameters_or_grads: Iterable, max_norm: float, norm_type: f
     if stages is not None:
         number = Tensor(np.array([total], np.float64))
         total = float(stages.all_reduce(number, "max" if math.isinf(norm_type) else "sum").asnumpy()[0])
+    if executing() is not None:
+        return math.nan
     norm = abs(total) if math.isinf(norm_type) else total ** (1.0 / norm_type)
     factor = max_norm / (norm + 1e-6)
     if factor < 1.0:
@@ -116,6 +119,8 @@ def _join(norm_type: float, values: list[float]) -> float:
 
 def _measure(grad, p: float) -> float:
     """Sum of |g|^p over this rank's elements, in double precision between chunks; the largest of |g|, or of -|g|."""
+    if executing() is not None:
+        return math.nan
     flat, out = local_array(grad), 0.0 if p > 0 else -math.inf
     for lo in range(0, flat.size, CHUNK):
         part = flat[lo:lo + CHUNK]
@@ -167,7 +172,7 @@ def _scale(grads: list, factor: float) -> None:
 def _measure_there(grad, p: float) -> Tensor:
     """`_measure` as a tensor [1] on the device, in float32; of extremes [2], whether an element is no number beside it."""
     with NoFallbackGuard():
-        if not Tensor.numel(grad):
+        if not Tensor.numel(grad) or executing() is not None:
             return Tensor([-math.inf if p < 0 else 0.0] + [0.0] * math.isinf(p), ms.float32)
         g = ops.abs(grad.astype(ms.float32))
         if not math.isinf(p):
@@ -190,8 +195,8 @@ def _clip_there(grads: list, parts: dict, max_norm: float, p: float, stages=None
         keys = [key for key in sums if key[0] == mesh and axis in key[1]]
         result = mesh.get_group(axis).all_reduce(mint.cat([sums[key] for key in keys]), "max" if extreme else "sum")
         sums.update((key, mint.narrow(result, 0, i * width, width)) for i, key in enumerate(keys))
-    none = Tensor([-math.inf if p < 0 else 0.0] + [0.0] * extreme, ms.float32)  # of a stage without parameters
-    total = joined(mint.cat(list(sums.values()) or [none]))
+    values = list(sums.values()) or [Tensor([-math.inf if p < 0 else 0.0] + [0.0] * extreme, ms.float32)]  # of no parameters
+    total = joined(mint.cat(values))
     if stages is not None:
         total = stages.all_reduce(total, "max" if extreme else "sum")
     norm = mint.reshape(mint.narrow(total, 0, 0, 1), ())
@@ -207,7 +212,7 @@ def _scale_there(grads: list, factor: Tensor) -> None:
     The address would tell, too, but it waits for the device.
     """
     places: dict[tuple, list] = {}
-    for grad in grads:
+    for grad in grads if executing() is None else ():
         if Tensor.numel(grad):
             places.setdefault((Tensor.storage_offset(grad), grad._shape), []).append(grad)
     for alike in places.values():

@@ -53,6 +53,7 @@ class Muon(Optimizer):
         [0.9, 0.0, 0.0, 0.9, 0.8, 0.8]
     """
 
+    _ALONE = False
     _BELOW = {"lr": math.inf, "weight_decay": math.inf, "momentum": 1.0, "eps": math.inf}
     _SCALES = {None: lambda m, n: max(1.0, m / n) ** 0.5, "original": lambda m, n: max(1.0, m / n) ** 0.5,
                "match_rms_adamw": lambda m, n: 0.2 * max(m, n) ** 0.5}

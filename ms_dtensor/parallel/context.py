@@ -10,7 +10,6 @@ its gradients are those of one device, whatever the order.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -18,23 +17,22 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, ops
 
-from .. import comm
 from ..comm.group import Group
 from ..core.balance import Mask
 from ..core.mesh import DeviceMesh
 from ..core.tokens import Tokens, check_mask, keys_by_rank
-from ..custom_ops.function import DFunction
 from ..custom_ops.local_map import local_map
-from ..custom_ops.rows import Rows, SendRows, added_up, connected, taken
+from ..custom_ops.rows import Rows, SendRows, connected
+from ..debug.types.doors import declared
 from ..dispatch import modes
-from ..errors import ConfigError, LayoutError
+from ..errors import ConfigError, LayoutError, OpRuleError
+from ..internals.target import on_cpu
 from ..ops.local import varlen
 from ..ops.local.dtypes import full, wider
 from ..tensor.dtensor import DTensor
 from ..tensor.token_lists import HEADS
-
-WHO = "context_attention"
-_WHAT = "keys and values"
+from .blocks import Runs
+from .ring import WHAT, WHO, ends, ring
 
 
 def context_attention(mesh: DeviceMesh, algorithm: str = "gather"):
@@ -44,17 +42,18 @@ def context_attention(mesh: DeviceMesh, algorithm: str = "gather"):
         mesh: the axis that cuts the list, `mesh["cp"]`; with an axis called "ulysses" behind it, which cuts it too, heads
             are cut over that one while attention runs: `mesh["cp", "ulysses"]`, or `mesh["ulysses"]` alone.
         algorithm: "gather" fetches the keys that a rank needs at once; "ring" those of one rank after another, while the
-            ones before are worked on. It needs less memory; its gradient fetches keys again, and has no derivative.
+            ones before are worked on. It needs less memory; its gradient fetches keys again.
 
     Returns:
-        `attention(q, k, v, tokens, *, causal=True, window=None, scale=None)`. q is `f[n@dp@cp, h@tp, e]`, k and v
-        `f[n@dp@cp, g@tp, e]` with h a multiple of g, all in the order of `tokens`, which is this rank's part of the batch.
-        `window` counts the token itself; `scale` is 1/sqrt(e) by default. The result lies as q. Rotary embedding comes
-        before, by `tokens.places()`.
+        `attention(q, k, v, tokens, *, causal=True, window=None, scale=None, dropout=0.0)`. q is `f[n@dp@cp, h@tp, e]`, k
+        and v `f[n@dp@cp, g@tp, e]` with h a multiple of g, all in the order of `tokens`, which is this rank's part of the
+        batch. `window` counts the token itself; `scale` is 1/sqrt(e) by default; `dropout` is 0. The result lies as q.
+        Rotary embedding comes before, by `tokens.places()`.
 
     Raises:
         ConfigError: no such algorithm or mask; tokens of another number; heads that an axis does not divide.
-        LayoutError: operands that are no such lists. All ranks raise alike, before anything is sent.
+        LayoutError: operands that are no such lists.
+        OpRuleError: inside a gradient of a gradient. All ranks raise alike, before anything is sent.
 
     Source: keys by rows as in Llama 3 (Dubey et al. 2024, 3.3.2); Liu et al. 2023, "Ring Attention"; Jacobs et al. 2023,
         "DeepSpeed Ulysses".
@@ -67,7 +66,7 @@ def context_attention(mesh: DeviceMesh, algorithm: str = "gather"):
         >>> md.context_attention(mesh["cp"])(q, k, v, tokens)
         DTensor(f64[5@cp, 2, 4], mesh=(cp=1), rank 0 holds [5, 2, 4])
     """
-    kinds = {"gather": _gathered, "ring": _ring}
+    kinds = {"gather": _gathered, "ring": ring}
     names = mesh.mesh_dim_names
     cuts = tuple(name for name in names if name != HEADS)
     if algorithm not in kinds:
@@ -80,9 +79,18 @@ def context_attention(mesh: DeviceMesh, algorithm: str = "gather"):
     maps: dict[tuple, Any] = {}
 
     def attention(q: DTensor, k: DTensor, v: DTensor, tokens: Tokens, *, causal: bool = True, window: int | None = None,
-                  scale: float | None = None) -> DTensor:
+                  scale: float | None = None, dropout: float = 0.0) -> DTensor:
         check_mask(WHO, causal, window)
+        if dropout:
+            raise ConfigError(f"For '{WHO}', weights cannot be dropped.", f"dropout={dropout}",
+                              "Which are dropped goes by a token's row, and in another order the same seed drops others.",
+                              ("dropout of the result, behind attention",
+                               "flash_attention_score(keep_prob=...) of whole rows, for the bits of one device"))
         target = _checked((q, k, v), tokens, cuts, names)
+        if modes.mode.get().higher_order:
+            raise OpRuleError(f"For '{WHO}', a derivative of its gradient was asked for.", q.layout.describe(),
+                              "Kernels of attention are differentiated once; of products in their place MindSpore's second "
+                              "derivative is wrong.", "take the inner gradient outside the outer function")
         moved = [x.redistribute(placements=target) for x in (q, k, v)]
         run = maps.get(target)
         if run is None:
@@ -152,6 +160,7 @@ def _checked(operands: tuple[DTensor, ...], tokens: Tokens, cuts: tuple[str, ...
     return (*outer, *cuts) or "None", heads or "None", "None"
 
 
+@declared(("V", "*", "->", "V"), ("I", "*", "->", "I"))
 def _local(q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, mask: Mask, scale: float, group: Group | None,
            how) -> tuple[Tensor]:
     """One rank's queries; `group` is of the ranks that share a part of the batch."""
@@ -164,10 +173,6 @@ def _local(q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, mask: Mask, scale: f
     return (how(q, k, v, tokens, mask, scale, group, me),)
 
 
-def _ends(runs: list[tuple[int, int]]) -> list[int]:
-    return np.cumsum([b - a for a, b in runs], dtype=int).tolist()
-
-
 # -- gather ------------------------------------------------------------------------------------------------------------
 @lru_cache(maxsize=64)
 def _table(tokens: Tokens, mask: Mask, me: int) -> Rows:
@@ -175,7 +180,7 @@ def _table(tokens: Tokens, mask: Mask, me: int) -> Rows:
     keys, count = keys_by_rank(tokens, mask), len(tokens.runs[me])
     gives = [of.rows[me] for of in keys]
     return Rows(tokens.sizes[me], np.concatenate(gives), [len(x) for x in gives], [len(x) for x in keys[me].rows],
-                _WHAT, f"kernel order of {count} run{'s' if count != 1 else ''}")
+                WHAT, f"kernel order of {count} run{'s' if count != 1 else ''}")
 
 
 def _gathered(q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, mask: Mask, scale: float, group: Group | None, me: int):
@@ -193,137 +198,12 @@ def _gathered(q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, mask: Mask, scale
     if len(order) != there[0]._shape[0] or (order != np.arange(len(order))).any():
         there = tuple(_in_kernel_order(x, order) for x in there)
     k, v = there if len(there) == 2 else (mint.narrow(there[0], 1, at, g) for at in (0, g))
-    q_ends = _ends([run[1:] for run in tokens.runs[me]])
-    return varlen.runs(q, k, v, q_ends, _ends(list(keys.spans)), mask, scale)
+    q_ends = ends([run[1:] for run in tokens.runs[me]])
+    run = Runs.apply if on_cpu() else varlen.runs
+    return run(q, k, v, q_ends, ends(list(keys.spans)), mask, scale)
 
 
 def _in_kernel_order(x: Tensor, order: np.ndarray) -> Tensor:
     if x.dtype == ms.bfloat16:  # no such kernel on CPU; elsewhere a cast there and back changes nothing
         return ops.gather(wider(x), Tensor(order.astype(np.int32)), 0).astype(x.dtype)
     return ops.gather(x, Tensor(order.astype(np.int32)), 0)
-
-
-# -- ring --------------------------------------------------------------------------------------------------------------
-class _Round:
-    """What a rank gives, gets and works on in one round: the keys of the rank so many before it."""
-
-    def __init__(self, tokens: Tokens, mask: Mask, me: int, step: int):
-        table, n = keys_by_rank(tokens, mask), tokens.ranks
-        src, dst = (me - step) % n, (me + step) % n
-        self.step = step
-        self.gives = table[dst].rows[me] if step else np.zeros(0, np.int64)
-        self.send = [len(self.gives) if r == dst else 0 for r in range(n)]
-        self.recv = [len(table[me].rows[src]) if r == src and step else 0 for r in range(n)]
-        self.busy = bool(step) and any(len(table[r].rows[(r - step) % n]) for r in range(n))
-        self.own = table[me].rows[me]
-        # of each run of queries: its rows, and those of the keys among what came, with the first place of both
-        self.blocks: list[tuple[int, int, int, int, int, int, int]] = []
-        q0 = 0
-        for number, ((d, a, b), (lo, hi)) in enumerate(zip(tokens.runs[me], table[me].spans)):
-            k0 = 0
-            for e, c, stop in table[me].pieces[src]:
-                first, last = max(c, lo), min(stop, hi)
-                if e == d and first < last:
-                    self.blocks.append((number, q0, q0 + b - a, k0 + first - c, k0 + last - c, a, first))
-                k0 += stop - c
-            q0 += b - a
-
-
-@lru_cache(maxsize=64)
-def _rounds(tokens: Tokens, mask: Mask, me: int) -> tuple[_Round, ...]:
-    return tuple(_Round(tokens, mask, me, step) for step in range(tokens.ranks))
-
-
-def _hidden(mask: Mask, queries: int, keys: int, first_query: int, first_key: int) -> np.ndarray | None:
-    """Where a query of a block must not look; None if it sees all of it."""
-    if not mask.causal:
-        return None
-    ahead = first_query - first_key + np.arange(queries)[:, None] - np.arange(keys)
-    out = ahead < 0 if mask.window is None else (ahead < 0) | (ahead >= mask.window)
-    return out if out.any() else None
-
-
-class _Ring(DFunction):
-    """Rounds of blocks; the gradient fetches keys again and sends theirs home, round by round."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, tokens, mask, scale, group, me):
-        g = k._shape[1]
-        kv = mint.cat((k, v), 1)
-        state: dict[int, varlen.Block] = {}
-        queries: dict[int, Tensor] = {}
-        for there, part in _fetched(kv, tokens, mask, group, me):
-            for number, q0, q1, k0, k1, a, c in part.blocks:
-                if number not in queries:
-                    queries[number] = varlen.by_heads(mint.narrow(q, 0, q0, q1 - q0), g)
-                hidden = _hidden(mask, q1 - q0, k1 - k0, a, c)
-                mine = varlen.block(queries[number], *_keys_of(there, k0, k1, g), hidden, scale)
-                state[number] = varlen.merged(state.get(number), mine)
-        outs, logs = [], {}
-        for number, (_, a, b) in enumerate(tokens.runs[me]):
-            whole = state[number]
-            outs.append(varlen.by_tokens(whole.out / whole.total, b - a))
-            logs[number] = whole.top + mint.log(whole.total)
-        out = mint.cat(outs) if outs else full((0, *q._shape[1:]), 0, wider(q).dtype)
-        ctx.save_for_backward(q, k, v, out)
-        ctx.rest = tokens, mask, scale, group, me, logs
-        return out.astype(q.dtype)
-
-    @staticmethod
-    def backward(ctx, dout):
-        q, k, v, out = ctx.saved_tensors
-        tokens, mask, scale, group, me, logs = ctx.rest
-        g, wide = k._shape[1], wider(q).dtype
-        kv = mint.cat((k, v), 1)
-        dkv = full((kv._shape[0], *kv._shape[1:]), 0, wide)
-        ready: dict[int, tuple] = {}
-        dq: dict[int, Tensor] = {}
-        with comm.annotate(phase="backward"):
-            for there, part in _fetched(kv, tokens, mask, group, me):
-                grads = full(there._shape, 0, wide)
-                for number, q0, q1, k0, k1, a, c in part.blocks:
-                    if number not in ready:
-                        of, do, o = (varlen.by_heads(mint.narrow(x, 0, q0, q1 - q0), g) for x in (q, dout, out))
-                        ready[number] = of, do, logs[number], mint.sum(do * o, (2,), keepdim=True)
-                    of, do, log_total, delta = ready[number]
-                    hidden = _hidden(mask, q1 - q0, k1 - k0, a, c)
-                    one, dk, dv = varlen.block_grad(of, *_keys_of(there, k0, k1, g), hidden, scale, do, log_total, delta)
-                    dq[number] = dq[number] + one if number in dq else one
-                    both = mint.permute(mint.cat((dk, dv)), (1, 0, 2))
-                    grads = added_up(both, np.arange(k0, k1), grads)
-                if part.step:
-                    with comm.annotate(src=f"gradients of {_WHAT}", dst="whose they are"):
-                        grads = group.all_to_all_rows(grads, part.recv, part.send)
-                dkv = added_up(grads, part.gives if part.step else part.own, dkv)
-        runs = [varlen.by_tokens(dq[number], b - a) for number, (_, a, b) in enumerate(tokens.runs[me])]
-        dq_all = mint.cat(runs) if runs else full(q._shape, 0, wide)
-        dkv = dkv.astype(k.dtype)
-        return dq_all.astype(q.dtype), mint.narrow(dkv, 1, 0, g).contiguous(), mint.narrow(dkv, 1, g, g).contiguous()
-
-
-def _fetched(kv: Tensor, tokens: Tokens, mask: Mask, group: Group | None, me: int) -> Iterator[tuple[Tensor, _Round]]:
-    """The keys of one rank after another, and what to do with them; the next are under way meanwhile."""
-    rounds = [part for part in _rounds(tokens, mask, me) if part.busy or not part.step]
-
-    def start(part: _Round):
-        assert group is not None  # who is alone has one round
-        with comm.annotate(src=_WHAT, dst=f"round {part.step} of a ring"):
-            return group.all_to_all_rows(taken(kv, part.gives), part.send, part.recv, async_op=True)
-    coming = None
-    for number, part in enumerate(rounds):
-        there = taken(kv, part.own) if coming is None else coming.wait()
-        coming = start(rounds[number + 1]) if number + 1 < len(rounds) else None
-        yield there, part
-
-
-def _keys_of(kv: Tensor, k0: int, k1: int, g: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of some rows, by heads."""
-    part = wider(mint.narrow(kv, 0, k0, k1 - k0))
-    return tuple(mint.permute(mint.narrow(part, 1, at, g), (1, 0, 2)) for at in (0, g))  # type: ignore[return-value]
-
-
-def _ring(q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, mask: Mask, scale: float, group: Group | None, me: int):
-    if k._shape[2] != v._shape[2]:
-        raise ConfigError(f"For '{WHO}', a ring has keys and values of one width.", f"{k._shape[2]} and {v._shape[2]}",
-                          "They travel beside each other.", 'algorithm="gather"')
-    return _Ring.apply(q, k, v, tokens, mask, scale, group, me)

@@ -24,11 +24,13 @@ from mindspore.ops import auto_generate
 
 from .. import comm
 from ..comm.group import Group
+from ..comm.pretended import executing
 from ..core.layout import Layout
 from ..core.mesh import DeviceMesh
 from ..core.placements import PARTIAL, REPLICATE, Placement, Shard
 from ..custom_ops.local_map import local_map
 from ..custom_ops.rows import ReturnRows, Rows, SendRows, connected
+from ..debug.types.doors import declared
 from ..errors import ConfigError, DTensorError, LayoutError
 from ..internals.target import on_cpu
 from ..ops.local import Nothing
@@ -186,6 +188,11 @@ class Shared:
         return np.repeat(np.arange(len(self.bounds)), [b - a for a, b in self.bounds])
 
 
+# on an axis that cuts tokens and experts, tokens alone, widths, or nothing
+_TYPED = declared(("V", "*", "->", "V"), ("V", "V", "V", "R", "R", "R", "->", "V"),
+                  ("R", "R", "R", "V", "V", "V", "->", "P"), ("I", "*", "->", "I"))
+
+
 @lru_cache(maxsize=256)
 def _mapped(world, x: Layout | None, weights, chosen, w1: Layout | None, w2, w3, names: Sequence[str] | None, dedup: Dedup):
     """The local function for tensors of these layouts, mapped over shards; `world`: whose groups it keeps."""
@@ -225,7 +232,8 @@ def _mapped(world, x: Layout | None, weights, chosen, w1: Layout | None, w2, w3,
         def run(*tensors):
             return (_by_rank if once else _by_choice)(shared, w1.shape[0], *tensors)
         run.__name__ = "moe"
-    return local_map(run, out, (rows, rows, rows, *ws), redistribute_inputs=True, out_shapes=lambda *shapes: (x.shape,))
+    return local_map(_TYPED(run), out, (rows, rows, rows, *ws), redistribute_inputs=True,
+                     out_shapes=lambda *shapes: (x.shape,))
 
 
 def ratio(experts: int, k: int, ranks: int, row: int) -> float:
@@ -276,8 +284,14 @@ def swiglu_rows(rows: Tensor, sizes: np.ndarray, w1: Tensor, w2: Tensor, w3: Ten
 
 def _by_expert(chosen: Tensor) -> tuple[np.ndarray, np.ndarray]:
     """The experts of all choices, one behind another; and the numbers of the choices that are not -1, sorted by expert."""
-    flat = chosen.asnumpy().reshape(-1)
+    flat = _on_host(chosen).reshape(-1)
     return flat, np.argsort(flat, kind="stable")[np.count_nonzero(flat < 0):]
+
+
+def _on_host(chosen: Tensor) -> np.ndarray:
+    """[n, k]: the numbers of the experts; in a dry run those that are assumed."""
+    dry = executing()
+    return chosen.asnumpy() if dry is None else dry.choices(tuple(chosen._shape))
 
 
 def _unknown(chosen: np.ndarray, experts: int) -> int:
@@ -330,7 +344,7 @@ def _by_choice(shared: Shared, experts: int, x, weights, chosen, w1, w2, w3) -> 
 
 def _by_rank(shared: Shared, experts: int, x, weights, chosen, w1, w2, w3) -> Tensor:
     """A copy of a token for each rank that has any of its experts, with its weights; there they are added up."""
-    (n, k), host, ranks = chosen.shape, chosen.asnumpy(), len(shared.bounds)
+    (n, k), host, ranks = chosen.shape, _on_host(chosen), len(shared.bounds)
     goes = np.zeros((ranks, n), bool)
     token, column = np.nonzero((host >= 0) & (host < experts))
     goes[shared.owner()[host[token, column]], token] = True
@@ -340,7 +354,7 @@ def _by_rank(shared: Shared, experts: int, x, weights, chosen, w1, w2, w3) -> Te
     there = Rows(n, token, send.tolist(), recv.tolist(), "tokens", "their experts' ranks")
     got, w, ids = SendRows.apply(there, shared.group, x, weights, numbers)
     first, end = shared.mine
-    ids = ids.asnumpy() if sum(recv) else np.zeros((0, k), np.int32)
+    ids = _received(ids, host, token, send, shared) if sum(recv) else np.zeros((0, k), np.int32)
     row, column = np.nonzero((ids >= first) & (ids < end))
     expert = ids[row, column] - first
     by = np.argsort(expert, kind="stable")
@@ -354,17 +368,29 @@ def _by_rank(shared: Shared, experts: int, x, weights, chosen, w1, w2, w3) -> Te
     return ReturnRows.apply(there, shared.group, y)[0]
 
 
+def _received(ids: Tensor, host: np.ndarray, token: np.ndarray, send: np.ndarray, shared: Shared) -> np.ndarray:
+    """The choices of tokens that have come; in a dry run those of this rank's, from each."""
+    if executing() is None:
+        return ids.asnumpy()
+    me = shared.group.rank_index
+    first = int(send[:me].sum())
+    return np.tile(host[token[first:first + int(send[me])]], (len(shared.bounds), 1))
+
+
 def _exchanged(shared: Shared, counts: list[np.ndarray], weights: Tensor, unknown: int, experts: int) -> np.ndarray:
     """[members, numbers]: what each member has counted for this one.
 
     With it goes how many of its tokens have weights that are NaN, and how many choices are no experts.
     """
-    bad = int(np.isnan(wider(weights).asnumpy()).any(1).sum()) if weights.shape[0] else 0
+    dry = executing() is not None
+    bad = int(np.isnan(wider(weights).asnumpy()).any(1).sum()) if weights.shape[0] and not dry else 0
     mine = Tensor(np.concatenate([[*c, bad, unknown] for c in counts]).astype(np.int32))
     each = len(counts[shared.group.rank_index]) + 2
     with comm.annotate(src="how many tokens", dst="their experts"):
         got = shared.group.all_to_all_rows(mine, [len(c) + 2 for c in counts], [each] * len(counts)).asnumpy()
     got = got.reshape(-1, each)
+    if dry:  # the others' tokens are assumed to choose as this rank's
+        return np.tile(counts[shared.group.rank_index], (len(counts), 1))
 
     def told(column: int, what: str) -> str:
         return ", ".join(f"rank {r}: {c} {what}" for r, c in zip(shared.group.ranks, got[:, column]) if c)

@@ -7,11 +7,11 @@ noted for that cell (the batch), else Replicate.
 """
 from __future__ import annotations
 
+import functools
 import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache
 from types import MethodType
 from typing import Any
 
@@ -70,7 +70,7 @@ def place(x: DTensor, mesh: DeviceMesh, placement, who: str) -> DTensor:
     return x if target is None else x.redistribute(placements=target)
 
 
-@lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=4096)
 def _target(layout: Layout, mesh: DeviceMesh, placement, who: str) -> list[Placement] | None:
     """Where `place` takes a tensor of this layout; None: it is there."""
     wanted = by_axis(placement, mesh, who)
@@ -179,7 +179,7 @@ def hand_out(x: DTensor, cell: nn.Cell | None = None) -> Tensor:
 
 def explain_views(module: nn.Cell) -> None:
     """Lets a cell, whose styles hand out plain tensors, say why code that reads global sizes, or holds DTensors, fails."""
-    module.__dict__["construct"] = MethodType(_construct, module)  # a method, so that a copy of the cell runs its own
+    around_construct(module, _explained)
 
 
 def around_construct(cell: nn.Cell, wrap: Callable[[Callable], Callable]) -> None:
@@ -188,28 +188,31 @@ def around_construct(cell: nn.Cell, wrap: Callable[[Callable], Callable]) -> Non
     cell.__dict__["construct"] = MethodType(wrap(given), cell)
 
 
-def _construct(self, *args, **kwargs):
-    before = HANDED_OUT.copy()
-    try:
-        return type(self).construct(self, *args, **kwargs)
-    except MixedOperandError as e:
-        if HANDED_OUT["tensors"] == before["tensors"] or _KEEP in e.fix:
-            raise
-        raise MixedOperandError(e.attempt, e.operands, e.rule, (_KEEP, *e.fix)) from e
-    except (AttributeError, TypeError, ValueError, RuntimeError) as e:
-        first = str(e).split("\n")[0].rstrip(".")
-        if HANDED_OUT["parts"] != before["parts"] and not isinstance(e, DTensorError) and _ABOUT_PARTS.search(first):
-            raise LayoutError(f"For '{type(self).__name__}', an op on the output of a fused projection failed: {first}.",
-                              "a tuple of DTensors, one per part", "FusedColwiseParallel(use_local_output=False) hands out "
-                              "the parts, where the plain cell gives one tensor to split.",
-                              ("split_output=False, too, and the model stays as it is",
-                               "q, k, v = self.qkv(x), without the split or reshape that follows it")) from e
-        about_sizes = isinstance(e, ValueError | RuntimeError) and _ABOUT_SIZES.search(first)
-        if HANDED_OUT["tensors"] == before["tensors"] or isinstance(e, DTensorError) or not about_sizes:
-            raise
-        raise LayoutError(f"For '{type(self).__name__}', an op on a plain tensor failed: {first}.",
-                          "plain outputs of styles", "They are this rank's shards: of the heads, say, its own number.",
-                          (_KEEP, _FUSED)) from e
+def _explained(given: Callable) -> Callable:
+    @functools.wraps(given)
+    def run(self, *args, **kwargs):
+        before = HANDED_OUT.copy()
+        try:
+            return given(self, *args, **kwargs)
+        except MixedOperandError as e:
+            if HANDED_OUT["tensors"] == before["tensors"] or _KEEP in e.fix:
+                raise
+            raise MixedOperandError(e.attempt, e.operands, e.rule, (_KEEP, *e.fix)) from e
+        except (AttributeError, TypeError, ValueError, RuntimeError) as e:
+            first = str(e).split("\n")[0].rstrip(".")
+            if HANDED_OUT["parts"] != before["parts"] and not isinstance(e, DTensorError) and _ABOUT_PARTS.search(first):
+                raise LayoutError(f"For '{type(self).__name__}', an op on the output of a fused projection failed: {first}.",
+                                  "a tuple of DTensors, one per part", "FusedColwiseParallel(use_local_output=False) hands "
+                                  "out the parts, where the plain cell gives one tensor to split.",
+                                  ("split_output=False, too, and the model stays as it is",
+                                   "q, k, v = self.qkv(x), without the split or reshape that follows it")) from e
+            about_sizes = isinstance(e, ValueError | RuntimeError) and _ABOUT_SIZES.search(first)
+            if HANDED_OUT["tensors"] == before["tensors"] or isinstance(e, DTensorError) or not about_sizes:
+                raise
+            raise LayoutError(f"For '{type(self).__name__}', an op on a plain tensor failed: {first}.",
+                              "plain outputs of styles", "They are this rank's shards: of the heads, say, its own number.",
+                              (_KEEP, _FUSED)) from e
+    return run
 
 
 def taken_back(x: Tensor, cell: nn.Cell, before: int, who: str) -> Tensor:

@@ -9,8 +9,8 @@ short themselves, which `optim.AdamW` keeps.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import mindspore as ms
 from mindspore import Tensor, nn
@@ -22,10 +22,12 @@ from ..dispatch.operands import compute_copy, local_alias
 from ..dispatch.replaced import current
 from ..errors import ConfigError
 from ..tensor.dtensor import DTensor
+from .layouts import around_construct
 
 _POLICY = "_ms_dtensor_precision"  # cell attribute: the policy under which its `construct` runs
-_STATISTICS = ("moving_mean", "moving_variance")  # of MindSpore's batch norms, which add to them in every forward
-_kinds: dict[type, type] = {}  # a class of cells -> the same, computing with copies
+# of MindSpore's batch norms, which add to them in every forward; of routers, which `update_expert_bias` moves by steps that
+# are too small for 16 bits
+_STATISTICS = ("moving_mean", "moving_variance", "expert_bias")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,31 +72,24 @@ class MixedPrecisionPolicy:
                                   "mindspore.float16, bfloat16, float32 or float64; or None.", "mindspore.bfloat16")
 
     def apply(self, module: nn.Cell) -> nn.Cell:
-        """Lets a cell and its sub-cells compute under this policy, in place; before any `recompute()`.
+        """Lets a cell and its sub-cells compute under this policy, in place.
 
         Raises:
-            ConfigError: a cell that has parameters of its own was told to recompute, or has a policy, already.
+            ConfigError: a cell inside has another policy already.
         """
         if self.apply_grad_on_fp32_main_grad:
             raise ConfigError("For 'MixedPrecisionPolicy', 'apply_grad_on_fp32_main_grad' needs data parallelism.",
                               type(module).__name__, "`main_grad` is what ranks have added up.",
                               ("fully_shard(cell, mesh=mesh, mp_policy=...)", "replicate(cell, mesh=mesh, mp_policy=...)"))
-        owners = []
         for name, cell in module.cells_and_names():
             of_unit = getattr(cell.__dict__.get("_ms_dtensor_unit"), "policy", MixedPrecisionPolicy())
             for given in (cell.__dict__.get(_POLICY, self), self if of_unit.param_dtype is None else of_unit):
                 if given != self:
                     raise ConfigError(f"For 'MixedPrecisionPolicy', the cell '{name}' has a policy already.", f"{given}",
                                       "A parameter is computed with in one dtype.", "apply one policy")
-            if any(map(_is_float, cell._params.values())):
-                owners.append(cell)
-                if cell._recompute_cell is not None:
-                    raise ConfigError(f"For 'MixedPrecisionPolicy', the cell '{name}' recomputes already.",
-                                      type(cell).__name__, "What recomputes wrote down how the cell computed before.",
-                                      "recompute() after the policy")
-        for cell in owners if self.param_dtype is not None or self.reduce_dtype is not None else ():
-            if _POLICY not in cell.__dict__:
-                cell.__class__ = _computing_with_copies(type(cell))
+        for _, cell in module.cells_and_names() if self.param_dtype is not None or self.reduce_dtype is not None else ():
+            if any(map(_is_float, cell._params.values())) and _POLICY not in cell.__dict__:
+                around_construct(cell, _with_copies)
                 cell.__dict__[_POLICY] = self
         if self.cast_forward_inputs and self.param_dtype is not None:
             module.register_forward_pre_hook(lambda cell, args, kwargs: self.cast_inputs(args, kwargs), with_kwargs=True)
@@ -139,24 +134,21 @@ def _cast(value, dtype):
     return map_leaves(lambda x: x.astype(dtype) if _is_float(x) and x.dtype != dtype else x, value, Tensor)
 
 
-def _computing_with_copies(kind: Any) -> type:
-    """A subclass whose `construct` finds copies in the place of parameters; a class, so that copies of a cell have it."""
-    if kind not in _kinds:
-        @functools.wraps(kind.construct)
-        def construct(self, *args, **kwargs):
-            params = {key: current(p) for key, p in self._params.items() if _is_float(p)}
-            copies = {key: self.__dict__[_POLICY].copy_of(p) for key, p in params.items()}
-            versions = {key: copy._version for key, copy in copies.items()}
-            self.__dict__.update(copies)
-            try:
-                out = kind.construct(self, *args, **kwargs)
-            finally:
-                for key in copies:
-                    self.__dict__.pop(key, None)
-            for key, copy in copies.items():
-                if copy is not params[key] and written_since(copy, versions[key]):  # it is the parameter's
-                    write(local_alias(params[key]), local_alias(copy))
-            return out
-        _kinds[kind] = type(kind.__name__, (kind,), {"construct": construct, "__module__": kind.__module__,
-                                                     "__qualname__": kind.__qualname__, "__doc__": kind.__doc__})
-    return _kinds[kind]
+def _with_copies(given: Callable) -> Callable:
+    """Inside, a cell finds copies in the place of its parameters."""
+    @functools.wraps(given)
+    def construct(cell, *args, **kwargs):
+        params = {key: current(p) for key, p in cell._params.items() if _is_float(p)}
+        copies = {key: cell.__dict__[_POLICY].copy_of(p) for key, p in params.items()}
+        versions = {key: copy._version for key, copy in copies.items()}
+        cell.__dict__.update(copies)
+        try:
+            out = given(cell, *args, **kwargs)
+        finally:
+            for key in copies:
+                cell.__dict__.pop(key, None)
+        for key, copy in copies.items():
+            if copy is not params[key] and written_since(copy, versions[key]):  # it is the parameter's
+                write(local_alias(params[key]), local_alias(copy))
+        return out
+    return construct

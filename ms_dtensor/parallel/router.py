@@ -14,6 +14,7 @@ from mindspore import Tensor, mint, nn, ops
 
 from ..core.placements import PARTIAL, REPLICATE
 from ..custom_ops.local_map import local_map
+from ..debug.types.doors import on_host
 from ..errors import ConfigError
 from ..internals.target import on_cpu
 from ..ops.local.dtypes import full
@@ -38,7 +39,7 @@ class Router(nn.Cell):
 
     Returns:
         Called with logits f[n, E], plain or DTensor (whose rows may be cut): weights f32[n, k], best first, and chosen
-        i32[n, k].
+        i32[n, k]. A second argument takes the place of `bias`: a parameter of the cell around it, say.
 
     Raises:
         ConfigError: numbers that do not fit each other.
@@ -66,29 +67,30 @@ class Router(nn.Cell):
         self.k, self.score, self.groups, self.group_limit = k, score, groups, group_limit
         self.normalise, self.scale, self.bias = normalise, scale, bias
 
-    def construct(self, logits):
-        self._check(logits.shape)
+    def construct(self, logits, bias=None):
+        bias = self.bias if bias is None else bias
+        self._check(logits.shape, bias)
         if not isinstance(logits, DTensor):
-            return self._chosen(logits, self.bias)
+            return self._chosen(logits, bias)
         rows, whole = _rows_of(logits), [REPLICATE] * logits.device_mesh.ndim
-        given = whole if isinstance(self.bias, DTensor) else None
+        given = whole if isinstance(bias, DTensor) else None
         run = local_map(self._chosen, (rows, rows), (rows, given), redistribute_inputs=True,
                         out_shapes=lambda *shapes: ((shapes[0][0], self.k),) * 2)
-        return run(logits, self.bias)
+        return run(logits, bias)
 
     def scores(self, logits):
         """f32[n, E] of logits f[n, E]: before bias, groups and scale; for `expert_balance_loss`."""
         logits = logits if logits.dtype == ms.float64 else logits.astype(ms.float32)
         return mint.softmax(logits, -1) if self.score == "softmax" else mint.sigmoid(logits)
 
-    def _check(self, shape) -> None:
+    def _check(self, shape, bias) -> None:
         if len(shape) != 2:
             raise ConfigError("For 'Router', the logits are not one row per token.", f"logits{list(shape)}",
                               "They are f[n, experts].", "reshape(-1, experts)")
         count = shape[1]
-        if self.bias is not None and tuple(self.bias.shape) != (count,):
+        if bias is not None and tuple(bias.shape) != (count,):
             raise ConfigError("For 'Router', 'bias' is not of one number per expert.",
-                              f"bias{list(self.bias.shape)}, logits{list(shape)}", "Each expert's score has its own.",
+                              f"bias{list(bias.shape)}, logits{list(shape)}", "Each expert's score has its own.",
                               f"bias of [{count}]")
         most = count // self.groups * self.group_limit
         if count % self.groups or self.k > most or (self.score == "sigmoid" and 1 < self.groups > count // 2):
@@ -108,7 +110,7 @@ class Router(nn.Cell):
             choice = choice.reshape(n, self.groups, -1)
             best = ops.topk(choice, 2 if self.score == "sigmoid" else 1)[0].sum(-1)
             allowed = ops.one_hot(_best(best, self.group_limit), self.groups).sum(1).reshape(n, -1, 1)
-            choice = mint.where(allowed > 0, choice, full((1,), -float("inf"), choice.dtype)).reshape(n, count)
+            choice = choice.masked_fill(allowed <= 0, -float("inf")).reshape(n, count)
         chosen = _best(choice, self.k)
         weights = ops.gather_elements(scores, 1, chosen)
         if self.normalise:
@@ -124,7 +126,7 @@ def _rows_of(x: DTensor) -> list:
 def _best(values: Tensor, k: int) -> Tensor:
     """i32[n, k]: columns of the k largest, best first; a kernel for top-k leaves it open which of equal ones it takes."""
     if on_cpu():
-        return Tensor(np.ascontiguousarray(np.argsort(-values.asnumpy(), 1, "stable")[:, :k], np.int32))
+        return on_host(lambda x: np.ascontiguousarray(np.argsort(-x, 1, "stable")[:, :k], np.int32), values)
     return mint.sort(values, dim=1, descending=True, stable=True)[1][:, :k].astype(ms.int32)
 
 

@@ -8,6 +8,7 @@ host does not wait there.
 """
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import deque
@@ -19,6 +20,8 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
+from ..comm.packing import added
+from ..comm.pretended import executing
 from ..core.tree import leaves, map_leaves
 from ..dispatch.operands import detached
 from ..dispatch.recording import HeldRecording, Recording
@@ -166,7 +169,7 @@ class Step:
             else:
                 dx, grads = made.backward(cotangents, params)
         for p, g in zip(params, grads):
-            self.sums[id(p)] = self.sums[id(p)] + g if id(p) in self.sums else g
+            self.sums[id(p)] = added(self.sums[id(p)], g) if id(p) in self.sums else g
         if action.kind != "W" and not stage.is_first:
             self.there["B", s, i] = dx
 
@@ -209,7 +212,9 @@ class Step:
             return total
         if not on_cpu():
             return group.broadcast(Tensor(0.0, ms.float32) if total is None else total.astype(ms.float32), group.ranks[last])
-        told = [0.0, 0.0] if total is None else [float(total.asnumpy()), float(total.dtype == ms.float64)]
+        told = [0.0, 0.0]
+        if total is not None:
+            told = [math.nan if executing() is not None else float(total.asnumpy()), float(total.dtype == ms.float64)]
         value, double = group.broadcast(Tensor(np.array(told)), group.ranks[last]).asnumpy().tolist()
         return Tensor(value, ms.float64 if double else ms.float32)
 

@@ -16,6 +16,7 @@ from mindspore import Tensor
 
 from .. import comm
 from ..comm.objects import decode, encode
+from ..comm.pretended import executing
 from ..core.layout import Layout
 from ..core.mesh import DeviceMesh
 from ..core.placements import Partial, Placement, Replicate, Shard
@@ -102,11 +103,22 @@ class Edge:
         numbers = iter(range(len(tensors)))
         text = encode((map_leaves(lambda x: {_TENSOR: next(numbers)}, tree, Tensor), [_written(x) for x in tensors]))
         body = Tensor(np.frombuffer(text, np.uint8).copy())
+        dry = executing()
+        if dry is not None:
+            dry.messages[name] = text
         self._post([Tensor(np.array([len(text)], np.int64))], f"size of the header before {name}")
         self._post([body], f"header before {name}")
         self.kinds = [_kind(x) for x in tensors]
 
     def _listen(self, name: str) -> None:
+        dry = executing()
+        if dry is not None:
+            text = dry.message(name)
+            for kind, what in (((1,), ms.int64), "size of the header"), (((len(text),), ms.uint8), "header"):
+                self._take([kind], f"{what} before {name}")
+            self.tree, written = decode(text)
+            self.kinds = [self._read(*w) for w in written]
+            return
         size, = self._take([((1,), ms.int64)], f"size of the header before {name}")
         text, = self._take([((int(size.asnumpy()[0]),), ms.uint8)], f"header before {name}")
         self.tree, written = decode(text.asnumpy().tobytes())

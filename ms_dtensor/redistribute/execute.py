@@ -18,7 +18,9 @@ import numpy as np
 from mindspore import Tensor
 
 from .. import comm
+from ..comm.packing import cast
 from ..comm.packing import copy as fresh_copy
+from ..comm.pretended import executing
 from ..comm.record import active
 from ..core.layout import Layout
 from ..core.placements import PARTIAL, REPLICATE
@@ -100,7 +102,7 @@ def _exchange(move: Move, x):
     got = [] if me not in ranks else comm.group(ranks, names).exchange(
         [(to, slice_local(x, relative(box, held))) for to, box in sends],
         [(frm, tuple(hi - lo for lo, hi in box), x.dtype) for frm, box in wanted])
-    out = ms.ops.zeros(tuple(hi - lo for lo, hi in need), x.dtype)
+    out = _zeros(tuple(hi - lo for lo, hi in need), x)
     if me in dst.mesh.rank_list:
         mine = [] if keeps is None else [(keeps, slice_local(x, relative(keeps, held)))]
         for box, piece in [*mine, *((box, t) for (_, box), t in zip(wanted, got))]:
@@ -110,6 +112,9 @@ def _exchange(move: Move, x):
 
 def in_order(x, p, ranks: int, back: bool = False):
     """A tensor whose dim is whole, its rows as the ranks hold them by this `FusedShard`; or `back` from there."""
+    dry = executing()
+    if dry is not None:
+        return dry.like(x)
     rows = np.concatenate([np.arange(lo, hi) for held in p.pieces(ranks) for lo, hi in held])
     rows = np.argsort(rows) if back else rows
     if on_cpu():
@@ -124,7 +129,20 @@ def cut_whole(x, layout: Layout):
     return slice_local(x, relative(layout.local_box(), tuple((0, n) for n in layout.shape)))
 
 
+def _zeros(shape: tuple[int, ...], x):
+    """Of the dtype of `x`."""
+    dry = executing()
+    return ms.ops.zeros(shape, x.dtype) if dry is None else dry.like(x, shape)
+
+
+def in_row_order(x):
+    """A tensor whose elements lie in order, as who sends it needs."""
+    return x.contiguous() if executing() is None else x
+
+
 def _place(out, slices, piece) -> None:
+    if executing() is not None:
+        return
     if on_cpu():  # MindSpore's setitem has no kernel for every dtype there; its arrays are views
         out.asnumpy()[slices] = piece.asnumpy()
     else:
@@ -141,6 +159,9 @@ def slice_local(x, slices, copy: bool = False):
     `copy`: even then. A dim of size 1 is one rank's whole shard, and a write into it must not reach that rank's replica.
     """
     part = [(d, s) for d, s in enumerate(slices) if s.start != 0 or s.stop != x.shape[d]]
+    dry = executing()
+    if dry is not None:
+        return dry.like(x, [s.stop - s.start for s in slices]) if part or copy else x
     if (part or copy) and on_cpu():  # in a node, MindSpore 2.10 forgets the history of a view when it differentiates again
         return Tensor.from_numpy(np.array(x.asnumpy()[tuple(slices)], order="C"))
     for d, s in part:
@@ -200,7 +221,7 @@ class Redistribute(Function):
         # Backends that run asynchronously call this on a thread of their own, without the user's contextvars.
         through, back = getattr(ctx, "dtypes", (None, None))
         with NoFallbackGuard():
-            grad = grad if through is None else grad.astype(through)
+            grad = grad if through is None else cast(grad, through)
             if cotangent is not wanted or recording():
                 grad = context.copy().run(_backward, grad, src, dst, cotangent, wanted)
             scale = _average(src, dst) if src.partial_axes else 1
@@ -208,13 +229,14 @@ class Redistribute(Function):
                 grad = grad * scale
             if extremum is not None:
                 grad = grad * context.copy().run(_winners_share, *extremum)
-            grad = grad if back is None else grad.astype(back)
+            grad = grad if back is None else cast(grad, back)
         return grad, None
 
 
 def _view(x):
     # A new tensor on the same storage: an alias would share the leaf's autograd identity and skip this node silently.
-    if on_cpu() and math.prod(x._shape) >= _LARGE:  # most CPU kernels copy a view, at every use; of a view, this copies
+    # most CPU kernels copy a view, at every use; of a view, this copies
+    if on_cpu() and math.prod(x._shape) >= _LARGE and executing() is None:
         return Tensor.from_numpy(Tensor.asnumpy(x))
     return x.view(x._shape)
 
@@ -233,7 +255,7 @@ def _as_summand(x, src: Layout, dst: Layout):
         x, cut = run(plan(src, whole), x), []
     here = src.mesh.get_coordinate() or (0,) * src.mesh.ndim
     if any(here[a] for a in axes if a not in cut):
-        x = ms.ops.zeros_like(x)
+        x = _zeros(tuple(x._shape), x)
     placements = [dst.placements[a] if a in axes else p for a, p in enumerate(whole.placements)]
     return x, whole.with_placements(placements, whole.order)
 
@@ -242,6 +264,8 @@ def among_zeros(x, dim: int, start: int, stop: int, size: int):
     """A dim's elements from start to stop, with zeros around."""
     def zeros(n):
         return ms.ops.zeros((*x._shape[:dim], n, *x._shape[dim + 1:]), x.dtype)
+    if executing() is not None:
+        return _zeros((*x._shape[:dim], size, *x._shape[dim + 1:]), x)
     return ms.mint.cat([piece for piece in (zeros(start), x, zeros(size - stop)) if piece._shape[dim]] or [x], dim)
 
 
@@ -295,9 +319,9 @@ def _backward(grad, src: Layout, dst: Layout, cotangent: Layout, wanted: Layout)
     if not moves:
         return grad
     if not active():
-        return run(moves, grad.contiguous())
+        return run(moves, in_row_order(grad))
     with comm.annotate(phase="backward", src=repr(start), dst=repr(wanted)):
-        return run(moves, grad.contiguous())
+        return run(moves, in_row_order(grad))
 
 
 def redistribute_local(x, src: Layout, dst: Layout, cotangent: Layout, wanted: Layout, data=None, works=None, fresh=None,
@@ -322,7 +346,10 @@ def redistribute_local(x, src: Layout, dst: Layout, cotangent: Layout, wanted: L
             context = contextvars.copy_context()
     else:
         context = contextvars.copy_context()
+    dry = executing()
     with NoFallbackGuard():
+        if dry is not None and recording() and x._requires_grad:
+            x = dry.forked(x)
         return Redistribute.apply(x, Conversion(src, dst, cotangent, wanted, data, works, context, fresh or _view, winners,
                                                 through))
 

@@ -20,6 +20,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn
 from mindspore.common import initializer as ms_init
 
+from ..comm.pretended import executing
 from ..core.layout import Layout
 from ..core.mesh import DeviceMesh
 from ..dispatch.operands import local_alias
@@ -60,6 +61,9 @@ def remember(module: nn.Cell, mesh: DeviceMesh, src_data_rank: int | None) -> No
 
 def materialise(param: Parameter, layout: Layout, src_data_rank: int | None) -> Tensor:
     """This rank's shard of a deferred parameter."""
+    dry = executing()
+    if dry is not None:
+        return dry.ledger.new(layout.local_shape(), param.dtype, "parameters")
     init, dtype = param.init_mode.init, param.dtype
     state = param.__dict__.pop(_STATE, None)
     if state is None:  # it was given alone

@@ -16,6 +16,7 @@ import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn
 
 from .. import comm
+from ..comm.pretended import executing
 from ..core.layout import Layout, layout_for, said_of
 from ..core.mesh import _DEVICE_TYPES, DeviceMesh, resolve_mesh
 from ..dispatch import patches
@@ -273,7 +274,8 @@ def distribute_parameter(param: Parameter, mesh: DeviceMesh, placements, *, src_
 
 def like_parameter(data, param: Parameter) -> Parameter:
     """`data` as a Parameter that takes the place of `param`."""
-    out = Parameter(data, name=param.name, requires_grad=param.requires_grad)
+    dry = executing()
+    out = Parameter(data, name=param.name, requires_grad=param.requires_grad) if dry is None else dry.parameter(data, param)
     for key, value in param.__dict__.items():
         if key not in out.__dict__ and key not in _OWN_STATE:
             out.__dict__[key] = value

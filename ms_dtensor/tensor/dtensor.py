@@ -14,6 +14,7 @@ import mindspore as ms
 from mindspore import Parameter, Tensor
 
 from .. import comm
+from ..comm.pretended import executing
 from ..core.layout import Layout, known_layout, layout_for, layout_strides, said_of
 from ..core.mesh import DeviceMesh, resolve_mesh
 from ..dispatch import classes, inplace, modes, patches, policy, replicas, views
@@ -273,13 +274,13 @@ class DTensor(Measures, Tensor):
         if layout.mesh.get_coordinate() is None:
             raise OpRuleError(f"For '{who}', this rank is not part of the mesh.", layout.describe(),
                               "Nothing is sent to ranks outside a mesh.", "ask on the mesh's ranks only")
-        whole = local_alias(self)
+        whole, dry = local_alias(self), executing()
         if not layout.is_replicated():
             policy.check_move(who, layout, layout.replicated(), "the value",
                               fixes or (f"x.full_tensor().{who}()", f"x.reduce_partial().{who}(), of a Partial"))
             with comm.annotate(implicit=True, src=repr(layout), dst=repr(layout.replicated())):
                 whole = run(plan(layout, layout.replicated()), whole)
-        return whole.asnumpy()
+        return whole.asnumpy() if dry is None else dry.value(self, who)
 
     def __float__(self):
         return float(self.item())
@@ -308,7 +309,8 @@ class DTensor(Measures, Tensor):
             raise OpRuleError("For 'asnumpy', this rank does not hold the whole tensor.", self._layout.describe(),
                               "Only a replicated tensor is an array already.",
                               ("x.full_tensor().asnumpy() for the global array", "x.to_local().asnumpy() for the shard"))
-        return local_alias(self).asnumpy()
+        dry = executing()
+        return local_alias(self).asnumpy() if dry is None else dry.value(self, "asnumpy")
 
     def numpy(self):
         """As `asnumpy`."""
@@ -425,13 +427,17 @@ class DTensorParameter(Parameter, DTensor):
         Raises:
             LayoutError: another shape; a plain global tensor would replace the shard by the whole.
         """
-        Parameter.set_data(self, self._own_shard("set_data", data), slice_shape)
+        own = self._own_shard("set_data", data)
+        if executing() is None:
+            Parameter.set_data(self, own, slice_shape)
         wrote(self)
         return self
 
     def assign_value(self, value) -> Parameter:
         """As `set_data`, without its conversions."""
-        Tensor.assign_value(self, local_alias(self._own_shard("assign_value", value)))
+        own = self._own_shard("assign_value", value)
+        if executing() is None:
+            Tensor.assign_value(self, local_alias(own))
         wrote(self)
         return self
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import mindspore as ms
 import numpy as np
 
+from ..comm.pretended import executing
 from ..core.layout import Layout, layout_for
 from ..core.mesh import resolve_mesh
 from ..dispatch import patches
@@ -51,13 +52,16 @@ def _made(array, layout: Layout, dtype) -> DTensor:
 
 def _filled(value, layout: Layout, dtype) -> DTensor:
     patches.install()
-    return wrap(filled(None, layout.local_shape(), value, dtype), layout)
+    dry = executing()
+    return wrap(filled(None, layout.local_shape(), value, dtype) if dry is None else dry.of_layout(layout), layout)
 
 
 def _drawn(draw, layout: Layout, dtype) -> DTensor:
     rng.rehearse(lambda *at: tensor(np.asarray(draw(*at, kind(dtype))), dtype), layout.shape)
     rng.agree(layout.mesh)
-    key = rng.next_key()
+    key, dry = rng.next_key(), executing()
+    if dry is not None:
+        return _filled(0, layout, dtype)
     return _made(layout.assemble(lambda box: draw(key, layout.shape, box, kind(dtype))), layout, dtype)
 
 

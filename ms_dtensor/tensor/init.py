@@ -11,6 +11,7 @@ import math
 import numpy as np
 from mindspore import Tensor
 
+from ..comm.pretended import executing
 from ..errors import LayoutError
 from ..internals.names import NoFallbackGuard
 from ..ops import rng
@@ -30,6 +31,8 @@ def _write(name: str, x, values) -> DTensor:
     rng.rehearse(lambda *at: values(*at, kind(x.dtype)), layout.shape)
     rng.agree(layout.mesh)
     key = rng.next_key()
+    if executing() is not None:
+        return x
     array = layout.assemble(lambda box: np.asarray(values(key, layout.shape, box, kind(x.dtype))))
     with NoFallbackGuard():
         Tensor.assign_value(x, tensor(array, x.dtype))

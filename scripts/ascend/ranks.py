@@ -95,7 +95,7 @@ def fused(mesh) -> dict[str, np.ndarray]:
 
     def mixed(x, weights, *ws):
         with md.implicit_replication():
-            return experts.mixture(ExpertsConfig(count=4), x, weights, placed(chosen), *ws, 32)
+            return experts.mixture(ExpertsConfig(count=4), x, weights, placed(chosen), *ws)
 
     def rotary(x):
         with md.implicit_replication():

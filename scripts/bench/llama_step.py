@@ -3,7 +3,8 @@
 
     python scripts/bench/llama_step.py [--size small|medium|large|toy] [--rounds 6] [--variants single,tp,dp,...] [--no-save]
 
-"small" is 21 M parameters (dim 512, 4 layers, 8192 words, 4 x 256 tokens), "medium" 98 M (dim 768, 12 layers, 4 x 128
+"small" is 21 M parameters (dim 512, 4 layers, 8192 words, 4 x 256 tokens), "rows" and "long" the same with 2 x 2048 and
+1 x 4096 tokens (for cp: beside dp at equal tokens, and beside PyTorch's ring), "medium" 98 M (dim 768, 12 layers, 4 x 128
 tokens), "toy" 0.66 M. Each variant has processes of its own, so that peaks of resident memory are its own, too; one thread
 and one core a process. In every round each variant makes one step while the others wait, so what else runs on the machine
 hits all alike, and every other round goes backwards; figures are medians over rounds after the first two. "two at once" is
@@ -39,6 +40,8 @@ from model_zoo.llama.config import Config, ModelConfig, OptimConfig, ParallelCon
 
 SIZES = {
     "small": (ModelConfig(dim=512, n_layers=4, n_heads=8, n_kv_heads=8, ffn_dim=1408, vocab_size=8192), 4, 256),
+    "rows": (ModelConfig(dim=512, n_layers=4, n_heads=8, n_kv_heads=8, ffn_dim=1408, vocab_size=8192), 2, 2048),
+    "long": (ModelConfig(dim=512, n_layers=4, n_heads=8, n_kv_heads=8, ffn_dim=1408, vocab_size=8192), 1, 4096),
     "medium": (ModelConfig(dim=768, n_layers=12, n_heads=12, n_kv_heads=12, ffn_dim=2048, vocab_size=8192), 4, 128),
     "large": (ModelConfig(dim=1024, n_layers=24, n_heads=16, n_kv_heads=16, ffn_dim=2816, vocab_size=8192), 2, 64),
     "toy": (ModelConfig(dim=128, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=352, vocab_size=1024), 4, 64),
@@ -46,16 +49,18 @@ SIZES = {
 
 
 WAYS = {"tp": ParallelConfig(tp=2), "dp": ParallelConfig(dp=2), "fsdp": ParallelConfig(dp=2, fsdp=True),
-        "zero1": ParallelConfig(dp=2, zero1=True), "pp": ParallelConfig(pp=2)}
+        "zero1": ParallelConfig(dp=2, zero1=True), "pp": ParallelConfig(pp=2), "cp": ParallelConfig(cp=2),
+        "ring": ParallelConfig(cp=2, cp_algorithm="ring")}
 ALONE = ("single", "two at once", "half at once")  # without a mesh
 VARIANTS = (*ALONE, *(f"ours {way}" for way in WAYS), "hand tp", "hand dp",
-            *(f"torch {way}" for way in ("single", "tp", "dp", "fsdp", "pp")))
+            *(f"torch {way}" for way in ("single", "tp", "dp", "fsdp", "cp", "pp")))
 
 
 def config(size: str, parallel: ParallelConfig = ParallelConfig()) -> Config:  # noqa: B008  frozen
     model, batch, seq = SIZES[size]
     micro = batch if parallel.pp > 1 else 1
-    return Config(model=model, parallel=parallel, train=TrainConfig(batch=batch, seq=seq, compile=True, micro_batches=micro),
+    return Config(model=model, parallel=parallel,
+                  train=TrainConfig(batch=batch, seq=seq, compile=parallel.cp == 1, micro_batches=micro),
                   optim=OptimConfig(clip_norm=0.0))
 
 
@@ -101,6 +106,7 @@ class Turns:
             try:
                 name, answer = json.loads((self.folder / "answer").read_text())
                 if name == turn:
+                    print(f"{turn}: {answer['seconds']:.2f} s, peak {answer['peak_mib']} MiB", file=sys.stderr, flush=True)
                     return answer
             except FileNotFoundError:
                 pass
@@ -152,8 +158,7 @@ def rank_main(who: str, size: str, folder: str) -> None:
     library, _, way = who.partition(" ")
     ranks = 1 if who == "single" else 2
     cfg = config(size, WAYS.get(way, ParallelConfig()))
-    mesh = make_mesh("cpu", cfg.parallel if cfg.parallel.dp * cfg.parallel.tp * cfg.parallel.pp == ranks else
-                     ParallelConfig(dp=ranks))
+    mesh = make_mesh("cpu", cfg.parallel) if way in WAYS else None
     group = init_device_mesh("cpu", (ranks,)).get_group()
     rank = group.rank_index
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[0]})
@@ -162,7 +167,7 @@ def rank_main(who: str, size: str, folder: str) -> None:
         by_hand = megatron.Step(cfg, group, rank)
         step = lambda: by_hand.step(*batch)  # noqa: E731
     else:
-        trainer = Trainer(cfg, None, None if who in ALONE else mesh)
+        trainer = Trainer(cfg, None, mesh)
 
         def step():
             loss, grads = trainer.gradients(*batch)

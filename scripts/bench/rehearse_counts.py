@@ -4,9 +4,11 @@
     python scripts/bench/rehearse_counts.py [--out FILE] [--layers N]
 
 The step runs as rank 0 of `fake_world(8)` over the emulator of `tests/rehearsal`, with the configuration's layers, heads and
-layout but small widths. Counted: kernels that a collective launches, bytes that its packing writes, lines where the host
-waits, and the share of the data-parallel gradient reduction that the logical clocks see behind computation. These clocks'
-ratio is not measured but stated: how long a step's backward takes, over its reduction. No speed is predicted.
+layout but small widths; in the last of three, `fully_shard` cuts it over 8. Counted: kernels that a collective launches,
+those that take parameters out of what was gathered too; bytes that its packing writes; lines where the host waits or copies
+values to the device (those of `ops/local/attention.py` are of the fused kernel's stand-in); and the share of the gradient
+reduction that the logical clocks see behind computation. These clocks' ratio is not measured but stated: how long a step's
+backward takes, over its reduction. No speed is predicted.
 """
 from __future__ import annotations
 
@@ -35,14 +37,14 @@ BUCKET_MB = 25.0  # of `replicate`
 RATIO = 1.5  # backward over reduction: 4 x params x 16384 tokens / 4 at 200 TFLOPS against 8 GB at 18 GB/s is 1.5
 
 
-def small(dp: int, tp: int, layers: int | None):
+def small(dp: int, tp: int, layers: int | None, fsdp: bool):
     """The configuration with its heads and layout, and small widths; and how much smaller its layers' weights are."""
     cfg = load(["--config", str(CONFIG)], 8)[0]
     m = cfg.model
     model = replace(m, dim=16 * m.n_heads, ffn_dim=256, vocab_size=512, n_layers=layers or m.n_layers)
     micro = cfg.train.micro_batches if dp == 1 else 1  # each micro-batch reduces its gradients
     train = replace(cfg.train, batch=2 * dp * micro, micro_batches=micro, seq=16, dtype="bfloat16", steps=10)
-    return replace(cfg, model=model, parallel=replace(cfg.parallel, dp=dp, tp=tp), train=train), \
+    return replace(cfg, model=model, parallel=replace(cfg.parallel, dp=dp, tp=tp, fsdp=fsdp), train=train), \
         sizes(model) / sizes(replace(m, n_layers=model.n_layers))
 
 
@@ -51,9 +53,14 @@ def sizes(m) -> int:
         + 2 * m.vocab_size * m.dim
 
 
-def step(dp: int, tp: int, layers: int | None, rates: Rates):
+def by_line(sites: list[str]) -> dict[str, int]:
+    """How often each line was met."""
+    return dict(Counter(sorted(str(Path(s).relative_to(ROOT)) if s.startswith(str(ROOT)) else s for s in sites)))
+
+
+def step(dp: int, tp: int, layers: int | None, rates: Rates, fsdp: bool = False):
     """The second step's counts, and the seconds of backward and of gradient reduction."""
-    cfg, smaller = small(dp, tp, layers)
+    cfg, smaller = small(dp, tp, layers, fsdp)
     rows = np.random.default_rng(0).integers(0, cfg.model.vocab_size, (cfg.train.batch, 17)).astype(np.int32)
     make_buckets = Reduction._make_buckets
 
@@ -66,11 +73,11 @@ def step(dp: int, tp: int, layers: int | None, rates: Rates):
             trainer = Trainer(cfg, None, init_device_mesh("npu", (dp, tp), mesh_dim_names=("dp", "tp")))
             trainer.batch = lambda _: (rows[:, :-1], rows[:, 1:])
             trainer.step(0)
-            for kept in (device.counts, device.syncs, device.times, device.calls):
+            for kept in (device.counts, device.syncs, device.uploads, device.times, device.calls):
                 kept.clear()
             before = device.compute
             trainer.step(1)
-            waits = list(device.syncs)
+            waits, uploads = list(device.syncs), list(device.uploads)
             ms.runtime.synchronize()
             names = Counter(c[0] for c in device.calls)
             dp_comm = next((name for name, ranks in device.comms.items() if len(ranks) == dp and name != "world"), "world")
@@ -80,9 +87,9 @@ def step(dp: int, tp: int, layers: int | None, rates: Rates):
     still = sum(t[3] for t in device.times)
     launches, kernels = device.counts["launches"], device.counts["kernels"]
     return {
-        "mesh": {"dp": dp, "tp": tp}, "layers": cfg.model.n_layers, "collectives": dict(sorted(names.items())),
+        "mesh": {"dp": dp, "tp": tp}, "fsdp": fsdp, "layers": cfg.model.n_layers, "collectives": dict(sorted(names.items())),
         "kernels_per_collective": round((launches + kernels) / launches, 2), "bytes_packed": device.counts["copied"],
-        "host_waits": sorted(str(Path(s).relative_to(ROOT)) if s.startswith(str(ROOT)) else s for s in waits),
+        "host_waits": by_line(waits), "host_to_device": by_line(uploads),
         "gradient_reductions": len(reductions),
         "overlapped": round(1 - sum(t[3] for t in reductions) / sum(t[2] for t in reductions), 4) if reductions else None,
     }, device.compute - before - still, sum(t[2] for t in reductions)
@@ -101,6 +108,7 @@ def main() -> None:
     # a backward is about two thirds of a step's computation
     rates = replace(base, saved=base.saved * computed * (2 / 3) / (RATIO * reduced))
     results.append(step(2, 4, args.layers, rates)[0])
+    results.append(step(8, 1, args.layers, Rates(), fsdp=True)[0])
     text = json.dumps({"config": CONFIG.name, "backward_over_reduction": RATIO, "steps": results}, indent=1)
     print(text)
     if args.out:

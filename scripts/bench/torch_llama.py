@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same Llama in PyTorch, in turns with ours: one rank, tensor parallel (DTensor styles), DDP, FSDP2, 1F1B.
+"""The same Llama in PyTorch, in turns with ours: one rank, tensor parallel (DTensor styles), data parallel (DDP, FSDP2),
+context parallel (its ring, balanced by heads and tails), 1F1B.
 
 Not a comparison of kernels to the last percent: PyTorch uses its fused attention and RMSNorm is spelled out in both.
 """
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.experimental._context_parallel import _attention as rings
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -24,6 +26,8 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+
+aten = torch.ops.aten
 
 
 class Norm(nn.Module):
@@ -49,7 +53,8 @@ class Attention(nn.Module):
     def forward(self, x, cos, sin):
         b, t, _ = x.shape
         q, k, v = (w(x).view(b, t, -1, self.head_dim).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
-        out = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True) if Ring.group is None else Ring.apply(q, k, v)
         return self.wo(out.transpose(1, 2).reshape(b, t, -1))
 
 
@@ -86,6 +91,32 @@ class Llama(nn.Module):
         for layer in self.layers:
             x = layer(x, cos, sin)
         return self.output(self.norm(x))
+
+
+class Ring(torch.autograd.Function):
+    """The ring of PyTorch's `context_parallel` over its fused attention for CPUs.
+
+    PyTorch 2.13 registers its ring for the kernels of GPUs alone: on a CPU its block ends in "does not have a sharding
+    strategy registered". The loop is the same one, called directly.
+    """
+
+    group = None
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        out, log_total, *_ = rings._templated_ring_attention(
+            Ring.group, 2, aten._scaled_dot_product_flash_attention_for_cpu.default, query=q, key=k, value=v, is_causal=True,
+            dropout_p=0.0)
+        ctx.save_for_backward(q, k, v, out, log_total)
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        q, k, v, out, log_total = ctx.saved_tensors
+        dq, dk, dv, *_ = rings._templated_ring_attention_backward(
+            Ring.group, 2, aten._scaled_dot_product_flash_attention_for_cpu_backward.default, grad_out=dout,
+            grad_out_name="grad_out", query=q, key=k, value=v, out=out, logsumexp=log_total, is_causal=True, dropout_p=0.0)
+        return dq, dk, dv
 
 
 def tensor_parallel(model, mesh):
@@ -139,7 +170,7 @@ def staged(part, rank, ranks, optimizer, ids, labels):
 
 
 def prepare(way, rank, ranks, cfg, batch, store):
-    """One rank of "single", "tp", "dp" (DDP), "fsdp" (FSDP2 of blocks), "pp": a step that returns the loss; a barrier."""
+    """One rank of "single", "tp", "dp" (DDP), "fsdp" (FSDP2 of blocks), "cp", "pp": a step with its loss, a barrier."""
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
@@ -150,6 +181,11 @@ def prepare(way, rank, ranks, cfg, batch, store):
     rows = slice(rank * t.batch // 2, (rank + 1) * t.batch // 2) if cut_rows else slice(None)
     ids, labels = (torch.from_numpy(a).long()[rows] for a in batch)
     model = Part(m, rank, ranks, cos, sin) if way == "pp" else Llama(m)
+    if way == "cp":  # the first and the last of each rank's two pieces of every row
+        Ring.group, pieces = dist.group.WORLD, torch.arange(t.seq).chunk(2 * ranks)
+        here = torch.cat((pieces[rank], pieces[-1 - rank]))
+        ids, labels, cos, sin = ids[:, here], labels[:, here], cos[here], sin[here]
+        model = nn.parallel.DistributedDataParallel(model)
     if way == "tp":
         tensor_parallel(model, init_device_mesh("cpu", (ranks,)))
     elif way == "dp":

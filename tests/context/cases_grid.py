@@ -74,7 +74,7 @@ def the_backward_sends_what_the_formulas_say(world):
     n, me, g = world.size, world.rank, 2
     mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("cp",))
     for documents, (name, mask), (order, make) in sampled(product(
-            ([29, 3, 1, 14], [8 * n], [5, 1]), MASKS.items(), ORDERS.items()), 3):
+            ([29, 3, 1, 14], [8 * n], [5, 1]), MASKS.items(), ORDERS.items()), 5):
         tokens = make(documents, n, **mask) if make is balance else make(documents, n)
         there, home = bytes_of_rows(tokens, me, g, **mask), bytes_got(tokens, me, g, **mask)
         for algorithm in ("gather", "ring"):
@@ -159,7 +159,8 @@ def a_rank_that_has_nothing(world):
     """PaddleFormers#3010: ranks without tokens, or without anything to fetch, left the others waiting. Twice, so that a
     call that one rank has made and another has not would meet the next."""
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
-    for documents, make in (([2], in_order), ([40, 1, 1, 1], balance), ([9] * 4, balance), ([0, 3, 0], head_tail)):
+    for documents, make in sampled((([2], in_order), ([9] * 4, balance), ([40, 1, 1, 1], balance), ([0, 3, 0], head_tail)),
+                                   2):
         tokens = make(documents, 4)
         for algorithm in ("gather", "ring") * 2:
             compare(mesh, ("cp",), algorithm, tokens, 8, 2, f"{algorithm} {documents}")

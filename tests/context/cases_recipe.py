@@ -2,7 +2,9 @@
 """Real ranks: the recipe with its tokens cut over cp trains as on one device, beside everything else that it can do."""
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -20,6 +22,7 @@ from model_zoo.llama.data import places
 from model_zoo.llama.parallelize import make_mesh
 from model_zoo.llama.trainer import Trainer
 from ms_dtensor import comm
+from ms_dtensor.checkpoint import Checkpointer
 from ms_dtensor.errors import ConfigError
 from tests.cases import case
 from tests.dist.support import array, refusal
@@ -131,6 +134,36 @@ def stages_of_a_pipeline_each_get_the_order_of_their_micro_batch(world):
              {"micro_batches": 4, "recompute": True}),
             (ParallelConfig(pp=2, ulysses=2, cp=2, fsdp=True, cp_order="head_tail"), {"micro_batches": 4, "window": 5})), 3):
         same(parallel, **how)
+
+
+def made(parallel: ParallelConfig) -> Trainer:
+    cfg = Config(model=ModelConfig(**SIZES), parallel=parallel, optim=OptimConfig(lr=0.01, warmup=1, eps=1e-3),
+                 train=TrainConfig(steps=4, batch=8, seq=12, seed=3, micro_batches=2))
+    return Trainer(cfg, Drawn(documents=True), make_mesh("cpu", parallel))
+
+
+@case(world_size=4, timeout=300)
+def a_run_goes_on_with_other_ranks_sharing_its_tokens(world):
+    """Bit for bit on its own mesh; on others, without cp too, within 1e-6: an order is no part of a checkpoint."""
+    layouts = [ParallelConfig(dp=2, cp=2, fsdp=True), ParallelConfig(cp=4, ulysses=2), ParallelConfig(dp=4, fsdp=True),
+               ParallelConfig(tp=2, cp=2, sequence_parallel=True, cp_algorithm="ring"), ParallelConfig(pp=2, cp=2)]
+    root = Path(comm.group(tuple(range(4))).broadcast_object(os.path.join(os.getcwd(), "context_resume"), 0))
+    for source in sampled((layouts[0], layouts[2]), 2):
+        straight, first = made(source), made(source)
+        want = [straight.step(i).loss for i in range(4)]
+        saver = Checkpointer(first.state(), root / f"cp{source.cp}", interval=2, over=first.over)
+        saver.begin()
+        losses = [first.step(i).loss for i in range(2)]
+        saver.after(2)
+        saver.finish()
+        for parallel in [source, *sampled(layouts[1:], 2)]:
+            again = made(parallel)
+            assert Checkpointer(again.state(), root / "none", over=again.over).begin(saver.path / "step-00000002") == 2
+            got = losses + [again.step(i).loss for i in (2, 3)]
+            assert np.abs(np.divide(got, want) - 1).max() <= 1e-6, (source, parallel, got, want)
+            if parallel == source:
+                assert got == want and all(array(a).tobytes() == array(b).tobytes()
+                                           for a, b in zip(again.params, straight.params, strict=True))
 
 
 @case(world_size=2)

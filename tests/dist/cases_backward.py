@@ -7,6 +7,7 @@ from mindspore import Parameter, Tensor, mint, nn, ops
 
 import ms_dtensor as md
 from ms_dtensor import ColwiseParallel, RowwiseParallel, Shard, distribute_tensor, grad, parallelize_module, value_and_grad
+from ms_dtensor.compat.backward import enable_mindspore_backward_compat
 from ms_dtensor.dispatch.recording import Recording
 from ms_dtensor.errors import DTensorError, OpRuleError
 from ms_dtensor.internals.names import recording
@@ -32,7 +33,27 @@ def taken(net) -> list:
     return out
 
 
-def one_program(mesh, seed: int) -> bool:
+def by_blocks(xs, of, loss, times: int) -> None:
+    """So many backwards of one forward, in a block that names its leaves."""
+    for x in of:
+        x.requires_grad_()
+    with md.recorded(of):
+        y = loss(*xs)
+        for left in range(times - 1, -1, -1):
+            md.backward(y, retain_graph=left > 0)
+
+
+def by_methods(xs, of, loss, times: int) -> None:
+    """The same as PyTorch writes it; leaves are found."""
+    with enable_mindspore_backward_compat():
+        for x in of:
+            x.requires_grad = True
+        y = loss(*xs)
+        for left in range(times - 1, -1, -1):
+            y.backward(retain_graph=left > 0)
+
+
+def one_program(mesh, seed: int, run=by_blocks) -> bool:
     """Whether the program has a gradient; one backward, and two of a forward that is kept."""
     program = in_float64(generate(seed))
     wrt, loss = differentiated(program), loss_of(program)
@@ -47,15 +68,14 @@ def one_program(mesh, seed: int) -> bool:
         for times in (1, 2):
             xs = lay_out(program, mesh)
             of = [xs[i] for i in wrt]
-            for x in of:
-                x.requires_grad_()
-            with md.recorded(of):
-                y = loss(*xs)
-                for left in range(times - 1, -1, -1):
-                    md.backward(y, retain_graph=left > 0)
+            run(xs, of, loss, times)
             wanted = want if times == 1 else [w + w for w in want]
-            assert [x.grad.layout for x in of] == [w.layout for w in wanted]
+            assert [x.grad.layout for x in of if getattr(x, "grad", None) is not None] == [
+                w.layout for x, w in zip(of, wanted) if getattr(x, "grad", None) is not None]
             for i, (x, w) in enumerate(zip(of, wanted)):
+                if getattr(x, "grad", None) is None:  # not reached
+                    assert run is by_methods and not w.full_tensor().asnumpy().any(), (seed, times, i)
+                    continue
                 assert np.array_equal(x.grad.to_local().asnumpy(), w.to_local().asnumpy(), equal_nan=True), (seed, times, i)
     return True
 
@@ -68,6 +88,86 @@ def random_programs_have_the_same_bits(world):
         collected(faults, f"program {seed}", lambda seed=seed: ran.append(one_program(data_mesh(world), seed)))
     none_of(faults)
     assert sum(ran) > len(ran) // 2
+
+
+@case(2, timeout=240)
+def random_programs_by_tensors_methods_have_the_same_bits(world):
+    faults: list[str] = []
+    ran = []
+    for seed in sampled(range(PROGRAMS), 8):
+        collected(faults, f"program {seed}",
+                  lambda seed=seed: ran.append(one_program(data_mesh(world), seed, by_methods)))
+    none_of(faults)
+    assert sum(ran) > len(ran) // 2 and not hasattr(Tensor, "backward")
+
+
+@case(2, timeout=240)
+def a_loop_by_tensors_methods_is_that_of_value_and_grad(world):
+    """Three steps, with accumulation, evaluation between them and another model beside; our optimizers and MindSpore's."""
+    mesh, faults = data_mesh(world), []
+    makers = {"ours": lambda params: md.optim.AdamW(params, lr=0.05),
+              "mint": lambda params: mint.optim.SGD(params, lr=0.05)}  # its AdamW's fused kernel refuses DTensors
+    for way, wrap in {**WAYS, "styles": styled}.items():
+        for kind in makers if way in ("fully_shard", "styles") else ("ours",):
+            def steps(wrap=wrap, make=makers[kind]):
+                nets = [filled(Net()) for _ in range(2)]
+                for net in nets:
+                    wrap(net, mesh, net.blocks)
+                one, two = (make(list(net.trainable_params())) for net in nets)
+                beside = Parameter(Tensor([1.0, 2.0]), name="beside")
+                step = value_and_grad(lambda x: (nets[0](x) ** 2).mean(), None, list(nets[0].trainable_params()))
+                losses, rows = [], [rows_of(mesh), rows_of(mesh) * 0.5]
+                for _ in range(3):
+                    some = [step(x) for x in rows]
+                    one(tuple(a + b for a, b in zip(*(g for _, g in some))))
+                    losses.append([loss.item() for loss, _ in some])
+                with enable_mindspore_backward_compat() as state:
+                    assert state.on and enable_mindspore_backward_compat() is state
+                    for wanted in losses:
+                        for x, want in zip(rows, wanted):
+                            loss = (nets[1](x) ** 2).mean()
+                            (beside * 3).sum().backward()
+                            loss.backward()
+                            assert loss.item() == want
+                        two.step()
+                        two.zero_grad()
+                        assert all(p.grad is None for p in nets[1].trainable_params())
+                        nets[1](rows[0]).sum()  # recorded, and dropped
+                assert not state.on and not recording()
+                assert beside.grad.asnumpy().tolist() == [18.0, 18.0]
+                assert bits(nets[0].trainable_params()) == bits(nets[1].trainable_params())
+            collected(faults, f"{way}, {kind}", steps)
+    none_of(faults)
+
+
+@case(2, timeout=120)
+def what_tensors_methods_refuse(world):
+    """And what stays after it: nothing, and a loop that goes on."""
+    mesh = data_mesh(world)
+    own = Pair(mesh)
+    x = distribute_tensor(Tensor(np.ones((2, 4), np.float32)), mesh, [Shard(0)])
+    ours, theirs = md.optim.SGD([own.w], lr=1.0), mint.optim.SGD([own.w], lr=1.0)
+    want = value_and_grad(own, None, [own.w])(x)[1][0]
+    x = x * 1  # an input of a gradient stays a leaf
+    with enable_mindspore_backward_compat():
+        assert own.w.grad is None and own.w.is_leaf and own.w.requires_grad and not x.requires_grad
+        for call, words in ((lambda: own(x).backward(create_graph=True), "create_graph"), (ours.step, "no parameter has a gradient"),
+                            (theirs.step, "have no '.grad'"), (lambda: (own.w * x).backward(), "begins at one number"),
+                            (lambda: x.sum().backward(), "leads to it"), (lambda: own(x).detach().backward(), "leads to it"),
+                            (lambda: value_and_grad(own, None, [own.w])(x), "inside of a 'Recording'")):
+            text = refusal(call, DTensorError)
+            assert words in text, text
+            same_on_all_ranks(world, text)
+        own(x).backward()
+        assert bits([own.w.grad]) == bits([want]) and own.unused.grad is None and own.plain.grad is None
+        before = own.w.full_tensor().asnumpy()
+        ours.step()
+        equal(own.w, before - want.full_tensor().asnumpy())
+        assert ours.step == 1 and ours.state_dict()["w"]["step"] == 1
+        ours.zero_grad()
+    for name in ("backward", "grad", "detach", "requires_grad", "is_leaf"):
+        assert name not in Tensor.__mro__[-2].__dict__
+    assert not hasattr(theirs, "zero_grad")
 
 
 def styled(net, mesh, cells=()):

@@ -2,6 +2,9 @@
 """Four real ranks under hyper_parallel's names: the same values and gradients as one device, the same communication as ours."""
 from __future__ import annotations
 
+from contextlib import nullcontext
+
+import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, mint, nn
 from mindspore.common.initializer import initializer
@@ -14,13 +17,19 @@ from ms_dtensor.compat.hyper_parallel import (
     DFunction,
     DistributedOp,
     DTensor,
+    HSDPModule,
     Layout,
+    MixedPrecisionPolicy,
     Partial,
     Replicate,
     Shard,
     ShardingPlan,
+    checkpoint_wrapper,
     custom_shard,
     distribute_tensor,
+    fully_shard,
+    get_current_layout,
+    get_global_layout,
     get_platform,
     hsdp,
     init_device_mesh,
@@ -333,3 +342,85 @@ def hsdp_replicates_and_refuses_the_rest(world):
     for asked in ({"threshold": 0}, {"shard_size": 2, "threshold": 0.1}, {"shard_size": 1, "enable_grad_accumulation": True},
                   {"shard_size": 1, "grad_scale": 0.5}, {"shard_size": 1, "reduce_dtype": "float32"}):
         same_on_all_ranks(world, refusal(lambda asked=asked: hsdp(Net(), **asked), ConfigError))
+
+
+@case(world_size=4)
+def the_platforms_collectives_have_gradients(world):
+    """What is differentiated is the sum of what all ranks differentiate."""
+    mesh, platform, n = mesh_2d(), get_platform(), 2
+    group, here = mesh.get_group("tp"), world.rank % 2
+    assert platform.create_group(mesh["tp"].rank_list) == group  # one communicator
+    ones = [data(10 + 2 * (world.rank // 2) + r, 6) for r in range(n)]
+    weights = [data(20 + r, 6) for r in range(n)]
+    for op, scale in (("sum", 1), ("avg", 1 / n)):
+        with counted() as count:
+            value, grad = md.value_and_grad(lambda x, op=op: (platform.differentiable_all_reduce(x, op, group) *
+                                                              weights[here]).sum())(ones[here])
+        equal(value, (scale * sum(x.asnumpy() for x in ones) * weights[here].asnumpy()).sum())
+        equal(grad, scale * sum(w.asnumpy() for w in weights))
+        assert count == {("all_reduce", "forward"): 1, ("all_reduce", "backward"): 1}
+    send = [[1, 5], [2, 4]]  # from, to
+    recv = [send[r][here] for r in range(n)]
+    pulls = data(30 + here, sum(recv))
+    with counted() as count:
+        value, grad = md.value_and_grad(lambda x: (platform.differentiable_all_to_all_single_async(
+            x, send[here], recv, str(group)) * pulls).sum())(ones[here])
+    pieces = [np.split(x.asnumpy(), [s[0]])[here] for x, s in zip(ones, send)]
+    equal(value, (np.concatenate(pieces) * pulls.asnumpy()).sum())
+    there = [np.split(data(30 + r, send[0][r] + send[1][r]).asnumpy(), [send[0][r]])[here] for r in range(n)]
+    equal(grad, np.concatenate(there))
+    assert count == {("all_to_all", "forward"): 1, ("all_to_all", "backward"): 1}
+    gathered = [None] * 4
+    platform.all_gather_object(gathered, world.rank)
+    assert gathered == [0, 1, 2, 3]
+    dx = distribute_tensor(data(1, 4, 6), mesh, (R, R))
+    for call in (lambda: platform.differentiable_all_reduce(dx), lambda: platform.differentiable_all_to_all_single_async(
+            dx, [1, 1], [1, 1])):
+        same_on_all_ranks(world, refusal(call, LayoutError))
+    same_on_all_ranks(world, refusal(lambda: platform.differentiable_sync_hook(dx, "A", None), ConfigError))
+    same_on_all_ranks(world, refusal(lambda: platform.differentiable_all_reduce(ones[0], "sum", "no such"), md.errors.CommError))
+
+
+@case(world_size=4)
+def local_cells_under_fully_shard(world):
+    """Plain in, plain out; `main_grad` in float32 over micro-batches; parameters as one device has them."""
+    mesh = init_device_mesh("npu", (4,), mesh_dim_names=("world",))._unflatten(0, (1, 4), ("pp", "fsdp"))
+    net, plain, rows = Net(), Net(), data(3, 8, 8)
+    checkpoint_wrapper(net.act, context_fn=lambda: (nullcontext(), nullcontext()), early_stop=True)
+    fully_shard(net, mesh=mesh["fsdp"], comm_fusion=False, replicate_params=[net.up],
+                mp_policy=MixedPrecisionPolicy(reduce_dtype=ms.float32, apply_grad_on_fp32_main_grad=True))
+    assert isinstance(net, HSDPModule) and not isinstance(net.act, HSDPModule)
+    net.set_reduce_op_type("sum")
+    want = [0.0, 0.0]
+    for half in np.split(rows.asnumpy(), 2):
+        mine = Tensor(np.split(half, 4)[world.rank])
+        with md.recorded(net):
+            out = net(mine)
+            assert type(out) is Tensor
+            md.backward((out ** 2).sum())
+        some = ms.grad(lambda h: (plain(h) ** 2).sum(), None, plain.trainable_params())(Tensor(half))
+        want = [a + g.asnumpy() for a, g in zip(want, some)]
+    for p, w in zip(net.trainable_params(), want, strict=True):
+        equal(p.main_grad, w)
+        assert p.main_grad.dtype == ms.float32 and isinstance(p, DTensor)
+    assert (net.up.placements, net.down.placements) == ((R,), (S(0),))
+    net.zero_grad()
+    assert net.up.main_grad is None
+
+
+@case(world_size=4)
+def layouts_in_checkpoints(world):
+    mesh = mesh_2d()
+    net = shard_module(Net(), mesh, ShardingPlan(plan={"up": (S(1), S(0)), "down": (R, S(1))}))
+    net.own = Parameter(data(1, 3), name="own")
+    own = get_current_layout(net)
+    assert list(own) == [str(world.rank)] and own[str(world.rank)] == {
+        "up": {"type": "Float32", "full_shape": (8, 12), "device_matrix": (2, 2), "alias_name": ("dp", "tp"),
+               "rank_list": (0, 1, 2, 3), "tensor_map": (0, 1)},
+        "down": {"type": "Float32", "full_shape": (12, 6), "device_matrix": (2, 2), "alias_name": ("dp", "tp"),
+                 "rank_list": (0, 1, 2, 3), "tensor_map": (-1, 0)},
+        "own": {"type": "Float32", "full_shape": (3,)}}
+    with counted() as count:
+        everybody = get_global_layout(net)
+    assert sorted(everybody) == ["0", "1", "2", "3"] and all(v == own[str(world.rank)] for v in everybody.values())
+    assert count == {("all_gather_object", "forward"): 1}

@@ -31,6 +31,7 @@ from ms_dtensor.dispatch.operands import redistribute, wrap
 from ms_dtensor.redistribute.plan import plan
 from ms_dtensor.tools import machine
 from tests.cases import case
+from tests.debug import dry_programs
 from tests.dist.support import data, mesh_1d, mesh_2d, same_on_all_ranks
 
 R, P, S = Replicate(), Partial(), Shard
@@ -55,6 +56,17 @@ def a_step_is_counted_alike_on_all_ranks(world):
     with tempfile.TemporaryDirectory() as folder:
         mode.export_chrome_trace(Path(folder) / "trace.json")
         assert (Path(folder) / "trace.json").stat().st_size > 100
+
+
+@case(world_size=4)
+def dry_runs_communicate_what_ranks_do(world):
+    """Every event, forward and backward: of the programs of all kinds of parallelism, one after another."""
+    for program in dry_programs.PROGRAMS:
+        real = [dry_programs.seen(e) for e in program(world.size)]
+        dry = [dry_programs.seen(e) for e in dry_programs.same_step_dry(program, world.size, world.rank)]
+        assert len(real) == len(dry) > 0, (program.__name__, len(real), len(dry))
+        for i, (a, b) in enumerate(zip(real, dry)):
+            assert a == b, f"{program.__name__}, event {i}: real {a}, dry {b}"
 
 
 class _Block(nn.Cell):

@@ -10,6 +10,7 @@ from model_zoo.llama import evaluate, lora
 from model_zoo.llama.config import (
     Config,
     ExpertsConfig,
+    LatentConfig,
     LoraConfig,
     ModelConfig,
     OptimConfig,
@@ -31,6 +32,9 @@ MODELS = {"qwen2": ModelConfig(qkv_bias=True, tied_head=True, **SIZES),
           "mistral, all biases": ModelConfig(sliding_window=5, qkv_bias=True, out_bias=True, **SIZES)}
 MIXTURES = {"dropless": ModelConfig(experts=ExpertsConfig(4, 2), **SIZES),
             "with a capacity": ModelConfig(experts=ExpertsConfig(5, 2, capacity=0.8), **SIZES)}
+DEEPSEEK = ModelConfig(**SIZES | {"n_kv_heads": 4}, latent=LatentConfig(10, 14, 6, 4, 7), experts=ExpertsConfig(
+    8, 3, width=12, dense_layers=1, shared=2, score="sigmoid", groups=4, group_limit=2, scale=2.5, bias_rate=0.01, balance=0.1,
+    balance_over="sequence"))
 LAYOUTS = {"dp x tp": ParallelConfig(2, 2, loss_parallel=False),
            "sequence parallel": ParallelConfig(2, 2, sequence_parallel=True, loss_parallel=False),
            "fsdp x tp": ParallelConfig(2, 2, fsdp=True, loss_parallel=False)}
@@ -67,7 +71,7 @@ def options_of_other_families_train_as_on_one_device(world):
 def loss_of(net):
     """Cross entropy and, so that the router has a gradient of its own, the auxiliary loss."""
     def loss(ids, labels):
-        logits, balance = net(ids)
+        logits, balance, _ = net(ids)
         return cross_entropy(logits, labels) + 0.3 * balance
     return loss
 
@@ -92,6 +96,28 @@ def mixtures_of_experts_train_as_on_one_device(world):
             equal(got, want, f"{name} {layout} loss")
             for p, g, w in zip(plain.trainable_params(), grads, wanted, strict=True):
                 equal(g, w, f"{name} {layout} {p.name}", rtol=1e-4)
+
+
+@case(world_size=4, timeout=120)
+def latent_attention_shared_experts_and_groups_train_as_on_one_device(world):
+    """DeepSeek's block: every gradient, with heads cut over tp and experts whole, cut by width, or over ep."""
+    ids = np.random.default_rng(1).integers(0, 37, (4, 13)).astype(np.int32)
+    x, y = (np.ascontiguousarray(a) for a in (ids[:, :-1], ids[:, 1:]))
+    plain = model(DEEPSEEK)
+    want, wanted = ms.value_and_grad(loss_of(plain), None, plain.trainable_params())(Tensor(x), Tensor(y))
+    loads = plain(Tensor(x))[2].asnumpy()
+    assert loads.shape == (1, 8) and loads.sum() == 48 * 3 and (loads != 18).any()
+    over = {"ep2 x tp2": ParallelConfig(2, 2, ep=2, loss_parallel=False),
+            "ep2 x tp2, fsdp, sequence parallel": ParallelConfig(2, 2, True, ep=2, fsdp=True, loss_parallel=False)}
+    for layout, parallel in (LAYOUTS | over).items():
+        mesh, net = make_mesh("cpu", parallel), model(DEEPSEEK)
+        parallelize(net, mesh, parallel)
+        a, b = (own_rows(v, mesh) for v in (x, y))
+        got, grads = value_and_grad(loss_of(net), None, net.trainable_params())(a, b)
+        equal(got, want, f"{layout} loss")
+        equal(net(a)[2], loads, f"{layout} loads")
+        for p, g, w in zip(plain.trainable_params(), grads, wanted, strict=True):
+            equal(g, w, f"{layout} {p.name}", rtol=1e-4)
 
 
 @case(world_size=4, timeout=120)

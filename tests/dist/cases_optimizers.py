@@ -344,3 +344,40 @@ def the_state_of_shards_is_the_one_device_state_cut(world):
         for name, state in again.state_dict().items():
             for kind in [*state][1:]:
                 equal(state[kind], want[name][kind], f"{kind} of {name}", rtol=CLOSE)
+
+
+@case(world_size=4, timeout=120)
+def clipped_heads_are_one_devices(world):
+    """Largest logits by head on any layout; then the weights, and the logits that they give."""
+    mesh, batch, heads, shared, places, width = mesh_2d(), 2, 4, 2, 6, 3
+    x = data(5, batch * places, 8)
+    wq, wk = data(1, heads * width, 8) * 4, data(2, shared * width, 8) * 4
+
+    def projected(w, rows, n):
+        return mint.transpose(mint.reshape(mint.matmul(rows, w.t()), (batch, places, n, width)), 1, 2)
+    q, k = (projected(w, x, n).asnumpy().astype(np.float64) for w, n in ((wq, heads), (wk, shared)))
+    scores = np.einsum("bhid,bhjd->bhij", q, np.repeat(k, heads // shared, 1)) / width ** 0.5
+    hidden = np.triu(np.ones((places, places), bool), 1)
+    for causal in (True, False):
+        want = (np.where(hidden, -np.inf, scores) if causal else scores).max((0, 2, 3))
+        for placements in ([R, R], [S(0), S(1)], [S(2), R], [S(1), S(0)]):
+            dq, dk = (distribute_tensor(projected(w, x, n), mesh, placements) for w, n in ((wq, heads), (wk, shared)))
+            got = optim.max_logits(dq, dk, causal=causal)
+            assert np.allclose(got, want, rtol=1e-5), (placements, got, want)
+            same_on_all_ranks(world, str(got.tolist()))
+    largest = optim.max_logits(projected(wq, x, heads), projected(wk, x, shared))
+    limit = float(np.sort(largest)[1]) * 1.01  # two heads are above it
+    one = [Parameter(w, name=n) for w, n in ((wq, "q"), (wk, "k"))]
+    factors = optim.qk_clip_(*one, largest, limit)
+    assert (factors < 1).sum() == 2
+    after = optim.max_logits(projected(one[0], x, heads), projected(one[1], x, shared))
+    assert np.allclose(after, largest * factors, rtol=1e-5) and after.max() <= limit * 1.00001
+    for placements in ([R, R], [S(0), S(0)], [S(1), S(0)], [R, S(1)], [R, FusedShard(0, [4, 2])]):
+        many = [Parameter(distribute_tensor(w, mesh, [R, S(0)] if isinstance(placements[1], FusedShard) and n == "q" else
+                                            placements), name=n) for w, n in ((wq, "q"), (wk, "k"))]
+        with counted() as count:
+            optim.qk_clip_(*many, largest, limit)
+        assert not count
+        for p, w in zip(many, one):
+            equal(p, w, f"{p.name} {placements}", rtol=1e-6)
+    same_on_all_ranks(world, refusal(lambda: optim.qk_clip_(*one, largest[:3]), LayoutError))

@@ -108,15 +108,22 @@ def inputs_outputs_errors_copies_and_what_recomputes(world):
     plain = replicate(filled(nn.Dense(6, 5)), mesh=mesh,
                       mp_policy=MixedPrecisionPolicy(ms.bfloat16, cast_forward_inputs=False))
     assert plain(rows).dtype == ms.float32, "a float32 input stays, and wins"
-    early = nn.Dense(6, 5)
-    early.recompute()
-    for cell, text in ((early, "recomputes already"), (net, "has a policy already")):
-        try:
-            BF16.apply(cell)
-        except ConfigError as e:
-            assert text in str(e), e
-        else:
-            raise AssertionError(text)
+    try:
+        BF16.apply(net)
+    except ConfigError as e:
+        assert "has a policy already" in str(e), e
+    else:
+        raise AssertionError("two policies")
+    told = []
+    for early in (True, False):  # recompute() before the policy, or not at all
+        cell = replicate(filled(nn.SequentialCell(nn.Dense(6, 5), nn.Dense(5, 3))), mesh=mesh)
+        if early:
+            cell[0].recompute()
+        BF16.apply(cell)
+        assert cell(rows).dtype == ms.bfloat16
+        told.append(gradients(cell, rows))
+    for g, w in zip(*told, strict=True):
+        equal(g.float(), w.float())
     want = gradients(net, rows)
     net[0].recompute()
     for g, w in zip(gradients(net, rows), want, strict=True):

@@ -44,6 +44,10 @@ def ten(n):
 
 @case(world_size=(2, 4), timeout=240)
 def results_and_gradients_are_those_of_one_device(world):
+    as_on_one_device(world)
+
+
+def as_on_one_device(world):
     n, mesh = world.size, mesh_1d(world.size, "ep")
     for seed, (name, (tokens, experts, k, choose)) in enumerate(ten(n).items()):
         chosen = choose(np.random.default_rng(seed), tokens, experts, k)

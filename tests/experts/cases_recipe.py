@@ -28,17 +28,24 @@ LAYOUTS = {
 }
 
 
+TEXT = Text(*(np.random.default_rng(n).integers(0, 2, 400).cumsum().astype(np.uint8) % 37 for n in (1, 2)))
+
+
+def trainer_of(experts, parallel, steps=3, **how):
+    """On a mesh, or with `parallel` None on one device."""
+    cfg = Config(model=ModelConfig(experts=experts, **SIZES), parallel=parallel or ParallelConfig(),
+                 optim=OptimConfig(lr=0.02, warmup=1),
+                 train=TrainConfig(**{"steps": steps, "batch": 8, "seq": 6, "seed": 3} | how))
+    return Trainer(cfg, TEXT, None if parallel is None else make_mesh("cpu", parallel))
+
+
 @case(world_size=4, timeout=400)
 def the_recipes_mixtral_trains_as_on_one_device(world):
-    text = Text(*(np.random.default_rng(n).integers(0, 2, 400).cumsum().astype(np.uint8) % 37 for n in (1, 2)))
-
-    def steps(experts, parallel, on_mesh=True, **how):
-        cfg = Config(model=ModelConfig(experts=experts, **SIZES), parallel=parallel, optim=OptimConfig(lr=0.02, warmup=1),
-                     train=TrainConfig(steps=3, batch=8, seq=6, seed=3, **how))
-        trainer = Trainer(cfg, text, make_mesh("cpu", parallel) if on_mesh else None)
+    def steps(experts, parallel, **how):
+        trainer = trainer_of(experts, parallel, **how)
         return [(r.loss, r.grad_norm) for r in (trainer.step(i) for i in range(3))], trainer.params
     for name, experts in MIXTURES.items():
-        want, params = steps(experts, ParallelConfig(), on_mesh=False)
+        want, params = steps(experts, None)
         assert want[-1][0] < want[0][0] - 0.05
         for layout, (parallel, how) in sampled(LAYOUTS.items(), 3 if experts.capacity else 5):
             got, cut = steps(experts, parallel, **how)

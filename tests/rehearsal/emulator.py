@@ -117,6 +117,7 @@ class Device:
         calls: the calls so far, by name, communicator and shapes.
         counts: "launches" of collectives; `kernels.py` adds "kernels", "copied" bytes and "syncs".
         syncs: lines of host synchronisations.
+        uploads: lines that make tensors of host values.
         resized: bytes that a storage had after each `resize_` that changed them.
         times: of each collective waited for: name, communicator, its seconds, those the compute stream stood still for it.
     """
@@ -129,6 +130,7 @@ class Device:
         self.compute, self.stream = 0.0, Counter()
         self.counts: Counter = Counter()
         self.syncs: list[str] = []
+        self.uploads: list[str] = []
         self.resized: list[int] = []
         self.times: list[tuple[str, str, float, float]] = []
 

@@ -3,8 +3,9 @@
 
 Stood in for: in-place ops, which on CPU leave the tensor as it was, and `copy_` from and into views, which is refused or
 lost there. Counted: kernels that the packing of collectives launches and the bytes they write; what makes the host wait
-(`asnumpy`, `float()`, `data_ptr`, `resize_`, `synchronize`, ...), by line, except where the line is there for CPU kernels
-only; and computation, as the bytes that are saved for the backward, and read again by it.
+(`asnumpy`, `float()`, `data_ptr`, `resize_`, `synchronize`, ...) and what copies values of the host to the device, by line,
+except where the line is there for CPU kernels only; and computation, as the bytes that are saved for the backward, and read
+again by it.
 """
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from mindspore import Tensor, mint
 
 from ms_dtensor.comm import packing
 from ms_dtensor.internals.names import executor, recording
-from tests.rehearsal.emulator import memory
+from tests.rehearsal.emulator import _data_ptr, memory
 
 IN_PLACE = ("add_", "sub_", "mul_", "div_")
 SYNCS = ("asnumpy", "numpy", "item", "tolist", "data_ptr", "assign_value", "__float__", "__int__", "__bool__", "__index__",
@@ -40,7 +41,7 @@ def _site() -> str:
 class _Mint:
     """`mint` as packing sees it, counting its kernels; views are none."""
 
-    views = ("permute", "narrow", "empty")
+    views = ("permute", "narrow", "split", "empty")
 
     def __init__(self, device):
         self._device = device
@@ -51,8 +52,8 @@ class _Mint:
         def counted(*args, **kwargs):
             out = call(*args, **kwargs)
             kernel = name not in self.views
-            if name == "reshape":  # a view, where the elements lie in order
-                kernel = not args[0].is_contiguous() and math.prod(args[0]._shape) > 1
+            if name == "reshape":  # a view, where the elements lie so
+                kernel = _data_ptr(out) != _data_ptr(args[0]) and math.prod(out._shape) > 1
             if kernel:
                 launched(self._device, out)
             return out
@@ -118,6 +119,21 @@ def _waiting(original, state, device):
     return call
 
 
+def _copying(original, device, of):
+    """What makes a tensor of host values, which are copied to the device; `of`: the arguments, values first."""
+    def call(*args, **kwargs):
+        out = original(*args, **kwargs)
+        values = of(args)
+        if values and isinstance(values[0], np.ndarray | np.generic | list | tuple | int | float) \
+                and sys._getframe(1).f_code.co_filename != __file__:
+            site = _site()
+            if not any(part in site for part in EXEMPT):
+                device.counts["host to device"] += 1
+                device.uploads.append(site)
+        return out
+    return call
+
+
 class _Storage:
     """A tensor's storage, whose `resize_` waits until MindSpore's launch queue is empty (read in its C++ sources)."""
 
@@ -144,6 +160,8 @@ def stood_in(device, clock: bool = True) -> Iterator[None]:
     new |= {name: _waiting(getattr(Tensor, name), state, device) for name in SYNCS if hasattr(Tensor, name)}
     storage, synchronize = Tensor.untyped_storage, ms.runtime.synchronize
     new["untyped_storage"] = lambda self: _Storage(storage(self), lambda call: _waiting(call, state, device), device.resized)
+    new["__init__"] = _copying(Tensor.__init__, device, lambda args: args[1:])
+    new["from_numpy"] = staticmethod(_copying(Tensor.from_numpy, device, lambda args: args))
     before = {name: Tensor.__dict__.get(name) for name in new}
 
     def tick(x):

@@ -26,6 +26,7 @@ from tests.zoo.cases_pipeline import INTERLEAVED, LOSS, PARAMETERS, config, run,
 
 KINDS = {"experts": {"experts": ExpertsConfig(4, 2, balance=0.5)},
          "with a capacity": {"experts": ExpertsConfig(4, 2, capacity=0.9, balance=0.5)},
+         "biases": {"experts": ExpertsConfig(4, 2, balance=0.5, bias_rate=0.1)},
          "adapters": {"lora": LoraConfig(rank=3, where="all", alpha=40.0)},
          "adapters and experts": {"experts": ExpertsConfig(4, 2, balance=0.5), "lora": LoraConfig(rank=3, alpha=40.0)}}
 ZBV = {"pp_schedule": "zbv", "pp_stages_per_rank": 2}
@@ -35,21 +36,23 @@ def configured(kind: str, parallel: ParallelConfig, tied: bool = False, **train)
     cfg, how = config(ParallelConfig(), tied, **train), KINDS[kind]
     cfg = replace(cfg, parallel=parallel, model=replace(cfg.model, experts=how.get("experts")), lora=how.get("lora"),
                   optim=replace(cfg.optim, lr=0.01 if "lora" in how else cfg.optim.lr))
-    check(cfg, parallel.pp * parallel.dp * parallel.tp)
+    check(cfg, parallel.pp * parallel.dp * parallel.tp * parallel.cp)
     return cfg
 
 
 @lru_cache
-def one_device(kind: str, micro_batches: int) -> tuple[list[list[float]], dict[str, np.ndarray]]:
+def one_device(kind: str, micro_batches: int) -> tuple[list[list[float]], dict[str, np.ndarray], list | None]:
     one = trainer(configured(kind, ParallelConfig(), micro_batches=micro_batches), on_mesh=False)
-    return run(one, 5), {p.name: array(p) for p in one.params}
+    numbers = run(one, 5)
+    return numbers, {p.name: array(p) for p in one.params}, None if one.loads is None else one.loads.tolist()
 
 
 def as_one_device(kind: str, parallel: ParallelConfig, micro_batches: int = 2, **train) -> None:
     made = trainer(configured(kind, parallel, micro_batches=micro_batches, **train))
-    want, params = one_device(kind, micro_batches)
+    want, params, loads = one_device(kind, micro_batches)
     for got, wanted in zip(run(made, 5), want, strict=True):
         assert np.allclose(got, wanted, rtol=LOSS, atol=0), (got, wanted)
+    assert (None if made.loads is None else made.loads.tolist()) == loads, "of all layers, on all ranks"
     for p in made.params:
         assert np.linalg.norm(array(p) - params[p.name]) <= PARAMETERS * np.linalg.norm(params[p.name]), p.name
 
@@ -84,6 +87,8 @@ def experts_and_adapters_in_stages_beside_other_axes(world):
           "experts, sequence parallel, zbv": partial(one, "experts", ParallelConfig(1, 2, True, pp=2, **ZBV)),
           "adapters, cut": partial(one, "adapters", ParallelConfig(2, 1, fsdp=True, pp=2, pp_split=("norm",))),
           "adapters, tp": partial(one, "adapters", ParallelConfig(1, 2, pp=2)),
+          "experts, cp": partial(one, "experts", ParallelConfig(cp=2, pp=2)),
+          "experts whose bias moves": partial(one, "biases", ParallelConfig(2, 1, fsdp=True, pp=2)),
           "four stages": partial(one, "adapters", ParallelConfig(pp=4))}, 3)
 
 

@@ -169,3 +169,24 @@ def test_a_death_that_nobody_is_told_of_is_a_failure(monkeypatch, tmp_path):
         assert told["failed"] and not ended
         probes.killed(SimpleNamespace(rank=1, size=2), SimpleNamespace(folder=tmp_path))
     assert ended == [probes.signal.SIGKILL] and Path(tmp_path / "killed_at").exists()
+
+
+def test_what_context_parallelism_asks_is_answered_and_a_kernel_that_mistakes_statistics_is_a_failure(monkeypatch):
+    import mindspore as ms
+
+    from ms_dtensor.ops.local import varlen
+    from scripts.ascend import context
+
+    right = context.answers(ms.float32)
+    assert len(right) == 4 and max(off for by in right.values() for off in by.values()) < 1e-5, right
+    real = varlen.fused_grad
+    monkeypatch.setattr(varlen, "fused_grad", lambda q, dout, whole, k, v, *rest: real(
+        q, dout, varlen.fused(q, k, v, *rest)._replace(out=whole.out), k, v, *rest))  # those of the block alone
+    told = context.context(ALONE, SimpleNamespace(rehearse=True))
+    assert set(told["failed"]) == {"the gradient of a block from statistics of all blocks"}
+    monkeypatch.setattr(varlen, "fused_grad", real)
+    fused = varlen.fused
+    monkeypatch.setattr(varlen, "fused", lambda *args: (lambda p: p._replace(
+        top=p.top.swapaxes(0, 1).reshape(p.top.shape), total=p.total.swapaxes(0, 1).reshape(p.top.shape)))(fused(*args)))
+    assert "statistics of packed tokens lie as [tokens, heads, 8]" in context.context(
+        ALONE, SimpleNamespace(rehearse=True))["failed"]

@@ -73,6 +73,16 @@ def test_printed_configuration_reads_back(tmp_path):
     ("--train.batch 0", ["train.batch = 0 is out of range"]),
     ("--model.n_heads 7 --model.n_kv_heads 7", ["does not make model.n_heads = 7 heads"]),
     ("--model.experts.count 2 --model.experts.per_token 3", ["more than there are", "model.experts.count = 2"]),
+    ("--model.experts.count 8 --model.experts.groups 3", ["8 experts do not make model.experts.groups = 3", "[1, 2, 4, 8]"]),
+    ("--model.experts.count 8 --model.experts.groups 4 --model.experts.group_limit 1 --model.experts.per_token 3",
+     ["per_token = 3, groups = 4, group_limit = 1", "as many experts as it needs"]),
+    ("--model.experts.score sigmoid --model.experts.count 8 --model.experts.groups 8",
+     ["of sigmoids of two at least", "[1, 2, 4]"]),
+    ("--model.experts.dense_layers 4", ["dense_layers = 4 leaves no layer", "with at most 3"]),
+    ("--model.latent.turned 7", ["model.latent.turned = 7 is odd", "--model.latent.turned 8"]),
+    ("--model.latent.value 200", ["model.latent.value = 200 is above", "with at most 192"]),
+    ("--model.latent.turned 8 --model.qk_norm true", ["model.latent does not go with", "without model.qk_norm"]),
+    ("--model.latent.turned 8 --lora.rank 4", ["lora does not go with latent attention"]),
     ("--model.n_heads 8 --model.n_kv_heads 3", ["model.n_kv_heads = 3 does not divide", "[1, 2, 4, 8]"]),
 ])
 def test_a_wrong_key_or_value_is_explained(args, needed):

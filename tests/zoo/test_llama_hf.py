@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from model_zoo.llama import hf
-from model_zoo.llama.config import ModelConfig, RopeScaling
+from model_zoo.llama.config import ExpertsConfig, LatentConfig, ModelConfig, RopeScaling
 from model_zoo.llama.configio import dump, load
 from ms_dtensor.errors import ConfigError
 
@@ -36,6 +36,20 @@ CONFIGS = {
     "qwen3": ({"model_type": "qwen3"}, {"qk_norm": True, "head_width": 128}),
     "qwen3 with a width": ({"model_type": "qwen3", "head_dim": 8}, {"qk_norm": True}),
     "mistral": ({"model_type": "mistral", "head_dim": None, "sliding_window": 4096}, {"sliding_window": 4096}),
+    "qwen3_moe": ({"model_type": "qwen3_moe", "head_dim": 8, "num_experts": 6, "moe_intermediate_size": 12,
+                   "norm_topk_prob": True, "num_experts_per_tok": 3, "mlp_only_layers": [0]},
+                  {"qk_norm": True, "experts": ExpertsConfig(6, 3, width=12, dense_layers=1, balance=0.001)}),
+    "olmoe": ({"model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 3, "clip_qkv": None},
+              {"qk_norm": True, "qk_norm_over": "all", "experts": ExpertsConfig(6, 3, normalise=False, balance=0.01)}),
+    "deepseek_v3": ({"model_type": "deepseek_v3", "num_key_value_heads": 4, "n_routed_experts": 8, "n_group": 4,
+                     "topk_group": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "first_k_dense_replace": 1,
+                     "kv_lora_rank": 10, "q_lora_rank": None, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8,
+                     "head_dim": 4,
+                     "rope_scaling": {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32,
+                                      "beta_slow": 1, "original_max_position_embeddings": 4096}},
+                    {"n_kv_heads": 4, "latent": LatentConfig(10, None, 6, 4, 8), "experts": ExpertsConfig(
+                        8, 3, width=12, dense_layers=1, shared=1, score="sigmoid", groups=4, group_limit=2, scale=2.5,
+                        bias_rate=0.001), "rope_scaling": RopeScaling("yarn", 40.0, original_max_seq_len=4096)}),
     "mistral without a window": ({"model_type": "mistral", "sliding_window": None}, {}),
 }
 
@@ -56,6 +70,13 @@ def test_a_published_config_is_ours(name):
     ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'rope_scaling'"),
     ({"rope_scaling": {"type": "linear"}}, "factor"),
     ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1, "sliding_window": 4}, "'layer_types'"),
+    ({"model_type": "deepseek_v3", "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0}}, "mscale_all_dim"),
+    ({"model_type": "deepseek_v3", "attention_bias": True}, "'attention_bias'"),
+    ({"model_type": "deepseek_v3", "n_shared_experts": None}, "'n_shared_experts'"),
+    ({"model_type": "deepseek_v3", "topk_method": "greedy"}, "'topk_method'"),
+    ({"model_type": "qwen3_moe", "mlp_only_layers": [1]}, "'mlp_only_layers'"),
+    ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "'decoder_sparse_step'"),
+    ({"model_type": "olmoe", "clip_qkv": 8.0}, "'clip_qkv'"),
     ({"rms_norm_eps": None}, "'rms_norm_eps' is null"), ({"hidden_size": None}, "'hidden_size' is null"),
     ({"num_hidden_layers": None}, "'num_hidden_layers' is null"), ({"vocab_size": None}, "'vocab_size' is null"),
     ({"num_key_value_heads": 0}, "'num_key_value_heads'"),

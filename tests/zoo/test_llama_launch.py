@@ -246,6 +246,20 @@ def test_an_end_before_the_first_step_takes_no_time_and_is_no_failure_of_msrun(t
                 os.kill(pid, signal.SIGKILL)
 
 
+def test_of_a_rank_that_said_why_and_was_ended_then_the_reason_is_told(tmp_path, capsys):
+    """MindSpore ends ranks by SIGTERM who are late to leave; what they had said counts, without its own chatter behind."""
+    said = f"{FAILED} rank=0 time=1.5\nTraceback\nms_dtensor.errors.CommError: For 'all_gather', a peer died\n  fix:  a\n"
+    (tmp_path / "worker_0.log").write_text(said + "[INFO] DISTRIBUTED(1,7f,python):2026 [tcp_client.cc] Start] success!\n")
+    (tmp_path / "msrun.log").write_text("Worker process 77 exit with exception. Error code: -15.\n")
+    run = launch.Run.__new__(launch.Run)
+    run.log_dir, run.asked, run.scheduler, run.ranks, run.killed = tmp_path, 0, None, {77: "0"}, ""
+    run._look_for_killed()
+    assert run.killed == "" and first_failure(tmp_path).endswith("a peer died\n  fix:  a")
+    (tmp_path / "worker_0.log").write_text("step 1\n")
+    run._look_for_killed()
+    assert "rank 0 was ended by SIGTERM (by somebody, or by MindSpore's scheduler" in run.killed and "step 1" in run.killed
+
+
 def test_what_ranks_say_of_each_other_after_a_signal_is_no_failure(tmp_path):
     (tmp_path / "worker_0.log").write_text(f"{FAILED} rank=0 time=1.5\nTraceback\nms_dtensor.errors.PeerLost: rank 1 left\n")
     assert "rank" not in after_signal(tmp_path, signal.SIGTERM)

@@ -10,12 +10,11 @@ from dataclasses import replace
 from math import prod
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import ms_dtensor as md
 from model_zoo.llama import memory
-from model_zoo.llama.config import ModelConfig
+from model_zoo.llama.config import LatentConfig, ModelConfig
 from model_zoo.llama.configio import load
 from model_zoo.llama.hf import names_of, to_hf
 from model_zoo.llama.model import Llama
@@ -34,21 +33,42 @@ PUBLISHED = {
     "llama3_405b": 405_853_388_800, "qwen2_0.5b": 494_032_768, "qwen2_7b": 7_615_616_512, "qwen2_72b": 72_706_203_648,
     "qwen3_0.6b": 596_049_920, "qwen3_8b": 8_190_735_360, "qwen3_32b": 32_762_123_264, "mistral_7b": 7_248_023_552,
     "mixtral_8x7b": 46_702_792_704, "mixtral_8x22b": 140_620_634_112,
+    # as `transformers` counts them on its device "meta"; DeepSeek's with its biases, without the layer for one more token
+    "qwen3_30b_a3b": 30_532_122_624, "qwen3_235b_a22b": 235_093_634_560, "olmoe_1b_7b": 6_919_161_856,
+    "deepseek_v3": 671_026_419_200,
 }
-KINDS = {"llama": "llama", "llama3": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "mistral": "llama", "mixtral": "mixtral"}
+KINDS = {"llama": "llama", "llama3": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "mistral": "llama", "mixtral": "mixtral",
+         "qwen3_30b_a3b": "qwen3_moe", "qwen3_235b_a22b": "qwen3_moe", "olmoe": "olmoe", "deepseek": "deepseek_v3"}
 
 
 def twin(m: ModelConfig) -> tuple[ModelConfig, dict[int, int]]:
-    """One layer of small sizes, no two alike, and which of the real ones each stands for."""
+    """One layer of each kind, of small sizes, no two alike, and which of the real ones each stands for."""
     width = 2 if m.n_heads < 64 else 4
     small = replace(m, n_layers=1, head_width=width, dim=2 * 8 * 11, ffn_dim=8 * 37, vocab_size=8 * 53,
                     n_heads=m.n_heads, n_kv_heads=m.n_kv_heads)
-    real = {width: m.head_dim, small.dim: m.dim, small.ffn_dim: m.ffn_dim, small.vocab_size: m.vocab_size,
-            m.n_heads * width: m.n_heads * m.head_dim, m.n_kv_heads * width: m.n_kv_heads * m.head_dim}
+    pairs = [(small.dim, m.dim), (small.ffn_dim, m.ffn_dim), (small.vocab_size, m.vocab_size)]
+    if m.latent is None:
+        pairs += [(width, m.head_dim), (m.n_heads * width, m.n_heads * m.head_dim),
+                  (m.n_kv_heads * width, m.n_kv_heads * m.head_dim)]
+    else:
+        small = replace(small, head_width=None, latent=LatentConfig(kv_rank=17, q_rank=23, plain=2, turned=2, value=3))
+        pairs += [(of(small), of(m)) for of in (
+            lambda c: c.latent.kv_rank, lambda c: c.latent.q_rank, lambda c: c.latent.kv_rank + c.latent.turned,
+            lambda c: c.n_heads * c.head_dim, lambda c: c.n_heads * (c.latent.plain + c.latent.value),
+            lambda c: c.n_heads * c.latent.value)]
     if m.experts is not None:
-        real[m.experts.count] = m.experts.count
-    assert len(real) == 6 + (m.experts is not None) - (m.n_heads == m.n_kv_heads), "no two other sizes are alike"
-    return small, real
+        e = small.experts
+        dense, own = min(e.dense_layers, 1), 8 * 41 if e.width else None
+        small = replace(small, n_layers=1 + dense, experts=replace(e, dense_layers=dense, width=own))
+        pairs += [(e.count, e.count)] + [(own, e.width)] * (own is not None)
+    assert len({key for key, _ in pairs}) == len(set(pairs)), "no two other sizes are alike"
+    return small, dict(pairs)
+
+
+def layers_of(m: ModelConfig) -> list[int]:
+    """How many layers each of the twin's stands for."""
+    dense = 0 if m.experts is None else m.experts.dense_layers
+    return [dense] * (dense > 0) + [m.n_layers - dense]
 
 
 LAYOUTS = [pytest.param(name, *row, id=f"{name} {row[0]} {' '.join(row[1])}")
@@ -65,14 +85,13 @@ def test_parameters_are_as_many_as_were_published(name):
     file = CONFIGS / f"{name}.yaml"
     m = load(["--config", str(file)])[0].model
     small, real = twin(m)
-    count = {True: 0, False: 0}
-    model = Llama(small)
+    model, count = Llama(small), 0
     for p_name, p in model.parameters_and_names():
-        count[p_name.startswith("layers.")] += prod(real[n] for n in p.shape)
+        count += prod(real[n] for n in p.shape) * times(p_name, layers_of(m))
         assert translate(p_name, names_of(model), p.shape).names
-    assert count[True] * m.n_layers + count[False] == PUBLISHED[name]
+    assert count == PUBLISHED[name]
     assert f"{PUBLISHED[name]:,}" in file.read_text()
-    assert to_hf(m, 4096)["model_type"] == KINDS[name.split("_")[0]]
+    assert to_hf(m, 4096)["model_type"] == KINDS.get(name) or KINDS[name.split("_")[0]]
     worlds = [npus for npus, *_ in memory.documented(file)]
     assert max(worlds) >= 512 and (8 in worlds or 64 in worlds or "Fewer than 256" in file.read_text())
 
@@ -87,25 +106,29 @@ def test_a_documented_layout_is_one_and_fits(name, npus, options, gib):
     with fake_world(npus):
         mesh = make_mesh("cpu", cfg.parallel)
         if cfg.parallel.pp == 1:
-            held = cells_of(Llama(small), mesh, cfg, real) @ [1, cfg.model.n_layers]
+            held = cells_of(Llama(small), mesh, cfg, real, layers_of(cfg.model))
         else:  # rank 0's; the formula is of the rank that needs most
             whole = Llama(replace(small, n_layers=cfg.model.n_layers))
             stages = pipeline(whole, mesh["pp"], n_stages=cfg.parallel.stages,
                               cost=lambda _, cell: sum(prod(real[n] for n in p.shape)
                                                        for p in cell.get_parameters() if p.ndim > 1))
-            held = sum(cells_of(stage.module, mesh, cfg, real) @ [1, 1] for stage in stages)
+            held = sum(cells_of(stage.module, mesh, cfg, real, [1] * cfg.model.n_layers) for stage in stages)
             rows = memory.of_share(cfg, memory.shares(cfg)[0])
     formula = rows["parameters, float32"]  # chunks of few rows are uneven, and the first rank has the larger ones
     assert -0.001 * formula <= 4 * held - formula <= max(0.02 * formula, 8 * memory.MIB)
 
 
-def cells_of(model, mesh, cfg, real):
-    """How many elements of parameters this rank has: of all but layers, and of layers."""
-    held = [0, 0]
-    over = stage_mesh(mesh)
+def times(p_name: str, layers: list[int]) -> int:
+    """How many parameters this one stands for."""
+    return layers[int(p_name.split(".")[1])] if p_name.startswith("layers.") else 1
+
+
+def cells_of(model, mesh, cfg, real, layers):
+    """How many elements of parameters this rank has, each layer counted so many times."""
+    held, over = 0, stage_mesh(mesh)
     for p_name, p in parallelize(model, over, cfg.parallel).parameters_and_names():
         assert isinstance(p, md.DTensor) and p.device_mesh == over, p_name
         lies = p.layout
         mine = Layout(over, lies.placements, [real[n] for n in p.shape], lies.dtype, order=lies.order).local_shape()
-        held[p_name.startswith("layers.")] += prod(mine)
-    return np.array(held)
+        held += prod(mine) * times(p_name, layers)
+    return held

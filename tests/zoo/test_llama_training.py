@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from model_zoo.llama.configio import load
-from model_zoo.llama.data import load_text
+from model_zoo.llama.data import check_same_data, load_text, stream_values
 from ms_dtensor.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("cpu")
@@ -47,6 +47,47 @@ def test_micro_batches_and_recompute_change_no_number(options, on_mesh):
     assert np.allclose(got, want, rtol=F32)
     for a, b in zip(theirs, grads, strict=True):
         assert np.linalg.norm(a - b) <= 5 * F32 * np.linalg.norm(b)
+
+
+@pytest.mark.parametrize("on_mesh", [False, True], ids=["plain", "mesh"])
+def test_a_batch_that_grows_is_as_large_as_it_says(on_mesh):
+    """Each step's loss and gradients are those of a whole batch of that size."""
+    from model_zoo.llama.trainer import Trainer
+    from ms_dtensor import init_device_mesh
+
+    def made(**options):
+        cfg = tiny(batch=8, **options)
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp")) if on_mesh else None
+        return Trainer(cfg, load_text(cfg.data, cfg.model.vocab_size, cfg.train.seq), mesh)
+
+    def of(trainer, batch):
+        loss, grads = trainer.gradients(*batch)
+        return float(loss), [(g.full_tensor() if on_mesh else g).asnumpy() for g in grads]
+    grows, whole = made(micro_batches=4, batch_ramp=3), made()
+    for step, rows in enumerate((2, 4, 6, 8, 8)):
+        batch = grows.batch(step)
+        assert batch[0].shape[0] == rows == grows.cfg.train.rows_at(step)
+        same = whole.text.batch(whole.cfg.train.seed, step, rows, whole.cfg.train.seq)
+        assert all(np.array_equal(a, b) for a, b in zip(batch, same, strict=True))
+        (loss, got), (want, theirs) = of(grows, batch), of(whole, same)
+        assert loss == pytest.approx(want, rel=F32)
+        for a, b in zip(got, theirs, strict=True):
+            assert np.linalg.norm(a - b) <= 5 * F32 * np.linalg.norm(b)
+    assert grows.held_out_loss() == pytest.approx(whole.held_out_loss(), rel=F32)
+
+
+def test_a_run_whose_batch_grows_goes_on_as_it_grew():
+    cfg = tiny(micro_batches=2, batch_ramp=3)
+    text = load_text(cfg.data, cfg.model.vocab_size, cfg.train.seq)
+    held = stream_values(cfg.train, text)
+    check_same_data(cfg.train, text, held)
+    for other in (tiny(micro_batches=2, batch_ramp=4), tiny(micro_batches=4, batch_ramp=3), tiny(micro_batches=2)):
+        with pytest.raises(ConfigError, match="batch_ramp"):
+            check_same_data(other.train, text, held)
+    check_same_data(tiny(micro_batches=4).train, text, stream_values(tiny(micro_batches=2).train, text))
+    for wrong in (["--train.micro_batches", "1"], ["--train.micro_batches", "4", "--parallel.pp", "2"]):
+        with pytest.raises(ConfigError, match="nothing to grow by"):
+            load(["--train.batch", "8", "--train.batch_ramp", "5", *wrong], 2 if "--parallel.pp" in wrong else 1)
 
 
 def test_bfloat16_recomputed_in_parts_is_bfloat16():

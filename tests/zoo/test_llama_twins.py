@@ -14,7 +14,7 @@ from mindspore import Tensor, mint, ops
 
 import ms_dtensor as md
 from model_zoo.llama import cpu, experts, model
-from model_zoo.llama.config import ExpertsConfig, ModelConfig, ParallelConfig, RopeScaling
+from model_zoo.llama.config import ExpertsConfig, LatentConfig, ModelConfig, ParallelConfig, RopeScaling
 from model_zoo.llama.parallelize import parallelize
 from ms_dtensor import MixedPrecisionPolicy, Replicate
 from ms_dtensor.internals.target import rehearsal
@@ -24,6 +24,8 @@ F32 = 2e-5  # of the largest element: sums in another order
 BF16 = 2.0**-6  # the fused form rounds tables and turned queries too, the twin once, at the end
 CFG = ModelConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=40, vocab_size=37, rope_theta=100.0,
                   rope_scaling=RopeScaling(original_max_seq_len=16))
+LATENT = replace(CFG, n_kv_heads=4, latent=LatentConfig(10, 14, 12, 4, 8), rope_scaling=RopeScaling(
+    "yarn", 4.0, original_max_seq_len=16), experts=ExpertsConfig(4, 2, shared=1, dense_layers=1, score="sigmoid", width=24))
 OTHER = replace(CFG, qkv_bias=True, out_bias=True, qk_norm=True, head_width=32, sliding_window=5, tied_head=True)
 B, T, H, K, E = 2, 12, 4, 2, 16
 
@@ -70,7 +72,7 @@ def at(places, cfg=CFG):
 def mixture(x, weights, *ws):
     with md.implicit_replication():
         chosen = md.distribute_tensor(Tensor(CHOSEN), x.device_mesh)
-        return experts.mixture(ExpertsConfig(count=4), x, weights, chosen, *ws, 12)
+        return experts.mixture(ExpertsConfig(count=4), x, weights, chosen, *ws)
 
 
 QKV = (rows(B, T, H, E), rows(B, T, K, E), rows(B, T, K, E + 1)[..., :E])
@@ -121,8 +123,10 @@ def test_a_twin_equals_the_fused_op(name, mesh):
     close(slopes(on_dtensors, placed(ms.bfloat16)), want, BF16)
 
 
-@pytest.mark.parametrize("cfg, dtype", [(CFG, "float32"), (CFG, "bfloat16"), (OTHER, "float32")],
-                         ids=["float32", "bfloat16", "biases, norms and a window"])
+@pytest.mark.parametrize("cfg, dtype", [(CFG, "float32"), (CFG, "bfloat16"), (OTHER, "float32"),
+                                        (replace(CFG, qk_norm=True, qk_norm_over="all"), "float32"), (LATENT, "float32")],
+                         ids=["float32", "bfloat16", "biases, norms and a window", "one norm of all",
+                              "latent attention"])
 def test_the_model_is_the_same_on_either_kind_of_device(cfg, dtype, mesh):
     """Logits, loss and every gradient of the device's branch against the CPU's."""
     ids = np.random.default_rng(0).integers(0, 37, (2, T + 1)).astype(np.int32)
@@ -133,8 +137,12 @@ def test_the_model_is_the_same_on_either_kind_of_device(cfg, dtype, mesh):
         net = model.Llama(cfg)
         model.init_weights(net, 3, std=0.3)
         parallelize(net, mesh, ParallelConfig(loss_parallel=False), policy)
-        loss, grads = md.value_and_grad(lambda a, b: model.cross_entropy(net(a), b), None, net.trainable_params())(x, y)
-        return [v.full_tensor().astype(ms.float32).asnumpy() for v in (net(x), loss, *grads)]
+
+        def logits(a):
+            out = net(a)
+            return out[0] if isinstance(out, tuple) else out
+        loss, grads = md.value_and_grad(lambda a, b: model.cross_entropy(logits(a), b), None, net.trainable_params())(x, y)
+        return [v.full_tensor().astype(ms.float32).asnumpy() for v in (logits(x), loss, *grads)]
     want = run()
     with rehearsal("Ascend"):
         close(run(), want, F32 if dtype == "float32" else 12 * BF16)

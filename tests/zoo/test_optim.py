@@ -125,7 +125,7 @@ def test_on_ascend_one_kernel_steps_the_master(monkeypatch):
     from ms_dtensor.internals import target
     from ms_dtensor.optim import AdamW, adamw
 
-    seen = []
+    seen, counts = [], []
 
     class Kernel:
         def __call__(self, var, m, v, max_v, grad, step, lr, b1, b2, decay, eps, amsgrad, maximize):
@@ -133,6 +133,7 @@ def test_on_ascend_one_kernel_steps_the_master(monkeypatch):
             assert all(type(x) is float for x in (lr, b1, b2, decay, eps)) and (amsgrad, maximize) == (False, False)
             t, g = float(step.asnumpy()[0]) + 1, grad.asnumpy()
             seen.append(t)
+            counts.append(step)
             first, second = b1 * m.asnumpy() + (1 - b1) * g, b2 * v.asnumpy() + (1 - b2) * g * g
             moved = lr * (first / (1 - b1 ** t)) / (np.sqrt(second / (1 - b2 ** t)) + eps)
             for x, value in ((m, first), (v, second), (var, var.asnumpy() * (1 - lr * decay) - moved)):
@@ -150,8 +151,13 @@ def test_on_ascend_one_kernel_steps_the_master(monkeypatch):
             optimizer([Tensor(grads[0]), Tensor(grads[1]).astype(ms.bfloat16)])
     want = numpy_adamw(start, steps, 1e-2, (0.9, 0.95), 1e-8, 0.1)
     assert seen == [1.0, 1.0, 2.0, 2.0, 3.0, 3.0]
+    assert all(step is counts[0] for step in counts), "a number of its own is copied from the host"
     assert np.allclose(params[0].asnumpy(), want[0], rtol=2e-6, atol=2e-6)
     assert np.allclose(optimizer._masters[1].asnumpy(), want[1], rtol=2e-6, atol=2e-6)
+    with target.rehearsal("GPU"):
+        optimizer.step = 9  # as loading states sets it
+        optimizer([Tensor(steps[0][0]), None])
+    assert seen[-1] == 10.0
 
 
 def test_a_missing_gradient_leaves_its_parameter_and_a_wrong_one_is_refused():

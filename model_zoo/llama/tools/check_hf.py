@@ -4,8 +4,8 @@
     python model_zoo/llama/tools/check_hf.py [--kinds llama2,qwen3] [--by hand]
 
 Small models with random weights are saved in many files by `transformers` (`--by hand`: by the `safetensors` package alone,
-with our own logits of one process), loaded with tp=2 and with fsdp=2, run, saved from there, and loaded again by
-`transformers`. Exits non-zero if anything differs by more than it may.
+with our own logits of one process), loaded with tp=2, with fsdp=2 and, of experts, with ep=2, run, saved from there, and
+loaded again by `transformers`. Exits non-zero if anything differs by more than it may.
 """
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from model_zoo.llama.launch import Run, first_failure  # noqa: E402
 from model_zoo.llama.ranks import guarded, rank, start_device, world_size  # noqa: E402
 from ms_dtensor.checkpoint.safetensors_file import SafetensorsFile  # noqa: E402
 
-TOLERANCE = 1e-4  # absolute, of logits of order 5 in float32
+TOLERANCE = 1e-5  # absolute, of logits of order 5 in float32
 VOCAB, LENGTH = 259, 18  # a vocabulary that two does not divide
 SHARD = 40_000  # bytes of a file: fifteen or more of them
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 8,
@@ -43,8 +43,23 @@ KINDS = {
     "qwen3": {"model_type": "qwen3", "head_dim": 24, "tie_word_embeddings": True},
     "mistral": {"model_type": "mistral", "sliding_window": 5},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_hidden_layers": 2},
+    "qwen3_moe": {"model_type": "qwen3_moe", "head_dim": 24, "num_experts": 5, "num_experts_per_tok": 3,
+                  "norm_topk_prob": True, "moe_intermediate_size": 40, "mlp_only_layers": [0]},
+    "olmoe": {"model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 3, "num_hidden_layers": 2},
+    "deepseek_v3": {"model_type": "deepseek_v3", "num_key_value_heads": 8, "num_hidden_layers": 2,
+                    "first_k_dense_replace": 1, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4,
+                    "topk_group": 2, "n_shared_experts": 2, "moe_intermediate_size": 40, "kv_lora_rank": 20,
+                    "q_lora_rank": 28, "qk_rope_head_dim": 6, "qk_nope_head_dim": 10, "v_head_dim": 12,
+                    "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
+                                     "mscale_all_dim": 1.0, "original_max_position_embeddings": 16}},
 }
 LAYOUTS = {"tp=2": ParallelConfig(tp=2), "fsdp=2": ParallelConfig(dp=2, fsdp=True)}
+OF_EXPERTS = {"ep=2": ParallelConfig(dp=2, ep=2)}
+MIXTURES = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3")
+
+
+def layouts_of(kind: str) -> dict[str, ParallelConfig]:
+    return LAYOUTS | OF_EXPERTS if kind in MIXTURES else LAYOUTS
 
 
 def config_of(kind: str) -> dict:
@@ -69,7 +84,8 @@ def save_by_transformers(kind: str, folder: Path) -> None:
     config = transformers.AutoConfig.for_model(**config_of(kind))
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
-        for name, p in model.named_parameters():
+        biases = ((name, b) for name, b in model.named_buffers() if name.endswith("correction_bias"))
+        for name, p in (*model.named_parameters(), *biases):
             p.copy_(torch.from_numpy(drawn(name, tuple(p.shape))))
         logits = model(torch.from_numpy(ids()).long()).logits
     model.save_pretrained(folder, max_shard_size=SHARD)
@@ -141,13 +157,13 @@ def on_ranks(folder: Path) -> None:
     SafetensorsFile.read = counting
     results: dict = {}
     for kind in sorted(p.name for p in folder.iterdir() if (p / "config.json").exists()):
-        for layout, cfg in LAYOUTS.items():
+        for layout, cfg in layouts_of(kind).items():
             mesh, out, source = make_mesh(device, cfg), {}, folder / kind
             module, count[0] = module_of(kind, source), 0
             parallelize(module, mesh, cfg)
             hf.load(module, source)
             own = slice(None) if layout == "tp=2" else slice(rank(), rank() + 1)
-            placed = {} if layout == "tp=2" else {"dp": Shard(0)}
+            placed = {"tp=2": {}, "fsdp=2": {"dp": Shard(0)}, "ep=2": {"ep": Shard(0)}}[layout]
             logits = logits_of(module, DTensor.from_local(Tensor(ids()[own]), mesh, placed)).full_tensor().asnumpy()
             out["logits_off"] = float(np.abs(logits - np.load(source / "logits.npy")).max())
             out["read_over_shards"] = count[0] / sum(4 * int(np.prod(p.local_shape)) for p in module.get_parameters())

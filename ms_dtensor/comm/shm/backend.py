@@ -20,7 +20,7 @@ from ...errors import CommError
 from ..cores import keep_to_share
 from ..packing import numpy_dtype
 from ..parts import Parts
-from ..protocol import Backend, Ranks, Result, Work
+from ..protocol import Backend, Ranks, Result, Work, communicator_name
 from ..record import note, user_site
 from . import given_up
 from .future import Future
@@ -172,6 +172,9 @@ class ShmBackend(Backend):
 
     def resume(self, group: Ranks) -> None:
         given_up.resume(self._engine, group)
+
+    def communicator(self, group: Ranks) -> str:
+        return communicator_name(group)
 
     def close(self, reason: str = "") -> None:
         self._engine.close(reason)

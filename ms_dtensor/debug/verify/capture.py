@@ -107,14 +107,14 @@ class Probe(Tensor):
 
     def _run(self, name, op, arguments, forms):
         args = tuple(_plain(v) for v in arguments.values())
-        whole = _on_one_rank(op, arguments, forms)
+        whole = on_one_rank(op, arguments, forms)
         with NoFallbackGuard():
             result = whole(*args)
         self._log.append(Captured(name, whole, copied(args), {}, copied(_plain(result)), own=(op, tuple(arguments))))
         return _probe(result, self._log)
 
 
-def _on_one_rank(op: str, arguments: dict, forms: dict):
+def on_one_rank(op: str, arguments: dict, forms: dict):
     """An op of our own as a function of its arguments: the local form that its rule gives for a mesh of one rank."""
     tensors = leaves(arguments, Tensor)
     operands = tuple(Operand(i, tuple(t._shape), dtype_name(t.dtype)) for i, t in enumerate(tensors))

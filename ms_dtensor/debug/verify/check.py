@@ -155,7 +155,7 @@ def check_captured(c: Captured, axes, rng, report: Report, missed: bool = False)
     call = Call(op, {k: as_operands(v, it) for k, v in bound.items()}, operands)
     spec = RULES[op](call)
     report.met(op, set(map(str, spec.cases)), {"own" if c.own else "reference" if c.name in CPU else "kernel"})
-    trial = _Trial(c, call, spec, tensors, rng, report)
+    trial = Trial(c, call, spec, tensors, rng, report)
     whole = Case((REPLICATE,) * len(operands), (REPLICATE,) * len(spec.shapes))
     cases = (*spec.cases, *(() if whole in spec.cases else (whole,)))
     for shape in axes:
@@ -205,7 +205,7 @@ def _check_composition(c: Captured, op, params, trial, axes, report: Report) -> 
         _once(part, axes[:2], 0, report)
 
 
-class _Trial:
+class Trial:
     """One captured call, its full answer, and the comparison of any combination of cases with it."""
 
     def __init__(self, c: Captured, call: Call, spec: OpSpec, tensors, rng, report: Report):

@@ -66,7 +66,7 @@ def reason(op: str, case: str) -> str | None:
 
 
 def find_missed(trial) -> set[str]:
-    """The legal cases that the rule of one call (a `check._Trial`) misses and has no reason to, as text."""
+    """The legal cases that the rule of one call (a `check.Trial`) misses and has no reason to, as text."""
     arrays = trial.arrays
     if any(0 in a.shape for a in (*arrays, *trial.results)) or not arrays:
         return set()

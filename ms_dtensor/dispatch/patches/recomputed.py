@@ -13,6 +13,7 @@ Every way to MindSpore's recompute leads here, cells that were told earlier too.
 """
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -26,6 +27,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 from ...comm.packing import copy, write
+from ...comm.pretended import executing
 from ...core.tree import leaves, map_leaves
 from ...errors import ConfigError, OpRuleError
 from ...internals import names
@@ -40,6 +42,8 @@ standing_in: ContextVar[tuple] = ContextVar("ms_dtensor_standing_in", default=()
 # Whether a cell runs its forward again, in the backward.
 recomputing: ContextVar[bool] = ContextVar("ms_dtensor_recomputing", default=False)
 _inside: ContextVar[bool] = ContextVar("ms_dtensor_inside_recompute", default=False)  # of a cell's first or second run
+# The forward whose cell runs, and whether it runs again.
+_running: ContextVar[tuple[_Forward, bool] | None] = ContextVar("ms_dtensor_recomputed_forward", default=None)
 _WRITES = "_ms_dtensor_writes"  # cell attribute: what its forward writes to, by which of the cells inside are in training
 
 
@@ -65,6 +69,16 @@ class Recompute:
             if not (recording() and enabled()) or _inside.get():
                 return run(*args, **kwargs)
             return _Forward(run, cell if isinstance(cell, nn.Cell) else None, self.keeps, second, args, kwargs).first()
+
+
+def excluded(call: Callable) -> Callable:
+    """The function, which inside of a cell that recomputes runs once only: what it made and saved is kept."""
+    @functools.wraps(call)
+    def once(*args, **kwargs):
+        at = _running.get()
+        run = partial(call, *args, **kwargs)
+        return run() if at is None else at[0].region(run, at[1])
+    return once
 
 
 class _Place:
@@ -102,7 +116,8 @@ class _Forward:
         self.amp = recompute_module.get_curr_amp_strategy()
         self.calls: list[tuple[str, _Kept | None]] = []  # ops that were asked about, in order
         self.wanted: list[tuple] = []  # place, shape and dtype of what autograd saved
-        self.at = self.number = 0  # how far the second run is in `calls` and `wanted`
+        self.regions: list[_Kept] = []  # calls of excluded functions, in order
+        self.at = self.number = self.past = 0  # how far the second run is in `calls`, `wanted` and `regions`
         self.kept: tuple[_Kept, list[Tensor]] | None = None  # the kept op at work, and its operands
         if cell is None and any(whose.stands for whose in self.present):
             raise ConfigError("For 'recompute', a function inside a sharded cell was given.", str(run),
@@ -115,6 +130,7 @@ class _Forward:
         with self._noting(), ExitStack() as stack, modes.Watched(self._ask if self.keeps else None), \
                 ms.saved_tensors_hooks(self._pack, self._unpack):
             stack.callback(_inside.reset, _inside.set(True))
+            stack.callback(_running.reset, _running.set((self, False)))
             out = self._run()
         self.written = _written(self.trained)
         if self.keeps and not self.calls and self.wanted and not any(map(_is_dtensor, leaves(self.given, Tensor))):
@@ -144,7 +160,7 @@ class _Forward:
         """Keeps what was in the slots that the forward writes to. Which these are its first run of a kind tells."""
         known = {(): set()} if self.cell is None else self.cell.__dict__.setdefault(_WRITES, {})
         kind = tuple(c.training for c in self.cells)
-        written = known.get(kind)
+        written = known.get(kind) if executing() is None else set()  # where nothing has values, none changes
         slots = {} if written is not None and not written else self._slots()
         self.before = {k: _copy(x) for k, x in slots.items() if written is None or k in written}
         was = [(c, dict(c.__dict__)) for c in self.cells] if written is None else []
@@ -181,6 +197,18 @@ class _Forward:
             lambda x: leaf_of(x, x._requires_grad and x.is_floating_point()), out, Tensor), recompute_module.get_rng_state()
         return out
 
+    def region(self, call: Callable, again: bool):
+        """One call of an excluded function: as of a kept op, none of whose operands is known."""
+        if self.kept is not None:  # within another one
+            return call()
+        if not again:
+            self.regions.append(_Kept())
+            return self._keep(self.regions[-1], (), call)
+        if self.past == len(self.regions):
+            raise self._unlike("a function that is excluded was called once more than the first time")
+        self.past += 1
+        return self._stand_in(self.regions[self.past - 1], [], call)
+
     def _pack(self, x: Tensor):
         if self.kept is not None:
             kept, operands = self.kept
@@ -214,7 +242,7 @@ class _Forward:
         if _written(self.trained) != self.written:
             raise OpRuleError(f"For 'checkpoint_wrapper', parameters of {self._name()} were written to since it ran.", "",
                               "What is recomputed reads its parameters again.", "write to them when the gradient is there")
-        self.at = self.number = 0
+        self.at = self.number = self.past = 0
         with ExitStack() as stack:
             self._as_then(stack)
             with modes.reopened(self.blocks), modes.Watched(self._ask_again if self.keeps else None), self.context, \
@@ -236,7 +264,7 @@ class _Forward:
         for p, was in self.trained:
             if p.requires_grad != was:
                 during(p.requires_grad, was, partial(setattr, p, "requires_grad"))
-        variables: dict[ContextVar, Any] = {recomputing: True, _inside: True, standing_in: ()}
+        variables: dict[ContextVar, Any] = {recomputing: True, _inside: True, standing_in: (), _running: (self, True)}
         for var, value in variables.items():
             stack.callback(var.reset, var.set(value))
         # who had put tensors in the place of parameters does so anew

@@ -56,7 +56,7 @@ def composed(query, key, value, real_shift, attn_mask, heads, scale, pre_tokens,
     scores = mint.matmul(q, mint.transpose(k, 2, 3))
     if real_shift is not None:
         scores = scores + real_shift.astype(scores.dtype)
-    scores = scores * scale
+    scores = scores * scale_of(scale, scores)
     hidden = _hidden(attn_mask, scores._shape[2], scores._shape[3], pre_tokens, next_tokens, sparse_mode)
     if hidden is not None:
         scores = mint.where(hidden, Tensor(np.finfo(np.float32).min, scores.dtype), scores)
@@ -69,6 +69,11 @@ def composed(query, key, value, real_shift, attn_mask, heads, scale, pre_tokens,
     out = mint.matmul(weights, v)
     stats = [mint.broadcast_to(s, (*s._shape[:3], 8)) for s in (top, ops.stop_gradient(total))]
     return stats[0], stats[1], ops.zeros((1,), query.dtype), _back(out, form).astype(query.dtype)
+
+
+def scale_of(scale: float, x: Tensor):
+    """A factor as exact as x: MindSpore rounds a number beside a float64 tensor to float32."""
+    return Tensor(scale, x.dtype) if x.dtype == ms.float64 else scale
 
 
 def _of_sequences(query, key, value, attn_mask, heads, scale, pre_tokens, next_tokens, sparse_mode, ends):

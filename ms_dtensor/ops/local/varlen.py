@@ -13,10 +13,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from mindspore import Tensor, mint
+from mindspore.ops.auto_generate import gen_ops_prim
 
 from ...core.balance import Mask
+from ...internals.target import ascend_kernels, on_cpu
 from ..rules.attention import FAR
-from .attention import flash_attention
+from . import varlen_cpu
+from .attention import flash_attention, scale_of
 from .dtypes import wider
 
 
@@ -24,6 +27,9 @@ from .dtypes import wider
 def _triangle() -> Tensor:
     """The kernel's compressed mask."""
     return Tensor(np.triu(np.ones((2048, 2048), np.uint8), 1))
+
+
+_grad_kernel = lru_cache(gen_ops_prim.FlashAttentionScoreGrad)
 
 
 def runs(q: Tensor, k: Tensor, v: Tensor, q_ends: Sequence[int], k_ends: Sequence[int], mask: Mask, scale: float) -> Tensor:
@@ -74,7 +80,7 @@ def _weights(q: Tensor, k: Tensor, hidden: np.ndarray | None, scale: float) -> T
 
     Finite: a query that sees nothing of this block would make NaN of infinities.
     """
-    scores = mint.matmul(q, mint.transpose(k, 1, 2)) * scale
+    scores = mint.matmul(q, mint.transpose(k, 1, 2)) * scale_of(scale, q)
     if hidden is None:
         return scores
     all_heads = np.broadcast_to(hidden, (scores._shape[1] // len(hidden), *hidden.shape)).reshape(scores._shape[1:])
@@ -115,3 +121,68 @@ def block_grad(q: Tensor, k: Tensor, v: Tensor, hidden: np.ndarray | None, scale
     weights = mint.exp(_weights(q, k, hidden, scale) - log_total)
     ds = weights * (mint.matmul(dout, mint.transpose(v, 1, 2)) - delta) * scale
     return (mint.matmul(ds, k), mint.matmul(mint.transpose(ds, 1, 2), q), mint.matmul(mint.transpose(weights, 1, 2), dout))
+
+
+# -- fused calls over some of the keys -------------------------------------------------------------------------------------
+class Part(NamedTuple):
+    """What queries make of some of their keys: [t, h, e], divided, in float32 or wider; twice [t, h, 8], all alike, or 1."""
+
+    out: Tensor
+    top: Tensor
+    total: Tensor
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor, q_ends: Sequence[int], k_ends: Sequence[int], diagonal: bool,
+          scale: float) -> Part:
+    """Runs of queries, each over a block of its keys; without a gradient.
+
+    `diagonal`: the last query of a run stands where its last key does; else every query sees all of them.
+    """
+    if on_cpu() and not ascend_kernels():  # which a test stands in for
+        of, keys, values = (wider(x).asnumpy() for x in (q, k, v))
+        return Part(*map(Tensor.from_numpy, varlen_cpu.forward(of, keys, values, q_ends, k_ends, Mask(diagonal), scale)))
+    mode = {"sparse_mode": 3, "next_tokens": 0} if diagonal else {"sparse_mode": 0, "next_tokens": FAR}
+    run: Any = flash_attention
+    top, total, _, out = run(q, k, v, None, _triangle() if diagonal else None, q._shape[1], 1.0, scale, pre_tokens=FAR,
+                             form="TND", lengths=(tuple(q_ends), tuple(k_ends)), dropped=None, **mode)
+    return Part(wider(out), top, total)
+
+
+def joined(a: Part | None, b: Part) -> Part:
+    """Of two sets of keys together."""
+    if a is None:
+        return b
+    top = mint.maximum(a.top, b.top)
+    f, g = a.total * mint.exp(a.top - top), b.total * mint.exp(b.top - top)
+    total = f + g
+    share = [mint.narrow(x / total, 2, 0, 1) for x in (f, g)]
+    return Part(a.out * share[0] + b.out * share[1], top, total)
+
+
+def fused_grad(q: Tensor, dout: Tensor, whole: Part, k: Tensor, v: Tensor, q_ends: Sequence[int], k_ends: Sequence[int],
+               diagonal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of (q, k, v) from such blocks, given what *all* keys of a query make, `whole`; its result as wide as q.
+
+    That Ascend's kernel takes statistics of more keys than it is given follows from what it computes, and is not written
+    in its documents.
+    """
+    h = q._shape[1]
+    if ascend_kernels():
+        kernel = _grad_kernel(h, 1.0, scale, FAR, 0 if diagonal else FAR, 0, "TND", 3 if diagonal else 0)
+        mask = _triangle() if diagonal else None
+        return tuple(kernel(q, k, v, dout, None, None, None, mask, whole.top, whole.total, None, whole.out, None,
+                            tuple(q_ends), tuple(k_ends))[:3])
+    log_total = mint.narrow(whole.top + mint.log(whole.total), 2, 0, 1)
+    if on_cpu():
+        a, b, c, d, e, f = (wider(x).asnumpy() for x in (q, k, v, dout, whole.out, log_total))
+        made = varlen_cpu.backward(a, b, c, d, e, f, q_ends, k_ends, Mask(diagonal), scale)
+        return tuple(map(Tensor.from_numpy, made))  # type: ignore[return-value]
+    g, grads, q0, k0 = k._shape[1], [], 0, 0
+    for q1, k1 in zip(q_ends, k_ends):
+        of, do, o, logs = (by_heads(mint.narrow(x, 0, q0, q1 - q0), g) for x in (q, dout, whole.out, log_total))
+        keys, values = (mint.permute(wider(mint.narrow(x, 0, k0, k1 - k0)), (1, 0, 2)) for x in (k, v))
+        hidden = np.arange(k1 - k0) > np.arange(q1 - q0)[:, None] + (k1 - k0) - (q1 - q0) if diagonal else None
+        one, dk, dv = block_grad(of, keys, values, hidden, scale, do, logs, mint.sum(do * o, (2,), keepdim=True))
+        grads.append((by_tokens(one, q1 - q0), *(mint.permute(x, (1, 0, 2)) for x in (dk, dv))))
+        q0, k0 = q1, k1
+    return tuple(mint.cat(x) for x in zip(*grads))  # type: ignore[return-value]

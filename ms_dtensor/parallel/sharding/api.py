@@ -8,6 +8,7 @@ batch, and gradients are those of one device; nothing is scaled by a world size.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -29,7 +30,6 @@ from . import local
 from .batch import batch_over
 from .call import UNIT, runs_as_unit, units_of
 from .local import Mode
-from .memory import CPUOffloadPolicy, OffloadPolicy
 from .methods import METHODS
 from .unit import DataAxes, Unit
 
@@ -37,6 +37,35 @@ _BUCKET_MB = 25  # of gradients that are reduced together
 _ZERO1 = "replicate(zero1=True)"  # as messages call it
 _OVER = "_ms_dtensor_replicated_over"  # parameter attribute: axes that replicate has dealt with
 Slots = list[tuple[nn.Cell, str, Parameter]]
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """Where `fully_shard` keeps parameters, gradients and optimizer state: on the device.
+
+    Example:
+        >>> import ms_dtensor as md
+        >>> from mindspore import nn
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+        >>> _ = md.fully_shard(nn.Dense(4, 2), mesh=mesh, offload_policy=md.parallel.OffloadPolicy())
+    """
+
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """In host memory, where they are on a CPU; refused on devices.
+
+    Args:
+        pin_memory: of no meaning on a CPU.
+
+    Example:
+        >>> import ms_dtensor as md
+        >>> from mindspore import nn
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+        >>> _ = md.fully_shard(nn.Dense(4, 2), mesh=mesh, offload_policy=md.parallel.CPUOffloadPolicy())
+    """
+
+    pin_memory: bool = True
 
 
 @with_values

@@ -1,11 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters of one dtype that one collective gathers and one reduces, and the memory in which they are whole.
 
-When that happens is the unit's to say (`unit.py`).
+When that happens is the unit's to say (`unit.py`). On a host the group writes into the memory of large blocks, and reads
+gradients where they lie. Else pieces are packed: each rank's are a row, in which every rank has a parameter's at the same
+place, so that one strided copy takes a parameter out of the gathered rows, and one kernel makes the rows of all gradients,
+however many ranks there are (one copy more of a parameter that they do not divide).
+
+The memory comes and goes under the tensors on it, which keep their address. So what autograd saved of a forward is right
+again in the backward, once the parameters have been gathered again.
 """
 from __future__ import annotations
 
-from collections.abc import Iterable
+import ctypes
+import itertools
+import math
+import mmap
+from collections.abc import Sequence
 from typing import Any
 
 import mindspore as ms
@@ -13,15 +23,17 @@ import numpy as np
 from mindspore import Tensor
 
 from ... import comm
-from ...comm.packing import numpy_dtype, write
+from ...comm.packing import ArrayOps, TensorOps, blocks, numpy_dtype, write
 from ...comm.parts import Parts
-from ...comm.protocol import Work
+from ...comm.pretended import executing
+from ...comm.protocol import Backend, Work
 from ...core.layout import Layout
 from ...dispatch.operands import local_alias
 from ...internals.names import NoFallbackGuard
 from ...internals.target import on_cpu
 from ...redistribute.boxes import sizes_along
-from .memory import DeviceMemory, HostMemory
+
+_SMALL = 512 << 10  # bytes
 
 
 class Block:
@@ -44,35 +56,15 @@ class Block:
         self.shapes, dims = [layout.local_shape() for layout in whole], [p.placements[axes[0]].dim for p in params]
         here = params[0].device_mesh.get_coordinate()
         self.parts = Parts(self.shapes, dims, [sizes_along(p.layout, axes, d, here) for p, d in zip(params, dims)])
-        self.kind: Any = HostMemory if on_cpu() else DeviceMemory
         self.bytes = self.parts.starts[-1] * numpy_dtype(dtype).itemsize
         self.memory: Any = None
-        self.part: Any = None  # this rank's part of what the neighbours have together
+        self.part: Any = None  # the rows of this rank and others, which the neighbours have together
         self._work: Work | None = None
+        self._ops: type[TensorOps] = ArrayOps if on_cpu() else TensorOps
 
     def note(self, phase: str, dst: str, when: str = "") -> comm.annotate:
         """What the record and the comparison between ranks know of a collective."""
         return comm.annotate(phase=phase, src="fully_shard", dst=dst, of=f"{self.of} {when}" if when else self.of)
-
-    def reduce(self, grads: dict[int, Tensor], when: str) -> Work:
-        """Begins to add up all ranks' gradients, given by number of the parameter; the work has this rank's part, flat."""
-        with NoFallbackGuard(), self.note("backward", "sharded gradients", when):
-            kind = self.reduce_dtype or next(iter(grads.values())).dtype
-            if self.straight() and all(g.dtype == kind for g in grads.values()):
-                return Work(self.group.reduce_scatter_from(grads, self.parts))
-            pieces = [(grads[i], self.parts.index(i, r)) for r in range(self.group.size) for i in grads]
-            totals = [self.parts.total(tuple(grads), r) for r in range(self.group.size)]
-            return self.group.reduce_scatter(self.kind.pack(pieces, kind), "sum", 0, totals, async_op=True)
-
-    def shards(self, numbers: Iterable[int], flat: Tensor) -> dict[int, Tensor]:
-        """This rank's part of what `reduce` added up, by number of the parameter."""
-        out, at = {}, 0
-        with NoFallbackGuard():
-            for i in numbers:
-                count = self.parts.count(i, self.group.rank_index)
-                out[i] = ms.mint.reshape(self.kind.part(flat, at, count), self.parts.shape(i, self.group.rank_index))
-                at += count
-        return out
 
     def handed_out(self, i: int, whole: bool) -> Tensor:
         """What the node gives: the whole parameter; or, as MindSpore casts a gradient to its tensor's dtype, a stand-in.
@@ -88,24 +80,94 @@ class Block:
         """Whether nothing is packed: the group writes into the memory, and reads where gradients lie."""
         return on_cpu() and self.group.size > 1 and self._memory().window is not None
 
-    def _memory(self) -> DeviceMemory:
-        if self.memory is None:
-            self.memory = self.kind(self.shapes, self.dtype, self.group.backend)
-        return self.memory
+    # -- rows, of what `_ops` work on --------------------------------------------------------------------------------
+
+    def row(self, shards: dict[int, Tensor], dtype) -> Tensor:
+        """This rank's pieces of parameters, given by their numbers; the places are as long as the longest pieces."""
+        dry = executing()
+        if dry is not None:
+            return dry.ledger.new((sum(self.parts.widths[i] for i in shards),), dtype, "buffers")
+        return self._packed({i: [(0, self._ops.shaped(self._ops.of(x), (1, *x.shape)))] if x.size else []
+                             for i, x in shards.items()}, 1, dtype)
+
+    def _rows(self, wholes: dict[int, Any], first: int, stop: int, dtype) -> Tensor:
+        """The rows of ranks [first, stop) of whole tensors, given by their numbers."""
+        dry = executing()
+        if dry is not None:
+            return dry.ledger.new(((stop - first) * sum(self.parts.widths[i] for i in wholes),), dtype, "buffers")
+        return self._packed({i: [(r - first, x) for r, x in self._pieces(i, whole, first, stop)]
+                             for i, whole in wholes.items()}, stop - first, dtype)
+
+    def _pieces(self, i: int, whole: Any, first: int, stop: int) -> list[tuple[int, Any]]:
+        """Views of parameter `i` whose first dim are ranks, those side by side with equal pieces; and the first of them."""
+        d = self.parts.dims[i]
+        return [(r, blocks(self._ops.take(whole, d, at, at + count * size), d, count, self._ops))
+                for r, count, at, size in self.parts.runs(i, first, stop)]
+
+    def _packed(self, pieces: dict[int, list[tuple[int, Any]]], count: int, dtype) -> Tensor:
+        """So many rows, flat, in memory of their own, from what `_pieces` gives for parameters; rows count from 0."""
+        columns, ops = [], self._ops
+        for i, runs in pieces.items():
+            shape = count, self.parts.widths[i]
+            if len(runs) == 1 and math.prod(runs[0][1].shape) == math.prod(shape):
+                columns.append(ops.shaped(runs[0][1], shape))
+                continue
+            columns.append(ops.empty(shape, dtype))
+            for r, x in runs:
+                ops.write(self._places(columns[-1], r, x.shape), x)
+        if len({x.dtype for x in columns}) > 1:
+            columns = [ops.cast(x, dtype) for x in columns]
+        out = ops.join(columns, 1) if columns[1:] else ops.copy(columns[0])
+        return ops.tensor(ops.shaped(ops.cast(out, dtype), (-1,)))
+
+    def _places(self, rows: Any, first: int, shape: Sequence[int]) -> Any:
+        """The places of pieces of this shape, whose first dim are ranks from `first` on, in rows; a view."""
+        if math.prod(shape) != math.prod(rows.shape):
+            rows = self._ops.take(self._ops.take(rows, 0, first, first + shape[0]), 1, 0, math.prod(shape[1:]))
+        return rows if tuple(rows.shape) == tuple(shape) else self._ops.shaped(rows, shape)
+
+    # -- collectives -------------------------------------------------------------------------------------------------
+
+    def reduce(self, grads: dict[int, Tensor], when: str) -> tuple[Work, dict[int, int]]:
+        """Begins to add up all ranks' gradients, given by number of the parameter.
+
+        Returns:
+            The work, which has this rank's pieces, flat; and by number how many elements of that are a piece's place.
+        """
+        with NoFallbackGuard(), self.note("backward", "sharded gradients", when):
+            kind, size, me = self.reduce_dtype or next(iter(grads.values())).dtype, self.group.size, self.group.rank_index
+            if self.straight() and all(g.dtype == kind for g in grads.values()):
+                return Work(self.group.reduce_scatter_from(grads, self.parts)), {i: self.parts.count(i, me) for i in grads}
+            places = {i: self.parts.widths[i] for i in grads}
+            given = grads if executing() is not None else {i: self._ops.of(g) for i, g in grads.items()}
+            rows = self._rows(given, 0, size, kind)
+            return self.group.reduce_scatter(rows, "sum", 0, [sum(places.values())] * size, async_op=True), places
+
+    def shards(self, places: dict[int, int], flat: Tensor) -> dict[int, Tensor]:
+        """This rank's pieces, by number of the parameter, from flat memory in which these are their places."""
+        ops, out, at, me, dry = self._ops, {}, 0, self.group.rank_index, executing()
+        if dry is not None:
+            return {i: dry.on_storage_of(flat, self.parts.shape(i, me)) for i in places}
+        with NoFallbackGuard():
+            row = ops.of(flat)
+            for i, elements in places.items():
+                piece = ops.take(row, 0, at, at + self.parts.count(i, me))
+                out[i] = ops.tensor(ops.shaped(piece, self.parts.shape(i, me)))
+                at += elements
+        return out
 
     def start(self, phase: str, ahead: bool, when: str) -> None:
         """Begins to gather. `ahead`: it is not waited for at once."""
         later = ahead or not on_cpu()  # on host a thread would have to be woken for it
+        own = list(map(local_alias, self.params))
         with NoFallbackGuard(), self.note(phase, "gathered parameters", when):
             if self.part is None and self.straight():
-                own = [local_alias(p) for p in self.params]
                 self._work = self.group.all_gather_into(own, self._memory().window, self.parts, self.dtype, async_op=later)
                 return
-            group, totals, given = self.group, self.parts.totals, self._packed() if self.part is None else self.part
-            if self.part is not None:
-                group, each = self.near, self.group.size // self.near.size
-                totals = [sum(totals[r:r + each]) for r in range(0, len(totals), each)]
-            given = group.all_gather(given, 0, totals, async_op=later)
+            group, given = self.near, self.part
+            if given is None:
+                group, given = self.group, self.row(dict(enumerate(own)), self.dtype)
+            given = group.all_gather(given, 0, [given.size] * group.size, async_op=later)
             self._work = given if later else Work(given)
 
     def finish(self) -> None:
@@ -115,22 +177,34 @@ class Block:
         if gathered is None:  # it has been written there
             return
         with NoFallbackGuard():
-            memory, at = self._memory(), 0
-            memory.claim()
-            for r in range(self.group.size):
-                for i in range(len(self.params)):
-                    count = self.parts.count(i, r)
-                    if count:
-                        memory.write(i, self.parts.index(i, r), self.kind.part(gathered, at, count))
-                    at += count
+            self._memory().claim()
+            dry = executing()
+            if dry is not None:
+                dry.ledger.is_now(gathered, "buffers")
+                return
+            rows = self._ops.shaped(self._ops.of(gathered), (self.group.size, -1))
+            for column, pieces in zip(self._ops.split(rows, self.parts.widths, 1), self._lying):
+                for r, x in pieces:
+                    self._ops.write(x, self._places(column, r, x.shape))
+
+    # -- memory ------------------------------------------------------------------------------------------------------
+
+    def _memory(self) -> DeviceMemory:
+        if self.memory is None:
+            if executing() is not None:
+                self.memory = AbstractMemory(self.shapes, self.dtype, self.group.backend)
+                return self.memory
+            kind = HostMemory if on_cpu() else DeviceMemory
+            self.memory = kind(self.shapes, self.dtype, self.group.backend)
+            with NoFallbackGuard():  # once, as host calls are what a device waits for
+                pieces = (self._pieces(i, self.memory.array(i), 0, self.group.size) for i in range(len(self.params)))
+                self._lying = [[(r, self._ops.shaped(x, (x.shape[0], -1)) if self._ops.lies_as_it_is(x) else x)
+                                for r, x in each] for each in pieces]
+        return self.memory
 
     def tensor(self, i: int) -> Tensor:
         """A new tensor on the memory, which is full."""
         return self._memory().tensor(i)
-
-    def overwrite(self, i: int, value: Tensor) -> None:
-        """Parameter `i` gets other values in the memory."""
-        self._memory().write(i, (slice(None),) * len(self.shapes[i]), value)
 
     def release(self, keep_part: bool = False, pages: bool = True) -> None:
         """The memory goes, but for what this rank keeps for its neighbours; without `pages`, windows stay as they are."""
@@ -139,12 +213,11 @@ class Block:
             self._work.wait()
             self._work = None
         elif keep_part and self.near is not None:
-            near, whole = self.near, [self.tensor(i) for i in range(len(self.params))]
-            each = self.group.size // near.size
-            first = near.rank_index * each
+            each = self.group.size // self.near.size
+            first = self.near.rank_index * each
             with NoFallbackGuard():
-                self.part = self.kind.pack([(whole[i], self.parts.index(i, r)) for r in range(first, first + each)
-                                             for i in range(len(self.params))], self.dtype)
+                wholes = {i: None if executing() is not None else self.memory.array(i) for i in range(len(self.params))}
+                self.part = self._rows(wholes, first, first + each, self.dtype)
         if self.memory is not None and (pages or not self.straight()):
             self.memory.release()
 
@@ -154,20 +227,123 @@ class Block:
 
     def changed(self) -> bool:
         """Whether this rank's shards are no longer what lies in the memory."""
+        if executing() is not None:
+            return False
         with NoFallbackGuard():
-            a, b = (x.asnumpy().view(np.uint8) for x in (self._packed(), self._mine(range(len(self.params)))))
-        return not np.array_equal(a, b)
+            own = [self._ops.tensor(self._ops.cast(self._ops.of(local_alias(p)), self.dtype)) for p in self.params]
+            return any(not np.array_equal(*(x.asnumpy().reshape(-1).view(np.uint8) for x in (own[i], mine)))
+                       for i in range(len(own)) for mine in self._mine(i))
 
     def write_own(self, i: int) -> None:
         """This rank's shard of parameter `i` becomes what lies in the memory."""
         with NoFallbackGuard():
-            own, piece = local_alias(self.params[i]), self._mine([i])
-            if piece.size:
-                write(own, ms.mint.reshape(piece, own.shape))
+            for mine in self._mine(i):
+                write(local_alias(self.params[i]), mine)
 
-    def _mine(self, numbers: Iterable[int]) -> Tensor:
-        parts, me = self.parts, self.group.rank_index
-        return self.kind.pack([(self.tensor(i), parts.index(i, me)) for i in numbers], self.dtype)
+    def _mine(self, i: int) -> list[Tensor]:
+        """This rank's piece of parameter `i` in the memory, if it has one."""
+        me, ops = self.group.rank_index, self._ops
+        return [ops.tensor(ops.shaped(x, self.parts.shape(i, me)))
+                for _, x in self._pieces(i, self._memory().array(i), me, me + 1)]
 
-    def _packed(self) -> Tensor:
-        return self.kind.pack([(x, ()) for x in map(local_alias, self.params)], self.dtype)
+
+def _trim() -> None:
+    """What drawing parameters has left in glibc's lists goes back to the system: up to two thirds of the parameters."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+class DeviceMemory:
+    """Tensors side by side: the storage of one flat tensor, which shrinks to nothing and grows again."""
+
+    window: Any = None  # where the backend can write into it
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]], dtype, backend: Backend):
+        self.shapes, self.counts = list(shapes), [math.prod(shape) for shape in shapes]
+        self.starts = list(itertools.accumulate(self.counts, initial=0))
+        self._make(max(self.starts[-1], 1), dtype, backend)
+
+    def _make(self, count: int, dtype, backend: Backend) -> None:
+        self._flat: Any = ms.mint.empty((count,), dtype=dtype)
+        self._bytes = self._flat.untyped_storage().size()
+
+    def tensor(self, i: int) -> Tensor:
+        """A new tensor on the memory; autograd knows nothing of it."""
+        return ms.mint.reshape(ms.mint.narrow(self._flat, 0, self.starts[i], self.counts[i]), self.shapes[i])
+
+    def array(self, i: int) -> Any:
+        """The same as what packing works on."""
+        return self.tensor(i)
+
+    def release(self) -> None:
+        """Gives the storage back to MindSpore's pool."""
+        self._flat.untyped_storage().resize_(0)
+
+    def claim(self) -> None:
+        """Takes storage again."""
+        if self._flat.untyped_storage().size() == 0:
+            self._flat.untyped_storage().resize_(self._bytes)
+
+
+class HostMemory(DeviceMemory):
+    """The same on a host: pages can be given back to the system, and come again at the same address when written."""
+
+    def _make(self, count: int, dtype, backend: Backend) -> None:
+        _trim()
+        kind = numpy_dtype(dtype)
+        size = count * kind.itemsize
+        if size > _SMALL:  # of small ones packing costs less than a window
+            self.window = backend.window(size)
+        if self.window is None:  # private: of a shared mapping the system keeps the pages that a process gives back
+            self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._flat = np.frombuffer(self._map, np.uint8) if self.window is None else self.window
+        places = zip(self.shapes, self.starts)
+        self.arrays: list[np.ndarray] = [np.ndarray(shape, kind, self._flat, at * kind.itemsize) for shape, at in places]
+
+    def tensor(self, i: int) -> Tensor:
+        return Tensor.from_numpy(self.arrays[i])
+
+    def array(self, i: int) -> np.ndarray:
+        return self.arrays[i]
+
+    def holds(self, x: Tensor) -> bool:
+        """Whether a tensor lies here."""
+        return 0 <= Tensor.data_ptr(x) - self._flat.ctypes.data < self._flat.size
+
+    def release(self) -> None:
+        if self.window is not None:
+            self.window.release()
+        else:
+            self._map.madvise(mmap.MADV_DONTNEED)
+
+    def claim(self) -> None:
+        if self.window is not None:
+            self.window.claim()
+
+
+class AbstractMemory(DeviceMemory):
+    """The same in a dry run: bytes that come and go, and tensors that have a shape."""
+
+    def _make(self, count: int, dtype, backend: Backend) -> None:
+        self._dry, self._bytes, self._taken = executing(), count * numpy_dtype(dtype).itemsize, False
+        self._flat = self._dry.nameless((count,), dtype)
+        self._take(True)
+
+    def tensor(self, i: int) -> Tensor:
+        return self._dry.on_storage_of(self._flat, self.shapes[i])
+
+    def holds(self, x: Tensor) -> bool:
+        """Whether a tensor lies here."""
+        return Tensor.data_ptr(x) == Tensor.data_ptr(self._flat)
+
+    def release(self) -> None:
+        self._take(False)
+
+    def claim(self) -> None:
+        self._take(True)
+
+    def _take(self, taken: bool) -> None:
+        if taken != self._taken:
+            self._taken = taken
+            self._dry.ledger.change("gathered", self._bytes if taken else -self._bytes)

@@ -209,7 +209,7 @@ class Call:
     def overwrite(self, param, local: Tensor) -> None:
         """What a cell assigns to what stands for a cut parameter goes into the memory; autograd is not told."""
         b, i = self.unit.place[id(param)]
-        self.unit.blocks[b].overwrite(i, local)
+        write(self.unit.blocks[b].tensor(i), local)
 
     def _renew(self, x: Tensor) -> None:
         """A parameter was written while `x` stands for it."""

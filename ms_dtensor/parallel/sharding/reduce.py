@@ -23,7 +23,8 @@ import mindspore as ms
 from mindspore import Tensor
 
 from ... import comm
-from ...comm.packing import copy, numpy_dtype, write
+from ...comm.packing import added, copy, numpy_dtype, write
+from ...comm.pretended import executing
 from ...core.layout import Layout
 from ...dispatch.memo import memo_of
 from ...dispatch.operands import local_alias, wrap
@@ -86,7 +87,8 @@ class Bucket:
     def _memory(self, elements: int, dtype) -> Tensor:
         if self.on_host:
             return Tensor.from_numpy(self.group.backend.buffer(elements, numpy_dtype(dtype)))
-        return ms.mint.empty((elements,), dtype=dtype)
+        dry = executing()
+        return ms.mint.empty((elements,), dtype=dtype) if dry is None else dry.ledger.new((elements,), dtype, "gradients")
 
     def begin(self, seen: str) -> None:
         """Begins to reduce what has arrived, side by side in the order of the parameters."""
@@ -233,16 +235,16 @@ class Reduction:
                 elif sums is not None:
                     self._due.append(sums)
                     self._opened()
-        return [out[id(p)] if id(p) in out else ms.ops.zeros(p.local_shape, p.dtype)
+        return [out[id(p)] if id(p) in out else _zeros(p.local_shape, p.dtype)
                 for p in (blocks[b].params[i] for b, i in numbers)]
 
     def _with_owed(self, key: int, grad: Tensor, dtype) -> Tensor:
         """A summand and what is owed; without synchronisation that is owed from here on."""
         owed = self._owed.pop(key, None)
         if owed is not None:
-            grad = owed + grad.astype(owed.dtype)
+            grad = added(owed, grad)
         if not self.sync:
-            self._owed[key] = grad * 1 if dtype is None or owed is not None else grad.astype(dtype)
+            self._owed[key] = _own(grad, None if owed is not None else dtype)
         return grad
 
     def _reduced(self, b: int, grads: dict[int, Tensor], when: str) -> Callable[[], dict[int, Tensor]] | None:
@@ -251,31 +253,31 @@ class Reduction:
         if not grads:
             return None
         self.unit.log("reduce", "backward")
-        work = block.reduce(grads, when)
+        work, places = block.reduce(grads, when)  # what waits must not hold whole gradients till the backward ends
 
         def finish() -> dict[int, Tensor]:
             with NoFallbackGuard(), block.note("backward", "sharded gradients"):
-                flat, keys = work.wait(), {i: id(block.params[i]) for i in grads}
-                owed = [(self._owed_shards.pop(keys[i], None), shard) for i, shard in block.shards(grads, flat).items()]
-                if any(x is not None for x, _ in owed):
-                    flat = block.kind.pack([(shard if x is None else x + shard, ()) for x, shard in owed], flat.dtype)
+                flat, keys = work.wait(), {i: id(block.params[i]) for i in places}
+                shards = block.shards(places, flat)
+                for i, key in keys.items():
+                    if key in self._owed_shards:
+                        write(shards[i], self._owed_shards.pop(key) + shards[i])
                 if copies is not None and not self.sync_copies:
-                    self._owed_shards.update({keys[i]: x * 1 for i, x in block.shards(grads, flat).items()})
+                    self._owed_shards.update({keys[i]: x * 1 for i, x in shards.items()})
                     return {}
                 if copies is not None:
-                    flat = copies.all_reduce(flat, "sum")
-                shards = block.shards(grads, flat)
+                    shards = block.shards(places, copies.all_reduce(flat, "sum"))
                 for axes, beside in self._beside(b, shards).items():
                     group = block.params[beside[0]].device_mesh.get_group(axes)
-                    total = group.all_reduce(block.kind.pack([(shards[i], ()) for i in beside], flat.dtype), "sum")
-                    shards |= block.shards(beside, total)
+                    total = group.all_reduce(block.row({i: shards[i] for i in beside}, flat.dtype), "sum")
+                    shards |= block.shards({i: block.parts.widths[i] for i in beside}, total)
                 if self.scale != 1:
                     shards = {i: x * self.scale for i, x in shards.items()}
                 if self.main:
                     for i, x in shards.items():
                         add_main(block.params[i], x)
                     return {}
-                return {keys[i]: x.astype(block.params[i].dtype) for i, x in shards.items()}
+                return {keys[i]: _gradient(x, block.params[i].dtype) for i, x in shards.items()}
         return finish
 
     def _keep(self, bucket: Bucket, number: int, grad: Tensor) -> Tensor:
@@ -291,7 +293,7 @@ class Reduction:
         with NoFallbackGuard():
             grad = self._with_owed(id(param), grad, bucket.dtype)
             if not self.sync:
-                return ms.ops.zeros(param.local_shape, param.dtype)
+                return _zeros(param.local_shape, param.dtype)
             self._opened(param.name)
             return bucket.put(number, grad)
 
@@ -322,7 +324,7 @@ class Reduction:
             for sums in due:
                 for key, shard in sums().items():
                     if key in handed:
-                        handed[key].add_(shard)
+                        _add_into(handed[key], shard)
             done += [(self.cut[key](), grad) for key, grad in handed.items()]
             for bucket in self.buckets:
                 if bucket.handed:
@@ -341,7 +343,7 @@ class Reduction:
             with NoFallbackGuard():
                 late = {i for i, key in asked.items() if key in self._owed_shards and self.sync_copies}
                 due = {i: self._owed.pop(key) if key in self._owed else
-                       ms.ops.zeros(block.shapes[i], self._owed_shards[key].dtype)
+                       _zeros(block.shapes[i], self._owed_shards[key].dtype)
                        for i, key in asked.items() if key in self._owed or i in late}
             finish = self._reduced(b, due, "owed")
             sums |= {} if finish is None else finish()
@@ -392,6 +394,30 @@ def add_main(param, total: Tensor) -> None:
     whole = param.layout.gradient()
     layout = Layout(whole.mesh, whole.placements, whole.shape, "float32", whole.order)
     param.main_grad = wrap(copy(total) if have is None else local_alias(have) + total, layout)
+
+
+def _own(grad: Tensor, dtype) -> Tensor:
+    """A gradient with memory of its own, in a dtype."""
+    dry = executing()
+    if dry is not None:
+        return dry.like(grad, dtype=dtype, kind="gradients")
+    return grad * 1 if dtype is None else grad.astype(dtype)
+
+
+def _gradient(x: Tensor, dtype) -> Tensor:
+    """A sum over ranks in the dtype of its parameter."""
+    dry = executing()
+    return x.astype(dtype) if dry is None else dry.like(x, dtype=dtype, kind="gradients")
+
+
+def _zeros(shape, dtype) -> Tensor:
+    dry = executing()
+    return ms.ops.zeros(shape, dtype) if dry is None else dry.ledger.new(shape, dtype, "gradients")
+
+
+def _add_into(own: Tensor, more: Tensor) -> None:
+    if executing() is None:
+        own.add_(more)
 
 
 def in_order(names: list[str]) -> str:

@@ -12,14 +12,14 @@ from typing import Any
 
 from mindspore import Tensor, nn
 
-from .. import comm
-from .. import pipeline as ours
-from ..core.mesh import DeviceMesh
-from ..core.tree import leaves, map_leaves
-from ..dispatch.operands import detached
-from ..errors import ConfigError, ScheduleError
-from ..pipeline import schedule as schedules
-from ..pipeline.stage import PipelineStage as Stage
+from ... import comm
+from ... import pipeline as ours
+from ...core.mesh import DeviceMesh
+from ...core.tree import leaves, map_leaves
+from ...dispatch.operands import detached
+from ...errors import ConfigError, ScheduleError
+from ...pipeline import schedule as schedules
+from ...pipeline.stage import PipelineStage as Stage
 
 
 class PipelineStage(Stage):
@@ -29,10 +29,13 @@ class PipelineStage(Stage):
         submodule: what it computes; that of the last stage gives the loss.
         stage_index: which one it is, from 0.
         stage_num: how many there are.
+        device, group: of no effect; they follow from the mesh.
         mesh: the axis that stages are dealt over. Without it the world's ranks, each block of them a stage, in order.
+        has_backward: False is refused.
+        dyn_shape: of no effect; each step says what goes over a border, and its micro-batches have one shape.
 
     Raises:
-        ConfigError: ranks that the stages do not divide, and no mesh.
+        ConfigError: ranks that the stages do not divide, and no mesh; or no backward.
 
     Example:
         >>> import mindspore as ms, ms_dtensor as md
@@ -49,12 +52,20 @@ class PipelineStage(Stage):
         (2, 2)
     """
 
-    def __init__(self, submodule: nn.Cell, stage_index: int, stage_num: int, *, mesh: DeviceMesh | None = None):
+    def __init__(self, submodule: nn.Cell, stage_index: int, stage_num: int, device: Any = None, group: Any = None, *,
+                 mesh: DeviceMesh | None = None, has_backward: bool = True, dyn_shape: bool = False):
+        if not has_backward:
+            raise _refused("PipelineStage", "has_backward=False", "call the stages' cells under no_grad")
         super().__init__(submodule, stage_index, stage_num, _blocks(stage_num) if mesh is None else mesh)
 
     def get_last_stage_sens(self, last_stage_outputs: Any) -> Any:
         """What each tensor of the last stage's output is multiplied with before it is summed: to be overridden; else 1."""
         return map_leaves(lambda x: 1.0, last_stage_outputs, Tensor)
+
+
+def _refused(who: str, asked: str, fix: str) -> ConfigError:
+    return ConfigError(f"For '{who}', an argument asks for what is not offered.", asked,
+                       "A step of a schedule is a forward and a backward of each microbatch, one action at a time.", fix)
 
 
 def _blocks(count: int) -> DeviceMesh:
@@ -72,14 +83,24 @@ class _Runs:
     Args:
         stages: this rank's, first to last.
         micro_batch_num: into how many pieces the first rank's batch is cut.
+        overlap_p2p, p2p_transport: of no effect; a message is sent when it is made.
+        overlap_b_f, enable_dxdw_split, swap: refused.
 
     Raises:
+        ConfigError: what is refused.
         ScheduleError: an order of other stages than these.
     """
 
     kind: type[schedules.Schedule]
 
-    def __init__(self, stages: PipelineStage | Sequence[PipelineStage], micro_batch_num: int):
+    def __init__(self, stages: PipelineStage | Sequence[PipelineStage], micro_batch_num: int, overlap_p2p: bool = False,
+                 overlap_b_f: bool = False, enable_dxdw_split: bool = False, p2p_transport: str = "plain",
+                 swap: bool = False):
+        for asked, on, fix in (("overlap_b_f", overlap_b_f, "md.pipeline.ScheduleDualPipeV"),
+                               ("enable_dxdw_split", enable_dxdw_split, "md.pipeline.ScheduleZBH1, ScheduleZBVZeroBubble"),
+                               ("swap", swap, "checkpoint_wrapper(cell)")):
+            if on:
+                raise _refused(type(self).__name__, f"{asked}=True", fix)
         self._outputs: list[Any] = []
         self._last: Any = None
         given = [stages] if isinstance(stages, Stage) else list(stages)

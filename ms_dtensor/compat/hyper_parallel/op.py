@@ -1,57 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""hyper_parallel's names: its worked example runs by changing imports, and nothing else.
+"""hyper_parallel's `DistributedOp`: says what layout a call's results have, given the operands as they lie.
 
-    from ms_dtensor.compat.hyper_parallel import DFunction, DistributedOp, Shard, distribute_tensor, init_device_mesh
-
-Its `DistributedOp` says what layout a call's results have, given the operands as they lie; our rules say which layouts
-are legal and move operands that lie otherwise, so `register_rule` is the better way for new code. Gradients of operands
-that are replicated where ranks do different work are summed here too; there they are left partial.
+Our rules say which layouts are legal and move operands that lie otherwise, so `register_rule` is the better way for new
+code. Gradients of operands that are replicated where ranks do different work are summed here too; there they are left
+partial.
 """
 from __future__ import annotations
 
 import inspect
 from typing import Any
 
-from ..core.layout import Layout as CoreLayout
-from ..core.placements import Partial, Replicate, Shard
-from ..custom_ops.function import BY_LAYOUT, DFunction
-from ..custom_ops.local_map import Mapping
-from ..debug import CommDebugMode
-from ..dispatch.modes import SkipDTensorDispatch
-from ..errors import ConfigError, LayoutError, OpRuleError
-from ..parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    PrepareModuleInputOutput,
-    PrepareModuleOutput,
-    RowwiseParallel,
-    SequenceParallel,
-    loss_parallel,
-    parallelize_module,
-)
-from ..tensor.distribute import distribute_module
-from ..tensor.dtensor import DTensor
-from ..tensor.factories import empty, full, ones, zeros
-from .hyper_layout import DeviceMesh, Layout, distribute_tensor, get_platform, init_device_mesh
-from .hyper_pipeline import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
-from .hyper_shard import (
-    ShardingPlan,
-    custom_shard,
-    hsdp,
-    init_parameters,
-    parallelize_value_and_grad,
-    run_for_results,
-    shard_module,
-)
-
-__all__ = ["ColwiseParallel", "CommDebugMode", "DFunction", "DTensor", "DeviceMesh", "DistributedOp", "Layout",
-           "ParallelStyle", "Partial", "PipelineStage", "PrepareModuleInput", "PrepareModuleInputOutput",
-           "PrepareModuleOutput", "Replicate", "RowwiseParallel", "Schedule1F1B", "ScheduleGPipe",
-           "ScheduleInterleaved1F1B", "SequenceParallel", "Shard", "ShardingPlan", "SkipDTensorDispatch", "custom_shard",
-           "distribute_module", "distribute_tensor", "empty", "full", "get_platform", "hsdp", "init_device_mesh",
-           "init_parameters", "loss_parallel", "ones", "parallelize_module", "parallelize_value_and_grad",
-           "shard_module", "zeros"]
+from ...core.layout import Layout as CoreLayout
+from ...custom_ops.function import BY_LAYOUT
+from ...custom_ops.local_map import Mapping
+from ...errors import ConfigError, LayoutError, OpRuleError
+from ...tensor.dtensor import DTensor
+from .layout import Layout
+from .shard import run_for_results
 
 
 class DistributedOp:

@@ -1,24 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""hyper_parallel's mesh, layout and platform: its spellings on top of our values.
+"""hyper_parallel's mesh and layout: its spellings on top of our values.
 
 Its layout knows a mesh and how many dims a tensor has, not how long they are; ours knows the shape, too. What is equal
 here is equal there: a mesh or a layout compares with ours by what it says.
 """
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from math import prod
 
 import numpy as np
-from mindspore import Parameter, Tensor, nn
 
-from .. import comm
-from ..core.layout import Layout as CoreLayout
-from ..core.mesh import DeviceMesh as CoreMesh
-from ..core.placements import Partial, Placement
-from ..errors import LayoutError, MeshError
-from ..tensor import distribute
-from ..tensor.dtensor import DTensor
+from ... import comm
+from ...core.layout import Layout as CoreLayout
+from ...core.mesh import DeviceMesh as CoreMesh
+from ...core.placements import Partial, Placement
+from ...errors import LayoutError, MeshError
+from ...internals.target import on_cpu
+from ...tensor import distribute
+from ...tensor.dtensor import DTensor
 
 
 class DeviceMesh(CoreMesh):
@@ -76,11 +77,18 @@ def init_device_mesh(device_type: str, mesh_shape: Sequence[int], *, mesh_dim_na
                      rank_list: Sequence[int] | None = None, init_backend: bool = True) -> DeviceMesh:
     """`ms_dtensor.init_device_mesh`. Groups cost nothing until they are used, so `init_backend` has nothing to decide.
 
+    Programs for hyper_parallel have "npu" written into them; where MindSpore computes on CPU that is read as "cpu", with a
+    line in the log.
+
     Example:
         >>> from ms_dtensor.compat.hyper_parallel import init_device_mesh
         >>> init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"), init_backend=False).mesh_shape
         (1, 1)
     """
+    if device_type.lower() in ("npu", "ascend") and on_cpu() and comm.world.pretended.get() is None:
+        logging.getLogger("ms_dtensor").warning("init_device_mesh: %r is read as 'cpu', where MindSpore computes",
+                                                device_type)
+        device_type = "cpu"
     return _with_names(distribute.init_device_mesh(device_type, mesh_shape, mesh_dim_names=mesh_dim_names,
                                                    rank_list=rank_list))
 
@@ -261,45 +269,3 @@ class Layout:
             return f"Layout({self.mesh.describe()})" if self._given is None else f"Layout({list(self._given)})"
         partial = {self.alias_name[a]: self._core.placements[a].reduce_op for a in self._core.partial_axes}
         return f"Layout{self.alias_tensor_map}" + (f"{partial}" if partial else "")
-
-
-class Platform:
-    """What hyper_parallel's code asks of the framework below it.
-
-    Example:
-        >>> from ms_dtensor.compat.hyper_parallel import get_platform
-        >>> get_platform().get_rank(), get_platform().get_world_size()
-        (0, 1)
-    """
-
-    Tensor, Parameter, Module = Tensor, Parameter, nn.Cell
-
-    def get_rank(self) -> int:
-        """Global rank of this process; 0 before the process group runs."""
-        world = comm.current_world()
-        return 0 if world is None else world.rank
-
-    def get_world_size(self) -> int:
-        """Number of ranks; 1 before the process group runs."""
-        world = comm.current_world()
-        return 1 if world is None else world.size
-
-    def create_group(self, rank_list: Sequence[int]) -> comm.Group:
-        """The group of these ranks."""
-        return comm.group(tuple(rank_list))
-
-    def broadcast(self, x, src: int) -> None:
-        """Gives `x`, a plain tensor or parameter, the values of rank `src`, on all ranks."""
-        if getattr(x, "_layout", None) is not None:
-            raise LayoutError("For 'broadcast', a DTensor was given.", x._layout.describe(), "Its ranks agree already.",
-                              "distribute_tensor(t, mesh, placements) takes coordinate 0's values")
-        if self.get_world_size() > 1:
-            x.set_data(self.create_group(range(self.get_world_size())).broadcast(x, src))
-
-
-_platform = Platform()
-
-
-def get_platform() -> Platform:
-    """The framework below: MindSpore."""
-    return _platform

@@ -15,19 +15,19 @@ from typing import Any
 
 from mindspore import Parameter, Tensor, nn
 
-from .. import comm
-from ..core.mesh import DeviceMesh
-from ..core.placements import Placement
-from ..core.tree import map_leaves
-from ..custom_ops import local_map
-from ..dispatch.replaced import current
-from ..errors import ConfigError, LayoutError
-from ..parallel import replicate
-from ..tensor import deferred_init
-from ..tensor.autograd import value_and_grad
-from ..tensor.distribute import distribute_parameter, init_device_mesh, set_parameter
-from ..tensor.dtensor import DTensor
-from .hyper_layout import for_mesh
+from ... import comm
+from ...core.mesh import DeviceMesh
+from ...core.placements import Placement
+from ...core.tree import map_leaves
+from ...custom_ops import local_map
+from ...dispatch.replaced import current
+from ...errors import ConfigError, LayoutError
+from ...parallel import replicate
+from ...tensor import deferred_init
+from ...tensor.autograd import value_and_grad
+from ...tensor.distribute import distribute_parameter, init_device_mesh, set_parameter
+from ...tensor.dtensor import DTensor
+from .layout import for_mesh
 
 
 @dataclass

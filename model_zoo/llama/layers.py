@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cells that blocks are made of: linear layers, norms, SwiGLU, the embedding. Plain, as for one device."""
+from __future__ import annotations
+
+import mindspore as ms
+from mindspore import mint, nn, ops
+from mindspore.common.initializer import initializer
+
+from ms_dtensor.internals.target import on_cpu
+
+from . import cpu
+
+F = mint.nn.functional
+
+
+def linear(d_in: int, d_out: int, bias: bool = False) -> nn.Dense:
+    """y = x @ weight.T + bias with weight [d_out, d_in]; filled by `init_weights`."""
+    return nn.Dense(d_in, d_out, weight_init="zeros", bias_init="zeros", has_bias=bias)
+
+
+class Embedding(mint.nn.Embedding):
+    """Ids of any shape -> the list of their rows of `weight` [vocab, d]."""
+
+    def __init__(self, vocab: int, dim: int):
+        super().__init__(vocab, dim, _weight=initializer("zeros", (vocab, dim), ms.float32))
+
+    def construct(self, ids):
+        return (cpu if on_cpu() else F).embedding(ids.reshape(-1), self.weight)
+
+
+class RMSNorm(nn.Cell):
+    """x / rms(x) * weight over the last dim of x [..., d]."""
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.weight = ms.Parameter(ops.ones((dim,), ms.float32), name="weight")
+        self.eps = eps
+
+    def construct(self, x):
+        return cpu.rms_norm(x, self.weight, self.eps) if on_cpu() else ops.rms_norm(x, self.weight, self.eps)[0]
+
+
+class FeedForward(nn.Cell):
+    """SwiGLU: w2(silu(w1 x) * w3 x)."""
+
+    def __init__(self, dim: int, width: int):
+        super().__init__()
+        self.w1, self.w2, self.w3 = linear(dim, width), linear(width, dim), linear(dim, width)
+
+    def construct(self, x):
+        gate, up = self.w1(x), self.w3(x)
+        # between the two, dim 1 is whole on every rank, as the fused op needs it
+        return self.w2(cpu.swiglu(gate, up) if on_cpu() else ops.swiglu(mint.stack((gate, up), 1), 1).reshape(gate.shape))

@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The world that is pretended in this thread, if one is, and what makes results in the place of kernels there.
+
+Beneath the rest of this package, which asks it; what a world is says `world.py`.
+"""
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import Any
+
+pretended: ContextVar[Any] = ContextVar("ms_dtensor_fake_world", default=None)
+
+
+def executing() -> Any:
+    """What makes results in the place of kernels (`debug/dryrun/executor.py`); None but in a dry run."""
+    world = pretended.get()
+    return None if world is None else world.executor

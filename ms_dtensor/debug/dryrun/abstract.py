@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors with a shape, a dtype and no data; and how many bytes the real ones would be, from birth to death.
+
+All elements of such a tensor are one number: its strides are 0, so any shape costs a few bytes, and what asks a tensor for
+its shape, or makes a view of it, works. It lives as long as its storage: that of a NumPy array, which notes its own end,
+so lifetimes are Python's and autograd's own. Not here: which op makes what.
+"""
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from mindspore import Tensor
+from mindspore.ops.auto_generate import as_strided
+
+from ...comm.packing import numpy_dtype
+
+KINDS = ("parameters", "gradients", "optimizer", "activations", "gathered", "buffers")
+
+
+class Change(NamedTuple):
+    """Of the memory: so many bytes more (or fewer) of a kind, once so many events had happened."""
+
+    at: int
+    kind: str
+    bytes: int
+
+
+class _Storage(np.ndarray):
+    """The one number behind a tensor without data; when nothing lies on it any more, the ledger is told."""
+
+    ledger: Any = None
+    address = 0
+
+    def __del__(self):
+        if self.ledger is not None:
+            self.ledger.ended(self.address)
+
+
+class Ledger:
+    """What is alive, by kind, and how it came to that.
+
+    Attributes:
+        events: grows as things happen; its length is the time.
+    """
+
+    def __init__(self, events: list):
+        self.events = events
+        self.alive = dict.fromkeys(KINDS, 0)
+        self.changes: list[Change] = []
+        self.held: dict[int, list] = {}  # address of what is alive -> [kind, bytes, the event that made it]
+
+    def new(self, shape, dtype, kind: str, made_by: int = -1) -> Tensor:
+        """A tensor without data; `dtype` is MindSpore's."""
+        shape = tuple(shape)
+        storage = np.zeros(1, numpy_dtype(dtype))
+        size = math.prod(shape) * storage.itemsize
+        return on_storage_of(Tensor.from_numpy(self.watched(storage, kind, size, made_by)), shape)
+
+    def watched(self, array: np.ndarray, kind: str, size: int, made_by: int = -1) -> np.ndarray:
+        """An array that counts as so many bytes until nothing lies on it any more."""
+        out = array.view(_Storage)
+        out.ledger, out.address = self, out.__array_interface__["data"][0]
+        self.held[out.address] = [kind, size, made_by]
+        self.change(kind, size)
+        return out
+
+    def ended(self, address: int) -> None:
+        """Nothing lies on a storage any more."""
+        kind, size, _ = self.held.pop(address)
+        self.change(kind, -size)
+
+    def is_now(self, x: Tensor, kind: str) -> Tensor:
+        """What a tensor lies on is of another kind from here on."""
+        held = self.held.get(Tensor.data_ptr(x))
+        if held is not None and held[0] != kind:
+            self.change(held[0], -held[1])
+            self.change(kind, held[1])
+            held[0] = kind
+        return x
+
+    def kind_of(self, x: Tensor) -> str:
+        """Of what a tensor lies on; what was made elsewhere is no part of the memory that is counted."""
+        held = self.held.get(Tensor.data_ptr(x))
+        return "activations" if held is None else held[0]
+
+    def change(self, kind: str, size: int) -> None:
+        """So many bytes more, or fewer."""
+        if size:
+            self.alive[kind] += size
+            self.changes.append(Change(len(self.events), kind, size))
+
+    def maker(self, x: Tensor) -> int:
+        """The event that made what a tensor lies on; -1: none of this run."""
+        held = self.held.get(Tensor.data_ptr(x))
+        return -1 if held is None else held[2]
+
+
+def on_storage_of(x: Tensor, shape) -> Tensor:
+    """A tensor of any shape on the storage of one without data; not recorded."""
+    shape = tuple(shape)
+    if x.__class__ is not Tensor:
+        x = Tensor._make_subclass(Tensor, x)
+    return as_strided(x, shape, (0,) * len(shape), 0)
+
+
+def nameless(shape, dtype) -> Tensor:
+    """A tensor without data that stands for no memory."""
+    return on_storage_of(Tensor.from_numpy(np.zeros(1, numpy_dtype(dtype))), shape)

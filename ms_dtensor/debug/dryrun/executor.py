@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs in the place of kernels in a dry run: results without data, one event for each op, forward and backward.
+
+A recorded op is one generic autograd node, so MindSpore's engine, hooks, buckets and moves run as they are, and with them
+the communication of the backward, in its order. Where a value is used more than once the engine would add up cotangents
+with a real kernel: each use takes one output of a chain of forks instead, made of the local tensor, below what the library
+notes beside an operand. Invariant: an event here changes nothing about what is communicated.
+"""
+from __future__ import annotations
+
+import os
+from math import prod
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor
+
+from ...comm.packing import numpy_dtype
+from ...comm.record import CommEvent, user_site
+from ...core.dry_event import COMPUTE, DryEvent
+from ...core.layout import Layout
+from ...dispatch.operands import DIFFERENTIABLE, dtype_name, local_alias, make, wrap
+from ...dispatch.replaced import PLACE
+from ...errors import OpRuleError
+from ...internals.names import Function, enabled, recording
+from .abstract import Ledger, nameless, on_storage_of
+from .formulas import backward_flops, flops, kept
+
+_SEVERAL = frozenset(("split", "chunk", "unstack", "unbind", "tensor_split", "meshgrid", "split_with_size"))
+
+
+class Op(Function):
+    """Any op: its results and its gradients have shapes, and no data."""
+
+    @staticmethod
+    def forward(ctx, job: Job, *xs):
+        ctx.job = job
+        ctx.set_materialize_grads(False)
+        outs, saved = job.results()
+        ctx.save_for_backward(*saved)  # recomputation replaces what is saved, as of any op
+        return outs[0] if job.single else outs
+
+    @staticmethod
+    def backward(ctx, *grads):
+        job, ctx.job = ctx.job, None
+        return None, *job.gradients(grads, ctx.saved_tensors)
+
+
+class Fork(Function):
+    """A value as two: the one that is used, and the one that further uses are forked from."""
+
+    @staticmethod
+    def forward(ctx, x, executor: Executor, key):
+        ctx.of = executor, key, tuple(x._shape), x.dtype, isinstance(x, Parameter)
+        ctx.set_materialize_grads(False)
+        return nameless(x._shape, x.dtype), nameless(x._shape, x.dtype)
+
+    @staticmethod
+    def backward(ctx, used, rest):
+        executor, key, shape, dtype, leaf = ctx.of
+        executor.forks.pop(key, None)
+        if used is None or rest is None:
+            out = rest if used is None else used
+        else:
+            out = executor.ledger.new(shape, dtype, "activations", executor.ledger.maker(used))
+        if leaf and out is not None:
+            executor.ledger.is_now(out, "gradients")
+        return out, None, None
+
+
+class Job:
+    """One recorded op."""
+
+    def __init__(self, executor: Executor, what, xs, event: int, shapes, dtypes, single: bool, cost: int):
+        self.executor, self.what, self.single = executor, what, single
+        self.event, self.shapes, self.dtypes, self.cost = event, shapes, dtypes, cost
+        self.operands = [(tuple(x._shape), x.dtype, x._requires_grad and _differentiable(x)) for x in xs]
+        self.site = executor.events[event].site
+        asked = [i for i, (_, _, wanted) in enumerate(self.operands) if wanted]
+        operands, result = kept(what.op, [wanted for _, _, wanted in self.operands])
+        self.saved: list = [local_alias(xs[i]) for i in operands] if asked else []
+        self.keeps_result, self.first = bool(asked) and result, xs[0]
+
+    def results(self) -> tuple[tuple, list]:
+        """The results, and what the backward needs."""
+        outs = self.executor.made(self.what, self.first, self.shapes, self.dtypes, self.event)
+        self.first, (saved, self.saved) = None, (self.saved, [])
+        return outs, [*saved, *(on_storage_of(x, x._shape) for x in outs if self.keeps_result)]
+
+    def gradients(self, grads, saved) -> list:
+        """Those of the operands; the event of the backward."""
+        executor = self.executor
+        asked = sum(1 for _, _, wanted in self.operands if wanted)
+        read = sum(prod(x._shape) * x.itemsize for x in (*saved, *(g for g in grads if g is not None)))
+        written = 0 if self.what.view else sum(
+            prod(shape) * nbytes(dtype) for shape, dtype, wanted in self.operands if wanted)
+        cost = backward_flops(self.what.op, self.cost, asked)
+        at = executor.note(self.what.op, "backward", self.site, cost, read, written, [g for g in grads if g is not None],
+                           self.dtypes[0])
+        given = next((g for g in grads if g is not None), None)
+        out: list = []
+        for shape, dtype, wanted in self.operands:
+            if not wanted:
+                out.append(None)
+            elif self.what.view and given is not None and given.dtype == dtype:
+                out.append(on_storage_of(given, shape))
+            else:
+                out.append(executor.ledger.new(shape, dtype, "activations", at))
+        return out
+
+
+class Executor:
+    """Of one dry run; layers below this package meet it as `comm.world.executing()`.
+
+    Attributes:
+        events: what the rank has done so far.
+        ledger: what is alive.
+        forks: by autograd identity of a value, (what keeps it, the value that further uses are forked from).
+    """
+
+    nameless = staticmethod(nameless)
+    on_storage_of = staticmethod(on_storage_of)
+
+    def __init__(self, values: dict[str, Any], messages: dict[str, bytes]):
+        self.values, self.assumed = values, dict[str, str]()
+        self.received, self.messages = messages, dict[str, bytes]()
+        self.events: list[DryEvent] = []
+        self.ledger = Ledger(self.events)
+        self.forks: dict[Any, tuple[Any, Tensor]] = {}
+        self.kind = "activations"  # of what moves bring
+        self.given: tuple[int, ...] = ()  # the events that made what the next communication sends
+
+    # -- ops ---------------------------------------------------------------------------------------------------------
+    def local(self, run, call, tensors):
+        """In the place of `LocalRun.run`."""
+        what = run.abstract
+        if what.shapes is None:
+            return self.by_data(run, call, tensors)
+        dtypes = [dtype_of(name) for name in what.dtypes]
+        single = len(what.shapes) == 1 and what.op not in _SEVERAL
+        cost = flops(what.op, what.arguments, [tuple(x._shape) for x in tensors], what.shapes)
+        read = 0 if what.view else sum(prod(x._shape) * x.itemsize for x in tensors)
+        written = 0 if what.view else sum(prod(s) * nbytes(d) for s, d in zip(what.shapes, dtypes))
+        event = self.note(what.op, "forward", user_site(), cost, read, written, tensors,
+                          tensors[0].dtype if tensors else None)
+        if not recording() or not enabled() or not any(x._requires_grad and _differentiable(x) and i not in run.constants
+                                      for i, x in enumerate(tensors)) \
+                or not any(name.startswith(DIFFERENTIABLE) for name in what.dtypes):
+            outs = self.made(what, tensors[0] if tensors else None, what.shapes, dtypes, event)
+            return outs[0] if single else outs
+        used = [self.forked(x) if x._requires_grad and _differentiable(x) and i not in run.constants
+                else _constant(x) for i, x in enumerate(tensors)]
+        job = Job(self, what, [x if u._requires_grad else u for x, u in zip(tensors, used)], event, what.shapes, dtypes,
+                  single, cost)
+        return Op.apply(job, *used)
+
+    def made(self, what, first, shapes, dtypes, event: int) -> tuple:
+        """Results without data: on the first operand's storage, if they are views of it."""
+        if what.view:
+            return tuple(on_storage_of(first, shape) for shape in shapes)
+        return tuple(self.ledger.new(s, d, "activations", event) for s, d in zip(shapes, dtypes))
+
+    def by_data(self, run, call, tensors):
+        """What only data, or a user's function, tells."""
+        raise OpRuleError(f"For 'dry_run', '{run.abstract.op}' needs data at {user_site()}.",
+                          ", ".join(f"{dtype_name(x.dtype)}{list(x._shape)}" for x in tensors),
+                          "The shape of its result depends on values, and a dry run has none.",
+                          ("a mask of fixed shape in its place", "leave it out of the step that is run dry"))
+
+    def note(self, op: str, phase: str, site: str, cost: int, read: int, written: int, operands, dtype) -> int:
+        """The event of an op; its place."""
+        after = sorted({m for x in operands if (m := self.ledger.maker(x)) >= 0 and self.events[m].is_move})
+        self.events.append(DryEvent(op, COMPUTE, tuple(after), cost, read, written, phase=phase, site=site,
+                                    dtype="" if dtype is None else dtype_name(dtype)))
+        return len(self.events) - 1
+
+    # -- what only data tell -----------------------------------------------------------------------------------------
+    def value(self, x, who: str) -> np.ndarray:
+        """What the user says that a tensor holds.
+
+        Raises:
+            OpRuleError: nothing is said of this line.
+        """
+        site = user_site()
+        place = f"{os.path.basename(site.rpartition(':')[0])}:{site.rpartition(':')[2]}"
+        if place not in self.values:
+            raise OpRuleError(f"For 'dry_run', '{who}' at {site} asks for a value.", x._layout.describe(),
+                              "A dry run has no data.",
+                              (f"dry_run(..., values={{{place!r}: 1.0}}), what it is taken to be there",
+                               "leave it out of the step that is run dry"))
+        return np.asarray(self.values[place])
+
+    def choices(self, shape: tuple[int, int]) -> np.ndarray:
+        """[n, k]: the experts that this rank's tokens choose; without `values["experts"]` one after another."""
+        count = self.values.get("experts")
+        if count is None:
+            raise OpRuleError(f"For 'dry_run', the choices of experts at {user_site()} are not known.", f"i32{list(shape)}",
+                              "A dry run has no data.",
+                              ('dry_run(..., values={"experts": 64}), to take them as chosen equally often',
+                               'values={"experts": array}, of this rank\'s tokens [n, k]'))
+        if not isinstance(count, int):
+            return np.asarray(count).reshape(shape)
+        self.assumed["experts"] = f"each of {count} is chosen equally often, and alike on all ranks"
+        return (np.arange(shape[0] * shape[1]) % count).reshape(shape).astype(np.int32)
+
+    def message(self, name: str) -> bytes:
+        """What the stage before says of what it sends."""
+        if name not in self.received:
+            raise OpRuleError("For 'dry_run', what the stage before sends is not known.", name,
+                              "The first message says of which shape and layout the others are.",
+                              "with dry_run(..., rank=r, messages=before.messages): where `before` is the dry run of a rank "
+                              "of the stage before")
+        return self.received[name]
+
+    # -- optimizers --------------------------------------------------------------------------------------------------
+    def state(self, shape, dtype):
+        """An optimizer's, of NumPy's dtype or MindSpore's; memory that is never touched."""
+        if isinstance(dtype, type | np.dtype):
+            out = np.empty(shape, dtype)
+            return self.ledger.watched(out, "optimizer", out.nbytes)
+        return self.ledger.new(shape, dtype, "optimizer")
+
+    def stepped(self, optimizer, places, grads) -> None:
+        """A step of some parameters: bytes of their values, gradients and states, once read and once written.
+
+        Raises:
+            OpRuleError: an optimizer whose step communicates.
+        """
+        if not optimizer._ALONE:
+            raise OpRuleError(f"For 'dry_run', a step of {type(optimizer).__name__} is not known.", user_site(),
+                              "It communicates as its values ask, and a dry run has none.", "AdamW or SGD in its place")
+        for i in places:
+            param = optimizer.params[i]
+            kept = prod(param._shape) * param.itemsize + sum(
+                prod(a.shape) * a.itemsize for a in (*optimizer._state[i].values(), optimizer._masters[i]) if a is not None)
+            self.note(type(optimizer).__name__, "optimizer", user_site(), 0,
+                      kept + prod(grads[i]._shape) * grads[i].itemsize, kept, (grads[i],), param.dtype)
+
+    # -- autograd ----------------------------------------------------------------------------------------------------
+    def forked(self, x) -> Tensor:
+        """One use of a value whose gradient is recorded; for use under the guard."""
+        if not enabled():
+            return x
+        node = x._grad_node
+        if x._is_leaf or node is None:
+            key: Any = "leaf", id(x)
+        elif isinstance(node, Function):
+            key = id(node), x._output_index
+        else:
+            return x  # a node of MindSpore's own, of which Python gets another object each time
+        _, handle = self.forks.get(key, (None, x))
+        used, rest = Fork.apply(handle, self, key)
+        self.forks[key] = (x if x._is_leaf else node), rest
+        return used
+
+    # -- moves and memory --------------------------------------------------------------------------------------------
+    def arrive(self, shape, dtype, *given: Tensor) -> Tensor:
+        """What a collective brings; its event comes next."""
+        self.give(*given)
+        return self.ledger.new(shape, dtype, self.kind, len(self.events))
+
+    def give(self, *given: Tensor) -> None:
+        """What the next communication needs."""
+        self.given = tuple(sorted({m for x in given if (m := self.ledger.maker(x)) >= 0}))
+
+    def note_move(self, event: CommEvent) -> None:
+        """A communication has been recorded."""
+        ranks, stream = event.group, ",".join(event.axes)
+        after = tuple(m for m in self.given if self.events[m].stream != stream)
+        payload = prod(event.shape) * (nbytes_of(event.dtype) if event.dtype else 0)
+        self.events.append(DryEvent(
+            event.op, stream, after, bytes=event.bytes, payload=payload, axes=event.axes, ranks=len(ranks),
+            stride=abs(ranks[1] - ranks[0]) if len(ranks) > 1 else 0, span=max(ranks) - min(ranks),
+            dtype=event.dtype.lower(), phase=event.phase, site=event.site))
+        self.given = ()
+
+    def end(self) -> None:
+        """Nothing is recorded any more."""
+        self.forks.clear()
+
+    def of_layout(self, layout: Layout) -> Tensor:
+        """A shard of that layout."""
+        return self.ledger.new(layout.local_shape(), dtype_of(layout.dtype), "activations")
+
+    def parameter(self, data, param: Parameter) -> Parameter:
+        """A Parameter of the layout of a DTensor; MindSpore's own constructor would make the data."""
+        layout = data._layout
+        one = wrap(Tensor.from_numpy(np.zeros(1, numpy_dtype(data.dtype))), Layout(layout.mesh, None, (1,), layout.dtype))
+        small = Parameter(one, name=param.name, requires_grad=param.requires_grad)
+        mine = self.ledger.kind_of(data) == "parameters"  # of which initialisation was deferred
+        local = local_alias(data) if mine else self.ledger.new(layout.local_shape(), data.dtype, "parameters")
+        out = make(type(small), local)
+        out.__dict__.update((k, v) for k, v in small.__dict__.items() if k != PLACE)
+        out._layout = layout
+        out.param_info.parameter_shape = list(layout.shape)
+        out.requires_grad = param.requires_grad
+        return out
+
+    def like(self, x: Tensor, shape=None, dtype=None, kind: str = "") -> Tensor:
+        """A tensor of its own, of the kind, shape and dtype of another unless it is said otherwise."""
+        kind = kind or self.ledger.kind_of(x)
+        return self.ledger.new(x._shape if shape is None else shape, dtype or x.dtype,
+                               "activations" if kind == "parameters" else kind, self.ledger.maker(x))
+
+    def buffer(self, count: int, dtype: np.dtype) -> np.ndarray:
+        """Memory that is never touched, for gradients side by side."""
+        out = np.empty(count, dtype)
+        return self.ledger.watched(out, "gradients", out.nbytes)
+
+
+def dtype_of(name: str) -> Any:
+    """MindSpore's dtype of that name."""
+    return getattr(ms, "bool_" if name == "bool" else name)
+
+
+def nbytes(dtype) -> int:
+    """Of one element of MindSpore's dtype."""
+    return nbytes_of(dtype_name(dtype))
+
+
+def nbytes_of(name: str) -> int:
+    """Of one element of the dtype of this name."""
+    name = name.lower()
+    return 1 if name == "bool" else max(int("".join(c for c in name if c.isdigit()) or 32) // 8, 1)
+
+
+def _differentiable(x) -> bool:
+    return dtype_name(x.dtype).startswith(DIFFERENTIABLE)
+
+
+def _constant(x) -> Tensor:
+    return on_storage_of(x, x._shape) if x._requires_grad else local_alias(x)

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an op costs and what its backward needs, by formula: floating-point operations, operands and results kept.
+
+Pure. A product of an [m, k] and a [k, n] matrix is 2 m n k operations, forward, and as many for each gradient; other ops
+count as none, as their time is that of their bytes. What MindSpore's kernels keep beside (workspace) nobody knows.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from ...ops.rules.spec import Operand
+
+Shape = tuple[int, ...]
+
+_PAIRS = {  # op -> names of the two operands of its product
+    **dict.fromkeys(("matmul", "mm", "bmm", "mv", "dot", "all_gather_matmul", "matmul_reduce_scatter"), ("input", "other")),
+    "linear": ("input", "weight"), "addmm": ("mat1", "mat2"), "addbmm": ("batch1", "batch2"),
+    "baddbmm": ("batch1", "batch2"), "addmv": ("mat", "vec"),
+}
+_CONVOLUTIONS = frozenset(("conv", "convolution", "conv_transpose", "conv_classic", "conv_transpose_classic"))
+_ATTENTION = frozenset(("flash_attention", "speed_attention"))
+
+# What a backward needs of a result and of operands, as MindSpore's recorded ops save it. An op that is in none of these
+# keeps its operands; a product of a tensor and a number keeps nothing.
+_KEEPS = {"div": ((1,), True), "pow": ((0, 1), True), "where": ((0,), False)}
+_KEEPS_RESULT = frozenset(("exp", "softmax", "log_softmax", "sigmoid", "tanh", "sqrt", "rsqrt", "relu", "reciprocal"))
+_KEEPS_NOTHING = frozenset((
+    "add", "sub", "neg", "sum", "mean", "cast", "identity", "clone", "where", "concat", "stack", "unstack", "reshape",
+    "transpose", "permute", "expand", "split", "chunk", "slice", "squeeze", "unsqueeze", "flatten", "getitem", "narrow",
+    "view_as", "unbind", "stop_gradient", "select", "masked_fill", "tril", "triu", "pad", "roll", "repeat", "tile"))
+
+
+def flops(op: str, arguments: dict[str, Any], ins: Sequence[Shape], outs: Sequence[Shape]) -> int:
+    """Operations of one rank's forward.
+
+    Args:
+        op: canonical name.
+        arguments: by the names of the op's rule, with an `Operand` for each tensor.
+        ins: local shapes of the operands, in order of appearance.
+        outs: local shapes of the results.
+
+    Example:
+        >>> from ms_dtensor.debug.dryrun.formulas import flops
+        >>> from ms_dtensor.ops.rules.spec import Operand
+        >>> x, w = Operand(0, (4, 8), "float32"), Operand(1, (16, 8), "float32")
+        >>> flops("linear", {"input": x, "weight": w}, [(4, 8), (16, 8)], [(4, 16)])
+        1024
+    """
+    if op in _PAIRS:
+        first = arguments.get(_PAIRS[op][0])
+        if not isinstance(first, Operand):
+            return 0
+        shape = ins[first.index]
+        attrs = arguments.get("attrs") or {}
+        turned = arguments.get("transpose_a") or attrs.get("transpose_a")
+        inner = shape[-2] if turned and len(shape) > 1 else shape[-1] if shape else 1
+        return 2 * prod(outs[0]) * inner * (shape[0] if op == "addbmm" else 1)
+    if op in _CONVOLUTIONS:
+        weight = arguments.get("weight")
+        return 2 * prod(outs[0]) * prod(ins[weight.index][1:]) if isinstance(weight, Operand) else 0
+    if op in _ATTENTION:
+        return _attention(arguments, ins)
+    return 0
+
+
+def backward_flops(op: str, forward: int, gradients: int) -> int:
+    """Operations of the backward, of which so many operands get a gradient.
+
+    A product has one product for each. Attention has 5 in the place of 2: the scores are computed again.
+    """
+    if op in _ATTENTION:
+        return forward * 5 // 2
+    return forward * min(gradients, 2)
+
+
+def kept(op: str, wanted: Sequence[bool]) -> tuple[tuple[int, ...], bool]:
+    """(which operands a backward needs, whether it needs the result), if these operands get a gradient."""
+    count = len(wanted)
+    operands = range(count)
+    if op in _KEEPS_NOTHING or op in ("mul", "div") and count == 1 or not any(wanted):
+        return (), False
+    if count == 2 and (op == "mul" or op in _PAIRS):  # the gradient of one is a product with the other
+        return tuple(i for i in operands if wanted[1 - i]), False
+    if op in _KEEPS:
+        some, result = _KEEPS[op]
+        return tuple(i for i in some if i < count), result
+    if op in _KEEPS_RESULT:
+        return (), True
+    return tuple(operands), op in _ATTENTION
+
+
+def _attention(arguments: dict[str, Any], ins: Sequence[Shape]) -> int:
+    """Two products of queries and keys; half of it where a query sees only the keys before it."""
+    query, key = arguments["query"], arguments["key"]
+    form = str(arguments.get("input_layout", arguments.get("layout", "BSH")))
+    q, k = ins[query.index], ins[key.index]
+    if "S" not in form:
+        return 4 * prod(q) * k[0]
+    seen = 4 * prod(q) * k[form.index("S")]
+    return seen // 2 if arguments.get("sparse_mode") in (2, 3) else seen

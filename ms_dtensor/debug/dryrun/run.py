@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dry_run`: what a step would do on one rank of any world, found out in one process and without data.
+
+Everything but kernels and transport is the program's own: its cells, its layouts, the library's plans, MindSpore's
+autograd. Not here: how long it takes, which is a pure function of `run.events` and a machine.
+"""
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from mindspore.nn.utils import no_init_parameters
+
+from ...comm.pretended import executing
+from ...comm.record import CommEvent, record_into
+from ...comm.world import World, pretend
+from ...core.dry_event import DryEvent
+from ...errors import ConfigError
+from ...internals.target import rehearsal
+from ..predict import load_hardware, timeline
+from .abstract import KINDS
+from .backend import AbstractBackend
+from .executor import Executor
+
+_DEVICES = {"cpu": "CPU", "npu": "Ascend", "ascend": "Ascend", "gpu": "GPU", "cuda": "GPU"}
+
+
+class DryRun:
+    """What a dry run has found.
+
+    Attributes:
+        world: number of ranks.
+        rank: the one that was run.
+        device: MindSpore's name of the device.
+        events: ops and communication in the order in which the rank issues them, see `DryEvent`.
+        communication: the same communication as `comm.record()` lists it.
+    """
+
+    def __init__(self, world: int, rank: int, device: str, values: dict[str, Any], messages: dict[str, bytes]):
+        self.world, self.rank, self.device = world, rank, device
+        self._executor = Executor(values, messages)
+        self.communication: list[CommEvent] = _Moves(self._executor)
+
+    @property
+    def events(self) -> list[DryEvent]:
+        return self._executor.events
+
+    @property
+    def messages(self) -> dict[str, bytes]:
+        """What a stage of a pipeline tells the next one, for the dry run of a rank of that."""
+        return self._executor.messages
+
+    @property
+    def assumed(self) -> dict[str, str]:
+        """What was taken for granted, in words."""
+        return self._executor.assumed
+
+    def flops(self) -> int:
+        """Floating-point operations of products, forward and backward; a product and a sum are two."""
+        return sum(e.flops for e in self.events)
+
+    def seconds(self, hardware) -> float:
+        """Of the events on a machine, by its figures; the host's own time is not in it.
+
+        Args:
+            hardware: of `load_hardware`, or what it takes: "910b", "a100", a file.
+        """
+        machine = load_hardware(hardware) if isinstance(hardware, str) else hardware
+        return timeline(self.events, machine).seconds
+
+    def comms(self) -> dict[tuple[str, tuple[str, ...], str, str], tuple[int, int]]:
+        """(collective, axes, phase, line of the user's code) -> (how many, bytes that leave this rank)."""
+        count: Counter = Counter()
+        size: Counter = Counter()
+        for e in self.events:
+            if e.is_move:
+                key = e.op, e.axes, e.phase, e.site
+                count[key] += 1
+                size[key] += e.bytes
+        return {key: (n, size[key]) for key, n in count.items()}
+
+    def memory(self) -> Memory:
+        """Bytes over time, by kind."""
+        return Memory(self._executor.ledger.changes)
+
+
+class Memory:
+    """Bytes of tensors over time, by kind; what kernels take beside (workspace) is not known.
+
+    Attributes:
+        peak: the most at one time, all kinds.
+        at_peak: by kind, at that time.
+        at: of that time, in events.
+        end: by kind, at the end.
+    """
+
+    workspace = "not known"
+
+    def __init__(self, changes):
+        self.changes = changes
+        now, most = dict.fromkeys(KINDS, 0), 0
+        self.peak, self.at, self.at_peak = 0, 0, dict(now)
+        total = 0
+        for change in changes:
+            now[change.kind] += change.bytes
+            total += change.bytes
+            if total > most:
+                most, self.at, self.at_peak = total, change.at, dict(now)
+        self.peak, self.end = most, now
+
+    def over_time(self) -> Iterator[tuple[int, dict[str, int]]]:
+        """(events that had happened, bytes by kind), after each event that changed it."""
+        now, at = dict.fromkeys(KINDS, 0), None
+        for change in self.changes:
+            if at is not None and change.at != at:
+                yield at, dict(now)
+            now[change.kind] += change.bytes
+            at = change.at
+        if at is not None:
+            yield at, dict(now)
+
+
+class _Moves(list):
+    """Who records communication, and tells the executor."""
+
+    def __init__(self, executor: Executor):
+        super().__init__()
+        self._executor = executor
+
+    def append(self, event: CommEvent) -> None:
+        super().append(event)
+        self._executor.note_move(event)
+
+
+@contextmanager
+def dry_run(world: int, rank: int = 0, device: str = "Ascend", *, values: dict[str, Any] | None = None,
+            messages: dict[str, bytes] | None = None) -> Iterator[DryRun]:
+    """Inside, what DTensors would do is found out and not done; what the step says of memory and the like is in the value.
+
+    Models are made inside, and their parameters are never: initialisation is deferred as by `no_init_parameters`. What is
+    seen are ops on DTensors; plain tensors are computed as ever.
+
+    Args:
+        world: number of ranks.
+        rank: the one to be.
+        device: whose branches of the library are walked: "Ascend", "GPU" or "CPU".
+        values: what data would tell. "train.py:40": what a tensor asked for its value there holds; "experts": how many there
+            are, which are then taken as chosen equally often, or this rank's choices `i[n, k]`.
+        messages: of a pipeline's stage, `run.messages` of the dry run of a rank of the stage before.
+
+    Raises:
+        ConfigError: no such rank or device; a dry run inside a dry run.
+
+    Example:
+        >>> import mindspore as ms, numpy as np, ms_dtensor as md
+        >>> from mindspore import nn
+        >>> from ms_dtensor.debug import dry_run
+        >>> with dry_run(world=8, rank=3, device="CPU") as run:
+        ...     mesh = md.init_device_mesh("cpu", (8,), mesh_dim_names=("tp",))
+        ...     net = md.parallelize_module(nn.Dense(4096, 8192, has_bias=False), mesh, md.ColwiseParallel())
+        ...     x = md.distribute_tensor(ms.Tensor(np.zeros((16, 4096), np.float32)), mesh)
+        ...     loss, grads = ms.value_and_grad(lambda x: net(x).sum(), None, net.trainable_params())(x)
+        >>> run.flops() == 2 * 2 * 16 * 4096 * 8192 // 8
+        True
+    """
+    kind = _DEVICES.get(device.lower()) if isinstance(device, str) else None
+    if kind is None:
+        raise ConfigError(f"For 'dry_run', {device!r} is not a device.", "", "A run is of one kind of device.",
+                          'device="Ascend", "GPU" or "CPU"')
+    if isinstance(world, bool) or not isinstance(world, int) or not 0 <= rank < world:
+        raise ConfigError(f"For 'dry_run', rank {rank!r} is not in a world of {world!r}.", "", "0 <= rank < world",
+                          "pass a rank of the world")
+    if executing() is not None:
+        raise ConfigError("For 'dry_run', another one is under way.", "", "A process is one rank of one world at a time.",
+                          "leave the outer block first")
+    run = DryRun(world, rank, kind, dict(values or {}), dict(messages or {}))
+    backend = AbstractBackend(world, rank, run._executor, on_host=kind == "CPU")
+    pretending: Any = World(rank, world, backend, kind, executor=run._executor)
+    with rehearsal(kind), pretend(pretending), record_into(run.communication), no_init_parameters():
+        try:
+            yield run
+        finally:
+            run._executor.end()
+

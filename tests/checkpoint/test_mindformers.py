@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints as MindFormers 2.1 writes them, into ours and back; what does not fit is refused, and nothing is left."""
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ms_dtensor as md
+from ms_dtensor.checkpoint.safetensors_file import SafetensorsFile, write_safetensors
+from ms_dtensor.errors import CheckpointError
+
+RNG = np.random.default_rng(3)
+WHOLE = {"decoder.qkv.weight": RNG.normal(size=(8, 6)).astype(np.float32), "decoder.norm.weight":
+         RNG.normal(size=6).astype(np.float32), "adam_m.decoder.qkv.weight": RNG.normal(size=(8, 6)).astype(np.float32),
+         "odd": RNG.normal(size=(5, 2)).astype(np.float16), "global_step": np.array(7, np.int64)}
+CUTS = {"decoder.qkv.weight": [(slice(r, r + 4), slice(c, c + 3)) for r in (0, 4) for c in (0, 3)],
+        "adam_m.decoder.qkv.weight": [(slice(r, r + 2), slice(None)) for r in (0, 2, 4, 6)],
+        "odd": [(slice(a, b), slice(None)) for a, b in ((0, 2), (2, 4), (4, 5), (5, 5))]}
+
+
+def written(root: Path, ranks: int = 4) -> Path:
+    """A run's folder with one iteration, of four ranks: norms are on all of them, the rest is cut."""
+    folder = root / "iteration_00000010"
+    folder.mkdir(parents=True)
+    described: dict = {}
+    stored: dict = {}
+    for rank in range(ranks):
+        for kind in ("model", "opt"):
+            file, held = f"{kind}-{rank:07d}-{ranks:07d}", {}
+            for name, whole in WHOLE.items():
+                if (kind == "opt") != (name.startswith("adam") or name == "global_step"):
+                    continue
+                cut = CUTS.get(name, [(slice(None),) * whole.ndim] * ranks)[rank]
+                piece = np.ascontiguousarray(whole[cut]).reshape(whole[cut].shape)
+                at = [s.indices(n)[0] for s, n in zip(cut, whole.shape)]
+                held[name] = whole.dtype.name, piece.shape, [piece]
+                chunk = {"global_offset": at, "local_shape": list(piece.shape)}
+                entry = described.setdefault(name, {"properties": {"dtype": "Float32", "replica_id": 0},
+                                                    "global_shape": list(whole.shape), "layout": None, "chunk": []})
+                if chunk not in entry["chunk"]:
+                    entry["chunk"].append(chunk)
+                stored.setdefault(str((name, tuple(at))), []).append(
+                    {"file_name": f"{file}.safetensors", "storage_rank": rank, "rank_group": [rank]})
+            write_safetensors(folder / f"{file}.safetensors", held)
+    (folder / "metadata.json").write_text(json.dumps({"state_dict_metadata": described, "storage_data": stored}))
+    (folder / "common.json").write_text("{}")
+    (root / "latest_checkpointed_iteration.txt").write_text("10")
+    return folder
+
+
+def read(path: Path) -> dict[str, np.ndarray]:
+    file = SafetensorsFile(path)
+    return {name: file.read(name) for name in file.tensors}
+
+
+@pytest.mark.parametrize("of", ["run", "iteration"])
+def test_ranks_pieces_are_put_together(tmp_path, of):
+    folder = written(tmp_path / "theirs")
+    done = md.checkpoint.convert(folder if of == "iteration" else folder.parent, tmp_path / "whole.safetensors")
+    assert done == {"tensors": len(WHOLE), "bytes": sum(a.nbytes for a in WHOLE.values())}
+    for name, array in read(tmp_path / "whole.safetensors").items():
+        assert array.dtype == WHOLE[name].dtype and array.tobytes() == WHOLE[name].tobytes(), name
+    md.checkpoint.convert(folder, tmp_path / "ours", strip="decoder.")
+    state = {key.removeprefix("decoder."): np.zeros_like(a) for key, a in WHOLE.items() if key.startswith("decoder.")}
+    md.checkpoint.load(state, tmp_path / "ours")
+    assert {f"decoder.{key}": a.tobytes() for key, a in state.items()} == {
+        key: a.tobytes() for key, a in WHOLE.items() if key.startswith("decoder.")}
+
+
+def test_what_is_written_for_them_is_read_back(tmp_path):
+    """A folder of one file without a list, as of one device: MindFormers takes it on any mesh."""
+    md.checkpoint.save({"model": dict(WHOLE)}, tmp_path / "ours")
+    target = tmp_path / "iteration_00000001" / "model-0000000-0000001.safetensors"
+    target.parent.mkdir()
+    md.checkpoint.convert(tmp_path / "ours", target, strip="model.")
+    assert {k: a.tobytes() for k, a in read(target).items()} == {k: a.tobytes() for k, a in WHOLE.items()}
+    assert md.checkpoint.convert(target.parent, tmp_path / "again.safetensors")["tensors"] == len(WHOLE)
+
+
+def change(told: dict, what: str) -> None:
+    weight, stored = told["state_dict_metadata"]["decoder.qkv.weight"], told["storage_data"]
+    first = str(("decoder.qkv.weight", (0, 0)))
+    actions = {
+        "a piece less": lambda: weight["chunk"].pop(),
+        "a piece twice": lambda: weight["chunk"].append(dict(weight["chunk"][0])),
+        "a piece outside": lambda: weight["chunk"][3].update(global_offset=[5, 3]),
+        "another shape": lambda: weight.update(global_shape=[8, 7]),
+        "a negative shape": lambda: weight.update(global_shape=[-8, 6]),
+        "pieces that overlap": lambda: weight["chunk"][3].update(global_offset=[0, 3]),
+        "no pieces": lambda: weight.update(chunk=[]), "no place": lambda: stored.pop(first),
+        "a path": lambda: stored[first][0].update(file_name="../model-0000000-0000004.safetensors"),
+        "no such file": lambda: stored[first][0].update(file_name="model-9.safetensors"),
+        "another's file": lambda: stored[first][0].update(file_name="opt-0000000-0000004.safetensors"),
+        "no list": lambda: told.pop("storage_data"), "text": lambda: weight.update(global_shape="8"),
+    }
+    actions[what]()
+
+
+@pytest.mark.parametrize("what", ["a piece less", "a piece twice", "a piece outside", "another shape", "a negative shape",
+                                  "pieces that overlap", "no pieces", "no place", "a path", "no such file", "another's file",
+                                  "no list", "text"])
+def test_a_list_that_does_not_fit_is_refused(tmp_path, what):
+    folder = written(tmp_path / "theirs")
+    told = json.loads((folder / "metadata.json").read_text())
+    change(told, what)
+    (folder / "metadata.json").write_text(json.dumps(told))
+    for target in (tmp_path / "ours", tmp_path / "w.safetensors"):
+        with pytest.raises(CheckpointError, match="no list of a MindFormers checkpoint|outside|overlap|piece"):
+            md.checkpoint.convert(folder, target)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["theirs"]

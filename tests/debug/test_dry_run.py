@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A dry run communicates what the same program communicates with kernels; its other figures follow from formulas."""
+from __future__ import annotations
+
+from contextlib import nullcontext
+from math import prod
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, mint, nn
+
+import ms_dtensor as md
+from ms_dtensor import comm
+from ms_dtensor.debug import dry_run
+from ms_dtensor.errors import ConfigError, OpRuleError
+from tests.debug import dry_programs as programs
+
+pytestmark = pytest.mark.usefixtures("cpu")
+LAYOUTS = {"single": (1, 1), "tp": (1, 2), "dp": (2, 1), "fsdp": (2, 1), "zero1": (2, 1), "both": (2, 2)}
+
+
+@pytest.mark.parametrize("program", [p for p in programs.PROGRAMS if p is not programs.pp], ids=lambda p: p.__name__)
+def test_events_are_those_of_kernels(program):
+    """One by one, forward and backward; a pretended world has this rank's data in the place of the others'."""
+    for rank in (0, 3):
+        with comm.fake_world(4, rank):
+            want = [programs.seen(e) for e in program(4)]
+        assert [programs.seen(e) for e in programs.same_step_dry(program, 4, rank)] == want
+        assert any("backward" in e for e in want) or program is programs.cp
+
+
+def test_nothing_is_computed():
+    """A product of 10^17 operations, and its gradients; MindSpore has no memory for the operands."""
+    with dry_run(world=8, rank=5, device="CPU") as run:
+        mesh = md.init_device_mesh("cpu", (8,), mesh_dim_names=("tp",))
+        net = md.parallelize_module(nn.Dense(1 << 20, 1 << 20, has_bias=False), mesh,
+                                    md.ColwiseParallel(use_local_output=False))
+        x = md.zeros(1 << 16, 1 << 20, device_mesh=mesh)
+        loss, (grad,) = md.value_and_grad(lambda x: net(x).sum(), None, net.trainable_params())(x)
+    assert grad.shape == (1 << 20, 1 << 20) and grad._shape == (1 << 17, 1 << 20)
+    assert run.flops() == 3 * 2 * (1 << 16) * (1 << 20) * (1 << 17)  # MindSpore makes the gradient of x, too
+    assert run.memory().end["parameters"] == 4 << 37
+
+
+def test_refusals_and_values():
+    mesh_of = ("cpu", (2,))
+    with dry_run(world=2, device="CPU"):
+        x = md.zeros(4, device_mesh=md.init_device_mesh(*mesh_of))
+        with pytest.raises(OpRuleError, match=r"asks for a value(?s:.*)values=\{'test_dry_run.py:\d+'"):
+            float(x.sum())
+        with pytest.raises(OpRuleError, match="needs data at .*test_dry_run.py"):
+            mint.nonzero(x)
+        with pytest.raises(ConfigError, match="another one is under way"), dry_run(world=2):
+            pass
+    here = f"test_dry_run.py:{test_refusals_and_values.__code__.co_firstlineno + 13}"
+    with dry_run(world=2, device="CPU", values={here: 2.5}):
+        x = md.zeros(4, device_mesh=md.init_device_mesh(*mesh_of))
+        value = float(x.sum())
+    assert value == 2.5
+    for wrong in ({"world": 2, "rank": 2}, {"world": 0}, {"world": 2, "device": "TPU"}):
+        with pytest.raises(ConfigError), dry_run(**wrong):
+            pass
+
+
+def test_a_real_world_is_as_it_was():
+    """Plans, memory and values of the world around do not notice."""
+    mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+    x = md.distribute_tensor(Tensor(np.arange(4, dtype=np.float32)), mesh)
+    before = (x * 3).asnumpy().copy()
+    with dry_run(world=4, device="CPU") as run:
+        y = md.zeros(4, device_mesh=md.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))) * 3
+    assert (x * 3).asnumpy().tolist() == before.tolist() == [0, 3, 6, 9]
+    del y
+    assert run.memory().peak > 0 and not sum(run.memory().end.values())
+    assert ms.get_context("device_target") == "CPU"
+
+
+def kept_by_forward(layout: str, recompute: bool, width: int, run=None) -> tuple[int, int]:
+    """Bytes of the parameters of rank 0, and of what a forward leaves behind for its backward; by kernels without `run`."""
+    mesh = md.init_device_mesh("cpu", LAYOUTS[layout], mesh_dim_names=("dp", "tp"))
+    net = programs.tensor_parallel(programs.Net(width=width, hidden=2 * width), mesh["tp"], layout == "both")
+    wraps = {"fsdp": programs.fully_sharded, "zero1": lambda net, mesh: md.replicate(net, mesh=mesh, zero1=True)}
+    net = wraps.get(layout, lambda net, mesh: md.replicate(net, mesh=mesh))(net, mesh["dp"])
+    for layer in net.layers if recompute else ():
+        layer.recompute()
+    x, w = (md.distribute_tensor(t, mesh, [md.Shard(0), md.Replicate()]) 
+            for t in programs.batch(width, rows=64 * mesh.shape[0]))
+    saved, found = dict[int, int](), list[int]()
+    before = run.memory().end["activations"] if run else 0
+
+    def save(t: Tensor) -> Tensor:
+        if t.ndim == 3:  # activations; all others are parameters
+            saved[Tensor.data_ptr(t)] = prod(t._shape) * t.itemsize
+        return t
+
+    def loss(x):
+        total = (net(x) * w).sum()
+        saved[Tensor.data_ptr(total)] = total.itemsize
+        found.append(run.memory().end["activations"] - before if run else 0)
+        return total
+    with nullcontext() if run else ms.saved_tensors_hooks(save, lambda t: t):
+        md.value_and_grad(loss, None, net.trainable_params())(x)
+    params = net.trainable_params()
+    for t in (x, w, *params):
+        saved.pop(Tensor.data_ptr(t), None)
+    return sum(prod(p.local_shape) * 4 for p in params), found[0] if run else sum(saved.values())
+
+
+@pytest.mark.parametrize("width", [192, 256])  # below 64 Ki elements the library copies where it else makes views
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_a_forward_keeps(layout, recompute, width):
+    """Of each op what MindSpore's own saves, and no more alive than that: to the byte where parameters are not cut.
+
+    Between layers that keep nothing lies what the second is given, which no op saves.
+    """
+    n = prod(LAYOUTS[layout])
+    with comm.fake_world(n):
+        want = kept_by_forward(layout, recompute, width)
+    with dry_run(n, device="CPU") as run:
+        got = kept_by_forward(layout, recompute, width, run)
+    between = recompute * 64 * 6 * width * 4 // (2 if layout == "both" else 1)
+    assert got[0] == want[0]
+    # what a cut cell returns passes a node, where MindSpore's CPU makes a second one of it
+    twice = 64 * 6 * 4 * (programs.WORDS + 2 * width * (layout == "fsdp" and not recompute))
+    cut = layout in ("fsdp", "zero1")
+    assert 0 <= want[1] + between - got[1] <= cut * (twice + 4096)

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads, biases and auxiliary losses are counted once, whatever runs twice; a capacity drops the same choices everywhere."""
+from __future__ import annotations
+
+import numpy as np
+
+from model_zoo.llama.config import ExpertsConfig, ParallelConfig
+from ms_dtensor import DTensor
+from tests.cases import case
+from tests.dist.support import array
+from tests.experts.cases_recipe import trainer_of
+
+BIASED = ExpertsConfig(8, 2, score="sigmoid", bias_rate=0.05, balance=0.1, balance_over="sequence", shared=1, dense_layers=1)
+DROPS = ExpertsConfig(8, 2, capacity=0.6, balance=0.1)
+
+
+def told(experts, parallel, **how):
+    """Auxiliary loss of the first batch, then of three steps: loads, biases, and choices that are left of the last batch."""
+    trainer = trainer_of(experts, parallel, batch=32, **how)
+    balance = np.mean([float(array(trainer.model(ids, *places)[1])) for ids, _, *places in trainer.parts(*trainer.batch(0))])
+    loads = []
+    for i in range(3):
+        loads.append(trainer.step(i).loads)
+        if "eval_batches" in how:
+            trainer.held_out_loss()
+    cells = [layer.feed_forward for layer in trainer.model.layers if layer.mixed]
+    biases = [array(c.expert_bias) for c in cells] if experts.bias_rate else []
+    return balance, np.array(loads), np.array(biases)
+
+
+def the_same_everywhere(layouts, how):
+    for experts in (BIASED, DROPS):
+        want = told(experts, None)
+        total = 32 * 6 * 2
+        assert (want[1].sum(-1) == total).all() if experts.capacity is None else (want[1].sum(-1) < total).all()
+        assert want[2].any() or experts.capacity, "biases have moved"
+        for name, (parallel, more) in {**{n: (None, h) for n, h in how.items()}, **layouts}.items():
+            if "micro_batches" in more and experts.balance_over != "sequence":
+                continue  # another mean by its definition, so other weights after a step
+            got = told(experts, parallel, **more)
+            assert np.array_equal(got[1], want[1]), (name, got[1], want[1])
+            assert np.array_equal(got[2], want[2]), (name, got[2], want[2])
+            if experts.balance_over == "sequence":
+                assert abs(got[0] - want[0]) <= 1e-6 * want[0], (name, got[0], want[0])
+
+
+@case(world_size=4, timeout=300)
+def loads_and_biases_are_counted_once(world):
+    over = {"ep2 x dp2, recompute": (ParallelConfig(4, ep=2, loss_parallel=False), {"recompute": True}),
+            "ep4, 2 micro-batches": (ParallelConfig(4, ep=4, fsdp=True, loss_parallel=False), {"micro_batches": 2})}
+    the_same_everywhere(over, {"evaluation between steps": {"eval_batches": 1}})
+
+
+@case(world_size=4)
+def a_capacity_drops_the_same_choices_on_every_mesh(world):
+    want = None
+    for parallel in (None, ParallelConfig(4, loss_parallel=False), ParallelConfig(4, ep=4, loss_parallel=False),
+                     ParallelConfig(2, 2, ep=2, loss_parallel=False)):
+        trainer = trainer_of(DROPS, parallel)
+        seen = []
+        cell = trainer.model.layers[0].feed_forward
+        left = cell.left
+
+        def watched(chosen, t, left=left, seen=seen):
+            seen.append(left(chosen, t))
+            return seen[-1]
+        cell.left = watched
+        for part in trainer.parts(*trainer.batch(0)):
+            trainer.model(part[0])
+        got = (seen[0].full_tensor() if isinstance(seen[0], DTensor) else seen[0]).asnumpy()
+        want = got if want is None else want
+        assert (want < 0).any() and np.array_equal(got, want), (parallel, got, want)

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`hyper_parallel` as a package that is not installed: what is imported from it, what raises, and the command."""
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+import ms_dtensor as md
+from ms_dtensor.compat.hyper_parallel import register, unregister
+from ms_dtensor.compat.hyper_parallel.names import homes, not_offered
+from ms_dtensor.errors import ConfigError
+
+pytestmark = pytest.mark.usefixtures("cpu")
+
+# Every import from hyper_parallel in MindFormers 2.1.0 (the wheel), by module.
+MINDFORMERS = {
+    "": "DTensor DeviceMesh PipelineStage SkipDTensorDispatch init_device_mesh shard_module",
+    "core.activation_checkpoint": "CheckpointPolicy SwapManager checkpoint_exclude_wrapper checkpoint_wrapper swap_wrapper",
+    "core.context_parallel.async_context_parallel": "AsyncContextParallel",
+    "core.context_parallel.async_dsa_context_parallel":
+        "AsyncDSAIndexerContextParallel AsyncDSAIndexerLossContextParallel AsyncDSASparseAttentionContextParallel",
+    "core.context_parallel.context_parallel": "ContextParallel",
+    "core.context_parallel.dsa_context_parallel":
+        "DSAIndexerContextParallel DSAIndexerLossContextParallel DSASequenceReplicateCache "
+        "DSASparseAttentionContextParallel",
+    "core.distributed_checkpoint": "get_current_layout get_global_layout",
+    "core.dtensor": "DTensor",
+    "core.dtensor.dtensor": "DTensor distribute_tensor",
+    "core.dtensor.layout": "_infer_slice_area_by_rank",
+    "core.dtensor.placement_types": "Partial Placement Replicate Shard",
+    "core.dtensor.redistribute_infer": "DevMat RedistributionOperatorInfer",
+    "core.fully_shard.api": "HSDPModule MixedPrecisionPolicy fully_shard",
+    "core.fully_shard.utils": "CPUOffloadPolicy OffloadPolicy",
+    "core.pipeline_parallel": "Schedule1F1B ScheduleGPipe ScheduleInterleaved1F1B",
+    "core.pipeline_parallel.comm_compute_overlap": "CommComputeOverlap",
+    "core.pipeline_parallel.hook_coordinator": "HookCoordinator HookRole",
+    "core.pipeline_parallel.scheduler": "MetaStepType",
+    "core.shard.sharding_plan": "ShardingPlan",
+    "custom_ops.experimental":
+        "npu_dense_lightning_indexer_grad_kl_loss npu_dense_lightning_indexer_softmax_lse npu_lightning_indexer "
+        "npu_mhc_post npu_mhc_pre_sinkhorn npu_sparse_flash_mla npu_sparse_flash_mla_grad "
+        "npu_sparse_lightning_indexer_grad_kl_loss npu_sparse_lightning_indexer_kl_loss_grad",
+    "platform": "get_platform",
+    "platform.mindspore.autograd_compat": "enable_mindspore_backward_compat",
+    "platform.mindspore.pipeline_parallel._utils": "_MicroBatch",
+}
+
+
+@pytest.fixture
+def registered():
+    """The package under its name, for one test."""
+    register()
+    yield
+    unregister()
+
+
+@pytest.mark.parametrize("module", MINDFORMERS)
+def test_all_that_mindformers_imports_is_there(module, registered):
+    found = importlib.import_module(f"hyper_parallel.{module}".rstrip("."))
+    assert [name for name in MINDFORMERS[module].split() if not hasattr(found, name)] == []
+    with pytest.raises(AttributeError, match="has no 'NoSuchName'"):
+        found.NoSuchName  # noqa: B018
+
+
+def test_every_name_that_is_offered_is_one(registered):
+    for module, names in homes().items():
+        found = importlib.import_module(f"hyper_parallel.{module}".rstrip("."))
+        for name in names:
+            assert getattr(found, name) is not None, (module, name)
+        assert set(names) <= set(dir(found))
+
+
+REFUSED = [(module, name) for module, names in not_offered().items() for name in names]
+
+
+@pytest.mark.parametrize(("module", "name"), REFUSED, ids=[f"{m}.{n}" for m, n in REFUSED])
+def test_what_is_not_offered_raises_when_it_is_used(module, name, registered):
+    found = getattr(importlib.import_module(f"hyper_parallel.{module}"), name)
+    below = types.new_class("Below", (found,))
+    assert not isinstance(3, found)
+    for used in (found, below, lambda: found.ANYTHING, lambda: found(1, two=2)):
+        with pytest.raises(ConfigError, match="is not offered") as e:
+            used()
+        assert not_offered()[module][name] in str(e.value) and f"hyper_parallel.{module}" in str(e.value)
+
+
+def test_the_package_comes_and_goes(monkeypatch):
+    with pytest.raises(ModuleNotFoundError):
+        import hyper_parallel
+    register()
+    register()  # again changes nothing
+    import hyper_parallel
+    import hyper_parallel.core.dtensor.dtensor as dtensor
+    assert hyper_parallel.DTensor is md.DTensor is dtensor.DTensor and hyper_parallel.core.dtensor.dtensor is dtensor
+    unregister()
+    assert not [name for name in sys.modules if name.split(".")[0] == "hyper_parallel"]
+    monkeypatch.setitem(sys.modules, "hyper_parallel", types.ModuleType("hyper_parallel"))
+    with pytest.raises(ConfigError, match="has been imported"):
+        register()
+
+
+def test_meshes_of_the_word_npu_are_where_mindspore_computes(registered, caplog):
+    import hyper_parallel
+    mesh = hyper_parallel.init_device_mesh("npu", (1,), mesh_dim_names=("world",))
+    assert mesh.device_type == "cpu" and "read as 'cpu'" in caplog.text
+    both = mesh._unflatten(0, (1, 1), ("dp", "tp"), backend_override={"dp": "fake"})
+    assert isinstance(both, hyper_parallel.DeviceMesh) and both["dp", "tp"]._flatten("loss").mesh_dim_names == ("loss",)
+
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "howto" / "from_mindformers_2_1.md"
+
+
+def test_every_row_of_the_page_has_a_test_and_every_name_a_row():
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.read_text("utf-8").splitlines()
+            if line.startswith("| ") and not line.startswith("| hyper_parallel |")]
+    for theirs, ours, test in rows:
+        path, _, name = test.strip("`").partition("::")
+        text = (PAGE.parents[2] / "tests" / path).read_text("utf-8")
+        assert f"def {name}(" in text if name else "@case" in text, test
+        refused = [n for names in not_offered().values() for n in names if f"`{n}`" in theirs]
+        assert bool(refused) == ours.startswith("not offered"), theirs
+    listed = " ".join(re.findall(r"`[^`]*`", " ".join(theirs for theirs, _, _ in rows)))
+    assert [n for names in MINDFORMERS.values() for n in names.split() if not re.search(rf"\b{n}\b", listed)] == []
+
+
+SCRIPT = """
+import sys
+from hyper_parallel.core.dtensor.placement_types import Shard
+import beside
+if __name__ == "__main__":
+    print(Shard(beside.DIM), sys.argv[1:])
+    sys.exit(7)
+"""
+
+
+def test_a_script_runs_unedited(tmp_path):
+    (tmp_path / "beside.py").write_text("DIM = 1\n")
+    (tmp_path / "train.py").write_text(SCRIPT)
+    run = [sys.executable, "-m", "ms_dtensor", "run", "--as", "hyper_parallel"]
+    done = subprocess.run([*run, str(tmp_path / "train.py"), "--as", "x"], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.strip()) == (7, "Shard(1) ['--as', 'x']"), done.stderr
+    gone = subprocess.run([*run, str(tmp_path / "none.py")], capture_output=True, text=True, timeout=120)
+    assert gone.returncode == 2 and "there is no file" in gone.stderr
