@@ -81,7 +81,7 @@ def test_other_capture_modes_refuse_too(tmp_path):
     modes = ("trace", "bytecode") if sys.version_info < (3, 12) else ("trace",)  # MindSpore 2.10 has no bytecode mode there
     script.write_text(OTHER_MODES.replace("{modes}", repr(modes)))
     told = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False,
-                          env={**os.environ, "PYTHONPATH": str(SCRIPT.parent.parent)}).stdout
+                          env={**os.environ, "PYTHONPATH": str(SCRIPT.parents[2])}).stdout
     argument = "For 'ms.jit', an argument is a DTensor."
     capture = {"trace": "For 'ms.jit', a result is a DTensor.",
                "bytecode": "For 'ms.jit', what the function captures is a DTensor."}

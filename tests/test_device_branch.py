@@ -197,7 +197,7 @@ def test_packing_asks_for_as_many_kernels_however_many_ranks_there_are(odd):
             step(x)
             seen[ranks] = device.counts["kernels"]
     gathering = 2 + 9  # this rank's shards joined and cast, and the copies; in the forward and in the backward
-    reducing = 1 + 9  # gradients joined; and a shard of each in memory of its own, for the caller
+    reducing = 9 + 1 + 9  # gradients cast to what is summed, and joined; a shard of each in memory of its own
     most = 2 * gathering + reducing
     assert set(seen.values()) == {most} if not odd else max(seen.values()) < 2 * most, seen
 

@@ -106,7 +106,7 @@ LATER = (
           "runs of the recipe; `every_optimizer_comes_back_bit_for_bit` and going on after SIGTERM stay"),
     Later("*they_are_on_two_axes*", "merge", "second derivatives on one axis stay"),
     Later("*momentum_encoder_by_*", "merge", "each way of writing; one by checksum and those between units stay", 4),
-    Later("*written_between_two_calls_by_*", "merge", "each way of writing; one by checksum stays", 4),
+    Later("*written_between_two_calls_by_*", "merge", "each way of writing; one by checksum stays", 3),
     # -- types of local code
     Later("tests/types/test_table.py::test_the_whole_corpus*", "night",
           "the table of types on every form, 36 CPU minutes; a slice with every branch and 25 wrong tables stay"),

@@ -55,7 +55,7 @@ def test_fake_world_nests_and_is_of_this_thread():
     seen = []
     outer = comm.current_world()
     with comm.fake_world(8, rank=3) as a:
-        assert comm.current_world() is a and comm.world_key() == (3, 8)
+        assert comm.current_world() is a and comm.world_key() == (3, 8, False)
         with comm.fake_world(65536, rank=65535) as b:
             assert comm.current_world() is b and comm.get_backend().size == 65536
             thread = threading.Thread(target=lambda: seen.append(comm.world_key()))

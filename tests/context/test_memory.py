@@ -64,7 +64,7 @@ def kept(ranks: int, documents, algorithm: str, monkeypatch) -> tuple[int, md.To
         mesh = make_mesh("cpu", parallel) if ranks > 1 else md.init_device_mesh(
             "cpu", (2, 1, 1), mesh_dim_names=("dp", "cp", "tp"))
         tokens = md.balance(documents, ranks)
-        block = Block(CFG)
+        block = Block(CFG, 0)
         for n, p in enumerate(block.get_parameters()):
             p.set_data(Tensor(np.random.default_rng(n).normal(size=p.shape).astype(np.float32)))
         md.distribute_module(block, mesh)

@@ -117,7 +117,7 @@ Tensor.untyped_storage = (lambda real: lambda self: _Keeps(real(self)))(Tensor.u
     Fault("truth values come back as bytes", DEVICE, f"{BRANCH} -k truth", "lambda y: self.ops.cast(y, x.dtype)\n", "None\n"),
     Fault("documents see each other", MODEL, f"{TWINS} -k documents", "mask = ops.logical_or(at > at", "mask = ops.logical_and(at > at"),
     Fault("a window is one too wide", MODEL, f"{TWINS} -k window", '"pre_tokens": cfg.sliding_window - 1', '"pre_tokens": cfg.sliding_window'),
-    Fault("gate and value of SwiGLU are swapped", MODEL, f"{TWINS} -k either_kind", "ops.swiglu(mint.stack((gate, up), 1), 1)",
+    Fault("gate and value of SwiGLU are swapped", "model_zoo/llama/layers.py", f"{TWINS} -k either_kind", "ops.swiglu(mint.stack((gate, up), 1), 1)",
           "ops.swiglu(mint.stack((up, gate), 1), 1)"),
     # -- of others' rings: diffusers#14265, mindone#1438, pytorch#160285, PaddleFormers#3010 ------------------------------
     Fault("a ring's backward has stale keys", RING, f"{GRID} -k stale_keys",
