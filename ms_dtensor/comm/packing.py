@@ -279,7 +279,9 @@ def cast(x: Tensor, dtype: Any) -> Tensor:
 def added(a: Tensor, b: Tensor) -> Tensor:
     """The sum of two local tensors, in the dtype of the first."""
     dry = executing()
-    return a + b.astype(a.dtype) if dry is None else dry.like(a)
+    if dry is not None:
+        return dry.like(a)
+    return a + (b if b.dtype == a.dtype else b.astype(a.dtype))
 
 
 def first(x: Tensor, dim: int, ops: type[TensorOps]) -> Tensor:
