@@ -108,7 +108,7 @@ LATER = (
     Later("*momentum_encoder_by_*", "merge", "each way of writing; one by checksum and those between units stay", 4),
     Later("*written_between_two_calls_by_*", "merge", "each way of writing; one by checksum stays", 3),
     # -- types of local code
-    Later("tests/types/test_table.py::test_the_whole_corpus*", "night",
+    Later("tests/spmd/test_table.py::test_the_whole_corpus*", "night",
           "the table of types on every form, 36 CPU minutes; a slice with every branch and 25 wrong tables stay"),
     Later("tests/dist/test_types.py::test_types[checked_*", "merge",
           "cases of recipes, attention and experts once more, checked by types; packed documents stay",

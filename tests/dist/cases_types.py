@@ -17,7 +17,7 @@ from tests.dist.support import equal
 from tests.experts import cases_experts
 from tests.experts import cases_recipe as cases_mixtral
 from tests.tiers import sampled
-from tests.types.programs import Program
+from tests.spmd.programs import Program
 
 
 def each_program(shape, first: int) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a check of types costs: the first, checked call of a local function beside a later one and an unchecked one, as JSON.
 
-    python scripts/bench/types.py [--rounds 40]
+    python scripts/bench/local_types.py [--rounds 40]
 
 One process pretends to be one of four ranks, so nothing is sent: what is measured is Python.
 """

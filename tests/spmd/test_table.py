@@ -12,8 +12,8 @@ import ms_dtensor.tools.forms
 from ms_dtensor.core.placements import PARTIAL
 from ms_dtensor.ops.rules import spmd
 from ms_dtensor.ops.rules.spmd import I, Kind, P, R, Refused, V
-from tests.types import proof
-from tests.types.calls import known_calls
+from tests.spmd import proof
+from tests.spmd.calls import known_calls
 
 pytestmark = pytest.mark.usefixtures("cpu")
 

@@ -6,7 +6,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import mint, ops
 
-from tests.types.proof import OneCall, Tally, calls_of
+from tests.spmd.proof import OneCall, Tally, calls_of
 
 
 def array(*shape, seed=0):

@@ -17,7 +17,7 @@ from ms_dtensor.errors import OpRuleError
 from ms_dtensor.ops.rng import frozen
 from ms_dtensor.ops.rules import spmd
 from tests.tiers import sampled
-from tests.types.test_table import corpus
+from tests.spmd.test_table import corpus
 
 pytestmark = pytest.mark.usefixtures("cpu")
 CONSTANTS = {"ops.max()", "ops.min()"}  # the second result is a zero that MindSpore makes
