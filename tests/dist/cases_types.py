@@ -16,8 +16,8 @@ from tests.dist import cases_llama, cases_own_ops
 from tests.dist.support import equal
 from tests.experts import cases_experts
 from tests.experts import cases_recipe as cases_mixtral
-from tests.tiers import sampled
 from tests.spmd.programs import Program
+from tests.tiers import sampled
 
 
 def each_program(shape, first: int) -> None:

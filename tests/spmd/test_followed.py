@@ -16,8 +16,8 @@ from ms_dtensor.dispatch import patches
 from ms_dtensor.errors import OpRuleError
 from ms_dtensor.ops.rng import frozen
 from ms_dtensor.ops.rules import spmd
-from tests.tiers import sampled
 from tests.spmd.test_table import corpus
+from tests.tiers import sampled
 
 pytestmark = pytest.mark.usefixtures("cpu")
 CONSTANTS = {"ops.max()", "ops.min()"}  # the second result is a zero that MindSpore makes
