@@ -27,8 +27,8 @@ shm_before="$(ls -A /dev/shm 2>/dev/null || true)"
 status=0
 run="runs/first-$(date +%Y%m%d-%H%M%S)"
 env "$RUN_MARK" "$PYTHON" model_zoo/llama/launch.py \
-    --workers 8 --config model_zoo/llama/configs/quickstart.yaml --train.steps 100 --optim.warmup 20 --train.eval_every 50 \
-    --train.log_dir "$run" --checkpoint.interval 100 --checkpoint.keep_last 1 "$@" || status=$?
+    --workers 8 --config model_zoo/llama/configs/quickstart.yaml --train.steps 160 --optim.warmup 30 --train.eval_every 80 \
+    --train.log_dir "$run" --checkpoint.interval 160 --checkpoint.keep_last 1 "$@" || status=$?
 
 pids="$(leftovers)"
 if [[ -n "$pids" ]]; then
