@@ -67,8 +67,7 @@ class DryRun:
         Args:
             hardware: of `load_hardware`, or what it takes: "910b", "a100", a file.
         """
-        machine = load_hardware(hardware) if isinstance(hardware, str) else hardware
-        return timeline(self.events, machine).seconds
+        return timeline(self.events, load_hardware(hardware)).seconds
 
     def comms(self) -> dict[tuple[str, tuple[str, ...], str, str], tuple[int, int]]:
         """(collective, axes, phase, line of the user's code) -> (how many, bytes that leave this rank)."""
