@@ -106,6 +106,7 @@ def kernels() -> None:
     _put(mint, "addcmul", _addcmul)
     _put(mint, "split", _split, "MindSpore's CPU gradient reads a strided cotangent as a contiguous one")
     _put(ops, "swiglu", _swiglu)
+    _put(Tensor, "mul_", lambda x, other: x.copy_(x * other), "MindSpore's CPU leaves the tensor as it was")
 
 
 class Attention:
