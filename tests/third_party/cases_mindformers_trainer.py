@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MindFormers 2.1.0's Trainer from its YAML: its data set, scheduler, clipping, optimizers and callbacks, against one device.
+"""MindFormers 2.1.0's Trainer from its YAML: its data set, scheduler, clipping, optimizers, callbacks, against one device.
 
 The reference starts with the weights that its `init_states` gave, takes the whole batch on one device, and steps its
 optimizer with `value_and_grad`'s gradients, clipped by their whole norm.
