@@ -6,7 +6,7 @@ import pytest
 
 from tests.cases import case_params
 
-MODULE = "tests.experts.cases_grid"
+MODULE, COUNTS = "tests.experts.cases_grid", "tests.experts.cases_counts"
 
 
 @pytest.mark.parametrize("case", case_params(MODULE, 4))
@@ -14,6 +14,6 @@ def test_grid(case, ranks):
     ranks.check(case)
 
 
-@pytest.mark.parametrize("case", case_params(MODULE, 8))
+@pytest.mark.parametrize("case", case_params(MODULE, 8) + case_params(COUNTS, 8))
 def test_eight(case, ranks):
     ranks.check(case)
