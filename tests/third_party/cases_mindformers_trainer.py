@@ -20,9 +20,26 @@ from ms_dtensor.compat.backward import enable_mindspore_backward_compat
 from ms_dtensor.internals.names import no_grad
 from tests.cases import case
 from tests.dist.support import counted, equal
-from tests.third_party.cases_mindformers import LENGTH, TINY, TOLERANCE, VOCABULARY, loss_of, made, wheel
+from tests.third_party.cases_mindformers import LENGTH, TINY, TOLERANCE, VOCABULARY, loss_of, wheel
 
 STEPS, GLOBAL, LOCAL, NORM = 20, 8, 2, 0.5
+ADAMW = {"type": "AdamW", "betas": [0.9, 0.95], "eps": 1e-3, "weight_decay": 0.1}
+MUON = {"type": "Muon", "weight_decay": 0.1, "adamw_betas": [0.9, 0.95], "adamw_eps": 1e-3, "qk_clip_enabled": False}
+QWEN = {"model_type": "qwen3", "architectures": "Qwen3ForCausalLM", **TINY}
+# as pretrain_deepseek3_1b_8p_pynative.yaml, smaller, in float32, and of two layers, one of them with experts
+DEEPSEEK = dict(
+    model_type="deepseek_v3", architectures="DeepseekV3ForCausalLM", vocab_size=VOCABULARY, seq_length=LENGTH,
+    hidden_size=32, intermediate_size=48, num_hidden_layers=2, max_position_embeddings=64, hidden_act="silu",
+    num_attention_heads=4, rms_norm_eps=1e-6, add_bias_linear=False, use_flash_attention=True, multi_latent_attention=True,
+    mla_qkv_concat=True, kv_lora_rank=16, q_lora_rank=24, qk_rope_head_dim=8, v_head_dim=16, qk_nope_head_dim=8,
+    qk_layernorm=True, attention_dropout=0.0, hidden_dropout=0.0, params_dtype="float32", compute_dtype="float32",
+    layernorm_compute_dtype="float32", softmax_compute_dtype="float32", rotary_dtype="float32", initializer_range=0.02,
+    num_nextn_predict_layers=1, mtp_loss_scaling_factor=0.3, position_embedding_type="yarn", scaling_factor=40, beta_fast=32,
+    beta_slow=1, mscale=1, mscale_all_dim=1, rope_theta=10000, router_dense_type="float32", gated_linear_unit=True,
+    moe_intermediate_size=24, routed_scaling_factor=2.5, first_k_dense_replace=1, n_routed_experts=4, num_experts_per_tok=2,
+    n_shared_experts=1, moe_shared_expert_intermediate_size=24, moe_grouped_gemm=True,
+    moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=0.001, scoring_func="sigmoid", norm_topk_prob=True,
+    moe_token_drop_policy="probs", moe_router_enable_expert_bias=False, use_pad_tokens=True, topk_group=2, n_group=2)
 COLUMNS = ["input_ids", "labels", "loss_mask", "position_ids"]
 
 
@@ -46,7 +63,7 @@ def written(folder: Path) -> str:
     return path
 
 
-def written_yaml(folder: Path, records: str, optimizer: dict, **parallelism) -> str:
+def written_yaml(folder: Path, records: str, model: dict, optimizer: dict, **parallelism) -> str:
     """Its configuration file, of the sections that its pretrain_deepseek3_1b_8p_pynative.yaml has."""
     sections = {
         "checkpoint": {"enable_save": False},
@@ -57,7 +74,7 @@ def written_yaml(folder: Path, records: str, optimizer: dict, **parallelism) -> 
         "parallelism": parallelism,
         "train_dataset": {"dataloader": {"type": "MindDataset", "dataset_files": records, "column_names": COLUMNS,
                                          "shuffle": False}, "num_parallel_workers": 1, "drop_remainder": True},
-        "model": {"model_type": "qwen3", "architectures": "Qwen3ForCausalLM", **TINY}}
+        "model": model}
     path = folder / "train.yaml"
     path.write_text(yaml.safe_dump(sections), "utf-8")
     return str(path)
@@ -102,8 +119,14 @@ def batches(world, trainer) -> list[list[np.ndarray]]:
 
 def one_device(config, start: dict, steps: list):
     """Losses, norms and weights of its model and optimizer on one device."""
-    from mindformers.pynative.trainer.utils import _build_lr_scheduler, _build_optimizer
-    net = made()
+    from mindformers.pynative.trainer.utils import (
+        _build_lr_scheduler,
+        _build_model,
+        _build_optimizer,
+        set_auxiliary_loss_backward_scale,
+    )
+    set_auxiliary_loss_backward_scale(config.parallelism, enable_parallel=False)
+    net = _build_model(config)
     for name, p in net.parameters_and_names():
         p.set_data(Tensor(start[name]))
     net.set_train(True)
@@ -134,9 +157,9 @@ def trained(config: str, checkpoint: str | None = None):
     return trainer, watch, start
 
 
-def is_one_devices(world, optimizer: dict, **parallelism) -> None:
+def is_one_devices(world, model: dict, optimizer: dict, **parallelism) -> None:
     records = everyone(world, written(Path(tempfile.mkdtemp())) if world.rank == 0 else "")[0]
-    config = written_yaml(Path(tempfile.mkdtemp()), records, optimizer, **parallelism)
+    config = written_yaml(Path(tempfile.mkdtemp()), records, model, optimizer, **parallelism)
     with counted() as count:
         trainer, watch, start = trained(config)
     dims = trainer.config.parallelism
@@ -151,11 +174,15 @@ def is_one_devices(world, optimizer: dict, **parallelism) -> None:
         equal(p, Tensor(wanted[name]), f"{what}: {name}", TOLERANCE)
 
 
-ADAMW = {"type": "AdamW", "betas": [0.9, 0.95], "eps": 1e-3, "weight_decay": 0.1}
-
-
 @case(2, timeout=400)
 def its_trainer_runs_twenty_steps_of_its_yaml(world):
     wheel()
-    is_one_devices(world, ADAMW)
-    is_one_devices(world, ADAMW, tensor_parallel=2, sequence_parallel=True)
+    is_one_devices(world, QWEN, ADAMW)
+    is_one_devices(world, QWEN, ADAMW, tensor_parallel=2, sequence_parallel=True)
+
+
+@case(2, timeout=400)
+def its_muon_steps_its_deepseek(world):
+    """Latent attention, experts that every rank has, a layer of multi-token prediction; 'allgather', its default."""
+    wheel()
+    is_one_devices(world, DEEPSEEK, MUON)

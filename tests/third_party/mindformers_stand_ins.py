@@ -13,7 +13,7 @@ import types
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, mint, ops
+from mindspore import Tensor, mint, nn, ops
 
 NO_KERNEL = "no CPU kernel"
 NAMED: dict[str, str] = {}  # what was put -> why
@@ -91,6 +91,55 @@ def _swiglu(x, dim=-1):
     return mint.nn.functional.silu(gate) * up
 
 
+def _topk(x, k, dim=-1, largest=True, sorted=True):
+    assert largest and dim in (-1, x.ndim - 1), (largest, dim)
+    return ops.topk(x, k)
+
+
+def _histc(x, bins=100, min=0, max=0):
+    """Of whole numbers: how many are each of 0 to bins - 1; the last bin has `max`, too."""
+    assert min == 0 and max == bins, (bins, min, max)
+    return ops.bincount(x.reshape(-1).astype(ms.int32), minlength=bins)[:bins].astype(x.dtype)
+
+
+def _scatter_(self, dim, index, value):
+    """Of a mask, which has no gradient."""
+    filled = self.asnumpy().copy()
+    np.put_along_axis(filled, index.asnumpy(), value, dim)
+    return self.copy_(Tensor(filled))
+
+
+def _zero_(self):
+    self[...] = 0  # a view is written, too
+    return self
+
+
+def _norm(x, p="fro", dim=None, keepdim=False, *, dtype=None):
+    assert p == "fro", p
+    return mint.sqrt(mint.sum(x * x, dim, keepdim=keepdim)).astype(dtype or x.dtype)
+
+
+def _argsort(x, dim=-1, descending=False, stable=False):
+    assert dim == -1 and x.ndim == 1 and not descending, (dim, x.shape)
+    return Tensor(np.argsort(x.asnumpy(), kind="stable"), ms.int64)
+
+
+class GroupedMatmul:
+    """Rows of one operand in groups, each group by its own matrix; `group_list` says where each group ends."""
+
+    def __init__(self, split_item=3, group_type=0, **kwargs):
+        assert (split_item, group_type) == (3, 0), (split_item, group_type)
+
+    def __call__(self, x, weight, *others):
+        ends = [int(end) for end in others[-1].asnumpy()]
+        starts = [0, *ends[:-1]]
+        rows, = x
+        matrices, = weight
+        parts = [mint.matmul(mint.narrow(rows, 0, start, end - start), matrices[i])
+                 for i, (start, end) in enumerate(zip(starts, ends)) if end > start]
+        return (mint.cat(parts, 0),)
+
+
 def kernels() -> None:
     """Functions of MindSpore; before the wheel is imported, which keeps some of them."""
     _put(mint, "full", lambda size, value, dtype=None: Tensor(np.full(size, value), dtype or ms.float32))
@@ -101,11 +150,29 @@ def kernels() -> None:
     _put(mint, "scatter_add",
          lambda x, dim, index, src: ops.tensor_scatter_elements(x, index, src, axis=dim, reduction="add"))
     _put(mint, "zeros_like", lambda x, dtype=None: ops.zeros(x.shape, dtype or x.dtype))
+    _put(mint, "ones_like", lambda x, dtype=None: ops.ones(x.shape, dtype or x.dtype))
     _put(mint, "stack", lambda tensors, dim=0: mint.cat([mint.unsqueeze(t, dim) for t in tensors], dim))
     _put(mint, "repeat_interleave", lambda x, times, dim: ops.repeat_elements(x, times, dim))
     _put(mint, "addcmul", _addcmul)
+    _put(mint, "topk", _topk)
+    _put(mint, "norm", _norm)
+    _put(mint, "mm", lambda a, b: mint.matmul(a, b))
+    for name in ("addmm", "baddbmm"):
+        _put(mint, name, lambda x, a, b, *, beta=1, alpha=1: x * beta + mint.matmul(a, b) * alpha)
+    _put(mint, "gather", lambda input, dim, index: ops.gather_elements(input, dim, index))
+    _put(mint, "histc", _histc)
+    _put(mint, "floor_divide", lambda x, y: ops.floor_div(x, y))
+    _put(mint, "fmod", lambda x, y: ops.floor_mod(x, y))
+    _put(mint, "argsort", _argsort)
+    _put(mint, "cumsum", lambda x, dim, dtype=None: ops.cumsum(x, dim).astype(dtype or x.dtype))
     _put(mint, "split", _split, "MindSpore's CPU gradient reads a strided cotangent as a contiguous one")
     _put(ops, "swiglu", _swiglu)
+    _put(Tensor, "scatter_", _scatter_)
+    to_empty = nn.Cell.to_empty
+    _put(nn.Cell, "to_empty", lambda cell: to_empty(cell, device="CPU"), "on CPU, without a device, plain ones stay on meta")
+    _put(Tensor, "zero_", _zero_)
+    _put(Tensor, "detach", lambda x: ops.stop_gradient(x), "the reference runs without the backward compat that has it")
+    _put(Tensor, "clone", lambda x: x + 0)
     _put(Tensor, "mul_", lambda x, other: x.copy_(x * other), "MindSpore's CPU leaves the tensor as it was")
 
 
@@ -140,6 +207,7 @@ def after_import() -> None:
     from mindformers.pynative.layers import flash_attention, layer_norm
     from mindformers.pynative.optimizer import muon
     from mindformers.pynative.transformers import attention
+    from mindformers.pynative.transformers.moe import experts
 
     # what it casts attention's operands to, if they are in float32; the rounding, 1e-4 of a gradient, hides what is compared
     wide = types.SimpleNamespace(**{**vars(attention.mstype), "float16": ms.float32})
@@ -150,3 +218,4 @@ def after_import() -> None:
     for holder in (flash_attention, parallelize):
         _put(holder, "FlashAttentionScore", Attention)
     _put(layer_norm, "rms_norm", _rms_norm)
+    _put(experts, "GroupedMatmul", GroupedMatmul)
