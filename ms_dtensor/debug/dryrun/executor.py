@@ -129,6 +129,7 @@ class Executor:
         self.ledger = Ledger(self.events)
         self.forks: dict[Any, tuple[Any, Tensor]] = {}
         self.kind = "activations"  # of what moves bring
+        self.fork = 0, -1  # the address of the fork made last, and the event that made what it is of
         self.given: tuple[int, ...] = ()  # the events that made what the next communication sends
 
     # -- ops ---------------------------------------------------------------------------------------------------------
@@ -154,6 +155,13 @@ class Executor:
         job = Job(self, what, [x if u._requires_grad else u for x, u in zip(tensors, used)], event, what.shapes, dtypes,
                   single, cost)
         return Op.apply(job, *used)
+
+    def product(self, a, b, phase: str) -> Tensor:
+        """That of two plain matrices, of which no rule tells."""
+        out, size = (a._shape[0], b._shape[1]), nbytes(a.dtype)
+        read = size * (prod(a._shape) + prod(b._shape))
+        event = self.note("matmul", phase, user_site(), 2 * prod(out) * a._shape[1], read, size * prod(out), (a, b), a.dtype)
+        return self.ledger.new(out, a.dtype, "activations", event)
 
     def made(self, what, first, shapes, dtypes, event: int) -> tuple:
         """Results without data: on the first operand's storage, if they are views of it."""
@@ -251,6 +259,7 @@ class Executor:
             return x  # a node of MindSpore's own, of which Python gets another object each time
         _, handle = self.forks.get(key, (None, x))
         used, rest = Fork.apply(handle, self, key)
+        self.fork = Tensor.data_ptr(used), self.ledger.maker(x)
         self.forks[key] = (x if x._is_leaf else node), rest
         return used
 
@@ -262,7 +271,8 @@ class Executor:
 
     def give(self, *given: Tensor) -> None:
         """What the next communication needs."""
-        self.given = tuple(sorted({m for x in given if (m := self.ledger.maker(x)) >= 0}))
+        makers = {self.fork[1] if Tensor.data_ptr(x) == self.fork[0] else self.ledger.maker(x) for x in given}
+        self.given = tuple(sorted(m for m in makers if m >= 0))
 
     def note_move(self, event: CommEvent) -> None:
         """A communication has been recorded."""
