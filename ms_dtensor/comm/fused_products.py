@@ -71,4 +71,4 @@ def _check(op: str, group: Group, x: Tensor, w: Tensor) -> None:
     raise CommError(f"For '{op}', the kernel does not take these operands.",
                     f"{x.dtype}{list(x._shape)}, {w.dtype}{list(w._shape)} over {group.size} ranks",
                     f"By MindSpore's documents: float16 or bfloat16, {INNER.start} to {INNER.stop - 1} columns of the first "
-                    f"operand, over {', '.join(map(str, RANKS))} ranks.", "pieces=8 in the style, which takes any")
+                    f"operand, over {', '.join(map(str, RANKS))} ranks.", "pieces=4 in the style, which takes any")

@@ -29,7 +29,7 @@ _TOGETHER = "_ms_dtensor_together"  # of a cell: its name, and the `_Together` i
 
 def _check(who: str, pieces: Pieces, cells: dict[str, nn.Cell], mesh: DeviceMesh) -> None:
     if pieces != "kernel" and (not isinstance(pieces, int) or isinstance(pieces, bool) or pieces < 1):
-        raise ConfigError(f"For '{who}', 'pieces' is {pieces!r}.", "", 'It is a number from 1 on, or "kernel".', "pieces=8")
+        raise ConfigError(f"For '{who}', 'pieces' is {pieces!r}.", "", 'It is a number from 1 on, or "kernel".', "pieces=4")
     if mesh.ndim != 1:
         raise LayoutError(f"For '{who}', the mesh has {mesh.ndim} axes.", f"mesh({mesh.describe()})",
                           "The style cuts a weight over one axis.", f"apply it on mesh[{mesh.mesh_dim_names[-1]!r}]")
@@ -85,7 +85,7 @@ class OverlappedColwise(ParallelStyle):
         DTensor(f32[8, 16@tp], mesh=(tp=1), rank 0 holds [8, 16])
     """
 
-    def __init__(self, *cells: str, pieces: Pieces = 8, sequence_dim: int = 1):
+    def __init__(self, *cells: str, pieces: Pieces = 4, sequence_dim: int = 1):
         self.cells, self.pieces, self.sequence_dim = cells, pieces, sequence_dim
 
     def _cells(self, module: nn.Cell) -> dict[str, nn.Cell]:
@@ -202,7 +202,7 @@ class OverlappedRowwise(ParallelStyle):
         DTensor(f32[8@tp, 16], mesh=(tp=1), rank 0 holds [8, 16])
     """
 
-    def __init__(self, *, pieces: Pieces = 8, sequence_dim: int = 1):
+    def __init__(self, *, pieces: Pieces = 4, sequence_dim: int = 1):
         self.pieces, self.sequence_dim = pieces, sequence_dim
 
     def check(self, module: nn.Cell, device_mesh: DeviceMesh) -> dict[str, Placement]:
