@@ -12,7 +12,7 @@ from mindspore import Tensor, mint, nn
 
 import ms_dtensor as md
 from ms_dtensor import comm
-from ms_dtensor.debug import dry_run
+from ms_dtensor.debug import CommDebugMode, dry_run
 from ms_dtensor.errors import ConfigError, OpRuleError
 from tests.debug import dry_programs as programs
 
@@ -24,7 +24,7 @@ LAYOUTS = {"single": (1, 1), "tp": (1, 2), "dp": (2, 1), "fsdp": (2, 1), "zero1"
 def test_events_are_those_of_kernels(program):
     """One by one, forward and backward; a pretended world has this rank's data in the place of the others'."""
     for rank in (0, 3):
-        with comm.fake_world(4, rank):
+        with comm.fake_world(4, rank), CommDebugMode():  # as a dry run names cells
             want = [programs.seen(e) for e in program(4)]
         assert [programs.seen(e) for e in programs.same_step_dry(program, 4, rank)] == want
         assert any("backward" in e for e in want) or program is programs.cp

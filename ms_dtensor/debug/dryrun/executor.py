@@ -9,6 +9,7 @@ notes beside an operand. Invariant: an event here changes nothing about what is 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -19,8 +20,8 @@ from mindspore import Parameter, Tensor
 
 from ...comm.packing import numpy_dtype
 from ...comm.record import CommEvent, user_site
-from ...core.dry_event import COMPUTE, DryEvent
 from ...comm.world import current_world
+from ...core.dry_event import COMPUTE, DryEvent
 from ...core.layout import Layout
 from ...core.mesh import DeviceMesh
 from ...core.tree import leaves, map_leaves
@@ -135,6 +136,7 @@ class Executor:
         self.ledger = Ledger(self.events)
         self.forks: dict[Any, tuple[Any, Tensor]] = {}
         self.kind = "activations"  # of what moves bring
+        self.picture: Callable[[], str] = str  # of the last pipeline's schedule
         self.given: tuple[int, ...] = ()  # the events that made what the next communication sends
 
     # -- ops ---------------------------------------------------------------------------------------------------------
@@ -247,7 +249,7 @@ class Executor:
 
     # -- local functions ---------------------------------------------------------------------------------------------
     def seen(self, fn):
-        """A function of a list of local tensors, which are given to it as DTensors of this rank alone: so its ops are seen."""
+        """A function of a list of local tensors: it is given DTensors of this rank alone, so its ops are seen."""
         def run(tensors):
             with implicit_replication():
                 return self._plain(fn(self._alone(tensors)))
@@ -277,7 +279,7 @@ class Executor:
     @cached_property
     def mesh(self) -> DeviceMesh:
         """Of this rank alone."""
-        world = current_world()
+        world: Any = current_world()
         return DeviceMesh(_MESHES[world.device_type], [world.rank], mesh_dim_names=("alone",))
 
     # -- autograd ----------------------------------------------------------------------------------------------------
