@@ -185,7 +185,7 @@ def main() -> None:
     parser.add_argument("--hardware", help="this machine's file, of two ranks")
     parser.add_argument("--of1", help="of one; default: the same")
     parser.add_argument("--of4", help="of four; default: the same")
-    parser.add_argument("--only", default=",".join(ROWS).replace(", ", ";"), help="rows, a comma between; a ; stands for ', '")
+    parser.add_argument("--only", default=";".join(ROWS), help="rows, with ; between")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--real", help=argparse.SUPPRESS)
     parser.add_argument("--dry", help=argparse.SUPPRESS)
@@ -198,7 +198,7 @@ def main() -> None:
             Path(args.out).write_text(json.dumps(told))
         return
     rows = {}
-    for name in (name.replace(";", ", ") for name in args.only.split(",")):
+    for name in args.only.split(";"):
         machine = {1: args.of1, 4: args.of4}.get(world_of(config(name))) or args.hardware
         with tempfile.TemporaryDirectory() as folder:
             more = ["--hardware", machine] if machine else []
