@@ -92,6 +92,7 @@ LATER = (
     Later("tests/models/test_models.py::*in_any_layout]", "merge",
           "every input and weight cut in every way; `[*_tensor_parallel]` and one model stay", keep=("qwen2",)),
     Later("tests/context/test_*.py::test_eight*", "merge", "eight ranks; two and four stay"),
+    Later("tests/experts/test_grid.py::test_eight*", "merge", "eight ranks; two and four stay"),
     Later("*a_run_goes_on_with_other_ranks_sharing_its_tokens*", "merge",
           "runs of the recipe; `two_ranks_share_the_tokens_of_all_rows` stays, and checkpoints have no order in them"),
     Later("*stages_beside_other_axes_train_as_one_device*", "merge",

@@ -362,8 +362,6 @@ def _check_context(cfg: Config) -> None:
     if p.cp == 1:
         return
     for is_set, key, rule, fix in (
-            (m.experts is not None and m.experts.balance_over == "sequence", "model.experts.balance_over = sequence",
-             "A rank has a part of each sequence.", "--model.experts.balance_over micro_batch"),
             (p.hsdp > 1, "parallel.hsdp", "Parameters are whole, or cut, over dp and cp together.", "--parallel.hsdp 1"),
             (cfg.train.compile, "train.compile", "What is compiled is attention of whole rows.", "--train.compile false")):
         if is_set:

@@ -55,7 +55,7 @@ class Experts(nn.Cell):
         self.experts = Weights(c.count, cfg.dim, width)
         self.shared = FeedForward(cfg.dim, c.shared * width) if c.shared else None
         # as attention's: on a mesh `parallelize.py` sets what runs there
-        self.core, self.left = partial(mixture, c), partial(left, c)
+        self.core, self.left, self.of_sequences = partial(mixture, c), partial(left, c), expert_balance_loss
 
     def construct(self, x, t):
         logits = self.gate(x)
@@ -71,7 +71,7 @@ class Experts(nn.Cell):
     def _shares(self, scores, chosen, t):
         """f32[2, experts], each one's share of the choices and its mean score; or of sequences f32[1, 1], their loss."""
         if self.cfg.balance_over == "sequence":
-            return expert_balance_loss(scores, chosen, t).reshape(1, 1)
+            return self.of_sequences(scores, chosen, t).reshape(1, 1)
         if self.cfg.score == "sigmoid":
             scores = scores / scores.sum(-1, keepdims=True)
         return ops.stack((one_hot(chosen, self.cfg.count).sum(1).mean(0), scores.mean(0)))

@@ -15,7 +15,7 @@ Sequence parallelism cuts the list of tokens f32[n, d], which dp has cut already
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 from mindspore import Tensor, mint, nn, ops
@@ -23,6 +23,7 @@ from mindspore import Tensor, mint, nn, ops
 from ms_dtensor import (
     DeviceMesh,
     DTensor,
+    Layout,
     MixedPrecisionPolicy,
     Partial,
     Placement,
@@ -37,6 +38,7 @@ from ms_dtensor import (
     init_device_mesh,
     local_map,
 )
+from ms_dtensor.custom_ops.rows import connected
 from ms_dtensor.internals.target import on_cpu
 from ms_dtensor.parallel import (
     ColwiseParallel,
@@ -53,7 +55,7 @@ from ms_dtensor.pipeline import Absent
 from ms_dtensor.tensor.distribute import distribute_parameter, set_parameter
 
 from .config import ExpertsConfig, ModelConfig, ParallelConfig
-from .experts import Experts, kept
+from .experts import Experts, kept, one_hot
 from .latent import Latent
 from .lora import adapted
 from .model import Listed, rotate
@@ -302,6 +304,8 @@ def lay_out_experts(cell: Experts, mesh: DeviceMesh, cfg: ParallelConfig) -> Non
     rows = {a: Replicate() if a == "tp" else Shard(0) for a in mesh.mesh_dim_names}
     between = rows | {"tp": Shard(0) if cfg.sequence_parallel else Replicate()}
     cell.left = within_capacity(cell.cfg, mesh)
+    if context_axes(mesh):
+        cell.of_sequences = balance_of_shared_sequences(mesh)
     if cfg.ep > 1:  # what a capacity drops is not sent
         run = partial(moe, mesh=mesh[expert_axes(mesh, cfg)], dedup="auto" if cfg.expert_dedup is None else cfg.expert_dedup)
     else:
@@ -329,6 +333,36 @@ def within_capacity(experts: ExpertsConfig, mesh: DeviceMesh):
     def run(chosen, t):
         one = mapped(chosen, t.length, t.tokens) if isinstance(t, Listed) else mapped(chosen, t, None)
         return one.redistribute(placements=rows)
+    return run
+
+
+def balance_of_shared_sequences(mesh: DeviceMesh):
+    """`expert_balance_loss` where ranks share sequences: each adds up its tokens' choices and scores, by sequence.
+
+    What is sent are these sums, f32[2, sequences, experts], by one all-reduce a layer; never a token's scores.
+    """
+    shared = context_axes(mesh)
+    rows = {a: Replicate() if a == "tp" else Shard(0) for a in mesh.mesh_dim_names}
+    sums = {a: Partial() if a in shared else Shard(1) if p.is_shard() else p for a, p in rows.items()}
+
+    def add_up(scores, chosen, length, tokens):
+        (first, last), = Layout(mesh[shared], [Shard(0)] * len(shared), (len(tokens),)).local_box()
+        sequence = tokens.index()[first:last] // length
+        whole = ops.zeros((2, len(tokens) // length, scores.shape[1]), scores.dtype)
+        if first == last:  # a rank without tokens
+            return connected(whole, scores)
+        both = ops.stack((one_hot(chosen, scores.shape[1]).sum(1), scores / scores.sum(-1, keepdims=True)))
+        return mint.index_add(whole, 1, Tensor(sequence.astype(np.int32)), both)
+
+    @lru_cache
+    def mapped(length):
+        return local_map(add_up, sums, (rows, rows, None, None), redistribute_inputs=True,
+                         out_shapes=lambda scores, *_: ((2, scores[0] // length, scores[1]),))
+
+    def run(scores, chosen, t):
+        share, score = mapped(t.length)(scores, chosen, t.length, t.tokens).redistribute(
+            placements=sums | dict.fromkeys(shared, Replicate()))
+        return (share * score).sum() * scores.shape[1] / (scores.shape[0] * t.length)
     return run
 
 

@@ -18,7 +18,7 @@ from ..comm.pretended import executing
 from ..core.layout import Layout
 from ..core.mesh import DeviceMesh
 from ..errors import OpRuleError
-from ..internals.names import NoFallbackGuard, TensorOverloadCall
+from ..internals.names import NoFallbackGuard, TensorOverloadCall, enabled
 from ..ops import rng
 from ..ops.local import run_local
 from ..ops.local.basic import clone
@@ -191,6 +191,7 @@ class OpPlan:
         first: Any = tensors[0]
         versioned = False
         if self.writes:
+            grad = grad and enabled()  # under `no_grad` a leaf is written as outside of a recording
             versioned = call.func is not None and call.func.name != "Assign"
             inplace.check_writable(first, self.op, grad, versioned)
             if grad:

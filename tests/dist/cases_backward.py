@@ -10,7 +10,7 @@ from ms_dtensor import ColwiseParallel, RowwiseParallel, Shard, distribute_tenso
 from ms_dtensor.compat.backward import enable_mindspore_backward_compat
 from ms_dtensor.dispatch.recording import Recording
 from ms_dtensor.errors import DTensorError, OpRuleError
-from ms_dtensor.internals.names import recording
+from ms_dtensor.internals.names import no_grad, recording
 from tests.cases import case
 from tests.dist.support import counted, equal, refusal, same_on_all_ranks
 from tests.fuzz.programs import generate, in_float64, lay_out
@@ -252,6 +252,22 @@ def hooks_inputs_cotangents_and_what_is_not_reached(world):
     with md.recorded([net.plain]):
         md.backward((net.plain ** 2).sum(), gradient=Tensor(0.5))
     assert np.array_equal(net.plain.grad.asnumpy(), net.plain.asnumpy())
+
+
+@case(2, timeout=120)
+def a_leaf_is_written_under_no_grad_inside_of_a_block(world):
+    mesh = data_mesh(world)
+    net = Pair(mesh)
+    x = distribute_tensor(Tensor(np.random.default_rng(6).normal(size=(2, 4)).astype(np.float32)), mesh, [Shard(1)])
+    wanted = net.w.full_tensor().asnumpy() * 0.5
+    with md.recorded(net):
+        with counted() as count:
+            assert "is a leaf" in refusal(lambda: net.w.mul_(0.5), OpRuleError)
+            with no_grad():
+                net.w.mul_(0.5)
+        md.backward(net(x))
+    assert not count and np.array_equal(net.w.full_tensor().asnumpy(), wanted)
+    assert bits(taken(net)[:1]) == bits([value_and_grad(net, None, [net.w])(x)[1][0]])
 
 
 @case(2, timeout=120)

@@ -106,6 +106,7 @@ def kernels() -> None:
     _put(mint, "addcmul", _addcmul)
     _put(mint, "split", _split, "MindSpore's CPU gradient reads a strided cotangent as a contiguous one")
     _put(ops, "swiglu", _swiglu)
+    _put(Tensor, "mul_", lambda x, other: x.copy_(x * other), "MindSpore's CPU leaves the tensor as it was")
 
 
 class Attention:
@@ -137,11 +138,15 @@ def after_import() -> None:
     """Names that the wheel's modules hold."""
     from mindformers.pynative.base_models.gpt import parallelize
     from mindformers.pynative.layers import flash_attention, layer_norm
+    from mindformers.pynative.optimizer import muon
     from mindformers.pynative.transformers import attention
 
     # what it casts attention's operands to, if they are in float32; the rounding, 1e-4 of a gradient, hides what is compared
     wide = types.SimpleNamespace(**{**vars(attention.mstype), "float16": ms.float32})
     _put(attention, "mstype", wide, "Ascend's FlashAttentionScore takes 16 bits only; this one takes float32")
+    wider = types.SimpleNamespace(**{**vars(muon.mstype), "bfloat16": ms.float32})
+    _put(muon, "mstype", wider, "its Newton-Schulz rounds to 16 bits, which hides what is compared; this one does not")
+    _put(muon, "_enable_muon_cube_math_type", lambda: None, "a setting of Ascend's cube units")
     for holder in (flash_attention, parallelize):
         _put(holder, "FlashAttentionScore", Attention)
     _put(layer_norm, "rms_norm", _rms_norm)

@@ -13,8 +13,8 @@ import pytest
 from tests.cases import case_params
 
 HERE = find_spec("mindformers") is not None or bool(os.environ.get("MINDFORMERS_WHEEL"))
-MODULE = "tests.third_party.cases_mindformers"
-CASES = [p for n in (2, 4) for p in case_params(MODULE, n, group="mindformers")] if HERE else []
+MODULES = ("tests.third_party.cases_mindformers", "tests.third_party.cases_mindformers_trainer")
+CASES = [p for module in MODULES for n in (2, 4) for p in case_params(module, n, group="mindformers")] if HERE else []
 
 
 @pytest.mark.skipif(not HERE, reason="the wheel is not here: see the top of this file")

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts beside every other axis on eight ranks, experts that idle, and bytes counted: against one device, or a formula."""
+from __future__ import annotations
+
+import numpy as np
+from mindspore import Parameter, Tensor
+
+import ms_dtensor as md
+from model_zoo.llama.config import ExpertsConfig, ParallelConfig
+from ms_dtensor import Replicate, Shard, comm
+from ms_dtensor.optim import AdamW, clip_grad_norm_
+from ms_dtensor.parallel.experts import ratio
+from tests.cases import case
+from tests.dist.support import array, counted, mesh_1d
+from tests.experts.cases_experts import as_on_one_device, pieces
+from tests.experts.cases_recipe import trainer_of
+from tests.experts.reference import expected, operands, random_choice
+
+WHATS = ("y", "dx", "dweights", "dw1", "dw2", "dw3")
+
+
+@case(world_size=8, timeout=400)
+def results_and_gradients_are_those_of_one_device(world):
+    as_on_one_device(world)
+
+
+@case(world_size=8, timeout=240)
+def experts_are_on_some_of_three_axes(world):
+    """Tokens and experts over two axes, over tp as well where the tokens are cut there, widths over tp where not."""
+    tokens, experts, k = 21, 9, 3  # 9 experts do not divide by 2, 4 or 8
+    chosen = random_choice(np.random.default_rng(1), tokens, experts, k)
+    x, weights, dout, ws = operands(2, tokens, experts, k)
+    want = expected(x, weights, chosen, dout, ws)
+    cut, whole = Shard(0), Replicate()
+    for axes, rows, by_w in (
+            (("dp", "ep", "tp"), [cut, cut, whole], lambda d: [whole, cut, Shard(d)]),
+            (("dp", "ep", "tp"), [cut, cut, whole], lambda d: [whole, cut, whole]),
+            (("dp", "ep", "tp"), [cut, cut, cut], lambda d: [whole, cut, cut]),  # ep within tp: sequence parallel
+            (("dp", "cp", "tp"), [cut, cut, cut], lambda d: [whole, whole, cut]),
+            (("dp", "ep", "cp"), [cut, cut, cut], lambda d: [whole, cut, whole]),
+            (("dp", "ep", "cp"), [cut, cut, cut], lambda d: [cut, cut, cut])):
+        mesh = md.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=axes)
+        args = [pieces(a, mesh, rows) for a in (x, weights)] + [pieces(w, mesh, by_w(d)) for w, d in zip(ws, (1, 2, 1))]
+        picks, cot = pieces(chosen, mesh, rows), pieces(dout, mesh, rows)
+        for dedup in (False, True):
+            def loss(x, weights, *w, picks=picks, cot=cot, dedup=dedup, rows=rows):
+                y = md.moe(x, weights, picks, *w, dedup=dedup)
+                return (y.redistribute(placements=rows) * cot).sum(), y
+            (_, y), grads = md.value_and_grad(loss, (0, 1, 2, 3, 4), has_aux=True)(*args)
+            for g, w, what in zip((y, *grads), want, WHATS, strict=True):
+                far = np.abs(g.full_tensor().asnumpy() - w).max() / np.abs(w).max()
+                assert far < 1e-10, (axes, dedup, what, far)
+
+
+EP2 = {"ep": 2, "loss_parallel": False}
+EIGHT = {
+    "fsdp2 x ep2 x tp2": (ParallelConfig(4, 2, fsdp=True, **EP2), {"recompute": True}),
+    "fsdp2 x ep2 x tp2, sequence parallel": (ParallelConfig(4, 2, sequence_parallel=True, fsdp=True, **EP2), {}),
+    "fsdp2 x ep2 x tp2, whole widths": (ParallelConfig(4, 2, fsdp=True, expert_tp=False, expert_dedup=True, **EP2), {}),
+    "ep2 x cp2 x dp2": (ParallelConfig(4, cp=2, **EP2), {}),
+    "ep2 x cp2 x tp2, fsdp": (ParallelConfig(2, 2, cp=2, fsdp=True, **EP2), {"recompute": True}),
+    "ep4 over dp and cp, tp2": (ParallelConfig(2, 2, cp=2, ep=4, loss_parallel=False), {}),
+    "ep8": (ParallelConfig(8, ep=8, loss_parallel=False), {}),
+}
+
+
+@case(world_size=8, timeout=600)
+def gradients_and_norm_of_the_recipe_are_those_of_one_device(world):
+    experts = ExpertsConfig(9, 3, balance=0.1)
+
+    def first(parallel, **how):
+        trainer = trainer_of(experts, parallel, batch=16, **how)
+        _, grads = trainer.gradients(*trainer.batch(0))
+        named = {p.name: array(g) for p, g in zip(trainer.params, grads, strict=True)}
+        return named, trainer.step(0).grad_norm
+    want, norm = first(None)
+    for layout, (parallel, how) in EIGHT.items():
+        got, of_all = first(parallel, **how)
+        far = {name: float(np.linalg.norm(got[name] - w) / np.linalg.norm(w)) for name, w in want.items()}
+        assert max(far.values()) <= 1e-6, (layout, max(far.items(), key=lambda item: item[1]))
+        assert abs(of_all - norm) <= 1e-6 * norm, (layout, of_all, norm)
+
+
+@case(world_size=(4, 8), timeout=240)
+def an_expert_that_idles_for_three_steps_trains_as_on_one_device(world):
+    """Its gradient is zeros on its rank, which takes part all the same; then tokens come to it again."""
+    mesh, experts, k, n = mesh_1d(world.size, "ep"), 2 * world.size + 1, 2, 3 * world.size
+    rng = np.random.default_rng(5)
+    x, weights, dout, ws = operands(6, n, experts, k)
+    chosen = [random_choice(rng, n, experts - 1, k) for _ in range(3)] + [random_choice(rng, n, experts, k)]
+    assert (chosen[3] == experts - 1).any()
+
+    def train(place, w, moe_of):
+        params = [Parameter(p, name=f"w{i}") for i, p in enumerate(w)]
+        optimizer, told = AdamW(params, lr=0.05, eps=1e-3), []
+        tokens, scale, cot = (place(a) for a in (x, weights, dout))
+        for picks in chosen:
+            y = place(picks)
+            step = md.value_and_grad(lambda y=y: (moe_of(tokens, scale, y, *params) * cot).sum(), None, params)
+            _, grads = step()
+            told.append([array(g) for g in grads])
+            optimizer(grads)
+        return told, [array(p) for p in params]
+    want, after = train(Tensor, [Tensor(w) for w in ws], md.moe)
+    for dedup in (False, True):
+        def cut(a):
+            return pieces(a, mesh, [Shard(0)])
+        got, trained = train(cut, [cut(w) for w in ws], lambda *a, dedup=dedup: md.moe(*a, dedup=dedup))
+        for i, (a, b) in enumerate(zip(got, want, strict=True)):
+            assert all(not g[-1].any() for g in a) == (i < 3), i
+            assert all(np.abs(g - w).max() <= 1e-10 * np.abs(w).max() for g, w in zip(a, b)), (i, dedup)
+        assert all(np.abs(g - w).max() <= 1e-10 * np.abs(w).max() for g, w in zip(trained, after)), dedup
+
+
+@case(world_size=8, timeout=240)
+def a_token_goes_once_to_a_rank_for_seven_tenths_of_the_bytes(world):
+    """64 experts over 8 ranks, 8 for a token, rows of 256 float32: counted by the record, and by the table of choices."""
+    mesh, (n, experts, k, d) = mesh_1d(8, "ep"), (512, 64, 8, 256)
+    chosen = random_choice(np.random.default_rng(3), n, experts, k)
+    x, weights, _, ws = operands(4, n, experts, k, d=d, f=2)
+    cut = [pieces(a if a.dtype == np.int32 else a.astype(np.float32), mesh, [Shard(0)]) for a in (x, weights, chosen, *ws)]
+    sent = {}
+    for dedup in (False, True, "auto"):
+        with md.CommDebugMode() as log:
+            md.moe(*cut, dedup=dedup)
+        sent[dedup] = sum(comm.group(tuple(range(8))).all_gather_object(sum(e.bytes for e in log.events)))
+    owner, home = chosen // (experts // 8), np.arange(n) // (n // 8)
+    choices = int((owner != home[:, None]).sum())
+    ranks = sum(len(set(row) - {h}) for row, h in zip(owner.tolist(), home.tolist()))
+    numbers = 8 * 7 * 4
+    assert sent[False] == choices * 2 * d * 4 + numbers * (experts // 8 + 2), (sent, choices)
+    assert sent[True] == ranks * (2 * d * 4 + 6 * k) + numbers * 3, (sent, ranks)
+    assert sent["auto"] == sent[True] <= 0.70 * sent[False], sent
+    assert abs(sent[True] / sent[False] - ratio(experts, k, 8, d * 4)) < 0.01
+
+
+@case(world_size=4)
+def norms_over_experts_and_the_rest_are_one_devices(world):
+    """Automodel#3816: each square is counted once, whichever axes cut or copy a gradient."""
+    mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    rng = np.random.default_rng(7)
+    whole = [rng.normal(size=s) for s in ((5, 3, 2), (6, 4))]
+    params = [Parameter(pieces(a, mesh, p), name=f"p{i}") for i, (a, p) in enumerate(zip(
+        whole, ([Replicate(), Shard(0)], [Shard(0), Shard(0)])))]
+    grads = [pieces(a, mesh, p.placements) for a, p in zip(whole, params)]
+    norm = float(clip_grad_norm_(list(zip(params, grads)), 0.5))
+    assert abs(norm - np.sqrt(sum((a ** 2).sum() for a in whole))) < 1e-12 * norm
+    for g, a in zip(grads, whole):
+        np.testing.assert_allclose(array(g), a * 0.5 / norm, rtol=1e-5)
+
+
+def counts_of(events):
+    return {key: v for key, v in events.items() if key[0] != "all_reduce"}
+
+
+@case(world_size=4)
+def a_rank_that_nobody_chooses_takes_part(world):
+    """PaddleFormers#3010: all tokens go to one rank; the others have nothing to compute, forward and backward."""
+    mesh, n, experts, k = mesh_1d(4, "ep"), 10, 8, 2
+    x, weights, dout, ws = operands(8, n, experts, k)
+    chosen = np.tile(np.array([6, 7], np.int32), (n, 1))
+    want = expected(x, weights, chosen, dout, ws)
+    args = [pieces(a, mesh, [Shard(0)]) for a in (x, weights, *ws)]
+    picks, cot = pieces(chosen, mesh, [Shard(0)]), pieces(dout, mesh, [Shard(0)])
+    for dedup in (False, True):
+        def loss(x, weights, *w, dedup=dedup):
+            return (md.moe(x, weights, picks, *w, dedup=dedup) * cot).sum()
+        with counted() as count:
+            _, grads = md.value_and_grad(loss, (0, 1, 2, 3, 4))(*args)
+        alike = comm.group(tuple(range(4))).all_gather_object(counts_of(count))
+        assert all(c == alike[0] for c in alike), alike
+        for g, w in zip(grads, want[1:], strict=True):
+            assert np.abs(array(g) - w).max() <= 1e-10 * np.abs(w).max()
