@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from math import prod
 
 import mindspore as ms
@@ -82,16 +83,17 @@ def test_ops_of_local_functions_are_seen():
     def local(x, w, own):
         h = mint.matmul(x, w) + table
         return mint.softmax(Unseen.apply(h) if own else h, -1) @ mint.permute(w, (1, 0))
-    for own in (False, True):
+    for own in (False, True, "compiled"):
         with dry_run(world=4, device="CPU") as run:
             mesh = md.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
             x, w = md.zeros(32, 16, device_mesh=mesh, placements=[md.Shard(0)]), md.zeros(16, 40, device_mesh=mesh)
-            mapped = md.local_map(lambda x, w, own=own: local(x, w, own), [md.Shard(0)])
+            run_here = ms.jit(partial(local, own=False)) if own == "compiled" else partial(local, own=own)
+            mapped = md.local_map(run_here, [md.Shard(0)])
             out, grads = md.value_and_grad(lambda x, w, f=mapped: f(x, w).sum(), (0, 1))(x, w)
         assert run.flops() == 3 * 2 * 2 * 8 * 16 * 40, "two products, each with two gradients, of a quarter of the rows"
         assert [e.op for e in run.events if e.phase == "forward"][:2] == ["matmul", "add"]
         assert [(e.op, e.phase) for e in run.events if e.is_move] == [("all_reduce", "backward")], "of w"
-        assert [tuple(g.shape) for g in grads] == [(32, 16), (16, 40)] and bool(own) == ("Unseen" in run.assumed)
+        assert [tuple(g.shape) for g in grads] == [(32, 16), (16, 40)] and (own is True) == ("Unseen" in run.assumed)
     with dry_run(world=4, device="CPU"):
         x = md.zeros(32, device_mesh=md.init_device_mesh("cpu", (4,)), placements=[md.Shard(0)])
         with pytest.raises(OpRuleError, match="needs data at .*test_dry_run.py"):
