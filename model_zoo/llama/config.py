@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from ms_dtensor.core.divisors import divisors
 from ms_dtensor.errors import ConfigError
 
 from .config_model import (
@@ -20,7 +21,6 @@ from .config_model import (
     ModelConfig,
     RopeScaling,
     check_model,
-    divisors,
 )
 from .config_watch import COUNT, WATCH_RANGES, GuardConfig, MetricsConfig, ProfileConfig
 

@@ -122,7 +122,7 @@ class OverlappedColwise(ParallelStyle):
 def _one_of_them(given):
     def construct(self, x: Tensor):
         name, together = self.__dict__[_TOGETHER]
-        if isinstance(x, DTensor) and _even(x.layout, together.axis, together.dim):
+        if isinstance(x, DTensor) and _even(_cut(x.layout, together.axis), together.axis, together.dim):
             return together.of(x, name)
         if isinstance(x, DTensor) and together.axis in x.device_mesh.mesh_dim_names:
             x = x.redistribute(placements=_with(x.layout, together.axis, Replicate()))
@@ -134,6 +134,13 @@ def _with(layout: Layout, axis: str, placement: Placement) -> list[Placement]:
     placed = list(layout.placements)
     placed[layout.mesh.axis_index(axis)] = placement
     return placed
+
+
+def _cut(layout: Layout, axis: str) -> Layout:
+    """The same layout, but for other axes of one rank: these cut nothing."""
+    mesh = layout.mesh
+    return layout.with_placements([Replicate() if n == 1 and name != axis else p for name, n, p in
+                                   zip(mesh.mesh_dim_names, mesh.shape, layout.placements)])
 
 
 def _even(layout: Layout, axis: str, dim: int) -> bool:
@@ -169,7 +176,8 @@ def _row_product(x, w, how: How):
 
 
 def _columns(together: _Together, x: DTensor) -> tuple[DTensor, ...]:
-    layout, axis, dim = x.layout, together.axis, together.dim
+    layout, axis, dim = _cut(x.layout, together.axis), together.axis, together.dim
+    x = x if x.layout is layout else x.redistribute(placements=list(layout.placements))
     weights = tuple(cell._params["weight"] for cell in together.cells.values())
     biases = tuple(b for cell in together.cells.values() if (b := cell._params.get("bias")) is not None)
     widths = tuple(w.shape[0] for w in weights)
@@ -218,10 +226,11 @@ class OverlappedRowwise(ParallelStyle):
 
         def wrap(given):
             def construct(self, x: Tensor):
-                rows = _with(x.layout, axis, Shard(dim))
-                there = x.layout.with_placements(rows)
-                if not _even(there, axis, dim):
+                layout = _cut(x.layout, axis)
+                rows = _with(layout, axis, Shard(dim))
+                if not _even(layout.with_placements(rows), axis, dim):
                     return place(given(self, x), device_mesh, Shard(dim), "OverlappedRowwise")
+                x = x if x.layout is layout else x.redistribute(placements=list(layout.placements))
                 weight, bias = self._params["weight"], self._params.get("bias")
                 width = weight.shape[0]
                 run = _mapped(_row_product, ("rows", x.layout, axis, dim, width), rows,
