@@ -7,6 +7,7 @@ stand, refuses what Ascend's documents do not have, and computes by the forms fo
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 from pathlib import Path
 
@@ -17,7 +18,10 @@ from mindspore import Tensor
 from mindspore.ops import auto_generate
 from mindspore.ops.auto_generate import gen_ops_prim
 
+from ms_dtensor import comm
+from ms_dtensor.comm import fused_products
 from ms_dtensor.core.balance import Mask
+from ms_dtensor.errors import CommError
 from ms_dtensor.ops import rng
 from ms_dtensor.ops.local import attention, moe, varlen
 from ms_dtensor.ops.rules.attention import FAR
@@ -36,7 +40,8 @@ def test_each_such_branch_has_a_test():
                           if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "ascend_kernels"]
     assert sorted(found) == [
         ("adamw.py", "_step"),  # tests/zoo/test_optim.py: test_on_ascend_one_kernel_steps_the_master
-        ("attention.py", "flash_attention"), ("moe.py", "finalize_once"), ("moe.py", "gating_of_rows"),
+        ("attention.py", "flash_attention"), ("fused_products.py", "all_gather_matmul"),
+        ("fused_products.py", "matmul_reduce_scatter"), ("moe.py", "finalize_once"), ("moe.py", "gating_of_rows"),
         ("varlen.py", "fused"), ("varlen.py", "fused_grad")]
 
 
@@ -240,3 +245,56 @@ def test_the_kernel_of_finalizing_is_told_what_the_form_for_cpus_is(monkeypatch,
     got = moe.finalize_once(*operands)
     assert len(seen) == 1 and (got.asnumpy() == want.asnumpy()).all()
     assert seen[0]["x1"].asnumpy().any() == mine, "one rank adds what is whole"
+
+
+# -- products and their collectives ------------------------------------------------------------------------------------
+class Fused:
+    """`all_gather_matmul` and `matmul_reduce_scatter`, by the signatures of MindSpore's primitives and its pages."""
+
+    def __init__(self, monkeypatch, group):
+        self.group, self.seen = group, []
+        monkeypatch.setattr(fused_products, "ascend_kernels", lambda: True)
+        monkeypatch.setattr(group.backend, "communicator", lambda ranks: "the group's", raising=False)
+        for name, primitive in (("all_gather_matmul", gen_ops_prim.AllGatherMatmul),
+                                ("matmul_reduce_scatter", gen_ops_prim.MatmulReduceScatter)):
+            monkeypatch.setattr(fused_products.ops, name, functools.partial(self.call, name, primitive))
+
+    def call(self, name, primitive, x, w, group, world_size, **how):
+        own = set(inspect.signature(primitive.__call__).parameters) - {"self"}
+        assert {"input", "x2", "group", "world_size", *how} <= own, (name, how, own)
+        assert (group, world_size) == ("the group's", self.group.size) and how.keys() <= {"trans_x2"}
+        inner = w._shape[1 if how["trans_x2"] else 0]
+        assert x.ndim == w.ndim == 2 and x._shape[1] == inner and x.dtype == w.dtype == ms.float16 and 256 <= inner < 65535
+        self.seen.append(name)
+        w = ms.mint.transpose(w, 0, 1) if how["trans_x2"] else w
+        if name == "all_gather_matmul":
+            there = self.group.backend.all_gather(x, 0, [x._shape[0]] * world_size, self.group.ranks)
+            return ms.mint.matmul(there, w), there
+        assert x._shape[0] % world_size == 0
+        return self.group.backend.reduce_scatter(ms.mint.matmul(x, w), "sum", 0, [x._shape[0] // world_size] * world_size,
+                                                 self.group.ranks)
+
+
+def test_fused_products_are_told_what_mindspores_pages_say(monkeypatch):
+    with comm.fake_world(2):
+        group = comm.group((0, 1))
+        x, w, b = rows(4, 256).astype(ms.float16), rows(6, 256).astype(ms.float16), rows(256, 5).astype(ms.float16)
+
+        def run():
+            with comm.record() as events:
+                out = [*fused_products.all_gather_matmul(group, x, w, True),
+                       *fused_products.all_gather_matmul(group, x, b, False),
+                       fused_products.matmul_reduce_scatter(group, x, w, True),
+                       fused_products.matmul_reduce_scatter(group, x, b, False)]
+            return [y.asnumpy() for y in out], [(e.op, e.bytes) for e in events]
+        want, told = run()
+        double = Fused(monkeypatch, group)
+        got, seen = run()
+        for a, c in zip(got, want, strict=True):
+            np.testing.assert_array_equal(a, c)
+        assert seen == told and double.seen == ["all_gather_matmul"] * 2 + ["matmul_reduce_scatter"] * 2
+        for wrong in (rows(4, 255).astype(ms.float16), rows(4, 256)):
+            with pytest.raises(CommError, match="the kernel does not take these operands"):
+                fused_products.all_gather_matmul(group, wrong, wrong, True)
+            with pytest.raises(CommError, match="float16 or bfloat16"):
+                fused_products.matmul_reduce_scatter(group, wrong, wrong, True)

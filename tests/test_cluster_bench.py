@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.bench.cluster import arithmetic, columns, report, run, suites, svg
+from ms_dtensor.debug import svg
+from scripts.bench.cluster import arithmetic, columns, report, run, suites
 from scripts.bench.cluster.hosts import Host, read_hosts, shell_text
 
 ROOT = Path(__file__).resolve().parent.parent

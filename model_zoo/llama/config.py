@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from ms_dtensor.core.divisors import divisors
 from ms_dtensor.errors import ConfigError
 
 from .config_model import (
@@ -20,7 +21,6 @@ from .config_model import (
     ModelConfig,
     RopeScaling,
     check_model,
-    divisors,
 )
 from .config_watch import COUNT, WATCH_RANGES, GuardConfig, MetricsConfig, ProfileConfig
 
@@ -54,6 +54,8 @@ class ParallelConfig:
     tp: int = 1
     sequence_parallel: bool = False
     """Norms and residuals sharded over tp along the sequence."""
+    tp_overlap: Literal[1, 2, 4, 8, 16, "kernel"] = 1
+    """With sequence_parallel: a block's products go on beside their communication, in so many pieces; kernel: Ascend's."""
     loss_parallel: bool = True
     """Logits stay sharded by vocabulary over tp up to the loss."""
     fsdp: bool = False
@@ -232,6 +234,12 @@ def check(cfg: Config, world: int) -> None:
     _check_pipeline(cfg)
     _check_context(cfg)
     _check_latent(cfg)
+    if cfg.parallel.tp_overlap != 1 and (missing := [text for text, there in (
+            ("parallel.sequence_parallel is false", not cfg.parallel.sequence_parallel), ("lora is set", cfg.lora),
+            ("model.latent is set", cfg.model.latent), ("model.experts is set", cfg.model.experts)) if there]):
+        raise ConfigError("For the configuration, parallel.tp_overlap has nothing to overlap.", ", ".join(missing),
+                          "It hides what sequence parallelism gathers and scatters around a dense block's own matrices.",
+                          ["--parallel.tp_overlap 1", "--parallel.sequence_parallel true"])
     if cfg.checkpoint.on_sigterm and not cfg.checkpoint.interval:
         raise ConfigError("For the configuration, checkpoint.on_sigterm is set, and checkpoint.interval is 0.", "",
                           "A run that never saves does not on SIGTERM either.", "--checkpoint.interval 100")

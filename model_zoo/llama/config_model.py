@@ -5,10 +5,10 @@ Not here: how a model is laid out, or trained. Reading is in `configio.py`; `con
 """
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
+from ms_dtensor.core.divisors import divisors
 from ms_dtensor.errors import ConfigError
 
 from .config_watch import COUNT
@@ -200,9 +200,3 @@ def _check_experts(m: ModelConfig, e: ExpertsConfig) -> None:
         raise ConfigError(f"For the configuration, model.experts.dense_layers = {e.dense_layers} leaves no layer.",
                           f"model.n_layers = {m.n_layers}", "The layers behind them have experts.",
                           f"--model.experts.dense_layers with at most {m.n_layers - 1}")
-
-
-def divisors(n: int) -> list[int]:
-    """All of them, the least first."""
-    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    return [*small, *(n // d for d in reversed(small) if d * d != n)]

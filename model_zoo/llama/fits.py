@@ -12,8 +12,9 @@ from pathlib import Path
 
 import psutil
 
-from model_zoo.llama.config import Config, check, divisors
+from model_zoo.llama.config import Config, check
 from model_zoo.llama.memory import USABLE, per_rank
+from ms_dtensor.core.divisors import divisors
 from ms_dtensor.errors import ConfigError
 
 GIB = 2**30

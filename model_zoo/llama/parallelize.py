@@ -9,7 +9,8 @@ of global sizes. Inputs are DTensors on the whole mesh, `Shard(0)` on dp and `Re
 
 Communication of one block over tp, forward (the backward mirrors it):
   without sequence parallelism  2 all-reduces: after wo and after w2;
-  with it                       2 all-gathers (into attention, into feed_forward) and 2 reduce-scatters (after wo, w2).
+  with it                       2 all-gathers (into attention, into feed_forward) and 2 reduce-scatters (after wo, w2),
+                                each in pieces beside the products if `tp_overlap` says so.
 Sequence parallelism cuts the list of tokens f32[n, d], which dp has cut already: f32[n@dp@tp, d].
 """
 from __future__ import annotations
@@ -42,6 +43,8 @@ from ms_dtensor.custom_ops.rows import connected
 from ms_dtensor.internals.target import on_cpu
 from ms_dtensor.parallel import (
     ColwiseParallel,
+    OverlappedColwise,
+    OverlappedRowwise,
     ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
@@ -122,6 +125,12 @@ def block_plan(cfg: ParallelConfig, block: nn.Cell) -> dict[str, ParallelStyle]:
             "feed_forward": PrepareModuleInput(input_layouts=(between, *length[:block.mixed]),
                                                desired_input_layouts=(*whole, *length[:block.mixed])),
         }
+    if cfg.tp_overlap != 1:
+        hidden = OverlappedRowwise(pieces=cfg.tp_overlap, sequence_dim=0)
+        plan |= {"attention": OverlappedColwise("wq", "wk", "wv", pieces=cfg.tp_overlap, sequence_dim=0),
+                 "feed_forward": OverlappedColwise("w1", "w3", pieces=cfg.tp_overlap, sequence_dim=0),
+                 "attention.wo": hidden, "feed_forward.w2": hidden}
+        plan = {name: style for name, style in plan.items() if style is not columns}
     return plan | adapter_plan(block)
 
 

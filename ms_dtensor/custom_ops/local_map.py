@@ -16,6 +16,7 @@ from typing import Any
 from mindspore import Parameter, Tensor, ops
 
 from .. import comm
+from ..comm.pretended import executing
 from ..core.layout import Layout, known_layout, said_of
 from ..core.mesh import DeviceMesh, coordinates
 from ..core.placements import Placement
@@ -151,6 +152,8 @@ class Mapping:
         if check:
             back = *cotangents, *(t and t.gradient(own) for t in named)
             on = self._checked_once(on, key, (*targets, *named), back, outs, mesh)
+        if (dry := executing()) is not None:
+            on = dry.seen(on)
         token = mesh_inside.set(mesh)
         try:
             result = self._with_nodes_of_all(on, local, layouts, outs, mesh) if uneven else on(local)

@@ -15,6 +15,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import Parameter, Tensor
 
+from ..comm.pretended import executing
 from ..core.tree import leaves, map_leaves
 from ..errors import OpRuleError
 from ..internals.names import NoFallbackGuard, enabled, executor, run_backward
@@ -57,6 +58,8 @@ class Recording:
                               "call it outside of value_and_grad, grad and no_grad")
         with NoFallbackGuard():
             inputs = map_leaves(lambda x: leaf_of(x, True) if x.is_floating_point() else x, inputs, Tensor)
+        if (dry := executing()) is not None:
+            dry.forward_begins()
         with apart() as participants:
             executor.set_grad_flag(True)
             try:

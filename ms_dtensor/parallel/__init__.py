@@ -2,7 +2,8 @@
 """Parallel training as declarative styles: they rewrite a cell's parameters and register forward hooks, nothing more.
 
 `module.py` applies a plan of styles, `suggest.py` computes one; `styles.py` holds the tensor- and sequence-parallel ones,
-`fused.py` that for fused projections; `sharding/` is data parallelism, with parameters whole on every rank or cut over them;
+`fused.py` that for fused projections, `overlapped.py` those that hide their communication (`pieces.py`);
+`sharding/` is data parallelism, with parameters whole on every rank or cut over them;
 `context.py` is attention of tokens that ranks share, `context_style.py` the style that puts it in a cell's place;
 `router.py` and `experts.py` mixtures of experts;
 `precision.py` mixed precision; `recompute.py` chooses cells to run again; `loss.py` the vocabulary-parallel loss. Styles use
@@ -16,6 +17,7 @@ from .experts import ExpertParallel, moe
 from .fused import FusedColwiseParallel
 from .loss import loss_parallel
 from .module import parallelize_module
+from .overlapped import OverlappedColwise, OverlappedRowwise
 from .precision import MixedPrecisionPolicy
 from .recompute import checkpoint_wrapper
 from .router import Router, expert_balance_loss, expert_counts, router_z_loss, update_expert_bias
@@ -32,7 +34,8 @@ from .styles import (
 from .suggest import suggest_plan
 
 __all__ = ["CPUOffloadPolicy", "ColwiseParallel", "ContextParallel", "ExpertParallel", "FusedColwiseParallel",
-           "MixedPrecisionPolicy", "OffloadPolicy", "ParallelStyle", "PrepareModuleInput", "PrepareModuleInputOutput",
-           "PrepareModuleOutput", "Router", "RowwiseParallel", "SequenceParallel", "checkpoint_wrapper", "context_attention",
-           "expert_balance_loss", "expert_counts", "fully_shard", "loss_parallel", "moe", "parallelize_module",
-           "register_fsdp_forward_method", "replicate", "router_z_loss", "suggest_plan", "update_expert_bias"]
+           "MixedPrecisionPolicy", "OffloadPolicy", "OverlappedColwise", "OverlappedRowwise", "ParallelStyle",
+           "PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput", "Router", "RowwiseParallel",
+           "SequenceParallel", "checkpoint_wrapper", "context_attention", "expert_balance_loss", "expert_counts",
+           "fully_shard", "loss_parallel", "moe", "parallelize_module", "register_fsdp_forward_method", "replicate",
+           "router_z_loss", "suggest_plan", "update_expert_bias"]

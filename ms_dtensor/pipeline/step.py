@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import mindspore as ms
@@ -29,9 +30,10 @@ from ..errors import PeerLost, ScheduleError
 from ..internals.target import on_cpu
 from ..parallel.sharding.call import units_of
 from ..tensor.dtensor import DTensor
-from .actions import Action, Overlap, Result, computing
+from .actions import Action, Actions, Overlap, Result, computing
+from .draw import draw
 from .microbatches import microbatch
-from .order import Lowered, Recv, Send, Slot, Timeline
+from .order import Lowered, Recv, Send, Slot, Timeline, simulate
 from .transfer import Edge
 
 if TYPE_CHECKING:
@@ -56,6 +58,8 @@ class Step:
         self.params = {s: stage.params() for s, stage in schedule.stages.items()}
         self.sums: dict[int, Any] = {}
         self.losses: list[Any] = []
+        if (dry := executing()) is not None:
+            dry.picture = partial(_picture, schedule.actions)
 
     def run(self) -> dict[int, Any]:
         """Runs all events; gives sums of gradients, by id of the parameter."""
@@ -217,6 +221,10 @@ class Step:
             told = [math.nan if executing() is not None else float(total.asnumpy()), float(total.dtype == ms.float64)]
         value, double = group.broadcast(Tensor(np.array(told)), group.ranks[last]).asnumpy().tolist()
         return Tensor(value, ms.float64 if double else ms.float32)
+
+
+def _picture(actions: Actions) -> str:
+    return draw(simulate(actions), "svg")
 
 
 def _number(loss: Any) -> Tensor:

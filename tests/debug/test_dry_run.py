@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from math import prod
 
 import mindspore as ms
@@ -12,7 +13,7 @@ from mindspore import Tensor, mint, nn
 
 import ms_dtensor as md
 from ms_dtensor import comm
-from ms_dtensor.debug import dry_run
+from ms_dtensor.debug import CommDebugMode, dry_run
 from ms_dtensor.errors import ConfigError, OpRuleError
 from tests.debug import dry_programs as programs
 
@@ -24,7 +25,7 @@ LAYOUTS = {"single": (1, 1), "tp": (1, 2), "dp": (2, 1), "fsdp": (2, 1), "zero1"
 def test_events_are_those_of_kernels(program):
     """One by one, forward and backward; a pretended world has this rank's data in the place of the others'."""
     for rank in (0, 3):
-        with comm.fake_world(4, rank):
+        with comm.fake_world(4, rank), CommDebugMode():  # as a dry run names cells
             want = [programs.seen(e) for e in program(4)]
         assert [programs.seen(e) for e in programs.same_step_dry(program, 4, rank)] == want
         assert any("backward" in e for e in want) or program is programs.cp
@@ -61,6 +62,51 @@ def test_refusals_and_values():
     for wrong in ({"world": 2, "rank": 2}, {"world": 0}, {"world": 2, "device": "TPU"}):
         with pytest.raises(ConfigError), dry_run(**wrong):
             pass
+
+
+class Unseen(md.DFunction):
+    """What NumPy does for a local function."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return Tensor.from_numpy(x.asnumpy() * 2)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Tensor.from_numpy(grad.asnumpy() * 2)
+
+
+def test_ops_of_local_functions_are_seen():
+    """Forward and backward, on local sizes, beside tables that the function makes; what NumPy does is told."""
+    table = Tensor(np.ones((1, 40), np.float32))
+
+    def local(x, w, own):
+        h = mint.matmul(x, w) + table
+        return mint.softmax(Unseen.apply(h) if own else h, -1) @ mint.permute(w, (1, 0))
+    for own in (False, True, "compiled"):
+        with dry_run(world=4, device="CPU") as run:
+            mesh = md.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+            x, w = md.zeros(32, 16, device_mesh=mesh, placements=[md.Shard(0)]), md.zeros(16, 40, device_mesh=mesh)
+            run_here = ms.jit(partial(local, own=False)) if own == "compiled" else partial(local, own=own)
+            mapped = md.local_map(run_here, [md.Shard(0)])
+            out, grads = md.value_and_grad(lambda x, w, f=mapped: f(x, w).sum(), (0, 1))(x, w)
+        assert run.flops() == 3 * 2 * 2 * 8 * 16 * 40, "two products, each with two gradients, of a quarter of the rows"
+        assert [e.op for e in run.events if e.phase == "forward"][:2] == ["matmul", "add"]
+        assert [(e.op, e.phase) for e in run.events if e.is_move] == [("all_reduce", "backward")], "of w"
+        assert [tuple(g.shape) for g in grads] == [(32, 16), (16, 40)] and (own is True) == ("Unseen" in run.assumed)
+    with dry_run(world=4, device="CPU"):
+        x = md.zeros(32, device_mesh=md.init_device_mesh("cpu", (4,)), placements=[md.Shard(0)])
+        with pytest.raises(OpRuleError, match="needs data at .*test_dry_run.py"):
+            md.local_map(mint.nonzero, [md.Shard(0)])(x)
+
+
+def test_an_array_of_the_users_has_its_values():
+    with dry_run(world=2, device="CPU"):
+        mesh = md.init_device_mesh("cpu", (2,))
+        places = md.DTensor.from_local(Tensor(np.arange(6, dtype=np.int32)), mesh)
+        assert places.asnumpy().tolist() == [0, 1, 2, 3, 4, 5]
+        with pytest.raises(OpRuleError, match="asks for a value"):
+            (places + 1).asnumpy()
 
 
 def test_a_real_world_is_as_it_was():

@@ -62,7 +62,8 @@ def a_step_is_counted_alike_on_all_ranks(world):
 def dry_runs_communicate_what_ranks_do(world):
     """Every event, forward and backward: of the programs of all kinds of parallelism, one after another."""
     for program in dry_programs.PROGRAMS:
-        real = [dry_programs.seen(e) for e in program(world.size)]
+        with CommDebugMode():  # as a dry run names cells
+            real = [dry_programs.seen(e) for e in program(world.size)]
         dry = [dry_programs.seen(e) for e in dry_programs.same_step_dry(program, world.size, world.rank)]
         assert len(real) == len(dry) > 0, (program.__name__, len(real), len(dry))
         for i, (a, b) in enumerate(zip(real, dry)):

@@ -37,6 +37,7 @@ DEEPSEEK = ModelConfig(**SIZES | {"n_kv_heads": 4}, latent=LatentConfig(10, 14, 
     balance_over="sequence"))
 LAYOUTS = {"dp x tp": ParallelConfig(2, 2, loss_parallel=False),
            "sequence parallel": ParallelConfig(2, 2, sequence_parallel=True, loss_parallel=False),
+           "overlapped": ParallelConfig(2, 2, sequence_parallel=True, loss_parallel=False, tp_overlap=4, fsdp=True),
            "fsdp x tp": ParallelConfig(2, 2, fsdp=True, loss_parallel=False)}
 
 

@@ -7,6 +7,7 @@ import pytest
 from tests.cases import case_params
 
 
-@pytest.mark.parametrize("case", case_params("tests.dist.cases_styles", 4))
+@pytest.mark.parametrize("case", [*case_params("tests.dist.cases_styles", 4), *case_params("tests.dist.cases_overlapped", 4),
+                                  *case_params("tests.dist.cases_overlapped", 2)])
 def test_styles(case, ranks):
     ranks.check(case)

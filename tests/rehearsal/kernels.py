@@ -158,7 +158,7 @@ def stood_in(device, clock: bool = True) -> Iterator[None]:
     new = {name: _written(getattr(Tensor, name), name, device) for name in (*IN_PLACE, "copy_")}
     new |= {name: _launching(getattr(Tensor, name), name, device) for name in ("contiguous", "astype")}
     new |= {name: _waiting(getattr(Tensor, name), state, device) for name in SYNCS if hasattr(Tensor, name)}
-    storage, synchronize = Tensor.untyped_storage, ms.runtime.synchronize
+    storage, synchronize, matmul = Tensor.untyped_storage, ms.runtime.synchronize, mint.matmul
     new["untyped_storage"] = lambda self: _Storage(storage(self), lambda call: _waiting(call, state, device), device.resized)
     new["__init__"] = _copying(Tensor.__init__, device, lambda args: args[1:])
     new["from_numpy"] = staticmethod(_copying(Tensor.from_numpy, device, lambda args: args))
@@ -167,7 +167,10 @@ def stood_in(device, clock: bool = True) -> Iterator[None]:
     def tick(x):
         device.compute += math.prod(x._shape) * Tensor.itemsize.__get__(x) / device.rates.saved
         return x
-    packing.mint = _Mint(device)
+    def multiplied(a, b):
+        device.compute += 2 * math.prod(a._shape) * b._shape[-1] / device.rates.flops
+        return matmul(a, b)
+    packing.mint, mint.matmul = _Mint(device), multiplied
     ms.runtime.synchronize = _waiting(synchronize, state, device)
     for name, function in new.items():
         setattr(Tensor, name, function)
@@ -178,7 +181,7 @@ def stood_in(device, clock: bool = True) -> Iterator[None]:
         else:
             yield
     finally:
-        packing.mint, ms.runtime.synchronize = mint, synchronize
+        packing.mint, mint.matmul, ms.runtime.synchronize = mint, matmul, synchronize
         for name, function in before.items():
             if function is None:
                 delattr(Tensor, name)

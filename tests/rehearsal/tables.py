@@ -49,11 +49,13 @@ class Rates:
     Attributes:
         wire: of what leaves a rank.
         saved: of tensors saved for the backward, as they are saved and as they are read: the measure of computation.
+        flops: operations a second of products that Python calls by `mint.matmul`, beside that.
         latency: seconds of a collective, however small.
     """
 
     wire: float = 50e9
     saved: float = 100e9
+    flops: float = float("inf")
     latency: float = 20e-6
 
 

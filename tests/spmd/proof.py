@@ -267,7 +267,11 @@ def _sums_of_shards(one: OneCall, ins, n: int, tally: Tally) -> str:
         return ""
     shares = [None if c is None else rng.normal(size=w.shape).astype(w.dtype) for w, c in zip(wanted, one.trial.cotangents)]
     local = [one.gradients([p[r] for p in parts], shares) for r in range(n)]
-    for k, (i, want) in enumerate(zip(one.trial.wrt, one.gradients(whole, shares))):
+    try:
+        true = one.gradients(whole, shares)
+    except Exception:  # noqa: BLE001  as above, of the op that the backward is: a transposed convolution's is a convolution
+        return ""
+    for k, (i, want) in enumerate(zip(one.trial.wrt, true)):
         got = np.concatenate([g[k] for g in local], ins[i].dim) if ins[i].is_shard() else sum(g[k] for g in local)
         if not same(want, got, half=one.trial.half):
             return f"gradient of operand {i}"

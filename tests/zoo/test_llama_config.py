@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from model_zoo.llama.config import RANGES, Config, divisors
+from model_zoo.llama.config import RANGES, Config
 from model_zoo.llama.configio import dump, load
 from model_zoo.llama.data import load_text
+from ms_dtensor.core.divisors import divisors
 from ms_dtensor.errors import ConfigError
 
 CONFIGS = Path(__file__).resolve().parents[2] / "model_zoo/llama/configs"

@@ -9,6 +9,8 @@ notes beside an operand. Invariant: an event here changes nothing about what is 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -18,15 +20,20 @@ from mindspore import Parameter, Tensor
 
 from ...comm.packing import numpy_dtype
 from ...comm.record import CommEvent, user_site
+from ...comm.world import current_world
 from ...core.dry_event import COMPUTE, DryEvent
 from ...core.layout import Layout
-from ...dispatch.operands import DIFFERENTIABLE, dtype_name, local_alias, make, wrap
+from ...core.mesh import DeviceMesh
+from ...core.tree import leaves, map_leaves
+from ...dispatch.modes import implicit_replication
+from ...dispatch.operands import DIFFERENTIABLE, as_local, dtype_name, local_alias, make, wrap
 from ...dispatch.replaced import PLACE
 from ...errors import OpRuleError
 from ...internals.names import Function, enabled, recording
 from .abstract import Ledger, nameless, on_storage_of
 from .formulas import backward_flops, flops, kept
 
+_MESHES = {"CPU": "cpu", "Ascend": "npu", "GPU": "gpu"}  # what meshes call devices
 _SEVERAL = frozenset(("split", "chunk", "unstack", "unbind", "tensor_split", "meshgrid", "split_with_size"))
 
 
@@ -129,6 +136,8 @@ class Executor:
         self.ledger = Ledger(self.events)
         self.forks: dict[Any, tuple[Any, Tensor]] = {}
         self.kind = "activations"  # of what moves bring
+        self.fork = 0, -1  # the address of the fork made last, and the event that made what it is of
+        self.picture: Callable[[], str] = str  # of the last pipeline's schedule
         self.given: tuple[int, ...] = ()  # the events that made what the next communication sends
 
     # -- ops ---------------------------------------------------------------------------------------------------------
@@ -155,6 +164,13 @@ class Executor:
                   single, cost)
         return Op.apply(job, *used)
 
+    def product(self, a, b, phase: str) -> Tensor:
+        """That of two plain matrices, of which no rule tells."""
+        out, size = (a._shape[0], b._shape[1]), nbytes(a.dtype)
+        read = size * (prod(a._shape) + prod(b._shape))
+        event = self.note("matmul", phase, user_site(), 2 * prod(out) * a._shape[1], read, size * prod(out), (a, b), a.dtype)
+        return self.ledger.new(out, a.dtype, "activations", event)
+
     def made(self, what, first, shapes, dtypes, event: int) -> tuple:
         """Results without data: on the first operand's storage, if they are views of it."""
         if what.view:
@@ -177,11 +193,13 @@ class Executor:
 
     # -- what only data tell -----------------------------------------------------------------------------------------
     def value(self, x, who: str) -> np.ndarray:
-        """What the user says that a tensor holds.
+        """What a tensor holds: one of the user's own that is there, else what they say of it.
 
         Raises:
             OpRuleError: nothing is said of this line.
         """
+        if prod(x._shape) > 1 and any(Tensor.stride(x)):
+            return local_alias(x).asnumpy()
         site = user_site()
         place = f"{os.path.basename(site.rpartition(':')[0])}:{site.rpartition(':')[2]}"
         if place not in self.values:
@@ -237,6 +255,41 @@ class Executor:
             self.note(type(optimizer).__name__, "optimizer", user_site(), 0,
                       kept + prod(grads[i]._shape) * grads[i].itemsize, kept, (grads[i],), param.dtype)
 
+    # -- local functions ---------------------------------------------------------------------------------------------
+    def seen(self, fn):
+        """A function of a list of local tensors: it is given DTensors of this rank alone, so its ops are seen."""
+        def run(tensors):
+            with implicit_replication():
+                return self._plain(fn(self._alone(tensors)))
+        return run
+
+    def is_alone(self, *arguments) -> bool:
+        """Whether a local function's tensors are among these."""
+        return any(x._layout.mesh == self.mesh for x in leaves(arguments, Tensor) if getattr(x, "_layout", None) is not None)
+
+    def unseen(self, name: str, fn, args, kwargs):
+        """What a local function does by itself, with NumPy say: it runs, on what is not there."""
+        self.assumed[name] = f"what it computes at {user_site()} is not seen: its operations and memory are not counted"
+        return self._alone(fn(*self._plain(args), **self._plain(kwargs)))
+
+    def _alone(self, tree):
+        def one(x):
+            layout = getattr(x, "_layout", None)
+            return x if layout is not None else wrap(x, Layout(self.mesh, None, tuple(x._shape), dtype_name(x.dtype)))
+        return map_leaves(one, tree, Tensor)
+
+    def _plain(self, tree):
+        def one(x):
+            layout = getattr(x, "_layout", None)
+            return as_local(x) if layout is not None and layout.mesh == self.mesh else x
+        return map_leaves(one, tree, Tensor)
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """Of this rank alone."""
+        world: Any = current_world()
+        return DeviceMesh(_MESHES[world.device_type], [world.rank], mesh_dim_names=("alone",))
+
     # -- autograd ----------------------------------------------------------------------------------------------------
     def forked(self, x) -> Tensor:
         """One use of a value whose gradient is recorded; for use under the guard."""
@@ -251,8 +304,13 @@ class Executor:
             return x  # a node of MindSpore's own, of which Python gets another object each time
         _, handle = self.forks.get(key, (None, x))
         used, rest = Fork.apply(handle, self, key)
+        self.fork = Tensor.data_ptr(used), self.ledger.maker(x)
         self.forks[key] = (x if x._is_leaf else node), rest
         return used
+
+    def forward_begins(self) -> None:
+        """A forward whose backward is its own: the forks of parameters in the forwards before it are theirs."""
+        self.forks = {key: fork for key, fork in self.forks.items() if key[0] != "leaf"}
 
     # -- moves and memory --------------------------------------------------------------------------------------------
     def arrive(self, shape, dtype, *given: Tensor) -> Tensor:
@@ -262,7 +320,8 @@ class Executor:
 
     def give(self, *given: Tensor) -> None:
         """What the next communication needs."""
-        self.given = tuple(sorted({m for x in given if (m := self.ledger.maker(x)) >= 0}))
+        makers = {self.fork[1] if Tensor.data_ptr(x) == self.fork[0] else self.ledger.maker(x) for x in given}
+        self.given = tuple(sorted(m for m in makers if m >= 0))
 
     def note_move(self, event: CommEvent) -> None:
         """A communication has been recorded."""

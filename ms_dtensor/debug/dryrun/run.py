@@ -6,9 +6,11 @@ autograd. Not here: how long it takes, which is a pure function of `run.events` 
 """
 from __future__ import annotations
 
+import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import prod
 from typing import Any
 
 from mindspore.nn.utils import no_init_parameters
@@ -19,10 +21,13 @@ from ...comm.world import World, pretend
 from ...core.dry_event import DryEvent
 from ...errors import ConfigError
 from ...internals.target import rehearsal
+from ..cell_names import CellNames
 from ..predict import load_hardware, timeline
+from . import page
 from .abstract import KINDS
 from .backend import AbstractBackend
 from .executor import Executor
+from .report import write_report
 
 _DEVICES = {"cpu": "CPU", "npu": "Ascend", "ascend": "Ascend", "gpu": "GPU", "cuda": "GPU"}
 
@@ -42,6 +47,8 @@ class DryRun:
         self.world, self.rank, self.device = world, rank, device
         self._executor = Executor(values, messages)
         self.communication: list[CommEvent] = _Moves(self._executor)
+        self._cells: CellNames | None = CellNames()
+        self._parameters: list[page.Parameter] = []
 
     @property
     def events(self) -> list[DryEvent]:
@@ -83,6 +90,48 @@ class DryRun:
     def memory(self) -> Memory:
         """Bytes over time, by kind."""
         return Memory(self._executor.ledger.changes)
+
+    def parameters(self) -> list[page.Parameter]:
+        """Those of the cells that were called, with the names of these; the layout of each, and what this rank holds."""
+        if self._cells is not None:
+            self._parameters = [
+                page.Parameter(f"{cell}.{key}", tuple(p.shape), layout.describe(), (local := layout.local_shape()),
+                               prod(local) * p.itemsize)
+                for cell, own in self._cells.parameters().items() for key, p in own.items()
+                if (layout := getattr(p, "_layout", None)) is not None]
+        return self._parameters
+
+    def pipeline(self) -> str:
+        """The picture of the schedule of a pipeline that the block ran, an SVG; empty if it ran none."""
+        return self._executor.picture()
+
+    def report(self, path: str | os.PathLike, *, title: str = "", hardware=None, measured: Mapping[str, Any] | None = None,
+               links: Sequence[tuple[str, str]] = ()) -> None:
+        """Writes what was found as one HTML page, which needs nothing but itself.
+
+        Args:
+            path: of the page.
+            title: its heading.
+            hardware: as for `seconds`; without it no time is predicted.
+            measured: of a real run, to stand beside what is predicted: "seconds" of a step, "bytes" of tensors at the peak,
+                "comm" as {"all_reduce tp": (calls, bytes)}, as the recipe's `metrics.jsonl` has it.
+            links: (file beside the page, what it is).
+
+        Example:
+            >>> from pathlib import Path
+            >>> from tempfile import mkdtemp
+            >>> from ms_dtensor.debug import dry_run
+            >>> with dry_run(world=8, device="CPU") as run:
+            ...     pass
+            >>> run.report(Path(mkdtemp()) / "step.html", title="nothing at all")
+        """
+        write_report(self, path, title, hardware, measured or {}, links)
+
+    def _leave(self) -> None:
+        """The block ends: the program's cells may go."""
+        self.parameters()
+        self._cells = None
+        self._executor.end()
 
 
 class Memory:
@@ -177,9 +226,10 @@ def dry_run(world: int, rank: int = 0, device: str = "Ascend", *, values: dict[s
     run = DryRun(world, rank, kind, dict(values or {}), dict(messages or {}))
     backend = AbstractBackend(world, rank, run._executor, on_host=kind == "CPU")
     pretending: Any = World(rank, world, backend, kind, executor=run._executor)
-    with rehearsal(kind), pretend(pretending), record_into(run.communication), no_init_parameters():
+    with (rehearsal(kind), pretend(pretending), record_into(run.communication), no_init_parameters(),
+          run._cells.naming()):  # type: ignore[union-attr]
         try:
             yield run
         finally:
-            run._executor.end()
+            run._leave()
 

@@ -12,6 +12,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from ...core.divisors import divisors
 from ...errors import ConfigError
 from .hardware import Hardware, load_hardware
 from .step import Estimate, estimate
@@ -169,17 +170,6 @@ def _recompute(model: Transformer) -> tuple[Any, ...]:
 
 def _sharded(ranks: int) -> tuple[Any, ...]:
     return ("none", "zero1", "fsdp") if ranks > 1 else ("none",)
-
-
-def divisors(n: int) -> list[int]:
-    """Of a number, from 1 on.
-
-    Example:
-        >>> from ms_dtensor.debug.predict.search import divisors
-        >>> divisors(12)
-        [1, 2, 3, 4, 6, 12]
-    """
-    return [i for i in range(1, n + 1) if n % i == 0]
 
 
 def _simpler(plan: Plan) -> tuple[int, ...]:

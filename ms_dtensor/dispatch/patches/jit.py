@@ -16,6 +16,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn
 
 from ... import comm
+from ...comm.pretended import executing
 from ...core.tree import leaves, map_leaves
 from ...errors import DTensorError, OpRuleError
 from ...internals.names import jit_api, jit_trace, pijit_context
@@ -106,6 +107,8 @@ def _call(original):
                 args = self.obj, *_shards(self.obj, args[1:])
                 with _StandIns(self.obj, args[1:]):
                     return original(self, *args, **map_leaves(_shard, kwargs, Tensor))
+        elif (dry := executing()) is not None and dry.is_alone(*given):
+            return self.fn(*args, **kwargs)  # of a local function: uncompiled, its ops are seen
         elif self.fn.__module__ == "mindspore.amp" and _dtensors(*given):
             return _all_finite(*args) if self.fn.__name__ == "_all_finite" else self.fn(*args, **kwargs)
         elif _is_others(self.obj) and _dtensors(*given, list(self.obj.parameters)):

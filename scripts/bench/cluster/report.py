@@ -19,7 +19,8 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[3])
 
-from scripts.bench.cluster import columns, svg  # noqa: E402
+from ms_dtensor.debug import svg  # noqa: E402
+from scripts.bench.cluster import columns  # noqa: E402
 from scripts.bench.cluster.arithmetic import KNOWN  # noqa: E402
 from scripts.bench.cluster.pieces import FACTS, PIECE, read  # noqa: E402
 

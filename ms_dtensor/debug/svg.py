@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two kinds of small plots as inline SVG: lines over sizes, and bars beside names. No script, nothing from elsewhere.
+"""Small plots as inline SVG: lines over sizes, bars beside names, areas over time. No script, nothing from elsewhere.
 
 Drawn for 340 px, so that text stays readable on a telephone and three fit beside each other on a desk. Colours are Okabe and
 Ito's, which colour-blind people tell apart; lines differ in their marks and dashes as well.
@@ -110,8 +110,50 @@ def bars(title: str, names: Sequence[str], series: Sequence[tuple[str, Sequence[
     return "".join([*out, "</svg>"])
 
 
-def _open(title: str, height: float) -> str:
-    return (f'<svg viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" role="img" aria-label="{escape(title)}">'
+def areas(title: str, names: Sequence[str], points: Sequence[tuple[float, Sequence[float]]], x_name: str,
+          width: int = 720) -> str:
+    """What adds up to a whole, as it changes: areas on each other over x, a value for each name at each point.
+
+    A value holds until the next point.
+    """
+    if not points:
+        return ""
+    steps, end = ticks(max(sum(values) for _, values in points)), max(points[-1][0], 1)
+    out = [_open(title, HEIGHT, width)]
+
+    def across(x: float) -> float:
+        return LEFT + x / end * (width - LEFT - RIGHT)
+
+    def up(y: float) -> float:
+        return HEIGHT - BOTTOM - y / steps[-1] * (HEIGHT - TOP - BOTTOM)
+    for y in steps:
+        out.append(f'<path class="grid" d="M{LEFT} {up(y):.1f}H{width - RIGHT}"/>'
+                   f'<text x="{LEFT - 5}" y="{up(y) + 3.5:.1f}" text-anchor="end">{short(y)}</text>')
+    below = [0.0] * len(points)
+    for i, name in enumerate(names):
+        above = [low + values[i] for low, (_, values) in zip(below, points, strict=True)]
+        if any(a > b for a, b in zip(above, below, strict=True)):
+            edge = _stairs([across(x) for x, _ in points], [up(y) for y in above])
+            back = _stairs([across(x) for x, _ in points], [up(y) for y in below])[::-1]
+            path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in (*edge, *back))
+            out.append(f'<path d="{path}z" fill="{colour(i)}"><title>{escape(name)}</title></path>')
+        below = above
+    for x in ticks(end)[:-1]:
+        out.append(f'<text x="{across(x):.1f}" y="{HEIGHT - BOTTOM + 14}" text-anchor="middle">{short(x)}</text>')
+    out.append(f'<text x="{(LEFT + width - RIGHT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x_name)}</text>')
+    return "".join([*out, "</svg>"])
+
+
+def _stairs(xs: Sequence[float], ys: Sequence[float]) -> list[tuple[float, float]]:
+    """Corners of a line that keeps its height until the next x."""
+    corners = [(xs[0], ys[0])]
+    for x, y, before in zip(xs[1:], ys[1:], ys):
+        corners += [(x, before), (x, y)]
+    return corners
+
+
+def _open(title: str, height: float, width: int = WIDTH) -> str:
+    return (f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" aria-label="{escape(title)}">'
             f'<text class="title" x="4" y="15">{escape(title)}</text>')
 
 

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real ranks: products beside their communication, piece by piece, are those of one device, gradients too; all is counted."""
+from __future__ import annotations
+
+import copy
+from collections import Counter
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, mint, nn
+
+from ms_dtensor import (
+    DTensor,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    fully_shard,
+    parallelize_module,
+    replicate,
+    value_and_grad,
+)
+from ms_dtensor.errors import ConfigError
+from ms_dtensor.parallel import (
+    ColwiseParallel,
+    MixedPrecisionPolicy,
+    OverlappedColwise,
+    OverlappedRowwise,
+    PrepareModuleInput,
+    RowwiseParallel,
+)
+from tests.cases import case
+from tests.dist.cases_styles import fill
+from tests.dist.support import array, counted, data, equal, mesh_1d, mesh_2d, refusal
+
+S = Shard
+
+
+class Gated(nn.Cell):
+    """Two products of one input, of unlike widths, and one behind each."""
+
+    def __init__(self, kind=nn.Dense, bias: bool = True):
+        super().__init__()
+        made = (lambda a, b: nn.Dense(a, b, has_bias=bias)) if kind is nn.Dense else (lambda a, b: kind(a, b, bias=bias))
+        self.up, self.gate, self.down, self.side = made(6, 8), made(6, 16), made(8, 6), made(16, 6)
+
+    def construct(self, x):
+        wide = self.gate(x)
+        return self.down(mint.tanh(self.up(x))) + self.side(wide * wide)
+
+
+def overlapped(net, mesh, pieces, dim):
+    OverlappedColwise("up", "gate", pieces=pieces, sequence_dim=dim).apply(net, mesh)
+    rows = OverlappedRowwise(pieces=pieces, sequence_dim=dim)
+    return parallelize_module(net, mesh, {"down": rows, "side": rows})
+
+
+def trained(net, x):
+    """Loss, gradient of the input and of every parameter, with the communication."""
+    params = net.trainable_params()
+    weights = Tensor(np.random.default_rng(5).normal(size=x.shape).astype(np.float32))
+    if isinstance(x, DTensor):
+        weights = distribute_tensor(weights, x.device_mesh, x.placements)
+    with counted() as count:
+        loss, (dx, grads) = value_and_grad(lambda x: (net(x) * weights).sum(), 0, params)(x)
+    return [loss, dx, *grads], count
+
+
+@case(world_size=(2, 4))
+def pieces_are_as_the_whole_and_one_collective_each(world):
+    """Both orders of dims, biases, two kinds of Linear; pieces that rows divide, and those that are made fewer."""
+    mesh = mesh_1d(world.size)
+    for dim, shape, kind, bias in ((0, (8 * world.size, 6), nn.Dense, True), (1, (3, 4 * world.size, 6), mint.nn.Linear, True),
+                                   (1, (1, 6 * world.size, 6), nn.Dense, False)):
+        x, plain = data(1, *shape), fill(Gated(kind, bias))
+        want, _ = trained(plain, x)
+        for pieces in (1, 2, 4, "kernel"):
+            net = overlapped(fill(Gated(kind, bias)), mesh, pieces, dim)
+            got, count = trained(net, distribute_tensor(x, mesh, [S(dim)]))
+            for i, (a, b) in enumerate(zip(got, want, strict=True)):
+                equal(a, b, f"{shape} {pieces} {i}")
+            rows = int(np.prod(shape[:-1])) // world.size
+            k = 1 if pieces == "kernel" else max(n for n in range(1, pieces + 1) if rows % n == 0)
+            assert rows % 8 or pieces == "kernel" or k == pieces
+            asked = Counter({key: n for key, n in count.items() if key[0] in ("all_gather", "reduce_scatter")})
+            assert asked == {("all_gather", "forward"): k, ("reduce_scatter", "backward"): k,  # of both columns together
+                             ("reduce_scatter", "forward"): 2 * k, ("all_gather", "backward"): 2 * k}, (pieces, count)
+            assert set(count) - set(asked) <= {("all_reduce", "backward")}, count
+            assert count["all_reduce", "backward"] == 2 * bias, ("of the row-wise biases; the loss stays a sum", count)
+
+
+@case(world_size=4)
+def beside_data_parallelism_and_where_rows_are_uneven(world):
+    mesh = mesh_2d()
+    for wrap, n in ((replicate, 16), (fully_shard, 16), (replicate, 10)):
+        x, plain, net = data(1, n, 6), fill(Gated()), fill(Gated())
+        overlapped(net, mesh["tp"], 2, 0)
+        wrap(net, mesh=mesh["dp"])
+        dx = distribute_tensor(x, mesh, [S(0), S(0)])
+        want, _ = trained(plain, x)
+        got, count = trained(net, dx)
+        for i, (a, b) in enumerate(zip(got, want, strict=True)):
+            equal(a, b, f"{wrap.__name__} {n} {i}")
+        gathers = count["all_gather", "forward"]
+        assert gathers == {"replicate": 2, "fully_shard": 3}[wrap.__name__] if n == 16 else gathers >= 1, count
+        twin = copy.deepcopy(net)
+        before = array(net(dx))
+        for p in twin.trainable_params():
+            p.set_data(p * 0)
+        assert (array(net(dx)) == before).all() and not array(twin(dx)).any(), "a copy computes with its own weights"
+
+
+@case(world_size=4)
+def other_layouts_than_the_styles_and_bfloat16(world):
+    """At 16 bits the values of a gather at the door; what lies otherwise is brought there."""
+    mesh, policy = mesh_2d(), MixedPrecisionPolicy(param_dtype=ms.bfloat16)
+    x, made = distribute_tensor(data(1, 16, 6), mesh, [S(0), S(0)]), []
+    at_the_door = fill(Gated())
+    PrepareModuleInput(input_layouts=S(0), desired_input_layouts=Replicate()).apply(at_the_door, mesh["tp"])
+    parallelize_module(at_the_door, mesh["tp"], {
+        "up": ColwiseParallel(use_local_output=False), "gate": ColwiseParallel(use_local_output=False),
+        **dict.fromkeys(("down", "side"), RowwiseParallel(output_layouts=S(0), use_local_output=False))})
+    for net in (overlapped(fill(Gated()), mesh["tp"], 4, 0), at_the_door):
+        made.append(trained(replicate(net, mesh=mesh["dp"], mp_policy=policy), x)[0])
+    for i, (a, b) in enumerate(zip(*made, strict=True)):
+        equal(a, b, f"bfloat16 {i}", 3e-2)
+    net = overlapped(fill(Gated()), mesh["tp"], 4, 0)
+    whole = distribute_tensor(data(1, 16, 6), mesh["tp"], [Replicate()])
+    equal(net(whole), fill(Gated())(data(1, 16, 6)), "placed as the style says")
+
+
+@case(world_size=2)
+def overlap_refuses_what_it_cannot_compute(world):
+    mesh, net = mesh_1d(2), Gated()
+    net.act = nn.Dense(6, 8, activation="relu")
+    for style, words in ((OverlappedColwise("up", "nope"), "has no cell 'nope'"), (OverlappedColwise(), "no plain Linear"),
+                         (OverlappedColwise("up", pieces=0), "'pieces' is 0"), (OverlappedColwise("act"), "no plain Linear"),
+                         (OverlappedColwise("up", pieces=True), "'pieces' is True")):
+        assert words in refusal(lambda style=style: style.apply(net, mesh), ConfigError), words
