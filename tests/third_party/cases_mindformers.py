@@ -226,4 +226,4 @@ def its_adamw_keeps_float32_masters_of_sharded_parameters(world):
 def what_is_not_its_own_is_named(world):
     wheel()
     assert all(stand_ins.NAMED.values()) and "Attention" not in stand_ins.NAMED
-    assert len(stand_ins.NAMED) < 50
+    assert len(stand_ins.NAMED) < 75  # packages, and kernels of two models and two optimizers
