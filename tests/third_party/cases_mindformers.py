@@ -41,6 +41,7 @@ def wheel():
     if "mindformers" not in sys.modules:
         if WHEEL:
             sys.path.insert(0, WHEEL)
+        os.environ.setdefault("LOG_MF_PATH", tempfile.mkdtemp())  # else it writes ./output
         register()
         stand_ins.packages()
         stand_ins.kernels()
