@@ -165,12 +165,12 @@ def _mapped(fn, key: tuple, outs, ins, shapes):
     return _maps[key]
 
 
-@declared(("V", "*", "->", "V"))
+@declared(("V", "*", "->", "V"), ("V", "R", "*", "->", "V"))
 def _column_products(x, weights, biases, how: How):
     return Columns.apply(x, weights, biases, how)
 
 
-@declared(("V", "*", "->", "V"))
+@declared(("V", "V", "->", "V"), ("V", "R", "->", "V"))
 def _row_product(x, w, how: How):
     return Rows.apply(x, w, how)
 

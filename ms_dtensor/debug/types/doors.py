@@ -259,7 +259,7 @@ def declared(*types):
     """Decorates a local function whose numbers Python reads, or that sends by tables: to a check it is one op.
 
     Args:
-        *types: its signatures on an axis, as those of a `DFunction`; "*" behind an operand's type: all others are alike.
+        *types: its signatures on an axis, as those of a `DFunction`; "*" behind an operand's type: all others are like it.
     """
     def mark(fn):
         class Named:

@@ -299,7 +299,8 @@ def by_signature(signatures: Sequence[tuple[tuple[str, ...], tuple[str, ...]]], 
                  graded: Sequence[bool]) -> tuple[Kind, ...] | None:
     """The results' types by the first of several signatures (operands, results) that has these operands; else None."""
     for ins, outs in signatures:
-        ins = (ins[0],) * len(kinds) if ins[1:] == ("*",) else ins
+        if ins[1:] and ins[-1] == "*":  # as many as there are of what stands before it
+            ins = ins[:-2] + (ins[-2],) * (len(kinds) - len(ins) + 2)
         if len(ins) == len(kinds) and all(k.letter == s or not g and k.letter in "RI" and s in "RI"
                                           for s, k, g in zip(ins, kinds, graded)):
             return tuple(OF_LETTER[s] for s in outs)
