@@ -26,7 +26,7 @@ def _by_groups(x: np.ndarray, groups: int, last: np.ndarray | float | None = Non
     out = np.empty((groups, h // groups, t, e + (last is not None)), x.dtype)
     out[..., :e] = x.reshape(t, groups, h // groups, e).transpose(1, 2, 0, 3)
     if last is not None:
-        out[..., e:] = last.reshape(t, groups, h // groups, 1).transpose(1, 2, 0, 3) if isinstance(last, np.ndarray) else last
+        out[..., e:] = np.broadcast_to(last, (t, h, 1)).reshape(t, groups, h // groups, 1).transpose(1, 2, 0, 3)
     return out.reshape(groups, h // groups * t, -1)
 
 
@@ -36,7 +36,7 @@ def _by_tokens(x: np.ndarray, t: int) -> np.ndarray:
 
 
 def _blocks(q_ends: Sequence[int], k_ends: Sequence[int], mask: Mask, shared: int) -> Iterator[tuple]:
-    """(queries, keys, what is hidden): rows from and to, and pairs of (columns of the block, what to add to scores there)."""
+    """(queries, keys, what is hidden): rows from and to, and (columns of the block, what to add to scores there)."""
     q0 = k0 = 0
     for q1, k1 in zip(q_ends, k_ends):
         step = max(16, min(_ROWS, _ELEMENTS // max(k1 - k0, 1)) // shared)
