@@ -8,7 +8,7 @@ each token once, and a rank has as many tokens as its shard of the list has rows
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -57,6 +57,8 @@ class Tokens:
     sizes: tuple[int, ...] = ()
 
     def __post_init__(self):
+        object.__setattr__(self, "documents", tuple(self.documents))
+        object.__setattr__(self, "runs", tuple(tuple(tuple(run) for run in rank) for rank in self.runs))
         held: list[Run] = sorted(run for rank in self.runs for run in rank)
         ends = [0] * len(self.documents)
         right = True
@@ -67,6 +69,11 @@ class Tokens:
         if not right or tuple(ends) != self.documents:
             raise ConfigError("For 'Tokens', the runs are not the documents.", f"{len(self.documents)} documents",
                               "Each token of each document is in one run of one rank.", "balance(documents, ranks)")
+        for r, mine in enumerate(self.runs):
+            if list(mine) != sorted(mine):  # the tables of keys go through them once, from the front
+                raise ConfigError("For 'Tokens', the runs of a rank are not by document and place.", f"rank {r}: {mine}",
+                                  "A rank has its tokens by document, and those of a document by place.",
+                                  f"{tuple(sorted(mine))}, and its rows in this order")
         have = tuple(sum(stop - start for _, start, stop in rank) for rank in self.runs)
         if not self.sizes:
             object.__setattr__(self, "sizes", shard_sizes(sum(have), len(have)))
@@ -115,6 +122,10 @@ class Tokens:
             >>> tokens.restore(x[tokens.index()]).tolist()
             [0, 1, 2, 3, 4, 5, 6, 7]
         """
+        if np.ndim(x) < 1 or len(x) != len(self):
+            raise ConfigError(f"For 'Tokens.restore', there are {len(x) if np.ndim(x) else 'no'} rows for {len(self)} "
+                              "tokens.", "", "Each token has a row, those of rank 0 first.",
+                              "x.full_tensor(), of one part of the batch")
         out = np.empty_like(x)
         out[self.index()] = x
         return out
@@ -226,13 +237,16 @@ def _made(documents: Sequence[int], runs: Sequence[Sequence[Run]], sizes: tuple[
 
 
 def _checked(who: str, documents: Sequence[int], ranks: int | Sequence[int]) -> tuple[list[int], tuple[int, ...]]:
-    parts = (ranks,) if isinstance(ranks, int) else tuple(ranks)
-    wrong = [n for n in documents if not isinstance(n, int | np.integer) or n < 0]
-    if wrong or min(parts, default=0) < 1:
+    parts: tuple[Any, ...] = tuple(ranks) if isinstance(ranks, Iterable) else (ranks,)
+    lengths: list[Any] = list(documents) if isinstance(documents, Iterable) else [documents]
+    wrong = [n for n in lengths if not isinstance(n, int | np.integer) or n < 0]
+    if not isinstance(documents, Iterable):
+        wrong = lengths
+    if wrong or not parts or not all(isinstance(n, int | np.integer) and n > 0 for n in parts):
         raise ConfigError(f"For '{who}', {list(parts)} ranks cannot have these documents.",
-                          f"a length {wrong[0]!r}" if wrong else f"{len(documents)} documents",
+                          f"a length {wrong[0]!r}" if wrong else f"{len(lengths)} documents",
                           "Documents have lengths, and there is a rank.", "lengths in tokens, and the size of the axis")
-    return [int(n) for n in documents], shard_sizes(sum(map(int, documents)), *parts)
+    return [int(n) for n in lengths], shard_sizes(sum(map(int, lengths)), *map(int, parts))
 
 
 def balance(documents: Sequence[int], ranks: int | Sequence[int], *, window: int | None = None,
@@ -289,7 +303,7 @@ def head_tail(documents: Sequence[int], ranks: int | Sequence[int]) -> Tokens:
 
 def check_mask(who: str, causal: bool, window: int | None) -> None:
     """Refuses a window that is none, or one without an order of tokens."""
-    if window is not None and (not causal or window < 1):
+    if window is not None and (not causal or not isinstance(window, int | np.integer) or window < 1):
         raise ConfigError(f"For '{who}', there is no such mask.", f"causal={causal}, window={window}",
                           "A window is the last tokens before one, and itself.", ("causal=True", "window=None"))
 

@@ -101,6 +101,18 @@ def test_what_is_no_order_is_refused():
     for documents in ((3, -1), (2.5,), "ab"):
         with pytest.raises(ConfigError, match="cannot have these documents"):
             balance(documents, 2)
+    for documents, ranks in ((5, 2), (None, 2), ((8,), 1.5), ((8,), None), ((8,), "2"), ((8,), ())):
+        with pytest.raises(ConfigError, match="cannot have these documents"):
+            in_order(documents, ranks)
+    for window in (1.5, "3"):
+        with pytest.raises(ConfigError, match="no such mask"):
+            balance((8,), 2, window=window)
+    for runs in (((0, 4, 8), (0, 0, 4)), ((0, 0, 2), (1, 0, 2), (0, 2, 6))):
+        with pytest.raises(ConfigError, match="the runs of a rank are not by document and place"):
+            Tokens((8,) if len(runs) == 2 else (6, 2), (runs,))
+    for rows in (np.zeros(7), np.zeros((1, 2)), np.float64(0)):
+        with pytest.raises(ConfigError, match="rows for 8 tokens"):
+            balance((8,), 2).restore(rows)
     with pytest.raises(ConfigError, match="list is no NumPy array"):
         balance((8,), 2).cut([0] * 8, mesh=None)
     with pytest.raises(ConfigError, match="an array has 3 rows for 8 tokens"):
@@ -109,5 +121,8 @@ def test_what_is_no_order_is_refused():
 
 def test_tokens_are_values():
     assert balance((30, 7), 3) == balance((30, 7), 3) and hash(balance((30, 7), 3)) == hash(balance((30, 7), 3))
+    assert balance(np.array([30, 7]), np.int64(3)) == balance((30, 7), 3)
+    made = balance((30, 7), 3)
+    assert Tokens(list(made.documents), [[list(run) for run in rank] for rank in made.runs]) == made
     assert balance((30, 7), 3) != in_order((30, 7), 3)
     assert "document 1, 7 tokens  " in balance((30, 7), 3).explain()
