@@ -12,7 +12,7 @@ import numpy as np
 from mindspore import Tensor
 
 from ..core.mesh import DeviceMesh
-from ..core.placements import Shard, chunk_bounds
+from ..core.placements import chunk_bounds
 from ..core.tokens import Tokens, bind_layout, shard_sizes
 from ..errors import ConfigError
 from .dtensor import DTensor
@@ -22,7 +22,11 @@ HEADS = "ulysses"  # the axis that attention cuts its heads over
 
 def lay_out(tokens: Tokens, arrays: Sequence[np.ndarray], mesh: DeviceMesh, axes: Sequence[str]) -> tuple[DTensor, ...]:
     """See `Tokens.cut`."""
-    names = sorted((name for axis in axes for name in mesh.expand_axes(axis)), key=mesh.mesh_dim_names.index)
+    names = [name for axis in axes for name in mesh.expand_axes(axis)]
+    if len(set(names)) < len(names) or not set(names) <= set(mesh.mesh_dim_names):
+        raise ConfigError(f"For 'Tokens.cut', the mesh is not cut by axes {tuple(axes)}.", f"mesh({mesh.describe()})",
+                          "Axes of the mesh cut the list, each once, outermost first.",
+                          f"axes among {mesh.mesh_dim_names}")
     sizes = {name: mesh.shape[mesh.mesh_dim_names.index(name)] for name in names}
     outer = [name for name in names if name != HEADS]
     first = next((k for k in range(len(outer), -1, -1) if math.prod(sizes[a] for a in outer[k:]) == tokens.ranks), None)
@@ -40,7 +44,7 @@ def lay_out(tokens: Tokens, arrays: Sequence[np.ndarray], mesh: DeviceMesh, axes
     for name in names[len(outer):]:
         rows = rows[slice(*chunk_bounds(len(rows), sizes[name])[here[name]])]
     count = len(tokens) * math.prod(sizes[a] for a in outer[:first])
-    return tuple(DTensor.from_local(Tensor(np.ascontiguousarray(x[rows])), mesh, dict.fromkeys(names, Shard(0)),
+    return tuple(DTensor.from_local(Tensor(np.ascontiguousarray(x[rows])), mesh, (tuple(names), *("None",) * (x.ndim - 1)),
                                     shape=(count, *x.shape[1:])) for x in arrays)
 
 
