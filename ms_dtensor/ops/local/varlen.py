@@ -89,6 +89,8 @@ def _weights(q: Tensor, k: Tensor, hidden: np.ndarray | None, scale: float) -> T
 
 def block(q: Tensor, k: Tensor, v: Tensor, hidden: np.ndarray | None, scale: float) -> Block:
     """Queries and keys `by_heads`; what queries that see no key of the block get is outweighed once blocks are merged."""
+    if hidden is not None and _broken(k, v):
+        return _block_one_by_one(q, k, v, hidden, scale)
     scores = _weights(q, k, hidden, scale)
     top = mint.amax(scores, (2,), keepdim=True)
     weights = mint.exp(scores - top)
@@ -118,9 +120,54 @@ def block_grad(q: Tensor, k: Tensor, v: Tensor, hidden: np.ndarray | None, scale
         log_total: log of the sum of exp(score) over *all* keys of a query, [groups, rows, 1].
         delta: sum of dout * out of a query, as that.
     """
+    if hidden is not None and _broken(q, k, v, dout, log_total, delta):
+        return _grad_one_by_one(q, k, v, hidden, scale, dout, log_total, delta)
     weights = mint.exp(_weights(q, k, hidden, scale) - log_total)
-    ds = weights * (mint.matmul(dout, mint.transpose(v, 1, 2)) - delta) * scale
+    ds = weights * (mint.matmul(dout, mint.transpose(v, 1, 2)) - delta) * scale_of(scale, q)
     return (mint.matmul(ds, k), mint.matmul(mint.transpose(ds, 1, 2), q), mint.matmul(mint.transpose(weights, 1, 2), dout))
+
+
+# -- where something is no number, a query with what it sees alone: a weight of 0 times NaN is NaN --------------------------
+def _broken(*operands: Tensor) -> bool:  # a device would have to be waited for
+    return on_cpu() and not all(np.isfinite(x.asnumpy()).all() for x in operands)
+
+
+def _apart(hidden: np.ndarray, *rows: Tensor) -> tuple[np.ndarray, ...]:
+    """[groups, h/groups * t, e] -> [groups, h/groups, t, e]."""
+    return tuple(x.asnumpy().reshape(x._shape[0], -1, len(hidden), x._shape[2]) for x in rows)
+
+
+def _as_rows(x: np.ndarray) -> Tensor:
+    return Tensor(np.ascontiguousarray(x.reshape(len(x), -1, x.shape[3])))
+
+
+@np.errstate(invalid="ignore")
+def _block_one_by_one(q: Tensor, k: Tensor, v: Tensor, hidden: np.ndarray, scale: float) -> Block:
+    (of,), keys, values = _apart(hidden, q), k.asnumpy(), v.asnumpy()
+    out = np.zeros((*of.shape[:3], values.shape[2]), of.dtype)
+    top, total = np.full((*of.shape[:3], 1), -1e30, of.dtype), np.zeros((*of.shape[:3], 1), of.dtype)
+    for i in np.flatnonzero(~hidden.all(1)):
+        seen = ~hidden[i]
+        scores = of[:, :, i] @ keys[:, seen].swapaxes(1, 2) * of.dtype.type(scale)
+        top[:, :, i] = scores.max(2, keepdims=True)
+        weights = np.exp(scores - top[:, :, i])
+        out[:, :, i], total[:, :, i] = weights @ values[:, seen], weights.sum(2, keepdims=True)
+    return Block(*map(_as_rows, (out, top, total)))
+
+
+@np.errstate(invalid="ignore")
+def _grad_one_by_one(q: Tensor, k: Tensor, v: Tensor, hidden: np.ndarray, scale: float, dout: Tensor, log_total: Tensor,
+                     delta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    (of, do, logs, sums), keys, values = _apart(hidden, q, dout, log_total, delta), k.asnumpy(), v.asnumpy()
+    dq, dk, dv, factor = np.zeros_like(of), np.zeros_like(keys), np.zeros_like(values), of.dtype.type(scale)
+    for i in np.flatnonzero(~hidden.all(1)):
+        seen = ~hidden[i]
+        weights = np.exp(of[:, :, i] @ keys[:, seen].swapaxes(1, 2) * factor - logs[:, :, i])
+        ds = weights * (do[:, :, i] @ values[:, seen].swapaxes(1, 2) - sums[:, :, i]) * factor
+        dq[:, :, i] = ds @ keys[:, seen]
+        dk[:, seen] += ds.swapaxes(1, 2) @ of[:, :, i]
+        dv[:, seen] += weights.swapaxes(1, 2) @ do[:, :, i]
+    return _as_rows(dq), Tensor(dk), Tensor(dv)
 
 
 # -- fused calls over some of the keys -------------------------------------------------------------------------------------

@@ -4,8 +4,9 @@
 A block is as large as a core's cache holds, nothing of the size queries x keys outlives it, and what is not seen is not
 computed. It is NumPy's, in place: MindSpore's CPU kernels for reductions and broadcasts take several times as long as the
 products between them. What is a sum or a difference of each query is a column of a product: a key of ones takes the
-greatest score off, a value of ones adds the weights up. Invariant: runs, keys and masks are those of `varlen.runs`; nothing
-here is recorded.
+greatest score off, a value of ones adds the weights up. Where something is no number, queries of a run are worked on one
+by one, each with what it sees: a weight of 0 times NaN is NaN. Invariant: runs, keys and masks are those of
+`varlen.runs`; nothing here is recorded.
 """
 from __future__ import annotations
 
@@ -36,11 +37,23 @@ def _by_tokens(x: np.ndarray, t: int) -> np.ndarray:
     return x.reshape(groups, rows // t, t, e).transpose(2, 0, 1, 3).reshape(t, groups * rows // t, e)
 
 
-def _blocks(q_ends: Sequence[int], k_ends: Sequence[int], mask: Mask, shared: int) -> Iterator[tuple]:
-    """(queries, keys, what is hidden): rows from and to, and (columns of the block, what to add to scores there)."""
+def _broken(*arrays: np.ndarray) -> np.ndarray | None:
+    """Which rows have a number in one of these that is none; None: there is no such."""
+    if all(np.isfinite(x).all() for x in arrays):
+        return None
+    return ~np.logical_and.reduce([np.isfinite(x).all((1, 2)) for x in arrays])
+
+
+def _blocks(q_ends: Sequence[int], k_ends: Sequence[int], mask: Mask, shared: int, broken: Sequence) -> Iterator[tuple]:
+    """(queries, keys, what is hidden): rows from and to, and (columns of the block, what to add to scores there).
+
+    `broken`: of the rows of queries and of keys, as `_broken` gives it.
+    """
     q0 = k0 = 0
     for q1, k1 in zip(q_ends, k_ends):
         step = max(16, min(_ROWS, _ELEMENTS // max(k1 - k0, 1)) // shared)
+        if any(x is not None and x[rows].any() for x, rows in zip(broken, (slice(q0, q1), slice(k0, k1)))):
+            step = 1  # then nothing of a block is hidden
         ahead = (k1 - k0) - (q1 - q0)  # a run's first query stands at this one of its keys
         for at in range(0, q1 - q0, step):
             end = min(at + step, q1 - q0)
@@ -84,6 +97,7 @@ def _scores(scratch: _Scratch, of: np.ndarray, keys: np.ndarray, hidden: list) -
     return scores
 
 
+@np.errstate(invalid="ignore")
 def forward(q: np.ndarray, k: np.ndarray, v: np.ndarray, q_ends: Sequence[int], k_ends: Sequence[int], mask: Mask,
             scale: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(result [T, h, e], greatest score and sum of weights of each query, [T, h, 1] each).
@@ -100,7 +114,7 @@ def forward(q: np.ndarray, k: np.ndarray, v: np.ndarray, q_ends: Sequence[int], 
     (t, h, _), g, e = q.shape, k.shape[1], v.shape[2]
     out, top, total = np.empty((t, h, e), q.dtype), *(np.empty((t, h, 1), q.dtype) for _ in range(2))
     keys, values, scratch = _by_groups(k, g), _by_groups(v, g, 1.0), _Scratch(q.dtype)
-    for (a, b), (lo, hi), hidden in _blocks(q_ends, k_ends, mask, h // g):
+    for (a, b), (lo, hi), hidden in _blocks(q_ends, k_ends, mask, h // g, (None, _broken(k, v))):
         of = _by_groups(q[a:b] * q.dtype.type(scale), g)
         most, one = np.empty((*of.shape[:2], 1), q.dtype), np.empty((*of.shape[:2], e + 1), q.dtype)
         for some in _groups(g, of.shape[1] * (hi - lo)):
@@ -113,6 +127,7 @@ def forward(q: np.ndarray, k: np.ndarray, v: np.ndarray, q_ends: Sequence[int], 
     return out, top, total
 
 
+@np.errstate(invalid="ignore")
 def backward(q: np.ndarray, k: np.ndarray, v: np.ndarray, dout: np.ndarray, out: np.ndarray, log_total: np.ndarray,
              q_ends: Sequence[int], k_ends: Sequence[int], mask: Mask, scale: float) -> tuple[np.ndarray, ...]:
     """Gradients of (q, k, v) as in `forward`, from these keys.
@@ -133,7 +148,8 @@ def backward(q: np.ndarray, k: np.ndarray, v: np.ndarray, dout: np.ndarray, out:
     dq, scaled = np.zeros_like(q), q.dtype.type(scale)
     keys, values, scratch, second = _by_groups(k, g, 1.0), _by_groups(v, g, 1.0), _Scratch(q.dtype), _Scratch(q.dtype)
     dk, dv = np.zeros((*keys.shape[:2], e), k.dtype), np.zeros((*keys.shape[:2], v.shape[2]), v.dtype)
-    for (a, b), (lo, hi), hidden in _blocks(q_ends, k_ends, mask, h // g):
+    broken = _broken(q, dout, out, log_total), _broken(k, v)
+    for (a, b), (lo, hi), hidden in _blocks(q_ends, k_ends, mask, h // g, broken):
         of = _by_groups(q[a:b] * scaled, g, -log_total[a:b])
         do = _by_groups(dout[a:b], g, -(dout[a:b] * out[a:b]).sum(2, keepdims=True))
         one = np.empty((*of.shape[:2], e), q.dtype)
