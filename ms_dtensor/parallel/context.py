@@ -86,6 +86,9 @@ def context_attention(mesh: DeviceMesh, algorithm: str = "gather"):
                               "Which are dropped goes by a token's row, and in another order the same seed drops others.",
                               ("dropout of the result, behind attention",
                                "flash_attention_score(keep_prob=...) of whole rows, for the bits of one device"))
+        if scale is not None and not isinstance(scale, int | float | np.number):
+            raise ConfigError(f"For '{WHO}', the scale is a {type(scale).__name__}.", "",
+                              "It is a number, alike on all ranks, and has no gradient.", "q * scale, and scale=1.0")
         target = _checked((q, k, v), tokens, cuts, names)
         if modes.mode.get().higher_order:
             raise OpRuleError(f"For '{WHO}', a derivative of its gradient was asked for.", q.layout.describe(),
@@ -142,7 +145,10 @@ def _checked(operands: tuple[DTensor, ...], tokens: Tokens, cuts: tuple[str, ...
                           "tokens.", shown, "Queries and keys are the tokens; each part of the batch has as many.",
                           "the Tokens that the batch was cut by")
     h, g = q.shape[1], k.shape[1]
-    if v.shape[1] != g or h % g or q.shape[2] != k.shape[2]:
+    if q.shape[2] != k.shape[2]:
+        raise ConfigError(f"For '{WHO}', queries are {q.shape[2]} wide, and keys {k.shape[2]}.", shown,
+                          "They are multiplied with each other; values may have another width.", "one width for both")
+    if v.shape[1] != g or not g or h % g:
         raise ConfigError(f"For '{WHO}', {h} heads of queries do not share {g} of keys and {v.shape[1]} of values.", shown,
                           "Keys and values have as many heads, and each serves as many of queries.",
                           "heads of queries that are a multiple of those of keys")
@@ -155,8 +161,9 @@ def _checked(operands: tuple[DTensor, ...], tokens: Tokens, cuts: tuple[str, ...
         raise ConfigError(f"For '{WHO}', {g} heads of keys are not divided by {over} ranks.",
                           f"{shown}\naxes {', '.join(f'{a}={sizes[a]}' for a in heads)}",
                           "A rank has whole heads of keys, with the queries that share them.",
-                          (f"a size of '{HEADS}' among {fits}" if HEADS in heads else f"an axis whose size divides {g}",
-                           f"an axis of another name than '{HEADS}', over which keys are fetched"))
+                          (f"a size of '{HEADS}' among {fits}",
+                           f"an axis of another name than '{HEADS}', over which keys are fetched") if HEADS in heads else
+                          (f"an axis whose size divides {g}", "keys and values repeated before, so that each rank has some"))
     return (*outer, *cuts) or "None", heads or "None", "None"
 
 
@@ -166,7 +173,7 @@ def _local(q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, mask: Mask, scale: f
     """One rank's queries; `group` is of the ranks that share a part of the batch."""
     me = group.rank_index if group is not None else 0
     if group is not None and modes.mode.get().check_rules:
-        group.agree(f"{WHO} tokens {hash((tokens, mask))}")
+        group.agree(f"{WHO} tokens {hash((tokens, mask))}, scale {scale}")
     table = keys_by_rank(tokens, mask)
     if all(not len(rows) for r, keys in enumerate(table) for s, rows in enumerate(keys.rows) if s != r):
         group = None  # nobody needs another's keys, and everybody knows that

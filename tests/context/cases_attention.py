@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import product
 
 import mindspore as ms
 import numpy as np
@@ -219,11 +220,45 @@ def narrow_floats_are_computed_in_float32_and_rounded_once(world):
 def any_scale_is_as_exact_as_the_operands(world):
     """A number beside float64 is taken for float32 by MindSpore; 1/sqrt(4) would not show it."""
     mesh, tokens, arrays = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)), balance([9, 6], 2), drawn(15, 4, 2)
-    want, *_ = one_device([9, 6], arrays[0] * 0.7, *arrays[1:])
-    (q, k, v, _), mine = shares(mesh, tokens, arrays, ("cp",))
+    out, dq, dk, dv = one_device([9, 6], arrays[0] * 0.7, *arrays[1:])
+    (q, k, v, dout), mine = shares(mesh, tokens, arrays, ("cp",))
     for algorithm, window in (("gather", None), ("ring", None), ("ring", 99)):
-        got = context_attention(mesh["cp"], algorithm)(q, k, v, tokens, scale=0.35, window=window).to_local().asnumpy()
-        assert np.abs(got - want[mine]).max() <= 1e-12, (algorithm, window)
+        attention = context_attention(mesh["cp"], algorithm)
+
+        def run(q, k, v, attention=attention, window=window):
+            return attention(q, k, v, tokens, scale=0.35, window=window)
+        grads = grad(lambda q, k, v, run=run: (run(q, k, v) * dout).sum(), (0, 1, 2))(q, k, v)
+        for got, want in zip((run(q, k, v), *grads), (out, dq * 0.7, dk, dv), strict=True):
+            assert np.abs(got.to_local().asnumpy() - want[mine]).max() <= 1e-12, (algorithm, window)
+
+
+@case(world_size=2)
+def what_is_no_number_reaches_only_what_sees_it(world):
+    """A weight of 0 times NaN is NaN: a later token of the document must not reach an earlier one by it, nor back."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    documents, broken = [9, 14, 2], np.array([5, 15])  # of two documents; the third stays whole
+    document, place = np.repeat(np.arange(3), documents), np.concatenate([np.arange(n) for n in documents])
+    for (algorithm, mask), which in product(product(("gather", "ring"), ({}, {"window": 4})), range(4)):
+        tokens, arrays = balance(documents, 2, **mask), drawn(25, 4, 2)
+        ahead = place[:, None] - place
+        sees = (document[:, None] == document) & (ahead >= 0) & (ahead < mask.get("window", 25))
+        arrays[which][broken] = (np.nan, np.inf, -np.inf)[which % 3]
+        queries = sees[:, broken].any(1) if which in (1, 2) else np.isin(np.arange(25), broken)
+        keys = sees[queries].any(0)
+        want = one_device(documents, *drawn(25, 4, 2), **mask)
+        (q, k, v, dout), mine = shares(mesh, tokens, arrays, ("cp",))
+
+        attention = context_attention(mesh["cp"], algorithm)
+
+        def run(q, k, v, attention=attention, tokens=tokens, mask=mask):
+            return attention(q, k, v, tokens, **mask)
+        grads = grad(lambda q, k, v, run=run, dout=dout: (run(q, k, v) * dout).sum(), (0, 1, 2))(q, k, v)
+        reached = np.zeros(25, bool) if which == 3 else queries, queries, keys, keys
+        for name, got, x, bad in zip(("out", "dq", "dk", "dv"), (run(q, k, v), *grads), want, reached, strict=True):
+            whole = ~bad[mine]
+            assert np.isfinite(got.to_local().asnumpy()[whole]).all(), (algorithm, mask, which, name)
+            if name == "out":
+                assert np.abs(got.to_local().asnumpy()[whole] - x[mine][whole]).max(initial=0) <= 1e-12
 
 
 @case(world_size=2)
@@ -252,6 +287,10 @@ def what_does_not_fit_is_refused_by_all_before_anything_is_sent(world):
             (lambda: attention(q, k, v, in_order([15], 1)), ConfigError),
             (lambda: attention(q, k, v, tokens, causal=False, window=3), ConfigError),
             (lambda: attention(q, q, k, tokens), ConfigError),
+            (lambda: attention(q, k[:, :0], v[:, :0], tokens), ConfigError),
+            (lambda: attention(q[:, :, :2], k, v, tokens), ConfigError),
+            (lambda: attention(q, k, v, tokens, window=2.0), ConfigError),
+            (lambda: attention(q, k, v, tokens, scale=Tensor(0.5)), ConfigError),
             (lambda: attention(q, k, v, tokens, dropout=0.1), ConfigError),
             (lambda: attention(plain, plain, plain, tokens), LayoutError),
             (lambda: attention(q, k, v, None), ConfigError),
@@ -262,6 +301,7 @@ def what_does_not_fit_is_refused_by_all_before_anything_is_sent(world):
     assert events == []
     for text, said in zip(texts, (
             "15, 15 and 15 rows for 1 x 16", "cut over 1 ranks, and the axis has 2", "no such mask", "do not share",
+            "do not share", "queries are 2 wide, and keys 4", "no such mask", "the scale is a Tensor",
             "weights cannot be dropped",
             "no lists of tokens", "'tokens' is a NoneType", "one floating-point dtype", "one floating-point dtype",
             "a size of 'ulysses' among 1, 3", "one of gather, ring"), strict=True):
@@ -288,6 +328,26 @@ def another_order_on_some_rank_is_told_to_all_under_checks(world):
         text = refusal(lambda: context_attention(mesh["cp"])(q, k, v, orders[world.rank]), CollectiveMismatch)
     assert "tokens" in text
     same_on_all_ranks(world, text)
+    with checks():
+        text = refusal(lambda: context_attention(mesh["cp"])(q, k, v, orders[0], scale=0.5 + world.rank), CollectiveMismatch)
+    assert "scale" in text
+    same_on_all_ranks(world, text)
+
+
+@case(world_size=4)
+def the_axis_that_cuts_a_part_may_come_first_in_the_mesh(world):
+    """`axes` are outermost first, whatever order the mesh has: each coordinate of dp passes its own batch and order."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "dp"))
+    here = mesh.get_local_rank("dp")
+    documents = ([9, 4, 2], [15])[here]
+    tokens, arrays = balance(documents, 2), drawn(15, 4, 2, seed=here)
+    q, k, v = tokens.cut(*arrays[:3], mesh=mesh, axes=("dp", "cp"))
+    want, *_ = one_device(documents, *arrays)
+    got = context_attention(mesh["cp"])(q, k, v, tokens).to_local().asnumpy()
+    assert np.abs(got - want[tokens.index(mesh.get_local_rank("cp"))]).max() <= 1e-12
+    for axes in (("dp", "tp"), ("cp", "cp")):
+        text = refusal(lambda axes=axes: tokens.cut(arrays[0], mesh=mesh, axes=axes), ConfigError)
+        assert "the mesh is not cut by axes" in text
 
 
 class Core(nn.Cell):
