@@ -21,7 +21,7 @@ NAMED: dict[str, str] = {}  # what was put -> why
 # packages that the wheel imports and a tiny model never uses
 PACKAGES = ("requests urllib3 deprecated sentencepiece ftfy regex jieba rouge_chinese mindpet astunparse tiktoken "
             "setproctitle tensorboardX datasets pyarrow cv2 PIL nltk multiprocess dill pandas emoji evaluate megfile "
-            "zmq").split()
+            "zmq tqdm tokenizers transformers huggingface_hub").split()
 
 
 class _Anything(types.ModuleType):
