@@ -124,6 +124,12 @@ def _argsort(x, dim=-1, descending=False, stable=False):
     return Tensor(np.argsort(x.asnumpy(), kind="stable"), ms.int64)
 
 
+def _sort(x, dim=-1, descending=False, stable=False):
+    assert dim == -1 and x.ndim == 1 and not descending, (dim, x.shape)
+    order = np.argsort(x.asnumpy(), kind="stable")
+    return ops.gather(x, Tensor(order, ms.int32), 0), Tensor(order, ms.int64)
+
+
 class GroupedMatmul:
     """Rows of one operand in groups, each group by its own matrix; `group_list` says where each group ends."""
 
@@ -164,6 +170,7 @@ def kernels() -> None:
     _put(mint, "floor_divide", lambda x, y: ops.floor_div(x, y))
     _put(mint, "fmod", lambda x, y: ops.floor_mod(x, y))
     _put(mint, "argsort", _argsort)
+    _put(mint, "sort", _sort)
     _put(mint, "cumsum", lambda x, dim, dtype=None: ops.cumsum(x, dim).astype(dtype or x.dtype))
     _put(mint, "split", _split, "MindSpore's CPU gradient reads a strided cotangent as a contiguous one")
     _put(ops, "swiglu", _swiglu)
