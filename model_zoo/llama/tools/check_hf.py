@@ -53,9 +53,13 @@ KINDS = {
                     "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
                                      "mscale_all_dim": 1.0, "original_max_position_embeddings": 16}},
 }
+KINDS["deepseek_v3_40"] = KINDS["deepseek_v3"] | {"rope_scaling": KINDS["deepseek_v3"]["rope_scaling"] | {
+    "factor": 40.0, "original_max_position_embeddings": 4096}}
+"""As published: scores times 1.87. Weights of the size of the others' would make them so large that `transformers` itself is
+1.3e-5 from its own float64, and we are 1.0e-5; so q's are smaller, and scores those of the other kinds."""
 LAYOUTS = {"tp=2": ParallelConfig(tp=2), "fsdp=2": ParallelConfig(dp=2, fsdp=True)}
 OF_EXPERTS = {"ep=2": ParallelConfig(dp=2, ep=2)}
-MIXTURES = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3")
+MIXTURES = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "deepseek_v3_40")
 
 
 def layouts_of(kind: str) -> dict[str, ParallelConfig]:
@@ -70,10 +74,11 @@ def ids() -> np.ndarray:
     return np.random.default_rng(0).integers(0, VOCAB, (2, LENGTH)).astype(np.int32)
 
 
-def drawn(name: str, shape) -> np.ndarray:
+def drawn(name: str, shape, kind: str) -> np.ndarray:
     """Asymmetric random values, far from those of an initialisation."""
     draw = np.random.default_rng(sum(map(ord, name)) * 7919 + len(name))
-    return (draw.standard_normal(shape) * 0.15 + (1.0 if "norm" in name else 0.03)).astype(np.float32)
+    values = draw.standard_normal(shape) * 0.15 + (1.0 if "norm" in name else 0.03)
+    return (values / 1.87 if kind == "deepseek_v3_40" and "q_b_proj" in name else values).astype(np.float32)
 
 
 # -- the folders to begin with -----------------------------------------------------------------------------------------
@@ -86,7 +91,7 @@ def save_by_transformers(kind: str, folder: Path) -> None:
     with torch.no_grad():
         biases = ((name, b) for name, b in model.named_buffers() if name.endswith("correction_bias"))
         for name, p in (*model.named_parameters(), *biases):
-            p.copy_(torch.from_numpy(drawn(name, tuple(p.shape))))
+            p.copy_(torch.from_numpy(drawn(name, tuple(p.shape), kind)))
         logits = model(torch.from_numpy(ids()).long()).logits
     model.save_pretrained(folder, max_shard_size=SHARD)
     np.save(folder / "logits.npy", logits.numpy().reshape(-1, VOCAB))
@@ -98,7 +103,7 @@ def save_by_hand(kind: str, folder: Path) -> None:
 
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config_of(kind)))
-    tensors = {name: drawn(name, shape) for name, shape in their_shapes(kind).items()}
+    tensors = {name: drawn(name, shape, kind) for name, shape in their_shapes(kind).items()}
     names = sorted(tensors)
     files = {f"model-{i + 1:05}-of-00003.safetensors": names[i::3] for i in range(3)}
     for file, part in files.items():
