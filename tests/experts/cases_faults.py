@@ -12,10 +12,11 @@ from mindspore import Parameter, Tensor, mint, nn
 import ms_dtensor as md
 from model_zoo.llama.config import ParallelConfig
 from ms_dtensor import Replicate, Shard
+from ms_dtensor.errors import DTensorError
 from ms_dtensor.optim import clip_grad_norm_
 from ms_dtensor.tensor.distribute import distribute_parameter
 from tests.cases import case
-from tests.dist.support import array, mesh_1d
+from tests.dist.support import array, mesh_1d, refusal
 from tests.experts.cases_counts import BIASED
 from tests.experts.cases_experts import pieces
 from tests.experts.cases_recipe import trainer_of
@@ -187,3 +188,18 @@ def a_bias_that_moves_in_evaluation_or_twice_in_recompute(world):
         assert (loads.sum(1) == 8 * 6 * BIASED.per_token).all(), loads
         steps[recompute] = before, loads, array(cell.expert_bias)
     assert all(np.array_equal(a, b) for a, b in zip(steps[False], steps[True], strict=True))
+
+
+@case(world_size=4)
+def a_router_that_gives_nan_is_named(world):
+    """The layer, the ranks and how many of their tokens, told by all that share experts, before a token is sent."""
+    for parallel, how in ((ParallelConfig(4, ep=2, loss_parallel=False), {}),
+                          (ParallelConfig(4, ep=4, loss_parallel=False, fsdp=True), {"recompute": True}),
+                          (ParallelConfig(4, ep=2, loss_parallel=False, fsdp=True), {"dtype": "bfloat16"})):
+        trainer = trainer_of(BIASED, parallel, **how)
+        gate = trainer.model.layers[1].feed_forward.gate
+        gate.construct = lambda x, right=gate.construct: right(x) * (float("nan") if world.rank in (1, 2) else 1.0)
+        told = refusal(lambda trainer=trainer: trainer.step(0), DTensorError)
+        assert "layers.1.feed_forward.experts.w1" in told, told
+        for rank in (1, 2) if parallel.ep == 4 else (1 if world.rank < 2 else 2,):
+            assert f"rank {rank}: 12 tokens" in told, told

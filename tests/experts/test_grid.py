@@ -9,7 +9,7 @@ from tests.cases import case_params
 MODULE, COUNTS, FAULTS = (f"tests.experts.cases_{name}" for name in ("grid", "counts", "faults"))
 
 
-@pytest.mark.parametrize("case", case_params(MODULE, 4) + case_params(FAULTS, 4))
+@pytest.mark.parametrize("case", case_params(MODULE, 2) + case_params(MODULE, 4) + case_params(FAULTS, 4))
 def test_grid(case, ranks):
     ranks.check(case)
 
