@@ -403,7 +403,8 @@ def _exchanged(shared: Shared, counts: list[np.ndarray], weights: Tensor, unknow
     if got[:, -1].any():
         raise _no_such(told(-1, "choices"), experts)
     if got[:, -2].any():
-        raise DTensorError("For 'moe', weights of experts are NaN.", ", ".join(filter(None, (_named.get(), told(-2, "tokens")))),
+        where = ", ".join(filter(None, (_named.get(), told(-2, "tokens"))))
+        raise DTensorError("For 'moe', weights of experts are NaN.", where,
                            "A router whose scores are NaN chooses nothing.",
                            "look at the logits of the router, and at what came before it, on these ranks")
     return got[:, :-2]

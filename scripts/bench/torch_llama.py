@@ -26,7 +26,6 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
-
 from torch_experts import Experts
 
 aten = torch.ops.aten
@@ -173,7 +172,7 @@ def staged(part, rank, ranks, optimizer, ids, labels):
 
 
 def prepare(way, rank, ranks, cfg, batch, store):
-    """One rank of "single", "tp", "dp" (DDP), "fsdp" (FSDP2 of blocks), "cp", "pp", "ep": a step with its loss, a barrier."""
+    """One rank of "single", "tp", "dp" (DDP), "fsdp" (FSDP2 of blocks), "cp", "pp", "ep": a step, and a barrier."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     os.environ["OMP_NUM_THREADS"] = "1"

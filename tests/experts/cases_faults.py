@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults that other libraries' experts have had, each by its number: what was wrong there is compared with one device here.
 
-Empty ranks (PaddleFormers#3010) are in `cases_grid.py` and among the ten cases of `cases_experts.py`; the faults of attention
-in `tests/context/cases_grid.py`. All in float64, so that a sum which is taken twice cannot hide in rounding.
+Empty ranks (PaddleFormers#3010) are in `cases_grid.py` and among the ten cases of `cases_experts.py`; the faults of
+attention in `tests/context/cases_grid.py`. All in float64, so that a sum which is taken twice cannot hide in rounding.
 """
 from __future__ import annotations
 
@@ -86,7 +86,8 @@ def gradients_of_experts_that_are_doubled(world):
 
 @case(world_size=4)
 def gradients_below_the_experts(world):
-    """torchtitan#4054: tp without ep: the gradient of the experts' input was one rank's summand, and the router's with it."""
+    """torchtitan#4054: tp without ep: the gradient of the experts' input was one rank's summand, and the router's with
+    it."""
     mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for what in ("widths", None):
         as_long_as_one_devices(mesh, [CUT, WHOLE], experts_over((None, what)), f"tp2, {what}")
