@@ -3,17 +3,17 @@
 
     python scripts/bench/llama_step.py [--size small|medium|large|toy] [--rounds 6] [--variants single,tp,dp,...] [--no-save]
 
-"small" is 21 M parameters (dim 512, 4 layers, 8192 words, 4 x 256 tokens), "experts" 47 M with 8 experts of 704 in the place
-of each feed-forward, 2 for a token ("ep": experts and batch over two ranks; PyTorch's is torch_experts.py), "rows" and
-"long" those of "small" with 2 x 2048 and 1 x 4096 tokens (for cp: beside dp at equal tokens, and beside PyTorch's ring),
-"medium" 98 M (dim 768, 12 layers, 4 x 128 tokens), "toy" 0.66 M. Each variant has processes of its own, so that peaks of
-resident memory are its own, too; one thread and one core a process. In every round each variant makes one step while the others wait, so what else runs on the machine
-hits all alike, and every other round goes backwards; figures are medians over rounds after the first two. "two at once" is
-the single-rank step on both ranks at the same time, without communication: how far two ranks that never wait for each other
-hinder each other; "half at once" the same on half a batch each: a data-parallel step whose reduction takes no time, the
-bound of data parallelism on this machine. "hand" is the same model with Megatron's collectives written out in plain
-MindSpore (megatron.py), without DTensors. "pp" is two stages, 1F1B of as many microbatches as the batch has rows. The core
-of attention is compiled in all of MindSpore's variants.
+"small" is 21 M parameters (dim 512, 4 layers, 8192 words, 4 x 256 tokens), "experts" 47 M with 8 experts of 704 in the
+place of each feed-forward, 2 for a token ("ep": experts and batch over two ranks; PyTorch's is torch_experts.py), "rows"
+and "long" those of "small" with 2 x 2048 and 1 x 4096 tokens (for cp: beside dp at equal tokens, and beside PyTorch's
+ring), "medium" 98 M (dim 768, 12 layers, 4 x 128 tokens), "toy" 0.66 M. Each variant has processes of its own, so that
+peaks of resident memory are its own, too; one thread and one core a process. In every round each variant makes one step
+while the others wait, so what else runs on the machine hits all alike, and every other round goes backwards; figures are
+medians over rounds after the first two. "two at once" is the single-rank step on both ranks at the same time, without
+communication: how far two ranks that never wait for each other hinder each other; "half at once" the same on half a batch
+each: a data-parallel step whose reduction takes no time, the bound of data parallelism on this machine. "hand" is the same
+model with Megatron's collectives written out in plain MindSpore (megatron.py), without DTensors. "pp" is two stages, 1F1B
+of as many microbatches as the batch has rows. The core of attention is compiled in all of MindSpore's variants.
 
 All variants of "medium" or "large" (325 M, 2 x 64 tokens) at once want more memory than 24 GB: those behind a ";" start when
 those before it have ended.
