@@ -157,7 +157,7 @@ def trained(config: str, checkpoint: str | None = None):
     return trainer, watch, start
 
 
-def is_one_devices(world, model: dict, optimizer: dict, rate: float = 1e-2, **parallelism) -> None:
+def is_one_devices(world, model: dict, optimizer: dict, rate: float = 1e-2, **parallelism):
     records = everyone(world, written(Path(tempfile.mkdtemp())) if world.rank == 0 else "")[0]
     config = written_yaml(Path(tempfile.mkdtemp()), records, model, optimizer, rate, **parallelism)
     with counted() as count:
@@ -172,6 +172,7 @@ def is_one_devices(world, model: dict, optimizer: dict, rate: float = 1e-2, **pa
     assert np.allclose(watch.norms, norms, rtol=TOLERANCE, atol=0), (what, watch.norms, norms)
     for name, p in trainer.model[0].parameters_and_names():
         equal(p, Tensor(wanted[name]), f"{what}: {name}", TOLERANCE)
+    return trainer
 
 
 @case(2, timeout=400)
@@ -193,3 +194,21 @@ def its_adamw_steps_its_deepseek(world):
     """At 1e-2 one float32 ulp of the first weights moves one device's own norms by 2e-5 in these steps; at 2e-3 by 1e-7."""
     wheel()
     is_one_devices(world, DEEPSEEK, ADAMW, rate=2e-3)
+
+
+@case(2, timeout=400)
+def its_experts_are_divided_over_ranks(world):
+    """expert_parallel: an expert's weights on one rank, tokens sent to it and back; the other weights cut over both."""
+    wheel()
+    trainer = is_one_devices(world, DEEPSEEK, ADAMW, rate=2e-3, expert_parallel=2)
+    weight = trainer.model[0].model.decoder.layers[1].mlp.experts.weight1
+    assert weight.device_mesh.mesh_dim_names == ("efsdp", "ep") and weight.to_local().shape[0] == weight.shape[0] // 2
+
+
+@case(2, timeout=400)
+def its_muon_gives_each_matrix_to_one_rank(world):
+    """'allgather_deredundency': one rank has a matrix whole, and sends each its part of the update."""
+    wheel()
+    trainer = is_one_devices(world, DEEPSEEK, MUON | {"comm_strategy": "allgather_deredundency"}, rate=2e-3)
+    how = {entry["layout_decision"] for entry in trainer.optimizer._muon_param_meta.values()}
+    assert how == {"p2p_shard_domain", "local_3d"}, how  # it would take what it cannot read for a tensor of one rank
