@@ -24,10 +24,10 @@ _ATTENTION = frozenset(("flash_attention", "speed_attention"))
 
 # What a backward needs of a result and of operands, as MindSpore's recorded ops save it. An op that is in none of these
 # keeps its operands; a product of a tensor and a number keeps nothing.
-_KEEPS = {"div": ((1,), True), "pow": ((0, 1), True), "where": ((0,), False)}
+_KEEPS = {"div": ((1,), True), "pow": ((0, 1), True), "where": ((0,), False), "gather": ((1,), False)}
 _KEEPS_RESULT = frozenset(("exp", "softmax", "log_softmax", "sigmoid", "tanh", "sqrt", "rsqrt", "relu", "reciprocal"))
 _KEEPS_NOTHING = frozenset((
-    "add", "sub", "neg", "sum", "mean", "cast", "identity", "clone", "where", "concat", "stack", "unstack", "reshape",
+    "add", "bias_add", "sub", "neg", "sum", "mean", "cast", "identity", "clone", "where", "concat", "stack", "unstack", "reshape",
     "transpose", "permute", "expand", "split", "chunk", "slice", "squeeze", "unsqueeze", "flatten", "getitem", "narrow",
     "view_as", "unbind", "stop_gradient", "select", "masked_fill", "tril", "triu", "pad", "roll", "repeat", "tile"))
 
