@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A training step of a configuration as one rank of any world would take it, without data: see `md.debug.dry_run`.
 
-Not here: what is made of it (`tools/predicted.py`, the benchmarks). The one invariant: the step is the trainer's own, so what
-is communicated is what `train.py` communicates in a step, without what its guard asks.
+Not here: what is made of it (`train.py`'s report, `scripts/bench`). The one invariant: the step is the trainer's own, so what
+is communicated is what `train.py` communicates in a step that is not its first.
 """
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .trainer import Trainer
 
 
 def dry_step(cfg: Config, world: int, rank: int = 0, device: str = "CPU"):
-    """The `DryRun` of a step of this rank; of a pipeline, the stages before run first.
+    """The `DryRun` of a step of this rank, its second; of a pipeline, the stages before run first.
 
     The core of attention is not compiled, as nobody sees into what is; experts are taken as chosen equally often.
     """
@@ -33,11 +33,13 @@ def dry_step(cfg: Config, world: int, rank: int = 0, device: str = "CPU"):
                               initialize=lambda model: None)
             ids = np.zeros((cfg.train.batch, cfg.train.seq), np.int32)
             rows = [ids, ids, np.tile(np.arange(cfg.train.seq, dtype=np.int32), (len(ids), 1))][:2 + cfg.data.documents]
-            loss, grads = trainer.gradients(*rows)
-            trainer.update(grads, 0)
-            if isinstance(loss, DTensor):  # as who prints it
-                loss.full_tensor()
-            del loss, grads
+            for _ in range(2):
+                run.forget()  # set-up; what only a first step communicates
+                loss, grads = trainer.gradients(*rows)
+                trainer.update(grads, 0)
+                if isinstance(loss, DTensor):  # as who prints it
+                    loss.full_tensor()
+                del loss, grads
         messages = run.messages
     if cfg.data.documents:
         run.assumed["documents"] = "one a row"

@@ -4,6 +4,7 @@
 // Loaded before a program (LD_PRELOAD), it stands before the two doors through which MindSpore's CPU backend and NumPy get
 // memory of a tensor: MindSpore's pool, of which results of ops are parts, and malloc. Of malloc only what NumPy and
 // MindSpore's tensors ask for counts: kernels take memory of their own (oneDNN's, a vector within a kernel), compilers too.
+// What lies in shared memory `heap.py` tells.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <malloc.h>
@@ -168,6 +169,9 @@ TAKE(_ZN9mindspore6device21DynamicMemPoolBestFit14AllocTensorMemEmbbj)
 TAKE(_ZTv0_n48_N9mindspore6device21DynamicMemPoolBestFit14AllocTensorMemEmbbj)
 GIVE(_ZN9mindspore6device21DynamicMemPoolBestFit13FreeTensorMemERKPv)
 GIVE(_ZTv0_n64_N9mindspore6device21DynamicMemPoolBestFit13FreeTensorMemERKPv)
+
+void heap_begins(long at, long size) { begins((void *)at, size, "arena"); }  // of memory from elsewhere
+void heap_ends(long at) { ends((void *)at); }
 
 // -- for who measures -------------------------------------------------------------------------------------------------
 long heap_now(void) { return now; }

@@ -12,7 +12,6 @@ Nothing in a machine's file is fitted to these rows.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import json
 import os
@@ -21,14 +20,13 @@ import subprocess
 import sys
 import tempfile
 import time
-import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-from common import finish, one_thread
+from common import one_thread
+from heap import Heap, built
 
 one_thread()
 import numpy as np  # noqa: E402  after the number of threads is set
@@ -65,15 +63,6 @@ def world_of(cfg: Config) -> int:
     return p.pp * p.dp * p.cp * p.tp
 
 
-def library() -> Path:
-    """`heap.c`, built once."""
-    out = Path(tempfile.gettempdir()) / f"ms_dtensor_heap_{zlib.crc32((HERE / 'heap.c').read_bytes()):08x}.so"
-    if not out.exists():
-        subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", f"{out}.{os.getpid()}", str(HERE / "heap.c"), "-ldl", "-lpthread"], check=True)
-        os.replace(f"{out}.{os.getpid()}", out)
-    return out
-
-
 def resident(what: str) -> int:
     return next(int(line.split()[1]) << 10 for line in Path("/proc/self/status").read_text().splitlines()
                 if line.startswith(what))
@@ -96,13 +85,12 @@ def real(row: str, steps: int) -> dict[str, Any]:
     from model_zoo.llama.trainer import Trainer
     from ms_dtensor import DTensor, comm
 
-    heap = ctypes.CDLL(os.environ["LD_PRELOAD"])
-    heap.heap_now.restype = heap.heap_most.restype = ctypes.c_long
+    heap = Heap()
     cfg = config(row)
     mesh = make_mesh("cpu", cfg.parallel)
     ms.runtime.launch_blocking()
     ms.ops.matmul(ms.Tensor(np.ones((2, 2), np.float32)), ms.Tensor(np.ones((2, 2), np.float32)))  # what is made once
-    before, shown = heap.heap_now(), resident("VmRSS")
+    before, shown = heap.now(), resident("VmRSS")
     trainer = Trainer(cfg, None, mesh)
     draw = (np.random.default_rng(0).random((4, 257)) ** 4 * cfg.model.vocab_size).astype(np.int32)
     ids, labels = draw[:, :-1].copy(), draw[:, 1:].copy()
@@ -115,14 +103,14 @@ def real(row: str, steps: int) -> dict[str, Any]:
     with comm.record() as events:
         step()
     gc.collect()
-    heap.heap_again()
+    heap.again()
     Path("/proc/self/clear_refs").write_text("5")
     times = []
     for _ in range(steps):
         began = time.perf_counter()
         step()
         times.append(time.perf_counter() - began)
-    return {"seconds": statistics.median(times), "comm": by_name(events), "tensors": heap.heap_most() - before,
+    return {"seconds": statistics.median(times), "comm": by_name(events), "tensors": heap.most() - before,
             "rss": resident("VmHWM") - shown}
 
 
@@ -148,7 +136,7 @@ def launched(row: str, steps: int) -> dict[str, Any]:
         begin = [sys.executable] if n == 1 else [
             "msrun", f"--worker_num={n}", f"--local_worker_num={n}", "--join=True", f"--log_dir={folder}/log",
             f"--master_port={20000 + abs(hash((row, time.time_ns()))) % 20000}"]
-        done = subprocess.run([*begin, *args], timeout=240, env=os.environ | {"LD_PRELOAD": str(library())}, capture_output=True, text=True, check=False)
+        done = subprocess.run([*begin, *args], timeout=240, env=os.environ | {"LD_PRELOAD": str(built())}, capture_output=True, text=True, check=False)
         told = Path(f"{folder}/told.json")
         if not told.exists():
             logs = "".join(p.read_text()[-1500:] for p in Path(folder).glob("log/worker_*.log"))

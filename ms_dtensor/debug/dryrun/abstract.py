@@ -34,7 +34,7 @@ class _Storage(np.ndarray):
     address = 0
 
     def __del__(self):
-        if self.ledger is not None:
+        if self.ledger is not None and not self.ledger.over:
             self.ledger.ended(self.address)
 
 
@@ -43,7 +43,10 @@ class Ledger:
 
     Attributes:
         events: grows as things happen; its length is the time.
+        over: the run has ended, and what goes later is no part of it.
     """
+
+    over = False
 
     def __init__(self, events: list):
         self.events = events
@@ -90,6 +93,12 @@ class Ledger:
         if size:
             self.alive[kind] += size
             self.changes.append(Change(len(self.events), kind, size))
+
+    def forget(self) -> None:
+        """What is alive was there from the beginning, and nobody made it."""
+        self.changes[:] = [Change(0, kind, size) for kind, size in self.alive.items() if size]
+        for held in self.held.values():
+            held[2] = -1
 
     def maker(self, x: Tensor) -> int:
         """The event that made what a tensor lies on; -1: none of this run."""

@@ -17,6 +17,7 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor
+from mindspore.ops import stop_gradient
 
 from ...comm.packing import numpy_dtype
 from ...comm.record import CommEvent, user_site
@@ -31,8 +32,9 @@ from ...dispatch.replaced import PLACE
 from ...errors import OpRuleError
 from ...internals.names import Function, enabled, recording
 from .abstract import Ledger, nameless, on_storage_of
-from .formulas import backward_flops, flops, kept
+from .formulas import backward_flops, flops, kept, within
 
+_NO_GRADIENT = ("StopGradient", "Detach")  # of MindSpore's ops that are one in the rules with a copy
 _MESHES = {"CPU": "cpu", "Ascend": "npu", "GPU": "gpu"}  # what meshes call devices
 _SEVERAL = frozenset(("split", "chunk", "unstack", "unbind", "tensor_split", "meshgrid", "split_with_size"))
 
@@ -88,12 +90,18 @@ class Job:
         operands, result = kept(what.op, [wanted for _, _, wanted in self.operands])
         self.saved: list = [local_alias(xs[i]) for i in operands] if asked else []
         self.keeps_result, self.first = bool(asked) and result, xs[0]
+        self.within = within(what.op) if asked else (0, 0)
 
     def results(self) -> tuple[tuple, list]:
         """The results, and what the backward needs."""
         outs = self.executor.made(self.what, self.first, self.shapes, self.dtypes, self.event)
         self.first, (saved, self.saved) = None, (self.saved, [])
-        return outs, [*saved, *(on_storage_of(x, x._shape) for x in outs if self.keeps_result)]
+        own = [self._like_first() for _ in range(self.within[0])]
+        return outs, [*saved, *own, *(on_storage_of(x, x._shape) for x in outs if self.keeps_result)]
+
+    def _like_first(self) -> Tensor:
+        shape, dtype, _ = self.operands[0]
+        return self.executor.ledger.new(shape, dtype, "activations", self.event)
 
     def gradients(self, grads, saved) -> list:
         """Those of the operands; the event of the backward."""
@@ -114,6 +122,7 @@ class Job:
                 out.append(on_storage_of(given, shape))
             else:
                 out.append(executor.ledger.new(shape, dtype, "activations", at))
+        _made_beside = [self._like_first() for _ in range(self.within[1])]  # until the end of this
         return out
 
 
@@ -153,6 +162,8 @@ class Executor:
         written = 0 if what.view else sum(prod(s) * nbytes(d) for s, d in zip(what.shapes, dtypes))
         event = self.note(what.op, "forward", user_site(), cost, read, written, tensors,
                           tensors[0].dtype if tensors else None)
+        if getattr(call.func, "name", "") in _NO_GRADIENT:
+            tensors = [stop_gradient(as_local(x)) for x in tensors]
         if not recording() or not enabled() or not any(x._requires_grad and _differentiable(x) and i not in run.constants
                                       for i, x in enumerate(tensors)) \
                 or not any(name.startswith(DIFFERENTIABLE) for name in what.dtypes):
@@ -334,9 +345,16 @@ class Executor:
             dtype=event.dtype.lower(), phase=event.phase, site=event.site))
         self.given = ()
 
+    def forget(self) -> None:
+        """Events begin here."""
+        self.events.clear()
+        self.ledger.forget()
+        self.fork, self.given = (0, -1), ()
+
     def end(self) -> None:
         """Nothing is recorded any more."""
         self.forks.clear()
+        self.ledger.over = True
 
     def of_layout(self, layout: Layout) -> Tensor:
         """A shard of that layout."""

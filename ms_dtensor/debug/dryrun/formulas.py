@@ -32,6 +32,12 @@ _KEEPS_NOTHING = frozenset((
     "view_as", "unbind", "stop_gradient", "select", "masked_fill", "tril", "triu", "pad", "roll", "repeat", "tile"))
 
 
+# Forms of ours that are several ops: tensors of the first operand's size that they keep in its place, and that a backward
+# has beside these and its result. Cross entropy over shards of classes: logits less the greatest, and their exponentials;
+# the gradients of both.
+_WITHIN = {"class_sums": (2, 2)}
+
+
 def flops(op: str, arguments: dict[str, Any], ins: Sequence[Shape], outs: Sequence[Shape]) -> int:
     """Operations of one rank's forward.
 
@@ -79,7 +85,7 @@ def kept(op: str, wanted: Sequence[bool]) -> tuple[tuple[int, ...], bool]:
     """(which operands a backward needs, whether it needs the result), if these operands get a gradient."""
     count = len(wanted)
     operands = range(count)
-    if op in _KEEPS_NOTHING or op in ("mul", "div") and count == 1 or not any(wanted):
+    if op in _WITHIN or op in _KEEPS_NOTHING or op in ("mul", "div") and count == 1 or not any(wanted):
         return (), False
     if count == 2 and (op == "mul" or op in _PAIRS):  # the gradient of one is a product with the other
         return tuple(i for i in operands if wanted[1 - i]), False
@@ -89,6 +95,11 @@ def kept(op: str, wanted: Sequence[bool]) -> tuple[tuple[int, ...], bool]:
     if op in _KEEPS_RESULT:
         return (), True
     return tuple(operands), op in _ATTENTION
+
+
+def within(op: str) -> tuple[int, int]:
+    """Tensors of the first operand's size that an op makes and keeps for its backward, and that this makes and drops."""
+    return _WITHIN.get(op, (0, 0))
 
 
 def _attention(arguments: dict[str, Any], ins: Sequence[Shape]) -> int:

@@ -64,6 +64,25 @@ class DryRun:
         """What was taken for granted, in words."""
         return self._executor.assumed
 
+    def forget(self) -> None:
+        """What has happened so far is told no more: events, communication and memory begin here; what is alive stays.
+
+        For set-up, and for a first step, which communicates what later ones know.
+
+        Example:
+            >>> import ms_dtensor as md
+            >>> from ms_dtensor.debug import dry_run
+            >>> with dry_run(world=8, device="CPU") as run:
+            ...     mesh = md.init_device_mesh("cpu", (8,), mesh_dim_names=("tp",))
+            ...     x = md.zeros(64, 64, device_mesh=mesh, placements=[md.Shard(0)])
+            ...     run.forget()
+            ...     whole = x.full_tensor()
+            >>> [e.op for e in run.events], run.memory().peak
+            (['all_gather'], 18432)
+        """
+        self.communication.clear()
+        self._executor.forget()
+
     def flops(self) -> int:
         """Floating-point operations of products, forward and backward; a product and a sum are two."""
         return sum(e.flops for e in self.events)
