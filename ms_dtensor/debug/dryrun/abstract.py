@@ -8,6 +8,7 @@ so lifetimes are Python's and autograd's own. Not here: which op makes what.
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,9 +33,10 @@ class _Storage(np.ndarray):
 
     ledger: Any = None
     address = 0
+    ending = staticmethod(sys.is_finalizing)  # of the interpreter: names of modules are gone then
 
     def __del__(self):
-        if self.ledger is not None and not self.ledger.over:
+        if self.ledger is not None and not self.ending():
             self.ledger.ended(self.address)
 
 
@@ -43,10 +45,7 @@ class Ledger:
 
     Attributes:
         events: grows as things happen; its length is the time.
-        over: the run has ended, and what goes later is no part of it.
     """
-
-    over = False
 
     def __init__(self, events: list):
         self.events = events
@@ -68,6 +67,14 @@ class Ledger:
         self.held[out.address] = [kind, size, made_by]
         self.change(kind, size)
         return out
+
+    def place(self, shape, dtype) -> Tensor:
+        """A tensor without data on memory whose bytes others count; it can be written more than once."""
+        return on_storage_of(Tensor.from_numpy(self.watched(np.zeros(1, numpy_dtype(dtype)), "gathered", 0)), shape)
+
+    def written(self, x: Tensor, event: int) -> None:
+        """An event makes anew what a tensor lies on."""
+        self.held[Tensor.data_ptr(x)][2] = event
 
     def ended(self, address: int) -> None:
         """Nothing lies on a storage any more."""

@@ -78,6 +78,18 @@ class Fork(Function):
         return out, None, None
 
 
+class Made(Function):
+    """What a function has made that nobody saw into: it counts, as any result."""
+
+    @staticmethod
+    def forward(ctx, x, executor: Executor):
+        return executor.ledger.new(x._shape, x.dtype, "activations")
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
 class Job:
     """One recorded op."""
 
@@ -281,7 +293,9 @@ class Executor:
     def unseen(self, name: str, fn, args, kwargs):
         """What a local function does by itself, with NumPy say: it runs, on what is not there."""
         self.assumed[name] = f"what it computes at {user_site()} is not seen: its operations and memory are not counted"
-        return self._alone(fn(*self._plain(args), **self._plain(kwargs)))
+        def counted(x):
+            return x if getattr(x, "_layout", None) is not None else Made.apply(x, self)
+        return self._alone(map_leaves(counted, fn(*self._plain(args), **self._plain(kwargs)), Tensor))
 
     def _alone(self, tree):
         def one(x):
@@ -354,7 +368,6 @@ class Executor:
     def end(self) -> None:
         """Nothing is recorded any more."""
         self.forks.clear()
-        self.ledger.over = True
 
     def of_layout(self, layout: Layout) -> Tensor:
         """A shard of that layout."""
