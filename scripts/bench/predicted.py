@@ -162,6 +162,8 @@ def main() -> None:
     parser.add_argument("--of4", help="of four; default: the same")
     parser.add_argument("--only", default=";".join(ROWS), help="rows, with ; between")
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--measured", type=Path, default=Path("measured.json"), help="of real runs; those that lack are run")
+    parser.add_argument("--measure-only", action="store_true")
     parser.add_argument("--real", help=argparse.SUPPRESS)
     parser.add_argument("--dry", help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
@@ -172,19 +174,28 @@ def main() -> None:
         if args.dry or (world := comm.current_world()) is None or world.rank == 0:
             Path(args.out).write_text(json.dumps(told))
         return
+    names = args.only.split(";")
+    measured = json.loads(args.measured.read_text()) if args.measured.exists() else {}
+    for name in names:
+        if name not in measured:
+            measured[name] = launched(name, args.steps)
+            args.measured.write_text(json.dumps(measured, indent=1) + "\n")
+            print("measured", name, file=sys.stderr, flush=True)
+    if args.measure_only:
+        return
     rows = {}
-    for name in args.only.split(";"):
+    for name in names:
         machine = {1: args.of1, 4: args.of4}.get(world_of(config(name))) or args.hardware
         with tempfile.TemporaryDirectory() as folder:
             more = ["--hardware", machine] if machine else []
             subprocess.run([sys.executable, __file__, "--dry", name, "--out", f"{folder}/told.json", *more], check=True,
                            timeout=240, stdout=subprocess.DEVNULL)
             predicted = json.loads(Path(f"{folder}/told.json").read_text())
-        measured = launched(name, args.steps)
-        over = {k: round(predicted[k] / measured[k], 3) if predicted[k] and measured[k] else None
+        real_one = measured[name]
+        over = {k: round(predicted[k] / real_one[k], 3) if predicted[k] and real_one[k] else None
                 for k in ("seconds", "tensors", "rss")}
-        rows[name] = {"communication equal": predicted["comm"] == measured["comm"], **over, "predicted": predicted,
-                      "measured": measured}
+        rows[name] = {"communication equal": predicted["comm"] == real_one["comm"], **over, "predicted": predicted,
+                      "measured": real_one}
         print(name, {k: v for k, v in rows[name].items() if k not in ("predicted", "measured")}, file=sys.stderr, flush=True)
     print(json.dumps({"rows": rows, **order(rows)}, indent=1))
 
