@@ -38,24 +38,27 @@ def world_of(cfg: Config) -> int:
     return p.dp * p.tp * p.cp * p.pp
 
 
+def write_page(folder: Path, hardware: str | None, rank: int) -> Path:
+    """`predicted.html` of a run's folder."""
+    from model_zoo.llama.dry import dry_step
+    cfg, _ = load(["--config", str(folder / "config.yaml")])
+    run = dry_step(cfg, world_of(cfg), rank, DEVICE.get(str(hardware), "CPU"))
+    known = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    run.report(folder / "predicted.html", title=f"A step of {folder.name}, rank {rank} of {run.world}", hardware=hardware,
+               measured=measured(known), links=[("metrics.jsonl", "what was measured"), ("config.yaml", "of the run")])
+    return folder / "predicted.html"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--hardware")
     parser.add_argument("--rank", type=int, default=0)
     args = parser.parse_args()
-    cfg, _ = load(["--config", str(args.folder / "config.yaml")])
     import mindspore as ms
     ms.set_device("CPU")
     ms.runtime.launch_blocking()
-
-    from model_zoo.llama.dry import dry_step
-    run = dry_step(cfg, world_of(cfg), args.rank, DEVICE.get(str(args.hardware), "CPU"))
-    known = [json.loads(line) for line in (args.folder / "metrics.jsonl").read_text().splitlines()]
-    out = args.folder / "predicted.html"
-    run.report(out, title=f"A step of {args.folder.name}, rank {args.rank} of {run.world}", hardware=args.hardware,
-               measured=measured(known), links=[("metrics.jsonl", "what was measured"), ("config.yaml", "of the run")])
-    print(out)
+    print(write_page(args.folder, args.hardware, args.rank))
 
 
 if __name__ == "__main__":
