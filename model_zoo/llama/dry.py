@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A training step of a configuration as one rank of any world would take it, without data: see `md.debug.dry_run`.
 
-Not here: what is made of it (`train.py`'s report, `scripts/bench`). The one invariant: the step is the trainer's own, so what
-is communicated is what `train.py` communicates in a step that is not its first.
+Not here: what is made of it (`tools/predict.py`, `scripts/bench`). The one invariant: the step is the trainer's own, so
+what is communicated is what `train.py` communicates in a step that is not its first.
 """
 from __future__ import annotations
 

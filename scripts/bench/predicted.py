@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Twelve training steps, dry and with kernels: communication, memory and time predicted beside measured, as JSON.
 
-    python scripts/bench/predicted.py --hardware two.yaml [--of4 four.yaml] [--only tp2,dp2] [--steps 4]
+    python scripts/bench/predicted.py --measured measured.json [--hardware two.yaml --of1 one.yaml --of4 four.yaml]
 
-The files are this machine's, of as many ranks as a row has: `msrun --worker_num=2 ... python -m ms_dtensor calibrate
---hardware two.yaml`. Each row has processes of its own, one thread each. Measured are: calls and bytes by collective and axes of
-one step (`comm.record`), bytes that lie on the heap when a forward has ended (`mallinfo2`, over those before the model was
-made), the highest resident memory of a step over that before (`VmHWM`), and the median time of a step on rank 0.
-Nothing in a machine's file is fitted to these rows.
+Machines' files are this machine's, of as many ranks as a row has (`python -m ms_dtensor calibrate --hardware two.yaml`,
+under `msrun --worker_num=2`); nothing in them is fitted to these rows. Each row has processes of its own, one thread each.
+Of a step that is not the first are measured, on rank 0: calls and bytes by collective and axes (`comm.record`); the most bytes
+that tensors lie on (`heap.py`, which knows nothing of dry runs); the process's pages after the steps over those after
+a step of a tiny model; the median time. Needs a C compiler. Who is chosen among experts is fixed, as it is in a dry run.
 """
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ from model_zoo.llama.config import (  # noqa: E402
 
 NARROW = ModelConfig(dim=512, n_layers=4, n_heads=8, n_kv_heads=8, ffn_dim=1408, vocab_size=8192)
 WIDE = ModelConfig(dim=1024, n_layers=4, n_heads=16, n_kv_heads=16, ffn_dim=2816, vocab_size=8192)
-EXPERTS = ModelConfig(dim=512, n_layers=4, n_heads=8, n_kv_heads=8, ffn_dim=704, vocab_size=8192, experts=ExpertsConfig(4, 2))
+EXPERTS = ModelConfig(dim=512, n_layers=4, n_heads=8, n_kv_heads=8, ffn_dim=704, vocab_size=8192,
+                      experts=ExpertsConfig(4, 2))
 ROWS: dict[str, tuple[ModelConfig, dict, bool]] = {  # model, axes, whether layers are recomputed
     "single": (NARROW, {}, False), "single, recomputed": (NARROW, {}, True), "tp2": (NARROW, {"tp": 2}, False),
     "dp2": (NARROW, {"dp": 2}, False), "fsdp2": (NARROW, {"dp": 2, "fsdp": True}, False),
@@ -104,7 +105,7 @@ def real(row: str, steps: int) -> dict[str, Any]:
             float(loss.full_tensor() if isinstance(loss, DTensor) else loss)
         step()
         return step
-    begun(replace(cfg, model=replace(cfg.model, dim=64, ffn_dim=64, vocab_size=512)))  # what a process has once: code, caches
+    begun(replace(cfg, model=replace(cfg.model, dim=64, ffn_dim=64, vocab_size=512)))  # what a process has once
     gc.collect()
     before, shown = heap.now(), resident()
     step = begun(cfg)
@@ -147,7 +148,8 @@ def launched(row: str, steps: int) -> dict[str, Any]:
         begin = [sys.executable] if n == 1 else [
             "msrun", f"--worker_num={n}", f"--local_worker_num={n}", "--join=True", f"--log_dir={folder}/log",
             f"--master_port={20000 + abs(hash((row, time.time_ns()))) % 20000}"]
-        done = subprocess.run([*begin, *args], timeout=240, env=os.environ | {"LD_PRELOAD": str(built())}, capture_output=True, text=True, check=False)
+        done = subprocess.run([*begin, *args], timeout=240, capture_output=True, text=True, check=False,
+                              env=os.environ | {"LD_PRELOAD": str(built())})
         told = Path(f"{folder}/told.json")
         if not told.exists():
             logs = "".join(p.read_text()[-1500:] for p in Path(folder).glob("log/worker_*.log"))

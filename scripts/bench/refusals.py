@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many of our own local functions a check of types refuses: the recipes, attention over sequences, experts, as JSON.
 
-    for n in 2 4; do msrun --worker_num=$n --local_worker_num=$n --join=True scripts/bench/refusals.py --out refusals_$n.json; done
+    msrun --worker_num=2 --local_worker_num=2 --join=True scripts/bench/refusals.py --out refusals_2.json    # and with 4
 
 The programs are those of `tests/dist/cases_types.py`, which train as one device does, so any refusal is a false one. Each is
 run once with every `local_map` and `DFunction` checked; a call is counted once for its function and layouts.

@@ -44,8 +44,9 @@ def main() -> None:
     measured = {name: row["seconds"] for name, row in json.loads(args.measured.read_text()).items() if name in estimated}
     estimated = {name: s for name, s in estimated.items() if name in measured}
     first, quickest = min(estimated, key=estimated.__getitem__), min(measured, key=measured.__getitem__)
-    print(json.dumps({"suggested": str(found.plans[0].plan), "as a row": first, "estimated": estimated, "measured": measured,
-                      "quickest measured": quickest, "slower": round(measured[first] / measured[quickest] - 1, 4)}, indent=1))
+    print(json.dumps({"suggested": str(found.plans[0].plan), "as a row": first, "estimated": estimated,
+                      "measured": measured, "quickest measured": quickest,
+                      "slower": round(measured[first] / measured[quickest] - 1, 4)}, indent=1))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,8 @@ def test_the_page_of_a_run(tmp_path):
         told[0], told[1] = told[0] + 1, told[1] + e.bytes
     assert {name.split()[1] for name in sent} == {"dp", "tp"}
     (tmp_path / "config.yaml").write_text(dump(CONFIG))
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": i, "ms": 250.0, "comm": sent}) + "\n" for i in (1, 2)))
+    lines = [json.dumps({"step": i, "ms": 250.0, "comm": sent}) + "\n" for i in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
     page = predict.write_page(tmp_path, None, 3).read_text()
     assert 'href="metrics.jsonl"' in page and "rank 3 of 4" in page and "0.25" in page
     assert page.count("<td>1.000</td>") + page.count(">1.000<") >= 2 * len(sent), "calls and bytes, all as predicted"

@@ -29,7 +29,9 @@ def measured(lines: list[dict[str, Any]]) -> dict[str, Any]:
     if not steps:
         return {}
     out: dict[str, Any] = {"seconds": statistics.median(line["ms"] for line in steps[1:] or steps) / 1e3}
-    return out | ({"comm": {name: tuple(told[:2]) for name, told in steps[-1]["comm"].items()}} if "comm" in steps[-1] else {})
+    if "comm" in steps[-1]:
+        out["comm"] = {name: tuple(told[:2]) for name, told in steps[-1]["comm"].items()}
+    return out
 
 
 def world_of(cfg: Config) -> int:

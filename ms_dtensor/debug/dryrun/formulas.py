@@ -24,11 +24,12 @@ _ATTENTION = frozenset(("flash_attention", "speed_attention"))
 
 # What a backward needs of a result and of operands, as MindSpore's recorded ops save it. An op that is in none of these
 # keeps its operands; a product of a tensor and a number keeps nothing.
-_KEEPS = {"div": ((1,), True), "pow": ((0, 1), True), "where": ((0,), False), "gather": ((1,), False)}
+_KEEPS = {
+    "div": ((1,), True), "pow": ((0, 1), True), "where": ((0,), False), "gather": ((1,), False)}
 _KEEPS_RESULT = frozenset(("exp", "softmax", "log_softmax", "sigmoid", "tanh", "sqrt", "rsqrt", "relu", "reciprocal"))
 _KEEPS_NOTHING = frozenset((
-    "add", "bias_add", "sub", "neg", "sum", "mean", "cast", "identity", "clone", "where", "concat", "stack", "unstack", "reshape",
-    "transpose", "permute", "expand", "split", "chunk", "slice", "squeeze", "unsqueeze", "flatten", "getitem", "narrow",
+    "add", "bias_add", "sub", "neg", "sum", "mean", "cumsum", "cast", "identity", "clone", "concat", "stack", "unstack",
+    "reshape", "index_add", "transpose", "permute", "expand", "split", "chunk", "slice", "squeeze", "unsqueeze", "flatten", "getitem", "narrow",
     "view_as", "unbind", "stop_gradient", "select", "masked_fill", "tril", "triu", "pad", "roll", "repeat", "tile"))
 
 
@@ -89,6 +90,8 @@ def kept(op: str, wanted: Sequence[bool]) -> tuple[tuple[int, ...], bool]:
         return (), False
     if count == 2 and (op == "mul" or op in _PAIRS):  # the gradient of one is a product with the other
         return tuple(i for i in operands if wanted[1 - i]), False
+    if op == "div" and not wanted[1]:
+        return (1,), False
     if op in _KEEPS:
         some, result = _KEEPS[op]
         return tuple(i for i in some if i < count), result
