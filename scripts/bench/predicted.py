@@ -5,8 +5,8 @@
 
 Machines' files are this machine's, of as many ranks as a row has (`python -m ms_dtensor calibrate --hardware two.yaml`,
 under `msrun --worker_num=2`); nothing in them is fitted to these rows. Each row has processes of its own, one thread each.
-Of a step that is not the first are measured, on rank 0: calls and bytes by collective and axes (`comm.record`); the most bytes
-that tensors lie on (`heap.py`, which knows nothing of dry runs); the process's pages after the steps over those after
+Of a step that is not the first are measured, on rank 0: calls and bytes by collective and axes (`comm.record`); the most
+bytes that tensors lie on (`heap.py`, which knows nothing of dry runs); the process's pages after the steps over those after
 a step of a tiny model; the median time. Needs a C compiler. Who is chosen among experts is fixed, as it is in a dry run.
 """
 from __future__ import annotations

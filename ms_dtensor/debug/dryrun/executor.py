@@ -102,7 +102,7 @@ class Job:
         operands, result = kept(what.op, [wanted for _, _, wanted in self.operands])
         self.saved: list = [local_alias(xs[i]) for i in operands] if asked else []
         self.keeps_result, self.first = bool(asked) and result, xs[0]
-        self.within = within(what.op) if asked else (0, 0)
+        self.within = within(what.op, executor.on_host) if asked else (0, 0)
 
     def results(self) -> tuple[tuple, list]:
         """The results, and what the backward needs."""
@@ -120,7 +120,8 @@ class Job:
         executor = self.executor
         asked = sum(1 for _, _, wanted in self.operands if wanted)
         read = sum(prod(x._shape) * x.itemsize for x in (*saved, *(g for g in grads if g is not None)))
-        written = 0 if self.what.view else sum(
+        view = executor.is_view(self.what)
+        written = 0 if view else sum(
             prod(shape) * nbytes(dtype) for shape, dtype, wanted in self.operands if wanted)
         cost = backward_flops(self.what.op, self.cost, asked)
         at = executor.note(self.what.op, "backward", self.site, cost, read, written, [g for g in grads if g is not None],
@@ -130,7 +131,7 @@ class Job:
         for shape, dtype, wanted in self.operands:
             if not wanted:
                 out.append(None)
-            elif self.what.view and given is not None and given.dtype == dtype:
+            elif view and given is not None and given.dtype == dtype:
                 out.append(on_storage_of(given, shape))
             else:
                 out.append(executor.ledger.new(shape, dtype, "activations", at))
@@ -150,7 +151,8 @@ class Executor:
     nameless = staticmethod(nameless)
     on_storage_of = staticmethod(on_storage_of)
 
-    def __init__(self, values: dict[str, Any], messages: dict[str, bytes]):
+    def __init__(self, values: dict[str, Any], messages: dict[str, bytes], on_host: bool):
+        self.on_host = on_host
         self.values, self.assumed = values, dict[str, str]()
         self.received, self.messages = messages, dict[str, bytes]()
         self.events: list[DryEvent] = []
@@ -196,9 +198,14 @@ class Executor:
 
     def made(self, what, first, shapes, dtypes, event: int) -> tuple:
         """Results without data: on the first operand's storage, if they are views of it."""
-        if what.view:
+        if self.is_view(what):
             return tuple(on_storage_of(first, shape) for shape in shapes)
         return tuple(self.ledger.new(s, d, "activations", event) for s, d in zip(shapes, dtypes))
+
+    def is_view(self, what) -> bool:
+        """Whether results take no memory. A host's kernels copy an operand that begins within its storage, and keep that:
+        of several views each use is one."""
+        return what.view and not (self.on_host and what.op in _SEVERAL)
 
     def by_data(self, run, call, tensors):
         """What only data, or a user's function, tells."""

@@ -29,14 +29,16 @@ _KEEPS = {
 _KEEPS_RESULT = frozenset(("exp", "softmax", "log_softmax", "sigmoid", "tanh", "sqrt", "rsqrt", "relu", "reciprocal"))
 _KEEPS_NOTHING = frozenset((
     "add", "bias_add", "sub", "neg", "sum", "mean", "cumsum", "cast", "identity", "clone", "concat", "stack", "unstack",
-    "reshape", "index_add", "transpose", "permute", "expand", "split", "chunk", "slice", "squeeze", "unsqueeze", "flatten", "getitem", "narrow",
-    "view_as", "unbind", "stop_gradient", "select", "masked_fill", "tril", "triu", "pad", "roll", "repeat", "tile"))
+    "reshape", "index_add", "transpose", "permute", "expand", "split", "chunk", "slice", "squeeze", "unsqueeze", "flatten",
+    "getitem", "narrow", "view_as", "unbind", "stop_gradient", "select", "masked_fill", "tril", "triu", "pad", "roll",
+    "repeat", "tile"))
 
 
 # Forms of ours that are several ops: tensors of the first operand's size that they keep in its place, and that a backward
 # has beside these and its result. Cross entropy over shards of classes: logits less the greatest, and their exponentials;
 # the gradients of both.
 _WITHIN = {"class_sums": (2, 2)}
+_OF_HOSTS = {"silu": 3, "softmax": 1}  # the last of these, of MindSpore 2.10's CPU kernels, which take it as results are taken
 
 
 def flops(op: str, arguments: dict[str, Any], ins: Sequence[Shape], outs: Sequence[Shape]) -> int:
@@ -100,9 +102,9 @@ def kept(op: str, wanted: Sequence[bool]) -> tuple[tuple[int, ...], bool]:
     return tuple(operands), op in _ATTENTION
 
 
-def within(op: str) -> tuple[int, int]:
+def within(op: str, on_host: bool) -> tuple[int, int]:
     """Tensors of the first operand's size that an op makes and keeps for its backward, and that this makes and drops."""
-    return _WITHIN.get(op, (0, 0))
+    return _WITHIN.get(op, (0, _OF_HOSTS.get(op, 0) if on_host else 0))
 
 
 def _attention(arguments: dict[str, Any], ins: Sequence[Shape]) -> int:

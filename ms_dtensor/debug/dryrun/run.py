@@ -45,7 +45,7 @@ class DryRun:
 
     def __init__(self, world: int, rank: int, device: str, values: dict[str, Any], messages: dict[str, bytes]):
         self.world, self.rank, self.device = world, rank, device
-        self._executor = Executor(values, messages)
+        self._executor = Executor(values, messages, device == "CPU")
         self.communication: list[CommEvent] = _Moves(self._executor)
         self._cells: CellNames | None = CellNames()
         self._parameters: list[page.Parameter] = []
