@@ -38,7 +38,7 @@ _KEEPS_NOTHING = frozenset((
 # has beside these and its result. Cross entropy over shards of classes: logits less the greatest, and their exponentials;
 # the gradients of both.
 _WITHIN = {"class_sums": (2, 2)}
-_OF_HOSTS = {"silu": 3, "softmax": 1}  # the last of these, of MindSpore 2.10's CPU kernels, which take it as results are taken
+_OF_HOSTS = {"silu": 3, "softmax": 1}  # the last of these, of MindSpore 2.10's CPU kernels, where results lie
 
 
 def flops(op: str, arguments: dict[str, Any], ins: Sequence[Shape], outs: Sequence[Shape]) -> int:
