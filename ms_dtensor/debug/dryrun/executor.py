@@ -290,7 +290,7 @@ class Executor:
         """A function of a list of local tensors: it is given DTensors of this rank alone, so its ops are seen."""
         def run(tensors):
             with implicit_replication():
-                return self._plain(fn(self._alone(tensors)))
+                return self._plain(fn(self.alone(tensors)))
         return run
 
     def is_alone(self, *arguments) -> bool:
@@ -302,9 +302,10 @@ class Executor:
         self.assumed[name] = f"what it computes at {user_site()} is not seen: its operations and memory are not counted"
         def counted(x):
             return x if getattr(x, "_layout", None) is not None else Made.apply(x, self)
-        return self._alone(map_leaves(counted, fn(*self._plain(args), **self._plain(kwargs)), Tensor))
+        return self.alone(map_leaves(counted, fn(*self._plain(args), **self._plain(kwargs)), Tensor))
 
-    def _alone(self, tree):
+    def alone(self, tree):
+        """Tensors as DTensors of this rank alone, so that ops on them are seen."""
         def one(x):
             layout = getattr(x, "_layout", None)
             return x if layout is not None else wrap(x, Layout(self.mesh, None, tuple(x._shape), dtype_name(x.dtype)))
