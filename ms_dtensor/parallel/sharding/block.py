@@ -179,7 +179,8 @@ class Block:
         with NoFallbackGuard():
             self._memory().claim()
             if executing() is not None:
-                self._memory().filled(gathered)
+                memory: Any = self._memory()
+                memory.filled(gathered)
                 return
             rows = self._ops.shaped(self._ops.of(gathered), (self.group.size, -1))
             for column, pieces in zip(self._ops.split(rows, self.parts.widths, 1), self._lying):
