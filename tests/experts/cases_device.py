@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts over ranks by the device's branch, rehearsed: one device's numbers, and how often the host waits for a layer."""
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import contextmanager
+
+import numpy as np
+from mindspore import Tensor, mint, ops
+
+import ms_dtensor as md
+from ms_dtensor import Shard
+from ms_dtensor.ops.local import moe as twins
+from ms_dtensor.parallel import experts as module
+from tests.cases import case
+from tests.dist.support import array
+from tests.experts.cases_experts import pieces, ten
+from tests.experts.reference import expected, operands
+from tests.rehearsal.session import rehearsed
+
+
+def stable_sort(values, dim, stable, descending=False):
+    assert dim == 0 and stable and not descending
+    order = np.argsort(values.asnumpy(), kind="stable")
+    return Tensor(values.asnumpy()[order]), Tensor(order)
+
+
+@contextmanager
+def kernels():
+    """In the place of those that a CPU has not; what they ask of the host is theirs, and left out of the count."""
+    had = module.auto_generate.grouped_matmul_v4, ops.swiglu, mint.sort
+    module.auto_generate.grouped_matmul_v4, mint.sort = twins.grouped_matmul_v4, stable_sort
+    ops.swiglu = lambda x, dim: (lambda a, b: a * ops.sigmoid(a) * b)(*ops.chunk(x, 2, dim))
+    try:
+        yield
+    finally:
+        module.auto_generate.grouped_matmul_v4, ops.swiglu, mint.sort = had
+
+
+def waits(device):
+    """Lines of ours where the host waited for the device."""
+    ours = ("/parallel/", "/custom_ops/", "/comm/group.py", "/comm/device.py", "/comm/hccl.py")
+    return [site.rpartition("/")[2] for site in device.syncs if any(part in site for part in ours)]
+
+
+@case(world_size=4, timeout=240)
+def a_layer_waits_for_the_host_once(world):
+    """Choices, sizes and what is not finite come to the host together; nothing is waited for in the backward."""
+    n = world.size
+    with rehearsed(clock=False) as device, kernels():
+        mesh = md.init_device_mesh("npu", (n,), mesh_dim_names=("ep",))
+        for seed, (name, (tokens, experts, k, choose)) in enumerate(ten(n).items()):
+            chosen = choose(np.random.default_rng(seed), tokens, experts, k)
+            x, weights, dout, ws = operands(seed, tokens, experts, k)
+            want = expected(x, weights, chosen, dout, ws)
+            *cut, picks, cot = (pieces(a, mesh, [Shard(0)]) for a in (x, weights, *ws, chosen, dout))
+            for dedup in (False, True):
+                def run(x, weights, *w, picks=picks, dedup=dedup):
+                    return md.moe(x, weights, picks, *w, dedup=dedup)
+                device.syncs.clear()
+                device.calls.clear()
+                y = run(*cut)
+                assert [site.split(":")[0] for site in waits(device)] == ["experts.py"], (name, dedup, waits(device))
+                called = Counter(c[0] for c in device.calls)
+                assert called == {"all_to_all_single": 5 if dedup else 3}, (name, dedup, called)
+                device.syncs.clear()
+                grads = md.grad(lambda *a, run=run, cot=cot: (run(*a) * cot).sum(), (0, 1, 2, 3, 4))(*cut)
+                assert len(waits(device)) == 1, (name, dedup, waits(device))
+                for g, w, what in zip((y, *grads), want, ("y", "dx", "dweights", "dw1", "dw2", "dw3"), strict=True):
+                    far = np.abs(array(g) - w).max() / max(np.abs(w).max(), 1e-30)
+                    assert far < 1e-10, (name, dedup, what, far)
