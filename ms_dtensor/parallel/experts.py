@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Literal
 
 import mindspore as ms
@@ -36,6 +36,7 @@ from ..internals.target import on_cpu
 from ..ops.local import Nothing
 from ..ops.local.dtypes import full, rounded, wider
 from ..tensor.dtensor import DTensor
+from .experts_room import by_room, within
 from .layouts import around_construct, shard_parameter
 from .styles import ParallelStyle
 
@@ -107,7 +108,7 @@ class ExpertParallel(ParallelStyle):
 
 
 def moe(x: Tensor, weights: Tensor, chosen: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, *, mesh: DeviceMesh | None = None,
-        dedup: Dedup = "auto") -> Tensor:
+        dedup: Dedup = "auto", room: int | None = None) -> Tensor:
     """The weighted sum of each token's experts, `w2 (silu(w1 x) * w3 x)`; with experts cut, over the ranks that have them.
 
     Of plain tensors, and where experts are whole on each rank, each rank computes its tokens. Over axes that cut dim 0 of
@@ -124,6 +125,9 @@ def moe(x: Tensor, weights: Tensor, chosen: Tensor, w1: Tensor, w2: Tensor, w3: 
         w3: f[E, f, d].
         mesh: axes that cut the experts; None: those on which w1 is cut.
         dedup: send a token once to each rank, not to each expert; "auto": where it saves bytes, or as the style says.
+        room: an expert takes so many choices of each rank at most, in the order of its tokens; what is over is dropped. All
+            sizes are known then, and a device is not waited for; nor are weights that are NaN told, or wrong experts,
+            which are dropped.
 
     Returns:
         f[n, d], laid out as x.
@@ -145,10 +149,14 @@ def moe(x: Tensor, weights: Tensor, chosen: Tensor, w1: Tensor, w2: Tensor, w3: 
     """
     _check_operands(x, weights, chosen, w1, w2, w3)
     _asked(dedup, "moe")
+    if room is not None and (room < 1 or dedup is True):
+        raise ConfigError("For 'moe', 'room' does not fit.", f"room = {room}, dedup = {dedup}",
+                          "An expert has room for one choice at least, and each choice goes to its expert.",
+                          ("room=None: whatever the loads are", 'dedup="auto"'))
     if not any(isinstance(t, DTensor) for t in (x, weights, chosen, w1, w2, w3)):
-        return mixture(x, weights, chosen, w1, w2, w3)
+        return mixture(x, weights, chosen if room is None else within(chosen, w1.shape[0], room), w1, w2, w3)
     run = _mapped(comm.world_key(), *(getattr(t, "layout", None) for t in (x, weights, chosen, w1, w2, w3)),
-                  None if mesh is None else mesh.mesh_dim_names, _style.get() if dedup == "auto" else dedup)
+                  None if mesh is None else mesh.mesh_dim_names, _style.get() if dedup == "auto" else dedup, room)
     stood_for = getattr(w1, "inited_param", None)  # whole values have no name
     token = _named.set(getattr(w1 if stood_for is None else stood_for, "name", ""))
     try:
@@ -200,7 +208,8 @@ _TYPED = declared(("V", "*", "->", "V"), ("V", "V", "V", "R", "R", "R", "->", "V
 
 
 @lru_cache(maxsize=256)
-def _mapped(world, x: Layout | None, weights, chosen, w1: Layout | None, w2, w3, names: Sequence[str] | None, dedup: Dedup):
+def _mapped(world, x: Layout | None, weights, chosen, w1: Layout | None, w2, w3, names: Sequence[str] | None, dedup: Dedup,
+            room: int | None):
     """The local function for tensors of these layouts, mapped over shards; `world`: whose groups it keeps."""
     known = [t for t in (x, weights, chosen, w1, w2, w3) if t is not None]
     if len(known) < 6 or x is None or w1 is None or len({t.mesh for t in known}) > 1:
@@ -228,6 +237,9 @@ def _mapped(world, x: Layout | None, weights, chosen, w1: Layout | None, w2, w3,
     out = [PARTIAL if a in width else p for a, p in enumerate(rows)]
     here = mesh.get_coordinate()
     run = mixture
+    if room is not None:
+        def run(x, weights, chosen, *ws):
+            return mixture(x, weights, within(chosen, w1.shape[0], room), *ws)
     if here is not None and math.prod(mesh.shape[a] for a in cut) > 1:
         group = mesh.get_group(tuple(mesh.mesh_dim_names[a] for a in cut))
         members = Layout(mesh, ws[0], w1.shape)
@@ -235,8 +247,10 @@ def _mapped(world, x: Layout | None, weights, chosen, w1: Layout | None, w2, w3,
         size = np.dtype({"bfloat16": "f2"}.get(x.dtype, x.dtype)).itemsize
         once = ratio(w1.shape[0], k, group.size, x.shape[1] * size) < _WORTH if dedup == "auto" else dedup
 
+        form = partial(by_room, room, swiglu_rows) if room is not None else _by_rank if once else _by_choice
+
         def run(*tensors):
-            return (_by_rank if once else _by_choice)(shared, w1.shape[0], *tensors)
+            return form(shared, w1.shape[0], *tensors)
         run.__name__ = "moe"
     return local_map(_TYPED(run), out, (rows, rows, rows, *ws), redistribute_inputs=True,
                      out_shapes=lambda *shapes: (x.shape,))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts over ranks by the device's branch, rehearsed: one device's numbers, and how often the host waits for a layer."""
+"""Experts over ranks by the device's branch, rehearsed: one device's numbers, and how often the host waits in a layer."""
 from __future__ import annotations
 
 from collections import Counter
@@ -10,6 +10,7 @@ from mindspore import Tensor, mint, ops
 
 import ms_dtensor as md
 from ms_dtensor import Shard
+from ms_dtensor.core.placements import chunk_bounds
 from ms_dtensor.ops.local import moe as twins
 from ms_dtensor.parallel import experts as module
 from tests.cases import case
@@ -69,3 +70,48 @@ def a_layer_waits_for_the_host_once(world):
                 for g, w, what in zip((y, *grads), want, ("y", "dx", "dweights", "dw1", "dw2", "dw3"), strict=True):
                     far = np.abs(array(g) - w).max() / max(np.abs(w).max(), 1e-30)
                     assert far < 1e-10, (name, dedup, what, far)
+
+
+def in_room(chosen, ranks, experts, room):
+    """What is left of choices where each expert takes so many of each rank."""
+    left = chosen.copy()
+    for rows in np.split(left, np.cumsum([b - a for a, b in chunk_bounds(len(chosen), ranks)])[:-1]):
+        had = np.zeros(experts, int)
+        for at in np.ndindex(*rows.shape):
+            e = rows[at]
+            if e >= 0:
+                had[e] += 1
+                rows[at] = e if had[e] <= room else -1
+    return left
+
+
+@case(world_size=4, timeout=240)
+def with_room_for_so_many_the_host_never_waits(world):
+    """Sizes are known beforehand: two all-to-alls there and home, two in the backward, and one device's numbers."""
+    n = world.size
+
+    def everything(device=None):
+        mesh = md.init_device_mesh("cpu" if device is None else "npu", (n,), mesh_dim_names=("ep",))
+        for seed, (name, (tokens, experts, k, choose)) in enumerate(ten(n).items()):
+            chosen = choose(np.random.default_rng(seed), tokens, experts, k)
+            x, weights, dout, ws = operands(seed, tokens, experts, k)
+            *cut, picks, cot = (pieces(a, mesh, [Shard(0)]) for a in (x, weights, *ws, chosen, dout))
+            for room in (1, 2, k * tokens):
+                want = expected(x, weights, in_room(chosen, n, experts, room), dout, ws)
+
+                def run(x, weights, *w, picks=picks, room=room):
+                    return md.moe(x, weights, picks, *w, room=room)
+                if device is not None:
+                    device.syncs.clear()
+                    device.calls.clear()
+                y = run(*cut)
+                grads = md.grad(lambda *a, run=run, cot=cot: (run(*a) * cot).sum(), (0, 1, 2, 3, 4))(*cut)
+                if device is not None:
+                    assert not waits(device), (name, room, waits(device))
+                    assert Counter(c[0] for c in device.calls)["all_to_all_single"] == 2 + 2 + 2, (name, device.calls)
+                for g, w, what in zip((y, *grads), want, ("y", "dx", "dweights", "dw1", "dw2", "dw3"), strict=True):
+                    far = np.abs(array(g) - w).max() / max(np.abs(w).max(), 1e-30)
+                    assert far < 1e-10, (name, room, what, far)
+    everything()
+    with rehearsed(clock=False) as device, kernels():
+        everything(device)
