@@ -50,7 +50,7 @@ def by_room(room: int, products, shared, experts: int, x, weights, chosen, w1, w
     if not n:
         return Nothing.apply((0, d), x.dtype, x, back, weights)
     choices = ops.gather(mint.cat((back, full((1, d), 0, back.dtype))), at, 0).reshape(n, k, d)
-    return (choices * weights.reshape(n, k, 1).astype(choices.dtype)).sum(1).astype(x.dtype)
+    return ops.BatchMatMul()(weights.reshape(n, 1, k).astype(choices.dtype), choices).reshape(n, d).astype(x.dtype)
 
 
 def _turned(rows: Tensor, outer: int, inner: int, room: int) -> Tensor:

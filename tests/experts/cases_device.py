@@ -9,7 +9,10 @@ import numpy as np
 from mindspore import Tensor, mint, ops
 
 import ms_dtensor as md
-from ms_dtensor import Shard
+from model_zoo.llama.config import ExpertsConfig, ModelConfig, ParallelConfig
+from model_zoo.llama.experts import Experts
+from model_zoo.llama.parallelize import CutExperts, lay_out_experts, make_mesh
+from ms_dtensor import Replicate, Shard
 from ms_dtensor.core.placements import chunk_bounds
 from ms_dtensor.ops.local import moe as twins
 from ms_dtensor.parallel import experts as module
@@ -21,9 +24,10 @@ from tests.rehearsal.session import rehearsed
 
 
 def stable_sort(values, dim, stable, descending=False):
-    assert dim == 0 and stable and not descending
-    order = np.argsort(values.asnumpy(), kind="stable")
-    return Tensor(values.asnumpy()[order]), Tensor(order)
+    assert stable
+    array = -values.asnumpy() if descending else values.asnumpy()
+    order = np.argsort(array, dim, kind="stable")
+    return Tensor(np.take_along_axis(values.asnumpy(), order, dim)), Tensor(order)
 
 
 @contextmanager
@@ -115,3 +119,43 @@ def with_room_for_so_many_the_host_never_waits(world):
     everything()
     with rehearsed(clock=False) as device, kernels():
         everything(device)
+
+
+@case(world_size=4, timeout=240)
+def a_layer_of_the_recipe_with_a_capacity_never_waits(world):
+    """Its router, its capacity over sequences, its experts: values and gradients of one device, by the device's branch."""
+    t, cfg = 6, ModelConfig(dim=16, ffn_dim=12, experts=ExpertsConfig(8, 2, capacity=0.7, shared=1))
+    x, cot = (np.random.default_rng(i).normal(size=(8 * t, 16)).astype(np.float32) for i in (1, 2))
+
+    def layer():
+        cell, rng = Experts(cfg), np.random.default_rng(3)
+        for name, p in cell.parameters_and_names():
+            p.name = name
+            p.set_data(Tensor(rng.normal(size=p.shape).astype(np.float32) * 0.4))
+        return cell
+
+    def run(cell, x, cot):
+        def loss(x):
+            y, shares, loads = cell(x, t)
+            return (y * cot).sum() + shares.sum(), loads
+        (value, loads), (dx, grads) = md.value_and_grad(loss, 0, cell.trainable_params(), has_aux=True)(x)
+        return value, loads, dx, *grads
+    want = [array(v) for v in run(layer(), Tensor(x), Tensor(cot))]
+    assert 0 < want[1].sum() < 8 * t * 2, "some are dropped, and not all"
+    for parallel in (ParallelConfig(4, ep=2), ParallelConfig(4, ep=4), ParallelConfig(2, 2, ep=2)):
+        with rehearsed(clock=False) as device, kernels():
+            mesh, cell = make_mesh("npu", parallel), layer()
+            lay_out_experts(cell, mesh, parallel)
+            md.parallelize_module(cell.experts, mesh["ep", "tp"], CutExperts(True))
+            if mesh["dp"].size() > 1:
+                md.replicate(cell.experts, mesh=mesh["dp"])
+            md.replicate(cell, mesh=mesh["dp", "ep"].flatten("data"), ignored_modules=[cell.experts])
+            rows = [Shard(0), Shard(0), Replicate()]
+            args = [pieces(a, mesh, rows) for a in (x, cot)]
+            device.syncs.clear()
+            out = run(cell, *args)
+            assert not waits(device), (parallel, waits(device))
+            got = [array(v) for v in out]
+        assert np.array_equal(got[1], want[1]), (parallel, got[1], want[1])
+        for i, (a, b) in enumerate(zip(got, want, strict=True)):
+            assert np.abs(a - b).max() <= 2e-5 * np.abs(b).max(), (parallel, i)
