@@ -11,7 +11,7 @@ from mindspore import Tensor, mint, ops
 import ms_dtensor as md
 from model_zoo.llama.config import ExpertsConfig, ModelConfig, ParallelConfig
 from model_zoo.llama.experts import Experts
-from model_zoo.llama.parallelize import CutExperts, lay_out_experts, make_mesh
+from model_zoo.llama.parallelize import Cut, CutExperts, lay_out_experts, make_mesh
 from ms_dtensor import Replicate, Shard
 from ms_dtensor.core.placements import chunk_bounds
 from ms_dtensor.ops.local import moe as twins
@@ -145,6 +145,7 @@ def a_layer_of_the_recipe_with_a_capacity_never_waits(world):
     for parallel in (ParallelConfig(4, ep=2), ParallelConfig(4, ep=4), ParallelConfig(2, 2, ep=2)):
         with rehearsed(clock=False) as device, kernels():
             mesh, cell = make_mesh("npu", parallel), layer()
+            md.parallelize_module(cell, mesh["tp"], {"gate": Cut(), "shared": Cut()})  # whole on tp
             lay_out_experts(cell, mesh, parallel)
             md.parallelize_module(cell.experts, mesh["ep", "tp"], CutExperts(True))
             if mesh["dp"].size() > 1:
