@@ -148,8 +148,7 @@ def a_layer_of_the_recipe_with_a_capacity_never_waits(world):
             md.parallelize_module(cell, mesh["tp"], {"gate": Cut(), "shared": Cut()})  # whole on tp
             lay_out_experts(cell, mesh, parallel)
             md.parallelize_module(cell.experts, mesh["ep", "tp"], CutExperts(True))
-            if mesh["dp"].size() > 1:
-                md.replicate(cell.experts, mesh=mesh["dp"])
+            md.replicate(cell.experts, mesh=mesh["dp"])
             md.replicate(cell, mesh=mesh["dp", "ep"].flatten("data"), ignored_modules=[cell.experts])
             rows = [Shard(0), Shard(0), Replicate()]
             args = [pieces(a, mesh, rows) for a in (x, cot)]
