@@ -327,6 +327,8 @@ def _no_such(told: str, experts: int) -> DTensorError:
 def _rows(x: Tensor, index: np.ndarray | Tensor) -> Tensor:
     if not len(index):
         return Nothing.apply((0, *x.shape[1:]), x.dtype, x)
+    if (dry := executing()) is not None:  # what has come from other ranks
+        x = dry.alone(x)
     return rounded(ops.gather(wider(x), _index(index), 0), x)
 
 
