@@ -391,7 +391,8 @@ def _check_logits(cfg: Config) -> None:
             (m.sliding_window is not None, "model.sliding_window", "--optim.qk_clip 0"),
             (cfg.lora is not None, "lora", "without the section lora"),
             (cfg.data.documents, "data.documents", "--data.documents false"),
-            (cfg.parallel.cp > 1, "parallel.cp", "--parallel.cp 1"), (cfg.parallel.pp > 1, "parallel.pp", "--parallel.pp 1")):
+            (cfg.parallel.cp > 1, "parallel.cp", "--parallel.cp 1"),
+            (cfg.parallel.pp > 1, "parallel.pp", "--parallel.pp 1")):
         if is_set:
             raise ConfigError(f"For the configuration, {key} does not go with optim.qk_clip.",
                               f"optim.qk_clip = {cfg.optim.qk_clip}", rule, fix)
