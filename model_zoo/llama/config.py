@@ -126,6 +126,9 @@ class OptimConfig:
     schedule: Literal["cosine", "constant"] = "cosine"
     min_lr_ratio: float = 0.1
     clip_norm: float = 1.0
+    qk_clip: float = 0.0
+    """Heads whose largest attention logit was above this have their queries and keys made smaller after the step, to it;
+    0: logits are not watched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +221,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "lora.rank": (1, 2 ** 16), "lora.alpha": (0, 1e6),
     "optim.lr": (0, 1e3), "optim.betas": (0, 1 - 1e-9), "optim.eps": (1e-30, 1), "optim.weight_decay": (0, 1e3),
     "optim.warmup": (0, 2 ** 53), "optim.min_lr_ratio": (0, 1), "optim.clip_norm": (0, 1e9),
+    "optim.qk_clip": (0, 1e9),
     "train.steps": (0, 2 ** 53), "train.batch": COUNT, "train.seq": COUNT, "train.seed": (0, 2 ** 32 - 1),
     "train.micro_batches": COUNT, "train.batch_ramp": (0, 2 ** 53),
     "checkpoint.interval": (0, 2 ** 53), "checkpoint.keep_last": COUNT,
@@ -234,6 +238,7 @@ def check(cfg: Config, world: int) -> None:
     _check_pipeline(cfg)
     _check_context(cfg)
     _check_latent(cfg)
+    _check_logits(cfg)
     if cfg.parallel.tp_overlap != 1 and (missing := [text for text, there in (
             ("parallel.sequence_parallel is false", not cfg.parallel.sequence_parallel), ("lora is set", cfg.lora),
             ("model.latent is set", cfg.model.latent), ("model.experts is set", cfg.model.experts)) if there]):
@@ -374,6 +379,23 @@ def _check_context(cfg: Config) -> None:
             (cfg.train.compile, "train.compile", "What is compiled is attention of whole rows.", "--train.compile false")):
         if is_set:
             raise ConfigError(f"For the configuration, {key} does not go with context parallelism.", degree, rule, fix)
+
+
+def _check_logits(cfg: Config) -> None:
+    if not cfg.optim.qk_clip:
+        return
+    m, rule = cfg.model, "Logits are products of what wq and wk make of whole rows, and of nothing else."
+    for is_set, key, fix in (
+            (m.qk_norm, "model.qk_norm", "--optim.qk_clip 0: norms bound the logits"),
+            (m.qkv_bias, "model.qkv_bias", "--optim.qk_clip 0"), (m.latent is not None, "model.latent", "--optim.qk_clip 0"),
+            (m.sliding_window is not None, "model.sliding_window", "--optim.qk_clip 0"),
+            (cfg.lora is not None, "lora", "without the section lora"),
+            (cfg.data.documents, "data.documents", "--data.documents false"),
+            (cfg.parallel.cp > 1, "parallel.cp", "--parallel.cp 1"),
+            (cfg.parallel.pp > 1, "parallel.pp", "--parallel.pp 1")):
+        if is_set:
+            raise ConfigError(f"For the configuration, {key} does not go with optim.qk_clip.",
+                              f"optim.qk_clip = {cfg.optim.qk_clip}", rule, fix)
 
 
 def _check_latent(cfg: Config) -> None:

@@ -151,6 +151,9 @@ class Reporter:
                  f"{values['memory_gib']:5.2f} GiB  {'n/a' if share is None else f'{share:.0%}':>5}")
         self.screen.done(step + 1)
         told = self._experts(result.loads, tokens, None if self.tally is None else comm)
+        if result.logits is not None:
+            values["max_logit"] = number(float(result.logits.max()))
+            told["max_logits"] = [[number(x) for x in row] for row in result.logits.tolist()]
         self.record(step=step + 1, **values, **({"comm": lines} if self.tally is not None else {}), **told)
         self._track(step + 1, values)
 

@@ -44,7 +44,7 @@ from ms_dtensor.pipeline import (
 )
 from ms_dtensor.tools.guard import Guard, Verdict, stopped
 
-from . import hf, lora
+from . import hf, logits, lora
 from .config import VEE, Config, OptimConfig
 from .configio import model_values
 from .cpu import compile_attention
@@ -74,6 +74,8 @@ class StepResult(NamedTuple):
     verdict: Verdict = Verdict("go")
     loads: np.ndarray | None = None
     """i64[layers, experts]: how many choices each expert computed; None without experts"""
+    logits: np.ndarray | None = None
+    """float64[layers, heads]: the largest of attention, before this step's update; None if they are not watched"""
 
 
 class Trainer:
@@ -124,6 +126,7 @@ class Trainer:
         if initialize is None and cfg.train.init_hf is not None:  # each rank its shards
             with lora.without_adapters(*models):
                 hf.load(stages or self.model, cfg.train.init_hf, self.over)
+        self.watched = logits.watch(self.model) if cfg.optim.qk_clip else []
         if cfg.train.recompute:
             for layer in here(layer for model in models for layer in model.layers):
                 layer.recompute()
@@ -244,6 +247,8 @@ class Trainer:
         if self.optimizer is not None:
             self.optimizer.lr = lr
             self.optimizer(grads)
+        if self.watched:
+            logits.clip(self.model, o.qk_clip)
         self._move_biases()
         return norm, lr
 
@@ -276,6 +281,8 @@ class Trainer:
         Raises:
             Diverged: the guard ends the run.
         """
+        for attention in self.watched:  # evaluations are no step's
+            attention.largest = None
         loss, grads = self.gradients(*self.batch(step))
         known: list[tuple[float, float, Verdict]] = []  # what a device is asked for, once
 
@@ -293,7 +300,8 @@ class Trainer:
         (loss_now, norm_now, verdict), = known
         if verdict.action == "stop":
             raise stopped(verdict.reason)
-        return StepResult(loss_now, norm_now, lr, verdict, self.loads)
+        seen = np.stack([attention.largest for attention in self.watched]) if self.watched else None
+        return StepResult(loss_now, norm_now, lr, verdict, self.loads, seen)
 
     def _agreed(self, verdict: Verdict) -> Verdict:
         """Rank 0's: whether a step is left out may not hang on the last bit of a sum."""

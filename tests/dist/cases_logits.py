@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real ranks: attention's logits are watched and clipped as on one device."""
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from model_zoo.llama.config import ParallelConfig
+from model_zoo.llama.parallelize import make_mesh
+from tests.cases import case
+from tests.dist.support import equal, same_on_all_ranks
+from tests.zoo.test_llama_logits import CFG, made
+
+LAYOUTS = {"dp x tp": ParallelConfig(2, 2), "sequence parallel, fsdp": ParallelConfig(2, 2, sequence_parallel=True, fsdp=True)}
+
+
+@case(world_size=4, timeout=120)
+def logits_are_clipped_as_on_one_device(world):
+    plain = made(CFG)
+    wanted = [plain.step(i) for i in range(3)]
+    for name, parallel in LAYOUTS.items():
+        trainer = made(replace(CFG, parallel=parallel), make_mesh("cpu", parallel))
+        for i, want in enumerate(wanted):
+            got = trainer.step(i)
+            same_on_all_ranks(world, str(got.logits.tolist()))
+            assert np.allclose(got.logits, want.logits, rtol=1e-4), (name, i, got.logits, want.logits)
+            assert np.isclose(got.loss, want.loss, rtol=1e-5), (name, i, got.loss, want.loss)
+        for p, w in zip(trainer.params, plain.params, strict=True):
+            equal(p, w, f"{name} {p.name}", rtol=1e-3)
