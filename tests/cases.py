@@ -96,6 +96,7 @@ class Launches:
         self._finished = {key: threading.Event() for key in self._todo}
         self.spent: list[tuple[str, int, float]] = []  # group, ranks and seconds of each launch
         self.seconds: dict[Case, float] = {}  # on the rank that took longest
+        self.used: dict[Case, float] = {}  # seconds of CPU, of all ranks together
 
     def start(self) -> None:
         self._thread.start()
@@ -132,11 +133,12 @@ class Launches:
         args = [f"{c.address}:{c.timeout:g}" for c in cases]
         limit = START_LIMIT + max(c.timeout for c in cases) + CASE_LIMIT * len(cases)
         start = time.monotonic()
-        outcome = launch("tests.rank_main", size, args, limit, log_dir=log_dir, stopped=self._stopped)
+        outcome = launch("tests.forks", size, args, limit, log_dir=log_dir, stopped=self._stopped, forked=True)
         self.spent.append((cases[0].group, size, time.monotonic() - start))
         for index, one in enumerate(cases):
-            took = [reports[index]["seconds"] for reports in outcome.reports if len(reports) > index]
-            self.seconds[one] = max(took, default=0.0)
+            told = [reports[index] for reports in outcome.reports if len(reports) > index]
+            self.seconds[one] = max((r["seconds"] for r in told), default=0.0)
+            self.used[one] = sum(r["cpu"] for r in told)
         self._verdicts.update(verdicts(cases, outcome))
 
 

@@ -117,9 +117,13 @@ LATER = (
 )
 
 
-def sampled(items: Iterable[T], every: int) -> list[T]:
-    """Within one test: every so-manieth item at push, the first among them; all of them in a later tier."""
-    return list(items)[::every if os.environ.get(CHOSEN, "push") == "push" else 1]
+def sampled(items: Iterable[T], every: int, first: int = 0) -> list[T]:
+    """Within one test: every so-manieth item at push, beginning with this one; all of them in a later tier.
+
+    Args:
+        first: modulo `every`; of two nested loops the inner one begins elsewhere in each turn of the outer.
+    """
+    return list(items)[first % every::every] if os.environ.get(CHOSEN, "push") == "push" else list(items)
 
 
 def tier(name: str) -> str:
@@ -147,8 +151,8 @@ asked before a merge, `--tier night` the rest; `-m merge` and `-m night` run one
 
 A new test is of the tier push. What waits is in one list, `LATER` in `tests/tiers.py`, of which this page is made
 (`python -m tests.tiers`); no other test waits. "One of 3" is chosen by a checksum of the test's name (CRC-32, divisible
-by 3): the same tests on every machine. Within a test, a loop over `sampled(cases, 4)` takes every fourth case at push, the
-first among them, and all of them in the other tiers.
+by 3): the same tests on every machine. Within a test, a loop over `sampled(cases, 4)` takes every fourth case at push, and
+all of them in the other tiers.
 
 | tests | waits for | stays at push | why |
 |---|---|---|---|

@@ -9,6 +9,7 @@ from ms_dtensor import DTensor
 from tests.cases import case
 from tests.dist.support import array
 from tests.experts.cases_recipe import trainer_of
+from tests.tiers import sampled
 
 BIASED = ExpertsConfig(8, 2, score="sigmoid", bias_rate=0.05, balance=0.1, balance_over="sequence", shared=1, dense_layers=1)
 DROPS = ExpertsConfig(8, 2, capacity=0.6, balance=0.1)
@@ -30,7 +31,7 @@ def told(experts, parallel, **how):
 
 
 def the_same_everywhere(layouts, how):
-    for experts in (BIASED, DROPS):
+    for experts in sampled((BIASED, DROPS), 2):
         want = told(experts, None)
         total = 32 * 6 * 2
         assert (want[1].sum(-1) == total).all() if experts.capacity is None else (want[1].sum(-1) < total).all()
@@ -80,7 +81,7 @@ def ranks_that_share_sequences_have_their_balance(world):
 
 
 def balanced_over_context(parallel, *hows):
-    for experts in (BIASED, DROPS):
+    for experts in sampled((BIASED, DROPS), 2):
         want = told(experts, None)
         for how in hows:
             if "micro_batches" in how and experts is DROPS:
