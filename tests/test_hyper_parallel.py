@@ -2,7 +2,9 @@
 """`hyper_parallel` as a package that is not installed: what is imported from it, what raises, and the command."""
 from __future__ import annotations
 
+import copy
 import importlib
+import itertools
 import re
 import subprocess
 import sys
@@ -14,7 +16,7 @@ import pytest
 import ms_dtensor as md
 from ms_dtensor.compat.hyper_parallel import register, unregister
 from ms_dtensor.compat.hyper_parallel.names import homes, not_offered
-from ms_dtensor.errors import ConfigError
+from ms_dtensor.errors import ConfigError, LayoutError
 
 pytestmark = pytest.mark.usefixtures("cpu")
 
@@ -113,18 +115,72 @@ def test_meshes_of_the_word_npu_are_where_mindspore_computes(registered, caplog)
     assert isinstance(both, hyper_parallel.DeviceMesh) and both["dp", "tp"]._flatten("loss").mesh_dim_names == ("loss",)
 
 
+def test_where_shards_lie_by_its_names(registered):
+    """Pieces by rank, gathers in order, for each way to cut a matrix over two axes, against the layout's own boxes."""
+    layouts = importlib.import_module("hyper_parallel.core.dtensor.layout")
+    infer = importlib.import_module("hyper_parallel.core.dtensor.redistribute_infer")
+    mesh = md.DeviceMesh("cpu", [[4, 1, 0], [2, 3, 5]], mesh_dim_names=("dp", "tp"))
+    places = [md.Replicate(), md.Shard(0), md.Shard(1)]
+    for placed, order in itertools.product(itertools.product(places, places), (None, ("tp", "dp"))):
+        layout = md.Layout(mesh, placed, (12, 6), order=order)
+        assert (layout.rank_list, layout.mesh_shape, layout.alias_placements) == ((4, 1, 0, 2, 3, 5), (2, 3), placed)
+        for i, at in enumerate(itertools.product(range(2), range(3))):
+            assert layouts._infer_slice_area_by_rank((2, 3), layout.tensor_map, i, (12, 6)) == list(layout.local_box(at))
+        other = copy.deepcopy(layout)
+        other.set_placements([md.Replicate()] * 2)
+        other.placement_to_tensor_map(2)
+        other.reset_partial()
+        assert other.tensor_map == (-1, -1) and layout.placements == placed
+        ops = infer.RedistributionOperatorInfer(
+            dev_mat=layout.mesh_shape, in_tensor_map=list(layout.tensor_map), out_tensor_map=list(other.tensor_map)
+        ).infer_ops_list(3, layout.rank_list)
+        pieces = {rank: [*layout.local_box(divmod(i, 3))] for i, rank in enumerate(layout.rank_list)}
+        for name, (dim, size, ranks) in ops:  # neighbours, whose pieces make one together
+            assert name == "all_concat" and size == len(ranks) and 3 in ranks
+            ends = [pieces[r][dim] for r in ranks]
+            assert all(a[1] == b[0] for a, b in itertools.pairwise(ends)), (layout, ops)
+            for held in pieces.values():
+                start, width = held[dim][0], (held[dim][1] - held[dim][0]) * size
+                held[dim] = (start // width * width, start // width * width + width)
+        assert pieces[3] == [(0, 12), (0, 6)], (layout, ops)
+    assert md.Layout(mesh, [md.Shard(0), md.Replicate()], (12, 6)).get_global_shape((6, 6)) == (12, 6)
+    partial = copy.deepcopy(md.Layout(mesh, [md.Partial(), md.Shard(0)], (6,)))
+    partial.reset_partial()
+    assert partial.placements == (md.Replicate(), md.Shard(0))
+    with pytest.raises(LayoutError, match="more than gathers"):
+        infer.RedistributionOperatorInfer([2, 3], [1, -1], [-1, 1])
+    with pytest.raises(LayoutError, match="does not split evenly"):
+        layouts._infer_slice_area_by_rank((2, 3), [0], 0, (4,))
+
+
+def test_layouts_have_its_names_while_it_is_registered():
+    layout = md.Layout(md.DeviceMesh("cpu", [0], mesh_dim_names=("dp",)), [md.Shard(0)], (4, 2))
+    assert not hasattr(layout, "rank_list") and copy.deepcopy(layout) is layout
+    register()
+    assert layout.get_split_id(0) == 0 and layout.get_global_shape((4, 2)) == (4, 2) and layout.alias_tensor_map
+    assert copy.deepcopy(layout) is not layout
+    unregister()
+    assert not hasattr(layout, "rank_list") and copy.deepcopy(layout) is layout
+
+
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "howto" / "from_mindformers_2_1.md"
 
 
 def test_every_row_of_the_page_has_a_test_and_every_name_a_row():
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.read_text("utf-8").splitlines()
-            if line.startswith("| ") and not line.startswith("| hyper_parallel |")]
+    text = PAGE.read_text("utf-8")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")]
+    rows = [row for row in rows if row[-1] != "test"]
+    assert len(rows) > 25 and text.count("|---|---|---|") == 2
     for theirs, ours, test in rows:
         path, _, name = test.strip("`").partition("::")
         text = (PAGE.parents[2] / "tests" / path).read_text("utf-8")
-        assert f"def {name}(" in text if name else "@case" in text, test
+        if name:  # a test of pytest's, or a case of ranks
+            assert re.search(rf"^{'' if name.startswith('test_') else r'@case.*' + chr(10)}def {name}\(", text, re.M), test
+        else:
+            assert "@case" in text, test
         refused = [n for names in not_offered().values() for n in names if f"`{n}`" in theirs]
         assert bool(refused) == ours.startswith("not offered"), theirs
+        assert not refused or name == "test_what_is_not_offered_raises_when_it_is_used", theirs
     listed = " ".join(re.findall(r"`[^`]*`", " ".join(theirs for theirs, _, _ in rows)))
     assert [n for names in MINDFORMERS.values() for n in names.split() if not re.search(rf"\b{n}\b", listed)] == []
 

@@ -127,10 +127,11 @@ def rotary(rows: Tensor, cos: Tensor, sin: Tensor, turn: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=8)
-def turns(cfg: ModelConfig, length: int, places: bytes) -> tuple[Tensor, Tensor, Tensor]:
-    """Cosine and sine [n, 1, e] of the angles at the places that the bytes of i32[n] tell, and `Constants.turn`."""
+def turns(cfg: ModelConfig, length: int, places: bytes, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Cosine and sine [n, heads, e] of the angles at the places that the bytes of i32[n] tell, and `Constants.turn`."""
     angle = angles(cfg, length)[np.frombuffer(places, np.int32)][:, None]
-    return Tensor(np.cos(angle).astype(np.float32)), Tensor(np.sin(angle).astype(np.float32)), Tensor(turn(cfg))
+    full = (np.repeat(f(angle).astype(np.float32), heads, 1) for f in (np.cos, np.sin))
+    return *map(Tensor.from_numpy, full), Tensor(turn(cfg))
 
 
 @rounding_once
@@ -138,7 +139,7 @@ def rotate(x: Tensor, cfg: ModelConfig, places: Tensor, length: int) -> Tensor:
     """`model.rotate`, of a list [n, heads, e]."""
     if not x.shape[0]:
         return x
-    cos, sin, turn = turns(cfg, length, places.asnumpy().tobytes())
+    cos, sin, turn = turns(cfg, length, places.asnumpy().tobytes(), x.shape[1])
     return x * cos + product(x.reshape(-1, x.shape[-1]), turn).reshape(x.shape) * sin
 
 

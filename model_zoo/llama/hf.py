@@ -238,10 +238,11 @@ def _experts(config: dict[str, Any], kind: str) -> ExpertsConfig | None:
         return ExpertsConfig(int(get("num_experts", 64)), int(get("num_experts_per_tok", 8)),
                              normalise=bool(get("norm_topk_prob", False)), balance=float(get("router_aux_loss_coef", 0.01)))
     if kind == "qwen3_moe":
+        count = get("num_experts", get("num_local_experts", 128))  # transformers 5 writes the latter
         dense = list(get("mlp_only_layers") or [])
         if sorted(dense) != list(range(len(dense))):
             raise _refused("mlp_only_layers", dense, "Layers without experts are the first ones.")
-        return ExpertsConfig(int(get("num_experts", 128)), int(get("num_experts_per_tok", 8)),
+        return ExpertsConfig(int(count), int(get("num_experts_per_tok", 8)),
                              width=int(get("moe_intermediate_size", 768)), dense_layers=len(dense),
                              normalise=bool(get("norm_topk_prob", False)), balance=float(get("router_aux_loss_coef", 0.001)))
     if kind == "deepseek_v3":

@@ -36,6 +36,8 @@ class Loads:
     def __init__(self, cfg: Config):
         assert cfg.model.experts is not None
         self.experts, self.limit = cfg.model.experts, cfg.metrics.idle_expert
+        # over cp alone they go between the same ranks as attention's keys do, which the tally does not tell apart
+        self._apart = cfg.parallel.ep == 1 or cfg.parallel.ep_of_dp > 1
         layers = cfg.model.n_layers - self.experts.dense_layers
         self._without = np.zeros((layers, self.experts.count), np.int64)  # steps in a row
         self.dropped = 0
@@ -43,7 +45,8 @@ class Loads:
 
     def step(self, loads: np.ndarray, tokens: int,
              comm: Mapping[tuple[str, tuple[str, ...]], Any] | None = None) -> dict[str, Any]:
-        """What the record of a step says: loads [layers, experts], how many choices were dropped, bytes that rank 0 sent.
+        """What the record of a step says: loads [layers, experts], how many choices were dropped, bytes that rank 0
+        sent (None: not known).
 
         Args:
             loads: i64[layers, experts].
@@ -54,7 +57,7 @@ class Loads:
         dropped = int(len(loads) * tokens * self.experts.per_token - loads.sum())
         self.dropped += dropped
         self.total = self.total + loads
-        sent = None if comm is None else sum(
+        sent = None if comm is None or not self._apart else sum(
             line.bytes for (op, axes), line in comm.items() if op == "all_to_all" and "ep" in axes)
         return {"loads": loads.tolist(), "dropped": dropped, "dispatch_bytes": sent}
 

@@ -146,7 +146,7 @@ def parallelize(model: nn.Cell, mesh: DeviceMesh, cfg: ParallelConfig,
     """
     model_cfg = model.cfg
     data, apart = token_axes(mesh), []  # apart: cells whose parameters are copied over "dp" alone
-    for layer in here(model.layers):
+    for layer in here([*model.layers, *(module.block for module in getattr(model, "ahead", ()))]):
         parallelize_module(layer, mesh["tp"], block_plan(cfg, layer))
         layer.attention.core = attention_on_lists(model_cfg, mesh, cfg) if context_axes(mesh) else \
             attention_on_heads(layer.attention.core, mesh)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 
 
 def share(cores: Sequence[int], rank: int, size: int) -> list[int]:
@@ -22,7 +23,7 @@ def share(cores: Sequence[int], rank: int, size: int) -> list[int]:
 
 
 def keep_to_share(rank: int, size: int) -> None:
-    """Binds this process to its share of the cores and sizes MindSpore's thread pool for it."""
+    """Binds this process's threads to its share of the cores and sizes MindSpore's thread pool for it."""
     from mindspore import device_context
 
     if not hasattr(os, "sched_setaffinity"):
@@ -31,7 +32,9 @@ def keep_to_share(rank: int, size: int) -> None:
     if len(cores) < (os.cpu_count() or 1):
         return
     mine = share(cores, rank, size)
-    os.sched_setaffinity(0, mine)
+    for thread in os.listdir("/proc/self/task"):  # NumPy's products have threads of their own since it was imported
+        with suppress(OSError):  # it has ended
+            os.sched_setaffinity(int(thread), mine)
     try:
         device_context.cpu.op_tuning.threads_num(len(mine))
     except RuntimeError:  # set already, which MindSpore allows once

@@ -197,10 +197,11 @@ def _gathered(q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, mask: Mask, scale
         return connected(full((0, q._shape[1], v._shape[2]), 0, q.dtype), q, *there)
     if len(order) != there[0]._shape[0] or (order != np.arange(len(order))).any():
         there = tuple(_in_kernel_order(x, order) for x in there)
+    rest = ends([run[1:] for run in tokens.runs[me]]), ends(list(keys.spans)), mask, scale
+    if on_cpu():
+        return Runs.apply(q, *(*there, None)[:2], *rest)
     k, v = there if len(there) == 2 else (mint.narrow(there[0], 1, at, g) for at in (0, g))
-    q_ends = ends([run[1:] for run in tokens.runs[me]])
-    run = Runs.apply if on_cpu() else varlen.runs
-    return run(q, k, v, q_ends, ends(list(keys.spans)), mask, scale)
+    return varlen.runs(q, k, v, *rest)
 
 
 def _in_kernel_order(x: Tensor, order: np.ndarray) -> Tensor:

@@ -41,6 +41,7 @@ from .styles import ParallelStyle
 
 Dedup = bool | Literal["auto"]
 _style: ContextVar[Dedup] = ContextVar("dedup", default="auto")  # what the style around a call says
+_named: ContextVar[str] = ContextVar("experts", default="")  # the experts of the call at work, for what is refused
 _WORTH = 0.95  # of the bytes: from here on the work of adding up on the far side is saved for nothing
 
 
@@ -131,7 +132,7 @@ def moe(x: Tensor, weights: Tensor, chosen: Tensor, w1: Tensor, w2: Tensor, w3: 
         ConfigError: shapes that do not fit, or more experts a token than there are.
         LayoutError: experts are cut over an axis that does not cut the tokens.
         DTensorError: weights that are NaN (where experts are cut), or experts that there are not; told by all
-            ranks that share experts, before tokens are sent.
+            ranks that share experts, before tokens are sent, with the name of w1, where it is a parameter.
 
     Source: Shazeer et al. 2017; Gale et al. 2022, "MegaBlocks" (dropless).
 
@@ -148,7 +149,12 @@ def moe(x: Tensor, weights: Tensor, chosen: Tensor, w1: Tensor, w2: Tensor, w3: 
         return mixture(x, weights, chosen, w1, w2, w3)
     run = _mapped(comm.world_key(), *(getattr(t, "layout", None) for t in (x, weights, chosen, w1, w2, w3)),
                   None if mesh is None else mesh.mesh_dim_names, _style.get() if dedup == "auto" else dedup)
-    return run(x, weights, chosen, w1, w2, w3)
+    stood_for = getattr(w1, "inited_param", None)  # whole values have no name
+    token = _named.set(getattr(w1 if stood_for is None else stood_for, "name", ""))
+    try:
+        return run(x, weights, chosen, w1, w2, w3)
+    finally:
+        _named.reset(token)
 
 
 def _asked(dedup, who: str) -> Dedup:
@@ -397,7 +403,8 @@ def _exchanged(shared: Shared, counts: list[np.ndarray], weights: Tensor, unknow
     if got[:, -1].any():
         raise _no_such(told(-1, "choices"), experts)
     if got[:, -2].any():
-        raise DTensorError("For 'moe', weights of experts are NaN.", told(-2, "tokens"),
+        where = ", ".join(filter(None, (_named.get(), told(-2, "tokens"))))
+        raise DTensorError("For 'moe', weights of experts are NaN.", where,
                            "A router whose scores are NaN chooses nothing.",
                            "look at the logits of the router, and at what came before it, on these ranks")
     return got[:, :-2]

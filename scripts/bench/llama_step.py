@@ -3,16 +3,17 @@
 
     python scripts/bench/llama_step.py [--size small|medium|large|toy] [--rounds 6] [--variants single,tp,dp,...] [--no-save]
 
-"small" is 21 M parameters (dim 512, 4 layers, 8192 words, 4 x 256 tokens), "rows" and "long" the same with 2 x 2048 and
-1 x 4096 tokens (for cp: beside dp at equal tokens, and beside PyTorch's ring), "medium" 98 M (dim 768, 12 layers, 4 x 128
-tokens), "toy" 0.66 M. Each variant has processes of its own, so that peaks of resident memory are its own, too; one thread
-and one core a process. In every round each variant makes one step while the others wait, so what else runs on the machine
-hits all alike, and every other round goes backwards; figures are medians over rounds after the first two. "two at once" is
-the single-rank step on both ranks at the same time, without communication: how far two ranks that never wait for each other
-hinder each other; "half at once" the same on half a batch each: a data-parallel step whose reduction takes no time, the
-bound of data parallelism on this machine. "hand" is the same model with Megatron's collectives written out in plain
-MindSpore (megatron.py), without DTensors. "pp" is two stages, 1F1B of as many microbatches as the batch has rows. The core
-of attention is compiled in all of MindSpore's variants.
+"small" is 21 M parameters (dim 512, 4 layers, 8192 words, 4 x 256 tokens), "experts" 47 M with 8 experts of 704 in the
+place of each feed-forward, 2 for a token ("ep": experts and batch over two ranks; PyTorch's is torch_experts.py), "rows"
+and "long" those of "small" with 2 x 2048 and 1 x 4096 tokens (for cp: beside dp at equal tokens, and beside PyTorch's
+ring), "medium" 98 M (dim 768, 12 layers, 4 x 128 tokens), "toy" 0.66 M. Each variant has processes of its own, so that
+peaks of resident memory are its own, too; one thread and one core a process. In every round each variant makes one step
+while the others wait, so what else runs on the machine hits all alike, and every other round goes backwards; figures are
+medians over rounds after the first two. "two at once" is the single-rank step on both ranks at the same time, without
+communication: how far two ranks that never wait for each other hinder each other; "half at once" the same on half a batch
+each: a data-parallel step whose reduction takes no time, the bound of data parallelism on this machine. "hand" is the same
+model with Megatron's collectives written out in plain MindSpore (megatron.py), without DTensors. "pp" is two stages, 1F1B
+of as many microbatches as the batch has rows. The core of attention is compiled in all of MindSpore's variants.
 
 All variants of "medium" or "large" (325 M, 2 x 64 tokens) at once want more memory than 24 GB: those behind a ";" start when
 those before it have ended.
@@ -36,7 +37,14 @@ from common import finish, one_thread
 one_thread()
 import numpy as np  # noqa: E402  after the number of threads is set
 
-from model_zoo.llama.config import Config, ModelConfig, OptimConfig, ParallelConfig, TrainConfig  # noqa: E402
+from model_zoo.llama.config import (  # noqa: E402
+    Config,
+    ExpertsConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    TrainConfig,
+)
 
 SIZES = {
     "small": (ModelConfig(dim=512, n_layers=4, n_heads=8, n_kv_heads=8, ffn_dim=1408, vocab_size=8192), 4, 256),
@@ -44,15 +52,18 @@ SIZES = {
     "long": (ModelConfig(dim=512, n_layers=4, n_heads=8, n_kv_heads=8, ffn_dim=1408, vocab_size=8192), 1, 4096),
     "medium": (ModelConfig(dim=768, n_layers=12, n_heads=12, n_kv_heads=12, ffn_dim=2048, vocab_size=8192), 4, 128),
     "large": (ModelConfig(dim=1024, n_layers=24, n_heads=16, n_kv_heads=16, ffn_dim=2816, vocab_size=8192), 2, 64),
+    "experts": (ModelConfig(dim=512, n_layers=4, n_heads=8, n_kv_heads=8, ffn_dim=704, vocab_size=8192,
+                            experts=ExpertsConfig(8, 2, balance=0.0)), 4, 256),
     "toy": (ModelConfig(dim=128, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=352, vocab_size=1024), 4, 64),
 }
 
 
 WAYS = {"tp": ParallelConfig(tp=2), "dp": ParallelConfig(dp=2), "fsdp": ParallelConfig(dp=2, fsdp=True),
         "zero1": ParallelConfig(dp=2, zero1=True), "pp": ParallelConfig(pp=2), "cp": ParallelConfig(cp=2),
-        "ring": ParallelConfig(cp=2, cp_algorithm="ring")}
+        "ring": ParallelConfig(cp=2, cp_algorithm="ring"), "ep": ParallelConfig(dp=2, ep=2)}
+OF_EXPERTS = ("single", "two at once", "half at once", "ours ep", "ours dp", "torch single", "torch ep")
 ALONE = ("single", "two at once", "half at once")  # without a mesh
-VARIANTS = (*ALONE, *(f"ours {way}" for way in WAYS), "hand tp", "hand dp",
+VARIANTS = (*ALONE, *(f"ours {way}" for way in WAYS if way != "ep"), "hand tp", "hand dp",
             *(f"torch {way}" for way in ("single", "tp", "dp", "fsdp", "cp", "pp")))
 
 
@@ -230,7 +241,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--variants", default=",".join(VARIANTS), help=", ".join(VARIANTS))
+    parser.add_argument("--variants", help=", ".join((*VARIANTS, "torch ep")))
     parser.add_argument("--no-save", action="store_true")
     parser.add_argument("--rank", nargs=3, metavar=("VARIANT", "SIZE", "FOLDER"), help=argparse.SUPPRESS)
     parser.add_argument("--torch", nargs=4, metavar=("RANK", "VARIANT", "SIZE", "FOLDER"), help=argparse.SUPPRESS)
@@ -242,7 +253,7 @@ def main() -> None:
         torch_main(*args.torch)
         return
     seen: dict[str, list[dict]] = {}
-    for together in args.variants.split(";"):
+    for together in (args.variants or ",".join(OF_EXPERTS if args.size == "experts" else VARIANTS)).split(";"):
         seen |= measure(together.split(","), args.size, args.rounds)
     cfg = config(args.size)
     tokens = cfg.train.batch * cfg.train.seq
@@ -257,10 +268,11 @@ def main() -> None:
                        "peak_mib": last["peak_mib"], "ever_mib": last["ever_mib"],
                        "all_ms": [round(v * 1e3, 1) for v in values]}
         table.append((who, *list(result[who].values())[:-1]))
-    if {"ours pp", "torch pp"} <= times.keys():
-        ratio = statistics.median(a / b for a, b in zip(times["torch pp"], times["ours pp"]))
-        result["ours pp"]["tokens_over_torch"] = round(ratio, 3)
-        table.append(("ours / torch pp, tokens/s", f"{ratio:.3f}", *[""] * 5))
+    for way in ("pp", "ep"):
+        if {f"ours {way}", f"torch {way}"} <= times.keys():
+            ratio = statistics.median(a / b for a, b in zip(times[f"torch {way}"], times[f"ours {way}"]))
+            result[f"ours {way}"]["tokens_over_torch"] = round(ratio, 3)
+            table.append((f"ours / torch {way}, tokens/s", f"{ratio:.3f}", *[""] * 5))
     for way in ("tp", "dp"):
         if {f"ours {way}", f"hand {way}"} <= times.keys():
             ratio = statistics.median(a / b for a, b in zip(times[f"ours {way}"], times[f"hand {way}"]))

@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+from torch_experts import Experts
 
 aten = torch.ops.aten
 
@@ -72,7 +73,8 @@ class Block(nn.Module):
     def __init__(self, m):
         super().__init__()
         self.attention_norm, self.attention = Norm(m.dim), Attention(m.dim, m.head_dim)
-        self.ffn_norm, self.feed_forward = Norm(m.dim), FeedForward(m.dim, m.ffn_dim)
+        self.ffn_norm = Norm(m.dim)
+        self.feed_forward = FeedForward(m.dim, m.ffn_dim) if m.experts is None else Experts(m)
 
     def forward(self, x, cos, sin):
         x = x + self.attention(self.attention_norm(x), cos, sin)
@@ -170,14 +172,15 @@ def staged(part, rank, ranks, optimizer, ids, labels):
 
 
 def prepare(way, rank, ranks, cfg, batch, store):
-    """One rank of "single", "tp", "dp" (DDP), "fsdp" (FSDP2 of blocks), "cp", "pp": a step with its loss, a barrier."""
+    """One rank of "single", "tp", "dp" (DDP), "fsdp" (FSDP2 of blocks), "cp", "pp", "ep": a step, and a barrier."""
     torch.set_num_threads(1)
+    torch.manual_seed(0)
     os.environ["OMP_NUM_THREADS"] = "1"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     m, t = cfg.model, cfg.train
     angle = torch.outer(torch.arange(t.seq), m.rope_theta ** (-torch.arange(0, m.head_dim, 2) / m.head_dim)).repeat(1, 2)
     cos, sin = angle.cos(), angle.sin()
-    cut_rows = way in ("dp", "fsdp")
+    cut_rows = way in ("dp", "fsdp", "ep")
     rows = slice(rank * t.batch // 2, (rank + 1) * t.batch // 2) if cut_rows else slice(None)
     ids, labels = (torch.from_numpy(a).long()[rows] for a in batch)
     model = Part(m, rank, ranks, cos, sin) if way == "pp" else Llama(m)
@@ -188,6 +191,11 @@ def prepare(way, rank, ranks, cfg, batch, store):
         model = nn.parallel.DistributedDataParallel(model)
     if way == "tp":
         tensor_parallel(model, init_device_mesh("cpu", (ranks,)))
+    elif way == "ep":
+        of_experts = {id(p) for layer in model.layers for p in layer.feed_forward.cut(rank, ranks)}
+        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+            model, [name for name, p in model.named_parameters() if id(p) in of_experts])
+        model = nn.parallel.DistributedDataParallel(model)
     elif way == "dp":
         model = nn.parallel.DistributedDataParallel(model)
     elif way == "fsdp":

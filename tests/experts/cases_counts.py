@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from model_zoo.llama.config import ExpertsConfig, ParallelConfig
-from ms_dtensor import DTensor
+from model_zoo.llama.loads import Loads
+from ms_dtensor import DTensor, comm
+from ms_dtensor.comm.tally import Tally
 from tests.cases import case
 from tests.dist.support import array
 from tests.experts.cases_recipe import trainer_of
@@ -72,6 +74,22 @@ def a_capacity_drops_the_same_choices_on_every_mesh(world):
         got = (seen[0].full_tensor() if isinstance(seen[0], DTensor) else seen[0]).asnumpy()
         want = got if want is None else want
         assert (want < 0).any() and np.array_equal(got, want), (parallel, got, want)
+
+
+@case(world_size=4)
+def what_the_report_says_of_a_step_is_what_was_counted(world):
+    """Loads of a step, what was dropped, and bytes of dispatch: those that the record of communication has of tokens."""
+    for parallel, known in ((ParallelConfig(4, ep=2, loss_parallel=False), True),
+                            (ParallelConfig(2, cp=2, ep=4, loss_parallel=False), True),
+                            (ParallelConfig(1, 2, cp=2, ep=2, loss_parallel=False), False)):
+        trainer = trainer_of(DROPS, parallel)
+        told = Loads(trainer.cfg)
+        with Tally() as tally, comm.record() as events:
+            loads = trainer.step(0).loads
+        said = told.step(loads, 8 * 6, tally.take())
+        assert said["loads"] == loads.tolist() and said["dropped"] == 2 * 8 * 6 * 2 - loads.sum() > 0, said
+        sent = sum(e.bytes for e in events if "tokens" in f"{e.src} {e.dst}" and e.op == "all_to_all")
+        assert sent > 0 and said["dispatch_bytes"] == (sent if known else None), (parallel, said, sent)
 
 
 @case(world_size=4, timeout=300)

@@ -6,10 +6,10 @@ import pytest
 
 from tests.cases import case_params
 
-MODULE, COUNTS = "tests.experts.cases_grid", "tests.experts.cases_counts"
+MODULE, COUNTS, FAULTS = (f"tests.experts.cases_{name}" for name in ("grid", "counts", "faults"))
 
 
-@pytest.mark.parametrize("case", case_params(MODULE, 4))
+@pytest.mark.parametrize("case", case_params(MODULE, 2) + case_params(MODULE, 4) + case_params(FAULTS, 4))
 def test_grid(case, ranks):
     ranks.check(case)
 

@@ -290,3 +290,61 @@ def wrapped_inside(mesh):
     net = Net()
     fully_shard(net.blocks[0], mesh=mesh, local_inputs=True)
     return net
+
+
+class WithExperts(nn.Cell):
+    """A net whose middle is an expert's: of two, the one that this rank has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+        self.net.blocks[1] = self.experts = Experts()
+
+    def construct(self, x):
+        return self.net(x)
+
+
+class Experts(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = Parameter(Tensor(np.random.default_rng(8).normal(0.3, 0.4, (12, 6)).astype(np.float32)), name="both")
+        self.which: int | None = None  # on one device
+
+    def construct(self, x):
+        w = local(self.both)
+        return x + mint.tanh(mint.matmul(x, (w if self.which is None else w[6 * self.which:6 * self.which + 6]).t()))
+
+
+@case((2, 4), timeout=120)
+def experts_lie_across_the_axes_of_the_rest(world):
+    """Experts over ranks that cut the other parameters, too: each is summed over the ranks that have it."""
+    line = init_device_mesh("cpu", (world.size,), mesh_dim_names=("world",))
+    dense, sparse = line.unflatten(0, (world.size, 1), ("dp", "tp")), line.unflatten(0, (world.size // 2, 2), ("edp", "ep"))
+    plain = WithExperts()
+
+    def whole():
+        losses = []
+        for r, (x, y) in enumerate(zip(np.split(ROWS, world.size), np.split(LABELS, world.size))):
+            plain.experts.which = r % 2
+            losses.append(loss_on(plain, Tensor(x), Tensor(y)))
+        return sum(losses[1:], losses[0]) / world.size
+    want = ms.value_and_grad(whole, None, plain.trainable_params())()[1]
+    net = WithExperts()
+    both = net.experts.both
+    net.experts._params["both"] = Parameter(distribute_tensor(both, sparse["ep"], [Shard(0)]), name=both.name)
+    for cell, mesh in ((net.experts, sparse["edp"]), (net.net.blocks[0], dense["dp"]), (net, dense["dp"])):
+        fully_shard(cell, mesh=mesh, local_inputs=True).set_reduce_op_type("sum")
+    assert net.experts.both.device_mesh.mesh_dim_names == ("edp", "ep") and net.experts.both.to_local().shape == (
+        12 // world.size, 6)
+    x, y = (Tensor(np.split(a, world.size)[world.rank]) for a in (ROWS, LABELS))
+    step = value_and_grad(lambda: loss_on(net, x, y) / world.size, None, net.trainable_params())
+    for _ in range(STEPS):
+        with counted() as count:
+            grads = step()[1]
+        check_grads(net, grads, want, "experts")
+    own = world.size > 2  # copies of an expert, which are cut as well
+    assert count == Counter({("all_gather", "forward"): 2 + own, ("all_gather", "backward"): 1 + own,
+                             ("reduce_scatter", "backward"): 2 + own}), count
+    other = WithExperts()
+    other.experts._params["both"] = Parameter(distribute_tensor(both, sparse["ep"], [Shard(0)]), name=both.name)
+    assert "no common root" in refusal(lambda: fully_shard(other, mesh=dense["dp"], local_inputs=True), LayoutError)

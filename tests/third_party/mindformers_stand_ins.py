@@ -15,13 +15,16 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, nn, ops
 
+from ms_dtensor import DTensor
+from ms_dtensor.comm.packing import write
+
 NO_KERNEL = "no CPU kernel"
 NAMED: dict[str, str] = {}  # what was put -> why
 
 # packages that the wheel imports and a tiny model never uses
 PACKAGES = ("requests urllib3 deprecated sentencepiece ftfy regex jieba rouge_chinese mindpet astunparse tiktoken "
             "setproctitle tensorboardX datasets pyarrow cv2 PIL nltk multiprocess dill pandas emoji evaluate megfile "
-            "zmq").split()
+            "zmq tqdm tokenizers transformers huggingface_hub").split()
 
 
 class _Anything(types.ModuleType):
@@ -124,6 +127,18 @@ def _argsort(x, dim=-1, descending=False, stable=False):
     return Tensor(np.argsort(x.asnumpy(), kind="stable"), ms.int64)
 
 
+def _sort(x, dim=-1, descending=False, stable=False):
+    assert dim == -1 and x.ndim == 1 and not descending, (dim, x.shape)
+    order = np.argsort(x.asnumpy(), kind="stable")
+    return ops.gather(x, Tensor(order, ms.int32), 0), Tensor(order, ms.int64)
+
+
+def _inplace_copy(dst, src):
+    into, values = (x.to_local() if isinstance(x, DTensor) else x for x in (dst, src))
+    write(into, values + 0)  # of a view its own values
+    return dst
+
+
 class GroupedMatmul:
     """Rows of one operand in groups, each group by its own matrix; `group_list` says where each group ends."""
 
@@ -164,6 +179,7 @@ def kernels() -> None:
     _put(mint, "floor_divide", lambda x, y: ops.floor_div(x, y))
     _put(mint, "fmod", lambda x, y: ops.floor_mod(x, y))
     _put(mint, "argsort", _argsort)
+    _put(mint, "sort", _sort)
     _put(mint, "cumsum", lambda x, dim, dtype=None: ops.cumsum(x, dim).astype(dtype or x.dtype))
     _put(mint, "split", _split, "MindSpore's CPU gradient reads a strided cotangent as a contiguous one")
     _put(ops, "swiglu", _swiglu)
@@ -177,13 +193,21 @@ def kernels() -> None:
 
 
 class Attention:
-    """`FlashAttentionScore` in layout BNSD, written out."""
+    """`FlashAttentionScore` in layouts BNSD and BSH, written out."""
 
     def __init__(self, head_num, scale_value=1.0, input_layout="BNSD", **kwargs):
-        self.heads, self.scale = head_num, scale_value
-        assert input_layout == "BNSD", input_layout
+        self.heads, self.scale, self.layout = head_num, scale_value, input_layout
+        assert input_layout in ("BNSD", "BSH"), input_layout
 
     def __call__(self, query, key, value, attn_mask=None, **kwargs):
+        if self.layout == "BSH":
+            width = query.shape[2] // self.heads
+            parts = [x.reshape((*x.shape[:2], -1, width)).transpose((0, 2, 1, 3)) for x in (query, key, value)]
+            out = self._of_heads(*parts, attn_mask).transpose((0, 2, 1, 3))
+            return None, None, None, out.reshape((*out.shape[:2], -1))
+        return None, None, None, self._of_heads(query, key, value, attn_mask)
+
+    def _of_heads(self, query, key, value, attn_mask):
         assert query.shape[1] == self.heads, (query.shape, self.heads)
         shared = query.shape[1] // key.shape[1]
         if shared > 1:
@@ -192,7 +216,7 @@ class Attention:
         if attn_mask is not None:
             mask = attn_mask if attn_mask.ndim > 2 else attn_mask[:score.shape[2], :score.shape[3]]
             score = score + mask.float() * -1e9
-        return None, None, None, mint.matmul(mint.softmax(score, -1), value.float()).astype(query.dtype)
+        return mint.matmul(mint.softmax(score, -1), value.float()).astype(query.dtype)
 
 
 def _rms_norm(x, weight, eps):
@@ -214,6 +238,7 @@ def after_import() -> None:
     _put(attention, "mstype", wide, "Ascend's FlashAttentionScore takes 16 bits only; this one takes float32")
     wider = types.SimpleNamespace(**{**vars(muon.mstype), "bfloat16": ms.float32})
     _put(muon, "mstype", wider, "its Newton-Schulz rounds to 16 bits, which hides what is compared; this one does not")
+    _put(muon, "inplace_copy", _inplace_copy, "MindSpore's CPU takes the whole of a view's memory in copy_, or leaves it")
     _put(muon, "_enable_muon_cube_math_type", lambda: None, "a setting of Ascend's cube units")
     for holder in (flash_attention, parallelize):
         _put(holder, "FlashAttentionScore", Attention)

@@ -57,6 +57,26 @@ def test_a_step_records_what_the_page_promises(tmp_path, cpu, capsys):
     assert yaml.safe_load(kept.read_text())["train"]["steps"] == 1
 
 
+def test_the_load_of_experts_is_told_and_who_gets_nothing(tmp_path, cpu, capsys, monkeypatch):
+    """Choices of the last expert go to the one before it, so that it has none; two steps are the limit."""
+    from ms_dtensor import Router
+
+    right = Router.construct
+    monkeypatch.setattr(Router, "construct", lambda self, *args: (
+        lambda weights, chosen: (weights, chosen - (chosen == 3).astype(chosen.dtype)))(*right(self, *args)))
+    rows = train(tmp_path / "run", "--train.steps", "3", "--model.experts.count", "4", "--model.experts.per_token", "2",
+                 "--metrics.idle_expert", "2")
+    told = [row for row in rows if "loss" in row]
+    for row in told:
+        (loads,) = row["experts"]["loads"]
+        assert sum(loads) == 2 * 4 * 16 and loads[3] == 0
+        assert row["experts"]["dropped"] == row["experts"]["dispatch_bytes"] == 0
+    assert [row["experts"].get("idle_experts") for row in told] == [None, ["layer 0: expert 3"], None], "once, not each step"
+    out = capsys.readouterr().out
+    assert out.count("experts: no token for 2 steps: layer 0: expert 3") == 1
+    assert "the least 0.00, in layer 0; 0.0% of choices dropped" in out
+
+
 def test_a_window_of_steps_is_profiled(tmp_path, cpu):
     rows = train(tmp_path, "--train.steps", "3", "--train.dtype", "bfloat16", "--profile.first", "2", "--profile.steps", "1",
                  "--profile.mindspore", "false")

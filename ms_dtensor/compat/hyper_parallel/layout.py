@@ -255,6 +255,15 @@ class Layout:
         placed[at] = Partial(op)
         self._core = layout.with_placements(placed, layout.order)
 
+    def set_placements(self, placements: Sequence[Placement]) -> None:
+        """Says where the tensor lies, one placement per axis; `placement_to_tensor_map` then says of how many dims."""
+        self._given, self._core = tuple(placements), None
+
+    def reset_partial(self) -> None:
+        """Says that no axis holds summands."""
+        if self._core is not None and self.is_partial():
+            self._core = self.core.reduced()
+
     def __eq__(self, other):
         theirs = other if isinstance(other, CoreLayout) else other._core if isinstance(other, Layout) else None
         if theirs is None or self._core is None:

@@ -16,6 +16,7 @@ _STYLES = ("ColwiseParallel ParallelStyle PrepareModuleInput PrepareModuleInputO
 _FSDP = "CPUOffloadPolicy HSDPModule MixedPrecisionPolicy OffloadPolicy fully_shard"
 _SCHEDULES = "Schedule1F1B ScheduleGPipe ScheduleInterleaved1F1B"
 _CONTEXT = "ms_dtensor.compat.hyper_context"
+_INFERRED = "ms_dtensor.compat.hyper_parallel.inferred"
 _LAYOUTS = "get_current_layout get_global_layout"
 
 OFFERED = {
@@ -26,7 +27,9 @@ OFFERED = {
     "core.dtensor": f"{_TENSORS} {_PLACEMENTS} {_MESH} Layout",
     "core.dtensor.dtensor": f"{_TENSORS} SkipDTensorDispatch",
     "core.dtensor.device_mesh": _MESH,
-    "core.dtensor.layout": "Layout",
+    "core.dtensor.layout": f"Layout _infer_slice_area_by_rank={_INFERRED}:_infer_slice_area_by_rank",
+    "core.dtensor.redistribute_infer": f"DevMat={_INFERRED}:DevMat "
+                                       f"RedistributionOperatorInfer={_INFERRED}:RedistributionOperatorInfer",
     "core.dtensor.placement_types": _PLACEMENTS,
     "core.shard": "ShardingPlan shard_module",
     "core.shard.api": "shard_module",
@@ -53,7 +56,6 @@ OFFERED = {
 
 _RECOMPUTE = "checkpoint_wrapper(cell), policy_fn=... for what is kept on the device; more ranks, or fewer rows, need less"
 _OVERLAP = "ScheduleInterleaved1F1B without overlap_b_f; md.pipeline.ScheduleDualPipeV overlaps forward and backward"
-_MUON = "md.optim.Muon, or x.full_tensor() and x.redistribute(...)"
 _ASCEND = "a kernel of Ascend's own, which hyper_parallel builds in C++; mindspore.ops has its parts"
 _SPARSE = "md.ContextParallel and md.context_attention, of dense attention"
 
@@ -64,8 +66,6 @@ MISSING = {
                  "DSASparseAttentionContextParallel"},
     "core.context_parallel.async_dsa_context_parallel": {
         _SPARSE: "AsyncDSAIndexerContextParallel AsyncDSAIndexerLossContextParallel AsyncDSASparseAttentionContextParallel"},
-    "core.dtensor.layout": {_MUON: "_infer_slice_area_by_rank"},
-    "core.dtensor.redistribute_infer": {_MUON: "DevMat RedistributionOperatorInfer"},
     "core.pipeline_parallel.comm_compute_overlap": {_OVERLAP: "CommComputeOverlap"},
     "core.pipeline_parallel.hook_coordinator": {_OVERLAP: "HookCoordinator HookRole"},
     "core.pipeline_parallel.scheduler": {_OVERLAP: "MetaStepType"},
@@ -101,8 +101,8 @@ def not_offered() -> dict[str, dict[str, str]]:
 
     Example:
         >>> from ms_dtensor.compat.hyper_parallel.names import not_offered
-        >>> not_offered()["core.dtensor.layout"]
-        {'_infer_slice_area_by_rank': 'md.optim.Muon, or x.full_tensor() and x.redistribute(...)'}
+        >>> not_offered()["platform.mindspore.pipeline_parallel._utils"]
+        {'_MicroBatch': 'a new schedule of as many micro-batches: Schedule1F1B(stage, n)'}
     """
     return {module: {name: instead for instead, names in rows.items() for name in names.split()}
             for module, rows in MISSING.items()}

@@ -14,6 +14,7 @@ import types
 from ...comm import mindspore_collectives
 from ...errors import ConfigError
 from ...internals.target import on_cpu
+from .inferred import names_on_layouts
 from .missing import missing
 from .names import homes, not_offered
 
@@ -77,6 +78,7 @@ def register() -> None:
         above, _, last = name.rpartition(".")
         if above:
             sys.modules[above].__dict__[last] = module
+    names_on_layouts(True)
     if on_cpu():
         mindspore_collectives()
 
@@ -93,5 +95,6 @@ def unregister() -> None:
     found = [name for name, module in sys.modules.items() if isinstance(module, _Module)]
     for name in found:
         del sys.modules[name]
+    names_on_layouts(False)
     if found and on_cpu():
         mindspore_collectives().disable()

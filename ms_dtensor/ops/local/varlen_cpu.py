@@ -1,42 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of packed runs for CPUs, forward and backward, by blocks of queries and the keys that they see.
 
-Nothing of the size queries x keys outlives a block, and what is not seen is not computed. Products are MindSpore's; what is
-between them is written in place by NumPy, as reductions and broadcasts of MindSpore's CPU kernels take several times as long
-as the products themselves. Invariant: runs, keys and masks are those of `varlen.runs`; nothing here is recorded.
+A block is as large as a core's cache holds, nothing of the size queries x keys outlives it, and what is not seen is not
+computed. It is NumPy's, in place: MindSpore's CPU kernels for reductions and broadcasts take several times as long as the
+products between them. What is a sum or a difference of each query is a column of a product: a key of ones takes the
+greatest score off, a value of ones adds the weights up. Invariant: runs, keys and masks are those of `varlen.runs`; nothing
+here is recorded.
 """
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 
 import numpy as np
-from mindspore import Tensor, ops
 
 from ...core.balance import Mask
 
-_ELEMENTS = 1 << 21  # of scores at a time
+_ELEMENTS = 1 << 20  # of scores at a time
+_ROWS = 256  # queries at a time, of the heads that share keys
 _FAR = -1e30  # finite: infinities would make NaN of a query that sees nothing
 
 
-@lru_cache(maxsize=4)
-def _matmul(a: bool, b: bool):
-    return ops.BatchMatMul(transpose_a=a, transpose_b=b)
-
-
-def _product(a: np.ndarray, b: np.ndarray, ta: bool = False, tb: bool = False) -> np.ndarray:
-    """Writable, also where MindSpore's memory is seen."""
-    if a.dtype != np.float32:
-        return (a.swapaxes(1, 2) if ta else a) @ (b.swapaxes(1, 2) if tb else b)
-    out = _matmul(ta, tb)(Tensor.from_numpy(np.ascontiguousarray(a)), Tensor.from_numpy(np.ascontiguousarray(b))).asnumpy()
-    return out if out.flags.writeable else out.copy()
-
-
-def _by_heads(x: np.ndarray, groups: int) -> np.ndarray:
-    """[t, h, e] -> [groups, h/groups * t, e]."""
+def _by_groups(x: np.ndarray, groups: int, last: np.ndarray | float | None = None) -> np.ndarray:
+    """[t, h, e] -> [groups, h/groups * t, e], queries that share keys beside each other; or e + 1, with `last` in it."""
     t, h, e = x.shape
-    apart = x.reshape(t, groups, h // groups, e).transpose(1, 2, 0, 3)
-    return np.ascontiguousarray(apart).reshape(groups, h // groups * t, e)
+    out = np.empty((groups, h // groups, t, e + (last is not None)), x.dtype)
+    out[..., :e] = x.reshape(t, groups, h // groups, e).transpose(1, 2, 0, 3)
+    if last is not None:
+        out[..., e:] = np.broadcast_to(last, (t, h, 1)).reshape(t, groups, h // groups, 1).transpose(1, 2, 0, 3)
+    return out.reshape(groups, h // groups * t, -1)
 
 
 def _by_tokens(x: np.ndarray, t: int) -> np.ndarray:
@@ -44,30 +35,37 @@ def _by_tokens(x: np.ndarray, t: int) -> np.ndarray:
     return x.reshape(groups, rows // t, t, e).transpose(2, 0, 1, 3).reshape(t, groups * rows // t, e)
 
 
-def _blocks(q_ends: Sequence[int], k_ends: Sequence[int], mask: Mask, heads: int) -> Iterator[tuple]:
-    """(queries, keys, what is hidden or None): rows from and to, and what to add to scores [queries, keys]."""
+def _blocks(q_ends: Sequence[int], k_ends: Sequence[int], mask: Mask, shared: int) -> Iterator[tuple]:
+    """(queries, keys, what is hidden): rows from and to, and (columns of the block, what to add to scores there)."""
     q0 = k0 = 0
     for q1, k1 in zip(q_ends, k_ends):
-        step = max(16, _ELEMENTS // (heads * max(k1 - k0, 1)))
+        step = max(16, min(_ROWS, _ELEMENTS // max(k1 - k0, 1)) // shared)
         ahead = (k1 - k0) - (q1 - q0)  # a run's first query stands at this one of its keys
         for at in range(0, q1 - q0, step):
             end = min(at + step, q1 - q0)
             lo = 0 if mask.window is None else max(0, ahead + at - mask.window + 1)
             hi = ahead + end if mask.causal else k1 - k0
-            hidden = None
-            if mask.causal:
-                far = np.arange(ahead + at, ahead + end)[:, None] - np.arange(lo, hi)
-                out = far < 0 if mask.window is None else (far < 0) | (far >= mask.window)
-                hidden = np.where(out, _FAR, 0.0) if out.any() else None
+            stands, hidden = np.arange(ahead + at, ahead + end)[:, None], []
+            if mask.causal and end - at > 1:
+                first = max(lo, ahead + at)
+                hidden.append((slice(first - lo, hi - lo), np.where(stands < np.arange(first, hi), _FAR, 0.0)))
+            if mask.window is not None and (last := ahead + end - mask.window) > lo:
+                hidden.append((slice(0, last - lo), np.where(stands >= np.arange(lo, last) + mask.window, _FAR, 0.0)))
             yield (q0 + at, q0 + end), (k0 + lo, k0 + hi), hidden
         q0, k0 = q1, k1
 
 
-def _scores(of: np.ndarray, keys: np.ndarray, hidden: np.ndarray | None, scale: float) -> np.ndarray:
-    scores = _product(of * of.dtype.type(scale), keys, tb=True)
-    if hidden is not None:
+def _groups(groups: int, scores: int) -> Iterator[slice]:
+    """So many at a time that their blocks are in the cache together."""
+    step = max(1, _ELEMENTS // max(scores, 1))
+    return (slice(at, at + step) for at in range(0, groups, step))
+
+
+def _scores(of: np.ndarray, keys: np.ndarray, hidden: list) -> np.ndarray:
+    scores = np.matmul(of, keys.swapaxes(1, 2))
+    for columns, far in hidden:
         groups, rows, count = scores.shape
-        scores.reshape(groups, rows // len(hidden), len(hidden), count)[...] += hidden.astype(scores.dtype)
+        scores.reshape(groups, rows // len(far), len(far), count)[..., columns] += far.astype(scores.dtype)
     return scores
 
 
@@ -84,17 +82,19 @@ def forward(q: np.ndarray, k: np.ndarray, v: np.ndarray, q_ends: Sequence[int], 
         mask: which of them a query sees; causal: the last query of a run stands where its last key does.
         scale: of the products.
     """
-    (t, h, _), g = q.shape, k.shape[1]
-    out, top, total = np.empty((t, h, v.shape[2]), q.dtype), *(np.empty((t, h, 1), q.dtype) for _ in range(2))
-    for (a, b), (lo, hi), hidden in _blocks(q_ends, k_ends, mask, h):
-        weights = _scores(_by_heads(q[a:b], g), k[lo:hi].swapaxes(0, 1), hidden, scale)
-        most = weights.max(2, keepdims=True)
-        weights -= most
-        np.exp(weights, out=weights)
-        sums = weights.sum(2, keepdims=True)
-        one = _product(weights, v[lo:hi].swapaxes(0, 1))
-        one /= sums
-        out[a:b], top[a:b], total[a:b] = (_by_tokens(x, b - a) for x in (one, most, sums))
+    (t, h, _), g, e = q.shape, k.shape[1], v.shape[2]
+    out, top, total = np.empty((t, h, e), q.dtype), *(np.empty((t, h, 1), q.dtype) for _ in range(2))
+    keys, values = _by_groups(k, g), _by_groups(v, g, 1.0)
+    for (a, b), (lo, hi), hidden in _blocks(q_ends, k_ends, mask, h // g):
+        of = _by_groups(q[a:b] * q.dtype.type(scale), g)
+        most, one = np.empty((*of.shape[:2], 1), q.dtype), np.empty((*of.shape[:2], e + 1), q.dtype)
+        for some in _groups(g, of.shape[1] * (hi - lo)):
+            weights = _scores(of[some], keys[some, lo:hi], hidden)
+            np.max(weights, 2, keepdims=True, out=most[some])
+            weights -= most[some]
+            np.exp(weights, out=weights)
+            np.matmul(weights, values[some, lo:hi], out=one[some])
+        out[a:b], top[a:b], total[a:b] = (_by_tokens(x, b - a) for x in (one[..., :e] / one[..., e:], most, one[..., e:]))
     return out, top, total
 
 
@@ -114,20 +114,21 @@ def backward(q: np.ndarray, k: np.ndarray, v: np.ndarray, dout: np.ndarray, out:
         mask: as in `forward`.
         scale: as in `forward`.
     """
-    h, g = q.shape[1], k.shape[1]
-    dq, dk, dv = (np.zeros_like(x) for x in (q, k, v))
-    delta = (dout * out).sum(2, keepdims=True)
-    for (a, b), (lo, hi), hidden in _blocks(q_ends, k_ends, mask, h):
-        of, do, logs, mean = (_by_heads(x[a:b], g) for x in (q, dout, log_total, delta))
-        keys, values = (x[lo:hi].swapaxes(0, 1) for x in (k, v))
-        weights = _scores(of, keys, hidden, scale)
-        weights -= logs
-        np.exp(weights, out=weights)
-        dv[lo:hi] += _product(weights, do, ta=True).swapaxes(0, 1)
-        ds = _product(do, values, tb=True)
-        ds -= mean
-        ds *= weights
-        ds *= ds.dtype.type(scale)
-        dq[a:b] = _by_tokens(_product(ds, keys), b - a)
-        dk[lo:hi] += _product(ds, of, ta=True).swapaxes(0, 1)
-    return dq, dk, dv
+    h, g, e = q.shape[1], k.shape[1], q.shape[2]
+    dq, scaled = np.zeros_like(q), q.dtype.type(scale)
+    keys, values = _by_groups(k, g, 1.0), _by_groups(v, g, 1.0)
+    dk, dv = np.zeros((*keys.shape[:2], e), k.dtype), np.zeros((*keys.shape[:2], v.shape[2]), v.dtype)
+    for (a, b), (lo, hi), hidden in _blocks(q_ends, k_ends, mask, h // g):
+        of = _by_groups(q[a:b] * scaled, g, -log_total[a:b])
+        do = _by_groups(dout[a:b], g, -(dout[a:b] * out[a:b]).sum(2, keepdims=True))
+        one = np.empty((*of.shape[:2], e), q.dtype)
+        for some in _groups(g, of.shape[1] * (hi - lo)):
+            weights = _scores(of[some], keys[some, lo:hi], hidden)
+            np.exp(weights, out=weights)
+            dv[some, lo:hi] += np.matmul(weights.swapaxes(1, 2), do[some, :, :-1])
+            weights *= np.matmul(do[some], values[some, lo:hi].swapaxes(1, 2))  # gradients of the scores
+            np.matmul(weights, keys[some, lo:hi, :e], out=one[some])
+            dk[some, lo:hi] += np.matmul(weights.swapaxes(1, 2), of[some, :, :e])
+        dq[a:b] = _by_tokens(one, b - a)
+    dq *= scaled
+    return dq, *(x.swapaxes(0, 1) for x in (dk, dv))

@@ -161,7 +161,7 @@ def _cut(who: str, cells: list, mesh: DeviceMesh, reshard_after_forward: bool | 
     ignored = {id(current(p)) for p in ignored_params}
     inside = _inside(cells)
     found = [slot for slot in _slots(inside) if id(slot[2]) not in ignored]
-    whole = _whole_mesh(who, found, data)
+    whole = _whole_mesh(who, found, data, mode)
     targets = {id(p): _target(who, p, axes, whole, shard_placement_fn) for _, _, p in found
                if not p.__dict__.get(SHARDED_BY)}  # refuses before anything moves
     local.check(who, mode, cells, units_of(*cells), _tied_elsewhere(cells, found, targets))
@@ -289,11 +289,16 @@ def _placed(p: Parameter) -> dict[str, Placement]:
     return dict(zip(p.device_mesh.mesh_dim_names, p.placements)) if isinstance(p, DTensor) else {}
 
 
-def _whole_mesh(who: str, slots: Slots, data: DeviceMesh) -> DeviceMesh:
+def _whole_mesh(who: str, slots: Slots, data: DeviceMesh, mode: Mode = Mode.GLOBAL) -> DeviceMesh:
+    """The axes of all parameters. Of local tensors an inner unit's may run across them: experts over all ranks, say."""
     whole = data
     for _, _, p in slots:
         if isinstance(p, DTensor):
-            whole = union_mesh(p.device_mesh, whole, who)
+            try:
+                whole = union_mesh(p.device_mesh, whole, who)
+            except LayoutError:
+                if mode is Mode.GLOBAL or not p.__dict__.get(SHARDED_BY):
+                    raise
     return whole
 
 
