@@ -56,6 +56,7 @@ class Experts(nn.Cell):
         self.shared = FeedForward(cfg.dim, c.shared * width) if c.shared else None
         # as attention's: on a mesh `parallelize.py` sets what runs there
         self.core, self.left, self.of_sequences = partial(mixture, c), partial(left, c), expert_balance_loss
+        self.room = None  # of n tokens in sequences of t: how many choices of a rank an expert may have, with a capacity
 
     def construct(self, x, t):
         logits = self.gate(x)
@@ -63,7 +64,8 @@ class Experts(nn.Cell):
         shares = self._shares(self.router.scores(logits), chosen, t)
         if self.cfg.capacity is not None:
             chosen = self.left(chosen, t)
-        y = self.experts(self.core, x, weights.astype(x.dtype), chosen)
+        core = self.core if self.room is None else partial(self.core, room=self.room(x.shape[0], t))
+        y = self.experts(core, x, weights.astype(x.dtype), chosen)
         if self.shared is not None:
             y = y + self.shared(x)
         return y, shares, expert_counts(chosen, self.cfg.count)
@@ -98,12 +100,17 @@ def balance_loss(shares: Tensor, layers: int) -> Tensor:
     return (chosen * score).sum() * chosen.shape[0]
 
 
+def most(cfg: ExpertsConfig, t: int) -> int:
+    """How many choices of a sequence an expert has room for."""
+    return math.ceil(cfg.capacity * t * cfg.per_token / cfg.count)
+
+
 def kept(cfg: ExpertsConfig, chosen: Tensor, t: int) -> Tensor:
     """f32[n, k]: 1 where an expert has room for a choice, in the order of a sequence's tokens and their choices."""
     n, k = chosen.shape
     picked = one_hot(chosen, cfg.count).reshape(n // t, t * k, cfg.count)
     place = (ops.cumsum(picked, 1) * picked).sum(-1)  # from 1
-    return (place <= math.ceil(cfg.capacity * t * k / cfg.count)).astype(ms.float32).reshape(n, k)
+    return (place <= most(cfg, t)).astype(ms.float32).reshape(n, k)
 
 
 def left(cfg: ExpertsConfig, chosen: Tensor, t: int) -> Tensor:

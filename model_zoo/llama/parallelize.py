@@ -58,7 +58,7 @@ from ms_dtensor.pipeline import Absent
 from ms_dtensor.tensor.distribute import distribute_parameter, set_parameter
 
 from .config import ExpertsConfig, ModelConfig, ParallelConfig
-from .experts import Experts, kept, one_hot
+from .experts import Experts, kept, most, one_hot
 from .latent import Latent
 from .lora import adapted
 from .model import Listed, rotate
@@ -317,9 +317,18 @@ def lay_out_experts(cell: Experts, mesh: DeviceMesh, cfg: ParallelConfig) -> Non
         cell.of_sequences = balance_of_shared_sequences(mesh)
     if cfg.ep > 1:  # what a capacity drops is not sent
         run = partial(moe, mesh=mesh[expert_axes(mesh, cfg)], dedup="auto" if cfg.expert_dedup is None else cfg.expert_dedup)
+        if cell.cfg.capacity is not None and not cfg.expert_dedup and not on_cpu():  # a CPU has no one to wait for
+            cell.room = partial(room_of_rank, cell.cfg, mesh)
     else:
         run = experts_on_widths(cell.core, mesh, cfg.expert_tp, rows)
-    cell.core = lambda *operands: run(*operands).redistribute(placements=between)
+    cell.core = lambda *operands, **how: run(*operands, **how).redistribute(placements=between)
+
+
+def room_of_rank(experts: ExpertsConfig, mesh: DeviceMesh, n: int, t: int | Listed) -> int:
+    """The most choices that an expert can have of one rank's part of n tokens, by its capacity in each sequence."""
+    length, data, shared = t.length if isinstance(t, Listed) else t, data_axes(mesh).size(), context_axes(mesh)
+    tokens = n // data if not shared else -(-n // (data * mesh[shared].size()))
+    return min(n // length // data * most(experts, length), tokens)
 
 
 def within_capacity(experts: ExpertsConfig, mesh: DeviceMesh):
@@ -360,7 +369,8 @@ def balance_of_shared_sequences(mesh: DeviceMesh):
         whole = ops.zeros((2, len(tokens) // length, scores.shape[1]), scores.dtype)
         if first == last:  # a rank without tokens
             return connected(whole, scores)
-        both = ops.stack((one_hot(chosen, scores.shape[1]).sum(1), scores / scores.sum(-1, keepdims=True)))
+        share = one_hot(chosen, scores.shape[1]).sum(1).astype(scores.dtype)
+        both = ops.stack((share, scores / scores.sum(-1, keepdims=True)))
         return mint.index_add(whole, 1, Tensor(sequence.astype(np.int32)), both)
 
     @lru_cache

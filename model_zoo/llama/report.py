@@ -191,6 +191,8 @@ class Reporter:
             measured = f"{median(self._bubbles):.0%} measured" if self._bubbles else "not measured"
             self.say(f"bubble: {self.bubble:.0%} of a step simulated, of stages that are alike; {measured}, "
                      "what rank 0 waits for other stages in a step, the median")
+        self.say(f"predicted beside measured: python model_zoo/llama/tools/predict.py {self.folder} writes "
+                 f"{self.folder / 'predicted.html'}")
 
     def warn(self, step: int, action: str, reason: str) -> None:
         """What the guard found."""

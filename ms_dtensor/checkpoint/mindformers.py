@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of MindFormers 2.1: each rank's tensors in safetensors files, and `metadata.json`, which says what is where.
 
-As its wheel writes them: `iteration_00000010/metadata.json` has of each tensor its whole shape and its pieces, by offset and
-shape, and of each piece the files that have it. Like every list from elsewhere it is believed as far as it fits:
+As its wheel writes them: `iteration_00000010/metadata.json` has of each tensor its whole shape, into how many parts each dim
+is cut, and its pieces, by number and shape: what it calls `global_offset` is one number, row by row over these parts. Of
+each piece it has the files. Like every list from elsewhere it is believed as far as it fits:
 names of files are names in that folder, pieces make up their tensor, files hold what they are said to.
 A folder without `metadata.json`, of one device, is ordinary safetensors files. Not here: `common.json`, what the run was at.
 """
@@ -66,7 +67,7 @@ class MindFormersFolder:
         self.tensors: dict[str, tuple[str, tuple[int, ...], Callable[[], np.ndarray]]] = {}
         for name, entry in described.items():
             shape, boxes = self._boxes(name, entry)
-            parts = [(box, self._file_of(name, box, stored)) for box in boxes]
+            parts = [(box, self._file_of(name, number, box[1], stored)) for number, box in boxes]
             kinds = {file.tensors[name].dtype for _, file in parts}
             if len(kinds) > 1:
                 self._refuse(f"pieces of {short(name)} are of dtypes {', '.join(sorted(kinds))}.")
@@ -77,17 +78,26 @@ class MindFormersFolder:
         raise CheckpointError(f"For '{self.path / METADATA}', this is no list of a MindFormers checkpoint: {why}", "", "",
                               "save it again, or convert the files of one rank by themselves")
 
-    def _boxes(self, name: str, entry: Any) -> tuple[tuple[int, ...], list[Box]]:
-        """Shape and pieces of a tensor, which make it up."""
-        shape = self._numbers(name, entry.get("global_shape") if isinstance(entry, dict) else None)
+    def _boxes(self, name: str, entry: Any) -> tuple[tuple[int, ...], list[tuple[int, Box]]]:
+        """Shape of a tensor, and the pieces that make it up, by their numbers."""
+        shape, cuts = (self._numbers(name, entry.get(key) if isinstance(entry, dict) else None)
+                       for key in ("global_shape", "axis_fragmentations"))
         chunks = entry.get("chunk")
         if not isinstance(chunks, list) or not chunks or not all(isinstance(c, dict) for c in chunks):
             self._refuse(f"{short(name)} has no pieces.")
-        boxes = [(self._numbers(name, c.get("global_offset")), self._numbers(name, c.get("local_shape"))) for c in chunks]
-        if any(len(at) != len(shape) or len(size) != len(shape) or any(a + n > whole for a, n, whole in zip(at, size, shape))
-               for at, size in boxes):
+        boxes: list[tuple[int, Box]] = []
+        for chunk in chunks:
+            number, size = (self._numbers(name, chunk.get(key)) for key in ("global_offset", "local_shape"))
+            if len(number) != 1 or len(size) != len(shape) or len(cuts) != len(shape) or number[0] >= math.prod(cuts):
+                self._refuse(f"{short(name)}, cut into {list(cuts)}, has a piece {list(number)} of shape {list(size)}.")
+            at, rest = [], number[0]
+            for n, length in zip(reversed(cuts), reversed(size)):
+                rest, place = divmod(rest, n)
+                at.append(place * length)
+            boxes.append((number[0], (tuple(reversed(at)), size)))
+        if any(a + n > whole for _, (at, size) in boxes for a, n, whole in zip(at, size, shape)):
             self._refuse(f"a piece of {short(name)} is outside of its shape {list(shape)}.")
-        if not _tile(shape, boxes):
+        if not _tile(shape, [box for _, box in boxes]):
             self._refuse(f"the pieces of {short(name)} overlap, or leave something out, of its shape {list(shape)}.")
         return shape, boxes
 
@@ -96,11 +106,11 @@ class MindFormersFolder:
             self._refuse(f"{short(name)} has the shape or offset {short(given)}.")
         return tuple(given)
 
-    def _file_of(self, name: str, box: Box, stored: dict) -> SafetensorsFile:
+    def _file_of(self, name: str, number: int, size: tuple[int, ...], stored: dict) -> SafetensorsFile:
         """A file that has the piece."""
-        places = stored.get(str((name, box[0])))
+        places = stored.get(str((name, (number,))))
         if not isinstance(places, list) or not places:
-            self._refuse(f"no file is said to have the piece of {short(name)} at {list(box[0])}.")
+            self._refuse(f"no file is said to have piece {number} of {short(name)}.")
         for place in places:
             file = place.get("file_name") if isinstance(place, dict) else None
             if not isinstance(file, str) or file != os.path.basename(file) or not file:
@@ -109,10 +119,9 @@ class MindFormersFolder:
             if file not in self._files and (self.path / file).is_file():
                 self._files[file] = SafetensorsFile(self.path / file)
             held = self._files[file].tensors.get(name) if file in self._files else None
-            if held is not None and held.shape == box[1]:
+            if held is not None and held.shape == size:
                 return self._files[file]
-        self._refuse(f"none of the files that it names has the piece of {short(name)} at {list(box[0])}, of shape "
-                     f"{list(box[1])}.")
+        self._refuse(f"none of the files that it names has piece {number} of {short(name)}, of shape {list(size)}.")
 
 
 def _tile(shape: tuple[int, ...], boxes: list[Box]) -> bool:

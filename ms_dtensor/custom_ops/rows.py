@@ -181,5 +181,13 @@ def added_up(x: Tensor, index: np.ndarray, to: Tensor) -> Tensor:
 
 
 def _home(x: Tensor, rows: Rows) -> Tensor:
-    wide = wider(x)
+    wide, each = wider(x), len(rows.index) // max(rows.count, 1)
+    if cpu_kernels() and math.prod(x._shape) and each * rows.count == len(rows.index) and x.ndim == 2 and (
+            np.bincount(rows.index, minlength=rows.count) == each).all():
+        # as many for each: sorted, and added up by a product; a CPU's kernel for adding rows takes ten times as long
+        y = ops.gather(wide, _index(np.argsort(rows.index, kind="stable")), 0)
+        if each > 1:
+            of_each = full((rows.count, 1, each), 1, wide.dtype)
+            y = ops.BatchMatMul()(of_each, y.reshape(rows.count, each, -1)).reshape(rows.count, -1)
+        return rounded(y, x)
     return rounded(added_up(wide, rows.index, full((rows.count, *x._shape[1:]), 0, wide.dtype)), x)

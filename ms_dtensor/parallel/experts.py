@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Literal
 
 import mindspore as ms
@@ -36,6 +36,7 @@ from ..internals.target import on_cpu
 from ..ops.local import Nothing
 from ..ops.local.dtypes import full, rounded, wider
 from ..tensor.dtensor import DTensor
+from .experts_room import by_room, within
 from .layouts import around_construct, shard_parameter
 from .styles import ParallelStyle
 
@@ -107,7 +108,7 @@ class ExpertParallel(ParallelStyle):
 
 
 def moe(x: Tensor, weights: Tensor, chosen: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, *, mesh: DeviceMesh | None = None,
-        dedup: Dedup = "auto") -> Tensor:
+        dedup: Dedup = "auto", room: int | None = None) -> Tensor:
     """The weighted sum of each token's experts, `w2 (silu(w1 x) * w3 x)`; with experts cut, over the ranks that have them.
 
     Of plain tensors, and where experts are whole on each rank, each rank computes its tokens. Over axes that cut dim 0 of
@@ -124,6 +125,9 @@ def moe(x: Tensor, weights: Tensor, chosen: Tensor, w1: Tensor, w2: Tensor, w3: 
         w3: f[E, f, d].
         mesh: axes that cut the experts; None: those on which w1 is cut.
         dedup: send a token once to each rank, not to each expert; "auto": where it saves bytes, or as the style says.
+        room: an expert takes so many choices of each rank at most, in the order of its tokens; what is over is dropped. All
+            sizes are known then, and a device is not waited for; nor are weights that are NaN told, or wrong experts,
+            which are dropped.
 
     Returns:
         f[n, d], laid out as x.
@@ -145,10 +149,14 @@ def moe(x: Tensor, weights: Tensor, chosen: Tensor, w1: Tensor, w2: Tensor, w3: 
     """
     _check_operands(x, weights, chosen, w1, w2, w3)
     _asked(dedup, "moe")
+    if room is not None and (room < 1 or dedup is True):
+        raise ConfigError("For 'moe', 'room' does not fit.", f"room = {room}, dedup = {dedup}",
+                          "An expert has room for one choice at least, and each choice goes to its expert.",
+                          ("room=None: whatever the loads are", 'dedup="auto"'))
     if not any(isinstance(t, DTensor) for t in (x, weights, chosen, w1, w2, w3)):
-        return mixture(x, weights, chosen, w1, w2, w3)
+        return mixture(x, weights, chosen if room is None else within(chosen, w1.shape[0], room), w1, w2, w3)
     run = _mapped(comm.world_key(), *(getattr(t, "layout", None) for t in (x, weights, chosen, w1, w2, w3)),
-                  None if mesh is None else mesh.mesh_dim_names, _style.get() if dedup == "auto" else dedup)
+                  None if mesh is None else mesh.mesh_dim_names, _style.get() if dedup == "auto" else dedup, room)
     stood_for = getattr(w1, "inited_param", None)  # whole values have no name
     token = _named.set(getattr(w1 if stood_for is None else stood_for, "name", ""))
     try:
@@ -200,7 +208,8 @@ _TYPED = declared(("V", "*", "->", "V"), ("V", "V", "V", "R", "R", "R", "->", "V
 
 
 @lru_cache(maxsize=256)
-def _mapped(world, x: Layout | None, weights, chosen, w1: Layout | None, w2, w3, names: Sequence[str] | None, dedup: Dedup):
+def _mapped(world, x: Layout | None, weights, chosen, w1: Layout | None, w2, w3, names: Sequence[str] | None, dedup: Dedup,
+            room: int | None):
     """The local function for tensors of these layouts, mapped over shards; `world`: whose groups it keeps."""
     known = [t for t in (x, weights, chosen, w1, w2, w3) if t is not None]
     if len(known) < 6 or x is None or w1 is None or len({t.mesh for t in known}) > 1:
@@ -228,6 +237,9 @@ def _mapped(world, x: Layout | None, weights, chosen, w1: Layout | None, w2, w3,
     out = [PARTIAL if a in width else p for a, p in enumerate(rows)]
     here = mesh.get_coordinate()
     run = mixture
+    if room is not None:
+        def run(x, weights, chosen, *ws):
+            return mixture(x, weights, within(chosen, w1.shape[0], room), *ws)
     if here is not None and math.prod(mesh.shape[a] for a in cut) > 1:
         group = mesh.get_group(tuple(mesh.mesh_dim_names[a] for a in cut))
         members = Layout(mesh, ws[0], w1.shape)
@@ -235,8 +247,10 @@ def _mapped(world, x: Layout | None, weights, chosen, w1: Layout | None, w2, w3,
         size = np.dtype({"bfloat16": "f2"}.get(x.dtype, x.dtype)).itemsize
         once = ratio(w1.shape[0], k, group.size, x.shape[1] * size) < _WORTH if dedup == "auto" else dedup
 
+        form = partial(by_room, room, swiglu_rows) if room is not None else _by_rank if once else _by_choice
+
         def run(*tensors):
-            return (_by_rank if once else _by_choice)(shared, w1.shape[0], *tensors)
+            return form(shared, w1.shape[0], *tensors)
         run.__name__ = "moe"
     return local_map(_TYPED(run), out, (rows, rows, rows, *ws), redistribute_inputs=True,
                      out_shapes=lambda *shapes: (x.shape,))
@@ -260,12 +274,12 @@ def ratio(experts: int, k: int, ranks: int, row: int) -> float:
 # -- on one rank ---------------------------------------------------------------------------------------------------------
 def mixture(x: Tensor, weights: Tensor, chosen: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
     """`moe` of plain tensors."""
-    (n, k), flat, order = chosen.shape, *_by_expert(chosen)
+    (n, k), flat, order = chosen.shape, *_by_expert(_on_host(chosen))
     if unknown := _unknown(flat, w1.shape[0]):
         raise _no_such(f"{unknown} choices", w1.shape[0])
     sizes = np.bincount(flat[order], minlength=w1.shape[0])
     y = swiglu_rows(_rows(x, order // max(k, 1)), sizes, w1, w2, w3)
-    return _weighted(_added(y, order, n * k), weights, x)
+    return _weighted(_at_home(y, order, n * k), weights, x)
 
 
 def swiglu_rows(rows: Tensor, sizes: np.ndarray, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
@@ -288,9 +302,9 @@ def swiglu_rows(rows: Tensor, sizes: np.ndarray, w1: Tensor, w2: Tensor, w3: Ten
     return rounded(mint.cat(out) if len(out) > 1 else out[0], rows)
 
 
-def _by_expert(chosen: Tensor) -> tuple[np.ndarray, np.ndarray]:
+def _by_expert(chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The experts of all choices, one behind another; and the numbers of the choices that are not -1, sorted by expert."""
-    flat = _on_host(chosen).reshape(-1)
+    flat = chosen.reshape(-1)
     return flat, np.argsort(flat, kind="stable")[np.count_nonzero(flat < 0):]
 
 
@@ -310,18 +324,28 @@ def _no_such(told: str, experts: int) -> DTensorError:
                         f"Experts are 0 to {experts - 1}, and -1 is none.", "a router of as many experts as w1 has")
 
 
-def _rows(x: Tensor, index: np.ndarray) -> Tensor:
+def _rows(x: Tensor, index: np.ndarray | Tensor) -> Tensor:
     if not len(index):
         return Nothing.apply((0, *x.shape[1:]), x.dtype, x)
-    return rounded(ops.gather(wider(x), Tensor(index.astype(np.int32)), 0), x)
+    if (dry := executing()) is not None:  # what has come from other ranks
+        x = dry.alone(x)
+    return rounded(ops.gather(wider(x), _index(index), 0), x)
 
 
-def _added(y: Tensor, index: np.ndarray, count: int) -> Tensor:
+def _added(y: Tensor, index: np.ndarray | Tensor, count: int) -> Tensor:
     """[count, d]: row i of y is added to row `index[i]`."""
     if not len(index):
         return Nothing.apply((count, *y.shape[1:]), y.dtype, y)
-    return rounded(mint.index_add(full((count, *y.shape[1:]), 0, wider(y).dtype), 0, Tensor(index.astype(np.int32)),
-                                  wider(y)), y)
+    return rounded(mint.index_add(full((count, *y.shape[1:]), 0, wider(y).dtype), 0, _index(index), wider(y)), y)
+
+
+def _at_home(y: Tensor, index: np.ndarray, count: int) -> Tensor:
+    """[count, d]: row i of y is row `index[i]`, and there is one at most for each."""
+    return _rows(y, np.argsort(index, kind="stable")) if len(index) == count else _added(y, index, count)
+
+
+def _index(numbers: np.ndarray | Tensor) -> Tensor:
+    return numbers if isinstance(numbers, Tensor) else Tensor(numbers.astype(np.int32))
 
 
 def _weighted(choices: Tensor, weights: Tensor, x: Tensor) -> Tensor:
@@ -329,49 +353,61 @@ def _weighted(choices: Tensor, weights: Tensor, x: Tensor) -> Tensor:
     (n, k), d = weights.shape, x.shape[1]
     if not n:
         return Nothing.apply((0, d), x.dtype, x, choices, weights)
-    return (wider(choices).reshape(n, k, d) * wider(weights).reshape(n, k, 1)).sum(1).astype(x.dtype)
+    wide = wider(choices)
+    # a product of matrices: one with broadcasting takes ten times as long on a CPU
+    y = ops.BatchMatMul()(weights.astype(wide.dtype).reshape(n, 1, k), wide.reshape(n, k, d))
+    return y.reshape(n, d).astype(x.dtype)
 
 
 # -- over ranks ----------------------------------------------------------------------------------------------------------
 def _by_choice(shared: Shared, experts: int, x, weights, chosen, w1, w2, w3) -> Tensor:
     """A copy of a token for each of its experts; weights stay at home."""
-    (n, k), flat, order = chosen.shape, *_by_expert(chosen)
+    host, theirs = _known(shared, experts, weights, chosen, False)
+    (n, k), flat, order = chosen.shape, *_by_expert(host)
     counts = np.bincount(flat[order], minlength=experts)
-    theirs = _exchanged(shared, [counts[a:b] for a, b in shared.bounds], weights, _unknown(flat, experts), experts)
     send, recv = [int(counts[a:b].sum()) for a, b in shared.bounds], theirs.sum(1).tolist()
     got, = SendRows.apply(Rows(n, order // max(k, 1), send, recv, "tokens", "their experts"), shared.group, x)
     each = theirs.shape[1]
     by = np.argsort(np.repeat(np.tile(np.arange(each), len(theirs)), theirs.reshape(-1)), kind="stable")
     y = swiglu_rows(_rows(got, by), theirs.sum(0), w1, w2, w3)
     home = Rows(n * k, order, send, recv, "tokens", "their experts")
-    back, = ReturnRows.apply(home, shared.group, _added(y, by, len(by)))
+    back, = ReturnRows.apply(home, shared.group, _at_home(y, by, len(by)))
     return _weighted(back, weights, x)
 
 
 def _by_rank(shared: Shared, experts: int, x, weights, chosen, w1, w2, w3) -> Tensor:
     """A copy of a token for each rank that has any of its experts, with its weights; there they are added up."""
-    (n, k), host, ranks = chosen.shape, _on_host(chosen), len(shared.bounds)
-    goes = np.zeros((ranks, n), bool)
-    token, column = np.nonzero((host >= 0) & (host < experts))
-    goes[shared.owner()[host[token, column]], token] = True
-    token, send = np.nonzero(goes)[1], goes.sum(1)
-    recv = _exchanged(shared, [send[i:i + 1] for i in range(ranks)], weights, _unknown(host, experts), experts).reshape(-1)
-    numbers = Tensor(host.astype(np.int16 if experts < 2 ** 15 else np.int32))
-    there = Rows(n, token, send.tolist(), recv.tolist(), "tokens", "their experts' ranks")
+    host, theirs = _known(shared, experts, weights, chosen, True)
+    (n, k), goes = chosen.shape, _goes(shared, host)
+    token, send, recv, sizes = np.nonzero(goes)[1], goes.sum(1), theirs[:, 0], theirs[:, 1:].sum(0)
+    dtype, there = ms.int16 if experts < 2 ** 15 else ms.int32, Rows(
+        n, token, send.tolist(), recv.tolist(), "tokens", "their experts' ranks")
+    numbers = Tensor(host, dtype) if _counts_there() else chosen.astype(dtype)
     got, w, ids = SendRows.apply(there, shared.group, x, weights, numbers)
-    first, end = shared.mine
-    ids = _received(ids, host, token, send, shared) if sum(recv) else np.zeros((0, k), np.int32)
-    row, column = np.nonzero((ids >= first) & (ids < end))
-    expert = ids[row, column] - first
-    by = np.argsort(expert, kind="stable")
-    row, column = row[by], column[by]
-    y = swiglu_rows(_rows(got, row), np.bincount(expert, minlength=end - first), w1, w2, w3)
-    if len(row):
-        y = wider(y) * wider(_rows(w.reshape(-1, 1), row * k + column))
-    else:
-        y = connected(y, w)
-    y = _added(y, row, len(ids)).astype(x.dtype)
+    at = row = np.zeros(0, np.int32)
+    if _counts_there():
+        ids = _received(ids, host, token, send, shared) if recv.sum() else np.zeros((0, k), np.int32)
+        (first, end), flat = shared.mine, ids.reshape(-1)
+        at = np.nonzero((flat >= first) & (flat < end))[0]
+        at = at[np.argsort(flat[at], kind="stable")]
+        row = at // max(k, 1)
+        sizes = np.bincount(flat[at] - first, minlength=end - first)
+    elif sizes.sum():
+        at = _sorted_there(ids.reshape(-1), *shared.mine)[:int(sizes.sum())]
+        row = ops.floor_div(at, k)
+    y = swiglu_rows(_rows(got, row), sizes, w1, w2, w3)
+    y = wider(y) * wider(_rows(w.reshape(-1, 1), at)) if len(at) else connected(y, w)
+    y = _added(y, row, int(recv.sum())).astype(x.dtype)
     return ReturnRows.apply(there, shared.group, y)[0]
+
+
+def _goes(shared: Shared, chosen: np.ndarray) -> np.ndarray:
+    """bool[members, n]: whether a token has any of a member's experts."""
+    owner = shared.owner()
+    goes = np.zeros((len(shared.bounds), len(chosen)), bool)
+    token, column = np.nonzero((chosen >= 0) & (chosen < len(owner)))
+    goes[owner[chosen[token, column]], token] = True
+    return goes
 
 
 def _received(ids: Tensor, host: np.ndarray, token: np.ndarray, send: np.ndarray, shared: Shared) -> np.ndarray:
@@ -383,28 +419,72 @@ def _received(ids: Tensor, host: np.ndarray, token: np.ndarray, send: np.ndarray
     return np.tile(host[token[first:first + int(send[me])]], (len(shared.bounds), 1))
 
 
-def _exchanged(shared: Shared, counts: list[np.ndarray], weights: Tensor, unknown: int, experts: int) -> np.ndarray:
-    """[members, numbers]: what each member has counted for this one.
+# -- what the host knows -------------------------------------------------------------------------------------------------
+def _counts_there() -> bool:
+    """Whether choices are counted and sorted by the host: of a CPU it is at hand; a device would be waited for each time."""
+    return on_cpu() or executing() is not None
 
-    With it goes how many of its tokens have weights that are NaN, and how many choices are no experts.
+
+def _known(shared: Shared, experts: int, weights: Tensor, chosen: Tensor, once: bool) -> tuple[np.ndarray, np.ndarray]:
+    """This rank's choices [n, k], and [members, numbers]: what each member has counted for this one.
+
+    Numbers are, where a token goes once to a rank, how many come, and then the choices of each expert. With them goes how
+    many of a member's tokens have weights that are NaN, and how many of its choices are no experts. Sizes of tensors are
+    made of all that: a device is waited for here, once, and nowhere else.
     """
-    dry = executing() is not None
-    bad = int(np.isnan(wider(weights).asnumpy()).any(1).sum()) if weights.shape[0] and not dry else 0
-    mine = Tensor(np.concatenate([[*c, bad, unknown] for c in counts]).astype(np.int32))
-    each = len(counts[shared.group.rank_index]) + 2
+    dry, me = executing() is not None, shared.group.rank_index
+    each = [once + b - a + 2 for a, b in shared.bounds]
+    if _counts_there():
+        host = _on_host(chosen)
+        bad = int(np.isnan(wider(weights).asnumpy()).any(1).sum()) if len(host) and not dry else 0
+        counts = np.bincount(host[(host >= 0) & (host < experts)], minlength=experts)
+        first = [[n] for n in _goes(shared, host).sum(1)] if once else [[]] * len(each)
+        rest = [bad, _unknown(host, experts)]
+        counted = [np.concatenate((f, counts[a:b], rest)) for f, (a, b) in zip(first, shared.bounds)]
+        mine = Tensor(np.concatenate(counted).astype(np.int32))
+    else:
+        mine = _counted_there(shared, experts, weights, chosen, once)
     with comm.annotate(src="how many tokens", dst="their experts"):
-        got = shared.group.all_to_all_rows(mine, [len(c) + 2 for c in counts], [each] * len(counts)).asnumpy()
-    got = got.reshape(-1, each)
+        got = shared.group.all_to_all_rows(mine, each, [each[me]] * len(each))
     if dry:  # the others' tokens are assumed to choose as this rank's
-        return np.tile(counts[shared.group.rank_index], (len(counts), 1))
+        return host, np.tile(counted[me][:-2].astype(np.int64), (len(each), 1))
+    if _counts_there():
+        theirs = got.asnumpy()
+    else:
+        both = mint.cat((chosen.reshape(-1).astype(ms.int32), got)).asnumpy()
+        host, theirs = both[:both.size - got.shape[0]].reshape(chosen.shape), both[both.size - got.shape[0]:]
+    theirs = theirs.reshape(-1, each[me])
 
     def told(column: int, what: str) -> str:
-        return ", ".join(f"rank {r}: {c} {what}" for r, c in zip(shared.group.ranks, got[:, column]) if c)
-    if got[:, -1].any():
+        return ", ".join(f"rank {r}: {c} {what}" for r, c in zip(shared.group.ranks, theirs[:, column]) if c)
+    if theirs[:, -1].any():
         raise _no_such(told(-1, "choices"), experts)
-    if got[:, -2].any():
+    if theirs[:, -2].any():
         where = ", ".join(filter(None, (_named.get(), told(-2, "tokens"))))
-        raise DTensorError("For 'moe', weights of experts are NaN.", where,
-                           "A router whose scores are NaN chooses nothing.",
+        raise DTensorError("For 'moe', weights of experts are NaN.", where, "A router whose scores are NaN chooses nothing.",
                            "look at the logits of the router, and at what came before it, on these ranks")
-    return got[:, :-2]
+    return host, theirs[:, :-2]
+
+
+def _counted_there(shared: Shared, experts: int, weights: Tensor, chosen: Tensor, once: bool) -> Tensor:
+    """i32: the numbers for each member, one behind another, counted by the device."""
+    if not chosen.shape[0]:
+        return full((sum(once + b - a + 2 for a, b in shared.bounds),), 0, ms.int32)
+
+    def total(mask):
+        return mask.astype(ms.int64).sum().reshape(1)
+    has = ops.one_hot(chosen, experts).astype(ms.int64).sum(1)  # of what is no expert a row of zeros
+    rest = [total(ops.isnan(wider(weights)).any(1)), total(ops.logical_or(chosen < -1, chosen >= experts))]
+    parts = []
+    for a, b in shared.bounds:
+        if once:
+            parts.append(total(has[:, a:b].sum(1) > 0) if b > a else full((1,), 0, ms.int64))
+        parts += [has[:, a:b].sum(0), *rest] if b > a else rest
+    return mint.cat(parts).astype(ms.int32)
+
+
+def _sorted_there(ids: Tensor, first: int, end: int) -> Tensor:
+    """i32: the numbers of choices, those of experts `first` to `end` before others and by expert, as they came."""
+    ids = ids.astype(ms.int32)
+    key = mint.where(ops.logical_and(ids >= first, ids < end), ids - first, end - first)
+    return mint.sort(key, dim=0, stable=True)[1].astype(ms.int32)

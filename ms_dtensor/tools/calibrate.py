@@ -60,7 +60,7 @@ def measure(device: str, machine: bool) -> tuple[dict[str, float], dict[str, Any
 
     from .. import comm
     world = comm.start(device)
-    if world.size == 1:
+    if world.size == 1 and not machine:
         raise SystemExit("calibrate needs two ranks or more: msrun --worker_num=4 ... python -m ms_dtensor calibrate")
     g, n = comm.group(range(world.size)), world.size
 
@@ -88,7 +88,7 @@ def measure(device: str, machine: bool) -> tuple[dict[str, float], dict[str, Any
         for kind, (call, before, after) in calls.items():
             samples.append((median_seconds(synchronized(call), agree), sent_bytes(kind, n, before, after), after))
     gamma = min(copies)
-    alpha, beta = fit(samples, gamma)
+    alpha, beta = fit(samples, gamma) if n > 1 else (0.0, 0.0)  # one rank's machine has no links that matter
     figures = g.broadcast_object({"alpha": alpha, "beta": beta, "gamma": gamma}, 0)
     told = measure_machine(device, alpha, beta + gamma, agree, n) if machine else {}
     comm.shutdown()
@@ -110,6 +110,8 @@ def main(arguments: Sequence[str]) -> int:
     if args.hardware is not None:
         args.hardware.write_text(yaml.safe_dump(machine, sort_keys=False))
         load_hardware(args.hardware)
+    if not figures["beta"]:
+        return 0
     told = json.loads(args.out.read_text()) if args.out.exists() else {}
     told[args.device] = {k: float(f"{v:.4g}") for k, v in figures.items()}
     args.out.write_text(json.dumps(told, indent=1) + "\n")

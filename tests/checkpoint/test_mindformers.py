@@ -15,10 +15,8 @@ from ms_dtensor.errors import CheckpointError
 RNG = np.random.default_rng(3)
 WHOLE = {"decoder.qkv.weight": RNG.normal(size=(8, 6)).astype(np.float32), "decoder.norm.weight":
          RNG.normal(size=6).astype(np.float32), "adam_m.decoder.qkv.weight": RNG.normal(size=(8, 6)).astype(np.float32),
-         "odd": RNG.normal(size=(5, 2)).astype(np.float16), "global_step": np.array(7, np.int64)}
-CUTS = {"decoder.qkv.weight": [(slice(r, r + 4), slice(c, c + 3)) for r in (0, 4) for c in (0, 3)],
-        "adam_m.decoder.qkv.weight": [(slice(r, r + 2), slice(None)) for r in (0, 2, 4, 6)],
-        "odd": [(slice(a, b), slice(None)) for a, b in ((0, 2), (2, 4), (4, 5), (5, 5))]}
+         "half": RNG.normal(size=(5, 2)).astype(np.float16), "global_step": np.array(7, np.int64)}
+CUTS = {"decoder.qkv.weight": (2, 2), "adam_m.decoder.qkv.weight": (4, 1), "half": (1, 2)}  # parts of each dim
 
 
 def written(root: Path, ranks: int = 4) -> Path:
@@ -33,16 +31,20 @@ def written(root: Path, ranks: int = 4) -> Path:
             for name, whole in WHOLE.items():
                 if (kind == "opt") != (name.startswith("adam") or name == "global_step"):
                     continue
-                cut = CUTS.get(name, [(slice(None),) * whole.ndim] * ranks)[rank]
-                piece = np.ascontiguousarray(whole[cut]).reshape(whole[cut].shape)
-                at = [s.indices(n)[0] for s, n in zip(cut, whole.shape)]
+                cuts = CUTS.get(name, (1,) * whole.ndim)
+                number = rank % int(np.prod(cuts))  # row by row; ranks beyond have copies
+                piece = whole
+                for dim, at in enumerate(np.unravel_index(number, cuts) if cuts else ()):
+                    piece = np.split(piece, cuts[dim], dim)[at]
+                piece = np.ascontiguousarray(piece).reshape(piece.shape)
                 held[name] = whole.dtype.name, piece.shape, [piece]
-                chunk = {"global_offset": at, "local_shape": list(piece.shape)}
+                chunk = {"global_offset": [number], "local_shape": list(piece.shape)}
                 entry = described.setdefault(name, {"properties": {"dtype": "Float32", "replica_id": 0},
-                                                    "global_shape": list(whole.shape), "layout": None, "chunk": []})
+                                                    "global_shape": list(whole.shape), "axis_fragmentations": list(cuts),
+                                                    "layout": None, "chunk": []})
                 if chunk not in entry["chunk"]:
                     entry["chunk"].append(chunk)
-                stored.setdefault(str((name, tuple(at))), []).append(
+                stored.setdefault(str((name, (number,))), []).append(
                     {"file_name": f"{file}.safetensors", "storage_rank": rank, "rank_group": [rank]})
             write_safetensors(folder / f"{file}.safetensors", held)
     (folder / "metadata.json").write_text(json.dumps({"state_dict_metadata": described, "storage_data": stored}))
@@ -82,14 +84,18 @@ def test_what_is_written_for_them_is_read_back(tmp_path):
 
 def change(told: dict, what: str) -> None:
     weight, stored = told["state_dict_metadata"]["decoder.qkv.weight"], told["storage_data"]
-    first = str(("decoder.qkv.weight", (0, 0)))
+    first = str(("decoder.qkv.weight", (0,)))
     actions = {
         "a piece less": lambda: weight["chunk"].pop(),
         "a piece twice": lambda: weight["chunk"].append(dict(weight["chunk"][0])),
-        "a piece outside": lambda: weight["chunk"][3].update(global_offset=[5, 3]),
+        "a piece outside": lambda: weight["chunk"][3].update(global_offset=[4]),
         "another shape": lambda: weight.update(global_shape=[8, 7]),
         "a negative shape": lambda: weight.update(global_shape=[-8, 6]),
-        "pieces that overlap": lambda: weight["chunk"][3].update(global_offset=[0, 3]),
+        "pieces that overlap": lambda: weight["chunk"][3].update(global_offset=[0]),
+        "an offset": lambda: weight["chunk"][3].update(global_offset=[4, 3]),
+        "other parts": lambda: weight.update(axis_fragmentations=[4, 1]),
+        "parts of no dim": lambda: weight.update(axis_fragmentations=[4]),
+        "no parts": lambda: weight.pop("axis_fragmentations"),
         "no pieces": lambda: weight.update(chunk=[]), "no place": lambda: stored.pop(first),
         "a path": lambda: stored[first][0].update(file_name="../model-0000000-0000004.safetensors"),
         "no such file": lambda: stored[first][0].update(file_name="model-9.safetensors"),
@@ -100,7 +106,8 @@ def change(told: dict, what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["a piece less", "a piece twice", "a piece outside", "another shape", "a negative shape",
-                                  "pieces that overlap", "no pieces", "no place", "a path", "no such file", "another's file",
+                                  "pieces that overlap", "an offset", "other parts", "parts of no dim", "no parts",
+                                  "no pieces", "no place", "a path", "no such file", "another's file",
                                   "no list", "text"])
 def test_a_list_that_does_not_fit_is_refused(tmp_path, what):
     folder = written(tmp_path / "theirs")

@@ -9,7 +9,7 @@ from math import prod
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, mint, nn
+from mindspore import Tensor, mint, nn, ops
 
 import ms_dtensor as md
 from ms_dtensor import comm
@@ -98,6 +98,47 @@ def test_ops_of_local_functions_are_seen():
         x = md.zeros(32, device_mesh=md.init_device_mesh("cpu", (4,)), placements=[md.Shard(0)])
         with pytest.raises(OpRuleError, match="needs data at .*test_dry_run.py"):
             md.local_map(mint.nonzero, [md.Shard(0)])(x)
+
+
+def test_what_a_step_holds_is_what_kernels_keep():
+    """A lookup and a bias keep no operand, a product both, a value out of the gradient nothing; set-up can be left out."""
+    with dry_run(world=2, device="CPU") as run:
+        mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        x = md.zeros(16, 64, device_mesh=mesh, placements=[md.Shard(0)])
+        rows = md.distribute_tensor(Tensor(np.arange(64, dtype=np.int32)), mesh)
+        whole = x.full_tensor()
+        run.forget()
+        assert not run.events and not run.communication and run.memory().peak == x.to_local().nbytes + whole.nbytes
+        del whole
+        before, alive = run.memory().end["activations"], []
+
+        def loss(x):
+            y = ops.bias_add(ops.gather(x * 2, rows, 1), rows.astype(ms.float32))  # nothing of these is kept
+            alive.append(run.memory().end["activations"] - before)
+            y = mint.exp(y)  # its result
+            alive.append(run.memory().end["activations"] - before)
+            return (y * ops.stop_gradient(y * 3)).sum()  # the second operand
+        md.value_and_grad(loss)(x)
+    assert alive == [x.to_local().nbytes] * 2, alive
+    back = [e.op for e in run.events if e.phase == "backward"]
+    assert back == ["sum", "mul", "exp", "bias_add", "gather", "mul"], "no identity, and nothing of what is multiplied by 3"
+
+
+def test_what_hosts_gather_is_written_where_it_stays():
+    """A host's ranks write into each other's windows; a device packs, and has what came beside what it is copied to."""
+    peaks = {}
+    for device in ("CPU", "Ascend"):
+        with dry_run(world=2, device=device) as run:
+            mesh = md.init_device_mesh("cpu" if device == "CPU" else "npu", (2,), mesh_dim_names=("dp",))
+            net = md.fully_shard(mint.nn.Linear(1024, 1024, bias=False), mesh=mesh)
+            x = md.zeros(4, 1024, device_mesh=mesh, placements=[md.Shard(0)])
+            net(x)
+        kinds = [{k: kinds[k] for k in ("gathered", "buffers")} for _, kinds in run.memory().over_time()]
+        peaks[device] = run.memory().peak
+        assert max(k["gathered"] for k in kinds) == 4 << 20
+        product = next(e for e in run.events if e.op in ("linear", "matmul"))
+        assert run.events[product.after[0]].op == "all_gather", "what is computed of it waits for it"
+    assert peaks["CPU"] + (3 << 20) < peaks["Ascend"]
 
 
 def test_an_array_of_the_users_has_its_values():

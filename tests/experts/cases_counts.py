@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import numpy as np
+from mindspore import Tensor
 
+import ms_dtensor as md
 from model_zoo.llama.config import ExpertsConfig, ParallelConfig
 from model_zoo.llama.loads import Loads
-from ms_dtensor import DTensor, comm
+from model_zoo.llama.parallelize import balance_of_shared_sequences, make_mesh, own_list
+from ms_dtensor import DTensor, Shard, comm
 from ms_dtensor.comm.tally import Tally
 from tests.cases import case
-from tests.dist.support import array
+from tests.dist.support import array, mesh_1d
+from tests.experts.cases_experts import pieces
 from tests.experts.cases_recipe import trainer_of
 from tests.tiers import sampled
 
@@ -118,3 +122,48 @@ def on_eight_ranks_nothing_is_counted_twice(world):
         ("dp8", ParallelConfig(8, loss_parallel=False)), ("ep8", ParallelConfig(8, ep=8, loss_parallel=False)))}
     the_same_everywhere(layouts, {})
     balanced_over_context(ParallelConfig(4, cp=2, ep=4, loss_parallel=False), {}, *ways.values())
+
+
+@case(world_size=8, timeout=600)
+def recompute_and_evaluation_leave_every_bit(world):
+    """On one mesh nothing at all changes: auxiliary loss in both forms, loads and biases, to the bit."""
+    for parallel in (ParallelConfig(8, loss_parallel=False), ParallelConfig(8, ep=8, loss_parallel=False),
+                     ParallelConfig(4, cp=2, ep=4, loss_parallel=False)):
+        for experts in (BIASED, DROPS):
+            want = told(experts, parallel)
+            for how in ({"recompute": True}, {"eval_batches": 1}):
+                for a, b in zip(told(experts, parallel, **how), want, strict=True):
+                    assert np.array_equal(a, b), (parallel, experts, how, a, b)
+
+
+@case(world_size=8)
+def the_loss_of_sequences_is_one_number(world):
+    """From the same scores, in float64: dp8, ep8, cp2 x ep4 and 1, 2, 4 micro-batches; with its gradient."""
+    sequences, t, experts, k = 32, 6, 8, 2
+    logits = np.random.default_rng(5).normal(size=(sequences * t, experts))
+    router, plain = md.Router(k, score="sigmoid"), Tensor(logits)
+    picks = router(plain)[1]
+    want = float(md.expert_balance_loss(router.scores(plain), picks, t))
+    slope = md.grad(lambda x: md.expert_balance_loss(router.scores(x), picks, t))(plain).asnumpy()
+    over_cp = ParallelConfig(4, cp=2, ep=4, loss_parallel=False)
+    shared = make_mesh("cpu", over_cp)
+    meshes = [(mesh_1d(8, "dp"), None), (mesh_1d(8, "ep"), None), (shared, balance_of_shared_sequences(shared))]
+    for mesh, of_shared in meshes:
+        for parts in (1, 2, 4):
+            value, grad = 0.0, np.zeros_like(slope)
+            for tokens in np.split(np.arange(len(logits), dtype=np.int32).reshape(sequences, t), parts):
+                if of_shared is None:
+                    rows = pieces(tokens.reshape(-1), mesh, [Shard(0)])
+                    loss = md.expert_balance_loss
+                    length = t
+                else:
+                    rows, _, length = own_list(mesh, over_cp, None, tokens, tokens)
+                    loss = of_shared
+                mine = rows.to_local().asnumpy()
+                x = DTensor.from_local(Tensor(logits[mine]), mesh, rows.placements, shape=(tokens.size, experts))
+                chosen = router(x)[1]
+                one, slopes = md.value_and_grad(lambda x, c=chosen, n=length, f=loss: f(router.scores(x), c, n))(x)
+                value += float(array(one)) / parts
+                grad[array(rows)] += array(slopes) / parts
+            assert abs(value - want) <= 1e-12 * want, (mesh, parts, value, want)
+            assert np.abs(grad - slope).max() <= 1e-12 * np.abs(slope).max(), (mesh, parts)

@@ -111,7 +111,7 @@ def a_token_goes_once_to_a_rank_where_that_is_cheaper(world):
     ranks = sum(len(set(row) - {h}) for row, h in zip(owner.tolist(), home.tolist()))
     counts = 4 * 4 * 3  # numbers of 4 bytes, from each rank to each other one
     assert sent[False] == choices * 2 * d * 4 + counts * (experts // 4 + 2), (sent, choices)
-    assert sent[True] == ranks * (2 * d * 4 + 6 * k) + counts * 3, (sent, ranks)
+    assert sent[True] == ranks * (2 * d * 4 + 6 * k) + counts * (experts // 4 + 3), (sent, ranks)
     assert sent["auto"] == sent[True] and abs(sent[True] / sent[False] - ratio(experts, k, 4, d * 4)) < 0.03
 
 

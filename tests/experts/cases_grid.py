@@ -147,7 +147,7 @@ def a_token_goes_once_to_a_rank_for_seven_tenths_of_the_bytes(world):
     ranks = sum(len(set(row) - {h}) for row, h in zip(owner.tolist(), home.tolist()))
     numbers = 8 * 7 * 4
     assert sent[False] == choices * 2 * d * 4 + numbers * (experts // 8 + 2), (sent, choices)
-    assert sent[True] == ranks * (2 * d * 4 + 6 * k) + numbers * 3, (sent, ranks)
+    assert sent[True] == ranks * (2 * d * 4 + 6 * k) + numbers * (experts // 8 + 3), (sent, ranks)
     assert sent["auto"] == sent[True] <= 0.70 * sent[False], sent
     assert abs(sent[True] / sent[False] - ratio(experts, k, 8, d * 4)) < 0.01
 

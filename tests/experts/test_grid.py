@@ -6,10 +6,11 @@ import pytest
 
 from tests.cases import case_params
 
-MODULE, COUNTS, FAULTS = (f"tests.experts.cases_{name}" for name in ("grid", "counts", "faults"))
+MODULE, COUNTS, FAULTS, DEVICE = (f"tests.experts.cases_{name}" for name in ("grid", "counts", "faults", "device"))
 
 
-@pytest.mark.parametrize("case", case_params(MODULE, 2) + case_params(MODULE, 4) + case_params(FAULTS, 4))
+@pytest.mark.parametrize("case", case_params(MODULE, 2) + case_params(MODULE, 4) + case_params(FAULTS, 4)
+                         + case_params(DEVICE, 4))
 def test_grid(case, ranks):
     ranks.check(case)
 

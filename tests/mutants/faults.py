@@ -15,6 +15,7 @@ EXPERTS, MODEL = "model_zoo/llama/experts.py", "model_zoo/llama/model.py"
 BRANCH, EMULATOR, KERNELS = "tests/test_device_branch.py", "tests/test_emulator.py", "tests/test_ascend_kernels.py"
 RANKS, TWINS, ADAM = "tests/dist/test_rehearsal.py", "tests/zoo/test_llama_twins.py", "tests/zoo/test_optim.py"
 RING, GRID = "ms_dtensor/parallel/ring.py", "tests/context/test_grid.py"
+OVER_RANKS, EXPERT_GRID = "ms_dtensor/parallel/experts.py", "tests/experts/test_grid.py"
 CONTRACT = "tests/comm/test_ranks.py -k doubles_of_hccl"
 
 
@@ -132,6 +133,17 @@ Tensor.untyped_storage = (lambda real: lambda self: _Keeps(real(self)))(Tensor.u
     Fault("a rank without tokens leaves the backward", "ms_dtensor/parallel/context.py", f"{GRID} -k has_nothing",
           "return connected(full((0, q._shape[1], v._shape[2]), 0, q.dtype), q, *there)",
           "return full((0, q._shape[1], v._shape[2]), 0, q.dtype)"),
+    # -- of others' experts: torchtitan#3604, #4154, PaddleFormers#3010; and what the rehearsal counts -----------------------
+    Fault("tokens come home to others' places", OVER_RANKS, f"{EXPERT_GRID} -k several_sequences",
+          "return _rows(y, np.argsort(index, kind=\"stable\"))", "return _rows(y, np.asarray(index))"),
+    Fault("loads are one rank's", "ms_dtensor/parallel/router.py", f"{EXPERT_GRID} -k same_tokens",
+          "summands = [PARTIAL if p.is_shard() else p for p in rows]", "summands = [REPLICATE for p in rows]"),
+    Fault("a rank that nobody chooses leaves the backward", OVER_RANKS, f"{EXPERT_GRID} -k nobody_chooses",
+          "if len(at) else connected(y, w)", "if len(at) else y"),
+    Fault("the host waits twice in a layer", OVER_RANKS, f"{EXPERT_GRID} -k waits_for_the_host",
+          "        both = mint.cat(", "        got.asnumpy()\n        both = mint.cat("),
+    Fault("an expert has room for one too many", "ms_dtensor/parallel/experts_room.py", f"{EXPERT_GRID} -k room_for_so_many",
+          "place <= room)", "place <= room + 1)"),
     Fault("a rank without an NPU goes on", "scripts/ascend/ranks.py", "tests/zoo/test_ascend_first.py -k starts_for_the_cpu",
           'if device != "npu":', 'if device not in ("npu", "cpu"):'),
     Fault("a node without an NPU is not asked", "scripts/ascend/node.py", "tests/zoo/test_ascend_first.py -k without_an_npu",

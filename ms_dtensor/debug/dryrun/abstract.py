@@ -8,6 +8,7 @@ so lifetimes are Python's and autograd's own. Not here: which op makes what.
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,9 +33,10 @@ class _Storage(np.ndarray):
 
     ledger: Any = None
     address = 0
+    ending = staticmethod(sys.is_finalizing)  # of the interpreter: names of modules are gone then
 
     def __del__(self):
-        if self.ledger is not None:
+        if self.ledger is not None and not self.ending():
             self.ledger.ended(self.address)
 
 
@@ -66,6 +68,14 @@ class Ledger:
         self.change(kind, size)
         return out
 
+    def place(self, shape, dtype) -> Tensor:
+        """A tensor without data on memory whose bytes others count; it can be written more than once."""
+        return on_storage_of(Tensor.from_numpy(self.watched(np.zeros(1, numpy_dtype(dtype)), "gathered", 0)), shape)
+
+    def written(self, x: Tensor, event: int) -> None:
+        """An event makes anew what a tensor lies on."""
+        self.held[Tensor.data_ptr(x)][2] = event
+
     def ended(self, address: int) -> None:
         """Nothing lies on a storage any more."""
         kind, size, _ = self.held.pop(address)
@@ -90,6 +100,12 @@ class Ledger:
         if size:
             self.alive[kind] += size
             self.changes.append(Change(len(self.events), kind, size))
+
+    def forget(self) -> None:
+        """What is alive was there from the beginning, and nobody made it."""
+        self.changes[:] = [Change(0, kind, size) for kind, size in self.alive.items() if size]
+        for held in self.held.values():
+            held[2] = -1
 
     def maker(self, x: Tensor) -> int:
         """The event that made what a tensor lies on; -1: none of this run."""

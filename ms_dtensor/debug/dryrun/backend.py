@@ -12,7 +12,29 @@ import numpy as np
 from mindspore import Tensor
 
 from ...comm.fake import FakeBackend
+from ...comm.parts import Parts
 from ...comm.protocol import Ranks, Result, Work, with_dim
+
+
+class AbstractWindow:
+    """Memory of so many bytes that comes and goes; what is gathered is written straight into it."""
+
+    def __init__(self, executor: Any, nbytes: int):
+        self.executor, self.nbytes, self.taken = executor, nbytes, False
+        self.flat: Tensor | None = None  # what lies in it
+
+    def claim(self) -> None:
+        """The memory comes; nothing if it is there."""
+        self._take(True)
+
+    def release(self) -> None:
+        """It goes; nothing if there is none."""
+        self._take(False)
+
+    def _take(self, taken: bool) -> None:
+        if taken != self.taken:
+            self.taken = taken
+            self.executor.ledger.change("gathered", self.nbytes if taken else -self.nbytes)
 
 
 class AbstractBackend(FakeBackend):
@@ -45,6 +67,21 @@ class AbstractBackend(FakeBackend):
 
     def all_gather(self, x: Tensor, dim: int, sizes: Sequence[int], group: Ranks, async_op: bool = False) -> Result:
         return self._made(with_dim(x._shape, dim, sum(sizes)), x, async_op)
+
+    def window(self, nbytes: int) -> AbstractWindow | None:
+        """As the backend of a host has it, see `comm/shm/window.py`; a device packs."""
+        return AbstractWindow(self.executor, nbytes) if self.on_host else None
+
+    def all_gather_into(self, pieces: Sequence[Tensor], window: AbstractWindow, parts: Parts, dtype: np.dtype, group: Ranks,
+                        async_op: bool = False) -> Work:
+        window.claim()
+        self.executor.give(*pieces)
+        self.executor.ledger.written(window.flat, len(self.executor.events))
+        return Work()
+
+    def reduce_scatter_from(self, wholes: dict[int, Tensor], parts: Parts, op: str, group: Ranks) -> Tensor:
+        count = parts.total(tuple(wholes), group.index(self.rank))
+        return self.executor.arrive((count,), next(iter(wholes.values())).dtype, *wholes.values())
 
     def reduce_scatter(self, x: Tensor, op: str, dim: int, sizes: Sequence[int], group: Ranks,
                        async_op: bool = False) -> Result:

@@ -17,6 +17,7 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor
+from mindspore.ops import stop_gradient
 
 from ...comm.packing import numpy_dtype
 from ...comm.record import CommEvent, user_site
@@ -31,8 +32,9 @@ from ...dispatch.replaced import PLACE
 from ...errors import OpRuleError
 from ...internals.names import Function, enabled, recording
 from .abstract import Ledger, nameless, on_storage_of
-from .formulas import backward_flops, flops, kept
+from .formulas import backward_flops, flops, kept, within
 
+_NO_GRADIENT = ("StopGradient", "Detach")  # of MindSpore's ops that are one in the rules with a copy
 _MESHES = {"CPU": "cpu", "Ascend": "npu", "GPU": "gpu"}  # what meshes call devices
 _SEVERAL = frozenset(("split", "chunk", "unstack", "unbind", "tensor_split", "meshgrid", "split_with_size"))
 
@@ -76,6 +78,18 @@ class Fork(Function):
         return out, None, None
 
 
+class Made(Function):
+    """What a function has made that nobody saw into: it counts, as any result."""
+
+    @staticmethod
+    def forward(ctx, x, executor: Executor):
+        return executor.ledger.new(x._shape, x.dtype, "activations")
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
 class Job:
     """One recorded op."""
 
@@ -88,19 +102,26 @@ class Job:
         operands, result = kept(what.op, [wanted for _, _, wanted in self.operands])
         self.saved: list = [local_alias(xs[i]) for i in operands] if asked else []
         self.keeps_result, self.first = bool(asked) and result, xs[0]
+        self.within = within(what.op, executor.on_host) if asked else (0, 0)
 
     def results(self) -> tuple[tuple, list]:
         """The results, and what the backward needs."""
         outs = self.executor.made(self.what, self.first, self.shapes, self.dtypes, self.event)
         self.first, (saved, self.saved) = None, (self.saved, [])
-        return outs, [*saved, *(on_storage_of(x, x._shape) for x in outs if self.keeps_result)]
+        own = [self._like_first() for _ in range(self.within[0])]
+        return outs, [*saved, *own, *(on_storage_of(x, x._shape) for x in outs if self.keeps_result)]
+
+    def _like_first(self) -> Tensor:
+        shape, dtype, _ = self.operands[0]
+        return self.executor.ledger.new(shape, dtype, "activations", self.event)
 
     def gradients(self, grads, saved) -> list:
         """Those of the operands; the event of the backward."""
         executor = self.executor
         asked = sum(1 for _, _, wanted in self.operands if wanted)
         read = sum(prod(x._shape) * x.itemsize for x in (*saved, *(g for g in grads if g is not None)))
-        written = 0 if self.what.view else sum(
+        view = executor.is_view(self.what)
+        written = 0 if view else sum(
             prod(shape) * nbytes(dtype) for shape, dtype, wanted in self.operands if wanted)
         cost = backward_flops(self.what.op, self.cost, asked)
         at = executor.note(self.what.op, "backward", self.site, cost, read, written, [g for g in grads if g is not None],
@@ -110,10 +131,11 @@ class Job:
         for shape, dtype, wanted in self.operands:
             if not wanted:
                 out.append(None)
-            elif self.what.view and given is not None and given.dtype == dtype:
+            elif view and given is not None and given.dtype == dtype:
                 out.append(on_storage_of(given, shape))
             else:
                 out.append(executor.ledger.new(shape, dtype, "activations", at))
+        _made_beside = [self._like_first() for _ in range(self.within[1])]  # until the end of this
         return out
 
 
@@ -129,7 +151,8 @@ class Executor:
     nameless = staticmethod(nameless)
     on_storage_of = staticmethod(on_storage_of)
 
-    def __init__(self, values: dict[str, Any], messages: dict[str, bytes]):
+    def __init__(self, values: dict[str, Any], messages: dict[str, bytes], on_host: bool):
+        self.on_host = on_host
         self.values, self.assumed = values, dict[str, str]()
         self.received, self.messages = messages, dict[str, bytes]()
         self.events: list[DryEvent] = []
@@ -153,6 +176,8 @@ class Executor:
         written = 0 if what.view else sum(prod(s) * nbytes(d) for s, d in zip(what.shapes, dtypes))
         event = self.note(what.op, "forward", user_site(), cost, read, written, tensors,
                           tensors[0].dtype if tensors else None)
+        if getattr(call.func, "name", "") in _NO_GRADIENT:
+            tensors = [stop_gradient(as_local(x)) for x in tensors]
         if not recording() or not enabled() or not any(x._requires_grad and _differentiable(x) and i not in run.constants
                                       for i, x in enumerate(tensors)) \
                 or not any(name.startswith(DIFFERENTIABLE) for name in what.dtypes):
@@ -173,9 +198,14 @@ class Executor:
 
     def made(self, what, first, shapes, dtypes, event: int) -> tuple:
         """Results without data: on the first operand's storage, if they are views of it."""
-        if what.view:
+        if self.is_view(what):
             return tuple(on_storage_of(first, shape) for shape in shapes)
         return tuple(self.ledger.new(s, d, "activations", event) for s, d in zip(shapes, dtypes))
+
+    def is_view(self, what) -> bool:
+        """Whether results take no memory. A host's kernels copy an operand that begins within its storage, and keep that:
+        of several views each use is one."""
+        return what.view and not (self.on_host and what.op in _SEVERAL)
 
     def by_data(self, run, call, tensors):
         """What only data, or a user's function, tells."""
@@ -260,7 +290,7 @@ class Executor:
         """A function of a list of local tensors: it is given DTensors of this rank alone, so its ops are seen."""
         def run(tensors):
             with implicit_replication():
-                return self._plain(fn(self._alone(tensors)))
+                return self._plain(fn(self.alone(tensors)))
         return run
 
     def is_alone(self, *arguments) -> bool:
@@ -270,9 +300,12 @@ class Executor:
     def unseen(self, name: str, fn, args, kwargs):
         """What a local function does by itself, with NumPy say: it runs, on what is not there."""
         self.assumed[name] = f"what it computes at {user_site()} is not seen: its operations and memory are not counted"
-        return self._alone(fn(*self._plain(args), **self._plain(kwargs)))
+        def counted(x):
+            return x if getattr(x, "_layout", None) is not None else Made.apply(x, self)
+        return self.alone(map_leaves(counted, fn(*self._plain(args), **self._plain(kwargs)), Tensor))
 
-    def _alone(self, tree):
+    def alone(self, tree):
+        """Tensors as DTensors of this rank alone, so that ops on them are seen."""
         def one(x):
             layout = getattr(x, "_layout", None)
             return x if layout is not None else wrap(x, Layout(self.mesh, None, tuple(x._shape), dtype_name(x.dtype)))
@@ -333,6 +366,12 @@ class Executor:
             stride=abs(ranks[1] - ranks[0]) if len(ranks) > 1 else 0, span=max(ranks) - min(ranks),
             dtype=event.dtype.lower(), phase=event.phase, site=event.site))
         self.given = ()
+
+    def forget(self) -> None:
+        """Events begin here."""
+        self.events.clear()
+        self.ledger.forget()
+        self.fork, self.given = (0, -1), ()
 
     def end(self) -> None:
         """Nothing is recorded any more."""

@@ -24,12 +24,21 @@ _ATTENTION = frozenset(("flash_attention", "speed_attention"))
 
 # What a backward needs of a result and of operands, as MindSpore's recorded ops save it. An op that is in none of these
 # keeps its operands; a product of a tensor and a number keeps nothing.
-_KEEPS = {"div": ((1,), True), "pow": ((0, 1), True), "where": ((0,), False)}
+_KEEPS = {
+    "div": ((1,), True), "pow": ((0, 1), True), "where": ((0,), False), "gather": ((1,), False)}
 _KEEPS_RESULT = frozenset(("exp", "softmax", "log_softmax", "sigmoid", "tanh", "sqrt", "rsqrt", "relu", "reciprocal"))
 _KEEPS_NOTHING = frozenset((
-    "add", "sub", "neg", "sum", "mean", "cast", "identity", "clone", "where", "concat", "stack", "unstack", "reshape",
-    "transpose", "permute", "expand", "split", "chunk", "slice", "squeeze", "unsqueeze", "flatten", "getitem", "narrow",
-    "view_as", "unbind", "stop_gradient", "select", "masked_fill", "tril", "triu", "pad", "roll", "repeat", "tile"))
+    "add", "bias_add", "sub", "neg", "sum", "mean", "cumsum", "cast", "identity", "clone", "concat", "stack", "unstack",
+    "reshape", "index_add", "transpose", "permute", "expand", "split", "chunk", "slice", "squeeze", "unsqueeze", "flatten",
+    "getitem", "narrow", "view_as", "unbind", "stop_gradient", "select", "masked_fill", "tril", "triu", "pad", "roll",
+    "repeat", "tile"))
+
+
+# Forms of ours that are several ops: tensors of the first operand's size that they keep in its place, and that a backward
+# has beside these and its result. Cross entropy over shards of classes: logits less the greatest, and their exponentials;
+# the gradients of both.
+_WITHIN = {"class_sums": (2, 2)}
+_OF_HOSTS = {"silu": 3, "softmax": 1}  # the last of these, of MindSpore 2.10's CPU kernels, where results lie
 
 
 def flops(op: str, arguments: dict[str, Any], ins: Sequence[Shape], outs: Sequence[Shape]) -> int:
@@ -79,16 +88,23 @@ def kept(op: str, wanted: Sequence[bool]) -> tuple[tuple[int, ...], bool]:
     """(which operands a backward needs, whether it needs the result), if these operands get a gradient."""
     count = len(wanted)
     operands = range(count)
-    if op in _KEEPS_NOTHING or op in ("mul", "div") and count == 1 or not any(wanted):
+    if op in _WITHIN or op in _KEEPS_NOTHING or op in ("mul", "div") and count == 1 or not any(wanted):
         return (), False
     if count == 2 and (op == "mul" or op in _PAIRS):  # the gradient of one is a product with the other
         return tuple(i for i in operands if wanted[1 - i]), False
+    if op == "div" and not wanted[1]:
+        return (1,), False
     if op in _KEEPS:
         some, result = _KEEPS[op]
         return tuple(i for i in some if i < count), result
     if op in _KEEPS_RESULT:
         return (), True
     return tuple(operands), op in _ATTENTION
+
+
+def within(op: str, on_host: bool) -> tuple[int, int]:
+    """Tensors of the first operand's size that an op makes and keeps for its backward, and that this makes and drops."""
+    return _WITHIN.get(op, (0, _OF_HOSTS.get(op, 0) if on_host else 0))
 
 
 def _attention(arguments: dict[str, Any], ins: Sequence[Shape]) -> int:

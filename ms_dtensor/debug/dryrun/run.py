@@ -45,7 +45,7 @@ class DryRun:
 
     def __init__(self, world: int, rank: int, device: str, values: dict[str, Any], messages: dict[str, bytes]):
         self.world, self.rank, self.device = world, rank, device
-        self._executor = Executor(values, messages)
+        self._executor = Executor(values, messages, device == "CPU")
         self.communication: list[CommEvent] = _Moves(self._executor)
         self._cells: CellNames | None = CellNames()
         self._parameters: list[page.Parameter] = []
@@ -63,6 +63,25 @@ class DryRun:
     def assumed(self) -> dict[str, str]:
         """What was taken for granted, in words."""
         return self._executor.assumed
+
+    def forget(self) -> None:
+        """What has happened so far is told no more: events, communication and memory begin here; what is alive stays.
+
+        For set-up, and for a first step, which communicates what later ones know.
+
+        Example:
+            >>> import ms_dtensor as md
+            >>> from ms_dtensor.debug import dry_run
+            >>> with dry_run(world=8, device="CPU") as run:
+            ...     mesh = md.init_device_mesh("cpu", (8,), mesh_dim_names=("tp",))
+            ...     x = md.zeros(64, 64, device_mesh=mesh, placements=[md.Shard(0)])
+            ...     run.forget()
+            ...     whole = x.full_tensor()
+            >>> [e.op for e in run.events], run.memory().peak
+            (['all_gather'], 18432)
+        """
+        self.communication.clear()
+        self._executor.forget()
 
     def flops(self) -> int:
         """Floating-point operations of products, forward and backward; a product and a sum are two."""

@@ -22,12 +22,14 @@ class Op:
         flops: operations.
         traffic: bytes read and written.
         matrix: whether the device's matrix units do it.
+        backward: whether it is a gradient's.
     """
 
     name: str
     flops: float
     traffic: float
     matrix: bool = False
+    backward: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,8 @@ def seconds(work: Work, machine: Hardware) -> float:
     """
     if isinstance(work, Collective):
         return machine.link(work.span).seconds(work.op, work.size, work.ranks) if work.ranks > 1 else 0.0
+    if work.name in machine.kernels:
+        return machine.launch + work.traffic / machine.kernels[work.name][work.backward]
     computing = (machine.matrix if work.matrix else machine.vector).seconds(work.flops)
     reading = machine.memory.seconds(work.traffic)
     return machine.launch + (max(computing, reading) if machine.overlap else computing + reading)

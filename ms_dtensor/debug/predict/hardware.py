@@ -7,7 +7,7 @@ says itself which. Nothing in it is fitted to the run that is predicted. Read ne
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,7 @@ class Hardware:
         launch: seconds of the host for each op that a device is given.
         capacity: bytes of a device's memory that tensors may take.
         links: the quickest first.
+        kernels: of ops that are slower than memory: (forward, backward), bytes a second that they read and write.
     """
 
     name: str
@@ -93,6 +94,7 @@ class Hardware:
     launch: float
     capacity: int
     links: tuple[Link, ...]
+    kernels: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def link(self, span: int) -> Link:
         """That joins ranks whose numbers lie in one aligned block of `span`; the last one joins all."""
@@ -155,7 +157,9 @@ def parse(name: str, told: Mapping[str, Any]) -> Hardware:
     return Hardware(name, str(told["source"]), curve(told["matrix"], "tflops", 1e12, 1e9),
                     curve(told["vector"], "tflops", 1e12, 1e9), curve(told["memory"], "gb_s", 1e9, 1e6),
                     bool(told["overlap"]), float(told["launch_us"]) * 1e-6,
-                    int(_positive("gib", told["memory"]["gib"]) * 2**30), links)
+                    int(_positive("gib", told["memory"]["gib"]) * 2**30), links,
+                    {op: (_positive(op, there) * 1e9, _positive(op, back) * 1e9)
+                     for op, (there, back) in told.get("kernels", {}).items()})
 
 
 def _positive(name: str, value: float) -> float:

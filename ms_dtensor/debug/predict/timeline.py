@@ -71,7 +71,7 @@ def timeline(events: Sequence[DryEvent], machine: Hardware) -> Timeline:
 def work_of(event: DryEvent) -> Work:
     """An event as `cost.py` takes it."""
     if not event.is_move:
-        return Op(event.op, event.flops, event.read + event.written, event.op in PRODUCTS)
+        return Op(event.op, event.flops, event.read + event.written, event.op in PRODUCTS, event.phase == "backward")
     op = event.op if event.op in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all") else "exchange"
     size = event.payload * event.ranks if op == "all_gather" else event.payload
     return Collective(op, size, event.ranks, event.span + 1, ",".join(event.axes))

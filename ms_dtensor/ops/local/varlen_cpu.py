@@ -9,14 +9,15 @@ here is recorded.
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from ...core.balance import Mask
 
-_ELEMENTS = 1 << 20  # of scores at a time
-_ROWS = 256  # queries at a time, of the heads that share keys
+_ELEMENTS = 1 << 19  # of scores at a time
+_ROWS = 128  # queries at a time, of the heads that share keys
 _FAR = -1e30  # finite: infinities would make NaN of a query that sees nothing
 
 
@@ -61,8 +62,22 @@ def _groups(groups: int, scores: int) -> Iterator[slice]:
     return (slice(at, at + step) for at in range(0, groups, step))
 
 
-def _scores(of: np.ndarray, keys: np.ndarray, hidden: list) -> np.ndarray:
-    scores = np.matmul(of, keys.swapaxes(1, 2))
+class _Scratch:
+    """Memory for scores that is written again and again: what is new costs more than a product, page by page."""
+
+    def __init__(self, dtype: np.dtype):
+        self._memory = np.empty(_ELEMENTS, dtype)
+
+    def product(self, of: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        """[groups, rows, e] x [groups, keys, e] -> [groups, rows, keys]."""
+        shape = (*of.shape[:2], keys.shape[1])
+        if math.prod(shape) > self._memory.size:
+            self._memory = np.empty(math.prod(shape), of.dtype)
+        return np.matmul(of, keys.swapaxes(1, 2), out=self._memory[:math.prod(shape)].reshape(shape))
+
+
+def _scores(scratch: _Scratch, of: np.ndarray, keys: np.ndarray, hidden: list) -> np.ndarray:
+    scores = scratch.product(of, keys)
     for columns, far in hidden:
         groups, rows, count = scores.shape
         scores.reshape(groups, rows // len(far), len(far), count)[..., columns] += far.astype(scores.dtype)
@@ -84,12 +99,12 @@ def forward(q: np.ndarray, k: np.ndarray, v: np.ndarray, q_ends: Sequence[int], 
     """
     (t, h, _), g, e = q.shape, k.shape[1], v.shape[2]
     out, top, total = np.empty((t, h, e), q.dtype), *(np.empty((t, h, 1), q.dtype) for _ in range(2))
-    keys, values = _by_groups(k, g), _by_groups(v, g, 1.0)
+    keys, values, scratch = _by_groups(k, g), _by_groups(v, g, 1.0), _Scratch(q.dtype)
     for (a, b), (lo, hi), hidden in _blocks(q_ends, k_ends, mask, h // g):
         of = _by_groups(q[a:b] * q.dtype.type(scale), g)
         most, one = np.empty((*of.shape[:2], 1), q.dtype), np.empty((*of.shape[:2], e + 1), q.dtype)
         for some in _groups(g, of.shape[1] * (hi - lo)):
-            weights = _scores(of[some], keys[some, lo:hi], hidden)
+            weights = _scores(scratch, of[some], keys[some, lo:hi], hidden)
             np.max(weights, 2, keepdims=True, out=most[some])
             weights -= most[some]
             np.exp(weights, out=weights)
@@ -116,17 +131,17 @@ def backward(q: np.ndarray, k: np.ndarray, v: np.ndarray, dout: np.ndarray, out:
     """
     h, g, e = q.shape[1], k.shape[1], q.shape[2]
     dq, scaled = np.zeros_like(q), q.dtype.type(scale)
-    keys, values = _by_groups(k, g, 1.0), _by_groups(v, g, 1.0)
+    keys, values, scratch, second = _by_groups(k, g, 1.0), _by_groups(v, g, 1.0), _Scratch(q.dtype), _Scratch(q.dtype)
     dk, dv = np.zeros((*keys.shape[:2], e), k.dtype), np.zeros((*keys.shape[:2], v.shape[2]), v.dtype)
     for (a, b), (lo, hi), hidden in _blocks(q_ends, k_ends, mask, h // g):
         of = _by_groups(q[a:b] * scaled, g, -log_total[a:b])
         do = _by_groups(dout[a:b], g, -(dout[a:b] * out[a:b]).sum(2, keepdims=True))
         one = np.empty((*of.shape[:2], e), q.dtype)
         for some in _groups(g, of.shape[1] * (hi - lo)):
-            weights = _scores(of[some], keys[some, lo:hi], hidden)
+            weights = _scores(scratch, of[some], keys[some, lo:hi], hidden)
             np.exp(weights, out=weights)
             dv[some, lo:hi] += np.matmul(weights.swapaxes(1, 2), do[some, :, :-1])
-            weights *= np.matmul(do[some], values[some, lo:hi].swapaxes(1, 2))  # gradients of the scores
+            weights *= second.product(do[some], values[some, lo:hi])  # gradients of the scores
             np.matmul(weights, keys[some, lo:hi, :e], out=one[some])
             dk[some, lo:hi] += np.matmul(weights.swapaxes(1, 2), of[some, :, :e])
         dq[a:b] = _by_tokens(one, b - a)

@@ -178,9 +178,9 @@ class Block:
             return
         with NoFallbackGuard():
             self._memory().claim()
-            dry = executing()
-            if dry is not None:
-                dry.ledger.is_now(gathered, "buffers")
+            if executing() is not None:
+                memory: Any = self._memory()
+                memory.filled(gathered)
                 return
             rows = self._ops.shaped(self._ops.of(gathered), (self.group.size, -1))
             for column, pieces in zip(self._ops.split(rows, self.parts.widths, 1), self._lying):
@@ -327,8 +327,13 @@ class AbstractMemory(DeviceMemory):
 
     def _make(self, count: int, dtype, backend: Backend) -> None:
         self._dry, self._bytes, self._taken = executing(), count * numpy_dtype(dtype).itemsize, False
-        self._flat = self._dry.nameless((count,), dtype)
-        self._take(True)
+        self._flat = self._dry.ledger.place((count,), dtype)
+        if self._bytes > _SMALL:
+            self.window = backend.window(self._bytes)
+        if self.window is None:
+            self._take(True)
+        else:
+            self.window.flat = self._flat
 
     def tensor(self, i: int) -> Tensor:
         return self._dry.on_storage_of(self._flat, self.shapes[i])
@@ -343,7 +348,14 @@ class AbstractMemory(DeviceMemory):
     def claim(self) -> None:
         self._take(True)
 
+    def filled(self, gathered: Tensor) -> None:
+        """Once more, of what has been gathered elsewhere."""
+        self._dry.ledger.written(self._flat, self._dry.ledger.maker(gathered))
+        self._dry.ledger.is_now(gathered, "buffers")
+
     def _take(self, taken: bool) -> None:
-        if taken != self._taken:
+        if self.window is not None:
+            (self.window.claim if taken else self.window.release)()
+        elif taken != self._taken:
             self._taken = taken
             self._dry.ledger.change("gathered", self._bytes if taken else -self._bytes)

@@ -407,7 +407,9 @@ def _own(grad: Tensor, dtype) -> Tensor:
 def _gradient(x: Tensor, dtype) -> Tensor:
     """A sum over ranks in the dtype of its parameter."""
     dry = executing()
-    return x.astype(dtype) if dry is None else dry.like(x, dtype=dtype, kind="gradients")
+    if dry is None:
+        return x.astype(dtype)
+    return dry.ledger.is_now(x, "gradients") if x.dtype == dtype else dry.like(x, dtype=dtype, kind="gradients")
 
 
 def _zeros(shape, dtype) -> Tensor:

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A training step of a configuration as one rank of any world would take it, without data: see `md.debug.dry_run`.
+
+Not here: what is made of it (`tools/predict.py`, `scripts/bench`). The one invariant: the step is the trainer's own, so
+what is communicated is what `train.py` communicates in a step that is not its first.
+"""
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from ms_dtensor import DTensor
+from ms_dtensor.debug import dry_run
+
+from .config import Config
+from .parallelize import make_mesh
+from .trainer import Trainer
+
+
+def dry_step(cfg: Config, world: int, rank: int = 0, device: str = "CPU"):
+    """The `DryRun` of a step of this rank, its second; of a pipeline, the stages before run first.
+
+    The core of attention is not compiled, as nobody sees into what is; experts are taken as chosen equally often.
+    """
+    cfg = replace(cfg, train=replace(cfg.train, compile=False))
+    each = world // cfg.parallel.pp
+    messages: dict[str, bytes] = {}
+    values = {} if cfg.model.experts is None else {"experts": cfg.model.experts.count}
+    for stage in range(rank // each + 1):
+        with dry_run(world, rank % each + stage * each, device, values=values, messages=messages) as run:
+            trainer = Trainer(cfg, None, make_mesh("npu" if run.device == "Ascend" else run.device.lower(), cfg.parallel),
+                              initialize=lambda model: None)
+            ids = np.zeros((cfg.train.batch, cfg.train.seq), np.int32)
+            rows = [ids, ids, np.tile(np.arange(cfg.train.seq, dtype=np.int32), (len(ids), 1))][:2 + cfg.data.documents]
+            for _ in range(2):
+                run.forget()  # set-up; what only a first step communicates
+                loss, grads = trainer.gradients(*rows)
+                trainer.update(grads, 0)
+                if isinstance(loss, DTensor):  # as who prints it
+                    loss.full_tensor()
+                del loss, grads
+        messages = run.messages
+    if cfg.data.documents:
+        run.assumed["documents"] = "one a row"
+    return run

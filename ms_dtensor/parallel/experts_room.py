@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts that have room for a fixed number of rows from each rank: all sizes are known beforehand, and nobody waits.
+
+What is over is dropped, and rooms that stay empty travel, too: the price of a host that never waits for the device. Not
+here: which choices a model drops (a capacity is over sequences, wherever their tokens are).
+"""
+from __future__ import annotations
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, mint, ops
+
+from ..custom_ops.rows import ReturnRows, Rows, SendRows
+from ..ops.local import Nothing
+from ..ops.local.dtypes import full
+
+
+def placed(chosen: Tensor, experts: int, room: int) -> Tensor:
+    """i32[n * k]: where each choice stands, expert by expert; behind all rooms what has none, or is no expert."""
+    flat = chosen.reshape(-1).astype(ms.int32)
+    hot = ops.one_hot(flat, experts).astype(ms.float32)  # of what is no expert a row of zeros
+    place = (ops.cumsum(hot, 0) * hot).sum(1).astype(ms.int32)  # from 1; 0: no expert
+    fits = ops.logical_and(place > 0, place <= room)
+    return mint.where(fits, flat * room + place - 1, experts * room)
+
+
+def within(chosen: Tensor, experts: int, room: int) -> Tensor:
+    """i32[n, k]: the choices for which there is room, and -1."""
+    if not chosen.shape[0]:
+        return chosen
+    return mint.where((placed(chosen, experts, room) < experts * room).reshape(chosen.shape), chosen, -1)
+
+
+def by_room(room: int, products, shared, experts: int, x, weights, chosen, w1, w2, w3) -> Tensor:
+    """`moe` over the members of `shared`, by two all-to-alls of equal sizes; `products`: rows through their experts."""
+    (n, k), d, members = chosen.shape, x.shape[1], len(shared.bounds)
+    (first, end), all_rooms = shared.mine, experts * room
+    send, recv = [(b - a) * room for a, b in shared.bounds], [(end - first) * room] * members
+    there = Rows(all_rooms, np.arange(all_rooms), send, recv, "tokens", "rooms of their experts")
+    if n:
+        at = placed(chosen, experts, room)
+        copies = ops.gather(x, Tensor(np.repeat(np.arange(n, dtype=np.int32), k)), 0)
+        rows = mint.index_add(full((all_rooms + 1, d), 0, x.dtype), 0, at, copies)[:all_rooms]
+    else:
+        rows = Nothing.apply((all_rooms, d), x.dtype, x)
+    got, = SendRows.apply(there, shared.group, rows)
+    y = _turned(products(_turned(got, members, end - first, room), np.full(end - first, members * room), w1, w2, w3),
+                end - first, members, room)
+    back, = ReturnRows.apply(there, shared.group, y)
+    if not n:
+        return Nothing.apply((0, d), x.dtype, x, back, weights)
+    choices = ops.gather(mint.cat((back, full((1, d), 0, back.dtype))), at, 0).reshape(n, k, d)
+    return ops.BatchMatMul()(weights.reshape(n, 1, k).astype(choices.dtype), choices).reshape(n, d).astype(x.dtype)
+
+
+def _turned(rows: Tensor, outer: int, inner: int, room: int) -> Tensor:
+    """Rooms [outer, inner, room] in the order [inner, outer, room]."""
+    if not inner or not outer:
+        return rows
+    return mint.permute(rows.reshape(outer, inner, room, -1), (1, 0, 2, 3)).reshape(outer * inner * room, -1)

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Twelve training steps, dry and with kernels: communication, memory and time predicted beside measured, as JSON.
+
+    python scripts/bench/predicted.py --measured measured.json [--hardware two.yaml --of1 one.yaml --of4 four.yaml]
+
+Machines' files are this machine's, of as many ranks as a row has (`python -m ms_dtensor calibrate --hardware two.yaml`,
+under `msrun --worker_num=2`); nothing in them is fitted to these rows. Each row has processes of its own, one thread each.
+Of a step that is not the first are measured, on rank 0: calls and bytes by collective and axes (`comm.record`); the most
+bytes that tensors lie on (`heap.py`, which knows nothing of dry runs); the process's pages after the steps over those after
+a step of a tiny model; the median time. Needs a C compiler. Who is chosen among experts is fixed, as it is in a dry run.
+"""
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from common import one_thread
+from heap import Heap, built
+
+one_thread()
+import numpy as np  # noqa: E402  after the number of threads is set
+
+from model_zoo.llama.config import (  # noqa: E402
+    Config,
+    ExpertsConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    TrainConfig,
+)
+
+NARROW = ModelConfig(dim=512, n_layers=4, n_heads=8, n_kv_heads=8, ffn_dim=1408, vocab_size=8192)
+WIDE = ModelConfig(dim=1024, n_layers=4, n_heads=16, n_kv_heads=16, ffn_dim=2816, vocab_size=8192)
+EXPERTS = ModelConfig(dim=512, n_layers=4, n_heads=8, n_kv_heads=8, ffn_dim=704, vocab_size=8192,
+                      experts=ExpertsConfig(4, 2))
+ROWS: dict[str, tuple[ModelConfig, dict, bool]] = {  # model, axes, whether layers are recomputed
+    "single": (NARROW, {}, False), "single, recomputed": (NARROW, {}, True), "tp2": (NARROW, {"tp": 2}, False),
+    "dp2": (NARROW, {"dp": 2}, False), "fsdp2": (NARROW, {"dp": 2, "fsdp": True}, False),
+    "zero1": (NARROW, {"dp": 2, "zero1": True}, False), "tp2 x dp2": (NARROW, {"dp": 2, "tp": 2}, False),
+    "pp2": (NARROW, {"pp": 2}, False), "cp2": (NARROW, {"cp": 2}, False),
+    "ep2": (EXPERTS, {"dp": 2, "ep": 2, "fsdp": True}, False),
+    "single, wide": (WIDE, {}, False), "fsdp2, wide, recomputed": (WIDE, {"dp": 2, "fsdp": True}, True)}
+
+
+def config(row: str) -> Config:
+    model, axes, again = ROWS[row]
+    return Config(model=model, parallel=ParallelConfig(**axes), optim=OptimConfig(clip_norm=1.0), train=TrainConfig(
+        batch=4, seq=256, compile=False, recompute=again, micro_batches=4 if axes.get("pp", 1) > 1 else 1))
+
+
+def world_of(cfg: Config) -> int:
+    p = cfg.parallel
+    return p.pp * p.dp * p.cp * p.tp
+
+
+def resident() -> int:
+    """Bytes of this process's pages; of a page that several ranks have its part."""
+    return next(int(line.split()[1]) << 10 for line in Path("/proc/self/smaps_rollup").read_text().splitlines()
+                if line.startswith("Pss:"))
+
+
+def by_name(events) -> dict[str, list[int]]:
+    out: dict[str, list[int]] = {}
+    for e in events:
+        one = out.setdefault(f"{e.op} {','.join(e.axes)}".rstrip(), [0, 0])
+        one[0] += 1
+        one[1] += e.bytes
+    return out
+
+
+def real(row: str, steps: int) -> dict[str, Any]:
+    """On this rank, with kernels; the tracker is loaded."""
+    import mindspore as ms
+
+    from model_zoo.llama.parallelize import make_mesh
+    from model_zoo.llama.trainer import Trainer
+    from ms_dtensor import DTensor, comm
+    from ms_dtensor.parallel import experts
+
+    heap, cfg = Heap(), config(row)
+    mesh = make_mesh("cpu", cfg.parallel)
+    ms.runtime.launch_blocking()
+    if cfg.model.experts is not None:  # as benchmarks of experts do: who is chosen is no matter of the data
+        experts._on_host = lambda chosen: _in_turn(chosen.shape, cfg.model.experts.count)
+    draw = (np.random.default_rng(0).random((4, 257)) ** 4 * 512).astype(np.int32)
+    ids, labels = draw[:, :-1].copy(), draw[:, 1:].copy()
+
+    def begun(cfg: Config) -> Callable[[], None]:
+        trainer = Trainer(cfg, None, mesh)
+
+        def step() -> None:
+            loss, grads = trainer.gradients(ids, labels)
+            trainer.update(grads, 0)
+            float(loss.full_tensor() if isinstance(loss, DTensor) else loss)
+        step()
+        return step
+    begun(replace(cfg, model=replace(cfg.model, dim=64, ffn_dim=64, vocab_size=512)))  # what a process has once
+    gc.collect()
+    before, shown = heap.now(), resident()
+    step = begun(cfg)
+    with comm.record() as events:
+        step()
+    gc.collect()
+    heap.again()
+    times = []
+    for _ in range(steps):
+        began = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - began)
+    return {"seconds": statistics.median(times), "comm": by_name(events), "tensors": heap.most() - before,
+            "rss": resident() - shown}
+
+
+def _in_turn(shape: tuple[int, ...], count: int) -> np.ndarray:
+    return (np.arange(np.prod(shape)) % count).reshape(shape).astype(np.int32)
+
+
+def dry(row: str, hardware: str | None) -> dict[str, Any]:
+    """The same of rank 0, without."""
+    import mindspore as ms
+
+    from model_zoo.llama.dry import dry_step
+    ms.set_device("CPU")
+    ms.runtime.launch_blocking()
+    cfg = config(row)
+    run = dry_step(cfg, world_of(cfg), 0)
+    memory = run.memory()
+    return {"seconds": None if hardware is None else run.seconds(hardware), "comm": by_name(run.communication),
+            "tensors": memory.peak, "rss": memory.peak, "flops": run.flops(), "kinds": memory.at_peak,
+            "assumed": list(run.assumed)}
+
+
+def launched(row: str, steps: int) -> dict[str, Any]:
+    n = world_of(config(row))
+    with tempfile.TemporaryDirectory() as folder:
+        args = [str(Path(__file__).resolve()), "--real", row, "--steps", str(steps), "--out", f"{folder}/told.json"]
+        begin = [sys.executable] if n == 1 else [
+            "msrun", f"--worker_num={n}", f"--local_worker_num={n}", "--join=True", f"--log_dir={folder}/log",
+            f"--master_port={20000 + abs(hash((row, time.time_ns()))) % 20000}"]
+        done = subprocess.run([*begin, *args], timeout=240, capture_output=True, text=True, check=False,
+                              env=os.environ | {"LD_PRELOAD": str(built())})
+        told = Path(f"{folder}/told.json")
+        if not told.exists():
+            logs = "".join(p.read_text()[-1500:] for p in Path(folder).glob("log/worker_*.log"))
+            raise RuntimeError(f"{row}: {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-2000:]}{logs}")
+        return json.loads(told.read_text())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hardware", help="this machine's file, of two ranks")
+    parser.add_argument("--of1", help="of one; default: the same")
+    parser.add_argument("--of4", help="of four; default: the same")
+    parser.add_argument("--only", default=";".join(ROWS), help="rows, with ; between")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--measured", type=Path, default=Path("measured.json"), help="of real runs; those that lack are run")
+    parser.add_argument("--measure-only", action="store_true")
+    parser.add_argument("--real", help=argparse.SUPPRESS)
+    parser.add_argument("--dry", help=argparse.SUPPRESS)
+    parser.add_argument("--out", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.real or args.dry:
+        told = real(args.real, args.steps) if args.real else dry(args.dry, args.hardware)
+        from ms_dtensor import comm
+        if args.dry or (world := comm.current_world()) is None or world.rank == 0:
+            Path(args.out).write_text(json.dumps(told))
+        return
+    names = args.only.split(";")
+    measured = json.loads(args.measured.read_text()) if args.measured.exists() else {}
+    for name in names:
+        if name not in measured:
+            measured[name] = launched(name, args.steps)
+            args.measured.write_text(json.dumps(measured, indent=1) + "\n")
+            print("measured", name, file=sys.stderr, flush=True)
+    if args.measure_only:
+        return
+    rows = {}
+    for name in names:
+        machine = {1: args.of1, 4: args.of4}.get(world_of(config(name))) or args.hardware
+        with tempfile.TemporaryDirectory() as folder:
+            more = ["--hardware", machine] if machine else []
+            subprocess.run([sys.executable, __file__, "--dry", name, "--out", f"{folder}/told.json", *more], check=True,
+                           timeout=240, stdout=subprocess.DEVNULL)
+            predicted = json.loads(Path(f"{folder}/told.json").read_text())
+        real_one = measured[name]
+        over = {k: round(predicted[k] / real_one[k], 3) if predicted[k] and real_one[k] else None
+                for k in ("seconds", "tensors", "rss")}
+        rows[name] = {"communication equal": predicted["comm"] == real_one["comm"], **over, "predicted": predicted,
+                      "measured": real_one}
+        print(name, {k: v for k, v in rows[name].items() if k not in ("predicted", "measured")}, file=sys.stderr, flush=True)
+    print(json.dumps({"rows": rows, **order(rows)}, indent=1))
+
+
+def order(rows: dict[str, Any]) -> dict[str, Any]:
+    """Of how many pairs the quicker one is told."""
+    timed = [(r["predicted"]["seconds"], r["measured"]["seconds"]) for r in rows.values() if r["predicted"]["seconds"]]
+    pairs = [(a, b) for i, a in enumerate(timed) for b in timed[i + 1:]]
+    return {"pairs": len(pairs), "in order": sum((a[0] < b[0]) == (a[1] < b[1]) for a, b in pairs)}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts over ranks by the device's branch, rehearsed: one device's numbers, and how often the host waits in a layer."""
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import contextmanager
+
+import numpy as np
+from mindspore import Tensor, mint, ops
+
+import ms_dtensor as md
+from model_zoo.llama.config import ExpertsConfig, ModelConfig, ParallelConfig
+from model_zoo.llama.experts import Experts
+from model_zoo.llama.parallelize import Cut, CutExperts, lay_out_experts, make_mesh
+from ms_dtensor import Replicate, Shard
+from ms_dtensor.core.placements import chunk_bounds
+from ms_dtensor.ops.local import moe as twins
+from ms_dtensor.parallel import experts as module
+from tests.cases import case
+from tests.dist.support import array
+from tests.experts.cases_experts import pieces, ten
+from tests.experts.reference import expected, operands
+from tests.rehearsal.session import rehearsed
+
+
+def stable_sort(values, dim, stable, descending=False):
+    assert stable
+    array = -values.asnumpy() if descending else values.asnumpy()
+    order = np.argsort(array, dim, kind="stable")
+    return Tensor(np.take_along_axis(values.asnumpy(), order, dim)), Tensor(order)
+
+
+@contextmanager
+def kernels():
+    """In the place of those that a CPU has not; what they ask of the host is theirs, and left out of the count."""
+    had = module.auto_generate.grouped_matmul_v4, ops.swiglu, mint.sort
+    module.auto_generate.grouped_matmul_v4, mint.sort = twins.grouped_matmul_v4, stable_sort
+    ops.swiglu = lambda x, dim: (lambda a, b: a * ops.sigmoid(a) * b)(*ops.chunk(x, 2, dim))
+    try:
+        yield
+    finally:
+        module.auto_generate.grouped_matmul_v4, ops.swiglu, mint.sort = had
+
+
+def waits(device):
+    """Lines of ours where the host waited for the device."""
+    ours = ("/parallel/", "/custom_ops/", "/comm/group.py", "/comm/device.py", "/comm/hccl.py")
+    return [site.rpartition("/")[2] for site in device.syncs if any(part in site for part in ours)]
+
+
+@case(world_size=4, timeout=240)
+def a_layer_waits_for_the_host_once(world):
+    """Choices, sizes and what is not finite come to the host together; nothing is waited for in the backward."""
+    n = world.size
+    with rehearsed(clock=False) as device, kernels():
+        mesh = md.init_device_mesh("npu", (n,), mesh_dim_names=("ep",))
+        for seed, (name, (tokens, experts, k, choose)) in enumerate(ten(n).items()):
+            chosen = choose(np.random.default_rng(seed), tokens, experts, k)
+            x, weights, dout, ws = operands(seed, tokens, experts, k)
+            want = expected(x, weights, chosen, dout, ws)
+            *cut, picks, cot = (pieces(a, mesh, [Shard(0)]) for a in (x, weights, *ws, chosen, dout))
+            for dedup in (False, True):
+                def run(x, weights, *w, picks=picks, dedup=dedup):
+                    return md.moe(x, weights, picks, *w, dedup=dedup)
+                device.syncs.clear()
+                device.calls.clear()
+                y = run(*cut)
+                assert [site.split(":")[0] for site in waits(device)] == ["experts.py"], (name, dedup, waits(device))
+                called = Counter(c[0] for c in device.calls)
+                assert called == {"all_to_all_single": 5 if dedup else 3}, (name, dedup, called)
+                device.syncs.clear()
+                grads = md.grad(lambda *a, run=run, cot=cot: (run(*a) * cot).sum(), (0, 1, 2, 3, 4))(*cut)
+                assert len(waits(device)) == 1, (name, dedup, waits(device))
+                for g, w, what in zip((y, *grads), want, ("y", "dx", "dweights", "dw1", "dw2", "dw3"), strict=True):
+                    far = np.abs(array(g) - w).max() / max(np.abs(w).max(), 1e-30)
+                    assert far < 1e-10, (name, dedup, what, far)
+
+
+def in_room(chosen, ranks, experts, room):
+    """What is left of choices where each expert takes so many of each rank."""
+    left = chosen.copy()
+    for rows in np.split(left, np.cumsum([b - a for a, b in chunk_bounds(len(chosen), ranks)])[:-1]):
+        had = np.zeros(experts, int)
+        for at in np.ndindex(*rows.shape):
+            e = rows[at]
+            if e >= 0:
+                had[e] += 1
+                rows[at] = e if had[e] <= room else -1
+    return left
+
+
+@case(world_size=4, timeout=240)
+def with_room_for_so_many_the_host_never_waits(world):
+    """Sizes are known beforehand: two all-to-alls there and home, two in the backward, and one device's numbers."""
+    n = world.size
+
+    def everything(device=None):
+        mesh = md.init_device_mesh("cpu" if device is None else "npu", (n,), mesh_dim_names=("ep",))
+        for seed, (name, (tokens, experts, k, choose)) in enumerate(ten(n).items()):
+            chosen = choose(np.random.default_rng(seed), tokens, experts, k)
+            x, weights, dout, ws = operands(seed, tokens, experts, k)
+            *cut, picks, cot = (pieces(a, mesh, [Shard(0)]) for a in (x, weights, *ws, chosen, dout))
+            for room in (1, 2, k * tokens):
+                want = expected(x, weights, in_room(chosen, n, experts, room), dout, ws)
+
+                def run(x, weights, *w, picks=picks, room=room):
+                    return md.moe(x, weights, picks, *w, room=room)
+                if device is not None:
+                    device.syncs.clear()
+                    device.calls.clear()
+                y = run(*cut)
+                grads = md.grad(lambda *a, run=run, cot=cot: (run(*a) * cot).sum(), (0, 1, 2, 3, 4))(*cut)
+                if device is not None:
+                    assert not waits(device), (name, room, waits(device))
+                    assert Counter(c[0] for c in device.calls)["all_to_all_single"] == 2 + 2 + 2, (name, device.calls)
+                for g, w, what in zip((y, *grads), want, ("y", "dx", "dweights", "dw1", "dw2", "dw3"), strict=True):
+                    far = np.abs(array(g) - w).max() / max(np.abs(w).max(), 1e-30)
+                    assert far < 1e-10, (name, room, what, far)
+    everything()
+    with rehearsed(clock=False) as device, kernels():
+        everything(device)
+
+
+@case(world_size=4, timeout=240)
+def a_layer_of_the_recipe_with_a_capacity_never_waits(world):
+    """Its router, its capacity over sequences, its experts: values and gradients of one device, by the device's branch."""
+    t, cfg = 6, ModelConfig(dim=16, ffn_dim=12, experts=ExpertsConfig(8, 2, capacity=0.7, shared=1))
+    x, cot = (np.random.default_rng(i).normal(size=(8 * t, 16)).astype(np.float32) for i in (1, 2))
+
+    def layer():
+        cell, rng = Experts(cfg), np.random.default_rng(3)
+        for name, p in cell.parameters_and_names():
+            p.name = name
+            p.set_data(Tensor(rng.normal(size=p.shape).astype(np.float32) * 0.4))
+        return cell
+
+    def run(cell, x, cot):
+        def loss(x):
+            y, shares, loads = cell(x, t)
+            return (y * cot).sum() + shares.sum(), loads
+        (value, loads), (dx, grads) = md.value_and_grad(loss, 0, cell.trainable_params(), has_aux=True)(x)
+        return value, loads, dx, *grads
+    want = [array(v) for v in run(layer(), Tensor(x), Tensor(cot))]
+    assert 0 < want[1].sum() < 8 * t * 2, "some are dropped, and not all"
+    for parallel in (ParallelConfig(4, ep=2), ParallelConfig(4, ep=4), ParallelConfig(2, 2, ep=2)):
+        with rehearsed(clock=False) as device, kernels():
+            mesh, cell = make_mesh("npu", parallel), layer()
+            md.parallelize_module(cell, mesh["tp"], {"gate": Cut(), "shared": Cut()})  # whole on tp
+            lay_out_experts(cell, mesh, parallel)
+            md.parallelize_module(cell.experts, mesh["ep", "tp"], CutExperts(True))
+            md.replicate(cell.experts, mesh=mesh["dp"])
+            md.replicate(cell, mesh=mesh["dp", "ep"].flatten("data"), ignored_modules=[cell.experts])
+            rows = [Shard(0), Shard(0), Replicate()]
+            args = [pieces(a, mesh, rows) for a in (x, cot)]
+            device.syncs.clear()
+            out = run(cell, *args)
+            assert not waits(device), (parallel, waits(device))
+            got = [array(v) for v in out]
+        assert np.array_equal(got[1], want[1]), (parallel, got[1], want[1])
+        for i, (a, b) in enumerate(zip(got, want, strict=True)):
+            assert np.abs(a - b).max() <= 2e-5 * np.abs(b).max(), (parallel, i)
