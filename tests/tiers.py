@@ -101,6 +101,7 @@ LATER = (
     Later("tests/mutants/test_mutants.py::test_a_planted*", "night", "that each fault has its place stays"),
     Later("tests/third_party/*", "night", "mindcv, which is not a dependency"),
     Later("tests/long/*", "night", "each check with its own sizes takes minutes to hours"),
+    Later("tests/zoo/test_mfu.py*", "merge", "dry runs of the 8B, 15 s each; `tests/debug/test_dry_run.py` has small ones"),
     # -- cases of real ranks
     Later("tests/models/test_models.py::*in_any_layout]", "merge",
           "every input and weight cut in every way; `[*_tensor_parallel]` and one model stay", keep=("qwen2",)),

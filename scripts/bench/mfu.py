@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What share of an Ascend's peak a configuration would reach: a dry run's events on a machine's figures, beside the host's.
+
+    python scripts/bench/mfu.py [--config FILE.yaml] [--machine 910b | FILE.yaml] [--slower 2.2]
+
+Nothing is measured on a device. A layer's time there is that of four layers less that of two, of the recipe's own step in a
+dry run, priced by the machine's file, which says where its figures are from; one of measured figures is written by
+`python -m ms_dtensor calibrate --hardware FILE`. The host's time is what is counted in the same runs, operations and
+collectives, forward and backward, times what one costs the processor here, measured; `slower`: the same on a core so many
+times slower. A step takes the longer of the two. Not in it: the copies by which `fully_shard` packs, some 40 a layer and
+step on the host (41 are counted in `tests/test_device_branch.py`); on the device they move what is gathered and reduced
+through memory once more.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from contextlib import redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import mindspore as ms  # noqa: E402
+import numpy as np  # noqa: E402
+
+import ms_dtensor as md  # noqa: E402
+from model_zoo.llama.configio import load  # noqa: E402
+from model_zoo.llama.dry import dry_step  # noqa: E402
+from model_zoo.llama.flops import flops_per_token  # noqa: E402
+from model_zoo.llama.memory import per_rank  # noqa: E402
+from ms_dtensor.debug.predict import Hardware, load_hardware, timeline  # noqa: E402
+
+SEQ = ["--train.seq", "8192", "--train.micro_batches", "1"]
+TP8 = ["--parallel.tp", "8", "--parallel.sequence_parallel", "true", *SEQ]
+FSDP = ["--parallel.tp", "1", "--parallel.dp", "8", "--parallel.fsdp", "true", "--parallel.sequence_parallel", "false",
+        "--train.batch", "8", *SEQ]
+ROWS = {"tp8": (8, ["--parallel.dp", "1", "--train.batch", "1", *TP8]),
+        "tp8, in 4 pieces": (8, ["--parallel.dp", "1", "--train.batch", "1", "--parallel.tp_overlap", "4", *TP8]),
+        "tp8, in 8 pieces": (8, ["--parallel.dp", "1", "--train.batch", "1", "--parallel.tp_overlap", "8", *TP8]),
+        "fsdp8, recomputed": (8, [*FSDP, "--train.recompute", "true"]),
+        "fsdp8": (8, [*FSDP, "--train.recompute", "false"]),
+        "tp8 x fsdp64": (512, ["--parallel.dp", "64", "--parallel.fsdp", "true", "--train.batch", "64", *TP8])}
+
+
+def host() -> dict[str, float]:
+    """Microseconds of this processor for an operation on DTensors and for a collective, forward and backward each."""
+    with md.comm.fake_world(8):
+        mesh = md.init_device_mesh("cpu", (8,), mesh_dim_names=("x",))
+        x = md.DTensor.from_local(ms.Tensor(np.ones((2, 8), np.float32)), mesh, [md.Shard(0)])
+
+        def ops(n: int):
+            return md.value_and_grad(lambda a: chain(a, n, ms.mint.tanh).sum())  # one kernel forward, and one backward
+
+        def moves(n: int):
+            return md.value_and_grad(lambda a: chain(a, n, there_and_back).sum())
+
+        def took(run) -> float:  # of this process alone: others may be busy
+            start = time.process_time()
+            run(x)
+            return 1e6 * (time.process_time() - start)
+
+        def each(make, many: int) -> float:
+            few, more = make(2), make(2 + many)
+            return (min(took(more) for _ in range(30)) - min(took(few) for _ in range(30))) / many / 2
+        return {"op": each(ops, 32), "collective": each(moves, 32)}
+
+
+def there_and_back(x):
+    """An all-gather, and backward its reduce-scatter; the way back is none of either."""
+    return x.redistribute(placements=[md.Replicate()]).redistribute(placements=[md.Shard(0)])
+
+
+def chain(x, n: int, step):
+    for _ in range(n):
+        x = step(x)
+    return x
+
+
+def row(config: Path, name: str, machine: Hardware, costs: dict[str, float], slower: float) -> dict:
+    """A layout's line of the table."""
+    world, options = ROWS[name]
+    cfg = load(["--config", str(config), *options], world)[0]
+    device, exposed, calls = [], [], []
+    for layers in (2, 4):
+        with redirect_stdout(sys.stderr):
+            run = dry_step(replace(cfg, model=replace(cfg.model, n_layers=layers)), world, device="Ascend")
+        line = timeline(run.events, machine)
+        moves = sum(e.is_move for e in run.events)
+        device.append(line.seconds)
+        exposed.append(sum(line.waits.values()))
+        calls.append((len(run.events) - moves, moves))
+    ops, moves = ((b - a) / 2 for a, b in zip(*calls))
+    layer, asked = (device[1] - device[0]) / 2, (ops * costs["op"] + moves * costs["collective"]) * 1e-6
+    rest, tokens = device[0] - 2 * layer, cfg.train.batch * cfg.train.seq / world
+    needed, still = sum(per_rank(cfg).values()), max(0.0, exposed[1] - exposed[0]) / 2
+    made = {"layout": name, "operations a layer": ops, "collectives a layer": moves,
+            "device ms a layer": round(1e3 * layer, 1), "exposed ms": round(1e3 * still, 1),
+            "GiB": round(needed / 2**30, 1), "fits": needed <= machine.capacity}
+    for which, factor in (("here", 1.0), ("slower", slower)):
+        step = rest + cfg.model.n_layers * max(layer, asked * factor)
+        made |= {f"host ms a layer, {which}": round(1e3 * asked * factor, 1), f"tokens/s, {which}": round(tokens / step),
+                 f"MFU, {which}": round(tokens / step * flops_per_token(cfg.model, cfg.train.seq) / machine.matrix.peak, 3)}
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--config", type=Path, default=ROOT / "model_zoo/llama/configs/llama3_8b.yaml")
+    parser.add_argument("--machine", default="910b")
+    parser.add_argument("--slower", type=float, default=2.2)
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    args = parser.parse_args()
+    ms.set_device("CPU")
+    ms.runtime.launch_blocking()
+    costs, machine = host(), load_hardware(args.machine)
+    print(json.dumps({"source": machine.source, "host us": {k: round(v, 1) for k, v in costs.items()}, "slower": args.slower,
+                      "rows": [row(args.config, name, machine, costs, args.slower) for name in args.rows]}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
