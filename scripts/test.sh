@@ -10,8 +10,19 @@ if [[ "${1:-}" == --python ]]; then
 fi
 source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 prepare_env dev
-(prepare_env docs) || echo "test.sh: the test of the documentation's site will be skipped"
+if (($#)); then  # the only test that needs it is not of a push
+    (prepare_env docs) || echo "test.sh: the test of the documentation's site will be skipped"
+fi
+unset PYTHONDONTWRITEBYTECODE  # a hundred processes import the same package
 
 "$PYTHON" -m ruff check .
-"$PYTHON" -m mypy
-exec "$PYTHON" -m pytest -q "$@"
+# Beside the tests, as types take a core for a quarter of a minute; what it says comes at the end.
+types="$(mktemp)"
+trap 'rm -f "$types"' EXIT
+"$PYTHON" -m mypy >"$types" 2>&1 &
+mypy=$!
+code=0
+"$PYTHON" -m pytest -q "$@" || code=$?
+wait "$mypy" || code=$((code ? code : $?))
+cat "$types"
+exit "$code"

@@ -12,7 +12,7 @@ and a test file beside it turns these into tests, which share one launch per wor
     def test_comm(case, ranks):
         ranks.check(case)
 
-Only selected tests are run (`-k`). The launches begin with the first test, in a thread of their own, so that ranks work
+Only selected tests are run (`-k`). The launches begin with the first test, in a thread for each group, so that ranks work
 beside the tests of one process. When ranks may have lost step with each other, the launch ends there, and another one
 goes on with the cases behind; see `tests/rank_main.py` for how that is told.
 """
@@ -66,8 +66,8 @@ class Case:
 def case_params(module: str | ModuleType, world_size: int, group: str | None = None) -> list[Any]:
     """The module's cases of this world size, for `pytest.mark.parametrize`; launches nothing.
 
-    A `group` of its own is for cases that leave behind in their processes what others must not meet: a launch of 4 ranks
-    is 15 s of CPU before its first case.
+    A `group` of its own is for cases that leave behind in their processes what others must not meet, or that wait for time
+    limits; groups are launched beside each other.
     """
     import pytest
 
@@ -83,7 +83,7 @@ def case_params(module: str | ModuleType, world_size: int, group: str | None = N
 
 
 class Launches:
-    """Runs each group of the selected cases once, those of most ranks first, beside whatever else the tests do."""
+    """Runs each group of the selected cases once, those of most ranks first, beside the other groups and other tests."""
 
     def __init__(self, selected: Iterable[Case], new_dir: Callable[[str], Path]) -> None:
         self._todo: dict[tuple[str, int], list[Case]] = {}
@@ -91,19 +91,23 @@ class Launches:
             self._todo.setdefault((one.group, one.world_size), []).append(one)
         self._new_dir = new_dir
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run_all, name="launches of ranks")
+        self._threads = [threading.Thread(target=self._run_all, args=(group,), name=f"launches of {group}")
+                         for group in dict.fromkeys(group for group, _ in self._todo)]
         self._verdicts: dict[Case, str | None] = {}
         self._finished = {key: threading.Event() for key in self._todo}
         self.spent: list[tuple[str, int, float]] = []  # group, ranks and seconds of each launch
         self.seconds: dict[Case, float] = {}  # on the rank that took longest
+        self.used: dict[Case, float] = {}  # seconds of CPU, of all ranks together
 
     def start(self) -> None:
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     def stop(self) -> None:
         """Ends what runs still: the session is over, perhaps early."""
         self._stopped.set()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
 
     def check(self, wanted: Case) -> None:
         """Raises AssertionError with the first failing rank's traceback unless the case passed on every rank."""
@@ -113,8 +117,8 @@ class Launches:
         if verdict is not None:
             raise AssertionError(verdict)
 
-    def _run_all(self) -> None:
-        for key, todo in sorted(self._todo.items(), key=lambda item: (-item[0][1], -len(item[1]))):
+    def _run_all(self, group: str) -> None:
+        for key, todo in sorted((i for i in self._todo.items() if i[0][0] == group), key=lambda item: -item[0][1]):
             try:
                 for _ in range(LAUNCHES):
                     if todo and not self._stopped.is_set():
@@ -132,11 +136,12 @@ class Launches:
         args = [f"{c.address}:{c.timeout:g}" for c in cases]
         limit = START_LIMIT + max(c.timeout for c in cases) + CASE_LIMIT * len(cases)
         start = time.monotonic()
-        outcome = launch("tests.rank_main", size, args, limit, log_dir=log_dir, stopped=self._stopped)
+        outcome = launch("tests.forks", size, args, limit, log_dir=log_dir, stopped=self._stopped, forked=True)
         self.spent.append((cases[0].group, size, time.monotonic() - start))
         for index, one in enumerate(cases):
-            took = [reports[index]["seconds"] for reports in outcome.reports if len(reports) > index]
-            self.seconds[one] = max(took, default=0.0)
+            told = [reports[index] for reports in outcome.reports if len(reports) > index]
+            self.seconds[one] = max((r["seconds"] for r in told), default=0.0)
+            self.used[one] = sum(r["cpu"] for r in told)
         self._verdicts.update(verdicts(cases, outcome))
 
 

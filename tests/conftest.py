@@ -110,4 +110,5 @@ def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
     for group, size, seconds in sorted(spent, key=lambda x: -x[2]):
         terminalreporter.line(f"{seconds:7.1f} s launch  {group} on {size} ranks")
     for one, seconds in cases[:shown or None]:
-        terminalreporter.line(f"{seconds:7.1f} s case    {one.address} on {one.world_size} ranks")
+        cpu = launches.used[one]
+        terminalreporter.line(f"{seconds:7.1f} s case    {one.address} on {one.world_size} ranks, {cpu:.1f} s of CPU")

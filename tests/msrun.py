@@ -59,6 +59,7 @@ def launch(
     log_dir: Path | None = None,
     env: dict[str, str] | None = None,
     stopped: threading.Event | None = None,
+    forked: bool = False,
 ) -> Outcome:
     """Runs `script` (a .py file, or a module's dotted name) on `world_size` ranks; returns when no rank is left alive.
 
@@ -67,12 +68,13 @@ def launch(
         log_dir: where logs and reports go, and the ranks' working directory; a fresh temporary one by default.
         env: added to the ranks' environment.
         stopped: set by another thread that wants all ranks ended now.
+        forked: `script` starts the ranks by itself, given their number as its first argument, in place of msrun.
     """
     log_dir = Path(log_dir or tempfile.mkdtemp(prefix="ms_dtensor_ranks_")).resolve()
     log_dir.mkdir(parents=True, exist_ok=True)
     bin_dir = Path(sys.executable).parent
-    task = [str(Path(script).resolve())] if str(script).endswith(".py") else ["python", "-m", str(script)]
-    command = [
+    task = [str(Path(script).resolve())] if str(script).endswith(".py") else ["-m", str(script)]
+    command = [sys.executable, *task, str(world_size), *map(str, args)] if forked else [
         str(bin_dir / "msrun"),
         f"--worker_num={world_size}",
         f"--local_worker_num={world_size}",
@@ -81,7 +83,7 @@ def launch(
         "--join=True",
         f"--log_dir={log_dir}",
         "--tail_worker_log=99999",  # no such worker: otherwise msrun starts one `tail -f` a rank
-        *task,
+        *(task if len(task) == 1 else ["python", *task]),
         *map(str, args),
     ]
     mark = uuid.uuid4().hex
@@ -111,7 +113,7 @@ def launch(
         try:
             code = _wait(process, timeout, log_dir / "msrun.log", stopped)
             if code != 0:
-                failure = f"msrun exited with {code}; {_first_failure(log_dir)}"
+                failure = f"the launcher exited with {code}; {_first_failure(log_dir)}"
         except subprocess.TimeoutExpired:
             failure = f"not done after {timeout:g} s, ended; {_first_failure(log_dir)}"
         finally:  # also when pytest's own time-out or Ctrl-C comes out of wait()

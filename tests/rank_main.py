@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every rank of a `tests/cases.py` launch runs: `python -m tests.rank_main module:case:limit ...`
+"""What every rank of a `tests/cases.py` launch runs, started by `tests/forks.py`.
 
 After each case the ranks agree whether to go on. They do so through a file, not through the communication under test:
 a rank that fails before a collective leaves its peers waiting inside it, and only an outside channel still works then.
@@ -12,7 +12,6 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import os
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -28,22 +27,27 @@ LOST_STEP = 3  # exit code
 OK, BAD, PENDING = b"o", b"x", b"\0"
 
 
-def main(arguments: list[str]) -> int:
+def load(arguments: list[str]) -> list[tuple[str, Callable, float]]:
+    """Of each case its address, function and limit."""
+    split = [argument.split(":") for argument in arguments]
+    return [(f"{home}:{name}", getattr(importlib.import_module(home), name), float(limit)) for home, name, limit in split]
+
+
+def run(cases: list[tuple[str, Callable, float]]) -> int:
+    """On every rank; the exit code."""
     from ms_dtensor import comm
 
     faulthandler.enable()  # a crash in native code leaves its Python stack in the log
     world = comm.start("cpu")
     sync = os.open(Path(os.environ[REPORTS]) / SYNC_FILE, os.O_RDWR)
-    cases = [argument.split(":") for argument in arguments]
-    modules = {module: importlib.import_module(module) for module, _, _ in cases}
-    for index, (module, name, limit) in enumerate(cases):
-        # A case that hangs: every thread's stack goes to the log, the process ends, and msrun ends the others.
-        faulthandler.dump_traceback_later(float(limit), exit=True)
-        ok = run_case(getattr(modules[module], name), world, name)
+    for index, (address, fn, limit) in enumerate(cases):
+        # A case that hangs: every thread's stack goes to the log, the process ends, and the launcher ends the others.
+        faulthandler.dump_traceback_later(limit, exit=True)
+        ok = run_case(fn, world, address.partition(":")[2])
         faulthandler.cancel_dump_traceback_later()  # who waits for a hanging peer leaves the last word to it
         row = agree(sync, index, world.rank, world.size, OK if ok else BAD)
         if PENDING in row or (BAD in row and not in_step(comm, world, index)):
-            print(f"stopped after {module}:{name}: the ranks lost step", flush=True)
+            print(f"stopped after {address}: the ranks lost step", flush=True)
             return LOST_STEP
     return 0
 
@@ -84,7 +88,3 @@ def in_step(comm: ModuleType, world: Any, index: int) -> bool:
         return False
     faulthandler.cancel_dump_traceback_later()
     return list(heard) == [f"{index}/{rank}" for rank in range(world.size)]
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

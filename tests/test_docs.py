@@ -179,6 +179,20 @@ def test_every_page_is_in_the_navigation():
     assert not [str(p.relative_to(DOCS)) for p in PAGES if f"'{p.relative_to(DOCS)}'" not in nav]
 
 
+def test_tables_of_the_site_have_their_place_and_a_cell_for_each_column():
+    sys.path.insert(0, str(DOCS / "site"))
+    try:
+        import tables
+    finally:
+        del sys.path[0]
+    for page, name in tables.PAGES.items():
+        assert tables.NOTE.format(name=name).strip() in (DOCS / page).read_text("utf-8")
+        lines = [re.sub(r"\\\|", "", line) for line in tables.rendered(name).splitlines() if line.startswith("|")]
+        at = [i for i, line in enumerate(lines) if line.startswith("| ---")]
+        for begin, end in zip(at, [*(i - 1 for i in at[1:]), len(lines)]):
+            assert len({line.count("|") for line in lines[begin - 1:end]}) == 1, (page, lines[begin - 1])
+
+
 def test_the_site_builds_without_a_warning(tmp_path):
     pytest.importorskip("mkdocs", reason="an extra: pip install '.[docs]'")
     pytest.importorskip("material", reason="an extra: pip install '.[docs]'")
@@ -188,5 +202,6 @@ def test_the_site_builds_without_a_warning(tmp_path):
                           env={**os.environ, "NO_MKDOCS_2_WARNING": "1"})
     assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr[-3000:]
     assert (tmp_path / "site/zh/tutorial.html").is_file()
+    assert "<td>adaptive_avg_pool</td>" in (tmp_path / "site/op_coverage.html").read_text("utf-8")
     reference = (tmp_path / "site/reference/parallel.html").read_text("utf-8")
     assert 'id="ms_dtensor.parallel.fully_shard"' in reference and "<p>Example:" not in reference

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import posixpath
 import re
+import sys
 from pathlib import Path
 
 from mkdocs.structure.files import File
+
+sys.path.insert(0, str(Path(__file__).parent))
+import tables  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 OUTSIDE = {"README.md": "overview.md", "CONTRIBUTING.md": "contributing.md", "model_zoo/llama/README.md": "llama.md"}
@@ -40,6 +44,10 @@ def on_page_markdown(markdown, page, config, files):
             return f"`{path}`" if text.strip("`") != path else text
         return f"{picture}[{text}]({posixpath.relpath(name, base or '.')}{anchor or ''})"
 
+    if name := tables.PAGES.get(page.file.src_uri):
+        note = tables.NOTE.format(name=name)
+        assert note.strip() in markdown, f"{page.file.src_uri} has no place for its tables"
+        markdown = markdown.replace(note.strip(), tables.rendered(name))
     parts = FENCE.split(markdown)
     return "".join(part if i % 2 else LINK.sub(turned, part) for i, part in enumerate(parts))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes docs/op_coverage.md from a report of `python -m ms_dtensor verify`, or docs/op_dtypes.md from one of its dtypes.
+"""Writes docs/op_coverage.md and its tables from a report of `python -m ms_dtensor verify`, or docs/op_dtypes.md.
 
     python -m ms_dtensor verify > report.json && python docs/tools/make_op_coverage.py report.json
     python -m ms_dtensor verify --dtypes > dtypes.json && python docs/tools/make_op_coverage.py dtypes.json
@@ -14,7 +14,9 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "docs" / "site")]
+import tables  # noqa: E402
+
 SHOWN = 8  # cases of one op that are printed; the rest are counted
 HOW = {"kernel": "kernel", "reference": "reference", "own": "own form"}
 
@@ -78,11 +80,21 @@ def write_dtypes(report: dict, where: dict) -> None:
                                 wrong=len(report["wrong"]), agree=marks[AGREES],
                                 holes=sum(marks[letter] for letter in HOLES), shards=", ".join(ON_SHARDS),
                                 dtypes=", ".join(DTYPES), integers=", ".join(INTEGERS))
-             + "\n".join(f"- `{letter}`: {why}" for letter, (_, why) in HOLES.items()),
-             "", "| form | dtypes |", "|---|---|"]
-    for row, found in sorted(report["dtypes"].items()):
-        lines.append(f"| `{row.replace('|', chr(92) + '|')}` | {grouped(found)} |")
-    (ROOT / "docs" / "op_dtypes.md").write_text("\n".join((*lines, "")), encoding="utf-8")
+             + "\n".join(f"- `{letter}`: {why}" for letter, (_, why) in HOLES.items()), ""]
+    rows = [[code(row), grouped(found)] for row, found in sorted(report["dtypes"].items())]
+    written("op_dtypes", lines, [{"heads": [], "columns": ["form", "dtypes"], "rows": rows}])
+
+
+def code(form: str) -> str:
+    """In a cell of a table."""
+    return f"`{form.replace('|', chr(92) + '|')}`"
+
+
+def written(page: str, lines: list[str], sections: list[dict]) -> None:
+    """The page, and its tables beside it."""
+    note = tables.NOTE.format(name=f"{page}.json")
+    (ROOT / "docs" / f"{page}.md").write_text("\n".join((*lines, note)), encoding="utf-8")
+    tables.write(f"{page}.json", sections)
 
 
 def main() -> None:
@@ -95,19 +107,19 @@ def main() -> None:
     if "dtypes" in report:
         return write_dtypes(report, where)
     head = HEAD.format(**{**report, "wrong": len(report["wrong"])}, **where)
-    lines = [head, "## Rules", "", "| op | placements in -> out, on one axis | how |", "|---|---|---|"]
+    rows = []
     for op, rule in report["rules"].items():
         cases = rule["cases"][:SHOWN]
         more = len(rule["cases"]) - len(cases)
         text = "<br>".join(f"`{c}`" for c in cases) + (f"<br>and {more} more" if more else "")
-        lines.append(f"| {op} | {text or 'whole operands only'} | {', '.join(HOW[h] for h in rule['how'])} |")
-    lines += ["", "## Call forms", ""]
+        rows.append([op, text or "whole operands only", ", ".join(HOW[h] for h in rule["how"])])
+    sections = [{"heads": ["## Rules"], "columns": ["op", "placements in -> out, on one axis", "how"], "rows": rows}]
     for family in sorted({row[0] for row in report["table"]}):
-        lines += [f"### {family}", "", "| form | ops | verified samples |", "|---|---|---|"]
-        for _, form, ops, samples in (row for row in report["table"] if row[0] == family):
-            lines.append(f"| `{form.replace('|', chr(92) + '|')}` | {', '.join(ops) or 'refused'} | {samples or ''} |")
-        lines.append("")
-    (ROOT / "docs" / "op_coverage.md").write_text("\n".join(lines), encoding="utf-8")
+        rows = [[code(form), ", ".join(ops) or "refused", str(samples or "")]
+                for name, form, ops, samples in report["table"] if name == family]
+        sections.append({"heads": [f"### {family}"], "columns": ["form", "ops", "verified samples"], "rows": rows})
+    sections[1]["heads"].insert(0, "## Call forms")
+    written("op_coverage", [head], sections)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from tests.cases import case
 from tests.dist.cases_fully_shard import ASKED, ROWS, Net, cut_up, filled, fsdp, loss_of, mine, same_step
 from tests.dist.support import counted, equal, refusal, same_on_all_ranks
 from tests.rehearsal.session import rehearsed
+from tests.tiers import sampled
 
 
 @case(4)
@@ -86,7 +87,7 @@ def two_forwards_before_a_gradient(world):
 
     def twice(n):
         return lambda x: (n(x) ** 2).mean() + (n(x * 2) * n(x)).mean()
-    for how in ({}, {"reshard_after_forward": False}, {"reshard_after_forward": 2}):
+    for how in sampled(({}, {"reshard_after_forward": False}, {"reshard_after_forward": 2}), 2):
         plain, net = filled(Net()), cut_up(filled(Net()), mesh, **how)
         for _ in range(2):
             same_step(net, plain, mesh, twice)
@@ -136,9 +137,9 @@ def a_step_that_raises_forgets_what_was_gathered_up(world):
         assert "on purpose" in refusal(lambda: step(mine(mesh)), ValueError)
         armed.clear()  # MindSpore does not take back a parameter's hook that has raised
         place.remove()
-    for register in (net.blocks[1].up.register_forward_hook, net.blocks[1].up.register_backward_hook,
-                     net.blocks[1].up.weight.register_hook):
-        for sync in (False, True):
+    up = net.blocks[1].up
+    for shift, register in enumerate((up.register_forward_hook, up.register_backward_hook, up.weight.register_hook)):
+        for sync in sampled((False, True), 2, shift):
             raising(register, sync)
             total = None
             for i in range(2):

@@ -25,6 +25,7 @@ from model_zoo.llama.trainer import Trainer
 from ms_dtensor import DTensor, Shard, value_and_grad
 from tests.cases import case
 from tests.dist.support import array, equal, same_on_all_ranks
+from tests.tiers import sampled
 
 SIZES = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 40, "vocab_size": 37}
 MODELS = {"qwen2": ModelConfig(qkv_bias=True, tied_head=True, **SIZES),
@@ -55,11 +56,11 @@ def model(cfg: ModelConfig) -> Llama:
 def options_of_other_families_train_as_on_one_device(world):
     ids = np.random.default_rng(1).integers(0, 37, (4, 13)).astype(np.int32)
     x, y = (np.ascontiguousarray(a) for a in (ids[:, :-1], ids[:, 1:]))
-    for name, cfg in MODELS.items():
+    for shift, (name, cfg) in enumerate(MODELS.items()):
         plain = model(cfg)
         run = ms.value_and_grad(lambda a, b, m=plain: cross_entropy(m(a), b), None, plain.trainable_params())
         want, wanted = run(Tensor(x), Tensor(y))
-        for layout, parallel in DENSE.items():
+        for layout, parallel in sampled(DENSE.items(), 2, shift):
             mesh, net = make_mesh("cpu", parallel), model(cfg)
             parallelize(net, mesh, parallel)
             rows = slice(2 * mesh.get_local_rank("dp"), 2 * mesh.get_local_rank("dp") + 2)
@@ -84,10 +85,10 @@ def mixtures_of_experts_train_as_on_one_device(world):
     ids = np.random.default_rng(1).integers(0, 37, (4, 13)).astype(np.int32)
     x, y = (np.ascontiguousarray(a) for a in (ids[:, :-1], ids[:, 1:]))
     copies = ParallelConfig(2, 2, sequence_parallel=True, loss_parallel=False, expert_tp=False)
-    for name, cfg in MIXTURES.items():
+    for shift, (name, cfg) in enumerate(MIXTURES.items()):
         plain = model(cfg)
         want, wanted = ms.value_and_grad(loss_of(plain), None, plain.trainable_params())(Tensor(x), Tensor(y))
-        for layout, parallel in (LAYOUTS | {"whole experts": copies}).items():
+        for layout, parallel in sampled((LAYOUTS | {"whole experts": copies}).items(), 2, shift):
             mesh, net = make_mesh("cpu", parallel), model(cfg)
             parallelize(net, mesh, parallel)
             if layout == "dp x tp":
@@ -111,7 +112,7 @@ def latent_attention_shared_experts_and_groups_train_as_on_one_device(world):
     assert loads.shape == (1, 8) and loads.sum() == 48 * 3 and (loads != 18).any()
     over = {"ep2 x tp2": ParallelConfig(2, 2, ep=2, loss_parallel=False),
             "ep2 x tp2, fsdp, sequence parallel": ParallelConfig(2, 2, True, ep=2, fsdp=True, loss_parallel=False)}
-    for layout, parallel in (LAYOUTS | over).items():
+    for layout, parallel in sampled((LAYOUTS | over).items(), 2):
         mesh, net = make_mesh("cpu", parallel), model(DEEPSEEK)
         parallelize(net, mesh, parallel)
         a, b = (own_rows(v, mesh) for v in (x, y))
@@ -134,10 +135,11 @@ def steps_of_the_recipe_are_those_of_one_device(world):
         return [trainer.step(i).loss for i in range(4)], trainer.params
     want, params = steps(ParallelConfig(), on_mesh=False)
     assert want[-1] < want[0] - 0.1
-    for parallel, how in ((ParallelConfig(4, 1, fsdp=True), {"micro_batches": 2}),
-                          (ParallelConfig(4, 1, fsdp=True, hsdp=2), {"recompute": True}),
-                          (ParallelConfig(2, 2, True, fsdp=True), {"micro_batches": 2, "recompute": True}),
-                          (ParallelConfig(4, 1, zero1=True), {})):
+    for parallel, how in sampled((
+            (ParallelConfig(4, 1, fsdp=True), {"micro_batches": 2}),
+            (ParallelConfig(4, 1, fsdp=True, hsdp=2), {"recompute": True}),
+            (ParallelConfig(2, 2, True, fsdp=True), {"micro_batches": 2, "recompute": True}),
+            (ParallelConfig(4, 1, zero1=True), {})), 2):
         got, cut = steps(parallel, **how)
         assert np.allclose(got, want, rtol=1e-5), (parallel, got, want)
         for p, w in zip(cut, params, strict=True):
@@ -191,10 +193,10 @@ def generation_and_evaluation_are_those_of_one_device(world):
     """With a cache, heads cut over tp: the tokens; drawn alike on all ranks; and the loss of a text with an odd end."""
     prompt = np.array([[1, 5, 9], [30, 2, 2]], np.int32)
     text = np.random.default_rng(3).integers(0, 37, 50)
-    for name, cfg in {"qwen2": MODELS["qwen2"], "mixture": MIXTURES["dropless"]}.items():
+    for shift, (name, cfg) in enumerate({"qwen2": MODELS["qwen2"], "mixture": MIXTURES["dropless"]}.items()):
         want = greedy_without_cache(model(cfg), prompt, 6)
         loss = evaluate.loss_of(model(cfg), None, evaluate.windows(text, 7, 2))
-        for parallel in (ParallelConfig(2, 2), ParallelConfig(2, 2, loss_parallel=False)):
+        for parallel in sampled((ParallelConfig(2, 2), ParallelConfig(2, 2, loss_parallel=False)), 2, shift):
             mesh, net = make_mesh("cpu", parallel), model(cfg)
             parallelize(net, mesh, parallel)
             got = evaluate.loss_of(net, mesh, evaluate.windows(text, 7, 2), parallel.loss_parallel)
@@ -221,7 +223,7 @@ def adapters_train_as_on_one_device_and_are_merged_in_any_layout(world):
     run = ms.value_and_grad(lambda a, b: cross_entropy(plain(a), b), None, plain.trainable_params())
     want, wanted = run(Tensor(x), Tensor(y))
     logits = plain(Tensor(x))
-    for layout, parallel in LAYOUTS.items():
+    for layout, parallel in sampled(LAYOUTS.items(), 2):
         mesh, net = make_mesh("cpu", parallel), made()
         parallelize(net, mesh, parallel)
         assert [p.name for p in net.trainable_params()] == [p.name for p in plain.trainable_params()]

@@ -15,6 +15,7 @@ from tests.cases import case
 from tests.dist.support import array, mesh_1d
 from tests.experts.cases_experts import pieces
 from tests.experts.cases_recipe import trainer_of
+from tests.tiers import sampled
 
 BIASED = ExpertsConfig(8, 2, score="sigmoid", bias_rate=0.05, balance=0.1, balance_over="sequence", shared=1, dense_layers=1)
 DROPS = ExpertsConfig(8, 2, capacity=0.6, balance=0.1)
@@ -36,7 +37,7 @@ def told(experts, parallel, **how):
 
 
 def the_same_everywhere(layouts, how):
-    for experts in (BIASED, DROPS):
+    for experts in sampled((BIASED, DROPS), 2):
         want = told(experts, None)
         total = 32 * 6 * 2
         assert (want[1].sum(-1) == total).all() if experts.capacity is None else (want[1].sum(-1) < total).all()
@@ -102,7 +103,7 @@ def ranks_that_share_sequences_have_their_balance(world):
 
 
 def balanced_over_context(parallel, *hows):
-    for experts in (BIASED, DROPS):
+    for experts in sampled((BIASED, DROPS), 2):
         want = told(experts, None)
         for how in hows:
             if "micro_batches" in how and experts is DROPS:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plants a fault in a copy of the checkout and asks a test about it. The checkout itself is never written.
 
-    python -m tests.mutants.plant [--only TEXT]
+    python -m tests.mutants.plant [--push] [--only TEXT]
 
 A fault is a small change of text, or a few lines that change behaviour through a public seam, put at the end of a module.
 Caught is a fault whose test fails (pytest's exit code 1) where it passes without: one that stops the tests from being
@@ -32,7 +32,7 @@ class Fault:
     Attributes:
         name: what it does.
         file: where.
-        test: what must turn red, as pytest takes it; "file -k words" narrows it.
+        test: what must turn red, as pytest takes it: files; "file -k words" narrows it.
         old: text of the file that is there once; empty: `new` is put at its end.
         new: what stands there instead.
         why: of a fault that no test can see, why it does no harm.
@@ -72,7 +72,7 @@ def planted(fault: Fault, folder: Path) -> Iterator[None]:
 
 def asked(tests: list[str], folder: Path) -> tuple[int, str]:
     """pytest's exit code for tests of the copy, and the end of what it said."""
-    files = list(dict.fromkeys(t.split(" -k ")[0] for t in tests))
+    files = list(dict.fromkeys(file for t in tests for file in t.split(" -k ")[0].split()))
     words = list(dict.fromkeys(t.split(" -k ")[1] for t in tests if " -k " in t))
     chosen = ["-k", " or ".join(f"({w})" for w in words)] if words else []
     done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files, *chosen],
@@ -89,13 +89,16 @@ def caught(fault: Fault, folder: Path) -> tuple[bool, str]:
 
 def main() -> int:
     from tests.mutants.faults import FAULTS
+    from tests.mutants.push_faults import PUSH_FAULTS
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", default="")
-    only = parser.parse_args().only
+    parser.add_argument("--push", action="store_true", help="those that the push's tests must see")
+    asked_for = parser.parse_args()
+    only, faults = asked_for.only, PUSH_FAULTS if asked_for.push else FAULTS
     folder, result = copied(), {"planted": 0, "caught": 0, "harmless": [], "survived": []}
     try:
-        for fault in (f for f in FAULTS if only in f.name):
+        for fault in (f for f in faults if only in f.name):
             seen, said = caught(fault, folder)
             result["planted"] += 1
             result["caught"] += seen

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every fault planted in the branch for devices turns its test red. Night only: each starts pytest, and some start ranks."""
+"""Every planted fault turns its test red. Night only: each starts pytest, and some start ranks."""
 from __future__ import annotations
 
 import shutil
@@ -8,8 +8,10 @@ import pytest
 
 from tests.mutants.faults import FAULTS
 from tests.mutants.plant import asked, caught, copied, planted
+from tests.mutants.push_faults import PUSH_FAULTS
 
-HARMFUL = [f for f in FAULTS if not f.why]
+ALL = [*FAULTS, *PUSH_FAULTS]
+HARMFUL = [f for f in ALL if not f.why]
 
 
 @pytest.fixture(scope="module")
@@ -23,12 +25,12 @@ def test_there_are_enough_and_each_has_its_place(tmp_path):
     """Quick, and by day: a change of the code that a fault is planted in moves the fault along, or fails here."""
     folder = copied()
     try:
-        for fault in FAULTS:
+        for fault in ALL:
             with planted(fault, folder):
                 pass
     finally:
         shutil.rmtree(folder)
-    assert len(FAULTS) >= 41 and len({f.name for f in FAULTS}) == len(FAULTS)
+    assert len(FAULTS) >= 41 and len(PUSH_FAULTS) >= 30 and len({f.name for f in ALL}) == len(ALL)
 
 
 @pytest.mark.timeout(3600)

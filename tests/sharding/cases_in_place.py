@@ -47,7 +47,8 @@ class Counted(nn.Cell):
 def in_place(world) -> None:
     mesh, faults = data_mesh(world), []
     kinds = "activation", "whole activation", "parameter", "copy_", "buffer", "index"
-    for kind, (way, wrap), cells in sampled(itertools.product(kinds, WAYS.items(), (False, True)), 5):
+    every = 5 if world.size == 2 else 11
+    for kind, (way, wrap), cells in sampled(itertools.product(kinds, WAYS.items(), (False, True)), every):
         def steps(wrap=wrap, kind=kind, cells=cells):
             plain, net = filled(Counted(kind)), filled(Counted(kind))
             wrap(net, mesh, (net.a, net.b) if cells else ())
@@ -96,7 +97,7 @@ def penalty_written_after_its_use(world, use: str, write) -> None:
             write(n.matters, n.matters * 0.5 + 0.5)
             return (y ** 2).mean() + extra
         return of
-    for way, wrap in WAYS.items():
+    for way, wrap in sampled(WAYS.items(), 2, use == "after"):
         plain, copied, net = filled(Weighted()), filled(Weighted()), filled(Weighted())
         wrap(net, mesh, (net.a,))
         for step in range(3):

@@ -67,7 +67,7 @@ def as_one_device(parallel: ParallelConfig, tied: bool = False, **train) -> None
 
 def each(ways: dict[str, tuple]) -> None:
     faults: list[str] = []
-    for name, (parallel, how) in sampled(ways.items(), 4):
+    for name, (parallel, how) in sampled(ways.items(), 8):
         collected(faults, name, lambda parallel=parallel, how=how: as_one_device(parallel, **how))
     none_of(faults)
 
