@@ -340,7 +340,7 @@ class Border(Function):
     @staticmethod
     def forward(ctx, x, passed: Callable[[], None]):
         ctx.passed = passed
-        return local_alias(x)  # not a view: a product of views copies both, and keeps the copies
+        return x.view(x._shape)  # an alias is `x` to autograd, which then skips this node
 
     @staticmethod
     def backward(ctx, grad):
