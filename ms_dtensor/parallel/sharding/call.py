@@ -13,7 +13,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from mindspore import Tensor, nn
+from mindspore import Tensor, nn, ops
 
 from ...comm.packing import copy, write
 from ...core.tree import map_leaves
@@ -340,7 +340,8 @@ class Border(Function):
     @staticmethod
     def forward(ctx, x, passed: Callable[[], None]):
         ctx.passed = passed
-        return x.view(x._shape)  # an alias is `x` to autograd, which then skips this node
+        # An alias is `x` to autograd, which then skips this node; of a view products keep a copy.
+        return ops.stop_gradient(x)
 
     @staticmethod
     def backward(ctx, grad):
