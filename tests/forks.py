@@ -31,10 +31,13 @@ def main(size: int, arguments: list[str]) -> int:
         job, mine = str(PORT + os.getpid()), range(size // 2)
         other = subprocess.Popen([sys.executable, "-m", "tests.forks", str(size), *arguments], env={**os.environ, JOB: job})
         pids.add(other.pid)
+    # As msrun sets them: MindSpore reads some when it is loaded.
+    os.environ.update(MS_ROLE="MS_WORKER", MS_WORKER_NUM=str(size), RANK_SIZE=str(size), MS_SCHED_HOST="127.0.0.1",
+                      MS_SCHED_PORT=job)
     cases = load(arguments)
     gc.collect()
     gc.freeze()  # no collection goes through MindSpore's objects again, nor has a rank of its own what it does not write
-    pids |= {_fork(rank, size, job, cases) for rank in mine}
+    pids |= {_fork(rank, cases) for rank in mine}
     code, until = 0, 0.0
     while pids:
         pid, status = os.waitpid(-1, os.WNOHANG if code else 0)
@@ -51,15 +54,13 @@ def main(size: int, arguments: list[str]) -> int:
     return code
 
 
-def _fork(rank: int, size: int, job: str, cases: list) -> int:
+def _fork(rank: int, cases: list) -> int:
     """Of the rank its process."""
     sys.stdout.flush()
     sys.stderr.flush()
     if pid := os.fork():
         return pid
-    # As msrun sets them.
-    os.environ.update(MS_ROLE="MS_WORKER", MS_WORKER_NUM=str(size), MS_NODE_ID=str(rank), RANK_ID=str(rank),
-                      MS_SCHED_HOST="127.0.0.1", MS_SCHED_PORT=job)
+    os.environ.update(MS_NODE_ID=str(rank), RANK_ID=str(rank), DEVICE_ID=str(rank))
     with open(Path(os.environ[REPORTS]) / f"worker_{rank}.log", "wb", buffering=0) as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)

@@ -272,6 +272,7 @@ def local_outputs_that_meet_global_sizes_are_explained(world):
 def sync_batch_norm_is_refused_with_what_to_use(world):
     mesh = mesh_1d(name="dp")
     x = data(1, 8, 3, 2, 2)
+    distribute_tensor(Tensor(x), mesh, [S(0)])  # from the first DTensor on
     with counted() as count:
         text = refusal(lambda: nn.SyncBatchNorm(3), ConfigError)
     assert "nn.BatchNorm2d" in text and "global batch" in text and not count
