@@ -37,6 +37,7 @@ from ..ops.local import Nothing
 from ..ops.local.dtypes import full, rounded, wider
 from ..tensor.dtensor import DTensor
 from .experts_room import by_room, within
+from .experts_rows import added_at, rows_at, weighted
 from .layouts import around_construct, shard_parameter
 from .styles import ParallelStyle
 
@@ -278,8 +279,8 @@ def mixture(x: Tensor, weights: Tensor, chosen: Tensor, w1: Tensor, w2: Tensor, 
     if unknown := _unknown(flat, w1.shape[0]):
         raise _no_such(f"{unknown} choices", w1.shape[0])
     sizes = np.bincount(flat[order], minlength=w1.shape[0])
-    y = swiglu_rows(_rows(x, order // max(k, 1)), sizes, w1, w2, w3)
-    return _weighted(_at_home(y, order, n * k), weights, x)
+    y = swiglu_rows(rows_at(x, order // max(k, 1)), sizes, w1, w2, w3)
+    return weighted(_at_home(y, order, n * k), weights, x)
 
 
 def swiglu_rows(rows: Tensor, sizes: np.ndarray, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
@@ -324,39 +325,9 @@ def _no_such(told: str, experts: int) -> DTensorError:
                         f"Experts are 0 to {experts - 1}, and -1 is none.", "a router of as many experts as w1 has")
 
 
-def _rows(x: Tensor, index: np.ndarray | Tensor) -> Tensor:
-    if not len(index):
-        return Nothing.apply((0, *x.shape[1:]), x.dtype, x)
-    if (dry := executing()) is not None:  # what has come from other ranks
-        x = dry.alone(x)
-    return rounded(ops.gather(wider(x), _index(index), 0), x)
-
-
-def _added(y: Tensor, index: np.ndarray | Tensor, count: int) -> Tensor:
-    """[count, d]: row i of y is added to row `index[i]`."""
-    if not len(index):
-        return Nothing.apply((count, *y.shape[1:]), y.dtype, y)
-    return rounded(mint.index_add(full((count, *y.shape[1:]), 0, wider(y).dtype), 0, _index(index), wider(y)), y)
-
-
 def _at_home(y: Tensor, index: np.ndarray, count: int) -> Tensor:
     """[count, d]: row i of y is row `index[i]`, and there is one at most for each."""
-    return _rows(y, np.argsort(index, kind="stable")) if len(index) == count else _added(y, index, count)
-
-
-def _index(numbers: np.ndarray | Tensor) -> Tensor:
-    return numbers if isinstance(numbers, Tensor) else Tensor(numbers.astype(np.int32))
-
-
-def _weighted(choices: Tensor, weights: Tensor, x: Tensor) -> Tensor:
-    """The sum of a token's choices, [n * k, d] -> [n, d]."""
-    (n, k), d = weights.shape, x.shape[1]
-    if not n:
-        return Nothing.apply((0, d), x.dtype, x, choices, weights)
-    wide = wider(choices)
-    # a product of matrices: one with broadcasting takes ten times as long on a CPU
-    y = ops.BatchMatMul()(weights.astype(wide.dtype).reshape(n, 1, k), wide.reshape(n, k, d))
-    return y.reshape(n, d).astype(x.dtype)
+    return rows_at(y, np.argsort(index, kind="stable")) if len(index) == count else added_at(y, index, count)
 
 
 # -- over ranks ----------------------------------------------------------------------------------------------------------
@@ -369,10 +340,10 @@ def _by_choice(shared: Shared, experts: int, x, weights, chosen, w1, w2, w3) -> 
     got, = SendRows.apply(Rows(n, order // max(k, 1), send, recv, "tokens", "their experts"), shared.group, x)
     each = theirs.shape[1]
     by = np.argsort(np.repeat(np.tile(np.arange(each), len(theirs)), theirs.reshape(-1)), kind="stable")
-    y = swiglu_rows(_rows(got, by), theirs.sum(0), w1, w2, w3)
+    y = swiglu_rows(rows_at(got, by), theirs.sum(0), w1, w2, w3)
     home = Rows(n * k, order, send, recv, "tokens", "their experts")
     back, = ReturnRows.apply(home, shared.group, _at_home(y, by, len(by)))
-    return _weighted(back, weights, x)
+    return weighted(back, weights, x)
 
 
 def _by_rank(shared: Shared, experts: int, x, weights, chosen, w1, w2, w3) -> Tensor:
@@ -395,9 +366,9 @@ def _by_rank(shared: Shared, experts: int, x, weights, chosen, w1, w2, w3) -> Te
     elif sizes.sum():
         at = _sorted_there(ids.reshape(-1), *shared.mine)[:int(sizes.sum())]
         row = ops.floor_div(at, k)
-    y = swiglu_rows(_rows(got, row), sizes, w1, w2, w3)
-    y = wider(y) * wider(_rows(w.reshape(-1, 1), at)) if len(at) else connected(y, w)
-    y = _added(y, row, int(recv.sum())).astype(x.dtype)
+    y = swiglu_rows(rows_at(got, row), sizes, w1, w2, w3)
+    y = wider(y) * wider(rows_at(w.reshape(-1, 1), at)) if len(at) else connected(y, w)
+    y = added_at(y, row, int(recv.sum())).astype(x.dtype)
     return ReturnRows.apply(there, shared.group, y)[0]
 
 

@@ -13,6 +13,7 @@ from mindspore import Tensor, mint, ops
 from ..custom_ops.rows import ReturnRows, Rows, SendRows
 from ..ops.local import Nothing
 from ..ops.local.dtypes import full
+from .experts_rows import added_at, rows_at, weighted
 
 
 def placed(chosen: Tensor, experts: int, room: int) -> Tensor:
@@ -39,18 +40,15 @@ def by_room(room: int, products, shared, experts: int, x, weights, chosen, w1, w
     there = Rows(all_rooms, np.arange(all_rooms), send, recv, "tokens", "rooms of their experts")
     if n:
         at = placed(chosen, experts, room)
-        copies = ops.gather(x, Tensor(np.repeat(np.arange(n, dtype=np.int32), k)), 0)
-        rows = mint.index_add(full((all_rooms + 1, d), 0, x.dtype), 0, at, copies)[:all_rooms]
+        rows = added_at(rows_at(x, np.repeat(np.arange(n), k)), at, all_rooms + 1)[:all_rooms]
     else:
         rows = Nothing.apply((all_rooms, d), x.dtype, x)
     got, = SendRows.apply(there, shared.group, rows)
     y = _turned(products(_turned(got, members, end - first, room), np.full(end - first, members * room), w1, w2, w3),
                 end - first, members, room)
     back, = ReturnRows.apply(there, shared.group, y)
-    if not n:
-        return Nothing.apply((0, d), x.dtype, x, back, weights)
-    choices = ops.gather(mint.cat((back, full((1, d), 0, back.dtype))), at, 0).reshape(n, k, d)
-    return ops.BatchMatMul()(weights.reshape(n, 1, k).astype(choices.dtype), choices).reshape(n, d).astype(x.dtype)
+    choices = rows_at(mint.cat((back, full((1, d), 0, back.dtype))), at) if n else back
+    return weighted(choices, weights, x)
 
 
 def _turned(rows: Tensor, outer: int, inner: int, room: int) -> Tensor:
