@@ -2,29 +2,20 @@
 """Real ranks: multi-token prediction trains as on one device, of a dense model and of DeepSeek's."""
 from __future__ import annotations
 
-import mindspore as ms
 import numpy as np
-from mindspore import Tensor
 
 from model_zoo.llama.ahead import AheadLlama, ahead_loss
 from model_zoo.llama.config import ModelConfig
-from model_zoo.llama.model import init_weights
 from model_zoo.llama.parallelize import make_mesh, parallelize
-from ms_dtensor import DTensor, Shard, value_and_grad
+from ms_dtensor import Shard
 from tests.cases import case
-from tests.dist.cases_llama import DEEPSEEK, LAYOUTS, SIZES
-from tests.dist.support import equal
+from tests.dist.cases_llama import DEEPSEEK, LAYOUTS, SIZES, drawn, is_one_devices, loss_and_gradients
 
 MODELS = {"dense": (ModelConfig(**SIZES), 2), "deepseek": (DEEPSEEK, 1)}
 
 
 def made(cfg: ModelConfig, depth: int) -> AheadLlama:
-    net = AheadLlama(cfg, depth)
-    init_weights(net, 3, std=0.3)
-    for name, p in net.parameters_and_names():
-        if p.ndim == 1:
-            p.asnumpy()[...] = np.random.default_rng(len(name)).normal(1.0, 0.5, p.shape)
-    return net
+    return drawn(AheadLlama(cfg, depth))
 
 
 def loss_of(net: AheadLlama):
@@ -46,16 +37,11 @@ def multi_token_prediction_trains_as_on_one_device(world):
     x, y = batch()
     for name, (cfg, depth) in MODELS.items():
         plain = made(cfg, depth)
-        want, wanted = ms.value_and_grad(loss_of(plain), None, plain.trainable_params())(Tensor(x), Tensor(y))
-        assert all(np.abs(w.asnumpy()).max() > 0 for w, p in zip(wanted, plain.trainable_params()) if "bias" not in p.name)
+        of_one = loss_and_gradients(loss_of, plain, x, y)
+        assert all(np.abs(w.asnumpy()).max() > 0 for w, p in zip(of_one[1], plain.trainable_params()) if "bias" not in p.name)
         for layout, parallel in LAYOUTS.items():
             mesh, net = make_mesh("cpu", parallel), made(cfg, depth)
             parallelize(net, mesh, parallel)
             weight = net.ahead[0].block.attention.wo.weight
             assert weight.placements[mesh.axis_index("tp")] == Shard(1), weight
-            rows = slice(2 * mesh.get_local_rank("dp"), 2 * mesh.get_local_rank("dp") + 2)
-            a, b = (DTensor.from_local(Tensor(v[rows]), mesh, {"dp": Shard(0)}) for v in (x, y))
-            got, grads = value_and_grad(loss_of(net), None, net.trainable_params())(a, b)
-            equal(got, want, f"{name} {layout} loss")
-            for p, g, w in zip(plain.trainable_params(), grads, wanted, strict=True):
-                equal(g, w, f"{name} {layout} {p.name}", rtol=1e-4)
+            is_one_devices(loss_of, net, mesh, (x, y), of_one, f"{name} {layout}")

@@ -22,7 +22,7 @@ from model_zoo.llama.generate import generate
 from model_zoo.llama.model import Llama, cross_entropy, init_weights
 from model_zoo.llama.parallelize import make_mesh, own_rows, parallelize
 from model_zoo.llama.trainer import Trainer
-from ms_dtensor import DTensor, Shard, value_and_grad
+from ms_dtensor import Shard, value_and_grad
 from tests.cases import case
 from tests.dist.support import array, equal, same_on_all_ranks
 from tests.tiers import sampled
@@ -43,8 +43,8 @@ DENSE = LAYOUTS | {  # of blocks with nothing but matrices of their own
     "overlapped": ParallelConfig(2, 2, sequence_parallel=True, loss_parallel=False, tp_overlap=4, fsdp=True)}
 
 
-def model(cfg: ModelConfig) -> Llama:
-    net = Llama(cfg)
+def drawn(net):
+    """A model with its weights, norms and biases drawn."""
     init_weights(net, 3, std=0.3)
     for name, p in net.parameters_and_names():
         if p.ndim == 1:
@@ -52,23 +52,38 @@ def model(cfg: ModelConfig) -> Llama:
     return net
 
 
+def model(cfg: ModelConfig) -> Llama:
+    return drawn(Llama(cfg))
+
+
+def plain_loss_of(net):
+    return lambda ids, labels: cross_entropy(net(ids), labels)
+
+
+def loss_and_gradients(loss_of, net, *batch):
+    """Of a model on one device."""
+    return ms.value_and_grad(loss_of(net), None, net.trainable_params())(*map(Tensor, batch))
+
+
+def is_one_devices(loss_of, net, mesh, batch, of_one, what):
+    """Loss and gradients of a parallelized model, of its rows of a batch, are `loss_and_gradients`."""
+    want, wanted = of_one
+    got, grads = value_and_grad(loss_of(net), None, net.trainable_params())(*(own_rows(v, mesh) for v in batch))
+    equal(got, want, f"{what} loss")
+    for p, g, w in zip(net.trainable_params(), grads, wanted, strict=True):
+        equal(g, w, f"{what} {p.name}", rtol=1e-4)
+
+
 @case(world_size=4, timeout=120)
 def options_of_other_families_train_as_on_one_device(world):
     ids = np.random.default_rng(1).integers(0, 37, (4, 13)).astype(np.int32)
     x, y = (np.ascontiguousarray(a) for a in (ids[:, :-1], ids[:, 1:]))
     for shift, (name, cfg) in enumerate(MODELS.items()):
-        plain = model(cfg)
-        run = ms.value_and_grad(lambda a, b, m=plain: cross_entropy(m(a), b), None, plain.trainable_params())
-        want, wanted = run(Tensor(x), Tensor(y))
+        of_one = loss_and_gradients(plain_loss_of, model(cfg), x, y)
         for layout, parallel in sampled(DENSE.items(), 2, shift):
             mesh, net = make_mesh("cpu", parallel), model(cfg)
             parallelize(net, mesh, parallel)
-            rows = slice(2 * mesh.get_local_rank("dp"), 2 * mesh.get_local_rank("dp") + 2)
-            a, b = (DTensor.from_local(Tensor(v[rows]), mesh, {"dp": Shard(0)}) for v in (x, y))
-            got, grads = value_and_grad(lambda a, b, m=net: cross_entropy(m(a), b), None, net.trainable_params())(a, b)
-            equal(got, want, f"{name} {layout} loss")
-            for p, g, w in zip(plain.trainable_params(), grads, wanted, strict=True):
-                equal(g, w, f"{name} {layout} {p.name}", rtol=1e-4)
+            is_one_devices(plain_loss_of, net, mesh, (x, y), of_one, f"{name} {layout}")
 
 
 def loss_of(net):
@@ -86,19 +101,13 @@ def mixtures_of_experts_train_as_on_one_device(world):
     x, y = (np.ascontiguousarray(a) for a in (ids[:, :-1], ids[:, 1:]))
     copies = ParallelConfig(2, 2, sequence_parallel=True, loss_parallel=False, expert_tp=False)
     for shift, (name, cfg) in enumerate(MIXTURES.items()):
-        plain = model(cfg)
-        want, wanted = ms.value_and_grad(loss_of(plain), None, plain.trainable_params())(Tensor(x), Tensor(y))
+        of_one = loss_and_gradients(loss_of, model(cfg), x, y)
         for layout, parallel in sampled((LAYOUTS | {"whole experts": copies}).items(), 2, shift):
             mesh, net = make_mesh("cpu", parallel), model(cfg)
             parallelize(net, mesh, parallel)
             if layout == "dp x tp":
                 assert net.layers[0].feed_forward.experts.w2.layout.placements[1] == Shard(2)
-            rows = slice(2 * mesh.get_local_rank("dp"), 2 * mesh.get_local_rank("dp") + 2)
-            a, b = (DTensor.from_local(Tensor(v[rows]), mesh, {"dp": Shard(0)}) for v in (x, y))
-            got, grads = value_and_grad(loss_of(net), None, net.trainable_params())(a, b)
-            equal(got, want, f"{name} {layout} loss")
-            for p, g, w in zip(plain.trainable_params(), grads, wanted, strict=True):
-                equal(g, w, f"{name} {layout} {p.name}", rtol=1e-4)
+            is_one_devices(loss_of, net, mesh, (x, y), of_one, f"{name} {layout}")
 
 
 @case(world_size=4, timeout=120)
@@ -107,7 +116,7 @@ def latent_attention_shared_experts_and_groups_train_as_on_one_device(world):
     ids = np.random.default_rng(1).integers(0, 37, (4, 13)).astype(np.int32)
     x, y = (np.ascontiguousarray(a) for a in (ids[:, :-1], ids[:, 1:]))
     plain = model(DEEPSEEK)
-    want, wanted = ms.value_and_grad(loss_of(plain), None, plain.trainable_params())(Tensor(x), Tensor(y))
+    of_one = loss_and_gradients(loss_of, plain, x, y)
     loads = plain(Tensor(x))[2].asnumpy()
     assert loads.shape == (1, 8) and loads.sum() == 48 * 3 and (loads != 18).any()
     over = {"ep2 x tp2": ParallelConfig(2, 2, ep=2, loss_parallel=False),
@@ -115,12 +124,8 @@ def latent_attention_shared_experts_and_groups_train_as_on_one_device(world):
     for layout, parallel in sampled((LAYOUTS | over).items(), 2):
         mesh, net = make_mesh("cpu", parallel), model(DEEPSEEK)
         parallelize(net, mesh, parallel)
-        a, b = (own_rows(v, mesh) for v in (x, y))
-        got, grads = value_and_grad(loss_of(net), None, net.trainable_params())(a, b)
-        equal(got, want, f"{layout} loss")
-        equal(net(a)[2], loads, f"{layout} loads")
-        for p, g, w in zip(plain.trainable_params(), grads, wanted, strict=True):
-            equal(g, w, f"{layout} {p.name}", rtol=1e-4)
+        is_one_devices(loss_of, net, mesh, (x, y), of_one, layout)
+        equal(net(own_rows(x, mesh))[2], loads, f"{layout} loads")
 
 
 @case(world_size=4, timeout=120)
