@@ -20,6 +20,7 @@ import time
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -28,6 +29,7 @@ import mindspore as ms  # noqa: E402
 import numpy as np  # noqa: E402
 
 import ms_dtensor as md  # noqa: E402
+from model_zoo.llama.config import Config  # noqa: E402
 from model_zoo.llama.configio import load  # noqa: E402
 from model_zoo.llama.dry import dry_step  # noqa: E402
 from model_zoo.llama.flops import flops_per_token  # noqa: E402
@@ -80,28 +82,42 @@ def chain(x, n: int, step):
     return x
 
 
-def row(config: Path, name: str, machine: Hardware, costs: dict[str, float], slower: float) -> dict:
-    """A layout's line of the table."""
+class Counted(NamedTuple):
+    """What dry runs say of a layout: seconds of a layer, those in which it waits, of all else; and how much it asks for."""
+
+    cfg: Config
+    world: int
+    layer: float
+    still: float
+    rest: float
+    ops: float
+    moves: float
+
+
+def counted(config: Path, name: str, machine: Hardware) -> Counted:
+    """Of a step of four layers and of two."""
     world, options = ROWS[name]
     cfg = load(["--config", str(config), *options], world)[0]
-    device, exposed, calls = [], [], []
+    steps = []
     for layers in (2, 4):
         with redirect_stdout(sys.stderr):
             run = dry_step(replace(cfg, model=replace(cfg.model, n_layers=layers)), world, device="Ascend")
-        line = timeline(run.events, machine)
-        moves = sum(e.is_move for e in run.events)
-        device.append(line.seconds)
-        exposed.append(sum(line.waits.values()))
-        calls.append((len(run.events) - moves, moves))
-    ops, moves = ((b - a) / 2 for a, b in zip(*calls))
-    layer, asked = (device[1] - device[0]) / 2, (ops * costs["op"] + moves * costs["collective"]) * 1e-6
-    rest, tokens = device[0] - 2 * layer, cfg.train.batch * cfg.train.seq / world
-    needed, still = sum(per_rank(cfg).values()), max(0.0, exposed[1] - exposed[0]) / 2
-    made = {"layout": name, "operations a layer": ops, "collectives a layer": moves,
-            "device ms a layer": round(1e3 * layer, 1), "exposed ms": round(1e3 * still, 1),
+        line, moves = timeline(run.events, machine), sum(e.is_move for e in run.events)
+        steps.append((line.seconds, sum(line.waits.values()), len(run.events) - moves, moves))
+    layer, still, ops, moves = ((more - few) / 2 for few, more in zip(*steps))
+    return Counted(cfg, world, layer, max(0.0, still), steps[0][0] - 2 * layer, ops, moves)
+
+
+def row(name: str, of: Counted, machine: Hardware, costs: dict[str, float], slower: float) -> dict:
+    """A layout's line of the table."""
+    cfg, needed = of.cfg, sum(per_rank(of.cfg).values())
+    asked = (of.ops * costs["op"] + of.moves * costs["collective"]) * 1e-6
+    tokens = cfg.train.batch * cfg.train.seq / of.world
+    made = {"layout": name, "operations a layer": of.ops, "collectives a layer": of.moves,
+            "device ms a layer": round(1e3 * of.layer, 1), "exposed ms": round(1e3 * of.still, 1),
             "GiB": round(needed / 2**30, 1), "fits": needed <= machine.capacity}
     for which, factor in (("here", 1.0), ("slower", slower)):
-        step = rest + cfg.model.n_layers * max(layer, asked * factor)
+        step = of.rest + cfg.model.n_layers * max(of.layer, asked * factor)
         made |= {f"host ms a layer, {which}": round(1e3 * asked * factor, 1), f"tokens/s, {which}": round(tokens / step),
                  f"MFU, {which}": round(tokens / step * flops_per_token(cfg.model, cfg.train.seq) / machine.matrix.peak, 3)}
     return made
@@ -118,7 +134,8 @@ def main() -> None:
     ms.runtime.launch_blocking()
     costs, machine = host(), load_hardware(args.machine)
     print(json.dumps({"source": machine.source, "host us": {k: round(v, 1) for k, v in costs.items()}, "slower": args.slower,
-                      "rows": [row(args.config, name, machine, costs, args.slower) for name in args.rows]}, indent=1))
+                      "rows": [row(name, counted(args.config, name, machine), machine, costs, args.slower)
+                               for name in args.rows]}, indent=1))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from typing import Any
 
 from common import one_thread
 from heap import Heap, built
+from llama_step import SIZES
 
 one_thread()
 import numpy as np  # noqa: E402  after the number of threads is set
@@ -40,10 +41,9 @@ from model_zoo.llama.config import (  # noqa: E402
     TrainConfig,
 )
 
-NARROW = ModelConfig(dim=512, n_layers=4, n_heads=8, n_kv_heads=8, ffn_dim=1408, vocab_size=8192)
-WIDE = ModelConfig(dim=1024, n_layers=4, n_heads=16, n_kv_heads=16, ffn_dim=2816, vocab_size=8192)
-EXPERTS = ModelConfig(dim=512, n_layers=4, n_heads=8, n_kv_heads=8, ffn_dim=704, vocab_size=8192,
-                      experts=ExpertsConfig(4, 2))
+NARROW = SIZES["small"][0]
+WIDE = replace(SIZES["large"][0], n_layers=4)
+EXPERTS = replace(SIZES["experts"][0], experts=ExpertsConfig(4, 2))
 ROWS: dict[str, tuple[ModelConfig, dict, bool]] = {  # model, axes, whether layers are recomputed
     "single": (NARROW, {}, False), "single, recomputed": (NARROW, {}, True), "tp2": (NARROW, {"tp": 2}, False),
     "dp2": (NARROW, {"dp": 2}, False), "fsdp2": (NARROW, {"dp": 2, "fsdp": True}, False),
