@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import mindspore as ms
@@ -159,6 +160,19 @@ def test_a_key_map_is_checked(tmp_path):
             load_hf(Net(), folder, key_map)
 
 
+def record_opened(monkeypatch):
+    """The paths that this thread opens: another one starts ranks beside the tests, with ``/dev/null`` as their input."""
+    opened, real, here = set(), os.open, threading.get_ident()
+
+    def record(path, *rest, **more):
+        if threading.get_ident() == here:
+            opened.add(str(path))
+        return real(path, *rest, **more)
+
+    monkeypatch.setattr(os, "open", record)
+    return opened
+
+
 @pytest.mark.parametrize("name", ["../out.safetensors", "/etc/x.safetensors", "sub/x.safetensors", "..", "", ".", 3, None,
                                   "x.bin", "a\0.safetensors", "none.safetensors"])
 def test_an_index_leads_nowhere_else(tmp_path, name, monkeypatch):
@@ -167,9 +181,7 @@ def test_an_index_leads_nowhere_else(tmp_path, name, monkeypatch):
     index = json.loads((folder / INDEX).read_text())
     index["weight_map"]["lm_head.weight"] = name
     (folder / INDEX).write_text(json.dumps(index))
-    opened = []
-    real = os.open
-    monkeypatch.setattr(os, "open", lambda path, *rest, **more: opened.append(str(path)) or real(path, *rest, **more))
+    opened = record_opened(monkeypatch)
     with pytest.raises(CheckpointError, match="lm_head.weight"):
         Weights(folder)
     assert all(Path(path).resolve().parent == folder for path in opened)
@@ -178,9 +190,7 @@ def test_an_index_leads_nowhere_else(tmp_path, name, monkeypatch):
 def test_mutated_indexes_are_refused_or_right(tmp_path, monkeypatch):
     """A slice of the fuzz: no other error, nothing opened outside the folder."""
     folder = save_sharded(tmp_path / "in", tensors())
-    good, draw, loaded, opened = (folder / INDEX).read_bytes(), np.random.default_rng(2), 0, set()
-    real = os.open
-    monkeypatch.setattr(os, "open", lambda path, *rest, **more: opened.add(str(path)) or real(path, *rest, **more))
+    good, draw, loaded, opened = (folder / INDEX).read_bytes(), np.random.default_rng(2), 0, record_opened(monkeypatch)
     for _ in range(600):
         bad = bytearray(good)
         for _ in range(draw.integers(1, 4)):
