@@ -85,7 +85,7 @@ def choose(cfg: Config) -> Choice:
 attention.wv in 32 layers: 0.25 GiB, attention.wo in 32 layers: 1.00 GiB, attention in 32 layers: 1.25 GiB; \
 47% of their operations run again
     """
-    from .memory import shares
+    from .memory import Sizes, shares
     m, possible = cfg.model, results(cfg)
     left, layers, sizes = cfg.train.recompute_gib * GIB, dict[str, int](), dict[str, int]()
     waiting = max(share.blocks / share.layers for share in shares(cfg) if share.layers)  # micro-batches of a layer at once
@@ -99,11 +99,14 @@ attention.wv in 32 layers: 0.25 GiB, attention.wo in 32 layers: 1.00 GiB, attent
         if count:
             layers[name], sizes[name] = count, int(one.bytes * (most if count == have else count * waiting))
             left -= sizes[name]
+    dense, n = dense_layers(cfg), Sizes(cfg).tokens
     total = m.n_layers * sum(one.flops for name, one in possible.items() if not name.startswith("feed_forward"))
-    ffn = dense_layers(cfg) * sum(one.flops for name, one in possible.items() if name.startswith("feed_forward"))
-    last = ffn / 2 if last_is_left_out(cfg) else 0.0  # w2, as w1
-    once = last + sum(count * possible[name].flops for name, count in layers.items())
-    return Choice(layers, sizes, 1 - once / (total + 1.5 * ffn))
+    w2 = dense * 2 * n * m.dim * Sizes(cfg)._cut(m.ffn_dim)
+    if m.experts is not None:
+        width = Sizes(cfg).ffn * m.experts.per_token + Sizes(cfg)._cut(m.experts.shared * (m.experts.width or m.ffn_dim))
+        total += (m.n_layers - dense) * 2 * n * 3 * m.dim * width
+    once = w2 * last_is_left_out(cfg) + sum(count * possible[name].flops for name, count in layers.items())
+    return Choice(layers, sizes, 1 - once / (total + 3 * w2))
 
 
 def last_is_left_out(cfg: Config) -> bool:
