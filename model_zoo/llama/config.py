@@ -256,7 +256,8 @@ def check(cfg: Config, world: int) -> None:
                           ["--parallel.tp_overlap 1", "--parallel.sequence_parallel true"])
     if cfg.train.recompute_gib and (missing := [text for text, there in (
             ("train.recompute is false", not cfg.train.recompute), ("lora is set", cfg.lora),
-            ("model.latent is set", cfg.model.latent), ("parallel.tp_overlap is not 1", cfg.parallel.tp_overlap != 1)) if there]):
+            ("model.latent is set", cfg.model.latent), ("parallel.tp_overlap is not 1", cfg.parallel.tp_overlap != 1))
+            if there]):
         raise ConfigError("For the configuration, train.recompute_gib keeps nothing.", ", ".join(missing),
                           "It is for results of the products and of attention in recomputed blocks of the model's own.",
                           ["--train.recompute_gib 0", "--train.recompute true"])

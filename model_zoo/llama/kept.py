@@ -115,7 +115,7 @@ def last_is_left_out(cfg: Config) -> bool:
 
 
 def install(cfg: Config, layers: list[nn.Cell]) -> None:
-    """Lets blocks recompute, all but what is kept; `layers` are all of the model, where another stage has one it is absent."""
+    """Lets blocks recompute, all but what is kept; `layers` are all of the model, some of them in other stages."""
     from ms_dtensor import checkpoint_wrapper
     from ms_dtensor.dispatch.patches.recomputed import excluded
     from ms_dtensor.internals.target import on_cpu

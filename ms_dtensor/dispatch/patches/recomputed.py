@@ -85,8 +85,7 @@ def excluded(call: Callable, reads: Callable[[], Iterable[Tensor]] | None = None
     @functools.wraps(call)
     def once(*args, **kwargs):
         at, run = _running.get(), partial(call, *args, **kwargs)
-        forward = None if at is None else at[0]()
-        if forward is None:
+        if at is None or (forward := at[0]()) is None:
             return run()
         return forward.region(run, at[1], None if reads is None else [*leaves((args, kwargs), Tensor), *reads()], needed)
     return once
@@ -262,7 +261,8 @@ class _Forward:
         self.at = self.number = self.past = 0
         with ExitStack() as stack:
             self._as_then(stack)
-            with modes.reopened(self.blocks), modes.Watched(_weakly(self._ask_again) if self.keeps else None), self.context, \
+            ask = _weakly(self._ask_again) if self.keeps else None
+            with modes.reopened(self.blocks), modes.Watched(ask), self.context, \
                     ms.saved_tensors_hooks(_weakly(self._pack_again), lambda x: x):
                 self._run()
         if self.number != len(self.wanted):
