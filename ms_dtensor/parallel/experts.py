@@ -35,6 +35,7 @@ from ..errors import ConfigError, DTensorError, LayoutError
 from ..internals.target import on_cpu
 from ..ops.local import Nothing
 from ..ops.local.dtypes import full, rounded, wider
+from ..ops.local.swiglu_cpu import SwigluRows
 from ..tensor.dtensor import DTensor
 from .experts_room import by_room, within
 from .experts_rows import added_at, rows_at, weighted
@@ -279,8 +280,15 @@ def mixture(x: Tensor, weights: Tensor, chosen: Tensor, w1: Tensor, w2: Tensor, 
     if unknown := _unknown(flat, w1.shape[0]):
         raise _no_such(f"{unknown} choices", w1.shape[0])
     sizes = np.bincount(flat[order], minlength=w1.shape[0])
-    y = swiglu_rows(rows_at(x, order // max(k, 1)), sizes, w1, w2, w3)
-    return weighted(_at_home(y, order, n * k), weights, x)
+    return weighted(swiglu_choices(x, k, order, sizes, w1, w2, w3), weights, x)
+
+
+def swiglu_choices(x: Tensor, k: int, order: np.ndarray, sizes: np.ndarray, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+    """[n * k, d]: of each row of x its k choices through their experts, whose numbers are `order`, expert by expert."""
+    n, d = x.shape
+    if on_cpu() and executing() is None and len(order) and w1.shape[1]:
+        return rounded(SwigluRows.apply(sizes, order, k, *map(wider, (x, w1, w2, w3))), x)
+    return _at_home(swiglu_rows(rows_at(x, order // max(k, 1)), sizes, w1, w2, w3), order, n * k)
 
 
 def swiglu_rows(rows: Tensor, sizes: np.ndarray, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
@@ -294,6 +302,8 @@ def swiglu_rows(rows: Tensor, sizes: np.ndarray, w1: Tensor, w2: Tensor, w3: Ten
             return auto_generate.grouped_matmul_v4([a], [mint.transpose(w, 1, 2)], group_list=counts, split_item=3,
                                                    group_type=0, group_list_type=1)[0]
         return product(ops.swiglu(mint.cat((product(rows, w1), product(rows, w3)), 1), 1), w2)
+    if executing() is None:
+        return swiglu_choices(rows, 1, np.arange(len(rows)), sizes, w1, w2, w3)
     product = ops.MatMul(transpose_b=True)  # many times as fast as mint's
     used = [int(c) for c in sizes if c]
     parts = mint.split(wider(rows), used) if len(used) > 1 else (wider(rows),)
@@ -340,9 +350,9 @@ def _by_choice(shared: Shared, experts: int, x, weights, chosen, w1, w2, w3) -> 
     got, = SendRows.apply(Rows(n, order // max(k, 1), send, recv, "tokens", "their experts"), shared.group, x)
     each = theirs.shape[1]
     by = np.argsort(np.repeat(np.tile(np.arange(each), len(theirs)), theirs.reshape(-1)), kind="stable")
-    y = swiglu_rows(rows_at(got, by), theirs.sum(0), w1, w2, w3)
+    y = swiglu_choices(got, 1, by, theirs.sum(0), w1, w2, w3)
     home = Rows(n * k, order, send, recv, "tokens", "their experts")
-    back, = ReturnRows.apply(home, shared.group, _at_home(y, by, len(by)))
+    back, = ReturnRows.apply(home, shared.group, y)
     return weighted(back, weights, x)
 
 
