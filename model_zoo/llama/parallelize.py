@@ -270,8 +270,12 @@ def own_rows(rows: np.ndarray, mesh: DeviceMesh | None) -> Tensor:
 
 
 def attention_mapped(core, mesh: DeviceMesh):
-    """Attention of plain tensors on each rank's sequences and heads; `Latent`'s third operand is of all heads."""
-    heads = {a: Shard(2) if a == "tp" else Shard(0) for a in mesh.mesh_dim_names}
+    """Attention of plain tensors on each rank's sequences and heads; `Latent`'s third operand is of all heads.
+
+    Sequences are whole: where a model that trained on lists is asked for texts, ranks along "cp" compute the same.
+    """
+    whole = dict.fromkeys(context_axes(mesh), Replicate())
+    heads = {a: Shard(2) if a == "tp" else Shard(0) for a in mesh.mesh_dim_names} | whole
     rows = heads | {"tp": Replicate()}
     width = core.cfg.latent.value if isinstance(core, Latent) else None
     operands = (heads, heads, heads if width is None else rows, rows)
