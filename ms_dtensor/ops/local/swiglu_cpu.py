@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows through SwiGLUs that lie beside each other, each row through one of them, for CPUs: one node, and NumPy's products.
+"""Rows through some of the SwiGLUs that lie beside each other, weighed and added up, for CPUs: one node, NumPy's products.
 
 How many rows an expert has differs each step. MindSpore's CPU backend builds a kernel for each shape that it meets, which
 takes as long as a third of a product of 256 rows, and keeps it with 0.3 MB of scratch: a run would slow down and grow.
@@ -16,26 +16,26 @@ from ...internals.names import Function, recording
 
 
 class SwigluRows(Function):
-    """`SwigluRows.apply(sizes, at, k, rows, w1, w2, w3)`: the choices' results f[choices, d], of each row its `k` choices.
+    """`SwigluRows.apply(sizes, at, rows, weights, w1, w2, w3)`: of each row the weighted sum of what its choices' experts make.
 
-    `at`: the numbers of the choices, expert by expert: the first `sizes[0]` are those of expert 0, and so on. Choice i is
-    one of row `i // k`. What no expert has is zeros.
+    `weights` [n, k] of rows [n, d]; choice i is one of row `i // k`. `at`: the numbers of the choices, expert by expert: the
+    first `sizes[0]` are those of expert 0, and so on. A choice that is not among them counts nothing.
     """
 
     @staticmethod
-    def forward(ctx, sizes: np.ndarray, at: np.ndarray, k: int, rows: Tensor, w1: Tensor, w2: Tensor, w3: Tensor):
-        ctx.save_for_backward(rows, w1, w2, w3)
-        ctx.table = sizes, at, k
-        y, ctx.hidden = forward(sizes, at, k, *(x.asnumpy() for x in (rows, w1, w2, w3)))
+    def forward(ctx, sizes: np.ndarray, at: np.ndarray, *tensors: Tensor):
+        ctx.save_for_backward(*tensors)
+        ctx.table = sizes, at
+        y, ctx.hidden = forward(sizes, at, *(x.asnumpy() for x in tensors))
         return Tensor.from_numpy(y)
 
     @staticmethod
     def backward(ctx, dout: Tensor):
         if recording():
             raise OpRuleError("For 'moe', a second derivative is asked for.", "", "Experts on a CPU are differentiated once.",
-                              "float operands through ordinary ops: mint.matmul for each expert")
+                              "a product of each expert in its place (mint.matmul)")
         operands = (x.asnumpy() for x in ctx.saved_tensors)
-        return None, None, None, *map(Tensor.from_numpy, backward(*ctx.table, *operands, *ctx.hidden, dout.asnumpy()))
+        return None, None, *map(Tensor.from_numpy, backward(*ctx.table, *operands, *ctx.hidden, dout.asnumpy()))
 
 
 def _parts(sizes: np.ndarray):
@@ -49,41 +49,53 @@ def _at_most(sizes: np.ndarray, *widths: int, dtype) -> list[np.ndarray]:
     return [np.empty((int(sizes.max(initial=0)), w), dtype) for w in widths]
 
 
-def forward(sizes: np.ndarray, at: np.ndarray, k: int, rows: np.ndarray, w1: np.ndarray, w2: np.ndarray,
+def _add(to: np.ndarray, token: np.ndarray, rows: np.ndarray) -> None:
+    """An expert's rows to those of their tokens, which are in order."""
+    if (token[1:] == token[:-1]).any():  # one that chose an expert twice
+        np.add.at(to, token, rows)
+    else:
+        to[token] += rows
+
+
+def forward(sizes: np.ndarray, at: np.ndarray, rows: np.ndarray, weights: np.ndarray, w1: np.ndarray, w2: np.ndarray,
             w3: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
     """The result, and of each choice w1 x and w3 x, expert by expert."""
-    (n, d), f = rows.shape, w1.shape[1]
-    gate, up = np.empty((len(at), f), rows.dtype), np.empty((len(at), f), rows.dtype)
-    y = np.empty((n * k, d), rows.dtype) if len(at) == n * k else np.zeros((n * k, d), rows.dtype)
-    mine, hidden = _at_most(sizes, d, f, dtype=rows.dtype)
-    token = at // k
+    d, f, dtype = rows.shape[1], w1.shape[1], rows.dtype
+    y, gate, up = np.zeros_like(rows), np.empty((len(at), f), dtype), np.empty((len(at), f), dtype)
+    token, weight, memory = at // weights.shape[1], weights.reshape(-1, 1)[at], _at_most(sizes, d, f, dtype=dtype)
     for e, a, b in _parts(sizes):
-        x, h = np.take(rows, token[a:b], 0, out=mine[:b - a], mode="clip"), hidden[:b - a]
+        x, h = (m[:b - a] for m in memory)
+        np.take(rows, token[a:b], 0, out=x, mode="clip")
         np.matmul(x, w1[e].T, out=gate[a:b])
         np.matmul(x, w3[e].T, out=up[a:b])
-        _sigmoid(gate[a:b], h)
+        h = _sigmoid(gate[a:b], h)
         h *= gate[a:b]
         h *= up[a:b]
-        y[at[a:b]] = np.matmul(h, w2[e].T, out=x)
+        out = np.matmul(h, w2[e].T, out=x)
+        out *= weight[a:b]
+        _add(y, token[a:b], out)
     return y, (gate, up)
 
 
-def backward(sizes: np.ndarray, at: np.ndarray, k: int, rows: np.ndarray, w1: np.ndarray, w2: np.ndarray, w3: np.ndarray,
-             gate: np.ndarray, up: np.ndarray, dout: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Gradients of (rows, w1, w2, w3); of experts without rows they are zeros."""
-    (n, d), f = rows.shape, w1.shape[1]
-    drows = np.empty((n * k, d), rows.dtype) if len(at) == n * k else np.zeros((n * k, d), rows.dtype)
-    dw1, dw2, dw3 = (np.empty_like(w) for w in (w1, w2, w3))
-    token, memory = at // k, _at_most(sizes, d, d, f, f, f, f, dtype=rows.dtype)
+def backward(sizes: np.ndarray, at: np.ndarray, rows: np.ndarray, weights: np.ndarray, w1: np.ndarray, w2: np.ndarray,
+             w3: np.ndarray, gate: np.ndarray, up: np.ndarray, dout: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Gradients of (rows, weights, w1, w2, w3); of experts without rows they are zeros."""
+    d, f, dtype = rows.shape[1], w1.shape[1], rows.dtype
+    drows, dweights, (dw1, dw2, dw3) = np.zeros_like(rows), np.zeros(weights.size, dtype), map(np.empty_like, (w1, w2, w3))
+    token, weight, memory = at // weights.shape[1], weights.reshape(-1, 1)[at], _at_most(sizes, d, d, f, f, f, f, dtype=dtype)
     for e in np.flatnonzero(sizes == 0):
         dw1[e] = dw2[e] = dw3[e] = 0
     for e, a, b in _parts(sizes):
         g, (x, dy, share, silu, dup, dh) = gate[a:b], (m[:b - a] for m in memory)
         np.take(rows, token[a:b], 0, out=x, mode="clip")
-        np.take(dout, at[a:b], 0, out=dy, mode="clip")
+        np.take(dout, token[a:b], 0, out=dy, mode="clip")
         np.multiply(g, _sigmoid(g, share), out=silu)
-        np.matmul(dy.T, np.multiply(silu, up[a:b], out=dup), out=dw2[e])
+        h = np.multiply(silu, up[a:b], out=dup)
         np.matmul(dy, w2[e], out=dh)
+        dweights[at[a:b]] = np.einsum("cf,cf->c", h, dh)
+        dh *= weight[a:b]
+        dy *= weight[a:b]
+        np.matmul(dy.T, h, out=dw2[e])
         np.matmul(np.multiply(dh, silu, out=dup).T, x, out=dw3[e])
         dgate = np.subtract(g, silu, out=silu)  # the derivative is share (1 + g (1 - share))
         dgate += 1
@@ -93,8 +105,8 @@ def backward(sizes: np.ndarray, at: np.ndarray, k: int, rows: np.ndarray, w1: np
         np.matmul(dgate.T, x, out=dw1[e])
         dx = np.matmul(dgate, w1[e], out=x)
         dx += np.matmul(dup, w3[e], out=dy)
-        drows[at[a:b]] = dx
-    return drows if k == 1 else np.add.reduce(drows.reshape(n, k, d), 1), dw1, dw2, dw3
+        _add(drows, token[a:b], dx)
+    return drows, dweights.reshape(weights.shape), dw1, dw2, dw3
 
 
 def _sigmoid(x: np.ndarray, out: np.ndarray) -> np.ndarray:
