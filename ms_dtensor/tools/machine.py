@@ -36,6 +36,7 @@ def measure_machine(device: str, alpha: float, per_byte: float, agree: Callable[
     import psutil
     from mindspore import Parameter, Tensor, mint, ops
 
+    from ..internals.target import card_memory
     from ..optim import AdamW
 
     def seconds(call: Callable[[], Any]) -> float:
@@ -98,7 +99,7 @@ def measure_machine(device: str, alpha: float, per_byte: float, agree: Callable[
     grad, optimizer = filled(1 << 21), AdamW([param], 1e-3)
     kernels["AdamW"] = [_digits(1e-9 * 28 * (1 << 21) / seconds(lambda: optimizer((grad,))))] * 2
     total = psutil.virtual_memory().total / ranks if device == "cpu" else \
-        ms.hal.get_device_properties(ms.context.get_context("device_id"), "Ascend").total_memory
+        card_memory()
     return {"source": f"measured on {ranks} ranks by python -m ms_dtensor calibrate, MindSpore {ms.__version__}",
             "matrix": {"tflops": _digits(max(rates.values()) / 1e12), "reached": shares(rates)},
             "vector": {"tflops": _digits(vector / 1e12), "reached": [[0, 1.0]]},

@@ -196,7 +196,8 @@ def a_model_that_trains_on_lists_continues_texts(world):
         trainer = Trainer(cfg, Drawn(documents=True), mesh)
         trainer.step(0)
         with comm.record() as events:
-            return generate(trainer.model, cfg.model, mesh, prompt, 6), [e for e in events if set(e.axes) & {"cp", "ulysses"}]
+            out = generate(trainer.model, cfg.model, mesh, prompt, 6)
+        return out, [e for e in events if set(e.axes) & {"cp", "ulysses"}]
     want, _ = told(None)
     for parallel in (ParallelConfig(tp=2, cp=2), ParallelConfig(dp=2, cp=2, fsdp=True), ParallelConfig(cp=4, ulysses=2)):
         got, sent = told(parallel)
