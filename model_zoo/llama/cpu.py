@@ -8,7 +8,7 @@ matrix products take two to ten times as long as the classic ones.
 """
 from __future__ import annotations
 
-from functools import lru_cache, partial, wraps
+from functools import lru_cache, wraps
 from typing import NamedTuple
 
 import mindspore as ms
@@ -213,7 +213,7 @@ def turned_by(cfg: ModelConfig, t: int, of: bytes | None) -> tuple[np.ndarray, n
 def compile_attention(model: nn.Cell, cfg: ModelConfig) -> None:
     """Lets the core of every attention run as one node of NumPy's products; before `parallelize`.
 
-    It takes half the time of ops one by one, keeps no scores, and nobody sees into it. A mesh maps the core over local tensors.
+    It takes half the time of ops one by one and keeps no scores; nobody sees into it. A mesh maps it over local tensors.
     """
     def core(q: Tensor, key: Tensor, value: Tensor, places: Tensor | None = None) -> Tensor:
         of = None if places is None else places.asnumpy().tobytes()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The same Llama in PyTorch, in turns with ours: one rank, tensor parallel (DTensor styles), data parallel (DDP, FSDP2),
-context parallel (its ring, balanced by heads and tails), 1F1B. It begins with the same weights and makes the same steps: losses agree.
+context parallel (its ring, balanced by heads and tails), 1F1B. It begins with the same weights and makes the same steps, so
+losses agree.
 
 Not a comparison of kernels to the last percent: PyTorch uses its fused attention and RMSNorm is spelled out in both.
 """

@@ -16,7 +16,7 @@ from ...internals.names import Function, recording
 
 
 class SwigluRows(Function):
-    """`SwigluRows.apply(sizes, at, rows, weights, w1, w2, w3)`: of each row the weighted sum of what its choices' experts make.
+    """`SwigluRows.apply(sizes, at, rows, weights, w1, w2, w3)`: the weighted sum of what each row's experts make.
 
     `weights` [n, k] of rows [n, d]; choice i is one of row `i // k`. `at`: the numbers of the choices, expert by expert: the
     first `sizes[0]` are those of expert 0, and so on. A choice that is not among them counts nothing.
@@ -32,10 +32,12 @@ class SwigluRows(Function):
     @staticmethod
     def backward(ctx, dout: Tensor):
         if recording():
-            raise OpRuleError("For 'moe', a second derivative is asked for.", "", "Experts on a CPU are differentiated once.",
-                              "a product of each expert in its place (mint.matmul)")
-        operands = (x.asnumpy() for x in ctx.saved_tensors)
-        return None, None, *map(Tensor.from_numpy, backward(*ctx.table, *operands, *ctx.hidden, dout.asnumpy()))
+            raise OpRuleError("For 'moe', a second derivative is asked for.", "",
+                              "Experts on a CPU are differentiated once.", "a product of each expert in its place (mint.matmul)")
+        rows, weights, w1, w2, w3 = (x.asnumpy() for x in ctx.saved_tensors)
+        (sizes, at), (gate, up) = ctx.table, ctx.hidden
+        grads = backward(sizes, at, rows, weights, w1, w2, w3, gate, up, dout.asnumpy())
+        return None, None, *map(Tensor.from_numpy, grads)
 
 
 def _parts(sizes: np.ndarray):
@@ -82,7 +84,8 @@ def backward(sizes: np.ndarray, at: np.ndarray, rows: np.ndarray, weights: np.nd
     """Gradients of (rows, weights, w1, w2, w3); of experts without rows they are zeros."""
     d, f, dtype = rows.shape[1], w1.shape[1], rows.dtype
     drows, dweights, (dw1, dw2, dw3) = np.zeros_like(rows), np.zeros(weights.size, dtype), map(np.empty_like, (w1, w2, w3))
-    token, weight, memory = at // weights.shape[1], weights.reshape(-1, 1)[at], _at_most(sizes, d, d, f, f, f, f, dtype=dtype)
+    token, weight = at // weights.shape[1], weights.reshape(-1, 1)[at]
+    memory = _at_most(sizes, d, d, f, f, f, f, dtype=dtype)
     for e in np.flatnonzero(sizes == 0):
         dw1[e] = dw2[e] = dw3[e] = 0
     for e, a, b in _parts(sizes):
