@@ -33,7 +33,7 @@ class SwigluRows(Function):
     def backward(ctx, dout: Tensor):
         if recording():
             raise OpRuleError("For 'moe', a second derivative is asked for.", "",
-                              "Experts on a CPU are differentiated once.", "a product of each expert in its place (mint.matmul)")
+                              "Experts on a CPU are differentiated once.", "a product of each expert (mint.matmul)")
         rows, weights, w1, w2, w3 = (x.asnumpy() for x in ctx.saved_tensors)
         (sizes, at), (gate, up) = ctx.table, ctx.hidden
         grads = backward(sizes, at, rows, weights, w1, w2, w3, gate, up, dout.asnumpy())
