@@ -29,7 +29,7 @@ from ..core.layout import Layout
 from ..core.mesh import DeviceMesh
 from ..core.placements import PARTIAL, REPLICATE, Placement, Shard
 from ..custom_ops.local_map import local_map
-from ..custom_ops.rows import ReturnRows, Rows, SendRows, connected
+from ..custom_ops.rows import ReturnRows, Rows, SendRows
 from ..debug.types.doors import declared
 from ..errors import ConfigError, DTensorError, LayoutError
 from ..internals.target import on_cpu
@@ -386,7 +386,7 @@ def _by_rank(shared: Shared, experts: int, x, weights, chosen, w1, w2, w3) -> Te
         y = _summed(got, w, at, sizes, w1, w2, w3)
     else:
         y = swiglu_rows(rows_at(got, row), sizes, w1, w2, w3)
-        y = wider(y) * wider(rows_at(w.reshape(-1, 1), at)) if len(at) else connected(y, w)
+        y = wider(y) * wider(rows_at(w.reshape(-1, 1), at)) if len(at) else y  # w is of one node with `got`
         y = added_at(y, row, int(recv.sum())).astype(x.dtype)
     return ReturnRows.apply(there, shared.group, y)[0]
 
