@@ -67,14 +67,14 @@ def cpu() -> None:
     """
     import mindspore
 
-    from ms_dtensor.comm.cores import let_threads_sleep
+    from ms_dtensor.comm.cores import end_spinning
 
     for choose in (lambda: mindspore.set_device("CPU"), mindspore.runtime.launch_blocking):
         try:
             choose()
         except RuntimeError:  # an earlier test has started the runtime
             assert mindspore.get_context("device_target") == "CPU"
-    let_threads_sleep()
+    end_spinning()
 
 
 @pytest.fixture(autouse=True)

@@ -4,8 +4,10 @@
 MindSpore gives every process a pool of threads for the whole host, and a thread of it that waits for work does so by
 `sched_yield` in a loop: two ranks on two cores spend as much time on each other's waiting threads as on work (a Llama
 step on two ranks took longer than on one; with this it takes two thirds). A rank bound to its cores has its own waiting
-threads on them only, and they give way to it at once. Where that is one core, they sleep: one of four ranks on two cores,
-which had run an op and then did nothing for a second, had been switched to such a thread 79,220 times.
+threads on them only, and they give way to it at once.
+
+MindSpore's thread for graphs spins, too, as long as no compiled graph has run: ranks that wait for each other burn what
+another one could use. One that has run a graph sleeps.
 
 The invariant: a process that somebody has bound already (taskset, `msrun --bind_core`, a container's cpuset) or whose
 threads somebody has counted keeps what it was given.
@@ -40,21 +42,14 @@ def keep_to_share(rank: int, size: int) -> None:
         device_context.cpu.op_tuning.threads_num(len(mine))
     except RuntimeError:  # set already, which MindSpore allows once
         pass
-    if len(mine) == 1:
-        let_threads_sleep()
 
 
-def let_threads_sleep() -> None:
-    """MindSpore's waiting threads sleep instead of yielding in a loop.
+def _graph(x):
+    return x + x
 
-    That is how a graph leaves them when it has run: it has the threads look for work in a loop while it runs, and lets
-    them sleep at its end. Ops outside of graphs wake them, but do not change how they wait. Right for a process of one
-    core; of more, an op that is spread over threads would wait until they are awake.
-    """
-    import mindspore
 
-    @mindspore.jit(backend="ms_backend")
-    def graph(x):
-        return x + 1
+def end_spinning() -> None:
+    """Runs a compiled graph, the smallest: 50 ms, after which MindSpore's thread for graphs waits asleep."""
+    import mindspore as ms
 
-    graph(mindspore.Tensor(1))
+    ms.jit(_graph)(ms.Tensor([0.0]))
