@@ -141,6 +141,19 @@ def test_what_hosts_gather_is_written_where_it_stays():
     assert peaks["CPU"] + (3 << 20) < peaks["Ascend"]
 
 
+def test_ops_of_plain_stages_are_seen():
+    """Of cells that are not laid out as of others: three products for each in a step, the parameters, what waits."""
+    messages: dict[str, bytes] = {}
+    product, head = 2 * 2 * 6 * programs.WIDTH * programs.HIDDEN, 2 * 2 * 6 * programs.WIDTH * programs.WORDS
+    for rank, own in enumerate((6 * product, 6 * product + head)):
+        with dry_run(world=2, rank=rank, device="CPU", messages=messages) as run:
+            programs.pp(2)
+        messages, kinds = run.messages, run.memory()
+        assert run.flops() == 3 * 4 * own, "four micro-batches of two rows"
+        weights = 4 * (2 * (3 * programs.WIDTH * programs.HIDDEN + programs.WIDTH) + rank * programs.WIDTH * programs.WORDS)
+        assert kinds.at_peak["parameters"] == weights <= kinds.at_peak["gradients"] <= 2 * weights, "sums, and one more"
+
+
 def test_an_array_of_the_users_has_its_values():
     with dry_run(world=2, device="CPU"):
         mesh = md.init_device_mesh("cpu", (2,))

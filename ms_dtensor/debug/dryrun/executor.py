@@ -158,6 +158,7 @@ class Executor:
         self.events: list[DryEvent] = []
         self.ledger = Ledger(self.events)
         self.forks: dict[Any, tuple[Any, Tensor]] = {}
+        self.plain: dict[int, Parameter] = {}  # of cells that are not laid out, by identity
         self.kind = "activations"  # of what moves bring
         self.fork = 0, -1  # the address of the fork made last, and the event that made what it is of
         self.picture: Callable[[], str] = str  # of the last pipeline's schedule
@@ -292,6 +293,18 @@ class Executor:
             with implicit_replication():
                 return self._plain(fn(self.alone(tensors)))
         return run
+
+    def plain_cell(self, cell, fn, args, kwargs):
+        """`fn` of plain tensors, which runs a cell: if nothing of this is laid out over ranks, its ops are seen."""
+        tensors = [*leaves((args, kwargs), Tensor), *cell.get_parameters()]
+        if any(getattr(x, "_layout", None) is not None for x in tensors):
+            return fn(args, kwargs)
+        for p in cell.get_parameters():
+            if id(p) not in self.plain:
+                self.plain[id(p)] = p
+                self.ledger.change("parameters", prod(p.shape) * p.itemsize)
+        with implicit_replication():
+            return self._plain(fn(self.alone(args), self.alone(kwargs)))
 
     def is_alone(self, *arguments) -> bool:
         """Whether a local function's tensors are among these."""
