@@ -65,9 +65,10 @@ def world_of(cfg: Config) -> int:
 
 
 def resident() -> int:
-    """Bytes of this process's pages; of a page that several ranks have its part."""
-    return next(int(line.split()[1]) << 10 for line in Path("/proc/self/smaps_rollup").read_text().splitlines()
-                if line.startswith("Pss:"))
+    """Bytes of this process's pages but those of files, of which others have a part that come and go; of what ranks share
+    its part."""
+    return sum(int(line.split()[1]) << 10 for line in Path("/proc/self/smaps_rollup").read_text().splitlines()
+               if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
 
 
 def by_name(events) -> dict[str, list[int]]:
@@ -130,14 +131,14 @@ def dry(row: str, hardware: str | None) -> dict[str, Any]:
     """The same of rank 0, without."""
     import mindspore as ms
 
-    from model_zoo.llama.dry import dry_step
+    from model_zoo.llama.dry import dry_stages
     ms.set_device("CPU")
     ms.runtime.launch_blocking()
     cfg = config(row)
-    run = dry_step(cfg, world_of(cfg), 0)
+    run, *beside = dry_stages(cfg, world_of(cfg))
     memory = run.memory()
-    return {"seconds": None if hardware is None else run.seconds(hardware), "comm": by_name(run.communication),
-            "tensors": memory.peak, "rss": memory.peak, "flops": run.flops(), "kinds": memory.at_peak,
+    return {"seconds": None if hardware is None else run.seconds(hardware, beside), "comm": by_name(run.communication),
+            "tensors": memory.peak, "rss": memory.resident, "flops": run.flops(), "kinds": memory.at_peak,
             "assumed": list(run.assumed)}
 
 

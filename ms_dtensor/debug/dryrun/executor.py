@@ -119,8 +119,8 @@ class Job:
         """Those of the operands; the event of the backward."""
         executor = self.executor
         asked = sum(1 for _, _, wanted in self.operands if wanted)
-        read = sum(prod(x._shape) * x.itemsize for x in (*saved, *(g for g in grads if g is not None)))
         view = executor.is_view(self.what)
+        read = 0 if view else sum(prod(x._shape) * x.itemsize for x in (*saved, *(g for g in grads if g is not None)))
         written = 0 if view else sum(
             prod(shape) * nbytes(dtype) for shape, dtype, wanted in self.operands if wanted)
         cost = backward_flops(self.what.op, self.cost, asked)
@@ -163,6 +163,7 @@ class Executor:
         self.fork = 0, -1  # the address of the fork made last, and the event that made what it is of
         self.picture: Callable[[], str] = str  # of the last pipeline's schedule
         self.given: tuple[int, ...] = ()  # the events that made what the next communication sends
+        self.peers: tuple[tuple[int, ...], tuple[int, ...]] = (), ()  # of it: who gets a message, and whose is waited for
 
     # -- ops ---------------------------------------------------------------------------------------------------------
     def local(self, run, call, tensors):
@@ -286,6 +287,12 @@ class Executor:
             self.note(type(optimizer).__name__, "optimizer", user_site(), 0,
                       kept + prod(grads[i]._shape) * grads[i].itemsize, kept, (grads[i],), param.dtype)
 
+    def clipped(self, grads) -> None:
+        """Of gradients the norm, and then their multiples: read twice, and written."""
+        for g in grads:
+            size = prod(g._shape) * g.itemsize
+            self.note("clip_grad_norm", "optimizer", user_site(), 0, 2 * size, size, (g,), g.dtype)
+
     # -- local functions ---------------------------------------------------------------------------------------------
     def seen(self, fn):
         """A function of a list of local tensors: it is given DTensors of this rank alone, so its ops are seen."""
@@ -302,7 +309,7 @@ class Executor:
         for p in cell.get_parameters():
             if id(p) not in self.plain:
                 self.plain[id(p)] = p
-                self.ledger.change("parameters", prod(p.shape) * p.itemsize)
+                self.ledger.change("parameters", prod(p.shape) * p.itemsize, "heap")
         with implicit_replication():
             return self._plain(fn(self.alone(args), self.alone(kwargs)))
 
@@ -362,7 +369,7 @@ class Executor:
     def arrive(self, shape, dtype, *given: Tensor) -> Tensor:
         """What a collective brings; its event comes next."""
         self.give(*given)
-        return self.ledger.new(shape, dtype, self.kind, len(self.events))
+        return self.ledger.new(shape, dtype, self.kind, len(self.events), "shared" if self.on_host else "pool")
 
     def give(self, *given: Tensor) -> None:
         """What the next communication needs."""
@@ -377,8 +384,9 @@ class Executor:
         self.events.append(DryEvent(
             event.op, stream, after, bytes=event.bytes, payload=payload, axes=event.axes, ranks=len(ranks),
             stride=abs(ranks[1] - ranks[0]) if len(ranks) > 1 else 0, span=max(ranks) - min(ranks),
-            dtype=event.dtype.lower(), phase=event.phase, site=event.site))
-        self.given = ()
+            group=ranks, sends=self.peers[0], takes=self.peers[1], dtype=event.dtype.lower(), phase=event.phase,
+            site=event.site))
+        self.given, self.peers = (), ((), ())
 
     def forget(self) -> None:
         """Events begin here."""
@@ -417,7 +425,7 @@ class Executor:
     def buffer(self, count: int, dtype: np.dtype) -> np.ndarray:
         """Memory that is never touched, for gradients side by side."""
         out = np.empty(count, dtype)
-        return self.ledger.watched(out, "gradients", out.nbytes)
+        return self.ledger.watched(out, "gradients", out.nbytes, where="shared" if self.on_host else "pool")
 
 
 def dtype_of(name: str) -> Any:
