@@ -83,6 +83,8 @@ class Hardware:
         capacity: bytes of a device's memory that tensors may take.
         links: the quickest first.
         kernels: of ops that are slower than memory: (forward, backward), bytes a second that they read and write.
+        host: in the place of `launch` where an op has run when it returns, so that all of the library's and MindSpore's own
+            work for it counts: (forward, backward) seconds of an "op", and of a "view", which computes nothing.
     """
 
     name: str
@@ -95,6 +97,7 @@ class Hardware:
     capacity: int
     links: tuple[Link, ...]
     kernels: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    host: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def link(self, span: int) -> Link:
         """That joins ranks whose numbers lie in one aligned block of `span`; the last one joins all."""
@@ -159,7 +162,9 @@ def parse(name: str, told: Mapping[str, Any]) -> Hardware:
                     bool(told["overlap"]), float(told["launch_us"]) * 1e-6,
                     int(_positive("gib", told["memory"]["gib"]) * 2**30), links,
                     {op: (_positive(op, there) * 1e9, _positive(op, back) * 1e9)
-                     for op, (there, back) in told.get("kernels", {}).items()})
+                     for op, (there, back) in told.get("kernels", {}).items()},
+                    {what: (float(there) * 1e-6, float(back) * 1e-6)
+                     for what, (there, back) in told.get("host_us", {}).items()})
 
 
 def _positive(name: str, value: float) -> float:
