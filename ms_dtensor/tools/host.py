@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seconds of the host for an op of a DTensor, forward and backward, with caches as cold as kernels leave them.
 
-On a CPU an op has run when it returns, so these seconds are a part of a step: dispatch, MindSpore's own, the node of autograd.
+On a CPU an op has run when it returns, so these seconds are a part of a step: dispatch, MindSpore's own, autograd's node.
 In a loop of small ops alone they are a third of what they are in a step, where kernels between them have emptied the caches.
 So between any two ops here, there and back, as much memory is read and written as no cache near the core holds.
 """

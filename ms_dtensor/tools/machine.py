@@ -12,7 +12,9 @@ step. Nothing is fitted to a model's step.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from math import sqrt
 from statistics import median
 from typing import Any
 
@@ -20,13 +22,17 @@ from .host import host_seconds
 
 PRODUCTS = ((2048, 1, 512), (2048, 64, 96), (384, 640, 512), (768, 640, 1536), (1024, 768, 3072))  # rows, inner, columns
 VECTORS = (1 << 12, 1 << 16, 1 << 20, 1 << 23)  # elements of float32
-REPEATS = 12
+REPEATS, MOST, ROUNDS = 12, 200, 3  # calls of a round at least and at most, rounds
+WHILE = 0.05  # seconds of a round, if that is not more than the most calls: some slices of the scheduler's
 CACHED = 64 << 20  # bytes: of so many other operands none is still in a cache
 LARGE, SMALL = 16 << 20, 16 << 10  # bytes of a collective
 
 
 class Stopwatch:
-    """Medians over repetitions of the slowest rank's seconds."""
+    """Mean seconds of a call that is made again and again, on the slowest rank; the median of some rounds.
+
+    A mean over a while, not a median of calls: where ranks share a core, most calls run alone on it, and some wait for long.
+    """
 
     def __init__(self, device: str, agree: Callable[[float], float]):
         self.device, self.agree = device, agree
@@ -36,17 +42,18 @@ class Stopwatch:
         first = make()
         count = min(REPEATS, CACHED // max(1, sum(getattr(x, "nbytes", 0) for x in first)) + 2)
         operands = [first, *(make() for _ in range(count - 1))]
-        times: list[float] = []
-        for _ in range(2):
-            times, kept = [], []
-            for i in range(REPEATS):
-                self.agree(0.0)  # begin together
-                started = time.perf_counter()
-                kept.append(call(*operands[i % count]))
-                self._wait()
-                times.append(time.perf_counter() - started)
-            del kept
-        return self.agree(median(times))
+        self._round(call, operands, REPEATS)
+        calls = max(REPEATS, min(MOST, int(WHILE / self._round(call, operands, REPEATS))))
+        return median(self._round(call, operands, calls) for _ in range(ROUNDS))
+
+    def _round(self, call: Callable[..., Any], operands: Sequence[Sequence[Any]], calls: int) -> float:
+        kept: deque = deque(maxlen=REPEATS)
+        self.agree(0.0)  # begin together
+        started = time.perf_counter()
+        for i in range(calls):
+            kept.append(call(*operands[i % len(operands)]))
+            self._wait()
+        return self.agree(time.perf_counter() - started) / calls
 
     def _wait(self) -> None:
         if self.device != "cpu":
@@ -153,7 +160,20 @@ def measure_link(watch: Stopwatch, group: Any, filled: Callable[..., Any]) -> di
     sent = {op: LARGE * (1.0 if op == "exchange" else (n - 1) / n) for op in calls}
     speed = {op: sent[op] / max(large[op] - latency, 1e-6) for op in calls}
     return {"gb_s": _digits(speed["all_gather"] / 1e9), "latency_us": _digits(latency * 1e6),
+            "wait": _digits(_wait(watch, calls["all_reduce"], filled, latency)),
             "factors": {op: _digits(speed["all_gather"] / speed[op]) for op in calls}}
+
+
+def _wait(watch: Stopwatch, meet: Callable, filled: Callable[..., Any], latency: float) -> float:
+    """How much longer than alone ranks take that meet behind each piece of work, over the root of its seconds alone."""
+    from mindspore import ops
+    product, small = ops.MatMul(), filled(2, SMALL // 8)
+
+    def make() -> Sequence[Any]:
+        return filled(512, 512), filled(512, 2048)
+    alone = watch.of(product, make)
+    met = watch.of(lambda a, b: (product(a, b), meet(small)), make)
+    return max(0.0, met - alone - latency) / sqrt(alone)
 
 
 def shares(rates: dict[float, float]) -> list[list[float]]:

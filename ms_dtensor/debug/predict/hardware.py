@@ -52,7 +52,9 @@ class Link:
         latency: seconds of a collective.
         factors: how often a collective sends its whole tensor; a ring's all_reduce 2.
         ring: whether a rank's own part is not sent, so that (ranks - 1) / ranks of that goes over the link.
-        processor: share of the device's computing that a running collective takes.
+        processor: share of the device's computing that a running collective takes; 1: nothing is computed meanwhile.
+        wait: of ranks that have computed for s seconds the slowest is later by this times the root of s than one alone: what
+            hinders them comes now and then, and adds up as such things do.
     """
 
     ranks: int
@@ -61,6 +63,7 @@ class Link:
     factors: Mapping[str, float]
     ring: bool
     processor: float
+    wait: float = 0.0
 
     def seconds(self, op: str, size: float, ranks: int) -> float:
         """Of a collective over so many ranks; `size`: bytes of the whole tensor, which a gather makes."""
@@ -153,7 +156,8 @@ def parse(name: str, told: Mapping[str, Any]) -> Hardware:
         return Curve(_positive(peak, part[peak]) * scale, steps)
 
     links = tuple(Link(int(link["ranks"]), _positive("gb_s", link["gb_s"]) * 1e9, float(link["latency_us"]) * 1e-6,
-                       {op: float(link["factors"][op]) for op in COLLECTIVES}, bool(link["ring"]), float(link["processor"]))
+                       {op: float(link["factors"][op]) for op in COLLECTIVES}, bool(link["ring"]), float(link["processor"]),
+                       float(link.get("wait", 0.0)))
                   for link in told["links"])
     if not links:
         raise ValueError("links: one at least")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import sqrt
 
 from ...core.dry_event import COMPUTE, DryEvent
 from ...ops.rules import attention, conv
@@ -85,7 +86,8 @@ def timelines(ranks: Mapping[int, Sequence[DryEvent]], machine: Hardware) -> dic
         pass
     stuck = {rank: one for rank, one in under_way.items() if len(one.end) < len(one.events)}
     if stuck:
-        told = ", ".join(f"rank {rank} at event {len(one.end)} ({one.events[len(one.end)].op})" for rank, one in stuck.items())
+        told = ", ".join(f"rank {rank} at event {at} ({one.events[at].op})" for rank, one in stuck.items()
+                         for at in [len(one.end)])
         raise ValueError(f"These ranks wait for each other, so they are not of one step: {told}")
     return {rank: one.timeline() for rank, one in under_way.items()}
 
@@ -108,6 +110,7 @@ class _Rank:
         self.end: list[float] = []
         self.free: dict[str, float] = {}
         self.waits: dict[str, float] = {}
+        self.before = 0.0  # when the last move had ended
         self.taken: dict[int, int] = {}  # messages, by sender
         self.count: dict[tuple[int, ...], int] = {}  # collectives, by group
 
@@ -121,12 +124,15 @@ class _Rank:
     def _next(self, event: DryEvent) -> bool:
         work, end, free = work_of(event), self.end, self.free
         ready, by = max(((end[at], self.events[at].stream) for at in event.after), default=(0.0, COMPUTE))
-        whole = event.is_move and self.machine.link(event.span + 1).processor >= 1
+        link = self.machine.link(event.span + 1)
+        whole = event.is_move and link.processor >= 1
         start = max(free.get(event.stream, 0.0), free.get(COMPUTE, 0.0) if whole else 0.0, ready)
         if event.is_move:
             met = self._met(event, start)
             if met is None:
                 return False
+            if event.ranks > 1:
+                met += link.wait * sqrt(max(0.0, start - self.before))
             if whole and met > start:
                 self.waits[event.stream] = self.waits.get(event.stream, 0.0) + met - start
             start = met
@@ -135,6 +141,8 @@ class _Rank:
         self.begin.append(start)
         end.append(start + seconds(work, self.machine))
         free[event.stream] = end[-1]
+        if event.is_move:
+            self.before = end[-1]
         if whole:
             free[COMPUTE] = end[-1]
         for to in event.sends:
