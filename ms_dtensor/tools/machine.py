@@ -37,21 +37,21 @@ class Stopwatch:
     def __init__(self, device: str, agree: Callable[[float], float]):
         self.device, self.agree = device, agree
 
-    def of(self, call: Callable[..., Any], make: Callable[[], Sequence[Any]]) -> float:
-        """A call, each time with other operands than the time before; the memory of its results has been used before."""
+    def of(self, call: Callable[..., Any], make: Callable[[], Sequence[Any]], kept: int = REPEATS) -> float:
+        """A call, each time with other operands than the time before; so many results are kept, in memory used before."""
         first = make()
         count = min(REPEATS, CACHED // max(1, sum(getattr(x, "nbytes", 0) for x in first)) + 2)
         operands = [first, *(make() for _ in range(count - 1))]
-        self._round(call, operands, REPEATS)
-        calls = max(REPEATS, min(MOST, int(WHILE / self._round(call, operands, REPEATS))))
-        return median(self._round(call, operands, calls) for _ in range(ROUNDS))
+        self._round(call, operands, REPEATS, kept)
+        calls = max(REPEATS, min(MOST, int(WHILE / self._round(call, operands, REPEATS, kept))))
+        return median(self._round(call, operands, calls, kept) for _ in range(ROUNDS))
 
-    def _round(self, call: Callable[..., Any], operands: Sequence[Sequence[Any]], calls: int) -> float:
-        kept: deque = deque(maxlen=REPEATS)
+    def _round(self, call: Callable[..., Any], operands: Sequence[Sequence[Any]], calls: int, kept: int) -> float:
+        results: deque = deque(maxlen=kept)
         self.agree(0.0)  # begin together
         started = time.perf_counter()
         for i in range(calls):
-            kept.append(call(*operands[i % len(operands)]))
+            results.append(call(*operands[i % len(operands)]))
             self._wait()
         return self.agree(time.perf_counter() - started) / calls
 
@@ -154,7 +154,7 @@ def measure_link(watch: Stopwatch, group: Any, filled: Callable[..., Any]) -> di
              "exchange": lambda x: group.exchange([(to, x)], [(of, x.shape, x.dtype)])}
 
     def seconds(size: int) -> dict[str, float]:
-        return {op: watch.of(call, lambda: (filled(n, size // 4 // n),)) for op, call in calls.items()}
+        return {op: watch.of(call, lambda: (filled(n, size // 4 // n),), kept=1) for op, call in calls.items()}
     small, large = seconds(SMALL), seconds(LARGE)
     latency = median(small.values())
     sent = {op: LARGE * (1.0 if op == "exchange" else (n - 1) / n) for op in calls}
