@@ -211,6 +211,13 @@ def checkpoint_folder(cfg: Config, log_dir: Path | None = None) -> Path:
     return Path(cfg.checkpoint.dir or (log_dir or Path(cfg.train.log_dir)) / "checkpoints")
 
 
+def mesh_axes(p: ParallelConfig) -> dict[str, int]:
+    """Names and sizes of the mesh's axes, the outermost first."""
+    axes = {"pp": p.pp, "copies": p.hsdp, "dp": p.dp // p.hsdp // p.ep_of_dp, "ep": p.ep_of_dp,
+            "cp": p.cp // p.ulysses, "ulysses": p.ulysses, "tp": p.tp}
+    return {name: n for name, n in axes.items() if n > 1 or name in ("dp", "tp")}
+
+
 VEE = ("zbv", "dualpipev")  # schedules in which rank r has the stages r and 2 pp - 1 - r
 # Of every number in the tree the least and the greatest value; NaN is in no range. The greatest keep checks and sums quick.
 RANGES: dict[str, tuple[float, float]] = {

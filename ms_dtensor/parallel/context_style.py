@@ -26,8 +26,8 @@ _ORDERS: dict[str, Any] = {"in_order": in_order, "head_tail": head_tail}
 class ContextParallel(ParallelStyle):
     """Attention of rows whose sequence an axis cuts, for a cell that is called with (query, key, value).
 
-    Where the query's sequence is cut over the axis, `context_attention` takes the place of what the cell computes;
-    elsewhere the cell runs as it is. So the arguments say what the cell's own mask and scale are.
+    Where the query's sequence is cut over the axis, `context_attention` takes the place of what the cell computes; a query
+    that the axis does not cut is the cell's own. So the arguments say what the cell's own mask and scale are.
 
     Args:
         algorithm: "gather" or "ring", as of `context_attention`.
@@ -40,8 +40,8 @@ class ContextParallel(ParallelStyle):
         scale: of the products; None: 1/sqrt(width).
 
     Raises:
-        ConfigError: no such dims or order, or a mesh of several axes; at the call a sequence that is not cut evenly, or
-            other arguments than the three.
+        ConfigError: no such dims or order, or a mesh of several axes; at the call a sequence that is not cut evenly, another
+            dim that is cut in its place, or other arguments than the three.
 
     Source: the style of the same name of hyper_parallel, and `torch.distributed.tensor.experimental.context_parallel`.
 
@@ -81,8 +81,13 @@ class ContextParallel(ParallelStyle):
         attention, whole = context_attention(device_mesh, self.algorithm), module.construct
 
         def construct(query, *rest, **named):
-            if not isinstance(query, DTensor) or axis not in _axes(query, self.seq_dim):
+            if not isinstance(query, DTensor) or all(axis not in _axes(query, dim) for dim in range(query.ndim)):
                 return whole(query, *rest, **named)
+            if axis not in _axes(query, self.seq_dim):
+                raise ConfigError(f"For 'ContextParallel', '{axis}' cuts the query, but not its sequence.",
+                                  query.layout.describe(), f"'{axis}' cuts dim {self.seq_dim}, the sequence, alone.",
+                                  ("cells that leave [batch, sequence, features] as it is: mint.nn.Linear, where nn.Dense "
+                                   "makes one dim of the first two, which moves the cut", f"seq_dim= of '{axis}'"))
             if len(rest) != 2 or named:
                 raise ConfigError("For 'ContextParallel', the cell got something else than a query, a key and a value.",
                                   f"{len(rest) + 1} arguments, by name {', '.join(named) or 'none'}",

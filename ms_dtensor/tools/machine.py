@@ -74,6 +74,7 @@ def measure_machine(device: str, agree: Callable[[float], float], group: Any) ->
     import psutil
     from mindspore import Parameter, Tensor, mint, ops
 
+    from ..internals.target import card_memory
     from ..optim import AdamW, clip_grad_norm_
 
     if device == "cpu":  # as the recipe does: else an op has not run when it returns
@@ -129,7 +130,7 @@ def measure_machine(device: str, agree: Callable[[float], float], group: Any) ->
     clip = watch.of(lambda: clip_grad_norm_(grads, 1e-6), tuple)
     kernels["clip_grad_norm"] = [_digits(1e-9 * 12 * (8 << 20) / clip)] * 2
     total = psutil.virtual_memory().total / ranks if device == "cpu" else \
-        ms.hal.get_device_properties(ms.context.get_context("device_id"), "Ascend").total_memory
+        card_memory()
     link = measure_link(watch, group, filled) if ranks > 1 else {  # which nothing is sent over
         "gb_s": 1.0, "latency_us": 0.0, "factors": {op: 1 for op in ("all_reduce", "all_gather", "reduce_scatter",
                                                                      "all_to_all", "exchange")}}

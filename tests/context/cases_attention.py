@@ -394,7 +394,9 @@ def the_style_is_the_cell_of_whole_rows(world):
     swapped = [distribute_tensor(Tensor(x.swapaxes(1, 2)), mesh, {"cp": Shard(2)}, src_data_rank=None) for x in (q, k, v)]
     assert np.abs(heads(*swapped).full_tensor().asnumpy() - want[0].swapaxes(1, 2)).max() < 1e-12
     odd = [distribute_tensor(Tensor(x[:, :7]), mesh, {"cp": Shard(1)}, src_data_rank=None) for x in (q, k, v)]
-    for call, said in ((lambda: core(*odd), "not cut evenly"), (lambda: core(*xs[:3], xs[3]), "something else than"),
+    other = distribute_tensor(Tensor(q), mesh, {"cp": Shard(0)}, src_data_rank=None)
+    for call, said in ((lambda: core(*odd), "not cut evenly"), (lambda: core(other, *xs[1:3]), "but not its sequence"),
+                       (lambda: core(*xs[:3], xs[3]), "something else than"),
                        (lambda: ContextParallel(seq_dim=3), "do not fit"),
                        (lambda: ContextParallel().apply(Core(), mesh), "not one axis")):
         text = refusal(call, ConfigError)

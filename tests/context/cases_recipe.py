@@ -19,6 +19,7 @@ from model_zoo.llama.config import (
     check,
 )
 from model_zoo.llama.data import places
+from model_zoo.llama.generate import generate
 from model_zoo.llama.parallelize import make_mesh
 from model_zoo.llama.trainer import Trainer
 from ms_dtensor import comm
@@ -181,3 +182,24 @@ def what_the_recipe_cannot_do_with_it_is_refused(world):
         cfg = Config(model=model, parallel=parallel, train=TrainConfig(**batch))
         text = refusal(lambda c=cfg, n=ranks: check(c, n), ConfigError)
         assert said in text and "fix:" in text, text
+
+
+@case(world_size=4, timeout=120)
+def a_model_that_trains_on_lists_continues_texts(world):
+    """As one device does, also after a step; ranks along cp compute the same, and send each other nothing."""
+    prompt = np.random.default_rng(3).integers(0, 37, (2, 5)).astype(np.int32)
+
+    def told(parallel: ParallelConfig | None):
+        cfg = Config(model=ModelConfig(**SIZES), parallel=parallel or ParallelConfig(), optim=OptimConfig(lr=0.05, warmup=1),
+                     train=TrainConfig(steps=3, batch=4, seq=12, seed=3))
+        mesh = None if parallel is None else make_mesh("cpu", parallel)
+        trainer = Trainer(cfg, Drawn(documents=True), mesh)
+        trainer.step(0)
+        with comm.record() as events:
+            out = generate(trainer.model, cfg.model, mesh, prompt, 6)
+        return out, [e for e in events if set(e.axes) & {"cp", "ulysses"}]
+    want, _ = told(None)
+    for parallel in (ParallelConfig(tp=2, cp=2), ParallelConfig(dp=2, cp=2, fsdp=True), ParallelConfig(cp=4, ulysses=2)):
+        got, sent = told(parallel)
+        assert np.array_equal(got, want), parallel
+        assert not sent or parallel.fsdp, sent

@@ -98,7 +98,7 @@ Tensor.untyped_storage = (lambda real: lambda self: _Keeps(real(self)))(Tensor.u
           ' for t in _NUMBERS})'),
     Fault("communicators are made in the caller's order", DEVICE, "tests/comm/test_group.py -k sorted_ranks",
           "ranks = tuple(sorted(group))", "ranks = tuple(group)"),
-    Fault("HCCL_BUFFSIZE is not asked", HCCL, f"{EMULATOR} -k stated_buffer", 'os.environ.get("HCCL_BUFFSIZE", "200")', '"200"'),
+    Fault("HCCL_BUFFSIZE is not asked", "ms_dtensor/comm/buffers.py", f"{EMULATOR} -k stated_buffer", 'os.environ.get("HCCL_BUFFSIZE", "200")', '"200"'),
     Fault("attention forgets its scale", ATTENTION, f"{KERNELS} -k BSND-2", "_kernel(heads, keep, scale,", "_kernel(heads, keep, 1.0,"),
     Fault("attention forgets its mode", ATTENTION, f"{KERNELS} -k BNSD-4", "0, form, sparse_mode)\n    return kernel",
           "0, form, 0)\n    return kernel"),

@@ -34,7 +34,7 @@ class AbstractWindow:
     def _take(self, taken: bool) -> None:
         if taken != self.taken:
             self.taken = taken
-            self.executor.ledger.change("gathered", self.nbytes if taken else -self.nbytes, "shared")
+            self.executor.ledger.change("gathered", self.nbytes if taken else -self.nbytes, "windows")
 
 
 class AbstractBackend(FakeBackend):

@@ -21,6 +21,7 @@ from mindspore.ops import stop_gradient
 
 from ...comm.packing import numpy_dtype
 from ...comm.record import CommEvent, user_site
+from ...comm.shm.arena import rounded
 from ...comm.world import current_world
 from ...core.dry_event import COMPUTE, DryEvent
 from ...core.layout import Layout
@@ -369,7 +370,7 @@ class Executor:
     def arrive(self, shape, dtype, *given: Tensor) -> Tensor:
         """What a collective brings; its event comes next."""
         self.give(*given)
-        return self.ledger.new(shape, dtype, self.kind, len(self.events), "shared" if self.on_host else "pool")
+        return self.ledger.new(shape, dtype, self.kind, len(self.events), self._shared(prod(shape) * nbytes(dtype)))
 
     def give(self, *given: Tensor) -> None:
         """What the next communication needs."""
@@ -425,7 +426,11 @@ class Executor:
     def buffer(self, count: int, dtype: np.dtype) -> np.ndarray:
         """Memory that is never touched, for gradients side by side."""
         out = np.empty(count, dtype)
-        return self.ledger.watched(out, "gradients", out.nbytes, where="shared" if self.on_host else "pool")
+        return self.ledger.watched(out, "gradients", out.nbytes, where=self._shared(out.nbytes))
+
+    def _shared(self, size: int) -> str:
+        """Where what a collective brings lies: a host's ranks have blocks of some sizes, none of which serves another."""
+        return f"shared, {rounded(size)}" if self.on_host else "pool"
 
 
 def dtype_of(name: str) -> Any:

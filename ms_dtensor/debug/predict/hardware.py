@@ -85,6 +85,7 @@ class Hardware:
         launch: seconds of the host for each op that a device is given.
         capacity: bytes of a device's memory that tensors may take.
         links: the quickest first.
+        communicator: bytes of a device's memory that a communicator's buffers take.
         kernels: of ops that are slower than memory: (forward, backward), bytes a second that they read and write.
         host: in the place of `launch` where an op has run when it returns, so that all of the library's and MindSpore's own
             work for it counts: (forward, backward) seconds of an "op", and of a "view", which computes nothing.
@@ -99,6 +100,7 @@ class Hardware:
     launch: float
     capacity: int
     links: tuple[Link, ...]
+    communicator: int = 0
     kernels: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     host: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
@@ -165,6 +167,7 @@ def parse(name: str, told: Mapping[str, Any]) -> Hardware:
                     curve(told["vector"], "tflops", 1e12, 1e9), curve(told["memory"], "gb_s", 1e9, 1e6),
                     bool(told["overlap"]), float(told["launch_us"]) * 1e-6,
                     int(_positive("gib", told["memory"]["gib"]) * 2**30), links,
+                    int(float(told["memory"].get("communicator_mib", 0)) * 2**20),
                     {op: (_positive(op, there) * 1e9, _positive(op, back) * 1e9)
                      for op, (there, back) in told.get("kernels", {}).items()},
                     {what: (float(there) * 1e-6, float(back) * 1e-6)
