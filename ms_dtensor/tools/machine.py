@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import sqrt
 from statistics import median
 from typing import Any
@@ -83,7 +84,10 @@ def measure_machine(device: str, agree: Callable[[float], float], group: Any) ->
 
     def filled(*shape: int) -> Tensor:
         return Tensor(rng.random(shape, np.float32))
-    launch = watch.of(mint.add, lambda: (filled(8), filled(8)))
+
+    def many(*shapes: tuple[int, ...]) -> list[Tensor]:
+        return [filled(*shape) for shape in shapes]
+    launch = watch.of(mint.add, partial(many, (8,), (8,)))
 
     def beyond(total: float, launches: int = 1) -> float:
         """Seconds but for those of the host, where these are not almost all."""
@@ -102,20 +106,15 @@ def measure_machine(device: str, agree: Callable[[float], float], group: Any) ->
     forms = ops.MatMul(transpose_b=True), ops.MatMul(), ops.MatMul(transpose_a=True)  # of `nn.Dense`, there and back
     for m, k, n in PRODUCTS:
         shapes = (((m, k), (n, k)), ((m, n), (n, k)), ((m, n), (m, k)))
-        total = sum(beyond(watch.of(form, lambda a=a, b=b: (filled(*a), filled(*b)))) for form, (a, b) in zip(forms, shapes))
-        rates[2e-9 * m * k * n] = 6 * m * k * n / total
-    rows = {12e-6 * size: 12 * size / beyond(watch.of(mint.add, lambda size=size: (filled(size), filled(size))))
-            for size in VECTORS}
+        taken = [beyond(watch.of(form, partial(many, *both))) for form, both in zip(forms, shapes)]
+        rates[2e-9 * m * k * n] = 6 * m * k * n / sum(taken)
+    rows = {12e-6 * size: 12 * size / beyond(watch.of(mint.add, partial(many, (size,), (size,)))) for size in VECTORS}
     size = 1 << 20
     vector = size * 8 / beyond(watch.of(mint.exp, lambda: (filled(size),)))  # an exponential is some eight operations
     whole, places = 4 * 4096 * 512, Tensor(rng.permutation(4096).astype(np.int32))
     first, bias = Tensor(np.zeros((4096, 1), np.int32)), filled(512)
 
-    def one() -> Sequence[Tensor]:
-        return (filled(4096, 512),)
-
-    def two() -> Sequence[Tensor]:
-        return filled(4096, 512), filled(4096, 512)
+    one, two = partial(many, (4096, 512)), partial(many, (4096, 512), (4096, 512))
     kernels = {
         "softmax": rate(whole, lambda x: mint.softmax(x, -1), one, kept=whole),
         "log_softmax": rate(whole, lambda x: ops.log_softmax(x, -1), one, kept=whole),

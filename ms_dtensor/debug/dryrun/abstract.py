@@ -23,8 +23,8 @@ KINDS = ("parameters", "gradients", "optimizer", "activations", "gathered", "buf
 class Change(NamedTuple):
     """Of the memory: so many bytes more (or fewer) of a kind, once so many events had happened; and who has handed it out.
 
-    On a host these are MindSpore's "pool" of results, the "heap" of NumPy and of what stays, and what ranks share: "windows",
-    and blocks of each size for itself.
+    On a host these are MindSpore's "pool" of results, the "heap" of NumPy and of what stays, and what ranks share:
+    "windows", and blocks of each size for itself.
     """
 
     at: int
