@@ -33,6 +33,7 @@ from ...dispatch.replaced import PLACE
 from ...errors import OpRuleError
 from ...internals.names import Function, enabled, recording
 from .abstract import Ledger, nameless, on_storage_of
+from .asked import asked_by_user
 from .formulas import backward_flops, flops, kept, within
 
 _NO_GRADIENT = ("StopGradient", "Detach")  # of MindSpore's ops that are one in the rules with a copy
@@ -159,6 +160,7 @@ class Executor:
         self.events: list[DryEvent] = []
         self.ledger = Ledger(self.events)
         self.forks: dict[Any, tuple[Any, Tensor]] = {}
+        self.inside = 0  # functions that nobody sees into, and that run on what is not there
         self.plain: dict[int, Parameter] = {}  # of cells that are not laid out, by identity
         self.kind = "activations"  # of what moves bring
         self.fork = 0, -1  # the address of the fork made last, and the event that made what it is of
@@ -236,11 +238,22 @@ class Executor:
         site = user_site()
         place = f"{os.path.basename(site.rpartition(':')[0])}:{site.rpartition(':')[2]}"
         if place not in self.values:
-            raise OpRuleError(f"For 'dry_run', '{who}' at {site} asks for a value.", x._layout.describe(),
+            layout = getattr(x, "_layout", None)
+            raise OpRuleError(f"For 'dry_run', '{who}' at {site} asks for a value.",
+                              f"{dtype_name(x.dtype)}{list(x._shape)}" if layout is None else layout.describe(),
                               "A dry run has no data.",
                               (f"dry_run(..., values={{{place!r}: 1.0}}), what it is taken to be there",
                                "leave it out of the step that is run dry"))
         return np.asarray(self.values[place])
+
+    def is_asked(self, x) -> bool:
+        """Whether the user asks a plain tensor for a value that it does not have."""
+        return not self.inside and Tensor.data_ptr(x) in self.ledger.held and asked_by_user()
+
+    def taken_out(self) -> None:
+        """A rank's part is handed to the user as a plain tensor."""
+        if asked_by_user():
+            self.assumed[f"to_local at {user_site()}"] = "what is made of it is not seen, and its values are zeros"
 
     def choices(self, shape: tuple[int, int]) -> np.ndarray:
         """[n, k]: the experts that this rank's tokens choose; without `values["experts"]` one after another."""
@@ -323,7 +336,12 @@ class Executor:
         self.assumed[name] = f"what it computes at {user_site()} is not seen: its operations and memory are not counted"
         def counted(x):
             return x if getattr(x, "_layout", None) is not None else Made.apply(x, self)
-        return self.alone(map_leaves(counted, fn(*self._plain(args), **self._plain(kwargs)), Tensor))
+        self.inside += 1
+        try:
+            made = fn(*self._plain(args), **self._plain(kwargs))
+        finally:
+            self.inside -= 1
+        return self.alone(map_leaves(counted, made, Tensor))
 
     def alone(self, tree):
         """Tensors as DTensors of this rank alone, so that ops on them are seen."""

@@ -25,6 +25,7 @@ from ..cell_names import CellNames
 from ..predict import load_hardware, timelines
 from . import page
 from .abstract import KINDS
+from .asked import watch_values
 from .backend import AbstractBackend
 from .executor import Executor
 from .report import write_report
@@ -242,12 +243,13 @@ def dry_run(world: int, rank: int = 0, device: str = "Ascend", *, values: dict[s
     if kind is None:
         raise ConfigError(f"For 'dry_run', {device!r} is not a device.", "", "A run is of one kind of device.",
                           'device="Ascend", "GPU" or "CPU"')
-    if isinstance(world, bool) or not isinstance(world, int) or not 0 <= rank < world:
+    if any(isinstance(n, bool) or not isinstance(n, int) for n in (world, rank)) or not 0 <= rank < world:
         raise ConfigError(f"For 'dry_run', rank {rank!r} is not in a world of {world!r}.", "", "0 <= rank < world",
                           "pass a rank of the world")
     if executing() is not None:
         raise ConfigError("For 'dry_run', another one is under way.", "", "A process is one rank of one world at a time.",
                           "leave the outer block first")
+    watch_values()
     run = DryRun(world, rank, kind, dict(values or {}), dict(messages or {}))
     backend = AbstractBackend(world, rank, run._executor, on_host=kind == "CPU")
     pretending: Any = World(rank, world, backend, kind, executor=run._executor)
