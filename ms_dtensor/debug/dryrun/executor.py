@@ -36,6 +36,7 @@ from .abstract import Ledger, nameless, on_storage_of
 from .asked import asked_by_user
 from .formulas import backward_flops, flops, kept, within
 
+_BY_NAME = {("argmax_method", "ArgMinExt"): "int32"}  # the rules have one op for two of MindSpore's
 _NO_GRADIENT = ("StopGradient", "Detach")  # of MindSpore's ops that are one in the rules with a copy
 _MESHES = {"CPU": "cpu", "Ascend": "npu", "GPU": "gpu"}  # what meshes call devices
 _SEVERAL = frozenset(("split", "chunk", "unstack", "unbind", "tensor_split", "meshgrid", "split_with_size"))
@@ -174,14 +175,15 @@ class Executor:
         what = run.abstract
         if what.shapes is None:
             return self.by_data(run, call, tensors)
-        dtypes = [dtype_of(name) for name in what.dtypes]
+        name = getattr(call.func, "name", "")
+        dtypes = [dtype_of(_BY_NAME.get((what.op, name), dtype)) for dtype in what.dtypes]
         single = len(what.shapes) == 1 and what.op not in _SEVERAL
         cost = flops(what.op, what.arguments, [tuple(x._shape) for x in tensors], what.shapes)
         read = 0 if what.view else sum(prod(x._shape) * x.itemsize for x in tensors)
         written = 0 if what.view else sum(prod(s) * nbytes(d) for s, d in zip(what.shapes, dtypes))
         event = self.note(what.op, "forward", user_site(), cost, read, written, tensors,
                           tensors[0].dtype if tensors else None)
-        if getattr(call.func, "name", "") in _NO_GRADIENT:
+        if name in _NO_GRADIENT:
             tensors = [stop_gradient(as_local(x)) for x in tensors]
         if not recording() or not enabled() or not any(x._requires_grad and _differentiable(x) and i not in run.constants
                                       for i, x in enumerate(tensors)) \
