@@ -27,8 +27,10 @@ def result_dtypes(call: Call, count: int) -> tuple[str, ...]:
         >>> from ms_dtensor.ops.rules.results import result_dtypes
         >>> from ms_dtensor.ops.rules.spec import Call, Operand
         >>> x = Operand(0, (4, 3), "float32")
-        >>> result_dtypes(Call("gt", {"input": x, "other": 0.5}, (x,)), 1), result_dtypes(Call("topk", {"input": x}, (x,)), 2)
-        (('bool',), ('float32', 'int32'))
+        >>> result_dtypes(Call("gt", {"input": x, "other": 0.5}, (x,)), 1)
+        ('bool',)
+        >>> result_dtypes(Call("topk", {"input": x}, (x,)), 2)
+        ('float32', 'int32')
     """
     usual, op = result_dtype(call), call.op
     if op in _BOOL:
