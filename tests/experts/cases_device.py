@@ -23,7 +23,6 @@ from tests.experts.reference import expected, operands
 from tests.rehearsal.session import rehearsed
 from tests.rehearsal.watch import asking
 
-
 OPS = {False: 33, True: 65, "room": 32}  # kernels at least, that a layer's forward asks for on four ranks
 
 
@@ -36,7 +35,7 @@ def stable_sort(values, dim, stable, descending=False):
 
 @contextmanager
 def kernels(device):
-    """In the place of those that a CPU has not: an op each; what they ask of the host is theirs, and left out of the count."""
+    """In the place of those that a CPU has not: an op each; what they ask of the host is left out of the count."""
     had = module.auto_generate.grouped_matmul_v4, ops.swiglu, mint.sort
     module.auto_generate.grouped_matmul_v4 = asking(twins.grouped_matmul_v4, "grouped_matmul_v4", device)
     mint.sort = asking(stable_sort, "sort", device)
