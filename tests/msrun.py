@@ -29,6 +29,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "MS_DTENSOR_RUN"
 REPORTS = "MS_DTENSOR_REPORTS"
+PATIENCE = 600  # seconds for another process or thread that works: no measure of speed, so that busy machines are no failure
 SCHEDULER_GRACE = 3.0  # seconds msrun's scheduler gets to leave by itself after a rank failed
 
 

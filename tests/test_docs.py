@@ -20,6 +20,7 @@ import yaml
 import ms_dtensor
 from model_zoo.llama.config import Config
 from tests.dist import cases_docs
+from tests.msrun import PATIENCE
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -134,7 +135,7 @@ def test_commands_have_files_and_options(page):
 def test_scripts_of_the_shell_are_ones(page):
     for language, text in fences(page):
         if language == "sh":
-            done = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, timeout=30, check=False)
+            done = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, timeout=PATIENCE, check=False)
             assert done.returncode == 0, done.stderr
 
 

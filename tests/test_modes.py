@@ -26,6 +26,7 @@ from ms_dtensor import (
 from ms_dtensor.debug import checks
 from ms_dtensor.dispatch import modes
 from ms_dtensor.errors import ConfigError, DTensorError, MixedOperandError
+from tests.msrun import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("cpu")
 A = np.arange(8, dtype=np.float32).reshape(4, 2)
@@ -83,16 +84,16 @@ def test_per_thread_even_for_a_shared_block(x):
     def other():
         seen.append(modes.mode.get().skip)
         with block:
-            gate.wait(10)
-            gate.wait(10)
+            gate.wait(PATIENCE)
+            gate.wait(PATIENCE)
         seen.append(modes.mode.get().skip)
     thread = threading.Thread(target=other)
     thread.start()
-    gate.wait(10)
+    gate.wait(PATIENCE)
     assert isinstance(x + x, DTensor)  # the other thread skips, this one does not
     with block:
         assert not isinstance(x + x, DTensor)
-        gate.wait(10)
+        gate.wait(PATIENCE)
         thread.join()
         assert not isinstance(x + x, DTensor)
     assert seen == [False, False] and isinstance(x + x, DTensor)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.msrun import run_ranks
+from tests.msrun import PATIENCE, run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("ms_dtensor", "model_zoo", "scripts", "docs", "tests")
@@ -38,7 +38,7 @@ def python_files() -> list[Path]:
 
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
 
 
 @pytest.mark.parametrize("module", PURE)
@@ -50,7 +50,7 @@ def test_pure_module_imports_where_mindspore_cannot(module: str) -> None:
 def test_version_is_the_same_for_setup_and_package() -> None:
     in_package = run_python("import sys; sys.modules['mindspore'] = None; import ms_dtensor as m; print(m.__version__)")
     in_setup = subprocess.run(
-        [sys.executable, "setup.py", "--version"], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "setup.py", "--version"], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE
     )
     version = in_package.stdout.strip()
     assert re.fullmatch(r"\d+\.\d+\.\d+", version), in_package.stderr
@@ -83,7 +83,7 @@ def test_no_python_file_outgrows_one_idea() -> None:
 @pytest.mark.parametrize("script", ["scripts/quickstart.sh", "scripts/run_llama.sh", "scripts/test.sh",
                                     "scripts/_env.sh", ".ci/run"])
 def test_shell_script_parses(script: str) -> None:
-    done = subprocess.run(["bash", "-n", script], cwd=ROOT, capture_output=True, text=True, timeout=20)
+    done = subprocess.run(["bash", "-n", script], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
 
 

@@ -31,6 +31,7 @@ from ms_dtensor import (
 )
 from ms_dtensor.dispatch import policy
 from ms_dtensor.errors import ImplicitCommError
+from tests.msrun import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("cpu")
 R, P, S = Replicate(), Partial(), Shard
@@ -184,7 +185,7 @@ def test_a_warning_that_is_an_error_is_one_every_time():
 
 def test_threads_warn_once_together_and_each_world_anew():
     def work():
-        barrier.wait(10)
+        barrier.wait(PATIENCE)
         with redistribution_policy("warn"):
             for _ in range(50):
                 policy.check("add", "it moves", "", ())

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.msrun import PATIENCE
+
 ROOT = Path(__file__).resolve().parent.parent
 RIGHT = """
 import ms_dtensor as md
@@ -35,5 +37,5 @@ def test_a_users_program_type_checks_and_its_mistakes_are_found(tmp_path):
 
 def test_the_installed_package_says_that_it_is_typed(tmp_path):
     done = subprocess.run([sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)], cwd=ROOT,
-                          capture_output=True, text=True, timeout=100)
+                          capture_output=True, text=True, timeout=PATIENCE)
     assert (tmp_path / "ms_dtensor" / "py.typed").is_file(), done.stderr

@@ -18,6 +18,7 @@ import pytest
 from ms_dtensor.comm.shm import address, arena, rendezvous, segment
 from ms_dtensor.errors import ConfigError, PeerLost
 from ms_dtensor.redistribute.cost import sent_bytes
+from tests.msrun import PATIENCE
 
 WORKER = pathlib.Path(__file__).parent / "worker.py"
 
@@ -26,7 +27,7 @@ def run(scenario, size, *args, timeout="20"):
     """One line per rank, in rank order; extra lines the scenario printed come after."""
     env = dict(os.environ, TEST_TIMEOUT=timeout)
     done = subprocess.run([sys.executable, str(WORKER), scenario, str(size), *args], env=env, capture_output=True,
-                          text=True, timeout=60)
+                          text=True, timeout=PATIENCE)
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     ranks = sorted((line for line in lines if "rank" in line), key=lambda line: line["rank"])
     assert ranks, done.stderr

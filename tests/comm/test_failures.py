@@ -9,11 +9,13 @@ import sys
 
 import pytest
 
+from tests.msrun import PATIENCE
+
 SCRIPTS = pathlib.Path(__file__).resolve().parents[1] / "long"
 
 
 def run(script, *args):
-    done = subprocess.run([sys.executable, str(SCRIPTS / script), *args], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, str(SCRIPTS / script), *args], capture_output=True, text=True, timeout=PATIENCE)
     assert done.stdout, done.stderr
     return json.loads(done.stdout), done
 

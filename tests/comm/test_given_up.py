@@ -7,11 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.msrun import PATIENCE
+
 
 def reports_of(name: str) -> dict[int, dict]:
     """In a process of its own, as it forks."""
     script = Path(__file__).with_name("given_up_scenarios.py")
-    done = subprocess.run([sys.executable, str(script), name], capture_output=True, text=True, timeout=90, check=False)
+    done = subprocess.run([sys.executable, str(script), name], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.stdout, done.stderr
     return {int(rank): report for rank, report in json.loads(done.stdout).items()}
 

@@ -16,7 +16,7 @@ import pytest
 from ms_dtensor.comm.agree import check_every
 from ms_dtensor.comm.shm import segment
 from ms_dtensor.errors import ConfigError
-from tests.msrun import ROOT, free_port
+from tests.msrun import PATIENCE, ROOT, free_port
 
 
 def four_parts(error: ConfigError) -> None:
@@ -114,7 +114,7 @@ def running(pid: int) -> bool:
 def test_an_absent_device_ends_the_job(tmp_path):
     job = msrun(tmp_path, "import ms_dtensor as md\nmd.init_device_mesh('npu', (2,))\n", "--join=True")
     try:
-        assert job.wait(60) == 1
+        assert job.wait(PATIENCE) == 1
         for log in ("worker_0.log", "worker_1.log", "scheduler.log"):
             assert "ConfigError: For 'start', there is no Ascend device here." in (tmp_path / log).read_text(), log
     finally:
@@ -141,5 +141,5 @@ def test_workers_end_with_a_killed_msrun(tmp_path):
 def test_workers_of_an_msrun_that_does_not_wait_go_on(tmp_path):
     job = msrun(tmp_path, SLEEPS, args=(str(tmp_path), "2"))
     workers_of(tmp_path)
-    job.wait(30)
+    job.wait(PATIENCE)
     assert soon(lambda: all((tmp_path / f"done{rank}").exists() for rank in range(2)), 30)

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from ms_dtensor.comm import world
-from tests.msrun import free_port, run_ranks
+from tests.msrun import PATIENCE, free_port, run_ranks
 
 HERE = pathlib.Path(__file__).parent
 
@@ -32,7 +32,7 @@ def two_ranks(kind):
     running = [subprocess.Popen([sys.executable, str(HERE / "goodbye.py"), kind], env=dict(env, MS_NODE_ID=str(r)),
                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for r in range(2)]
     try:
-        return [(*p.communicate(timeout=60), p.returncode) for p in running]
+        return [(*p.communicate(timeout=PATIENCE), p.returncode) for p in running]
     finally:
         for p in running:
             p.kill()

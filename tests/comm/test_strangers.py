@@ -10,6 +10,8 @@ import sys
 
 import pytest
 
+from tests.msrun import PATIENCE
+
 HERE = pathlib.Path(__file__).parent
 
 
@@ -18,7 +20,7 @@ HERE = pathlib.Path(__file__).parent
 @pytest.mark.parametrize("let_in", [False, True], ids=["kept_off", "let_in"])
 def test_job_among_strangers(kind, let_in):
     done = subprocess.run([sys.executable, str(HERE / "strangers.py"), kind, "3", *["let_in"][:let_in]],
-                          capture_output=True, text=True, timeout=60)
+                          capture_output=True, text=True, timeout=PATIENCE)
     assert done.stdout, done.stderr
     out = json.loads(done.stdout)
     assert [r.get("sum") for r in out["ranks"]] == [6.0] * 3, out

@@ -8,12 +8,13 @@ import pytest
 
 from ms_dtensor.comm.agree import Agreement, check_every
 from ms_dtensor.errors import CollectiveMismatch, ConfigError
+from tests.msrun import PATIENCE
 
 
 def run(programs, every):
     """What each rank's check raised, and how many checksums were gathered."""
     n = len(programs)
-    meet, boxes, raised, gathered = threading.Barrier(n, timeout=10), [None] * n, [None] * n, []
+    meet, boxes, raised, gathered = threading.Barrier(n, timeout=PATIENCE), [None] * n, [None] * n, []
 
     def rank(r):
         def gather(value, group):

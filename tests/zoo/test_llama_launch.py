@@ -24,6 +24,7 @@ from model_zoo.llama.launch import Nodes, after_signal, first_failure, free_port
 from model_zoo.llama.ranks import FAILED, guarded, this_process
 from model_zoo.llama.ranks import LAUNCHER as BY
 from ms_dtensor.errors import ConfigError
+from tests.msrun import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "model_zoo/llama/train.py"
@@ -52,19 +53,19 @@ def test_msrun_gets_a_port_it_accepts_and_the_script_with_its_arguments(tmp_path
 def test_a_bad_configuration_ends_the_script_before_mindspore_starts():
     env = {k: v for k, v in os.environ.items() if k not in ("MS_WORKER_NUM", "RANK_ID", "MS_ROLE")}
     run = subprocess.run([sys.executable, "-X", "importtime", str(TRAIN), "--parallel.tp", "2"], env=env,
-                         capture_output=True, text=True, timeout=60)
+                         capture_output=True, text=True, timeout=PATIENCE)
     assert run.returncode == 2 and "ConfigError: For the configuration, the parallel degrees make 2" in run.stderr
     assert "Traceback" not in run.stderr and "mindspore" not in run.stderr.replace(str(TRAIN), "")
 
 
 def test_print_config_prints_and_trains_nothing():
     run = subprocess.run([sys.executable, str(TRAIN), "--print-config", "--model.dim", "64"], capture_output=True,
-                         text=True, timeout=60)
+                         text=True, timeout=PATIENCE)
     assert run.returncode == 0 and "  dim: 64\n" in run.stdout and "loss" not in run.stdout.replace("loss_parallel", "")
 
 
 def test_help_says_how_and_where_the_keys_are():
-    run = subprocess.run([sys.executable, str(TRAIN), "--help"], capture_output=True, text=True, timeout=60)
+    run = subprocess.run([sys.executable, str(TRAIN), "--help"], capture_output=True, text=True, timeout=PATIENCE)
     assert run.returncode == 0 and "usage: train.py [--config" in run.stdout and "--print-config;" in run.stdout, run.stderr
 
 
@@ -99,7 +100,7 @@ def test_what_cannot_be_is_refused_once_and_starts_no_rank(tmp_path, words, env,
 
 def test_the_script_hands_a_refusal_on(tmp_path):
     run = run_llama(1, *TINY, "--train.log_dir", str(tmp_path), "--train.stesp", "3")
-    out = run.communicate(timeout=60)[0]
+    out = run.communicate(timeout=PATIENCE)[0]
     assert run.returncode == 2 and out.count("'train.steps' is the closest match") == 1 and "Traceback" not in out, out
 
 
@@ -235,7 +236,7 @@ def test_an_end_before_the_first_step_takes_no_time_and_is_no_failure_of_msrun(t
         time.sleep(0.6)  # launch.py has looked
         started = time.monotonic()
         os.kill(job.pid if ends == "launcher" else pids[ends == "rank"], signal.SIGTERM if code == 143 else signal.SIGKILL)
-        out = job.communicate(timeout=20)[0]
+        out = job.communicate(timeout=PATIENCE)[0]
         assert job.returncode == code and said in out and "raceback" not in out and time.monotonic() - started < 4, out
         assert not any(map(running, pids))
     finally:
@@ -277,7 +278,7 @@ def test_ctrl_c_saves_where_it_was_asked_for(tmp_path):
     try:
         assert soon(lambda: metrics.exists() and metrics.read_text().count("\n") > 2)
         run.send_signal(signal.SIGINT)
-        out = run.communicate(timeout=30)[0]
+        out = run.communicate(timeout=PATIENCE)[0]
         assert run.returncode == 0 and "which is saved" in out and (tmp_path / "checkpoints/latest").exists(), out
     finally:
         run.kill()
@@ -326,7 +327,7 @@ def test_a_folder_is_of_one_run_at_a_time(tmp_path, monkeypatch):
         with pytest.raises(ConfigError, match=f"For 'checkpoint.dir', another run is at work in '{tmp_path}/c'"):
             keep.enter_context(hold(other))
         refused = run_llama(1, "tiny", "--train.log_dir", str(tmp_path / "run"), "--checkpoint.resume", "latest")
-        out = refused.communicate(timeout=60)[0]
+        out = refused.communicate(timeout=PATIENCE)[0]
         assert refused.returncode == 2 and out.count("another run is at work") == 1 and "starting" not in out, out
         assert {*tmp_path.rglob("*")} == {*before, tmp_path / "b"}
         for role in ({"MS_ROLE": "MS_SCHED", "MS_WORKER_NUM": "2"},

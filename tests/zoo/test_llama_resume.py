@@ -16,6 +16,7 @@ import pytest
 from ms_dtensor.checkpoint import latest
 from ms_dtensor.checkpoint.reader import Reader
 from ms_dtensor.errors import CheckpointError, ConfigError
+from tests.msrun import PATIENCE
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
 LLAMA = Path(__file__).resolve().parents[2] / "model_zoo/llama"
@@ -79,7 +80,7 @@ def job(tmp_path):
             if one.process.poll() is None:
                 one.process.send_signal(signal.SIGTERM)
                 time.sleep(1)
-        one.process.wait(60)
+        one.process.wait(PATIENCE)
 
 
 def train(folder: Path, *options: str) -> None:
