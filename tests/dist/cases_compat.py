@@ -411,6 +411,29 @@ def local_cells_under_fully_shard(world):
 
 
 @case(world_size=4)
+def a_piece_is_loaded_as_its_ranks_shard_by_programs_for_hyper_parallel_alone(world):
+    """MindFormers reads pieces by layouts, and gives them to `load_param_into_net`."""
+    mesh = mesh_2d()
+    net = shard_module(Net(), mesh, ShardingPlan(plan={"up": (S(1), S(0)), "down": (R, S(1))}))
+    whole = {name: np.random.default_rng(len(name)).standard_normal(p.shape).astype(np.float32)
+             for name, p in net.parameters_and_names()}
+    given = {name: Parameter(Tensor(np.ascontiguousarray(whole[name][tuple(slice(*e) for e in p.layout.local_box())])), name)
+             for name, p in net.parameters_and_names()}
+    text = refusal(lambda: ms.load_param_into_net(net, given), RuntimeError)
+    assert "same shape" in text, text
+    register()
+    try:
+        with counted() as count:
+            assert ms.load_param_into_net(net, given) == ([], [])
+        text = refusal(lambda: ms.load_param_into_net(net, {"up": Parameter(Tensor(np.ones((4, 5), np.float32)))}), RuntimeError)
+    finally:
+        unregister()
+    assert not count and "same shape" in text, (count, text)
+    for name, p in net.parameters_and_names():
+        equal(p, Tensor(whole[name]), name, 0)
+
+
+@case(world_size=4)
 def layouts_in_checkpoints(world):
     mesh = mesh_2d()
     net = shard_module(Net(), mesh, ShardingPlan(plan={"up": (S(1), S(0)), "down": (R, S(1))}))
@@ -426,36 +449,3 @@ def layouts_in_checkpoints(world):
         everybody = get_global_layout(net)
     assert sorted(everybody) == ["0", "1", "2", "3"] and all(v == own[str(world.rank)] for v in everybody.values())
     assert count == {("all_gather_object", "forward"): 1}
-
-
-@case(world_size=4)
-def pieces_are_loaded_where_the_package_is_registered(world):
-    """`load_param_into_net` of what a rank cut itself, uneven and over two axes; elsewhere of whole values only."""
-    wanted = {"up": data(11, 8, 12), "down": data(12, 12, 6), "odd": data(13, 3, 5), "all": data(14, 2)}
-    net = Net()
-    net.odd, net.all = Parameter(data(1, 3, 5), name="odd"), Parameter(data(2, 2), name="all")
-    net = shard_module(net, mesh_2d(), ShardingPlan(plan={"up": (S(1), S(0)), "down": (S(0), S(0)), "odd": (S(0), S(1))}))
-    cut = {"up", "down", "odd"}
-    pieces = {name: Parameter(np.ascontiguousarray(value.asnumpy()[box_of(net, name)]), name=name)
-              for name, value in wanted.items()}
-    assert "should have the same shape" in refusal(lambda: ms.load_param_into_net(net, pieces), RuntimeError)
-    register()
-    try:
-        with counted() as count:
-            assert ms.load_param_into_net(net, pieces) == ([], [])
-            held = {name: getattr(net, name).to_local().asnumpy() for name in cut}
-            assert ms.load_param_into_net(net, {n: Parameter(v * 2, name=n) for n, v in wanted.items()}) == ([], [])  # whole
-        assert not count, count
-        for name, value in wanted.items():
-            if name in cut:
-                assert np.array_equal(held[name], pieces[name].asnumpy()), name
-            equal(getattr(net, name), value * 2, name)
-        other = {"up": Parameter(np.zeros((4, 12), np.float32), name="up")}  # neither whole nor this rank's shape
-        assert "should have the same shape" in refusal(lambda: ms.load_param_into_net(net, other), RuntimeError)
-    finally:
-        unregister()
-
-
-def box_of(net, name: str) -> tuple:
-    p = getattr(net, name)
-    return tuple(slice(a, b) for a, b in p.layout.local_box()) if isinstance(p, DTensor) else (...,)

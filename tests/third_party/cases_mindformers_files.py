@@ -50,8 +50,3 @@ def goes_on(world, saved: tuple[int, int], loaded: tuple[int, int], load_options
 def its_own_files_go_from_data_to_tensor_parallelism_and_back(world):
     goes_on(world, (2, 1), (1, 2))
     goes_on(world, (1, 2), (2, 1), remove_redundancy=True)
-
-
-@case(4, timeout=400)
-def its_own_files_go_to_a_mesh_of_another_shape(world):
-    goes_on(world, (2, 2), (4, 1))

@@ -48,8 +48,8 @@ class _Module(types.ModuleType):
 def register() -> None:
     """From here on `import hyper_parallel` gives what ms_dtensor has under its names. `unregister` takes it back.
 
-    On CPU MindSpore's collectives run on our groups, too: `comm.mindspore_collectives`. `load_param_into_net` takes values
-    that have the shape of this rank's shard for that shard, as hyper_parallel's DTensors do.
+    On CPU MindSpore's collectives run on our groups, too: `comm.mindspore_collectives`. `load_param_into_net` takes a plain
+    value that has the shape of a DTensor's shard, and not of the whole, for this rank's shard.
 
     Raises:
         ConfigError: hyper_parallel itself has been imported.

@@ -5,7 +5,7 @@
 mesh's first rank writes what one device would write, and the others wait for it. `ms.load_param_into_net` and
 `Cell.load_state_dict` give each rank its shard of the values that it has read; nothing is communicated. Patched are the
 functions inside MindSpore that every entry uses, `ModelCheckpoint` among them. Invariant: no file holds a shard, and no
-shard is loaded for the whole, nor a whole for a shard unless `take_pieces(True)` says that a program loads what it cut itself.
+shard is loaded for the whole.
 """
 from __future__ import annotations
 
@@ -25,7 +25,17 @@ from .undo import Patched
 _ELSEWHERE = "__ms_dtensor_written_by_another_rank__"  # the only entry of what a rank that does not write would write
 _saving = threading.local()  # .mesh: (process, mesh) of the save under way in this thread
 _installed = Patched()
-_pieces = {"taken": False}
+_pieces = False  # see `take_pieces`
+
+
+def take_pieces(on: bool) -> None:
+    """Whether `load_param_into_net` takes a plain value of a shard's shape for this rank's shard, as in hyper_parallel.
+
+    Its programs read pieces of files by layouts and load them so. Elsewhere such a value is refused: a shape does not say
+    which piece it is.
+    """
+    global _pieces
+    _pieces = on
 
 
 def _whole(param, writes: bool):
@@ -91,9 +101,6 @@ def _load(param, value) -> None:
     if getattr(value, "_layout", None) is not None:
         param.set_data(value.astype(param.dtype))
         return
-    if tuple(value.shape) != param._layout.shape:  # this rank's piece: `_update` has let no other shape through
-        param.set_data(value.astype(param.dtype))
-        return
     array = value.asnumpy()
     shard = np.ascontiguousarray(param._layout.assemble(lambda box: array[tuple(slice(*extent) for extent in box)]))
     param.set_data(Tensor(shard, param.dtype))
@@ -108,11 +115,12 @@ def _update(original):
             raise MixedOperandError(f"For 'load_param_into_net', parameter '{param.name}' is plain, its value a DTensor.",
                                     given.describe(), "The parameter would hold this rank's shard only.",
                                     ("distribute the net first", "load value.full_tensor()"))
-        shapes = () if own is None else (own.shape, own.local_shape()) if _pieces["taken"] else (own.shape,)
-        same = isinstance(value, Tensor) and tuple(value.shape) in shapes
+        shape = tuple(value.shape) if isinstance(value, Tensor) else None
+        piece = _pieces and own is not None and given is None and shape == own.local_shape() != own.shape
+        same = piece or own is not None and shape == own.shape
         if not same or value.dtype != param.dtype and not serialization._type_convert(param, new_param, strict_load):
             return original(param, new_param, strict_load)
-        return _load(param, value)
+        return param.set_data(Tensor(value.asnumpy(), param.dtype)) if piece else _load(param, value)
     return update
 
 
@@ -132,14 +140,6 @@ def _load_state(original):
             self.__dict__["_params"] = everything
         unexpected_keys[:] = [key for key in unexpected_keys if key not in {prefix + name for name in ours}]
     return load
-
-
-def take_pieces(on: bool) -> None:
-    """Whether `load_param_into_net` takes this rank's own piece for a value, too, as hyper_parallel's does.
-
-    Off, a value that has a shard's shape is refused: it may as well be all of a smaller model.
-    """
-    _pieces["taken"] = on
 
 
 def install() -> None:
