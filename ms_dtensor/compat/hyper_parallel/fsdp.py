@@ -18,6 +18,8 @@ from ...tensor.dtensor import DTensor
 
 __all__ = ["CPUOffloadPolicy", "HSDPModule", "MixedPrecisionPolicy", "OffloadPolicy", "fully_shard"]
 
+_COUNTER = "_ms_dtensor_counter"  # attribute of a parameter that `fully_shard` has made plain
+
 
 class _HasUnit(type):
     def __instancecheck__(cls, cell):
@@ -71,11 +73,16 @@ def fully_shard(module: nn.Cell, *, mesh: DeviceMesh, reshard_after_forward: boo
 
 
 def _counters_made_plain(module: nn.Cell, ignored: list[Parameter]) -> list[Parameter]:
-    counters = {id(p): p for p in ignored if isinstance(p, DTensor) and not p.requires_grad
+    """What is ignored, with plain parameters in the places of counters; later calls may name those that were replaced."""
+    counters = {id(p) for p in ignored if isinstance(p, DTensor) and not p.requires_grad
                 and all(isinstance(placement, Replicate) for placement in p.placements)}
-    plain = {key: Parameter(p.to_local(), name=p.name, requires_grad=False) for key, p in counters.items()}
+    found: dict[int, Parameter] = {}  # a parameter of several cells stays one
     for _, cell in module.cells_and_names():
         for name, p in list(cell._params.items()):
-            if id(p) in plain:
-                setattr(cell, name, plain[id(p)])
-    return [plain.get(id(p), p) for p in ignored]
+            if id(p) in counters:
+                found.setdefault(id(p), Parameter(p.to_local(), name=p.name, requires_grad=False))
+                setattr(cell, name, found[id(p)])
+                found[id(p)].__dict__[_COUNTER] = True
+            elif p is not None and _COUNTER in p.__dict__:
+                found[id(p)] = p
+    return [*(p for p in ignored if id(p) not in found), *found.values()]
