@@ -30,6 +30,7 @@ if __package__ in (None, ""):
 from model_zoo.llama.config import Config, ParallelConfig, mesh_axes
 from model_zoo.llama.configio import USAGE, load
 from model_zoo.llama.flops import attention_weights
+from model_zoo.llama.kept import choose
 from model_zoo.llama.ranks import script
 from ms_dtensor.comm.buffers import communicator_bytes
 from ms_dtensor.pipeline.builders import BUILDERS
@@ -244,6 +245,7 @@ def of_share(cfg: Config, share: Share) -> dict[str, int]:
         "gradients, float32": gradients,
         "moments of AdamW": 8 * own,
         "saved by blocks": kept_blocks * saved_by_block(cfg, wide),
+        "results that they keep": sum(choose(cfg).bytes.values()) if t.recompute else 0,
         "inputs of recomputed blocks": share.blocks * s.own_tokens * m.dim * wide if t.recompute else 0,
         # themselves and their gradient; relative to the row's greatest, their exponentials and the gradient of these
         "logits and loss": share.heads * s.tokens * vocab * (2 * wide + 3 * 4),
@@ -257,7 +259,8 @@ def report(cfg: Config) -> str:
     rows = per_rank(cfg)
     total = sum(rows.values())
     lines = [f"{name:<32}{value / MIB:>10,.0f} MiB" for name, value in rows.items()]
-    return "\n".join([*lines, f"{'all':<32}{total / MIB:>10,.0f} MiB of {USABLE / MIB:,.0f}"])
+    lines.append(f"{'all':<32}{total / MIB:>10,.0f} MiB of {USABLE / MIB:,.0f}")
+    return "\n".join([*lines, str(choose(cfg))] if cfg.train.recompute else lines)
 
 
 def documented(file: Path) -> Iterator[tuple[int, list[str], float]]:

@@ -125,6 +125,7 @@ def _run(argv: list[str], keep: ExitStack) -> None:
     device = start_device()  # MindSpore is imported from here on
 
     from model_zoo.llama.fits import refuse_too_large
+    from model_zoo.llama.kept import choose
     from model_zoo.llama.parallelize import make_mesh
     from model_zoo.llama.report import Reporter
     from model_zoo.llama.trainer import Trainer
@@ -155,6 +156,8 @@ def _run(argv: list[str], keep: ExitStack) -> None:
                    f"{' sequence-parallel' if p.sequence_parallel and p.tp > 1 else ''}"
                    f"{' fsdp' if p.fsdp else ' zero1' if p.zero1 else ''}{f' hsdp={p.hsdp}' if p.hsdp > 1 else ''}; "
                    f"{t.batch} x {t.seq} tokens a step; log in {log_dir}")
+        if t.recompute:
+            report.say(str(choose(cfg)))
         if done:
             report.say(f"going on after step {done}")
         if window.first and window.first <= done:

@@ -91,7 +91,7 @@ def _times(model: Transformer, plan: Plan, machine: Hardware, parts: list[Part],
             "head": plan.micro_batches * (head + head_waits),
             "bubble": (filled - plan.micro_batches) * (computing + waiting),
             "between stages": hops * seconds(hop, machine) if hops else 0.0, "data parallelism": reductions,
-            "optimizer": seconds(Op("update", 10 * updated, UPDATED * updated), machine)}
+            "optimizer": seconds(Op("AdamW", 10 * updated, UPDATED * updated), machine)}
 
 
 def _data_parallel(model: Transformer, plan: Plan, machine: Hardware, itemsize: int, blocks: float,
