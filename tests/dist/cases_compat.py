@@ -475,8 +475,8 @@ def counters_that_are_ignored_are_each_ranks_own(world):
     fully_shard(net, mesh=mesh["dp"], ignored_params=ignored)
     fully_shard(whole, mesh=mesh["dp"], ignored_params=ignored)  # which still names the one that was replaced
     assert not isinstance(net.seen, DTensor) and isinstance(net.up, DTensor)
-    assert (net.seen.name, net.seen.requires_grad) == ("seen", False)
+    assert (net.seen.name, net.seen.requires_grad) == ("0.seen", False)  # the sequence names it so
     for _ in range(2):
         net(rows)
     assert net.seen.asnumpy().tolist() == [2 * (1 + world.rank), 2]
-    assert [p.name for p in net.get_parameters()] == ["up", "seen"]
+    assert [p.name for p in net.get_parameters()] == ["0.up", "0.seen"]
