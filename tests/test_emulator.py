@@ -165,6 +165,17 @@ def test_a_communicator_is_made_with_the_stated_buffer(monkeypatch):
         hccl.buffer_megabytes()
 
 
+def test_more_communicators_than_a_card_holds_are_refused_before_their_members_meet(monkeypatch):
+    monkeypatch.setenv("HCCL_BUFFSIZE", "1000")
+    for size, made in ((16 << 30, 3), (0, 4)):  # 0: a driver that does not say
+        monkeypatch.setattr(hccl, "card_memory", lambda size=size: size)
+        with comm.fake_world(8), rehearsed(clock=False) as device, nullcontext() if not size else pytest.raises(
+                ConfigError, match="5 communicators do not fit into a card's memory.*\n.*\n.*\n.*\n.*HCCL_BUFFSIZE=819"):
+            mesh = init_device_mesh("npu", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
+            mesh.get_group(("dp", "cp"))
+        assert len([c for c in device.calls if c[0] == "create_group"]) == made
+
+
 def options(**config):
     made = GroupOptions()
     made.hccl_config = config

@@ -9,6 +9,7 @@ The plots need matplotlib, which is in the `plot` extra.
 from __future__ import annotations
 
 import json
+import textwrap
 from pathlib import Path
 
 import matplotlib
@@ -90,6 +91,20 @@ and on two cores they take their time from it.
 """
 
 
+NOTES = {  # what rows of a Llama step are
+    "hand tp": "*Hand* is the same model in plain MindSpore with Megatron's collectives written out.",
+    "two at once": "*Two at once* is the single-rank step on both ranks at the same time, without communication: as memory "
+                   "and caches are shared, two ranks that never wait for each other do {:.2f} times the work of one.",
+    "half at once": "*Half at once* is half the batch on each rank at the same time, again without communication: a "
+                    "data-parallel step whose reduction takes no time gains {:.2f} here, which bounds what data "
+                    "parallelism can gain on this machine.",
+    "torch cp": "PyTorch's is the loop of its ring attention, called directly: on a CPU its `context_parallel` ends in an "
+                "error.",
+    "torch ep": "PyTorch's is `scripts/bench/torch_experts.py`: all-to-all over gloo, tokens grouped as in torchtitan.",
+    "torch pp": "Both pipelines are 1F1B, a micro-batch a row.",
+}
+
+
 def llama(run: dict, title: str) -> str:
     rows = [(name, r["ms"], r["least"], r["tokens_per_s"], r["speedup"], r.get("over_hand", ""), r.get("peak_mib", ""))
             for name, r in run["rows"].items()]
@@ -98,19 +113,15 @@ def llama(run: dict, title: str) -> str:
     busy = run["machine"]["load"] > 2 * run["machine"]["cores"]
     warning = "**Other work kept both cores busy during this run (see the load): two ranks had no second core to " \
               "gain from; the speed-ups measure neither library. To be repeated on an idle machine.**\n\n"
-    together, half = (run["rows"].get(k, {}).get("speedup", 0) for k in ("two at once", "half at once"))
-    bound = f"""
-*Half at once* is half the batch on each rank at the same time, again without communication: a data-parallel step whose
-reduction takes no time gains {half:.2f} here, which bounds what data parallelism can gain on this machine.
-""" if half else ""
+    said = [f"Forward, backward and AdamW on {run['tokens']} tokens; two ranks, one thread and one core each. Speed-up is "
+            "against the single rank of the same library, where it is a row.",
+            *(text.format(run["rows"][name]["speedup"] * (2 if name == "two at once" else 1))
+              for name, text in NOTES.items() if name in run["rows"])]
+    about = "\n\n".join(textwrap.fill(text, 120) for text in said)
     return f"""## A Llama step: {title}
 
-Forward, backward and AdamW on {run['tokens']} tokens; two ranks, one thread and one core each. *Hand* is the same model in
-plain MindSpore with Megatron's collectives written out; the core of attention is one compiled graph in both. Speed-up is
-against the single rank of the same library. *Two at once* is the single-rank step on both ranks at the same time, without
-communication: as memory and caches are shared, two ranks that never wait for each other do {2 * together:.2f} times the work
-of one.
-{bound}
+{about}
+
 {stamp(run)}
 
 {warning if busy else ""}{table(("", "ms", "least ms", "tokens/s", "speed-up", "ours / hand", "peak MiB a rank"), rows)}
@@ -214,6 +225,9 @@ def main() -> None:
             ("llama_small", "llama_step.py --size small", lambda run: llama(run, "21 M parameters"), plot_llama),
             ("llama_medium", "llama_step.py --size medium", lambda run: llama(run, "98 M parameters"), None),
             ("llama_large", "llama_step.py --size large", lambda run: llama(run, "325 M parameters"), None),
+            ("llama_long", 'llama_step.py --size long --variants "ours dp,ours cp,torch cp"',
+             lambda run: llama(run, "contexts of 4,096 tokens"), None),
+            ("llama_experts", "llama_step.py --size experts", lambda run: llama(run, "eight experts"), None),
             ("llama_toy", "llama_step.py --size toy", lambda run: llama(run, "toy size, 0.66 M parameters"), None),
             ("zero1_small", "zero1.py", zero1, None), ("optimizer", "optimizer.py", optimizer, None),
             ("startup", "startup.py", startup, None)):

@@ -147,6 +147,8 @@ class TrainConfig:
     """Over the first so many steps the batch grows, part by part, from one of `micro_batches` to all; 0: it is whole."""
     recompute: bool = False
     """Of each block only the input is kept for the backward, which computes the block again."""
+    recompute_gib: float = 0.0
+    """With recompute: so much of a rank's memory may hold what is dearest to compute again; see kept.py."""
     eval_every: int = 0
     """Held-out loss every so many steps, besides start and end; 0: only those two."""
     eval_batches: int = 2
@@ -211,6 +213,13 @@ def checkpoint_folder(cfg: Config, log_dir: Path | None = None) -> Path:
     return Path(cfg.checkpoint.dir or (log_dir or Path(cfg.train.log_dir)) / "checkpoints")
 
 
+def mesh_axes(p: ParallelConfig) -> dict[str, int]:
+    """Names and sizes of the mesh's axes, the outermost first."""
+    axes = {"pp": p.pp, "copies": p.hsdp, "dp": p.dp // p.hsdp // p.ep_of_dp, "ep": p.ep_of_dp,
+            "cp": p.cp // p.ulysses, "ulysses": p.ulysses, "tp": p.tp}
+    return {name: n for name, n in axes.items() if n > 1 or name in ("dp", "tp")}
+
+
 VEE = ("zbv", "dualpipev")  # schedules in which rank r has the stages r and 2 pp - 1 - r
 # Of every number in the tree the least and the greatest value; NaN is in no range. The greatest keep checks and sums quick.
 RANGES: dict[str, tuple[float, float]] = {
@@ -223,7 +232,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "optim.warmup": (0, 2 ** 53), "optim.min_lr_ratio": (0, 1), "optim.clip_norm": (0, 1e9),
     "optim.qk_clip": (0, 1e9),
     "train.steps": (0, 2 ** 53), "train.batch": COUNT, "train.seq": COUNT, "train.seed": (0, 2 ** 32 - 1),
-    "train.micro_batches": COUNT, "train.batch_ramp": (0, 2 ** 53),
+    "train.recompute_gib": (0, 2 ** 20), "train.micro_batches": COUNT, "train.batch_ramp": (0, 2 ** 53),
     "checkpoint.interval": (0, 2 ** 53), "checkpoint.keep_last": COUNT,
     "train.eval_every": (0, 2 ** 53), "train.eval_batches": COUNT,
     **WATCH_RANGES,
@@ -245,6 +254,13 @@ def check(cfg: Config, world: int) -> None:
         raise ConfigError("For the configuration, parallel.tp_overlap has nothing to overlap.", ", ".join(missing),
                           "It hides what sequence parallelism gathers and scatters around a dense block's own matrices.",
                           ["--parallel.tp_overlap 1", "--parallel.sequence_parallel true"])
+    if cfg.train.recompute_gib and (missing := [text for text, there in (
+            ("train.recompute is false", not cfg.train.recompute), ("lora is set", cfg.lora),
+            ("model.latent is set", cfg.model.latent), ("parallel.tp_overlap is not 1", cfg.parallel.tp_overlap != 1))
+            if there]):
+        raise ConfigError("For the configuration, train.recompute_gib keeps nothing.", ", ".join(missing),
+                          "It is for results of the products and of attention in recomputed blocks of the model's own.",
+                          ["--train.recompute_gib 0", "--train.recompute true"])
     if cfg.checkpoint.on_sigterm and not cfg.checkpoint.interval:
         raise ConfigError("For the configuration, checkpoint.on_sigterm is set, and checkpoint.interval is 0.", "",
                           "A run that never saves does not on SIGTERM either.", "--checkpoint.interval 100")

@@ -23,11 +23,17 @@ def dry_step(cfg: Config, world: int, rank: int = 0, device: str = "CPU"):
 
     The core of attention is not compiled, as nobody sees into what is; experts are taken as chosen equally often.
     """
+    return dry_stages(cfg, world, rank, device, rank // (world // cfg.parallel.pp) + 1)[-1]
+
+
+def dry_stages(cfg: Config, world: int, rank: int = 0, device: str = "CPU", count: int | None = None) -> list:
+    """The same of the first `count` stages, by default all: of each the rank that has this one's place in its stage."""
     cfg = replace(cfg, train=replace(cfg.train, compile=False))
     each = world // cfg.parallel.pp
     messages: dict[str, bytes] = {}
     values = {} if cfg.model.experts is None else {"experts": cfg.model.experts.count}
-    for stage in range(rank // each + 1):
+    runs = []
+    for stage in range(cfg.parallel.pp if count is None else count):
         with dry_run(world, rank % each + stage * each, device, values=values, messages=messages) as run:
             trainer = Trainer(cfg, None, make_mesh("npu" if run.device == "Ascend" else run.device.lower(), cfg.parallel),
                               initialize=lambda model: None)
@@ -41,6 +47,7 @@ def dry_step(cfg: Config, world: int, rank: int = 0, device: str = "CPU"):
                     loss.full_tensor()
                 del loss, grads
         messages = run.messages
-    if cfg.data.documents:
-        run.assumed["documents"] = "one a row"
-    return run
+        if cfg.data.documents:
+            run.assumed["documents"] = "one a row"
+        runs.append(run)
+    return runs

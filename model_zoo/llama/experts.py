@@ -120,11 +120,11 @@ def left(cfg: ExpertsConfig, chosen: Tensor, t: int) -> Tensor:
 
 def mixture(cfg: ExpertsConfig, x: Tensor, weights: Tensor, chosen: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
     """The weighted sum of each token's experts: x [n, d], weights and chosen [n, k] -> [n, d]. What is dropped weighs 0."""
+    if on_cpu():
+        return cpu.mixture(x, weights, chosen, w1, w2, w3)
     if cfg.capacity is not None:
         weights = weights * (chosen >= 0).astype(weights.dtype)
         chosen = ops.maximum(chosen, 0)
-    if on_cpu():
-        return cpu.mixture(x, weights, chosen, w1, w2, w3)
     rows, where = ops.moe_token_permute(x, chosen)  # sorted by expert
     sizes = one_hot(chosen, cfg.count).sum((0, 1)).astype(ms.int64)
 

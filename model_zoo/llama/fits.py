@@ -13,7 +13,8 @@ from pathlib import Path
 import psutil
 
 from model_zoo.llama.config import Config, check
-from model_zoo.llama.memory import USABLE, per_rank
+from model_zoo.llama.memory import MIB, USABLE, communicators, per_rank
+from ms_dtensor.comm.buffers import buffer_megabytes
 from ms_dtensor.core.divisors import divisors
 from ms_dtensor.errors import ConfigError
 
@@ -54,7 +55,7 @@ def refuse_too_large(cfg: Config, world: int, limit: int, has: str, on_card: boo
         >>> refuse_too_large(cfg, 8, 58 << 30, "a 64 GB card has", True)
         Traceback (most recent call last):
             ...
-        ms_dtensor.errors.ConfigError: For 'train.py', a rank needs 165.6 GiB, and a 64 GB card has 58.0.
+        ms_dtensor.errors.ConfigError: For 'train.py', a rank needs 165.3 GiB, and a 64 GB card has 58.0.
         ...
     """
     rows = needed(cfg, on_card)
@@ -69,7 +70,8 @@ def refuse_too_large(cfg: Config, world: int, limit: int, has: str, on_card: boo
         f"For 'train.py', a rank needs {total / GIB:.1f} GiB, and {has} {limit / GIB:.1f}.",
         f"{degrees}; most are {', '.join(f'{what}: {n / GIB:.1f}' for what, n in most)}",
         "What a step needs is there at once; by formula (`python -m model_zoo.llama.memory`), not measured.",
-        [*ways(cfg, world, limit, on_card), "--train.check_memory false  starts it all the same"])
+        [*smaller_buffers(cfg, rows, limit), *ways(cfg, world, limit, on_card),
+         "launch.py --force, which is --train.check_memory false, starts it all the same"])
 
 
 def ways(cfg: Config, world: int, limit: int, on_card: bool) -> Iterator[str]:
@@ -86,6 +88,14 @@ def ways(cfg: Config, world: int, limit: int, on_card: bool) -> Iterator[str]:
             break  # more ranks share the same memory
         ranks *= 2
     yield "a smaller model, or --train.seq with fewer tokens"
+
+
+def smaller_buffers(cfg: Config, rows: dict[str, int], limit: int) -> Iterator[str]:
+    """HCCL_BUFFSIZE with which it fits, if buffers of more than HCCL's own size are what is too much."""
+    left = limit - sum(rows.values()) + rows.get(BUFFERS, 0)
+    most = left // (2 * MIB * communicators(cfg.parallel)) if rows.get(BUFFERS) else 0
+    if 200 <= most < buffer_megabytes():
+        yield f"HCCL_BUFFSIZE={most}, the same on all ranks"
 
 
 def layouts(cfg: Config, world: int) -> Iterator[tuple[Config, list[tuple[str, str]]]]:

@@ -277,6 +277,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=8, help="number of ranks on this machine; default: 8")
     parser.add_argument("--log-dir", type=Path, help="where the logs of all ranks go; default: logs/DATE in train.log_dir")
     parser.add_argument("--max_restarts", type=int, default=0, help="start so many times again after a failure")
+    parser.add_argument("--force", action="store_true", help="start what does not fit, by formula: check_memory false")
     parser.add_argument("--nnodes", type=int, default=env.get("NNODES", "1"), help="machines; default: $NNODES or 1")
     parser.add_argument("--node_rank", type=int, default=env.get("NODE_RANK", "0") if several else "0",
                         help="which one this is, from 0; default: $NODE_RANK")
@@ -285,6 +286,7 @@ def main() -> int:
     parser.add_argument("--master_port", type=int, default=env.get("MASTER_PORT") if several else None,
                         help="a port of machine 0; default: $MASTER_PORT, on one machine any that is free")
     options, rest = parser.parse_known_args()
+    rest += ["--train.check_memory", "false"] * options.force
     nodes = Nodes(options.nnodes, options.node_rank, options.master_addr, options.master_port)
     with contextlib.ExitStack() as keep:
         try:

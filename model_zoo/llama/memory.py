@@ -15,26 +15,30 @@ of a small model on a fake mesh. MindSpore's and CANN's own memory, and what lie
 """
 from __future__ import annotations
 
+import math
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import numpy as np
 
 if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from model_zoo.llama.config import Config, ParallelConfig
+from model_zoo.llama.config import Config, ParallelConfig, mesh_axes
 from model_zoo.llama.configio import USAGE, load
 from model_zoo.llama.flops import attention_weights
+from model_zoo.llama.kept import choose
 from model_zoo.llama.ranks import script
+from ms_dtensor.comm.buffers import communicator_bytes
 from ms_dtensor.pipeline.builders import BUILDERS
 from ms_dtensor.pipeline.order import simulate
 from ms_dtensor.pipeline.split import balanced
 
 MIB = 2**20
 USABLE = 59392 * MIB  # of the 64 GB of a 910B, as MindSpore's page on dry runs says
-BUFFERS = 400 * MIB  # of a communicator: twice HCCL_BUFFSIZE, 200 MB unless set
 ROW = re.compile(r"^# +(\d+) +((?:as it stands|--\S+ \S+)(?: --\S+ \S+)*) +([\d.]+) *$", re.M)  # of a file's table
 
 
@@ -200,6 +204,18 @@ def saved_by_block(cfg: Config, dtype_bytes: int) -> int:
     return dtype_bytes * (norms + doors + qkv + ffn) + 4 * (statistics + router)
 
 
+def communicators(p: ParallelConfig) -> int:
+    """Of a rank: of all ranks, of each axis, and of the axes of data together; those of the same ranks are one."""
+    axes = mesh_axes(p)
+    ranks = np.arange(math.prod(axes.values())).reshape(*axes.values())
+    data = [name for name in axes if name not in ("pp", "tp")]
+
+    def of_first(names: Sequence[str]) -> frozenset[int]:
+        return frozenset(ranks[tuple(slice(None) if name in names else 0 for name in axes)].ravel().tolist())
+    made = {of_first(names) for names in ([*axes], data, *([name] for name in axes))}
+    return sum(len(group) > 1 for group in made)
+
+
 def per_rank(cfg: Config) -> dict[str, int]:
     """Bytes by what they are for, at the step's peak: when the backward of the last block begins."""
     return max((of_share(cfg, share) for share in shares(cfg)), key=lambda rows: sum(rows.values()))
@@ -214,8 +230,6 @@ def of_share(cfg: Config, share: Share) -> dict[str, int]:
     parameters, others = s.parameters(share), s.other_parameters(share)
     own = s.own(share) if cut else parameters
     largest = max(s.tokens * max(m.dim, 2 * s.ffn) * wide, s._cut(m.vocab_size) * m.dim * 4 * any(share.ends))
-    groups = (p.hsdp > 1) + (p.dp * p.cp > p.hsdp) + (p.tp > 1) + (p.ep > 1) + (p.cp > 1) + (p.ulysses > 1) + \
-        (p.pp > 1) + (p.dp * p.tp * p.cp * p.pp > 1)
     if cut:  # gathered: the model's own, the block at work, the next one, and what comes in from the others
         blocks = s.block_parameters * (1 if p.fsdp else share.layers)  # that are gathered and reduced together
         copies = wide * (others + 3 * blocks if p.fsdp else 2 * parameters)
@@ -231,11 +245,12 @@ def of_share(cfg: Config, share: Share) -> dict[str, int]:
         "gradients, float32": gradients,
         "moments of AdamW": 8 * own,
         "saved by blocks": kept_blocks * saved_by_block(cfg, wide),
+        "results that they keep": sum(choose(cfg).bytes.values()) if t.recompute else 0,
         "inputs of recomputed blocks": share.blocks * s.own_tokens * m.dim * wide if t.recompute else 0,
         # themselves and their gradient; relative to the row's greatest, their exponentials and the gradient of these
         "logits and loss": share.heads * s.tokens * vocab * (2 * wide + 3 * 4),
         "two cotangents or temporaries": 2 * largest,
-        "communication buffers": groups * BUFFERS,
+        "communication buffers": communicators(p) * communicator_bytes(),
     }
 
 
@@ -244,7 +259,8 @@ def report(cfg: Config) -> str:
     rows = per_rank(cfg)
     total = sum(rows.values())
     lines = [f"{name:<32}{value / MIB:>10,.0f} MiB" for name, value in rows.items()]
-    return "\n".join([*lines, f"{'all':<32}{total / MIB:>10,.0f} MiB of {USABLE / MIB:,.0f}"])
+    lines.append(f"{'all':<32}{total / MIB:>10,.0f} MiB of {USABLE / MIB:,.0f}")
+    return "\n".join([*lines, str(choose(cfg))] if cfg.train.recompute else lines)
 
 
 def documented(file: Path) -> Iterator[tuple[int, list[str], float]]:

@@ -17,7 +17,6 @@ Shapes: b sequences of t tokens, n = b*t, d dim, h query heads, k key heads that
 """
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
@@ -32,6 +31,7 @@ from ms_dtensor.pipeline import Absent
 from . import cpu
 from .config import ModelConfig
 from .experts import Experts, balance_loss
+from .initial import initial
 from .latent import LatentAttention
 from .layers import Embedding, FeedForward, RMSNorm, linear
 from .rope import angles, score_scale
@@ -234,20 +234,12 @@ def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> T
 
 
 def init_weights(model: Llama, seed: int, std: float = 0.02) -> None:
-    """Normal(0, std) for matrices, ones for norms, zeros for biases; residual outputs (wo, w2) scaled by 1/sqrt(2 * layers).
+    """Each parameter gets what `initial` draws for its name, which depends neither on the order of creation nor on ranks.
 
-    Each parameter draws from its own Philox stream keyed by (seed, name): the values depend on neither the order of
-    creation nor the number of ranks. Before `parallelize` or after it, when each rank keeps its shards of one at a time.
+    Before `parallelize` or after it, when each rank keeps its shards of one at a time.
     """
-    residual = 1.0 / np.sqrt(2.0 * len(model.layers))
     for param in model.get_parameters():
-        name = param.name  # of a tied one in two stages the same, as on one device
-        if param.ndim == 1:
-            value = np.full(param.shape, not name.endswith("bias"), np.float32)
-        else:
-            stream = np.random.Generator(np.random.Philox(key=[seed, zlib.crc32(name.encode())]))
-            scale = std * (residual if name.endswith(("wo.weight", "w2.weight", "experts.w2")) else 1.0)
-            value = stream.standard_normal(param.shape, np.float32) * np.float32(scale)
+        value = initial(param.name, param.shape, len(model.layers), seed, std)  # of a tied one in two stages the same
         if isinstance(param, DTensor):
             layout = param.layout
             value = value[tuple(slice(at, at + n) for at, n in zip(layout.local_offset(), layout.local_shape()))]

@@ -57,7 +57,7 @@ from ms_dtensor.parallel import (
 from ms_dtensor.pipeline import Absent
 from ms_dtensor.tensor.distribute import distribute_parameter, set_parameter
 
-from .config import ExpertsConfig, ModelConfig, ParallelConfig
+from .config import ExpertsConfig, ModelConfig, ParallelConfig, mesh_axes
 from .experts import Experts, kept, most, one_hot
 from .latent import Latent
 from .lora import adapted
@@ -182,9 +182,7 @@ def make_mesh(device: str, cfg: ParallelConfig) -> DeviceMesh:
 
     "ep" between the two, if experts are cut; "cp" and "ulysses", if ranks share the tokens of dp's rows.
     """
-    axes = {"pp": cfg.pp, "copies": cfg.hsdp, "dp": cfg.dp // cfg.hsdp // cfg.ep_of_dp, "ep": cfg.ep_of_dp,
-            "cp": cfg.cp // cfg.ulysses, "ulysses": cfg.ulysses, "tp": cfg.tp}
-    axes = {name: n for name, n in axes.items() if n > 1 or name in ("dp", "tp")}
+    axes = mesh_axes(cfg)
     return init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
@@ -218,6 +216,11 @@ def token_axes(mesh: DeviceMesh) -> DeviceMesh:
     return data_axes(mesh)
 
 
+def position(mesh: DeviceMesh) -> int:
+    """This rank's number on a mesh; no group is asked, as one of a single rank would take buffers of a device, too."""
+    return mesh.rank_list.index(mesh.get_rank())
+
+
 def own_list(mesh: DeviceMesh, cfg: ParallelConfig, window: int | None, ids: np.ndarray, labels: np.ndarray,
              places: np.ndarray | None = None) -> tuple[DTensor, DTensor, Listed]:
     """This rank's part of a global batch [b, t], as lists: rows cut over dp, their tokens over cp in an order of their own.
@@ -233,7 +236,7 @@ def own_list(mesh: DeviceMesh, cfg: ParallelConfig, window: int | None, ids: np.
     if places is None:
         places = np.broadcast_to(np.arange(ids.shape[1], dtype=np.int32), ids.shape)
     data = data_axes(mesh)
-    each, part = len(ids) // data.size(), data.get_group().rank_index
+    each, part = len(ids) // data.size(), position(data)
     length = ids.shape[1]
     ids, labels, places = (x[part * each:(part + 1) * each].reshape(-1) for x in (ids, labels, places))
     starts = np.flatnonzero(places == 0)
@@ -264,7 +267,7 @@ def own_rows(rows: np.ndarray, mesh: DeviceMesh | None) -> Tensor:
         return Tensor(np.ascontiguousarray(rows))
     data = data_axes(mesh)
     each = len(rows) // data.size()
-    first = data.get_group().rank_index * each
+    first = position(data) * each
     return DTensor.from_local(Tensor(np.ascontiguousarray(rows[first:first + each])), mesh,
                               dict.fromkeys(data.mesh_dim_names, Shard(0)))
 

@@ -125,15 +125,17 @@ def _run(argv: list[str], keep: ExitStack) -> None:
     device = start_device()  # MindSpore is imported from here on
 
     from model_zoo.llama.fits import refuse_too_large
+    from model_zoo.llama.kept import choose
     from model_zoo.llama.parallelize import make_mesh
     from model_zoo.llama.report import Reporter
     from model_zoo.llama.trainer import Trainer
+    from ms_dtensor.internals.target import card_memory
     from ms_dtensor.tools.window import Window
 
     p, t = cfg.parallel, cfg.train
-    if t.check_memory and device == "npu":
-        refuse_too_large(cfg, world, card_memory(), "this card has", True)
     mesh = make_mesh(device, p) if world > 1 or t.dtype != "float32" else None
+    if t.check_memory and device == "npu" and (memory := card_memory()):  # known once the mesh has initialised the device
+        refuse_too_large(cfg, world, memory, "this card has", True)
     rank = 0 if mesh is None else mesh.get_rank()
     log_dir = Path(t.log_dir)
     report = Reporter(cfg, world, rank == 0, peak_tflops(cfg), device)
@@ -154,6 +156,8 @@ def _run(argv: list[str], keep: ExitStack) -> None:
                    f"{' sequence-parallel' if p.sequence_parallel and p.tp > 1 else ''}"
                    f"{' fsdp' if p.fsdp else ' zero1' if p.zero1 else ''}{f' hsdp={p.hsdp}' if p.hsdp > 1 else ''}; "
                    f"{t.batch} x {t.seq} tokens a step; log in {log_dir}")
+        if t.recompute:
+            report.say(str(choose(cfg)))
         if done:
             report.say(f"going on after step {done}")
         if window.first and window.first <= done:
@@ -195,13 +199,6 @@ def train(trainer, report, window, saver, done: int) -> None:
         saver.finish()
     report.held_out(t.steps, trainer.held_out_loss())
     report.end()
-
-
-def card_memory() -> int:
-    """Bytes of this rank's card, as its driver says."""
-    import mindspore as ms
-
-    return ms.hal.get_device_properties(ms.context.get_context("device_id"), "Ascend").total_memory
 
 
 def peak_tflops(cfg: Config) -> float | None:

@@ -44,7 +44,7 @@ from ms_dtensor.pipeline import (
 )
 from ms_dtensor.tools.guard import Guard, Verdict, stopped
 
-from . import hf, logits, lora
+from . import hf, kept, logits, lora
 from .config import VEE, Config, OptimConfig
 from .configio import model_values
 from .cpu import compile_attention
@@ -128,8 +128,8 @@ class Trainer:
                 hf.load(stages or self.model, cfg.train.init_hf, self.over)
         self.watched = logits.watch(self.model) if cfg.optim.qk_clip else []
         if cfg.train.recompute:
-            for layer in here(layer for model in models for layer in model.layers):
-                layer.recompute()
+            for model in models:
+                kept.install(cfg, model.layers)
         self.stages: Schedule | None = None
         if stages:
             del self.model  # other ranks have its other cells

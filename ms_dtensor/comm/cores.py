@@ -6,6 +6,9 @@ MindSpore gives every process a pool of threads for the whole host, and a thread
 step on two ranks took longer than on one; with this it takes two thirds). A rank bound to its cores has its own waiting
 threads on them only, and they give way to it at once.
 
+MindSpore's thread for graphs spins, too, as long as no compiled graph has run: ranks that wait for each other burn what
+another one could use. One that has run a graph sleeps.
+
 The invariant: a process that somebody has bound already (taskset, `msrun --bind_core`, a container's cpuset) or whose
 threads somebody has counted keeps what it was given.
 """
@@ -39,3 +42,14 @@ def keep_to_share(rank: int, size: int) -> None:
         device_context.cpu.op_tuning.threads_num(len(mine))
     except RuntimeError:  # set already, which MindSpore allows once
         pass
+
+
+def _graph(x):
+    return x + x
+
+
+def end_spinning() -> None:
+    """Runs a compiled graph, the smallest: 50 ms, after which MindSpore's thread for graphs waits asleep."""
+    import mindspore as ms
+
+    ms.jit(_graph)(ms.Tensor([0.0]))

@@ -8,29 +8,20 @@ twice the buffer of device memory that is stated here: HCCL_BUFFSIZE, or HCCL's 
 """
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
 from mindspore import Tensor
 
-from ..errors import ConfigError
 from ..internals.names import GroupOptions
+from ..internals.target import card_memory
+from .buffers import buffer_megabytes, check_communicators
 from .device import DeviceBackend, Flat
 
 # HcclAllReduce of CANN 8.0 to 9.0, Atlas A2 and A3: these dtypes; no product of int16 and bfloat16.
 _NUMBERS = ("Float32", "Float16", "BFloat16", "Int8", "Int16", "Int32", "Int64")
 _NO_PRODUCT = ("BFloat16", "Int16")
-
-
-def buffer_megabytes() -> int:
-    """Size of one of a communicator's two buffers, by HCCL_BUFFSIZE; equal on all ranks, or HCCL refuses."""
-    text = os.environ.get("HCCL_BUFFSIZE", "200")
-    if not text.isdecimal() or not 0 < int(text) < 2**32:
-        raise ConfigError("For 'HCCL_BUFFSIZE', the value is no number of MiB.", f"HCCL_BUFFSIZE={text[:40]!r}",
-                          "Each communicator takes twice so much memory of the device.", "leave it out, which means 200")
-    return int(text)
 
 
 class HcclBackend(DeviceBackend):
@@ -49,7 +40,11 @@ class HcclBackend(DeviceBackend):
         from mindspore.mint import distributed as dist
         if not dist.is_initialized():
             dist.init_process_group(backend="hccl")
+        made = [GlobalComm.WORLD_COMM_GROUP]
+
         def create_group(name: str, ranks: list[int]) -> Any:
+            made.append(name)
+            check_communicators(len(made), card_memory())  # before its members meet for it
             options = GroupOptions()
             options.hccl_config = {"hccl_buffer_size": buffer_megabytes()}
             return communication.create_group(name, ranks, options)

@@ -138,13 +138,17 @@ def _is_user_file(name: str) -> bool:
     return known
 
 
+def is_user_file(name: str) -> bool:
+    """Whether code of this file is neither ours nor MindSpore's."""
+    known = _foreign.get(name)
+    return _is_user_file(name) if known is None else known
+
+
 def user_frame() -> FrameType | None:
     """The innermost frame outside ms_dtensor and mindspore."""
-    frame, known = sys._getframe(1), _foreign.get
+    frame = sys._getframe(1)
     while frame is not None:
-        name = frame.f_code.co_filename
-        foreign = known(name)
-        if foreign or (foreign is None and _is_user_file(name)):
+        if is_user_file(frame.f_code.co_filename):
             return frame
         frame = frame.f_back  # type: ignore[assignment]
     return None

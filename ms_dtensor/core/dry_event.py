@@ -31,6 +31,8 @@ class DryEvent:
         stride: of a move: the distance between neighbours in its group, in global ranks: a group of 8 with stride 1 lies on
             one host of 8, with stride 8 on 8 hosts.
         span: of a move: the distance between its first and its last rank, in global ranks.
+        group: of a move: the global ranks that take part.
+        sends, takes: of an "exchange": the global ranks that this rank sends to, and those whose messages it waits for.
         dtype: of the first operand, as layouts write it ("bfloat16").
         phase: "forward", "backward" or "optimizer".
         site: "file:line" of the user's code.
@@ -55,6 +57,9 @@ class DryEvent:
     ranks: int = 0
     stride: int = 0
     span: int = 0
+    group: tuple[int, ...] = ()
+    sends: tuple[int, ...] = ()
+    takes: tuple[int, ...] = ()
     dtype: str = "float32"
     phase: str = "forward"
     site: str = ""

@@ -21,11 +21,12 @@ from mindspore import Tensor, ops
 
 from .. import comm
 from ..comm.group import Group
+from ..comm.pretended import executing
 from ..comm.record import active
 from ..dispatch import modes
 from ..dispatch.operands import DIFFERENTIABLE, dtype_name
 from ..internals.names import Function
-from ..internals.target import cpu_kernels
+from ..internals.target import cpu_kernels, on_cpu
 from ..ops.local import Nothing
 from ..ops.local.dtypes import full, rounded, wider
 
@@ -170,6 +171,8 @@ def taken(x: Tensor, index: np.ndarray) -> Tensor:
     shape = len(index), *x._shape[1:]
     if not math.prod(shape):  # the CPU's kernels refuse it, and there is nothing to take
         return full(shape, 0, x.dtype)
+    if _by_numpy() and x.dtype != ms.bfloat16:
+        return Tensor.from_numpy(np.take(x.asnumpy(), index, 0))
     if x.dtype == ms.bfloat16 and cpu_kernels():
         return ops.gather(x.astype(ms.float32), _index(index), 0).astype(x.dtype)
     return ops.gather(x, _index(index), 0)
@@ -180,14 +183,24 @@ def added_up(x: Tensor, index: np.ndarray, to: Tensor) -> Tensor:
     return ms.mint.index_add(to, 0, _index(index), x) if math.prod(x._shape) else to
 
 
+def _by_numpy() -> bool:
+    """MindSpore's CPU backend builds a kernel for each number of rows that it meets, and keeps it."""
+    return on_cpu() and executing() is None
+
+
 def _home(x: Tensor, rows: Rows) -> Tensor:
-    wide, each = wider(x), len(rows.index) // max(rows.count, 1)
-    if cpu_kernels() and math.prod(x._shape) and each * rows.count == len(rows.index) and x.ndim == 2 and (
-            np.bincount(rows.index, minlength=rows.count) == each).all():
-        # as many for each: sorted, and added up by a product; a CPU's kernel for adding rows takes ten times as long
-        y = ops.gather(wide, _index(np.argsort(rows.index, kind="stable")), 0)
-        if each > 1:
-            of_each = full((rows.count, 1, each), 1, wide.dtype)
-            y = ops.BatchMatMul()(of_each, y.reshape(rows.count, each, -1)).reshape(rows.count, -1)
-        return rounded(y, x)
-    return rounded(added_up(wide, rows.index, full((rows.count, *x._shape[1:]), 0, wide.dtype)), x)
+    wide, shape = wider(x), (rows.count, *x._shape[1:])
+    if _by_numpy() and math.prod(x._shape):
+        return rounded(Tensor.from_numpy(_sums(wide.asnumpy(), rows.index, shape)), x)
+    return rounded(added_up(wide, rows.index, full(shape, 0, wide.dtype)), x)
+
+
+def _sums(x: np.ndarray, index: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Zeros, with row i of x added to row `index[i]`: first what comes first for each, then what comes second."""
+    order = np.argsort(index, kind="stable")
+    to = index[order]
+    nth, out = np.arange(len(to)) - np.searchsorted(to, to), np.zeros(shape, x.dtype)
+    for n in range(int(nth.max(initial=-1)) + 1):
+        some = nth == n
+        out[to[some]] += x[order[some]]
+    return out

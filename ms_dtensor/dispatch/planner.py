@@ -35,6 +35,7 @@ from ..ops.rules import (
     result_dtype,
 )
 from ..ops.rules.names import NATIVE, PRIMITIVES
+from ..ops.rules.results import result_dtypes
 from ..ops.rules.select import choose
 from ..ops.rules.view import order_of_view, view_kind
 from ..ops.rules.write import INPLACE
@@ -209,8 +210,9 @@ def plan_for(op: str, arguments: dict, tensors, mode, original: LocalRun | None 
     if spec.winners is not None and drafts[0].has_nonlinear_partial:
         winners = partial(winners_of_shard, spec.winners, at.in_offset(0)[spec.winners.dims[0]])
     if executing() is not None:
+        dtypes = promised if writes or spec.dtypes else result_dtypes(spec_call, len(spec.shapes))
         local = replace(local, abstract=Abstract(
-            op, spec_call.args, None if spec.by_data else tuple(layout.local_shape() for layout in drafts), promised,
+            op, spec_call.args, None if spec.by_data else tuple(layout.local_shape() for layout in drafts), dtypes,
             view is not None and view[0]))
     return OpPlan(op, steps, replace(local, empty=empty), Results(op, mesh, list(zip(choice.outs, drafts))), view, writes,
                   any(map(has_empty_shard, choice.targets)), named is not None and named.name in DRAWS, winners)

@@ -67,6 +67,13 @@ def ascend_kernels() -> bool:
     return _real() == "Ascend"
 
 
+def card_memory() -> int:
+    """Bytes of this process's Ascend card, as its driver says; 0 until MindSpore has initialised it, and in a rehearsal."""
+    if _real() != "Ascend":
+        return 0
+    return ms.hal.get_device_properties(context.get_param(context_keys.device_id), "Ascend").total_memory
+
+
 @contextmanager
 def rehearsal(device: str) -> Iterator[None]:
     """Inside, the library takes the branch of ``device``; who enters has put kernels and communication there."""

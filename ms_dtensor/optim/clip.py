@@ -79,7 +79,8 @@ def clip_grad_norm_(parameters_or_grads: Iterable, max_norm: float, norm_type: f
     if stages is not None:
         number = Tensor(np.array([total], np.float64))
         total = float(stages.all_reduce(number, "max" if math.isinf(norm_type) else "sum").asnumpy()[0])
-    if executing() is not None:
+    if (dry := executing()) is not None:
+        dry.clipped([grad for grad, _ in grads])
         return math.nan
     norm = abs(total) if math.isinf(norm_type) else total ** (1.0 / norm_type)
     factor = max_norm / (norm + 1e-6)

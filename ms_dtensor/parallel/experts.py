@@ -30,12 +30,13 @@ from ..core.layout import Layout
 from ..core.mesh import DeviceMesh
 from ..core.placements import PARTIAL, REPLICATE, Placement, Shard
 from ..custom_ops.local_map import local_map
-from ..custom_ops.rows import ReturnRows, Rows, SendRows, connected
+from ..custom_ops.rows import ReturnRows, Rows, SendRows
 from ..debug.types.doors import declared
 from ..errors import ConfigError, DTensorError, LayoutError
 from ..internals.target import on_cpu
 from ..ops.local import Nothing
 from ..ops.local.dtypes import full, rounded, wider
+from ..ops.local.swiglu_cpu import SwigluRows
 from ..tensor.dtensor import DTensor
 from .experts_room import by_room, within
 from .experts_rows import added_at, rows_at, weighted
@@ -288,8 +289,20 @@ def mixture(x: Tensor, weights: Tensor, chosen: Tensor, w1: Tensor, w2: Tensor, 
     if unknown := _unknown(flat, w1.shape[0]):
         raise _no_such(f"{unknown} choices", w1.shape[0])
     sizes = np.bincount(flat[order], minlength=w1.shape[0])
+    if _at_once(order, w1):
+        return _summed(x, weights, order, sizes, w1, w2, w3)
     y = swiglu_rows(rows_at(x, order // max(k, 1)), sizes, w1, w2, w3)
     return weighted(_at_home(y, order, n * k), weights, x)
+
+
+def _at_once(at: np.ndarray | Tensor, w1: Tensor) -> bool:
+    """Whether choices of these numbers go through experts by NumPy's products: on a CPU, if there is anything to compute."""
+    return on_cpu() and executing() is None and len(at) > 0 and w1.shape[1] > 0
+
+
+def _summed(x: Tensor, weights: Tensor, at: np.ndarray, sizes: np.ndarray, *ws: Tensor) -> Tensor:
+    """[n, d]: the weighted sum of each row's choices; `at` has their numbers, expert by expert."""
+    return rounded(SwigluRows.apply(sizes, at, *map(wider, (x, weights, *ws))), x)
 
 
 def swiglu_rows(rows: Tensor, sizes: np.ndarray, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
@@ -349,9 +362,12 @@ def _by_choice(shared: Shared, experts: int, x, weights, chosen, w1, w2, w3) -> 
     got, = SendRows.apply(Rows(n, order // max(k, 1), send, recv, "tokens", "their experts"), shared.group, x)
     each = theirs.shape[1]
     by = np.argsort(np.repeat(np.tile(np.arange(each), len(theirs)), theirs.reshape(-1)), kind="stable")
-    y = swiglu_rows(rows_at(got, by), theirs.sum(0), w1, w2, w3)
+    if _at_once(by, w1):
+        y = _summed(got, full((len(by), 1), 1, got.dtype), by, theirs.sum(0), w1, w2, w3)
+    else:
+        y = _at_home(swiglu_rows(rows_at(got, by), theirs.sum(0), w1, w2, w3), by, len(by))
     home = Rows(n * k, order, send, recv, "tokens", "their experts")
-    back, = ReturnRows.apply(home, shared.group, _at_home(y, by, len(by)))
+    back, = ReturnRows.apply(home, shared.group, y)
     return weighted(back, weights, x)
 
 
@@ -375,9 +391,12 @@ def _by_rank(shared: Shared, experts: int, x, weights, chosen, w1, w2, w3) -> Te
     elif sizes.sum():
         at = _sorted_there(ids.reshape(-1), *shared.mine)[:int(sizes.sum())]
         row = ops.floor_div(at, k)
-    y = swiglu_rows(rows_at(got, row), sizes, w1, w2, w3)
-    y = wider(y) * wider(rows_at(w.reshape(-1, 1), at)) if len(at) else connected(y, w)
-    y = added_at(y, row, int(recv.sum())).astype(x.dtype)
+    if _at_once(at, w1):
+        y = _summed(got, w, at, sizes, w1, w2, w3)
+    else:
+        y = swiglu_rows(rows_at(got, row), sizes, w1, w2, w3)
+        y = wider(y) * wider(rows_at(w.reshape(-1, 1), at)) if len(at) else y  # w is of one node with `got`
+        y = added_at(y, row, int(recv.sum())).astype(x.dtype)
     return ReturnRows.apply(there, shared.group, y)[0]
 
 

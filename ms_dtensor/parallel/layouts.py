@@ -337,8 +337,9 @@ def lay_out(x, mesh: DeviceMesh, target: Layout):
     if not isinstance(x, DTensor):
         make = distribute_parameter if isinstance(x, Parameter) else distribute_tensor
         return make(x, target.mesh, list(target.placements))
-    group, local = mesh.get_group(), local_alias(x)
-    if group.size > 1:
+    local = local_alias(x)
+    if mesh.size() > 1:  # a group of one rank would be a communicator, too
+        group = mesh.get_group()
         local = group.broadcast(local, group.ranks[0])
     with NoFallbackGuard():
         local = slice_local(local, relative(target.local_box(), x.layout.local_box()), copy=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mindspore import Parameter, nn
 
+from ..comm.pretended import executing
 from ..core.mesh import DeviceMesh
 from ..dispatch.held import holding
 from ..dispatch.recording import HeldRecording, Recording
@@ -65,10 +66,14 @@ class PipelineStage:
 
     def record(self, inputs: tuple, kwargs: dict[str, Any], then: Callable | None, in_parts: bool = False) -> Recording:
         """The forward of a micro-batch; `then` is applied to the output. The backward comes in one part or in two."""
-        def run(*inputs):
+        def whole(inputs, kwargs):
             with self._gated() if in_parts else nullcontext():
                 out = self.module(*inputs, **kwargs)
             return out if then is None else then(out)
+
+        def run(*inputs):
+            dry = executing()
+            return whole(inputs, kwargs) if dry is None else dry.plain_cell(self.module, whole, inputs, kwargs)
         return (HeldRecording if in_parts else Recording).of(run, *inputs)
 
     @contextmanager

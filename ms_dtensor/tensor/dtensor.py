@@ -208,6 +208,8 @@ class DTensor(Measures, Tensor):
         Args:
             grad_placements: how the cotangent will be laid out; default: as the value, with Partial as Replicate.
         """
+        if (dry := executing()) is not None:
+            dry.taken_out()
         return as_local(self, None if grad_placements is None else self._layout_of_gradient(grad_placements, "to_local"))
 
     def _layout_of_gradient(self, placements, who: str) -> Layout:

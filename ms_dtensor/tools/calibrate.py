@@ -90,7 +90,7 @@ def measure(device: str, machine: bool) -> tuple[dict[str, float], dict[str, Any
     gamma = min(copies)
     alpha, beta = fit(samples, gamma) if n > 1 else (0.0, 0.0)  # one rank's machine has no links that matter
     figures = g.broadcast_object({"alpha": alpha, "beta": beta, "gamma": gamma}, 0)
-    told = measure_machine(device, alpha, beta + gamma, agree, n) if machine else {}
+    told = measure_machine(device, agree, g) if machine else {}
     comm.shutdown()
     return ({}, {}) if world.rank else (figures, told)
 

@@ -15,7 +15,7 @@ ms_dtensor {version}: distributed tensors for MindSpore.
 
 usage: python -m ms_dtensor COMMAND ...
 
-  doctor              looks whether this machine is ready to train, and says how to mend what is not
+  doctor [CONFIG]     looks whether this machine is ready to train (this recipe), and says how to mend what is not
   plot RUN_DIR...     draws loss, throughput, communication and memory of runs that train.py recorded; --text: here
   suggest CONFIG      ranks a model's plans on so many ranks of a machine, by what a step costs there
   memory CONFIG       what a rank of a plan needs, and the quickest plan that fits if it is too much
@@ -79,6 +79,8 @@ def main(arguments: Sequence[str]) -> int:
     if command == "doctor":
         from . import doctor
         parser.description, parser.formatter_class = doctor.DESCRIPTION, argparse.RawDescriptionHelpFormatter
+        parser.add_argument("config", type=Path, nargs="?", metavar="CONFIG",
+                            help="a recipe's YAML: whether a rank of it has the memory that it needs, too")
         return doctor.main(parser.parse_args(rest))
     if command == "plot":
         from . import plot

@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -245,6 +246,24 @@ def _extras() -> Finding:
                    + (f"; not installed: {', '.join(missing)}" if missing else ""))
 
 
+def fits(config: Path) -> Finding:
+    """Whether a recipe's run has the memory that it needs: of a card, or of this machine where there is none."""
+    from ..debug.predict import load_hardware
+    from ..debug.predict.search import keys
+    from .predict import judged, run_of
+    args, model = run_of(config)
+    ranks, machine, has = args.dp * args.cp * args.tp * args.pp, load_hardware("910b"), "a 64 GB card"
+    if not Path("/dev/davinci_manager").exists():
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        machine, has = replace(machine, capacity=total // ranks, communicator=0), f"this machine's memory over {ranks} ranks"
+    one, nearest = judged(model, args, machine)
+    found = f"a rank of {config} needs {one.bytes / GIB:.1f} GiB by formula; {has}: {machine.capacity / GIB:.1f}"
+    if one.bytes <= machine.capacity:
+        return Finding("memory", "ok", found)
+    return Finding("memory", "fail", found, f"{nearest.plan.world} ranks: {keys(nearest.plan)}" if nearest else
+                   "a smaller model, batch or seq; python -m ms_dtensor memory says what takes most")
+
+
 def _text(package: str) -> str:
     try:
         return importlib.metadata.version(package)
@@ -279,9 +298,17 @@ def findings() -> Iterator[Finding]:
 
 
 def main(args: Any) -> int:
-    """The command; exit code 1 if a check failed."""
-    found = []
-    for one in findings():
+    """The command; exit code 1 if a check failed, 2 if there is no such configuration."""
+    found: list[Finding] = []
+    try:
+        plan = [] if args.config is None else [fits(args.config)]
+    except ConfigError as error:
+        if args.json:
+            print(json.dumps({"error": str(error)}))
+        else:
+            print(f"error: {error}", file=sys.stderr)
+        return 2
+    for one in (*plan, *findings()):
         found.append(one)
         if not args.json:
             word = "FAIL" if one.status == "fail" else one.status

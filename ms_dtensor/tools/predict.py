@@ -9,19 +9,22 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from ..debug.predict import Estimate, Plan, Transformer, estimate, load_hardware, suggest
+from ..debug.predict import Estimate, Hardware, Plan, Transformer, estimate, load_hardware, suggest
 from ..debug.predict.search import GIB, keys, transformer
 from ..errors import ConfigError
 
+MORE = 64  # so many times the ranks are tried, if no plan of this many fits
 
-def read_model(path: Path) -> Transformer:
-    """The sizes in a configuration: Hugging Face's `config.json` (or its folder), or YAML with a section `model`."""
+
+def read(path: Path) -> dict[str, Any]:
+    """A configuration: Hugging Face's `config.json` (or its folder), or YAML with a section `model`."""
     file = path / "config.json" if path.is_dir() else path
     try:
         told = yaml.safe_load(file.read_text("utf-8"))  # JSON is YAML, too
@@ -32,6 +35,11 @@ def read_model(path: Path) -> Transformer:
     if not isinstance(told, dict):
         raise ConfigError(f"For '{path}', the configuration is no mapping.", str(told)[:80],
                           "It names a model's sizes.", "name a config.json, or YAML with a section `model`")
+    return told
+
+
+def sizes_of(told: dict[str, Any]) -> Transformer:
+    """The model of a configuration."""
     sizes = dict(told.get("model", told))
     experts = sizes.pop("experts", None)
     if isinstance(experts, dict):  # the recipe's section
@@ -39,14 +47,35 @@ def read_model(path: Path) -> Transformer:
     return transformer(sizes)
 
 
+def plan_of(told: dict[str, Any]) -> dict[str, Any]:
+    """What a recipe's sections `parallel` and `train` say of a run, by the names of this command's options."""
+    parallel, train = told.get("parallel") or {}, told.get("train") or {}
+    out = {name: parallel[name] for name in ("dp", "cp", "tp", "pp", "ep") if name in parallel}
+    out |= {name: train[name] for name in ("batch", "seq", "micro_batches") if name in train}
+    sharded = next((way for way in ("fsdp", "zero1") if parallel.get(way)), "none")
+    return out | {"sharded": sharded, "recompute": "full" if train.get("recompute") else "none",
+                  "itemsize": 4 if train.get("dtype", "float32") == "float32" and "model" in told else 2}
+
+
 def add_run(parser: argparse.ArgumentParser) -> None:
     """The options that both commands have."""
     parser.add_argument("config", type=Path, metavar="CONFIG",
                         help="config.json of Hugging Face, its folder, or a recipe's YAML")
     parser.add_argument("--hardware", default="910b", help="910b, 910c, a100, h100, or a file; default 910b")
-    parser.add_argument("--batch", type=int, required=True, help="sequences of all ranks in a step")
-    parser.add_argument("--seq", type=int, required=True, help="tokens of a sequence")
+    parser.add_argument("--batch", type=int, help="sequences of all ranks in a step; needed, but for a recipe that says it")
+    parser.add_argument("--seq", type=int, help="tokens of a sequence; as --batch")
     parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, Transformer]:
+    """The options, those that are not given as the recipe has them; and the model."""
+    told = read(parser.parse_args(arguments).config)
+    parser.set_defaults(**plan_of(told))
+    args = parser.parse_args(arguments)
+    for name in ("batch", "seq"):
+        if getattr(args, name) is None:
+            parser.error(f"--{name} is needed: {args.config} has no train.{name}")
+    return args, sizes_of(told)
 
 
 def suggested(arguments: Sequence[str]) -> int:
@@ -55,8 +84,8 @@ def suggested(arguments: Sequence[str]) -> int:
                                      "many ranks by the seconds of a step, and says why each of the next ones lost.")
     add_run(parser)
     parser.add_argument("--world", type=int, required=True, help="ranks")
-    args = parser.parse_args(arguments)
-    found = suggest(read_model(args.config), args.world, args.hardware, batch=args.batch, seq=args.seq)
+    args, model = parsed(parser, arguments)
+    found = suggest(model, args.world, args.hardware, batch=args.batch, seq=args.seq, itemsize=args.itemsize)
     print(json.dumps([told(one) for one in found.plans[:10]], indent=1) if args.json else found)
     return 0
 
@@ -71,17 +100,10 @@ def needed(arguments: Sequence[str]) -> int:
     parser.add_argument("--micro_batches", type=int, default=1)
     parser.add_argument("--recompute", choices=("none", "full"), default="none")
     parser.add_argument("--sharded", choices=("none", "zero1", "fsdp"), default="none")
-    args = parser.parse_args(arguments)
-    plan = Plan(args.dp, args.cp, args.tp, args.pp, args.ep, args.micro_batches, 1, args.tp > 1, args.recompute,
-                args.sharded)
-    model, machine = read_model(args.config), load_hardware(args.hardware)
-    if args.batch % (plan.dp * plan.micro_batches):
-        raise ConfigError("For 'memory', the batch cannot be cut.", f"--batch {args.batch} over dp = {plan.dp} ranks and "
-                          f"{plan.micro_batches} micro-batches", "Each rank has equally many sequences in a micro-batch.",
-                          f"--batch {args.batch + -args.batch % (plan.dp * plan.micro_batches)}")
-    one = estimate(model, plan, machine, args.batch, args.seq)
+    args, model = parsed(parser, arguments)
+    machine = load_hardware(args.hardware)
+    one, nearest = judged(model, args, machine)
     fits = one.bytes <= machine.capacity
-    nearest = None if fits else suggest(model, plan.world, machine, batch=args.batch, seq=args.seq).plans[0]
     if args.json:
         print(json.dumps({**told(one), "fits": fits, "capacity_gib": machine.capacity / GIB,
                           "instead": told(nearest) if nearest else None}, indent=1))
@@ -90,9 +112,44 @@ def needed(arguments: Sequence[str]) -> int:
         print(f"{name:<28}{size / GIB:9.1f} GiB")
     print(f"{'all':<28}{one.bytes / GIB:9.1f} GiB of {machine.capacity / GIB:.0f}" + ("" if fits else ": does not fit"))
     if nearest:
-        print(f"the quickest plan of {plan.world} ranks that fits needs {nearest.bytes / GIB:.1f} GiB: {keys(nearest.plan)}")
+        print(f"the quickest plan of {nearest.plan.world} ranks that fits needs {nearest.bytes / GIB:.1f} GiB: "
+              f"{keys(nearest.plan)}")
+    elif not fits:
+        print(f"no plan of up to {MORE * one.plan.world} ranks fits")
     print(f"by formula, not measured; kernels' workspace is not in it. {machine.name}: {machine.source}")
     return 0 if fits else 1
+
+
+def judged(model: Transformer, args: argparse.Namespace, machine: Hardware) -> tuple[Estimate, Estimate | None]:
+    """What the plan of these options needs; and if it does not fit, the quickest of as many ranks, or of the next more."""
+    plan = Plan(args.dp, args.cp, args.tp, args.pp, args.ep, args.micro_batches, 1, args.tp > 1, args.recompute,
+                args.sharded)
+    if args.batch % (plan.dp * plan.micro_batches):
+        raise ConfigError("For 'memory', the batch cannot be cut.", f"--batch {args.batch} over dp = {plan.dp} ranks and "
+                          f"{plan.micro_batches} micro-batches", "Each rank has equally many sequences in a micro-batch.",
+                          f"--batch {args.batch + -args.batch % (plan.dp * plan.micro_batches)}")
+    one = estimate(model, plan, machine, args.batch, args.seq, args.itemsize)
+    ranks = plan.world
+    while one.bytes > machine.capacity and ranks <= MORE * plan.world:
+        with suppress(ConfigError):  # none of so many fits
+            return one, suggest(model, ranks, machine, batch=args.batch, seq=args.seq, itemsize=args.itemsize).plans[0]
+        ranks *= 2
+    return one, None
+
+
+def run_of(config: Path) -> tuple[argparse.Namespace, Transformer]:
+    """A recipe's plan as `memory` takes it, and its model.
+
+    Raises:
+        ConfigError: it says no batch and no seq, or no model.
+    """
+    told = read(config)
+    plan = {**dict.fromkeys(("dp", "cp", "tp", "pp", "ep", "micro_batches"), 1), **plan_of(told)}
+    if not {"batch", "seq"} <= plan.keys():
+        raise ConfigError(f"For '{config}', no run is described.", f"its sections: {', '.join(told)}"[:200],
+                          "A recipe's YAML says its batch and seq in the section `train`.",
+                          f"python -m ms_dtensor memory {config} --batch N --seq N")
+    return argparse.Namespace(**plan), sizes_of(told)
 
 
 def told(one: Estimate) -> dict[str, Any]:

@@ -44,6 +44,7 @@ ROWS = {"tp8": (8, ["--parallel.dp", "1", "--train.batch", "1", *TP8]),
         "tp8, in 4 pieces": (8, ["--parallel.dp", "1", "--train.batch", "1", "--parallel.tp_overlap", "4", *TP8]),
         "tp8, in 8 pieces": (8, ["--parallel.dp", "1", "--train.batch", "1", "--parallel.tp_overlap", "8", *TP8]),
         "fsdp8, recomputed": (8, [*FSDP, "--train.recompute", "true"]),
+        "fsdp8, recomputed but for 5 GiB": (8, [*FSDP, "--train.recompute", "true", "--train.recompute_gib", "5"]),
         "fsdp8": (8, [*FSDP, "--train.recompute", "false"]),
         "tp8 x fsdp64": (512, ["--parallel.dp", "64", "--parallel.fsdp", "true", "--train.batch", "64", *TP8])}
 
@@ -101,7 +102,9 @@ def counted(config: Path, name: str, machine: Hardware) -> Counted:
     steps = []
     for layers in (2, 4):
         with redirect_stdout(sys.stderr):
-            run = dry_step(replace(cfg, model=replace(cfg.model, n_layers=layers)), world, device="Ascend")
+            kept = cfg.train.recompute_gib * layers / cfg.model.n_layers
+            fewer = replace(cfg, model=replace(cfg.model, n_layers=layers), train=replace(cfg.train, recompute_gib=kept))
+            run = dry_step(fewer, world, device="Ascend")
         line, moves = timeline(run.events, machine), sum(e.is_move for e in run.events)
         steps.append((line.seconds, sum(line.waits.values()), len(run.events) - moves, moves))
     layer, still, ops, moves = ((more - few) / 2 for few, more in zip(*steps))

@@ -5,9 +5,10 @@
 
 Machines' files are this machine's, of as many ranks as a row has (`python -m ms_dtensor calibrate --hardware two.yaml`,
 under `msrun --worker_num=2`); nothing in them is fitted to these rows. Each row has processes of its own, one thread each.
-Of a step that is not the first are measured, on rank 0: calls and bytes by collective and axes (`comm.record`); the most
-bytes that tensors lie on (`heap.py`, which knows nothing of dry runs); the process's pages after the steps over those after
-a step of a tiny model; the median time. Needs a C compiler. Who is chosen among experts is fixed, as it is in a dry run.
+Of steps that are not the first are measured, on rank 0: calls and bytes by collective and axes (`comm.record`); the most
+bytes that tensors lie on (`heap.py`, which knows nothing of dry runs); the most of the process's pages over those after a
+step of a tiny model; and in processes that nobody watches the median time. Needs a C compiler. Who is chosen among experts
+is fixed, as it is in a dry run.
 """
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -51,10 +53,11 @@ ROWS: dict[str, tuple[ModelConfig, dict, bool]] = {  # model, axes, whether laye
     "pp2": (NARROW, {"pp": 2}, False), "cp2": (NARROW, {"cp": 2}, False),
     "ep2": (EXPERTS, {"dp": 2, "ep": 2, "fsdp": True}, False),
     "single, wide": (WIDE, {}, False), "fsdp2, wide, recomputed": (WIDE, {"dp": 2, "fsdp": True}, True)}
+MORE = {"sp2": (NARROW, {"tp": 2, "sequence_parallel": True}, False)}  # of `suggested.py`: plans with tp cut tokens
 
 
 def config(row: str) -> Config:
-    model, axes, again = ROWS[row]
+    model, axes, again = (ROWS | MORE)[row]
     return Config(model=model, parallel=ParallelConfig(**axes), optim=OptimConfig(clip_norm=1.0), train=TrainConfig(
         batch=4, seq=256, compile=False, recompute=again, micro_batches=4 if axes.get("pp", 1) > 1 else 1))
 
@@ -65,9 +68,10 @@ def world_of(cfg: Config) -> int:
 
 
 def resident() -> int:
-    """Bytes of this process's pages; of a page that several ranks have its part."""
-    return next(int(line.split()[1]) << 10 for line in Path("/proc/self/smaps_rollup").read_text().splitlines()
-                if line.startswith("Pss:"))
+    """Bytes of this process's pages but those of files, of which others have a part that come and go; of what ranks share
+    its part."""
+    return sum(int(line.split()[1]) << 10 for line in Path("/proc/self/smaps_rollup").read_text().splitlines()
+               if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
 
 
 def by_name(events) -> dict[str, list[int]]:
@@ -79,8 +83,28 @@ def by_name(events) -> dict[str, list[int]]:
     return out
 
 
-def real(row: str, steps: int) -> dict[str, Any]:
-    """On this rank, with kernels; the tracker is loaded."""
+class Watch:
+    """The most pages of this process at one time, asked for every few milliseconds."""
+
+    def __init__(self) -> None:
+        self.most, self._ends = 0, threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        while not self._ends.wait(0.005):
+            self.most = max(self.most, resident())
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._ends.set()
+        self._thread.join()
+
+
+def real(row: str, steps: int, watched: bool) -> dict[str, Any]:
+    """On this rank, with kernels; where it is watched the tracker is loaded."""
     import mindspore as ms
 
     from model_zoo.llama.parallelize import make_mesh
@@ -88,7 +112,7 @@ def real(row: str, steps: int) -> dict[str, Any]:
     from ms_dtensor import DTensor, comm
     from ms_dtensor.parallel import experts
 
-    heap, cfg = Heap(), config(row)
+    cfg = config(row)
     mesh = make_mesh("cpu", cfg.parallel)
     ms.runtime.launch_blocking()
     if cfg.model.experts is not None:  # as benchmarks of experts do: who is chosen is no matter of the data
@@ -105,6 +129,14 @@ def real(row: str, steps: int) -> dict[str, Any]:
             float(loss.full_tensor() if isinstance(loss, DTensor) else loss)
         step()
         return step
+    if not watched:
+        step, times = begun(cfg), []
+        for _ in range(steps + 1):
+            began = time.perf_counter()
+            step()
+            times.append(time.perf_counter() - began)
+        return {"seconds": statistics.median(times[1:])}
+    heap = Heap()
     begun(replace(cfg, model=replace(cfg.model, dim=64, ffn_dim=64, vocab_size=512)))  # what a process has once
     gc.collect()
     before, shown = heap.now(), resident()
@@ -113,13 +145,10 @@ def real(row: str, steps: int) -> dict[str, Any]:
         step()
     gc.collect()
     heap.again()
-    times = []
-    for _ in range(steps):
-        began = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - began)
-    return {"seconds": statistics.median(times), "comm": by_name(events), "tensors": heap.most() - before,
-            "rss": resident() - shown}
+    with Watch() as watch:
+        for _ in range(2):
+            step()
+    return {"comm": by_name(events), "tensors": heap.most() - before, "rss": watch.most - shown}
 
 
 def _in_turn(shape: tuple[int, ...], count: int) -> np.ndarray:
@@ -130,26 +159,27 @@ def dry(row: str, hardware: str | None) -> dict[str, Any]:
     """The same of rank 0, without."""
     import mindspore as ms
 
-    from model_zoo.llama.dry import dry_step
+    from model_zoo.llama.dry import dry_stages
     ms.set_device("CPU")
     ms.runtime.launch_blocking()
     cfg = config(row)
-    run = dry_step(cfg, world_of(cfg), 0)
+    run, *beside = dry_stages(cfg, world_of(cfg))
     memory = run.memory()
-    return {"seconds": None if hardware is None else run.seconds(hardware), "comm": by_name(run.communication),
-            "tensors": memory.peak, "rss": memory.peak, "flops": run.flops(), "kinds": memory.at_peak,
+    return {"seconds": None if hardware is None else run.seconds(hardware, beside), "comm": by_name(run.communication),
+            "tensors": memory.peak, "rss": memory.resident, "flops": run.flops(), "kinds": memory.at_peak,
             "assumed": list(run.assumed)}
 
 
-def launched(row: str, steps: int) -> dict[str, Any]:
+def launched(row: str, steps: int, watched: bool) -> dict[str, Any]:
     n = world_of(config(row))
     with tempfile.TemporaryDirectory() as folder:
-        args = [str(Path(__file__).resolve()), "--real", row, "--steps", str(steps), "--out", f"{folder}/told.json"]
+        args = [str(Path(__file__).resolve()), "--real", row, "--steps", str(steps), "--out", f"{folder}/told.json",
+                *(["--watched"] if watched else [])]
         begin = [sys.executable] if n == 1 else [
             "msrun", f"--worker_num={n}", f"--local_worker_num={n}", "--join=True", f"--log_dir={folder}/log",
             f"--master_port={20000 + abs(hash((row, time.time_ns()))) % 20000}"]
         done = subprocess.run([*begin, *args], timeout=240, capture_output=True, text=True, check=False,
-                              env=os.environ | {"LD_PRELOAD": str(built())})
+                              env=os.environ | ({"LD_PRELOAD": str(built())} if watched else {}))
         told = Path(f"{folder}/told.json")
         if not told.exists():
             logs = "".join(p.read_text()[-1500:] for p in Path(folder).glob("log/worker_*.log"))
@@ -165,13 +195,14 @@ def main() -> None:
     parser.add_argument("--only", default=";".join(ROWS), help="rows, with ; between")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--measured", type=Path, default=Path("measured.json"), help="of real runs; those that lack are run")
-    parser.add_argument("--measure-only", action="store_true")
+    parser.add_argument("--measure-only", choices=("seconds", "memory", "both"))
+    parser.add_argument("--watched", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--real", help=argparse.SUPPRESS)
     parser.add_argument("--dry", help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.real or args.dry:
-        told = real(args.real, args.steps) if args.real else dry(args.dry, args.hardware)
+        told = real(args.real, args.steps, args.watched) if args.real else dry(args.dry, args.hardware)
         from ms_dtensor import comm
         if args.dry or (world := comm.current_world()) is None or world.rank == 0:
             Path(args.out).write_text(json.dumps(told))
@@ -179,10 +210,12 @@ def main() -> None:
     names = args.only.split(";")
     measured = json.loads(args.measured.read_text()) if args.measured.exists() else {}
     for name in names:
-        if name not in measured:
-            measured[name] = launched(name, args.steps)
-            args.measured.write_text(json.dumps(measured, indent=1) + "\n")
-            print("measured", name, file=sys.stderr, flush=True)
+        own = measured.setdefault(name, {})
+        for what, found in (("seconds", "seconds"), ("memory", "tensors")):
+            if found not in own and args.measure_only in (None, "both", what):
+                own |= launched(name, args.steps, what == "memory")
+                args.measured.write_text(json.dumps(measured, indent=1) + "\n")
+                print("measured", what, name, file=sys.stderr, flush=True)
     if args.measure_only:
         return
     rows = {}

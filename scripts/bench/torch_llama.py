@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The same Llama in PyTorch, in turns with ours: one rank, tensor parallel (DTensor styles), data parallel (DDP, FSDP2),
-context parallel (its ring, balanced by heads and tails), 1F1B.
+context parallel (its ring, balanced by heads and tails), 1F1B. It begins with the same weights and makes the same steps, so
+losses agree.
 
 Not a comparison of kernels to the last percent: PyTorch uses its fused attention and RMSNorm is spelled out in both.
 """
@@ -27,6 +28,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch_experts import Experts
+
+from model_zoo.llama.initial import initial
 
 aten = torch.ops.aten
 
@@ -82,11 +85,16 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    def __init__(self, m):
+    """Begins with our weights: with others a mixture's tokens would choose other experts, and ranks' loads would differ."""
+
+    def __init__(self, m, seed):
         super().__init__()
         self.tok_embeddings = nn.Embedding(m.vocab_size, m.dim)
         self.layers = nn.ModuleList(Block(m) for _ in range(m.n_layers))
         self.norm, self.output = Norm(m.dim), nn.Linear(m.dim, m.vocab_size, bias=False)
+        for name, p in self.named_parameters():
+            ours = name.replace("feed_forward.w", "feed_forward.experts.w") if p.ndim == 3 else name
+            p.data = torch.from_numpy(initial(ours, tuple(p.shape), m.n_layers, seed))
 
     def forward(self, ids, cos, sin):
         x = self.tok_embeddings(ids)
@@ -140,8 +148,8 @@ def tensor_parallel(model, mesh):
 class Part(Llama):
     """A stage: as many layers each, the embedding with the first, the head with the last."""
 
-    def __init__(self, m, rank, ranks, cos, sin):
-        super().__init__(m)
+    def __init__(self, m, seed, rank, ranks, cos, sin):
+        super().__init__(m, seed)
         each = len(self.layers) // ranks
         self.layers = self.layers[rank * each:(rank + 1) * each]
         if rank > 0:
@@ -183,7 +191,7 @@ def prepare(way, rank, ranks, cfg, batch, store):
     cut_rows = way in ("dp", "fsdp", "ep")
     rows = slice(rank * t.batch // 2, (rank + 1) * t.batch // 2) if cut_rows else slice(None)
     ids, labels = (torch.from_numpy(a).long()[rows] for a in batch)
-    model = Part(m, rank, ranks, cos, sin) if way == "pp" else Llama(m)
+    model = Part(m, t.seed, rank, ranks, cos, sin) if way == "pp" else Llama(m, t.seed)
     if way == "cp":  # the first and the last of each rank's two pieces of every row
         Ring.group, pieces = dist.group.WORLD, torch.arange(t.seq).chunk(2 * ranks)
         here = torch.cat((pieces[rank], pieces[-1 - rank]))
@@ -214,5 +222,9 @@ def prepare(way, rank, ranks, cfg, batch, store):
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return float(loss)  # of this rank's rows
+        loss = loss.detach()
+        if cut_rows or way == "cp":  # every rank is told the mean of all rows, as ours are
+            dist.all_reduce(loss)
+            loss /= ranks
+        return float(loss)
     return step, dist.barrier

@@ -2,6 +2,7 @@
 """A dry run communicates what the same program communicates with kernels; its other figures follow from formulas."""
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
 from functools import partial
 from math import prod
@@ -141,6 +142,19 @@ def test_what_hosts_gather_is_written_where_it_stays():
     assert peaks["CPU"] + (3 << 20) < peaks["Ascend"]
 
 
+def test_ops_of_plain_stages_are_seen():
+    """Of cells that are not laid out as of others: three products for each in a step, the parameters, what waits."""
+    messages: dict[str, bytes] = {}
+    product, head = 2 * 2 * 6 * programs.WIDTH * programs.HIDDEN, 2 * 2 * 6 * programs.WIDTH * programs.WORDS
+    for rank, own in enumerate((6 * product, 6 * product + head)):
+        with dry_run(world=2, rank=rank, device="CPU", messages=messages) as run:
+            programs.pp(2)
+        messages, kinds = run.messages, run.memory()
+        assert run.flops() == 3 * 4 * own, "four micro-batches of two rows"
+        weights = 4 * (2 * (3 * programs.WIDTH * programs.HIDDEN + programs.WIDTH) + rank * programs.WIDTH * programs.WORDS)
+        assert kinds.at_peak["parameters"] == weights <= kinds.at_peak["gradients"] <= 2 * weights, "sums, and one more"
+
+
 def test_an_array_of_the_users_has_its_values():
     with dry_run(world=2, device="CPU"):
         mesh = md.init_device_mesh("cpu", (2,))
@@ -213,3 +227,29 @@ def test_what_a_forward_keeps(layout, recompute, width):
     twice = 64 * 6 * 4 * (programs.WORDS + 2 * width * (layout == "fsdp" and not recompute))
     cut = layout in ("fsdp", "zero1")
     assert 0 <= want[1] + between - got[1] <= cut * (twice + 4096)
+
+
+def test_plain_tensors_without_data_are_not_asked_for_values():
+    """A shard or a gathered tensor as a plain one: its value is told or refused, and what is made of a shard is said."""
+    with dry_run(world=2, device="CPU", values={"test_dry_run.py": 0}) as run:
+        mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        x = md.zeros(4, device_mesh=mesh, placements=[md.Shard(0)]) + 1
+        total = x.full_tensor()
+        for ask in (float, bool, int, Tensor.item, Tensor.tolist):
+            with pytest.raises(OpRuleError, match=r"asks for a value.*\n.*float32\[\]"):
+                ask(mint.sum(x).full_tensor())
+        with pytest.raises(OpRuleError, match="asks for a value"):
+            total.tolist()
+        assert not run.assumed
+        assert x.to_local().shape == (2,)
+        (said,), data = run.assumed, Tensor(np.array([2.5], np.float32))
+        assert said.startswith("to_local at ") and "test_dry_run.py" in said
+        assert data.item() == float(data) == 2.5 and data.tolist() == [2.5], "what has values gives them"
+    frame = sys._getframe().f_lineno
+    with dry_run(world=2, device="CPU", values={f"test_dry_run.py:{frame + 3}": 4.0}):
+        x = md.zeros(4, device_mesh=md.init_device_mesh("cpu", (2,)), placements=[md.Shard(0)])
+        assert float(mint.sum(x).full_tensor()) == 4.0
+    assert float(Tensor(3.0)) == 3.0
+    for rank in (True, 1.0):
+        with pytest.raises(ConfigError, match="is not in a world of 2"), dry_run(world=2, rank=rank):
+            pass

@@ -12,7 +12,7 @@ import pytest
 
 from ms_dtensor.core.dry_event import DryEvent
 from ms_dtensor.debug import suggest
-from ms_dtensor.debug.predict import Collective, Op, Plan, Transformer, estimate, load_hardware, seconds, timeline
+from ms_dtensor.debug.predict import Collective, Op, Plan, Transformer, estimate, load_hardware, seconds, timeline, timelines
 from ms_dtensor.debug.predict.hardware import MACHINES
 from ms_dtensor.debug.predict.search import keys, plans, transformer
 from ms_dtensor.debug.predict.step import held, parameters_of_a_rank, saved
@@ -193,3 +193,48 @@ def test_events_of_one_stream_follow_each_other_and_wait_for_others():
     assert work_of(gather) == Collective("all_gather", 4 << 20, 4, 25, "tp"), "beyond a node of eight"
     assert timeline([], machine).seconds == 0
     assert set(RULES) >= PRODUCTS and work_of(product).matrix and not work_of(replace(product, op="softmax")).matrix
+
+
+def two_stages(micro: int) -> dict[int, list[DryEvent]]:
+    """A rank of each of two stages: forwards there, backwards back, a loss that the last one tells."""
+    pass_ = DryEvent("matmul", flops=1 << 40, read=1 << 26, written=1 << 26)
+    there = dict(op="exchange", stream="pp", axes=("pp",), ranks=2, stride=1, span=1, group=(0, 1))
+    last = DryEvent("broadcast", "pp", payload=4, axes=("pp",), ranks=2, stride=1, span=1, group=(0, 1))
+    first: list[DryEvent] = []
+    second: list[DryEvent] = []
+    for _ in range(micro):
+        first += [pass_, DryEvent(**there, after=(len(first),), payload=1 << 20, sends=(1,))]
+        second += [DryEvent(**there, takes=(0,)), replace(pass_, after=(len(second),)), replace(pass_, phase="backward"),
+                   DryEvent(**there, after=(len(second) + 2,), payload=1 << 20, sends=(0,))]
+    for _ in range(micro):
+        first += [DryEvent(**there, takes=(1,)), replace(pass_, after=(len(first),), phase="backward")]
+    return {0: [*first, last], 1: [*second, last]}
+
+
+def test_stages_wait_for_each_others_messages():
+    """The second cannot begin before the first has sent, the first's backward not before the second's; the loss is last."""
+    machine, events = load_hardware("a100"), two_stages(2)
+    one = seconds(work_of(events[0][0]), machine)
+    sent = seconds(Collective("exchange", 1 << 20, 2, 2), machine)
+    got = timelines(events, machine)
+    assert got[1].begin[1] >= one + sent and got[0].begin[5] >= 3 * one + 2 * sent, "which begin with a message"
+    assert got[0].seconds >= 6 * one, "two of the first stage's passes, two of the second's between them, the last two back"
+    assert got[0].end[-1] == got[1].end[-1], "a collective ends for both"
+    assert timeline(events[0], machine).seconds < got[0].seconds, "alone it waits for nobody"
+    with pytest.raises(ValueError, match=r"rank 1 at event \d+ \(exchange\)"):
+        timelines({0: events[0][:2], 1: events[1]}, machine)
+
+
+def test_a_host_that_computes_what_it_sends():
+    """With `processor: 1` nothing is computed beside a collective; ranks that meet wait by the root of what was computed."""
+    base = load_hardware("a100")
+    link = replace(base.links[0], processor=1.0, wait=0.01)
+    host = replace(base, links=(link,), host={"op": (1e-3, 3e-3), "view": (1e-4, 2e-4)})
+    product, move = DryEvent("matmul", flops=1 << 40, read=1, written=1), DryEvent(
+        "all_reduce", "dp", payload=1 << 28, axes=("dp",), ranks=8, stride=1, span=7)
+    one, sent = (seconds(work_of(e), host) for e in (product, move))
+    got = timeline([product, move, product], host)
+    assert got.begin[2] == got.end[1] == pytest.approx(one + 0.01 * one ** 0.5 + sent)
+    assert [seconds(work_of(replace(e, phase=phase)), host) for e in (DryEvent("reshape"), DryEvent("exp", read=1))
+            for phase in ("forward", "backward")] == pytest.approx([1e-4, 2e-4, 1e-3, 3e-3], rel=1e-3)
+    assert timeline([move], replace(host, links=(replace(link, ranks=1), link))).seconds == pytest.approx(sent)

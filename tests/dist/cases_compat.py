@@ -35,7 +35,9 @@ from ms_dtensor.compat.hyper_parallel import (
     init_device_mesh,
     init_parameters,
     parallelize_value_and_grad,
+    register,
     shard_module,
+    unregister,
 )
 from ms_dtensor.errors import ConfigError, LayoutError, MeshError
 from tests.cases import case
@@ -406,6 +408,29 @@ def local_cells_under_fully_shard(world):
     assert (net.up.placements, net.down.placements) == ((R,), (S(0),))
     net.zero_grad()
     assert net.up.main_grad is None
+
+
+@case(world_size=4)
+def a_piece_is_loaded_as_its_ranks_shard_by_programs_for_hyper_parallel_alone(world):
+    """MindFormers reads pieces by layouts, and gives them to `load_param_into_net`."""
+    mesh = mesh_2d()
+    net = shard_module(Net(), mesh, ShardingPlan(plan={"up": (S(1), S(0)), "down": (R, S(1))}))
+    whole = {name: np.random.default_rng(len(name)).standard_normal(p.shape).astype(np.float32)
+             for name, p in net.parameters_and_names()}
+    given = {name: Parameter(Tensor(np.ascontiguousarray(whole[name][tuple(slice(*e) for e in p.layout.local_box())])), name)
+             for name, p in net.parameters_and_names()}
+    text = refusal(lambda: ms.load_param_into_net(net, given), RuntimeError)
+    assert "same shape" in text, text
+    register()
+    try:
+        with counted() as count:
+            assert ms.load_param_into_net(net, given) == ([], [])
+        text = refusal(lambda: ms.load_param_into_net(net, {"up": Parameter(Tensor(np.ones((4, 5), np.float32)))}), RuntimeError)
+    finally:
+        unregister()
+    assert not count and "same shape" in text, (count, text)
+    for name, p in net.parameters_and_names():
+        equal(p, Tensor(whole[name]), name, 0)
 
 
 @case(world_size=4)

@@ -175,9 +175,11 @@ def a_machine_is_measured_alike_on_all_ranks(world):
         small.setattr(machine, "PRODUCTS", ((8, 8, 8), (64, 64, 64)))
         small.setattr(machine, "VECTORS", (64, 4096))
         small.setattr(machine, "REPEATS", 3)
-        told = machine.measure_machine("cpu", 1e-5, 1e-9, agree, world.size)
+        small.setattr(machine, "LARGE", 1 << 16)
+        told = machine.measure_machine("cpu", agree, group)
     found = parse("mine", yaml.safe_load(yaml.safe_dump(told)))
-    assert (found.links[0].bandwidth, found.links[0].latency) == pytest.approx((1e9, 1e-5)) and 0 < found.launch < 1
+    assert found.links[0].factors["all_gather"] == 1 and found.links[0].processor == 1 and 0 < found.launch < 1
+    assert set(found.host) == {"op", "view"} and 0 < found.host["op"][0] < 1
     assert [size for size, _ in found.matrix.steps] == pytest.approx([5.24e5, 0])
     assert max(share for _, share in found.memory.steps) == 1
     same_on_all_ranks(world, str(told))

@@ -6,7 +6,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
-from model_zoo.llama import evaluate, lora
+from model_zoo.llama import evaluate, kept, lora
 from model_zoo.llama.config import (
     Config,
     ExpertsConfig,
@@ -150,6 +150,29 @@ def steps_of_the_recipe_are_those_of_one_device(world):
         for p, w in zip(cut, params, strict=True):
             # in norm: AdamW divides by roots of small second moments, so single elements are off by more
             assert np.linalg.norm(array(p) - array(w)) <= 1e-4 * np.linalg.norm(array(w)), (parallel, p.name)
+
+
+@case(world_size=4, timeout=120)
+def any_budget_of_recomputed_blocks_gives_one_devices_gradients(world):
+    """Nothing kept, some results in some layers, all of them: the choice is every rank's, the numbers are one device's."""
+    rows = np.random.default_rng(1).integers(0, 37, (2, 8, 6)).astype(np.int32)
+
+    def gradients(parallel: ParallelConfig, on_mesh: bool = True, **how):
+        cfg = Config(model=ModelConfig(**SIZES), parallel=parallel, train=TrainConfig(batch=8, seq=6, seed=3, **how))
+        trainer = Trainer(cfg, None, make_mesh("cpu", parallel) if on_mesh else None)
+        chosen = kept.choose(cfg)
+        same_on_all_ranks(world, str(chosen))
+        loss, grads = trainer.gradients(*rows)
+        return sum(chosen.layers.values()), [array(x) for x in (loss, *grads)]
+    _, want = gradients(ParallelConfig(), on_mesh=False)
+    for parallel, gib, counts in sampled((
+            (ParallelConfig(4, 1, fsdp=True), 5000 / 2**30, range(1, 14)),
+            (ParallelConfig(2, 2, True, fsdp=True), 1.0, [14]), (ParallelConfig(2, 2), 0.0, [0]),
+            (ParallelConfig(4, 1, zero1=True), 1.0, [14]), (ParallelConfig(2, 2, fsdp=True), 2500 / 2**30, range(1, 14))), 1):
+        layers, got = gradients(parallel, recompute=True, recompute_gib=gib, micro_batches=1)
+        assert layers in counts, (parallel, layers)
+        for g, w in zip(got, want, strict=True):
+            assert np.linalg.norm(g - w) <= 1e-5 * np.linalg.norm(w), (parallel, gib)
 
 
 @case(world_size=4, timeout=120)

@@ -15,7 +15,7 @@ EXPERTS, MODEL = "model_zoo/llama/experts.py", "model_zoo/llama/model.py"
 BRANCH, EMULATOR, KERNELS = "tests/test_device_branch.py", "tests/test_emulator.py", "tests/test_ascend_kernels.py"
 RANKS, TWINS, ADAM = "tests/dist/test_rehearsal.py", "tests/zoo/test_llama_twins.py", "tests/zoo/test_optim.py"
 RING, GRID = "ms_dtensor/parallel/ring.py", "tests/context/test_grid.py"
-EXPERT_GRID = "tests/experts/test_grid.py"
+OVER_RANKS, EXPERT_GRID, EXPERTS_TEST = "ms_dtensor/parallel/experts.py", "tests/experts/test_grid.py", "tests/experts/test_experts.py"
 CONTRACT = "tests/comm/test_ranks.py -k doubles_of_hccl"
 
 
@@ -98,7 +98,7 @@ Tensor.untyped_storage = (lambda real: lambda self: _Keeps(real(self)))(Tensor.u
           ' for t in _NUMBERS})'),
     Fault("communicators are made in the caller's order", DEVICE, "tests/comm/test_group.py -k sorted_ranks",
           "ranks = tuple(sorted(group))", "ranks = tuple(group)"),
-    Fault("HCCL_BUFFSIZE is not asked", HCCL, f"{EMULATOR} -k stated_buffer", 'os.environ.get("HCCL_BUFFSIZE", "200")', '"200"'),
+    Fault("HCCL_BUFFSIZE is not asked", "ms_dtensor/comm/buffers.py", f"{EMULATOR} -k stated_buffer", 'os.environ.get("HCCL_BUFFSIZE", "200")', '"200"'),
     Fault("attention forgets its scale", ATTENTION, f"{KERNELS} -k BSND-2", "_kernel(heads, keep, scale,", "_kernel(heads, keep, 1.0,"),
     Fault("attention forgets its mode", ATTENTION, f"{KERNELS} -k BNSD-4", "0, form, sparse_mode)\n    return kernel",
           "0, form, 0)\n    return kernel"),
@@ -135,6 +135,16 @@ Tensor.untyped_storage = (lambda real: lambda self: _Keeps(real(self)))(Tensor.u
           "return full((0, q._shape[1], v._shape[2]), 0, q.dtype)"),
     Fault("loads are one rank's", "ms_dtensor/parallel/router.py", f"{EXPERT_GRID} -k same_tokens",  # torchtitan#4154
           "summands = [PARTIAL if p.is_shard() else p for p in rows]", "summands = [REPLICATE for p in rows]"),
+    Fault("tokens come home to others' places", OVER_RANKS, f"{EXPERTS_TEST} -k results_and_gradients",  # torchtitan#3604
+          "home = Rows(n * k, order, send", "home = Rows(n * k, np.sort(order), send"),
+    Fault("a rank that nobody chooses leaves the backward", OVER_RANKS,  # PaddleFormers#3010
+          f"{EXPERTS_TEST} -k results_and_gradients",
+          "return Nothing.apply(tuple(rows.shape), rows.dtype, rows, w1, w2, w3)",
+          "return full(tuple(rows.shape), 0, rows.dtype)"),
+    Fault("the host waits twice in a layer", OVER_RANKS, f"{EXPERT_GRID} -k waits_for_the_host",
+          "        both = mint.cat(", "        got.asnumpy()\n        both = mint.cat("),
+    Fault("an expert has room for one too many", "ms_dtensor/parallel/experts_room.py", f"{EXPERT_GRID} -k room_for_so_many",
+          "place <= room)", "place <= room + 1)"),
     Fault("a rank without an NPU goes on", "scripts/ascend/ranks.py", "tests/zoo/test_ascend_first.py -k starts_for_the_cpu",
           'if device != "npu":', 'if device not in ("npu", "cpu"):'),
     Fault("a node without an NPU is not asked", "scripts/ascend/node.py", "tests/zoo/test_ascend_first.py -k without_an_npu",

@@ -21,7 +21,7 @@ from ms_dtensor.tools.guard import Guard
 def test_help_names_every_command_and_imports_nothing_heavy(capsys):
     assert cli.main([]) == 0 and cli.main(["--help"]) == 0
     out = capsys.readouterr().out
-    commands = "doctor", "plot RUN_DIR...", "pipeline", "ckpt ls PATH", "ckpt convert A B"
+    commands = "doctor [CONFIG]", "plot RUN_DIR...", "pipeline", "ckpt ls PATH", "ckpt convert A B"
     assert all(f"\n  {command} " in out for command in commands)
     code = ("import sys; sys.modules['mindspore'] = None; from ms_dtensor.tools.cli import main; "
             "sys.exit(main(['plot', 'x']))")
@@ -29,7 +29,7 @@ def test_help_names_every_command_and_imports_nothing_heavy(capsys):
     assert done.returncode == 2 and "'x' is no run" in done.stderr + done.stdout and "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("argv", [["plt"], ["plot"], ["ckpt"], ["doctor", "x"]])
+@pytest.mark.parametrize("argv", [["plt"], ["plot"], ["ckpt"], ["doctor", "x", "y"]])
 def test_a_wrong_command_is_refused(argv, capsys):
     with pytest.raises(SystemExit) as refused:
         cli.main(argv)
@@ -44,13 +44,31 @@ def test_what_is_missing_is_said_with_what_mends_it(monkeypatch, capsys, tmp_pat
     monkeypatch.setenv("PATH", str(tmp_path))
     versions = {"protobuf": "6.33.6", "numpy": "2.1.0", "mindspore": "2.10.0"}
     monkeypatch.setattr(doctor, "_text", lambda name: versions.get(name, "not installed"))
-    assert doctor.main(types.SimpleNamespace(json=True)) == 1
+    assert doctor.main(types.SimpleNamespace(json=True, config=None)) == 1
     told = json.loads(capsys.readouterr().out)
     found = {one["name"]: one for one in told["checks"]}
     assert not told["ready"] and "protobuf>=7.34.1" in found["protobuf"]["fix"] and "numpy>=1.26,<2" in found["NumPy"]["fix"]
     assert found["msrun"]["status"] == "warn" and "export PATH=" in found["msrun"]["fix"]
     assert found["ports"]["status"] == "ok" and "could not be looked at" in found["<lambda>"]["found"]
     assert all(one["fix"] for one in told["checks"] if one["status"] in ("warn", "fail"))
+
+
+def test_a_recipe_that_does_not_fit_is_a_finding_with_the_plan_that_does(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(doctor, "CHECKS", ())
+    monkeypatch.setattr(doctor.Path, "exists", lambda self: self.name == "davinci_manager")
+    recipe = tmp_path / "eight.yaml"
+    model = "model: {dim: 4096, n_layers: 32, n_heads: 32, n_kv_heads: 8, ffn_dim: 14336, vocab_size: 128256}\n"
+    recipe.write_text(model + "parallel: {dp: 8}\ntrain: {batch: 8, seq: 4096, dtype: bfloat16}\n")
+    assert cli.main(["doctor", str(recipe), "--json"]) == 1
+    (found,) = json.loads(capsys.readouterr().out)["checks"]
+    assert "needs 156.0 GiB" in found["found"] and found["fix"] == "8 ranks: --parallel.dp 8 --parallel.fsdp true"
+    recipe.write_text(model + "parallel: {dp: 8, fsdp: true}\ntrain: {batch: 8, seq: 4096, dtype: bfloat16}\n")
+    assert cli.main(["doctor", str(recipe)]) == 0 and "a 64 GB card: 58.0" in capsys.readouterr().out
+    monkeypatch.setattr(doctor.Path, "exists", lambda self: False)
+    monkeypatch.setattr(doctor.os, "sysconf", lambda name: {"SC_PAGE_SIZE": 2**12, "SC_PHYS_PAGES": 2**23}[name])
+    assert cli.main(["doctor", str(recipe)]) == 1 and "this machine's memory over 8 ranks: 4.0" in capsys.readouterr().out
+    recipe.write_text(model)
+    assert cli.main(["doctor", str(recipe)]) == 2 and "no run is described" in capsys.readouterr().err
 
 
 def test_a_mindspore_that_cannot_be_imported_is_a_finding(monkeypatch, tmp_path, capsys):
@@ -104,7 +122,7 @@ def test_a_plan_that_does_not_fit_is_told_with_one_that_does(tmp_path, capsys):
 @pytest.mark.parametrize(("argv", "said"), [
     (["memory", "nowhere.json", "--batch", "8", "--seq", "8"], "no configuration can be read"),
     (["memory", "setup.py", "--batch", "8", "--seq", "8"], "can be read|no mapping"),
-    (["memory", "model_zoo/llama/configs/llama3_8b.yaml", "--dp", "3", "--batch", "8", "--seq", "8"], "--batch 9"),
+    (["memory", "model_zoo/llama/configs/llama3_8b.yaml", "--dp", "3", "--batch", "8", "--seq", "8"], "--batch 12"),
     (["suggest", "model_zoo/llama/configs/llama3_8b.yaml", "--world", "8", "--hardware", "x", "--batch", "8", "--seq", "8"],
      "no machine 'x'")])
 def test_a_plan_that_cannot_be_told_is_refused(argv, said, capsys):

@@ -2,6 +2,7 @@
 """The recipe's memory formula against a count: shapes of parameters, and what autograd really saves, on a fake mesh."""
 from __future__ import annotations
 
+import re
 from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,12 +14,15 @@ from mindspore import Tensor
 from mindspore.common._grad_function import _Function
 
 import ms_dtensor as md
-from model_zoo.llama import fits, launch, layers, memory, model, train
+from model_zoo.llama import fits, launch, layers, memory, model
 from model_zoo.llama.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from model_zoo.llama.configio import load
-from model_zoo.llama.parallelize import parallelize
+from model_zoo.llama.parallelize import make_mesh, parallelize
+from model_zoo.llama.trainer import Trainer
 from ms_dtensor.comm import fake_world
+from ms_dtensor.comm.buffers import communicator_bytes
 from ms_dtensor.errors import ConfigError
+from ms_dtensor.internals import target
 from tests.rehearsal.session import rehearsed
 
 pytestmark = pytest.mark.usefixtures("cpu")
@@ -158,8 +162,8 @@ SEVENTY_B = ["--config", "model_zoo/llama/configs/llama3_70b.yaml", "--parallel.
 
 
 @pytest.mark.parametrize(("options", "needs", "way"), [
-    (EIGHT_B, "165.6 GiB, and a 64 GB card has 58.0", "--parallel.fsdp true  needs 54.7 GiB"),
-    (SEVENTY_B, "150.9 GiB, and a 64 GB card has 58.0", "on 32 ranks: --parallel.dp 4  needs 41.6 GiB")])
+    (EIGHT_B, "165.3 GiB, and a 64 GB card has 58.0", "--parallel.fsdp true  needs 54.3 GiB"),
+    (SEVENTY_B, "150.5 GiB, and a 64 GB card has 58.0", "on 32 ranks: --parallel.dp 4  needs 41.6 GiB")])
 def test_what_does_not_fit_is_refused_with_the_nearest_layout_that_does(options, needs, way):
     cfg, _ = load(options, 8)
     with pytest.raises(ConfigError) as error:
@@ -188,7 +192,7 @@ def test_ranks_of_a_laptop_share_its_memory(monkeypatch):
         fits.refuse_too_large(load(EIGHT_B, 8)[0], 8, *fits.machine(8))
     tiny = load(["--config", "model_zoo/llama/configs/quickstart.yaml"], 8)[0]
     fits.refuse_too_large(tiny, 8, *fits.machine(8))
-    assert sum(fits.needed(tiny, True).values()) - sum(fits.needed(tiny, False).values()) >= memory.BUFFERS
+    assert sum(fits.needed(tiny, True).values()) - sum(fits.needed(tiny, False).values()) >= communicator_bytes()
 
 
 def test_launch_refuses_before_mindspore_starts(monkeypatch, tmp_path):
@@ -199,8 +203,43 @@ def test_launch_refuses_before_mindspore_starts(monkeypatch, tmp_path):
         launch.preflight(options, launch.ALONE, config, keep)
     with ExitStack() as keep:
         assert launch.preflight(options, launch.ALONE, [*config, "--train.check_memory", "false"], keep) == tmp_path
+    asked = []
+    monkeypatch.setattr(launch, "preflight", lambda options, nodes, rest, keep: asked.append(rest))
+    for force in ([], ["--force"]):
+        monkeypatch.setattr(launch.sys, "argv", ["launch.py", *force, "--optim.lr", "1"])
+        assert launch.main() == 0
+    assert asked == [["--optim.lr", "1"], ["--optim.lr", "1", "--train.check_memory", "false"]]
 
 
 def test_a_card_is_asked_for_its_memory(monkeypatch):
     monkeypatch.setattr(ms.hal, "get_device_properties", lambda *asked: SimpleNamespace(total_memory=asked))
-    assert train.card_memory() == (0, "Ascend")
+    assert target.card_memory() == 0, "there is none here"
+    monkeypatch.setattr(target, "_real", lambda: "Ascend")
+    assert target.card_memory() == (0, "Ascend")
+
+
+@pytest.mark.parametrize(("parallel", "count"), [
+    (ParallelConfig(8, fsdp=True), 1), (ParallelConfig(2, 4, sequence_parallel=True), 3), (ParallelConfig(1, 4), 1),
+    (ParallelConfig(4, 2, fsdp=True, hsdp=2), 5), (ParallelConfig(8, fsdp=True, hsdp=2), 3),
+    (ParallelConfig(2, 2, cp=2, fsdp=True, sequence_parallel=True), 5)])
+def test_communicators_are_those_that_a_rank_makes(parallel, count):
+    """Each takes 400 MiB of a card: those of the mesh, and those that units and reductions make of several axes."""
+    cfg = Config(model=replace(SMALL, dim=128), parallel=parallel, train=TrainConfig(batch=8, seq=16, dtype="bfloat16"))
+    assert memory.communicators(parallel) == count
+    with fake_world(parallel.dp * parallel.cp * parallel.tp), rehearsed(clock=False) as device:
+        mesh = make_mesh("npu", parallel)
+        trainer = Trainer(cfg, None, mesh)
+        if parallel.cp == 1:  # lists that ranks share take what the stand-ins for a device's kernels have not
+            trainer.update(trainer.gradients(*[np.zeros((8, 16), np.int32)] * 2)[1], 0)
+        assert 1 + sum(call[0] == "create_group" for call in device.calls) == count
+
+
+def test_buffers_that_are_stated_too_large_are_refused_with_those_that_fit(monkeypatch):
+    cfg, _ = load(["--config", "model_zoo/llama/configs/llama3_8b.yaml", "--parallel.dp", "2", "--parallel.tp", "4"], 8)
+    fits.refuse_too_large(cfg, 8, memory.USABLE, "a 64 GB card has", True)
+    monkeypatch.setenv("HCCL_BUFFSIZE", "8000")
+    with pytest.raises(ConfigError, match="communication buffers: 46.9.*") as error:
+        fits.refuse_too_large(cfg, 8, memory.USABLE, "a 64 GB card has", True)
+    (size,) = re.findall(r"HCCL_BUFFSIZE=(\d+), the same on all ranks", str(error.value))
+    monkeypatch.setenv("HCCL_BUFFSIZE", size)
+    fits.refuse_too_large(cfg, 8, memory.USABLE, "a 64 GB card has", True)

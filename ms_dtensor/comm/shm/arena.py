@@ -20,6 +20,18 @@ KEEP = 128 << 20  # a rank's gradients of 30 M parameters: to touch them anew ev
 _LEAST = 64 << 10
 
 
+def rounded(nbytes: int) -> int:
+    """The size of the block for so many bytes; blocks of one size serve each other.
+
+    Example:
+        >>> from ms_dtensor.comm.shm.arena import rounded
+        >>> rounded(1), rounded(1 << 20), rounded((1 << 20) + 1)
+        (65536, 1048576, 1179648)
+    """
+    step = max(_LEAST, 1 << max(nbytes.bit_length() - 4, 0))
+    return -(-max(nbytes, 1) // step) * step
+
+
 class _Block(np.ndarray):
     """Owns a block; arrays on it keep it alive through their `base`."""
 
@@ -53,8 +65,7 @@ class Arena:
         """An array to be written, and its offset in the segment; `again`: such a one is asked for every step."""
         while self._given:
             self._back(*self._given.popleft())
-        step = max(_LEAST, 1 << max(nbytes.bit_length() - 4, 0))
-        size = -(-max(nbytes, 1) // step) * step
+        size = rounded(nbytes)
         free = self._free.get(size)
         if free:
             offset = free.pop()

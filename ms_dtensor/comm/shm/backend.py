@@ -17,7 +17,7 @@ from mindspore import Tensor
 from mindspore import dtype as mstype
 
 from ...errors import CommError
-from ..cores import keep_to_share
+from ..cores import end_spinning, keep_to_share
 from ..packing import numpy_dtype
 from ..parts import Parts
 from ..protocol import Backend, Ranks, Result, Work, communicator_name
@@ -95,6 +95,7 @@ class ShmBackend(Backend):
     def start(cls, rank: int, size: int, blocking: bool) -> ShmBackend:
         """Meets the other processes of this host, each on its share of the cores."""
         keep_to_share(rank, size)
+        end_spinning()
         return cls(rank, size, os.environ.get("MS_SCHED_PORT", "8118"), blocking=blocking)
 
     def _array(self, x: Tensor, kept: bool = False) -> np.ndarray:

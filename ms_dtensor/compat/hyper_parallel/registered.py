@@ -12,6 +12,7 @@ import sys
 import types
 
 from ...comm import mindspore_collectives
+from ...dispatch.patches.checkpoints import take_pieces
 from ...errors import ConfigError
 from ...internals.target import on_cpu
 from .inferred import names_on_layouts
@@ -47,7 +48,8 @@ class _Module(types.ModuleType):
 def register() -> None:
     """From here on `import hyper_parallel` gives what ms_dtensor has under its names. `unregister` takes it back.
 
-    On CPU MindSpore's collectives run on our groups, too: `comm.mindspore_collectives`.
+    On CPU MindSpore's collectives run on our groups, too: `comm.mindspore_collectives`. `load_param_into_net` takes a plain
+    value that has the shape of a DTensor's shard, and not of the whole, for this rank's shard.
 
     Raises:
         ConfigError: hyper_parallel itself has been imported.
@@ -79,6 +81,7 @@ def register() -> None:
         if above:
             sys.modules[above].__dict__[last] = module
     names_on_layouts(True)
+    take_pieces(True)
     if on_cpu():
         mindspore_collectives()
 
@@ -96,5 +99,6 @@ def unregister() -> None:
     for name in found:
         del sys.modules[name]
     names_on_layouts(False)
+    take_pieces(False)
     if found and on_cpu():
         mindspore_collectives().disable()

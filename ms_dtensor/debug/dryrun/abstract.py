@@ -21,11 +21,16 @@ KINDS = ("parameters", "gradients", "optimizer", "activations", "gathered", "buf
 
 
 class Change(NamedTuple):
-    """Of the memory: so many bytes more (or fewer) of a kind, once so many events had happened."""
+    """Of the memory: so many bytes more (or fewer) of a kind, once so many events had happened; and who has handed it out.
+
+    On a host these are MindSpore's "pool" of results, the "heap" of NumPy and of what stays, and what ranks share:
+    "windows", and blocks of each size for itself.
+    """
 
     at: int
     kind: str
     bytes: int
+    where: str = "pool"
 
 
 class _Storage(np.ndarray):
@@ -49,23 +54,24 @@ class Ledger:
 
     def __init__(self, events: list):
         self.events = events
-        self.alive = dict.fromkeys(KINDS, 0)
+        self.alive: dict[tuple[str, str], int] = {}  # by kind and by who has handed it out
         self.changes: list[Change] = []
-        self.held: dict[int, list] = {}  # address of what is alive -> [kind, bytes, the event that made it]
+        self.held: dict[int, list] = {}  # address of what is alive -> [kind, bytes, the event that made it, where]
 
-    def new(self, shape, dtype, kind: str, made_by: int = -1) -> Tensor:
-        """A tensor without data; `dtype` is MindSpore's."""
+    def new(self, shape, dtype, kind: str, made_by: int = -1, where: str = "") -> Tensor:
+        """A tensor without data; `dtype` is MindSpore's, `where` as in `Change`, by default by the kind."""
         shape = tuple(shape)
         storage = np.zeros(1, numpy_dtype(dtype))
         size = math.prod(shape) * storage.itemsize
-        return on_storage_of(Tensor.from_numpy(self.watched(storage, kind, size, made_by)), shape)
+        where = where or ("heap" if kind in ("parameters", "optimizer") else "pool")
+        return on_storage_of(Tensor.from_numpy(self.watched(storage, kind, size, made_by, where)), shape)
 
-    def watched(self, array: np.ndarray, kind: str, size: int, made_by: int = -1) -> np.ndarray:
+    def watched(self, array: np.ndarray, kind: str, size: int, made_by: int = -1, where: str = "heap") -> np.ndarray:
         """An array that counts as so many bytes until nothing lies on it any more."""
         out = array.view(_Storage)
         out.ledger, out.address = self, out.__array_interface__["data"][0]
-        self.held[out.address] = [kind, size, made_by]
-        self.change(kind, size)
+        self.held[out.address] = [kind, size, made_by, where]
+        self.change(kind, size, where)
         return out
 
     def place(self, shape, dtype) -> Tensor:
@@ -78,15 +84,15 @@ class Ledger:
 
     def ended(self, address: int) -> None:
         """Nothing lies on a storage any more."""
-        kind, size, _ = self.held.pop(address)
-        self.change(kind, -size)
+        kind, size, _, where = self.held.pop(address)
+        self.change(kind, -size, where)
 
     def is_now(self, x: Tensor, kind: str) -> Tensor:
         """What a tensor lies on is of another kind from here on."""
         held = self.held.get(Tensor.data_ptr(x))
         if held is not None and held[0] != kind:
-            self.change(held[0], -held[1])
-            self.change(kind, held[1])
+            self.change(held[0], -held[1], held[3])
+            self.change(kind, held[1], held[3])
             held[0] = kind
         return x
 
@@ -95,15 +101,15 @@ class Ledger:
         held = self.held.get(Tensor.data_ptr(x))
         return "activations" if held is None else held[0]
 
-    def change(self, kind: str, size: int) -> None:
+    def change(self, kind: str, size: int, where: str) -> None:
         """So many bytes more, or fewer."""
         if size:
-            self.alive[kind] += size
-            self.changes.append(Change(len(self.events), kind, size))
+            self.alive[kind, where] = self.alive.get((kind, where), 0) + size
+            self.changes.append(Change(len(self.events), kind, size, where))
 
     def forget(self) -> None:
         """What is alive was there from the beginning, and nobody made it."""
-        self.changes[:] = [Change(0, kind, size) for kind, size in self.alive.items() if size]
+        self.changes[:] = [Change(0, kind, size, where) for (kind, where), size in self.alive.items() if size]
         for held in self.held.values():
             held[2] = -1
 

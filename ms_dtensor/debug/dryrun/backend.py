@@ -34,7 +34,7 @@ class AbstractWindow:
     def _take(self, taken: bool) -> None:
         if taken != self.taken:
             self.taken = taken
-            self.executor.ledger.change("gathered", self.nbytes if taken else -self.nbytes)
+            self.executor.ledger.change("gathered", self.nbytes if taken else -self.nbytes, "windows")
 
 
 class AbstractBackend(FakeBackend):
@@ -100,6 +100,7 @@ class AbstractBackend(FakeBackend):
                  recvs: Sequence[tuple[int, Sequence[int], Any]]) -> list[Tensor]:
         out = [self.executor.arrive(tuple(shape), dtype) for _, shape, dtype in recvs]
         self.executor.give(*(x for _, x in sends))
+        self.executor.peers = tuple(to for to, _ in sends), tuple(of for of, _, _ in recvs)
         return out
 
     def broadcast(self, x: Tensor, src: int, group: Ranks, async_op: bool = False) -> Result:

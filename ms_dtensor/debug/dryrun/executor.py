@@ -21,6 +21,7 @@ from mindspore.ops import stop_gradient
 
 from ...comm.packing import numpy_dtype
 from ...comm.record import CommEvent, user_site
+from ...comm.shm.arena import rounded
 from ...comm.world import current_world
 from ...core.dry_event import COMPUTE, DryEvent
 from ...core.layout import Layout
@@ -32,8 +33,10 @@ from ...dispatch.replaced import PLACE
 from ...errors import OpRuleError
 from ...internals.names import Function, enabled, recording
 from .abstract import Ledger, nameless, on_storage_of
+from .asked import asked_by_user
 from .formulas import backward_flops, flops, kept, within
 
+_BY_NAME = {("argmax_method", "ArgMinExt"): "int32"}  # the rules have one op for two of MindSpore's
 _NO_GRADIENT = ("StopGradient", "Detach")  # of MindSpore's ops that are one in the rules with a copy
 _MESHES = {"CPU": "cpu", "Ascend": "npu", "GPU": "gpu"}  # what meshes call devices
 _SEVERAL = frozenset(("split", "chunk", "unstack", "unbind", "tensor_split", "meshgrid", "split_with_size"))
@@ -119,8 +122,8 @@ class Job:
         """Those of the operands; the event of the backward."""
         executor = self.executor
         asked = sum(1 for _, _, wanted in self.operands if wanted)
-        read = sum(prod(x._shape) * x.itemsize for x in (*saved, *(g for g in grads if g is not None)))
         view = executor.is_view(self.what)
+        read = 0 if view else sum(prod(x._shape) * x.itemsize for x in (*saved, *(g for g in grads if g is not None)))
         written = 0 if view else sum(
             prod(shape) * nbytes(dtype) for shape, dtype, wanted in self.operands if wanted)
         cost = backward_flops(self.what.op, self.cost, asked)
@@ -158,10 +161,13 @@ class Executor:
         self.events: list[DryEvent] = []
         self.ledger = Ledger(self.events)
         self.forks: dict[Any, tuple[Any, Tensor]] = {}
+        self.inside = 0  # functions that nobody sees into, and that run on what is not there
+        self.plain: dict[int, Parameter] = {}  # of cells that are not laid out, by identity
         self.kind = "activations"  # of what moves bring
         self.fork = 0, -1  # the address of the fork made last, and the event that made what it is of
         self.picture: Callable[[], str] = str  # of the last pipeline's schedule
         self.given: tuple[int, ...] = ()  # the events that made what the next communication sends
+        self.peers: tuple[tuple[int, ...], tuple[int, ...]] = (), ()  # of it: who gets a message, and whose is waited for
 
     # -- ops ---------------------------------------------------------------------------------------------------------
     def local(self, run, call, tensors):
@@ -169,14 +175,15 @@ class Executor:
         what = run.abstract
         if what.shapes is None:
             return self.by_data(run, call, tensors)
-        dtypes = [dtype_of(name) for name in what.dtypes]
+        name = getattr(call.func, "name", "")
+        dtypes = [dtype_of(_BY_NAME.get((what.op, name), dtype)) for dtype in what.dtypes]
         single = len(what.shapes) == 1 and what.op not in _SEVERAL
         cost = flops(what.op, what.arguments, [tuple(x._shape) for x in tensors], what.shapes)
         read = 0 if what.view else sum(prod(x._shape) * x.itemsize for x in tensors)
         written = 0 if what.view else sum(prod(s) * nbytes(d) for s, d in zip(what.shapes, dtypes))
         event = self.note(what.op, "forward", user_site(), cost, read, written, tensors,
                           tensors[0].dtype if tensors else None)
-        if getattr(call.func, "name", "") in _NO_GRADIENT:
+        if name in _NO_GRADIENT:
             tensors = [stop_gradient(as_local(x)) for x in tensors]
         if not recording() or not enabled() or not any(x._requires_grad and _differentiable(x) and i not in run.constants
                                       for i, x in enumerate(tensors)) \
@@ -233,11 +240,22 @@ class Executor:
         site = user_site()
         place = f"{os.path.basename(site.rpartition(':')[0])}:{site.rpartition(':')[2]}"
         if place not in self.values:
-            raise OpRuleError(f"For 'dry_run', '{who}' at {site} asks for a value.", x._layout.describe(),
+            layout = getattr(x, "_layout", None)
+            raise OpRuleError(f"For 'dry_run', '{who}' at {site} asks for a value.",
+                              f"{dtype_name(x.dtype)}{list(x._shape)}" if layout is None else layout.describe(),
                               "A dry run has no data.",
                               (f"dry_run(..., values={{{place!r}: 1.0}}), what it is taken to be there",
                                "leave it out of the step that is run dry"))
         return np.asarray(self.values[place])
+
+    def is_asked(self, x) -> bool:
+        """Whether the user asks a plain tensor for a value that it does not have."""
+        return not self.inside and Tensor.data_ptr(x) in self.ledger.held and asked_by_user()
+
+    def taken_out(self) -> None:
+        """A rank's part is handed to the user as a plain tensor."""
+        if asked_by_user():
+            self.assumed[f"to_local at {user_site()}"] = "what is made of it is not seen, and its values are zeros"
 
     def choices(self, shape: tuple[int, int]) -> np.ndarray:
         """[n, k]: the experts that this rank's tokens choose; without `values["experts"]` one after another."""
@@ -285,6 +303,12 @@ class Executor:
             self.note(type(optimizer).__name__, "optimizer", user_site(), 0,
                       kept + prod(grads[i]._shape) * grads[i].itemsize, kept, (grads[i],), param.dtype)
 
+    def clipped(self, grads) -> None:
+        """Of gradients the norm, and then their multiples: read twice, and written."""
+        for g in grads:
+            size = prod(g._shape) * g.itemsize
+            self.note("clip_grad_norm", "optimizer", user_site(), 0, 2 * size, size, (g,), g.dtype)
+
     # -- local functions ---------------------------------------------------------------------------------------------
     def seen(self, fn):
         """A function of a list of local tensors: it is given DTensors of this rank alone, so its ops are seen."""
@@ -292,6 +316,18 @@ class Executor:
             with implicit_replication():
                 return self._plain(fn(self.alone(tensors)))
         return run
+
+    def plain_cell(self, cell, fn, args, kwargs):
+        """`fn` of plain tensors, which runs a cell: if nothing of this is laid out over ranks, its ops are seen."""
+        tensors = [*leaves((args, kwargs), Tensor), *cell.get_parameters()]
+        if any(getattr(x, "_layout", None) is not None for x in tensors):
+            return fn(args, kwargs)
+        for p in cell.get_parameters():
+            if id(p) not in self.plain:
+                self.plain[id(p)] = p
+                self.ledger.change("parameters", prod(p.shape) * p.itemsize, "heap")
+        with implicit_replication():
+            return self._plain(fn(self.alone(args), self.alone(kwargs)))
 
     def is_alone(self, *arguments) -> bool:
         """Whether a local function's tensors are among these."""
@@ -302,7 +338,12 @@ class Executor:
         self.assumed[name] = f"what it computes at {user_site()} is not seen: its operations and memory are not counted"
         def counted(x):
             return x if getattr(x, "_layout", None) is not None else Made.apply(x, self)
-        return self.alone(map_leaves(counted, fn(*self._plain(args), **self._plain(kwargs)), Tensor))
+        self.inside += 1
+        try:
+            made = fn(*self._plain(args), **self._plain(kwargs))
+        finally:
+            self.inside -= 1
+        return self.alone(map_leaves(counted, made, Tensor))
 
     def alone(self, tree):
         """Tensors as DTensors of this rank alone, so that ops on them are seen."""
@@ -349,7 +390,7 @@ class Executor:
     def arrive(self, shape, dtype, *given: Tensor) -> Tensor:
         """What a collective brings; its event comes next."""
         self.give(*given)
-        return self.ledger.new(shape, dtype, self.kind, len(self.events))
+        return self.ledger.new(shape, dtype, self.kind, len(self.events), self._shared(prod(shape) * nbytes(dtype)))
 
     def give(self, *given: Tensor) -> None:
         """What the next communication needs."""
@@ -364,8 +405,9 @@ class Executor:
         self.events.append(DryEvent(
             event.op, stream, after, bytes=event.bytes, payload=payload, axes=event.axes, ranks=len(ranks),
             stride=abs(ranks[1] - ranks[0]) if len(ranks) > 1 else 0, span=max(ranks) - min(ranks),
-            dtype=event.dtype.lower(), phase=event.phase, site=event.site))
-        self.given = ()
+            group=ranks, sends=self.peers[0], takes=self.peers[1], dtype=event.dtype.lower(), phase=event.phase,
+            site=event.site))
+        self.given, self.peers = (), ((), ())
 
     def forget(self) -> None:
         """Events begin here."""
@@ -404,7 +446,11 @@ class Executor:
     def buffer(self, count: int, dtype: np.dtype) -> np.ndarray:
         """Memory that is never touched, for gradients side by side."""
         out = np.empty(count, dtype)
-        return self.ledger.watched(out, "gradients", out.nbytes)
+        return self.ledger.watched(out, "gradients", out.nbytes, where=self._shared(out.nbytes))
+
+    def _shared(self, size: int) -> str:
+        """Where what a collective brings lies: a host's ranks have blocks of some sizes, none of which serves another."""
+        return f"shared, {rounded(size)}" if self.on_host else "pool"
 
 
 def dtype_of(name: str) -> Any:

@@ -22,9 +22,10 @@ from ...core.dry_event import DryEvent
 from ...errors import ConfigError
 from ...internals.target import rehearsal
 from ..cell_names import CellNames
-from ..predict import load_hardware, timeline
+from ..predict import load_hardware, timelines
 from . import page
 from .abstract import KINDS
+from .asked import watch_values
 from .backend import AbstractBackend
 from .executor import Executor
 from .report import write_report
@@ -87,13 +88,15 @@ class DryRun:
         """Floating-point operations of products, forward and backward; a product and a sum are two."""
         return sum(e.flops for e in self.events)
 
-    def seconds(self, hardware) -> float:
-        """Of the events on a machine, by its figures; the host's own time is not in it.
+    def seconds(self, hardware, beside: Sequence[DryRun] = ()) -> float:
+        """Of the events on a machine, by its figures.
 
         Args:
             hardware: of `load_hardware`, or what it takes: "910b", "a100", a file.
+            beside: the same step of other ranks that are waited for: one of each other stage of a pipeline.
         """
-        return timeline(self.events, load_hardware(hardware)).seconds
+        ranks = {run.rank: run.events for run in (self, *beside)}
+        return timelines(ranks, load_hardware(hardware))[self.rank].seconds
 
     def comms(self) -> dict[tuple[str, tuple[str, ...], str, str], tuple[int, int]]:
         """(collective, axes, phase, line of the user's code) -> (how many, bytes that leave this rank)."""
@@ -161,6 +164,8 @@ class Memory:
         at_peak: by kind, at that time.
         at: of that time, in events.
         end: by kind, at the end.
+        resident: the most pages that this takes in a process, of the "CPU" device: of each allocator its own peak, as none
+            gives back to another what it no longer needs.
     """
 
     workspace = "not known"
@@ -169,13 +174,15 @@ class Memory:
         self.changes = changes
         now, most = dict.fromkeys(KINDS, 0), 0
         self.peak, self.at, self.at_peak = 0, 0, dict(now)
-        total = 0
+        total, parts, high = 0, dict[str, int](), dict[str, int]()
         for change in changes:
+            parts[change.where] = parts.get(change.where, 0) + change.bytes
+            high[change.where] = max(high.get(change.where, 0), parts[change.where])
             now[change.kind] += change.bytes
             total += change.bytes
             if total > most:
                 most, self.at, self.at_peak = total, change.at, dict(now)
-        self.peak, self.end = most, now
+        self.peak, self.end, self.resident = most, now, sum(high.values())
 
     def over_time(self) -> Iterator[tuple[int, dict[str, int]]]:
         """(events that had happened, bytes by kind), after each event that changed it."""
@@ -236,12 +243,13 @@ def dry_run(world: int, rank: int = 0, device: str = "Ascend", *, values: dict[s
     if kind is None:
         raise ConfigError(f"For 'dry_run', {device!r} is not a device.", "", "A run is of one kind of device.",
                           'device="Ascend", "GPU" or "CPU"')
-    if isinstance(world, bool) or not isinstance(world, int) or not 0 <= rank < world:
+    if any(isinstance(n, bool) or not isinstance(n, int) for n in (world, rank)) or not 0 <= rank < world:
         raise ConfigError(f"For 'dry_run', rank {rank!r} is not in a world of {world!r}.", "", "0 <= rank < world",
                           "pass a rank of the world")
     if executing() is not None:
         raise ConfigError("For 'dry_run', another one is under way.", "", "A process is one rank of one world at a time.",
                           "leave the outer block first")
+    watch_values()
     run = DryRun(world, rank, kind, dict(values or {}), dict(messages or {}))
     backend = AbstractBackend(world, rank, run._executor, on_host=kind == "CPU")
     pretending: Any = World(rank, world, backend, kind, executor=run._executor)

@@ -9,8 +9,8 @@ from .cost import Collective, Op, seconds
 from .hardware import Hardware, load_hardware
 from .search import Suggestion, suggest
 from .step import Estimate, estimate
-from .timeline import Timeline, timeline
+from .timeline import Timeline, timeline, timelines
 from .transformer import Plan, Transformer
 
 __all__ = ["Collective", "Estimate", "Hardware", "Op", "Plan", "Suggestion", "Timeline", "Transformer",
-           "estimate", "load_hardware", "seconds", "suggest", "timeline"]
+           "estimate", "load_hardware", "seconds", "suggest", "timeline", "timelines"]

@@ -64,12 +64,15 @@ def seconds(work: Work, machine: Hardware) -> float:
         '0.52 ms'
     """
     if isinstance(work, Collective):
-        return machine.link(work.span).seconds(work.op, work.size, work.ranks) if work.ranks > 1 else 0.0
+        own = machine.host.get("op", (0.0,))[0]  # it is given to the link as any op to a device
+        return own + machine.link(work.span).seconds(work.op, work.size, work.ranks) if work.ranks > 1 else 0.0
+    what = "op" if work.flops or work.traffic else "view"
+    launch = machine.host.get(what, (machine.launch,) * 2)[work.backward]
     if work.name in machine.kernels:
-        return machine.launch + work.traffic / machine.kernels[work.name][work.backward]
+        return launch + work.traffic / machine.kernels[work.name][work.backward]
     computing = (machine.matrix if work.matrix else machine.vector).seconds(work.flops)
     reading = machine.memory.seconds(work.traffic)
-    return machine.launch + (max(computing, reading) if machine.overlap else computing + reading)
+    return launch + (max(computing, reading) if machine.overlap else computing + reading)
 
 
 def total(work: Iterable[Work], machine: Hardware) -> float:

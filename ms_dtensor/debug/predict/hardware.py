@@ -52,7 +52,9 @@ class Link:
         latency: seconds of a collective.
         factors: how often a collective sends its whole tensor; a ring's all_reduce 2.
         ring: whether a rank's own part is not sent, so that (ranks - 1) / ranks of that goes over the link.
-        processor: share of the device's computing that a running collective takes.
+        processor: share of the device's computing that a running collective takes; 1: nothing is computed meanwhile.
+        wait: of ranks that have computed for s seconds the slowest is later by this times the root of s than one alone: what
+            hinders them comes now and then, and adds up as such things do.
     """
 
     ranks: int
@@ -61,6 +63,7 @@ class Link:
     factors: Mapping[str, float]
     ring: bool
     processor: float
+    wait: float = 0.0
 
     def seconds(self, op: str, size: float, ranks: int) -> float:
         """Of a collective over so many ranks; `size`: bytes of the whole tensor, which a gather makes."""
@@ -82,7 +85,10 @@ class Hardware:
         launch: seconds of the host for each op that a device is given.
         capacity: bytes of a device's memory that tensors may take.
         links: the quickest first.
+        communicator: bytes of a device's memory that a communicator's buffers take.
         kernels: of ops that are slower than memory: (forward, backward), bytes a second that they read and write.
+        host: in the place of `launch` where an op has run when it returns, so that all of the library's and MindSpore's own
+            work for it counts: (forward, backward) seconds of an "op", and of a "view", which computes nothing.
     """
 
     name: str
@@ -94,7 +100,9 @@ class Hardware:
     launch: float
     capacity: int
     links: tuple[Link, ...]
+    communicator: int = 0
     kernels: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    host: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def link(self, span: int) -> Link:
         """That joins ranks whose numbers lie in one aligned block of `span`; the last one joins all."""
@@ -150,7 +158,8 @@ def parse(name: str, told: Mapping[str, Any]) -> Hardware:
         return Curve(_positive(peak, part[peak]) * scale, steps)
 
     links = tuple(Link(int(link["ranks"]), _positive("gb_s", link["gb_s"]) * 1e9, float(link["latency_us"]) * 1e-6,
-                       {op: float(link["factors"][op]) for op in COLLECTIVES}, bool(link["ring"]), float(link["processor"]))
+                       {op: float(link["factors"][op]) for op in COLLECTIVES}, bool(link["ring"]), float(link["processor"]),
+                       float(link.get("wait", 0.0)))
                   for link in told["links"])
     if not links:
         raise ValueError("links: one at least")
@@ -158,8 +167,11 @@ def parse(name: str, told: Mapping[str, Any]) -> Hardware:
                     curve(told["vector"], "tflops", 1e12, 1e9), curve(told["memory"], "gb_s", 1e9, 1e6),
                     bool(told["overlap"]), float(told["launch_us"]) * 1e-6,
                     int(_positive("gib", told["memory"]["gib"]) * 2**30), links,
+                    int(float(told["memory"].get("communicator_mib", 0)) * 2**20),
                     {op: (_positive(op, there) * 1e9, _positive(op, back) * 1e9)
-                     for op, (there, back) in told.get("kernels", {}).items()})
+                     for op, (there, back) in told.get("kernels", {}).items()},
+                    {what: (float(there) * 1e-6, float(back) * 1e-6)
+                     for what, (there, back) in told.get("host_us", {}).items()})
 
 
 def _positive(name: str, value: float) -> float:

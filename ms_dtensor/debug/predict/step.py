@@ -25,7 +25,8 @@ class Estimate:
     Attributes:
         plan: it.
         seconds: of a step, of the slowest rank.
-        memory: bytes of a rank at the peak: {"parameters and optimizer", "gathered", "activations", "logits"}.
+        memory: bytes of a rank at the peak: {"parameters and optimizer", "gathered", "activations", "logits",
+            "communication buffers"}.
         time: seconds by what they are for; they add up to `seconds`.
     """
 
@@ -61,7 +62,7 @@ def estimate(model: Transformer, plan: Plan, machine: Hardware, batch: int, leng
     sequences = batch / (plan.dp * plan.micro_batches)
     parts, last = block(model, plan, sequences, length, itemsize), ends(model, plan, sequences, length, itemsize)
     time = _times(model, plan, machine, parts, last, itemsize, sequences * length)
-    return Estimate(plan, sum(time.values()), memory(model, plan, parts, last, itemsize), time)
+    return Estimate(plan, sum(time.values()), memory(model, plan, parts, last, itemsize, machine), time)
 
 
 # -- time --------------------------------------------------------------------------------------------------------------
@@ -90,7 +91,7 @@ def _times(model: Transformer, plan: Plan, machine: Hardware, parts: list[Part],
             "head": plan.micro_batches * (head + head_waits),
             "bubble": (filled - plan.micro_batches) * (computing + waiting),
             "between stages": hops * seconds(hop, machine) if hops else 0.0, "data parallelism": reductions,
-            "optimizer": seconds(Op("update", 10 * updated, UPDATED * updated), machine)}
+            "optimizer": seconds(Op("AdamW", 10 * updated, UPDATED * updated), machine)}
 
 
 def _data_parallel(model: Transformer, plan: Plan, machine: Hardware, itemsize: int, blocks: float,
@@ -147,7 +148,15 @@ def held(plan: Plan) -> float:
     return min(most, plan.micro_batches) if plan.stages_per_rank == 1 else most
 
 
-def memory(model: Transformer, plan: Plan, parts: list[Part], last: list[Part], itemsize: int) -> dict[str, float]:
+def communicators(plan: Plan) -> int:
+    """Of a rank: of all ranks, of each axis, of dp and cp together; those of the same ranks are one."""
+    axes = [n for n in (plan.dp, plan.cp, plan.tp, plan.pp, plan.ep) if n > 1]
+    together = [plan.dp * plan.cp] * (plan.dp > 1 and plan.cp > 1)
+    return (plan.world > 1) + sum(n < plan.world for n in (*axes, *together))
+
+
+def memory(model: Transformer, plan: Plan, parts: list[Part], last: list[Part], itemsize: int,
+           machine: Hardware) -> dict[str, float]:
     """Bytes of a rank at the peak, by kind."""
     own, ranks = parameters_of_a_rank(model, plan), plan.dp * plan.cp
     copy = itemsize if itemsize < 4 else 0
@@ -163,4 +172,5 @@ def memory(model: Transformer, plan: Plan, parts: list[Part], last: list[Part], 
     if plan.recompute == "full":
         activations += sum(part.saved for part in parts)  # of the one that runs again
     return {"parameters and optimizer": weights, "gathered": gathered, "activations": activations,
-            "logits": sum(part.saved for part in last)}
+            "logits": sum(part.saved for part in last),
+            "communication buffers": communicators(plan) * machine.communicator}

@@ -25,6 +25,17 @@ from .undo import Patched
 _ELSEWHERE = "__ms_dtensor_written_by_another_rank__"  # the only entry of what a rank that does not write would write
 _saving = threading.local()  # .mesh: (process, mesh) of the save under way in this thread
 _installed = Patched()
+_pieces = False  # see `take_pieces`
+
+
+def take_pieces(on: bool) -> None:
+    """Whether `load_param_into_net` takes a plain value of a shard's shape for this rank's shard, as in hyper_parallel.
+
+    Its programs read pieces of files by layouts and load them so. Elsewhere such a value is refused: a shape does not say
+    which piece it is.
+    """
+    global _pieces
+    _pieces = on
 
 
 def _whole(param, writes: bool):
@@ -104,10 +115,12 @@ def _update(original):
             raise MixedOperandError(f"For 'load_param_into_net', parameter '{param.name}' is plain, its value a DTensor.",
                                     given.describe(), "The parameter would hold this rank's shard only.",
                                     ("distribute the net first", "load value.full_tensor()"))
-        same = own is not None and isinstance(value, Tensor) and tuple(value.shape) == own.shape
+        shape = tuple(value.shape) if isinstance(value, Tensor) else None
+        piece = _pieces and own is not None and given is None and shape == own.local_shape() != own.shape
+        same = piece or own is not None and shape == own.shape
         if not same or value.dtype != param.dtype and not serialization._type_convert(param, new_param, strict_load):
             return original(param, new_param, strict_load)
-        return _load(param, value)
+        return param.set_data(Tensor(value.asnumpy(), param.dtype)) if piece else _load(param, value)
     return update
 
 

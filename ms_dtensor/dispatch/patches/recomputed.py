@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
-from weakref import ref
+from weakref import WeakMethod, ref
 
 import mindspore as ms
 import numpy as np
@@ -42,8 +42,9 @@ standing_in: ContextVar[tuple] = ContextVar("ms_dtensor_standing_in", default=()
 # Whether a cell runs its forward again, in the backward.
 recomputing: ContextVar[bool] = ContextVar("ms_dtensor_recomputing", default=False)
 _inside: ContextVar[bool] = ContextVar("ms_dtensor_inside_recompute", default=False)  # of a cell's first or second run
-# The forward whose cell runs, and whether it runs again.
-_running: ContextVar[tuple[_Forward, bool] | None] = ContextVar("ms_dtensor_recomputed_forward", default=None)
+# The forward whose cell runs, and whether it runs again. Nodes keep the context they were made in; what a forward has kept
+# is not to live as long as they do.
+_running: ContextVar[tuple[ref[_Forward], bool] | None] = ContextVar("ms_dtensor_recomputed_forward", default=None)
 _WRITES = "_ms_dtensor_writes"  # cell attribute: what its forward writes to, by which of the cells inside are in training
 
 
@@ -71,13 +72,22 @@ class Recompute:
             return _Forward(run, cell if isinstance(cell, nn.Cell) else None, self.keeps, second, args, kwargs).first()
 
 
-def excluded(call: Callable) -> Callable:
-    """The function, which inside of a cell that recomputes runs once only: what it made and saved is kept."""
+def excluded(call: Callable, reads: Callable[[], Iterable[Tensor]] | None = None, needed: bool = True) -> Callable:
+    """The function, which inside of a cell that recomputes runs once only: what it made and saved is kept.
+
+    Args:
+        call: the function.
+        reads: gives the tensors that it reads beside its arguments. Then neither these nor arguments are kept, as the second
+            run has them again, and the function draws no random numbers; None: whatever it saved is kept.
+        needed: whether anything after it in the cell saves what depends on its result. If not, the result is not kept
+            either: in the second run NaN stands for it.
+    """
     @functools.wraps(call)
     def once(*args, **kwargs):
-        at = _running.get()
-        run = partial(call, *args, **kwargs)
-        return run() if at is None else at[0].region(run, at[1])
+        at, run = _running.get(), partial(call, *args, **kwargs)
+        if at is None or (forward := at[0]()) is None:
+            return run()
+        return forward.region(run, at[1], None if reads is None else [*leaves((args, kwargs), Tensor), *reads()], needed)
     return once
 
 
@@ -97,7 +107,8 @@ class _Kept:
     def __init__(self):
         self.saved: list[int | None] = []  # of what autograd saved of it: which operand it was; None: it is kept
         self.result: Any = None  # detached
-        self.random: Any = None  # state of the generators after it
+        self.random: Any = None  # state of the generators after it; None: it draws nothing
+        self.lost = False  # nobody needs the result's values: they are not kept
 
 
 class _Forward:
@@ -127,10 +138,10 @@ class _Forward:
 
     def first(self):
         """The cell's outputs."""
-        with self._noting(), ExitStack() as stack, modes.Watched(self._ask if self.keeps else None), \
+        with self._noting(), ExitStack() as stack, modes.Watched(_weakly(self._ask) if self.keeps else None), \
                 ms.saved_tensors_hooks(self._pack, self._unpack):
             stack.callback(_inside.reset, _inside.set(True))
-            stack.callback(_running.reset, _running.set((self, False)))
+            stack.callback(_running.reset, _running.set((ref(self), False)))
             out = self._run()
         self.written = _written(self.trained)
         if self.keeps and not self.calls and self.wanted and not any(map(_is_dtensor, leaves(self.given, Tensor))):
@@ -197,17 +208,22 @@ class _Forward:
             lambda x: leaf_of(x, x._requires_grad and x.is_floating_point()), out, Tensor), recompute_module.get_rng_state()
         return out
 
-    def region(self, call: Callable, again: bool):
-        """One call of an excluded function: as of a kept op, none of whose operands is known."""
+    def region(self, call: Callable, again: bool, operands: list[Tensor] | None, needed: bool):
+        """One call of an excluded function: as of a kept op, whose operands may be unknown."""
         if self.kept is not None:  # within another one
             return call()
         if not again:
-            self.regions.append(_Kept())
-            return self._keep(self.regions[-1], (), call)
+            kept = _Kept()
+            self.regions.append(kept)
+            out = self._keep(kept, tuple(operands or ()), call)
+            kept.random = None if operands is not None else kept.random
+            if not needed:
+                kept.lost, kept.result = True, map_leaves(_without_values, kept.result, Tensor)
+            return out
         if self.past == len(self.regions):
             raise self._unlike("a function that is excluded was called once more than the first time")
         self.past += 1
-        return self._stand_in(self.regions[self.past - 1], [], call)
+        return self._stand_in(self.regions[self.past - 1], operands or [], call)
 
     def _pack(self, x: Tensor):
         if self.kept is not None:
@@ -245,8 +261,9 @@ class _Forward:
         self.at = self.number = self.past = 0
         with ExitStack() as stack:
             self._as_then(stack)
-            with modes.reopened(self.blocks), modes.Watched(self._ask_again if self.keeps else None), self.context, \
-                    ms.saved_tensors_hooks(self._pack_again, lambda x: x):
+            ask = _weakly(self._ask_again) if self.keeps else None
+            with modes.reopened(self.blocks), modes.Watched(ask), self.context, \
+                    ms.saved_tensors_hooks(_weakly(self._pack_again), lambda x: x):
                 self._run()
         if self.number != len(self.wanted):
             raise self._unlike(f"{self.number} tensors were saved, {len(self.wanted)} the first time")
@@ -264,7 +281,7 @@ class _Forward:
         for p, was in self.trained:
             if p.requires_grad != was:
                 during(p.requires_grad, was, partial(setattr, p, "requires_grad"))
-        variables: dict[ContextVar, Any] = {recomputing: True, _inside: True, standing_in: (), _running: (self, True)}
+        variables: dict[ContextVar, Any] = {recomputing: True, _inside: True, standing_in: (), _running: (ref(self), True)}
         for var, value in variables.items():
             stack.callback(var.reset, var.set(value))
         # who had put tensors in the place of parameters does so anew
@@ -290,10 +307,11 @@ class _Forward:
             for i in kept.saved:
                 if i is not None:
                     self._pack_again(operands[i])
-        recompute_module.set_rng_state(kept.random)
+        if kept.random is not None:
+            recompute_module.set_rng_state(kept.random)
 
         def stands(x: Tensor) -> Tensor:
-            out = local_alias(x)
+            out = local_alias(x) if not kept.lost else _copy(x)
             if x._requires_grad:
                 with NoFallbackGuard():
                     out = _StandIn.apply(out)
@@ -320,6 +338,20 @@ class _StandIn(Function):
     @staticmethod
     def forward(ctx, kept):
         return ops.stop_gradient(kept)
+
+
+def _without_values(x: Tensor) -> Tensor:
+    """NaN of its shape, in the memory of one number: should anybody need it after all, that does not go unseen."""
+    with NoFallbackGuard(), no_grad():
+        out = Tensor(np.full((1,) * len(x._shape), np.nan, np.float32)).astype(x.dtype).expand(x._shape)
+    out = leaf_of(out, x._requires_grad)
+    return wrap(out, x.layout) if _is_dtensor(x) else out
+
+
+def _weakly(method: Callable) -> Callable:
+    """A method of what may be gone when nobody runs any more who would call it."""
+    held = WeakMethod(method)
+    return lambda *args: None if (call := held()) is None else call(*args)
 
 
 def _written(trained: list[tuple]) -> list[int]:

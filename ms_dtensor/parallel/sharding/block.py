@@ -358,4 +358,4 @@ class AbstractMemory(DeviceMemory):
             (self.window.claim if taken else self.window.release)()
         elif taken != self._taken:
             self._taken = taken
-            self._dry.ledger.change("gathered", self._bytes if taken else -self._bytes)
+            self._dry.ledger.change("gathered", self._bytes if taken else -self._bytes, "pool")

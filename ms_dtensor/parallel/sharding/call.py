@@ -127,7 +127,8 @@ class Call:
             for other in self.units:
                 if other.state is State.GATHERING:
                     other.reshard(forced=True)
-            unit.mesh.get_group().agree(f"cells that ran: {in_order(self.order)}")
+            if unit.mesh.size() > 1:
+                unit.mesh.get_group().agree(f"cells that ran: {in_order(self.order)}")
         elif len(self.ran) < len(unit.cells):
             return
         self._lend(self.stand_ins)

@@ -141,8 +141,8 @@ class Reduction:
         self.sync = self.sync_copies = True  # whether backwards reduce at all, and over ranks that hold copies
         self._owed: dict[int, Tensor] = {}  # summands of this rank, by id of the parameter
         self._owed_shards: dict[int, Tensor] = {}  # sums over the axes that cut, not yet over those that copy
-        copies = unit.mesh[unit.axes.copying].get_group() if unit.axes.copying else None
-        self.copies = copies if copies is not None and copies.size > 1 else None
+        copies = unit.mesh[unit.axes.copying] if unit.axes.copying else None
+        self.copies = copies.get_group() if copies is not None and copies.size() > 1 else None
         self.averages = unit.local  # over the ranks that bring data, as in PyTorch; of a global loss there is a sum
         self.main = unit.policy.apply_grad_on_fp32_main_grad
         self.buckets: list[Bucket] = []

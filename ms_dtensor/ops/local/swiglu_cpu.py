@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows through some of the SwiGLUs that lie beside each other, weighed and added up, for CPUs: one node, NumPy's products.
+
+How many rows an expert has differs each step. MindSpore's CPU backend builds a kernel for each shape that it meets, which
+takes as long as a third of a product of 256 rows, and keeps it with 0.3 MB of scratch: a run would slow down and grow.
+NumPy's products are as quick and keep nothing, and a gradient is written at its place among those of all experts. Not
+here: who has which rows (`parallel/experts.py`). Invariant: what a backward needs is the operands and two hidden arrays.
+"""
+from __future__ import annotations
+
+import numpy as np
+from mindspore import Tensor
+
+from ...errors import OpRuleError
+from ...internals.names import Function, recording
+
+
+class SwigluRows(Function):
+    """`SwigluRows.apply(sizes, at, rows, weights, w1, w2, w3)`: the weighted sum of what each row's experts make.
+
+    `weights` [n, k] of rows [n, d]; choice i is one of row `i // k`. `at`: the numbers of the choices, expert by expert: the
+    first `sizes[0]` are those of expert 0, and so on. A choice that is not among them counts nothing.
+    """
+
+    @staticmethod
+    def forward(ctx, sizes: np.ndarray, at: np.ndarray, *tensors: Tensor):
+        ctx.save_for_backward(*tensors)
+        ctx.table = sizes, at
+        y, ctx.hidden = forward(sizes, at, *(x.asnumpy() for x in tensors))
+        return Tensor.from_numpy(y)
+
+    @staticmethod
+    def backward(ctx, dout: Tensor):
+        if recording():
+            raise OpRuleError("For 'moe', a second derivative is asked for.", "",
+                              "Experts on a CPU are differentiated once.", "a product of each expert (mint.matmul)")
+        rows, weights, w1, w2, w3 = (x.asnumpy() for x in ctx.saved_tensors)
+        (sizes, at), (gate, up) = ctx.table, ctx.hidden
+        grads = backward(sizes, at, rows, weights, w1, w2, w3, gate, up, dout.asnumpy())
+        return None, None, *map(Tensor.from_numpy, grads)
+
+
+def _parts(sizes: np.ndarray):
+    """(expert, from, to) of those that have rows."""
+    ends = np.cumsum(sizes)
+    return ((e, int(end - size), int(end)) for e, (size, end) in enumerate(zip(sizes, ends)) if size)
+
+
+def _at_most(sizes: np.ndarray, *widths: int, dtype) -> list[np.ndarray]:
+    """Memory for the largest part, again and again: pages that are new take longer than what is done with them."""
+    return [np.empty((int(sizes.max(initial=0)), w), dtype) for w in widths]
+
+
+def _add(to: np.ndarray, token: np.ndarray, rows: np.ndarray) -> None:
+    """An expert's rows to those of their tokens, which are in order."""
+    if (token[1:] == token[:-1]).any():  # one that chose an expert twice
+        np.add.at(to, token, rows)
+    else:
+        to[token] += rows
+
+
+def forward(sizes: np.ndarray, at: np.ndarray, rows: np.ndarray, weights: np.ndarray, w1: np.ndarray, w2: np.ndarray,
+            w3: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
+    """The result, and of each choice w1 x and w3 x, expert by expert."""
+    d, f, dtype = rows.shape[1], w1.shape[1], rows.dtype
+    y, gate, up = np.zeros_like(rows), np.empty((len(at), f), dtype), np.empty((len(at), f), dtype)
+    token, weight, memory = at // weights.shape[1], weights.reshape(-1, 1)[at], _at_most(sizes, d, f, dtype=dtype)
+    for e, a, b in _parts(sizes):
+        x, h = (m[:b - a] for m in memory)
+        np.take(rows, token[a:b], 0, out=x, mode="clip")
+        np.matmul(x, w1[e].T, out=gate[a:b])
+        np.matmul(x, w3[e].T, out=up[a:b])
+        h = _sigmoid(gate[a:b], h)
+        h *= gate[a:b]
+        h *= up[a:b]
+        out = np.matmul(h, w2[e].T, out=x)
+        out *= weight[a:b]
+        _add(y, token[a:b], out)
+    return y, (gate, up)
+
+
+def backward(sizes: np.ndarray, at: np.ndarray, rows: np.ndarray, weights: np.ndarray, w1: np.ndarray, w2: np.ndarray,
+             w3: np.ndarray, gate: np.ndarray, up: np.ndarray, dout: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Gradients of (rows, weights, w1, w2, w3); of experts without rows they are zeros."""
+    d, f, dtype = rows.shape[1], w1.shape[1], rows.dtype
+    drows, dweights, (dw1, dw2, dw3) = np.zeros_like(rows), np.zeros(weights.size, dtype), map(np.empty_like, (w1, w2, w3))
+    token, weight = at // weights.shape[1], weights.reshape(-1, 1)[at]
+    memory = _at_most(sizes, d, d, f, f, f, f, dtype=dtype)
+    for e in np.flatnonzero(sizes == 0):
+        dw1[e] = dw2[e] = dw3[e] = 0
+    for e, a, b in _parts(sizes):
+        g, (x, dy, share, silu, dup, dh) = gate[a:b], (m[:b - a] for m in memory)
+        np.take(rows, token[a:b], 0, out=x, mode="clip")
+        np.take(dout, token[a:b], 0, out=dy, mode="clip")
+        np.multiply(g, _sigmoid(g, share), out=silu)
+        h = np.multiply(silu, up[a:b], out=dup)
+        np.matmul(dy, w2[e], out=dh)
+        dweights[at[a:b]] = np.einsum("cf,cf->c", h, dh)
+        dh *= weight[a:b]
+        dy *= weight[a:b]
+        np.matmul(dy.T, h, out=dw2[e])
+        np.matmul(np.multiply(dh, silu, out=dup).T, x, out=dw3[e])
+        dgate = np.subtract(g, silu, out=silu)  # the derivative is share (1 + g (1 - share))
+        dgate += 1
+        dgate *= share
+        dgate *= dh
+        dgate *= up[a:b]
+        np.matmul(dgate.T, x, out=dw1[e])
+        dx = np.matmul(dgate, w1[e], out=x)
+        dx += np.matmul(dup, w3[e], out=dy)
+        _add(drows, token[a:b], dx)
+    return drows, dweights.reshape(weights.shape), dw1, dw2, dw3
+
+
+def _sigmoid(x: np.ndarray, out: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):  # 1 / infinity is right
+        np.exp(np.negative(x, out=out), out=out)
+    out += 1
+    return np.reciprocal(out, out=out)
