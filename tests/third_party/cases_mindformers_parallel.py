@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MindFormers 2.1.0's Trainer with its tensor, context and pipeline parallelism, against one device."""
+"""MindFormers 2.1.0's Trainer with its pipeline parallelism, against one device."""
 from __future__ import annotations
 
 import tempfile
@@ -18,7 +18,6 @@ from tests.third_party.cases_mindformers_trainer import (
     STEPS,
     batches,
     everyone,
-    is_one_devices,
     one_device,
     trained,
     written,
@@ -54,12 +53,3 @@ def its_pipeline_is_one_device(world):
     wheel()
     pipeline_is_one_devices(world)
     pipeline_is_one_devices(world, pipeline_parallel_schedule="gpipe")
-
-
-@case(2, timeout=400)
-def its_deepseek_runs_on_tensor_parallel_ranks(world):
-    """Sequence parallelism; each rank counts the tokens of its part of the sequence (`tokens_per_expert`)."""
-    wheel()
-    trainer = is_one_devices(world, DEEPSEEK, ADAMW, rate=2e-3, tensor_parallel=2, sequence_parallel=True)
-    layer = trainer.model[0].model.decoder.layers[1]
-    assert "tp" in layer.self_attention.linear_qb.weight.device_mesh.mesh_dim_names
