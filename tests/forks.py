@@ -9,6 +9,7 @@ hidden.
 """
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import signal
@@ -23,9 +24,11 @@ from tests.rank_main import load, run
 GRACE = 3.0  # seconds for ranks to say what they saw when one of them failed; then they are ended
 PORT = 32_000  # and above: names the job in shared memory, below it are the ports of msrun's
 JOB = "MS_DTENSOR_TEST_JOB"  # set for the second process
+END_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl
 
 
 def main(size: int, arguments: list[str]) -> int:
+    end_with(os.getppid())
     job, mine, pids = os.environ.get(JOB, ""), range(size // 2, size), set()
     if not job:
         job, mine = str(PORT + os.getpid()), range(size // 2)
@@ -54,12 +57,22 @@ def main(size: int, arguments: list[str]) -> int:
     return code
 
 
+def end_with(parent: int) -> None:
+    """This process is killed when its parent is: pytest cannot end its ranks when it is killed itself."""
+    if hasattr(os, "sched_setaffinity"):  # Linux
+        ctypes.CDLL(None).prctl(END_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it ended before that
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 def _fork(rank: int, cases: list) -> int:
     """Of the rank its process."""
     sys.stdout.flush()
     sys.stderr.flush()
+    parent = os.getpid()
     if pid := os.fork():
         return pid
+    end_with(parent)
     os.environ.update(MS_NODE_ID=str(rank), RANK_ID=str(rank), DEVICE_ID=str(rank))
     with open(Path(os.environ[REPORTS]) / f"worker_{rank}.log", "wb", buffering=0) as log:
         os.dup2(log.fileno(), 1)

@@ -6,14 +6,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from threading import Event
 
 import pytest
 
 from tests.cases import LAUNCHES, Case, Launches, verdicts
-from tests.msrun import MARK, Outcome, end_marked, headline, launch, marked, run_ranks
+from tests.forks import JOB
+from tests.msrun import MARK, REPORTS, ROOT, Outcome, end_marked, headline, launch, marked, run_ranks
 
 # msrun runs the script as its scheduler too; without MindSpore's cluster that one has nothing to do.
 HEAD = "import os, sys, time\nif os.environ['MS_ROLE'] == 'MS_SCHED': sys.exit(0)\nrank = int(os.environ['RANK_ID'])\n"
@@ -77,6 +80,42 @@ def test_end_marked_ends_only_what_carries_the_mark() -> None:
     finally:
         end_marked(marks[1])
         other.wait(10)
+
+
+RANKS_OF_A_LAUNCHER = """
+import subprocess, sys, time
+if len(sys.argv) == 1:
+    subprocess.Popen([sys.executable, sys.argv[0], "ranks"]).wait()
+from tests import forks
+def run(cases):
+    print("runs", flush=True)
+    time.sleep(600)
+forks.load, forks.run = list, run
+forks.main(2, [])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl")
+def test_ranks_end_with_a_killed_pytest(tmp_path: Path) -> None:
+    program, mark, log = tmp_path / "launcher.py", uuid.uuid4().hex, tmp_path / "worker_1.log"
+    program.write_text(RANKS_OF_A_LAUNCHER)
+    launcher = subprocess.Popen([sys.executable, program], env={
+        **os.environ, MARK: mark, REPORTS: str(tmp_path), JOB: "32001", "PYTHONPATH": str(ROOT)})
+    try:
+        wait_until(lambda: log.exists() and "runs" in log.read_text())
+        assert len(marked(mark)) == 3  # launcher, what forks, rank
+        launcher.kill()
+        launcher.wait()
+        wait_until(lambda: not marked(mark))
+    finally:
+        end_marked(mark)
+
+
+def wait_until(condition: Callable[[], bool], limit: float = 60.0) -> None:
+    until = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.05)
 
 
 def test_headline_is_the_error_and_not_the_end_of_its_message() -> None:

@@ -14,7 +14,7 @@ which their losses show. "two at once" is the single-rank step on both ranks at 
 communication: how far two ranks that never wait for each other hinder each other; "half at once" the same on half a batch
 each: a data-parallel step whose reduction takes no time, the bound of data parallelism on this machine. "hand" is the same
 model with Megatron's collectives written out in plain MindSpore (megatron.py), without DTensors. "pp" is two stages, 1F1B
-of as many microbatches as the batch has rows. The core of attention is compiled in all of MindSpore's variants.
+of as many microbatches as the batch has rows. All of MindSpore's variants have `train.compile`.
 
 All variants of "medium" or "large" (325 M, 2 x 64 tokens) at once want more memory than 24 GB: those behind a ";" start when
 those before it have ended.

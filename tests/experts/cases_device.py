@@ -21,6 +21,9 @@ from tests.dist.support import array
 from tests.experts.cases_experts import pieces, ten
 from tests.experts.reference import expected, operands
 from tests.rehearsal.session import rehearsed
+from tests.rehearsal.watch import asking
+
+OPS = {False: 33, True: 65, "room": 32}  # kernels at least, that a layer's forward asks for on four ranks
 
 
 def stable_sort(values, dim, stable, descending=False):
@@ -31,11 +34,12 @@ def stable_sort(values, dim, stable, descending=False):
 
 
 @contextmanager
-def kernels():
-    """In the place of those that a CPU has not; what they ask of the host is theirs, and left out of the count."""
+def kernels(device):
+    """In the place of those that a CPU has not: an op each; what they ask of the host is left out of the count."""
     had = module.auto_generate.grouped_matmul_v4, ops.swiglu, mint.sort
-    module.auto_generate.grouped_matmul_v4, mint.sort = twins.grouped_matmul_v4, stable_sort
-    ops.swiglu = lambda x, dim: (lambda a, b: a * ops.sigmoid(a) * b)(*ops.chunk(x, 2, dim))
+    module.auto_generate.grouped_matmul_v4 = asking(twins.grouped_matmul_v4, "grouped_matmul_v4", device)
+    mint.sort = asking(stable_sort, "sort", device)
+    ops.swiglu = asking(lambda x, dim: (lambda a, b: a * ops.sigmoid(a) * b)(*ops.chunk(x, 2, dim)), "swiglu", device)
     try:
         yield
     finally:
@@ -52,7 +56,7 @@ def waits(device):
 def a_layer_waits_for_the_host_once(world):
     """Choices, sizes and what is not finite come to the host together; nothing is waited for in the backward."""
     n = world.size
-    with rehearsed(clock=False) as device, kernels():
+    with rehearsed(clock=False) as device, kernels(device):
         mesh = md.init_device_mesh("npu", (n,), mesh_dim_names=("ep",))
         for seed, (name, (tokens, experts, k, choose)) in enumerate(ten(n).items()):
             chosen = choose(np.random.default_rng(seed), tokens, experts, k)
@@ -64,7 +68,9 @@ def a_layer_waits_for_the_host_once(world):
                     return md.moe(x, weights, picks, *w, dedup=dedup)
                 device.syncs.clear()
                 device.calls.clear()
+                device.counts.clear()
                 y = run(*cut)
+                assert 0 < device.counts["ops"] <= OPS[dedup], (name, dedup, device.counts)
                 assert [site.split(":")[0] for site in waits(device)] == ["experts.py"], (name, dedup, waits(device))
                 called = Counter(c[0] for c in device.calls)
                 assert called == {"all_to_all_single": 5 if dedup else 3}, (name, dedup, called)
@@ -108,7 +114,10 @@ def with_room_for_so_many_the_host_never_waits(world):
                 if device is not None:
                     device.syncs.clear()
                     device.calls.clear()
+                    device.counts.clear()
                 y = run(*cut)
+                if device is not None:
+                    assert 0 < device.counts["ops"] <= OPS["room"], (name, room, device.counts)
                 grads = md.grad(lambda *a, run=run, cot=cot: (run(*a) * cot).sum(), (0, 1, 2, 3, 4))(*cut)
                 if device is not None:
                     assert not waits(device), (name, room, waits(device))
@@ -117,7 +126,7 @@ def with_room_for_so_many_the_host_never_waits(world):
                     far = np.abs(array(g) - w).max() / max(np.abs(w).max(), 1e-30)
                     assert far < 1e-10, (name, room, what, far)
     everything()
-    with rehearsed(clock=False) as device, kernels():
+    with rehearsed(clock=False) as device, kernels(device):
         everything(device)
 
 
@@ -143,7 +152,7 @@ def a_layer_of_the_recipe_with_a_capacity_never_waits(world):
     want = [array(v) for v in run(layer(), Tensor(x), Tensor(cot))]
     assert 0 < want[1].sum() < 8 * t * 2, "some are dropped, and not all"
     for parallel in (ParallelConfig(4, ep=2), ParallelConfig(4, ep=4), ParallelConfig(2, 2, ep=2)):
-        with rehearsed(clock=False) as device, kernels():
+        with rehearsed(clock=False) as device, kernels(device):
             mesh, cell = make_mesh("npu", parallel), layer()
             md.parallelize_module(cell, mesh["tp"], {"gate": Cut(), "shared": Cut()})  # whole on tp
             lay_out_experts(cell, mesh, parallel)

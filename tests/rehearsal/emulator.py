@@ -115,7 +115,7 @@ class Device:
 
     Attributes:
         calls: the calls so far, by name, communicator and shapes.
-        counts: "launches" of collectives; `kernels.py` adds "kernels", "copied" bytes and "syncs".
+        counts: "launches" of collectives; `kernels.py` adds "kernels", "copied" bytes and "syncs", `watch.py` "ops".
         syncs: lines of host synchronisations.
         uploads: lines that make tensors of host values.
         resized: bytes that a storage had after each `resize_` that changed them.
@@ -129,6 +129,7 @@ class Device:
         self.flying: dict[str, list[Task]] = {}
         self.compute, self.stream = 0.0, Counter()
         self.counts: Counter = Counter()
+        self.within = False  # an op that is counted
         self.syncs: list[str] = []
         self.uploads: list[str] = []
         self.resized: list[int] = []

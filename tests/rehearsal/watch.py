@@ -3,7 +3,8 @@
 
 A device would run such an op beside the collective and give what is there, old, new or half. Not asked are views, which
 touch no element, and what autograd does in C++: garbage that it takes for numbers shows in the results, and what it writes
-in the bytes at the wait.
+in the bytes at the wait. What is asked is counted, too, as "ops" on the device: an op is one kernel at least, and what ops
+call within is theirs.
 """
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from mindspore import Tensor, mint, ops
+from mindspore.ops import primitive
 
 NUMBERS = ("__array__", "__bool__", "__float__", "__int__", "__index__", "__contains__", "__iter__", "__setitem__")
 OPERATORS = tuple(f"__{side}{name}__" for side in ("", "r", "i") for name in (
@@ -26,6 +28,7 @@ is_tensor ndimension nelement numel rank register_hook requires_grad_ set_ set_c
 set_init_flag shape size stop_gradient storage storage_offset stride type untyped_storage value wait_pipeline
 """.split())
 SAME = ("contiguous", "reshape", "flatten", "ravel", "astype", "to", "cast")  # views, where there is nothing to do
+ASKS = frozenset((*NUMBERS, "asnumpy", "numpy", "item", "tolist"))  # for what is there already
 WRITES = ("__setitem__", "assign_value", "copy_", "assign")
 
 
@@ -35,19 +38,26 @@ def _trivial(name: str, x, args) -> bool:
     return x.is_contiguous()
 
 
-def _asking(call, name: str, device):
+def asking(call, name: str, device):
     writes = name in WRITES or name.endswith("_") and not name.startswith("_") or \
         name.startswith("__i") and name in OPERATORS and name != "__invert__"
 
     @functools.wraps(call)
-    def asking(*args, **kwargs):
-        if any(device.flying.values()) and not (
-                name in SAME and args and isinstance(args[0], Tensor) and _trivial(name, args[0], args)):
+    def asked(*args, **kwargs):
+        nothing = name in SAME and args and isinstance(args[0], Tensor) and _trivial(name, args[0], args)
+        if any(device.flying.values()) and not nothing:
             every = [*args, *kwargs.values()]
             tensors = [x for a in every for x in (a if isinstance(a, (list, tuple)) else (a,)) if isinstance(x, Tensor)]
             device.touched(name, tensors, writes)
-        return call(*args, **kwargs)
-    return asking
+        if device.within or nothing or name in ASKS:
+            return call(*args, **kwargs)
+        device.counts["ops"] += 1
+        device.within = True
+        try:
+            return call(*args, **kwargs)
+        finally:
+            device.within = False
+    return asked
 
 
 @contextmanager
@@ -59,7 +69,7 @@ def watched(device) -> Iterator[None]:
         call = getattr(place, name, None)  # `mint.__all__` names more than there is
         if callable(call) and not isinstance(call, type):
             changed.append((place, name, name in vars(place), call))
-            setattr(place, name, _asking(call, name, device))
+            setattr(place, name, asking(call, name, device))
     for name in dir(Tensor):
         if name in NUMBERS or name in OPERATORS or not name.startswith("_") and name not in VIEWS and \
                 not isinstance(vars(Tensor).get(name, None), (staticmethod, classmethod, property)) and name != "from_numpy":
@@ -68,6 +78,9 @@ def watched(device) -> Iterator[None]:
         for name in module.__all__:
             if name not in VIEWS and name[0].islower():
                 ask(module, name)
+    run_op = primitive._run_op  # of those that are called by themselves: `ops.BatchMatMul()(a, b)`
+    changed.append((primitive, "_run_op", True, run_op))
+    primitive._run_op = asking(run_op, "_run_op", device)
     try:
         yield
     finally:

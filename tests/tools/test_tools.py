@@ -143,6 +143,12 @@ def test_skipped_steps_are_not_remembered_and_too_many_end_the_run():
     assert last.action == "stop" and "3 steps in a row" in last.reason
 
 
+def test_a_spike_is_not_remembered_either():
+    guard = Guard(spike=5.0)
+    assert [guard.judge(step, 3.0 + 0.01 * (step % 3), 1.0).action for step in range(20)] == ["go"] * 20
+    assert [guard.judge(20 + i, 9.0, 1.0).action for i in range(4)] == ["warn"] * 4
+
+
 def test_no_early_step_and_no_flat_curve_has_a_spike():
     guard = Guard(spike=3.0)
     assert [guard.judge(i, x, 1.0).action for i, x in enumerate([5.0, 9.0, *[2.0] * 20, 2.001])] == ["go"] * 23

@@ -2,6 +2,8 @@
 """The Llama of the model zoo on one device: against a NumPy reference, and against itself where a property says so."""
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -79,6 +81,25 @@ def test_the_compiled_core_gives_the_same_loss_and_gradients(name):
         results.append([loss.asnumpy(), *(g.asnumpy() for g in grads)])
     for one, other in zip(*results, strict=True):
         assert np.allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(one).max())  # sums in another order
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_attention_at_once_sees_documents_and_windows(window):
+    import mindspore as ms
+    from mindspore import Tensor
+
+    from model_zoo.llama import cpu
+
+    cfg, rng = replace(MODELS["grouped-query"], sliding_window=window), np.random.default_rng(4)
+    places = np.array([[0, 1, 2, 3, 4, 5, 6], [0, 1, 0, 1, 2, 3, 0]], np.int32)
+    *qkv, dout = (Tensor(rng.normal(size=(2, 7, heads, cfg.head_dim)).astype(np.float32))
+                  for heads in (cfg.n_heads, cfg.n_kv_heads, cfg.n_kv_heads, cfg.n_heads))
+    for of in (None, places):
+        forms = (lambda *x, of=of: cpu.attend(cfg, *x, *(() if of is None else (Tensor(of),))),
+                 lambda *x, of=of: cpu.AtOnce.apply(cfg, None if of is None else of.tobytes(), *x))
+        want, got = ([f(*qkv), *ms.grad(lambda *x, f=f: (f(*x) * dout).sum(), (0, 1, 2))(*qkv)] for f in forms)
+        for a, b in zip(want, got, strict=True):
+            assert np.allclose(a.asnumpy(), b.asnumpy(), rtol=1e-5, atol=1e-5)
 
 
 def test_a_short_input_uses_the_head_of_the_tables():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from mindspore import Tensor
+from mindspore import Tensor, nn
 
 from model_zoo.llama import evaluate, export, hf, lora
 from model_zoo.llama.config import LoraConfig, ModelConfig
@@ -47,6 +47,15 @@ def test_adapters_change_nothing_before_training_and_are_named_after_their_matri
     with lora.without_adapters(net):
         assert [name for name, _ in net.parameters_and_names()] == names
     assert len(list(net.get_parameters())) == len(names) + 16
+
+
+def test_an_adapted_matrix_adds_alpha_by_rank_of_its_adapters(cpu):
+    draw = np.random.default_rng(4).normal
+    x, w, a, b = (draw(size=size).astype(np.float32) for size in ((3, 6), (5, 6), (2, 6), (5, 2)))
+    cell = lora.Adapted(nn.Dense(6, 5, has_bias=False), LoraConfig(rank=2, alpha=12.0))
+    for part, value in ((cell, w), (cell.lora_a, a), (cell.lora_b, b)):
+        part.weight.set_data(Tensor(value))
+    assert np.allclose(cell(Tensor(x)).asnumpy(), x @ (w + 6 * b @ a).T, atol=1e-4)
 
 
 def test_full_and_lora_tuning_of_a_published_model_lower_the_held_out_loss(tmp_path, cpu, capsys):

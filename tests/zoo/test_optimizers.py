@@ -136,7 +136,8 @@ def test_adafactor_keeps_rows_and_columns_and_survives_a_row_without_gradient(br
 MATRICES = ((3, 5), (60, 40), (8, 8))
 
 
-@pytest.mark.parametrize("options", [{}, {"nesterov": False, "decay": 0.0}, {"scale": "match_rms_adamw", "mu": 0.8}],
+@pytest.mark.parametrize("options", [{}, {"nesterov": False, "decay": 0.0}, {"scale": "match_rms_adamw", "mu": 0.8},
+                                     {"scale": "original"}],
                          ids=str)
 def test_muon_equals_numpy(branch, options):
     from ms_dtensor.optim import Muon
