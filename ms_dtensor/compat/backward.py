@@ -118,11 +118,16 @@ def _put_back(holder, name: str, before) -> None:
 _state = BackwardCompat()
 
 
+def compat_is_on() -> bool:
+    """Whether gradients are kept in `.grad`."""
+    return _state.on
+
+
 def enable_mindspore_backward_compat() -> BackwardCompat:
     """Gives tensors `backward`, `grad`, `detach` and `requires_grad`, and MindSpore's optimizers `step` and `zero_grad`.
 
     From here on, or in a `with` block, everything is recorded; gradients are `md.backward`'s, of all leaves that a loss is
-    computed from, bit for bit those of `value_and_grad`. `value_and_grad` and pipelines are refused meanwhile.
+    computed from, bit for bit those of `value_and_grad`. It is refused meanwhile, as are pipelines but hyper_parallel's.
 
     Returns:
         The state: to be left as a context, or by `disable()`.

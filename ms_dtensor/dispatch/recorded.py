@@ -150,14 +150,19 @@ def backward(loss: Tensor, gradient: Tensor | None = None, retain_graph: bool = 
         if not wanted:
             raise _refused(loss, "No parameter leads to it.", ("md.recorded([x]), or inputs=[x], for other leaves",
                                                                "compute it inside of recorded(...)"))
-        for p, g in zip(wanted, _gradients(loss, _start(loss, gradient), retain_graph, wanted), strict=True):
-            if kept_apart(p):
-                continue
-            have = getattr(p, "grad", None)
-            p.grad = g if have is None else have + g.astype(have.dtype)
+        add_gradients(wanted, _gradients(loss, _start(loss, gradient), retain_graph, wanted))
         loss.__dict__[_RUN] = not retain_graph
     finally:
         executor.set_grad_flag(True)
+
+
+def add_gradients(of: list, grads: list) -> None:
+    """Adds to each `.grad`, in the dtype of its first; not where sums are kept in `main_grad`."""
+    for p, g in zip(of, grads, strict=True):
+        if kept_apart(p):
+            continue
+        have = getattr(p, "grad", None)
+        p.grad = g if have is None else have + g.astype(have.dtype)
 
 
 def _start(loss, gradient) -> Tensor:

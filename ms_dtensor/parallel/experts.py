@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from numbers import Integral
 from typing import Literal
 
 import mindspore as ms
@@ -135,7 +136,7 @@ def moe(x: Tensor, weights: Tensor, chosen: Tensor, w1: Tensor, w2: Tensor, w3: 
         f[n, d], laid out as x.
 
     Raises:
-        ConfigError: shapes that do not fit, or more experts a token than there are.
+        ConfigError: shapes or dtypes that do not fit, more experts a token than there are, a room that is no whole number.
         LayoutError: experts are cut over an axis that does not cut the tokens.
         DTensorError: weights that are NaN (where experts are cut), or experts that there are not; told by all
             ranks that share experts, before tokens are sent, with the name of w1, where it is a parameter.
@@ -151,10 +152,11 @@ def moe(x: Tensor, weights: Tensor, chosen: Tensor, w1: Tensor, w2: Tensor, w3: 
     """
     _check_operands(x, weights, chosen, w1, w2, w3)
     _asked(dedup, "moe")
-    if room is not None and (room < 1 or dedup is True):
-        raise ConfigError("For 'moe', 'room' does not fit.", f"room = {room}, dedup = {dedup}",
-                          "An expert has room for one choice at least, and each choice goes to its expert.",
-                          ("room=None: whatever the loads are", 'dedup="auto"'))
+    if room is not None and (not isinstance(room, Integral) or isinstance(room, bool) or room < 1 or dedup is True):
+        raise ConfigError("For 'moe', 'room' does not fit.", f"room = {room!r}, dedup = {dedup}",
+                          "An expert has room for one choice at least, a whole number; each choice goes to its expert.",
+                          ("room=math.ceil(...)", "room=None: whatever the loads are", 'dedup="auto"'))
+    room = None if room is None else int(room)  # NumPy's whole numbers are no sizes to MindSpore
     if not any(isinstance(t, DTensor) for t in (x, weights, chosen, w1, w2, w3)):
         return mixture(x, weights, chosen if room is None else within(chosen, w1.shape[0], room), w1, w2, w3)
     run = _mapped(comm.world_key(), *(getattr(t, "layout", None) for t in (x, weights, chosen, w1, w2, w3)),
@@ -177,14 +179,19 @@ def _check_operands(x, weights, chosen, w1, w2, w3) -> None:
     if chosen.is_floating_point() or chosen.dtype == ms.bool_:
         raise ConfigError(f"For 'moe', 'chosen' is {chosen.dtype}.", f"chosen{list(chosen.shape)}",
                           "It has numbers of experts.", "chosen.astype(ms.int32)")
+    if any(t.dtype != x.dtype for t in (w1, w2, w3)) or not x.is_floating_point():
+        raise ConfigError("For 'moe', tokens and experts are not of one dtype.",
+                          ", ".join(f"{k} {t.dtype}" for k, t in zip(("x", "w1", "w2", "w3"), (x, w1, w2, w3))),
+                          "Their products take floats of one dtype; a rank that no token comes to would not notice.",
+                          "x.astype(w1.dtype)")
     shapes = [tuple(t.shape) for t in (x, weights, chosen, w1, w2, w3)]
-    (n, d), (count, f) = (shapes[0][0], shapes[0][-1]), (shapes[3][0], shapes[3][1])
-    if shapes[0] != (n, d) or shapes[1] != shapes[2] or shapes[1] != (n, *shapes[1][1:2]) or \
-            shapes[3:] != [(count, f, d), (count, d, f), (count, f, d)] or shapes[1][1] > count:
+    n, d, k, count, f = (shapes[i][j] if len(shapes[i]) > j else 0 for i, j in ((0, 0), (0, 1), (1, 1), (3, 0), (3, 1)))
+    if shapes != [(n, d), (n, k), (n, k), (count, f, d), (count, d, f), (count, f, d)] or not 1 <= k <= count:
         names = zip(("x", "weights", "chosen", "w1", "w2", "w3"), shapes)
         raise ConfigError("For 'moe', the shapes do not fit each other.", ", ".join(f"{k}{list(v)}" for k, v in names),
-                          "x [n, d], weights and chosen [n, k] with k <= E, w1 and w3 [E, f, d], w2 [E, d, f].",
-                          "reshape x to a list of tokens; transpose weights that are [E, in, out]")
+                          "x [n, d], weights and chosen [n, k] with 1 <= k <= E, w1 and w3 [E, f, d], w2 [E, d, f].",
+                          "reshape x to a list of tokens, and chosen to [n, 1] of one expert a token; transpose weights "
+                          "that are [E, in, out]")
 
 
 # -- layouts -------------------------------------------------------------------------------------------------------------
@@ -228,10 +235,12 @@ def _mapped(world, x: Layout | None, weights, chosen, w1: Layout | None, w2, w3,
                            "ExpertParallel())"))
     whole = [mesh.mesh_dim_names[a] for a in cut if not x.placements[a].is_shard(0) and mesh.shape[a] > 1]
     if whole:
+        otherwise = not x.placements[mesh.axis_index(whole[0])].is_replicate()
         raise LayoutError(f"For 'moe', experts are cut over {whole[0]!r}, and the tokens are not: every rank of "
-                          f"{whole[0]!r} has all tokens.", f"{x.describe()}, w1 {w1.describe()}",
-                          "Each rank sends the tokens that it has; all would send the same.",
-                          ("cut the tokens there, too (sequence parallelism, of 'tp')",
+                          f"{whole[0]!r} has {'a part of ' * otherwise}all tokens.", f"{x.describe()}, w1 {w1.describe()}",
+                          "Each rank sends the tokens that it has, whole ones; and no two ranks the same.",
+                          ("x.redistribute(placements=[Shard(0), ...]) before the router, and back behind the experts"
+                           if otherwise else "cut the tokens there, too (sequence parallelism, of 'tp')",
                            f"leave {whole[0]!r} out of the axes of ExpertParallel"))
     rows: list[Placement] = [p if p.is_shard(0) else REPLICATE for p in x.placements]
     width = [a for a, p in enumerate(w1.placements) if p.is_shard(1) and rows[a].is_replicate()]
@@ -288,12 +297,16 @@ def mixture(x: Tensor, weights: Tensor, chosen: Tensor, w1: Tensor, w2: Tensor, 
 
 def _at_once(at: np.ndarray | Tensor, w1: Tensor) -> bool:
     """Whether choices of these numbers go through experts by NumPy's products: on a CPU, if there is anything to compute."""
-    return on_cpu() and executing() is None and len(at) > 0 and w1.shape[1] > 0
+    return on_cpu() and len(at) > 0 and w1.shape[1] > 0
 
 
 def _summed(x: Tensor, weights: Tensor, at: np.ndarray, sizes: np.ndarray, *ws: Tensor) -> Tensor:
     """[n, d]: the weighted sum of each row's choices; `at` has their numbers, expert by expert."""
-    return rounded(SwigluRows.apply(sizes, at, *map(wider, (x, weights, *ws))), x)
+    tensors = [wider(t) for t in (x, weights, *ws)]
+    if (dry := executing()) is not None:
+        hidden = len(at), ws[0].shape[1]
+        return rounded(dry.node("swiglu_rows", tensors, x.shape, 6 * math.prod(hidden) * x.shape[1], (hidden, hidden)), x)
+    return rounded(SwigluRows.apply(sizes, at, *tensors), x)
 
 
 def swiglu_rows(rows: Tensor, sizes: np.ndarray, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from mindspore import Tensor, mint, ops
 
 from ..custom_ops.rows import ReturnRows, Rows, SendRows
 from ..ops.local import Nothing
-from ..ops.local.dtypes import full
+from ..ops.local.dtypes import full, rounded, wider
 from .experts_rows import added_at, rows_at, weighted
 
 
@@ -40,7 +40,8 @@ def by_room(room: int, products, shared, experts: int, x, weights, chosen, w1, w
     there = Rows(all_rooms, np.arange(all_rooms), send, recv, "tokens", "rooms of their experts")
     if n:
         at = placed(chosen, experts, room)
-        rows = added_at(rows_at(x, np.repeat(np.arange(n), k)), at, all_rooms + 1)[:all_rooms]
+        placed_rows = added_at(wider(rows_at(x, np.repeat(np.arange(n), k))), at, all_rooms + 1)
+        rows = rounded(placed_rows[:all_rooms], x)  # a CPU has no gradient of slices of bfloat16
     else:
         rows = Nothing.apply((all_rooms, d), x.dtype, x)
     got, = SendRows.apply(there, shared.group, rows)

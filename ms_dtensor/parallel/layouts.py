@@ -185,7 +185,9 @@ def explain_views(module: nn.Cell) -> None:
 def around_construct(cell: nn.Cell, wrap: Callable[[Callable], Callable]) -> None:
     """A cell runs `wrap` of its `construct`, as that is now; a method, so that a copy of the cell runs its own."""
     given: Any = cell.__dict__["construct"].__func__ if "construct" in cell.__dict__ else type(cell).construct
-    cell.__dict__["construct"] = MethodType(wrap(given), cell)
+    run = wrap(given)
+    run.__name__ = "construct"  # recompute finds a cell's method by its name, whatever stands around it
+    cell.__dict__["construct"] = MethodType(run, cell)
 
 
 def _explained(given: Callable) -> Callable:

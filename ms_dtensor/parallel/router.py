@@ -80,7 +80,7 @@ class Router(nn.Cell):
 
     def scores(self, logits):
         """f32[n, E] of logits f[n, E]: before bias, groups and scale; for `expert_balance_loss`."""
-        logits = logits if logits.dtype == ms.float64 else logits.astype(ms.float32)
+        logits = logits.astype(_wide(logits))
         return mint.softmax(logits, -1) if self.score == "softmax" else mint.sigmoid(logits)
 
     def _check(self, shape, bias) -> None:
@@ -103,9 +103,11 @@ class Router(nn.Cell):
     def _chosen(self, logits, bias):
         n, count = logits.shape
         if not n:  # a rank without tokens; the CPU's kernels refuse it
-            return logits[:, :self.k].astype(ms.float32), full((0, self.k), 0, ms.int32)
+            return logits[:, :self.k].astype(_wide(logits)), full((0, self.k), 0, ms.int32)
         scores = self.scores(logits)
         choice = ops.stop_gradient(scores if bias is None else scores + bias.astype(scores.dtype))
+        # a score that is NaN is never chosen, and a CPU's softmax makes 0 of those beside it: all weights of the row tell it
+        nan = choice.sum(-1, keepdims=True) * 0
         if self.groups > 1:
             choice = choice.reshape(n, self.groups, -1)
             best = ops.topk(choice, 2 if self.score == "sigmoid" else 1)[0].sum(-1)
@@ -115,7 +117,13 @@ class Router(nn.Cell):
         weights = ops.gather_elements(scores, 1, chosen)
         if self.normalise:
             weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)  # sigmoids may all be 0
+        weights = weights + nan
         return weights * self.scale if self.scale != 1.0 else weights, chosen
+
+
+def _wide(logits: Tensor):
+    """The dtype of scores; the same on a rank without tokens."""
+    return ms.float64 if logits.dtype == ms.float64 else ms.float32
 
 
 def _rows_of(x: DTensor) -> list:
@@ -142,6 +150,10 @@ def expert_counts(chosen: Tensor, experts: int) -> Tensor:
         >>> md.expert_counts(ms.Tensor([[0, 2], [2, 1]], ms.int32), 4).asnumpy().tolist()
         [1, 1, 2, 0]
     """
+    if chosen.ndim != 2:
+        raise ConfigError("For 'expert_counts', 'chosen' is not one row per token.", f"chosen{list(chosen.shape)}",
+                          "It is i[n, k].", "chosen.reshape(-1, 1), of one expert a token")
+
     def count(chosen):
         if not chosen.shape[0]:
             return full((experts,), 0, ms.int64)
@@ -168,7 +180,7 @@ def update_expert_bias(bias: Tensor, counts: Tensor, rate: float) -> Tensor:
         The new bias, laid out as the old one.
 
     Raises:
-        ConfigError: shapes that differ.
+        ConfigError: shapes that differ; counts that are not integers, a bias that is no float.
 
     Source: Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts".
 
@@ -182,6 +194,10 @@ def update_expert_bias(bias: Tensor, counts: Tensor, rate: float) -> Tensor:
         raise ConfigError("For 'update_expert_bias', there is not one count for each bias.",
                           f"bias{list(bias.shape)}, counts{list(counts.shape)}", "Both are [E] or [layers, E].",
                           "stack the layers' counts as their biases are")
+    if counts.is_floating_point() or not bias.is_floating_point():
+        raise ConfigError("For 'update_expert_bias', the dtypes do not fit.", f"bias {bias.dtype}, counts {counts.dtype}",
+                          "Counts are integers: a share of the load would be cut to 0. A bias moves by parts of one.",
+                          "md.expert_counts(chosen, experts), and a bias of float32")
     loads = (counts.full_tensor() if isinstance(counts, DTensor) else counts).asnumpy().astype(np.int64)
     sign = np.sign(loads.sum(-1, keepdims=True) - loads.shape[-1] * loads)
     step = Tensor((rate * (sign - sign.mean(-1, keepdims=True))).astype(np.float32)).astype(bias.dtype)
@@ -209,11 +225,13 @@ def expert_balance_loss(scores: Tensor, chosen: Tensor, t: int) -> Tensor:
         >>> float(md.expert_balance_loss(scores, ms.Tensor([[0], [1]], ms.int32), t=2))
         1.0
     """
-    (n, count), rows = scores.shape, scores.shape[0] // t
-    if n % t or tuple(chosen.shape)[:1] != (n,):
+    n, count = scores.shape
+    if t < 1 or n % t or chosen.ndim != 2 or chosen.shape[0] != n:
         raise ConfigError(f"For 'expert_balance_loss', the rows are not sequences of {t} tokens.",
-                          f"scores{list(scores.shape)}, chosen{list(chosen.shape)}", "Both have rows * t rows.",
+                          f"scores{list(scores.shape)}, chosen{list(chosen.shape)}",
+                          "Scores are [rows * t, E], and chosen [rows * t, k].",
                           "pass t as the model's sequences have it")
+    rows = n // t
     scores = scores / scores.sum(-1, keepdims=True)  # of a softmax it is 1; sigmoids are shares of their sum
     share = ops.one_hot(chosen, count).astype(scores.dtype).sum(1)
     share, score = (v.reshape(rows, t, count).mean(1) for v in (share, scores))
@@ -230,5 +248,4 @@ def router_z_loss(logits: Tensor) -> Tensor:
         >>> round(float(md.router_z_loss(ms.Tensor([[0.0, 0.0]]))), 4)
         0.4805
     """
-    logits = logits if logits.dtype == ms.float64 else logits.astype(ms.float32)
-    return (ops.logsumexp(logits, -1) ** 2).mean()
+    return (ops.logsumexp(logits.astype(_wide(logits)), -1) ** 2).mean()

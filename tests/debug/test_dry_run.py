@@ -253,3 +253,25 @@ def test_plain_tensors_without_data_are_not_asked_for_values():
     for rank in (True, 1.0):
         with pytest.raises(ConfigError, match="is not in a world of 2"), dry_run(world=2, rank=rank):
             pass
+
+
+def test_experts_of_a_host_are_one_node():
+    """As with kernels: products there and back, and beside its operands two hidden rows of each choice are kept."""
+    rows, k, d, f = 16, 2, 8, 12
+    with dry_run(world=1, device="CPU", values={"experts": 4}) as run:
+        mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
+        x, weights = (md.zeros(rows, n, device_mesh=mesh) for n in (d, k))
+        ws = [md.zeros(*shape, device_mesh=mesh) for shape in ((4, f, d), (4, d, f), (4, f, d))]
+        chosen = md.DTensor.from_local(Tensor(np.zeros((rows, k), np.int32)), mesh)
+        held = []
+
+        def loss(x, weights, *ws):
+            before = run.memory().end["activations"]
+            y = md.moe(x, weights, chosen, *ws)
+            held.append(run.memory().end["activations"] - before)
+            return y.sum()
+        _, grads = md.value_and_grad(loss, (0, 1, 2, 3, 4))(x, weights, *ws)
+    found = [(e.phase, e.flops) for e in run.events if e.op == "swiglu_rows"]
+    assert found == [("forward", 6 * rows * k * d * f), ("backward", 12 * rows * k * d * f)]
+    assert held == [4 * (rows * d + 2 * rows * k * f)]
+    assert [tuple(g.shape) for g in grads] == [(rows, d), (rows, k), (4, f, d), (4, d, f), (4, f, d)]

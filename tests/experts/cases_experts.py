@@ -2,6 +2,7 @@
 """Experts on different ranks: values and all gradients of every token through every expert on one device, in float64."""
 from __future__ import annotations
 
+import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn
 
@@ -193,6 +194,47 @@ def a_block_with_its_losses_trains_as_on_one_device(world):
                 assert np.linalg.norm(cut[name] - w) <= 1e-5 * np.linalg.norm(w), (style, name)
 
 
+@case(world_size=2)
+def experts_that_recompute_after_their_style_are_those_of_one_device(world):
+    """By the cell of the style itself, whose construct stands around the model's."""
+    mesh, (x, weights, _, _) = mesh_1d(2, "ep"), operands(5, 7, 5, 2)
+    chosen = random_choice(np.random.default_rng(5), 7, 5, 2)
+    x, weights = x.astype(np.float32), weights.astype(np.float32)
+    cell, plain = md.parallelize_module(Experts(6, 5, 5), mesh, md.ExpertParallel()), Experts(6, 5, 5)
+    cell.recompute()
+    cut, cut_weights, picks = (pieces(a, mesh, [Shard(0)]) for a in (x, weights, chosen))
+    got = md.grad(lambda t: (cell(t, cut_weights, picks) ** 2).sum(), None, cell.trainable_params())(cut)
+    alone = Tensor(weights), Tensor(chosen)
+    want = md.grad(lambda t: (plain(t, *alone) ** 2).sum(), None, plain.trainable_params())(Tensor(x))
+    for g, w in zip(got, want, strict=True):
+        np.testing.assert_allclose(g.full_tensor().asnumpy(), w.asnumpy(), rtol=1e-4, atol=1e-6)
+
+
+@case(world_size=2)
+def a_rank_without_tokens_has_weights_of_the_others_dtype(world):
+    mesh, (x, _, _, ws) = mesh_1d(2, "ep"), operands(6, 1, 5, 2)
+    logits = np.random.default_rng(6).normal(size=(1, 5))
+    weights, chosen = md.Router(2)(pieces(logits, mesh, [Shard(0)]))
+    assert weights.layout.dtype == "float64", weights.layout
+    y = md.moe(pieces(x, mesh, [Shard(0)]), weights, chosen, *(pieces(w, mesh, [Shard(0)]) for w in ws), dedup=True)
+    alone, picks = md.Router(2)(Tensor(logits))
+    want = md.moe(Tensor(x), alone, picks, *map(Tensor, ws)).asnumpy()
+    np.testing.assert_allclose(y.full_tensor().asnumpy(), want, rtol=1e-10)
+
+
+@case(world_size=2)
+def experts_in_bfloat16_with_room_have_gradients(world):
+    mesh, chosen = mesh_1d(2, "ep"), random_choice(np.random.default_rng(7), 7, 5, 2)
+    x, weights, dout, ws = operands(7, 7, 5, 2)
+    want = expected(x, weights, chosen, dout, ws)
+    *cut, cot = (pieces(a, mesh, [Shard(0)]).astype(ms.bfloat16) for a in (x, weights, *ws, dout))
+    picks = pieces(chosen, mesh, [Shard(0)])
+    grads = md.grad(lambda x, w, *ws: (md.moe(x, w, picks, *ws, room=7) * cot).sum(), (0, 1, 2, 3, 4))(*cut)
+    for g, w in zip(grads, want[1:], strict=True):
+        got = g.full_tensor().astype(ms.float32).asnumpy()
+        assert np.abs(got - w).max() < 0.03 * np.abs(w).max(), np.abs(got - w).max() / np.abs(w).max()
+
+
 @case(world_size=4)
 def what_is_not_right_is_refused_by_all_before_tokens_are_sent(world):
     mesh = md.init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tp"))
@@ -212,6 +254,8 @@ def what_is_not_right_is_refused_by_all_before_tokens_are_sent(world):
         assert text in told, told
         assert len(set(comm.group(tuple(range(4))).all_gather_object(told))) in (1, 2)
         return count
+    assert not refused(LayoutError, "x.redistribute(placements=[Shard(0), ...])", lambda: md.moe(
+        pieces(x, mesh, [Shard(1), Replicate()]), *tokens[1:], *(pieces(w, mesh, rows) for w in ws)))
     count = refused(LayoutError, "every rank of 'tp' has all tokens",
                     lambda: md.moe(*tokens, *(pieces(w, mesh, both) for w in ws)))
     assert not count

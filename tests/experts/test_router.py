@@ -2,6 +2,7 @@
 """The router, and the mixture on one device, against plain definitions; what does not fit is refused."""
 from __future__ import annotations
 
+import ctypes
 import math
 
 import mindspore as ms
@@ -63,11 +64,28 @@ def test_half_precision_is_routed_in_float32():
     np.testing.assert_array_equal(chosen.asnumpy(), picks)
 
 
-def mixed(k, expert=1, chosen=np.int32):
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("of_bias", [False, True])
+def test_one_score_that_is_nan_is_told_by_all_weights_of_its_token(score, of_bias):
+    """It is sorted last and never chosen, and a CPU's softmax in float32 gives 0 for the experts beside it."""
+    logits, bias = np.random.default_rng(11).normal(size=(3, 6)).astype(np.float32), np.zeros(6, np.float32)
+    (bias[2:3] if of_bias else logits[1, 4:5]).fill(np.nan)
+    weights, _ = md.Router(2, score=score, bias=Tensor(bias))(Tensor(logits))
+    assert np.isnan(weights.asnumpy()).all(1).tolist() == ([True] * 3 if of_bias else [False, True, False])
+    hidden = np.array([[1.0, -np.inf, 2.0]], np.float32)  # an expert that a model leaves out is no fault
+    assert np.isfinite(md.Router(2, score=score)(Tensor(hidden))[0].asnumpy()).all()
+
+
+def mixed(k, expert=1, chosen=np.int32, experts=np.float32, squeezed=False, **how):
     """`moe` of four experts, of which each token has chosen one and the same, k times."""
-    shapes = (2, 3), (2, k), (4, 6, 3), (4, 3, 6), (4, 6, 3)
-    x, weights, *ws = (Tensor(np.ones(s, np.float32)) for s in shapes)
-    return md.moe(x, weights, Tensor(np.full((2, k), expert, chosen)), *ws)
+    shapes = (2, 3), (2,) if squeezed else (2, k), (4, 6, 3), (4, 3, 6), (4, 6, 3)
+    x, weights, *ws = (Tensor(np.ones(s, t)) for s, t in zip(shapes, (np.float32,) * 2 + (experts,) * 3))
+    return md.moe(x, weights, Tensor(np.full(shapes[1], expert, chosen)), *ws, **how)
+
+
+@pytest.mark.parametrize("room", [2, np.int64(2)])
+def test_room_is_a_whole_number(room):
+    assert mixed(1, room=room).asnumpy().any(1).tolist() == [True, True]
 
 
 @pytest.mark.parametrize("expert", [4, -2])
@@ -87,6 +105,16 @@ def test_an_expert_that_there_is_not_is_refused(expert):
     (lambda: md.expert_balance_loss(Tensor(np.ones((5, 2))), Tensor(np.zeros((5, 1), np.int32)), 2), "not sequences of 2"),
     (lambda: md.ExpertParallel(dedup="yes"), "'dedup' is 'yes'"),
     (lambda: md.Router(2, bias=Tensor(np.ones(3, np.float32)))(Tensor(np.ones((2, 8), np.float32))), "bias of [8]"),
+    (lambda: md.update_expert_bias(Tensor([0.0, 0.0]), Tensor([0.6, 0.4]), 0.1), "a share of the load would be cut to 0"),
+    (lambda: md.update_expert_bias(Tensor([0, 0]), Tensor([3, 1]), 0.1), "a bias of float32"),
+    (lambda: md.expert_counts(Tensor([0, 1], ms.int32), 2), "not one row per token"),
+    (lambda: md.expert_balance_loss(Tensor(np.ones((4, 2))), Tensor(np.zeros((4, 1), np.int32)), 0), "not sequences of 0"),
+    (lambda: md.expert_balance_loss(Tensor(np.ones((4, 2))), Tensor(np.zeros(4, np.int32)), 2), "chosen [rows * t, k]"),
+    (lambda: mixed(1, room=2.5), "room = 2.5"),
+    (lambda: mixed(1, room=True), "room = True"),
+    (lambda: mixed(1, squeezed=True), "chosen to [n, 1]"),
+    (lambda: mixed(0), "1 <= k <= E"),
+    (lambda: mixed(1, experts=np.float64), "x.astype(w1.dtype)"),
     (lambda: mixed(5), "k <= E"),
     (lambda: mixed(2, chosen=np.float32), "chosen.astype(ms.int32)")])
 def test_what_does_not_fit_is_refused(make, text):
@@ -157,3 +185,25 @@ def test_the_formula_for_bytes_counts_ranks_of_a_token():
         drawn = np.mean([len({*(rng.choice(experts, k, replace=False) * ranks // experts)}) for _ in range(4000)])
         assert math.isclose(ratio(experts, k, ranks, 10 ** 9), drawn / k, rel_tol=0.02)
     assert ratio(64, 8, 8, 4 * 256) <= 0.70
+
+
+def test_loads_that_differ_leave_nothing_behind():
+    """MindSpore's CPU backend keeps a kernel with its scratch for each number of rows that it meets: 10 MB in these steps."""
+    class Heap(ctypes.Structure):
+        _fields_ = [(name, ctypes.c_size_t) for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "used", "free", "keepcost")]
+    heap = ctypes.CDLL(None).mallinfo2
+    heap.restype, rng = Heap, np.random.default_rng(8)
+    x, weights, dout, ws = (np.asarray(a, np.float32) if not isinstance(a, list) else [w.astype(np.float32) for w in a]
+                            for a in operands(9, 300, 3, 1, d=64, f=96))
+    args = [Tensor(a) for a in (x, weights, *ws)]
+
+    def step(first):
+        chosen = Tensor(np.where(np.arange(300) < first, 0, 1 + rng.integers(0, 2, 300)).astype(np.int32)[:, None])
+        ms.grad(lambda *a: (md.moe(a[0], a[1], chosen, *a[2:]) * Tensor(dout)).sum(), (0, 1, 2, 3, 4))(*args)
+    for first in (1, 2, 3):
+        step(first)
+    before = heap().used
+    for first in range(10, 210, 5):
+        step(first)
+    assert heap().used - before < 2 << 20, (heap().used - before) >> 20

@@ -9,8 +9,11 @@ from mindspore import Parameter, Tensor, mint, nn
 import ms_dtensor as md
 from ms_dtensor import comm
 from ms_dtensor.compat import hyper_parallel as hyper
+from ms_dtensor.compat.backward import enable_mindspore_backward_compat
+from ms_dtensor.errors import ConfigError
 from ms_dtensor.pipeline import PipelineStage
 from tests.cases import case
+from tests.dist.support import refusal
 from tests.pipeline.cases_run import KINDS, T, X, close, loss_fn
 from tests.sharding.support import collected, filled, none_of
 
@@ -112,6 +115,17 @@ def hyper_parallels_names(world):
             close(a, np.array(b), "loss", 2e-6)
         for a, b in zip(grads, mine, strict=True):
             close(a, b * scale, "gradient", 2e-6)
+    with enable_mindspore_backward_compat():  # as MindFormers runs it: outputs alone, and gradients are added to .grad
+        for times in (1.0, 2.0):
+            got = schedule.run(*([Tensor(X)] if world.rank == 0 else []))
+            assert isinstance(got, list) and len(got) == (m if world.rank == 1 else 0)
+            for p, b in zip(schedule.params, mine, strict=True):
+                close(p.grad, b * 0.5 * times, "gradient in .grad", 4e-6)
+    for used in (lambda: setattr(schedule, "micro_batch_num", 8), lambda: schedule.register_custom_function("B_F", print)):
+        assert "not offered" in refusal(used, ConfigError)
+    assert schedule.micro_batch_num == m and "0F0" in schedule.exec_order
+    seed = hyper.PipelineStage(nets[0], 0, 2).get_last_stage_sens
+    assert (seed(Tensor(1.0)), seed((Tensor(1.0), Tensor(2.0)))) == (1.0, [1.0, 1.0])
 
 
 @case(2)

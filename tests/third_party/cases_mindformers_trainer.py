@@ -93,7 +93,8 @@ def watched():
             self.losses, self.norms = [], []
 
         def on_step_end(self, args, state, loss=None, grad_norm=None, **kwargs):
-            self.losses.append(float(loss.asnumpy()))
+            if loss is not None:  # of a pipeline the last stage has it
+                self.losses.append(float(loss.asnumpy()))
             self.norms.append(float(grad_norm.asnumpy()))
     return Watch()
 

@@ -7,7 +7,7 @@ apart, which cuts the model and its tied weights by itself, and which weighs mic
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mindspore import Tensor, nn
@@ -17,9 +17,11 @@ from ... import pipeline as ours
 from ...core.mesh import DeviceMesh
 from ...core.tree import leaves, map_leaves
 from ...dispatch.operands import detached
+from ...dispatch.recorded import add_gradients, not_recorded
 from ...errors import ConfigError, ScheduleError
 from ...pipeline import schedule as schedules
 from ...pipeline.stage import PipelineStage as Stage
+from ..backward import compat_is_on
 
 
 class PipelineStage(Stage):
@@ -60,7 +62,7 @@ class PipelineStage(Stage):
 
     def get_last_stage_sens(self, last_stage_outputs: Any) -> Any:
         """What each tensor of the last stage's output is multiplied with before it is summed: to be overridden; else 1."""
-        return map_leaves(lambda x: 1.0, last_stage_outputs, Tensor)
+        return [1.0 for _ in leaves(last_stage_outputs, Tensor)] if isinstance(last_stage_outputs, list | tuple) else 1.0
 
 
 def _refused(who: str, asked: str, fix: str) -> ConfigError:
@@ -129,16 +131,40 @@ class _Runs:
         """This rank's trainable parameters, in whose order gradients come."""
         return self.schedule.params
 
-    def run(self, *args, **kwargs) -> tuple[list, list]:
+    @property
+    def exec_order(self) -> str:
+        """What each rank does, messages included: to be read, not to be changed."""
+        return self.schedule.explain()
+
+    @property
+    def micro_batch_num(self) -> int:
+        """Into how many pieces a batch is cut."""
+        return self.schedule.n_microbatches
+
+    @micro_batch_num.setter
+    def micro_batch_num(self, number: int) -> None:
+        raise _refused(type(self).__name__, f"micro_batch_num = {number}", f"{type(self).__name__}(stages, {number})")
+
+    def register_custom_function(self, step_type: Any, function: Callable) -> None:
+        """Refused: actions are what `ms_dtensor.pipeline` runs."""
+        raise _refused(f"{type(self).__name__}.register_custom_function", str(step_type), "md.pipeline.ScheduleDualPipeV")
+
+    def run(self, *args, **kwargs) -> Any:
         """Forward and backward; the first rank passes the batch, the others nothing, and side inputs all of them.
 
         Returns:
             What the last stage gave for each microbatch, an empty list on other ranks; and gradients, summed over them.
+            While `enable_mindspore_backward_compat` is on, the former alone: gradients are added to `.grad` of this rank's
+            parameters, or to their `main_grad`, as by `loss.backward()`.
         """
         self._outputs = []
-        _, grads = self.schedule.step(*args, weights=[1.0] * self.schedule.n_microbatches, **kwargs)
+        with not_recorded():  # each microbatch is a recording of its own
+            _, grads = self.schedule.step(*args, weights=[1.0] * self.schedule.n_microbatches, **kwargs)
         outputs, self._outputs = self._outputs, []
-        return outputs, grads
+        if not compat_is_on():
+            return outputs, grads
+        add_gradients(self.params, grads)
+        return outputs
 
 
 class ScheduleGPipe(_Runs):

@@ -28,6 +28,7 @@ from ...core.layout import Layout
 from ...core.mesh import DeviceMesh
 from ...core.tree import leaves, map_leaves
 from ...dispatch.modes import implicit_replication
+from ...dispatch.op_plan import Abstract
 from ...dispatch.operands import DIFFERENTIABLE, as_local, dtype_name, local_alias, make, wrap
 from ...dispatch.replaced import PLACE
 from ...errors import OpRuleError
@@ -96,7 +97,7 @@ class Made(Function):
 class Job:
     """One recorded op."""
 
-    def __init__(self, executor: Executor, what, xs, event: int, shapes, dtypes, single: bool, cost: int):
+    def __init__(self, executor: Executor, what, xs, event: int, shapes, dtypes, single: bool, cost: int, beside=()):
         self.executor, self.what, self.single = executor, what, single
         self.event, self.shapes, self.dtypes, self.cost = event, shapes, dtypes, cost
         self.operands = [(tuple(x._shape), x.dtype, x._requires_grad and _differentiable(x)) for x in xs]
@@ -106,12 +107,14 @@ class Job:
         self.saved: list = [local_alias(xs[i]) for i in operands] if asked else []
         self.keeps_result, self.first = bool(asked) and result, xs[0]
         self.within = within(what.op, executor.on_host) if asked else (0, 0)
+        self.beside = beside if asked else ()
 
     def results(self) -> tuple[tuple, list]:
         """The results, and what the backward needs."""
         outs = self.executor.made(self.what, self.first, self.shapes, self.dtypes, self.event)
         self.first, (saved, self.saved) = None, (self.saved, [])
         own = [self._like_first() for _ in range(self.within[0])]
+        own += [self.executor.ledger.new(shape, self.dtypes[0], "activations", self.event) for shape in self.beside]
         return outs, [*saved, *own, *(on_storage_of(x, x._shape) for x in outs if self.keeps_result)]
 
     def _like_first(self) -> Tensor:
@@ -185,16 +188,29 @@ class Executor:
                           tensors[0].dtype if tensors else None)
         if name in _NO_GRADIENT:
             tensors = [stop_gradient(as_local(x)) for x in tensors]
-        if not recording() or not enabled() or not any(x._requires_grad and _differentiable(x) and i not in run.constants
+        return self._recorded(what, tensors, dtypes, single, cost, event, run.constants)
+
+    def _recorded(self, what, tensors, dtypes, single: bool, cost: int, event: int, constants=(), beside=()):
+        """The results of an op, with its node where gradients are recorded; `beside`: shapes of what that keeps, too."""
+        if not recording() or not enabled() or not any(x._requires_grad and _differentiable(x) and i not in constants
                                       for i, x in enumerate(tensors)) \
                 or not any(name.startswith(DIFFERENTIABLE) for name in what.dtypes):
             outs = self.made(what, tensors[0] if tensors else None, what.shapes, dtypes, event)
             return outs[0] if single else outs
-        used = [self.forked(x) if x._requires_grad and _differentiable(x) and i not in run.constants
+        used = [self.forked(x) if x._requires_grad and _differentiable(x) and i not in constants
                 else _constant(x) for i, x in enumerate(tensors)]
         job = Job(self, what, [x if u._requires_grad else u for x, u in zip(tensors, used)], event, what.shapes, dtypes,
-                  single, cost)
+                  single, cost, beside)
         return Op.apply(job, *used)
+
+    def node(self, op: str, tensors, shape, cost: int, beside) -> Tensor:
+        """An op of ours that is one node of NumPy's, of which no rule tells; of the first one's dtype."""
+        xs = [x if getattr(x, "_layout", None) is None else as_local(x) for x in tensors]
+        size = xs[0].itemsize
+        event = self.note(op, "forward", user_site(), cost, sum(prod(x._shape) * x.itemsize for x in xs), prod(shape) * size,
+                          xs, xs[0].dtype)
+        what = Abstract(op, {}, (tuple(shape),), (dtype_name(xs[0].dtype),))
+        return self.alone(self._recorded(what, xs, [xs[0].dtype], True, cost, event, beside=beside))
 
     def product(self, a, b, phase: str) -> Tensor:
         """That of two plain matrices, of which no rule tells."""

@@ -20,6 +20,9 @@ PRODUCTS = frozenset(("matmul", "linear", "grouped_matmul", "addmm", "addmv", "b
                       *conv.RULES, *attention.RULES))
 
 
+NODES = frozenset(("swiglu_rows",))  # products in one node of the library's, of which no rule tells
+
+
 @dataclass(frozen=True, slots=True)
 class Timeline:
     """When events run.
@@ -178,7 +181,7 @@ class _Rank:
 def work_of(event: DryEvent) -> Work:
     """An event as `cost.py` takes it."""
     if not event.is_move:
-        return Op(event.op, event.flops, event.read + event.written, event.op in PRODUCTS, event.phase == "backward")
+        return Op(event.op, event.flops, event.read + event.written, event.op in PRODUCTS | NODES, event.phase == "backward")
     op = event.op if event.op in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all") else "exchange"
     size = event.payload * event.ranks if op == "all_gather" else event.payload
     return Collective(op, size, event.ranks, event.span + 1, ",".join(event.axes))

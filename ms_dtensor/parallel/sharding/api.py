@@ -223,7 +223,8 @@ def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = _BUCKET_M
         if cut:
             raise LayoutError(f"For 'replicate', parameter '{p.name}' is laid out over '{cut[0]}' already.",
                               p.layout.describe(), "A parameter is copied or cut over an axis, not both.",
-                              "fully_shard(module, mesh=...) for a cell of which some parameters are cut")
+                              ("fully_shard(module, mesh=...) for a cell of which some parameters are cut",
+                               "ignored_modules=[...] with the cells of which all are"))
     whole = _whole_mesh("replicate", found, data)
     # one that has been dealt with is of a tied cell
     targets = {id(p): lift(p, whole) for _, _, p in found if not names <= p.__dict__.get(_OVER, set())}
