@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -37,13 +38,18 @@ def test_every_part_runs_here_over_the_emulator(tmp_path):
         assert name in text, name
 
 
+def cpu_of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def test_without_an_npu_it_says_why_and_fails_within_a_second(tmp_path):
     """It used to run on the CPU and say ok: MindSpore falls back without a word, as on many a borrowed node."""
-    out, start = tmp_path / "report.txt", time.monotonic()
+    out, start = tmp_path / "report.txt", cpu_of_children()
     done = subprocess.run([str(SCRIPT.with_suffix(".sh")), "--out", str(out)], capture_output=True, text=True,
                           timeout=PATIENCE, env={**os.environ, "PYTHON": sys.executable})
-    took = time.monotonic() - start
-    assert done.returncode == 2 and took < 3, (done, took)  # 0.2 s on a quiet machine
+    took = cpu_of_children() - start
+    assert done.returncode == 2 and took < 3, (done, took)  # 0.2 s of CPU; MindSpore alone takes three
     for text in (done.stderr, out.read_text()):
         assert "no NPU can be used here" in text and "/dev/davinci0" in text and "libascendcl.so" in text, text
     assert done.stdout == "" and "compiled with CANN 9.1.0" in out.read_text()
