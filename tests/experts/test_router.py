@@ -188,7 +188,7 @@ def test_the_formula_for_bytes_counts_ranks_of_a_token():
 
 
 def test_loads_that_differ_leave_nothing_behind():
-    """MindSpore's CPU backend keeps a kernel with its scratch for each number of rows it meets: 10 MB in these steps."""
+    """MindSpore's CPU backend keeps a kernel with scratch for each number of rows that it meets: 10 MB in these steps."""
     class Heap(ctypes.Structure):
         _fields_ = [(name, ctypes.c_size_t) for name in (
             "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "used", "free", "keepcost")]
