@@ -14,7 +14,7 @@ import mindspore as ms
 from mindspore import Parameter, Tensor
 
 from .. import comm
-from ..comm.pretended import executing
+from ..comm.pretended import executing, pretended
 from ..core.layout import Layout, known_layout, layout_for, layout_strides, said_of
 from ..core.mesh import DeviceMesh, resolve_mesh
 from ..dispatch import classes, inplace, modes, patches, policy, replicas, views
@@ -208,7 +208,7 @@ class DTensor(Measures, Tensor):
         Args:
             grad_placements: how the cotangent will be laid out; default: as the value, with Partial as Replicate.
         """
-        if (dry := executing()) is not None:
+        if pretended.get() is not None and (dry := executing()) is not None:
             dry.taken_out()
         return as_local(self, None if grad_placements is None else self._layout_of_gradient(grad_placements, "to_local"))
 

@@ -39,7 +39,7 @@ from ms_dtensor.compat.hyper_parallel import (
     shard_module,
     unregister,
 )
-from ms_dtensor.errors import ConfigError, LayoutError, MeshError, MixedOperandError
+from ms_dtensor.errors import ConfigError, LayoutError, MeshError
 from tests.cases import case
 from tests.dist.support import counted, data, equal, refusal, same_on_all_ranks
 
@@ -449,34 +449,3 @@ def layouts_in_checkpoints(world):
         everybody = get_global_layout(net)
     assert sorted(everybody) == ["0", "1", "2", "3"] and all(v == own[str(world.rank)] for v in everybody.values())
     assert count == {("all_gather_object", "forward"): 1}
-
-
-class Counting(nn.Cell):
-    """A layer that counts rows in a parameter which is not trained, as MindFormers' experts do."""
-
-    def __init__(self):
-        super().__init__()
-        self.up = Parameter(data(1, 8, 12), name="up")
-        self.seen = Parameter(Tensor(np.zeros(2, np.float32)), name="seen", requires_grad=False)
-
-    def construct(self, x):
-        self.seen.copy_(self.seen + Tensor(np.array([x.shape[0], 1], np.float32)))  # add_ does nothing on CPU
-        return mint.matmul(x, self.up.to_local())
-
-
-@case(world_size=4)
-def counters_that_are_ignored_are_each_ranks_own(world):
-    """A plan replicates a counter over tp, whose ranks count different rows: it says nothing of them, so it is plain."""
-    mesh = mesh_2d()
-    net = shard_module(Counting(), mesh["tp"], ShardingPlan(plan={"seen": (R,), "up": (S(1),)}))
-    rows = Tensor(np.ones((1 + world.rank, 8), np.float32))
-    assert "plain" in refusal(lambda: net(rows), MixedOperandError)  # nothing tells here that it is a counter
-    whole, ignored = nn.SequentialCell(net), [net.seen]
-    fully_shard(net, mesh=mesh["dp"], ignored_params=ignored)
-    fully_shard(whole, mesh=mesh["dp"], ignored_params=ignored)  # which still names the one that was replaced
-    assert not isinstance(net.seen, DTensor) and isinstance(net.up, DTensor)
-    assert (net.seen.name, net.seen.requires_grad) == ("0.seen", False)  # the sequence names it so
-    for _ in range(2):
-        net(rows)
-    assert net.seen.asnumpy().tolist() == [2 * (1 + world.rank), 2]
-    assert [p.name for p in net.get_parameters()] == ["0.up", "0.seen"]

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from mindspore import Tensor, mint, ops
 from mindspore.ops import primitive
 
+from ms_dtensor.internals.names import NoFallbackGuard
+
 NUMBERS = ("__array__", "__bool__", "__float__", "__int__", "__index__", "__contains__", "__iter__", "__setitem__")
 OPERATORS = tuple(f"__{side}{name}__" for side in ("", "r", "i") for name in (
     "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")) + (
@@ -35,7 +37,8 @@ WRITES = ("__setitem__", "assign_value", "copy_", "assign")
 def _trivial(name: str, x, args) -> bool:
     if name in ("astype", "to", "cast"):
         return len(args) > 1 and args[1] == x.dtype
-    return x.is_contiguous()
+    with NoFallbackGuard():  # of the local tensor: what a DTensor that is a view would be as a whole it does not say
+        return Tensor.is_contiguous(x)
 
 
 def asking(call, name: str, device):
