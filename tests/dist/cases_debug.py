@@ -29,7 +29,7 @@ from ms_dtensor.debug import CommDebugMode
 from ms_dtensor.debug.predict.hardware import parse
 from ms_dtensor.dispatch.operands import redistribute, wrap
 from ms_dtensor.redistribute.plan import plan
-from ms_dtensor.tools import machine
+from ms_dtensor.tools import host, machine
 from tests.cases import case
 from tests.debug import dry_programs
 from tests.dist.support import data, mesh_1d, mesh_2d, same_on_all_ranks
@@ -176,6 +176,8 @@ def a_machine_is_measured_alike_on_all_ranks(world):
         small.setattr(machine, "VECTORS", (64, 4096))
         small.setattr(machine, "REPEATS", 3)
         small.setattr(machine, "LARGE", 1 << 16)
+        for name, value in (("JUNK", 1 << 10), ("CHAIN", 3), ("ROUNDS", 2)):
+            small.setattr(host, name, value)
         told = machine.measure_machine("cpu", agree, group)
     found = parse("mine", yaml.safe_load(yaml.safe_dump(told)))
     assert found.links[0].factors["all_gather"] == 1 and found.links[0].processor == 1 and 0 < found.launch < 1

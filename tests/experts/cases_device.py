@@ -22,6 +22,7 @@ from tests.experts.cases_experts import pieces, ten
 from tests.experts.reference import expected, operands
 from tests.rehearsal.session import rehearsed
 from tests.rehearsal.watch import asking
+from tests.tiers import sampled
 
 OPS = {False: 33, True: 65, "room": 32}  # kernels at least, that a layer's forward asks for on four ranks
 
@@ -106,7 +107,7 @@ def with_room_for_so_many_the_host_never_waits(world):
             chosen = choose(np.random.default_rng(seed), tokens, experts, k)
             x, weights, dout, ws = operands(seed, tokens, experts, k)
             *cut, picks, cot = (pieces(a, mesh, [Shard(0)]) for a in (x, weights, *ws, chosen, dout))
-            for room in (1, 2, k * tokens):
+            for room in sampled((1, 2, k * tokens), 3, seed):
                 want = expected(x, weights, in_room(chosen, n, experts, room), dout, ws)
 
                 def run(x, weights, *w, picks=picks, room=room):
