@@ -100,6 +100,9 @@ def test_attention_at_once_sees_documents_and_windows(window):
         want, got = ([f(*qkv), *ms.grad(lambda *x, f=f: (f(*x) * dout).sum(), (0, 1, 2))(*qkv)] for f in forms)
         for a, b in zip(want, got, strict=True):
             assert np.allclose(a.asnumpy(), b.asnumpy(), rtol=1e-5, atol=1e-5)
+    none = [Tensor(np.zeros((0, 7, heads, cfg.head_dim), np.float32)) for heads in (cfg.n_heads, *[cfg.n_kv_heads] * 2)]
+    grads = ms.grad(lambda *x: cpu.AtOnce.apply(cfg, None, *x).sum(), (0, 1, 2))(*none)  # of a rank without a row
+    assert [g.shape for g in grads] == [x.shape for x in none]
 
 
 def test_a_short_input_uses_the_head_of_the_tables():

@@ -30,7 +30,7 @@ def _by_groups(x: np.ndarray, groups: int, last: np.ndarray | float | None = Non
     out[..., :e] = x.reshape(t, groups, h // groups, e).transpose(1, 2, 0, 3)
     if last is not None:
         out[..., e:] = np.broadcast_to(last, (t, h, 1)).reshape(t, groups, h // groups, 1).transpose(1, 2, 0, 3)
-    return out.reshape(groups, h // groups * t, -1)
+    return out.reshape(groups, h // groups * t, out.shape[-1])
 
 
 def _by_tokens(x: np.ndarray, t: int) -> np.ndarray:
