@@ -51,7 +51,8 @@ setup(
     ],
     extras_require={
         "test": ["pytest>=8", "pytest-timeout", "hypothesis"],
-        "dev": ["pytest>=8", "pytest-timeout", "hypothesis", "ruff", "mypy", "types-PyYAML", "setuptools", "matplotlib"],
+        "dev": ["pytest>=8", "pytest-timeout", "hypothesis", "ruff", "mypy", "types-PyYAML", "setuptools", "matplotlib",
+                "tokenizers>=0.19"],
         "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10", "mkdocstrings[python]>=0.29"],
         "plot": ["matplotlib"],
         "rich": ["rich"],  # colours on a terminal
