@@ -111,8 +111,8 @@ def llama(run: dict, title: str) -> str:
     first, last = run["losses"]
     losses = ", ".join(f"{k} {first[k]:.6f} -> {last[k]:.6f}" for k in first)
     busy = run["machine"]["load"] > 2 * run["machine"]["cores"]
-    warning = "**Other work kept both cores busy during this run (see the load): two ranks had no second core to " \
-              "gain from; the speed-ups measure neither library. To be repeated on an idle machine.**\n\n"
+    warning = "**The load of the minute before this run was high: other work may have kept both cores busy during it. Its " \
+              "speed-ups are to be repeated on an idle machine.**\n\n"
     said = [f"Forward, backward and AdamW on {run['tokens']} tokens; two ranks, one thread and one core each. Speed-up is "
             "against the single rank of the same library, where it is a row.",
             *(text.format(run["rows"][name]["speedup"] * (2 if name == "two at once" else 1))
