@@ -275,3 +275,13 @@ def test_experts_of_a_host_are_one_node():
     assert found == [("forward", 6 * rows * k * d * f), ("backward", 12 * rows * k * d * f)]
     assert held == [4 * (rows * d + 2 * rows * k * f)]
     assert [tuple(g.shape) for g in grads] == [(rows, d), (rows, k), (4, f, d), (4, d, f), (4, f, d)]
+
+
+def test_methods_of_tensors_are_mindspores_again_behind_a_dry_run():
+    """Also where the step raised: every program that comes after would pay for them."""
+    names = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__")
+    before = [getattr(ms.Tensor, name) for name in names]
+    with pytest.raises(KeyError), md.debug.dry_run(world=2):
+        assert ms.Tensor.item is not before[0]
+        raise KeyError
+    assert [getattr(ms.Tensor, name) for name in names] == before

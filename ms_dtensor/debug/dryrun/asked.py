@@ -1,23 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plain tensors of a dry run that are asked for their value: `float(x.to_local())`, which would be 0 without a word.
 
-DTensors refuse that themselves; what is plain is MindSpore's. The invariant: outside of a dry run, and for tensors that have
-values, MindSpore's own methods run.
+DTensors refuse that themselves; what is plain is MindSpore's. The invariant: while no dry run is under way, MindSpore's own
+methods stand in their places; for tensors that have values they run in one, too.
 """
 from __future__ import annotations
 
 import functools
 import os
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from mindspore import Tensor
 
 from ...comm.pretended import executing
 from ...comm.record import is_user_file
+from ...dispatch.patches.undo import Patched
 from ...tensor.dtensor import DTensor
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _ASKED = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__")
+_patched, _lock = Patched(), threading.Lock()
+_under_way = 0  # dry runs, of all threads
 
 
 def asked_by_user() -> bool:
@@ -31,12 +37,22 @@ def asked_by_user() -> bool:
     return is_user_file(frame.f_code.co_filename)
 
 
-def watch_values() -> None:
-    """From the first dry run on: who asks a tensor without data for its value gets what the dry run was told of it."""
-    if hasattr(Tensor.item, "of_dry_runs"):
-        return
-    for name in _ASKED:
-        setattr(Tensor, name, _watched(name, getattr(Tensor, name)))
+@contextmanager
+def values_watched() -> Iterator[None]:
+    """Inside, who asks a tensor without data for its value gets what the dry run was told of it; in any thread."""
+    global _under_way
+    with _lock:
+        if not _under_way:
+            for name in _ASKED:
+                _patched.put(Tensor, name, _watched(name, getattr(Tensor, name)))
+        _under_way += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _under_way -= 1
+            if not _under_way:
+                _patched.take_back()
 
 
 def _watched(name: str, original):
@@ -48,5 +64,4 @@ def _watched(name: str, original):
         told = dry.value(self, name).tolist()
         convert = {"__bool__": bool, "__float__": float, "__int__": int, "__index__": int}.get(name)
         return told if convert is None else convert(told)
-    asked.of_dry_runs = True  # type: ignore[attr-defined]
     return asked

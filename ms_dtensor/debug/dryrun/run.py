@@ -25,7 +25,7 @@ from ..cell_names import CellNames
 from ..predict import load_hardware, timelines
 from . import page
 from .abstract import KINDS
-from .asked import watch_values
+from .asked import values_watched
 from .backend import AbstractBackend
 from .executor import Executor
 from .report import write_report
@@ -249,12 +249,11 @@ def dry_run(world: int, rank: int = 0, device: str = "Ascend", *, values: dict[s
     if executing() is not None:
         raise ConfigError("For 'dry_run', another one is under way.", "", "A process is one rank of one world at a time.",
                           "leave the outer block first")
-    watch_values()
     run = DryRun(world, rank, kind, dict(values or {}), dict(messages or {}))
     backend = AbstractBackend(world, rank, run._executor, on_host=kind == "CPU")
     pretending: Any = World(rank, world, backend, kind, executor=run._executor)
     with (rehearsal(kind), pretend(pretending), record_into(run.communication), no_init_parameters(),
-          run._cells.naming()):  # type: ignore[union-attr]
+          values_watched(), run._cells.naming()):  # type: ignore[union-attr]
         try:
             yield run
         finally:
