@@ -197,33 +197,6 @@ def its_run_goes_on_upon_another_mesh(world):
     other.is_one_device(wanted, "dp2 tp2, then dp4")
 
 
-@case(4, timeout=400)
-def its_run_goes_on_from_its_own_checkpoint_on_another_mesh(world):
-    """Saved and loaded by its own functions, which hand each rank its piece; parameters, moments and the step's number."""
-    losses, wanted = one_device()
-    from mindformers.checkpoint.checkpoint import CommonInfo, load_checkpoint, save_checkpoint
-    from mindformers.checkpoint.sharded_tensor import get_all_sharded_tensor_on_rank0
-    from mindformers.checkpoint.utils import gather_param_names_on_rank0
-    folder = comm.group(tuple(range(world.size))).all_gather_object(tempfile.mkdtemp())[0]
-    job = Job(world, 2, 2)
-    got = [job.step(step) for step in range(STEPS // 2)]
-    told = CommonInfo()
-    told.step_num = told.global_step = STEPS // 2
-    told.epoch_num = 0
-    save_checkpoint(STEPS // 2, job.net, job.optimizer, common_info=told, save_checkpoint_path=folder,
-                    sharded_tensor_metas=get_all_sharded_tensor_on_rank0([job.net, job.optimizer]),
-                    global_model_keys=gather_param_names_on_rank0(set(job.net.parameters_dict())))
-    for dp, tp in ((4, 1), (2, 2)):
-        other = Job(world, dp, tp)
-        load_checkpoint(folder, other.net, other.optimizer)
-        assert int(other.optimizer.global_step.asnumpy()) == STEPS // 2
-        for p, q in zip(job.moments(), other.moments(), strict=True):
-            assert np.array_equal(p.full_tensor().asnumpy(), q.full_tensor().asnumpy()), p.name
-        more = [other.step(step) for step in range(STEPS // 2, STEPS)]
-        assert np.allclose(got + more, losses, rtol=TOLERANCE, atol=0), (got, more, losses)
-        other.is_one_device(wanted, f"dp2 tp2, then dp{dp} tp{tp}, by its own checkpoint")
-
-
 @case(2)
 def its_adamw_keeps_float32_masters_of_sharded_parameters(world):
     """Its step on shards, under its `SkipDTensorDispatch`, against its step on whole tensors: to the bit, masters too."""
