@@ -11,7 +11,8 @@ the others wait for it in the backward.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,6 +23,7 @@ from mindspore import Tensor, ops
 from .. import comm
 from ..comm.group import Group
 from ..comm.pretended import executing
+from ..comm.protocol import Work
 from ..comm.record import active
 from ..dispatch import modes
 from ..dispatch.operands import DIFFERENTIABLE, dtype_name
@@ -83,18 +85,30 @@ class SendRows(Function):
     @classmethod
     def apply(cls, rows: Rows, group: Group, *tensors: Tensor) -> tuple:
         """See above; recompute that keeps "send_rows" has what came stand in when it runs again."""
-        call, watch = partial(super().apply, rows, group, *tensors), modes.mode.get().watch
-        kept = None if watch is None else watch("send_rows", tensors)
+        call, kept = partial(super().apply, rows, group, *tensors), _kept(tensors)
         return call() if kept is None else kept(call)
+
+    @classmethod
+    def leave(cls, rows: Rows, group: Group, *tensors: Tensor) -> Callable[[], tuple]:
+        """`apply` in two halves: rows leave, and the function that is returned waits for those that come, and gives them.
+
+        What is computed between the two hides the way of the rows, and its backward the way of their gradients: of two
+        nodes of autograd the second one's backward sends them, and the first one's waits.
+        """
+        if (kept := _kept(tensors)) is not None:  # what came stands in for one call
+            came = kept(partial(super().apply, rows, group, *tensors))
+            return lambda: came
+        way = _Way(rows, group, True)
+        return partial(_Arrive.apply, way, _Leave.apply(way, *tensors))
 
     @staticmethod
     def forward(ctx, rows: Rows, group: Group, *tensors: Tensor):
-        _remember(ctx, rows, group, tensors)
-        return _moved(group, [taken(x, rows.index) for x in tensors], rows.send, rows.recv, rows.src, rows.dst)
+        ctx.way = way = _Way(rows, group, True)
+        return way.whole(tensors)
 
     @staticmethod
     def backward(ctx, *grads):
-        return _transposed(ctx, ReturnRows, grads)
+        return _transposed(ctx.way, ReturnRows, grads)
 
 
 class ReturnRows(Function):
@@ -119,13 +133,63 @@ class ReturnRows(Function):
 
     @staticmethod
     def forward(ctx, rows: Rows, group: Group, *tensors: Tensor):
-        _remember(ctx, rows, group, tensors)
-        home = _moved(group, tensors, rows.recv, rows.send, rows.dst, rows.src)
-        return tuple(_home(x, rows) for x in home)
+        ctx.way = way = _Way(rows, group, False)
+        return way.whole(tensors)
 
     @staticmethod
     def backward(ctx, *grads):
-        return _transposed(ctx, SendRows, grads)
+        return _transposed(ctx.way, SendRows, grads)
+
+
+class _Way:
+    """One way of rows: `there`, to the ranks that need them, or home. Its gradients go the other one."""
+
+    back: _Way  # on which gradients are, once they have left
+
+    def __init__(self, rows: Rows, group: Group, there: bool):
+        self.rows, self.group, self.there = rows, group, there
+        self.works: list[Work[Tensor]] = []
+
+    def whole(self, tensors: Sequence[Tensor]) -> tuple:
+        """What arrives; several tensors are under way together."""
+        if len(tensors) > 1:
+            self.leave(tensors)
+            return self.arrived()
+        return self._at_home([self._sent(x, False) for x in self._noted(tensors)])
+
+    def leave(self, tensors: Sequence[Tensor]) -> None:
+        self.works = [self._sent(x, True) for x in self._noted(tensors)]
+
+    def arrived(self) -> tuple:
+        works, self.works = self.works, []
+        return self._at_home([work.wait() for work in works])
+
+    def moved_only(self, tensors: Iterable) -> list:
+        """Those that have a gradient: integers have none, and every rank knows which these are."""
+        return [x for x, moved in zip(tensors, self.moved) if moved]
+
+    def gradients_of(self, given: Iterable[Tensor]) -> tuple:
+        """For every tensor, None for integers."""
+        left = iter(given)
+        return tuple(next(left) if moved else None for moved in self.moved)
+
+    def backward(self) -> AbstractContextManager:
+        """Communication of the backward is told by the line that caused it."""
+        return comm.annotate(phase="backward", **({"site": self.site} if self.site else {}))
+
+    def _noted(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        self.site = comm.user_site() if active() else None
+        self.moved = [dtype_name(x.dtype).startswith(DIFFERENTIABLE) for x in tensors]
+        return [taken(x, self.rows.index) for x in tensors] if self.there else tensors
+
+    def _sent(self, x: Tensor, async_op: bool):
+        r, x = self.rows, x.contiguous()
+        send, recv, src, dst = (r.send, r.recv, r.src, r.dst) if self.there else (r.recv, r.send, r.dst, r.src)
+        with comm.annotate(src=src, dst=dst):
+            return self.group.all_to_all_rows(x, send, recv, async_op=async_op)
+
+    def _at_home(self, came: list[Tensor]) -> tuple:
+        return tuple(came) if self.there else tuple(_home(x, self.rows) for x in came)
 
 
 def connected(result: Tensor, *tensors: Tensor) -> Tensor:
@@ -141,25 +205,49 @@ def connected(result: Tensor, *tensors: Tensor) -> Tensor:
     return result + Nothing.apply(tuple(result._shape), result.dtype, *tensors)
 
 
-def _remember(ctx, rows: Rows, group: Group, tensors: Sequence[Tensor]) -> None:
-    # the backward's communication is told by the line that caused it
-    ctx.site = comm.user_site() if active() else None
-    ctx.rows, ctx.group = rows, group
-    ctx.moved = [dtype_name(x.dtype).startswith(DIFFERENTIABLE) for x in tensors]
+def _kept(tensors: Sequence[Tensor]):
+    """Of recompute that keeps "send_rows", what a call of these is given to; else None."""
+    watch = modes.mode.get().watch
+    return None if watch is None else watch("send_rows", tensors)
 
 
-def _transposed(ctx, other: type[Function], grads: Sequence[Tensor]) -> tuple:
-    """Gradients for (rows, group, *tensors); integers have none, and every rank knows which these are."""
-    with comm.annotate(phase="backward", **({"site": ctx.site} if ctx.site else {})):
-        given = iter(other.apply(ctx.rows, ctx.group, *(g for g, moved in zip(grads, ctx.moved) if moved)))
-    return None, None, *(next(given) if moved else None for moved in ctx.moved)
+def _transposed(way: _Way, other: type[Function], grads: Sequence[Tensor]) -> tuple:
+    """Gradients for (rows, group, *tensors)."""
+    with way.backward():
+        given = other.apply(way.rows, way.group, *way.moved_only(grads))
+    return None, None, *way.gradients_of(given)
 
 
-def _moved(group: Group, tensors: Sequence[Tensor], send: Sequence[int], recv: Sequence[int], src: str, dst: str) -> tuple:
-    with comm.annotate(src=src, dst=dst):
-        together = len(tensors) > 1
-        works = [group.all_to_all_rows(x.contiguous(), send, recv, async_op=together) for x in tensors]
-    return tuple(w.wait() for w in works) if together else tuple(works)
+class _Leave(Function):
+    """Rows leave. Its result is a number that says nothing, and which `_Arrive` takes, to be behind it for autograd."""
+
+    @staticmethod
+    def forward(ctx, way: _Way, *tensors: Tensor):
+        ctx.way = way
+        way.leave(tensors)
+        return Tensor.from_numpy(np.zeros((), np.float32))
+
+    @staticmethod
+    def backward(ctx, number: Tensor):
+        with ctx.way.backward():
+            given = _Arrive.apply(ctx.way.back, number)
+        return None, *ctx.way.gradients_of(given)
+
+
+class _Arrive(Function):
+    """They are there. In the backward this comes first: gradients leave, and what `_Leave` takes is their number."""
+
+    @staticmethod
+    def forward(ctx, way: _Way, number: Tensor):
+        ctx.way = way
+        return way.arrived()
+
+    @staticmethod
+    def backward(ctx, *grads):
+        way = ctx.way
+        way.back = _Way(way.rows, way.group, not way.there)
+        with way.backward():
+            return None, _Leave.apply(way.back, *way.moved_only(grads))
 
 
 def _index(numbers: np.ndarray) -> Tensor:
