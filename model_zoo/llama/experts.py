@@ -55,7 +55,7 @@ class Experts(nn.Cell):
         self.experts = Weights(c.count, cfg.dim, width)
         self.shared = FeedForward(cfg.dim, c.shared * width) if c.shared else None
         # as attention's: on a mesh `parallelize.py` sets what runs there
-        self.core, self.left, self.of_sequences = partial(mixture, c), partial(left, c), expert_balance_loss
+        self.core, self.left, self.of_sequences = with_shared(partial(mixture, c)), partial(left, c), expert_balance_loss
         self.room = None  # of n tokens in sequences of t: how many choices of a rank an expert may have, with a capacity
 
     def construct(self, x, t):
@@ -65,9 +65,7 @@ class Experts(nn.Cell):
         if self.cfg.capacity is not None:
             chosen = self.left(chosen, t)
         core = self.core if self.room is None else partial(self.core, room=self.room(x.shape[0], t))
-        y = self.experts(core, x, weights.astype(x.dtype), chosen)
-        if self.shared is not None:
-            y = y + self.shared(x)
+        y = self.experts(partial(core, shared=self.shared), x, weights.astype(x.dtype), chosen)
         return y, shares, expert_counts(chosen, self.cfg.count)
 
     def _shares(self, scores, chosen, t):
@@ -116,6 +114,14 @@ def kept(cfg: ExpertsConfig, chosen: Tensor, t: int) -> Tensor:
 def left(cfg: ExpertsConfig, chosen: Tensor, t: int) -> Tensor:
     """i32[n, k]: what was chosen and has room, and -1 for what is dropped."""
     return mint.where(kept(cfg, chosen, t) > 0, chosen, -1)
+
+
+def with_shared(core):
+    """`core`, to whose result that of the shared experts is added; where tokens travel, `moe` computes it meanwhile."""
+    def run(x, *operands, shared=None):
+        y = core(x, *operands)
+        return y if shared is None else y + shared(x)
+    return run
 
 
 def mixture(cfg: ExpertsConfig, x: Tensor, weights: Tensor, chosen: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:

@@ -58,7 +58,7 @@ from ms_dtensor.pipeline import Absent
 from ms_dtensor.tensor.distribute import distribute_parameter, set_parameter
 
 from .config import ExpertsConfig, ModelConfig, ParallelConfig, mesh_axes
-from .experts import Experts, kept, most, one_hot
+from .experts import Experts, kept, mixture, most, one_hot, with_shared
 from .latent import Latent
 from .lora import adapted
 from .model import Listed, rotate
@@ -327,8 +327,11 @@ def lay_out_experts(cell: Experts, mesh: DeviceMesh, cfg: ParallelConfig) -> Non
         if cell.cfg.capacity is not None and not cfg.expert_dedup and not on_cpu():  # a CPU has no one to wait for
             cell.room = partial(room_of_rank, cell.cfg, mesh)
     else:
-        run = experts_on_widths(cell.core, mesh, cfg.expert_tp, rows)
-    cell.core = lambda *operands, **how: run(*operands, **how).redistribute(placements=between)
+        run = experts_on_widths(partial(mixture, cell.cfg), mesh, cfg.expert_tp, rows)
+
+    def core(*operands, **how):
+        return run(*operands, **how).redistribute(placements=between)
+    cell.core = core if cfg.ep > 1 else with_shared(core)
 
 
 def room_of_rank(experts: ExpertsConfig, mesh: DeviceMesh, n: int, t: int | Listed) -> int:

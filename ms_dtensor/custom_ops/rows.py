@@ -250,8 +250,9 @@ class _Arrive(Function):
             return None, _Leave.apply(way.back, *way.moved_only(grads))
 
 
-def _index(numbers: np.ndarray) -> Tensor:
-    return Tensor(np.ascontiguousarray(numbers, np.int32))
+def index_of(numbers: np.ndarray | Tensor) -> Tensor:
+    """Numbers of rows, as ops take them."""
+    return numbers if isinstance(numbers, Tensor) else Tensor(np.ascontiguousarray(numbers, np.int32))
 
 
 def taken(x: Tensor, index: np.ndarray) -> Tensor:
@@ -262,13 +263,13 @@ def taken(x: Tensor, index: np.ndarray) -> Tensor:
     if _by_numpy() and x.dtype != ms.bfloat16:
         return Tensor.from_numpy(np.take(x.asnumpy(), index, 0))
     if x.dtype == ms.bfloat16 and cpu_kernels():
-        return ops.gather(x.astype(ms.float32), _index(index), 0).astype(x.dtype)
-    return ops.gather(x, _index(index), 0)
+        return ops.gather(x.astype(ms.float32), index_of(index), 0).astype(x.dtype)
+    return ops.gather(x, index_of(index), 0)
 
 
-def added_up(x: Tensor, index: np.ndarray, to: Tensor) -> Tensor:
-    """`to` with the rows of `x` added at the rows of these numbers; inside a forward or a backward."""
-    return ms.mint.index_add(to, 0, _index(index), x) if math.prod(x._shape) else to
+def added_up(x: Tensor, index: np.ndarray | Tensor, to: Tensor) -> Tensor:
+    """`to` with the rows of `x` added at the rows of these numbers."""
+    return ms.mint.index_add(to, 0, index_of(index), x) if math.prod(x._shape) else to
 
 
 def _by_numpy() -> bool:

@@ -11,9 +11,8 @@ Invariant: all ranks make every call, forward and backward, also a rank without 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from contextvars import ContextVar
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar, copy_context
 from functools import lru_cache, partial
 from numbers import Integral
 from typing import Literal
@@ -24,28 +23,27 @@ from mindspore import Tensor, mint, nn, ops
 from mindspore.ops import auto_generate
 
 from .. import comm
-from ..comm.group import Group
 from ..comm.pretended import executing
 from ..core.layout import Layout
 from ..core.mesh import DeviceMesh
 from ..core.placements import PARTIAL, REPLICATE, Placement, Shard
 from ..custom_ops.local_map import local_map
-from ..custom_ops.rows import ReturnRows, Rows, SendRows
+from ..custom_ops.rows import ReturnRows, Rows
 from ..debug.types.doors import declared
-from ..errors import ConfigError, DTensorError, LayoutError
+from ..errors import ConfigError, LayoutError
 from ..internals.target import on_cpu
 from ..ops.local import Nothing
 from ..ops.local.dtypes import full, rounded, wider
 from ..ops.local.swiglu_cpu import SwigluRows
 from ..tensor.dtensor import DTensor
+from .experts_counts import Owners, counts_there, goes_to, known, no_such, on_host, unknown
 from .experts_room import by_room, within
-from .experts_rows import added_at, rows_at, weighted
+from .experts_rows import Call, added_at, call, rows_at, sent, weighted
 from .layouts import around_construct, shard_parameter
 from .styles import ParallelStyle
 
 Dedup = bool | Literal["auto"]
 _style: ContextVar[Dedup] = ContextVar("dedup", default="auto")  # what the style around a call says
-_named: ContextVar[str] = ContextVar("experts", default="")  # the experts of the call at work, for what is refused
 _WORTH = 0.95  # of the bytes: from here on the work of adding up on the far side is saved for nothing
 
 
@@ -111,7 +109,7 @@ class ExpertParallel(ParallelStyle):
 
 
 def moe(x: Tensor, weights: Tensor, chosen: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, *, mesh: DeviceMesh | None = None,
-        dedup: Dedup = "auto", room: int | None = None) -> Tensor:
+        dedup: Dedup = "auto", room: int | None = None, shared: Callable[[Tensor], Tensor] | None = None) -> Tensor:
     """The weighted sum of each token's experts, `w2 (silu(w1 x) * w3 x)`; with experts cut, over the ranks that have them.
 
     Of plain tensors, and where experts are whole on each rank, each rank computes its tokens. Over axes that cut dim 0 of
@@ -131,6 +129,9 @@ def moe(x: Tensor, weights: Tensor, chosen: Tensor, w1: Tensor, w2: Tensor, w3: 
         room: an expert takes so many choices of each rank at most, in the order of its tokens; what is over is dropped. All
             sizes are known then, and a device is not waited for; nor are weights that are NaN told, or wrong experts,
             which are dropped.
+        shared: a cell, or a function, of x: f[n, d] of each token, which is added (DeepSeek's shared experts). It computes
+            while tokens are on their way to their experts, and its backward while gradients are on theirs. On other axes
+            the result lies as its result does.
 
     Returns:
         f[n, d], laid out as x.
@@ -152,21 +153,49 @@ def moe(x: Tensor, weights: Tensor, chosen: Tensor, w1: Tensor, w2: Tensor, w3: 
     """
     _check_operands(x, weights, chosen, w1, w2, w3)
     _asked(dedup, "moe")
+    if mesh is not None and not isinstance(mesh, DeviceMesh) or shared is not None and not callable(shared):
+        name, value, rule, fix = ("mesh", mesh, "It is the part of the mesh that cuts the experts.", 'mesh["ep"]') if \
+            mesh is not None and not isinstance(mesh, DeviceMesh) else \
+            ("shared", shared, "It is called with x.", "a cell, or a function of x")
+        raise ConfigError(f"For 'moe', '{name}' is {value!r}.", "", rule, fix)
     if room is not None and (not isinstance(room, Integral) or isinstance(room, bool) or room < 1 or dedup is True):
         raise ConfigError("For 'moe', 'room' does not fit.", f"room = {room!r}, dedup = {dedup}",
                           "An expert has room for one choice at least, a whole number; each choice goes to its expert.",
                           ("room=math.ceil(...)", "room=None: whatever the loads are", 'dedup="auto"'))
     room = None if room is None else int(room)  # NumPy's whole numbers are no sizes to MindSpore
     if not any(isinstance(t, DTensor) for t in (x, weights, chosen, w1, w2, w3)):
-        return mixture(x, weights, chosen if room is None else within(chosen, w1.shape[0], room), w1, w2, w3)
+        y = mixture(x, weights, chosen if room is None else within(chosen, w1.shape[0], room), w1, w2, w3)
+        return y if shared is None else _sum(y, shared(x))
     run = _mapped(comm.world_key(), *(getattr(t, "layout", None) for t in (x, weights, chosen, w1, w2, w3)),
                   None if mesh is None else mesh.mesh_dim_names, _style.get() if dedup == "auto" else dedup, room)
     stood_for = getattr(w1, "inited_param", None)  # whole values have no name
-    token = _named.set(getattr(w1 if stood_for is None else stood_for, "name", ""))
+    name = getattr(w1 if stood_for is None else stood_for, "name", "")
+    made: list[Tensor] = []
+    around = copy_context()  # what is shared is no local code, which has a context of its own in dry runs and checks
+    token = call.set(Call(name, None if shared is None else lambda: made.append(around.run(shared, x))))
     try:
-        return run(x, weights, chosen, w1, w2, w3)
+        with comm.annotate(of=name):
+            y = run(x, weights, chosen, w1, w2, w3)
     finally:
-        _named.reset(token)
+        call.reset(token)
+    return y if shared is None else _sum(y, made[0] if made else shared(x))  # where nothing was sent it has not run
+
+
+def _sum(y: Tensor, more: Tensor) -> Tensor:
+    """Of the experts' result and the shared ones', laid out as this one."""
+    if not isinstance(more, Tensor) or isinstance(more, DTensor) != isinstance(y, DTensor) or more.shape != y.shape or \
+            isinstance(y, DTensor) and more.device_mesh != y.device_mesh:
+        raise LayoutError("For 'moe', the result of 'shared' does not lie on the tokens' mesh, or has another shape.",
+                          f"{_told(more)}, tokens {_told(y)}", "It is added to the experts' result, row by row.",
+                          "a cell, or a function of x, which gives f[n, d]")
+    if isinstance(y, DTensor) and y.placements != more.placements:
+        lies = [REPLICATE if p.is_partial() else p for p in more.placements]
+        y, more = y.redistribute(placements=lies), more.redistribute(placements=lies)
+    return y + more
+
+
+def _told(x) -> str:
+    return x.layout.describe() if isinstance(x, DTensor) else f"{type(x).__name__}{list(getattr(x, 'shape', ()))}"
 
 
 def _asked(dedup, who: str) -> Dedup:
@@ -195,22 +224,6 @@ def _check_operands(x, weights, chosen, w1, w2, w3) -> None:
 
 
 # -- layouts -------------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """Which experts the members of a group have: `bounds[i]` of member i, one behind another."""
-
-    group: Group
-    bounds: tuple[tuple[int, int], ...]
-
-    @property
-    def mine(self) -> tuple[int, int]:
-        return self.bounds[self.group.rank_index]
-
-    def owner(self) -> np.ndarray:
-        """The member that has an expert, for each expert."""
-        return np.repeat(np.arange(len(self.bounds)), [b - a for a, b in self.bounds])
-
-
 # on an axis that cuts tokens and experts, tokens alone, widths, or nothing
 _TYPED = declared(("V", "*", "->", "V"), ("V", "V", "V", "R", "R", "R", "->", "V"),
                   ("R", "R", "R", "V", "V", "V", "->", "P"), ("I", "*", "->", "I"))
@@ -220,9 +233,9 @@ _TYPED = declared(("V", "*", "->", "V"), ("V", "V", "V", "R", "R", "R", "->", "V
 def _mapped(world, x: Layout | None, weights, chosen, w1: Layout | None, w2, w3, names: Sequence[str] | None, dedup: Dedup,
             room: int | None):
     """The local function for tensors of these layouts, mapped over shards; `world`: whose groups it keeps."""
-    known = [t for t in (x, weights, chosen, w1, w2, w3) if t is not None]
-    if len(known) < 6 or x is None or w1 is None or len({t.mesh for t in known}) > 1:
-        raise LayoutError("For 'moe', some tensors are plain, or on another mesh.", "\n".join(t.describe() for t in known),
+    laid = [t for t in (x, weights, chosen, w1, w2, w3) if t is not None]
+    if len(laid) < 6 or x is None or w1 is None or len({t.mesh for t in laid}) > 1:
+        raise LayoutError("For 'moe', some tensors are plain, or on another mesh.", "\n".join(t.describe() for t in laid),
                           "Tokens and experts are DTensors on one mesh, or all are plain.",
                           ("replicate or fully_shard the model over the data axes: its parameters move to the common mesh",
                            "distribute_tensor(t, mesh, placements)"))
@@ -254,14 +267,18 @@ def _mapped(world, x: Layout | None, weights, chosen, w1: Layout | None, w2, w3,
     if here is not None and math.prod(mesh.shape[a] for a in cut) > 1:
         group = mesh.get_group(tuple(mesh.mesh_dim_names[a] for a in cut))
         members = Layout(mesh, ws[0], w1.shape)
-        shared = Shared(group, tuple(members.local_box(mesh.coordinate_of(r))[0] for r in group.ranks))
+        owners = Owners(group, tuple(members.local_box(mesh.coordinate_of(r))[0] for r in group.ranks))
         size = np.dtype({"bfloat16": "f2"}.get(x.dtype, x.dtype)).itemsize
         once = ratio(w1.shape[0], k, group.size, x.shape[1] * size) < _WORTH if dedup == "auto" else dedup
 
-        form = partial(by_room, room, swiglu_rows) if room is not None else _by_rank if once else _by_choice
+        form = _by_rank if once else _by_choice
+        if room is not None:  # no rank has more choices than of all its tokens
+            tokens = Layout(mesh, rows, x.shape)
+            most = max(tokens.local_shape(mesh.coordinate_of(r))[0] for r in group.ranks)
+            form = partial(by_room, min(room, max(most * k, 1)), swiglu_rows)
 
         def run(*tensors):
-            return form(shared, w1.shape[0], *tensors)
+            return form(owners, w1.shape[0], *tensors)
         run.__name__ = "moe"
     return local_map(_TYPED(run), out, (rows, rows, rows, *ws), redistribute_inputs=True,
                      out_shapes=lambda *shapes: (x.shape,))
@@ -285,9 +302,9 @@ def ratio(experts: int, k: int, ranks: int, row: int) -> float:
 # -- on one rank ---------------------------------------------------------------------------------------------------------
 def mixture(x: Tensor, weights: Tensor, chosen: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
     """`moe` of plain tensors."""
-    (n, k), flat, order = chosen.shape, *_by_expert(_on_host(chosen))
-    if unknown := _unknown(flat, w1.shape[0]):
-        raise _no_such(f"{unknown} choices", w1.shape[0])
+    (n, k), flat, order = chosen.shape, *_by_expert(on_host(chosen))
+    if odd := unknown(flat, w1.shape[0]):
+        raise no_such(f"{odd} choices", w1.shape[0])
     sizes = np.bincount(flat[order], minlength=w1.shape[0])
     if _at_once(order, w1):
         return _summed(x, weights, order, sizes, w1, w2, w3)
@@ -335,35 +352,19 @@ def _by_expert(chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return flat, np.argsort(flat, kind="stable")[np.count_nonzero(flat < 0):]
 
 
-def _on_host(chosen: Tensor) -> np.ndarray:
-    """[n, k]: the numbers of the experts; in a dry run those that are assumed."""
-    dry = executing()
-    return chosen.asnumpy() if dry is None else dry.choices(tuple(chosen._shape))
-
-
-def _unknown(chosen: np.ndarray, experts: int) -> int:
-    """How many choices are no experts, nor -1."""
-    return int(np.count_nonzero((chosen < -1) | (chosen >= experts)))
-
-
-def _no_such(told: str, experts: int) -> DTensorError:
-    return DTensorError("For 'moe', tokens have chosen experts that there are not.", told,
-                        f"Experts are 0 to {experts - 1}, and -1 is none.", "a router of as many experts as w1 has")
-
-
 def _at_home(y: Tensor, index: np.ndarray, count: int) -> Tensor:
     """[count, d]: row i of y is row `index[i]`, and there is one at most for each."""
     return rows_at(y, np.argsort(index, kind="stable")) if len(index) == count else added_at(y, index, count)
 
 
 # -- over ranks ----------------------------------------------------------------------------------------------------------
-def _by_choice(shared: Shared, experts: int, x, weights, chosen, w1, w2, w3) -> Tensor:
+def _by_choice(owners: Owners, experts: int, x, weights, chosen, w1, w2, w3) -> Tensor:
     """A copy of a token for each of its experts; weights stay at home."""
-    host, theirs = _known(shared, experts, weights, chosen, False)
+    host, theirs = known(owners, experts, weights, chosen, False)
     (n, k), flat, order = chosen.shape, *_by_expert(host)
     counts = np.bincount(flat[order], minlength=experts)
-    send, recv = [int(counts[a:b].sum()) for a, b in shared.bounds], theirs.sum(1).tolist()
-    got, = SendRows.apply(Rows(n, order // max(k, 1), send, recv, "tokens", "their experts"), shared.group, x)
+    send, recv = [int(counts[a:b].sum()) for a, b in owners.bounds], theirs.sum(1).tolist()
+    got, = sent(Rows(n, order // max(k, 1), send, recv, "tokens", "their experts"), owners.group, x)
     each = theirs.shape[1]
     by = np.argsort(np.repeat(np.tile(np.arange(each), len(theirs)), theirs.reshape(-1)), kind="stable")
     if _at_once(by, w1):
@@ -371,29 +372,29 @@ def _by_choice(shared: Shared, experts: int, x, weights, chosen, w1, w2, w3) -> 
     else:
         y = _at_home(swiglu_rows(rows_at(got, by), theirs.sum(0), w1, w2, w3), by, len(by))
     home = Rows(n * k, order, send, recv, "tokens", "their experts")
-    back, = ReturnRows.apply(home, shared.group, y)
+    back, = ReturnRows.apply(home, owners.group, y)
     return weighted(back, weights, x)
 
 
-def _by_rank(shared: Shared, experts: int, x, weights, chosen, w1, w2, w3) -> Tensor:
+def _by_rank(owners: Owners, experts: int, x, weights, chosen, w1, w2, w3) -> Tensor:
     """A copy of a token for each rank that has any of its experts, with its weights; there they are added up."""
-    host, theirs = _known(shared, experts, weights, chosen, True)
-    (n, k), goes = chosen.shape, _goes(shared, host)
+    host, theirs = known(owners, experts, weights, chosen, True)
+    (n, k), goes = chosen.shape, goes_to(owners, host)
     token, send, recv, sizes = np.nonzero(goes)[1], goes.sum(1), theirs[:, 0], theirs[:, 1:].sum(0)
     dtype, there = ms.int16 if experts < 2 ** 15 else ms.int32, Rows(
         n, token, send.tolist(), recv.tolist(), "tokens", "their experts' ranks")
-    numbers = Tensor(host, dtype) if _counts_there() else chosen.astype(dtype)
-    got, w, ids = SendRows.apply(there, shared.group, x, weights, numbers)
+    numbers = Tensor(host, dtype) if counts_there() else chosen.astype(dtype)
+    got, w, ids = sent(there, owners.group, x, weights, numbers)
     at = row = np.zeros(0, np.int32)
-    if _counts_there():
-        ids = _received(ids, host, token, send, shared) if recv.sum() else np.zeros((0, k), np.int32)
-        (first, end), flat = shared.mine, ids.reshape(-1)
+    if counts_there():
+        ids = _received(ids, host, token, send, owners) if recv.sum() else np.zeros((0, k), np.int32)
+        (first, end), flat = owners.mine, ids.reshape(-1)
         at = np.nonzero((flat >= first) & (flat < end))[0]
         at = at[np.argsort(flat[at], kind="stable")]
         row = at // max(k, 1)
         sizes = np.bincount(flat[at] - first, minlength=end - first)
     elif sizes.sum():
-        at = _sorted_there(ids.reshape(-1), *shared.mine)[:int(sizes.sum())]
+        at = _sorted_there(ids.reshape(-1), *owners.mine)[:int(sizes.sum())]
         row = ops.floor_div(at, k)
     if _at_once(at, w1):
         y = _summed(got, w, at, sizes, w1, w2, w3)
@@ -401,89 +402,16 @@ def _by_rank(shared: Shared, experts: int, x, weights, chosen, w1, w2, w3) -> Te
         y = swiglu_rows(rows_at(got, row), sizes, w1, w2, w3)
         y = wider(y) * wider(rows_at(w.reshape(-1, 1), at)) if len(at) else y  # w is of one node with `got`
         y = added_at(y, row, int(recv.sum())).astype(x.dtype)
-    return ReturnRows.apply(there, shared.group, y)[0]
+    return ReturnRows.apply(there, owners.group, y)[0]
 
 
-def _goes(shared: Shared, chosen: np.ndarray) -> np.ndarray:
-    """bool[members, n]: whether a token has any of a member's experts."""
-    owner = shared.owner()
-    goes = np.zeros((len(shared.bounds), len(chosen)), bool)
-    token, column = np.nonzero((chosen >= 0) & (chosen < len(owner)))
-    goes[owner[chosen[token, column]], token] = True
-    return goes
-
-
-def _received(ids: Tensor, host: np.ndarray, token: np.ndarray, send: np.ndarray, shared: Shared) -> np.ndarray:
+def _received(ids: Tensor, host: np.ndarray, token: np.ndarray, send: np.ndarray, owners: Owners) -> np.ndarray:
     """The choices of tokens that have come; in a dry run those of this rank's, from each."""
     if executing() is None:
         return ids.asnumpy()
-    me = shared.group.rank_index
+    me = owners.group.rank_index
     first = int(send[:me].sum())
-    return np.tile(host[token[first:first + int(send[me])]], (len(shared.bounds), 1))
-
-
-# -- what the host knows -------------------------------------------------------------------------------------------------
-def _counts_there() -> bool:
-    """Whether choices are counted and sorted by the host: of a CPU it is at hand; a device would be waited for each time."""
-    return on_cpu() or executing() is not None
-
-
-def _known(shared: Shared, experts: int, weights: Tensor, chosen: Tensor, once: bool) -> tuple[np.ndarray, np.ndarray]:
-    """This rank's choices [n, k], and [members, numbers]: what each member has counted for this one.
-
-    Numbers are, where a token goes once to a rank, how many come, and then the choices of each expert. With them goes how
-    many of a member's tokens have weights that are NaN, and how many of its choices are no experts. Sizes of tensors are
-    made of all that: a device is waited for here, once, and nowhere else.
-    """
-    dry, me = executing() is not None, shared.group.rank_index
-    each = [once + b - a + 2 for a, b in shared.bounds]
-    if _counts_there():
-        host = _on_host(chosen)
-        bad = int(np.isnan(wider(weights).asnumpy()).any(1).sum()) if len(host) and not dry else 0
-        counts = np.bincount(host[(host >= 0) & (host < experts)], minlength=experts)
-        first = [[n] for n in _goes(shared, host).sum(1)] if once else [[]] * len(each)
-        rest = [bad, _unknown(host, experts)]
-        counted = [np.concatenate((f, counts[a:b], rest)) for f, (a, b) in zip(first, shared.bounds)]
-        mine = Tensor(np.concatenate(counted).astype(np.int32))
-    else:
-        mine = _counted_there(shared, experts, weights, chosen, once)
-    with comm.annotate(src="how many tokens", dst="their experts"):
-        got = shared.group.all_to_all_rows(mine, each, [each[me]] * len(each))
-    if dry:  # the others' tokens are assumed to choose as this rank's
-        return host, np.tile(counted[me][:-2].astype(np.int64), (len(each), 1))
-    if _counts_there():
-        theirs = got.asnumpy()
-    else:
-        both = mint.cat((chosen.reshape(-1).astype(ms.int32), got)).asnumpy()
-        host, theirs = both[:both.size - got.shape[0]].reshape(chosen.shape), both[both.size - got.shape[0]:]
-    theirs = theirs.reshape(-1, each[me])
-
-    def told(column: int, what: str) -> str:
-        return ", ".join(f"rank {r}: {c} {what}" for r, c in zip(shared.group.ranks, theirs[:, column]) if c)
-    if theirs[:, -1].any():
-        raise _no_such(told(-1, "choices"), experts)
-    if theirs[:, -2].any():
-        where = ", ".join(filter(None, (_named.get(), told(-2, "tokens"))))
-        raise DTensorError("For 'moe', weights of experts are NaN.", where, "A router whose scores are NaN chooses nothing.",
-                           "look at the logits of the router, and at what came before it, on these ranks")
-    return host, theirs[:, :-2]
-
-
-def _counted_there(shared: Shared, experts: int, weights: Tensor, chosen: Tensor, once: bool) -> Tensor:
-    """i32: the numbers for each member, one behind another, counted by the device."""
-    if not chosen.shape[0]:
-        return full((sum(once + b - a + 2 for a, b in shared.bounds),), 0, ms.int32)
-
-    def total(mask):
-        return mask.astype(ms.int64).sum().reshape(1)
-    has = ops.one_hot(chosen, experts).astype(ms.int64).sum(1)  # of what is no expert a row of zeros
-    rest = [total(ops.isnan(wider(weights)).any(1)), total(ops.logical_or(chosen < -1, chosen >= experts))]
-    parts = []
-    for a, b in shared.bounds:
-        if once:
-            parts.append(total(has[:, a:b].sum(1) > 0) if b > a else full((1,), 0, ms.int64))
-        parts += [has[:, a:b].sum(0), *rest] if b > a else rest
-    return mint.cat(parts).astype(ms.int32)
+    return np.tile(host[token[first:first + int(send[me])]], (len(owners.bounds), 1))
 
 
 def _sorted_there(ids: Tensor, first: int, end: int) -> Tensor:

@@ -10,44 +10,46 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, ops
 
-from ..custom_ops.rows import ReturnRows, Rows, SendRows
+from ..custom_ops.rows import ReturnRows, Rows
 from ..ops.local import Nothing
 from ..ops.local.dtypes import full, rounded, wider
-from .experts_rows import added_at, rows_at, weighted
+from .experts_rows import added_at, rows_at, sent, weighted
 
 
-def placed(chosen: Tensor, experts: int, room: int) -> Tensor:
-    """i32[n * k]: where each choice stands, expert by expert; behind all rooms what has none, or is no expert."""
-    flat = chosen.reshape(-1).astype(ms.int32)
-    hot = ops.one_hot(flat, experts).astype(ms.float32)  # of what is no expert a row of zeros
-    place = (ops.cumsum(hot, 0) * hot).sum(1).astype(ms.int32)  # from 1; 0: no expert
-    fits = ops.logical_and(place > 0, place <= room)
-    return mint.where(fits, flat * room + place - 1, experts * room)
+def _places(chosen: Tensor, experts: int, room: int) -> tuple[Tensor, Tensor]:
+    """Of choices i32[n * k]: the manieth each is that its expert has, from 1 on, and whether there is room for it."""
+    hot = ops.one_hot(chosen, experts).astype(ms.float32)  # of what is no expert a row of zeros
+    place = (ops.cumsum(hot, 0) * hot).sum(1).astype(ms.int32)
+    return place, ops.logical_and(place > 0, place <= min(room, len(chosen)))
 
 
 def within(chosen: Tensor, experts: int, room: int) -> Tensor:
     """i32[n, k]: the choices for which there is room, and -1."""
     if not chosen.shape[0]:
         return chosen
-    return mint.where((placed(chosen, experts, room) < experts * room).reshape(chosen.shape), chosen, -1)
+    _, fits = _places(chosen.reshape(-1).astype(ms.int32), experts, room)
+    return mint.where(fits.reshape(chosen.shape), chosen, -1)
 
 
-def by_room(room: int, products, shared, experts: int, x, weights, chosen, w1, w2, w3) -> Tensor:
-    """`moe` over the members of `shared`, by two all-to-alls of equal sizes; `products`: rows through their experts."""
-    (n, k), d, members = chosen.shape, x.shape[1], len(shared.bounds)
-    (first, end), all_rooms = shared.mine, experts * room
-    send, recv = [(b - a) * room for a, b in shared.bounds], [(end - first) * room] * members
+def by_room(room: int, products, owners, experts: int, x, weights, chosen, w1, w2, w3) -> Tensor:
+    """`moe` over the members of `owners`, by two all-to-alls of equal sizes; `products`: rows through their experts."""
+    (n, k), d, members = chosen.shape, x.shape[1], len(owners.bounds)
+    (first, end), all_rooms = owners.mine, experts * room
+    send, recv = [(b - a) * room for a, b in owners.bounds], [(end - first) * room] * members
     there = Rows(all_rooms, np.arange(all_rooms), send, recv, "tokens", "rooms of their experts")
     if n:
-        at = placed(chosen, experts, room)
+        flat = chosen.reshape(-1).astype(ms.int32)
+        place, fits = _places(flat, experts, room)
+        at = mint.where(fits, flat * room + place - 1, all_rooms)  # behind all rooms what has none, or is no expert
+        weights = mint.where(fits.reshape(n, k), wider(weights), 0)  # infinite times nothing would be no number
         placed_rows = added_at(wider(rows_at(x, np.repeat(np.arange(n), k))), at, all_rooms + 1)
         rows = rounded(placed_rows[:all_rooms], x)  # a CPU has no gradient of slices of bfloat16
     else:
         rows = Nothing.apply((all_rooms, d), x.dtype, x)
-    got, = SendRows.apply(there, shared.group, rows)
+    got, = sent(there, owners.group, rows)
     y = _turned(products(_turned(got, members, end - first, room), np.full(end - first, members * room), w1, w2, w3),
                 end - first, members, room)
-    back, = ReturnRows.apply(there, shared.group, y)
+    back, = ReturnRows.apply(there, owners.group, y)
     choices = rows_at(mint.cat((back, full((1, d), 0, back.dtype))), at) if n else back
     return weighted(choices, weights, x)
 

@@ -17,7 +17,7 @@ from ..custom_ops.local_map import local_map
 from ..debug.types.doors import on_host
 from ..errors import ConfigError
 from ..internals.target import on_cpu
-from ..ops.local.dtypes import full
+from ..ops.local.dtypes import full, wider
 from ..tensor.dtensor import DTensor
 
 
@@ -80,8 +80,8 @@ class Router(nn.Cell):
 
     def scores(self, logits):
         """f32[n, E] of logits f[n, E]: before bias, groups and scale; for `expert_balance_loss`."""
-        logits = logits.astype(_wide(logits))
-        return mint.softmax(logits, -1) if self.score == "softmax" else mint.sigmoid(logits)
+        wide = wider(logits)
+        return mint.softmax(wide, -1) if self.score == "softmax" else mint.sigmoid(wide)
 
     def _check(self, shape, bias) -> None:
         if len(shape) != 2:
@@ -103,7 +103,7 @@ class Router(nn.Cell):
     def _chosen(self, logits, bias):
         n, count = logits.shape
         if not n:  # a rank without tokens; the CPU's kernels refuse it
-            return logits[:, :self.k].astype(_wide(logits)), full((0, self.k), 0, ms.int32)
+            return wider(logits[:, :self.k]), full((0, self.k), 0, ms.int32)
         scores = self.scores(logits)
         choice = ops.stop_gradient(scores if bias is None else scores + bias.astype(scores.dtype))
         # a score that is NaN is never chosen, and a CPU's softmax makes 0 of those beside it: all weights of the row tell it
@@ -119,11 +119,6 @@ class Router(nn.Cell):
             weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)  # sigmoids may all be 0
         weights = weights + nan
         return weights * self.scale if self.scale != 1.0 else weights, chosen
-
-
-def _wide(logits: Tensor):
-    """The dtype of scores; the same on a rank without tokens."""
-    return ms.float64 if logits.dtype == ms.float64 else ms.float32
 
 
 def _rows_of(x: DTensor) -> list:
@@ -248,4 +243,4 @@ def router_z_loss(logits: Tensor) -> Tensor:
         >>> round(float(md.router_z_loss(ms.Tensor([[0.0, 0.0]]))), 4)
         0.4805
     """
-    return (ops.logsumexp(logits.astype(_wide(logits)), -1) ** 2).mean()
+    return (ops.logsumexp(wider(logits), -1) ** 2).mean()

@@ -72,7 +72,7 @@ def a_layer_waits_for_the_host_once(world):
                 device.counts.clear()
                 y = run(*cut)
                 assert 0 < device.counts["ops"] <= OPS[dedup], (name, dedup, device.counts)
-                assert [site.split(":")[0] for site in waits(device)] == ["experts.py"], (name, dedup, waits(device))
+                assert [site.split(":")[0] for site in waits(device)] == ["experts_counts.py"], (name, dedup, waits(device))
                 called = Counter(c[0] for c in device.calls)
                 assert called == {"all_to_all_single": 5 if dedup else 3}, (name, dedup, called)
                 device.syncs.clear()
