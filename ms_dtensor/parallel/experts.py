@@ -232,7 +232,7 @@ _TYPED = declared(("V", "*", "->", "V"), ("V", "V", "V", "R", "R", "R", "->", "V
 @lru_cache(maxsize=256)
 def _mapped(world, x: Layout | None, weights, chosen, w1: Layout | None, w2, w3, names: Sequence[str] | None, dedup: Dedup,
             room: int | None):
-    """The local function for tensors of these layouts, mapped over shards; `world`: whose groups it keeps."""
+    """The local function for tensors of these layouts, mapped over shards; `world`: whose rank this is."""
     laid = [t for t in (x, weights, chosen, w1, w2, w3) if t is not None]
     if len(laid) < 6 or x is None or w1 is None or len({t.mesh for t in laid}) > 1:
         raise LayoutError("For 'moe', some tensors are plain, or on another mesh.", "\n".join(t.describe() for t in laid),
@@ -265,9 +265,9 @@ def _mapped(world, x: Layout | None, weights, chosen, w1: Layout | None, w2, w3,
         def run(x, weights, chosen, *ws):
             return mixture(x, weights, within(chosen, w1.shape[0], room), *ws)
     if here is not None and math.prod(mesh.shape[a] for a in cut) > 1:
-        group = mesh.get_group(tuple(mesh.mesh_dim_names[a] for a in cut))
-        members = Layout(mesh, ws[0], w1.shape)
-        owners = Owners(group, tuple(members.local_box(mesh.coordinate_of(r))[0] for r in group.ranks))
+        axes, members = tuple(mesh.mesh_dim_names[a] for a in cut), Layout(mesh, ws[0], w1.shape)
+        group = mesh.get_group(axes)
+        bounds = tuple(members.local_box(mesh.coordinate_of(r))[0] for r in group.ranks)
         size = np.dtype({"bfloat16": "f2"}.get(x.dtype, x.dtype)).itemsize
         once = ratio(w1.shape[0], k, group.size, x.shape[1] * size) < _WORTH if dedup == "auto" else dedup
 
@@ -278,7 +278,7 @@ def _mapped(world, x: Layout | None, weights, chosen, w1: Layout | None, w2, w3,
             form = partial(by_room, min(room, max(most * k, 1)), swiglu_rows)
 
         def run(*tensors):
-            return form(owners, w1.shape[0], *tensors)
+            return form(Owners(mesh.get_group(axes), bounds), w1.shape[0], *tensors)  # a dry run has a group of its own
         run.__name__ = "moe"
     return local_map(_TYPED(run), out, (rows, rows, rows, *ws), redistribute_inputs=True,
                      out_shapes=lambda *shapes: (x.shape,))

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shared experts, which compute while tokens are under way: the same bits and the same calls, in another order."""
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from mindspore import Tensor, mint
+
+import ms_dtensor as md
+from model_zoo.llama.config import ParallelConfig
+from ms_dtensor import Replicate, Shard, comm
+from ms_dtensor.custom_ops.rows import connected
+from ms_dtensor.errors import ConfigError, LayoutError
+from ms_dtensor.internals.names import Function
+from tests.cases import case
+from tests.dist.support import array, counted, mesh_1d, refusal
+from tests.experts.cases_counts import BIASED
+from tests.experts.cases_device import kernels
+from tests.experts.cases_experts import pieces, ten
+from tests.experts.cases_recipe import trainer_of
+from tests.experts.reference import expected, operands
+from tests.rehearsal.emulator import RATES
+from tests.rehearsal.session import rehearsed
+from tests.tiers import sampled
+
+FORMS = {"a copy for each expert": {"dedup": False}, "a copy for each rank": {"dedup": True}, "room": {"room": 999}}
+NAMES = ("y", "dx", "dweights", "dw1", "dw2", "dw3", "dv")
+CUT, WHOLE = Shard(0), Replicate()
+
+
+def squares(x, v):
+    """A feed-forward that all tokens share: [n, d] -> [n, d]."""
+    if not x.shape[0]:  # a rank without tokens
+        return connected(x, v)
+    h = mint.matmul(x, v)
+    return mint.matmul(h * h, mint.transpose(v, 0, 1))
+
+
+mapped = md.local_map(squares, [CUT], ([CUT], [WHOLE]), out_shapes=lambda x, v: (x,))
+
+
+def both(meanwhile, args, picks, cot, how, squares=mapped):
+    """Result and gradients of the experts and the shared one, of which one computes meanwhile, or one behind the other."""
+    def loss(x, weights, w1, w2, w3, v):
+        if meanwhile:
+            y = md.moe(x, weights, picks, w1, w2, w3, shared=lambda t: squares(t, v), **how)
+        else:
+            y = md.moe(x, weights, picks, w1, w2, w3, **how) + squares(x, v)
+        return (y * cot).sum(), y
+    with counted() as count, md.redistribution_policy("explicit"):
+        (_, y), grads = md.value_and_grad(loss, tuple(range(6)), has_aux=True)(*args)
+    return [y, *grads], count
+
+
+@case(world_size=4, timeout=240)
+def meanwhile_is_bit_for_bit_behind_and_dense(world):
+    mesh = mesh_1d(world.size, "ep")
+    for seed, (name, (tokens, experts, k, choose)) in enumerate(ten(world.size).items()):
+        chosen = choose(np.random.default_rng(seed), tokens, experts, k)
+        x, weights, dout, ws = operands(seed, tokens, experts, k)
+        v = np.random.default_rng(seed).normal(size=(x.shape[1], 7))
+        want = expected(x, weights, chosen, dout, ws)
+        alone = [Tensor(a) for a in (x, v, dout)]
+        dx, dv = md.grad(lambda x, v, cot=alone[2]: (squares(x, v) * cot).sum(), (0, 1))(*alone[:2])
+        want = [want[0] + array(squares(*alone[:2])), want[1] + array(dx), *want[2:], array(dv)]
+        *args, picks, cot = (pieces(a, mesh, [CUT]) for a in (x, weights, *ws, chosen, dout))
+        args.append(pieces(v, mesh, [WHOLE]))
+        for form, how in sampled(FORMS.items(), 2, seed):
+            (got, count), (behind, calls) = (both(m, args, picks, cot, how) for m in (True, False))
+            assert count == calls, (name, form, count, calls)
+            for g, b, w, what in zip(got, behind, want, NAMES, strict=True):
+                assert np.array_equal(array(g), array(b)) and g.placements == b.placements, (name, form, what)
+                far = np.abs(array(g) - w).max() / max(np.abs(w).max(), 1e-30)
+                assert far < 1e-10, (name, form, what, far)
+
+
+class Seen(Function):
+    """Notes whether a collective is under way, in the forward and in the backward."""
+
+    @staticmethod
+    def forward(ctx, x, note):
+        ctx.note = note
+        note("forward")
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.note("backward")
+        return grad * 1, None
+
+
+@case(world_size=4, timeout=240)
+def the_dispatch_is_under_way_while_shared_experts_compute(world):
+    """On the emulator: posted before, waited for behind; the computing stream stands still for it no more, both ways."""
+    n, seed = world.size, 3
+    tokens, experts, k, choose = 8 * n, 2 * n, 2, ten(n)["random"][3]
+    chosen = choose(np.random.default_rng(seed), tokens, experts, k)
+    x, weights, dout, ws = operands(seed, tokens, experts, k)
+    v, slow = np.random.default_rng(seed).normal(size=(x.shape[1], 64)), replace(RATES, flops=1e8, saved=1e8)
+    for form, how in FORMS.items():
+        still = {}
+        for meanwhile in (False, True):
+            with rehearsed(rates=slow) as device, kernels(device):
+                mesh = md.init_device_mesh("npu", (n,), mesh_dim_names=("ep",))
+                *args, picks, cot = (pieces(a, mesh, [CUT]) for a in (x, weights, *ws, chosen, dout))
+                args.append(pieces(v, mesh, [WHOLE]))
+                seen = []
+
+                def note(phase, seen=seen, device=device):
+                    seen.append((phase, sum(map(len, device.flying.values()))))
+
+                local = md.local_map(Seen.apply, [CUT], ([CUT], None), out_shapes=lambda y, *_: (y,))
+                device.times.clear()
+                both(meanwhile, args, picks, cot, how, lambda x, v, note=note, local=local: local(mapped(x, v), note))
+                times = [t for t in device.times if t[0] == "all_to_all_single"]
+            under = {False: 0, True: 3 if how.get("dedup") else 1}[meanwhile]  # tokens, their weights and choices
+            back = {False: 0, True: 2 if how.get("dedup") else 1}[meanwhile]
+            assert seen == [("forward", under), ("backward", back)], (form, meanwhile, seen)
+            first = 0 if "room" in how else 1  # behind the numbers, for which nothing can be done
+            there, home = times[first:first + max(under, 1)], times[-max(back, 1):]
+            still[meanwhile] = [sum(t[3] for t in some) for some in (there, home)], sum(t[2] for t in (*there, *home))
+        (stood, seconds), (hidden, _) = still[False], still[True]
+        assert min(stood) > 0 and sum(stood) > 0.3 * seconds, (form, still)
+        assert hidden == [0, 0], (form, still)
+
+
+@case(world_size=4, timeout=240)
+def shared_experts_of_tp_communicate_between_posting_and_waiting(world):
+    """DeepSeek-V3's block of the recipe: its calls in their order, and one device's losses and norms."""
+    def steps(parallel):
+        trainer = trainer_of(BIASED, parallel)
+        with comm.record() as events:
+            told = [(r.loss, r.grad_norm) for r in (trainer.step(i) for i in range(2))]
+        return told, events
+    want, _ = steps(None)
+    for parallel, reduced in ((ParallelConfig(2, 2, ep=2, loss_parallel=False), "all_reduce"),
+                              (ParallelConfig(2, 2, ep=2, loss_parallel=False, sequence_parallel=True), "reduce_scatter")):
+        got, events = steps(parallel)
+        assert np.allclose(got, want, rtol=1e-5), (parallel, got, want)
+        told = [(e.op, e.axes) if e.src != "tokens" and e.dst != "tokens" else (e.src, e.dst) for e in events
+                if e.phase == "forward"]
+        there = ("tokens", "their experts' ranks")
+        for at in (i for i, e in enumerate(told) if e == there and told[i - 1] != there):  # tokens, weights, choices
+            assert told[at:at + 5] == [there, there, there, (reduced, ("tp",)), there[::-1]], told[at:at + 8]
+
+
+@case(world_size=2)
+def what_is_shared_is_refused_where_it_does_not_fit(world):
+    mesh, chosen = mesh_1d(2, "ep"), np.array([[0, 1], [2, 0]], np.int32)
+    x, weights, _, ws = operands(1, 2, 4, 2)
+    args = [pieces(a, mesh, [CUT]) for a in (x, weights, chosen, *ws)]
+    with counted() as count:
+        assert "'shared' is 3" in refusal(lambda: md.moe(*args, shared=3), ConfigError)
+        assert "'mesh' is 'ep'" in refusal(lambda: md.moe(*args, mesh="ep"), ConfigError)
+    assert not count, count
+    for odd, told in ((lambda t: t.sum(1), "f64[2@ep]"), (lambda t: t.to_local(), "Tensor[1, 6]"),
+                      (lambda t: None, "NoneType")):
+        assert told in refusal(lambda odd=odd: md.moe(*args, shared=odd), LayoutError), told
+    plain = [Tensor(a) for a in (x, weights, chosen, *ws)]
+    assert "NoneType" in refusal(lambda: md.moe(*plain, shared=lambda t: None), LayoutError)
+    whole = [pieces(a, mesh, [WHOLE]) for a in (x, weights, chosen, *ws)]  # nothing is sent, and it has run all the same
+    got, want = (md.moe(*whole, shared=lambda t: t * 3), md.moe(*plain) + plain[0] * 3)
+    assert np.array_equal(array(got), array(want))
+    summand = md.local_map(lambda t: t * 1, [md.Partial()], ([WHOLE],), out_shapes=lambda t: (t,))
+    got = md.moe(*whole, shared=summand)  # of summands their sum
+    assert np.array_equal(array(got), array(md.moe(*plain)) + 2 * x), "two ranks"
