@@ -183,7 +183,7 @@ def _columns(together: _Together, x: DTensor) -> tuple[DTensor, ...]:
     x = x if x.layout is layout else x.redistribute(placements=list(layout.placements))
     weights, late, debt = _weights(tuple(together.cells.values()), layout, together.pieces)
     biases = tuple(b for cell in together.cells.values() if (b := cell._params.get("bias")) is not None)
-    widths = tuple(w.shape[0] for w in weights)
+    widths = tuple(cell._params["weight"].shape[0] for cell in together.cells.values())
     columns, rows = _with(layout, axis, Shard(x.ndim - 1)), {axis: Shard(0)}
     run = _mapped(_column_products, ("columns", layout, axis, dim, widths, len(biases), debt is None),
                   (columns,) * len(widths), (list(layout.placements), rows if debt is None else None, rows, None),
@@ -191,7 +191,8 @@ def _columns(together: _Together, x: DTensor) -> tuple[DTensor, ...]:
     return run(x, weights, biases, How(x.device_mesh.get_group(axis), together.pieces, dim, late, debt))
 
 
-def _weights(cells: tuple[nn.Cell, ...], layout: Layout, pieces: Pieces) -> tuple[tuple[Tensor, ...], Late | None, Debt | None]:
+def _weights(cells: tuple[nn.Cell, ...], layout: Layout, pieces: Pieces
+             ) -> tuple[tuple[Tensor, ...], Late | None, Debt | None]:
     """The weights that a product takes, what the block's backward owes, and the debt that is this product's."""
     late: Late | None = cells[0].__dict__.get(RUN)
     if late is None or pieces == "kernel":
