@@ -139,7 +139,7 @@ def gradients_of_weights_wait_for_the_next_communication(world):
     paid, pay, take = Counter(), Late.pay, Debt.take
 
     def paying(self):
-        paid["behind communication"] += len(self._owed)
+        paid[f"{len(self._owed)} behind communication"] += 1
         pay(self)
 
     def taking(self):
@@ -159,7 +159,8 @@ def gradients_of_weights_wait_for_the_next_communication(world):
                 made.append(trained(net, x))
             finally:
                 Late.pay, Debt.take = pay, take
-            delayed = {"behind communication": 4 + (wrap is fully_shard)}
+            delayed = {"1 behind communication": 4 + (wrap is fully_shard),  # at once: the last function's, no older ones
+                       "0 behind communication": 2 - (wrap is fully_shard)}
             assert +paid == (delayed if later else {}), (wrap.__name__, again, later, paid)
         (plain, count), (late, counted_late) = made
         assert count == counted_late, (count, counted_late)
