@@ -6,6 +6,7 @@ forward that runs again for recomputing, or for evaluation, counts nothing twice
 """
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Literal
 
 import mindspore as ms
@@ -59,12 +60,13 @@ class Router(nn.Cell):
         if score not in ("softmax", "sigmoid"):
             raise ConfigError(f"For 'Router', 'score' is {score!r}.", "", "Scores are 'softmax' or 'sigmoid'.",
                               'score="softmax"')
-        if k < 1 or not 1 <= group_limit <= groups:
+        whole = all(isinstance(n, Integral) and not isinstance(n, bool) for n in (k, groups, group_limit))
+        if not whole or k < 1 or not 1 <= group_limit <= groups:
             raise ConfigError("For 'Router', the numbers do not fit each other.",
-                              f"k = {k}, groups = {groups}, group_limit = {group_limit}",
+                              f"k = {k!r}, groups = {groups!r}, group_limit = {group_limit!r}",
                               "A token has at least one expert, from at least one of the groups.",
-                              f"group_limit with at most {groups}" if k >= 1 else "k = 1")
-        self.k, self.score, self.groups, self.group_limit = k, score, groups, group_limit
+                              "whole numbers" if not whole else f"group_limit with at most {groups}" if k >= 1 else "k = 1")
+        self.k, self.score, self.groups, self.group_limit = int(k), score, int(groups), int(group_limit)
         self.normalise, self.scale, self.bias = normalise, scale, bias
 
     def construct(self, logits, bias=None):

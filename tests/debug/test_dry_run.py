@@ -277,6 +277,33 @@ def test_experts_of_a_host_are_one_node():
     assert [tuple(g.shape) for g in grads] == [(rows, d), (rows, k), (4, f, d), (4, d, f), (4, f, d)]
 
 
+@pytest.mark.parametrize("how", [{"dedup": False}, {"dedup": True}, {"room": 4}])
+def test_experts_of_a_device(how):
+    """Its grouped products are seen, and what waits for tokens; shared experts lie between; also in a second dry run."""
+    rows, k, d, f = 16, 2, 8, 12
+    for behind in (False, True, True):
+        with dry_run(world=2, device="Ascend", values={"experts": 4}) as run:
+            mesh = md.init_device_mesh("npu", (2,), mesh_dim_names=("ep",))
+            x, weights = (md.zeros(rows, n, device_mesh=mesh, placements=[md.Shard(0)]) for n in (d, k))
+            ws = [md.zeros(*s, device_mesh=mesh, placements=[md.Shard(0)]) for s in ((4, f, d), (4, d, f), (4, f, d))]
+            chosen = md.DTensor.from_local(Tensor(np.zeros((rows // 2, k), np.int32)), mesh, [md.Shard(0)])
+            shared = {} if behind else {"shared": mint.tanh}
+
+            def loss(x, weights, *ws):
+                y = md.moe(x, weights, chosen, *ws, **how, **shared)  # noqa: B023
+                return (y + mint.tanh(x) if behind else y).sum()  # noqa: B023
+            _, grads = md.value_and_grad(loss, (0, 1, 2, 3, 4))(x, weights, *ws)
+        assert [tuple(g.shape) for g in grads] == [(rows, d), (rows, k), (4, f, d), (4, d, f), (4, f, d)]
+        ops, back = ([e.op for e in run.events if e.phase == phase] for phase in ("forward", "backward"))
+        assert ops.count("grouped_matmul") == back.count("grouped_matmul") == 3
+        last_sent = [i for i, op in enumerate(ops) if op == "all_to_all"][-2]  # behind it they come home
+        assert (last_sent < ops.index("tanh") < ops.index("grouped_matmul")) != behind, ops
+        products, sent = (max(i for i, op in enumerate(back) if op == what) for what in ("grouped_matmul", "all_to_all"))
+        assert (products < sent < back.index("tanh")) != behind, back
+        dispatch = [i for i, e in enumerate(run.events) if e.op == "all_to_all" and e.phase == "forward"][-2]
+        assert any(dispatch in e.after for e in run.events), "what is made of tokens waits for them"
+
+
 def test_methods_of_tensors_are_mindspores_again_behind_a_dry_run():
     """Also where the step raised: every program that comes after would pay for them."""
     names = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__")

@@ -9,11 +9,11 @@ from mindspore import Parameter, Tensor, nn
 import ms_dtensor as md
 from ms_dtensor import Replicate, Shard, comm
 from ms_dtensor.core.layout import Layout
-from ms_dtensor.errors import DTensorError, LayoutError
+from ms_dtensor.errors import CollectiveMismatch, DTensorError, LayoutError
 from ms_dtensor.optim import AdamW, clip_grad_norm_
 from ms_dtensor.parallel.experts import ratio
 from tests.cases import case
-from tests.dist.support import counted, mesh_1d
+from tests.dist.support import array, counted, mesh_1d, refusal
 from tests.experts.reference import expected, operands, random_choice
 
 
@@ -233,6 +233,46 @@ def experts_in_bfloat16_with_room_have_gradients(world):
     for g, w in zip(grads, want[1:], strict=True):
         got = g.full_tensor().astype(ms.float32).asnumpy()
         assert np.abs(got - w).max() < 0.03 * np.abs(w).max(), np.abs(got - w).max() / np.abs(w).max()
+
+
+class Two(nn.Cell):
+    """Alike in all but their names."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Experts(6, 5, 5), Experts(6, 5, 5)
+
+
+@case(world_size=2)
+def cells_that_ranks_come_to_in_another_order_are_told(world):
+    """Their calls are of equal shapes: numbers would be those of other experts."""
+    mesh, (x, weights, _, _) = mesh_1d(2, "ep"), operands(5, 7, 5, 2)
+    net = md.parallelize_module(Two(), mesh, {"*": md.ExpertParallel()})
+    chosen = random_choice(np.random.default_rng(5), 7, 5, 2)
+    args = [pieces(a, mesh, [Shard(0)]) for a in (x.astype(np.float32), weights.astype(np.float32), chosen)]
+    for cell in (net.first, net.second):
+        cell(*args)
+    told = refusal(lambda: (net.second if world.rank else net.first)(*args), CollectiveMismatch)
+    assert "first.w1" in told and "second.w1" in told, told
+
+
+@case(world_size=2)
+def what_has_no_room_weighs_nothing(world):
+    """Also where its weight is infinite; and a room for more choices than a rank has takes no more memory than these."""
+    mesh, (x, weights, _, ws) = mesh_1d(2, "ep"), operands(6, 8, 5, 2)
+    chosen = np.tile(np.array([[0, 1]], np.int32), (8, 1))
+    *cut, picks = (pieces(a, mesh, [Shard(0)]) for a in (x, weights, *ws, chosen))
+    want = array(md.moe(cut[0], cut[1], picks, *cut[2:], room=3))
+    weights[3] = np.inf  # the fourth token of the first rank
+    odd = pieces(weights, mesh, [Shard(0)])
+    y, grads = md.value_and_grad(lambda x, w: (md.moe(x, w, picks, *cut[2:], room=3) ** 2).sum(), (0, 1))(cut[0], odd)
+    assert np.array_equal(array(md.moe(cut[0], odd, picks, *cut[2:], room=3)), want)
+    assert all(np.isfinite(array(a)).all() for a in (y, *grads)) and not array(grads[1])[3].any()
+    assert "1 tokens" in refusal(lambda: md.moe(cut[0], odd, picks, *cut[2:]), DTensorError)
+    with comm.record() as events:
+        far = md.moe(*cut[:2], picks, *cut[2:], room=2 ** 40)
+    assert np.allclose(array(far), array(md.moe(*cut[:2], picks, *cut[2:])), rtol=1e-12)
+    assert events[0].shape == (5 * 4 * 2, 6), "of each expert what one rank's tokens can have"
 
 
 @case(world_size=4)

@@ -83,7 +83,7 @@ def mixed(k, expert=1, chosen=np.int32, experts=np.float32, squeezed=False, **ho
     return md.moe(x, weights, Tensor(np.full(shapes[1], expert, chosen)), *ws, **how)
 
 
-@pytest.mark.parametrize("room", [2, np.int64(2)])
+@pytest.mark.parametrize("room", [2, np.int64(2), 2 ** 40])
 def test_room_is_a_whole_number(room):
     assert mixed(1, room=room).asnumpy().any(1).tolist() == [True, True]
 
@@ -100,6 +100,10 @@ def test_an_expert_that_there_is_not_is_refused(expert):
     (lambda: md.Router(2, groups=3)(Tensor(np.ones((2, 8), np.float32))), "8 experts do not fit"),
     (lambda: md.Router(2, groups=2, group_limit=3), "group_limit with at most 2"),
     (lambda: md.Router(2, score="tanh"), "'softmax' or 'sigmoid'"),
+    (lambda: md.Router("2"), "k = '2'"),
+    (lambda: md.Router(2, groups=2.0), "groups = 2.0"),
+    (lambda: mixed(1, mesh="ep"), "'mesh' is 'ep'"),
+    (lambda: mixed(1, shared=3), "'shared' is 3"),
     (lambda: md.Router(2)(Tensor(np.ones((2, 3, 8), np.float32))), "one row per token"),
     (lambda: md.update_expert_bias(Tensor([0.0, 0.0]), Tensor([1, 2, 3]), 0.1), "one count for each bias"),
     (lambda: md.expert_balance_loss(Tensor(np.ones((5, 2))), Tensor(np.zeros((5, 1), np.int32)), 2), "not sequences of 2"),
