@@ -90,6 +90,7 @@ LATER = (
     Later("tests/coverage/test_fft.py::test_equal*", "merge", "every transform in every norm", 3),
     Later("tests/test_plain_alike.py::test_methods_take_the_form*", "merge", "every method with every dtype",
           keep=("float32", "int64", "bool", "complex64")),
+    Later("tests/test_recompute.py::test_*[*", "merge", "every way to run again with every way to cut up", 2),
     Later("tests/test_shard_kinds.py::test_existing_rules*", "merge", "a shard of a kind of its own under each rule", 2),
     Later("tests/test_dispatch_cost.py::test_a_cached_dispatch_leaves_nothing*", "merge",
           "tens of thousands of calls, traced; their calls and objects are counted for every op", 3),
