@@ -71,6 +71,7 @@ LATER = (
     Later("tests/comm/test_failures.py::*stuck]", "merge", "waits for time limits; killed ranks and lost step stay"),
     Later("tests/comm/test_launch.py::test_an_absent_device_is_refused[npu]", "merge", "as `[gpu]`, which stays"),
     Later("tests/comm/test_launch.py::test_an_absent_device_ends_the_job*", "merge", "a job; that a rank refuses it stays"),
+    Later("tests/comm/test_engine.py::test_messages_of_many_chunks[2]", "merge", "as `[3]`, which stays"),
     Later("tests/comm/test_cores.py::*[1]", "merge", "as `[0]`, which stays"),
     Later("tests/checkpoint/test_grid.py::*", "merge",
           "two launches of other sizes; `what_one_layout_saves_every_other_loads_bit_for_bit` stays"),
