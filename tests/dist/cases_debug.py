@@ -164,7 +164,7 @@ def axis_orders_and_helpers_arrive(world):
         assert np.allclose(got, whole[box] * kept, atol=1e-5), (src, dst, plan(src, dst))
 
 
-@case(world_size=4)
+@case(world_size=2)
 def a_machine_is_measured_alike_on_all_ranks(world):
     """What `calibrate --hardware` writes is a machine's file; of sizes that take milliseconds."""
     group = comm.group(tuple(range(world.size)))

@@ -100,7 +100,7 @@ def test_bfloat16_recomputed_in_parts_is_bfloat16():
 
 def test_the_quickstart_in_bfloat16_follows_float32_and_pytorchs():
     """Its first steps; 200 of them are the script's business."""
-    low, full = (bf16_losses.config(3, dtype) for dtype in ("bfloat16", "float32"))
+    low, full = (bf16_losses.config(4, dtype) for dtype in ("bfloat16", "float32"))
     text = load_text(low.data, low.model.vocab_size, low.train.seq)
     losses = bf16_losses.ours(low, text)
     assert losses[-1] < 0.95 * losses[0]
