@@ -97,7 +97,7 @@ class Made(Function):
 class Job:
     """One recorded op."""
 
-    def __init__(self, executor: Executor, what, xs, event: int, shapes, dtypes, single: bool, cost: int, beside=()):
+    def __init__(self, executor: Executor, what, xs, event: int, shapes, dtypes, single: bool, cost: int, own=None):
         self.executor, self.what, self.single = executor, what, single
         self.event, self.shapes, self.dtypes, self.cost = event, shapes, dtypes, cost
         self.operands = [(tuple(x._shape), x.dtype, x._requires_grad and _differentiable(x)) for x in xs]
@@ -107,15 +107,20 @@ class Job:
         self.saved: list = [local_alias(xs[i]) for i in operands] if asked else []
         self.keeps_result, self.first = bool(asked) and result, xs[0]
         self.within = within(what.op, executor.on_host) if asked else (0, 0)
-        self.beside = beside if asked else ()
+        self.own = own if asked else None  # of a node of ours, as `Executor.node` has it
+        self.where = "heap" if own else ""
 
     def results(self) -> tuple[tuple, list]:
         """The results, and what the backward needs."""
-        outs = self.executor.made(self.what, self.first, self.shapes, self.dtypes, self.event)
+        outs = self.executor.made(self.what, self.first, self.shapes, self.dtypes, self.event, self.where)
         self.first, (saved, self.saved) = None, (self.saved, [])
         own = [self._like_first() for _ in range(self.within[0])]
-        own += [self.executor.ledger.new(shape, self.dtypes[0], "activations", self.event) for shape in self.beside]
+        own += self._arrays(0, self.event)
+        _for_itself = self._arrays(1, self.event)  # until the end of this
         return outs, [*saved, *own, *(on_storage_of(x, x._shape) for x in outs if self.keeps_result)]
+
+    def _arrays(self, which: int, event: int) -> list[Tensor]:
+        return self.executor.arrays(self.own[which], self.dtypes[0], event) if self.own else []
 
     def _like_first(self) -> Tensor:
         shape, dtype, _ = self.operands[0]
@@ -140,8 +145,8 @@ class Job:
             elif view and given is not None and given.dtype == dtype:
                 out.append(on_storage_of(given, shape))
             else:
-                out.append(executor.ledger.new(shape, dtype, "activations", at))
-        _made_beside = [self._like_first() for _ in range(self.within[1])]  # until the end of this
+                out.append(executor.ledger.new(shape, dtype, "activations", at, self.where))
+        _for_itself = [self._like_first() for _ in range(self.within[1])] + self._arrays(2, at)  # until the end of this
         return out
 
 
@@ -190,27 +195,36 @@ class Executor:
             tensors = [stop_gradient(as_local(x)) for x in tensors]
         return self._recorded(what, tensors, dtypes, single, cost, event, run.constants)
 
-    def _recorded(self, what, tensors, dtypes, single: bool, cost: int, event: int, constants=(), beside=()):
-        """The results of an op, with its node where gradients are recorded; `beside`: shapes of what that keeps, too."""
+    def _recorded(self, what, tensors, dtypes, single: bool, cost: int, event: int, constants=(), own=None):
+        """The results of an op, with its node where gradients are recorded; `own` as of `node`."""
         if not recording() or not enabled() or not any(x._requires_grad and _differentiable(x) and i not in constants
                                       for i, x in enumerate(tensors)) \
                 or not any(name.startswith(DIFFERENTIABLE) for name in what.dtypes):
-            outs = self.made(what, tensors[0] if tensors else None, what.shapes, dtypes, event)
+            outs = self.made(what, tensors[0] if tensors else None, what.shapes, dtypes, event, "heap" if own else "")
+            _for_itself = self.arrays((*own[0], *own[1]), dtypes[0], event) if own else ()  # until the end of this
             return outs[0] if single else outs
         used = [self.forked(x) if x._requires_grad and _differentiable(x) and i not in constants
                 else _constant(x) for i, x in enumerate(tensors)]
         job = Job(self, what, [x if u._requires_grad else u for x, u in zip(tensors, used)], event, what.shapes, dtypes,
-                  single, cost, beside)
+                  single, cost, own)
         return Op.apply(job, *used)
 
-    def node(self, op: str, tensors, shape, cost: int, beside) -> Tensor:
-        """An op of ours that is one node of NumPy's, of which no rule tells; of the first one's dtype."""
+    def node(self, op: str, tensors, shape, cost: int, own) -> Tensor:
+        """An op of ours that is one node of NumPy's, of which no rule tells; of the first one's dtype.
+
+        `own`: shapes of what it keeps for its backward beside the operands, of what the forward has while it runs, and of
+        what the backward has.
+        """
         xs = [x if getattr(x, "_layout", None) is None else as_local(x) for x in tensors]
         size = xs[0].itemsize
         event = self.note(op, "forward", user_site(), cost, sum(prod(x._shape) * x.itemsize for x in xs), prod(shape) * size,
                           xs, xs[0].dtype)
         what = Abstract(op, {}, (tuple(shape),), (dtype_name(xs[0].dtype),))
-        return self.alone(self._recorded(what, xs, [xs[0].dtype], True, cost, event, beside=beside))
+        return self.alone(self._recorded(what, xs, [xs[0].dtype], True, cost, event, own=own))
+
+    def arrays(self, shapes, dtype, event: int) -> list[Tensor]:
+        """Of NumPy, that a node of ours has beside its results."""
+        return [self.ledger.new(shape, dtype, "activations", event, "heap") for shape in shapes]
 
     def product(self, a, b, phase: str) -> Tensor:
         """That of two plain matrices, of which no rule tells."""
@@ -219,11 +233,11 @@ class Executor:
         event = self.note("matmul", phase, user_site(), 2 * prod(out) * a._shape[1], read, size * prod(out), (a, b), a.dtype)
         return self.ledger.new(out, a.dtype, "activations", event)
 
-    def made(self, what, first, shapes, dtypes, event: int) -> tuple:
+    def made(self, what, first, shapes, dtypes, event: int, where: str = "") -> tuple:
         """Results without data: on the first operand's storage, if they are views of it."""
         if self.is_view(what):
             return tuple(on_storage_of(first, shape) for shape in shapes)
-        return tuple(self.ledger.new(s, d, "activations", event) for s, d in zip(shapes, dtypes))
+        return tuple(self.ledger.new(s, d, "activations", event, where) for s, d in zip(shapes, dtypes))
 
     def is_view(self, what) -> bool:
         """Whether results take no memory. A host's kernels copy an operand that begins within its storage, and keep that:

@@ -111,7 +111,8 @@ class DryRun:
 
     def memory(self) -> Memory:
         """Bytes over time, by kind."""
-        return Memory(self._executor.ledger.changes)
+        ledger = self._executor.ledger
+        return Memory(ledger.changes, ledger.pool.most)
 
     def parameters(self) -> list[page.Parameter]:
         """Those of the cells that were called, with the names of these; the layout of each, and what this rank holds."""
@@ -165,12 +166,13 @@ class Memory:
         at: of that time, in events.
         end: by kind, at the end.
         resident: the most pages that this takes in a process, of the "CPU" device: of each allocator its own peak, as none
-            gives back to another what it no longer needs.
+            gives back to another what it no longer needs; of MindSpore's pool with the gaps between what it hands out, and
+            from the dry run's beginning on, as it gives nothing back (`pool.py`).
     """
 
     workspace = "not known"
 
-    def __init__(self, changes):
+    def __init__(self, changes, pool: int):
         self.changes = changes
         now, most = dict.fromkeys(KINDS, 0), 0
         self.peak, self.at, self.at_peak = 0, 0, dict(now)
@@ -182,7 +184,7 @@ class Memory:
             total += change.bytes
             if total > most:
                 most, self.at, self.at_peak = total, change.at, dict(now)
-        self.peak, self.end, self.resident = most, now, sum(high.values())
+        self.peak, self.end, self.resident = most, now, pool + sum(size for where, size in high.items() if where != "pool")
 
     def over_time(self) -> Iterator[tuple[int, dict[str, int]]]:
         """(events that had happened, bytes by kind), after each event that changed it."""
