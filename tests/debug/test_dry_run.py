@@ -255,9 +255,16 @@ def test_plain_tensors_without_data_are_not_asked_for_values():
             pass
 
 
+def _totals(changes):
+    total = 0
+    for change in changes:
+        total += change.bytes
+        yield change.at, total
+
+
 def test_experts_of_a_host_are_one_node():
-    """As with kernels: products there and back; two hidden rows of each choice are kept beside its operands, and memory for the
-    expert that has most is there while a backward runs."""
+    """As with kernels: products there and back; two hidden rows of each choice are kept beside its operands, and memory for
+    the expert that has most is there while a backward runs."""
     rows, k, d, f = 16, 2, 8, 12
     with dry_run(world=1, device="CPU", values={"experts": 4}) as run:
         mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
@@ -272,10 +279,11 @@ def test_experts_of_a_host_are_one_node():
             held.append(run.memory().end["activations"] - before)
             return y.sum()
         _, grads = md.value_and_grad(loss, (0, 1, 2, 3, 4))(x, weights, *ws)
-    given = 2 * rows * d + rows * k + 12 * f * d  # the cotangent, and the gradients
-    most = rows * k // 4
     at = next(i for i, e in enumerate(run.events) if e.op == "swiglu_rows" and e.phase == "backward") + 1
-    before, during = (max(sum(kinds.values()) for n, kinds in run.memory().over_time() if n == i) for i in (at - 1, at))
+    held_at = {n: sum(kinds.values()) for n, kinds in run.memory().over_time()}
+    scratch, given = 4 * (rows * k // 4) * (3 * d + 4 * f), 4 * (rows * d + rows * k + 12 * f * d)
+    most = max(now for n, now in _totals(run.memory().changes) if n == at)
+    assert most - held_at[at - 1] == scratch + given
     found = [(e.phase, e.flops) for e in run.events if e.op == "swiglu_rows"]
     assert found == [("forward", 6 * rows * k * d * f), ("backward", 12 * rows * k * d * f)]
     assert held == [4 * (rows * d + 2 * rows * k * f)]

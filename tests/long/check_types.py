@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of types over the whole corpus, and random local programs that it accepts; a line of JSON, fails if any is wrong.
+"""The table of types over the whole corpus, and random programs that it accepts; a line of JSON, fails if any is wrong.
 
     python -m tests.long.check_types [--workers 2] [--programs 5000]
     python -m tests.long.check_types --programs 0 --parts 64 --only 3,17          these parts of the corpus again

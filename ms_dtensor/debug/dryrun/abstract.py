@@ -60,6 +60,7 @@ class Ledger:
         self.changes: list[Change] = []
         self.held: dict[int, list] = {}  # address of what is alive -> [kind, bytes, the event that made it, where]
         self.pool = Pool()
+        self.kernels: dict[tuple, int] = {}  # by op and shape, what MindSpore's kernel keeps from its first run on
 
     def new(self, shape, dtype, kind: str, made_by: int = -1, where: str = "") -> Tensor:
         """A tensor without data; `dtype` is MindSpore's, `where` as in `Change`, by default by the kind."""

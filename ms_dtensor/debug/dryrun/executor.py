@@ -8,7 +8,6 @@ notes beside an operand. Invariant: an event here changes nothing about what is 
 """
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import cached_property
 from math import prod
@@ -34,8 +33,8 @@ from ...dispatch.replaced import PLACE
 from ...errors import OpRuleError
 from ...internals.names import Function, enabled, recording
 from .abstract import Ledger, nameless, on_storage_of
-from .asked import asked_by_user
-from .formulas import backward_flops, flops, kept, within
+from .formulas import backward_flops, flops, kept, stays, within
+from .told import Told
 
 _BY_NAME = {("argmax_method", "ArgMinExt"): "int32"}  # the rules have one op for two of MindSpore's
 _NO_GRADIENT = ("StopGradient", "Detach")  # of MindSpore's ops that are one in the rules with a copy
@@ -137,6 +136,9 @@ class Job:
         cost = backward_flops(self.what.op, self.cost, asked)
         at = executor.note(self.what.op, "backward", self.site, cost, read, written, [g for g in grads if g is not None],
                            self.dtypes[0])
+        shape = self.operands[0][0]
+        if executor.on_host and (own := stays(self.what.op, prod(shape))):
+            executor.ledger.kernels[self.what.op, shape] = own
         given = next((g for g in grads if g is not None), None)
         out: list = []
         for shape, dtype, wanted in self.operands:
@@ -150,7 +152,7 @@ class Job:
         return out
 
 
-class Executor:
+class Executor(Told):
     """Of one dry run; layers below this package meet it as `comm.world.executing()`.
 
     Attributes:
@@ -164,12 +166,10 @@ class Executor:
 
     def __init__(self, values: dict[str, Any], messages: dict[str, bytes], on_host: bool):
         self.on_host = on_host
-        self.values, self.assumed = values, dict[str, str]()
-        self.received, self.messages = messages, dict[str, bytes]()
+        super().__init__(values, messages)
         self.events: list[DryEvent] = []
         self.ledger = Ledger(self.events)
         self.forks: dict[Any, tuple[Any, Tensor]] = {}
-        self.inside = 0  # functions that nobody sees into, and that run on what is not there
         self.plain: dict[int, Parameter] = {}  # of cells that are not laid out, by identity
         self.kind = "activations"  # of what moves bring
         self.fork = 0, -1  # the address of the fork made last, and the event that made what it is of
@@ -258,56 +258,14 @@ class Executor:
                                     dtype="" if dtype is None else dtype_name(dtype)))
         return len(self.events) - 1
 
-    # -- what only data tell -----------------------------------------------------------------------------------------
-    def value(self, x, who: str) -> np.ndarray:
-        """What a tensor holds: one of the user's own that is there, else what they say of it.
-
-        Raises:
-            OpRuleError: nothing is said of this line.
-        """
-        if prod(x._shape) > 1 and any(Tensor.stride(x)):
-            return local_alias(x).asnumpy()
-        site = user_site()
-        place = f"{os.path.basename(site.rpartition(':')[0])}:{site.rpartition(':')[2]}"
-        if place not in self.values:
-            layout = getattr(x, "_layout", None)
-            raise OpRuleError(f"For 'dry_run', '{who}' at {site} asks for a value.",
-                              f"{dtype_name(x.dtype)}{list(x._shape)}" if layout is None else layout.describe(),
-                              "A dry run has no data.",
-                              (f"dry_run(..., values={{{place!r}: 1.0}}), what it is taken to be there",
-                               "leave it out of the step that is run dry"))
-        return np.asarray(self.values[place])
-
-    def is_asked(self, x) -> bool:
-        """Whether the user asks a plain tensor for a value that it does not have."""
-        return not self.inside and Tensor.data_ptr(x) in self.ledger.held and asked_by_user()
-
-    def taken_out(self) -> None:
-        """A rank's part is handed to the user as a plain tensor."""
-        if asked_by_user():
-            self.assumed[f"to_local at {user_site()}"] = "what is made of it is not seen, and its values are zeros"
-
-    def choices(self, shape: tuple[int, int]) -> np.ndarray:
-        """[n, k]: the experts that this rank's tokens choose; without `values["experts"]` one after another."""
-        count = self.values.get("experts")
-        if count is None:
-            raise OpRuleError(f"For 'dry_run', the choices of experts at {user_site()} are not known.", f"i32{list(shape)}",
-                              "A dry run has no data.",
-                              ('dry_run(..., values={"experts": 64}), to take them as chosen equally often',
-                               'values={"experts": array}, of this rank\'s tokens [n, k]'))
-        if not isinstance(count, int):
-            return np.asarray(count).reshape(shape)
-        self.assumed["experts"] = f"each of {count} is chosen equally often, and alike on all ranks"
-        return (np.arange(shape[0] * shape[1]) % count).reshape(shape).astype(np.int32)
-
-    def message(self, name: str) -> bytes:
-        """What the stage before says of what it sends."""
-        if name not in self.received:
-            raise OpRuleError("For 'dry_run', what the stage before sends is not known.", name,
-                              "The first message says of which shape and layout the others are.",
-                              "with dry_run(..., rank=r, messages=before.messages): where `before` is the dry run of a rank "
-                              "of the stage before")
-        return self.received[name]
+    def overwritten(self, x, new, recorded: bool) -> None:
+        """A tensor has the values of another from here on; it lies where it lay."""
+        if recorded:
+            raise OpRuleError("For 'dry_run', a recorded tensor is written in place.", user_site(),
+                              "MindSpore's node of such a write is of real kernels, and a dry run has no data.",
+                              "x = where(mask, value, x), which makes another")
+        if Tensor.data_ptr(x) in self.ledger.held:
+            self.ledger.written(x, self.ledger.maker(new))
 
     # -- optimizers --------------------------------------------------------------------------------------------------
     def state(self, shape, dtype):
@@ -415,6 +373,12 @@ class Executor:
     def forward_begins(self) -> None:
         """A forward whose backward is its own: the forks of parameters in the forwards before it are theirs."""
         self.forks = {key: fork for key, fork in self.forks.items() if key[0] != "leaf"}
+
+    def copied(self, x):
+        """A tensor of its own, as `copy.deepcopy` makes it."""
+        layout = x._layout
+        new = wrap(self.ledger.new(x._shape, x.dtype, self.ledger.kind_of(x)), layout)
+        return self.parameter(new, x) if isinstance(x, Parameter) else new
 
     # -- moves and memory --------------------------------------------------------------------------------------------
     def arrive(self, shape, dtype, *given: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where MindSpore's pool puts what it hands out, and so the gaps between: the smallest free piece that is large enough.
 
-As `DynamicMemPoolBestFit` of MindSpore 2.10 does on a CPU: of free pieces of one size the one that has been free longest; what
-is left of a piece stays free, and neighbours that are free are one. Pages that were handed out once stay the process's.
+As `DynamicMemPoolBestFit` of MindSpore 2.10 does on a CPU, address for address: of free pieces of one size the one that has
+been free longest; what is left of a piece stays free, and neighbours that are free are one. Pages that were handed out once
+stay the process's.
 Pure. Invariant: pieces in use do not overlap.
 """
 from __future__ import annotations
