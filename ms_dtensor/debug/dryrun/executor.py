@@ -96,7 +96,7 @@ class Made(Function):
 class Job:
     """One recorded op."""
 
-    def __init__(self, executor: Executor, what, xs, event: int, shapes, dtypes, single: bool, cost: int, own=None):
+    def __init__(self, executor: Executor, what, xs, event: int, shapes, dtypes, single: bool, cost: int, scratch=None):
         self.executor, self.what, self.single = executor, what, single
         self.event, self.shapes, self.dtypes, self.cost = event, shapes, dtypes, cost
         self.operands = [(tuple(x._shape), x.dtype, x._requires_grad and _differentiable(x)) for x in xs]
@@ -106,8 +106,8 @@ class Job:
         self.saved: list = [local_alias(xs[i]) for i in operands] if asked else []
         self.keeps_result, self.first = bool(asked) and result, xs[0]
         self.within = within(what.op, executor.on_host) if asked else (0, 0)
-        self.own = own if asked else None  # of a node of ours, as `Executor.node` has it
-        self.where = "heap" if own else ""
+        self.scratch = scratch if asked else None  # of a node of ours, as `Executor.node` has it
+        self.where = "heap" if scratch else ""
 
     def results(self) -> tuple[tuple, list]:
         """The results, and what the backward needs."""
@@ -119,7 +119,7 @@ class Job:
         return outs, [*saved, *own, *(on_storage_of(x, x._shape) for x in outs if self.keeps_result)]
 
     def _arrays(self, which: int, event: int) -> list[Tensor]:
-        return self.executor.arrays(self.own[which], self.dtypes[0], event) if self.own else []
+        return self.executor.arrays(self.scratch[which], self.dtypes[0], event) if self.scratch else []
 
     def _like_first(self) -> Tensor:
         shape, dtype, _ = self.operands[0]
@@ -195,32 +195,32 @@ class Executor(Told):
             tensors = [stop_gradient(as_local(x)) for x in tensors]
         return self._recorded(what, tensors, dtypes, single, cost, event, run.constants)
 
-    def _recorded(self, what, tensors, dtypes, single: bool, cost: int, event: int, constants=(), own=None):
-        """The results of an op, with its node where gradients are recorded; `own` as of `node`."""
+    def _recorded(self, what, tensors, dtypes, single: bool, cost: int, event: int, constants=(), scratch=None):
+        """The results of an op, with its node where gradients are recorded; `scratch` as of `node`."""
         if not recording() or not enabled() or not any(x._requires_grad and _differentiable(x) and i not in constants
                                       for i, x in enumerate(tensors)) \
                 or not any(name.startswith(DIFFERENTIABLE) for name in what.dtypes):
-            outs = self.made(what, tensors[0] if tensors else None, what.shapes, dtypes, event, "heap" if own else "")
-            _for_itself = self.arrays((*own[0], *own[1]), dtypes[0], event) if own else ()  # until the end of this
+            outs = self.made(what, tensors[0] if tensors else None, what.shapes, dtypes, event, "heap" if scratch else "")
+            _for_itself = self.arrays((*scratch[0], *scratch[1]), dtypes[0], event) if scratch else ()  # until this ends
             return outs[0] if single else outs
         used = [self.forked(x) if x._requires_grad and _differentiable(x) and i not in constants
                 else _constant(x) for i, x in enumerate(tensors)]
         job = Job(self, what, [x if u._requires_grad else u for x, u in zip(tensors, used)], event, what.shapes, dtypes,
-                  single, cost, own)
+                  single, cost, scratch)
         return Op.apply(job, *used)
 
-    def node(self, op: str, tensors, shape, cost: int, own) -> Tensor:
+    def node(self, op: str, tensors, shape, cost: int, scratch) -> Tensor:
         """An op of ours that is one node of NumPy's, of which no rule tells; of the first one's dtype.
 
-        `own`: shapes of what it keeps for its backward beside the operands, of what the forward has while it runs, and of
-        what the backward has.
+        `scratch`: shapes of what it keeps for its backward beside the operands, of what the forward has while it runs, and
+        of what the backward has.
         """
         xs = [x if getattr(x, "_layout", None) is None else as_local(x) for x in tensors]
         size = xs[0].itemsize
         event = self.note(op, "forward", user_site(), cost, sum(prod(x._shape) * x.itemsize for x in xs), prod(shape) * size,
                           xs, xs[0].dtype)
         what = Abstract(op, {}, (tuple(shape),), (dtype_name(xs[0].dtype),))
-        return self.alone(self._recorded(what, xs, [xs[0].dtype], True, cost, event, own=own))
+        return self.alone(self._recorded(what, xs, [xs[0].dtype], True, cost, event, scratch=scratch))
 
     def arrays(self, shapes, dtype, event: int) -> list[Tensor]:
         """Of NumPy, that a node of ours has beside its results."""
