@@ -26,10 +26,11 @@ def least_and_most(text: str) -> tuple[int, int]:
         >>> least_and_most("2:4"), least_and_most("3")
         ((2, 4), (3, 3))
     """
-    least, _, most = text.partition(":")
-    if not least.isdigit() or not (most or least).isdigit() or not 1 <= int(least) <= int(most or least):
+    least, between, most = text.partition(":")
+    most = most if between else least
+    if not least.isdigit() or not most.isdigit() or not 1 <= int(least) <= int(most):
         raise argparse.ArgumentTypeError(f"'{text[:40]}' is not MIN:MAX, as 2:4 is: machines that are needed, and taken")
-    return int(least), int(most or least)
+    return int(least), int(most)
 
 
 def layouts_of(args: list[str], workers: int, nodes: tuple[int, int]) -> dict[int, list[str]]:

@@ -137,7 +137,8 @@ class Meeting:
                 if sign.beat != seen.sign.beat:
                     seen.alive = time.monotonic()
                 seen.sign = sign
-                try_it, seen.trying = not seen.trying and bool(seen.alive), True
+                try_it = seen.alive and not seen.trying
+                seen.trying = bool(seen.trying or try_it)
             if try_it:
                 threading.Thread(target=self._try, args=(seen,), daemon=True).start()
 
@@ -259,7 +260,7 @@ class Meeting:
                        for n, o in self._others.items())
 
     def _who_would_start(self, number: int) -> tuple[str, ...]:
-        """The machine that most of those who want to start reach, and these; of those alike the one that came first."""
+        """The most machines of those who want to start that all reach each other; of as many those who came first."""
         wants = {n: s for n, s in self._living().items() if s.state == "wants" and s.round == number}
         for sign in wants.values():
             if sign.command != self.command:
@@ -269,9 +270,14 @@ class Meeting:
                                   ["the same command on each", "another --train.log_dir for another run"])
         with self._lock:
             wants[self.name] = self._sign
-        reached_by = {n: sorted(o for o in wants if n == o or n in wants[o].reaches) for n in wants}
-        first = min(sorted(wants), key=lambda n: -len(reached_by[n]))
-        return (first, *(n for n in reached_by[first] if n != first))
+        best: list[str] = []
+        for first in sorted(wants):
+            found = [first]
+            for name in sorted(wants):
+                if name != first and all(name in wants[o].reaches and o in wants[name].reaches for o in found):
+                    found.append(name)
+            best = found if len(found) > len(best) else best
+        return tuple(best)
 
     def _write(self, number: int, names: Sequence[str]) -> None:
         signs = {**self._living(), self.name: self._sign}
