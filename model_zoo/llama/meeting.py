@@ -181,6 +181,8 @@ class Meeting:
             if number > self._done and self.name in [m["name"] for m in members]:
                 self._done, self._begun, first = number, time.monotonic(), members[0]
                 self.say("runs", number, "")
+                if len(members) == 1:  # an address of a network that is down is none
+                    return number, Nodes()
                 return number, Nodes(len(members), [m["name"] for m in members].index(self.name), first["address"],
                                      first["port"])
             self.say("wants", number + 1)
