@@ -65,23 +65,23 @@ def moments(h: Held) -> dict[str, dict[str, float]]:
     # of micro-batches before: the sums, and what a call without reduction gives
     before = h.accumulates * (whole + (whole if h.sharded == "none" else MASTER * h.own))
     if h.sharded == "fsdp":
-        gathered, at_work, unit = b * h.ends, 2 * b * h.block, max(h.ends, h.block)
+        gathered, at_work, unit = b * h.ends, b * h.block, max(h.ends, h.block)
     else:  # a copy in 16 bits of each block that waits; ZeRO-1 gathers all of them
         blocks = h.block * (min(1.0, h.layers) if h.recompute and h.sharded == "none" else h.layers)
         gathered, at_work, unit = (b if b < 4 or h.sharded == "zero1" else 0) * (h.ends + blocks), 0.0, h.parameters
     name = "gathered parameters" if h.sharded != "none" else "their copies in 16 bits"
-    # ZeRO-1 and FSDP: gradients as they come, the same in 16 bits, and as they are sent
-    reduced = 0.0 if h.sharded == "none" else (2 * MASTER + (2 * b if h.sharded == "fsdp" else 0)) * unit
-    first = MASTER * (h.block + h.ends / 2) if h.ends else MASTER * h.block  # the head's, and a block's
-    packed = 2 * MASTER * h.block if h.sharded == "fsdp" else 0.0
+    first = MASTER * h.block * (2 if h.sharded == "fsdp" else 1) + b * h.ends / 2  # a block's, joined too; the head's
     own = whole if h.sharded == "none" else MASTER * h.own
+    # what is cut, as it comes and joined, of FSDP also each unit's result beside what is given of it; else the embedding's
+    reduced = {"none": MASTER * h.ends / 2, "zero1": 2 * MASTER * unit, "fsdp": 2 * MASTER * unit + own}[h.sharded]
+    ends = before + own if h.sharded == "fsdp" else max(before, own)
     return {
         # themselves and the exponentials, and of both the gradient
         "the loss": {**state, name: gathered, "gradients, float32": before, **saved,
                      "logits and loss": h.logits * (2 * b + 2 * 4)},
-        "the backward begins": {**state, name: gathered + at_work, "gradients, float32": before + first + packed, **saved,
+        "the backward begins": {**state, name: gathered + at_work, "gradients, float32": before + first, **saved,
                                 "temporaries": 2 * h.largest},
-        "the backward ends": {**state, "gradients, float32": max(before, own) + reduced,
+        "the backward ends": {**state, "gradients, float32": ends + reduced,
                               "saved by blocks": min(1.0, h.layers) * h.saved, "temporaries": 2 * h.largest}}
 
 
