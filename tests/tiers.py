@@ -59,8 +59,8 @@ LATER = (
           "six jobs of launchers, a minute and more; who meets and who is lost stays, asked in one process"),
     Later("tests/zoo/test_llama_memory.py::test_the_formula_is_a_dry_runs_peak*", "merge", "15 steps; three stay",
           keep=("[fsdp]", "[dp]", "[tp]")),
-    Later("tests/zoo/test_llama_memory.py::test_the_librarys_command_has_the_same*", "merge", "searches for each file's layouts; "
-          "two files stay", keep=("[llama3_8b]", "[mixtral_8x7b]")),
+    Later("tests/zoo/test_llama_memory.py::test_the_librarys_command_has_the_same*", "merge",
+          "searches for each file's layouts; two files stay", keep=("[llama3_8b]", "[mixtral_8x7b]")),
     Later("tests/zoo/test_llama_elastic.py::test_only_those_begin*", "merge", "waits for seconds; the others stay"),
     Later("tests/zoo/test_llama_elastic.py::test_a_machine_*", "merge", "waits for limits of time; `failed` stays",
           keep=("[failed]",)),

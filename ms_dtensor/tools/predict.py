@@ -62,9 +62,10 @@ def plan_of(told: dict[str, Any]) -> dict[str, Any]:
 
 def not_told(told: dict[str, Any]) -> list[str]:
     """Keys of a recipe that change what a rank needs, and that `Plan` and `Transformer` have no word for."""
-    usual = {"parallel": {"ulysses": 1, "pp_schedule": "1f1b", "pp_split": None, "loss_parallel": True,
-                          "expert_tp": True, "cp_algorithm": "gather"},
-             "train": {"recompute_gib": 0}, "model": {"latent": None}}
+    usual: dict[str, dict[str, Any]] = {
+        "parallel": {"ulysses": 1, "pp_schedule": "1f1b", "pp_split": None, "loss_parallel": True, "expert_tp": True,
+                     "cp_algorithm": "gather"},
+        "train": {"recompute_gib": 0}, "model": {"latent": None}}
     out = [f"{section}.{key}" for section, keys in usual.items() for key, value in keys.items()
            if (told.get(section) or {}).get(key, value) != value]
     experts = (told.get("model") or {}).get("experts") or {}

@@ -8,10 +8,10 @@ Two nodes of two ranks meet over TCP (`mccl`). `run`: the losses of one machine.
 within LIMIT seconds, and started again from the checkpoint, on both nodes, the run ends with the very losses of one that
 nobody disturbed. `slow`: 8 Mbit/s on the cable; nothing but slower.
 
-`off` and `unplugged`: the same command on both, with `--nodes 1:2`, and the slow cable. All
-processes of the first machine are killed, it has the scheduler or not; or the cable goes down. Within LIMIT seconds those
-that are left name the other machine, go on alone from the latest checkpoint, and end with the losses, bit for bit, of one
-machine that goes on from it by hand. A machine that was cut off waits, and is told that the run has ended.
+`off` and `unplugged`: the same command on both, with `--nodes 1:2`, and the slow cable. All processes of the first machine
+are killed, whether it has the scheduler or not; or the cable goes down. Within LIMIT seconds those that are left name the
+other machine and go on alone from the latest checkpoint; they end with the losses, bit for bit, of one machine that goes on
+from it by hand. A machine that was cut off waits, and is told that the run has ended.
 
 Needs iproute2 and the right to make namespaces; says "left out" and ends with 0 where there is none.
 """
@@ -222,8 +222,8 @@ def on_their_own(fault: Callable[[Job], int]) -> Callable[[Path, list[float]], s
         words = ["bash", str(ROOT / "scripts/run_llama.sh"), *RUN, *how, "--parallel.dp", "1", "--checkpoint.interval", "0",
                  "--train.log_dir", str(by_hand), "--checkpoint.resume",
                  str(job.folder / f"checkpoints/step-{begin:08d}")]
-        one = subprocess.run(words, env={**os.environ, "PYTHON": sys.executable}, capture_output=True, text=True, check=False,
-                             timeout=400)
+        one = subprocess.run(words, env={**os.environ, "PYTHON": sys.executable}, capture_output=True, text=True,
+                             check=False, timeout=400)
         assert one.returncode == 0, one.stdout[-3000:] + one.stderr[-3000:]
         rows = map(json.loads, (by_hand / "metrics.jsonl").read_text("utf-8").splitlines())
         alone = [row["loss"] for row in rows if "loss" in row]

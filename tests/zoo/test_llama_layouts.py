@@ -7,7 +7,6 @@ the shapes of its parameters are then read as the real ones.
 from __future__ import annotations
 
 import re
-
 from dataclasses import replace
 from math import prod
 from pathlib import Path
