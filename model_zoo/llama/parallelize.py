@@ -44,6 +44,7 @@ from ms_dtensor.internals.target import on_cpu
 from ms_dtensor.parallel import (
     ColwiseParallel,
     OverlappedColwise,
+    OverlappedGradients,
     OverlappedRowwise,
     ParallelStyle,
     PrepareModuleInput,
@@ -129,7 +130,7 @@ def block_plan(cfg: ParallelConfig, block: nn.Cell) -> dict[str, ParallelStyle]:
         hidden = OverlappedRowwise(pieces=cfg.tp_overlap, sequence_dim=0)
         plan |= {"attention": OverlappedColwise("wq", "wk", "wv", pieces=cfg.tp_overlap, sequence_dim=0),
                  "feed_forward": OverlappedColwise("w1", "w3", pieces=cfg.tp_overlap, sequence_dim=0),
-                 "attention.wo": hidden, "feed_forward.w2": hidden}
+                 "attention.wo": hidden, "feed_forward.w2": hidden, "": OverlappedGradients()}
         plan = {name: style for name, style in plan.items() if style is not columns}
     return plan | adapter_plan(block)
 

@@ -6,10 +6,9 @@
 Nothing is measured on a device. A layer's time there is that of four layers less that of two, of the recipe's own step in a
 dry run, priced by the machine's file, which says where its figures are from; one of measured figures is written by
 `python -m ms_dtensor calibrate --hardware FILE`. The host's time is what is counted in the same runs, operations and
-collectives, forward and backward, times what one costs the processor here, measured; `slower`: the same on a core so many
-times slower. A step takes the longer of the two. Not in it: the copies by which `fully_shard` packs, some 40 a layer and
-step on the host (41 are counted in `tests/test_device_branch.py`); on the device they move what is gathered and reduced
-through memory once more.
+collectives, forward and backward, times what one costs the processor here, measured, and as operations the copies by which
+`fully_shard` packs a layer; `slower`: the same on a core so many times slower. A step takes the longer of the two. Not in
+it: that these copies move what is gathered and reduced through the device's memory once more.
 """
 from __future__ import annotations
 
@@ -47,6 +46,7 @@ ROWS = {"tp8": (8, ["--parallel.dp", "1", "--train.batch", "1", *TP8]),
         "fsdp8, recomputed but for 5 GiB": (8, [*FSDP, "--train.recompute", "true", "--train.recompute_gib", "5"]),
         "fsdp8": (8, [*FSDP, "--train.recompute", "false"]),
         "tp8 x fsdp64": (512, ["--parallel.dp", "64", "--parallel.fsdp", "true", "--train.batch", "64", *TP8])}
+PACKED = 41  # copies a layer and step, of any number of ranks: `tests/test_device_branch.py` counts them
 
 
 def host() -> dict[str, float]:
@@ -114,9 +114,10 @@ def counted(config: Path, name: str, machine: Hardware) -> Counted:
 def row(name: str, of: Counted, machine: Hardware, costs: dict[str, float], slower: float) -> dict:
     """A layout's line of the table."""
     cfg, needed = of.cfg, sum(per_rank(of.cfg).values())
-    asked = (of.ops * costs["op"] + of.moves * costs["collective"]) * 1e-6
+    packed = PACKED if cfg.parallel.fsdp else 0
+    asked = ((of.ops + packed) * costs["op"] + of.moves * costs["collective"]) * 1e-6
     tokens = cfg.train.batch * cfg.train.seq / of.world
-    made = {"layout": name, "operations a layer": of.ops, "collectives a layer": of.moves,
+    made = {"layout": name, "operations a layer": of.ops + packed, "collectives a layer": of.moves,
             "device ms a layer": round(1e3 * of.layer, 1), "exposed ms": round(1e3 * of.still, 1),
             "GiB": round(needed / 2**30, 1), "fits": needed <= machine.capacity}
     for which, factor in (("here", 1.0), ("slower", slower)):
