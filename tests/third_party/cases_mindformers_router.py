@@ -16,7 +16,7 @@ EXPERTS, CHOSEN, WIDTH, TOKENS, ROWS, SHARE = 4, 2, 8, 6, 3, 0.1
 
 
 def auxiliary_loss(x: np.ndarray, weight: np.ndarray, by_row: bool) -> float:
-    """Of x [TOKENS, ROWS, WIDTH]: of each row, or of all of them, how often experts are chosen times how likely they were."""
+    """Of x [TOKENS, ROWS, WIDTH]: of each row, or of all, how often experts are chosen times how likely they were."""
     score = 1 / (1 + np.exp(-x @ weight.T))
     likely = score / score.sum(-1, keepdims=True)
     chosen = np.zeros_like(likely)
