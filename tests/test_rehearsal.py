@@ -54,3 +54,12 @@ def test_a_step_of_the_8b_configuration_asks_little_of_a_device():
     units = 4 + 1
     assert len(memory) == 2 and sum(memory) <= 4 * units, sharded  # taken and given back, in the forward and in the backward
     assert data_parallel["overlapped"] >= 0.9, data_parallel
+
+
+@pytest.mark.timeout(300)
+def test_most_of_the_8b_configurations_tensor_parallel_communication_is_hidden():
+    done = subprocess.run([sys.executable, ROOT / "scripts/bench/overlap.py", "--pieces", "4", "--config",
+                           ROOT / "model_zoo/llama/configs/llama3_8b.yaml"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    block, = json.loads(done.stdout[done.stdout.index("[\n"):])
+    assert block["collectives"] == 2 * 4 * 4 and block["hidden"] >= 0.7, block

@@ -17,7 +17,7 @@ from .experts import ExpertParallel, moe
 from .fused import FusedColwiseParallel
 from .loss import loss_parallel
 from .module import parallelize_module
-from .overlapped import OverlappedColwise, OverlappedRowwise
+from .overlapped import OverlappedColwise, OverlappedGradients, OverlappedRowwise
 from .precision import MixedPrecisionPolicy
 from .recompute import checkpoint_wrapper
 from .router import Router, expert_balance_loss, expert_counts, router_z_loss, update_expert_bias
@@ -34,8 +34,8 @@ from .styles import (
 from .suggest import suggest_plan
 
 __all__ = ["CPUOffloadPolicy", "ColwiseParallel", "ContextParallel", "ExpertParallel", "FusedColwiseParallel",
-           "MixedPrecisionPolicy", "OffloadPolicy", "OverlappedColwise", "OverlappedRowwise", "ParallelStyle",
-           "PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput", "Router", "RowwiseParallel",
-           "SequenceParallel", "checkpoint_wrapper", "context_attention", "expert_balance_loss", "expert_counts",
-           "fully_shard", "loss_parallel", "moe", "parallelize_module", "register_fsdp_forward_method", "replicate",
-           "router_z_loss", "suggest_plan", "update_expert_bias"]
+           "MixedPrecisionPolicy", "OffloadPolicy", "OverlappedColwise", "OverlappedGradients", "OverlappedRowwise",
+           "ParallelStyle", "PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput", "Router",
+           "RowwiseParallel", "SequenceParallel", "checkpoint_wrapper", "context_attention", "expert_balance_loss",
+           "expert_counts", "fully_shard", "loss_parallel", "moe", "parallelize_module", "register_fsdp_forward_method",
+           "replicate", "router_z_loss", "suggest_plan", "update_expert_bias"]

@@ -19,12 +19,15 @@ from ..debug.types.doors import declared
 from ..errors import ConfigError, LayoutError
 from ..tensor.distribute import replicate_buffers
 from ..tensor.dtensor import DTensor
+from .late import RUN, Debt, Late
 from .layouts import around_construct, place, place_first_input, shard_parameter
 from .pieces import Columns, How, Pieces, Rows
 from .styles import ParallelStyle, _is_linear
 
 _MADE = "_ms_dtensor_made_together"  # of an input: outputs of the cells that have not been called yet, by name
 _TOGETHER = "_ms_dtensor_together"  # of a cell: its name, and the `_Together` it is one of
+_ALONE = "_ms_dtensor_alone"  # of a cell: it has the style `OverlappedRowwise`
+_OVERLAPPED = "_ms_dtensor_overlapped"  # of a block: its cells of both kinds, those together in one tuple
 
 
 def _check(who: str, pieces: Pieces, cells: dict[str, nn.Cell], mesh: DeviceMesh) -> None:
@@ -178,14 +181,24 @@ def _row_product(x, w, how: How):
 def _columns(together: _Together, x: DTensor) -> tuple[DTensor, ...]:
     layout, axis, dim = _cut(x.layout, together.axis), together.axis, together.dim
     x = x if x.layout is layout else x.redistribute(placements=list(layout.placements))
-    weights = tuple(cell._params["weight"] for cell in together.cells.values())
+    weights, late, debt = _weights(tuple(together.cells.values()), layout, together.pieces)
     biases = tuple(b for cell in together.cells.values() if (b := cell._params.get("bias")) is not None)
-    widths = tuple(w.shape[0] for w in weights)
+    widths = tuple(cell._params["weight"].shape[0] for cell in together.cells.values())
     columns, rows = _with(layout, axis, Shard(x.ndim - 1)), {axis: Shard(0)}
-    run = _mapped(_column_products, ("columns", layout, axis, dim, widths, len(biases)), (columns,) * len(widths),
-                  (list(layout.placements), rows, rows, None),
+    run = _mapped(_column_products, ("columns", layout, axis, dim, widths, len(biases), debt is None),
+                  (columns,) * len(widths), (list(layout.placements), rows if debt is None else None, rows, None),
                   lambda *shapes: tuple((*shapes[0][:-1], n) for n in widths))
-    return run(x, weights, biases, How(x.device_mesh.get_group(axis), together.pieces, dim))
+    return run(x, weights, biases, How(x.device_mesh.get_group(axis), together.pieces, dim, late, debt))
+
+
+def _weights(cells: tuple[nn.Cell, ...], layout: Layout, pieces: Pieces
+             ) -> tuple[tuple[Tensor, ...], Late | None, Debt | None]:
+    """The weights that a product takes, what the block's backward owes, and the debt that is this product's."""
+    late: Late | None = cells[0].__dict__.get(RUN)
+    if late is None or pieces == "kernel":
+        return tuple(cell._params["weight"] for cell in cells), None, None
+    weights, debt = late.weights(cells, layout)
+    return weights, late, debt
 
 
 class OverlappedRowwise(ParallelStyle):
@@ -231,12 +244,61 @@ class OverlappedRowwise(ParallelStyle):
                 if not _even(layout.with_placements(rows), axis, dim):
                     return place(given(self, x), device_mesh, Shard(dim), "OverlappedRowwise")
                 x = x if x.layout is layout else x.redistribute(placements=list(layout.placements))
-                weight, bias = self._params["weight"], self._params.get("bias")
-                width = weight.shape[0]
-                run = _mapped(_row_product, ("rows", x.layout, axis, dim, width), rows,
-                              (list(x.layout.placements), {axis: Shard(1)}, None), lambda a, *rest: (*a[:-1], width))
-                y = run(x, weight, How(x.device_mesh.get_group(axis), pieces, dim))
+                (weight,), late, debt = _weights((self,), layout, pieces)
+                bias, width = self._params.get("bias"), weight.shape[0]
+                run = _mapped(_row_product, ("rows", x.layout, axis, dim, width, debt is None), rows,
+                              (list(x.layout.placements), {axis: Shard(1)} if debt is None else None, None),
+                              lambda a, *rest: (*a[:-1], width))
+                y = run(x, weight, How(x.device_mesh.get_group(axis), pieces, dim, late, debt))
                 return y if bias is None else y + bias
             return construct
         around_construct(module, wrap)
+        module.__dict__[_ALONE] = True
         return module
+
+
+class OverlappedGradients(ParallelStyle):
+    """For a block whose cells have the styles above: gradients of their weights are computed behind the next communication.
+
+    In the backward of an attention before a feed-forward, say, the rows that the attention's last product needs travel while
+    the feed-forward's weights get their gradients. Values, gradients and communication stay the same; what one product
+    reads stays in memory until then. Apply it to one block of a model, with the plan's entry "".
+
+    Example:
+        >>> import ms_dtensor as md
+        >>> from mindspore import nn
+        >>> from ms_dtensor.parallel import OverlappedColwise, OverlappedGradients, OverlappedRowwise
+        >>> mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> block = nn.SequentialCell(nn.Dense(6, 16), nn.Dense(16, 6))
+        >>> block = md.parallelize_module(block, mesh, {"0": OverlappedColwise(sequence_dim=0),
+        ...                               "1": OverlappedRowwise(sequence_dim=0), "": OverlappedGradients()})
+        parallelize_module over tp=1:
+          0  OverlappedColwise: 0
+          1  OverlappedRowwise: 1
+             OverlappedGradients: 
+        >>> block(md.ones((8, 6), mesh, [md.Shard(0)]))
+        DTensor(f32[8@tp, 6], mesh=(tp=1), rank 0 holds [8, 6])
+    """
+
+    def apply(self, module: nn.Cell, device_mesh: DeviceMesh) -> nn.Cell:
+        around_construct(module, _owing)
+        return module
+
+
+def _owing(given):
+    def construct(self, *args, **kwargs):
+        cells = self.__dict__.get(_OVERLAPPED)
+        if cells is None:  # styles of cells inside may be applied after the block's
+            inside = [cell for _, cell in self.cells_and_names()]
+            groups = [tuple(c.__dict__[_TOGETHER][1].cells.values()) for c in inside if _TOGETHER in c.__dict__]
+            groups += [(c,) for c in inside if _ALONE in c.__dict__]
+            cells = self.__dict__[_OVERLAPPED] = list({id(group[0]): group for group in groups}.values())
+        late = Late(cells)
+        for group in cells:
+            group[0].__dict__[RUN] = late
+        try:
+            return given(self, *args, **kwargs)
+        finally:
+            for group in cells:
+                group[0].__dict__.pop(RUN, None)
+    return construct

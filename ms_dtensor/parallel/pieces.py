@@ -11,7 +11,7 @@ Source: Wang et al. 2023, "Overlap Communication with Dependent Computation via 
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -25,6 +25,7 @@ from ..comm.pretended import executing
 from ..comm.record import active
 from ..custom_ops.function import DFunction
 from ..ops.local.dtypes import rounded, wider
+from .late import Debt, Late, lent
 
 Pieces = int | Literal["kernel"]
 
@@ -48,11 +49,27 @@ class How:
         group: ranks that the rows are cut over.
         pieces: at most so many; "kernel": Ascend's, which does it inside.
         dim: of the input that is cut over the ranks, and gathered.
+        late: what the backward of the block owes so far, to be paid while something is under way; None: nobody owes.
+        debt: as which the weights' gradients are owed; None: they are not.
     """
 
     group: Group
     pieces: Pieces
     dim: int
+    late: Late | None = None
+    debt: Debt | None = None
+
+    def pay(self) -> None:
+        """Something is under way."""
+        if self.late is not None:
+            self.late.pay()
+
+    def now_or_later(self, weights: Sequence[Tensor], compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """The weights' gradients, or what stands for them until they are computed."""
+        if self.debt is None or self.late is None:
+            return compute()
+        self.late.owe(self.debt, compute)
+        return tuple(map(lent, weights))
 
     def rows(self, x: Tensor) -> Tensor:
         """`x` as a matrix whose rows begin with `dim`, so that a rank's lie one behind another."""
@@ -178,11 +195,15 @@ class Columns(DFunction):
                 dy = _view(dy, (prod(dy._shape[:3]), dy._shape[3]))
                 each = dy._shape[0] // k
                 works = [how.scattered(product(mint.narrow(dy, 0, c * each, each), whole), k) for c in range(k)]
-            dw = product(mint.transpose(dy, 0, 1), _joined(gathered, 0))
+            starts = [sum(widths[:i]) for i in range(len(widths))]
+
+            def gradients() -> tuple[Tensor, ...]:
+                dw = product(mint.transpose(dy, 0, 1), _joined(gathered, 0))
+                return tuple(_dense(mint.narrow(dw, 0, a, n), (n, dw._shape[1])) for a, n in zip(starts, widths))
+            how.pay()
+            dws = how.now_or_later(weights, gradients)
             if how.pieces != "kernel":
                 dx = _joined([work.wait() for work in works], 0)
-        starts = [sum(widths[:i]) for i in range(len(widths))]
-        dws = tuple(_dense(mint.narrow(dw, 0, a, n), (n, dw._shape[1])) for a, n in zip(starts, widths))
         return how.shaped(dx, lead), dws, tuple(_summed(g) for g in rows) if biased else (), None
 
 
@@ -220,9 +241,11 @@ class Rows(DFunction):
                 dx, whole = all_gather_matmul(how.group, dy, w, False)
             else:
                 made, gathered = [], []
-                for work in how.gathered(dy):
+                works = how.gathered(dy)
+                how.pay()
+                for work in works:
                     gathered.append(work.wait())
                     made.append(product(gathered[-1], w))
                 dx, whole = how.in_order(made, 0, w._shape[1]), _joined(gathered, 0)
-            dw = product(mint.transpose(whole, 0, 1), kept)
+            dw, = how.now_or_later([w], lambda: (product(mint.transpose(whole, 0, 1), kept),))
         return how.shaped(dx, lead), dw, None

@@ -24,10 +24,12 @@ from ms_dtensor.parallel import (
     ColwiseParallel,
     MixedPrecisionPolicy,
     OverlappedColwise,
+    OverlappedGradients,
     OverlappedRowwise,
     PrepareModuleInput,
     RowwiseParallel,
 )
+from ms_dtensor.parallel.late import Debt, Late
 from tests.cases import case
 from tests.dist.cases_styles import fill
 from tests.dist.support import array, counted, data, equal, mesh_1d, mesh_2d, refusal
@@ -107,6 +109,66 @@ def beside_data_parallelism_and_where_rows_are_uneven(world):
         for p in twin.trainable_params():
             p.set_data(p * 0)
         assert (array(net(dx)) == before).all() and not array(twin(dx)).any(), "a copy computes with its own weights"
+
+
+class Twice(nn.Cell):
+    """A block of two such cells, and a part of it whose products nobody owes."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.idle = Gated(), Gated(), Gated()
+        for name, p in self.parameters_and_names():
+            p.name = name
+
+    def construct(self, x):
+        return x + self.second(mint.tanh(x + self.first(x)))
+
+
+def owing(net, mesh, later: bool):
+    for cell in (net.first, net.second, net.idle):
+        overlapped(cell, mesh, 2, 0)
+    return parallelize_module(net, mesh, {"": OverlappedGradients()}) if later else net
+
+
+@case(world_size=4)
+def gradients_of_weights_wait_for_the_next_communication(world):
+    """The same bits and collectives; of six functions all but the first's gradients are paid by who sends next."""
+    mesh = mesh_2d()
+    x = distribute_tensor(data(1, 16, 6), mesh, [S(0), S(0)])
+    want, _ = trained(fill(Twice()), data(1, 16, 6))
+    paid, pay, take = Counter(), Late.pay, Debt.take
+
+    def paying(self):
+        paid[f"{len(self._owed)} behind communication"] += 1
+        pay(self)
+
+    def taking(self):
+        paid["by the gate"] += self._compute is not None
+        return take(self)
+    for wrap, again in ((replicate, False), (fully_shard, False), (fully_shard, True)):
+        made = []
+        for later in (False, True):
+            net = owing(fill(Twice()), mesh["tp"], later)
+            net.second.up.weight.requires_grad = wrap is fully_shard  # one that asks for none has no gate
+            if again:
+                net.recompute()
+            net = wrap(net, mesh=mesh["dp"])
+            paid.clear()
+            try:
+                Late.pay, Debt.take = paying, taking
+                made.append(trained(net, x))
+            finally:
+                Late.pay, Debt.take = pay, take
+            delayed = {"1 behind communication": 4 + (wrap is fully_shard),  # at once: the last function's, no older ones
+                       "0 behind communication": 2 - (wrap is fully_shard)}
+            assert +paid == (delayed if later else {}), (wrap.__name__, again, later, paid)
+        (plain, count), (late, counted_late) = made
+        assert count == counted_late, (count, counted_late)
+        for i, (a, b) in enumerate(zip(plain, late, strict=True)):
+            assert array(a).tobytes() == array(b).tobytes(), (wrap.__name__, again, i)
+        if wrap is fully_shard:
+            for i, (a, b) in enumerate(zip(late, want, strict=True)):
+                equal(a, b, f"{wrap.__name__} {again} {i}")
 
 
 @case(world_size=4)

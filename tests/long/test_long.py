@@ -22,3 +22,5 @@ def test_it_ends_well(words):
     done = subprocess.run([sys.executable, "-m", f"tests.long.{name}", *rest], cwd=ROOT, capture_output=True, text=True,
                           timeout=HOURS, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
+    if done.stdout.startswith("left out: "):
+        pytest.skip(done.stdout.strip())

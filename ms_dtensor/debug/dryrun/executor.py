@@ -102,7 +102,7 @@ class Job:
         self.operands = [(tuple(x._shape), x.dtype, x._requires_grad and _differentiable(x)) for x in xs]
         self.site = executor.events[event].site
         asked = [i for i, (_, _, wanted) in enumerate(self.operands) if wanted]
-        operands, result = kept(what.op, [wanted for _, _, wanted in self.operands])
+        operands, result = kept(what.op, [wanted for _, _, wanted in self.operands], executor.on_host)
         self.saved: list = [local_alias(xs[i]) for i in operands] if asked else []
         self.keeps_result, self.first = bool(asked) and result, xs[0]
         self.within = within(what.op, executor.on_host) if asked else (0, 0)

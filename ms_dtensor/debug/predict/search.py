@@ -23,7 +23,7 @@ NAMES = {  # what configurations call a size: ours, Hugging Face's, Megatron's
     "layers": ("layers", "n_layers", "num_hidden_layers", "num_layers"), "dim": ("dim", "hidden_size"),
     "heads": ("heads", "n_heads", "num_attention_heads"),
     "kv_heads": ("kv_heads", "n_kv_heads", "num_key_value_heads", "num_query_groups"),
-    "head_size": ("head_size", "head_dim", "kv_channels"),
+    "head_size": ("head_size", "head_width", "head_dim", "kv_channels"),
     "ffn": ("ffn", "ffn_dim", "moe_intermediate_size", "intermediate_size", "ffn_hidden_size"),
     "vocab": ("vocab", "vocab_size"), "tied": ("tied", "tied_head", "tie_word_embeddings")}
 LENGTHY = 16384  # tokens of a sequence from which on cp is tried
@@ -131,7 +131,7 @@ def transformer(model: Transformer | Mapping[str, Any] | Any) -> Transformer:
                           [f"give {size} as one of {', '.join(NAMES[size])}" for size in lacking])
     experts = get("experts")
     if experts is not None and not isinstance(experts, int):
-        told |= {"experts": experts.count, "per_token": experts.per_token}
+        told |= {"experts": experts.count, "per_token": experts.per_token, "ffn": experts.width or told["ffn"]}
     else:
         count = experts or get("num_local_experts") or get("num_experts") or get("n_routed_experts")
         told |= {"experts": count or 0, "per_token": (get("per_token") or get("num_experts_per_tok") or 0) if count else 0}
