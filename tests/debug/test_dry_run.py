@@ -369,7 +369,7 @@ def test_pages_of_a_pool_have_gaps_and_do_not_come_back():
     first = [pool.take(n) for n in (4096, 512, 4096, 512, 8192, 512)]
     for at in (first[2], first[0]):
         pool.give(at)
-    assert pool.take(4000) == first[2] and pool.take(8) == first[0], "of two gaps of a size the older; then a part of the other"
+    assert pool.take(4000) == first[2] and pool.take(8) == first[0], "of two gaps the older; then a part of the other"
     pool.give(first[4])
     most = pool.most
     assert pool.take(12000) == most and pool.most == most + 12288, "no gap is large enough"
