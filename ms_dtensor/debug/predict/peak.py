@@ -36,6 +36,7 @@ class Held:
         sharded: what data parallelism cuts.
         recompute: whether blocks run again in the backward.
         accumulates: whether gradients of several micro-batches are added up.
+        offloaded: whether moments are in the host's memory, but for two places of each shape.
     """
 
     parameters: float
@@ -53,13 +54,15 @@ class Held:
     sharded: Literal["none", "zero1", "fsdp"]
     recompute: bool
     accumulates: bool
+    offloaded: bool = False
 
 
 def moments(h: Held) -> dict[str, dict[str, float]]:
     """By moment: bytes by what they are for."""
     b, whole = h.itemsize, MASTER * h.parameters
     waiting = min(1.0, h.layers) if h.recompute else h.waiting
-    state = {"parameters, float32": MASTER * h.own, "moments of AdamW": MOMENTS * h.own}
+    here = h.own if not h.offloaded else min(h.own, 2 * (h.block + h.ends / 2) * h.own / h.parameters)
+    state = {"parameters, float32": MASTER * h.own, "moments of AdamW": MOMENTS * here}
     saved = {"saved by blocks": waiting * h.saved, "results that they keep": h.kept,
              "inputs of recomputed blocks": h.recompute * h.waiting * h.inputs}
     # of micro-batches before: the sums, and what a call without reduction gives
