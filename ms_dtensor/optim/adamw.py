@@ -84,7 +84,7 @@ class AdamW(Optimizer):
 
     def _tensors(self, i):
         if self._swap is not None:
-            self._swap.settle()
+            self._swap.synchronize()
         return super()._tensors(i)
 
     def _step(self, grads):

@@ -57,7 +57,7 @@ class Swap:
                     self._states[i][kind].copy_(place, non_blocking=True)
                 self._left[k % 2] = self._leaving.record_event()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """The host waits until its memory has what the last step made: before states are read or written there."""
         self._leaving.synchronize()
 
