@@ -90,6 +90,7 @@ class Hardware:
         kernels: of ops that are slower than memory: (forward, backward), bytes a second that they read and write.
         host: in the place of `launch` where an op has run when it returns, so that all of the library's and MindSpore's own
             work for it counts: (forward, backward) seconds of an "op", and of a "view", which computes nothing.
+        asking: of a device, seconds of the host for an "op" on DTensors and for a "collective"; empty if not measured there.
     """
 
     name: str
@@ -104,6 +105,7 @@ class Hardware:
     communicator: int = 0
     kernels: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     host: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    asking: Mapping[str, float] = field(default_factory=dict)
 
     def link(self, span: int) -> Link:
         """That joins ranks whose numbers lie in one aligned block of `span`; the last one joins all."""
@@ -162,7 +164,8 @@ def parse(name: str, told: Mapping[str, Any]) -> Hardware:
             raise ValueError(f"reached: shares are above 0 and at most 1: {part['reached']}")
         return Curve(_positive(peak, part[peak]) * scale, steps)
 
-    _known("", told, ("source", "matrix", "vector", "memory", "overlap", "launch_us", "links", "kernels", "host_us"))
+    _known("", told, ("source", "matrix", "vector", "memory", "overlap", "launch_us", "links", "kernels", "host_us",
+                      "asking_us"))
     for which, names in (("matrix", ("tflops", "reached")), ("vector", ("tflops", "reached")),
                          ("memory", ("gib", "gb_s", "reached", "communicator_mib"))):
         _known(which, told[which], names)
@@ -178,7 +181,8 @@ def parse(name: str, told: Mapping[str, Any]) -> Hardware:
                     {op: (_positive(op, there) * 1e9, _positive(op, back) * 1e9)
                      for op, (there, back) in told.get("kernels", {}).items()},
                     {what: (_number(what, there) * 1e-6, _number(what, back) * 1e-6)
-                     for what, (there, back) in told.get("host_us", {}).items()})
+                     for what, (there, back) in told.get("host_us", {}).items()},
+                    {what: _positive(what, us) * 1e-6 for what, us in told.get("asking_us", {}).items()})
 
 
 def _link(told: Mapping[str, Any]) -> Link:
