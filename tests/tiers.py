@@ -146,8 +146,6 @@ LATER = (
     Later("*made_by_a_model_of_which_the_block_and_the_root*", "merge",
           "`made_by_a_model_of_which_the_root_is_wrapped` and `made_by_a_model_whose_cells_are_units` stay"),
     # -- types of local code
-    Later("tests/spmd/test_table.py::test_the_whole_corpus*", "night",
-          "the table of types on every form, 36 CPU minutes; a slice with every branch and 25 wrong tables stay"),
     Later("tests/dist/test_types.py::test_types[checked_*", "merge",
           "cases of recipes, attention and experts once more, checked by types; packed documents stay",
           keep=("packed_documents",)),

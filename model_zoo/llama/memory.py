@@ -236,7 +236,8 @@ def of_share(cfg: Config, share: Share) -> dict[str, int]:
         share.blocks, saved_by_block(cfg, wide), s.own_tokens * m.dim * wide,
         sum(choose(cfg).bytes.values()) if t.recompute else 0, share.heads * s.tokens * vocab,
         s.tokens * max(m.dim, 2 * s.ffn) * wide, wide,
-        "fsdp" if p.fsdp else "zero1" if p.zero1 else "none", t.recompute, t.micro_batches > 1)
+        "fsdp" if p.fsdp else "zero1" if p.zero1 else "none", t.recompute, t.micro_batches > 1,
+        cfg.optim.offload)
     rows = {what: int(size) for what, size in peak(held).items()}
     return rows | {"communication buffers": communicators(p) * communicator_bytes()}
 

@@ -137,7 +137,7 @@ class Trainer:
         self.params = tuple(self.model.trainable_params() if self.stages is None else self.stages.params)
         o = cfg.optim
         # None: this rank's stages have no adapter
-        self.optimizer = AdamW(self.params, o.lr, o.betas, o.eps, o.weight_decay) if self.params else None
+        self.optimizer = AdamW(self.params, o.lr, o.betas, o.eps, o.weight_decay, offload=o.offload) if self.params else None
         self.schedule = schedule(o, cfg.train.steps)
         g = cfg.guard
         self.guard = Guard(g.nan, g.spike, g.on_spike, g.window, g.patience)

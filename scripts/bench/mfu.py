@@ -5,9 +5,10 @@
 
 Nothing is measured on a device. A layer's time there is that of four layers less that of two, of the recipe's own step in a
 dry run, priced by the machine's file, which says where its figures are from; one of measured figures is written by
-`python -m ms_dtensor calibrate --hardware FILE`. The host's time is what is counted in the same runs, operations and
-collectives, forward and backward, times what one costs the processor here, measured, and as operations the copies by which
-`fully_shard` packs a layer; `slower`: the same on a core so many times slower. A step takes the longer of the two. Not in
+`scripts/ascend_first.sh` on a node, and is the only input then: `--machine FILE`. The host's time is what is counted in the
+same runs, operations and collectives, forward and backward, times what one costs the processor by that file, or where it
+does not say, measured here (`--host` prints it, for the file), and as operations the copies by which `fully_shard` packs a
+layer; `slower`: the same on a core so many times slower. A step takes the longer of the two. Not in
 it: that these copies move what is gathered and reduced through the device's memory once more.
 """
 from __future__ import annotations
@@ -141,10 +142,15 @@ def main() -> None:
     parser.add_argument("--machine", default="910b")
     parser.add_argument("--slower", type=float, default=2.2)
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--host", action="store_true", help="measures only what the host is asked")
     args = parser.parse_args()
     ms.set_device("CPU")
     ms.runtime.launch_blocking()
-    costs, machine = host(), load_hardware(args.machine)
+    if args.host:
+        print(json.dumps(host()))
+        return
+    machine = load_hardware(args.machine)
+    costs = {what: 1e6 * seconds for what, seconds in machine.asking.items()} or host()
     print(json.dumps({"source": machine.source, "host us": {k: round(v, 1) for k, v in costs.items()}, "slower": args.slower,
                       "rows": [row(name, counted(args.config, name, machine), machine, costs, args.slower)
                                for name in args.rows]}, indent=1))

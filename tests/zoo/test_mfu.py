@@ -2,7 +2,11 @@
 """scripts/bench/mfu.py: what is counted a layer does not grow with the ranks that share it, and the host keeps up."""
 from __future__ import annotations
 
+import json
+import sys
+
 import pytest
+import yaml
 
 from ms_dtensor.debug.predict import load_hardware
 from scripts.bench import mfu
@@ -27,6 +31,24 @@ def test_the_table_of_the_8b(name, collectives, device, hidden, fits):
     assert made["MFU, here"] == made["MFU, slower"] > 0.25
     behind = mfu.row(name, of, machine, {"op": 2500.0, "collective": 130.0}, slower=2.2)
     assert behind["MFU, slower"] < behind["MFU, here"] < made["MFU, here"], "a host that is too slow decides"
+
+
+def test_a_file_of_a_node_is_all_that_goes_in(tmp_path, monkeypatch, capsys):
+    """What the host costs is its own then, and nothing is measured here."""
+    from ms_dtensor.debug.predict.hardware import MACHINES
+
+    told = yaml.safe_load((MACHINES / "910b.yaml").read_text()) | {"asking_us": {"op": 30.0, "collective": 200.0},
+                                                                  "source": "a node"}
+    (file := tmp_path / "node.yaml").write_text(yaml.safe_dump(told))
+    monkeypatch.setattr(mfu, "host", lambda: {"op": 1.0, "collective": 1.0})
+    monkeypatch.setattr(sys, "argv", ["mfu.py", "--machine", str(file), "--rows", "tp8"])
+    mfu.main()
+    made = json.loads(capsys.readouterr().out)
+    assert made["source"] == "a node" and made["host us"] == {"op": 30.0, "collective": 200.0}
+    assert made["rows"][0]["host ms a layer, here"] == pytest.approx((51 * 30 + 10 * 200) / 1000, abs=0.06)
+    monkeypatch.setattr(sys, "argv", ["mfu.py", "--host"])
+    mfu.main()
+    assert json.loads(capsys.readouterr().out) == {"op": 1.0, "collective": 1.0}
 
 
 def test_zero1_hides_what_it_sends_as_fully_shard_does():

@@ -38,6 +38,7 @@ _KEEPS_NOTHING = frozenset((
 # in its place, and that a backward has beside these and its result. Cross entropy by classes: logits less the greatest, and
 # their exponentials; the gradients of both.
 _WITHIN = {"class_sums": (2, 2)}
+_STAYS = {"softmax": 16}  # bytes an element that the backward's kernel keeps for a shape: two arrays of places, of int64
 _OF_HOSTS = {"silu": 3, "softmax": 1}  # the last of these, of MindSpore 2.10's CPU kernels, where results lie
 
 
@@ -105,6 +106,11 @@ def kept(op: str, wanted: Sequence[bool], on_host: bool) -> tuple[tuple[int, ...
 def within(op: str, on_host: bool) -> tuple[int, int]:
     """Tensors of the first operand's size that an op makes and keeps for its backward, and that this makes and drops."""
     return (0, _OF_HOSTS.get(op, 0)) if on_host else _WITHIN.get(op, (0, 0))
+
+
+def stays(op: str, elements: int) -> int:
+    """Bytes that a host's kernel of an op's backward keeps, once it has run on an operand of so many elements."""
+    return _STAYS.get(op, 0) * elements
 
 
 def _attention(arguments: dict[str, Any], ins: Sequence[Shape]) -> int:

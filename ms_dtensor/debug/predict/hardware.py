@@ -89,6 +89,7 @@ class Hardware:
         kernels: of ops that are slower than memory: (forward, backward), bytes a second that they read and write.
         host: in the place of `launch` where an op has run when it returns, so that all of the library's and MindSpore's own
             work for it counts: (forward, backward) seconds of an "op", and of a "view", which computes nothing.
+        asking: of a device, seconds of the host for an "op" on DTensors and for a "collective"; empty if not measured there.
     """
 
     name: str
@@ -103,6 +104,7 @@ class Hardware:
     communicator: int = 0
     kernels: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     host: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    asking: Mapping[str, float] = field(default_factory=dict)
 
     def link(self, span: int) -> Link:
         """That joins ranks whose numbers lie in one aligned block of `span`; the last one joins all."""
@@ -171,7 +173,8 @@ def parse(name: str, told: Mapping[str, Any]) -> Hardware:
                     {op: (_positive(op, there) * 1e9, _positive(op, back) * 1e9)
                      for op, (there, back) in told.get("kernels", {}).items()},
                     {what: (float(there) * 1e-6, float(back) * 1e-6)
-                     for what, (there, back) in told.get("host_us", {}).items()})
+                     for what, (there, back) in told.get("host_us", {}).items()},
+                    {what: _positive(what, us) * 1e-6 for what, us in told.get("asking_us", {}).items()})
 
 
 def _positive(name: str, value: float) -> float:

@@ -36,6 +36,7 @@ class Held:
         sharded: what data parallelism cuts.
         recompute: whether blocks run again in the backward.
         accumulates: whether gradients of several micro-batches are added up.
+        offloaded: whether moments are in the host's memory, but for two places of each shape.
     """
 
     parameters: float
@@ -53,28 +54,30 @@ class Held:
     sharded: Literal["none", "zero1", "fsdp"]
     recompute: bool
     accumulates: bool
+    offloaded: bool = False
 
 
 def moments(h: Held) -> dict[str, dict[str, float]]:
     """By moment: bytes by what they are for."""
-    b, whole = h.itemsize, MASTER * h.parameters
+    b, whole, cut = h.itemsize, MASTER * h.parameters, h.sharded != "none"
     waiting = min(1.0, h.layers) if h.recompute else h.waiting
-    state = {"parameters, float32": MASTER * h.own, "moments of AdamW": MOMENTS * h.own}
+    here = h.own if not h.offloaded else min(h.own, 2 * (h.block + h.ends / 2) * h.own / h.parameters)
+    state = {"parameters, float32": MASTER * h.own, "moments of AdamW": MOMENTS * here}
     saved = {"saved by blocks": waiting * h.saved, "results that they keep": h.kept,
              "inputs of recomputed blocks": h.recompute * h.waiting * h.inputs}
     # of micro-batches before: the sums, and what a call without reduction gives
     before = h.accumulates * (whole + (whole if h.sharded == "none" else MASTER * h.own))
     if h.sharded == "fsdp":
-        gathered, at_work, unit = b * h.ends, b * h.block, max(h.ends, h.block)
+        gathered, at_work = b * h.ends, b * h.block
     else:  # a copy in 16 bits of each block that waits; ZeRO-1 gathers all of them
         blocks = h.block * (min(1.0, h.layers) if h.recompute and h.sharded == "none" else h.layers)
-        gathered, at_work, unit = (b if b < 4 or h.sharded == "zero1" else 0) * (h.ends + blocks), 0.0, h.parameters
-    name = "gathered parameters" if h.sharded != "none" else "their copies in 16 bits"
-    first = MASTER * h.block * (2 if h.sharded == "fsdp" else 1) + b * h.ends / 2  # a block's, joined too; the head's
+        gathered, at_work = (b if b < 4 or h.sharded == "zero1" else 0) * (h.ends + blocks), 0.0
+    name = "gathered parameters" if cut else "their copies in 16 bits"
+    first = MASTER * h.block * (1 + cut) + b * h.ends / 2  # a block's, joined too if they are cut; the head's
     own = whole if h.sharded == "none" else MASTER * h.own
-    # what is cut, as it comes and joined, of FSDP also each unit's result beside what is given of it; else the embedding's
-    reduced = {"none": MASTER * h.ends / 2, "zero1": 2 * MASTER * unit, "fsdp": 2 * MASTER * unit + own}[h.sharded]
-    ends = before + own if h.sharded == "fsdp" else max(before, own)
+    # of the largest unit as they come and joined, and each unit's result beside what is given of it; else the embedding's
+    reduced = 2 * MASTER * max(h.ends, h.block) + own if cut else MASTER * h.ends / 2
+    ends = before + own if cut else max(before, own)
     return {
         # themselves and the exponentials, and of both the gradient
         "the loss": {**state, name: gathered, "gradients, float32": before, **saved,
