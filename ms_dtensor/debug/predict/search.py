@@ -91,9 +91,9 @@ def suggest(model: Transformer | Mapping[str, Any] | Any, world: int, hardware: 
     """
     sizes, machine = transformer(model), load_hardware(hardware)
     for name, value in (("world", world), ("batch", batch), ("seq", seq)):
-        if value < 1:
-            raise ConfigError(f"For 'suggest', {name} is {value}.", f"world = {world}, batch = {batch}, seq = {seq}",
-                              "Each is 1 or more.", f"{name}=1 or more")
+        if not _counts(value):
+            raise ConfigError(f"For 'suggest', {name} is {value!r}.", f"world = {world}, batch = {batch}, seq = {seq}",
+                              "Each is an integer, 1 or more.", f"{name}=1 or more")
     found = sorted((estimate(sizes, plan, machine, batch, seq, itemsize)
                     for plan in plans(sizes, world, machine, batch, seq)),
                    key=lambda e: (e.seconds, e.bytes, _simpler(e.plan)))
@@ -110,6 +110,10 @@ def suggest(model: Transformer | Mapping[str, Any] | Any, world: int, hardware: 
     return Suggestion(fit, too_large, len(found), machine, batch * seq)
 
 
+def _counts(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
 def transformer(model: Transformer | Mapping[str, Any] | Any) -> Transformer:
     """A model's sizes by the names that configurations have for them."""
     if isinstance(model, Transformer):
@@ -120,6 +124,11 @@ def transformer(model: Transformer | Mapping[str, Any] | Any) -> Transformer:
 
     told: dict[str, Any] = {size: next((value for name in names if (value := get(name)) is not None), None)
                             for size, names in NAMES.items()}
+    wrong = [f"{size} = {value!r}" for size, value in told.items()
+             if size != "tied" and value is not None and not _counts(value)]
+    if wrong:
+        raise ConfigError("For 'suggest', a size of the model is no size.", ", ".join(wrong),
+                          "Each is an integer, 1 or more.", "numbers as a configuration has them")
     told["kv_heads"] = told["kv_heads"] or told["heads"]
     if told["head_size"] is None and told["dim"] and told["heads"]:
         told["head_size"] = told["dim"] // told["heads"]
