@@ -36,7 +36,7 @@ from ..errors import ConfigError, DTensorError, LayoutError
 from ..internals.target import on_cpu
 from ..ops.local import Nothing
 from ..ops.local.dtypes import full, rounded, wider
-from ..ops.local.swiglu_cpu import SwigluRows
+from ..ops.local.swiglu_cpu import SwigluRows, beside
 from ..tensor.dtensor import DTensor
 from .experts_room import by_room, within
 from .experts_rows import added_at, rows_at, weighted
@@ -304,8 +304,9 @@ def _summed(x: Tensor, weights: Tensor, at: np.ndarray, sizes: np.ndarray, *ws: 
     """[n, d]: the weighted sum of each row's choices; `at` has their numbers, expert by expert."""
     tensors = [wider(t) for t in (x, weights, *ws)]
     if (dry := executing()) is not None:
-        hidden = len(at), ws[0].shape[1]
-        return rounded(dry.node("swiglu_rows", tensors, x.shape, 6 * math.prod(hidden) * x.shape[1], (hidden, hidden)), x)
+        (_, d), hidden = x.shape, (len(at), ws[0].shape[1])
+        own = (hidden, hidden), *beside(sizes, d, hidden[1])
+        return rounded(dry.node("swiglu_rows", tensors, x.shape, 6 * math.prod(hidden) * d, own), x)
     return rounded(SwigluRows.apply(sizes, at, *tensors), x)
 
 
