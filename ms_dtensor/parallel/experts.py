@@ -300,6 +300,8 @@ def _at_once(at: np.ndarray | Tensor, w1: Tensor) -> bool:
     return on_cpu() and len(at) > 0 and w1.shape[1] > 0
 
 
+@declared(("V", "V", "V", "V", "V", "->", "V"), ("V", "V", "R", "R", "R", "->", "V"), ("R", "R", "V", "V", "V", "->", "P"),
+          ("R", "*", "->", "R"), ("I", "*", "->", "I"))  # tokens and experts are cut, tokens alone, widths, or nothing
 def _summed(x: Tensor, weights: Tensor, at: np.ndarray, sizes: np.ndarray, *ws: Tensor) -> Tensor:
     """[n, d]: the weighted sum of each row's choices; `at` has their numbers, expert by expert."""
     tensors = [wider(t) for t in (x, weights, *ws)]
