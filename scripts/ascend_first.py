@@ -10,9 +10,11 @@ why not: the last part if not), `contract` (every collective, on 2 and on all ra
 attentions and experts against their CPU references, values and gradients), `context` (what a ring and lists of tokens
 need of the attention kernel and of HCCL, and no document says), `quickstart` and `fsdp` (losses against
 `quickstart_losses.json`, which `bf16_losses.py` wrote on a CPU), `step` and `fsdp_step` (the 1B configuration: memory and
-tokens/s), `collectives` (a table in the columns of hccl_test and nccl-tests), `host` (time per op), `memory` (is it given
-back), `twice` (the same bits), `profile` (three steps), `refusal` (HCCL's words) and `killed` (a rank that dies). After
-each, how many errors CANN logged (plog). A part that fails is written down, and the rest goes on. Exits with 1 if one did.
+tokens/s), `collectives` (a table in the columns of hccl_test and nccl-tests), `machine` (rates of products, memory and
+links and the host's time, into a file beside the report, of which `scripts/bench/mfu.py --machine FILE` makes its table),
+`host` (time per op), `memory` (is it given back), `twice` (the same bits), `profile` (three steps), `refusal` (HCCL's words)
+and `killed` (a rank that dies). After each, how many errors CANN logged (plog). A part that fails is written down, and the
+rest goes on. Exits with 1 if one did.
 """
 from __future__ import annotations
 
@@ -35,8 +37,8 @@ from scripts.ascend import node  # noqa: E402
 from tests.msrun import launch, report  # noqa: E402
 
 SECONDS = {"environment": 60, "device": 90, "contract": 120, "ops": 180, "context": 120, "quickstart": 150, "fsdp": 150,
-           "step": 240, "fsdp_step": 240, "collectives": 100, "host": 120, "memory": 60, "twice": 120, "profile": 300,
-           "refusal": 90, "killed": 150}
+           "step": 240, "fsdp_step": 240, "collectives": 100, "machine": 180, "host": 120, "memory": 60, "twice": 120,
+           "profile": 300, "refusal": 90, "killed": 150}
 REHEARSED = 5  # times as long may a part take where CPU kernels stand in
 OPS_BOUND = 2.0**-6  # of the largest element, in bfloat16: the kernels round at other places than the reference
 COLUMNS = ("collective", "data_size(Bytes)", "count", "type", "redop", "aveg_time(us)", "alg_bandwidth(GB/s)",
@@ -165,6 +167,27 @@ def ops_part(options, folder: Path) -> tuple[str, bool]:
     return "\n".join(lines), fine
 
 
+def machine_part(name: str, ranks: int, options, folder: Path) -> tuple[str, bool]:
+    """What `ranks.machine` measured, with what the host costs, in a file beside the report: all that mfu.py needs."""
+    import yaml
+
+    from ms_dtensor.debug.predict import load_hardware
+
+    text, fine = plain_part(name, ranks, options, folder)
+    if not fine:
+        return text, False
+    asked = subprocess.run([sys.executable, ROOT / "scripts/bench/mfu.py", "--host"], capture_output=True, text=True,
+                           timeout=SECONDS[name])
+    if asked.returncode:
+        return f"{text}\n{asked.stdout[-3000:]}{asked.stderr[-3000:]}", False
+    told = yaml.safe_load((folder / "machine.yaml").read_text())
+    told["asking_us"] = json.loads(asked.stdout.splitlines()[-1])
+    file = options.out.with_suffix(".machine.yaml")
+    file.write_text(yaml.safe_dump(told, sort_keys=False))
+    load_hardware(file)  # or it says what is not there
+    return f"{text}\n{file.read_text()}\npython scripts/bench/mfu.py --machine {file}", True
+
+
 def reference(file: Path) -> None:
     """`fused` by the library's CPU forms, which its tests prove."""
     import mindspore as ms
@@ -193,7 +216,7 @@ def main() -> int:
     if options.part:
         rank_side(options)
         return 0
-    out = options.out or Path(f"ascend_first_{platform.node()}_{time.strftime('%Y%m%d_%H%M%S')}.txt")
+    options.out = out = options.out or Path(f"ascend_first_{platform.node()}_{time.strftime('%Y%m%d_%H%M%S')}.txt")
     ranks = options.ranks or (2 if options.rehearse else min(8, max(1, len(node.devices()))))
     why = [] if options.rehearse else node.missing(package=node.mindspore_folder())
     if not options.rehearse and not why and ranks > len(node.devices()):
@@ -215,7 +238,8 @@ def main() -> int:
         *([] if options.rehearse else [("device", "device", node.plugin_loads)]),
         *(on(n, "contract") for n in sorted({min(2, ranks), ranks})),
         ("ops", "ops", lambda: ops_part(options, folder)), on(ranks, "context"),
-        *(on(ranks, name) for name in ("quickstart", "fsdp", "step", "fsdp_step", "collectives", "host")),
+        *(on(ranks, name) for name in ("quickstart", "fsdp", "step", "fsdp_step", "collectives")),
+        on(ranks, "machine", machine_part), on(ranks, "host"),
         on(1, "memory"), on(ranks, "twice"), *([] if options.rehearse else [on(ranks, "profile")]),
         *(on(ranks, name, ending_part) for name in ("refusal", "killed")),
     ]

@@ -11,6 +11,7 @@
 #
 # Several machines: the same command on each, with
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500     (NODE_RANK=1 on the second)
+# or, with as many as are there, and again without one that is lost: --nodes 2:4 --master_addr 10.0.0.1
 # PYTHON names the interpreter of an environment that has MindSpore and this package; otherwise .venv here is used or made.
 # The exit code is 0 if the run ended well; otherwise the traceback of the rank that failed first is shown.
 set -euo pipefail

@@ -39,7 +39,7 @@ def test_each_such_branch_has_a_test():
                 found += [(path.name, node.name) for call in ast.walk(node)
                           if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "ascend_kernels"]
     assert sorted(found) == [
-        ("adamw.py", "_step"),  # tests/zoo/test_optim.py: test_on_ascend_one_kernel_steps_the_master
+        ("adamw.py", "_step_on_device"),  # tests/zoo/test_optim.py: test_on_ascend_one_kernel_steps_the_master
         ("attention.py", "flash_attention"), ("fused_products.py", "all_gather_matmul"),
         ("fused_products.py", "matmul_reduce_scatter"), ("moe.py", "finalize_once"), ("moe.py", "gating_of_rows"),
         ("varlen.py", "fused"), ("varlen.py", "fused_grad")]

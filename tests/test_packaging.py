@@ -95,3 +95,10 @@ def test_readme_example_runs_on_four_ranks(tmp_path: Path) -> None:
     printed = (tmp_path / "log" / "worker_0.log").read_text("utf-8")
     assert "DTensor(f32[8@dp, 64], mesh=(dp=2, tp=2)" in printed
     assert "f32[8, 64@tp]" in printed
+
+
+def test_the_installed_package_says_that_it_is_typed(tmp_path):
+    """What a type checker then sees of it: `user_types.py`, which `python -m mypy` asks."""
+    done = subprocess.run([sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)], cwd=ROOT,
+                          capture_output=True, text=True, timeout=PATIENCE)
+    assert (tmp_path / "ms_dtensor" / "py.typed").is_file(), done.stderr

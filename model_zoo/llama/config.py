@@ -126,6 +126,8 @@ class OptimConfig:
     schedule: Literal["cosine", "constant"] = "cosine"
     min_lr_ratio: float = 0.1
     clip_norm: float = 1.0
+    offload: bool = False
+    """AdamW's moments lie in the host's memory, and come for each parameter's step; on Ascend."""
     qk_clip: float = 0.0
     """Heads whose largest attention logit was above this have their queries and keys made smaller after the step, to it;
     0: logits are not watched."""

@@ -17,6 +17,7 @@ from mindspore import Tensor, mint, nn, ops
 
 from ms_dtensor import moe
 from ms_dtensor.core.balance import Mask
+from ms_dtensor.dispatch.class_loss import row_losses
 from ms_dtensor.errors import OpRuleError
 from ms_dtensor.internals.names import Function, recording
 from ms_dtensor.ops.local import varlen_cpu
@@ -59,12 +60,11 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
-    """`mint.nn.functional.cross_entropy`, fifteen times as fast as `ops.cross_entropy`."""
-    labels = labels.reshape(-1, 1)
+    """`mint.nn.functional.cross_entropy`, several times as fast, and without a copy of the logits."""
     keep = labels != ignore_index
-    picked = ops.gather_elements(ops.log_softmax(logits, -1), 1, labels * keep.astype(labels.dtype))
+    losses = row_losses(logits, (labels * keep.astype(labels.dtype)).reshape(-1, 1))
     keep = keep.astype(logits.dtype)
-    return -(picked * keep).sum() / keep.sum()
+    return (losses * keep).sum() / keep.sum()
 
 
 @rounding_once

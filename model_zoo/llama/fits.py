@@ -55,7 +55,7 @@ def refuse_too_large(cfg: Config, world: int, limit: int, has: str, on_card: boo
         >>> refuse_too_large(cfg, 8, 58 << 30, "a 64 GB card has", True)
         Traceback (most recent call last):
             ...
-        ms_dtensor.errors.ConfigError: For 'train.py', a rank needs 165.3 GiB, and a 64 GB card has 58.0.
+        ms_dtensor.errors.ConfigError: For 'train.py', a rank needs 129.5 GiB, and a 64 GB card has 58.0.
         ...
     """
     rows = needed(cfg, on_card)

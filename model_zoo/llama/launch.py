@@ -7,7 +7,9 @@ On several machines the same command on each, with NNODES, NODE_RANK, MASTER_ADD
 options; `--workers` is the number of ranks on each. A wrong configuration, missing data, a folder that cannot be written and
 a port in use are refused before msrun starts. Shows rank 0's output as it comes. When a rank fails or is killed it prints
 the traceback of the rank that failed first, ends what is left of this run within seconds and exits non-zero. With
-`--max_restarts N` it then starts again, up to N times, from the latest checkpoint (see --checkpoint.interval). SIGTERM,
+`--max_restarts N` it then starts again, up to N times, from the latest checkpoint (see --checkpoint.interval). With
+`--nodes 2:4` in place of NNODES and NODE_RANK it starts with as many of two to four machines as are there, and again with
+those that are left when one is lost; one that comes (back) is part of the next start (`meeting.py`). SIGTERM,
 Ctrl-C, SIGHUP (a closed terminal) and SIGQUIT reach the ranks as SIGTERM: they may save and end by themselves; when it is
 killed itself they do so too. The second time all is ended at once. It ends only processes that it started: msrun's children,
 by id and start time.
@@ -18,6 +20,7 @@ import argparse
 import contextlib
 import ctypes
 import errno
+import hashlib
 import os
 import re
 import shutil
@@ -25,7 +28,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -34,11 +37,13 @@ import psutil
 if __package__ in (None, ""):  # run as a script: make the repository root importable, and not this folder
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+from model_zoo.llama.elastic import held, layouts_of, least_and_most
 from model_zoo.llama.hold import hold
+from model_zoo.llama.meeting import Meeting, address_towards
 from model_zoo.llama.nodes import ALONE, Nodes, free_port
 from model_zoo.llama.ranks import FAILED, LAUNCHER, NODE, this_process
 from ms_dtensor.core.files import new_folder, own_file
-from ms_dtensor.errors import ConfigError
+from ms_dtensor.errors import CommError, ConfigError
 from ms_dtensor.tools.screen import Screen
 
 HERE = Path(__file__).resolve().parent
@@ -81,8 +86,9 @@ class Run:
     """One launch; `wait` returns the exit code with nothing of it left alive."""
 
     def __init__(self, script: Path, workers: int, log_dir: Path, args: list[str], show: bool = True,
-                 nodes: Nodes = ALONE):
+                 nodes: Nodes = ALONE, others: Callable[[], str] = str):
         self.log_dir, self.show = log_dir, show
+        self.others = others  # says why they make this run end, or nothing
         self.workers = workers
         self.count = workers + (nodes.rank == 0)  # with the scheduler
         self.first = nodes.rank * workers  # of this machine's ranks; rank 0 alone has much to say
@@ -107,6 +113,7 @@ class Run:
                 self._look()
                 self._print_new()
                 self._look_for_killed()
+                self.killed = self.killed or ("" if self.asked else self.others())
                 if self.asked and not told:
                     told = True
                     say(f"{_name(self.asked)}: ranks end, and save first with checkpoint.on_sigterm; once more ends all now")
@@ -276,7 +283,8 @@ def main() -> int:
     several = int(env.get("NNODES", "1")) > 1 if env.get("NNODES", "1").isdigit() else True
     parser.add_argument("--workers", type=int, default=8, help="number of ranks on this machine; default: 8")
     parser.add_argument("--log-dir", type=Path, help="where the logs of all ranks go; default: logs/DATE in train.log_dir")
-    parser.add_argument("--max_restarts", type=int, default=0, help="start so many times again after a failure")
+    parser.add_argument("--max_restarts", type=int, help="start so many times again after a failure; default: 0, with "
+                        "--nodes 3, and then only those in a row count that made no checkpoint")
     parser.add_argument("--force", action="store_true", help="start what does not fit, by formula: check_memory false")
     parser.add_argument("--nnodes", type=int, default=env.get("NNODES", "1"), help="machines; default: $NNODES or 1")
     parser.add_argument("--node_rank", type=int, default=env.get("NODE_RANK", "0") if several else "0",
@@ -285,11 +293,21 @@ def main() -> int:
                         help="address of machine 0; default: $MASTER_ADDR")
     parser.add_argument("--master_port", type=int, default=env.get("MASTER_PORT") if several else None,
                         help="a port of machine 0; default: $MASTER_PORT, on one machine any that is free")
+    parser.add_argument("--nodes", type=least_and_most, metavar="MIN:MAX", help="machines, as many as are there: the same "
+                        "command on each, without a number; --master_addr names any of them, to tell which network it is")
+    parser.add_argument("--nodes_timeout", type=float, default=600.0, help="seconds that fewer than MIN are waited for; a "
+                        "tenth of it, more than MIN; default: 600")
     options, rest = parser.parse_known_args()
+    if options.nodes and options.nnodes > 1:
+        parser.error("--nodes counts machines itself: leave --nnodes and NNODES out")
+    if options.max_restarts is None:
+        options.max_restarts = 3 if options.nodes else 0
     rest += ["--train.check_memory", "false"] * options.force
     nodes = Nodes(options.nnodes, options.node_rank, options.master_addr, options.master_port)
     with contextlib.ExitStack() as keep:
         try:
+            if options.nodes:
+                return with_those_that_are_there(options, resumed(rest), keep)
             root = preflight(options, nodes, rest, keep)
         except ConfigError as error:
             print(f"launch.py: ConfigError: {error}", file=sys.stderr)
@@ -304,26 +322,105 @@ def attempts(options: argparse.Namespace, nodes: Nodes, rest: list[str], root: P
         on = f" on node {nodes.rank} of {nodes.count}" if nodes.count > 1 else ""
         print(f"starting {options.workers} ranks{on}; logs of all ranks in {log_dir}", flush=True)
         run = Run(HERE / "train.py", options.workers, log_dir, rest, nodes=nodes)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
-                signal.signal(number, run.ask_to_end)
+        on_signals(run.ask_to_end)
         code = run.wait()
         if not code:
             return 0
-        why = (after_signal(log_dir, run.asked) if run.asked else run.killed or first_failure(log_dir)).rstrip()
-        if shutil.disk_usage(log_dir).free < 1 << 16:  # then ranks could not say it
-            why = f"no space is left on the disk of '{log_dir}': make room, or --train.log_dir elsewhere\n{why}"
-        say(f"{why}\nlogs: {log_dir}")
-        if run.asked or re.match(r"(ConfigError|Diverged): ", why.partition("\n")[2]):  # it would happen again
+        why = why_it_ended(run)
+        if run.asked or again_in_vain(why):
             break
         rest = resumed(rest)
     return code
 
 
-def preflight(options: argparse.Namespace, nodes: Nodes, rest: list[str], keep: contextlib.ExitStack) -> Path | None:
+def on_signals(then: Callable[..., object]) -> None:
+    """Who asks a launcher to end."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, then)
+
+
+def why_it_ended(run: Run) -> str:
+    """The reason, which is said, too."""
+    why = (after_signal(run.log_dir, run.asked) if run.asked else run.killed or first_failure(run.log_dir)).rstrip()
+    if shutil.disk_usage(run.log_dir).free < 1 << 16:  # then ranks could not say it
+        why = f"no space is left on the disk of '{run.log_dir}': make room, or --train.log_dir elsewhere\n{why}"
+    say(f"{why}\nlogs: {run.log_dir}")
+    return why
+
+
+def again_in_vain(why: str) -> bool:
+    """Whether it would happen again."""
+    return bool(re.match(r"(ConfigError|Diverged): ", why.partition("\n")[2]))
+
+
+def with_those_that_are_there(options: argparse.Namespace, rest: list[str], keep: contextlib.ExitStack) -> int:
+    """Of `--nodes`: starts with the machines that meet, and again with those that are left; the exit code."""
+    from model_zoo.llama.config import checkpoint_folder
+    from model_zoo.llama.configio import dump, load
+    from ms_dtensor.checkpoint.folder import latest
+
+    layouts = layouts_of(rest, options.workers, options.nodes)
+    most = [*rest, *layouts[max(layouts)]]
+    root = preflight(options, Nodes(address=options.master_addr), most, None, options.workers * max(layouts))
+    if root is None:
+        return 0
+    cfg, _ = load(most, options.workers * max(layouts))
+    command = hashlib.sha256(repr((dump(cfg), options.workers, options.nodes)).encode()).hexdigest()
+    meeting = Meeting(Path(cfg.train.log_dir) / "machines", address_towards(options.master_addr), command, sorted(layouts),
+                      options.nodes_timeout)
+    on_signals(lambda number, _: sys.exit(128 + number))
+    state, failed, before = "left", 0, latest(checkpoint_folder(cfg))
+    try:
+        while True:
+            say(f"{meeting.name} at {meeting.address} waits for {' or '.join(map(str, layouts))} machines")
+            met = meeting.meet()
+            if met is None:
+                say("the others have ended the run")
+                return 0
+            number, nodes = met
+            with contextlib.ExitStack() as held_meanwhile:
+                if nodes.rank == 0:
+                    held(held_meanwhile, cfg)
+                log_dir = new_folder(root / f"round_{number}")
+                print(f"starting {options.workers} ranks as machine {nodes.rank} of {nodes.count}, start {number}; logs in "
+                      f"{log_dir}", flush=True)
+                run = Run(HERE / "train.py", options.workers, log_dir, [*rest, *layouts[nodes.count]], nodes=nodes,
+                          others=partial(meeting.lost, number))
+                on_signals(partial(leaving, meeting, run))
+                code = run.wait()
+                on_signals(lambda number, _: sys.exit(128 + number))
+            if run.asked:
+                if code:
+                    why_it_ended(run)
+                return code
+            if not code and not meeting.left(number):
+                state = "done"
+                return 0
+            why = why_it_ended(run) if code else "a machine was asked to leave, and all have saved"
+            meeting.say("failed", number, why)
+            now = latest(checkpoint_folder(cfg))
+            failed, before = (1 if now != before else failed + 1), now
+            if failed > options.max_restarts or again_in_vain(why):
+                return code
+    except CommError as error:
+        say(f"CommError: {error}")
+        return 1
+    finally:
+        meeting.leave(state)
+
+
+def leaving(meeting: Meeting, run: Run, *asked) -> None:
+    """A signal came: the others go on without this machine."""
+    meeting.say("leaving")
+    run.ask_to_end(*asked)
+
+
+def preflight(options: argparse.Namespace, nodes: Nodes, rest: list[str], keep: contextlib.ExitStack | None,
+              world: int | None = None) -> Path | None:
     """Where the logs go, after everything that one process can refuse; None if the configuration was only to be printed.
 
-    The run's folders are held until `keep` closes.
+    The run's folders are held until `keep` closes, if it is given.
     """
     from model_zoo.llama.fits import machine, refuse_too_large
     from model_zoo.llama.report import Writing, check_folder
@@ -336,13 +433,14 @@ def preflight(options: argparse.Namespace, nodes: Nodes, rest: list[str], keep: 
         raise ConfigError("For 'launch.py', --max_restarts is out of range.", f"--max_restarts {options.max_restarts}",
                           "It is 0 or more; a run starts once besides.", "--max_restarts 0")
     nodes.check()
-    holding = (lambda cfg: keep.enter_context(hold(cfg, launcher=True))) if nodes.rank == 0 else (lambda cfg: None)
-    cfg, resolved, show, *_ = prepare(rest, options.workers * nodes.count, holding)
+    world = world or options.workers * nodes.count
+    holding = (lambda cfg: keep.enter_context(hold(cfg, launcher=True))) if keep and nodes.rank == 0 else (lambda cfg: None)
+    cfg, resolved, show, *_ = prepare(rest, world, holding)
     if show:
         print(resolved, end="")
         return None
     if cfg.train.check_memory:
-        refuse_too_large(cfg, options.workers * nodes.count, *machine(options.workers))
+        refuse_too_large(cfg, world, *machine(options.workers))
     if not (Path(sys.executable).parent / "msrun").is_file():
         raise ConfigError("For 'launch.py', there is no msrun.", f"looked in {Path(sys.executable).parent}",
                           "MindSpore brings it.", "python -m ms_dtensor doctor  says what else is missing")

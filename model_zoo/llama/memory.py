@@ -4,7 +4,9 @@
     python -m model_zoo.llama.memory --config model_zoo/llama/configs/llama3_8b.yaml [--section.key value ...]
     python -m model_zoo.llama.memory --layouts model_zoo/llama/configs/llama3_8b.yaml
 
-The second form shows the layouts that the file's own table names, beside what the formula says of each.
+The second form shows the layouts that the file's own table names, beside what the formula says of each; `--write` for
+`--layouts` writes the table again. The formula is the library's (`ms_dtensor/debug/predict/peak.py`): `python -m ms_dtensor
+memory` has the same. Here are the sizes that it is given.
 
 Of a pipeline it is the rank that needs most; its stages and what they hold at once are those of the schedule. With experts
 cut over ranks each rank's are taken to be chosen equally often; with context parallelism a rank is taken to fetch all keys
@@ -33,6 +35,8 @@ from model_zoo.llama.flops import attention_weights
 from model_zoo.llama.kept import choose
 from model_zoo.llama.ranks import script
 from ms_dtensor.comm.buffers import communicator_bytes
+from ms_dtensor.core.files import replacing
+from ms_dtensor.debug.predict.peak import Held, peak
 from ms_dtensor.pipeline.builders import BUILDERS
 from ms_dtensor.pipeline.order import simulate
 from ms_dtensor.pipeline.split import balanced
@@ -217,41 +221,25 @@ def communicators(p: ParallelConfig) -> int:
 
 
 def per_rank(cfg: Config) -> dict[str, int]:
-    """Bytes by what they are for, at the step's peak: when the backward of the last block begins."""
+    """Bytes by what they are for, at the step's peak, of the rank that needs most."""
     return max((of_share(cfg, share) for share in shares(cfg)), key=lambda rows: sum(rows.values()))
 
 
 def of_share(cfg: Config, share: Share) -> dict[str, int]:
+    """Bytes by what they are for, of one stage's rank."""
     m, t, p, s = cfg.model, cfg.train, cfg.parallel, Sizes(cfg)
     wide = {"float32": 4, "bfloat16": 2}[t.dtype]
-    kept_blocks = min(1, share.layers) if t.recompute else share.blocks  # whose insides are there at a time
-    vocab = s._cut(m.vocab_size) if p.loss_parallel else m.vocab_size
-    cut = p.fsdp or p.zero1
     parameters, others = s.parameters(share), s.other_parameters(share)
-    own = s.own(share) if cut else parameters
-    largest = max(s.tokens * max(m.dim, 2 * s.ffn) * wide, s._cut(m.vocab_size) * m.dim * 4 * any(share.ends))
-    if cut:  # gathered: the model's own, the block at work, the next one, and what comes in from the others
-        blocks = s.block_parameters * (1 if p.fsdp else share.layers)  # that are gathered and reduced together
-        copies = wide * (others + 3 * blocks if p.fsdp else 2 * parameters)
-        # as they come and as they are sent; of the head until the embedding has its own
-        whole = 4 * (2 * blocks + others * (1 if p.fsdp else 2))
-        gradients = 4 * own + max(whole, 4 * parameters * (t.micro_batches > 1))  # added up before they are reduced
-    else:
-        copies = 0 if wide == 4 else wide * (others + kept_blocks * s.block_parameters)
-        gradients = 4 * parameters * (2 if t.micro_batches > 1 else 1)
-    return {
-        "parameters, float32": 4 * own,
-        "gathered parameters" if cut else "their copies in 16 bits": copies,
-        "gradients, float32": gradients,
-        "moments of AdamW": 8 * own,
-        "saved by blocks": kept_blocks * saved_by_block(cfg, wide),
-        "results that they keep": sum(choose(cfg).bytes.values()) if t.recompute else 0,
-        "inputs of recomputed blocks": share.blocks * s.own_tokens * m.dim * wide if t.recompute else 0,
-        # themselves and their gradient; relative to the row's greatest, their exponentials and the gradient of these
-        "logits and loss": share.heads * s.tokens * vocab * (2 * wide + 3 * 4),
-        "two cotangents or temporaries": 2 * largest,
-        "communication buffers": communicators(p) * communicator_bytes(),
-    }
+    vocab = s._cut(m.vocab_size) if p.loss_parallel else m.vocab_size
+    held = Held(
+        parameters, s.own(share) if p.fsdp or p.zero1 else parameters, others, s.block_parameters, share.layers,
+        share.blocks, saved_by_block(cfg, wide), s.own_tokens * m.dim * wide,
+        sum(choose(cfg).bytes.values()) if t.recompute else 0, share.heads * s.tokens * vocab,
+        s.tokens * max(m.dim, 2 * s.ffn) * wide, wide,
+        "fsdp" if p.fsdp else "zero1" if p.zero1 else "none", t.recompute, t.micro_batches > 1,
+        cfg.optim.offload)
+    rows = {what: int(size) for what, size in peak(held).items()}
+    return rows | {"communication buffers": communicators(p) * communicator_bytes()}
 
 
 def report(cfg: Config) -> str:
@@ -269,6 +257,16 @@ def documented(file: Path) -> Iterator[tuple[int, list[str], float]]:
         yield int(npus), [] if options == "as it stands" else options.split(), float(gib)
 
 
+def rewritten(file: Path) -> str:
+    """The file's text, with the formula's figures in its table."""
+    def again(row: re.Match) -> str:
+        options = [] if row[2] == "as it stands" else row[2].split()
+        total = sum(per_rank(load(["--config", str(file), *options], int(row[1]))[0]).values())
+        at = row.start(3) - row.start()
+        return f"{row[0][:at + len(row[3]) - 4]}{total / 2**30:4.1f}".rstrip()
+    return ROW.sub(again, file.read_text("utf-8"))
+
+
 def layouts(file: Path) -> str:
     """That table again: by the formula, and as the file says it."""
     lines = [f"{'NPUs':>6}  {'GiB':>6}  {'of':>4}  {'in file':>7}  options"]
@@ -280,7 +278,13 @@ def layouts(file: Path) -> str:
 
 def run(argv: list[str]) -> None:
     if {"-h", "--help"} & set(argv):
-        print(f"usage: memory.py {USAGE}\n       memory.py --layouts FILE.yaml ...\n\n{__doc__}")
+        print(f"usage: memory.py {USAGE}\n       memory.py --layouts FILE.yaml ...\n       memory.py --write "
+              f"FILE.yaml ...\n\n{__doc__}")
+    elif argv[:1] == ["--write"]:
+        for file in map(Path, argv[1:]):
+            text = rewritten(file)
+            with replacing(file) as new:
+                new.write(text.encode())
     elif argv[:1] == ["--layouts"]:
         print("\n".join(f"{file}\n{layouts(Path(file))}" for file in argv[1:]))
     else:

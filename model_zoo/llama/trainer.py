@@ -137,7 +137,7 @@ class Trainer:
         self.params = tuple(self.model.trainable_params() if self.stages is None else self.stages.params)
         o = cfg.optim
         # None: this rank's stages have no adapter
-        self.optimizer = AdamW(self.params, o.lr, o.betas, o.eps, o.weight_decay) if self.params else None
+        self.optimizer = AdamW(self.params, o.lr, o.betas, o.eps, o.weight_decay, offload=o.offload) if self.params else None
         self.schedule = schedule(o, cfg.train.steps)
         g = cfg.guard
         self.guard = Guard(g.nan, g.spike, g.on_spike, g.window, g.patience)
@@ -188,7 +188,7 @@ class Trainer:
         group, last, total = self.stages.group, self.stages.actions.owner[-1], None
         if self._loads:
             rows = sum(self._loads[1:], self._loads[0])
-            total = (rows.full_tensor() if isinstance(rows, DTensor) else rows).asnumpy()
+            total = self.read(rows.full_tensor() if isinstance(rows, DTensor) else rows)
         return group.broadcast_object(total, group.ranks[last])
 
     def parts(self, *batch: np.ndarray) -> Iterator[tuple[Tensor, ...]]:
@@ -218,8 +218,12 @@ class Trainer:
             loss, grads, loads = (one, mine, load) if loss is None else (
                 loss + one, tuple(map(add, grads, mine)), loads + load)
         if self.mixed:  # one all-reduce for all layers
-            self.loads = (loads.full_tensor() if isinstance(loads, DTensor) else loads).asnumpy()
+            self.loads = self.read(loads.full_tensor() if isinstance(loads, DTensor) else loads)
         return loss, grads
+
+    def read(self, x: Tensor) -> np.ndarray:
+        """The values of a plain tensor; a dry run, which has none, says others."""
+        return x.asnumpy()
 
     def _for_stages(self, ids: np.ndarray, labels: np.ndarray, *places: np.ndarray) -> tuple[Any, dict[str, Any]]:
         """A global batch as a schedule takes it: it cuts each rank's rows, so they lie in the order of `parts`.
@@ -262,7 +266,7 @@ class Trainer:
                  for i, layer in enumerate(model.layers) if here([layer]) and layer.mixed]
         for bias, row in moved:
             new = update_expert_bias(bias, Tensor(self.loads[row]), experts.bias_rate)
-            bias.set_data(Tensor((new.to_local() if isinstance(new, DTensor) else new).asnumpy()))
+            bias.set_data(Tensor(self.read(new.to_local() if isinstance(new, DTensor) else new)))
 
     def batch(self, step: int) -> tuple[np.ndarray, ...]:
         """Inputs and labels of the global batch of a step, and where documents count, each token's place in its own."""

@@ -24,6 +24,7 @@ import numpy as np
 from mindspore import Tensor, nn
 
 from ..comm.group import Group
+from ..comm.pretended import needs_data
 from ..core.files import make_folder
 from ..core.mesh import DeviceMesh
 from ..dispatch.replaced import current
@@ -82,6 +83,7 @@ def load_hf(module: nn.Cell | Sequence[PipelineStage], path: str | PathLike | We
         >>> net.weight.asnumpy().tolist()
         [[3.0, 4.0]]
     """
+    needs_data("load_hf")
     group = all_ranks()
 
     def opened() -> tuple[Weights, list[_Slot]]:
@@ -132,6 +134,7 @@ def save_hf(module: nn.Cell | Sequence[PipelineStage], path: str | PathLike,
         >>> sorted(os.listdir(folder)), sorted(Weights(folder).tensors)
         (['config.json', 'model.safetensors'], ['proj.bias', 'proj.weight'])
     """
+    needs_data("save_hf")
     group = all_ranks()
 
     def compared() -> tuple[Path, bytes | None, list[_Out]]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..comm.group import Group
+from ..comm.pretended import needs_data
 from ..core.mesh import DeviceMesh
 from ..errors import CheckpointError
 from .background import wait
@@ -85,6 +86,7 @@ def load(state: Any, path: str | os.PathLike, *, strict: bool = True, key_map: K
         >>> state["weight"].tolist(), state["step"], done.unused
         ([1.0, 1.0], 7, ('b',))
     """
+    needs_data("load")
     wait()
     group = all_ranks()
     folder, name = _place(group, path, over)

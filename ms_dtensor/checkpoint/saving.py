@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..comm.group import Group
+from ..comm.pretended import needs_data
 from ..core.mesh import DeviceMesh
 from ..core.version import __version__
 from ..errors import CheckpointError
@@ -73,6 +74,7 @@ def save(state: Any, path: str | os.PathLike, *, step: int | None = None, async_
         >>> md.checkpoint.load(state, root).step, state["epoch"], float(state["model"]["w"].sum())
         (100, 3, 8.0)
     """
+    needs_data("save")
     background.wait()
     group = all_ranks()
     step, keep_last, keep_every = (int(n) if isinstance(n, np.integer) else n for n in (step, keep_last, keep_every))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import mindspore as ms
 from mindspore import mint, ops
 
+from ..ops.local.loss import class_sums, row_max
 from .dispatcher import call
 from .labels import check_labels
 from .operands import dtype_name
@@ -32,6 +33,14 @@ def class_loss(who: str, logits, labels, ignore_index: int, reduction: str, labe
         return loss
     total = loss.sum()
     return total if reduction == "sum" else total / keep.sum()
+
+
+def row_losses(logits, target):
+    """The loss of each row of logits [..., classes], DTensors or plain tensors; `target` [..., 1] has classes, unchecked."""
+    if getattr(logits, "_layout", None) is not None:
+        return _losses(logits, target, 0.0)
+    sums = class_sums(logits, target, row_max(ops.stop_gradient(logits)), 0, logits.shape[-1], False)
+    return mint.log(sums[..., 0]) - sums[..., 1]
 
 
 def _losses(logits, target, label_smoothing):

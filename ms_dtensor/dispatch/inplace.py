@@ -18,6 +18,7 @@ import numpy as np
 from mindspore import Parameter, Tensor
 
 from ..comm.packing import write
+from ..comm.pretended import executing
 from ..errors import MixedOperandError, OpRuleError
 from ..internals.names import NoFallbackGuard
 from ..internals.target import cpu_kernels
@@ -89,7 +90,9 @@ def store(x, new, recording: bool, versioned: bool) -> None:
         local, given = Tensor._make_subclass(Tensor, new), isinstance(x, Parameter) or hasattr(x, "inited_param")
         if recording and given:  # as `assign` on one device: neither a leaf nor what requires no gradient takes history
             local = ms.ops.stop_gradient(local)
-        if x.__class__ is classes.UNSHARDED and not versioned:
+        if (dry := executing()) is not None:
+            dry.overwritten(x, local, recording and not given)
+        elif x.__class__ is classes.UNSHARDED and not versioned:
             memory, param = x._memo.lent
             memory.overwrite(param, local)
         elif recording and given and not versioned:

@@ -16,10 +16,14 @@ import numpy as np
 from mindspore import Tensor, ops
 from mindspore.ops.auto_generate import gen_ops_prim
 
-from ..internals.target import ascend_kernels, on_cpu
+from ..comm.pretended import executing
+from ..errors import ConfigError
+from ..internals.names import NoFallbackGuard
+from ..internals.target import ascend_kernels, on_cpu, target
 from ._storage import local_view
 from .arrays import chunks, opened, precision, values, write, zeros
 from .base import Optimizer, Params, Schedule
+from .offload import Swap, on_host
 
 _LARGE = 1 << 16  # elements: up to here a call of the fused kernel (300 us) costs more than NumPy's passes
 
@@ -35,6 +39,8 @@ class AdamW(Optimizer):
         eps: added to the root of the corrected second moment.
         weight_decay: each step multiplies parameters by 1 - lr * weight_decay.
         schedule: factor of the learning rate by step; see `cosine`.
+        offload: moments and masters lie in the host's memory, and come to the device for their parameter's step, while
+            others' are stepped; on Ascend. On a CPU they are there anyway.
 
     Moments are float32 (float64 for float64 parameters) and have the local shape of their parameter, and so have the float32
     master weights of parameters of 16 bits: a step moves the master and rounds it into the parameter. Where a parameter no
@@ -54,37 +60,64 @@ class AdamW(Optimizer):
     _BELOW = {"lr": math.inf, "betas": 1.0, "eps": math.inf, "weight_decay": math.inf}
 
     def __init__(self, params: Params, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-                 weight_decay: float = 1e-2, *, schedule: Schedule | None = None):
+                 weight_decay: float = 1e-2, *, schedule: Schedule | None = None, offload: bool = False):
+        self._away, self._swap = offload and not on_cpu(), None
+        if self._away and (target() != "Ascend" or executing() is not None):
+            raise ConfigError("For 'AdamW', 'offload' is for Ascend.", "a dry run" if executing() else target(),
+                              "Copies beside computation are documented for it alone, and a dry run does not see them.",
+                              "offload=False")
         self._fused, self._kernel = ops.Adam(), gen_ops_prim.AdamW()
         self._counted: Any = None  # steps before this one, and the same on the device
         super().__init__(params, schedule, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        if self._away:
+            with NoFallbackGuard():
+                for i, master in enumerate(self._masters):
+                    if master is not None:
+                        self._masters[i] = on_host(master.shape, master.dtype).copy_(master)
+                self._swap = Swap([state | ({} if master is None else {"master": master})
+                                   for state, master in zip(self._state, self._masters, strict=True)])
 
     def _new_state(self, i):
         shape, dtype = self.params[i]._shape, precision(self.params[i])
-        return {"exp_avg": zeros(shape, dtype), "exp_avg_sq": zeros(shape, dtype)}
+        make = on_host if self._away else zeros
+        return {"exp_avg": make(shape, dtype), "exp_avg_sq": make(shape, dtype)}
+
+    def _tensors(self, i):
+        if self._swap is not None:
+            self._swap.synchronize()
+        return super()._tensors(i)
 
     def _step(self, grads):
+        if self._swap is not None:
+            for i, state in self._swap.through([i for i in grads if math.prod(self.params[i]._shape)]):
+                self._step_on_device(i, grads[i], state["exp_avg"], state["exp_avg_sq"], state.get("master"))
+            return
         scalars: dict[tuple, tuple[Tensor, ...]] = {}  # of the fused kernel, made once for all of the same options
         for i, grad in grads.items():
             (b1, b2), eps, param = self._option(i, "betas"), self._option(i, "eps"), self.params[i]
             m, v = self._state[i]["exp_avg"], self._state[i]["exp_avg_sq"]
             if on_cpu() and m.size >= _LARGE and self._step_fused(i, grad, m, v, scalars):
                 continue
-            decay, size, root = self._factors(i, b1, b2)
+            if not on_cpu():
+                self._step_on_device(i, grad, m, v, self._masters[i])
+                continue
             with opened(param, self._masters[i]) as weight:
-                g = values(grad, precision(param))
-                if ascend_kernels():
-                    # one kernel; it counts steps from 0, as `mint.optim.AdamW` tells it
-                    self._kernel(weight, m, v, v, g, self._steps_before(), float(self._lr(i)), float(b1), float(b2),
-                                 float(self._option(i, "weight_decay")), float(eps), False, False)
-                    continue
-                if on_cpu():
-                    for arrays in chunks(weight, g, m, v):
-                        _step_host(arrays, (b1, b2), eps, (decay, size, root))
-                else:
-                    write(m, m * b1 + g * (1.0 - b1))
-                    write(v, v * b2 + g * g * (1.0 - b2))
-                    write(weight, weight * decay - m / (ops.sqrt(v) * root + eps) * size)
+                for arrays in chunks(weight, values(grad, precision(param)), m, v):
+                    _step_host(arrays, (b1, b2), eps, self._factors(i, b1, b2))
+
+    def _step_on_device(self, i: int, grad: Tensor, m: Tensor, v: Tensor, master: Tensor | None) -> None:
+        param, (b1, b2), eps = self.params[i], self._option(i, "betas"), self._option(i, "eps")
+        decay, size, root = self._factors(i, b1, b2)
+        with opened(param, master) as weight:
+            g = values(grad, precision(param))
+            if ascend_kernels():
+                # one kernel; it counts steps from 0, as `mint.optim.AdamW` tells it
+                self._kernel(weight, m, v, v, g, self._steps_before(), float(self._lr(i)), float(b1), float(b2),
+                             float(self._option(i, "weight_decay")), float(eps), False, False)
+                return
+            write(m, m * b1 + g * (1.0 - b1))
+            write(v, v * b2 + g * g * (1.0 - b2))
+            write(weight, weight * decay - m / (ops.sqrt(v) * root + eps) * size)
 
     def _steps_before(self) -> Tensor:
         """The steps before this one, on the device: a number that stays there, as each new one is copied from the host."""

@@ -34,7 +34,7 @@ from ..errors import ConfigError, LayoutError
 from ..internals.target import on_cpu
 from ..ops.local import Nothing
 from ..ops.local.dtypes import full, rounded, wider
-from ..ops.local.swiglu_cpu import SwigluRows
+from ..ops.local.swiglu_cpu import SwigluRows, beside
 from ..tensor.dtensor import DTensor
 from .experts_counts import Owners, counts_there, goes_to, known, no_such, on_host, unknown
 from .experts_room import by_room, within
@@ -317,12 +317,15 @@ def _at_once(at: np.ndarray | Tensor, w1: Tensor) -> bool:
     return on_cpu() and len(at) > 0 and w1.shape[1] > 0
 
 
+@declared(("V", "V", "V", "V", "V", "->", "V"), ("V", "V", "R", "R", "R", "->", "V"), ("R", "R", "V", "V", "V", "->", "P"),
+          ("R", "*", "->", "R"), ("I", "*", "->", "I"))  # tokens and experts are cut, tokens alone, widths, or nothing
 def _summed(x: Tensor, weights: Tensor, at: np.ndarray, sizes: np.ndarray, *ws: Tensor) -> Tensor:
     """[n, d]: the weighted sum of each row's choices; `at` has their numbers, expert by expert."""
     tensors = [wider(t) for t in (x, weights, *ws)]
     if (dry := executing()) is not None:
-        hidden = len(at), ws[0].shape[1]
-        return rounded(dry.node("swiglu_rows", tensors, x.shape, 6 * math.prod(hidden) * x.shape[1], (hidden, hidden)), x)
+        (_, d), hidden = x.shape, (len(at), ws[0].shape[1])
+        own = (hidden, hidden), *beside(sizes, d, hidden[1])
+        return rounded(dry.node("swiglu_rows", tensors, x.shape, 6 * math.prod(hidden) * d, own), x)
     return rounded(SwigluRows.apply(sizes, at, *tensors), x)
 
 

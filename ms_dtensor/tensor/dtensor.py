@@ -380,7 +380,8 @@ class DTensor(Measures, Tensor):
         return wrap(local_alias(self), self._layout)
 
     def __deepcopy__(self, memo):
-        return _unpickle(local_alias(self).asnumpy().copy(), *self._facts())
+        dry = executing()
+        return _unpickle(local_alias(self).asnumpy().copy(), *self._facts()) if dry is None else dry.copied(self)
 
     def __reduce_ex__(self, protocol):
         return _unpickle, (local_alias(self).asnumpy(), *self._facts())

@@ -16,6 +16,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
+from ..comm.pretended import executing
 from ..dispatch.dispatcher import call, write
 from ..dispatch.operands import replicate_constant
 from ..errors import OpRuleError
@@ -119,7 +120,8 @@ def _picked(item, what: str) -> list:
                               ("where(mask, x, other) or masked_fill(mask, value)",
                                "x[mask] = value, with one mask and a scalar",
                                "mask.redistribute(placements=[Replicate()] * mesh.ndim) first"))
-        mask = Tensor._make_subclass(Tensor, item).asnumpy()
+        dry = executing()
+        mask = Tensor._make_subclass(Tensor, item).asnumpy() if dry is None else dry.array(item, f"{what} of a mask")
     elif isinstance(item, list | np.ndarray):
         mask = np.asarray(item)
     else:

@@ -22,6 +22,8 @@ from typing import Any
 from .host import host_seconds
 
 PRODUCTS = ((2048, 1, 512), (2048, 64, 96), (384, 640, 512), (768, 640, 1536), (1024, 768, 3072))  # rows, inner, columns
+# of a device, in bfloat16: a block of the 8B and parts of it
+DEVICE_PRODUCTS = ((256, 256, 256), (1024, 1024, 1024), (4096, 4096, 1792), (8192, 4096, 4096), (8192, 4096, 14336))
 VECTORS = (1 << 12, 1 << 16, 1 << 20, 1 << 23)  # elements of float32
 REPEATS, MOST, ROUNDS = 12, 200, 3  # calls of a round at least and at most, rounds
 WHILE = 0.05  # seconds of a round, if that is not more than the most calls: some slices of the scheduler's
@@ -104,9 +106,13 @@ def measure_machine(device: str, agree: Callable[[float], float], group: Any) ->
 
     rates = {}
     forms = ops.MatMul(transpose_b=True), ops.MatMul(), ops.MatMul(transpose_a=True)  # of `nn.Dense`, there and back
-    for m, k, n in PRODUCTS:
+    dtype = ms.float32 if device == "cpu" else ms.bfloat16
+
+    def factors(*shapes: tuple[int, ...]) -> list[Tensor]:
+        return [x.astype(dtype) for x in many(*shapes)]
+    for m, k, n in PRODUCTS if device == "cpu" else DEVICE_PRODUCTS:
         shapes = (((m, k), (n, k)), ((m, n), (n, k)), ((m, n), (m, k)))
-        taken = [beyond(watch.of(form, partial(many, *both))) for form, both in zip(forms, shapes)]
+        taken = [beyond(watch.of(form, partial(factors, *both))) for form, both in zip(forms, shapes)]
         rates[2e-9 * m * k * n] = 6 * m * k * n / sum(taken)
     rows = {12e-6 * size: 12 * size / beyond(watch.of(mint.add, partial(many, (size,), (size,)))) for size in VECTORS}
     size = 1 << 20

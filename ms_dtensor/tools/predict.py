@@ -44,17 +44,33 @@ def sizes_of(told: dict[str, Any]) -> Transformer:
     experts = sizes.pop("experts", None)
     if isinstance(experts, dict):  # the recipe's section
         sizes |= {"experts": experts["count"], "per_token": experts["per_token"]}
+        sizes |= {"ffn_dim": experts["width"]} if experts.get("width") else {}
     return transformer(sizes)
 
 
 def plan_of(told: dict[str, Any]) -> dict[str, Any]:
     """What a recipe's sections `parallel` and `train` say of a run, by the names of this command's options."""
     parallel, train = told.get("parallel") or {}, told.get("train") or {}
-    out = {name: parallel[name] for name in ("dp", "cp", "tp", "pp", "ep") if name in parallel}
+    out = {name: parallel[name] for name in ("dp", "cp", "tp", "pp", "ep", "hsdp") if name in parallel}
     out |= {name: train[name] for name in ("batch", "seq", "micro_batches") if name in train}
+    if "model" in told:
+        out["sequence_parallel"] = bool(parallel.get("sequence_parallel"))
     sharded = next((way for way in ("fsdp", "zero1") if parallel.get(way)), "none")
     return out | {"sharded": sharded, "recompute": "full" if train.get("recompute") else "none",
                   "itemsize": 4 if train.get("dtype", "float32") == "float32" and "model" in told else 2}
+
+
+def not_told(told: dict[str, Any]) -> list[str]:
+    """Keys of a recipe that change what a rank needs, and that `Plan` and `Transformer` have no word for."""
+    usual: dict[str, dict[str, Any]] = {
+        "parallel": {"ulysses": 1, "pp_schedule": "1f1b", "pp_split": None, "loss_parallel": True, "expert_tp": True,
+                     "cp_algorithm": "gather"},
+        "train": {"recompute_gib": 0}, "model": {"latent": None}}
+    out = [f"{section}.{key}" for section, keys in usual.items() for key, value in keys.items()
+           if (told.get(section) or {}).get(key, value) != value]
+    experts = (told.get("model") or {}).get("experts") or {}
+    out += [f"model.experts.{key}" for key in ("shared", "dense_layers") if isinstance(experts, dict) and experts.get(key)]
+    return out + ["lora"] * bool(told.get("lora"))
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
@@ -95,7 +111,7 @@ def needed(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m ms_dtensor memory", description="What a rank of one plan needs, by "
                                      "formula, beside what the device has, and the quickest plan that fits if it does not.")
     add_run(parser)
-    for axis in ("dp", "cp", "tp", "pp", "ep"):
+    for axis in ("dp", "cp", "tp", "pp", "ep", "hsdp"):
         parser.add_argument(f"--{axis}", type=int, default=1)
     parser.add_argument("--micro_batches", type=int, default=1)
     parser.add_argument("--recompute", choices=("none", "full"), default="none")
@@ -103,10 +119,10 @@ def needed(arguments: Sequence[str]) -> int:
     args, model = parsed(parser, arguments)
     machine = load_hardware(args.hardware)
     one, nearest = judged(model, args, machine)
-    fits = one.bytes <= machine.capacity
+    fits, lacking = one.bytes <= machine.capacity, not_told(read(args.config))
     if args.json:
         print(json.dumps({**told(one), "fits": fits, "capacity_gib": machine.capacity / GIB,
-                          "instead": told(nearest) if nearest else None}, indent=1))
+                          "instead": told(nearest) if nearest else None, "not_counted": lacking}, indent=1))
         return 0 if fits else 1
     for name, size in one.memory.items():
         print(f"{name:<28}{size / GIB:9.1f} GiB")
@@ -116,14 +132,18 @@ def needed(arguments: Sequence[str]) -> int:
               f"{keys(nearest.plan)}")
     elif not fits:
         print(f"no plan of up to {MORE * one.plan.world} ranks fits")
+    if lacking:
+        print(f"not counted here: {', '.join(lacking)}; the recipe's own command counts them, with the same formula: "
+              f"python -m model_zoo.llama.memory --config {args.config}")
     print(f"by formula, not measured; kernels' workspace is not in it. {machine.name}: {machine.source}")
     return 0 if fits else 1
 
 
 def judged(model: Transformer, args: argparse.Namespace, machine: Hardware) -> tuple[Estimate, Estimate | None]:
     """What the plan of these options needs; and if it does not fit, the quickest of as many ranks, or of the next more."""
-    plan = Plan(args.dp, args.cp, args.tp, args.pp, args.ep, args.micro_batches, 1, args.tp > 1, args.recompute,
-                args.sharded)
+    plan = Plan(args.dp, args.cp, args.tp, args.pp, args.ep, args.micro_batches, 1,
+                args.tp > 1 and getattr(args, "sequence_parallel", True), args.recompute, args.sharded,
+                args.hsdp)
     if args.batch % (plan.dp * plan.micro_batches):
         raise ConfigError("For 'memory', the batch cannot be cut.", f"--batch {args.batch} over dp = {plan.dp} ranks and "
                           f"{plan.micro_batches} micro-batches", "Each rank has equally many sequences in a micro-batch.",
@@ -144,7 +164,7 @@ def run_of(config: Path) -> tuple[argparse.Namespace, Transformer]:
         ConfigError: it says no batch and no seq, or no model.
     """
     told = read(config)
-    plan = {**dict.fromkeys(("dp", "cp", "tp", "pp", "ep", "micro_batches"), 1), **plan_of(told)}
+    plan = {**dict.fromkeys(("dp", "cp", "tp", "pp", "ep", "hsdp", "micro_batches"), 1), **plan_of(told)}
     if not {"batch", "seq"} <= plan.keys():
         raise ConfigError(f"For '{config}', no run is described.", f"its sections: {', '.join(told)}"[:200],
                           "A recipe's YAML says its batch and seq in the section `train`.",

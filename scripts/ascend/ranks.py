@@ -216,6 +216,26 @@ def fsdp_step(world, options) -> dict:
     return trained(world, recipe(world, options, one_billion(options), True), 2 if options.rehearse else 6)
 
 
+def machine(world, options) -> dict:
+    """The machine's own file: `machine.yaml` in the folder."""
+    import yaml
+
+    from ms_dtensor import comm
+    from ms_dtensor.tools import host
+    from ms_dtensor.tools import machine as measured
+
+    group = comm.group(range(world.size))
+    if options.rehearse:  # kernels are a CPU's; sizes that take milliseconds
+        measured.PRODUCTS, measured.VECTORS, measured.REPEATS = ((8, 8, 8), (64, 64, 64)), (64, 4096), 3
+        measured.LARGE, host.JUNK, host.CHAIN, host.ROUNDS = 1 << 16, 1 << 10, 3, 2
+    told = measured.measure_machine("cpu" if options.rehearse else options.kind,
+                                    lambda mine: max(group.all_gather_object(mine)), group)
+    told["memory"]["communicator_mib"] = 400
+    if world.rank == 0:
+        (options.folder / "machine.yaml").write_text(yaml.safe_dump(told, sort_keys=False))
+    return {"source": told["source"]}
+
+
 def _calls(group, n: int, rank: int, count: int) -> dict[str, tuple]:
     """Name -> (call, its right answer, reduction, bus over algorithm bandwidth)."""
     from mindspore import Tensor

@@ -183,9 +183,10 @@ class Team:
 
     def __init__(self, kind: str, size: int, script: str = __file__):
         address = f"bench{os.getpid()}x{random.randrange(1 << 30)}"
-        env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=path)
         self.ranks = [subprocess.Popen([sys.executable, script, "--worker", kind, str(r), str(size), address], env=env,
-                                       stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+                                       stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
                       for r in range(size)]
         for p in self.ranks:
             self._answer(p, "ready")

@@ -5,9 +5,10 @@
 
 Nothing is measured on a device. A layer's time there is that of four layers less that of two, of the recipe's own step in a
 dry run, priced by the machine's file, which says where its figures are from; one of measured figures is written by
-`python -m ms_dtensor calibrate --hardware FILE`. The host's time is what is counted in the same runs, operations and
-collectives, forward and backward, times what one costs the processor here, measured, and as operations the copies by which
-`fully_shard` packs a layer; `slower`: the same on a core so many times slower. A step takes the longer of the two. Not in
+`scripts/ascend_first.sh` on a node, and is the only input then: `--machine FILE`. The host's time is what is counted in the
+same runs, operations and collectives, forward and backward, times what one costs the processor by that file, or where it
+does not say, measured here (`--host` prints it, for the file), and as operations the copies by which `fully_shard` packs a
+layer; `slower`: the same on a core so many times slower. A step takes the longer of the two. Not in
 it: that these copies move what is gathered and reduced through the device's memory once more.
 """
 from __future__ import annotations
@@ -44,9 +45,11 @@ ROWS = {"tp8": (8, ["--parallel.dp", "1", "--train.batch", "1", *TP8]),
         "tp8, in 8 pieces": (8, ["--parallel.dp", "1", "--train.batch", "1", "--parallel.tp_overlap", "8", *TP8]),
         "fsdp8, recomputed": (8, [*FSDP, "--train.recompute", "true"]),
         "fsdp8, recomputed but for 5 GiB": (8, [*FSDP, "--train.recompute", "true", "--train.recompute_gib", "5"]),
+        "zero1 on 8, recomputed": (8, [*FSDP, "--parallel.fsdp", "false", "--parallel.zero1", "true", "--train.recompute",
+                                       "true"]),
         "fsdp8": (8, [*FSDP, "--train.recompute", "false"]),
         "tp8 x fsdp64": (512, ["--parallel.dp", "64", "--parallel.fsdp", "true", "--train.batch", "64", *TP8])}
-PACKED = 41  # copies a layer and step, of any number of ranks: `tests/test_device_branch.py` counts them
+GATHERED, REDUCED = 11, 19  # copies a layer, of any number of ranks: `tests/test_device_branch.py` counts them
 
 
 def host() -> dict[str, float]:
@@ -84,11 +87,14 @@ def chain(x, n: int, step):
 
 
 class Counted(NamedTuple):
-    """What dry runs say of a layout: seconds of a layer, those in which it waits, of all else; and how much it asks for."""
+    """What dry runs say of a layout: seconds of a layer, of what it sends, those in which it waits, of all else; and how
+    much it asks for.
+    """
 
     cfg: Config
     world: int
     layer: float
+    sent: float
     still: float
     rest: float
     ops: float
@@ -106,19 +112,22 @@ def counted(config: Path, name: str, machine: Hardware) -> Counted:
             fewer = replace(cfg, model=replace(cfg.model, n_layers=layers), train=replace(cfg.train, recompute_gib=kept))
             run = dry_step(fewer, world, device="Ascend")
         line, moves = timeline(run.events, machine), sum(e.is_move for e in run.events)
-        steps.append((line.seconds, sum(line.waits.values()), len(run.events) - moves, moves))
-    layer, still, ops, moves = ((more - few) / 2 for few, more in zip(*steps))
-    return Counted(cfg, world, layer, max(0.0, still), steps[0][0] - 2 * layer, ops, moves)
+        sent = sum(end - begin for e, begin, end in zip(run.events, line.begin, line.end) if e.is_move)
+        steps.append((line.seconds, sent, sum(line.waits.values()), len(run.events) - moves, moves))
+    layer, sent, still, ops, moves = ((more - few) / 2 for few, more in zip(*steps))
+    return Counted(cfg, world, layer, sent, max(0.0, still), steps[0][0] - 2 * layer, ops, moves)
 
 
 def row(name: str, of: Counted, machine: Hardware, costs: dict[str, float], slower: float) -> dict:
     """A layout's line of the table."""
     cfg, needed = of.cfg, sum(per_rank(of.cfg).values())
-    packed = PACKED if cfg.parallel.fsdp else 0
+    p = cfg.parallel
+    packed = REDUCED + GATHERED * (1 + p.fsdp) if p.fsdp or p.zero1 else 0
     asked = ((of.ops + packed) * costs["op"] + of.moves * costs["collective"]) * 1e-6
     tokens = cfg.train.batch * cfg.train.seq / of.world
     made = {"layout": name, "operations a layer": of.ops + packed, "collectives a layer": of.moves,
             "device ms a layer": round(1e3 * of.layer, 1), "exposed ms": round(1e3 * of.still, 1),
+            "hidden": round(1 - of.still / of.sent, 3),
             "GiB": round(needed / 2**30, 1), "fits": needed <= machine.capacity}
     for which, factor in (("here", 1.0), ("slower", slower)):
         step = of.rest + cfg.model.n_layers * max(of.layer, asked * factor)
@@ -133,10 +142,15 @@ def main() -> None:
     parser.add_argument("--machine", default="910b")
     parser.add_argument("--slower", type=float, default=2.2)
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--host", action="store_true", help="measures only what the host is asked")
     args = parser.parse_args()
     ms.set_device("CPU")
     ms.runtime.launch_blocking()
-    costs, machine = host(), load_hardware(args.machine)
+    if args.host:
+        print(json.dumps(host()))
+        return
+    machine = load_hardware(args.machine)
+    costs = {what: 1e6 * seconds for what, seconds in machine.asking.items()} or host()
     print(json.dumps({"source": machine.source, "host us": {k: round(v, 1) for k, v in costs.items()}, "slower": args.slower,
                       "rows": [row(name, counted(args.config, name, machine), machine, costs, args.slower)
                                for name in args.rows]}, indent=1))

@@ -123,7 +123,7 @@ def experts_beside_it_and_over_its_ranks(world):
             ("dropless", ParallelConfig(cp=2, tp=2, ep=2, sequence_parallel=True, fsdp=True, **whole), {}),
             ("capacity", ParallelConfig(cp=2, tp=2, **whole), {}),
             ("dropless", ParallelConfig(dp=2, cp=2, zero1=True, ep=2, cp_algorithm="ring", **whole), {}),
-            ("capacity", ParallelConfig(dp=2, cp=2, fsdp=True, **whole), {"recompute": True})), 4):
+            ("capacity", ParallelConfig(dp=2, cp=2, fsdp=True, **whole), {"recompute": True})), 8, 4):
         same(parallel, experts=MIXTURES[name], **how)
 
 
@@ -199,7 +199,8 @@ def a_model_that_trains_on_lists_continues_texts(world):
             out = generate(trainer.model, cfg.model, mesh, prompt, 6)
         return out, [e for e in events if set(e.axes) & {"cp", "ulysses"}]
     want, _ = told(None)
-    for parallel in (ParallelConfig(tp=2, cp=2), ParallelConfig(dp=2, cp=2, fsdp=True), ParallelConfig(cp=4, ulysses=2)):
+    for parallel in sampled((ParallelConfig(tp=2, cp=2), ParallelConfig(dp=2, cp=2, fsdp=True),
+                             ParallelConfig(cp=4, ulysses=2)), 2):
         got, sent = told(parallel)
         assert np.array_equal(got, want), parallel
         assert not sent or parallel.fsdp, sent

@@ -2,7 +2,9 @@
 """A dry run communicates what the same program communicates with kernels; its other figures follow from formulas."""
 from __future__ import annotations
 
+import copy
 import sys
+import threading
 from contextlib import nullcontext
 from functools import partial
 from math import prod
@@ -15,6 +17,7 @@ from mindspore import Tensor, mint, nn, ops
 import ms_dtensor as md
 from ms_dtensor import comm
 from ms_dtensor.debug import CommDebugMode, dry_run
+from ms_dtensor.debug.dryrun.pool import Pool
 from ms_dtensor.errors import ConfigError, OpRuleError
 from tests.debug import dry_programs as programs
 
@@ -255,8 +258,16 @@ def test_plain_tensors_without_data_are_not_asked_for_values():
             pass
 
 
+def _totals(changes):
+    total = 0
+    for change in changes:
+        total += change.bytes
+        yield change.at, total
+
+
 def test_experts_of_a_host_are_one_node():
-    """As with kernels: products there and back, and beside its operands two hidden rows of each choice are kept."""
+    """As with kernels: products there and back; two hidden rows of each choice are kept beside its operands, and memory for
+    the expert that has most is there while a backward runs."""
     rows, k, d, f = 16, 2, 8, 12
     with dry_run(world=1, device="CPU", values={"experts": 4}) as run:
         mesh = md.init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
@@ -271,6 +282,11 @@ def test_experts_of_a_host_are_one_node():
             held.append(run.memory().end["activations"] - before)
             return y.sum()
         _, grads = md.value_and_grad(loss, (0, 1, 2, 3, 4))(x, weights, *ws)
+    at = next(i for i, e in enumerate(run.events) if e.op == "swiglu_rows" and e.phase == "backward") + 1
+    held_at = {n: sum(kinds.values()) for n, kinds in run.memory().over_time()}
+    scratch, given = 4 * (rows * k // 4) * (3 * d + 4 * f), 4 * (rows * d + rows * k + 12 * f * d)
+    most = max(now for n, now in _totals(run.memory().changes) if n == at)
+    assert most - held_at[at - 1] == scratch + given
     found = [(e.phase, e.flops) for e in run.events if e.op == "swiglu_rows"]
     assert found == [("forward", 6 * rows * k * d * f), ("backward", 12 * rows * k * d * f)]
     assert held == [4 * (rows * d + 2 * rows * k * f)]
@@ -313,3 +329,79 @@ def test_methods_of_tensors_are_mindspores_again_behind_a_dry_run():
         assert ms.Tensor.item is not before[0]
         raise KeyError
     assert [getattr(ms.Tensor, name) for name in names] == before
+
+
+def test_what_has_no_data_is_neither_read_nor_written(tmp_path):
+    """Each of these gave zeros, wrote them, or wrote where there is no memory."""
+    with dry_run(world=4, device="CPU"):
+        mesh = md.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+        net = md.parallelize_module(mint.nn.Linear(64, 256), mesh, md.ColwiseParallel(use_local_output=False))
+        x = md.zeros(8, 64, device_mesh=mesh, placements=[md.Shard(0)])
+        _, grads = ms.value_and_grad(lambda x: net(x).sum(), None, net.trainable_params())(x)
+        whole = x.full_tensor()
+        alike = md.zeros(8, 64, device_mesh=mesh)
+        for asks, said in ((lambda: whole.asnumpy(), "'asnumpy' at .*test_dry_run.py"),
+                           (lambda: np.asarray(whole), "'__array__' at .*test_dry_run.py"),
+                           (lambda: alike[alike > 0], "of a mask' at .*test_dry_run.py"),
+                           (lambda: nn.Adam(net.trainable_params())(grads), "MindSpore's Adam is not known"),
+                           (lambda: md.checkpoint.save({"net": net}, tmp_path / "ours"), "'save', a dry run is under way"),
+                           (lambda: md.checkpoint.load({"net": net}, tmp_path / "ours"), "'load', a dry run is under way"),
+                           (lambda: ms.save_checkpoint(net, str(tmp_path / "theirs.ckpt")), "'save_checkpoint', a dry run")):
+            with pytest.raises(OpRuleError, match=said):
+                asks()
+    assert not list(tmp_path.iterdir())
+
+
+def test_writes_take_no_memory_and_copies_count():
+    with dry_run(world=4, device="CPU") as run:
+        mesh = md.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+        net = md.parallelize_module(mint.nn.Linear(64, 256, bias=False), mesh, md.ColwiseParallel())
+        p, z = net.weight, md.zeros(256, 64, device_mesh=mesh, placements=[md.Shard(0)])
+        run.forget()
+        before = run.memory().end
+        p.copy_(z)
+        ms.ops.assign(p, z)
+        p[0] = 1.0
+        p.add_(1.0)
+        assert run.memory().end == before and not any(Tensor.stride(p))
+        copied = copy.deepcopy(net)
+        assert not any(Tensor.stride(copied.weight)) and copied.weight.placements == p.placements
+        assert run.memory().end["parameters"] == 2 * before["parameters"]
+
+
+def test_one_at_a_time_told_by_name_and_what_is_plain_is_said():
+    said = []
+
+    def other():
+        try:
+            with dry_run(world=2, device="CPU"):
+                pass
+        except ConfigError as error:
+            said.append(str(error))
+    with dry_run(world=2, device="CPU"):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert "another one is under way" in said[0]
+    with dry_run(world=2, device="CPU") as run:
+        mint.matmul(Tensor(np.ones((2, 2), np.float32)), Tensor(np.ones((2, 2), np.float32)))
+    assert run.flops() == 0 and "not counted" in run.assumed["plain tensors"]
+    for wrong in ({"values": [1]}, {"messages": "x"}):
+        with pytest.raises(ConfigError, match="has a name"), dry_run(world=2, **wrong):
+            pass
+
+
+def test_pages_of_a_pool_have_gaps_and_do_not_come_back():
+    """Pieces that are given back leave gaps, which serve what fits; the longest free of one size is the first to be used."""
+    pool = Pool()
+    first = [pool.take(n) for n in (4096, 512, 4096, 512, 8192, 512)]
+    for at in (first[2], first[0]):
+        pool.give(at)
+    assert pool.take(4000) == first[2] and pool.take(8) == first[0], "of two gaps the older; then a part of the other"
+    pool.give(first[4])
+    most = pool.most
+    assert pool.take(12000) == most and pool.most == most + 12288, "no gap is large enough"
+    big = pool.take(3 << 30)
+    assert pool.most == most + 12288 + (3 << 30)
+    pool.give(big)
+    assert pool.most == most + 12288 + (3 << 30)

@@ -84,7 +84,7 @@ def one_program(mesh, seed: int, run=by_blocks) -> bool:
 def random_programs_have_the_same_bits(world):
     faults: list[str] = []
     ran = []
-    for seed in sampled(range(PROGRAMS), 8):
+    for seed in sampled(range(PROGRAMS), 16):
         collected(faults, f"program {seed}", lambda seed=seed: ran.append(one_program(data_mesh(world), seed)))
     none_of(faults)
     assert sum(ran) > len(ran) // 2
@@ -94,7 +94,7 @@ def random_programs_have_the_same_bits(world):
 def random_programs_by_tensors_methods_have_the_same_bits(world):
     faults: list[str] = []
     ran = []
-    for seed in sampled(range(PROGRAMS), 8):
+    for seed in sampled(range(PROGRAMS), 16):
         collected(faults, f"program {seed}",
                   lambda seed=seed: ran.append(one_program(data_mesh(world), seed, by_methods)))
     none_of(faults)
@@ -108,7 +108,7 @@ def a_loop_by_tensors_methods_is_that_of_value_and_grad(world):
     makers = {"ours": lambda params: md.optim.AdamW(params, lr=0.05),
               "mint": lambda params: mint.optim.SGD(params, lr=0.05)}  # its AdamW's fused kernel refuses DTensors
     for way, wrap in {**WAYS, "styles": styled}.items():
-        for kind in makers if way in ("fully_shard", "styles") else ("ours",):
+        for kind in sampled(makers, 2, way == "styles") if way in ("fully_shard", "styles") else ("ours",):
             def steps(wrap=wrap, make=makers[kind]):
                 nets = [filled(Net()) for _ in range(2)]
                 for net in nets:

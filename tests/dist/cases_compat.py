@@ -39,7 +39,7 @@ from ms_dtensor.compat.hyper_parallel import (
     shard_module,
     unregister,
 )
-from ms_dtensor.errors import ConfigError, LayoutError, MeshError
+from ms_dtensor.errors import ConfigError, LayoutError, MeshError, MixedOperandError
 from tests.cases import case
 from tests.dist.support import counted, data, equal, refusal, same_on_all_ranks
 
@@ -431,6 +431,31 @@ def a_piece_is_loaded_as_its_ranks_shard_by_programs_for_hyper_parallel_alone(wo
     assert not count and "same shape" in text, (count, text)
     for name, p in net.parameters_and_names():
         equal(p, Tensor(whole[name]), name, 0)
+
+
+@case(world_size=4)
+def a_counter_is_each_ranks_own_in_programs_for_hyper_parallel_alone(world):
+    """MindFormers' layers add their own tokens to a replicated parameter without a gradient, and sum over ranks later."""
+    mesh, own = mesh_2d(), Tensor([world.rank + 1.0, 2.0])
+
+    def made(placements, **kwargs):
+        return Parameter(distribute_tensor(Tensor(np.ones(2, np.float32)), mesh, placements), name="count", **kwargs)
+    count, refused = made((R, R), requires_grad=False), (made((R, R)), made((R, S(0)), requires_grad=False))
+    texts = [refusal(lambda: count.add_(own), MixedOperandError)]
+    register()
+    try:
+        with counted() as seen:
+            count.add_(own)
+            count.add_(Tensor([1, 0], ms.int32))
+        texts += [refusal(lambda x=x: x.add_(own), MixedOperandError) for x in refused]
+        count.add_(count)
+    finally:
+        unregister()
+    texts.append(refusal(lambda: count.add_(own), MixedOperandError))
+    assert not seen and count.to_local().asnumpy().tolist() == [2 * (world.rank + 3), 6], (seen, count.to_local())
+    for text in texts:
+        assert "meets a DTensor" in text and "fix:" in text, text
+        same_on_all_ranks(world, text)
 
 
 @case(world_size=4)

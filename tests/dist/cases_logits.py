@@ -10,6 +10,7 @@ from model_zoo.llama.config import ParallelConfig
 from model_zoo.llama.parallelize import make_mesh
 from tests.cases import case
 from tests.dist.support import equal, same_on_all_ranks
+from tests.tiers import sampled
 from tests.zoo.test_llama_logits import CFG, made
 
 LAYOUTS = {"dp x tp": ParallelConfig(2, 2), "sequence parallel, fsdp": ParallelConfig(2, 2, sequence_parallel=True, fsdp=True)}
@@ -19,7 +20,7 @@ LAYOUTS = {"dp x tp": ParallelConfig(2, 2), "sequence parallel, fsdp": ParallelC
 def logits_are_clipped_as_on_one_device(world):
     plain = made(CFG)
     wanted = [plain.step(i) for i in range(3)]
-    for name, parallel in LAYOUTS.items():
+    for name, parallel in sampled(LAYOUTS.items(), 2, 1):
         trainer = made(replace(CFG, parallel=parallel), make_mesh("cpu", parallel))
         for i, want in enumerate(wanted):
             got = trainer.step(i)

@@ -51,8 +51,8 @@ def reference(x: np.ndarray, y: np.ndarray, reduction: str, smoothing: float, ig
 def the_function_equals_the_definition(world):
     mesh = mesh_2d()
     x = data(6, 6, 11) * 3
-    for placements, reduction, smoothing in itertools.product(
-            ((R, S(1)), (S(0), S(1)), (S(1), S(0)), (S(1), S(1)), (S(0), R)), ("mean", "sum", "none"), (0.0, 0.1)):
+    for placements, reduction, smoothing in sampled(itertools.product(
+            ((R, S(1)), (S(0), S(1)), (S(1), S(0)), (S(1), S(1)), (S(0), R)), ("mean", "sum", "none"), (0.0, 0.1)), 7):
         want = reference(x.asnumpy(), LABELS, reduction, smoothing)
         dx = distribute_tensor(x, mesh, placements)
         dy = distribute_tensor(Tensor(LABELS), mesh, [R if p.is_shard(1) else p for p in placements])

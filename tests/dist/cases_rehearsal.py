@@ -184,7 +184,7 @@ def the_llama_trains_as_on_the_cpu(world):
     from model_zoo.llama.config import Config, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
     from model_zoo.llama.trainer import Trainer
     for dp, tp in sampled(((2, 2), (1, 4)), 2):
-        cfg = Config(ModelConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=96, vocab_size=64),
+        cfg = Config(ModelConfig(dim=64, n_layers=len(sampled((1, 2), 2)), n_heads=4, n_kv_heads=4, ffn_dim=96, vocab_size=64),
                      parallel=ParallelConfig(dp=dp, tp=tp, sequence_parallel=True), optim=OptimConfig(warmup=1),
                      train=TrainConfig(steps=4, batch=4, seq=8, dtype="bfloat16", micro_batches=3 - dp, recompute=tp == 2))
 

@@ -35,6 +35,7 @@ from tests.dist.support import (
     same_on_all_ranks,
     trains_as_one_device,
 )
+from tests.tiers import sampled
 
 R, P, S = Replicate(), Partial(), Shard
 LAYOUTS = ([S(0), R], [R, S(1)])  # of the input and of the weight, on (dp, tp)
@@ -136,7 +137,7 @@ def training_cells_and_optimizers(world):
     made = (lambda p: nn.SGD(p, 0.1, momentum=0.9), lambda p: nn.Momentum(p, 0.1, 0.9, weight_decay=0.01),
             lambda p: nn.Adam(p, 0.01), lambda p: ms.experimental.optim.AdamW(p, 0.01),
             lambda p: nn.AdamWeightDecay(p, 0.01, weight_decay=0.1))
-    for make in made:
+    for make in sampled(made, 2):
         plain, net = _mlp(3), _mlp(3)
         parallelize_module(net, mesh_2d()["tp"], {"0": ColwiseParallel(use_local_output=False),
                                                   "2": RowwiseParallel(use_local_output=False)})

@@ -7,6 +7,6 @@ import pytest
 from tests.cases import case_params
 
 
-@pytest.mark.parametrize("case", case_params("tests.dist.cases_debug", 4))
+@pytest.mark.parametrize("case", case_params("tests.dist.cases_debug", 2) + case_params("tests.dist.cases_debug", 4))
 def test_debug(case, ranks):
     ranks.check(case)

@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The recipe over two machines: network namespaces of this one, with addresses of their own and one cable between them.
 
-    python -m tests.long.check_two_nodes [run kill cut slow]
+    python -m tests.long.check_two_nodes [run kill cut slow off unplugged]
 
 Two nodes of two ranks meet over TCP (`mccl`). `run`: the losses of one machine. `kill`: a rank of the second node is killed;
 `cut`: the cable goes down; both in the middle of a run: each node ends with an exit code that is not 0 and with the reason
 within LIMIT seconds, and started again from the checkpoint, on both nodes, the run ends with the very losses of one that
-nobody disturbed. `slow`: 20 ms on the cable; nothing but slower. Needs iproute2 and the right to make namespaces; says so
-and ends with 0 where there is none.
+nobody disturbed. `slow`: 8 Mbit/s on the cable; nothing but slower.
+
+`off` and `unplugged`: the same command on both, with `--nodes 1:2`, and the slow cable. All processes of the first machine
+are killed, whether it has the scheduler or not; or the cable goes down. Within LIMIT seconds those that are left name the
+other machine and go on alone from the latest checkpoint; they end with the losses, bit for bit, of one machine that goes on
+from it by hand. A machine that was cut off waits, and is told that the run has ended.
+
+Needs iproute2 and the right to make namespaces; says "left out" and ends with 0 where there is none.
 """
 from __future__ import annotations
 
@@ -28,7 +34,9 @@ import psutil
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 90.0  # seconds from the fault until both nodes have ended; MindSpore's own limit for a peer is 30
 STEPS, AT = 12, 5  # of a run; of the step after which the fault comes
+LONGER = 60  # steps of a run that goes on by itself
 HOSTS = (f"msdt-a-{os.getpid()}", f"msdt-b-{os.getpid()}")
+CABLE = ("netns", "exec", HOSTS[0], "tc", "qdisc")
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 RUN = ["2", "tiny", "--parallel.dp", "2", "--parallel.tp", "2", "--data.max_bytes", "200000", "--train.steps", str(STEPS),
        "--checkpoint.interval", "4"]
@@ -60,12 +68,13 @@ def cable() -> Iterator[None]:
 class Job:
     """One run over both nodes."""
 
-    def __init__(self, folder: Path, *more: str):
+    def __init__(self, folder: Path, *more: str, steps: int = STEPS):
         self.folder, self.outputs = folder, [folder.parent / f"{folder.name}.{i}.{time.time_ns()}" for i in range(2)]
-        self.nodes = []
+        self.nodes, self.steps = [], steps
         for i, (host, output) in enumerate(zip(HOSTS, self.outputs)):
-            env = {**os.environ, "PYTHON": sys.executable, "NNODES": "2", "NODE_RANK": str(i), "MASTER_ADDR": ADDRESSES[0],
-                   "MASTER_PORT": "29500"}
+            env = {**os.environ, "PYTHON": sys.executable}
+            if "--nodes" not in more:
+                env |= {"NNODES": "2", "NODE_RANK": str(i), "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29500"}
             with open(output, "w", encoding="utf-8") as file:
                 self.nodes.append(subprocess.Popen(
                     ["ip", "netns", "exec", host, "bash", str(ROOT / "scripts/run_llama.sh"), *RUN, "--train.log_dir",
@@ -73,10 +82,10 @@ class Job:
 
     def reaches(self, step: int) -> None:
         until = time.monotonic() + 240
-        while f" {step}/{STEPS} " not in self.outputs[0].read_text("utf-8"):
+        while not any(f" {step}/{self.steps} " in said for said in self.said()):
             if time.monotonic() > until or any(node.poll() is not None for node in self.nodes):
                 self.end()
-                raise AssertionError(f"step {step} was not reached:\n{self.outputs[0].read_text('utf-8')[-3000:]}")
+                raise AssertionError(f"step {step} was not reached:\n{self.said()}")
             time.sleep(0.2)
 
     def wait(self, limit: float) -> list[int]:
@@ -108,6 +117,11 @@ def kill(job: Job) -> None:
                 process.send_signal(signal.SIGKILL)
                 return
     raise AssertionError("rank 3 was not found")
+
+
+def slow_down() -> None:
+    """8 Mbit/s from the first machine, and up to 50 ms in the queue; few kernels have netem, which could delay as well."""
+    ip(*CABLE, "add", "dev", "cable", "root", "tbf", "rate", "8mbit", "burst", "32kbit", "latency", "50ms")
 
 
 def cut(job: Job) -> None:
@@ -155,18 +169,72 @@ def disturbed(fault: Callable[[Job], None]) -> Callable[[Path, list[float]], str
 
 
 def check_slow(folder: Path, want: list[float]) -> str:
-    words = ["netns", "exec", HOSTS[0], "tc", "qdisc", "add", "dev", "cable", "root", "netem", "delay", "20ms"]
-    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
-    if done.returncode:
-        return f"left out: this kernel delays nothing ({done.stderr.strip()})"
+    slow_down()
     job = Job(folder / "slow")
+    since = time.monotonic()
     codes = job.wait(600)
-    ip("netns", "exec", HOSTS[0], "tc", "qdisc", "del", "dev", "cable", "root")
+    took = time.monotonic() - since
+    ip(*CABLE, "del", "dev", "cable", "root")
     assert codes == [0, 0] and job.losses() == want, job.said()
-    return "20 ms on the cable: the same losses, bit for bit"
+    return f"8 Mbit/s on the cable, {took:.0f} s: the same losses, bit for bit"
 
 
-CHECKS = {"run": check_run, "kill": disturbed(kill), "cut": disturbed(cut), "slow": check_slow}
+def switch_off(job: Job) -> int:
+    """All processes of the first machine; which one is left."""
+    for pid in map(int, subprocess.run(["ip", "netns", "pids", HOSTS[0]], capture_output=True, text=True,
+                                       check=True).stdout.split()):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return 1
+
+
+def unplug(job: Job) -> int:
+    """Which one goes on is theirs to find: the first in the order of their names."""
+    cut(job)
+    return -1
+
+
+def on_their_own(fault: Callable[[Job], int]) -> Callable[[Path, list[float]], str]:
+    """With `--nodes`: nobody starts them again."""
+    def check(folder: Path, want: list[float]) -> str:
+        how = ["--train.steps", str(LONGER), "--checkpoint.keep_last", "1000"]
+        slow_down()
+        job = Job(folder / fault.__name__, *how, "--nodes", "1:2", "--nodes_timeout", "60", "--master_addr", ADDRESSES[0],
+                  steps=LONGER)
+        job.reaches(AT)
+        assert not any("gone" in said or "cut off" in said for said in job.said()), "a slow machine is not a lost one"
+        left, since = fault(job), time.monotonic()
+        while not any("machine 0 of 1, start 2" in said for said in job.said()):
+            assert time.monotonic() - since < LIMIT, job.said()
+            time.sleep(0.2)
+        took = time.monotonic() - since
+        codes = job.wait(400)
+        ip("-n", HOSTS[0], "link", "set", "cable", "up")
+        ip(*CABLE, "del", "dev", "cable", "root")
+        said = job.said()
+        if left < 0:
+            assert codes == [0, 0] and all("is cut off: it gives signs" in one for one in said), (codes, said)
+            assert sum("the others have ended the run" in one for one in said) == 1, said
+        else:
+            assert codes[left] == 0 and f"at {ADDRESSES[1 - left]} is gone: it gave no sign" in said[left], (codes, said)
+        begin = int("".join(said).rpartition("going on after step ")[2].split()[0])
+        by_hand = folder / f"{fault.__name__}_by_hand"
+        words = ["bash", str(ROOT / "scripts/run_llama.sh"), *RUN, *how, "--parallel.dp", "1", "--checkpoint.interval", "0",
+                 "--train.log_dir", str(by_hand), "--checkpoint.resume",
+                 str(job.folder / f"checkpoints/step-{begin:08d}")]
+        one = subprocess.run(words, env={**os.environ, "PYTHON": sys.executable}, capture_output=True, text=True,
+                             check=False, timeout=400)
+        assert one.returncode == 0, one.stdout[-3000:] + one.stderr[-3000:]
+        rows = map(json.loads, (by_hand / "metrics.jsonl").read_text("utf-8").splitlines())
+        alone = [row["loss"] for row in rows if "loss" in row]
+        assert len(alone) == LONGER - begin and job.losses()[begin:] == alone, (job.losses(), alone)
+        return (f"a cable of 8 Mbit/s; the other machine was named and the rest went on after {took:.0f} s; "
+                f"{len(alone)} losses bit-equal to one machine's from step {begin}")
+    return check
+
+
+CHECKS = {"run": check_run, "kill": disturbed(kill), "cut": disturbed(cut), "slow": check_slow,
+          "off": on_their_own(switch_off), "unplugged": on_their_own(unplug)}
 
 
 def main() -> int:

@@ -16,9 +16,11 @@ HOURS = 3 * 3600
 @pytest.mark.parametrize("words", [
     "check_plans", "check_checkpoints kills", "check_checkpoints fuzz", "check_failures kills", "check_failures desyncs",
     "check_failures stuck", "check_launch_failures", "check_two_nodes", "check_bad_input", "check_pipeline", "fuzz",
-    "fuzz_borders", "fuzz_sharding", "fuzz_shm", "infer_gate", "soak"])
+    "check_types", "fuzz_borders", "fuzz_sharding", "fuzz_shm", "infer_gate", "soak"])
 def test_it_ends_well(words):
     name, *rest = words.split()
     done = subprocess.run([sys.executable, "-m", f"tests.long.{name}", *rest], cwd=ROOT, capture_output=True, text=True,
                           timeout=HOURS, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-8000:]
+    if done.stdout.startswith("left out: "):
+        pytest.skip(done.stdout.strip())

@@ -29,6 +29,7 @@ from tests.models.moe import MoE, Separate, Stacked
 from tests.models.qwen2 import Qwen2
 from tests.models.unet import UNet
 from tests.models.vit import ViT
+from tests.tiers import sampled
 
 R, S = Replicate(), Shard
 RTOL = 1e-4  # float32 through two layers and back: some dozen sums of up to a few hundred terms, each in another order
@@ -105,15 +106,18 @@ def second(p):
 def everywhere(make, inputs, dims=(0,)) -> None:
     """A model in the layouts that need no thought about the model: batches and weights cut along any axis."""
     line, grid = mesh_1d(4, "dp"), mesh_2d()
+    ways = []
     for cut in map(S, dims):
-        compare(make, inputs, [cut], line, sharded(line, lambda p: [R]), f"replicated, inputs {cut}", steps=2)
-        compare(make, inputs, [cut, R], grid, sharded(grid, lambda p: [R, S(0)]), f"weights S(0) over tp, inputs {cut}")
-    compare(make, inputs, [R], line, sharded(line, lambda p: [R]), "all replicated")
-    compare(make, inputs, [R], line, sharded(line, lambda p: [last(p)]), "weights cut along their last dim, inputs whole")
-    compare(make, inputs, [S(0)], line, sharded(line, lambda p: [S(0)]), "weights and batch over the same axis")
-    compare(make, inputs, [R, S(0)], grid, sharded(grid, lambda p: [second(p), R]), "weights S(1) over dp, batch over tp")
-    compare(make, inputs, [S(0), S(0)], grid, sharded(grid, lambda p: [S(0), second(p)]), "weights over both axes")
-    compare(make, inputs, [S(0), R], grid, sharded(grid, lambda p: [S(0), S(0)]), "weights twice along dim 0")
+        ways += [([cut], line, lambda p: [R], f"replicated, inputs {cut}"),
+                 ([cut, R], grid, lambda p: [R, S(0)], f"weights S(0) over tp, inputs {cut}")]
+    ways += [([R], line, lambda p: [R], "all replicated"),
+             ([R], line, lambda p: [last(p)], "weights cut along their last dim, inputs whole"),
+             ([S(0)], line, lambda p: [S(0)], "weights and batch over the same axis"),
+             ([R, S(0)], grid, lambda p: [second(p), R], "weights S(1) over dp, batch over tp"),
+             ([S(0), S(0)], grid, lambda p: [S(0), second(p)], "weights over both axes"),
+             ([S(0), R], grid, lambda p: [S(0), S(0)], "weights twice along dim 0")]
+    for placed, mesh, cut_up, what in sampled(ways, 3):
+        compare(make, inputs, placed, mesh, sharded(mesh, cut_up), what, steps=2 if what.startswith("replicated") else 1)
 
 
 def ids(seed: int, *shape: int) -> Tensor:

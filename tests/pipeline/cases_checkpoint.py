@@ -91,7 +91,7 @@ def every_mesh(world, tied: bool) -> None:
         checkpoint.load(whole.state, root / str(i))
         want = whole.values()
         alike(job, want, f"{source} -> one device")
-        for target in sampled(("fsdp4", *PIPELINES), 2, i):
+        for target in sampled(("fsdp4", *PIPELINES), 3, i + tied):
             other = Job(target, 2, tied)
             checkpoint.load(other.state, root / str(i), over=other.over)
             alike(other, want, f"{source} -> {target}")

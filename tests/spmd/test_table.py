@@ -108,27 +108,8 @@ def test_a_wrong_table_is_caught(name):
     assert asked(MUTANTS[name], stop=True).wrong
 
 
-# -- the corpus ----------------------------------------------------------------------------------------------------------
-PARTS = 64  # of some 30 forms and 40 s each
-
-
+# -- the corpus, of which `tests/long/check_types.py` asks every form --------------------------------------------------
 def corpus():
     """The forms that have rules."""
     modules = [m.name for m in pkgutil.iter_modules(ms_dtensor.tools.forms.__path__) if m.name.startswith("forms_")]
     return [f for m in modules for f in importlib.import_module(f"ms_dtensor.tools.forms.{m}").FORMS if not f.raises]
-
-
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("part", range(PARTS))
-def test_the_whole_corpus(part):
-    tally = proof.Tally()
-    for form in corpus()[part::PARTS]:
-        for args in form.variants():
-            for one in proof.calls_of(form.fn, args, tally):
-                proof.prove(one, (2,), spmd.results, tally, 64)
-                if len(one.arrays) < 3:
-                    proof.prove(one, (3,), spmd.results, tally, 16)
-                    proof.prove(one, (2, 2), spmd.results, tally, 16)
-                proof.prove_reads(one, 2, spmd.results, tally)
-    assert not tally.wrong, tally.wrong[:10]
-    assert tally.compared > 50

@@ -6,6 +6,7 @@ is not its own.
 """
 from __future__ import annotations
 
+import copy
 import os
 import sys
 import tempfile
@@ -50,11 +51,15 @@ def wheel():
         set_comm_ops_inplace(False)  # its styles take results, and pass no tensor for them
 
 
-def made():
+def made(parallelism=None, **config):
     wheel()
+    from mindformers.models import configuration_utils
     from mindformers.models.qwen3.configuration_qwen3 import Qwen3Config
     from mindformers.models.qwen3.modeling_qwen3_train_pynative import PyNativeQwen3ForCausalLM
-    return PyNativeQwen3ForCausalLM(Qwen3Config(**TINY))
+    from mindformers.pynative.distributed.context_parallel import attach_context_parallel_runtime_hints
+    apart = copy.deepcopy(configuration_utils.default_transformer_config)  # else what is told to one model is told to all
+    config = Qwen3Config(**TINY | config, parallel_config=apart)
+    return PyNativeQwen3ForCausalLM(attach_context_parallel_runtime_hints(config, parallelism))
 
 
 def values_of(name: str, shape) -> np.ndarray:
@@ -73,15 +78,15 @@ def filled(net):
     return net.set_train(True)
 
 
-def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
+def batch(step: int, rows: int = ROWS, length: int = LENGTH) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(100 + step)
-    return tuple(rng.integers(1, VOCABULARY, size=(ROWS, LENGTH)).astype(np.int32) for _ in range(2))
+    return tuple(rng.integers(1, VOCABULARY, size=(rows, length)).astype(np.int32) for _ in range(2))
 
 
 def loss_of(net, ids, labels):
-    rows = len(ids)
+    rows, length = ids.shape
     out = net(input_ids=Tensor(ids), labels=Tensor(labels), loss_mask=Tensor(np.ones(ids.shape, np.float32)),
-              position_ids=Tensor(np.tile(np.arange(LENGTH, dtype=np.int32), (rows, 1))))
+              position_ids=Tensor(np.tile(np.arange(length, dtype=np.int32), (rows, 1))))
     return (out[0] if isinstance(out, tuple) else out).sum()
 
 
@@ -90,14 +95,14 @@ def optimizer_of(params):
     return AdamW(params, learning_rate=1e-2, weight_decay=0.1, eps=1e-3)
 
 
-def one_device(steps: int = STEPS):
+def one_device(steps: int = STEPS, rows: int = ROWS, **config):
     """Losses, and parameters by name, of its own model and optimizer on one device."""
-    net = filled(made())
+    net = filled(made(**config))
     params = list(net.trainable_params())
     optimizer = optimizer_of(params)
     losses = []
     for step in range(steps):
-        ids, labels = batch(step)
+        ids, labels = batch(step, rows, config.get("seq_length", LENGTH))
         loss, grads = ms.value_and_grad(lambda ids=ids, labels=labels: loss_of(net, ids, labels), None, params)()
         optimizer(grads)
         losses.append(float(loss.asnumpy()))
@@ -105,9 +110,16 @@ def one_device(steps: int = STEPS):
 
 
 class Job:
-    """Its model on ranks: made without values, parallelized by its functions, filled where its shards are."""
+    """Its model on ranks: made without values, parallelized by its functions, filled where its shards are.
 
-    def __init__(self, world, dp: int, tp: int):
+    Args:
+        world, dp, tp: ranks, of which `dp` have rows of their own.
+        rows: of a batch, of all ranks.
+        context: what its configuration says of context parallelism.
+        config: of the model, where it is not TINY.
+    """
+
+    def __init__(self, world, dp: int, tp: int, rows: int = ROWS, context: dict | None = None, **config):
         wheel()
         from mindformers.pynative.base_models.gpt.parallelize import parallelize_gptmodel
         from mindformers.pynative.config.config import (
@@ -119,21 +131,23 @@ class Job:
         from mindformers.pynative.distributed.parallel_dims import ParallelDims
         parallelism = ParallelismConfig()
         parallelism.data_parallel, parallelism.tensor_parallel = dp, tp
+        vars(parallelism).update(context or {})
         self.dims = ParallelDims.from_config(parallelism, world.size)
         self.dims.build_mesh()
         with ms.DeviceCtx("meta"):
-            self.net = made()
+            self.net = made(parallelism, **config)
         parallelize_gptmodel(self.net, self.dims, parallelism, RecomputeConfig(), RecomputeCommConfig(), SwapConfig())
         self.net.to_empty()
         filled(self.net)
         self.params = list(self.net.trainable_params())
         self.optimizer = optimizer_of(self.params)
-        self.world, self.dp, self.tp = world, dp, tp
-        self.at = self.dims.get_mesh("fsdp").get_local_rank()
+        self.world, self.dp, self.tp, self.rows = world, dp, tp, rows
+        self.length = config.get("seq_length", LENGTH)
+        self.at = self.dims.get_mesh("fsdp").get_local_rank() // parallelism.context_parallel
 
     def step(self, step: int, accumulated: int = 1) -> float:
         """One step of its trainer, which gives every rank's loss its share of one."""
-        own = [np.split(part, self.dp)[self.at] for part in batch(step)]
+        own = [np.split(part, self.dp)[self.at] for part in batch(step, self.rows, self.length)]
         total = 0.0
         for ids, labels in zip(*(np.split(part, accumulated) for part in own)):
             with md.recorded(self.net):

@@ -100,8 +100,8 @@ def watched():
 
 
 def whole(trainer) -> dict[str, np.ndarray]:
-    """Its weights, put together from all ranks."""
-    return {name: p.full_tensor().asnumpy() if isinstance(p, md.DTensor) else p.asnumpy()
+    """Copies of its weights, put together from all ranks."""
+    return {name: np.array((p.full_tensor() if isinstance(p, md.DTensor) else p).asnumpy())
             for net in trainer.model for name, p in net.parameters_and_names()}
 
 
@@ -126,7 +126,9 @@ def one_device(config, start: dict, steps: list):
         _build_optimizer,
         set_auxiliary_loss_backward_scale,
     )
+    from mindformers.pynative.transformers.moe.moe_utils import set_moe_aux_loss_group_info
     set_auxiliary_loss_backward_scale(config.parallelism, enable_parallel=False)
+    set_moe_aux_loss_group_info(None, 1)  # of the process: the run before it said tp x cp, which multiplies gradients
     net = _build_model(config)
     for name, p in net.parameters_and_names():
         p.set_data(Tensor(start[name]))
@@ -139,6 +141,7 @@ def one_device(config, start: dict, steps: list):
         norm = float(np.sqrt(sum(np.square(g.asnumpy().astype(np.float64)).sum() for g in grads)))
         scale = min(1.0, NORM / (norm + 1e-6))
         optimizer(tuple(g * scale for g in grads))
+        net._update_expert_bias(None, 1)
         losses.append(float(loss.asnumpy()))
         norms.append(norm)
     return losses, norms, {name: p.asnumpy() for name, p in net.parameters_and_names()}
@@ -163,7 +166,7 @@ def is_one_devices(world, model: dict, optimizer: dict, rate: float = 1e-2, **pa
     config = written_yaml(Path(tempfile.mkdtemp()), records, model, optimizer, rate, **parallelism)
     with counted() as count:
         trainer, watch, start = trained(config)
-    dims = trainer.config.parallelism
+    dims, biased = trainer.config.parallelism, bool(model.get("moe_router_enable_expert_bias"))
     assert sum(n for (kind, _), n in count.items() if kind == "reduce_scatter") >= 5 * STEPS, count
     steps = batches(world, trainer)
     losses, norms, wanted = one_device(trainer.config, start, steps)
@@ -172,7 +175,12 @@ def is_one_devices(world, model: dict, optimizer: dict, rate: float = 1e-2, **pa
     assert np.allclose(watch.losses, losses, rtol=TOLERANCE, atol=0), (what, watch.losses, losses)
     assert np.allclose(watch.norms, norms, rtol=TOLERANCE, atol=0), (what, watch.norms, norms)
     for name, p in trainer.model[0].parameters_and_names():
-        equal(p, Tensor(wanted[name]), f"{what}: {name}", TOLERANCE)
+        if name.endswith("tokens_per_expert"):  # each rank has counted its own tokens
+            counts = everyone(world, (p.to_local() if isinstance(p, md.DTensor) else p).asnumpy())
+            assert np.array_equal(sum(counts), wanted[name]), (what, name, counts, wanted[name])
+            assert biased == (wanted[name].sum() == 0), name  # what is counted ends in the bias
+        else:
+            equal(p, Tensor(wanted[name]), f"{what}: {name}", TOLERANCE)
     return trainer
 
 
@@ -213,3 +221,15 @@ def its_muon_gives_each_matrix_to_one_rank(world):
     trainer = is_one_devices(world, DEEPSEEK, MUON | {"comm_strategy": "allgather_deredundency"}, rate=2e-3)
     how = {entry["layout_decision"] for entry in trainer.optimizer._muon_param_meta.values()}
     assert how == {"p2p_shard_domain", "local_3d"}, how  # it would take what it cannot read for a tensor of one rank
+
+
+@case(2, timeout=400)
+def its_deepseek_is_one_devices_on_tensor_parallel_ranks(world):
+    """Latent attention by heads, tokens cut between the blocks, experts that every rank has, the auxiliary loss and the bias
+    that tokens per expert move, which ranks count each for themselves."""
+    wheel()
+    trainer = is_one_devices(world, DEEPSEEK | {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 1e-3},
+                             ADAMW, rate=2e-3, tensor_parallel=2, sequence_parallel=True)
+    moe = trainer.model[0].model.decoder.layers[1].mlp
+    assert moe.tokens_per_expert.placements == (md.Replicate(),) and moe.router._tp_size == 2
+    assert np.abs(moe.expert_bias.to_local().asnumpy()).max() > 1e-3

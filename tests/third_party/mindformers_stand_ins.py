@@ -189,6 +189,7 @@ def kernels() -> None:
     _put(Tensor, "zero_", _zero_)
     _put(Tensor, "detach", lambda x: ops.stop_gradient(x), "the reference runs without the backward compat that has it")
     _put(Tensor, "clone", lambda x: x + 0)
+    _put(Tensor, "add_", lambda x, other: x.copy_(x + other), "MindSpore's CPU leaves the tensor as it was")
     _put(Tensor, "mul_", lambda x, other: x.copy_(x * other), "MindSpore's CPU leaves the tensor as it was")
 
 

@@ -17,7 +17,8 @@ from tests.cases import case_params
 from tests.test_hyper_parallel import MINDFORMERS
 
 HERE = find_spec("mindformers") is not None or bool(os.environ.get("MINDFORMERS_WHEEL"))
-MODULES = tuple(f"tests.third_party.cases_mindformers{part}" for part in ("", "_trainer", "_files", "_parallel"))
+PARTS = ("", "_trainer", "_files", "_parallel", "_router", "_context")
+MODULES = tuple(f"tests.third_party.cases_mindformers{part}" for part in PARTS)
 CASES = [p for module in MODULES for n in (2, 4) for p in case_params(module, n, group="mindformers")] if HERE else []
 
 

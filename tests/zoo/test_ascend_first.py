@@ -31,11 +31,14 @@ def test_every_part_runs_here_over_the_emulator(tmp_path):
                           timeout=1100, env={**os.environ, "PYTHON": sys.executable})
     text = out.read_text()
     assert done.returncode == 0, text
-    assert text.startswith("REHEARSED") and text.count("==== ") == 14 and "FAILED" not in text
+    assert text.startswith("REHEARSED") and text.count("==== ") == 15 and "FAILED" not in text
     for name in ("mindspore 2", "flash_attention_score gradient 2", "by_formula_MiB", "losses_of_a_cpu", "aveg_time(us)",
                  "experts gradient 4", "flash_attention_score TND gradient 2", "attention of documents value", "fb add",
                  "does not reduce prod BFloat16", "s after the death", "by_rank", "microseconds_to_take_it_again"):
         assert name in text, name
+    from ms_dtensor.debug.predict import load_hardware
+    machine = load_hardware(tmp_path / "report.machine.yaml")
+    assert machine.source.startswith("measured on 2 ranks") and {*machine.asking} == {"op", "collective"}
 
 
 def cpu_of_children() -> float:

@@ -6,6 +6,7 @@ the shapes of its parameters are then read as the real ones.
 """
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -132,3 +133,12 @@ def cells_of(model, mesh, cfg, real, layers):
         mine = Layout(over, lies.placements, [real[n] for n in p.shape], lies.dtype, order=lies.order).local_shape()
         held += prod(mine) * times(p_name, layers)
     return held
+
+
+def test_the_pages_table_has_the_files_figures():
+    text = Path("docs/recipes_models.md").read_text("utf-8")
+    for name in PUBLISHED:
+        rows = list(memory.documented(CONFIGS / f"{name}.yaml"))
+        small, many = (next(row for row in rows if row[0] == npus) for npus in (min(row[0] for row in rows), 512))
+        (said,) = re.findall(rf"^\| `{re.escape(name)}` \| .*$", text, re.M)
+        assert said.endswith(f"| {small[0]} NPUs: {small[2]} | {many[2]} |"), name

@@ -15,6 +15,7 @@ from ...comm import mindspore_collectives
 from ...dispatch.patches.checkpoints import take_pieces
 from ...errors import ConfigError
 from ...internals.target import on_cpu
+from .counters import counters_are_each_ranks_own
 from .inferred import names_on_layouts
 from .missing import missing
 from .names import homes, not_offered
@@ -49,7 +50,8 @@ def register() -> None:
     """From here on `import hyper_parallel` gives what ms_dtensor has under its names. `unregister` takes it back.
 
     On CPU MindSpore's collectives run on our groups, too: `comm.mindspore_collectives`. `load_param_into_net` takes a plain
-    value that has the shape of a DTensor's shard, and not of the whole, for this rank's shard.
+    value that has the shape of a DTensor's shard, and not of the whole, for this rank's shard. A plain tensor is added in
+    place to a replicated parameter without a gradient as what this rank counts; ranks differ from there on.
 
     Raises:
         ConfigError: hyper_parallel itself has been imported.
@@ -81,6 +83,7 @@ def register() -> None:
         if above:
             sys.modules[above].__dict__[last] = module
     names_on_layouts(True)
+    counters_are_each_ranks_own(True)
     take_pieces(True)
     if on_cpu():
         mindspore_collectives()
@@ -99,6 +102,7 @@ def unregister() -> None:
     for name in found:
         del sys.modules[name]
     names_on_layouts(False)
+    counters_are_each_ranks_own(False)
     take_pieces(False)
     if found and on_cpu():
         mindspore_collectives().disable()

@@ -16,6 +16,7 @@ from mindspore import Tensor
 from mindspore.ops.auto_generate import as_strided
 
 from ...comm.packing import numpy_dtype
+from .pool import Pool
 
 KINDS = ("parameters", "gradients", "optimizer", "activations", "gathered", "buffers")
 
@@ -38,11 +39,12 @@ class _Storage(np.ndarray):
 
     ledger: Any = None
     address = 0
+    place: int | None = None  # in the pool
     ending = staticmethod(sys.is_finalizing)  # of the interpreter: names of modules are gone then
 
     def __del__(self):
         if self.ledger is not None and not self.ending():
-            self.ledger.ended(self.address)
+            self.ledger.ended(self.address, self.place)
 
 
 class Ledger:
@@ -57,6 +59,8 @@ class Ledger:
         self.alive: dict[tuple[str, str], int] = {}  # by kind and by who has handed it out
         self.changes: list[Change] = []
         self.held: dict[int, list] = {}  # address of what is alive -> [kind, bytes, the event that made it, where]
+        self.pool = Pool()
+        self.kernels: dict[tuple, int] = {}  # by op and shape, what MindSpore's kernel keeps from its first run on
 
     def new(self, shape, dtype, kind: str, made_by: int = -1, where: str = "") -> Tensor:
         """A tensor without data; `dtype` is MindSpore's, `where` as in `Change`, by default by the kind."""
@@ -71,6 +75,8 @@ class Ledger:
         out = array.view(_Storage)
         out.ledger, out.address = self, out.__array_interface__["data"][0]
         self.held[out.address] = [kind, size, made_by, where]
+        if where == "pool":
+            out.place = self.pool.take(size)
         self.change(kind, size, where)
         return out
 
@@ -82,9 +88,11 @@ class Ledger:
         """An event makes anew what a tensor lies on."""
         self.held[Tensor.data_ptr(x)][2] = event
 
-    def ended(self, address: int) -> None:
+    def ended(self, address: int, place: int | None) -> None:
         """Nothing lies on a storage any more."""
         kind, size, _, where = self.held.pop(address)
+        if place is not None:
+            self.pool.give(place)
         self.change(kind, -size, where)
 
     def is_now(self, x: Tensor, kind: str) -> Tensor:

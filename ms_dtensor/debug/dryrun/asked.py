@@ -18,12 +18,12 @@ from mindspore import Tensor
 from ...comm.pretended import executing
 from ...comm.record import is_user_file
 from ...dispatch.patches.undo import Patched
+from ...errors import ConfigError
 from ...tensor.dtensor import DTensor
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_ASKED = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__")
+_ASKED = ("item", "tolist", "asnumpy", "__array__", "__bool__", "__float__", "__int__", "__index__")
 _patched, _lock = Patched(), threading.Lock()
-_under_way = 0  # dry runs, of all threads
 
 
 def asked_by_user() -> bool:
@@ -37,22 +37,37 @@ def asked_by_user() -> bool:
     return is_user_file(frame.f_code.co_filename)
 
 
+def _in_node() -> bool:
+    """Whether an autograd node's own forward or backward asks: it computes with NumPy, of whatever is there."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in ("forward", "backward") and code.co_varnames and hasattr(
+                frame.f_locals.get(code.co_varnames[0]), "save_for_backward"):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
 @contextmanager
 def values_watched() -> Iterator[None]:
-    """Inside, who asks a tensor without data for its value gets what the dry run was told of it; in any thread."""
-    global _under_way
-    with _lock:
-        if not _under_way:
-            for name in _ASKED:
-                _patched.put(Tensor, name, _watched(name, getattr(Tensor, name)))
-        _under_way += 1
+    """Inside, who asks a tensor without data for its value gets what the dry run was told of it; of one dry run at a time.
+
+    Raises:
+        ConfigError: another dry run is under way, here or in another thread: MindSpore records one forward at a time.
+    """
+    if not _lock.acquire(blocking=False):
+        raise ConfigError("For 'dry_run', another one is under way.", "", "A process is one rank of one world at a time.",
+                          ("leave the outer block first", "a process of its own, in the place of another thread"))
     try:
-        yield
+        for name in _ASKED:
+            _patched.put(Tensor, name, _watched(name, getattr(Tensor, name)))
+        try:
+            yield
+        finally:
+            _patched.take_back()
     finally:
-        with _lock:
-            _under_way -= 1
-            if not _under_way:
-                _patched.take_back()
+        _lock.release()
 
 
 def _watched(name: str, original):
@@ -61,6 +76,8 @@ def _watched(name: str, original):
         dry = executing()
         if dry is None or getattr(self, "_layout", None) is not None or not dry.is_asked(self):
             return original(self, *args, **kwargs)
+        if name in ("asnumpy", "__array__"):
+            return original(self, *args, **kwargs) if _in_node() else dry.array(self, name)
         told = dry.value(self, name).tolist()
         convert = {"__bool__": bool, "__float__": float, "__int__": int, "__index__": int}.get(name)
         return told if convert is None else convert(told)

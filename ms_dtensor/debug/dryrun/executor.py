@@ -8,7 +8,6 @@ notes beside an operand. Invariant: an event here changes nothing about what is 
 """
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import cached_property
 from math import prod
@@ -34,8 +33,8 @@ from ...dispatch.replaced import PLACE
 from ...errors import OpRuleError
 from ...internals.names import Function, enabled, recording
 from .abstract import Ledger, nameless, on_storage_of
-from .asked import asked_by_user
-from .formulas import backward_flops, flops, kept, within
+from .formulas import backward_flops, flops, kept, stays, within
+from .told import Told
 
 _BY_NAME = {("argmax_method", "ArgMinExt"): "int32"}  # the rules have one op for two of MindSpore's
 _NO_GRADIENT = ("StopGradient", "Detach")  # of MindSpore's ops that are one in the rules with a copy
@@ -98,25 +97,30 @@ class Made(Function):
 class Job:
     """One recorded op."""
 
-    def __init__(self, executor: Executor, what, xs, event: int, shapes, dtypes, single: bool, cost: int, beside=()):
+    def __init__(self, executor: Executor, what, xs, event: int, shapes, dtypes, single: bool, cost: int, scratch=None):
         self.executor, self.what, self.single = executor, what, single
         self.event, self.shapes, self.dtypes, self.cost = event, shapes, dtypes, cost
         self.operands = [(tuple(x._shape), x.dtype, x._requires_grad and _differentiable(x)) for x in xs]
         self.site = executor.events[event].site
         asked = [i for i, (_, _, wanted) in enumerate(self.operands) if wanted]
-        operands, result = kept(what.op, [wanted for _, _, wanted in self.operands])
+        operands, result = kept(what.op, [wanted for _, _, wanted in self.operands], executor.on_host)
         self.saved: list = [local_alias(xs[i]) for i in operands] if asked else []
         self.keeps_result, self.first = bool(asked) and result, xs[0]
         self.within = within(what.op, executor.on_host) if asked else (0, 0)
-        self.beside = beside if asked else ()
+        self.scratch = scratch if asked else None  # of a node of ours, as `Executor.node` has it
+        self.where = "heap" if scratch else ""
 
     def results(self) -> tuple[tuple, list]:
         """The results, and what the backward needs."""
-        outs = self.executor.made(self.what, self.first, self.shapes, self.dtypes, self.event)
+        outs = self.executor.made(self.what, self.first, self.shapes, self.dtypes, self.event, self.where)
         self.first, (saved, self.saved) = None, (self.saved, [])
         own = [self._like_first() for _ in range(self.within[0])]
-        own += [self.executor.ledger.new(shape, self.dtypes[0], "activations", self.event) for shape in self.beside]
+        own += self._arrays(0, self.event)
+        _for_itself = self._arrays(1, self.event)  # until the end of this
         return outs, [*saved, *own, *(on_storage_of(x, x._shape) for x in outs if self.keeps_result)]
+
+    def _arrays(self, which: int, event: int) -> list[Tensor]:
+        return self.executor.arrays(self.scratch[which], self.dtypes[0], event) if self.scratch else []
 
     def _like_first(self) -> Tensor:
         shape, dtype, _ = self.operands[0]
@@ -133,6 +137,9 @@ class Job:
         cost = backward_flops(self.what.op, self.cost, asked)
         at = executor.note(self.what.op, "backward", self.site, cost, read, written, [g for g in grads if g is not None],
                            self.dtypes[0])
+        shape = self.operands[0][0]
+        if executor.on_host and (own := stays(self.what.op, prod(shape))):
+            executor.ledger.kernels[self.what.op, shape] = own
         given = next((g for g in grads if g is not None), None)
         out: list = []
         for shape, dtype, wanted in self.operands:
@@ -141,12 +148,12 @@ class Job:
             elif view and given is not None and given.dtype == dtype:
                 out.append(on_storage_of(given, shape))
             else:
-                out.append(executor.ledger.new(shape, dtype, "activations", at))
-        _made_beside = [self._like_first() for _ in range(self.within[1])]  # until the end of this
+                out.append(executor.ledger.new(shape, dtype, "activations", at, self.where))
+        _for_itself = [self._like_first() for _ in range(self.within[1])] + self._arrays(2, at)  # until the end of this
         return out
 
 
-class Executor:
+class Executor(Told):
     """Of one dry run; layers below this package meet it as `comm.world.executing()`.
 
     Attributes:
@@ -160,12 +167,10 @@ class Executor:
 
     def __init__(self, values: dict[str, Any], messages: dict[str, bytes], on_host: bool):
         self.on_host = on_host
-        self.values, self.assumed = values, dict[str, str]()
-        self.received, self.messages = messages, dict[str, bytes]()
+        super().__init__(values, messages)
         self.events: list[DryEvent] = []
         self.ledger = Ledger(self.events)
         self.forks: dict[Any, tuple[Any, Tensor]] = {}
-        self.inside = 0  # functions that nobody sees into, and that run on what is not there
         self.plain: dict[int, Parameter] = {}  # of cells that are not laid out, by identity
         self.kind = "activations"  # of what moves bring
         self.fork = 0, -1  # the address of the fork made last, and the event that made what it is of
@@ -191,27 +196,36 @@ class Executor:
             tensors = [stop_gradient(as_local(x)) for x in tensors]
         return self._recorded(what, tensors, dtypes, single, cost, event, run.constants)
 
-    def _recorded(self, what, tensors, dtypes, single: bool, cost: int, event: int, constants=(), beside=()):
-        """The results of an op, with its node where gradients are recorded; `beside`: shapes of what that keeps, too."""
+    def _recorded(self, what, tensors, dtypes, single: bool, cost: int, event: int, constants=(), scratch=None):
+        """The results of an op, with its node where gradients are recorded; `scratch` as of `node`."""
         if not recording() or not enabled() or not any(x._requires_grad and _differentiable(x) and i not in constants
                                       for i, x in enumerate(tensors)) \
                 or not any(name.startswith(DIFFERENTIABLE) for name in what.dtypes):
-            outs = self.made(what, tensors[0] if tensors else None, what.shapes, dtypes, event)
+            outs = self.made(what, tensors[0] if tensors else None, what.shapes, dtypes, event, "heap" if scratch else "")
+            _for_itself = self.arrays((*scratch[0], *scratch[1]), dtypes[0], event) if scratch else ()  # until this ends
             return outs[0] if single else outs
         used = [self.forked(x) if x._requires_grad and _differentiable(x) and i not in constants
                 else _constant(x) for i, x in enumerate(tensors)]
         job = Job(self, what, [x if u._requires_grad else u for x, u in zip(tensors, used)], event, what.shapes, dtypes,
-                  single, cost, beside)
+                  single, cost, scratch)
         return Op.apply(job, *used)
 
-    def node(self, op: str, tensors, shape, cost: int, beside) -> Tensor:
-        """An op of ours that is one node of NumPy's, of which no rule tells; of the first one's dtype."""
+    def node(self, op: str, tensors, shape, cost: int, scratch) -> Tensor:
+        """An op of ours that is one node of NumPy's, of which no rule tells; of the first one's dtype.
+
+        `scratch`: shapes of what it keeps for its backward beside the operands, of what the forward has while it runs, and
+        of what the backward has.
+        """
         xs = [x if getattr(x, "_layout", None) is None else as_local(x) for x in tensors]
         size = xs[0].itemsize
         event = self.note(op, "forward", user_site(), cost, sum(prod(x._shape) * x.itemsize for x in xs), prod(shape) * size,
                           xs, xs[0].dtype)
         what = Abstract(op, {}, (tuple(shape),), (dtype_name(xs[0].dtype),))
-        return self.alone(self._recorded(what, xs, [xs[0].dtype], True, cost, event, beside=beside))
+        return self.alone(self._recorded(what, xs, [xs[0].dtype], True, cost, event, scratch=scratch))
+
+    def arrays(self, shapes, dtype, event: int) -> list[Tensor]:
+        """Of NumPy, that a node of ours has beside its results."""
+        return [self.ledger.new(shape, dtype, "activations", event, "heap") for shape in shapes]
 
     def product(self, a, b, phase: str) -> Tensor:
         """That of two plain matrices, of which no rule tells."""
@@ -220,11 +234,11 @@ class Executor:
         event = self.note("matmul", phase, user_site(), 2 * prod(out) * a._shape[1], read, size * prod(out), (a, b), a.dtype)
         return self.ledger.new(out, a.dtype, "activations", event)
 
-    def made(self, what, first, shapes, dtypes, event: int) -> tuple:
+    def made(self, what, first, shapes, dtypes, event: int, where: str = "") -> tuple:
         """Results without data: on the first operand's storage, if they are views of it."""
         if self.is_view(what):
             return tuple(on_storage_of(first, shape) for shape in shapes)
-        return tuple(self.ledger.new(s, d, "activations", event) for s, d in zip(shapes, dtypes))
+        return tuple(self.ledger.new(s, d, "activations", event, where) for s, d in zip(shapes, dtypes))
 
     def is_view(self, what) -> bool:
         """Whether results take no memory. A host's kernels copy an operand that begins within its storage, and keep that:
@@ -245,56 +259,14 @@ class Executor:
                                     dtype="" if dtype is None else dtype_name(dtype)))
         return len(self.events) - 1
 
-    # -- what only data tell -----------------------------------------------------------------------------------------
-    def value(self, x, who: str) -> np.ndarray:
-        """What a tensor holds: one of the user's own that is there, else what they say of it.
-
-        Raises:
-            OpRuleError: nothing is said of this line.
-        """
-        if prod(x._shape) > 1 and any(Tensor.stride(x)):
-            return local_alias(x).asnumpy()
-        site = user_site()
-        place = f"{os.path.basename(site.rpartition(':')[0])}:{site.rpartition(':')[2]}"
-        if place not in self.values:
-            layout = getattr(x, "_layout", None)
-            raise OpRuleError(f"For 'dry_run', '{who}' at {site} asks for a value.",
-                              f"{dtype_name(x.dtype)}{list(x._shape)}" if layout is None else layout.describe(),
-                              "A dry run has no data.",
-                              (f"dry_run(..., values={{{place!r}: 1.0}}), what it is taken to be there",
-                               "leave it out of the step that is run dry"))
-        return np.asarray(self.values[place])
-
-    def is_asked(self, x) -> bool:
-        """Whether the user asks a plain tensor for a value that it does not have."""
-        return not self.inside and Tensor.data_ptr(x) in self.ledger.held and asked_by_user()
-
-    def taken_out(self) -> None:
-        """A rank's part is handed to the user as a plain tensor."""
-        if asked_by_user():
-            self.assumed[f"to_local at {user_site()}"] = "what is made of it is not seen, and its values are zeros"
-
-    def choices(self, shape: tuple[int, int]) -> np.ndarray:
-        """[n, k]: the experts that this rank's tokens choose; without `values["experts"]` one after another."""
-        count = self.values.get("experts")
-        if count is None:
-            raise OpRuleError(f"For 'dry_run', the choices of experts at {user_site()} are not known.", f"i32{list(shape)}",
-                              "A dry run has no data.",
-                              ('dry_run(..., values={"experts": 64}), to take them as chosen equally often',
-                               'values={"experts": array}, of this rank\'s tokens [n, k]'))
-        if not isinstance(count, int):
-            return np.asarray(count).reshape(shape)
-        self.assumed["experts"] = f"each of {count} is chosen equally often, and alike on all ranks"
-        return (np.arange(shape[0] * shape[1]) % count).reshape(shape).astype(np.int32)
-
-    def message(self, name: str) -> bytes:
-        """What the stage before says of what it sends."""
-        if name not in self.received:
-            raise OpRuleError("For 'dry_run', what the stage before sends is not known.", name,
-                              "The first message says of which shape and layout the others are.",
-                              "with dry_run(..., rank=r, messages=before.messages): where `before` is the dry run of a rank "
-                              "of the stage before")
-        return self.received[name]
+    def overwritten(self, x, new, recorded: bool) -> None:
+        """A tensor has the values of another from here on; it lies where it lay."""
+        if recorded:
+            raise OpRuleError("For 'dry_run', a recorded tensor is written in place.", user_site(),
+                              "MindSpore's node of such a write is of real kernels, and a dry run has no data.",
+                              "x = where(mask, value, x), which makes another")
+        if Tensor.data_ptr(x) in self.ledger.held:
+            self.ledger.written(x, self.ledger.maker(new))
 
     # -- optimizers --------------------------------------------------------------------------------------------------
     def state(self, shape, dtype):
@@ -402,6 +374,12 @@ class Executor:
     def forward_begins(self) -> None:
         """A forward whose backward is its own: the forks of parameters in the forwards before it are theirs."""
         self.forks = {key: fork for key, fork in self.forks.items() if key[0] != "leaf"}
+
+    def copied(self, x):
+        """A tensor of its own, as `copy.deepcopy` makes it."""
+        layout = x._layout
+        new = wrap(self.ledger.new(x._shape, x.dtype, self.ledger.kind_of(x)), layout)
+        return self.parameter(new, x) if isinstance(x, Parameter) else new
 
     # -- moves and memory --------------------------------------------------------------------------------------------
     def arrive(self, shape, dtype, *given: Tensor) -> Tensor:

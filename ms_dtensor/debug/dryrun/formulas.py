@@ -34,10 +34,11 @@ _KEEPS_NOTHING = frozenset((
     "repeat", "tile"))
 
 
-# Forms of ours that are several ops: tensors of the first operand's size that they keep in its place, and that a backward
-# has beside these and its result. Cross entropy over shards of classes: logits less the greatest, and their exponentials;
-# the gradients of both.
+# Forms of ours that are several ops on a device, and one node on a host: tensors of the first operand's size that they keep
+# in its place, and that a backward has beside these and its result. Cross entropy by classes: logits less the greatest, and
+# their exponentials; the gradients of both.
 _WITHIN = {"class_sums": (2, 2)}
+_STAYS = {"softmax": 16}  # bytes an element that the backward's kernel keeps for a shape: two arrays of places, of int64
 _OF_HOSTS = {"silu": 3, "softmax": 1}  # the last of these, of MindSpore 2.10's CPU kernels, where results lie
 
 
@@ -84,11 +85,11 @@ def backward_flops(op: str, forward: int, gradients: int) -> int:
     return forward * min(gradients, 2)
 
 
-def kept(op: str, wanted: Sequence[bool]) -> tuple[tuple[int, ...], bool]:
+def kept(op: str, wanted: Sequence[bool], on_host: bool) -> tuple[tuple[int, ...], bool]:
     """(which operands a backward needs, whether it needs the result), if these operands get a gradient."""
     count = len(wanted)
     operands = range(count)
-    if op in _WITHIN or op in _KEEPS_NOTHING or op in ("mul", "div") and count == 1 or not any(wanted):
+    if op in _WITHIN and not on_host or op in _KEEPS_NOTHING or op in ("mul", "div") and count == 1 or not any(wanted):
         return (), False
     if count == 2 and (op == "mul" or op in _PAIRS):  # the gradient of one is a product with the other
         return tuple(i for i in operands if wanted[1 - i]), False
@@ -104,7 +105,12 @@ def kept(op: str, wanted: Sequence[bool]) -> tuple[tuple[int, ...], bool]:
 
 def within(op: str, on_host: bool) -> tuple[int, int]:
     """Tensors of the first operand's size that an op makes and keeps for its backward, and that this makes and drops."""
-    return _WITHIN.get(op, (0, _OF_HOSTS.get(op, 0) if on_host else 0))
+    return (0, _OF_HOSTS.get(op, 0)) if on_host else _WITHIN.get(op, (0, 0))
+
+
+def stays(op: str, elements: int) -> int:
+    """Bytes that a host's kernel of an op's backward keeps, once it has run on an operand of so many elements."""
+    return _STAYS.get(op, 0) * elements
 
 
 def _attention(arguments: dict[str, Any], ins: Sequence[Shape]) -> int:

@@ -15,7 +15,6 @@ from typing import Any
 
 from mindspore.nn.utils import no_init_parameters
 
-from ...comm.pretended import executing
 from ...comm.record import CommEvent, record_into
 from ...comm.world import World, pretend
 from ...core.dry_event import DryEvent
@@ -111,7 +110,8 @@ class DryRun:
 
     def memory(self) -> Memory:
         """Bytes over time, by kind."""
-        return Memory(self._executor.ledger.changes)
+        ledger = self._executor.ledger
+        return Memory(ledger.changes, ledger.pool.most + sum(ledger.kernels.values()))
 
     def parameters(self) -> list[page.Parameter]:
         """Those of the cells that were called, with the names of these; the layout of each, and what this rank holds."""
@@ -153,6 +153,8 @@ class DryRun:
         """The block ends: the program's cells may go."""
         self.parameters()
         self._cells = None
+        if not self.events and not self._parameters:
+            self.assumed["plain tensors"] = "no op on a DTensor was met: what is plain is computed as ever, and not counted"
         self._executor.end()
 
 
@@ -165,12 +167,13 @@ class Memory:
         at: of that time, in events.
         end: by kind, at the end.
         resident: the most pages that this takes in a process, of the "CPU" device: of each allocator its own peak, as none
-            gives back to another what it no longer needs.
+            gives back to another what it no longer needs; of MindSpore's pool with the gaps between what it hands out, and
+            from the dry run's beginning on, as it gives nothing back (`pool.py`); and what kernels keep once they have run.
     """
 
     workspace = "not known"
 
-    def __init__(self, changes):
+    def __init__(self, changes, stays: int):
         self.changes = changes
         now, most = dict.fromkeys(KINDS, 0), 0
         self.peak, self.at, self.at_peak = 0, 0, dict(now)
@@ -182,7 +185,7 @@ class Memory:
             total += change.bytes
             if total > most:
                 most, self.at, self.at_peak = total, change.at, dict(now)
-        self.peak, self.end, self.resident = most, now, sum(high.values())
+        self.peak, self.end, self.resident = most, now, stays + sum(size for where, size in high.items() if where != "pool")
 
     def over_time(self) -> Iterator[tuple[int, dict[str, int]]]:
         """(events that had happened, bytes by kind), after each event that changed it."""
@@ -246,14 +249,15 @@ def dry_run(world: int, rank: int = 0, device: str = "Ascend", *, values: dict[s
     if any(isinstance(n, bool) or not isinstance(n, int) for n in (world, rank)) or not 0 <= rank < world:
         raise ConfigError(f"For 'dry_run', rank {rank!r} is not in a world of {world!r}.", "", "0 <= rank < world",
                           "pass a rank of the world")
-    if executing() is not None:
-        raise ConfigError("For 'dry_run', another one is under way.", "", "A process is one rank of one world at a time.",
-                          "leave the outer block first")
+    for name, given in (("values", values), ("messages", messages)):
+        if given is not None and not isinstance(given, Mapping):
+            raise ConfigError(f"For 'dry_run', '{name}' is {type(given).__name__}.", "", "What is told has a name.",
+                              f"a dict, see `help(dry_run)`: {name}={{...}}")
     run = DryRun(world, rank, kind, dict(values or {}), dict(messages or {}))
     backend = AbstractBackend(world, rank, run._executor, on_host=kind == "CPU")
     pretending: Any = World(rank, world, backend, kind, executor=run._executor)
-    with (rehearsal(kind), pretend(pretending), record_into(run.communication), no_init_parameters(),
-          values_watched(), run._cells.naming()):  # type: ignore[union-attr]
+    with (values_watched(), rehearsal(kind), pretend(pretending), record_into(run.communication), no_init_parameters(),
+          run._cells.naming()):  # type: ignore[union-attr]
         try:
             yield run
         finally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,7 @@ class Hardware:
         kernels: of ops that are slower than memory: (forward, backward), bytes a second that they read and write.
         host: in the place of `launch` where an op has run when it returns, so that all of the library's and MindSpore's own
             work for it counts: (forward, backward) seconds of an "op", and of a "view", which computes nothing.
+        asking: of a device, seconds of the host for an "op" on DTensors and for a "collective"; empty if not measured there.
     """
 
     name: str
@@ -103,6 +105,7 @@ class Hardware:
     communicator: int = 0
     kernels: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     host: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    asking: Mapping[str, float] = field(default_factory=dict)
 
     def link(self, span: int) -> Link:
         """That joins ranks whose numbers lie in one aligned block of `span`; the last one joins all."""
@@ -127,6 +130,9 @@ def load_hardware(machine: str | Path | Hardware) -> Hardware:
     if isinstance(machine, Hardware):
         return machine
     known = sorted(file.stem for file in MACHINES.glob("*.yaml"))
+    if not isinstance(machine, str | Path):
+        raise ConfigError(f"For 'hardware', {machine!r} is no machine.", "", f"Known are {', '.join(known)}.",
+                          'hardware="910b", or the path of a file')
     file = MACHINES / f"{machine}.yaml" if str(machine) in known else Path(machine)
     try:
         told = yaml.safe_load(file.read_text("utf-8"))
@@ -149,7 +155,8 @@ def load_hardware(machine: str | Path | Hardware) -> Hardware:
 
 def parse(name: str, told: Mapping[str, Any]) -> Hardware:
     """A machine of what its file says, in the file's units: TFLOP/s, GB/s, GFLOP, MB, microseconds, GiB."""
-    def curve(part: Mapping[str, Any], peak: str, scale: float, size: float) -> Curve:
+    def curve(which: str, peak: str, scale: float, size: float) -> Curve:
+        part = told[which]
         steps = tuple((float(least) * size, float(share)) for least, share in part["reached"])
         if not steps or steps[-1][0] != 0 or any(a <= b for (a, _), (b, _) in zip(steps, steps[1:])):
             raise ValueError(f"reached: sizes fall, and the last is 0: {part['reached']}")
@@ -157,24 +164,58 @@ def parse(name: str, told: Mapping[str, Any]) -> Hardware:
             raise ValueError(f"reached: shares are above 0 and at most 1: {part['reached']}")
         return Curve(_positive(peak, part[peak]) * scale, steps)
 
-    links = tuple(Link(int(link["ranks"]), _positive("gb_s", link["gb_s"]) * 1e9, float(link["latency_us"]) * 1e-6,
-                       {op: float(link["factors"][op]) for op in COLLECTIVES}, bool(link["ring"]), float(link["processor"]),
-                       float(link.get("wait", 0.0)))
-                  for link in told["links"])
-    if not links:
-        raise ValueError("links: one at least")
-    return Hardware(name, str(told["source"]), curve(told["matrix"], "tflops", 1e12, 1e9),
-                    curve(told["vector"], "tflops", 1e12, 1e9), curve(told["memory"], "gb_s", 1e9, 1e6),
-                    bool(told["overlap"]), float(told["launch_us"]) * 1e-6,
+    _known("", told, ("source", "matrix", "vector", "memory", "overlap", "launch_us", "links", "kernels", "host_us",
+                      "asking_us"))
+    for which, names in (("matrix", ("tflops", "reached")), ("vector", ("tflops", "reached")),
+                         ("memory", ("gib", "gb_s", "reached", "communicator_mib"))):
+        _known(which, told[which], names)
+    _known("host_us", told.get("host_us", {}), ("op", "view"))
+    links = tuple(_link(link) for link in told["links"])
+    if not links or any(near.ranks >= far.ranks for near, far in zip(links, links[1:])):
+        raise ValueError("links: one at least, those of the fewest ranks first")
+    return Hardware(name, str(told["source"]), curve("matrix", "tflops", 1e12, 1e9), curve("vector", "tflops", 1e12, 1e9),
+                    curve("memory", "gb_s", 1e9, 1e6), _truth("overlap", told["overlap"]),
+                    _number("launch_us", told["launch_us"]) * 1e-6,
                     int(_positive("gib", told["memory"]["gib"]) * 2**30), links,
-                    int(float(told["memory"].get("communicator_mib", 0)) * 2**20),
+                    int(_number("communicator_mib", told["memory"].get("communicator_mib", 0)) * 2**20),
                     {op: (_positive(op, there) * 1e9, _positive(op, back) * 1e9)
                      for op, (there, back) in told.get("kernels", {}).items()},
-                    {what: (float(there) * 1e-6, float(back) * 1e-6)
-                     for what, (there, back) in told.get("host_us", {}).items()})
+                    {what: (_number(what, there) * 1e-6, _number(what, back) * 1e-6)
+                     for what, (there, back) in told.get("host_us", {}).items()},
+                    {what: _positive(what, us) * 1e-6 for what, us in told.get("asking_us", {}).items()})
+
+
+def _link(told: Mapping[str, Any]) -> Link:
+    _known("links", told, ("ranks", "gb_s", "latency_us", "ring", "processor", "factors", "wait"))
+    processor = _number("processor", told["processor"])
+    if processor > 1:
+        raise ValueError(f"processor: {processor}, a share")
+    return Link(int(_positive("ranks", told["ranks"])), _positive("gb_s", told["gb_s"]) * 1e9,
+                _number("latency_us", told["latency_us"]) * 1e-6,
+                {op: _positive(op, told["factors"][op]) for op in COLLECTIVES}, _truth("ring", told["ring"]), processor,
+                _number("wait", told.get("wait", 0.0)))
+
+
+def _known(part: str, told: Mapping[str, Any], names: tuple[str, ...]) -> None:
+    """A name that is spelt in another way would be a figure that counts nothing."""
+    for name in told:
+        if name not in names:
+            raise ValueError(f"{part} {name}: unknown; there are {', '.join(names)}".lstrip())
+
+
+def _number(name: str, value: float) -> float:
+    if isinstance(value, bool) or not 0 <= float(value) < inf:
+        raise ValueError(f"{name}: {value}")
+    return float(value)
 
 
 def _positive(name: str, value: float) -> float:
-    if not float(value) > 0:
+    if not _number(name, value):
         raise ValueError(f"{name}: {value}")
     return float(value)
+
+
+def _truth(name: str, value: bool) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}: {value!r}, in the place of true or false")
+    return value

@@ -23,7 +23,7 @@ NAMES = {  # what configurations call a size: ours, Hugging Face's, Megatron's
     "layers": ("layers", "n_layers", "num_hidden_layers", "num_layers"), "dim": ("dim", "hidden_size"),
     "heads": ("heads", "n_heads", "num_attention_heads"),
     "kv_heads": ("kv_heads", "n_kv_heads", "num_key_value_heads", "num_query_groups"),
-    "head_size": ("head_size", "head_dim", "kv_channels"),
+    "head_size": ("head_size", "head_width", "head_dim", "kv_channels"),
     "ffn": ("ffn", "ffn_dim", "moe_intermediate_size", "intermediate_size", "ffn_hidden_size"),
     "vocab": ("vocab", "vocab_size"), "tied": ("tied", "tied_head", "tie_word_embeddings")}
 LENGTHY = 16384  # tokens of a sequence from which on cp is tried
@@ -91,9 +91,9 @@ def suggest(model: Transformer | Mapping[str, Any] | Any, world: int, hardware: 
     """
     sizes, machine = transformer(model), load_hardware(hardware)
     for name, value in (("world", world), ("batch", batch), ("seq", seq)):
-        if value < 1:
-            raise ConfigError(f"For 'suggest', {name} is {value}.", f"world = {world}, batch = {batch}, seq = {seq}",
-                              "Each is 1 or more.", f"{name}=1 or more")
+        if not _counts(value):
+            raise ConfigError(f"For 'suggest', {name} is {value!r}.", f"world = {world}, batch = {batch}, seq = {seq}",
+                              "Each is an integer, 1 or more.", f"{name}=1 or more")
     found = sorted((estimate(sizes, plan, machine, batch, seq, itemsize)
                     for plan in plans(sizes, world, machine, batch, seq)),
                    key=lambda e: (e.seconds, e.bytes, _simpler(e.plan)))
@@ -110,6 +110,10 @@ def suggest(model: Transformer | Mapping[str, Any] | Any, world: int, hardware: 
     return Suggestion(fit, too_large, len(found), machine, batch * seq)
 
 
+def _counts(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
 def transformer(model: Transformer | Mapping[str, Any] | Any) -> Transformer:
     """A model's sizes by the names that configurations have for them."""
     if isinstance(model, Transformer):
@@ -120,6 +124,11 @@ def transformer(model: Transformer | Mapping[str, Any] | Any) -> Transformer:
 
     told: dict[str, Any] = {size: next((value for name in names if (value := get(name)) is not None), None)
                             for size, names in NAMES.items()}
+    wrong = [f"{size} = {value!r}" for size, value in told.items()
+             if size != "tied" and value is not None and not _counts(value)]
+    if wrong:
+        raise ConfigError("For 'suggest', a size of the model is no size.", ", ".join(wrong),
+                          "Each is an integer, 1 or more.", "numbers as a configuration has them")
     told["kv_heads"] = told["kv_heads"] or told["heads"]
     if told["head_size"] is None and told["dim"] and told["heads"]:
         told["head_size"] = told["dim"] // told["heads"]
@@ -131,7 +140,7 @@ def transformer(model: Transformer | Mapping[str, Any] | Any) -> Transformer:
                           [f"give {size} as one of {', '.join(NAMES[size])}" for size in lacking])
     experts = get("experts")
     if experts is not None and not isinstance(experts, int):
-        told |= {"experts": experts.count, "per_token": experts.per_token}
+        told |= {"experts": experts.count, "per_token": experts.per_token, "ffn": experts.width or told["ffn"]}
     else:
         count = experts or get("num_local_experts") or get("num_experts") or get("n_routed_experts")
         told |= {"experts": count or 0, "per_token": (get("per_token") or get("num_experts_per_tok") or 0) if count else 0}

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from .cost import Collective, Op, Work, seconds, together, total
 from .hardware import Hardware
+from .peak import Held, peak
 from .transformer import Part, Plan, Transformer, block, ends
 
-MASTER, GRADIENT = 12, 4  # bytes of a parameter: float32 itself and two moments; float32 gradient
+GRADIENT = 4  # bytes of a parameter's, float32
 UPDATED = 30  # bytes that an update reads and writes of a parameter: itself, two moments, gradient, the copy in 16 bits
 
 
@@ -25,8 +26,7 @@ class Estimate:
     Attributes:
         plan: it.
         seconds: of a step, of the slowest rank.
-        memory: bytes of a rank at the peak: {"parameters and optimizer", "gathered", "activations", "logits",
-            "communication buffers"}.
+        memory: bytes of a rank at the peak by what they are for, see `peak.py`, and "communication buffers".
         time: seconds by what they are for; they add up to `seconds`.
     """
 
@@ -62,7 +62,8 @@ def estimate(model: Transformer, plan: Plan, machine: Hardware, batch: int, leng
     sequences = batch / (plan.dp * plan.micro_batches)
     parts, last = block(model, plan, sequences, length, itemsize), ends(model, plan, sequences, length, itemsize)
     time = _times(model, plan, machine, parts, last, itemsize, sequences * length)
-    return Estimate(plan, sum(time.values()), memory(model, plan, parts, last, itemsize, machine), time)
+    return Estimate(plan, sum(time.values()), memory(model, plan, parts, itemsize, machine, sequences * length / plan.cp),
+                    time)
 
 
 # -- time --------------------------------------------------------------------------------------------------------------
@@ -121,11 +122,15 @@ def _data_parallel(model: Transformer, plan: Plan, machine: Hardware, itemsize: 
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
+def parameters_of_ends(model: Transformer, plan: Plan) -> float:
+    """Of these the embedding and the head, of the stage that has most."""
+    return model.dim * model.vocab / plan.tp * (1 if plan.pp > 1 or model.tied else 2)
+
+
 def parameters_of_a_rank(model: Transformer, plan: Plan, tables: bool = True) -> float:
     """Elements that a rank computes with, of the stage that has most; cut over tp, pp and ep only."""
     block_weights = model.attention_weights + model.ffn_weights * max(1, model.experts) / plan.ep + model.dim * model.experts
-    own = model.layers / plan.pp * block_weights / plan.tp
-    return own + tables * model.dim * model.vocab / plan.tp * (1 if plan.pp > 1 or model.tied else 2)
+    return model.layers / plan.pp * block_weights / plan.tp + tables * parameters_of_ends(model, plan)
 
 
 def saved(parts: list[Part], plan: Plan) -> float:
@@ -151,26 +156,23 @@ def held(plan: Plan) -> float:
 def communicators(plan: Plan) -> int:
     """Of a rank: of all ranks, of each axis, of dp and cp together; those of the same ranks are one."""
     axes = [n for n in (plan.dp, plan.cp, plan.tp, plan.pp, plan.ep) if n > 1]
-    together = [plan.dp * plan.cp] * (plan.dp > 1 and plan.cp > 1)
+    together = [plan.dp * plan.cp] * (plan.dp > 1 and plan.cp > 1) + [plan.hsdp, plan.dp // plan.hsdp] * (plan.hsdp > 1)
+    together += [plan.dp * plan.cp // plan.ep] * (1 < plan.ep < plan.dp * plan.cp)
     return (plan.world > 1) + sum(n < plan.world for n in (*axes, *together))
 
 
-def memory(model: Transformer, plan: Plan, parts: list[Part], last: list[Part], itemsize: int,
-           machine: Hardware) -> dict[str, float]:
-    """Bytes of a rank at the peak, by kind."""
-    own, ranks = parameters_of_a_rank(model, plan), plan.dp * plan.cp
-    copy = itemsize if itemsize < 4 else 0
-    block_weights = (model.attention_weights + model.ffn_weights * max(1, model.experts) / plan.ep) / plan.tp
-    if plan.sharded == "fsdp":
-        weights, gathered = own * (MASTER + GRADIENT) / ranks, 2 * block_weights * (itemsize + GRADIENT)
-    elif plan.sharded == "zero1":
-        weights, gathered = own * (MASTER / ranks + GRADIENT + copy), 0.0
-    else:
-        weights, gathered = own * (MASTER + GRADIENT + copy), 0.0
-    blocks = model.layers / plan.pp
-    activations = blocks * held(plan) * saved(parts, plan)
-    if plan.recompute == "full":
-        activations += sum(part.saved for part in parts)  # of the one that runs again
-    return {"parameters and optimizer": weights, "gathered": gathered, "activations": activations,
-            "logits": sum(part.saved for part in last),
-            "communication buffers": communicators(plan) * machine.communicator}
+def memory(model: Transformer, plan: Plan, parts: list[Part], itemsize: int, machine: Hardware,
+           tokens: float) -> dict[str, float]:
+    """Bytes of a rank at the peak, by kind; `tokens` of a micro-batch, cut over cp."""
+    own, blocks = parameters_of_a_rank(model, plan), model.layers / plan.pp
+    ranks, experts = plan.dp * plan.cp / plan.hsdp, blocks * model.ffn_weights * model.experts / plan.ep / plan.tp
+    cut = (own - experts) / ranks + experts / (ranks / plan.ep)
+    block_weights = (own - parameters_of_ends(model, plan)) / blocks
+    between = itemsize * tokens * model.dim / (plan.tp if plan.sequence_parallel else 1)
+    whole = plan.recompute == "full"
+    held_at_once = Held(
+        own, own if plan.sharded == "none" else cut, parameters_of_ends(model, plan), block_weights, blocks,
+        blocks * held(plan), sum(part.saved for part in parts) if whole else saved(parts, plan), between, 0.0,
+        tokens * model.vocab / plan.tp, itemsize * tokens * max(model.dim, 2 * model.ffn / plan.tp), itemsize,
+        plan.sharded, whole, plan.micro_batches > 1)
+    return peak(held_at_once) | {"communication buffers": communicators(plan) * machine.communicator}

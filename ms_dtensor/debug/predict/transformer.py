@@ -70,6 +70,8 @@ class Plan:
         sequence_parallel: between blocks tokens are cut over tp.
         recompute: what of a block runs again in the backward.
         sharded: what dp (with cp) divides: nothing, the optimizer (ZeRO-1), or everything (FSDP).
+        hsdp: copies of what is divided, over parts of dp.
+        gathered_again: with sequence parallelism, what was gathered is not kept for the backward (Megatron).
     """
 
     dp: int = 1
@@ -82,6 +84,8 @@ class Plan:
     sequence_parallel: bool = False
     recompute: Literal["none", "attention", "full"] = "none"
     sharded: Literal["none", "zero1", "fsdp"] = "none"
+    hsdp: int = 1
+    gathered_again: bool = False
 
     @property
     def world(self) -> int:
@@ -137,17 +141,19 @@ def block(model: Transformer, plan: Plan, sequences: float, length: int, itemsiz
     tokens = sequences * length / plan.cp
     between = tokens / t if plan.sequence_parallel else tokens
     q, kv, more = model.heads * e / t, model.kv_heads * e / t, plan.micro_batches > 1
-    parts = [_norm(between, d, b), _enter(model, plan, tokens, b),
-             product("q, k, v", tokens, d, q + 2 * kv, b, more, b * between * d)]
+    read = b * d * (between if plan.gathered_again else tokens)  # by the products behind a norm
+    statistics = 4 if model.fused_attention else 0  # a number a token that the fused norm of a Llama keeps
+    parts = [_norm(between, d, b, statistics), _enter(model, plan, tokens, b),
+             product("q, k, v", tokens, d, q + 2 * kv, b, more, read)]
     if plan.cp > 1:
         parts.append(_keys(plan, tokens * kv * 2, b))
     parts += _attention(model, sequences, length, q, kv, plan.cp, b)
     parts += [product("projection", tokens, q, d, b, more, b * tokens * q), _leave(plan, tokens * d, b),
-              _residual(model, between, d, b), _norm(between, d, b)]
+              _residual(model, between, d, b), _norm(between, d, b, statistics)]
     if model.experts:
         parts += _experts(model, plan, tokens, between, b, more)
     else:
-        parts += [_enter(model, plan, tokens, b), *_ffn(model, tokens, model.ffn / t, b, more, b * between * d),
+        parts += [_enter(model, plan, tokens, b), *_ffn(model, tokens, model.ffn / t, b, more, read),
                   _leave(plan, tokens * d, b)]
     return [*parts, _residual(model, between, d, b)]
 
@@ -162,8 +168,8 @@ def ends(model: Transformer, plan: Plan, sequences: float, length: int, itemsize
             elementwise("loss", tokens * columns, 5, itemsize + 4, (itemsize + 4) * tokens * columns)]
 
 
-def _norm(tokens: float, dim: int, b: int) -> Part:
-    return elementwise("norm", tokens * dim, 9, 2 * b, b * tokens * dim)
+def _norm(tokens: float, dim: int, b: int, statistics: int = 0) -> Part:
+    return elementwise("norm", tokens * dim, 9, 2 * b, b * tokens * dim + statistics * tokens)
 
 
 def _residual(model: Transformer, tokens: float, dim: int, b: int) -> Part:
@@ -172,10 +178,11 @@ def _residual(model: Transformer, tokens: float, dim: int, b: int) -> Part:
 
 
 def _enter(model: Transformer, plan: Plan, tokens: float, b: int) -> Part:
-    """Before matrices cut by columns: tokens are gathered; the backward sums up, and gathers again for the weights."""
+    """Before matrices cut by columns: tokens are gathered; the backward sums up, and may gather again for the weights."""
     size, axis = b * tokens * model.dim, ("tp", plan.tp, plan.tp)
     if plan.sequence_parallel:
-        return Part((_of("all_gather", size, axis),), (_of("all_gather", size, axis), _of("reduce_scatter", size, axis)))
+        again = (_of("all_gather", size, axis),) * plan.gathered_again
+        return Part((_of("all_gather", size, axis),), (*again, _of("reduce_scatter", size, axis)))
     return Part((), (_of("all_reduce", size, axis),))
 
 
@@ -203,7 +210,8 @@ def _attention(model: Transformer, sequences: float, length: int, q: float, kv: 
     scores = rows * length * q / model.head_size
     if model.fused_attention:  # causal: half of the scores; its backward computes them again
         flops, traffic = 2 * rows * length * q, b * (2 * rows * q + 2 * sequences * length * kv)
-        saved = b * (2 * rows * q + 2 * rows * kv) + 4 * 2 * rows * q / model.head_size
+        # before they are turned and after, and values; the result is the projection's; statistics of each row, eight times
+        saved = b * (2 * rows * q + 3 * rows * kv) + 4 * 2 * 8 * rows * q / model.head_size
         return [Part((Op("attention", flops, traffic, True),), (Op("attention, backward", 2.5 * flops, 2 * traffic, True),),
                      saved, True)]
     flops, side = 2 * scores * model.head_size, b * (rows * q + rows * kv + scores)
@@ -235,6 +243,8 @@ def _experts(model: Transformer, plan: Plan, tokens: float, between: float, b: i
     own = between if plan.sequence_parallel else tokens  # every rank of tp has its own tokens, or all have the same
     chosen = own * model.per_token
     rows, axis = b * chosen * model.dim, ("ep", plan.ep, plan.ep * plan.tp)
-    there = Part((_of("all_to_all", rows, axis),), (_of("all_to_all", rows, axis),), rows)
-    return [product("router", own, model.dim, model.experts, 4, more, 4 * own * model.experts), there,
+    kept = tokens * model.per_token  # over tp the experts are cut, and every rank has all tokens' rows
+    there = Part((_of("all_to_all", rows, axis),), (_of("all_to_all", rows, axis),), b * kept * model.dim)
+    router = 4 * (3 * tokens * model.experts + 5 * kept)  # its scores, and which were chosen
+    return [product("router", own, model.dim, model.experts, 4, more, router), there,
             *_ffn(model, chosen, model.ffn, b, more, 0.0, model.experts / plan.ep), there]

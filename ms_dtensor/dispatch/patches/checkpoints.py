@@ -18,6 +18,7 @@ import numpy as np
 from mindspore import Tensor, nn
 from mindspore.train import serialization
 
+from ...comm.pretended import needs_data
 from ...errors import ConfigError, LayoutError, MixedOperandError
 from ..operands import local_alias, redistribute
 from .undo import Patched
@@ -55,6 +56,7 @@ def _to_list(original):
         found: list[Any] = [p for p in held if getattr(p, "_layout", None) is not None]
         if not found:
             return original(save_obj, integrated_save, append_dict, choice_func)
+        needs_data("save_checkpoint")
         for p in found:
             if p._layout.mesh.get_coordinate() is None:
                 raise LayoutError("For 'save_checkpoint', this rank is not part of the mesh.", p._layout.describe(),

@@ -17,6 +17,7 @@ from mindspore import Parameter, Tensor, nn
 
 from ... import comm
 from ...comm.pretended import executing
+from ...comm.record import user_site
 from ...core.tree import leaves, map_leaves
 from ...errors import DTensorError, OpRuleError
 from ...internals.names import jit_api, jit_trace, pijit_context
@@ -288,6 +289,10 @@ def _call_optimizer(original):
     """Tensors that an optimizer of others' holds or makes (betas of shape [1]) are alike on all ranks; gradients are not."""
     @functools.wraps(original)
     def call(self, *args, **kwargs):
+        if executing() is not None and not _is_others(self) and _dtensors(list(self.parameters)):
+            raise OpRuleError(f"For 'dry_run', a step of MindSpore's {type(self).__name__} is not known.", user_site(),
+                              "Its kernels write into a shard's memory, and a dry run has none.",
+                              "ms_dtensor.optim.AdamW or SGD in its place")
         ours = len(_dtensors(list(self.parameters))) if _is_others(self) else 0
         if not ours or len(_dtensors(args)) < ours:
             return original(self, *args, **kwargs)

@@ -7,7 +7,8 @@ from typing import Any
 from mindspore import Tensor, mint, ops
 
 from ...core.tree import map_leaves
-from ...internals.target import cpu_kernels
+from ...internals.target import on_cpu
+from .class_sums_cpu import ClassSums, greatest
 from .cpu_elementwise import bce_with_logits, binary_cross_entropy
 from .cpu_nn import kl_div, log_sigmoid, softplus
 from .dtypes import rounded, wider
@@ -42,8 +43,8 @@ def sparse_cross_entropy_share(logits, labels, rows):
 
 
 def row_max(logits):
-    """The greatest of each row; `amax` takes three to eight times as long on CPU."""
-    return mint.max(logits, -1, True)[0]
+    """The greatest of each row, of logits without a gradient."""
+    return greatest(logits) if on_cpu() else mint.max(logits, -1, True)[0]
 
 
 def class_sums(logits, labels, top, lo, classes, smooth):
@@ -51,11 +52,12 @@ def class_sums(logits, labels, top, lo, classes, smooth):
     and, if `smooth`, the mean, of 16-bit logits in float32. The shard has the classes from `lo` on; labels [..., 1] count
     from the first of all."""
     width, top = logits._shape[-1], wider(top)
-    if cpu_kernels():  # which take ten times as long where one operand is broadcast; elsewhere that would be memory
-        top = ops.tile(top, (*(1,) * (len(logits._shape) - 1), width))
-    off = wider(logits) - top
+    logits, count = wider(logits), len(logits._shape)
     local, mine = own_rows(labels, lo, width, classes)
-    sums = [mint.sum(mint.exp(off), -1, keepdim=True), masked(ops.gather_elements(off, len(logits._shape) - 1, local), mine)]
+    if on_cpu():
+        return ClassSums.apply(logits, top, local, mine, classes if smooth else 0)
+    off = logits - top
+    sums = [mint.sum(mint.exp(off), -1, keepdim=True), masked(ops.gather_elements(off, count - 1, local), mine)]
     return mint.cat([*sums, mint.sum(off, -1, keepdim=True) / classes] if smooth else sums, -1)
 
 

@@ -14,6 +14,8 @@ from mindspore import Tensor
 from ...errors import OpRuleError
 from ...internals.names import Function, recording
 
+_FORWARD, _BACKWARD = "df", "ddffff"  # how wide the memory is that each takes for a part: as a row, or as what is hidden
+
 
 class SwigluRows(Function):
     """`SwigluRows.apply(sizes, at, rows, weights, w1, w2, w3)`: the weighted sum of what each row's experts make.
@@ -46,9 +48,14 @@ def _parts(sizes: np.ndarray):
     return ((e, int(end - size), int(end)) for e, (size, end) in enumerate(zip(sizes, ends)) if size)
 
 
-def _at_most(sizes: np.ndarray, *widths: int, dtype) -> list[np.ndarray]:
-    """Memory for the largest part, again and again: pages that are new take longer than what is done with them."""
-    return [np.empty((int(sizes.max(initial=0)), w), dtype) for w in widths]
+def scratch(widths: str, sizes: np.ndarray, d: int, f: int) -> list[tuple[int, int]]:
+    """Shapes of the memory that a part has, for the largest: pages that are new take longer than what is done with them."""
+    return [(int(sizes.max(initial=0)), d if w == "d" else f) for w in widths]
+
+
+def beside(sizes: np.ndarray, d: int, f: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Shapes of what a forward, and a backward, has beside what it gives; a part that is added is taken out once more."""
+    return scratch(_FORWARD + "d", sizes, d, f), scratch(_BACKWARD + "d", sizes, d, f)
 
 
 def _add(to: np.ndarray, token: np.ndarray, rows: np.ndarray) -> None:
@@ -64,7 +71,8 @@ def forward(sizes: np.ndarray, at: np.ndarray, rows: np.ndarray, weights: np.nda
     """The result, and of each choice w1 x and w3 x, expert by expert."""
     d, f, dtype = rows.shape[1], w1.shape[1], rows.dtype
     y, gate, up = np.zeros_like(rows), np.empty((len(at), f), dtype), np.empty((len(at), f), dtype)
-    token, weight, memory = at // weights.shape[1], weights.reshape(-1, 1)[at], _at_most(sizes, d, f, dtype=dtype)
+    token, weight = at // weights.shape[1], weights.reshape(-1, 1)[at]
+    memory = [np.empty(shape, dtype) for shape in scratch(_FORWARD, sizes, d, f)]
     for e, a, b in _parts(sizes):
         x, h = (m[:b - a] for m in memory)
         np.take(rows, token[a:b], 0, out=x, mode="clip")
@@ -85,7 +93,7 @@ def backward(sizes: np.ndarray, at: np.ndarray, rows: np.ndarray, weights: np.nd
     d, f, dtype = rows.shape[1], w1.shape[1], rows.dtype
     drows, dweights, (dw1, dw2, dw3) = np.zeros_like(rows), np.zeros(weights.size, dtype), map(np.empty_like, (w1, w2, w3))
     token, weight = at // weights.shape[1], weights.reshape(-1, 1)[at]
-    memory = _at_most(sizes, d, d, f, f, f, f, dtype=dtype)
+    memory = [np.empty(shape, dtype) for shape in scratch(_BACKWARD, sizes, d, f)]
     for e in np.flatnonzero(sizes == 0):
         dw1[e] = dw2[e] = dw3[e] = 0
     for e, a, b in _parts(sizes):
