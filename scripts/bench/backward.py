@@ -29,12 +29,13 @@ def main() -> None:
             md.fully_shard(cell, mesh=mesh)
     md.fully_shard(net, mesh=mesh)
     x = Tensor(np.random.default_rng(mesh.get_local_rank()).normal(size=(16, 64)).astype(np.float32))
-    step = md.value_and_grad(lambda t: (net(t) ** 2).mean(), None, net.trainable_params())
+    params = net.trainable_params()
+    step = md.value_and_grad(lambda t: (net(t) ** 2).mean(), None, params)
 
     def kept() -> None:
         with md.recorded(net):
             md.backward((net(x) ** 2).mean())
-        for p in net.trainable_params():
+        for p in params:
             p.grad = None
     spent: dict[str, list[float]] = {"value_and_grad": [], "backward": []}
     for i in range(rounds + 5):
