@@ -17,7 +17,7 @@ from .experts_rows import added_at, rows_at, sent, weighted
 
 
 def _places(chosen: Tensor, experts: int, room: int) -> tuple[Tensor, Tensor]:
-    """Of choices i32[n * k]: the manieth each is that its expert has, from 1 on, and whether there is room for it."""
+    """Of choices i32[n * k]: which of its expert's each one is, counted from 1, and whether there is room for it."""
     hot = ops.one_hot(chosen, experts).astype(ms.float32)  # of what is no expert a row of zeros
     place = (ops.cumsum(hot, 0) * hot).sum(1).astype(ms.int32)
     return place, ops.logical_and(place > 0, place <= min(room, len(chosen)))

@@ -161,3 +161,21 @@ def what_is_shared_is_refused_where_it_does_not_fit(world):
     summand = md.local_map(lambda t: t * 1, [md.Partial()], ([WHOLE],), out_shapes=lambda t: (t,))
     got = md.moe(*whole, shared=summand)  # of summands their sum
     assert np.array_equal(array(got), array(md.moe(*plain)) + 2 * x), "two ranks"
+
+
+@case(world_size=2)
+def what_raises_while_tokens_are_under_way_leaves_nothing_behind(world):
+    mesh, chosen = mesh_1d(2, "ep"), np.array([[0, 1], [2, 0], [3, 3], [1, 2]], np.int32)
+    x, weights, _, ws = operands(1, 4, 4, 2)
+    args = [pieces(a, mesh, [CUT]) for a in (x, weights, chosen, *ws)]
+
+    def step(shared):
+        return md.value_and_grad(lambda x: (md.moe(x, *args[1:], shared=shared) ** 2).sum())(args[0])
+
+    def broken(t):
+        raise ValueError("mine")
+    want = step(lambda t: t * 3)
+    for _ in range(3):
+        assert "mine" in refusal(lambda: step(broken), ValueError)
+        for got, right in zip(step(lambda t: t * 3), want):
+            assert np.array_equal(array(got), array(right))

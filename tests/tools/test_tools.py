@@ -63,7 +63,7 @@ def test_a_recipe_that_does_not_fit_is_a_finding_with_the_plan_that_does(monkeyp
     recipe.write_text(model + "parallel: {dp: 8}\ntrain: {batch: 8, seq: 4096, dtype: bfloat16}\n")
     assert cli.main(["doctor", str(recipe), "--json"]) == 1
     (found,) = json.loads(capsys.readouterr().out)["checks"]
-    assert "needs 156.0 GiB" in found["found"] and found["fix"] == "8 ranks: --parallel.dp 8 --parallel.fsdp true"
+    assert "needs 129.5 GiB" in found["found"] and found["fix"] == "8 ranks: --parallel.dp 8 --parallel.zero1 true"
     recipe.write_text(model + "parallel: {dp: 8, fsdp: true}\ntrain: {batch: 8, seq: 4096, dtype: bfloat16}\n")
     assert cli.main(["doctor", str(recipe)]) == 0 and "a 64 GB card: 58.0" in capsys.readouterr().out
     monkeypatch.setattr(doctor.Path, "exists", lambda self: False)

@@ -101,7 +101,7 @@ class _Meetings:
     def __init__(self, ranks: frozenset[int]):
         self.ranks = ranks
         self.sent: dict[tuple[int, int], list[float]] = {}  # (from, to) -> when each message is there
-        self.there: dict[tuple, dict[int, float]] = {}  # (group, how manieth) -> when each rank is ready
+        self.there: dict[tuple, dict[int, float]] = {}  # (group, which of its calls) -> when each rank is ready
 
 
 class _Rank:
