@@ -12,6 +12,7 @@ from ms_dtensor.debug import dry_run
 from ms_dtensor.dispatch.class_loss import row_losses
 from ms_dtensor.errors import OpRuleError
 
+pytestmark = pytest.mark.usefixtures("cpu")
 RNG = np.random.default_rng(5)
 CLASSES = 40_000  # three rows at a time, so that a part is left over
 
