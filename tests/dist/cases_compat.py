@@ -439,7 +439,7 @@ def a_counter_is_each_ranks_own_in_programs_for_hyper_parallel_alone(world):
     mesh, own = mesh_2d(), Tensor([world.rank + 1.0, 2.0])
 
     def made(placements, **kwargs):
-        return Parameter(distribute_tensor(Tensor(np.ones(2, np.float32)), mesh, placements), name="count", **kwargs)
+        return Parameter(distribute_tensor(Tensor([5.0, 7.0]), mesh, placements), name="count", **kwargs)
     count, refused = made((R, R), requires_grad=False), (made((R, R)), made((R, S(0)), requires_grad=False))
     texts = [refusal(lambda: count.add_(own), MixedOperandError)]
     register()
@@ -452,7 +452,7 @@ def a_counter_is_each_ranks_own_in_programs_for_hyper_parallel_alone(world):
     finally:
         unregister()
     texts.append(refusal(lambda: count.add_(own), MixedOperandError))
-    assert not seen and count.to_local().asnumpy().tolist() == [2 * (world.rank + 3), 6], (seen, count.to_local())
+    assert not seen and count.to_local().asnumpy().tolist() == [2 * (world.rank + 7), 18], (seen, count.to_local())
     for text in texts:
         assert "meets a DTensor" in text and "fix:" in text, text
         same_on_all_ranks(world, text)
