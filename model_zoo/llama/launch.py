@@ -369,7 +369,7 @@ def with_those_that_are_there(options: argparse.Namespace, rest: list[str], keep
     command = hashlib.sha256(repr((dump(cfg), options.workers, options.nodes)).encode()).hexdigest()
     meeting = Meeting(Path(cfg.train.log_dir) / "machines", address_towards(options.master_addr), command, sorted(layouts),
                       options.nodes_timeout)
-    on_signals(lambda number, _: sys.exit(128 + number))
+    on_signals(end_now)
     state, failed, before = "left", 0, latest(checkpoint_folder(cfg))
     try:
         while True:
@@ -389,7 +389,7 @@ def with_those_that_are_there(options: argparse.Namespace, rest: list[str], keep
                           others=partial(meeting.lost, number))
                 on_signals(partial(leaving, meeting, run))
                 code = run.wait()
-                on_signals(lambda number, _: sys.exit(128 + number))
+                on_signals(end_now)
             if run.asked:
                 if code:
                     why_it_ended(run)
@@ -408,6 +408,11 @@ def with_those_that_are_there(options: argparse.Namespace, rest: list[str], keep
         return 1
     finally:
         meeting.leave(state)
+
+
+def end_now(number: int, _: object) -> None:
+    """A signal came while no ranks run."""
+    sys.exit(128 + number)
 
 
 def leaving(meeting: Meeting, run: Run, *asked) -> None:

@@ -147,6 +147,7 @@ def parallelize(model: nn.Cell, mesh: DeviceMesh, cfg: ParallelConfig,
     """
     model_cfg = model.cfg
     data, apart = token_axes(mesh), []  # apart: cells whose parameters are copied over "dp" alone
+    cut = cfg.fsdp or cfg.zero1  # ZeRO-1 is FSDP with weights that stay whole until the backward has read them
     for layer in here([*model.layers, *(module.block for module in getattr(model, "ahead", ()))]):
         parallelize_module(layer, mesh["tp"], block_plan(cfg, layer))
         layer.attention.core = attention_on_lists(model_cfg, mesh, cfg) if context_axes(mesh) else \
@@ -162,13 +163,13 @@ def parallelize(model: nn.Cell, mesh: DeviceMesh, cfg: ParallelConfig,
                 fully_shard(apart[-1], mesh=copies, mp_policy=mp_policy, shard_placement_fn=lambda p: Shard(1))
             else:
                 replicate(apart[-1], mesh=copies, mp_policy=mp_policy, zero1=cfg.zero1)
-        if cfg.fsdp or cfg.zero1:  # ZeRO-1 is the same with weights that stay whole until the backward has read them
+        if cut:
             # of the experts' weights, dim 0 has too few rows to be cut over many ranks
             fully_shard(layer, mesh=data, mp_policy=mp_policy, reshard_after_forward=cfg.fsdp,
                         shard_placement_fn=lambda p: Shard(1) if p.ndim == 3 else None)
     outer = [name for name, cell in model.name_cells().items() if here([cell])]
     parallelize_module(model, mesh["tp"], {k: v for k, v in outer_plan(cfg).items() if k in outer})
-    if not (cfg.fsdp or cfg.zero1):
+    if not cut:
         return replicate(model, mesh=data, mp_policy=mp_policy, ignored_modules=apart)
     return fully_shard(model, mesh=data, mp_policy=mp_policy, reshard_after_forward=cfg.fsdp)
 

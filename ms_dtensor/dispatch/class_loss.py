@@ -26,7 +26,7 @@ def class_loss(who: str, logits, labels, ignore_index: int, reduction: str, labe
     if least < 0:
         labels = labels + (labels < 0).astype(labels.dtype) * classes
     target = mint.unsqueeze(labels * keep.astype(labels.dtype), -1)
-    rows = _losses(logits, target, label_smoothing) if labels.size else logits.sum(-1).reduce_partial()
+    rows = row_losses(logits, target, label_smoothing) if labels.size else logits.sum(-1).reduce_partial()
     keep = keep.astype(rows.dtype)
     loss = rows * keep
     if reduction == "none":
@@ -35,18 +35,14 @@ def class_loss(who: str, logits, labels, ignore_index: int, reduction: str, labe
     return total if reduction == "sum" else total / keep.sum()
 
 
-def row_losses(logits, target):
+def row_losses(logits, target, label_smoothing: float = 0.0):
     """The loss of each row of logits [..., classes], DTensors or plain tensors; `target` [..., 1] has classes, unchecked."""
-    if getattr(logits, "_layout", None) is not None:
-        return _losses(logits, target, 0.0)
-    sums = class_sums(logits, target, row_max(ops.stop_gradient(logits)), 0, logits.shape[-1], False)
-    return mint.log(sums[..., 0]) - sums[..., 1]
-
-
-def _losses(logits, target, label_smoothing):
-    """The loss of each row."""
-    top = call("row_max", input=ops.stop_gradient(logits)).reduce_partial()
-    sums = call("class_sums", input=logits, target=target, top=top, smooth=bool(label_smoothing)).reduce_partial()
+    constant, smooth = ops.stop_gradient(logits), bool(label_smoothing)
+    if getattr(logits, "_layout", None) is None:
+        sums = class_sums(logits, target, row_max(constant), 0, logits.shape[-1], smooth)
+    else:
+        top = call("row_max", input=constant).reduce_partial()
+        sums = call("class_sums", input=logits, target=target, top=top, smooth=smooth).reduce_partial()
     log_total, picked = mint.log(sums[..., 0]), sums[..., 1]
     loss = log_total - picked
     if label_smoothing:

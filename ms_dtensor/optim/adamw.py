@@ -101,9 +101,10 @@ class AdamW(Optimizer):
             if not on_cpu():
                 self._step_on_device(i, grad, m, v, self._masters[i])
                 continue
+            factors = self._factors(i, b1, b2)
             with opened(param, self._masters[i]) as weight:
                 for arrays in chunks(weight, values(grad, precision(param)), m, v):
-                    _step_host(arrays, (b1, b2), eps, self._factors(i, b1, b2))
+                    _step_host(arrays, (b1, b2), eps, factors)
 
     def _step_on_device(self, i: int, grad: Tensor, m: Tensor, v: Tensor, master: Tensor | None) -> None:
         param, (b1, b2), eps = self.params[i], self._option(i, "betas"), self._option(i, "eps")

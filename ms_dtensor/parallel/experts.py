@@ -153,11 +153,11 @@ def moe(x: Tensor, weights: Tensor, chosen: Tensor, w1: Tensor, w2: Tensor, w3: 
     """
     _check_operands(x, weights, chosen, w1, w2, w3)
     _asked(dedup, "moe")
-    if mesh is not None and not isinstance(mesh, DeviceMesh) or shared is not None and not callable(shared):
-        name, value, rule, fix = ("mesh", mesh, "It is the part of the mesh that cuts the experts.", 'mesh["ep"]') if \
-            mesh is not None and not isinstance(mesh, DeviceMesh) else \
-            ("shared", shared, "It is called with x.", "a cell, or a function of x")
-        raise ConfigError(f"For 'moe', '{name}' is {value!r}.", "", rule, fix)
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise ConfigError(f"For 'moe', 'mesh' is {mesh!r}.", "", "It is the part of the mesh that cuts the experts.",
+                          'mesh["ep"]')
+    if shared is not None and not callable(shared):
+        raise ConfigError(f"For 'moe', 'shared' is {shared!r}.", "", "It is called with x.", "a cell, or a function of x")
     if room is not None and (not isinstance(room, Integral) or isinstance(room, bool) or room < 1 or dedup is True):
         raise ConfigError("For 'moe', 'room' does not fit.", f"room = {room!r}, dedup = {dedup}",
                           "An expert has room for one choice at least, a whole number; each choice goes to its expert.",

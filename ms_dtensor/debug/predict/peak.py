@@ -65,8 +65,8 @@ def moments(h: Held) -> dict[str, dict[str, float]]:
     state = {"parameters, float32": MASTER * h.own, "moments of AdamW": MOMENTS * here}
     saved = {"saved by blocks": waiting * h.saved, "results that they keep": h.kept,
              "inputs of recomputed blocks": h.recompute * h.waiting * h.inputs}
-    # of micro-batches before: the sums, and what a call without reduction gives
-    before = h.accumulates * (whole + (whole if h.sharded == "none" else MASTER * h.own))
+    own = MASTER * h.own if cut else whole
+    before = h.accumulates * (whole + own)  # of micro-batches before: the sums, and what a call without reduction gives
     if h.sharded == "fsdp":
         gathered, at_work = b * h.ends, b * h.block
     else:  # a copy in 16 bits of each block that waits; ZeRO-1 gathers all of them
@@ -74,7 +74,6 @@ def moments(h: Held) -> dict[str, dict[str, float]]:
         gathered, at_work = (b if b < 4 or h.sharded == "zero1" else 0) * (h.ends + blocks), 0.0
     name = "gathered parameters" if cut else "their copies in 16 bits"
     first = MASTER * h.block * (1 + cut) + b * h.ends / 2  # a block's, joined too if they are cut; the head's
-    own = whole if h.sharded == "none" else MASTER * h.own
     # of the largest unit as they come and joined, and each unit's result beside what is given of it; else the embedding's
     reduced = 2 * MASTER * max(h.ends, h.block) + own if cut else MASTER * h.ends / 2
     ends = before + own if cut else max(before, own)
