@@ -77,8 +77,8 @@ class ParallelConfig:
     ep: int = 1
     """Experts are cut over so many ranks, and tokens travel to them: a part of dp, or all of cp and a part of dp."""
     expert_dedup: bool | None = None
-    """With ep: a token goes once to each rank that has any of its experts; null: where that saves bytes. Where true, a device
-    is waited for in each layer, also with a capacity."""
+    """With ep: a token goes once to each rank that has any of its experts; null: where that saves bytes. Where true, a
+    device is waited for in each layer, also with a capacity."""
 
     cp: int = 1
     """Ranks that share the tokens of dp's rows; see docs/howto/long_contexts.md."""
