@@ -23,7 +23,8 @@ def attended(device: str, documents: tuple[int, ...], ranks: int):
     with dry_run(ranks, 0, device) as run:
         mesh = md.init_device_mesh("cpu" if device == "CPU" else "npu", (ranks,), mesh_dim_names=("cp",))
         tokens, attention = md.balance(documents, ranks), md.context_attention(mesh)
-        q, k, v = (md.zeros((n, h, WIDTH), device_mesh=mesh, placements=[md.Shard(0)]) for h in (HEADS, KEY_HEADS, KEY_HEADS))
+        q, k, v = (md.zeros((n, h, WIDTH), device_mesh=mesh, placements=[md.Shard(0)])
+                   for h in (HEADS, KEY_HEADS, KEY_HEADS))
         md.value_and_grad(lambda q, k, v: attention(q, k, v, tokens).sum(), (0, 1, 2))(q, k, v)
     return run, tokens
 
