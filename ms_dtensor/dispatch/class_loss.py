@@ -5,21 +5,18 @@
 """
 from __future__ import annotations
 
-import mindspore as ms
 from mindspore import mint, ops
 
 from ..ops.local.loss import class_sums, row_max
 from .dispatcher import call
-from .labels import check_labels
-from .operands import dtype_name
+from .labels import check_labels, looked_up
 
 REDUCTIONS = ("mean", "sum", "none")
 
 
 def class_loss(who: str, logits, labels, ignore_index: int, reduction: str, label_smoothing: float, least: int = 0):
     """The loss of logits `f32[..., classes]` and labels, both DTensors; those from `least` to -1 count from the last."""
-    if dtype_name(labels.dtype) in ("int8", "uint8", "int16"):  # no lookup takes them
-        labels = labels.astype(ms.int32)
+    labels = looked_up(labels)
     classes = logits.shape[-1]
     check_labels(who, labels, classes, ignore_index, least)
     keep = labels != ignore_index
@@ -55,6 +52,6 @@ def fits(input, target, weight, ignore_index, reduction, label_smoothing) -> boo
     layout = getattr(input, "_layout", None)
     if layout is None or getattr(target, "_layout", None) is None or weight is not None or len(layout.shape) != 2:
         return False
-    return (layout.divisor(1) > 1 and layout.dtype == "float32" and target._layout.dtype in ("int32", "int64")
+    return (bool(layout.dim_axes[1]) and input.is_floating_point() and target._layout.dtype in ("int32", "int64")
             and target.shape == layout.shape[:1] and reduction in REDUCTIONS and type(ignore_index) is int
             and isinstance(label_smoothing, float) and 0 <= label_smoothing <= 1)

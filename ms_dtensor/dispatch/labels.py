@@ -7,6 +7,15 @@ import numpy as np
 
 from ..internals.target import on_cpu
 from ..ops.local.lookup import host_values
+from .operands import dtype_name
+
+
+def looked_up(labels):
+    """Labels of any integer dtype in one that lookups take: they know int32 and int64 alone."""
+    dtype = dtype_name(labels.dtype)
+    if dtype in ("int32", "int64") or not dtype.lstrip("u").startswith("int"):
+        return labels
+    return labels.astype(ms.int64 if dtype in ("uint32", "uint64") else ms.int32)
 
 
 def check_labels(who: str, labels, classes: int, ignore_index: int, least: int = 0) -> None:

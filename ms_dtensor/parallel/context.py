@@ -48,7 +48,7 @@ def context_attention(mesh: DeviceMesh, algorithm: str = "gather"):
     Returns:
         `attention(q, k, v, tokens, *, causal=True, window=None, scale=None, dropout=0.0)`. q is `f[n@dp@cp, h@tp, e]`, k
         and v `f[n@dp@cp, g@tp, e]` with h a multiple of g, all in the order of `tokens`, which is this rank's part of the
-        batch. `window` counts the token itself; `scale` is 1/sqrt(e) by default; `dropout` is 0. The result lies as q.
+        batch. `window` counts the token itself, and wants `causal`; `scale` is 1/sqrt(e) by default; `dropout` is 0. The result lies as q.
         Rotary embedding comes before, by `tokens.places()`.
 
     Raises:
@@ -90,6 +90,10 @@ def context_attention(mesh: DeviceMesh, algorithm: str = "gather"):
         if scale is not None and not isinstance(scale, int | float | np.number):
             raise ConfigError(f"For '{WHO}', the scale is a {type(scale).__name__}.", "",
                               "It is a number, alike on all ranks, and has no gradient.", "q * scale, and scale=1.0")
+        if scale is not None and not math.isfinite(scale):
+            raise ConfigError(f"For '{WHO}', the scale is {scale}.", "",
+                              "It is finite: no weight of such products is a number. 0 weighs all that is seen alike.",
+                              ("scale=None, for 1/sqrt(width)", "scale=0.0, for the mean"))
         target = _checked((q, k, v), tokens, cuts, names)
         if modes.mode.get().higher_order:
             raise OpRuleError(f"For '{WHO}', a derivative of its gradient was asked for.", q.layout.describe(),

@@ -291,6 +291,8 @@ def what_does_not_fit_is_refused_by_all_before_anything_is_sent(world):
             (lambda: attention(q[:, :, :2], k, v, tokens), ConfigError),
             (lambda: attention(q, k, v, tokens, window=2.0), ConfigError),
             (lambda: attention(q, k, v, tokens, scale=Tensor(0.5)), ConfigError),
+            (lambda: attention(q, k, v, tokens, scale=float("nan")), ConfigError),
+            (lambda: ring(q, k, v, tokens, scale=-np.inf), ConfigError),
             (lambda: attention(q, k, v, tokens, dropout=0.1), ConfigError),
             (lambda: attention(plain, plain, plain, tokens), LayoutError),
             (lambda: attention(q, k, v, None), ConfigError),
@@ -302,7 +304,7 @@ def what_does_not_fit_is_refused_by_all_before_anything_is_sent(world):
     for text, said in zip(texts, (
             "15, 15 and 15 rows for 1 x 16", "cut over 1 ranks, and the axis has 2", "no such mask", "do not share",
             "do not share", "queries are 2 wide, and keys 4", "no such mask", "the scale is a Tensor",
-            "weights cannot be dropped",
+            "the scale is nan", "the scale is -inf", "weights cannot be dropped",
             "no lists of tokens", "'tokens' is a NoneType", "one floating-point dtype", "one floating-point dtype",
             "a size of 'ulysses' among 1, 3", "one of gather, ring"), strict=True):
         assert said in text and "fix:" in text, text

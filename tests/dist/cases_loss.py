@@ -151,6 +151,35 @@ def mindspores_own_losses_inside_the_block(world):
 
 
 @case(world_size=4)
+def mindspores_own_losses_take_every_width_of_logits_and_labels(world):
+    """On CPU its kernels refuse bfloat16 and look up int32 and int64 only."""
+    mesh, x = mesh_1d(), data(6, 6, 11) * 3
+    kinds = [(ms.bfloat16, ms.int64, 2.0**-7), (ms.float16, ms.int32, 2.0**-9), (ms.float64, ms.int64, 1e-6)]
+    kinds += [(ms.float32, dtype, 1e-5) for dtype in (ms.int8, ms.int16)]
+    for (dtype, ids, near), placed, block in itertools.product(kinds, (S(1), S(0), R), (loss_parallel, contextlib.nullcontext)):
+        logits = x.astype(dtype)
+        want = reference(logits.astype(ms.float64).asnumpy(), LABELS, "mean", 0.1)
+        dx, dy = distribute_tensor(logits, mesh, [placed]), distribute_tensor(Tensor(LABELS).astype(ids), mesh, [R])
+        for fn in (ops.cross_entropy, mint.nn.functional.cross_entropy):
+            what = f"{fn.__name__} {dtype} {ids} {placed} {block.__name__}"
+            with block():
+                loss, grad = value_and_grad(lambda t, f=fn, y=dy: f(t, y, label_smoothing=0.1), 0)(dx)
+            assert loss.dtype == grad.dtype == dtype, what
+            for got, exact in ((loss, want[0]), (grad, want[1])):
+                off = np.abs(got.full_tensor().astype(ms.float64).asnumpy() - exact)
+                assert off.max() <= near * max(np.abs(exact).max(), 0.25), (what, off.max())
+
+
+@case(world_size=1)
+def on_a_mesh_of_one_rank_the_block_takes_the_same_losses(world):
+    mesh, x = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)), data(6, 6, 11)
+    for fn in (ops.cross_entropy, mint.nn.functional.cross_entropy):
+        with loss_parallel():
+            loss = fn(distribute_tensor(x, mesh, [S(1)]), Tensor(LABELS))
+        equal(loss, reference(x.asnumpy(), LABELS, "mean", 0.0)[0].astype(np.float32), fn.__name__)
+
+
+@case(world_size=4)
 def plain_labels_cells_and_other_shapes_inside_the_block(world):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "cp"))
     x, y = data(9, 2, 11, 6), Tensor(np.random.default_rng(1).integers(0, 11, (2, 6)).astype(np.int32))

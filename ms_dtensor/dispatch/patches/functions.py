@@ -25,7 +25,7 @@ from ...internals.names import NoFallbackGuard
 from ...ops import rng
 from .. import class_loss, modes, policy
 from ..dispatcher import plain_tree
-from ..labels import check_labels
+from ..labels import check_labels, looked_up
 from ..operands import replicate_constant, wrap
 from .undo import Patched
 
@@ -176,6 +176,7 @@ def _labelling(original, at: int):
 
     Labels out of range are refused on all ranks; a negative one counts from the last class, as on one device. A cross
     entropy that `loss_parallel(logits, labels)` computes, too, is computed so, which communicates less than op by op.
+    Labels may be of any integer dtype, and logits bfloat16, inside the block or not; the loss has the logits' dtype.
     """
     name = original.__name__
     signature = inspect.signature(original) if name in ("cross_entropy", "cross_entropy_ext") else None
@@ -187,15 +188,28 @@ def _labelling(original, at: int):
             if mesh is not None:
                 args = *args[:at], *(_whole(x, mesh, bool(i)) for i, x in enumerate(args[at:at + 2])), *args[at + 2:]
                 kwargs = {k: _whole(x, mesh, k == "weight") if k in ("target", "weight") else x for k, x in kwargs.items()}
-                if signature is not None:
-                    given = signature.bind(*args, **kwargs)
-                    given.apply_defaults()
-                    a = given.arguments
-                    if class_loss.fits(**a):
-                        return class_loss.class_loss(name, a["input"], a["target"], a["ignore_index"],
-                                                     a["reduction"], a["label_smoothing"], -a["input"].shape[1])
-                if name != "__call__" and not _labels_checked.get():
-                    return _on_checked_labels(original, args, kwargs)
+        if signature is None or first_dtensor(args, kwargs) is None:
+            return entropy(*args, **kwargs)
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        a = given.arguments
+        logits, target = a["input"], a["target"]
+        if getattr(target, "_layout", None) is not None:
+            a["target"] = looked_up(target)
+        if modes.mode.get().no_gather and class_loss.fits(**a):
+            loss = class_loss.class_loss(name, logits, a["target"], a["ignore_index"], a["reduction"],
+                                         a["label_smoothing"], -logits.shape[1])
+        else:
+            if logits.dtype == ms.bfloat16:  # MindSpore's own refuses it
+                a.update({k: a[k].float() for k in ("input", "target", "weight")
+                          if a[k] is not None and a[k].dtype == ms.bfloat16})
+            loss = entropy(*given.args, **given.kwargs)
+        return loss if loss.dtype == logits.dtype else loss.astype(logits.dtype)
+
+    def entropy(*args, **kwargs):
+        if modes.mode.get().no_gather and name != "__call__" and not _labels_checked.get():
+            if first_dtensor(args, kwargs) is not None:
+                return _on_checked_labels(original, args, kwargs)
         return original(*args, **kwargs)
     return call
 
