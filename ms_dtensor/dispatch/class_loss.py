@@ -5,7 +5,8 @@
 """
 from __future__ import annotations
 
-from mindspore import mint, ops
+import mindspore as ms
+from mindspore import Tensor, mint, ops
 
 from ..ops.local.loss import class_sums, row_max
 from .dispatcher import call
@@ -43,7 +44,10 @@ def row_losses(logits, target, label_smoothing: float = 0.0):
     log_total, picked = mint.log(sums[..., 0]), sums[..., 1]
     loss = log_total - picked
     if label_smoothing:
-        loss = (1 - label_smoothing) * loss + label_smoothing * (log_total - sums[..., 2])
+        share, rest = label_smoothing, 1 - label_smoothing
+        if loss.dtype == ms.float64:  # MindSpore takes a number beside it for float32
+            share, rest = Tensor(share, ms.float64), Tensor(rest, ms.float64)
+        loss = rest * loss + share * (log_total - sums[..., 2])
     return loss
 
 

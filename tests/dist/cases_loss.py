@@ -154,11 +154,13 @@ def mindspores_own_losses_inside_the_block(world):
 def mindspores_own_losses_take_every_width_of_logits_and_labels(world):
     """On CPU its kernels refuse bfloat16 and look up int32 and int64 only."""
     mesh, x = mesh_1d(), data(6, 6, 11) * 3
-    kinds = [(ms.bfloat16, ms.int64, 2.0**-7), (ms.float16, ms.int32, 2.0**-9), (ms.float64, ms.int64, 1e-6)]
+    kinds = [(ms.bfloat16, ms.int64, 2.0**-7), (ms.float16, ms.int32, 2.0**-9), (ms.float64, ms.int64, 1e-12)]
     kinds += [(ms.float32, dtype, 1e-5) for dtype in (ms.int8, ms.int16)]
     for (dtype, ids, near), placed, block in itertools.product(kinds, (S(1), S(0), R), (loss_parallel, contextlib.nullcontext)):
         logits = x.astype(dtype)
         want = reference(logits.astype(ms.float64).asnumpy(), LABELS, "mean", 0.1)
+        if dtype == ms.float64 and (placed != S(1) or block is not loss_parallel):
+            near = 1e-5  # MindSpore's own log_softmax of float64 is off by that
         dx, dy = distribute_tensor(logits, mesh, [placed]), distribute_tensor(Tensor(LABELS).astype(ids), mesh, [R])
         for fn in (ops.cross_entropy, mint.nn.functional.cross_entropy):
             what = f"{fn.__name__} {dtype} {ids} {placed} {block.__name__}"
@@ -170,12 +172,12 @@ def mindspores_own_losses_take_every_width_of_logits_and_labels(world):
                 assert off.max() <= near * max(np.abs(exact).max(), 0.25), (what, off.max())
 
 
-@case(world_size=1)
-def on_a_mesh_of_one_rank_the_block_takes_the_same_losses(world):
-    mesh, x = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)), data(6, 6, 11)
+@case(world_size=4)
+def over_an_axis_of_one_rank_the_block_takes_the_same_losses(world):
+    mesh, x = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp")), data(6, 6, 11)
     for fn in (ops.cross_entropy, mint.nn.functional.cross_entropy):
         with loss_parallel():
-            loss = fn(distribute_tensor(x, mesh, [S(1)]), Tensor(LABELS))
+            loss = fn(distribute_tensor(x, mesh, [R, S(1)]), Tensor(LABELS))
         equal(loss, reference(x.asnumpy(), LABELS, "mean", 0.0)[0].astype(np.float32), fn.__name__)
 
 
