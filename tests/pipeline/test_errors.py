@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 
 def test_killed_ranks_and_swapped_actions_are_named():
     """At each of the five points of a step: a slice of what the script runs in full. The seconds are not judged here."""

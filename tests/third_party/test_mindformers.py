@@ -12,7 +12,7 @@ import pytest
 from tests.test_hyper_parallel import MINDFORMERS
 
 
-@pytest.mark.skipif(not os.environ.get("MINDFORMERS_WHEEL"), reason="the wheel is not here: see tests/third_party/conftest.py")
+@pytest.mark.skipif(not os.environ.get("MINDFORMERS_WHEEL"), reason="the wheel is not here: see conftest.py")
 @pytest.mark.filterwarnings("ignore:invalid escape sequence")  # in its files
 def test_all_that_it_imports_is_in_the_table():
     found = defaultdict(set)
