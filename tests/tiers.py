@@ -119,10 +119,10 @@ LATER = (
     Later("tests/long/*", "night", "each check with its own sizes takes minutes to hours"),
     Later("tests/zoo/test_mfu.py*", "merge", "dry runs of the 8B, 15 s each; `tests/debug/test_dry_run.py` has small ones"),
     # -- cases of real ranks
-    Later("tests/models/test_models.py::*in_any_layout]", "merge",
+    Later("tests/models/cases_models.py::*in_any_layout[*", "merge",
           "every input and weight cut in every way; `[*_tensor_parallel]` and one model stay", keep=("qwen2",)),
-    Later("tests/context/test_*.py::test_eight*", "merge", "eight ranks; two and four stay"),
-    Later("tests/experts/test_grid.py::test_eight*", "merge", "eight ranks; two and four stay"),
+    Later("tests/context/cases_*.py::*[8]", "merge", "eight ranks; two and four stay"),
+    Later("tests/experts/cases_*.py::*[8]", "merge", "eight ranks; two and four stay"),
     Later("*a_run_goes_on_with_other_ranks_sharing_its_tokens*", "merge",
           "runs of the recipe; `two_ranks_share_the_tokens_of_all_rows` stays, and checkpoints have no order in them"),
     Later("*stages_beside_other_axes_train_as_one_device*", "merge",
@@ -148,7 +148,7 @@ LATER = (
     Later("*made_by_a_model_of_which_the_block_and_the_root*", "merge",
           "`made_by_a_model_of_which_the_root_is_wrapped` and `made_by_a_model_whose_cells_are_units` stay"),
     # -- types of local code
-    Later("tests/dist/test_types.py::test_types[checked_*", "merge",
+    Later("tests/dist/cases_types.py::checked_*", "merge",
           "cases of recipes, attention and experts once more, checked by types; packed documents stay",
           keep=("packed_documents",)),
 )
