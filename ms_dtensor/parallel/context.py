@@ -48,7 +48,8 @@ def context_attention(mesh: DeviceMesh, algorithm: str = "gather"):
     Returns:
         `attention(q, k, v, tokens, *, causal=True, window=None, scale=None, dropout=0.0)`. q is `f[n@dp@cp, h@tp, e]`, k
         and v `f[n@dp@cp, g@tp, e]` with h a multiple of g, all in the order of `tokens`, which is this rank's part of the
-        batch. `window` counts the token itself, and wants `causal`; `scale` is 1/sqrt(e) by default; `dropout` is 0. The result lies as q.
+        batch. `window` counts the token itself, and wants `causal`; `scale` is 1/sqrt(e) by default; `dropout` is 0. The
+        result lies as q.
         Rotary embedding comes before, by `tokens.places()`.
 
     Raises:
