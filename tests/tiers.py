@@ -57,7 +57,7 @@ LATER = (
     Later("tests/zoo/test_llama_launch.py::test_two_nodes_train*", "merge", "two jobs; words and addresses of nodes stay"),
     Later("tests/zoo/test_llama_launch.py::test_an_end_before_the_first_step*", "merge",
           "a job each; a killed rank and an end before any rank is there stay", keep=("[rank-rank", "[no_rank_yet")),
-    Later("tests/zoo/test_llama_training.py::test_a_batch_that_grows*", "merge", "one device; a mesh stays", keep=("[mesh]",)),
+    Later("tests/zoo/test_llama_training.py::test_a_batch_that_grows*", "merge", "a mesh stays", keep=("[mesh]",)),
     Later("tests/zoo/test_llama_elastic.py::test_a_machine_is_lost_and_one_comes_back*", "merge",
           "six jobs of launchers, a minute and more; who meets and who is lost stays, asked in one process"),
     Later("tests/zoo/test_llama_memory.py::test_the_formula_is_a_dry_runs_peak*", "merge", "15 steps; three stay",
