@@ -35,6 +35,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--tier", choices=TIERS, default="push", help="runs the tests of this tier and of those before it")
 
 
+def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    """Files of cases; not by `python_files`, for which pytest would compile each once more, with asserts of its own."""
+    if file_path.name.startswith("cases_") and not parent.session.isinitpath(file_path):  # that one pytest collects
+        return pytest.Module.from_parent(parent, path=file_path)
+    return None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pycollect_makeitem(collector: pytest.Module | pytest.Class, name: str, obj: object) -> list[pytest.Item] | None:
     """The cases of real ranks in `cases_*.py`: a test for each world size, `name[4]`."""
