@@ -18,6 +18,7 @@ import numpy as np
 from mindspore import Tensor, mint, ops
 
 from ..comm.group import Group
+from ..comm.pretended import executing
 from ..core.balance import Mask
 from ..core.mesh import DeviceMesh
 from ..core.tokens import Tokens, check_mask, keys_by_rank
@@ -27,7 +28,7 @@ from ..debug.types.doors import declared
 from ..dispatch import modes
 from ..errors import ConfigError, LayoutError, OpRuleError
 from ..internals.target import on_cpu
-from ..ops.local import varlen
+from ..ops.local import varlen, varlen_cpu
 from ..ops.local.dtypes import full, wider
 from ..tensor.dtensor import DTensor
 from ..tensor.token_lists import HEADS
@@ -205,10 +206,30 @@ def _gathered(q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, mask: Mask, scale
     if len(order) != there[0]._shape[0] or (order != np.arange(len(order))).any():
         there = tuple(_in_kernel_order(x, order) for x in there)
     rest = ends([run[1:] for run in tokens.runs[me]]), ends(list(keys.spans)), mask, scale
+    if (dry := executing()) is not None:
+        return _dry(dry, q, there, g, *rest, sum(mask.work(a, b, tokens.documents[d]) for d, a, b in tokens.runs[me]))
     if on_cpu():
         return Runs.apply(q, *(*there, None)[:2], *rest)
     k, v = there if len(there) == 2 else (mint.narrow(there[0], 1, at, g) for at in (0, g))
     return varlen.runs(q, k, v, *rest)
+
+
+def _dry(dry, q: Tensor, there: tuple[Tensor, ...], g: int, q_ends: list[int], k_ends: list[int], mask: Mask, scale: float,
+         pairs: int) -> Tensor:
+    """What a dry run sees of the one node, or of a device's one call: no scores, so many pairs of a query and its key."""
+    (t, h, e), (s, _, wide) = q.shape, there[-1].shape
+    if on_cpu():
+        own, while_forward, while_backward = varlen_cpu.beside((t, h, e), (s, g, e), (s, g, wide), q_ends, k_ends)
+        while_backward.append((t, h, wide))  # heads are apart by a view, of gradients too, and as an array a view is copied
+        if len(there) == 2:
+            while_forward, while_backward = [*while_forward, (s, g, wide)], [*while_backward, (s, g, wide)]
+        else:  # gradients of keys and of values, before they are beside each other
+            while_backward += [(g, s, e), (g, s, wide)]
+    else:  # the kernel gives the greatest score and the sum of weights of each query eight times, in float32
+        own, while_forward, while_backward = [(t, h, 8 * 4 // q.itemsize)] * 2, [], []
+    tensors = [wider(x) for x in (q, *there)] if on_cpu() else [q, *there]
+    out = dry.node(WHO, tensors, (t, h, wide), 2 * pairs * h * (e + wide), (own, while_forward, while_backward))
+    return out.astype(q.dtype) if out.dtype != q.dtype else out
 
 
 def _in_kernel_order(x: Tensor, order: np.ndarray) -> Tensor:

@@ -130,11 +130,11 @@ def moe(x: Tensor, weights: Tensor, chosen: Tensor, w1: Tensor, w2: Tensor, w3: 
             sizes are known then, and a device is not waited for; nor are weights that are NaN told, or wrong experts,
             which are dropped.
         shared: a cell, or a function, of x: f[n, d] of each token, which is added (DeepSeek's shared experts). It computes
-            while tokens are on their way to their experts, and its backward while gradients are on theirs. On other axes
-            the result lies as its result does.
+            while tokens are on their way to their experts, and its backward while gradients are on theirs.
 
     Returns:
-        f[n, d], laid out as x.
+        f[n, d], laid out as x; over axes that cut widths a sum. Where the result of `shared` lies otherwise, as this one,
+        of which sums are reduced first.
 
     Raises:
         ConfigError: shapes or dtypes that do not fit, more experts a token than there are, a room that is no whole number.

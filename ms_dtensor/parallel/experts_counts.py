@@ -77,8 +77,7 @@ def known(owners: Owners, experts: int, weights: Tensor, chosen: Tensor, once: b
     if theirs[:, -1].any():
         raise no_such(told(-1, "choices"), experts)
     if theirs[:, -2].any():
-        where = ", ".join(filter(None, (call.get().name, told(-2, "tokens"))))
-        raise DTensorError("For 'moe', weights of experts are NaN or infinite.", where,
+        raise DTensorError("For 'moe', weights of experts are NaN or infinite.", _named(told(-2, "tokens")),
                            "A router whose scores are NaN chooses nothing.",
                            "look at the logits of the router, and at what came before it, on these ranks")
     return host, theirs[:, :-2]
@@ -123,5 +122,10 @@ def unknown(chosen: np.ndarray, experts: int) -> int:
 
 
 def no_such(told: str, experts: int) -> DTensorError:
-    return DTensorError("For 'moe', tokens have chosen experts that there are not.", told,
+    return DTensorError("For 'moe', tokens have chosen experts that there are not.", _named(told),
                         f"Experts are 0 to {experts - 1}, and -1 is none.", "a router of as many experts as w1 has")
+
+
+def _named(told: str) -> str:
+    """Behind the name of w1, which says which layer it is."""
+    return ", ".join(filter(None, (call.get().name, told)))

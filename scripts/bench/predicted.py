@@ -110,13 +110,15 @@ def real(row: str, steps: int, watched: bool) -> dict[str, Any]:
     from model_zoo.llama.parallelize import make_mesh
     from model_zoo.llama.trainer import Trainer
     from ms_dtensor import DTensor, comm
-    from ms_dtensor.parallel import experts
+    from ms_dtensor.parallel import experts, experts_counts
 
     cfg = config(row)
     mesh = make_mesh("cpu", cfg.parallel)
     ms.runtime.launch_blocking()
     if cfg.model.experts is not None:  # as benchmarks of experts do: who is chosen is no matter of the data
-        experts._on_host = lambda chosen: _in_turn(chosen.shape, cfg.model.experts.count)
+        for place in (experts, experts_counts):
+            assert hasattr(place, "on_host")
+            place.on_host = lambda chosen: _in_turn(chosen.shape, cfg.model.experts.count)  # type: ignore[attr-defined]
     draw = (np.random.default_rng(0).random((4, 257)) ** 4 * 512).astype(np.int32)
     ids, labels = draw[:, :-1].copy(), draw[:, 1:].copy()
 

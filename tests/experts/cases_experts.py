@@ -312,5 +312,7 @@ def what_is_not_right_is_refused_by_all_before_tokens_are_sent(world):
         unknown = pieces(chosen, mesh, rows)
         count = refused(DTensorError, "1 choices", lambda: md.moe(*tokens[:2], unknown, *cut, dedup=dedup))  # noqa: B023
         assert count == {("all_to_all", "forward"): 1}, count
+    named = [Parameter(cut[0], name="layers.3.w1"), *cut[1:]]
+    refused(DTensorError, "on:   layers.3.w1, rank", lambda: md.moe(*tokens[:2], unknown, *named))
     far = np.abs(md.moe(*tokens, *cut).full_tensor().asnumpy()).max()
     assert np.isfinite(far)

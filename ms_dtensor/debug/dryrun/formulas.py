@@ -20,7 +20,7 @@ _PAIRS = {  # op -> names of the two operands of its product
     "baddbmm": ("batch1", "batch2"), "addmv": ("mat", "vec"),
 }
 _CONVOLUTIONS = frozenset(("conv", "convolution", "conv_transpose", "conv_classic", "conv_transpose_classic"))
-_ATTENTION = frozenset(("flash_attention", "speed_attention"))
+_ATTENTION = frozenset(("flash_attention", "speed_attention", "context_attention"))
 
 # What a backward needs of a result and of operands, as MindSpore's recorded ops save it. An op that is in none of these
 # keeps its operands; a product of a tensor and a number keeps nothing.

@@ -18,6 +18,7 @@ import numpy as np
 
 from ...core.balance import Mask
 
+Shape = tuple[int, ...]
 _ELEMENTS = 1 << 19  # of scores at a time
 _ROWS = 64  # queries at a time, of the heads that share keys
 _TILE = 96  # keys of a product: OpenBLAS's way without copies is for a million multiplications, 100 numbers a head
@@ -46,6 +47,11 @@ def _broken(*arrays: np.ndarray) -> np.ndarray | None:
     return ~np.logical_and.reduce([np.isfinite(x).all((1, 2)) for x in arrays])
 
 
+def _step(keys: int, shared: int) -> int:
+    """Queries of a block that see so many keys."""
+    return max(16, min(_ROWS, _ELEMENTS // max(keys, 1)) // shared)
+
+
 def _blocks(q_ends: Sequence[int], k_ends: Sequence[int], mask: Mask, shared: int, broken: Sequence) -> Iterator[tuple]:
     """(queries, keys, what is hidden): rows from and to, and (columns of the block, what to add to scores there).
 
@@ -53,7 +59,7 @@ def _blocks(q_ends: Sequence[int], k_ends: Sequence[int], mask: Mask, shared: in
     """
     q0 = k0 = 0
     for q1, k1 in zip(q_ends, k_ends):
-        step = max(16, min(_ROWS, _ELEMENTS // max(k1 - k0, 1)) // shared)
+        step = _step(k1 - k0, shared)
         if any(x is not None and x[rows].any() for x, rows in zip(broken, (slice(q0, q1), slice(k0, k1)))):
             step = 1  # then nothing of a block is hidden
         ahead = (k1 - k0) - (q1 - q0)  # a run's first query stands at this one of its keys
@@ -75,6 +81,19 @@ def _groups(groups: int, scores: int) -> Iterator[slice]:
     """So many at a time that their blocks are in the cache together."""
     step = max(1, _ELEMENTS // max(scores, 1))
     return (slice(at, at + step) for at in range(0, groups, step))
+
+
+def beside(q: Shape, k: Shape, v: Shape, q_ends: Sequence[int], k_ends: Sequence[int]) -> tuple[list[Shape], ...]:
+    """Shapes of what a forward leaves for its backward, and of what each of them has beside what it gives while it runs."""
+    (t, h, e), (s, g, wide) = q, v
+    first = second = third = _ELEMENTS
+    for rows, keys in zip(np.diff(q_ends, prepend=0).tolist(), np.diff(k_ends, prepend=0).tolist()):
+        rows = min(_step(keys, h // g), rows) * (h // g)
+        some = min(g, max(1, _ELEMENTS // max(rows * keys, 1)))
+        first, second = max(first, some * rows * keys), max(second, some * rows * -(-keys // _TILE) * (wide + 1))
+        third = max(third, second, first, some * keys * max(e, wide))
+    log, keyed, valued = (t, h, 1), (g, s, e), (g, s, wide + 1)
+    return [log], [log, keyed, valued, (first,), (second,)], [(g, s, e + 1), valued, (first,), (third,)]
 
 
 class _Scratch:

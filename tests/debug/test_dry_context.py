@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of context parallelism in a dry run: no scores on a device, and of a host what its one node really takes."""
+from __future__ import annotations
+
+import tracemalloc
+from math import prod
+
+import numpy as np
+import pytest
+
+import ms_dtensor as md
+from ms_dtensor.core.balance import Mask
+from ms_dtensor.debug import dry_run
+from ms_dtensor.ops.local import varlen_cpu
+
+pytestmark = pytest.mark.usefixtures("cpu")
+HEADS, KEY_HEADS, WIDTH = 8, 4, 64
+
+
+def attended(device: str, documents: tuple[int, ...], ranks: int):
+    """A dry run of attention and its gradients over such documents."""
+    n = sum(documents)
+    with dry_run(ranks, 0, device) as run:
+        mesh = md.init_device_mesh("cpu" if device == "CPU" else "npu", (ranks,), mesh_dim_names=("cp",))
+        tokens, attention = md.balance(documents, ranks), md.context_attention(mesh)
+        q, k, v = (md.zeros((n, h, WIDTH), device_mesh=mesh, placements=[md.Shard(0)])
+                   for h in (HEADS, KEY_HEADS, KEY_HEADS))
+        md.value_and_grad(lambda q, k, v: attention(q, k, v, tokens).sum(), (0, 1, 2))(q, k, v)
+    return run, tokens
+
+
+@pytest.mark.parametrize("device", ["Ascend", "CPU"])
+def test_no_scores_are_counted_and_products_are_those_of_pairs(device):
+    run, tokens = attended(device, (16384,), 4)
+    score = HEADS * 4096 * 16384 * 4
+    assert run.memory().peak < score / 8
+    seen = [e for e in run.events if e.op == "context_attention"]
+    cost = 4 * tokens.work(0) * HEADS * WIDTH
+    assert [(e.phase, e.flops) for e in seen] == [("forward", cost), ("backward", cost * 5 // 2)]
+    assert not run.assumed
+
+
+@pytest.mark.parametrize("ends", [((300, 512), (300, 900)), ((512,), (9000,))])
+def test_what_the_node_of_a_host_has_beside_its_results_is_what_it_takes(ends):
+    (t, s), rng = (ends[0][-1], ends[1][-1]), np.random.default_rng(3)
+    q, k, v = (rng.normal(size=(n, h, WIDTH)).astype(np.float32) for n, h in ((t, HEADS), (s, KEY_HEADS), (s, KEY_HEADS)))
+    mask, scale = Mask(), 0.125
+    own, forward, backward = varlen_cpu.beside(q.shape, k.shape, v.shape, *ends)
+
+    def most(run) -> int:
+        tracemalloc.start()
+        run()
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return peak
+    given = varlen_cpu.forward(q, k, v, *ends, mask, scale)
+    log_total = given[1] + np.log(given[2])
+    for run, shapes, results in (
+            (lambda: varlen_cpu.forward(q, k, v, *ends, mask, scale), [*own, *forward], [q.shape]),
+            (lambda: varlen_cpu.backward(q, k, v, q, given[0], log_total, *ends, mask, scale), backward,
+             [q.shape, k.shape, v.shape])):
+        assert 4 * sum(map(prod, (*shapes, *results))) == pytest.approx(most(run), rel=0.15)
