@@ -6,11 +6,9 @@ A launch costs 10 s and more, a case milliseconds. So a module `cases_*.py` (imp
     @case(world_size=4)
     def all_reduce_sums(world): ...          # runs on every rank; world.rank, world.size
 
-and a test file beside it turns these into tests, which share one launch per world size:
-
-    @pytest.mark.parametrize("case", case_params("tests.dist.cases_comm", 4))
-    def test_comm(case, ranks):
-        ranks.check(case)
+which pytest collects as `cases_comm.py::all_reduce_sums[4]` (see `tests/conftest.py`); all cases of a world size share one
+launch. A module that says `GROUP = "errors"` has launches of its own, beside the others': for cases that leave behind in
+their processes what others must not meet, or that wait for time limits.
 
 Only selected tests are run (`-k`). The launches begin with the first test, in a thread for each group, so that ranks work
 beside the tests of one process. When ranks may have lost step with each other, the launch ends there, and another one
@@ -19,7 +17,6 @@ goes on with the cases behind; see `tests/rank_main.py` for how that is told.
 
 from __future__ import annotations
 
-import importlib
 import threading
 import time
 import traceback
@@ -27,7 +24,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from tests.msrun import Outcome, headline, launch
 
@@ -63,23 +59,12 @@ class Case:
         return f"{self.module}:{self.name}"
 
 
-def case_params(module: str | ModuleType, world_size: int, group: str | None = None) -> list[Any]:
-    """The module's cases of this world size, for `pytest.mark.parametrize`; launches nothing.
-
-    A `group` of its own is for cases that leave behind in their processes what others must not meet, or that wait for time
-    limits; groups are launched beside each other.
-    """
-    import pytest
-
-    module = importlib.import_module(module) if isinstance(module, str) else module
-    marks = [pytest.mark.dist, pytest.mark.timeout(TEST_LIMIT)]
-    return [
-        pytest.param(
-            Case(module.__name__, name, world_size, group or "ranks", fn.case_timeout), id=name, marks=marks
-        )
-        for name, fn in vars(module).items()
-        if world_size in getattr(fn, "case_sizes", ()) and fn.__module__ == module.__name__
-    ]
+def cases_of(module: ModuleType, name: str, fn: object) -> list[Case]:
+    """Of a function that stands in this module its cases, one for each world size; none if it is no case."""
+    if getattr(fn, "__module__", None) != module.__name__:
+        return []
+    return [Case(module.__name__, name, size, getattr(module, "GROUP", "ranks"), fn.case_timeout)
+            for size in getattr(fn, "case_sizes", ())]
 
 
 class Launches:

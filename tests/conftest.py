@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:  # pytest started from another folder
     sys.path.insert(0, str(ROOT))
 
-from tests.cases import Case, Launches  # noqa: E402
+from tests.cases import TEST_LIMIT, Case, Launches, cases_of  # noqa: E402
 from tests.tiers import CHOSEN, TIERS, tier  # noqa: E402
 
 # The same examples on every run and every machine; no deadline, as CI shares two cores.
@@ -27,11 +27,33 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 LAUNCHES = pytest.StashKey[Launches]()
+CASE = pytest.StashKey[Case]()  # of a test that is one on real ranks
 COLLECTED = pytest.StashKey[list[str]]()  # all names, those left out too
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--tier", choices=TIERS, default="push", help="runs the tests of this tier and of those before it")
+
+
+def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    """Files of cases; not by `python_files`, for which pytest would compile each once more, with asserts of its own."""
+    if file_path.name.startswith("cases_") and not parent.session.isinitpath(file_path):  # that one pytest collects
+        return pytest.Module.from_parent(parent, path=file_path)
+    return None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector: pytest.Module | pytest.Class, name: str, obj: object) -> list[pytest.Item] | None:
+    """The cases of real ranks in `cases_*.py`: a test for each world size, `name[4]`."""
+    tests = []
+    for one in cases_of(collector.obj, name, obj) if isinstance(collector, pytest.Module) else ():
+        test = pytest.Function.from_parent(collector, name=f"{name}[{one.world_size}]",
+                                           callobj=lambda ranks, one=one: ranks.check(one))
+        test.add_marker(pytest.mark.dist)
+        test.add_marker(pytest.mark.timeout(TEST_LIMIT))
+        test.stash[CASE] = one
+        tests.append(test)
+    return tests or None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -89,10 +111,7 @@ def not_recording():
 @pytest.fixture(scope="session", autouse=True)
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launches]:
     """Runs real-rank cases, one launch per world size, from the first test on; see tests/cases.py."""
-    values = [
-        value for item in request.session.items if hasattr(item, "callspec") for value in item.callspec.params.values()
-    ]
-    selected = [value for value in values if isinstance(value, Case)]
+    selected = [item.stash[CASE] for item in request.session.items if CASE in item.stash]
     logs = tmp_path_factory.mktemp("launches")  # here: pytest makes its folder at the first call, and two threads make two
 
     def new_dir(name: str) -> Path:

@@ -2,14 +2,13 @@
 """Nothing in a step, or in laying a model out, grows faster than its parameters and cells: calls of functions, counted."""
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
 
 import ms_dtensor as md
 from ms_dtensor import ColwiseParallel, comm
+from tests.calls import calls
 
 pytestmark = pytest.mark.usefixtures("cpu")
 FEW, MANY = 50, 200
@@ -25,21 +24,6 @@ class Scaled(nn.Cell):
         for p in list(self._params.values()):
             x = x * p
         return x
-
-
-def calls(fn) -> int:
-    """Python and C functions that run meanwhile, generators each time they go on."""
-    count = 0
-
-    def note(frame, event, arg):
-        nonlocal count
-        count += event in ("call", "c_call")
-    sys.setprofile(note)
-    try:
-        fn()
-    finally:
-        sys.setprofile(None)
-    return count
 
 
 def dense(n: int) -> nn.Cell:

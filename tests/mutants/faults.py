@@ -13,9 +13,9 @@ HCCL, DEVICE, CLIP, ADAMW = "ms_dtensor/comm/hccl.py", "ms_dtensor/comm/device.p
 ATTENTION, MOE = "ms_dtensor/ops/local/attention.py", "ms_dtensor/ops/local/moe.py"
 EXPERTS, MODEL = "model_zoo/llama/experts.py", "model_zoo/llama/model.py"
 BRANCH, EMULATOR, KERNELS = "tests/test_device_branch.py", "tests/test_emulator.py", "tests/test_ascend_kernels.py"
-RANKS, TWINS, ADAM = "tests/dist/test_rehearsal.py", "tests/zoo/test_llama_twins.py", "tests/zoo/test_optim.py"
-RING, GRID = "ms_dtensor/parallel/ring.py", "tests/context/test_grid.py"
-OVER_RANKS, EXPERT_GRID, EXPERTS_TEST = "ms_dtensor/parallel/experts.py", "tests/experts/test_grid.py", "tests/experts/test_experts.py"
+RANKS, TWINS, ADAM = "tests/dist/cases_rehearsal.py", "tests/zoo/test_llama_twins.py", "tests/zoo/test_optim.py"
+RING, GRID = "ms_dtensor/parallel/ring.py", "tests/context/cases_grid.py"
+OVER_RANKS, EXPERT_GRID, EXPERTS_TEST = "ms_dtensor/parallel/experts.py", "tests/experts", "tests/experts"
 # by its whole name, as it waits for a merge
 CONTRACT = "tests/comm/test_ranks.py::test_contract_on_shm_mccl_and_the_doubles_of_hccl_and_nccl"
 

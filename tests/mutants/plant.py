@@ -5,7 +5,7 @@
 
 A fault is a small change of text, or a few lines that change behaviour through a public seam, put at the end of a module.
 Caught is a fault whose test fails (pytest's exit code 1) where it passes without: one that stops the tests from being
-collected says nothing, and is not caught.
+collected says nothing, and is not caught. A fault whose words choose no test is an error.
 """
 from __future__ import annotations
 
@@ -78,6 +78,8 @@ def asked(tests: list[str], folder: Path) -> tuple[int, str]:
     done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files, *chosen],
                           cwd=folder, capture_output=True, text=True, timeout=900,
                           env={**os.environ, "PYTHONPATH": str(folder), "GLOG_v": "3", "PYTHONDONTWRITEBYTECODE": "1"})
+    if done.returncode == 5:  # of pytest: nothing was collected
+        raise ValueError(f"no test of the tier push is {' and '.join(tests)}: point the fault anew")
     return done.returncode, (done.stdout + done.stderr)[-3000:]
 
 

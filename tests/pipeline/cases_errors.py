@@ -16,6 +16,8 @@ from tests.pipeline.cases_run import KINDS, Net, T, X, loss_fn, one_device, righ
 from tests.sharding.support import collected, filled, none_of
 from tests.tiers import sampled
 
+GROUP = "errors"
+
 
 class Boom(Exception):
     pass

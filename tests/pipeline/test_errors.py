@@ -7,20 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from tests.cases import case_params
-
-
-@pytest.mark.parametrize("case", case_params("tests.pipeline.cases_errors", 2, group="errors"))
-def test_two_ranks(case, ranks):
-    ranks.check(case)
-
-
-@pytest.mark.parametrize("case", case_params("tests.pipeline.cases_errors", 4, group="errors"))
-def test_four_ranks(case, ranks):
-    ranks.check(case)
-
 
 def test_killed_ranks_and_swapped_actions_are_named():
     """At each of the five points of a step: a slice of what the script runs in full. The seconds are not judged here."""

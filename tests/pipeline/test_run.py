@@ -9,19 +9,6 @@ from mindspore.ops import ones
 from ms_dtensor import init_device_mesh
 from ms_dtensor.errors import ConfigError, ScheduleError
 from ms_dtensor.pipeline import Schedule1F1B, pipeline
-from tests.cases import case_params
-
-
-@pytest.mark.parametrize("case", [c for kind in ("run", "parts", "trace", "more", "devices")
-                                  for c in case_params(f"tests.pipeline.cases_{kind}", 2)])
-def test_two_ranks(case, ranks):
-    ranks.check(case)
-
-
-@pytest.mark.parametrize("case", [c for kind in ("run", "parts", "devices")
-                                  for c in case_params(f"tests.pipeline.cases_{kind}", 4)])
-def test_four_ranks(case, ranks):
-    ranks.check(case)
 
 
 def test_what_is_no_stage_is_refused(cpu):

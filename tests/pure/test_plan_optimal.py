@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from ms_dtensor.redistribute.boxes import transfers
 from ms_dtensor.redistribute.cost import DEFAULT
 from ms_dtensor.redistribute.plan import _state, plan
 from ms_dtensor.redistribute.search import Search
+from tests.calls import calls
 from tests.pure.plan_pairs import EXECUTED, MESHES, SHAPES, check_costs, check_results, pairs
 from tests.pure.test_plan import RNG, execute, mesh_of
 
@@ -111,24 +111,24 @@ def test_an_exchange_keeps_summands_apart():
     assert same(whole, value) and not unequal
 
 
-def test_five_axes_and_65536_ranks_plan_in_milliseconds():
+def test_five_axes_and_65536_ranks_are_planned_by_few_calls():
     mesh = DeviceMesh("cpu", np.arange(65536).reshape(4, 8, 8, 16, 16))
     src = Layout(mesh, [P, S(0), S(0), R, S(1)], (131072, 16384))
     dst = Layout(mesh, [S(0), S(1), S(0), S(1), R], (131072, 16384))
-    started = time.process_time()
-    assert plan(src, dst)
-    assert time.process_time() - started < 1  # tests/long/check_plans.py --speed measures; this catches an explosion
+    found = []
+    assert calls(lambda: found.extend(plan(src, dst))) < 120_000  # tests/long/check_plans.py --speed measures
+    assert found
 
 
-def test_a_rank_of_65536_knows_its_part_of_an_exchange_in_milliseconds():
+def test_a_rank_of_65536_knows_its_part_of_an_exchange_by_few_calls():
     mesh = DeviceMesh("cpu", np.arange(65536).reshape(4, 8, 8, 16, 16))
     other = DeviceMesh("cpu", np.arange(65536)[::-1].reshape(256, 256))
     src = Layout(mesh, [S(0), S(1), S(0), R, S(1)], (131072, 16384))
     dst = Layout(other, [S(1), S(0)], (131072, 16384))
     mesh.coordinate_of(0), other.coordinate_of(0)  # where each rank is, once per mesh
-    started = time.process_time()
-    table = transfers(src, dst, 4711)
-    assert time.process_time() - started < 1
+    tables = []
+    assert calls(lambda: tables.append(transfers(src, dst, 4711))) < 10_000
+    table, = tables
     need = np.prod(dst.local_shape(other.coordinate_of(4711)))
     got = [box for _, box in table.receives] + ([table.keeps] if table.keeps else [])
     assert sum(np.prod([hi - lo for lo, hi in box]) for box in got) == need

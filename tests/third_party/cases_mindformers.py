@@ -23,6 +23,8 @@ from tests.cases import case
 from tests.dist.support import counted, equal
 from tests.third_party import mindformers_stand_ins as stand_ins
 
+GROUP = "mindformers"
+
 WHEEL = os.environ.get("MINDFORMERS_WHEEL", "")
 VOCABULARY, LENGTH, ROWS, STEPS = 64, 16, 8, 10
 TOLERANCE = 1e-5  # of the largest element, after ten steps

@@ -11,6 +11,8 @@ from tests.cases import case
 from tests.dist.support import counted
 from tests.third_party.cases_mindformers import TOLERANCE, Job, one_device
 
+GROUP = "mindformers"
+
 LENGTH, STEPS = 2048, 3
 LONG = {"seq_length": LENGTH, "max_position_embeddings": LENGTH, "use_attn_mask_compression": True}
 

@@ -10,6 +10,8 @@ from ms_dtensor import comm
 from tests.cases import case
 from tests.third_party.cases_mindformers import STEPS, TOLERANCE, Job, one_device
 
+GROUP = "mindformers"
+
 HALF = STEPS // 2
 
 

@@ -24,6 +24,8 @@ from tests.third_party.cases_mindformers_trainer import (
     written_yaml,
 )
 
+GROUP = "mindformers"
+
 
 def pipeline_is_one_devices(world, **parallelism) -> None:
     """Every stage's weights, the last one's losses, all ranks' norms; weights begin with what each stage's rank made."""

@@ -12,6 +12,8 @@ import ms_dtensor as md
 from tests.cases import case
 from tests.third_party.cases_mindformers import TOLERANCE, wheel
 
+GROUP = "mindformers"
+
 EXPERTS, CHOSEN, WIDTH, TOKENS, ROWS, SHARE = 4, 2, 8, 6, 3, 0.1
 
 

@@ -22,6 +22,8 @@ from tests.cases import case
 from tests.dist.support import counted, equal
 from tests.third_party.cases_mindformers import LENGTH, TINY, TOLERANCE, VOCABULARY, loss_of, wheel
 
+GROUP = "mindformers"
+
 STEPS, GLOBAL, LOCAL, NORM = 20, 8, 2, 0.5
 ADAMW = {"type": "AdamW", "betas": [0.9, 0.95], "eps": 1e-3, "weight_decay": 0.1}
 MUON = {"type": "Muon", "weight_decay": 0.1, "adamw_betas": [0.9, 0.95], "adamw_eps": 1e-3, "qk_clip_enabled": False}

@@ -9,7 +9,6 @@ from mindspore import Tensor
 from model_zoo.llama.ahead import AheadLlama, ahead_loss
 from model_zoo.llama.config import ModelConfig
 from model_zoo.llama.model import Llama, init_weights
-from tests.cases import case_params
 
 pytestmark = pytest.mark.usefixtures("cpu")
 CFG = ModelConfig(dim=16, n_layers=2, n_heads=2, n_kv_heads=1, ffn_dim=24, vocab_size=11)
@@ -51,8 +50,3 @@ def test_the_loss_asks_each_module_for_its_token():
     got = ahead_loss([Tensor(y) for y in logits], Tensor(labels), 0.3)
     assert np.isclose(float(got), want, rtol=1e-6), (got, want)
     assert float(ahead_loss([Tensor(logits[0])], Tensor(labels))) == pytest.approx(mean(logits[0], 0), rel=1e-6)
-
-
-@pytest.mark.parametrize("case", case_params("tests.dist.cases_ahead", 4))
-def test_multi_token_prediction(case, ranks):
-    ranks.check(case)

@@ -12,7 +12,6 @@ from model_zoo.llama.data import Text
 from model_zoo.llama.model import init_weights
 from model_zoo.llama.rope import angles
 from model_zoo.llama.trainer import Trainer
-from tests.cases import case_params
 
 pytestmark = pytest.mark.usefixtures("cpu")
 CFG = Config(model=ModelConfig(dim=16, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=24, vocab_size=64),
@@ -63,8 +62,3 @@ def test_what_is_watched_is_of_a_step():
     trainer.held_out_loss()
     after = trainer.step(1).logits
     assert after.max() < first.max()
-
-
-@pytest.mark.parametrize("case", case_params("tests.dist.cases_logits", 4))
-def test_on_a_mesh(case, ranks):
-    ranks.check(case)
