@@ -15,12 +15,12 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, nn, ops
 
-from ms_dtensor import moe
+from ms_dtensor import DTensor, moe
 from ms_dtensor.core.balance import Mask
 from ms_dtensor.dispatch.class_loss import row_losses
 from ms_dtensor.errors import OpRuleError
 from ms_dtensor.internals.names import Function, recording
-from ms_dtensor.ops.local import varlen_cpu
+from ms_dtensor.ops.local import cpu_nn, varlen_cpu
 
 from .config import ModelConfig
 from .rope import angles, score_scale, turn
@@ -46,11 +46,9 @@ def embedding(ids: Tensor, weight: Tensor) -> Tensor:
     return ops.gather(weight, ids, 0)
 
 
-@rounding_once
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`ops.rms_norm`; of x [n, d] both factors in one outer product."""
-    scale = mint.rsqrt((x * x).mean(-1, keep_dims=True) + eps)
-    return x * (product(scale, weight.reshape(1, -1)) if x.ndim == 2 else scale * weight)
+    """`ops.rms_norm`, which plain tensors have no kernel of."""
+    return (ops.rms_norm if isinstance(x, DTensor) else cpu_nn.rms_norm)(x, weight, eps)[0]
 
 
 @rounding_once

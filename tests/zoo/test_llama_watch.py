@@ -83,7 +83,9 @@ def test_a_window_of_steps_is_profiled(tmp_path, cpu):
     assert len([r for r in rows if "loss" in r]) == 3
     events = json.loads((tmp_path / "profile/trace_rank0.json").read_text())["traceEvents"]
     ops = [e for e in events if e.get("cat") == "dispatch"]
-    assert len(ops) > 50 and {"MatMul", "Gather"} & {e["name"] for e in ops} and all(e["dur"] >= 0 for e in ops)
+    names = [e["name"] for e in ops]
+    assert names.count("Gather") == 1 and names.count("RmsNorm") == 3 and "MatMul" in names, "a layer's two, the last"
+    assert all(e["dur"] >= 0 for e in ops)
     from ms_dtensor import DTensor
     from ms_dtensor.dispatch.dispatcher import dispatch
     assert DTensor.__fallback__ is dispatch

@@ -13,6 +13,7 @@ from mindspore import mint, ops
 from ..rules.spec import default_softmax_dim
 from .cpu_math import mean
 from .dtypes import as_dtype
+from .rms_norm_cpu import RmsNormRows
 
 _REDUCTION = {0: "sum", 1: "mean", 2: "none"}
 
@@ -66,9 +67,8 @@ def log_softmax(input, dim=None, dtype=None):
 def rms_norm(x, gamma, epsilon=1e-6):
     """`RmsNorm`: (y, 1 / rms), over the trailing dims that gamma has; in float32, rounded once."""
     wide = x.astype(ms.float32) if x.dtype in (ms.float16, ms.bfloat16) else x
-    dims = tuple(range(len(x._shape) - len(gamma._shape), len(x._shape)))
-    scale = mint.rsqrt(mean(wide * wide, dims, True) + epsilon)
-    return (wide * scale * gamma).astype(x.dtype), scale
+    y, scale = RmsNormRows.apply(wide, gamma.astype(wide.dtype), epsilon)
+    return y.astype(x.dtype), scale
 
 
 def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5):

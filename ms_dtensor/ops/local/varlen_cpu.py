@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from threading import local
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from ...core.balance import Mask
 
 Shape = tuple[int, ...]
 _ELEMENTS = 1 << 19  # of scores at a time
-_ROWS = 128  # queries at a time, of the heads that share keys
+_ROWS = 64  # queries at a time, of the heads that share keys
 _TILE = 96  # keys of a product: OpenBLAS's way without copies is for a million multiplications, 100 numbers a head
 _FAR = -1e30  # finite: infinities would make NaN of a query that sees nothing
 
@@ -96,15 +97,31 @@ def beside(q: Shape, k: Shape, v: Shape, q_ends: Sequence[int], k_ends: Sequence
 
 
 class _Scratch:
-    """Memory that is written again and again: what is new costs more than a product, page by page."""
+    """Memory that is written again and again."""
 
-    def __init__(self, dtype: np.dtype):
-        self._memory = np.empty(_ELEMENTS, dtype)
+    def __init__(self, memory: np.ndarray):
+        self._memory = memory
 
     def of(self, *shape: int) -> np.ndarray:
         if math.prod(shape) > self._memory.size:
             self._memory = np.empty(math.prod(shape), self._memory.dtype)
         return self._memory[:math.prod(shape)].reshape(shape)
+
+
+class _Kept(local):
+    """A thread's memory for two blocks of scores, from call to call: what is new costs more than a product, page by page."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[np.dtype, np.ndarray] = {}
+
+    def two(self, dtype: np.dtype) -> tuple[_Scratch, _Scratch]:
+        if dtype not in self._blocks:
+            self._blocks[dtype] = np.empty((2, _ELEMENTS), dtype)
+        first, second = self._blocks[dtype]
+        return _Scratch(first), _Scratch(second)
+
+
+_kept = _Kept()
 
 
 def _tiles(*arrays: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
@@ -162,7 +179,7 @@ def forward(q: np.ndarray, k: np.ndarray, v: np.ndarray, q_ends: Sequence[int], 
     """
     (t, h, _), g, e = q.shape, k.shape[1], v.shape[2]
     out, top, total = np.empty((t, h, e), q.dtype), *(np.empty((t, h, 1), q.dtype) for _ in range(2))
-    keys, values, scratch, second = _by_groups(k, g), _by_groups(v, g, 1.0), _Scratch(q.dtype), _Scratch(q.dtype)
+    keys, values, (scratch, second) = _by_groups(k, g), _by_groups(v, g, 1.0), _kept.two(q.dtype)
     for (a, b), (lo, hi), hidden in _blocks(q_ends, k_ends, mask, h // g, (None, _broken(k, v))):
         of = _by_groups(q[a:b] * q.dtype.type(scale), g)
         most, one = np.empty((*of.shape[:2], 1), q.dtype), np.empty((*of.shape[:2], e + 1), q.dtype)
@@ -195,7 +212,7 @@ def backward(q: np.ndarray, k: np.ndarray, v: np.ndarray, dout: np.ndarray, out:
     """
     h, g, e = q.shape[1], k.shape[1], q.shape[2]
     dq, scaled = np.zeros_like(q), q.dtype.type(scale)
-    keys, values, scratch, second = _by_groups(k, g, 1.0), _by_groups(v, g, 1.0), _Scratch(q.dtype), _Scratch(q.dtype)
+    keys, values, (scratch, second) = _by_groups(k, g, 1.0), _by_groups(v, g, 1.0), _kept.two(q.dtype)
     dk, dv = np.zeros((*keys.shape[:2], e), k.dtype), np.zeros((*keys.shape[:2], v.shape[2]), v.dtype)
     broken = _broken(q, dout, out, log_total), _broken(k, v)
     for (a, b), (lo, hi), hidden in _blocks(q_ends, k_ends, mask, h // g, broken):
