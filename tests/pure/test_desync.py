@@ -59,5 +59,15 @@ def test_who_moves_meanwhile_is_in_no_circle():
     assert circle(0, {0: Waiting((1, 0, 1)), 1: Moving((0, 0, 1))})[0] == set()
 
 
+def test_a_word_that_comes_between_two_looks_is_no_circle():
+    """Rank 0 ends the meeting that rank 1 sleeps in, and waits for it at the next, after rank 1 has been looked at. Rank 1 has
+    not woken up and published nothing new: eight ranks on two busy cores were told that they made different calls."""
+    class GoesOn(Waiting):
+        def waits(self):
+            self.words[0] = 1
+            return super().waits()
+    assert circle(1, {0: GoesOn((1, 0, 1)), 1: Waiting((0, 0, 1))}) == (set(), set())
+
+
 def test_counters_wrap_around():
     assert reached(3, 0xFFFFFFFE) and not reached(0xFFFFFFFE, 3)

@@ -3,12 +3,12 @@
 
 A rank that waits for long states conditions, all of which it needs: a word in another rank's segment must reach a value.
 Only that other rank writes the word, and a rank that waits writes nothing. So if every rank of a circle waits, each for a
-word that has not come, and none of them has moved while we looked, none ever will. This needs no timeout and has no
-false alarms, however slowly the machine runs.
+word that has still not come when all have been looked at, and none of them has moved meanwhile, none ever will. This needs
+no timeout and has no false alarms, however slowly the machine runs.
 """
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -39,24 +39,30 @@ def circle(me: int, segments: Mapping[int, Segment]) -> tuple[set[int], set[int]
 
     The second set has those of them without which nobody would have to wait: each alone closes every circle.
     """
-    seen: dict[int, int] = {}
+    seen: dict[int, tuple[int, list[tuple[int, int, int]]]] = {}
     awaited: dict[int, set[int]] = {}
     todo = [me]
     while todo:
         rank = todo.pop()
         if rank not in seen:
-            seen[rank], conditions = segments[rank].waits()
-            awaited[rank] = {r for r, word, value in conditions if not reached(segments[r].words[word], value)}
+            seen[rank] = segments[rank].waits()
+            awaited[rank] = _missing(seen[rank][1], segments)
             todo.extend(awaited[rank])
     after = {r: _after(r, awaited) for r in seen}
     ranks = {r for r in after[me] if me in after[r]}
-    if any(segments[r].waits()[0] != seen[r] for r in ranks):
+    # A word may have come since it was looked at, from one who began to wait only then: its reader sleeps on, all the same.
+    if any(segments[r].waits()[0] != seen[r][0] or _missing(seen[r][1], segments) != awaited[r] for r in ranks):
         return set(), set()
 
     def opens(rank: int) -> bool:
         rest = {r: awaited[r] - {rank} for r in ranks if r != rank}
         return not any(r in _after(r, rest) for r in rest)
     return ranks, {r for r in ranks if opens(r)}
+
+
+def _missing(conditions: Iterable[tuple[int, int, int]], segments: Mapping[int, Segment]) -> set[int]:
+    """The ranks whose words have not come."""
+    return {r for r, word, value in conditions if not reached(segments[r].words[word], value)}
 
 
 def _after(rank: int, awaited: Mapping[int, set[int]]) -> set[int]:
