@@ -100,8 +100,14 @@ def cpu() -> None:
 
 
 @pytest.fixture(autouse=True)
-def not_recording():
-    """An exception inside a backward leaves MindSpore 2.10 recording for good: no test may pass that on to the next."""
+def not_recording(request: pytest.FixtureRequest):
+    """MindSpore as each test finds it, whichever ran before.
+
+    A test that began it otherwise than `cpu` would leave it asynchronous to those that ask for `cpu` later. An exception
+    inside a backward leaves MindSpore 2.10 recording for good.
+    """
+    if "mindspore" in sys.modules:
+        request.getfixturevalue("cpu")
     yield
     if "mindspore" in sys.modules:
         from mindspore.common.api import _pynative_executor
