@@ -21,6 +21,7 @@ import contextlib
 import ctypes
 import errno
 import hashlib
+import math
 import os
 import re
 import shutil
@@ -300,6 +301,8 @@ def main() -> int:
     options, rest = parser.parse_known_args()
     if options.nodes and options.nnodes > 1:
         parser.error("--nodes counts machines itself: leave --nnodes and NNODES out")
+    if not 0 < options.nodes_timeout < math.inf:
+        parser.error(f"argument --nodes_timeout: {options.nodes_timeout} is no number of seconds above 0")
     if options.max_restarts is None:
         options.max_restarts = 3 if options.nodes else 0
     rest += ["--train.check_memory", "false"] * options.force

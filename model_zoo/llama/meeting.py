@@ -214,8 +214,10 @@ class Meeting:
                 sign, who = seen.sign, f"machine {member['name']} at {member['address']}"
                 if sign.state == "left":
                     return f"{who} was asked to leave"
-                if sign.state == "failed" and sign.round == number or sign.round > number:
+                if sign.state == "failed" and sign.round == number:
                     return f"{who} failed: {sign.why}"
+                if sign.round > number:  # this one was stopped for so long that the others took it for gone
+                    return f"{who} went on to start {sign.round} without this one"
                 if sign.state == "done" and sign.round == number:
                     continue
                 if now - max(seen.alive, self._begun) > LOST:

@@ -28,13 +28,22 @@ def read(path: Path) -> dict[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     try:
         told = yaml.safe_load(file.read_text("utf-8"))  # JSON is YAML, too
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"For '{path}', no configuration can be read.", str(error)[:200],
                           "It is a config.json of Hugging Face, its folder, or YAML with a section `model`.",
                           "name such a file") from None
     if not isinstance(told, dict):
         raise ConfigError(f"For '{path}', the configuration is no mapping.", str(told)[:80],
                           "It names a model's sizes.", "name a config.json, or YAML with a section `model`")
+    sections = ("model", "parallel", "train")
+    wrong = [f"{name} = {told[name]!r}" for name in sections if not isinstance(told.get(name, {}), dict)]
+    flags = [(told.get("parallel", {}), name) for name in ("fsdp", "zero1", "sequence_parallel")] if not wrong else []
+    wrong += [f"parallel.{name} = {section[name]!r}" for section, name in flags
+              if not isinstance(section.get(name, False), bool)]
+    if wrong:
+        raise ConfigError(f"For '{path}', the recipe says what cannot be.", ", ".join(wrong)[:200],
+                          "model, parallel and train are sections; fsdp, zero1 and sequence_parallel are true or false.",
+                          "write it as in model_zoo/llama/configs")
     return told
 
 
@@ -83,14 +92,28 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
+def check_numbers(config: Path, told: dict[str, Any]) -> None:
+    """Refuses degrees and sizes of a run that are none, of options and of a recipe."""
+    counts = ("dp", "cp", "tp", "pp", "ep", "hsdp", "batch", "seq", "micro_batches", "world")
+    wrong = {name: told[name] for name in counts if name in told and (type(told[name]) is not int or told[name] < 1)}
+    if wrong:
+        raise ConfigError(f"For '{config}', a number of the run is none.",
+                          ", ".join(f"{name} = {value!r}" for name, value in wrong.items()),
+                          "Each is a whole number, 1 or more.", f"--{next(iter(wrong))} with such a number")
+
+
 def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, Transformer]:
     """The options, those that are not given as the recipe has them; and the model."""
-    told = read(parser.parse_args(arguments).config)
-    parser.set_defaults(**plan_of(told))
+    config = parser.parse_args(arguments).config
+    told = read(config)
+    plan = plan_of(told)
+    check_numbers(config, plan)  # before argparse makes a number of a text that is a default
+    parser.set_defaults(**plan)
     args = parser.parse_args(arguments)
     for name in ("batch", "seq"):
         if getattr(args, name) is None:
             parser.error(f"--{name} is needed: {args.config} has no train.{name}")
+    check_numbers(args.config, vars(args))
     return args, sizes_of(told)
 
 
@@ -161,7 +184,7 @@ def run_of(config: Path) -> tuple[argparse.Namespace, Transformer]:
     """A recipe's plan as `memory` takes it, and its model.
 
     Raises:
-        ConfigError: it says no batch and no seq, or no model.
+        ConfigError: it says no batch and no seq, or no model, or what cannot be.
     """
     told = read(config)
     plan = {**dict.fromkeys(("dp", "cp", "tp", "pp", "ep", "hsdp", "micro_batches"), 1), **plan_of(told)}
@@ -169,6 +192,7 @@ def run_of(config: Path) -> tuple[argparse.Namespace, Transformer]:
         raise ConfigError(f"For '{config}', no run is described.", f"its sections: {', '.join(told)}"[:200],
                           "A recipe's YAML says its batch and seq in the section `train`.",
                           f"python -m ms_dtensor memory {config} --batch N --seq N")
+    check_numbers(config, plan)
     return argparse.Namespace(**plan), sizes_of(told)
 
 

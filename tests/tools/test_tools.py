@@ -134,6 +134,21 @@ def test_a_plan_that_cannot_be_told_is_refused(argv, said, capsys):
     assert re.search(said, capsys.readouterr().err)
 
 
+@pytest.mark.parametrize(("section", "said"), [
+    ("parallel: {dp: 0}", "dp = 0"), ("parallel: {tp: null}", "tp = None"), ("parallel: {tp: 1.5}", "tp = 1.5"),
+    ("parallel: {dp: '2'}", "dp = '2'"), ("parallel: {fsdp: 'no'}", "parallel.fsdp = 'no'"),
+    ("parallel: []", "parallel = []"),
+    ("x: " + "[" * 3000, "no configuration can be read")])
+def test_a_recipe_that_says_what_cannot_be_is_refused(section, said, tmp_path, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model: {dim: 64, n_layers: 2, n_heads: 16, n_kv_heads: 8, ffn_dim: 168, vocab_size: 259}\n"
+                      f"train: {{batch: 4, seq: 32}}\n{section}\n")
+    for command in (["memory", str(recipe)], ["doctor", str(recipe)]):
+        assert cli.main(command) == 2 and said in capsys.readouterr().err
+    recipe.write_text("model: null\ntrain: {batch: -4, seq: 32}\n")
+    assert cli.main(["memory", str(recipe)]) == 2 and "model = None" in capsys.readouterr().err
+
+
 # -- guard, peaks ------------------------------------------------------------------------------------------------------
 def test_skipped_steps_are_not_remembered_and_too_many_end_the_run():
     guard = Guard(nan="skip", spike=5.0, on_spike="skip", patience=3)

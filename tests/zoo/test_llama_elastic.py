@@ -113,6 +113,13 @@ def test_a_machine_that_is_lost_is_named_and_the_rest_go_on(machines, how, said)
         assert (number, nodes.count, nodes.rank) == (2, 1, 0)
 
 
+def test_a_machine_that_was_stopped_is_told_that_the_others_went_on(machines):
+    m = machines("ab")
+    m.meet("ab")
+    m["b"].say("wants", 2)
+    assert soon(lambda: m["a"].lost(1)) == "machine b at 127.0.0.1 went on to start 2 without this one"
+
+
 def test_a_machine_whose_network_is_cut_is_named_and_stays_out_until_it_is_back(machines, monkeypatch):
     """Its files go on; no way leads to it, nor from it. That it comes back ends no round; the next one has it."""
     m = machines("ab")
@@ -301,6 +308,14 @@ def test_a_machine_is_lost_and_one_comes_back(tmp_path):
     finally:
         for one in all_of_them:
             one.end()
+
+
+@pytest.mark.parametrize("seconds", ["nan", "-3", "0", "inf"])
+def test_a_wait_that_is_no_number_of_seconds_is_refused(seconds, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["launch.py", "--nodes", "1:2", "--nodes_timeout", seconds])
+    with pytest.raises(SystemExit) as end:
+        launch.main()
+    assert end.value.code == 2 and "no number of seconds above 0" in capsys.readouterr().err
 
 
 def test_nothing_of_it_starts_with_numbers_of_machines_too(monkeypatch, capsys):
