@@ -60,8 +60,10 @@ def test_who_moves_meanwhile_is_in_no_circle():
 
 
 def test_a_word_that_comes_between_two_looks_is_no_circle():
-    """Rank 0 ends the meeting that rank 1 sleeps in, and waits for it at the next, after rank 1 has been looked at. Rank 1 has
-    not woken up and published nothing new: eight ranks on two busy cores were told that they made different calls."""
+    """Rank 0 ends the meeting that rank 1 sleeps in, and waits for it at the next, after rank 1 has been looked at.
+
+    Rank 1 has not woken up and published nothing new: eight ranks on two busy cores were told that their calls differed.
+    """
     class GoesOn(Waiting):
         def waits(self):
             self.words[0] = 1
