@@ -7,16 +7,13 @@ and the backward makes the gradient and nothing else. Not here: labels of other 
 """
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 from mindspore import Tensor
 
 from ...errors import OpRuleError
 from ...internals.names import Function, recording
 from .lookup import host_values
-
-_ELEMENTS = 1 << 17  # of logits at a time
+from .rows_cpu import parts
 
 
 class ClassSums(Function):
@@ -33,7 +30,7 @@ class ClassSums(Function):
         ctx.classes = classes
         x, top, local, mine = _by_rows(logits, top, local, mine)
         sums = np.empty((len(x), 3 if classes else 2), x.dtype)
-        for a, b, part in _parts(x):
+        for a, b, (part,) in parts(x):
             off = np.subtract(x[a:b], top[a:b], out=part)
             sums[a:b, 1] = np.where(mine[a:b, 0], np.take_along_axis(off, local[a:b], 1)[:, 0], 0)
             if classes:
@@ -51,7 +48,7 @@ class ClassSums(Function):
         x, top, local, mine = _by_rows(*ctx.saved_tensors)
         share = host_values(dout).reshape(len(x), -1)
         grad = np.empty_like(x)
-        for a, b, _ in _parts(x):
+        for a, b, _ in parts(x):
             part = np.subtract(x[a:b], top[a:b], out=grad[a:b])
             np.exp(part, out=part)
             part *= share[a:b, :1]
@@ -69,12 +66,3 @@ def greatest(logits: Tensor) -> Tensor:
 
 def _by_rows(*tensors: Tensor) -> list[np.ndarray]:
     return [host_values(x).reshape(-1, x._shape[-1]) for x in tensors]
-
-
-def _parts(x: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
-    """(from, to, memory of that size): some rows, one part after another."""
-    rows = max(1, min(len(x), _ELEMENTS // max(1, x.shape[1])))
-    memory = np.empty((rows, x.shape[1]), x.dtype)
-    for a in range(0, len(x), rows):
-        b = min(a + rows, len(x))
-        yield a, b, memory[:b - a]

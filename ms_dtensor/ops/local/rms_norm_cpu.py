@@ -7,16 +7,13 @@ times as long as the memory is read. Here some rows at a time go through a core'
 """
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 from mindspore import Tensor
 
 from ...errors import OpRuleError
 from ...internals.names import Function, recording
 from .lookup import host_values
-
-_ELEMENTS = 1 << 16  # of rows at a time
+from .rows_cpu import parts
 
 
 class RmsNormRows(Function):
@@ -27,9 +24,9 @@ class RmsNormRows(Function):
         rows, w = _rows(x, weight)
         y, scale = np.empty_like(rows), np.empty((len(rows), 1), rows.dtype)
         with np.errstate(all="ignore"):  # infinities give NaN, as on a device
-            for a, b, part in _parts(rows, 1):
-                np.multiply(rows[a:b], rows[a:b], out=part[0])
-                np.reciprocal(np.sqrt(part[0].mean(1, keepdims=True) + rows.dtype.type(eps)), out=scale[a:b])
+            for a, b, (square,) in parts(rows):
+                np.multiply(rows[a:b], rows[a:b], out=square)
+                np.reciprocal(np.sqrt(square.mean(1, keepdims=True) + rows.dtype.type(eps)), out=scale[a:b])
                 np.multiply(rows[a:b], scale[a:b], out=y[a:b])
                 y[a:b] *= w
         ctx.save_for_backward(x, weight)
@@ -47,7 +44,7 @@ class RmsNormRows(Function):
         dy, dscale = host_values(dy).reshape(rows.shape), host_values(dscale).reshape(scale.shape)
         dx, dw = np.empty_like(rows), np.zeros_like(w)
         with np.errstate(all="ignore"):
-            for a, b, (normed, part) in _parts(rows, 2):
+            for a, b, (normed, part) in parts(rows, 2):
                 np.multiply(rows[a:b], scale[a:b], out=normed)
                 np.multiply(dy[a:b], normed, out=part)
                 dw += part.sum(0)
@@ -63,12 +60,3 @@ class RmsNormRows(Function):
 def _rows(x: Tensor, weight: Tensor) -> tuple[np.ndarray, np.ndarray]:
     w = host_values(weight).reshape(-1)
     return host_values(x).reshape(-1, w.size), w
-
-
-def _parts(x: np.ndarray, count: int) -> Iterator[tuple[int, int, list[np.ndarray]]]:
-    """(from, to, `count` arrays of that size): some rows, one part after another."""
-    rows = max(1, min(len(x), _ELEMENTS // max(1, x.shape[1])))
-    memory = [np.empty((rows, x.shape[1]), x.dtype) for _ in range(count)]
-    for a in range(0, len(x), rows):
-        b = min(a + rows, len(x))
-        yield a, b, [m[:b - a] for m in memory]
