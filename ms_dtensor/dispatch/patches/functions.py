@@ -183,33 +183,34 @@ def _labelling(original, at: int):
 
     @functools.wraps(original)
     def call(*args, **kwargs):
-        if modes.mode.get().no_gather:
-            mesh = next((x._layout.mesh for x in (*args, *kwargs.values()) if getattr(x, "_layout", None) is not None), None)
-            if mesh is not None:
-                args = *args[:at], *(_whole(x, mesh, bool(i)) for i, x in enumerate(args[at:at + 2])), *args[at + 2:]
-                kwargs = {k: _whole(x, mesh, k == "weight") if k in ("target", "weight") else x for k, x in kwargs.items()}
-        if signature is None or first_dtensor(args, kwargs) is None:
-            return entropy(*args, **kwargs)
+        one, in_block = first_dtensor(args, kwargs), modes.mode.get().no_gather
+        if one is None:
+            return original(*args, **kwargs)
+        if in_block:
+            mesh = one._layout.mesh
+            args = *args[:at], *(_whole(x, mesh, bool(i)) for i, x in enumerate(args[at:at + 2])), *args[at + 2:]
+            kwargs = {k: _whole(x, mesh, k == "weight") if k in ("target", "weight") else x for k, x in kwargs.items()}
+        if signature is None:
+            return run(in_block, args, kwargs)
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
         a = given.arguments
         logits, target = a["input"], a["target"]
         if getattr(target, "_layout", None) is not None:
             a["target"] = looked_up(target)
-        if modes.mode.get().no_gather and class_loss.fits(**a):
+        if in_block and class_loss.fits(**a):
             loss = class_loss.class_loss(name, logits, a["target"], a["ignore_index"], a["reduction"],
                                          a["label_smoothing"], -logits.shape[1])
         else:
             if logits.dtype == ms.bfloat16:  # MindSpore's own refuses it
                 a.update({k: a[k].float() for k in ("input", "target", "weight")
                           if a[k] is not None and a[k].dtype == ms.bfloat16})
-            loss = entropy(*given.args, **given.kwargs)
+            loss = run(in_block, given.args, given.kwargs)
         return loss if loss.dtype == logits.dtype else loss.astype(logits.dtype)
 
-    def entropy(*args, **kwargs):
-        if modes.mode.get().no_gather and name != "__call__" and not _labels_checked.get():
-            if first_dtensor(args, kwargs) is not None:
-                return _on_checked_labels(original, args, kwargs)
+    def run(in_block, args, kwargs):
+        if in_block and name != "__call__" and not _labels_checked.get():
+            return _on_checked_labels(original, args, kwargs)
         return original(*args, **kwargs)
     return call
 
