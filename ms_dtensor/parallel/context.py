@@ -222,8 +222,9 @@ def _gathered(q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, mask: Mask, scale
 def _dry(dry, q: Tensor, there: tuple[Tensor, ...], g: int, q_ends: list[int], k_ends: list[int], mask: Mask, scale: float,
          pairs: int) -> Tensor:
     """What a dry run sees of the one node, or of a device's one call: no scores, so many pairs of a query and its key."""
-    (t, h, e), (s, _, wide) = q.shape, there[-1].shape
+    (t, h, e), (s, _, wide), tensors = q.shape, there[-1].shape, (q, *there)
     if on_cpu():
+        tensors = tuple(map(wider, tensors))
         own, while_forward, while_backward = varlen_cpu.beside((t, h, e), (s, g, e), (s, g, wide), q_ends, k_ends)
         while_backward.append((t, h, wide))  # heads are apart by a view, of gradients too, and as an array a view is copied
         if len(there) == 2:
@@ -232,7 +233,6 @@ def _dry(dry, q: Tensor, there: tuple[Tensor, ...], g: int, q_ends: list[int], k
             while_backward += [(g, s, e), (g, s, wide)]
     else:  # the kernel gives the greatest score and the sum of weights of each query eight times, in float32
         own, while_forward, while_backward = [(t, h, 8 * 4 // q.itemsize)] * 2, [], []
-    tensors = [wider(x) for x in (q, *there)] if on_cpu() else [q, *there]
     out = dry.node(WHO, tensors, (t, h, wide), 2 * pairs * h * (e + wide), (own, while_forward, while_backward))
     return out.astype(q.dtype) if out.dtype != q.dtype else out
 

@@ -35,11 +35,12 @@ def read(path: Path) -> dict[str, Any]:
     if not isinstance(told, dict):
         raise ConfigError(f"For '{path}', the configuration is no mapping.", str(told)[:80],
                           "It names a model's sizes.", "name a config.json, or YAML with a section `model`")
-    sections = ("model", "parallel", "train")
-    wrong = [f"{name} = {told[name]!r}" for name in sections if not isinstance(told.get(name, {}), dict)]
-    flags = [(told.get("parallel", {}), name) for name in ("fsdp", "zero1", "sequence_parallel")] if not wrong else []
-    wrong += [f"parallel.{name} = {section[name]!r}" for section, name in flags
-              if not isinstance(section.get(name, False), bool)]
+    wrong = [f"{name} = {told[name]!r}" for name in ("model", "parallel", "train")
+             if not isinstance(told.get(name, {}), dict)]
+    if not wrong:
+        parallel = told.get("parallel", {})
+        wrong = [f"parallel.{name} = {parallel[name]!r}" for name in ("fsdp", "zero1", "sequence_parallel")
+                 if not isinstance(parallel.get(name, False), bool)]
     if wrong:
         raise ConfigError(f"For '{path}', the recipe says what cannot be.", ", ".join(wrong)[:200],
                           "model, parallel and train are sections; fsdp, zero1 and sequence_parallel are true or false.",

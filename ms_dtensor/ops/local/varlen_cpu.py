@@ -84,7 +84,10 @@ def _groups(groups: int, scores: int) -> Iterator[slice]:
 
 
 def beside(q: Shape, k: Shape, v: Shape, q_ends: Sequence[int], k_ends: Sequence[int]) -> tuple[list[Shape], ...]:
-    """Shapes of what a forward leaves for its backward, and of what each of them has beside what it gives while it runs."""
+    """Shapes of what a forward leaves for its backward, and of what each of them has beside what it gives while it runs.
+
+    Scratch is counted in each, as a thread's first call makes it.
+    """
     (t, h, e), (s, g, wide) = q, v
     first = second = third = _ELEMENTS
     for rows, keys in zip(np.diff(q_ends, prepend=0).tolist(), np.diff(k_ends, prepend=0).tolist()):
