@@ -100,7 +100,7 @@ def cpu() -> None:
 
 
 @pytest.fixture(autouse=True)
-def not_recording(request: pytest.FixtureRequest):
+def mindspore_as_found(request: pytest.FixtureRequest):
     """MindSpore as each test finds it, whichever ran before.
 
     A test that began it otherwise than `cpu` would leave it asynchronous to those that ask for `cpu` later. An exception
