@@ -10,7 +10,8 @@ from pathlib import Path
 
 DESCRIPTION = """\
 Runs a Python program that imports another library, with ms_dtensor in its place: as `python script.py ...` would, with the
-script's folder first on the path. Under msrun it is one rank: msrun ... -m ms_dtensor run --as hyper_parallel script.py
+script's folder first on the path. Under msrun it is one rank:
+msrun ... python -m ms_dtensor run --as hyper_parallel script.py
 """
 
 

@@ -34,7 +34,7 @@ from .local import Mode, summed_axes
 from .reduce import Reduction
 
 _log = logging.getLogger("ms_dtensor")
-_alike: Counter = Counter()  # units of one description on one mesh, so far: what tells twins apart
+_alike: Counter = Counter()  # units of one description on the ranks that hold them, so far: what tells twins apart
 
 
 class State(Enum):
@@ -106,8 +106,10 @@ class Unit:
     def _described(self) -> str:
         names = list(dict.fromkeys(p.name for _, _, p in self.slots))
         text = f"{self.who}({self.name}: {names[0] + (', ...' if names[1:] else '') if names else 'no parameters'})"
-        _alike[self.mesh.rank_list, text] += 1
-        return text if _alike[self.mesh.rank_list, text] == 1 else f"{text} no. {_alike[self.mesh.rank_list, text]}"
+        # Sums over tensor-parallel axes have the label, too: whoever holds the parameters counts alike.
+        holders = tuple(sorted({r for m in (self.mesh, *(p.device_mesh for _, _, p in self.slots)) for r in m.rank_list}))
+        _alike[holders, text] += 1
+        return text if _alike[holders, text] == 1 else f"{text} no. {_alike[holders, text]}"
 
     def _on(self, p) -> tuple[int, ...]:
         """The data axes by their numbers on a parameter's mesh."""
