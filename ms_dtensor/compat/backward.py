@@ -13,7 +13,7 @@ from mindspore import Tensor, mint, ops
 
 from ..dispatch.reached import know
 from ..dispatch.recorded import backward as ours
-from ..dispatch.recorded import not_recorded, recorded
+from ..dispatch.recorded import kept, not_recorded, recorded
 from ..errors import ConfigError
 
 _BASE: Any = Tensor.__mro__[-2]  # C++'s class, of which tensors and parameters are
@@ -61,7 +61,7 @@ def _zero_grad(self, set_to_none: bool = True) -> None:
         p.grad = None
 
 
-_ON_TENSORS: dict[str, Any] = {"backward": _backward, "grad": None, "detach": _detach,
+_ON_TENSORS: dict[str, Any] = {"backward": _backward, "grad": kept, "detach": _detach,
                                "requires_grad": property(_requires_grad, _set_requires_grad),
                                "is_leaf": property(lambda self: self._is_leaf)}
 _ON_OPTIMIZERS: dict[str, Any] = {"step": _step, "zero_grad": _zero_grad}

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import mindspore as ms
 from mindspore import Parameter, Tensor, nn
 
-from ..errors import OpRuleError
+from ..errors import MixedOperandError, OpRuleError
 from ..internals.names import NoFallbackGuard, enabled, executor, run_backward
 from ..internals.probes import check_recordings
 from . import patches
@@ -111,8 +111,9 @@ def backward(loss: Tensor, gradient: Tensor | None = None, retain_graph: bool = 
 
     Raises:
         OpRuleError: outside of `recorded`, a loss that nothing recorded leads to, its second backward without
-            `retain_graph=True` at the first, several elements without `gradient`, inputs that are no leaves, or
-            `retain_graph` where `fully_shard` or `replicate` would reduce one gradient twice.
+            `retain_graph=True` at the first, several elements without `gradient`, a `gradient` that is
+            no tensor, inputs that are no leaves, or `retain_graph` where `fully_shard` or `replicate` would reduce one
+            gradient twice.
         MixedOperandError: a plain `gradient` for a DTensor.
 
     Example:
@@ -134,6 +135,9 @@ def backward(loss: Tensor, gradient: Tensor | None = None, retain_graph: bool = 
     if loss.__dict__.get(_RUN):
         raise _refused(loss, "What was recorded of it went with its first backward.",
                        ("md.backward(loss, retain_graph=True) at the first", "compute it again"))
+    if gradient is not None and not isinstance(gradient, Tensor):
+        raise _refused(loss, f"'gradient' is a tensor, but got {gradient!r}.",
+                       ("md.backward(loss, gradient=Tensor(0.5))", "md.backward(loss * 0.5)"))
     if gradient is None and loss.size != 1:
         raise _refused(loss, "A backward begins at one number, or at a gradient for each element.",
                        ("md.backward(loss.sum())", "md.backward(loss, gradient=...)"))
@@ -163,6 +167,25 @@ def add_gradients(of: list, grads: list) -> None:
             continue
         have = getattr(p, "grad", None)
         p.grad = g if have is None else have + g.astype(have.dtype)
+
+
+def _kept(self):
+    """The gradient that backwards add to; None before the first, and to begin anew."""
+    return self.__dict__.get("grad")
+
+
+def _keep(self, value) -> None:
+    fits = value is None or isinstance(value, Tensor) and tuple(value.shape) == tuple(self.shape) and (
+        value.is_floating_point() or value.is_complex()) and hasattr(value, "_layout") == hasattr(self, "_layout")
+    if not fits:
+        raise MixedOperandError("For '.grad', this is no gradient of the tensor.", describe_operands([self]) + "\n" + (
+            describe_operands([value]) if isinstance(value, Tensor) else repr(value)),
+                                "A DTensor's gradient is a DTensor, a plain tensor's plain; of floats, in its shape.",
+                                ("x.grad = None, to begin anew", "distribute_tensor(g, x.device_mesh, x.placements)"))
+    self.__dict__["grad"] = value
+
+
+kept = property(_kept, _keep)  # of DTensors; of all tensors under `compat.backward`
 
 
 def _start(loss, gradient) -> Tensor:

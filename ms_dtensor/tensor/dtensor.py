@@ -17,7 +17,7 @@ from .. import comm
 from ..comm.pretended import executing, pretended
 from ..core.layout import Layout, known_layout, layout_for, layout_strides, said_of
 from ..core.mesh import DeviceMesh, resolve_mesh
-from ..dispatch import classes, inplace, modes, patches, policy, replicas, views
+from ..dispatch import classes, inplace, modes, patches, policy, recorded, replicas, views
 from ..dispatch.dispatcher import call, dispatch, plain_tree
 from ..dispatch.memo import Memo, wrote
 from ..dispatch.operands import as_local, dtype_name, local_alias, make, recording, redistribute, wrap
@@ -77,6 +77,7 @@ class DTensor(Measures, Tensor):
     __fallback__ = dispatch
     register_hook = hooks.register_hook
     set_ = inplace.set_
+    grad = recorded.kept
 
     @staticmethod
     def _run_own_op(op, arguments):
@@ -311,8 +312,7 @@ class DTensor(Measures, Tensor):
             raise OpRuleError("For 'asnumpy', this rank does not hold the whole tensor.", self._layout.describe(),
                               "Only a replicated tensor is an array already.",
                               ("x.full_tensor().asnumpy() for the global array", "x.to_local().asnumpy() for the shard"))
-        dry = executing()
-        return local_alias(self).asnumpy() if dry is None else dry.value(self, "asnumpy")
+        return local_alias(self).asnumpy() if (dry := executing()) is None else dry.value(self, "asnumpy")
 
     def numpy(self):
         """As `asnumpy`."""

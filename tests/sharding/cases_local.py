@@ -265,6 +265,12 @@ def what_local_cells_cannot_do_is_refused_in_four_parts(world):
     assert "the other mode" in refusal(lambda: fully_shard(wrapped_inside(mesh), mesh=mesh), ConfigError)
     assert "set_reduce_op_type" in refusal(lambda: net.set_reduce_op_type("max"), ConfigError)
     assert "DTensors" in refusal(lambda: fully_shard(Net(), mesh=mesh).set_reduce_op_type("sum"), ConfigError)
+    bare = Net()
+    with counted() as count:
+        text = refusal(lambda: fully_shard(bare.blocks[0], mesh=mesh, local_inputs=True,
+                                           replicate_params=[bare.blocks[0].scale, bare.head]), ConfigError)
+    assert "head; Block has blocks.0." in text and "their own cell" in text and "blocks.0.scale; " not in text, text
+    assert not count and not isinstance(bare.blocks[0].up, md.DTensor), "nothing was laid out"
     tied = Net()
     tied._params["more"] = tied.blocks[0].up
     fully_shard(tied.blocks[0], mesh=mesh, local_inputs=True)

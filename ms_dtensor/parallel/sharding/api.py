@@ -96,7 +96,7 @@ def fully_shard(module: nn.Cell | Sequence[nn.Cell], *, mesh: DeviceMesh, reshar
         ignored_params: parameters to leave as they are; others than the cell's own mean nothing. DTensors among them work
             as ever. A plain one is each rank's own: it works on local tensors (`x.to_local()`), its gradient is of this
             rank's rows and is not reduced; where it meets a DTensor it is refused.
-        replicate_params: parameters that each rank keeps whole, as `shard_placement_fn` says it by `Replicate()`.
+        replicate_params: those of the cell that each rank keeps whole, as `shard_placement_fn` says it by `Replicate()`.
         local_inputs: cells compute on each rank's own plain tensors, with collectives of their own: plain in, plain out. A
             parameter is a DTensor on the axes that `mesh` has not, and plain where there are none; cells take
             `weight.to_local()` of it. What is differentiated is the sum over all ranks of what each of them differentiates:
@@ -116,7 +116,8 @@ def fully_shard(module: nn.Cell | Sequence[nn.Cell], *, mesh: DeviceMesh, reshar
     Raises:
         LayoutError: the cell was sharded before; a parameter is laid out over the axis already; a dim it does not have.
         ConfigError: a mesh of more than two axes; a number of neighbours that does not divide the axis; offloading on a
-            device. Later, by a forward: a parameter of the cell was replaced, or taken out.
+            device; `replicate_params` of another cell. Later, by a forward: a parameter of the cell was replaced or taken
+            out.
 
     A step that raises leaves nothing behind; what was gathered up without synchronising is forgotten with it, so begin again
     with the first micro-batch. What raises between two steps does not: call `forget_gradients()`.
@@ -143,6 +144,13 @@ def fully_shard(module: nn.Cell | Sequence[nn.Cell], *, mesh: DeviceMesh, reshar
         raise ConfigError("For 'fully_shard', 'CPUOffloadPolicy' is for CPUs only.", repr(mesh),
                           "A MindSpore Parameter lies where its device is.", "more ranks, or optimizer state of fewer bytes")
     whole, placed = {id(current(p)) for p in replicate_params}, shard_placement_fn or (lambda p: None)
+    others = whole - {id(q) for _, _, q in _slots(_inside(cells))}
+    if strange := [p.name for p in replicate_params if id(current(p)) in others]:
+        raise ConfigError("For 'fully_shard', 'replicate_params' names parameters that the cell does not have.",
+                          f"{', '.join(strange[:5])}; {type(cells[0]).__name__} has "
+                          f"{', '.join(p.name for p in cells[0].get_parameters())[:200] or 'none'}",
+                          "A call lays out the parameters of its own cells.",
+                          ("pass them to the call for their own cell", "leave them out"))
     _cut("fully_shard", cells, mesh, reshard_after_forward, lambda p: REPLICATE if id(p) in whole else placed(p), mp_policy,
          ignored_params, Mode.LOCAL if local_inputs else Mode.GLOBAL)
     return module
