@@ -17,6 +17,7 @@ import ms_dtensor as md
 from ms_dtensor.compat.hyper_parallel import register, unregister
 from ms_dtensor.compat.hyper_parallel.names import homes, not_offered
 from ms_dtensor.errors import ConfigError, LayoutError
+from tests.msrun import run_ranks
 
 pytestmark = pytest.mark.usefixtures("cpu")
 
@@ -174,10 +175,8 @@ def test_every_row_of_the_page_has_a_test_and_every_name_a_row():
     for theirs, ours, test in rows:
         path, _, name = test.strip("`").partition("::")
         text = (PAGE.parents[2] / "tests" / path).read_text("utf-8")
-        if name:  # a test of pytest's, or a case of ranks
-            assert re.search(rf"^{'' if name.startswith('test_') else r'@case.*' + chr(10)}def {name}\(", text, re.M), test
-        else:
-            assert "@case" in text, test
+        case = "" if name.startswith("test_") else r"@case.*\n"  # a test of pytest's, or a case of ranks
+        assert name and re.search(rf"^{case}def {name}\(", text, re.M), test
         refused = [n for names in not_offered().values() for n in names if f"`{n}`" in theirs]
         assert bool(refused) == ours.startswith("not offered"), theirs
         assert not refused or name == "test_what_is_not_offered_raises_when_it_is_used", theirs
@@ -203,3 +202,23 @@ def test_a_script_runs_unedited(tmp_path):
     assert (done.returncode, done.stdout.strip()) == (7, "Shard(1) ['--as', 'x']"), done.stderr
     gone = subprocess.run([*run, str(tmp_path / "none.py")], capture_output=True, text=True, timeout=120)
     assert gone.returncode == 2 and "there is no file" in gone.stderr
+
+
+ON_RANKS = """
+import sys
+from hyper_parallel import DTensor, init_device_mesh
+from hyper_parallel.core.dtensor.placement_types import Shard
+from mindspore import Tensor
+from tests.msrun import report
+mesh = init_device_mesh("npu", (2,), mesh_dim_names=("dp",))
+whole = DTensor.from_local(Tensor([mesh.get_rank() + 1.0]), mesh, [Shard(0)]).full_tensor()
+report([whole.asnumpy().tolist(), sys.argv[1:]])
+"""
+
+
+def test_the_pages_command_runs_a_script_on_ranks(tmp_path):
+    (tmp_path / "train.py").write_text(ON_RANKS)
+    msrun, _, words = re.search("^msrun .*", PAGE.read_text("utf-8"), re.M)[0].partition(" python -m ms_dtensor ")
+    assert msrun == "msrun --worker_num=8 --local_worker_num=8 --join=True"  # so does `run_ranks` begin, but for the number
+    told = run_ranks("ms_dtensor", 2, words.split(), log_dir=tmp_path)
+    assert told == [[[[1.0, 2.0], ["--config", "train.yaml"]]]] * 2

@@ -64,6 +64,8 @@ class IndexedFile:
         self._ends = np.cumsum(sizes, dtype=np.int64)
         if sizes.min(initial=0) < 0 or not np.array_equal(begins, (self._ends - sizes) * kind.itemsize):
             raise self._damaged("its sequences do not lie one behind another", "")
+        if entries and (self._documents[0] < 0 or self._documents[-1] > sequences or (np.diff(self._documents) < 0).any()):
+            raise self._damaged("its documents do not follow one another", f"of {sequences} sequences")
         count = int(self._ends[-1]) if sequences else 0
         if length != count * kind.itemsize:
             raise self._damaged("its tokens are not as many as its index says",

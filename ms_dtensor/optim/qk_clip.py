@@ -12,7 +12,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, mint
 
 from ..dispatch.modes import implicit_replication
-from ..errors import LayoutError
+from ..errors import ConfigError, LayoutError
 from ..internals.names import NoFallbackGuard, no_grad
 from ..tensor.dtensor import DTensor
 from ._storage import layout_of
@@ -83,6 +83,7 @@ def qk_clip_(query: Parameter, key: Parameter, logits: Sequence[float], threshol
 
     Raises:
         LayoutError: weights that have not these heads.
+        ConfigError: a logit that is not finite, or a threshold that is no positive number; the weights stay as they are.
 
     Example:
         >>> import mindspore as ms
@@ -93,13 +94,19 @@ def qk_clip_(query: Parameter, key: Parameter, logits: Sequence[float], threshol
         >>> q.asnumpy().ravel().tolist(), k.asnumpy().ravel().tolist()
         ([4.0, 8.0], [4.0, 8.0])
     """
-    largest, heads = np.asarray(logits, np.float64), len(logits)
+    largest = np.asarray(logits, np.float64)
+    heads = max(largest.size, 1)
     width, rest = divmod(query.shape[0], heads)
     shared, more = divmod(key.shape[0], max(width, 1))
-    if rest or more or not shared or heads % shared:
+    if largest.ndim != 1 or not largest.size or rest or more or not shared or heads % shared:
         raise LayoutError("For 'qk_clip_', the weights have not these heads.",
-                          f"{heads} logits, {tuple(query.shape)}, {tuple(key.shape)}",
+                          f"{list(largest.shape)} logits, {tuple(query.shape)}, {tuple(key.shape)}",
                           "A weight has the rows of its heads, one behind another.", "one logit per query head")
+    if not (np.isfinite(largest).all() and 0 < threshold < np.inf):  # weights times no number would stay none
+        raise ConfigError("For 'qk_clip_', a logit or the threshold is no number to go by.",
+                          f"logits {largest.tolist()[:8]}, threshold {threshold}",
+                          "What is too large is made smaller by threshold / logit.",
+                          ("leave out a step whose loss or gradients are not finite", "a threshold above 0"))
     factors = np.minimum(1.0, threshold / np.maximum(largest, threshold))
     if (factors < 1).any():
         of_keys = np.sqrt(factors.reshape(shared, -1).min(1))

@@ -24,7 +24,7 @@ from ms_dtensor import (
     parallelize_module,
     replicate,
 )
-from ms_dtensor.errors import LayoutError
+from ms_dtensor.errors import ConfigError, LayoutError
 from ms_dtensor.tensor.distribute import like_parameter
 from tests.cases import case
 from tests.dist.support import array, counted, data, equal, mesh_1d, mesh_2d, refusal, same_on_all_ranks
@@ -380,4 +380,9 @@ def clipped_heads_are_one_devices(world):
         assert not count
         for p, w in zip(many, one):
             equal(p, w, f"{p.name} {placements}", rtol=1e-6)
-    same_on_all_ranks(world, refusal(lambda: optim.qk_clip_(*one, largest[:3]), LayoutError))
+    before = [p.asnumpy().copy() for p in one]
+    for logits, threshold in ((largest[:3], 1.0), ([], 1.0), ([largest], 1.0), ([*largest[:3], np.nan], 1.0),
+                              ([np.inf, *largest[:3]], 1.0), (largest, 0.0), (largest, -1.0), (largest, np.nan)):
+        same_on_all_ranks(world, refusal(lambda logits=logits, t=threshold: optim.qk_clip_(*one, logits, t),
+                                         LayoutError if threshold == 1.0 and np.isfinite(logits).all() else ConfigError))
+    assert all(np.array_equal(a, p.asnumpy()) for a, p in zip(before, one))

@@ -82,6 +82,8 @@ def test_documents_without_one_end_are_refused_where_they_matter(tmp_path):
     (lambda f: _change(f, 17, 7), "another kind"),
     (lambda f: (f / "train.idx").write_bytes((f / "train.idx").read_bytes()[:-200]), "too short"),
     (lambda f: _change(f, 34 + 4 * 60, 1), "one behind another"),
+    (lambda f: _change(f, 34 + 12 * 60 + 8 * 20, 61), "documents do not follow one another"),
+    (lambda f: _change(f, 34 + 12 * 60 + 8 * 7, 59), "documents do not follow one another"),
     (lambda f: (f / "train.bin").write_bytes((f / "train.bin").read_bytes()[:-2]), "not as many as its index says"),
 ])
 def test_what_is_damaged_is_told_in_one_message(made, harm, says):
