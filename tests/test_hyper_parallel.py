@@ -16,7 +16,7 @@ import pytest
 import ms_dtensor as md
 from ms_dtensor.compat.hyper_parallel import register, unregister
 from ms_dtensor.compat.hyper_parallel.names import homes, not_offered
-from ms_dtensor.errors import ConfigError, LayoutError
+from ms_dtensor.errors import ConfigError, LayoutError, MeshError
 from tests.msrun import run_ranks
 
 pytestmark = pytest.mark.usefixtures("cpu")
@@ -114,6 +114,8 @@ def test_meshes_of_the_word_npu_are_where_mindspore_computes(registered, caplog)
     assert mesh.device_type == "cpu" and "read as 'cpu'" in caplog.text
     both = mesh._unflatten(0, (1, 1), ("dp", "tp"), backend_override={"dp": "fake"})
     assert isinstance(both, hyper_parallel.DeviceMesh) and both["dp", "tp"]._flatten("loss").mesh_dim_names == ("loss",)
+    with pytest.raises(MeshError, match="cannot be kept"):
+        mesh._unflatten(0, (1, 1), ("dp", "tp"), backend_override={"dp": "hccl"})
 
 
 def test_where_shards_lie_by_its_names(registered):

@@ -246,9 +246,11 @@ class DeviceMesh:
             (DeviceMesh(cpu, dp_cp=4), (0, 1, 2, 3))
         """
         name = name or "_".join(self.mesh_dim_names)
-        if name in self.root.mesh_dim_names:
-            raise MeshError(f"For 'flatten', {name!r} is already an axis.", f"mesh({self.root.describe()})", "",
-                            "choose another name")
+        known = self.root._flat.get(name, self.mesh_dim_names)
+        if not isinstance(name, str) or name in self.root.mesh_dim_names or known != self.mesh_dim_names:
+            raise MeshError(f"For 'flatten', {name!r} is no new name of an axis, or is already an axis.",
+                            f"mesh({self.root.describe()}), {name!r} of {known}",
+                            "The root mesh knows one axis by a name, which is a text.", "choose another name")
         self.root._flat[name] = self.mesh_dim_names
         return self.root._line(self.mesh_dim_names, name)
 

@@ -13,6 +13,7 @@ from mindspore.nn.utils import no_init_parameters
 import ms_dtensor as md
 from ms_dtensor.compat.hyper_parallel import (
     CommDebugMode,
+    CPUOffloadPolicy,
     DeviceMesh,
     DFunction,
     DistributedOp,
@@ -389,7 +390,7 @@ def local_cells_under_fully_shard(world):
     mesh = init_device_mesh("npu", (4,), mesh_dim_names=("world",))._unflatten(0, (1, 4), ("pp", "fsdp"))
     net, plain, rows = Net(), Net(), data(3, 8, 8)
     checkpoint_wrapper(net.act, context_fn=lambda: (nullcontext(), nullcontext()), early_stop=True)
-    fully_shard(net, mesh=mesh["fsdp"], comm_fusion=False, replicate_params=[net.up],
+    fully_shard(net, mesh=mesh["fsdp"], comm_fusion=False, replicate_params=[net.up], offload_policy=CPUOffloadPolicy(),
                 mp_policy=MixedPrecisionPolicy(reduce_dtype=ms.float32, apply_grad_on_fp32_main_grad=True))
     assert isinstance(net, HSDPModule) and not isinstance(net.act, HSDPModule)
     net.set_reduce_op_type("sum")

@@ -121,10 +121,14 @@ def hyper_parallels_names(world):
             assert isinstance(got, list) and len(got) == (m if world.rank == 1 else 0)
             for p, b in zip(schedule.params, mine, strict=True):
                 close(p.grad, b * 0.5 * times, "gradient in .grad", 4e-6)
-    for used in (lambda: setattr(schedule, "micro_batch_num", 8), lambda: schedule.register_custom_function("B_F", print)):
+    stage = hyper.PipelineStage(nets[0], 0, 2)
+    for used in (lambda: setattr(schedule, "micro_batch_num", 8), lambda: schedule.register_custom_function("B_F", print),
+                 lambda: hyper.PipelineStage(nets[0], 0, 2, has_backward=False),
+                 *(lambda how=how: hyper.Schedule1F1B(stage, m, **{how: True})
+                   for how in ("overlap_b_f", "enable_dxdw_split", "swap"))):
         assert "not offered" in refusal(used, ConfigError)
     assert schedule.micro_batch_num == m and "0F0" in schedule.exec_order
-    seed = hyper.PipelineStage(nets[0], 0, 2).get_last_stage_sens
+    seed = stage.get_last_stage_sens
     assert (seed(Tensor(1.0)), seed((Tensor(1.0), Tensor(2.0)))) == (1.0, [1.0, 1.0])
 
 

@@ -106,8 +106,11 @@ def test_flattened_axes_go_by_name():
     cube = DeviceMesh("cpu", np.arange(8).reshape(2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
     assert cube["dp", "cp"].flatten("dp_cp").rank_list == (0, 2, 4, 6)
     assert cube["dp_cp"].size() == 4
-    with pytest.raises(MeshError, match="already an axis"):
-        cube["dp", "cp"].flatten("tp")
+    assert cube["dp", "cp"].flatten("dp_cp") == cube["dp_cp"], "again"
+    for axes, name in ((("dp", "cp"), "tp"), (("tp",), "dp_cp"), (("cp", "dp"), "dp_cp"), (("dp", "cp"), 3)):
+        with pytest.raises(MeshError, match="already an axis"):
+            cube[axes].flatten(name)
+    assert cube["dp_cp"].size() == 4
     by_name, by_dim = Layout(cube, {"dp_cp": Shard(0)}, (8, 4)), Layout(cube, ("dp_cp", "None"), (8, 4))
     assert by_name is by_dim and by_name.dim_axes == ((0, 1), ())
     cube["tp", "dp"].flatten("turned")
