@@ -72,8 +72,7 @@ def recorded(of: nn.Cell | Iterable[Tensor] | None = None) -> Iterator[None]:
         raise OpRuleError("For 'recorded', nothing can be recorded here.", "",
                           "A block records by itself: not within a gradient, a recording or another block, and not under "
                           "no_grad.", "begin it outside of value_and_grad, Recording.of, recorded and no_grad")
-    wanted = None if of is None else [current(p) for p in (of.trainable_params() if isinstance(of, nn.Cell) else of)]
-    _check_leaves("recorded", wanted or [])
+    wanted = None if of is None else _leaves("recorded", of.trainable_params() if isinstance(of, nn.Cell) else of)
     with apart():
         token = _block.set(_Block(wanted))
         executor.set_grad_flag(True)
@@ -144,10 +143,7 @@ def backward(loss: Tensor, gradient: Tensor | None = None, retain_graph: bool = 
     if retain_graph and len(in_this_gradient):
         raise _refused(loss, "Cells under 'fully_shard' or 'replicate' let go of what they gathered, and reduce a gradient "
                        "once for each forward.", "compute the loss again for its second backward")
-    wanted = block.of
-    if inputs is not None:
-        wanted = [current(p) for p in ([inputs] if isinstance(inputs, Tensor) else inputs)]
-        _check_leaves("backward", wanted)
+    wanted = block.of if inputs is None else _leaves("backward", [inputs] if isinstance(inputs, Tensor) else inputs)
     executor.set_grad_flag(False)
     try:
         wanted = reached(loss) if wanted is None else wanted
@@ -216,13 +212,18 @@ def _gradients(loss, start, keep: bool, wanted: list) -> list:
         return handed_out(wanted, list(found))
 
 
-def _check_leaves(who: str, tensors: list) -> None:
+def _leaves(who: str, tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Each once: what is named twice would be added twice."""
+    found: dict[int, Tensor] = {}
     for p in tensors:
+        p = current(p) if isinstance(p, Tensor) else p
         if not isinstance(p, Tensor) or not p._requires_grad or not (isinstance(p, Parameter) or p._is_leaf):
             raise OpRuleError(f"For '{who}', one of those whose gradients are wanted has none.",
                               describe_operands([p]) if isinstance(p, Tensor) else str(type(p)),
                               "Gradients are kept of parameters with requires_grad, and of tensors after requires_grad_().",
                               ("pass net.trainable_params()", "x.requires_grad_() before the block"))
+        found[id(p)] = p
+    return list(found.values())
 
 
 def _refused(loss, rule: str, how) -> OpRuleError:

@@ -270,9 +270,11 @@ def hooks_inputs_cotangents_and_what_is_not_reached(world):
         md.backward(y, gradient=y.detach() if hasattr(y, "detach") else ops.stop_gradient(y), inputs=[x])
     assert net.w.grad is None
     equal(x.grad, grad(lambda t: (mint.tanh(net.w * t) ** 2).sum() / 2)(x), "a cotangent of its own")
-    with md.recorded([net.plain]):
-        md.backward((net.plain ** 2).sum(), gradient=Tensor(0.5))
-    assert np.array_equal(net.plain.grad.asnumpy(), net.plain.asnumpy())
+    for twice in ({"inputs": [net.plain, net.plain]}, {}):  # named twice is one leaf
+        net.plain.grad = None
+        with md.recorded([net.plain, net.plain]):
+            md.backward((net.plain ** 2).sum(), gradient=Tensor(0.5), **twice)
+        assert np.array_equal(net.plain.grad.asnumpy(), net.plain.asnumpy())
 
 
 @case(2, timeout=120)
