@@ -268,12 +268,21 @@ def _ranks(group=None):
     return list(world.of_name(group or None).ranks)
 
 
+def _member(g: Group, rank: Any, ranks: Sequence[int]) -> int:
+    if isinstance(rank, bool) or rank not in ranks:
+        raise CommError("For MindSpore's collectives, a rank is none of the group's.", f"rank {rank!r} of {g!r}",
+                        f"They are {list(ranks)}.", "a rank of the group; mindspore.mint.distributed.get_process_group_ranks")
+    return int(rank)
+
+
 def _rank_in(world_rank_id, group=None):
-    return world.of_name(group or None).ranks.index(world_rank_id)
+    g = world.of_name(group or None)
+    return g.ranks.index(_member(g, world_rank_id, g.ranks))
 
 
 def _rank_of(group, group_rank_id):
-    return world.of_name(group or None).ranks[group_rank_id]
+    g = world.of_name(group or None)
+    return g.ranks[_member(g, group_rank_id, range(g.size))]
 
 
 def _create(group, rank_ids, options=None):

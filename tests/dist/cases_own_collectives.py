@@ -207,6 +207,8 @@ def groups_are_known_by_name_and_errors_are_alike(world):
         for call, error, words in (
                 (lambda: all_reduce(dx), CommError, "a DTensor was given"),
                 (lambda: all_reduce(x, group="nobody"), CommError, "none of the name 'nobody'"),
+                (lambda: dist.broadcast(x, 9), CommError, "rank 9 of"),
+                (lambda: dist.get_global_rank("mine", -1), CommError, "rank -1 of"),
                 (lambda: dist.all_gather_into_tensor(wide, x, tp), CommError, "the output does not fit"),
                 (lambda: reduce_scatter_tensor(wide, wide, group=tp), CommError, "not cut evenly"),
                 (lambda: all_reduce(x.astype(ms.int32), "avg"), CommError, "average of integers")):
