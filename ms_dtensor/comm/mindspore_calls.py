@@ -271,7 +271,7 @@ def _ranks(group=None):
 def _member(g: Group, rank: Any, ranks: Sequence[int]) -> int:
     if isinstance(rank, bool) or rank not in ranks:
         raise CommError("For MindSpore's collectives, a rank is none of the group's.", f"rank {rank!r} of {g!r}",
-                        f"They are {list(ranks)}.", "a rank of the group; mindspore.mint.distributed.get_process_group_ranks")
+                        f"They are {list(ranks)}.", "get_process_group_ranks(group) says which")
     return int(rank)
 
 
