@@ -181,7 +181,11 @@ def _keep(self, value) -> None:
     self.__dict__["grad"] = value
 
 
-kept = property(_kept, _keep)  # of DTensors; of all tensors under `compat.backward`
+def _drop(self) -> None:
+    self.__dict__.pop("grad", None)
+
+
+kept = property(_kept, _keep, _drop)  # of DTensors; of all tensors under `compat.backward`
 
 
 def _start(loss, gradient) -> Tensor:
@@ -193,10 +197,12 @@ def _start(loss, gradient) -> Tensor:
     elif gradient._shape and tuple(gradient.shape) != tuple(loss.shape):
         raise _refused(loss, f"'gradient' has the shape of the loss, or is one number, but its shape is {gradient.shape}.",
                        "md.backward(loss, gradient=...) of the loss's shape")
+    elif gradient.is_complex() and not loss.is_complex():
+        raise _refused(loss, f"Its gradient is real, but 'gradient' is of {gradient.dtype}.", "gradient.real()")
     elif not gradient._shape:
         gradient = gradient.astype(loss.dtype) * (ms.ops.ones_like(local_alias(loss)))
         gradient = gradient if layouts[0] is None else retag(gradient, layouts[0].gradient())
-    return as_cotangents(layouts, gradient)
+    return as_cotangents(layouts, gradient if gradient.dtype == loss.dtype else gradient.astype(loss.dtype))
 
 
 def _gradients(loss, start, keep: bool, wanted: list) -> list:

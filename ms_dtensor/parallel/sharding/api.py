@@ -144,11 +144,10 @@ def fully_shard(module: nn.Cell | Sequence[nn.Cell], *, mesh: DeviceMesh, reshar
         raise ConfigError("For 'fully_shard', 'CPUOffloadPolicy' is for CPUs only.", repr(mesh),
                           "A MindSpore Parameter lies where its device is.", "more ranks, or optimizer state of fewer bytes")
     whole, placed = {id(current(p)) for p in replicate_params}, shard_placement_fn or (lambda p: None)
-    others = whole - {id(q) for _, _, q in _slots(_inside(cells))}
-    if strange := [p.name for p in replicate_params if id(current(p)) in others]:
+    own = {id(p): p.name for _, _, p in _slots(_inside(cells))}
+    if strange := [p.name for p in replicate_params if id(current(p)) not in own]:
         raise ConfigError("For 'fully_shard', 'replicate_params' names parameters that the cell does not have.",
-                          f"{', '.join(strange[:5])}; {type(cells[0]).__name__} has "
-                          f"{', '.join(p.name for p in cells[0].get_parameters())[:200] or 'none'}",
+                          f"{', '.join(strange[:5])}; {type(cells[0]).__name__} has {', '.join(own.values())[:200] or 'none'}",
                           "A call lays out the parameters of its own cells.",
                           ("pass them to the call for their own cell", "leave them out"))
     _cut("fully_shard", cells, mesh, reshard_after_forward, lambda p: REPLICATE if id(p) in whole else placed(p), mp_policy,
