@@ -147,7 +147,7 @@ def fully_shard(module: nn.Cell | Sequence[nn.Cell], *, mesh: DeviceMesh, reshar
     own = {id(p): p.name for _, _, p in _slots(_inside(cells))}
     if strange := [p.name for p in replicate_params if id(current(p)) not in own]:
         raise ConfigError("For 'fully_shard', 'replicate_params' names parameters that the cell does not have.",
-                          f"{', '.join(strange[:5])}; {type(cells[0]).__name__} has {', '.join(own.values())[:200] or 'none'}",
+                          f"{', '.join(strange[:5])}; {type(cells[0]).__name__} has {', '.join(own.values())[:200]}",
                           "A call lays out the parameters of its own cells.",
                           ("pass them to the call for their own cell", "leave them out"))
     _cut("fully_shard", cells, mesh, reshard_after_forward, lambda p: REPLICATE if id(p) in whole else placed(p), mp_policy,
