@@ -7,7 +7,7 @@ batch, and gradients are those of one device; nothing is scaled by a world size.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -340,12 +340,14 @@ def _make_unit(who: str, cells: list[nn.Cell], axes: DataAxes, mp_policy: MixedP
     whole = _whole_mesh(who, found, data, mode)
     targets = {id(p): _target(who, p, axes, whole, place) for _, _, p in found  # refuses before anything moves
                if not (p.__dict__.get(SHARDED_BY) if axes.cut else names <= p.__dict__.get(_OVER, set()))}
-    local.check(who, mode, cells, units_of(*cells), _tied_elsewhere(cells, found, targets))
+    inner = units_of(*cells)
+    taken = {(id(c), key) for u in inner for c, key, _ in (*u.slots, *u.tied)}
+    tied = [(c, key, p) for c, key, p in found if (id(c), key) not in taken and id(p) not in targets]  # to another unit's
+    local.check(who, mode, cells, inner, tied)
     mine = _lay_out(cells, inside, found, targets, data, whole, mode)
     for _, _, p in mine:
         key, value = (SHARDED_BY, type(cells[0]).__name__) if axes.cut else (_OVER, names | p.__dict__.get(_OVER, set()))
         p.__dict__[key] = value
-    tied = _tied_elsewhere(cells, found, {id(p) for _, _, p in mine})
     unit = Unit(who, cells, mine, tied, axes, mode, mp_policy or MixedPrecisionPolicy(), bucket_mb)
     for cell in cells:
         cell.__dict__[UNIT] = unit
@@ -356,9 +358,3 @@ def _make_unit(who: str, cells: list[nn.Cell], axes: DataAxes, mp_policy: MixedP
             local.plain_in_and_out(cell, who)
         else:
             batch_over(cell, data, axes.given, who, unit.label)
-
-
-def _tied_elsewhere(cells: list, found: Slots, own: Container[int]) -> Slots:
-    """Of the slots found those that hold a parameter of another unit; `own`: ids of this unit's."""
-    taken = {(id(c), key) for u in units_of(*cells) for c, key, _ in (*u.slots, *u.tied)}
-    return [(c, key, current(p)) for c, key, p in found if (id(c), key) not in taken and id(current(p)) not in own]
