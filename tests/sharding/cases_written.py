@@ -341,10 +341,11 @@ def assign_to_a_trainable_leaf_inside_a_gradient(world):
 @case(2)
 def assign_to_a_copy_in_another_dtype(world):
     """Under mixed precision a copy stands in the slot, a view of what autograd knows: a write must reach its memory."""
-    mesh, faults = data_mesh(world), []
+    alone, faults = md.init_device_mesh("cpu", (world.size, 1), mesh_dim_names=("tp", "dp"))["dp"], []
     policy = md.MixedPrecisionPolicy(ms.float16, ms.float32, ms.float32)
-    for wrap, how in itertools.product((md.replicate, md.fully_shard), ("assign", "set_data")):
-        def steps(wrap=wrap, how=how):
+    ways = itertools.product((data_mesh(world), alone), (md.replicate, md.fully_shard), ("assign", "set_data"))
+    for mesh, wrap, how in ways:
+        def steps(mesh=mesh, wrap=wrap, how=how):
             plain, net = filled(Assigned(True, how)), filled(Assigned(True, how))
             wrap(net, mesh=mesh, mp_policy=policy)
             ms.value_and_grad(lambda x: plain(x).sum(), None, plain.trainable_params())(Tensor(ROWS))
@@ -352,5 +353,5 @@ def assign_to_a_copy_in_another_dtype(world):
             assert np.allclose(net.s.full_tensor().asnumpy(), plain.s.asnumpy(), rtol=1e-3), "what was assigned"
             plain.first = False
             assert abs(float(got.full_tensor()) / float(plain(Tensor(ROWS)).sum()) - 1) < 1e-2, "the forward read it"
-        collected(faults, f"{wrap.__name__}, {how}", steps)
+        collected(faults, f"{wrap.__name__}, {how} on {mesh.size()}", steps)
     none_of(faults)
