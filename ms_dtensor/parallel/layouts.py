@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MethodType
 from typing import Any
 
-from mindspore import Parameter, Tensor, nn
+from mindspore import Tensor, nn
 
 from .. import comm
 from ..core.layout import Layout, layout_for, said_of
@@ -23,15 +23,11 @@ from ..core.mesh import DeviceMesh, common_root, coordinates
 from ..core.placements import REPLICATE, Placement
 from ..core.tree import leaves
 from ..dispatch import modes
-from ..dispatch.operands import LAID_OUT, dtype_name, local_alias, wrap
+from ..dispatch.operands import LAID_OUT, dtype_name, wrap
 from ..dispatch.patches.recomputed import standing_in
 from ..dispatch.replaced import current
 from ..errors import DTensorError, LayoutError, MixedOperandError
-from ..internals.names import NoFallbackGuard
-from ..internals.target import is_meta
-from ..redistribute.boxes import relative
-from ..redistribute.execute import slice_local
-from ..tensor.distribute import distribute_parameter, distribute_tensor, empty_shard, like_parameter, set_parameter
+from ..tensor.distribute import distribute_parameter, set_parameter
 from ..tensor.dtensor import DTensor
 
 OUTER = "_ms_dtensor_outer"  # cell attribute: (whole mesh, {axis: placement of plain inputs}), set by replicate
@@ -318,30 +314,3 @@ def union_mesh(a: DeviceMesh, b: DeviceMesh, who: str) -> DeviceMesh:
     raise LayoutError(f"For '{who}', the meshes have no common root.", f"mesh({a.describe()}), mesh({b.describe()})",
                       "Both must be sub-meshes of one mesh, or of meshes split from one by 'unflatten' whose axes do not "
                       "run across each other.", 'slice them from one: mesh["dp"], mesh["tp"]')
-
-
-def lift(x: Tensor, whole: DeviceMesh, new: Mapping[str, Placement] | None = None) -> Layout:
-    """The layout of a tensor on a mesh that has its axes and more; on those as `new` says, else replicated."""
-    if not isinstance(x, DTensor):
-        return Layout(whole, new or {}, tuple(x.shape), dtype_name(x.dtype))
-    layout, names = x.layout, x.device_mesh.mesh_dim_names
-    placed = {**dict(zip(names, layout.placements)), **(new or {})}
-    return Layout(whole, placed, layout.shape, layout.dtype, [names[a] for a in layout.order])
-
-
-def lay_out(x, mesh: DeviceMesh, target: Layout):
-    """A parameter or buffer as `target` says, which tells more of the axes of `mesh`: values are those of coordinate 0."""
-    if is_meta(x):
-        out = wrap(empty_shard(target), target)
-        return like_parameter(out, x) if isinstance(x, Parameter) else out
-    if not isinstance(x, DTensor):
-        make = distribute_parameter if isinstance(x, Parameter) else distribute_tensor
-        return make(x, target.mesh, list(target.placements))
-    local = local_alias(x)
-    if mesh.size() > 1:  # a group of one rank would be a communicator, too
-        group = mesh.get_group()
-        local = group.broadcast(local, group.ranks[0])
-    with NoFallbackGuard():
-        local = slice_local(local, relative(target.local_box(), x.layout.local_box()), copy=True)
-    out = wrap(local, target)
-    return like_parameter(out, x) if isinstance(x, Parameter) else out

@@ -264,6 +264,9 @@ class OverlappedGradients(ParallelStyle):
     the feed-forward's weights get their gradients. Values, gradients and communication stay the same; what one product
     reads stays in memory until then. Apply it to one block of a model, with the plan's entry "".
 
+    Raises:
+        ConfigError: by the block's first forward: no cell inside has one of the styles.
+
     Example:
         >>> import ms_dtensor as md
         >>> from mindspore import nn
@@ -292,6 +295,11 @@ def _owing(given):
             inside = [cell for _, cell in self.cells_and_names()]
             groups = [tuple(c.__dict__[_TOGETHER][1].cells.values()) for c in inside if _TOGETHER in c.__dict__]
             groups += [(c,) for c in inside if _ALONE in c.__dict__]
+            if not groups:
+                raise ConfigError(f"For 'OverlappedGradients', no cell of {type(self).__name__} has an overlapped style.",
+                                  f"{len(inside)} cells", "It is for the weights of cells that have one.",
+                                  ("OverlappedColwise or OverlappedRowwise for cells inside, before the block first runs",
+                                   "leave it out of the plan"))
             cells = self.__dict__[_OVERLAPPED] = list({id(group[0]): group for group in groups}.values())
         late = Late(cells)
         for group in cells:

@@ -242,7 +242,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--variants", help=", ".join((*VARIANTS, "torch ep")))
+    parser.add_argument("--variants", help=", ".join((*VARIANTS, "ours ep", "torch ep")))
     parser.add_argument("--no-save", action="store_true")
     parser.add_argument("--rank", nargs=3, metavar=("VARIANT", "SIZE", "FOLDER"), help=argparse.SUPPRESS)
     parser.add_argument("--torch", nargs=4, metavar=("RANK", "VARIANT", "SIZE", "FOLDER"), help=argparse.SUPPRESS)
@@ -253,9 +253,13 @@ def main() -> None:
     if args.torch:
         torch_main(*args.torch)
         return
+    wanted = [some.split(",") for some in
+              (args.variants or ",".join(OF_EXPERTS if args.size == "experts" else VARIANTS)).split(";")]
+    if unknown := {who for some in wanted for who in some} - {*VARIANTS, *OF_EXPERTS}:  # "pp" would run as "single"
+        parser.error(f"no variants: {', '.join(sorted(unknown))}; there are {', '.join((*VARIANTS, 'ours ep', 'torch ep'))}")
     seen: dict[str, list[dict]] = {}
-    for together in (args.variants or ",".join(OF_EXPERTS if args.size == "experts" else VARIANTS)).split(";"):
-        seen |= measure(together.split(","), args.size, args.rounds)
+    for together in wanted:
+        seen |= measure(together, args.size, args.rounds)
     cfg = config(args.size)
     tokens = cfg.train.batch * cfg.train.seq
     times = {who: [answer["seconds"] for answer in answers[2:]] for who, answers in seen.items()}

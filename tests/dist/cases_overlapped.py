@@ -198,3 +198,6 @@ def overlap_refuses_what_it_cannot_compute(world):
                          (OverlappedColwise("up", pieces=0), "'pieces' is 0"), (OverlappedColwise("act"), "no plain Linear"),
                          (OverlappedColwise("up", pieces=True), "'pieces' is True")):
         assert words in refusal(lambda style=style: style.apply(net, mesh), ConfigError), words
+    alone = parallelize_module(Gated(), mesh, {"": OverlappedGradients()})
+    x = distribute_tensor(data(1, 16, 6), mesh, [Replicate()])
+    assert "no cell of Gated has an overlapped style" in refusal(lambda: alone(x), ConfigError)

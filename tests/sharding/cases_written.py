@@ -9,6 +9,7 @@ refused there.
 from __future__ import annotations
 
 import contextlib
+import itertools
 
 import mindspore as ms
 import numpy as np
@@ -293,17 +294,23 @@ def copy_between_two_calls_gives_no_other_number(world):
 class Assigned(nn.Cell):
     """A trainable leaf that is assigned to in the forward, before it is used and after."""
 
-    def __init__(self, first: bool) -> None:
+    def __init__(self, first: bool, how: str = "assign") -> None:
         super().__init__()
-        self.first, self.copied, self.a = first, False, nn.Dense(4, 4)
+        self.first, self.how, self.copied, self.a = first, how, False, nn.Dense(4, 4)
         self.s = Parameter(Tensor(np.arange(1, 5, dtype=np.float32)), name="s")
+
+    def write(self):
+        if self.how == "assign":
+            ops.assign(self.s, self.s * 0.5 + 1)
+        else:
+            self.s.set_data(ops.stop_gradient(self.s) * 0.5 + 1)
 
     def construct(self, x):
         if self.first:
-            ops.assign(self.s, self.s * 0.5 + 1)
+            self.write()
         y = mint.tanh(self.a(x)) * (self.s * 1 if self.copied else self.s)
         if not self.first:
-            ops.assign(self.s, self.s * 0.5 + 1)
+            self.write()
         return y
 
 
@@ -334,16 +341,17 @@ def assign_to_a_trainable_leaf_inside_a_gradient(world):
 @case(2)
 def assign_to_a_copy_in_another_dtype(world):
     """Under mixed precision a copy stands in the slot, a view of what autograd knows: a write must reach its memory."""
-    mesh, faults = data_mesh(world), []
+    alone, faults = md.init_device_mesh("cpu", (world.size, 1), mesh_dim_names=("tp", "dp"))["dp"], []
     policy = md.MixedPrecisionPolicy(ms.float16, ms.float32, ms.float32)
-    for way, wrap in {"replicate": md.replicate, "fully_shard": md.fully_shard}.items():
-        def steps(wrap=wrap):
-            plain, net = filled(Assigned(True)), filled(Assigned(True))
+    ways = itertools.product((data_mesh(world), alone), (md.replicate, md.fully_shard), ("assign", "set_data"))
+    for mesh, wrap, how in ways:
+        def steps(mesh=mesh, wrap=wrap, how=how):
+            plain, net = filled(Assigned(True, how)), filled(Assigned(True, how))
             wrap(net, mesh=mesh, mp_policy=policy)
             ms.value_and_grad(lambda x: plain(x).sum(), None, plain.trainable_params())(Tensor(ROWS))
             got = md.value_and_grad(lambda x: net(x).sum(), None, net.trainable_params())(own_rows(mesh))[0]
             assert np.allclose(net.s.full_tensor().asnumpy(), plain.s.asnumpy(), rtol=1e-3), "what was assigned"
             plain.first = False
             assert abs(float(got.full_tensor()) / float(plain(Tensor(ROWS)).sum()) - 1) < 1e-2, "the forward read it"
-        collected(faults, way, steps)
+        collected(faults, f"{wrap.__name__}, {how} on {mesh.size()}", steps)
     none_of(faults)

@@ -7,7 +7,7 @@ batch, and gradients are those of one device; nothing is scaled by a world size.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -17,21 +17,24 @@ from mindspore import Parameter, Tensor, nn
 from ...core.layout import Layout
 from ...core.mesh import DeviceMesh
 from ...core.placements import REPLICATE, Placement, Shard
-from ...dispatch.operands import SHARDED_BY
+from ...dispatch.operands import SHARDED_BY, local_alias, wrap
 from ...dispatch.replaced import current
 from ...errors import ConfigError, LayoutError
-from ...internals.target import on_cpu, with_values
+from ...internals.names import NoFallbackGuard
+from ...internals.target import is_meta, on_cpu, with_values
+from ...redistribute.boxes import relative
+from ...redistribute.execute import slice_local
 from ...tensor import deferred_init
-from ...tensor.distribute import set_parameter
+from ...tensor.distribute import distribute_parameter, distribute_tensor, empty_shard, like_parameter, set_parameter
 from ...tensor.dtensor import DTensor
-from ..layouts import OUTER, around_construct, lay_out, lift, union_mesh
+from ..layouts import OUTER, around_construct, union_mesh
 from ..precision import MixedPrecisionPolicy
 from . import local
 from .batch import batch_over
 from .call import UNIT, runs_as_unit, units_of
 from .local import Mode
 from .methods import METHODS
-from .unit import DataAxes, Unit
+from .unit import DataAxes, Unit, lift
 
 _BUCKET_MB = 25  # of gradients that are reduced together
 _ZERO1 = "replicate(zero1=True)"  # as messages call it
@@ -150,32 +153,9 @@ def fully_shard(module: nn.Cell | Sequence[nn.Cell], *, mesh: DeviceMesh, reshar
                           f"{', '.join(strange[:5])}; {type(cells[0]).__name__} has {', '.join(own.values())[:200]}",
                           "A call lays out the parameters of its own cells.",
                           ("pass them to the call for their own cell", "leave them out"))
-    _cut("fully_shard", cells, mesh, reshard_after_forward, lambda p: REPLICATE if id(p) in whole else placed(p), mp_policy,
-         ignored_params, Mode.LOCAL if local_inputs else Mode.GLOBAL)
+    _make_unit("fully_shard", cells, _cutting("fully_shard", mesh, reshard_after_forward), mp_policy, ignored=ignored_params,
+               place=lambda p: REPLICATE if id(p) in whole else placed(p), mode=Mode.LOCAL if local_inputs else Mode.GLOBAL)
     return module
-
-
-def _cut(who: str, cells: list, mesh: DeviceMesh, reshard_after_forward: bool | int, shard_placement_fn, mp_policy,
-         ignored_params: list[Parameter], mode: Mode = Mode.GLOBAL) -> None:
-    if mesh.ndim > 2:
-        raise ConfigError(f"For '{who}', 'mesh' has {mesh.ndim} axes.", f"mesh({mesh.describe()})",
-                          "One axis cuts; one before it may copy.", 'pass mesh["dp"], or mesh["replicate", "shard"]')
-    neighbours = _neighbours(mesh, reshard_after_forward)
-    data = _unflattened(mesh)
-    axes = DataAxes(data, mesh, 1 if mesh.ndim == 2 else data.ndim, neighbours)
-    for p in map(current, ignored_params):
-        p.__dict__.setdefault(SHARDED_BY, "")
-    ignored = {id(current(p)) for p in ignored_params}
-    inside = _inside(cells)
-    found = [slot for slot in _slots(inside) if id(slot[2]) not in ignored]
-    whole = _whole_mesh(who, found, data, mode)
-    targets = {id(p): _target(who, p, axes, whole, shard_placement_fn) for _, _, p in found
-               if not p.__dict__.get(SHARDED_BY)}  # refuses before anything moves
-    local.check(who, mode, cells, units_of(*cells), _tied_elsewhere(cells, found, targets))
-    mine = _lay_out(cells, inside, found, targets, data, whole, mode)
-    for _, _, p in mine:
-        p.__dict__[SHARDED_BY] = type(cells[0]).__name__
-    _make_unit(who, cells, mine, found, axes, mp_policy, _BUCKET_MB, mode)
 
 
 @with_values
@@ -220,25 +200,11 @@ def replicate(module: nn.Cell, *, mesh: DeviceMesh, bucket_mb: float = _BUCKET_M
            *(("ignored_modules", cell, nn.Cell) for cell in ignored_modules))
     if zero1:
         _check(_ZERO1, [module], mesh)  # nor over a replicated cell
-        _cut(_ZERO1, [module], mesh, False, None, mp_policy, [p for c in ignored_modules for p in c.get_parameters()])
-        return module
-    data = _unflattened(mesh)
-    names, inside = set(data.mesh_dim_names), _inside([module], ignored_modules)
-    found = _slots(inside)
-    for _, _, p in found:
-        cut = [a for a, q in _placed(p).items() if a in names and not q.is_replicate()]
-        if cut:
-            raise LayoutError(f"For 'replicate', parameter '{p.name}' is laid out over '{cut[0]}' already.",
-                              p.layout.describe(), "A parameter is copied or cut over an axis, not both.",
-                              ("fully_shard(module, mesh=...) for a cell of which some parameters are cut",
-                               "ignored_modules=[...] with the cells of which all are"))
-    whole = _whole_mesh("replicate", found, data)
-    # one that has been dealt with is of a tied cell
-    targets = {id(p): lift(p, whole) for _, _, p in found if not names <= p.__dict__.get(_OVER, set())}
-    mine = _lay_out([module], inside, found, targets, data, whole)
-    for _, _, p in mine:
-        p.__dict__[_OVER] = names | p.__dict__.get(_OVER, set())
-    _make_unit("replicate", [module], mine, found, DataAxes(data, mesh, 0, 0), mp_policy, bucket_mb)
+        _make_unit(_ZERO1, [module], _cutting(_ZERO1, mesh, False), mp_policy, but=ignored_modules,
+                   ignored=[p for c in ignored_modules for p in c.get_parameters()])
+    else:
+        _make_unit("replicate", [module], DataAxes(_unflattened(mesh), mesh, 0, 0), mp_policy, but=ignored_modules,
+                   bucket_mb=bucket_mb)
     return module
 
 
@@ -262,16 +228,19 @@ def _check(who: str, cells: list, mesh, *more: tuple[str, Any, Any]) -> None:
                               "Its parameters would be gathered twice.", "call it once for each cell, blocks first")
 
 
-def _neighbours(mesh: DeviceMesh, reshard_after_forward: bool | int) -> int:
-    """Among how many ranks of the axis the backward gathers; 0: it does not."""
-    size = mesh.shape[-1]
-    if isinstance(reshard_after_forward, bool):
-        return size if reshard_after_forward else 0
-    if not isinstance(reshard_after_forward, int) or reshard_after_forward < 1 or size % reshard_after_forward:
-        raise ConfigError(f"For 'fully_shard', 'reshard_after_forward' = {reshard_after_forward!r} is out of range.",
+def _cutting(who: str, mesh: DeviceMesh, reshard_after_forward: bool | int) -> DataAxes:
+    """The axes of a unit whose parameters are cut, and among how many ranks of the last one the backward gathers."""
+    if mesh.ndim > 2:
+        raise ConfigError(f"For '{who}', 'mesh' has {mesh.ndim} axes.", f"mesh({mesh.describe()})",
+                          "One axis cuts; one before it may copy.", 'pass mesh["dp"], or mesh["replicate", "shard"]')
+    size, count = mesh.shape[-1], reshard_after_forward
+    if not isinstance(count, int) or not isinstance(count, bool) and (count < 1 or size % count):
+        raise ConfigError(f"For 'fully_shard', 'reshard_after_forward' = {count!r} is out of range.",
                           f"mesh({mesh.describe()})", f"A bool, or a number that divides the {size} ranks of the axis.",
                           "reshard_after_forward=True")
-    return reshard_after_forward if reshard_after_forward > 1 else 0
+    data = _unflattened(mesh)
+    near = size if count is True else 0 if count is False or count == 1 else count
+    return DataAxes(data, mesh, 1 if mesh.ndim == 2 else data.ndim, near)
 
 
 # -- where parameters go -----------------------------------------------------------------------------------------------
@@ -283,21 +252,7 @@ def _unflattened(mesh: DeviceMesh) -> DeviceMesh:
     return mesh if names == list(mesh.mesh_dim_names) else mesh.root[tuple(names)]
 
 
-def _inside(cells: Iterable[nn.Cell], but: Iterable[nn.Cell] = ()) -> list[nn.Cell]:
-    """The cells and those inside, each once; without the cells `but` and those inside of them."""
-    apart = {id(c) for cell in but for _, c in cell.cells_and_names()}
-    return list({id(c): c for cell in cells for _, c in cell.cells_and_names() if id(c) not in apart}.values())
-
-
-def _slots(cells: list[nn.Cell]) -> Slots:
-    return [(c, key, current(p)) for c in cells for key, p in c._params.items() if p is not None]
-
-
-def _placed(p: Parameter) -> dict[str, Placement]:
-    return dict(zip(p.device_mesh.mesh_dim_names, p.placements)) if isinstance(p, DTensor) else {}
-
-
-def _whole_mesh(who: str, slots: Slots, data: DeviceMesh, mode: Mode = Mode.GLOBAL) -> DeviceMesh:
+def _whole_mesh(who: str, slots: Slots, data: DeviceMesh, mode: Mode) -> DeviceMesh:
     """The axes of all parameters. Of local tensors an inner unit's may run across them: experts over all ranks, say."""
     whole = data
     for _, _, p in slots:
@@ -312,9 +267,15 @@ def _whole_mesh(who: str, slots: Slots, data: DeviceMesh, mode: Mode = Mode.GLOB
 
 def _target(who: str, p: Parameter, axes: DataAxes, whole: DeviceMesh, placement_fn) -> Layout:
     """Where a parameter goes: as it lies on other axes, then cut over those that cut."""
-    layout, placed = p.layout if isinstance(p, DTensor) else None, _placed(p)
+    layout = p.layout if isinstance(p, DTensor) else None
+    placed = {} if layout is None else dict(zip(layout.mesh.mesh_dim_names, layout.placements))
     cut = axes.cutting
     doubly = [a for a in axes.mesh.mesh_dim_names if not placed.get(a, REPLICATE).is_replicate()]
+    if layout is not None and doubly and not cut:
+        raise LayoutError(f"For 'replicate', parameter '{p.name}' is laid out over '{doubly[0]}' already.",
+                          layout.describe(), "A parameter is copied or cut over an axis, not both.",
+                          ("fully_shard(module, mesh=...) for a cell of which some parameters are cut",
+                           "ignored_modules=[...] with the cells of which all are"))
     shape = tuple(p.shape)
     default: Placement = Shard(0) if shape else REPLICATE  # a number is kept by every rank
     if layout is not None and any(f.dim == 0 for _, f in layout.fused):  # a dim that is cut by parts is cut once
@@ -334,7 +295,7 @@ def _target(who: str, p: Parameter, axes: DataAxes, whole: DeviceMesh, placement
 
 
 def _lay_out(cells: list[nn.Cell], inside: list[nn.Cell], slots: Slots, targets: dict[int, Layout], data: DeviceMesh,
-             whole: DeviceMesh, mode: Mode = Mode.GLOBAL) -> Slots:
+             whole: DeviceMesh, mode: Mode) -> Slots:
     """Puts the parameters that have a target, laid out, into their slots, which it returns; and lays buffers out."""
     for cell in cells:
         deferred_init.remember(cell, whole, 0)
@@ -342,7 +303,7 @@ def _lay_out(cells: list[nn.Cell], inside: list[nn.Cell], slots: Slots, targets:
     mine: Slots = []
     for cell, key, p in slots:
         if id(p) in targets and id(p) not in made:
-            made[id(p)] = lay_out(p, data, targets[id(p)])
+            made[id(p)] = _laid_out(p, data, targets[id(p)])
         set_parameter(cell, key, made.get(id(p), p))  # one that an inner unit took may be tied to this slot
         if id(p) in made:
             mine.append((cell, key, made[id(p)]))
@@ -351,15 +312,50 @@ def _lay_out(cells: list[nn.Cell], inside: list[nn.Cell], slots: Slots, targets:
     for cell in inside if mode is Mode.GLOBAL else ():
         for key, buffer in list(getattr(cell, "_buffers", {}).items()):
             if isinstance(buffer, Tensor) and not (isinstance(buffer, DTensor) and buffer.device_mesh == whole):
-                cell._buffers[key] = lay_out(buffer, data, lift(buffer, whole))
+                cell._buffers[key] = _laid_out(buffer, data, lift(buffer, whole))
         cell.__dict__[OUTER] = (whole, dict.fromkeys(data.mesh_dim_names, Shard(0)))
     return mine
 
 
-def _make_unit(who: str, cells: list[nn.Cell], slots: Slots, found: Slots, axes: DataAxes, mp_policy, bucket_mb: float,
-               mode: Mode = Mode.GLOBAL) -> None:
-    tied = _tied_elsewhere(cells, found, {id(p) for _, _, p in slots})
-    unit = Unit(who, cells, slots, tied, axes, mode, mp_policy or MixedPrecisionPolicy(), bucket_mb)
+def _laid_out(x, mesh: DeviceMesh, target: Layout):
+    """A parameter or buffer as `target` says, which tells more of the axes of `mesh`: values are those of coordinate 0."""
+    if is_meta(x):
+        local = empty_shard(target)
+    elif not isinstance(x, DTensor):
+        make = distribute_parameter if isinstance(x, Parameter) else distribute_tensor
+        return make(x, target.mesh, list(target.placements))
+    else:
+        local = local_alias(x)
+        if mesh.size() > 1:  # a group of one rank would be a communicator, too
+            local = mesh.get_group().broadcast(local, mesh.get_group().ranks[0])
+        with NoFallbackGuard():
+            local = slice_local(local, relative(target.local_box(), x.layout.local_box()), copy=True)
+    out = wrap(local, target)
+    return like_parameter(out, x) if isinstance(x, Parameter) else out
+
+
+def _make_unit(who: str, cells: list[nn.Cell], axes: DataAxes, mp_policy: MixedPrecisionPolicy | None, *,
+               but: Iterable[nn.Cell] = (), ignored: Iterable[Parameter] = (), place: Callable | None = None,
+               bucket_mb: float = _BUCKET_MB, mode: Mode = Mode.GLOBAL) -> None:
+    """Lays the parameters of cells out, but for those ignored and in the cells `but`, and lets the cells run as one unit."""
+    data, names = axes.mesh, set(axes.mesh.mesh_dim_names)
+    left = {id(p): p.__dict__.setdefault(SHARDED_BY, "") for p in map(current, ignored)}
+    apart = {id(c) for cell in but for _, c in cell.cells_and_names()}
+    inside = list({id(c): c for cell in cells for _, c in cell.cells_and_names() if id(c) not in apart}.values())
+    found = [(c, key, p) for c in inside for key, held in c._params.items()
+             if held is not None and id(p := current(held)) not in left]
+    whole = _whole_mesh(who, found, data, mode)
+    targets = {id(p): _target(who, p, axes, whole, place) for _, _, p in found  # refuses before anything moves
+               if not (p.__dict__.get(SHARDED_BY) if axes.cut else names <= p.__dict__.get(_OVER, set()))}
+    inner = units_of(*cells)
+    taken = {(id(c), key) for u in inner for c, key, _ in (*u.slots, *u.tied)}
+    tied = [(c, key, p) for c, key, p in found if (id(c), key) not in taken and id(p) not in targets]  # to another unit's
+    local.check(who, mode, cells, inner, tied)
+    mine = _lay_out(cells, inside, found, targets, data, whole, mode)
+    for _, _, p in mine:
+        key, value = (SHARDED_BY, type(cells[0]).__name__) if axes.cut else (_OVER, names | p.__dict__.get(_OVER, set()))
+        p.__dict__[key] = value
+    unit = Unit(who, cells, mine, tied, axes, mode, mp_policy or MixedPrecisionPolicy(), bucket_mb)
     for cell in cells:
         cell.__dict__[UNIT] = unit
         around_construct(cell, runs_as_unit)
@@ -368,10 +364,4 @@ def _make_unit(who: str, cells: list[nn.Cell], slots: Slots, found: Slots, axes:
         if mode is Mode.LOCAL:
             local.plain_in_and_out(cell, who)
         else:
-            batch_over(cell, axes.mesh, axes.given, who, unit.label)
-
-
-def _tied_elsewhere(cells: list, found: Slots, own: Container[int]) -> Slots:
-    """Of the slots found those that hold a parameter of another unit; `own`: ids of this unit's."""
-    taken = {(id(c), key) for u in units_of(*cells) for c, key, _ in (*u.slots, *u.tied)}
-    return [(c, key, current(p)) for c, key, p in found if (id(c), key) not in taken and id(current(p)) not in own]
+            batch_over(cell, data, axes.given, who, unit.label)

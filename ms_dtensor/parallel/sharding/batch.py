@@ -27,7 +27,7 @@ def batch_over(module: nn.Cell, mesh: DeviceMesh, given: DeviceMesh, who: str, l
     implicit replication was asked for, it is replicated beside a DTensor among the inputs, too; and inside a cell with
     `constants="replicate"`, which no rows entered.
     """
-    batch = _Batch(given, who, label)
+    last: list = [None, []]  # what ranks told at the last call, and what it came to
 
     def before(cell, inputs, kwargs):
         cell.__dict__[ROOT] = HANDED_OUT["tensors"]
@@ -36,7 +36,7 @@ def batch_over(module: nn.Cell, mesh: DeviceMesh, given: DeviceMesh, who: str, l
         if standing_in.get() or mode.constants or mode.implicit_replication and leaves(taken, DTensor):
             return map_leaves(_known_again, taken, Tensor)
         plain = [x for x in leaves(taken, Tensor) if _is_rows(x)]
-        shapes = dict(zip(map(id, plain), batch.global_shapes(plain)))
+        shapes = dict(zip(map(id, plain), _global_shapes([tuple(x.shape) for x in plain], given, who, label, last)))
 
         def place(x):
             if not _is_rows(x):
@@ -78,39 +78,27 @@ def _known_again(x: Tensor) -> Tensor:
     return x if layout is None or isinstance(x, DTensor) or layout.local_shape() != tuple(x._shape) else wrap(x, layout)
 
 
-class _Batch:
-    """Global shapes of batches of which every rank brings its rows.
+def _global_shapes(mine: list, mesh: DeviceMesh, who: str, label: str, last: list) -> list[tuple[int, ...] | None]:
+    """The global shapes of batches of which this rank brings rows of shapes `mine`; None on a mesh of one rank.
 
     Told anew at every call: of 7 rows after 8 on 4 ranks the last one alone brings fewer, so no rank can know by itself
     whether a shape changed. On devices the host waits for that one message; who cannot wait passes DTensors.
+
+    Raises:
+        LayoutError: on all ranks, if the pieces do not make one tensor.
     """
-
-    def __init__(self, mesh: DeviceMesh, who: str, label: str):
-        self.mesh, self.who, self.label = mesh, who, label
-        self.everyone: list = []  # what was told at the last call
-        self.shapes: list = []
-
-    def global_shapes(self, rows: list[Tensor]) -> list[tuple[int, ...] | None]:
-        """The global shape of each; None on a mesh of one rank.
-
-        Raises:
-            LayoutError: on all ranks, if the pieces do not make one tensor.
-        """
-        mine = [tuple(x.shape) for x in rows]
-        if self.mesh.size() == 1 or not mine:
-            return [None] * len(mine)
-        with comm.annotate(src=f"{self.who}: rows of the batch", dst=str(mine), of=self.label):
-            everyone = self.mesh.get_group().all_gather_object(mine)
-        if everyone == self.everyone:
-            return self.shapes
-        shapes = [global_shape([tuple(piece) for piece in pieces], self.mesh, [Shard(0)] * self.mesh.ndim)
-                  for pieces in zip(*everyone)]
+    if mesh.size() == 1 or not mine:
+        return [None] * len(mine)
+    with comm.annotate(src=f"{who}: rows of the batch", dst=str(mine), of=label):
+        everyone = mesh.get_group().all_gather_object(mine)
+    if everyone != last[0]:
+        shapes = [global_shape(list(map(tuple, pieces)), mesh, [Shard(0)] * mesh.ndim) for pieces in zip(*everyone)]
         if None in shapes or any(len(theirs) != len(mine) for theirs in everyone):
             held = "\n".join(f"rank {rank} brings {', '.join(str(list(shape)) for shape in theirs)}"
-                             for rank, theirs in zip(self.mesh.rank_list, everyone))
-            raise LayoutError(f"For '{self.who}', the ranks' plain inputs are not the rows of one batch.", held,
+                             for rank, theirs in zip(mesh.rank_list, everyone))
+            raise LayoutError(f"For '{who}', the ranks' plain inputs are not the rows of one batch.", held,
                               "Ranks bring as many rows each, or chunks: of 7 rows on 4 ranks 2, 2, 2 and 1; other dims "
                               "agree.", ("drop the last batch, if it is smaller (drop_remainder=True)",
                                          "cut the whole batch with distribute_tensor(batch, mesh, {'dp': Shard(0)})"))
-        self.everyone, self.shapes = everyone, shapes
-        return shapes
+        last[:] = everyone, shapes
+    return last[1]

@@ -247,8 +247,9 @@ class Call:
     def way_out(self, x: Tensor) -> Tensor:
         """An input behind a node that says that the backward has left the cell: of frozen parameters no gradient says so,
         and of gated ones it comes later."""
-        gated = self.holding is not None and self.unit.blocks
-        if not self.recorded or self.unit.trains() and not gated:
+        blocks = self.unit.blocks
+        trained = all(p.requires_grad for block in blocks for p in block.params)
+        if not self.recorded or trained and not (self.holding is not None and blocks):
             return x
         self.awaited += x._requires_grad and x.is_floating_point()
         return _behind(x, self.leave)

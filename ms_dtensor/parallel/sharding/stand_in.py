@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from mindspore import Tensor
 
+from ...comm.packing import write
 from ...core.layout import Layout
 from ...dispatch import classes
 from ...dispatch.inplace import written_since
@@ -100,18 +101,13 @@ def standing(slots: list, stand_ins: dict[int, Tensor], keep: Callable[[int, Ten
 def _take(given: set[int], k: int, ref, data, slice_shape: bool = False):
     """`set_data` of what is no parameter."""
     x = ref()
-    if not isinstance(x, DTensor):  # of a unit of local tensors
-        with no_grad():
-            x.copy_(data.astype(x.dtype))
-        given.add(k)
-        return x
-    value = DTensorParameter._own_shard(x, "set_data", data)
+    value = local_alias(DTensorParameter._own_shard(x, "set_data", data) if isinstance(x, DTensor) else data)
     with no_grad(), NoFallbackGuard():
-        value = local_alias(value).astype(x.dtype)
+        value = value.astype(x.dtype)
         if x.__class__ is UnshardedDTensor:  # a recorded view, which takes no write
             call, param = memo_of(x).lent
             call.overwrite(param, value)
-        else:
-            local_alias(x).copy_(value)
+        else:  # a recorded one, too, where it is a copy: after `copy_` MindSpore refuses to read it
+            write(local_alias(x), value)
     given.add(k)
     return x

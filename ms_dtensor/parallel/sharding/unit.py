@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import Counter
+from collections.abc import Mapping
 from enum import Enum
 from typing import NamedTuple
 
@@ -22,13 +23,13 @@ from ... import comm
 from ...comm.packing import write
 from ...core.layout import Layout
 from ...core.mesh import DeviceMesh
-from ...core.placements import REPLICATE
+from ...core.placements import REPLICATE, Placement
 from ...dispatch.memo import memo_of
 from ...dispatch.operands import dtype_name, local_alias
 from ...errors import ConfigError
 from ...internals.names import no_grad
 from ...internals.target import is_meta
-from ..layouts import lift
+from ...tensor.dtensor import DTensor
 from .block import Block
 from .local import Mode, summed_axes
 from .reduce import Reduction
@@ -154,10 +155,6 @@ class Unit:
     def whole(self) -> bool:
         """Whether the memory holds the whole parameters."""
         return self.state is State.WHOLE
-
-    def trains(self) -> bool:
-        """Whether all cut parameters have gradients."""
-        return all(p.requires_grad for block in self.blocks for p in block.params)
 
     def abandon(self) -> None:
         """The gradient that was under way has raised."""
@@ -287,3 +284,12 @@ def _gathered(layout: Layout, axes: tuple[int, ...], dtype: str) -> Layout:
     """A cut parameter's layout while it is whole on the data axes."""
     placed = [REPLICATE if a in axes else p for a, p in enumerate(layout.placements)]
     return Layout(layout.mesh, placed, layout.shape, dtype, layout.order)
+
+
+def lift(x: Tensor, whole: DeviceMesh, new: Mapping[str, Placement] | None = None) -> Layout:
+    """The layout of a tensor on a mesh that has its axes and more; on those as `new` says, else replicated."""
+    if not isinstance(x, DTensor):
+        return Layout(whole, new or {}, tuple(x.shape), dtype_name(x.dtype))
+    layout, names = x.layout, x.device_mesh.mesh_dim_names
+    placed = {**dict(zip(names, layout.placements)), **(new or {})}
+    return Layout(whole, placed, layout.shape, layout.dtype, [names[a] for a in layout.order])
