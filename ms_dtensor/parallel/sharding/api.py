@@ -137,7 +137,7 @@ def fully_shard(module: nn.Cell | Sequence[nn.Cell], *, mesh: DeviceMesh, reshar
         >>> net[0].weight
         DTensor(Parameter '0.weight', f32[8@dp, 4], mesh=(dp=1), rank 0 holds [8, 4])
     """
-    cells = list(module) if isinstance(module, list | tuple) else [module]
+    cells: list[nn.Cell] = list(module) if isinstance(module, list | tuple) else [module]
     ignored_params, replicate_params = list(ignored_params), list(replicate_params)
     _check("fully_shard", cells, mesh, ("mp_policy", mp_policy, MixedPrecisionPolicy | None),
            *(("ignored_params", p, Parameter) for p in ignored_params),
@@ -147,7 +147,7 @@ def fully_shard(module: nn.Cell | Sequence[nn.Cell], *, mesh: DeviceMesh, reshar
         raise ConfigError("For 'fully_shard', 'CPUOffloadPolicy' is for CPUs only.", repr(mesh),
                           "A MindSpore Parameter lies where its device is.", "more ranks, or optimizer state of fewer bytes")
     whole, placed = {id(current(p)) for p in replicate_params}, shard_placement_fn or (lambda p: None)
-    own = {id(p): p.name for _, _, p in _slots(_inside(cells))}
+    own = {id(current(p)): p.name for cell in cells for p in cell.get_parameters()}
     if strange := [p.name for p in replicate_params if id(current(p)) not in own]:
         raise ConfigError("For 'fully_shard', 'replicate_params' names parameters that the cell does not have.",
                           f"{', '.join(strange[:5])}; {type(cells[0]).__name__} has {', '.join(own.values())[:200]}",
