@@ -68,8 +68,8 @@ def pieces_then_an_index_or_a_transpose(world):
              "ops.split": lambda x: ops.split(x, 4, 1), "x.split": lambda x: x.split(4, 1),
              "chunk": lambda x: mint.chunk(x, 3, 1), "tensor_split": lambda x: ops.tensor_split(x, 3, 1)}
     weight = data(2, 5, 12)
-    for name, fn in forms.items():
-        for after, then in sampled(AFTER.items(), 2):
+    for shift, (name, fn) in enumerate(forms.items()):
+        for after, then in sampled(AFTER.items(), 4, shift):
             def loss(x, fn=fn, then=then):  # one device by another way: indexing in NumPy's meaning
                 return sum((then(p)).sum() * (k + 1) for k, p in enumerate(fn(x)))
 
@@ -118,15 +118,15 @@ def ties_uneven_over_shards(world):
     rng = np.random.default_rng(0)
     many = rng.integers(0, 3, (7, 5)).astype(np.float32)
     few = rng.integers(0, 2, (2, 3)).astype(np.float32)
-    for mesh, layouts in ((mesh_1d(), ([S(0)], [S(1)])), (mesh_2d(), ([S(0), S(1)], [S(0), S(0)]))):
-        for x in sampled((one, many, few), 2):
-            for name, fn in sampled(EXTREMES.items(), 4):
+    for turn, (mesh, layouts) in enumerate(((mesh_1d(), ([S(0)], [S(1)])), (mesh_2d(), ([S(0), S(1)], [S(0), S(0)])))):
+        for shift, x in enumerate(sampled((one, many, few), 2)):
+            for name, fn in sampled(EXTREMES.items(), 6, 2 * turn + shift):
                 def loss(x, fn=fn):
                     out = fn(x)
                     return (out * (out + 3)).sum()
                 for placements in layouts:
                     check_against_one_device(loss, [Tensor(x)], [placements], mesh, f"{name} {x.shape} {placements}")
-            for name, fn in sampled(NORMS.items(), 2):  # no kernel on one device
+            for name, fn in sampled(NORMS.items(), 3, turn + shift):  # no kernel on one device
                 wanted = value_and_grad(lambda x, fn=fn: (fn(x) ** 2).sum(), 0)(placed(x, mesh, *[R] * mesh.ndim))
                 for placements in layouts:
                     got = value_and_grad(lambda x, fn=fn: (fn(x) ** 2).sum(), 0)(placed(x, mesh, *placements))

@@ -24,7 +24,18 @@ from ms_dtensor import (
 from ms_dtensor.dispatch.dispatcher import clear_cache
 from ms_dtensor.errors import DTensorError, ImplicitCommError, LayoutError, MixedOperandError, OpRuleError, RedistributeError
 from tests.cases import case
-from tests.dist.support import array, check_against_one_device, counted, data, equal, mesh_1d, mesh_2d, same_on_all_ranks
+from tests.dist.support import (
+    array,
+    check_against_one_device,
+    counted,
+    data,
+    equal,
+    mesh_1d,
+    mesh_2d,
+    refusal,
+    refused_alike,
+    same_on_all_ranks,
+)
 from tests.test_shard_kinds import Backwards
 from tests.tiers import sampled
 
@@ -54,9 +65,8 @@ def redistribute_every_pair_value_and_gradient(world):
 @case(world_size=4)
 def partial_sources_reduce_and_their_gradient_is_whole(world):
     mesh = mesh_2d()
-    for shape in ((4, 6), (5, 3)):
-        summand = data(10 + world.rank, *shape)
-        for axes, dst in itertools.product(((P, R), (R, P), (P, P), (P, S(0)), (S(1), P)), _layouts(2)):
+    for shift, shape in enumerate(((4, 6), (5, 3))):
+        for axes, dst in sampled(itertools.product(((P, R), (R, P), (P, P), (P, S(0)), (S(1), P)), _layouts(2)), 2, shift):
             layout = Layout(mesh, axes, shape)
             locals_ = [data(10 + r, *shape).asnumpy() for r in range(4)]
             whole = np.zeros(shape, np.float32)
@@ -74,7 +84,6 @@ def partial_sources_reduce_and_their_gradient_is_whole(world):
             dw = distribute_tensor(w, mesh, dst, src_data_rank=None)
             _, grad = value_and_grad(lambda t, dst=dst, dw=dw: (t.redistribute(placements=dst) * dw).sum(), 0)(x)
             equal(grad, w, f"{axes}->{dst} gradient")
-        assert summand.shape == shape
 
 
 @case(world_size=4)
@@ -107,8 +116,8 @@ _MLP = [(8, 5, 12), (16, 12), (12, 16), (12,)]
 def gradients_of_an_mlp_equal_one_device_in_every_layout(world):
     mesh = mesh_2d()
     tensors = [data(20 + i, *s) for i, s in enumerate(_MLP)]
-    for x, w1, w2 in itertools.product(
-            [(S(0), S(1)), (S(0), R), (R, R), (R, S(2))], [(R, S(0)), (S(1), R), (R, R)], [(R, S(1)), (S(0), S(1))]):
+    for x, w1, w2 in sampled(itertools.product(  # 5: no divisor of the 24, so that each way meets each other
+            [(S(0), S(1)), (S(0), R), (R, R), (R, S(2))], [(R, S(0)), (S(1), R), (R, R)], [(R, S(1)), (S(0), S(1))]), 5):
         check_against_one_device(_mlp, tensors, [x, w1, w2, (R, R)], mesh, f"{x} {w1} {w2}")
 
 
@@ -147,11 +156,7 @@ def a_flipped_face_is_seen(world):
     clear_cache()
     planning.choose = flipped
     try:
-        check_against_one_device(_mlp, tensors, layouts, mesh)
-    except AssertionError as e:
-        assert "gradient" in str(e), e
-    else:
-        raise AssertionError("own face treated as same face passed unseen")
+        assert "gradient" in refusal(lambda: check_against_one_device(_mlp, tensors, layouts, mesh), AssertionError)
     finally:
         planning.choose = real
         clear_cache()
@@ -292,12 +297,7 @@ def scalars_are_global_on_all_ranks(world):
     one = distribute_tensor(Tensor(np.float32([7])), mesh, [S(0), R], src_data_rank=None)
     assert one.item() == 7.0
     for wrong in (lambda: dx.asnumpy(), lambda: dx.tolist(), lambda: np.asarray(dx), lambda: dx.item()):
-        try:
-            wrong()
-        except OpRuleError as e:
-            same_on_all_ranks(world, str(e))
-        else:
-            raise AssertionError("a local value passed for the global one")
+        refused_alike(world, wrong)
 
 
 @case(world_size=4)
@@ -311,12 +311,7 @@ def indexing_is_global(world):
                       (None, 3), (2, slice(None), None), ([0, 4, 1],)):
             equal(dx[index], n[index], f"{placements} {index}")
         assert len(dx) == 6 and len(list(dx)) == 6
-        try:
-            dx[6]
-        except IndexError:
-            pass
-        else:
-            raise AssertionError("index 6 of 6 rows")
+        refusal(lambda: dx[6], IndexError)
 
 
 @case(world_size=4)
@@ -412,12 +407,7 @@ def implicit_communication_can_be_forbidden(world):
     x = distribute_tensor(data(120, 8, 8), mesh, [S(1)], src_data_rank=None)
     equal(mint.softmax(x, -1), mint.softmax(data(120, 8, 8), -1))
     with redistribution_policy("explicit"), counted() as count:
-        try:
-            mint.softmax(x, -1)
-        except ImplicitCommError as e:
-            text = str(e)
-        else:
-            raise AssertionError("softmax over a sharded dim communicated in silence")
+        text = refusal(lambda: mint.softmax(x, -1), ImplicitCommError)
         x.redistribute(placements=[R])
     assert "redistribute(" in text and sum(count.values()) == 1
     same_on_all_ranks(world, text)

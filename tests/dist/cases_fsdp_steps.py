@@ -12,7 +12,7 @@ from ms_dtensor.errors import ConfigError, DTensorError, LayoutError, MixedOpera
 from ms_dtensor.parallel import CPUOffloadPolicy, OffloadPolicy
 from tests.cases import case
 from tests.dist.cases_fully_shard import ASKED, ROWS, Net, cut_up, filled, fsdp, loss_of, mine, same_step
-from tests.dist.support import counted, equal, refusal, same_on_all_ranks
+from tests.dist.support import counted, equal, refusal, refused_alike, same_on_all_ranks
 from tests.rehearsal.session import rehearsed
 from tests.tiers import sampled
 
@@ -138,6 +138,7 @@ def a_step_that_raises_forgets_what_was_gathered_up(world):
         armed.clear()  # MindSpore does not take back a parameter's hook that has raised
         place.remove()
     up = net.blocks[1].up
+    want = ms.value_and_grad(loss_of(plain), None, plain.trainable_params())(Tensor(ROWS))[1]
     for shift, register in enumerate((up.register_forward_hook, up.register_backward_hook, up.weight.register_hook)):
         for sync in sampled((False, True), 2, shift):
             raising(register, sync)
@@ -146,10 +147,9 @@ def a_step_that_raises_forgets_what_was_gathered_up(world):
                 net.set_requires_gradient_sync(i == 1)
                 grads = step(mine(mesh))[1]
                 total = grads if total is None else [a + b for a, b in zip(total, grads)]
-            want = ms.value_and_grad(loss_of(plain), None, plain.trainable_params())(Tensor(ROWS))[1]
             for p, g, w in zip(net.trainable_params(), total, want, strict=True):
                 equal(g, 2 * w, p.name)
-            same_step(net, plain, mesh)
+    same_step(net, plain, mesh)
 
 
 @case(4)
@@ -209,18 +209,15 @@ def parameters_left_over_are_refused(world):
 
 @case(4)
 def an_optimizer_from_before_is_refused(world):
-    mesh, plain = fsdp(), filled(Net())
-    for build in (lambda ps: optim.AdamW(ps), lambda ps: optim.SGD(ps, 0.1), lambda ps: nn.Momentum(ps, 0.1, 0.9),
-                  lambda ps: ms.experimental.optim.SGD(ps, 0.1), lambda ps: nn.AdamWeightDecay(ps, 0.1)):
-        net = filled(Net())
-        optimizer = build(net.trainable_params())
-        cut_up(net, mesh)
-        grads = md.value_and_grad(loss_of(net), None, net.trainable_params())(mine(mesh))[1]
-        with counted() as count:
-            text = refusal(lambda optimizer=optimizer, grads=grads: optimizer(tuple(grads)), DTensorError)
-        assert not count, count
-        same_on_all_ranks(world, text)
-        same_step(net, plain, mesh)
+    mesh, net, plain = fsdp(), filled(Net()), filled(Net())
+    old = [build(net.trainable_params()) for build in (
+        lambda ps: optim.AdamW(ps), lambda ps: optim.SGD(ps, 0.1), lambda ps: nn.Momentum(ps, 0.1, 0.9),
+        lambda ps: ms.experimental.optim.SGD(ps, 0.1), lambda ps: nn.AdamWeightDecay(ps, 0.1))]
+    cut_up(net, mesh)
+    grads = md.value_and_grad(loss_of(net), None, net.trainable_params())(mine(mesh))[1]
+    for optimizer in old:
+        refused_alike(world, lambda optimizer=optimizer: optimizer(tuple(grads)), DTensorError)
+    same_step(net, plain, mesh)
 
 
 @case(4)

@@ -25,7 +25,7 @@ def in_windows(world):
     """None of these units is large enough by itself."""
     small, block._SMALL = block._SMALL, 0
     try:
-        for one in sampled(AGAIN, 3):
+        for one in sampled(AGAIN, 6):
             one(world)
     finally:
         block._SMALL = small

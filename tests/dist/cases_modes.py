@@ -22,7 +22,7 @@ from ms_dtensor import (
 )
 from ms_dtensor.errors import ImplicitCommError
 from tests.cases import case
-from tests.dist.support import counted, data, equal, mesh_1d, same_on_all_ranks
+from tests.dist.support import counted, data, equal, mesh_1d, refusal, same_on_all_ranks
 
 R, S = Replicate(), Shard
 
@@ -72,12 +72,7 @@ def policies_warn_once_per_site_and_refuse_before_moving(world):
         x + y
     assert len(seen) == 2 and all(w.filename == __file__ for w in seen), [(w.filename, w.lineno) for w in seen]
     with counted() as count, redistribution_policy("explicit"):
-        try:
-            x + y
-        except ImplicitCommError as e:
-            text = str(e)
-        else:
-            raise AssertionError("moved")
+        text = refusal(lambda: x + y, ImplicitCommError)
         with redistribution_policy("auto"):
             pass
     assert not count and ".redistribute(placements=" in text

@@ -33,7 +33,7 @@ from ms_dtensor import (
 from ms_dtensor.errors import ConfigError, LayoutError, OpRuleError
 from tests.cases import case
 from tests.dist.cases_styles import fill
-from tests.dist.support import TOLD, array, counted, data, equal, mesh_1d, mesh_2d, same_on_all_ranks
+from tests.dist.support import TOLD, array, counted, data, equal, mesh_1d, mesh_2d, refusal, refused_alike, same_on_all_ranks
 
 R, S = Replicate(), Shard
 
@@ -213,12 +213,7 @@ def fused_refusals(world):
                   lambda: FusedColwiseParallel((12, 12)).apply(cell, mesh_2d()),
                   lambda: FusedColwiseParallel((12, 12)).apply(nn.ReLU(), mesh)):
         with counted() as count:
-            try:
-                wrong()
-            except (ConfigError, LayoutError) as e:
-                texts.append(str(e))
-            else:
-                raise AssertionError("accepted")
+            texts.append(refusal(wrong, (ConfigError, LayoutError)))
         assert not count
     same_on_all_ranks(world, "\n".join(texts))
     FusedColwiseParallel((12, 12)).apply(cell, mesh)
@@ -240,12 +235,7 @@ def the_input_may_come_by_keyword(world):
         whole = not isinstance(style, SequenceParallel)
         given = x if whole else Tensor(np.ascontiguousarray(np.array_split(np.tile(x.asnumpy(), (2, 1)), 4)[world.rank]))
         equal(cell(**{name: given}), cell(given))
-        try:
-            cell()
-        except LayoutError as e:
-            assert "without an input" in str(e)
-        else:
-            raise AssertionError("called with nothing")
+        assert "without an input" in refusal(cell, LayoutError)
 
 
 @case(world_size=4)
@@ -266,13 +256,7 @@ def styles_speak_of_named_axes_on_a_mesh_of_two(world):
     equal(cell.seen[0], x)
     equal(cell.seen[1], x)
     equal(out, x * 2)
-    try:
-        parallelize_module(Seen(), mesh, PrepareModuleInput(input_layouts=S(0), desired_input_layouts=R))
-    except LayoutError as e:
-        assert "does not say which axis" in str(e)
-        same_on_all_ranks(world, str(e))
-    else:
-        raise AssertionError("accepted")
+    assert "does not say which axis" in refused_alike(world, lambda: parallelize_module(Seen(), mesh, PrepareModuleInput(input_layouts=S(0), desired_input_layouts=R)), LayoutError)
 
 
 # -- suggest_plan --------------------------------------------------------------------------------------------------------
@@ -392,12 +376,7 @@ def plans_are_refused_whole_before_anything_is_touched(world):
                  {"a": ColwiseParallel(), "b": RowwiseParallel()}, {"a": ColwiseParallel(), "b": "rows"}):
         net = Tied()
         with counted() as count:
-            try:
-                parallelize_module(net, mesh, plan)
-            except (ConfigError, LayoutError) as e:
-                texts.append(str(e))
-            else:
-                raise AssertionError(plan)
+            texts.append(refusal(lambda: parallelize_module(net, mesh, plan), (ConfigError, LayoutError)))
         assert not count and not any(isinstance(p, DTensor) for p in net.get_parameters()), plan
         _told(lambda n=net: parallelize_module(n, mesh, {"[ab]": ColwiseParallel()}))  # still usable
         assert net.a.weight is net.b.weight and net.a.weight.placements == (S(0),)

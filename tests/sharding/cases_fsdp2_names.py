@@ -2,6 +2,7 @@
 """What users of PyTorch's FSDP2 ask for, by its names: prefetch, methods as forwards, lists of cells, handles, logs."""
 from __future__ import annotations
 
+import itertools
 import logging
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from ms_dtensor.errors import ConfigError, LayoutError
 from tests.cases import case
 from tests.dist.support import counted, equal, refusal, same_on_all_ranks
 from tests.sharding.support import ROWS, WAYS, Net, alike, collected, data_mesh, filled, none_of, own_rows, rows_of, sharded
+from tests.tiers import sampled
 
 
 def gathers(run) -> list:
@@ -301,20 +303,18 @@ def tensors_in_dataclasses(world):
 
     def other(net, make):
         return lambda x: (net(Batch(x, {"m": [make(ROWS * 0.5 + 1)]})).inner["z"][0] ** 2).mean()
-    for way, wrap in WAYS.items():
-        for loss in (value, other):
-            for rows in ("plain", "DTensor"):
-                def steps(wrap=wrap, loss=loss, rows=rows):
-                    plain, net = filled(Carrying()), filled(Carrying())
-                    wrap(net, mesh, (net.first, net.second))
-                    make = (lambda a: own_rows(mesh, a)) if rows == "plain" else (lambda a: rows_of(mesh, a))
-                    want = ms.value_and_grad(loss(plain, Tensor), None, plain.trainable_params())(Tensor(ROWS))
-                    for _ in range(2):
-                        got = value_and_grad(loss(net, make), None, net.trainable_params())(make(ROWS))
-                        equal(got[0], want[0])
-                        for p, g, w in zip(net.trainable_params(), got[1], want[1], strict=True):
-                            equal(g, w, p.name)
-                collected(faults, f"{way}, {loss.__name__}, {rows}", steps)
+    for (way, wrap), loss, rows in sampled(itertools.product(WAYS.items(), (value, other), ("plain", "DTensor")), 5):
+        def steps(wrap=wrap, loss=loss, rows=rows):
+            plain, net = filled(Carrying()), filled(Carrying())
+            wrap(net, mesh, (net.first, net.second))
+            make = (lambda a: own_rows(mesh, a)) if rows == "plain" else (lambda a: rows_of(mesh, a))
+            want = ms.value_and_grad(loss(plain, Tensor), None, plain.trainable_params())(Tensor(ROWS))
+            for _ in range(2):
+                got = value_and_grad(loss(net, make), None, net.trainable_params())(make(ROWS))
+                equal(got[0], want[0])
+                for p, g, w in zip(net.trainable_params(), got[1], want[1], strict=True):
+                    equal(g, w, p.name)
+        collected(faults, f"{way}, {loss.__name__}, {rows}", steps)
     none_of(faults)
 
 

@@ -74,7 +74,7 @@ LOSSES = {"attribute": by_attribute, "attribute and output": by_attribute_and_ou
 def features(world, frozen: bool, whole: bool = False) -> None:
     mesh, faults = data_mesh(world), []
     for shift, (name, loss) in enumerate(LOSSES.items()):
-        for way, wrap in sampled(WAYS.items(), 2, shift):
+        for way, wrap in sampled(WAYS.items(), 3, shift):
             def steps(loss=loss, wrap=wrap):
                 plain, net = filled(Perceptual(frozen, whole)), filled(Perceptual(frozen, whole))
                 wrap(net, mesh, (net.encoder, net.features, net.head))
@@ -103,7 +103,7 @@ def gradients_of_inputs_alone(world):
 def features_of_a_frozen_model_beside_the_trained_one(world):
     """The frozen model is a root of its own; the trained one's output goes through it."""
     mesh, faults = data_mesh(world), []
-    for way, wrap in WAYS.items():
+    for way, wrap in sampled(WAYS.items(), 2):
         def steps(wrap=wrap):
             plain, net = (nn.CellList([filled(nn.Dense(4, 4)), filled(Features(), 9)]) for _ in range(2))
             for n in (plain, net):
