@@ -49,22 +49,18 @@ def _weight(shape, placements):
 
 # -- redistribution ----------------------------------------------------------------------------------------------------------
 @case(world_size=4)
-def shard_to_replicate_gathers_once_and_slices_back(world):
-    for shape, dim in SIZES:
-        x = distribute_tensor(data(1, *shape), mesh_1d(), [S(dim)], src_data_rank=None)
-        out, grad, forward, backward = _moved(x, [R], _weight(shape, [R]))
-        equal(out, data(1, *shape))
-        assert forward == {"all_gather": 1} and not backward, (shape, forward, backward)
-        assert grad.placements == (S(dim),)
+def each_move_is_one_collective_and_its_transpose_another(world):
+    moves = ((S, R, "all_gather", None), (R, R, None, None), (R, S, None, "all_gather"), (P, R, "all_reduce", None),
+             (P, S, "reduce_scatter", "all_gather"))
+    for (shape, dim), (src, dst, *ops_) in itertools.product(SIZES, moves):
+        src, dst = (p(dim) if p is S else p for p in (src, dst))
+        x = DTensor.from_local(data(1, *shape) * float(world.rank + 1), mesh_1d(), [P]) if src == P else distribute_tensor(
+            data(1, *shape), mesh_1d(), [src], src_data_rank=None)
+        out, grad, *counts = _moved(x, [dst], _weight(shape, [dst]))
+        assert counts == [{op: 1} if op else {} for op in ops_], (shape, src, dst, counts)
+        assert out.placements == (dst,) and grad.placements == (R if src == P else src,), (out, grad)
+        equal(out, data(1, *shape) * (10.0 if src == P else 1.0))
         equal(grad, data(9, *shape))
-
-
-@case(world_size=4)
-def replicate_to_replicate_is_free_both_ways(world):
-    x = distribute_tensor(data(1, 12, 3), mesh_1d(), [R], src_data_rank=None)
-    _, grad, forward, backward = _moved(x, [R], _weight((12, 3), [R]))
-    assert not forward and not backward and grad.placements == (R,)
-    equal(grad, data(9, 12, 3))
 
 
 @case(world_size=4)
@@ -83,35 +79,6 @@ def a_partial_cotangent_of_a_replicated_value_is_reduced_once(world):
         grad = value_and_grad(lambda t: t.redistribute(placements=[R]).to_local(grad_placements=[P]).sum(), 0)(x)[1]
     assert count == {("all_reduce", "backward"): 1}, count
     equal(grad, np.full((12, 3), 4, np.float32))
-
-
-@case(world_size=4)
-def replicate_to_shard_cuts_and_gathers_back(world):
-    for shape, dim in SIZES:
-        x = distribute_tensor(data(1, *shape), mesh_1d(), [R], src_data_rank=None)
-        out, grad, forward, backward = _moved(x, [S(dim)], _weight(shape, [S(dim)]))
-        assert not forward and backward == {"all_gather": 1} and out.placements == (S(dim),), (shape, forward, backward)
-        assert grad.placements == (R,)
-        equal(grad, data(9, *shape))
-
-
-@case(world_size=4)
-def partial_to_replicate_reduces_once_and_passes_back(world):
-    x = DTensor.from_local(data(1, 12, 3) * float(world.rank + 1), mesh_1d(), [P])
-    out, grad, forward, backward = _moved(x, [R], _weight((12, 3), [R]))
-    equal(out, data(1, 12, 3).asnumpy() * 10)
-    assert forward == {"all_reduce": 1} and not backward
-    equal(grad.to_local(), data(9, 12, 3))
-
-
-@case(world_size=4)
-def partial_to_shard_is_one_reduce_scatter(world):
-    for shape, dim in SIZES:
-        x = DTensor.from_local(data(1, *shape) * float(world.rank + 1), mesh_1d(), [P])
-        with counted() as count:
-            out = x.redistribute(placements=[S(dim)])
-        assert count == {("reduce_scatter", "forward"): 1}, (shape, count)
-        equal(out, data(1, *shape) * 10.0)
 
 
 @case(world_size=4)

@@ -40,18 +40,19 @@ def _step(cell, *inputs):
 
 # -- styles --------------------------------------------------------------------------------------------------------------
 @case(world_size=4)
-def colwise_needs_nothing_forward_and_one_all_reduce_back(world):
-    cell = parallelize_module(nn.Dense(16, 16), mesh_1d(), ColwiseParallel())
-    out, forward, backward = _step(cell, data(1, 8, 16))
-    assert out.shape == (8, 4) and not forward and backward == {"all_reduce": 1}, (forward, backward)
-
-
-@case(world_size=4)
-def colwise_of_a_cut_input_gathers_and_reduce_scatters(world):
-    cell = parallelize_module(nn.Dense(16, 16), mesh_1d(), ColwiseParallel(input_layouts=S(0)))
-    out, forward, backward = _step(cell, data(1, 8, 16))
-    assert out.shape == (32, 4) and forward == {TOLD[0]: 1, "all_gather": 1}, forward
-    assert backward == {"reduce_scatter": 1}, backward
+def each_style_has_its_collectives_and_their_transposes(world):
+    """A bias behind rows is added once, on one rank: one more sum of 16 numbers in the backward."""
+    told, wide, narrow = {TOLD[0]: 1}, data(1, 8, 16), data(1, 8, 4)
+    for style, bias, x, shape, there, back in (
+            (ColwiseParallel(), True, wide, (8, 4), {}, {"all_reduce": 1}),
+            (ColwiseParallel(input_layouts=S(0)), True, wide, (32, 4), told | {"all_gather": 1}, {"reduce_scatter": 1}),
+            (RowwiseParallel(), False, narrow, (8, 16), told | {"all_reduce": 1}, {}),
+            (RowwiseParallel(), True, narrow, (8, 16), told | {"all_reduce": 1}, {"all_reduce": 1}),
+            (RowwiseParallel(output_layouts=S(0)), False, narrow, (2, 16), told | {"reduce_scatter": 1}, {"all_gather": 1}),
+            (RowwiseParallel(output_layouts=S(0)), True, narrow, (2, 16), told | {"reduce_scatter": 1},
+             {"all_gather": 1, "all_reduce": 1})):
+        out, forward, backward = _step(parallelize_module(nn.Dense(16, 16, has_bias=bias), mesh_1d(), style), x)
+        assert (out.shape, forward, backward) == (shape, there, back), (style, bias, out.shape, forward, backward)
 
 
 @case(world_size=4)
@@ -71,23 +72,6 @@ def styles_keep_requires_grad(world):
         cell.weight.requires_grad, cell.bias.requires_grad = False, True
         parallelize_module(cell, mesh_1d(), style)
         assert not cell.weight.requires_grad and cell.bias.requires_grad
-
-
-@case(world_size=4)
-def rowwise_needs_one_all_reduce_forward_and_nothing_back(world):
-    for bias in (False, True):
-        cell = parallelize_module(nn.Dense(16, 16, has_bias=bias), mesh_1d(), RowwiseParallel())
-        out, forward, backward = _step(cell, data(1, 8, 4))
-        assert out.shape == (8, 16) and forward == {TOLD[0]: 1, "all_reduce": 1}, forward
-        assert backward == ({"all_reduce": 1} if bias else {}), backward  # the bias is added once, on one rank: 16 numbers
-
-
-@case(world_size=4)
-def rowwise_to_a_cut_output_reduce_scatters_and_gathers(world):
-    cell = parallelize_module(nn.Dense(16, 16), mesh_1d(), RowwiseParallel(output_layouts=S(0)))
-    out, forward, backward = _step(cell, data(1, 8, 4))
-    assert out.shape == (2, 16) and forward == {TOLD[0]: 1, "reduce_scatter": 1}, forward
-    assert backward.pop("all_gather") == 1 and set(backward) <= {"all_reduce"}, backward  # the bias: kept partial by PyTorch
 
 
 @case(world_size=4)

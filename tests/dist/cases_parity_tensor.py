@@ -2,6 +2,7 @@
 """What PyTorch's tests of its api, DTensor, initialisers and utils check, in our words; indexed in docs/parity_behaviours.md."""
 from __future__ import annotations
 
+import itertools
 import pickle
 
 import mindspore as ms
@@ -74,11 +75,6 @@ def distributing_keeps_requires_grad_and_makes_a_leaf(world):
 
 
 @case(world_size=4)
-def a_negative_dim_is_normalised_when_distributing(world):
-    assert distribute_tensor(data(1, 3, 12), mesh_1d(), [S(-1)]).placements[0].dim == 1
-
-
-@case(world_size=4)
 def another_rank_may_be_the_truth(world):
     for placements in ([S(0)], [S(1)], [R]):
         equal(distribute_tensor(data(world.rank, 12, 12), mesh_1d(), placements, src_data_rank=1), data(1, 12, 12))
@@ -104,22 +100,10 @@ def uneven_shards_are_chunks(world):
 
 # -- api: distribute_module ----------------------------------------------------------------------------------------------
 @case(world_size=4)
-def a_partition_function_cuts_every_layer(world):
-    net = distribute_module(Stack(8), mesh_1d(), _cut_linears())
-    assert all(isinstance(p, DTensor) and p.placements == (S(0),) for p in net.get_parameters())
-
-
-@case(world_size=4)
-def without_a_partition_function_all_is_replicated(world):
-    net = distribute_module(Stack(5), mesh_1d())
-    assert all(isinstance(p, DTensor) and p.placements == (R,) for p in net.get_parameters())
-
-
-@case(world_size=4)
-def what_the_partition_function_leaves_is_replicated(world):
-    net = distribute_module(Stack(8), mesh_1d(), _cut_linears(("seq.0", "seq.8")))
-    for p in net.get_parameters():
-        assert p.placements == ((S(0),) if p.name.startswith(("seq.0.", "seq.8.")) else (R,)), p
+def what_a_partition_function_leaves_is_replicated(world):
+    for partition, cut in ((_cut_linears(), "seq."), (_cut_linears(("seq.0", "seq.8")), ("seq.0.", "seq.8.")), (None, "none")):
+        for p in distribute_module(Stack(8), mesh_1d(), partition).get_parameters():
+            assert isinstance(p, DTensor) and p.placements == ((S(0),) if p.name.startswith(cut) else (R,)), (cut, p)
 
 
 @case(world_size=4)
@@ -147,28 +131,26 @@ def casting_changes_local_and_global_dtype(world):
 
 # -- dtensor: construction -------------------------------------------------------------------------------------------------
 @case(world_size=4)
-def the_constructor_multiplies_by_the_axis(world):
-    assert DTensor(data(1, 3, 3), mesh_1d(), [S(0)]).size() == (12, 3)
+def from_local_tells_shape_stride_device_and_placements(world):
+    given, t = [S(0)], data(1, 3, 3)
+    x = DTensor.from_local(t, mesh_1d(), given)
+    given[0] = R  # copied, not kept
+    assert x.placements == (S(0),) and x.shape == DTensor(t, mesh_1d(), [S(0)]).size() == (12, 3)
+    assert x.stride() == (3, 1) and x.device_mesh.device_type == "cpu"
+    for p in (R, P):
+        assert DTensor.from_local(t, mesh_1d(), [p]).shape == (3, 3)
+    last, whole = (make(data(1, 3, 12), mesh_1d(), [S(-1)]) for make in (DTensor.from_local, distribute_tensor))
+    assert last.placements == whole.placements == (S(1),) and last.stride() == (48, 1)
+    other = DTensor.from_local(data(2, 3, 3), mesh_1d(), [S(0)])
+    assert hash(x.layout) == hash(other.layout) and x.layout == other.layout != DTensor.from_local(t, mesh_1d(), [R]).layout
 
 
 @case(world_size=4)
-def strides_are_those_of_the_global_tensor(world):
-    assert DTensor.from_local(data(1, 4, 8), mesh_1d(), [S(0)]).stride() == (8, 1)
-    assert DTensor.from_local(data(1, 8, 4), mesh_1d(), [S(1)]).stride() == (16, 1)
-
-
-@case(world_size=4)
-def from_local_infers_the_global_shape(world):
-    for placements, shape in (([S(0)], (12, 3)), ([R], (3, 3)), ([P], (3, 3))):
-        assert DTensor.from_local(data(1, 3, 3), mesh_1d(), placements).shape == shape
-
-
-@case(world_size=4)
-def gradients_flow_through_from_local_to_plain_tensors(world):
+def gradients_flow_through_from_local_and_to_local_to_plain_tensors(world):
     def f(t):
-        x = DTensor.from_local(t * 3, mesh_1d(), [S(0)])
+        x = DTensor.from_local(t * 3 + 8, mesh_1d(), [S(0)])
         assert isinstance(x, DTensor) and not x._is_leaf
-        return (x * 3).to_local().sum()
+        return ((x * 3).to_local() + data(2, 3, 3)).sum()
     equal(ms.grad(f)(data(world.rank, 3, 3)), np.full((3, 3), 9, np.float32))
 
 
@@ -179,11 +161,6 @@ def from_local_of_uneven_shards_takes_shape_and_stride(world):
     dx = DTensor.from_local(mine, mesh_1d(), [S(0)], shape=(5, 2), stride=(2, 1))
     assert dx.size() == (5, 2) and dx.stride() == (2, 1)
     equal(dx, x)
-
-
-@case(world_size=4)
-def from_local_normalises_negative_dims(world):
-    assert DTensor.from_local(data(1, 3, 3), mesh_1d(), [S(-1)]).placements[0].dim == 1
 
 
 # -- dtensor: to_local, full_tensor --------------------------------------------------------------------------------------
@@ -233,34 +210,7 @@ def a_new_tensor_like_another_has_its_own_gradient(world):
     assert new.shape == x.shape and isinstance(g, DTensor) and g.placements == x.placements
 
 
-@case(world_size=4)
-def from_local_then_to_local_is_transparent_to_autograd(world):
-    def f(t):
-        return ((DTensor.from_local(t + 8, mesh_1d(), [S(0)]) * 6).to_local() + data(2, 3, 3)).sum()
-    equal(ms.grad(f)(data(world.rank, 3, 3)), np.full((3, 3), 6, np.float32))
-
-
 # -- dtensor: a value --------------------------------------------------------------------------------------------------------
-@case(world_size=4)
-def placements_are_copied_not_kept(world):
-    placements = [S(0)]
-    x = DTensor.from_local(data(1, 3, 3), mesh_1d(), placements)
-    placements[0] = R
-    assert x.placements == (S(0),)
-
-
-@case(world_size=4)
-def layouts_hash_by_what_they_say(world):
-    a, b = (DTensor.from_local(data(i, 3, 3), mesh_1d(), [S(0)]) for i in (1, 2))
-    other = DTensor.from_local(data(1, 3, 3), mesh_1d(), [R])
-    assert hash(a.layout) == hash(b.layout) and a.layout == b.layout and a.layout != other.layout
-
-
-@case(world_size=4)
-def the_mesh_says_the_device(world):
-    assert DTensor.from_local(data(1, 3, 3), mesh_1d(), [S(0)]).device_mesh.device_type == "cpu"
-
-
 @case(world_size=4)
 def pickled_tensors_come_back(world):
     x = distribute_tensor(data(1, 7, 3), mesh_1d(), [S(0)])
@@ -402,34 +352,15 @@ def constant_initialisers_write_the_shard(world):
     equal(x, np.full((32, 4), 2.4, np.float32))
 
 
-def _factory(make, value):
-    for shape in ((4, 8, 12), (5, 10, 15)):
-        for placements in ([S(0)], [S(1)], [S(2)], [R]):
-            x = make(shape, placements)
-            assert x.shape == shape and x.local_shape == Layout(mesh_1d(), placements, shape).local_shape()
+@case(world_size=4)
+def factories_even_uneven_and_scalar(world):
+    makers = ((md.ones, 1), (md.zeros, 0), (lambda shape, **how: md.full(shape, 123.4, **how), 123.4), (md.empty, None))
+    for (make, value), shape, p in itertools.product(makers, ((4, 8, 12), (5, 10, 15), ()), (S(0), S(1), S(2), R)):
+        if shape or p == R:
+            x = make(shape, device_mesh=mesh_1d(), placements=[p])
+            assert x.shape == shape and x.local_shape == Layout(mesh_1d(), [p], shape).local_shape()
             if value is not None:
                 np.testing.assert_array_equal(x.to_local().asnumpy(), np.full(x.local_shape, value, np.float32))
-    assert make((), [R]).to_local().shape == ()
-
-
-@case(world_size=4)
-def ones_even_uneven_and_scalar(world):
-    _factory(lambda s, p: md.ones(s, device_mesh=mesh_1d(), placements=p), 1)
-
-
-@case(world_size=4)
-def zeros_even_uneven_and_scalar(world):
-    _factory(lambda s, p: md.zeros(s, device_mesh=mesh_1d(), placements=p), 0)
-
-
-@case(world_size=4)
-def full_even_uneven_and_scalar(world):
-    _factory(lambda s, p: md.full(s, 123.4, device_mesh=mesh_1d(), placements=p), 123.4)
-
-
-@case(world_size=4)
-def empty_even_uneven_and_scalar(world):
-    _factory(lambda s, p: md.empty(s, device_mesh=mesh_1d(), placements=p), None)
 
 
 @case(world_size=4)
