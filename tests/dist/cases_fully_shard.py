@@ -21,7 +21,7 @@ from ms_dtensor import (
 )
 from ms_dtensor.errors import ConfigError, LayoutError, MeshError, OpRuleError
 from tests.cases import case
-from tests.dist.support import counted, equal, mesh_2d
+from tests.dist.support import counted, equal, equal_steps, mesh_2d
 
 ROWS = np.random.default_rng(7).normal(size=(8, 5)).astype(np.float32)
 
@@ -187,9 +187,7 @@ def with_sequence_parallel_norms(world):
     rows = np.random.default_rng(1).normal(size=(8, 4, 5)).astype(np.float32)
     want = ms.value_and_grad(loss_of(plain), None, plain.trainable_params())(Tensor(rows))
     got = value_and_grad(loss_of(net), None, net.trainable_params())(mine(mesh["dp"], rows))
-    equal(got[0], want[0])
-    for p, g, w in zip(net.trainable_params(), got[1], want[1], strict=True):
-        equal(g, w, p.name)
+    equal_steps(got, want, net.trainable_params())
 
 
 class Weights(nn.Cell):

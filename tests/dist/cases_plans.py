@@ -33,7 +33,19 @@ from ms_dtensor import (
 from ms_dtensor.errors import ConfigError, LayoutError, OpRuleError
 from tests.cases import case
 from tests.dist.cases_styles import fill
-from tests.dist.support import TOLD, array, counted, data, equal, mesh_1d, mesh_2d, refusal, refused_alike, same_on_all_ranks
+from tests.dist.support import (
+    TOLD,
+    array,
+    counted,
+    data,
+    equal,
+    equal_steps,
+    mesh_1d,
+    mesh_2d,
+    refusal,
+    refused_alike,
+    same_on_all_ranks,
+)
 
 R, S = Replicate(), Shard
 
@@ -75,9 +87,7 @@ def _compare(make, plan, mesh, x, dx, after=lambda net: net):
     after(parallelize_module(net, mesh, plan))
     with counted() as count:
         got = value_and_grad(lambda t: (net(t) ** 2).mean(), None, net.trainable_params())(dx)
-    equal(got[0], want[0], "loss")
-    for p, g, w in zip(net.trainable_params(), got[1], want[1], strict=True):
-        equal(g, w, p.name)
+    equal_steps(got, want, net.trainable_params())
     return net, count
 
 

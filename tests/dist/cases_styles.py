@@ -33,7 +33,17 @@ from ms_dtensor import (
 )
 from ms_dtensor.errors import ConfigError, LayoutError
 from tests.cases import case
-from tests.dist.support import counted, data, equal, mesh_1d, mesh_2d, refusal, same_on_all_ranks, trains_as_one_device
+from tests.dist.support import (
+    counted,
+    data,
+    equal,
+    equal_steps,
+    mesh_1d,
+    mesh_2d,
+    refusal,
+    same_on_all_ranks,
+    trains_as_one_device,
+)
 
 R, S = Replicate(), Shard
 
@@ -65,9 +75,7 @@ def _compare(make, transform, x, dx, loss=lambda y: (y * y).mean()):
     assert [p.name for p in params] == [p.name for p in plain.trainable_params()]
     with counted() as count:
         got = value_and_grad(lambda t: loss(other(t)), None, params)(dx)
-    equal(got[0], want[0], "loss")
-    for p, g, w in zip(params, got[1], want[1]):
-        equal(g, w, p.name)
+    equal_steps(got, want, params)
     return count
 
 
@@ -176,9 +184,7 @@ def replicate_equals_one_device_in_buckets_and_without(world):
         return regularised(m(t)) + (m.up.weight * m.up.weight).sum()
     want = ms.value_and_grad(lambda t: loss(plain, t), None, plain.trainable_params())(x)
     got = value_and_grad(lambda t: loss(net, t), None, net.trainable_params())(share)
-    equal(got[0], want[0])
-    for p, g, w in zip(net.trainable_params(), got[1], want[1]):
-        equal(g, w, p.name)
+    equal_steps(got, want, net.trainable_params())
 
 
 class Fragile(_Function):
@@ -219,9 +225,7 @@ def a_backward_that_raised_leaves_nothing_in_a_bucket(world):
         mine, theirs = ([p for p in m.trainable_params() if params in p.name] for m in (net, plain))
         want = ms.value_and_grad(lambda: loss(plain, x, lambda t: t), None, theirs)()
         got = value_and_grad(lambda: loss(net, rows, fragile), None, mine)()
-        equal(got[0], want[0])
-        for p, g, w in zip(mine, got[1], want[1]):
-            equal(g, w, p.name)
+        equal_steps(got, want, mine)
 
 
 @case(world_size=4)
@@ -317,9 +321,7 @@ def a_llama_on_two_axes_equals_one_device(world):
             return loss_parallel(logits, y.reshape(-1)) if p else cross_entropy(logits, y)
         for _ in range(2):
             got = value_and_grad(loss, None, model.trainable_params())(di, dy)
-            equal(got[0], want[0], "loss")
-            for p, g, w in zip(model.trainable_params(), got[1], want[1]):
-                equal(g, w, p.name)
+            equal_steps(got, want, model.trainable_params())
 
 
 @case(world_size=4)

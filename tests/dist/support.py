@@ -82,13 +82,18 @@ def check_against_one_device(fn, tensors, layouts, mesh, what: str = "") -> Coun
     return count
 
 
+def equal_steps(got, want, params) -> None:
+    """Loss and the gradient of each parameter, as `value_and_grad` gives them, are those wanted."""
+    equal(got[0], want[0], "loss")
+    for p, g, w in zip(params, got[1], want[1], strict=True):
+        equal(g, w, p.name)
+
+
 def trains_as_one_device(net, plain, x, dx) -> None:
     """Loss and every parameter's gradient of a distributed net on `dx` against the plain one on `x`."""
     want = ms.value_and_grad(lambda t: (plain(t) ** 2).mean(), None, plain.trainable_params())(x)
     got = value_and_grad(lambda t: (net(t) ** 2).mean(), None, net.trainable_params())(dx)
-    equal(got[0], want[0])
-    for p, g, w in zip(net.trainable_params(), got[1], want[1], strict=True):
-        equal(g, w, p.name)
+    equal_steps(got, want, net.trainable_params())
 
 
 def refusal(fn, error=OpRuleError) -> str:

@@ -14,7 +14,7 @@ import ms_dtensor as md
 from ms_dtensor import Shard, comm, distribute_tensor, fully_shard, init_device_mesh, replicate, value_and_grad
 from ms_dtensor.errors import ConfigError, LayoutError
 from tests.cases import case
-from tests.dist.support import counted, equal, refusal, same_on_all_ranks
+from tests.dist.support import counted, equal, equal_steps, refusal, same_on_all_ranks
 from tests.sharding.support import ROWS, WAYS, Net, alike, collected, data_mesh, filled, none_of, own_rows, rows_of, sharded
 from tests.tiers import sampled
 
@@ -311,9 +311,7 @@ def tensors_in_dataclasses(world):
             want = ms.value_and_grad(loss(plain, Tensor), None, plain.trainable_params())(Tensor(ROWS))
             for _ in range(2):
                 got = value_and_grad(loss(net, make), None, net.trainable_params())(make(ROWS))
-                equal(got[0], want[0])
-                for p, g, w in zip(net.trainable_params(), got[1], want[1], strict=True):
-                    equal(g, w, p.name)
+                equal_steps(got, want, net.trainable_params())
         collected(faults, f"{way}, {loss.__name__}, {rows}", steps)
     none_of(faults)
 

@@ -21,7 +21,7 @@ from ms_dtensor import (
 )
 from ms_dtensor.errors import DTensorError
 from tests.cases import case
-from tests.dist.support import counted, equal, refusal, same_on_all_ranks
+from tests.dist.support import counted, equal_steps, refusal, same_on_all_ranks
 from tests.sharding.support import ROWS, collected, filled, none_of
 from tests.tiers import sampled
 
@@ -55,9 +55,7 @@ def one_step(net, plain, mesh, data, plain_rows: bool):
     for _ in range(2):
         with counted() as count:
             got = value_and_grad(lambda x: (net(x) ** 2).mean(), None, net.trainable_params())(x)
-        equal(got[0], want[0], "loss")
-        for p, g, w in zip(net.trainable_params(), got[1], want[1], strict=True):
-            equal(g, w, p.name)
+        equal_steps(got, want, net.trainable_params())
     return count
 
 
@@ -106,9 +104,7 @@ def rows_on_a_flattened_axis_beside_an_equal_mesh_made_earlier(world):
     assert x.layout is kept.layout
     want = ms.value_and_grad(lambda x: (plain(x) ** 2).mean(), None, plain.trainable_params())(Tensor(ROWS))
     got = value_and_grad(lambda x: (net(x) ** 2).mean(), None, net.trainable_params())(x)
-    equal(got[0], want[0], "loss")
-    for p, g, w in zip(net.trainable_params(), got[1], want[1], strict=True):
-        equal(g, w, p.name)
+    equal_steps(got, want, net.trainable_params())
 
 
 @case(4)
@@ -127,9 +123,7 @@ def rows_that_do_not_divide_are_chunks_of_the_flattened_axis(world):
                 own = distribute_tensor(Tensor(rows), data, [Shard(0)], src_data_rank=None).to_local()
                 want = ms.value_and_grad(lambda x: (plain(x) ** 2).mean(), None, plain.trainable_params())(Tensor(rows))
                 got = value_and_grad(lambda x: (net(x) ** 2).mean(), None, net.trainable_params())(own)
-                equal(got[0], want[0], "loss")
-                for p, g, w in zip(net.trainable_params(), got[1], want[1], strict=True):
-                    equal(g, w, p.name)
+                equal_steps(got, want, net.trainable_params())
             collected(faults, f"{way}, {count} rows", steps)
     none_of(faults)
 
@@ -172,9 +166,7 @@ def experts_on_one_of_the_flattened_axes(world):
             x = distribute_tensor(Tensor(ROWS), mesh, [Shard(0), Shard(0)], src_data_rank=None)
             want = ms.value_and_grad(lambda x: (plain(x) ** 2).mean(), None, plain.trainable_params())(Tensor(ROWS))
             got = value_and_grad(lambda x: (net(x) ** 2).mean(), None, net.trainable_params())(x)
-            equal(got[0], want[0], "loss")
-            for p, g, w in zip(net.trainable_params(), got[1], want[1], strict=True):
-                equal(g, w, p.name)
+            equal_steps(got, want, net.trainable_params())
         collected(faults, way, steps)
     none_of(faults)
 

@@ -11,7 +11,7 @@ from ms_dtensor import ColwiseParallel, RowwiseParallel, fully_shard, init_devic
 from ms_dtensor.errors import ConfigError
 from ms_dtensor.internals.names import no_grad
 from tests.cases import case
-from tests.dist.support import counted, equal, refusal
+from tests.dist.support import counted, equal_steps, refusal
 from tests.sharding.support import ROWS, Net, collected, mean_square, none_of, own_rows, sharded
 
 
@@ -68,9 +68,7 @@ def models_without_values_are_laid_out_and_filled_in_place(world):
             want = ms.value_and_grad(mean_square(plain), None, plain.trainable_params())(Tensor(ROWS))
             for _ in range(2):
                 got = md.value_and_grad(mean_square(net), None, net.trainable_params())(rows)
-                equal(got[0], want[0], "loss")
-                for p, g, w in zip(net.trainable_params(), got[1], want[1], strict=True):
-                    equal(g, w, p.name)
+                equal_steps(got, want, net.trainable_params())
         collected(faults, way, check)
     none_of(faults)
 

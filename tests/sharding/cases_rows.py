@@ -15,7 +15,7 @@ from mindspore import Parameter, Tensor, mint, nn, ops
 from ms_dtensor import implicit_replication, value_and_grad
 from ms_dtensor.errors import MixedOperandError
 from tests.cases import case
-from tests.dist.support import counted, equal, refusal, same_on_all_ranks
+from tests.dist.support import counted, equal, equal_steps, refusal, same_on_all_ranks
 from tests.sharding.support import (
     ROWS,
     WAYS,
@@ -90,9 +90,7 @@ def made_inside(world, which: str, ways=tuple(WAYS)) -> None:
                 for x in (own_rows(mesh), rows_of(mesh)):
                     with implicit_replication():
                         got = value_and_grad(mean_square(net), None, net.trainable_params())(x)
-                    equal(got[0], want[0], "value")
-                    for p, g, w in zip(params, got[1], want[1], strict=True):
-                        equal(g, w, p.name)
+                    equal_steps(got, want, params)
 
             def unasked(way=way, passed=passed, made=made):
                 net = filled(Parent(passed, made))
@@ -152,9 +150,7 @@ def a_plain_tensor_that_meets_a_dtensor_inside(world):
                 want = ms.value_and_grad(mean_square(plain), None, plain.trainable_params())(Tensor(ROWS))
                 with implicit_replication():
                     got = value_and_grad(mean_square(net), None, net.trainable_params())(rows_of(mesh))
-                equal(got[0], want[0], "value")
-                for p, g, w in zip(net.trainable_params(), got[1], want[1], strict=True):
-                    equal(g, w, p.name)
+                equal_steps(got, want, net.trainable_params())
             collected(faults, f"{which}, {way}", steps)
     none_of(faults)
 
@@ -180,9 +176,7 @@ def rows_come_into_the_outermost_wrapped_cell(world):
             with counted() as count:
                 got = value_and_grad(lambda x: (net(x, y=own_rows(mesh, other)) ** 2).mean(), None, net.trainable_params())(
                     own_rows(mesh))
-            equal(got[0], want[0])
-            for p, g, w in zip(net.trainable_params(), got[1], want[1], strict=True):
-                equal(g, w, p.name)
+            equal_steps(got, want, net.trainable_params())
             assert count["all_gather_object", "forward"] == 1, count
         collected(faults, way, steps)
     none_of(faults)
@@ -218,6 +212,4 @@ def wrapped_cells_without_a_root_agree_with_one_that_has_it(world):
             return lambda x: (n[0](x) * n[1](x * 2)).mean()
         want = ms.value_and_grad(loss(plain), None, plain.trainable_params())(Tensor(ROWS))
         got = value_and_grad(loss(net), None, net.trainable_params())(own_rows(mesh))
-        equal(got[0], want[0])
-        for p, g, w in zip(net.trainable_params(), got[1], want[1], strict=True):
-            equal(g, w, p.name)
+        equal_steps(got, want, net.trainable_params())
