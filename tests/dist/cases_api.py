@@ -114,25 +114,6 @@ def negative_dims_and_redistribution_to_oneself(world):
 
 
 @case(world_size=4)
-def redistribution_counts_are_those_of_the_move(world):
-    mesh = mesh_1d()
-    for rows in (8, 9, 10, 11):
-        x = data(1, rows, 12)
-        for src, dst, op in ((S(0), R, "all_gather"), (S(0), S(1), "all_to_all"), (R, S(0), None), (R, R, None)):
-            dx = distribute_tensor(x, mesh, [src])
-            with counted() as count:
-                out = dx.redistribute(placements=[dst])
-            assert sum(count.values()) == (op is not None) and all(k[0] == op for k in count), (src, dst, count)
-            equal(out, x)
-        for dst, op in ((R, "all_reduce"), (S(0), "reduce_scatter"), (S(1), "reduce_scatter")):
-            part = DTensor.from_local(x * float(world.rank + 1), mesh, [P])
-            with counted() as count:
-                out = part.redistribute(placements=[dst])
-            assert sum(count.values()) == 1 and all(k[0] == op for k in count), (dst, count)
-            equal(out, x * 10.0)
-
-
-@case(world_size=4)
 def ranks_outside_the_mesh_hold_nothing_and_may_take_part(world):
     mesh = DeviceMesh("cpu", [0, 2], mesh_dim_names=("tp",))
     x = data(1, 6, 2)

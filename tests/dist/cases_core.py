@@ -341,24 +341,6 @@ def whose_data_is_the_truth(world):
 
 
 @case(world_size=4)
-def from_local_checks_when_asked(world):
-    mesh = mesh_1d()
-    rows = 3 if world.rank == 0 else 2
-    uneven = data(90 + world.rank, rows, 4)
-    for kwargs in ({}, {"shape": (9, 4)}):
-        good = {"shape": (9, 4)} == kwargs
-        try:
-            x = DTensor.from_local(uneven, mesh, [S(0)], run_check=True, **kwargs)
-        except LayoutError as e:
-            assert not good or world.size != 4 or "expected" in str(e), e
-            same_on_all_ranks(world, str(e))
-        else:
-            raise AssertionError(f"9 rows on 4 ranks are 3, 3, 3, 0, not 3, 2, 2, 2: {x}")
-    same = DTensor.from_local(data(world.rank, 2, 2), mesh, [R], run_check=True)
-    equal(same.to_local(), data(0, 2, 2), "replicas take coordinate 0's values")
-
-
-@case(world_size=4)
 def refusals_read_alike_and_lose_nothing(world):
     mesh = mesh_2d()
     x = distribute_tensor(data(100, 4, 4), mesh, [S(0), R], src_data_rank=None)

@@ -96,12 +96,6 @@ def dtypes_change_around_a_move(world):
 
 
 @case(world_size=4)
-def summands_are_not_made_of_a_value(world):
-    x = distribute_tensor(data(1, 12, 3), mesh_1d(), [R], src_data_rank=None)
-    refused_alike(world, lambda: x.redistribute(placements=[P]), RedistributeError)
-
-
-@case(world_size=4)
 def which_layouts_may_become_partial(world):
     t = data(1, 12, 8)
     for src, dst, allowed in (([P, S(0)], [P, S(0)], True), ([P, S(0)], [P, S(1)], True), ([S(0), P], [R, P], True),
@@ -113,20 +107,6 @@ def which_layouts_may_become_partial(world):
             assert x.redistribute(placements=dst).placements == tuple(dst) and allowed, (src, dst)
         except RedistributeError:
             assert not allowed, (src, dst)
-
-
-@case(world_size=4)
-def a_negative_dim_is_where_it_is_already(world):
-    x = distribute_tensor(data(1, 12, 3), mesh_1d(), [S(1)], src_data_rank=None)
-    with counted() as count:
-        assert x.redistribute(placements=[S(-1)]).placements[0].dim == 1
-    assert not count
-
-
-@case(world_size=4)
-def uneven_on_one_axis_on_both_and_smaller_than_the_mesh(world):
-    for shape, placements in itertools.product(((10, 5), (9, 5), (3, 5), (1, 3)), ([S(0), S(0)], [S(0), S(1)])):
-        equal(distribute_tensor(data(1, *shape), mesh_2d(), placements).full_tensor(), data(1, *shape), f"{shape} {placements}")
 
 
 @case(world_size=4)

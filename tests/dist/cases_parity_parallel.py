@@ -15,7 +15,6 @@ from ms_dtensor import (
     RowwiseParallel,
     SequenceParallel,
     Shard,
-    distribute_module,
     distribute_tensor,
     parallelize_module,
     value_and_grad,
@@ -267,13 +266,6 @@ def an_mlp_trains_as_on_one_device(world):
             equal(p, w, p.name, rtol=1e-4)  # after three steps
 
 
-@case(world_size=4)
-def an_mlp_answers_as_on_one_device(world):
-    net = parallelize_module(fill(Mlp("mint")), mesh_1d(), {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    net.set_train(False)
-    equal(net(data(1, 8, 12)), fill(Mlp("mint"))(data(1, 8, 12)))
-
-
 class Tied(nn.Cell):
     def __init__(self, tied):
         super().__init__()
@@ -317,15 +309,3 @@ def frozen_parameters_save_their_communication(world):
         assert len(grads) == (2 if frozen else 4)
         counts.append(sum(n for (_, phase), n in count.items() if phase == "backward"))
     assert counts[1] <= counts[0]
-
-
-@case(world_size=4)
-def modules_made_deferred_work_under_styles(world):
-    from mindspore.nn.utils import no_init_parameters
-    ms.set_seed(2)
-    plain = Mlp("nn")
-    ms.set_seed(2)
-    with no_init_parameters():
-        net = Mlp("nn")
-    distribute_module(parallelize_module(net, mesh_1d(), {"up": ColwiseParallel(), "down": RowwiseParallel()}), mesh_1d())
-    equal(net(data(1, 8, 12)), plain(data(1, 8, 12)))
