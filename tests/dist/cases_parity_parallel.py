@@ -41,8 +41,8 @@ def _step(cell, *inputs):
 @case(world_size=4)
 def each_style_has_its_collectives_and_their_transposes(world):
     """A bias behind rows is added once, on one rank: one more sum of 16 numbers in the backward."""
-    told, wide, narrow = {TOLD[0]: 1}, data(1, 8, 16), data(1, 8, 4)
-    for style, bias, x, shape, there, back in (
+    told, wide, narrow = {TOLD[0]: 1}, 16, 4
+    for style, bias, width, shape, there, back in (
             (ColwiseParallel(), True, wide, (8, 4), {}, {"all_reduce": 1}),
             (ColwiseParallel(input_layouts=S(0)), True, wide, (32, 4), told | {"all_gather": 1}, {"reduce_scatter": 1}),
             (RowwiseParallel(), False, narrow, (8, 16), told | {"all_reduce": 1}, {}),
@@ -50,7 +50,8 @@ def each_style_has_its_collectives_and_their_transposes(world):
             (RowwiseParallel(output_layouts=S(0)), False, narrow, (2, 16), told | {"reduce_scatter": 1}, {"all_gather": 1}),
             (RowwiseParallel(output_layouts=S(0)), True, narrow, (2, 16), told | {"reduce_scatter": 1},
              {"all_gather": 1, "all_reduce": 1})):
-        out, forward, backward = _step(parallelize_module(nn.Dense(16, 16, has_bias=bias), mesh_1d(), style), x)
+        out, forward, backward = _step(parallelize_module(nn.Dense(16, 16, has_bias=bias), mesh_1d(), style),
+                                       data(1, 8, width))  # a tensor of its own: of one, extents are told once
         assert (out.shape, forward, backward) == (shape, there, back), (style, bias, out.shape, forward, backward)
 
 
