@@ -401,12 +401,12 @@ def cluster_benchmarks_take_the_branch_for_devices(world):
 
     class Rehearsed(Bench):
         name = "Ascend910B2"
-    real, dtypes = collectives.dist, sampled(["float", "bfloat16"], 2, 1)
+    real = collectives.dist
     with rehearsed(clock=False) as device:
         bench = Rehearsed("npu", slots=1)
         collectives.dist = device
         try:
-            rows = collectives.run(bench, {"least": 256, "most": 256, "factor": 2, "times": 1, "dtypes": dtypes})
+            rows = collectives.run(bench, {"least": 256, "most": 256, "factor": 2, "times": 1, "dtypes": ["float", "bfloat16"]})
         finally:
             collectives.dist = real
         toy = {**suites.MODELS["toy"], "dim": 128, "n_layers": 1}
@@ -414,7 +414,7 @@ def cluster_benchmarks_take_the_branch_for_devices(world):
         step = llama.run(bench, {"name": "toy", "model": toy, "layout": {"dp": 2, "fsdp": True}, "steps": 1,
                                  "train": {"batch": 4, "seq": 16, "dtype": "bfloat16", "micro_batches": 2, "recompute": True}})
     assert {(r["op"], r["interface"], r["type"]) for r in rows} == set(itertools.product(
-        collectives.OPS, ("ms_dtensor", "mindspore"), dtypes))
+        collectives.OPS, ("ms_dtensor", "mindspore"), ("float", "bfloat16")))
     assert not any(r[way]["wrong"] for r in rows for way in ("in", "out") if way in r)
     assert {(r["op"], r["interface"]) for r in rows if "in" in r} == {
         ("all_reduce", "ms_dtensor"), ("all_reduce", "mindspore"), ("broadcast", "mindspore")}
