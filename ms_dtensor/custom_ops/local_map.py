@@ -111,7 +111,8 @@ class Mapping:
                  redistribute_inputs=False, out_shapes=None, additive=False, checked=None):
         self.who, self.outs, self.ins, self.grads = who, out_placements, in_placements, in_grad_placements
         self.mesh, self.redistribute, self.shapes = device_mesh, redistribute_inputs, out_shapes
-        self.additive, self.checked = additive, checked
+        self.additive, self.always = additive, checked is not None
+        self.checked = set() if checked is None else checked
         self._known: dict[tuple, tuple] = {}
 
     def run(self, fn, args: tuple, kwargs: dict):
@@ -148,7 +149,7 @@ class Mapping:
             it = iter(tensors)
             refilled = (map_leaves(lambda _: next(it), v, Tensor) for v in (args, kwargs))
             return fn(*next(refilled), **next(refilled))
-        check = mode.check_types or self.checked is not None
+        check = mode.check_types or self.always
         if check:
             back = *cotangents, *(t and t.gradient(own) for t in named)
             on = self._checked_once(on, key, (*targets, *named), back, outs, mesh)
@@ -163,7 +164,6 @@ class Mapping:
 
     def _checked_once(self, on, key, layouts, cotangents, outs, mesh):
         """`on`, which follows types if these layouts come for the first time; what was refused is checked again."""
-        self.checked = set() if self.checked is None else self.checked
         if key in self.checked:
             return on
 

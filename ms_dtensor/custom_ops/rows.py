@@ -272,16 +272,27 @@ def added_up(x: Tensor, index: np.ndarray | Tensor, to: Tensor) -> Tensor:
     return ms.mint.index_add(to, 0, index_of(index), x) if math.prod(x._shape) else to
 
 
+def zeros_for(x: Tensor, shape: Sequence[int], dtype) -> Tensor:
+    """To which parts of `x` are added up; a dry run has no kernel that makes them."""
+    return full(shape, 0, dtype) if (dry := executing()) is None else dry.alone(dry.like(x, shape, dtype))
+
+
 def _by_numpy() -> bool:
     """MindSpore's CPU backend builds a kernel for each number of rows that it meets, and keeps it."""
     return on_cpu() and executing() is None
 
 
 def _home(x: Tensor, rows: Rows) -> Tensor:
+    if (dry := executing()) is not None:
+        return dry.seen(lambda xs: _summed(xs[0], rows))((x,))
+    return _summed(x, rows)
+
+
+def _summed(x: Tensor, rows: Rows) -> Tensor:
     wide, shape = wider(x), (rows.count, *x._shape[1:])
     if _by_numpy() and math.prod(x._shape):
         return rounded(Tensor.from_numpy(_sums(wide.asnumpy(), rows.index, shape)), x)
-    return rounded(added_up(wide, rows.index, full(shape, 0, wide.dtype)), x)
+    return rounded(added_up(wide, rows.index, zeros_for(wide, shape, wide.dtype)), x)
 
 
 def _sums(x: np.ndarray, index: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

@@ -18,11 +18,13 @@ from mindspore import Tensor, mint
 
 from .. import comm
 from ..comm.group import Group
+from ..comm.pretended import executing
 from ..core.balance import Mask
 from ..core.tokens import Tokens, keys_by_rank
-from ..custom_ops.function import DFunction
-from ..custom_ops.rows import added_up, taken
+from ..custom_ops.function import Context, DFunction
+from ..custom_ops.rows import added_up, taken, zeros_for
 from ..errors import ConfigError
+from ..internals.names import Function
 from ..ops.local import varlen
 from ..ops.local.dtypes import full, wider
 
@@ -35,7 +37,8 @@ def ring(q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, mask: Mask, scale: flo
     if k._shape[2] != v._shape[2]:
         raise ConfigError(f"For '{WHO}', a ring has keys and values of one width.", f"{k._shape[2]} and {v._shape[2]}",
                           "They travel beside each other.", 'algorithm="gather"')
-    return (_FusedRing if mask.window is None else _Ring).apply(q, k, v, tokens, mask, scale, group, me)
+    kind, rest = _FusedRing if mask.window is None else _Ring, (tokens, mask, scale, group, me)
+    return kind.apply(q, k, v, *rest) if executing() is None else _Seen.apply(kind, rest, q, k, v)
 
 
 def ends(runs: list[tuple[int, int]]) -> list[int]:
@@ -129,12 +132,12 @@ class _Ring(DFunction):
         tokens, mask, scale, group, me, logs = ctx.rest
         g, wide = k._shape[1], wider(q).dtype
         kv = mint.cat((k, v), 1)
-        dkv = full((kv._shape[0], *kv._shape[1:]), 0, wide)
+        dkv = zeros_for(kv, kv._shape, wide)
         ready: dict[int, tuple] = {}
         dq: dict[int, Tensor] = {}
         with comm.annotate(phase="backward"):
             for there, part in _fetched(kv, tokens, mask, group, me):
-                grads = full(there._shape, 0, wide)
+                grads = zeros_for(there, there._shape, wide)
                 for number, q0, q1, k0, k1, a, c in part.blocks:
                     if number not in ready:
                         of, do, o = (varlen.by_heads(mint.narrow(x, 0, q0, q1 - q0), g) for x in (q, dout, out))
@@ -152,6 +155,25 @@ class _Ring(DFunction):
         return dq_all.astype(q.dtype), mint.narrow(dkv, 1, 0, g).contiguous(), mint.narrow(dkv, 1, g, g).contiguous()
 
 
+class _Seen(Function):
+    """A ring in a dry run, which sees its ops there and back: tensors are this rank's alone, also those that have come."""
+
+    @staticmethod
+    def forward(ctx, kind, rest, *tensors):
+        ctx.kind, ctx.own = kind, Context()
+        return executing().seen(lambda xs: kind.forward(ctx.own, *xs, *rest))(tensors)
+
+    @staticmethod
+    def backward(ctx, dout):
+        own, ctx.own = ctx.own, None
+        return None, None, *executing().seen(lambda xs: ctx.kind.backward(own, *xs))((dout,))
+
+
+def _here(x: Tensor) -> Tensor:
+    """What has come from another rank, as it goes on from here."""
+    return x if (dry := executing()) is None else dry.alone(x)
+
+
 def _fetched(kv: Tensor, tokens: Tokens, mask: Mask, group: Group | None, me: int) -> Iterator[tuple[Tensor, _Round]]:
     """The keys of one rank after another, and what to do with them; the next are under way meanwhile."""
     rounds = [part for part in _rounds(tokens, mask, me) if part.busy or not part.step]
@@ -162,7 +184,7 @@ def _fetched(kv: Tensor, tokens: Tokens, mask: Mask, group: Group | None, me: in
             return group.all_to_all_rows(taken(kv, part.gives), part.send, part.recv, async_op=True)
     coming = None
     for number, part in enumerate(rounds):
-        there = taken(kv, part.own) if coming is None else coming.wait()
+        there = taken(kv, part.own) if coming is None else _here(coming.wait())
         coming = start(rounds[number + 1]) if number + 1 < len(rounds) else None
         yield there, part
 
@@ -200,11 +222,11 @@ class _FusedRing(DFunction):
         q, k, v, out, top, total = ctx.saved_tensors
         tokens, mask, scale, group, me = ctx.rest
         g, wide = k._shape[1], wider(q).dtype
-        kv, dq = mint.cat((k, v), 1), full(q._shape, 0, wide)
-        dkv = full(kv._shape, 0, wide)
+        kv, dq = mint.cat((k, v), 1), zeros_for(q, q._shape, wide)
+        dkv = zeros_for(kv, kv._shape, wide)
         with comm.annotate(phase="backward"):
             for there, part in _fetched(kv, tokens, mask, group, me):
-                grads = full(there._shape, 0, wide)
+                grads = zeros_for(there, there._shape, wide)
                 for blocks in _kinds(part, mask):
                     of, do, *rest = (_rows_of(x, blocks) for x in (q, dout, out.astype(q.dtype), top, total))
                     one, dk, dv = varlen.fused_grad(of, do, varlen.Part(*rest), *_heads_of(there, blocks, g),
@@ -246,5 +268,5 @@ def _sent_home(grads: Tensor, part: _Round, group: Group | None, dkv: Tensor) ->
     if part.step:
         assert group is not None  # who is alone has one round
         with comm.annotate(src=f"gradients of {WHAT}", dst="whose they are"):
-            grads = group.all_to_all_rows(grads, part.recv, part.send)
+            grads = _here(group.all_to_all_rows(grads, part.recv, part.send))
     return added_up(grads, part.gives if part.step else part.own, dkv)

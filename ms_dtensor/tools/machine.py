@@ -53,10 +53,17 @@ class Stopwatch:
         results: deque = deque(maxlen=kept)
         self.agree(0.0)  # begin together
         started = time.perf_counter()
+        self._left_out = 0.0
         for i in range(calls):
+            self._began = time.perf_counter()
             results.append(call(*operands[i % len(operands)]))
             self._wait()
-        return self.agree(time.perf_counter() - started) / calls
+        return self.agree(time.perf_counter() - started - self._left_out) / calls
+
+    def begins(self) -> None:
+        """Of this call only what comes now counts."""
+        self._wait()
+        self._left_out += time.perf_counter() - self._began
 
     def _wait(self) -> None:
         if self.device != "cpu":
@@ -98,11 +105,16 @@ def measure_machine(device: str, agree: Callable[[float], float], group: Any) ->
     def rate(size: int, call: Callable[..., Tensor], make: Callable[[], Sequence[Tensor]], kept: float) -> list[float]:
         """GB/s, forward and backward, of an op whose backward reads so many bytes beside the cotangent."""
         x, *others = make()
-        there = watch.of(call, make)
-        both = watch.of(lambda x, *others: ms.grad(lambda x: call(x, *others))(x), make)
-        written = Tensor.numel(call(x, *others)) * 4
-        return [_digits(1e-9 * (size + written) / beyond(there)),
-                _digits(1e-9 * (written + kept + 4 * Tensor.numel(x)) / beyond(both - there, 3))]
+        given = filled(*call(x, *others).shape)
+
+        def there(x, *others):
+            out = call(x, *others)
+            watch.begins()
+            return out
+        back = watch.of(lambda x, *others: ops.GradOperation(sens_param=True)(lambda x: there(x, *others))(x, given), make)
+        written = given.nbytes
+        return [_digits(1e-9 * (size + written) / beyond(watch.of(call, make))),
+                _digits(1e-9 * (written + kept + 4 * Tensor.numel(x)) / beyond(back))]
 
     rates = {}
     forms = ops.MatMul(transpose_b=True), ops.MatMul(), ops.MatMul(transpose_a=True)  # of `nn.Dense`, there and back

@@ -181,7 +181,7 @@ def launched(row: str, steps: int, watched: bool) -> dict[str, Any]:
         begin = [sys.executable] if n == 1 else [
             "msrun", f"--worker_num={n}", f"--local_worker_num={n}", "--join=True", f"--log_dir={folder}/log",
             f"--master_port={20000 + abs(hash((row, time.time_ns()))) % 20000}"]
-        done = subprocess.run([*begin, *args], timeout=240, capture_output=True, text=True, check=False,
+        done = subprocess.run([*begin, *args], timeout=900, capture_output=True, text=True, check=False,
                               env=os.environ | ({"LD_PRELOAD": str(built())} if watched else {}))
         told = Path(f"{folder}/told.json")
         if not told.exists():
@@ -230,9 +230,9 @@ def main() -> None:
                            timeout=240, stdout=subprocess.DEVNULL)
             predicted = json.loads(Path(f"{folder}/told.json").read_text())
         real_one = measured[name]
-        over = {k: round(predicted[k] / real_one[k], 3) if predicted[k] and real_one[k] else None
+        over = {k: round(predicted[k] / real_one[k], 3) if predicted[k] and real_one.get(k) else None
                 for k in ("seconds", "tensors", "rss")}
-        rows[name] = {"communication equal": predicted["comm"] == real_one["comm"], **over, "predicted": predicted,
+        rows[name] = {"communication equal": predicted["comm"] == real_one.get("comm"), **over, "predicted": predicted,
                       "measured": real_one}
         print(name, {k: v for k, v in rows[name].items() if k not in ("predicted", "measured")}, file=sys.stderr, flush=True)
     print(json.dumps({"rows": rows, **order(rows)}, indent=1))
@@ -240,7 +240,7 @@ def main() -> None:
 
 def order(rows: dict[str, Any]) -> dict[str, Any]:
     """Of how many pairs the quicker one is told."""
-    timed = [(r["predicted"]["seconds"], r["measured"]["seconds"]) for r in rows.values() if r["predicted"]["seconds"]]
+    timed = [(r["predicted"]["seconds"], r["measured"]["seconds"]) for r in rows.values() if r["seconds"]]
     pairs = [(a, b) for i, a in enumerate(timed) for b in timed[i + 1:]]
     return {"pairs": len(pairs), "in order": sum((a[0] < b[0]) == (a[1] < b[1]) for a, b in pairs)}
 

@@ -17,15 +17,15 @@ pytestmark = pytest.mark.usefixtures("cpu")
 HEADS, KEY_HEADS, WIDTH = 8, 4, 64
 
 
-def attended(device: str, documents: tuple[int, ...], ranks: int):
+def attended(device: str, documents: tuple[int, ...], ranks: int, algorithm: str = "gather", window: int | None = None):
     """A dry run of attention and its gradients over such documents."""
     n = sum(documents)
     with dry_run(ranks, 0, device) as run:
         mesh = md.init_device_mesh("cpu" if device == "CPU" else "npu", (ranks,), mesh_dim_names=("cp",))
-        tokens, attention = md.balance(documents, ranks), md.context_attention(mesh)
+        tokens, attention = md.balance(documents, ranks), md.context_attention(mesh, algorithm)
         q, k, v = (md.zeros((n, h, WIDTH), device_mesh=mesh, placements=[md.Shard(0)])
                    for h in (HEADS, KEY_HEADS, KEY_HEADS))
-        md.value_and_grad(lambda q, k, v: attention(q, k, v, tokens).sum(), (0, 1, 2))(q, k, v)
+        md.value_and_grad(lambda q, k, v: attention(q, k, v, tokens, window=window).sum(), (0, 1, 2))(q, k, v)
     return run, tokens
 
 
@@ -38,6 +38,22 @@ def test_no_scores_are_counted_and_products_are_those_of_pairs(device):
     cost = 4 * tokens.work(0) * HEADS * WIDTH
     assert [(e.phase, e.flops) for e in seen] == [("forward", cost), ("backward", cost * 5 // 2)]
     assert not run.assumed
+
+
+@pytest.mark.parametrize("device", ["Ascend", "CPU"])
+def test_of_a_ring_rounds_are_seen_there_and_back_and_no_more_is_held_than_of_a_gather(device):
+    run, tokens = attended(device, (16384,), 4, "ring")
+    cost = 4 * tokens.work(0) * HEADS * WIDTH
+    for phase, least in (("forward", cost), ("backward", cost * 5 // 2)):
+        seen = [e for e in run.events if e.op == "context_attention" and e.phase == phase]
+        assert len(seen) >= 4 and sum(e.flops for e in seen) == least
+        assert {e.phase for e in run.events[run.events.index(seen[0]):run.events.index(seen[-1]) + 1]} == {phase}
+    first = next(i for i, e in enumerate(run.events) if e.is_move)
+    assert not run.events[first + 1].is_move and any(first in e.after for e in run.events)  # work goes on meanwhile
+    assert not run.assumed
+    assert attended(device, (16384,), 8, "ring")[0].memory().peak < 0.6 * run.memory().peak
+    windowed = attended(device, (16384,), 4, "ring", window=512)[0]
+    assert not windowed.assumed and 0 < windowed.flops() < run.flops()
 
 
 @pytest.mark.parametrize("ends", [((300, 512), (300, 900)), ((512,), (9000,))])

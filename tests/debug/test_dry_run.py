@@ -43,6 +43,7 @@ def test_nothing_is_computed():
                                     md.ColwiseParallel(use_local_output=False))
         x = md.zeros(1 << 16, 1 << 20, device_mesh=mesh)
         loss, (grad,) = md.value_and_grad(lambda x: net(x).sum(), None, net.trainable_params())(x)
+        assert (md.zeros(5 << 29, device_mesh=mesh) * 2)._shape == (5 << 29,)  # negative, if it were of 32 bits
     assert grad.shape == (1 << 20, 1 << 20) and grad._shape == (1 << 17, 1 << 20)
     assert run.flops() == 3 * 2 * (1 << 16) * (1 << 20) * (1 << 17)  # MindSpore makes the gradient of x, too
     assert run.memory().end["parameters"] == 4 << 37

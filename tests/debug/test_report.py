@@ -101,6 +101,9 @@ def test_the_page_of_a_step(tmp_path):
     names = [p.name for p in run.parameters()]
     assert len(names) == len(set(names)) == 3 * 4 + 1 and "layers.2.norm.weight" in names
     assert not run.pipeline()
+    for wrong in (4, {"secs": 1.0}, {"seconds": float("nan")}, {"bytes": -1}, {"comm": {"all_reduce tp": 3}}):
+        with pytest.raises(ConfigError, match="what a real run has shown"):
+            run.report(tmp_path / "step.html", measured=wrong)
 
 
 def test_the_pipelines_picture():

@@ -63,7 +63,7 @@ class Program:
         rng.shuffle(outs)
         self.accepted: list[tuple] = []
         self.out = None
-        for out in outs[:10]:
+        for out in outs:
             try:
                 local_map(self._built, list(out), check=True, out_shapes=lambda *_, out=out: self._shape(out))(*self.inputs)
             except OpRuleError:

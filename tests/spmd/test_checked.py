@@ -146,6 +146,9 @@ def test_a_function_is_checked_once_for_its_layouts_and_not_at_all_when_off(mesh
     with checks(rules=False, types=True):
         plain(x), plain(x)
     assert len(asked) == 2 * 2
+    asked.clear()
+    plain(lying(mesh, (8, 4), {"dp": Shard(1), "tp": Shard(0)}))  # the block has ended, and these are new
+    assert not asked
     with pytest.raises(OpRuleError):
         local_map(lambda x: x.exp(), {}, check=True)(x)
     assert not check.watched.__wrapped__ or not typed.account.get()

@@ -12,12 +12,13 @@ import sys
 from typing import Any, NamedTuple
 
 import numpy as np
-from mindspore import Tensor
+from mindspore import Tensor, mint
 from mindspore.ops.auto_generate import as_strided
 
 from ...comm.packing import numpy_dtype
 from .pool import Pool
 
+_MOST = 2**31 - 1
 KINDS = ("parameters", "gradients", "optimizer", "activations", "gathered", "buffers")
 
 
@@ -132,6 +133,8 @@ def on_storage_of(x: Tensor, shape) -> Tensor:
     shape = tuple(shape)
     if x.__class__ is not Tensor:
         x = Tensor._make_subclass(Tensor, x)
+    if max(shape, default=0) > _MOST:  # which `as_strided` takes for a negative one
+        return mint.broadcast_to(as_strided(x, (), (), 0), shape)
     return as_strided(x, shape, (0,) * len(shape), 0)
 
 

@@ -19,7 +19,7 @@ from mindspore import Parameter, Tensor
 from mindspore.ops import stop_gradient
 
 from ...comm.packing import numpy_dtype
-from ...comm.record import CommEvent, user_site
+from ...comm.record import CommEvent, note, user_site
 from ...comm.shm.arena import rounded
 from ...comm.world import current_world
 from ...core.dry_event import COMPUTE, DryEvent
@@ -190,7 +190,7 @@ class Executor(Told):
         cost = flops(what.op, what.arguments, [tuple(x._shape) for x in tensors], what.shapes)
         read = 0 if what.view else sum(prod(x._shape) * x.itemsize for x in tensors)
         written = 0 if what.view else sum(prod(s) * nbytes(d) for s, d in zip(what.shapes, dtypes))
-        event = self.note(what.op, "forward", user_site(), cost, read, written, tensors,
+        event = self.note(what.op, note().phase, user_site(), cost, read, written, tensors,
                           tensors[0].dtype if tensors else None)
         if name in _NO_GRADIENT:
             tensors = [stop_gradient(as_local(x)) for x in tensors]
@@ -210,18 +210,19 @@ class Executor(Told):
                   single, cost, scratch)
         return Op.apply(job, *used)
 
-    def node(self, op: str, tensors, shape, cost: int, scratch) -> Tensor:
-        """An op of ours that is one node of NumPy's, of which no rule tells; of the first one's dtype.
+    def node(self, op: str, tensors, shape, cost: int, scratch=None, beside=()) -> Any:
+        """An op of ours that is one node of NumPy's or one kernel, of which no rule tells; of the first one's dtype.
 
-        `scratch`: shapes of what it keeps for its backward beside the operands, of what the forward has while it runs, and
-        of what the backward has.
+        `scratch`: of NumPy's, shapes of what it keeps for its backward beside the operands, of what the forward has while it
+        runs, and of what the backward has. `beside`: (shape, dtype) of further results; then all come as a tuple.
         """
         xs = [x if getattr(x, "_layout", None) is None else as_local(x) for x in tensors]
-        size = xs[0].itemsize
-        event = self.note(op, "forward", user_site(), cost, sum(prod(x._shape) * x.itemsize for x in xs), prod(shape) * size,
-                          xs, xs[0].dtype)
-        what = Abstract(op, {}, (tuple(shape),), (dtype_name(xs[0].dtype),))
-        return self.alone(self._recorded(what, xs, [xs[0].dtype], True, cost, event, scratch=scratch))
+        what = Abstract(op, {}, (tuple(shape), *(tuple(s) for s, _ in beside)),
+                        (dtype_name(xs[0].dtype), *(dtype_name(d) for _, d in beside)))
+        dtypes = [dtype_of(name) for name in what.dtypes]
+        event = self.note(op, note().phase, user_site(), cost, sum(prod(x._shape) * x.itemsize for x in xs),
+                          sum(prod(s) * nbytes(d) for s, d in zip(what.shapes, dtypes)), xs, xs[0].dtype)
+        return self.alone(self._recorded(what, xs, dtypes, not beside, cost, event, scratch=scratch))
 
     def arrays(self, shapes, dtype, event: int) -> list[Tensor]:
         """Of NumPy, that a node of ours has beside its results."""

@@ -15,6 +15,7 @@ import numpy as np
 from mindspore import Tensor, mint
 from mindspore.ops.auto_generate import gen_ops_prim
 
+from ...comm.pretended import executing
 from ...core.balance import Mask
 from ...internals.target import ascend_kernels, on_cpu
 from ..rules.attention import FAR
@@ -129,7 +130,7 @@ def block_grad(q: Tensor, k: Tensor, v: Tensor, hidden: np.ndarray | None, scale
 
 # -- where something is no number, a query with what it sees alone: a weight of 0 times NaN is NaN --------------------------
 def _broken(*operands: Tensor) -> bool:  # a device would have to be waited for
-    return on_cpu() and not all(np.isfinite(x.asnumpy()).all() for x in operands)
+    return on_cpu() and executing() is None and not all(np.isfinite(x.asnumpy()).all() for x in operands)
 
 
 def _apart(hidden: np.ndarray, *rows: Tensor) -> tuple[np.ndarray, ...]:
@@ -185,6 +186,8 @@ def fused(q: Tensor, k: Tensor, v: Tensor, q_ends: Sequence[int], k_ends: Sequen
 
     `diagonal`: the last query of a run stands where its last key does; else every query sees all of them.
     """
+    if (dry := executing()) is not None:
+        return _dry(dry, q, k, v, (), q_ends, k_ends, diagonal)
     if on_cpu() and not ascend_kernels():  # which a test stands in for
         of, keys, values = (wider(x).asnumpy() for x in (q, k, v))
         return Part(*map(Tensor.from_numpy, varlen_cpu.forward(of, keys, values, q_ends, k_ends, Mask(diagonal), scale)))
@@ -193,6 +196,25 @@ def fused(q: Tensor, k: Tensor, v: Tensor, q_ends: Sequence[int], k_ends: Sequen
     top, total, _, out = run(q, k, v, None, _triangle() if diagonal else None, q._shape[1], 1.0, scale, pre_tokens=FAR,
                              form="TND", lengths=(tuple(q_ends), tuple(k_ends)), dropped=None, **mode)
     return Part(wider(out), top, total)
+
+
+def _dry(dry, q: Tensor, k: Tensor, v: Tensor, given: tuple, q_ends: Sequence[int], k_ends: Sequence[int],
+         diagonal: bool) -> Any:
+    """What a dry run sees of these two, of the gradient if something is given: one op without scores."""
+    rows, keys = np.diff(q_ends, prepend=0), np.diff(k_ends, prepend=0)
+    met = np.minimum(rows, keys)  # of a diagonal, queries that see some key
+    seen = int((keys * met - met * (met - 1) // 2 if diagonal else rows * keys).sum())
+    (t, h, e), (*_, wide), scratch = q._shape, v._shape, None
+    cost, each = 2 * seen * h * (e + wide), 8  # a device's kernel gives statistics eight times
+    if on_cpu():
+        q, k, v = map(wider, (q, k, v))
+        _, (_, *forward), backward = varlen_cpu.beside((t, h, e), k._shape, v._shape, q_ends, k_ends)
+        scratch, each = ([], backward if given else forward, []), 1
+    if given:
+        return dry.node("context_attention", (q, k, v, *given), (t, h, e), cost * 5 // 2, scratch,
+                        ((k._shape, k.dtype), (v._shape, v.dtype)))
+    made = dry.node("context_attention", (q, k, v), (t, h, wide), cost, scratch, (((t, h, each), wider(q).dtype),) * 2)
+    return Part(wider(made[0]), *made[1:])
 
 
 def joined(a: Part | None, b: Part) -> Part:
@@ -214,6 +236,8 @@ def fused_grad(q: Tensor, dout: Tensor, whole: Part, k: Tensor, v: Tensor, q_end
     in its documents.
     """
     h = q._shape[1]
+    if (dry := executing()) is not None:
+        return _dry(dry, q, k, v, (dout, *whole), q_ends, k_ends, diagonal)
     if ascend_kernels():
         kernel = _grad_kernel(h, 1.0, scale, FAR, 0 if diagonal else FAR, 0, "TND", 3 if diagonal else 0)
         mask = _triangle() if diagonal else None
