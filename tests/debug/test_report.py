@@ -13,6 +13,7 @@ import ms_dtensor as md
 from ms_dtensor.debug import dry_run
 from ms_dtensor.debug.dryrun.page import Exchange, Facts, Parameter, folded, html, thinned
 from ms_dtensor.debug.text import human
+from ms_dtensor.errors import ConfigError
 from tests.debug import dry_programs as programs
 
 HOSTILE = '"><script>alert(1)</script><img src=x onerror=\'alert(2)\'>&amp;'

@@ -63,7 +63,9 @@ class Program:
         rng.shuffle(outs)
         self.accepted: list[tuple] = []
         self.out = None
-        for out in outs:
+        names = mesh.mesh_dim_names  # no placement is of a value whose cotangent is a summand: it becomes one that is alike
+        ends = itertools.chain.from_iterable(itertools.combinations(names, n) for n in range(mesh.ndim + 1))
+        for self.ends, out in itertools.product(ends, outs):
             try:
                 local_map(self._built, list(out), check=True, out_shapes=lambda *_, out=out: self._shape(out))(*self.inputs)
             except OpRuleError:
@@ -100,6 +102,9 @@ class Program:
             except (ValueError, RuntimeError, TypeError):  # shapes that do not fit each other, on all ranks alike
                 continue
             self.accepted.append(step)
+        for axis in self.ends:
+            self.accepted.append(("move", "to I", len(pool) - 1, axis, 0))
+            pool.append(apply(self.accepted[-1], pool, self.mesh))
         self.local_shape = tuple(pool[-1].shape)
         return pool[-1]
 

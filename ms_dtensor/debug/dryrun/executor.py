@@ -217,11 +217,11 @@ class Executor(Told):
         runs, and of what the backward has. `beside`: (shape, dtype) of further results; then all come as a tuple.
         """
         xs = [x if getattr(x, "_layout", None) is None else as_local(x) for x in tensors]
-        what = Abstract(op, {}, (tuple(shape), *(tuple(s) for s, _ in beside)),
-                        (dtype_name(xs[0].dtype), *(dtype_name(d) for _, d in beside)))
-        dtypes = [dtype_of(name) for name in what.dtypes]
+        results = [(tuple(shape), xs[0].dtype), *((tuple(s), d) for s, d in beside)]
+        dtypes = [d for _, d in results]
+        what = Abstract(op, {}, tuple(s for s, _ in results), tuple(map(dtype_name, dtypes)))
         event = self.note(op, note().phase, user_site(), cost, sum(prod(x._shape) * x.itemsize for x in xs),
-                          sum(prod(s) * nbytes(d) for s, d in zip(what.shapes, dtypes)), xs, xs[0].dtype)
+                          sum(prod(s) * nbytes(d) for s, d in results), xs, xs[0].dtype)
         return self.alone(self._recorded(what, xs, dtypes, not beside, cost, event, scratch=scratch))
 
     def arrays(self, shapes, dtype, event: int) -> list[Tensor]:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from typing import Any
+from urllib.parse import quote
 
 from .. import svg
 from ..text import human
@@ -90,7 +91,7 @@ def html(page: Facts) -> str:
              f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style></head><body>'
              f"<h1>{escape(page.title)}</h1>", table(("", ""), page.facts, words=2)]
     if page.links:
-        parts.append("<p>" + ", ".join(f'<a href="{escape(file)}">{escape(what)}</a>' for file, what in page.links) + "</p>")
+        parts.append("<p>" + ", ".join(f'<a href="{quote(file)}">{escape(what)}</a>' for file, what in page.links) + "</p>")
     if page.compared:
         titles = ("", "unit", "predicted", "measured", "predicted / measured")
         parts += ["<h2>Predicted beside measured</h2>", table(titles, map(_compared, page.compared), words=2)]

@@ -49,7 +49,7 @@ def write_report(run: DryRun, path: str | os.PathLike, title: str, hardware, mea
 def _check(measured: Any) -> None:
     """A name that is spelt in another way would stand nowhere on the page."""
     def number(x) -> bool:
-        return isinstance(x, int | float | np.number) and not isinstance(x, bool) and 0 <= x < math.inf
+        return isinstance(x, int | float | np.number) and not isinstance(x, bool) and bool(0 <= x < math.inf)
     known = isinstance(measured, Mapping) and not set(measured) - {"seconds", "bytes", "comm"}
     comm = measured.get("comm", {}) if known else {}
     if not known or not all(number(measured[k]) for k in ("seconds", "bytes") if k in measured) or not (

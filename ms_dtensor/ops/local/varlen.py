@@ -204,8 +204,9 @@ def _dry(dry, q: Tensor, k: Tensor, v: Tensor, given: tuple, q_ends: Sequence[in
     rows, keys = np.diff(q_ends, prepend=0), np.diff(k_ends, prepend=0)
     met = np.minimum(rows, keys)  # of a diagonal, queries that see some key
     seen = int((keys * met - met * (met - 1) // 2 if diagonal else rows * keys).sum())
-    (t, h, e), (*_, wide), scratch = q._shape, v._shape, None
+    (t, h, e), (*_, wide) = q._shape, v._shape
     cost, each = 2 * seen * h * (e + wide), 8  # a device's kernel gives statistics eight times
+    scratch: Any = None
     if on_cpu():
         q, k, v = map(wider, (q, k, v))
         _, (_, *forward), backward = varlen_cpu.beside((t, h, e), k._shape, v._shape, q_ends, k_ends)
