@@ -250,14 +250,17 @@ def test_what_is_no_size_or_no_figure_is_refused(tmp_path):
     """A name that is spelt in another way, or a word in the place of a truth value, would count in silence."""
     sizes = {"n_layers": 4, "dim": 512, "n_heads": 8, "n_kv_heads": 8, "ffn_dim": 1024, "vocab_size": 512}
     for changed, asked in (({"dim": "512"}, {}), ({"dim": -512}, {}), ({"n_heads": True}, {}), ({}, {"world": 8.0}),
-                           ({}, {"batch": "8"}), ({}, {"seq": True}), ({}, {"hardware": None})):
-        with pytest.raises(ConfigError, match=r"no size|is '8'|is 8\.0|is True|is no machine"):
+                           ({}, {"batch": "8"}), ({}, {"seq": True}), ({}, {"hardware": None}),
+                           ({}, {"hardware": "910b\0"})):
+        with pytest.raises(ConfigError, match=r"no size|is '8'|is 8\.0|is True|is no machine|there is no machine"):
             suggest(sizes | changed, **({"world": 8, "hardware": "910b", "batch": 8, "seq": 64} | asked))
     right = yaml.safe_load((MACHINES / "910b.yaml").read_text())
     for place, value in (("launch_us", -5), ("overlap", "no"), ("lunch_us", 3), ("memory.gbs", 3), ("memory.gb_s", math.inf),
                          ("matrix.tflops", True), ("links.0.ring", "false"), ("links.0.processor", 5), ("links.0.wait", -1),
                          ("links.0.latency_us", -1), ("links.0.factors.all_reduce", -1), ("links", right["links"][::-1]),
-                         ("host_us", {"opp": [1, 2]}), ("memory.communicator_mib", -5)):
+                         ("host_us", {"opp": [1, 2]}), ("memory.communicator_mib", -5), ("memory.gib", 1e308),
+                         ("matrix.reached", [[math.nan, 1.0], [0, 0.5]]), ("matrix.reached", [[0, True]]),
+                         ("links.0.ranks", 1.5)):
         wrong = copy.deepcopy(right)
         *folders, name = place.split(".")
         at = functools.reduce(lambda part, key: part[int(key) if key.isdigit() else key], folders, wrong)

@@ -136,14 +136,15 @@ def load_hardware(machine: str | Path | Hardware) -> Hardware:
     file = MACHINES / f"{machine}.yaml" if str(machine) in known else Path(machine)
     try:
         told = yaml.safe_load(file.read_text("utf-8"))
-    except OSError as error:
-        raise ConfigError(f"For 'hardware', there is no machine '{machine}'.", f"{file}: {error.strerror}",
-                          f"Known are {', '.join(known)}; others are files of yours.",
-                          ["python -m ms_dtensor calibrate --hardware FILE measures this one",
-                           f"copy {MACHINES / 'a100.yaml'} and change its figures"]) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"For 'hardware', '{file}' is no YAML.", str(error)[:200], "A machine is one YAML file.",
                           f"write it as {MACHINES / 'a100.yaml'} is") from None
+    except (OSError, ValueError) as error:  # a name with a zero byte is a ValueError
+        raise ConfigError(f"For 'hardware', there is no machine {str(machine)!r}.",
+                          f"{str(file)!r}: {getattr(error, 'strerror', error)}",
+                          f"Known are {', '.join(known)}; others are files of yours.",
+                          ["python -m ms_dtensor calibrate --hardware FILE measures this one",
+                           f"copy {MACHINES / 'a100.yaml'} and change its figures"]) from None
     try:
         return parse(file.stem, told)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -157,7 +158,7 @@ def parse(name: str, told: Mapping[str, Any]) -> Hardware:
     """A machine of what its file says, in the file's units: TFLOP/s, GB/s, GFLOP, MB, microseconds, GiB."""
     def curve(which: str, peak: str, scale: float, size: float) -> Curve:
         part = told[which]
-        steps = tuple((float(least) * size, float(share)) for least, share in part["reached"])
+        steps = tuple((_number("reached", least) * size, _number("reached", share)) for least, share in part["reached"])
         if not steps or steps[-1][0] != 0 or any(a <= b for (a, _), (b, _) in zip(steps, steps[1:])):
             raise ValueError(f"reached: sizes fall, and the last is 0: {part['reached']}")
         if not all(0 < share <= 1 for _, share in steps):
@@ -176,7 +177,7 @@ def parse(name: str, told: Mapping[str, Any]) -> Hardware:
     return Hardware(name, str(told["source"]), curve("matrix", "tflops", 1e12, 1e9), curve("vector", "tflops", 1e12, 1e9),
                     curve("memory", "gb_s", 1e9, 1e6), _truth("overlap", told["overlap"]),
                     _number("launch_us", told["launch_us"]) * 1e-6,
-                    int(_positive("gib", told["memory"]["gib"]) * 2**30), links,
+                    int(_number("gib", _positive("gib", told["memory"]["gib"]) * 2**30)), links,
                     int(_number("communicator_mib", told["memory"].get("communicator_mib", 0)) * 2**20),
                     {op: (_positive(op, there) * 1e9, _positive(op, back) * 1e9)
                      for op, (there, back) in told.get("kernels", {}).items()},
@@ -190,7 +191,10 @@ def _link(told: Mapping[str, Any]) -> Link:
     processor = _number("processor", told["processor"])
     if processor > 1:
         raise ValueError(f"processor: {processor}, a share")
-    return Link(int(_positive("ranks", told["ranks"])), _positive("gb_s", told["gb_s"]) * 1e9,
+    ranks = _positive("ranks", told["ranks"])
+    if ranks % 1:
+        raise ValueError(f"ranks: {ranks}")
+    return Link(int(ranks), _positive("gb_s", told["gb_s"]) * 1e9,
                 _number("latency_us", told["latency_us"]) * 1e-6,
                 {op: _positive(op, told["factors"][op]) for op in COLLECTIVES}, _truth("ring", told["ring"]), processor,
                 _number("wait", told.get("wait", 0.0)))
