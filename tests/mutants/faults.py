@@ -123,9 +123,9 @@ Tensor.untyped_storage = (lambda real: lambda self: _Keeps(real(self)))(Tensor.u
           "ops.swiglu(mint.stack((up, gate), 1), 1)"),
     # -- of others' rings: diffusers#14265, mindone#1438, pytorch#160285, PaddleFormers#3010 ------------------------------
     Fault("a ring's backward has stale keys", RING, f"{GRID} -k stale_keys",
-          "                grads = full(there._shape, 0, wide)\n                for blocks",
+          "                grads = zeros_for(there, there._shape, wide)\n                for blocks",
           "                there = taken(kv, np.arange(there._shape[0]))\n"
-          "                grads = full(there._shape, 0, wide)\n                for blocks"),
+          "                grads = zeros_for(there, there._shape, wide)\n                for blocks"),
     Fault("a ring's backward takes dout for ones", RING, f"{GRID} -k without_the_cotangent",
           "for x in (q, dout, out.astype(q.dtype), top, total))",
           "for x in (q, dout * 0 + 1, out.astype(q.dtype), top, total))"),
