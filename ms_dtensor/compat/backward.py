@@ -15,6 +15,7 @@ from ..dispatch.reached import know
 from ..dispatch.recorded import backward as ours
 from ..dispatch.recorded import kept, not_recorded, recorded
 from ..errors import ConfigError
+from ..internals.names import set_requires_grad
 
 _BASE: Any = Tensor.__mro__[-2]  # C++'s class, of which tensors and parameters are
 
@@ -33,10 +34,12 @@ def _requires_grad(self) -> bool:
     return self._requires_grad
 
 
-def _set_requires_grad(self, value: bool) -> None:
-    self.requires_grad_(value)
-    if value:
+def _requires_grad_(self, requires_grad: bool = True):
+    """PyTorch's: MindSpore's returns nothing, and here the tensor is one whose gradient a backward keeps."""
+    set_requires_grad(self, requires_grad)
+    if requires_grad:
         know([self])
+    return self
 
 
 def _detach(self):
@@ -61,8 +64,8 @@ def _zero_grad(self, set_to_none: bool = True) -> None:
         p.grad = None
 
 
-_ON_TENSORS: dict[str, Any] = {"backward": _backward, "grad": kept, "detach": _detach,
-                               "requires_grad": property(_requires_grad, _set_requires_grad),
+_ON_TENSORS: dict[str, Any] = {"backward": _backward, "grad": kept, "detach": _detach, "requires_grad_": _requires_grad_,
+                               "requires_grad": property(_requires_grad, _requires_grad_),
                                "is_leaf": property(lambda self: self._is_leaf)}
 _ON_OPTIMIZERS: dict[str, Any] = {"step": _step, "zero_grad": _zero_grad}
 _NOTHING = object()
@@ -124,7 +127,8 @@ def compat_is_on() -> bool:
 
 
 def enable_mindspore_backward_compat() -> BackwardCompat:
-    """Gives tensors `backward`, `grad`, `detach` and `requires_grad`, and MindSpore's optimizers `step` and `zero_grad`.
+    """Gives tensors `backward`, `grad`, `detach`, `requires_grad` and `requires_grad_` as PyTorch has them, and MindSpore's
+    optimizers `step` and `zero_grad`.
 
     From here on, or in a `with` block, everything is recorded; gradients are `md.backward`'s, of all leaves that a loss is
     computed from, bit for bit those of `value_and_grad`. It is refused meanwhile, as are pipelines but hyper_parallel's.

@@ -21,7 +21,7 @@ import mindspore as ms
 from mindspore import Parameter, Tensor
 
 from ..core.tree import leaves
-from ..internals.names import Function, NoFallbackGuard, executor, run_backward
+from ..internals.names import Function, NoFallbackGuard, executor, run_backward, set_requires_grad
 from . import classes, modes
 from .memo import memo_of
 from .op_call import OpCall, op_name, refill
@@ -61,7 +61,7 @@ class Holding:
             layout = getattr(x, "_layout", None)
             with NoFallbackGuard():
                 out = make(kind or (GatedTensor if layout is None else classes.GATED), ms.ops.stop_gradient(local_alias(x)))
-            Tensor.requires_grad_(out, True)
+            set_requires_grad(out, True)
             if layout is not None:
                 out._layout = layout
                 if x._memo is not None:
@@ -105,7 +105,7 @@ class _Held(Function):
     def forward(ctx, store: Holding, anchor, run: Callable, *xs):
         cut = [x.view(x._shape) for x in xs]  # unrecorded here, and so a leaf
         for leaf, x in zip(cut, xs):
-            Tensor.requires_grad_(leaf, x._requires_grad)
+            set_requires_grad(leaf, x._requires_grad)
         was = executor.grad_flag(), executor.enable_grad()
         executor.set_grad_flag(True)
         executor.set_enable_grad(True)

@@ -15,7 +15,7 @@ from ..comm.packing import cast
 from ..comm.record import active
 from ..core.layout import Layout
 from ..core.placements import REPLICATE
-from ..internals.names import NoFallbackGuard, enabled, recording
+from ..internals.names import NoFallbackGuard, enabled, recording, set_requires_grad
 from ..redistribute.execute import redistribute_local, run
 from ..redistribute.plan import plan as plan_moves
 from ..redistribute.plan import relabels
@@ -75,7 +75,7 @@ def detached(x):
 def leaf_of(x, recorded: bool):
     """A leaf with the values of a tensor, whose gradient is recorded or not."""
     out = detached(x)
-    Tensor.requires_grad_(out, recorded)
+    set_requires_grad(out, recorded)
     return out
 
 

@@ -13,12 +13,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple
 
-import mindspore as ms
 from mindspore import Parameter, Tensor, nn
 
 from ..errors import MixedOperandError, OpRuleError
 from ..internals.names import NoFallbackGuard, enabled, executor, run_backward
 from ..internals.probes import check_recordings
+from ..ops.local.dtypes import full
 from . import patches
 from .operands import local_alias, recording, retag
 from .patches.gradients import apart, as_cotangents, backward_apart, end_abandoned, in_this_gradient, kept_apart, layouts_of
@@ -190,9 +190,9 @@ kept = property(_kept, _keep, _drop)  # of DTensors; of all tensors under `compa
 
 def _start(loss, gradient) -> Tensor:
     """The cotangent of `loss` as a local tensor."""
-    layouts = layouts_of([loss])
+    layouts, shape = layouts_of([loss]), local_alias(loss)._shape
     if gradient is None:
-        gradient = ms.ops.ones_like(local_alias(loss))
+        gradient = full(shape, 1, loss.dtype)
         gradient = gradient if layouts[0] is None else retag(gradient, layouts[0].gradient())
     elif gradient._shape and tuple(gradient.shape) != tuple(loss.shape):
         raise _refused(loss, f"'gradient' has the shape of the loss, or is one number, but its shape is {gradient.shape}.",
@@ -200,7 +200,7 @@ def _start(loss, gradient) -> Tensor:
     elif gradient.is_complex() and not loss.is_complex():
         raise _refused(loss, f"Its gradient is real, but 'gradient' is of {gradient.dtype}.", "gradient.real()")
     elif not gradient._shape:
-        gradient = gradient.astype(loss.dtype) * (ms.ops.ones_like(local_alias(loss)))
+        gradient = full(shape, gradient, loss.dtype).contiguous()
         gradient = gradient if layouts[0] is None else retag(gradient, layouts[0].gradient())
     return as_cotangents(layouts, gradient if gradient.dtype == loss.dtype else gradient.astype(loss.dtype))
 

@@ -20,6 +20,7 @@ from ..core.tree import leaves, map_leaves
 from ..errors import OpRuleError
 from ..internals.names import NoFallbackGuard, enabled, executor, run_backward
 from ..internals.probes import check_recordings
+from ..ops.local.dtypes import full
 from . import patches
 from .cotangent import summed_gradient
 from .held import Holding, holding
@@ -95,7 +96,7 @@ class Recording:
         given = leaves(self.outputs, Tensor)
         layouts = layouts_of(given)
         if cotangents is None:
-            cotangents = [ms.ops.ones_like(local_alias(y)) for y in given]
+            cotangents = [full(local_alias(y)._shape, 1, y.dtype) for y in given]
             cotangents = [g if at is None else retag(g, at.gradient()) for g, at in zip(cotangents, layouts)]
         sens = leaves((as_cotangents(layouts, cotangents),), Tensor)
         roots = [(y, g) for y, g in zip(given, sens, strict=True) if y._requires_grad and y.is_floating_point()]

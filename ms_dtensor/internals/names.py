@@ -29,6 +29,7 @@ executor = _private("mindspore.graph.api", "_pynative_executor")  # autograd's s
 # the engine below `executor.grad`; only recordings need it, and their probe refuses a release without it
 run_backward: Any = getattr(import_module("mindspore._c_expression"), "run_backward", None)
 no_grad = _private("mindspore.graph.api", "_no_grad")  # inside, nothing is recorded
+set_requires_grad = ms.Tensor.requires_grad_  # MindSpore's own: `compat.backward` puts PyTorch's in its place
 recording = executor._executor.grad_flag  # the C++ method: the Python one around it costs as much again
 enabled = executor._executor.enable_grad  # whether `no_grad` is not around; `recording` goes on inside it
 context = _private("mindspore.context", "_context")()._context_handle  # its C++ half: `get_context` costs 40 times as much

@@ -55,8 +55,8 @@ def by_blocks(of, loss) -> Iterator[str]:
 def by_methods(of, loss) -> Iterator[str]:
     """The same as PyTorch writes it; leaves are found."""
     with enable_mindspore_backward_compat():
-        for x in of:
-            x.requires_grad = True
+        for x in of:  # as PyTorch has it: it gives the tensor, whose gradient is kept from now on
+            assert x.requires_grad_() is x
         y = loss()
         y.backward(retain_graph=True)
         yield "once"
@@ -277,6 +277,12 @@ def hooks_inputs_cotangents_and_what_is_not_reached(world):
         y = net.w * net.w
         md.backward(y, gradient=y.detach().astype(ms.float64))  # as in PyTorch it takes the dtype of what it is of
     equal(net.w.grad, 2 * net.w.full_tensor() ** 3, "a cotangent of another dtype")
+    for half in (None, Tensor(0.5), Tensor(0.5, ms.bfloat16)):  # of 16 bits, for which a CPU has no kernel that makes ones
+        short = x.astype(ms.bfloat16)
+        short.requires_grad_()
+        with md.recorded([short]):
+            md.backward((short * short).sum(), half)
+        equal(short.grad.astype(ms.float32), short.astype(ms.float32) * (2 if half is None else 1), "of 16 bits")
     for twice in ({"inputs": [net.plain, net.plain]}, {}):  # named twice is one leaf
         net.plain.grad = None
         with md.recorded([net.plain, net.plain]):

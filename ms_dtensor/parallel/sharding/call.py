@@ -24,7 +24,7 @@ from ...dispatch.operands import LAID_OUT, local_alias, wrap
 from ...dispatch.patches.gradients import in_this_gradient
 from ...dispatch.patches.recomputed import recomputing, standing_in
 from ...errors import LayoutError, OpRuleError
-from ...internals.names import Function, NoFallbackGuard, executor, recording
+from ...internals.names import Function, NoFallbackGuard, executor, recording, set_requires_grad
 from ...internals.target import on_cpu
 from ...redistribute.execute import redistribute_local
 from ...tensor.dtensor import DTensor
@@ -180,7 +180,7 @@ class Call:
                     held = copy(held)
                     self.copied.add(k)
                 if k not in of:  # a fresh tensor is taken for one whose gradient is wanted
-                    Tensor.requires_grad_(held, False)
+                    set_requires_grad(held, False)
                 if self.local:
                     out[k] = local.gathered(self, p, of.get(k), held)
                 else:

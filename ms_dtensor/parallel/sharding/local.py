@@ -23,7 +23,7 @@ from ...dispatch.cotangent import as_copy
 from ...dispatch.memo import memo_of
 from ...dispatch.operands import as_local, dtype_name, local_alias, wrap
 from ...errors import ConfigError, LayoutError, MixedOperandError, OpRuleError
-from ...internals.names import NoFallbackGuard, recording
+from ...internals.names import NoFallbackGuard, recording, set_requires_grad
 from ...redistribute.execute import redistribute_local
 from ...tensor.dtensor import DTensor
 from .batch import BATCH
@@ -129,7 +129,7 @@ def kept(call: Call, p: Any) -> Tensor:
     with NoFallbackGuard():
         x = local_alias(p) if dtype == p.dtype else ops.stop_gradient(p).astype(dtype)
     if not recording() or not p.requires_grad:
-        Tensor.requires_grad_(x, False)
+        set_requires_grad(x, False)
     elif dtype == p.dtype:
         x = redistribute_local(p, layout, layout, cotangent, cotangent, data=p)
     else:
