@@ -11,7 +11,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -26,6 +26,7 @@ from ..cotangent import summed_gradient
 from ..operands import SHARDED_BY, local_alias, recording, redistribute, retag
 from ..replaced import current
 from . import recomputed
+from .recomputed import sought
 from .undo import Patched
 
 _LIMIT = 256
@@ -102,15 +103,28 @@ def kept_apart(param) -> bool:
 def _asking(of: list | None) -> Iterator[None]:
     """Inside runs the backward that is to give the gradients of these; None: of all parameters that it meets."""
     _asked.append(None if of is None else {id(x) for x in of})
+    token = sought.set(None)  # hooks may begin forwards of their own
     try:
         yield
     finally:
+        sought.reset(token)
         _asked.pop()
 
 
 def asked_for(param) -> bool:
     """Whether the backward under way is to give this parameter's gradient: a node of many is run for any one of them."""
     return not _asked or _asked[-1] is None or id(param) in _asked[-1]
+
+
+@contextmanager
+def _seeking(of: Iterable | None) -> Iterator[None]:
+    """Inside runs a forward whose gradient will be of these; None: who asks for what is said later."""
+    ids, around = None if of is None else frozenset(map(id, of)), sought.get() if recording() else frozenset()
+    token = sought.set(None if ids is None or around is None else around | ids)
+    try:
+        yield
+    finally:
+        sought.reset(token)
 
 
 def _differentiated(fn, operation, weights, grad_position, inputs) -> list:
@@ -257,7 +271,24 @@ def end_abandoned() -> None:
     _clean(True)
 
 
-def _forward(original):
+def _gradient(original):
+    def make(self, fn, weights=None, *position):  # of `GradOperation` and `_Grad`: a function of forward and backward
+        run = original(self, fn, weights, *position)
+        if not self.pynative_:
+            return run
+
+        def gradient(*args, **kwargs):
+            inputs = [*args, *(x for name, x in kwargs.items() if name != "sens")]
+            unsaid = self.get_by_list and weights is None and not isinstance(fn, nn.Cell)
+            given = [weights] if isinstance(weights, Tensor) else weights
+            now, at = None if given is None else [current(p) for p in given], position[0] if position else 0
+            with _seeking(None if unsaid else _differentiated(fn, self, now, at, inputs)):
+                return run(*args, **kwargs)
+        return gradient
+    return make
+
+
+def _forward(original, unsaid: bool = False):
     @functools.wraps(original)
     def forward(fn, *args, **kwargs):
         if _apart.get() and recording():
@@ -267,7 +298,7 @@ def _forward(original):
                                "take it outside, and pass it in as an input"))
         end_abandoned()
         if recording():
-            with modes.HigherOrderBlock():
+            with modes.HigherOrderBlock(), _seeking(None) if unsaid else nullcontext():
                 return original(fn, *args, **kwargs)
         try:
             return original(fn, *args, **kwargs)
@@ -281,8 +312,10 @@ def _complex_call(original):
     @functools.wraps(original)
     def complex_call(self, *args, **kwargs):  # of a cell after `set_grad()`, as training cells call it, among others
         outermost = not recording()
+        unsaid = self.requires_grad and not outermost and executor.high_order()  # a gradient of it is taken later
         try:
-            return original(self, *args, **kwargs)
+            with _seeking(None) if unsaid else nullcontext():
+                return original(self, *args, **kwargs)
         except BaseException:
             _clean(outermost)
             raise
@@ -291,7 +324,9 @@ def _complex_call(original):
 
 _DOORS = (
     (executor, "grad", _grad), (executor, "end_graph", _end_graph),
-    (composite, "_pynative_func_grad_forward", _forward), (grad_func, "_pynative_func_grad_forward", _forward),
+    (composite.GradOperation, "__call__", _gradient), (composite._Grad, "__call__", _gradient),
+    (composite, "_pynative_func_grad_forward", _forward),
+    (grad_func, "_pynative_func_grad_forward", functools.partial(_forward, unsaid=True)),  # of `vjp`
     (nn.Cell, "_complex_call", _complex_call),
     *recomputed.DOORS,
 )

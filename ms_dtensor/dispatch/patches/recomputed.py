@@ -39,6 +39,8 @@ from ..operands import detached, leaf_of, local_alias, recording, wrap
 # Whose cells run now, outermost first. Each has `again(cell)`, inside which it has put tensors in the place of parameters
 # anew for the cells in `cell`, and which gives who did; and `stands`, whether there are such tensors.
 standing_in: ContextVar[tuple] = ContextVar("ms_dtensor_standing_in", default=())
+# Of what the gradients of the forward under way will be, as ids; None: who asks for what is said when it is over.
+sought: ContextVar[frozenset[int] | None] = ContextVar("ms_dtensor_sought", default=None)
 # Whether a cell runs its forward again, in the backward.
 recomputing: ContextVar[bool] = ContextVar("ms_dtensor_recomputing", default=False)
 _inside: ContextVar[bool] = ContextVar("ms_dtensor_inside_recompute", default=False)  # of a cell's first or second run
@@ -123,7 +125,8 @@ class _Forward:
         params = [x if own is None else own for x, own in stands]
         self.trained = [(p, p.requires_grad) for p in params if isinstance(p, Parameter)]
         self.written: list[int] = []  # how often these had been written when the first run was over
-        self.blocks, self.present, self.random = modes.open_blocks(), standing_in.get(), recompute_module.get_rng_state()
+        self.blocks, self.present, self.sought = modes.open_blocks(), standing_in.get(), sought.get()
+        self.random = recompute_module.get_rng_state()
         self.amp = recompute_module.get_curr_amp_strategy()
         self.calls: list[tuple[str, _Kept | None]] = []  # ops that were asked about, in order
         self.wanted: list[tuple] = []  # place, shape and dtype of what autograd saved
@@ -281,7 +284,8 @@ class _Forward:
         for p, was in self.trained:
             if p.requires_grad != was:
                 during(p.requires_grad, was, partial(setattr, p, "requires_grad"))
-        variables: dict[ContextVar, Any] = {recomputing: True, _inside: True, standing_in: (), _running: (ref(self), True)}
+        variables: dict[ContextVar, Any] = {recomputing: True, _inside: True, standing_in: (), sought: self.sought,
+                                            _running: (ref(self), True)}
         for var, value in variables.items():
             stack.callback(var.reset, var.set(value))
         # who had put tensors in the place of parameters does so anew

@@ -22,9 +22,9 @@ from ...dispatch.held import holding
 from ...dispatch.memo import memo_of
 from ...dispatch.operands import LAID_OUT, local_alias, wrap
 from ...dispatch.patches.gradients import in_this_gradient
-from ...dispatch.patches.recomputed import recomputing, standing_in
+from ...dispatch.patches.recomputed import recomputing, sought, standing_in
 from ...errors import LayoutError, OpRuleError
-from ...internals.names import Function, NoFallbackGuard, executor, recording, set_requires_grad
+from ...internals.names import Function, NoFallbackGuard, executor, no_grad, recording, set_requires_grad
 from ...internals.target import on_cpu
 from ...redistribute.execute import redistribute_local
 from ...tensor.dtensor import DTensor
@@ -60,7 +60,7 @@ class Call:
     """One run of a unit's cell, or of its cells one after another; a recorded one has a backward, too."""
 
     def __init__(self, unit: Unit):
-        self.unit, self.recorded = unit, recording()
+        self.unit, self.recorded, self.sought = unit, recording(), sought.get()
         self.holding = holding.get() if self.recorded else None  # whose backward comes in two parts; one reads weights
         if self.holding is not None and unit.local:
             raise local.no_parts(unit)
@@ -72,6 +72,11 @@ class Call:
         self.before: Call | None = None  # in the step
         # if this is the step: its units, their labels in the order of their calls, the last call, those of several cells
         self.units, self.order, self.last, self.shared = list[Unit](), list[str](), self, dict[Unit, Call]()
+
+    def trains(self, p) -> bool:
+        """Whether a gradient of a parameter is recorded. One node has all of a unit's, so for any one that is asked for
+        autograd computes those of all that the node stands for: what is known to be unwanted is left out."""
+        return self.recorded and p.requires_grad and (self.sought is None or id(p) in self.sought)
 
     @property
     def local(self) -> bool:
@@ -154,7 +159,7 @@ class Call:
     def _made(self, slots: list) -> dict[int, Tensor]:
         """What stands in the slots, by id of the parameter; recorded where a gradient is asked for."""
         unit, params = self.unit, {id(p): p for _, _, p in slots}
-        trained = {k: p for k, p in params.items() if self.recorded and p.requires_grad and k in unit.place}
+        trained = {k: p for k, p in params.items() if k in unit.place and self.trains(p)}
         out: dict[int, Tensor] = {}
         self.awaited += bool(trained) and self.holding is None
         with NoFallbackGuard():
@@ -177,7 +182,8 @@ class Call:
                 if self.recorded and k not in of and p.ndim < 2:
                     # MindSpore 2.10 keeps a constant operand of LayerNorm, and takes it again for any of the same values:
                     # that may not lie in memory that goes
-                    held = copy(held)
+                    with no_grad():
+                        held = copy(held)
                     self.copied.add(k)
                 if k not in of:  # a fresh tensor is taken for one whose gradient is wanted
                     set_requires_grad(held, False)
@@ -248,7 +254,7 @@ class Call:
         """An input behind a node that says that the backward has left the cell: of frozen parameters no gradient says so,
         and of gated ones it comes later."""
         blocks = self.unit.blocks
-        trained = all(p.requires_grad for block in blocks for p in block.params)
+        trained = all(self.trains(p) for block in blocks for p in block.params)
         if not self.recorded or trained and not (self.holding is not None and blocks):
             return x
         self.awaited += x._requires_grad and x.is_floating_point()
