@@ -15,11 +15,12 @@ import pytest
 
 import ms_dtensor as md
 from model_zoo.llama import memory
-from model_zoo.llama.config import LatentConfig, ModelConfig
+from model_zoo.llama.config import LatentConfig, ModelConfig, mesh_axes
 from model_zoo.llama.configio import load
 from model_zoo.llama.hf import names_of, to_hf
 from model_zoo.llama.model import Llama
 from model_zoo.llama.parallelize import make_mesh, parallelize, stage_mesh
+from model_zoo.llama.tools import compare_losses
 from ms_dtensor.checkpoint.key_map import translate
 from ms_dtensor.comm import fake_world
 from ms_dtensor.core.layout import Layout
@@ -142,3 +143,12 @@ def test_the_pages_table_has_the_files_figures():
         small, many = (next(row for row in rows if row[0] == npus) for npus in (min(row[0] for row in rows), 512))
         (said,) = re.findall(rf"^\| `{re.escape(name)}` \| .*$", text, re.M)
         assert said.endswith(f"| {small[0]} NPUs: {small[2]} | {many[2]} |"), name
+
+
+@pytest.mark.parametrize("case", compare_losses.CASES, ids=lambda case: case.name)
+def test_a_mesh_that_losses_are_compared_on_is_what_its_name_says(case):
+    """A flag in another one's place would compare another mesh, or stop the tool."""
+    given = case.config().parallel
+    assert prod(mesh_axes(given).values()) == case.ranks
+    same = ("dp", "tp", "pp", "sequence_parallel", "loss_parallel", "fsdp", "hsdp", "zero1")
+    assert [getattr(given, name) for name in same] == [getattr(case, name) for name in same] and given.tp_overlap == 1

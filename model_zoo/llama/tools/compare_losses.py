@@ -85,8 +85,9 @@ class Case:
 
     def config(self) -> Config:
         cfg, _ = load(["--config", str(CONFIG)], world=1)
-        parallel = ParallelConfig(self.dp, self.tp, self.sequence_parallel, self.loss_parallel, self.fsdp, self.hsdp,
-                                  self.zero1, pp=self.pp, pp_schedule=self.schedule,
+        parallel = ParallelConfig(dp=self.dp, tp=self.tp, sequence_parallel=self.sequence_parallel,
+                                  loss_parallel=self.loss_parallel, fsdp=self.fsdp, hsdp=self.hsdp, zero1=self.zero1,
+                                  pp=self.pp, pp_schedule=self.schedule,
                                   pp_stages_per_rank=1 + (self.schedule == "interleaved"))
         return replace(cfg, parallel=parallel, model=replace(cfg.model, vocab_size=self.vocab, tied_head=self.tied),
                        data=replace(cfg.data, max_bytes=300_000),
