@@ -61,6 +61,9 @@ class AdamW(Optimizer):
 
     def __init__(self, params: Params, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
                  weight_decay: float = 1e-2, *, schedule: Schedule | None = None, offload: bool = False):
+        if not isinstance(offload, bool):
+            raise ConfigError("For 'AdamW', 'offload' is no truth value.", repr(offload),
+                              "It says whether states lie on the host.", "offload=True, or False")
         self._away, self._swap = offload and not on_cpu(), None
         if self._away and (target() != "Ascend" or executing() is not None):
             raise ConfigError("For 'AdamW', 'offload' is for Ascend.", "a dry run" if executing() else target(),

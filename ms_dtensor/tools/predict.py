@@ -20,6 +20,7 @@ from ..debug.predict import Estimate, Hardware, Plan, Transformer, estimate, loa
 from ..debug.predict.search import GIB, keys, transformer
 from ..errors import ConfigError
 
+DTYPES = ("float32", "bfloat16")  # of a recipe's products
 MORE = 64  # so many times the ranks are tried, if no plan of this many fits
 
 
@@ -38,12 +39,14 @@ def read(path: Path) -> dict[str, Any]:
     wrong = [f"{name} = {told[name]!r}" for name in ("model", "parallel", "train")
              if not isinstance(told.get(name, {}), dict)]
     if not wrong:
-        parallel = told.get("parallel", {})
+        parallel, dtype = told.get("parallel", {}), told.get("train", {}).get("dtype", DTYPES[0])
         wrong = [f"parallel.{name} = {parallel[name]!r}" for name in ("fsdp", "zero1", "sequence_parallel")
                  if not isinstance(parallel.get(name, False), bool)]
+        wrong += [f"train.dtype = {dtype!r}"] if dtype not in DTYPES else []
     if wrong:
         raise ConfigError(f"For '{path}', the recipe says what cannot be.", ", ".join(wrong)[:200],
-                          "model, parallel and train are sections; fsdp, zero1 and sequence_parallel are true or false.",
+                          "model, parallel and train are sections; fsdp, zero1 and sequence_parallel are true or false; "
+                          f"dtype is {' or '.join(DTYPES)}.",
                           "write it as in model_zoo/llama/configs")
     return told
 
@@ -67,7 +70,7 @@ def plan_of(told: dict[str, Any]) -> dict[str, Any]:
         out["sequence_parallel"] = bool(parallel.get("sequence_parallel"))
     sharded = next((way for way in ("fsdp", "zero1") if parallel.get(way)), "none")
     return out | {"sharded": sharded, "recompute": "full" if train.get("recompute") else "none",
-                  "itemsize": 4 if train.get("dtype", "float32") == "float32" and "model" in told else 2}
+                  "itemsize": 4 if train.get("dtype", DTYPES[0]) == DTYPES[0] and "model" in told else 2}
 
 
 def not_told(told: dict[str, Any]) -> list[str]:

@@ -251,8 +251,9 @@ def test_what_is_no_size_or_no_figure_is_refused(tmp_path):
     sizes = {"n_layers": 4, "dim": 512, "n_heads": 8, "n_kv_heads": 8, "ffn_dim": 1024, "vocab_size": 512}
     for changed, asked in (({"dim": "512"}, {}), ({"dim": -512}, {}), ({"n_heads": True}, {}), ({}, {"world": 8.0}),
                            ({}, {"batch": "8"}), ({}, {"seq": True}), ({}, {"hardware": None}),
-                           ({}, {"hardware": "910b\0"})):
-        with pytest.raises(ConfigError, match=r"no size|is '8'|is 8\.0|is True|is no machine|there is no machine"):
+                           ({}, {"hardware": "910b\0"}),
+                           ({"n_heads": 7, "n_kv_heads": 7}, {}), ({"n_kv_heads": 3}, {})):
+        with pytest.raises(ConfigError, match=r"no size|is '8'|is 8\.0|is True|(is|there is) no machine|not divide"):
             suggest(sizes | changed, **({"world": 8, "hardware": "910b", "batch": 8, "seq": 64} | asked))
     right = yaml.safe_load((MACHINES / "910b.yaml").read_text())
     for place, value in (("launch_us", -5), ("overlap", "no"), ("lunch_us", 3), ("memory.gbs", 3), ("memory.gb_s", math.inf),

@@ -137,7 +137,7 @@ def test_a_plan_that_cannot_be_told_is_refused(argv, said, capsys):
 @pytest.mark.parametrize(("section", "said"), [
     ("parallel: {dp: 0}", "dp = 0"), ("parallel: {tp: null}", "tp = None"), ("parallel: {tp: 1.5}", "tp = 1.5"),
     ("parallel: {dp: '2'}", "dp = '2'"), ("parallel: {fsdp: 'no'}", "parallel.fsdp = 'no'"),
-    ("parallel: []", "parallel = []"),
+    ("parallel: []", "parallel = []"), ("train: {batch: 4, seq: 8, dtype: float8}", "train.dtype = 'float8'"),
     ("x: " + "[" * 3000, "no configuration can be read")])
 def test_a_recipe_that_says_what_cannot_be_is_refused(section, said, tmp_path, capsys):
     recipe = tmp_path / "recipe.yaml"

@@ -196,3 +196,5 @@ def test_where_it_is_not_for():
     assert AdamW([p], offload=True)._swap is None, "all memory of a CPU is the host's"
     with target.rehearsal("GPU"), pytest.raises(ConfigError, match="'offload' is for Ascend"):
         AdamW([p], offload=True)
+    with pytest.raises(ConfigError, match="'offload' is no truth value"):
+        AdamW([p], offload="no")

@@ -130,7 +130,10 @@ def transformer(model: Transformer | Mapping[str, Any] | Any) -> Transformer:
         raise ConfigError("For 'suggest', a size of the model is no size.", ", ".join(wrong),
                           "Each is an integer, 1 or more.", "numbers as a configuration has them")
     told["kv_heads"] = told["kv_heads"] or told["heads"]
+    if told["heads"]:
+        _divides("kv_heads", told["kv_heads"], "heads", told["heads"])
     if told["head_size"] is None and told["dim"] and told["heads"]:
+        _divides("heads", told["heads"], "dim", told["dim"])
         told["head_size"] = told["dim"] // told["heads"]
     told["tied"] = bool(told["tied"])
     lacking = [size for size, value in told.items() if value is None]
@@ -145,6 +148,13 @@ def transformer(model: Transformer | Mapping[str, Any] | Any) -> Transformer:
         count = experts or get("num_local_experts") or get("num_experts") or get("n_routed_experts")
         told |= {"experts": count or 0, "per_token": (get("per_token") or get("num_experts_per_tok") or 0) if count else 0}
     return Transformer(**told)
+
+
+def _divides(part: str, count: int, whole: str, size: int) -> None:
+    if size % count:
+        raise ConfigError("For 'suggest', the model's heads do not divide it.", f"{part} = {count}, {whole} = {size}",
+                          "Heads are equally wide, and equally many query heads share each key head.",
+                          f"{part} that divides {size}")
 
 
 def plans(model: Transformer, world: int, machine: Hardware, batch: int, seq: int) -> Iterator[Plan]:
