@@ -66,15 +66,12 @@ class Block:
         """What the record and the comparison between ranks know of a collective."""
         return comm.annotate(phase=phase, src="fully_shard", dst=dst, of=f"{self.of} {when}" if when else self.of)
 
-    def handed_out(self, i: int, whole: bool) -> Tensor:
-        """What the node gives: the whole parameter; or, as MindSpore casts a gradient to its tensor's dtype, a stand-in.
-
-        A stand-in has the dtype in which gradients are reduced, and the memory of one number.
-        """
-        if whole and self.reduce_dtype in (None, self.dtype):
+    def handed_out(self, i: int) -> Tensor:
+        """What the node gives: the whole parameter; where gradients are reduced in another dtype, to which MindSpore casts
+        a gradient as its tensor has it, a stand-in of that dtype, in the memory of one number."""
+        if self.reduce_dtype in (None, self.dtype):
             return self.tensor(i)
-        shape = self.shapes[i]
-        return ms.ops.zeros((1,) * len(shape), self.reduce_dtype or self.dtype).expand(shape)
+        return ms.ops.zeros((1,) * len(self.shapes[i]), self.reduce_dtype).expand(self.shapes[i])
 
     def straight(self) -> bool:
         """Whether nothing is packed: the group writes into the memory, and reads where gradients lie."""
@@ -247,13 +244,6 @@ class Block:
                 for _, x in self._pieces(i, self._memory().array(i), me, me + 1)]
 
 
-def _trim() -> None:
-    """What drawing parameters has left in glibc's lists goes back to the system: up to two thirds of the parameters."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
 class DeviceMemory:
     """Tensors side by side: the storage of one flat tensor, which shrinks to nothing and grows again."""
 
@@ -290,7 +280,8 @@ class HostMemory(DeviceMemory):
     """The same on a host: pages can be given back to the system, and come again at the same address when written."""
 
     def _make(self, count: int, dtype, backend: Backend) -> None:
-        _trim()
+        # what drawing parameters has left in glibc's lists goes back to the system: up to two thirds of the parameters
+        getattr(ctypes.CDLL(None), "malloc_trim", int)(0)
         kind = numpy_dtype(dtype)
         size = count * kind.itemsize
         if size > _SMALL:  # of small ones packing costs less than a window

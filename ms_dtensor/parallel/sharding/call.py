@@ -29,6 +29,7 @@ from ...internals.target import on_cpu
 from ...redistribute.execute import redistribute_local
 from ...tensor.dtensor import DTensor
 from . import local
+from .block import Block
 from .reduce import in_order
 from .stand_in import lend, standing
 from .unit import State, Unit
@@ -176,8 +177,7 @@ class Call:
                 if out[k] is not read and p._memo is not None:
                     memo_of(out[k]).reads = p._memo.reads
             else:
-                b, i = unit.place[k]
-                block = unit.blocks[b]
+                block, i = unit.place[k]
                 held, layout, kind = block.tensor(i), block.whole[i], block.reduce_dtype
                 if self.recorded and k not in of and p.ndim < 2:
                     # MindSpore 2.10 keeps a constant operand of LayerNorm, and takes it again for any of the same values:
@@ -208,15 +208,15 @@ class Call:
         if key in self.unit.place:
             if key in self.copied:
                 self.overwrite(x.inited_param, local_alias(x))
-            b, i = self.unit.place[key]
-            self.unit.blocks[b].write_own(i)
+            block, i = self.unit.place[key]
+            block.write_own(i)
         else:
             write(local_alias(x.inited_param), local_alias(x))
 
     def overwrite(self, param, local: Tensor) -> None:
         """What a cell assigns to what stands for a cut parameter goes into the memory; autograd is not told."""
-        b, i = self.unit.place[id(param)]
-        write(self.unit.blocks[b].tensor(i), local)
+        block, i = self.unit.place[id(param)]
+        write(block.tensor(i), local)
 
     def _renew(self, x: Tensor) -> None:
         """A parameter was written while `x` stands for it."""
@@ -224,8 +224,8 @@ class Call:
         if key in self.unit.place:
             self.unit.unshard("forward")
             if key in self.copied:
-                b, i = self.unit.place[key]
-                write(local_alias(x), self.unit.blocks[b].tensor(i))
+                block, i = self.unit.place[key]
+                write(local_alias(x), block.tensor(i))
         else:
             write(local_alias(x), local_alias(x.inited_param))
 
@@ -325,9 +325,9 @@ class Unshard(Function):
     """A unit's trainable cut parameters, whole; the one node whose backward has all their gradients."""
 
     @staticmethod
-    def forward(ctx, call: Call, numbers: tuple[tuple[int, int], ...], *params):
-        ctx.call, ctx.numbers = call, numbers
-        return tuple(call.unit.blocks[b].handed_out(i, call.unit.whole) for b, i in numbers)
+    def forward(ctx, call: Call, places: tuple[tuple[Block, int], ...], *params):
+        ctx.call, ctx.places = call, places
+        return tuple(block.handed_out(i) for block, i in places)
 
     @staticmethod
     def backward(ctx, *grads):
@@ -339,7 +339,7 @@ class Unshard(Function):
                                "take the inner gradient with respect to the inputs"))
         if call.holding is None:
             call.leave()
-        return None, None, *call.unit.reduction.whole(ctx.numbers, grads, f"read: {in_order(call.read)}")
+        return None, None, *call.unit.reduction.whole(ctx.places, grads, f"read: {in_order(call.read)}")
 
 
 class Border(Function):

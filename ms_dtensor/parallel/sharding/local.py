@@ -112,8 +112,7 @@ def stands_for(call: Call, p: Any, x: Tensor, layout: Layout, lent: bool) -> Ten
 def gathered(call: Call, p: Any, node: Tensor | None, held: Tensor) -> Tensor:
     """A cut parameter, whole in `held`; `node` is what its gradient goes to."""
     unit = call.unit
-    b, i = unit.place[id(p)]
-    block = unit.blocks[b]
+    block, i = unit.place[id(p)]
     layout = block.whole[i]
     if node is not None and block.reduce_dtype not in (None, block.dtype):
         to = wrap(node, layout)

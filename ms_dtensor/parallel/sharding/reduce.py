@@ -36,6 +36,7 @@ from ...internals.target import on_cpu
 from ...redistribute.cost import nbytes
 
 if TYPE_CHECKING:
+    from .block import Block
     from .unit import Unit
 
 # what has arrived in the backward under way, to be completed at its end: the reductions, and names in order of arrival
@@ -141,8 +142,8 @@ class Reduction:
         self.sync = self.sync_copies = True  # whether backwards reduce at all, and over ranks that hold copies
         self._owed: dict[int, Tensor] = {}  # summands of this rank, by id of the parameter
         self._owed_shards: dict[int, Tensor] = {}  # sums over the axes that cut, not yet over those that copy
-        copies = unit.mesh[unit.axes.copying] if unit.axes.copying else None
-        self.copies = copies.get_group() if copies is not None and copies.size() > 1 else None
+        copies = unit.axes.copying if unit.blocks else ()
+        self.copies = unit.mesh.get_group(copies) if copies and unit.mesh[copies].size() > 1 else None
         self.averages = unit.local  # over the ranks that bring data, as in PyTorch; of a global loss there is a sum
         self.main = unit.policy.apply_grad_on_fp32_main_grad
         self.buckets: list[Bucket] = []
@@ -169,11 +170,11 @@ class Reduction:
         """The parameters lie on other axes now."""
         self._trained = []
 
-    def _beside(self, b: int, numbers: Iterable[int]) -> dict[tuple[int, ...], list[int]]:
-        """Of parameters of block `b` those with copies on axes that bring no data, by these axes; of local cells."""
-        params, out = self.unit.blocks[b].params, dict[tuple[int, ...], list[int]]()
+    def _beside(self, block: Block, numbers: Iterable[int]) -> dict[tuple[int, ...], list[int]]:
+        """Of parameters of a block those with copies on axes that bring no data, by these axes; of local cells."""
+        out = dict[tuple[int, ...], list[int]]()
         for i in numbers if self.unit.local else ():
-            p = params[i]
+            p = block.params[i]
             names, others = p.device_mesh.mesh_dim_names, set(self.unit.mesh.mesh_dim_names)
             axes = tuple(a for a in self.unit.partial_on[id(p)] if names[a] not in others and p.device_mesh.shape[a] > 1)
             if axes:
@@ -216,27 +217,28 @@ class Reduction:
 
     # -- as gradients arrive -----------------------------------------------------------------------------------------
 
-    def whole(self, numbers: tuple[tuple[int, int], ...], grads, read: str) -> list[Tensor]:
+    def whole(self, places: tuple[tuple[Block, int], ...], grads, read: str) -> list[Tensor]:
         """Whole gradients of cut parameters as shards; zeros while they are owed or under way, and where nobody asks.
 
-        `read`: in which order the forward has read them, which ranks compare.
+        `places`: of each its block and number there. `read`: in which order the forward has read them, which ranks compare.
         """
-        blocks = self.unit.blocks
-        given = {at: g for at, g in zip(numbers, grads) if asked_for(blocks[at[0]].params[at[1]])}
+        given: dict[Block, dict[int, Tensor]] = {block: {} for block in self.unit.blocks}
         out: dict[int, Tensor] = {}
         with NoFallbackGuard():
-            for (b, i), g in given.items():
-                given[b, i] = self._with_owed(id(blocks[b].params[i]), g, blocks[b].reduce_dtype)
-        if self.sync:
-            for b in range(len(blocks)):
-                sums = self._reduced(b, {i: g for (c, i), g in given.items() if c == b}, read)
-                if sums is not None and on_cpu():
-                    out.update(sums())
-                elif sums is not None:
-                    self._due.append(sums)
-                    self._opened()
+            for (block, i), g in zip(places, grads):
+                if asked_for(block.params[i]):
+                    given[block][i] = self._with_owed(id(block.params[i]), g, block.reduce_dtype)
+        for block, wholes in given.items():
+            if not self.sync or not wholes:
+                continue
+            sums = self._reduced(block, wholes, read)
+            if on_cpu():
+                out.update(sums())
+            else:
+                self._due.append(sums)
+                self._opened()
         return [out[id(p)] if id(p) in out else _zeros(p.local_shape, p.dtype)
-                for p in (blocks[b].params[i] for b, i in numbers)]
+                for p in (block.params[i] for block, i in places)]
 
     def _with_owed(self, key: int, grad: Tensor, dtype) -> Tensor:
         """A summand and what is owed; without synchronisation that is owed from here on."""
@@ -247,11 +249,9 @@ class Reduction:
             self._owed[key] = _own(grad, None if owed is not None else dtype)
         return grad
 
-    def _reduced(self, b: int, grads: dict[int, Tensor], when: str) -> Callable[[], dict[int, Tensor]] | None:
-        """Begins to add up whole gradients of block `b`; what is given waits for it, and gives shards by id."""
-        block, copies = self.unit.blocks[b], self.copies
-        if not grads:
-            return None
+    def _reduced(self, block: Block, grads: dict[int, Tensor], when: str) -> Callable[[], dict[int, Tensor]]:
+        """Begins to add up whole gradients of a block; what is given waits for it, and gives shards by id."""
+        copies = self.copies
         self.unit.log("reduce", "backward")
         work, places = block.reduce(grads, when)  # what waits must not hold whole gradients till the backward ends
 
@@ -267,7 +267,7 @@ class Reduction:
                     return {}
                 if copies is not None:
                     shards = block.shards(places, copies.all_reduce(flat, "sum"))
-                for axes, beside in self._beside(b, shards).items():
+                for axes, beside in self._beside(block, shards).items():
                     group = block.params[beside[0]].device_mesh.get_group(axes)
                     total = group.all_reduce(block.row({i: shards[i] for i in beside}, flat.dtype), "sum")
                     shards |= block.shards({i: block.parts.widths[i] for i in beside}, total)
@@ -323,8 +323,8 @@ class Reduction:
             (due, self._due), (handed, self._handed) = (self._due, []), (self._handed, {})
             for sums in due:
                 for key, shard in sums().items():
-                    if key in handed:
-                        _add_into(handed[key], shard)
+                    if key in handed and executing() is None:
+                        handed[key].add_(shard)
             done += [(self.cut[key](), grad) for key, grad in handed.items()]
             for bucket in self.buckets:
                 if bucket.handed:
@@ -338,15 +338,14 @@ class Reduction:
         if not self.sync or not (self._owed or self._owed_shards):
             return
         sums: dict[int, Tensor] = {}
-        for b, block in enumerate(self.unit.blocks):
+        for block in self.unit.blocks:
             asked = {i: id(p) for i, p in enumerate(block.params) if id(p) in gradients}
             with NoFallbackGuard():
                 late = {i for i, key in asked.items() if key in self._owed_shards and self.sync_copies}
                 due = {i: self._owed.pop(key) if key in self._owed else
                        _zeros(block.shapes[i], self._owed_shards[key].dtype)
                        for i, key in asked.items() if key in self._owed or i in late}
-            finish = self._reduced(b, due, "owed")
-            sums |= {} if finish is None else finish()
+            sums |= self._reduced(block, due, "owed")() if due else {}
         with NoFallbackGuard():
             for bucket in self.buckets:
                 for i, ref in enumerate(bucket.params):
@@ -415,11 +414,6 @@ def _gradient(x: Tensor, dtype) -> Tensor:
 def _zeros(shape, dtype) -> Tensor:
     dry = executing()
     return ms.ops.zeros(shape, dtype) if dry is None else dry.ledger.new(shape, dtype, "gradients")
-
-
-def _add_into(own: Tensor, more: Tensor) -> None:
-    if executing() is None:
-        own.add_(more)
 
 
 def in_order(names: list[str]) -> str:

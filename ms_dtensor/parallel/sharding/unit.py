@@ -121,8 +121,8 @@ class Unit:
         data = self._on(p)
         return data if not self.local else tuple(sorted({*data, *summed_axes(p.layout)}))
 
-    def _made(self) -> tuple[list[Block], dict[int, tuple[int, int]], list]:
-        """Blocks by dtype, where in them each cut parameter is, and the kept parameters."""
+    def _made(self) -> tuple[list[Block], dict[int, tuple[Block, int]], list]:
+        """Blocks by dtype, of each cut parameter its block and number there, and the kept parameters."""
         by_dtype: dict[str, list] = {}
         kept = []
         for p in {id(p): p for _, _, p in self.slots}.values():
@@ -136,7 +136,7 @@ class Unit:
             blocks.append(Block(f"{self.label}, {kind}" if b else self.label, members, whole,
                                 self.policy.compute_dtype(members[0]), self.mesh.get_group(self.axes.cutting),
                                 self._on(members[0])[-self.axes.cut:], self.policy.reduce_dtype, near))
-            place.update({id(p): (b, i) for i, p in enumerate(members)})
+            place.update({id(p): (blocks[-1], i) for i, p in enumerate(members)})
         return blocks, place, kept
 
     def __deepcopy__(self, memo) -> Unit:
