@@ -109,6 +109,15 @@ class AdamW(Optimizer):
                 for arrays in chunks(weight, values(grad, precision(param)), m, v):
                     _step_host(arrays, (b1, b2), eps, factors)
 
+    def makes(self, i: int, grad: Tensor) -> int:
+        """See `Optimizer.makes`."""
+        large = math.prod(self.params[i]._shape) >= _LARGE
+        return 3 if on_cpu() and large and self._is_fused(i, grad) else 0  # the kernel's results; it has written in place
+
+    def _is_fused(self, i: int, grad: Tensor) -> bool:
+        param = self.params[i]
+        return param.dtype == ms.float32 and grad.dtype == ms.float32 and not Tensor.storage_offset(param)
+
     def _step_on_device(self, i: int, grad: Tensor, m: Tensor, v: Tensor, master: Tensor | None) -> None:
         param, (b1, b2), eps = self.params[i], self._option(i, "betas"), self._option(i, "eps")
         decay, size, root = self._factors(i, b1, b2)
@@ -146,9 +155,7 @@ class AdamW(Optimizer):
         corrected. It works with betas in float32, so its 1 - beta2 is 5e-5 off: the correction must use the same ones.
         """
         param = self.params[i]
-        if param.dtype != ms.float32 or grad.dtype != ms.float32 or Tensor.storage_offset(param):
-            return False
-        value = local_view(param)
+        value = local_view(param) if self._is_fused(i, grad) else None
         if value is None:
             return False
         key = self._lr(i), self._option(i, "betas"), self._option(i, "eps")

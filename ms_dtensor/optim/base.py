@@ -109,6 +109,10 @@ class Optimizer:
         with NoFallbackGuard():
             self._step({i: grad for i, grad in enumerate(grads) if grad is not None})
 
+    def makes(self, i: int, grad: Tensor) -> int:
+        """How many tensors of a parameter's size its step makes and drops, for dry runs."""
+        return 0
+
     def state_dict(self) -> dict[str, dict[str, Tensor | int]]:
         """Of each parameter by name: "step", the steps done, and each kind of its state, not copies.
 

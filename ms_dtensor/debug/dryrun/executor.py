@@ -33,7 +33,7 @@ from ...dispatch.replaced import PLACE
 from ...errors import OpRuleError
 from ...internals.names import Function, enabled, recording
 from .abstract import Ledger, nameless, on_storage_of
-from .formulas import backward_flops, flops, kept, stays, within
+from .formulas import BY_NUMPY, backward_flops, flops, kept, stays, within
 from .told import Told
 
 _BY_NAME = {("argmax_method", "ArgMinExt"): "int32"}  # the rules have one op for two of MindSpore's
@@ -108,7 +108,7 @@ class Job:
         self.keeps_result, self.first = bool(asked) and result, xs[0]
         self.within = within(what.op, executor.on_host) if asked else (0, 0)
         self.scratch = scratch if asked else None  # of a node of ours, as `Executor.node` has it
-        self.where = "heap" if scratch else ""
+        self.where = executor.where(what.op, scratch)
 
     def results(self) -> tuple[tuple, list]:
         """The results, and what the backward needs."""
@@ -201,7 +201,7 @@ class Executor(Told):
         if not recording() or not enabled() or not any(x._requires_grad and _differentiable(x) and i not in constants
                                       for i, x in enumerate(tensors)) \
                 or not any(name.startswith(DIFFERENTIABLE) for name in what.dtypes):
-            outs = self.made(what, tensors[0] if tensors else None, what.shapes, dtypes, event, "heap" if scratch else "")
+            outs = self.made(what, tensors[0] if tensors else None, what.shapes, dtypes, event, self.where(what.op, scratch))
             _for_itself = self.arrays((*scratch[0], *scratch[1]), dtypes[0], event) if scratch else ()  # until this ends
             return outs[0] if single else outs
         used = [self.forked(x) if x._requires_grad and _differentiable(x) and i not in constants
@@ -234,6 +234,10 @@ class Executor(Told):
         read = size * (prod(a._shape) + prod(b._shape))
         event = self.note("matmul", phase, user_site(), 2 * prod(out) * a._shape[1], read, size * prod(out), (a, b), a.dtype)
         return self.ledger.new(out, a.dtype, "activations", event)
+
+    def where(self, op: str, scratch) -> str:
+        """Who hands out the results of an op, and of its backward: NumPy those of the library's own nodes."""
+        return "heap" if scratch or self.on_host and op in BY_NUMPY else ""
 
     def made(self, what, first, shapes, dtypes, event: int, where: str = "") -> tuple:
         """Results without data: on the first operand's storage, if they are views of it."""
@@ -290,8 +294,11 @@ class Executor(Told):
             param = optimizer.params[i]
             kept = prod(param._shape) * param.itemsize + sum(
                 prod(a.shape) * a.itemsize for a in (*optimizer._state[i].values(), optimizer._masters[i]) if a is not None)
-            self.note(type(optimizer).__name__, "optimizer", user_site(), 0,
-                      kept + prod(grads[i]._shape) * grads[i].itemsize, kept, (grads[i],), param.dtype)
+            event = self.note(type(optimizer).__name__, "optimizer", user_site(), 0,
+                              kept + prod(grads[i]._shape) * grads[i].itemsize, kept, (grads[i],), param.dtype)
+            made = [self.ledger.new(param._shape, param.dtype, "optimizer", event, "pool")
+                    for _ in range(optimizer.makes(i, grads[i]))]
+            made.clear()  # until the end of this parameter's step
 
     def clipped(self, grads) -> None:
         """Of gradients the norm, and then their multiples: read twice, and written."""

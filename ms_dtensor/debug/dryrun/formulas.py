@@ -39,6 +39,7 @@ _KEEPS_NOTHING = frozenset((
 # their exponentials; the gradients of both.
 _WITHIN = {"class_sums": (2, 2)}
 _STAYS = {"softmax": 16}  # bytes an element that the backward's kernel keeps for a shape: two arrays of places, of int64
+BY_NUMPY = frozenset(("class_sums", "row_max", "rms_norm"))  # on a host one node of the library's own, forward and backward
 _OF_HOSTS = {"silu": 3, "softmax": 1}  # the last of these, of MindSpore 2.10's CPU kernels, where results lie
 
 
