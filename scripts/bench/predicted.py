@@ -7,12 +7,13 @@ Machines' files are this machine's, of as many ranks as a row has (`python -m ms
 under `msrun --worker_num=2`); nothing in them is fitted to these rows. Each row has processes of its own, one thread each.
 Of steps that are not the first are measured, on rank 0: calls and bytes by collective and axes (`comm.record`); the most
 bytes that tensors lie on (`heap.py`, which knows nothing of dry runs); the most of the process's pages over those after a
-step of a tiny model; and in processes that nobody watches the median time. Needs a C compiler. Who is chosen among experts
-is fixed, as it is in a dry run.
+step of a tiny model, less what malloc had free once the model had been made; and in processes that nobody watches the median
+time. Needs a C compiler. Who is chosen among experts is fixed, as it is in a dry run.
 """
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import json
 import os
@@ -147,6 +148,7 @@ def real(row: str, steps: int, watched: bool) -> dict[str, Any]:
     with comm.record() as events:
         step()
     gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # holes that making the model has left are no pages of a step
     heap.again()
     with Watch() as watch:
         for _ in range(2):

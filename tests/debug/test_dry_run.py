@@ -245,10 +245,12 @@ def test_plain_tensors_without_data_are_not_asked_for_values():
         with pytest.raises(OpRuleError, match="asks for a value"):
             total.tolist()
         assert not run.assumed
-        assert x.to_local().shape == (2,)
+        mine = x.to_local()
+        assert mine.shape == (2,)
         (said,), data = run.assumed, Tensor(np.array([2.5], np.float32))
         assert said.startswith("to_local at ") and "test_dry_run.py" in said
         assert data.item() == float(data) == 2.5 and data.tolist() == [2.5], "what has values gives them"
+    assert np.isnan(mine.asnumpy()).all() and np.isnan(float(mine.sum())), "what is printed after the run is no number"
     frame = sys._getframe().f_lineno
     with dry_run(world=2, device="CPU", values={f"test_dry_run.py:{frame + 3}": 4.0}):
         x = md.zeros(4, device_mesh=md.init_device_mesh("cpu", (2,)), placements=[md.Shard(0)])
@@ -406,3 +408,29 @@ def test_pages_of_a_pool_have_gaps_and_do_not_come_back():
     assert pool.most == most + 12288 + (3 << 30)
     pool.give(big)
     assert pool.most == most + 12288 + (3 << 30)
+
+
+def test_memory_of_a_host_is_what_its_kernels_and_nodes_take():
+    """MindSpore's fused Adam makes its three results anew; a norm of ours is NumPy's; silu has a tensor beside its own."""
+    size = 4 * 512 * 512
+
+    def changes(device: str, what) -> list[tuple[int, str]]:
+        with dry_run(world=2, device=device) as run:
+            mesh = md.init_device_mesh("cpu" if device == "CPU" else "npu", (2,), mesh_dim_names=("dp",))
+            x = md.ones(512, 512, device_mesh=mesh, placements=[md.Replicate()])
+            step = what(x)
+            run.forget()
+            _alive = step()
+        return [(c.bytes, c.where) for c in run._executor.ledger.changes if abs(c.bytes) >= size and c.at]
+
+    def adam(x):
+        weight = ms.Parameter(x, name="w")
+        optimizer = md.optim.AdamW([weight], 1e-3)
+        return lambda: optimizer([x])
+
+    def norm(x):
+        return lambda: ops.rms_norm(x, md.ones(512, device_mesh=x.device_mesh, placements=[md.Replicate()]))
+    assert changes("CPU", adam) == [(size, "pool")] * 3 + [(-size, "pool")] * 3
+    assert changes("Ascend", adam) == [], "a device's writes in place"
+    assert (size, "heap") in changes("CPU", norm) and (size, "pool") not in changes("CPU", norm)
+    assert changes("CPU", lambda x: lambda: mint.nn.functional.silu(x)) == [(size, "pool"), (size, "pool"), (-size, "pool")]

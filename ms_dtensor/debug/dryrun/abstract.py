@@ -16,6 +16,7 @@ from mindspore import Tensor, mint
 from mindspore.ops.auto_generate import as_strided
 
 from ...comm.packing import numpy_dtype
+from ...dispatch.operands import DIFFERENTIABLE, dtype_name
 from .pool import Pool
 
 _MOST = 2**31 - 1
@@ -66,7 +67,7 @@ class Ledger:
     def new(self, shape, dtype, kind: str, made_by: int = -1, where: str = "") -> Tensor:
         """A tensor without data; `dtype` is MindSpore's, `where` as in `Change`, by default by the kind."""
         shape = tuple(shape)
-        storage = np.zeros(1, numpy_dtype(dtype))
+        storage = nothing(dtype)
         size = math.prod(shape) * storage.itemsize
         where = where or ("heap" if kind in ("parameters", "optimizer") else "pool")
         return on_storage_of(Tensor.from_numpy(self.watched(storage, kind, size, made_by, where)), shape)
@@ -83,7 +84,7 @@ class Ledger:
 
     def place(self, shape, dtype) -> Tensor:
         """A tensor without data on memory whose bytes others count; it can be written more than once."""
-        return on_storage_of(Tensor.from_numpy(self.watched(np.zeros(1, numpy_dtype(dtype)), "gathered", 0)), shape)
+        return on_storage_of(Tensor.from_numpy(self.watched(nothing(dtype), "gathered", 0)), shape)
 
     def written(self, x: Tensor, event: int) -> None:
         """An event makes anew what a tensor lies on."""
@@ -140,4 +141,12 @@ def on_storage_of(x: Tensor, shape) -> Tensor:
 
 def nameless(shape, dtype) -> Tensor:
     """A tensor without data that stands for no memory."""
-    return on_storage_of(Tensor.from_numpy(np.zeros(1, numpy_dtype(dtype))), shape)
+    return on_storage_of(Tensor.from_numpy(nothing(dtype)), shape)
+
+
+def nothing(dtype) -> np.ndarray:
+    """[1]: what a value that nobody knows reads as: NaN, so that a loss that is printed is no number; 0 of integers."""
+    out = np.zeros(1, numpy_dtype(dtype))
+    if dtype_name(dtype).startswith(DIFFERENTIABLE):
+        out.fill(np.nan)
+    return out

@@ -106,7 +106,7 @@ class Job:
         operands, result = kept(what.op, [wanted for _, _, wanted in self.operands], executor.on_host)
         self.saved: list = [local_alias(xs[i]) for i in operands] if asked else []
         self.keeps_result, self.first = bool(asked) and result, xs[0]
-        self.within = within(what.op, executor.on_host) if asked else (0, 0)
+        self.within = within(what.op, executor.on_host) if asked else (0, 0, 0)
         self.scratch = scratch if asked else None  # of a node of ours, as `Executor.node` has it
         self.where = executor.where(what.op, scratch)
 
@@ -114,9 +114,9 @@ class Job:
         """The results, and what the backward needs."""
         outs = self.executor.made(self.what, self.first, self.shapes, self.dtypes, self.event, self.where)
         self.first, (saved, self.saved) = None, (self.saved, [])
-        own = [self._like_first() for _ in range(self.within[0])]
+        own = [self._like_first() for _ in range(self.within[1])]
         own += self._arrays(0, self.event)
-        _for_itself = self._arrays(1, self.event)  # until the end of this
+        _for_itself = [self._like_first() for _ in range(self.within[0])] + self._arrays(1, self.event)  # until this ends
         return outs, [*saved, *own, *(on_storage_of(x, x._shape) for x in outs if self.keeps_result)]
 
     def _arrays(self, which: int, event: int) -> list[Tensor]:
@@ -149,7 +149,7 @@ class Job:
                 out.append(on_storage_of(given, shape))
             else:
                 out.append(executor.ledger.new(shape, dtype, "activations", at, self.where))
-        _for_itself = [self._like_first() for _ in range(self.within[1])] + self._arrays(2, at)  # until the end of this
+        _for_itself = [self._like_first() for _ in range(self.within[2])] + self._arrays(2, at)  # until the end of this
         return out
 
 
@@ -202,7 +202,8 @@ class Executor(Told):
                                       for i, x in enumerate(tensors)) \
                 or not any(name.startswith(DIFFERENTIABLE) for name in what.dtypes):
             outs = self.made(what, tensors[0] if tensors else None, what.shapes, dtypes, event, self.where(what.op, scratch))
-            _for_itself = self.arrays((*scratch[0], *scratch[1]), dtypes[0], event) if scratch else ()  # until this ends
+            _for_itself = self.arrays((*scratch[0], *scratch[1]), dtypes[0], event) if scratch else [
+                self.like(x, kind="activations") for x in tensors[:1] for _ in range(within(what.op, self.on_host)[0])]
             return outs[0] if single else outs
         used = [self.forked(x) if x._requires_grad and _differentiable(x) and i not in constants
                 else _constant(x) for i, x in enumerate(tensors)]

@@ -40,7 +40,8 @@ _KEEPS_NOTHING = frozenset((
 _WITHIN = {"class_sums": (2, 2)}
 _STAYS = {"softmax": 16}  # bytes an element that the backward's kernel keeps for a shape: two arrays of places, of int64
 BY_NUMPY = frozenset(("class_sums", "row_max", "rms_norm"))  # on a host one node of the library's own, forward and backward
-_OF_HOSTS = {"silu": 3, "softmax": 1}  # the last of these, of MindSpore 2.10's CPU kernels, where results lie
+# Of MindSpore 2.10's CPU kernels, where results lie: what the forward takes while it runs, and what the backward does.
+_OF_HOSTS = {"silu": (1, 4), "softmax": (1, 2)}
 
 
 def flops(op: str, arguments: dict[str, Any], ins: Sequence[Shape], outs: Sequence[Shape]) -> int:
@@ -104,9 +105,12 @@ def kept(op: str, wanted: Sequence[bool], on_host: bool) -> tuple[tuple[int, ...
     return tuple(operands), op in _ATTENTION
 
 
-def within(op: str, on_host: bool) -> tuple[int, int]:
-    """Tensors of the first operand's size that an op makes and keeps for its backward, and that this makes and drops."""
-    return (0, _OF_HOSTS.get(op, 0)) if on_host else _WITHIN.get(op, (0, 0))
+def within(op: str, on_host: bool) -> tuple[int, int, int]:
+    """Tensors of the first operand's size that an op takes while it runs, keeps for its backward, and takes during that."""
+    if on_host:
+        there, back = _OF_HOSTS.get(op, (0, 0))
+        return there, 0, back
+    return 0, *_WITHIN.get(op, (0, 0))
 
 
 def stays(op: str, elements: int) -> int:

@@ -67,7 +67,7 @@ class Told:
     def taken_out(self) -> None:
         """A rank's part is handed to the user as a plain tensor."""
         if asked_by_user():
-            self.assumed[f"to_local at {user_site()}"] = "what is made of it is not seen, and its values are zeros"
+            self.assumed[f"to_local at {user_site()}"] = "what is made of it is not seen, and it reads as NaN, or 0"
 
     def choices(self, shape: tuple[int, int]) -> np.ndarray:
         """[n, k]: the experts that this rank's tokens choose; without `values["experts"]` one after another."""
