@@ -109,8 +109,8 @@ class AdamW(Optimizer):
                 for arrays in chunks(weight, values(grad, precision(param)), m, v):
                     _step_host(arrays, (b1, b2), eps, factors)
 
-    def makes(self, i: int, grad: Tensor) -> int:
-        """See `Optimizer.makes`."""
+    def _makes(self, i: int, grad: Tensor) -> int:
+        """See `Optimizer._makes`."""
         large = math.prod(self.params[i]._shape) >= _LARGE
         return 3 if on_cpu() and large and self._is_fused(i, grad) else 0  # the kernel's results; it has written in place
 

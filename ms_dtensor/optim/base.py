@@ -109,7 +109,7 @@ class Optimizer:
         with NoFallbackGuard():
             self._step({i: grad for i, grad in enumerate(grads) if grad is not None})
 
-    def makes(self, i: int, grad: Tensor) -> int:
+    def _makes(self, i: int, grad: Tensor) -> int:
         """How many tensors of a parameter's size its step makes and drops, for dry runs."""
         return 0
 

@@ -298,7 +298,7 @@ class Executor(Told):
             event = self.note(type(optimizer).__name__, "optimizer", user_site(), 0,
                               kept + prod(grads[i]._shape) * grads[i].itemsize, kept, (grads[i],), param.dtype)
             made = [self.ledger.new(param._shape, param.dtype, "optimizer", event, "pool")
-                    for _ in range(optimizer.makes(i, grads[i]))]
+                    for _ in range(optimizer._makes(i, grads[i]))]
             made.clear()  # until the end of this parameter's step
 
     def clipped(self, grads) -> None:
