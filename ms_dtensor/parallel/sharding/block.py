@@ -6,16 +6,12 @@ gradients where they lie. Else pieces are packed: each rank's are a row, in whic
 place, so that one strided copy takes a parameter out of the gathered rows, and one kernel makes the rows of all gradients,
 however many ranks there are (one copy more of a parameter that they do not divide).
 
-The memory comes and goes under the tensors on it, which keep their address. So what autograd saved of a forward is right
-again in the backward, once the parameters have been gathered again.
+Where the memory is and how it comes and goes say `memory.py`, of hosts, and `rooms.py`, of devices.
 """
 from __future__ import annotations
 
-import ctypes
-import itertools
 import math
-import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mindspore as ms
@@ -26,14 +22,14 @@ from ... import comm
 from ...comm.packing import ArrayOps, TensorOps, blocks, numpy_dtype, write
 from ...comm.parts import Parts
 from ...comm.pretended import executing
-from ...comm.protocol import Backend, Work
+from ...comm.protocol import Work
 from ...core.layout import Layout
 from ...dispatch.operands import local_alias
 from ...internals.names import NoFallbackGuard
 from ...internals.target import on_cpu
 from ...redistribute.boxes import sizes_along
-
-_SMALL = 512 << 10  # bytes
+from .memory import AbstractMemory, HostMemory, Memory
+from .rooms import Room, RoomMemory
 
 
 class Block:
@@ -48,16 +44,18 @@ class Block:
         axes: these axes of the parameters' mesh.
         reduce_dtype: in which gradients are summed; None: as they come.
         near: of `group`, the neighbours among whom the backward gathers; None: all.
+        leaves: on a device, is called before another block takes the room in which this one is whole; it may refuse.
     """
 
-    def __init__(self, of: str, params: list, whole: list[Layout], dtype, group, axes: tuple[int, ...], reduce_dtype, near):
-        self.of, self.params, self.whole, self.dtype = of, params, whole, dtype
+    def __init__(self, of: str, params: list, whole: list[Layout], dtype, group, axes: tuple[int, ...], reduce_dtype, near,
+                 leaves: Callable[[], None]):
+        self.of, self.params, self.whole, self.dtype, self._leaves = of, params, whole, dtype, leaves
         self.group, self.reduce_dtype, self.near = group, reduce_dtype, near
         self.shapes, dims = [layout.local_shape() for layout in whole], [p.placements[axes[0]].dim for p in params]
         here = params[0].device_mesh.get_coordinate()
         self.parts = Parts(self.shapes, dims, [sizes_along(p.layout, axes, d, here) for p, d in zip(params, dims)])
         self.bytes = self.parts.starts[-1] * numpy_dtype(dtype).itemsize
-        self.memory: Any = None
+        self.memory: HostMemory | AbstractMemory | RoomMemory | None = None
         self.part: Any = None  # the rows of this rank and others, which the neighbours have together
         self._work: Work | None = None
         self._ops: type[TensorOps] = ArrayOps if on_cpu() else TensorOps
@@ -167,37 +165,48 @@ class Block:
             given = group.all_gather(given, 0, [given.size] * group.size, async_op=later)
             self._work = given if later else Work(given)
 
-    def finish(self) -> None:
-        """The memory holds the whole parameters."""
+    def finish(self, room: Room | None = None) -> None:
+        """The memory holds the whole parameters; on a device in this room, or in any."""
         work: Any = self._work
         gathered, self._work, self.part = work.wait(), None, None
         if gathered is None:  # it has been written there
             return
         with NoFallbackGuard():
-            self._memory().claim()
+            memory = self._memory()
+            memory.claim(room)
             if executing() is not None:
-                memory: Any = self._memory()
                 memory.filled(gathered)
                 return
             rows = self._ops.shaped(self._ops.of(gathered), (self.group.size, -1))
-            for column, pieces in zip(self._ops.split(rows, self.parts.widths, 1), self._lying):
+            for column, pieces in zip(self._ops.split(rows, self.parts.widths, 1), memory.lying(self._places_in_memory)):
                 for r, x in pieces:
                     self._ops.write(x, self._places(column, r, x.shape))
 
+    def _places_in_memory(self) -> list[list[tuple[int, Any]]]:
+        """Where pieces of parameters go: kept, as the host's calls for these views are what a device waits for."""
+        pieces = (self._pieces(i, self._memory().array(i), 0, self.group.size) for i in range(len(self.params)))
+        return [[(r, self._ops.shaped(x, (x.shape[0], -1)) if self._ops.lies_as_it_is(x) else x) for r, x in each]
+                for each in pieces]
+
     # -- memory ------------------------------------------------------------------------------------------------------
 
-    def _memory(self) -> DeviceMemory:
+    def _memory(self) -> Memory:
         if self.memory is None:
-            if executing() is not None:
-                self.memory = AbstractMemory(self.shapes, self.dtype, self.group.backend)
-                return self.memory
-            kind = HostMemory if on_cpu() else DeviceMemory
-            self.memory = kind(self.shapes, self.dtype, self.group.backend)
-            with NoFallbackGuard():  # once, as host calls are what a device waits for
-                pieces = (self._pieces(i, self.memory.array(i), 0, self.group.size) for i in range(len(self.params)))
-                self._lying = [[(r, self._ops.shaped(x, (x.shape[0], -1)) if self._ops.lies_as_it_is(x) else x)
-                                for r, x in each] for each in pieces]
+            if not on_cpu():
+                self.memory = RoomMemory(self.shapes, self.dtype, self._leaves)
+            else:
+                kind = HostMemory if executing() is None else AbstractMemory
+                self.memory = kind(self.shapes, self.dtype, self.group.backend)
         return self.memory
+
+    def room(self) -> Room:
+        """On a device, where the memory is."""
+        return self._memory().room()
+
+    def bring(self, room: Room | None) -> None:
+        """On a device, the memory, which is full, is in this room, too; None: where it was."""
+        with NoFallbackGuard():
+            self._memory().bring(room)
 
     def tensor(self, i: int) -> Tensor:
         """A new tensor on the memory, which is full."""
@@ -242,111 +251,3 @@ class Block:
         me, ops = self.group.rank_index, self._ops
         return [ops.tensor(ops.shaped(x, self.parts.shape(i, me)))
                 for _, x in self._pieces(i, self._memory().array(i), me, me + 1)]
-
-
-class DeviceMemory:
-    """Tensors side by side: the storage of one flat tensor, which shrinks to nothing and grows again."""
-
-    window: Any = None  # where the backend can write into it
-
-    def __init__(self, shapes: Sequence[tuple[int, ...]], dtype, backend: Backend):
-        self.shapes, self.counts = list(shapes), [math.prod(shape) for shape in shapes]
-        self.starts = list(itertools.accumulate(self.counts, initial=0))
-        self._make(max(self.starts[-1], 1), dtype, backend)
-
-    def _make(self, count: int, dtype, backend: Backend) -> None:
-        self._flat: Any = ms.mint.empty((count,), dtype=dtype)
-        self._bytes = self._flat.untyped_storage().size()
-
-    def tensor(self, i: int) -> Tensor:
-        """A new tensor on the memory; autograd knows nothing of it."""
-        return ms.mint.reshape(ms.mint.narrow(self._flat, 0, self.starts[i], self.counts[i]), self.shapes[i])
-
-    def array(self, i: int) -> Any:
-        """The same as what packing works on."""
-        return self.tensor(i)
-
-    def release(self) -> None:
-        """Gives the storage back to MindSpore's pool."""
-        self._flat.untyped_storage().resize_(0)
-
-    def claim(self) -> None:
-        """Takes storage again."""
-        if self._flat.untyped_storage().size() == 0:
-            self._flat.untyped_storage().resize_(self._bytes)
-
-
-class HostMemory(DeviceMemory):
-    """The same on a host: pages can be given back to the system, and come again at the same address when written."""
-
-    def _make(self, count: int, dtype, backend: Backend) -> None:
-        # what drawing parameters has left in glibc's lists goes back to the system: up to two thirds of the parameters
-        getattr(ctypes.CDLL(None), "malloc_trim", int)(0)
-        kind = numpy_dtype(dtype)
-        size = count * kind.itemsize
-        if size > _SMALL:  # of small ones packing costs less than a window
-            self.window = backend.window(size)
-        if self.window is None:  # private: of a shared mapping the system keeps the pages that a process gives back
-            self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._flat = np.frombuffer(self._map, np.uint8) if self.window is None else self.window
-        places = zip(self.shapes, self.starts)
-        self.arrays: list[np.ndarray] = [np.ndarray(shape, kind, self._flat, at * kind.itemsize) for shape, at in places]
-
-    def tensor(self, i: int) -> Tensor:
-        return Tensor.from_numpy(self.arrays[i])
-
-    def array(self, i: int) -> np.ndarray:
-        return self.arrays[i]
-
-    def holds(self, x: Tensor) -> bool:
-        """Whether a tensor lies here."""
-        return 0 <= Tensor.data_ptr(x) - self._flat.ctypes.data < self._flat.size
-
-    def release(self) -> None:
-        if self.window is not None:
-            self.window.release()
-        else:
-            self._map.madvise(mmap.MADV_DONTNEED)
-
-    def claim(self) -> None:
-        if self.window is not None:
-            self.window.claim()
-
-
-class AbstractMemory(DeviceMemory):
-    """The same in a dry run: bytes that come and go, and tensors that have a shape."""
-
-    def _make(self, count: int, dtype, backend: Backend) -> None:
-        self._dry, self._bytes, self._taken = executing(), count * numpy_dtype(dtype).itemsize, False
-        self._flat = self._dry.ledger.place((count,), dtype)
-        if self._bytes > _SMALL:
-            self.window = backend.window(self._bytes)
-        if self.window is None:
-            self._take(True)
-        else:
-            self.window.flat = self._flat
-
-    def tensor(self, i: int) -> Tensor:
-        return self._dry.on_storage_of(self._flat, self.shapes[i])
-
-    def holds(self, x: Tensor) -> bool:
-        """Whether a tensor lies here."""
-        return Tensor.data_ptr(x) == Tensor.data_ptr(self._flat)
-
-    def release(self) -> None:
-        self._take(False)
-
-    def claim(self) -> None:
-        self._take(True)
-
-    def filled(self, gathered: Tensor) -> None:
-        """Once more, of what has been gathered elsewhere."""
-        self._dry.ledger.written(self._flat, self._dry.ledger.maker(gathered))
-        self._dry.ledger.is_now(gathered, "buffers")
-
-    def _take(self, taken: bool) -> None:
-        if self.window is not None:
-            (self.window.claim if taken else self.window.release)()
-        elif taken != self._taken:
-            self._taken = taken
-            self._dry.ledger.change("gathered", self._bytes if taken else -self._bytes, "pool")

@@ -31,6 +31,7 @@ from ...tensor.dtensor import DTensor
 from . import local
 from .block import Block
 from .reduce import in_order
+from .rooms import Room
 from .stand_in import lend, standing
 from .unit import State, Unit
 
@@ -69,6 +70,8 @@ class Call:
         self.stand_ins: dict[int, Tensor] = {}  # while cells run, by id of the parameter
         self.copied = set[int]()  # ids of frozen parameters for which copies stand
         self.read: list[str] = []  # parameters, in the order in which recorded ops have read them
+        self.rooms: tuple[Room, ...] = ()  # on a device, in which the whole tensors lie, and so what is saved of them
+        self.unseen = unit.local  # whether local tensors of them are read, of which nobody is told in the backward
         self.awaited = 0  # gradients, of parameters and of inputs, that come before the memory may go
         self.before: Call | None = None  # in the step
         # if this is the step: its units, their labels in the order of their calls, the last call, those of several cells
@@ -121,6 +124,7 @@ class Call:
             ahead = [unit.next] if unit.forward_prefetch is None and unit.next else unit.forward_prefetch or ()
             for other in () if again else ahead:
                 other.prefetch("forward", when)
+            self.rooms = unit.rooms()
             self.stand_ins = self._made(unit.standing)
         token = standing_in.set((*around, self))
         try:
@@ -222,7 +226,7 @@ class Call:
         """A parameter was written while `x` stands for it."""
         key = id(x.inited_param)
         if key in self.unit.place:
-            self.unit.unshard("forward")
+            self.unit.unshard("forward", rooms=self.rooms)
             if key in self.copied:
                 block, i = self.unit.place[key]
                 write(local_alias(x), block.tensor(i))
@@ -235,6 +239,8 @@ class Call:
         slots = [] if cell is None else self._slots_in(cell)  # a function runs again only where nothing stands
         call = Call(self.unit)
         self.enter()
+        self.unit.unshard("backward", rooms=self.rooms)  # if it has others, too
+        call.rooms = self.rooms
         with standing(slots, call._made(slots), call._write_back, call._renew):
             yield call
 
@@ -278,11 +284,11 @@ class Call:
                               f"{param.layout.describe()} of {unit.name}", "As in MindSpore, what `copy_` and the like "
                               "write between a use and its backward would change the gradient.",
                               ("ops.assign(parameter, value)", "write it before its cell runs, or after the gradient"))
-        if self in unit.entered and unit.state is State.WHOLE:
+        if self in unit.entered and unit.has(self.rooms):
             return
         unit.entered[self] = None
         executor.queue_backward_final_callback(unit.end_backward)
-        unit.unshard("backward")
+        unit.unshard("backward", rooms=self.rooms)
         ahead = unit.backward_prefetch
         for other in ahead if ahead is not None else [self.before.unit] if self.before is not None else ():
             other.prefetch("backward")
@@ -291,7 +297,7 @@ class Call:
         """All gradients of parameters are there, or that of an input."""
         unit = self.unit
         self.awaited -= 1
-        if self not in unit.entered and not unit.whole:
+        if self not in unit.entered and not unit.has(self.rooms):
             raise LayoutError(f"For '{unit.who}', the backward reached {unit.name} past the cell's outputs.",
                               f"{sum(len(b.params) for b in unit.blocks)} parameters, given back after the forward",
                               "Local tensors of them were used, and lead to the loss by a way that nobody saw.",

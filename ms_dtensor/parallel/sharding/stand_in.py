@@ -45,6 +45,11 @@ class UnshardedDTensor(DTensor):
                  "use the cell's parameter itself: outside the cell it is a cut DTensor, and right"))
         return held["_layout"]
 
+    def to_local(self, **how) -> Tensor:
+        """As of any DTensor; what is computed of it does not say in the backward that it needs the memory."""
+        memo_of(self).lent[0].unseen = True
+        return super().to_local(**how)
+
     def __fallback__(self, func, args=(), kwargs=None):
         self._layout  # noqa: B018  also where dispatch is switched off
         return super().__fallback__(func, args, kwargs)

@@ -10,11 +10,12 @@ or from what Python has forgotten, so it is the same on every rank.
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from mindspore import Tensor, nn
@@ -26,13 +27,17 @@ from ...core.mesh import DeviceMesh
 from ...core.placements import REPLICATE, Placement
 from ...dispatch.memo import memo_of
 from ...dispatch.operands import dtype_name, local_alias
-from ...errors import ConfigError
+from ...errors import ConfigError, LayoutError
 from ...internals.names import no_grad
-from ...internals.target import is_meta
+from ...internals.target import is_meta, on_cpu
 from ...tensor.dtensor import DTensor
 from .block import Block
 from .local import Mode, summed_axes
 from .reduce import Reduction
+from .rooms import Room
+
+if TYPE_CHECKING:
+    from .call import Call
 
 _log = logging.getLogger("ms_dtensor")
 _alike: Counter = Counter()  # units of one description on the ranks that hold them, so far: what tells twins apart
@@ -96,7 +101,7 @@ class Unit:
         self.next: Unit | None = None  # whose cell ran after this one's, the last time
         self.forward_prefetch: list[Unit] | None = None  # as the user says; None: the next one
         self.backward_prefetch: list[Unit] | None = None
-        self.entered: dict[object, None] = {}  # calls that the backward is in, oldest first
+        self.entered: dict[Call, None] = {}  # calls that the backward is in, oldest first
         self._gathered: list[int] = []  # how often each parameter had been written when it was gathered
         self.blocks, self.place, kept = self._made()
         # where others stand meanwhile
@@ -135,7 +140,7 @@ class Unit:
             whole = [_gathered(p.layout, self._on(p), kind) for p in members]
             blocks.append(Block(f"{self.label}, {kind}" if b else self.label, members, whole,
                                 self.policy.compute_dtype(members[0]), self.mesh.get_group(self.axes.cutting),
-                                self._on(members[0])[-self.axes.cut:], self.policy.reduce_dtype, near))
+                                self._on(members[0])[-self.axes.cut:], self.policy.reduce_dtype, near, self._leaves))
             place.update({id(p): (blocks[-1], i) for i, p in enumerate(members)})
         return blocks, place, kept
 
@@ -191,19 +196,43 @@ class Unit:
             self.log("prefetch", phase)
             self._start(phase, f"ahead{when}", ahead=True)
 
-    def unshard(self, phase: str, when: str = "") -> None:
-        """The memory holds the whole parameters, of the values that the shards have now."""
+    def unshard(self, phase: str, when: str = "", rooms: Sequence[Room] = ()) -> None:
+        """The memory holds the whole parameters, of the values that the shards have now; on a device in these rooms."""
         if self.state is not State.SHARDED and self._gathered != self._written():  # by a forward, after it was read
             self.reshard(forced=True)
-        if self.state is State.WHOLE or not self.blocks:
+        if not self.blocks:
+            return
+        pairs = zip(self.blocks, rooms or itertools.repeat(None))
+        if self.state is State.WHOLE:
+            for block, room in () if on_cpu() else pairs:
+                block.bring(room)
             return
         self.log("unshard", phase)
         with no_grad():
             if self.state is State.SHARDED:
                 self._start(phase, when, ahead=False)
-            for block in self.blocks:
-                block.finish()
+            for block, room in pairs:
+                block.finish(room)
         self.state = State.WHOLE
+
+    def rooms(self) -> tuple[Room, ...]:
+        """On a device, where the blocks are, which are whole: tensors that are made of them now lie there."""
+        return () if on_cpu() else tuple(block.room() for block in self.blocks)
+
+    def has(self, rooms: Sequence[Room]) -> bool:
+        """Whether it is whole, and has these rooms."""
+        return self.whole and all(room.holder is block.memory for block, room in zip(self.blocks, rooms))
+
+    def _leaves(self) -> None:
+        """Another unit is about to take a room of this one, which comes back when it is asked for, or when that one leaves.
+
+        Raises:
+            LayoutError: its backward is under way, and not all that reads the room there asks for it.
+        """
+        if any(call.unseen for call in self.entered):
+            raise LayoutError(f"For '{self.who}', two backwards at once need the memory in which {self.name} is whole.",
+                              self.label, "Local tensors of its parameters are read in the backward, and nobody sees when.",
+                              ("take one gradient after the other", "reshard_after_forward=False for this cell"))
 
     def _start(self, phase: str, when: str, ahead: bool) -> None:
         with no_grad():

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory in which the parameters of a block are whole: on a host, and in a dry run of one. A device's is in `rooms.py`.
+
+It comes and goes under the tensors on it, which keep their address. So what autograd saved of a forward is right again in
+the backward, once the parameters have been gathered again.
+"""
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+import mmap
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from mindspore import Tensor
+
+from ...comm.packing import numpy_dtype
+from ...comm.pretended import executing
+from ...comm.protocol import Backend
+
+_SMALL = 512 << 10  # bytes
+
+
+def _trim() -> None:
+    """What drawing parameters has left in glibc's lists goes back to the system: up to two thirds of the parameters."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+class Memory:
+    """Tensors side by side."""
+
+    window: Any = None  # where the backend can write into it
+    _lying: Any = None
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]]):
+        self.shapes, self.counts = list(shapes), [math.prod(shape) for shape in shapes]
+        self.starts = list(itertools.accumulate(self.counts, initial=0))
+
+    def tensor(self, i: int) -> Tensor:
+        """A new tensor on the memory; autograd knows nothing of it."""
+        raise NotImplementedError
+
+    def array(self, i: int) -> Any:
+        """The same as what packing works on."""
+        return self.tensor(i)
+
+    def lying(self, make: Callable[[], Any]) -> Any:
+        """What `make` gives of the memory; made once for each place where that is."""
+        if self._lying is None:
+            self._lying = make()
+        return self._lying
+
+    def room(self) -> Any:
+        """Where it is, if that can be in more than one place."""
+        return None
+
+    def claim(self, room: Any = None) -> None:
+        """It is there, to be written; in this room, on a device."""
+
+    def bring(self, room: Any) -> None:
+        """What it holds is in this room, too."""
+
+    def release(self) -> None:
+        """It is given back."""
+        raise NotImplementedError
+
+    def filled(self, gathered: Tensor) -> None:
+        """In a dry run: once more, of what has been gathered elsewhere."""
+
+
+class HostMemory(Memory):
+    """Pages that can be given back to the system, and come again at the same address when written."""
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]], dtype, backend: Backend):
+        super().__init__(shapes)
+        _trim()
+        kind = numpy_dtype(dtype)
+        size = max(self.starts[-1], 1) * kind.itemsize
+        if size > _SMALL:  # of small ones packing costs less than a window
+            self.window = backend.window(size)
+        if self.window is None:  # private: of a shared mapping the system keeps the pages that a process gives back
+            self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._flat: Any = np.frombuffer(self._map, np.uint8) if self.window is None else self.window
+        places = zip(self.shapes, self.starts)
+        self.arrays: list[np.ndarray] = [np.ndarray(shape, kind, self._flat, at * kind.itemsize) for shape, at in places]
+
+    def tensor(self, i: int) -> Tensor:
+        return Tensor.from_numpy(self.arrays[i])
+
+    def array(self, i: int) -> np.ndarray:
+        return self.arrays[i]
+
+    def holds(self, x: Tensor) -> bool:
+        """Whether a tensor lies here."""
+        return 0 <= Tensor.data_ptr(x) - self._flat.ctypes.data < self._flat.size
+
+    def release(self) -> None:
+        if self.window is not None:
+            self.window.release()
+        else:
+            self._map.madvise(mmap.MADV_DONTNEED)
+
+    def claim(self, room: Any = None) -> None:
+        if self.window is not None:
+            self.window.claim()
+
+
+class AbstractMemory(Memory):
+    """The same in a dry run: bytes that come and go, and tensors that have a shape."""
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]], dtype, backend: Backend):
+        super().__init__(shapes)
+        count = max(self.starts[-1], 1)
+        self._dry, self._bytes, self._taken = executing(), count * numpy_dtype(dtype).itemsize, False
+        self._flat = self._dry.ledger.place((count,), dtype)
+        if self._bytes > _SMALL:
+            self.window = backend.window(self._bytes)
+        if self.window is None:
+            self._take(True)
+        else:
+            self.window.flat = self._flat
+
+    def tensor(self, i: int) -> Tensor:
+        return self._dry.on_storage_of(self._flat, self.shapes[i])
+
+    def holds(self, x: Tensor) -> bool:
+        """Whether a tensor lies here."""
+        return Tensor.data_ptr(x) == Tensor.data_ptr(self._flat)
+
+    def release(self) -> None:
+        self._take(False)
+
+    def claim(self, room: Any = None) -> None:
+        self._take(True)
+
+    def filled(self, gathered: Tensor) -> None:
+        self._dry.ledger.written(self._flat, self._dry.ledger.maker(gathered))
+        self._dry.ledger.is_now(gathered, "buffers")
+
+    def _take(self, taken: bool) -> None:
+        if self.window is not None:
+            (self.window.claim if taken else self.window.release)()
+        elif taken != self._taken:
+            self._taken = taken
+            self._dry.ledger.change("gathered", self._bytes if taken else -self._bytes, "pool")

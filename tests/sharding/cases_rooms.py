@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rooms of a device: a backward finds the parameters where its forward had them, whoever has been there meanwhile.
+
+Functions of one's own save the weight as they are given it: a view of the room that the unit had then. Two forwards in
+flight have had different ones. Compared with one device in float64.
+"""
+from __future__ import annotations
+
+import itertools
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, mint, nn
+
+import ms_dtensor as md
+from ms_dtensor.dispatch.recording import Recording
+from ms_dtensor.parallel.sharding.rooms import Room
+from tests.cases import case
+from tests.dist.support import counted, equal
+from tests.rehearsal.session import rehearsed
+from tests.sharding.support import collected, none_of, rows_of
+
+DIM, BATCH = 6, 8
+X = [np.random.default_rng(70 + i).normal(size=(BATCH, DIM)).astype(np.float32) for i in range(3)]
+D = [np.random.default_rng(80 + i).normal(size=(BATCH, DIM)).astype(np.float32) for i in range(3)]
+
+
+class Product(md.DFunction):
+    """`x @ w.T`, which saves the weight itself."""
+
+    in_placements = ([md.Shard(0)], [md.Replicate()])
+    out_placements = [md.Shard(0)]
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return mint.matmul(x, mint.transpose(w, 0, 1))
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return mint.matmul(grad, w), mint.matmul(mint.transpose(grad, 0, 1), x)
+
+
+class Inner(nn.Cell):
+    def __init__(self, seed: int, dtype) -> None:
+        super().__init__()
+        values = np.random.default_rng(seed).normal(0, 0.5, (DIM, DIM)).astype(np.float32)
+        self.w = Parameter(Tensor(values.astype(dtype)), name="w")
+
+    def construct(self, x):
+        return mint.tanh(Product.apply(x, self.w))
+
+
+class Outer(nn.Cell):
+    """Uses its weight before and behind a cell whose weight is as large: both are whole at once, in two rooms."""
+
+    def __init__(self, dtype=np.float32) -> None:
+        super().__init__()
+        self.inner = Inner(1, dtype)
+        self.w = Parameter(Tensor(np.random.default_rng(2).normal(0, 0.5, (DIM, DIM)).astype(np.float32).astype(dtype)), name="w")
+        self.between = None
+
+    def construct(self, x):
+        x = mint.tanh(Product.apply(x, self.w))
+        if self.between is not None:
+            self.between()
+        return Product.apply(self.inner(x), self.w)
+
+
+def sharded(mesh, **how) -> Outer:
+    net = Outer()
+    md.fully_shard(net.inner, mesh=mesh, **how)
+    return md.fully_shard(net, mesh=mesh, **how)
+
+
+def of_one_device(which: str, x: np.ndarray, d: np.ndarray):
+    """Output, and gradients of the input and of all parameters, in float64."""
+    net = Outer(np.float64)
+    cell = net.inner if which == "inner" else net
+    x, d = Tensor(x.astype(np.float64)), Tensor(d.astype(np.float64))
+    dx, grads = ms.grad(lambda x: (cell(x) * d).sum(), 0, net.trainable_params())(x)
+    return cell(x), dx, grads
+
+
+class Told:
+    """How often a room was filled with what had been set aside, or lay in another room."""
+
+    def __init__(self, patch: list):
+        self.fills, fill = 0, Room.fill
+
+        def noted(room, values):
+            self.fills += 1
+            fill(room, values)
+        Room.fill = noted
+        patch.append(fill)
+
+
+def in_flight(mesh, forwards: tuple[str, ...], order: tuple[int, ...], policy: dict) -> int:
+    """All forwards, then all backwards; returns how often somebody had to be put back."""
+    net, patch = sharded(mesh, **policy), []
+    params = net.trainable_params()
+    told = Told(patch)
+    try:
+        with counted() as count:
+            recordings = [Recording.of(net.inner if which == "inner" else net, rows_of(mesh, X[i]))
+                          for i, which in enumerate(forwards)]
+            for i in order:
+                y, dx, grads = of_one_device(forwards[i], X[i], D[i])
+                equal(recordings[i].outputs, y, f"output {i}")
+                (got_dx,), got = recordings[i].backward(rows_of(mesh, D[i]), params)
+                equal(got_dx, dx, f"gradient of input {i}")
+                for p, g, w in zip(params, got, grads, strict=True):
+                    equal(g, w, f"forward {i}: {p.name}")
+    finally:
+        Room.fill = patch[0]
+    wanted = sum(1 if which == "inner" else 2 for which in forwards)
+    assert count["all_gather", "forward"] == wanted, count
+    assert count["reduce_scatter", "backward"] == wanted, count
+    return told.fills
+
+
+@case(2, timeout=60)
+def forwards_in_flight_with_different_rooms(world):
+    faults: list[str] = []
+    fills: dict[tuple, int] = {}
+    with rehearsed(clock=False):
+        mesh = md.init_device_mesh("npu", (world.size,), mesh_dim_names=("dp",))
+        for policy in ({}, {"reshard_after_forward": False}):
+            for forwards in (("inner", "outer"), ("outer", "inner"), ("inner", "outer", "inner")):
+                for order in itertools.permutations(range(len(forwards))):
+                    def run(policy=policy, forwards=forwards, order=order):
+                        fills[forwards, order, not policy] = in_flight(mesh, forwards, order, policy)
+                    collected(faults, f"{forwards}, {order}, {policy}", run)
+    none_of(faults)
+    # the inner one was in the room in which the outer one, kept for its backward, is now: set aside, and put back
+    assert fills[("inner", "outer"), (0, 1), True] == 1, fills
+    assert fills[("inner", "outer"), (1, 0), True] == 0, fills
+
+
+@case(2)
+def a_backward_within_a_forward_of_who_has_the_room(world):
+    """The outer cell is at work in the room that the backward needs; it goes on with what it had."""
+    with rehearsed(clock=False):
+        mesh = md.init_device_mesh("npu", (world.size,), mesh_dim_names=("dp",))
+        net = sharded(mesh)
+        recording, got = Recording.of(net.inner, rows_of(mesh, X[0])), []
+        net.between = lambda: got.append(recording.backward(rows_of(mesh, D[0]), net.inner.trainable_params()))
+        out = net(rows_of(mesh, X[1]))
+        _, dx, grads = of_one_device("inner", X[0], D[0])
+        ((got_dx,), (grad,)), = got
+        equal(got_dx, dx, "gradient of the input")
+        equal(grad, grads[0], "gradient of the weight")
+        equal(out, of_one_device("outer", X[1], D[1])[0], "what the outer cell computed")
+
+
+@case(2)
+def one_gradient_of_both(world):
+    def loss(outer, inner):
+        return lambda x: (outer(x) * inner(x * 0.5)).sum() + (inner(x) * outer(x * 2)).sum()
+    plain = Outer(np.float64)
+    want, (dx, grads) = ms.value_and_grad(loss(plain, plain.inner), 0, plain.trainable_params())(Tensor(X[0].astype(np.float64)))
+    with rehearsed(clock=False):
+        mesh = md.init_device_mesh("npu", (world.size,), mesh_dim_names=("dp",))
+        for how in ({}, {"reshard_after_forward": False}):
+            net = sharded(mesh, **how)
+            for step in range(2):
+                got, (got_dx, got_grads) = md.value_and_grad(loss(net, net.inner), 0, net.trainable_params())(rows_of(mesh, X[0]))
+                equal(got, want, f"value {step}")
+                equal(got_dx, dx, f"gradient of the input {step}")
+                for p, g, w in zip(net.trainable_params(), got_grads, grads, strict=True):
+                    equal(g, w, f"{p.name} {step}")
