@@ -4,6 +4,7 @@ given back, collectives ahead of use. One process as one rank of a fake world, w
 """
 from __future__ import annotations
 
+import gc
 from types import SimpleNamespace
 
 import mindspore as ms
@@ -13,6 +14,7 @@ from mindspore import Tensor, mint, nn
 
 import ms_dtensor as md
 from ms_dtensor import comm
+from ms_dtensor.parallel.sharding import rooms
 from tests.rehearsal.session import rehearsed
 
 pytestmark = pytest.mark.usefixtures("cpu")
@@ -151,21 +153,40 @@ def step_of(root: bool = False, **how):
     return lambda: step(x)
 
 
-UNIT = 8 * 8 * 4  # bytes
-
-
-def test_gathered_parameters_are_given_back_after_their_use(npu):
-    """Twice a step each: after the forward, and after the backward. With `reshard_after_forward=False` once."""
+def test_gathered_parameters_are_given_back_after_their_use(npu, monkeypatch):
+    """Units that run one after another share a room; kept ones have one each. When the graph is gone, so are the rooms."""
+    taken, made, enter, make = [], [], rooms.Room.enter, rooms.Room.__init__
+    monkeypatch.setattr(rooms.Room, "enter", lambda self, memory: (taken.append(memory), enter(self, memory))[1])
+    monkeypatch.setattr(rooms.Room, "__init__", lambda self, *how: (made.append(self.__class__), make(self, *how))[1])
     for reshard, times in ((True, 2), (False, 1)):
         step = step_of(mesh=npu.mesh["dp"], reshard_after_forward=reshard)
-        npu.device.resized.clear()
+        gc.collect()
+        taken.clear(), made.clear()
+        npu.device.syncs.clear()
         step()
-        resized, most, held = list(npu.device.resized), 0, 0
-        assert resized.count(0) == 3 * times, resized
-        for size in resized:
-            held += UNIT if size else -UNIT
-            most = max(most, held)
-        assert held == 0 and most == (UNIT if reshard else 3 * UNIT), (most, resized)
+        assert len(made) == (1 if reshard else 3), made
+        assert len(set(taken)) == 3 and len(taken) >= 3 * times, taken
+        assert not npu.device.syncs, "memory goes and comes without a wait of the host"
+        gc.collect()
+        assert not [room for room in rooms._alive.values() if room.holder is not None or room.aside]
+        assert not rooms._alive, "a room is kept that nobody can come back to"
+
+
+def test_who_reads_local_tensors_in_its_backward_is_not_set_aside(npu):
+    """Nobody would know when to put it back: refused, as its numbers would be another's."""
+    first, second = (SimpleNamespace(leaves=leaves) for leaves in (refuse, lambda: None))
+    room = rooms.Room(4, ms.float32)
+    for memory in (first, second):
+        memory.count = 4
+    room.enter(second)
+    room.enter(first)
+    with pytest.raises(RuntimeError, match="under way"):
+        room.enter(second)
+    assert room.holder is first
+
+
+def refuse():
+    raise RuntimeError("a backward is under way")
 
 
 class Nine(nn.Cell):

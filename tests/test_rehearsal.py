@@ -50,9 +50,7 @@ def test_a_step_of_the_8b_configuration_asks_little_of_a_device():
     for step in (tensor_parallel, data_parallel, sharded):
         uploads = {line.partition(":")[0] for line in step["host_to_device"]}
         assert uploads <= {"model_zoo/llama/parallelize.py", "ms_dtensor/ops/local/attention.py"}, step
-    memory = [n for line, n in sharded["host_waits"].items() if "sharding/block.py" in line]
-    units = 4 + 1
-    assert len(memory) == 2 and sum(memory) <= 4 * units, sharded  # taken and given back, in the forward and in the backward
+    assert sum(sharded["host_waits"].values()) == len(sharded["host_waits"]) == 2, sharded  # the logged loss and norm
     assert data_parallel["overlapped"] >= 0.9, data_parallel
 
 

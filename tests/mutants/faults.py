@@ -14,6 +14,7 @@ ATTENTION, MOE = "ms_dtensor/ops/local/attention.py", "ms_dtensor/ops/local/moe.
 EXPERTS, MODEL = "model_zoo/llama/experts.py", "model_zoo/llama/model.py"
 BRANCH, EMULATOR, KERNELS = "tests/test_device_branch.py", "tests/test_emulator.py", "tests/test_ascend_kernels.py"
 RANKS, TWINS, ADAM = "tests/dist/cases_rehearsal.py", "tests/zoo/test_llama_twins.py", "tests/zoo/test_optim.py"
+ROOMS, IN_ROOMS = "ms_dtensor/parallel/sharding/rooms.py", "tests/sharding/cases_rooms.py"
 RING, GRID = "ms_dtensor/parallel/ring.py", "tests/context/cases_grid.py"
 OVER_RANKS, EXPERT_GRID, EXPERTS_TEST = "ms_dtensor/parallel/experts.py", "tests/experts", "tests/experts"
 # by its whole name, as it waits for a merge
@@ -71,18 +72,13 @@ FAULTS = [
     Fault("sizes of groups are running sums", EXPERTS, f"{TWINS} -k experts", "sum((0, 1)).astype(ms.int64)",
           "sum((0, 1)).cumsum(0).astype(ms.int64)"),
     # -- three that nobody had judged, by behaviour ---------------------------------------------------------------------------
-    Fault("fully_shard never frees", HCCL, f"{BRANCH} -k given_back", "", '''class _Keeps:
-    def __init__(self, real):
-        self.real = real
-
-    def __getattr__(self, name):
-        return getattr(self.real, name)
-
-    def resize_(self, size):
-        return self.real.resize_(size) if size else None
-
-
-Tensor.untyped_storage = (lambda real: lambda self: _Keeps(real(self)))(Tensor.untyped_storage)'''),
+    Fault("fully_shard never frees", ROOMS, f"{BRANCH} -k given_back", "", wrapped("Room", "leave", "return None")),
+    Fault("the backward takes any room", "ms_dtensor/parallel/sharding/unit.py", f"{IN_ROOMS} -k in_flight",
+          "zip(self.blocks, rooms or itertools.repeat(None))", "zip(self.blocks, itertools.repeat(None))"),
+    Fault("who had the room is not set aside", ROOMS, f"{IN_ROOMS} -k within_a_forward",
+          "                self.aside.append((self.holder, copy(self.part(self.holder.count))))", "                pass"),
+    Fault("who was set aside is not put back", ROOMS, f"{IN_ROOMS} -k within_a_forward", "                self.fill(values)\n\n",
+          "                pass\n\n"),
     Fault("reduce_dtype is ignored", "ms_dtensor/parallel/precision.py", f"{BRANCH} -k dtype_that_was_asked_for", "",
           wrapped("MixedPrecisionPolicy", "__post_init__", "object.__setattr__(self, 'reduce_dtype', None); real(self)")),
     Fault("nothing is gathered ahead", "ms_dtensor/comm/group.py", f"{BRANCH} -k next_unit", "",

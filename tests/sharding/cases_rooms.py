@@ -7,6 +7,7 @@ flight have had different ones. Compared with one device in float64.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 
 import mindspore as ms
 import numpy as np
@@ -16,7 +17,7 @@ import ms_dtensor as md
 from ms_dtensor.dispatch.recording import Recording
 from ms_dtensor.parallel.sharding.rooms import Room
 from tests.cases import case
-from tests.dist.support import counted, equal
+from tests.dist.support import equal
 from tests.rehearsal.session import rehearsed
 from tests.sharding.support import collected, none_of, rows_of
 
@@ -42,11 +43,15 @@ class Product(md.DFunction):
         return mint.matmul(grad, w), mint.matmul(mint.transpose(grad, 0, 1), x)
 
 
+def weight(seed: int, dtype) -> Parameter:
+    """The same numbers in every dtype."""
+    return Parameter(Tensor(np.random.default_rng(seed).normal(0, 0.5, (DIM, DIM)).astype(np.float32).astype(dtype)), name="w")
+
+
 class Inner(nn.Cell):
     def __init__(self, seed: int, dtype) -> None:
         super().__init__()
-        values = np.random.default_rng(seed).normal(0, 0.5, (DIM, DIM)).astype(np.float32)
-        self.w = Parameter(Tensor(values.astype(dtype)), name="w")
+        self.w = weight(seed, dtype)
 
     def construct(self, x):
         return mint.tanh(Product.apply(x, self.w))
@@ -58,7 +63,7 @@ class Outer(nn.Cell):
     def __init__(self, dtype=np.float32) -> None:
         super().__init__()
         self.inner = Inner(1, dtype)
-        self.w = Parameter(Tensor(np.random.default_rng(2).normal(0, 0.5, (DIM, DIM)).astype(np.float32).astype(dtype)), name="w")
+        self.w = weight(2, dtype)
         self.between = None
 
     def construct(self, x):
@@ -102,7 +107,7 @@ def in_flight(mesh, forwards: tuple[str, ...], order: tuple[int, ...], policy: d
     params = net.trainable_params()
     told = Told(patch)
     try:
-        with counted() as count:
+        with md.comm.record() as events:
             recordings = [Recording.of(net.inner if which == "inner" else net, rows_of(mesh, X[i]))
                           for i, which in enumerate(forwards)]
             for i in order:
@@ -115,8 +120,11 @@ def in_flight(mesh, forwards: tuple[str, ...], order: tuple[int, ...], policy: d
     finally:
         Room.fill = patch[0]
     wanted = sum(1 if which == "inner" else 2 for which in forwards)
-    assert count["all_gather", "forward"] == wanted, count
-    assert count["reduce_scatter", "backward"] == wanted, count
+    count = Counter((e.op, e.phase) for e in events if e.src == "fully_shard")
+    assert count["all_gather", "forward"] == count["reduce_scatter", "backward"] == wanted, count
+    again = wanted if not policy else sum(which == "inner" for which in forwards)  # those given back by the next forward
+    assert count["all_gather", "backward"] <= again and set(count) <= {
+        ("all_gather", "forward"), ("all_gather", "backward"), ("reduce_scatter", "backward")}, count
     return told.fills
 
 
@@ -150,7 +158,7 @@ def a_backward_within_a_forward_of_who_has_the_room(world):
         _, dx, grads = of_one_device("inner", X[0], D[0])
         ((got_dx,), (grad,)), = got
         equal(got_dx, dx, "gradient of the input")
-        equal(grad, grads[0], "gradient of the weight")
+        equal(grad, grads[[p.name for p in net.trainable_params()].index("inner.w")], "gradient of the weight")
         equal(out, of_one_device("outer", X[1], D[1])[0], "what the outer cell computed")
 
 
@@ -158,15 +166,19 @@ def a_backward_within_a_forward_of_who_has_the_room(world):
 def one_gradient_of_both(world):
     def loss(outer, inner):
         return lambda x: (outer(x) * inner(x * 0.5)).sum() + (inner(x) * outer(x * 2)).sum()
-    plain = Outer(np.float64)
-    want, (dx, grads) = ms.value_and_grad(loss(plain, plain.inner), 0, plain.trainable_params())(Tensor(X[0].astype(np.float64)))
+    def of(dtype):
+        plain = Outer(dtype)
+        return ms.value_and_grad(loss(plain, plain.inner), 0, plain.trainable_params())(Tensor(X[0].astype(dtype)))
+    known = ((of(np.float64), 1e-3), (of(np.float32), 2e-5))  # MindSpore's float32 tanh alone is off by 1e-4 here
     with rehearsed(clock=False):
         mesh = md.init_device_mesh("npu", (world.size,), mesh_dim_names=("dp",))
         for how in ({}, {"reshard_after_forward": False}):
             net = sharded(mesh, **how)
             for step in range(2):
-                got, (got_dx, got_grads) = md.value_and_grad(loss(net, net.inner), 0, net.trainable_params())(rows_of(mesh, X[0]))
-                equal(got, want, f"value {step}")
-                equal(got_dx, dx, f"gradient of the input {step}")
-                for p, g, w in zip(net.trainable_params(), got_grads, grads, strict=True):
-                    equal(g, w, f"{p.name} {step}")
+                step_of = md.value_and_grad(loss(net, net.inner), 0, net.trainable_params())
+                got, (got_dx, got_grads) = step_of(rows_of(mesh, X[0]))
+                for (want, (dx, grads)), rtol in known:
+                    equal(got, want, f"value {step}", rtol)
+                    equal(got_dx, dx, f"gradient of the input {step}", rtol)
+                    for p, g, w in zip(net.trainable_params(), got_grads, grads, strict=True):
+                        equal(g, w, f"{p.name} {step}", rtol)

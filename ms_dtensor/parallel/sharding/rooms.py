@@ -11,6 +11,7 @@ Invariant: none of this communicates, as which rooms there are also follows from
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -80,7 +81,7 @@ class Room:
     def fill(self, values: Tensor) -> None:
         """Its first elements are these."""
         with no_grad():
-            write(self.part(values.size), values)
+            write(self.part(math.prod(values.shape)), values)
 
     def _forget(self, memory: RoomMemory) -> None:
         self.aside = [(other, values) for other, values in self.aside if other is not memory]
@@ -113,10 +114,18 @@ class RoomMemory(Memory):
         return self.rooms[0]
 
     def tensor(self, i: int) -> Tensor:
+        # Of an alias: MindSpore counts its writes by itself, and would refuse what is saved once the room is filled again.
         room = self.room()
+        return self._cut(room, room.flat if room._dry is not None else ms.ops.stop_gradient(room.flat), i)
+
+    def array(self, i: int) -> Tensor:
+        room = self.room()
+        return self._cut(room, room.flat, i)
+
+    def _cut(self, room: Room, flat: Tensor, i: int) -> Tensor:
         if room._dry is not None:
-            return room._dry.on_storage_of(room.flat, self.shapes[i])
-        return ms.mint.reshape(ms.mint.narrow(room.flat, 0, self.starts[i], self.counts[i]), self.shapes[i])
+            return room._dry.on_storage_of(flat, self.shapes[i])
+        return ms.mint.reshape(ms.mint.narrow(flat, 0, self.starts[i], self.counts[i]), self.shapes[i])
 
     def lying(self, make: Callable[[], Any]) -> Any:
         views = self.room().views
