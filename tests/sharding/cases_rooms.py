@@ -45,7 +45,8 @@ class Product(md.DFunction):
 
 def weight(seed: int, dtype) -> Parameter:
     """The same numbers in every dtype."""
-    return Parameter(Tensor(np.random.default_rng(seed).normal(0, 0.5, (DIM, DIM)).astype(np.float32).astype(dtype)), name="w")
+    values = np.random.default_rng(seed).normal(0, 0.5, (DIM, DIM)).astype(np.float32)
+    return Parameter(Tensor(values.astype(dtype)), name="w")
 
 
 class Inner(nn.Cell):
