@@ -10,6 +10,7 @@ op that reads a whole parameter (`dispatch/op_plan.py`). The outermost call is t
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -70,6 +71,7 @@ class Call:
         self.stand_ins: dict[int, Tensor] = {}  # while cells run, by id of the parameter
         self.copied = set[int]()  # ids of frozen parameters for which copies stand
         self.read: list[str] = []  # parameters, in the order in which recorded ops have read them
+        self.left: tuple[weakref.ref[Room], ...] = ()  # the same, when all gradients are there: whose memory may go
         self.rooms: tuple[Room, ...] = ()  # on a device, in which the whole tensors lie, and so what is saved of them
         self.unseen = unit.local  # whether local tensors of them are read, of which nobody is told in the backward
         self.awaited = 0  # gradients, of parameters and of inputs, that come before the memory may go
@@ -286,6 +288,8 @@ class Call:
                               ("ops.assign(parameter, value)", "write it before its cell runs, or after the gradient"))
         if self in unit.entered and unit.has(self.rooms):
             return
+        if self.left:
+            self._come_back()
         unit.entered[self] = None
         executor.queue_backward_final_callback(unit.end_backward)
         unit.unshard("backward", rooms=self.rooms)
@@ -307,6 +311,18 @@ class Call:
             unit.entered.pop(self, None)
             if not unit.entered:
                 unit.reshard()
+            if self.rooms:
+                self.left, self.rooms = tuple(map(weakref.ref, self.rooms)), ()
+
+    def _come_back(self) -> None:
+        """What reads the whole parameters once more after all gradients were there finds the rooms, if these are not gone."""
+        rooms = [room for ref in self.left if (room := ref()) is not None]
+        if len(rooms) < len(self.left):
+            raise LayoutError(f"For '{self.unit.who}', the backward came back to {self.unit.name} after all its gradients.",
+                              self.unit.label, "The memory in which its forward had the parameters is gone.",
+                              ("return all tensors that the loss depends on, in tuples, lists, dicts or dataclasses",
+                               "take the gradient of frozen parameters, too"))
+        self.rooms, self.left = tuple(rooms), ()
 
 
 def _connected(node: Tensor, data: Tensor, layout, partial_on: tuple[int, ...], reduce_dtype, gate: bool):
