@@ -315,7 +315,7 @@ class Call:
                 self.left, self.rooms = tuple(map(weakref.ref, self.rooms)), ()
 
     def _come_back(self) -> None:
-        """What reads the whole parameters once more after all gradients were there finds the rooms, if these are not gone."""
+        """What reads the whole parameters after all gradients were there finds the rooms, if these are not gone."""
         rooms = [room for ref in self.left if (room := ref()) is not None]
         if len(rooms) < len(self.left):
             raise LayoutError(f"For '{self.unit.who}', the backward came back to {self.unit.name} after all its gradients.",
