@@ -55,7 +55,7 @@ class Block:
         here = params[0].device_mesh.get_coordinate()
         self.parts = Parts(self.shapes, dims, [sizes_along(p.layout, axes, d, here) for p, d in zip(params, dims)])
         self.bytes = self.parts.starts[-1] * numpy_dtype(dtype).itemsize
-        self.memory: HostMemory | AbstractMemory | RoomMemory | None = None
+        self.memory: Any = None
         self.part: Any = None  # the rows of this rank and others, which the neighbours have together
         self._work: Work | None = None
         self._ops: type[TensorOps] = ArrayOps if on_cpu() else TensorOps

@@ -45,10 +45,10 @@ class UnshardedDTensor(DTensor):
                  "use the cell's parameter itself: outside the cell it is a cut DTensor, and right"))
         return held["_layout"]
 
-    def to_local(self, **how) -> Tensor:
+    def to_local(self, *, grad_placements=None) -> Tensor:
         """As of any DTensor; what is computed of it does not say in the backward that it needs the memory."""
         memo_of(self).lent[0].unseen = True
-        return super().to_local(**how)
+        return super().to_local(grad_placements=grad_placements)
 
     def __fallback__(self, func, args=(), kwargs=None):
         self._layout  # noqa: B018  also where dispatch is switched off
