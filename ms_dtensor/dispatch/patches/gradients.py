@@ -271,21 +271,30 @@ def end_abandoned() -> None:
     _clean(True)
 
 
-def _gradient(original):
-    def make(self, fn, weights=None, *position):  # of `GradOperation` and `_Grad`: a function of forward and backward
-        run = original(self, fn, weights, *position)
-        if not self.pynative_:
-            return run
+def _wrapped(original):
+    """MindSpore's decorator of the function of forward and backward that `GradOperation` and `_Grad` make.
 
+    What they were told is in its closure. Their `__call__` stays as it is: the bytecode mode of `ms.jit` reads its code, and
+    compiles nothing where it finds another's.
+    """
+    def wrap(run):
+        told = dict(zip(run.__code__.co_freevars, (cell.cell_contents for cell in run.__closure__ or ())))
+        out = original(run)
+        if "grad_" not in told:
+            return out
+        fn, operation, weights = told["fn"], told["self"], told["weights"]
+
+        @functools.wraps(out)
         def gradient(*args, **kwargs):
             inputs = [*args, *(x for name, x in kwargs.items() if name != "sens")]
-            unsaid = self.get_by_list and weights is None and not isinstance(fn, nn.Cell)
+            unsaid = operation.get_by_list and weights is None and not isinstance(fn, nn.Cell)
             given = [weights] if isinstance(weights, Tensor) else weights
-            now, at = None if given is None else [current(p) for p in given], position[0] if position else 0
-            with _seeking(None if unsaid else _differentiated(fn, self, now, at, inputs)):
-                return run(*args, **kwargs)
+            now = None if given is None else [current(p) for p in given]
+            of = None if unsaid else _differentiated(fn, operation, now, told.get("grad_position", 0), inputs)
+            with _seeking(of):
+                return out(*args, **kwargs)
         return gradient
-    return make
+    return wrap
 
 
 def _forward(original, unsaid: bool = False):
@@ -324,7 +333,7 @@ def _complex_call(original):
 
 _DOORS = (
     (executor, "grad", _grad), (executor, "end_graph", _end_graph),
-    (composite.GradOperation, "__call__", _gradient), (composite._Grad, "__call__", _gradient),
+    (composite, "_wrap_func", _wrapped),
     (composite, "_pynative_func_grad_forward", _forward),
     (grad_func, "_pynative_func_grad_forward", functools.partial(_forward, unsaid=True)),  # of `vjp`
     (nn.Cell, "_complex_call", _complex_call),
