@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ms_dtensor import comm
-from ms_dtensor.parallel.sharding import block
+from ms_dtensor.parallel.sharding import memory
 from tests.cases import case
 from tests.dist import cases_fsdp_inside, cases_fsdp_steps, cases_fully_shard
 from tests.tiers import sampled
@@ -23,12 +23,12 @@ AGAIN = (cases_fully_shard.one_collective_a_unit_and_direction, cases_fully_shar
 @case(4)
 def in_windows(world):
     """None of these units is large enough by itself."""
-    small, block._SMALL = block._SMALL, 0
+    small, memory._SMALL = memory._SMALL, 0
     try:
         for one in sampled(AGAIN, 6):
             one(world)
     finally:
-        block._SMALL = small
+        memory._SMALL = small
 
 
 @case(4)
