@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from unittest import mock
 
 import mindspore as ms
 import numpy as np
@@ -89,44 +90,28 @@ def of_one_device(which: str, x: np.ndarray, d: np.ndarray):
     return cell(x), dx, grads
 
 
-class Told:
-    """How often a room was filled with what had been set aside, or lay in another room."""
-
-    def __init__(self, patch: list):
-        self.fills, fill = 0, Room.fill
-
-        def noted(room, values):
-            self.fills += 1
-            fill(room, values)
-        Room.fill = noted
-        patch.append(fill)
-
-
 def in_flight(mesh, forwards: tuple[str, ...], order: tuple[int, ...], policy: dict) -> int:
     """All forwards, then all backwards; returns how often somebody had to be put back."""
-    net, patch = sharded(mesh, **policy), []
+    net = sharded(mesh, **policy)
     params = net.trainable_params()
-    told = Told(patch)
-    try:
-        with md.comm.record() as events:
-            recordings = [Recording.of(net.inner if which == "inner" else net, rows_of(mesh, X[i]))
-                          for i, which in enumerate(forwards)]
-            for i in order:
-                y, dx, grads = of_one_device(forwards[i], X[i], D[i])
-                equal(recordings[i].outputs, y, f"output {i}")
-                (got_dx,), got = recordings[i].backward(rows_of(mesh, D[i]), params)
-                equal(got_dx, dx, f"gradient of input {i}")
-                for p, g, w in zip(params, got, grads, strict=True):
-                    equal(g, w, f"forward {i}: {p.name}")
-    finally:
-        Room.fill = patch[0]
+    # of what had been set aside, or lay in another room
+    with mock.patch.object(Room, "fill", autospec=True, side_effect=Room.fill) as fill, md.comm.record() as events:
+        recordings = [Recording.of(net.inner if which == "inner" else net, rows_of(mesh, X[i]))
+                      for i, which in enumerate(forwards)]
+        for i in order:
+            y, dx, grads = of_one_device(forwards[i], X[i], D[i])
+            equal(recordings[i].outputs, y, f"output {i}")
+            (got_dx,), got = recordings[i].backward(rows_of(mesh, D[i]), params)
+            equal(got_dx, dx, f"gradient of input {i}")
+            for p, g, w in zip(params, got, grads, strict=True):
+                equal(g, w, f"forward {i}: {p.name}")
     wanted = sum(1 if which == "inner" else 2 for which in forwards)
     count = Counter((e.op, e.phase) for e in events if e.src == "fully_shard")
     assert count["all_gather", "forward"] == count["reduce_scatter", "backward"] == wanted, count
     again = wanted if not policy else sum(which == "inner" for which in forwards)  # those given back by the next forward
     assert count["all_gather", "backward"] <= again and set(count) <= {
         ("all_gather", "forward"), ("all_gather", "backward"), ("reduce_scatter", "backward")}, count
-    return told.fills
+    return fill.call_count
 
 
 @case(2, timeout=60)
