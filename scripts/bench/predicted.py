@@ -13,7 +13,6 @@ time. Needs a C compiler. Who is chosen among experts is fixed, as it is in a dr
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import json
 import os
@@ -112,6 +111,7 @@ def real(row: str, steps: int, watched: bool) -> dict[str, Any]:
     from model_zoo.llama.trainer import Trainer
     from ms_dtensor import DTensor, comm
     from ms_dtensor.parallel import experts, experts_counts
+    from ms_dtensor.parallel.sharding.memory import trim
 
     cfg = config(row)
     mesh = make_mesh("cpu", cfg.parallel)
@@ -148,7 +148,7 @@ def real(row: str, steps: int, watched: bool) -> dict[str, Any]:
     with comm.record() as events:
         step()
     gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)  # holes that making the model has left are no pages of a step
+    trim()  # holes that making the model has left are no pages of a step
     heap.again()
     with Watch() as watch:
         for _ in range(2):

@@ -23,11 +23,11 @@ from ...comm.protocol import Backend
 _SMALL = 512 << 10  # bytes
 
 
-def _trim() -> None:
+def trim() -> None:
     """What drawing parameters has left in glibc's lists goes back to the system: up to two thirds of the parameters."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if give_back is not None:
+        give_back(0)
 
 
 class Memory:
@@ -77,7 +77,7 @@ class HostMemory(Memory):
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], dtype, backend: Backend):
         super().__init__(shapes)
-        _trim()
+        trim()
         kind = numpy_dtype(dtype)
         size = max(self.starts[-1], 1) * kind.itemsize
         if size > _SMALL:  # of small ones packing costs less than a window
