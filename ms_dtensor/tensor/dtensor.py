@@ -209,9 +209,8 @@ class DTensor(Measures, Tensor):
         Args:
             grad_placements: how the cotangent will be laid out; default: as the value, with Partial as Replicate.
         """
-        if pretended.get() is not None and (dry := executing()) is not None:
-            dry.taken_out()
-        return as_local(self, None if grad_placements is None else self._layout_of_gradient(grad_placements, "to_local"))
+        local = as_local(self, None if grad_placements is None else self._layout_of_gradient(grad_placements, "to_local"))
+        return local if pretended.get() is None or (dry := executing()) is None else dry.taken_out(local)
 
     def _layout_of_gradient(self, placements, who: str) -> Layout:
         try:

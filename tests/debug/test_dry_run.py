@@ -18,7 +18,7 @@ import ms_dtensor as md
 from ms_dtensor import comm
 from ms_dtensor.debug import CommDebugMode, dry_run
 from ms_dtensor.debug.dryrun.pool import Pool
-from ms_dtensor.errors import ConfigError, OpRuleError
+from ms_dtensor.errors import ConfigError, MixedOperandError, OpRuleError
 from tests.debug import dry_programs as programs
 
 pytestmark = pytest.mark.usefixtures("cpu")
@@ -259,6 +259,49 @@ def test_plain_tensors_without_data_are_not_asked_for_values():
     for rank in (True, 1.0):
         with pytest.raises(ConfigError, match="is not in a world of 2"), dry_run(world=2, rank=rank):
             pass
+
+
+def test_whole_numbers_made_of_what_has_no_data_are_refused():
+    """Floating ones read as NaN; counts, choices and truths read 0, which took a branch and gave a sum without a word."""
+    seen = md.comm.fake_world(2), dry_run(world=2, device="CPU")
+    for kernels, world in zip((True, False), seen, strict=True):
+        with world:
+            mesh = md.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+            ids = md.full((6,), 3, device_mesh=mesh, placements=[md.Shard(0)], dtype=ms.int32)
+            scores = md.full((4, 3), 2.0, device_mesh=mesh)
+            mine, whole = ids.to_local(), scores.full_tensor()
+            fresh = mine + 1  # written in place below
+            fresh[0] = 5
+            made = {"sum": (mine + 1).sum(), "index": mine[1], "row": next(iter(mine.reshape(3, 1))).reshape(()),
+                    "equal": (mine == 3).all(), "cast": whole.astype(ms.int32).sum(), "choice": whole.argmax(-1)[0],
+                    "above": (whole > 1).any(), "float of ints": mine.astype(ms.float32).mean(),
+                    "beside data": (ops.ones(3, ms.int32) * mine).sum(), "split": mint.split(mine, 1)[2].reshape(()),
+                    "kernel": ops.ReduceSum()(mine), "written": fresh.sum(),
+                    "list": ops.stack((mine, mine)).sum(), "by name": mint.add(input=mine, other=1).sum(),
+                    "in place": ops.ones(3, ms.int32).add_(mine).sum()}
+            for name, x in made.items():
+                for ask in (int, float, bool, Tensor.item, Tensor.tolist, Tensor.asnumpy):
+                    if kernels:
+                        assert ask(x) is not None, name
+                    else:
+                        with pytest.raises(OpRuleError, match=r"asks for a value.*\n.*\[\]\n"):
+                            pytest.fail(f"{name}: {ask(x)}")
+            assert (whole * 2).sum().item() == 48 if kernels else np.isnan((whole * 2).sum().item())
+            again = md.DTensor.from_local(mine + 1, mesh, [md.Shard(0)])  # what is unknown goes back: an operand as any
+            assert (again + ids).placements == (md.Shard(0),) and type((again + ids).to_local() * 2).__name__ == (
+                "Tensor" if kernels else "Unknown")
+            own = Tensor(np.arange(3)) + 1
+            assert int(own.sum()) == 6 and own.tolist() == [1, 2, 3], "what has values gives them"
+            back = md.DTensor.from_local(Tensor(np.arange(3)), mesh, [md.Shard(0)]).to_local()
+            assert int(back.sum()) == 3 and (back + 1).asnumpy().tolist() == [1, 2, 3]
+            with pytest.raises(MixedOperandError):
+                ids * mine
+            gradient = ms.grad(lambda x: (x.to_local() ** 2).sum())(scores)  # its nodes are MindSpore's own
+            assert gradient.shape == (4, 3)
+    line = sys._getframe().f_lineno
+    with dry_run(world=2, device="CPU", values={f"test_dry_run.py:{line + 3}": 7}):
+        x = md.full((4,), 3, device_mesh=md.init_device_mesh("cpu", (2,)), dtype=ms.int32)
+        assert int((x.to_local() + 1).sum()) == 7
 
 
 def _totals(changes):

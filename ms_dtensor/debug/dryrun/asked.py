@@ -26,12 +26,13 @@ _ASKED = ("item", "tolist", "asnumpy", "__array__", "__bool__", "__float__", "__
 _patched, _lock = Patched(), threading.Lock()
 
 
-def asked_by_user() -> bool:
-    """Whether the innermost frame that is not MindSpore's or of dry runs is the user's, and not one of this library's."""
+def asked_by_user(through=(DTensor.to_local, DTensor.full_tensor)) -> bool:
+    """Whether the innermost frame that is not MindSpore's, of dry runs or of these is the user's, not this library's."""
+    codes = [method.__code__ for method in through]
     frame = sys._getframe(1)
     while frame.f_back is not None:
         name = frame.f_code.co_filename
-        if not (name.startswith((_HERE, "<")) or "/mindspore/" in name or frame.f_code is DTensor.to_local.__code__):
+        if not (name.startswith((_HERE, "<")) or "/mindspore/" in name or frame.f_code in codes):
             break
         frame = frame.f_back
     return is_user_file(frame.f_code.co_filename)

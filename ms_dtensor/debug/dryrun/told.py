@@ -16,8 +16,10 @@ from ...comm.packing import numpy_dtype
 from ...comm.record import user_site
 from ...dispatch.operands import dtype_name, local_alias
 from ...errors import OpRuleError
+from ...tensor.dtensor import DTensor
 from .abstract import Ledger
 from .asked import asked_by_user
+from .unknown import Unknown, marked, shows_itself
 
 
 class Told:
@@ -43,7 +45,7 @@ class Told:
         Raises:
             OpRuleError: nothing is said of this line.
         """
-        if prod(x._shape) > 1 and any(Tensor.stride(x)):
+        if x.__class__ is not Unknown and prod(x._shape) > 1 and any(Tensor.stride(x)):
             return local_alias(x).asnumpy()
         site = user_site()
         place = f"{os.path.basename(site.rpartition(':')[0])}:{site.rpartition(':')[2]}"
@@ -62,12 +64,19 @@ class Told:
 
     def is_asked(self, x) -> bool:
         """Whether the user asks a plain tensor for a value that it does not have."""
-        return not self.inside and Tensor.data_ptr(x) in self.ledger.held and asked_by_user()
+        if self.inside:
+            return False
+        if Tensor.data_ptr(x) in self.ledger.held:
+            return asked_by_user()
+        return x.__class__ is Unknown and asked_by_user() and not shows_itself(x)
 
-    def taken_out(self) -> None:
-        """A rank's part is handed to the user as a plain tensor."""
-        if asked_by_user():
-            self.assumed[f"to_local at {user_site()}"] = "what is made of it is not seen, and it reads as NaN, or 0"
+    def taken_out(self, local: Tensor) -> Tensor:
+        """A rank's part, or the whole, as it is handed to the user: a plain tensor, of whose values nobody knows."""
+        if self.inside or Tensor.data_ptr(local) not in self.ledger.held or not asked_by_user():
+            return local
+        if asked_by_user((DTensor.to_local,)):
+            self.assumed[f"to_local at {user_site()}"] = "what is made of it is not seen; it reads as NaN, or is refused"
+        return marked(local)
 
     def choices(self, shape: tuple[int, int]) -> np.ndarray:
         """[n, k]: the experts that this rank's tokens choose; without `values["experts"]` one after another."""
