@@ -8,23 +8,19 @@ constants. Whether ranks do make them alike is compared under `debug.checks()`.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
-from mindspore import Tensor, nn
+from mindspore import Tensor
 
 from ..core.tree import leaves
 from ..dispatch import modes
 from ..dispatch.planner import CONSTANTS_ALIKE
 from ..errors import MixedOperandError
 from ..tensor.dtensor import DTensor
-from .layouts import around_construct
 
 
-def replicate_constants(module: nn.Cell) -> None:
-    """Lets what a cell and its sub-cells make in `construct` meet DTensors."""
-    around_construct(module, _with_constants)
-
-
-def _with_constants(given):
+def with_constants(given: Callable) -> Callable:
+    """A `construct` inside which what cells make meets DTensors."""
     @functools.wraps(given)
     def run(cell, *args, **kwargs):
         plain = [x for x in leaves((args, kwargs), Tensor) if not isinstance(x, DTensor) and x.ndim]

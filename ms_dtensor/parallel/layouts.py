@@ -173,11 +173,6 @@ def hand_out(x: DTensor, cell: nn.Cell | None = None) -> Tensor:
     return out
 
 
-def explain_views(module: nn.Cell) -> None:
-    """Lets a cell, whose styles hand out plain tensors, say why code that reads global sizes, or holds DTensors, fails."""
-    around_construct(module, _explained)
-
-
 def around_construct(cell: nn.Cell, wrap: Callable[[Callable], Callable]) -> None:
     """A cell runs `wrap` of its `construct`, as that is now; a method, so that a copy of the cell runs its own."""
     given: Any = cell.__dict__["construct"].__func__ if "construct" in cell.__dict__ else type(cell).construct
@@ -186,7 +181,8 @@ def around_construct(cell: nn.Cell, wrap: Callable[[Callable], Callable]) -> Non
     cell.__dict__["construct"] = MethodType(run, cell)
 
 
-def _explained(given: Callable) -> Callable:
+def explained(given: Callable) -> Callable:
+    """A `construct` of a cell whose styles hand out plain tensors: it says why code that reads global sizes fails."""
     @functools.wraps(given)
     def run(self, *args, **kwargs):
         before = HANDED_OUT.copy()

@@ -18,9 +18,9 @@ from ..errors import ConfigError
 from ..internals.target import with_values
 from ..tensor import deferred_init
 from ..tensor.distribute import check_source
-from .constants import replicate_constants
+from .constants import with_constants
 from .fused import FusedColwiseParallel
-from .layouts import check_ties, explain_views
+from .layouts import around_construct, check_ties, explained
 from .styles import ParallelStyle
 
 _told: list[str] = []  # the last table that was printed; of blocks that are dealt with one by one it is said once
@@ -74,47 +74,48 @@ def parallelize_module(module: nn.Cell, device_mesh: DeviceMesh | None = None,
     if not isinstance(module, nn.Cell):
         raise ConfigError(f"For 'parallelize_module', 'module' must be a Cell, but got {type(module).__name__}.", "",
                           "Styles cut the parameters of cells.", "pass the model, or one of its cells")
+    work = _matched(module, {} if parallelize_plan is None else parallelize_plan)
+    check_ties([(cell, style.check(cell, mesh)) for _, style, found in work for cell in found.values()], mesh)
+    deferred_init.remember(module, mesh, src_data_rank)
+    _tell(mesh, work)
+    for _, style, found in work:
+        style.src_data_rank = src_data_rank
+        for cell in found.values():
+            style.apply(cell, mesh)
+    if isinstance(parallelize_plan, Mapping) and any(
+            getattr(style, "use_local_output", False) or isinstance(style, FusedColwiseParallel) for _, style, _ in work):
+        around_construct(module, explained)
     if constants is not None:
-        module = parallelize_module(module, mesh, parallelize_plan or {}, src_data_rank=src_data_rank)
-        replicate_constants(module)
-        return module
-    if isinstance(parallelize_plan, ParallelStyle):
-        check_ties([(module, parallelize_plan.check(module, mesh))], mesh)
-        deferred_init.remember(module, mesh, src_data_rank)
-        _tell(mesh, [("", parallelize_plan, [type(module).__name__])])
-        return _apply(parallelize_plan, module, mesh, src_data_rank)
-    if not isinstance(parallelize_plan, Mapping):
+        around_construct(module, with_constants)
+    return module
+
+
+def _matched(module: nn.Cell, plan) -> list[tuple[str, ParallelStyle, dict[str, nn.Cell]]]:
+    """Each pattern of a plan, its style, and the cells it is for, by name."""
+    if isinstance(plan, ParallelStyle):
+        return [("", plan, {type(module).__name__: module})]
+    if not isinstance(plan, Mapping):
         raise ConfigError("For 'parallelize_module', 'parallelize_plan' must be a ParallelStyle or a dict of them, but "
-                          f"got {type(parallelize_plan).__name__}.")
+                          f"got {type(plan).__name__}.")
     cells = dict(module.cells_and_names())
     inner = {".".join(p for p in name.split(".") if p != _WRAPPED): cell for name, cell in cells.items()}
-    work, wanted = [], []
-    for pattern, style in parallelize_plan.items():
+    work = []
+    for pattern, style in plan.items():
         if not isinstance(style, ParallelStyle):
             raise ConfigError(f"For 'parallelize_module', the plan's entry {pattern!r} must be a ParallelStyle, but got "
                               f"{type(style).__name__}.")
         among = cells if _WRAPPED in pattern.split(".") else inner
         if set("*?[") & set(pattern):
-            matched = {name: cell for name, cell in among.items() if _match(pattern, name)}
+            found = {name: cell for name, cell in among.items() if _match(pattern, name)}
         else:  # thousands of exact patterns would each be compared with thousands of names
-            matched = {pattern: among[pattern]} if pattern in among else {}
-        if not matched:
+            found = {pattern: among[pattern]} if pattern in among else {}
+        if not found:
             near = difflib.get_close_matches(pattern, inner, 2, 0.4)
             raise ConfigError(f"For 'parallelize_module', the pattern {pattern!r} matches no cell.",
                               f"{type(module).__name__} of {len(cells)} cells", "Every entry of a plan names some cell.",
                               [f"did you mean {n!r}?" for n in near] or "list the paths with cells_and_names()")
-        wanted += [(cell, style.check(cell, mesh)) for cell in matched.values()]
-        work.append((pattern, style, matched))
-    check_ties(wanted, mesh)
-    deferred_init.remember(module, mesh, src_data_rank)
-    _tell(mesh, work)
-    for _, style, matched in work:
-        for cell in matched.values():
-            _apply(style, cell, mesh, src_data_rank)
-    if any(getattr(style, "use_local_output", False) or isinstance(style, FusedColwiseParallel)
-           for style in parallelize_plan.values()):
-        explain_views(module)
-    return module
+        work.append((pattern, style, found))
+    return work
 
 
 def _tell(mesh: DeviceMesh, work) -> None:
@@ -130,11 +131,6 @@ def _tell(mesh: DeviceMesh, work) -> None:
     if lines != _told:
         _told[:] = lines
         print("\n".join(lines), flush=True)
-
-
-def _apply(style: ParallelStyle, cell: nn.Cell, mesh: DeviceMesh, src_data_rank: int | None) -> nn.Cell:
-    style.src_data_rank = src_data_rank
-    return style.apply(cell, mesh)
 
 
 def _match(pattern: str, name: str) -> bool:

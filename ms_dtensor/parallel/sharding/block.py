@@ -42,7 +42,7 @@ class Block:
         dtype: MindSpore's dtype in which they are gathered and computed with.
         group: the ranks that a parameter is cut over.
         axes: these axes of the parameters' mesh.
-        reduce_dtype: in which gradients are summed; None: as they come.
+        reduce_dtype: in which gradients are summed, where that is another; None: as they come.
         near: of `group`, the neighbours among whom the backward gathers; None: all.
         leaves: on a device, is called before another block takes the room in which this one is whole; it may refuse.
     """
@@ -67,7 +67,7 @@ class Block:
     def handed_out(self, i: int) -> Tensor:
         """What the node gives: the whole parameter; where gradients are reduced in another dtype, to which MindSpore casts
         a gradient as its tensor has it, a stand-in of that dtype, in the memory of one number."""
-        if self.reduce_dtype in (None, self.dtype):
+        if self.reduce_dtype is None:
             return self.tensor(i)
         return ms.ops.zeros((1,) * len(self.shapes[i]), self.reduce_dtype).expand(self.shapes[i])
 

@@ -184,7 +184,7 @@ class Call:
                     memo_of(out[k]).reads = p._memo.reads
             else:
                 block, i = unit.place[k]
-                held, layout, kind = block.tensor(i), block.whole[i], block.reduce_dtype
+                held, layout = block.tensor(i), block.whole[i]
                 if self.recorded and k not in of and p.ndim < 2:
                     # MindSpore 2.10 keeps a constant operand of LayerNorm, and takes it again for any of the same values:
                     # that may not lie in memory that goes
@@ -197,7 +197,7 @@ class Call:
                     out[k] = local.gathered(self, p, of.get(k), held)
                 else:
                     out[k] = wrap(held, layout) if k not in of else _connected(
-                        of[k], held, layout, unit.partial_on[k], None if kind == block.dtype else kind, bool(self.holding))
+                        of[k], held, layout, unit.partial_on[k], block.reduce_dtype, bool(self.holding))
             if out[k] is not p:
                 out[k].inited_param = p  # which cells then list in its place
         if self.recorded:
@@ -327,17 +327,15 @@ class Call:
 
 def _connected(node: Tensor, data: Tensor, layout, partial_on: tuple[int, ...], reduce_dtype, gate: bool):
     """What the node handed out as a DTensor: it expects summands of the cotangent, which is reduced on other axes."""
-    if reduce_dtype is None and gate:  # a leaf, of which each use is converted by itself
-        out = wrap(node, layout)
-        memo_of(out).partial_grad_axes = partial_on
-        return out
-    if reduce_dtype is None:
+    if reduce_dtype is None and not gate:
         summand = layout.gradient(partial_on)
         out = wrap(redistribute_local(node, layout, layout, layout.gradient(), summand, data=node), layout)
         memo_of(out).source = node, layout, summand
         return out
     stand_in = wrap(node, layout)
     memo_of(stand_in).partial_grad_axes = partial_on
+    if reduce_dtype is None:  # a leaf, of which each use is converted by itself
+        return stand_in
     out = wrap(as_copy(data, stand_in, reduce_dtype, layout.gradient()), layout)
     memo_of(out).copy_of = stand_in, reduce_dtype
     return out
@@ -354,11 +352,7 @@ class Unshard(Function):
     @staticmethod
     def backward(ctx, *grads):
         call: Call = ctx.call
-        if recording():
-            raise OpRuleError(f"For '{call.unit.who}', a derivative of a parameter's gradient was asked for.",
-                              call.unit.name, "Gradients of sharded parameters are reduced outside autograd.",
-                              ("distribute_module(cell, device_mesh) instead of fully_shard()",
-                               "take the inner gradient with respect to the inputs"))
+        call.unit.reduction.check()
         if call.holding is None:
             call.leave()
         return None, None, *call.unit.reduction.whole(ctx.places, grads, f"read: {in_order(call.read)}")

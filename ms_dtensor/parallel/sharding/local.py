@@ -114,7 +114,7 @@ def gathered(call: Call, p: Any, node: Tensor | None, held: Tensor) -> Tensor:
     unit = call.unit
     block, i = unit.place[id(p)]
     layout = block.whole[i]
-    if node is not None and block.reduce_dtype not in (None, block.dtype):
+    if node is not None and block.reduce_dtype is not None:
         to = wrap(node, layout)
         memo_of(to).partial_grad_axes = unit.partial_on[id(p)]
         node = as_copy(held, to, block.reduce_dtype, layout.gradient(unit.partial_on[id(p)]))

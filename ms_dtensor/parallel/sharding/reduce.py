@@ -23,7 +23,7 @@ import mindspore as ms
 from mindspore import Tensor
 
 from ... import comm
-from ...comm.packing import added, copy, numpy_dtype, write
+from ...comm.packing import ArrayOps, TensorOps, added, cast, copy, numpy_dtype, write
 from ...comm.pretended import executing
 from ...core.layout import Layout
 from ...dispatch.memo import memo_of
@@ -80,10 +80,8 @@ class Bucket:
         return own
 
     def _place(self, number: int, at: int) -> Tensor:
-        shape, n = self.shapes[number], self.sizes[number]
-        if self.on_host:
-            return Tensor.from_numpy(self.flat.asnumpy()[at:at + n].reshape(shape))
-        return ms.mint.reshape(ms.mint.narrow(self.flat, 0, at, n), shape)
+        ops = ArrayOps if self.on_host else TensorOps
+        return ops.tensor(ops.shaped(ops.take(ops.of(self.flat), 0, at, at + self.sizes[number]), self.shapes[number]))
 
     def _memory(self, elements: int, dtype) -> Tensor:
         if self.on_host:
@@ -240,13 +238,26 @@ class Reduction:
         return [out[id(p)] if id(p) in out else _zeros(p.local_shape, p.dtype)
                 for p in (block.params[i] for block, i in places)]
 
+    def check(self) -> None:
+        """A gradient has arrived that nobody will differentiate.
+
+        Raises:
+            OpRuleError: somebody will.
+        """
+        if recording():
+            raise OpRuleError(f"For '{self.unit.who}', a derivative of a parameter's gradient was asked for.",
+                              self.unit.label, "Gradients of a unit are reduced outside autograd.",
+                              (f"distribute_module(cell, device_mesh) instead of {self.unit.who}",
+                               "take the inner gradient with respect to the inputs"))
+
     def _with_owed(self, key: int, grad: Tensor, dtype) -> Tensor:
         """A summand and what is owed; without synchronisation that is owed from here on."""
         owed = self._owed.pop(key, None)
         if owed is not None:
             grad = added(owed, grad)
         if not self.sync:
-            self._owed[key] = _own(grad, None if owed is not None else dtype)
+            own = grad if owed is not None else copy(grad) if dtype is None else cast(grad, dtype)
+            self._owed[key] = _gradient(own)
         return grad
 
     def _reduced(self, block: Block, grads: dict[int, Tensor], when: str) -> Callable[[], dict[int, Tensor]]:
@@ -277,16 +288,12 @@ class Reduction:
                     for i, x in shards.items():
                         add_main(block.params[i], x)
                     return {}
-                return {keys[i]: _gradient(x, block.params[i].dtype) for i, x in shards.items()}
+                return {keys[i]: _gradient(cast(x, block.params[i].dtype)) for i, x in shards.items()}
         return finish
 
     def _keep(self, bucket: Bucket, number: int, grad: Tensor) -> Tensor:
         """This rank's summand of the gradient of a kept parameter has arrived."""
-        if recording():
-            raise OpRuleError(f"For '{self.unit.who}', a derivative of a parameter's gradient was asked for.", bucket.label,
-                              "A bucket reduces gradients outside autograd.",
-                              ("distribute_module(cell, device_mesh) instead of replicate()",
-                               "take the inner gradient with respect to the inputs"))
+        self.check()
         param: Any = bucket.params[number]()
         if not asked_for(param):
             return grad
@@ -395,20 +402,10 @@ def add_main(param, total: Tensor) -> None:
     param.main_grad = wrap(copy(total) if have is None else local_alias(have) + total, layout)
 
 
-def _own(grad: Tensor, dtype) -> Tensor:
-    """A gradient with memory of its own, in a dtype."""
+def _gradient(x: Tensor) -> Tensor:
+    """The same; a dry run counts it among the gradients."""
     dry = executing()
-    if dry is not None:
-        return dry.like(grad, dtype=dtype, kind="gradients")
-    return grad * 1 if dtype is None else grad.astype(dtype)
-
-
-def _gradient(x: Tensor, dtype) -> Tensor:
-    """A sum over ranks in the dtype of its parameter."""
-    dry = executing()
-    if dry is None:
-        return x.astype(dtype)
-    return dry.ledger.is_now(x, "gradients") if x.dtype == dtype else dry.like(x, dtype=dtype, kind="gradients")
+    return x if dry is None else dry.ledger.is_now(x, "gradients")
 
 
 def _zeros(shape, dtype) -> Tensor:

@@ -138,9 +138,10 @@ class Unit:
         blocks, place, near = [], {}, self.axes.near() if by_dtype else None
         for b, (kind, members) in enumerate(by_dtype.items()):
             whole = [_gathered(p.layout, self._on(p), kind) for p in members]
-            blocks.append(Block(f"{self.label}, {kind}" if b else self.label, members, whole,
-                                self.policy.compute_dtype(members[0]), self.mesh.get_group(self.axes.cutting),
-                                self._on(members[0])[-self.axes.cut:], self.policy.reduce_dtype, near, self._leaves))
+            dtype, sums = self.policy.compute_dtype(members[0]), self.policy.reduce_dtype
+            blocks.append(Block(f"{self.label}, {kind}" if b else self.label, members, whole, dtype,
+                                self.mesh.get_group(self.axes.cutting), self._on(members[0])[-self.axes.cut:],
+                                None if sums == dtype else sums, near, self._leaves))
             place.update({id(p): (blocks[-1], i) for i, p in enumerate(members)})
         return blocks, place, kept
 
