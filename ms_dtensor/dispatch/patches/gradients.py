@@ -36,7 +36,7 @@ _installed = Patched()
 in_this_gradient: weakref.WeakSet = weakref.WeakSet()
 _apart: ContextVar[bool] = ContextVar("ms_dtensor_recorded_apart", default=False)  # inside a recording's own forward
 _asked: list[set[int] | None] = []  # of each gradient under way: ids of what it is of; None: of all parameters it meets
-REDUCED_BY = "_ms_dtensor_reduced_by"  # parameter attribute: weakly, who adds up its gradients (`sharding/reduce.py`)
+REDUCED_BY = "_ms_dtensor_reduced_by"  # parameter attribute: who adds up its gradients (`sharding/reduce.py`)
 # whose frames are there while MindSpore records, or runs what was recorded
 _RECORDERS = {f.__code__ for f in (composite._pynative_func_grad_forward, composite._pynative_func_grad_backward,
                                    nn.Cell._complex_call)}
@@ -88,15 +88,14 @@ def _grad(original):
 
 def deliver(of: list, gradients: list) -> None:
     """Whoever owes summands of earlier backwards to parameters that this one has not reached adds them now."""
-    owners = {owner: None for x in of if (ref := x.__dict__.get(REDUCED_BY)) is not None and (owner := ref()) is not None}
+    owners = {owner: None for x in of if (owner := x.__dict__.get(REDUCED_BY)) is not None}
     for owner in owners:
         owner.deliver({id(x): g for x, g in zip(of, gradients)})
 
 
 def kept_apart(param) -> bool:
     """Whether whoever adds up this parameter's gradients keeps the sums (`main_grad`), and hands out zeros."""
-    ref = param.__dict__.get(REDUCED_BY)
-    return ref is not None and getattr(ref(), "main", False)
+    return getattr(param.__dict__.get(REDUCED_BY), "main", False)
 
 
 @contextmanager

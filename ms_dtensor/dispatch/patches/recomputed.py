@@ -141,7 +141,7 @@ class _Forward:
 
     def first(self):
         """The cell's outputs."""
-        with self._noting(), ExitStack() as stack, modes.Watched(_weakly(self._ask) if self.keeps else None), \
+        with self._noting(), ExitStack() as stack, modes.Watched(weakly(self._ask) if self.keeps else None), \
                 ms.saved_tensors_hooks(self._pack, self._unpack):
             stack.callback(_inside.reset, _inside.set(True))
             stack.callback(_running.reset, _running.set((ref(self), False)))
@@ -264,9 +264,9 @@ class _Forward:
         self.at = self.number = self.past = 0
         with ExitStack() as stack:
             self._as_then(stack)
-            ask = _weakly(self._ask_again) if self.keeps else None
+            ask = weakly(self._ask_again) if self.keeps else None
             with modes.reopened(self.blocks), modes.Watched(ask), self.context, \
-                    ms.saved_tensors_hooks(_weakly(self._pack_again), lambda x: x):
+                    ms.saved_tensors_hooks(weakly(self._pack_again), lambda x: x):
                 self._run()
         if self.number != len(self.wanted):
             raise self._unlike(f"{self.number} tensors were saved, {len(self.wanted)} the first time")
@@ -352,8 +352,8 @@ def _without_values(x: Tensor) -> Tensor:
     return wrap(out, x.layout) if _is_dtensor(x) else out
 
 
-def _weakly(method: Callable) -> Callable:
-    """A method of what may be gone when nobody runs any more who would call it."""
+def weakly(method: Callable) -> Callable:
+    """A method of what may be gone when it is called; that gives None."""
     held = WeakMethod(method)
     return lambda *args: None if (call := held()) is None else call(*args)
 

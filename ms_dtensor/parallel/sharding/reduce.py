@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import weakref
 import zlib
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
@@ -30,6 +29,7 @@ from ...dispatch.memo import memo_of
 from ...dispatch.operands import local_alias, wrap
 from ...dispatch.patches.gradients import REDUCED_BY, asked_for
 from ...dispatch.patches.hooks import run_hooks
+from ...dispatch.patches.recomputed import weakly
 from ...errors import OpRuleError
 from ...internals.names import NoFallbackGuard, executor, recording
 from ...internals.target import on_cpu
@@ -59,7 +59,7 @@ class Bucket:
         self.sizes = [math.prod(shape) for shape in self.shapes]
         self.starts = [0, *itertools.accumulate(self.sizes)]
         self.on_host = group.backend.on_host
-        self.params = [weakref.ref(p) for p in params]
+        self.params = params
         self.handed: dict[int, Tensor] = {}  # what the caller of the gradient gets, by number
         self.places: dict[int, Tensor] = {}  # theirs in `flat`
         self.flat: Any = None  # new for every backward
@@ -114,11 +114,11 @@ class Bucket:
         for i, own in handed.items():
             total = places[i] if scale == 1 else places[i] * scale
             if main:
-                add_main(self.params[i](), total)
+                add_main(self.params[i], total)
                 write(own, ms.ops.zeros_like(own))
             elif own is not total:
                 write(own, total)
-        return [(self.params[i](), own) for i, own in handed.items()]
+        return [(self.params[i], own) for i, own in handed.items()]
 
     def forget(self) -> None:
         """The bucket is empty again."""
@@ -128,15 +128,10 @@ class Bucket:
 
 
 class Reduction:
-    """Of one unit.
+    """Of one unit."""
 
-    Args:
-        unit: the unit.
-        kept: its kept parameters.
-    """
-
-    def __init__(self, unit: Unit, kept: list):
-        self.unit, self.kept = unit, kept
+    def __init__(self, unit: Unit):
+        self.unit, self.params = unit, {id(p): p for _, _, p in unit.slots}
         self.sync = self.sync_copies = True  # whether backwards reduce at all, and over ranks that hold copies
         self._owed: dict[int, Tensor] = {}  # summands of this rank, by id of the parameter
         self._owed_shards: dict[int, Tensor] = {}  # sums over the axes that cut, not yet over those that copy
@@ -147,13 +142,11 @@ class Reduction:
         self.buckets: list[Bucket] = []
         self._due: list[Callable[[], dict[int, Tensor]]] = []  # sums of cut parameters that are under way
         self._handed: dict[int, Tensor] = {}  # gradients of cut parameters to which these are added
-        self.cut = {id(p): weakref.ref(p) for block in unit.blocks for p in block.params}
-        for _, _, p in unit.slots:
-            p.__dict__[REDUCED_BY] = weakref.ref(self)
-        if not on_cpu():
-            for key, ref in self.cut.items():
-                memo_of(ref()).late_gradient = True
-                Tensor.register_hook(ref(), lambda grad, key=key: self._hand_out(key, grad))
+        for key, p in self.params.items():
+            p.__dict__[REDUCED_BY] = self
+            if key in unit.place and not on_cpu():
+                memo_of(p).late_gradient = True
+                _when_it_comes(p, self._hand_out, key)
         self._trained: list[int] = []  # ids of kept parameters for which there are buckets
         self.read: list[str] = []  # these, as recorded ops have read them since the last reduction; ranks compare it
         self._hooks: list = []
@@ -184,7 +177,7 @@ class Reduction:
 
         Of those that are trained now: made anew when others are.
         """
-        trained = [p for p in self.kept if p.requires_grad]
+        trained = [p for key, p in self.params.items() if key not in self.unit.place and p.requires_grad]
         if list(map(id, trained)) == self._trained:
             return
         self._trained, self.buckets = list(map(id, trained)), []
@@ -209,9 +202,7 @@ class Reduction:
             bucket = Bucket(f"{unit.label} bucket {n}", members, group,
                             None if dtype in (None, members[0].dtype) else dtype)
             self.buckets.append(bucket)
-            for i, p in enumerate(members):
-                self._hooks.append(Tensor.register_hook(
-                    p, lambda grad, bucket=bucket, i=i: self._keep(bucket, i, grad)))
+            self._hooks += [_when_it_comes(p, self._keep, n, i) for i, p in enumerate(members)]
 
     # -- as gradients arrive -----------------------------------------------------------------------------------------
 
@@ -291,10 +282,11 @@ class Reduction:
                 return {keys[i]: _gradient(cast(x, block.params[i].dtype)) for i, x in shards.items()}
         return finish
 
-    def _keep(self, bucket: Bucket, number: int, grad: Tensor) -> Tensor:
-        """This rank's summand of the gradient of a kept parameter has arrived."""
+    def _keep(self, of: int, number: int, grad: Tensor) -> Tensor:
+        """This rank's summand of the gradient of a kept parameter has arrived, of which bucket and at which place there."""
         self.check()
-        param: Any = bucket.params[number]()
+        bucket = self.buckets[of]
+        param = bucket.params[number]
         if not asked_for(param):
             return grad
         with NoFallbackGuard():
@@ -332,7 +324,7 @@ class Reduction:
                 for key, shard in sums().items():
                     if key in handed and executing() is None:
                         handed[key].add_(shard)
-            done += [(self.cut[key](), grad) for key, grad in handed.items()]
+            done += [(self.params[key], grad) for key, grad in handed.items()]
             for bucket in self.buckets:
                 if bucket.handed:
                     done += bucket.finish(self.scale, self.main)
@@ -355,8 +347,7 @@ class Reduction:
             sums |= self._reduced(block, due, "owed")() if due else {}
         with NoFallbackGuard():
             for bucket in self.buckets:
-                for i, ref in enumerate(bucket.params):
-                    key = id(ref())
+                for i, key in enumerate(map(id, bucket.params)):
                     if key in self._owed and key in gradients:
                         sums[key] = bucket.put(i, self._owed.pop(key))
                 if bucket.handed:
@@ -364,9 +355,8 @@ class Reduction:
                     bucket.finish(self.scale, self.main)
             for key, total in sums.items():
                 write(gradients[key], total.astype(gradients[key].dtype) + gradients[key])
-        params = {**self.cut, **{id(p): weakref.ref(p) for p in self.kept}}
         for key in sums:
-            run_hooks(params[key](), gradients[key])
+            run_hooks(self.params[key], gradients[key])
 
     def begin(self) -> None:
         """A forward begins: what is still there was left behind by a backward that raised."""
@@ -392,6 +382,12 @@ class Reduction:
         if held is not None:
             held[0].pop(self, None)
             held[1].clear()
+
+
+def _when_it_comes(param, method: Callable, *args) -> Any:
+    """Calls a method with these and the parameter's gradient, which holds neither: a hook lives as long as its tensor."""
+    told = weakly(method)
+    return Tensor.register_hook(param, lambda grad: told(*args, grad))
 
 
 def add_main(param, total: Tensor) -> None:

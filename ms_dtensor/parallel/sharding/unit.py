@@ -103,11 +103,11 @@ class Unit:
         self.backward_prefetch: list[Unit] | None = None
         self.entered: dict[Call, None] = {}  # calls that the backward is in, oldest first
         self._gathered: list[int] = []  # how often each parameter had been written when it was gathered
-        self.blocks, self.place, kept = self._made()
+        self.blocks, self.place = self._made()
         # where others stand meanwhile
         self.standing = [s for s in (*slots, *tied) if id(s[2]) in self.place or self.local or policy.changes(s[2])]
         self.partial_on = {id(p): self._summed_on(p) for _, _, p in slots}
-        self.reduction = Reduction(self, kept)
+        self.reduction = Reduction(self)
 
     def _described(self) -> str:
         names = list(dict.fromkeys(p.name for _, _, p in self.slots))
@@ -126,14 +126,11 @@ class Unit:
         data = self._on(p)
         return data if not self.local else tuple(sorted({*data, *summed_axes(p.layout)}))
 
-    def _made(self) -> tuple[list[Block], dict[int, tuple[Block, int]], list]:
-        """Blocks by dtype, of each cut parameter its block and number there, and the kept parameters."""
+    def _made(self) -> tuple[list[Block], dict[int, tuple[Block, int]]]:
+        """Blocks by dtype, and of each cut parameter its block and number there."""
         by_dtype: dict[str, list] = {}
-        kept = []
         for p in {id(p): p for _, _, p in self.slots}.values():
-            if p.placements[self._on(p)[-1]].is_replicate():
-                kept.append(p)
-            else:
+            if not p.placements[self._on(p)[-1]].is_replicate():
                 by_dtype.setdefault(dtype_name(self.policy.compute_dtype(p)), []).append(p)
         blocks, place, near = [], {}, self.axes.near() if by_dtype else None
         for b, (kind, members) in enumerate(by_dtype.items()):
@@ -143,7 +140,7 @@ class Unit:
                                 self.mesh.get_group(self.axes.cutting), self._on(members[0])[-self.axes.cut:],
                                 None if sums == dtype else sums, near, self._leaves))
             place.update({id(p): (blocks[-1], i) for i, p in enumerate(members)})
-        return blocks, place, kept
+        return blocks, place
 
     def __deepcopy__(self, memo) -> Unit:
         cells, slots, tied = copy.deepcopy((self.cells, self.slots, self.tied), memo)
