@@ -92,7 +92,7 @@ def enter(x, cell: nn.Cell, mesh: DeviceMesh, placement, who: str, shape=None, b
     """
     if isinstance(x, DTensor):
         return x
-    if any(call.local for call in standing_in.get()):
+    if any(call.unit.local for call in standing_in.get()):
         raise LayoutError(f"For '{who}', a plain input came inside of a cell that computes on local tensors.",
                           f"plain Tensor{list(x._shape)}", "There gradients are added up over ranks; a style takes "
                           "them to be those of one device.", ("fully_shard without local_inputs=True",

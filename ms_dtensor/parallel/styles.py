@@ -225,10 +225,20 @@ class SequenceParallel(ParallelStyle):
 
 def _prepared(x, cell: nn.Cell, mesh: DeviceMesh, given, wanted, style, leaves=None):
     """An input or output as the style below wants it; `leaves`: the cell whose output it is."""
-    if wanted is None or given is None and not isinstance(x, DTensor):
+    if not isinstance(x, Tensor) or wanted is None or given is None and not isinstance(x, DTensor):
         return x
     who = type(style).__name__
     return _leave(enter(x, cell, mesh, given, who), mesh, wanted, style.use_local_output, who, leaves)
+
+
+def _each(what: str, values, cell: nn.Cell, mesh: DeviceMesh, style, leaves=None) -> tuple:
+    """Positional inputs, or outputs, as the style below wants them."""
+    given, wanted = getattr(style, f"{what}_layouts"), getattr(style, f"desired_{what}_layouts")
+    if len(values) != len(given):
+        raise ConfigError(f"For '{type(style).__name__}', {type(cell).__name__} has {len(values)} {what}s, but "
+                          f"'{what}_layouts' has {len(given)} entries.", "", f"There is one entry per positional {what}.",
+                          f"write None for {what}s left alone")
+    return tuple(_prepared(x, cell, mesh, g, w, style, leaves) for x, g, w in zip(values, given, wanted))
 
 
 def _tuple(value):
@@ -283,23 +293,13 @@ class PrepareModuleInput(ParallelStyle):
                           *self.input_kwarg_layouts.values(), *self.desired_input_kwarg_layouts.values())
 
     def apply(self, module: nn.Cell, device_mesh: DeviceMesh) -> nn.Cell:
-        who = "PrepareModuleInput"
         self.check(module, device_mesh)
-
-        def prepare(cell, x, given, wanted):
-            return _prepared(x, cell, device_mesh, given, wanted, self, None) if isinstance(x, Tensor) else x
 
         def before(cell, inputs, kwargs):
             if self.input_layouts:
-                if len(inputs) != len(self.input_layouts):
-                    raise ConfigError(f"For '{who}', {type(cell).__name__} got {len(inputs)} positional inputs, but "
-                                      f"'input_layouts' has {len(self.input_layouts)} entries.", "",
-                                      "There is one entry per positional input.", "write None for inputs left alone")
-                inputs = tuple(prepare(cell, x, g, w) for x, g, w in
-                               zip(inputs, self.input_layouts, self.desired_input_layouts))
-            kwargs = {k: prepare(cell, x, self.input_kwarg_layouts.get(k), self.desired_input_kwarg_layouts.get(k))
-                      for k, x in kwargs.items()}
-            return inputs, kwargs
+                inputs = _each("input", inputs, cell, device_mesh, self)
+            given, wanted = self.input_kwarg_layouts, self.desired_input_kwarg_layouts
+            return inputs, {k: _prepared(x, cell, device_mesh, given.get(k), wanted.get(k), self) for k, x in kwargs.items()}
         module.register_forward_pre_hook(before, with_kwargs=True)
         return module
 
@@ -336,17 +336,11 @@ class PrepareModuleOutput(ParallelStyle):
         return _check_all("PrepareModuleOutput", device_mesh, *self.output_layouts, *self.desired_output_layouts)
 
     def apply(self, module: nn.Cell, device_mesh: DeviceMesh) -> nn.Cell:
-        who = "PrepareModuleOutput"
         self.check(module, device_mesh)
 
         def after(cell, inputs, outputs):
             values = outputs if isinstance(outputs, tuple | list) else (outputs,)
-            if len(values) != len(self.output_layouts):
-                raise ConfigError(f"For '{who}', {type(cell).__name__} gave {len(values)} outputs, but 'output_layouts' "
-                                  f"has {len(self.output_layouts)} entries.", "", "There is one entry per output.",
-                                  "write None for outputs left alone")
-            done = tuple(_prepared(x, cell, device_mesh, g, w, self, cell)
-                         for x, g, w in zip(values, self.output_layouts, self.desired_output_layouts))
+            done = _each("output", values, cell, device_mesh, self, cell)
             return type(outputs)(done) if isinstance(outputs, tuple | list) else done[0]
         module.register_forward_hook(after)
         return module

@@ -85,11 +85,6 @@ class Call:
         return self.recorded and p.requires_grad and (self.sought is None or id(p) in self.sought)
 
     @property
-    def local(self) -> bool:
-        """Whether its cell computes on local tensors."""
-        return self.unit.local
-
-    @property
     def stands(self) -> bool:
         """Whether other tensors stand in the place of parameters."""
         return bool(self.unit.standing)
@@ -175,7 +170,7 @@ class Call:
         if self.holding is not None:
             of = {k: self.holding.gate(node, Tensor) for k, node in of.items()}
         for k, p in params.items():
-            if k not in unit.place and self.local:
+            if k not in unit.place and self.unit.local:
                 out[k] = local.kept(self, p)
             elif k not in unit.place:
                 read = p if self.holding is None or not p.requires_grad else self.holding.gate(p)
@@ -193,7 +188,7 @@ class Call:
                     self.copied.add(k)
                 if k not in of:  # a fresh tensor is taken for one whose gradient is wanted
                     set_requires_grad(held, False)
-                if self.local:
+                if self.unit.local:
                     out[k] = local.gathered(self, p, of.get(k), held)
                 else:
                     out[k] = wrap(held, layout) if k not in of else _connected(
@@ -208,7 +203,8 @@ class Call:
         return out
 
     def _lend(self, stand_ins: dict[int, Tensor]) -> None:
-        lend(self, (w for k, w in stand_ins.items() if k in self.unit.place and k not in self.copied and not self.local))
+        if not self.unit.local:
+            lend(self, (w for k, w in stand_ins.items() if k in self.unit.place and k not in self.copied))
 
     def _write_back(self, key: int, x: Tensor) -> None:
         if key in self.unit.place:
