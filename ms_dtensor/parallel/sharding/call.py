@@ -76,8 +76,8 @@ class Call:
         self.unseen = unit.local  # whether local tensors of them are read, of which nobody is told in the backward
         self.awaited = 0  # gradients, of parameters and of inputs, that come before the memory may go
         self.before: Call | None = None  # in the step
-        # if this is the step: its units, their labels in the order of their calls, the last call, those of several cells
-        self.units, self.order, self.last, self.shared = list[Unit](), list[str](), self, dict[Unit, Call]()
+        # if this is the step: units' labels in the order of their calls, the last call, those of several cells
+        self.order, self.last, self.shared = list[str](), self, dict[Unit, Call]()
 
     def trains(self, p) -> bool:
         """Whether a gradient of a parameter is recorded. One node has all of a unit's, so for any one that is asked for
@@ -109,12 +109,11 @@ class Call:
         slots = self._slots_in(cell) if unit.cells[1:] else unit.standing
         unit.check(slots)
         root = not around and not again
-        if root:
-            self.units = units_of(cell)
-            for other in self.units:
-                other.begin()
-            if self.recorded:
-                in_this_gradient.update(self.units)
+        units = units_of(cell) if root else []
+        for other in units:
+            other.begin()
+        if self.recorded:
+            in_this_gradient.update(units)
         if not self.ran:
             when = self._note_order(around[0] if around else self, again)
             unit.unshard("backward" if again else "forward", when)
@@ -131,7 +130,7 @@ class Call:
             standing_in.reset(token)
         self.ran.append(cell)
         if root:  # what was gathered ahead for cells that did not run goes; and all ranks have come to the same cells
-            for other in self.units:
+            for other in units:
                 if other.state is State.GATHERING:
                     other.reshard(forced=True)
             if unit.mesh.size() > 1:
@@ -140,7 +139,7 @@ class Call:
             return
         self._lend(self.stand_ins)
         self.stand_ins = {}  # they know the call, in memory that Python does not see
-        wanted = unit.reshards and not (root and len(self.units) > 1) and not again and not unit.entered
+        wanted = unit.reshards and len(units) < 2 and not again and not unit.entered
         if not self.recorded or wanted:
             unit.reshard(keep_part=self.recorded)
 
