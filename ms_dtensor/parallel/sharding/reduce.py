@@ -90,8 +90,8 @@ class Bucket:
         return ms.mint.empty((elements,), dtype=dtype) if dry is None else dry.ledger.new((elements,), dtype, "gradients")
 
     def begin(self, seen: str) -> None:
-        """Begins to reduce what has arrived, side by side in the order of the parameters."""
-        if self.work is not None:
+        """Begins to reduce what has arrived, if anything has, side by side in the order of the parameters."""
+        if self.work is not None or not self.handed:
             return
         if len(self.handed) < len(self.params):
             apart, at = self.places, 0
@@ -146,10 +146,10 @@ class Reduction:
             p.__dict__[REDUCED_BY] = self
             if key in unit.place and not on_cpu():
                 memo_of(p).late_gradient = True
-                _when_it_comes(p, self._hand_out, key)
-        self._trained: list[int] = []  # ids of kept parameters for which there are buckets
+                _when_it_comes(p, self._hand_out)
         self.read: list[str] = []  # these, as recorded ops have read them since the last reduction; ranks compare it
-        self._hooks: list = []
+        self._places: dict[int, tuple[Bucket, int]] = {}  # of kept parameters, by id: which bucket, and at which place there
+        self._told = set[int]()  # ids of kept parameters whose gradients come here
         self._make_buckets()
 
     @property
@@ -159,7 +159,7 @@ class Reduction:
 
     def regroup(self) -> None:
         """The parameters lie on other axes now."""
-        self._trained = []
+        self._places = {}
 
     def _beside(self, block: Block, numbers: Iterable[int]) -> dict[tuple[int, ...], list[int]]:
         """Of parameters of a block those with copies on axes that bring no data, by these axes; of local cells."""
@@ -178,16 +178,17 @@ class Reduction:
         Of those that are trained now: made anew when others are.
         """
         trained = [p for key, p in self.params.items() if key not in self.unit.place and p.requires_grad]
-        if list(map(id, trained)) == self._trained:
+        if set(map(id, trained)) == self._places.keys():
             return
-        self._trained, self.buckets = list(map(id, trained)), []
-        while self._hooks:
-            self._hooks.pop().remove()
+        self.buckets, self._places = [], {}
         unit, filled = self.unit, list[list]()
         if unit.mesh.size() == 1 and not unit.local and not self.main:
             return
         last, size = dict[Any, list](), dict[Any, float]()
         for p in reversed(trained):
+            if id(p) not in self._told:
+                self._told.add(id(p))
+                _when_it_comes(p, self._keep)
             memo_of(p).partial_grad_axes, memo_of(p).reads = unit.partial_on[id(p)], (self.read, p.name)
             kind, need = (p.layout.dtype, unit.partial_on[id(p)]), nbytes(p.local_shape, p.layout.dtype)
             if kind not in last or size[kind] + need > unit.bucket_mb * 2 ** 20:
@@ -202,7 +203,7 @@ class Reduction:
             bucket = Bucket(f"{unit.label} bucket {n}", members, group,
                             None if dtype in (None, members[0].dtype) else dtype)
             self.buckets.append(bucket)
-            self._hooks += [_when_it_comes(p, self._keep, n, i) for i, p in enumerate(members)]
+            self._places |= {id(p): (bucket, i) for i, p in enumerate(members)}
 
     # -- as gradients arrive -----------------------------------------------------------------------------------------
 
@@ -282,15 +283,15 @@ class Reduction:
                 return {keys[i]: _gradient(cast(x, block.params[i].dtype)) for i, x in shards.items()}
         return finish
 
-    def _keep(self, of: int, number: int, grad: Tensor) -> Tensor:
-        """This rank's summand of the gradient of a kept parameter has arrived, of which bucket and at which place there."""
+    def _keep(self, key: int, grad: Tensor) -> Tensor:
+        """This rank's summand of the gradient of a kept parameter has arrived."""
         self.check()
-        bucket = self.buckets[of]
-        param = bucket.params[number]
-        if not asked_for(param):
+        param = self.params[key]
+        if key not in self._places or not asked_for(param):
             return grad
+        bucket, number = self._places[key]
         with NoFallbackGuard():
-            grad = self._with_owed(id(param), grad, bucket.dtype)
+            grad = self._with_owed(key, grad, bucket.dtype)
             if not self.sync:
                 return _zeros(param.local_shape, param.dtype)
             self._opened(param.name)
@@ -326,8 +327,7 @@ class Reduction:
                         handed[key].add_(shard)
             done += [(self.params[key], grad) for key, grad in handed.items()]
             for bucket in self.buckets:
-                if bucket.handed:
-                    done += bucket.finish(self.scale, self.main)
+                done += bucket.finish(self.scale, self.main)
         self.read.clear()
         for param, grad in done:
             run_hooks(param, grad)
@@ -350,9 +350,8 @@ class Reduction:
                 for i, key in enumerate(map(id, bucket.params)):
                     if key in self._owed and key in gradients:
                         sums[key] = bucket.put(i, self._owed.pop(key))
-                if bucket.handed:
-                    bucket.begin(", owed")
-                    bucket.finish(self.scale, self.main)
+                bucket.begin(", owed")
+                bucket.finish(self.scale, self.main)
             for key, total in sums.items():
                 write(gradients[key], total.astype(gradients[key].dtype) + gradients[key])
         for key in sums:
@@ -384,10 +383,10 @@ class Reduction:
             held[1].clear()
 
 
-def _when_it_comes(param, method: Callable, *args) -> Any:
-    """Calls a method with these and the parameter's gradient, which holds neither: a hook lives as long as its tensor."""
-    told = weakly(method)
-    return Tensor.register_hook(param, lambda grad: told(*args, grad))
+def _when_it_comes(param, method: Callable) -> None:
+    """Gives the method the parameter's id and its gradient; holds neither, as a hook lives as long as its tensor."""
+    key, told = id(param), weakly(method)
+    Tensor.register_hook(param, lambda grad: told(key, grad))
 
 
 def add_main(param, total: Tensor) -> None:
@@ -426,7 +425,6 @@ def complete() -> None:
         for reduction in held[0]:
             read = f"{seen}, read: {in_order(reduction.read)}"
             for bucket in reduction.buckets:
-                if bucket.handed:
-                    bucket.begin(read)
+                bucket.begin(read)
     for reduction in held[0]:
         reduction.finish()
