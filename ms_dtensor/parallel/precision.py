@@ -118,9 +118,8 @@ class MixedPrecisionPolicy:
     def copy_of(self, param):
         """A parameter as the computation sees it."""
         dtype = self.compute_dtype(param)
-        reduce_dtype = self.reduce_dtype or dtype
         if isinstance(param, DTensor):
-            return param if dtype == reduce_dtype == param.dtype else compute_copy(param, dtype, reduce_dtype)
+            return compute_copy(param, dtype, self.reduce_dtype or dtype) if self.changes(param) else param
         return param if dtype == param.dtype else param.astype(dtype)
 
 
