@@ -231,7 +231,7 @@ class OpPlan:
                 result = store.product(partial(self.local.run, call), operands, tensors)
             else:
                 result = self.local.run(call, operands)
-            if copied:
+            if copied and self.local.abstract is None:  # a dry run's is one already
                 result = clone(result)
             if (parameter or (grad and self.uneven)) and (
                     result.__class__ is not Tensor or (result._is_leaf and result._requires_grad)):

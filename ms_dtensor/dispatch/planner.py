@@ -201,9 +201,8 @@ def plan_for(op: str, arguments: dict, tensors, mode, original: LocalRun | None 
         wrapper = wrapper_in_float32(op, tensors, promised, None) if in_float32 else None  # its arguments are others
         local = replace(local, form=(wrapper(form) if wrapper else form, template, keywords), in_float32=None,
                         places=_places(template, Operand, lambda i, operand: operand.index))
-    kind = view_kind(spec_call) if getattr(tensors[0], "_layout", None) is not None else ""
-    view = None
-    if kind:
+    kind, view = view_kind(spec_call), None
+    if kind and getattr(tensors[0], "_layout", None) is not None:
         view = (kind == "view" and steps[0].target is None, form is None and local.substitute is None,
                 order_of_view(spec_call, spec.shapes[0] or (), has_thin_shard(layouts[0])))
     winners = None
@@ -213,7 +212,7 @@ def plan_for(op: str, arguments: dict, tensors, mode, original: LocalRun | None 
         dtypes = promised if writes or spec.dtypes else result_dtypes(spec_call, len(spec.shapes))
         local = replace(local, abstract=Abstract(
             op, spec_call.args, None if spec.by_data else tuple(layout.local_shape() for layout in drafts), dtypes,
-            view is not None and view[0]))
+            kind == "view"))
     return OpPlan(op, steps, replace(local, empty=empty), Results(op, mesh, list(zip(choice.outs, drafts))), view, writes,
                   any(map(has_empty_shard, choice.targets)), named is not None and named.name in DRAWS, winners)
 

@@ -477,3 +477,32 @@ def test_memory_of_a_host_is_what_its_kernels_and_nodes_take():
     assert changes("Ascend", adam) == [], "a device's writes in place"
     assert (size, "heap") in changes("CPU", norm) and (size, "pool") not in changes("CPU", norm)
     assert changes("CPU", lambda x: lambda: mint.nn.functional.silu(x)) == [(size, "pool"), (size, "pool"), (-size, "pool")]
+
+
+def test_kernels_of_a_host_read_copies_of_views_and_sums_hand_gradients_on():
+    """Counted in MindSpore 2.10's pool: each operand that is a view is copied, and a backward keeps the copy. A cast to its
+    own dtype is the tensor itself, and the gradients of a sum are the sum's."""
+    size = 4 * 512 * 512
+
+    def changes(what, device: str = "CPU", grad: bool = False) -> list[int]:
+        with dry_run(world=2, device=device) as run:
+            mesh = md.init_device_mesh("cpu" if device == "CPU" else "npu", (2,), mesh_dim_names=("dp",))
+            x = md.ones(512, 512, device_mesh=mesh, placements=[md.Replicate()])
+            run.forget()
+            if grad:
+                md.grad(lambda x: what(x * 1.5).sum())(x)
+            else:
+                _alive = what(x)
+        return [c.bytes for c in run._executor.ledger.changes if abs(c.bytes) >= size and c.at]
+
+    def turned(x):
+        return x.reshape(1024, 256)
+    assert changes(lambda x: mint.exp(x)) == changes(lambda x: mint.exp(turned(x)), "Ascend") == [size]
+    assert changes(lambda x: mint.exp(turned(x))) == [size, size, -size]
+    assert changes(lambda x: turned(x) + turned(x)) == [size, size, size, -size, -size]
+    assert changes(lambda x: mint.exp(x.astype(ms.float32))) == changes(lambda x: mint.softmax(x, -1)) == [size]
+    assert changes(lambda x: mint.exp(turned(x).astype(ms.float32))) == [size, size, -size], "a cast of a view is a copy"
+    square, of_views = (sum(c > 0 for c in changes(what, grad=True)) for what in (
+        lambda x: mint.mul(x, x), lambda x: mint.mul(turned(x), turned(x))))
+    assert of_views == square + 2, "of each view a copy"
+    assert changes(lambda x: x + x, grad=True).count(size) == changes(lambda x: mint.exp(x), grad=True).count(size)

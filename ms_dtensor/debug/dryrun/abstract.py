@@ -2,8 +2,9 @@
 """Tensors with a shape, a dtype and no data; and how many bytes the real ones would be, from birth to death.
 
 All elements of such a tensor are one number: its strides are 0, so any shape costs a few bytes, and what asks a tensor for
-its shape, or makes a view of it, works. It lives as long as its storage: that of a NumPy array, which notes its own end,
-so lifetimes are Python's and autograd's own. Not here: which op makes what.
+its shape works. A storage has two numbers, and views of what was made on it are on the second: so who meets a tensor knows
+whether it is one. It lives as long as its storage: that of a NumPy array, which notes its own end, so lifetimes are Python's
+and autograd's own. Not here: which op makes what.
 """
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ class Change(NamedTuple):
 
 
 class _Storage(np.ndarray):
-    """The one number behind a tensor without data; when nothing lies on it any more, the ledger is told."""
+    """The numbers behind a tensor without data; when nothing lies on it any more, the ledger is told."""
 
     ledger: Any = None
     address = 0
@@ -88,7 +89,7 @@ class Ledger:
 
     def written(self, x: Tensor, event: int) -> None:
         """An event makes anew what a tensor lies on."""
-        self.held[Tensor.data_ptr(x)][2] = event
+        self._of(x)[2] = event
 
     def ended(self, address: int, place: int | None) -> None:
         """Nothing lies on a storage any more."""
@@ -99,7 +100,7 @@ class Ledger:
 
     def is_now(self, x: Tensor, kind: str) -> Tensor:
         """What a tensor lies on is of another kind from here on."""
-        held = self.held.get(Tensor.data_ptr(x))
+        held = self._of(x)
         if held is not None and held[0] != kind:
             self.change(held[0], -held[1], held[3])
             self.change(kind, held[1], held[3])
@@ -108,7 +109,7 @@ class Ledger:
 
     def kind_of(self, x: Tensor) -> str:
         """Of what a tensor lies on; what was made elsewhere is no part of the memory that is counted."""
-        held = self.held.get(Tensor.data_ptr(x))
+        held = self._of(x)
         return "activations" if held is None else held[0]
 
     def change(self, kind: str, size: int, where: str) -> None:
@@ -125,18 +126,31 @@ class Ledger:
 
     def maker(self, x: Tensor) -> int:
         """The event that made what a tensor lies on; -1: none of this run."""
-        held = self.held.get(Tensor.data_ptr(x))
+        held = self._of(x)
         return -1 if held is None else held[2]
 
+    def has(self, x: Tensor) -> bool:
+        """Whether it lies on what is counted here."""
+        return self._of(x) is not None
 
-def on_storage_of(x: Tensor, shape) -> Tensor:
-    """A tensor of any shape on the storage of one without data; not recorded."""
+    def is_view(self, x: Tensor) -> bool:
+        """Whether it was made as a view."""
+        address = Tensor.data_ptr(x)
+        return address not in self.held and address - x.itemsize in self.held
+
+    def _of(self, x: Tensor) -> Any:
+        address = Tensor.data_ptr(x)
+        return self.held.get(address) or self.held.get(address - x.itemsize)
+
+
+def on_storage_of(x: Tensor, shape, view: bool = False) -> Tensor:
+    """A tensor of any shape on the storage of one without data, as what was made there or as a view; not recorded."""
     shape = tuple(shape)
     if x.__class__ is not Tensor:
         x = Tensor._make_subclass(Tensor, x)
     if max(shape, default=0) > _MOST:  # which `as_strided` takes for a negative one
-        return mint.broadcast_to(as_strided(x, (), (), 0), shape)
-    return as_strided(x, shape, (0,) * len(shape), 0)
+        return mint.broadcast_to(as_strided(x, (), (), int(view)), shape)
+    return as_strided(x, shape, (0,) * len(shape), int(view))
 
 
 def nameless(shape, dtype) -> Tensor:
@@ -145,8 +159,8 @@ def nameless(shape, dtype) -> Tensor:
 
 
 def nothing(dtype) -> np.ndarray:
-    """[1]: what a value that nobody knows reads as: NaN, so that a loss that is printed is no number; 0 of integers."""
-    out = np.zeros(1, numpy_dtype(dtype))
+    """[2]: what a value that nobody knows reads as: NaN, so that a loss that is printed is no number; 0 of integers."""
+    out = np.zeros(2, numpy_dtype(dtype))
     if dtype_name(dtype).startswith(DIFFERENTIABLE):
         out.fill(np.nan)
     return out

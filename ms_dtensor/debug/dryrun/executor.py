@@ -33,12 +33,13 @@ from ...dispatch.replaced import PLACE
 from ...errors import OpRuleError
 from ...internals.names import Function, enabled, recording
 from .abstract import Ledger, nameless, on_storage_of
-from .formulas import BY_NUMPY, backward_flops, flops, kept, stays, within
+from .formulas import BY_NUMPY, backward_flops, flops, kept, passes, stays, within
 from .told import Told
 
 _BY_NAME = {("argmax_method", "ArgMinExt"): "int32"}  # the rules have one op for two of MindSpore's
 _NO_GRADIENT = ("StopGradient", "Detach")  # of MindSpore's ops that are one in the rules with a copy
 _MESHES = {"CPU": "cpu", "Ascend": "npu", "GPU": "gpu"}  # what meshes call devices
+_ITSELF = frozenset(("cast", "identity"))
 _SEVERAL = frozenset(("split", "chunk", "unstack", "unbind", "tensor_split", "meshgrid", "split_with_size",
                       "grouped_matmul"))  # a tuple, also of one result
 
@@ -104,16 +105,18 @@ class Job:
         self.site = executor.events[event].site
         asked = [i for i, (_, _, wanted) in enumerate(self.operands) if wanted]
         operands, result = kept(what.op, [wanted for _, _, wanted in self.operands], executor.on_host)
-        self.saved: list = [local_alias(xs[i]) for i in operands] if asked else []
-        self.keeps_result, self.first = bool(asked) and result, xs[0]
+        self.read = executor.read(what, xs)
+        self.saved: list = [local_alias(self.read[i]) for i in operands] if asked else []
+        self.keeps_result = bool(asked) and result
         self.within = within(what.op, executor.on_host) if asked else (0, 0, 0)
         self.scratch = scratch if asked else None  # of a node of ours, as `Executor.node` has it
         self.where = executor.where(what.op, scratch)
 
     def results(self) -> tuple[tuple, list]:
         """The results, and what the backward needs."""
-        outs = self.executor.made(self.what, self.first, self.shapes, self.dtypes, self.event, self.where)
-        self.first, (saved, self.saved) = None, (self.saved, [])
+        outs = self.executor.made(self.what, self.read[0], self.shapes, self.dtypes, self.event, self.where)
+        _until_it_ends, (saved, self.saved) = self.read, (self.saved, [])
+        self.read = []
         own = [self._like_first() for _ in range(self.within[1])]
         own += self._arrays(0, self.event)
         _for_itself = [self._like_first() for _ in range(self.within[0])] + self._arrays(1, self.event)  # until this ends
@@ -130,7 +133,7 @@ class Job:
         """Those of the operands; the event of the backward."""
         executor = self.executor
         asked = sum(1 for _, _, wanted in self.operands if wanted)
-        view = executor.is_view(self.what)
+        view = self.what.view and self.what.op not in _SEVERAL  # a sum of what came of each
         read = 0 if view else sum(prod(x._shape) * x.itemsize for x in (*saved, *(g for g in grads if g is not None)))
         written = 0 if view else sum(
             prod(shape) * nbytes(dtype) for shape, dtype, wanted in self.operands if wanted)
@@ -142,13 +145,17 @@ class Job:
             executor.ledger.kernels[self.what.op, shape] = own
         given = next((g for g in grads if g is not None), None)
         out: list = []
-        for shape, dtype, wanted in self.operands:
+        for i, (shape, dtype, wanted) in enumerate(self.operands):
             if not wanted:
                 out.append(None)
-            elif view and given is not None and given.dtype == dtype:
-                out.append(on_storage_of(given, shape))
+            elif passes(self.what.op, i) and given is not None and (shape, dtype) == (tuple(given._shape), given.dtype):
+                out.append(local_alias(given))
+            elif view and given is not None and given.dtype == dtype and prod(shape) == prod(given._shape):
+                out.append(executor.view(self.what.op, given, shape))
             else:
+                _until_it_is_there = executor.read(self.what, [g for g in grads if g is not None])  # each has a kernel
                 out.append(executor.ledger.new(shape, dtype, "activations", at, self.where))
+                del _until_it_is_there
         _for_itself = [self._like_first() for _ in range(self.within[2])] + self._arrays(2, at)  # until the end of this
         return out
 
@@ -201,7 +208,8 @@ class Executor(Told):
         if not recording() or not enabled() or not any(x._requires_grad and _differentiable(x) and i not in constants
                                       for i, x in enumerate(tensors)) \
                 or not any(name.startswith(DIFFERENTIABLE) for name in what.dtypes):
-            outs = self.made(what, tensors[0] if tensors else None, what.shapes, dtypes, event, self.where(what.op, scratch))
+            read = self.read(what, tensors)
+            outs = self.made(what, read[0] if read else None, what.shapes, dtypes, event, self.where(what.op, scratch))
             _for_itself = self.arrays((*scratch[0], *scratch[1]), dtypes[0], event) if scratch else [
                 self.like(x, kind="activations") for x in tensors[:1] for _ in range(within(what.op, self.on_host)[0])]
             return outs[0] if single else outs
@@ -240,16 +248,22 @@ class Executor(Told):
         """Who hands out the results of an op, and of its backward: NumPy those of the library's own nodes."""
         return "heap" if scratch or self.on_host and op in BY_NUMPY else ""
 
+    def read(self, what, tensors) -> list[Tensor]:
+        """Operands as kernels read them: on a host copies of views, wherever these begin, which a backward keeps."""
+        if what.view or not self.on_host:
+            return list(tensors)
+        return [self.like(x, kind="activations") if self.ledger.is_view(x) else x for x in tensors]
+
     def made(self, what, first, shapes, dtypes, event: int, where: str = "") -> tuple:
         """Results without data: on the first operand's storage, if they are views of it."""
-        if self.is_view(what):
-            return tuple(on_storage_of(first, shape) for shape in shapes)
+        if what.view and not (what.op == "cast" and self.ledger.is_view(first)):  # which is a copy then
+            return tuple(self.view(what.op, first, shape) for shape in shapes)
         return tuple(self.ledger.new(s, d, "activations", event, where) for s, d in zip(shapes, dtypes))
 
-    def is_view(self, what) -> bool:
-        """Whether results take no memory. A host's kernels copy an operand that begins within its storage, and keep that:
-        of several views each use is one."""
-        return what.view and not (self.on_host and what.op in _SEVERAL)
+    @staticmethod
+    def view(op: str, x, shape) -> Tensor:
+        """A view; of a cast to its own dtype, or of what is only another name, the tensor itself."""
+        return local_alias(x) if op in _ITSELF else on_storage_of(x, shape, True)
 
     def by_data(self, run, call, tensors):
         """What only data, or a user's function, tells."""
@@ -271,7 +285,7 @@ class Executor(Told):
             raise OpRuleError("For 'dry_run', a recorded tensor is written in place.", user_site(),
                               "MindSpore's node of such a write is of real kernels, and a dry run has no data.",
                               "x = where(mask, value, x), which makes another")
-        if Tensor.data_ptr(x) in self.ledger.held:
+        if self.ledger.has(x):
             self.ledger.written(x, self.ledger.maker(new))
 
     # -- optimizers --------------------------------------------------------------------------------------------------
@@ -478,4 +492,4 @@ def _differentiable(x) -> bool:
 
 
 def _constant(x) -> Tensor:
-    return on_storage_of(x, x._shape) if x._requires_grad else local_alias(x)
+    return on_storage_of(x, x._shape, bool(Tensor.storage_offset(x))) if x._requires_grad else local_alias(x)

@@ -41,7 +41,8 @@ _WITHIN = {"class_sums": (2, 2)}
 _STAYS = {"softmax": 16}  # bytes an element that the backward's kernel keeps for a shape: two arrays of places, of int64
 BY_NUMPY = frozenset(("class_sums", "row_max", "rms_norm"))  # on a host one node of the library's own, forward and backward
 # Of MindSpore 2.10's CPU kernels, where results lie: what the forward takes while it runs, and what the backward does.
-_OF_HOSTS = {"silu": (1, 4), "softmax": (1, 2)}
+_OF_HOSTS = {"silu": (1, 4), "softmax": (0, 2)}
+_PASSES = {"add": (0, 1), "bias_add": (0,), "sub": (0,)}  # operands whose gradient is that of the result, the tensor itself
 
 
 def flops(op: str, arguments: dict[str, Any], ins: Sequence[Shape], outs: Sequence[Shape]) -> int:
@@ -111,6 +112,11 @@ def within(op: str, on_host: bool) -> tuple[int, int, int]:
         there, back = _OF_HOSTS.get(op, (0, 0))
         return there, 0, back
     return 0, *_WITHIN.get(op, (0, 0))
+
+
+def passes(op: str, operand: int) -> bool:
+    """Whether the gradient of an operand, of the result's shape and dtype, is that of the result."""
+    return operand in _PASSES.get(op, ())
 
 
 def stays(op: str, elements: int) -> int:

@@ -66,13 +66,13 @@ class Told:
         """Whether the user asks a plain tensor for a value that it does not have."""
         if self.inside:
             return False
-        if Tensor.data_ptr(x) in self.ledger.held:
+        if self.ledger.has(x):
             return asked_by_user()
         return x.__class__ is Unknown and asked_by_user() and not shows_itself(x)
 
     def taken_out(self, local: Tensor) -> Tensor:
         """A rank's part, or the whole, as it is handed to the user: a plain tensor, of whose values nobody knows."""
-        if self.inside or Tensor.data_ptr(local) not in self.ledger.held or not asked_by_user():
+        if self.inside or not self.ledger.has(local) or not asked_by_user():
             return local
         if asked_by_user((DTensor.to_local,)):
             self.assumed[f"to_local at {user_site()}"] = "what is made of it is not seen; it reads as NaN, or is refused"
